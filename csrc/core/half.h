@@ -1,0 +1,92 @@
+// fp16 and bf16 as storage types: 16 bits in memory, float in registers. Arithmetic never happens
+// in 16 bits, so all that is needed is the conversion, which rounds to nearest even.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "core/portability.h"
+
+#if defined(__CUDACC__)
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#endif
+
+namespace emb {
+
+struct half16 {
+  uint16_t bits;
+};
+
+struct bfloat16 {
+  uint16_t bits;
+};
+
+EMB_HD uint32_t float_bits(float x) {
+  uint32_t bits;
+  memcpy(&bits, &x, sizeof(bits));
+  return bits;
+}
+
+EMB_HD float bits_float(uint32_t bits) {
+  float x;
+  memcpy(&x, &bits, sizeof(x));
+  return x;
+}
+
+EMB_HD float to_float(float x) { return x; }
+
+EMB_HD float to_float(bfloat16 x) { return bits_float(static_cast<uint32_t>(x.bits) << 16); }
+
+EMB_HD float to_float(half16 x) {
+#if defined(__CUDA_ARCH__)
+  return __half2float(__ushort_as_half(x.bits));
+#else
+  const uint32_t sign = static_cast<uint32_t>(x.bits & 0x8000u) << 16;
+  const uint32_t magnitude = x.bits & 0x7fffu;
+  if (magnitude >= 0x7c00u) {  // infinity and NaN keep their payload
+    return bits_float(sign | 0x7f800000u | (magnitude & 0x03ffu) << 13);
+  }
+  // Scaling by 2^112 moves the exponent bias from 15 to 127, subnormals included.
+  return bits_float(sign | float_bits(bits_float(magnitude << 13) * 0x1p112f));
+#endif
+}
+
+template <class T>
+EMB_HD T from_float(float x);
+
+template <>
+EMB_HD float from_float<float>(float x) {
+  return x;
+}
+
+template <>
+EMB_HD bfloat16 from_float<bfloat16>(float x) {
+  const uint32_t bits = float_bits(x);
+  if ((bits & 0x7fffffffu) > 0x7f800000u) {  // NaN must stay NaN: set a payload bit that survives
+    return {static_cast<uint16_t>((bits >> 16) | 0x40u)};
+  }
+  return {static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16)};
+}
+
+template <>
+EMB_HD half16 from_float<half16>(float x) {
+#if defined(__CUDA_ARCH__)
+  return {__half_as_ushort(__float2half_rn(x))};
+#else
+  const uint32_t bits = float_bits(x);
+  const auto sign = static_cast<uint16_t>(bits >> 16 & 0x8000u);
+  const uint32_t magnitude = bits & 0x7fffffffu;
+  if (magnitude > 0x7f800000u) return {static_cast<uint16_t>(sign | 0x7e00u)};  // NaN
+  if (magnitude >= 0x477ff000u) return {static_cast<uint16_t>(sign | 0x7c00u)};  // >= 65520: inf
+  if (magnitude < 0x38800000u) {
+    // Below 2^-14 the result is subnormal: adding 0.5 aligns the mantissa so that the FPU rounds.
+    const uint32_t rounded = float_bits(bits_float(magnitude) + 0.5f) - 0x3f000000u;
+    return {static_cast<uint16_t>(sign | rounded)};
+  }
+  const uint32_t rounded = magnitude + 0xfffu + ((magnitude >> 13) & 1u) - 0x38000000u;
+  return {static_cast<uint16_t>(sign | rounded >> 13)};
+#endif
+}
+
+}  // namespace emb

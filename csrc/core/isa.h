@@ -1,0 +1,53 @@
+// One binary, several instruction sets: every `*_kernels.cpp` is compiled once per ISA into its own
+// namespace and exports a table of function pointers; this header picks the table for the machine
+// at hand. EMBLIB_ISA=baseline|avx2|avx512 in the environment asks for a lower one (tests use it).
+#pragma once
+
+#include <cstdlib>
+#include <string_view>
+
+namespace emb {
+
+enum class Isa { kBaseline = 0, kAvx2 = 1, kAvx512 = 2 };
+
+inline Isa detect_isa() {
+#if defined(EMB_X86)
+  Isa isa = Isa::kBaseline;
+  __builtin_cpu_init();
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+      __builtin_cpu_supports("f16c")) {
+    isa = Isa::kAvx2;
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq")) {
+      isa = Isa::kAvx512;
+    }
+  }
+  const char* wish = std::getenv("EMBLIB_ISA");
+  if (wish == nullptr) return isa;
+  const std::string_view name(wish);
+  const Isa cap = name == "baseline" ? Isa::kBaseline : name == "avx2" ? Isa::kAvx2 : Isa::kAvx512;
+  return cap < isa ? cap : isa;
+#else
+  return Isa::kBaseline;
+#endif
+}
+
+inline Isa cpu_isa() {
+  static const Isa isa = detect_isa();
+  return isa;
+}
+
+// `Table` is a struct of function pointers; the three arguments are its instances.
+template <class Table>
+const Table& pick_isa(const Table& baseline, const Table& avx2, const Table& avx512) {
+  switch (cpu_isa()) {
+    case Isa::kAvx512:
+      return avx512;
+    case Isa::kAvx2:
+      return avx2;
+    default:
+      return baseline;
+  }
+}
+
+}  // namespace emb

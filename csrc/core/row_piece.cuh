@@ -1,0 +1,163 @@
+// Pieces of a row: a lane owns N neighbouring columns and moves them in one access of N * sizeof(T)
+// bytes where the row's place in memory allows, element by element where it does not. In registers
+// a piece stays in storage format until it is used, so that several rows in flight cost few of them.
+#pragma once
+
+#include "core/dtype.h"
+#include "core/half.h"
+#include "core/simt.cuh"
+
+namespace emb::cuda {
+
+template <class T, int N>
+struct Piece {
+  static constexpr int kBytes = N * static_cast<int>(sizeof(T));
+  static constexpr int kWords = kBytes / 4;
+  static_assert(kBytes == 8 || kBytes == 16);
+
+  uint32_t word[kWords] = {};
+
+  EMB_DEVICE float operator[](int k) const {
+    if constexpr (sizeof(T) == 4) {
+      return bits_float(word[k]);
+    } else {
+      return to_float(T{static_cast<uint16_t>(word[k / 2] >> (k % 2 * 16))});
+    }
+  }
+
+  // Columns [0, N) from `address`, which is a multiple of kBytes.
+  EMB_DEVICE void load_vector(const T* address) {
+    if constexpr (kBytes == 16) {
+      const simt::Pack16 pack = simt::load(reinterpret_cast<const simt::Pack16*>(address));
+#pragma unroll
+      for (int i = 0; i < kWords; ++i) word[i] = pack.word[i];
+    } else {
+      const simt::Pack8 pack = simt::load(reinterpret_cast<const simt::Pack8*>(address));
+#pragma unroll
+      for (int i = 0; i < kWords; ++i) word[i] = pack.word[i];
+    }
+  }
+
+  // The first `valid` columns from any address; the others become 0.
+  EMB_DEVICE void load_scalar(const T* address, int valid) {
+#pragma unroll
+    for (int k = 0; k < N; ++k) {
+      uint32_t bits = 0;
+      if (k < valid) {
+        if constexpr (sizeof(T) == 4) {
+          bits = float_bits(address[k]);
+        } else {
+          bits = address[k].bits;
+        }
+      }
+      if constexpr (sizeof(T) == 4) {
+        word[k] = bits;
+      } else {
+        word[k / 2] = k % 2 == 0 ? bits : word[k / 2] | bits << 16;
+      }
+    }
+  }
+
+  template <bool kVector>
+  EMB_DEVICE void load(const T* address, int valid) {
+    if constexpr (kVector) {
+      load_vector(address);
+    } else {
+      load_scalar(address, valid);
+    }
+  }
+};
+
+EMB_DEVICE bool is_aligned(const void* address, int bytes) {
+  return (reinterpret_cast<uintptr_t>(address) & static_cast<uintptr_t>(bytes - 1)) == 0;
+}
+
+// Reads the first `valid` of N columns as floats, in one access where it can. Unlike Piece::load
+// the memory may be written by the same kernel: it does not go through the read-only path.
+template <class T, int N>
+EMB_DEVICE void read_columns(const T* address, int valid, float (&values)[N]) {
+  constexpr int kBytes = N * static_cast<int>(sizeof(T));
+  struct alignas(kBytes < 16 ? kBytes : 16) Block {
+    T element[N];
+  };
+  if (valid >= N && is_aligned(address, alignof(Block))) {
+    const Block block = *reinterpret_cast<const Block*>(address);
+#pragma unroll
+    for (int k = 0; k < N; ++k) values[k] = to_float(block.element[k]);
+  } else {
+#pragma unroll
+    for (int k = 0; k < N; ++k) values[k] = k < valid ? to_float(address[k]) : 0.0f;
+  }
+}
+
+template <class T, int N>
+EMB_DEVICE void write_columns(T* address, int valid, const float (&values)[N]) {
+  constexpr int kBytes = N * static_cast<int>(sizeof(T));
+  struct alignas(kBytes < 16 ? kBytes : 16) Block {
+    T element[N];
+  };
+  if (valid >= N && is_aligned(address, alignof(Block))) {
+    Block block;
+#pragma unroll
+    for (int k = 0; k < N; ++k) block.element[k] = from_float<T>(values[k]);
+    *reinterpret_cast<Block*>(address) = block;
+  } else {
+#pragma unroll
+    for (int k = 0; k < N; ++k) {
+      if (k < valid) address[k] = from_float<T>(values[k]);
+    }
+  }
+}
+
+// The same where the dtype is known at run time only: once a row, a uniform branch costs nothing.
+template <int N>
+EMB_DEVICE void read_columns(const void* data, Dtype type, int64_t element, int valid,
+                             float (&values)[N]) {
+  if (type == Dtype::kFloat) {
+    read_columns(static_cast<const float*>(data) + element, valid, values);
+  } else if (type == Dtype::kHalf) {
+    read_columns(static_cast<const half16*>(data) + element, valid, values);
+  } else {
+    read_columns(static_cast<const bfloat16*>(data) + element, valid, values);
+  }
+}
+
+template <int N>
+EMB_DEVICE void write_columns(void* data, Dtype type, int64_t element, int valid,
+                              const float (&values)[N]) {
+  if (type == Dtype::kFloat) {
+    write_columns(static_cast<float*>(data) + element, valid, values);
+  } else if (type == Dtype::kHalf) {
+    write_columns(static_cast<half16*>(data) + element, valid, values);
+  } else {
+    write_columns(static_cast<bfloat16*>(data) + element, valid, values);
+  }
+}
+
+// How a warp is cut into groups that share a row: `lanes` lanes (4 to 32) of N columns each.
+struct LaneGroup {
+  int lanes;  // lanes of a group
+  int group;  // this lane's group within the warp
+  int rank;   // this lane within its group
+
+  EMB_DEVICE explicit LaneGroup(int lanes_of_group) : lanes(lanes_of_group) {
+    const int lane = static_cast<int>(threadIdx.x % simt::kWarp);
+    group = lane / lanes;
+    rank = lane - group * lanes;
+  }
+  EMB_DEVICE int groups_in_warp() const { return static_cast<int>(simt::kWarp) / lanes; }
+};
+
+// The smallest group whose lanes cover a row of `dim` columns, N a lane, in one go.
+inline int lanes_for(int64_t dim, int columns_of_lane) {
+  int lanes = 4;
+  while (lanes < 32 && static_cast<int64_t>(lanes) * columns_of_lane < dim) lanes *= 2;
+  return lanes;
+}
+
+inline unsigned blocks_for(int64_t work, int64_t work_of_block, int64_t limit) {
+  const int64_t blocks = (work + work_of_block - 1) / work_of_block;
+  return static_cast<unsigned>(blocks < 1 ? 1 : blocks < limit ? blocks : limit);
+}
+
+}  // namespace emb::cuda

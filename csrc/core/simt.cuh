@@ -1,0 +1,117 @@
+// What a kernel may use besides C++, in a form that both nvcc and the host compiler understand.
+//
+// Kernels live in `*.cuh` files as plain `__global__` templates that include only torch-free headers
+// and this one. Under nvcc the names below are CUDA's own. Under a host compiler they come from
+// core/simt_host.h, in which the threads of a block are fibers that meet at barriers and warp
+// collectives and blocks run one after another, so that every kernel runs in tests without a GPU
+// (tests/simt). The contract, which the emulation enforces with an error instead of a hang:
+//   * names: threadIdx blockIdx blockDim gridDim, __shared__ (static), dynamic_shared<T>(),
+//     __syncthreads __syncwarp __shfl_sync __shfl_up_sync __shfl_down_sync __shfl_xor_sync
+//     __ballot_sync __any_sync __all_sync __match_any_sync __reduce_{add,min,max}_sync,
+//     atomicAdd atomicMax, __threadfence, __popc __ffs __clz;
+//   * a collective is reached by every lane of its mask, at one source line, before it returns in
+//     any; lanes of the mask must not have left the kernel. A shuffle reads only lanes of its mask;
+//   * a barrier is reached by every thread of the block at one source line: no early return;
+//   * trap(message) ends the launch: an error on the host, a device-side trap on the GPU.
+// Host code starts kernels through a launcher object, `launcher(kernel, grid, block, args...)`:
+// CudaLauncher (core/launch.h) or simt::HostLauncher, so the code that picks grids is shared too.
+#pragma once
+
+#include <cstdint>
+
+#include "core/portability.h"
+
+#if defined(__CUDACC__)
+#include <cassert>
+#define EMB_DEVICE __device__ __forceinline__
+#else
+#include "core/simt_host.h"
+#define EMB_DEVICE inline
+#endif
+
+namespace emb::simt {
+
+inline constexpr unsigned kWarp = 32;
+inline constexpr unsigned kFullMask = 0xffffffffu;
+
+// 16 bytes that move in one instruction; the address must be a multiple of 16.
+struct alignas(16) Pack16 {
+  uint32_t word[4];
+};
+struct alignas(8) Pack8 {
+  uint32_t word[2];
+};
+
+#if defined(__CUDACC__)
+
+using Dim3 = dim3;
+
+EMB_DEVICE Pack16 load(const Pack16* address) {
+  const uint4 v = __ldg(reinterpret_cast<const uint4*>(address));
+  return {{v.x, v.y, v.z, v.w}};
+}
+EMB_DEVICE Pack8 load(const Pack8* address) {
+  const uint2 v = __ldg(reinterpret_cast<const uint2*>(address));
+  return {{v.x, v.y}};
+}
+
+// Asks for the line of `address` without waiting for it or spending a register on it.
+EMB_DEVICE void prefetch(const void* address) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
+}
+
+// Ends the kernel as a failed assert does: the message is printed and the next call into CUDA fails.
+EMB_DEVICE void trap(const char* message) { __assert_fail(message, "emblib", 0, "kernel"); }
+
+template <class T>
+EMB_DEVICE T* dynamic_shared() {
+  extern __shared__ __align__(16) unsigned char emb_dynamic_shared[];
+  return reinterpret_cast<T*>(emb_dynamic_shared);
+}
+
+#else
+
+template <class Pack>
+Pack load(const Pack* address) {
+  if (reinterpret_cast<uintptr_t>(address) % alignof(Pack) != 0) {
+    fail("a vector load of " + std::to_string(sizeof(Pack)) + " bytes is misaligned");
+  }
+  return *address;
+}
+
+inline void prefetch(const void*) {}
+
+[[noreturn]] inline void trap(const char* message) { fail(message); }
+
+template <class T>
+T* dynamic_shared() {
+  return reinterpret_cast<T*>(Machine::get().dynamic_shared());
+}
+
+#endif
+
+// Sum over the groups of `width` lanes (a power of two) that tile the warp; every lane gets it. The
+// order is a butterfly, hence the same in each lane and each run.
+template <class T>
+EMB_DEVICE T group_sum(T value, int width) {
+  for (int offset = width / 2; offset > 0; offset /= 2) {
+    value += __shfl_xor_sync(kFullMask, value, offset);
+  }
+  return value;
+}
+
+// The warp's number in the grid and the number of warps in it, for grid-stride loops over warps.
+EMB_DEVICE int64_t global_warp() {
+  return (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) / kWarp;
+}
+EMB_DEVICE int64_t warps_in_grid() {
+  return static_cast<int64_t>(gridDim.x) * blockDim.x / kWarp;
+}
+
+// The same for threads.
+EMB_DEVICE int64_t global_thread() {
+  return static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+}
+EMB_DEVICE int64_t threads_in_grid() { return static_cast<int64_t>(gridDim.x) * blockDim.x; }
+
+}  // namespace emb::simt

@@ -1,0 +1,138 @@
+// A register of floats for the CPU kernels: 16, 8 or 4 lanes depending on the ISA this translation
+// unit is compiled for, with loads and stores that convert from and to fp16 and bf16. Only
+// `*_kernels.cpp` may include it, since its meaning depends on EMB_ISA.
+#pragma once
+
+#if !defined(EMB_ISA)
+#error "vec.h needs EMB_ISA: include it from a *_kernels.cpp only"
+#endif
+
+#include "core/half.h"
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+namespace emb::EMB_ISA {
+
+#if defined(__AVX512F__)
+inline constexpr int kLanes = 16;
+#elif defined(__AVX2__)
+inline constexpr int kLanes = 8;
+#else
+inline constexpr int kLanes = 4;
+#endif
+
+typedef float Vec __attribute__((vector_size(kLanes * sizeof(float))));
+
+EMB_HD Vec broadcast(float x) { return Vec{} + x; }
+
+EMB_HD Vec load(const float* p) {
+  Vec v;
+  __builtin_memcpy(&v, p, sizeof(v));
+  return v;
+}
+
+EMB_HD void store(float* p, Vec v) { __builtin_memcpy(p, &v, sizeof(v)); }
+
+#if defined(__AVX512F__)
+
+EMB_HD Vec load(const half16* p) {
+  return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+}
+EMB_HD Vec load(const bfloat16* p) {
+  const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
+}
+EMB_HD void store(half16* p, Vec v) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p),
+                      _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
+EMB_HD void store(bfloat16* p, Vec v) {
+  const __m512i bits = _mm512_castps_si512(v);
+  const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+  const __m512i rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+  const __m512i quiet = _mm512_or_si512(bits, _mm512_set1_epi32(0x400000));
+  const __mmask16 is_nan = _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q);
+  const __m512i word = _mm512_srli_epi32(_mm512_mask_blend_epi32(is_nan, rounded, quiet), 16);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(word));
+}
+
+#elif defined(__AVX2__)
+
+EMB_HD Vec load(const half16* p) {
+  return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+EMB_HD Vec load(const bfloat16* p) {
+  const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
+}
+EMB_HD void store(half16* p, Vec v) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p),
+                   _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
+EMB_HD void store(bfloat16* p, Vec v) {
+  for (int i = 0; i < kLanes; ++i) p[i] = from_float<bfloat16>(v[i]);
+}
+
+#else
+
+template <class T>
+EMB_HD Vec load(const T* p) {
+  Vec v;
+  for (int i = 0; i < kLanes; ++i) v[i] = to_float(p[i]);
+  return v;
+}
+template <class T>
+EMB_HD void store(T* p, Vec v) {
+  for (int i = 0; i < kLanes; ++i) p[i] = from_float<T>(v[i]);
+}
+
+#endif
+
+// The first `n` lanes only (0 < n < kLanes); the rest load as zero and are not stored.
+template <class T>
+EMB_HD Vec load_first(const T* p, int n) {
+#if defined(__AVX512F__)
+  if constexpr (sizeof(T) == 4) return _mm512_maskz_loadu_ps((1u << n) - 1u, p);
+#endif
+  T buffer[kLanes] = {};
+  for (int i = 0; i < n; ++i) buffer[i] = p[i];
+  return load(buffer);
+}
+
+template <class T>
+EMB_HD void store_first(T* p, Vec v, int n) {
+#if defined(__AVX512F__)
+  if constexpr (sizeof(T) == 4) {
+    _mm512_mask_storeu_ps(p, (1u << n) - 1u, v);
+    return;
+  }
+#endif
+  T buffer[kLanes];
+  store(buffer, v);
+  for (int i = 0; i < n; ++i) p[i] = buffer[i];
+}
+
+// The lanes added pairwise: a chain of log2(kLanes) additions.
+EMB_HD float sum(Vec v) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_add_ps(v);
+#else
+  float lanes[kLanes];
+  store(lanes, v);
+  for (int width = kLanes / 2; width > 0; width /= 2) {
+    for (int i = 0; i < width; ++i) lanes[i] += lanes[i + width];
+  }
+  return lanes[0];
+#endif
+}
+
+// Asks for every cache line of a row; `write` rows are fetched in a state that allows the store.
+template <bool write>
+EMB_HD void prefetch_row(const void* row, int64_t nbytes) {
+  const char* p = static_cast<const char*>(row);
+  for (int64_t i = 0; i < nbytes; i += 64) __builtin_prefetch(p + i, write ? 1 : 0, 3);
+}
+
+}  // namespace emb::EMB_ISA

@@ -1,0 +1,43 @@
+// `group` on the CPU: keys become items, see group_items.h.
+#include <torch/csrc/stable/library.h>
+
+#include <tuple>
+
+#include "core/check.h"
+#include "group/group_items.h"
+#include "group/outputs.h"
+
+namespace emb {
+namespace {
+
+template <class Item>
+void group_keys(IndexArray keys, int64_t n, int64_t num_keys, const GroupOutput& out) {
+  const std::unique_ptr<Item[]> items(new Item[n]), scratch(new Item[n]);
+  for (int64_t i = 0; i < n; ++i) {
+    const int64_t key = keys[i];
+    items[i].key = key >= 0 && key < num_keys ? key : num_keys;
+    items[i].position = i;
+  }
+  group_items(items.get(), scratch.get(), n, num_keys, out, [](int64_t, int64_t) {});
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> group(const Tensor& keys, int64_t num_keys) {
+  check_index_dtype("group", "keys", keys);
+  STD_TORCH_CHECK(num_keys >= 0, "group: num_keys must be >= 0, got ", num_keys);
+  STD_TORCH_CHECK(keys.numel() <= kMaxLookups, "group: at most 2^31 - 1 keys a call, got ",
+                  keys.numel());
+  const Tensor input = torch::stable::contiguous(keys);
+  const int64_t n = keys.numel();
+  GroupTensors result(keys, n, keys.scalar_type());
+  if (num_keys < int64_t{1} << 32) {
+    group_keys<Item32>(index_array(input), n, num_keys, result.output());
+  } else {
+    group_keys<Item64>(index_array(input), n, num_keys, result.output());
+  }
+  return {result.unique, result.segments, result.permutation, result.count};
+}
+
+}  // namespace
+}  // namespace emb
+
+STABLE_TORCH_LIBRARY_IMPL(emblib, CPU, m) { m.impl("group", TORCH_BOX(&emb::group)); }

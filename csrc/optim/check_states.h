@@ -1,0 +1,51 @@
+// Checks the state tensors and the `hyper` vector of an optimizer against what its functor declares,
+// and sorts the states into element-wise and row-wise ones. Shared by every op that updates weights.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "core/check.h"
+#include "optim/optimizers.h"
+
+namespace emb {
+
+struct States {
+  float* element[2] = {nullptr, nullptr};  // as long as the weights
+  float* row = nullptr;                    // one entry a row
+};
+
+inline constexpr int64_t kHyperAtLeast = 2;  // learning rate, step
+
+inline States check_states(const char* op, const std::string& optimizer,
+                           const std::vector<Tensor>& states, const Tensor& hyper,
+                           int64_t num_elements, int64_t num_rows) {
+  States result;
+  check_dtype(op, "hyper", hyper, ScalarType::Double, "float64");
+  const bool known = visit_optimizer(optimizer.c_str(), [&](auto tag) {
+    using Opt = typename decltype(tag)::type;
+    STD_TORCH_CHECK(hyper.numel() == Opt::kHyper, op, ": ", optimizer, " needs a hyper vector of ",
+                    Opt::kHyper, " entries (see emblib.optim), got ", hyper.numel());
+    constexpr size_t wanted = Opt::kElementStates + Opt::kRowStates;
+    STD_TORCH_CHECK(states.size() == wanted, op, ": ", optimizer, " keeps ", wanted,
+                    " state tensors, got ", states.size());
+    for (size_t i = 0; i < wanted; ++i) {
+      const bool by_row = i >= Opt::kElementStates;
+      const int64_t entries = by_row ? num_rows : num_elements;
+      check_dtype(op, "an optimizer state", states[i], ScalarType::Float, "float32");
+      STD_TORCH_CHECK(states[i].is_contiguous() && states[i].numel() >= entries, op, ": state ", i,
+                      " of ", optimizer, " must be contiguous with ", entries, " entries, has ",
+                      states[i].numel());
+      float* data = states[i].template mutable_data_ptr<float>();
+      if (by_row) {
+        result.row = data;
+      } else {
+        result.element[i] = data;
+      }
+    }
+  });
+  STD_TORCH_CHECK(known, op, ": unknown optimizer '", optimizer, "'; have ", kOptimizerNames);
+  return result;
+}
+
+}  // namespace emb

@@ -1,0 +1,70 @@
+// `update_rows_` on the CPU: checks, then rows in parallel.
+#include <torch/csrc/stable/library.h>
+
+#include <string>
+#include <vector>
+
+#include "core/check.h"
+#include "core/isa.h"
+#include "core/parallel.h"
+#include "optim/check_states.h"
+#include "optim/update_rows_table.h"
+
+namespace emb {
+
+namespace baseline {
+extern const UpdateRowsTable kUpdateRowsTable;
+}
+#if defined(EMB_X86)
+namespace avx2 {
+extern const UpdateRowsTable kUpdateRowsTable;
+}
+namespace avx512 {
+extern const UpdateRowsTable kUpdateRowsTable;
+}
+#endif
+
+namespace {
+
+const UpdateRowsTable& update_rows_table() {
+#if defined(EMB_X86)
+  return pick_isa(baseline::kUpdateRowsTable, avx2::kUpdateRowsTable, avx512::kUpdateRowsTable);
+#else
+  return baseline::kUpdateRowsTable;
+#endif
+}
+
+constexpr int64_t kGrain = 1 << 15;  // elements
+
+void update_rows_(Tensor weights, std::vector<Tensor> states, const Tensor& hyper,
+                  std::string optimizer, const Tensor& grads) {
+  const char* op = "update_rows_";
+  check_dtype(op, "weights", weights, ScalarType::Float, "float32");
+  check_dtype(op, "grads", grads, ScalarType::Float, "float32");
+  STD_TORCH_CHECK(weights.dim() == 2 && weights.is_contiguous(), op,
+                  ": weights must be a contiguous matrix, got ", weights.dim(), " dimensions");
+  STD_TORCH_CHECK(grads.dim() == 2 && grads.size(0) == weights.size(0) &&
+                      grads.size(1) == weights.size(1),
+                  op, ": grads must be [", weights.size(0), ", ", weights.size(1),
+                  "] like weights, got ", grads.numel(), " values in ", grads.dim(), " dimensions");
+  const int64_t rows = weights.size(0), width = weights.size(1);
+  const States state = check_states(op, optimizer, states, hyper, rows * width, rows);
+  if (rows * width == 0) return;
+  const Tensor gradient = torch::stable::contiguous(grads);
+  const UpdateRowsArgs args{weights.mutable_data_ptr<float>(),
+                            {state.element[0], state.element[1]},
+                            state.row,
+                            gradient.const_data_ptr<float>(),
+                            width,
+                            hyper.const_data_ptr<double>()};
+  const UpdateRowsFn update = update_rows_table().find(optimizer.c_str());
+  parallel_balanced(rows, kGrain, [width](int64_t row) { return row * width; },
+                    [&](int64_t begin, int64_t end) { update(args, begin, end); });
+}
+
+}  // namespace
+}  // namespace emb
+
+STABLE_TORCH_LIBRARY_IMPL(emblib, CPU, m) {
+  m.impl("update_rows_", TORCH_BOX(&emb::update_rows_));
+}

@@ -1,0 +1,119 @@
+// `bounds_check` on the CPU. It reads every index and offset of every batch, so the usual case, all
+// valid, is branch-free loops that vectorise; what is wrong is looked for only when something is.
+#include <torch/csrc/stable/library.h>
+
+#include <algorithm>
+#include <tuple>
+#include <vector>
+
+#include "core/check.h"
+#include "core/parallel.h"
+
+namespace emb {
+namespace {
+
+template <class I>
+bool copy_if_valid(const I* given, int64_t num_bags, int64_t num_lookups, int32_t* fixed) {
+  // `num_lookups` fits 31 bits, so a wider offset that is too large is caught by the last two tests.
+  bool valid = given[0] >= 0 && given[num_bags] == static_cast<I>(num_lookups);
+  for (int64_t i = 0; i < num_bags; ++i) {
+    valid &= given[i] <= given[i + 1];
+    fixed[i] = static_cast<int32_t>(given[i]);
+  }
+  fixed[num_bags] = static_cast<int32_t>(given[num_bags]);
+  return valid;
+}
+
+// Writes repaired offsets: clamped to [0, L], never decreasing, the last equal to L. Returns how many
+// had to change.
+int64_t repair_offsets(IndexArray given, int64_t num_bags, int64_t num_lookups, bool fatal,
+                       int32_t* fixed) {
+  const bool valid =
+      given.is_int64
+          ? copy_if_valid(static_cast<const int64_t*>(given.data), num_bags, num_lookups, fixed)
+          : copy_if_valid(static_cast<const int32_t*>(given.data), num_bags, num_lookups, fixed);
+  if (valid) return 0;
+  int64_t floor = 0, bad = 0;
+  for (int64_t i = 0; i <= num_bags; ++i) {
+    floor = std::max(floor, std::min(given[i], num_lookups));
+    if (i == num_bags && num_bags > 0) floor = num_lookups;
+    STD_TORCH_CHECK(floor == given[i] || !fatal,
+                    "bounds_check: offsets must start at 0 or above, not decrease, and end at the "
+                    "number of indices = ", num_lookups, "; got ", given[i], " at position ", i);
+    bad += floor != given[i];
+    fixed[i] = static_cast<int32_t>(floor);
+  }
+  return bad;
+}
+
+template <class I>
+int64_t count_bad(const I* indices, int64_t begin, int64_t end, int64_t rows) {
+  int64_t bad = 0;
+  for (int64_t i = begin; i < end; ++i) {
+    bad += static_cast<int64_t>(indices[i]) < -1 || static_cast<int64_t>(indices[i]) >= rows;
+  }
+  return bad;
+}
+
+int64_t count_bad(IndexArray indices, int64_t begin, int64_t end, int64_t rows) {
+  return indices.is_int64
+             ? count_bad(static_cast<const int64_t*>(indices.data), begin, end, rows)
+             : count_bad(static_cast<const int32_t*>(indices.data), begin, end, rows);
+}
+
+[[noreturn]] void fail_index(const Feature* features, IndexArray indices, const int32_t* offsets,
+                             int64_t num_features, int64_t batch) {
+  for (int64_t f = 0; f < num_features; ++f) {
+    for (int64_t bag = f * batch; bag < (f + 1) * batch; ++bag) {
+      for (int64_t i = offsets[bag]; i < offsets[bag + 1]; ++i) {
+        STD_TORCH_CHECK(indices[i] >= -1 && indices[i] < features[f].rows,
+                        "bounds_check: indices of feature ", f, " must be in [0, ", features[f].rows,
+                        "), or -1 for a pruned one, got ", indices[i], " at position ", i,
+                        " (sample ", bag % batch, "); with BoundsCheck.WARNING it would read row 0");
+      }
+    }
+  }
+  STD_TORCH_CHECK(false, "bounds_check: indices out of range");
+}
+
+std::tuple<Tensor, Tensor> bounds_check(const Tensor& indices, const Tensor& offsets,
+                                        const Tensor& features, std::string mode) {
+  const char* op = "bounds_check";
+  STD_TORCH_CHECK(mode == "fatal" || mode == "warning" || mode == "ignore",
+                  "bounds_check: mode must be fatal, warning or ignore, got '", mode, "'");
+  check_features(op, features);
+  check_lookups(op, indices, offsets);
+  const int64_t num_features = features.size(0), batch = batch_size(op, num_features, offsets);
+  const int64_t num_lookups = indices.numel(), num_bags = num_features * batch;
+  const bool fatal = mode == "fatal";
+  const Tensor index_tensor = torch::stable::contiguous(indices);
+  const Tensor offset_tensor = torch::stable::contiguous(offsets);
+  const IndexArray ids = index_array(index_tensor);
+
+  Tensor repaired = torch::stable::new_empty(offsets, {num_bags + 1}, ScalarType::Int);
+  int32_t* fixed = repaired.mutable_data_ptr<int32_t>();
+  Tensor violations = torch::stable::new_zeros(offsets, {2}, ScalarType::Long);
+  int64_t* counts = violations.mutable_data_ptr<int64_t>();
+  counts[1] = repair_offsets(index_array(offset_tensor), num_bags, num_lookups, fatal, fixed);
+
+  const Feature* feature = feature_array(features);
+  const int64_t parts = std::clamp<int64_t>(num_lookups / 65536, 1, num_threads());
+  std::vector<int64_t> bad(parts, 0);
+  parallel_tasks(parts, [&](int64_t part) {
+    for (int64_t f = 0; f < num_features; ++f) {
+      const int64_t first = fixed[f * batch], length = fixed[(f + 1) * batch] - first;
+      bad[part] += count_bad(ids, first + length * part / parts, first + length * (part + 1) / parts,
+                             feature[f].rows);
+    }
+  });
+  for (const int64_t count : bad) counts[0] += count;
+  if (counts[0] > 0 && fatal) fail_index(feature, ids, fixed, num_features, batch);
+  return {repaired, violations};
+}
+
+}  // namespace
+}  // namespace emb
+
+STABLE_TORCH_LIBRARY_IMPL(emblib, CPU, m) {
+  m.impl("bounds_check", TORCH_BOX(&emb::bounds_check));
+}

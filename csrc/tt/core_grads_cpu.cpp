@@ -1,0 +1,232 @@
+// `tt_core_grads` on the CPU. The left halves are walked through in waves, so that scratch memory
+// does not grow with the batch: in a wave (1) values that the forward pass did not keep are expanded
+// again, (2) every group of one inner row gets its gradient in one go, (3) right halves and (4) outer
+// rows add up what the wave holds for them. Each sum has one owner and one order, whatever the
+// number of threads and the size of the waves.
+#include <torch/csrc/stable/library.h>
+
+#include <algorithm>
+#include <vector>
+
+#include "tt/batch_cpu.h"
+
+namespace emb {
+namespace {
+
+// Floats of left values in flight a thread: a share of the second cache.
+constexpr int64_t kWaveFloats = 1 << 19;
+
+// Ranges of halves with one inner row: group i is [starts[i], starts[i + 1]).
+std::vector<int64_t> inner_groups(const TtHalfCores& cores, int64_t begin, int64_t end) {
+  std::vector<int64_t> starts;
+  int64_t limit = 0;
+  for (int64_t u = begin; u < end; ++u) {
+    if (u > begin && cores.ids[u] < limit) continue;
+    starts.push_back(u);
+    limit = (cores.ids[u] / cores.half.outer_rows + 1) * cores.half.outer_rows;
+  }
+  starts.push_back(end);
+  return starts;
+}
+
+// Adds the outer values of halves [begin, end) to the rows of the outer core's gradient.
+void sum_outer(const TtHalfCores& cores, int64_t begin, int64_t end, const float* outer_values,
+               float* grads) {
+  const int64_t rows = cores.half.outer_rows;
+  std::vector<int32_t> starts(rows + 1, 0), members(end - begin);
+  for (int64_t u = begin; u < end; ++u) ++starts[cores.ids[u] % rows + 1];
+  for (int64_t i = 0; i < rows; ++i) starts[i + 1] += starts[i];
+  std::vector<int32_t> cursor(starts.begin(), starts.end() - 1);
+  for (int64_t u = begin; u < end; ++u) {
+    members[cursor[cores.ids[u] % rows]++] = static_cast<int32_t>(u - begin);
+  }
+  const int64_t size = cores.half.outer_size();
+  const TtOuterSumArgs args{outer_values, size, starts.data(), members.data(), grads};
+  parallel_balanced(rows, kTtGrain / 16, [&](int64_t i) { return (i + starts[i]) * size; },
+                    [&](int64_t first, int64_t last) { tt_table().sum_outer(args, first, last); });
+}
+
+// Gradients of the inner rows that no half of the batch uses are zero.
+void clear_unused(const TtHalfCores& cores, int64_t num_halves, float* inner_grads) {
+  const int64_t size = cores.half.inner_size();
+  int64_t next = 0;
+  for (int64_t u = 0; u <= num_halves; ++u) {
+    const int64_t inner =
+        u < num_halves ? cores.ids[u] / cores.half.outer_rows : cores.half.inner_rows;
+    if (inner >= next) std::fill(inner_grads + next * size, inner_grads + inner * size, 0.0f);
+    next = inner + 1;
+  }
+}
+
+class Backward {
+ public:
+  Backward(const TtBatch& batch, const TtRights& rights, const float* prefixes, int64_t kept,
+           const float* row_grads)
+      : batch_(batch),
+        rights_(rights),
+        row_grads_(row_grads),
+        right_grads_(new_floats(batch.num_rights * batch.right.value_size())),
+        cursors_(batch.plan.right_segments, batch.plan.right_segments + batch.num_rights),
+        left_{prefixes, batch.left.pair ? std::min(kept, batch.num_lefts) : 0, nullptr,
+              batch.plan.lefts, 0, batch.left.value_size()} {}
+
+  // Gradients of the cores of the left half; fills those of the right values on the way.
+  void left_half(float* outer, float* inner) {
+    const TtHalf& left = batch_.left;
+    if (!left.pair) {
+      left_.rest = batch_.cores[0];
+      left_groups({nullptr, outer, 0}, 0, batch_.num_lefts);
+      return right_sums(batch_.num_lefts);
+    }
+    left_.ids = nullptr;
+    const int64_t fit = num_threads() * kWaveFloats / left.value_size();
+    const int64_t wave = std::clamp<int64_t>(fit, 4 * kTtBlock, std::max<int64_t>(batch_.num_lefts, 64));
+    const Floats values = new_floats(left_.num_kept < batch_.num_lefts ? wave * left_.size : 0);
+    const Floats outer_values = new_floats(wave * left.outer_size());
+    left_.rest = values.get();
+    clear_unused(batch_.left_cores(), batch_.num_lefts, inner);
+    for (int64_t begin = 0; begin < batch_.num_lefts; begin += wave) {
+      const int64_t end = std::min(begin + wave, batch_.num_lefts);
+      left_.first = std::max(begin, left_.num_kept);
+      expand(left_.first, end, values.get());
+      left_groups({inner, outer_values.get(), begin}, begin, end);
+      right_sums(end);
+      sum_outer(batch_.left_cores(), begin, end, outer_values.get(), outer);
+    }
+  }
+
+  // Gradients of the cores of the right half: [last core], or [third, last] of a pair.
+  void right_half(float* last, float* third) const {
+    const TtHalf& half = batch_.right;
+    if (!half.pair) {
+      return tt_reverse({right_grads_.get(), last, nullptr, batch_.plan.rights, half.q_outer,
+                         half.rank, 1},
+                        batch_.num_rights);
+    }
+    const Floats outer = new_floats(half.outer_rows * half.outer_size());
+    const Floats inner = new_floats(half.inner_rows * half.inner_size());
+    const Floats outer_values = new_floats(batch_.num_rights * half.outer_size());
+    std::fill_n(outer.get(), half.outer_rows * half.outer_size(), 0.0f);
+    clear_unused(rights_.cores, batch_.num_rights, inner.get());
+    const std::vector<int64_t> groups = inner_groups(rights_.cores, 0, batch_.num_rights);
+    const TtHalfGrads grads{inner.get(), outer_values.get(), 0};
+    const int64_t per_half = 2 * half.q_outer * half.inner_size();
+    parallel_balanced(
+        static_cast<int64_t>(groups.size()) - 1, kTtGrain,
+        [&](int64_t i) { return groups[i] * per_half; },
+        [&](int64_t begin, int64_t end) {
+          const Floats scratch = new_floats(tt_scratch_size(half, batch_.shape.dim()));
+          tt_table().contract(rights_.cores, grads,
+                              right_grads_.get() + groups[begin] * half.value_size(), scratch.get(),
+                              groups[begin], groups[end]);
+        });
+    sum_outer(rights_.cores, 0, batch_.num_rights, outer_values.get(), outer.get());
+    tt_reverse({outer.get(), last, nullptr, nullptr, half.q_outer, half.inner_rank, 1},
+               half.outer_rows);
+    tt_reverse({inner.get(), third, nullptr, nullptr, half.inner_rank, half.q_inner, half.rank},
+               half.inner_rows);
+  }
+
+ private:
+  void expand(int64_t begin, int64_t end, float* values) const {
+    const int64_t per_left = batch_.left.q_outer * batch_.left.inner_size();
+    if (begin >= end) return;
+    parallel_balanced(end - begin, kTtGrain, [&](int64_t u) { return u * per_left; },
+                      [&](int64_t first, int64_t last) {
+                        const Floats scratch = batch_.scratch();
+                        tt_table().expand(batch_.left_cores(), values + first * left_.size,
+                                          scratch.get(), begin + first, begin + last);
+                      });
+  }
+
+  void left_groups(const TtHalfGrads& grads, int64_t begin, int64_t end) const {
+    const TtLeftGradsArgs args{batch_.left_cores(),
+                               batch_.right.columns(),
+                               rights_.values.get(),
+                               batch_.plan.left_segments,
+                               batch_.plan.row_rights,
+                               row_grads_,
+                               grads};
+    std::vector<int64_t> groups;
+    if (batch_.left.pair) {
+      groups = inner_groups(args.left, begin, end);
+    } else {
+      for (int64_t u = begin; u <= end; ++u) groups.push_back(u);
+    }
+    const int64_t base = batch_.cost(begin);
+    parallel_balanced(static_cast<int64_t>(groups.size()) - 1, kTtGrain,
+                      [&](int64_t i) { return batch_.cost(groups[i]) - base; },
+                      [&](int64_t first, int64_t last) {
+                        const Floats scratch = batch_.scratch();
+                        tt_table().left_grads(args, scratch.get(), groups[first], groups[last]);
+                      });
+  }
+
+  // Adds the rows of left halves below `end` that were not added before.
+  void right_sums(int64_t end) {
+    const TtPlan& plan = batch_.plan;
+    const TtRightGradsArgs args{left_,
+                                batch_.left.columns(),
+                                batch_.right.columns(),
+                                batch_.left.rank,
+                                plan.right_segments,
+                                plan.right_rows,
+                                plan.row_lefts,
+                                cursors_.data(),
+                                plan.left_segments[end],
+                                row_grads_,
+                                right_grads_.get()};
+    const int64_t per_row = int64_t{1} * batch_.shape.dim() * batch_.left.rank;
+    parallel_balanced(batch_.num_rights, kTtGrain,
+                      [&](int64_t v) { return plan.right_segments[v] * per_row; },
+                      [&](int64_t first, int64_t last) { tt_table().right_grads(args, first, last); });
+  }
+
+  const TtBatch& batch_;
+  const TtRights& rights_;
+  const float* row_grads_;
+  Floats right_grads_;
+  std::vector<int32_t> cursors_;
+  TtValues left_;
+};
+
+std::vector<Tensor> tt_core_grads(std::vector<Tensor> cores, std::vector<Tensor> plan,
+                                  const Tensor& prefixes, const Tensor& row_grads,
+                                  std::vector<int64_t> row_factors,
+                                  std::vector<int64_t> dim_factors) {
+  const char* op = "tt_core_grads";
+  const TtBatch batch(op, cores, plan, row_factors, dim_factors);
+  check_dtype(op, "row_grads", row_grads, ScalarType::Float, "float32");
+  check_dtype(op, "prefixes", prefixes, ScalarType::Float, "float32");
+  STD_TORCH_CHECK(row_grads.dim() == 2 && row_grads.size(0) >= batch.num_rows &&
+                      row_grads.size(1) == batch.shape.dim(),
+                  op, ": row_grads must be [", batch.num_rows, " rows or more, ", batch.shape.dim(),
+                  "], got ", row_grads.numel(), " values");
+  STD_TORCH_CHECK(prefixes.dim() == 2 && prefixes.size(1) == batch.left.value_size() &&
+                      prefixes.is_contiguous(),
+                  op, ": prefixes must be what tt_rows returned for these cores");
+  const Tensor gradient = torch::stable::contiguous(row_grads);
+  const size_t last = cores.size() - 1;
+  std::vector<Tensor> grads;
+  for (size_t k = 0; k <= last; ++k) {
+    // The inner core of the left pair is written in full, the others are added to.
+    grads.push_back(k == 1 && batch.left.pair && batch.num_rows > 0
+                        ? torch::stable::empty_like(cores[k])
+                        : torch::stable::new_zeros(cores[k], {cores[k].size(0), cores[k].size(1)}));
+  }
+  if (batch.num_rows == 0) return grads;
+  const auto data = [&](size_t k) { return grads[k].mutable_data_ptr<float>(); };
+  const TtRights rights(batch);
+  Backward backward(batch, rights, prefixes.const_data_ptr<float>(), prefixes.size(0),
+                    gradient.const_data_ptr<float>());
+  backward.left_half(data(0), data(1));
+  backward.right_half(data(last), data(last - 1));
+  return grads;
+}
+
+}  // namespace
+}  // namespace emb
+
+STABLE_TORCH_LIBRARY_IMPL(emblib, CPU, m) {
+  m.impl("tt_core_grads", TORCH_BOX(&emb::tt_core_grads));
+}

@@ -1,0 +1,119 @@
+// `tt_keys` and `tt_plan` on the CPU: which halves the rows of a batch have in common. The rows come
+// sorted by key, so left halves are runs; right halves are grouped by the shared sort.
+#include <torch/csrc/stable/library.h>
+
+#include <algorithm>
+#include <memory>
+#include <vector>
+
+#include "core/parallel.h"
+#include "group/group_items.h"
+#include "tt/check_cores.h"
+
+namespace emb {
+namespace {
+
+constexpr int64_t kGrain = 1 << 14;
+
+Tensor tt_keys(const Tensor& indices, int64_t rows, std::vector<int64_t> row_factors) {
+  const char* op = "tt_keys";
+  check_index_dtype(op, "indices", indices);
+  const TtShape shape = tt_row_shape(op, row_factors);
+  STD_TORCH_CHECK(rows >= 1 && rows <= shape.left().ids() * shape.right().ids(), op,
+                  ": rows must be in [1, product of row_factors = ",
+                  shape.left().ids() * shape.right().ids(), "], got ", rows);
+  const Tensor input = torch::stable::contiguous(indices);
+  const int64_t n = indices.numel();
+  Tensor keys = torch::stable::new_empty(indices, {n}, ScalarType::Long);
+  const IndexArray ids = index_array(input);
+  int64_t* out = keys.mutable_data_ptr<int64_t>();
+  const auto cost = [](int64_t i) { return i; };
+  parallel_balanced(n, kGrain, cost, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t id = repair_index(ids[i], rows);
+      out[i] = id < 0 ? -1 : shape.key(id);
+    }
+  });
+  return keys;
+}
+
+struct PlanTensors {
+  std::vector<Tensor> tensors;
+  int32_t* data[kTtPlanTensors];
+
+  explicit PlanTensors(const Tensor& like) {
+    const int64_t n = like.numel();
+    for (const int64_t size : {n, n + 1, n, n, n + 1, n, n, int64_t{3}}) {
+      tensors.push_back(torch::stable::new_empty(like, {size}, ScalarType::Int));
+    }
+    for (size_t i = 0; i < kTtPlanTensors; ++i) data[i] = tensors[i].mutable_data_ptr<int32_t>();
+  }
+};
+
+// Runs of equal left halves among rows [0, m); returns how many.
+int64_t find_lefts(const int64_t* keys, int64_t m, int64_t rights, const PlanTensors& plan) {
+  int32_t *lefts = plan.data[0], *segments = plan.data[1], *row_lefts = plan.data[2];
+  int64_t count = 0, limit = 0;  // the current run holds keys below `limit`
+  for (int64_t j = 0; j < m; ++j) {
+    if (keys[j] >= limit) {
+      const int64_t left = keys[j] / rights;
+      limit = (left + 1) * rights;
+      lefts[count] = static_cast<int32_t>(left);
+      segments[count++] = static_cast<int32_t>(j);
+    }
+    row_lefts[j] = static_cast<int32_t>(count - 1);
+  }
+  segments[count] = static_cast<int32_t>(m);
+  return count;
+}
+
+int64_t find_rights(const int64_t* keys, int64_t m, int64_t rights, const PlanTensors& plan) {
+  const std::unique_ptr<Item32[]> items(new Item32[m]), scratch(new Item32[m]);
+  int64_t base = 0;
+  for (int64_t j = 0; j < m; ++j) {
+    if (keys[j] >= base + rights) base = keys[j] / rights * rights;
+    items[j] = {static_cast<uint32_t>(keys[j] - base), static_cast<uint32_t>(j)};
+  }
+  int32_t count = 0;
+  const GroupOutput out{plan.data[3], false, plan.data[4], plan.data[6], &count};
+  group_items(items.get(), scratch.get(), m, rights, out, [](int64_t, int64_t) {});
+  const int32_t *segments = plan.data[4], *rows = plan.data[6];
+  for (int32_t v = 0; v < count; ++v) {
+    for (int32_t t = segments[v]; t < segments[v + 1]; ++t) plan.data[5][rows[t]] = v;
+  }
+  return count;
+}
+
+std::vector<Tensor> tt_plan(const Tensor& keys, const Tensor& count,
+                            std::vector<int64_t> row_factors) {
+  const char* op = "tt_plan";
+  check_dtype(op, "keys", keys, ScalarType::Long, "int64");
+  check_dtype(op, "count", count, ScalarType::Int, "int32");
+  const TtShape shape = tt_row_shape(op, row_factors);
+  const int64_t n = keys.numel(), m = count.numel() > 0 ? *count.const_data_ptr<int32_t>() : 0;
+  STD_TORCH_CHECK(m >= 0 && m <= n && keys.is_contiguous(), op,
+                  ": count must be the number of distinct keys, in [0, ", n, "], got ", m);
+  PlanTensors plan(keys);
+  const int64_t rights = shape.right().ids();
+  const int64_t* key = keys.const_data_ptr<int64_t>();
+  STD_TORCH_CHECK(m == 0 || (key[0] >= 0 && key[m - 1] / rights < shape.left().ids()), op,
+                  ": keys must be ascending, as tbe_group returns them, and below the product of "
+                  "row_factors");
+  const int64_t lefts = find_lefts(key, m, rights, plan);
+  const int64_t distinct_rights = find_rights(key, m, rights, plan);
+  const int64_t used[] = {lefts, lefts + 1, m, distinct_rights, distinct_rights + 1, m, m};
+  for (size_t i = 0; i + 1 < kTtPlanTensors; ++i) {
+    std::fill(plan.data[i] + used[i], plan.data[i] + plan.tensors[i].numel(), 0);
+  }
+  const int64_t counts[] = {m, lefts, distinct_rights};
+  for (int i = 0; i < 3; ++i) plan.data[7][i] = static_cast<int32_t>(counts[i]);
+  return plan.tensors;
+}
+
+}  // namespace
+}  // namespace emb
+
+STABLE_TORCH_LIBRARY_IMPL(emblib, CPU, m) {
+  m.impl("tt_keys", TORCH_BOX(&emb::tt_keys));
+  m.impl("tt_plan", TORCH_BOX(&emb::tt_plan));
+}

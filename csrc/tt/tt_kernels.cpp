@@ -1,0 +1,295 @@
+// Tensor-train forward and backward on one CPU thread. All work is products of small matrices whose
+// operands stay in the first two caches: the halves are sorted by their inner core, the large one,
+// which is read once for all halves that share it, and whose gradient is one product over them.
+#include "tt/product.h"
+#include "tt/tt_table.h"
+
+namespace emb::EMB_ISA {
+namespace {
+
+EMB_HD void copy(const float* from, int64_t n, float* to) {
+  __builtin_memcpy(to, from, static_cast<size_t>(n) * sizeof(float));
+}
+
+// The scratch of one call, see tt_scratch_size.
+struct Scratch {
+  float *packed, *values, *permuted, *inner, *value, *row;
+
+  Scratch(const TtHalf& half, float* p)
+      : packed(p),
+        values(packed + kTtBlock * half.outer_size()),
+        permuted(values + kTtBlock * half.value_size()),
+        inner(permuted + kTtBlock * half.value_size()),
+        value(inner + half.inner_size()),
+        row(value + half.value_size()) {}
+};
+
+// The end of the block that begins with half u: the same inner row, at most kTtBlock halves.
+EMB_HD int64_t block_end(const TtHalfCores& cores, int64_t u, int64_t end) {
+  const int64_t most = u + kTtBlock < end ? u + kTtBlock : end;
+  const int64_t inner = cores.ids[u] / cores.half.outer_rows;
+  const int64_t limit = (inner + 1) * cores.half.outer_rows;  // not a pair: above all ids
+  int64_t last = u + 1;
+  while (last < most && cores.ids[last] < limit) ++last;
+  return last;
+}
+
+// Outer rows of the halves [begin, end) one after the other: [n q_outer, inner_rank].
+EMB_HD void pack_outer(const TtHalfCores& cores, int64_t begin, int64_t end, float* packed) {
+  const int64_t size = cores.half.outer_size();
+  const int64_t base = cores.ids[begin] / cores.half.outer_rows * cores.half.outer_rows;
+  for (int64_t u = begin; u < end; ++u) {
+    copy(cores.outer + (cores.ids[u] - base) * size, size, packed + (u - begin) * size);
+  }
+}
+
+enum class Order { kInnerFirst, kOuterFirst };
+
+// Swaps the two column factors of values: (outer, inner) <-> (inner, outer).
+EMB_HD void reorder(const TtHalf& half, const float* from, Order to_order, int64_t n, float* to) {
+  const int first = to_order == Order::kInnerFirst ? half.q_inner : half.q_outer;
+  const int second = half.columns() / first;
+  for (int64_t u = 0; u < n; ++u, from += half.value_size(), to += half.value_size()) {
+    for (int i = 0; i < first; ++i) {
+      for (int j = 0; j < second; ++j) {
+        copy(from + (j * first + i) * half.rank, half.rank, to + (i * second + j) * half.rank);
+      }
+    }
+  }
+}
+
+// Values of the halves of one block.
+EMB_HD void expand_block(const TtHalfCores& cores, int64_t begin, int64_t end, const Scratch& scratch,
+                         float* values) {
+  const TtHalf& half = cores.half;
+  const int64_t width = int64_t{1} * half.q_inner * half.rank;
+  pack_outer(cores, begin, end, scratch.packed);
+  float* out = cores.mirrored ? scratch.permuted : values;
+  multiply({.m = (end - begin) * half.q_outer,
+            .n = width,
+            .k = half.inner_rank,
+            .a = scratch.packed,
+            .a_row = half.inner_rank,
+            .a_column = 1,
+            .b = cores.inner + cores.ids[begin] / half.outer_rows * half.inner_size(),
+            .b_row = width,
+            .c = out,
+            .c_row = width,
+            .store = Store::kSet});
+  if (cores.mirrored) reorder(half, out, Order::kInnerFirst, end - begin, values);
+}
+
+void expand(const TtHalfCores& cores, float* values, float* scratch_data, int64_t begin,
+            int64_t end) {
+  const int64_t size = cores.half.value_size();
+  const Scratch scratch(cores.half, scratch_data);
+  for (int64_t u = begin, next; u < end; u = next) {
+    next = block_end(cores, u, end);
+    expand_block(cores, u, next, scratch, values + (u - begin) * size);
+  }
+}
+
+// All rows of left half u, whose value is given.
+EMB_HD void rows_of_left(const TtRowsArgs& args, int64_t u, const float* value,
+                         const Scratch& scratch) {
+  const TtHalf& left = args.left.half;
+  const int64_t columns = left.columns(), rank = left.rank, right_columns = args.right_columns;
+  const int64_t begin = args.left_segments[u], end = args.left_segments[u + 1];
+  const bool along_right = args.lanes_along_right();
+  if (!along_right) transpose({value, columns, rank, rank}, scratch.value, columns);
+  for (int64_t j = begin; j < end; ++j) {
+    const int64_t v = args.row_rights[j];
+    float* row = args.rows + j * columns * right_columns;
+    if (along_right) {
+      multiply({.m = columns,
+                .n = right_columns,
+                .k = rank,
+                .a = value,
+                .a_row = rank,
+                .a_column = 1,
+                .b = args.right_natural.at(v),
+                .b_row = right_columns,
+                .c = row,
+                .c_row = right_columns,
+                .store = Store::kSet});
+    } else {
+      multiply({.m = right_columns,
+                .n = columns,
+                .k = rank,
+                .a = args.right + v * right_columns * rank,
+                .a_row = rank,
+                .a_column = 1,
+                .b = scratch.value,
+                .b_row = columns,
+                .c = scratch.row,
+                .c_row = columns,
+                .store = Store::kSet});
+      transpose({scratch.row, right_columns, columns, columns}, row, right_columns);
+    }
+  }
+}
+
+void rows(const TtRowsArgs& args, float* scratch_data, int64_t begin, int64_t end) {
+  const TtHalfCores& left = args.left;
+  const int64_t size = left.half.value_size();
+  const Scratch scratch(left.half, scratch_data);
+  for (int64_t u = begin, next; u < end; u = next) {
+    next = block_end(left, u, u < args.num_kept && args.num_kept < end ? args.num_kept : end);
+    float* values = u < args.num_kept ? args.kept + u * size : scratch.values;
+    if (left.half.pair) expand_block(left, u, next, scratch, values);
+    for (int64_t i = u; i < next; ++i) {
+      const float* value =
+          left.half.pair ? values + (i - u) * size : left.outer + left.ids[i] * size;
+      rows_of_left(args, i, value, scratch);
+    }
+  }
+}
+
+// Gradients of both cores of a pair from those of the values of one block.
+EMB_HD void contract_block(const TtHalfCores& cores, const TtHalfGrads& grads, int64_t begin,
+                           int64_t end, const float* value_grads, const Scratch& scratch) {
+  const TtHalf& half = cores.half;
+  const int64_t width = int64_t{1} * half.q_inner * half.rank;
+  const int64_t lines = (end - begin) * half.q_outer;
+  const int64_t inner = cores.ids[begin] / half.outer_rows;
+  const bool starts_group = begin == 0 || cores.ids[begin - 1] / half.outer_rows != inner;
+  if (cores.mirrored) {
+    reorder(half, value_grads, Order::kOuterFirst, end - begin, scratch.permuted);
+    value_grads = scratch.permuted;
+  }
+  pack_outer(cores, begin, end, scratch.packed);
+  multiply({.m = half.inner_rank,
+            .n = width,
+            .k = lines,
+            .a = scratch.packed,
+            .a_row = 1,
+            .a_column = half.inner_rank,
+            .b = value_grads,
+            .b_row = width,
+            .c = grads.inner + inner * half.inner_size(),
+            .c_row = width,
+            .store = starts_group ? Store::kSet : Store::kAdd});
+  multiply({.m = lines,
+            .n = half.inner_rank,
+            .k = width,
+            .a = value_grads,
+            .a_row = width,
+            .a_column = 1,
+            .b = scratch.inner,
+            .b_row = half.inner_rank,
+            .c = grads.outer_values + (begin - grads.first) * half.outer_size(),
+            .c_row = half.inner_rank,
+            .store = Store::kSet});
+}
+
+// scratch.inner = the inner row of half u transposed, when it is not that of the half before.
+EMB_HD void transpose_inner(const TtHalfCores& cores, int64_t begin, int64_t u,
+                            const Scratch& scratch) {
+  const TtHalf& half = cores.half;
+  const int64_t inner = cores.ids[u] / half.outer_rows;
+  if (u > begin && cores.ids[u - 1] / half.outer_rows == inner) return;
+  const int64_t width = int64_t{1} * half.q_inner * half.rank;
+  transpose({cores.inner + inner * half.inner_size(), half.inner_rank, width, width}, scratch.inner,
+            half.inner_rank);
+}
+
+void contract(const TtHalfCores& cores, const TtHalfGrads& grads, const float* value_grads,
+              float* scratch_data, int64_t begin, int64_t end) {
+  const int64_t size = cores.half.value_size();
+  const Scratch scratch(cores.half, scratch_data);
+  for (int64_t u = begin, next; u < end; u = next) {
+    next = block_end(cores, u, end);
+    transpose_inner(cores, begin, u, scratch);
+    contract_block(cores, grads, u, next, value_grads + (u - begin) * size, scratch);
+  }
+}
+
+// The gradient of the value of left half u: its rows' gradients times their right halves.
+EMB_HD void value_grad(const TtLeftGradsArgs& args, int64_t u, float* out) {
+  const TtHalf& left = args.left.half;
+  const int64_t columns = left.columns(), rank = left.rank, right_columns = args.right_columns;
+  const int64_t begin = args.left_segments[u], end = args.left_segments[u + 1];
+  for (int64_t j = begin; j < end; ++j) {
+    multiply({.m = columns,
+              .n = rank,
+              .k = right_columns,
+              .a = args.row_grads + j * columns * right_columns,
+              .a_row = right_columns,
+              .a_column = 1,
+              .b = args.right + int64_t{args.row_rights[j]} * right_columns * rank,
+              .b_row = rank,
+              .c = out,
+              .c_row = rank,
+              .store = j == begin ? Store::kSet : Store::kAdd});
+  }
+}
+
+void left_grads(const TtLeftGradsArgs& args, float* scratch_data, int64_t begin, int64_t end) {
+  const TtHalfCores& left = args.left;
+  const int64_t size = left.half.value_size();
+  const Scratch scratch(left.half, scratch_data);
+  for (int64_t u = begin, next; u < end; u = next) {
+    next = block_end(left, u, end);
+    for (int64_t i = u; i < next; ++i) {
+      value_grad(args, i,
+                 left.half.pair ? scratch.values + (i - u) * size
+                                : args.grads.outer_values + left.ids[i] * size);
+    }
+    if (!left.half.pair) continue;
+    transpose_inner(left, begin, u, scratch);
+    contract_block(left, args.grads, u, next, scratch.values, scratch);
+  }
+}
+
+void right_grads(const TtRightGradsArgs& args, int64_t begin, int64_t end) {
+  const int64_t columns = args.left_columns, right_columns = args.right_columns, rank = args.rank;
+  for (int64_t v = begin; v < end; ++v) {
+    int32_t cursor = args.cursors[v];
+    for (; cursor < args.segments[v + 1] && args.rows[cursor] < args.row_end; ++cursor) {
+      const int64_t j = args.rows[cursor];
+      multiply({.m = right_columns,
+                .n = rank,
+                .k = columns,
+                .a = args.row_grads + j * columns * right_columns,
+                .a_row = 1,
+                .a_column = right_columns,
+                .b = args.left.at(args.row_lefts[j]),
+                .b_row = rank,
+                .c = args.grads + v * right_columns * rank,
+                .c_row = rank,
+                .store = cursor == args.segments[v] ? Store::kSet : Store::kAdd});
+    }
+    args.cursors[v] = cursor;
+  }
+}
+
+void sum_outer(const TtOuterSumArgs& args, int64_t begin, int64_t end) {
+  for (int64_t i = begin; i < end; ++i) {
+    float* __restrict sum = args.grads + i * args.size;
+    for (int32_t j = args.starts[i]; j < args.starts[i + 1]; ++j) {
+      const float* __restrict value = args.outer_values + args.members[j] * args.size;
+      for (int64_t d = 0; d < args.size; ++d) sum[d] += value[d];
+    }
+  }
+}
+
+void reverse(const TtReverseArgs& args, int64_t begin, int64_t end) {
+  const int64_t a = args.a, q = args.q, b = args.b, size = a * q * b;
+  for (int64_t i = begin; i < end; ++i) {
+    const float* from = args.from + (args.from_ids != nullptr ? args.from_ids[i] : i) * size;
+    float* to = args.to + (args.to_ids != nullptr ? args.to_ids[i] : i) * size;
+    if (b == 1 || a == 1) {  // one axis of length 1: a plain transposition
+      const int64_t lines = b == 1 ? a : q;
+      transpose({from, lines, size / lines, size / lines}, to, lines);
+      continue;
+    }
+    for (int64_t j = 0; j < q; ++j) transpose({from + j * b, a, b, q * b}, to + j * a, q * a);
+  }
+}
+
+}  // namespace
+
+extern const TtTable kTtTable;
+const TtTable kTtTable = {expand, rows, left_grads, right_grads, contract, sum_outer, reverse};
+
+}  // namespace emb::EMB_ISA

@@ -1,0 +1,19 @@
+"""Embedding tables for recommender systems: table-batched and tensor-train, on CPU and CUDA."""
+
+from emblib import ops, optim, reference
+from emblib.specs import BoundsCheck, Pooling, TableSpec, TTSpec
+from emblib.tables import TableBatchedEmbeddingBags, TTEmbeddingBag
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BoundsCheck",
+    "Pooling",
+    "TTEmbeddingBag",
+    "TTSpec",
+    "TableBatchedEmbeddingBags",
+    "TableSpec",
+    "ops",
+    "optim",
+    "reference",
+]

@@ -1,0 +1,137 @@
+"""Tensor-train tables in plain PyTorch: the definition of correct.
+
+Core k is `[p_k, R_k * q_k * R_{k+1}]` with `R_0 = R_d = 1`, its rows laid out as
+`(R_k, q_k, R_{k+1})`. Row `i` of the table, with mixed-radix digits `i_0 .. i_{d-1}` (i_0 most
+significant), is the chain `G_0[i_0] G_1[i_1] ..` flattened to `D = prod(q)` values, the column
+digit of core 0 most significant. Decomposition and layout are those of TT-Rec (Yin et al., MLSys
+2021). Any floating dtype, any device, differentiable. Terms: L ids, D dim, d cores.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from emblib.reference import tbe
+from emblib.specs import Pooling
+
+
+def ranks(cores: Sequence[Tensor], dim_factors: Sequence[int]) -> tuple[int, ...]:
+    """The ranks `1, R_1, .., 1` that the widths of the cores imply."""
+    full = [1]
+    for core, q in zip(cores, dim_factors, strict=True):
+        full.append(core.size(1) // (full[-1] * q))
+    return tuple(full)
+
+
+def digits(ids: Tensor, row_factors: Sequence[int]) -> list[Tensor]:
+    """Mixed-radix digits of `ids`, most significant first."""
+    found = []
+    for factor in reversed(row_factors):
+        found.append(ids % factor)
+        ids = ids // factor
+    return found[::-1]
+
+
+def rows(
+    cores: Sequence[Tensor], ids: Tensor, row_factors: Sequence[int], dim_factors: Sequence[int]
+) -> Tensor:
+    """Rows `ids` of the table, `[L, D]`."""
+    full = ranks(cores, dim_factors)
+    chain = cores[0].new_ones(ids.numel(), 1, 1)
+    columns = 1
+    for k, digit in enumerate(digits(ids.long(), row_factors)):
+        factor = cores[k][digit].view(ids.numel(), full[k], dim_factors[k] * full[k + 1])
+        columns *= dim_factors[k]
+        chain = torch.bmm(chain, factor).view(ids.numel(), columns, full[k + 1])
+    return chain.reshape(ids.numel(), math.prod(dim_factors))
+
+
+def to_dense(
+    cores: Sequence[Tensor], num_rows: int, row_factors: Sequence[int], dim_factors: Sequence[int]
+) -> Tensor:
+    """The whole table, `[num_rows, D]`."""
+    ids = torch.arange(num_rows, device=cores[0].device)
+    return rows(cores, ids, row_factors, dim_factors)
+
+
+def keys(indices: Tensor, num_rows: int, row_factors: Sequence[int]) -> Tensor:
+    """Sort keys of ids, int64 `[L]`: digits in the order that makes neighbours share their work.
+
+    The digits of the first two cores come first and swapped (the large middle core leads), the
+    others follow; two cores keep their order. -1 stays -1, any other id outside the table becomes
+    row 0.
+    """
+    ids = indices.long()
+    repaired = torch.where((ids >= 0) & (ids < num_rows), ids, 0)
+    parts = digits(repaired, row_factors)
+    order = list(range(len(row_factors)))
+    if len(order) > 2:
+        order[:2] = [1, 0]
+    key = torch.zeros_like(repaired)
+    for k in order:
+        key = key * row_factors[k] + parts[k]
+    return torch.where(ids == -1, ids, key)
+
+
+def ids_of_keys(sort_keys: Tensor, row_factors: Sequence[int]) -> Tensor:
+    """The inverse of `keys` for rows of the table."""
+    order = list(range(len(row_factors)))
+    if len(order) > 2:
+        order[:2] = [1, 0]
+    parts = dict(zip(order, digits(sort_keys, [row_factors[k] for k in order]), strict=True))
+    ids = torch.zeros_like(sort_keys)
+    for k, factor in enumerate(row_factors):
+        ids = ids * factor + parts[k]
+    return ids
+
+
+def core_grads(
+    cores: Sequence[Tensor],
+    ids: Tensor,
+    row_grads: Tensor,
+    row_factors: Sequence[int],
+    dim_factors: Sequence[int],
+) -> list[Tensor]:
+    """Gradients of all cores, given those of rows `ids`."""
+    with torch.enable_grad():
+        leaves = [core.detach().to(row_grads.dtype).requires_grad_() for core in cores]
+        out = rows(leaves, ids, row_factors, dim_factors)
+        return list(torch.autograd.grad(out, leaves, row_grads))
+
+
+def lookup(
+    cores: Sequence[Tensor],
+    num_rows: int,
+    row_factors: Sequence[int],
+    dim_factors: Sequence[int],
+    indices: Tensor,
+    offsets: Tensor,
+    sample_weights: Tensor | None = None,
+    pooling: Pooling = Pooling.SUM,
+) -> Tensor:
+    """Pool each bag of rows: `[B, D]` (`[L, D]` for NONE), with the index rules of `tbe.lookup`."""
+    dim = math.prod(dim_factors)
+    ids = indices.long()
+    repaired = torch.where((ids >= 0) & (ids < num_rows), ids, 0)
+    table = rows(cores, repaired, row_factors, dim_factors)
+    position = torch.arange(ids.numel(), device=ids.device)
+    position = torch.where(ids == -1, ids, position)
+    features = torch.tensor([[0, 0, ids.numel(), dim, 0]], device=ids.device)
+    return tbe.lookup(table.flatten(), features, position, offsets, sample_weights, pooling, dim)
+
+
+def update_rows_(
+    weights: Tensor, states: Sequence[Tensor], hyper: Tensor, optimizer: str, grads: Tensor
+) -> None:
+    """Apply `optimizer` to every row of `weights [R, W]` whose gradient is not all zero."""
+    touched = (grads != 0).any(1).nonzero().squeeze(1)
+    if touched.numel() == 0:
+        return
+    local = [state[touched] for state in states]
+    update = tbe.OPTIMIZERS[optimizer]
+    new_weights, new_states = update(weights[touched], grads[touched], local, hyper.tolist())
+    weights[touched] = new_weights
+    for state, new in zip(states, new_states, strict=True):
+        state[touched] = new

@@ -1,0 +1,6 @@
+"""Tables as `torch.nn.Module`s."""
+
+from emblib.tables.batched import TableBatchedEmbeddingBags
+from emblib.tables.tt import TTEmbeddingBag
+
+__all__ = ["TTEmbeddingBag", "TableBatchedEmbeddingBags"]

@@ -1,0 +1,240 @@
+"""A table kept as tensor-train cores, with the optimizer fused into the backward pass."""
+
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from emblib import ops
+from emblib.ops import tbe, tt
+from emblib.optim import SGD, Optimizer, check_learning_rate
+from emblib.specs import BoundsCheck, Pooling, TTSpec
+from emblib.tt.initializers import INITIALIZERS, Layout
+from emblib.tt.shapes import check_ranks
+
+_DENSE_CHUNK = 1 << 18  # rows made at a time by to_dense
+
+
+class TTEmbeddingBag(nn.Module):
+    """Looks up one tensor-train table and pools the rows into one `[B, D]` output.
+
+    Every distinct row of the batch is made once from 2 to 4 small cores. Backward forms the
+    gradients of the cores and applies `optimizer` to every core row that took part; with
+    `optim.External()` it leaves dense gradients on `cores` instead.
+
+    Args:
+        spec: rows, dim, ranks and factors. optimizer: one of `emblib.optim`; its "row" is the row
+        of a core. pooling: SUM, MEAN, or NONE for one vector a lookup. init: "gaussian",
+        "uniform", "sampled_gaussian" (TT-Rec's) or "approx_uniform"; all give rows
+            the standard deviation 1/sqrt(3 * rows), that of a plain table's uniform start.
+        output_dtype: float32, float16 or bfloat16. Cores and sums are float32 in any case.
+        bounds_check: what happens to invalid indices and offsets, see `BoundsCheck`.
+        device: where the cores live.
+
+    Cores cover `prod(row_factors) >= rows` rows; the surplus is never read, made or trained.
+    """
+
+    cores: nn.ParameterList
+    features: Tensor
+    hyper: Tensor
+    anchor: Tensor
+    bounds_violations: Tensor
+
+    def __init__(
+        self,
+        spec: TTSpec,
+        optimizer: Optimizer | None = None,
+        *,
+        pooling: Pooling = Pooling.SUM,
+        init: str = "gaussian",
+        output_dtype: torch.dtype = torch.float32,
+        bounds_check: BoundsCheck = BoundsCheck.WARNING,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.spec = spec
+        self.optimizer = SGD(0.01) if optimizer is None else optimizer
+        self.pooling = Pooling(pooling)
+        self.init = init
+        self.output_dtype = output_dtype
+        self.bounds_check = BoundsCheck(bounds_check)
+        check_ranks(spec.ranks, spec.row_factors, spec.dim_factors)
+        if init not in INITIALIZERS:
+            raise ValueError(f"init must be one of {', '.join(INITIALIZERS)}, got {init!r}")
+        if output_dtype not in (torch.float32, torch.float16, torch.bfloat16):
+            raise ValueError(
+                f"output_dtype must be float32, float16 or bfloat16, got {output_dtype}"
+            )
+        device = torch.empty(0, device=device).device
+        ops.require_kernels(device)
+        self._allocate(device)
+        self.reset_parameters()
+
+    def _allocate(self, device: torch.device) -> None:
+        spec, fused = self.spec, tbe.is_fused(self.optimizer)
+        shapes = self._layout(device).shapes()
+        self.cores = nn.ParameterList(
+            nn.Parameter(torch.empty(shape, device=device), requires_grad=not fused)
+            for shape in shapes
+        )
+        for k, (p, width) in enumerate(shapes):
+            for state in self.optimizer.states:
+                size = (p,) if state.per_row else (p, width)
+                self.register_buffer(f"state_{state.name}_{k}", torch.zeros(size, device=device))
+        self.register_buffer("hyper", self.optimizer.hyper(device))
+        layout = [
+            (0, 0, math.prod(spec.row_factors), spec.dim, 0),  # what the keys range over
+            (0, 0, spec.rows, spec.dim, 0),  # what the indices may be
+        ]
+        features = torch.tensor(layout, dtype=torch.int64, device=device)
+        self.register_buffer("features", features, persistent=False)
+        anchor = torch.zeros((), device=device, requires_grad=True)
+        self.register_buffer("anchor", anchor, persistent=False)
+        counts = torch.zeros(2, dtype=torch.int64, device=device)
+        self.register_buffer("bounds_violations", counts, persistent=False)
+
+    def _layout(self, device: torch.device) -> Layout:
+        spec = self.spec
+        return Layout(spec.row_factors, spec.dim_factors, spec.full_ranks, device)
+
+    def reset_parameters(self) -> None:
+        """Draw the cores anew, zero the optimizer state and the step."""
+        layout = self._layout(self.features.device)
+        values = INITIALIZERS[self.init](layout, 1.0 / math.sqrt(3.0 * self.spec.rows))
+        with torch.no_grad():
+            for core, value in zip(self.cores, values, strict=True):
+                core.copy_(value)
+            for states in self._states():
+                for state in states:
+                    state.zero_()
+            self.hyper[1] = 0.0
+
+    def forward(
+        self, indices: Tensor, offsets: Tensor, per_sample_weights: Tensor | None = None
+    ) -> Tensor:
+        """Pooled embeddings `[B, D]`, or `[L, D]` for pooling NONE, in `output_dtype`.
+
+        Args:
+            indices: int32 or int64 `[L]`, row of each lookup; -1 skips.
+            offsets: int32 or int64 `[B + 1]`: bag b is `indices[offsets[b] : offsets[b + 1]]`.
+            per_sample_weights: float32 `[L]`, scales each row; gets a gradient if it requires one.
+
+        Raises:
+            RuntimeError: wrong dtype, device or number of offsets; out of bounds in mode FATAL.
+        """
+        if self.bounds_check is not BoundsCheck.NONE:
+            offsets = self._check_bounds(indices, offsets)
+        batch = self._batch(indices, offsets, self.pooling, self.output_dtype)
+        if not torch.is_grad_enabled():
+            return tt.lookup(self._core_list(), batch, per_sample_weights)
+        if not tbe.is_fused(self.optimizer):
+            return tt.DenseLookup.apply(batch, per_sample_weights, *self.cores)
+        return tt.FusedLookup.apply(
+            self.anchor,
+            self._core_list(),
+            self._states(),
+            self.hyper,
+            self.optimizer,
+            batch,
+            per_sample_weights,
+        )
+
+    def _batch(
+        self, indices: Tensor, offsets: Tensor, pooling: Pooling, output_dtype: torch.dtype
+    ) -> tt.Lookup:
+        spec = self.spec
+        return tt.Lookup(
+            spec.rows,
+            spec.row_factors,
+            spec.dim_factors,
+            self.features[:1],
+            indices,
+            offsets,
+            pooling,
+            output_dtype,
+        )
+
+    def _check_bounds(self, indices: Tensor, offsets: Tensor) -> Tensor:
+        mode = self.bounds_check.value
+        table = self.features[1:]
+        offsets, violations = torch.ops.emblib.bounds_check(indices, offsets, table, mode)
+        if self.bounds_check is BoundsCheck.WARNING:
+            self.bounds_violations += violations
+            if violations.device.type == "cpu" and not torch.compiler.is_compiling():
+                bad_indices, bad_offsets = violations.tolist()
+                if bad_indices or bad_offsets:
+                    warnings.warn(
+                        f"emblib: {bad_indices} indices and {bad_offsets} offsets out of bounds; "
+                        "such indices read row 0, such offsets are clamped "
+                        "(bounds_check=BoundsCheck.FATAL raises instead)",
+                        stacklevel=3,
+                    )
+        return offsets
+
+    def _core_list(self) -> list[Tensor]:
+        return [core.detach() for core in self.cores]
+
+    def _states(self) -> list[list[Tensor]]:
+        return [
+            [getattr(self, f"state_{state.name}_{k}") for state in self.optimizer.states]
+            for k in range(len(self.cores))
+        ]
+
+    def core_optimizer_states(self) -> list[dict[str, Tensor]]:
+        """For each core its optimizer state by name: shaped like the core, or one entry a row."""
+        names = [state.name for state in self.optimizer.states]
+        return [dict(zip(names, states, strict=True)) for states in self._states()]
+
+    def to_dense(self) -> Tensor:
+        """The table as a plain `[rows, D]` matrix."""
+        chunks = []
+        for start in range(0, self.spec.rows, _DENSE_CHUNK):
+            end = min(start + _DENSE_CHUNK, self.spec.rows)
+            ids = torch.arange(start, end, device=self.features.device)
+            offsets = torch.arange(end - start + 1, device=self.features.device)
+            batch = self._batch(ids, offsets, Pooling.NONE, torch.float32)
+            chunks.append(tt.lookup(self._core_list(), batch))
+        return torch.cat(chunks)
+
+    @property
+    def learning_rate(self) -> float:
+        """Of the fused optimizer (reads the device)."""
+        return float(self.hyper[0])
+
+    def set_learning_rate(self, lr: float) -> None:
+        """Takes effect from the next backward on, in captured CUDA graphs too."""
+        check_learning_rate(lr)
+        self.hyper[0] = lr
+
+    @property
+    def step(self) -> int:
+        """Number of updates so far (reads the device)."""
+        return int(self.hyper[1])
+
+    def nbytes(self) -> dict[str, int]:
+        """Bytes of `weights` (all cores) and `optimizer_state`."""
+        return {
+            "weights": sum(core.nbytes for core in self.cores),
+            "optimizer_state": sum(state.nbytes for states in self._states() for state in states),
+        }
+
+    @property
+    def compression(self) -> float:
+        """Values of the plain table over values of the cores."""
+        return self.spec.rows * self.spec.dim / sum(core.numel() for core in self.cores)
+
+    def extra_repr(self) -> str:
+        """Sizes, optimizer and choices."""
+        spec = self.spec
+        name = f"{spec.name}: " if spec.name else ""
+        return (
+            f"{name}{spec.rows} x {spec.dim}, ranks={spec.ranks}, row_factors={spec.row_factors}, "
+            f"dim_factors={spec.dim_factors}, {self.compression:.1f}x smaller, {self.optimizer}, "
+            f"pooling={self.pooling.value}"
+        )
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        return super()._apply(ops.keep_dtype(fn), recurse)

@@ -1,0 +1,1 @@
+"""Tensor-train mathematics without modules: how a table is cut into factors."""

@@ -1,0 +1,27 @@
+"""The benchmark harness: runs experiments of conf/ on emblib and its peers, and reports them.
+
+It sees emblib's public names only; emblib never imports it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+__all__ = ["load"]
+
+
+def load(*run_directories: str | Path) -> pd.DataFrame:
+    """Results of any number of runs as one tidy table: a row per cell, contender and phase.
+
+    The columns are those of results.csv, and `run`: the directory's name.
+    """
+    import pandas as pd
+
+    from experiments.report.data import Run
+
+    tables = [Run.read(Path(p)).table.assign(run=Path(p).name) for p in run_directories]
+    return pd.concat(tables, ignore_index=True)

@@ -1,0 +1,178 @@
+"""One cell: build its contenders, check them, time them interleaved, weigh them, record them."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import random
+import traceback
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from experiments import memory
+from experiments.clock import clock_for
+from experiments.contenders import Contender, Task, Unsupported, build
+from experiments.measure import PHASES, Measured, Phase, Race
+from experiments.schema import Config
+from experiments.store import Record
+from experiments.sweep import Arm, Cell
+from experiments.verify import Wrong, verify
+from experiments.workload import Pool, dense_bytes, make_pool, table_shapes
+
+VERIFY_BATCH = 32  # bags per table in the check, whose reference gathers every lookup's cores
+DENSE = ("tbe", "torch", "reference_tbe")  # contenders that hold the tables uncompressed
+
+
+@dataclass(frozen=True)
+class Session:
+    """What every cell of a run shares."""
+
+    config: Config
+    device: torch.device
+    run_id: str
+
+
+def fit_memory(cell: Cell, session: Session) -> Cell:
+    """Shrink the tables only if the uncompressed contenders would not fit in the free memory."""
+    shapes = table_shapes(cell.workload, scale=cell.rows_scale)
+    copies = sum(a.contender in DENSE for a in cell.arms)
+    adagrad = session.config.optimizer.value == "adagrad"
+    wanted = max(1, copies) * dense_bytes(shapes) * (2 if adagrad else 1)
+    room = memory.available_bytes(session.device) * session.config.device.memory_share
+    if wanted <= room:
+        return cell
+    return dataclasses.replace(cell, rows_scale=cell.rows_scale * room / wanted)
+
+
+def measure_cell(cell: Cell, session: Session) -> list[Record]:
+    """One record per arm, whatever happens to it."""
+    gc.collect()  # a failed contender's traceback keeps its tables alive in a cycle
+    config = session.config
+    shapes = table_shapes(cell.workload, scale=cell.rows_scale)
+    pool = make_pool(cell.workload, shapes, config.timing.pool, config.seed)
+    outcomes = {arm.key: Outcome(arm) for arm in cell.arms}
+    built = _build(cell, outcomes, session)
+    arms = {key: _phases(contender, pool) for key, contender in built.items()}
+    race = Race(arms, config.timing, clock_for(session.device), config.seed)
+    for key, measured in (race.run() if arms else {}).items():
+        outcomes[key].measured = measured
+        if measured.error:
+            outcomes[key].fail(measured.error)
+    for key, contender in built.items():
+        if outcomes[key].status == "ok":
+            outcomes[key].peak = memory.peak_bytes(partial(arms[key]["step"], 0), session.device)
+            outcomes[key].nbytes = contender.nbytes()
+    return [_record(cell, outcomes[a.key], pool, session) for a in cell.arms]
+
+
+def _build(cell: Cell, outcomes: dict[str, Outcome], session: Session) -> dict[str, Contender]:
+    """The contenders that exist and compute the right thing; the others' outcomes say why not.
+
+    In random order: memory that is allocated first can be better memory.
+    """
+    config = session.config
+    shapes = table_shapes(cell.workload, scale=cell.rows_scale)
+    small = dataclasses.replace(cell.workload, B=min(VERIFY_BATCH, cell.workload.B))
+    check = make_pool(small, shapes, 1, config.seed + 1).batches[0]
+    built: dict[str, Contender] = {}
+    for arm in random.Random(config.seed).sample(cell.arms, len(cell.arms)):
+        try:
+            contender = build(arm.contender, _task(cell, arm, session))
+            verify(contender, check)
+            built[arm.key] = contender
+        except Exception as error:  # whatever it is becomes this contender's row
+            outcomes[arm.key].fail(error)
+    return built
+
+
+def _phases(contender: Contender, pool: Pool) -> dict[str, Phase]:
+    prepared = [contender.prepare(batch) for batch in pool.batches]
+
+    def phase(name: str) -> Phase:
+        work = getattr(contender, name)
+        return lambda number: work(prepared[number])
+
+    return {name: phase(name) for name in PHASES}
+
+
+def _task(cell: Cell, arm: Arm, session: Session) -> Task:
+    explicit = (
+        cell.rows_scale == 1.0
+    )  # factors fit the tables they were given for, not smaller ones
+    return Task(
+        shapes=table_shapes(cell.workload, scale=cell.rows_scale),
+        optimizer=session.config.optimizer,
+        lr=session.config.lr,
+        device=session.device,
+        rank=arm.rank,
+        tt_tables=cell.tt.tables,
+        row_factors=tuple(cell.tt.row_factors) if explicit else (),
+        dim_factors=tuple(cell.tt.dim_factors),
+    )
+
+
+@dataclass
+class Outcome:
+    """What became of one arm."""
+
+    arm: Arm
+    status: str = "ok"
+    reason: str = ""
+    measured: Measured = dataclasses.field(default_factory=Measured)
+    peak: int | None = None
+    nbytes: dict[str, int] = dataclasses.field(default_factory=dict)
+
+    def fail(self, error: Exception) -> None:
+        """Classify; an unexpected error also says where it came from."""
+        text = str(error).strip() or type(error).__name__
+        if isinstance(error, Unsupported):
+            self.status = "unsupported"
+        elif isinstance(error, Wrong):
+            self.status = "wrong"
+        elif isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate" in text:
+            self.status = "oom"
+        else:
+            self.status = "error"
+            tail = traceback.extract_tb(error.__traceback__)[-1:]
+            text = f"{type(error).__name__}: {text}" + "".join(
+                f" ({Path(f.filename).name}:{f.lineno})" for f in tail
+            )
+        self.reason = text
+
+
+def _record(cell: Cell, outcome: Outcome, pool: Pool, session: Session) -> Record:
+    shapes = table_shapes(cell.workload, scale=cell.rows_scale)
+    params = {k: getattr(v, "value", v) for k, v in dataclasses.asdict(cell.workload).items()}
+    arm, measured = outcome.arm, outcome.measured
+    return {
+        "run_id": session.run_id,
+        "experiment": session.config.name,
+        "section": cell.section,
+        "title": cell.title,
+        "cell": cell.key,
+        "params": params,
+        "contender": arm.contender,
+        "rank": arm.rank,
+        "arm": arm.key,
+        "label": arm.label,
+        "optimizer": session.config.optimizer.value,
+        "status": outcome.status,
+        "reason": outcome.reason,
+        "stop_reason": measured.stop_reason,
+        "seed": session.config.seed,
+        "rows_scale": cell.rows_scale,
+        "features": len(shapes),
+        "columns": sum(s.dim for s in shapes),
+        "rows": sum(s.rows for s in shapes),
+        "lookups": pool.lookups,
+        "unique_rows": pool.unique_rows,
+        "pool_sha256": pool.fingerprint,
+        "dense_bytes": dense_bytes(shapes),
+        "weights_bytes": outcome.nbytes.get("weights"),
+        "optimizer_state_bytes": outcome.nbytes.get("optimizer_state"),
+        "peak_bytes": outcome.peak,
+        "samples": {p: sorted(s.items()) for p, s in measured.samples.items()},
+    }

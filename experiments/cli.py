@@ -1,0 +1,95 @@
+"""What `python run.py ...` does: check the words, then run; usage errors exit 2 with one line."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+from experiments import configure
+from experiments.configure import UsageError
+
+HELP = """\
+Measure embedding tables and write a report.
+
+  python run.py +experiment=NAME [key=value ...]
+  python run.py +experiment=NAME --cfg job         print the composed configuration, run nothing
+  python run.py -m +experiment=A,B                 one run after another (Hydra's multirun)
+
+examples
+  python run.py +experiment=tt_vs_tbe
+  python run.py +experiment=tt_vs_tbe timing=quick sweep.D=[64] sweep.rank=[16,32]
+  python run.py +experiment=tt_vs_tbe cases.criteo.workload.B=512 device.threads=1
+
+exit status: 0 done; 1 the tool broke; 2 wrong usage; 5 done, but a contender failed or was wrong;
+130 interrupted (what was measured is kept and reported).
+"""
+
+
+def listing() -> str:
+    """Experiments with their questions, and the choices of every other group."""
+    choices = configure.groups()
+    lines = ["experiments"]
+    for name in choices.pop("experiment"):
+        lines.append(f"  {name:<18} {configure.question(name)}")
+    lines.append("groups")
+    lines += [f"  {group:<18} {', '.join(options)}" for group, options in choices.items()]
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command line and return the exit status."""
+    flags = [a for a in arguments if a.startswith("-")]
+    words = [a for a in arguments if not a.startswith("-")]
+    if {"-h", "--help"} & set(flags):
+        print(HELP + "\n" + listing())
+        return 0
+    try:
+        if flags:
+            return _hydra(arguments)
+        if not any(w.lstrip("+").startswith("experiment=") for w in words):
+            configure.check_keys(words)
+            raise UsageError("which experiment? e.g. python run.py +experiment=tt_vs_tbe")
+        config = configure.load(words)
+        chosen = next(w for w in words if w.lstrip("+").startswith("experiment="))
+    except UsageError as error:
+        print(f"error: {error}", file=sys.stderr)
+        if "which experiment" in str(error):
+            print("\n" + listing(), file=sys.stderr)
+        return 2
+    from experiments import runner  # torch, pandas and matplotlib load only when there is work
+
+    return runner.run(config, question=configure.question(chosen.partition("=")[2]), words=words)
+
+
+def _hydra(arguments: Sequence[str]) -> int:
+    """Hydra's own flags (-m, --cfg, ...) go to Hydra, after the same check of the keys."""
+    import hydra
+    from omegaconf import DictConfig, OmegaConf
+
+    configure.register()
+    values = {"-c", "--cfg", "-p", "--package", "-cp", "--config-path", "-cn", "--config-name"}
+    values |= {"-cd", "--config-dir", "-i", "--info"}
+    words = [
+        a
+        for before, a in zip(["", *arguments], arguments, strict=False)
+        if not a.startswith("-") and before not in values and not a.startswith("hydra.")
+    ]
+    configure.check_keys(words)
+    worst = 0
+
+    def job(composed: DictConfig) -> None:
+        nonlocal worst
+        from experiments import runner
+
+        config = OmegaConf.to_object(composed)
+        assert isinstance(config, configure.Config)
+        configure.check_values(config)
+        worst = max(
+            worst, runner.run(config, question=configure.question(config.name), words=words)
+        )
+
+    os.environ.setdefault("HYDRA_FULL_ERROR", "0")
+    sys.argv = ["run.py", *arguments]
+    hydra.main(version_base="1.3", config_path=str(configure.CONF), config_name="config")(job)()
+    return worst

@@ -1,0 +1,222 @@
+"""Command line -> checked Config: unknown keys and wrong values are errors with a suggestion."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from experiments.schema import CONTENDERS, CaseConfig, Config, DeviceKind, WorkloadConfig
+
+CONF = Path(__file__).resolve().parent.parent / "conf"
+
+
+class UsageError(Exception):
+    """What was typed cannot be run; the message is one line and says what to type instead."""
+
+
+def device_kind(kind: DeviceKind) -> str:
+    """'cpu' or 'cuda'; torch is imported only when the answer depends on it."""
+    if kind is not DeviceKind.auto:
+        return kind.value
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def register() -> None:
+    """Give Hydra the schema and the ${cpu_gpu:a,b} resolver (a on the CPU, b on a GPU)."""
+
+    def cpu_gpu(cpu: Any, gpu: Any, *, _root_: DictConfig) -> Any:
+        kind = cast(DeviceKind, _root_.device.kind)
+        return cpu if device_kind(kind) == "cpu" else gpu
+
+    ConfigStore.instance().store("schema", Config)
+    OmegaConf.register_new_resolver("cpu_gpu", cpu_gpu, replace=True)
+
+
+def groups() -> dict[str, list[str]]:
+    """Config groups and their options, read from conf/."""
+    folders = sorted(p for p in CONF.iterdir() if p.is_dir())
+    return {p.name: sorted(f.stem for f in p.glob("*.yaml")) for p in folders}
+
+
+def question(experiment: str) -> str:
+    """The `# Question:` comment at the top of an experiment's YAML, joined to one line."""
+    lines = (CONF / "experiment" / f"{experiment}.yaml").read_text().splitlines()
+    text = []
+    for line in lines:
+        if line.startswith("# Question:"):
+            text.append(line.removeprefix("# Question:").strip())
+        elif text and line.startswith("# "):
+            text.append(line[2:].strip())
+        elif text:
+            break
+    return " ".join(text)
+
+
+def load(arguments: Sequence[str]) -> Config:
+    """Compose and check; raises UsageError."""
+    register()
+    overrides = [re.sub(r"^experiment=", "+experiment=", a) for a in arguments]
+    check_keys(overrides)
+    try:
+        with initialize_config_dir(str(CONF), version_base="1.3"):
+            composed = compose("config", overrides=overrides)
+        config = cast(Config, OmegaConf.to_object(composed))
+    except (HydraException, OmegaConfBaseException) as error:
+        raise UsageError(_one_line(error)) from error
+    check_values(config)
+    return config
+
+
+def parse(overrides: Sequence[str]) -> list[Override]:
+    """Hydra's own parser, with its error made readable."""
+    try:
+        return OverridesParser.create().parse_overrides(list(overrides))
+    except HydraException as error:
+        first = str(error).splitlines()[0]
+        raise UsageError(
+            f"cannot read the arguments ({first}); write key=value, lists as sweep.D=[32,64]"
+        ) from error
+
+
+def check_keys(overrides: Sequence[str]) -> None:
+    """Every override must name a group or an existing key; Hydra alone would accept any +key."""
+    choices = groups()
+    known = known_keys(_case_names(overrides))
+    for override in parse(overrides):
+        text = override.input_line or ""
+        if override.type is not None and override.is_delete():
+            raise UsageError(f"'{text}': keys cannot be removed; give the key a value instead")
+        key = override.key_or_group
+        if key in choices:
+            _check_choice(key, override, choices[key])
+        elif key not in known:
+            raise UsageError(_unknown_key(key, override, known, choices))
+        elif override.is_add():
+            raise UsageError(f"'{key}' exists already: write '{text.lstrip('+')}' without '+'")
+
+
+def known_keys(cases: Iterable[str]) -> set[str]:
+    """Dotted names of everything the schema has; `cases` are the experiment's case names."""
+    keys = _paths(Config, "")
+    for case in cases:
+        keys |= {f"cases.{case}"} | _paths(CaseConfig, f"cases.{case}.")
+    return keys
+
+
+def _paths(schema: type, prefix: str) -> set[str]:
+    found: set[str] = set()
+    for name, factory in ((f.name, f.default_factory) for f in dataclasses.fields(schema)):
+        found.add(prefix + name)
+        if isinstance(factory, type) and dataclasses.is_dataclass(factory):
+            found |= _paths(factory, f"{prefix}{name}.")
+    return found
+
+
+def _case_names(overrides: Sequence[str]) -> list[str]:
+    """Cases of the chosen experiment, read from its YAML without composing it."""
+    names: list[str] = []
+    for text in overrides:
+        for experiment in re.sub(r"^\+?experiment=", "", text).split(","):
+            path = CONF / "experiment" / f"{experiment}.yaml"
+            if text.lstrip("+").startswith("experiment=") and path.is_file():
+                cases = OmegaConf.select(OmegaConf.load(path), "cases", default={})
+                names += [str(key) for key in cases]
+    return names
+
+
+def _check_choice(group: str, override: Override, options: list[str]) -> None:
+    values = override.value() if not override.is_sweep_override() else []
+    for value in values if isinstance(values, list) else [values]:
+        if str(value) not in options:
+            near = difflib.get_close_matches(str(value), options, 1, 0.4)
+            hint = f" Did you mean '{_spell(group, near[0])}'?" if near else ""
+            raise UsageError(f"no {group} '{value}'.{hint} There is: {', '.join(options)}")
+
+
+def _spell(key: str, value: object) -> str:
+    return f"{'+' if key == 'experiment' else ''}{key}={value}"
+
+
+def _unknown_key(
+    key: str, override: Override, known: set[str], choices: dict[str, list[str]]
+) -> str:
+    value = (override.input_line or "").partition("=")[2]
+    parent = key.rpartition(".")[0]
+    near = difflib.get_close_matches(key, [*known, *choices], 1, 0.85 if parent else 0.7)
+    if not near:  # `B=64` or `warmpu=3`: the last part of a longer key
+        skip = "workload." if value.startswith("[") else "sweep."
+        leaves = {k.rpartition(".")[2]: k for k in sorted(known, key=len, reverse=True)}
+        leaves |= {k.rpartition(".")[2]: k for k in known if not k.startswith((skip, "cases."))}
+        last = difflib.get_close_matches(key.rpartition(".")[2], list(leaves), 1, 0.8)
+        near = [leaves[last[0]]] if last else []
+    if near:
+        return f"unknown key '{key}'. Did you mean '{_spell(near[0], value)}'?"
+    within = [k for k in known if k.rpartition(".")[0] == parent] if parent in known else []
+    top = within or {k.partition(".")[0] for k in known} | set(choices)
+    return f"unknown key '{key}'. Did you mean one of: {', '.join(sorted(top))}?"
+
+
+def _one_line(error: Exception) -> str:
+    """The useful half of Hydra's message: the cause, then the key it is about."""
+    cause = error.__cause__ or error
+    lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
+    key = next((x.removeprefix("full_key:").strip() for x in lines if x.startswith("full_key")), "")
+    first = lines[0].rstrip(".") if lines else type(cause).__name__
+    options = re.search(r"Invalid value '(\w*)', expected one of \[(.*)\]", first)
+    if options:
+        near = difflib.get_close_matches(options[1], options[2].split(", "), 1, 0.4)
+        first += f". Did you mean '{key}={near[0]}'?" if near else ""
+    return f"{key}: {first}" if key else first
+
+
+def check_values(config: Config) -> None:
+    """Rules between values that types cannot say."""
+    points = {"": (config.workload, config.contenders, config.tt)}
+    points |= {f"cases.{k}.": (c.workload, c.contenders, c.tt) for k, c in config.cases.items()}
+    for prefix, (workload, contenders, tt) in points.items():
+        _check_workload(prefix, workload)
+        for name in contenders:
+            if name not in CONTENDERS:
+                near = difflib.get_close_matches(name, CONTENDERS, 1, 0.3)
+                hint = f" Did you mean '{near[0]}'?" if near else ""
+                raise UsageError(
+                    f"{prefix}contenders: no contender '{name}'.{hint} "
+                    f"There is: {', '.join(CONTENDERS)}"
+                )
+        if any(rank < 1 for rank in tt.ranks):
+            raise UsageError(f"{prefix}tt.ranks must be >= 1, got {tt.ranks}")
+    for axis in ("T", "E", "D", "B", "L", "rank"):
+        if any(v < 1 for v in getattr(config.sweep, axis)):
+            raise UsageError(f"sweep.{axis} must be >= 1, got {getattr(config.sweep, axis)}")
+    timing = config.timing
+    if min(timing.pool, timing.min_rounds, timing.max_rounds) < 1:
+        raise UsageError("timing.pool, timing.min_rounds and timing.max_rounds must be >= 1")
+    if config.lr <= 0:
+        raise UsageError(f"lr must be > 0, got {config.lr}")
+    headline = config.report.headline
+    if headline and headline not in config.cases:
+        raise UsageError(
+            f"report.headline: no case '{headline}'. There is: {', '.join(config.cases) or 'none'}"
+        )
+
+
+def _check_workload(prefix: str, workload: WorkloadConfig) -> None:
+    for axis in ("T", "E", "D", "B", "L"):
+        if getattr(workload, axis) < 1:
+            raise UsageError(f"{prefix}workload.{axis} must be >= 1, got {getattr(workload, axis)}")
+    if workload.s < 0 or workload.q < 0:
+        raise UsageError(f"{prefix}workload.s and .q must be >= 0, got {workload.s}, {workload.q}")

@@ -1,0 +1,171 @@
+"""emblib.reference as contenders: what native kernels buy over plain PyTorch."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from emblib.reference import tbe as reference_tbe
+from emblib.reference import tt as reference_tt
+from experiments.contenders.base import (
+    Contender,
+    State,
+    Task,
+    Unsupported,
+    expect_tables,
+    fill_,
+    touched,
+)
+from experiments.contenders.tables import OPTIMIZERS
+from experiments.contenders.tt import expect_tt, tt_spec
+from experiments.workload import Batch
+
+Prepared = tuple[Tensor, Tensor, Tensor]
+
+
+class ReferenceTables(Contender):
+    """Flat weights, dense gradient, one update per distinct row."""
+
+    def __init__(self, task: Task) -> None:
+        super().__init__(task)
+        rows = [s.rows for s in task.shapes]
+        dims = [s.dim for s in task.shapes]
+        sizes = [r * d for r, d in zip(rows, dims, strict=True)]
+        offsets, bases, columns = ([0, *itertools.accumulate(x)][:-1] for x in (sizes, rows, dims))
+        self.columns = sum(dims)
+        self.features = torch.tensor(
+            list(zip(offsets, bases, rows, dims, columns, strict=True)), device=task.device
+        )
+        self.weights = fill_(torch.empty(sum(sizes), device=task.device), 0).requires_grad_()
+        self.rule = OPTIMIZERS[task.optimizer](task.lr)
+        self.hyper = self.rule.hyper(task.device)
+        self.states = [
+            torch.zeros(sum(rows) if s.per_row else sum(sizes), device=task.device)
+            for s in self.rule.states
+        ]
+
+    def prepare(self, batch: Batch) -> Prepared:
+        """Feature-major ids and offsets."""
+        device = self.task.device
+        return batch.indices.to(device), batch.offsets.to(device), batch.gradient.to(device)
+
+    def _lookup(self, prepared: Prepared) -> Tensor:
+        return reference_tbe.lookup(
+            self.weights, self.features, prepared[0], prepared[1], columns=self.columns
+        )
+
+    def forward(self, prepared: Prepared) -> Tensor:
+        """reference.tbe.lookup."""
+        with torch.no_grad():
+            return self._lookup(prepared)
+
+    def step(self, prepared: Prepared) -> None:
+        """Autograd to a dense gradient, then reference.tbe.update_."""
+        (gradient,) = torch.autograd.grad(self._lookup(prepared), self.weights, prepared[2])
+        self.hyper[1] += 1
+        groups = reference_tbe.group(self.features, prepared[0], prepared[1])
+        with torch.no_grad():
+            reference_tbe.update_(
+                self.weights,
+                self.states,
+                self.hyper,
+                self.rule.name,
+                gradient,
+                self.features,
+                groups,
+            )
+
+    def nbytes(self) -> dict[str, int]:
+        """The dense gradient is scratch and shows in the peak."""
+        return {
+            "weights": self.weights.nbytes,
+            "optimizer_state": sum(s.nbytes for s in self.states),
+        }
+
+    def observe(self, batch: Batch) -> State:
+        """Touched rows of each table."""
+        flat = self.weights.detach()
+        tables = [flat[o : o + r * d].view(r, d) for o, _, r, d, _ in self.features.tolist()]
+        ids = touched(batch, self.task)
+        return [t[i.to(self.task.device)].cpu() for t, i in zip(tables, ids, strict=True)]
+
+    def expect(self, batch: Batch, before: State) -> tuple[Tensor, State]:
+        """Plain tables."""
+        return expect_tables(batch, before, self.task)
+
+
+class ReferenceTT(Contender):
+    """Each lookup's cores gathered and multiplied by torch.bmm; touched slices updated."""
+
+    def __init__(self, task: Task) -> None:
+        super().__init__(task)
+        if len(task.shapes) > task.tt_tables:
+            raise Unsupported("the reference TT contender compresses every table; raise tt.tables")
+        self.rule = OPTIMIZERS[task.optimizer](task.lr)
+        self.hyper = self.rule.hyper(task.device)
+        self.specs = [tt_spec(task, s) for s in task.shapes]
+        self.cores: list[list[Tensor]] = []
+        self.states: list[list[list[Tensor]]] = []
+        generator = torch.Generator(task.device).manual_seed(0)
+        for spec in self.specs:
+            ranks = spec.full_ranks
+            widths = [
+                a * q * b for a, q, b in zip(ranks, spec.dim_factors, ranks[1:], strict=False)
+            ]
+            cores = [
+                torch.randn(p, w, device=task.device, generator=generator) * 0.1
+                for p, w in zip(spec.row_factors, widths, strict=True)
+            ]
+            self.cores.append([c.requires_grad_() for c in cores])
+            self.states.append(
+                [
+                    [torch.zeros(c.shape[: 1 if s.per_row else 2]) for s in self.rule.states]
+                    for c in cores
+                ]
+            )
+
+    def prepare(self, batch: Batch) -> Any:
+        """Ids and offsets per table."""
+        device = self.task.device
+        features = [batch.feature(f) for f in range(len(self.specs))]
+        return [(i.to(device), o.to(device)) for i, o in features], batch.gradient.to(device)
+
+    def _lookup(self, prepared: Any) -> Tensor:
+        outputs = [
+            reference_tt.lookup(c, s.rows, s.row_factors, s.dim_factors, i, o)
+            for c, s, (i, o) in zip(self.cores, self.specs, prepared[0], strict=True)
+        ]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+
+    def forward(self, prepared: Any) -> Tensor:
+        """reference.tt.lookup."""
+        with torch.no_grad():
+            return self._lookup(prepared)
+
+    def step(self, prepared: Any) -> None:
+        """Autograd to dense core gradients, then reference.tt.update_rows_."""
+        leaves = [c for cores in self.cores for c in cores]
+        gradients = torch.autograd.grad(self._lookup(prepared), leaves, prepared[1])
+        states = [s for table in self.states for s in table]
+        self.hyper[1] += 1
+        with torch.no_grad():
+            for core, state, gradient in zip(leaves, states, gradients, strict=True):
+                reference_tt.update_rows_(core, state, self.hyper, self.rule.name, gradient)
+
+    def nbytes(self) -> dict[str, int]:
+        """Cores and their state; what each lookup gathers is scratch and shows in the peak."""
+        return {
+            "weights": sum(c.nbytes for cores in self.cores for c in cores),
+            "optimizer_state": sum(s.nbytes for t in self.states for c in t for s in c),
+        }
+
+    def observe(self, batch: Batch) -> State:
+        """All cores."""
+        return [c.detach().cpu().clone() for cores in self.cores for c in cores]
+
+    def expect(self, batch: Batch, before: State) -> tuple[Tensor, State]:
+        """An independent chain of products."""
+        return expect_tt(batch, before, self.task, self.specs)

@@ -1,0 +1,68 @@
+"""emblib.TableBatchedEmbeddingBags: all tables in one call, the optimizer fused into backward."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+import emblib
+from experiments.contenders.base import Contender, State, Task, expect_tables, fill_, touched
+from experiments.schema import Optimizer
+from experiments.workload import Batch
+
+Prepared = tuple[Tensor, Tensor, Tensor]
+
+OPTIMIZERS = {
+    Optimizer.sgd: emblib.optim.SGD,
+    Optimizer.adagrad: emblib.optim.Adagrad,
+    Optimizer.rowwise_adagrad: emblib.optim.RowwiseAdagrad,
+}
+
+
+class _Filled(emblib.TableBatchedEmbeddingBags):
+    """The same module without the wait for a random number per element of a large table."""
+
+    def reset_parameters(self) -> None:
+        """Repeated noise: as random as a benchmark needs, written at memory speed."""
+        for seed, weights in enumerate(self.table_weights()):
+            fill_(weights.detach(), seed)
+
+
+class BatchedTables(Contender):
+    """One module for every table."""
+
+    def __init__(self, task: Task) -> None:
+        super().__init__(task)
+        self.module = _Filled(
+            [emblib.TableSpec(s.rows, s.dim) for s in task.shapes],
+            OPTIMIZERS[task.optimizer](task.lr),
+            device=task.device,
+        )
+
+    def prepare(self, batch: Batch) -> Prepared:
+        """As generated: feature-major ids and offsets."""
+        device = self.task.device
+        return batch.indices.to(device), batch.offsets.to(device), batch.gradient.to(device)
+
+    def forward(self, prepared: Prepared) -> Tensor:
+        """One call."""
+        with torch.no_grad():
+            return self.module(prepared[0], prepared[1])
+
+    def step(self, prepared: Prepared) -> None:
+        """backward() updates the tables."""
+        self.module(prepared[0], prepared[1]).backward(prepared[2])
+
+    def nbytes(self) -> dict[str, int]:
+        """As the module reports them."""
+        return dict(self.module.nbytes())
+
+    def observe(self, batch: Batch) -> State:
+        """Touched rows of each table."""
+        weights = self.module.table_weights()
+        ids = touched(batch, self.task)
+        return [w.detach()[i.to(self.task.device)].cpu() for w, i in zip(weights, ids, strict=True)]
+
+    def expect(self, batch: Batch, before: State) -> tuple[Tensor, State]:
+        """Plain tables."""
+        return expect_tables(batch, before, self.task)

@@ -1,0 +1,164 @@
+"""emblib.TTEmbeddingBag for the largest tables, plain tables for the rest: TT-Rec's arrangement."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import emblib
+from experiments.contenders.base import (
+    Contender,
+    State,
+    Task,
+    first_update,
+    pool_rows,
+    split_gradient,
+)
+from experiments.contenders.tables import OPTIMIZERS, BatchedTables
+from experiments.workload import Batch, TableShape
+
+
+def largest(shapes: tuple[TableShape, ...], count: int) -> list[int]:
+    """Positions of the `count` tables with the most rows, in table order."""
+    by_rows = sorted(range(len(shapes)), key=lambda i: -shapes[i].rows)
+    return sorted(by_rows[:count])
+
+
+def cores_for(dim: int) -> int:
+    """Three cores, or as few as the number of columns can be split over."""
+    return 3 if dim >= 8 else 2
+
+
+class TTTables(Contender):
+    """The output's columns are the plain tables' first, then each compressed table's."""
+
+    def __init__(self, task: Task) -> None:
+        super().__init__(task)
+        self.compressed = largest(task.shapes, task.tt_tables)
+        self.plain = [i for i in range(len(task.shapes)) if i not in self.compressed]
+        self.modules = [
+            emblib.TTEmbeddingBag(
+                tt_spec(task, task.shapes[i]),
+                OPTIMIZERS[task.optimizer](task.lr),
+                device=task.device,
+            )
+            for i in self.compressed
+        ]
+        rest = dataclasses.replace(task, shapes=tuple(task.shapes[i] for i in self.plain))
+        self.rest = BatchedTables(rest) if self.plain else None
+
+    def _part(self, batch: Batch, chosen: Sequence[int]) -> Batch:
+        """The share of some tables in a batch, feature-major again."""
+        features = [batch.feature(f) for f in chosen]
+        starts, base = [], 0
+        for indices, offsets in features:
+            starts.append(offsets[:-1] + base)
+            base += indices.numel()
+        columns = split_gradient(batch, self.task.shapes)
+        return Batch(
+            torch.cat([i for i, _ in features]),
+            torch.cat([*starts, torch.tensor([base])]),
+            torch.cat([columns[f] for f in chosen], dim=1),
+        )
+
+    def prepare(self, batch: Batch) -> Any:
+        """Ids, offsets and gradient per part."""
+        device = self.task.device
+        columns = split_gradient(batch, self.task.shapes)
+        parts = [batch.feature(f) for f in self.compressed]
+        tt = [(i.to(device), o.to(device)) for i, o in parts]
+        rest = self.rest.prepare(self._part(batch, self.plain)) if self.rest else None
+        ordered = [columns[f] for f in (*self.plain, *self.compressed)]
+        return rest, tt, torch.cat(ordered, dim=1).to(device)
+
+    def _lookup(self, prepared: Any) -> Tensor:
+        rest, tt, _ = prepared
+        outputs = [self.rest.module(rest[0], rest[1])] if self.rest else []
+        outputs += [m(i, o) for m, (i, o) in zip(self.modules, tt, strict=True)]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+
+    def forward(self, prepared: Any) -> Tensor:
+        """One call for the plain tables, one per compressed table, then cat."""
+        with torch.no_grad():
+            return self._lookup(prepared)
+
+    def step(self, prepared: Any) -> None:
+        """backward() updates cores and tables."""
+        self._lookup(prepared).backward(prepared[2])
+
+    def nbytes(self) -> dict[str, int]:
+        """Sum over all modules."""
+        parts = [m.nbytes() for m in self.modules] + ([self.rest.nbytes()] if self.rest else [])
+        return {k: sum(p[k] for p in parts) for k in ("weights", "optimizer_state")}
+
+    def observe(self, batch: Batch) -> State:
+        """Touched rows of the plain tables, then all cores."""
+        rows = self.rest.observe(self._part(batch, self.plain)) if self.rest else []
+        return rows + [c.detach().cpu().clone() for m in self.modules for c in m.cores]
+
+    def expect(self, batch: Batch, before: State) -> tuple[Tensor, State]:
+        """Plain tables by rows; TT tables by the chain of core products and autograd."""
+        outputs: list[Tensor] = []
+        after: State = []
+        plain, tt = before[: len(self.plain)], before[len(self.plain) :]
+        if self.rest:
+            output, after = self.rest.expect(self._part(batch, self.plain), plain)
+            outputs.append(output)
+        output, cores = expect_tt(
+            self._part(batch, self.compressed), tt, self.task, [m.spec for m in self.modules]
+        )
+        return torch.cat([*outputs, output], dim=1), after + cores
+
+
+def tt_spec(task: Task, shape: TableShape) -> emblib.TTSpec:
+    """The task's rank and factors for one table; factors that are not given are emblib's choice.
+
+    A small table gets a lower rank where the full one exceeds what its cores can use.
+    """
+    cores = len(task.dim_factors) or cores_for(shape.dim)
+    factors = emblib.TTSpec(
+        shape.rows, shape.dim, (1,) * (cores - 1), task.row_factors, task.dim_factors
+    )
+    sizes = [p * q for p, q in zip(factors.row_factors, factors.dim_factors, strict=True)]
+    useful = [min(math.prod(sizes[:k]), math.prod(sizes[k:])) for k in range(1, cores)]
+    return dataclasses.replace(factors, ranks=tuple(min(task.rank, most) for most in useful))
+
+
+def expect_tt(
+    batch: Batch, before: State, task: Task, specs: Sequence[emblib.TTSpec]
+) -> tuple[Tensor, State]:
+    """`Contender.expect` for TT tables whose state is all cores: chains of products, autograd."""
+    outputs, after, rest = [], [], list(before)
+    gradients = batch.gradient.split([s.dim for s in specs], dim=1)
+    for f, spec in enumerate(specs):
+        count = len(spec.row_factors)
+        leaves, rest = [c.clone().requires_grad_() for c in rest[:count]], rest[count:]
+        indices, offsets = batch.feature(f)
+        pooled = pool_rows(chain(leaves, indices, spec), torch.arange(len(indices)), offsets)
+        outputs.append(pooled.detach())
+        slopes = torch.autograd.grad(pooled, leaves, gradients[f])
+        after += [
+            first_update(task.optimizer, c.detach(), g, task.lr)
+            for c, g in zip(leaves, slopes, strict=True)
+        ]
+    return torch.cat(outputs, dim=1), after
+
+
+def chain(cores: Sequence[Tensor], indices: Tensor, spec: emblib.TTSpec) -> Tensor:
+    """Rows [L, D] of a TT table: core k's slice i_k is [R_k, q_k * R_k+1], ids in mixed radix."""
+    ranks = spec.full_ranks
+    row = torch.ones(len(indices), 1, 1)
+    rest = indices
+    digits = []
+    for p in reversed(spec.row_factors[1:]):
+        digits.append(rest % p)
+        rest = rest // p
+    for k, digit in enumerate([rest, *reversed(digits)]):
+        slices = cores[k].view(cores[k].size(0), ranks[k], -1)[digit]
+        row = torch.bmm(row, slices).view(len(indices), -1, ranks[k + 1])
+    return row.view(len(indices), -1)

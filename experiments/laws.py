@@ -1,0 +1,79 @@
+"""Seeded draws of row ids: uniform or zipf(q, s), exact, without tables of size E."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ids = NDArray[np.int64]
+Reals = NDArray[np.float64]
+
+
+def zipf_ranks(rng: np.random.Generator, count: int, rows: int, s: float, q: float = 0.0) -> Ids:
+    """`count` ranks in 1..rows with P(rank) proportional to (rank + q)^-s; s = 0 is uniform.
+
+    Rejection-inversion (Hörmann & Derflinger 1996): draw from the continuous density with the same
+    exponent, round, and accept all but a few percent. Exact for s >= 0, O(1) memory in `rows`.
+    """
+    if s == 0.0 or rows == 1:
+        return rng.integers(1, rows + 1, count, dtype=np.int64)
+    low = _integral(np.array(1.5), s, q) - _mass(np.array(1.0), s, q)
+    high = _integral(np.array(rows + 0.5), s, q)
+    out = np.empty(count, np.int64)
+    filled = 0
+    while filled < count:
+        u = high + rng.random(count - filled) * (low - high)
+        rank = np.clip(np.rint(_integral_inverse(u, s, q)), 1, rows)
+        good = u >= _integral(rank + 0.5, s, q) - _mass(rank, s, q)
+        taken = rank[good].astype(np.int64)
+        out[filled : filled + len(taken)] = taken
+        filled += len(taken)
+    return out
+
+
+def zipf_probabilities(rows: int, s: float, q: float = 0.0) -> Reals:
+    """The law itself, [rows], rank 1 first."""
+    mass = (np.arange(1, rows + 1, dtype=np.float64) + q) ** -s
+    return mass / mass.sum()
+
+
+def _mass(x: Reals, s: float, q: float) -> Reals:
+    return np.exp(-s * np.log(x + q))
+
+
+def _integral(x: Reals, s: float, q: float) -> Reals:
+    """Antiderivative of (x + q)^-s; expm1 keeps it exact near s = 1, where it becomes log."""
+    log = np.log(x + q)
+    t = (1.0 - s) * log
+    return log if s == 1.0 else log * np.where(np.abs(t) < 1e-12, 1.0, np.expm1(t) / (t + (t == 0)))
+
+
+def _integral_inverse(y: Reals, s: float, q: float) -> Reals:
+    if s == 1.0:
+        return np.exp(y) - q
+    t = np.maximum((1.0 - s) * y, -1.0 + 1e-16)
+    return np.exp(np.log1p(t) / (1.0 - s)) - q
+
+
+def permute(ranks: Ids, rows: int, seed: int) -> Ids:
+    """Ranks 1..rows to ids 0..rows-1 by a seeded bijection (a Feistel network, cycle-walked).
+
+    A shuffled table of `rows` entries would do the same at 8 bytes a row; this needs none.
+    """
+    half = max(1, ((rows - 1).bit_length() + 1) // 2)
+    keys = np.random.default_rng(seed).integers(1, 2**63, 4, dtype=np.uint64)
+    ids = _feistel((ranks - 1).astype(np.uint64), half, keys)
+    while (outside := ids >= rows).any():
+        ids[outside] = _feistel(ids[outside], half, keys)
+    return ids.astype(np.int64)
+
+
+def _feistel(x: NDArray[np.uint64], half: int, keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    mask = np.uint64((1 << half) - 1)
+    left, right = x >> np.uint64(half), x & mask
+    for key in keys:
+        mixed = (right + np.uint64(1)) * (key | np.uint64(1))
+        mixed ^= mixed >> np.uint64(29)
+        mixed *= np.uint64(0xBF58476D1CE4E5B9)
+        left, right = right, left ^ ((mixed >> np.uint64(32)) & mask)
+    return (left << np.uint64(half)) | right

@@ -1,0 +1,162 @@
+"""The machine: what must be known to understand a number, and its own copy bandwidth."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import os
+import platform
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def environment(device: torch.device, words: list[str]) -> dict[str, Any]:
+    """Everything about the machine and the software; no host name, no user, no absolute path."""
+    return {
+        "time_utc": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": "python run.py " + " ".join(words),
+        "device": device_name(device),
+        "cpu": _cpu(),
+        "gpu": _gpu(device),
+        "memory_bytes": _meminfo("MemTotal"),
+        "huge_pages": _read("/sys/kernel/mm/transparent_hugepage/enabled"),
+        "load_average": _load(),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "platform": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "emblib": _version("emblib"),
+        "git": git_state(),
+        "packages": {p: _version(p) for p in ("numpy", "pandas", "matplotlib", "hydra-core")},
+        "variables": {
+            k: v for k, v in sorted(os.environ.items()) if re.match(r"(OMP|MKL|EMBLIB)_", k)
+        },
+    }
+
+
+def device_name(device: torch.device) -> str:
+    """The processor that does the work."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{_cpu()['model']}, {torch.get_num_threads()} threads"
+
+
+def git_state() -> dict[str, Any]:
+    """Commit and whether the tree differs from it."""
+    sha = _git("rev-parse", "--short=12", "HEAD")
+    changed = _git("status", "--porcelain", "--untracked-files=no")
+    return {"sha": sha or None, "dirty": None if sha is None else bool(changed)}
+
+
+def copy_bandwidth(device: torch.device, seconds: float = 0.5) -> float:
+    """Bytes read plus bytes written per second by a large tensor copy: the best of several.
+
+    The best, because this is a ceiling and not a contender.
+    """
+    size = (256 << 20) if device.type == "cpu" else (1 << 30)
+    source = torch.ones(size // 4, device=device)
+    target = torch.zeros_like(source)
+    best, deadline, runs = 0.0, time.perf_counter() + seconds, 0
+    while runs < 3 or time.perf_counter() < deadline:
+        _synchronise(device)
+        start = time.perf_counter()
+        target.copy_(source)
+        _synchronise(device)
+        best = max(best, 2 * size / (time.perf_counter() - start))
+        runs += 1
+    return best
+
+
+def _synchronise(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def _cpu() -> dict[str, Any]:
+    text = _read("/proc/cpuinfo") or ""
+    model = re.search(r"model name\s*: (.*)", text)
+    flags = set((re.search(r"flags\s*: (.*)", text) or [""])[0].split())
+    wanted = ("avx2", "fma", "f16c", "avx512f", "avx512vl", "amx_tile")
+    return {
+        "model": model[1].strip() if model else platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "usable_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None,
+        "instructions": [f for f in wanted if f in flags],
+        "last_level_cache": _read("/sys/devices/system/cpu/cpu0/cache/index3/size"),
+        "governor": _read("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor"),
+    }
+
+
+def _gpu(device: torch.device) -> dict[str, Any] | None:
+    if device.type != "cuda":
+        return None
+    properties = torch.cuda.get_device_properties(device)
+    return {
+        "name": properties.name,
+        "memory_bytes": properties.total_memory,
+        "multiprocessors": properties.multi_processor_count,
+        "capability": f"{properties.major}.{properties.minor}",
+        "cuda": torch.version.cuda,
+        **_nvml(),
+    }
+
+
+def _nvml() -> dict[str, Any]:
+    """Driver, clocks and temperature where nvidia-ml-py is installed and may ask."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        handle = pynvml.nvmlDeviceGetHandleByIndex(0)
+        return {
+            "driver": pynvml.nvmlSystemGetDriverVersion(),
+            "sm_clock_mhz": pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM),
+            "temperature_c": pynvml.nvmlDeviceGetTemperature(handle, 0),
+            "power_limit_w": pynvml.nvmlDeviceGetPowerManagementLimit(handle) / 1e3,
+        }
+    except Exception as error:  # any failure of the optional library only means "unknown"
+        return {"nvml": f"unavailable: {type(error).__name__}"}
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return getattr(sys.modules.get(package), "__version__", None)
+
+
+def _git(*arguments: str) -> str | None:
+    try:
+        done = subprocess.run(
+            ["git", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=10, check=True
+        )
+        return done.stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _read(path: str) -> str | None:
+    try:
+        return Path(path).read_text().strip()
+    except OSError:
+        return None
+
+
+def _meminfo(key: str) -> int | None:
+    found = re.search(rf"{key}:\s*(\d+) kB", _read("/proc/meminfo") or "")
+    return int(found[1]) << 10 if found else None
+
+
+def _load() -> list[float] | None:
+    try:
+        return [round(x, 2) for x in os.getloadavg()]
+    except OSError:
+        return None

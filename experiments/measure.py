@@ -1,0 +1,124 @@
+"""Interleaved timing: every round runs each contender's phases once, in a fresh random order."""
+
+from __future__ import annotations
+
+import gc
+import math
+import random
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+
+from experiments import stats
+from experiments.clock import Clock
+from experiments.schema import TimingConfig
+
+Phase = Callable[[int], object]  # runs batch number n of the pool
+PHASES = ("forward", "step")
+
+
+@dataclass
+class Measured:
+    """Raw samples of one contender: phase -> round -> seconds. Nothing is ever dropped."""
+
+    samples: dict[str, dict[int, float]] = field(default_factory=dict)
+    stop_reason: str = ""
+    error: Exception | None = None
+
+    def precise(self, target: float) -> bool:
+        """Every phase's median is known to within `target`."""
+        return all(
+            stats.summarise(list(s.values())).precision <= target for s in self.samples.values()
+        )
+
+
+@dataclass
+class Race:
+    """The contenders of one cell in one process; `run` measures them side by side."""
+
+    arms: Mapping[str, Mapping[str, Phase]]
+    timing: TimingConfig
+    clock: Clock
+    seed: int = 0
+    spent: dict[str, float] = field(default_factory=dict)
+
+    def run(self) -> dict[str, Measured]:
+        """Warm up, then rounds until each contender has a reason to stop."""
+        results = {
+            name: Measured({phase: {} for phase in phases}) for name, phases in self.arms.items()
+        }
+        rng = random.Random(self.seed)
+        with _no_garbage_collection():
+            for name in rng.sample(sorted(self.arms), len(self.arms)):
+                self._guard(results[name], partial(self._warm_up, name))
+            self.spent = dict.fromkeys(self.arms, 0.0)
+            for number in range(self.timing.max_rounds):
+                if not self._round(number, results, rng):
+                    break
+        for result in results.values():
+            result.stop_reason = result.stop_reason or "max_rounds"
+        return results
+
+    def _round(self, number: int, results: dict[str, Measured], rng: random.Random) -> bool:
+        """One sample of every phase of every contender still running; False when none is."""
+        active = [name for name, r in results.items() if not r.stop_reason]
+        turns = [(name, phase) for name in active for phase in self.arms[name]]
+        rng.shuffle(turns)
+        for name, phase in turns:
+            if not results[name].stop_reason:
+                result = results[name]
+                self._guard(result, partial(self._sample, result, name, phase, number))
+        share = self.timing.cell_seconds / len(self.arms)
+        enough = number + 1 >= self.timing.min_rounds
+        for name in active:
+            # A very slow contender may stop before min_rounds, but not before three.
+            limit = share if enough else (2 * share if number + 1 >= 3 else math.inf)
+            if self.spent[name] > limit and not results[name].stop_reason:
+                results[name].stop_reason = "budget"
+        if not enough:
+            return any(not r.stop_reason for r in results.values())
+        running = [r for r in results.values() if not r.stop_reason]
+        if all(r.precise(self.timing.precision) for r in running):
+            for result in running:
+                result.stop_reason = "precise"
+        return any(not r.stop_reason for r in results.values())
+
+    def _sample(self, result: Measured, name: str, phase: str, number: int) -> None:
+        # Phases look at different batches in a round, so that none finds its rows warm.
+        shift = list(self.arms[name]).index(phase) * self.timing.pool // len(self.arms[name])
+        run = self.arms[name][phase]
+        seconds = self.clock.time(partial(run, (number + shift) % self.timing.pool))
+        result.samples[phase][number] = seconds
+        self.spent[name] += seconds
+
+    def _warm_up(self, name: str) -> None:
+        """All batches, all phases; a slow contender gets as many as fit, but at least one."""
+        spent = 0.0
+        for number in range(self.timing.warmup * self.timing.pool):
+            for run in self.arms[name].values():
+                spent += self.clock.time(partial(run, number % self.timing.pool))
+            if spent > self.timing.warmup_seconds:
+                return
+
+    @staticmethod
+    def _guard(result: Measured, work: Callable[[], object]) -> None:
+        """A contender that raises leaves the race; the others go on."""
+        if result.stop_reason:
+            return
+        try:
+            work()
+        except Exception as error:
+            result.error, result.stop_reason = error, "failed"
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    gc.collect()
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

@@ -1,0 +1,60 @@
+"""What the terminal shows while a run goes on: a live line on a TTY, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+
+class Display:
+    """Counts cells, estimates what is left, prints a line per finished cell."""
+
+    def __init__(self, total: int, console: Console | None = None) -> None:
+        self.console = console or Console(highlight=False, soft_wrap=True)
+        self.total, self.done, self.start = total, 0, time.monotonic()
+        self.bar = Progress(
+            MofNCompleteColumn(),
+            BarColumn(bar_width=24),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[left]}  {task.description}"),
+            console=self.console,
+            transient=True,
+            disable=not self.console.is_terminal,
+        )
+        self.task = self.bar.add_task("", total=total, left="")
+
+    def __enter__(self) -> Display:
+        self.bar.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.bar.stop()
+
+    def left(self) -> str:
+        """Estimate from the mean so far; empty until there is one."""
+        if not self.done:
+            return ""
+        seconds = (time.monotonic() - self.start) / self.done * (self.total - self.done)
+        return f"~{seconds:.0f} s left"
+
+    def begin(self, what: str) -> None:
+        """A cell, or one contender of it, starts."""
+        self.bar.update(self.task, description=what, left=self.left())
+
+    def finish(self, line: str) -> None:
+        """A cell is done."""
+        self.done += 1
+        self.bar.update(self.task, completed=self.done, left=self.left())
+        self.console.print(f"[{self.done}/{self.total}] {line}", markup=False)
+
+    def say(self, line: str) -> None:
+        """A line above the bar."""
+        self.console.print(line, markup=False)

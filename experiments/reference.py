@@ -1,0 +1,109 @@
+"""Committed reference results, and the README's table of them.
+
+`python -m experiments.reference keep RUN | write | check`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from experiments.machine import ROOT
+from experiments.report import text
+from experiments.report.data import Run
+
+REFERENCE = ROOT / "reports" / "reference"
+START, END = "<!-- results:start -->", "<!-- results:end -->"
+KEPT = ("config.yaml", "environment.json", "run.json", "points.jsonl", "results.csv", "report.md")
+
+
+def keep(run_directory: Path, folder: Path = REFERENCE) -> Path:
+    """Copy a run to reports/reference/<device>/<experiment>, raw samples and figures included."""
+    run = Run.read(run_directory)
+    if run.smoke or run.info.get("status") != "finished":
+        raise ValueError("only a finished run at full size can be a reference")
+    device = re.sub(r"[^a-z0-9]+", "-", str(run.environment["device"]).lower()).strip("-")
+    target = folder / device / str(run.config.name)
+    if target.exists():
+        shutil.rmtree(target)
+    target.mkdir(parents=True)
+    for source in [run_directory / name for name in KEPT] + sorted(run_directory.glob("*.png")):
+        shutil.copy2(source, target / source.name)
+    return target
+
+
+def results(folder: Path = REFERENCE) -> str:
+    """The README's block: the headline table of every committed reference, with its provenance."""
+    blocks = []
+    for path in sorted(folder.glob("*/*/points.jsonl")):
+        blocks.append(_block(Run.read(path.parent), path.parent))
+    return "\n\n".join(blocks) if blocks else "No reference results are committed yet."
+
+
+def _block(run: Run, path: Path) -> str:
+    cell = run.headline_cell()
+    rows = run.table[run.table["cell"] == cell]
+    section = str(rows["section"].iloc[0])
+    e, git = run.environment, run.environment.get("git") or {}
+    lines = [
+        f"`{e['command']}` on {e['device']} (torch {e['torch']}, emblib {git.get('sha')}, "
+        f"{e['time_utc'][:10]}): {run.title(section)}, B = {int(rows['B'].iloc[0]):,}.",
+        "",
+        f"| contender | forward | step | step ÷ {run.baseline.label} | parameters | compression |",
+        "| --- | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for _, pair in rows.groupby("arm", sort=False):
+        phases = {str(r["phase"]): r for _, r in pair.iterrows()}
+        step, forward = phases["step"], phases["forward"]
+        if step["status"] != "ok":
+            lines.append(f"| {step['label']} | {step['status']} | – | – | – | – |")
+            continue
+        ratio = f"{text.times(step['ratio'])} {text.interval(step['ratio_lo'], step['ratio_hi'])}"
+        lines.append(
+            f"| {step['label']} | {text.seconds(forward['median_s'])} "
+            f"| {text.seconds(step['median_s'])} "
+            f"| {'1' if step['arm'] == run.baseline.key else ratio} "
+            f"| {text.size(step['weights_bytes'])} | {text.times(step['compression'])} |"
+        )
+    report = path / "report.md"
+    link = report.relative_to(ROOT) if report.is_relative_to(ROOT) else report
+    lines += ["", f"Step = forward + backward + update. [Full report]({link})"]
+    return "\n".join(lines)
+
+
+def rendered(readme: str, folder: Path = REFERENCE) -> str:
+    """The README's text with the block between the markers replaced."""
+    if readme.count(START) != 1 or readme.count(END) != 1:
+        raise ValueError(f"README.md must contain {START} and {END} once each")
+    before, rest = readme.split(START)
+    return f"{before}{START}\n{results(folder)}\n{END}{rest.split(END)[1]}"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Exit 1 when `check` finds that the README does not say what the references say."""
+    parser = argparse.ArgumentParser(prog="python -m experiments.reference", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("keep", help="make a run a reference").add_argument("run", type=Path)
+    commands.add_parser("write", help="put the table into README.md")
+    commands.add_parser("check", help="is README.md's table up to date?")
+    parsed = parser.parse_args(arguments)
+    if parsed.command == "keep":
+        print(keep(parsed.run).relative_to(ROOT))
+        return 0
+    path = ROOT / "README.md"
+    readme = path.read_text()
+    expected = rendered(readme)
+    if parsed.command == "write":
+        path.write_text(expected)
+    elif readme != expected:
+        print("README.md's results are out of date: run `python -m experiments.reference write`")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

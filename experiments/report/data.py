@@ -1,0 +1,112 @@
+"""A run directory read back: everything a report is made of, and nothing else."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from omegaconf import DictConfig, OmegaConf
+
+from experiments.metrics import frame
+from experiments.schema import AXES
+from experiments.store import Record, read_json, read_records
+from experiments.sweep import SWEEP, Arm
+
+AXIS_NAMES = {
+    "T": "tables T",
+    "E": "rows per table E",
+    "D": "dimension D",
+    "B": "batch size B",
+    "L": "lookups per bag L",
+    "s": "skew: zipf exponent s",
+    "q": "zipf offset q",
+    "rank": "TT rank",
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """One finished or interrupted run."""
+
+    path: Path
+    config: DictConfig
+    environment: dict[str, Any]
+    info: dict[str, Any]
+    records: list[Record]
+    table: pd.DataFrame = field(repr=False)  # metrics.frame: a row per record and phase
+
+    @classmethod
+    def read(cls, path: Path) -> Run:
+        """From the files that store.RunStore wrote."""
+        config = OmegaConf.load(path / "config.yaml")
+        assert isinstance(config, DictConfig)
+        records = read_records(path)
+        return cls(
+            path,
+            config,
+            read_json(path, "environment.json"),
+            read_json(path, "run.json"),
+            records,
+            frame(records, str(config.report.baseline)),
+        )
+
+    @property
+    def baseline(self) -> Arm:
+        """What everything is compared with."""
+        return Arm(str(self.config.report.baseline))
+
+    @property
+    def subject(self) -> Arm:
+        """What the question is about."""
+        name, rank = str(self.config.report.subject), int(self.config.report.subject_rank)
+        return Arm(name, rank if name.endswith("tt") else 0)
+
+    @property
+    def smoke(self) -> bool:
+        """Sizes were capped to see whether it runs at all."""
+        timing = self.config.timing
+        return bool(timing.max_rows or timing.max_batch or timing.max_cells)
+
+    def headline_cell(self) -> str | None:
+        """The cell that answers the question: the headline case, else the sweep's base point."""
+        section = str(self.config.report.headline) or SWEEP
+        cells = [r["cell"] for r in self.records if r["section"] == section]
+        return cells[0] if cells else None
+
+    def sections(self) -> list[str]:
+        """Sections that have records, in the order they were measured."""
+        return list(dict.fromkeys(r["section"] for r in self.records))
+
+    def of(self, section: str) -> pd.DataFrame:
+        """All rows of one section."""
+        return self.table[self.table["section"] == section] if len(self.table) else self.table
+
+    def title(self, section: str) -> str:
+        """The section's title."""
+        return next((r["title"] for r in self.records if r["section"] == section), section)
+
+    def failures(self) -> list[Record]:
+        """Records without a measurement."""
+        return [r for r in self.records if r["status"] != "ok"]
+
+    def swept_axes(self) -> list[str]:
+        """Axes with at least two measured values, in the order of the schema."""
+        return [a for a in (*AXES, "rank") if len(self.along(a)["x"].unique()) > 1]
+
+    def along(self, axis: str) -> pd.DataFrame:
+        """Sweep rows that differ from the base point in `axis` only; column x is the axis."""
+        rows = self.of(SWEEP)
+        if not len(rows):
+            return rows.assign(x=[])
+        base = rows[rows["cell"] == rows["cell"].iloc[0]].iloc[0]
+        for other in AXES:
+            if other != axis:
+                rows = rows[rows[other] == base[other]]
+        if axis == "rank":
+            rows = rows[rows["status"] == "ok"]
+            return rows.assign(x=rows["rank"])
+        usual = {0, *(int(r) for r in self.config.tt.ranks)}
+        rows = rows[rows["rank"].isin(usual) & (rows["status"] == "ok")]
+        return rows.assign(x=rows[axis])

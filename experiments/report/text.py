@@ -1,0 +1,60 @@
+"""Numbers as people read them: engineering units, three digits, ratios with intervals."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+NONE = "–"
+
+
+def missing(value: Any) -> bool:
+    """None and NaN."""
+    return value is None or (isinstance(value, float) and math.isnan(value))
+
+
+def digits(value: float, significant: int = 3) -> str:
+    """Plain decimal notation with `significant` digits, thousands separated."""
+    if missing(value):
+        return NONE
+    if value == 0:
+        return "0"
+    decimals = max(0, significant - 1 - math.floor(math.log10(abs(value))))
+    return f"{value:,.{decimals}f}"
+
+
+def seconds(value: float) -> str:
+    """'1.23 ms'."""
+    return _scaled(value, (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6), ("ns", 1e-9)))
+
+
+def size(value: float | None) -> str:
+    """'2.16 GB', decimal units."""
+    units = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1.0))
+    return NONE if value is None else _scaled(float(value), units)
+
+
+def _scaled(value: float, units: tuple[tuple[str, float], ...]) -> str:
+    if missing(value):
+        return NONE
+    for unit, factor in units:
+        if abs(value) >= factor:
+            return f"{digits(value / factor)} {unit}"
+    return f"{digits(value / units[-1][1])} {units[-1][0]}"
+
+
+def times(value: float) -> str:
+    """'2.1×'."""
+    return NONE if missing(value) else f"{digits(value)}×"
+
+
+def interval(lo: float, hi: float) -> str:
+    """'[1.9, 2.3]', or that there were too few rounds for one."""
+    if missing(lo) or missing(hi):
+        return "[too few rounds]"
+    return f"[{digits(lo)}, {digits(hi)}]"
+
+
+def fraction(value: float) -> str:
+    """1/x for a compression ratio x >= 1."""
+    return f"1/{digits(value)}" if value >= 1 else times(1 / value)

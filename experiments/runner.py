@@ -1,0 +1,106 @@
+"""A run from configuration to report: every outcome is a record, every ending has a report."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from experiments import machine, memory, stats
+from experiments.cell import Session, fit_memory, measure_cell
+from experiments.configure import UsageError, device_kind
+from experiments.progress import Display
+from experiments.report import write_report
+from experiments.schema import Config
+from experiments.store import Record, RunStore
+from experiments.sweep import Cell, expand
+
+
+def run(config: Config, *, question: str, words: Sequence[str]) -> int:
+    """Measure and report; returns the exit status (0, 2, 5 or 130, see cli.HELP)."""
+    try:
+        device = _device(config)
+        cells = expand(config)
+    except UsageError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    folder = Path(config.report.folder)
+    store = RunStore.create(folder if folder.is_absolute() else machine.ROOT / folder, config.name)
+    store.write_config(config)
+    memory.keep_freed_blocks()
+    started = time.monotonic()
+    status = _measure(cells, Session(config, device, store.path.name), store, words)
+    store.write_json(
+        "run.json",
+        {
+            "experiment": config.name,
+            "question": question,
+            "status": status,
+            "cells": len(cells),
+            "seconds": round(time.monotonic() - started, 1),
+        },
+    )
+    summary = write_report(store.path)
+    print(f"\n{summary.answer}\n")
+    if summary.failures:
+        print(f"{summary.failures} measurement(s) failed or were wrong; the report says which")
+    print(f"report: {_relative(store.path / 'index.html')}")
+    if status == "interrupted":
+        return 130
+    return 5 if summary.failures else 0
+
+
+def _device(config: Config) -> torch.device:
+    kind = device_kind(config.device.kind)
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise UsageError("device=cuda: torch finds no GPU here; leave device out or use device=cpu")
+    if config.device.threads:
+        torch.set_num_threads(config.device.threads)
+    return torch.device(kind)
+
+
+def _measure(cells: Sequence[Cell], session: Session, store: RunStore, words: Sequence[str]) -> str:
+    """All cells; 'finished', or 'interrupted' with what was measured until then in the store."""
+    environment = machine.environment(session.device, list(words))
+    with Display(len(cells)) as display:
+        display.say(f"{session.config.name} · {len(cells)} cells · {environment['device']}")
+        try:
+            environment["copy_gb_s"] = machine.copy_bandwidth(session.device) / 1e9
+            store.write_json("environment.json", environment)
+            for cell in cells:
+                display.begin(_where(cell))
+                fitted = fit_memory(cell, session)
+                records = measure_cell(fitted, session)
+                for record in records:
+                    store.append(record)
+                display.finish(f"{_where(fitted):<42} {_outcome(records)}")
+        except KeyboardInterrupt:
+            display.say("interrupted: reporting what was measured")
+            store.write_json("environment.json", environment)
+            return "interrupted"
+    return "finished"
+
+
+def _where(cell: Cell) -> str:
+    w = cell.workload
+    law = f" s={w.s:g}" if w.law.value == "zipf" else " uniform"
+    return f"{cell.section:<12} D={w.D} B={w.B} L={w.L}{law}"
+
+
+def _outcome(records: Sequence[Record]) -> str:
+    """Each contender's median step, or what became of it."""
+    parts = []
+    for record in records:
+        if record["status"] == "ok":
+            seconds = [s for _, s in record["samples"]["step"]]
+            parts.append(f"{record['label']} {1e3 * stats.summarise(seconds).median:.3g} ms")
+        else:
+            parts.append(f"{record['label']}: {record['status']}")
+    return "step: " + " · ".join(parts)
+
+
+def _relative(path: Path) -> Path:
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path

@@ -1,0 +1,75 @@
+"""Order statistics of raw samples: medians, quartiles, and distribution-free 95 % intervals."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+CONFIDENCE = 0.95
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A sample in five numbers; lo and hi bound the median with 95 % confidence (nan if n < 6)."""
+
+    n: int
+    median: float
+    q25: float
+    q75: float
+    lo: float
+    hi: float
+
+    @property
+    def precision(self) -> float:
+        """Half-width of the interval relative to the median; inf while there is no interval."""
+        width = (self.hi - self.lo) / 2
+        return width / abs(self.median) if self.median and math.isfinite(width) else math.inf
+
+
+def quantile(ordered: Sequence[float], p: float) -> float:
+    """Linear interpolation between order statistics (numpy's default)."""
+    at = p * (len(ordered) - 1)
+    low = math.floor(at)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (at - low)
+
+
+def interval_rank(n: int) -> int | None:
+    """Largest k with P(k-th smallest <= median <= k-th largest) >= 95 %; None if n is too small."""
+    tail, found = 0.0, None
+    for k in range(1, n // 2 + 1):
+        tail += math.comb(n, k - 1) / 2**n
+        if 1 - 2 * tail < CONFIDENCE:
+            break
+        found = k
+    return found
+
+
+def summarise(samples: Sequence[float]) -> Summary:
+    """Every sample counts; nothing is dropped."""
+    ordered = sorted(samples)
+    if not ordered:
+        return Summary(0, math.nan, math.nan, math.nan, math.nan, math.nan)
+    k = interval_rank(len(ordered))
+    lo, hi = (ordered[k - 1], ordered[-k]) if k else (math.nan, math.nan)
+    q25, median, q75 = (quantile(ordered, p) for p in (0.25, 0.5, 0.75))
+    return Summary(len(ordered), median, q25, q75, lo, hi)
+
+
+def paired_ratio(arm: Mapping[int, float], baseline: Mapping[int, float]) -> Summary:
+    """arm / baseline by round: the median of per-round log ratios, exponentiated, its interval.
+
+    Only rounds in which both ran count: what slows the whole machine for a moment then slows both
+    sides of a pair and cancels.
+    """
+    logs = [math.log(arm[r] / baseline[r]) for r in sorted(arm.keys() & baseline.keys())]
+    s = summarise(logs)
+    return Summary(
+        s.n, math.exp(s.median), math.exp(s.q25), math.exp(s.q75), math.exp(s.lo), math.exp(s.hi)
+    )
+
+
+def geometric_mean(values: Sequence[float]) -> float:
+    """The mean that treats 2x and 1/2x alike."""
+    return math.exp(sum(math.log(v) for v in values) / len(values)) if values else math.nan

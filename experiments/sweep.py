@@ -1,0 +1,189 @@
+"""Cases and sweep expanded to cells: one workload and the contenders that meet on it."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import itertools
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from experiments.schema import AXES, Config, Design, Law, Tables, TTConfig, WorkloadConfig
+from experiments.workload import CRITEO_KAGGLE
+
+SWEEP = "sweep"  # section of the cells that come from `sweep:`; cases use their own names
+
+LABELS = {
+    "tbe": "TBE",
+    "tt": "TT",
+    "torch": "EmbeddingBag",
+    "reference_tbe": "reference TBE",
+    "reference_tt": "reference TT",
+}
+
+
+@dataclass(frozen=True, order=True)
+class Arm:
+    """One contender of a cell; a TT contender has a rank."""
+
+    contender: str
+    rank: int = 0
+
+    @property
+    def key(self) -> str:
+        """Short and unique within a cell."""
+        return f"{self.contender}-{self.rank}" if self.rank else self.contender
+
+    @property
+    def label(self) -> str:
+        """For people."""
+        name = LABELS[self.contender]
+        return f"{name} rank {self.rank}" if self.rank else name
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One workload; all its arms are measured interleaved, on the same batches."""
+
+    section: str
+    title: str
+    workload: WorkloadConfig
+    arms: tuple[Arm, ...]
+    tt: TTConfig = field(default_factory=TTConfig)
+    rows_scale: float = 1.0  # < 1 where memory or a smoke run asked for smaller tables
+    note: str = ""
+
+    @property
+    def key(self) -> str:
+        """Identifies the cell within its run."""
+        values = " ".join(f"{a}={getattr(self.workload, a):g}" for a in AXES)
+        return f"{self.section} {values}"
+
+
+def arms_of(contenders: Sequence[str], ranks: Sequence[int]) -> tuple[Arm, ...]:
+    """One arm per contender, and per rank for the tensor-train ones."""
+    return tuple(
+        arm
+        for name in contenders
+        for arm in ([Arm(name, r) for r in ranks] if name.endswith("tt") else [Arm(name)])
+    )
+
+
+def expand(config: Config) -> list[Cell]:
+    """Cases first, so that an interrupted run has its headline; then the sweep."""
+    cells = [
+        Cell(key, c.title or key, c.workload, arms_of(c.contenders, c.tt.ranks), c.tt, note=c.note)
+        for key, c in config.cases.items()
+    ]
+    swept = list(_swept(config))
+    limit = config.timing.max_cells
+    return [_capped(c, config) for c in cells + (swept[:limit] if limit else swept)]
+
+
+def axes_of(config: Config) -> dict[str, list[Any]]:
+    """The axes that are swept, with their values."""
+    values = {a: list(getattr(config.sweep, a)) for a in (*AXES, "rank")}
+    return {axis: v for axis, v in values.items() if v}
+
+
+def _swept(config: Config) -> Iterator[Cell]:
+    axes = axes_of(config)
+    if not axes and config.cases:
+        return
+    ranks = sorted({*axes.pop("rank", []), *config.tt.ranks})
+    base = config.workload
+    if config.design is Design.grid:
+        points = [dict(zip(axes, v, strict=True)) for v in itertools.product(*axes.values())]
+        points_ranks = [(point, ranks) for point in points]
+    else:  # only the base point meets every rank
+        lone = [{axis: v} for axis, values in axes.items() for v in values]
+        points_ranks = [({}, ranks)] + [(point, list(config.tt.ranks)) for point in lone]
+    seen: set[str] = set()
+    keep = [condition(text) for text in config.where]
+    for point, cell_ranks in points_ranks:
+        workload = dataclasses.replace(base, **point)
+        arms = tuple(
+            arm
+            for arm in arms_of(config.contenders, cell_ranks)
+            if all(test({**_values(workload), "rank": arm.rank}) for test in keep)
+        )
+        cell = Cell(SWEEP, "the sweep's base point", workload, arms, config.tt)
+        if arms and cell.key not in seen:
+            seen.add(cell.key)
+            yield cell
+
+
+def _values(workload: WorkloadConfig) -> dict[str, Any]:
+    return {axis: getattr(workload, axis) for axis in AXES}
+
+
+def _capped(cell: Cell, config: Config) -> Cell:
+    """Smaller tables and batches where the timing preset caps them (smoke)."""
+    rows, batch = config.timing.max_rows, config.timing.max_batch
+    workload, scale = cell.workload, 1.0
+    if batch and batch < workload.B:
+        workload = dataclasses.replace(workload, B=batch)
+    largest = max(CRITEO_KAGGLE) if workload.tables is Tables.criteo_kaggle else workload.E
+    if rows and largest > rows:
+        scale = rows / largest
+    return dataclasses.replace(cell, workload=workload, rows_scale=scale)
+
+
+def skew(workload: WorkloadConfig) -> float:
+    """The exponent a plot can use: uniform is zipf with s = 0."""
+    return 0.0 if workload.law is Law.uniform else workload.s
+
+
+_COMPARE: dict[type, Callable[[Any, Any], Any]] = {
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
+
+
+def condition(text: str) -> Callable[[dict[str, Any]], bool]:
+    """A `where` rule such as "rank <= D or L == 1": axes, numbers, + - * /, comparisons, logic."""
+    from experiments.configure import UsageError
+
+    try:
+        tree = ast.parse(text, mode="eval").body
+        _evaluate(tree, dict.fromkeys((*AXES, "rank"), 1))
+    except (SyntaxError, TypeError, KeyError, ZeroDivisionError) as error:
+        names = ", ".join((*AXES, "rank"))
+        raise UsageError(f"where: cannot read '{text}' ({error}); it may use {names}") from error
+    return lambda values: bool(_evaluate(tree, values))
+
+
+def _evaluate(node: ast.AST, values: dict[str, Any]) -> Any:
+    match node:
+        case ast.Constant(value=int() | float() as number):
+            return number
+        case ast.Name(id=name):
+            if name not in values:
+                raise KeyError(f"no axis {name}")
+            return values[name]
+        case ast.BoolOp(op=ast.And(), values=parts):
+            return all(_evaluate(p, values) for p in parts)
+        case ast.BoolOp(op=ast.Or(), values=parts):
+            return any(_evaluate(p, values) for p in parts)
+        case ast.UnaryOp(op=ast.Not(), operand=operand):
+            return not _evaluate(operand, values)
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _COMPARE:
+            return _COMPARE[type(op)](_evaluate(left, values), _evaluate(right, values))
+        case ast.Compare(left=left, ops=ops, comparators=rights) if all(
+            type(o) in _COMPARE for o in ops
+        ):
+            chain = [_evaluate(n, values) for n in (left, *rights)]
+            pairs = zip(chain, ops, chain[1:], strict=False)
+            return all(_COMPARE[type(op)](a, b) for a, op, b in pairs)
+        case _:
+            raise TypeError(f"{type(node).__name__} is not allowed")

@@ -1,0 +1,8 @@
+"""The harness: `python run.py +experiment=tt_vs_tbe`; `python run.py --help` says the rest."""
+
+import sys
+
+from experiments.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,384 @@
+"""Tensor-train ops against the reference: shapes of every kind, determinism, errors, opcheck."""
+
+import math
+from typing import NamedTuple
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from emblib.ops import tbe, tt
+from emblib.reference import tbe as tbe_reference
+from emblib.reference import tt as reference
+from emblib.specs import Pooling
+from emblib.tt import shapes
+
+ops = torch.ops.emblib
+
+
+class Case(NamedTuple):
+    """A table and how many ids of it are looked up."""
+
+    p: tuple[int, ...]
+    q: tuple[int, ...]
+    ranks: tuple[int, ...]
+    lookups: int
+    id_range: int = 0  # 0: all rows
+
+    def cores(self, generator: torch.Generator) -> list[Tensor]:
+        full = (1, *self.ranks, 1)
+        return [
+            torch.randn(p, full[k] * q * full[k + 1], generator=generator)
+            for k, (p, q) in enumerate(zip(self.p, self.q, strict=True))
+        ]
+
+    def ids(self, generator: torch.Generator, dtype: torch.dtype = torch.int64) -> Tensor:
+        high = self.id_range or math.prod(self.p)
+        return torch.randint(0, high, (self.lookups,), generator=generator, dtype=dtype)
+
+
+CASES = {
+    "readme_small": Case((20, 22, 25), (4, 4, 4), (32, 32), 700),
+    "two_cores": Case((30, 40), (8, 8), (16,), 500),
+    "two_cores_odd": Case((7, 9), (3, 5), (11,), 64),
+    "four_cores": Case((6, 7, 8, 9), (2, 4, 4, 4), (8, 16, 8), 600),
+    "four_cores_odd": Case((3, 2, 5, 4), (3, 1, 2, 5), (2, 7, 3), 90),
+    "ranks_one": Case((5, 6, 7), (2, 2, 4), (1, 1), 40),
+    "ranks_odd": Case((9, 8, 7), (4, 4, 4), (17, 33), 200),
+    "ranks_forty": Case((12, 12, 12), (4, 4, 8), (40, 40), 300),
+    "dim_prime": Case((9, 8, 7), (1, 1, 13), (3, 5), 100),
+    "dim_one": Case((4, 4, 4), (1, 1, 1), (2, 2), 30),
+    "dim_wide": Case((4, 4, 4), (8, 8, 16), (8, 8), 30),
+    "lanes_along_right": Case((6, 6, 6), (1, 2, 32), (4, 12), 80),
+    "one_row": Case((1, 1, 1), (2, 2, 2), (2, 2), 10),
+    "p_of_one": Case((1, 50, 1), (2, 4, 2), (2, 2), 40),
+    "no_lookups": Case((5, 5, 5), (2, 2, 2), (3, 3), 0),
+    "one_lookup": Case((5, 5, 5), (2, 2, 2), (3, 3), 1),
+    "hot_ids": Case((20, 20, 20), (4, 4, 4), (16, 16), 2000, id_range=3),
+    "hot_prefix": Case((20, 20, 90), (4, 4, 4), (16, 16), 2000, id_range=180),
+    "many_waves": Case((60, 60, 30), (8, 8, 4), (4, 64), 3000),
+}
+
+
+def every_case() -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+
+
+class Run(NamedTuple):
+    """What a pass over one batch made, with the ids of its distinct rows."""
+
+    made: tt.Made
+    count: int
+    ids: Tensor
+
+
+def make(cores: list[Tensor], case: Case, ids: Tensor, kept: int) -> Run:
+    total = math.prod(case.p)
+    features = torch.tensor([[0, 0, total, math.prod(case.q), 0]])
+    batch = tt.Lookup(
+        total,
+        case.p,
+        case.q,
+        features,
+        ids,
+        torch.arange(ids.numel() + 1),
+        Pooling.NONE,
+        torch.float32,
+    )
+    made = tt.make_rows(cores, batch, kept)
+    count = int(made.groups.count)
+    return Run(made, count, reference.ids_of_keys(made.groups.rows[:count], case.p))
+
+
+def assert_near(got: Tensor, want: Tensor) -> None:
+    """Relative to the largest value: sums of many products lose digits where they cancel."""
+    scale = max(1e-3, float(want.abs().max()) if want.numel() else 0.0)
+    torch.testing.assert_close(got.double(), want, rtol=2e-5, atol=2e-5 * scale)
+
+
+@every_case()
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_rows_and_gradients_match_the_reference(case: Case, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(1)
+    cores, ids = case.cores(generator), case.ids(generator, dtype)
+    kept = 0 if len(case.p) == 2 else 37
+    made, count, distinct = make(cores, case, ids, kept)
+    assert torch.equal(distinct.sort().values, ids.long().unique())
+    double = [core.double() for core in cores]
+    assert_near(made.rows[:count], reference.rows(double, distinct, case.p, case.q))
+    assert torch.equal(distinct[made.inverse.long()], ids.long())
+
+    grads = torch.randn(ids.numel(), math.prod(case.q), generator=generator)
+    got = ops.tt_core_grads(cores, made.plan, made.prefixes, grads, case.p, case.q)
+    want = reference.core_grads(double, distinct, grads[:count].double(), case.p, case.q)
+    for core_grad, wanted in zip(got, want, strict=True):
+        assert_near(core_grad, wanted)
+
+
+@every_case()
+def test_same_bits_for_any_threads_and_any_kept(case: Case) -> None:
+    generator = torch.Generator().manual_seed(2)
+    cores, ids = case.cores(generator), case.ids(generator)
+    grads = torch.randn(ids.numel(), math.prod(case.q), generator=generator)
+    results = []
+    threads = torch.get_num_threads()
+    try:
+        for num_threads, kept in ((1, 0), (2, 0), (1, 5), (2, ids.numel())):
+            torch.set_num_threads(num_threads)
+            made, count, _ = make(cores, case, ids, 0 if len(case.p) == 2 else kept)
+            core_grads = ops.tt_core_grads(cores, made.plan, made.prefixes, grads, case.p, case.q)
+            results.append((made.rows[:count], *core_grads))
+    finally:
+        torch.set_num_threads(threads)
+    for other in results[1:]:
+        for first, second in zip(results[0], other, strict=True):
+            assert torch.equal(first, second)
+
+
+@st.composite
+def small_cases(draw: st.DrawFn) -> Case:
+    cores = draw(st.integers(2, 4))
+    p = draw(st.lists(st.integers(1, 9), min_size=cores, max_size=cores))
+    q = draw(st.lists(st.integers(1, 6), min_size=cores, max_size=cores))
+    ranks = draw(st.lists(st.integers(1, 20), min_size=cores - 1, max_size=cores - 1))
+    lookups = draw(st.sampled_from([0, 1, 2, 3, 17, 60]))
+    return Case(tuple(p), tuple(q), tuple(ranks), lookups)
+
+
+@given(small_cases(), st.integers(0, 20), st.integers(0, 2**31))
+@settings(max_examples=60, deadline=None)
+def test_any_shape(case: Case, kept: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    cores, ids = case.cores(generator), case.ids(generator)
+    made, count, distinct = make(cores, case, ids, 0 if len(case.p) == 2 else kept)
+    double = [core.double() for core in cores]
+    assert_near(made.rows[:count], reference.rows(double, distinct, case.p, case.q))
+    grads = torch.randn(ids.numel(), math.prod(case.q), generator=generator)
+    got = ops.tt_core_grads(cores, made.plan, made.prefixes, grads, case.p, case.q)
+    want = reference.core_grads(double, distinct, grads[:count].double(), case.p, case.q)
+    for core_grad, wanted in zip(got, want, strict=True):
+        assert_near(core_grad, wanted)
+
+
+@pytest.mark.parametrize("p", [(3, 4), (3, 4, 5), (3, 4, 5, 2)], ids=str)
+def test_keys_are_a_bijection_that_repairs(p: tuple[int, ...]) -> None:
+    total = math.prod(p)
+    ids = torch.arange(total)
+    keys = ops.tt_keys(ids, total, p)
+    assert torch.equal(keys, reference.keys(ids, total, p))
+    assert torch.equal(keys.sort().values, ids)
+    assert torch.equal(reference.ids_of_keys(keys, p), ids)
+    odd = torch.tensor([-1, -2, total - 3, total - 2, total, 2**31 - 1], dtype=torch.int32)
+    want = reference.keys(torch.tensor([-1, 0, total - 3, 0, 0, 0]), total - 2, p)
+    assert torch.equal(ops.tt_keys(odd, total - 2, p), want)
+
+
+def test_keys_group_the_middle_core_then_prefixes() -> None:
+    p = (3, 4, 5)
+    order = reference.ids_of_keys(torch.arange(60), p)
+    first, middle, _ = reference.digits(order, p)
+    assert torch.equal(middle, middle.sort().values)
+    assert torch.equal((middle * 3 + first).sort().values, middle * 3 + first)
+
+
+def test_gradcheck_through_the_reference() -> None:
+    generator = torch.Generator().manual_seed(3)
+    case = Case((3, 4, 2), (2, 1, 3), (2, 3), 6)
+    cores = [core.double().requires_grad_() for core in case.cores(generator)]
+    weights = torch.rand(6, dtype=torch.float64, generator=generator).requires_grad_()
+    ids, offsets = torch.tensor([5, 5, -1, 23, 0, 99]), torch.tensor([0, 2, 2, 6])
+
+    def pooled(sample_weights: Tensor, *leaves: Tensor) -> Tensor:
+        return reference.lookup(
+            leaves, 24, case.p, case.q, ids, offsets, sample_weights, Pooling.MEAN
+        )
+
+    assert torch.autograd.gradcheck(pooled, (weights, *cores))
+
+
+def sample_calls() -> dict[str, tuple]:
+    """One call of every op, all of whose outputs are fully defined."""
+    generator = torch.Generator().manual_seed(4)
+    case = Case((5, 6, 7), (2, 2, 4), (3, 5), 0)
+    cores, ids = case.cores(generator), torch.randperm(210, generator=generator)[:40]
+    made, _, _ = make(cores, case, ids, kept=8)
+    p, q = list(case.p), list(case.q)
+    grads = torch.randn(40, 16, generator=generator)
+    hyper = torch.tensor([0.1, 1.0, 0.9, 0.99, 1e-8], dtype=torch.float64)
+    core, states = cores[0].clone(), [torch.zeros_like(cores[0]) for _ in range(2)]
+    groups = ops.group(ids, 210)
+    return {
+        "tt_keys": (ids, 210, p),
+        "tt_plan": (made.groups.rows, made.groups.count, p),
+        "tt_rows": (cores, list(made.plan), p, q, 8),
+        "tt_core_grads": (cores, list(made.plan), made.prefixes, grads, p, q),
+        "update_rows_": (core, states, hyper, "adam", torch.randn_like(core)),
+        "group_inverse": (*groups[1:],),
+    }
+
+
+@pytest.mark.parametrize("name", sample_calls())
+def test_opcheck(name: str) -> None:
+    torch.library.opcheck(getattr(ops, name).default, sample_calls()[name])
+
+
+@pytest.mark.parametrize("optimizer", tbe_reference.OPTIMIZERS)
+@pytest.mark.parametrize("shape", [(7, 1), (300, 5), (3, 700), (0, 4), (64, 64)], ids=str)
+def test_update_rows_matches_the_reference(optimizer: str, shape: tuple[int, int]) -> None:
+    generator = torch.Generator().manual_seed(5)
+    rows = shape[0]
+    states = {
+        "sgd": [],
+        "adagrad": [shape],
+        "rowwise_adagrad": [(rows,)],
+        "adam": [shape, shape],
+    }[optimizer]
+    parameters = {"sgd": (), "adam": (0.9, 0.99, 1e-8)}.get(optimizer, (0.0,))
+    weights = torch.randn(shape, generator=generator)
+    state = [torch.rand(size, generator=generator) for size in states]
+    want, want_state = weights.clone(), [s.clone() for s in state]
+    for step in (1.0, 2.0, 3.0):
+        hyper = torch.tensor([0.1, step, *parameters], dtype=torch.float64)
+        grads = torch.randn(shape, generator=generator)
+        grads[::3] = 0.0  # untouched: state and weights stay, even with eps 0
+        ops.update_rows_(weights, state, hyper, optimizer, grads)
+        reference.update_rows_(want, want_state, hyper, optimizer, grads)
+    torch.testing.assert_close(weights, want, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(state, want_state, rtol=1e-5, atol=1e-6)
+
+
+def test_untouched_rows_with_eps_zero_stay_finite() -> None:
+    weights, state = torch.ones(4, 3), [torch.zeros(4, 3)]
+    grads = torch.zeros(4, 3)
+    grads[1, 2] = 2.0
+    hyper = torch.tensor([0.5, 1.0, 0.0], dtype=torch.float64)
+    ops.update_rows_(weights, state, hyper, "adagrad", grads)
+    want = torch.ones(4, 3)
+    want[1, 2] = 0.5
+    assert torch.equal(weights, want)
+
+
+@pytest.mark.parametrize("num_keys", [5, 1000])
+def test_group_inverse(num_keys: int) -> None:
+    generator = torch.Generator().manual_seed(6)
+    keys = torch.randint(-1, num_keys + 1, (500,), generator=generator)
+    unique, segments, permutation, count = ops.group(keys, num_keys)
+    inverse = ops.group_inverse(segments, permutation, count)
+    inside = (keys >= 0) & (keys < num_keys)
+    assert torch.equal(inverse >= 0, inside)
+    assert torch.equal(unique[inverse[inside].long()], keys[inside])
+
+
+def test_group_inverse_of_nothing() -> None:
+    _, segments, permutation, count = ops.group(torch.empty(0, dtype=torch.int64), 3)
+    assert ops.group_inverse(segments, permutation, count).numel() == 0
+
+
+WRONG = {
+    "row_factors must have 2 to 4": lambda c: ops.tt_keys(torch.arange(3), 3, [3]),
+    "rows must be in": lambda c: ops.tt_keys(torch.arange(3), 61, [3, 4, 5]),
+    "row factors must be >= 1": lambda c: ops.tt_keys(torch.arange(3), 1, [3, -4, 5]),
+    "less than 2\\^62": lambda c: ops.tt_keys(torch.arange(3), 1, [2**40, 2**40, 1]),
+    "less than 2\\^31": lambda c: ops.tt_keys(torch.arange(3), 1, [2**32, 1]),
+    "must be int32 or int64": lambda c: ops.tt_keys(torch.rand(3), 3, [3, 4, 5]),
+    "must have row_factors": lambda c: ops.tt_rows(c.cores, c.plan, [3, 4, 6], [2, 2, 2], 0),
+    "no multiple of rank": lambda c: ops.tt_rows(c.cores, c.plan, [3, 4, 5], [2, 5, 2], 0),
+    "must have one length": lambda c: ops.tt_rows(c.cores, c.plan, [3, 4, 5], [2, 2], 0),
+    "the 8 tensors that tt_plan": lambda c: ops.tt_rows(c.cores, [], [3, 4, 5], [2, 2, 2], 0),
+    "each core must be float32": lambda c: ops.tt_rows(
+        [core.double() for core in c.cores], c.plan, [3, 4, 5], [2, 2, 2], 0
+    ),
+    "row_grads must be": lambda c: ops.tt_core_grads(
+        c.cores, c.plan, c.prefixes, torch.zeros(9, 7), [3, 4, 5], [2, 2, 2]
+    ),
+    "prefixes must be what": lambda c: ops.tt_core_grads(
+        c.cores, c.plan, torch.zeros(2, 3), torch.zeros(9, 8), [3, 4, 5], [2, 2, 2]
+    ),
+    "grads must be": lambda c: ops.update_rows_(
+        c.cores[0], [], torch.zeros(2, dtype=torch.float64), "sgd", torch.zeros(1, 1)
+    ),
+    "unknown optimizer": lambda c: ops.update_rows_(
+        c.cores[0], [], torch.zeros(2, dtype=torch.float64), "lamb", torch.ones(3, 6)
+    ),
+    "keeps 1 state tensors": lambda c: ops.update_rows_(
+        c.cores[0], [], torch.zeros(3, dtype=torch.float64), "adagrad", torch.ones(3, 6)
+    ),
+}
+
+
+class Small(NamedTuple):
+    """Arguments that are right, for calls that get one of them wrong."""
+
+    cores: list[Tensor]
+    plan: list[Tensor]
+    prefixes: Tensor
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_wrong_input_says_what_and_changes_nothing(message: str) -> None:
+    case = Case((3, 4, 5), (2, 2, 2), (3, 3), 9)
+    generator = torch.Generator().manual_seed(7)
+    cores = case.cores(generator)
+    made, _, _ = make(cores, case, case.ids(generator), kept=2)
+    before = [core.clone() for core in cores]
+    with pytest.raises(RuntimeError, match=message):
+        WRONG[message](Small(cores, list(made.plan), made.prefixes))
+    assert all(torch.equal(core, old) for core, old in zip(cores, before, strict=True))
+
+
+def test_plan_groups_rows_by_both_halves() -> None:
+    case = Case((4, 3, 6), (2, 2, 2), (2, 2), 50)
+    generator = torch.Generator().manual_seed(8)
+    made, count, distinct = make(case.cores(generator), case, case.ids(generator), kept=0)
+    plan = made.plan
+    rows, lefts, rights = plan.counts.tolist()
+    first, middle, last = reference.digits(distinct, case.p)
+    assert rows == count
+    assert torch.equal(plan.lefts[plan.row_lefts[:rows].long()].long(), middle * 4 + first)
+    assert torch.equal(plan.rights[plan.row_rights[:rows].long()].long(), last)
+    assert lefts == (middle * 4 + first).unique().numel()
+    assert rights == last.unique().numel()
+    segments = plan.left_segments[: lefts + 1].long()
+    assert torch.equal(segments.diff(), plan.row_lefts[:rows].bincount())
+    for v in range(rights):
+        mine = plan.right_rows[plan.right_segments[v] : plan.right_segments[v + 1]]
+        assert torch.equal(mine.long(), (plan.row_rights[:rows] == v).nonzero().squeeze(1))
+
+
+@pytest.mark.parametrize("cores", [2, 3, 4])
+@pytest.mark.parametrize("rows", [1, 2, 7, 10, 1009, 2**20, 10_131_227, 11_000_000, 10**9])
+def test_row_factors_cover_the_table(rows: int, cores: int) -> None:
+    factors = shapes.row_factors(rows, cores)
+    assert len(factors) == cores
+    assert math.prod(factors) >= rows
+    if rows > 10_000:
+        assert math.prod(factors) <= 1.02 * rows
+        assert max(factors) - min(factors) <= 2
+
+
+@pytest.mark.parametrize("cores", [2, 3, 4])
+def test_dim_factors_are_exact_and_balanced(cores: int) -> None:
+    for dim in range(1, 300):
+        factors = shapes.dim_factors(dim, cores)
+        assert math.prod(factors) == dim
+        assert list(factors) == sorted(factors)
+    expected = {2: (8, 16), 3: (4, 4, 8), 4: (2, 4, 4, 4)}
+    assert shapes.dim_factors(128, cores) == expected[cores]
+    assert shapes.dim_factors(13, cores) == (1,) * (cores - 1) + (13,)
+
+
+def test_ranks_that_do_not_fit() -> None:
+    shapes.check_ranks((8, 6), (4, 5, 3), (2, 2, 2))
+    for ranks in ((9, 6), (8, 7), (0, 2), (-1, 2)):
+        with pytest.raises(ValueError, match=r"must be in \[1, "):
+            shapes.check_ranks(ranks, (4, 5, 3), (2, 2, 2))
+
+
+def test_groups_skip_pruned_lookups() -> None:
+    features = torch.tensor([[0, 0, 60, 8, 0]])
+    keys = ops.tt_keys(torch.tensor([-1, 3, 3, -1]), 60, [3, 4, 5])
+    groups = tbe.group(features, keys, torch.tensor([0, 2, 4]), 60)
+    inverse = ops.group_inverse(groups.segments, groups.lookups, groups.count)
+    assert inverse.tolist() == [-1, 0, 0, -1]

@@ -1,0 +1,49 @@
+// What the launchers of tests/simt share. A launcher is an `extern "C"` function that takes one array
+// of words (numbers and addresses, in the order its Python wrapper lists them), runs kernels on the
+// emulated machine and returns null, or what went wrong. One small .cpp a feature.
+#pragma once
+
+#include <cstdint>
+#include <exception>
+#include <string>
+
+#include "core/dtype.h"
+#include "core/simt.cuh"
+
+namespace emb::cuda {
+
+// Reads the words of a call one by one.
+class Words {
+ public:
+  explicit Words(const int64_t* words) : next_(words) {}
+
+  int64_t number() { return *next_++; }
+  template <class T>
+  T* pointer() {
+    return reinterpret_cast<T*>(number());
+  }
+  Dtype dtype() { return static_cast<Dtype>(number()); }
+  // Two words: address, and whether the numbers are int64.
+  IndexArray indices() {
+    const void* data = pointer<const void>();
+    return {data, number() != 0};
+  }
+
+ private:
+  const int64_t* next_;
+};
+
+// Runs `body`, returning what it threw.
+template <class Body>
+const char* guarded(const Body& body) {
+  static std::string message;
+  try {
+    body(simt::HostLauncher{});
+    return nullptr;
+  } catch (const std::exception& error) {
+    message = error.what();
+    return message.c_str();
+  }
+}
+
+}  // namespace emb::cuda

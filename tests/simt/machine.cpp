@@ -1,0 +1,117 @@
+// Kernels that use the emulated machine rightly and wrongly, to test the machine itself. Also the
+// shortest example of a kernel and its launcher.
+#include "driver.h"
+
+namespace emb::cuda {
+namespace {
+
+// Sum of x[0, n) by one block: butterflies in the warps, shared memory between them.
+template <class T>
+__global__ void sum_kernel(const T* x, int64_t n, T* sum) {
+  __shared__ T of_warp[32];
+  T value = 0;
+  for (int64_t i = threadIdx.x; i < n; i += blockDim.x) value += x[i];
+  value = simt::group_sum(value, 32);
+  if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = value;
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  for (unsigned w = 1; w < blockDim.x / 32; ++w) value += of_warp[w];
+  *sum = value;
+}
+
+// What every collective returns, one row of `out` each, for one warp.
+__global__ void collectives_kernel(const int32_t* x, int32_t* out) {
+  const int lane = static_cast<int>(threadIdx.x);
+  const int32_t value = x[lane];
+  const auto put = [&](int row, int32_t result) { out[row * 32 + lane] = result; };
+  put(0, __shfl_sync(simt::kFullMask, value, lane + 1, 8));
+  put(1, __shfl_up_sync(simt::kFullMask, value, 3u, 16));
+  put(2, __shfl_down_sync(simt::kFullMask, value, 5u));
+  put(3, __shfl_xor_sync(simt::kFullMask, value, 4));
+  put(4, static_cast<int32_t>(__ballot_sync(simt::kFullMask, value > 0)));
+  put(5, static_cast<int32_t>(__match_any_sync(simt::kFullMask, value)));
+  put(6, __reduce_max_sync(simt::kFullMask, value));
+  put(7, __reduce_add_sync(simt::kFullMask, value));
+  // Half warps that go different ways, each a collective of its own.
+  if (lane < 16) {
+    put(8, __any_sync(0xffffu, value == x[3]));
+  } else {
+    put(8, __all_sync(0xffff0000u, value == x[3]));
+  }
+}
+
+__global__ void left_behind_kernel() {
+  if (threadIdx.x < 16) __syncthreads();
+}
+
+__global__ void two_barriers_kernel() {
+  if (threadIdx.x < 16) {
+    __syncthreads();
+  } else {
+    __syncthreads();
+  }
+}
+
+__global__ void deadlock_kernel() {
+  if (threadIdx.x < 16) {
+    __syncwarp(0xffffu | 1u << 16);
+  } else {
+    __syncthreads();
+  }
+}
+
+__global__ void different_collectives_kernel() {
+  if (threadIdx.x < 16) {
+    __shfl_sync(simt::kFullMask, 1, 0);
+  } else {
+    __ballot_sync(simt::kFullMask, 1);
+  }
+}
+
+__global__ void misaligned_kernel(const char* memory) {
+  simt::load(reinterpret_cast<const simt::Pack16*>(memory + 4));
+}
+
+}  // namespace
+}  // namespace emb::cuda
+
+using namespace emb::cuda;
+
+// x, n, sum, threads
+extern "C" const char* simt_sum(const int64_t* call) {
+  return guarded([&](const auto& launcher) {
+    Words words(call);
+    const auto* x = words.pointer<const float>();
+    const int64_t n = words.number();
+    auto* sum = words.pointer<float>();
+    launcher(sum_kernel<float>, 1, static_cast<unsigned>(words.number()), x, n, sum);
+  });
+}
+
+// x, out
+extern "C" const char* simt_collectives(const int64_t* call) {
+  return guarded([&](const auto& launcher) {
+    Words words(call);
+    const auto* x = words.pointer<const int32_t>();
+    launcher(collectives_kernel, 1, 32, x, words.pointer<int32_t>());
+  });
+}
+
+// which
+extern "C" const char* simt_broken(const int64_t* call) {
+  return guarded([&](const auto& launcher) {
+    alignas(16) static char memory[32];
+    switch (call[0]) {
+      case 0:
+        return launcher(left_behind_kernel, 1, 32);
+      case 1:
+        return launcher(two_barriers_kernel, 1, 32);
+      case 2:
+        return launcher(deadlock_kernel, 1, 32);
+      case 3:
+        return launcher(different_collectives_kernel, 1, 32);
+      default:
+        return launcher(misaligned_kernel, 1, 32, memory);
+    }
+  });
+}

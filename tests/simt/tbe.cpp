@@ -1,0 +1,76 @@
+// Emulated forward of table-batched embeddings: lookup, bounds check, gradient of sample weights.
+#include "driver.h"
+#include "tbe/bounds.cuh"
+#include "tbe/lookup.cuh"
+#include "tbe/sample_weights.cuh"
+
+namespace emb::cuda {
+namespace {
+
+// weights, dtype, features, F, indices, is_int64, offsets, is_int64, L, batch, columns, pooling,
+// sample weights
+LookupArgs read_lookup(Words* words) {
+  LookupArgs args{};
+  args.weights = words->pointer<const void>();
+  args.weight_type = words->dtype();
+  args.features = words->pointer<const emb::Feature>();
+  args.num_features = static_cast<int>(words->number());
+  args.indices = words->indices();
+  args.bags.offsets = words->indices();
+  args.bags.num_lookups = words->number();
+  args.batch = words->number();
+  args.bags.count = args.batch * args.num_features;
+  args.columns = words->number();
+  args.pooling = static_cast<emb::Pooling>(words->number());
+  args.sample_weights = words->pointer<const float>();
+  return args;
+}
+
+}  // namespace
+}  // namespace emb::cuda
+
+using namespace emb::cuda;
+
+// read_lookup's, output, dtype
+extern "C" const char* simt_lookup(const int64_t* call) {
+  return guarded([&](const auto& launcher) {
+    Words words(call);
+    LookupArgs args = read_lookup(&words);
+    args.output = words.pointer<void>();
+    args.output_type = words.dtype();
+    launch_lookup(launcher, args);
+  });
+}
+
+// read_lookup's, grad, dtype, out
+extern "C" const char* simt_sample_weight_grad(const int64_t* call) {
+  return guarded([&](const auto& launcher) {
+    Words words(call);
+    SampleWeightArgs args{};
+    args.lookup = read_lookup(&words);
+    args.grad = words.pointer<const void>();
+    args.grad_type = words.dtype();
+    args.out = words.pointer<float>();
+    launch_sample_weights(launcher, args);
+  });
+}
+
+// indices, is_int64, offsets, is_int64, features, L, bags, batch, fatal, repaired, violations
+extern "C" const char* simt_bounds_check(const int64_t* call) {
+  return guarded([&](const auto& launcher) {
+    Words words(call);
+    BoundsArgs args{};
+    args.indices = words.indices();
+    args.offsets = words.indices();
+    args.features = words.pointer<const emb::Feature>();
+    args.num_lookups = words.number();
+    args.num_bags = words.number();
+    args.batch = static_cast<uint32_t>(words.number());
+    args.fatal = words.number() != 0;
+    args.repaired = words.pointer<int32_t>();
+    args.violations = words.pointer<unsigned long long>();
+    std::string tile_max(offset_tiles(args.num_bags) * sizeof(int32_t), '\0');
+    args.tile_max = reinterpret_cast<int32_t*>(tile_max.data());
+    launch_bounds_check(launcher, args);
+  });
+}

@@ -1,0 +1,66 @@
+"""Emulated `group`, `group_inverse` and `update_rows_` against plain PyTorch."""
+
+import pytest
+import simt_ops
+import torch
+from simt_cases import HYPER
+
+from emblib.reference.tbe import OPTIMIZERS
+
+KEYS = {
+    "none": torch.zeros(0),
+    "one": torch.tensor([3]),
+    "all_out": torch.tensor([-1, 9, 9, -7]),
+    "mixed": torch.randint(-2, 14, (3000,), generator=torch.Generator().manual_seed(0)),
+    "one_group": torch.full((2500,), 4),
+    "distinct": torch.randperm(2100, generator=torch.Generator().manual_seed(0)),
+}
+
+
+@pytest.mark.parametrize("wide", [False, True], ids=["keys32", "keys64"])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("keys", KEYS.values(), ids=KEYS)
+def test_group(
+    keys: torch.Tensor, dtype: torch.dtype, wide: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if wide:
+        monkeypatch.setattr(simt_ops, "WIDE_FROM", 0)
+    keys = keys.to(dtype)
+    num_keys = 9 if keys.numel() != 2100 else 2100
+    unique, segments, permutation, count = simt_ops.group(keys, num_keys)
+    valid = (keys >= 0) & (keys < num_keys)
+    want, lengths = keys[valid].unique(return_counts=True)
+    groups, grouped = want.numel(), int(valid.sum())
+    assert count.item() == groups
+    assert torch.equal(unique[:groups], want)
+    assert (unique[groups:] == 0).all()
+    assert torch.equal(segments[:groups].long(), lengths.cumsum(0) - lengths)
+    assert (segments[groups:] == grouped).all()
+    sortable = torch.where(valid, keys.long(), num_keys)
+    assert torch.equal(permutation.long(), sortable.argsort(stable=True))
+    inverse = simt_ops.group_inverse(segments, permutation, count)
+    assert torch.equal(inverse == -1, ~valid)
+    assert torch.equal(want[inverse[valid].long()], keys[valid])
+
+
+@pytest.mark.parametrize("width", [1, 6, 128, 700])
+@pytest.mark.parametrize("optimizer", HYPER)
+def test_update_rows(optimizer: str, width: int) -> None:
+    torch.manual_seed(width)
+    weights, grads = torch.randn(9, width), torch.randn(9, width)
+    grads[::3] = 0
+    grads[1, : width - 1] = 0
+    shapes = {"sgd": [], "adagrad": [(9, width)], "rowwise_adagrad": [(9,)], "adam": [(9, width)] * 2}
+    states = [torch.rand(shape) for shape in shapes[optimizer]]
+    want, want_states = weights.clone(), [s.clone() for s in states]
+    touched = grads.ne(0).any(1)
+    new, new_states = OPTIMIZERS[optimizer](
+        weights[touched], grads[touched], [s[touched] for s in states], HYPER[optimizer]
+    )
+    want[touched] = new
+    for state, values in zip(want_states, new_states, strict=True):
+        state[touched] = values
+    hyper = torch.tensor(HYPER[optimizer], dtype=torch.float64)
+    simt_ops.update_rows_(weights, states, hyper, optimizer, grads)
+    torch.testing.assert_close(weights, want)
+    torch.testing.assert_close(states, want_states)

@@ -1,0 +1,49 @@
+"""The emulated machine itself: collectives return what CUDA's do, broken kernels are told off."""
+
+import pytest
+import torch
+from simt_library import library
+
+
+@pytest.mark.parametrize("threads", [32, 256, 1024])
+def test_block_sum(threads: int) -> None:
+    x = torch.arange(1000.0)
+    total = torch.empty(1)
+    library().call("sum", x, x.numel(), total, threads)
+    assert total.item() == x.sum().item()
+
+
+def test_collectives() -> None:
+    x = torch.tensor([3, -1, 4, 1, -5, 9, 2, 6] * 4, dtype=torch.int32)
+    out = torch.empty(9, 32, dtype=torch.int32)
+    library().call("collectives", x, out)
+    lane = torch.arange(32)
+    assert torch.equal(out[0], x[lane // 8 * 8 + (lane + 1) % 8])
+    assert torch.equal(out[1], x[torch.where(lane % 16 >= 3, lane - 3, lane)])
+    assert torch.equal(out[2], x[torch.where(lane + 5 < 32, lane + 5, lane)])
+    assert torch.equal(out[3], x[lane ^ 4])
+    bits = sum(1 << i for i in range(32) if x[i] > 0)
+    assert (out[4].long() & 0xFFFFFFFF == bits).all()
+    for i in range(32):
+        same = sum(1 << j for j in range(32) if x[i] == x[j])
+        assert out[5, i].item() & 0xFFFFFFFF == same
+    assert (out[6] == x.max()).all()
+    assert (out[7] == x.sum()).all()
+    assert (out[8, :16] == 1).all()
+    assert (out[8, 16:] == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("which", "message"),
+    [
+        (0, "(left|leaves) the kernel"),
+        (1, "threads meet at different __syncthreads"),
+        (2, "deadlock, no thread can go on"),
+        (3, "meets lane [0-9]+ in another collective"),
+        (4, "a vector load of 16 bytes is misaligned"),
+    ],
+)
+def test_broken_kernels_are_reported(which: int, message: str) -> None:
+    with pytest.raises(RuntimeError, match=message):
+        library().call("broken", which)
+    test_block_sum(64)  # the machine works on

@@ -1,0 +1,184 @@
+"""Emulated CUDA kernels of table-batched embeddings against the reference."""
+
+import pytest
+import simt_ops
+import torch
+from simt_cases import CASES, HYPER, Case, Data
+from torch import Tensor
+
+from emblib.reference import tbe as reference
+from emblib.specs import Pooling
+
+TOLERANCE = {
+    torch.float32: {"rtol": 1e-4, "atol": 1e-4},
+    torch.float16: {"rtol": 4e-3, "atol": 4e-3},
+    torch.bfloat16: {"rtol": 2e-2, "atol": 2e-2},
+}
+ALL = pytest.mark.parametrize("case", CASES, ids=str)
+POOLED = pytest.mark.parametrize(
+    "case", [c for c in CASES if c.pooling is not Pooling.NONE], ids=str
+)
+
+
+def assert_close(got: Tensor, want: Tensor) -> None:
+    torch.testing.assert_close(got, want.to(got.dtype), **TOLERANCE[got.dtype])
+
+
+@ALL
+def test_lookup(case: Case) -> None:
+    data = Data(case)
+    given = (data.weights, data.features, data.indices, data.repaired, data.sample_weights)
+    got = simt_ops.tbe_lookup(*given, case.pooling.value, data.columns, case.output)
+    assert_close(got, data.lookup(data.weights.double(), data.sample_weights))
+
+
+@ALL
+def test_lookup_reads_nothing_out_of_bounds(case: Case) -> None:
+    """Broken offsets that nobody repaired: any answer, but no access outside the arrays."""
+    data = Data(case)
+    given = (data.weights, data.features, data.indices, data.offsets, data.sample_weights)
+    simt_ops.tbe_lookup(*given, case.pooling.value, data.columns, case.output)
+
+
+@ALL
+@pytest.mark.parametrize("wide", [False, True], ids=["keys32", "keys64"])
+def test_tbe_group(case: Case, wide: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if wide:
+        monkeypatch.setattr(simt_ops, "WIDE_FROM", 0)
+    data = Data(case)
+    given = (data.features, data.indices, data.repaired)
+    rows, segments, lookups, bags, count = simt_ops.tbe_group(*given, data.total_rows)
+    want = reference.group(*given)
+    unique, grouped = want.rows.numel(), want.lookups.numel()
+    assert count.item() == unique
+    assert torch.equal(rows[:unique], want.rows)
+    assert (rows[unique:] == 0).all()
+    assert torch.equal(segments[: unique + 1].long(), want.segments)
+    assert (segments[unique:] == grouped).all()
+    assert torch.equal(lookups[:grouped].long(), want.lookups)
+    assert torch.equal(lookups.long().sort().values, torch.arange(lookups.numel()))
+    assert torch.equal(bags[:grouped].long(), want.bags)
+
+
+def _groups(data: Data) -> tuple[Tensor, ...]:
+    given = (data.features, data.indices, data.repaired)
+    return simt_ops.tbe_group(*given, data.total_rows)
+
+
+def _states(data: Data, optimizer: str) -> list[Tensor]:
+    if optimizer == "rowwise_adagrad":
+        return [torch.rand(data.total_rows)]
+    return [torch.rand(data.weights.numel()) for _ in range({"adagrad": 1, "adam": 2}.get(optimizer, 0))]
+
+
+@ALL
+@pytest.mark.parametrize("optimizer", HYPER)
+def test_update(case: Case, optimizer: str) -> None:
+    torch.manual_seed(case.seed)
+    data = Data(case)
+    grad, hyper = data.gradient(), torch.tensor(HYPER[optimizer], dtype=torch.float64)
+    states = _states(data, optimizer)
+    want, want_states = data.weights.double(), [s.double() for s in states]
+    groups = reference.group(data.features, data.indices, data.offsets)
+    reference.update_(
+        want, want_states, hyper, optimizer, data.weight_grad(grad), data.features, groups
+    )
+    weights, before = data.weights.clone(), data.weights.clone()
+    simt_ops.tbe_update_(
+        *(weights, states, hyper, optimizer, grad, data.features),
+        *(*_groups(data), data.repaired, data.sample_weights, case.pooling.value),
+    )
+    assert_close(weights, want)
+    for got, expected in zip(states, want_states, strict=True):
+        assert_close(got, expected)
+    untouched = data.weights.double() == want
+    assert torch.equal(weights[untouched], before[untouched])
+
+
+@ALL
+def test_row_grads(case: Case) -> None:
+    if len(set(case.dims)) > 1:
+        pytest.skip("needs one dim")
+    data, dim = Data(case), (*case.dims, 8)[0]
+    grad, groups = data.gradient(), _groups(Data(case))
+    got = simt_ops.tbe_row_grads(
+        *(grad, data.features, *groups),
+        *(data.repaired, data.sample_weights, case.pooling.value, dim),
+    )
+    rows, count = groups[0], groups[-1].item()
+    dense = data.weight_grad(grad).view(-1, dim)
+    assert_close(got[:count], dense[rows[:count]])
+    assert (got[count:] == 0).all()
+
+
+@POOLED
+def test_sample_weight_grad(case: Case) -> None:
+    data = Data(case)
+    grad = data.gradient()
+    want = torch.zeros(data.indices.numel())
+    if data.features.numel() > 0:
+        given = (data.weights.double(), data.features, data.indices, data.offsets)
+        want = reference.sample_weight_grad(grad.double(), *given, case.pooling)
+    given = (data.weights, data.features, data.indices, data.repaired)
+    got = simt_ops.tbe_sample_weight_grad(grad, *given, case.pooling.value)
+    assert_close(got, want)
+
+
+@ALL
+def test_bounds_check(case: Case) -> None:
+    data = Data(case)
+    given = (data.indices, data.offsets, data.features)
+    repaired, violations = simt_ops.bounds_check(*given, "warning")
+    want = reference.repair_offsets(data.offsets, data.indices.numel())
+    assert torch.equal(repaired.long(), want)
+    assert violations[1] == (want != data.offsets).sum()
+    if not case.tables:
+        return
+    bag = reference.bag_of_lookup(want, data.indices.numel())
+    rows = data.features[bag.clamp(min=0) // max(case.batch, 1), 2]
+    index = data.indices.long()
+    bad = ((index < -1) | (index >= rows)) & (bag >= 0)
+    assert violations[0] == bad.sum()
+    if case.broken:
+        with pytest.raises(RuntimeError, match="bounds_check: offsets must start at 0 or above"):
+            simt_ops.bounds_check(*given, "fatal")
+        with pytest.raises(RuntimeError, match="bounds_check: indices must be in"):
+            simt_ops.bounds_check(data.indices, data.repaired, data.features, "fatal")
+
+
+def test_bounds_check_many_bags() -> None:
+    """Offsets over many tiles, with a peak early on that all later ones must keep to."""
+    features = torch.tensor([[0, 0, 10, 4, 0]])
+    indices = torch.randint(0, 10, (9000,))
+    offsets = torch.randint(-50, 9100, (5001,))
+    offsets[:3000] //= 8
+    repaired, violations = simt_ops.bounds_check(indices, offsets, features, "ignore")
+    want = reference.repair_offsets(offsets, 9000)
+    assert torch.equal(repaired.long(), want)
+    assert violations.tolist() == [0, (want != offsets).sum()]
+
+
+def test_hot_row_of_many_chunks_is_deterministic() -> None:
+    """Far more lookups of one row than a chunk holds: the same bits whatever else is in the batch."""
+    torch.manual_seed(0)
+    features = torch.tensor([[0, 0, 6, 24, 0]])
+    grad = torch.randn(40, 24)
+    hot = torch.zeros(300_000, dtype=torch.int64)
+    hyper = torch.tensor(HYPER["sgd"], dtype=torch.float64)
+    results = []
+    for rest in (0, 900):
+        indices = torch.cat([hot, torch.full((rest,), 3)])
+        offsets = torch.cat([torch.arange(40) * 7500, torch.tensor([300_000 + rest])])
+        offsets[-1] = indices.numel()
+        indices = indices[torch.cat([torch.arange(300_000, 300_000 + rest), torch.arange(300_000)])]
+        offsets[1:] += rest
+        offsets[-1] = indices.numel()
+        weights = torch.zeros(6 * 24)
+        groups = simt_ops.tbe_group(features, indices, offsets, 6)
+        simt_ops.tbe_update_(
+            weights, [], hyper, "sgd", grad, features, *groups, offsets, None, "sum"
+        )
+        results.append(weights[:24].clone())
+        want = -0.1 * 7500 * grad.double().sum(0)
+        torch.testing.assert_close(weights[:24].double(), want, rtol=1e-4, atol=1e-2)
+    assert torch.equal(*results)

@@ -1,0 +1,82 @@
+// Emulated backward: the fused update, gradients of unique rows, and optimizers over a matrix.
+#include <vector>
+
+#include "driver.h"
+#include "optim/update_rows.cuh"
+#include "tbe/update.cuh"
+
+namespace emb::cuda {
+namespace {
+
+// optimizer name or null, hyper, weights, dtype, element states (2), row state
+RowStepArgs read_step(Words* words) {
+  RowStepArgs step{};
+  const char* name = words->pointer<const char>();
+  if (name != nullptr && !find_rule(name, &step.rule)) throw std::runtime_error("no such optimizer");
+  step.hyper = words->pointer<const double>();
+  step.weights = words->pointer<void>();
+  step.weight_type = words->dtype();
+  step.element_states[0] = words->pointer<float>();
+  step.element_states[1] = words->pointer<float>();
+  step.row_state = words->pointer<float>();
+  return step;
+}
+
+// grad, dtype, stride, features, batch, offsets, is_int64, bags, L, pooling, sample weights, rows,
+// segments, lookups, bags, count
+GradArgs read_grads(Words* words) {
+  GradArgs args{};
+  args.grad = words->pointer<const void>();
+  args.grad_type = words->dtype();
+  args.stride = words->number();
+  args.features = words->pointer<const emb::Feature>();
+  args.batch = static_cast<uint32_t>(words->number());
+  args.bags_in.offsets = words->indices();
+  args.bags_in.count = words->number();
+  args.num_lookups = args.bags_in.num_lookups = words->number();
+  args.pooling = static_cast<emb::Pooling>(words->number());
+  args.sample_weights = words->pointer<const float>();
+  args.rows = words->pointer<const int64_t>();
+  args.segments = words->pointer<const int32_t>();
+  args.lookups = words->pointer<const int32_t>();
+  args.bags = words->pointer<const int32_t>();
+  args.count = words->pointer<const int32_t>();
+  return args;
+}
+
+}  // namespace
+}  // namespace emb::cuda
+
+using namespace emb::cuda;
+
+// mean_dim, read_step's, read_grads'
+extern "C" const char* simt_update(const int64_t* call) {
+  return guarded([&](const auto& launcher) {
+    Words words(call);
+    const int64_t mean_dim = words.number();
+    const RowStepArgs step = read_step(&words);
+    GradArgs args = read_grads(&words);
+    const int64_t chunks = most_chunks(args.num_lookups);
+    args.partial_stride = partial_stride(args.stride);
+    std::vector<int32_t> first_chunk(args.num_lookups);
+    std::vector<ChunkTask> tasks(chunks);
+    std::vector<float> partials(chunks * args.partial_stride);
+    int32_t num_tasks = 0;
+    args.first_chunk = first_chunk.data();
+    args.tasks = tasks.data();
+    args.partials = partials.data();
+    args.num_tasks = &num_tasks;
+    launch_update(launcher, args, step, mean_dim);
+  });
+}
+
+// read_step's, grads, rows, width
+extern "C" const char* simt_update_rows(const int64_t* call) {
+  return guarded([&](const auto& launcher) {
+    Words words(call);
+    const RowStepArgs step = read_step(&words);
+    const auto* grads = words.pointer<const float>();
+    const int64_t rows = words.number(), width = words.number();
+    launch_update_rows(launcher, MatrixGrad{grads, rows, width}, step);
+  });
+}
