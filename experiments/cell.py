@@ -47,8 +47,8 @@ def fit_memory(cell: Cell, session: Session) -> Cell:
     return dataclasses.replace(cell, rows_scale=cell.rows_scale * room / wanted)
 
 
-def measure_cell(cell: Cell, session: Session) -> list[Record]:
-    """One record per arm, whatever happens to it."""
+def measure_cell(cell: Cell, session: Session, seconds: float) -> list[Record]:
+    """One record per arm, whatever happens to it; `seconds` is the budget for timing them all."""
     gc.collect()  # a failed contender's traceback keeps its tables alive in a cycle
     config = session.config
     shapes = table_shapes(cell.workload, scale=cell.rows_scale)
@@ -56,7 +56,8 @@ def measure_cell(cell: Cell, session: Session) -> list[Record]:
     outcomes = {arm.key: Outcome(arm) for arm in cell.arms}
     built = _build(cell, outcomes, session)
     arms = {key: _phases(contender, pool) for key, contender in built.items()}
-    race = Race(arms, config.timing, clock_for(session.device), config.seed)
+    timing = dataclasses.replace(config.timing, cell_seconds=seconds)
+    race = Race(arms, timing, clock_for(session.device), config.seed)
     for key, measured in (race.run() if arms else {}).items():
         outcomes[key].measured = measured
         if measured.error:

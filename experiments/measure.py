@@ -73,7 +73,7 @@ class Race:
         enough = number + 1 >= self.timing.min_rounds
         for name in active:
             # A very slow contender may stop before min_rounds, but not before three.
-            limit = share if enough else (2 * share if number + 1 >= 3 else math.inf)
+            limit = share if enough else (4 * share if number + 1 >= 3 else math.inf)
             if self.spent[name] > limit and not results[name].stop_reason:
                 results[name].stop_reason = "budget"
         if not enough:

@@ -42,8 +42,12 @@ class Display:
         """Estimate from the mean so far; empty until there is one."""
         if not self.done:
             return ""
-        seconds = (time.monotonic() - self.start) / self.done * (self.total - self.done)
+        seconds = self.elapsed() / self.done * (self.total - self.done)
         return f"~{seconds:.0f} s left"
+
+    def elapsed(self) -> float:
+        """Seconds since the display was made."""
+        return time.monotonic() - self.start
 
     def begin(self, what: str) -> None:
         """A cell, or one contender of it, starts."""

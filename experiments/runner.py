@@ -18,6 +18,8 @@ from experiments.schema import Config
 from experiments.store import Record, RunStore
 from experiments.sweep import Cell, expand
 
+TIMED_SHARE = 0.6  # of a cell's time; building and checking its contenders take the rest
+
 
 def run(config: Config, *, question: str, words: Sequence[str]) -> int:
     """Measure and report; returns the exit status (0, 2, 5 or 130, see cli.HELP)."""
@@ -73,7 +75,7 @@ def _measure(cells: Sequence[Cell], session: Session, store: RunStore, words: Se
             for cell in cells:
                 display.begin(_where(cell))
                 fitted = fit_memory(cell, session)
-                records = measure_cell(fitted, session)
+                records = measure_cell(fitted, session, _seconds(session, display))
                 for record in records:
                     store.append(record)
                 display.finish(f"{_where(fitted):<42} {_outcome(records)}")
@@ -82,6 +84,16 @@ def _measure(cells: Sequence[Cell], session: Session, store: RunStore, words: Se
             store.write_json("environment.json", environment)
             return "interrupted"
     return "finished"
+
+
+def _seconds(session: Session, display: Display) -> float:
+    """Timing budget of the next cell: its share of what is left of the run's."""
+    timing = session.config.timing
+    if not timing.total_seconds:
+        return timing.cell_seconds
+    left = timing.total_seconds - display.elapsed()
+    fair = TIMED_SHARE * left / max(1, display.total - display.done)
+    return min(timing.cell_seconds, max(fair, timing.cell_seconds / 10))
 
 
 def _where(cell: Cell) -> str:

@@ -12,13 +12,15 @@ namespace {
 
 template <class Item>
 void group_keys(IndexArray keys, int64_t n, int64_t num_keys, const GroupOutput& out) {
-  const std::unique_ptr<Item[]> items(new Item[n]), scratch(new Item[n]);
-  for (int64_t i = 0; i < n; ++i) {
-    const int64_t key = keys[i];
-    items[i].key = key >= 0 && key < num_keys ? key : num_keys;
-    items[i].position = i;
-  }
-  group_items(items.get(), scratch.get(), n, num_keys, out, [](int64_t, int64_t) {});
+  std::vector<int64_t> firsts(group_parts(n) + 1);
+  const int64_t parts = static_cast<int64_t>(firsts.size()) - 1;
+  for (int64_t part = 0; part <= parts; ++part) firsts[part] = n * part / parts;
+  const auto fill = [&](int64_t part, const auto& put) {
+    for (int64_t i = firsts[part]; i < firsts[part + 1]; ++i) {
+      put(i, keys[i] >= 0 && keys[i] < num_keys ? keys[i] : num_keys);
+    }
+  };
+  group_items<Item>(n, num_keys, firsts, fill, out, [](int64_t, int64_t) {});
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> group(const Tensor& keys, int64_t num_keys) {

@@ -8,50 +8,23 @@
 
 #include "core/check.h"
 #include "core/parallel.h"
+#include "tbe/repair_offsets.h"
 
 namespace emb {
 namespace {
 
 template <class I>
-bool copy_if_valid(const I* given, int64_t num_bags, int64_t num_lookups, int32_t* fixed) {
-  // `num_lookups` fits 31 bits, so a wider offset that is too large is caught by the last two tests.
-  bool valid = given[0] >= 0 && given[num_bags] == static_cast<I>(num_lookups);
-  for (int64_t i = 0; i < num_bags; ++i) {
-    valid &= given[i] <= given[i + 1];
-    fixed[i] = static_cast<int32_t>(given[i]);
-  }
-  fixed[num_bags] = static_cast<int32_t>(given[num_bags]);
-  return valid;
-}
-
-// Writes repaired offsets: clamped to [0, L], never decreasing, the last equal to L. Returns how many
-// had to change.
-int64_t repair_offsets(IndexArray given, int64_t num_bags, int64_t num_lookups, bool fatal,
-                       int32_t* fixed) {
-  const bool valid =
-      given.is_int64
-          ? copy_if_valid(static_cast<const int64_t*>(given.data), num_bags, num_lookups, fixed)
-          : copy_if_valid(static_cast<const int32_t*>(given.data), num_bags, num_lookups, fixed);
-  if (valid) return 0;
-  int64_t floor = 0, bad = 0;
-  for (int64_t i = 0; i <= num_bags; ++i) {
-    floor = std::max(floor, std::min(given[i], num_lookups));
-    if (i == num_bags && num_bags > 0) floor = num_lookups;
-    STD_TORCH_CHECK(floor == given[i] || !fatal,
-                    "bounds_check: offsets must start at 0 or above, not decrease, and end at the "
-                    "number of indices = ", num_lookups, "; got ", given[i], " at position ", i);
-    bad += floor != given[i];
-    fixed[i] = static_cast<int32_t>(floor);
-  }
-  return bad;
-}
-
-template <class I>
 int64_t count_bad(const I* indices, int64_t begin, int64_t end, int64_t rows) {
-  int64_t bad = 0;
+  // The sign of (index + 1) or of (rows - 1 - index) tells, and the third term catches the one index
+  // for which index + 1 wraps; 64-bit comparisons would not vectorise.
+  uint64_t signs = 0;
   for (int64_t i = begin; i < end; ++i) {
-    bad += static_cast<int64_t>(indices[i]) < -1 || static_cast<int64_t>(indices[i]) >= rows;
+    const auto index = static_cast<uint64_t>(static_cast<int64_t>(indices[i]));
+    signs |= (index + 1) | (static_cast<uint64_t>(rows) - 1 - index) | (index & ~(index + 1));
   }
+  if (static_cast<int64_t>(signs) >= 0) return 0;
+  int64_t bad = 0;
+  for (int64_t i = begin; i < end; ++i) bad += indices[i] < -1 || indices[i] >= rows;
   return bad;
 }
 

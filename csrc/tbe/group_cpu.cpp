@@ -2,47 +2,49 @@
 // sorted lookup comes along, since the backward pass needs it more than anything else.
 #include <torch/csrc/stable/library.h>
 
+#include <algorithm>
 #include <tuple>
+#include <vector>
 
 #include "core/check.h"
 #include "group/group_items.h"
 #include "group/outputs.h"
+#include "tbe/repair_offsets.h"
 
 namespace emb {
 namespace {
 
 template <class Item>
-void group_lookups(const Feature* features, int64_t batch, IndexArray indices, const Bags& bags,
-                   int64_t total_rows, const GroupOutput& out, int32_t* sorted_bags) {
-  const int64_t n = bags.num_lookups;
-  const std::unique_ptr<Item[]> items(new Item[n]), scratch(new Item[n]);
+void group_lookups(const Feature* features, int64_t batch, IndexArray indices,
+                   const std::vector<int32_t>& offsets, int64_t total_rows, const GroupOutput& out,
+                   int32_t* sorted_bags) {
+  const int64_t num_bags = static_cast<int64_t>(offsets.size()) - 1;
+  const int64_t n = num_bags > 0 ? offsets[num_bags] : 0;
   const std::unique_ptr<int32_t[]> bag_of(new int32_t[n]);
-  // Lookups that no bag covers, and skipped ones, carry the limit as key and fall out at the end.
-  for (int64_t i = 0; i < n; ++i) {
-    items[i].key = total_rows;
-    items[i].position = i;
-    bag_of[i] = 0;
+  const int64_t parts = group_parts(n);
+  std::vector<int64_t> bags(parts + 1), firsts(parts + 1);
+  const auto cost = [&](int64_t bag) { return offsets[bag] + bag; };
+  for (int64_t part = 0; part <= parts; ++part) {
+    bags[part] = split_point(num_bags, part, parts, cost);
+    firsts[part] = part == 0 ? 0 : offsets[bags[part]];
   }
-  const auto cost = [&](int64_t bag) { return bag + (bag == bags.count ? n : bags.begin(bag)); };
-  parallel_balanced(bags.count, 8192, cost, [&](int64_t begin, int64_t end) {
-    int64_t start = bags.begin(begin);
-    for (int64_t bag = begin; bag < end;) {
+  const auto fill = [&](int64_t part, const auto& put) {
+    // Lookups before the first bag belong to none.
+    for (int64_t i = firsts[part]; i < offsets[bags[part]]; ++i) put(i, total_rows), bag_of[i] = 0;
+    for (int64_t bag = bags[part]; bag < bags[part + 1];) {
       const Feature& feature = features[bag / batch];
-      const int64_t last = std::min(end, (bag / batch + 1) * batch);
+      const int64_t last = std::min(bags[part + 1], (bag / batch + 1) * batch);
       for (; bag < last; ++bag) {
-        const int64_t stop = bags.end(bag);
-        for (int64_t i = start; i < stop; ++i) {
+        for (int64_t i = offsets[bag]; i < offsets[bag + 1]; ++i) {
           const int64_t row = repair_index(indices[i], feature.rows);
-          if (row < 0) continue;
-          items[i].key = feature.row_base + row;
+          put(i, row < 0 ? total_rows : feature.row_base + row);
           bag_of[i] = static_cast<int32_t>(bag);
         }
-        start = bag + 1 < bags.count ? bags.begin(bag + 1) : n;
       }
     }
-  });
-  group_items(items.get(), scratch.get(), n, total_rows, out,
-              [&](int64_t j, int64_t position) { sorted_bags[j] = bag_of[position]; });
+  };
+  group_items<Item>(n, total_rows, firsts, fill, out,
+                    [&](int64_t j, int64_t position) { sorted_bags[j] = bag_of[position]; });
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> tbe_group(const Tensor& features,
@@ -54,6 +56,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> tbe_group(const Tensor& featu
   check_lookups(op, indices, offsets);
   STD_TORCH_CHECK(total_rows >= 0, "tbe_group: total_rows must be >= 0, got ", total_rows);
   const int64_t num_features = features.size(0), batch = batch_size(op, num_features, offsets);
+  STD_TORCH_CHECK(offsets.numel() > 1 || indices.numel() == 0,
+                  "tbe_group: ", indices.numel(), " indices but no bags in offsets");
   const Feature* feature = feature_array(features);
   for (int64_t f = 0; f < num_features; ++f) {
     STD_TORCH_CHECK(feature[f].row_base >= 0 && feature[f].row_base + feature[f].rows <= total_rows,
@@ -62,11 +66,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> tbe_group(const Tensor& featu
   }
   const Tensor index_tensor = torch::stable::contiguous(indices);
   const Tensor offset_tensor = torch::stable::contiguous(offsets);
-  const Bags bags{index_array(offset_tensor), num_features * batch, indices.numel()};
+  std::vector<int32_t> fixed(offsets.numel());
+  repair_offsets(index_array(offset_tensor), num_features * batch, indices.numel(), false, fixed.data());
   GroupTensors result(indices, indices.numel(), ScalarType::Long);
   Tensor sorted_bags = torch::stable::new_empty(indices, {indices.numel()}, ScalarType::Int);
   const auto run = [&](auto group) {
-    group(feature, batch, index_array(index_tensor), bags, total_rows, result.output(),
+    group(feature, batch, index_array(index_tensor), fixed, total_rows, result.output(),
           sorted_bags.mutable_data_ptr<int32_t>());
   };
   if (total_rows < int64_t{1} << 32) {

@@ -153,7 +153,7 @@ EMB_DEVICE void copy_rows(const LookupArgs& args, const LaneGroup& lane, int64_t
 
 // Sequence lookup (NONE): every lookup is a row of the output; skipped ones give zeros.
 template <class W>
-__global__ void __launch_bounds__(kLookupThreads) sequence_kernel(LookupArgs args, int lanes) {
+__global__ void __launch_bounds__(kLookupThreads, 4) sequence_kernel(LookupArgs args, int lanes) {
   constexpr int N = 16 / sizeof(W);
   const LaneGroup lane(lanes);
   const int width = static_cast<int>(args.columns);
@@ -176,36 +176,6 @@ __global__ void __launch_bounds__(kLookupThreads) sequence_kernel(LookupArgs arg
         copy_rows<W, N, false>(args, lane, offset, first, base + lane.rank * N);
       }
     }
-  }
-}
-
-// `launcher` is a CudaLauncher or, in tests, a simt::HostLauncher.
-template <class W, class Launcher>
-void launch_lookup_of(const Launcher& launcher, const LookupArgs& args) {
-  constexpr int N = 16 / sizeof(W);
-  const bool pooled = args.pooling != Pooling::kNone;
-  const int64_t mean_dim = pooled && args.num_features > 0
-                               ? (args.columns + args.num_features - 1) / args.num_features
-                               : args.columns;
-  const int lanes = lanes_for(mean_dim, N);
-  const int64_t items = pooled ? args.bags.count : args.bags.num_lookups;
-  const int64_t items_of_warp = pooled ? simt::kWarp / lanes : simt::kWarp;
-  const unsigned blocks =
-      blocks_for(items, items_of_warp * (kLookupThreads / simt::kWarp), launcher.blocks(256));
-  const unsigned stripes = blocks_for(mean_dim, lanes * N, 64);
-  launcher(pooled ? pool_kernel<W> : sequence_kernel<W>, simt::Dim3(blocks, stripes),
-           simt::Dim3(kLookupThreads), args, lanes);
-}
-
-template <class Launcher>
-void launch_lookup(const Launcher& launcher, const LookupArgs& args) {
-  if (args.columns == 0) return;
-  if (args.weight_type == Dtype::kFloat) {
-    launch_lookup_of<float>(launcher, args);
-  } else if (args.weight_type == Dtype::kHalf) {
-    launch_lookup_of<half16>(launcher, args);
-  } else {
-    launch_lookup_of<bfloat16>(launcher, args);
   }
 }
 

@@ -55,7 +55,7 @@ EMB_DEVICE void dot_bag(const SampleWeightArgs& args, const BagTask& task, const
 }
 
 template <class W>
-__global__ void __launch_bounds__(kLookupThreads)
+__global__ void __launch_bounds__(kLookupThreads, 3)
     sample_weight_kernel(SampleWeightArgs args, int lanes) {
   constexpr int N = 16 / sizeof(W);
   const LookupArgs& in = args.lookup;

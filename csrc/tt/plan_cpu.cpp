@@ -3,7 +3,6 @@
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
-#include <memory>
 #include <vector>
 
 #include "core/parallel.h"
@@ -67,16 +66,20 @@ int64_t find_lefts(const int64_t* keys, int64_t m, int64_t rights, const PlanTen
   return count;
 }
 
+// Groups rows [0, m), whose left halves are known, by their right half; returns how many there are.
 int64_t find_rights(const int64_t* keys, int64_t m, int64_t rights, const PlanTensors& plan) {
-  const std::unique_ptr<Item32[]> items(new Item32[m]), scratch(new Item32[m]);
-  int64_t base = 0;
-  for (int64_t j = 0; j < m; ++j) {
-    if (keys[j] >= base + rights) base = keys[j] / rights * rights;
-    items[j] = {static_cast<uint32_t>(keys[j] - base), static_cast<uint32_t>(j)};
-  }
+  const int32_t *lefts = plan.data[0], *row_lefts = plan.data[2];
+  std::vector<int64_t> firsts(group_parts(m) + 1);
+  const int64_t parts = static_cast<int64_t>(firsts.size()) - 1;
+  for (int64_t part = 0; part <= parts; ++part) firsts[part] = m * part / parts;
+  const auto fill = [&](int64_t part, const auto& put) {
+    for (int64_t j = firsts[part]; j < firsts[part + 1]; ++j) {
+      put(j, keys[j] - lefts[row_lefts[j]] * rights);
+    }
+  };
   int32_t count = 0;
   const GroupOutput out{plan.data[3], false, plan.data[4], plan.data[6], &count};
-  group_items(items.get(), scratch.get(), m, rights, out, [](int64_t, int64_t) {});
+  group_items<Item32>(m, rights, firsts, fill, out, [](int64_t, int64_t) {});
   const int32_t *segments = plan.data[4], *rows = plan.data[6];
   for (int32_t v = 0; v < count; ++v) {
     for (int32_t t = segments[v]; t < segments[v + 1]; ++t) plan.data[5][rows[t]] = v;

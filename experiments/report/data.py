@@ -75,6 +75,13 @@ class Run:
         cells = [r["cell"] for r in self.records if r["section"] == section]
         return cells[0] if cells else None
 
+    def spread(self) -> float:
+        """Half of all medians have quartiles further apart than this, relative to the median."""
+        if not len(self.table):
+            return 0.0
+        spreads = (self.table["q75_s"] - self.table["q25_s"]) / self.table["median_s"]
+        return float(spreads.median()) if spreads.notna().any() else 0.0
+
     def sections(self) -> list[str]:
         """Sections that have records, in the order they were measured."""
         return list(dict.fromkeys(r["section"] for r in self.records))

@@ -33,6 +33,9 @@ HOW_TO_READ = (
 )
 
 
+NOISY = 0.3  # typical distance of the quartiles, relative to the median, that deserves a warning
+
+
 def notices(run: Run) -> list[str]:
     """What a reader must know before believing a number."""
     found = []
@@ -50,6 +53,12 @@ def notices(run: Run) -> list[str]:
                     f"{text.digits(100 * scale)} % of their rows to fit "
                     f"{100 * float(run.config.device.memory_share):.0f} % of the free memory."
                 )
+    spread = run.spread()
+    if spread > NOISY and not run.smoke:
+        found.append(
+            f"Noisy run: half of the medians have quartiles more than {100 * spread:.0f} % apart. "
+            "Something else used the machine; believe the intervals, not the third digit."
+        )
     if run.info.get("status") == "interrupted":
         done = len({r["cell"] for r in run.records})
         found.append(f"Interrupted after {done} of {run.info.get('cells')} cells.")

@@ -59,6 +59,10 @@ CASES = [
     Case("no_tables", rows=(), dims=(), tables=(), batch=0, lengths="none"),
     Case("one_bag", rows=(30,), dims=(64,), tables=(0,), batch=1, lengths="long"),
     Case("ones", batch=300, lengths="one"),
+    *(Case(f"few_dim{d}", dims=_dims(d), lengths="few", batch=70) for d in (3, 16, 64, 300)),
+    Case("few_half", dims=_dims(64), lengths="few", batch=70, weight=torch.float16),
+    Case("few_mixed", dims=(4, 128, 3), lengths="few", batch=41, weighted=True),
+    Case("few_mean", lengths="few", batch=41, pooling=Pooling.MEAN, broken=True),
     Case("long_bag", dims=_dims(16), lengths="long"),
     Case("hot_row", rows=(40, 1, 3), dims=(32, 20, 4), batch=90, lengths="hot"),
     Case("hot_half", rows=(40, 1, 3), dims=_dims(20), batch=90, lengths="hot", weight=torch.float16),
@@ -141,6 +145,8 @@ def _lengths(case: Case, generator: torch.Generator) -> Tensor:
     bags = len(case.tables) * case.batch
     if case.lengths == "none":
         return torch.zeros(bags, dtype=torch.int64)
+    if case.lengths == "few":
+        return torch.randint(0, 4, (bags,), generator=generator)
     if case.lengths == "one":
         return torch.ones(bags, dtype=torch.int64)
     lengths = torch.randint(0, 9, (bags,), generator=generator)

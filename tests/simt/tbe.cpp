@@ -1,7 +1,7 @@
 // Emulated forward of table-batched embeddings: lookup, bounds check, gradient of sample weights.
 #include "driver.h"
 #include "tbe/bounds.cuh"
-#include "tbe/lookup.cuh"
+#include "tbe/launch_lookup.cuh"
 #include "tbe/sample_weights.cuh"
 
 namespace emb::cuda {

@@ -1,0 +1,94 @@
+// Launching kernels from the entry points of the CUDA library: device guard, torch's current stream,
+// grid limits. torch's stable ABI (2.10) hands out the current CUDA stream through a function that
+// only CUDA builds of torch have; it is looked up when first used, so the library links, and loads,
+// beside any torch.
+#pragma once
+
+#include <cuda_runtime.h>
+#include <dlfcn.h>
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/util/Exception.h>
+
+#include <utility>
+
+#include "core/simt.cuh"
+
+namespace emb {
+
+inline void check_cuda(cudaError_t error, const char* what) {
+  STD_TORCH_CHECK(error == cudaSuccess, "emblib: ", what, " failed: ", cudaGetErrorString(error));
+}
+
+inline cudaStream_t current_stream(int32_t device) {
+  using Getter = AOTITorchError (*)(int32_t, void**);
+  static const Getter get = [] {
+    // Already loaded wherever there is a CUDA tensor; not loaded here, only found.
+    void* library = dlopen("libtorch_cuda.so", RTLD_LAZY | RTLD_NOLOAD);
+    void* symbol = dlsym(library != nullptr ? library : RTLD_DEFAULT,
+                         "aoti_torch_get_current_cuda_stream");
+    return reinterpret_cast<Getter>(symbol);
+  }();
+  STD_TORCH_CHECK(get != nullptr,
+                  "emblib: this torch has no aoti_torch_get_current_cuda_stream, so it is no CUDA "
+                  "build; install a CUDA build of torch >= 2.10");
+  void* stream = nullptr;
+  STD_TORCH_CHECK(get(device, &stream) == 0, "emblib: torch has no current stream for device ",
+                  device);
+  return static_cast<cudaStream_t>(stream);
+}
+
+inline int multiprocessors(int device) {
+  static int counts[64] = {};
+  int& count = counts[device < 64 ? device : 63];
+  if (count == 0 || device >= 63) {
+    check_cuda(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device),
+               "cudaDeviceGetAttribute");
+  }
+  return count;
+}
+
+// Makes the device of a tensor the current one for as long as it lives and starts kernels there, on
+// torch's current stream.
+class CudaLauncher {
+ public:
+  explicit CudaLauncher(const torch::stable::Tensor& on)
+      : guard_(on.get_device_index()),
+        stream_(current_stream(on.get_device_index())),
+        multiprocessors_(multiprocessors(on.get_device_index())) {}
+
+  cudaStream_t stream() const { return stream_; }
+
+  // The most blocks a grid should have, for `each` blocks a multiprocessor.
+  int64_t blocks(int each) const { return int64_t{multiprocessors_} * each; }
+
+  template <class... Parameters, class... Arguments>
+  void operator()(void (*kernel)(Parameters...), dim3 grid, dim3 block,
+                  const Arguments&... arguments) const {
+    with_shared(kernel, grid, block, 0, arguments...);
+  }
+
+  template <class... Parameters, class... Arguments>
+  void with_shared(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared_bytes,
+                   const Arguments&... arguments) const {
+    if (shared_bytes > 48 * 1024) {
+      check_cuda(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
+                                      cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                      static_cast<int>(shared_bytes)),
+                 "reserving shared memory");
+    }
+    kernel<<<grid, block, shared_bytes, stream_>>>(arguments...);
+    check_cuda(cudaGetLastError(), "a kernel launch");
+  }
+
+  void zero(void* data, size_t bytes) const {
+    check_cuda(cudaMemsetAsync(data, 0, bytes, stream_), "cudaMemsetAsync");
+  }
+
+ private:
+  torch::stable::accelerator::DeviceGuard guard_;
+  cudaStream_t stream_;
+  int multiprocessors_;
+};
+
+}  // namespace emb

@@ -1,0 +1,47 @@
+// The sort under `group` on the GPU: its scratch memory and its entry. Ops that make their own keys
+// fill `buffers().keys` and `buffers().positions` and call `sort_keys`; see group_cuda.cu.
+#pragma once
+
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include "core/launch.h"
+#include "group/segments.cuh"
+
+namespace emb::cuda {
+
+// Sorts by key, stable, and finds the runs of equal keys. Nothing waits for the device.
+template <class Key>
+void sort_keys(const CudaLauncher& launcher, const torch::stable::Tensor& like,
+               const SortBuffers<Key>& buffers);
+
+extern template void sort_keys(const CudaLauncher&, const torch::stable::Tensor&,
+                               const SortBuffers<uint32_t>&);
+extern template void sort_keys(const CudaLauncher&, const torch::stable::Tensor&,
+                               const SortBuffers<uint64_t>&);
+
+// Scratch for n keys below `limit` on the device of `like`, freed in stream order by torch.
+template <class Key>
+class DeviceSort {
+ public:
+  DeviceSort(const torch::stable::Tensor& like, int64_t n, int64_t limit, int32_t* sorted_positions)
+      : scratch_(torch::stable::new_empty(
+            like, {n * static_cast<int64_t>(2 * sizeof(Key) + sizeof(int32_t)) + 16},
+            torch::headeronly::ScalarType::Byte)) {
+    auto* keys = static_cast<Key*>(scratch_.mutable_data_ptr());
+    auto* positions = reinterpret_cast<int32_t*>(keys + 2 * n);
+    // Once sorted, the input is not needed any more: the runs take its place.
+    buffers_ = {keys,      keys + n, keys, positions, sorted_positions,
+                positions, positions + n, n, static_cast<Key>(limit)};
+  }
+  const SortBuffers<Key>& buffers() const { return buffers_; }
+
+ private:
+  torch::stable::Tensor scratch_;
+  SortBuffers<Key> buffers_;
+};
+
+// Whether keys in [0, limit] need 64 bits.
+inline bool needs_wide_keys(int64_t limit) { return limit >= (int64_t{1} << 32) - 1; }
+
+}  // namespace emb::cuda

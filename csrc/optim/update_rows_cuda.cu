@@ -1,0 +1,40 @@
+// `update_rows_` on the GPU: checks and launch.
+#include <torch/csrc/stable/library.h>
+
+#include <string>
+#include <vector>
+
+#include "core/check.h"
+#include "core/launch.h"
+#include "optim/device_states.h"
+#include "optim/update_rows.cuh"
+
+namespace emb::cuda {
+namespace {
+
+void update_rows_(Tensor weights, std::vector<Tensor> states, const Tensor& hyper,
+                  std::string optimizer, const Tensor& grads) {
+  const char* op = "update_rows_";
+  check_dtype(op, "weights", weights, ScalarType::Float, "float32");
+  check_dtype(op, "grads", grads, ScalarType::Float, "float32");
+  STD_TORCH_CHECK(weights.dim() == 2 && weights.is_contiguous(), op,
+                  ": weights must be a contiguous matrix, got ", weights.dim(), " dimensions");
+  STD_TORCH_CHECK(grads.dim() == 2 && grads.size(0) == weights.size(0) &&
+                      grads.size(1) == weights.size(1),
+                  op, ": grads must be [", weights.size(0), ", ", weights.size(1),
+                  "] like weights, got ", grads.numel(), " values in ", grads.dim(), " dimensions");
+  check_same_device(op, "grads", grads, weights);
+  const CudaLauncher launcher(weights);
+  const RowStepArgs step = row_step_args(op, weights, Dtype::kFloat, optimizer, states, hyper,
+                                         weights.size(0));
+  const Tensor gradient = torch::stable::contiguous(grads);
+  const MatrixGrad in{gradient.const_data_ptr<float>(), weights.size(0), weights.size(1)};
+  launch_update_rows(launcher, in, step);
+}
+
+}  // namespace
+}  // namespace emb::cuda
+
+STABLE_TORCH_LIBRARY_IMPL(emblib, CUDA, m) {
+  m.impl("update_rows_", TORCH_BOX(&emb::cuda::update_rows_));
+}

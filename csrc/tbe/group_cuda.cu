@@ -1,0 +1,67 @@
+// `tbe_group` on the GPU: the lookups of all features as linear row ids, grouped, with the bag of
+// every sorted lookup.
+#include <torch/csrc/stable/library.h>
+
+#include <algorithm>
+#include <tuple>
+
+#include "core/check.h"
+#include "group/device_sort.h"
+#include "tbe/keys.cuh"
+
+namespace emb::cuda {
+namespace {
+
+template <class Key>
+void group_lookups(const CudaLauncher& launcher, const Tensor& like, const LookupKeys& in,
+                   int64_t total_rows, int32_t* lookups, const GroupOutput& out) {
+  const DeviceSort<Key> sort(like, in.bags.num_lookups, total_rows, lookups);
+  if (in.bags.num_lookups > 0) {
+    launch_lookup_keys(launcher, in, sort.buffers());
+    sort_keys(launcher, like, sort.buffers());
+  }
+  launch_groups(launcher, sort.buffers(), out);
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> tbe_group(const Tensor& features,
+                                                             const Tensor& indices,
+                                                             const Tensor& offsets,
+                                                             int64_t total_rows) {
+  const char* op = "tbe_group";
+  check_features(op, features);
+  check_lookups(op, indices, offsets);
+  check_same_device(op, "features", features, indices);
+  STD_TORCH_CHECK(total_rows >= 0, "tbe_group: total_rows must be >= 0, got ", total_rows);
+  const int64_t batch = batch_size(op, features.size(0), offsets), n = indices.numel();
+  const CudaLauncher launcher(indices);
+  const Tensor index_tensor = torch::stable::contiguous(indices);
+  const Tensor offset_tensor = torch::stable::contiguous(offsets);
+  Tensor rows = torch::stable::new_empty(indices, {n}, ScalarType::Long);
+  Tensor segments = torch::stable::new_empty(indices, {n + 1}, ScalarType::Int);
+  Tensor lookups = torch::stable::new_empty(indices, {n}, ScalarType::Int);
+  Tensor bags = torch::stable::new_empty(indices, {n}, ScalarType::Int);
+  Tensor count = torch::stable::new_empty(indices, {1}, ScalarType::Int);
+  Tensor bag_of = torch::stable::new_empty(indices, {n}, ScalarType::Int);
+  const LookupKeys in{feature_array(features), index_array(index_tensor),
+                      Bags{index_array(offset_tensor), features.size(0) * batch, n},
+                      static_cast<uint32_t>(std::max<int64_t>(batch, 1)),
+                      bag_of.mutable_data_ptr<int32_t>()};
+  const GroupOutput out{rows.mutable_data_ptr(),          true,
+                        segments.mutable_data_ptr<int32_t>(), count.mutable_data_ptr<int32_t>(),
+                        bag_of.const_data_ptr<int32_t>(), bags.mutable_data_ptr<int32_t>()};
+  if (needs_wide_keys(total_rows)) {
+    group_lookups<uint64_t>(launcher, indices, in, total_rows, lookups.mutable_data_ptr<int32_t>(),
+                            out);
+  } else {
+    group_lookups<uint32_t>(launcher, indices, in, total_rows, lookups.mutable_data_ptr<int32_t>(),
+                            out);
+  }
+  return {rows, segments, lookups, bags, count};
+}
+
+}  // namespace
+}  // namespace emb::cuda
+
+STABLE_TORCH_LIBRARY_IMPL(emblib, CUDA, m) {
+  m.impl("tbe_group", TORCH_BOX(&emb::cuda::tbe_group));
+}

@@ -1,0 +1,42 @@
+// Which kernel a lookup takes, and how many lanes a row and blocks a grid it gets. What the features
+// hold is known on the device only, so lanes follow the mean width; any choice gives the same result.
+#pragma once
+
+#include "tbe/lookup.cuh"
+#include "tbe/short_bags.cuh"
+
+namespace emb::cuda {
+
+// `launcher` is a CudaLauncher or, in tests, a simt::HostLauncher.
+template <class W, class Launcher>
+void launch_lookup_of(const Launcher& launcher, const LookupArgs& args) {
+  constexpr int N = 16 / sizeof(W);
+  const bool pooled = args.pooling != Pooling::kNone;
+  const int64_t mean_dim = pooled && args.num_features > 0
+                               ? (args.columns + args.num_features - 1) / args.num_features
+                               : args.columns;
+  const int lanes = lanes_for(mean_dim, N);
+  const bool short_bags = pooled && has_short_bags(args);
+  const int64_t items = pooled ? args.bags.count : args.bags.num_lookups;
+  const int64_t groups = simt::kWarp / lanes;
+  const int64_t items_of_warp = !pooled ? simt::kWarp : short_bags ? groups * kBagsInFlight : groups;
+  const unsigned blocks =
+      blocks_for(items, items_of_warp * (kLookupThreads / simt::kWarp), launcher.blocks(256));
+  const unsigned stripes = blocks_for(mean_dim, lanes * N, 64);
+  launcher(short_bags ? short_bags_kernel<W> : pooled ? pool_kernel<W> : sequence_kernel<W>,
+           simt::Dim3(blocks, stripes), simt::Dim3(kLookupThreads), args, lanes);
+}
+
+template <class Launcher>
+void launch_lookup(const Launcher& launcher, const LookupArgs& args) {
+  if (args.columns == 0) return;
+  if (args.weight_type == Dtype::kFloat) {
+    launch_lookup_of<float>(launcher, args);
+  } else if (args.weight_type == Dtype::kHalf) {
+    launch_lookup_of<half16>(launcher, args);
+  } else {
+    launch_lookup_of<bfloat16>(launcher, args);
+  }
+}
+
+}  // namespace emb::cuda

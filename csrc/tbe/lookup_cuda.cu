@@ -1,0 +1,127 @@
+// `tbe_lookup`, `bounds_check` and `tbe_sample_weight_grad` on the GPU: checks, allocation, launch.
+// What `features` holds is on the device and is not read here: nothing waits for the GPU.
+#include <torch/csrc/stable/library.h>
+
+#include <algorithm>
+#include <string>
+#include <tuple>
+
+#include "core/check.h"
+#include "core/launch.h"
+#include "tbe/bounds.cuh"
+#include "tbe/launch_lookup.cuh"
+#include "tbe/sample_weights.cuh"
+
+namespace emb::cuda {
+namespace {
+
+// The arguments of a lookup, checked, with the contiguous copies they point into.
+struct Lookup {
+  Tensor indices, offsets;
+  std::optional<Tensor> sample_weights;
+  LookupArgs args{};
+
+  Lookup(const char* op, const Tensor& weights, const Tensor& features, const Tensor& indices_in,
+         const Tensor& offsets_in, const std::string& pooling, int64_t columns)
+      : indices(torch::stable::contiguous(indices_in)),
+        offsets(torch::stable::contiguous(offsets_in)) {
+    args.weight_type = float_dtype(op, "weights", weights.scalar_type());
+    args.pooling = parse_pooling(op, pooling);
+    check_features(op, features);
+    check_lookups(op, indices, offsets);
+    check_same_device(op, "features", features, weights);
+    check_same_device(op, "indices", indices, weights);
+    STD_TORCH_CHECK(weights.is_contiguous(), op, ": weights must be contiguous");
+    const int64_t num_features = features.size(0);
+    STD_TORCH_CHECK(columns >= num_features, op, ": ", num_features,
+                    " features need as many columns at least, got ", columns);
+    args.weights = weights.const_data_ptr();
+    args.features = feature_array(features);
+    args.num_features = static_cast<int>(num_features);
+    args.batch = batch_size(op, num_features, offsets);
+    args.columns = columns;
+    args.indices = index_array(indices);
+    args.bags = Bags{index_array(offsets), num_features * args.batch, indices.numel()};
+  }
+};
+
+Tensor tbe_lookup(const Tensor& weights, const Tensor& features, const Tensor& indices,
+                  const Tensor& offsets, std::optional<Tensor> sample_weights, std::string pooling,
+                  int64_t columns, ScalarType output_dtype) {
+  const char* op = "tbe_lookup";
+  const Dtype output_type = float_dtype(op, "output_dtype", output_dtype);
+  const CudaLauncher launcher(weights);
+  Lookup lookup(op, weights, features, indices, offsets, pooling, columns);
+  LookupArgs& args = lookup.args;
+  check_sample_weights(op, sample_weights, indices);
+  STD_TORCH_CHECK(args.pooling != Pooling::kNone || !sample_weights,
+                  "tbe_lookup: sample_weights need sum or mean pooling; with none, scale the output");
+  if (sample_weights) {
+    lookup.sample_weights = torch::stable::contiguous(*sample_weights);
+    args.sample_weights = lookup.sample_weights->const_data_ptr<float>();
+  }
+  const int64_t lines = args.pooling == Pooling::kNone ? indices.numel() : args.batch;
+  Tensor out = torch::stable::new_empty(weights, {lines, columns}, output_dtype);
+  args.output = out.mutable_data_ptr();
+  args.output_type = output_type;
+  if (out.numel() > 0) launch_lookup(launcher, args);
+  return out;
+}
+
+Tensor tbe_sample_weight_grad(const Tensor& grad, const Tensor& weights, const Tensor& features,
+                              const Tensor& indices, const Tensor& offsets, std::string pooling) {
+  const char* op = "tbe_sample_weight_grad";
+  const CudaLauncher launcher(weights);
+  STD_TORCH_CHECK(grad.dim() == 2, op, ": grad must have 2 dimensions, got ", grad.dim());
+  const Lookup lookup(op, weights, features, indices, offsets, pooling, grad.size(1));
+  STD_TORCH_CHECK(lookup.args.pooling != Pooling::kNone, op, ": needs sum or mean pooling");
+  STD_TORCH_CHECK(grad.size(0) == lookup.args.batch, op, ": grad must have B = ",
+                  lookup.args.batch, " rows");
+  check_same_device(op, "grad", grad, weights);
+  const Tensor grad_tensor = torch::stable::contiguous(grad);
+  Tensor out = torch::stable::new_zeros(grad, {indices.numel()}, ScalarType::Float);
+  const SampleWeightArgs args{lookup.args, grad_tensor.const_data_ptr(),
+                              float_dtype(op, "grad", grad.scalar_type()),
+                              out.mutable_data_ptr<float>()};
+  launch_sample_weights(launcher, args);
+  return out;
+}
+
+std::tuple<Tensor, Tensor> bounds_check(const Tensor& indices, const Tensor& offsets,
+                                        const Tensor& features, std::string mode) {
+  const char* op = "bounds_check";
+  STD_TORCH_CHECK(mode == "fatal" || mode == "warning" || mode == "ignore",
+                  "bounds_check: mode must be fatal, warning or ignore, got '", mode, "'");
+  check_features(op, features);
+  check_lookups(op, indices, offsets);
+  check_same_device(op, "features", features, indices);
+  const CudaLauncher launcher(indices);
+  const int64_t batch = batch_size(op, features.size(0), offsets);
+  const int64_t num_bags = features.size(0) * batch;
+  const Tensor index_tensor = torch::stable::contiguous(indices);
+  const Tensor offset_tensor = torch::stable::contiguous(offsets);
+  Tensor repaired = torch::stable::new_empty(offsets, {num_bags + 1}, ScalarType::Int);
+  Tensor violations = torch::stable::new_zeros(offsets, {2}, ScalarType::Long);
+  Tensor tile_max = torch::stable::new_empty(offsets, {offset_tiles(num_bags)}, ScalarType::Int);
+  const BoundsArgs args{index_array(index_tensor),
+                        index_array(offset_tensor),
+                        feature_array(features),
+                        indices.numel(),
+                        num_bags,
+                        static_cast<uint32_t>(std::max<int64_t>(batch, 1)),
+                        mode == "fatal",
+                        tile_max.mutable_data_ptr<int32_t>(),
+                        repaired.mutable_data_ptr<int32_t>(),
+                        static_cast<unsigned long long*>(violations.mutable_data_ptr())};
+  launch_bounds_check(launcher, args);
+  return {repaired, violations};
+}
+
+}  // namespace
+}  // namespace emb::cuda
+
+STABLE_TORCH_LIBRARY_IMPL(emblib, CUDA, m) {
+  m.impl("tbe_lookup", TORCH_BOX(&emb::cuda::tbe_lookup));
+  m.impl("tbe_sample_weight_grad", TORCH_BOX(&emb::cuda::tbe_sample_weight_grad));
+  m.impl("bounds_check", TORCH_BOX(&emb::cuda::bounds_check));
+}

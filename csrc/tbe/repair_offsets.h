@@ -1,0 +1,49 @@
+// Offsets as the CPU kernels want them: int32, clamped to [0, L], never decreasing, the last equal to
+// L. The usual case, all valid, is one branch-free loop; what is wrong is looked at only if it is.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <type_traits>
+
+#include "core/check.h"
+
+namespace emb {
+
+// Whether offsets are valid; copies them on the way. A negative sign anywhere in the differences or
+// in the offsets themselves means no, so that all that the loop needs is subtraction and or.
+template <class I>
+bool copy_if_valid(const I* given, int64_t num_bags, int64_t num_lookups, int32_t* fixed) {
+  using U = std::make_unsigned_t<I>;
+  U signs = static_cast<U>(given[0]);
+  for (int64_t i = 0; i < num_bags; ++i) {
+    signs |= static_cast<U>(given[i + 1]) | (static_cast<U>(given[i + 1]) - static_cast<U>(given[i]));
+    fixed[i] = static_cast<int32_t>(given[i]);
+  }
+  fixed[num_bags] = static_cast<int32_t>(given[num_bags]);
+  return static_cast<I>(signs) >= 0 &&
+         (num_bags == 0 || static_cast<int64_t>(given[num_bags]) == num_lookups);
+}
+
+// Returns how many offsets had to change; raises at the first one when `fatal`.
+inline int64_t repair_offsets(IndexArray given, int64_t num_bags, int64_t num_lookups, bool fatal,
+                              int32_t* fixed) {
+  const bool valid =
+      given.is_int64
+          ? copy_if_valid(static_cast<const int64_t*>(given.data), num_bags, num_lookups, fixed)
+          : copy_if_valid(static_cast<const int32_t*>(given.data), num_bags, num_lookups, fixed);
+  if (valid) return 0;
+  int64_t floor = 0, bad = 0;
+  for (int64_t i = 0; i <= num_bags; ++i) {
+    floor = std::max(floor, std::min(given[i], num_lookups));
+    if (i == num_bags && num_bags > 0) floor = num_lookups;
+    STD_TORCH_CHECK(floor == given[i] || !fatal,
+                    "bounds_check: offsets must start at 0 or above, not decrease, and end at the "
+                    "number of indices = ", num_lookups, "; got ", given[i], " at position ", i);
+    bad += floor != given[i];
+    fixed[i] = static_cast<int32_t>(floor);
+  }
+  return bad;
+}
+
+}  // namespace emb

@@ -1,0 +1,101 @@
+"""Every typo is an error with a suggestion and exit status 2, before anything runs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from experiments import cli, configure, runner
+from experiments.machine import ROOT
+
+OK = "+experiment=tt_vs_tbe"
+
+PROBES = {
+    ("+experimnt=tt_vs_tbe",): "Did you mean '+experiment=tt_vs_tbe'?",
+    ("experiment=tt_vs_tbee",): "Did you mean '+experiment=tt_vs_tbe'?",
+    ("+experiment=nonsense",): "no experiment 'nonsense'",
+    (OK, "timing.warmpu=3"): "Did you mean 'timing.warmup=3'?",
+    (OK, "+timing.warmpu=3"): "Did you mean 'timing.warmup=3'?",
+    (OK, "+timing.warmup=3"): "write 'timing.warmup=3' without '+'",
+    (OK, "+foo=1"): "unknown key 'foo'. Did you mean one of:",
+    (OK, "++foo.bar=1"): "unknown key 'foo.bar'",
+    (OK, "timing=stndard"): "Did you mean 'timing=standard'?",
+    (OK, "B=64"): "Did you mean 'workload.B=64'?",
+    (OK, "D=[32,64]"): "Did you mean 'sweep.D=[32,64]'?",
+    (OK, "sweep.dim=[64]"): "Did you mean one of: sweep.B, sweep.D",
+    (OK, "cases.crieto.workload.B=1"): "Did you mean 'cases.criteo.workload.B=1'?",
+    (OK, "cases.criteo.workload.b=1"): "Did you mean 'cases.criteo.workload.B=1'?",
+    (OK, "workload.B=abc"): "workload.B: Value 'abc'",
+    (OK, "workload.law=zpf"): "Did you mean 'workload.law=zipf'?",
+    (OK, "sweep.D=64"): "sweep.D: ",
+    (OK, "sweep.D=[x]"): "sweep.D[0]: Value 'x'",
+    (OK, "workload.B=0"): "workload.B must be >= 1, got 0",
+    (OK, "lr=-1"): "lr must be > 0, got -1.0",
+    (OK, "contenders=[tbe,torhc]"): "Did you mean 'torch'?",
+    (OK, "report.headline=criteoo"): "no case 'criteoo'",
+    (OK, "~timing"): "keys cannot be removed",
+    (OK, "foo["): "cannot read the arguments",
+    (OK, "where=['__import__(\"os\")']"): "where: cannot read",
+    (OK, "where=['rnk > 3']"): "where: cannot read",
+}
+
+
+@pytest.mark.parametrize("words", PROBES, ids=" ".join)
+def test_a_typo_ends_in_status_2_and_a_suggestion(
+    words: tuple[str, ...],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(runner.RunStore, "create", None)  # nothing may be written
+    assert cli.main(words) == 2
+    error = capsys.readouterr().err
+    assert PROBES[words] in error
+    assert len(error.strip().splitlines()) == 1
+
+
+def test_without_an_experiment_the_questions_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([]) == 2
+    error = capsys.readouterr().err
+    for name in configure.groups()["experiment"]:
+        assert name in error
+        assert configure.question(name) in error
+
+
+def test_help_names_every_group_and_option(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    for group, options in configure.groups().items():
+        assert all(option in shown for option in options), group
+
+
+def test_the_process_exits_with_the_status() -> None:
+    done = subprocess.run(
+        [sys.executable, "run.py", "+experimnt=tt_vs_tbe"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: unknown key 'experimnt'")
+    assert done.stdout == ""
+
+
+def test_a_gpu_that_is_not_there_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
+    if configure.device_kind(configure.DeviceKind.auto) == "cuda":
+        pytest.skip("there is a GPU here")
+    assert cli.main([OK, "device=cuda", "timing=smoke"]) == 2
+    assert "no GPU" in capsys.readouterr().err
+
+
+def test_command_line_values_win_over_the_experiment() -> None:
+    config = configure.load([OK, "device=cpu", "sweep.D=[48]", "cases.criteo.workload.B=7", "lr=0.5"])
+    assert config.sweep.D == [48]
+    assert config.cases["criteo"].workload.B == 7
+    assert config.lr == 0.5
+    assert config.cases["criteo"].workload.tables.value == "criteo_kaggle"
+
+
+def test_sizes_follow_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = configure.load([OK, "device=cpu"])
+    gpu = configure.load([OK, "device=cuda"])
+    assert max(gpu.sweep.B) > max(cpu.sweep.B)
+    assert gpu.workload.E > cpu.workload.E

@@ -1,0 +1,119 @@
+"""The race: order, pairing, stopping and failures, with a clock that only pretends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from experiments.measure import Race
+from experiments.schema import TimingConfig
+
+
+class Script:
+    """A clock that advances by what the work says it costs."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, str, int]] = []
+        self.cost = 0.0
+
+    def time(self, work: Callable[[], object]) -> float:
+        self.cost = 0.0
+        work()
+        return self.cost
+
+    def phase(self, arm: str, phase: str, costs: Iterator[float]) -> Callable[[int], None]:
+        def run(number: int) -> None:
+            self.calls.append((arm, phase, number))
+            self.cost = next(costs)
+
+        return run
+
+
+def forever(value: float) -> Iterator[float]:
+    while True:
+        yield value
+
+
+def jumping() -> Iterator[float]:
+    while True:
+        yield from (1e-3, 5e-3)
+
+
+def race(script: Script, costs: dict[str, Callable[[], Iterator[float]]], **timing: float) -> Race:
+    arms = {a: {p: script.phase(a, p, c()) for p in ("forward", "step")} for a, c in costs.items()}
+    usual = {"pool": 4, "min_rounds": 6, "max_rounds": 20, "cell_seconds": 100.0}
+    return Race(arms, TimingConfig(**(usual | timing)), script)
+
+
+def test_every_round_has_every_arm_once_in_changing_order() -> None:
+    script = Script()
+    result = race(script, {"a": jumping, "b": jumping}, max_rounds=12, warmup=0).run()
+    rounds = [script.calls[i : i + 4] for i in range(0, len(script.calls), 4)]
+    assert len(rounds) == 12
+    assert all(len({(a, p) for a, p, _ in turn}) == 4 for turn in rounds)
+    assert len({tuple((a, p) for a, p, _ in turn) for turn in rounds}) > 4
+    assert {r.stop_reason for r in result.values()} == {"max_rounds"}
+    assert list(result["a"].samples["step"]) == list(range(12))
+
+
+def test_arms_of_a_round_see_the_same_batch_and_phases_different_ones() -> None:
+    script = Script()
+    race(script, {"a": jumping, "b": jumping}, max_rounds=6, warmup=0).run()
+    for start in range(0, len(script.calls), 4):
+        batches = {(p, n) for _, p, n in script.calls[start : start + 4]}
+        assert len(batches) == 2
+        assert len({n for _, n in batches}) == 2
+
+
+def test_warm_up_passes_over_the_whole_pool() -> None:
+    script = Script()
+    race(script, {"a": jumping}, warmup=2, max_rounds=1, warmup_seconds=100.0).run()
+    warm = [n for _, p, n in script.calls[:-2] if p == "step"]
+    assert warm == [0, 1, 2, 3, 0, 1, 2, 3]
+
+
+def test_steady_contenders_stop_as_soon_as_they_are_precise() -> None:
+    script = Script()
+    result = race(script, {"a": lambda: forever(1e-3), "b": lambda: forever(2e-3)}).run()
+    assert {r.stop_reason for r in result.values()} == {"precise"}
+    assert {len(r.samples["forward"]) for r in result.values()} == {6}
+
+
+def test_a_slow_contender_runs_out_of_budget_and_the_fast_one_goes_on() -> None:
+    script = Script()
+    costs = {"slow": lambda: forever(10.0), "fast": jumping}
+    result = race(script, costs, cell_seconds=60.0, warmup_seconds=0.0).run()
+    assert result["slow"].stop_reason == "budget"
+    assert len(result["slow"].samples["step"]) == 6
+    assert result["fast"].stop_reason == "max_rounds"
+    assert len(result["fast"].samples["step"]) == 20
+
+
+def test_a_very_slow_contender_still_has_three_rounds() -> None:
+    script = Script()
+    costs = {"slow": lambda: forever(1000.0), "fast": jumping}
+    result = race(script, costs, cell_seconds=1.0, warmup_seconds=0.0).run()
+    assert len(result["slow"].samples["step"]) == 3
+
+
+def test_a_contender_that_raises_leaves_and_keeps_its_samples() -> None:
+    def breaks() -> Iterator[float]:
+        yield from [1e-3] * 12
+        raise RuntimeError("out of luck")
+
+    script = Script()
+    result = race(script, {"bad": breaks, "good": jumping}, warmup=0).run()
+    assert result["bad"].stop_reason == "failed"
+    assert str(result["bad"].error) == "out of luck"
+    assert sum(len(s) for s in result["bad"].samples.values()) == 12
+    assert len(result["good"].samples["step"]) == 20
+
+
+def test_ctrl_c_is_not_a_failure_of_the_contender() -> None:
+    def interrupted() -> Iterator[float]:
+        yield 1e-3
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        race(Script(), {"a": interrupted}, warmup=0).run()

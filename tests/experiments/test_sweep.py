@@ -1,0 +1,66 @@
+"""Cells: which points an experiment has, and which contenders meet there."""
+
+from __future__ import annotations
+
+import pytest
+
+from experiments.configure import UsageError
+from experiments.schema import CaseConfig, Config, Design, SweepConfig, TimingConfig, TTConfig
+from experiments.sweep import arms_of, condition, expand
+
+
+def config(**changes: object) -> Config:
+    sweep = SweepConfig(D=[32, 64], L=[1, 20], rank=[8, 32])
+    usual = {"sweep": sweep, "contenders": ["tbe", "tt"], "tt": TTConfig(ranks=[16])}
+    return Config(**(usual | changes))  # type: ignore[arg-type]
+
+
+def test_one_at_a_time_varies_each_axis_alone_and_ranks_at_the_base() -> None:
+    cells = expand(config())
+    points = [(c.workload.D, c.workload.L, tuple(a.key for a in c.arms)) for c in cells]
+    assert points == [
+        (64, 20, ("tbe", "tt-8", "tt-16", "tt-32")),
+        (32, 20, ("tbe", "tt-16")),
+        (64, 1, ("tbe", "tt-16")),
+    ]
+
+
+def test_a_grid_has_every_combination() -> None:
+    cells = expand(config(design=Design.grid))
+    assert [(c.workload.D, c.workload.L) for c in cells] == [(32, 1), (32, 20), (64, 1), (64, 20)]
+    assert {tuple(a.key for a in c.arms) for c in cells} == {("tbe", "tt-8", "tt-16", "tt-32")}
+
+
+def test_where_excludes_arms_and_then_cells() -> None:
+    cells = expand(config(design=Design.grid, where=["rank <= D / 2 and L > 1"]))
+    assert [(c.workload.D, tuple(a.key for a in c.arms)) for c in cells] == [
+        (32, ("tbe", "tt-8", "tt-16")),
+        (64, ("tbe", "tt-8", "tt-16", "tt-32")),
+    ]
+
+
+def test_cases_come_first_and_an_empty_sweep_adds_nothing() -> None:
+    cells = expand(config(sweep=SweepConfig(), cases={"mine": CaseConfig(title="mine")}))
+    assert [c.section for c in cells] == ["mine"]
+
+
+def test_smoke_caps_shrink_batches_tables_and_the_sweep() -> None:
+    timing = TimingConfig(max_rows=1000, max_batch=4, max_cells=2)
+    cells = expand(config(timing=timing))
+    assert len(cells) == 2
+    assert {c.workload.B for c in cells} == {4}
+    assert cells[0].rows_scale == pytest.approx(0.001)
+
+
+def test_arms_of_names_ranks_for_tensor_trains_only() -> None:
+    arms = arms_of(["tbe", "reference_tt"], [4, 8])
+    assert [a.key for a in arms] == ["tbe", "reference_tt-4", "reference_tt-8"]
+    assert [a.label for a in arms] == ["TBE", "reference TT rank 4", "reference TT rank 8"]
+
+
+def test_conditions_compute_and_nothing_else() -> None:
+    assert condition("D * 2 >= 64 or not B == 1")({"D": 32, "B": 1})
+    assert not condition("1 < L < 10")({"L": 20})
+    for text in ("D.__class__", "open('x')", "D if B else L", "lambda: 1", "unknown > 1", "D >"):
+        with pytest.raises(UsageError, match="where: cannot read"):
+            condition(text)
