@@ -23,6 +23,9 @@ examples
 
 exit status: 0 done; 1 the tool broke; 2 wrong usage; 5 done, but a contender failed or was wrong;
 130 interrupted (what was measured is kept and reported).
+
+CPU threads wait passively (OMP_WAIT_POLICY=PASSIVE unless it is set): a little slower on an idle
+machine, far steadier on a shared one.
 """
 
 
@@ -39,6 +42,10 @@ def listing() -> str:
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command line and return the exit status."""
+    # Threads that wait by spinning hold the core of the very thread they wait for when anything else
+    # runs on the machine: on two busy cores every contender then takes 10 to 50 times as long. Read
+    # by OpenMP when torch is loaded, so it is set first; a value of the user's own wins.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     flags = [a for a in arguments if a.startswith("-")]
     words = [a for a in arguments if not a.startswith("-")]
     if {"-h", "--help"} & set(flags):

@@ -155,19 +155,20 @@ def _unknown_key(
     key: str, override: Override, known: set[str], choices: dict[str, list[str]]
 ) -> str:
     value = (override.input_line or "").partition("=")[2]
-    parent = key.rpartition(".")[0]
-    near = difflib.get_close_matches(key, [*known, *choices], 1, 0.85 if parent else 0.7)
-    if not near:  # `B=64` or `warmpu=3`: the last part of a longer key
-        skip = "workload." if value.startswith("[") else "sweep."
-        leaves = {k.rpartition(".")[2]: k for k in sorted(known, key=len, reverse=True)}
-        leaves |= {k.rpartition(".")[2]: k for k in known if not k.startswith((skip, "cases."))}
-        last = difflib.get_close_matches(key.rpartition(".")[2], list(leaves), 1, 0.8)
-        near = [leaves[last[0]]] if last else []
+    parent, _, leaf = key.rpartition(".")
+    siblings = sorted(k for k in known | set(choices) if k.rpartition(".")[0] == parent)
+    skip = "workload." if value.startswith("[") else "sweep."
+    by_leaf = {k.rpartition(".")[2]: k for k in sorted(known) if not k.startswith((skip, "cases."))}
+    near = (
+        [k for k in siblings if k.lower() == key.lower()]
+        or difflib.get_close_matches(key, siblings, 1, 0.6 + 0.3 * bool(parent))
+        or ([] if parent in known else difflib.get_close_matches(key, known, 1, 0.7))
+        or ([] if parent in known else [by_leaf[leaf]] if leaf in by_leaf else [])
+    )
     if near:
         return f"unknown key '{key}'. Did you mean '{_spell(near[0], value)}'?"
-    within = [k for k in known if k.rpartition(".")[0] == parent] if parent in known else []
-    top = within or {k.partition(".")[0] for k in known} | set(choices)
-    return f"unknown key '{key}'. Did you mean one of: {', '.join(sorted(top))}?"
+    offered = siblings if parent in known else sorted({k.partition(".")[0] for k in known})
+    return f"unknown key '{key}'. Did you mean one of: {', '.join(offered)}?"
 
 
 def _one_line(error: Exception) -> str:
@@ -197,6 +198,8 @@ def check_values(config: Config) -> None:
                     f"{prefix}contenders: no contender '{name}'.{hint} "
                     f"There is: {', '.join(CONTENDERS)}"
                 )
+        if tt.tables < 1:
+            raise UsageError(f"{prefix}tt.tables must be >= 1, got {tt.tables}")
         if any(rank < 1 for rank in tt.ranks):
             raise UsageError(f"{prefix}tt.ranks must be >= 1, got {tt.ranks}")
     for axis in ("T", "E", "D", "B", "L", "rank"):

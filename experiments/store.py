@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import itertools
 import json
 import os
 from pathlib import Path
@@ -27,7 +28,14 @@ class RunStore:
     def create(cls, folder: Path, experiment: str) -> RunStore:
         """A fresh directory <folder>/<experiment>/<time>-<pid>."""
         stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-        return cls(folder / experiment / f"{stamp}-{os.getpid()}")
+        for attempt in itertools.count():
+            path = folder / experiment / f"{stamp}-{os.getpid()}{f'-{attempt}' * (attempt > 0)}"
+            try:
+                path.mkdir(parents=True)
+                return cls(path)
+            except FileExistsError:
+                continue
+        raise AssertionError("unreachable")
 
     def write(self, name: str, text: str) -> Path:
         """A derived file, whole or not at all."""

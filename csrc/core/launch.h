@@ -1,7 +1,7 @@
-// Launching kernels from the entry points of the CUDA library: device guard, torch's current stream,
-// grid limits. torch's stable ABI (2.10) hands out the current CUDA stream through a function that
-// only CUDA builds of torch have; it is looked up when first used, so the library links, and loads,
-// beside any torch.
+// Launching kernels from the entry points of the CUDA library: device guard, torch's current
+// stream, grid limits. torch's stable ABI (2.10) hands out the current CUDA stream through a
+// function that only CUDA builds of torch have; it is looked up when first used, so the library
+// links, and loads, beside any torch.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -25,8 +25,8 @@ inline cudaStream_t current_stream(int32_t device) {
   static const Getter get = [] {
     // Already loaded wherever there is a CUDA tensor; not loaded here, only found.
     void* library = dlopen("libtorch_cuda.so", RTLD_LAZY | RTLD_NOLOAD);
-    void* symbol = dlsym(library != nullptr ? library : RTLD_DEFAULT,
-                         "aoti_torch_get_current_cuda_stream");
+    void* symbol =
+        dlsym(library != nullptr ? library : RTLD_DEFAULT, "aoti_torch_get_current_cuda_stream");
     return reinterpret_cast<Getter>(symbol);
   }();
   STD_TORCH_CHECK(get != nullptr,

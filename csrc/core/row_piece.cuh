@@ -1,6 +1,7 @@
 // Pieces of a row: a lane owns N neighbouring columns and moves them in one access of N * sizeof(T)
 // bytes where the row's place in memory allows, element by element where it does not. In registers
-// a piece stays in storage format until it is used, so that several rows in flight cost few of them.
+// a piece stays in storage format until it is used, so that several rows in flight cost few of
+// them.
 #pragma once
 
 #include "core/dtype.h"

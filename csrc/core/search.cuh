@@ -1,7 +1,8 @@
-// Which interval an element lies in, given where the intervals start: which bag a lookup belongs to,
-// which group a sorted position. A block takes a tile of neighbouring elements; two of its warps find
-// the intervals of the first and the last one, 32 probes at a time, and each thread then searches
-// only between them. All work is in proportion to the elements, so one long interval is no problem.
+// Which interval an element lies in, given where the intervals start: which bag a lookup belongs
+// to, which group a sorted position. A block takes a tile of neighbouring elements; two of its
+// warps find the intervals of the first and the last one, 32 probes at a time, and each thread then
+// searches only between them. All work is in proportion to the elements, so one long interval is no
+// problem.
 #pragma once
 
 #include "core/simt.cuh"
@@ -21,8 +22,8 @@ EMB_DEVICE int warp_search(const Starts& starts, int n, int64_t x) {
     const int step = (high - low + 32) / 33;
     // 64 bits: a probe may lie beyond the largest int before it is compared with `high`.
     const int64_t probe = low + (lane + int64_t{1}) * step;
-    const unsigned hits = __ballot_sync(simt::kFullMask,
-                                        probe < high && starts(static_cast<int>(probe)) <= x);
+    const unsigned hits =
+        __ballot_sync(simt::kFullMask, probe < high && starts(static_cast<int>(probe)) <= x);
     const int count = hits == simt::kFullMask ? 32 : __ffs(static_cast<int>(~hits)) - 1;
     low += count * step;
     if (count < 32 && high - low > step) high = low + step;

@@ -1,8 +1,8 @@
 // What a kernel may use besides C++, in a form that both nvcc and the host compiler understand.
 //
-// Kernels live in `*.cuh` files as plain `__global__` templates that include only torch-free headers
-// and this one. Under nvcc the names below are CUDA's own. Under a host compiler they come from
-// core/simt_host.h, in which the threads of a block are fibers that meet at barriers and warp
+// Kernels live in `*.cuh` files as plain `__global__` templates that include only torch-free
+// headers and this one. Under nvcc the names below are CUDA's own. Under a host compiler they come
+// from core/simt_host.h, in which the threads of a block are fibers that meet at barriers and warp
 // collectives and blocks run one after another, so that every kernel runs in tests without a GPU
 // (tests/simt). The contract, which the emulation enforces with an error instead of a hang:
 //   * names: threadIdx blockIdx blockDim gridDim, __shared__ (static), dynamic_shared<T>(),
@@ -60,7 +60,8 @@ EMB_DEVICE void prefetch(const void* address) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
 }
 
-// Ends the kernel as a failed assert does: the message is printed and the next call into CUDA fails.
+// Ends the kernel as a failed assert does: the message is printed and the next call into CUDA
+// fails.
 EMB_DEVICE void trap(const char* message) { __assert_fail(message, "emblib", 0, "kernel"); }
 
 template <class T>
@@ -104,9 +105,7 @@ EMB_DEVICE T group_sum(T value, int width) {
 EMB_DEVICE int64_t global_warp() {
   return (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) / kWarp;
 }
-EMB_DEVICE int64_t warps_in_grid() {
-  return static_cast<int64_t>(gridDim.x) * blockDim.x / kWarp;
-}
+EMB_DEVICE int64_t warps_in_grid() { return static_cast<int64_t>(gridDim.x) * blockDim.x / kWarp; }
 
 // The same for threads.
 EMB_DEVICE int64_t global_thread() {

@@ -73,15 +73,16 @@ T shuffle(const char* name, unsigned mask, T value, Where where, int source_of_l
 
 template <class T, class Reduce>
 T reduce(const char* name, unsigned mask, T value, Where where, const Reduce& combine) {
-  return collective(name, mask, to_word(value), where, [&](unsigned lane, const WarpValues& values) {
-    T total = from_word<T>(values.word[lane]);
-    for (unsigned other = 0; other < 32; ++other) {
-      if (other != lane && (mask >> other & 1u)) {
-        total = combine(total, from_word<T>(values.word[other]));
-      }
-    }
-    return total;
-  });
+  return collective(name, mask, to_word(value), where,
+                    [&](unsigned lane, const WarpValues& values) {
+                      T total = from_word<T>(values.word[lane]);
+                      for (unsigned other = 0; other < 32; ++other) {
+                        if (other != lane && (mask >> other & 1u)) {
+                          total = combine(total, from_word<T>(values.word[other]));
+                        }
+                      }
+                      return total;
+                    });
 }
 
 // Starts kernels on the emulated machine; the counterpart of CudaLauncher.
@@ -184,22 +185,19 @@ unsigned __match_any_sync(unsigned mask, T value,
 }
 
 template <class T>
-T __reduce_add_sync(unsigned mask, T value,
-                    emb::simt::Where where = emb::simt::Where::current()) {
+T __reduce_add_sync(unsigned mask, T value, emb::simt::Where where = emb::simt::Where::current()) {
   return emb::simt::reduce("__reduce_add_sync", mask, value, where,
                            [](T a, T b) { return static_cast<T>(a + b); });
 }
 
 template <class T>
-T __reduce_min_sync(unsigned mask, T value,
-                    emb::simt::Where where = emb::simt::Where::current()) {
+T __reduce_min_sync(unsigned mask, T value, emb::simt::Where where = emb::simt::Where::current()) {
   return emb::simt::reduce("__reduce_min_sync", mask, value, where,
                            [](T a, T b) { return b < a ? b : a; });
 }
 
 template <class T>
-T __reduce_max_sync(unsigned mask, T value,
-                    emb::simt::Where where = emb::simt::Where::current()) {
+T __reduce_max_sync(unsigned mask, T value, emb::simt::Where where = emb::simt::Where::current()) {
   return emb::simt::reduce("__reduce_max_sync", mask, value, where,
                            [](T a, T b) { return a < b ? b : a; });
 }

@@ -83,7 +83,8 @@ class Machine {
                        std::source_location where) {
     Thread& self = threads_[current_];
     const unsigned warp = current_ / 32, bit = 1u << lane();
-    if ((mask & bit) == 0) fail_at(where, std::string(name) + " by a lane that its mask leaves out");
+    if ((mask & bit) == 0)
+      fail_at(where, std::string(name) + " by a lane that its mask leaves out");
     if ((mask & ~all_lanes(warp)) != 0) {
       fail_at(where, std::string(name) + " names lanes beyond the end of the block");
     }
@@ -109,8 +110,8 @@ class Machine {
 
   // Ends the launch from inside a kernel.
   [[noreturn]] void stop(const std::string& message) {
-    failure_ = "simt: block (" + block_name() + "), thread " + std::to_string(current_) + ": " +
-               message;
+    failure_ =
+        "simt: block (" + block_name() + "), thread " + std::to_string(current_) + ": " + message;
     fibers_[current_]->switch_to(main_);
     std::abort();
   }

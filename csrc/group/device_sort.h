@@ -31,8 +31,15 @@ class DeviceSort {
     auto* keys = static_cast<Key*>(scratch_.mutable_data_ptr());
     auto* positions = reinterpret_cast<int32_t*>(keys + 2 * n);
     // Once sorted, the input is not needed any more: the runs take its place.
-    buffers_ = {keys,      keys + n, keys, positions, sorted_positions,
-                positions, positions + n, n, static_cast<Key>(limit)};
+    buffers_ = {keys,
+                keys + n,
+                keys,
+                positions,
+                sorted_positions,
+                positions,
+                positions + n,
+                n,
+                static_cast<Key>(limit)};
   }
   const SortBuffers<Key>& buffers() const { return buffers_; }
 

@@ -1,11 +1,12 @@
 // `group` and `group_inverse` on the GPU. CUB's radix sort runs over the significant bits only, on
-// 32-bit keys wherever they fit; one more pass of CUB finds the runs. Everything stays on the device.
+// 32-bit keys wherever they fit; one more pass of CUB finds the runs. Everything stays on the
+// device.
+#include <thrust/iterator/counting_iterator.h>
 #include <torch/csrc/stable/library.h>
 
 #include <bit>
 #include <cub/device/device_radix_sort.cuh>
 #include <cub/device/device_select.cuh>
-#include <thrust/iterator/counting_iterator.h>
 #include <tuple>
 
 #include "core/check.h"

@@ -31,8 +31,8 @@ struct GroupOutput {
 
 // Keys outside [0, limit) belong to no group.
 template <class Key>
-__global__ void __launch_bounds__(kTileThreads) keys_kernel(IndexArray keys,
-                                                            SortBuffers<Key> sort) {
+__global__ void __launch_bounds__(kTileThreads)
+    keys_kernel(IndexArray keys, SortBuffers<Key> sort) {
   for (int64_t i = simt::global_thread(); i < sort.n; i += simt::threads_in_grid()) {
     const int64_t key = keys[i];
     const bool valid = key >= 0 && static_cast<uint64_t>(key) < sort.limit;
@@ -41,11 +41,11 @@ __global__ void __launch_bounds__(kTileThreads) keys_kernel(IndexArray keys,
   }
 }
 
-// From the runs of equal sorted keys to groups: the run of `limit` is dropped, what follows the last
-// group is filled as the schema says.
+// From the runs of equal sorted keys to groups: the run of `limit` is dropped, what follows the
+// last group is filled as the schema says.
 template <class Key>
-__global__ void __launch_bounds__(kTileThreads) groups_kernel(SortBuffers<Key> sort,
-                                                              GroupOutput out) {
+__global__ void __launch_bounds__(kTileThreads)
+    groups_kernel(SortBuffers<Key> sort, GroupOutput out) {
   const int runs = sort.n == 0 ? 0 : *sort.runs;
   const bool has_rest = runs > 0 && sort.run_keys[runs - 1] == sort.limit;
   const int count = has_rest ? runs - 1 : runs;

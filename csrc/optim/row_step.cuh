@@ -109,8 +109,9 @@ EMB_DEVICE void step_row(const Optimizer& optimizer, const RowStepArgs& args, in
   }
 }
 
-// For an optimizer with a row state: takes the sum over the row's lanes of the squared gradient into
-// the state and returns the row's step size. The whole warp calls it; `row` < 0 marks idle groups.
+// For an optimizer with a row state: takes the sum over the row's lanes of the squared gradient
+// into the state and returns the row's step size. The whole warp calls it; `row` < 0 marks idle
+// groups.
 EMB_DEVICE float start_row(const RowwiseAdagrad& opt, const RowStepArgs& args,
                            const LaneGroup& lane, int64_t row, int dim, float squares) {
   float state = row >= 0 ? args.row_state[row] : 0.0f;

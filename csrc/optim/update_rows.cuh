@@ -1,5 +1,6 @@
-// An optimizer over all rows of a matrix whose gradient is dense, on the GPU: a block takes a row. A
-// row whose gradient is zero throughout took no part in the batch and keeps its weights and state.
+// An optimizer over all rows of a matrix whose gradient is dense, on the GPU: a block takes a row.
+// A row whose gradient is zero throughout took no part in the batch and keeps its weights and
+// state.
 #pragma once
 
 #include "optim/row_step.cuh"

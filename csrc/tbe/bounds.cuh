@@ -40,7 +40,8 @@ EMB_DEVICE int32_t block_max(int32_t value) {
   return value;
 }
 
-[[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads) offset_max_kernel(BoundsArgs args) {
+[[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads)
+    offset_max_kernel(BoundsArgs args) {
   const int64_t first = static_cast<int64_t>(blockIdx.x) * kTileSize;
   int32_t most = 0;
   for (int64_t i = first + threadIdx.x; i < first + kTileSize && i <= args.num_bags;
@@ -68,7 +69,8 @@ EMB_DEVICE int32_t max_of_threads_before(int32_t value) {
 }
 
 // One block a tile, as offset_max_kernel; a thread repairs kTileSize / kTileThreads neighbours.
-[[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads) repair_offsets_kernel(BoundsArgs args) {
+[[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads)
+    repair_offsets_kernel(BoundsArgs args) {
   constexpr int kEach = kTileSize / kTileThreads;
   int32_t floor = 0;
   for (unsigned t = threadIdx.x; t < blockIdx.x; t += kTileThreads) {
@@ -100,14 +102,14 @@ EMB_DEVICE int32_t max_of_threads_before(int32_t value) {
   }
 }
 
-[[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads) check_indices_kernel(BoundsArgs args) {
+[[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads)
+    check_indices_kernel(BoundsArgs args) {
   __shared__ int range[2];
   const auto start = [&](int bag) { return static_cast<int64_t>(args.repaired[bag]); };
   int bad = 0;
   for (int64_t tile = static_cast<int64_t>(blockIdx.x) * kTileSize; tile < args.num_lookups;
        tile += static_cast<int64_t>(gridDim.x) * kTileSize) {
-    const int64_t end =
-        tile + kTileSize < args.num_lookups ? tile + kTileSize : args.num_lookups;
+    const int64_t end = tile + kTileSize < args.num_lookups ? tile + kTileSize : args.num_lookups;
     const TileSearch search(start, static_cast<int>(args.num_bags), tile, end, range);
     for (int64_t i = tile + threadIdx.x; i < end; i += kTileThreads) {
       const int bag = search.find(start, i);

@@ -2,7 +2,8 @@
 // sorted by row; a segment is the lookups of one row. Segments of up to kShortSegment lookups are
 // summed by the group of lanes that updates the row. A longer one is cut into chunks, a block each,
 // so that a hot row spreads over the machine; their sums lie in `partials` and are added in order.
-// Where the cuts fall depends on the segment's length alone, so the same gradients give the same bits.
+// Where the cuts fall depends on the segment's length alone, so the same gradients give the same
+// bits.
 #pragma once
 
 #include "core/dtype.h"
@@ -19,8 +20,9 @@ inline constexpr int kChunk = 1024;
 inline constexpr int kMostChunks = 256;
 
 EMB_HD int chunk_length(int segment_length) {
-  return kChunk * static_cast<int>((static_cast<int64_t>(segment_length) + kChunk * kMostChunks - 1) /
-                                   (kChunk * kMostChunks));
+  return kChunk *
+         static_cast<int>((static_cast<int64_t>(segment_length) + kChunk * kMostChunks - 1) /
+                          (kChunk * kMostChunks));
 }
 
 EMB_HD int chunks_of(int segment_length) {
@@ -34,7 +36,9 @@ inline int64_t most_chunks(int64_t num_lookups) {
 }
 
 // Floats between two chunk sums, for rows of up to `columns`: a multiple of 16 bytes.
-inline int64_t partial_stride(int64_t columns) { return (columns + kColumns - 1) / kColumns * kColumns; }
+inline int64_t partial_stride(int64_t columns) {
+  return (columns + kColumns - 1) / kColumns * kColumns;
+}
 
 struct ChunkTask {
   int32_t segment, chunk;
@@ -87,7 +91,8 @@ EMB_DEVICE void add_grads(const GradArgs& args, const LaneGroup& lane, int begin
     float scale = 0.0f;
     if (tile + lane.rank < length) offset = grad_offset(args, begin + tile + lane.rank, &scale);
     const int steps = longest - tile < lane.lanes ? longest - tile : lane.lanes;
-    const bool vector = __all_sync(simt::kFullMask, offset < 0 || (aligned && offset % kColumns == 0));
+    const bool vector =
+        __all_sync(simt::kFullMask, offset < 0 || (aligned && offset % kColumns == 0));
     if (vector) {
       add_rows<G, kColumns, true>(base, offset, scale, dim - column, lane.lanes, steps, sum);
     } else {
@@ -97,8 +102,8 @@ EMB_DEVICE void add_grads(const GradArgs& args, const LaneGroup& lane, int begin
 }
 
 // Adds the sums of a long segment's chunks, in order.
-EMB_DEVICE void add_partials(const GradArgs& args, uint32_t segment, int length, int column, int dim,
-                             float (&sum)[kColumns]) {
+EMB_DEVICE void add_partials(const GradArgs& args, uint32_t segment, int length, int column,
+                             int dim, float (&sum)[kColumns]) {
   if (column >= dim) return;
   const int chunks = chunks_of(length);
   const float* partial = args.partials + args.first_chunk[segment] * args.partial_stride + column;
@@ -111,8 +116,10 @@ EMB_DEVICE void add_partials(const GradArgs& args, uint32_t segment, int length,
   }
 }
 
-// Lists the chunks of all long segments. Their order varies from run to run; no result depends on it.
-[[maybe_unused]] static __global__ void __launch_bounds__(kChunkThreads) plan_chunks_kernel(GradArgs args) {
+// Lists the chunks of all long segments. Their order varies from run to run; no result depends on
+// it.
+[[maybe_unused]] static __global__ void __launch_bounds__(kChunkThreads)
+    plan_chunks_kernel(GradArgs args) {
   const int count = *args.count;
   for (int64_t u = simt::global_thread(); u < count; u += simt::threads_in_grid()) {
     const int length = args.segments[u + 1] - args.segments[u];

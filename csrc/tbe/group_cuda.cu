@@ -46,9 +46,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> tbe_group(const Tensor& featu
                       Bags{index_array(offset_tensor), features.size(0) * batch, n},
                       static_cast<uint32_t>(std::max<int64_t>(batch, 1)),
                       bag_of.mutable_data_ptr<int32_t>()};
-  const GroupOutput out{rows.mutable_data_ptr(),          true,
-                        segments.mutable_data_ptr<int32_t>(), count.mutable_data_ptr<int32_t>(),
-                        bag_of.const_data_ptr<int32_t>(), bags.mutable_data_ptr<int32_t>()};
+  const GroupOutput out{rows.mutable_data_ptr(),
+                        true,
+                        segments.mutable_data_ptr<int32_t>(),
+                        count.mutable_data_ptr<int32_t>(),
+                        bag_of.const_data_ptr<int32_t>(),
+                        bags.mutable_data_ptr<int32_t>()};
   if (needs_wide_keys(total_rows)) {
     group_lookups<uint64_t>(launcher, indices, in, total_rows, lookups.mutable_data_ptr<int32_t>(),
                             out);

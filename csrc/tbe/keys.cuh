@@ -25,8 +25,8 @@ EMB_DEVICE int64_t linear_row(const LookupKeys& in, int64_t i, int bag) {
 }
 
 template <class Key>
-__global__ void __launch_bounds__(kTileThreads) lookup_keys_kernel(LookupKeys in,
-                                                                   SortBuffers<Key> sort) {
+__global__ void __launch_bounds__(kTileThreads)
+    lookup_keys_kernel(LookupKeys in, SortBuffers<Key> sort) {
   __shared__ int range[2];
   const auto start = [&](int bag) { return in.bags.begin(bag); };
   for (int64_t tile = static_cast<int64_t>(blockIdx.x) * kTileSize; tile < sort.n;

@@ -1,5 +1,6 @@
-// Which kernel a lookup takes, and how many lanes a row and blocks a grid it gets. What the features
-// hold is known on the device only, so lanes follow the mean width; any choice gives the same result.
+// Which kernel a lookup takes, and how many lanes a row and blocks a grid it gets. What the
+// features hold is known on the device only, so lanes follow the mean width; any choice gives the
+// same result.
 #pragma once
 
 #include "tbe/lookup.cuh"
@@ -15,16 +16,20 @@ void launch_lookup_of(const Launcher& launcher, const LookupArgs& args) {
   const int64_t mean_dim = pooled && args.num_features > 0
                                ? (args.columns + args.num_features - 1) / args.num_features
                                : args.columns;
-  const int lanes = lanes_for(mean_dim, N);
-  const bool short_bags = pooled && has_short_bags(args);
-  const int64_t items = pooled ? args.bags.count : args.bags.num_lookups;
-  const int64_t groups = simt::kWarp / lanes;
-  const int64_t items_of_warp = !pooled ? simt::kWarp : short_bags ? groups * kBagsInFlight : groups;
-  const unsigned blocks =
-      blocks_for(items, items_of_warp * (kLookupThreads / simt::kWarp), launcher.blocks(256));
+  const int lanes = lanes_for(mean_dim, N), groups = static_cast<int>(simt::kWarp) / lanes;
   const unsigned stripes = blocks_for(mean_dim, lanes * N, 64);
-  launcher(short_bags ? short_bags_kernel<W> : pooled ? pool_kernel<W> : sequence_kernel<W>,
-           simt::Dim3(blocks, stripes), simt::Dim3(kLookupThreads), args, lanes);
+  const auto start = [&](auto kernel, int64_t items, int items_of_warp, int threads) {
+    const int64_t items_of_block = items_of_warp * (threads / static_cast<int>(simt::kWarp));
+    const unsigned blocks = blocks_for(items, items_of_block, launcher.blocks(256));
+    launcher(kernel, simt::Dim3(blocks, stripes), simt::Dim3(threads), args, lanes);
+  };
+  if (!pooled) {
+    start(sequence_kernel<W>, args.bags.num_lookups, simt::kWarp, kLookupThreads);
+  } else if (has_short_bags(args)) {
+    start(short_bags_kernel<W>, args.bags.count, groups * kBagsInFlight, kShortBagThreads);
+  } else {
+    start(pool_kernel<W>, args.bags.count, groups, kLookupThreads);
+  }
 }
 
 template <class Launcher>

@@ -1,8 +1,8 @@
 // Forward of table-batched embeddings on the GPU. A group of 4 to 32 lanes takes a bag; each lane
-// owns 16 bytes of the row, so a warp always asks for 512 bytes at a time, and four rows of each bag
-// are in flight before the first is used. Indices are read one a lane, a tile ahead of their use, and
-// handed around by shuffles. Groups of a warp run in step (the trip count is that of the longest
-// bag), so all collectives name the full warp. Sums are in the order of the lookups.
+// owns 16 bytes of the row, so a warp always asks for 512 bytes at a time, and four rows of each
+// bag are in flight before the first is used. Indices are read one a lane, a tile ahead of their
+// use, and handed around by shuffles. Groups of a warp run in step (the trip count is that of the
+// longest bag), so all collectives name the full warp. Sums are in the order of the lookups.
 #pragma once
 
 #include "core/dtype.h"
@@ -166,8 +166,9 @@ __global__ void __launch_bounds__(kLookupThreads, 4) sequence_kernel(LookupArgs 
       offset = row_offset(args.indices[i], feature);
       if (offset >= 0) offset += feature.weight_offset;
     }
-    const bool vector = __all_sync(simt::kFullMask, width % N == 0 && (offset < 0 || offset % N == 0)) &&
-                        is_aligned(args.weights, 16);
+    const bool vector =
+        __all_sync(simt::kFullMask, width % N == 0 && (offset < 0 || offset % N == 0)) &&
+        is_aligned(args.weights, 16);
     for (int base = static_cast<int>(blockIdx.y) * lanes * N; base < width;
          base += static_cast<int>(gridDim.y) * lanes * N) {
       if (vector) {

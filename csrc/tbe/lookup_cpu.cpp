@@ -61,7 +61,7 @@ Tensor tbe_lookup(const Tensor& weights, const Tensor& features, const Tensor& i
   for (int64_t f = 0; f < num_features; ++f) {
     STD_TORCH_CHECK(feature[f].weight_offset >= 0 && feature[f].dim > 0 && feature[f].rows >= 0 &&
                         feature[f].weight_offset + feature[f].rows * feature[f].dim <= table_size &&
-                        feature[f].column + feature[f].dim <= columns,
+                        (mode == Pooling::kNone ? 0 : feature[f].column) + feature[f].dim <= columns,
                     "tbe_lookup: feature ", f, " lies outside weights or output; features must come "
                     "from the module that owns the weights");
     STD_TORCH_CHECK(mode != Pooling::kNone || feature[f].dim == columns,
@@ -84,7 +84,8 @@ Tensor tbe_lookup(const Tensor& weights, const Tensor& features, const Tensor& i
   parallel_balanced(bags.count, kGrain, cost, [&](int64_t begin, int64_t end) {
     while (begin < end) {
       const int64_t f = begin / batch, stop = std::min(end, (f + 1) * batch);
-      const int64_t element = feature[f].weight_offset, first = mode == Pooling::kNone ? 0 : begin;
+      const int64_t element = feature[f].weight_offset;
+      const int64_t first = mode == Pooling::kNone ? 0 : begin % batch * columns + feature[f].column;
       const LookupArgs args{
           static_cast<const char*>(weights.const_data_ptr()) + element * weights.element_size(),
           feature[f].rows,
@@ -93,8 +94,7 @@ Tensor tbe_lookup(const Tensor& weights, const Tensor& features, const Tensor& i
           bags,
           mode,
           scales ? scales->const_data_ptr<float>() : nullptr,
-          static_cast<char*>(out.mutable_data_ptr()) +
-              ((first % batch) * columns + feature[f].column) * out.element_size(),
+          static_cast<char*>(out.mutable_data_ptr()) + first * out.element_size(),
           columns,
           begin};
       kernel(args, begin, stop);

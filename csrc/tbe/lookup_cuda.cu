@@ -54,8 +54,9 @@ Tensor tbe_lookup(const Tensor& weights, const Tensor& features, const Tensor& i
   Lookup lookup(op, weights, features, indices, offsets, pooling, columns);
   LookupArgs& args = lookup.args;
   check_sample_weights(op, sample_weights, indices);
-  STD_TORCH_CHECK(args.pooling != Pooling::kNone || !sample_weights,
-                  "tbe_lookup: sample_weights need sum or mean pooling; with none, scale the output");
+  STD_TORCH_CHECK(
+      args.pooling != Pooling::kNone || !sample_weights,
+      "tbe_lookup: sample_weights need sum or mean pooling; with none, scale the output");
   if (sample_weights) {
     lookup.sample_weights = torch::stable::contiguous(*sample_weights);
     args.sample_weights = lookup.sample_weights->const_data_ptr<float>();
@@ -75,8 +76,8 @@ Tensor tbe_sample_weight_grad(const Tensor& grad, const Tensor& weights, const T
   STD_TORCH_CHECK(grad.dim() == 2, op, ": grad must have 2 dimensions, got ", grad.dim());
   const Lookup lookup(op, weights, features, indices, offsets, pooling, grad.size(1));
   STD_TORCH_CHECK(lookup.args.pooling != Pooling::kNone, op, ": needs sum or mean pooling");
-  STD_TORCH_CHECK(grad.size(0) == lookup.args.batch, op, ": grad must have B = ",
-                  lookup.args.batch, " rows");
+  STD_TORCH_CHECK(grad.size(0) == lookup.args.batch, op, ": grad must have B = ", lookup.args.batch,
+                  " rows");
   check_same_device(op, "grad", grad, weights);
   const Tensor grad_tensor = torch::stable::contiguous(grad);
   Tensor out = torch::stable::new_zeros(grad, {indices.numel()}, ScalarType::Float);

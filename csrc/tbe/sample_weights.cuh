@@ -1,6 +1,6 @@
-// Gradient of the per-sample weights: for each lookup the dot product of its row with the gradient of
-// its bag. As in the forward a group of lanes takes a bag with four rows in flight; the gradient of
-// the bag stays in registers meanwhile.
+// Gradient of the per-sample weights: for each lookup the dot product of its row with the gradient
+// of its bag. As in the forward a group of lanes takes a bag with four rows in flight; the gradient
+// of the bag stays in registers meanwhile.
 #pragma once
 
 #include "tbe/lookup.cuh"

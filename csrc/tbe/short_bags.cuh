@@ -1,7 +1,7 @@
-// Pooled lookup where bags are short (a lookup or a few each, as in click logs). Then rows of one bag
-// cannot fill the memory system, so a group of lanes takes four bags at once and has a row of each in
-// flight. Every lane of the warp looks after one bag's metadata and indices; the groups fetch them
-// by shuffles. A bag's rows are still added in order.
+// Pooled lookup where bags are short (a lookup or a few each, as in click logs). Then rows of one
+// bag cannot fill the memory system, so a group of lanes takes four bags at once and has a row of
+// each in flight. Every lane of the warp looks after one bag's metadata and indices; the groups
+// fetch them by shuffles. A bag's rows are still added in order.
 #pragma once
 
 #include "tbe/lookup.cuh"
@@ -9,6 +9,7 @@
 namespace emb::cuda {
 
 inline constexpr int kBagsInFlight = 4;
+inline constexpr int kShortBagThreads = 128;
 
 // Where row `step` of each lane's bag starts, in elements of the flat weights, and its weight.
 struct StepRow {
@@ -76,8 +77,10 @@ EMB_DEVICE void write_short_bags(const LookupArgs& args, const BagTask& task, co
   }
 }
 
+// 72 registers a thread for float, where a lane sums 4 x 4 columns, and 96 for 4 x 8 of 16 bits.
 template <class W>
-__global__ void __launch_bounds__(kLookupThreads, 3) short_bags_kernel(LookupArgs args, int lanes) {
+__global__ void __launch_bounds__(kShortBagThreads, sizeof(W) == 4 ? 7 : 5)
+    short_bags_kernel(LookupArgs args, int lanes) {
   constexpr int N = 16 / sizeof(W);
   const LaneGroup lane(lanes);
   const auto bags = static_cast<uint32_t>(args.bags.count);

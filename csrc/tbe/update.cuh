@@ -70,8 +70,8 @@ __global__ void __launch_bounds__(kUpdateThreads, 7)
     const Segment segment(args, step.rule, first + lane.group, count);
     prefetch_row(step, segment, lane);
     const uint32_t u = first + lane.group;
-    const int longest = __reduce_max_sync(
-        simt::kFullMask, segment.length > kShortSegment ? 0 : segment.length);
+    const int longest =
+        __reduce_max_sync(simt::kFullMask, segment.length > kShortSegment ? 0 : segment.length);
     const int widest = __reduce_max_sync(simt::kFullMask, segment.dim);
     // A row state needs the whole row's gradient before the first step: rows of more than one piece
     // are summed twice, the second time from the cache.

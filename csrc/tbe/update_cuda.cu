@@ -1,5 +1,6 @@
-// `tbe_update_` and `tbe_row_grads` on the GPU: checks, scratch memory, launch. How many unique rows
-// there are is known on the device only, so grids and scratch are sized by the number of lookups.
+// `tbe_update_` and `tbe_row_grads` on the GPU: checks, scratch memory, launch. How many unique
+// rows there are is known on the device only, so grids and scratch are sized by the number of
+// lookups.
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
@@ -84,14 +85,16 @@ class Backward {
     check_dtype(op, "rows", groups.rows, ScalarType::Long, "int64, as tbe_group returns it");
     const Tensor* parts[] = {&groups.segments, &groups.lookups, &groups.bags, &groups.count};
     for (const Tensor* part : parts) {
-      check_dtype(op, "a grouping tensor", *part, ScalarType::Int, "int32, as tbe_group returns it");
+      check_dtype(op, "a grouping tensor", *part, ScalarType::Int,
+                  "int32, as tbe_group returns it");
       STD_TORCH_CHECK(part->is_contiguous(), op, ": grouping tensors must be contiguous");
       check_same_device(op, "a grouping tensor", *part, groups.rows);
     }
     const int64_t n = groups.lookups.numel();
     STD_TORCH_CHECK(groups.segments.numel() == n + 1 && groups.bags.numel() == n &&
                         groups.rows.numel() == n && groups.count.numel() == 1,
-                    op, ": rows, segments, lookups, bags and count must come from one call of "
+                    op,
+                    ": rows, segments, lookups, bags and count must come from one call of "
                     "tbe_group");
   }
 

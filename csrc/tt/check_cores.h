@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "core/check.h"
+#include "tt/plan_view.h"
 #include "tt/shape.h"
 
 namespace emb {
@@ -30,6 +31,17 @@ inline TtShape tt_row_shape(const char* op, const std::vector<int64_t>& row_fact
   STD_TORCH_CHECK(left.ids() <= kMaxTtIds && right.ids() <= kMaxTtIds, op,
                   ": the row factors of either half must multiply to less than 2^31, got ",
                   left.ids(), " and ", right.ids(), "; use more cores or more even factors");
+  return shape;
+}
+
+// The checks of `tt_keys`.
+inline TtShape tt_table_shape(const char* op, const Tensor& indices, int64_t rows,
+                              const std::vector<int64_t>& row_factors) {
+  check_index_dtype(op, "indices", indices);
+  const TtShape shape = tt_row_shape(op, row_factors);
+  const int64_t most = shape.left().ids() * shape.right().ids();
+  STD_TORCH_CHECK(rows >= 1 && rows <= most, op,
+                  ": rows must be in [1, product of row_factors = ", most, "], got ", rows);
   return shape;
 }
 
@@ -64,18 +76,6 @@ inline TtShape tt_shape(const char* op, const std::vector<Tensor>& cores,
   return shape;
 }
 
-// The grouping of a batch's distinct rows by their halves, as `tt_plan` returns it. Rows j are in
-// key order, so the rows of left half u are [left_segments[u], left_segments[u + 1]); the rows of
-// right half v are right_rows[right_segments[v]], .., ascending. Entries after the counts are 0.
-struct TtPlan {
-  int64_t capacity;  // rows the tensors have room for, L
-  const int32_t *lefts, *left_segments, *row_lefts;
-  const int32_t *rights, *right_segments, *row_rights, *right_rows;
-  const int32_t* counts;  // distinct rows M, left halves U, right halves V
-};
-
-inline constexpr size_t kTtPlanTensors = 8;
-
 inline TtPlan tt_plan_of(const char* op, const std::vector<Tensor>& tensors) {
   STD_TORCH_CHECK(tensors.size() == kTtPlanTensors, op, ": plan must be the ", kTtPlanTensors,
                   " tensors that tt_plan returns, got ", tensors.size());
@@ -92,6 +92,20 @@ inline TtPlan tt_plan_of(const char* op, const std::vector<Tensor>& tensors) {
     data[i] = tensors[i].const_data_ptr<int32_t>();
   }
   return {capacity, data[0], data[1], data[2], data[3], data[4], data[5], data[6], data[7]};
+}
+
+// The checks of `tt_core_grads` beyond cores and plan; `num_rows` is the least there must be.
+inline void check_core_grad_inputs(const char* op, const TtShape& shape, int64_t num_rows,
+                                   const Tensor& prefixes, const Tensor& row_grads) {
+  check_dtype(op, "row_grads", row_grads, ScalarType::Float, "float32");
+  check_dtype(op, "prefixes", prefixes, ScalarType::Float, "float32");
+  STD_TORCH_CHECK(row_grads.dim() == 2 && row_grads.size(0) >= num_rows &&
+                      row_grads.size(1) == shape.dim(),
+                  op, ": row_grads must be [", num_rows, " rows or more, ", shape.dim(), "], got ",
+                  row_grads.numel(), " values");
+  STD_TORCH_CHECK(prefixes.dim() == 2 && prefixes.size(1) == shape.left().value_size() &&
+                      prefixes.is_contiguous(),
+                  op, ": prefixes must be what tt_rows returned for these cores");
 }
 
 }  // namespace emb

@@ -196,15 +196,7 @@ std::vector<Tensor> tt_core_grads(std::vector<Tensor> cores, std::vector<Tensor>
                                   std::vector<int64_t> dim_factors) {
   const char* op = "tt_core_grads";
   const TtBatch batch(op, cores, plan, row_factors, dim_factors);
-  check_dtype(op, "row_grads", row_grads, ScalarType::Float, "float32");
-  check_dtype(op, "prefixes", prefixes, ScalarType::Float, "float32");
-  STD_TORCH_CHECK(row_grads.dim() == 2 && row_grads.size(0) >= batch.num_rows &&
-                      row_grads.size(1) == batch.shape.dim(),
-                  op, ": row_grads must be [", batch.num_rows, " rows or more, ", batch.shape.dim(),
-                  "], got ", row_grads.numel(), " values");
-  STD_TORCH_CHECK(prefixes.dim() == 2 && prefixes.size(1) == batch.left.value_size() &&
-                      prefixes.is_contiguous(),
-                  op, ": prefixes must be what tt_rows returned for these cores");
+  check_core_grad_inputs(op, batch.shape, batch.num_rows, prefixes, row_grads);
   const Tensor gradient = torch::stable::contiguous(row_grads);
   const size_t last = cores.size() - 1;
   std::vector<Tensor> grads;

@@ -15,12 +15,7 @@ namespace {
 constexpr int64_t kGrain = 1 << 14;
 
 Tensor tt_keys(const Tensor& indices, int64_t rows, std::vector<int64_t> row_factors) {
-  const char* op = "tt_keys";
-  check_index_dtype(op, "indices", indices);
-  const TtShape shape = tt_row_shape(op, row_factors);
-  STD_TORCH_CHECK(rows >= 1 && rows <= shape.left().ids() * shape.right().ids(), op,
-                  ": rows must be in [1, product of row_factors = ",
-                  shape.left().ids() * shape.right().ids(), "], got ", rows);
+  const TtKeyMap key_of = tt_table_shape("tt_keys", indices, rows, row_factors).key_map();
   const Tensor input = torch::stable::contiguous(indices);
   const int64_t n = indices.numel();
   Tensor keys = torch::stable::new_empty(indices, {n}, ScalarType::Long);
@@ -30,7 +25,7 @@ Tensor tt_keys(const Tensor& indices, int64_t rows, std::vector<int64_t> row_fac
   parallel_balanced(n, kGrain, cost, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       const int64_t id = repair_index(ids[i], rows);
-      out[i] = id < 0 ? -1 : shape.key(id);
+      out[i] = id < 0 ? -1 : key_of(id);
     }
   });
   return keys;

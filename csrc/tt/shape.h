@@ -27,6 +27,18 @@ struct TtHalf {
   EMB_HD int64_t inner_size() const { return int64_t{1} * inner_rank * q_inner * rank; }
 };
 
+// From row ids to keys: id of the left half, then of the right one.
+struct TtKeyMap {
+  int64_t rights, first, second;  // ids of right halves, rows of the first two cores
+  bool pair;
+
+  EMB_HD int64_t operator()(int64_t id) const {
+    if (!pair) return id;
+    const int64_t high = id / rights, low = id - high * rights;
+    return (high % second * first + high / second) * rights + low;
+  }
+};
+
 struct TtShape {
   int cores;
   int64_t p[kMaxCores];
@@ -43,13 +55,7 @@ struct TtShape {
   }
   EMB_HD int dim() const { return left().columns() * right().columns(); }
 
-  // The key of a row id: id of the left half, then of the right one.
-  EMB_HD int64_t key(int64_t id) const {
-    const int64_t rights = right().ids();
-    const int64_t high = id / rights, low = id - high * rights;
-    if (cores == 2) return id;
-    return (high % p[1] * p[0] + high / p[1]) * rights + low;
-  }
+  EMB_HD TtKeyMap key_map() const { return {right().ids(), p[0], p[1], cores > 2}; }
 };
 
 }  // namespace emb

@@ -70,8 +70,10 @@ class TableBatchedEmbeddingBags(nn.Module):
         self._row_bases = _prefix_sums([spec.rows for spec in self.tables])
         dims = [self.tables[t].dim for t in self.feature_tables]
         columns = _prefix_sums(dims)
+        if self.pooling is Pooling.NONE:
+            columns = [0] * len(dims) + [max(dims, default=0)]
         self.total_rows = self._row_bases[-1]
-        self.columns = max(dims, default=0) if self.pooling is Pooling.NONE else columns[-1]
+        self.columns = columns[-1]
         layout = [
             (self._weight_offsets[t], self._row_bases[t], self.tables[t].rows, dim, column)
             for t, dim, column in zip(self.feature_tables, dims, columns, strict=False)

@@ -13,7 +13,7 @@ EXPERIMENTS = configure.groups()["experiment"]
 
 @pytest.fixture(scope="session")
 def smoke_runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Every experiment of conf/ at smoke size: name -> run directory. Each must end with status 0."""
+    """Every experiment of conf/ at smoke size, name -> run directory; each must end well."""
     runs = {}
     for name in EXPERIMENTS:
         folder = tmp_path_factory.mktemp("runs")

@@ -31,6 +31,7 @@ PROBES = {
     (OK, "workload.law=zpf"): "Did you mean 'workload.law=zipf'?",
     (OK, "sweep.D=64"): "sweep.D: ",
     (OK, "sweep.D=[x]"): "sweep.D[0]: Value 'x'",
+    (OK, "tt.tables=0"): "tt.tables must be >= 1, got 0",
     (OK, "workload.B=0"): "workload.B must be >= 1, got 0",
     (OK, "lr=-1"): "lr must be > 0, got -1.0",
     (OK, "contenders=[tbe,torhc]"): "Did you mean 'torch'?",
@@ -87,7 +88,9 @@ def test_a_gpu_that_is_not_there_is_a_usage_error(capsys: pytest.CaptureFixture[
 
 
 def test_command_line_values_win_over_the_experiment() -> None:
-    config = configure.load([OK, "device=cpu", "sweep.D=[48]", "cases.criteo.workload.B=7", "lr=0.5"])
+    config = configure.load(
+        [OK, "device=cpu", "sweep.D=[48]", "cases.criteo.workload.B=7", "lr=0.5"]
+    )
     assert config.sweep.D == [48]
     assert config.cases["criteo"].workload.B == 7
     assert config.lr == 0.5

@@ -99,7 +99,7 @@ def test_a_very_slow_contender_still_has_three_rounds() -> None:
 
 def test_a_contender_that_raises_leaves_and_keeps_its_samples() -> None:
     def breaks() -> Iterator[float]:
-        yield from [1e-3] * 12
+        yield from [1e-3] * 6
         raise RuntimeError("out of luck")
 
     script = Script()

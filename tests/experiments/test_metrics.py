@@ -45,7 +45,9 @@ def test_useful_bytes_of_a_forward() -> None:
     assert distinct == 440 - 2 * 16
 
 
-@pytest.mark.parametrize(("optimizer", "state"), [("sgd", 0), ("rowwise_adagrad", 4), ("adagrad", 16)])
+@pytest.mark.parametrize(
+    ("optimizer", "state"), [("sgd", 0), ("rowwise_adagrad", 4), ("adagrad", 16)]
+)
 def test_useful_bytes_of_a_step(optimizer: str, state: int) -> None:
     gradient, update = 96, 10 * 2 * (16 + state)
     got = metrics.useful_bytes(record(optimizer=optimizer), "step")

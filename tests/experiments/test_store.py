@@ -13,7 +13,13 @@ from experiments import cell, cli, runner
 from experiments.contenders import Contender
 from experiments.store import RunStore, read_json, read_records
 
-QUICK = ("+experiment=tt_vs_tbe", "timing=smoke", "device=cpu", "report=tables", "timing.max_cells=1")
+QUICK = (
+    "+experiment=tt_vs_tbe",
+    "timing=smoke",
+    "device=cpu",
+    "report=tables",
+    "timing.max_cells=1",
+)
 
 
 def only_run(folder: Path) -> Path:

@@ -1,4 +1,4 @@
-"""Workloads: the law is the law, equal seeds give equal bits, and the table sizes are the public ones."""
+"""Workloads: the law is the law, equal seeds give equal bits, table sizes are the public ones."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ SMALL = WorkloadConfig(T=3, E=500, D=8, B=6, L=4)
 
 
 @pytest.mark.parametrize(
-    ("s", "q"), [(0.0, 0.0), (0.3, 0.0), (1.0, 0.0), (1.05, 0.0), (1.2, 5.0), (0.8, 2.7), (3.0, 0.0)]
+    ("s", "q"),
+    [(0.0, 0.0), (0.3, 0.0), (1.0, 0.0), (1.05, 0.0), (1.2, 5.0), (0.8, 2.7), (3.0, 0.0)],
 )
 def test_zipf_ranks_follow_the_law(s: float, q: float) -> None:
     rows, count = 60, 200_000

@@ -1,6 +1,6 @@
-// What the launchers of tests/simt share. A launcher is an `extern "C"` function that takes one array
-// of words (numbers and addresses, in the order its Python wrapper lists them), runs kernels on the
-// emulated machine and returns null, or what went wrong. One small .cpp a feature.
+// What the launchers of tests/simt share. A launcher is an `extern "C"` function that takes one
+// array of words (numbers and addresses, in the order its Python wrapper lists them), runs kernels
+// on the emulated machine and returns null, or what went wrong. One small .cpp a feature.
 #pragma once
 
 #include <cstdint>

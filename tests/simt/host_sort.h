@@ -15,8 +15,8 @@ class HostSort {
   // `sorted_positions` is the op's output; everything else is scratch.
   HostSort(int64_t n, uint64_t limit, int32_t* sorted_positions)
       : keys_(n), sorted_keys_(n), run_keys_(n), positions_(n), run_starts_(n) {
-    buffers = {keys_.data(),      sorted_keys_.data(), run_keys_.data(), positions_.data(),
-               sorted_positions, run_starts_.data(),  &runs_,           n,
+    buffers = {keys_.data(),           sorted_keys_.data(), run_keys_.data(), positions_.data(),
+               sorted_positions,       run_starts_.data(),  &runs_,           n,
                static_cast<Key>(limit)};
   }
 

@@ -1,9 +1,10 @@
 // Emulated backward: the fused update, gradients of unique rows, and optimizers over a matrix.
+#include "tbe/update.cuh"
+
 #include <vector>
 
 #include "driver.h"
 #include "optim/update_rows.cuh"
-#include "tbe/update.cuh"
 
 namespace emb::cuda {
 namespace {
@@ -12,7 +13,8 @@ namespace {
 RowStepArgs read_step(Words* words) {
   RowStepArgs step{};
   const char* name = words->pointer<const char>();
-  if (name != nullptr && !find_rule(name, &step.rule)) throw std::runtime_error("no such optimizer");
+  if (name != nullptr && !find_rule(name, &step.rule))
+    throw std::runtime_error("no such optimizer");
   step.hyper = words->pointer<const double>();
   step.weights = words->pointer<void>();
   step.weight_type = words->dtype();

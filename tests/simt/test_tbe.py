@@ -1,13 +1,13 @@
 """Emulated CUDA kernels of table-batched embeddings against the reference."""
 
 import pytest
-import simt_ops
 import torch
-from simt_cases import CASES, HYPER, Case, Data
 from torch import Tensor
 
 from emblib.reference import tbe as reference
 from emblib.specs import Pooling
+from tests.simt import emulated
+from tests.simt.cases import CASES, HYPER, Case, Data
 
 TOLERANCE = {
     torch.float32: {"rtol": 1e-4, "atol": 1e-4},
@@ -28,7 +28,7 @@ def assert_close(got: Tensor, want: Tensor) -> None:
 def test_lookup(case: Case) -> None:
     data = Data(case)
     given = (data.weights, data.features, data.indices, data.repaired, data.sample_weights)
-    got = simt_ops.tbe_lookup(*given, case.pooling.value, data.columns, case.output)
+    got = emulated.tbe_lookup(*given, case.pooling.value, data.columns, case.output)
     assert_close(got, data.lookup(data.weights.double(), data.sample_weights))
 
 
@@ -37,17 +37,17 @@ def test_lookup_reads_nothing_out_of_bounds(case: Case) -> None:
     """Broken offsets that nobody repaired: any answer, but no access outside the arrays."""
     data = Data(case)
     given = (data.weights, data.features, data.indices, data.offsets, data.sample_weights)
-    simt_ops.tbe_lookup(*given, case.pooling.value, data.columns, case.output)
+    emulated.tbe_lookup(*given, case.pooling.value, data.columns, case.output)
 
 
 @ALL
 @pytest.mark.parametrize("wide", [False, True], ids=["keys32", "keys64"])
 def test_tbe_group(case: Case, wide: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if wide:
-        monkeypatch.setattr(simt_ops, "WIDE_FROM", 0)
+        monkeypatch.setattr(emulated, "WIDE_FROM", 0)
     data = Data(case)
     given = (data.features, data.indices, data.repaired)
-    rows, segments, lookups, bags, count = simt_ops.tbe_group(*given, data.total_rows)
+    rows, segments, lookups, bags, count = emulated.tbe_group(*given, data.total_rows)
     want = reference.group(*given)
     unique, grouped = want.rows.numel(), want.lookups.numel()
     assert count.item() == unique
@@ -62,13 +62,15 @@ def test_tbe_group(case: Case, wide: bool, monkeypatch: pytest.MonkeyPatch) -> N
 
 def _groups(data: Data) -> tuple[Tensor, ...]:
     given = (data.features, data.indices, data.repaired)
-    return simt_ops.tbe_group(*given, data.total_rows)
+    return emulated.tbe_group(*given, data.total_rows)
 
 
 def _states(data: Data, optimizer: str) -> list[Tensor]:
     if optimizer == "rowwise_adagrad":
         return [torch.rand(data.total_rows)]
-    return [torch.rand(data.weights.numel()) for _ in range({"adagrad": 1, "adam": 2}.get(optimizer, 0))]
+    return [
+        torch.rand(data.weights.numel()) for _ in range({"adagrad": 1, "adam": 2}.get(optimizer, 0))
+    ]
 
 
 @ALL
@@ -84,7 +86,7 @@ def test_update(case: Case, optimizer: str) -> None:
         want, want_states, hyper, optimizer, data.weight_grad(grad), data.features, groups
     )
     weights, before = data.weights.clone(), data.weights.clone()
-    simt_ops.tbe_update_(
+    emulated.tbe_update_(
         *(weights, states, hyper, optimizer, grad, data.features),
         *(*_groups(data), data.repaired, data.sample_weights, case.pooling.value),
     )
@@ -101,7 +103,7 @@ def test_row_grads(case: Case) -> None:
         pytest.skip("needs one dim")
     data, dim = Data(case), (*case.dims, 8)[0]
     grad, groups = data.gradient(), _groups(Data(case))
-    got = simt_ops.tbe_row_grads(
+    got = emulated.tbe_row_grads(
         *(grad, data.features, *groups),
         *(data.repaired, data.sample_weights, case.pooling.value, dim),
     )
@@ -120,7 +122,7 @@ def test_sample_weight_grad(case: Case) -> None:
         given = (data.weights.double(), data.features, data.indices, data.offsets)
         want = reference.sample_weight_grad(grad.double(), *given, case.pooling)
     given = (data.weights, data.features, data.indices, data.repaired)
-    got = simt_ops.tbe_sample_weight_grad(grad, *given, case.pooling.value)
+    got = emulated.tbe_sample_weight_grad(grad, *given, case.pooling.value)
     assert_close(got, want)
 
 
@@ -128,7 +130,7 @@ def test_sample_weight_grad(case: Case) -> None:
 def test_bounds_check(case: Case) -> None:
     data = Data(case)
     given = (data.indices, data.offsets, data.features)
-    repaired, violations = simt_ops.bounds_check(*given, "warning")
+    repaired, violations = emulated.bounds_check(*given, "warning")
     want = reference.repair_offsets(data.offsets, data.indices.numel())
     assert torch.equal(repaired.long(), want)
     assert violations[1] == (want != data.offsets).sum()
@@ -141,9 +143,9 @@ def test_bounds_check(case: Case) -> None:
     assert violations[0] == bad.sum()
     if case.broken:
         with pytest.raises(RuntimeError, match="bounds_check: offsets must start at 0 or above"):
-            simt_ops.bounds_check(*given, "fatal")
+            emulated.bounds_check(*given, "fatal")
         with pytest.raises(RuntimeError, match="bounds_check: indices must be in"):
-            simt_ops.bounds_check(data.indices, data.repaired, data.features, "fatal")
+            emulated.bounds_check(data.indices, data.repaired, data.features, "fatal")
 
 
 def test_bounds_check_many_bags() -> None:
@@ -152,14 +154,14 @@ def test_bounds_check_many_bags() -> None:
     indices = torch.randint(0, 10, (9000,))
     offsets = torch.randint(-50, 9100, (5001,))
     offsets[:3000] //= 8
-    repaired, violations = simt_ops.bounds_check(indices, offsets, features, "ignore")
+    repaired, violations = emulated.bounds_check(indices, offsets, features, "ignore")
     want = reference.repair_offsets(offsets, 9000)
     assert torch.equal(repaired.long(), want)
     assert violations.tolist() == [0, (want != offsets).sum()]
 
 
 def test_hot_row_of_many_chunks_is_deterministic() -> None:
-    """Far more lookups of one row than a chunk holds: the same bits whatever else is in the batch."""
+    """Far more lookups of one row than a chunk holds: the same bits whatever else there is."""
     torch.manual_seed(0)
     features = torch.tensor([[0, 0, 6, 24, 0]])
     grad = torch.randn(40, 24)
@@ -174,8 +176,8 @@ def test_hot_row_of_many_chunks_is_deterministic() -> None:
         offsets[1:] += rest
         offsets[-1] = indices.numel()
         weights = torch.zeros(6 * 24)
-        groups = simt_ops.tbe_group(features, indices, offsets, 6)
-        simt_ops.tbe_update_(
+        groups = emulated.tbe_group(features, indices, offsets, 6)
+        emulated.tbe_update_(
             weights, [], hyper, "sgd", grad, features, *groups, offsets, None, "sum"
         )
         results.append(weights[:24].clone())

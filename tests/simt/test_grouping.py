@@ -1,11 +1,11 @@
 """Emulated `group`, `group_inverse` and `update_rows_` against plain PyTorch."""
 
 import pytest
-import simt_ops
 import torch
-from simt_cases import HYPER
 
 from emblib.reference.tbe import OPTIMIZERS
+from tests.simt import emulated
+from tests.simt.cases import HYPER
 
 KEYS = {
     "none": torch.zeros(0),
@@ -24,10 +24,10 @@ def test_group(
     keys: torch.Tensor, dtype: torch.dtype, wide: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if wide:
-        monkeypatch.setattr(simt_ops, "WIDE_FROM", 0)
+        monkeypatch.setattr(emulated, "WIDE_FROM", 0)
     keys = keys.to(dtype)
     num_keys = 9 if keys.numel() != 2100 else 2100
-    unique, segments, permutation, count = simt_ops.group(keys, num_keys)
+    unique, segments, permutation, count = emulated.group(keys, num_keys)
     valid = (keys >= 0) & (keys < num_keys)
     want, lengths = keys[valid].unique(return_counts=True)
     groups, grouped = want.numel(), int(valid.sum())
@@ -38,7 +38,7 @@ def test_group(
     assert (segments[groups:] == grouped).all()
     sortable = torch.where(valid, keys.long(), num_keys)
     assert torch.equal(permutation.long(), sortable.argsort(stable=True))
-    inverse = simt_ops.group_inverse(segments, permutation, count)
+    inverse = emulated.group_inverse(segments, permutation, count)
     assert torch.equal(inverse == -1, ~valid)
     assert torch.equal(want[inverse[valid].long()], keys[valid])
 
@@ -50,7 +50,12 @@ def test_update_rows(optimizer: str, width: int) -> None:
     weights, grads = torch.randn(9, width), torch.randn(9, width)
     grads[::3] = 0
     grads[1, : width - 1] = 0
-    shapes = {"sgd": [], "adagrad": [(9, width)], "rowwise_adagrad": [(9,)], "adam": [(9, width)] * 2}
+    shapes = {
+        "sgd": [],
+        "adagrad": [(9, width)],
+        "rowwise_adagrad": [(9,)],
+        "adam": [(9, width)] * 2,
+    }
     states = [torch.rand(shape) for shape in shapes[optimizer]]
     want, want_states = weights.clone(), [s.clone() for s in states]
     touched = grads.ne(0).any(1)
@@ -61,6 +66,6 @@ def test_update_rows(optimizer: str, width: int) -> None:
     for state, values in zip(want_states, new_states, strict=True):
         state[touched] = values
     hyper = torch.tensor(HYPER[optimizer], dtype=torch.float64)
-    simt_ops.update_rows_(weights, states, hyper, optimizer, grads)
+    emulated.update_rows_(weights, states, hyper, optimizer, grads)
     torch.testing.assert_close(weights, want)
     torch.testing.assert_close(states, want_states)

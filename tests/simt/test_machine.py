@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from simt_library import library
+
+from tests.simt.library import library
 
 
 @pytest.mark.parametrize("threads", [32, 256, 1024])

@@ -65,7 +65,9 @@ CASES = [
     Case("few_mean", lengths="few", batch=41, pooling=Pooling.MEAN, broken=True),
     Case("long_bag", dims=_dims(16), lengths="long"),
     Case("hot_row", rows=(40, 1, 3), dims=(32, 20, 4), batch=90, lengths="hot"),
-    Case("hot_half", rows=(40, 1, 3), dims=_dims(20), batch=90, lengths="hot", weight=torch.float16),
+    Case(
+        "hot_half", rows=(40, 1, 3), dims=_dims(20), batch=90, lengths="hot", weight=torch.float16
+    ),
     Case("broken", broken=True, batch=30),
     Case("broken_wide", broken=True, dims=_dims(260), index=torch.int32, weighted=True),
     Case("mean", pooling=Pooling.MEAN, dims=(20, 4, 64)),

@@ -4,8 +4,9 @@ import ctypes
 from collections.abc import Sequence
 
 import torch
-from simt_library import Word, library
 from torch import Tensor
+
+from tests.simt.library import Word, library
 
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 POOLINGS = {"sum": 0, "mean": 1, "none": 2}

@@ -1,0 +1,20 @@
+"""The device fixture: every test of an operation runs on the CPU, and on CUDA where there is one."""
+
+import pytest
+import torch
+
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+
+
+@pytest.fixture(params=DEVICES)
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """Each device that is present."""
+    return torch.device(request.param)
+
+
+@pytest.fixture
+def two_thread_counts() -> list[int]:
+    """Thread counts whose results must have the same bits; restores the setting afterwards."""
+    before = torch.get_num_threads()
+    yield [1, 2]
+    torch.set_num_threads(before)

@@ -1,0 +1,317 @@
+"""Table-batched embeddings: native kernels against `emblib.reference.tbe`, case by case."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.testing import assert_close
+
+from emblib import Pooling, TableBatchedEmbeddingBags, optim
+from emblib.ops import tbe
+from emblib.reference import tbe as reference
+from tests.tbe_cases import CASES, OPTIMIZERS, Case, tolerance
+
+ops = torch.ops.emblib
+
+
+def expected(
+    module: TableBatchedEmbeddingBags, inputs: tuple[Tensor, Tensor, Tensor | None]
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Output of the reference in float64, and the leaves to differentiate it in."""
+    indices, offsets, sample_weights = inputs
+    weights = module.weights.detach().double().flatten().requires_grad_()
+    scales = None if sample_weights is None else sample_weights.detach().double().requires_grad_()
+    out = reference.lookup(
+        weights, module.features, indices, offsets, scales, module.pooling, module.columns
+    )
+    return out, weights, scales
+
+
+def train(case: Case, optimizer: optim.Optimizer, device: Any, steps: int = 3) -> None:
+    """Some steps of the module and of the reference from the same state; they must agree."""
+    module = case.module(optimizer, device)
+    weights = module.weights.detach().double().flatten()
+    states = [state.double() for state in module._states()]
+    for step in range(steps):
+        indices, offsets, scales = replace(case, seed=case.seed + step).batch_of(device)
+        if scales is not None:
+            scales.requires_grad_()
+        module.weights.data.copy_(weights.view_as(module.weights))
+        out = module(indices, offsets, scales)
+        want, want_weights, want_scales = expected(module, (indices, offsets, scales))
+        assert out.dtype == case.output_dtype
+        assert_close(out.double(), want, **tolerance(case))
+        # A row gets as many gradients as a bag is long: keep their sum near the weights' size.
+        grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(step)).to(out)
+        grad /= max(case.longest, 1)
+        out.backward(grad)
+        if want.requires_grad:  # it does not where there are no tables
+            want.backward(grad.double())
+        if scales is not None:
+            assert_close(scales.grad.double(), want_scales.grad, **tolerance(case))
+        weight_grad = want_weights.grad
+        weight_grad = torch.zeros_like(want_weights) if weight_grad is None else weight_grad
+        groups = reference.group(module.features, indices, offsets)
+        weights = want_weights.detach()
+        reference.update_(
+            weights, states, module.hyper, optimizer.name, weight_grad, module.features, groups
+        )
+        assert_close(module.weights.detach().flatten().double(), weights, **tolerance(case))
+        for state, want_state in zip(module._states(), states, strict=True):
+            assert_close(state.double(), want_state, **tolerance(case))
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("name", CASES)
+def test_training_matches_reference(name: str, optimizer: str, device: torch.device) -> None:
+    train(CASES[name], OPTIMIZERS[optimizer], device)
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_any_case_matches_reference(data: st.DataObject) -> None:
+    tables = data.draw(st.integers(1, 3), "tables")
+    pooling = data.draw(st.sampled_from(list(Pooling)), "pooling")
+    dim = data.draw(st.integers(1, 70), "dim")
+    uniform = pooling is Pooling.NONE
+    case = Case(
+        rows=tuple(data.draw(st.integers(1, 40), "rows") for _ in range(tables)),
+        dims=tuple(dim if uniform else data.draw(st.integers(1, 70)) for _ in range(tables)),
+        feature_tables=tuple(
+            data.draw(st.lists(st.integers(0, tables - 1), min_size=1, max_size=4), "features")
+        ),
+        batch=data.draw(st.integers(0, 6), "batch"),
+        longest=data.draw(st.integers(0, 20), "longest"),
+        pooling=pooling,
+        weighted=not uniform and data.draw(st.booleans(), "weighted"),
+        index_dtype=data.draw(st.sampled_from([torch.int32, torch.int64]), "index"),
+        offset_dtype=data.draw(st.sampled_from([torch.int32, torch.int64]), "offset"),
+        invalid=data.draw(st.booleans(), "invalid"),
+        seed=data.draw(st.integers(0, 1000), "seed"),
+    )
+    train(case, OPTIMIZERS[data.draw(st.sampled_from(sorted(OPTIMIZERS)))], "cpu", steps=2)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_grouping_matches_reference(name: str, device: torch.device) -> None:
+    case = CASES[name]
+    module = case.module(optim.SGD(0.1), device)
+    indices, offsets, _ = case.batch_of(device)
+    got = tbe.group(module.features, indices, offsets, module.total_rows)
+    want = reference.group(module.features, indices, offsets)
+    unique, grouped = want.rows.numel(), want.lookups.numel()
+    assert int(got.count) == unique
+    assert torch.equal(got.rows[:unique], want.rows)
+    assert torch.equal(got.segments[: unique + 1].long(), want.segments)
+    assert bool((got.segments[unique:] == grouped).all())
+    assert torch.equal(got.lookups[:grouped].long(), want.lookups)
+    assert torch.equal(got.bags[:grouped].long(), want.bags)
+
+
+@pytest.mark.parametrize("name", [n for n, c in CASES.items() if len(set(c.dims)) == 1])
+def test_external_gradient_matches_reference(name: str, device: torch.device) -> None:
+    case = CASES[name]
+    module = case.module(optim.External(), device)
+    indices, offsets, scales = case.batch_of(device)
+    out = module(indices, offsets, scales)
+    want, want_weights, _ = expected(module, (indices, offsets, scales))
+    out.sum().backward()  # an expanded gradient: stride 0
+    if want.requires_grad:
+        want.sum().backward()
+    grad = module.weights.grad
+    assert grad.is_sparse
+    assert grad._indices().unique().numel() == grad._nnz(), "one entry a distinct row"
+    wanted = torch.zeros_like(want_weights) if want_weights.grad is None else want_weights.grad
+    assert_close(grad.to_dense().double().flatten(), wanted, **tolerance(case))
+
+
+@pytest.mark.parametrize("pooling", list(Pooling))
+def test_reference_gradient_in_float64(pooling: Pooling) -> None:
+    case = replace(CASES["plain"], dims=(3, 3), batch=2, longest=3, pooling=pooling)
+    features = case.module(optim.SGD(0.1)).features
+    indices, offsets, _ = case.batch_of()
+    generator = torch.Generator().manual_seed(5)
+    weights = torch.randn(57 * 3, dtype=torch.float64, generator=generator, requires_grad=True)
+    scales = torch.rand(indices.numel(), dtype=torch.float64, generator=generator)
+    scales.requires_grad_(pooling is not Pooling.NONE)
+    columns = 3 if pooling is Pooling.NONE else 6
+
+    def run(w: Tensor, s: Tensor) -> Tensor:
+        given = s if pooling is not Pooling.NONE else None
+        return reference.lookup(w, features, indices, offsets, given, pooling, columns)
+
+    assert torch.autograd.gradcheck(run, (weights, scales))
+
+
+@pytest.mark.parametrize("name", ["hot_row", "many_lookups", "weighted_mean", "none"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_same_bits_on_any_number_of_threads(
+    name: str, optimizer: str, two_thread_counts: list[int]
+) -> None:
+    results = []
+    for threads in two_thread_counts:
+        torch.set_num_threads(threads)
+        module = CASES[name].module(OPTIMIZERS[optimizer])
+        out = module(*CASES[name].batch_of())
+        out.backward(out.detach())
+        results.append((out.detach(), module.weights.detach(), *module._states()))
+    for first, second in zip(*results, strict=True):
+        assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize(
+    ("offsets", "repaired"),
+    [
+        ([0, 2, 4, 6, 8], [0, 2, 4, 6, 8]),
+        ([0, 5, 3, 6, 8], [0, 5, 5, 6, 8]),
+        ([-4, 2, 99, 6, 8], [0, 2, 8, 8, 8]),
+        ([3, 3, 4, 6, 7], [3, 3, 4, 6, 8]),
+        ([0, 2, 4, 6, -(2**63) + 2], [0, 2, 4, 6, 8]),
+        ([0, 2, -(2**63) + 2, 0, 8], [0, 2, 2, 2, 8]),
+    ],
+)
+def test_offsets_are_repaired(
+    offsets: list[int], repaired: list[int], device: torch.device
+) -> None:
+    module = replace(CASES["plain"], batch=2).module(optim.SGD(0.1), device)
+    indices = torch.tensor([1, -1, 49, 50, 6, 7, -2, 0], device=device)
+    given_offsets = torch.tensor(offsets, device=device)
+    before = given_offsets.clone()
+    fixed, violations = ops.bounds_check(indices, given_offsets, module.features, "warning")
+    assert fixed.tolist() == repaired
+    assert reference.repair_offsets(given_offsets, 8).tolist() == repaired
+    changed = sum(a != b for a, b in zip(offsets, repaired, strict=True))
+    rows = [50 if i < repaired[2] else 7 for i in range(8)]
+    bad = sum(
+        i >= repaired[0] and not -1 <= index < row
+        for i, (index, row) in enumerate(zip(indices.tolist(), rows, strict=True))
+    )
+    assert violations.tolist() == [bad, changed]
+    assert torch.equal(given_offsets, before), "the caller's tensor must stay as it is"
+    want, _, _ = expected(module, (indices, given_offsets, None))
+    assert_close(module(indices, given_offsets).double(), want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("index", [2**62, -(2**63), 2**63 - 1, 50, -2])
+def test_extreme_indices_are_counted(index: int, device: torch.device) -> None:
+    module = replace(CASES["plain"], batch=2).module(optim.SGD(0.1), device)
+    indices = torch.tensor([1, index, 2], device=device)
+    offsets = torch.tensor([0, 3, 3, 3, 3], device=device)
+    violations = ops.bounds_check(indices, offsets, module.features, "warning")[1]
+    assert violations.tolist() == [1, 0]
+
+
+def _opcheck_arguments(device: torch.device) -> dict[str, tuple[Any, ...]]:
+    case = replace(CASES["weighted"], weighted=True)
+    module = case.module(OPTIMIZERS["adam"], device)
+    indices, offsets, scales = case.batch_of(device)
+    weights, features = module.weights.detach(), module.features
+    groups = tuple(tbe.group(features, indices, offsets, module.total_rows))
+    grad = torch.randn(case.batch, module.columns, device=device)
+    hyper = torch.tensor([0.1, 1.0, 0.9, 0.99, 1e-3], dtype=torch.float64, device=device)
+    return {
+        "bounds_check": (indices, offsets, features, "warning"),
+        "tbe_lookup": (
+            weights, features, indices, offsets, scales, "sum", module.columns, torch.float16
+        ),
+        "tbe_group": (features, indices, offsets, module.total_rows),
+        "tbe_row_grads": (grad, features, *groups, offsets, scales, "mean", 16),
+        "tbe_update_": (
+            weights, module._states(), hyper, "adam", grad, features, *groups, offsets, scales,
+            "sum",
+        ),
+        "tbe_sample_weight_grad": (grad, weights, features, indices, offsets, "sum"),
+        "advise_huge_pages_": (weights,),
+    }  # fmt: skip
+
+
+OPCHECKED = sorted(_opcheck_arguments(torch.device("cpu")))
+
+
+@pytest.mark.parametrize("name", OPCHECKED)
+def test_opcheck(name: str, device: torch.device) -> None:
+    if name == "advise_huge_pages_" and device.type != "cpu":
+        pytest.skip("the memory of a GPU has no page size to ask for")
+    torch.library.opcheck(getattr(ops, name).default, _opcheck_arguments(device)[name])
+
+
+def test_fake_shapes_of_pooling_none() -> None:
+    case = CASES["none"]
+    module = case.module(optim.SGD(0.1))
+    indices, offsets, _ = case.batch_of()
+    args = (module.weights.detach(), module.features, indices, offsets, None, "none", 16)
+    torch.library.opcheck(ops.tbe_lookup.default, (*args, torch.float32))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"weights": torch.zeros(912, dtype=torch.float64)}, "float32, float16 or bfloat16"),
+        ({"indices": torch.zeros(8)}, "indices must be int32 or int64"),
+        ({"indices": torch.zeros(2, 4, dtype=torch.int64)}, "indices must have 1 dimension, got 2"),
+        ({"offsets": torch.zeros(4, dtype=torch.int64)}, "F.B . 1 entries for F = 2 features, got"),
+        ({"offsets": torch.zeros(0, dtype=torch.int64)}, "got none"),
+        ({"sample_weights": torch.zeros(3)}, "one entry a lookup = 8, got 3"),
+        ({"sample_weights": torch.zeros(8).double()}, "sample_weights must be float32"),
+        ({"pooling": "max"}, "sum, mean or none, got 'max'"),
+        ({"columns": 20}, "lies outside weights or output"),
+        ({"weights": torch.zeros(100)}, "lies outside weights or output"),
+        ({"features": torch.zeros(2, 4, dtype=torch.int64)}, r"contiguous \[F, 5\] tensor"),
+    ],
+)
+def test_wrong_lookup_input_is_refused(change: dict[str, Any], message: str) -> None:
+    module = replace(CASES["plain"], batch=2).module(optim.SGD(0.1))
+    arguments: dict[str, Any] = {
+        "weights": module.weights.detach(),
+        "features": module.features,
+        "indices": torch.zeros(8, dtype=torch.int64),
+        "offsets": torch.tensor([0, 2, 4, 6, 8]),
+        "sample_weights": None,
+        "pooling": "sum",
+        "columns": 32,
+        "output_dtype": torch.float32,
+    }
+    with pytest.raises(RuntimeError, match=message):
+        ops.tbe_lookup(**(arguments | change))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"optimizer": "lion"}, "unknown optimizer 'lion'; have sgd, adagrad"),
+        ({"states": []}, "rowwise_adagrad keeps 1 state tensors, got 0"),
+        ({"states": [torch.zeros(3)]}, "must be contiguous with 57 entries, has 3"),
+        ({"states": [torch.zeros(57).half()]}, "optimizer state must be float32"),
+        ({"hyper": torch.zeros(2, dtype=torch.float64)}, "hyper vector of 3 entries"),
+        ({"hyper": torch.zeros(3)}, "hyper must be float64"),
+        ({"grad": torch.zeros(3, 32)}, "grad must have 5 rows for pooling sum, got 3"),
+        ({"grad": torch.zeros(5, 20)}, "grad has 20 columns, too few for feature 1"),
+    ],
+)
+def test_wrong_update_input_changes_nothing(change: dict[str, Any], message: str) -> None:
+    case = CASES["plain"]
+    module = case.module(OPTIMIZERS["rowwise_adagrad"])
+    indices, offsets, _ = case.batch_of()
+    groups = tbe.group(module.features, indices, offsets, module.total_rows)
+    weights = module.weights.detach()
+    arguments: dict[str, Any] = {
+        "weights": weights,
+        "states": module._states(),
+        "hyper": module.hyper,
+        "optimizer": "rowwise_adagrad",
+        "grad": torch.ones(case.batch, 32),
+        "features": module.features,
+        **groups._asdict(),
+        "offsets": offsets,
+        "sample_weights": None,
+        "pooling": "sum",
+    }
+    before = weights.clone()
+    with pytest.raises(RuntimeError, match=message):
+        ops.tbe_update_(**(arguments | change))
+    assert torch.equal(weights, before)
+    assert not module._states()[0].any()

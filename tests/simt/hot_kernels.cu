@@ -1,0 +1,29 @@
+// The kernels a training step spends its time in, compiled alone to see what the compiler makes of
+// them (test_compile.py): none may keep registers in memory.
+#include "group/segments.cuh"
+#include "optim/update_rows.cuh"
+#include "tbe/keys.cuh"
+#include "tbe/short_bags.cuh"
+#include "tbe/update.cuh"
+
+namespace emb::cuda {
+
+template __global__ void pool_kernel<float>(LookupArgs, int);
+template __global__ void pool_kernel<half16>(LookupArgs, int);
+template __global__ void pool_kernel<bfloat16>(LookupArgs, int);
+template __global__ void short_bags_kernel<float>(LookupArgs, int);
+template __global__ void short_bags_kernel<half16>(LookupArgs, int);
+template __global__ void short_bags_kernel<bfloat16>(LookupArgs, int);
+template __global__ void sequence_kernel<float>(LookupArgs, int);
+template __global__ void sequence_kernel<half16>(LookupArgs, int);
+template __global__ void sequence_kernel<bfloat16>(LookupArgs, int);
+template __global__ void update_kernel<float>(GradArgs, RowStepArgs, int);
+template __global__ void update_kernel<half16>(GradArgs, RowStepArgs, int);
+template __global__ void update_kernel<bfloat16>(GradArgs, RowStepArgs, int);
+template __global__ void chunk_kernel<float>(GradArgs, int);
+template __global__ void chunk_kernel<half16>(GradArgs, int);
+template __global__ void chunk_kernel<bfloat16>(GradArgs, int);
+template __global__ void lookup_keys_kernel<uint32_t>(LookupKeys, SortBuffers<uint32_t>);
+template __global__ void groups_kernel<uint32_t>(SortBuffers<uint32_t>, GroupOutput);
+
+}  // namespace emb::cuda
