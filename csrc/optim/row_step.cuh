@@ -109,16 +109,13 @@ EMB_DEVICE void step_row(const Optimizer& optimizer, const RowStepArgs& args, in
   }
 }
 
-// For an optimizer with a row state: takes the sum over the row's lanes of the squared gradient
-// into the state and returns the row's step size. The whole warp calls it; `row` < 0 marks idle
-// groups.
-EMB_DEVICE float start_row(const RowwiseAdagrad& opt, const RowStepArgs& args,
-                           const LaneGroup& lane, int64_t row, int dim, float squares) {
-  float state = row >= 0 ? args.row_state[row] : 0.0f;
-  squares = simt::group_sum(squares, lane.lanes);
-  const float scale = opt.begin_row(&state, squares / static_cast<float>(dim > 0 ? dim : 1));
-  __syncwarp();  // every lane has read the state
-  if (row >= 0 && lane.rank == 0) args.row_state[row] = state;
+// For an optimizer with a row state: the row's step size from the state as it was. The new state
+// goes to `place`, which only one lane of the row passes. The whole warp calls it.
+EMB_DEVICE float start_row(const RowwiseAdagrad& opt, float state, float mean_square,
+                           float* place) {
+  const float scale = opt.begin_row(&state, mean_square);
+  __syncwarp();  // no lane still has to read the old state
+  if (place != nullptr) *place = state;
   return scale;
 }
 

@@ -3,6 +3,7 @@
 // same result.
 #pragma once
 
+#include "tbe/long_bags.cuh"
 #include "tbe/lookup.cuh"
 #include "tbe/short_bags.cuh"
 
@@ -27,6 +28,9 @@ void launch_lookup_of(const Launcher& launcher, const LookupArgs& args) {
     start(sequence_kernel<W>, args.bags.num_lookups, simt::kWarp, kLookupThreads);
   } else if (has_short_bags(args)) {
     start(short_bags_kernel<W>, args.bags.count, groups * kBagsInFlight, kShortBagThreads);
+  } else if (has_long_bags(args, lanes)) {
+    const int warps = kLookupThreads / static_cast<int>(simt::kWarp);
+    start(long_bags_kernel<W>, args.bags.count * warps, 1, kLookupThreads);
   } else {
     start(pool_kernel<W>, args.bags.count, groups, kLookupThreads);
   }

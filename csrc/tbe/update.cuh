@@ -70,6 +70,8 @@ __global__ void __launch_bounds__(kUpdateThreads, 7)
     const Segment segment(args, step.rule, first + lane.group, count);
     prefetch_row(step, segment, lane);
     const uint32_t u = first + lane.group;
+    const bool stateful = rowwise && u < count;
+    const float state = stateful ? step.row_state[args.rows[u]] : 0.0f;
     const int longest =
         __reduce_max_sync(simt::kFullMask, segment.length > kShortSegment ? 0 : segment.length);
     const int widest = __reduce_max_sync(simt::kFullMask, segment.dim);
@@ -86,8 +88,10 @@ __global__ void __launch_bounds__(kUpdateThreads, 7)
         if (pass == 0 || !twice) squares += squared(gradient);
         if (pass == 0) continue;
         if (rowwise && base == 0) {
-          const int64_t row = u < count ? args.rows[u] : -1;
-          scale = start_row(optimizer.rowwise_adagrad, step, lane, row, segment.dim, squares);
+          const float mean_square =
+              simt::group_sum(squares, lanes) / static_cast<float>(segment.dim);
+          float* place = stateful && lane.rank == 0 ? step.row_state + args.rows[u] : nullptr;
+          scale = start_row(optimizer.rowwise_adagrad, state, mean_square, place);
         }
         if (column < segment.dim) {
           step_row(optimizer, step, segment.element + column, segment.dim - column, gradient,

@@ -74,12 +74,10 @@ class TableBatchedEmbeddingBags(nn.Module):
             columns = [0] * len(dims) + [max(dims, default=0)]
         self.total_rows = self._row_bases[-1]
         self.columns = columns[-1]
-        layout = [
+        self._layout = [
             (self._weight_offsets[t], self._row_bases[t], self.tables[t].rows, dim, column)
             for t, dim, column in zip(self.feature_tables, dims, columns, strict=False)
         ]
-        features = torch.tensor(layout, dtype=torch.int64, device=device).view(-1, 5)
-        self.register_buffer("features", features, persistent=False)
         self._allocate(dtype, device)
         self.reset_parameters()
 
@@ -112,20 +110,27 @@ class TableBatchedEmbeddingBags(nn.Module):
             tensor = ops.empty_table((size,), torch.float32, device).zero_()
             self.register_buffer(f"state_{state.name}", tensor)
         self.register_buffer("hyper", self.optimizer.hyper(device))
+        features = torch.empty(len(self._layout), 5, dtype=torch.int64, device=device)
+        self.register_buffer("features", features, persistent=False)
         anchor = torch.zeros((), device=device, requires_grad=True)
         self.register_buffer("anchor", anchor, persistent=False)
         counts = torch.zeros(2, dtype=torch.int64, device=device)
         self.register_buffer("bounds_violations", counts, persistent=False)
 
     def reset_parameters(self) -> None:
-        """Draw the weights anew, zero the optimizer state and the step."""
+        """Draw the weights anew; optimizer state, step and learning rate as at construction.
+
+        Also what makes a module usable that was made on `meta` and moved by `to_empty`.
+        """
         with torch.no_grad():
+            self.features.copy_(torch.tensor(self._layout, dtype=torch.int64).view(-1, 5))
+            self.hyper.copy_(self.optimizer.hyper())
+            self.bounds_violations.zero_()
             for spec, table in zip(self.tables, self.table_weights(), strict=True):
                 bound = 1.0 / math.sqrt(spec.rows)
                 table.uniform_(-bound, bound)
             for state in self._states():
                 state.zero_()
-            self.hyper[1] = 0.0
 
     def forward(
         self, indices: Tensor, offsets: Tensor, per_sample_weights: Tensor | None = None
@@ -233,7 +238,9 @@ class TableBatchedEmbeddingBags(nn.Module):
         return f"[{sizes}{more}], {self.optimizer}, pooling={self.pooling.value}, dtype={dtype}"
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        return super()._apply(ops.keep_dtype(fn), recurse)
+        super()._apply(ops.keep_dtype(fn), recurse)
+        self.anchor = self.anchor.detach().requires_grad_()  # a copy is not a leaf that requires grad
+        return self
 
 
 def _prefix_sums(sizes: Sequence[int]) -> list[int]:

@@ -151,7 +151,7 @@ def _lengths(case: Case, generator: torch.Generator) -> Tensor:
         return torch.randint(0, 4, (bags,), generator=generator)
     if case.lengths == "one":
         return torch.ones(bags, dtype=torch.int64)
-    lengths = torch.randint(0, 9, (bags,), generator=generator)
+    lengths = torch.randint(0, 13, (bags,), generator=generator)
     if case.lengths == "long":
         lengths[bags // 2] = 1300
     if case.lengths == "hot":

@@ -3,6 +3,7 @@
 #include "group/segments.cuh"
 #include "optim/update_rows.cuh"
 #include "tbe/keys.cuh"
+#include "tbe/long_bags.cuh"
 #include "tbe/short_bags.cuh"
 #include "tbe/update.cuh"
 
@@ -14,6 +15,9 @@ template __global__ void pool_kernel<bfloat16>(LookupArgs, int);
 template __global__ void short_bags_kernel<float>(LookupArgs, int);
 template __global__ void short_bags_kernel<half16>(LookupArgs, int);
 template __global__ void short_bags_kernel<bfloat16>(LookupArgs, int);
+template __global__ void long_bags_kernel<float>(LookupArgs, int);
+template __global__ void long_bags_kernel<half16>(LookupArgs, int);
+template __global__ void long_bags_kernel<bfloat16>(LookupArgs, int);
 template __global__ void sequence_kernel<float>(LookupArgs, int);
 template __global__ void sequence_kernel<half16>(LookupArgs, int);
 template __global__ void sequence_kernel<bfloat16>(LookupArgs, int);
