@@ -42,9 +42,9 @@ def listing() -> str:
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command line and return the exit status."""
-    # A thread that waits by spinning holds the core that the thread it waits for needs, if anything else
-    # runs on the machine: on two busy cores every contender then takes 10 to 50 times as long. Read
-    # by OpenMP when torch is loaded, so it is set first; a value of the user's own wins.
+    # A thread that waits by spinning holds the core that the thread it waits for needs, if anything
+    # else runs: on two busy cores every contender then takes 10 to 50 times as long. OpenMP reads
+    # this when torch is loaded, so it is set first; a value of the user's own wins.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     flags = [a for a in arguments if a.startswith("-")]
     words = [a for a in arguments if not a.startswith("-")]

@@ -114,7 +114,6 @@ class Race:
 
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    gc.collect()
     was_enabled = gc.isenabled()
     gc.disable()
     try:

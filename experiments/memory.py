@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import gc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -43,7 +42,6 @@ def available_bytes(device: torch.device) -> int:
 
 def peak_bytes(work: Callable[[], object], device: torch.device) -> int | None:
     """Most memory in use during `work` above what was before; None where it cannot be known."""
-    gc.collect()
     if device.type == "cuda":
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated(device)

@@ -99,7 +99,8 @@ def _seconds(session: Session, display: Display) -> float:
 def _where(cell: Cell) -> str:
     w = cell.workload
     law = f" s={w.s:g}" if w.law.value == "zipf" else " uniform"
-    return f"{cell.section:<12} D={w.D} B={w.B} L={w.L}{law}"
+    tables = f" T={w.T}" if w.T > 1 else ""
+    return f"{cell.section:<12}{tables} D={w.D} B={w.B} L={w.L}{law}"
 
 
 def _outcome(records: Sequence[Record]) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from experiments.schema import AXES, Config, Design, Law, Tables, TTConfig, WorkloadConfig
+from experiments.schema import AXES, Config, Design, Tables, TTConfig, WorkloadConfig
 from experiments.workload import CRITEO_KAGGLE
 
 SWEEP = "sweep"  # section of the cells that come from `sweep:`; cases use their own names
@@ -109,10 +109,16 @@ def _swept(config: Config) -> Iterator[Cell]:
             for arm in arms_of(config.contenders, cell_ranks)
             if all(test({**_values(workload), "rank": arm.rank}) for test in keep)
         )
-        cell = Cell(SWEEP, "the sweep's base point", workload, arms, config.tt)
+        cell = Cell(SWEEP, _title(workload), workload, arms, config.tt)
         if arms and cell.key not in seen:
             seen.add(cell.key)
             yield cell
+
+
+def _title(w: WorkloadConfig) -> str:
+    """The workload as the end of a sentence."""
+    tables = "a table" if w.T == 1 else f"{w.T} tables"
+    return f"{tables} of {w.E:,} rows (D={w.D}, B={w.B:,}, L={w.L})"
 
 
 def _values(workload: WorkloadConfig) -> dict[str, Any]:
@@ -129,11 +135,6 @@ def _capped(cell: Cell, config: Config) -> Cell:
     if rows and largest > rows:
         scale = rows / largest
     return dataclasses.replace(cell, workload=workload, rows_scale=scale)
-
-
-def skew(workload: WorkloadConfig) -> float:
-    """The exponent a plot can use: uniform is zipf with s = 0."""
-    return 0.0 if workload.law is Law.uniform else workload.s
 
 
 _COMPARE: dict[type, Callable[[Any, Any], Any]] = {

@@ -99,15 +99,3 @@ def _feature_ids(
     if workload.order is Order.ranked:
         return ranks - 1
     return laws.permute(ranks, shape.rows, seed)
-
-
-def describe(workload: WorkloadConfig) -> str:
-    """One line of words and numbers for reports."""
-    tables = (
-        f"26 Criteo-Kaggle tables × D={workload.D}"
-        if workload.tables is Tables.criteo_kaggle
-        else f"{workload.T} × {workload.E:,} rows × D={workload.D}"
-    )
-    law = "uniform" if workload.law is Law.uniform else f"zipf s={workload.s:g} q={workload.q:g}"
-    order = "" if workload.law is Law.uniform else f", ids {workload.order.value}"
-    return f"{tables}, B={workload.B}, {workload.L} lookups per bag, {law}{order}"

@@ -46,43 +46,84 @@ struct GroupOutput {
   }
 };
 
-// Counters of all passes of a bucket: at most 64 bits in digits of 6 to 11 bits.
-inline constexpr int kMaxDigits = 6 << 11;
+// One stable pass of a radix sort, in two halves of its own: counting and scattering. Both walk
+// `kStreams` equal runs of the input side by side, each with counters of its own: where many keys
+// share a digit, the increments of one counter wait for each other (4-5 cycles each), and several
+// counters wait side by side. Stream s is items [begin(s), begin(s + 1)).
+template <int kStreams, class Item>
+struct RadixPass {
+  const Item* items;
+  int64_t n;
+  int shift;
+  uint32_t mask;
 
-// Sorts items by the low `bits` bits of the key; the result is in `items`.
-template <class Item>
-void sort_bucket(Item* items, Item* scratch, int64_t n, int bits) {
-  if (n <= 24) {
-    for (int64_t i = 1; i < n; ++i) {
-      const Item item = items[i];
-      int64_t j = i;
-      for (; j > 0 && items[j - 1].key > item.key; --j) items[j] = items[j - 1];
-      items[j] = item;
+  int64_t begin(int stream) const { return stream == kStreams ? n : n / kStreams * stream; }
+  uint32_t digit(int64_t i) const { return items[i].key >> shift & mask; }
+
+  // counters[stream * stride + digit] grows by the number of such items.
+  void count(uint32_t* counters, int64_t stride) const {
+    for (int64_t i = 0; i < n / kStreams; ++i) {
+      for (int s = 0; s < kStreams; ++s) ++counters[s * stride + digit(begin(s) + i)];
     }
-    return;
+    uint32_t* last = counters + (kStreams - 1) * stride;
+    for (int64_t i = n / kStreams * kStreams; i < n; ++i) ++last[digit(i)];
   }
-  // Few counters for a small bucket: clearing and scanning them must not cost more than the pass.
-  const int widest = n < 96 ? 6 : n < 512 ? 7 : n < 16384 ? 8 : 11;
-  const int passes = (bits + widest - 1) / widest, width = passes > 0 ? (bits + passes - 1) / passes : 0;
-  const uint32_t mask = (1u << width) - 1u;
-  uint32_t counts[kMaxDigits];  // of all passes, from one reading of the keys
-  std::memset(counts, 0, sizeof(uint32_t) * passes << width);
-  for (int64_t i = 0; i < n; ++i) {
-    for (int pass = 0; pass < passes; ++pass) {
-      ++counts[pass << width | (items[i].key >> pass * width & mask)];
+
+  // counters[stream * stride + digit] is where the stream's next item of that digit goes.
+  void scatter(uint32_t* counters, int64_t stride, Item* out) const {
+    for (int64_t i = 0; i < n / kStreams; ++i) {
+      for (int s = 0; s < kStreams; ++s) {
+        const int64_t at = begin(s) + i;
+        out[counters[s * stride + digit(at)]++] = items[at];
+      }
     }
+    uint32_t* last = counters + (kStreams - 1) * stride;
+    for (int64_t i = n / kStreams * kStreams; i < n; ++i) out[last[digit(i)]++] = items[i];
   }
+};
+
+// Turns counters[streams][digits] into the places where each stream writes: digit by digit, and in
+// the order of the streams within a digit. Calls `at(digit, place)` with the start of every digit.
+template <class At>
+void exclusive_places(uint32_t* counters, int64_t streams, int64_t digits, const At& at) {
+  uint32_t sum = 0;
+  for (int64_t digit = 0; digit < digits; ++digit) {
+    at(digit, sum);
+    for (int64_t s = 0; s < streams; ++s) sum += std::exchange(counters[s * digits + digit], sum);
+  }
+}
+
+// Sorts items by the low `bits` bits of the key in digits of at most `widest`.
+template <int kStreams, class Item>
+void radix_sort(Item* items, Item* scratch, int64_t n, int bits, int widest) {
+  const int passes = (bits + widest - 1) / widest;
   Item *from = items, *to = scratch;
+  uint32_t counters[kStreams << 8];
   for (int pass = 0; pass < passes; ++pass) {
-    uint32_t* cursor = counts + (pass << width);
-    const int shift = pass * width;
-    if (cursor[from[0].key >> shift & mask] == n) continue;
-    uint32_t sum = 0;
-    for (uint32_t digit = 0; digit <= mask; ++digit) sum += std::exchange(cursor[digit], sum);
-    for (int64_t i = 0; i < n; ++i) to[cursor[from[i].key >> shift & mask]++] = from[i];
+    const int shift = bits * pass / passes, width = bits * (pass + 1) / passes - shift;
+    const int64_t digits = int64_t{1} << width;
+    std::memset(counters, 0, sizeof(uint32_t) * kStreams << width);
+    const RadixPass<kStreams, Item> radix{from, n, shift, static_cast<uint32_t>(digits - 1)};
+    radix.count(counters, digits);
+    exclusive_places(counters, kStreams, digits, [](int64_t, uint32_t) {});
+    radix.scatter(counters, digits, to);
     std::swap(from, to);
   }
   if (from != items) std::memcpy(items, from, n * sizeof(Item));
+}
+
+// Sorts a bucket by the low `bits` bits of the key, stable; the result is in `items`. Small buckets
+// get few counters: clearing and adding them up must not cost more than the pass.
+template <class Item>
+void sort_bucket(Item* items, Item* scratch, int64_t n, int bits) {
+  if (n > 2048) return radix_sort<4>(items, scratch, n, bits, 8);
+  if (n > 24) return radix_sort<1>(items, scratch, n, bits, n < 96 ? 6 : n < 512 ? 7 : 8);
+  for (int64_t i = 1; i < n; ++i) {
+    const Item item = items[i];
+    int64_t j = i;
+    for (; j > 0 && items[j - 1].key > item.key; --j) items[j] = items[j - 1];
+    items[j] = item;
+  }
 }
 
 template <class Item>
@@ -93,61 +134,38 @@ int64_t count_groups(const Item* items, int64_t n, uint64_t limit) {
   return groups;
 }
 
-// Counts of items by the top bits of their key, one row of counters for each part of the input.
-template <class Item>
-struct Histogram {
-  int shift;
-  std::vector<int64_t> firsts;  // part p makes items [firsts[p], firsts[p + 1])
-  int64_t buckets;
-  std::vector<uint32_t> counts;
-
-  Histogram(int64_t n, uint64_t limit, std::vector<int64_t> part_firsts)
-      : firsts(std::move(part_firsts)) {
-    const int bits = std::bit_width(limit);
-    const int wanted = static_cast<int>(std::bit_width(static_cast<uint64_t>(n))) - 7;
-    const int bucket_bits = std::clamp(wanted, 0, std::min(bits, 11));
-    shift = bits - bucket_bits;
-    buckets = int64_t{1} << bucket_bits;
-    counts.resize(parts() * buckets, 0);
-  }
-
-  int64_t parts() const { return static_cast<int64_t>(firsts.size()) - 1; }
-  uint32_t* of(int64_t part) { return counts.data() + part * buckets; }
-};
-
-// Groups n items; keys are <= limit, and `limit` itself means "no group". `fill(part, put)` makes the
-// items of a part by calling `put(position, key)` once for each of its positions, in any order.
-// `emit(sorted, position)` is called for every item in its final place. Both run in parallel.
+// Groups n items; keys are <= limit, and `limit` itself means "no group". The input comes in parts,
+// part p at positions [firsts[p], firsts[p + 1]): `fill(p, put)` calls `put(position, key)` once for
+// each of them. `emit(sorted, position)` is called for every item in its final place. Both run in
+// parallel.
 template <class Item, class Fill, class Emit>
-void group_items(int64_t n, uint64_t limit, std::vector<int64_t> firsts, const Fill& fill,
+void group_items(int64_t n, uint64_t limit, const std::vector<int64_t>& firsts, const Fill& fill,
                  const GroupOutput& out, const Emit& emit) {
+  using Word = decltype(Item::key);
+  constexpr int kStreams = 4;
   const std::unique_ptr<Item[]> items(new Item[n]), sorted(new Item[n]);
-  Histogram<Item> histogram(n, limit, std::move(firsts));
-  const int shift = histogram.shift;
-  parallel_tasks(histogram.parts(), [&](int64_t part) {
-    uint32_t* counts = histogram.of(part);
-    fill(part, [&](int64_t position, uint64_t key) {
-      using Word = decltype(Item::key);
-      items[position] = {static_cast<Word>(key), static_cast<Word>(position)};
-      ++counts[key >> shift];
-    });
-  });
-
-  // counts[part][bucket] becomes the place where that part writes its next item of that bucket.
-  const int64_t buckets = histogram.buckets, parts = histogram.parts();
-  std::vector<int64_t> starts(buckets + 1, n);
-  uint32_t sum = 0;
-  for (int64_t bucket = 0; bucket < buckets; ++bucket) {
-    starts[bucket] = sum;
-    for (int64_t part = 0; part < parts; ++part) {
-      sum += std::exchange(histogram.of(part)[bucket], sum);
-    }
-  }
+  const int bits = std::bit_width(limit);
+  const int wanted = static_cast<int>(std::bit_width(static_cast<uint64_t>(n))) - 7;
+  const int bucket_bits = std::clamp(wanted, 0, std::min(bits, 11));
+  const int shift = bits - bucket_bits;
+  const int64_t buckets = int64_t{1} << bucket_bits;
+  const int64_t parts = static_cast<int64_t>(firsts.size()) - 1;
+  std::vector<uint32_t> counters(parts * kStreams * buckets, 0);
+  const auto pass = [&](int64_t part) {
+    return RadixPass<kStreams, Item>{items.get() + firsts[part], firsts[part + 1] - firsts[part], shift,
+                                     static_cast<uint32_t>(buckets - 1)};
+  };
   parallel_tasks(parts, [&](int64_t part) {
-    uint32_t* cursor = histogram.of(part);
-    for (int64_t i = histogram.firsts[part]; i < histogram.firsts[part + 1]; ++i) {
-      sorted[cursor[items[i].key >> shift]++] = items[i];
-    }
+    fill(part, [&](int64_t position, uint64_t key) {
+      items[position] = {static_cast<Word>(key), static_cast<Word>(position)};
+    });
+    pass(part).count(counters.data() + part * kStreams * buckets, buckets);
+  });
+  std::vector<int64_t> starts(buckets + 1, n);
+  exclusive_places(counters.data(), parts * kStreams, buckets,
+                   [&](int64_t bucket, uint32_t place) { starts[bucket] = place; });
+  parallel_tasks(parts, [&](int64_t part) {
+    pass(part).scatter(counters.data() + part * kStreams * buckets, buckets, sorted.get());
   });
 
   const auto cost = [&](int64_t bucket) { return starts[bucket] + bucket; };

@@ -29,14 +29,15 @@ Tensor group_inverse(const Tensor& segments, const Tensor& permutation, const Te
   const int64_t groups = *count.const_data_ptr<int32_t>();
   STD_TORCH_CHECK(groups >= 0 && groups <= n && (n == 0 || segment[groups] <= n), op,
                   ": count and segments must come from one call of group, got count ", groups);
-  parallel_balanced(groups, kGrain, [&](int64_t g) { return int64_t{segment[g]}; },
-                    [&](int64_t begin, int64_t end) {
-                      for (int64_t g = begin; g < end; ++g) {
-                        for (int32_t j = segment[g]; j < segment[g + 1]; ++j) {
-                          out[position[j]] = static_cast<int32_t>(g);
-                        }
-                      }
-                    });
+  parallel_balanced(
+      groups, kGrain, [&](int64_t g) { return int64_t{segment[g]}; },
+      [&](int64_t begin, int64_t end) {
+        for (int64_t g = begin; g < end; ++g) {
+          for (int32_t j = segment[g]; j < segment[g + 1]; ++j) {
+            out[position[j]] = static_cast<int32_t>(g);
+          }
+        }
+      });
   for (int64_t j = n == 0 ? 0 : segment[groups]; j < n; ++j) out[position[j]] = -1;
   return inverse;
 }

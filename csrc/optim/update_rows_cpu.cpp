@@ -43,10 +43,10 @@ void update_rows_(Tensor weights, std::vector<Tensor> states, const Tensor& hype
   check_dtype(op, "grads", grads, ScalarType::Float, "float32");
   STD_TORCH_CHECK(weights.dim() == 2 && weights.is_contiguous(), op,
                   ": weights must be a contiguous matrix, got ", weights.dim(), " dimensions");
-  STD_TORCH_CHECK(grads.dim() == 2 && grads.size(0) == weights.size(0) &&
-                      grads.size(1) == weights.size(1),
-                  op, ": grads must be [", weights.size(0), ", ", weights.size(1),
-                  "] like weights, got ", grads.numel(), " values in ", grads.dim(), " dimensions");
+  STD_TORCH_CHECK(
+      grads.dim() == 2 && grads.size(0) == weights.size(0) && grads.size(1) == weights.size(1), op,
+      ": grads must be [", weights.size(0), ", ", weights.size(1), "] like weights, got ",
+      grads.numel(), " values in ", grads.dim(), " dimensions");
   const int64_t rows = weights.size(0), width = weights.size(1);
   const States state = check_states(op, optimizer, states, hyper, rows * width, rows);
   if (rows * width == 0) return;
@@ -58,13 +58,12 @@ void update_rows_(Tensor weights, std::vector<Tensor> states, const Tensor& hype
                             width,
                             hyper.const_data_ptr<double>()};
   const UpdateRowsFn update = update_rows_table().find(optimizer.c_str());
-  parallel_balanced(rows, kGrain, [width](int64_t row) { return row * width; },
-                    [&](int64_t begin, int64_t end) { update(args, begin, end); });
+  parallel_balanced(
+      rows, kGrain, [width](int64_t row) { return row * width; },
+      [&](int64_t begin, int64_t end) { update(args, begin, end); });
 }
 
 }  // namespace
 }  // namespace emb
 
-STABLE_TORCH_LIBRARY_IMPL(emblib, CPU, m) {
-  m.impl("update_rows_", TORCH_BOX(&emb::update_rows_));
-}
+STABLE_TORCH_LIBRARY_IMPL(emblib, CPU, m) { m.impl("update_rows_", TORCH_BOX(&emb::update_rows_)); }

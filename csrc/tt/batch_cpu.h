@@ -43,8 +43,9 @@ inline Floats new_floats(int64_t n) { return Floats(new float[n > 0 ? n : 1]); }
 // The axes of every row of a core reversed, in parallel.
 inline void tt_reverse(const TtReverseArgs& args, int64_t rows) {
   const int64_t size = args.a * args.q * args.b;
-  parallel_balanced(rows, kTtGrain / 16, [&](int64_t row) { return row * size; },
-                    [&](int64_t begin, int64_t end) { tt_table().reverse(args, begin, end); });
+  parallel_balanced(
+      rows, kTtGrain / 16, [&](int64_t row) { return row * size; },
+      [&](int64_t begin, int64_t end) { tt_table().reverse(args, begin, end); });
 }
 
 struct TtBatch {
@@ -90,9 +91,9 @@ struct TtRights {
     const TtHalf& half = batch.right;
     const int last = batch.shape.cores - 1;
     if (!half.pair) {
-      tt_reverse({batch.cores[last], values.get(), batch.plan.rights, nullptr, half.rank,
-                  half.q_outer, 1},
-                 batch.num_rights);
+      tt_reverse(
+          {batch.cores[last], values.get(), batch.plan.rights, nullptr, half.rank, half.q_outer, 1},
+          batch.num_rights);
       return;
     }
     mirrored_outer = new_floats(half.outer_rows * half.outer_size());
@@ -106,12 +107,13 @@ struct TtRights {
     cores.outer = mirrored_outer.get();
     cores.inner = mirrored_inner.get();
     const int64_t per_half = half.q_outer * half.inner_size();
-    parallel_balanced(batch.num_rights, kTtGrain, [&](int64_t v) { return v * per_half; },
-                      [&](int64_t begin, int64_t end) {
-                        const Floats scratch = new_floats(tt_scratch_size(half, batch.shape.dim()));
-                        tt_table().expand(cores, values.get() + begin * half.value_size(),
-                                          scratch.get(), begin, end);
-                      });
+    parallel_balanced(
+        batch.num_rights, kTtGrain, [&](int64_t v) { return v * per_half; },
+        [&](int64_t begin, int64_t end) {
+          const Floats scratch = new_floats(tt_scratch_size(half, batch.shape.dim()));
+          tt_table().expand(cores, values.get() + begin * half.value_size(), scratch.get(), begin,
+                            end);
+        });
   }
 };
 

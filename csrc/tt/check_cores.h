@@ -26,7 +26,8 @@ inline TtShape tt_row_shape(const char* op, const std::vector<int64_t>& row_fact
     shape.p[k] = row_factors[k];
     rows *= static_cast<double>(row_factors[k]);
   }
-  STD_TORCH_CHECK(rows <= kMaxTtRows, op, ": row_factors must multiply to less than 2^62, got ", rows);
+  STD_TORCH_CHECK(rows <= kMaxTtRows, op, ": row_factors must multiply to less than 2^62, got ",
+                  rows);
   const TtHalf left = shape.left(), right = shape.right();
   STD_TORCH_CHECK(left.ids() <= kMaxTtIds && right.ids() <= kMaxTtIds, op,
                   ": the row factors of either half must multiply to less than 2^31, got ",
@@ -50,9 +51,9 @@ inline TtShape tt_shape(const char* op, const std::vector<Tensor>& cores,
                         const std::vector<int64_t>& row_factors,
                         const std::vector<int64_t>& dim_factors) {
   TtShape shape = tt_row_shape(op, row_factors);
-  STD_TORCH_CHECK(cores.size() == row_factors.size() && dim_factors.size() == row_factors.size(), op,
-                  ": cores, row_factors and dim_factors must have one length, got ", cores.size(),
-                  ", ", row_factors.size(), " and ", dim_factors.size());
+  STD_TORCH_CHECK(cores.size() == row_factors.size() && dim_factors.size() == row_factors.size(),
+                  op, ": cores, row_factors and dim_factors must have one length, got ",
+                  cores.size(), ", ", row_factors.size(), " and ", dim_factors.size());
   constexpr int64_t kMaxWidth = int64_t{1} << 30;
   int64_t rank = 1;
   for (int k = 0; k < shape.cores; ++k) {
@@ -65,8 +66,8 @@ inline TtShape tt_shape(const char* op, const std::vector<Tensor>& cores,
                     "] = ", shape.p[k], " rows, got ", core.size(0));
     const int64_t q = dim_factors[k], width = core.size(1);
     STD_TORCH_CHECK(q >= 1 && width >= 1 && width <= kMaxWidth && width % (rank * q) == 0, op,
-                    ": core ", k, " has ", width, " columns, which is no multiple of rank * q = ",
-                    rank, " * ", q);
+                    ": core ", k, " has ", width,
+                    " columns, which is no multiple of rank * q = ", rank, " * ", q);
     shape.q[k] = static_cast<int>(q);
     shape.ranks[k] = static_cast<int>(rank);
     rank = width / (rank * q);
@@ -80,8 +81,8 @@ inline TtPlan tt_plan_of(const char* op, const std::vector<Tensor>& tensors) {
   STD_TORCH_CHECK(tensors.size() == kTtPlanTensors, op, ": plan must be the ", kTtPlanTensors,
                   " tensors that tt_plan returns, got ", tensors.size());
   const int64_t capacity = tensors[2].numel();
-  const int64_t sizes[kTtPlanTensors] = {capacity, capacity + 1, capacity, capacity,
-                                         capacity + 1, capacity, capacity, 3};
+  const int64_t sizes[kTtPlanTensors] = {capacity,     capacity + 1, capacity, capacity,
+                                         capacity + 1, capacity,     capacity, 3};
   const int32_t* data[kTtPlanTensors];
   for (size_t i = 0; i < kTtPlanTensors; ++i) {
     check_dtype(op, "each plan tensor", tensors[i], ScalarType::Int, "int32");
@@ -99,10 +100,10 @@ inline void check_core_grad_inputs(const char* op, const TtShape& shape, int64_t
                                    const Tensor& prefixes, const Tensor& row_grads) {
   check_dtype(op, "row_grads", row_grads, ScalarType::Float, "float32");
   check_dtype(op, "prefixes", prefixes, ScalarType::Float, "float32");
-  STD_TORCH_CHECK(row_grads.dim() == 2 && row_grads.size(0) >= num_rows &&
-                      row_grads.size(1) == shape.dim(),
-                  op, ": row_grads must be [", num_rows, " rows or more, ", shape.dim(), "], got ",
-                  row_grads.numel(), " values");
+  STD_TORCH_CHECK(
+      row_grads.dim() == 2 && row_grads.size(0) >= num_rows && row_grads.size(1) == shape.dim(), op,
+      ": row_grads must be [", num_rows, " rows or more, ", shape.dim(), "], got ",
+      row_grads.numel(), " values");
   STD_TORCH_CHECK(prefixes.dim() == 2 && prefixes.size(1) == shape.left().value_size() &&
                       prefixes.is_contiguous(),
                   op, ": prefixes must be what tt_rows returned for these cores");

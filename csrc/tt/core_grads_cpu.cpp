@@ -1,8 +1,8 @@
 // `tt_core_grads` on the CPU. The left halves are walked through in waves, so that scratch memory
-// does not grow with the batch: in a wave (1) values that the forward pass did not keep are expanded
-// again, (2) every group of one inner row gets its gradient in one go, (3) right halves and (4) outer
-// rows add up what the wave holds for them. Each sum has one owner and one order, whatever the
-// number of threads and the size of the waves.
+// does not grow with the batch: in a wave (1) values that the forward pass did not keep are
+// expanded again, (2) every group of one inner row gets its gradient in one go, (3) right halves
+// and (4) outer rows add up what the wave holds for them. Each sum has one owner and one order,
+// whatever the number of threads and the size of the waves.
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
@@ -42,8 +42,9 @@ void sum_outer(const TtHalfCores& cores, int64_t begin, int64_t end, const float
   }
   const int64_t size = cores.half.outer_size();
   const TtOuterSumArgs args{outer_values, size, starts.data(), members.data(), grads};
-  parallel_balanced(rows, kTtGrain / 16, [&](int64_t i) { return (i + starts[i]) * size; },
-                    [&](int64_t first, int64_t last) { tt_table().sum_outer(args, first, last); });
+  parallel_balanced(
+      rows, kTtGrain / 16, [&](int64_t i) { return (i + starts[i]) * size; },
+      [&](int64_t first, int64_t last) { tt_table().sum_outer(args, first, last); });
 }
 
 // Gradients of the inner rows that no half of the batch uses are zero.
@@ -67,8 +68,9 @@ class Backward {
         row_grads_(row_grads),
         right_grads_(new_floats(batch.num_rights * batch.right.value_size())),
         cursors_(batch.plan.right_segments, batch.plan.right_segments + batch.num_rights),
-        left_{prefixes, batch.left.pair ? std::min(kept, batch.num_lefts) : 0, nullptr,
-              batch.plan.lefts, 0, batch.left.value_size()} {}
+        left_{prefixes, batch.left.pair ? std::min(kept, batch.num_lefts) : 0,
+              nullptr,  batch.plan.lefts,
+              0,        batch.left.value_size()} {}
 
   // Gradients of the cores of the left half; fills those of the right values on the way.
   void left_half(float* outer, float* inner) {
@@ -80,7 +82,8 @@ class Backward {
     }
     left_.ids = nullptr;
     const int64_t fit = num_threads() * kWaveFloats / left.value_size();
-    const int64_t wave = std::clamp<int64_t>(fit, 4 * kTtBlock, std::max<int64_t>(batch_.num_lefts, 64));
+    const int64_t wave =
+        std::clamp<int64_t>(fit, 4 * kTtBlock, std::max<int64_t>(batch_.num_lefts, 64));
     const Floats values = new_floats(left_.num_kept < batch_.num_lefts ? wave * left_.size : 0);
     const Floats outer_values = new_floats(wave * left.outer_size());
     left_.rest = values.get();
@@ -99,9 +102,9 @@ class Backward {
   void right_half(float* last, float* third) const {
     const TtHalf& half = batch_.right;
     if (!half.pair) {
-      return tt_reverse({right_grads_.get(), last, nullptr, batch_.plan.rights, half.q_outer,
-                         half.rank, 1},
-                        batch_.num_rights);
+      return tt_reverse(
+          {right_grads_.get(), last, nullptr, batch_.plan.rights, half.q_outer, half.rank, 1},
+          batch_.num_rights);
     }
     const Floats outer = new_floats(half.outer_rows * half.outer_size());
     const Floats inner = new_floats(half.inner_rows * half.inner_size());
@@ -131,12 +134,13 @@ class Backward {
   void expand(int64_t begin, int64_t end, float* values) const {
     const int64_t per_left = batch_.left.q_outer * batch_.left.inner_size();
     if (begin >= end) return;
-    parallel_balanced(end - begin, kTtGrain, [&](int64_t u) { return u * per_left; },
-                      [&](int64_t first, int64_t last) {
-                        const Floats scratch = batch_.scratch();
-                        tt_table().expand(batch_.left_cores(), values + first * left_.size,
-                                          scratch.get(), begin + first, begin + last);
-                      });
+    parallel_balanced(
+        end - begin, kTtGrain, [&](int64_t u) { return u * per_left; },
+        [&](int64_t first, int64_t last) {
+          const Floats scratch = batch_.scratch();
+          tt_table().expand(batch_.left_cores(), values + first * left_.size, scratch.get(),
+                            begin + first, begin + last);
+        });
   }
 
   void left_groups(const TtHalfGrads& grads, int64_t begin, int64_t end) const {
@@ -154,12 +158,13 @@ class Backward {
       for (int64_t u = begin; u <= end; ++u) groups.push_back(u);
     }
     const int64_t base = batch_.cost(begin);
-    parallel_balanced(static_cast<int64_t>(groups.size()) - 1, kTtGrain,
-                      [&](int64_t i) { return batch_.cost(groups[i]) - base; },
-                      [&](int64_t first, int64_t last) {
-                        const Floats scratch = batch_.scratch();
-                        tt_table().left_grads(args, scratch.get(), groups[first], groups[last]);
-                      });
+    parallel_balanced(
+        static_cast<int64_t>(groups.size()) - 1, kTtGrain,
+        [&](int64_t i) { return batch_.cost(groups[i]) - base; },
+        [&](int64_t first, int64_t last) {
+          const Floats scratch = batch_.scratch();
+          tt_table().left_grads(args, scratch.get(), groups[first], groups[last]);
+        });
   }
 
   // Adds the rows of left halves below `end` that were not added before.
@@ -177,9 +182,9 @@ class Backward {
                                 row_grads_,
                                 right_grads_.get()};
     const int64_t per_row = int64_t{1} * batch_.shape.dim() * batch_.left.rank;
-    parallel_balanced(batch_.num_rights, kTtGrain,
-                      [&](int64_t v) { return plan.right_segments[v] * per_row; },
-                      [&](int64_t first, int64_t last) { tt_table().right_grads(args, first, last); });
+    parallel_balanced(
+        batch_.num_rights, kTtGrain, [&](int64_t v) { return plan.right_segments[v] * per_row; },
+        [&](int64_t first, int64_t last) { tt_table().right_grads(args, first, last); });
   }
 
   const TtBatch& batch_;

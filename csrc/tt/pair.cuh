@@ -1,7 +1,8 @@
-// A pair of cores on the GPU: values of its distinct halves, and the gradients of both cores. Ids are
-// sorted by the inner core, the large one. A block takes one inner row and a tile of columns, finds
-// the halves that share the row, and runs one tiled product over all of them in shared memory: the
-// gradient of an inner row is complete in registers, so there are no atomics and no partial sums.
+// A pair of cores on the GPU: values of its distinct halves, and the gradients of both cores. Ids
+// are sorted by the inner core, the large one. A block takes one inner row and a tile of columns,
+// finds the halves that share the row, and runs one tiled product over all of them in shared
+// memory: the gradient of an inner row is complete in registers, so there are no atomics and no
+// partial sums.
 #pragma once
 
 #include "core/row_piece.cuh"
@@ -50,7 +51,7 @@ template <int kM, int kN>
 struct PairTiles {
   alignas(16) float a[kDepth][kM + kPad];
   alignas(16) float b[kDepth][kN + kPad];
-  int64_t first_offset[kM > kDepth ? kM : kDepth];   // of the lines of a tile, see each kernel
+  int64_t first_offset[kM > kDepth ? kM : kDepth];  // of the lines of a tile, see each kernel
   int64_t second_offset[kM > kDepth ? kM : kDepth];
   int64_t place[kN > kDepth ? kN : kDepth];
   int range[2];
@@ -63,14 +64,15 @@ struct PairThread {
   template <int kM, int kN>
   EMB_DEVICE static PairThread of(const PairTiles<kM, kN>&) {
     static_assert(kM / 4 * (kN / 4) == kPairThreads);
-    return {static_cast<int>(threadIdx.x) / (kN / 4) * 4, static_cast<int>(threadIdx.x) % (kN / 4) * 4};
+    return {static_cast<int>(threadIdx.x) / (kN / 4) * 4,
+            static_cast<int>(threadIdx.x) % (kN / 4) * 4};
   }
 };
 
 template <int kM, int kN>
 EMB_DEVICE void multiply_tiles(const PairTiles<kM, kN>& tiles, const PairThread& thread,
                                float (&sums)[4][4]) {
-#pragma unroll
+#pragma unroll 4
   for (int k = 0; k < kDepth; ++k) {
     float a[4], b[4];
     read_columns(&tiles.a[k][thread.m], 4, a);
@@ -113,7 +115,7 @@ EMB_DEVICE void locate_lines(const TtHalves& halves, int64_t inner, int64_t begi
 }
 
 // values[line, n] = sum over k of outer[line, k] * inner[k, n].
-[[maybe_unused]] static __global__ void __launch_bounds__(kPairThreads)
+[[maybe_unused]] static __global__ void __launch_bounds__(kPairThreads, 5)
     expand_kernel(TtHalves halves, float* values) {
   constexpr int kM = 32, kN = 64;
   __shared__ PairTiles<kM, kN> tiles;
@@ -157,7 +159,7 @@ EMB_DEVICE void locate_lines(const TtHalves& halves, int64_t inner, int64_t begi
 
 // grads[inner][m, n] = sum over lines of outer[line, m] * value_grads[line, n]; zero where no half
 // uses the row.
-[[maybe_unused]] static __global__ void __launch_bounds__(kPairThreads)
+[[maybe_unused]] static __global__ void __launch_bounds__(kPairThreads, 5)
     inner_grads_kernel(TtHalves halves, const float* value_grads, float* grads) {
   constexpr int kM = 32, kN = 64;
   __shared__ PairTiles<kM, kN> tiles;
@@ -202,7 +204,7 @@ EMB_DEVICE void locate_lines(const TtHalves& halves, int64_t inner, int64_t begi
 }
 
 // outer_values[u][jo, m] = sum over n of value_grads[line, n] * inner[m, n].
-[[maybe_unused]] static __global__ void __launch_bounds__(kPairThreads)
+[[maybe_unused]] static __global__ void __launch_bounds__(kPairThreads, 5)
     outer_values_kernel(TtHalves halves, const float* value_grads, float* outer_values) {
   constexpr int kM = 64, kN = 32;
   __shared__ PairTiles<kM, kN> tiles;
@@ -248,7 +250,7 @@ EMB_DEVICE void locate_lines(const TtHalves& halves, int64_t inner, int64_t begi
 
 // grads[outer row] = sum, in order, of the outer values of the halves that use it. A block takes an
 // outer row and looks for its halves 128 inner rows at a time.
-[[maybe_unused]] static __global__ void __launch_bounds__(kPairThreads)
+[[maybe_unused]] static __global__ void __launch_bounds__(kPairThreads, 5)
     sum_outer_kernel(TtHalves halves, const float* outer_values, float* grads) {
   __shared__ int found[kPairThreads];
   const int64_t size = halves.half.outer_size(), rows = halves.half.outer_rows;

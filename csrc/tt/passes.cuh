@@ -1,6 +1,7 @@
 // The forward and the backward pass of tensor-train tables on the GPU as sequences of kernels, for
-// any launcher: the same code runs on the emulated machine of tests/simt. Sizes that only the device
-// knows (distinct rows and halves) stay there; grids and buffers are sized by what they can be.
+// any launcher: the same code runs on the emulated machine of tests/simt. Sizes that only the
+// device knows (distinct rows and halves) stay there; grids and buffers are sized by what they can
+// be.
 #pragma once
 
 #include "tt/pair.cuh"
@@ -29,7 +30,7 @@ struct TtBatch {
 
 // Device memory of a pass, in floats; a part of length 0 is not used.
 struct TtRightMemory {
-  float *values;                  // [rights()][value_size]
+  float* values;                           // [rights()][value_size]
   float *mirrored_outer, *mirrored_inner;  // a pair's cores with their axes reversed
 
   static int64_t value_floats(const TtBatch& batch) {
@@ -101,8 +102,8 @@ void forward_pass(const Launcher& launcher, const TtBatch& batch, const TtRightM
 // Scratch of the backward pass besides TtRightMemory, in floats.
 struct TtBackwardMemory {
   float *left_grads, *right_grads;  // of the values
-  float *partials;
-  float *outer_values;               // of either pair, one after the other
+  float* partials;
+  float* outer_values;                     // of either pair, one after the other
   float *mirrored_outer, *mirrored_inner;  // gradients of a right pair's mirrored cores
 
   static int64_t left_floats(const TtBatch& batch) {

@@ -1,5 +1,5 @@
-// `tt_keys` and `tt_plan` on the CPU: which halves the rows of a batch have in common. The rows come
-// sorted by key, so left halves are runs; right halves are grouped by the shared sort.
+// `tt_keys` and `tt_plan` on the CPU: which halves the rows of a batch have in common. The rows
+// come sorted by key, so left halves are runs; right halves are grouped by the shared sort.
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>

@@ -1,5 +1,5 @@
-// `tt_keys` and `tt_plan` on the GPU: both halves are grouped by the sort under `group`. Nothing waits
-// for the device.
+// `tt_keys` and `tt_plan` on the GPU: both halves are grouped by the sort under `group`. Nothing
+// waits for the device.
 #include <torch/csrc/stable/library.h>
 
 #include <vector>
@@ -17,8 +17,8 @@ Tensor tt_keys(const Tensor& indices, int64_t rows, std::vector<int64_t> row_fac
   const Tensor input = torch::stable::contiguous(indices);
   const int64_t n = indices.numel();
   Tensor keys = torch::stable::new_empty(indices, {n}, ScalarType::Long);
-  launch_tt_keys(launcher, {index_array(input), n, rows, shape.key_map(),
-                            keys.mutable_data_ptr<int64_t>()});
+  launch_tt_keys(launcher,
+                 {index_array(input), n, rows, shape.key_map(), keys.mutable_data_ptr<int64_t>()});
   return keys;
 }
 
@@ -47,7 +47,8 @@ std::vector<Tensor> tt_plan(const Tensor& keys, const Tensor& count,
   }
   const auto data = [&](size_t i) { return plan[i].mutable_data_ptr<int32_t>(); };
   const Tensor left_rows = torch::stable::new_empty(keys, {n}, ScalarType::Int);
-  const DeviceSort<uint32_t> left(keys, n, shape.left().ids(), left_rows.mutable_data_ptr<int32_t>());
+  const DeviceSort<uint32_t> left(keys, n, shape.left().ids(),
+                                  left_rows.mutable_data_ptr<int32_t>());
   const DeviceSort<uint32_t> right(keys, n, shape.right().ids(), data(6));
   int32_t* counts = data(7);
   launch_tt_split(launcher, {keys.const_data_ptr<int64_t>(), count.const_data_ptr<int32_t>(),

@@ -8,7 +8,8 @@ namespace emb {
 
 // The grouping of a batch's distinct rows by their halves, as `tt_plan` returns it. Rows j are in
 // key order, so the rows of left half u are [left_segments[u], left_segments[u + 1]); the rows of
-// right half v are right_rows[right_segments[v]], .., ascending. Entries after the counts mean nothing.
+// right half v are right_rows[right_segments[v]], .., ascending. Entries after the counts mean
+// nothing.
 struct TtPlan {
   int64_t capacity;  // rows the tensors have room for, L
   const int32_t *lefts, *left_segments, *row_lefts;

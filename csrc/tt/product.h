@@ -38,15 +38,18 @@ template <int kWidth, int kRows, int kVectors>
 EMB_HD void tile(const Product& p, int64_t m, int64_t n) {
   using V = typename VecOf<kWidth>::type;
   V sums[kRows][kVectors];
-  const float* a = p.a + m * p.a_row;
+  // Copies: the stores to c could otherwise change p for all the compiler knows.
+  const int64_t depth = p.k, a_row = p.a_row, a_column = p.a_column, b_row = p.b_row,
+                c_row = p.c_row;
+  const float* a = p.a + m * a_row;
   const float* b = p.b + n;
-  float* c = p.c + m * p.c_row + n;
+  float* c = p.c + m * c_row + n;
   if (p.store == Store::kAdd) {
 #pragma GCC unroll 16
     for (int i = 0; i < kRows; ++i) {
 #pragma GCC unroll 16
       for (int v = 0; v < kVectors; ++v) {
-        __builtin_memcpy(&sums[i][v], c + i * p.c_row + v * kWidth, sizeof(V));
+        __builtin_memcpy(&sums[i][v], c + i * c_row + v * kWidth, sizeof(V));
       }
     }
   } else {
@@ -56,24 +59,24 @@ EMB_HD void tile(const Product& p, int64_t m, int64_t n) {
       for (int v = 0; v < kVectors; ++v) sums[i][v] = V{};
     }
   }
-  for (int64_t k = 0; k < p.k; ++k) {
+  for (int64_t k = 0; k < depth; ++k) {
     V row[kVectors];
 #pragma GCC unroll 16
     for (int v = 0; v < kVectors; ++v) __builtin_memcpy(&row[v], b + v * kWidth, sizeof(V));
 #pragma GCC unroll 16
     for (int i = 0; i < kRows; ++i) {
-      const float x = a[i * p.a_row];
+      const float x = a[i * a_row];
 #pragma GCC unroll 16
       for (int v = 0; v < kVectors; ++v) sums[i][v] += x * row[v];
     }
-    a += p.a_column;
-    b += p.b_row;
+    a += a_column;
+    b += b_row;
   }
 #pragma GCC unroll 16
   for (int i = 0; i < kRows; ++i) {
 #pragma GCC unroll 16
     for (int v = 0; v < kVectors; ++v) {
-      __builtin_memcpy(c + i * p.c_row + v * kWidth, &sums[i][v], sizeof(V));
+      __builtin_memcpy(c + i * c_row + v * kWidth, &sums[i][v], sizeof(V));
     }
   }
 }

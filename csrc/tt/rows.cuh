@@ -95,8 +95,8 @@ struct Owned {
 
 inline constexpr int64_t kPass = kOwned * static_cast<int64_t>(simt::kWarp);
 
-// grads[u][jl, r] = sum over rows j of u and over jr of row_grads[j][jl, jr] * right[jr, r]; a warp a
-// left half. With `ids` they go to the row of a core.
+// grads[u][jl, r] = sum over rows j of u and over jr of row_grads[j][jl, jr] * right[jr, r]; a warp
+// a left half. With `ids` they go to the row of a core.
 [[maybe_unused]] static __global__ void __launch_bounds__(kRowThreads)
     left_grads_kernel(TtRowsArgs args, const float* row_grads, float* grads, const int32_t* ids) {
   const int64_t size = args.left_size(), dim = args.dim(), lefts = *args.left_count;
@@ -193,8 +193,8 @@ EMB_HD int64_t tt_slots(int64_t rights, int64_t rows) { return rights + rows / k
 // Row from_ids[i] of `from`, or i, with its axes reversed becomes row to_ids[i] of `to`, or i; a
 // thread an element.
 struct TtReverseArgs {
-  const float* from;  // [..][a, q, b]
-  float* to;          // [..][b, q, a]
+  const float* from;                         // [..][a, q, b]
+  float* to;                                 // [..][b, q, a]
   const int32_t *from_ids, *to_ids, *count;  // count: rows there are; null: `rows`
   int64_t rows, a, q, b;
 };

@@ -33,15 +33,17 @@ std::tuple<Tensor, Tensor> tt_rows(std::vector<Tensor> cores, std::vector<Tensor
   Floats natural;
   if (right.pair && args.lanes_along_right()) {
     natural = new_floats(batch.num_rights * right.value_size());
-    tt_reverse({rights.values.get(), natural.get(), nullptr, nullptr, right.columns(), 1, right.rank},
-               batch.num_rights);
+    tt_reverse(
+        {rights.values.get(), natural.get(), nullptr, nullptr, right.columns(), 1, right.rank},
+        batch.num_rights);
     args.right_natural = {natural.get(), batch.num_rights, nullptr, nullptr, 0, right.value_size()};
   }
-  parallel_balanced(batch.num_lefts, kTtGrain, [&](int64_t u) { return batch.cost(u); },
-                    [&](int64_t begin, int64_t end) {
-                      const Floats scratch = batch.scratch();
-                      tt_table().rows(args, scratch.get(), begin, end);
-                    });
+  parallel_balanced(
+      batch.num_lefts, kTtGrain, [&](int64_t u) { return batch.cost(u); },
+      [&](int64_t begin, int64_t end) {
+        const Floats scratch = batch.scratch();
+        tt_table().rows(args, scratch.get(), begin, end);
+      });
   return {rows, prefixes};
 }
 

@@ -12,9 +12,9 @@ namespace emb {
 inline constexpr int kMaxCores = 4;
 
 // One half: rows of an outer core [outer_rows][q_outer, inner_rank] times, in a pair, rows of an
-// inner core [inner_rows][inner_rank, q_inner, rank]. Its value is a matrix [q_outer q_inner, rank].
-// The inner core is the large one; ids of a half are inner * outer_rows + outer, so that ascending
-// ids keep equal inner rows together.
+// inner core [inner_rows][inner_rank, q_inner, rank]. Its value is a matrix [q_outer q_inner,
+// rank]. The inner core is the large one; ids of a half are inner * outer_rows + outer, so that
+// ascending ids keep equal inner rows together.
 struct TtHalf {
   bool pair;
   int64_t outer_rows, inner_rows;

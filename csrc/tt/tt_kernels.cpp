@@ -59,8 +59,8 @@ EMB_HD void reorder(const TtHalf& half, const float* from, Order to_order, int64
 }
 
 // Values of the halves of one block.
-EMB_HD void expand_block(const TtHalfCores& cores, int64_t begin, int64_t end, const Scratch& scratch,
-                         float* values) {
+EMB_HD void expand_block(const TtHalfCores& cores, int64_t begin, int64_t end,
+                         const Scratch& scratch, float* values) {
   const TtHalf& half = cores.half;
   const int64_t width = int64_t{1} * half.q_inner * half.rank;
   pack_outer(cores, begin, end, scratch.packed);

@@ -1,6 +1,7 @@
 // The tensor-train kernels of the CPU: what they take and how they are reached. Each works on a
 // range of halves on one thread; the `*_cpu.cpp` files check, allocate and cut the work. Indices u
-// count distinct left halves, v distinct right halves, j distinct rows; rows are sorted by left half.
+// count distinct left halves, v distinct right halves, j distinct rows; rows are sorted by left
+// half.
 #pragma once
 
 #include "tt/shape.h"

@@ -122,7 +122,10 @@ class ReferenceTT(Contender):
             self.cores.append([c.requires_grad_() for c in cores])
             self.states.append(
                 [
-                    [torch.zeros(c.shape[: 1 if s.per_row else 2]) for s in self.rule.states]
+                    [
+                        torch.zeros_like(c.detach()[:, 0] if s.per_row else c)
+                        for s in self.rule.states
+                    ]
                     for c in cores
                 ]
             )

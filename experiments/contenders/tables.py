@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 import emblib
-from experiments.contenders.base import Contender, State, Task, expect_tables, fill_, touched
+from experiments.contenders.base import Contender, QuickUniform, State, Task, expect_tables, touched
 from experiments.schema import Optimizer
 from experiments.workload import Batch
 
@@ -19,25 +19,17 @@ OPTIMIZERS = {
 }
 
 
-class _Filled(emblib.TableBatchedEmbeddingBags):
-    """The same module without the wait for a random number per element of a large table."""
-
-    def reset_parameters(self) -> None:
-        """Repeated noise: as random as a benchmark needs, written at memory speed."""
-        for seed, weights in enumerate(self.table_weights()):
-            fill_(weights.detach(), seed)
-
-
 class BatchedTables(Contender):
     """One module for every table."""
 
     def __init__(self, task: Task) -> None:
         super().__init__(task)
-        self.module = _Filled(
-            [emblib.TableSpec(s.rows, s.dim) for s in task.shapes],
-            OPTIMIZERS[task.optimizer](task.lr),
-            device=task.device,
-        )
+        with QuickUniform():
+            self.module = emblib.TableBatchedEmbeddingBags(
+                [emblib.TableSpec(s.rows, s.dim) for s in task.shapes],
+                OPTIMIZERS[task.optimizer](task.lr),
+                device=task.device,
+            )
 
     def prepare(self, batch: Batch) -> Prepared:
         """As generated: feature-major ids and offsets."""

@@ -31,7 +31,7 @@ def write_report(path: Path) -> Summary:
     store.write("report.md", pages.markdown(run, figures))
     store.write("index.html", pages.page(run, figures, drawings))
     bad = sum(r["status"] in ("wrong", "error") for r in run.records)
-    return Summary(answer(run), bad)
+    return Summary(" ".join(answer(run)), bad)
 
 
 def _draw(run: Run) -> tuple[list, list[list[str]]]:

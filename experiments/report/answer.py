@@ -11,19 +11,19 @@ from experiments.report.data import Run
 from experiments.sweep import SWEEP
 
 
-def answer(run: Run) -> str:
-    """One sentence with numbers for the headline workload, then what the sweep adds."""
+def answer(run: Run) -> list[str]:
+    """Sentences: numbers for the headline workload, then what forward and the sweep add."""
     cell = run.headline_cell()
     if cell is None:
-        return "No answer yet: nothing was measured before the run ended."
+        return ["No answer yet: nothing was measured before the run ended."]
     subject, baseline = _pick(run, cell, run.subject.key), _pick(run, cell, run.baseline.key)
     for arm, rows in ((run.subject, subject), (run.baseline, baseline)):
         if rows is None or rows["step"]["status"] != "ok":
             reason = "it was not among the contenders" if rows is None else rows["step"]["reason"]
-            return f"No answer: {arm.label} has no result on the headline workload ({reason})."
+            return [f"No answer: {arm.label} has no result on the headline workload ({reason})."]
     assert subject is not None
     assert baseline is not None
-    return " ".join([_headline(run, subject, baseline), *_rest(run, subject)])
+    return [_headline(run, subject, baseline), *_rest(run, subject)]
 
 
 def _pick(run: Run, cell: str, arm: str) -> dict[str, Any] | None:
@@ -42,9 +42,15 @@ def _headline(run: Run, subject: dict[str, Any], baseline: dict[str, Any]) -> st
         f"{text.interval(step['ratio_lo'], step['ratio_hi'])} the step time of "
         f"{run.baseline.label} on {run.title(section)}{scaled} "
         f"({text.seconds(step['median_s'])} against {text.seconds(base['median_s'])}) "
-        f"while using {text.fraction(base_weights / weights)} of the memory "
-        f"({text.size(weights)} against {text.size(base_weights)})."
+        f"{_memory(weights, base_weights)}."
     )
+
+
+def _memory(weights: float, base: float) -> str:
+    sizes = f"({text.size(weights)} against {text.size(base)})"
+    if weights == base:
+        return f"with the same memory ({text.size(weights)})"
+    return f"while using {text.fraction(base / weights)} of the memory {sizes}"
 
 
 def _rest(run: Run, subject: dict[str, Any]) -> list[str]:

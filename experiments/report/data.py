@@ -94,6 +94,17 @@ class Run:
         """The section's title."""
         return next((r["title"] for r in self.records if r["section"] == section), section)
 
+    def sizes(self, section: str) -> str:
+        """The section's first workload in one line; for the sweep, its base point."""
+        record = next(r for r in self.records if r["section"] == section)
+        p, tables = record["params"], record["features"]
+        law = "uniform ids" if p["law"] == "uniform" else f"zipf s={p['s']:g} q={p['q']:g}"
+        return (
+            f"{'Base point: ' if section == SWEEP else ''}{tables} table{'s' * (tables > 1)}, "
+            f"{record['rows']:,} rows, D={p['D']}, B={p['B']:,}, "
+            f"{record['lookups']:,} lookups per batch, {law}"
+        )
+
     def failures(self) -> list[Record]:
         """Records without a measurement."""
         return [r for r in self.records if r["status"] != "ok"]

@@ -49,6 +49,7 @@ def _cost_and_memory(run: Run) -> Figure | None:
         f"Time against memory on {run.title(section)}",
         "Each mark is one contender: parameters on the horizontal axis, median time of one batch"
         " on the vertical one, with quartiles. Left and down is better.",
+        run.sizes(section),
         [Panel(title, _scatter(rows[rows["phase"] == phase])) for phase, title in names.items()],
     )
 
@@ -70,11 +71,14 @@ def _scatter(rows: pd.DataFrame) -> Callable[[Axes], None]:
             labels += [(a, b, str(t), colour) for a, b, t in zip(x, y, own["label"], strict=True)]
         _scales(axes, "parameters (MB)", "time per batch (ms)")
         axes.set_xscale("log")
-        axes.margins(x=0.32, y=0.25)
-        for x, y, text, colour in labels:
+        axes.margins(x=0.3, y=0.25)
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda v, _: number(v)))
+        middle = math.prod(math.sqrt(v) for v in axes.get_xlim())
+        for x, y, text, colour in labels:  # towards the middle, where there is room
+            side, shift = ("left", 9) if x < middle else ("right", -9)
             axes.annotate(
-                text, (x, y), (0, 9), textcoords="offset points", color=colour, ha="center",
-                fontsize=9,
+                text, (x, y), (shift, 0), textcoords="offset points", color=colour, ha=side,
+                va="center", fontsize=9,
             )  # fmt: skip
 
     return draw
@@ -102,17 +106,16 @@ def _sweep_time(run: Run) -> Figure | None:
         "sweep_time",
         "Step time, one axis at a time",
         "Median time of forward + backward + update of one batch; the band spans the quartiles. "
-        f"Lower is better. Around {_base(run)}.",
+        "Lower is better.",
         lambda axis: _lines(run, axis, "median_s", 1e3, "step (ms)"),
     )
 
 
 def _sweep_ratio(run: Run) -> Figure | None:
-    subject = LABELS[run.subject.contender]
     return _per_axis(
         run,
         "sweep_ratio",
-        f"{subject} ÷ {run.baseline.label}, paired",
+        f"Time ÷ {run.baseline.label}, paired",
         f"How many times the time of {run.baseline.label}: median of the ratios within each "
         "round, and its 95 % interval. Below 1 the contender is faster.",
         lambda axis: _ratios(run, axis),
@@ -125,7 +128,7 @@ def _sweep_bandwidth(run: Run) -> Figure | None:
         "sweep_bandwidth",
         "Useful bandwidth of the step",
         "Bytes the task must move (formula below) ÷ median step time. Higher is better. The "
-        "dashed line is this machine's own copy bandwidth, measured in the same run.",
+        "dotted line is this machine's own copy bandwidth, measured in the same run.",
         lambda axis: _lines(run, axis, "useful_gb_s", 1.0, "useful bandwidth (GB/s)"),
     )
 
@@ -135,16 +138,7 @@ def _per_axis(
 ) -> Figure | None:
     axes = run.swept_axes()
     panels = [Panel(AXIS_NAMES[a][:1].upper() + AXIS_NAMES[a][1:], draw(a)) for a in axes]
-    return Figure(name, title, caption, panels) if panels else None
-
-
-def _base(run: Run) -> str:
-    first = run.of(SWEEP).iloc[0] if len(run.of(SWEEP)) else {}
-    return (
-        ", ".join(f"{a}={number(first[a])}" for a in ("E", "D", "B", "L", "s"))
-        if len(first)
-        else ""
-    )
+    return Figure(name, title, caption, run.sizes(SWEEP), panels) if panels else None
 
 
 def _lines(run: Run, axis: str, column: str, factor: float, ylabel: str) -> Callable[[Axes], None]:
@@ -253,7 +247,7 @@ def _label_ends(axes: Axes, ends: list[Label]) -> None:
     for _, y, text, colour in sorted(ends, key=lambda e: e[1]):
         placed = max(math.log(y), placed + gap)
         axes.annotate(
-            text, (right, math.exp(placed)), (8, 0), textcoords="offset points", color=colour,
+            text, (right, math.exp(placed)), (12, 0), textcoords="offset points", color=colour,
             va="center", fontsize=9, annotation_clip=False,
         )  # fmt: skip
 
@@ -271,6 +265,7 @@ def _sweep_memory(run: Run) -> Figure | None:
         "sweep_memory",
         "Memory",
         "Parameters, and the most that one step needs on top of them. Lower is better.",
+        run.sizes(SWEEP) if panels else "",
         panels,
     )
 
@@ -325,13 +320,14 @@ def _published(run: Run, section: str) -> Figure | None:
         axes.xaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:g}"))
         axes.margins(x=0.18)
         axes.grid(visible=False, axis="y")
-        axes.set_xlabel("µs per lookup, forward + backward + update (log scale)")
+        axes.set_xlabel("µs per lookup of a step (log scale)")
 
     return Figure(
         f"published_{section}",
         f"{run.title(section)[:1].upper()}{run.title(section)[1:]}",
         "Measured here (solid) and published elsewhere (hatched): another machine, so the two "
         "kinds of bar are not divided by each other. Shorter is better.",
+        run.sizes(section),
         [Panel("Time per lookup", draw)],
     )
 

@@ -17,7 +17,8 @@ from experiments.sweep import SWEEP
 HOW_TO_READ = (
     "Every contender of a cell sees the same batches in the same process. Each round runs every "
     "contender once per phase in a new random order, after warming up over the whole pool of "
-    "distinct batches.",
+    "distinct batches. CPU threads wait passively (OMP_WAIT_POLICY) unless the environment says "
+    "otherwise.",
     "Times are medians over rounds; bars and bands are quartiles. A ratio is taken within each "
     "round, so that what slows the machine for a moment slows both sides; shown are the median "
     "ratio and its 95 % order-statistic interval. The interval covers the noise of this run "
@@ -69,14 +70,8 @@ def section_heading(run: Run, section: str) -> tuple[str, str]:
     """Title and one line on the workload."""
     title = "The sweep" if section == SWEEP else run.title(section)
     record = next(r for r in run.records if r["section"] == section)
-    unique = record["unique_rows"] / record["lookups"]
-    p = record["params"]
-    law = "uniform ids" if p["law"] == "uniform" else f"zipf s={p['s']:g} q={p['q']:g}"
-    line = (
-        f"{'Base point: ' if section == SWEEP else ''}{record['features']} tables, "
-        f"{record['rows']:,} rows, D={p['D']}, B={p['B']:,}, {record['lookups']:,} lookups per "
-        f"batch, {law}, {text.digits(100 * unique)} % of a batch's lookups distinct."
-    ).replace("1 tables", "1 table")
+    unique = text.digits(100 * record["unique_rows"] / record["lookups"])
+    line = f"{run.sizes(section)}; {unique} % of a batch's lookups are distinct rows."
     case = run.config.cases.get(section)
     note = f" {case.note}" if case is not None and case.note else ""
     return title[:1].upper() + title[1:], line + note
@@ -94,7 +89,9 @@ def published_lines(run: Run, section: str) -> list[str]:
 
 def markdown(run: Run, figures: Sequence[Figure]) -> str:
     """The report for a terminal, an issue or a repository page."""
-    lines = [f"# {run.config.name}", "", answer(run), "", f"*{run.info.get('question', '')}*", ""]
+    sentences = answer(run)
+    lines = [f"# {run.config.name}", "", f"**{sentences[0]}** {' '.join(sentences[1:])}", ""]
+    lines += [f"*Question: {run.info.get('question', '')}*", ""]
     lines += [f"> **{n}**\n" for n in notices(run)]
     for number, figure in enumerate(figures):
         lines += [
@@ -135,8 +132,11 @@ def page(run: Run, figures: Sequence[Figure], drawings: Sequence[Sequence[str]])
     """index.html; `drawings` holds each figure's panels as inline SVG."""
     assets = Path(__file__).parent
     parts = [f"<p class=eyebrow>{html.escape(str(run.config.name))}</p>"]
-    parts += [f"<h1>{html.escape(answer(run))}</h1>"]
-    parts += [f"<p class=question>{html.escape(str(run.info.get('question', '')))}</p>"]
+    sentences = answer(run)
+    parts += [f"<h1>{html.escape(sentences[0])}</h1>"]
+    parts += [f"<p>{html.escape(' '.join(sentences[1:]))}</p>"] if sentences[1:] else []
+    question = html.escape(str(run.info.get("question", "")))
+    parts += [f"<p class=question>Question: {question}</p>"]
     parts += [f"<p class=notice>{html.escape(n)}</p>" for n in notices(run)]
     parts += [f"<p class=meta>{html.escape(subtitle(run))}</p>"]
     blocks = [_figure(f, d) for f, d in zip(figures, drawings, strict=True)]

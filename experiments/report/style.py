@@ -48,11 +48,12 @@ class Panel:
 
 @dataclass(frozen=True)
 class Figure:
-    """Panels that belong together; `caption` says what is shown and which direction is better."""
+    """Panels that belong together; `caption` says what is shown and which way is better."""
 
     name: str
     title: str
     caption: str
+    sizes: str
     panels: Sequence[Panel]
 
 
@@ -123,6 +124,8 @@ def sheet(figure: Figure, subtitle: str) -> Canvas:
         axes.set_title(panel.title)
     for axes in list(grid.flat)[count:]:
         axes.set_visible(False)
-    canvas.suptitle(f"{figure.title}\n", fontsize=14, fontweight="bold", x=0.01, ha="left")
-    canvas.text(0.01, 0.995 - 0.42 / canvas.get_figheight(), subtitle, fontsize=9, va="top")
+    # The empty lines of the title keep room for the subtitle, which the layout does not know.
+    canvas.suptitle(f"{figure.title}\n\n", fontsize=14, fontweight="bold", x=0.01, ha="left")
+    below = 1 - 0.38 / canvas.get_figheight()
+    canvas.text(0.01, below, f"{figure.sizes}\n{subtitle}", fontsize=9, va="top")
     return canvas

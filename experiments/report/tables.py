@@ -92,9 +92,13 @@ def _line(forward: pd.Series, step: pd.Series, baseline: str) -> list[Value]:
         Value(text.seconds(step["ns_per_lookup"] / 1e9), step["ns_per_lookup"]),
         Value(text.digits(step["useful_gb_s"]), step["useful_gb_s"]),
         Value(text.size(step["weights_bytes"]), step["weights_bytes"]),
-        Value(text.times(step["compression"]), step["compression"]),
+        Value(_compression(step["compression"]), step["compression"]),
         Value(text.size(peak), math.nan if peak is None else peak),
     ]
+
+
+def _compression(value: float) -> str:
+    return "1×" if value == 1 else text.times(value)
 
 
 def failures_table(run: Run) -> Table:

@@ -6,6 +6,8 @@
 #include "tbe/long_bags.cuh"
 #include "tbe/short_bags.cuh"
 #include "tbe/update.cuh"
+#include "tt/passes.cuh"
+#include "tt/plan.cuh"
 
 namespace emb::cuda {
 

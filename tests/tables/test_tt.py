@@ -1,4 +1,4 @@
-"""TTEmbeddingBag against the reference: pooling, optimizers, bounds, initialisers, state."""
+"""TTEmbeddingBag against the reference: pooling, optimizers, bounds, state."""
 
 import io
 import math
@@ -15,7 +15,6 @@ from emblib.reference import tbe as tbe_reference
 from emblib.reference import tt as reference
 from emblib.specs import BoundsCheck, Pooling, TTSpec
 from emblib.tables import TTEmbeddingBag
-from emblib.tt.initializers import INITIALIZERS
 
 SPEC = TTSpec(110, 8, (3, 4), (4, 5, 6), (2, 2, 2))
 OPTIMIZERS = [
@@ -27,10 +26,10 @@ OPTIMIZERS = [
 
 
 @pytest.fixture(autouse=True)
-def _seed() -> Iterator[None]:
+def _seeded_on_device(device: torch.device) -> Iterator[None]:
     torch.manual_seed(0)
-    yield
-    torch.manual_seed(0)
+    with device:
+        yield
 
 
 def batch(dtype: torch.dtype = torch.int64) -> tuple[Tensor, Tensor]:
@@ -200,6 +199,9 @@ def test_empty_inputs() -> None:
 
 @pytest.mark.parametrize("mode", BoundsCheck)
 def test_bounds_are_those_of_the_table_not_of_its_cores(mode: BoundsCheck) -> None:
+    on_gpu = torch.get_default_device().type == "cuda"
+    if on_gpu and mode is BoundsCheck.FATAL:
+        pytest.skip("the error of a kernel ends the CUDA context of the process")
     table = TTEmbeddingBag(SPEC, bounds_check=mode)
     surplus = torch.tensor([115, 4, -7])  # 110 <= 115 < 4 * 5 * 6
     offsets = torch.tensor([0, 1, 3])
@@ -212,7 +214,7 @@ def test_bounds_are_those_of_the_table_not_of_its_cores(mode: BoundsCheck) -> No
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         out = table(surplus, offsets)
-    assert len(caught) == (1 if mode is BoundsCheck.WARNING else 0)
+    assert len(caught) == (1 if mode is BoundsCheck.WARNING and not on_gpu else 0)
     dense = table.to_dense()
     torch.testing.assert_close(out[0], dense[0])
     torch.testing.assert_close(out[1], dense[4] + dense[0])
@@ -236,6 +238,8 @@ def test_broken_offsets_are_repaired() -> None:
     torch.testing.assert_close(
         table(indices, offsets).double(), want.detach(), rtol=1e-5, atol=1e-6
     )
+    if indices.is_cuda:
+        return
     strict = TTEmbeddingBag(SPEC, bounds_check=BoundsCheck.FATAL)
     with pytest.raises(RuntimeError):
         strict(indices, offsets)
@@ -271,37 +275,6 @@ def test_no_grad_forward_makes_no_graph() -> None:
         out = table(*batch())
     assert not out.requires_grad
     assert torch.equal(out, table(*batch()))
-
-
-@pytest.mark.parametrize("init", INITIALIZERS)
-@pytest.mark.parametrize("ranks", [(8,), (8, 16), (4, 8, 6)], ids=str)
-def test_initial_rows_have_the_deviation_of_a_plain_table(
-    init: str, ranks: tuple[int, ...]
-) -> None:
-    table = TTEmbeddingBag(TTSpec(30_000, 32, ranks), init=init)
-    dense = table.to_dense()
-    target = 1.0 / math.sqrt(3.0 * 30_000)
-    assert float(dense.std()) == pytest.approx(target, rel=0.1)
-    assert abs(float(dense.mean())) < 0.1 * target
-    if init == "approx_uniform":
-        kurtosis = float((dense / dense.std()).pow(4).mean())
-        assert kurtosis == pytest.approx(1.8, abs=0.15)
-    assert dense.unique(dim=0).size(0) == 30_000
-
-
-def test_sampled_gaussian_entries_avoid_zero() -> None:
-    table = TTEmbeddingBag(TTSpec(3000, 16, (8, 8)), init="sampled_gaussian")
-    entries = torch.cat([core.detach().flatten() for core in table.cores]).abs()
-    assert float(entries.min()) > 0.8 * float(entries.median()) > 0.0
-
-
-def test_initial_values_follow_torchs_seed() -> None:
-    for init in INITIALIZERS:
-        tables = []
-        for _ in range(2):
-            torch.manual_seed(11)
-            tables.append(TTEmbeddingBag(SPEC, init=init))
-        assert all(torch.equal(a, b) for a, b in zip(tables[0].cores, tables[1].cores, strict=True))
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda o: o.name)
@@ -391,8 +364,9 @@ def test_wrong_learning_rate_leaves_the_old_one() -> None:
 def test_wrong_batches(indices: Tensor, offsets: Tensor, message: str) -> None:
     for mode in (BoundsCheck.WARNING, BoundsCheck.NONE):
         table = TTEmbeddingBag(SPEC, bounds_check=mode)
+        on = table.features.device
         with pytest.raises(RuntimeError, match=message):
-            table(indices, offsets)
+            table(indices.to(on), offsets.to(on))
 
 
 def test_extra_repr_names_the_choices() -> None:

@@ -1,0 +1,67 @@
+# emblib: `make run` and `make test` do all the set-up on a machine that has Python and compilers.
+#
+#   VENV=dir       the environment to create and use (default .venv)
+#   VENV=          none: use and install into the environment of PYTHON as it is
+#   PYTHON=python  whose torch >= 2.10 is used where it has one; else TORCH is installed
+#   EXTRAS=a,b     extras of pyproject.toml to install (default harness,test,lint)
+#   EMBLIB_CUDA=AUTO|ON|OFF, TORCH_CUDA_ARCH_LIST="8.0;9.0+PTX", JOBS=n    how to build
+#   ARGS="..."     passed on by run, test and gpu-test
+# pip's own variables work as usual; without a network: PIP_NO_INDEX=1 PIP_FIND_LINKS=wheels make ...
+
+.DEFAULT_GOAL := help
+SHELL := bash
+
+VENV ?= .venv
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+EXTRAS ?= harness,test,lint
+EMBLIB_CUDA ?= AUTO
+ARGS ?=
+export PYTHON VENV TORCH EXTRAS EMBLIB_CUDA JOBS
+
+STATE := $(if $(VENV),$(VENV),build)/.make
+BIN = $$(cat $(STATE)/bin)
+SOURCES := $(shell find csrc -type f) pyproject.toml
+
+.PHONY: help run test lint format gpu-test native clean distclean settings
+
+help: ## say what there is
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 18
+	@sed -n 's/^#   \(.*\)/  \1/p' Makefile
+
+run: native ## measure TT against TBE, write a report (ARGS="timing=quick")
+	@$(BIN)/python run.py +experiment=tt_vs_tbe $(ARGS)
+
+test: native ## the whole test suite, slow tests last (ARGS="-k lookup")
+	@$(BIN)/python -m pytest -q $(ARGS)
+
+gpu-test: native ## the tests that use a GPU; fails where torch sees none
+	@$(BIN)/python -c "import torch, sys; sys.exit(None if torch.cuda.is_available() else 'gpu-test: torch sees no GPU')"
+	@$(BIN)/python -m pytest -q -k cuda $(ARGS)
+
+lint: $(STATE)/environment ## ruff, clang-format and mypy
+	@scripts/lint.sh $(BIN)
+
+format: $(STATE)/environment ## apply ruff and clang-format
+	@scripts/format.sh $(BIN)
+
+native: $(STATE)/native ## set up the environment and build the native libraries
+
+clean: ## remove what was built
+	rm -rf build dist .benchmarks .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
+
+distclean: clean ## remove the environment as well
+	rm -rf .venv
+
+$(STATE)/environment: pyproject.toml scripts/environment.sh
+	@mkdir -p build && scripts/environment.sh $(STATE)
+
+# Rewritten only when a choice changes, so that the libraries are rebuilt exactly then.
+$(STATE)/settings: settings
+settings: $(STATE)/environment
+	@echo "$(EMBLIB_CUDA) $(TORCH_CUDA_ARCH_LIST) $$(command -v nvcc)" > $(STATE)/settings.new
+	@cmp -s $(STATE)/settings.new $(STATE)/settings || cp $(STATE)/settings.new $(STATE)/settings
+
+$(STATE)/native: $(STATE)/settings $(SOURCES) scripts/native.sh
+	@scripts/native.sh $(STATE)

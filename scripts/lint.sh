@@ -1,0 +1,16 @@
+#!/usr/bin/env bash
+# Checks everything and reports all that is wrong, not only the first.    scripts/lint.sh BIN
+set -uo pipefail
+bin=$1
+status=0
+check() {
+  echo "emblib: $1"
+  shift
+  "$@" || status=1
+}
+mapfile -t native < <(git ls-files --cached --others --exclude-standard -- '*.cpp' '*.h' '*.cu' '*.cuh')
+check "ruff check" "$bin/python" -m ruff check --quiet .
+check "ruff format" "$bin/python" -m ruff format --quiet --diff .
+check "clang-format" "$bin/clang-format" --dry-run -Werror "${native[@]}"
+check "mypy" "$bin/python" -m mypy --no-error-summary
+exit $status

@@ -1,0 +1,337 @@
+"""The house rules of CONTRIBUTING.md that a machine can check: sizes, layers, where things may be.
+
+Each test lists every place that breaks its rule. The files are those git tracks or would add.
+"""
+
+import ast
+import itertools
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import emblib
+
+ROOT = Path(__file__).resolve().parents[1]
+NATIVE = {".cpp", ".cu", ".cuh", ".h"}
+LIMITED = {".py", ".sh", ".yaml", ".yml", ".css", ".js", *NATIVE}
+
+MOST_LINES_OF_A_FILE = 400
+MOST_LINES_OF_A_FUNCTION = 60  # its docstring not counted
+MOST_ARGUMENTS = 8  # `self`, `cls` and `ctx` not counted
+MOST_BOOLS = 1
+
+# Layers of emblib, lowest first: a module may import from the layers below its own and from itself.
+# Two entries on one line do not see each other. `emblib/__init__.py` is above all of them.
+LAYERS = (
+    ("emblib.tt",),
+    ("emblib.specs", "emblib.optim"),
+    ("emblib.reference", "emblib.ops"),
+    ("emblib.tables",),
+)
+# What the library never imports: it depends on torch alone.
+OUTSIDE = {"experiments", "tests", "run", "hydra", "omegaconf", "numpy", "pandas", "matplotlib"}
+PEERS = {"fbgemm_gpu", "torchrec", "tensorly", "tltorch", "torch_tensorrt", "dynamicemb"}
+PEERS_ALLOWED_IN = ("experiments/contenders/", "tests/bench/")
+DISTRIBUTED_ALLOWED_IN: tuple[str, ...] = ()
+
+# The headers of the entries: besides `*_cpu.cpp`, `*_cuda.cu` and `schema.cpp`, only these may
+# include torch or each other. Everything else, all kernels among it, compiles without torch.
+TORCH_HEADERS = {
+    "csrc/core/check.h",
+    "csrc/core/launch.h",
+    "csrc/core/parallel.h",
+    "csrc/group/device_sort.h",
+    "csrc/group/group_items.h",
+    "csrc/group/outputs.h",
+    "csrc/optim/check_states.h",
+    "csrc/optim/device_states.h",
+    "csrc/tbe/repair_offsets.h",
+    "csrc/tt/batch_cpu.h",
+    "csrc/tt/check_cores.h",
+}
+
+
+@cache
+def files() -> tuple[str, ...]:
+    """Paths relative to the root, of every file that is or would be in the repository."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    try:
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("not a git checkout")
+    return tuple(sorted(name for name in set(done.stdout.splitlines()) if (ROOT / name).is_file()))
+
+
+def _with_suffix(*suffixes: str, under: str = "") -> list[str]:
+    return [f for f in files() if Path(f).suffix in suffixes and f.startswith(under)]
+
+
+def _text(name: str) -> str:
+    return (ROOT / name).read_text()
+
+
+@cache
+def _tree(name: str) -> ast.Module:
+    return ast.parse(_text(name), name)
+
+
+def _lines(node: ast.AST) -> int:
+    return (node.end_lineno or 0) - node.lineno + 1 if isinstance(node, ast.stmt) else 0
+
+
+# Sizes
+
+
+def test_files_are_short() -> None:
+    long = [(f, _text(f).count("\n")) for f in _with_suffix(*LIMITED)]
+    bad = [f"{f}: {n} lines" for f, n in long if n > MOST_LINES_OF_A_FILE]
+    assert not bad, f"more than {MOST_LINES_OF_A_FILE} lines: split by concept\n" + "\n".join(bad)
+
+
+def _functions() -> Iterator[tuple[str, ast.FunctionDef, list[str]]]:
+    """Every Python function with its place, and the bases of its class."""
+    for name in _with_suffix(".py"):
+        for parent in ast.walk(_tree(name)):
+            bases = (
+                [ast.unparse(b) for b in parent.bases] if isinstance(parent, ast.ClassDef) else []
+            )
+            for node in ast.iter_child_nodes(parent):
+                if isinstance(node, ast.FunctionDef):
+                    yield f"{name}:{node.lineno} {node.name}", node, bases
+
+
+def _signature_is_given(node: ast.FunctionDef, bases: list[str]) -> bool:
+    """Whether someone else fixes the signature, so that it cannot keep to the limits.
+
+    Exactly these: methods of a `torch.autograd.Function` (forward, backward, setup_context, vmap,
+    jvp); functions handed to the dispatcher with `torch.library.register_*`, which follow an op
+    schema; and overrides of torch's own methods.
+    """
+    autograd = any(base.endswith("autograd.Function") for base in bases)
+    if autograd and node.name in {"forward", "backward", "setup_context", "vmap", "jvp"}:
+        return True
+    if any("torch.library.register_" in ast.unparse(d) for d in node.decorator_list):
+        return True
+    return bool(bases) and node.name in {"_apply", "state_dict", "load_state_dict"}
+
+
+def _arguments(node: ast.FunctionDef) -> list[ast.arg]:
+    a = node.args
+    every = [*a.posonlyargs, *a.args, *a.kwonlyargs, *filter(None, (a.vararg, a.kwarg))]
+    return [arg for arg in every if arg.arg not in {"self", "cls", "ctx"}]
+
+
+def _is_bool(arg: ast.arg) -> bool:
+    return arg.annotation is not None and ast.unparse(arg.annotation) in {"bool", "bool | None"}
+
+
+def test_functions_are_short() -> None:
+    bad = []
+    for place, node, _ in _functions():
+        docstring = _lines(node.body[0]) if ast.get_docstring(node) is not None else 0
+        if (n := _lines(node) - docstring) > MOST_LINES_OF_A_FUNCTION:
+            bad.append(f"{place}: {n} lines")
+    assert not bad, f"more than {MOST_LINES_OF_A_FUNCTION} lines\n" + "\n".join(bad)
+
+
+def test_functions_take_few_arguments() -> None:
+    bad = [
+        f"{place}: {len(_arguments(node))} arguments"
+        for place, node, bases in _functions()
+        if len(_arguments(node)) > MOST_ARGUMENTS and not _signature_is_given(node, bases)
+    ]
+    assert not bad, f"more than {MOST_ARGUMENTS}: group them in a dataclass\n" + "\n".join(bad)
+
+
+def test_bools_are_rare_and_named() -> None:
+    """At most one a function and keyword-only; pytest passes the arguments of a test by keyword."""
+    bad = []
+    for place, node, bases in _functions():
+        if _signature_is_given(node, bases):
+            continue
+        if sum(map(_is_bool, _arguments(node))) > MOST_BOOLS:
+            bad.append(f"{place}: more than {MOST_BOOLS} bool, use an enum or a dataclass")
+        positional = [*node.args.posonlyargs, *node.args.args]
+        if any(map(_is_bool, positional)) and not node.name.startswith("test_"):
+            bad.append(f"{place}: a bool must be keyword-only")
+    assert not bad, "\n".join(bad)
+
+
+# What a file says of itself
+
+
+def test_every_file_says_what_it_is() -> None:
+    python = [
+        f for f in _with_suffix(".py") if _text(f).strip() and not ast.get_docstring(_tree(f))
+    ]
+    native = [f for f in _with_suffix(*NATIVE) if not _text(f).startswith(("// ", "/* "))]
+    bad = python + native
+    assert not bad, "no docstring or comment at the top:\n" + "\n".join(bad)
+
+
+def test_every_experiment_asks_a_question() -> None:
+    bad = []
+    for name in _with_suffix(".yaml", under="conf/experiment/"):
+        lines = [line for line in _text(name).splitlines() if not line.startswith("# @package")]
+        if not re.fullmatch(r"# Question: .+\?", lines[0]):
+            bad.append(f"{name}: {lines[0]!r}")
+    assert not bad, "must begin with '# Question: ...?':\n" + "\n".join(bad)
+
+
+def test_nothing_names_one_machine_or_registry() -> None:
+    """No absolute path of somebody's machine, no package index, no unfinished work."""
+    # Brackets keep the pattern from finding itself.
+    hosts = r"(pyp[i]|pythonhoste[d]|npmj[s]|debia[n])\.(org|com)|download\.pytorc[h]\.org"
+    folders = r"(?<![\w.$}])/(wor[k]/|roo[t]/|tm[p]/dev|hom[e]/\w)"
+    pattern = re.compile(rf"{hosts}|{folders}|\b(TOD[O]|FIXM[E]|XX[X])\b")
+    bad = []
+    for name in files():
+        try:
+            lines = _text(name).splitlines()
+        except UnicodeDecodeError:
+            continue  # a picture
+        bad += [f"{name}:{i}: {m[0]}" for i, s in enumerate(lines, 1) if (m := pattern.search(s))]
+    assert not bad, "\n".join(bad)
+
+
+# Layers
+
+
+def _imports(name: str) -> set[str]:
+    """Dotted names of the modules (and names from modules) that a file imports anywhere."""
+    found = set()
+    for node in ast.walk(_tree(name)):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{name}:{node.lineno}: import by full name"
+            found.update(f"{node.module}.{alias.name}" for alias in node.names)
+    return found
+
+
+def _is_in(module: str, package: str) -> bool:
+    return module == package or module.startswith(package + ".")
+
+
+def test_layers_of_the_library() -> None:
+    bad = []
+    for name in _with_suffix(".py", under="emblib/"):
+        module = ".".join(Path(name).with_suffix("").parts).removesuffix(".__init__")
+        levels = [i for i, layer in enumerate(LAYERS) for p in layer if _is_in(module, p)]
+        if module == "emblib":
+            continue
+        assert levels, f"{name} is in no layer: add it to LAYERS"
+        below = tuple(itertools.chain(*LAYERS[: levels[0]]))
+        own = next(p for p in LAYERS[levels[0]] if _is_in(module, p))
+        bad += [
+            f"{name} imports {used}"
+            for used in _imports(name)
+            if _is_in(used, "emblib")
+            and not any(_is_in(used, p) for p in (*below, own))
+            # The package object alone, to ask where it lies.
+            and used != "emblib"
+        ]
+        bad += [f"{name} imports {u}" for u in _imports(name) if u.split(".")[0] in OUTSIDE]
+    assert not bad, "\n".join(bad)
+
+
+def test_the_harness_sees_public_names_only() -> None:
+    """`emblib.X`, `from emblib import X` and `from emblib.X import y`, where X is in `__all__`."""
+    public = set(emblib.__all__)
+    bad = []
+    for name in [*_with_suffix(".py", under="experiments/"), "run.py"]:
+        used = {u.split(".")[1] for u in _imports(name) if u.startswith("emblib.")}
+        for node in ast.walk(_tree(name)):
+            if not isinstance(node, ast.Attribute):
+                continue
+            if isinstance(node.value, ast.Name) and node.value.id == "emblib":
+                used.add(node.attr)
+            if ast.unparse(node) == "torch.ops.emblib":
+                bad.append(f"{name}:{node.lineno}: torch.ops.emblib")
+        bad += [f"{name}: emblib.{u}" for u in used if u not in public]
+    assert not bad, "not public:\n" + "\n".join(bad)
+
+
+def test_peers_and_distributed_stay_in_their_place() -> None:
+    bad = []
+    for name in _with_suffix(".py"):
+        for used in _imports(name):
+            if used.split(".")[0] in PEERS and not name.startswith(PEERS_ALLOWED_IN):
+                bad.append(f"{name} imports {used}")
+            if _is_in(used, "torch.distributed") and name not in DISTRIBUTED_ALLOWED_IN:
+                bad.append(f"{name} imports {used}")
+    assert not bad, "\n".join(bad)
+
+
+# Native code
+
+
+def _includes(name: str) -> list[str]:
+    return re.findall(r'^\s*#\s*include\s*[<"]([^>"]+)[>"]', _text(name), re.MULTILINE)
+
+
+STABLE_ABI = ("torch/csrc/stable/", "torch/headeronly/", "torch/csrc/inductor/aoti_torch/c/")
+
+
+def _may_include_torch(name: str) -> bool:
+    return name.endswith(("_cpu.cpp", "_cuda.cu")) or name in {"csrc/schema.cpp", *TORCH_HEADERS}
+
+
+def test_torch_stays_at_the_entries() -> None:
+    """Kernels and their headers know nothing of torch; the entries know its stable ABI only."""
+    bad = []
+    for name in _with_suffix(*NATIVE):
+        for header in _includes(name):
+            of_torch = header.startswith(("torch/", "ATen/", "c10/"))
+            if of_torch and not header.startswith(STABLE_ABI):
+                bad.append(f"{name} includes {header}, which is not of the stable ABI")
+            if (of_torch or f"csrc/{header}" in TORCH_HEADERS) and not _may_include_torch(name):
+                bad.append(f"{name} includes {header}")
+    assert not bad, "\n".join(bad)
+
+
+def test_features_do_not_include_each_other() -> None:
+    """A feature's code includes its own folder, core, optim and group."""
+    bad = []
+    for name in _with_suffix(*NATIVE, under="csrc/"):
+        folder = Path(name).parts[1]
+        allowed = {folder} if folder == "core" else {folder, "core", "optim", "group"}
+        for header in _includes(name):
+            first = header.split("/")[0]
+            if (ROOT / "csrc" / header).is_file() and first not in allowed:
+                bad.append(f"{name} includes {header}")
+    assert not bad, "\n".join(bad)
+
+
+def test_schemas_are_in_one_file() -> None:
+    native = re.compile(r"TORCH_LIBRARY(_FRAGMENT)?\s*\(|\bm\.def\s*\(")
+    python = re.compile(r"\blibrary\.(define|custom_op|Library)\b")
+    bad = [
+        name
+        for name in (*_with_suffix(*NATIVE, under="csrc/"), *_with_suffix(".py", under="emblib/"))
+        if name != "csrc/schema.cpp" and (native.search(_text(name)) or python.search(_text(name)))
+    ]
+    assert not bad, "op schemas belong in csrc/schema.cpp:\n" + "\n".join(bad)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+def test_headers_compile_alone(tmp_path: Path) -> None:
+    """Every torch-free header includes what it uses; those for CUDA in the host emulation."""
+    headers = [f for f in _with_suffix(".h", ".cuh", under="csrc/") if f not in TORCH_HEADERS]
+    flags = ["-std=c++20", "-fsyntax-only", f"-I{ROOT / 'csrc'}", "-DEMB_ISA=baseline"]
+
+    def errors(header: str) -> str:
+        source = tmp_path / f"{header.replace('/', '_')}.cpp"
+        source.write_text(f'#include "{header.removeprefix("csrc/")}"\n')
+        done = subprocess.run(["g++", *flags, str(source)], capture_output=True, text=True)
+        return "" if done.returncode == 0 else f"{header}:\n{done.stderr[:600]}"
+
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        bad = [text for text in pool.map(errors, headers) if text]
+    assert not bad, "\n".join(bad)

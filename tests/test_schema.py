@@ -1,0 +1,114 @@
+"""Every op of csrc/schema.cpp is complete: shape, CPU kernel, CUDA kernel, reference, opcheck case."""
+
+import inspect
+import re
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from emblib.reference import tbe, tt
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# What each op computes, in plain PyTorch; or why it has no meaning of its own to define.
+REFERENCES: dict[str, Callable[..., object] | str] = {
+    "group": tbe.group,
+    "group_inverse": "the inverse of the permutation of `group`, which the tests state in one line",
+    "bounds_check": tbe.repair_offsets,
+    "tbe_lookup": tbe.lookup,
+    "tbe_group": tbe.group,
+    "tbe_row_grads": "autograd of reference.tbe.lookup",
+    "tbe_update_": tbe.update_,
+    "tbe_sample_weight_grad": tbe.sample_weight_grad,
+    "tt_keys": tt.keys,
+    "tt_plan": "which halves the rows share: only how tt_rows saves work, checked by its result",
+    "tt_rows": tt.rows,
+    "tt_core_grads": tt.core_grads,
+    "update_rows_": tt.update_rows_,
+    "advise_huge_pages_": "changes no value",
+}
+
+# Ops without a CUDA kernel, and why.
+CPU_ONLY = {"advise_huge_pages_": "the memory of a GPU has no page size to ask for"}
+
+
+@cache
+def schemas() -> dict[str, str]:
+    """Op name -> schema, as csrc/schema.cpp has them."""
+    source = (ROOT / "csrc" / "schema.cpp").read_text()
+    found = {}
+    for definition in re.findall(r"m\.def\(((?:\s*\"[^\"]*\")+)\s*\)", source):
+        text = "".join(re.findall(r'"([^"]*)"', definition))
+        found[text.partition("(")[0]] = text
+    assert len(found) == source.count("m.def("), "a definition that this test does not understand"
+    return found
+
+
+def _registered_in(pattern: str, dispatch_key: str) -> set[str]:
+    """Ops that the sources matching `pattern` register a kernel for."""
+    names: set[str] = set()
+    for path in (ROOT / "csrc").glob(pattern):
+        block = rf"STABLE_TORCH_LIBRARY_IMPL\(emblib, {dispatch_key}, m\) \{{(.*?)\n?\}}\n"
+        for body in re.findall(block, path.read_text(), re.DOTALL):
+            names.update(re.findall(r'm\.impl\("(\w+)"', body))
+    return names
+
+
+@cache
+def _opchecked() -> set[str]:
+    """Ops named as the subject of a `torch.library.opcheck` or in a table of cases for it."""
+    found: set[str] = set()
+    for path in (ROOT / "tests").rglob("test_*.py"):
+        text = path.read_text()
+        if "torch.library.opcheck(" in text:
+            found.update(re.findall(r"opcheck\((?:torch\.ops\.emblib\.|ops\.)?(\w+)", text))
+            found.update(re.findall(r'^\s+"(\w+)": \(', text, re.MULTILINE))
+    return found
+
+
+def test_the_sources_and_the_library_have_the_same_ops() -> None:
+    names = torch._C._dispatch_get_all_op_names()
+    loaded = {n.removeprefix("emblib::").partition(".")[0] for n in names if n.startswith("emblib::")}
+    assert loaded == set(schemas()), "rebuild the native library: make native"
+
+
+@pytest.mark.parametrize("op", sorted(schemas()))
+def test_schema_is_the_one_loaded(op: str) -> None:
+    loaded = getattr(torch.ops.emblib, op).default._schema
+    assert str(torch._C.parse_schema("emblib::" + schemas()[op])) == str(loaded)
+
+
+@pytest.mark.parametrize("op", sorted(schemas()))
+def test_name_says_whether_it_mutates(op: str) -> None:
+    assert op.endswith("_") == ("!)" in schemas()[op])
+
+
+@pytest.mark.parametrize("op", sorted(schemas()))
+def test_has_a_shape(op: str) -> None:
+    entry = torch._library.simple_registry.singleton.find(f"emblib::{op}")
+    assert entry.fake_impl.kernel is not None, "register_fake it in emblib/ops"
+
+
+@pytest.mark.parametrize("op", sorted(schemas()))
+def test_has_a_cpu_kernel(op: str) -> None:
+    assert op in _registered_in("*/*_cpu.cpp", "CPU")
+    assert torch._C._dispatch_has_kernel_for_dispatch_key(f"emblib::{op}", "CPU")
+
+
+@pytest.mark.parametrize("op", sorted(schemas()))
+def test_has_a_cuda_kernel(op: str) -> None:
+    assert (op in _registered_in("*/*_cuda.cu", "CUDA")) != (op in CPU_ONLY)
+
+
+def test_every_op_has_a_reference_or_a_reason() -> None:
+    assert set(REFERENCES) == set(schemas())
+    for reference in REFERENCES.values():
+        assert isinstance(reference, str) or inspect.getdoc(reference)
+
+
+@pytest.mark.parametrize("op", sorted(schemas()))
+def test_has_an_opcheck_case(op: str) -> None:
+    assert op in _opchecked(), "add a call of it to a test_opcheck in tests/ops"
