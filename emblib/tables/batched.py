@@ -1,20 +1,19 @@
 """T plain tables in one kernel, with the optimizer fused into the backward pass."""
 
 import math
-import warnings
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
 from emblib import ops
 from emblib.ops import tbe
-from emblib.optim import SGD, Optimizer, check_learning_rate
+from emblib.optim import Optimizer
 from emblib.specs import BoundsCheck, Pooling, TableSpec
+from emblib.tables.base import FLOAT_DTYPES, FusedTable
 
 
-class TableBatchedEmbeddingBags(nn.Module):
+class TableBatchedEmbeddingBags(FusedTable):
     """Looks up F features in T tables at once and pools them into one `[B, sum D]` output.
 
     Backward groups the lookups by row and applies `optimizer` to every distinct row of the batch,
@@ -36,9 +35,6 @@ class TableBatchedEmbeddingBags(nn.Module):
 
     weights: nn.Parameter
     features: Tensor
-    hyper: Tensor
-    anchor: Tensor
-    bounds_violations: Tensor
 
     def __init__(
         self,
@@ -52,12 +48,8 @@ class TableBatchedEmbeddingBags(nn.Module):
         bounds_check: BoundsCheck = BoundsCheck.WARNING,
         device: torch.device | str | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(optimizer, pooling, output_dtype, bounds_check)
         self.tables = tuple(tables)
-        self.optimizer = SGD(0.01) if optimizer is None else optimizer
-        self.pooling = Pooling(pooling)
-        self.output_dtype = output_dtype
-        self.bounds_check = BoundsCheck(bounds_check)
         self.feature_tables = (
             tuple(range(len(self.tables))) if feature_tables is None else tuple(feature_tables)
         )
@@ -82,9 +74,8 @@ class TableBatchedEmbeddingBags(nn.Module):
         self.reset_parameters()
 
     def _check_arguments(self, dtype: torch.dtype) -> None:
-        for name, value in (("dtype", dtype), ("output_dtype", self.output_dtype)):
-            if value not in (torch.float32, torch.float16, torch.bfloat16):
-                raise ValueError(f"{name} must be float32, float16 or bfloat16, got {value}")
+        if dtype not in FLOAT_DTYPES:
+            raise ValueError(f"dtype must be float32, float16 or bfloat16, got {dtype}")
         for f, t in enumerate(self.feature_tables):
             if not 0 <= t < len(self.tables):
                 raise ValueError(
@@ -109,13 +100,9 @@ class TableBatchedEmbeddingBags(nn.Module):
             size = rows if state.per_row else elements
             tensor = ops.empty_table((size,), torch.float32, device).zero_()
             self.register_buffer(f"state_{state.name}", tensor)
-        self.register_buffer("hyper", self.optimizer.hyper(device))
         features = torch.empty(len(self._layout), 5, dtype=torch.int64, device=device)
         self.register_buffer("features", features, persistent=False)
-        anchor = torch.zeros((), device=device, requires_grad=True)
-        self.register_buffer("anchor", anchor, persistent=False)
-        counts = torch.zeros(2, dtype=torch.int64, device=device)
-        self.register_buffer("bounds_violations", counts, persistent=False)
+        self._register_common(device)
 
     def reset_parameters(self) -> None:
         """Draw the weights anew; optimizer state, step and learning rate as at construction.
@@ -124,8 +111,7 @@ class TableBatchedEmbeddingBags(nn.Module):
         """
         with torch.no_grad():
             self.features.copy_(torch.tensor(self._layout, dtype=torch.int64).view(-1, 5))
-            self.hyper.copy_(self.optimizer.hyper())
-            self.bounds_violations.zero_()
+            self._reset_common()
             for spec, table in zip(self.tables, self.table_weights(), strict=True):
                 bound = 1.0 / math.sqrt(spec.rows)
                 table.uniform_(-bound, bound)
@@ -146,8 +132,7 @@ class TableBatchedEmbeddingBags(nn.Module):
         Raises:
             RuntimeError: wrong dtype, device or number of offsets; out of bounds in mode FATAL.
         """
-        if self.bounds_check is not BoundsCheck.NONE:
-            offsets = self._check_bounds(indices, offsets)
+        offsets = self._check_bounds(indices, offsets, self.features)
         batch = tbe.Lookup(
             self.features, indices, offsets, self.pooling, self.total_rows, self.columns
         )
@@ -163,22 +148,6 @@ class TableBatchedEmbeddingBags(nn.Module):
             per_sample_weights,
             self.output_dtype,
         )
-
-    def _check_bounds(self, indices: Tensor, offsets: Tensor) -> Tensor:
-        mode = self.bounds_check.value
-        offsets, violations = torch.ops.emblib.bounds_check(indices, offsets, self.features, mode)
-        if self.bounds_check is BoundsCheck.WARNING:
-            self.bounds_violations += violations
-            if violations.device.type == "cpu" and not torch.compiler.is_compiling():
-                bad_indices, bad_offsets = violations.tolist()
-                if bad_indices or bad_offsets:
-                    warnings.warn(
-                        f"emblib: {bad_indices} indices and {bad_offsets} offsets out of bounds; "
-                        "such indices read row 0, such offsets are clamped "
-                        "(bounds_check=BoundsCheck.FATAL raises instead)",
-                        stacklevel=3,
-                    )
-        return offsets
 
     def _states(self) -> list[Tensor]:
         return [getattr(self, f"state_{state.name}") for state in self.optimizer.states]
@@ -205,21 +174,6 @@ class TableBatchedEmbeddingBags(nn.Module):
             result.append(views)
         return result
 
-    @property
-    def learning_rate(self) -> float:
-        """Of the fused optimizer (reads the device)."""
-        return float(self.hyper[0])
-
-    def set_learning_rate(self, lr: float) -> None:
-        """Takes effect from the next backward on, in captured CUDA graphs too."""
-        check_learning_rate(lr)
-        self.hyper[0] = lr
-
-    @property
-    def step(self) -> int:
-        """Number of updates so far (reads the device)."""
-        return int(self.hyper[1])
-
     def nbytes(self) -> dict[str, int]:
         """Bytes of `weights` and `optimizer_state`."""
         return {
@@ -236,11 +190,6 @@ class TableBatchedEmbeddingBags(nn.Module):
         more = f", ... {len(self.tables)} tables" if len(self.tables) > 4 else ""
         dtype = str(self.weights.dtype).removeprefix("torch.")
         return f"[{sizes}{more}], {self.optimizer}, pooling={self.pooling.value}, dtype={dtype}"
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        super()._apply(ops.keep_dtype(fn), recurse)
-        self.anchor = self.anchor.detach().requires_grad_()  # a copy is not a leaf that requires grad
-        return self
 
 
 def _prefix_sums(sizes: Sequence[int]) -> list[int]:

@@ -1,24 +1,22 @@
 """A table kept as tensor-train cores, with the optimizer fused into the backward pass."""
 
 import math
-import warnings
-from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from emblib import ops
 from emblib.ops import tbe, tt
-from emblib.optim import SGD, Optimizer, check_learning_rate
+from emblib.optim import Optimizer
 from emblib.specs import BoundsCheck, Pooling, TTSpec
+from emblib.tables.base import FusedTable
 from emblib.tt.initializers import INITIALIZERS, Layout
 from emblib.tt.shapes import check_ranks
 
 _DENSE_CHUNK = 1 << 18  # rows made at a time by to_dense
 
 
-class TTEmbeddingBag(nn.Module):
+class TTEmbeddingBag(FusedTable):
     """Looks up one tensor-train table and pools the rows into one `[B, D]` output.
 
     Every distinct row of the batch is made once from 2 to 4 small cores. Backward forms the
@@ -39,9 +37,6 @@ class TTEmbeddingBag(nn.Module):
 
     cores: nn.ParameterList
     features: Tensor
-    hyper: Tensor
-    anchor: Tensor
-    bounds_violations: Tensor
 
     def __init__(
         self,
@@ -54,27 +49,19 @@ class TTEmbeddingBag(nn.Module):
         bounds_check: BoundsCheck = BoundsCheck.WARNING,
         device: torch.device | str | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(optimizer, pooling, output_dtype, bounds_check)
         self.spec = spec
-        self.optimizer = SGD(0.01) if optimizer is None else optimizer
-        self.pooling = Pooling(pooling)
         self.init = init
-        self.output_dtype = output_dtype
-        self.bounds_check = BoundsCheck(bounds_check)
         check_ranks(spec.ranks, spec.row_factors, spec.dim_factors)
         if init not in INITIALIZERS:
             raise ValueError(f"init must be one of {', '.join(INITIALIZERS)}, got {init!r}")
-        if output_dtype not in (torch.float32, torch.float16, torch.bfloat16):
-            raise ValueError(
-                f"output_dtype must be float32, float16 or bfloat16, got {output_dtype}"
-            )
         device = torch.empty(0, device=device).device
         ops.require_kernels(device)
         self._allocate(device)
         self.reset_parameters()
 
     def _allocate(self, device: torch.device) -> None:
-        spec, fused = self.spec, tbe.is_fused(self.optimizer)
+        fused = tbe.is_fused(self.optimizer)
         shapes = self._layout(device).shapes()
         self.cores = nn.ParameterList(
             nn.Parameter(torch.empty(shape, device=device), requires_grad=not fused)
@@ -84,24 +71,16 @@ class TTEmbeddingBag(nn.Module):
             for state in self.optimizer.states:
                 size = (p,) if state.per_row else (p, width)
                 self.register_buffer(f"state_{state.name}_{k}", torch.zeros(size, device=device))
-        self.register_buffer("hyper", self.optimizer.hyper(device))
-        layout = [
-            (0, 0, math.prod(spec.row_factors), spec.dim, 0),  # what the keys range over
-            (0, 0, spec.rows, spec.dim, 0),  # what the indices may be
-        ]
-        features = torch.tensor(layout, dtype=torch.int64, device=device)
+        features = torch.empty(2, 5, dtype=torch.int64, device=device)
         self.register_buffer("features", features, persistent=False)
-        anchor = torch.zeros((), device=device, requires_grad=True)
-        self.register_buffer("anchor", anchor, persistent=False)
-        counts = torch.zeros(2, dtype=torch.int64, device=device)
-        self.register_buffer("bounds_violations", counts, persistent=False)
+        self._register_common(device)
 
     def _layout(self, device: torch.device) -> Layout:
         spec = self.spec
         return Layout(spec.row_factors, spec.dim_factors, spec.full_ranks, device)
 
     def reset_parameters(self) -> None:
-        """Draw the cores anew, zero the optimizer state and the step."""
+        """Draw the cores anew; optimizer state, step and learning rate as at construction."""
         layout = self._layout(self.features.device)
         values = INITIALIZERS[self.init](layout, 1.0 / math.sqrt(3.0 * self.spec.rows))
         with torch.no_grad():
@@ -110,7 +89,13 @@ class TTEmbeddingBag(nn.Module):
             for states in self._states():
                 for state in states:
                     state.zero_()
-            self.hyper[1] = 0.0
+            self._reset_common()
+            spec = self.spec
+            tables = [
+                (0, 0, math.prod(spec.row_factors), spec.dim, 0),  # what the keys range over
+                (0, 0, spec.rows, spec.dim, 0),  # what the indices may be
+            ]
+            self.features.copy_(torch.tensor(tables, dtype=torch.int64))
 
     def forward(
         self, indices: Tensor, offsets: Tensor, per_sample_weights: Tensor | None = None
@@ -125,8 +110,7 @@ class TTEmbeddingBag(nn.Module):
         Raises:
             RuntimeError: wrong dtype, device or number of offsets; out of bounds in mode FATAL.
         """
-        if self.bounds_check is not BoundsCheck.NONE:
-            offsets = self._check_bounds(indices, offsets)
+        offsets = self._check_bounds(indices, offsets, self.features[1:])
         batch = self._batch(indices, offsets, self.pooling, self.output_dtype)
         if not torch.is_grad_enabled():
             return tt.lookup(self._core_list(), batch, per_sample_weights)
@@ -157,23 +141,6 @@ class TTEmbeddingBag(nn.Module):
             output_dtype,
         )
 
-    def _check_bounds(self, indices: Tensor, offsets: Tensor) -> Tensor:
-        mode = self.bounds_check.value
-        table = self.features[1:]
-        offsets, violations = torch.ops.emblib.bounds_check(indices, offsets, table, mode)
-        if self.bounds_check is BoundsCheck.WARNING:
-            self.bounds_violations += violations
-            if violations.device.type == "cpu" and not torch.compiler.is_compiling():
-                bad_indices, bad_offsets = violations.tolist()
-                if bad_indices or bad_offsets:
-                    warnings.warn(
-                        f"emblib: {bad_indices} indices and {bad_offsets} offsets out of bounds; "
-                        "such indices read row 0, such offsets are clamped "
-                        "(bounds_check=BoundsCheck.FATAL raises instead)",
-                        stacklevel=3,
-                    )
-        return offsets
-
     def _core_list(self) -> list[Tensor]:
         return [core.detach() for core in self.cores]
 
@@ -199,21 +166,6 @@ class TTEmbeddingBag(nn.Module):
             chunks.append(tt.lookup(self._core_list(), batch))
         return torch.cat(chunks)
 
-    @property
-    def learning_rate(self) -> float:
-        """Of the fused optimizer (reads the device)."""
-        return float(self.hyper[0])
-
-    def set_learning_rate(self, lr: float) -> None:
-        """Takes effect from the next backward on, in captured CUDA graphs too."""
-        check_learning_rate(lr)
-        self.hyper[0] = lr
-
-    @property
-    def step(self) -> int:
-        """Number of updates so far (reads the device)."""
-        return int(self.hyper[1])
-
     def nbytes(self) -> dict[str, int]:
         """Bytes of `weights` (all cores) and `optimizer_state`."""
         return {
@@ -235,6 +187,3 @@ class TTEmbeddingBag(nn.Module):
             f"dim_factors={spec.dim_factors}, {self.compression:.1f}x smaller, {self.optimizer}, "
             f"pooling={self.pooling.value}"
         )
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        return super()._apply(ops.keep_dtype(fn), recurse)

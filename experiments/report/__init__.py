@@ -46,6 +46,7 @@ def _draw(run: Run) -> tuple[list, list[list[str]]]:
         for figure in found:
             canvas = style.sheet(figure, plots.subtitle(run))
             canvas.savefig(run.path / f"{figure.name}.png", dpi=150)
+            canvas.set_layout_engine("none")  # the layout that the PNG found serves the SVG too
             canvas.savefig(run.path / f"{figure.name}.svg", metadata={"Date": None})
             plt.close(canvas)
             drawings.append([style.inline_svg(panel) for panel in figure.panels])

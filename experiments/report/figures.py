@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 
 import pandas as pd
 from matplotlib.axes import Axes
-from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator
 
 from experiments.report.data import AXIS_NAMES, Run
 from experiments.report.style import COLOURS, INK, MARKERS, Figure, Panel
@@ -73,6 +73,7 @@ def _scatter(rows: pd.DataFrame) -> Callable[[Axes], None]:
         axes.set_xscale("log")
         axes.margins(x=0.3, y=0.25)
         axes.xaxis.set_major_formatter(FuncFormatter(lambda v, _: number(v)))
+        axes.minorticks_off()
         middle = math.prod(math.sqrt(v) for v in axes.get_xlim())
         for x, y, text, colour in labels:  # towards the middle, where there is room
             side, shift = ("left", 9) if x < middle else ("right", -9)
@@ -97,7 +98,7 @@ def _plain_ticks(axes: Axes) -> None:
     subs = (1.0, 2.0, 5.0) if high / max(low, 1e-12) < 200 else (1.0,)
     axes.yaxis.set_major_locator(LogLocator(subs=subs))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:g}"))
-    axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.minorticks_off()
 
 
 def _sweep_time(run: Run) -> Figure | None:
@@ -232,7 +233,6 @@ def _finish(axes: Axes, rows: pd.DataFrame, axis: str, ylabel: str) -> None:
     if axis in LOG_AXES:
         axes.set_xscale("log", base=2)
     axes.set_xticks(values, [number(v) for v in values])
-    axes.xaxis.set_minor_formatter(NullFormatter())
     _scales(axes, AXIS_NAMES[axis], ylabel)
 
 

@@ -1,0 +1,228 @@
+"""The native libraries: what they export and need, how they choose code, what import does and says."""
+
+import os
+import re
+import shutil
+import struct
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+import emblib
+
+ROOT = Path(__file__).resolve().parents[1]
+ISAS = ("baseline", "avx2", "avx512")
+
+needs_binutils = pytest.mark.skipif(shutil.which("nm") is None, reason="needs nm of binutils")
+
+
+def _library(name: str) -> Path:
+    found = [Path(p) / f"lib{name}.so" for p in emblib.__path__]
+    library = next((path for path in found if path.exists()), None)
+    if library is None:
+        pytest.skip(f"lib{name}.so is not built")
+    return library.resolve()
+
+
+def _symbols(*options: str | Path) -> Iterator[tuple[str, str]]:
+    """(kind, demangled name) of every symbol that nm lists."""
+    command = ["nm", "-C", *map(str, options)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    for line in done.stdout.splitlines():
+        if m := re.match(r"(?:[0-9a-f]+)?\s+([A-Za-z]) (.+)", line):
+            yield m[1], m[2]
+
+
+def _python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+    )
+
+
+# What is in the libraries
+
+
+@needs_binutils
+@pytest.mark.parametrize("isa", ISAS)
+def test_kernels_of_one_isa_do_not_leak(isa: str) -> None:
+    """A function that several ISAs emit is linked once: if AVX-512's won, older machines would crash.
+
+    So objects compiled for an ISA define nothing visible outside `emb::<isa>`.
+    """
+    objects = sorted(ROOT.glob(f"build/**/kernels_{isa}.dir/**/*.o"))
+    if not objects:
+        pytest.skip("no build folder")
+    own = re.compile(rf"\bemb::{isa}::")
+    leaks = {
+        f"{path.name}: {kind} {name}"
+        for path in objects
+        for kind, name in _symbols("--defined-only", "--extern-only", path)
+        if not own.search(name)
+    }
+    assert not leaks, "\n".join(sorted(leaks))
+
+
+@needs_binutils
+@pytest.mark.parametrize("name", ["emblib_cpu", "emblib_cuda"])
+def test_only_the_stable_abi_of_torch_is_used(name: str) -> None:
+    """libtorch's C++ symbols differ from release to release; its C shims do not."""
+    needed = [s for _, s in _symbols("--dynamic", "--undefined-only", _library(name))]
+    assert [s for s in needed if s.startswith(("aoti_torch_", "torch_"))]
+    unstable = re.compile(r"\b(c10|at|torch|caffe2)::")
+    assert not [s for s in needed if unstable.search(s)]
+
+
+@needs_binutils
+@pytest.mark.parametrize("name", ["emblib_cpu", "emblib_cuda"])
+def test_nothing_is_exported(name: str) -> None:
+    """The libraries act by registering with torch; an exported name could clash with another's."""
+    exported = {
+        symbol
+        for kind, symbol in _symbols("--dynamic", "--defined-only", _library(name))
+        if kind in "TDBR" and not symbol.startswith(("_init", "_fini"))
+    }
+    assert not exported
+
+
+def _fatbin_architectures(library: bytes) -> set[str]:
+    """Machine code (sm_XX) and PTX (compute_XX) in a library, from the headers of its fat binaries."""
+    found: set[str] = set()
+    start = library.find(b"\x50\xed\x55\xba")
+    while start >= 0:
+        _, _, header, size = struct.unpack_from("<IHHQ", library, start)
+        at, end = start + header, start + header + size
+        while at < end:
+            kind, _, entry_header, entry_size = struct.unpack_from("<HHIQ", library, at)
+            (architecture,) = struct.unpack_from("<I", library, at + 28)
+            found.add(f"{'compute' if kind == 1 else 'sm'}_{architecture}")
+            at += entry_header + entry_size
+        start = library.find(b"\x50\xed\x55\xba", end)
+    return found
+
+
+def test_cuda_library_is_built_for_what_was_asked() -> None:
+    asked = os.environ.get("TORCH_CUDA_ARCH_LIST") or "8.0;9.0+PTX"
+    want = set()
+    for number, ptx in re.findall(r"(\d+\.\d+)a?(\+PTX)?", asked):
+        want.add("sm_" + number.replace(".", ""))
+        if ptx:
+            want.add("compute_" + number.replace(".", ""))
+    assert _fatbin_architectures(_library("emblib_cuda").read_bytes()) == want
+
+
+def test_cuda_library_is_there_where_it_was_asked_for() -> None:
+    if os.environ.get("EMBLIB_CUDA") != "ON":
+        pytest.skip("EMBLIB_CUDA is not ON")
+    assert any((Path(p) / "libemblib_cuda.so").exists() for p in emblib.__path__)
+
+
+# How the kernels of an instruction set are chosen
+
+_STEP = """
+import sys, torch, emblib
+torch.manual_seed(0)
+tables = [emblib.TableSpec(200, 20), emblib.TableSpec(50, 64)]
+bags = emblib.TableBatchedEmbeddingBags(tables, emblib.optim.Adam(0.1), dtype=torch.bfloat16)
+tt = emblib.TTEmbeddingBag(emblib.TTSpec(300, 24, (5, 7)), emblib.optim.Adagrad(0.1))
+ids, offsets = torch.randint(0, 50, (240,)), torch.arange(0, 241, 4)
+results = []
+for table, bounds in ((bags, offsets), (tt, offsets)):
+    for _ in range(2):
+        out = table(ids, bounds)
+        out.backward(torch.ones_like(out).cumsum(0) / 100)
+    results += [out.detach(), *(p.detach().float() for p in table.parameters())]
+torch.save(results, sys.argv[1] if len(sys.argv) > 1 else sys.stdin.readline().strip())
+"""
+
+
+@cache
+def _supported() -> tuple[str, ...]:
+    flags = Path("/proc/cpuinfo")
+    words = set(flags.read_text().split()) if flags.exists() else set()
+    have = {"baseline": set(), "avx2": {"avx2", "fma", "f16c"}}
+    have["avx512"] = have["avx2"] | {"avx512f", "avx512bw", "avx512vl", "avx512dq"}
+    return tuple(isa for isa in ISAS if have[isa] <= words)
+
+
+def test_every_instruction_set_gives_the_same_results(tmp_path: Path) -> None:
+    """Up to rounding: wider vectors add in another order, and the baseline has no fused multiply."""
+    results = {}
+    for isa in _supported():
+        target = tmp_path / f"{isa}.pt"
+        done = subprocess.run(
+            [sys.executable, "-c", _STEP, str(target)],
+            cwd=ROOT,
+            env=os.environ | {"EMBLIB_ISA": isa},
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stderr
+        results[isa] = torch.load(target)
+    for isa in _supported()[1:]:
+        for got, want in zip(results[isa], results["baseline"], strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-2, atol=1e-4)
+
+
+# What import does, and what it says when it cannot
+
+# Takes the installed package out of the way, so that only the copy in argv[1] is found.
+_COPY_ONLY = """
+import sys
+sys.meta_path = [f for f in sys.meta_path if "Editable" not in type(f).__name__ + type(f).__module__
+                 and "Redirecting" not in type(f).__name__]
+sys.path = [{folder!r}] + [p for p in sys.path if p]
+"""
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    """A folder with the Python files of the package and no native library."""
+    ignore = shutil.ignore_patterns("*.so", "__pycache__")
+    shutil.copytree(ROOT / "emblib", tmp_path / "emblib", ignore=ignore)
+    return tmp_path
+
+
+def test_missing_library_says_how_to_build_it(copy: Path) -> None:
+    done = _python(_COPY_ONLY.format(folder=str(copy)) + "import emblib")
+    assert done.returncode != 0
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("ImportError: emblib's native library libemblib_cpu.so is not built")
+    assert "pip install --no-build-isolation -e ." in last
+
+
+def test_broken_library_says_how_to_build_it(copy: Path) -> None:
+    (copy / "emblib" / "libemblib_cpu.so").write_bytes(b"not a library")
+    done = _python(_COPY_ONLY.format(folder=str(copy)) + "import emblib")
+    last = done.stderr.strip().splitlines()[-1]
+    assert "does not load beside torch" in last
+    assert "Rebuild it: pip install --no-build-isolation -e ." in last
+
+
+def test_old_torch_is_named() -> None:
+    done = _python("import torch; torch.__version__ = '2.9.1+cu126'; import emblib")
+    assert done.returncode != 0
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("ImportError: emblib needs torch >= 2.10")
+    assert "found 2.9.1+cu126; upgrade torch" in last
+
+
+def test_import_starts_neither_cuda_nor_a_compiler() -> None:
+    done = _python(
+        "import os, subprocess, torch\n"
+        "def refuse(*a, **k): raise AssertionError(a)\n"
+        "subprocess.Popen = os.system = os.posix_spawn = refuse\n"
+        "import emblib\n"
+        "assert not torch.cuda.is_initialized()\n"
+        "emblib.TableBatchedEmbeddingBags([emblib.TableSpec(4, 4)])\n"
+        "assert not torch.cuda.is_initialized()\n"
+    )
+    assert done.returncode == 0, done.stderr
