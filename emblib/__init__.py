@@ -1,6 +1,6 @@
 """Embedding tables for recommender systems: table-batched and tensor-train, on CPU and CUDA."""
 
-from emblib import ops, optim, reference
+from emblib import jagged, ops, optim, reference
 from emblib.specs import BoundsCheck, Pooling, TableSpec, TTSpec
 from emblib.tables import TableBatchedEmbeddingBags, TTEmbeddingBag
 
@@ -13,6 +13,7 @@ __all__ = [
     "TTSpec",
     "TableBatchedEmbeddingBags",
     "TableSpec",
+    "jagged",
     "ops",
     "optim",
     "reference",

@@ -1,4 +1,4 @@
-"""What a table is, as frozen descriptions, and the choices that are words: pooling, bounds checks."""
+"""What a table is, as frozen descriptions, and the choices that are words."""
 
 import math
 from dataclasses import dataclass, field
@@ -18,9 +18,9 @@ class Pooling(Enum):
 class BoundsCheck(Enum):
     """What happens to indices and offsets that are out of bounds.
 
-    In every mode the kernels repair as they read (index -1 is skipped, any other invalid index reads
-    row 0, offsets are clamped), so nothing is ever read outside a table. The mode says what you are
-    told: FATAL raises before anything is written, WARNING warns, IGNORE repairs silently, and NONE
+    In every mode the kernels repair as they read (index -1 is skipped, any other invalid index
+    reads row 0, offsets are clamped), so nothing is ever read outside a table. The mode says what
+    you are told: FATAL raises before anything is written, WARNING warns, IGNORE repairs silently, and NONE
     skips the check of the offsets, too.
     """
 

@@ -75,8 +75,8 @@ def empty_table(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 def keep_dtype(fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     """`fn` of `nn.Module._apply`, but a change of dtype moves between devices only.
 
-    The dtypes of a table are chosen when it is made: `model.half()` must neither round the optimizer
-    state nor turn a float32 table into another one behind the kernels' back.
+    The dtypes of a table are chosen when it is made: `model.half()` must neither round the
+    optimizer state nor turn a float32 table into another one.
     """
 
     def move(tensor: Tensor) -> Tensor:

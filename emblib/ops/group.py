@@ -3,8 +3,8 @@
 `group(keys[L], num_keys)` returns, all padded to static sizes so that nothing waits for the device:
 
 - `unique [L]` the distinct keys, ascending, dtype of `keys`; entries from `count` on are 0
-- `segments` int32 `[L + 1]`, group u is `permutation[segments[u] : segments[u + 1]]`; entries after
-  `count` repeat `segments[count]`, so that reading on finds empty groups
+- `segments` int32 `[L + 1]`, group u is `permutation[segments[u] : segments[u + 1]]`; entries
+  after `count` repeat `segments[count]`, so that reading on finds empty groups
 - `permutation` int32 `[L]`, the stable order that sorts the keys
 - `count` int32 `[1]`, number of groups, on the device of `keys`
 

@@ -4,7 +4,8 @@ Shapes and dtypes, with F features, B batch, L lookups, D dim:
 
 - `weights` float32 | float16 | bfloat16, flat, all tables one after the other
 - `features` int64 `[F, 5]`: weight_offset (elements), row_base, rows, dim, column (of the output)
-- `indices` int32 | int64 `[L]`; `offsets` int32 | int64 `[F * B + 1]`, feature-major: bag `f * B + b`
+- `indices` int32 | int64 `[L]`
+- `offsets` int32 | int64 `[F * B + 1]`, feature-major: bag `f * B + b`
 - `sample_weights` float32 `[L]`
 - output `[B, columns]`, or `[L, D]` for pooling NONE
 

@@ -1,7 +1,7 @@
 """Table-batched embeddings in plain PyTorch: the definition of correct.
 
-Same terms as `emblib.ops.tbe`, no native code, any floating dtype (float64 for gradient checks), any
-device. `features` is int64 `[F, 5]`: weight_offset, row_base, rows, dim, column.
+Same terms as `emblib.ops.tbe`, no native code, any floating dtype (float64 for gradient checks),
+any device. `features` is int64 `[F, 5]`: weight_offset, row_base, rows, dim, column.
 """
 
 from collections.abc import Sequence

@@ -95,7 +95,10 @@ def _scales(axes: Axes, x: str, y: str) -> None:
 
 def _plain_ticks(axes: Axes) -> None:
     low, high = axes.get_ylim()
-    subs = (1.0, 2.0, 5.0) if high / max(low, 1e-12) < 200 else (1.0,)
+    span = high / max(low, 1e-12)
+    subs = (
+        (1.0, 1.5, 2.0, 3.0, 5.0, 7.0) if span < 12 else (1.0, 2.0, 5.0) if span < 200 else (1.0,)
+    )
     axes.yaxis.set_major_locator(LogLocator(subs=subs))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:g}"))
     axes.minorticks_off()
