@@ -20,8 +20,9 @@ class BoundsCheck(Enum):
 
     In every mode the kernels repair as they read (index -1 is skipped, any other invalid index
     reads row 0, offsets are clamped), so nothing is ever read outside a table. The mode says what
-    you are told: FATAL raises before anything is written, WARNING warns, IGNORE repairs silently, and NONE
-    skips the check of the offsets, too.
+    you are told: FATAL raises before anything is written, WARNING warns, IGNORE repairs silently.
+    NONE looks at nothing first: it is IGNORE for offsets that never decrease, and memory-safe but
+    otherwise unspecified for others.
     """
 
     FATAL = "fatal"

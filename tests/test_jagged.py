@@ -20,7 +20,7 @@ def test_no_bags_have_one_offset() -> None:
 
 
 def test_wrong_lengths_are_refused() -> None:
-    with pytest.raises(ValueError, match="int32 or int64, got torch.float32"):
+    with pytest.raises(ValueError, match=r"int32 or int64, got torch\.float32"):
         offsets_from_lengths(torch.ones(2))
     with pytest.raises(ValueError, match="must be >= 0, got -1"):
         offsets_from_lengths(torch.tensor([1, -1]))

@@ -1,4 +1,4 @@
-"""The native libraries: what they export and need, how they choose code, what import does and says."""
+"""The native libraries: their symbols, how they choose code, what import does and says."""
 
 import os
 import re
@@ -38,9 +38,9 @@ def _symbols(*options: str | Path) -> Iterator[tuple[str, str]]:
             yield m[1], m[2]
 
 
-def _python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def _python(code: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", code],
+        [sys.executable, "-c", code, *arguments],
         cwd=ROOT,
         env=os.environ | environment,
         capture_output=True,
@@ -54,9 +54,9 @@ def _python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
 @needs_binutils
 @pytest.mark.parametrize("isa", ISAS)
 def test_kernels_of_one_isa_do_not_leak(isa: str) -> None:
-    """A function that several ISAs emit is linked once: if AVX-512's won, older machines would crash.
+    """Objects compiled for an ISA define nothing visible outside `emb::<isa>`.
 
-    So objects compiled for an ISA define nothing visible outside `emb::<isa>`.
+    A function that several of them emit is linked once; were it AVX-512's, older machines would crash.
     """
     objects = sorted(ROOT.glob(f"build/**/kernels_{isa}.dir/**/*.o"))
     if not objects:
@@ -88,13 +88,13 @@ def test_nothing_is_exported(name: str) -> None:
     exported = {
         symbol
         for kind, symbol in _symbols("--dynamic", "--defined-only", _library(name))
-        if kind in "TDBR" and not symbol.startswith(("_init", "_fini"))
+        if kind in "TDBR" and symbol not in {"__bss_start", "_edata", "_end", "_init", "_fini"}
     }
     assert not exported
 
 
 def _fatbin_architectures(library: bytes) -> set[str]:
-    """Machine code (sm_XX) and PTX (compute_XX) in a library, from the headers of its fat binaries."""
+    """Machine code (sm_XX) and PTX (compute_XX) in a library, as its fat binaries list them."""
     found: set[str] = set()
     start = library.find(b"\x50\xed\x55\xba")
     while start >= 0:
@@ -140,7 +140,7 @@ for table, bounds in ((bags, offsets), (tt, offsets)):
         out = table(ids, bounds)
         out.backward(torch.ones_like(out).cumsum(0) / 100)
     results += [out.detach(), *(p.detach().float() for p in table.parameters())]
-torch.save(results, sys.argv[1] if len(sys.argv) > 1 else sys.stdin.readline().strip())
+torch.save(results, sys.argv[1])
 """
 
 
@@ -154,17 +154,11 @@ def _supported() -> tuple[str, ...]:
 
 
 def test_every_instruction_set_gives_the_same_results(tmp_path: Path) -> None:
-    """Up to rounding: wider vectors add in another order, and the baseline has no fused multiply."""
+    """Up to rounding: vectors of another width add in another order, not all fuse multiply and add."""
     results = {}
     for isa in _supported():
         target = tmp_path / f"{isa}.pt"
-        done = subprocess.run(
-            [sys.executable, "-c", _STEP, str(target)],
-            cwd=ROOT,
-            env=os.environ | {"EMBLIB_ISA": isa},
-            capture_output=True,
-            text=True,
-        )
+        done = _python(_STEP, str(target), EMBLIB_ISA=isa)
         assert done.returncode == 0, done.stderr
         results[isa] = torch.load(target)
     for isa in _supported()[1:]:
@@ -174,12 +168,11 @@ def test_every_instruction_set_gives_the_same_results(tmp_path: Path) -> None:
 
 # What import does, and what it says when it cannot
 
-# Takes the installed package out of the way, so that only the copy in argv[1] is found.
+# Takes the editable install out of the way, so that the copy is found.
 _COPY_ONLY = """
 import sys
-sys.meta_path = [f for f in sys.meta_path if "Editable" not in type(f).__name__ + type(f).__module__
-                 and "Redirecting" not in type(f).__name__]
-sys.path = [{folder!r}] + [p for p in sys.path if p]
+sys.meta_path = [f for f in sys.meta_path if "editable" not in type(f).__module__.lower()]
+sys.path.insert(0, {folder!r})
 """
 
 

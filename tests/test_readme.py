@@ -1,4 +1,4 @@
-"""README.md says what is true: its example runs, its numbers of bytes hold, its links lead somewhere."""
+"""README.md says what is true: its example runs, its sizes hold, its links lead somewhere."""
 
 import re
 from pathlib import Path

@@ -24,12 +24,11 @@ void update_rows_(Tensor weights, std::vector<Tensor> states, const Tensor& hype
       ": grads must be [", weights.size(0), ", ", weights.size(1), "] like weights, got ",
       grads.numel(), " values in ", grads.dim(), " dimensions");
   check_same_device(op, "grads", grads, weights);
-  const CudaLauncher launcher(weights);
   const RowStepArgs step =
       row_step_args(op, weights, Dtype::kFloat, optimizer, states, hyper, weights.size(0));
   const Tensor gradient = torch::stable::contiguous(grads);
   const MatrixGrad in{gradient.const_data_ptr<float>(), weights.size(0), weights.size(1)};
-  launch_update_rows(launcher, in, step);
+  launch_update_rows(CudaLauncher(weights), in, step);
 }
 
 }  // namespace

@@ -50,7 +50,6 @@ Tensor tbe_lookup(const Tensor& weights, const Tensor& features, const Tensor& i
                   int64_t columns, ScalarType output_dtype) {
   const char* op = "tbe_lookup";
   const Dtype output_type = float_dtype(op, "output_dtype", output_dtype);
-  const CudaLauncher launcher(weights);
   Lookup lookup(op, weights, features, indices, offsets, pooling, columns);
   LookupArgs& args = lookup.args;
   check_sample_weights(op, sample_weights, indices);
@@ -65,14 +64,13 @@ Tensor tbe_lookup(const Tensor& weights, const Tensor& features, const Tensor& i
   Tensor out = torch::stable::new_empty(weights, {lines, columns}, output_dtype);
   args.output = out.mutable_data_ptr();
   args.output_type = output_type;
-  if (out.numel() > 0) launch_lookup(launcher, args);
+  if (out.numel() > 0) launch_lookup(CudaLauncher(weights), args);
   return out;
 }
 
 Tensor tbe_sample_weight_grad(const Tensor& grad, const Tensor& weights, const Tensor& features,
                               const Tensor& indices, const Tensor& offsets, std::string pooling) {
   const char* op = "tbe_sample_weight_grad";
-  const CudaLauncher launcher(weights);
   STD_TORCH_CHECK(grad.dim() == 2, op, ": grad must have 2 dimensions, got ", grad.dim());
   const Lookup lookup(op, weights, features, indices, offsets, pooling, grad.size(1));
   STD_TORCH_CHECK(lookup.args.pooling != Pooling::kNone, op, ": needs sum or mean pooling");
@@ -84,7 +82,7 @@ Tensor tbe_sample_weight_grad(const Tensor& grad, const Tensor& weights, const T
   const SampleWeightArgs args{lookup.args, grad_tensor.const_data_ptr(),
                               float_dtype(op, "grad", grad.scalar_type()),
                               out.mutable_data_ptr<float>()};
-  launch_sample_weights(launcher, args);
+  launch_sample_weights(CudaLauncher(weights), args);
   return out;
 }
 

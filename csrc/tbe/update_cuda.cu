@@ -113,13 +113,12 @@ void tbe_update_(Tensor weights, std::vector<Tensor> states, const Tensor& hyper
   const Dtype weight_type = float_dtype(op, "weights", weights.scalar_type());
   STD_TORCH_CHECK(weights.is_contiguous(), op, ": weights must be contiguous");
   check_same_device(op, "grad", grad, weights);
-  const CudaLauncher launcher(weights);
   Backward backward(op, grad, features, {rows, segments, lookups, bags, count}, offsets,
                     sample_weights, pooling);
   // How many rows the tables have is on the device; that the state is long enough is the module's
   // care.
   const RowStepArgs step = row_step_args(op, weights, weight_type, optimizer, states, hyper, 0);
-  backward.run(launcher, step);
+  backward.run(CudaLauncher(grad), step);
 }
 
 Tensor tbe_row_grads(const Tensor& grad, const Tensor& features, const Tensor& rows,
@@ -128,14 +127,13 @@ Tensor tbe_row_grads(const Tensor& grad, const Tensor& features, const Tensor& r
                      std::optional<Tensor> sample_weights, std::string pooling, int64_t dim) {
   const char* op = "tbe_row_grads";
   STD_TORCH_CHECK(dim > 0, op, ": dim must be positive, got ", dim);
-  const CudaLauncher launcher(grad);
   Backward backward(op, grad, features, {rows, segments, lookups, bags, count}, offsets,
                     sample_weights, pooling);
   Tensor out = torch::stable::new_zeros(grad, {lookups.numel(), dim}, ScalarType::Float);
   RowStepArgs step{};
   step.rule = Rule::kNone;
   step.weights = out.mutable_data_ptr();
-  backward.run(launcher, step);
+  backward.run(CudaLauncher(grad), step);
   return out;
 }
 

@@ -9,8 +9,8 @@
 - `count` int32 `[1]`, number of groups, on the device of `keys`
 
 Keys outside `[0, num_keys)` belong to no group and sort to the end. `group_inverse` gives the group
-of each input position, int32 `[L]`, -1 for none. Source: radix sort, most significant digit first on
-the CPU (see csrc/group/group_items.h), CUB's onesweep on CUDA.
+of each input position, int32 `[L]`, -1 for none. Source: radix sort, most significant digit first
+on the CPU (see csrc/group/group_items.h), CUB's on CUDA.
 """
 
 import torch
