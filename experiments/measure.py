@@ -69,20 +69,25 @@ class Race:
             if not results[name].stop_reason:
                 result = results[name]
                 self._guard(result, partial(self._sample, result, name, phase, number))
-        share = self.timing.cell_seconds / len(self.arms)
-        enough = number + 1 >= self.timing.min_rounds
-        for name in active:
-            # A very slow contender may stop before min_rounds, but not before three.
-            limit = share if enough else (4 * share if number + 1 >= 3 else math.inf)
-            if self.spent[name] > limit and not results[name].stop_reason:
-                results[name].stop_reason = "budget"
-        if not enough:
-            return any(not r.stop_reason for r in results.values())
-        running = [r for r in results.values() if not r.stop_reason]
-        if all(r.precise(self.timing.precision) for r in running):
-            for result in running:
+        running = {n: r for n, r in results.items() if not r.stop_reason}
+        for name in self._over_budget(number + 1, list(running)):
+            running.pop(name).stop_reason = "budget"
+        done = number + 1 >= self.timing.min_rounds
+        if done and all(r.precise(self.timing.precision) for r in running.values()):
+            for result in running.values():
                 result.stop_reason = "precise"
         return any(not r.stop_reason for r in results.values())
+
+    def _over_budget(self, rounds: int, running: list[str]) -> list[str]:
+        """All when the cell's time is used up; before that, one that takes most of it alone.
+
+        A very slow contender may leave before min_rounds, but not before three.
+        """
+        budget, enough = self.timing.cell_seconds, rounds >= self.timing.min_rounds
+        if enough and sum(self.spent[name] for name in running) > budget:
+            return running
+        alone = budget / 2 if enough else (2 * budget if rounds >= 3 else math.inf)
+        return [name for name in running if self.spent[name] > alone]
 
     def _sample(self, result: Measured, name: str, phase: str, number: int) -> None:
         # Phases look at different batches in a round, so that none finds its rows warm.

@@ -1,4 +1,4 @@
-"""The device fixture: every test of an operation runs on the CPU, and on CUDA where there is one."""
+"""The device fixture: tests of operations run on the CPU, and on CUDA where there is one."""
 
 import pytest
 import torch
@@ -18,3 +18,8 @@ def two_thread_counts() -> list[int]:
     before = torch.get_num_threads()
     yield [1, 2]
     torch.set_num_threads(before)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Slow tests run last, so that a mistake shows soon."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is not None)

@@ -30,7 +30,7 @@ MOST_BOOLS = 1
 # Two entries on one line do not see each other. `emblib/__init__.py` is above all of them.
 LAYERS = (
     ("emblib.tt",),
-    ("emblib.specs", "emblib.optim"),
+    ("emblib.specs", "emblib.optim", "emblib.jagged"),
     ("emblib.reference", "emblib.ops"),
     ("emblib.tables",),
 )

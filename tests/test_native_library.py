@@ -56,7 +56,7 @@ def _python(code: str, *arguments: str, **environment: str) -> subprocess.Comple
 def test_kernels_of_one_isa_do_not_leak(isa: str) -> None:
     """Objects compiled for an ISA define nothing visible outside `emb::<isa>`.
 
-    A function that several of them emit is linked once; were it AVX-512's, older machines would crash.
+    A function that several emit is linked once; were it AVX-512's, older machines would crash.
     """
     objects = sorted(ROOT.glob(f"build/**/kernels_{isa}.dir/**/*.o"))
     if not objects:
@@ -154,7 +154,7 @@ def _supported() -> tuple[str, ...]:
 
 
 def test_every_instruction_set_gives_the_same_results(tmp_path: Path) -> None:
-    """Up to rounding: vectors of another width add in another order, not all fuse multiply and add."""
+    """Up to rounding: each adds in an order of its own, and not all fuse multiply and add."""
     results = {}
     for isa in _supported():
         target = tmp_path / f"{isa}.pt"

@@ -31,20 +31,23 @@ struct Rows {
     return row < 0 ? nullptr : table + row * dim;
   }
   EMB_HD float weight(int64_t i) const { return sample_weights ? sample_weights[i] : 1.0f; }
-  EMB_HD void prefetch(int64_t i) const {
+  // Asks for `count` values of the row of lookup i from `column` on.
+  EMB_HD void prefetch(int64_t i, int64_t column, int64_t count) const {
     if (i >= last) return;
     const W* row = at(i);
-    if (row != nullptr) prefetch_row<false>(row, dim * static_cast<int64_t>(sizeof(W)));
+    if (row == nullptr) return;
+    prefetch_row<false>(row + column, count * static_cast<int64_t>(sizeof(W)));
   }
 };
 
-// Columns [column, column + kVectors * kLanes) of one bag. The first block of a bag prefetches.
+// Columns [column, column + kVectors * kLanes) of one bag. Every block fetches its own columns of the
+// rows to come, so that the number of lines is known when compiling.
 template <int kVectors, class W, class O, class I>
 EMB_HD void pool_block(const Rows<W, I>& rows, int64_t column, int64_t begin, int64_t end,
                        float scale, O* out) {
   Vec sums[kVectors] = {};
   for (int64_t i = begin; i < end; ++i) {
-    if (column == 0) rows.prefetch(i + rows.distance);
+    rows.prefetch(i + rows.distance, column, kVectors * kLanes);
     const W* source = rows.at(i);
     if (source == nullptr) continue;
     const Vec weight = broadcast(rows.weight(i));
@@ -60,7 +63,7 @@ EMB_HD void pool_tail(const Rows<W, I>& rows, int64_t column, int64_t begin, int
   const int rest = static_cast<int>(rows.dim - column);
   Vec total = {};
   for (int64_t i = begin; i < end; ++i) {
-    if (column == 0) rows.prefetch(i + rows.distance);
+    rows.prefetch(i + rows.distance, column, rest);
     const W* source = rows.at(i);
     if (source == nullptr) continue;
     total += broadcast(rows.weight(i)) * load_first(source + column, rest);
@@ -96,7 +99,7 @@ void lookup(const LookupArgs& args, int64_t first_bag, int64_t last_bag) {
   const int64_t distance = prefetch_distance(args.dim * static_cast<int64_t>(sizeof(W)));
   const Rows<W, I> rows{static_cast<const W*>(args.table), static_cast<const I*>(args.indices.data),
                         args.sample_weights, args.rows, args.dim, last, distance};
-  for (int64_t i = first; i < first + distance; ++i) rows.prefetch(i);
+  for (int64_t i = first; i < first + distance; ++i) rows.prefetch(i, 0, args.dim);
   O* out = static_cast<O*>(args.out);
   if (args.pooling == Pooling::kNone) {  // every lookup is a bag of its own
     for (int64_t i = first; i < last; ++i) {

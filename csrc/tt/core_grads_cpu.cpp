@@ -14,7 +14,7 @@ namespace emb {
 namespace {
 
 // Floats of left values in flight a thread: a share of the second cache.
-constexpr int64_t kWaveFloats = 1 << 19;
+constexpr int64_t kWaveFloats = 1 << 18;
 
 // Ranges of halves with one inner row: group i is [starts[i], starts[i + 1]).
 std::vector<int64_t> inner_groups(const TtHalfCores& cores, int64_t begin, int64_t end) {

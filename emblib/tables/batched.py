@@ -18,8 +18,9 @@ class TableBatchedEmbeddingBags(FusedTable):
 
     Backward groups the lookups by row and applies `optimizer` to every distinct row of the batch,
     reading and writing it once; no gradient of the weights is ever stored. Every backward is a
-    step of its own: two forwards in one loss are two updates, and gradients do not accumulate. With `optim.External()`
-    it leaves a sparse gradient on `weights` instead, for any optimizer that takes one.
+    step of its own: two forwards in one loss are two updates, and gradients do not accumulate.
+    With `optim.External()` it leaves a sparse gradient on `weights` instead, for any optimizer
+    that takes one.
 
     Args:
         tables: rows and dim of each table.

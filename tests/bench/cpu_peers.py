@@ -4,10 +4,12 @@
 
 Contenders: emblib, FBGEMM's CPU TBE (`pip install fbgemm-gpu-cpu==1.8.0`), `torch.nn.EmbeddingBag`
 (a loop over tables and a `cat`, sparse gradients, `torch.optim.SGD`). Every round gives all of them
-new indices of the same law, in random order, after writing 64 MB to evict the caches. What is printed
-are ratios within a round (peer / emblib): median and quartiles over the rounds. Memory that torch
-frees stays mapped (malloc settings below), so outputs are touched before they are measured. Beside
-the times: the machine's own ceiling for random reads of rows of that size (gather_ceiling.cpp).
+new indices of the same law, in random order, after writing 64 MB to evict the caches. What is
+printed are ratios within a round (peer / emblib): median and quartiles over the rounds. Memory that
+torch frees stays mapped (malloc settings below), so outputs are touched before they are measured.
+Beside the times: the machine's own ceiling for random reads of rows of that size, writing nothing
+(gather_ceiling.cpp). With one lookup a bag (B) as many bytes are written as read, so that the share
+of that ceiling cannot come near one there.
 """
 
 import argparse
@@ -113,13 +115,14 @@ class EmbeddingBag(Emblib):
 
     def __init__(self, case: Case, optimizer: str, half: bool, sequence: bool) -> None:
         dtype = torch.float16 if half else torch.float32
-        if sequence:
-            make: Any = lambda: torch.nn.Embedding(case.rows, case.dim, sparse=True, dtype=dtype)  # noqa: E731
-        else:
-            make = lambda: torch.nn.EmbeddingBag(  # noqa: E731
+        self.tables: list[torch.nn.Module] = [
+            torch.nn.Embedding(case.rows, case.dim, sparse=True, dtype=dtype)
+            if sequence
+            else torch.nn.EmbeddingBag(
                 case.rows, case.dim, mode="sum", sparse=True, include_last_offset=True, dtype=dtype
             )
-        self.tables = [make() for _ in range(case.tables)]
+            for _ in range(case.tables)
+        ]
         self.sequence = sequence
         self.offsets = torch.arange(0, case.batch * case.pooling + 1, case.pooling)
         parameters = [p for table in self.tables for p in table.parameters()]
@@ -151,8 +154,10 @@ class Ceiling:
         self.library.ceiling_table.argtypes = [ctypes.c_int64, ctypes.c_int]
         self.library.ceiling_free.argtypes = [ctypes.c_void_p]
         self.library.ceiling_seconds.restype = ctypes.c_double
-        self.library.ceiling_seconds.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64,
-                                                 ctypes.c_int64, ctypes.c_int, ctypes.c_int64]  # fmt: skip
+        pointer, integer = ctypes.c_void_p, ctypes.c_int64
+        self.library.ceiling_seconds.argtypes = [
+            pointer, pointer, integer, integer, ctypes.c_int, integer
+        ]  # fmt: skip
 
     def table(self, nbytes: int, huge_pages: bool) -> int:
         return self.library.ceiling_table(nbytes, int(huge_pages))
@@ -204,44 +209,60 @@ def ratio(peer: list[float], ours: list[float]) -> dict[str, float]:
     return {"median": middle, "q25": low, "q75": high}
 
 
-def measure(name: str, rounds: int) -> list[dict[str, Any]]:
-    """All comparisons of one case at the current number of threads."""
-    case = CASES[name]
+VARIANTS = {"fp32": (False, False), "fp16": (True, False), "sequence": (False, True)}
+
+
+def contenders(case: Case, variant: str) -> dict[str, Emblib]:
+    """By "who optimizer"; only fp32 has a second optimizer."""
+    half, sequence = VARIANTS[variant]
+    tables: dict[str, Emblib] = {}
+    for optimizer in ("sgd", "rowwise_adagrad") if variant == "fp32" else ("sgd",):
+        tables[f"emblib {optimizer}"] = Emblib(case, optimizer, half, sequence)
+        tables[f"fbgemm {optimizer}"] = Fbgemm(case, optimizer, half, sequence)
+    tables["torch sgd"] = EmbeddingBag(case, "sgd", half, sequence)
+    return tables
+
+
+def table_jobs(case: Case, variant: str) -> dict[str, Callable[[Tensor], float]]:
+    """Forward and step of every contender, by "who optimizer phase"."""
+    half, sequence = VARIANTS[variant]
     bags = case.tables * case.batch
     offsets = torch.arange(0, bags * case.pooling + 1, case.pooling)
-    rows = []
-    variants = {"fp32": (False, False), "fp16": (True, False), "sequence": (False, True)}
-    for variant, (half, sequence) in variants.items():
-        dtype = torch.float16 if half else torch.float32
-        shape = (bags * case.pooling, case.dim) if sequence else (case.batch, case.tables * case.dim)
-        grad = torch.randn(shape).to(dtype)
-        contenders: dict[str, Emblib] = {}
-        for optimizer in ("sgd", "rowwise_adagrad") if variant == "fp32" else ("sgd",):
-            contenders[f"emblib {optimizer}"] = Emblib(case, optimizer, half, sequence)
-            contenders[f"fbgemm {optimizer}"] = Fbgemm(case, optimizer, half, sequence)
-        contenders["torch sgd"] = EmbeddingBag(case, "sgd", half, sequence)
-        jobs: dict[str, Callable[[Tensor], float]] = {}
-        for who, table in contenders.items():
-            if who.endswith("sgd"):
-                jobs[f"{who} forward"] = timed(lambda ids, t=table: t.forward(ids, offsets))
-            jobs[f"{who} step"] = timed(lambda ids, t=table: t.step(ids, offsets, grad))
-        row_bytes = case.dim * dtype.itemsize
-        ceiling = Ceiling()
-        memory = {
-            pages: ceiling.table(case.tables * case.rows * row_bytes, pages == "huge")
-            for pages in ("huge", "small")
-        }
-        base = torch.arange(case.tables).repeat_interleave(case.batch * case.pooling) * case.rows
-        for pages, table in memory.items():
-            for distance in (4, 8, 16, 32):
-                jobs[f"ceiling {pages} {distance}"] = lambda ids, t=table, d=distance: (
-                    ceiling.seconds(t, ids + base, row_bytes, d)
-                )
-        samples = interleave(jobs, case, rounds)
+    shape = (bags * case.pooling, case.dim) if sequence else (case.batch, case.tables * case.dim)
+    grad = torch.randn(shape).to(torch.float16 if half else torch.float32)
+    jobs: dict[str, Callable[[Tensor], float]] = {}
+    for who, table in contenders(case, variant).items():
+        if who.endswith("sgd"):
+            jobs[f"{who} forward"] = timed(lambda ids, t=table: t.forward(ids, offsets))
+        jobs[f"{who} step"] = timed(lambda ids, t=table: t.step(ids, offsets, grad))
+    return jobs
+
+
+def ceiling_jobs(
+    case: Case, row_bytes: int, ceiling: Ceiling, memory: dict[str, int]
+) -> dict[str, Callable[[Tensor], float]]:
+    """The bare gather of the same rows, by "ceiling pages distance"."""
+    base = torch.arange(case.tables).repeat_interleave(case.batch * case.pooling) * case.rows
+    return {
+        f"ceiling {pages} {distance}": lambda ids, t=table, d=distance: ceiling.seconds(
+            t, ids + base, row_bytes, d
+        )
+        for pages, table in memory.items()
+        for distance in (4, 8, 16, 32)
+    }
+
+
+def measure(name: str, rounds: int) -> list[dict[str, Any]]:
+    """All comparisons of one case at the current number of threads."""
+    case, ceiling, rows = CASES[name], Ceiling(), []
+    for variant, (half, _) in VARIANTS.items():
+        row_bytes = case.dim * (2 if half else 4)
+        nbytes = case.tables * case.rows * row_bytes
+        memory = {pages: ceiling.table(nbytes, pages == "huge") for pages in ("huge", "small")}
+        jobs = table_jobs(case, variant) | ceiling_jobs(case, row_bytes, ceiling, memory)
+        rows += summarise(name, variant, interleave(jobs, case, rounds))
         for table in memory.values():
             ceiling.free(table)
-        rows += summarise(name, variant, samples)
-        del contenders, jobs
     return rows
 
 
@@ -314,7 +335,8 @@ def main() -> None:
         torch.set_num_threads(threads)
         for name in arguments.cases:
             rows += measure(name, arguments.rounds)
-            print(table_of(rows[-7:] if len(rows) < 8 else rows), flush=True)
+            print(f"{name} on {threads} threads: done", flush=True)
+    print(table_of(rows))
     if arguments.out:
         arguments.out.mkdir(parents=True, exist_ok=True)
         info = {"torch": torch.__version__, "machine": platform.processor() or platform.machine(),

@@ -80,10 +80,17 @@ def test_steady_contenders_stop_as_soon_as_they_are_precise() -> None:
     assert {len(r.samples["forward"]) for r in result.values()} == {6}
 
 
+def test_a_cell_ends_for_all_when_its_time_is_used_up() -> None:
+    script = Script()
+    result = race(script, {"a": jumping, "b": jumping}, cell_seconds=0.11, warmup=0).run()
+    assert {r.stop_reason for r in result.values()} == {"budget"}
+    assert {len(r.samples["step"]) for r in result.values()} == {10}  # 24 ms in two rounds
+
+
 def test_a_slow_contender_runs_out_of_budget_and_the_fast_one_goes_on() -> None:
     script = Script()
     costs = {"slow": lambda: forever(10.0), "fast": jumping}
-    result = race(script, costs, cell_seconds=60.0, warmup_seconds=0.0).run()
+    result = race(script, costs, cell_seconds=200.0, warmup_seconds=0.0).run()
     assert result["slow"].stop_reason == "budget"
     assert len(result["slow"].samples["step"]) == 6
     assert result["fast"].stop_reason == "max_rounds"

@@ -32,9 +32,7 @@ def check(keys: Tensor, num_keys: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("num_keys", [1, 2, 100, 65_536, 2_000_000_000])
 @pytest.mark.parametrize("length", [0, 1, 2, 33, 1000, 70_000])
-def test_random_keys(
-    device: torch.device, dtype: torch.dtype, num_keys: int, length: int
-) -> None:
+def test_random_keys(device: torch.device, dtype: torch.dtype, num_keys: int, length: int) -> None:
     keys = torch.randint(0, num_keys, (length,), generator=torch.Generator().manual_seed(length))
     check(keys.to(device, dtype), num_keys)
 

@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from emblib.reference import tbe as reference
@@ -32,12 +34,19 @@ def test_lookup(case: Case) -> None:
     assert_close(got, data.lookup(data.weights.double(), data.sample_weights))
 
 
-@ALL
-def test_lookup_reads_nothing_out_of_bounds(case: Case) -> None:
-    """Broken offsets that nobody repaired: any answer, but no access outside the arrays."""
+@pytest.mark.parametrize("case", [c for c in CASES if c.broken], ids=str)
+def test_offsets_nobody_repaired(case: Case) -> None:
+    """Any answer, but no access outside the arrays (the sanitized run looks at that)."""
     data = Data(case)
-    given = (data.weights, data.features, data.indices, data.offsets, data.sample_weights)
-    emulated.tbe_lookup(*given, case.pooling.value, data.columns, case.output)
+    pooling, scales = case.pooling.value, data.sample_weights
+    given = (data.weights, data.features, data.indices, data.offsets)
+    out = emulated.tbe_lookup(*given, scales, pooling, data.columns, case.output)
+    groups = emulated.tbe_group(data.features, data.indices, data.offsets, data.total_rows)
+    hyper = torch.tensor(HYPER["sgd"], dtype=torch.float64)
+    emulated.tbe_update_(
+        *(data.weights, [], hyper, "sgd", out, data.features),
+        *(*groups, data.offsets, scales, pooling),
+    )
 
 
 @ALL
@@ -184,3 +193,39 @@ def test_hot_row_of_many_chunks_is_deterministic() -> None:
         want = -0.1 * 7500 * grad.double().sum(0)
         torch.testing.assert_close(weights[:24].double(), want, rtol=1e-4, atol=1e-2)
     assert torch.equal(*results)
+
+
+DTYPES = st.sampled_from([torch.float32, torch.float16, torch.bfloat16])
+INDEX_DTYPES = st.sampled_from([torch.int32, torch.int64])
+
+
+@st.composite
+def random_cases(draw: st.DrawFn) -> Case:
+    """Any tables and bags; NONE pooling needs one dim and takes no sample weights."""
+    tables = draw(st.integers(1, 4))
+    pooling = draw(st.sampled_from(Pooling))
+    dims = draw(st.lists(st.integers(1, 160), min_size=tables, max_size=tables))
+    return Case(
+        "random",
+        rows=tuple(draw(st.lists(st.integers(1, 60), min_size=tables, max_size=tables))),
+        dims=tuple(dims[:1] * tables if pooling is Pooling.NONE else dims),
+        tables=tuple(draw(st.lists(st.integers(0, tables - 1), min_size=1, max_size=5))),
+        batch=draw(st.integers(0, 40)),
+        lengths=draw(st.sampled_from(["mixed", "few", "one", "hot", "none"])),
+        broken=draw(st.booleans()),
+        weighted=pooling is not Pooling.NONE and draw(st.booleans()),
+        pooling=pooling,
+        index=draw(INDEX_DTYPES),
+        offset=draw(INDEX_DTYPES),
+        weight=draw(DTYPES),
+        output=draw(DTYPES),
+        seed=draw(st.integers(0, 1000)),
+    )
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(case=random_cases(), optimizer=st.sampled_from(sorted(HYPER)))
+def test_random_cases(case: Case, optimizer: str) -> None:
+    test_bounds_check(case)
+    test_lookup(case)
+    test_update(case, optimizer)

@@ -147,7 +147,7 @@ def test_fatal_raises_before_anything_is_written() -> None:
     before = module.weights.detach().clone()
     with pytest.raises(RuntimeError, match=r"feature 0 must be in \[0, 3\).*got 3 at position 1"):
         module(torch.tensor([0, 3, 1, 4, 4]), OFFSETS)
-    with pytest.raises(RuntimeError, match="not decrease.*got 3 at position 2"):
+    with pytest.raises(RuntimeError, match=r"not decrease.*got 3 at position 2"):
         module(INDICES, torch.tensor([0, 5, 3, 3, 5]))
     with pytest.raises(RuntimeError, match="got 4 at position 4"):
         module(INDICES, torch.tensor([0, 1, 3, 3, 4]))
@@ -239,7 +239,7 @@ def test_bad_specs_are_refused(rows: Any, dim: Any, error: type[Exception]) -> N
 
 def test_wrong_forward_input_is_refused() -> None:
     module = small()
-    with pytest.raises(RuntimeError, match="5 entries|F.B . 1 entries for F = 2 features, got 4"):
+    with pytest.raises(RuntimeError, match=r"1 entries for F = 2 features, got 4"):
         module(INDICES, torch.tensor([0, 1, 3, 5]))
     with pytest.raises(RuntimeError, match="indices must be int32 or int64"):
         module(INDICES.float(), OFFSETS)
