@@ -23,7 +23,7 @@ STATE := $(if $(VENV),$(VENV),build)/.make
 BIN = $$(cat $(STATE)/bin)
 SOURCES := $(shell find csrc -type f) pyproject.toml
 
-.PHONY: help run test lint format gpu-test native clean distclean settings
+.PHONY: help run test lint format gpu-test native clean distclean force
 
 help: ## say what there is
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 18
@@ -58,8 +58,7 @@ $(STATE)/environment: pyproject.toml scripts/environment.sh
 	@mkdir -p build && scripts/environment.sh $(STATE)
 
 # Rewritten only when a choice changes, so that the libraries are rebuilt exactly then.
-$(STATE)/settings: settings
-settings: $(STATE)/environment
+$(STATE)/settings: $(STATE)/environment force
 	@echo "$(EMBLIB_CUDA) $(TORCH_CUDA_ARCH_LIST) $$(command -v nvcc)" > $(STATE)/settings.new
 	@cmp -s $(STATE)/settings.new $(STATE)/settings || cp $(STATE)/settings.new $(STATE)/settings
 

@@ -28,7 +28,7 @@ add_library(emblib_cuda SHARED ${cuda_sources})
 target_link_libraries(emblib_cuda PRIVATE torch_stable emblib_cpu CUDA::cudart_static)
 target_compile_definitions(emblib_cuda PRIVATE USE_CUDA)
 target_compile_options(emblib_cuda PRIVATE
-  $<$<COMPILE_LANGUAGE:CUDA>:-Xptxas=-v --expt-relaxed-constexpr -lineinfo>)
+  $<$<COMPILE_LANGUAGE:CUDA>:-Xptxas=-v -Xcompiler=-fmacro-prefix-map=${CMAKE_CURRENT_SOURCE_DIR}/= --expt-relaxed-constexpr -lineinfo>)
 set_target_properties(emblib_cuda PROPERTIES CUDA_VISIBILITY_PRESET hidden INSTALL_RPATH "$ORIGIN")
 install(TARGETS emblib_cuda DESTINATION emblib)
 message(STATUS "emblib: CUDA library for ${architectures}")

@@ -175,5 +175,5 @@ def _record(cell: Cell, outcome: Outcome, pool: Pool, session: Session) -> Recor
         "weights_bytes": outcome.nbytes.get("weights"),
         "optimizer_state_bytes": outcome.nbytes.get("optimizer_state"),
         "peak_bytes": outcome.peak,
-        "samples": {p: sorted(s.items()) for p, s in measured.samples.items()},
+        "samples": measured.samples,
     }

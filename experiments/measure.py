@@ -1,4 +1,4 @@
-"""Interleaved timing: every round runs each contender's phases once, in a fresh random order."""
+"""Interleaved timing: every round runs each contender's phases in random order, then in reverse."""
 
 from __future__ import annotations
 
@@ -20,17 +20,26 @@ PHASES = ("forward", "step")
 
 @dataclass
 class Measured:
-    """Raw samples of one contender: phase -> round -> seconds. Nothing is ever dropped."""
+    """Raw samples of one contender: phase -> (round, seconds), ... Nothing is ever dropped."""
 
-    samples: dict[str, dict[int, float]] = field(default_factory=dict)
+    samples: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
     stop_reason: str = ""
     error: Exception | None = None
 
     def precise(self, target: float) -> bool:
         """Every phase's median is known to within `target`."""
-        return all(
-            stats.summarise(list(s.values())).precision <= target for s in self.samples.values()
-        )
+        seconds = [[s for _, s in taken] for taken in self.samples.values()]
+        return all(stats.summarise(s).precision <= target for s in seconds)
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One sample to take."""
+
+    arm: str
+    phase: str
+    round: int
+    batch: int
 
 
 @dataclass
@@ -46,7 +55,7 @@ class Race:
     def run(self) -> dict[str, Measured]:
         """Warm up, then rounds until each contender has a reason to stop."""
         results = {
-            name: Measured({phase: {} for phase in phases}) for name, phases in self.arms.items()
+            name: Measured({phase: [] for phase in phases}) for name, phases in self.arms.items()
         }
         rng = random.Random(self.seed)
         with _no_garbage_collection():
@@ -61,14 +70,18 @@ class Race:
         return results
 
     def _round(self, number: int, results: dict[str, Measured], rng: random.Random) -> bool:
-        """One sample of every phase of every contender still running; False when none is."""
+        """Two samples of every phase of every contender still running; False when none is.
+
+        The second time in reverse order, so that what drifts during a round meets all alike.
+        """
         active = [name for name, r in results.items() if not r.stop_reason]
         turns = [(name, phase) for name in active for phase in self.arms[name]]
         rng.shuffle(turns)
-        for name, phase in turns:
-            if not results[name].stop_reason:
+        for half, order in enumerate((turns, turns[::-1])):
+            for name, phase in order:
                 result = results[name]
-                self._guard(result, partial(self._sample, result, name, phase, number))
+                turn = Turn(name, phase, number, 2 * number + half)
+                self._guard(result, partial(self._sample, result, turn))
         running = {n: r for n, r in results.items() if not r.stop_reason}
         for name in self._over_budget(number + 1, list(running)):
             running.pop(name).stop_reason = "budget"
@@ -89,13 +102,14 @@ class Race:
         alone = budget / 2 if enough else (2 * budget if rounds >= 3 else math.inf)
         return [name for name in running if self.spent[name] > alone]
 
-    def _sample(self, result: Measured, name: str, phase: str, number: int) -> None:
+    def _sample(self, result: Measured, turn: Turn) -> None:
+        phases = self.arms[turn.arm]
         # Phases look at different batches in a round, so that none finds its rows warm.
-        shift = list(self.arms[name]).index(phase) * self.timing.pool // len(self.arms[name])
-        run = self.arms[name][phase]
-        seconds = self.clock.time(partial(run, (number + shift) % self.timing.pool))
-        result.samples[phase][number] = seconds
-        self.spent[name] += seconds
+        shift = list(phases).index(turn.phase) * self.timing.pool // len(phases)
+        work = partial(phases[turn.phase], (turn.batch + shift) % self.timing.pool)
+        seconds = self.clock.time(work)
+        result.samples[turn.phase].append((turn.round, seconds))
+        self.spent[turn.arm] += seconds
 
     def _warm_up(self, name: str) -> None:
         """All batches, all phases; a slow contender gets as many as fit, but at least one."""

@@ -44,9 +44,17 @@ def row_state_bytes(record: Record) -> int:
     return per_row[record["optimizer"]]
 
 
-def samples(record: Record, phase: str) -> dict[int, float]:
-    """Round -> seconds."""
-    return {int(r): float(s) for r, s in record["samples"].get(phase, [])}
+def seconds(record: Record, phase: str) -> list[float]:
+    """All raw samples."""
+    return [float(s) for _, s in record["samples"].get(phase, [])]
+
+
+def best_of_rounds(record: Record, phase: str) -> dict[int, float]:
+    """Round -> the faster of its two samples: the one that was disturbed less."""
+    best: dict[int, float] = {}
+    for number, sample in record["samples"].get(phase, []):
+        best[int(number)] = min(float(sample), best.get(int(number), math.inf))
+    return best
 
 
 def frame(records: Sequence[Record], baseline: str) -> pd.DataFrame:
@@ -57,10 +65,13 @@ def frame(records: Sequence[Record], baseline: str) -> pd.DataFrame:
 
 
 def _row(record: Record, phase: str, baseline: Record | None) -> dict[str, Any]:
-    taken = samples(record, phase)
+    taken = seconds(record, phase)
     ok = record["status"] == "ok" and bool(taken)
-    time = stats.summarise(list(taken.values()) if ok else [])
-    pair = stats.paired_ratio(taken, samples(baseline, phase)) if ok and baseline else None
+    time = stats.summarise(taken if ok else [])
+    pair = None
+    if ok and baseline:
+        own, other = best_of_rounds(record, phase), best_of_rounds(baseline, phase)
+        pair = stats.paired_ratio(own, other)
     identity = {k: record[k] for k in ("section", "cell", "contender", "rank", "arm", "label")}
     return {
         **identity,

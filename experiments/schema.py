@@ -133,7 +133,7 @@ class TimingConfig:
     warmup: int = 1  # passes over the pool before the first sample
     warmup_seconds: float = 0.5  # slow contenders get fewer batches to warm up
     min_rounds: int = 6  # the fewest that give a 95 % interval
-    max_rounds: int = 100
+    max_rounds: int = 50  # of two samples per phase
     cell_seconds: float = 2.5  # for all contenders of one cell together
     total_seconds: float = 75.0  # on a busy machine cells get shorter to keep to this; 0: never
     precision: float = 0.01  # stop early: half-width of the median's 95 % interval, relative

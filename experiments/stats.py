@@ -68,8 +68,3 @@ def paired_ratio(arm: Mapping[int, float], baseline: Mapping[int, float]) -> Sum
     return Summary(
         s.n, math.exp(s.median), math.exp(s.q25), math.exp(s.q75), math.exp(s.lo), math.exp(s.hi)
     )
-
-
-def geometric_mean(values: Sequence[float]) -> float:
-    """The mean that treats 2x and 1/2x alike."""
-    return math.exp(sum(math.log(v) for v in values) / len(values)) if values else math.nan

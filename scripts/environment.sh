@@ -29,6 +29,8 @@ else
       # A venv made from a venv sees the packages of neither but the base's: name the parent's.
       "$PYTHON" -c 'import sysconfig; print(sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), sep="\n")' |
         sort -u > "$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/parent_environment.pth"
+      # The one that comes with a venv would hide the parent's, which torch may need.
+      "$python" -m pip uninstall -qqy setuptools
     else
       say "creating $VENV with $("$PYTHON" -V)"
       "$PYTHON" -m venv "$VENV" || fail "could not create $VENV (on Debian: apt-get install python3-venv)"
@@ -51,9 +53,10 @@ mapfile -t needs < <("$python" - "$EXTRAS" <<'PY'
 import sys, tomllib
 with open("pyproject.toml", "rb") as file:
     project = tomllib.load(file)
-print(*project["build-system"]["requires"], *project["project"]["dependencies"], sep="\n")
+needs = project["build-system"]["requires"] + project["project"]["dependencies"]
 for extra in filter(None, sys.argv[1].split(",")):
-    print(*project["project"]["optional-dependencies"][extra], sep="\n")
+    needs += project["project"]["optional-dependencies"][extra]
+print(*(need for need in needs if not need.startswith("torch>=")), sep="\n")
 PY
 )
 pip install -qq -c "$state/constraints" "${needs[@]}"

@@ -7,8 +7,14 @@
 
 namespace emb::cuda {
 
-// 7 blocks of 128 threads leave 72 registers a thread, what the kernel needs, and 28 warps.
+// 7 blocks of 128 threads leave 72 registers a thread, what the kernel needs, and 28 warps. For
+// Blackwell the compiler wants 94 registers.
 inline constexpr int kUpdateThreads = 128;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+inline constexpr int kUpdateBlocks = 5;
+#else
+inline constexpr int kUpdateBlocks = 7;
+#endif
 
 // The lookups of one unique row and where the row lives.
 struct Segment {
@@ -55,7 +61,7 @@ EMB_DEVICE float squared(const float (&x)[kColumns]) {
 }
 
 template <class G>
-__global__ void __launch_bounds__(kUpdateThreads, 7)
+__global__ void __launch_bounds__(kUpdateThreads, kUpdateBlocks)
     update_kernel(GradArgs args, RowStepArgs step, int lanes) {
   __shared__ OptimizerStorage storage;
   build_optimizer(step, &storage);

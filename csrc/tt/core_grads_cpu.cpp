@@ -13,7 +13,7 @@
 namespace emb {
 namespace {
 
-// Floats of left values in flight a thread: a share of the second cache.
+// Floats of left values in flight a thread: about what its second cache holds.
 constexpr int64_t kWaveFloats = 1 << 18;
 
 // Ranges of halves with one inner row: group i is [starts[i], starts[i + 1]).

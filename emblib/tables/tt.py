@@ -24,10 +24,11 @@ class TTEmbeddingBag(FusedTable):
     `optim.External()` it leaves dense gradients on `cores` instead.
 
     Args:
-        spec: rows, dim, ranks and factors. optimizer: one of `emblib.optim`; its "row" is the row
-        of a core. pooling: SUM, MEAN, or NONE for one vector a lookup. init: "gaussian",
-        "uniform", "sampled_gaussian" (TT-Rec's) or "approx_uniform"; all give rows
-            the standard deviation 1/sqrt(3 * rows), that of a plain table's uniform start.
+        spec: rows, dim, ranks and factors.
+        optimizer: one of `emblib.optim`; its "row" is the row of a core.
+        pooling: SUM, MEAN, or NONE for one vector a lookup.
+        init: "gaussian", "uniform", "sampled_gaussian" (TT-Rec's) or "approx_uniform"; all give
+            rows the standard deviation 1/sqrt(3 * rows), that of a plain table's uniform start.
         output_dtype: float32, float16 or bfloat16. Cores and sums are float32 in any case.
         bounds_check: what happens to invalid indices and offsets, see `BoundsCheck`.
         device: where the cores live.

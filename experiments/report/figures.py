@@ -11,7 +11,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator
 
 from experiments.report.data import AXIS_NAMES, Run
 from experiments.report.style import COLOURS, INK, MARKERS, Figure, Panel
-from experiments.sweep import LABELS, SWEEP, Arm
+from experiments.sweep import LABELS, SWEEP
 
 LOG_AXES = ("T", "E", "D", "B", "L", "rank")
 Label = tuple[float, float, str, str]  # x, y, text, colour
@@ -333,8 +333,3 @@ def _published(run: Run, section: str) -> Figure | None:
         run.sizes(section),
         [Panel("Time per lookup", draw)],
     )
-
-
-def arm_of(row: pd.Series) -> Arm:
-    """The arm a table row belongs to."""
-    return Arm(str(row["contender"]), int(row["rank"]))

@@ -15,14 +15,17 @@ from experiments.report.style import Figure
 from experiments.sweep import SWEEP
 
 HOW_TO_READ = (
-    "Every contender of a cell sees the same batches in the same process. Each round runs every "
-    "contender once per phase in a new random order, after warming up over the whole pool of "
-    "distinct batches. CPU threads wait passively (OMP_WAIT_POLICY) unless the environment says "
-    "otherwise.",
+    "Every contender of a cell sees the same batches in the same process. After warming up over "
+    "the whole pool of distinct batches, each round runs every contender's phases in a new random "
+    "order and then in reverse. CPU threads wait passively (OMP_WAIT_POLICY) unless the "
+    "environment says otherwise.",
     "Times are medians over rounds; bars and bands are quartiles. A ratio is taken within each "
-    "round, so that what slows the machine for a moment slows both sides; shown are the median "
-    "ratio and its 95 % order-statistic interval. The interval covers the noise of this run "
+    "round, between each side's faster sample, so that what slows the machine for a moment does "
+    "not count or slows both sides; shown are the median ratio and its 95 % order-statistic "
+    "interval. The interval covers the noise of this run "
     "only: another process, another day or another machine can differ by more.",
+    "emblib asks the system for huge pages for its tables; other contenders have what their "
+    "allocator gives them. That is part of what is compared.",
     "'forward' is a lookup without gradients. 'step' is forward, backward and the optimizer's "
     "update. Nothing is dropped: raw samples are in points.jsonl.",
     "Before it is timed, each contender's first output and first update are checked against "
@@ -74,6 +77,8 @@ def section_heading(run: Run, section: str) -> tuple[str, str]:
     line = f"{run.sizes(section)}; {unique} % of a batch's lookups are distinct rows."
     case = run.config.cases.get(section)
     note = f" {case.note}" if case is not None and case.note else ""
+    if case is not None and case.tt.row_factors and record["rows_scale"] < 1:
+        note += " Scaled tables do not fit these row factors: emblib chose others."
     return title[:1].upper() + title[1:], line + note
 
 

@@ -65,11 +65,15 @@ def section_table(run: Run, section: str) -> Table:
     heads = [*(["point"] if sweep else []), "contender", "forward", "step"]
     heads += [f"step ÷ {run.baseline.label} [95 %]", "per lookup", "useful GB/s", "parameters"]
     heads += ["compression", "scratch"]
+    has_state = (run.table["optimizer_state_bytes"].fillna(0) > 0).any()
+    heads += ["optimizer state"] if has_state else []
     lines = []
     for (_, _), pair in rows.groupby(["cell", "arm"], sort=False):
         phases = {str(r["phase"]): r for _, r in pair.iterrows()}
-        line = _line(phases["forward"], phases["step"], run.baseline.key)
-        lines.append([Value(where(run, phases["step"])), *line] if sweep else line)
+        step = phases["step"]
+        line = _line(phases["forward"], step, run.baseline.key)
+        line += [_bytes(step["optimizer_state_bytes"])] if has_state else []
+        lines.append([Value(where(run, step)), *line] if sweep else line)
     return Table(heads, lines)
 
 
@@ -82,8 +86,6 @@ def _line(forward: pd.Series, step: pd.Series, baseline: str) -> list[Value]:
         ratio = text.NONE
     elif step["arm"] == baseline:
         ratio = "1"
-    peak = step["peak_bytes"]
-    peak = None if text.missing(peak) else float(peak)
     return [
         Value(str(step["label"])),
         Value(text.seconds(forward["median_s"]), forward["median_s"]),
@@ -91,10 +93,15 @@ def _line(forward: pd.Series, step: pd.Series, baseline: str) -> list[Value]:
         Value(ratio, step["ratio"]),
         Value(text.seconds(step["ns_per_lookup"] / 1e9), step["ns_per_lookup"]),
         Value(text.digits(step["useful_gb_s"]), step["useful_gb_s"]),
-        Value(text.size(step["weights_bytes"]), step["weights_bytes"]),
+        _bytes(step["weights_bytes"]),
         Value(_compression(step["compression"]), step["compression"]),
-        Value(text.size(peak), math.nan if peak is None else peak),
+        _bytes(step["peak_bytes"]),
     ]
+
+
+def _bytes(value: float | None) -> Value:
+    known = math.nan if value is None else float(value)
+    return Value(text.size(known), known)
 
 
 def _compression(value: float) -> str:

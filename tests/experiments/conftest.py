@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from experiments import cli, configure
-
-EXPERIMENTS = configure.groups()["experiment"]
+from experiments import configure
+from experiments.machine import ROOT
 
 
 @pytest.fixture(scope="session")
 def smoke_runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Every experiment of conf/ at smoke size, name -> run directory; each must end well."""
     runs = {}
-    for name in EXPERIMENTS:
+    for name in configure.groups()["experiment"]:
         folder = tmp_path_factory.mktemp("runs")
-        status = cli.main(
-            [f"+experiment={name}", "timing=smoke", "device=cpu", f"report.folder={folder}"]
+        words = [f"+experiment={name}", "timing=smoke", "device=cpu", f"report.folder={folder}"]
+        done = subprocess.run(
+            [sys.executable, "run.py", *words], cwd=ROOT, capture_output=True, text=True
         )
-        assert status == 0, name
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert done.stdout.splitlines()[-1] == f"report: {next(folder.glob('*/*/index.html'))}"
         (runs[name],) = (folder / name).iterdir()
     return runs

@@ -46,21 +46,22 @@ def race(script: Script, costs: dict[str, Callable[[], Iterator[float]]], **timi
     return Race(arms, TimingConfig(**(usual | timing)), script)
 
 
-def test_every_round_has_every_arm_once_in_changing_order() -> None:
+def test_every_round_has_every_arm_in_random_order_and_then_in_reverse() -> None:
     script = Script()
     result = race(script, {"a": jumping, "b": jumping}, max_rounds=12, warmup=0).run()
-    rounds = [script.calls[i : i + 4] for i in range(0, len(script.calls), 4)]
+    orders = [(a, p) for a, p, _ in script.calls]
+    rounds = [orders[i : i + 8] for i in range(0, len(orders), 8)]
     assert len(rounds) == 12
-    assert all(len({(a, p) for a, p, _ in turn}) == 4 for turn in rounds)
-    assert len({tuple((a, p) for a, p, _ in turn) for turn in rounds}) > 4
+    assert all(len(set(turns[:4])) == 4 and turns[4:] == turns[3::-1] for turns in rounds)
+    assert len({tuple(turns) for turns in rounds}) > 4
     assert {r.stop_reason for r in result.values()} == {"max_rounds"}
-    assert list(result["a"].samples["step"]) == list(range(12))
+    assert [n for n, _ in result["a"].samples["step"]] == sorted([*range(12), *range(12)])
 
 
 def test_arms_of_a_round_see_the_same_batch_and_phases_different_ones() -> None:
     script = Script()
     race(script, {"a": jumping, "b": jumping}, max_rounds=6, warmup=0).run()
-    for start in range(0, len(script.calls), 4):
+    for start in range(0, len(script.calls), 4):  # the two halves of a round
         batches = {(p, n) for _, p, n in script.calls[start : start + 4]}
         assert len(batches) == 2
         assert len({n for _, n in batches}) == 2
@@ -69,7 +70,7 @@ def test_arms_of_a_round_see_the_same_batch_and_phases_different_ones() -> None:
 def test_warm_up_passes_over_the_whole_pool() -> None:
     script = Script()
     race(script, {"a": jumping}, warmup=2, max_rounds=1, warmup_seconds=100.0).run()
-    warm = [n for _, p, n in script.calls[:-2] if p == "step"]
+    warm = [n for _, p, n in script.calls[:-4] if p == "step"]
     assert warm == [0, 1, 2, 3, 0, 1, 2, 3]
 
 
@@ -77,31 +78,31 @@ def test_steady_contenders_stop_as_soon_as_they_are_precise() -> None:
     script = Script()
     result = race(script, {"a": lambda: forever(1e-3), "b": lambda: forever(2e-3)}).run()
     assert {r.stop_reason for r in result.values()} == {"precise"}
-    assert {len(r.samples["forward"]) for r in result.values()} == {6}
+    assert {len(r.samples["forward"]) for r in result.values()} == {2 * 6}
 
 
 def test_a_cell_ends_for_all_when_its_time_is_used_up() -> None:
     script = Script()
-    result = race(script, {"a": jumping, "b": jumping}, cell_seconds=0.11, warmup=0).run()
+    result = race(script, {"a": jumping, "b": jumping}, cell_seconds=0.15, warmup=0).run()
     assert {r.stop_reason for r in result.values()} == {"budget"}
-    assert {len(r.samples["step"]) for r in result.values()} == {10}  # 24 ms in two rounds
+    assert {len(r.samples["step"]) for r in result.values()} == {14}  # 24 ms a round
 
 
 def test_a_slow_contender_runs_out_of_budget_and_the_fast_one_goes_on() -> None:
     script = Script()
     costs = {"slow": lambda: forever(10.0), "fast": jumping}
-    result = race(script, costs, cell_seconds=200.0, warmup_seconds=0.0).run()
+    result = race(script, costs, cell_seconds=400.0, warmup_seconds=0.0).run()
     assert result["slow"].stop_reason == "budget"
-    assert len(result["slow"].samples["step"]) == 6
+    assert len(result["slow"].samples["step"]) == 2 * 6
     assert result["fast"].stop_reason == "max_rounds"
-    assert len(result["fast"].samples["step"]) == 20
+    assert len(result["fast"].samples["step"]) == 2 * 20
 
 
 def test_a_very_slow_contender_still_has_three_rounds() -> None:
     script = Script()
     costs = {"slow": lambda: forever(1000.0), "fast": jumping}
     result = race(script, costs, cell_seconds=1.0, warmup_seconds=0.0).run()
-    assert len(result["slow"].samples["step"]) == 3
+    assert len(result["slow"].samples["step"]) == 2 * 3
 
 
 def test_a_contender_that_raises_leaves_and_keeps_its_samples() -> None:
@@ -114,7 +115,7 @@ def test_a_contender_that_raises_leaves_and_keeps_its_samples() -> None:
     assert result["bad"].stop_reason == "failed"
     assert str(result["bad"].error) == "out of luck"
     assert sum(len(s) for s in result["bad"].samples.values()) == 12
-    assert len(result["good"].samples["step"]) == 20
+    assert len(result["good"].samples["step"]) == 2 * 20
 
 
 def test_ctrl_c_is_not_a_failure_of_the_contender() -> None:

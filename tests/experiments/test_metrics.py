@@ -80,6 +80,17 @@ def test_a_failed_contender_is_a_row_without_numbers() -> None:
     assert rows[["median_s", "ratio", "useful_gb_s", "compression"]].isna().all().all()
 
 
+def test_a_ratio_compares_the_faster_samples_of_a_round() -> None:
+    disturbed = {"forward": [], "step": [[0, 2e-6], [1, 90e-6], [1, 2e-6], [0, 70e-6]]}
+    calm = {"forward": [], "step": [[0, 1e-6], [1, 1e-6], [1, 1e-6], [0, 1e-6]]}
+    records = [record(samples=calm), record(arm="tt-8", samples=disturbed)]
+    table = metrics.frame(records, "tbe").set_index(["arm", "phase"])
+    row = table.loc[("tt-8", "step")]
+    assert row["ratio"] == pytest.approx(2.0)
+    assert row["samples"] == 4
+    assert row["median_s"] == pytest.approx(36e-6)  # of all four: nothing is dropped
+
+
 def test_no_baseline_no_ratio() -> None:
     table = metrics.frame([record(status="wrong")], "tbe")
     assert math.isnan(table["ratio"].iloc[0])

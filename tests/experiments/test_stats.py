@@ -51,8 +51,3 @@ def test_paired_ratio_uses_only_rounds_that_both_have() -> None:
     ratio = stats.paired_ratio({0: 3.0, 2: 3.0, 9: 99.0}, {0: 1.0, 1: 5.0, 2: 1.0})
     assert ratio.n == 2
     assert ratio.median == pytest.approx(3.0)
-
-
-def test_geometric_mean() -> None:
-    assert stats.geometric_mean([0.5, 2.0]) == pytest.approx(1.0)
-    assert math.isnan(stats.geometric_mean([]))

@@ -1,0 +1,1 @@
+"""Tests of the harness: configuration, workloads, timing, statistics, store and reports."""
