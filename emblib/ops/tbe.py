@@ -24,7 +24,13 @@ from torch import Tensor
 from emblib.optim import External, Optimizer
 from emblib.specs import Pooling
 
-_ops = torch.ops.emblib
+# Overloads, not packets: finding the overload costs microseconds at every call.
+check_bounds = torch.ops.emblib.bounds_check.default
+_tbe_lookup = torch.ops.emblib.tbe_lookup.default
+_tbe_group = torch.ops.emblib.tbe_group.default
+_tbe_row_grads = torch.ops.emblib.tbe_row_grads.default
+_tbe_update_ = torch.ops.emblib.tbe_update_.default
+_tbe_sample_weight_grad = torch.ops.emblib.tbe_sample_weight_grad.default
 
 
 class Groups(NamedTuple):
@@ -43,7 +49,7 @@ class Groups(NamedTuple):
 
 def group(features: Tensor, indices: Tensor, offsets: Tensor, total_rows: int) -> Groups:
     """Group lookups by linear row id `row_base + index`; `total_rows` bounds those ids."""
-    return Groups(*_ops.tbe_group(features, indices, offsets, total_rows))
+    return Groups(*_tbe_group(features, indices, offsets, total_rows))
 
 
 class Lookup(NamedTuple):
@@ -92,7 +98,7 @@ class FusedLookup(torch.autograd.Function):
             sample_grad = _sample_weight_grad(grad, weights, batch)
         groups = group(batch.features, batch.indices, batch.offsets, batch.total_rows)
         ctx.hyper[1].add_(1)
-        _ops.tbe_update_(
+        _tbe_update_(
             weights,
             ctx.states,
             ctx.hyper,
@@ -131,7 +137,7 @@ class SparseLookup(torch.autograd.Function):
         weight_grad = sample_grad = None
         if ctx.needs_input_grad[0]:
             groups = group(batch.features, batch.indices, batch.offsets, batch.total_rows)
-            values = _ops.tbe_row_grads(
+            values = _tbe_row_grads(
                 grad,
                 batch.features,
                 *groups,
@@ -160,13 +166,15 @@ def lookup(
     output_dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """Pool each bag; `weights` `[R, D]` gets a sparse gradient where it requires one."""
+    if not torch.is_grad_enabled():
+        return _lookup(weights, batch, sample_weights, output_dtype)
     return SparseLookup.apply(weights, batch, sample_weights, output_dtype)
 
 
 def _lookup(
     weights: Tensor, batch: Lookup, sample_weights: Tensor | None, output_dtype: torch.dtype
 ) -> Tensor:
-    return _ops.tbe_lookup(
+    return _tbe_lookup(
         weights,
         batch.features,
         batch.indices,
@@ -179,7 +187,7 @@ def _lookup(
 
 
 def _sample_weight_grad(grad: Tensor, weights: Tensor, batch: Lookup) -> Tensor:
-    return _ops.tbe_sample_weight_grad(
+    return _tbe_sample_weight_grad(
         grad, weights, batch.features, batch.indices, batch.offsets, batch.pooling.value
     )
 

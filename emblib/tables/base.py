@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from emblib import ops
+from emblib.ops import tbe
 from emblib.optim import SGD, Optimizer, check_learning_rate
 from emblib.specs import BoundsCheck, Pooling
 
@@ -58,19 +59,22 @@ class FusedTable(nn.Module):
         """Offsets repaired as `bounds_check` says; on CUDA violations are only counted."""
         if self.bounds_check is BoundsCheck.NONE:
             return offsets
-        mode = self.bounds_check.value
-        offsets, violations = torch.ops.emblib.bounds_check(indices, offsets, features, mode)
-        if self.bounds_check is BoundsCheck.WARNING:
-            self.bounds_violations += violations
-            if violations.device.type == "cpu" and not torch.compiler.is_compiling():
-                bad_indices, bad_offsets = violations.tolist()
-                if bad_indices or bad_offsets:
-                    warnings.warn(
-                        f"emblib: {bad_indices} indices and {bad_offsets} offsets out of bounds; "
-                        "such indices read row 0, such offsets are clamped "
-                        "(bounds_check=BoundsCheck.FATAL raises instead)",
-                        stacklevel=4,
-                    )
+        mode = self.bounds_check
+        offsets, violations = tbe.check_bounds(indices, offsets, features, mode.value)
+        if mode is not BoundsCheck.WARNING:
+            return offsets
+        if violations.is_cuda or torch.compiler.is_compiling():
+            self.bounds_violations.add_(violations)
+            return offsets
+        bad_indices, bad_offsets = violations.tolist()
+        if bad_indices or bad_offsets:
+            self.bounds_violations.add_(violations)
+            warnings.warn(
+                f"emblib: {bad_indices} indices and {bad_offsets} offsets out of bounds; "
+                "such indices read row 0, such offsets are clamped "
+                "(bounds_check=BoundsCheck.FATAL raises instead)",
+                stacklevel=4,
+            )
         return offsets
 
     @property

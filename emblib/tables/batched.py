@@ -138,7 +138,7 @@ class TableBatchedEmbeddingBags(FusedTable):
         batch = tbe.Lookup(
             self.features, indices, offsets, self.pooling, self.total_rows, self.columns
         )
-        if not tbe.is_fused(self.optimizer):
+        if not tbe.is_fused(self.optimizer) or not torch.is_grad_enabled():
             return tbe.lookup(self.weights, batch, per_sample_weights, self.output_dtype)
         return tbe.FusedLookup.apply(
             self.anchor,

@@ -64,17 +64,31 @@ CASES = {
 }
 
 
-class Emblib:
-    """Our module; `half` is float16 weights and output."""
+@dataclass(frozen=True)
+class Variant:
+    """The dtype of weights and output, and SUM or NONE."""
 
-    def __init__(self, case: Case, optimizer: str, half: bool, sequence: bool) -> None:
-        dtype = torch.float16 if half else torch.float32
+    dtype: torch.dtype
+    pooling: Pooling
+
+
+VARIANTS = {
+    "fp32": Variant(torch.float32, Pooling.SUM),
+    "fp16": Variant(torch.float16, Pooling.SUM),
+    "sequence": Variant(torch.float32, Pooling.NONE),
+}
+
+
+class Emblib:
+    """Our module."""
+
+    def __init__(self, case: Case, optimizer: str, variant: Variant) -> None:
         self.module = TableBatchedEmbeddingBags(
             [TableSpec(case.rows, case.dim)] * case.tables,
             optim.SGD(LR) if optimizer == "sgd" else optim.RowwiseAdagrad(LR),
-            pooling=Pooling.NONE if sequence else Pooling.SUM,
-            dtype=dtype,
-            output_dtype=dtype,
+            pooling=variant.pooling,
+            dtype=variant.dtype,
+            output_dtype=variant.dtype,
         )
 
     def forward(self, indices: Tensor, offsets: Tensor) -> Tensor:
@@ -87,7 +101,7 @@ class Emblib:
 class Fbgemm(Emblib):
     """FBGEMM's SplitTableBatchedEmbeddingBagsCodegen on the host, its default bounds check."""
 
-    def __init__(self, case: Case, optimizer: str, half: bool, sequence: bool) -> None:
+    def __init__(self, case: Case, optimizer: str, variant: Variant) -> None:
         from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
         from fbgemm_gpu.split_table_batched_embeddings_ops_common import PoolingMode
         from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
@@ -97,7 +111,7 @@ class Fbgemm(Emblib):
         )
 
         spec = (case.rows, case.dim, EmbeddingLocation.HOST, ComputeDevice.CPU)
-        dtype = SparseType.FP16 if half else SparseType.FP32
+        dtype = SparseType.FP16 if variant.dtype is torch.float16 else SparseType.FP32
         sgd, rowwise = EmbOptimType.EXACT_SGD, EmbOptimType.EXACT_ROWWISE_ADAGRAD
         self.module = SplitTableBatchedEmbeddingBagsCodegen(
             [spec] * case.tables,
@@ -105,7 +119,7 @@ class Fbgemm(Emblib):
             learning_rate=LR,
             weights_precision=dtype,
             output_dtype=dtype,
-            pooling_mode=PoolingMode.NONE if sequence else PoolingMode.SUM,
+            pooling_mode=PoolingMode[variant.pooling.name],
         )
         self.module.init_embedding_weights_uniform(-0.01, 0.01)
 
@@ -113,8 +127,8 @@ class Fbgemm(Emblib):
 class EmbeddingBag(Emblib):
     """One `torch.nn.EmbeddingBag` (or `Embedding`) a table, sparse gradients, torch's SGD."""
 
-    def __init__(self, case: Case, optimizer: str, half: bool, sequence: bool) -> None:
-        dtype = torch.float16 if half else torch.float32
+    def __init__(self, case: Case, optimizer: str, variant: Variant) -> None:
+        dtype, sequence = variant.dtype, variant.pooling is Pooling.NONE
         self.tables: list[torch.nn.Module] = [
             torch.nn.Embedding(case.rows, case.dim, sparse=True, dtype=dtype)
             if sequence
@@ -159,8 +173,8 @@ class Ceiling:
             pointer, pointer, integer, integer, ctypes.c_int, integer
         ]  # fmt: skip
 
-    def table(self, nbytes: int, huge_pages: bool) -> int:
-        return self.library.ceiling_table(nbytes, int(huge_pages))
+    def table(self, nbytes: int, pages: str) -> int:
+        return self.library.ceiling_table(nbytes, int(pages == "huge"))
 
     def free(self, table: int) -> None:
         self.library.ceiling_free(table)
@@ -209,27 +223,24 @@ def ratio(peer: list[float], ours: list[float]) -> dict[str, float]:
     return {"median": middle, "q25": low, "q75": high}
 
 
-VARIANTS = {"fp32": (False, False), "fp16": (True, False), "sequence": (False, True)}
-
-
 def contenders(case: Case, variant: str) -> dict[str, Emblib]:
     """By "who optimizer"; only fp32 has a second optimizer."""
-    half, sequence = VARIANTS[variant]
+    chosen = VARIANTS[variant]
     tables: dict[str, Emblib] = {}
     for optimizer in ("sgd", "rowwise_adagrad") if variant == "fp32" else ("sgd",):
-        tables[f"emblib {optimizer}"] = Emblib(case, optimizer, half, sequence)
-        tables[f"fbgemm {optimizer}"] = Fbgemm(case, optimizer, half, sequence)
-    tables["torch sgd"] = EmbeddingBag(case, "sgd", half, sequence)
+        tables[f"emblib {optimizer}"] = Emblib(case, optimizer, chosen)
+        tables[f"fbgemm {optimizer}"] = Fbgemm(case, optimizer, chosen)
+    tables["torch sgd"] = EmbeddingBag(case, "sgd", chosen)
     return tables
 
 
 def table_jobs(case: Case, variant: str) -> dict[str, Callable[[Tensor], float]]:
     """Forward and step of every contender, by "who optimizer phase"."""
-    half, sequence = VARIANTS[variant]
+    dtype, sequence = VARIANTS[variant].dtype, VARIANTS[variant].pooling is Pooling.NONE
     bags = case.tables * case.batch
     offsets = torch.arange(0, bags * case.pooling + 1, case.pooling)
     shape = (bags * case.pooling, case.dim) if sequence else (case.batch, case.tables * case.dim)
-    grad = torch.randn(shape).to(torch.float16 if half else torch.float32)
+    grad = torch.randn(shape).to(dtype)
     jobs: dict[str, Callable[[Tensor], float]] = {}
     for who, table in contenders(case, variant).items():
         if who.endswith("sgd"):
@@ -255,10 +266,10 @@ def ceiling_jobs(
 def measure(name: str, rounds: int) -> list[dict[str, Any]]:
     """All comparisons of one case at the current number of threads."""
     case, ceiling, rows = CASES[name], Ceiling(), []
-    for variant, (half, _) in VARIANTS.items():
-        row_bytes = case.dim * (2 if half else 4)
+    for variant, chosen in VARIANTS.items():
+        row_bytes = case.dim * chosen.dtype.itemsize
         nbytes = case.tables * case.rows * row_bytes
-        memory = {pages: ceiling.table(nbytes, pages == "huge") for pages in ("huge", "small")}
+        memory = {pages: ceiling.table(nbytes, pages) for pages in ("huge", "small")}
         jobs = table_jobs(case, variant) | ceiling_jobs(case, row_bytes, ceiling, memory)
         rows += summarise(name, variant, interleave(jobs, case, rounds))
         for table in memory.values():
