@@ -1,5 +1,10 @@
 """The device fixture: tests of operations run on the CPU, and on CUDA where there is one."""
 
+import os
+
+# Before torch starts its threads: on a busy machine spinning at barriers costs more than the tests.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 import pytest
 import torch
 

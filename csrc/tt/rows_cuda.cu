@@ -58,6 +58,11 @@ std::tuple<Tensor, Tensor> tt_rows(std::vector<Tensor> cores, std::vector<Tensor
   float* left_values = prefixes.mutable_data_ptr<float>();
   if (left.pair && kept < batch.lefts()) left_values = scratch(batch.lefts() * left.value_size());
   forward_pass(launcher, batch, memory, left_values, rows.mutable_data_ptr<float>());
+  if (float* first = prefixes.mutable_data_ptr<float>(); left.pair && first != left_values) {
+    check_cuda(cudaMemcpyAsync(first, left_values, prefixes.numel() * sizeof(float),
+                               cudaMemcpyDeviceToDevice, launcher.stream()),
+               "copying the kept values");
+  }
   return {rows, prefixes};
 }
 

@@ -6,7 +6,7 @@ Contenders: emblib, FBGEMM's CPU TBE (`pip install fbgemm-gpu-cpu==1.8.0`), `tor
 (a loop over tables and a `cat`, sparse gradients, `torch.optim.SGD`). Every round gives all of them
 new indices of the same law, in random order, after writing 64 MB to evict the caches. What is
 printed are ratios within a round (peer / emblib): median and quartiles over the rounds. Memory that
-torch frees stays mapped (malloc settings below), so outputs are touched before they are measured.
+torch frees stays mapped (environment below), so outputs are touched before they are measured.
 Beside the times: the machine's own ceiling for random reads of rows of that size, writing nothing
 (gather_ceiling.cpp). With one lookup a bag (B) as many bytes are written as read, so that the share
 of that ceiling cannot come near one there.
@@ -34,7 +34,13 @@ from torch import Tensor
 
 from emblib import Pooling, TableBatchedEmbeddingBags, TableSpec, optim
 
-MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(8 << 30)}
+# Read by malloc and OpenMP when the process starts. Threads that wait passively give the core back,
+# which matters to all contenders on a machine that others use.
+ENVIRONMENT = {
+    "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
+    "MALLOC_TRIM_THRESHOLD_": str(8 << 30),
+    "OMP_WAIT_POLICY": "PASSIVE",
+}
 LR = 0.01
 
 
@@ -131,13 +137,12 @@ class EmbeddingBag(Emblib):
         dtype, sequence = variant.dtype, variant.pooling is Pooling.NONE
         self.tables: list[torch.nn.Module] = [
             torch.nn.Embedding(case.rows, case.dim, sparse=True, dtype=dtype)
-            if sequence
+            if self.sequence
             else torch.nn.EmbeddingBag(
                 case.rows, case.dim, mode="sum", sparse=True, include_last_offset=True, dtype=dtype
             )
             for _ in range(case.tables)
         ]
-        self.sequence = sequence
         self.offsets = torch.arange(0, case.batch * case.pooling + 1, case.pooling)
         parameters = [p for table in self.tables for p in table.parameters()]
         self.optimizer = torch.optim.SGD(parameters, lr=LR)
@@ -338,9 +343,9 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", choices=sorted(CASES), default=sorted(CASES))
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
-    if any(os.environ.get(name) != value for name, value in MALLOC.items()):
+    if any(os.environ.get(name) != value for name, value in ENVIRONMENT.items()):
         os.execve(sys.executable, [sys.executable, "-m", "tests.bench.cpu_peers", *sys.argv[1:]],
-                  {**os.environ, **MALLOC})  # fmt: skip
+                  {**os.environ, **ENVIRONMENT})  # fmt: skip
     rows = []
     for threads in arguments.threads:
         torch.set_num_threads(threads)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 import emblib
 from emblib import optim
+from emblib.ops import tbe
 from emblib.reference import tbe as tbe_reference
 from emblib.reference import tt as reference
 from emblib.specs import BoundsCheck, Pooling, TTSpec
@@ -319,6 +320,22 @@ def test_external_optimizer_trains() -> None:
         external.step()
         losses.append(float(loss.detach()))
     assert losses[-1] < 0.7 * losses[0]
+
+
+@pytest.mark.parametrize("optimizer", [optim.SGD(0.1), optim.External()], ids=lambda o: o.name)
+def test_compiles_without_graph_breaks(optimizer: optim.Optimizer) -> None:
+    tables = []
+    for make in (
+        lambda table: table,
+        lambda t: torch.compile(t, backend="aot_eager", fullgraph=True),
+    ):
+        torch.manual_seed(5)
+        table = TTEmbeddingBag(SPEC, optimizer)
+        make(table)(*batch()).sum().backward()
+        tables.append(table)
+    for eager, compiled in zip(tables[0].cores, tables[1].cores, strict=True):
+        assert torch.equal(eager, compiled)
+        assert (eager.grad is None) == tbe.is_fused(optimizer)
 
 
 WRONG = {
