@@ -48,4 +48,7 @@ STABLE_TORCH_LIBRARY(emblib, m) {
       "update_rows_(Tensor(a!) weights, Tensor(b!)[] states, Tensor hyper, str optimizer,"
       " Tensor grads) -> ()");
   m.def("advise_huge_pages_(Tensor(a!) tensor) -> ()");
+
+  // Counter-based random numbers.
+  m.def("fill_uniform_(Tensor(a!) tensor, float low, float high, int seed) -> ()");
 }

@@ -49,6 +49,7 @@ TORCH_HEADERS = {
     "csrc/group/device_sort.h",
     "csrc/group/group_items.h",
     "csrc/group/outputs.h",
+    "csrc/random/check_range.h",
     "csrc/optim/check_states.h",
     "csrc/optim/device_states.h",
     "csrc/tbe/repair_offsets.h",

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from emblib.reference import tbe, tt
+from emblib.reference import random, tbe, tt
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -29,6 +29,7 @@ REFERENCES: dict[str, Callable[..., object] | str] = {
     "tt_core_grads": tt.core_grads,
     "update_rows_": tt.update_rows_,
     "advise_huge_pages_": "changes no value",
+    "fill_uniform_": random.uniform,
 }
 
 # Ops without a CUDA kernel, and why.

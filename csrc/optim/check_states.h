@@ -26,22 +26,21 @@ inline States check_states(const char* op, const std::string& optimizer,
     using Opt = typename decltype(tag)::type;
     STD_TORCH_CHECK(hyper.numel() == Opt::kHyper, op, ": ", optimizer, " needs a hyper vector of ",
                     Opt::kHyper, " entries (see emblib.optim), got ", hyper.numel());
-    constexpr size_t wanted = Opt::kElementStates + Opt::kRowStates;
-    STD_TORCH_CHECK(states.size() == wanted, op, ": ", optimizer, " keeps ", wanted,
+    constexpr int wanted = Opt::kElementStates + Opt::kRowStates;
+    STD_TORCH_CHECK(static_cast<int>(states.size()) == wanted, op, ": ", optimizer, " keeps ", wanted,
                     " state tensors, got ", states.size());
-    for (size_t i = 0; i < wanted; ++i) {
-      const bool by_row = i >= Opt::kElementStates;
+    for (int i = 0; i < wanted; ++i) {
+      const bool by_row = i >= Opt::kElementStates;  // element-wise states come first
       const int64_t entries = by_row ? num_rows : num_elements;
       check_dtype(op, "an optimizer state", states[i], ScalarType::Float, "float32");
       STD_TORCH_CHECK(states[i].is_contiguous() && states[i].numel() >= entries, op, ": state ", i,
                       " of ", optimizer, " must be contiguous with ", entries, " entries, has ",
                       states[i].numel());
       float* data = states[i].template mutable_data_ptr<float>();
-      if (by_row) {
-        result.row = data;
-      } else {
-        result.element[i] = data;
+      if constexpr (Opt::kElementStates > 0) {
+        if (!by_row) result.element[i] = data;
       }
+      if (by_row) result.row = data;
     }
   });
   STD_TORCH_CHECK(known, op, ": unknown optimizer '", optimizer, "'; have ", kOptimizerNames);

@@ -34,7 +34,7 @@ inline const TtTable& tt_table() {
 }
 
 // A part of the work with fewer multiplications than this is not worth waking a thread for.
-inline constexpr int64_t kTtGrain = 1 << 20;
+inline constexpr int64_t kTtGrain = 1 << 21;
 
 using Floats = std::unique_ptr<float[]>;
 

@@ -1,8 +1,9 @@
 // `tt_core_grads` on the CPU. The left halves are walked through in waves, so that scratch memory
-// does not grow with the batch: in a wave (1) values that the forward pass did not keep are
-// expanded again, (2) every group of one inner row gets its gradient in one go, (3) right halves
-// and (4) outer rows add up what the wave holds for them. Each sum has one owner and one order,
-// whatever the number of threads and the size of the waves.
+// does not grow with the batch: first those whose values the forward pass kept, then the others. In
+// a wave every group of one inner row gets its gradient in one go, values that were not kept are
+// expanded again just before; then right halves and outer rows add up what the wave holds for them.
+// That is two parallel regions a wave. Each sum has one owner and one order, whatever the number of
+// threads and the size of the waves.
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
@@ -13,8 +14,8 @@
 namespace emb {
 namespace {
 
-// Floats of left values in flight a thread: about what its second cache holds.
-constexpr int64_t kWaveFloats = 1 << 18;
+// Floats of left values that a wave expands again.
+constexpr int64_t kWaveFloats = 1 << 20;
 
 // Ranges of halves with one inner row: group i is [starts[i], starts[i + 1]).
 std::vector<int64_t> inner_groups(const TtHalfCores& cores, int64_t begin, int64_t end) {
@@ -29,23 +30,30 @@ std::vector<int64_t> inner_groups(const TtHalfCores& cores, int64_t begin, int64
   return starts;
 }
 
-// Adds the outer values of halves [begin, end) to the rows of the outer core's gradient.
-void sum_outer(const TtHalfCores& cores, int64_t begin, int64_t end, const float* outer_values,
-               float* grads) {
-  const int64_t rows = cores.half.outer_rows;
-  std::vector<int32_t> starts(rows + 1, 0), members(end - begin);
-  for (int64_t u = begin; u < end; ++u) ++starts[cores.ids[u] % rows + 1];
-  for (int64_t i = 0; i < rows; ++i) starts[i + 1] += starts[i];
-  std::vector<int32_t> cursor(starts.begin(), starts.end() - 1);
-  for (int64_t u = begin; u < end; ++u) {
-    members[cursor[cores.ids[u] % rows]++] = static_cast<int32_t>(u - begin);
+// The halves [begin, end) by outer row, for the sum of their outer values into the core's gradient.
+class OuterSums {
+ public:
+  OuterSums(const TtHalfCores& cores, int64_t begin, int64_t end, const float* outer_values,
+            float* grads)
+      : rows_(cores.half.outer_rows), starts_(rows_ + 1, 0), members_(end - begin) {
+    for (int64_t u = begin; u < end; ++u) ++starts_[cores.ids[u] % rows_ + 1];
+    for (int64_t i = 0; i < rows_; ++i) starts_[i + 1] += starts_[i];
+    std::vector<int32_t> cursor(starts_.begin(), starts_.end() - 1);
+    for (int64_t u = begin; u < end; ++u) {
+      members_[cursor[cores.ids[u] % rows_]++] = static_cast<int32_t>(u - begin);
+    }
+    args_ = {outer_values, cores.half.outer_size(), starts_.data(), members_.data(), grads};
   }
-  const int64_t size = cores.half.outer_size();
-  const TtOuterSumArgs args{outer_values, size, starts.data(), members.data(), grads};
-  parallel_balanced(
-      rows, kTtGrain / 16, [&](int64_t i) { return (i + starts[i]) * size; },
-      [&](int64_t first, int64_t last) { tt_table().sum_outer(args, first, last); });
-}
+
+  int64_t rows() const { return rows_; }
+  int64_t cost(int64_t row) const { return (row + starts_[row]) * args_.size; }
+  void run(int64_t begin, int64_t end) const { tt_table().sum_outer(args_, begin, end); }
+
+ private:
+  int64_t rows_;
+  std::vector<int32_t> starts_, members_;
+  TtOuterSumArgs args_;
+};
 
 // Gradients of the inner rows that no half of the batch uses are zero.
 void clear_unused(const TtHalfCores& cores, int64_t num_halves, float* inner_grads) {
@@ -78,23 +86,22 @@ class Backward {
     if (!left.pair) {
       left_.rest = batch_.cores[0];
       left_groups({nullptr, outer, 0}, 0, batch_.num_lefts);
-      return right_sums(batch_.num_lefts);
+      return right_sums(batch_.num_lefts, nullptr);
     }
     left_.ids = nullptr;
-    const int64_t fit = num_threads() * kWaveFloats / left.value_size();
-    const int64_t wave =
-        std::clamp<int64_t>(fit, 4 * kTtBlock, std::max<int64_t>(batch_.num_lefts, 64));
-    const Floats values = new_floats(left_.num_kept < batch_.num_lefts ? wave * left_.size : 0);
-    const Floats outer_values = new_floats(wave * left.outer_size());
-    left_.rest = values.get();
-    clear_unused(batch_.left_cores(), batch_.num_lefts, inner);
-    for (int64_t begin = 0; begin < batch_.num_lefts; begin += wave) {
-      const int64_t end = std::min(begin + wave, batch_.num_lefts);
-      left_.first = std::max(begin, left_.num_kept);
-      expand(left_.first, end, values.get());
+    const int64_t kept = left_.num_kept, lefts = batch_.num_lefts;
+    const int64_t again = std::clamp<int64_t>(kWaveFloats / left_.size, 4 * kTtBlock,
+                                              std::max<int64_t>(lefts - kept, 4 * kTtBlock));
+    again_ = new_floats(kept < lefts ? again * left_.size : 0);
+    const Floats outer_values = new_floats(std::max(kept, again) * left.outer_size());
+    left_.rest = again_.get();
+    clear_unused(batch_.left_cores(), lefts, inner);
+    for (int64_t begin = 0, end; begin < lefts; begin = end) {
+      end = begin < kept ? kept : std::min(begin + again, lefts);
+      left_.first = begin;
       left_groups({inner, outer_values.get(), begin}, begin, end);
-      right_sums(end);
-      sum_outer(batch_.left_cores(), begin, end, outer_values.get(), outer);
+      const OuterSums sums(batch_.left_cores(), begin, end, outer_values.get(), outer);
+      right_sums(end, &sums);
     }
   }
 
@@ -123,7 +130,10 @@ class Backward {
                               right_grads_.get() + groups[begin] * half.value_size(), scratch.get(),
                               groups[begin], groups[end]);
         });
-    sum_outer(rights_.cores, 0, batch_.num_rights, outer_values.get(), outer.get());
+    const OuterSums sums(rights_.cores, 0, batch_.num_rights, outer_values.get(), outer.get());
+    parallel_balanced(
+        sums.rows(), kTtGrain, [&](int64_t row) { return sums.cost(row); },
+        [&](int64_t begin, int64_t end) { sums.run(begin, end); });
     tt_reverse({outer.get(), last, nullptr, nullptr, half.q_outer, half.inner_rank, 1},
                half.outer_rows);
     tt_reverse({inner.get(), third, nullptr, nullptr, half.inner_rank, half.q_inner, half.rank},
@@ -131,19 +141,8 @@ class Backward {
   }
 
  private:
-  void expand(int64_t begin, int64_t end, float* values) const {
-    const int64_t per_left = batch_.left.q_outer * batch_.left.inner_size();
-    if (begin >= end) return;
-    parallel_balanced(
-        end - begin, kTtGrain, [&](int64_t u) { return u * per_left; },
-        [&](int64_t first, int64_t last) {
-          const Floats scratch = batch_.scratch();
-          tt_table().expand(batch_.left_cores(), values + first * left_.size, scratch.get(),
-                            begin + first, begin + last);
-        });
-  }
-
-  void left_groups(const TtHalfGrads& grads, int64_t begin, int64_t end) const {
+  // Gradients of the inner core, and the outer core's values, from left halves [begin, end).
+  void left_groups(const TtHalfGrads& grads, int64_t begin, int64_t end) {
     const TtLeftGradsArgs args{batch_.left_cores(),
                                batch_.right.columns(),
                                rights_.values.get(),
@@ -157,18 +156,25 @@ class Backward {
     } else {
       for (int64_t u = begin; u <= end; ++u) groups.push_back(u);
     }
+    const bool expands = batch_.left.pair && begin >= left_.num_kept;
     const int64_t base = batch_.cost(begin);
     parallel_balanced(
         static_cast<int64_t>(groups.size()) - 1, kTtGrain,
         [&](int64_t i) { return batch_.cost(groups[i]) - base; },
         [&](int64_t first, int64_t last) {
           const Floats scratch = batch_.scratch();
-          tt_table().left_grads(args, scratch.get(), groups[first], groups[last]);
+          const int64_t from = groups[first], to = groups[last];
+          if (expands) {
+            float* values = again_.get() + (from - begin) * left_.size;
+            tt_table().expand(args.left, values, scratch.get(), from, to);
+          }
+          tt_table().left_grads(args, scratch.get(), from, to);
         });
   }
 
-  // Adds the rows of left halves below `end` that were not added before.
-  void right_sums(int64_t end) {
+  // Adds to right halves the rows of left halves below `end` that were not added before, and, in
+  // the same parallel region, to outer rows what `sums` holds for them.
+  void right_sums(int64_t end, const OuterSums* sums) {
     const TtPlan& plan = batch_.plan;
     const TtRightGradsArgs args{left_,
                                 batch_.left.columns(),
@@ -181,16 +187,23 @@ class Backward {
                                 plan.left_segments[end],
                                 row_grads_,
                                 right_grads_.get()};
+    const int64_t rights = batch_.num_rights, outer_rows = sums != nullptr ? sums->rows() : 0;
     const int64_t per_row = int64_t{1} * batch_.shape.dim() * batch_.left.rank;
-    parallel_balanced(
-        batch_.num_rights, kTtGrain, [&](int64_t v) { return plan.right_segments[v] * per_row; },
-        [&](int64_t first, int64_t last) { tt_table().right_grads(args, first, last); });
+    const auto cost = [&](int64_t i) {
+      const int64_t v = std::min(i, rights);
+      return plan.right_segments[v] * per_row + (i > rights ? sums->cost(i - rights) : 0);
+    };
+    parallel_balanced(rights + outer_rows, kTtGrain, cost, [&](int64_t first, int64_t last) {
+      if (first < rights) tt_table().right_grads(args, first, std::min(last, rights));
+      if (last > rights) sums->run(std::max(first, rights) - rights, last - rights);
+    });
   }
 
   const TtBatch& batch_;
   const TtRights& rights_;
   const float* row_grads_;
   Floats right_grads_;
+  Floats again_;  // values of left halves that the forward pass did not keep
   std::vector<int32_t> cursors_;
   TtValues left_;
 };

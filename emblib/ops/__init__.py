@@ -86,6 +86,6 @@ def keep_dtype(fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     return move
 
 
-from emblib.ops import group, tbe, tt  # noqa: E402
+from emblib.ops import group, random, tbe, tt  # noqa: E402
 
-__all__ = ["empty_table", "group", "keep_dtype", "require_kernels", "tbe", "tt"]
+__all__ = ["empty_table", "group", "keep_dtype", "random", "require_kernels", "tbe", "tt"]

@@ -44,7 +44,7 @@ class Groups(NamedTuple):
     segments: Tensor
     lookups: Tensor
     bags: Tensor
-    count: Tensor
+    count: Tensor  # type: ignore[assignment]  # hides tuple.count, which nobody needs here
 
 
 def group(features: Tensor, indices: Tensor, offsets: Tensor, total_rows: int) -> Groups:
@@ -89,7 +89,7 @@ class FusedLookup(torch.autograd.Function):
         return _lookup(weights, batch, sample_weights, output_dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Apply the optimizer to every row of the batch; gradient of `sample_weights` if asked."""
         (sample_weights,) = ctx.saved_tensors
         batch, weights = ctx.batch, ctx.weights
@@ -130,7 +130,7 @@ class SparseLookup(torch.autograd.Function):
         return _lookup(weights, batch, sample_weights, output_dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """The coalesced sparse gradient; reads the number of rows back from the device."""
         weights, sample_weights = ctx.saved_tensors
         batch = ctx.batch

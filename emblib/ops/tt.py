@@ -40,7 +40,7 @@ _ops = torch.ops.emblib
 
 # Left-half values kept for backward on the CPU, where making them again costs about as much as
 # reading them back from memory; it bounds scratch memory whatever the batch.
-_KEPT_BYTES_CPU = 8 << 20
+_KEPT_BYTES_CPU = 6 << 20
 
 
 class Plan(NamedTuple):
@@ -166,8 +166,10 @@ class FusedLookup(torch.autograd.Function):
         sample_weights: Tensor | None,
     ) -> Tensor:
         """`[B, D]`, or `[L, D]` for NONE."""
-        made = make_rows(cores, batch, kept_prefixes(batch, cores))
-        ctx.cores, ctx.versions = cores, [core._version for core in cores]
+        compiling = torch.compiler.is_compiling()  # a compiled graph cannot compare versions
+        made = make_rows(cores, batch, 0 if compiling else kept_prefixes(batch, cores))
+        ctx.cores = cores
+        ctx.versions = [] if compiling else [core._version for core in cores]
         ctx.states, ctx.hyper, ctx.optimizer, ctx.batch = states, hyper, optimizer, batch
         _save(ctx, made, sample_weights, ())
         return pool(made, batch, sample_weights)
@@ -180,7 +182,7 @@ class FusedLookup(torch.autograd.Function):
         sample_grad = None
         if ctx.needs_input_grad[6]:
             sample_grad = _sample_weight_grad(grad, made, batch)
-        if ctx.versions != [core._version for core in cores]:
+        if ctx.versions and ctx.versions != [core._version for core in cores]:
             # Another backward pass has moved the cores: values kept from forward no longer fit.
             _, prefixes = _ops.tt_rows(
                 cores, made.plan, batch.row_factors, batch.dim_factors, made.prefixes.size(0)

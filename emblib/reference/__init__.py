@@ -1,5 +1,5 @@
 """Every operation in plain PyTorch: the definition of correct, and a contender in benchmarks."""
 
-from emblib.reference import tbe, tt
+from emblib.reference import random, tbe, tt
 
-__all__ = ["tbe", "tt"]
+__all__ = ["random", "tbe", "tt"]

@@ -116,7 +116,7 @@ class TableBatchedEmbeddingBags(FusedTable):
             self._reset_common()
             for spec, table in zip(self.tables, self.table_weights(), strict=True):
                 bound = 1.0 / math.sqrt(spec.rows)
-                table.uniform_(-bound, bound)
+                ops.random.fill_uniform_(table, -bound, bound, ops.random.new_seed())
             for state in self._states():
                 state.zero_()
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from experiments.schema import Optimizer
 from experiments.workload import Batch, TableShape
@@ -119,15 +118,3 @@ def fill_(weights: Tensor, seed: int) -> Tensor:
         flat[:whole].view(-1, size).copy_(noise.expand(whole // size, size))
         flat[whole:] = noise[: flat.numel() - whole]
     return weights
-
-
-class QuickUniform(TorchFunctionMode):
-    """Inside, Tensor.uniform_ is `fill_`: a random number per element of a large table takes longer
-    than the whole measurement, and a benchmark does not need it."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func is Tensor.uniform_:
-            return fill_(args[0], args[0].numel())
-        return func(*args, **(kwargs or {}))

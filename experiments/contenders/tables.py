@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 import emblib
-from experiments.contenders.base import Contender, QuickUniform, State, Task, expect_tables, touched
+from experiments.contenders.base import Contender, State, Task, expect_tables, touched
 from experiments.schema import Optimizer
 from experiments.workload import Batch
 
@@ -24,12 +24,11 @@ class BatchedTables(Contender):
 
     def __init__(self, task: Task) -> None:
         super().__init__(task)
-        with QuickUniform():
-            self.module = emblib.TableBatchedEmbeddingBags(
-                [emblib.TableSpec(s.rows, s.dim) for s in task.shapes],
-                OPTIMIZERS[task.optimizer](task.lr),
-                device=task.device,
-            )
+        self.module = emblib.TableBatchedEmbeddingBags(
+            [emblib.TableSpec(s.rows, s.dim) for s in task.shapes],
+            OPTIMIZERS[task.optimizer](task.lr),
+            device=task.device,
+        )
 
     def prepare(self, batch: Batch) -> Prepared:
         """As generated: feature-major ids and offsets."""

@@ -134,7 +134,7 @@ class EmbeddingBag(Emblib):
     """One `torch.nn.EmbeddingBag` (or `Embedding`) a table, sparse gradients, torch's SGD."""
 
     def __init__(self, case: Case, optimizer: str, variant: Variant) -> None:
-        dtype, sequence = variant.dtype, variant.pooling is Pooling.NONE
+        dtype, self.sequence = variant.dtype, variant.pooling is Pooling.NONE
         self.tables: list[torch.nn.Module] = [
             torch.nn.Embedding(case.rows, case.dim, sparse=True, dtype=dtype)
             if self.sequence

@@ -1,6 +1,7 @@
 """The emulated kernels behind the names and arguments of `torch.ops.emblib`."""
 
 import ctypes
+import struct
 from collections.abc import Sequence
 
 import torch
@@ -183,3 +184,9 @@ def update_rows_(
     """Emulated `update_rows_`."""
     step, _name = _step_words(weights, states, hyper, optimizer)
     library().call("update_rows", *step, grads, *grads.shape)
+
+
+def fill_uniform_(tensor: Tensor, low: float, high: float, seed: int) -> None:
+    """Emulated `fill_uniform_`."""
+    bits = struct.unpack("qq", struct.pack("dd", low, high))
+    library().call("fill_uniform", tensor, tensor.numel(), DTYPES[tensor.dtype], *bits, seed)

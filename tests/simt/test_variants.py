@@ -29,10 +29,12 @@ def _run_suite(environment: dict[str, str]) -> None:
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-6000:]
 
 
+@pytest.mark.slow
 def test_no_kernel_relies_on_the_order_of_threads() -> None:
     _run_suite({"EMBLIB_SIMT_ORDER": "reverse"})
 
 
+@pytest.mark.slow
 def test_no_kernel_touches_foreign_memory() -> None:
     build(sanitize=True)
     runtimes = []

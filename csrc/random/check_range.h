@@ -1,0 +1,17 @@
+// Checks of `fill_uniform_`, shared by both backends.
+#pragma once
+
+#include <cmath>
+
+#include "core/check.h"
+
+namespace emb {
+
+inline Dtype check_range(const char* op, const Tensor& tensor, double low, double high) {
+  STD_TORCH_CHECK(tensor.is_contiguous(), op, ": tensor must be contiguous");
+  STD_TORCH_CHECK(std::isfinite(low) && std::isfinite(high) && low <= high, op,
+                  ": low and high must be finite and low <= high, got ", low, " and ", high);
+  return float_dtype(op, "tensor", tensor.scalar_type());
+}
+
+}  // namespace emb

@@ -1,0 +1,49 @@
+// Uniform random numbers on the GPU: one Philox counter, four elements, a thread.
+#pragma once
+
+#include "core/dtype.h"
+#include "core/half.h"
+#include "core/simt.cuh"
+#include "random/philox.h"
+
+namespace emb::cuda {
+
+struct UniformFill {
+  void* out;
+  int64_t numel;
+  float low, span;
+  uint64_t seed;
+};
+
+template <class T>
+__global__ void fill_uniform_kernel(UniformFill fill) {
+  const int64_t counters = (fill.numel + 3) / 4, stride = int64_t{gridDim.x} * blockDim.x;
+  for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < counters; i += stride) {
+    const Random4 random = philox(fill.seed, static_cast<uint64_t>(i));
+#pragma unroll
+    for (int w = 0; w < 4; ++w) {
+      if (4 * i + w < fill.numel) {
+        static_cast<T*>(fill.out)[4 * i + w] =
+            from_float<T>(fill.low + fill.span * unit(random.word[w]));
+      }
+    }
+  }
+}
+
+template <class Launcher>
+void launch_fill_uniform(const Launcher& launcher, const UniformFill& fill, Dtype type) {
+  if (fill.numel == 0) return;
+  constexpr int kThreads = 256;
+  const int64_t wanted = (fill.numel + 4 * kThreads - 1) / (4 * kThreads);
+  const int64_t most = launcher.blocks(8);
+  const auto blocks = static_cast<unsigned>(wanted < most ? wanted : most);
+  if (type == Dtype::kFloat) {
+    launcher(fill_uniform_kernel<float>, blocks, kThreads, fill);
+  } else if (type == Dtype::kHalf) {
+    launcher(fill_uniform_kernel<half16>, blocks, kThreads, fill);
+  } else {
+    launcher(fill_uniform_kernel<bfloat16>, blocks, kThreads, fill);
+  }
+}
+
+}  // namespace emb::cuda

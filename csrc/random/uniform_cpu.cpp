@@ -1,0 +1,52 @@
+// `fill_uniform_` on the CPU: checks, then blocks in parallel.
+#include <torch/csrc/stable/library.h>
+
+#include "core/check.h"
+#include "core/isa.h"
+#include "core/parallel.h"
+#include "random/check_range.h"
+#include "random/uniform_table.h"
+
+namespace emb {
+
+namespace baseline {
+extern const UniformTable kUniformTable;
+}
+#if defined(EMB_X86)
+namespace avx2 {
+extern const UniformTable kUniformTable;
+}
+namespace avx512 {
+extern const UniformTable kUniformTable;
+}
+#endif
+
+namespace {
+
+const UniformTable& uniform_table() {
+#if defined(EMB_X86)
+  return pick_isa(baseline::kUniformTable, avx2::kUniformTable, avx512::kUniformTable);
+#else
+  return baseline::kUniformTable;
+#endif
+}
+
+constexpr int64_t kGrain = 256;  // blocks
+
+void fill_uniform_(Tensor tensor, double low, double high, int64_t seed) {
+  const Dtype type = check_range("fill_uniform_", tensor, low, high);
+  const UniformArgs args{tensor.mutable_data_ptr(), tensor.numel(), static_cast<float>(low),
+                         static_cast<float>(high - low), static_cast<uint64_t>(seed)};
+  const UniformFn fill = uniform_table().at[static_cast<int>(type)];
+  const int64_t blocks = (args.numel + kUniformBlock - 1) / kUniformBlock;
+  parallel_balanced(
+      blocks, kGrain, [](int64_t block) { return block; },
+      [&](int64_t begin, int64_t end) { fill(args, begin, end); });
+}
+
+}  // namespace
+}  // namespace emb
+
+STABLE_TORCH_LIBRARY_IMPL(emblib, CPU, m) {
+  m.impl("fill_uniform_", TORCH_BOX(&emb::fill_uniform_));
+}

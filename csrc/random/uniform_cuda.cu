@@ -1,0 +1,24 @@
+// `fill_uniform_` on the GPU: checks and launch.
+#include <torch/csrc/stable/library.h>
+
+#include "core/check.h"
+#include "core/launch.h"
+#include "random/check_range.h"
+#include "random/uniform.cuh"
+
+namespace emb::cuda {
+namespace {
+
+void fill_uniform_(Tensor tensor, double low, double high, int64_t seed) {
+  const Dtype type = check_range("fill_uniform_", tensor, low, high);
+  const UniformFill fill{tensor.mutable_data_ptr(), tensor.numel(), static_cast<float>(low),
+                         static_cast<float>(high - low), static_cast<uint64_t>(seed)};
+  launch_fill_uniform(CudaLauncher(tensor), fill, type);
+}
+
+}  // namespace
+}  // namespace emb::cuda
+
+STABLE_TORCH_LIBRARY_IMPL(emblib, CUDA, m) {
+  m.impl("fill_uniform_", TORCH_BOX(&emb::cuda::fill_uniform_));
+}

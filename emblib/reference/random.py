@@ -1,0 +1,32 @@
+"""Counter-based random numbers in plain PyTorch: Philox4x32-10 in int64 arithmetic."""
+
+import torch
+from torch import Tensor
+
+_MASK = 0xFFFFFFFF
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
+
+
+def _multiply(a: int, b: Tensor) -> tuple[Tensor, Tensor]:
+    """High and low word of the product of two 32-bit numbers; no int64 overflow on the way."""
+    low, high = a * (b & 0xFFFF), a * (b >> 16)
+    middle = high + (low >> 16)
+    return middle >> 16, ((middle & 0xFFFF) << 16) | (low & 0xFFFF)
+
+
+def philox(seed: int, blocks: Tensor) -> Tensor:
+    """The four random words, int64 `[N, 4]` in [0, 2^32), of each block `[N]`."""
+    c = [blocks & _MASK, blocks >> 32, torch.zeros_like(blocks), torch.zeros_like(blocks)]
+    keys = [seed & _MASK, seed >> 32 & _MASK]
+    for _ in range(10):
+        (h0, l0), (h1, l1) = _multiply(_MULTIPLIERS[0], c[0]), _multiply(_MULTIPLIERS[1], c[2])
+        c = [h1 ^ c[1] ^ keys[0], l1, h0 ^ c[3] ^ keys[1], l0]
+        keys = [(key + step) & _MASK for key, step in zip(keys, _KEY_STEPS, strict=True)]
+    return torch.stack(c, dim=1)
+
+
+def uniform(numel: int, low: float, high: float, seed: int) -> Tensor:
+    """`numel` numbers `low + (high - low) * u`, float64, as `emblib.ops.random` makes them."""
+    words = philox(seed, torch.arange((numel + 3) // 4)).flatten()[:numel]
+    return low + (high - low) * (words >> 8).double() * 2.0**-24
