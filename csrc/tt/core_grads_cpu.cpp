@@ -15,7 +15,7 @@ namespace emb {
 namespace {
 
 // Floats of left values that a wave expands again.
-constexpr int64_t kWaveFloats = 1 << 20;
+constexpr int64_t kWaveFloats = 1 << 18;
 
 // Ranges of halves with one inner row: group i is [starts[i], starts[i + 1]).
 std::vector<int64_t> inner_groups(const TtHalfCores& cores, int64_t begin, int64_t end) {
