@@ -21,9 +21,10 @@ inline constexpr int64_t kMaxLookups = (int64_t{1} << 31) - 1;
 
 inline void check_same_device(const char* op, const char* name, const Tensor& tensor,
                               const Tensor& like) {
-  STD_TORCH_CHECK(tensor.device() == like.device(), op, ": ", name,
-                  " must be on the device of the other arguments (one is on the CPU, one is not, or "
-                  "they are on two GPUs); move it with .to(device)");
+  STD_TORCH_CHECK(
+      tensor.device() == like.device(), op, ": ", name,
+      " must be on the device of the other arguments (one is on the CPU, one is not, or "
+      "they are on two GPUs); move it with .to(device)");
 }
 
 inline void check_index_dtype(const char* op, const char* name, const Tensor& tensor) {
@@ -56,8 +57,9 @@ inline Pooling parse_pooling(const char* op, const std::string& name) {
 // The layout tensor of a group of tables: int64 [F, 5], contiguous.
 inline void check_features(const char* op, const Tensor& features) {
   check_dtype(op, "features", features, ScalarType::Long, "int64");
-  STD_TORCH_CHECK(features.dim() == 2 && features.size(1) == kFeatureFields && features.is_contiguous(),
-                  op, ": features must be a contiguous [F, ", kFeatureFields, "] tensor");
+  STD_TORCH_CHECK(
+      features.dim() == 2 && features.size(1) == kFeatureFields && features.is_contiguous(), op,
+      ": features must be a contiguous [F, ", kFeatureFields, "] tensor");
 }
 
 // Bags per feature, B, from F*B + 1 offsets.
@@ -66,7 +68,8 @@ inline int64_t batch_size(const char* op, int64_t num_features, const Tensor& of
   const int64_t bags = offsets.numel() - 1;
   STD_TORCH_CHECK(num_features > 0 ? bags % num_features == 0 : bags == 0, op,
                   ": offsets must have F*B + 1 entries for F = ", num_features, " features, got ",
-                  offsets.numel(), " (lengths instead of offsets? use emblib.jagged.offsets_from_lengths)");
+                  offsets.numel(),
+                  " (lengths instead of offsets? use emblib.jagged.offsets_from_lengths)");
   return num_features > 0 ? bags / num_features : 0;
 }
 

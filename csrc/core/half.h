@@ -77,7 +77,7 @@ EMB_HD half16 from_float<half16>(float x) {
   const uint32_t bits = float_bits(x);
   const auto sign = static_cast<uint16_t>(bits >> 16 & 0x8000u);
   const uint32_t magnitude = bits & 0x7fffffffu;
-  if (magnitude > 0x7f800000u) return {static_cast<uint16_t>(sign | 0x7e00u)};  // NaN
+  if (magnitude > 0x7f800000u) return {static_cast<uint16_t>(sign | 0x7e00u)};   // NaN
   if (magnitude >= 0x477ff000u) return {static_cast<uint16_t>(sign | 0x7c00u)};  // >= 65520: inf
   if (magnitude < 0x38800000u) {
     // Below 2^-14 the result is subnormal: adding 0.5 aligns the mantissa so that the FPU rounds.

@@ -19,7 +19,7 @@ void parallel_tasks(int64_t count, const Task& task) {
   });
 }
 
-// The first i in [0, n] with cost(i) >= part/parts of cost(n); `cost` is a non-decreasing prefix sum.
+// The first i in [0, n] with cost(i) >= part/parts of cost(n); `cost` never decreases.
 template <class Cost>
 int64_t split_point(int64_t n, int64_t part, int64_t parts, const Cost& cost) {
   if (part == 0) return 0;
@@ -37,8 +37,8 @@ int64_t split_point(int64_t n, int64_t part, int64_t parts, const Cost& cost) {
   return low;
 }
 
-// Splits [0, n) into at most one part a thread, of equal cost and of at least `grain` cost each, and
-// calls `body(begin, end)` on every part.
+// Splits [0, n) into at most one part a thread, of equal cost and of at least `grain` cost each,
+// and calls `body(begin, end)` on every part.
 template <class Cost, class Body>
 void parallel_balanced(int64_t n, int64_t grain, const Cost& cost, const Body& body) {
   if (n == 0) return;

@@ -1,8 +1,8 @@
 // Grouping on the CPU, in four parallel regions whatever the number of key bits: (1) every part of
 // the input makes its items and counts them by the top bits of the key, (2) it scatters them into
-// buckets, (3) every bucket is radix-sorted on the remaining bits inside the cache and its groups are
-// counted, (4) every bucket writes its groups.
-// Every step is stable, so the result does not depend on the number of threads.
+// buckets, (3) every bucket is radix-sorted on the remaining bits inside the cache and its groups
+// are counted, (4) every bucket writes its groups. Every step is stable, so the result does not
+// depend on the number of threads.
 #pragma once
 
 #include <algorithm>
@@ -135,9 +135,9 @@ int64_t count_groups(const Item* items, int64_t n, uint64_t limit) {
 }
 
 // Groups n items; keys are <= limit, and `limit` itself means "no group". The input comes in parts,
-// part p at positions [firsts[p], firsts[p + 1]): `fill(p, put)` calls `put(position, key)` once for
-// each of them. `emit(sorted, position)` is called for every item in its final place. Both run in
-// parallel.
+// part p at positions [firsts[p], firsts[p + 1]): `fill(p, put)` calls `put(position, key)` once
+// for each of them. `emit(sorted, position)` is called for every item in its final place. Both run
+// in parallel.
 template <class Item, class Fill, class Emit>
 void group_items(int64_t n, uint64_t limit, const std::vector<int64_t>& firsts, const Fill& fill,
                  const GroupOutput& out, const Emit& emit) {
@@ -152,8 +152,8 @@ void group_items(int64_t n, uint64_t limit, const std::vector<int64_t>& firsts, 
   const int64_t parts = static_cast<int64_t>(firsts.size()) - 1;
   std::vector<uint32_t> counters(parts * kStreams * buckets, 0);
   const auto pass = [&](int64_t part) {
-    return RadixPass<kStreams, Item>{items.get() + firsts[part], firsts[part + 1] - firsts[part], shift,
-                                     static_cast<uint32_t>(buckets - 1)};
+    return RadixPass<kStreams, Item>{items.get() + firsts[part], firsts[part + 1] - firsts[part],
+                                     shift, static_cast<uint32_t>(buckets - 1)};
   };
   parallel_tasks(parts, [&](int64_t part) {
     fill(part, [&](int64_t position, uint64_t key) {
@@ -205,8 +205,6 @@ void group_items(int64_t n, uint64_t limit, const std::vector<int64_t>& firsts, 
 }
 
 // How many parts n items are worth.
-inline int64_t group_parts(int64_t n) {
-  return std::clamp<int64_t>(n / 8192, 1, num_threads());
-}
+inline int64_t group_parts(int64_t n) { return std::clamp<int64_t>(n / 8192, 1, num_threads()); }
 
 }  // namespace emb

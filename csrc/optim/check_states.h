@@ -1,5 +1,6 @@
-// Checks the state tensors and the `hyper` vector of an optimizer against what its functor declares,
-// and sorts the states into element-wise and row-wise ones. Shared by every op that updates weights.
+// Checks the state tensors and the `hyper` vector of an optimizer against what its functor
+// declares, and sorts the states into element-wise and row-wise ones. Shared by every op that
+// updates weights.
 #pragma once
 
 #include <string>
@@ -27,8 +28,8 @@ inline States check_states(const char* op, const std::string& optimizer,
     STD_TORCH_CHECK(hyper.numel() == Opt::kHyper, op, ": ", optimizer, " needs a hyper vector of ",
                     Opt::kHyper, " entries (see emblib.optim), got ", hyper.numel());
     constexpr int wanted = Opt::kElementStates + Opt::kRowStates;
-    STD_TORCH_CHECK(static_cast<int>(states.size()) == wanted, op, ": ", optimizer, " keeps ", wanted,
-                    " state tensors, got ", states.size());
+    STD_TORCH_CHECK(static_cast<int>(states.size()) == wanted, op, ": ", optimizer, " keeps ",
+                    wanted, " state tensors, got ", states.size());
     for (int i = 0; i < wanted; ++i) {
       const bool by_row = i >= Opt::kElementStates;  // element-wise states come first
       const int64_t entries = by_row ? num_rows : num_elements;

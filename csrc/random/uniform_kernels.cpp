@@ -1,5 +1,5 @@
-// Uniform random numbers on one CPU thread: 16 counters go through Philox side by side, one per lane,
-// so that the rounds vectorise.
+// Uniform random numbers on one CPU thread: 16 counters go through Philox side by side, one per
+// lane, so that the rounds vectorise.
 #include "core/vec.h"
 #include "random/philox.h"
 #include "random/uniform_table.h"

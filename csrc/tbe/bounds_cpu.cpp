@@ -15,8 +15,8 @@ namespace {
 
 template <class I>
 int64_t count_bad(const I* indices, int64_t begin, int64_t end, int64_t rows) {
-  // The sign of (index + 1) or of (rows - 1 - index) tells, and the third term catches the one index
-  // for which index + 1 wraps; 64-bit comparisons would not vectorise.
+  // The sign of (index + 1) or of (rows - 1 - index) tells, and the third term catches the one
+  // index for which index + 1 wraps; 64-bit comparisons would not vectorise.
   uint64_t signs = 0;
   for (int64_t i = begin; i < end; ++i) {
     const auto index = static_cast<uint64_t>(static_cast<int64_t>(indices[i]));
@@ -29,9 +29,8 @@ int64_t count_bad(const I* indices, int64_t begin, int64_t end, int64_t rows) {
 }
 
 int64_t count_bad(IndexArray indices, int64_t begin, int64_t end, int64_t rows) {
-  return indices.is_int64
-             ? count_bad(static_cast<const int64_t*>(indices.data), begin, end, rows)
-             : count_bad(static_cast<const int32_t*>(indices.data), begin, end, rows);
+  return indices.is_int64 ? count_bad(static_cast<const int64_t*>(indices.data), begin, end, rows)
+                          : count_bad(static_cast<const int32_t*>(indices.data), begin, end, rows);
 }
 
 [[noreturn]] void fail_index(const Feature* features, IndexArray indices, const int32_t* offsets,
@@ -40,9 +39,10 @@ int64_t count_bad(IndexArray indices, int64_t begin, int64_t end, int64_t rows) 
     for (int64_t bag = f * batch; bag < (f + 1) * batch; ++bag) {
       for (int64_t i = offsets[bag]; i < offsets[bag + 1]; ++i) {
         STD_TORCH_CHECK(indices[i] >= -1 && indices[i] < features[f].rows,
-                        "bounds_check: indices of feature ", f, " must be in [0, ", features[f].rows,
-                        "), or -1 for a pruned one, got ", indices[i], " at position ", i,
-                        " (sample ", bag % batch, "); with BoundsCheck.WARNING it would read row 0");
+                        "bounds_check: indices of feature ", f, " must be in [0, ",
+                        features[f].rows, "), or -1 for a pruned one, got ", indices[i],
+                        " at position ", i, " (sample ", bag % batch,
+                        "); with BoundsCheck.WARNING it would read row 0");
       }
     }
   }
@@ -75,8 +75,8 @@ std::tuple<Tensor, Tensor> bounds_check(const Tensor& indices, const Tensor& off
   parallel_tasks(parts, [&](int64_t part) {
     for (int64_t f = 0; f < num_features; ++f) {
       const int64_t first = fixed[f * batch], length = fixed[(f + 1) * batch] - first;
-      bad[part] += count_bad(ids, first + length * part / parts, first + length * (part + 1) / parts,
-                             feature[f].rows);
+      bad[part] += count_bad(ids, first + length * part / parts,
+                             first + length * (part + 1) / parts, feature[f].rows);
     }
   });
   for (const int64_t count : bad) counts[0] += count;
@@ -87,6 +87,4 @@ std::tuple<Tensor, Tensor> bounds_check(const Tensor& indices, const Tensor& off
 }  // namespace
 }  // namespace emb
 
-STABLE_TORCH_LIBRARY_IMPL(emblib, CPU, m) {
-  m.impl("bounds_check", TORCH_BOX(&emb::bounds_check));
-}
+STABLE_TORCH_LIBRARY_IMPL(emblib, CPU, m) { m.impl("bounds_check", TORCH_BOX(&emb::bounds_check)); }

@@ -1,5 +1,5 @@
-// `tbe_lookup` on the CPU: checks, allocation, and cutting the bags into equal parts. All tables are
-// one parallel region.
+// `tbe_lookup` on the CPU: checks, allocation, and cutting the bags into equal parts. All tables
+// are one parallel region.
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
@@ -47,8 +47,9 @@ Tensor tbe_lookup(const Tensor& weights, const Tensor& features, const Tensor& i
   check_features(op, features);
   check_lookups(op, indices, offsets);
   check_sample_weights(op, sample_weights, indices);
-  STD_TORCH_CHECK(mode != Pooling::kNone || !sample_weights,
-                  "tbe_lookup: sample_weights need sum or mean pooling; with none, scale the output");
+  STD_TORCH_CHECK(
+      mode != Pooling::kNone || !sample_weights,
+      "tbe_lookup: sample_weights need sum or mean pooling; with none, scale the output");
   STD_TORCH_CHECK(weights.is_contiguous(), "tbe_lookup: weights must be contiguous");
   const int64_t num_features = features.size(0), batch = batch_size(op, num_features, offsets);
   const Tensor index_tensor = torch::stable::contiguous(indices);
@@ -59,11 +60,13 @@ Tensor tbe_lookup(const Tensor& weights, const Tensor& features, const Tensor& i
   const Feature* feature = feature_array(features);
   const int64_t table_size = weights.numel();
   for (int64_t f = 0; f < num_features; ++f) {
-    STD_TORCH_CHECK(feature[f].weight_offset >= 0 && feature[f].dim > 0 && feature[f].rows >= 0 &&
-                        feature[f].weight_offset + feature[f].rows * feature[f].dim <= table_size &&
-                        (mode == Pooling::kNone ? 0 : feature[f].column) + feature[f].dim <= columns,
-                    "tbe_lookup: feature ", f, " lies outside weights or output; features must come "
-                    "from the module that owns the weights");
+    STD_TORCH_CHECK(
+        feature[f].weight_offset >= 0 && feature[f].dim > 0 && feature[f].rows >= 0 &&
+            feature[f].weight_offset + feature[f].rows * feature[f].dim <= table_size &&
+            (mode == Pooling::kNone ? 0 : feature[f].column) + feature[f].dim <= columns,
+        "tbe_lookup: feature ", f,
+        " lies outside weights or output; features must come "
+        "from the module that owns the weights");
     STD_TORCH_CHECK(mode != Pooling::kNone || feature[f].dim == columns,
                     "tbe_lookup: pooling none needs one dim for all features, got ", feature[f].dim,
                     " and ", columns);
@@ -76,8 +79,9 @@ Tensor tbe_lookup(const Tensor& weights, const Tensor& features, const Tensor& i
   }
   const Bags bags{index_array(offset_tensor), num_features * batch, indices.numel()};
   if (mode == Pooling::kNone && bags.begin(0) > 0) torch::stable::zero_(out);
-  const LookupFn kernel = lookup_table().at[static_cast<int>(weight_type)][static_cast<int>(
-      output_type)][indices.scalar_type() == ScalarType::Long];
+  const LookupFn kernel =
+      lookup_table().at[static_cast<int>(weight_type)][static_cast<int>(output_type)]
+                       [indices.scalar_type() == ScalarType::Long];
   const auto cost = [&](int64_t bag) {
     return bag + (bag == bags.count ? bags.num_lookups : bags.begin(bag));
   };
@@ -85,7 +89,8 @@ Tensor tbe_lookup(const Tensor& weights, const Tensor& features, const Tensor& i
     while (begin < end) {
       const int64_t f = begin / batch, stop = std::min(end, (f + 1) * batch);
       const int64_t element = feature[f].weight_offset;
-      const int64_t first = mode == Pooling::kNone ? 0 : begin % batch * columns + feature[f].column;
+      const int64_t first =
+          mode == Pooling::kNone ? 0 : begin % batch * columns + feature[f].column;
       const LookupArgs args{
           static_cast<const char*>(weights.const_data_ptr()) + element * weights.element_size(),
           feature[f].rows,

@@ -40,8 +40,8 @@ struct Rows {
   }
 };
 
-// Columns [column, column + kVectors * kLanes) of one bag. Every block fetches its own columns of the
-// rows to come, so that the number of lines is known when compiling.
+// Columns [column, column + kVectors * kLanes) of one bag. Every block fetches its own columns of
+// the rows to come, so that the number of lines is known when compiling.
 template <int kVectors, class W, class O, class I>
 EMB_HD void pool_block(const Rows<W, I>& rows, int64_t column, int64_t begin, int64_t end,
                        float scale, O* out) {
@@ -97,8 +97,13 @@ template <class W, class O, class I>
 void lookup(const LookupArgs& args, int64_t first_bag, int64_t last_bag) {
   const int64_t first = args.bags.begin(first_bag), last = args.bags.end(last_bag - 1);
   const int64_t distance = prefetch_distance(args.dim * static_cast<int64_t>(sizeof(W)));
-  const Rows<W, I> rows{static_cast<const W*>(args.table), static_cast<const I*>(args.indices.data),
-                        args.sample_weights, args.rows, args.dim, last, distance};
+  const Rows<W, I> rows{static_cast<const W*>(args.table),
+                        static_cast<const I*>(args.indices.data),
+                        args.sample_weights,
+                        args.rows,
+                        args.dim,
+                        last,
+                        distance};
   for (int64_t i = first; i < first + distance; ++i) rows.prefetch(i, 0, args.dim);
   O* out = static_cast<O*>(args.out);
   if (args.pooling == Pooling::kNone) {  // every lookup is a bag of its own

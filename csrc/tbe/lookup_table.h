@@ -1,5 +1,5 @@
-// The forward kernel of table-batched embeddings on the CPU: what it takes and how it is reached. It
-// works on a range of bags of one feature; lookup_cpu.cpp checks, allocates and cuts the work.
+// The forward kernel of table-batched embeddings on the CPU: what it takes and how it is reached.
+// It works on a range of bags of one feature; lookup_cpu.cpp checks, allocates and cuts the work.
 #pragma once
 
 #include "core/dtype.h"

@@ -1,5 +1,5 @@
-// Offsets as the CPU kernels want them: int32, clamped to [0, L], never decreasing, the last equal to
-// L. The usual case, all valid, is one branch-free loop; what is wrong is looked at only if it is.
+// Offsets as the CPU kernels want them: int32, clamped to [0, L], never decreasing, the last equal
+// to L. The usual case, all valid, is one branch-free loop; the rest runs only where it is not.
 #pragma once
 
 #include <algorithm>
@@ -17,7 +17,8 @@ bool copy_if_valid(const I* given, int64_t num_bags, int64_t num_lookups, int32_
   using U = std::make_unsigned_t<I>;
   U signs = static_cast<U>(given[0]);
   for (int64_t i = 0; i < num_bags; ++i) {
-    signs |= static_cast<U>(given[i + 1]) | (static_cast<U>(given[i + 1]) - static_cast<U>(given[i]));
+    signs |=
+        static_cast<U>(given[i + 1]) | (static_cast<U>(given[i + 1]) - static_cast<U>(given[i]));
     fixed[i] = static_cast<int32_t>(given[i]);
   }
   fixed[num_bags] = static_cast<int32_t>(given[num_bags]);
@@ -39,7 +40,8 @@ inline int64_t repair_offsets(IndexArray given, int64_t num_bags, int64_t num_lo
     if (i == num_bags && num_bags > 0) floor = num_lookups;
     STD_TORCH_CHECK(floor == given[i] || !fatal,
                     "bounds_check: offsets must start at 0 or above, not decrease, and end at the "
-                    "number of indices = ", num_lookups, "; got ", given[i], " at position ", i);
+                    "number of indices = ",
+                    num_lookups, "; got ", given[i], " at position ", i);
     bad += floor != given[i];
     fixed[i] = static_cast<int32_t>(floor);
   }

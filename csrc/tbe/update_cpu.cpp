@@ -64,7 +64,8 @@ struct Gradient {
     STD_TORCH_CHECK(grad.dim() == 2, op, ": grad must be [B, columns] or, for none, [L, D], got ",
                     grad.dim(), " dimensions");
     for (const Tensor* tensor : {&segments_in, &lookups_in, &bags_in, &count}) {
-      check_dtype(op, "a grouping tensor", *tensor, ScalarType::Int, "int32, as tbe_group returns it");
+      check_dtype(op, "a grouping tensor", *tensor, ScalarType::Int,
+                  "int32, as tbe_group returns it");
       STD_TORCH_CHECK(tensor->is_contiguous(), op, ": grouping tensors must be contiguous");
     }
     check_index_dtype(op, "offsets", offsets);
@@ -80,13 +81,13 @@ struct Gradient {
     check_sample_weights(op, weights, lookups);
     if (weights) sample_weights = torch::stable::contiguous(*weights);
     const int64_t lines = pooling == Pooling::kNone ? num_lookups : batch;
-    STD_TORCH_CHECK(grad.size(0) == lines, op, ": grad must have ", lines, " rows for pooling ", name,
-                    ", got ", grad.size(0));
+    STD_TORCH_CHECK(grad.size(0) == lines, op, ": grad must have ", lines, " rows for pooling ",
+                    name, ", got ", grad.size(0));
     const Feature* feature = feature_array(features);
     for (int64_t f = 0; f < features.size(0); ++f) {
-      STD_TORCH_CHECK((pooling == Pooling::kNone ? 0 : feature[f].column) + feature[f].dim <=
-                          grad.size(1),
-                      op, ": grad has ", grad.size(1), " columns, too few for feature ", f);
+      STD_TORCH_CHECK(
+          (pooling == Pooling::kNone ? 0 : feature[f].column) + feature[f].dim <= grad.size(1), op,
+          ": grad has ", grad.size(1), " columns, too few for feature ", f);
     }
     if (pooling == Pooling::kMean) {
       const Bags ranges{index_array(offsets), features.size(0) * batch, num_lookups};
@@ -169,8 +170,8 @@ Tensor tbe_row_grads(const Tensor& grad, const Tensor& features, const Tensor& /
   gradient.set_pooling(op, pooling, sample_weights);
   const Feature* feature = feature_array(features);
   for (int64_t f = 0; f < features.size(0); ++f) {
-    STD_TORCH_CHECK(feature[f].dim == dim, op, ": all features must have dim ", dim, ", feature ", f,
-                    " has ", feature[f].dim);
+    STD_TORCH_CHECK(feature[f].dim == dim, op, ": all features must have dim ", dim, ", feature ",
+                    f, " has ", feature[f].dim);
   }
   Tensor out = torch::stable::new_empty(grad, {gradient.num_lookups, dim}, ScalarType::Float);
   float* result = out.mutable_data_ptr<float>();

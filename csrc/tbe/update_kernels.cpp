@@ -25,7 +25,8 @@ EMB_HD float grad_scale(const GradArgs& args, int64_t j) {
 }
 
 template <int kVectors, class G>
-EMB_HD void sum_block(const GradArgs& args, int64_t begin, int64_t end, int64_t column, float* sum) {
+EMB_HD void sum_block(const GradArgs& args, int64_t begin, int64_t end, int64_t column,
+                      float* sum) {
   Vec sums[kVectors] = {};
   for (int64_t j = begin; j < end; ++j) {
     const G* row = static_cast<const G*>(args.grad) + grad_offset(args, j) + column;
@@ -62,7 +63,8 @@ void segment_sum(const UpdateArgs& args, SumFn sum_fn, int64_t group, int64_t di
   while (args.longs.groups[i] != group) ++i;
   const float* partial = args.longs.partials + args.longs.first_chunk[i] * args.longs.stride;
   for (int64_t d = 0; d < dim; ++d) sum[d] = partial[d];
-  for (int64_t chunk = args.longs.first_chunk[i] + 1; chunk < args.longs.first_chunk[i + 1]; ++chunk) {
+  for (int64_t chunk = args.longs.first_chunk[i] + 1; chunk < args.longs.first_chunk[i + 1];
+       ++chunk) {
     partial = args.longs.partials + chunk * args.longs.stride;
     for (int64_t d = 0; d < dim; ++d) sum[d] += partial[d];
   }
@@ -128,8 +130,8 @@ EMB_HD void store_row(const float* values, int64_t dim, W* row) {
   for (; d < dim; ++d) row[d] = from_float<W>(values[d]);
 }
 
-// Rows go through in batches: a row-wise optimizer has a chain of reduction, square root and division
-// before it can write, and a few such chains side by side cost little more than one.
+// Rows go through in batches: a row-wise optimizer has a chain of reduction, square root and
+// division before it can write, and a few such chains side by side cost little more than one.
 template <class Opt, class W>
 void update(const UpdateArgs& args, SumFn sum_fn, float* scratch, int64_t begin, int64_t end) {
   const Opt opt(args.hyper);

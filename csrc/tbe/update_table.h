@@ -61,17 +61,17 @@ struct SampleWeightArgs {
 // Adds up the gradients of sorted lookups [begin, end).
 using SumFn = void (*)(const GradArgs&, int64_t begin, int64_t end, int64_t dim, float* sum);
 // Unique rows worked on at a time, while the next ones are on their way. Four rows of 256 to 512
-// bytes with their gradients fill the miss buffers; with eight the update was 1.2-1.4x slower (Zen 4).
+// bytes with their gradients fill the miss buffers; eight made the update 1.2-1.4x slower (Zen 4).
 inline constexpr int kRowBatch = 4;
 // Updates unique rows [begin, end); `scratch` has room for kRowBatch + 1 rows.
 using UpdateFn = void (*)(const UpdateArgs&, SumFn, float* scratch, int64_t begin, int64_t end);
 using SampleWeightFn = void (*)(const SampleWeightArgs&, int64_t first_bag, int64_t last_bag);
 
 struct UpdateTable {
-  SumFn sum[3];                                                // [gradient dtype]
-  UpdateFn (*update)(const char* optimizer, Dtype weights);    // null if there is no such optimizer
+  SumFn sum[3];                                              // [gradient dtype]
+  UpdateFn (*update)(const char* optimizer, Dtype weights);  // null if there is no such optimizer
   void (*segment_sum)(const UpdateArgs&, SumFn, int64_t group, int64_t dim, float* sum);
-  SampleWeightFn sample_weight[3][3];                          // [weights dtype][gradient dtype]
+  SampleWeightFn sample_weight[3][3];  // [weights dtype][gradient dtype]
 };
 
 }  // namespace emb

@@ -14,8 +14,9 @@
 namespace emb {
 namespace {
 
-// Floats of left values that a wave expands again.
-constexpr int64_t kWaveFloats = 1 << 18;
+// Floats of left values in a wave that expands them again. One thread alone has no one to wait for
+// between waves, so its waves are as small as its second cache likes them.
+constexpr int64_t kWaveFloats = 1 << 20, kWaveFloatsAlone = 1 << 18;
 
 // Ranges of halves with one inner row: group i is [starts[i], starts[i + 1]).
 std::vector<int64_t> inner_groups(const TtHalfCores& cores, int64_t begin, int64_t end) {
@@ -90,14 +91,16 @@ class Backward {
     }
     left_.ids = nullptr;
     const int64_t kept = left_.num_kept, lefts = batch_.num_lefts;
-    const int64_t again = std::clamp<int64_t>(kWaveFloats / left_.size, 4 * kTtBlock,
-                                              std::max<int64_t>(lefts - kept, 4 * kTtBlock));
-    again_ = new_floats(kept < lefts ? again * left_.size : 0);
-    const Floats outer_values = new_floats(std::max(kept, again) * left.outer_size());
+    const bool alone = num_threads() == 1;
+    const int64_t fit = (alone ? kWaveFloatsAlone : kWaveFloats) / left_.size;
+    const int64_t wave = std::max(std::min(fit, lefts), 4 * kTtBlock);
+    const int64_t kept_wave = alone ? wave : std::max(wave, kept);
+    again_ = new_floats(kept < lefts ? wave * left_.size : 0);
+    const Floats outer_values = new_floats(kept_wave * left.outer_size());
     left_.rest = again_.get();
     clear_unused(batch_.left_cores(), lefts, inner);
     for (int64_t begin = 0, end; begin < lefts; begin = end) {
-      end = begin < kept ? kept : std::min(begin + again, lefts);
+      end = begin < kept ? std::min(begin + kept_wave, kept) : std::min(begin + wave, lefts);
       left_.first = begin;
       left_groups({inner, outer_values.get(), begin}, begin, end);
       const OuterSums sums(batch_.left_cores(), begin, end, outer_values.get(), outer);

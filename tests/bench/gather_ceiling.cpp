@@ -1,6 +1,6 @@
-// The machine's own ceiling for random row reads: every row is loaded once into registers, nothing is
-// written, rows are fetched `distance` ahead. The best distance of a few is the ceiling. A program of
-// its own rather than a call into emblib, so that it cannot share emblib's mistakes.
+// The machine's own ceiling for random row reads: every row is loaded once into registers, nothing
+// is written, rows are fetched `distance` ahead. The best distance of a few is the ceiling. A
+// program of its own rather than a call into emblib, so that it cannot share emblib's mistakes.
 #include <immintrin.h>
 #include <sys/mman.h>
 
@@ -24,7 +24,8 @@ __attribute__((noinline)) int64_t gather(const char* table, const int64_t* rows,
     const char* row = table + rows[i] * row_bytes;
     for (int64_t b = 0; b < row_bytes; b += 64) {
       sum = _mm256_add_epi64(sum, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(row + b)));
-      sum = _mm256_add_epi64(sum, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(row + b + 32)));
+      sum =
+          _mm256_add_epi64(sum, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(row + b + 32)));
     }
   }
   return _mm256_extract_epi64(sum, 0) + _mm256_extract_epi64(sum, 2);

@@ -1,9 +1,8 @@
 // Emulated `fill_uniform_`.
-#include "random/uniform.cuh"
-
 #include <bit>
 
 #include "driver.h"
+#include "random/uniform.cuh"
 
 using namespace emb::cuda;
 
