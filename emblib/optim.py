@@ -32,6 +32,7 @@ class Optimizer:
 
     def __post_init__(self) -> None:
         check_learning_rate(self.lr)
+        object.__setattr__(self, "lr", float(self.lr))
 
     def parameters(self) -> tuple[float, ...]:
         """The numbers that follow learning rate and step in the hyper vector."""
@@ -99,8 +100,9 @@ class Adam(Optimizer):
     def __post_init__(self) -> None:
         super().__post_init__()
         _check_eps(self.eps)
-        if len(self.betas) != 2 or not all(0.0 <= beta < 1.0 for beta in self.betas):
-            raise ValueError(f"betas must be two numbers in [0, 1), got {self.betas}")
+        pair = isinstance(self.betas, tuple) and len(self.betas) == 2
+        if not pair or not all(0.0 <= beta < 1.0 for beta in self.betas):
+            raise ValueError(f"betas must be a tuple of two numbers in [0, 1), got {self.betas}")
 
     def parameters(self) -> tuple[float, ...]:
         """`(beta1, beta2, eps)`."""
@@ -121,11 +123,18 @@ FUSED: dict[str, type[Optimizer]] = {cls.name: cls for cls in (SGD, Adagrad, Row
 
 
 def check_learning_rate(lr: float) -> None:
-    """Raise ValueError unless `lr` is a finite number >= 0."""
-    if not math.isfinite(lr) or lr < 0.0:
-        raise ValueError(f"the learning rate must be a finite number >= 0, got {lr}")
+    """Raise ValueError unless `lr` is a number >= 0 that is finite in float32."""
+    _check_number("the learning rate", lr)
 
 
 def _check_eps(eps: float) -> None:
-    if not math.isfinite(eps) or eps < 0.0:
-        raise ValueError(f"eps must be a finite number >= 0, got {eps}")
+    _check_number("eps", eps)
+
+
+_LARGEST = torch.finfo(torch.float32).max
+
+
+def _check_number(name: str, value: float) -> None:
+    """The kernels compute in float32; not `isfinite` alone, since 1e300 would become infinite."""
+    if isinstance(value, str) or not (math.isfinite(value) and 0.0 <= value <= _LARGEST):
+        raise ValueError(f"{name} must be a finite number >= 0, got {value!r}")

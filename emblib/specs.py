@@ -3,11 +3,21 @@
 import math
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import SupportsIndex
 
 from emblib.tt import shapes
 
 
-class Pooling(Enum):
+class Choice(Enum):
+    """An enum of lower-case words; an unknown one is answered with those there are."""
+
+    @classmethod
+    def _missing_(cls, value: object) -> None:
+        choices = ", ".join(repr(member.value) for member in cls)
+        raise ValueError(f"{cls.__name__} must be one of {choices}, got {value!r}")
+
+
+class Pooling(Choice):
     """How the rows of a bag become one vector; NONE keeps one vector a lookup."""
 
     SUM = "sum"
@@ -15,7 +25,7 @@ class Pooling(Enum):
     NONE = "none"
 
 
-class BoundsCheck(Enum):
+class BoundsCheck(Choice):
     """What happens to indices and offsets that are out of bounds.
 
     In every mode the kernels repair as they read (index -1 is skipped, any other invalid index
@@ -92,7 +102,7 @@ class TTSpec:
 
 
 def _check_size(name: str, value: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
+    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
         raise TypeError(f"{name} must be an int, got {value!r}")
     if value < 1:
         raise ValueError(f"{name} must be >= 1, got {value}")

@@ -18,10 +18,10 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 
 
 @pytest.fixture
-def two_thread_counts() -> list[int]:
+def thread_counts() -> list[int]:
     """Thread counts whose results must have the same bits; restores the setting afterwards."""
     before = torch.get_num_threads()
-    yield [1, 2]
+    yield [1, 2, 3, 7]
     torch.set_num_threads(before)
 
 

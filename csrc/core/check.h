@@ -19,6 +19,27 @@ using torch::stable::Tensor;
 
 inline constexpr int64_t kMaxLookups = (int64_t{1} << 31) - 1;
 
+inline const char* dtype_name(ScalarType type) {
+  switch (type) {
+    case ScalarType::Double:
+      return "float64";
+    case ScalarType::Float:
+      return "float32";
+    case ScalarType::Half:
+      return "float16";
+    case ScalarType::BFloat16:
+      return "bfloat16";
+    case ScalarType::Long:
+      return "int64";
+    case ScalarType::Int:
+      return "int32";
+    case ScalarType::Bool:
+      return "bool";
+    default:
+      return "another dtype";
+  }
+}
+
 inline void check_same_device(const char* op, const char* name, const Tensor& tensor,
                               const Tensor& like) {
   STD_TORCH_CHECK(
@@ -30,21 +51,23 @@ inline void check_same_device(const char* op, const char* name, const Tensor& te
 inline void check_index_dtype(const char* op, const char* name, const Tensor& tensor) {
   const ScalarType type = tensor.scalar_type();
   STD_TORCH_CHECK(type == ScalarType::Int || type == ScalarType::Long, op, ": ", name,
-                  " must be int32 or int64; convert with .long()");
-  STD_TORCH_CHECK(tensor.dim() == 1, op, ": ", name, " must have 1 dimension, got ", tensor.dim());
+                  " must be int32 or int64, got ", dtype_name(type));
+  STD_TORCH_CHECK(tensor.dim() == 1, op, ": ", name, " must have 1 dimension, got ", tensor.dim(),
+                  "; bags are given by offsets, so flatten the indices and pass where they start");
 }
 
 inline Dtype float_dtype(const char* op, const char* name, ScalarType type) {
   if (type == ScalarType::Float) return Dtype::kFloat;
   if (type == ScalarType::Half) return Dtype::kHalf;
   STD_TORCH_CHECK(type == ScalarType::BFloat16, op, ": ", name,
-                  " must be float32, float16 or bfloat16");
+                  " must be float32, float16 or bfloat16, got ", dtype_name(type));
   return Dtype::kBfloat16;
 }
 
 inline void check_dtype(const char* op, const char* name, const Tensor& tensor, ScalarType type,
                         const char* type_name) {
-  STD_TORCH_CHECK(tensor.scalar_type() == type, op, ": ", name, " must be ", type_name);
+  STD_TORCH_CHECK(tensor.scalar_type() == type, op, ": ", name, " must be ", type_name, ", got ",
+                  dtype_name(tensor.scalar_type()));
 }
 
 inline Pooling parse_pooling(const char* op, const std::string& name) {
@@ -61,6 +84,27 @@ inline void check_features(const char* op, const Tensor& features) {
       features.dim() == 2 && features.size(1) == kFeatureFields && features.is_contiguous(), op,
       ": features must be a contiguous [F, ", kFeatureFields, "] tensor");
 }
+
+// // That every feature lies inside the flat weights, the linear rows, and the columns of output or
+// gradient, which is what makes reads and writes safe whatever the caller passes. Without pooling
+// all features share one set of columns.
+inline void check_layout(const char* op, const Tensor& features, int64_t num_weights,
+                         int64_t num_columns, int64_t total_rows, Pooling pooling) {
+  const auto* feature = static_cast<const Feature*>(features.const_data_ptr());
+  for (int64_t f = 0; f < features.size(0); ++f) {
+    const Feature& x = feature[f];
+    const int64_t column = pooling == Pooling::kNone ? 0 : x.column;
+    STD_TORCH_CHECK(
+        x.dim > 0 && x.rows >= 0 && x.weight_offset >= 0 && x.row_base >= 0 &&
+            x.weight_offset <= num_weights && x.rows <= (num_weights - x.weight_offset) / x.dim &&
+            x.row_base <= total_rows && x.rows <= total_rows - x.row_base && column >= 0 &&
+            x.dim <= num_columns && column <= num_columns - x.dim,
+        op, ": feature ", f, " lies outside the weights, the rows, or the columns of output or ",
+        "gradient; features must come from the module that owns the weights");
+  }
+}
+
+inline constexpr int64_t kAnyNumber = int64_t{1} << 62;
 
 // Bags per feature, B, from F*B + 1 offsets.
 inline int64_t batch_size(const char* op, int64_t num_features, const Tensor& offsets) {
@@ -80,15 +124,18 @@ inline void check_lookups(const char* op, const Tensor& indices, const Tensor& o
   STD_TORCH_CHECK(indices.numel() <= kMaxLookups && offsets.numel() <= kMaxLookups, op,
                   ": at most 2^31 - 1 lookups and bags a call, got ", indices.numel(), " and ",
                   offsets.numel() - 1, "; split the batch");
+  STD_TORCH_CHECK(offsets.numel() > 1 || indices.numel() == 0, op, ": ", indices.numel(),
+                  " indices but no bags: offsets must have F*B + 1 entries, got ", offsets.numel());
 }
 
 inline void check_sample_weights(const char* op, const std::optional<Tensor>& sample_weights,
                                  const Tensor& indices_or_lookups) {
   if (!sample_weights) return;
   check_dtype(op, "sample_weights", *sample_weights, ScalarType::Float, "float32");
-  STD_TORCH_CHECK(sample_weights->numel() == indices_or_lookups.numel(), op,
-                  ": sample_weights must have one entry a lookup = ", indices_or_lookups.numel(),
-                  ", got ", sample_weights->numel());
+  STD_TORCH_CHECK(
+      sample_weights->dim() == 1 && sample_weights->numel() == indices_or_lookups.numel(), op,
+      ": sample_weights must be a vector with one entry a lookup = ", indices_or_lookups.numel(),
+      ", got ", sample_weights->numel(), " in ", sample_weights->dim(), " dimensions");
   check_same_device(op, "sample_weights", *sample_weights, indices_or_lookups);
 }
 

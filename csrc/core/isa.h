@@ -4,6 +4,8 @@
 #pragma once
 
 #include <cstdlib>
+#include <stdexcept>
+#include <string>
 #include <string_view>
 
 namespace emb {
@@ -25,8 +27,11 @@ inline Isa detect_isa() {
   const char* wish = std::getenv("EMBLIB_ISA");
   if (wish == nullptr) return isa;
   const std::string_view name(wish);
-  const Isa cap = name == "baseline" ? Isa::kBaseline : name == "avx2" ? Isa::kAvx2 : Isa::kAvx512;
-  return cap < isa ? cap : isa;
+  if (name == "baseline") return Isa::kBaseline;
+  if (name == "avx2") return isa < Isa::kAvx2 ? isa : Isa::kAvx2;
+  if (name == "avx512") return isa;
+  throw std::runtime_error("EMBLIB_ISA must be baseline, avx2 or avx512, got '" +
+                           std::string(name) + "'");
 #else
   return Isa::kBaseline;
 #endif

@@ -58,7 +58,8 @@ struct RadixPass {
   uint32_t mask;
 
   int64_t begin(int stream) const { return stream == kStreams ? n : n / kStreams * stream; }
-  uint32_t digit(int64_t i) const { return items[i].key >> shift & mask; }
+  // 64 bits, because a shift by all 32 of a key is undefined.
+  uint32_t digit(int64_t i) const { return uint64_t{items[i].key} >> shift & mask; }
 
   // counters[stream * stride + digit] grows by the number of such items.
   void count(uint32_t* counters, int64_t stride) const {

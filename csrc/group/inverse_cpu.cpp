@@ -29,6 +29,11 @@ Tensor group_inverse(const Tensor& segments, const Tensor& permutation, const Te
   const int64_t groups = *count.const_data_ptr<int32_t>();
   STD_TORCH_CHECK(groups >= 0 && groups <= n && (n == 0 || segment[groups] <= n), op,
                   ": count and segments must come from one call of group, got count ", groups);
+  int32_t signs = groups > 0 ? segment[0] : 0;
+  for (int64_t g = 0; g < groups; ++g) signs |= segment[g + 1] - segment[g];
+  for (int64_t j = 0; j < n; ++j)
+    signs |= position[j] | (static_cast<int32_t>(n) - 1 - position[j]);
+  STD_TORCH_CHECK(signs >= 0, op, ": segments and permutation must come from one call of group");
   parallel_balanced(
       groups, kGrain, [&](int64_t g) { return int64_t{segment[g]}; },
       [&](int64_t begin, int64_t end) {

@@ -23,6 +23,10 @@ inline States check_states(const char* op, const std::string& optimizer,
                            int64_t num_elements, int64_t num_rows) {
   States result;
   check_dtype(op, "hyper", hyper, ScalarType::Double, "float64");
+  STD_TORCH_CHECK(hyper.is_contiguous(), op, ": hyper must be contiguous");
+  STD_TORCH_CHECK(
+      optimizer != Adam::kName || hyper.numel() < 2 || hyper.const_data_ptr<double>()[1] >= 1.0, op,
+      ": adam counts its steps from 1; hyper[1] must be >= 1 at the first update");
   const bool known = visit_optimizer(optimizer.c_str(), [&](auto tag) {
     using Opt = typename decltype(tag)::type;
     STD_TORCH_CHECK(hyper.numel() == Opt::kHyper, op, ": ", optimizer, " needs a hyper vector of ",

@@ -39,8 +39,8 @@ struct Adagrad {
   EMB_HD float begin_row(float*, float) const { return lr; }
   EMB_HD float step(float w, float g, float* sum, float*, float scale) const {
     *sum += g * g;
-    // An element that never saw a gradient has 0/0 when eps is 0; it must stay where it is.
-    return g == 0.0f ? w : w - scale * g / (sqrtf(*sum) + eps);
+    // // With eps = 0 an element whose squares are all zero has 0/0; it must stay where it is.
+    return *sum == 0.0f ? w : w - scale * g / (sqrtf(*sum) + eps);
   }
 };
 
@@ -78,7 +78,8 @@ struct Adam {
   EMB_HD float step(float w, float g, float* m, float* v, float scale) const {
     *m = beta1 * *m + one_minus_beta1 * g;
     *v = beta2 * *v + one_minus_beta2 * g * g;
-    return w - scale * *m / (sqrtf(*v) * correction2 + eps);
+    const float denominator = sqrtf(*v) * correction2 + eps;
+    return denominator == 0.0f ? w : w - scale * *m / denominator;
   }
 };
 

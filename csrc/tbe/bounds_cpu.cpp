@@ -15,12 +15,12 @@ namespace {
 
 template <class I>
 int64_t count_bad(const I* indices, int64_t begin, int64_t end, int64_t rows) {
-  // The sign of (index + 1) or of (rows - 1 - index) tells, and the third term catches the one
-  // index for which index + 1 wraps; 64-bit comparisons would not vectorise.
+  // // The sign of (index + 1) or of (rows - 1 - index) tells; 64-bit comparisons would not
+  // vectorise.
   uint64_t signs = 0;
   for (int64_t i = begin; i < end; ++i) {
     const auto index = static_cast<uint64_t>(static_cast<int64_t>(indices[i]));
-    signs |= (index + 1) | (static_cast<uint64_t>(rows) - 1 - index) | (index & ~(index + 1));
+    signs |= (index + 1) | (static_cast<uint64_t>(rows) - 1 - index);
   }
   if (static_cast<int64_t>(signs) >= 0) return 0;
   int64_t bad = 0;

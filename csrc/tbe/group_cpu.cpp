@@ -56,14 +56,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> tbe_group(const Tensor& featu
   check_lookups(op, indices, offsets);
   STD_TORCH_CHECK(total_rows >= 0, "tbe_group: total_rows must be >= 0, got ", total_rows);
   const int64_t num_features = features.size(0), batch = batch_size(op, num_features, offsets);
-  STD_TORCH_CHECK(offsets.numel() > 1 || indices.numel() == 0, "tbe_group: ", indices.numel(),
-                  " indices but no bags in offsets");
+  check_layout(op, features, kAnyNumber, kAnyNumber, total_rows, Pooling::kNone);
   const Feature* feature = feature_array(features);
-  for (int64_t f = 0; f < num_features; ++f) {
-    STD_TORCH_CHECK(feature[f].row_base >= 0 && feature[f].row_base + feature[f].rows <= total_rows,
-                    "tbe_group: feature ", f, " ends at row ",
-                    feature[f].row_base + feature[f].rows, ", beyond total_rows = ", total_rows);
-  }
   const Tensor index_tensor = torch::stable::contiguous(indices);
   const Tensor offset_tensor = torch::stable::contiguous(offsets);
   std::vector<int32_t> fixed(offsets.numel());

@@ -58,15 +58,10 @@ Tensor tbe_lookup(const Tensor& weights, const Tensor& features, const Tensor& i
   if (scales) scales = torch::stable::contiguous(*scales);
 
   const Feature* feature = feature_array(features);
-  const int64_t table_size = weights.numel();
+  check_layout(op, features, weights.numel(), columns, kAnyNumber, mode);
+  int64_t covered = 0;
   for (int64_t f = 0; f < num_features; ++f) {
-    STD_TORCH_CHECK(
-        feature[f].weight_offset >= 0 && feature[f].dim > 0 && feature[f].rows >= 0 &&
-            feature[f].weight_offset + feature[f].rows * feature[f].dim <= table_size &&
-            (mode == Pooling::kNone ? 0 : feature[f].column) + feature[f].dim <= columns,
-        "tbe_lookup: feature ", f,
-        " lies outside weights or output; features must come "
-        "from the module that owns the weights");
+    covered += feature[f].dim;
     STD_TORCH_CHECK(mode != Pooling::kNone || feature[f].dim == columns,
                     "tbe_lookup: pooling none needs one dim for all features, got ", feature[f].dim,
                     " and ", columns);
@@ -78,7 +73,8 @@ Tensor tbe_lookup(const Tensor& weights, const Tensor& features, const Tensor& i
     return out;
   }
   const Bags bags{index_array(offset_tensor), num_features * batch, indices.numel()};
-  if (mode == Pooling::kNone && bags.begin(0) > 0) torch::stable::zero_(out);
+  const bool complete = mode == Pooling::kNone ? bags.begin(0) == 0 : covered == columns;
+  if (!complete) torch::stable::zero_(out);
   const LookupFn kernel =
       lookup_table().at[static_cast<int>(weight_type)][static_cast<int>(output_type)]
                        [indices.scalar_type() == ScalarType::Long];

@@ -50,7 +50,7 @@ struct Gradient {
   Dtype type;
   Pooling pooling;
 
-  Gradient(const char* op, const Tensor& grad_in, const Tensor& features_in,
+  Gradient(const char* op, const Tensor& grad_in, const Tensor& features_in, const Tensor& rows,
            const Tensor& segments_in, const Tensor& lookups_in, const Tensor& bags_in,
            const Tensor& count, const Tensor& offsets_in)
       : grad(torch::stable::contiguous(grad_in)),
@@ -70,10 +70,36 @@ struct Gradient {
     }
     check_index_dtype(op, "offsets", offsets);
     num_lookups = lookups.numel();
-    STD_TORCH_CHECK(segments.numel() == num_lookups + 1 && bags.numel() == num_lookups, op,
-                    ": segments, lookups and bags must come from one call of tbe_group");
     batch = batch_size(op, features.size(0), offsets);
-    num_groups = num_lookups > 0 ? *count.const_data_ptr<int32_t>() : 0;
+    check_grouping(op, rows, count);
+  }
+
+  // The kernels trust a grouping, so one that tbe_group did not make must not get to them: 12 bytes
+  // a lookup, read once, beside rows of hundreds.
+  void check_grouping(const char* op, const Tensor& rows, const Tensor& count) {
+    bool valid = rows.numel() == num_lookups && segments.numel() == num_lookups + 1 &&
+                 bags.numel() == num_lookups && count.numel() == 1;
+    num_groups = valid ? *count.const_data_ptr<int32_t>() : 0;
+    valid = valid && num_groups >= 0 && num_groups <= num_lookups;
+    if (valid) {
+      const auto num_bags = static_cast<int32_t>(features.size(0) * batch);
+      const int32_t *segment = segments.const_data_ptr<int32_t>(),
+                    *bag = bags.const_data_ptr<int32_t>(),
+                    *lookup = lookups.const_data_ptr<int32_t>();
+      const auto n = static_cast<int32_t>(num_lookups), grouped = segment[num_groups];
+      int32_t signs = segment[0] | (n - grouped);
+      for (int64_t i = 0; i < num_groups; ++i) {
+        signs |= segment[i] | (segment[i + 1] - segment[i] - 1);
+      }
+      valid = signs >= 0;
+      for (int32_t j = 0; valid && j < grouped; ++j) {
+        signs |= bag[j] | (num_bags - 1 - bag[j]) | lookup[j] | (n - 1 - lookup[j]);
+      }
+      valid = valid && signs >= 0;
+    }
+    STD_TORCH_CHECK(valid, op,
+                    ": rows, segments, lookups, bags and count must come from one call of "
+                    "tbe_group for these features and offsets");
   }
 
   void set_pooling(const char* op, const std::string& name, const std::optional<Tensor>& weights) {
@@ -83,12 +109,6 @@ struct Gradient {
     const int64_t lines = pooling == Pooling::kNone ? num_lookups : batch;
     STD_TORCH_CHECK(grad.size(0) == lines, op, ": grad must have ", lines, " rows for pooling ",
                     name, ", got ", grad.size(0));
-    const Feature* feature = feature_array(features);
-    for (int64_t f = 0; f < features.size(0); ++f) {
-      STD_TORCH_CHECK(
-          (pooling == Pooling::kNone ? 0 : feature[f].column) + feature[f].dim <= grad.size(1), op,
-          ": grad has ", grad.size(1), " columns, too few for feature ", f);
-    }
     if (pooling == Pooling::kMean) {
       const Bags ranges{index_array(offsets), features.size(0) * batch, num_lookups};
       bag_scale.resize(ranges.count);
@@ -154,20 +174,21 @@ struct ChunkSums {
   }
 };
 
-// A group costs its row once and every lookup of it; chunked lookups are already summed.
+// // A group costs its row, about four lookups' worth, and every lookup of it.
 template <class Body>
 void for_groups(const GradArgs& args, int64_t num_groups, const Body& body) {
   const auto cost = [&](int64_t group) { return args.segments[group] + 4 * group; };
   parallel_balanced(num_groups, kGrain, cost, body);
 }
 
-Tensor tbe_row_grads(const Tensor& grad, const Tensor& features, const Tensor& /*rows*/,
+Tensor tbe_row_grads(const Tensor& grad, const Tensor& features, const Tensor& rows,
                      const Tensor& segments, const Tensor& lookups, const Tensor& bags,
                      const Tensor& count, const Tensor& offsets,
                      std::optional<Tensor> sample_weights, std::string pooling, int64_t dim) {
   const char* op = "tbe_row_grads";
-  Gradient gradient(op, grad, features, segments, lookups, bags, count, offsets);
+  Gradient gradient(op, grad, features, rows, segments, lookups, bags, count, offsets);
   gradient.set_pooling(op, pooling, sample_weights);
+  check_layout(op, features, kAnyNumber, grad.size(1), kAnyNumber, gradient.pooling);
   const Feature* feature = feature_array(features);
   for (int64_t f = 0; f < features.size(0); ++f) {
     STD_TORCH_CHECK(feature[f].dim == dim, op, ": all features must have dim ", dim, ", feature ",
@@ -184,7 +205,6 @@ Tensor tbe_row_grads(const Tensor& grad, const Tensor& features, const Tensor& /
       update_table().segment_sum(args, sum, group, dim, result + group * dim);
     }
   });
-  std::fill(result + gradient.num_groups * dim, result + gradient.num_lookups * dim, 0.0f);
   return out;
 }
 
@@ -196,8 +216,9 @@ void tbe_update_(Tensor weights, std::vector<Tensor> states, const Tensor& hyper
   const char* op = "tbe_update_";
   const Dtype weight_type = float_dtype(op, "weights", weights.scalar_type());
   STD_TORCH_CHECK(weights.is_contiguous(), op, ": weights must be contiguous");
-  Gradient gradient(op, grad, features, segments, lookups, bags, count, offsets);
+  Gradient gradient(op, grad, features, rows, segments, lookups, bags, count, offsets);
   gradient.set_pooling(op, pooling, sample_weights);
+  check_layout(op, features, weights.numel(), grad.size(1), kAnyNumber, gradient.pooling);
   check_dtype(op, "rows", rows, ScalarType::Long, "int64");
   const UpdateFn update = update_table().update(optimizer.c_str(), weight_type);
   const Feature* feature = feature_array(features);
@@ -235,6 +256,8 @@ Tensor tbe_sample_weight_grad(const Tensor& grad, const Tensor& weights, const T
   const int64_t batch = batch_size(op, features.size(0), offsets);
   STD_TORCH_CHECK(grad.dim() == 2 && grad.size(0) == batch, op, ": grad must have B = ", batch,
                   " rows");
+  STD_TORCH_CHECK(weights.is_contiguous(), op, ": weights must be contiguous");
+  check_layout(op, features, weights.numel(), grad.size(1), kAnyNumber, mode);
   const Tensor grad_tensor = torch::stable::contiguous(grad);
   const Tensor index_tensor = torch::stable::contiguous(indices);
   const Tensor offset_tensor = torch::stable::contiguous(offsets);

@@ -59,8 +59,10 @@ void sum_lookups(const GradArgs& args, int64_t begin, int64_t end, int64_t dim, 
 void segment_sum(const UpdateArgs& args, SumFn sum_fn, int64_t group, int64_t dim, float* sum) {
   const int64_t begin = args.grads.segments[group], end = args.grads.segments[group + 1];
   if (end - begin <= kChunk) return sum_fn(args.grads, begin, end, dim, sum);
-  int64_t i = 0;
-  while (args.longs.groups[i] != group) ++i;
+  int64_t i = 0;  // the last long segment that is not after `group`
+  for (int64_t step = args.longs.count; step > 0; step /= 2) {
+    while (i + step < args.longs.count && args.longs.groups[i + step] <= group) i += step;
+  }
   const float* partial = args.longs.partials + args.longs.first_chunk[i] * args.longs.stride;
   for (int64_t d = 0; d < dim; ++d) sum[d] = partial[d];
   for (int64_t chunk = args.longs.first_chunk[i] + 1; chunk < args.longs.first_chunk[i + 1];
@@ -90,8 +92,10 @@ struct Target {
 EMB_HD Target locate(const UpdateArgs& args, int64_t group) {
   const auto bag = static_cast<uint32_t>(args.grads.bags[args.grads.segments[group]]);
   const Feature& feature = args.grads.features[args.grads.by_batch(bag)];
-  const int64_t row = args.rows[group];
-  return {row, feature.weight_offset + (row - feature.row_base) * feature.dim, feature.dim, nullptr,
+  // Rows that are not of this feature come from no grouping of ours; they must not leave its table.
+  const int64_t given = args.rows[group] - feature.row_base;
+  const int64_t row = given >= 0 && given < feature.rows ? given : 0;
+  return {feature.row_base + row, feature.weight_offset + row * feature.dim, feature.dim, nullptr,
           0.0f};
 }
 
@@ -211,8 +215,7 @@ void sample_weight_grads(const SampleWeightArgs& args, int64_t first_bag, int64_
         prefetch_row<false>(table + row_of(next) * args.dim, row_bytes);
       }
       const int64_t row = row_of(i);
-      const int64_t line = args.pooling == Pooling::kNone ? i : bag - args.first_bag;
-      const G* grad = static_cast<const G*>(args.grad) + line * args.grad_stride;
+      const G* grad = static_cast<const G*>(args.grad) + (bag - args.first_bag) * args.grad_stride;
       float total = 0.0f;
       if (row >= 0) {
         Vec products = {};

@@ -53,7 +53,7 @@ struct SampleWeightArgs {
   IndexArray indices;
   Bags bags;
   Pooling pooling;
-  const void* grad;  // row of bag `first_bag`; for NONE of lookup 0
+  const void* grad;  // row of bag `first_bag`
   int64_t grad_stride, first_bag;
   float* out;  // [L]
 };

@@ -13,6 +13,9 @@ Invalid indices and offsets are repaired as they are read, see `emblib.BoundsChe
 the length of the bag, weighted or not. Sums are float32. The same input gives the same bits on any
 number of threads: rows are grouped by a stable sort, and long groups are summed in fixed chunks.
 
+`tbe_row_grads` returns the gradient of each distinct row, float32 `[L, dim]`; rows from `count` on
+are unspecified.
+
 Semantics follow FBGEMM's table-batched embeddings; the definition is `emblib.reference.tbe`.
 """
 
@@ -20,6 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from emblib.optim import External, Optimizer
 from emblib.specs import Pooling
@@ -83,18 +87,25 @@ class FusedLookup(torch.autograd.Function):
         output_dtype: torch.dtype,
     ) -> Tensor:
         """`[B, columns]`, or `[L, D]` for NONE."""
-        ctx.save_for_backward(sample_weights)
-        ctx.weights, ctx.states, ctx.hyper = weights, states, hyper
-        ctx.optimizer, ctx.batch = optimizer, batch
+        _save(ctx, batch, sample_weights)
+        ctx.weights, ctx.states, ctx.hyper, ctx.optimizer = weights, states, hyper, optimizer
+        if sample_weights is not None and sample_weights.requires_grad:
+            ctx.version = weights._version
         return _lookup(weights, batch, sample_weights, output_dtype)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Apply the optimizer to every row of the batch; gradient of `sample_weights` if asked."""
-        (sample_weights,) = ctx.saved_tensors
-        batch, weights = ctx.batch, ctx.weights
+        batch, sample_weights = _saved(ctx)
+        weights = ctx.weights
         sample_grad = None
         if ctx.needs_input_grad[6]:
+            if weights._version != ctx.version:
+                raise RuntimeError(
+                    "the gradient of per_sample_weights needs the weights that forward read, but "
+                    "another backward has updated them since; run backward before the next one"
+                )
             sample_grad = _sample_weight_grad(grad, weights, batch)
         groups = group(batch.features, batch.indices, batch.offsets, batch.total_rows)
         ctx.hyper[1].add_(1)
@@ -110,6 +121,7 @@ class FusedLookup(torch.autograd.Function):
             sample_weights,
             batch.pooling.value,
         )
+        torch.autograd.graph.increment_version(weights)
         return None, None, None, None, None, None, sample_grad, None
 
 
@@ -125,15 +137,18 @@ class SparseLookup(torch.autograd.Function):
         output_dtype: torch.dtype,
     ) -> Tensor:
         """`[B, columns]`, or `[L, D]` for NONE."""
-        ctx.save_for_backward(weights, sample_weights)
-        ctx.batch = batch
+        # The weights matter for the gradient of sample weights only; kept without need, they would
+        # forbid an optimizer step between two backwards.
+        weighted = sample_weights is not None and sample_weights.requires_grad
+        _save(ctx, batch, sample_weights, weights if weighted else None)
+        ctx.shape, ctx.dtype = weights.shape, weights.dtype
         return _lookup(weights, batch, sample_weights, output_dtype)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """The coalesced sparse gradient; reads the number of rows back from the device."""
-        weights, sample_weights = ctx.saved_tensors
-        batch = ctx.batch
+        batch, sample_weights, weights = _saved(ctx)
         weight_grad = sample_grad = None
         if ctx.needs_input_grad[0]:
             groups = group(batch.features, batch.indices, batch.offsets, batch.total_rows)
@@ -144,13 +159,13 @@ class SparseLookup(torch.autograd.Function):
                 batch.offsets,
                 sample_weights,
                 batch.pooling.value,
-                weights.size(1),
+                ctx.shape[1],
             )
             unique = int(groups.count)
             weight_grad = torch.sparse_coo_tensor(
                 groups.rows[:unique].unsqueeze(0),
-                values[:unique].to(weights.dtype),
-                weights.shape,
+                values[:unique].to(ctx.dtype),
+                ctx.shape,
                 is_coalesced=True,
                 check_invariants=False,
             )
@@ -169,6 +184,17 @@ def lookup(
     if not torch.is_grad_enabled():
         return _lookup(weights, batch, sample_weights, output_dtype)
     return SparseLookup.apply(weights, batch, sample_weights, output_dtype)
+
+
+def _save(ctx: Any, batch: Lookup, *tensors: Tensor | None) -> None:
+    """Keeps a batch for backward; autograd complains if its tensors are overwritten before that."""
+    ctx.save_for_backward(batch.indices, batch.offsets, *tensors)
+    ctx.batch = batch._replace(indices=batch.features, offsets=batch.features)  # placeholders
+
+
+def _saved(ctx: Any) -> tuple[Any, ...]:
+    indices, offsets, *tensors = ctx.saved_tensors
+    return ctx.batch._replace(indices=indices, offsets=offsets), *tensors
 
 
 def _lookup(

@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from emblib.ops import tbe
 from emblib.optim import Optimizer
@@ -135,6 +136,7 @@ class DenseLookup(torch.autograd.Function):
         return pool(made, batch, sample_weights)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients of cores and, if asked, of `sample_weights`."""
         made, sample_weights, cores = _saved(ctx)
@@ -175,6 +177,7 @@ class FusedLookup(torch.autograd.Function):
         return pool(made, batch, sample_weights)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Apply the optimizer to every core; gradient of `sample_weights` if asked."""
         made, sample_weights, _ = _saved(ctx)

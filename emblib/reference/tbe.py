@@ -153,7 +153,7 @@ def _sgd(w: Tensor, g: Tensor, state: State, hyper: list[float]) -> tuple[Tensor
 
 def _adagrad(w: Tensor, g: Tensor, state: State, hyper: list[float]) -> tuple[Tensor, State]:
     total = state[0] + g * g
-    return w - torch.where(g == 0, g, hyper[0] * g / (total.sqrt() + hyper[2])), [total]
+    return w - torch.where(total == 0, 0, hyper[0] * g / (total.sqrt() + hyper[2])), [total]
 
 
 def _rowwise_adagrad(
@@ -169,7 +169,8 @@ def _adam(w: Tensor, g: Tensor, state: State, hyper: list[float]) -> tuple[Tenso
     m = beta1 * state[0] + (1 - beta1) * g
     v = beta2 * state[1] + (1 - beta2) * g * g
     m_hat, v_hat = m / (1 - beta1**step), v / (1 - beta2**step)
-    return w - lr * m_hat / (v_hat.sqrt() + eps), [m, v]
+    denominator = v_hat.sqrt() + eps
+    return w - torch.where(denominator == 0, 0, lr * m_hat / denominator), [m, v]
 
 
 OPTIMIZERS = {

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from emblib import ops
 from emblib.ops import tbe
-from emblib.optim import SGD, Optimizer, check_learning_rate
+from emblib.optim import FUSED, SGD, External, Optimizer, check_learning_rate
 from emblib.specs import BoundsCheck, Pooling
 
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -18,13 +18,20 @@ FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 class FusedTable(nn.Module):
     """Base of the tables: an optimizer whose numbers live in `hyper`, on the device.
 
+    The weights of a fused table never have a `.grad`: backward applies the optimizer to them at
+    once. So neither `torch.optim` nor gradient clipping, accumulation or loss scaling reaches them,
+    and `requires_grad_` has no effect; freeze a table with `torch.no_grad()` or a learning rate of
+    0. `state_dict` holds the optimizer's numbers as well, and loading one restores them.
+
     `anchor` is a scalar that requires grad; it ties outputs to autograd while the weights, which
     backward mutates in place, stay out of it.
     """
 
+    features: Tensor
     hyper: Tensor
     anchor: Tensor
     bounds_violations: Tensor
+    _layout: list[tuple[int, ...]]
 
     def __init__(
         self,
@@ -35,6 +42,12 @@ class FusedTable(nn.Module):
     ) -> None:
         super().__init__()
         self.optimizer = SGD(0.01) if optimizer is None else optimizer
+        if not isinstance(self.optimizer, Optimizer):
+            choices = ", ".join(cls.__name__ for cls in (*FUSED.values(), External))
+            raise TypeError(
+                f"optimizer must be an instance of one of emblib.optim's {choices}, e.g. "
+                f"optim.SGD(lr=0.01), got {optimizer!r}"
+            )
         self.pooling = Pooling(pooling)
         self.bounds_check = BoundsCheck(bounds_check)
         self.output_dtype = output_dtype
@@ -44,7 +57,13 @@ class FusedTable(nn.Module):
             )
 
     def _register_common(self, device: torch.device) -> None:
-        """The buffers every table has; the step and the learning rate are part of the state."""
+        """The buffers every table has; the step and the learning rate are part of the state.
+
+        `features` tells the kernels where the tables are. It is saved, so that a checkpoint of
+        other tables is refused, but what it holds always comes from `_layout`.
+        """
+        features = torch.empty(len(self._layout), 5, dtype=torch.int64, device=device)
+        self.register_buffer("features", features)
         self.register_buffer("hyper", self.optimizer.hyper(device))
         anchor = torch.zeros((), device=device, requires_grad=True)
         self.register_buffer("anchor", anchor, persistent=False)
@@ -53,10 +72,38 @@ class FusedTable(nn.Module):
 
     def _reset_common(self) -> None:
         self.hyper.copy_(self.optimizer.hyper())
-        self.bounds_violations.zero_()
+        self._restore()
+
+    def _restore(self) -> None:
+        """What follows from the construction alone, on the device where the table is now."""
+        device = self.hyper.device
+        layout = torch.tensor(self._layout, dtype=torch.int64).view(-1, 5)
+        self.features = layout if device.type == "cpu" else layout.to(device)
+        self.anchor = torch.zeros((), device=device, requires_grad=True)
+        self.bounds_violations = torch.zeros(2, dtype=torch.int64, device=device)
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *arguments: Any
+    ) -> None:
+        saved = state_dict.get(f"{prefix}features")
+        error_messages: list[str] = arguments[-1]
+        if saved is not None and saved.tolist() != [list(row) for row in self._layout]:
+            error_messages.append(
+                f"{prefix}features: the checkpoint is of other tables; its (weight_offset, "
+                f"row_base, rows, dim, column) by feature are {saved.tolist()[:4]}, this module's "
+                f"are {self._layout[:4]}"
+            )
+            return
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
+        self._restore()
 
     def _check_bounds(self, indices: Tensor, offsets: Tensor, features: Tensor) -> Tensor:
         """Offsets repaired as `bounds_check` says; on CUDA violations are only counted."""
+        if indices.device != self.features.device or offsets.device != self.features.device:
+            raise RuntimeError(
+                f"indices and offsets must be on the device of the table, {self.features.device}, "
+                f"got {indices.device} and {offsets.device}; move them with .to(device)"
+            )
         if self.bounds_check is BoundsCheck.NONE:
             return offsets
         mode = self.bounds_check
@@ -71,9 +118,9 @@ class FusedTable(nn.Module):
             self.bounds_violations.add_(violations)
             warnings.warn(
                 f"emblib: {bad_indices} indices and {bad_offsets} offsets out of bounds; "
-                "such indices read row 0, such offsets are clamped "
-                "(bounds_check=BoundsCheck.FATAL raises instead)",
-                stacklevel=4,
+                "such indices read row 0, such offsets are clamped (are they offsets, not lengths, "
+                "and in this order? bounds_check=BoundsCheck.FATAL raises instead)",
+                stacklevel=5,
             )
         return offsets
 
@@ -84,6 +131,8 @@ class FusedTable(nn.Module):
 
     def set_learning_rate(self, lr: float) -> None:
         """Takes effect from the next backward on, in captured CUDA graphs too."""
+        if not tbe.is_fused(self.optimizer):
+            raise RuntimeError("optim.External has no learning rate; set that of your optimizer")
         check_learning_rate(lr)
         self.hyper[0] = lr
 
@@ -94,5 +143,5 @@ class FusedTable(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         super()._apply(ops.keep_dtype(fn), recurse)
-        self.anchor = self.anchor.detach().requires_grad_()  # a copy is no leaf that requires grad
+        self._restore()
         return self

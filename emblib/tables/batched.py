@@ -36,7 +36,6 @@ class TableBatchedEmbeddingBags(FusedTable):
     """
 
     weights: nn.Parameter
-    features: Tensor
 
     def __init__(
         self,
@@ -51,7 +50,7 @@ class TableBatchedEmbeddingBags(FusedTable):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__(optimizer, pooling, output_dtype, bounds_check)
-        self.tables = tuple(tables)
+        self.tables = (tables,) if isinstance(tables, TableSpec) else tuple(tables)
         self.feature_tables = (
             tuple(range(len(self.tables))) if feature_tables is None else tuple(feature_tables)
         )
@@ -76,6 +75,12 @@ class TableBatchedEmbeddingBags(FusedTable):
         self.reset_parameters()
 
     def _check_arguments(self, dtype: torch.dtype) -> None:
+        for t, spec in enumerate(self.tables):
+            if not isinstance(spec, TableSpec):
+                raise TypeError(
+                    f"tables[{t}] must be a TableSpec, e.g. TableSpec(rows=1000, dim=64), got "
+                    f"{spec!r}; for a TTSpec use TTEmbeddingBag"
+                )
         if dtype not in FLOAT_DTYPES:
             raise ValueError(f"dtype must be float32, float16 or bfloat16, got {dtype}")
         for f, t in enumerate(self.feature_tables):
@@ -102,8 +107,6 @@ class TableBatchedEmbeddingBags(FusedTable):
             size = rows if state.per_row else elements
             tensor = ops.empty_table((size,), torch.float32, device).zero_()
             self.register_buffer(f"state_{state.name}", tensor)
-        features = torch.empty(len(self._layout), 5, dtype=torch.int64, device=device)
-        self.register_buffer("features", features, persistent=False)
         self._register_common(device)
 
     def reset_parameters(self) -> None:
@@ -112,7 +115,6 @@ class TableBatchedEmbeddingBags(FusedTable):
         Also what makes a module usable that was made on `meta` and moved by `to_empty`.
         """
         with torch.no_grad():
-            self.features.copy_(torch.tensor(self._layout, dtype=torch.int64).view(-1, 5))
             self._reset_common()
             for spec, table in zip(self.tables, self.table_weights(), strict=True):
                 bound = 1.0 / math.sqrt(spec.rows)

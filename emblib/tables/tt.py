@@ -37,7 +37,6 @@ class TTEmbeddingBag(FusedTable):
     """
 
     cores: nn.ParameterList
-    features: Tensor
 
     def __init__(
         self,
@@ -62,27 +61,33 @@ class TTEmbeddingBag(FusedTable):
         self.reset_parameters()
 
     def _allocate(self, device: torch.device) -> None:
-        fused = tbe.is_fused(self.optimizer)
-        shapes = self._layout(device).shapes()
+        spec, fused = self.spec, tbe.is_fused(self.optimizer)
+        shapes = self._core_layout(device).shapes()
         self.cores = nn.ParameterList(
-            nn.Parameter(torch.empty(shape, device=device), requires_grad=not fused)
+            nn.Parameter(
+                torch.empty(shape, dtype=torch.float32, device=device), requires_grad=not fused
+            )
             for shape in shapes
         )
         for k, (p, width) in enumerate(shapes):
             for state in self.optimizer.states:
                 size = (p,) if state.per_row else (p, width)
-                self.register_buffer(f"state_{state.name}_{k}", torch.zeros(size, device=device))
-        features = torch.empty(2, 5, dtype=torch.int64, device=device)
-        self.register_buffer("features", features, persistent=False)
+                self.register_buffer(
+                    f"state_{state.name}_{k}", torch.zeros(size, dtype=torch.float32, device=device)
+                )
+        self._layout = [
+            (0, 0, math.prod(spec.row_factors), spec.dim, 0),  # what the keys range over
+            (0, 0, spec.rows, spec.dim, 0),  # what the indices may be
+        ]
         self._register_common(device)
 
-    def _layout(self, device: torch.device) -> Layout:
+    def _core_layout(self, device: torch.device) -> Layout:
         spec = self.spec
         return Layout(spec.row_factors, spec.dim_factors, spec.full_ranks, device)
 
     def reset_parameters(self) -> None:
         """Draw the cores anew; optimizer state, step and learning rate as at construction."""
-        layout = self._layout(self.features.device)
+        layout = self._core_layout(self.features.device)
         values = INITIALIZERS[self.init](layout, 1.0 / math.sqrt(3.0 * self.spec.rows))
         with torch.no_grad():
             for core, value in zip(self.cores, values, strict=True):
@@ -91,12 +96,6 @@ class TTEmbeddingBag(FusedTable):
                 for state in states:
                     state.zero_()
             self._reset_common()
-            spec = self.spec
-            tables = [
-                (0, 0, math.prod(spec.row_factors), spec.dim, 0),  # what the keys range over
-                (0, 0, spec.rows, spec.dim, 0),  # what the indices may be
-            ]
-            self.features.copy_(torch.tensor(tables, dtype=torch.int64))
 
     def forward(
         self, indices: Tensor, offsets: Tensor, per_sample_weights: Tensor | None = None

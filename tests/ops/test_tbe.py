@@ -147,20 +147,59 @@ def test_reference_gradient_in_float64(pooling: Pooling) -> None:
     assert torch.autograd.gradcheck(run, (weights, scales))
 
 
-@pytest.mark.parametrize("name", ["hot_row", "many_lookups", "weighted_mean", "none"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rows": (1, 3), "batch": 30, "longest": 400},
+        {"weighted": True, "pooling": Pooling.MEAN},
+        {"pooling": Pooling.NONE},
+        {"dims": (16, 33)},
+    ],
+)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_same_bits_on_any_number_of_threads(
-    name: str, optimizer: str, two_thread_counts: list[int]
+    change: dict[str, Any], optimizer: str, thread_counts: list[int]
 ) -> None:
+    case = replace(CASES["many_lookups"], **change)
     results = []
-    for threads in two_thread_counts:
+    for threads in thread_counts:
         torch.set_num_threads(threads)
-        module = CASES[name].module(OPTIMIZERS[optimizer])
-        out = module(*CASES[name].batch_of())
+        module = case.module(OPTIMIZERS[optimizer])
+        out = module(*case.batch_of())
         out.backward(out.detach())
         results.append((out.detach(), module.weights.detach(), *module._states()))
-    for first, second in zip(*results, strict=True):
-        assert torch.equal(first, second)
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+@pytest.mark.parametrize("length", [1023, 1024, 1025, 2048, 5000])
+def test_long_segments_are_cut_without_a_trace(length: int) -> None:
+    case = replace(CASES["plain"], rows=(1, 3), batch=2, lengths=(length, 7, 5, 5), longest=length)
+    train(case, OPTIMIZERS["adagrad"], "cpu", steps=2)
+
+
+def test_more_rows_than_32_bits(device: torch.device) -> None:
+    features = torch.tensor([[0, 0, 1 << 40, 8, 0], [0, 1 << 40, 1 << 41, 8, 8]], device=device)
+    indices = torch.randint(0, 1 << 40, (5000,), generator=torch.Generator().manual_seed(0))
+    indices[::7] = indices[3]
+    offsets = torch.arange(0, 5001, 50)
+    got = tbe.group(features, indices.to(device), offsets.to(device), 1 << 42)
+    want = reference.group(features, indices.to(device), offsets.to(device))
+    unique = int(got.count)
+    assert torch.equal(got.rows[:unique], want.rows)
+    assert torch.equal(got.lookups.long(), want.lookups)
+
+
+@pytest.mark.parametrize("eps", [0.0, 1e-50])
+@pytest.mark.parametrize("optimizer", [optim.Adagrad, optim.RowwiseAdagrad, optim.Adam])
+def test_no_eps_makes_no_nan(optimizer: Any, eps: float) -> None:
+    case = CASES["plain"]
+    module = case.module(optimizer(0.1, eps=eps))
+    out = module(*case.batch_of()[:2])
+    grad = torch.zeros_like(out)
+    grad[:, 0], grad[:, 1] = 1.0, 1e-25  # the rest stays zero; 1e-25 squared is zero in float32
+    out.backward(grad)
+    assert bool(module.weights.isfinite().all())
 
 
 @pytest.mark.parametrize(
@@ -206,7 +245,8 @@ def test_extreme_indices_are_counted(index: int, device: torch.device) -> None:
 
 
 def _opcheck_arguments(device: torch.device) -> dict[str, tuple[Any, ...]]:
-    case = replace(CASES["weighted"], weighted=True)
+    # So many rows that all lookups differ: opcheck compares outputs whole, padding included.
+    case = replace(CASES["weighted"], rows=(100_000, 100_000))
     module = case.module(OPTIMIZERS["adam"], device)
     indices, offsets, scales = case.batch_of(device)
     weights, features = module.weights.detach(), module.features
@@ -254,12 +294,15 @@ def test_fake_shapes_of_pooling_none() -> None:
         ({"indices": torch.zeros(8)}, "indices must be int32 or int64"),
         ({"indices": torch.zeros(2, 4, dtype=torch.int64)}, "indices must have 1 dimension, got 2"),
         ({"offsets": torch.zeros(4, dtype=torch.int64)}, "F.B . 1 entries for F = 2 features, got"),
-        ({"offsets": torch.zeros(0, dtype=torch.int64)}, "got none"),
+        ({"offsets": torch.zeros(0, dtype=torch.int64)}, "8 indices but no bags"),
+        ({"sample_weights": torch.zeros(8, 1)}, "one entry a lookup = 8, got 8 in 2 dimensions"),
+        ({"features": torch.tensor([[0, 0, 1 << 62, 4, 0]] * 2)}, "feature 0 lies outside"),
+        ({"features": torch.tensor([[0, 0, 5, 4, -(1 << 33)]] * 2)}, "feature 0 lies outside"),
         ({"sample_weights": torch.zeros(3)}, "one entry a lookup = 8, got 3"),
         ({"sample_weights": torch.zeros(8).double()}, "sample_weights must be float32"),
         ({"pooling": "max"}, "sum, mean or none, got 'max'"),
-        ({"columns": 20}, "lies outside weights or output"),
-        ({"weights": torch.zeros(100)}, "lies outside weights or output"),
+        ({"columns": 20}, "lies outside the weights"),
+        ({"weights": torch.zeros(100)}, "lies outside the weights"),
         ({"features": torch.zeros(2, 4, dtype=torch.int64)}, r"contiguous \[F, 5\] tensor"),
     ],
 )
@@ -288,8 +331,15 @@ def test_wrong_lookup_input_is_refused(change: dict[str, Any], message: str) -> 
         ({"states": [torch.zeros(57).half()]}, "optimizer state must be float32"),
         ({"hyper": torch.zeros(2, dtype=torch.float64)}, "hyper vector of 3 entries"),
         ({"hyper": torch.zeros(3)}, "hyper must be float64"),
+        ({"hyper": torch.zeros(6, dtype=torch.float64)[::2]}, "hyper must be contiguous"),
+        ({"weights": torch.zeros(0)}, "feature 0 lies outside the weights"),
+        ({"rows": torch.zeros(0, dtype=torch.int64)}, "must come from one call of tbe_group"),
+        ({"count": torch.tensor([1 << 30], dtype=torch.int32)}, "must come from one call"),
+        ({"bags": torch.full((14,), 1 << 30, dtype=torch.int32)}, "must come from one call"),
+        ({"lookups": torch.full((14,), -1, dtype=torch.int32)}, "must come from one call"),
+        ({"segments": torch.full((15,), 14, dtype=torch.int32)}, "must come from one call"),
         ({"grad": torch.zeros(3, 32)}, "grad must have 5 rows for pooling sum, got 3"),
-        ({"grad": torch.zeros(5, 20)}, "grad has 20 columns, too few for feature 1"),
+        ({"grad": torch.zeros(5, 20)}, "feature 1 lies outside"),
     ],
 )
 def test_wrong_update_input_changes_nothing(change: dict[str, Any], message: str) -> None:

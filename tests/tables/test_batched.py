@@ -191,13 +191,25 @@ def test_moves_from_meta() -> None:
     one_step(module)
     assert module.features.tolist() == [[0, 0, 3, 4, 0], [12, 3, 5, 8, 4]]
     assert module.step == 1
+    saved = small(optim.Adagrad(0.1))
+    one_step(saved)
+    for assign in (False, True):
+        other = small(optim.Adagrad(0.1), device="meta")
+        if not assign:
+            other = other.to_empty(device="cpu")
+        other.load_state_dict(saved.state_dict(), assign=assign)
+        want = copy.deepcopy(saved)
+        one_step(other)
+        one_step(want)
+        assert torch.equal(other.weights, want.weights)
 
 
-def test_compiled_model_trains_the_same() -> None:
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_compiled_model_trains_the_same(optimizer: str) -> None:
     case = replace(CASES["plain"], batch=4)
-    eager, other = case.module(OPTIMIZERS["sgd"]), case.module(OPTIMIZERS["sgd"])
-    compiled = torch.compile(other, backend="aot_eager")
-    for seed in range(2):
+    eager, other = case.module(OPTIMIZERS[optimizer]), case.module(OPTIMIZERS[optimizer])
+    compiled = torch.compile(other, backend="aot_eager", fullgraph=True)
+    for seed in range(3):
         indices, offsets, _ = replace(case, seed=seed).batch_of()
         outputs = [module(indices, offsets) for module in (eager, compiled)]
         assert_close(outputs[0], outputs[1])

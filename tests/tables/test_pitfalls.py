@@ -1,0 +1,191 @@
+"""What users do by mistake: it must be refused, or do what they meant, never something else."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from emblib import (
+    BoundsCheck,
+    Pooling,
+    TableBatchedEmbeddingBags,
+    TableSpec,
+    TTEmbeddingBag,
+    TTSpec,
+    optim,
+)
+
+INDICES = torch.tensor([0, 2, 1, 4, 4])
+OFFSETS = torch.tensor([0, 1, 3, 3, 5])
+
+
+def small(optimizer: optim.Optimizer | None = None, **options: Any) -> TableBatchedEmbeddingBags:
+    torch.manual_seed(0)
+    return TableBatchedEmbeddingBags([TableSpec(3, 4), TableSpec(5, 8)], optimizer, **options)
+
+
+def test_a_checkpoint_of_other_tables_is_refused() -> None:
+    first = TableBatchedEmbeddingBags([TableSpec(6, 8), TableSpec(4, 4)])
+    second = TableBatchedEmbeddingBags([TableSpec(12, 4), TableSpec(2, 8)])
+    before = second.weights.detach().clone()
+    with pytest.raises(RuntimeError, match="the checkpoint is of other tables"):
+        second.load_state_dict(first.state_dict())
+    assert torch.equal(second.weights, before)
+
+
+def test_a_checkpoint_of_another_tt_table_is_refused() -> None:
+    spec = TTSpec(rows=60, dim=8, ranks=(2, 2))
+    other = TTEmbeddingBag(TTSpec(rows=50, dim=8, ranks=(2, 2), row_factors=spec.row_factors))
+    with pytest.raises(RuntimeError, match="the checkpoint is of other tables"):
+        other.load_state_dict(TTEmbeddingBag(spec).state_dict())
+
+
+def test_tt_from_meta_by_loading() -> None:
+    saved = TTEmbeddingBag(TTSpec(rows=60, dim=8, ranks=(2, 2)), optim.Adagrad(0.1))
+    for assign in (False, True):
+        other = TTEmbeddingBag(saved.spec, optim.Adagrad(0.1), device="meta")
+        if not assign:
+            other = other.to_empty(device="cpu")
+        other.load_state_dict(saved.state_dict(), assign=assign)
+        for module in (saved, other):
+            assert torch.equal(module.features, saved.features)
+        assert torch.equal(other.to_dense(), saved.to_dense())
+
+
+def test_sample_weight_gradients_at_updated_weights_are_refused() -> None:
+    module = small(optim.SGD(1.0))
+    first, second = (torch.ones(5, requires_grad=True) for _ in range(2))
+    out = module(INDICES, OFFSETS, first) + module(INDICES, OFFSETS, second)
+    with pytest.raises(RuntimeError, match="needs the weights that forward read"):
+        out.sum().backward()
+
+
+def test_two_forwards_without_weights_are_two_updates() -> None:
+    module = small(optim.SGD(0.5))
+    before = module.weights.detach().clone()
+    (module(INDICES, OFFSETS) + module(INDICES, OFFSETS)).sum().backward()
+    assert module.step == 2
+    assert torch.equal(module.table_weights()[0], before[:12].view(3, 4) - 0.5 - 0.5)
+
+
+@pytest.mark.parametrize("shape", [(5, 1), (1, 5), (4,)])
+def test_sample_weights_of_wrong_shape_change_nothing(shape: tuple[int, ...]) -> None:
+    module = small(optim.SGD(0.5))
+    before = module.weights.detach().clone()
+    with pytest.raises(RuntimeError, match="sample_weights must be a vector"):
+        module(INDICES, OFFSETS, torch.ones(shape, requires_grad=True)).sum().backward()
+    assert torch.equal(module.weights, before)
+    assert module.step == 0
+
+
+def test_indices_overwritten_before_backward_are_noticed() -> None:
+    module = small(optim.SGD(0.5))
+    indices = INDICES.clone()
+    out = module(indices, OFFSETS)
+    indices.zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+    assert module.step == 0
+
+
+def test_no_second_derivative() -> None:
+    module = small(optim.SGD(0.5))
+    weights = torch.ones(5, requires_grad=True)
+    out = module(INDICES, OFFSETS, weights)
+    (grad,) = torch.autograd.grad((out**2).sum(), weights, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate"):
+        torch.autograd.grad(grad.sum(), weights)
+
+
+def test_external_allows_a_step_between_two_backwards() -> None:
+    module = TableBatchedEmbeddingBags([TableSpec(5, 4)], optim.External())
+    sgd = torch.optim.SGD([module.weights], lr=0.1)
+    offsets = torch.tensor([0, 2, 5])
+    losses = [module(INDICES, offsets).sum() for _ in range(2)]
+    for loss in losses:
+        loss.backward()
+        sgd.step()
+    assert bool(module.weights.isfinite().all())
+
+
+def test_freezing_by_no_grad() -> None:
+    module = small(optim.SGD(0.5))
+    with torch.no_grad():
+        out = module(INDICES, OFFSETS)
+    assert not out.requires_grad
+
+
+@pytest.mark.parametrize("mode", [BoundsCheck.FATAL, BoundsCheck.NONE])
+def test_indices_without_bags_are_refused(mode: BoundsCheck) -> None:
+    with pytest.raises(RuntimeError, match="5 indices but no bags"):
+        small(bounds_check=mode)(INDICES, torch.tensor([0]))
+
+
+def test_inputs_on_another_device_are_refused() -> None:
+    for indices, offsets in ((INDICES.to("meta"), OFFSETS), (INDICES, OFFSETS.to("meta"))):
+        with pytest.raises(RuntimeError, match="on the device of the table, cpu, got"):
+            small()(indices, offsets)
+
+
+def test_external_has_no_learning_rate_to_set() -> None:
+    module = TableBatchedEmbeddingBags([TableSpec(5, 4)], optim.External())
+    with pytest.raises(RuntimeError, match="set that of your optimizer"):
+        module.set_learning_rate(0.5)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: TableBatchedEmbeddingBags([TTSpec(9, 4, (2,))]), TypeError, "use TTEmbeddingBag"),
+        (lambda: TableBatchedEmbeddingBags([(100, 16)]), TypeError, "must be a TableSpec"),
+        (lambda: small("sgd"), TypeError, "an instance of one of emblib.optim's SGD, Adagrad"),
+        (lambda: small(optim.SGD), TypeError, "an instance of one of"),
+        (lambda: small(pooling="max"), ValueError, "one of 'sum', 'mean', 'none', got 'max'"),
+        (lambda: small(bounds_check="strict"), ValueError, "one of 'fatal', 'warning'"),
+        (lambda: optim.SGD(1e300), ValueError, "finite number >= 0"),
+        (lambda: optim.Adam(0.1, betas=0.9), ValueError, "tuple of two numbers"),
+        (lambda: TableSpec(3.5, 4), TypeError, "rows must be an int"),
+    ],
+)
+def test_wrong_arguments_are_refused(
+    make: Callable[[], Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        make()
+
+
+def test_one_table_needs_no_list() -> None:
+    assert len(TableBatchedEmbeddingBags(TableSpec(5, 4)).tables) == 1
+
+
+def test_words_are_accepted_for_choices() -> None:
+    module = small(pooling="mean", bounds_check="ignore")
+    assert module.pooling is Pooling.MEAN
+    assert module.bounds_check is BoundsCheck.IGNORE
+
+
+def test_the_warning_points_at_the_caller() -> None:
+    def call(offsets: Tensor) -> list[warnings.WarningMessage]:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            small()(INDICES, offsets)
+        return caught
+
+    assert call(OFFSETS) == []
+    (warning,) = call(torch.tensor([1, 1, 2, 0, 2]))  # lengths, not offsets
+    assert "offsets, not lengths" in str(warning.message)
+    assert warning.filename == __file__
+
+
+def test_default_dtype_does_not_matter() -> None:
+    torch.set_default_dtype(torch.float64)
+    try:
+        for module in (small(optim.Adam(0.1)), TTEmbeddingBag(TTSpec(60, 8, (2, 2)))):
+            offsets = OFFSETS if isinstance(module, TableBatchedEmbeddingBags) else OFFSETS[:3]
+            module(INDICES[: int(offsets[-1])], offsets).sum().backward()
+            assert module.step == 1
+    finally:
+        torch.set_default_dtype(torch.float32)
