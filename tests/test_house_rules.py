@@ -52,6 +52,7 @@ TORCH_HEADERS = {
     "csrc/random/check_range.h",
     "csrc/optim/check_states.h",
     "csrc/optim/device_states.h",
+    "csrc/tbe/feature_bags.h",
     "csrc/tbe/repair_offsets.h",
     "csrc/tt/batch_cpu.h",
     "csrc/tt/check_cores.h",

@@ -7,7 +7,7 @@
 
 #include "core/check.h"
 #include "core/isa.h"
-#include "core/parallel.h"
+#include "tbe/feature_bags.h"
 #include "tbe/lookup_table.h"
 
 namespace emb {
@@ -33,9 +33,6 @@ const LookupTable& lookup_table() {
   return baseline::kLookupTable;
 #endif
 }
-
-// A part of the work below this many lookups and bags is not worth waking a thread for.
-constexpr int64_t kGrain = 512;
 
 Tensor tbe_lookup(const Tensor& weights, const Tensor& features, const Tensor& indices,
                   const Tensor& offsets, std::optional<Tensor> sample_weights, std::string pooling,
@@ -78,29 +75,21 @@ Tensor tbe_lookup(const Tensor& weights, const Tensor& features, const Tensor& i
   const LookupFn kernel =
       lookup_table().at[static_cast<int>(weight_type)][static_cast<int>(output_type)]
                        [indices.scalar_type() == ScalarType::Long];
-  const auto cost = [&](int64_t bag) {
-    return bag + (bag == bags.count ? bags.num_lookups : bags.begin(bag));
-  };
-  parallel_balanced(bags.count, kGrain, cost, [&](int64_t begin, int64_t end) {
-    while (begin < end) {
-      const int64_t f = begin / batch, stop = std::min(end, (f + 1) * batch);
-      const int64_t element = feature[f].weight_offset;
-      const int64_t first =
-          mode == Pooling::kNone ? 0 : begin % batch * columns + feature[f].column;
-      const LookupArgs args{
-          static_cast<const char*>(weights.const_data_ptr()) + element * weights.element_size(),
-          feature[f].rows,
-          feature[f].dim,
-          index_array(index_tensor),
-          bags,
-          mode,
-          scales ? scales->const_data_ptr<float>() : nullptr,
-          static_cast<char*>(out.mutable_data_ptr()) + first * out.element_size(),
-          columns,
-          begin};
-      kernel(args, begin, stop);
-      begin = stop;
-    }
+  for_feature_bags(bags, batch, [&](int64_t f, int64_t begin, int64_t end) {
+    const int64_t element = feature[f].weight_offset;
+    const int64_t first = mode == Pooling::kNone ? 0 : begin % batch * columns + feature[f].column;
+    const LookupArgs args{
+        static_cast<const char*>(weights.const_data_ptr()) + element * weights.element_size(),
+        feature[f].rows,
+        feature[f].dim,
+        index_array(index_tensor),
+        bags,
+        mode,
+        scales ? scales->const_data_ptr<float>() : nullptr,
+        static_cast<char*>(out.mutable_data_ptr()) + first * out.element_size(),
+        columns,
+        begin};
+    kernel(args, begin, end);
   });
   return out;
 }

@@ -10,6 +10,7 @@
 #include "core/isa.h"
 #include "core/parallel.h"
 #include "optim/check_states.h"
+#include "tbe/feature_bags.h"
 #include "tbe/update_table.h"
 
 namespace emb {
@@ -266,28 +267,21 @@ Tensor tbe_sample_weight_grad(const Tensor& grad, const Tensor& weights, const T
   const Feature* feature = feature_array(features);
   const SampleWeightFn kernel =
       update_table().sample_weight[static_cast<int>(weight_type)][static_cast<int>(grad_type)];
-  const auto cost = [&](int64_t bag) {
-    return bag + (bag == bags.count ? bags.num_lookups : bags.begin(bag));
-  };
-  parallel_balanced(bags.count, kGrain, cost, [&](int64_t begin, int64_t end) {
-    while (begin < end) {
-      const int64_t f = begin / batch, stop = std::min(end, (f + 1) * batch);
-      const SampleWeightArgs args{
-          static_cast<const char*>(weights.const_data_ptr()) +
-              feature[f].weight_offset * weights.element_size(),
-          feature[f].rows,
-          feature[f].dim,
-          index_array(index_tensor),
-          bags,
-          mode,
-          static_cast<const char*>(grad_tensor.const_data_ptr()) +
-              (begin % batch * grad.size(1) + feature[f].column) * grad.element_size(),
-          grad.size(1),
-          begin,
-          out.mutable_data_ptr<float>()};
-      kernel(args, begin, stop);
-      begin = stop;
-    }
+  for_feature_bags(bags, batch, [&](int64_t f, int64_t begin, int64_t end) {
+    const SampleWeightArgs args{
+        static_cast<const char*>(weights.const_data_ptr()) +
+            feature[f].weight_offset * weights.element_size(),
+        feature[f].rows,
+        feature[f].dim,
+        index_array(index_tensor),
+        bags,
+        mode,
+        static_cast<const char*>(grad_tensor.const_data_ptr()) +
+            (begin % batch * grad.size(1) + feature[f].column) * grad.element_size(),
+        grad.size(1),
+        begin,
+        out.mutable_data_ptr<float>()};
+    kernel(args, begin, end);
   });
   return out;
 }

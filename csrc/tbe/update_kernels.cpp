@@ -1,8 +1,8 @@
 // Backward of table-batched embeddings on one CPU thread: the gradients of a unique row are summed
 // in registers, then the optimizer reads and writes the row once. As in the forward the cost is
 // cache misses on random rows, so the rows of the next groups are fetched ahead, ready for writing.
-#include "core/vec.h"
 #include "optim/optimizers.h"
+#include "optim/step_row.h"
 #include "tbe/update_table.h"
 
 namespace emb::EMB_ISA {
@@ -99,27 +99,6 @@ EMB_HD Target locate(const UpdateArgs& args, int64_t group) {
           0.0f};
 }
 
-EMB_HD float mean_square(const float* g, int64_t dim) {
-  Vec squares = {};
-  int64_t d = 0;
-  for (; d + kLanes <= dim; d += kLanes) squares += load(g + d) * load(g + d);
-  float total = sum(squares);
-  for (; d < dim; ++d) total += g[d] * g[d];
-  return total / static_cast<float>(dim);
-}
-
-template <class Opt>
-EMB_HD void step_row(const Opt& opt, const Target& target, float* __restrict w,
-                     const float* __restrict g, float* __restrict first, float* __restrict second) {
-  for (int64_t d = 0; d < target.dim; ++d) {
-    float s1 = Opt::kElementStates > 0 ? first[d] : 0.0f;
-    float s2 = Opt::kElementStates > 1 ? second[d] : 0.0f;
-    w[d] = opt.step(w[d], g[d], &s1, &s2, target.scale);
-    if constexpr (Opt::kElementStates > 0) first[d] = s1;
-    if constexpr (Opt::kElementStates > 1) second[d] = s2;
-  }
-}
-
 template <class W>
 EMB_HD void load_row(const W* row, int64_t dim, float* out) {
   int64_t d = 0;
@@ -177,10 +156,10 @@ void update(const UpdateArgs& args, SumFn sum_fn, float* scratch, int64_t begin,
       float* first = Opt::kElementStates > 0 ? args.element_states[0] + target.offset : nullptr;
       float* second = Opt::kElementStates > 1 ? args.element_states[1] + target.offset : nullptr;
       if constexpr (sizeof(W) == sizeof(float)) {
-        step_row(opt, target, row, gradient, first, second);
+        step_row(opt, target.dim, target.scale, row, gradient, first, second);
       } else {
         load_row(row, target.dim, values);
-        step_row(opt, target, values, gradient, first, second);
+        step_row(opt, target.dim, target.scale, values, gradient, first, second);
         store_row(values, target.dim, row);
       }
     }
