@@ -39,8 +39,10 @@ const UpdateTable& update_table() {
 
 constexpr int64_t kGrain = 512;
 
-// What surely stays in a core's own cache from one use to the next.
-constexpr int64_t kCacheBytes = int64_t{1} << 20;
+// // Gradients up to this size are found in the caches without asking: most of them in the core's own,
+// where a gradient row comes back with every lookup of its bag. Asking for those costs time (8 % of
+// the update at 1.3 MB with 20 lookups a bag).
+constexpr int64_t kCacheBytes = int64_t{2} << 20;
 
 // The tensors of a grouping and of the gradient, held contiguous for the time of a call.
 struct Gradient {
