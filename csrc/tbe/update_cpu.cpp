@@ -39,9 +39,9 @@ const UpdateTable& update_table() {
 
 constexpr int64_t kGrain = 512;
 
-// // Gradients up to this size are found in the caches without asking: most of them in the core's
-// own, where a gradient row comes back with every lookup of its bag. Asking for those costs time (8
-// % of the update at 1.3 MB with 20 lookups a bag).
+// Gradients up to this size are found in the caches without asking, most of them in the core's
+// own: a gradient row comes back with every lookup of its bag. Asking for those costs time (8 % of
+// the update at 1.3 MB with 20 lookups a bag).
 constexpr int64_t kCacheBytes = int64_t{2} << 20;
 
 // The tensors of a grouping and of the gradient, held contiguous for the time of a call.
