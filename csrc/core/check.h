@@ -85,7 +85,7 @@ inline void check_features(const char* op, const Tensor& features) {
       ": features must be a contiguous [F, ", kFeatureFields, "] tensor");
 }
 
-// // That every feature lies inside the flat weights, the linear rows, and the columns of output or
+// That every feature lies inside the flat weights, the linear rows, and the columns of output or
 // gradient, which is what makes reads and writes safe whatever the caller passes. Without pooling
 // all features share one set of columns.
 inline void check_layout(const char* op, const Tensor& features, int64_t num_weights,

@@ -39,7 +39,7 @@ struct Adagrad {
   EMB_HD float begin_row(float*, float) const { return lr; }
   EMB_HD float step(float w, float g, float* sum, float*, float scale) const {
     *sum += g * g;
-    // // With eps = 0 an element whose squares are all zero has 0/0; it must stay where it is.
+    // With eps = 0 an element whose squares are all zero has 0/0; it must stay where it is.
     return *sum == 0.0f ? w : w - scale * g / (sqrtf(*sum) + eps);
   }
 };

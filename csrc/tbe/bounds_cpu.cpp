@@ -15,7 +15,7 @@ namespace {
 
 template <class I>
 int64_t count_bad(const I* indices, int64_t begin, int64_t end, int64_t rows) {
-  // // The sign of (index + 1) or of (rows - 1 - index) tells; 64-bit comparisons would not
+  // The sign of (index + 1) or of (rows - 1 - index) tells; 64-bit comparisons would not
   // vectorise.
   uint64_t signs = 0;
   for (int64_t i = begin; i < end; ++i) {

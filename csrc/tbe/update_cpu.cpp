@@ -177,7 +177,7 @@ struct ChunkSums {
   }
 };
 
-// // A group costs its row, about four lookups' worth, and every lookup of it.
+// A group costs its row, about four lookups' worth, and every lookup of it.
 template <class Body>
 void for_groups(const GradArgs& args, int64_t num_groups, const Body& body) {
   const auto cost = [&](int64_t group) { return args.segments[group] + 4 * group; };
