@@ -1,5 +1,5 @@
 // Division of 32-bit numbers by a number that is fixed for a whole call: one multiplication instead
-// of the 10 to 40 cycles of a divide. With magic = ceil(2^64 / d) the high half of n * magic is n /
+// of a divide. With magic = ceil(2^64 / d) the high half of n * magic is n /
 // d for all n, d < 2^32 (Lemire, Kaser & Kurz, 2019).
 #pragma once
 

@@ -48,7 +48,7 @@ struct GroupOutput {
 
 // One stable pass of a radix sort, in two halves of its own: counting and scattering. Both walk
 // `kStreams` equal runs of the input side by side, each with counters of its own: where many keys
-// share a digit, the increments of one counter wait for each other (4-5 cycles each), and several
+// share a digit, the increments of one counter wait for each other, and several
 // counters wait side by side. Stream s is items [begin(s), begin(s + 1)).
 template <int kStreams, class Item>
 struct RadixPass {

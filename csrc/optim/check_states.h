@@ -24,9 +24,10 @@ inline States check_states(const char* op, const std::string& optimizer,
   States result;
   check_dtype(op, "hyper", hyper, ScalarType::Double, "float64");
   STD_TORCH_CHECK(hyper.is_contiguous(), op, ": hyper must be contiguous");
-  STD_TORCH_CHECK(
-      optimizer != Adam::kName || hyper.numel() < 2 || hyper.const_data_ptr<double>()[1] >= 1.0, op,
-      ": adam counts its steps from 1; hyper[1] must be >= 1 at the first update");
+  // Only the CPU may look inside: on a GPU the numbers are in device memory.
+  STD_TORCH_CHECK(!hyper.is_cpu() || optimizer != Adam::kName || hyper.numel() < 2 ||
+                      hyper.const_data_ptr<double>()[1] >= 1.0,
+                  op, ": adam counts its steps from 1; hyper[1] must be >= 1 at the first update");
   const bool known = visit_optimizer(optimizer.c_str(), [&](auto tag) {
     using Opt = typename decltype(tag)::type;
     STD_TORCH_CHECK(hyper.numel() == Opt::kHyper, op, ": ", optimizer, " needs a hyper vector of ",
@@ -50,6 +51,18 @@ inline States check_states(const char* op, const std::string& optimizer,
   });
   STD_TORCH_CHECK(known, op, ": unknown optimizer '", optimizer, "'; have ", kOptimizerNames);
   return result;
+}
+
+// The arguments of `update_rows_`: two float32 matrices of one shape.
+inline void check_matrices(const char* op, const Tensor& weights, const Tensor& grads) {
+  check_dtype(op, "weights", weights, ScalarType::Float, "float32");
+  check_dtype(op, "grads", grads, ScalarType::Float, "float32");
+  STD_TORCH_CHECK(weights.dim() == 2 && weights.is_contiguous(), op,
+                  ": weights must be a contiguous matrix, got ", weights.dim(), " dimensions");
+  STD_TORCH_CHECK(
+      grads.dim() == 2 && grads.size(0) == weights.size(0) && grads.size(1) == weights.size(1), op,
+      ": grads must be [", weights.size(0), ", ", weights.size(1), "] like weights, got ",
+      grads.numel(), " values in ", grads.dim(), " dimensions");
 }
 
 }  // namespace emb

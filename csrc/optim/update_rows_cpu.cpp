@@ -39,14 +39,7 @@ constexpr int64_t kGrain = 1 << 15;  // elements
 void update_rows_(Tensor weights, std::vector<Tensor> states, const Tensor& hyper,
                   std::string optimizer, const Tensor& grads) {
   const char* op = "update_rows_";
-  check_dtype(op, "weights", weights, ScalarType::Float, "float32");
-  check_dtype(op, "grads", grads, ScalarType::Float, "float32");
-  STD_TORCH_CHECK(weights.dim() == 2 && weights.is_contiguous(), op,
-                  ": weights must be a contiguous matrix, got ", weights.dim(), " dimensions");
-  STD_TORCH_CHECK(
-      grads.dim() == 2 && grads.size(0) == weights.size(0) && grads.size(1) == weights.size(1), op,
-      ": grads must be [", weights.size(0), ", ", weights.size(1), "] like weights, got ",
-      grads.numel(), " values in ", grads.dim(), " dimensions");
+  check_matrices(op, weights, grads);
   const int64_t rows = weights.size(0), width = weights.size(1);
   const States state = check_states(op, optimizer, states, hyper, rows * width, rows);
   if (rows * width == 0) return;

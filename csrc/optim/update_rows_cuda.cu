@@ -15,14 +15,7 @@ namespace {
 void update_rows_(Tensor weights, std::vector<Tensor> states, const Tensor& hyper,
                   std::string optimizer, const Tensor& grads) {
   const char* op = "update_rows_";
-  check_dtype(op, "weights", weights, ScalarType::Float, "float32");
-  check_dtype(op, "grads", grads, ScalarType::Float, "float32");
-  STD_TORCH_CHECK(weights.dim() == 2 && weights.is_contiguous(), op,
-                  ": weights must be a contiguous matrix, got ", weights.dim(), " dimensions");
-  STD_TORCH_CHECK(
-      grads.dim() == 2 && grads.size(0) == weights.size(0) && grads.size(1) == weights.size(1), op,
-      ": grads must be [", weights.size(0), ", ", weights.size(1), "] like weights, got ",
-      grads.numel(), " values in ", grads.dim(), " dimensions");
+  check_matrices(op, weights, grads);
   check_same_device(op, "grads", grads, weights);
   const RowStepArgs step =
       row_step_args(op, weights, Dtype::kFloat, optimizer, states, hyper, weights.size(0));

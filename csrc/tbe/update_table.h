@@ -61,7 +61,7 @@ struct SampleWeightArgs {
 // Adds up the gradients of sorted lookups [begin, end).
 using SumFn = void (*)(const GradArgs&, int64_t begin, int64_t end, int64_t dim, float* sum);
 // Unique rows worked on at a time, while the next ones are on their way. Four rows of 256 to 512
-// bytes with their gradients fill the miss buffers; eight made the update 1.2-1.4x slower (Zen 4).
+// bytes with their gradients fill the miss buffers; eight made the update 1.1-1.4x slower (Zen 4).
 inline constexpr int kRowBatch = 4;
 // Updates unique rows [begin, end); `scratch` has room for kRowBatch + 1 rows.
 using UpdateFn = void (*)(const UpdateArgs&, SumFn, float* scratch, int64_t begin, int64_t end);

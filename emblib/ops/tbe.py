@@ -28,7 +28,6 @@ from torch.autograd.function import once_differentiable
 from emblib.optim import External, Optimizer
 from emblib.specs import Pooling
 
-# Overloads, not packets: finding the overload costs microseconds at every call.
 check_bounds = torch.ops.emblib.bounds_check.default
 _tbe_lookup = torch.ops.emblib.tbe_lookup.default
 _tbe_group = torch.ops.emblib.tbe_group.default

@@ -130,7 +130,7 @@ class FusedTable(nn.Module):
         return float(self.hyper[0])
 
     def set_learning_rate(self, lr: float) -> None:
-        """Takes effect from the next backward on, in captured CUDA graphs too."""
+        """Takes effect from the next backward on; kernels read it from `hyper` on the device."""
         if not tbe.is_fused(self.optimizer):
             raise RuntimeError("optim.External has no learning rate; set that of your optimizer")
         check_learning_rate(lr)
