@@ -1,7 +1,8 @@
 // Every native operation of emblib. Kernels register beside their code (`*_cpu.cpp`, `*_cuda.cu`);
 // shapes and gradients are in emblib/ops; the meaning is emblib/reference. Terms: F features,
-// B batch, L lookups, U unique rows, D dim; `features` is int64 [F, 5] (weight_offset, row_base,
-// rows, dim, column), see core/dtype.h.
+// B batch, L lookups, U unique rows, D dim; `features` is int64 [F, 8], see Feature in
+// core/dtype.h; `bag_layout` int64 [bags, 2], see core/bag_map.h; `weights` are a list of memory
+// tiers and `slots` where the cache holds a row, see core/place.h.
 #include <torch/csrc/stable/library.h>
 
 STABLE_TORCH_LIBRARY(emblib, m) {
@@ -13,25 +14,44 @@ STABLE_TORCH_LIBRARY(emblib, m) {
 
   // Table-batched embeddings.
   m.def(
-      "bounds_check(Tensor indices, Tensor offsets, Tensor features, str mode)"
+      "bounds_check(Tensor indices, Tensor offsets, Tensor features, Tensor? bag_layout, str mode)"
       " -> (Tensor offsets, Tensor violations)");
   m.def(
-      "tbe_lookup(Tensor weights, Tensor features, Tensor indices, Tensor offsets,"
-      " Tensor? sample_weights, str pooling, SymInt columns, ScalarType output_dtype) -> Tensor");
+      "tbe_lookup(Tensor[] weights, Tensor features, Tensor indices, Tensor offsets, Tensor? slots,"
+      " Tensor? bag_layout, Tensor? sample_weights, str pooling, SymInt columns,"
+      " ScalarType output_dtype) -> Tensor");
   m.def(
-      "tbe_group(Tensor features, Tensor indices, Tensor offsets, SymInt total_rows)"
+      "tbe_group(Tensor features, Tensor indices, Tensor offsets, Tensor? bag_layout,"
+      " SymInt total_rows)"
       " -> (Tensor rows, Tensor segments, Tensor lookups, Tensor bags, Tensor count)");
   m.def(
       "tbe_row_grads(Tensor grad, Tensor features, Tensor rows, Tensor segments, Tensor lookups,"
-      " Tensor bags, Tensor count, Tensor offsets, Tensor? sample_weights, str pooling, SymInt dim)"
+      " Tensor bags, Tensor count, Tensor offsets, Tensor? bag_layout, Tensor? sample_weights,"
+      " str pooling, SymInt dim) -> Tensor");
+  m.def(
+      "tbe_update_(Tensor(a!)[] weights, Tensor(b!)[] states, Tensor hyper, str optimizer,"
+      " Tensor grad, Tensor features, Tensor rows, Tensor segments, Tensor lookups, Tensor bags,"
+      " Tensor count, Tensor offsets, Tensor? row_slots, Tensor? bag_layout,"
+      " Tensor? sample_weights, str pooling) -> ()");
+  m.def(
+      "tbe_sample_weight_grad(Tensor grad, Tensor[] weights, Tensor features, Tensor indices,"
+      " Tensor offsets, Tensor? slots, Tensor? bag_layout, str pooling) -> Tensor");
+
+  // The software cache before tables in slow memory.
+  m.def(
+      "cache_plan_(Tensor(a!) tags, Tensor(b!) stamps, Tensor(c!)? counts, Tensor(d!) counters,"
+      " Tensor clock, Tensor tables, Tensor rows, Tensor segments, Tensor count, str policy)"
+      " -> (Tensor row_slots, Tensor evicted)");
+  m.def("cache_locate(Tensor tags, Tensor tables, Tensor rows, Tensor count) -> Tensor");
+  m.def(
+      "cache_lookup_slots(Tensor row_slots, Tensor segments, Tensor lookups, Tensor count)"
       " -> Tensor");
   m.def(
-      "tbe_update_(Tensor(a!) weights, Tensor(b!)[] states, Tensor hyper, str optimizer,"
-      " Tensor grad, Tensor features, Tensor rows, Tensor segments, Tensor lookups, Tensor bags,"
-      " Tensor count, Tensor offsets, Tensor? sample_weights, str pooling) -> ()");
+      "cache_move_(Tensor(a!)[] weights, Tensor(b!)[] states, Tensor hyper, Tensor tables,"
+      " Tensor rows, Tensor count, Tensor row_slots, Tensor evicted) -> ()");
   m.def(
-      "tbe_sample_weight_grad(Tensor grad, Tensor weights, Tensor features, Tensor indices,"
-      " Tensor offsets, str pooling) -> Tensor");
+      "cache_flush_(Tensor(a!)[] weights, Tensor(b!)[] states, Tensor hyper, Tensor tables,"
+      " Tensor tags) -> ()");
 
   // Tensor-train tables: a provider of rows for the ops above.
   m.def("tt_keys(Tensor indices, SymInt rows, int[] row_factors) -> Tensor");

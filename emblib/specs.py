@@ -1,11 +1,16 @@
 """What a table is, as frozen descriptions, and the choices that are words."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
 from enum import Enum
-from typing import SupportsIndex
+from pathlib import Path
+from typing import Any, SupportsIndex
+
+import torch
 
 from emblib.tt import shapes
+
+FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class Choice(Enum):
@@ -41,6 +46,35 @@ class BoundsCheck(Choice):
     NONE = "none"
 
 
+class Placement(Choice):
+    """Where the rows of a table are kept.
+
+    ======================  ==========================  ============================
+    placement               module on the CPU           module on a GPU
+    ======================  ==========================  ============================
+    DEVICE                  in its memory               in its memory
+    HOST                    as DEVICE                   not there: use MANAGED
+    MANAGED                 as DEVICE                   pinned host memory that the
+                                                        kernels read in place
+    MANAGED_CACHING         as MANAGED, behind a cache  as MANAGED, behind a cache
+                            in memory                   in the memory of the GPU
+    DISK                    a memory-mapped file,       not there: use
+                            behind a cache in memory    MANAGED_CACHING
+    ======================  ==========================  ============================
+    """
+
+    DEVICE = "device"
+    HOST = "host"
+    MANAGED = "managed"
+    MANAGED_CACHING = "managed_caching"
+    DISK = "disk"
+
+    @property
+    def cached(self) -> bool:
+        """Whether a software cache stands before the table."""
+        return self in (Placement.MANAGED_CACHING, Placement.DISK)
+
+
 @dataclass(frozen=True)
 class TableSpec:
     """A plain table of `rows` vectors of length `dim`."""
@@ -48,10 +82,116 @@ class TableSpec:
     rows: int
     dim: int
     name: str = ""
+    placement: Placement = Placement.DEVICE
 
     def __post_init__(self) -> None:
         _check_size("rows", self.rows)
         _check_size("dim", self.dim)
+        object.__setattr__(self, "placement", Placement(self.placement))
+        if not isinstance(self.name, str) or "." in self.name:
+            raise ValueError(f"name must be a string without dots, got {self.name!r}")
+
+
+@dataclass(frozen=True)
+class StochasticRounding:
+    """Round values that are stored in 16 bits up or down at random, so that they stay unbiased.
+
+    The numbers come from a counter (Philox) that is a function of `seed`, step, row and column:
+    the same on any number of threads, on any device, and with any cache. Rows are numbered over the
+    module, tables of one placement after those of another.
+    """
+
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if isinstance(self.seed, bool) or not isinstance(self.seed, SupportsIndex):
+            raise TypeError(f"seed must be an int, got {self.seed!r}")
+        if not 0 <= self.seed < 2**53:
+            raise ValueError(f"seed must be in [0, 2^53), got {self.seed}")
+
+
+@dataclass(frozen=True)
+class Precision:
+    """The dtypes of a table: float32, float16 or bfloat16 each. Sums are float32 in any case.
+
+    Args:
+        weights: the rows as they are stored.
+        output: what `forward` returns.
+        states: optimizer state that is as long as a row; state of one number a row is float32.
+        stochastic_rounding: how updates of weights and states that are not float32 are rounded;
+            left out, to nearest, which loses updates smaller than half a unit in the last place.
+    """
+
+    weights: torch.dtype = torch.float32
+    output: torch.dtype = torch.float32
+    states: torch.dtype = torch.float32
+    stochastic_rounding: StochasticRounding | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("weights", "output", "states"):
+            check_float_dtype(f"Precision.{name}", getattr(self, name))
+        rounding = self.stochastic_rounding
+        if rounding is not None and not isinstance(rounding, StochasticRounding):
+            raise TypeError(
+                "Precision.stochastic_rounding must be None or a StochasticRounding(seed=...), "
+                f"got {rounding!r}"
+            )
+
+
+class CachePolicy(Choice):
+    """Which row gives way: the one not used for longest (LRU) or used least often (LFU)."""
+
+    LRU = "lru"
+    LFU = "lfu"
+
+
+@dataclass(frozen=True)
+class MultiPass:
+    """Prefetch a large batch in parts: bounds the memory that grouping it takes.
+
+    A batch of at least `min_lookups` lookups is prefetched in up to `passes` parts.
+    """
+
+    passes: int = 12
+    min_lookups: int = 6_000_000
+
+    def __post_init__(self) -> None:
+        _check_size("passes", self.passes)
+        _check_size("min_lookups", self.min_lookups)
+
+
+@dataclass(frozen=True)
+class Cache:
+    """The cache before the MANAGED_CACHING and DISK tables of a module: 32-way set-associative.
+
+    Args:
+        policy: which row gives way.
+        load_factor: share of the rows of those tables that the cache holds, in (0, 1].
+        sets: number of sets of 32 rows; 0 follows from `load_factor`.
+        reserved_bytes: on a GPU, memory to leave free when the cache is allocated.
+        dtype: of the cached rows; None is that of the weights.
+        directory: where DISK tables live, one directory a module; made if it is not there, opened
+            with what it holds if it is.
+        passes: None, or how to prefetch very large batches.
+    """
+
+    policy: CachePolicy = CachePolicy.LRU
+    load_factor: float = 0.2
+    sets: int = 0
+    reserved_bytes: int = 0
+    dtype: torch.dtype | None = None
+    directory: str | Path | None = None
+    passes: MultiPass | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "policy", CachePolicy(self.policy))
+        if not 0.0 < self.load_factor <= 1.0:
+            raise ValueError(f"load_factor must be in (0, 1], got {self.load_factor}")
+        for name in ("sets", "reserved_bytes"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must be >= 0, got {getattr(self, name)}")
+        if self.dtype is not None:
+            check_float_dtype("Cache.dtype", self.dtype)
 
 
 @dataclass(frozen=True)
@@ -99,6 +239,22 @@ class TTSpec:
     def full_ranks(self) -> tuple[int, ...]:
         """The ranks with the 1 at both ends: core k is `[p_k, R_k * q_k * R_{k+1}]`."""
         return (1, *self.ranks, 1)
+
+
+def brief(choice: Any) -> str:
+    """A dataclass as it would be written: only what differs from its defaults."""
+    given = [
+        f"{f.name}={getattr(choice, f.name)!r}"
+        for f in fields(choice)
+        if f.default is MISSING or getattr(choice, f.name) != f.default
+    ]
+    return f"{type(choice).__name__}({', '.join(given)})"
+
+
+def check_float_dtype(name: str, dtype: torch.dtype) -> None:
+    """Raise ValueError unless `dtype` is one that tables and outputs can have."""
+    if dtype not in FLOAT_DTYPES:
+        raise ValueError(f"{name} must be float32, float16 or bfloat16, got {dtype}")
 
 
 def _check_size(name: str, value: int) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["load"]
+__all__ = ["hit_rates", "load"]
 
 
 def load(*run_directories: str | Path) -> pd.DataFrame:
@@ -25,3 +25,16 @@ def load(*run_directories: str | Path) -> pd.DataFrame:
 
     tables = [Run.read(Path(p)).table.assign(run=Path(p).name) for p in run_directories]
     return pd.concat(tables, ignore_index=True)
+
+
+def hit_rates(*run_directories: str | Path) -> pd.DataFrame:
+    """Traces through caches of any number of runs: a row per trace, contender and size.
+
+    The columns are those of hit_rates.csv, and `run`: the directory's name.
+    """
+    import pandas as pd
+
+    from experiments.report.data import Run
+
+    tables = [Run.read(Path(p)).traces.assign(run=Path(p).name) for p in run_directories]
+    return pd.concat([t for t in tables if len(t)] or [pd.DataFrame()], ignore_index=True)

@@ -16,14 +16,15 @@ from experiments import memory
 from experiments.clock import clock_for
 from experiments.contenders import Contender, Task, Unsupported, build
 from experiments.measure import PHASES, Measured, Phase, Race
-from experiments.schema import Config
+from experiments.schema import CACHED, Config
 from experiments.store import Record
 from experiments.sweep import Arm, Cell
 from experiments.verify import Wrong, verify
 from experiments.workload import Pool, dense_bytes, make_pool, table_shapes
 
 VERIFY_BATCH = 32  # bags per table in the check, whose reference gathers every lookup's cores
-DENSE = ("tbe", "torch", "reference_tbe")  # contenders that hold the tables uncompressed
+# Contenders that hold the tables uncompressed; pages of a file count as well, while they are used.
+DENSE = ("tbe", "torch", "reference_tbe", "managed", *CACHED)
 
 
 @dataclass(frozen=True)
@@ -52,21 +53,29 @@ def measure_cell(cell: Cell, session: Session, seconds: float) -> list[Record]:
     gc.collect()  # a failed contender's traceback keeps its tables alive in a cycle
     config = session.config
     shapes = table_shapes(cell.workload, scale=cell.rows_scale)
-    pool = make_pool(cell.workload, shapes, config.timing.pool, config.seed)
+    timing = dataclasses.replace(config.timing, cell_seconds=seconds)
+    if any(arm.cache for arm in cell.arms):
+        timing = dataclasses.replace(timing, pool=cell.cache.pool)
+    pool = make_pool(cell.workload, shapes, timing.pool, config.seed)
     outcomes = {arm.key: Outcome(arm) for arm in cell.arms}
     built = _build(cell, outcomes, session)
     arms = {key: _phases(contender, pool) for key, contender in built.items()}
-    timing = dataclasses.replace(config.timing, cell_seconds=seconds)
-    race = Race(arms, timing, clock_for(session.device), config.seed)
+    race = Race(
+        arms, timing, clock_for(session.device), config.seed, lambda k: built[k].reset_counters()
+    )
     for key, measured in (race.run() if arms else {}).items():
         outcomes[key].measured = measured
         if measured.error:
             outcomes[key].fail(measured.error)
     for key, contender in built.items():
         if outcomes[key].status == "ok":
+            outcomes[key].counters = contender.counters()
             outcomes[key].peak = memory.peak_bytes(partial(arms[key]["step"], 0), session.device)
             outcomes[key].nbytes = contender.nbytes()
-    return [_record(cell, outcomes[a.key], pool, session) for a in cell.arms]
+    return [
+        describe(cell, o, pool, session) | {"samples": o.measured.samples, "counters": o.counters}
+        for o in (outcomes[a.key] for a in cell.arms)
+    ]
 
 
 def _build(cell: Cell, outcomes: dict[str, Outcome], session: Session) -> dict[str, Contender]:
@@ -81,7 +90,7 @@ def _build(cell: Cell, outcomes: dict[str, Outcome], session: Session) -> dict[s
     built: dict[str, Contender] = {}
     for arm in random.Random(config.seed).sample(cell.arms, len(cell.arms)):
         try:
-            contender = build(arm.contender, _task(cell, arm, session))
+            contender = build(arm.contender, task_of(cell, arm, session))
             verify(contender, check)
             built[arm.key] = contender
         except Exception as error:  # whatever it is becomes this contender's row
@@ -99,7 +108,8 @@ def _phases(contender: Contender, pool: Pool) -> dict[str, Phase]:
     return {name: phase(name) for name in PHASES}
 
 
-def _task(cell: Cell, arm: Arm, session: Session) -> Task:
+def task_of(cell: Cell, arm: Arm, session: Session) -> Task:
+    """What the contender of an arm is built for."""
     explicit = (
         cell.rows_scale == 1.0
     )  # factors fit the tables they were given for, not smaller ones
@@ -112,6 +122,8 @@ def _task(cell: Cell, arm: Arm, session: Session) -> Task:
         tt_tables=cell.tt.tables,
         row_factors=tuple(cell.tt.row_factors) if explicit else (),
         dim_factors=tuple(cell.tt.dim_factors),
+        cache=arm.cache,
+        directory=cell.cache.directory,
     )
 
 
@@ -125,6 +137,7 @@ class Outcome:
     measured: Measured = dataclasses.field(default_factory=Measured)
     peak: int | None = None
     nbytes: dict[str, int] = dataclasses.field(default_factory=dict)
+    counters: dict[str, int] = dataclasses.field(default_factory=dict)
 
     def fail(self, error: Exception) -> None:
         """Classify; an unexpected error also says where it came from."""
@@ -144,7 +157,8 @@ class Outcome:
         self.reason = text
 
 
-def _record(cell: Cell, outcome: Outcome, pool: Pool, session: Session) -> Record:
+def describe(cell: Cell, outcome: Outcome, pool: Pool, session: Session) -> Record:
+    """Everything about an arm and what became of it, but what was sampled."""
     shapes = table_shapes(cell.workload, scale=cell.rows_scale)
     params = {k: getattr(v, "value", v) for k, v in dataclasses.asdict(cell.workload).items()}
     arm, measured = outcome.arm, outcome.measured
@@ -157,6 +171,7 @@ def _record(cell: Cell, outcome: Outcome, pool: Pool, session: Session) -> Recor
         "params": params,
         "contender": arm.contender,
         "rank": arm.rank,
+        "cache": arm.cache,
         "arm": arm.key,
         "label": arm.label,
         "optimizer": session.config.optimizer.value,
@@ -174,6 +189,6 @@ def _record(cell: Cell, outcome: Outcome, pool: Pool, session: Session) -> Recor
         "dense_bytes": dense_bytes(shapes),
         "weights_bytes": outcome.nbytes.get("weights"),
         "optimizer_state_bytes": outcome.nbytes.get("optimizer_state"),
+        "cache_bytes": outcome.nbytes.get("cache", 0),
         "peak_bytes": outcome.peak,
-        "samples": measured.samples,
     }

@@ -17,7 +17,16 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from experiments.schema import CONTENDERS, CaseConfig, Config, DeviceKind, WorkloadConfig
+from experiments.schema import (
+    CACHED,
+    CONTENDERS,
+    CacheConfig,
+    CaseConfig,
+    Config,
+    DeviceKind,
+    Kind,
+    WorkloadConfig,
+)
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
 
@@ -186,11 +195,13 @@ def _one_line(error: Exception) -> str:
 
 def check_values(config: Config) -> None:
     """Rules between values that types cannot say."""
-    points = {"": (config.workload, config.contenders, config.tt)}
-    points |= {f"cases.{k}.": (c.workload, c.contenders, c.tt) for k, c in config.cases.items()}
-    for prefix, (workload, contenders, tt) in points.items():
-        _check_workload(prefix, workload)
-        for name in contenders:
+    points: dict[str, Config | CaseConfig] = {"": config}
+    points |= {f"cases.{k}.": c for k, c in config.cases.items()}
+    for prefix, point in points.items():
+        tt = point.tt
+        _check_workload(prefix, point.workload)
+        _check_cache(prefix, point.cache)
+        for name in point.contenders:
             if name not in CONTENDERS:
                 near = difflib.get_close_matches(name, CONTENDERS, 1, 0.3)
                 hint = f" Did you mean '{near[0]}'?" if near else ""
@@ -210,11 +221,21 @@ def check_values(config: Config) -> None:
         raise UsageError("timing.pool, timing.min_rounds and timing.max_rounds must be >= 1")
     if config.lr <= 0:
         raise UsageError(f"lr must be > 0, got {config.lr}")
+    if config.kind is Kind.cache and not set(config.contenders) <= set(CACHED):
+        raise UsageError(f"contenders: traces (kind=cache) are for {', '.join(CACHED)}")
     headline = config.report.headline
     if headline and headline not in config.cases:
         raise UsageError(
             f"report.headline: no case '{headline}'. There is: {', '.join(config.cases) or 'none'}"
         )
+
+
+def _check_cache(prefix: str, cache: CacheConfig) -> None:
+    for fraction in cache.fractions:
+        if not 0 < fraction <= 1:
+            raise UsageError(f"{prefix}cache.fractions must be in (0, 1], got {fraction}")
+    if min(cache.warm_batches, cache.batches, cache.pool) < 1:
+        raise UsageError(f"{prefix}cache.warm_batches, .batches and .pool must be >= 1")
 
 
 def _check_workload(prefix: str, workload: WorkloadConfig) -> None:

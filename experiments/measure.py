@@ -50,6 +50,7 @@ class Race:
     timing: TimingConfig
     clock: Clock
     seed: int = 0
+    warmed: Callable[[str], object] = lambda name: None  # told each contender's end of warm-up
     spent: dict[str, float] = field(default_factory=dict)
 
     def run(self) -> dict[str, Measured]:
@@ -61,6 +62,7 @@ class Race:
         with _no_garbage_collection():
             for name in rng.sample(sorted(self.arms), len(self.arms)):
                 self._guard(results[name], partial(self._warm_up, name))
+                self._guard(results[name], partial(self.warmed, name))
             self.spent = dict.fromkeys(self.arms, 0.0)
             for number in range(self.timing.max_rounds):
                 if not self._round(number, results, rng):

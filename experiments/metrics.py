@@ -10,6 +10,7 @@ import pandas as pd
 
 from experiments import stats
 from experiments.measure import PHASES
+from experiments.schema import Kind
 from experiments.store import Record
 
 INDEX_BYTES = 8  # int64 ids and offsets
@@ -58,7 +59,8 @@ def best_of_rounds(record: Record, phase: str) -> dict[int, float]:
 
 
 def frame(records: Sequence[Record], baseline: str) -> pd.DataFrame:
-    """One row per record and phase, with its ratio to `baseline` paired within the cell."""
+    """One row per timed record and phase, with its ratio to `baseline` paired within the cell."""
+    records = [r for r in records if r.get("kind", Kind.time.value) == Kind.time.value]
     base = {r["cell"]: r for r in records if r["arm"] == baseline and r["status"] == "ok"}
     rows = [_row(r, phase, base.get(r["cell"])) for r in records for phase in PHASES]
     return pd.DataFrame(rows)
@@ -75,6 +77,7 @@ def _row(record: Record, phase: str, baseline: Record | None) -> dict[str, Any]:
     identity = {k: record[k] for k in ("section", "cell", "contender", "rank", "arm", "label")}
     return {
         **identity,
+        "cache": record.get("cache", 0.0),
         "phase": phase,
         "status": record["status"],
         **record["params"],
@@ -95,12 +98,21 @@ def _row(record: Record, phase: str, baseline: Record | None) -> dict[str, Any]:
         "unique_fraction": record["unique_rows"] / record["lookups"],
         "weights_bytes": record["weights_bytes"],
         "optimizer_state_bytes": record["optimizer_state_bytes"],
+        "cache_bytes": record.get("cache_bytes", 0),
         "peak_bytes": record["peak_bytes"],
         "dense_bytes": record["dense_bytes"],
         "compression": compression(record),
+        "lookup_hit_rate": hit_rate(record, "lookup"),
+        "row_hit_rate": hit_rate(record, "row"),
         "rows_scale": record["rows_scale"],
         "reason": record["reason"],
     }
+
+
+def hit_rate(record: Record, of: str) -> float:
+    """Share of the lookups or of the distinct rows of the timed batches that a cache served."""
+    counted = record.get("counters") or {}
+    return counted[f"{of}_hits"] / counted[f"{of}s"] if counted.get(f"{of}s") else math.nan
 
 
 def compression(record: Record) -> float:

@@ -13,8 +13,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from experiments.machine import ROOT
-from experiments.report import text
+from experiments.report import caching, text
 from experiments.report.data import Run
+from experiments.schema import Kind
 
 REFERENCE = ROOT / "reports" / "reference"
 START, END = "<!-- results:start -->", "<!-- results:end -->"
@@ -49,9 +50,14 @@ def _block(run: Run, path: Path) -> str:
     rows = run.table[run.table["cell"] == cell]
     section = str(rows["section"].iloc[0])
     e, git = run.environment, run.environment.get("git") or {}
-    lines = [
+    ran = (
         f"`{e['command']}` on {e['device']} (torch {e['torch']}, emblib {git.get('sha')}, "
-        f"{e['time_utc'][:10]}): {run.title(section)}, B = {int(rows['B'].iloc[0]):,}.",
+        f"{e['time_utc'][:10]})"
+    )
+    if run.kind is Kind.cache:
+        return "\n".join([f"{ran}.", *caching.readme_lines(run), "", _link(path)])
+    lines = [
+        f"{ran}: {run.title(section)}, B = {int(rows['B'].iloc[0]):,}.",
         "",
         f"| contender | forward | step | step ÷ {run.baseline.label} | parameters | compression |",
         "| --- | ---: | ---: | ---: | ---: | ---: |",
@@ -69,10 +75,13 @@ def _block(run: Run, path: Path) -> str:
             f"| {'1' if step['arm'] == run.baseline.key else ratio} "
             f"| {text.size(step['weights_bytes'])} | {text.times(step['compression'])} |"
         )
-    report = path / "report.md"
-    link = report.relative_to(ROOT) if report.is_relative_to(ROOT) else report
-    lines += ["", f"Step = forward + backward + update. [Full report]({link})"]
+    lines += ["", f"Step = forward + backward + update. {_link(path)}"]
     return "\n".join(lines)
+
+
+def _link(path: Path) -> str:
+    report = path / "report.md"
+    return f"[Full report]({report.relative_to(ROOT) if report.is_relative_to(ROOT) else report})"
 
 
 def rendered(readme: str, folder: Path = REFERENCE) -> str:

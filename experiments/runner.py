@@ -9,14 +9,15 @@ from pathlib import Path
 
 import torch
 
-from experiments import machine, memory, stats
+from experiments import caching, machine, memory, stats
 from experiments.cell import Session, fit_memory, measure_cell
 from experiments.configure import UsageError, device_kind
 from experiments.progress import Display
 from experiments.report import write_report
-from experiments.schema import Config
+from experiments.schema import Config, Kind
 from experiments.store import Record, RunStore
 from experiments.sweep import Cell, expand
+from experiments.trace import trace_cell
 
 TIMED_SHARE = 0.6  # of a cell's time; building and checking its contenders take the rest
 
@@ -75,7 +76,10 @@ def _measure(cells: Sequence[Cell], session: Session, store: RunStore, words: Se
             for cell in cells:
                 display.begin(_where(cell))
                 fitted = fit_memory(cell, session)
-                records = measure_cell(fitted, session, _seconds(session, display))
+                if cell.kind is Kind.cache:
+                    records = trace_cell(fitted, session)
+                else:
+                    records = measure_cell(fitted, session, _seconds(session, display))
                 for record in records:
                     store.append(record)
                 display.finish(f"{_where(fitted):<42} {_outcome(records)}")
@@ -104,15 +108,22 @@ def _where(cell: Cell) -> str:
 
 
 def _outcome(records: Sequence[Record]) -> str:
-    """Each contender's median step, or what became of it."""
+    """Each contender's median step or hit rate, or what became of it."""
     parts = []
+    traced = any(record.get("kind") == Kind.cache.value for record in records)
+    if traced:  # one size stands for all
+        sizes = sorted({record["cache_rows"] for record in records})
+        records = [r for r in records if r["cache_rows"] == sizes[(len(sizes) - 1) // 2]]
     for record in records:
-        if record["status"] == "ok":
+        if record["status"] == "ok" and traced:
+            rate = caching.rates(record).lookups
+            parts.append(f"{record['label']} {100 * rate:.0f}")
+        elif record["status"] == "ok":
             seconds = [s for _, s in record["samples"]["step"]]
             parts.append(f"{record['label']} {1e3 * stats.summarise(seconds).median:.3g} ms")
         else:
             parts.append(f"{record['label']}: {record['status']}")
-    return "step: " + " · ".join(parts)
+    return ("% of lookups served: " if traced else "step: ") + " · ".join(parts)
 
 
 def _relative(path: Path) -> Path:

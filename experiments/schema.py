@@ -6,16 +6,20 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 # Apart from their code, so that a typo is reported before torch is imported.
-CONTENDERS = ("tbe", "tt", "torch", "reference_tbe", "reference_tt")
-AXES = (
-    "T",
-    "E",
-    "D",
-    "B",
-    "L",
-    "s",
-    "q",
-)  # sweepable workload fields; `rank` is the contenders' axis
+CONTENDERS = (
+    *("tbe", "tt", "torch", "reference_tbe", "reference_tt", "managed"),
+    *("cached_lru", "cached_lfu", "disk_lru", "disk_lfu"),
+)
+CACHED = ("cached_lru", "cached_lfu", "disk_lru", "disk_lfu")  # a variant per size of the cache
+# Sweepable workload fields; `rank` is the contenders' axis.
+AXES = ("T", "E", "D", "B", "L", "s", "q")
+
+
+class Kind(Enum):
+    """What a point of the sweep is: contenders timed together, or a trace run through caches."""
+
+    time = "time"
+    cache = "cache"
 
 
 class Tables(Enum):
@@ -89,6 +93,17 @@ class TTConfig:
 
 
 @dataclass
+class CacheConfig:
+    """Contenders with a cache: a variant per size; and how long a trace through one is."""
+
+    fractions: list[float] = field(default_factory=lambda: [0.2])  # of all rows
+    warm_batches: int = 60  # of a trace: they fill the cache and are not counted
+    batches: int = 60  # of a trace: they are counted
+    pool: int = 64  # distinct batches of a timed cell; a few would soon be in the cache altogether
+    directory: str = ""  # where disk tables live while they are measured; empty: a temporary one
+
+
+@dataclass
 class PublishedConfig:
     """A number somebody else measured elsewhere; printed with its source, never divided by ours."""
 
@@ -107,6 +122,7 @@ class CaseConfig:
     workload: WorkloadConfig = field(default_factory=WorkloadConfig)
     contenders: list[str] = field(default_factory=lambda: ["tbe", "tt"])
     tt: TTConfig = field(default_factory=TTConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
     published: list[PublishedConfig] = field(default_factory=list)
 
 
@@ -158,6 +174,7 @@ class ReportConfig:
     headline: str = ""  # a key of `cases`, or empty for the sweep's base point
     subject: str = "tt"
     subject_rank: int = 16
+    subject_cache: float = 0.01  # of a subject with a cache: its size as a fraction of all rows
     baseline: str = "tbe"
     figures: bool = True
     folder: str = "reports/runs"  # relative to the repository
@@ -168,12 +185,14 @@ class Config:
     """A whole run."""
 
     name: str = ""
+    kind: Kind = Kind.time
     seed: int = 1
     optimizer: Optimizer = Optimizer.sgd
     lr: float = 0.01
     workload: WorkloadConfig = field(default_factory=WorkloadConfig)
     contenders: list[str] = field(default_factory=lambda: ["tbe", "tt", "torch"])
     tt: TTConfig = field(default_factory=TTConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
     sweep: SweepConfig = field(default_factory=SweepConfig)
     design: Design = Design.one_at_a_time
     where: list[str] = field(default_factory=list)

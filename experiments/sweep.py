@@ -10,7 +10,17 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from experiments.schema import AXES, Config, Design, Tables, TTConfig, WorkloadConfig
+from experiments.schema import (
+    AXES,
+    CACHED,
+    CacheConfig,
+    Config,
+    Design,
+    Kind,
+    Tables,
+    TTConfig,
+    WorkloadConfig,
+)
 from experiments.workload import CRITEO_KAGGLE
 
 SWEEP = "sweep"  # section of the cells that come from `sweep:`; cases use their own names
@@ -21,25 +31,38 @@ LABELS = {
     "torch": "EmbeddingBag",
     "reference_tbe": "reference TBE",
     "reference_tt": "reference TT",
+    "managed": "managed, no cache",
+    "cached_lru": "LRU cache",
+    "cached_lfu": "LFU cache",
+    "disk_lru": "disk, LRU cache",
+    "disk_lfu": "disk, LFU cache",
+    "offline": "offline optimum (ideal)",
+    "static_top": "static top-k (ideal)",
 }
+IDEALS = ("offline", "static_top")  # computed from a trace; they are no programs to time
 
 
 @dataclass(frozen=True, order=True)
 class Arm:
-    """One contender of a cell; a TT contender has a rank."""
+    """One contender of a cell; a TT contender has a rank, one with a cache that cache's size."""
 
     contender: str
     rank: int = 0
+    cache: float = 0.0  # fraction of all rows
 
     @property
     def key(self) -> str:
         """Short and unique within a cell."""
+        if self.cache:
+            return f"{self.contender}@{self.cache:g}"
         return f"{self.contender}-{self.rank}" if self.rank else self.contender
 
     @property
     def label(self) -> str:
         """For people."""
         name = LABELS[self.contender]
+        if self.cache:
+            return f"{name} {100 * self.cache:g} %"
         return f"{name} rank {self.rank}" if self.rank else name
 
 
@@ -54,6 +77,8 @@ class Cell:
     tt: TTConfig = field(default_factory=TTConfig)
     rows_scale: float = 1.0  # < 1 where memory or a smoke run asked for smaller tables
     note: str = ""
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    kind: Kind = Kind.time
 
     @property
     def key(self) -> str:
@@ -62,21 +87,28 @@ class Cell:
         return f"{self.section} {values}"
 
 
-def arms_of(contenders: Sequence[str], ranks: Sequence[int]) -> tuple[Arm, ...]:
-    """One arm per contender, and per rank for the tensor-train ones."""
-    return tuple(
-        arm
-        for name in contenders
-        for arm in ([Arm(name, r) for r in ranks] if name.endswith("tt") else [Arm(name)])
-    )
+def arms_of(
+    contenders: Sequence[str], ranks: Sequence[int], fractions: Sequence[float]
+) -> tuple[Arm, ...]:
+    """One arm per contender; per rank of a tensor train, per size of a cache."""
+
+    def variants(name: str) -> list[Arm]:
+        if name in (*CACHED, *IDEALS):
+            return [Arm(name, cache=fraction) for fraction in fractions]
+        return [Arm(name, r) for r in ranks] if name.endswith("tt") else [Arm(name)]
+
+    return tuple(arm for name in contenders for arm in variants(name))
 
 
 def expand(config: Config) -> list[Cell]:
     """Cases first, so that an interrupted run has its headline; then the sweep."""
     cells = [
-        Cell(key, c.title or key, c.workload, arms_of(c.contenders, c.tt.ranks), c.tt, note=c.note)
+        Cell(
+            key, c.title or key, c.workload, arms_of(c.contenders, c.tt.ranks, c.cache.fractions),
+            c.tt, note=c.note, cache=c.cache,
+        )
         for key, c in config.cases.items()
-    ]
+    ]  # fmt: skip
     swept = list(_swept(config))
     limit = config.timing.max_cells
     return [_capped(c, config) for c in cells + (swept[:limit] if limit else swept)]
@@ -102,14 +134,17 @@ def _swept(config: Config) -> Iterator[Cell]:
         points_ranks = [({}, ranks)] + [(point, list(config.tt.ranks)) for point in lone]
     seen: set[str] = set()
     keep = [condition(text) for text in config.where]
+    names = [*config.contenders, *(IDEALS if config.kind is Kind.cache else ())]
     for point, cell_ranks in points_ranks:
         workload = dataclasses.replace(base, **point)
         arms = tuple(
             arm
-            for arm in arms_of(config.contenders, cell_ranks)
+            for arm in arms_of(names, cell_ranks, config.cache.fractions)
             if all(test({**_values(workload), "rank": arm.rank}) for test in keep)
         )
-        cell = Cell(SWEEP, _title(workload), workload, arms, config.tt)
+        cell = Cell(
+            SWEEP, _title(workload), workload, arms, config.tt, cache=config.cache, kind=config.kind
+        )
         if arms and cell.key not in seen:
             seen.add(cell.key)
             yield cell

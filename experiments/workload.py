@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,6 +19,9 @@ CRITEO_KAGGLE: tuple[int, ...] = (
     1460, 583, 10131227, 2202608, 305, 24, 12517, 633, 3, 93145, 5683, 8351593, 3194,
     27, 14992, 5461306, 10, 5652, 2173, 4, 7046547, 18, 15, 286181, 105, 142572,
 )  # fmt: skip
+
+
+WAYS = 32  # rows of a set of emblib's cache
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,11 @@ def table_shapes(workload: WorkloadConfig, *, scale: float = 1.0) -> tuple[Table
 def dense_bytes(shapes: tuple[TableShape, ...]) -> int:
     """Bytes of the same tables as plain float32."""
     return sum(4 * s.rows * s.dim for s in shapes)
+
+
+def cache_sets(shapes: tuple[TableShape, ...], fraction: float) -> int:
+    """Sets of WAYS rows of a cache that holds `fraction` of all rows, rounded up."""
+    return max(1, math.ceil(fraction * sum(s.rows for s in shapes) / WAYS))
 
 
 def make_pool(

@@ -5,7 +5,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from emblib import BoundsCheck, Pooling, TableBatchedEmbeddingBags, TableSpec, optim
+from emblib import (
+    BoundsCheck,
+    Pooling,
+    Precision,
+    TableBatchedEmbeddingBags,
+    TableSpec,
+    optim,
+)
 
 
 @dataclass(frozen=True)
@@ -37,8 +44,7 @@ class Case:
             optimizer,
             pooling=self.pooling,
             feature_tables=self.feature_tables,
-            dtype=self.dtype,
-            output_dtype=self.output_dtype,
+            precision=Precision(self.dtype, self.output_dtype),
             bounds_check=BoundsCheck.IGNORE,
             device=device,
         )

@@ -27,22 +27,26 @@ MOST_ARGUMENTS = 8  # `self`, `cls` and `ctx` not counted
 MOST_BOOLS = 1
 
 # Layers of emblib, lowest first: a module may import from the layers below its own and from itself.
-# Two entries on one line do not see each other. `emblib/__init__.py` is above all of them.
+# Two entries on one line do not see each other. `emblib/__init__.py` is above all of them, and
+# `emblib.compat` above that.
 LAYERS = (
     ("emblib.tt",),
-    ("emblib.specs", "emblib.optim", "emblib.jagged"),
+    ("emblib.specs", "emblib.jagged"),
+    ("emblib.optim",),
     ("emblib.reference", "emblib.ops"),
     ("emblib.tables",),
 )
 # What the library never imports: it depends on torch alone.
 OUTSIDE = {"experiments", "tests", "run", "hydra", "omegaconf", "numpy", "pandas", "matplotlib"}
 PEERS = {"fbgemm_gpu", "torchrec", "tensorly", "tltorch", "torch_tensorrt", "dynamicemb"}
-PEERS_ALLOWED_IN = ("experiments/contenders/", "tests/bench/")
-DISTRIBUTED_ALLOWED_IN: tuple[str, ...] = ()
+PEERS_ALLOWED_IN = ("experiments/contenders/", "tests/bench/", "tests/compat/")
+DISTRIBUTED_ALLOWED_IN = ("tests/tables/test_distributed_checkpoint.py",)
 
 # The headers of the entries: besides `*_cpu.cpp`, `*_cuda.cu` and `schema.cpp`, only these may
 # include torch or each other. Everything else, all kernels among it, compiles without torch.
 TORCH_HEADERS = {
+    "csrc/cache/check_cache.h",
+    "csrc/cache/check_memory.h",
     "csrc/core/check.h",
     "csrc/core/launch.h",
     "csrc/core/parallel.h",
@@ -53,6 +57,7 @@ TORCH_HEADERS = {
     "csrc/optim/check_states.h",
     "csrc/optim/device_states.h",
     "csrc/tbe/feature_bags.h",
+    "csrc/tbe/lookup_inputs.h",
     "csrc/tbe/repair_offsets.h",
     "csrc/tt/batch_cpu.h",
     "csrc/tt/check_cores.h",
@@ -108,19 +113,23 @@ def _functions() -> Iterator[tuple[str, ast.FunctionDef, list[str]]]:
                     yield f"{name}:{node.lineno} {node.name}", node, bases
 
 
-def _signature_is_given(node: ast.FunctionDef, bases: list[str]) -> bool:
+def _signature_is_given(place: str, node: ast.FunctionDef, bases: list[str]) -> bool:
     """Whether someone else fixes the signature, so that it cannot keep to the limits.
 
     Exactly these: methods of a `torch.autograd.Function` (forward, backward, setup_context, vmap,
     jvp); functions handed to the dispatcher with `torch.library.register_*`, which follow an op
-    schema; and overrides of torch's own methods.
+    schema; overrides of torch's own methods; and what `emblib.compat` offers under another
+    library's names.
     """
+    if place.startswith("emblib/compat/") and (node.name == "__init__" or node.name[0] != "_"):
+        return True
     autograd = any(base.endswith("autograd.Function") for base in bases)
     if autograd and node.name in {"forward", "backward", "setup_context", "vmap", "jvp"}:
         return True
     if any("torch.library.register_" in ast.unparse(d) for d in node.decorator_list):
         return True
-    return bool(bases) and node.name in {"_apply", "state_dict", "load_state_dict"}
+    overrides = {"_apply", "state_dict", "load_state_dict", "_save_to_state_dict"}
+    return bool(bases) and node.name in overrides
 
 
 def _arguments(node: ast.FunctionDef) -> list[ast.arg]:
@@ -146,7 +155,7 @@ def test_functions_take_few_arguments() -> None:
     bad = [
         f"{place}: {len(_arguments(node))} arguments"
         for place, node, bases in _functions()
-        if len(_arguments(node)) > MOST_ARGUMENTS and not _signature_is_given(node, bases)
+        if len(_arguments(node)) > MOST_ARGUMENTS and not _signature_is_given(place, node, bases)
     ]
     assert not bad, f"more than {MOST_ARGUMENTS}: group them in a dataclass\n" + "\n".join(bad)
 
@@ -155,7 +164,7 @@ def test_bools_are_rare_and_named() -> None:
     """At most one a function and keyword-only; pytest passes the arguments of a test by keyword."""
     bad = []
     for place, node, bases in _functions():
-        if _signature_is_given(node, bases):
+        if _signature_is_given(place, node, bases):
             continue
         if sum(map(_is_bool, _arguments(node))) > MOST_BOOLS:
             bad.append(f"{place}: more than {MOST_BOOLS} bool, use an enum or a dataclass")
@@ -226,7 +235,7 @@ def test_layers_of_the_library() -> None:
     for name in _with_suffix(".py", under="emblib/"):
         module = ".".join(Path(name).with_suffix("").parts).removesuffix(".__init__")
         levels = [i for i, layer in enumerate(LAYERS) for p in layer if _is_in(module, p)]
-        if module == "emblib":
+        if module == "emblib" or _is_in(module, "emblib.compat"):
             continue
         assert levels, f"{name} is in no layer: add it to LAYERS"
         below = tuple(itertools.chain(*LAYERS[: levels[0]]))
@@ -257,6 +266,19 @@ def test_the_harness_sees_public_names_only() -> None:
             if ast.unparse(node) == "torch.ops.emblib":
                 bad.append(f"{name}:{node.lineno}: torch.ops.emblib")
         bad += [f"{name}: emblib.{u}" for u in used if u not in public]
+    assert not bad, "not public:\n" + "\n".join(bad)
+
+
+def test_compat_sees_public_names_only() -> None:
+    """The adaptors are written against what every user has."""
+    public = {f"emblib.{name}" for name in [*emblib.__all__, "compat"]}
+    bad = [
+        f"{name} imports {used}"
+        for name in _with_suffix(".py", under="emblib/compat/")
+        for used in _imports(name)
+        if used.split(".")[0] in OUTSIDE
+        or (_is_in(used, "emblib") and not any(_is_in(used, p) for p in public))
+    ]
     assert not bad, "not public:\n" + "\n".join(bad)
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from emblib.reference import cache as row_cache
 from emblib.reference import random, tbe, tt
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -27,6 +28,11 @@ REFERENCES: dict[str, Callable[..., object] | str] = {
     "tt_plan": "which halves the rows share: only how tt_rows saves work, checked by its result",
     "tt_rows": tt.rows,
     "tt_core_grads": tt.core_grads,
+    "cache_plan_": row_cache.CacheModel.plan,
+    "cache_locate": row_cache.CacheModel.locate,
+    "cache_lookup_slots": "the slot of the row of each lookup, which the tests state in one line",
+    "cache_move_": row_cache.move,
+    "cache_flush_": row_cache.flush,
     "update_rows_": tt.update_rows_,
     "advise_huge_pages_": "changes no value",
     "fill_uniform_": random.uniform,

@@ -9,8 +9,11 @@
 
 #include <optional>
 #include <string>
+#include <vector>
 
+#include "core/bag_map.h"
 #include "core/dtype.h"
+#include "core/place.h"
 
 namespace emb {
 
@@ -77,7 +80,7 @@ inline Pooling parse_pooling(const char* op, const std::string& name) {
   return Pooling::kNone;
 }
 
-// The layout tensor of a group of tables: int64 [F, 5], contiguous.
+// The layout tensor of a group of tables: int64 [F, 8], contiguous.
 inline void check_features(const char* op, const Tensor& features) {
   check_dtype(op, "features", features, ScalarType::Long, "int64");
   STD_TORCH_CHECK(
@@ -85,15 +88,67 @@ inline void check_features(const char* op, const Tensor& features) {
       ": features must be a contiguous [F, ", kFeatureFields, "] tensor");
 }
 
-// That every feature lies inside the flat weights, the linear rows, and the columns of output or
-// gradient, which is what makes reads and writes safe whatever the caller passes. Without pooling
-// all features share one set of columns.
-inline void check_layout(const char* op, const Tensor& features, int64_t num_weights,
+inline constexpr int64_t kAnyNumber = int64_t{1} << 62;
+
+// The weights of a module: a tensor a memory tier, in the order of `Tier`. Tiers that it does not
+// use are empty, trailing ones may be left out.
+struct TierWeights {
+  const void* data[kTiers] = {};
+  int64_t elements[kTiers] = {};
+  Dtype type = Dtype::kFloat;  // of all tables
+  Dtype cache_type = Dtype::kFloat;
+
+  TierWeights(const char* op, const std::vector<Tensor>& weights) {
+    STD_TORCH_CHECK(!weights.empty() && weights.size() <= kTiers, op,
+                    ": weights must be a list of 1 to ", kTiers,
+                    " tensors (device, host, disk, cache), got ", weights.size());
+    bool typed = false;
+    type = cache_type = float_dtype(op, "weights", weights[0].scalar_type());
+    for (size_t tier = 0; tier < weights.size(); ++tier) {
+      const Tensor& tensor = weights[tier];
+      STD_TORCH_CHECK(tensor.is_contiguous(), op, ": weights must be contiguous");
+      const Dtype dtype = float_dtype(op, "weights", tensor.scalar_type());
+      data[tier] = tensor.const_data_ptr();
+      elements[tier] = tensor.numel();
+      if (tensor.numel() == 0) continue;
+      if (tier == kCacheTier) {
+        cache_type = dtype;
+        continue;
+      }
+      STD_TORCH_CHECK(!typed || dtype == type, op,
+                      ": all tables must have one dtype, but the weights of tier ", tier, " are ",
+                      dtype_name(tensor.scalar_type()), "; only the cache may have another");
+      type = dtype;
+      typed = true;
+    }
+    if (elements[kCacheTier] == 0) cache_type = type;
+  }
+};
+
+// How many elements the tables of each tier have; a number alone is that of all tiers.
+struct TierSizes {
+  int64_t elements[kCacheTier];
+
+  TierSizes(int64_t every) : elements{every, every, every} {}
+  TierSizes(const TierWeights& weights)
+      : elements{weights.elements[0], weights.elements[1], weights.elements[2]} {}
+};
+
+// That every feature lies inside the weights of its tier, the linear rows, and the columns of
+// output or gradient, which is what makes reads and writes safe whatever the caller passes. Without
+// pooling all features share one set of columns; in a variable batch `bag_layout` holds the places.
+inline void check_layout(const char* op, const Tensor& features, const TierSizes& sizes,
                          int64_t num_columns, int64_t total_rows, Pooling pooling) {
   const auto* feature = static_cast<const Feature*>(features.const_data_ptr());
   for (int64_t f = 0; f < features.size(0); ++f) {
     const Feature& x = feature[f];
     const int64_t column = pooling == Pooling::kNone ? 0 : x.column;
+    STD_TORCH_CHECK(x.tier >= 0 && x.tier < kCacheTier && x.state_base >= 0 &&
+                        (x.cache_stride == 0 || x.cache_stride >= x.dim),
+                    op, ": feature ", f,
+                    " must name a memory tier of 0 to 2 and rows of the cache that hold its own; "
+                    "features must come from the module that owns the weights");
+    const int64_t num_weights = sizes.elements[x.tier];
     STD_TORCH_CHECK(
         x.dim > 0 && x.rows >= 0 && x.weight_offset >= 0 && x.row_base >= 0 &&
             x.weight_offset <= num_weights && x.rows <= (num_weights - x.weight_offset) / x.dim &&
@@ -104,7 +159,20 @@ inline void check_layout(const char* op, const Tensor& features, int64_t num_wei
   }
 }
 
-inline constexpr int64_t kAnyNumber = int64_t{1} << 62;
+// The form of `bag_layout`, not what it holds: that is on the device.
+inline const BagPlace* bag_places(const char* op, const Tensor& bag_layout, const Tensor& offsets) {
+  check_dtype(op, "bag_layout", bag_layout, ScalarType::Long, "int64");
+  STD_TORCH_CHECK(offsets.numel() >= 1, op, ": offsets must have bags + 1 entries, got none");
+  STD_TORCH_CHECK(bag_layout.dim() == 2 && bag_layout.size(0) == offsets.numel() - 1 &&
+                      bag_layout.size(1) == 2 && bag_layout.is_contiguous(),
+                  op, ": bag_layout must be a contiguous [bags, 2] tensor of (feature, element) ",
+                  "for bags = ", offsets.numel() - 1, ", one less than offsets has entries");
+  check_same_device(op, "bag_layout", bag_layout, offsets);
+  // Not null for no bags either: that would be a fixed batch.
+  static constexpr BagPlace kNone = {};
+  return bag_layout.numel() == 0 ? &kNone
+                                 : static_cast<const BagPlace*>(bag_layout.const_data_ptr());
+}
 
 // Bags per feature, B, from F*B + 1 offsets.
 inline int64_t batch_size(const char* op, int64_t num_features, const Tensor& offsets) {
@@ -128,6 +196,25 @@ inline void check_lookups(const char* op, const Tensor& indices, const Tensor& o
                   " indices but no bags: offsets must have F*B + 1 entries, got ", offsets.numel());
 }
 
+// Where bags are whose; `columns` of the pooled output of a fixed batch. What a bag_layout holds is
+// not looked at.
+inline BagMap bag_map(const char* op, int64_t num_features, const Tensor& offsets,
+                      const std::optional<Tensor>& bag_layout, int64_t columns) {
+  if (bag_layout) return {bag_places(op, *bag_layout, offsets), 1, 0};
+  const int64_t batch = batch_size(op, num_features, offsets);
+  return {nullptr, static_cast<uint32_t>(batch > 0 ? batch : 1), columns};
+}
+
+inline void check_slots(const char* op, const std::optional<Tensor>& slots, const Tensor& indices) {
+  if (!slots) return;
+  check_dtype(op, "slots", *slots, ScalarType::Int, "int32");
+  STD_TORCH_CHECK(slots->dim() == 1 && slots->numel() == indices.numel() && slots->is_contiguous(),
+                  op,
+                  ": slots must be a contiguous vector with one entry a lookup = ", indices.numel(),
+                  ", got ", slots->numel());
+  check_same_device(op, "slots", *slots, indices);
+}
+
 inline void check_sample_weights(const char* op, const std::optional<Tensor>& sample_weights,
                                  const Tensor& indices_or_lookups) {
   if (!sample_weights) return;
@@ -137,6 +224,14 @@ inline void check_sample_weights(const char* op, const std::optional<Tensor>& sa
       ": sample_weights must be a vector with one entry a lookup = ", indices_or_lookups.numel(),
       ", got ", sample_weights->numel(), " in ", sample_weights->dim(), " dimensions");
   check_same_device(op, "sample_weights", *sample_weights, indices_or_lookups);
+}
+
+// Columns of the gradient of a pooled output: of a row, or in a variable batch of all there is.
+inline int64_t check_pooled_grad(const char* op, const Tensor& grad, bool variable) {
+  STD_TORCH_CHECK(grad.dim() == (variable ? 1 : 2), op,
+                  ": grad must be [B, columns], or a vector with bag_layout, got ", grad.dim(),
+                  " dimensions");
+  return grad.size(grad.dim() - 1);
 }
 
 inline IndexArray index_array(const Tensor& tensor) {

@@ -22,17 +22,23 @@ struct IndexArray {
   }
 };
 
-// What one feature reads: rows [weight_offset, weight_offset + rows * dim) of the flat weights, its
-// first linear row id, and the first output column. Mirrors a row of the `features` tensor.
+// What one feature reads. Mirrors a row of the `features` tensor. Row r of its table is
+// [weight_offset + r * dim, + dim) of the weights of memory tier `tier`, has the linear row id
+// row_base + r (unique over the module; groups and caches know rows by it) and entry
+// state_base + r of that tier's row-wise states. The pooled row goes to output columns
+// [column, column + dim). See core/place.h for tiers and caches.
 struct Feature {
   int64_t weight_offset;
   int64_t row_base;
   int64_t rows;
   int64_t dim;
   int64_t column;
+  int64_t tier;
+  int64_t state_base;
+  int64_t cache_stride;  // elements between rows of the cache; 0 where the table is not cached
 };
 
-inline constexpr int kFeatureFields = 5;
+inline constexpr int kFeatureFields = 8;
 static_assert(sizeof(Feature) == kFeatureFields * sizeof(int64_t));
 
 // Bags as they are read: in any state of `offsets` a bag is a range inside [0, num_lookups].

@@ -38,6 +38,22 @@ inline cudaStream_t current_stream(int32_t device) {
   return static_cast<cudaStream_t>(stream);
 }
 
+// Where kernels on the device of `like` find a tensor of memory tier: it lies there, or in host
+// memory that is pinned, which a GPU reads in place.
+inline void* kernel_address(const char* op, const torch::stable::Tensor& tensor,
+                            const torch::stable::Tensor& like) {
+  void* address = const_cast<void*>(tensor.const_data_ptr());
+  if (tensor.device() == like.device()) return address;
+  cudaPointerAttributes attributes{};
+  const bool pinned = cudaPointerGetAttributes(&attributes, address) == cudaSuccess &&
+                      attributes.type == cudaMemoryTypeHost;
+  if (!pinned) cudaGetLastError();  // said below; the next launch must not report it
+  STD_TORCH_CHECK(pinned, op,
+                  ": the memory of every tier must be on the device of the indices or in pinned "
+                  "host memory; move it with .to(device) or pin it with .pin_memory()");
+  return attributes.devicePointer;
+}
+
 inline int multiprocessors(int device) {
   static int counts[64] = {};
   int& count = counts[device < 64 ? device : 63];

@@ -10,21 +10,33 @@
 
 namespace emb::cuda {
 
-inline RowStepArgs row_step_args(const char* op, const Tensor& weights, Dtype weight_type,
+// Memory that the kernels can reach: of their device, or of the host where the tier allows that.
+inline void check_reachable(const char* op, const char* name, const Tensor& tensor,
+                            const Tensor& hyper, bool may_be_host) {
+  if (tensor.numel() == 0 || (may_be_host && tensor.is_cpu())) return;
+  check_same_device(op, name, tensor, hyper);
+}
+
+// How many rows the tables have is on the device; that the states are long enough is the module's
+// care, `rows` what is known.
+inline RowStepArgs row_step_args(const char* op, const std::vector<Tensor>& weights,
                                  const std::string& optimizer, const std::vector<Tensor>& states,
-                                 const Tensor& hyper, int64_t num_rows) {
-  const States state = check_states(op, optimizer, states, hyper, weights.numel(), num_rows);
-  check_same_device(op, "hyper", hyper, weights);
-  for (const Tensor& tensor : states) check_same_device(op, "an optimizer state", tensor, weights);
-  RowStepArgs step{};
-  find_rule(optimizer.c_str(), &step.rule);
-  step.hyper = hyper.const_data_ptr<double>();
-  step.weights = weights.mutable_data_ptr();
-  step.weight_type = weight_type;
-  step.element_states[0] = state.element[0];
-  step.element_states[1] = state.element[1];
-  step.row_state = state.row;
-  return step;
+                                 const Tensor& hyper, int64_t rows) {
+  const OptimizerShape shape = optimizer_shape(op, optimizer);
+  check_hyper(op, optimizer, shape, hyper);
+  RowStepArgs args;
+  const int64_t at_least[kTiers] = {rows};
+  check_tiers(op, optimizer, weights, states, at_least, args.tiers);
+  for (size_t t = 0; t < weights.size(); ++t) {
+    const bool host = t == kHostTier;
+    check_reachable(op, "weights", weights[t], hyper, host);
+    for (int s = 0; s < shape.states(); ++s) {
+      check_reachable(op, "an optimizer state", states[t * shape.states() + s], hyper, host);
+    }
+  }
+  find_rule(optimizer.c_str(), &args);
+  args.hyper = hyper.const_data_ptr<double>();
+  return args;
 }
 
 }  // namespace emb::cuda

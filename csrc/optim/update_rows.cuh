@@ -14,65 +14,84 @@ struct MatrixGrad {
   int64_t rows, width;
 };
 
-// The sum over the block of `value`, in warp order, and whether `flag` holds anywhere, for every
-// thread. Two barriers.
-EMB_DEVICE float block_sum(float value, bool flag, bool* any) {
+// The sum over the block of each of `values`, in warp order, and whether `flag` holds anywhere, for
+// every thread. Two barriers.
+EMB_DEVICE bool block_sums(float (&values)[kMostSums], bool flag) {
   constexpr int kWarps = kMatrixThreads / static_cast<int>(simt::kWarp);
-  __shared__ float sum_of_warp[kWarps];
+  __shared__ float sum_of_warp[kWarps][kMostSums];
   __shared__ bool flag_of_warp[kWarps];
   const unsigned warp = threadIdx.x / simt::kWarp;
-  value = simt::group_sum(value, simt::kWarp);
+#pragma unroll
+  for (int k = 0; k < kMostSums; ++k) values[k] = simt::group_sum(values[k], simt::kWarp);
   flag = __any_sync(simt::kFullMask, flag);
   if (threadIdx.x % simt::kWarp == 0) {
-    sum_of_warp[warp] = value;
+#pragma unroll
+    for (int k = 0; k < kMostSums; ++k) sum_of_warp[warp][k] = values[k];
     flag_of_warp[warp] = flag;
   }
   __syncthreads();
-  value = 0.0f;
-  *any = false;
+  bool any = false;
 #pragma unroll
+  for (int k = 0; k < kMostSums; ++k) values[k] = 0.0f;
   for (int w = 0; w < kWarps; ++w) {
-    value += sum_of_warp[w];
-    *any = *any || flag_of_warp[w];
+#pragma unroll
+    for (int k = 0; k < kMostSums; ++k) values[k] += sum_of_warp[w][k];
+    any = any || flag_of_warp[w];
   }
   __syncthreads();
-  return value;
+  return any;
+}
+
+// The sums of a row over this thread's columns; true where its gradient is not zero.
+EMB_DEVICE bool sum_row(const MatrixGrad& in, const RowStepArgs& args, const Step& step,
+                        int64_t start, float (&sums)[kMostSums]) {
+  bool nonzero = false;
+  for (int64_t column = threadIdx.x * kColumns; column < in.width;
+       column += kMatrixThreads * kColumns) {
+    const int valid = static_cast<int>(in.width - column);
+    float gradient[kColumns];
+    read_columns(in.grad + start + column, valid, gradient);
+#pragma unroll
+    for (int k = 0; k < kColumns; ++k) nonzero = nonzero || gradient[k] != 0.0f;
+    if (args.sums == 0) continue;
+    Columns x;
+    if (!args.sums_of_gradient || step.decay.l2 != 0.0f) {
+      load_columns(args, step.tiers[0], start + column, valid, &x);
+      add_penalty(step, x, gradient);
+    }
+    sum_columns(args, step, x, gradient, sums);
+  }
+  return nonzero;
 }
 
 [[maybe_unused]] static __global__ void __launch_bounds__(kMatrixThreads)
-    update_rows_kernel(MatrixGrad in, RowStepArgs step) {
-  __shared__ OptimizerStorage storage;
-  build_optimizer(step, &storage);
-  const Optimizer& optimizer = storage.get();
-  constexpr int kStride = kMatrixThreads * kColumns;
-  const int64_t first = threadIdx.x * kColumns;
+    update_rows_kernel(MatrixGrad in, RowStepArgs args) {
+  __shared__ StepStorage storage;
+  build_step(args, &storage);
+  const Step& step = storage.get();
+  const TierRows& tier = step.tiers[0];
   for (int64_t row = blockIdx.x; row < in.rows; row += gridDim.x) {
     const int64_t start = row * in.width;
-    const bool rowwise = step.rule == Rule::kRowwiseAdagrad;
-    float state = rowwise ? step.row_state[row] : 0.0f;
-    float squares = 0.0f, gradient[kColumns];
-    bool nonzero = false;
-    for (int64_t column = first; column < in.width; column += kStride) {
-      read_columns(in.grad + start + column, static_cast<int>(in.width - column), gradient);
-#pragma unroll
-      for (int k = 0; k < kColumns; ++k) {
-        squares += gradient[k] * gradient[k];
-        nonzero = nonzero || gradient[k] != 0.0f;
-      }
+    float states[kMostRowStates] = {}, sums[kMostSums] = {};
+    for (int s = 0; s < kMostRowStates; ++s) {
+      if (s < args.row_states) states[s] = tier.row_states[s][row];
     }
-    bool any = false;
-    squares = block_sum(squares, nonzero, &any);
-    if (!any) continue;
-    float scale = 0.0f;
-    if (rowwise) {
-      const float mean = squares / static_cast<float>(in.width);
-      scale = optimizer.rowwise_adagrad.begin_row(&state, mean);
-      if (threadIdx.x == 0) step.row_state[row] = state;
+    const bool nonzero = sum_row(in, args, step, start, sums);
+    if (!block_sums(sums, nonzero)) continue;
+    const RowScale scale = begin_row(args, step, states, sums, static_cast<int>(in.width));
+    for (int s = 0; s < kMostRowStates; ++s) {
+      if (s < args.row_states && threadIdx.x == 0) tier.row_states[s][row] = states[s];
     }
-    for (int64_t column = first; column < in.width; column += kStride) {
+    for (int64_t column = threadIdx.x * kColumns; column < in.width;
+         column += kMatrixThreads * kColumns) {
       const int valid = static_cast<int>(in.width - column);
+      float gradient[kColumns];
+      Columns x;
       read_columns(in.grad + start + column, valid, gradient);
-      step_row(optimizer, step, start + column, valid, gradient, scale);
+      load_columns(args, tier, start + column, valid, &x);
+      add_penalty(step, x, gradient);
+      const StepPlace place{start + column, row, static_cast<int>(column), valid};
+      step_columns(args, step, tier, place, gradient, scale, &x);
     }
   }
 }

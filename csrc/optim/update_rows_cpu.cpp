@@ -1,6 +1,7 @@
 // `update_rows_` on the CPU: checks, then rows in parallel.
 #include <torch/csrc/stable/library.h>
 
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -41,19 +42,18 @@ void update_rows_(Tensor weights, std::vector<Tensor> states, const Tensor& hype
   const char* op = "update_rows_";
   check_matrices(op, weights, grads);
   const int64_t rows = weights.size(0), width = weights.size(1);
-  const States state = check_states(op, optimizer, states, hyper, rows * width, rows);
+  const TierRows tier = check_matrix_states(op, optimizer, weights, states, hyper);
   if (rows * width == 0) return;
   const Tensor gradient = torch::stable::contiguous(grads);
-  const UpdateRowsArgs args{weights.mutable_data_ptr<float>(),
-                            {state.element[0], state.element[1]},
-                            state.row,
-                            gradient.const_data_ptr<float>(),
-                            width,
+  const UpdateRowsArgs args{tier, gradient.const_data_ptr<float>(), width,
                             hyper.const_data_ptr<double>()};
   const UpdateRowsFn update = update_rows_table().find(optimizer.c_str());
   parallel_balanced(
       rows, kGrain, [width](int64_t row) { return row * width; },
-      [&](int64_t begin, int64_t end) { update(args, begin, end); });
+      [&](int64_t begin, int64_t end) {
+        const std::unique_ptr<float[]> scratch(new float[width]);
+        update(args, scratch.get(), begin, end);
+      });
 }
 
 }  // namespace

@@ -17,8 +17,11 @@ void update_rows_(Tensor weights, std::vector<Tensor> states, const Tensor& hype
   const char* op = "update_rows_";
   check_matrices(op, weights, grads);
   check_same_device(op, "grads", grads, weights);
-  const RowStepArgs step =
-      row_step_args(op, weights, Dtype::kFloat, optimizer, states, hyper, weights.size(0));
+  check_same_device(op, "hyper", hyper, weights);
+  for (const Tensor& state : states) {
+    check_dtype(op, "an optimizer state", state, ScalarType::Float, "float32");
+  }
+  const RowStepArgs step = row_step_args(op, {weights}, optimizer, states, hyper, weights.size(0));
   const Tensor gradient = torch::stable::contiguous(grads);
   const MatrixGrad in{gradient.const_data_ptr<float>(), weights.size(0), weights.size(1)};
   launch_update_rows(CudaLauncher(weights), in, step);

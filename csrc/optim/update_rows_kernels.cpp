@@ -23,23 +23,36 @@ EMB_HD bool is_zero(const float* g, int64_t width) {
 }
 
 template <class Opt>
-EMB_HD void update_row(const Opt& opt, const UpdateRowsArgs& args, int64_t row) {
+EMB_HD void update_row(const Opt& opt, const WeightDecay& decay, const UpdateRowsArgs& args,
+                       float* scratch, int64_t row) {
   const int64_t width = args.width, start = row * width;
-  const float* g = args.grads + start;
-  float square = 0.0f;
-  if constexpr (Opt::kRowStates > 0) square = mean_square(g, width);
-  float* row_state = Opt::kRowStates > 0 ? args.row_state + row : nullptr;
-  float* first = Opt::kElementStates > 0 ? args.element_states[0] + start : nullptr;
-  float* second = Opt::kElementStates > 1 ? args.element_states[1] + start : nullptr;
-  const float scale = opt.begin_row(row_state, square);
-  step_row(opt, width, scale, args.weights + start, g, first, second);
+  const float* grad = args.grads + start;
+  RowViews views{static_cast<float*>(args.tier.weights) + start, scratch, nullptr, nullptr};
+  if constexpr (Opt::kSteppedStates > 0) {
+    views.first = static_cast<float*>(args.tier.element_states[0]) + start;
+  }
+  if constexpr (Opt::kSteppedStates > 1) {
+    views.second = static_cast<float*>(args.tier.element_states[1]) + start;
+  }
+  for (int64_t d = 0; d < width; ++d) scratch[d] = grad[d];
+  float sums[kMostSums], states[kMostRowStates];
+  add_penalty(decay, width, views);
+  row_sums(opt, width, views, sums);
+  for (int s = 0; s < Opt::kRowStates; ++s) states[s] = args.tier.row_states[s][row];
+  const RowScale scale = opt.begin_row(states, sums, static_cast<float>(width));
+  for (int s = 0; s < Opt::kRowStates; ++s) args.tier.row_states[s][row] = states[s];
+  decay_row(decay, width, views);
+  step_row(opt, width, scale, views);
 }
 
 template <class Opt>
-void update(const UpdateRowsArgs& args, int64_t begin, int64_t end) {
+void update(const UpdateRowsArgs& args, float* scratch, int64_t begin, int64_t end) {
   const Opt opt(args.hyper);
+  const WeightDecay decay(args.hyper);
   for (int64_t row = begin; row < end; ++row) {
-    if (!is_zero(args.grads + row * args.width, args.width)) update_row(opt, args, row);
+    if (!is_zero(args.grads + row * args.width, args.width)) {
+      update_row(opt, decay, args, scratch, row);
+    }
   }
 }
 

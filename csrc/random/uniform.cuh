@@ -4,7 +4,7 @@
 #include "core/dtype.h"
 #include "core/half.h"
 #include "core/simt.cuh"
-#include "random/philox.h"
+#include "core/philox.h"
 
 namespace emb::cuda {
 

@@ -3,6 +3,7 @@
 // counted on the device; in the fatal mode the kernel fails as an assert does.
 #pragma once
 
+#include "core/bag_map.h"
 #include "core/dtype.h"
 #include "core/row_piece.cuh"
 #include "core/search.cuh"
@@ -14,7 +15,7 @@ struct BoundsArgs {
   IndexArray indices, offsets;
   const Feature* features;
   int64_t num_lookups, num_bags;
-  uint32_t batch;
+  BagMap map;
   bool fatal;
   int32_t* tile_max;               // one a tile of offsets
   int32_t* repaired;               // [num_bags + 1]
@@ -114,7 +115,7 @@ EMB_DEVICE int32_t max_of_threads_before(int32_t value) {
     for (int64_t i = tile + threadIdx.x; i < end; i += kTileThreads) {
       const int bag = search.find(start, i);
       if (bag < 0) continue;
-      const int64_t rows = args.features[static_cast<uint32_t>(bag) / args.batch].rows;
+      const int64_t rows = args.features[args.map.feature(static_cast<uint32_t>(bag))].rows;
       const int64_t index = args.indices[i];
       bad += !((index >= 0 && index < rows) || index == -1);
     }

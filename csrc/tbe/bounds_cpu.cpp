@@ -8,6 +8,7 @@
 
 #include "core/check.h"
 #include "core/parallel.h"
+#include "tbe/feature_bags.h"
 #include "tbe/repair_offsets.h"
 
 namespace emb {
@@ -34,14 +35,14 @@ int64_t count_bad(IndexArray indices, int64_t begin, int64_t end, int64_t rows) 
 }
 
 [[noreturn]] void fail_index(const Feature* features, IndexArray indices, const int32_t* offsets,
-                             int64_t num_features, int64_t batch) {
-  for (int64_t f = 0; f < num_features; ++f) {
-    for (int64_t bag = f * batch; bag < (f + 1) * batch; ++bag) {
+                             const FeatureBags& bags) {
+  for (int64_t f = 0; f < bags.num_features(); ++f) {
+    for (int64_t bag = bags.first[f]; bag < bags.first[f + 1]; ++bag) {
       for (int64_t i = offsets[bag]; i < offsets[bag + 1]; ++i) {
         STD_TORCH_CHECK(indices[i] >= -1 && indices[i] < features[f].rows,
                         "bounds_check: indices of feature ", f, " must be in [0, ",
                         features[f].rows, "), or -1 for a pruned one, got ", indices[i],
-                        " at position ", i, " (sample ", bag % batch,
+                        " at position ", i, " (sample ", bag - bags.first[f],
                         "); with BoundsCheck.WARNING it would read row 0");
       }
     }
@@ -50,14 +51,15 @@ int64_t count_bad(IndexArray indices, int64_t begin, int64_t end, int64_t rows) 
 }
 
 std::tuple<Tensor, Tensor> bounds_check(const Tensor& indices, const Tensor& offsets,
-                                        const Tensor& features, std::string mode) {
+                                        const Tensor& features, std::optional<Tensor> bag_layout,
+                                        std::string mode) {
   const char* op = "bounds_check";
   STD_TORCH_CHECK(mode == "fatal" || mode == "warning" || mode == "ignore",
                   "bounds_check: mode must be fatal, warning or ignore, got '", mode, "'");
   check_features(op, features);
   check_lookups(op, indices, offsets);
-  const int64_t num_features = features.size(0), batch = batch_size(op, num_features, offsets);
-  const int64_t num_lookups = indices.numel(), num_bags = num_features * batch;
+  const FeatureBags bags(op, features, offsets, bag_layout, Pooling::kNone, kAnyNumber);
+  const int64_t num_lookups = indices.numel(), num_bags = bags.num_bags();
   const bool fatal = mode == "fatal";
   const Tensor index_tensor = torch::stable::contiguous(indices);
   const Tensor offset_tensor = torch::stable::contiguous(offsets);
@@ -73,14 +75,14 @@ std::tuple<Tensor, Tensor> bounds_check(const Tensor& indices, const Tensor& off
   const int64_t parts = std::clamp<int64_t>(num_lookups / 65536, 1, num_threads());
   std::vector<int64_t> bad(parts, 0);
   parallel_tasks(parts, [&](int64_t part) {
-    for (int64_t f = 0; f < num_features; ++f) {
-      const int64_t first = fixed[f * batch], length = fixed[(f + 1) * batch] - first;
+    for (int64_t f = 0; f < bags.num_features(); ++f) {
+      const int64_t first = fixed[bags.first[f]], length = fixed[bags.first[f + 1]] - first;
       bad[part] += count_bad(ids, first + length * part / parts,
                              first + length * (part + 1) / parts, feature[f].rows);
     }
   });
   for (const int64_t count : bad) counts[0] += count;
-  if (counts[0] > 0 && fatal) fail_index(feature, ids, fixed, num_features, batch);
+  if (counts[0] > 0 && fatal) fail_index(feature, ids, fixed, bags);
   return {repaired, violations};
 }
 

@@ -1,10 +1,12 @@
-// Cutting the bags of all features into parts of equal cost, and each part by feature, since a
-// kernel works on one table at a time. Everything is one parallel region.
+// Which bags belong to which feature, and cutting them into parts of equal cost, each part by
+// feature, since a kernel works on one table at a time. Everything is one parallel region.
 #pragma once
 
 #include <algorithm>
+#include <optional>
+#include <vector>
 
-#include "core/dtype.h"
+#include "core/check.h"
 #include "core/parallel.h"
 
 namespace emb {
@@ -12,15 +14,55 @@ namespace emb {
 // A part of the work below this many lookups and bags is not worth waking a thread for.
 inline constexpr int64_t kBagGrain = 512;
 
-// Calls `body(feature, first_bag, last_bag)`, in parallel; `batch` is the number of bags a feature.
+// The bags of feature f are [first[f], first[f + 1]).
+struct FeatureBags {
+  std::vector<int64_t> first = {0};
+  BagMap map;
+
+  // Checks `bag_layout`, whose rows must lie within `columns` elements unless there is no pooling.
+  FeatureBags(const char* op, const Tensor& features, const Tensor& offsets,
+              const std::optional<Tensor>& bag_layout, Pooling pooling, int64_t columns)
+      : map(bag_map(op, features.size(0), offsets, bag_layout, columns)) {
+    const int64_t num_features = features.size(0), num_bags = offsets.numel() - 1;
+    first.resize(num_features + 1, 0);
+    if (map.places == nullptr) {
+      for (int64_t f = 0; f < num_features; ++f) first[f + 1] = num_bags / num_features * (f + 1);
+      return;
+    }
+    const Feature* feature = feature_array(features);
+    int64_t f = 0;
+    for (int64_t bag = 0; bag < num_bags; ++bag) {
+      const BagPlace& place = map.places[bag];
+      const bool ascends = place.feature >= f && place.feature < num_features;
+      while (ascends && f < place.feature) first[++f] = bag;
+      const int64_t dim = ascends ? feature[f].dim : 0;
+      STD_TORCH_CHECK(
+          ascends && (pooling == Pooling::kNone ||
+                      (place.element >= 0 && dim <= columns && place.element <= columns - dim)),
+          op, ": bag_layout must name features of 0 to ", num_features - 1,
+          " that ascend, and rows inside the ", columns, " elements of the output; bag ", bag,
+          " has feature ", place.feature, " at element ", place.element);
+    }
+    while (f < num_features) first[++f] = num_bags;
+  }
+
+  int64_t num_features() const { return static_cast<int64_t>(first.size()) - 1; }
+  int64_t num_bags() const { return first.back(); }
+  int64_t of(int64_t bag) const {
+    return std::upper_bound(first.begin(), first.end(), bag) - first.begin() - 1;
+  }
+};
+
+// Calls `body(feature, first_bag, last_bag)`, in parallel.
 template <class Body>
-void for_feature_bags(const Bags& bags, int64_t batch, const Body& body) {
+void for_feature_bags(const Bags& bags, const FeatureBags& features, const Body& body) {
   const auto cost = [&](int64_t bag) {
     return bag + (bag == bags.count ? bags.num_lookups : bags.begin(bag));
   };
   parallel_balanced(bags.count, kBagGrain, cost, [&](int64_t begin, int64_t end) {
     while (begin < end) {
-      const int64_t feature = begin / batch, stop = std::min(end, (feature + 1) * batch);
+      const int64_t feature = features.of(begin);
+      const int64_t stop = std::min(end, features.first[feature + 1]);
       body(feature, begin, stop);
       begin = stop;
     }

@@ -6,6 +6,7 @@
 // bits.
 #pragma once
 
+#include "core/bag_map.h"
 #include "core/dtype.h"
 #include "core/gather.cuh"
 #include "core/row_piece.cuh"
@@ -40,22 +41,26 @@ inline int64_t partial_stride(int64_t columns) {
   return (columns + kColumns - 1) / kColumns * kColumns;
 }
 
+// Rows of a variable batch that are wider than this are never cut.
+inline constexpr int64_t kVariableColumns = 1024;
+
 struct ChunkTask {
   int32_t segment, chunk;
 };
 
 struct GradArgs {
-  const void* grad;  // [B, stride], or [L, stride] for NONE
+  const void* grad;  // as `map` says, or [L, stride] for NONE
   Dtype grad_type;
   int64_t stride;
   const Feature* features;
-  uint32_t batch;
+  BagMap map;
   Bags bags_in;  // for the lengths that MEAN divides by
   Pooling pooling;
   const float* sample_weights;  // [L] or null
   // As `tbe_group` returns them.
   const int64_t* rows;
   const int32_t *segments, *lookups, *bags, *count;
+  const int32_t* row_slots;  // [U] where the cache holds a row, or null
   int64_t num_lookups;
   // Long segments: first chunk of each, what each chunk is, how many there are, and their sums.
   int32_t* first_chunk;
@@ -75,8 +80,14 @@ EMB_DEVICE int64_t grad_offset(const GradArgs& args, int j, float* scale) {
   }
   if (args.sample_weights != nullptr) *scale *= args.sample_weights[args.lookups[j]];
   if (args.pooling == Pooling::kNone) return args.lookups[j] * args.stride;
-  const uint32_t feature = bag / args.batch;
-  return (bag - feature * args.batch) * args.stride + args.features[feature].column;
+  if (args.map.places != nullptr) return args.map.places[bag].element;
+  return args.map.element(bag, args.features[args.map.feature(bag)].column);
+}
+
+// Whether a segment is summed in chunks: one that is long, of a row that fits its chunk sums. Those
+// of a variable batch, where nothing on the host tells the widest row, are of a fixed size.
+EMB_DEVICE bool is_cut(const GradArgs& args, int length, int dim) {
+  return length > kShortSegment && dim <= args.partial_stride;
 }
 
 // Adds this lane's columns of the gradients of sorted lookups [begin, begin + length); `longest` is
@@ -124,6 +135,8 @@ EMB_DEVICE void add_partials(const GradArgs& args, uint32_t segment, int length,
   for (int64_t u = simt::global_thread(); u < count; u += simt::threads_in_grid()) {
     const int length = args.segments[u + 1] - args.segments[u];
     if (length <= kShortSegment) continue;
+    const Feature& feature = args.features[args.map.feature(args.bags[args.segments[u]])];
+    if (!is_cut(args, length, static_cast<int>(feature.dim))) continue;
     const int chunks = chunks_of(length);
     const int first = atomicAdd(args.num_tasks, chunks);
     args.first_chunk[u] = first;
@@ -149,7 +162,7 @@ __global__ void __launch_bounds__(kChunkThreads, 4) chunk_kernel(GradArgs args, 
     const int share = (length + stretches - 1) / stretches;
     const int rest = length - stretch * share;
     const auto bag = static_cast<uint32_t>(args.bags[begin]);
-    const int dim = static_cast<int>(args.features[bag / args.batch].dim);
+    const int dim = static_cast<int>(args.features[args.map.feature(bag)].dim);
     begin += offset + stretch * share;
     for (int base = static_cast<int>(blockIdx.y) * lanes * kColumns; base < dim;
          base += static_cast<int>(gridDim.y) * lanes * kColumns) {

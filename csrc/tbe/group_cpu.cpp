@@ -9,13 +9,14 @@
 #include "core/check.h"
 #include "group/group_items.h"
 #include "group/outputs.h"
+#include "tbe/feature_bags.h"
 #include "tbe/repair_offsets.h"
 
 namespace emb {
 namespace {
 
 template <class Item>
-void group_lookups(const Feature* features, int64_t batch, IndexArray indices,
+void group_lookups(const Feature* features, const FeatureBags& feature_bags, IndexArray indices,
                    const std::vector<int32_t>& offsets, int64_t total_rows, const GroupOutput& out,
                    int32_t* sorted_bags) {
   const int64_t num_bags = static_cast<int64_t>(offsets.size()) - 1;
@@ -32,8 +33,9 @@ void group_lookups(const Feature* features, int64_t batch, IndexArray indices,
     // Lookups before the first bag belong to none.
     for (int64_t i = firsts[part]; i < offsets[bags[part]]; ++i) put(i, total_rows), bag_of[i] = 0;
     for (int64_t bag = bags[part]; bag < bags[part + 1];) {
-      const Feature& feature = features[bag / batch];
-      const int64_t last = std::min(bags[part + 1], (bag / batch + 1) * batch);
+      const int64_t f = feature_bags.of(bag);
+      const Feature& feature = features[f];
+      const int64_t last = std::min(bags[part + 1], feature_bags.first[f + 1]);
       for (; bag < last; ++bag) {
         for (int64_t i = offsets[bag]; i < offsets[bag + 1]; ++i) {
           const int64_t row = repair_index(indices[i], feature.rows);
@@ -50,23 +52,24 @@ void group_lookups(const Feature* features, int64_t batch, IndexArray indices,
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> tbe_group(const Tensor& features,
                                                              const Tensor& indices,
                                                              const Tensor& offsets,
+                                                             std::optional<Tensor> bag_layout,
                                                              int64_t total_rows) {
   const char* op = "tbe_group";
   check_features(op, features);
   check_lookups(op, indices, offsets);
   STD_TORCH_CHECK(total_rows >= 0, "tbe_group: total_rows must be >= 0, got ", total_rows);
-  const int64_t num_features = features.size(0), batch = batch_size(op, num_features, offsets);
+  const FeatureBags feature_bags(op, features, offsets, bag_layout, Pooling::kNone, kAnyNumber);
   check_layout(op, features, kAnyNumber, kAnyNumber, total_rows, Pooling::kNone);
   const Feature* feature = feature_array(features);
   const Tensor index_tensor = torch::stable::contiguous(indices);
   const Tensor offset_tensor = torch::stable::contiguous(offsets);
   std::vector<int32_t> fixed(offsets.numel());
-  repair_offsets(index_array(offset_tensor), num_features * batch, indices.numel(), false,
+  repair_offsets(index_array(offset_tensor), feature_bags.num_bags(), indices.numel(), false,
                  fixed.data());
   GroupTensors result(indices, indices.numel(), ScalarType::Long);
   Tensor sorted_bags = torch::stable::new_empty(indices, {indices.numel()}, ScalarType::Int);
   const auto run = [&](auto group) {
-    group(feature, batch, index_array(index_tensor), fixed, total_rows, result.output(),
+    group(feature, feature_bags, index_array(index_tensor), fixed, total_rows, result.output(),
           sorted_bags.mutable_data_ptr<int32_t>());
   };
   if (total_rows < int64_t{1} << 32) {

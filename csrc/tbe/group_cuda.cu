@@ -2,7 +2,7 @@
 // every sorted lookup.
 #include <torch/csrc/stable/library.h>
 
-#include <algorithm>
+#include <optional>
 #include <tuple>
 
 #include "core/check.h"
@@ -26,13 +26,15 @@ void group_lookups(const CudaLauncher& launcher, const Tensor& like, const Looku
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> tbe_group(const Tensor& features,
                                                              const Tensor& indices,
                                                              const Tensor& offsets,
+                                                             std::optional<Tensor> bag_layout,
                                                              int64_t total_rows) {
   const char* op = "tbe_group";
   check_features(op, features);
   check_lookups(op, indices, offsets);
   check_same_device(op, "features", features, indices);
   STD_TORCH_CHECK(total_rows >= 0, "tbe_group: total_rows must be >= 0, got ", total_rows);
-  const int64_t batch = batch_size(op, features.size(0), offsets), n = indices.numel();
+  const BagMap map = bag_map(op, features.size(0), offsets, bag_layout, 0);
+  const int64_t n = indices.numel();
   const CudaLauncher launcher(indices);
   const Tensor index_tensor = torch::stable::contiguous(indices);
   const Tensor offset_tensor = torch::stable::contiguous(offsets);
@@ -43,8 +45,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> tbe_group(const Tensor& featu
   Tensor count = torch::stable::new_empty(indices, {1}, ScalarType::Int);
   Tensor bag_of = torch::stable::new_empty(indices, {n}, ScalarType::Int);
   const LookupKeys in{feature_array(features), index_array(index_tensor),
-                      Bags{index_array(offset_tensor), features.size(0) * batch, n},
-                      static_cast<uint32_t>(std::max<int64_t>(batch, 1)),
+                      Bags{index_array(offset_tensor), offsets.numel() - 1, n}, map,
                       bag_of.mutable_data_ptr<int32_t>()};
   const GroupOutput out{rows.mutable_data_ptr(),
                         true,

@@ -2,6 +2,7 @@
 // to skip (index -1, or before the first bag) get the key that belongs to no group.
 #pragma once
 
+#include "core/bag_map.h"
 #include "core/dtype.h"
 #include "core/search.cuh"
 #include "group/segments.cuh"
@@ -12,14 +13,14 @@ struct LookupKeys {
   const Feature* features;
   IndexArray indices;
   Bags bags;
-  uint32_t batch;
+  BagMap map;
   int32_t* bag_of;  // [L]
 };
 
 // Linear row id of lookup i in bag `bag`, -1 for none.
 EMB_DEVICE int64_t linear_row(const LookupKeys& in, int64_t i, int bag) {
   if (bag < 0) return -1;
-  const Feature& feature = in.features[static_cast<uint32_t>(bag) / in.batch];
+  const Feature& feature = in.features[in.map.feature(static_cast<uint32_t>(bag))];
   const int64_t row = repair_index(in.indices[i], feature.rows);
   return row >= 0 && row < feature.rows ? feature.row_base + row : -1;
 }

@@ -5,6 +5,7 @@
 
 #include "tbe/long_bags.cuh"
 #include "tbe/lookup.cuh"
+#include "tbe/mixed_rows.cuh"
 #include "tbe/short_bags.cuh"
 
 namespace emb::cuda {
@@ -13,10 +14,7 @@ namespace emb::cuda {
 template <class W, class Launcher>
 void launch_lookup_of(const Launcher& launcher, const LookupArgs& args) {
   constexpr int N = 16 / sizeof(W);
-  const bool pooled = args.pooling != Pooling::kNone;
-  const int64_t mean_dim = pooled && args.num_features > 0
-                               ? (args.columns + args.num_features - 1) / args.num_features
-                               : args.columns;
+  const int64_t mean_dim = mean_width(args);
   const int lanes = lanes_for(mean_dim, N), groups = static_cast<int>(simt::kWarp) / lanes;
   const unsigned stripes = blocks_for(mean_dim, lanes * N, 64);
   const auto start = [&](auto kernel, int64_t items, int items_of_warp, int threads) {
@@ -24,7 +22,7 @@ void launch_lookup_of(const Launcher& launcher, const LookupArgs& args) {
     const unsigned blocks = blocks_for(items, items_of_block, launcher.blocks(256));
     launcher(kernel, simt::Dim3(blocks, stripes), simt::Dim3(threads), args, lanes);
   };
-  if (!pooled) {
+  if (args.pooling == Pooling::kNone) {
     start(sequence_kernel<W>, args.bags.num_lookups, simt::kWarp, kLookupThreads);
   } else if (has_short_bags(args)) {
     start(short_bags_kernel<W>, args.bags.count, groups * kBagsInFlight, kShortBagThreads);
@@ -39,7 +37,9 @@ void launch_lookup_of(const Launcher& launcher, const LookupArgs& args) {
 template <class Launcher>
 void launch_lookup(const Launcher& launcher, const LookupArgs& args) {
   if (args.columns == 0) return;
-  if (args.weight_type == Dtype::kFloat) {
+  if (has_mixed_rows(args)) {
+    launch_mixed_lookup(launcher, args);
+  } else if (args.weight_type == Dtype::kFloat) {
     launch_lookup_of<float>(launcher, args);
   } else if (args.weight_type == Dtype::kHalf) {
     launch_lookup_of<half16>(launcher, args);

@@ -28,8 +28,7 @@ __global__ void __launch_bounds__(kLookupThreads, 3) long_bags_kernel(LookupArgs
     const BagTask task(args, bag);
     const int share = (task.length + stretches - 1) / stretches;
     const BagTask part = stretch_of(task, static_cast<int>(threadIdx.x) / lanes, share);
-    const W* table = static_cast<const W*>(args.weights) + task.feature->weight_offset;
-    const bool vector = task.dim % N == 0 && is_aligned(table, 16);
+    const bool vector = has_whole_vectors<W>(args, *task.feature);
     for (int base = static_cast<int>(blockIdx.y) * lanes * N; base < task.dim;
          base += static_cast<int>(gridDim.y) * lanes * N) {
       const int column = base + lane.rank * N;

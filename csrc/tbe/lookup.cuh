@@ -5,8 +5,10 @@
 // longest bag), so all collectives name the full warp. Sums are in the order of the lookups.
 #pragma once
 
+#include "core/bag_map.h"
 #include "core/dtype.h"
 #include "core/gather.cuh"
+#include "core/place.h"
 #include "core/row_piece.cuh"
 #include "core/simt.cuh"
 
@@ -15,23 +17,82 @@ namespace emb::cuda {
 inline constexpr int kLookupThreads = 256;
 
 struct LookupArgs {
+  // The tier with the lowest address; all rows are found by their distance from it, in elements.
   const void* weights;
+  int64_t distance[kTiers];
   Dtype weight_type;
-  void* output;  // [B, columns], or [L, columns] for NONE
+  void* output;  // [B, columns], [columns] in a variable batch, or [L, columns] for NONE
   Dtype output_type;
   const Feature* features;
   int num_features;
   IndexArray indices;
   Bags bags;
-  int64_t batch, columns;
+  BagMap map;
+  int64_t columns;
   Pooling pooling;
   const float* sample_weights;  // [L] or null
+  const int32_t* slots;         // [L] or null: nothing is cached
+  const void* cache;
+  int64_t cache_elements;
+  Dtype cache_type;
 };
 
-// Element offset of a lookup's row within its table, -1 for a lookup to skip.
-EMB_DEVICE int64_t row_offset(int64_t index, const Feature& feature) {
-  const int64_t row = repair_index(index, feature.rows);
-  return row >= 0 && row < feature.rows ? row * feature.dim : -1;
+// Gives every tier its distance from the lowest one. A cache of another dtype has none: its rows
+// are read by kernels of their own.
+inline void set_tiers(const void* const (&data)[kTiers], const int64_t (&elements)[kTiers],
+                      LookupArgs* args) {
+  const int64_t size = args->weight_type == Dtype::kFloat ? 4 : 2;
+  const bool one_dtype = args->cache_type == args->weight_type;
+  uintptr_t lowest = 0;
+  for (int tier = 0; tier < kTiers; ++tier) {
+    const auto address = reinterpret_cast<uintptr_t>(data[tier]);
+    const bool used = elements[tier] > 0 && (tier != kCacheTier || one_dtype);
+    if (used && (lowest == 0 || address < lowest)) lowest = address;
+  }
+  args->weights = reinterpret_cast<const void*>(lowest);
+  for (int tier = 0; tier < kTiers; ++tier) {
+    const uintptr_t bytes = reinterpret_cast<uintptr_t>(data[tier]) - lowest;
+    args->distance[tier] = elements[tier] > 0 ? static_cast<int64_t>(bytes) / size : 0;
+  }
+  args->cache = data[kCacheTier];
+  args->cache_elements = elements[kCacheTier];
+}
+
+// A slot as `slots` has it, -1 if the cache has none of that number.
+EMB_DEVICE int64_t valid_slot(const LookupArgs& args, const Feature& feature, int64_t slot) {
+  return slot >= 0 && (slot + 1) * feature.cache_stride <= args.cache_elements ? slot : -1;
+}
+
+// What a lookup asks for, and where the cache has it; read ahead of the row.
+struct LookupId {
+  int64_t index = -1;
+  int32_t slot = -1;
+
+  LookupId() = default;
+  EMB_DEVICE LookupId(const LookupArgs& args, int64_t i) : index(args.indices[i]) {
+    if (args.slots != nullptr) slot = args.slots[i];
+  }
+};
+
+// Elements from `args.weights` to the row of a lookup, -1 for one to skip.
+EMB_DEVICE int64_t row_offset(const LookupArgs& args, const Feature& feature, const LookupId& id) {
+  const int64_t row = repair_index(id.index, feature.rows);
+  if (row < 0 || row >= feature.rows) return -1;
+  const RowPlace place = place_row(feature, row, valid_slot(args, feature, id.slot));
+  return args.distance[place.tier] + place.element;
+}
+
+// Whether all rows of a feature begin at multiples of 16 bytes and end there too.
+template <class W>
+EMB_DEVICE bool has_whole_vectors(const LookupArgs& args, const Feature& feature) {
+  constexpr int N = 16 / sizeof(W);
+  const W* base = static_cast<const W*>(args.weights);
+  const W* table = base + args.distance[feature.tier] + feature.weight_offset;
+  bool whole = feature.dim % N == 0 && is_aligned(table, 16);
+  if (args.slots != nullptr && feature.cache_stride > 0) {
+    whole = whole && feature.cache_stride % N == 0 && is_aligned(args.cache, 16);
+  }
+  return whole;
 }
 
 // The bag of one group of lanes. Only what the inner loop needs stays in registers: the rest of the
@@ -42,30 +103,37 @@ struct BagTask {
 
   EMB_DEVICE BagTask(const LookupArgs& args, uint32_t bag) : feature(args.features) {
     if (bag >= args.bags.count) return;
-    feature += bag / static_cast<uint32_t>(args.batch);
+    feature += args.map.feature(bag);
     begin = static_cast<int>(args.bags.begin(bag));
     length = static_cast<int>(args.bags.end(bag)) - begin;
     dim = static_cast<int>(feature->dim);
   }
 };
 
+// Columns of an output row of one bag, on average.
+inline int64_t mean_width(const LookupArgs& args) {
+  const int64_t rows = args.map.places != nullptr ? args.bags.count : args.num_features;
+  if (args.pooling == Pooling::kNone || rows == 0) return args.columns;
+  return (args.columns + rows - 1) / rows;
+}
+
 // Sums columns [column, column + N) of a bag over all of its lookups.
 template <class W, int N, bool kVector>
 EMB_DEVICE void sum_bag(const LookupArgs& args, const BagTask& task, const LaneGroup& lane,
                         int column, int longest, float (&sum)[N]) {
-  const W* table = static_cast<const W*>(args.weights) + task.feature->weight_offset + column;
-  const auto index_at = [&](int i) {
-    return i < task.length ? args.indices[task.begin + i] : int64_t{-1};
+  const W* weights = static_cast<const W*>(args.weights) + column;
+  const auto id_at = [&](int i) {
+    return i < task.length ? LookupId(args, task.begin + i) : LookupId();
   };
-  int64_t index = index_at(lane.rank);
+  LookupId id = id_at(lane.rank);
   for (int tile = 0; tile < longest; tile += lane.lanes) {
     const int i = tile + lane.rank;
-    const int64_t offset = row_offset(index, *task.feature);
-    index = index_at(i + lane.lanes);
+    const int64_t offset = row_offset(args, *task.feature, id);
+    id = id_at(i + lane.lanes);
     float weight = 0.0f;
     if (offset >= 0) weight = args.sample_weights ? args.sample_weights[task.begin + i] : 1.0f;
     const int steps = longest - tile < lane.lanes ? longest - tile : lane.lanes;
-    add_rows<W, N, kVector>(table, offset, weight, task.dim - column, lane.lanes, steps, sum);
+    add_rows<W, N, kVector>(weights, offset, weight, task.dim - column, lane.lanes, steps, sum);
   }
 }
 
@@ -78,9 +146,8 @@ EMB_DEVICE void write_bag(const LookupArgs& args, const BagTask& task, uint32_t 
 #pragma unroll
     for (int e = 0; e < N; ++e) sum[e] *= scale;
   }
-  const int64_t sample = bag % static_cast<uint32_t>(args.batch);
-  write_columns(args.output, args.output_type,
-                sample * args.columns + task.feature->column + column, task.dim - column, sum);
+  const int64_t place = args.map.element(bag, task.feature->column);
+  write_columns(args.output, args.output_type, place + column, task.dim - column, sum);
 }
 
 // Pooled lookup. The grid's second dimension shares the columns of rows wider than a warp.
@@ -95,8 +162,7 @@ __global__ void __launch_bounds__(kLookupThreads, 4) pool_kernel(LookupArgs args
     const BagTask task(args, first + lane.group);
     const int longest = __reduce_max_sync(simt::kFullMask, task.length);
     const int widest = __reduce_max_sync(simt::kFullMask, task.dim);
-    const W* table = static_cast<const W*>(args.weights) + task.feature->weight_offset;
-    const bool vector = __all_sync(simt::kFullMask, task.dim % N == 0 && is_aligned(table, 16));
+    const bool vector = __all_sync(simt::kFullMask, has_whole_vectors<W>(args, *task.feature));
     for (int base = static_cast<int>(blockIdx.y) * lanes * N; base < widest;
          base += static_cast<int>(gridDim.y) * lanes * N) {
       const int column = base + lane.rank * N;
@@ -112,17 +178,20 @@ __global__ void __launch_bounds__(kLookupThreads, 4) pool_kernel(LookupArgs args
 }
 
 // The feature that lookup i belongs to; valid offsets assumed, any answer is in range otherwise.
-EMB_DEVICE int feature_of(const LookupArgs& args, int64_t i) {
-  int low = 0, high = args.num_features - 1;  // the last feature that begins at or before i
+EMB_DEVICE int64_t feature_of(const LookupArgs& args, int64_t i) {
+  // The last feature or, in a variable batch, the last bag that begins at or before i.
+  const bool variable = args.map.places != nullptr;
+  const int64_t bags_of_step = variable ? 1 : args.map.batch;
+  int low = 0, high = (variable ? static_cast<int>(args.bags.count) : args.num_features) - 1;
   while (low < high) {
     const int middle = low + (high - low + 1) / 2;
-    if (args.bags.begin(middle * args.batch) <= i) {
+    if (args.bags.begin(middle * bags_of_step) <= i) {
       low = middle;
     } else {
       high = middle - 1;
     }
   }
-  return low;
+  return variable ? args.map.places[low].feature : low;
 }
 
 // Copies columns [column, column + N) of the rows of the warp's 32 lookups, four a group at a time.
@@ -163,8 +232,7 @@ __global__ void __launch_bounds__(kLookupThreads, 4) sequence_kernel(LookupArgs 
     int64_t offset = -1;
     if (i < args.bags.num_lookups && args.bags.count > 0 && i >= args.bags.begin(0)) {
       const Feature& feature = args.features[feature_of(args, i)];
-      offset = row_offset(args.indices[i], feature);
-      if (offset >= 0) offset += feature.weight_offset;
+      offset = row_offset(args, feature, LookupId(args, i));
     }
     const bool vector =
         __all_sync(simt::kFullMask, width % N == 0 && (offset < 0 || offset % N == 0)) &&

@@ -3,11 +3,12 @@
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
+#include <memory>
 #include <string>
+#include <vector>
 
-#include "core/check.h"
 #include "core/isa.h"
-#include "tbe/feature_bags.h"
+#include "tbe/lookup_inputs.h"
 #include "tbe/lookup_table.h"
 
 namespace emb {
@@ -34,62 +35,68 @@ const LookupTable& lookup_table() {
 #endif
 }
 
-Tensor tbe_lookup(const Tensor& weights, const Tensor& features, const Tensor& indices,
-                  const Tensor& offsets, std::optional<Tensor> sample_weights, std::string pooling,
-                  int64_t columns, ScalarType output_dtype) {
-  const char* op = "tbe_lookup";
-  const Dtype weight_type = float_dtype(op, "weights", weights.scalar_type());
-  const Dtype output_type = float_dtype(op, "output_dtype", output_dtype);
-  const Pooling mode = parse_pooling(op, pooling);
-  check_features(op, features);
-  check_lookups(op, indices, offsets);
-  check_sample_weights(op, sample_weights, indices);
-  STD_TORCH_CHECK(
-      mode != Pooling::kNone || !sample_weights,
-      "tbe_lookup: sample_weights need sum or mean pooling; with none, scale the output");
-  STD_TORCH_CHECK(weights.is_contiguous(), "tbe_lookup: weights must be contiguous");
-  const int64_t num_features = features.size(0), batch = batch_size(op, num_features, offsets);
-  const Tensor index_tensor = torch::stable::contiguous(indices);
-  const Tensor offset_tensor = torch::stable::contiguous(offsets);
-  std::optional<Tensor> scales = sample_weights;
-  if (scales) scales = torch::stable::contiguous(*scales);
+LookupFn kernel_for(const TableRows& rows, Dtype weights, Dtype output) {
+  const LookupTable& table = lookup_table();
+  if (rows.caching == Caching::kMixed) return table.mixed[static_cast<int>(output)];
+  return table.at[rows.caching == Caching::kSame][static_cast<int>(weights)]
+                 [static_cast<int>(output)][rows.indices.is_int64];
+}
 
-  const Feature* feature = feature_array(features);
-  check_layout(op, features, weights.numel(), columns, kAnyNumber, mode);
+// The output, zeroed where the kernels may leave some of it unwritten.
+Tensor new_output(const LookupInputs& in, int64_t columns, ScalarType dtype) {
+  const FeatureBags& feature_bags = in.feature_bags;
+  const int64_t num_features = feature_bags.num_features();
+  const Feature* feature = feature_array(in.features);
+  const bool variable = feature_bags.map.places != nullptr, none = in.pooling == Pooling::kNone;
   int64_t covered = 0;
   for (int64_t f = 0; f < num_features; ++f) {
-    covered += feature[f].dim;
-    STD_TORCH_CHECK(mode != Pooling::kNone || feature[f].dim == columns,
+    const int64_t bags = feature_bags.first[f + 1] - feature_bags.first[f];
+    covered += feature[f].dim * (variable ? bags : 1);
+    STD_TORCH_CHECK(!none || feature[f].dim == columns,
                     "tbe_lookup: pooling none needs one dim for all features, got ", feature[f].dim,
                     " and ", columns);
   }
-  const int64_t lines = mode == Pooling::kNone ? indices.numel() : batch;
-  Tensor out = torch::stable::new_empty(weights, {lines, columns}, output_dtype);
-  if (offsets.numel() == 1) {
-    torch::stable::zero_(out);
-    return out;
-  }
-  const Bags bags{index_array(offset_tensor), num_features * batch, indices.numel()};
-  const bool complete = mode == Pooling::kNone ? bags.begin(0) == 0 : covered == columns;
+  const int64_t lines = none                ? in.indices.numel()
+                        : num_features == 0 ? 0
+                                            : in.bags.count / num_features;
+  Tensor out = variable && !none ? torch::stable::new_empty(in.indices, {columns}, dtype)
+                                 : torch::stable::new_empty(in.indices, {lines, columns}, dtype);
+  const bool complete = in.bags.count > 0 && (none ? in.bags.begin(0) == 0 : covered == columns);
   if (!complete) torch::stable::zero_(out);
-  const LookupFn kernel =
-      lookup_table().at[static_cast<int>(weight_type)][static_cast<int>(output_type)]
-                       [indices.scalar_type() == ScalarType::Long];
-  for_feature_bags(bags, batch, [&](int64_t f, int64_t begin, int64_t end) {
-    const int64_t element = feature[f].weight_offset;
-    const int64_t first = mode == Pooling::kNone ? 0 : begin % batch * columns + feature[f].column;
-    const LookupArgs args{
-        static_cast<const char*>(weights.const_data_ptr()) + element * weights.element_size(),
-        feature[f].rows,
-        feature[f].dim,
-        index_array(index_tensor),
-        bags,
-        mode,
-        scales ? scales->const_data_ptr<float>() : nullptr,
-        static_cast<char*>(out.mutable_data_ptr()) + first * out.element_size(),
-        columns,
-        begin};
-    kernel(args, begin, end);
+  return out;
+}
+
+Tensor tbe_lookup(std::vector<Tensor> weights, const Tensor& features, const Tensor& indices,
+                  const Tensor& offsets, std::optional<Tensor> slots,
+                  std::optional<Tensor> bag_layout, std::optional<Tensor> sample_weights,
+                  std::string pooling, int64_t columns, ScalarType output_dtype) {
+  const char* op = "tbe_lookup";
+  const Dtype output_type = float_dtype(op, "output_dtype", output_dtype);
+  const LookupInputs in(op, weights, features, indices, offsets, slots, bag_layout, pooling,
+                        columns);
+  check_sample_weights(op, sample_weights, indices);
+  STD_TORCH_CHECK(
+      in.pooling != Pooling::kNone || !sample_weights,
+      "tbe_lookup: sample_weights need sum or mean pooling; with none, scale the output");
+  std::optional<Tensor> scales = sample_weights;
+  if (scales) scales = torch::stable::contiguous(*scales);
+  Tensor out = new_output(in, columns, output_dtype);
+  if (in.bags.count == 0) return out;
+  const Feature* feature = feature_array(features);
+  char* output = static_cast<char*>(out.mutable_data_ptr());
+  const BagMap& map = in.feature_bags.map;
+  for_feature_bags(in.bags, in.feature_bags, [&](int64_t f, int64_t begin, int64_t end) {
+    const TableRows rows = in.rows_of(feature[f]);
+    const bool fixed = in.pooling != Pooling::kNone && map.places == nullptr;
+    const int64_t first = fixed ? map.element(static_cast<uint32_t>(begin), feature[f].column) : 0;
+    LookupArgs args{rows,       in.bags,
+                    in.pooling, scales ? scales->const_data_ptr<float>() : nullptr,
+                    map.places, output + first * out.element_size(),
+                    columns,    begin};
+    const bool mixed = rows.caching == Caching::kMixed;
+    const std::unique_ptr<float[]> scratch(mixed ? new float[rows.dim] : nullptr);
+    args.scratch = scratch.get();
+    kernel_for(rows, in.weights.type, output_type)(args, begin, end);
   });
   return out;
 }

@@ -2,9 +2,10 @@
 // What `features` holds is on the device and is not read here: nothing waits for the GPU.
 #include <torch/csrc/stable/library.h>
 
-#include <algorithm>
+#include <optional>
 #include <string>
 #include <tuple>
+#include <vector>
 
 #include "core/check.h"
 #include "core/launch.h"
@@ -21,36 +22,51 @@ struct Lookup {
   std::optional<Tensor> sample_weights;
   LookupArgs args{};
 
-  Lookup(const char* op, const Tensor& weights, const Tensor& features, const Tensor& indices_in,
-         const Tensor& offsets_in, const std::string& pooling, int64_t columns)
+  Lookup(const char* op, const std::vector<Tensor>& weights, const Tensor& features,
+         const Tensor& indices_in, const Tensor& offsets_in, const std::optional<Tensor>& slots,
+         const std::optional<Tensor>& bag_layout, const std::string& pooling, int64_t columns)
       : indices(torch::stable::contiguous(indices_in)),
         offsets(torch::stable::contiguous(offsets_in)) {
-    args.weight_type = float_dtype(op, "weights", weights.scalar_type());
     args.pooling = parse_pooling(op, pooling);
     check_features(op, features);
     check_lookups(op, indices, offsets);
-    check_same_device(op, "features", features, weights);
-    check_same_device(op, "indices", indices, weights);
-    STD_TORCH_CHECK(weights.is_contiguous(), op, ": weights must be contiguous");
+    check_same_device(op, "features", features, indices);
+    check_slots(op, slots, indices);
+    set_weights(op, weights);
     const int64_t num_features = features.size(0);
-    STD_TORCH_CHECK(columns >= num_features, op, ": ", num_features,
+    args.map = bag_map(op, num_features, offsets, bag_layout, columns);
+    STD_TORCH_CHECK(bag_layout || columns >= num_features, op, ": ", num_features,
                     " features need as many columns at least, got ", columns);
-    args.weights = weights.const_data_ptr();
     args.features = feature_array(features);
     args.num_features = static_cast<int>(num_features);
-    args.batch = batch_size(op, num_features, offsets);
     args.columns = columns;
     args.indices = index_array(indices);
-    args.bags = Bags{index_array(offsets), num_features * args.batch, indices.numel()};
+    args.bags = Bags{index_array(offsets), offsets.numel() - 1, indices.numel()};
+    if (slots && args.cache_elements > 0) args.slots = slots->const_data_ptr<int32_t>();
+  }
+
+  int64_t batch() const { return args.num_features > 0 ? args.bags.count / args.num_features : 0; }
+
+ private:
+  void set_weights(const char* op, const std::vector<Tensor>& weights) {
+    const TierWeights tiers(op, weights);
+    args.weight_type = tiers.type;
+    args.cache_type = tiers.cache_type;
+    const void* data[kTiers] = {};
+    for (size_t tier = 0; tier < weights.size(); ++tier) {
+      if (tiers.elements[tier] > 0) data[tier] = kernel_address(op, weights[tier], indices);
+    }
+    set_tiers(data, tiers.elements, &args);
   }
 };
 
-Tensor tbe_lookup(const Tensor& weights, const Tensor& features, const Tensor& indices,
-                  const Tensor& offsets, std::optional<Tensor> sample_weights, std::string pooling,
-                  int64_t columns, ScalarType output_dtype) {
+Tensor tbe_lookup(std::vector<Tensor> weights, const Tensor& features, const Tensor& indices,
+                  const Tensor& offsets, std::optional<Tensor> slots,
+                  std::optional<Tensor> bag_layout, std::optional<Tensor> sample_weights,
+                  std::string pooling, int64_t columns, ScalarType output_dtype) {
   const char* op = "tbe_lookup";
   const Dtype output_type = float_dtype(op, "output_dtype", output_dtype);
-  Lookup lookup(op, weights, features, indices, offsets, pooling, columns);
+  Lookup lookup(op, weights, features, indices, offsets, slots, bag_layout, pooling, columns);
   LookupArgs& args = lookup.args;
   check_sample_weights(op, sample_weights, indices);
   STD_TORCH_CHECK(
@@ -60,34 +76,40 @@ Tensor tbe_lookup(const Tensor& weights, const Tensor& features, const Tensor& i
     lookup.sample_weights = torch::stable::contiguous(*sample_weights);
     args.sample_weights = lookup.sample_weights->const_data_ptr<float>();
   }
-  const int64_t lines = args.pooling == Pooling::kNone ? indices.numel() : args.batch;
-  Tensor out = torch::stable::new_empty(weights, {lines, columns}, output_dtype);
+  const bool none = args.pooling == Pooling::kNone;
+  const int64_t lines = none ? indices.numel() : lookup.batch();
+  Tensor out = bag_layout && !none
+                   ? torch::stable::new_empty(indices, {columns}, output_dtype)
+                   : torch::stable::new_empty(indices, {lines, columns}, output_dtype);
   args.output = out.mutable_data_ptr();
   args.output_type = output_type;
-  if (out.numel() > 0) launch_lookup(CudaLauncher(weights), args);
+  if (out.numel() > 0) launch_lookup(CudaLauncher(indices), args);
   return out;
 }
 
-Tensor tbe_sample_weight_grad(const Tensor& grad, const Tensor& weights, const Tensor& features,
-                              const Tensor& indices, const Tensor& offsets, std::string pooling) {
+Tensor tbe_sample_weight_grad(const Tensor& grad, std::vector<Tensor> weights,
+                              const Tensor& features, const Tensor& indices, const Tensor& offsets,
+                              std::optional<Tensor> slots, std::optional<Tensor> bag_layout,
+                              std::string pooling) {
   const char* op = "tbe_sample_weight_grad";
-  STD_TORCH_CHECK(grad.dim() == 2, op, ": grad must have 2 dimensions, got ", grad.dim());
-  const Lookup lookup(op, weights, features, indices, offsets, pooling, grad.size(1));
+  const int64_t columns = check_pooled_grad(op, grad, bag_layout.has_value());
+  const Lookup lookup(op, weights, features, indices, offsets, slots, bag_layout, pooling, columns);
   STD_TORCH_CHECK(lookup.args.pooling != Pooling::kNone, op, ": needs sum or mean pooling");
-  STD_TORCH_CHECK(grad.size(0) == lookup.args.batch, op, ": grad must have B = ", lookup.args.batch,
-                  " rows");
-  check_same_device(op, "grad", grad, weights);
+  STD_TORCH_CHECK(bag_layout || grad.size(0) == lookup.batch(), op,
+                  ": grad must have B = ", lookup.batch(), " rows, got ", grad.size(0));
+  check_same_device(op, "grad", grad, indices);
   const Tensor grad_tensor = torch::stable::contiguous(grad);
   Tensor out = torch::stable::new_zeros(grad, {indices.numel()}, ScalarType::Float);
   const SampleWeightArgs args{lookup.args, grad_tensor.const_data_ptr(),
                               float_dtype(op, "grad", grad.scalar_type()),
                               out.mutable_data_ptr<float>()};
-  launch_sample_weights(CudaLauncher(weights), args);
+  launch_sample_weights(CudaLauncher(indices), args);
   return out;
 }
 
 std::tuple<Tensor, Tensor> bounds_check(const Tensor& indices, const Tensor& offsets,
-                                        const Tensor& features, std::string mode) {
+                                        const Tensor& features, std::optional<Tensor> bag_layout,
+                                        std::string mode) {
   const char* op = "bounds_check";
   STD_TORCH_CHECK(mode == "fatal" || mode == "warning" || mode == "ignore",
                   "bounds_check: mode must be fatal, warning or ignore, got '", mode, "'");
@@ -95,8 +117,8 @@ std::tuple<Tensor, Tensor> bounds_check(const Tensor& indices, const Tensor& off
   check_lookups(op, indices, offsets);
   check_same_device(op, "features", features, indices);
   const CudaLauncher launcher(indices);
-  const int64_t batch = batch_size(op, features.size(0), offsets);
-  const int64_t num_bags = features.size(0) * batch;
+  const BagMap map = bag_map(op, features.size(0), offsets, bag_layout, 0);
+  const int64_t num_bags = offsets.numel() - 1;
   const Tensor index_tensor = torch::stable::contiguous(indices);
   const Tensor offset_tensor = torch::stable::contiguous(offsets);
   Tensor repaired = torch::stable::new_empty(offsets, {num_bags + 1}, ScalarType::Int);
@@ -107,7 +129,7 @@ std::tuple<Tensor, Tensor> bounds_check(const Tensor& indices, const Tensor& off
                         feature_array(features),
                         indices.numel(),
                         num_bags,
-                        static_cast<uint32_t>(std::max<int64_t>(batch, 1)),
+                        map,
                         mode == "fatal",
                         tile_max.mutable_data_ptr<int32_t>(),
                         repaired.mutable_data_ptr<int32_t>(),

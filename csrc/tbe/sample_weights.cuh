@@ -4,19 +4,13 @@
 #pragma once
 
 #include "tbe/lookup.cuh"
+#include "tbe/mixed_rows.cuh"
 
 namespace emb::cuda {
 
-struct SampleWeightArgs {
-  LookupArgs lookup;  // its output is not used
-  const void* grad;   // [B, columns]
-  Dtype grad_type;
-  float* out;  // [L], zeroed
-};
-
 // Dot products of up to `steps` rows of a tile with `grad`; each lane gets that of its own lookup.
 template <class W, int N, bool kVector>
-EMB_DEVICE float dot_rows(const W* table, int64_t offset, int valid, const LaneGroup& lane,
+EMB_DEVICE float dot_rows(const W* weights, int64_t offset, int valid, const LaneGroup& lane,
                           int steps, const float (&grad)[N]) {
   float mine = 0.0f;
   for (int k = 0; k < steps; k += kRowsInFlight) {
@@ -24,7 +18,7 @@ EMB_DEVICE float dot_rows(const W* table, int64_t offset, int valid, const LaneG
 #pragma unroll
     for (int u = 0; u < kRowsInFlight; ++u) {
       const int64_t row = __shfl_sync(simt::kFullMask, offset, k + u, lane.lanes);
-      if (row >= 0 && valid > 0) piece[u].template load<kVector>(table + row, valid);
+      if (row >= 0 && valid > 0) piece[u].template load<kVector>(weights + row, valid);
     }
 #pragma unroll
     for (int u = 0; u < kRowsInFlight; ++u) {
@@ -43,13 +37,14 @@ template <class W, int N, bool kVector>
 EMB_DEVICE void dot_bag(const SampleWeightArgs& args, const BagTask& task, const LaneGroup& lane,
                         int column, int longest, const float (&grad)[N]) {
   const LookupArgs& in = args.lookup;
-  const W* table = static_cast<const W*>(in.weights) + task.feature->weight_offset + column;
+  const W* weights = static_cast<const W*>(in.weights) + column;
   for (int tile = 0; tile < longest; tile += lane.lanes) {
     const int i = tile + lane.rank;
-    const int64_t index = i < task.length ? in.indices[task.begin + i] : int64_t{-1};
-    const int64_t offset = row_offset(index, *task.feature);
+    const LookupId id = i < task.length ? LookupId(in, task.begin + i) : LookupId();
+    const int64_t offset = row_offset(in, *task.feature, id);
     const int steps = longest - tile < lane.lanes ? longest - tile : lane.lanes;
-    const float dot = dot_rows<W, N, kVector>(table, offset, task.dim - column, lane, steps, grad);
+    const int valid = task.dim - column;
+    const float dot = dot_rows<W, N, kVector>(weights, offset, valid, lane, steps, grad);
     if (offset >= 0) args.out[task.begin + i] += dot;
   }
 }
@@ -67,17 +62,16 @@ __global__ void __launch_bounds__(kLookupThreads, 3)
     const BagTask task(in, first + lane.group);
     const int longest = __reduce_max_sync(simt::kFullMask, task.length);
     const int widest = __reduce_max_sync(simt::kFullMask, task.dim);
-    const W* table = static_cast<const W*>(in.weights) + task.feature->weight_offset;
-    const bool vector = __all_sync(simt::kFullMask, task.dim % N == 0 && is_aligned(table, 16));
+    const bool vector = __all_sync(simt::kFullMask, has_whole_vectors<W>(in, *task.feature));
     const bool mean = in.pooling == Pooling::kMean && task.length > 0;
     const float scale = mean ? 1.0f / static_cast<float>(task.length) : 1.0f;
-    const int64_t sample = (first + lane.group) % static_cast<uint32_t>(in.batch);
+    const uint32_t bag = first + lane.group;
+    const int64_t place = bag < bags ? in.map.element(bag, task.feature->column) : 0;
     for (int base = 0; base < widest; base += lanes * N) {
       const int column = base + lane.rank * N;
       float grad[N] = {};
       if (column < task.dim) {
-        read_columns(args.grad, args.grad_type, sample * in.columns + task.feature->column + column,
-                     task.dim - column, grad);
+        read_columns(args.grad, args.grad_type, place + column, task.dim - column, grad);
       }
 #pragma unroll
       for (int e = 0; e < N; ++e) grad[e] *= scale;
@@ -92,8 +86,7 @@ __global__ void __launch_bounds__(kLookupThreads, 3)
 
 template <class W, class Launcher>
 void launch_sample_weights_of(const Launcher& launcher, const SampleWeightArgs& args) {
-  const int64_t features = args.lookup.num_features > 0 ? args.lookup.num_features : 1;
-  const int lanes = lanes_for((args.lookup.columns + features - 1) / features, 16 / sizeof(W));
+  const int lanes = lanes_for(mean_width(args.lookup), 16 / sizeof(W));
   const int64_t bags_of_block = kLookupThreads / lanes;
   launcher(sample_weight_kernel<W>,
            blocks_for(args.lookup.bags.count, bags_of_block, launcher.blocks(256)), kLookupThreads,
@@ -103,7 +96,9 @@ void launch_sample_weights_of(const Launcher& launcher, const SampleWeightArgs& 
 template <class Launcher>
 void launch_sample_weights(const Launcher& launcher, const SampleWeightArgs& args) {
   if (args.lookup.bags.count == 0) return;
-  if (args.lookup.weight_type == Dtype::kFloat) {
+  if (has_mixed_rows(args.lookup)) {
+    launch_mixed_sample_weights(launcher, args);
+  } else if (args.lookup.weight_type == Dtype::kFloat) {
     launch_sample_weights_of<float>(launcher, args);
   } else if (args.lookup.weight_type == Dtype::kHalf) {
     launch_sample_weights_of<half16>(launcher, args);

@@ -11,16 +11,15 @@ namespace emb::cuda {
 inline constexpr int kBagsInFlight = 4;
 inline constexpr int kShortBagThreads = 128;
 
-// Where row `step` of each lane's bag starts, in elements of the flat weights, and its weight.
+// Where row `step` of each lane's bag starts, in elements from the weights, and its weight.
 struct StepRow {
   int64_t offset = -1;
   float weight = 0.0f;
 
-  EMB_DEVICE StepRow(const LookupArgs& args, const BagTask& task, int64_t index, int step) {
+  EMB_DEVICE StepRow(const LookupArgs& args, const BagTask& task, const LookupId& id, int step) {
     if (step >= task.length) return;
-    offset = row_offset(index, *task.feature);
+    offset = row_offset(args, *task.feature, id);
     if (offset < 0) return;
-    offset += task.feature->weight_offset;
     weight = args.sample_weights ? args.sample_weights[task.begin + step] : 1.0f;
   }
 };
@@ -31,13 +30,13 @@ template <class W, int N, bool kVector>
 EMB_DEVICE void sum_short_bags(const LookupArgs& args, const BagTask& task, const LaneGroup& lane,
                                int column, int longest, float (&sum)[kBagsInFlight][N]) {
   const W* weights = static_cast<const W*>(args.weights) + column;
-  const auto index_at = [&](int i) {
-    return i < task.length ? args.indices[task.begin + i] : int64_t{-1};
+  const auto id_at = [&](int i) {
+    return i < task.length ? LookupId(args, task.begin + i) : LookupId();
   };
-  int64_t index = index_at(0);
+  LookupId id = id_at(0);
   for (int step = 0; step < longest; ++step) {
-    const StepRow mine(args, task, index, step);
-    index = index_at(step + 1);
+    const StepRow mine(args, task, id, step);
+    id = id_at(step + 1);
     Piece<W, N> piece[kBagsInFlight];
 #pragma unroll
     for (int s = 0; s < kBagsInFlight; ++s) {
@@ -60,8 +59,7 @@ EMB_DEVICE void sum_short_bags(const LookupArgs& args, const BagTask& task, cons
 template <int N>
 EMB_DEVICE void write_short_bags(const LookupArgs& args, const BagTask& task, const LaneGroup& lane,
                                  uint32_t bag, int column, float (&sum)[kBagsInFlight][N]) {
-  const int64_t sample = bag % static_cast<uint32_t>(args.batch);
-  const int64_t place = task.dim > 0 ? sample * args.columns + task.feature->column : 0;
+  const int64_t place = task.dim > 0 ? args.map.element(bag, task.feature->column) : 0;
   const bool mean = args.pooling == Pooling::kMean && task.length > 0;
   const float scale = mean ? 1.0f / static_cast<float>(task.length) : 1.0f;
 #pragma unroll
@@ -93,8 +91,7 @@ __global__ void __launch_bounds__(kShortBagThreads, sizeof(W) == 4 ? 7 : 5)
     const BagTask task(args, bag);
     const int longest = __reduce_max_sync(simt::kFullMask, task.length);
     const int widest = __reduce_max_sync(simt::kFullMask, task.dim);
-    const W* table = static_cast<const W*>(args.weights) + task.feature->weight_offset;
-    const bool vector = __all_sync(simt::kFullMask, task.dim % N == 0 && is_aligned(table, 16));
+    const bool vector = __all_sync(simt::kFullMask, has_whole_vectors<W>(args, *task.feature));
     for (int base = static_cast<int>(blockIdx.y) * lanes * N; base < widest;
          base += static_cast<int>(gridDim.y) * lanes * N) {
       const int column = base + lane.rank * N;

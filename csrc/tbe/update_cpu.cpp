@@ -1,5 +1,5 @@
-// The backward ops of table-batched embeddings on the CPU: `tbe_update_` (fused optimizer),
-// `tbe_row_grads` (gradients handed out) and `tbe_sample_weight_grad`.
+// The backward ops of table-batched embeddings on the CPU: `tbe_update_` (fused optimizer) and
+// `tbe_row_grads` (gradients handed out).
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
@@ -39,6 +39,17 @@ const UpdateTable& update_table() {
 
 constexpr int64_t kGrain = 512;
 
+// Scratch that starts with a cache line: registers of a line's size then never touch two.
+constexpr int64_t kLineFloats = 16;
+struct alignas(64) CacheLine {
+  float values[kLineFloats];
+};
+
+// What `tbe_group` returned.
+struct Grouping {
+  const Tensor &rows, &segments, &lookups, &bags, &count;
+};
+
 // Gradients up to this size are found in the caches without asking, most of them in the core's
 // own: a gradient row comes back with every lookup of its bag. Asking for those costs time (8 % of
 // the update at 1.3 MB with 20 lookups a bag).
@@ -49,32 +60,32 @@ struct Gradient {
   Tensor grad, features, segments, lookups, bags, offsets;
   std::optional<Tensor> sample_weights;
   std::vector<float> bag_scale;
-  int64_t num_groups, num_lookups, batch;
+  const BagPlace* places;  // null in a fixed batch
+  int64_t num_groups, num_lookups, num_bags, batch, columns;
   Dtype type;
   Pooling pooling;
 
-  Gradient(const char* op, const Tensor& grad_in, const Tensor& features_in, const Tensor& rows,
-           const Tensor& segments_in, const Tensor& lookups_in, const Tensor& bags_in,
-           const Tensor& count, const Tensor& offsets_in)
+  Gradient(const char* op, const Tensor& grad_in, const Tensor& features_in, const Grouping& groups,
+           const Tensor& offsets_in, const std::optional<Tensor>& bag_layout)
       : grad(torch::stable::contiguous(grad_in)),
         features(features_in),
-        segments(segments_in),
-        lookups(lookups_in),
-        bags(bags_in),
+        segments(groups.segments),
+        lookups(groups.lookups),
+        bags(groups.bags),
         offsets(torch::stable::contiguous(offsets_in)) {
     check_features(op, features);
     type = float_dtype(op, "grad", grad.scalar_type());
-    STD_TORCH_CHECK(grad.dim() == 2, op, ": grad must be [B, columns] or, for none, [L, D], got ",
-                    grad.dim(), " dimensions");
-    for (const Tensor* tensor : {&segments_in, &lookups_in, &bags_in, &count}) {
+    for (const Tensor* tensor : {&groups.segments, &groups.lookups, &groups.bags, &groups.count}) {
       check_dtype(op, "a grouping tensor", *tensor, ScalarType::Int,
                   "int32, as tbe_group returns it");
       STD_TORCH_CHECK(tensor->is_contiguous(), op, ": grouping tensors must be contiguous");
     }
     check_index_dtype(op, "offsets", offsets);
     num_lookups = lookups.numel();
-    batch = batch_size(op, features.size(0), offsets);
-    check_grouping(op, rows, count);
+    places = bag_layout ? bag_places(op, *bag_layout, offsets) : nullptr;
+    batch = places != nullptr ? 0 : batch_size(op, features.size(0), offsets);
+    num_bags = std::max<int64_t>(offsets.numel() - 1, 0);
+    check_grouping(op, groups.rows, groups.count);
   }
 
   // The kernels trust a grouping, so one that tbe_group did not make must not get to them: 12 bytes
@@ -85,7 +96,7 @@ struct Gradient {
     num_groups = valid ? *count.const_data_ptr<int32_t>() : 0;
     valid = valid && num_groups >= 0 && num_groups <= num_lookups;
     if (valid) {
-      const auto num_bags = static_cast<int32_t>(features.size(0) * batch);
+      const auto last_bag = static_cast<int32_t>(num_bags) - 1;
       const int32_t *segment = segments.const_data_ptr<int32_t>(),
                     *bag = bags.const_data_ptr<int32_t>(),
                     *lookup = lookups.const_data_ptr<int32_t>();
@@ -96,7 +107,7 @@ struct Gradient {
       }
       valid = signs >= 0;
       for (int32_t j = 0; valid && j < grouped; ++j) {
-        signs |= bag[j] | (num_bags - 1 - bag[j]) | lookup[j] | (n - 1 - lookup[j]);
+        signs |= bag[j] | (last_bag - bag[j]) | lookup[j] | (n - 1 - lookup[j]);
       }
       valid = valid && signs >= 0;
     }
@@ -105,15 +116,15 @@ struct Gradient {
                     "tbe_group for these features and offsets");
   }
 
-  void set_pooling(const char* op, const std::string& name, const std::optional<Tensor>& weights) {
+  void set_pooling(const char* op, const std::string& name, const std::optional<Tensor>& weights,
+                   const std::optional<Tensor>& bag_layout) {
     pooling = parse_pooling(op, name);
     check_sample_weights(op, weights, lookups);
     if (weights) sample_weights = torch::stable::contiguous(*weights);
-    const int64_t lines = pooling == Pooling::kNone ? num_lookups : batch;
-    STD_TORCH_CHECK(grad.size(0) == lines, op, ": grad must have ", lines, " rows for pooling ",
-                    name, ", got ", grad.size(0));
+    check_shape(op, name);
+    if (places != nullptr) FeatureBags(op, features, offsets, bag_layout, pooling, columns);
     if (pooling == Pooling::kMean) {
-      const Bags ranges{index_array(offsets), features.size(0) * batch, num_lookups};
+      const Bags ranges{index_array(offsets), num_bags, num_lookups};
       bag_scale.resize(ranges.count);
       for (int64_t bag = 0; bag < ranges.count; ++bag) {
         const int64_t length = ranges.end(bag) - ranges.begin(bag);
@@ -122,11 +133,30 @@ struct Gradient {
     }
   }
 
+  void check_shape(const char* op, const std::string& name) {
+    if (places != nullptr && pooling != Pooling::kNone) {
+      columns = check_pooled_grad(op, grad, true);
+      return;
+    }
+    STD_TORCH_CHECK(grad.dim() == 2, op, ": grad must be [B, columns] or, for none, [L, D], got ",
+                    grad.dim(), " dimensions");
+    const int64_t lines = pooling == Pooling::kNone ? num_lookups : batch;
+    STD_TORCH_CHECK(grad.size(0) == lines, op, ": grad must have ", lines, " rows for pooling ",
+                    name, ", got ", grad.size(0));
+    columns = grad.size(1);
+  }
+
+  // The columns that features must keep to; in a variable batch the places were checked instead.
+  int64_t feature_columns() const {
+    return places != nullptr && pooling != Pooling::kNone ? kAnyNumber : columns;
+  }
+
   GradArgs args() const {
     return {grad.const_data_ptr(),
-            grad.size(1),
+            columns,
             static_cast<int64_t>(grad.element_size()),
             feature_array(features),
+            places,
             std::max<int64_t>(batch, 1),
             Divider(static_cast<uint32_t>(std::max<int64_t>(batch, 1))),
             segments.const_data_ptr<int32_t>(),
@@ -167,7 +197,8 @@ struct ChunkSums {
       const int64_t begin = args.segments[groups[i]] + (chunk - first_chunk[i]) * kChunk;
       const int64_t end = std::min<int64_t>(begin + kChunk, args.segments[groups[i] + 1]);
       const int64_t bag = args.bags[begin];
-      sum(args, begin, end, args.features[bag / args.batch].dim, partials.get() + chunk * stride);
+      const int64_t feature = args.places != nullptr ? args.places[bag].feature : bag / args.batch;
+      sum(args, begin, end, args.features[feature].dim, partials.get() + chunk * stride);
     });
   }
 
@@ -186,12 +217,13 @@ void for_groups(const GradArgs& args, int64_t num_groups, const Body& body) {
 
 Tensor tbe_row_grads(const Tensor& grad, const Tensor& features, const Tensor& rows,
                      const Tensor& segments, const Tensor& lookups, const Tensor& bags,
-                     const Tensor& count, const Tensor& offsets,
+                     const Tensor& count, const Tensor& offsets, std::optional<Tensor> bag_layout,
                      std::optional<Tensor> sample_weights, std::string pooling, int64_t dim) {
   const char* op = "tbe_row_grads";
-  Gradient gradient(op, grad, features, rows, segments, lookups, bags, count, offsets);
-  gradient.set_pooling(op, pooling, sample_weights);
-  check_layout(op, features, kAnyNumber, grad.size(1), kAnyNumber, gradient.pooling);
+  Gradient gradient(op, grad, features, {rows, segments, lookups, bags, count}, offsets,
+                    bag_layout);
+  gradient.set_pooling(op, pooling, sample_weights, bag_layout);
+  check_layout(op, features, kAnyNumber, gradient.feature_columns(), kAnyNumber, gradient.pooling);
   const Feature* feature = feature_array(features);
   for (int64_t f = 0; f < features.size(0); ++f) {
     STD_TORCH_CHECK(feature[f].dim == dim, op, ": all features must have dim ", dim, ", feature ",
@@ -211,81 +243,51 @@ Tensor tbe_row_grads(const Tensor& grad, const Tensor& features, const Tensor& r
   return out;
 }
 
-void tbe_update_(Tensor weights, std::vector<Tensor> states, const Tensor& hyper,
+// Weights and states of all tiers, long enough for every row that `features` names.
+void check_memory(const char* op, const std::string& optimizer, const std::vector<Tensor>& weights,
+                  const std::vector<Tensor>& states, const Gradient& gradient, UpdateArgs* args) {
+  check_layout(op, gradient.features, TierWeights(op, weights), gradient.feature_columns(),
+               kAnyNumber, gradient.pooling);
+  const Feature* feature = feature_array(gradient.features);
+  int64_t rows[kTiers] = {};
+  for (int64_t f = 0; f < gradient.features.size(0); ++f) {
+    int64_t& most = rows[feature[f].tier];
+    most = std::max(most, feature[f].state_base + feature[f].rows);
+  }
+  check_tiers(op, optimizer, weights, states, rows, args->tiers);
+}
+
+void tbe_update_(std::vector<Tensor> weights, std::vector<Tensor> states, const Tensor& hyper,
                  std::string optimizer, const Tensor& grad, const Tensor& features,
                  const Tensor& rows, const Tensor& segments, const Tensor& lookups,
                  const Tensor& bags, const Tensor& count, const Tensor& offsets,
+                 std::optional<Tensor> row_slots, std::optional<Tensor> bag_layout,
                  std::optional<Tensor> sample_weights, std::string pooling) {
   const char* op = "tbe_update_";
-  const Dtype weight_type = float_dtype(op, "weights", weights.scalar_type());
-  STD_TORCH_CHECK(weights.is_contiguous(), op, ": weights must be contiguous");
-  Gradient gradient(op, grad, features, rows, segments, lookups, bags, count, offsets);
-  gradient.set_pooling(op, pooling, sample_weights);
-  check_layout(op, features, weights.numel(), grad.size(1), kAnyNumber, gradient.pooling);
   check_dtype(op, "rows", rows, ScalarType::Long, "int64");
-  const UpdateFn update = update_table().update(optimizer.c_str(), weight_type);
-  const Feature* feature = feature_array(features);
-  int64_t total_rows = 0;
-  for (int64_t f = 0; f < features.size(0); ++f) {
-    total_rows = std::max(total_rows, feature[f].row_base + feature[f].rows);
-  }
-  const States state = check_states(op, optimizer, states, hyper, weights.numel(), total_rows);
+  STD_TORCH_CHECK(rows.is_contiguous(), op, ": grouping tensors must be contiguous");
+  check_hyper(op, optimizer, optimizer_shape(op, optimizer), hyper);
+  Gradient gradient(op, grad, features, {rows, segments, lookups, bags, count}, offsets,
+                    bag_layout);
+  gradient.set_pooling(op, pooling, sample_weights, bag_layout);
   UpdateArgs args(gradient.args());
+  check_memory(op, optimizer, weights, states, gradient, &args);
+  if (row_slots) {
+    check_row_slots(op, *row_slots, gradient.num_groups);
+    args.row_slots = row_slots->const_data_ptr<int32_t>();
+  }
   args.rows = rows.const_data_ptr<int64_t>();
-  args.weights = weights.mutable_data_ptr();
-  args.element_states[0] = state.element[0];
-  args.element_states[1] = state.element[1];
-  args.row_state = state.row;
   args.hyper = hyper.const_data_ptr<double>();
   const int64_t dim = gradient.max_dim();
+  const UpdateFn update = update_table().update(optimizer.c_str());
   const SumFn sum = update_table().sum[static_cast<int>(gradient.type)];
   const ChunkSums chunks(args.grads, gradient.num_groups, dim, sum);
   args.longs = chunks.view();
   for_groups(args.grads, gradient.num_groups, [&](int64_t begin, int64_t end) {
-    const std::unique_ptr<float[]> scratch(new float[(kRowBatch + 1) * dim]);
-    update(args, sum, scratch.get(), begin, end);
+    const int64_t lines = (kRowBatch * kScratchRows * dim + kLineFloats - 1) / kLineFloats;
+    const std::unique_ptr<CacheLine[]> scratch(new CacheLine[lines]);
+    update(args, sum, scratch[0].values, dim, begin, end);
   });
-}
-
-Tensor tbe_sample_weight_grad(const Tensor& grad, const Tensor& weights, const Tensor& features,
-                              const Tensor& indices, const Tensor& offsets, std::string pooling) {
-  const char* op = "tbe_sample_weight_grad";
-  const Dtype weight_type = float_dtype(op, "weights", weights.scalar_type());
-  const Dtype grad_type = float_dtype(op, "grad", grad.scalar_type());
-  const Pooling mode = parse_pooling(op, pooling);
-  STD_TORCH_CHECK(mode != Pooling::kNone, op, ": needs sum or mean pooling");
-  check_features(op, features);
-  check_lookups(op, indices, offsets);
-  const int64_t batch = batch_size(op, features.size(0), offsets);
-  STD_TORCH_CHECK(grad.dim() == 2 && grad.size(0) == batch, op, ": grad must have B = ", batch,
-                  " rows");
-  STD_TORCH_CHECK(weights.is_contiguous(), op, ": weights must be contiguous");
-  check_layout(op, features, weights.numel(), grad.size(1), kAnyNumber, mode);
-  const Tensor grad_tensor = torch::stable::contiguous(grad);
-  const Tensor index_tensor = torch::stable::contiguous(indices);
-  const Tensor offset_tensor = torch::stable::contiguous(offsets);
-  const Bags bags{index_array(offset_tensor), features.size(0) * batch, indices.numel()};
-  Tensor out = torch::stable::new_zeros(grad, {indices.numel()}, ScalarType::Float);
-  const Feature* feature = feature_array(features);
-  const SampleWeightFn kernel =
-      update_table().sample_weight[static_cast<int>(weight_type)][static_cast<int>(grad_type)];
-  for_feature_bags(bags, batch, [&](int64_t f, int64_t begin, int64_t end) {
-    const SampleWeightArgs args{
-        static_cast<const char*>(weights.const_data_ptr()) +
-            feature[f].weight_offset * weights.element_size(),
-        feature[f].rows,
-        feature[f].dim,
-        index_array(index_tensor),
-        bags,
-        mode,
-        static_cast<const char*>(grad_tensor.const_data_ptr()) +
-            (begin % batch * grad.size(1) + feature[f].column) * grad.element_size(),
-        grad.size(1),
-        begin,
-        out.mutable_data_ptr<float>()};
-    kernel(args, begin, end);
-  });
-  return out;
 }
 
 }  // namespace
@@ -294,5 +296,4 @@ Tensor tbe_sample_weight_grad(const Tensor& grad, const Tensor& weights, const T
 STABLE_TORCH_LIBRARY_IMPL(emblib, CPU, m) {
   m.impl("tbe_row_grads", TORCH_BOX(&emb::tbe_row_grads));
   m.impl("tbe_update_", TORCH_BOX(&emb::tbe_update_));
-  m.impl("tbe_sample_weight_grad", TORCH_BOX(&emb::tbe_sample_weight_grad));
 }

@@ -24,11 +24,9 @@ struct Grouping {
 class Backward {
  public:
   Backward(const char* op, const Tensor& grad, const Tensor& features, const Grouping& groups,
-           const Tensor& offsets, const std::optional<Tensor>& sample_weights,
-           const std::string& pooling)
+           const Tensor& offsets, const std::optional<Tensor>& bag_layout,
+           const std::optional<Tensor>& sample_weights, const std::string& pooling)
       : grad_(torch::stable::contiguous(grad)), offsets_(torch::stable::contiguous(offsets)) {
-    STD_TORCH_CHECK(grad.dim() == 2, op, ": grad must be [B, columns] or, for none, [L, D], got ",
-                    grad.dim(), " dimensions");
     args_.grad_type = float_dtype(op, "grad", grad.scalar_type());
     args_.pooling = parse_pooling(op, pooling);
     check_features(op, features);
@@ -37,19 +35,20 @@ class Backward {
     const Tensor* elsewhere[] = {&features, &groups.lookups, &offsets};
     for (const Tensor* tensor : elsewhere) check_same_device(op, "grad", grad, *tensor);
     check_sample_weights(op, sample_weights, groups.lookups);
-    const int64_t num_features = features.size(0), batch = batch_size(op, num_features, offsets);
     const int64_t num_lookups = groups.lookups.numel();
-    const bool pooled = args_.pooling != Pooling::kNone;
-    STD_TORCH_CHECK(grad.size(0) == (pooled ? batch : num_lookups), op, ": grad must have ",
-                    pooled ? batch : num_lookups, " rows for pooling ", pooling, ", got ",
-                    grad.size(0));
-    mean_dim_ = pooled && num_features > 0 ? (grad.size(1) + num_features - 1) / num_features
-                                           : grad.size(1);
+    const int64_t columns = check_grad(op, grad, num_lookups, bag_layout.has_value());
+    args_.map = bag_map(op, features.size(0), offsets_, bag_layout, columns);
+    const int64_t num_bags = std::max<int64_t>(offsets.numel() - 1, 0);
+    if (args_.pooling != Pooling::kNone && !bag_layout) {
+      const int64_t batch = batch_size(op, features.size(0), offsets);
+      STD_TORCH_CHECK(grad.size(0) == batch, op, ": grad must have ", batch, " rows for pooling ",
+                      pooling, ", got ", grad.size(0));
+    }
+    set_widths(features.size(0), num_bags, columns, bag_layout.has_value());
     args_.grad = grad_.const_data_ptr();
-    args_.stride = grad.size(1);
+    args_.stride = columns;
     args_.features = feature_array(features);
-    args_.batch = static_cast<uint32_t>(std::max<int64_t>(batch, 1));
-    args_.bags_in = Bags{index_array(offsets_), num_features * batch, num_lookups};
+    args_.bags_in = Bags{index_array(offsets_), num_bags, num_lookups};
     args_.num_lookups = num_lookups;
     if (sample_weights) {
       sample_weights_ = torch::stable::contiguous(*sample_weights);
@@ -62,16 +61,25 @@ class Backward {
     args_.count = groups.count.const_data_ptr<int32_t>();
   }
 
+  void set_slots(const char* op, const std::optional<Tensor>& row_slots) {
+    if (!row_slots) return;
+    check_row_slots(op, *row_slots, 0);
+    check_same_device(op, "row_slots", *row_slots, grad_);
+    STD_TORCH_CHECK(row_slots->numel() == args_.num_lookups, op,
+                    ": row_slots must have one entry a lookup = ", args_.num_lookups, ", got ",
+                    row_slots->numel());
+    args_.row_slots = row_slots->const_data_ptr<int32_t>();
+  }
+
   void run(const CudaLauncher& launcher, const RowStepArgs& step) {
     const int64_t chunks = most_chunks(args_.num_lookups);
     if (chunks > 0) {
-      partials_ = torch::stable::new_empty(grad_, {chunks, partial_stride(args_.stride)},
-                                           ScalarType::Float);
+      partials_ =
+          torch::stable::new_empty(grad_, {chunks, args_.partial_stride}, ScalarType::Float);
       first_chunk_ = torch::stable::new_empty(grad_, {args_.num_lookups}, ScalarType::Int);
       // The tasks, two words each, and their number.
       tasks_ = torch::stable::new_empty(grad_, {2 * chunks + 1}, ScalarType::Int);
       args_.partials = partials_->mutable_data_ptr<float>();
-      args_.partial_stride = partial_stride(args_.stride);
       args_.first_chunk = first_chunk_->mutable_data_ptr<int32_t>();
       args_.tasks = static_cast<ChunkTask*>(tasks_->mutable_data_ptr());
       args_.num_tasks = tasks_->mutable_data_ptr<int32_t>() + 2 * chunks;
@@ -81,6 +89,23 @@ class Backward {
   }
 
  private:
+  // Columns of the gradient: of a line of it, or in a variable batch of all there is.
+  int64_t check_grad(const char* op, const Tensor& grad, int64_t num_lookups, bool variable) const {
+    if (args_.pooling != Pooling::kNone) return check_pooled_grad(op, grad, variable);
+    STD_TORCH_CHECK(grad.dim() == 2 && grad.size(0) == num_lookups, op,
+                    ": grad must be [L, D] with L = ", num_lookups, " for pooling none");
+    return grad.size(1);
+  }
+
+  // The mean width of a row, and how wide one may be whose lookups are summed in chunks.
+  void set_widths(int64_t num_features, int64_t num_bags, int64_t columns, bool variable) {
+    const bool pooled = args_.pooling != Pooling::kNone;
+    const int64_t parts = !pooled ? 1 : variable ? num_bags : num_features;
+    mean_dim_ = parts > 0 ? (columns + parts - 1) / parts : columns;
+    const int64_t widest = pooled && variable ? std::min(columns, kVariableColumns) : columns;
+    args_.partial_stride = partial_stride(widest);
+  }
+
   static void check_groups(const char* op, const Grouping& groups) {
     check_dtype(op, "rows", groups.rows, ScalarType::Long, "int64, as tbe_group returns it");
     const Tensor* parts[] = {&groups.segments, &groups.lookups, &groups.bags, &groups.count};
@@ -104,35 +129,32 @@ class Backward {
   int64_t mean_dim_ = 0;
 };
 
-void tbe_update_(Tensor weights, std::vector<Tensor> states, const Tensor& hyper,
+void tbe_update_(std::vector<Tensor> weights, std::vector<Tensor> states, const Tensor& hyper,
                  std::string optimizer, const Tensor& grad, const Tensor& features,
                  const Tensor& rows, const Tensor& segments, const Tensor& lookups,
                  const Tensor& bags, const Tensor& count, const Tensor& offsets,
+                 std::optional<Tensor> row_slots, std::optional<Tensor> bag_layout,
                  std::optional<Tensor> sample_weights, std::string pooling) {
   const char* op = "tbe_update_";
-  const Dtype weight_type = float_dtype(op, "weights", weights.scalar_type());
-  STD_TORCH_CHECK(weights.is_contiguous(), op, ": weights must be contiguous");
-  check_same_device(op, "grad", grad, weights);
-  Backward backward(op, grad, features, {rows, segments, lookups, bags, count}, offsets,
+  check_same_device(op, "hyper", hyper, grad);
+  Backward backward(op, grad, features, {rows, segments, lookups, bags, count}, offsets, bag_layout,
                     sample_weights, pooling);
-  // How many rows the tables have is on the device; that the state is long enough is the module's
-  // care.
-  const RowStepArgs step = row_step_args(op, weights, weight_type, optimizer, states, hyper, 0);
+  backward.set_slots(op, row_slots);
+  const RowStepArgs step = row_step_args(op, weights, optimizer, states, hyper, 0);
   backward.run(CudaLauncher(grad), step);
 }
 
 Tensor tbe_row_grads(const Tensor& grad, const Tensor& features, const Tensor& rows,
                      const Tensor& segments, const Tensor& lookups, const Tensor& bags,
-                     const Tensor& count, const Tensor& offsets,
+                     const Tensor& count, const Tensor& offsets, std::optional<Tensor> bag_layout,
                      std::optional<Tensor> sample_weights, std::string pooling, int64_t dim) {
   const char* op = "tbe_row_grads";
   STD_TORCH_CHECK(dim > 0, op, ": dim must be positive, got ", dim);
-  Backward backward(op, grad, features, {rows, segments, lookups, bags, count}, offsets,
+  Backward backward(op, grad, features, {rows, segments, lookups, bags, count}, offsets, bag_layout,
                     sample_weights, pooling);
   Tensor out = torch::stable::new_zeros(grad, {lookups.numel(), dim}, ScalarType::Float);
-  RowStepArgs step{};
-  step.rule = Rule::kNone;
-  step.weights = out.mutable_data_ptr();
+  RowStepArgs step;
+  step.tiers[0].weights = out.mutable_data_ptr();
   backward.run(CudaLauncher(grad), step);
   return out;
 }

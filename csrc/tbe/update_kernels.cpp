@@ -1,6 +1,7 @@
 // Backward of table-batched embeddings on one CPU thread: the gradients of a unique row are summed
 // in registers, then the optimizer reads and writes the row once. As in the forward the cost is
 // cache misses on random rows, so the rows of the next groups are fetched ahead, ready for writing.
+#include "optim/narrow_row.h"
 #include "optim/optimizers.h"
 #include "optim/step_row.h"
 #include "tbe/update_table.h"
@@ -10,12 +11,19 @@ namespace {
 
 // Lookups of a group whose gradients are fetched ahead; the hardware follows longer groups.
 constexpr int64_t kGradsAhead = 4;
-constexpr int64_t kSampleRowsAhead = 8;
+
+// The feature of a bag.
+EMB_HD int64_t feature_of(const GradArgs& args, int64_t bag) {
+  return args.places != nullptr ? args.places[bag].feature
+                                : args.by_batch(static_cast<uint32_t>(bag));
+}
 
 // The first element, counted from `grad`, of the gradient of sorted lookup j.
 EMB_HD int64_t grad_offset(const GradArgs& args, int64_t j) {
   if (args.per_lookup) return args.lookups[j] * args.grad_stride;
-  const int64_t bag = args.bags[j], feature = args.by_batch(static_cast<uint32_t>(bag));
+  const int64_t bag = args.bags[j];
+  if (args.places != nullptr) return args.places[bag].element;
+  const int64_t feature = args.by_batch(static_cast<uint32_t>(bag));
   return (bag - feature * args.batch) * args.grad_stride + args.features[feature].column;
 }
 
@@ -83,56 +91,114 @@ EMB_HD void prefetch_grads(const GradArgs& args, int64_t group, int64_t dim) {
 
 // A row on its way through the update.
 struct Target {
-  int64_t row, offset, dim;
-  float* row_state;
-  float scale;
+  const TierRows* tier;
+  RowPlace place;
+  int64_t id, dim;
+  RowViews views;
+  float sums[kMostSums];
+  RowScale scale;
 };
 
 // Where the row of a group lives: any of its lookups tells the feature, hence the table.
-EMB_HD Target locate(const UpdateArgs& args, int64_t group) {
-  const auto bag = static_cast<uint32_t>(args.grads.bags[args.grads.segments[group]]);
-  const Feature& feature = args.grads.features[args.grads.by_batch(bag)];
+EMB_HD void locate(const UpdateArgs& args, int64_t group, Target* target) {
+  const int64_t bag = args.grads.bags[args.grads.segments[group]];
+  const Feature& feature = args.grads.features[feature_of(args.grads, bag)];
   // Rows that are not of this feature come from no grouping of ours; they must not leave its table.
   const int64_t given = args.rows[group] - feature.row_base;
   const int64_t row = given >= 0 && given < feature.rows ? given : 0;
-  return {feature.row_base + row, feature.weight_offset + row * feature.dim, feature.dim, nullptr,
-          0.0f};
+  const int64_t slot = args.row_slots != nullptr ? args.row_slots[group] : -1;
+  target->place = update_place(feature, row, slot, args.tiers[kCacheTier]);
+  target->tier = &args.tiers[target->place.tier];
+  target->id = feature.row_base + row;
+  target->dim = feature.dim;
 }
 
-template <class W>
-EMB_HD void load_row(const W* row, int64_t dim, float* out) {
-  int64_t d = 0;
-  for (; d + kLanes <= dim; d += kLanes) store(out + d, load(row + d));
-  for (; d < dim; ++d) out[d] = to_float(row[d]);
+// Asks for all of the row that Opt will touch, ready for writing.
+template <class Opt>
+EMB_HD void prefetch_target(const Target& target) {
+  const auto ask = [&](const void* data, Dtype type) {
+    const int64_t size = size_of(type);
+    prefetch_row<true>(static_cast<const char*>(data) + target.place.element * size,
+                       target.dim * size);
+  };
+  ask(target.tier->weights, target.tier->weight_type);
+  for (int s = 0; s < Opt::kSteppedStates; ++s) {
+    ask(target.tier->element_states[s], target.tier->state_types[s]);
+  }
+  for (int s = 0; s < Opt::kRowStates; ++s) {
+    prefetch_row<true>(target.tier->row_states[s] + target.place.row, 4);
+  }
 }
 
-template <class W>
-EMB_HD void store_row(const float* values, int64_t dim, W* row) {
-  int64_t d = 0;
-  for (; d + kLanes <= dim; d += kLanes) store(row + d, load(values + d));
-  for (; d < dim; ++d) row[d] = from_float<W>(values[d]);
+// The row as floats: in place, or, where it is stored in 16 bits, a copy in `scratch`.
+EMB_HD float* open_row(void* data, Dtype type, const Target& target, float* scratch) {
+  if (type == Dtype::kFloat) return static_cast<float*>(data) + target.place.element;
+  widen_row(data, type, target.place.element, target.dim, scratch);
+  return scratch;
+}
+
+EMB_HD void close_row(const float* values, void* data, Dtype type, const Target& target,
+                      const Rounding& rounding, uint32_t tensor) {
+  if (type == Dtype::kFloat) return;
+  narrow_row(values, target.dim, data, type, target.place.element, rounding, target.id, tensor);
+}
+
+// `room` is scratch for what is stored in 16 bits.
+template <class Opt>
+EMB_HD void open_target(Target* target, float* room) {
+  const TierRows& tier = *target->tier;
+  target->views.w = open_row(tier.weights, tier.weight_type, *target, room);
+  if constexpr (Opt::kSteppedStates > 0) {
+    room += target->dim;
+    target->views.first = open_row(tier.element_states[0], tier.state_types[0], *target, room);
+  }
+  if constexpr (Opt::kSteppedStates > 1) {
+    room += target->dim;
+    target->views.second = open_row(tier.element_states[1], tier.state_types[1], *target, room);
+  }
+}
+
+template <class Opt>
+EMB_HD void close_target(const Target& target, const Rounding& rounding) {
+  const TierRows& tier = *target.tier;
+  close_row(target.views.w, tier.weights, tier.weight_type, target, rounding, kRoundWeights);
+  if constexpr (Opt::kSteppedStates > 0) {
+    close_row(target.views.first, tier.element_states[0], tier.state_types[0], target, rounding,
+              kRoundState);
+  }
+  if constexpr (Opt::kSteppedStates > 1) {
+    close_row(target.views.second, tier.element_states[1], tier.state_types[1], target, rounding,
+              kRoundState + 1);
+  }
+}
+
+template <class Opt>
+EMB_HD void begin_target(const Opt& opt, Target* target) {
+  float states[kMostRowStates];
+  for (int s = 0; s < Opt::kRowStates; ++s) {
+    states[s] = target->tier->row_states[s][target->place.row];
+  }
+  target->scale = opt.begin_row(states, target->sums, static_cast<float>(target->dim));
+  for (int s = 0; s < Opt::kRowStates; ++s) {
+    target->tier->row_states[s][target->place.row] = states[s];
+  }
 }
 
 // Rows go through in batches: a row-wise optimizer has a chain of reduction, square root and
 // division before it can write, and a few such chains side by side cost little more than one.
-template <class Opt, class W>
-void update(const UpdateArgs& args, SumFn sum_fn, float* scratch, int64_t begin, int64_t end) {
+template <class Opt>
+void update(const UpdateArgs& args, SumFn sum_fn, float* scratch, int64_t widest, int64_t begin,
+            int64_t end) {
   const Opt opt(args.hyper);
-  W* weights = static_cast<W*>(args.weights);
+  const WeightDecay decay(args.hyper);
+  const Rounding rounding(args.hyper);
   Target targets[2][kRowBatch];
   const auto fetch = [&](int64_t base, Target* batch) {
     const int64_t count = end - base < kRowBatch ? end - base : kRowBatch;
     for (int64_t i = 0; i < count; ++i) {
-      Target& target = batch[i] = locate(args, base + i);
-      if (args.grads.fetch_ahead) prefetch_grads(args.grads, base + i, target.dim);
-      prefetch_row<true>(weights + target.offset, target.dim * static_cast<int64_t>(sizeof(W)));
-      for (int s = 0; s < Opt::kElementStates; ++s) {
-        prefetch_row<true>(args.element_states[s] + target.offset, target.dim * 4);
-      }
-      if constexpr (Opt::kRowStates > 0) {
-        target.row_state = args.row_state + target.row;
-        prefetch_row<true>(target.row_state, 4);
-      }
+      locate(args, base + i, &batch[i]);
+      if (args.grads.fetch_ahead) prefetch_grads(args.grads, base + i, batch[i].dim);
+      prefetch_target<Opt>(batch[i]);
     }
   };
   fetch(begin, targets[0]);
@@ -141,85 +207,35 @@ void update(const UpdateArgs& args, SumFn sum_fn, float* scratch, int64_t begin,
     Target* batch = targets[turn];
     const int64_t count = end - base < kRowBatch ? end - base : kRowBatch;
     float* gradient = scratch;
-    for (int64_t i = 0; i < count; ++i, gradient += batch[i - 1].dim) {
-      segment_sum(args, sum_fn, base + i, batch[i].dim, gradient);
-      if constexpr (Opt::kRowStates > 0) batch[i].scale = mean_square(gradient, batch[i].dim);
-    }
+    float* room = scratch + kRowBatch * widest;
     for (int64_t i = 0; i < count; ++i) {
-      batch[i].scale = opt.begin_row(batch[i].row_state, batch[i].scale);
+      Target& target = batch[i];
+      target.views.g = gradient;
+      segment_sum(args, sum_fn, base + i, target.dim, gradient);
+      open_target<Opt>(&target, room);
+      add_penalty(decay, target.dim, target.views);
+      row_sums(opt, target.dim, target.views, target.sums);
+      gradient += target.dim;
+      room += (kScratchRows - 1) * target.dim;
     }
-    float* values = gradient;
-    gradient = scratch;
-    for (int64_t i = 0; i < count; ++i, gradient += batch[i - 1].dim) {
-      const Target& target = batch[i];
-      W* row = weights + target.offset;
-      float* first = Opt::kElementStates > 0 ? args.element_states[0] + target.offset : nullptr;
-      float* second = Opt::kElementStates > 1 ? args.element_states[1] + target.offset : nullptr;
-      if constexpr (sizeof(W) == sizeof(float)) {
-        step_row(opt, target.dim, target.scale, row, gradient, first, second);
-      } else {
-        load_row(row, target.dim, values);
-        step_row(opt, target.dim, target.scale, values, gradient, first, second);
-        store_row(values, target.dim, row);
-      }
+    for (int64_t i = 0; i < count; ++i) begin_target(opt, &batch[i]);
+    for (int64_t i = 0; i < count; ++i) {
+      decay_row(decay, batch[i].dim, batch[i].views);
+      step_row(opt, batch[i].dim, batch[i].scale, batch[i].views);
+      close_target<Opt>(batch[i], rounding);
     }
   }
 }
 
-UpdateFn find_update(const char* optimizer, Dtype weights) {
+UpdateFn find_update(const char* optimizer) {
   UpdateFn found = nullptr;
-  visit_optimizer(optimizer, [&](auto tag) {
-    using Opt = typename decltype(tag)::type;
-    found = weights == Dtype::kFloat  ? update<Opt, float>
-            : weights == Dtype::kHalf ? update<Opt, half16>
-                                      : update<Opt, bfloat16>;
-  });
+  visit_optimizer(optimizer, [&](auto tag) { found = update<typename decltype(tag)::type>; });
   return found;
 }
 
-// d(out)/d(sample weight) of a lookup is the dot product of its row and its bag's gradient.
-template <class W, class G>
-void sample_weight_grads(const SampleWeightArgs& args, int64_t first_bag, int64_t last_bag) {
-  const W* table = static_cast<const W*>(args.table);
-  const int64_t last = args.bags.end(last_bag - 1);
-  const int64_t row_bytes = args.dim * static_cast<int64_t>(sizeof(W));
-  const auto row_of = [&](int64_t i) { return repair_index(args.indices[i], args.rows); };
-  for (int64_t bag = first_bag; bag < last_bag; ++bag) {
-    const int64_t begin = args.bags.begin(bag), end = args.bags.end(bag);
-    const bool mean = args.pooling == Pooling::kMean && end > begin;
-    const float scale = mean ? 1.0f / static_cast<float>(end - begin) : 1.0f;
-    for (int64_t i = begin; i < end; ++i) {
-      const int64_t next = i + kSampleRowsAhead;
-      if (next < last && row_of(next) >= 0) {
-        prefetch_row<false>(table + row_of(next) * args.dim, row_bytes);
-      }
-      const int64_t row = row_of(i);
-      const G* grad = static_cast<const G*>(args.grad) + (bag - args.first_bag) * args.grad_stride;
-      float total = 0.0f;
-      if (row >= 0) {
-        Vec products = {};
-        int64_t d = 0;
-        for (; d + kLanes <= args.dim; d += kLanes) {
-          products += load(grad + d) * load(table + row * args.dim + d);
-        }
-        total = sum(products);
-        for (; d < args.dim; ++d) total += to_float(grad[d]) * to_float(table[row * args.dim + d]);
-      }
-      args.out[i] = total * scale;
-    }
-  }
-}
-
 constexpr UpdateTable make_table() {
-  return {{sum_lookups<float>, sum_lookups<half16>, sum_lookups<bfloat16>},
-          find_update,
-          segment_sum,
-          {{sample_weight_grads<float, float>, sample_weight_grads<float, half16>,
-            sample_weight_grads<float, bfloat16>},
-           {sample_weight_grads<half16, float>, sample_weight_grads<half16, half16>,
-            sample_weight_grads<half16, bfloat16>},
-           {sample_weight_grads<bfloat16, float>, sample_weight_grads<bfloat16, half16>,
-            sample_weight_grads<bfloat16, bfloat16>}}};
+  return {
+      {sum_lookups<float>, sum_lookups<half16>, sum_lookups<bfloat16>}, find_update, segment_sum};
 }
 
 }  // namespace

@@ -1,9 +1,10 @@
 // The backward kernels of table-batched embeddings on the CPU: what they take and how they are
-// reached. They work on a range of unique rows (or of bags, for the gradient of sample weights).
+// reached. They work on a range of unique rows.
 #pragma once
 
+#include "core/bag_map.h"
 #include "core/divide.h"
-#include "core/dtype.h"
+#include "optim/tiers.h"
 
 namespace emb {
 
@@ -17,10 +18,11 @@ struct GradArgs {
   int64_t grad_stride;  // elements of `element_size` bytes
   int64_t element_size;
   const Feature* features;
-  int64_t batch;
+  const BagPlace* places;  // of the bags of a variable batch; null in a fixed one
+  int64_t batch;           // bags a feature of a fixed batch
   Divider by_batch;
   const int32_t *segments, *lookups, *bags;
-  const float* bag_scale;       // [F * B] 1 / length for MEAN, else null
+  const float* bag_scale;       // [bags] 1 / length for MEAN, else null
   const float* sample_weights;  // [L] or null
   bool per_lookup;              // NONE: row i of grad belongs to lookup i
   bool fetch_ahead;             // the gradient is too large to be in the cache already
@@ -38,24 +40,12 @@ struct LongSegments {
 struct UpdateArgs {
   GradArgs grads;
   LongSegments longs = {};
-  const int64_t* rows = nullptr;  // [U] linear row ids
-  void* weights = nullptr;
-  float* element_states[2] = {nullptr, nullptr};
-  float* row_state = nullptr;
+  const int64_t* rows = nullptr;       // [U] linear row ids
+  const int32_t* row_slots = nullptr;  // [U] where the cache holds them, or null
+  TierRows tiers[kTiers] = {};
   const double* hyper = nullptr;
 
   explicit UpdateArgs(const GradArgs& gradients) : grads(gradients) {}
-};
-
-struct SampleWeightArgs {
-  const void* table;
-  int64_t rows, dim;
-  IndexArray indices;
-  Bags bags;
-  Pooling pooling;
-  const void* grad;  // row of bag `first_bag`
-  int64_t grad_stride, first_bag;
-  float* out;  // [L]
 };
 
 // Adds up the gradients of sorted lookups [begin, end).
@@ -63,15 +53,18 @@ using SumFn = void (*)(const GradArgs&, int64_t begin, int64_t end, int64_t dim,
 // Unique rows worked on at a time, while the next ones are on their way. Four rows of 256 to 512
 // bytes with their gradients fill the miss buffers; eight made the update 1.1-1.4x slower (Zen 4).
 inline constexpr int kRowBatch = 4;
-// Updates unique rows [begin, end); `scratch` has room for kRowBatch + 1 rows.
-using UpdateFn = void (*)(const UpdateArgs&, SumFn, float* scratch, int64_t begin, int64_t end);
-using SampleWeightFn = void (*)(const SampleWeightArgs&, int64_t first_bag, int64_t last_bag);
+// Rows of scratch that a unique row may take: its gradient, and weights and states stored in 16
+// bits.
+inline constexpr int kScratchRows = 2 + kMostElementStates;
+// Updates unique rows [begin, end), none longer than `widest`; `scratch` has room for kRowBatch *
+// kScratchRows such rows.
+using UpdateFn = void (*)(const UpdateArgs&, SumFn, float* scratch, int64_t widest, int64_t begin,
+                          int64_t end);
 
 struct UpdateTable {
-  SumFn sum[3];                                              // [gradient dtype]
-  UpdateFn (*update)(const char* optimizer, Dtype weights);  // null if there is no such optimizer
+  SumFn sum[3];                               // [gradient dtype]
+  UpdateFn (*update)(const char* optimizer);  // null if there is no such optimizer
   void (*segment_sum)(const UpdateArgs&, SumFn, int64_t group, int64_t dim, float* sum);
-  SampleWeightFn sample_weight[3][3];  // [weights dtype][gradient dtype]
 };
 
 }  // namespace emb

@@ -86,6 +86,16 @@ def keep_dtype(fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     return move
 
 
-from emblib.ops import group, random, tbe, tt  # noqa: E402
+from emblib.ops import cache, group, lookups, random, tbe, tt  # noqa: E402
 
-__all__ = ["empty_table", "group", "keep_dtype", "random", "require_kernels", "tbe", "tt"]
+__all__ = [
+    "cache",
+    "empty_table",
+    "group",
+    "keep_dtype",
+    "lookups",
+    "random",
+    "require_kernels",
+    "tbe",
+    "tt",
+]

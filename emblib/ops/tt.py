@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from emblib.ops import tbe
+from emblib.ops import lookups, tbe
 from emblib.optim import Optimizer
 from emblib.specs import Pooling
 
@@ -98,10 +98,12 @@ def make_rows(cores: Sequence[Tensor], batch: Lookup, kept: int) -> Made:
 def pool(made: Made, batch: Lookup, sample_weights: Tensor | None) -> Tensor:
     """Pool the rows made for a batch: `[B, D]`, or `[L, D]` for NONE."""
     return _ops.tbe_lookup(
-        made.rows.view(-1),
+        [made.rows.view(-1)],
         _row_features(batch),
         made.inverse,
         batch.offsets,
+        None,
+        None,
         sample_weights,
         batch.pooling.value,
         made.rows.size(1),
@@ -191,6 +193,7 @@ class FusedLookup(torch.autograd.Function):
                 cores, made.plan, batch.row_factors, batch.dim_factors, made.prefixes.size(0)
             )
             made = made._replace(prefixes=prefixes)
+        grad = lookups.clipped(grad, ctx.optimizer)
         core_grads = _core_grads(grad, made, batch, sample_weights, cores)
         ctx.hyper[1].add_(1)
         for core, state, core_grad in zip(cores, ctx.states, core_grads, strict=True):
@@ -211,6 +214,7 @@ def _core_grads(
         batch.features,
         *made.groups,
         batch.offsets,
+        None,
         sample_weights,
         batch.pooling.value,
         math.prod(batch.dim_factors),
@@ -223,10 +227,12 @@ def _core_grads(
 def _sample_weight_grad(grad: Tensor, made: Made, batch: Lookup) -> Tensor:
     return _ops.tbe_sample_weight_grad(
         grad,
-        made.rows.view(-1),
+        [made.rows.view(-1)],
         _row_features(batch),
         made.inverse,
         batch.offsets,
+        None,
+        None,
         batch.pooling.value,
     )
 

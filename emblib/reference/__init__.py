@@ -1,5 +1,5 @@
 """Every operation in plain PyTorch: the definition of correct, and a contender in benchmarks."""
 
-from emblib.reference import random, tbe, tt
+from emblib.reference import optim, random, rounding, tbe, tt
 
-__all__ = ["random", "tbe", "tt"]
+__all__ = ["optim", "random", "rounding", "tbe", "tt"]

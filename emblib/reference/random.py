@@ -17,7 +17,13 @@ def _multiply(a: int, b: Tensor) -> tuple[Tensor, Tensor]:
 
 def philox(seed: int, blocks: Tensor) -> Tensor:
     """The four random words, int64 `[N, 4]` in [0, 2^32), of each block `[N]`."""
-    c = [blocks & _MASK, blocks >> 32, torch.zeros_like(blocks), torch.zeros_like(blocks)]
+    zero = torch.zeros_like(blocks)
+    return philox_counters(seed, torch.stack([blocks & _MASK, blocks >> 32, zero, zero], dim=1))
+
+
+def philox_counters(seed: int, counters: Tensor) -> Tensor:
+    """The same for counters of four words each, `[N, 4]` in [0, 2^32)."""
+    c = list(counters.unbind(1))
     keys = [seed & _MASK, seed >> 32 & _MASK]
     for _ in range(10):
         (h0, l0), (h1, l1) = _multiply(_MULTIPLIERS[0], c[0]), _multiply(_MULTIPLIERS[1], c[2])

@@ -1,17 +1,31 @@
 """Table-batched embeddings in plain PyTorch: the definition of correct.
 
 Same terms as `emblib.ops.tbe`, no native code, any floating dtype (float64 for gradient checks),
-any device. `features` is int64 `[F, 5]`: weight_offset, row_base, rows, dim, column.
+any device. `features` is int64 `[F, 8]`: weight_offset, row_base, rows, dim, column, tier,
+state_base, cache_stride.
 """
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from emblib import optim
+from emblib.reference import optim
 from emblib.specs import Pooling
+
+CACHE = 3  # the memory tier of the software cache, in the order of `weights`
+
+
+class Extras(NamedTuple):
+    """What only some batches have: the cache slot of each lookup, and where each bag's row goes."""
+
+    slots: Tensor | None = None
+    bag_layout: Tensor | None = None
+
+
+NO_EXTRAS = Extras()
 
 
 class Groups(NamedTuple):
@@ -37,57 +51,98 @@ def bag_of_lookup(offsets: Tensor, num_lookups: int) -> Tensor:
     return torch.searchsorted(offsets[:-1].long().contiguous(), positions, right=True) - 1
 
 
-def _locate(features: Tensor, indices: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def feature_of_bag(features: Tensor, offsets: Tensor, bag_layout: Tensor | None = None) -> Tensor:
+    """The feature of each bag, int64 `[bags]`: as many bags each unless a layout says otherwise."""
+    if bag_layout is not None:
+        return bag_layout[:, 0]
+    bags = torch.arange(offsets.numel() - 1, device=offsets.device)
+    return bags // max((offsets.numel() - 1) // max(features.size(0), 1), 1)
+
+
+def _locate(
+    features: Tensor, indices: Tensor, offsets: Tensor, bag_layout: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Bag, feature and repaired index of each lookup; index -1 marks one to skip."""
     bag = bag_of_lookup(offsets, indices.numel())
-    batch = max((offsets.numel() - 1) // max(features.size(0), 1), 1)
-    feature = bag.clamp(min=0) // batch
-    if features.size(0) == 0:
-        return bag, feature, torch.full_like(feature, -1)
+    if features.size(0) == 0 or offsets.numel() < 2:
+        return bag, torch.zeros_like(bag), torch.full_like(bag, -1)
+    feature = feature_of_bag(features, offsets, bag_layout)[bag.clamp(min=0)]
     index = indices.long()
     in_table = (index >= 0) & (index < features[feature, 2])
     index = torch.where(in_table | (index == -1), index, 0)
+    index = torch.where(features[feature, 2] > 0, index, -1)  # there is no row 0 to read instead
     return bag, feature, torch.where(bag >= 0, index, -1)
 
 
+def _tiers(weights: Tensor | Sequence[Tensor]) -> list[Tensor]:
+    return [weights.flatten()] if isinstance(weights, Tensor) else [w.flatten() for w in weights]
+
+
+def _rows(
+    tiers: Sequence[Tensor], feature: Sequence[int], index: Tensor, slots: Tensor | None
+) -> Tensor:
+    """Rows of a table, those that a slot holds from the cache."""
+    offset, _, rows, dim, _, tier, _, stride = feature
+    values = tiers[tier][offset : offset + rows * dim].view(rows, dim)[index]
+    if slots is None or stride == 0 or len(tiers) <= CACHE:
+        return values
+    cache = tiers[CACHE][: tiers[CACHE].numel() // stride * stride].view(-1, stride)[:, :dim]
+    held = (slots >= 0) & (slots < cache.size(0))
+    values = values.clone()
+    values[held] = cache[slots[held].long()].to(values.dtype)
+    return values
+
+
 def lookup(
-    weights: Tensor,
+    weights: Tensor | Sequence[Tensor],
     features: Tensor,
     indices: Tensor,
     offsets: Tensor,
     sample_weights: Tensor | None = None,
     pooling: Pooling = Pooling.SUM,
     columns: int = 0,
+    extras: Extras = NO_EXTRAS,
 ) -> Tensor:
-    """Pool each bag: `[B, columns]` (`[L, D]` for NONE), in the dtype of `weights`.
+    """Pool each bag: `[B, columns]` (`[L, columns]` for NONE, `[columns]` with a bag layout).
 
-    Differentiable in `weights` (flat) and `sample_weights`.
+    `weights` is a list of memory tiers or one tensor where there are no others; the result has its
+    dtype. Differentiable in `weights` and `sample_weights`.
     """
-    offsets = repair_offsets(offsets, indices.numel())
-    bag, feature, index = _locate(features, indices, offsets)
+    tiers, offsets = _tiers(weights), repair_offsets(offsets, indices.numel())
+    bag, feature, index = _locate(features, indices, offsets, extras.bag_layout)
+    none, lengths = pooling is Pooling.NONE, offsets.diff()
     batch = (offsets.numel() - 1) // max(features.size(0), 1)
-    lengths = offsets.diff()
-    lines = indices.numel() if pooling is Pooling.NONE else batch
-    out = weights.new_zeros(lines, columns)
-    for f, (weight_offset, _, rows, dim, column) in enumerate(features.tolist()):
+    shape: tuple[int, ...] = (indices.numel(), columns) if none else (batch, columns)
+    if none:
+        start = torch.arange(indices.numel()) * columns
+    elif extras.bag_layout is not None:
+        shape, start = (columns,), extras.bag_layout[:, 1]
+    else:
+        bags = torch.arange(offsets.numel() - 1, device=offsets.device)
+        column = features[feature_of_bag(features, offsets), 4]
+        start = bags % max(batch, 1) * columns + column
+    start = start.to(indices.device)
+    out = tiers[0].new_zeros(math.prod(shape))
+    for f, described in enumerate(features.tolist()):
         mine = ((feature == f) & (index >= 0)).nonzero().squeeze(1)
-        table = weights.flatten()[weight_offset : weight_offset + rows * dim].view(rows, dim)
-        values = table[index[mine]]
+        slots = None if extras.slots is None else extras.slots[mine]
+        values = _rows(tiers, described, index[mine], slots)
         if sample_weights is not None:
             values = values * sample_weights[mine].to(values.dtype).unsqueeze(1)
         if pooling is Pooling.MEAN:
             values = values / lengths[bag[mine]].to(values.dtype).unsqueeze(1)
-        line = mine if pooling is Pooling.NONE else bag[mine] - f * batch
-        block = weights.new_zeros(lines, dim).index_add(0, line, values)
-        first = 0 if pooling is Pooling.NONE else column
-        out = out + torch.nn.functional.pad(block, (first, columns - first - dim))
-    return out
+        first = start[mine if none else bag[mine]]
+        elements = first.unsqueeze(1) + torch.arange(described[3], device=first.device)
+        out = out.index_add(0, elements.flatten(), values.flatten())
+    return out.view(shape)
 
 
-def group(features: Tensor, indices: Tensor, offsets: Tensor) -> Groups:
+def group(
+    features: Tensor, indices: Tensor, offsets: Tensor, bag_layout: Tensor | None = None
+) -> Groups:
     """Group the lookups by linear row id (`row_base + index`), stable; skipped ones left out."""
     offsets = repair_offsets(offsets, indices.numel())
-    bag, feature, index = _locate(features, indices, offsets)
+    bag, feature, index = _locate(features, indices, offsets, bag_layout)
     kept = (index >= 0).nonzero().squeeze(1)
     keys = features[feature[kept], 1] + index[kept]
     order = keys.argsort(stable=True)
@@ -98,84 +153,63 @@ def group(features: Tensor, indices: Tensor, offsets: Tensor) -> Groups:
 
 def sample_weight_grad(
     grad: Tensor,
-    weights: Tensor,
+    weights: Tensor | Sequence[Tensor],
     features: Tensor,
     indices: Tensor,
     offsets: Tensor,
     pooling: Pooling = Pooling.SUM,
+    extras: Extras = NO_EXTRAS,
 ) -> Tensor:
     """Gradient of `lookup` in its sample weights, `[L]`: row times gradient of its bag."""
-    ones = torch.ones(indices.numel(), dtype=weights.dtype, device=weights.device)
+    tiers = [tier.detach() for tier in _tiers(weights)]
+    ones = torch.ones(indices.numel(), dtype=tiers[0].dtype, device=indices.device)
+    columns = grad.size(-1)
     with torch.enable_grad():
         ones.requires_grad_()
-        out = lookup(weights.detach(), features, indices, offsets, ones, pooling, grad.size(1))
+        out = lookup(tiers, features, indices, offsets, ones, pooling, columns, extras)
         return torch.autograd.grad(out, ones, grad.to(out.dtype))[0]
 
 
 def update_(
-    weights: Tensor,
+    weights: Tensor | Sequence[Tensor],
     states: Sequence[Tensor],
     hyper: Tensor,
     optimizer: str,
-    weight_grad: Tensor,
+    weight_grad: Tensor | Sequence[Tensor],
     features: Tensor,
     groups: Groups,
+    row_slots: Tensor | None = None,
 ) -> None:
     """Apply `optimizer` to the rows in `groups`, given the dense gradient of the flat weights.
 
-    `hyper` is `(lr, step, *parameters)`; `states` as `emblib.optim` lists them.
+    `weights` and `weight_grad` are one tensor or a list, one a memory tier (the cache has no
+    gradient of its own); `states` are tier-major, as `emblib.optim` lists them; `row_slots [U]` is
+    where the cache holds a row, -1 where it does not.
     """
-    touched = {int(row) for row in groups.rows.tolist()}
-    done: set[int] = set()
-    for weight_offset, row_base, rows, dim, _ in features.tolist():
-        mine = sorted(r for r in touched - done if row_base <= r < row_base + rows)
-        done.update(mine)
-        if not mine:
-            continue
-        linear = torch.tensor(mine, device=weights.device)
-        start = weight_offset + (linear - row_base) * dim
-        elements = start.unsqueeze(1) + torch.arange(dim, device=weights.device)
-        values, grads = weights[elements].to(weight_grad.dtype), weight_grad[elements]
-        at = [linear if kept.per_row else elements for kept in optim.FUSED[optimizer].states]
-        local = [state[i] for state, i in zip(states, at, strict=True)]
-        new_values, new_states = OPTIMIZERS[optimizer](values, grads, local, hyper.tolist())
-        weights[elements] = new_values.to(weights.dtype)
-        for state, i, new in zip(states, at, new_states, strict=True):
-            state[i] = new.to(state.dtype)
-
-
-State = list[Tensor]
-
-
-def _sgd(w: Tensor, g: Tensor, state: State, hyper: list[float]) -> tuple[Tensor, State]:
-    return w - hyper[0] * g, state
-
-
-def _adagrad(w: Tensor, g: Tensor, state: State, hyper: list[float]) -> tuple[Tensor, State]:
-    total = state[0] + g * g
-    return w - torch.where(total == 0, 0, hyper[0] * g / (total.sqrt() + hyper[2])), [total]
-
-
-def _rowwise_adagrad(
-    w: Tensor, g: Tensor, state: State, hyper: list[float]
-) -> tuple[Tensor, State]:
-    total = state[0] + (g * g).mean(1)
-    scale = torch.where(total == 0, total, hyper[0] / (total.sqrt() + hyper[2]))
-    return w - scale.unsqueeze(1) * g, [total]
-
-
-def _adam(w: Tensor, g: Tensor, state: State, hyper: list[float]) -> tuple[Tensor, State]:
-    lr, step, beta1, beta2, eps = hyper
-    m = beta1 * state[0] + (1 - beta1) * g
-    v = beta2 * state[1] + (1 - beta2) * g * g
-    m_hat, v_hat = m / (1 - beta1**step), v / (1 - beta2**step)
-    denominator = v_hat.sqrt() + eps
-    return w - torch.where(denominator == 0, 0, lr * m_hat / denominator), [m, v]
-
-
-OPTIMIZERS = {
-    "sgd": _sgd,
-    "adagrad": _adagrad,
-    "rowwise_adagrad": _rowwise_adagrad,
-    "adam": _adam,
-}
+    weights = [weights] if isinstance(weights, Tensor) else weights
+    weight_grad = [weight_grad] if isinstance(weight_grad, Tensor) else weight_grad
+    per_row = optim.OPTIMIZERS[optimizer].per_row
+    slots = torch.full_like(groups.rows, -1) if row_slots is None else row_slots.long()
+    todo = torch.ones_like(groups.rows, dtype=torch.bool)
+    for offset, base, rows, dim, _, table_tier, state_base, stride in features.tolist():
+        mine = todo & (groups.rows >= base) & (groups.rows < base + rows)
+        todo &= ~mine
+        capacity = weights[CACHE].numel() // stride if stride and len(weights) > CACHE else 0
+        held = mine & (slots >= 0) & (slots < capacity)
+        for tier, chosen in ((table_tier, mine & ~held), (CACHE, held)):
+            linear = groups.rows[chosen]
+            if linear.numel() == 0:
+                continue
+            columns = torch.arange(dim, device=linear.device)
+            source = (offset + (linear - base) * dim).unsqueeze(1) + columns
+            at = (slots[chosen] * stride).unsqueeze(1) + columns if tier == CACHE else source
+            entry = slots[chosen] if tier == CACHE else state_base + linear - base
+            mine_of_tier = states[tier * len(per_row) : (tier + 1) * len(per_row)]
+            places = [entry if by_row else at for by_row in per_row]
+            local = [state[i] for state, i in zip(mine_of_tier, places, strict=True)]
+            new, new_states = optim.step_rows(
+                optimizer, weights[tier][at], weight_grad[table_tier][source], local, hyper
+            )
+            optim.store(weights[tier], at, new, hyper, linear, 0)
+            for k, state in enumerate(mine_of_tier):
+                optim.store(state, places[k], new_states[k], hyper, linear, 1 + k)

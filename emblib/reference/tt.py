@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from emblib.reference import tbe
+from emblib.reference.optim import update_rows_ as update_rows_
 from emblib.specs import Pooling
 
 
@@ -118,20 +119,5 @@ def lookup(
     table = rows(cores, repaired, row_factors, dim_factors)
     position = torch.arange(ids.numel(), device=ids.device)
     position = torch.where(ids == -1, ids, position)
-    features = torch.tensor([[0, 0, ids.numel(), dim, 0]], device=ids.device)
+    features = torch.tensor([[0, 0, ids.numel(), dim, 0, 0, 0, 0]], device=ids.device)
     return tbe.lookup(table.flatten(), features, position, offsets, sample_weights, pooling, dim)
-
-
-def update_rows_(
-    weights: Tensor, states: Sequence[Tensor], hyper: Tensor, optimizer: str, grads: Tensor
-) -> None:
-    """Apply `optimizer` to every row of `weights [R, W]` whose gradient is not all zero."""
-    touched = (grads != 0).any(1).nonzero().squeeze(1)
-    if touched.numel() == 0:
-        return
-    local = [state[touched] for state in states]
-    update = tbe.OPTIMIZERS[optimizer]
-    new_weights, new_states = update(weights[touched], grads[touched], local, hyper.tolist())
-    weights[touched] = new_weights
-    for state, new in zip(states, new_states, strict=True):
-        state[touched] = new

@@ -1,18 +1,32 @@
 """What every table with a fused optimizer has: hyper-parameters, bounds checks, fixed dtypes."""
 
+import sys
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from emblib import ops
-from emblib.ops import tbe
-from emblib.optim import FUSED, SGD, External, Optimizer, check_learning_rate
-from emblib.specs import BoundsCheck, Pooling
+from emblib.ops import lookups, tbe
+from emblib.optim import FUSED, SGD, Counter, External, Optimizer, check_learning_rate
+from emblib.specs import BoundsCheck, Pooling, check_float_dtype
 
-FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+def _caller_level() -> int:
+    """The `stacklevel` at which a warning names the code that called the module."""
+    frame: FrameType | None = sys._getframe(1)
+    level = 1
+    while frame is not None and frame.f_globals.get("__name__", "").startswith(_OURS):
+        frame, level = frame.f_back, level + 1
+    return level
+
+
+_OURS = ("emblib.", "torch.nn.modules.")
+_FIELDS = 8  # of a row of `features`, see csrc/core/dtype.h
 
 
 class FusedTable(nn.Module):
@@ -50,11 +64,8 @@ class FusedTable(nn.Module):
             )
         self.pooling = Pooling(pooling)
         self.bounds_check = BoundsCheck(bounds_check)
+        check_float_dtype("output_dtype", output_dtype)
         self.output_dtype = output_dtype
-        if output_dtype not in FLOAT_DTYPES:
-            raise ValueError(
-                f"output_dtype must be float32, float16 or bfloat16, got {output_dtype}"
-            )
 
     def _register_common(self, device: torch.device) -> None:
         """The buffers every table has; the step and the learning rate are part of the state.
@@ -62,22 +73,29 @@ class FusedTable(nn.Module):
         `features` tells the kernels where the tables are. It is saved, so that a checkpoint of
         other tables is refused, but what it holds always comes from `_layout`.
         """
-        features = torch.empty(len(self._layout), 5, dtype=torch.int64, device=device)
+        features = torch.empty(len(self._layout), _FIELDS, dtype=torch.int64, device=device)
         self.register_buffer("features", features)
-        self.register_buffer("hyper", self.optimizer.hyper(device))
+        self.register_buffer("hyper", self._initial_hyper().to(device))
         anchor = torch.zeros((), device=device, requires_grad=True)
         self.register_buffer("anchor", anchor, persistent=False)
         counts = torch.zeros(2, dtype=torch.int64, device=device)
         self.register_buffer("bounds_violations", counts, persistent=False)
 
     def _reset_common(self) -> None:
-        self.hyper.copy_(self.optimizer.hyper())
+        self.hyper.copy_(self._initial_hyper())
         self._restore()
+
+    def _initial_hyper(self) -> Tensor:
+        """The optimizer's numbers before the first step, on the CPU."""
+        return self.optimizer.hyper()
 
     def _restore(self) -> None:
         """What follows from the construction alone, on the device where the table is now."""
         device = self.hyper.device
-        layout = torch.tensor(self._layout, dtype=torch.int64).view(-1, 5)
+        layout = torch.tensor(self._layout, dtype=torch.int64).view(-1, _FIELDS)
+        if self.features.device == device and self.anchor.requires_grad and self.anchor.is_leaf:
+            self.features.copy_(layout)  # a captured CUDA graph knows it by its address
+            return
         self.features = layout if device.type == "cpu" else layout.to(device)
         self.anchor = torch.zeros((), device=device, requires_grad=True)
         self.bounds_violations = torch.zeros(2, dtype=torch.int64, device=device)
@@ -90,14 +108,20 @@ class FusedTable(nn.Module):
         if saved is not None and saved.tolist() != [list(row) for row in self._layout]:
             error_messages.append(
                 f"{prefix}features: the checkpoint is of other tables; its (weight_offset, "
-                f"row_base, rows, dim, column) by feature are {saved.tolist()[:4]}, this module's "
-                f"are {self._layout[:4]}"
+                f"row_base, rows, dim, column, ...) by feature are {saved.tolist()[:4]}, this "
+                f"module's are {self._layout[:4]}"
             )
             return
         super()._load_from_state_dict(state_dict, prefix, *arguments)
         self._restore()
 
-    def _check_bounds(self, indices: Tensor, offsets: Tensor, features: Tensor) -> Tensor:
+    def _check_bounds(
+        self,
+        indices: Tensor,
+        offsets: Tensor,
+        features: Tensor,
+        bag_layout: Tensor | None = None,
+    ) -> Tensor:
         """Offsets repaired as `bounds_check` says; on CUDA violations are only counted."""
         if indices.device != self.features.device or offsets.device != self.features.device:
             raise RuntimeError(
@@ -107,7 +131,7 @@ class FusedTable(nn.Module):
         if self.bounds_check is BoundsCheck.NONE:
             return offsets
         mode = self.bounds_check
-        offsets, violations = tbe.check_bounds(indices, offsets, features, mode.value)
+        offsets, violations = tbe.check_bounds(indices, offsets, features, bag_layout, mode.value)
         if mode is not BoundsCheck.WARNING:
             return offsets
         if violations.is_cuda or torch.compiler.is_compiling():
@@ -120,7 +144,7 @@ class FusedTable(nn.Module):
                 f"emblib: {bad_indices} indices and {bad_offsets} offsets out of bounds; "
                 "such indices read row 0, such offsets are clamped (are they offsets, not lengths, "
                 "and in this order? bounds_check=BoundsCheck.FATAL raises instead)",
-                stacklevel=5,
+                stacklevel=_caller_level(),
             )
         return offsets
 
@@ -131,15 +155,48 @@ class FusedTable(nn.Module):
 
     def set_learning_rate(self, lr: float) -> None:
         """Takes effect from the next backward on; kernels read it from `hyper` on the device."""
-        if not tbe.is_fused(self.optimizer):
+        if not lookups.is_fused(self.optimizer):
             raise RuntimeError("optim.External has no learning rate; set that of your optimizer")
         check_learning_rate(lr)
-        self.hyper[0] = lr
+        self.hyper[0].fill_(lr)  # a kernel's argument, where `hyper[0] = lr` may copy from the host
+
+    def set_hyper(self, **changes: Any) -> None:
+        """Change numbers of the optimizer: any fields of its dataclass, e.g. `eps=1e-6`.
+
+        Takes effect from the next backward on; the step goes on, and so does a learning rate that
+        is not among the changes. What kind of optimizer it is cannot change.
+
+        Raises:
+            TypeError: no such field.
+            ValueError: a value out of range, or one that makes it another kind of optimizer.
+        """
+        if not lookups.is_fused(self.optimizer):
+            raise RuntimeError("optim.External has no numbers; set those of your optimizer")
+        rate = self.learning_rate
+        changed = replace(self.optimizer, **{"lr": rate, **changes})
+        if (changed.name, changed.states) != (self.optimizer.name, self.optimizer.states):
+            raise ValueError(
+                f"{changes} make another kind of optimizer, {changed.name} with the states "
+                f"{[state.name for state in changed.states]}; make a new module and load the "
+                "weights into it"
+            )
+        self.optimizer = changed
+        values = self._initial_hyper()
+        values[1] = self.hyper[1]
+        if isinstance(getattr(changed, "counter", None), Counter):
+            values[-1] = self.hyper[-1]  # the largest count is found out, not given
+        self.hyper.copy_(values)
 
     @property
     def step(self) -> int:
         """Number of updates so far (reads the device)."""
         return int(self.hyper[1])
+
+    def set_step(self, step: int) -> None:
+        """Continue counting from `step` (>= 0): what bias corrections and row counters see."""
+        if step < 0:
+            raise ValueError(f"step must be >= 0, got {step}")
+        self.hyper[1].fill_(step)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         super()._apply(ops.keep_dtype(fn), recurse)

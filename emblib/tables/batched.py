@@ -1,41 +1,59 @@
 """T plain tables in one kernel, with the optimizer fused into the backward pass."""
 
+import contextlib
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from emblib import ops
-from emblib.ops import tbe
-from emblib.optim import Optimizer
-from emblib.specs import BoundsCheck, Pooling, TableSpec
-from emblib.tables.base import FLOAT_DTYPES, FusedTable
+from emblib.ops import lookups
+from emblib.optim import External, Gradient, Optimizer
+from emblib.specs import BoundsCheck, Cache, Placement, Pooling, Precision, TableSpec, brief
+from emblib.tables import checkpoint, periodic
+from emblib.tables.memory import Memory
+from emblib.tables.prefetch import Given, Prefetcher
+from emblib.tables.row_cache import RowCache
+from emblib.tables.tiered import TieredTables
+from emblib.tables.variable_batch import variable_batch
 
 
-class TableBatchedEmbeddingBags(FusedTable):
+class _Wants(NamedTuple):
+    """What the caller of forward asks for beside the batch."""
+
+    sample_weights: Tensor | None
+    feature_requires_grad: Tensor | None
+    unique: int | None
+
+
+class TableBatchedEmbeddingBags(TieredTables):
     """Looks up F features in T tables at once and pools them into one `[B, sum D]` output.
 
     Backward groups the lookups by row and applies `optimizer` to every distinct row of the batch,
     reading and writing it once; no gradient of the weights is ever stored. Every backward is a
     step of its own: two forwards in one loss are two updates, and gradients do not accumulate.
-    With `optim.External()` it leaves a sparse gradient on `weights` instead, for any optimizer
-    that takes one.
+    With `optim.External()` it leaves a gradient on `weights` instead, sparse or dense, for any
+    optimizer of `torch.optim`.
+
+    Tables may be larger than the device: `TableSpec.placement` says where each one is kept, and
+    `cache` what stands before those that are far away. Where a row is does not change a result
+    (stochastic rounding aside, whose random numbers follow the placement).
 
     Args:
-        tables: rows and dim of each table.
+        tables: rows, dim, name and placement of each table.
         optimizer: one of `emblib.optim`.
         pooling: SUM, MEAN, or NONE for one vector a lookup (needs one dim for all features).
         feature_tables: the table of each feature; left out, feature i reads table i.
-        dtype: of the weights: float32, float16 or bfloat16. Optimizer state is float32.
-        output_dtype: float32, float16 or bfloat16. Sums are float32 in any case.
+        precision: dtypes of weights, output and optimizer state, and how updates are rounded.
         bounds_check: what happens to invalid indices and offsets, see `BoundsCheck`.
-        device: where the tables live.
+        cache: of the MANAGED_CACHING and DISK tables.
+        device: where the kernels run.
 
-    Weights start uniform in +-1/sqrt(rows) of their table, as DLRM's do.
+    Weights start uniform in +-1/sqrt(rows) of their table, as DLRM's do; DISK tables that are there
+    already start as their last `flush` left them.
     """
-
-    weights: nn.Parameter
 
     def __init__(
         self,
@@ -44,45 +62,52 @@ class TableBatchedEmbeddingBags(FusedTable):
         *,
         pooling: Pooling = Pooling.SUM,
         feature_tables: Sequence[int] | None = None,
-        dtype: torch.dtype = torch.float32,
-        output_dtype: torch.dtype = torch.float32,
+        precision: Precision | None = None,
         bounds_check: BoundsCheck = BoundsCheck.WARNING,
+        cache: Cache | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        super().__init__(optimizer, pooling, output_dtype, bounds_check)
+        precision = Precision() if precision is None else precision
+        if not isinstance(precision, Precision):
+            raise TypeError(
+                "precision must be a Precision, e.g. Precision(weights=torch.float16), got "
+                f"{precision!r}"
+            )
+        super().__init__(optimizer, pooling, precision.output, bounds_check)
+        self.precision = precision
         self.tables = (tables,) if isinstance(tables, TableSpec) else tuple(tables)
         self.feature_tables = (
             tuple(range(len(self.tables))) if feature_tables is None else tuple(feature_tables)
         )
-        self._check_arguments(dtype)
+        self.cache = Cache() if cache is None else cache
+        self._check_arguments()
+        periodic.check(self.optimizer, self.tables, self.pooling)
+        self._is_periodic = periodic.is_periodic(self.optimizer)
+        self.table_names = checkpoint.table_names([spec.name for spec in self.tables])
         device = torch.empty(0, device=device).device
         ops.require_kernels(device)
 
-        sizes = [spec.rows * spec.dim for spec in self.tables]
-        self._weight_offsets = _prefix_sums(sizes)
-        self._row_bases = _prefix_sums([spec.rows for spec in self.tables])
-        dims = [self.tables[t].dim for t in self.feature_tables]
-        columns = _prefix_sums(dims)
+        self._dims = [self.tables[t].dim for t in self.feature_tables]
+        self.columns = sum(self._dims)
         if self.pooling is Pooling.NONE:
-            columns = [0] * len(dims) + [max(dims, default=0)]
-        self.total_rows = self._row_bases[-1]
-        self.columns = columns[-1]
-        self._layout = [
-            (self._weight_offsets[t], self._row_bases[t], self.tables[t].rows, dim, column)
-            for t, dim, column in zip(self.feature_tables, dims, columns, strict=False)
-        ]
-        self._allocate(dtype, device)
+            self.columns = max(self._dims, default=0)
+        self._memory = Memory(self.tables, self.optimizer, self.precision, self.cache, device)
+        self.total_rows = self._memory.layout.total_rows
+        self._layout = self._feature_rows()
+        self._register_memory(device)
+        self._make_cache(device)
+        self._reporting = None
         self.reset_parameters()
 
-    def _check_arguments(self, dtype: torch.dtype) -> None:
+    def _check_arguments(self) -> None:
         for t, spec in enumerate(self.tables):
             if not isinstance(spec, TableSpec):
                 raise TypeError(
                     f"tables[{t}] must be a TableSpec, e.g. TableSpec(rows=1000, dim=64), got "
                     f"{spec!r}; for a TTSpec use TTEmbeddingBag"
                 )
-        if dtype not in FLOAT_DTYPES:
-            raise ValueError(f"dtype must be float32, float16 or bfloat16, got {dtype}")
+        if not isinstance(self.cache, Cache):
+            raise TypeError(f"cache must be a Cache, e.g. Cache(sets=1024), got {self.cache!r}")
         for f, t in enumerate(self.feature_tables):
             if not 0 <= t < len(self.tables):
                 raise ValueError(
@@ -93,111 +118,210 @@ class TableBatchedEmbeddingBags(FusedTable):
         if len(dims) > 1 and self.pooling is Pooling.NONE:
             raise ValueError(f"pooling NONE needs one dim for all tables, got {dims}; make one "
                              "module a dim")  # fmt: skip
-        if len(dims) > 1 and not tbe.is_fused(self.optimizer):
-            raise ValueError(f"optim.External needs one dim for all tables, got {dims}: its sparse "
-                             "gradient is [rows, dim]; make one module a dim")  # fmt: skip
+        if not isinstance(self.optimizer, External):
+            return
+        if any(spec.placement not in (Placement.DEVICE, Placement.HOST) for spec in self.tables):
+            raise ValueError("optim.External leaves its gradient on a parameter, so all tables "
+                             "must be on the device; use a fused optimizer for others")  # fmt: skip
+        if len(dims) > 1 and self.optimizer.gradient is Gradient.SPARSE:
+            raise ValueError(f"a sparse gradient is [rows, dim], so optim.External() needs one dim "
+                             f"for all tables, got {dims}; make one module a dim, or take "
+                             "External(gradient=Gradient.DENSE)")  # fmt: skip
 
-    def _allocate(self, dtype: torch.dtype, device: torch.device) -> None:
-        elements, rows = self._weight_offsets[-1], self.total_rows
-        fused = tbe.is_fused(self.optimizer)
-        shape = (elements,) if fused else (rows, elements // max(rows, 1))
-        weights = ops.empty_table(shape, dtype, device)
+    def _feature_rows(self) -> list[tuple[int, ...]]:
+        column, rows = 0, []
+        for t, dim in zip(self.feature_tables, self._dims, strict=True):
+            rows.append(self._memory.layout.places[t].feature(column))
+            column += 0 if self.pooling is Pooling.NONE else dim
+        return rows
+
+    def _register_memory(self, device: torch.device) -> None:
+        """The device tier as parameter and buffers, so that they move with the module."""
+        weights, states = self._memory.allocate_device(device)
+        fused = lookups.is_fused(self.optimizer)
+        dims = {spec.dim for spec in self.tables}
+        if not fused and len(dims) == 1:
+            weights = weights.view(-1, *dims)
         self.weights = nn.Parameter(weights, requires_grad=not fused)
-        for state in self.optimizer.states:
-            size = rows if state.per_row else elements
-            tensor = ops.empty_table((size,), torch.float32, device).zero_()
+        for state, tensor in zip(self.optimizer.states, states, strict=True):
             self.register_buffer(f"state_{state.name}", tensor)
         self._register_common(device)
+
+    def _make_cache(self, device: torch.device) -> None:
+        layout = self._memory.layout
+        self.row_cache = self._prefetcher = None
+        if layout.cached_rows:
+            self.row_cache = RowCache.of(
+                *(layout, self.table_names, self.optimizer.states, self.cache),
+                *(self.precision, device),
+            )
+            self._prefetcher = Prefetcher(self._memory, self.row_cache, self.cache)
+
+    def _initial_hyper(self) -> Tensor:
+        hyper = super()._initial_hyper()
+        if self.precision.stochastic_rounding is not None:
+            hyper[4] = float(self.precision.stochastic_rounding.seed)
+        return hyper
 
     def reset_parameters(self) -> None:
         """Draw the weights anew; optimizer state, step and learning rate as at construction.
 
-        Also what makes a module usable that was made on `meta` and moved by `to_empty`.
+        Also what makes a module usable that was made on `meta` and moved by `to_empty`. DISK tables
+        that were opened with rows in them keep those at construction, and are drawn anew when this
+        is called again.
         """
-        with torch.no_grad():
+        opened = self._memory.take_opened()
+        # Opening changes nothing on disk, so a process that ends meanwhile spoils nothing.
+        writing = self._writing() if opened is None else contextlib.nullcontext()
+        with torch.no_grad(), writing:
             self._reset_common()
-            for spec, table in zip(self.tables, self.table_weights(), strict=True):
+            if opened is not None:
+                self.hyper[: len(opened)] = torch.tensor(opened, dtype=torch.float64)
+            for spec, views in zip(self.tables, self._views(), strict=True):
+                if opened is not None and spec.placement is Placement.DISK:
+                    continue
                 bound = 1.0 / math.sqrt(spec.rows)
-                ops.random.fill_uniform_(table, -bound, bound, ops.random.new_seed())
-            for state in self._states():
-                state.zero_()
+                weight, *states = views.values()
+                ops.random.fill_uniform_(weight, -bound, bound, ops.random.new_seed())
+                for state in states:
+                    state.zero_()
 
     def forward(
-        self, indices: Tensor, offsets: Tensor, per_sample_weights: Tensor | None = None
+        self,
+        indices: Tensor,
+        offsets: Tensor,
+        per_sample_weights: Tensor | None = None,
+        *,
+        batch_sizes: Sequence[Sequence[int]] | None = None,
+        feature_requires_grad: Tensor | None = None,
+        total_unique_indices: int | None = None,
     ) -> Tensor:
-        """Pooled embeddings `[B, sum D]`, or `[L, D]` for pooling NONE, in `output_dtype`.
+        """Pooled embeddings `[B, sum D]`, or `[L, D]` for pooling NONE, in `precision.output`.
 
         Args:
             indices: int32 or int64 `[L]`, row of each lookup in the table of its feature; -1 skips.
             offsets: int32 or int64 `[F * B + 1]`, feature-major: bag of feature f and sample b is
                 `indices[offsets[f * B + b] : offsets[f * B + b + 1]]`.
             per_sample_weights: float32 `[L]`, scales each row; gets a gradient if it requires one.
+            batch_sizes: where features differ in batch size, `[F][ranks]`: the bags of feature f
+                from rank r, rank after rank. `offsets` then has one entry a bag and one more, and
+                the output is one vector: rank after rank, feature after feature, bag after bag.
+            feature_requires_grad: `[F]`; features with 0 give `per_sample_weights` no gradient.
+                Their rows are trained all the same.
+            total_unique_indices: for External(SPARSE), the number of distinct rows of the batch,
+                if it is known: the gradient is then made without asking the device for it.
 
         Raises:
             RuntimeError: wrong dtype, device or number of offsets; out of bounds in mode FATAL.
+            ValueError: `batch_sizes` that do not fit; weights without pooling.
         """
-        offsets = self._check_bounds(indices, offsets, self.features)
-        batch = tbe.Lookup(
-            self.features, indices, offsets, self.pooling, self.total_rows, self.columns
+        wants = _Wants(per_sample_weights, feature_requires_grad, total_unique_indices)
+        if torch.compiler.is_compiling() and self._breaks_graphs():
+            return self._look_up_eagerly(Given(indices, offsets), batch_sizes, wants)
+        if self._reporting is None or torch.compiler.is_compiling():
+            return self._look_up(Given(indices, offsets), batch_sizes, wants)
+        with self._reporting.timed("tbe.forward_time", indices.device):
+            out = self._look_up(Given(indices, offsets), batch_sizes, wants)
+        self._report(indices)
+        return out
+
+    def _batch(
+        self, indices: Tensor, offsets: Tensor, batch_sizes: Sequence[Sequence[int]] | None
+    ) -> lookups.Lookup:
+        """The batch as the kernels take it: repaired offsets, and the layout of its bags."""
+        bag_layout, columns = None, self.columns
+        if batch_sizes is not None:
+            bags = max(offsets.numel() - 1, 0)
+            bag_layout, elements = variable_batch(batch_sizes, self._dims, bags, indices.device)
+            columns = columns if self.pooling is Pooling.NONE else elements
+        offsets = self._check_bounds(indices, offsets, self.features, bag_layout)
+        return lookups.Lookup(
+            self.features, indices, offsets, bag_layout, self.pooling, self.total_rows, columns
         )
-        if not tbe.is_fused(self.optimizer) or not torch.is_grad_enabled():
-            return tbe.lookup(self.weights, batch, per_sample_weights, self.output_dtype)
-        return tbe.FusedLookup.apply(
-            self.anchor,
-            self.weights.detach(),
-            self._states(),
-            self.hyper,
-            self.optimizer,
-            batch,
-            per_sample_weights,
-            self.output_dtype,
+
+    def _look_up(
+        self, given: Given, batch_sizes: Sequence[Sequence[int]] | None, wants: _Wants
+    ) -> Tensor:
+        batch = self._batch(*given, batch_sizes)
+        if wants.feature_requires_grad is not None:
+            masked = self._masked_features(wants.feature_requires_grad)
+            batch = batch._replace(sample_features=masked)
+        sample_weights, tiers = wants.sample_weights, self._tiers()
+        if self._is_periodic and torch.is_grad_enabled():
+            self._before_forward(tiers)
+        if isinstance(self.optimizer, External):
+            return lookups.lookup(
+                *(self.weights, batch, self.optimizer, sample_weights, self.output_dtype),
+                wants.unique,
+            )
+        if self._prefetcher is not None:
+            batch = self._prefetcher.take(batch, tiers, given)
+        decay, factors = periodic.global_decay(self.optimizer), None
+        if decay is not None:
+            batch, factors = periodic.decay_rows(decay, batch, self.hyper, self.state_prev_iter)
+        if torch.is_grad_enabled():
+            return lookups.fused_lookup(
+                self.anchor, tiers, self.optimizer, batch, sample_weights, factors
+            )
+        weights = lookups.scaled(sample_weights, factors)
+        out = lookups.lookup_only(tiers.weights, batch, weights, self.output_dtype)
+        if batch.session is not None:
+            batch.session.after_update()
+        return out
+
+    def _breaks_graphs(self) -> bool:
+        """Whether a lookup is more than tensor code of static shapes: see `_look_up_eagerly`."""
+        sparse = isinstance(self.optimizer, External) and (
+            self.optimizer.gradient is Gradient.SPARSE
         )
+        return self._prefetcher is not None or self._is_periodic or sparse
 
-    def _states(self) -> list[Tensor]:
-        return [getattr(self, f"state_{state.name}") for state in self.optimizer.states]
+    @torch.compiler.disable
+    def _look_up_eagerly(
+        self, given: Given, batch_sizes: Sequence[Sequence[int]] | None, wants: _Wants
+    ) -> Tensor:
+        """A break in a compiled graph: a cache has state in Python, and moves rows of tables.
 
-    def table_weights(self) -> list[Tensor]:
-        """The tables as `[rows, dim]` views: writing to one writes to the module."""
-        flat = self.weights.detach().view(-1)
-        return [
-            flat[start : start + spec.rows * spec.dim].view(spec.rows, spec.dim)
-            for spec, start in zip(self.tables, self._weight_offsets, strict=False)
-        ]
+        In one graph with the update, Inductor would copy whole tables: both change them. Optimizers
+        with a periodic part count forwards in Python; a sparse gradient is as long as the batch has
+        rows, which no graph knows.
+        """
+        return self._look_up(given, batch_sizes, wants)
 
-    def table_optimizer_states(self) -> list[dict[str, Tensor]]:
-        """For each table its optimizer state by name, as views: `[rows, dim]`, or `[rows]`."""
-        result = []
-        for t, spec in enumerate(self.tables):
-            views = {}
-            for state, tensor in zip(self.optimizer.states, self._states(), strict=True):
-                if state.per_row:
-                    views[state.name] = tensor[self._row_bases[t] : self._row_bases[t + 1]]
-                else:
-                    part = tensor[self._weight_offsets[t] : self._weight_offsets[t + 1]]
-                    views[state.name] = part.view(spec.rows, spec.dim)
-            result.append(views)
-        return result
+    def _before_forward(self, tiers: lookups.Tiers) -> None:
+        if self.hyper.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"{type(self.optimizer).__name__} has a periodic part that counts forwards in "
+                "Python, where the replay of a CUDA graph does not pass; capture what is around "
+                "this module, or choose an optimizer without one"
+            )
+        self._forwards += 1
+        periodic.before_forward(self.optimizer, self._forwards, tiers, self._views())
 
-    def nbytes(self) -> dict[str, int]:
-        """Bytes of `weights` and `optimizer_state`."""
-        return {
-            "weights": self.weights.nbytes,
-            "optimizer_state": sum(state.nbytes for state in self._states()),
-        }
+    state_prev_iter: Tensor  # of GlobalDecay
+
+    def _masked_features(self, requires_grad: Tensor) -> Tensor:
+        """The features with no rows where no gradient is wanted: lookups there are skipped."""
+        if requires_grad.shape != (len(self.feature_tables),):
+            raise ValueError(
+                "feature_requires_grad must have one entry a feature = "
+                f"{len(self.feature_tables)}, got shape {tuple(requires_grad.shape)}"
+            )
+        masked = self.features.clone()
+        masked[:, 2] *= (requires_grad != 0).to(masked)
+        return masked
 
     def extra_repr(self) -> str:
         """Tables, optimizer and choices."""
         sizes = ", ".join(
-            f"{spec.name or f'table_{t}'}: {spec.rows} x {spec.dim}"
-            for t, spec in enumerate(self.tables[:4])
+            f"{name}: {spec.rows} x {spec.dim}"
+            + ("" if spec.placement.value == "device" else f" ({spec.placement.value})")
+            for name, spec in zip(self.table_names[:4], self.tables, strict=False)
         )
         more = f", ... {len(self.tables)} tables" if len(self.tables) > 4 else ""
-        dtype = str(self.weights.dtype).removeprefix("torch.")
-        return f"[{sizes}{more}], {self.optimizer}, pooling={self.pooling.value}, dtype={dtype}"
-
-
-def _prefix_sums(sizes: Sequence[int]) -> list[int]:
-    sums = [0]
-    for size in sizes:
-        sums.append(sums[-1] + size)
-    return sums
+        parts = [f"[{sizes}{more}]", brief(self.optimizer), f"pooling={self.pooling.value}"]
+        if self.precision != Precision():
+            parts.append(brief(self.precision))
+        if self.row_cache is not None:
+            parts.append(brief(self.cache))
+        return ", ".join(parts)

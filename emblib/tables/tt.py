@@ -6,9 +6,10 @@ import torch
 from torch import Tensor, nn
 
 from emblib import ops
-from emblib.ops import tbe, tt
+from emblib.ops import lookups, tt
 from emblib.optim import Optimizer
-from emblib.specs import BoundsCheck, Pooling, TTSpec
+from emblib.specs import BoundsCheck, Pooling, TTSpec, brief
+from emblib.tables import periodic
 from emblib.tables.base import FusedTable
 from emblib.tt.initializers import INITIALIZERS, Layout
 from emblib.tt.shapes import check_ranks
@@ -50,6 +51,11 @@ class TTEmbeddingBag(FusedTable):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__(optimizer, pooling, output_dtype, bounds_check)
+        if periodic.is_periodic(self.optimizer) or periodic.global_decay(self.optimizer):
+            raise ValueError(
+                f"{self.optimizer} looks at rows of a plain table; a tensor-train table has none: "
+                "use TableBatchedEmbeddingBags, or RowwiseAdagrad without counter and global_decay"
+            )
         self.spec = spec
         self.init = init
         check_ranks(spec.ranks, spec.row_factors, spec.dim_factors)
@@ -61,7 +67,7 @@ class TTEmbeddingBag(FusedTable):
         self.reset_parameters()
 
     def _allocate(self, device: torch.device) -> None:
-        spec, fused = self.spec, tbe.is_fused(self.optimizer)
+        spec, fused = self.spec, lookups.is_fused(self.optimizer)
         shapes = self._core_layout(device).shapes()
         self.cores = nn.ParameterList(
             nn.Parameter(
@@ -76,8 +82,8 @@ class TTEmbeddingBag(FusedTable):
                     f"state_{state.name}_{k}", torch.zeros(size, dtype=torch.float32, device=device)
                 )
         self._layout = [
-            (0, 0, math.prod(spec.row_factors), spec.dim, 0),  # what the keys range over
-            (0, 0, spec.rows, spec.dim, 0),  # what the indices may be
+            (0, 0, math.prod(spec.row_factors), spec.dim, 0, 0, 0, 0),  # what the keys range over
+            (0, 0, spec.rows, spec.dim, 0, 0, 0, 0),  # what the indices may be
         ]
         self._register_common(device)
 
@@ -114,7 +120,7 @@ class TTEmbeddingBag(FusedTable):
         batch = self._batch(indices, offsets, self.pooling, self.output_dtype)
         if not torch.is_grad_enabled():
             return tt.lookup(self._core_list(), batch, per_sample_weights)
-        if not tbe.is_fused(self.optimizer):
+        if not lookups.is_fused(self.optimizer):
             return tt.DenseLookup.apply(batch, per_sample_weights, *self.cores)
         return tt.FusedLookup.apply(
             self.anchor,
@@ -184,6 +190,6 @@ class TTEmbeddingBag(FusedTable):
         name = f"{spec.name}: " if spec.name else ""
         return (
             f"{name}{spec.rows} x {spec.dim}, ranks={spec.ranks}, row_factors={spec.row_factors}, "
-            f"dim_factors={spec.dim_factors}, {self.compression:.1f}x smaller, {self.optimizer}, "
-            f"pooling={self.pooling.value}"
+            f"dim_factors={spec.dim_factors}, {self.compression:.1f}x smaller, "
+            f"{brief(self.optimizer)}, pooling={self.pooling.value}"
         )

@@ -14,6 +14,11 @@ _CLASSES = {
     "torch": ("experiments.contenders.torch_bag", "TorchBags"),
     "reference_tbe": ("experiments.contenders.reference", "ReferenceTables"),
     "reference_tt": ("experiments.contenders.reference", "ReferenceTT"),
+    "managed": ("experiments.contenders.cached", "Managed"),
+    "cached_lru": ("experiments.contenders.cached", "CachedLRU"),
+    "cached_lfu": ("experiments.contenders.cached", "CachedLFU"),
+    "disk_lru": ("experiments.contenders.cached", "DiskLRU"),
+    "disk_lfu": ("experiments.contenders.cached", "DiskLFU"),
 }
 
 

@@ -32,6 +32,8 @@ class Task:
     tt_tables: int = 0  # how many of the largest tables TT compresses
     row_factors: tuple[int, ...] = ()
     dim_factors: tuple[int, ...] = ()
+    cache: float = 0.2  # with a cache only: its size as a fraction of all rows
+    directory: str = ""  # on disk only: where the tables live; empty: a temporary directory
 
 
 class Contender(ABC):
@@ -52,9 +54,16 @@ class Contender(ABC):
     def step(self, prepared: Any) -> None:
         """Forward, backward from the batch's gradient, update."""
 
+    def counters(self) -> dict[str, int]:
+        """What a cache counted since `reset_counters`; empty without a cache."""
+        return {}
+
+    def reset_counters(self) -> None:  # noqa: B027 most contenders have none
+        """Count from zero."""
+
     @abstractmethod
     def nbytes(self) -> dict[str, int]:
-        """{"weights": ..., "optimizer_state": ...} in bytes."""
+        """{"weights": ..., "optimizer_state": ...} in bytes, and "cache" where there may be one."""
 
     @abstractmethod
     def observe(self, batch: Batch) -> State:

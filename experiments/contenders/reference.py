@@ -37,7 +37,13 @@ class ReferenceTables(Contender):
         offsets, bases, columns = ([0, *itertools.accumulate(x)][:-1] for x in (sizes, rows, dims))
         self.columns = sum(dims)
         self.features = torch.tensor(
-            list(zip(offsets, bases, rows, dims, columns, strict=True)), device=task.device
+            [
+                (offset, base, count, dim, column, 0, base, 0)  # one memory tier, no cache
+                for offset, base, count, dim, column in zip(
+                    offsets, bases, rows, dims, columns, strict=True
+                )
+            ],
+            device=task.device,
         )
         self.weights = fill_(torch.empty(sum(sizes), device=task.device), 0).requires_grad_()
         self.rule = OPTIMIZERS[task.optimizer](task.lr)
@@ -88,7 +94,7 @@ class ReferenceTables(Contender):
     def observe(self, batch: Batch) -> State:
         """Touched rows of each table."""
         flat = self.weights.detach()
-        tables = [flat[o : o + r * d].view(r, d) for o, _, r, d, _ in self.features.tolist()]
+        tables = [flat[o : o + r * d].view(r, d) for o, _, r, d, *_ in self.features.tolist()]
         ids = touched(batch, self.task)
         return [t[i.to(self.task.device)].cpu() for t, i in zip(tables, ids, strict=True)]
 

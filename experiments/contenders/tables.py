@@ -24,10 +24,14 @@ class BatchedTables(Contender):
 
     def __init__(self, task: Task) -> None:
         super().__init__(task)
-        self.module = emblib.TableBatchedEmbeddingBags(
-            [emblib.TableSpec(s.rows, s.dim) for s in task.shapes],
-            OPTIMIZERS[task.optimizer](task.lr),
-            device=task.device,
+        self.module = self._module()
+
+    def _module(self) -> emblib.TableBatchedEmbeddingBags:
+        """Plain tables in the memory of the device."""
+        return emblib.TableBatchedEmbeddingBags(
+            [emblib.TableSpec(s.rows, s.dim) for s in self.task.shapes],
+            OPTIMIZERS[self.task.optimizer](self.task.lr),
+            device=self.task.device,
         )
 
     def prepare(self, batch: Batch) -> Prepared:
@@ -51,8 +55,10 @@ class BatchedTables(Contender):
     def observe(self, batch: Batch) -> State:
         """Touched rows of each table."""
         weights = self.module.table_weights()
+        if self.task.device.type == "cuda":
+            torch.cuda.synchronize()  # tables in host memory are read by the host
         ids = touched(batch, self.task)
-        return [w.detach()[i.to(self.task.device)].cpu() for w, i in zip(weights, ids, strict=True)]
+        return [w.detach()[i.to(w.device)].cpu() for w, i in zip(weights, ids, strict=True)]
 
     def expect(self, batch: Batch, before: State) -> tuple[Tensor, State]:
         """Plain tables."""

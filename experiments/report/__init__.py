@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from experiments.report.answer import answer
 from experiments.report.data import Run
 from experiments.store import RunStore
 
@@ -23,15 +22,18 @@ class Summary:
 def write_report(path: Path) -> Summary:
     """Write every derived file of the run in `path` from its raw records."""
     from experiments.report import pages
+    from experiments.report.stories import story
 
     run = Run.read(path)
     store = RunStore(path)
     store.write("results.csv", run.table.to_csv(index=False))
+    if len(run.traces):
+        store.write("hit_rates.csv", run.traces.to_csv(index=False))
     figures, drawings = _draw(run) if run.config.report.figures else ([], [])
     store.write("report.md", pages.markdown(run, figures))
     store.write("index.html", pages.page(run, figures, drawings))
     bad = sum(r["status"] in ("wrong", "error") for r in run.records)
-    return Summary(" ".join(answer(run)), bad)
+    return Summary(" ".join(story(run).answer(run)), bad)
 
 
 def _draw(run: Run) -> tuple[list, list[list[str]]]:
@@ -39,8 +41,9 @@ def _draw(run: Run) -> tuple[list, list[list[str]]]:
 
     from experiments.report import figures as plots
     from experiments.report import style
+    from experiments.report.stories import story
 
-    found = plots.figures(run)
+    found = story(run).figures(run)
     drawings = []
     with style.theme():
         for figure in found:

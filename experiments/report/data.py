@@ -9,8 +9,9 @@ from typing import Any
 import pandas as pd
 from omegaconf import DictConfig, OmegaConf
 
+from experiments import caching
 from experiments.metrics import frame
-from experiments.schema import AXES
+from experiments.schema import AXES, CACHED, Kind
 from experiments.store import Record, read_json, read_records
 from experiments.sweep import SWEEP, Arm
 
@@ -35,7 +36,8 @@ class Run:
     environment: dict[str, Any]
     info: dict[str, Any]
     records: list[Record]
-    table: pd.DataFrame = field(repr=False)  # metrics.frame: a row per record and phase
+    table: pd.DataFrame = field(repr=False)  # metrics.frame: a row per timed record and phase
+    traces: pd.DataFrame = field(repr=False)  # caching.frame: a row per trace through a cache
 
     @classmethod
     def read(cls, path: Path) -> Run:
@@ -50,6 +52,7 @@ class Run:
             read_json(path, "run.json"),
             records,
             frame(records, str(config.report.baseline)),
+            caching.frame(records),
         )
 
     @property
@@ -60,8 +63,15 @@ class Run:
     @property
     def subject(self) -> Arm:
         """What the question is about."""
-        name, rank = str(self.config.report.subject), int(self.config.report.subject_rank)
-        return Arm(name, rank if name.endswith("tt") else 0)
+        report = self.config.report
+        name, rank = str(report.subject), int(report.subject_rank)
+        size = float(report.subject_cache) if name in CACHED else 0.0
+        return Arm(name, rank if name.endswith("tt") else 0, size)
+
+    @property
+    def kind(self) -> Kind:
+        """What its sweep is made of; runs from before there were traces do not say."""
+        return Kind[str(OmegaConf.select(self.config, "kind", default=Kind.time.value))]
 
     @property
     def smoke(self) -> bool:
@@ -126,5 +136,7 @@ class Run:
             rows = rows[rows["status"] == "ok"]
             return rows.assign(x=rows["rank"])
         usual = {0, *(int(r) for r in self.config.tt.ranks)}
-        rows = rows[rows["rank"].isin(usual) & (rows["status"] == "ok")]
+        sizes = [0.0, *self.config.cache.fractions[:1]] if "cache" in self.config else [0.0]
+        usual_arm = rows["rank"].isin(usual) & rows["cache"].isin(sizes)
+        rows = rows[usual_arm & (rows["status"] == "ok")]
         return rows.assign(x=rows[axis])

@@ -6,11 +6,10 @@ import html
 from collections.abc import Sequence
 from pathlib import Path
 
-from experiments.metrics import FORMULA
-from experiments.report import tables, text
-from experiments.report.answer import answer
+from experiments.report import caching, tables, text
 from experiments.report.data import Run
 from experiments.report.figures import subtitle
+from experiments.report.stories import story
 from experiments.report.style import Figure
 from experiments.sweep import SWEEP
 
@@ -69,6 +68,11 @@ def notices(run: Run) -> list[str]:
     return found
 
 
+def _table(run: Run, section: str) -> tables.Table:
+    traced = len(run.traces) and (run.traces["section"] == section).any()
+    return (caching if traced else tables).section_table(run, section)
+
+
 def section_heading(run: Run, section: str) -> tuple[str, str]:
     """Title and one line on the workload."""
     title = "The sweep" if section == SWEEP else run.title(section)
@@ -94,7 +98,7 @@ def published_lines(run: Run, section: str) -> list[str]:
 
 def markdown(run: Run, figures: Sequence[Figure]) -> str:
     """The report for a terminal, an issue or a repository page."""
-    sentences = answer(run)
+    sentences = story(run).answer(run)
     lines = [f"# {run.config.name}", "", f"**{sentences[0]}** {' '.join(sentences[1:])}", ""]
     lines += [f"*Question: {run.info.get('question', '')}*", ""]
     lines += [f"> **{n}**\n" for n in notices(run)]
@@ -112,7 +116,7 @@ def markdown(run: Run, figures: Sequence[Figure]) -> str:
     lines += ["## Failures", "", _failures_text(run)]
     if run.failures():
         lines += ["", tables.failures_table(run).markdown()]
-    lines += ["", "## How to read this", "", *[f"- {t}" for t in (*HOW_TO_READ, FORMULA)]]
+    lines += ["", "## How to read this", "", *[f"- {t}" for t in (*HOW_TO_READ, *story(run).notes)]]
     lines += ["", "## Reproduce", "", f"    {run.environment.get('command', '')}", ""]
     lines += [subtitle(run), "", tables.environment_table(run).markdown(), ""]
     return "\n".join(lines)
@@ -121,7 +125,7 @@ def markdown(run: Run, figures: Sequence[Figure]) -> str:
 def _markdown_section(run: Run, section: str) -> list[str]:
     title, line = section_heading(run, section)
     published = [f"- {t}" for t in published_lines(run, section)]
-    table = tables.section_table(run, section).markdown()
+    table = _table(run, section).markdown()
     return [f"## {title}", "", line, "", table, "", *published, ""]
 
 
@@ -130,6 +134,8 @@ def _failures_text(run: Run) -> str:
     failed = len(run.failures())
     if failed:
         return f"{failed} of {total} measurements have no result:"
+    if len(run.traces):
+        return f"None: all {total} measurements ran, and what was timed agreed with the reference."
     return f"None: all {total} measurements ran and agreed with the reference."
 
 
@@ -137,7 +143,7 @@ def page(run: Run, figures: Sequence[Figure], drawings: Sequence[Sequence[str]])
     """index.html; `drawings` holds each figure's panels as inline SVG."""
     assets = Path(__file__).parent
     parts = [f"<p class=eyebrow>{html.escape(str(run.config.name))}</p>"]
-    sentences = answer(run)
+    sentences = story(run).answer(run)
     parts += [f"<h1>{html.escape(sentences[0])}</h1>"]
     parts += [f"<p>{html.escape(' '.join(sentences[1:]))}</p>"] if sentences[1:] else []
     question = html.escape(str(run.info.get("question", "")))
@@ -152,7 +158,7 @@ def page(run: Run, figures: Sequence[Figure], drawings: Sequence[Sequence[str]])
     if run.failures():
         parts.append(tables.failures_table(run).html())
     parts += ["<h2>How to read this</h2><ul>"]
-    parts += [f"<li>{html.escape(t)}</li>" for t in (*HOW_TO_READ, FORMULA)]
+    parts += [f"<li>{html.escape(t)}</li>" for t in (*HOW_TO_READ, *story(run).notes)]
     parts += ["</ul>", _provenance(run)]
     title = html.escape(f"{run.config.name} · emblib")
     return (
@@ -179,7 +185,7 @@ def _section(run: Run, section: str) -> str:
     )
     return (
         f"<h2>{html.escape(title)}</h2><p>{html.escape(line)}</p>"
-        f"{tables.section_table(run, section).html()}{published}"
+        f"{_table(run, section).html()}{published}"
     )
 
 

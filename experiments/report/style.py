@@ -27,6 +27,13 @@ COLOURS = {
     "reference_tbe": "#56b4e9",
     "reference_tt": "#cc79a7",
     "published": "#777777",
+    "managed": "#8c6d31",
+    "cached_lru": "#e69f00",
+    "cached_lfu": "#7b3fa0",
+    "disk_lru": "#b2182b",
+    "disk_lfu": "#4d4dff",
+    "offline": "#30363d",
+    "static_top": "#8a949e",
 }
 MARKERS = {
     "tbe": "o",
@@ -35,6 +42,11 @@ MARKERS = {
     "reference_tbe": "v",
     "reference_tt": "D",
     "published": "*",
+    "managed": "P",
+    "cached_lru": "o",
+    "cached_lfu": "s",
+    "disk_lru": "v",
+    "disk_lfu": "X",
 }
 
 
@@ -55,6 +67,7 @@ class Figure:
     caption: str
     sizes: str
     panels: Sequence[Panel]
+    columns: int = 0  # of the sheet; 0: as many as look well
 
 
 @contextmanager
@@ -110,7 +123,7 @@ def inline_svg(panel: Panel) -> str:
 def sheet(figure: Figure, subtitle: str) -> Canvas:
     """All panels on one white sheet, for the PNG and SVG files; the caller closes it."""
     count = len(figure.panels)
-    columns = count if count <= 3 else (2 if count in (2, 4) else 3)
+    columns = figure.columns or (count if count <= 3 else (2 if count in (2, 4) else 3))
     rows = -(-count // columns)
     canvas, grid = plt.subplots(
         rows,

@@ -62,7 +62,10 @@ def section_table(run: Run, section: str) -> Table:
     """One case, or the sweep: a row per contender and cell."""
     rows = run.of(section)
     sweep = section == SWEEP
-    heads = [*(["point"] if sweep else []), "contender", "forward", "step"]
+    has_cache = rows["row_hit_rate"].notna().any()
+    heads = [*(["point"] if sweep else []), "contender"]
+    heads += ["lookups served", "rows served"] if has_cache else []
+    heads += ["forward", "step"]
     heads += [f"step ÷ {run.baseline.label} [95 %]", "per lookup", "useful GB/s", "parameters"]
     heads += ["compression", "scratch"]
     has_state = (run.table["optimizer_state_bytes"].fillna(0) > 0).any()
@@ -73,6 +76,8 @@ def section_table(run: Run, section: str) -> Table:
         step = phases["step"]
         line = _line(phases["forward"], step, run.baseline.key)
         line += [_bytes(step["optimizer_state_bytes"])] if has_state else []
+        if has_cache:
+            line[1:1] = [_share(step[f"{k}_hit_rate"]) for k in ("lookup", "row")]
         lines.append([Value(where(run, step)), *line] if sweep else line)
     return Table(heads, lines)
 
@@ -97,6 +102,10 @@ def _line(forward: pd.Series, step: pd.Series, baseline: str) -> list[Value]:
         Value(_compression(step["compression"]), step["compression"]),
         _bytes(step["peak_bytes"]),
     ]
+
+
+def _share(value: float) -> Value:
+    return Value(text.NONE if text.missing(value) else f"{text.digits(100 * value)} %", 100 * value)
 
 
 def _bytes(value: float | None) -> Value:

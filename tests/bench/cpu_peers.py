@@ -32,7 +32,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from emblib import Pooling, TableBatchedEmbeddingBags, TableSpec, optim
+from emblib import Pooling, Precision, TableBatchedEmbeddingBags, TableSpec, optim
 
 # Read by malloc and OpenMP when the process starts. Threads that wait passively give the core back,
 # which matters to all contenders on a machine that others use.
@@ -93,8 +93,7 @@ class Emblib:
             [TableSpec(case.rows, case.dim)] * case.tables,
             optim.SGD(LR) if optimizer == "sgd" else optim.RowwiseAdagrad(LR),
             pooling=variant.pooling,
-            dtype=variant.dtype,
-            output_dtype=variant.dtype,
+            precision=Precision(weights=variant.dtype, output=variant.dtype),
         )
 
     def forward(self, indices: Tensor, offsets: Tensor) -> Tensor:

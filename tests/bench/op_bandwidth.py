@@ -88,24 +88,24 @@ def measure(shape: Shape, device: torch.device, rounds: int) -> dict[str, tuple[
     offsets = torch.arange(bags + 1, device=device) * shape.lookups
     columns, total = shape.tables * shape.dim, shape.tables * shape.rows
     grad = torch.randn(shape.batch, columns, device=device)
-    groups = ops.tbe_group(features, ids, offsets, total)
+    groups = ops.tbe_group(features, ids, offsets, None, total)
     unique, row = int(groups[4]), shape.dim * 4
     rowwise = [torch.zeros(total, device=device)]
     sgd, adagrad = (
         torch.tensor(values, dtype=torch.float64, device=device)
-        for values in ([0.01, 1.0], [0.01, 1.0, 1e-8])
+        for values in ([0.01, 1.0, 0.0, 0.0, -1.0], [0.01, 1.0, 0.0, 0.0, -1.0, 1e-8])
     )
     source = torch.empty(256 << 20 if device.type == "cuda" else 16 << 20, device=device)
     target = torch.empty_like(source)
-    rest = (grad, features, *groups, offsets, None, "sum")
-    lookup = (weights, features, ids, offsets, None, "sum", columns, torch.float32)
+    rest = (grad, features, *groups, offsets, None, None, None, "sum")
+    lookup = ([weights], features, ids, offsets, None, None, None, "sum", columns, torch.float32)
     calls: dict[str, Callable[[], object]] = {
         "copy": lambda: target.copy_(source),
         "lookup": lambda: ops.tbe_lookup(*lookup),
-        "group": lambda: ops.tbe_group(features, ids, offsets, total),
-        "update sgd": lambda: ops.tbe_update_(weights, [], sgd, "sgd", *rest),
+        "group": lambda: ops.tbe_group(features, ids, offsets, None, total),
+        "update sgd": lambda: ops.tbe_update_([weights], [], sgd, "sgd", *rest),
         "update rowwise": lambda: ops.tbe_update_(
-            weights, rowwise, adagrad, "rowwise_adagrad", *rest
+            [weights], rowwise, adagrad, "rowwise_adagrad", *rest
         ),
     }
     count = ids.numel()

@@ -84,6 +84,6 @@ def test_explicit_factors_are_dropped_with_the_rows_they_were_made_for() -> None
     whole = Cell("x", "x", WORK, (Arm("tt", 4),))
     whole.tt.row_factors[:] = [100, 100, 100]
     session = cell.Session(config, CPU, "run")
-    assert cell._task(whole, whole.arms[0], session).row_factors == (100, 100, 100)
+    assert cell.task_of(whole, whole.arms[0], session).row_factors == (100, 100, 100)
     shrunk = dataclasses.replace(whole, rows_scale=0.1)
-    assert cell._task(shrunk, whole.arms[0], session).row_factors == ()
+    assert cell.task_of(shrunk, whole.arms[0], session).row_factors == ()

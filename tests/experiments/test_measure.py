@@ -74,6 +74,16 @@ def test_warm_up_passes_over_the_whole_pool() -> None:
     assert warm == [0, 1, 2, 3, 0, 1, 2, 3]
 
 
+def test_each_contender_is_told_when_it_is_warm() -> None:
+    script, told = Script(), []
+    contest = race(script, {"a": jumping, "b": jumping}, warmup=1, max_rounds=1)
+    contest.warmed = lambda name: told.append((name, len(script.calls)))
+    contest.run()
+    assert sorted(told, key=lambda t: t[1]) == told
+    assert {name for name, _ in told} == {"a", "b"}
+    assert [calls for _, calls in told] == [8, 16]  # four batches, two phases each
+
+
 def test_steady_contenders_stop_as_soon_as_they_are_precise() -> None:
     script = Script()
     result = race(script, {"a": lambda: forever(1e-3), "b": lambda: forever(2e-3)}).run()

@@ -13,8 +13,14 @@ import pytest
 from experiments import configure, reference
 from experiments.report import Run, text, write_report
 from experiments.report.tables import Table, Value
+from experiments.schema import Kind
 
 EXPERIMENTS = configure.groups()["experiment"]
+TIMED = [
+    name
+    for name in EXPERIMENTS
+    if configure.load([f"+experiment={name}", "device=cpu"]).kind is Kind.time
+]
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
@@ -36,7 +42,7 @@ def test_it_runs_and_every_contender_is_right(name: str, smoke_runs: dict[str, P
     assert written >= {".yaml", ".json", ".jsonl", ".csv", ".md", ".html", ".png", ".svg"}
 
 
-@pytest.mark.parametrize("name", EXPERIMENTS)
+@pytest.mark.parametrize("name", TIMED)
 def test_the_first_sentence_is_made_of_measured_numbers(
     name: str, smoke_runs: dict[str, Path]
 ) -> None:
@@ -152,6 +158,15 @@ def test_results_csv_is_the_table(smoke_runs: dict[str, Path]) -> None:
 def test_a_smoke_run_cannot_become_a_reference(smoke_runs: dict[str, Path], tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="full size"):
         reference.keep(smoke_runs["tt_vs_tbe"], tmp_path)
+
+
+def test_a_reference_of_traces_renders_into_a_readme(
+    smoke_runs: dict[str, Path], tmp_path: Path
+) -> None:
+    shutil.copytree(smoke_runs["cache_hit_rate"], tmp_path / "some-cpu" / "cache_hit_rate")
+    new = reference.rendered(f"{reference.START}\n{reference.END}\n", tmp_path)
+    assert "| cache | LRU | LFU | offline optimum (ideal) | static top-k (ideal) | step ÷" in new
+    assert "Share of the lookups of a table of 300 rows" in new
 
 
 def test_reference_results_render_into_a_readme(

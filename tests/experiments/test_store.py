@@ -111,8 +111,12 @@ def test_load_is_the_results_of_several_runs(smoke_runs: dict[str, Path]) -> Non
     paths = list(smoke_runs.values())
     table = experiments.load(*paths)
     assert set(table["run"]) == {p.name for p in paths}
-    lines = sum(len((p / "points.jsonl").read_text().splitlines()) for p in paths)
-    assert len(table) == 2 * lines  # a row per phase
+    records = [r for p in paths for r in read_records(p)]
+    timed = [r for r in records if r.get("kind") != "cache"]
+    assert len(table) == 2 * len(timed)  # a row per phase
+    traces = experiments.hit_rates(*paths)
+    assert len(traces) == len(records) - len(timed) > 0
+    assert set(traces["run"]) == {p.name for p in paths if p.parent.name == "cache_hit_rate"}
 
 
 def test_every_raw_sample_is_kept(smoke_runs: dict[str, Path]) -> None:
@@ -120,7 +124,11 @@ def test_every_raw_sample_is_kept(smoke_runs: dict[str, Path]) -> None:
         for line in (path / "points.jsonl").read_text().splitlines():
             record = json.loads(line)
             assert record["schema_version"] == 1
-            if record["status"] == "ok":
+            if record.get("kind") == "cache":
+                kinds = {"lookups", "lookup_hits", "rows", "row_hits"}
+                assert set(record["samples"]) - {"conflicts"} == kinds
+                assert all(len(s) >= record["batches"] for s in record["samples"].values())
+            elif record["status"] == "ok":
                 assert set(record["samples"]) == {"forward", "step"}
                 assert all(len(s) >= 3 for s in record["samples"].values())
                 assert all(t > 0 for s in record["samples"].values() for _, t in s)

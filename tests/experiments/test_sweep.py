@@ -52,10 +52,14 @@ def test_smoke_caps_shrink_batches_tables_and_the_sweep() -> None:
     assert cells[0].rows_scale == pytest.approx(0.001)
 
 
-def test_arms_of_names_ranks_for_tensor_trains_only() -> None:
-    arms = arms_of(["tbe", "reference_tt"], [4, 8])
-    assert [a.key for a in arms] == ["tbe", "reference_tt-4", "reference_tt-8"]
-    assert [a.label for a in arms] == ["TBE", "reference TT rank 4", "reference TT rank 8"]
+def test_arms_have_ranks_for_tensor_trains_and_sizes_for_caches_only() -> None:
+    arms = arms_of(["tbe", "reference_tt", "cached_lru"], [4, 8], [0.003, 0.2])
+    assert [a.key for a in arms] == [
+        *("tbe", "reference_tt-4", "reference_tt-8", "cached_lru@0.003", "cached_lru@0.2"),
+    ]
+    assert [a.label for a in arms] == [
+        *("TBE", "reference TT rank 4", "reference TT rank 8", "LRU cache 0.3 %", "LRU cache 20 %"),
+    ]
 
 
 def test_conditions_compute_and_nothing_else() -> None:

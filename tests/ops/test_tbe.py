@@ -179,7 +179,9 @@ def test_long_segments_are_cut_without_a_trace(length: int) -> None:
 
 
 def test_more_rows_than_32_bits(device: torch.device) -> None:
-    features = torch.tensor([[0, 0, 1 << 40, 8, 0], [0, 1 << 40, 1 << 41, 8, 8]], device=device)
+    features = torch.tensor(
+        [[0, 0, 1 << 40, 8, 0, 0, 0, 0], [0, 1 << 40, 1 << 41, 8, 8, 0, 0, 0]], device=device
+    )
     indices = torch.randint(0, 1 << 40, (5000,), generator=torch.Generator().manual_seed(0))
     indices[::7] = indices[3]
     offsets = torch.arange(0, 5001, 50)
@@ -220,7 +222,7 @@ def test_offsets_are_repaired(
     indices = torch.tensor([1, -1, 49, 50, 6, 7, -2, 0], device=device)
     given_offsets = torch.tensor(offsets, device=device)
     before = given_offsets.clone()
-    fixed, violations = ops.bounds_check(indices, given_offsets, module.features, "warning")
+    fixed, violations = ops.bounds_check(indices, given_offsets, module.features, None, "warning")
     assert fixed.tolist() == repaired
     assert reference.repair_offsets(given_offsets, 8).tolist() == repaired
     changed = sum(a != b for a, b in zip(offsets, repaired, strict=True))
@@ -240,7 +242,7 @@ def test_extreme_indices_are_counted(index: int, device: torch.device) -> None:
     module = replace(CASES["plain"], batch=2).module(optim.SGD(0.1), device)
     indices = torch.tensor([1, index, 2], device=device)
     offsets = torch.tensor([0, 3, 3, 3, 3], device=device)
-    violations = ops.bounds_check(indices, offsets, module.features, "warning")[1]
+    violations = ops.bounds_check(indices, offsets, module.features, None, "warning")[1]
     assert violations.tolist() == [1, 0]
 
 
@@ -252,19 +254,23 @@ def _opcheck_arguments(device: torch.device) -> dict[str, tuple[Any, ...]]:
     weights, features = module.weights.detach(), module.features
     groups = tuple(tbe.group(features, indices, offsets, module.total_rows))
     grad = torch.randn(case.batch, module.columns, device=device)
-    hyper = torch.tensor([0.1, 1.0, 0.9, 0.99, 1e-3], dtype=torch.float64, device=device)
+    hyper = OPTIMIZERS["adam"].hyper(device)
+    hyper[1] = 1.0
     return {
-        "bounds_check": (indices, offsets, features, "warning"),
+        "bounds_check": (indices, offsets, features, None, "warning"),
         "tbe_lookup": (
-            weights, features, indices, offsets, scales, "sum", module.columns, torch.float16
+            [weights], features, indices, offsets, None, None, scales, "sum", module.columns,
+            torch.float16,
         ),
-        "tbe_group": (features, indices, offsets, module.total_rows),
-        "tbe_row_grads": (grad, features, *groups, offsets, scales, "mean", 16),
+        "tbe_group": (features, indices, offsets, None, module.total_rows),
+        "tbe_row_grads": (grad, features, *groups, offsets, None, scales, "mean", 16),
         "tbe_update_": (
-            weights, module._states(), hyper, "adam", grad, features, *groups, offsets, scales,
-            "sum",
+            [weights], module._states(), hyper, "adam", grad, features, *groups, offsets, None,
+            None, scales, "sum",
         ),
-        "tbe_sample_weight_grad": (grad, weights, features, indices, offsets, "sum"),
+        "tbe_sample_weight_grad": (
+            grad, [weights], features, indices, offsets, None, None, "sum"
+        ),
         "advise_huge_pages_": (weights,),
     }  # fmt: skip
 
@@ -283,36 +289,44 @@ def test_fake_shapes_of_pooling_none() -> None:
     case = CASES["none"]
     module = case.module(optim.SGD(0.1))
     indices, offsets, _ = case.batch_of()
-    args = (module.weights.detach(), module.features, indices, offsets, None, "none", 16)
-    torch.library.opcheck(ops.tbe_lookup.default, (*args, torch.float32))
+    args = ([module.weights.detach()], module.features, indices, offsets, None, None, None)
+    torch.library.opcheck(ops.tbe_lookup.default, (*args, "none", 16, torch.float32))
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"weights": torch.zeros(912, dtype=torch.float64)}, "float32, float16 or bfloat16"),
+        ({"weights": [torch.zeros(912, dtype=torch.float64)]}, "float32, float16 or bfloat16"),
         ({"indices": torch.zeros(8)}, "indices must be int32 or int64"),
         ({"indices": torch.zeros(2, 4, dtype=torch.int64)}, "indices must have 1 dimension, got 2"),
         ({"offsets": torch.zeros(4, dtype=torch.int64)}, "F.B . 1 entries for F = 2 features, got"),
         ({"offsets": torch.zeros(0, dtype=torch.int64)}, "8 indices but no bags"),
         ({"sample_weights": torch.zeros(8, 1)}, "one entry a lookup = 8, got 8 in 2 dimensions"),
-        ({"features": torch.tensor([[0, 0, 1 << 62, 4, 0]] * 2)}, "feature 0 lies outside"),
-        ({"features": torch.tensor([[0, 0, 5, 4, -(1 << 33)]] * 2)}, "feature 0 lies outside"),
+        (
+            {"features": torch.tensor([[0, 0, 1 << 62, 4, 0, 0, 0, 0]] * 2)},
+            "feature 0 lies outside",
+        ),
+        (
+            {"features": torch.tensor([[0, 0, 5, 4, -(1 << 33), 0, 0, 0]] * 2)},
+            "feature 0 lies outside",
+        ),
         ({"sample_weights": torch.zeros(3)}, "one entry a lookup = 8, got 3"),
         ({"sample_weights": torch.zeros(8).double()}, "sample_weights must be float32"),
         ({"pooling": "max"}, "sum, mean or none, got 'max'"),
         ({"columns": 20}, "lies outside the weights"),
-        ({"weights": torch.zeros(100)}, "lies outside the weights"),
-        ({"features": torch.zeros(2, 4, dtype=torch.int64)}, r"contiguous \[F, 5\] tensor"),
+        ({"weights": [torch.zeros(100)]}, "lies outside the weights"),
+        ({"features": torch.zeros(2, 4, dtype=torch.int64)}, r"contiguous \[F, 8\] tensor"),
     ],
 )
 def test_wrong_lookup_input_is_refused(change: dict[str, Any], message: str) -> None:
     module = replace(CASES["plain"], batch=2).module(optim.SGD(0.1))
     arguments: dict[str, Any] = {
-        "weights": module.weights.detach(),
+        "weights": [module.weights.detach()],
         "features": module.features,
         "indices": torch.zeros(8, dtype=torch.int64),
         "offsets": torch.tensor([0, 2, 4, 6, 8]),
+        "slots": None,
+        "bag_layout": None,
         "sample_weights": None,
         "pooling": "sum",
         "columns": 32,
@@ -320,48 +334,3 @@ def test_wrong_lookup_input_is_refused(change: dict[str, Any], message: str) -> 
     }
     with pytest.raises(RuntimeError, match=message):
         ops.tbe_lookup(**(arguments | change))
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"optimizer": "lion"}, "unknown optimizer 'lion'; have sgd, adagrad"),
-        ({"states": []}, "rowwise_adagrad keeps 1 state tensors, got 0"),
-        ({"states": [torch.zeros(3)]}, "must be contiguous with 57 entries, has 3"),
-        ({"states": [torch.zeros(57).half()]}, "optimizer state must be float32"),
-        ({"hyper": torch.zeros(2, dtype=torch.float64)}, "hyper vector of 3 entries"),
-        ({"hyper": torch.zeros(3)}, "hyper must be float64"),
-        ({"hyper": torch.zeros(6, dtype=torch.float64)[::2]}, "hyper must be contiguous"),
-        ({"weights": torch.zeros(0)}, "feature 0 lies outside the weights"),
-        ({"rows": torch.zeros(0, dtype=torch.int64)}, "must come from one call of tbe_group"),
-        ({"count": torch.tensor([1 << 30], dtype=torch.int32)}, "must come from one call"),
-        ({"bags": torch.full((14,), 1 << 30, dtype=torch.int32)}, "must come from one call"),
-        ({"lookups": torch.full((14,), -1, dtype=torch.int32)}, "must come from one call"),
-        ({"segments": torch.full((15,), 14, dtype=torch.int32)}, "must come from one call"),
-        ({"grad": torch.zeros(3, 32)}, "grad must have 5 rows for pooling sum, got 3"),
-        ({"grad": torch.zeros(5, 20)}, "feature 1 lies outside"),
-    ],
-)
-def test_wrong_update_input_changes_nothing(change: dict[str, Any], message: str) -> None:
-    case = CASES["plain"]
-    module = case.module(OPTIMIZERS["rowwise_adagrad"])
-    indices, offsets, _ = case.batch_of()
-    groups = tbe.group(module.features, indices, offsets, module.total_rows)
-    weights = module.weights.detach()
-    arguments: dict[str, Any] = {
-        "weights": weights,
-        "states": module._states(),
-        "hyper": module.hyper,
-        "optimizer": "rowwise_adagrad",
-        "grad": torch.ones(case.batch, 32),
-        "features": module.features,
-        **groups._asdict(),
-        "offsets": offsets,
-        "sample_weights": None,
-        "pooling": "sum",
-    }
-    before = weights.clone()
-    with pytest.raises(RuntimeError, match=message):
-        ops.tbe_update_(**(arguments | change))
-    assert torch.equal(weights, before)
-    assert not module._states()[0].any()

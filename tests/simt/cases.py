@@ -1,19 +1,29 @@
 """The awkward cases every emulated kernel is run on, and the reference's answer to them."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
+from emblib import optim
 from emblib.reference import tbe as reference
 from emblib.specs import Pooling
 
-HYPER = {
-    "sgd": [0.1, 3.0],
-    "adagrad": [0.1, 3.0, 1e-6],
-    "rowwise_adagrad": [0.1, 3.0, 1e-6],
-    "adam": [0.1, 3.0, 0.9, 0.99, 1e-6],
+# One optimizer of each kind of state; tests/optimizer_cases.py has them all.
+OPTIMIZERS: dict[str, optim.Optimizer] = {
+    "sgd": optim.SGD(0.1),
+    "adagrad": optim.Adagrad(0.1, eps=1e-6),
+    "rowwise_adagrad": optim.RowwiseAdagrad(0.1, eps=1e-6),
+    "adam": optim.Adam(0.1, betas=(0.9, 0.99), eps=1e-6),
 }
+
+
+def _at_step(hyper: Tensor, step: int) -> list[float]:
+    hyper[1] = step
+    return hyper.tolist()
+
+
+HYPER = {name: _at_step(optimizer.hyper(), 3) for name, optimizer in OPTIMIZERS.items()}
 
 
 @dataclass(frozen=True)
@@ -25,6 +35,7 @@ class Case:
     dims: tuple[int, ...] = (8, 8, 8)
     tables: tuple[int, ...] = (0, 1, 2)  # of each feature
     batch: int = 5
+    sizes: tuple[int, ...] | None = None  # bags of each feature of a variable batch
     lengths: str = "mixed"
     broken: bool = False  # indices and offsets out of bounds
     weighted: bool = False
@@ -37,6 +48,11 @@ class Case:
 
     def __str__(self) -> str:
         return self.name
+
+    @property
+    def bags(self) -> tuple[int, ...]:
+        """Of each feature."""
+        return (self.batch,) * len(self.tables) if self.sizes is None else self.sizes
 
 
 def _dims(dim: int) -> tuple[int, ...]:
@@ -81,6 +97,18 @@ CASES = [
     Case("sequence_empty", pooling=Pooling.NONE, lengths="none"),
 ]
 
+VARIABLE = Case("variable", dims=(8, 20, 130), tables=(0, 1, 2, 0), sizes=(7, 0, 30, 2))
+VARIABLE_CASES = [
+    VARIABLE,
+    replace(VARIABLE, name="variable_mean", pooling=Pooling.MEAN, weighted=True, broken=True),
+    replace(VARIABLE, name="variable_half", weight=torch.float16, output=torch.bfloat16),
+    replace(VARIABLE, name="variable_few", lengths="few", index=torch.int32, weighted=True),
+    replace(VARIABLE, name="variable_long", lengths="long", sizes=(1, 0, 2, 1)),
+    replace(VARIABLE, name="variable_hot", lengths="hot", offset=torch.int32),
+    replace(VARIABLE, name="variable_empty", sizes=(0, 0, 0, 0), lengths="none"),
+    replace(VARIABLE, name="variable_sequence", dims=_dims(20), pooling=Pooling.NONE, broken=True),
+]
+
 
 @dataclass
 class Data:
@@ -92,6 +120,7 @@ class Data:
     indices: Tensor = field(init=False)
     offsets: Tensor = field(init=False)
     sample_weights: Tensor | None = field(init=False)
+    bag_layout: Tensor | None = field(init=False)
     columns: int = field(init=False)
     total_rows: int = field(init=False)
 
@@ -104,11 +133,15 @@ class Data:
         self.columns, lines = 0, []
         for table in case.tables:
             place = (sum(sizes[:table]), sum(case.rows[:table]))
-            lines.append((*place, case.rows[table], case.dims[table], self.columns))
+            lines.append((*place, case.rows[table], case.dims[table], self.columns, 0, place[1], 0))
             self.columns += case.dims[table]
         if case.pooling is Pooling.NONE:
             self.columns = case.dims[0]
-        self.features = torch.tensor(lines, dtype=torch.int64).view(-1, 5)
+        self.features = torch.tensor(lines, dtype=torch.int64).view(-1, 8)
+        self.bag_layout = None
+        if case.sizes is not None:
+            self.bag_layout, elements = _bag_layout(case, generator)
+            self.columns = self.columns if case.pooling is Pooling.NONE else elements
         lengths = _lengths(case, generator)
         self.indices = _indices(case, lengths, generator).to(case.index)
         ends = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
@@ -122,16 +155,31 @@ class Data:
     def repaired(self) -> Tensor:
         return reference.repair_offsets(self.offsets, self.indices.numel()).to(self.case.offset)
 
+    @property
+    def extras(self) -> reference.Extras:
+        """What the reference is to know besides."""
+        return reference.Extras(bag_layout=self.bag_layout)
+
+    @property
+    def batch(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Indices, repaired offsets and bag layout."""
+        return self.indices, self.repaired, self.bag_layout
+
     def lookup(self, weights: Tensor, sample_weights: Tensor | None) -> Tensor:
         """The reference's answer, in the dtype of `weights`."""
         given = (self.features, self.indices, self.offsets, sample_weights)
-        return reference.lookup(weights, *given, self.case.pooling, self.columns)
+        return reference.lookup(weights, *given, self.case.pooling, self.columns, self.extras)
 
     def gradient(self) -> Tensor:
         """A gradient of the output, in its dtype."""
-        lines = self.indices.numel() if self.case.pooling is Pooling.NONE else self.case.batch
+        pooled = self.case.pooling is not Pooling.NONE
+        shape: tuple[int, ...] = (self.indices.numel(), self.columns)
+        if pooled:
+            shape = (self.case.batch, self.columns)
+        if pooled and self.bag_layout is not None:
+            shape = (self.columns,)
         generator = torch.Generator().manual_seed(self.case.seed + 1)
-        return torch.randn(lines, self.columns, generator=generator).to(self.case.output)
+        return torch.randn(shape, generator=generator).to(self.case.output)
 
     def weight_grad(self, grad: Tensor) -> Tensor:
         """The dense gradient of the weights, float64."""
@@ -143,8 +191,19 @@ class Data:
         return torch.zeros_like(weights) if weights.grad is None else weights.grad
 
 
+def _bag_layout(case: Case, generator: torch.Generator) -> tuple[Tensor, int]:
+    """Rows of the output in any order, one after the other; and how many elements they have."""
+    dims = [case.dims[table] for table in case.tables]
+    feature = torch.arange(len(dims)).repeat_interleave(torch.tensor(case.bags, dtype=torch.int64))
+    dim = torch.tensor(dims, dtype=torch.int64)[feature]
+    order = torch.randperm(feature.numel(), generator=generator)
+    element = torch.empty_like(feature)
+    element[order] = dim[order].cumsum(0) - dim[order]
+    return torch.stack([feature, element], 1), int(dim.sum())
+
+
 def _lengths(case: Case, generator: torch.Generator) -> Tensor:
-    bags = len(case.tables) * case.batch
+    bags = sum(case.bags)
     if case.lengths == "none":
         return torch.zeros(bags, dtype=torch.int64)
     if case.lengths == "few":
@@ -161,8 +220,8 @@ def _lengths(case: Case, generator: torch.Generator) -> Tensor:
 
 def _indices(case: Case, lengths: Tensor, generator: torch.Generator) -> Tensor:
     parts = []
-    for f, table in enumerate(case.tables):
-        count = int(lengths[f * case.batch : (f + 1) * case.batch].sum())
+    for bags, table in zip(lengths.split(list(case.bags)), case.tables, strict=True):
+        count = int(bags.sum())
         part = torch.randint(0, case.rows[table], (count,), generator=generator)
         if case.lengths == "hot":
             part[torch.rand(count, generator=generator) < 0.8] = 0

@@ -3,10 +3,12 @@
 import ctypes
 import struct
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from emblib.reference.optim import OPTIMIZERS
 from tests.simt.library import Word, library
 
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
@@ -21,6 +23,12 @@ def _indices(tensor: Tensor) -> tuple[Tensor, bool]:
 
 def _batch(features: Tensor, offsets: Tensor) -> int:
     return (offsets.numel() - 1) // max(features.size(0), 1)
+
+
+def _map(
+    features: Tensor, offsets: Tensor, bag_layout: Tensor | None, columns: int
+) -> tuple[Word, ...]:
+    return bag_layout, max(_batch(features, offsets), 1), columns
 
 
 def _group_outputs(n: int, unique_dtype: torch.dtype) -> list[Tensor]:
@@ -47,60 +55,73 @@ def group_inverse(segments: Tensor, permutation: Tensor, count: Tensor) -> Tenso
 
 
 def bounds_check(
-    indices: Tensor, offsets: Tensor, features: Tensor, mode: str
+    indices: Tensor, offsets: Tensor, features: Tensor, bag_layout: Tensor | None, mode: str
 ) -> tuple[Tensor, Tensor]:
     """Emulated `bounds_check`."""
     repaired = torch.empty(offsets.numel(), dtype=torch.int32)
     violations = torch.zeros(2, dtype=torch.int64)
-    sizes = (indices.numel(), offsets.numel() - 1, _batch(features, offsets))
+    sizes = (indices.numel(), offsets.numel() - 1, *_map(features, offsets, bag_layout, 0))
     words: tuple[Word, ...] = (*_indices(indices), *_indices(offsets), features, *sizes)
     library().call("bounds_check", *words, mode == "fatal", repaired, violations)
     return repaired, violations
 
 
+def _tier_words(weights: Sequence[Tensor], slots: Tensor | None) -> tuple[Word, ...]:
+    words: list[Word] = []
+    for tier in [*weights, None, None, None][:4]:
+        words += [0, 0] if tier is None else [tier, tier.numel()]
+    home = next((w.dtype for w in weights[:3] if w.numel()), weights[0].dtype)
+    cached = len(weights) == 4 and weights[3].numel() > 0
+    return (*words, DTYPES[home], DTYPES[weights[3].dtype if cached else home], slots)
+
+
 def _lookup_words(
-    weights: Tensor,
+    tiers: tuple[Word, ...],
     features: Tensor,
-    indices: Tensor,
-    offsets: Tensor,
+    batch: tuple[Tensor, Tensor, Tensor | None],
     sample_weights: Tensor | None,
     pooling: str,
     columns: int,
 ) -> tuple[Word, ...]:
+    indices, offsets, bag_layout = batch
     return (
-        *(weights, DTYPES[weights.dtype], features, features.size(0)),
-        *(*_indices(indices), *_indices(offsets), indices.numel()),
-        *(_batch(features, offsets), columns, POOLINGS[pooling], sample_weights),
+        *(*tiers, features, features.size(0), *_indices(indices), *_indices(offsets)),
+        *(indices.numel(), offsets.numel() - 1, *_map(features, offsets, bag_layout, columns)),
+        *(POOLINGS[pooling], sample_weights),
     )
 
 
 def tbe_lookup(
-    weights: Tensor,
-    features: Tensor,
-    indices: Tensor,
-    offsets: Tensor,
-    sample_weights: Tensor | None,
-    pooling: str,
-    columns: int,
-    output_dtype: torch.dtype,
+    weights: Sequence[Tensor], features: Tensor, indices: Tensor, offsets: Tensor, *rest: Any
 ) -> Tensor:
-    """Emulated `tbe_lookup`."""
-    lines = indices.numel() if pooling == "none" else _batch(features, offsets)
-    out = torch.full((lines, columns), torch.nan, dtype=output_dtype)
-    words = _lookup_words(weights, features, indices, offsets, sample_weights, pooling, columns)
+    """Emulated `tbe_lookup`: then slots, bag_layout, sample_weights, ... as the op."""
+    slots, bag_layout, sample_weights, pooling, columns, output_dtype = rest
+    shape: tuple[int, ...] = (_batch(features, offsets), columns)
+    if pooling == "none":
+        shape = (indices.numel(), columns)
+    elif bag_layout is not None:
+        shape = (columns,)
+    out = torch.full(shape, torch.nan, dtype=output_dtype)
+    tiers, batch = _tier_words(weights, slots), (indices, offsets, bag_layout)
+    words = _lookup_words(tiers, features, batch, sample_weights, pooling, columns)
     library().call("lookup", *words, out, DTYPES[output_dtype])
     return out
 
 
 def tbe_group(
-    features: Tensor, indices: Tensor, offsets: Tensor, total_rows: int
+    features: Tensor,
+    indices: Tensor,
+    offsets: Tensor,
+    bag_layout: Tensor | None,
+    total_rows: int,
 ) -> tuple[Tensor, ...]:
     """Emulated `tbe_group`."""
     n = indices.numel()
     rows, segments, lookups, count = _group_outputs(n, torch.int64)
     bags, scratch = torch.full((n,), 7, dtype=torch.int32), torch.empty(n, dtype=torch.int32)
-    sizes = (_batch(features, offsets), offsets.numel() - 1, n, total_rows, total_rows >= WIDE_FROM)
-    inputs = (features, *_indices(indices), *_indices(offsets), *sizes)
+    sizes = (offsets.numel() - 1, n, total_rows, total_rows >= WIDE_FROM)
+    batch = (bag_layout, max(_batch(features, offsets), 1))
+    inputs = (features, *_indices(indices), *_indices(offsets), *batch, *sizes)
     library().call("tbe_group", *inputs, rows, segments, lookups, bags, count, scratch)
     return rows, segments, lookups, bags, count
 
@@ -110,70 +131,89 @@ def _update(
     grad: Tensor,
     features: Tensor,
     groups: Sequence[Tensor],
-    offsets: Tensor,
-    sample_weights: Tensor | None,
-    pooling: str,
+    bags: tuple[Tensor, Tensor | None],
+    row_slots: Tensor | None,
+    rest: tuple[Tensor | None, str],
 ) -> None:
-    rows, segments, lookups, bags, count = groups
-    pooled = pooling != "none"
-    mean_dim = -(-grad.size(1) // max(features.size(0), 1)) if pooled else grad.size(1)
-    sizes = (offsets.numel() - 1, lookups.numel(), POOLINGS[pooling])
+    (offsets, bag_layout), (sample_weights, pooling) = bags, rest
+    pooled, columns = pooling != "none", grad.size(-1)
+    parts = len(features) if bag_layout is None else offsets.numel() - 1
+    mean_dim = -(-columns // max(parts, 1)) if pooled else columns
+    widest = min(columns, 1024) if pooled and bag_layout is not None else columns
+    sizes = (offsets.numel() - 1, groups[2].numel(), POOLINGS[pooling], widest)
     library().call(
-        "update",
-        mean_dim,
-        *step,
-        *(grad, DTYPES[grad.dtype], grad.size(1), features, _batch(features, offsets)),
-        *(*_indices(offsets), *sizes, sample_weights),
-        *(rows, segments, lookups, bags, count),
+        *("update", mean_dim, *step),
+        *(grad, DTYPES[grad.dtype], columns, features),
+        *_map(features, offsets, bag_layout, columns),
+        *(*_indices(offsets), *sizes, sample_weights, *groups, row_slots),
     )
+
+
+_NO_TIER: tuple[Word, ...] = (None, 0, 0, None, 0, None, 0, None, None, None, 0)
 
 
 def tbe_row_grads(
     grad: Tensor,
     features: Tensor,
-    *groups_and_rest: Tensor | str | int | None,
+    *groups_and_rest: Any,
 ) -> Tensor:
     """Emulated `tbe_row_grads`: rows, segments, lookups, bags, count, offsets, ... as the op."""
-    *groups, offsets, sample_weights, pooling, dim = groups_and_rest
-    assert isinstance(dim, int)
-    assert isinstance(groups[0], Tensor)
+    *groups, offsets, bag_layout, sample_weights, pooling, dim = groups_and_rest
     out = torch.zeros(groups[0].numel(), dim)
-    step = (None, None, out, 0, None, None, None)
-    _update(step, grad, features, groups, offsets, sample_weights, pooling)
+    step = (None, None, out, *_NO_TIER[1:], *_NO_TIER * 3)
+    rest = (sample_weights, pooling)
+    _update(step, grad, features, groups, (offsets, bag_layout), None, rest)
     return out
 
 
 def _step_words(
-    weights: Tensor, states: Sequence[Tensor], hyper: Tensor, optimizer: str
+    weights: Sequence[Tensor], states: Sequence[Tensor], hyper: Tensor, optimizer: str
 ) -> tuple[tuple[Word, ...], ctypes.Array]:
     name = ctypes.create_string_buffer(optimizer.encode())
-    by_row = optimizer == "rowwise_adagrad"
-    element = [None, None] if by_row else [*states, None, None][:2]
-    row = states[0] if by_row else None
-    return (name, hyper, weights, DTYPES[weights.dtype], *element, row), name
+    per_row = OPTIMIZERS[optimizer].per_row
+    words: list[Word] = [name, hyper]
+    for t, tier in enumerate(weights):
+        mine = states[t * len(per_row) : (t + 1) * len(per_row)]
+        element = [s for s, by_row in zip(mine, per_row, strict=True) if not by_row]
+        row = [s for s, by_row in zip(mine, per_row, strict=True) if by_row]
+        words += [tier, DTYPES[tier.dtype], tier.numel()]
+        for k in range(2):
+            words += [element[k], DTYPES[element[k].dtype]] if k < len(element) else [None, 0]
+        words += [*row, None, None, None][:3]
+        words.append(min((s.numel() for s in row), default=1 << 40))
+    return (*words, *_NO_TIER * (4 - len(weights))), name
 
 
 def tbe_update_(
-    weights: Tensor,
+    weights: Sequence[Tensor],
     states: Sequence[Tensor],
     hyper: Tensor,
     optimizer: str,
     grad: Tensor,
     features: Tensor,
-    *groups_and_rest: Tensor | str | None,
+    *groups_and_rest: Any,
 ) -> None:
     """Emulated `tbe_update_`: rows, segments, lookups, bags, count, offsets, ... as the op."""
-    *groups, offsets, sample_weights, pooling = groups_and_rest
+    *groups, offsets, row_slots, bag_layout, sample_weights, pooling = groups_and_rest
     step, _name = _step_words(weights, states, hyper, optimizer)
-    _update(step, grad, features, groups, offsets, sample_weights, pooling)
+    rest = (sample_weights, pooling)
+    _update(step, grad, features, groups, (offsets, bag_layout), row_slots, rest)
 
 
 def tbe_sample_weight_grad(
-    grad: Tensor, weights: Tensor, features: Tensor, indices: Tensor, offsets: Tensor, pooling: str
+    grad: Tensor,
+    weights: Sequence[Tensor],
+    features: Tensor,
+    indices: Tensor,
+    offsets: Tensor,
+    slots: Tensor | None,
+    bag_layout: Tensor | None,
+    pooling: str,
 ) -> Tensor:
     """Emulated `tbe_sample_weight_grad`."""
     out = torch.zeros(indices.numel())
-    words = _lookup_words(weights, features, indices, offsets, None, pooling, grad.size(1))
+    tiers, batch = _tier_words(weights, slots), (indices, offsets, bag_layout)
+    words = _lookup_words(tiers, features, batch, None, pooling, grad.size(-1))
     library().call("sample_weight_grad", *words, grad, DTYPES[grad.dtype], out)
     return out
 
@@ -182,7 +222,7 @@ def update_rows_(
     weights: Tensor, states: Sequence[Tensor], hyper: Tensor, optimizer: str, grads: Tensor
 ) -> None:
     """Emulated `update_rows_`."""
-    step, _name = _step_words(weights, states, hyper, optimizer)
+    step, _name = _step_words([weights], states, hyper, optimizer)
     library().call("update_rows", *step, grads, *grads.shape)
 
 

@@ -43,8 +43,8 @@ extern "C" const char* simt_group(const int64_t* call) {
   });
 }
 
-// features, indices, is_int64, offsets, is_int64, batch, bags, n, total_rows, wide, rows, segments,
-// lookups, sorted bags, count, scratch for bags
+// features, indices, is_int64, offsets, is_int64, bag_layout, batch, bags, n, total_rows, wide,
+// rows, segments, lookups, sorted bags, count, scratch for bags
 extern "C" const char* simt_tbe_group(const int64_t* call) {
   return guarded([&](const auto& launcher) {
     Words words(call);
@@ -52,7 +52,8 @@ extern "C" const char* simt_tbe_group(const int64_t* call) {
     in.features = words.pointer<const emb::Feature>();
     in.indices = words.indices();
     in.bags.offsets = words.indices();
-    in.batch = static_cast<uint32_t>(words.number());
+    in.map.places = words.pointer<const emb::BagPlace>();
+    in.map.batch = static_cast<uint32_t>(words.number());
     in.bags.count = words.number();
     in.bags.num_lookups = words.number();
     const int64_t total_rows = words.number(), wide = words.number();

@@ -1,9 +1,12 @@
 // The kernels a training step spends its time in, compiled alone to see what the compiler makes of
 // them (test_compile.py): none may keep registers in memory.
+#include "cache/move.cuh"
+#include "cache/plan.cuh"
 #include "group/segments.cuh"
 #include "optim/update_rows.cuh"
 #include "tbe/keys.cuh"
 #include "tbe/long_bags.cuh"
+#include "tbe/sample_weights.cuh"
 #include "tbe/short_bags.cuh"
 #include "tbe/update.cuh"
 #include "tt/passes.cuh"
@@ -29,7 +32,17 @@ template __global__ void update_kernel<bfloat16>(GradArgs, RowStepArgs, int);
 template __global__ void chunk_kernel<float>(GradArgs, int);
 template __global__ void chunk_kernel<half16>(GradArgs, int);
 template __global__ void chunk_kernel<bfloat16>(GradArgs, int);
+template __global__ void sample_weight_kernel<float>(SampleWeightArgs, int);
+template __global__ void sample_weight_kernel<half16>(SampleWeightArgs, int);
+template __global__ void sample_weight_kernel<bfloat16>(SampleWeightArgs, int);
 template __global__ void lookup_keys_kernel<uint32_t>(LookupKeys, SortBuffers<uint32_t>);
 template __global__ void groups_kernel<uint32_t>(SortBuffers<uint32_t>, GroupOutput);
+
+// Not templates: compiled because something refers to them.
+[[maybe_unused]] void* const kCacheKernels[] = {
+    reinterpret_cast<void*>(probe_kernel), reinterpret_cast<void*>(locate_kernel),
+    reinterpret_cast<void*>(admit_kernel), reinterpret_cast<void*>(count_kernel),
+    reinterpret_cast<void*>(move_kernel),  reinterpret_cast<void*>(flush_kernel),
+};
 
 }  // namespace emb::cuda

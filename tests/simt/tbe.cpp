@@ -7,20 +7,37 @@
 namespace emb::cuda {
 namespace {
 
-// weights, dtype, features, F, indices, is_int64, offsets, is_int64, L, batch, columns, pooling,
-// sample weights
+// bag_layout, bags of a fixed batch, columns
+BagMap read_map(Words* words) {
+  BagMap map{};
+  map.places = words->pointer<const BagPlace>();
+  map.batch = static_cast<uint32_t>(words->number());
+  map.columns = words->number();
+  return map;
+}
+
+// address and length of each tier, dtype of the tables, of the cache, slots, features, F, indices,
+// is_int64, offsets, is_int64, L, bags, read_map's, pooling, sample weights
 LookupArgs read_lookup(Words* words) {
   LookupArgs args{};
-  args.weights = words->pointer<const void>();
+  const void* data[kTiers];
+  int64_t elements[kTiers];
+  for (int tier = 0; tier < kTiers; ++tier) {
+    data[tier] = words->pointer<const void>();
+    elements[tier] = words->number();
+  }
   args.weight_type = words->dtype();
+  args.cache_type = words->dtype();
+  set_tiers(data, elements, &args);
+  args.slots = words->pointer<const int32_t>();
   args.features = words->pointer<const emb::Feature>();
   args.num_features = static_cast<int>(words->number());
   args.indices = words->indices();
   args.bags.offsets = words->indices();
   args.bags.num_lookups = words->number();
-  args.batch = words->number();
-  args.bags.count = args.batch * args.num_features;
-  args.columns = words->number();
+  args.bags.count = words->number();
+  args.map = read_map(words);
+  args.columns = args.map.columns;
   args.pooling = static_cast<emb::Pooling>(words->number());
   args.sample_weights = words->pointer<const float>();
   return args;
@@ -55,7 +72,7 @@ extern "C" const char* simt_sample_weight_grad(const int64_t* call) {
   });
 }
 
-// indices, is_int64, offsets, is_int64, features, L, bags, batch, fatal, repaired, violations
+// indices, is_int64, offsets, is_int64, features, L, bags, read_map's, fatal, repaired, violations
 extern "C" const char* simt_bounds_check(const int64_t* call) {
   return guarded([&](const auto& launcher) {
     Words words(call);
@@ -65,7 +82,7 @@ extern "C" const char* simt_bounds_check(const int64_t* call) {
     args.features = words.pointer<const emb::Feature>();
     args.num_lookups = words.number();
     args.num_bags = words.number();
-    args.batch = static_cast<uint32_t>(words.number());
+    args.map = read_map(&words);
     args.fatal = words.number() != 0;
     args.repaired = words.pointer<int32_t>();
     args.violations = words.pointer<unsigned long long>();

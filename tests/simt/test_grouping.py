@@ -1,11 +1,9 @@
-"""Emulated `group`, `group_inverse` and `update_rows_` against plain PyTorch."""
+"""Emulated `group` and `group_inverse` against plain PyTorch."""
 
 import pytest
 import torch
 
-from emblib.reference.tbe import OPTIMIZERS
 from tests.simt import emulated
-from tests.simt.cases import HYPER
 
 KEYS = {
     "none": torch.zeros(0),
@@ -41,31 +39,3 @@ def test_group(
     inverse = emulated.group_inverse(segments, permutation, count)
     assert torch.equal(inverse == -1, ~valid)
     assert torch.equal(want[inverse[valid].long()], keys[valid])
-
-
-@pytest.mark.parametrize("width", [1, 6, 128, 700])
-@pytest.mark.parametrize("optimizer", HYPER)
-def test_update_rows(optimizer: str, width: int) -> None:
-    torch.manual_seed(width)
-    weights, grads = torch.randn(9, width), torch.randn(9, width)
-    grads[::3] = 0
-    grads[1, : width - 1] = 0
-    shapes = {
-        "sgd": [],
-        "adagrad": [(9, width)],
-        "rowwise_adagrad": [(9,)],
-        "adam": [(9, width)] * 2,
-    }
-    states = [torch.rand(shape) for shape in shapes[optimizer]]
-    want, want_states = weights.clone(), [s.clone() for s in states]
-    touched = grads.ne(0).any(1)
-    new, new_states = OPTIMIZERS[optimizer](
-        weights[touched], grads[touched], [s[touched] for s in states], HYPER[optimizer]
-    )
-    want[touched] = new
-    for state, values in zip(want_states, new_states, strict=True):
-        state[touched] = values
-    hyper = torch.tensor(HYPER[optimizer], dtype=torch.float64)
-    emulated.update_rows_(weights, states, hyper, optimizer, grads)
-    torch.testing.assert_close(weights, want)
-    torch.testing.assert_close(states, want_states)

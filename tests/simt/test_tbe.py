@@ -1,5 +1,7 @@
 """Emulated CUDA kernels of table-batched embeddings against the reference."""
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,7 +11,8 @@ from torch import Tensor
 from emblib.reference import tbe as reference
 from emblib.specs import Pooling
 from tests.simt import emulated
-from tests.simt.cases import CASES, HYPER, Case, Data
+from tests.simt.cases import CASES, HYPER, OPTIMIZERS, VARIABLE_CASES, Case, Data
+from tests.tiers import spread
 
 TOLERANCE = {
     torch.float32: {"rtol": 1e-4, "atol": 1e-4},
@@ -18,20 +21,69 @@ TOLERANCE = {
 }
 ALL = pytest.mark.parametrize("case", CASES, ids=str)
 POOLED = pytest.mark.parametrize(
-    "case", [c for c in CASES if c.pooling is not Pooling.NONE], ids=str
+    "case", [c for c in (*CASES, *VARIABLE_CASES) if c.pooling is not Pooling.NONE], ids=str
 )
+BATCHES = pytest.mark.parametrize("case", [*CASES, *VARIABLE_CASES], ids=str)
 
 
 def assert_close(got: Tensor, want: Tensor) -> None:
     torch.testing.assert_close(got, want.to(got.dtype), **TOLERANCE[got.dtype])
 
 
-@ALL
+def look_up(
+    data: Data, weights: Sequence[Tensor], features: Tensor, slots: Tensor | None
+) -> Tensor:
+    return emulated.tbe_lookup(
+        *(weights, features, data.indices, data.repaired, slots, data.bag_layout),
+        *(data.sample_weights, data.case.pooling.value, data.columns, data.case.output),
+    )
+
+
+@BATCHES
 def test_lookup(case: Case) -> None:
     data = Data(case)
-    given = (data.weights, data.features, data.indices, data.repaired, data.sample_weights)
-    got = emulated.tbe_lookup(*given, case.pooling.value, data.columns, case.output)
+    got = look_up(data, [data.weights], data.features, None)
     assert_close(got, data.lookup(data.weights.double(), data.sample_weights))
+
+
+@BATCHES
+def test_rows_in_other_places_give_the_same_bits(case: Case) -> None:
+    data = Data(case)
+    there = spread(data.weights, data.features, data.batch, case.seed)
+    got = look_up(data, there.weights, there.features, there.slots)
+    assert torch.equal(got, look_up(data, [data.weights], data.features, None))
+    if case.pooling is Pooling.NONE:
+        return
+    grad, rest = data.gradient(), (data.bag_layout, case.pooling.value)
+    batch = (data.indices, data.repaired)
+    got = emulated.tbe_sample_weight_grad(
+        *(grad, there.weights, there.features, *batch, there.slots, *rest)
+    )
+    want = emulated.tbe_sample_weight_grad(grad, [data.weights], data.features, *batch, None, *rest)
+    assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("cache_dtype", [torch.float32, torch.float16, torch.bfloat16])
+@BATCHES
+def test_cache_of_another_dtype(case: Case, cache_dtype: torch.dtype) -> None:
+    if cache_dtype == case.weight:
+        pytest.skip("the same dtype")
+    data = Data(case)
+    there = spread(data.weights, data.features, data.batch, case.seed, cache_dtype)
+    got = look_up(data, there.weights, there.features, there.slots)
+    extras = data.extras._replace(slots=there.slots)
+    doubles = [tier.double() for tier in there.weights]
+    given = (doubles, there.features, data.indices, data.offsets)
+    rest = (case.pooling, data.columns, extras)
+    assert_close(got, reference.lookup(*given, data.sample_weights, *rest))
+    if case.pooling is Pooling.NONE or not case.tables:
+        return
+    grad = data.gradient()
+    got = emulated.tbe_sample_weight_grad(
+        *(grad, there.weights, there.features, data.indices, data.repaired),
+        *(there.slots, data.bag_layout, case.pooling.value),
+    )
+    assert_close(got, reference.sample_weight_grad(grad.double(), *given, case.pooling, extras))
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if c.broken], ids=str)
@@ -39,23 +91,23 @@ def test_offsets_nobody_repaired(case: Case) -> None:
     """Any answer, but no access outside the arrays (the sanitized run looks at that)."""
     data = Data(case)
     pooling, scales = case.pooling.value, data.sample_weights
-    given = (data.weights, data.features, data.indices, data.offsets)
+    given = ([data.weights], data.features, data.indices, data.offsets, None, None)
     out = emulated.tbe_lookup(*given, scales, pooling, data.columns, case.output)
-    groups = emulated.tbe_group(data.features, data.indices, data.offsets, data.total_rows)
+    groups = emulated.tbe_group(data.features, data.indices, data.offsets, None, data.total_rows)
     hyper = torch.tensor(HYPER["sgd"], dtype=torch.float64)
     emulated.tbe_update_(
-        *(data.weights, [], hyper, "sgd", out, data.features),
-        *(*groups, data.offsets, scales, pooling),
+        *([data.weights], [], hyper, "sgd", out, data.features),
+        *(*groups, data.offsets, None, None, scales, pooling),
     )
 
 
-@ALL
+@BATCHES
 @pytest.mark.parametrize("wide", [False, True], ids=["keys32", "keys64"])
 def test_tbe_group(case: Case, wide: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if wide:
         monkeypatch.setattr(emulated, "WIDE_FROM", 0)
     data = Data(case)
-    given = (data.features, data.indices, data.repaired)
+    given = (data.features, *data.batch)
     rows, segments, lookups, bags, count = emulated.tbe_group(*given, data.total_rows)
     want = reference.group(*given)
     unique, grouped = want.rows.numel(), want.lookups.numel()
@@ -70,19 +122,18 @@ def test_tbe_group(case: Case, wide: bool, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def _groups(data: Data) -> tuple[Tensor, ...]:
-    given = (data.features, data.indices, data.repaired)
+    given = (data.features, *data.batch)
     return emulated.tbe_group(*given, data.total_rows)
 
 
 def _states(data: Data, optimizer: str) -> list[Tensor]:
-    if optimizer == "rowwise_adagrad":
-        return [torch.rand(data.total_rows)]
     return [
-        torch.rand(data.weights.numel()) for _ in range({"adagrad": 1, "adam": 2}.get(optimizer, 0))
+        torch.rand(data.total_rows if kept.per_row else data.weights.numel())
+        for kept in OPTIMIZERS[optimizer].states
     ]
 
 
-@ALL
+@BATCHES
 @pytest.mark.parametrize("optimizer", HYPER)
 def test_update(case: Case, optimizer: str) -> None:
     torch.manual_seed(case.seed)
@@ -90,14 +141,14 @@ def test_update(case: Case, optimizer: str) -> None:
     grad, hyper = data.gradient(), torch.tensor(HYPER[optimizer], dtype=torch.float64)
     states = _states(data, optimizer)
     want, want_states = data.weights.double(), [s.double() for s in states]
-    groups = reference.group(data.features, data.indices, data.offsets)
+    groups = reference.group(data.features, *data.batch)
     reference.update_(
         want, want_states, hyper, optimizer, data.weight_grad(grad), data.features, groups
     )
     weights, before = data.weights.clone(), data.weights.clone()
     emulated.tbe_update_(
-        *(weights, states, hyper, optimizer, grad, data.features),
-        *(*_groups(data), data.repaired, data.sample_weights, case.pooling.value),
+        *([weights], states, hyper, optimizer, grad, data.features, *_groups(data)),
+        *(data.repaired, None, data.bag_layout, data.sample_weights, case.pooling.value),
     )
     assert_close(weights, want)
     for got, expected in zip(states, want_states, strict=True):
@@ -106,7 +157,7 @@ def test_update(case: Case, optimizer: str) -> None:
     assert torch.equal(weights[untouched], before[untouched])
 
 
-@ALL
+@BATCHES
 def test_row_grads(case: Case) -> None:
     if len(set(case.dims)) > 1:
         pytest.skip("needs one dim")
@@ -114,7 +165,7 @@ def test_row_grads(case: Case) -> None:
     grad, groups = data.gradient(), _groups(Data(case))
     got = emulated.tbe_row_grads(
         *(grad, data.features, *groups),
-        *(data.repaired, data.sample_weights, case.pooling.value, dim),
+        *(data.repaired, data.bag_layout, data.sample_weights, case.pooling.value, dim),
     )
     rows, count = groups[0], groups[-1].item()
     dense = data.weight_grad(grad).view(-1, dim)
@@ -129,24 +180,27 @@ def test_sample_weight_grad(case: Case) -> None:
     want = torch.zeros(data.indices.numel())
     if data.features.numel() > 0:
         given = (data.weights.double(), data.features, data.indices, data.offsets)
-        want = reference.sample_weight_grad(grad.double(), *given, case.pooling)
-    given = (data.weights, data.features, data.indices, data.repaired)
-    got = emulated.tbe_sample_weight_grad(grad, *given, case.pooling.value)
+        want = reference.sample_weight_grad(grad.double(), *given, case.pooling, data.extras)
+    batch = (data.indices, data.repaired, None, data.bag_layout)
+    got = emulated.tbe_sample_weight_grad(
+        *(grad, [data.weights], data.features, *batch, case.pooling.value)
+    )
     assert_close(got, want)
 
 
-@ALL
+@BATCHES
 def test_bounds_check(case: Case) -> None:
     data = Data(case)
-    given = (data.indices, data.offsets, data.features)
+    given = (data.indices, data.offsets, data.features, data.bag_layout)
     repaired, violations = emulated.bounds_check(*given, "warning")
     want = reference.repair_offsets(data.offsets, data.indices.numel())
     assert torch.equal(repaired.long(), want)
     assert violations[1] == (want != data.offsets).sum()
-    if not case.tables:
+    if want.numel() < 2:
         return
     bag = reference.bag_of_lookup(want, data.indices.numel())
-    rows = data.features[bag.clamp(min=0) // max(case.batch, 1), 2]
+    feature = reference.feature_of_bag(data.features, want, data.bag_layout)
+    rows = data.features[feature[bag.clamp(min=0)], 2]
     index = data.indices.long()
     bad = ((index < -1) | (index >= rows)) & (bag >= 0)
     assert violations[0] == bad.sum()
@@ -155,16 +209,18 @@ def test_bounds_check(case: Case) -> None:
             emulated.bounds_check(*given, "fatal")
     if violations[0] > 0:
         with pytest.raises(RuntimeError, match="bounds_check: indices must be in"):
-            emulated.bounds_check(data.indices, data.repaired, data.features, "fatal")
+            emulated.bounds_check(
+                *(data.indices, data.repaired, data.features, data.bag_layout, "fatal")
+            )
 
 
 def test_bounds_check_many_bags() -> None:
     """Offsets over many tiles, with a peak early on that all later ones must keep to."""
-    features = torch.tensor([[0, 0, 10, 4, 0]])
+    features = torch.tensor([[0, 0, 10, 4, 0, 0, 0, 0]])
     indices = torch.randint(0, 10, (9000,))
     offsets = torch.randint(-50, 9100, (5001,))
     offsets[:3000] //= 8
-    repaired, violations = emulated.bounds_check(indices, offsets, features, "ignore")
+    repaired, violations = emulated.bounds_check(indices, offsets, features, None, "ignore")
     want = reference.repair_offsets(offsets, 9000)
     assert torch.equal(repaired.long(), want)
     assert violations.tolist() == [0, (want != offsets).sum()]
@@ -173,7 +229,7 @@ def test_bounds_check_many_bags() -> None:
 def test_hot_row_of_many_chunks_is_deterministic() -> None:
     """Far more lookups of one row than a chunk holds: the same bits whatever else there is."""
     torch.manual_seed(0)
-    features = torch.tensor([[0, 0, 6, 24, 0]])
+    features = torch.tensor([[0, 0, 6, 24, 0, 0, 0, 0]])
     grad = torch.randn(40, 24)
     hot = torch.zeros(300_000, dtype=torch.int64)
     hyper = torch.tensor(HYPER["sgd"], dtype=torch.float64)
@@ -186,9 +242,10 @@ def test_hot_row_of_many_chunks_is_deterministic() -> None:
         offsets[1:] += rest
         offsets[-1] = indices.numel()
         weights = torch.zeros(6 * 24)
-        groups = emulated.tbe_group(features, indices, offsets, 6)
+        groups = emulated.tbe_group(features, indices, offsets, None, 6)
         emulated.tbe_update_(
-            weights, [], hyper, "sgd", grad, features, *groups, offsets, None, "sum"
+            *([weights], [], hyper, "sgd", grad, features, *groups),
+            *(offsets, None, None, None, "sum"),
         )
         results.append(weights[:24].clone())
         want = -0.1 * 7500 * grad.double().sum(0)
@@ -206,12 +263,15 @@ def random_cases(draw: st.DrawFn) -> Case:
     tables = draw(st.integers(1, 4))
     pooling = draw(st.sampled_from(Pooling))
     dims = draw(st.lists(st.integers(1, 160), min_size=tables, max_size=tables))
+    features = tuple(draw(st.lists(st.integers(0, tables - 1), min_size=1, max_size=5)))
+    sizes = st.lists(st.integers(0, 40), min_size=len(features), max_size=len(features))
     return Case(
         "random",
         rows=tuple(draw(st.lists(st.integers(1, 60), min_size=tables, max_size=tables))),
         dims=tuple(dims[:1] * tables if pooling is Pooling.NONE else dims),
-        tables=tuple(draw(st.lists(st.integers(0, tables - 1), min_size=1, max_size=5))),
+        tables=features,
         batch=draw(st.integers(0, 40)),
+        sizes=draw(st.none() | sizes.map(tuple)),
         lengths=draw(st.sampled_from(["mixed", "few", "one", "hot", "none"])),
         broken=draw(st.booleans()),
         weighted=pooling is not Pooling.NONE and draw(st.booleans()),
@@ -229,4 +289,5 @@ def random_cases(draw: st.DrawFn) -> Case:
 def test_random_cases(case: Case, optimizer: str) -> None:
     test_bounds_check(case)
     test_lookup(case)
+    test_rows_in_other_places_give_the_same_bits(case)
     test_update(case, optimizer)

@@ -9,40 +9,50 @@
 namespace emb::cuda {
 namespace {
 
-// optimizer name or null, hyper, weights, dtype, element states (2), row state
+// optimizer name or null, hyper; then for each tier: weights, dtype, elements, element states (2)
+// each with its dtype, row states (3), rows
 RowStepArgs read_step(Words* words) {
-  RowStepArgs step{};
+  RowStepArgs step;
   const char* name = words->pointer<const char>();
-  if (name != nullptr && !find_rule(name, &step.rule))
-    throw std::runtime_error("no such optimizer");
+  if (name != nullptr && !find_rule(name, &step)) throw std::runtime_error("no such optimizer");
   step.hyper = words->pointer<const double>();
-  step.weights = words->pointer<void>();
-  step.weight_type = words->dtype();
-  step.element_states[0] = words->pointer<float>();
-  step.element_states[1] = words->pointer<float>();
-  step.row_state = words->pointer<float>();
+  for (TierRows& tier : step.tiers) {
+    tier.weights = words->pointer<void>();
+    tier.weight_type = words->dtype();
+    tier.elements = words->number();
+    for (int s = 0; s < kMostElementStates; ++s) {
+      tier.element_states[s] = words->pointer<void>();
+      tier.state_types[s] = words->dtype();
+    }
+    for (float*& state : tier.row_states) state = words->pointer<float>();
+    tier.rows = words->number();
+  }
   return step;
 }
 
-// grad, dtype, stride, features, batch, offsets, is_int64, bags, L, pooling, sample weights, rows,
-// segments, lookups, bags, count
+// grad, dtype, stride, features, bag layout, batch, columns, offsets, is_int64, bags, L, pooling,
+// partial stride, sample weights, rows, segments, lookups, bags, count, row slots
 GradArgs read_grads(Words* words) {
   GradArgs args{};
   args.grad = words->pointer<const void>();
   args.grad_type = words->dtype();
   args.stride = words->number();
   args.features = words->pointer<const emb::Feature>();
-  args.batch = static_cast<uint32_t>(words->number());
+  args.map.places = words->pointer<const emb::BagPlace>();
+  args.map.batch = static_cast<uint32_t>(words->number());
+  args.map.columns = words->number();
   args.bags_in.offsets = words->indices();
   args.bags_in.count = words->number();
   args.num_lookups = args.bags_in.num_lookups = words->number();
   args.pooling = static_cast<emb::Pooling>(words->number());
+  args.partial_stride = partial_stride(words->number());
   args.sample_weights = words->pointer<const float>();
   args.rows = words->pointer<const int64_t>();
   args.segments = words->pointer<const int32_t>();
   args.lookups = words->pointer<const int32_t>();
   args.bags = words->pointer<const int32_t>();
   args.count = words->pointer<const int32_t>();
+  args.row_slots = words->pointer<const int32_t>();
   return args;
 }
 
@@ -59,7 +69,6 @@ extern "C" const char* simt_update(const int64_t* call) {
     const RowStepArgs step = read_step(&words);
     GradArgs args = read_grads(&words);
     const int64_t chunks = most_chunks(args.num_lookups);
-    args.partial_stride = partial_stride(args.stride);
     std::vector<int32_t> first_chunk(args.num_lookups);
     std::vector<ChunkTask> tasks(chunks);
     std::vector<float> partials(chunks * args.partial_stride);

@@ -31,7 +31,7 @@ def test_a_checkpoint_of_other_tables_is_refused() -> None:
     first = TableBatchedEmbeddingBags([TableSpec(6, 8), TableSpec(4, 4)])
     second = TableBatchedEmbeddingBags([TableSpec(12, 4), TableSpec(2, 8)])
     before = second.weights.detach().clone()
-    with pytest.raises(RuntimeError, match="the checkpoint is of other tables"):
+    with pytest.raises(RuntimeError, match="the checkpoint is of another table"):
         second.load_state_dict(first.state_dict())
     assert torch.equal(second.weights, before)
 
@@ -189,3 +189,13 @@ def test_default_dtype_does_not_matter() -> None:
             assert module.step == 1
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+def test_tt_refuses_optimizers_of_plain_tables() -> None:
+    for optimizer in (
+        optim.EnsembleRowwiseAdagrad(0.1),
+        optim.RowwiseAdagrad(0.1, counter=optim.Counter()),
+        optim.RowwiseAdagrad(0.1, global_decay=optim.GlobalDecay(0.1)),
+    ):
+        with pytest.raises(ValueError, match="a tensor-train table has none"):
+            TTEmbeddingBag(TTSpec(60, 8, (2, 2)), optimizer)

@@ -1,6 +1,6 @@
 // Counter-based random numbers: Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as
-// 1, 2, 3", 2011). Number i of a stream depends on the seed and on i alone, so that any thread of
-// any device makes it, in any order, with the same result.
+// 1, 2, 3", 2011). A block of four words depends on the key and its counter alone, so that any
+// thread of any device makes it, in any order, with the same result.
 #pragma once
 
 #include "core/portability.h"
@@ -11,10 +11,8 @@ struct Random4 {
   uint32_t word[4];
 };
 
-// Words 4 * block to 4 * block + 3 of the stream of `seed`.
-EMB_HD Random4 philox(uint64_t seed, uint64_t block) {
-  uint32_t c0 = static_cast<uint32_t>(block), c1 = static_cast<uint32_t>(block >> 32), c2 = 0,
-           c3 = 0;
+// The words of counter (c0, c1, c2, c3) under the key `seed`.
+EMB_HD Random4 philox(uint64_t seed, uint32_t c0, uint32_t c1, uint32_t c2, uint32_t c3) {
   uint32_t k0 = static_cast<uint32_t>(seed), k1 = static_cast<uint32_t>(seed >> 32);
   for (int round = 0; round < 10; ++round) {
     const uint64_t p0 = uint64_t{0xD2511F53u} * c0, p1 = uint64_t{0xCD9E8D57u} * c2;
@@ -26,6 +24,11 @@ EMB_HD Random4 philox(uint64_t seed, uint64_t block) {
     k1 += 0xBB67AE85u;
   }
   return {{c0, c1, c2, c3}};
+}
+
+// Words 4 * block to 4 * block + 3 of the stream of `seed`.
+EMB_HD Random4 philox(uint64_t seed, uint64_t block) {
+  return philox(seed, static_cast<uint32_t>(block), static_cast<uint32_t>(block >> 32), 0, 0);
 }
 
 // A word as one of 2^24 equidistant numbers in [0, 1), all of which float32 holds exactly.

@@ -1,0 +1,103 @@
+// `cache_move_` and `cache_flush_` on the CPU: checks, then rows or slots in parallel. No two rows
+// of a batch have a slot in common, and no row has two places, so nothing depends on the order.
+#include <torch/csrc/stable/library.h>
+
+#include <vector>
+
+#include "cache/check_memory.h"
+#include "cache/move_table.h"
+#include "core/isa.h"
+#include "core/parallel.h"
+
+namespace emb {
+
+namespace baseline {
+extern const CacheMoveTable kCacheMoveTable;
+}
+#if defined(EMB_X86)
+namespace avx2 {
+extern const CacheMoveTable kCacheMoveTable;
+}
+namespace avx512 {
+extern const CacheMoveTable kCacheMoveTable;
+}
+#endif
+
+namespace {
+
+const CacheMoveTable& move_table() {
+#if defined(EMB_X86)
+  return pick_isa(baseline::kCacheMoveTable, avx2::kCacheMoveTable, avx512::kCacheMoveTable);
+#else
+  return baseline::kCacheMoveTable;
+#endif
+}
+
+constexpr int64_t kGrain = 512;  // rows
+
+// That every cached table lies inside its tier.
+void check_homes(const char* op, const CacheMemory& memory, const std::vector<Tensor>& weights,
+                 const std::vector<Tensor>& states) {
+  for (int t = 0; t < memory.num_tables; ++t) {
+    const Feature& x = memory.tables[t];
+    if (x.cache_stride == 0) continue;
+    STD_TORCH_CHECK(x.tier >= 0 && x.tier < kCacheTier && x.weight_offset >= 0 && x.state_base >= 0,
+                    op, ": table ", t, " must name a memory tier of 0 to 2 and a place there");
+    for (int k = 0; k < memory.num_tensors; ++k) {
+      const Tensor& tensor =
+          k == 0 ? weights[x.tier] : states[x.tier * (memory.num_tensors - 1) + k - 1];
+      const bool by_row = memory.is_by_row(k);
+      const int64_t first = by_row ? x.state_base : x.weight_offset;
+      STD_TORCH_CHECK(
+          first <= tensor.numel() && x.rows <= (tensor.numel() - first) / (by_row ? 1 : x.dim), op,
+          ": table ", t, " lies outside the ", k == 0 ? "weights" : "states", " of tier ", x.tier,
+          "; tables must come from the module that owns them");
+    }
+  }
+}
+
+CacheMemory check_memory(const char* op, std::vector<Tensor>& weights, std::vector<Tensor>& states,
+                         const Tensor& hyper, const Tensor& tables) {
+  check_tables(op, tables);
+  const CacheMemory memory = cache_memory(op, weights, states, hyper, tables);
+  check_homes(op, memory, weights, states);
+  return memory;
+}
+
+void cache_move_(std::vector<Tensor> weights, std::vector<Tensor> states, const Tensor& hyper,
+                 const Tensor& tables, const Tensor& rows, const Tensor& count,
+                 const Tensor& row_slots, const Tensor& evicted) {
+  const char* op = "cache_move_";
+  const CacheMemory memory = check_memory(op, weights, states, hyper, tables);
+  check_rows(op, rows, count, tables);
+  check_one(op, "row_slots", row_slots, ScalarType::Int, rows.numel(), tables);
+  check_one(op, "evicted", evicted, ScalarType::Long, rows.numel(), tables);
+  const int64_t n = *count.const_data_ptr<int32_t>();
+  STD_TORCH_CHECK(n >= 0 && n <= rows.numel(), op,
+                  ": count must be in [0, entries of rows = ", rows.numel(), "], got ", n);
+  const CacheMoves moves{rows.const_data_ptr<int64_t>(), row_slots.const_data_ptr<int32_t>(),
+                         evicted.const_data_ptr<int64_t>()};
+  parallel_balanced(
+      n, kGrain, [](int64_t u) { return u; },
+      [&](int64_t begin, int64_t end) { move_table().move(memory, moves, begin, end); });
+}
+
+void cache_flush_(std::vector<Tensor> weights, std::vector<Tensor> states, const Tensor& hyper,
+                  const Tensor& tables, const Tensor& tags) {
+  const char* op = "cache_flush_";
+  const CacheMemory memory = check_memory(op, weights, states, hyper, tables);
+  check_tags(op, tags);
+  parallel_balanced(
+      tags.numel(), kGrain, [](int64_t slot) { return slot; },
+      [&](int64_t begin, int64_t end) {
+        move_table().flush(memory, tags.const_data_ptr<int64_t>(), begin, end);
+      });
+}
+
+}  // namespace
+}  // namespace emb
+
+STABLE_TORCH_LIBRARY_IMPL(emblib, CPU, m) {
+  m.impl("cache_move_", TORCH_BOX(&emb::cache_move_));
+  m.impl("cache_flush_", TORCH_BOX(&emb::cache_flush_));
+}

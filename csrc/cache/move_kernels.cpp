@@ -1,0 +1,136 @@
+// Rows and their optimizer states on their way between the cache and the tier of their table, on
+// one CPU thread: a copy where the dtypes agree, a conversion otherwise.
+#include "cache/move_table.h"
+#include "core/vec.h"
+
+namespace emb::EMB_ISA {
+namespace {
+
+constexpr int kBlock = 8;  // rows whose lines are on their way before the first one is copied
+
+EMB_HD int64_t size_of(Dtype type) { return type == Dtype::kFloat ? 4 : 2; }
+
+EMB_HD char* address(const CacheMemory& memory, int tensor, const RowPlace& place) {
+  const Stored& stored = memory.tensors[tensor][place.tier];
+  return static_cast<char*>(stored.data) + entry(memory, tensor, place) * size_of(stored.type);
+}
+
+EMB_HD int64_t length(const CacheMemory& memory, int tensor, const HomeRow& row) {
+  return memory.is_by_row(tensor) ? 1 : row.dim;
+}
+
+template <class To, class From>
+void convert(To* to, const From* from, int64_t n) {
+  int64_t d = 0;
+  for (; d + kLanes <= n; d += kLanes) store(to + d, load(from + d));
+  for (; d < n; ++d) to[d] = from_float<To>(to_float(from[d]));
+}
+
+// The row and the tensor say which random numbers are drawn.
+template <class To, class From>
+void convert_randomly(To* to, const From* from, int64_t n, const Rounding& rounding, int64_t row,
+                      uint32_t stream) {
+  for (int64_t d = 0; d < n; d += 4) {
+    const Random4 random = rounding.words(row, static_cast<uint32_t>(d / 4), stream);
+    for (int64_t k = 0; k < 4 && d + k < n; ++k) {
+      to[d + k] = round_randomly<To>(to_float(from[d + k]), random.word[k]);
+    }
+  }
+}
+
+template <class Visitor>
+EMB_HD void visit_dtype(Dtype type, void* data, const Visitor& visit) {
+  if (type == Dtype::kFloat) return visit(static_cast<float*>(data));
+  if (type == Dtype::kHalf) return visit(static_cast<half16*>(data));
+  visit(static_cast<bfloat16*>(data));
+}
+
+// A row moves from one place to another with all its states; it is rounded at random where
+// `rounding` is given and the place is narrower.
+void copy_row(const CacheMemory& memory, const HomeRow& row, const RowPlace& from,
+              const RowPlace& to, const Rounding* rounding) {
+  for (int k = 0; k < memory.num_tensors; ++k) {
+    char *source = address(memory, k, from), *target = address(memory, k, to);
+    const Dtype source_type = memory.tensors[k][from.tier].type;
+    const Dtype target_type = memory.tensors[k][to.tier].type;
+    const int64_t n = length(memory, k, row);
+    if (source_type == target_type) {
+      __builtin_memcpy(target, source, n * size_of(source_type));
+      continue;
+    }
+    visit_dtype(target_type, target, [&](auto* out) {
+      visit_dtype(source_type, source, [&](const auto* in) {
+        if (rounding != nullptr) {
+          convert_randomly(out, in, n, *rounding, row.row, write_back_stream(k));
+        } else {
+          convert(out, in, n);
+        }
+      });
+    });
+  }
+}
+
+template <bool write>
+EMB_HD void prefetch_places(const CacheMemory& memory, const HomeRow& row, const RowPlace& place) {
+  for (int k = 0; k < memory.num_tensors; ++k) {
+    const int64_t bytes = length(memory, k, row) * size_of(memory.tensors[k][place.tier].type);
+    prefetch_row<write>(address(memory, k, place), bytes);
+  }
+}
+
+struct Move {
+  HomeRow in, out;
+  int64_t slot;
+};
+
+void move(const CacheMemory& memory, const CacheMoves& moves, int64_t begin, int64_t end) {
+  const Rounding rounding(memory.hyper);
+  const Rounding* random = rounding.stochastic ? &rounding : nullptr;
+  for (int64_t u = begin; u < end;) {
+    Move block[kBlock];
+    int count = 0;
+    for (; u < end && count < kBlock; ++u) {
+      if (moves.evicted[u] == kNothingMoves || moves.row_slots[u] < 0) continue;
+      Move& next = block[count];
+      next = {find_home(memory, moves.rows[u]), find_home(memory, moves.evicted[u]),
+              moves.row_slots[u]};
+      if (!fits(memory, next.in, next.slot)) continue;
+      prefetch_places<false>(memory, next.in, next.in.place);
+      prefetch_places<true>(memory, next.in, slot_place(next.in, next.slot));
+      if (next.out.dim > 0) prefetch_places<true>(memory, next.out, next.out.place);
+      ++count;
+    }
+    for (int i = 0; i < count; ++i) {
+      const Move& one = block[i];
+      const RowPlace slot = slot_place(one.in, one.slot);
+      if (one.out.dim > 0) copy_row(memory, one.out, slot, one.out.place, random);
+      copy_row(memory, one.in, one.in.place, slot, nullptr);
+    }
+  }
+}
+
+void flush(const CacheMemory& memory, const int64_t* tags, int64_t begin, int64_t end) {
+  const Rounding rounding(memory.hyper);
+  const Rounding* random = rounding.stochastic ? &rounding : nullptr;
+  for (int64_t slot = begin; slot < end;) {
+    Move block[kBlock];
+    int count = 0;
+    for (; slot < end && count < kBlock; ++slot) {
+      block[count] = {{}, find_home(memory, tags[slot]), slot};
+      if (!fits(memory, block[count].out, slot)) continue;
+      prefetch_places<true>(memory, block[count].out, block[count].out.place);
+      ++count;
+    }
+    for (int i = 0; i < count; ++i) {
+      const HomeRow& row = block[i].out;
+      copy_row(memory, row, slot_place(row, block[i].slot), row.place, random);
+    }
+  }
+}
+
+}  // namespace
+
+extern const CacheMoveTable kCacheMoveTable;
+const CacheMoveTable kCacheMoveTable = {move, flush};
+
+}  // namespace emb::EMB_ISA

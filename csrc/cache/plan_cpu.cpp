@@ -1,0 +1,289 @@
+// `cache_plan_`, `cache_locate` and `cache_lookup_slots` on the CPU: checks, rows in parallel, then
+// the sets that miss something in parallel, then the counters.
+#include <torch/csrc/stable/library.h>
+
+#include <algorithm>
+#include <memory>
+#include <tuple>
+#include <vector>
+
+#include "cache/check_cache.h"
+#include "cache/plan_table.h"
+#include "core/isa.h"
+#include "core/parallel.h"
+#include "group/group_items.h"
+
+namespace emb {
+
+namespace baseline {
+extern const CachePlanTable kCachePlanTable;
+}
+#if defined(EMB_X86)
+namespace avx2 {
+extern const CachePlanTable kCachePlanTable;
+}
+namespace avx512 {
+extern const CachePlanTable kCachePlanTable;
+}
+#endif
+
+namespace {
+
+const CachePlanTable& plan_table() {
+#if defined(EMB_X86)
+  return pick_isa(baseline::kCachePlanTable, avx2::kCachePlanTable, avx512::kCachePlanTable);
+#else
+  return baseline::kCachePlanTable;
+#endif
+}
+
+constexpr int64_t kGrain = 2048;  // rows, or misses
+
+// The distinct rows of a batch; those from `first` on are of cached tables.
+struct CachedRows {
+  const int64_t* rows;
+  const int32_t* segments;  // null where lookups are not counted
+  int64_t first, count;
+
+  int64_t find(int64_t row) const { return std::lower_bound(rows, rows + count, row) - rows; }
+  // First rows of `parts` equal parts of the cached ones.
+  std::vector<int64_t> cut() const {
+    const int64_t parts = std::clamp<int64_t>((count - first) / kGrain, 1, num_threads());
+    std::vector<int64_t> cuts(parts + 1);
+    for (int64_t p = 0; p <= parts; ++p) cuts[p] = first + (count - first) * p / parts;
+    return cuts;
+  }
+};
+
+CachedRows check_batch(const char* op, const Tensor& tables, const Tensor& rows,
+                       const Tensor* segments, const Tensor& count) {
+  const Feature* table = feature_array(tables);
+  const int num_tables = static_cast<int>(tables.size(0));
+  CachedRows batch{rows.const_data_ptr<int64_t>(),
+                   segments == nullptr ? nullptr : segments->const_data_ptr<int32_t>(), 0,
+                   *count.const_data_ptr<int32_t>()};
+  STD_TORCH_CHECK(batch.count >= 0 && batch.count <= rows.numel(), op,
+                  ": count must be in [0, entries of rows = ", rows.numel(), "], got ",
+                  batch.count);
+  // The signs of all differences at once: a loop without branches.
+  int64_t signs = 0;
+  int32_t segment_signs = 0;
+  for (int64_t u = 1; u < batch.count; ++u) signs |= batch.rows[u] - batch.rows[u - 1] - 1;
+  if (batch.segments != nullptr) {
+    segment_signs = batch.segments[0];
+    for (int64_t u = 0; u < batch.count; ++u) {
+      segment_signs |= batch.segments[u + 1] - batch.segments[u];
+    }
+  }
+  STD_TORCH_CHECK(
+      signs >= 0 && segment_signs >= 0 &&
+          (batch.count == 0 ||
+           (batch.rows[0] >= 0 && batch.rows[batch.count - 1] < end_of_rows(table, num_tables))),
+      op, ": rows must be distinct, ascending and of the tables, and segments must ",
+      "not decrease: pass what tbe_group returns");
+  batch.first = batch.find(first_cached_row(table, num_tables));
+  return batch;
+}
+
+// Entries of rows that are not cached, and those after the last row.
+template <class T>
+void fill_outside(T* out, const CachedRows& batch, int64_t n, int64_t value) {
+  std::fill(out, out + batch.first, static_cast<T>(value));
+  std::fill(out + batch.count, out + n, static_cast<T>(value));
+}
+
+// Adds a batch to the counters.
+class BatchCounters {
+ public:
+  BatchCounters(int64_t* counters, const Feature* tables, int num_tables)
+      : counters_(counters), tables_(tables), num_tables_(num_tables) {}
+
+  void add_lookups(const CachedRows& batch) {
+    add(num_tables_, kCalls, 1);
+    for (int t = first_cached_table(tables_, num_tables_); t < num_tables_; ++t) {
+      const int64_t first = batch.find(tables_[t].row_base);
+      const int64_t last = batch.find(tables_[t].row_base + tables_[t].rows);
+      if (first == last) continue;
+      add(t, kCalls, 1);
+      add_both(t, kUnique, last - first);
+      add_both(t, kLookups, batch.segments[last] - batch.segments[first]);
+    }
+  }
+
+  void add_misses(const CachePlanArgs& args, const Miss* missed, int64_t n) {
+    const int64_t parts = std::clamp<int64_t>(n / kGrain, 1, num_threads());
+    const int64_t size = (num_tables_ + 1) * kCounters;
+    std::vector<int64_t> local(parts * size, 0);
+    parallel_tasks(parts, [&](int64_t part) {
+      BatchCounters own(local.data() + part * size, tables_, num_tables_);
+      own.add_some(args, missed + n * part / parts, missed + n * (part + 1) / parts);
+    });
+    for (int64_t i = 0; i < parts * size; ++i) counters_[i % size] += local[i];
+  }
+
+ private:
+  void add(int table, Counter counter, int64_t n) { counters_[table * kCounters + counter] += n; }
+  void add_both(int table, Counter counter, int64_t n) {
+    add(table, counter, n);
+    add(num_tables_, counter, n);
+  }
+
+  void add_some(const CachePlanArgs& args, const Miss* begin, const Miss* end) {
+    int table = begin == end ? 0 : find_table(tables_, num_tables_, args.rows[begin->position]);
+    for (const Miss* miss = begin; miss != end; ++miss) {
+      const int64_t u = miss->position, lookups = args.segments[u + 1] - args.segments[u];
+      while (args.rows[u] >= tables_[table].row_base + tables_[table].rows) ++table;
+      const bool conflict = args.row_slots[u] < 0;
+      add_both(table, kUniqueMisses, 1);
+      add_both(table, kLookupMisses, lookups);
+      add_both(table, kConflictUniqueMisses, conflict);
+      add_both(table, kConflictMisses, conflict ? lookups : 0);
+      if (args.evicted[u] < 0) continue;
+      const int old = find_table(tables_, num_tables_, args.evicted[u]);
+      if (old >= 0) add_both(old, kWriteBacks, 1);
+    }
+  }
+
+  int64_t* counters_;
+  const Feature* tables_;
+  int num_tables_;
+};
+
+// Probes and lists the rows that are missing, ascending; returns where each part of them begins.
+std::vector<int64_t> probe_all(const CachePlanArgs& args, const CachedRows& batch, Miss* misses) {
+  const std::vector<int64_t> cuts = batch.cut();
+  const int64_t parts = static_cast<int64_t>(cuts.size()) - 1;
+  std::vector<int64_t> found(parts + 1, 0);
+  parallel_tasks(parts, [&](int64_t p) {
+    found[p + 1] = plan_table().probe(args, cuts[p], cuts[p + 1], misses + cuts[p] - batch.first);
+  });
+  for (int64_t p = 0; p < parts; ++p) {
+    std::copy_n(misses + cuts[p] - batch.first, found[p + 1], misses + found[p]);
+    found[p + 1] += found[p];
+  }
+  return found;
+}
+
+// Groups the misses by set and lets every set admit its own; `firsts` cuts them into parts.
+void admit_all(const CachePlanArgs& args, const Miss* misses, const std::vector<int64_t>& firsts) {
+  const int64_t n = firsts.back();
+  const std::unique_ptr<int32_t[]> sets(new int32_t[n]), permutation(new int32_t[n]);
+  const std::unique_ptr<int32_t[]> segments(new int32_t[n + 1]);
+  int32_t num_groups = 0;
+  const auto fill = [&](int64_t part, const auto& put) {
+    for (int64_t i = firsts[part]; i < firsts[part + 1]; ++i) put(i, misses[i].set);
+  };
+  const GroupOutput out{sets.get(), false, segments.get(), permutation.get(), &num_groups};
+  group_items<Item32>(n, args.cache.sets, firsts, fill, out, [](int64_t, int64_t) {});
+  const MissGroups groups{misses, sets.get(), segments.get(), permutation.get()};
+  parallel_balanced(
+      num_groups, kGrain, [&](int64_t g) { return 4 * g + segments[g]; },
+      [&](int64_t begin, int64_t end) { plan_table().admit(args, groups, begin, end); });
+}
+
+std::tuple<Tensor, Tensor> cache_plan_(Tensor tags, Tensor stamps, std::optional<Tensor> counts,
+                                       Tensor counters, const Tensor& clock, const Tensor& tables,
+                                       const Tensor& rows, const Tensor& segments,
+                                       const Tensor& count, std::string policy) {
+  const char* op = "cache_plan_";
+  const PlanState state = check_plan(op, tags, stamps, counts, counters, clock, tables, policy);
+  check_rows(op, rows, count, tags);
+  check_segments(op, segments, rows);
+  check_tables(op, tables);
+  const CachedRows batch = check_batch(op, tables, rows, &segments, count);
+  const Feature* table = feature_array(tables);
+  const int num_tables = static_cast<int>(tables.size(0));
+  const int64_t first_row = first_cached_row(table, num_tables);
+  STD_TORCH_CHECK(state.cache.policy == Policy::kLru || first_row == INT64_MAX ||
+                      counts->numel() >= end_of_rows(table, num_tables) - first_row,
+                  op, ": counts must have one entry a cached row = ",
+                  end_of_rows(table, num_tables) - first_row, ", got ", counts->numel());
+  STD_TORCH_CHECK(state.cache.sets > 0 || batch.first == batch.count, op,
+                  ": a cache needs at least one set");
+  Tensor row_slots = torch::stable::new_empty(rows, {rows.numel()}, ScalarType::Int);
+  Tensor evicted = torch::stable::new_empty(rows, {rows.numel()}, ScalarType::Long);
+  const auto* now = clock.const_data_ptr<int64_t>();
+  CachePlanArgs args{state.cache,
+                     now[0],
+                     std::min(now[1], now[0]),
+                     batch.rows,
+                     batch.segments,
+                     row_slots.mutable_data_ptr<int32_t>(),
+                     evicted.mutable_data_ptr<int64_t>()};
+  args.cache.first_row = first_row;
+  fill_outside(args.row_slots, batch, rows.numel(), -1);
+  fill_outside(args.evicted, batch, rows.numel(), kNothingMoves);
+  const std::unique_ptr<Miss[]> misses(new Miss[batch.count - batch.first]);
+  const std::vector<int64_t> firsts = probe_all(args, batch, misses.get());
+  if (firsts.back() > 0) admit_all(args, misses.get(), firsts);
+  BatchCounters counted(state.counters, table, num_tables);
+  counted.add_lookups(batch);
+  counted.add_misses(args, misses.get(), firsts.back());
+  return {row_slots, evicted};
+}
+
+Tensor cache_locate(const Tensor& tags, const Tensor& tables, const Tensor& rows,
+                    const Tensor& count) {
+  const char* op = "cache_locate";
+  CachePlanArgs args{};
+  args.cache.sets = check_tags(op, tags);
+  check_rows(op, rows, count, tags);
+  check_tables(op, tables);
+  const CachedRows batch = check_batch(op, tables, rows, nullptr, count);
+  STD_TORCH_CHECK(args.cache.sets > 0 || batch.first == batch.count, op,
+                  ": a cache needs at least one set");
+  Tensor row_slots = torch::stable::new_empty(rows, {rows.numel()}, ScalarType::Int);
+  args.cache.tags = const_cast<int64_t*>(tags.const_data_ptr<int64_t>());  // read only
+  args.rows = batch.rows;
+  args.row_slots = row_slots.mutable_data_ptr<int32_t>();
+  fill_outside(args.row_slots, batch, rows.numel(), -1);
+  const std::vector<int64_t> cuts = batch.cut();
+  parallel_tasks(static_cast<int64_t>(cuts.size()) - 1, [&](int64_t part) {
+    plan_table().locate(args, cuts[part], cuts[part + 1], nullptr);
+  });
+  return row_slots;
+}
+
+Tensor cache_lookup_slots(const Tensor& row_slots, const Tensor& segments, const Tensor& lookups,
+                          const Tensor& count) {
+  const char* op = "cache_lookup_slots";
+  check_cache_tensor(op, "row_slots", row_slots, ScalarType::Int, row_slots);
+  const int64_t n = lookups.numel();
+  check_one(op, "segments", segments, ScalarType::Int, n + 1, row_slots);
+  check_one(op, "lookups", lookups, ScalarType::Int, n, row_slots);
+  check_one(op, "count", count, ScalarType::Int, 1, row_slots);
+  const auto *segment = segments.const_data_ptr<int32_t>(),
+             *position = lookups.const_data_ptr<int32_t>(),
+             *slot = row_slots.const_data_ptr<int32_t>();
+  const int64_t groups = *count.const_data_ptr<int32_t>();
+  STD_TORCH_CHECK(groups >= 0 && groups <= n && groups <= row_slots.numel() && segment[groups] <= n,
+                  op, ": count and segments must come from one call of tbe_group and row_slots ",
+                  "must have an entry a row of it, got count ", groups);
+  int32_t signs = segment[0];
+  for (int64_t g = 0; g < groups; ++g) signs |= segment[g + 1] - segment[g];
+  for (int64_t j = 0; j < n; ++j) {
+    signs |= position[j] | (static_cast<int32_t>(n) - 1 - position[j]);
+  }
+  STD_TORCH_CHECK(signs >= 0, op, ": segments and lookups must come from one call of tbe_group");
+  Tensor slots = torch::stable::new_empty(row_slots, {n}, ScalarType::Int);
+  auto* out = slots.mutable_data_ptr<int32_t>();
+  for (int64_t j = 0; j < segment[0]; ++j) out[position[j]] = -1;
+  parallel_balanced(
+      groups, 8 * kGrain, [&](int64_t g) { return int64_t{segment[g]}; },
+      [&](int64_t begin, int64_t end) {
+        for (int64_t g = begin; g < end; ++g) {
+          for (int32_t j = segment[g]; j < segment[g + 1]; ++j) out[position[j]] = slot[g];
+        }
+      });
+  for (int64_t j = segment[groups]; j < n; ++j) out[position[j]] = -1;
+  return slots;
+}
+
+}  // namespace
+}  // namespace emb
+
+STABLE_TORCH_LIBRARY_IMPL(emblib, CPU, m) {
+  m.impl("cache_plan_", TORCH_BOX(&emb::cache_plan_));
+  m.impl("cache_locate", TORCH_BOX(&emb::cache_locate));
+  m.impl("cache_lookup_slots", TORCH_BOX(&emb::cache_lookup_slots));
+}

@@ -1,0 +1,169 @@
+// Probing and admission on one CPU thread. The tags of a set are four cache lines, which are asked
+// for a block of rows ahead. Of the words of a set a hit writes one line, and only a miss reads
+// them all, but no tags. Sets with misses come in ascending order, so admission walks through
+// memory.
+#include "cache/plan_table.h"
+#include "core/vec.h"
+
+namespace emb::EMB_ISA {
+namespace {
+
+constexpr int kBlock = 16;  // rows whose tags are on their way while the block before is probed
+
+EMB_HD void prefetch_set(const int64_t* first, int64_t set) {
+  prefetch_row<false>(first + set * kWays, kWays * static_cast<int64_t>(sizeof(int64_t)));
+}
+
+// The first way with this tag (or other word), kWays if there is none.
+EMB_HD int find_way(const int64_t* words, int64_t wanted) {
+  uint32_t found = 0;
+#if defined(__AVX512F__)
+  const __m512i all = _mm512_set1_epi64(wanted);
+  for (int w = 0; w < kWays; w += 8) {
+    const __mmask8 equal = _mm512_cmpeq_epi64_mask(_mm512_loadu_si512(words + w), all);
+    found |= static_cast<uint32_t>(equal) << w;
+  }
+#elif defined(__AVX2__)
+  const __m256i all = _mm256_set1_epi64x(wanted);
+  for (int w = 0; w < kWays; w += 4) {
+    const __m256i four = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(words + w));
+    const __m256d equal = _mm256_castsi256_pd(_mm256_cmpeq_epi64(four, all));
+    found |= static_cast<uint32_t>(_mm256_movemask_pd(equal)) << w;
+  }
+#else
+  for (int w = 0; w < kWays; ++w) found |= static_cast<uint32_t>(words[w] == wanted) << w;
+#endif
+  return found == 0 ? kWays : __builtin_ctz(found);
+}
+
+EMB_HD int64_t lookups_at(const CachePlanArgs& args, int64_t u) {
+  return args.segments[u + 1] - args.segments[u];
+}
+
+// Rows [begin, end) of the batch use the ways that row_slots says.
+EMB_HD void use_ways(const CachePlanArgs& args, int64_t begin, int64_t end) {
+  const CacheState& cache = args.cache;
+  for (int64_t u = begin; u < end; ++u) {
+    if (args.row_slots[u] < 0) continue;
+    int64_t& word = cache.words[args.row_slots[u]];
+    const int64_t lookups =
+        cache.policy == Policy::kLru ? 0 : add_lookups(lookups_of(word), lookups_at(args, u));
+    word = use_word(cache.policy, lookups, args.now);
+  }
+}
+
+template <bool use>
+int64_t probe(const CachePlanArgs& args, int64_t begin, int64_t end, Miss* misses) {
+  const CacheState& cache = args.cache;
+  int64_t num_misses = 0;
+  int64_t sets[2][kBlock];
+  const auto look_ahead = [&](int64_t first, int64_t* set) {
+    const int64_t last = first + kBlock < end ? first + kBlock : end;
+    for (int64_t u = first; u < last; ++u) {
+      set[u - first] = set_of(args.rows[u], cache.sets);
+      prefetch_set(cache.tags, set[u - first]);
+    }
+  };
+  look_ahead(begin, sets[0]);
+  int64_t used = begin;  // rows before it have written their words
+  for (int64_t block = begin, turn = 0; block < end; block += kBlock, turn ^= 1) {
+    look_ahead(block + kBlock, sets[turn ^ 1]);
+    const int64_t last = block + kBlock < end ? block + kBlock : end;
+    for (int64_t u = block; u < last; ++u) {
+      const int64_t set = sets[turn][u - block], first = set * kWays;
+      const int way = find_way(cache.tags + first, args.rows[u]);
+      const bool hit = way < kWays;
+      args.row_slots[u] = hit ? static_cast<int32_t>(first + way) : -1;
+      if (misses != nullptr) {
+        misses[num_misses] = {static_cast<int32_t>(u), static_cast<uint32_t>(set)};
+        num_misses += !hit;
+      }
+      if constexpr (use) {
+        args.evicted[u] = kNothingMoves;
+        // Of a miss nothing: the line asked for instead is here already.
+        __builtin_prefetch(hit ? cache.words + first + way : args.evicted + u, 1);
+      }
+    }
+    if constexpr (use) use_ways(args, used, block);
+    used = block;
+  }
+  if constexpr (use) use_ways(args, used, end);
+  if (use && cache.policy == Policy::kLfu) {
+    const auto count = [&](int64_t i) -> int32_t& {
+      return cache.counts[args.rows[misses[i].position] - cache.first_row];
+    };
+    for (int64_t i = 0; i < num_misses; ++i) {
+      if (i + kBlock < num_misses) __builtin_prefetch(&count(i + kBlock), 1);
+      count(i) = static_cast<int32_t>(add_lookups(count(i), lookups_at(args, misses[i].position)));
+    }
+  }
+  return num_misses;
+}
+
+// A missing row and how often it was looked up so far.
+struct Candidate {
+  int32_t position;
+  int32_t lookups;
+};
+
+// The rows of a group that come first in the order of the policy, at most one a way.
+EMB_HD int first_candidates(const CachePlanArgs& args, const MissGroups& groups, int64_t g,
+                            Candidate* best) {
+  const CacheState& cache = args.cache;
+  int count = 0;
+  for (int32_t j = groups.segments[g]; j < groups.segments[g + 1]; ++j) {
+    const int32_t position = groups.misses[groups.permutation[j]].position;
+    if (cache.policy == Policy::kLru) {
+      if (count == kWays) break;
+      best[count++] = {position, 0};
+      continue;
+    }
+    const int32_t lookups = cache.counts[args.rows[position] - cache.first_row];
+    int at = count;
+    while (at > 0 && best[at - 1].lookups < lookups) --at;
+    if (at == kWays) continue;
+    for (int k = count < kWays ? count : kWays - 1; k > at; --k) best[k] = best[k - 1];
+    best[at] = {position, lookups};
+    count += count < kWays;
+  }
+  return count;
+}
+
+void admit(const CachePlanArgs& args, const MissGroups& groups, int64_t begin, int64_t end) {
+  const CacheState& cache = args.cache;
+  constexpr int kAhead = 6;
+  for (int64_t g = begin; g < end; ++g) {
+    if (g + kAhead < end) prefetch_set(cache.words, groups.sets[g + kAhead]);
+    const int64_t first = int64_t{groups.sets[g]} * kWays;
+    int64_t *tags = cache.tags + first, *words = cache.words + first, order[kWays];
+    for (int w = 0; w < kWays; ++w) {
+      order[w] = way_order(cache.policy, words[w], args.oldest);
+    }
+    Candidate candidates[kWays];
+    const int count = first_candidates(args, groups, g, candidates);
+    for (int k = 0; k < count; ++k) {
+      // Least and then where it is: both vectorise, one loop for both would not.
+      int64_t least = kNotFree;
+      for (int w = 0; w < kWays; ++w) least = order[w] < least ? order[w] : least;
+      const int way = find_way(order, least);
+      // The ways that are left are no easier to take, the rows that are left no better.
+      if (!may_replace(cache.policy, candidates[k].lookups, least)) break;
+      order[way] = kNotFree;
+      const int64_t u = candidates[k].position, old = tags[way];
+      if (cache.policy == Policy::kLfu && old >= 0) {
+        cache.counts[old - cache.first_row] = static_cast<int32_t>(lookups_of(words[way]));
+      }
+      args.row_slots[u] = static_cast<int32_t>(first + way);
+      args.evicted[u] = old < 0 ? kNoRow : old;
+      tags[way] = args.rows[u];
+      words[way] = use_word(cache.policy, candidates[k].lookups, args.now);
+    }
+  }
+}
+
+}  // namespace
+
+extern const CachePlanTable kCachePlanTable;
+const CachePlanTable kCachePlanTable = {probe<false>, probe<true>, admit};
+
+}  // namespace emb::EMB_ISA

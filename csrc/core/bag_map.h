@@ -1,0 +1,30 @@
+// Whose bag a bag is, and where its row lies in the output and in its gradient. In a fixed batch
+// every feature has as many bags and both follow from the bag's number; in a variable one (VBE) the
+// caller lists them, a `BagPlace` a bag.
+#pragma once
+
+#include "core/dtype.h"
+
+namespace emb {
+
+// A row of the `bag_layout` tensor. Bags of a feature are neighbours, and features ascend.
+struct BagPlace {
+  int64_t feature;
+  int64_t element;  // of the pooled output, flat, where the bag's row begins
+};
+
+struct BagMap {
+  const BagPlace* places = nullptr;  // a variable batch; null in a fixed one
+  uint32_t batch = 1;                // bags a feature of a fixed batch, at least 1
+  int64_t columns = 0;               // of the output of a fixed batch
+
+  EMB_HD int64_t feature(uint32_t bag) const {
+    return places != nullptr ? places[bag].feature : bag / batch;
+  }
+  // `column` is the first output column of the bag's feature.
+  EMB_HD int64_t element(uint32_t bag, int64_t column) const {
+    return places != nullptr ? places[bag].element : bag % batch * columns + column;
+  }
+};
+
+}  // namespace emb

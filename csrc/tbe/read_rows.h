@@ -1,0 +1,116 @@
+// How a CPU kernel comes by the row of a lookup, hoisted out of its loops: from a table; from a
+// table or the cache before it; or, where those two differ in dtype, as floats. Only for
+// `*_kernels.cpp`.
+#pragma once
+
+#include "core/vec.h"
+#include "tbe/table_rows.h"
+
+namespace emb::EMB_ISA {
+
+// Rows of a table. `Ids` is a pointer to the indices or, where their width is known at run time
+// only, an IndexArray.
+template <class W, class Ids>
+struct PlainRows {
+  using Element = W;
+  const W* table;
+  Ids ids;
+  int64_t rows, dim;
+
+  PlainRows(const TableRows& in, Ids indices)
+      : table(static_cast<const W*>(in.table)), ids(indices), rows(in.rows), dim(in.dim) {}
+
+  // Rows begin `count` columns later from now on.
+  EMB_HD void skip_columns(int64_t count) { table += count; }
+  // Row of lookup i, or null for one to skip.
+  EMB_HD const W* at(int64_t i) const {
+    const int64_t row = repair_index(ids[i], rows);
+    return row < 0 ? nullptr : table + row * dim;
+  }
+  // Asks for the first `count` values of the row of lookup i.
+  EMB_HD void prefetch(int64_t i, int64_t count) const {
+    const W* row = at(i);
+    if (row == nullptr) return;
+    prefetch_row<false>(row, count * static_cast<int64_t>(sizeof(W)));
+  }
+};
+
+// Rows of a table, or of its cache where a slot holds them.
+template <class W, class Ids>
+struct CachedRows {
+  using Element = W;
+  const W *table, *cache;
+  Ids ids;
+  const int32_t* slots;
+  int64_t rows, dim, num_slots, stride;
+
+  CachedRows(const TableRows& in, Ids indices)
+      : table(static_cast<const W*>(in.table)),
+        cache(static_cast<const W*>(in.cache)),
+        ids(indices),
+        slots(in.slots),
+        rows(in.rows),
+        dim(in.dim),
+        num_slots(in.num_slots),
+        stride(in.cache_stride) {}
+
+  EMB_HD void skip_columns(int64_t count) {
+    table += count;
+    cache += count;
+  }
+  EMB_HD const W* at(int64_t i) const {
+    const int64_t row = repair_index(ids[i], rows), slot = slots[i];
+    if (row < 0) return nullptr;
+    return slot >= 0 && slot < num_slots ? cache + slot * stride : table + row * dim;
+  }
+  EMB_HD void prefetch(int64_t i, int64_t count) const {
+    const W* row = at(i);
+    if (row == nullptr) return;
+    prefetch_row<false>(row, count * static_cast<int64_t>(sizeof(W)));
+  }
+};
+
+// Copies a row as floats.
+template <class W>
+EMB_HD void widen_row(const W* row, int64_t dim, float* out) {
+  int64_t d = 0;
+  for (; d + kLanes <= dim; d += kLanes) store(out + d, load(row + d));
+  for (; d < dim; ++d) out[d] = to_float(row[d]);
+}
+
+EMB_HD void widen_row(const void* base, Dtype type, int64_t element, int64_t dim, float* out) {
+  if (type == Dtype::kFloat) {
+    widen_row(static_cast<const float*>(base) + element, dim, out);
+  } else if (type == Dtype::kHalf) {
+    widen_row(static_cast<const half16*>(base) + element, dim, out);
+  } else {
+    widen_row(static_cast<const bfloat16*>(base) + element, dim, out);
+  }
+}
+
+// Rows of a table or of a cache that keeps them in another dtype, through a copy in `scratch`.
+struct MixedRows {
+  using Element = float;
+  const TableRows& in;
+  float* scratch;
+  int64_t dim, skipped = 0;
+
+  EMB_HD void skip_columns(int64_t count) { skipped += count; }
+
+  MixedRows(const TableRows& rows, float* row_of_floats)
+      : in(rows), scratch(row_of_floats), dim(rows.dim) {}
+
+  EMB_HD const float* at(int64_t i) const {
+    const int64_t row = repair_index(in.indices[i], in.rows), slot = in.slots[i];
+    if (row < 0) return nullptr;
+    if (slot >= 0 && slot < in.num_slots) {
+      widen_row(in.cache, in.cache_type, slot * in.cache_stride, dim, scratch);
+    } else {
+      widen_row(in.table, in.type, row * dim, dim, scratch);
+    }
+    return scratch + skipped;
+  }
+  EMB_HD void prefetch(int64_t, int64_t) const {}
+};
+
+}  // namespace emb::EMB_ISA

@@ -1,0 +1,84 @@
+// `tbe_sample_weight_grad` on the CPU: checks, allocation, and cutting the bags into equal parts.
+#include <torch/csrc/stable/library.h>
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "core/isa.h"
+#include "tbe/lookup_inputs.h"
+#include "tbe/sample_weights_table.h"
+
+namespace emb {
+
+namespace baseline {
+extern const SampleWeightTable kSampleWeightTable;
+}
+#if defined(EMB_X86)
+namespace avx2 {
+extern const SampleWeightTable kSampleWeightTable;
+}
+namespace avx512 {
+extern const SampleWeightTable kSampleWeightTable;
+}
+#endif
+
+namespace {
+
+const SampleWeightTable& sample_weight_table() {
+#if defined(EMB_X86)
+  return pick_isa(baseline::kSampleWeightTable, avx2::kSampleWeightTable,
+                  avx512::kSampleWeightTable);
+#else
+  return baseline::kSampleWeightTable;
+#endif
+}
+
+SampleWeightFn kernel_for(const TableRows& rows, Dtype weights, Dtype grad) {
+  const SampleWeightTable& table = sample_weight_table();
+  if (rows.caching == Caching::kMixed) return table.mixed[static_cast<int>(grad)];
+  return table
+      .at[rows.caching == Caching::kSame][static_cast<int>(weights)][static_cast<int>(grad)];
+}
+
+Tensor tbe_sample_weight_grad(const Tensor& grad, std::vector<Tensor> weights,
+                              const Tensor& features, const Tensor& indices, const Tensor& offsets,
+                              std::optional<Tensor> slots, std::optional<Tensor> bag_layout,
+                              std::string pooling) {
+  const char* op = "tbe_sample_weight_grad";
+  const Dtype grad_type = float_dtype(op, "grad", grad.scalar_type());
+  const int64_t columns = check_pooled_grad(op, grad, bag_layout.has_value());
+  const LookupInputs in(op, weights, features, indices, offsets, slots, bag_layout, pooling,
+                        columns);
+  STD_TORCH_CHECK(in.pooling != Pooling::kNone, op, ": needs sum or mean pooling");
+  const BagMap& map = in.feature_bags.map;
+  const int64_t num_features = in.feature_bags.num_features();
+  const int64_t batch = num_features > 0 ? in.bags.count / num_features : 0;
+  STD_TORCH_CHECK(map.places || grad.size(0) == batch, op, ": grad must have B = ", batch,
+                  " rows, got ", grad.size(0));
+  const Tensor grad_tensor = torch::stable::contiguous(grad);
+  Tensor out = torch::stable::new_zeros(grad, {indices.numel()}, ScalarType::Float);
+  const Feature* feature = feature_array(features);
+  const auto* gradient = static_cast<const char*>(grad_tensor.const_data_ptr());
+  float* result = out.mutable_data_ptr<float>();
+  for_feature_bags(in.bags, in.feature_bags, [&](int64_t f, int64_t begin, int64_t end) {
+    const TableRows rows = in.rows_of(feature[f]);
+    const int64_t first =
+        map.places ? 0 : map.element(static_cast<uint32_t>(begin), feature[f].column);
+    SampleWeightArgs args{
+        rows,    in.bags, in.pooling, map.places, gradient + first * grad.element_size(),
+        columns, begin,   result};
+    const bool mixed = rows.caching == Caching::kMixed;
+    const std::unique_ptr<float[]> scratch(mixed ? new float[rows.dim] : nullptr);
+    args.scratch = scratch.get();
+    kernel_for(rows, in.weights.type, grad_type)(args, begin, end);
+  });
+  return out;
+}
+
+}  // namespace
+}  // namespace emb
+
+STABLE_TORCH_LIBRARY_IMPL(emblib, CPU, m) {
+  m.impl("tbe_sample_weight_grad", TORCH_BOX(&emb::tbe_sample_weight_grad));
+}

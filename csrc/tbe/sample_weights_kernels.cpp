@@ -1,0 +1,85 @@
+// Gradient of the sample weights on one CPU thread: for each lookup the dot product of its row and
+// the gradient of its bag.
+#include "tbe/read_rows.h"
+#include "tbe/sample_weights_table.h"
+
+namespace emb::EMB_ISA {
+namespace {
+
+constexpr int64_t kRowsAhead = 8;
+
+template <class T, class G>
+EMB_HD float dot(const T* row, const G* grad, int64_t dim) {
+  Vec products = {};
+  int64_t d = 0;
+  for (; d + kLanes <= dim; d += kLanes) products += load(grad + d) * load(row + d);
+  float total = sum(products);
+  for (; d < dim; ++d) total += to_float(grad[d]) * to_float(row[d]);
+  return total;
+}
+
+template <class G, class Reader>
+EMB_HD void dot_bags(const SampleWeightArgs& args, const Reader& rows, int64_t first_bag,
+                     int64_t last_bag) {
+  const int64_t last = args.bags.end(last_bag - 1);
+  for (int64_t bag = first_bag; bag < last_bag; ++bag) {
+    const int64_t begin = args.bags.begin(bag), end = args.bags.end(bag);
+    const bool mean = args.pooling == Pooling::kMean && end > begin;
+    const float scale = mean ? 1.0f / static_cast<float>(end - begin) : 1.0f;
+    const int64_t place =
+        args.places ? args.places[bag].element : (bag - args.first_bag) * args.grad_stride;
+    const G* grad = static_cast<const G*>(args.grad) + place;
+    for (int64_t i = begin; i < end; ++i) {
+      if (i + kRowsAhead < last) rows.prefetch(i + kRowsAhead, rows.dim);
+      const auto* row = rows.at(i);
+      args.out[i] = row == nullptr ? 0.0f : dot(row, grad, rows.dim) * scale;
+    }
+  }
+}
+
+template <class W, class G>
+void sample_weight_grads(const SampleWeightArgs& args, int64_t first_bag, int64_t last_bag) {
+  const PlainRows<W, IndexArray> rows(args.rows, args.rows.indices);
+  dot_bags<G>(args, rows, first_bag, last_bag);
+}
+
+template <class W, class G>
+void cached_grads(const SampleWeightArgs& args, int64_t first_bag, int64_t last_bag) {
+  const CachedRows<W, IndexArray> rows(args.rows, args.rows.indices);
+  dot_bags<G>(args, rows, first_bag, last_bag);
+}
+
+template <class G>
+void mixed_grads(const SampleWeightArgs& args, int64_t first_bag, int64_t last_bag) {
+  dot_bags<G>(args, MixedRows(args.rows, args.scratch), first_bag, last_bag);
+}
+
+template <class W, class G>
+constexpr void fill(SampleWeightTable* table, int weights, int grad) {
+  table->at[0][weights][grad] = sample_weight_grads<W, G>;
+  table->at[1][weights][grad] = cached_grads<W, G>;
+}
+
+constexpr SampleWeightTable make_table() {
+  SampleWeightTable table = {};
+  fill<float, float>(&table, 0, 0);
+  fill<float, half16>(&table, 0, 1);
+  fill<float, bfloat16>(&table, 0, 2);
+  fill<half16, float>(&table, 1, 0);
+  fill<half16, half16>(&table, 1, 1);
+  fill<half16, bfloat16>(&table, 1, 2);
+  fill<bfloat16, float>(&table, 2, 0);
+  fill<bfloat16, half16>(&table, 2, 1);
+  fill<bfloat16, bfloat16>(&table, 2, 2);
+  table.mixed[0] = mixed_grads<float>;
+  table.mixed[1] = mixed_grads<half16>;
+  table.mixed[2] = mixed_grads<bfloat16>;
+  return table;
+}
+
+}  // namespace
+
+extern const SampleWeightTable kSampleWeightTable;
+const SampleWeightTable kSampleWeightTable = make_table();
+
+}  // namespace emb::EMB_ISA

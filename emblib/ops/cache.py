@@ -1,0 +1,115 @@
+"""A software cache before tables in slow memory: plan what a batch needs, move it, find it again.
+
+The cache is 32-way set-associative; slot `set * 32 + way` holds one row of any table, with its
+optimizer state. Linear row r can be in one set only, `(mix64(r) >> 32) * sets >> 32` with the
+finaliser of MurmurHash3 (Appleby, 2011). Cached tables have the highest linear rows of a module.
+
+Shapes and dtypes, with L lookups, U distinct rows (see `emblib.ops.tbe.Groups`), T tables, S slots:
+
+- `tags` int64 `[sets, 32]`: the linear row of each slot, -1 where there is none
+- `stamps` int64 `[sets, 32]`, -1 where there is no row. LRU: number of the batch that used it last.
+  LFU: above that number, which has 32 bits there, the lookups of its row so far. The smaller gives
+  way first
+- `counts` int32 `[cached rows]`, LFU: lookups so far of each row, up to 2^31 - 1; those of a row in
+  the cache are in its stamp, and its entry here is out of date
+- `counters` int64 `[T + 1, 8]`, see `COUNTERS`; table by table, then the whole
+- `clock` int64 `[2]`: number of the batch, number of the oldest batch in flight
+- `tables` int64 `[T, 8]`: `features` of all tables by ascending linear row (column unused)
+- `rows`, `segments`, `lookups`, `count`: of the batch, as `tbe_group` returns them
+- `row_slots` int32 `[L]`: slot of each distinct row, -1 for one that is not in the cache (or not
+  cached at all) and from `count` on
+- `evicted` int64 `[L]`: -2 where nothing moves and from `count` on; else the row comes into its
+  slot, which was empty (-1) or held this row
+- `weights` a list of four tensors (device, host, disk, cache) and `states` as many for every tier,
+  tier after tier; unused ones are empty. States are as long as the weights or have one entry a row
+- `hyper` float64, of the optimizer: step and seed of stochastic rounding
+
+`cache_plan_` places a batch. All distinct rows probe, and those that are there are stamped. The
+missing rows of a set take its ways: empty ones first, then LRU by age or LFU by lookups and then
+age; LRU serves the missing rows in ascending order, LFU those with most lookups first. A row that a
+batch in flight uses keeps its way, and LFU never replaces a row by one with fewer lookups. A row
+that finds no way stays in the tier of its table, from where it is served.
+
+`cache_move_` then writes back the rows that gave way and fetches the others, with their states.
+Where cache and tier have different dtypes, values are rounded: to nearest when fetched, and when
+written back stochastically if the seed is not negative. `cache_flush_` writes back all that is in
+the cache, which stays there.
+
+`cache_locate` probes and changes nothing: between the plan of a batch and its use another plan may
+have brought its rows in, or in a cache that is not told what is in flight thrown them out.
+`cache_lookup_slots` int32 `[L]` gives every lookup the slot of its row, -1 for none.
+
+Results depend on neither the number of threads nor the device. The definition is
+`emblib.reference.cache`.
+"""
+
+import torch
+from torch import Tensor
+
+WAYS = 32
+EMPTY = -1  # in `tags` and `stamps`
+NOTHING_MOVES = -2  # in `evicted`
+
+COUNTERS = (
+    "calls",
+    "lookups",
+    "unique",
+    "unique_misses",
+    "conflict_unique_misses",
+    "conflict_misses",
+    "lookup_misses",
+    "write_backs",
+)
+
+plan_ = torch.ops.emblib.cache_plan_.default
+locate = torch.ops.emblib.cache_locate.default
+lookup_slots = torch.ops.emblib.cache_lookup_slots.default
+move_ = torch.ops.emblib.cache_move_.default
+flush_ = torch.ops.emblib.cache_flush_.default
+
+
+@torch.library.register_fake("emblib::cache_plan_")
+def _(
+    tags: Tensor,
+    stamps: Tensor,
+    counts: Tensor | None,
+    counters: Tensor,
+    clock: Tensor,
+    tables: Tensor,
+    rows: Tensor,
+    segments: Tensor,
+    count: Tensor,
+    policy: str,
+) -> tuple[Tensor, Tensor]:
+    return rows.new_empty(rows.numel(), dtype=torch.int32), rows.new_empty(rows.numel())
+
+
+@torch.library.register_fake("emblib::cache_locate")
+def _(tags: Tensor, tables: Tensor, rows: Tensor, count: Tensor) -> Tensor:
+    return rows.new_empty(rows.numel(), dtype=torch.int32)
+
+
+@torch.library.register_fake("emblib::cache_lookup_slots")
+def _(row_slots: Tensor, segments: Tensor, lookups: Tensor, count: Tensor) -> Tensor:
+    return row_slots.new_empty(lookups.numel())
+
+
+@torch.library.register_fake("emblib::cache_move_")
+def _(
+    weights: list[Tensor],
+    states: list[Tensor],
+    hyper: Tensor,
+    tables: Tensor,
+    rows: Tensor,
+    count: Tensor,
+    row_slots: Tensor,
+    evicted: Tensor,
+) -> None:
+    return None
+
+
+@torch.library.register_fake("emblib::cache_flush_")
+def _(
+    weights: list[Tensor], states: list[Tensor], hyper: Tensor, tables: Tensor, tags: Tensor
+) -> None:
+    return None

@@ -1,0 +1,303 @@
+"""Lookups as autograd sees them: the fused update, or a gradient for an optimizer of your own.
+
+`Lookup` is a batch on its way through a module, `Tiers` the memory it reads; shapes and dtypes are
+those of `emblib.ops.tbe`.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from emblib.ops import tbe
+from emblib.optim import HYPER_HEAD, NUMBERS, External, Gradient, Optimizer
+from emblib.specs import Pooling
+
+
+class RowPlaces(NamedTuple):
+    """Which rows a batch has and where the cache holds them: slots of the groups and lookups."""
+
+    groups: tbe.Groups
+    row_slots: Tensor | None = None
+    slots: Tensor | None = None
+
+
+class Session(Protocol):
+    """What a module wants to do around the update of one batch."""
+
+    def before_update(self) -> RowPlaces | None:
+        """Called once, first thing in backward: the rows of the batch as they are now, if known."""
+
+    def after_update(self) -> None:
+        """Called once the rows are written."""
+
+
+class Lookup(NamedTuple):
+    """One batch on its way through a module: what backward needs to know again."""
+
+    features: Tensor
+    indices: Tensor
+    offsets: Tensor
+    bag_layout: Tensor | None
+    pooling: Pooling
+    total_rows: int
+    columns: int
+    slots: Tensor | None = None
+    sample_features: Tensor | None = None
+    """`features` as the gradient of the sample weights sees them; None if it sees all."""
+    session: Session | None = None
+
+
+class Tiers(NamedTuple):
+    """The memory of a module: `weights` and `states` by tier, `hyper`, and the output's dtype."""
+
+    weights: list[Tensor]
+    states: list[Tensor]
+    hyper: Tensor
+    output_dtype: torch.dtype
+
+
+def groups_of(batch: Lookup) -> tbe.Groups:
+    """The rows of a batch."""
+    return tbe.group(
+        batch.features, batch.indices, batch.offsets, batch.total_rows, batch.bag_layout
+    )
+
+
+class FusedLookup(torch.autograd.Function):
+    """Lookup whose backward updates weights and states in place, with no weight gradient.
+
+    `anchor` is a scalar that requires grad: it ties the output to autograd while the weights, which
+    backward mutates, stay out of it. `row_weights` are the sample weights by which the gradient of
+    a row is scaled: other than those of the output where rows decay before they are read.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        anchor: Tensor,
+        tiers: Tiers,
+        optimizer: Optimizer,
+        batch: Lookup,
+        sample_weights: Tensor | None,
+        row_weights: Tensor | None,
+    ) -> Tensor:
+        """`[B, columns]`, `[columns]` with a bag layout, or `[L, columns]` for NONE."""
+        _save(ctx, batch, sample_weights, row_weights)
+        ctx.tiers, ctx.optimizer = tiers, optimizer
+        # A compiled graph cannot compare versions.
+        weighted = sample_weights is not None and sample_weights.requires_grad
+        compiling = torch.compiler.is_compiling()
+        ctx.versions = _versions(tiers.weights) if weighted and not compiling else None
+        return lookup_only(tiers.weights, batch, sample_weights, tiers.output_dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Apply the optimizer to every row of the batch; gradient of `sample_weights` if asked."""
+        batch, _, row_weights = _saved(ctx)
+        tiers, optimizer = ctx.tiers, ctx.optimizer
+        places = None if batch.session is None else batch.session.before_update()
+        if places is None:
+            places = RowPlaces(groups_of(batch))
+        grad = clipped(grad, optimizer)
+        sample_grad = None
+        if ctx.needs_input_grad[4]:
+            if ctx.versions is not None and ctx.versions != _versions(tiers.weights):
+                raise RuntimeError(
+                    "the gradient of per_sample_weights needs the weights that forward read, but "
+                    "another backward has updated them since; run backward before the next one"
+                )
+            located = batch._replace(slots=places.slots)
+            sample_grad = _sample_weight_grad(grad, tiers.weights, located)
+        tiers.hyper[1].add_(1)
+        _update(tiers, optimizer.name, grad, batch, places, row_weights)
+        if _may_move(tiers.hyper):
+            torch.autograd.graph.increment_version(tiers.weights)
+        if batch.session is not None:
+            batch.session.after_update()
+        return None, None, None, None, sample_grad, None
+
+
+def fused_lookup(
+    anchor: Tensor,
+    tiers: Tiers,
+    optimizer: Optimizer,
+    batch: Lookup,
+    sample_weights: Tensor | None = None,
+    decay: Tensor | None = None,
+) -> Tensor:
+    """Pool each bag; backward applies `optimizer` to the rows.
+
+    `decay` float32 `[L]` scales each row as it is read, see `optim.GlobalDecay`.
+    """
+    row_weights = None if sample_weights is None else sample_weights.detach()
+    weights = scaled(sample_weights, decay)
+    return FusedLookup.apply(anchor, tiers, optimizer, batch, weights, row_weights)
+
+
+class ExternalLookup(torch.autograd.Function):
+    """Lookup that leaves `weights` a gradient: sparse COO, one entry a distinct row, or dense."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        weights: Tensor,
+        batch: Lookup,
+        sample_weights: Tensor | None,
+        output_dtype: torch.dtype,
+        optimizer: External,
+        unique: int | None,
+    ) -> Tensor:
+        """`[B, columns]`, `[columns]` with a bag layout, or `[L, columns]` for NONE."""
+        # The weights matter for the gradient of sample weights only; kept without need, they would
+        # forbid an optimizer step between two backwards.
+        weighted = sample_weights is not None and sample_weights.requires_grad
+        _save(ctx, batch, sample_weights, weights if weighted else None)
+        ctx.shape, ctx.dtype, ctx.optimizer, ctx.unique = (
+            *(weights.shape, weights.dtype),
+            *(optimizer, unique),
+        )
+        return lookup_only([weights.view(-1)], batch, sample_weights, output_dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """The gradient; a sparse one reads the number of rows from the device if it is not told."""
+        batch, sample_weights, weights = _saved(ctx)
+        weight_grad = sample_grad = None
+        grad = clipped(grad, ctx.optimizer)
+        if ctx.needs_input_grad[2]:
+            sample_grad = _sample_weight_grad(grad, [weights.view(-1)], batch)
+        if ctx.needs_input_grad[0]:
+            make = _dense_grad if ctx.optimizer.gradient is Gradient.DENSE else _sparse_grad
+            weight_grad = make(ctx, grad, batch, sample_weights)
+        return weight_grad, None, sample_grad, None, None, None
+
+
+def _dense_grad(ctx: Any, grad: Tensor, batch: Lookup, sample_weights: Tensor | None) -> Tensor:
+    """A gradient of all weights is what one step of SGD at a rate of -1 makes of zeros."""
+    result = grad.new_zeros(ctx.shape, dtype=ctx.dtype)
+    hyper = grad.new_zeros(HYPER_HEAD, dtype=torch.float64)
+    for name in ("lr", "seed"):
+        hyper[NUMBERS[name]].fill_(-1.0)  # and no copy from the host, which would wait for the GPU
+    tiers = Tiers([result.view(-1)], [], hyper, grad.dtype)
+    _update(tiers, "sgd", grad, batch, RowPlaces(groups_of(batch)), sample_weights)
+    return result
+
+
+def _sparse_grad(ctx: Any, grad: Tensor, batch: Lookup, sample_weights: Tensor | None) -> Tensor:
+    groups = groups_of(batch)
+    values = tbe.tbe_row_grads(
+        *(grad, batch.features, *groups, batch.offsets, batch.bag_layout, sample_weights),
+        *(batch.pooling.value, ctx.shape[1]),
+    )
+    unique = ctx.unique
+    if unique is None:
+        unique = int(groups.count)
+    elif not groups.count.is_cuda and unique != int(groups.count):
+        raise ValueError(
+            f"total_unique_indices must be the number of distinct rows of the batch, "
+            f"{int(groups.count)}, got {unique}; leave it out to have them counted"
+        )
+    return torch.sparse_coo_tensor(
+        groups.rows[:unique].unsqueeze(0),
+        values[:unique].to(ctx.dtype),
+        ctx.shape,
+        is_coalesced=True,
+        check_invariants=False,
+    )
+
+
+def lookup(
+    weights: Tensor,
+    batch: Lookup,
+    optimizer: External,
+    sample_weights: Tensor | None = None,
+    output_dtype: torch.dtype = torch.float32,
+    unique: int | None = None,
+) -> Tensor:
+    """Pool each bag; `weights` gets a gradient where it requires one."""
+    if not torch.is_grad_enabled():
+        return lookup_only([weights.view(-1)], batch, sample_weights, output_dtype)
+    return ExternalLookup.apply(weights, batch, sample_weights, output_dtype, optimizer, unique)
+
+
+def lookup_only(
+    weights: Sequence[Tensor],
+    batch: Lookup,
+    sample_weights: Tensor | None,
+    output_dtype: torch.dtype,
+) -> Tensor:
+    """Pool each bag, without gradients."""
+    return tbe.tbe_lookup(
+        *(weights, batch.features, batch.indices, batch.offsets, batch.slots, batch.bag_layout),
+        *(sample_weights, batch.pooling.value, batch.columns, output_dtype),
+    )
+
+
+def scaled(sample_weights: Tensor | None, scales: Tensor | None) -> Tensor | None:
+    """The product of what is there of both."""
+    if sample_weights is None or scales is None:
+        return scales if sample_weights is None else sample_weights
+    return sample_weights * scales
+
+
+def clipped(grad: Tensor, optimizer: Optimizer) -> Tensor:
+    """The gradient of the output within the bounds that the optimizer sets."""
+    bound = optimizer.max_gradient
+    return grad if bound is None else grad.clamp(-bound, bound)
+
+
+def is_fused(optimizer: Optimizer) -> bool:
+    """Whether backward applies `optimizer` itself."""
+    return not isinstance(optimizer, External)
+
+
+def _may_move(hyper: Tensor) -> bool:
+    """Whether an update changes weights; at a rate of 0 none does, as `gradcheck` relies on."""
+    return torch.compiler.is_compiling() or hyper.is_cuda or bool(hyper[0] != 0)
+
+
+def _versions(tensors: Sequence[Tensor]) -> tuple[int, ...]:
+    return tuple(tensor._version for tensor in tensors)
+
+
+def _update(
+    tiers: Tiers,
+    optimizer: str,
+    grad: Tensor,
+    batch: Lookup,
+    places: RowPlaces,
+    sample_weights: Tensor | None,
+) -> None:
+    tbe.tbe_update_(
+        *(tiers.weights, tiers.states, tiers.hyper, optimizer, grad, batch.features),
+        *(*places.groups, batch.offsets, places.row_slots, batch.bag_layout, sample_weights),
+        batch.pooling.value,
+    )
+
+
+def _sample_weight_grad(grad: Tensor, weights: Sequence[Tensor], batch: Lookup) -> Tensor:
+    features = batch.features if batch.sample_features is None else batch.sample_features
+    return tbe.tbe_sample_weight_grad(
+        *(grad, weights, features, batch.indices, batch.offsets, batch.slots, batch.bag_layout),
+        batch.pooling.value,
+    )
+
+
+def _save(ctx: Any, batch: Lookup, *tensors: Tensor | None) -> None:
+    """Keeps a batch for backward; autograd complains if its tensors are overwritten before that."""
+    ctx.save_for_backward(batch.indices, batch.offsets, batch.bag_layout, batch.slots, *tensors)
+    placeholder = batch.features
+    ctx.batch = batch._replace(
+        indices=placeholder, offsets=placeholder, bag_layout=None, slots=None
+    )
+
+
+def _saved(ctx: Any) -> tuple[Any, ...]:
+    indices, offsets, bag_layout, slots, *tensors = ctx.saved_tensors
+    batch = ctx.batch._replace(indices=indices, offsets=offsets, bag_layout=bag_layout, slots=slots)
+    return batch, *tensors

@@ -1,0 +1,78 @@
+"""Optimizers that run fused into the backward pass, as frozen descriptions.
+
+Each dataclass names a functor of `csrc/optim`, lists the state it keeps beside the weights, and
+packs its numbers into the `hyper` vector the kernels read: learning rate, step, the rates of L2
+penalty and decoupled decay, the seed of stochastic rounding, then its own parameters in the
+functor's order. All states start at zero.
+"""
+
+from emblib.optim.adagrad import (
+    Adagrad,
+    EnsembleRowwiseAdagrad,
+    RowwiseAdagrad,
+    SlowWeights,
+    count_largest_,
+    ensemble_,
+)
+from emblib.optim.adam import LAMB, Adam, PartialRowwiseAdam, PartialRowwiseLAMB
+from emblib.optim.base import (
+    HYPER_HEAD,
+    L2,
+    NUMBERS,
+    AdagradW,
+    Decoupled,
+    Optimizer,
+    State,
+    WeightDecay,
+    check_learning_rate,
+)
+from emblib.optim.counters import Counter, CowClip, GlobalDecay, Share, TailRate
+from emblib.optim.gradient import LARS, SGD, External, Gradient
+
+FUSED: dict[str, type[Optimizer]] = {
+    cls.functor: cls
+    for cls in (
+        SGD,
+        Adagrad,
+        RowwiseAdagrad,
+        EnsembleRowwiseAdagrad,
+        Adam,
+        PartialRowwiseAdam,
+        LAMB,
+        PartialRowwiseLAMB,
+        LARS,
+    )
+}
+"""The optimizers that backward can apply, by the name of their (plain) functor."""
+
+__all__ = [
+    "FUSED",
+    "HYPER_HEAD",
+    "L2",
+    "LAMB",
+    "LARS",
+    "NUMBERS",
+    "SGD",
+    "Adagrad",
+    "AdagradW",
+    "Adam",
+    "Counter",
+    "CowClip",
+    "Decoupled",
+    "EnsembleRowwiseAdagrad",
+    "External",
+    "GlobalDecay",
+    "Gradient",
+    "Optimizer",
+    "PartialRowwiseAdam",
+    "PartialRowwiseLAMB",
+    "RowwiseAdagrad",
+    "Share",
+    "SlowWeights",
+    "State",
+    "TailRate",
+    "WeightDecay",
+    "check_learning_rate",
+    "count_largest_",
+    "ensemble_",
+]

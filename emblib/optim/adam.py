@@ -1,0 +1,70 @@
+"""Adam, LAMB, and the two with one second moment a row."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from emblib.optim.base import Decoupled, Optimizer, State, check_number
+
+_ELEMENTS = (State("exp_avg"), State("exp_avg_sq"))
+_PARTIAL = (State("exp_avg"), State("exp_avg_sq", per_row=True))
+
+
+@dataclass(frozen=True)
+class Adam(Optimizer):
+    """Adam on the rows a batch touches (Kingma & Ba, 2015; lazy as `torch.optim.SparseAdam`).
+
+    With `m` and `v` the moments without bias: `w -= lr * m / (sqrt(v) + eps)`. `Decoupled(rate)`
+    makes it AdamW.
+    """
+
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+
+    functor: ClassVar[str] = "adam"
+    kept: ClassVar[tuple[State, ...]] = _ELEMENTS
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_number("eps", self.eps)
+        pair = isinstance(self.betas, tuple) and len(self.betas) == 2
+        if not pair or not all(0.0 <= beta < 1.0 for beta in self.betas):
+            raise ValueError(f"betas must be a tuple of two numbers in [0, 1), got {self.betas}")
+
+    def parameters(self) -> tuple[float, ...]:
+        """`(beta1, beta2, eps)`."""
+        return (*self.betas, self.eps)
+
+
+@dataclass(frozen=True)
+class PartialRowwiseAdam(Adam):
+    """Adam whose second moment is one number a row, of the mean of `g*g`."""
+
+    functor: ClassVar[str] = "partial_rowwise_adam"
+    kept: ClassVar[tuple[State, ...]] = _PARTIAL
+
+
+@dataclass(frozen=True)
+class LAMB(Adam):
+    """Adam with steps as long as the row is (You et al., 2020).
+
+    `r = m / (sqrt(v) + eps) + rate * w; w -= lr * |w| / |r| * r`, with the rate of
+    `weight_decay=Decoupled(rate)`; where a norm is zero the ratio is 1.
+    """
+
+    functor: ClassVar[str] = "lamb"
+    decays: ClassVar[tuple[type, ...]] = (Decoupled,)
+
+    def parameters(self) -> tuple[float, ...]:
+        """`(beta1, beta2, eps, rate of the weight decay)`."""
+        return (*super().parameters(), self._rate())
+
+    def _decay_head(self) -> tuple[float, float]:
+        return (0.0, 0.0)
+
+
+@dataclass(frozen=True)
+class PartialRowwiseLAMB(LAMB):
+    """LAMB whose second moment is one number a row, of the mean of `g*g`."""
+
+    functor: ClassVar[str] = "partial_rowwise_lamb"
+    kept: ClassVar[tuple[State, ...]] = _PARTIAL

@@ -1,0 +1,136 @@
+"""What all optimizers share: states, kinds of weight decay, and the head of the hyper vector."""
+
+import math
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+HYPER_HEAD = 5
+"""Numbers of `hyper` before the optimizer's own: lr, step, L2, decay, seed (-1: to nearest)."""
+NUMBERS = {"lr": 0, "step": 1, "l2": 2, "decay": 3, "seed": 4}
+
+
+@dataclass(frozen=True)
+class State:
+    """One state tensor: `per_row` has one entry a row, otherwise it is as long as the row."""
+
+    name: str
+    per_row: bool = False
+
+
+@dataclass(frozen=True)
+class L2:
+    """Coupled weight decay: the gradient is `g + rate * w`, before anything else happens to it."""
+
+    rate: float
+
+    def __post_init__(self) -> None:
+        check_number("the rate of L2", self.rate)
+
+
+@dataclass(frozen=True)
+class Decoupled:
+    """Decoupled weight decay: `w -= lr * rate * w`, beside the step (LAMB: within its ratio)."""
+
+    rate: float
+
+    def __post_init__(self) -> None:
+        check_number("the rate of Decoupled", self.rate)
+
+
+@dataclass(frozen=True)
+class AdagradW:
+    """Decoupled decay of `RowwiseAdagrad(counter=Counter())`, which makes up for missed steps.
+
+    A row that is seen again after n steps is decayed n times. With `Counter(halflife=-1)` the step
+    grows with the square root of the count, with -2 with the count itself, up to `Counter.bound`.
+    """
+
+    rate: float
+
+    def __post_init__(self) -> None:
+        check_number("the rate of AdagradW", self.rate)
+
+
+WeightDecay = L2 | Decoupled | AdagradW
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """Base of all optimizers; `lr` is the learning rate (> 0 or 0, finite).
+
+    Args:
+        weight_decay: None, or one of the kinds in `decays` of the optimizer.
+        max_gradient: clamp the gradient of the output to `[-max_gradient, max_gradient]`, element
+            by element, before anything else.
+    """
+
+    lr: float
+    weight_decay: WeightDecay | None = field(default=None, kw_only=True)
+    max_gradient: float | None = field(default=None, kw_only=True)
+
+    functor: ClassVar[str] = ""
+    kept: ClassVar[tuple[State, ...]] = ()
+    decays: ClassVar[tuple[type, ...]] = (L2, Decoupled)
+
+    def __post_init__(self) -> None:
+        check_number("the learning rate", self.lr)
+        object.__setattr__(self, "lr", float(self.lr))
+        if self.max_gradient is not None:
+            check_number("max_gradient", self.max_gradient)
+        if self.weight_decay is not None and not isinstance(self.weight_decay, self.decays):
+            known = " or ".join(f"{kind.__name__}(rate)" for kind in self.decays)
+            raise ValueError(
+                f"weight_decay of {type(self).__name__} must be None"
+                f"{f' or {known}' if known else ': it has none'}, got {self.weight_decay!r}"
+            )
+
+    @property
+    def name(self) -> str:
+        """Of the functor that runs it."""
+        return self.functor
+
+    @property
+    def states(self) -> tuple[State, ...]:
+        """What it keeps: states as long as a row first, then those of one number a row."""
+        return self.kept
+
+    def parameters(self) -> tuple[float, ...]:
+        """The numbers that follow the head of the hyper vector."""
+        return ()
+
+    def hyper(self, device: torch.device | str | None = None) -> Tensor:
+        """Float64 `(lr, step = 0, L2, decay, seed = -1, *parameters)` on `device`."""
+        head = (self.lr, 0.0, *self._decay_head(), -1.0)
+        return torch.tensor((*head, *self.parameters()), dtype=torch.float64, device=device)
+
+    def _decay_head(self) -> tuple[float, float]:
+        """Rates of the two kinds of decay that happen around a functor."""
+        decay = self.weight_decay
+        return (
+            decay.rate if isinstance(decay, L2) else 0.0,
+            decay.rate if isinstance(decay, Decoupled) else 0.0,
+        )
+
+    def _rate(self) -> float:
+        """The rate of a decay that happens within the functor."""
+        return 0.0 if self.weight_decay is None else float(self.weight_decay.rate)
+
+
+_LARGEST = torch.finfo(torch.float32).max
+
+
+def check_number(name: str, value: float) -> None:
+    """Raise ValueError unless `value` is a number >= 0 that is finite in float32.
+
+    The kernels compute in float32; not `isfinite` alone, since 1e300 would become infinite.
+    """
+    if isinstance(value, str) or not (math.isfinite(value) and 0.0 <= value <= _LARGEST):
+        raise ValueError(f"{name} must be a finite number >= 0, got {value!r}")
+
+
+def check_learning_rate(lr: float) -> None:
+    """Raise ValueError unless `lr` is a number >= 0 that is finite in float32."""
+    check_number("the learning rate", lr)

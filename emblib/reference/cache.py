@@ -1,0 +1,199 @@
+"""The software cache as dictionaries and lists, one row after the other: the definition of correct.
+
+32-way set-associative. Rows are known by their linear id. `CacheModel.plan` is one batch: what it
+finds, what it brings in, what gives way, and what is counted. `write_back` and `fetch` move one row
+between the cache and the memory tier of its table. The kernels of `csrc/cache` share no code and no
+data structure with this file.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+WAYS = 32
+MOST_LOOKUPS = 2**31 - 1  # where the lookups of a row stop being counted
+CACHE_TIER = 3
+
+COUNTERS = (
+    "calls",  # plans in which the table was looked up; in the line of the whole: all plans
+    "lookups",  # of cached tables
+    "unique",  # distinct rows, plan by plan
+    "unique_misses",  # of which not in the cache when the plan began
+    "conflict_unique_misses",  # of which found no way and are served from their own tier
+    "conflict_misses",  # lookups of those
+    "lookup_misses",  # lookups of all rows that were not in the cache when the plan began
+    "write_backs",  # rows that gave way to another, counted with their own table
+)
+
+
+def mix64(x: int) -> int:
+    """The finaliser of MurmurHash3 (Appleby, 2011): every bit of x moves every bit of the hash."""
+    x = (x ^ x >> 33) * 0xFF51AFD7ED558CCD % 2**64
+    x = (x ^ x >> 33) * 0xC4CEB9FE1A85EC53 % 2**64
+    return x ^ x >> 33
+
+
+def set_of(row: int, sets: int) -> int:
+    """The one set a linear row can be in: the high half of the hash, scaled to `[0, sets)`."""
+    return (mix64(row) >> 32) * sets >> 32
+
+
+@dataclass
+class Way:
+    """One place of a set: the linear row it holds, if any, and the batch that last used it."""
+
+    row: int | None = None
+    stamp: int = 0
+
+
+@dataclass
+class Plan:
+    """By row of a batch: its slot (`set * 32 + way`, None: stays in its tier), whom it replaces."""
+
+    slots: dict[int, int | None] = field(default_factory=dict)
+    brought_in: dict[int, int | None] = field(default_factory=dict)  # row -> row written back
+
+
+class CacheModel:
+    """The cache of tables whose linear rows are `ranges`, one `(first, rows)` a table."""
+
+    def __init__(self, sets: int, policy: str, ranges: Sequence[tuple[int, int]]) -> None:
+        self.sets = [[Way() for _ in range(WAYS)] for _ in range(sets)]
+        self.policy = policy
+        self.ranges = list(ranges)
+        self.counts: Counter[int] = Counter()  # lookups of a row so far; LFU only
+        self.tables = [dict.fromkeys(COUNTERS, 0) for _ in ranges]
+        self.whole = dict.fromkeys(COUNTERS, 0)
+
+    def plan(self, lookups: Iterable[int], now: int, oldest: int) -> Plan:
+        """Places a batch, number `now`; `lookups` may repeat rows and name rows of no table here.
+
+        `oldest` is the number of the oldest batch in flight, at most `now`: rows last used by it or
+        by a later one do not give way.
+        """
+        batch = Counter(row for row in lookups if self._table(row) >= 0)
+        plan = Plan()
+        missing: dict[int, list[int]] = {}
+        for row, times in batch.items():
+            if self.policy == "lfu":
+                self.counts[row] = min(self.counts[row] + times, MOST_LOOKUPS)
+            number = set_of(row, len(self.sets))
+            found = [w for w, way in enumerate(self.sets[number]) if way.row == row]
+            if found:
+                self.sets[number][found[0]].stamp = now
+                plan.slots[row] = number * WAYS + found[0]
+            else:
+                missing.setdefault(number, []).append(row)
+        for number, rows in missing.items():
+            self._admit(number, rows, (now, min(oldest, now)), plan)
+        self._count(batch, plan, {row for rows in missing.values() for row in rows})
+        return plan
+
+    def _admit(self, number: int, rows: list[int], clock: tuple[int, int], plan: Plan) -> None:
+        """The missing rows of one set take its ways, both in the order of the policy."""
+        now, oldest = clock
+        lfu, ways = self.policy == "lfu", self.sets[number]
+        rows.sort(key=lambda row: (-self.counts[row], row) if lfu else row)
+        free = [w for w in range(WAYS) if ways[w].row is None or ways[w].stamp < oldest]
+        free.sort(key=lambda w: (*self._order(ways[w]), w))
+        for row in rows:
+            plan.slots[row] = None
+            if not free:
+                continue
+            way = ways[free[0]]
+            if lfu and way.row is not None and self.counts[row] < self.counts[way.row]:
+                continue
+            plan.slots[row] = number * WAYS + free.pop(0)
+            plan.brought_in[row] = way.row
+            way.row, way.stamp = row, now
+
+    def _order(self, way: Way) -> tuple[int, ...]:
+        """What gives way first: nothing, then the row used least often (LFU) or longest ago."""
+        if way.row is None:
+            return (0, 0, 0)
+        return (1, self.counts[way.row] if self.policy == "lfu" else 0, way.stamp)
+
+    def _table(self, row: int) -> int:
+        for t, (first, rows) in enumerate(self.ranges):
+            if first <= row < first + rows:
+                return t
+        return -1
+
+    def _count(self, batch: Counter[int], plan: Plan, missing: set[int]) -> None:
+        for t in {self._table(row) for row in batch}:
+            self.tables[t]["calls"] += 1
+        self.whole["calls"] += 1
+        for row, times in batch.items():
+            conflict = plan.slots[row] is None
+            for line in (self.tables[self._table(row)], self.whole):
+                line["lookups"] += times
+                line["unique"] += 1
+                line["unique_misses"] += row in missing
+                line["lookup_misses"] += times * (row in missing)
+                line["conflict_unique_misses"] += conflict
+                line["conflict_misses"] += times * conflict
+        for old in plan.brought_in.values():
+            if old is not None:
+                self.tables[self._table(old)]["write_backs"] += 1
+                self.whole["write_backs"] += 1
+
+    def locate(self, row: int) -> int | None:
+        """The slot of a row now, None if it is not in the cache."""
+        number = set_of(row, len(self.sets))
+        found = [w for w, way in enumerate(self.sets[number]) if way.row == row]
+        return number * WAYS + found[0] if found else None
+
+
+@dataclass
+class Memory:
+    """The tensors behind a cache: `weights[tier]` and `states[tier][k]`, `tables` as the op's."""
+
+    weights: Sequence[Tensor]
+    states: Sequence[Sequence[Tensor]]
+    tables: Tensor
+
+    def _places(self, row: int, slot: int) -> list[tuple[Tensor, Tensor]]:
+        """For the weights and each state of a row: where its table keeps it, and its slot."""
+        offset, first, _, dim, _, tier, state_base, stride = next(
+            line for line in self.tables.tolist() if line[1] <= row < line[1] + line[2]
+        )
+        start = offset + (row - first) * dim
+        home, slots = slice(start, start + dim), slice(slot * stride, slot * stride + dim)
+        pairs = [(self.weights[tier][home], self.weights[CACHE_TIER][slots])]
+        for own, cached in zip(self.states[tier], self.states[CACHE_TIER], strict=True):
+            if cached.numel() == self.weights[CACHE_TIER].numel():  # as long as the row
+                pairs.append((own[home], cached[slots]))
+            else:
+                at = state_base + row - first
+                pairs.append((own[at : at + 1], cached[slot : slot + 1]))
+        return pairs
+
+    def fetch(self, row: int, slot: int) -> None:
+        """Copies a row and its states into the cache, rounding to nearest where it is narrower."""
+        for home, cached in self._places(row, slot):
+            cached.copy_(home)
+
+    def write_back(self, row: int, slot: int) -> None:
+        """Copies a row and its states from the cache, rounding to nearest where that is wider."""
+        for home, cached in self._places(row, slot):
+            home.copy_(cached)
+
+
+def move(memory: Memory, plan: Plan) -> None:
+    """Every row of the plan is fetched, once the one whose slot it gets is written back."""
+    for row, old in plan.brought_in.items():
+        slot = plan.slots[row]
+        assert slot is not None, "who is brought in has a slot"
+        if old is not None:
+            memory.write_back(old, slot)
+        memory.fetch(row, slot)
+
+
+def flush(memory: Memory, model: CacheModel) -> None:
+    """Writes every row of the cache back; it stays in the cache."""
+    for number, ways in enumerate(model.sets):
+        for w, way in enumerate(ways):
+            if way.row is not None:
+                memory.write_back(way.row, number * WAYS + w)

@@ -1,0 +1,268 @@
+"""Optimizers in plain PyTorch: the definition of what a fused update does to a row.
+
+`OPTIMIZERS` has a rule by the name of every functor of `csrc/optim`. Any floating dtype: with
+float64 gradients the arithmetic is float64, and only what is stored is rounded.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from emblib.optim import HYPER_HEAD
+from emblib.reference.rounding import round_stochastically, words
+
+States = list[Tensor]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Some rows on their way through an optimizer.
+
+    `w`, `g` `[U, D]`: weights, and gradient with the L2 penalty; `kept` are the weights after the
+    decoupled decay; `states` as the optimizer lists them, `numbers` its own part of `hyper`.
+    """
+
+    w: Tensor
+    kept: Tensor
+    g: Tensor
+    states: States
+    lr: float
+    step: float
+    numbers: tuple[float, ...]
+
+
+Rule = Callable[[Rows], tuple[Tensor, States]]
+
+
+def _ratio(a: Tensor | float, b: Tensor) -> Tensor:
+    """`a / b`, and 0 where `b` is 0."""
+    return torch.where(b == 0, 0.0, a / torch.where(b == 0, 1.0, b))
+
+
+def _norm(x: Tensor) -> Tensor:
+    return x.square().sum(1).sqrt()
+
+
+def _scaled(scale: Tensor, x: Tensor) -> Tensor:
+    return scale.unsqueeze(1) * x
+
+
+def _sgd(rows: Rows) -> tuple[Tensor, States]:
+    return rows.kept - rows.lr * rows.g, []
+
+
+def _adagrad(rows: Rows) -> tuple[Tensor, States]:
+    total = rows.states[0] + rows.g * rows.g
+    return rows.kept - _ratio(rows.lr * rows.g, total.sqrt() + rows.numbers[0]), [total]
+
+
+def _scale(rows: Rows, total: Tensor, lr: float | Tensor | None = None) -> Tensor:
+    """Adagrad's step size a row."""
+    return _ratio(rows.lr if lr is None else lr, total.sqrt() + rows.numbers[0])
+
+
+def _rowwise_adagrad(rows: Rows) -> tuple[Tensor, States]:
+    total = rows.states[0] + rows.g.square().mean(1)
+    return rows.kept - _scaled(_scale(rows, total), rows.g), [total]
+
+
+def _ensemble_rowwise_adagrad(rows: Rows) -> tuple[Tensor, States]:
+    slow, total = rows.states
+    plain = Rows(rows.w, rows.kept, rows.g, [total], rows.lr, rows.step, rows.numbers)
+    new, states = _rowwise_adagrad(plain)
+    return new, [slow, *states]
+
+
+def _limited(new: Tensor, max_norm: float) -> Tensor:
+    """Rows with a norm of at most `max_norm`, where that is positive."""
+    norm = _norm(new)
+    if max_norm <= 0:
+        return new
+    return _scaled(torch.where(norm > max_norm, _ratio(max_norm, norm), 1.0), new)
+
+
+def _max_norm(rows: Rows) -> tuple[Tensor, States]:
+    new, states = _rowwise_adagrad(rows)
+    return _limited(new, rows.numbers[1]), states
+
+
+def _global_decay(rows: Rows) -> tuple[Tensor, States]:
+    _, max_norm, rate, least, start = rows.numbers
+    sums, previous = rows.states
+    keep, missed = torch.ones_like(sums), rows.step - previous - 1
+    if rows.step >= start:
+        lazy = (max(1 - rows.lr * rate, 0.0) ** missed.clamp(min=0)).clamp(min=least)
+        keep = torch.where((previous > 0) & (missed > 0), lazy, keep)
+        previous = torch.full_like(previous, rows.step)
+    total = sums + rows.g.square().mean(1)
+    kept = _scaled(keep * (1 - rows.lr * rate), rows.kept)
+    new = kept - _scaled(_scale(rows, total), rows.g)
+    return _limited(new, max_norm), [total, previous]
+
+
+def _gap(rows: Rows) -> Tensor:
+    """Steps since the last update; 1 for rows that had none."""
+    previous = rows.states[1]
+    return torch.where(previous == 0, 1.0, rows.step - previous)
+
+
+def _count(rows: Rows, halflife: float) -> Tensor:
+    counter = rows.states[2]
+    if halflife == 0:
+        return torch.ones_like(counter)
+    return counter + 1 if halflife < 0 else 1 + 0.5 ** (_gap(rows) / halflife) * counter
+
+
+def _cowclip(rows: Rows) -> tuple[Tensor, States]:
+    _, max_norm, halflife, coefficient, lower = rows.numbers
+    total, count = rows.states[0] + rows.g.square().mean(1), _count(rows, halflife)
+    most, norm = count * (coefficient * _norm(rows.w)).clamp(min=lower), _norm(rows.g)
+    clip = torch.where(norm > most, _ratio(1.0, norm) * most, 1.0)
+    new = rows.kept - _scaled(clip * _scale(rows, total), rows.g)
+    return _limited(new, max_norm), [total, torch.full_like(total, rows.step), count]
+
+
+def _tail_scale(rows: Rows, plain: Tensor, count: Tensor) -> Tensor:
+    """The step size of rows seen often."""
+    bound, tail, threshold, share, largest = rows.numbers[6:11]
+    ratio = (largest / (count + 1)) if tail == 0 else (count + 1) / largest
+    special = plain * (ratio**bound).clamp(*((1, 10) if tail == 0 else (0.1, 1)))
+    if tail == 2:
+        special = _ratio(rows.lr, (bound * count).sqrt() + rows.numbers[0])
+    limit = math.floor(threshold * largest) if share else threshold
+    return torch.where(count > limit, special, plain) if tail >= 0 else plain
+
+
+def _counter(rows: Rows) -> tuple[Tensor, States]:
+    _, max_norm, halflife, decay, rate, start, bound = rows.numbers[:7]
+    penalised = rows.g + rate * rows.w if decay == 1 else rows.g
+    total, count = rows.states[0] + penalised.square().mean(1), _count(rows, halflife)
+    plain = step = _scale(rows, total)
+    keep = torch.ones_like(total)
+    if start <= 0 or rows.step > start:
+        step = _tail_scale(rows, plain, count)
+        if decay == 1:
+            keep = 1 - halflife / count * rate * plain
+        if decay == 2:
+            keep = 1 - halflife / count * rate * rows.lr
+        if decay == 3:
+            if halflife == -1:
+                step = plain * count.sqrt()
+            if halflife == -2:
+                step = _scale(rows, total, (rows.lr * count).clamp(max=bound))
+            missed = _gap(rows).clamp(max=rows.step - start) - 1
+            lazy = torch.where(missed == 0, 1.0, max(1 - rows.lr * rate, 0.0) ** missed)
+            step, keep = step * lazy, (1 - rate * rows.lr) * lazy
+    new = _scaled(keep, rows.kept) - _scaled(step, rows.g)
+    return _limited(new, max_norm), [total, torch.full_like(total, rows.step), count]
+
+
+def _moments(rows: Rows, square: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Both moments, the first one without bias, and what it is divided by."""
+    beta1, beta2, eps = rows.numbers[:3]
+    m = beta1 * rows.states[0] + (1 - beta1) * rows.g
+    v = beta2 * rows.states[1] + (1 - beta2) * square
+    denominator = (v / (1 - beta2**rows.step)).sqrt() + eps
+    return m, v, m / (1 - beta1**rows.step), denominator
+
+
+def _adam(rows: Rows) -> tuple[Tensor, States]:
+    m, v, m_hat, denominator = _moments(rows, rows.g.square())
+    return rows.kept - rows.lr * _ratio(m_hat, denominator), [m, v]
+
+
+def _partial_rowwise_adam(rows: Rows) -> tuple[Tensor, States]:
+    m, v, m_hat, denominator = _moments(rows, rows.g.square().mean(1))
+    return rows.kept - rows.lr * _ratio(m_hat, denominator.unsqueeze(1)), [m, v]
+
+
+def _trusted(rows: Rows, direction: Tensor) -> Tensor:
+    """LAMB's step along `direction`: as long as the row, or plain where a norm is zero."""
+    r = direction + rows.numbers[3] * rows.w
+    w_norm, r_norm = _norm(rows.w), _norm(r)
+    ratio = torch.where(w_norm > 0, _ratio(w_norm, r_norm), 1.0)
+    return rows.kept - _scaled(rows.lr * torch.where(r_norm > 0, ratio, 1.0), r)
+
+
+def _lamb(rows: Rows) -> tuple[Tensor, States]:
+    m, v, m_hat, denominator = _moments(rows, rows.g.square())
+    return _trusted(rows, _ratio(m_hat, denominator)), [m, v]
+
+
+def _partial_rowwise_lamb(rows: Rows) -> tuple[Tensor, States]:
+    m, v, m_hat, denominator = _moments(rows, rows.g.square().mean(1))
+    return _trusted(rows, _ratio(m_hat, denominator.unsqueeze(1))), [m, v]
+
+
+def _lars(rows: Rows) -> tuple[Tensor, States]:
+    momentum, eta, decay = rows.numbers
+    norm = _norm(rows.w)
+    denominator = _norm(rows.g) + decay * norm
+    ratio = rows.lr * eta * _ratio(norm, denominator)
+    rate = torch.where((norm > 0) & (denominator > 0), ratio, rows.lr)
+    m = momentum * rows.states[0] + _scaled(rate, rows.g + decay * rows.w)
+    return rows.kept - m, [m]
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A rule, and for each state whether it is one number a row."""
+
+    rule: Rule
+    per_row: tuple[bool, ...] = ()
+
+
+OPTIMIZERS = {
+    "sgd": Reference(_sgd),
+    "adagrad": Reference(_adagrad, (False,)),
+    "rowwise_adagrad": Reference(_rowwise_adagrad, (True,)),
+    "ensemble_rowwise_adagrad": Reference(_ensemble_rowwise_adagrad, (False, True)),
+    "rowwise_adagrad_max_norm": Reference(_max_norm, (True,)),
+    "rowwise_adagrad_global_decay": Reference(_global_decay, (True, True)),
+    "rowwise_adagrad_cowclip": Reference(_cowclip, (True, True, True)),
+    "rowwise_adagrad_counter": Reference(_counter, (True, True, True)),
+    "adam": Reference(_adam, (False, False)),
+    "partial_rowwise_adam": Reference(_partial_rowwise_adam, (False, True)),
+    "lamb": Reference(_lamb, (False, False)),
+    "partial_rowwise_lamb": Reference(_partial_rowwise_lamb, (False, True)),
+    "lars": Reference(_lars, (False,)),
+}
+
+
+def step_rows(
+    optimizer: str, w: Tensor, g: Tensor, states: Sequence[Tensor], hyper: Tensor
+) -> tuple[Tensor, States]:
+    """New weights and states of rows `w [U, D]` with gradient `g`, in the dtype of `g`."""
+    lr, step, l2, decay, _, *numbers = hyper.tolist()
+    w, local = w.to(g.dtype), [state.to(g.dtype) for state in states]
+    rows = Rows(w, w * (1 - lr * decay), g + l2 * w, local, lr, step, tuple(numbers))
+    return OPTIMIZERS[optimizer].rule(rows)
+
+
+def store(
+    target: Tensor, at: Tensor, values: Tensor, hyper: Tensor, ids: Tensor, tensor: int
+) -> None:
+    """Write `values` to `target[at]`, rounded as `hyper` says; `ids` are the linear rows."""
+    seed = int(hyper[HYPER_HEAD - 1])
+    narrow = target.dtype in (torch.float16, torch.bfloat16)
+    if seed >= 0 and narrow and values.dim() == 2:
+        random = words(seed, ids, values.size(1), int(hyper[1]), tensor)
+        target[at] = round_stochastically(values, target.dtype, random)
+    else:
+        target[at] = values.to(target.dtype)
+
+
+def update_rows_(
+    weights: Tensor, states: Sequence[Tensor], hyper: Tensor, optimizer: str, grads: Tensor
+) -> None:
+    """Apply `optimizer` to every row of `weights [R, W]` whose gradient is not all zero."""
+    touched = grads.ne(0).any(1).nonzero().squeeze(1)
+    local = [state[touched] for state in states]
+    weights[touched], new_states = step_rows(
+        optimizer, weights[touched], grads[touched], local, hyper
+    )
+    for state, new in zip(states, new_states, strict=True):
+        state[touched] = new

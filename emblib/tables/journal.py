@@ -1,0 +1,212 @@
+"""The rollback journal of a DiskStore: rows as they were at the last commit, before they change.
+
+One file: a header, then records. The header names the epoch, the number of the commit that the
+records lead back to; once a later commit is there they mean nothing. A record is the row numbers
+of some rows and their bytes in the weights and in every optimizer state. It is written before any
+of its rows is, so a record cut short by the end of the process belongs to rows that did not change
+yet. Header and records carry checksums: whatever is damaged otherwise is an error, not a guess.
+
+The end of a process loses nothing that was written to a file or to mapped memory; the end of the
+machine does. So the header is flushed to the disk, once an epoch, and holds the id that the machine
+got when it started: who rolls back after another start is told.
+"""
+
+import contextlib
+import mmap
+import os
+import struct
+import warnings
+import zlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+_HEADER = struct.Struct("<8sQ36sI")  # magic, epoch, id of the machine's start, checksum
+_RECORD = struct.Struct("<4sIQII")  # magic, block, rows, checksum of the body, checksum of this
+_MAGIC, _ROWS = b"emblib-1", b"rows"
+_CHECKSUM = struct.Struct("<I")
+_LARGEST_BODY = 1 << 24  # bytes: what protecting many rows takes in memory
+
+
+class Block(NamedTuple):
+    """Consecutive rows of one width: rows `[first, first + rows)` of a store.
+
+    `tensors` are `[rows, bytes]` views of the weights and of every state, as uint8.
+    """
+
+    first: int
+    rows: int
+    tensors: Sequence[Tensor]
+
+    @property
+    def row_bytes(self) -> int:
+        """What a row takes in a record: its number and its bytes everywhere."""
+        return 8 + sum(t.shape[1] for t in self.tensors)
+
+
+class _Record(NamedTuple):
+    block: Block
+    rows: Tensor
+    images: list[Tensor]
+
+
+class JournalError(RuntimeError):
+    """The journal is damaged, so the state of the last commit cannot be restored."""
+
+
+class Journal:
+    """The journal file of the store whose rows are `blocks`; the store has locked the directory."""
+
+    def __init__(self, path: Path, blocks: Sequence[Block]) -> None:
+        self.path = path
+        self.blocks = blocks
+        self._handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        self._end = 0  # 0: the epoch has no records yet
+
+    def begin(self, epoch: int) -> None:
+        """Open the journal for rows as they were at commit `epoch`; repeated calls do nothing."""
+        if self._end:
+            return
+        os.ftruncate(self._handle, 0)
+        header = _HEADER.pack(_MAGIC, epoch, machine_start(), 0)[: -_CHECKSUM.size]
+        self._append(header + _CHECKSUM.pack(zlib.crc32(header)))
+        try:
+            os.fsync(self._handle)
+        except OSError:
+            self._end = 0
+            raise
+
+    def append(self, block: int, rows: Tensor) -> Iterator[Tensor]:
+        """Record rows of a block, numbered within it; yields those that are recorded so far."""
+        most = max(_LARGEST_BODY // self.blocks[block].row_bytes, 1)
+        for part in rows.split(most):
+            self._append(self._packed(block, part))
+            yield part
+
+    def _packed(self, index: int, rows: Tensor) -> bytearray:
+        block = self.blocks[index]
+        data = bytearray(_RECORD.size + _body_bytes(block, rows.numel()))
+        body = memoryview(data)[_RECORD.size :]
+        numbers, images = _body(block, rows.numel(), body)
+        numbers.copy_(rows)
+        for tensor, image in zip(block.tensors, images, strict=True):
+            torch.index_select(tensor, 0, rows, out=image)
+        head = _RECORD.pack(_ROWS, index, rows.numel(), zlib.crc32(body), 0)[: -_CHECKSUM.size]
+        data[: _RECORD.size] = head + _CHECKSUM.pack(zlib.crc32(head))
+        return data
+
+    def _append(self, data: bytes | bytearray) -> None:
+        """All of `data` at the end, or none of it."""
+        rest, at = memoryview(data), self._end
+        try:
+            while rest:
+                written = os.pwrite(self._handle, rest, at)
+                rest, at = rest[written:], at + written
+        except OSError as error:
+            os.ftruncate(self._handle, self._end)
+            raise OSError(
+                error.errno,
+                f"the journal cannot grow ({error.strerror}), so the rows that are about to be "
+                "written stay as they are; it needs up to the size of the tables between two "
+                "flushes: make room, or flush more often",
+                str(self.path),
+            ) from error
+        self._end = at
+
+    def clear(self) -> None:
+        """Forget all records: a commit has made them void, or they have been rolled back."""
+        self._end = 0
+        os.ftruncate(self._handle, 0)
+
+    def close(self) -> None:
+        """Close the file; what it holds stays."""
+        os.close(self._handle)
+
+    def roll_back(self, epoch: int) -> bool:
+        """Write back what the rows were at commit `epoch`; False if they did not change since.
+
+        Everything is read and verified before the first row is written. Doing it again, after it
+        was cut short, comes to the same.
+
+        Raises:
+            JournalError: a checksum is wrong.
+        """
+        size = os.fstat(self._handle).st_size
+        if size < _HEADER.size:
+            return False
+        data = mmap.mmap(self._handle, size, access=mmap.ACCESS_COPY)
+        of_epoch, start = self._header(memoryview(data))
+        if of_epoch > epoch:
+            raise self._damaged(f"it leads back to commit {of_epoch}, the tables are at {epoch}")
+        if of_epoch < epoch:
+            return False
+        records = list(self._records(memoryview(data)))
+        if start != machine_start() and records:
+            _warn_of_restart(self.path)
+        for record in records:
+            for tensor, image in zip(record.block.tensors, record.images, strict=True):
+                tensor.index_copy_(0, record.rows, image)
+        return bool(records)
+
+    def _header(self, data: memoryview) -> tuple[int, bytes]:
+        magic, epoch, start, checksum = _HEADER.unpack_from(data)
+        if magic != _MAGIC or checksum != zlib.crc32(data[: _HEADER.size - _CHECKSUM.size]):
+            raise self._damaged("its header has a wrong checksum")
+        return epoch, start
+
+    def _records(self, data: memoryview) -> Iterator[_Record]:
+        at = _HEADER.size
+        while at + _RECORD.size <= len(data):
+            magic, index, count, checksum, own = _RECORD.unpack_from(data, at)
+            body = at + _RECORD.size
+            if magic != _ROWS or own != zlib.crc32(data[at : body - _CHECKSUM.size]):
+                raise self._damaged(f"the record at byte {at} has a wrong head")
+            block = self.blocks[index]
+            end = body + _body_bytes(block, count)
+            if end > len(data):
+                return
+            if checksum != zlib.crc32(data[body:end]):
+                raise self._damaged(f"the record at byte {at} has a wrong checksum")
+            yield _Record(block, *_body(block, count, data[body:end]))
+            at = end
+
+    def _damaged(self, what: str) -> JournalError:
+        return JournalError(
+            f"{self.path} is damaged: {what}. The tables were written to since their last commit "
+            "and cannot be led back to it; delete the directory and start from a checkpoint"
+        )
+
+
+def _body_bytes(block: Block, rows: int) -> int:
+    return -(-rows * block.row_bytes // 8) * 8  # whole words, so that row numbers are aligned
+
+
+def _body(block: Block, rows: int, data: memoryview) -> tuple[Tensor, list[Tensor]]:
+    """Row numbers and images of a record, as views of its body."""
+    numbers = torch.frombuffer(data, dtype=torch.int64, count=rows)
+    at, images = 8 * rows, []
+    for tensor in block.tensors:
+        width = tensor.shape[1]
+        flat = torch.frombuffer(data, dtype=torch.uint8, count=rows * width, offset=at)
+        images.append(flat.view(rows, width))
+        at += rows * width
+    return numbers, images
+
+
+def machine_start() -> bytes:
+    """An id that the machine gets when it starts; zeros where it has none."""
+    with contextlib.suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_bytes().strip().ljust(36, b"\0")[:36]
+    return bytes(36)
+
+
+def _warn_of_restart(path: Path) -> None:
+    warnings.warn(
+        f"emblib: the tables in {path.parent} were being trained when this machine, or another "
+        "that they were on, went down. They are led back to the last flush; if it lost power, rows "
+        "that reached the disk before their journal did are wrong, and nobody can tell which",
+        stacklevel=2,
+    )

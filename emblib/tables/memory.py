@@ -1,0 +1,179 @@
+"""The memory of a module's tables, tier by tier, beside what nn.Module itself looks after.
+
+The device tier is a parameter and buffers of the module, so that it moves with it. The host tier
+stays in host memory wherever the module goes, pinned where a GPU reads it; the disk tier is files.
+"""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from emblib import ops
+from emblib.optim import Optimizer
+from emblib.specs import Cache, Placement, Precision, TableSpec
+from emblib.tables.disk import DiskStore
+from emblib.tables.layout import DEVICE, DISK, HOST, TIERS, lay_out
+
+_NOT_ON_CUDA = {
+    Placement.HOST: "a GPU does not read ordinary host memory; use MANAGED, which is pinned, or "
+    "MANAGED_CACHING",
+    Placement.DISK: "a GPU cannot read files in place; use MANAGED_CACHING",
+}
+
+
+class Memory:
+    """Weights and optimizer states of the tables; `layout` says where in them each table is."""
+
+    def __init__(
+        self,
+        tables: Sequence[TableSpec],
+        optimizer: Optimizer,
+        precision: Precision,
+        cache: Cache,
+        device: torch.device,
+    ) -> None:
+        self.tables = tuple(tables)
+        self.states = optimizer.states
+        self.precision = precision
+        self.layout = lay_out(tables)
+        used = [tier for tier in range(TIERS - 1) if self.layout.rows[tier]]
+        self._last_tier = DISK if self.layout.cache_stride else max(used, default=DEVICE)
+        self.check_device(device)
+        self._host: list[Tensor] | None = None
+        self._disk: DiskStore | None = None
+        self._opened: list[float] | None = None
+        if self.layout.rows[HOST]:
+            self._host = self._allocate(HOST, torch.device("cpu"))
+            self.follow(device)
+        if self.layout.rows[DISK]:
+            if cache.directory is None:
+                raise ValueError(
+                    "DISK tables need a directory to live in: pass cache=Cache(directory=...)"
+                )
+            on_disk = [spec for spec in tables if spec.placement is Placement.DISK]
+            self._disk = DiskStore(
+                cache.directory, on_disk, precision.weights, self.states, precision.states
+            )
+            if not self._disk.created:
+                self._opened = list(self._disk.committed_numbers)
+
+    def check_device(self, device: torch.device) -> None:
+        """Raise ValueError if a table cannot be where it is to be with the module on `device`."""
+        for spec in self.tables:
+            if device.type == "cuda" and spec.placement in _NOT_ON_CUDA:
+                raise ValueError(
+                    f"placement {spec.placement.value} is for modules on the CPU: "
+                    f"{_NOT_ON_CUDA[spec.placement]}"
+                )
+            if device.type == "meta" and spec.placement is Placement.DISK:
+                raise ValueError("DISK tables are files; a module on meta cannot have them")
+
+    def _allocate(self, tier: int, device: torch.device) -> list[Tensor]:
+        """Weights, then the optimizer states of a tier, uninitialised."""
+        elements, rows = self.layout.elements[tier], self.layout.rows[tier]
+        tensors = [ops.empty_table((elements,), self.precision.weights, device)]
+        for state in self.states:
+            size = rows if state.per_row else elements
+            dtype = torch.float32 if state.per_row else self.precision.states
+            tensors.append(ops.empty_table((size,), dtype, device))
+        return tensors
+
+    def allocate_device(self, device: torch.device) -> tuple[Tensor, list[Tensor]]:
+        """Weights and states of the device tier."""
+        weights, *states = self._allocate(DEVICE, device)
+        return weights, states
+
+    def follow(self, device: torch.device) -> None:
+        """Make the host tier readable from `device`: pinned for a GPU."""
+        if self._host is not None and device.type == "cuda":
+            self._host = [t if t.is_pinned() else t.pin_memory() for t in self._host]
+
+    def beside(self, weights: Tensor, states: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """Weights and states of all tiers but the cache, given those of the device tier.
+
+        Tiers that are not there are empty tensors; trailing ones are left out.
+        """
+        all_weights, all_states = [weights.view(-1)], list(states)
+        for tier in range(DEVICE + 1, self._last_tier + 1):
+            tensors = self._tier(tier)
+            all_weights.append(tensors[0])
+            all_states.extend(tensors[1:])
+        return all_weights, all_states
+
+    def _tier(self, tier: int) -> list[Tensor]:
+        if tier == HOST and self._host is not None:
+            return self._host
+        if tier == DISK and self._disk is not None:
+            return [self._disk.weights, *self._disk.states]
+        return self._allocate_empty()
+
+    def _allocate_empty(self) -> list[Tensor]:
+        weights = torch.empty(0, dtype=self.precision.weights)
+        kept = (torch.float32 if s.per_row else self.precision.states for s in self.states)
+        return [weights, *(torch.empty(0, dtype=dtype) for dtype in kept)]
+
+    def views(self, weights: Tensor, states: list[Tensor]) -> list[dict[str, Tensor]]:
+        """For each table `weight` `[R, D]` and its states by name, `[R, D]` or `[R]`."""
+        device = [weights.view(-1), *states]
+        result = []
+        for place in self.layout.places:
+            tensors = device if place.tier == DEVICE else self._tier(place.tier)
+            shape = (place.rows, place.dim)
+            elements = slice(place.weight_offset, place.weight_offset + place.rows * place.dim)
+            rows = slice(place.state_base, place.state_base + place.rows)
+            views = {"weight": tensors[0][elements].view(shape)}
+            for state, tensor in zip(self.states, tensors[1:], strict=True):
+                views[state.name] = tensor[rows] if state.per_row else tensor[elements].view(shape)
+            result.append(views)
+        return result
+
+    @property
+    def disk(self) -> DiskStore | None:
+        """The store of the DISK tables, if there are any."""
+        return self._disk
+
+    def take_opened(self) -> list[float] | None:
+        """The optimizer's numbers of a store that held tables when it was opened; once."""
+        opened, self._opened = self._opened, None
+        return opened
+
+    @contextlib.contextmanager
+    def writing_everything(self, hyper: Tensor) -> Iterator[None]:
+        """Around what overwrites whole tables; the disk tier is committed at the end."""
+        if self._disk is None:
+            yield
+            return
+        with self._disk.writing_everything():
+            yield
+        self._disk.commit(hyper.tolist())
+
+    def nbytes(self) -> dict[str, int]:
+        """Bytes of weights and states outside the device tier."""
+        tensors = [self._tier(tier) for tier in (HOST, DISK) if self.layout.rows[tier]]
+        return {
+            "weights": sum(t[0].nbytes for t in tensors),
+            "optimizer_state": sum(state.nbytes for t in tensors for state in t[1:]),
+        }
+
+    def __deepcopy__(self, memo: dict[int, object]) -> "Memory":
+        if self._disk is not None:
+            raise RuntimeError(
+                "a module with DISK tables cannot be copied: its files have one owner; save its "
+                "state_dict and load it into a module with another directory"
+            )
+        other = object.__new__(Memory)
+        other.__dict__ = dict(self.__dict__)
+        if self._host is not None:
+            pinned = self._host[0].is_pinned()
+            other._host = [t.clone().pin_memory() if pinned else t.clone() for t in self._host]
+        return other
+
+    def __getstate__(self) -> dict[str, object]:
+        if self._disk is not None:
+            raise RuntimeError(
+                "a module with DISK tables cannot be pickled: its files are its saved form; save "
+                "its state_dict instead, or open the directory in the other process"
+            )
+        return self.__dict__

@@ -1,0 +1,35 @@
+"""What a report argues, by the kind of experiment: its answer, its figures, how to read them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from experiments import caching, metrics
+from experiments.report import answer, caching_figures, figures
+from experiments.report import caching as caches
+from experiments.report.data import Run
+from experiments.report.style import Figure
+from experiments.schema import Kind
+
+
+@dataclass(frozen=True)
+class Story:
+    """The parts of a report that differ between kinds; everything else is shared."""
+
+    answer: Callable[[Run], list[str]]  # sentences, the first of which answers the question
+    figures: Callable[[Run], list[Figure]]  # the first is the main one
+    notes: Sequence[str]  # under "How to read this"
+
+
+STORIES = {
+    Kind.time: Story(answer.answer, figures.figures, (metrics.FORMULA,)),
+    Kind.cache: Story(
+        caches.answer, caching_figures.figures, (caching.FORMULA, *caching.IDEALS, metrics.FORMULA)
+    ),
+}
+
+
+def story(run: Run) -> Story:
+    """The story of a run's kind."""
+    return STORIES[run.kind]

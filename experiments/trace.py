@@ -1,0 +1,109 @@
+"""A trace cell: the same batches through caches of every size and policy, beside the ideal ones."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import numpy as np
+
+from experiments import ideal, laws
+from experiments.cell import Outcome, Session, describe, task_of
+from experiments.contenders import Contender, Unsupported, build
+from experiments.schema import Kind, Law
+from experiments.store import Record
+from experiments.sweep import IDEALS, Cell
+from experiments.workload import (
+    WAYS,
+    Batch,
+    Pool,
+    TableShape,
+    cache_sets,
+    make_pool,
+    table_shapes,
+)
+
+
+def trace_cell(cell: Cell, session: Session) -> list[Record]:
+    """One record per contender and size, ideal ones included; nothing is timed.
+
+    A contender runs a forward pass on every batch; what its cache counted is read after each, so
+    that a record holds the hits batch by batch, those of the warm-up too.
+    """
+    gc.collect()
+    shapes = table_shapes(cell.workload, scale=cell.rows_scale)
+    pool = make_pool(
+        cell.workload, shapes, cell.cache.warm_batches + cell.cache.batches, session.config.seed
+    )
+    trace = trace_of(pool, shapes, cell.cache.warm_batches)
+    records, measured = [], set()
+    for arm in cell.arms:
+        outcome = Outcome(arm)
+        samples: dict[str, list[int]] = {}
+        extra: dict[str, Any] = {}
+        size = WAYS * cache_sets(shapes, arm.cache)
+        if (arm.contender, size) in measured:
+            continue  # two fractions of a small table are the same number of sets
+        measured.add((arm.contender, size))
+        try:
+            if arm.contender in IDEALS:
+                samples, extra = _ideal(arm.contender, trace, size, cell, shapes)
+            else:
+                samples = _run(build(arm.contender, task_of(cell, arm, session)), pool)
+        except Exception as error:  # whatever it is becomes this contender's row
+            outcome.fail(error)
+        records.append(
+            describe(cell, outcome, pool, session)
+            | {"kind": Kind.cache.value, "samples": samples, **extra}
+            | {"cache_rows": size, "batches": cell.cache.batches}
+        )
+    return records
+
+
+def trace_of(pool: Pool, shapes: tuple[TableShape, ...], warm: int) -> ideal.Trace:
+    """The rows of all tables under one numbering, batch by batch."""
+    return ideal.Trace.of([_linear(b, shapes) for b in pool.batches], warm)
+
+
+def _linear(batch: Batch, shapes: tuple[TableShape, ...]) -> laws.Ids:
+    bases = np.cumsum([0, *(s.rows for s in shapes)])
+    parts = [batch.feature(f)[0].numpy() + bases[f] for f in range(len(shapes))]
+    return np.concatenate(parts)
+
+
+def _run(contender: Contender, pool: Pool) -> dict[str, list[int]]:
+    """What each batch of the trace added to the contender's counters."""
+    contender.reset_counters()
+    before = contender.counters()
+    if not before:
+        raise Unsupported("it has no cache, so there is nothing to count")
+    samples: dict[str, list[int]] = {name: [] for name in before}
+    for batch in pool.batches:
+        contender.forward(contender.prepare(batch))
+        now = contender.counters()
+        for name, value in now.items():
+            samples[name].append(value - before[name])
+        before = now
+    return samples
+
+
+def _ideal(
+    name: str, trace: ideal.Trace, size: int, cell: Cell, shapes: tuple[TableShape, ...]
+) -> tuple[dict[str, list[int]], dict[str, Any]]:
+    """Hits of the counted batches, and what bounds or predicts them."""
+    hits = ideal.offline(trace, size) if name == "offline" else ideal.static_top(trace, size)
+    accesses = list(trace.slices())
+    samples = {
+        "lookups": [int(trace.lookups[s].sum()) for s in accesses],
+        "lookup_hits": hits.lookups,
+        "rows": [s.stop - s.start for s in accesses],
+        "row_hits": hits.rows,
+    }
+    if name == "offline":
+        return samples, {"most_lookup_hits": ideal.most_lookups(trace, size)}
+    work = cell.workload
+    exponent = 0.0 if work.law is Law.uniform else work.s
+    every = [laws.zipf_probabilities(s.rows, exponent, work.q) / len(shapes) for s in shapes]
+    lookups = len(shapes) * work.B * work.L
+    by_lookup, by_row = ideal.law_top(np.concatenate(every), size, lookups)
+    return samples, {"law_lookup_hit_rate": by_lookup, "law_row_hit_rate": by_row}

@@ -1,0 +1,301 @@
+"""The ops of the cache against the model in plain Python: every slot, stamp, counter and bit."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from emblib import ops
+from emblib.ops import cache
+from emblib.reference import cache as reference
+from tests.cache_cases import HYPER, UNCACHED, Groups, Store, Trace, Twin, group, on
+from tests.conftest import DEVICES
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+devices = st.sampled_from([torch.device(device) for device in DEVICES])
+traces = st.builds(
+    Trace,
+    sizes=st.lists(st.tuples(st.integers(1, 120), st.integers(1, 9)), min_size=1, max_size=4).map(
+        tuple
+    ),
+    sets=st.integers(1, 5),
+    policy=st.sampled_from(["lru", "lfu"]),
+    batches=st.integers(1, 25),
+    lookups=st.integers(0, 200),
+    skew=st.sampled_from([1.0, 2.0, 5.0]),
+    ahead=st.integers(0, 4),
+    seed=st.integers(0, 2**31),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(traces, devices)
+def test_plans_as_the_model_does(trace: Trace, device: torch.device) -> None:
+    twin = Twin(trace, on(device, cache.plan_))
+    for lookups in trace.lookup_batches():
+        groups = group(lookups)
+        _, row_slots, _ = twin.plan(lookups, groups)
+        located = on(device, cache.locate)(twin.tags, twin.tables, groups[0], groups[3])
+        assert torch.equal(located, row_slots)
+        slots = on(device, cache.lookup_slots)(row_slots, *groups[1:])
+        placed = {row: twin.model.locate(row) for row in lookups.tolist()}
+        assert slots.tolist() == [
+            -1 if placed[row] is None else placed[row] for row in lookups.tolist()
+        ]
+
+
+@pytest.mark.parametrize("policy", ["lru", "lfu"])
+def test_long_trace(device: torch.device, policy: str) -> None:
+    trace = Trace(((300, 4), (500, 4)), 6, policy, 400, 150, 3.0, ahead=2, seed=4)
+    twin = Twin(trace, on(device, cache.plan_))
+    for lookups in trace.lookup_batches():
+        twin.plan(lookups, group(lookups))
+    assert twin.model.whole["conflict_misses"] > 0
+    assert twin.model.whole["write_backs"] > 100
+
+
+@settings(max_examples=60, deadline=None)
+@given(traces, st.tuples(*[st.sampled_from(DTYPES)] * 3), devices)
+def test_moves_as_the_reference_does(
+    trace: Trace, dtypes: tuple[torch.dtype, ...], device: torch.device
+) -> None:
+    twin = Twin(trace, on(device, cache.plan_))
+    store = Store.make(twin, *dtypes)
+    want = store.clone()
+    for lookups in trace.lookup_batches():
+        groups = group(lookups)
+        plan, row_slots, evicted = twin.plan(lookups, groups)
+        arguments = (HYPER, twin.tables, groups[0], groups[3], row_slots, evicted)
+        on(device, cache.move_)(store.weights, store.states, *arguments)
+        reference.move(want.memory, plan)
+        assert store.same(want)
+    on(device, cache.flush_)(store.weights, store.states, HYPER, twin.tables, twin.tags)
+    reference.flush(want.memory, twin.model)
+    assert store.same(want)
+
+
+@settings(max_examples=60, deadline=None)
+@given(traces, st.sampled_from(DTYPES))
+def test_loses_no_update(trace: Trace, dtype: torch.dtype) -> None:
+    """Batches planned ahead, updated one after the other where their rows are by then."""
+    twin = Twin(trace, cache.plan_)
+    store = Store.make(twin, dtype, dtype, torch.float32)
+    plain = store.clone()
+    planned: list[Groups] = []
+
+    def train() -> None:
+        rows, _, _, count = planned.pop(0)
+        slots = cache.locate(twin.tags, twin.tables, rows, count)
+        for row, slot in zip(rows[: int(count)].tolist(), slots.tolist(), strict=False):
+            store.touch(row, slot, twin.now)
+            plain.touch(row, -1, twin.now)
+
+    for lookups in trace.lookup_batches():
+        groups = group(lookups)
+        _, row_slots, evicted = twin.plan(lookups, groups)
+        arguments = (HYPER, twin.tables, groups[0], groups[3], row_slots, evicted)
+        cache.move_(store.weights, store.states, *arguments)
+        planned.append(groups)
+        if len(planned) > trace.ahead:
+            train()
+    while planned:
+        train()
+    cache.flush_(store.weights, store.states, HYPER, twin.tables, twin.tags)
+    assert store.same(plain, tiers=3)
+
+
+@pytest.mark.parametrize("policy", ["lru", "lfu"])
+def test_same_bits_on_any_number_of_threads(policy: str, thread_counts: list[int]) -> None:
+    trace = Trace(((60_000, 12), (50_000, 16)), 700, policy, 3, 90_000, 1.5, seed=8)
+    results = []
+    for threads in thread_counts:
+        torch.set_num_threads(threads)
+        twin = Twin(trace, cache.plan_)
+        store = Store.make(twin, torch.float16, torch.float32, torch.bfloat16)
+        hyper, out = HYPER.clone(), []
+        hyper[4] = 3
+        for lookups in trace.lookup_batches():
+            rows, segments, positions, count = group(lookups)
+            state = (twin.tags, twin.stamps, twin.counts, twin.counters, torch.tensor([1, 1]))
+            moves = cache.plan_(*state, twin.tables, rows, segments, count, policy)
+            arguments = (hyper, twin.tables, rows, count, *moves)
+            cache.move_(store.weights, store.states, *arguments)
+            out += [*moves, cache.lookup_slots(moves[0], segments, positions, count)]
+        cache.flush_(store.weights, store.states, hyper, twin.tables, twin.tags)
+        out += [twin.tags, twin.stamps, twin.counters, *store.weights, *store.states]
+        results.append(out)
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+def test_hashes_spread_rows_evenly() -> None:
+    for sets in (1, 3, 64, 100, 1000):
+        found = torch.tensor([reference.set_of(row, sets) for row in range(200 * sets)])
+        counts = torch.bincount(found, minlength=sets)
+        assert counts.numel() == sets
+        assert 100 < int(counts.min()) <= 200 <= int(counts.max()) < 300
+
+
+def _one_set(policy: str) -> tuple[Twin, Tensor]:
+    """A cache of one set that holds cached rows 0 to 31, and the linear row of the first."""
+    twin = Twin(Trace(((100, 4),), 1, policy), cache.plan_)
+    first = torch.tensor(UNCACHED)
+    for row in range(32):
+        lookups = first + torch.full((1 + row % 3,), row)
+        twin.plan(lookups, group(lookups))
+    return twin, first
+
+
+def test_lru_evicts_the_one_not_used_for_longest() -> None:
+    twin, first = _one_set("lru")
+    for new, old in ((40, 0), (41, 1), (2, None), (42, 3)):
+        plan, _, _ = twin.plan(lookups := (first + new).view(1), group(lookups))
+        brought_in = {} if old is None else {int(first) + new: int(first) + old}
+        assert plan.brought_in == brought_in
+
+
+def test_lfu_keeps_what_is_used_more_often() -> None:
+    twin, first = _one_set("lfu")
+    lookups = first + torch.arange(0, 32, 3).repeat_interleave(5)  # all but 1, 4, ... and 2, 5, ...
+    twin.plan(lookups, group(lookups))
+    plan, _, _ = twin.plan(lookups := (first + 50).view(1), group(lookups))
+    assert plan.slots == {int(first) + 50: None}, "used once, all others at least twice"
+    plan, _, _ = twin.plan(lookups, group(lookups))
+    assert plan.brought_in == {int(first) + 50: int(first) + 1}
+
+
+def test_batches_in_flight_keep_their_rows() -> None:
+    twin = Twin(Trace(((100, 4),), 1, "lru", ahead=1), cache.plan_)
+    for start, conflicts in ((0, 0), (20, 8), (40, 0)):
+        lookups = UNCACHED + torch.arange(start, start + 20)
+        plan, _, _ = twin.plan(lookups, group(lookups))
+        assert sum(slot is None for slot in plan.slots.values()) == conflicts
+
+
+def test_counts_saturate() -> None:
+    twin, first = _one_set("lfu")
+    assert twin.counts is not None
+    twin.counts[60] = twin.model.counts[int(first) + 60] = 2**31 - 3
+    for _ in range(3):
+        lookups = torch.full((5,), int(first) + 60)
+        twin.plan(lookups, group(lookups))
+    assert int(twin.stamps.max()) >> 32 == 2**31 - 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_write_back_rounds_without_bias(dtype: torch.dtype) -> None:
+    rows, dim = 20_000, 6
+    tables = torch.tensor([[0, 0, rows, dim, 0, 1, 0, 8]])
+    sets = rows // 32
+    tags = torch.arange(sets * 32).view(sets, 32)
+    empty = torch.empty(0, dtype=dtype)
+    value = 1.0 + 2.0**-12
+    weights = [empty, torch.zeros(rows * dim, dtype=dtype), empty]
+    weights.append(torch.full((sets * 32 * 8,), value))
+    hyper = HYPER.clone()
+    cache.flush_(weights, [], hyper, tables, tags)
+    assert (weights[1] == 1.0).all(), "to nearest"
+    hyper[4] = 11
+    cache.flush_(weights, [], hyper, tables, tags)
+    drawn = weights[1].double()
+    spread = float(drawn.std()) / drawn.numel() ** 0.5
+    assert abs(float(drawn.mean()) - value) < 5 * spread
+    hyper[1] += 1
+    again = weights[1].clone()
+    cache.flush_(weights, [], hyper, tables, tags)
+    assert not torch.equal(again, weights[1]), "another step draws other numbers"
+
+
+def _arguments(policy: str) -> tuple[Twin, Store, Groups, tuple[Tensor, Tensor]]:
+    twin = Twin(Trace(((60, 5), (40, 8)), 2, policy), cache.plan_)
+    store = Store.make(twin, torch.float16, torch.float32, torch.float32)
+    lookups = UNCACHED + torch.arange(90).repeat(2)
+    groups = group(lookups)
+    _, row_slots, evicted = twin.plan(lookups, groups)
+    return twin, store, groups, (row_slots, evicted)
+
+
+@pytest.mark.parametrize("policy", ["lru", "lfu"])
+def test_opcheck(policy: str) -> None:
+    twin, store, (rows, segments, lookups, count), moves = _arguments(policy)
+    state = (twin.tags, twin.stamps, twin.counts, twin.counters, torch.tensor([3, 3]))
+    batch = (twin.tables, rows, segments, count, policy)
+    memory = (store.weights, store.states, HYPER, twin.tables)
+    located = (twin.tags, twin.tables, rows, count)
+    torch.library.opcheck(torch.ops.emblib.cache_plan_.default, (*state, *batch))
+    torch.library.opcheck(torch.ops.emblib.cache_locate.default, located)
+    slots = (moves[0], segments, lookups, count)
+    torch.library.opcheck(torch.ops.emblib.cache_lookup_slots.default, slots)
+    torch.library.opcheck(torch.ops.emblib.cache_move_.default, (*memory, rows, count, *moves))
+    torch.library.opcheck(torch.ops.emblib.cache_flush_.default, (*memory, twin.tags))
+
+
+def test_empty_batch_and_no_cached_table() -> None:
+    twin = Twin(Trace(), cache.plan_)
+    lookups = torch.zeros(0, dtype=torch.int64)
+    twin.plan(lookups, group(lookups))
+    twin.plan(lookups := torch.tensor([0, 3, 3, -1]), group(lookups))
+    rows, segments, _, count = group(lookups)
+    uncached = twin.tables[:1]
+    counters = torch.zeros(2, 8, dtype=torch.int64)
+    state = (twin.tags, twin.stamps, None, counters, torch.tensor([9, 9]))
+    row_slots, _ = cache.plan_(*state, uncached, rows, segments, count, "lru")
+    assert (row_slots == -1).all()
+    assert counters.tolist() == [[0] * 8, [1] + [0] * 7]
+
+
+def test_wrong_input_is_refused() -> None:
+    twin, store, (rows, segments, lookups, count), moves = _arguments("lru")
+    clock = torch.tensor([3, 3])
+
+    def plan(**changed: object) -> None:
+        given = {
+            "tags": twin.tags, "stamps": twin.stamps, "counts": None, "counters": twin.counters,
+            "clock": clock, "tables": twin.tables, "rows": rows, "segments": segments,
+            "count": count, "policy": "lru",
+        }  # fmt: skip
+        cache.plan_(*(given | changed).values())
+
+    def move(**changed: object) -> None:
+        given = {
+            "weights": store.weights, "states": store.states, "hyper": HYPER,
+            "tables": twin.tables, "rows": rows, "count": count, "row_slots": moves[0],
+            "evicted": moves[1],
+        }  # fmt: skip
+        cache.move_(*(given | changed).values())
+
+    shuffled, gap = twin.tables.flip(0).contiguous(), twin.tables.clone()
+    gap[2, 1] += 5
+    outside = twin.tables.clone()
+    outside[1, 0] += 10_000
+    for call, changed, message in (
+        (plan, {"policy": "fifo"}, "policy must be lru or lfu, got 'fifo'"),
+        (plan, {"policy": "lfu"}, "lfu needs counts"),
+        (plan, {"policy": "lfu", "counts": torch.zeros(3).int()}, "one entry a cached row = 100"),
+        (plan, {"tags": twin.tags.view(-1)}, r"tags must be \[sets, 32\]"),
+        (plan, {"stamps": twin.stamps[:1]}, "stamps must have 64 entries, got 32"),
+        (plan, {"counters": twin.counters[:2]}, "counters must have 32 entries"),
+        (plan, {"rows": rows.flip(0).contiguous()}, "rows must be distinct, ascending"),
+        (plan, {"rows": rows + 1000}, "of the tables"),
+        (plan, {"rows": rows.int()}, "rows must be int64"),
+        (plan, {"segments": segments[:-1]}, "segments must have"),
+        (plan, {"count": count + 1000}, "count must be in"),
+        (plan, {"tables": shuffled}, "tables must ascend"),
+        (plan, {"tables": gap}, "without a gap"),
+        (move, {"weights": store.weights[:3]}, "a list of 4 tensors"),
+        (move, {"states": store.states[:3]}, "4 times at most"),
+        (move, {"hyper": HYPER[:2]}, "at least 5 entries"),
+        (move, {"tables": outside}, "lies outside the weights of tier 1"),
+        (move, {"evicted": moves[1][:3]}, "evicted must have"),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            call(**changed)
+    with pytest.raises(RuntimeError, match="one call of tbe_group"):
+        cache.lookup_slots(moves[0], segments, lookups + 1000, count)
+
+
+def test_constants_agree() -> None:
+    assert ops.cache.COUNTERS == reference.COUNTERS
+    assert ops.cache.WAYS == reference.WAYS

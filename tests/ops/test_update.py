@@ -1,0 +1,219 @@
+"""The fused update over all optimizers, memory tiers and dtypes, against the reference."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tests.optimizer_cases import CASES
+from tests.update_problem import Problem
+
+ops = torch.ops.emblib
+
+PLACES: dict[str, dict[str, Any]] = {
+    "one_tier": {},
+    "three_tiers": {"tiers": (2, 0, 1)},
+    "variable_batch": {"layout": True, "batch": 9},
+    "cached": {"tiers": (1, 0, 1), "cached": (True, False, True), "layout": True},
+    "all_cached": {"tiers": (2, 1, 1), "cached": (True, True, True)},
+}
+DTYPES = {
+    "fp32": (torch.float32, torch.float32),
+    "fp16": (torch.float16, torch.float16),
+    "bf16": (torch.bfloat16, torch.bfloat16),
+    "fp16_bf16": (torch.float16, torch.bfloat16),
+}
+TOLERANCE = {
+    torch.float32: {"rtol": 2e-5, "atol": 2e-6},
+    torch.float16: {"rtol": 2e-3, "atol": 1e-4},
+    torch.bfloat16: {"rtol": 1.6e-2, "atol": 1e-3},
+}
+
+
+def run(problem: Problem) -> list[Tensor]:
+    """Weights and states after the op."""
+    weights = [w.clone() for w in problem.weights]
+    states = [s.clone() for s in problem.states]
+    ops.tbe_update_(*problem.arguments(weights, states))
+    return [*weights, *states]
+
+
+def check(problem: Problem) -> None:
+    for got, want in zip(run(problem), problem.expected(), strict=True):
+        assert got.dtype == want.dtype
+        torch.testing.assert_close(got, want, **TOLERANCE[got.dtype])
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("name", CASES)
+def test_update_matches_reference(name: str, place: str) -> None:
+    for step in (1, 5):
+        check(Problem(CASES[name], step=step, seed=step, **PLACES[place]))
+
+
+@pytest.mark.parametrize("dtypes", DTYPES)
+@pytest.mark.parametrize("name", CASES)
+def test_narrow_weights_and_states(name: str, dtypes: str) -> None:
+    weights, states = DTYPES[dtypes]
+    problem = Problem(CASES[name], weights_dtype=weights, states_dtype=states, dims=(70, 20, 3))
+    check(problem)
+    check(replace(problem, tiers=(1, 1, 0), cached=(True, True, False), cache_dtype=torch.float32))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"optimizer": "lion"}, "unknown optimizer 'lion'; have sgd, adagrad"),
+        ({"states": []}, "keeps 1 state tensors for each of 2 tensors of weights, got 0"),
+        ({"states": [torch.zeros(3)] * 2}, "must be contiguous with 43 entries, has 3"),
+        ({"states": [torch.zeros(80).half()] * 2}, "one number a row must be float32"),
+        ({"hyper": torch.zeros(2, dtype=torch.float64)}, "hyper vector of 6 entries"),
+        ({"hyper": torch.zeros(6)}, "hyper must be float64"),
+        ({"hyper": torch.zeros(12, dtype=torch.float64)[::2]}, "a contiguous hyper vector"),
+        ({"weights": [torch.zeros(0)] * 2}, "feature 0 lies outside the weights"),
+        (
+            {"weights": [torch.zeros(999), torch.zeros(999).half()]},
+            "all tables must have one dtype",
+        ),
+        ({"weights": [torch.zeros(999)] * 5}, "a list of 1 to 4"),
+        ({"rows": torch.zeros(0, dtype=torch.int64)}, "must come from one call of tbe_group"),
+        ({"rows": torch.zeros(46, dtype=torch.int32)}, "rows must be int64"),
+        ({"count": torch.tensor([1 << 30], dtype=torch.int32)}, "must come from one call"),
+        ({"bags": 1 << 30}, "must come from one call"),
+        ({"lookups": -1}, "must come from one call"),
+        ({"segments": 14}, "must come from one call"),
+        ({"grad": torch.zeros(3, 39)}, "grad must have 6 rows for pooling sum, got 3"),
+        ({"grad": torch.zeros(6, 20)}, "feature 1 lies outside"),
+        ({"row_slots": torch.zeros(2, dtype=torch.int32)}, "one entry a group = "),
+        ({"row_slots": torch.zeros(99)}, "row_slots must be int32"),
+        ({"bag_layout": torch.zeros(3, 2, dtype=torch.int64)}, "contiguous .bags, 2. tensor"),
+        ({"bag_layout": torch.zeros(24, 2, dtype=torch.int64)}, "a vector with bag_layout"),
+        ({"pooling": "max"}, "sum, mean or none, got 'max'"),
+    ],
+)
+def test_wrong_input_changes_nothing(change: dict[str, Any], message: str) -> None:
+    problem = Problem(CASES["rowwise_adagrad"], tiers=(0, 1, 0))
+    weights, states = [w.clone() for w in problem.weights], [s.clone() for s in problem.states]
+    names = (
+        *("weights", "states", "hyper", "optimizer", "grad", "features", "rows", "segments"),
+        *("lookups", "bags", "count", "offsets", "row_slots", "bag_layout", "sample_weights"),
+        "pooling",
+    )
+    arguments = dict(zip(names, problem.arguments(weights, states), strict=True))
+    for name, value in change.items():
+        if isinstance(value, int):
+            arguments[name] = torch.full_like(arguments[name], value)
+        else:
+            arguments[name] = value
+    with pytest.raises(RuntimeError, match=message):
+        ops.tbe_update_(**arguments)
+    assert all(torch.equal(a, b) for a, b in zip(weights, problem.weights, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(states, problem.states, strict=True))
+
+
+def test_steps_count_from_one() -> None:
+    for name in ("adam", "lamb", "global_decay", "counter"):
+        with pytest.raises(RuntimeError, match="counts its steps from 1"):
+            run(Problem(CASES[name], step=0))
+
+
+def test_features_that_are_not_the_modules_are_refused() -> None:
+    problem = Problem(CASES["sgd"])
+    for column, value in ((5, 3), (5, -1), (6, -1), (7, 2)):
+        other = replace(problem)
+        other.features[0, column] = value
+        with pytest.raises(RuntimeError, match="must name a memory tier"):
+            run(other)
+
+
+_NOT_FINITE = ("adagrad", "rowwise_adagrad", "adam", "partial_rowwise_adam", "lamb", "max_norm",
+               "partial_rowwise_lamb", "lars", "cowclip", "counter", "global_decay")  # fmt: skip
+
+
+@pytest.mark.parametrize("name", _NOT_FINITE)
+@pytest.mark.parametrize("eps", [0.0, 1e-50])
+def test_nothing_divides_by_zero(name: str, eps: float) -> None:
+    """No eps, states of zeros, gradients and weights that are zero or vanish when squared."""
+    optimizer = CASES[name]
+    if hasattr(optimizer, "eps"):
+        optimizer = replace(optimizer, eps=eps)
+    for grad in (0.0, 1e-25, 1e-38):
+        for weight in (0.0, 1.0, 1e-30):
+            problem = Problem(optimizer, step=1)
+            problem.grad.fill_(grad)
+            for tensor in problem.weights:
+                tensor.fill_(weight)
+            for state in problem.states:
+                state.zero_()
+            for tensor in run(problem):
+                assert bool(tensor.isfinite().all()), (grad, weight)
+
+
+@pytest.mark.parametrize("name", ["lamb", "partial_rowwise_lamb", "lars"])
+def test_a_row_of_zeros_can_leave_zero(name: str) -> None:
+    problem = Problem(CASES[name])
+    problem.weights[0].zero_()
+    problem.grad.fill_(1.0)
+    assert bool(run(problem)[0].ne(0).any())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_nan_stays_in_its_row(name: str) -> None:
+    problem = Problem(CASES[name], rows=(40,), dims=(8,), tiers=(0,), features_of=(0,), batch=12)
+    clean = run(problem)[0]
+    problem.grad[0] = torch.nan
+    rows = problem.indices[: int(problem.offsets[1])].unique()
+    got = run(problem)[0]
+    hit = torch.zeros(len(got), dtype=torch.bool)
+    hit[5:].view(40, 8)[rows] = True
+    assert torch.equal(got[~hit], clean[~hit])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("rounding", [-1, 5])
+def test_huge_steps_saturate_as_floats_do(dtype: torch.dtype, rounding: int) -> None:
+    problem = Problem(CASES["sgd"], weights_dtype=dtype, rounding=rounding)
+    problem.grad.fill_(1e30)
+    got = run(problem)[0]
+    assert not bool(got.isnan().any())
+    assert torch.equal(got, problem.expected()[0])
+
+
+OPTIMIZER_NAMES = st.sampled_from(sorted(CASES))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_any_problem_matches_reference(data: st.DataObject) -> None:
+    tables = data.draw(st.integers(1, 4), "tables")
+    many = st.lists(st.integers(1, 90), min_size=tables, max_size=tables)
+    cached = data.draw(st.lists(st.booleans(), min_size=tables, max_size=tables), "cached")
+    tiers = data.draw(st.lists(st.integers(0, 2), min_size=tables, max_size=tables), "tiers")
+    features = st.lists(st.integers(0, tables - 1), min_size=1, max_size=5)
+    dtypes = st.sampled_from([torch.float32, torch.float16, torch.bfloat16])
+    check(
+        Problem(
+            CASES[data.draw(OPTIMIZER_NAMES, "optimizer")],
+            rows=tuple(data.draw(many, "rows")),
+            dims=tuple(data.draw(many, "dims")),
+            tiers=tuple(tiers),
+            cached=tuple(cached),
+            features_of=tuple(data.draw(features, "features")),
+            batch=data.draw(st.integers(1, 12), "batch"),
+            longest=data.draw(st.integers(1, 12), "longest"),
+            layout=data.draw(st.booleans(), "variable"),
+            weights_dtype=data.draw(dtypes, "weights"),
+            states_dtype=data.draw(dtypes, "states"),
+            seed=data.draw(st.integers(0, 1000), "seed"),
+            step=data.draw(st.integers(1, 50), "step"),
+        )
+    )
+
+
+@pytest.mark.parametrize("length", [1025, 5000])
+def test_long_segments_of_a_variable_batch(length: int) -> None:
+    check(Problem(CASES["adagrad"], rows=(2, 1, 3), batch=9, longest=length // 8, layout=True))

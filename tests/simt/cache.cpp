@@ -1,0 +1,125 @@
+// Emulated cache: plan, locate, slots of lookups, move and flush.
+#include <vector>
+
+#include "cache/move.cuh"
+#include "cache/plan.cuh"
+#include "driver.h"
+#include "host_sort.h"
+
+namespace emb::cuda {
+namespace {
+
+// tables, number of tables
+void read_tables(Words* words, const Feature** tables, int* num_tables) {
+  *tables = words->pointer<const Feature>();
+  *num_tables = static_cast<int>(words->number());
+}
+
+// hyper, tables, number of tables, number of tensors, bits of the row-wise ones, elements and rows
+// of the cache; then address and dtype of every tensor, tier by tier
+CacheMemory read_memory(Words* words) {
+  CacheMemory memory{};
+  memory.hyper = words->pointer<const double>();
+  read_tables(words, &memory.tables, &memory.num_tables);
+  memory.num_tensors = static_cast<int>(words->number());
+  memory.by_row = static_cast<uint32_t>(words->number());
+  memory.cache_elements = words->number();
+  memory.cache_rows = words->number();
+  for (int tier = 0; tier < kTiers; ++tier) {
+    for (int k = 0; k < memory.num_tensors; ++k) {
+      void* data = words->pointer<void>();
+      memory.tensors[k][tier] = {data, words->dtype()};
+    }
+  }
+  return memory;
+}
+
+}  // namespace
+}  // namespace emb::cuda
+
+using namespace emb::cuda;
+
+// tags, stamps, counts, sets, policy, clock, counters, tables, number of tables, rows, segments,
+// count, n, row_slots, evicted
+extern "C" const char* simt_cache_plan(const int64_t* call) {
+  return guarded([&](const auto& launcher) {
+    Words words(call);
+    CachePlan plan{};
+    plan.cache.tags = words.pointer<int64_t>();
+    plan.cache.words = words.pointer<int64_t>();
+    plan.cache.counts = words.pointer<int32_t>();
+    plan.cache.sets = words.number();
+    plan.cache.policy = static_cast<emb::Policy>(words.number());
+    plan.clock = words.pointer<const int64_t>();
+    plan.counters = words.pointer<int64_t>();
+    read_tables(&words, &plan.tables, &plan.num_tables);
+    plan.rows = words.pointer<const int64_t>();
+    plan.segments = words.pointer<const int32_t>();
+    plan.count = words.pointer<const int32_t>();
+    plan.n = words.number();
+    plan.row_slots = words.pointer<int32_t>();
+    plan.evicted = words.pointer<int64_t>();
+    std::vector<int32_t> sets(plan.n), segments(plan.n + 1), permutation(plan.n);
+    int32_t num_groups = 0;
+    HostSort<uint32_t> sort(plan.n, static_cast<uint64_t>(plan.cache.sets), permutation.data());
+    launch_probe(launcher, plan, sort.buffers);
+    if (plan.n > 0) sort.run();
+    const GroupOutput out{sets.data(), false, segments.data(), &num_groups, nullptr, nullptr};
+    launch_groups(launcher, sort.buffers, out);
+    launch_admit(launcher, plan,
+                 MissGroups{sets.data(), segments.data(), permutation.data(), &num_groups});
+  });
+}
+
+// tags, sets, tables, number of tables, rows, count, n, row_slots
+extern "C" const char* simt_cache_locate(const int64_t* call) {
+  return guarded([&](const auto& launcher) {
+    Words words(call);
+    CachePlan plan{};
+    plan.cache.tags = words.pointer<int64_t>();
+    plan.cache.sets = words.number();
+    read_tables(&words, &plan.tables, &plan.num_tables);
+    plan.rows = words.pointer<const int64_t>();
+    plan.count = words.pointer<const int32_t>();
+    plan.n = words.number();
+    plan.row_slots = words.pointer<int32_t>();
+    launch_locate(launcher, plan);
+  });
+}
+
+// row_slots, segments, lookups, count, n, slots
+extern "C" const char* simt_cache_lookup_slots(const int64_t* call) {
+  return guarded([&](const auto& launcher) {
+    Words words(call);
+    const auto* row_slots = words.pointer<const int32_t>();
+    const auto* segments = words.pointer<const int32_t>();
+    const auto* lookups = words.pointer<const int32_t>();
+    const auto* count = words.pointer<const int32_t>();
+    const int64_t n = words.number();
+    launch_lookup_slots(launcher, row_slots, segments, lookups, count, n, words.pointer<int32_t>());
+  });
+}
+
+// rows, row_slots, evicted, count, n, then read_memory's
+extern "C" const char* simt_cache_move(const int64_t* call) {
+  return guarded([&](const auto& launcher) {
+    Words words(call);
+    emb::CacheMoves moves{};
+    moves.rows = words.pointer<const int64_t>();
+    moves.row_slots = words.pointer<const int32_t>();
+    moves.evicted = words.pointer<const int64_t>();
+    const auto* count = words.pointer<const int32_t>();
+    const int64_t n = words.number();
+    launch_move(launcher, read_memory(&words), moves, count, n);
+  });
+}
+
+// tags, number of slots, then read_memory's
+extern "C" const char* simt_cache_flush(const int64_t* call) {
+  return guarded([&](const auto& launcher) {
+    Words words(call);
+    const auto* tags = words.pointer<const int64_t>();
+    const int64_t slots = words.number();
+    launch_flush(launcher, read_memory(&words), tags, slots);
+  });
+}

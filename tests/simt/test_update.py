@@ -1,0 +1,44 @@
+"""The emulated update kernel over all optimizers, memory tiers and dtypes."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.ops.test_update import DTYPES, PLACES, TOLERANCE
+from tests.optimizer_cases import CASES
+from tests.simt import emulated
+from tests.update_problem import Problem
+
+
+def run(problem: Problem) -> list[Tensor]:
+    """Weights and states after the emulated op."""
+    weights = [w.clone() for w in problem.weights]
+    states = [s.clone() for s in problem.states]
+    emulated.tbe_update_(*problem.arguments(weights, states))
+    return [*weights, *states]
+
+
+def check(problem: Problem) -> None:
+    for got, want in zip(run(problem), problem.expected(), strict=True):
+        torch.testing.assert_close(got, want, **TOLERANCE[got.dtype])
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("name", CASES)
+def test_update_matches_reference(name: str, place: str) -> None:
+    check(Problem(CASES[name], **PLACES[place]))
+
+
+@pytest.mark.parametrize("dtypes", DTYPES)
+@pytest.mark.parametrize("name", CASES)
+def test_narrow_weights_and_states(name: str, dtypes: str) -> None:
+    weights, states = DTYPES[dtypes]
+    dims = (70, 20, 300)  # wide ones are gone through twice
+    check(Problem(CASES[name], weights_dtype=weights, states_dtype=states, dims=dims))
+
+
+@pytest.mark.parametrize("layout", [False, True])
+@pytest.mark.parametrize("dims", [(8, 20, 3), (1100, 20, 3)], ids=str)
+def test_long_segments(*, layout: bool, dims: tuple[int, ...]) -> None:
+    """Segments of several chunks; rows wider than the chunk sums of a variable batch stay whole."""
+    check(Problem(CASES["adagrad"], (2, 1, 3), dims, batch=4, longest=900, layout=layout))

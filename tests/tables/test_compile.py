@@ -1,0 +1,374 @@
+"""Plain tables under torch.compile: whole graphs that train as eager code does, known breaks."""
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._inductor.utils import run_and_get_code
+from torch.testing import assert_close
+
+from emblib import (
+    BoundsCheck,
+    Cache,
+    Placement,
+    Precision,
+    StochasticRounding,
+    TableBatchedEmbeddingBags,
+    TableSpec,
+    optim,
+)
+from tests import optimizer_cases
+from tests.tbe_cases import CASES, OPTIMIZERS, Case
+
+PLAIN = replace(CASES["plain"], batch=4)
+# One of every kind, and those that have a part outside the update.
+TRACED: dict[str, optim.Optimizer] = {
+    **{
+        type(optimizer).__name__: optimizer
+        for optimizer in reversed(optimizer_cases.CASES.values())
+        if not isinstance(optimizer, optim.EnsembleRowwiseAdagrad | optim.RowwiseAdagrad)
+    },
+    **OPTIMIZERS,
+    "cowclip": optimizer_cases.CASES["cowclip"],
+    "global_decay": optimizer_cases.CASES["global_decay"],
+    "max_gradient": optim.Adam(0.1, max_gradient=0.5),
+}
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    """Modules of other tests count towards the limit of recompilations."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+class Twins:
+    """Two equal modules: one runs as it is, the other in compiled graphs, which are counted."""
+
+    def __init__(
+        self, make: Callable[[], nn.Module], backend: str = "aot_eager", **options: Any
+    ) -> None:
+        self.eager, self.other = make(), make()
+        self._graphs = CompileCounterWithBackend(backend)
+        self.compiled = torch.compile(
+            self.other, backend=self._graphs, **{"fullgraph": True, **options}
+        )
+
+    @property
+    def graphs(self) -> int:
+        """Graphs of forward so far."""
+        return self._graphs.frame_count
+
+    def step(self, *arguments: Any, **options: Any) -> None:
+        """Forward and backward of both on one batch; they must return the same."""
+        results = []
+        for module in (self.eager, self.compiled):
+            mine = [a.clone().requires_grad_() if is_weight(a) else a for a in arguments]
+            out = module(*mine, **options)
+            grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(0))
+            out.backward(grad.to(out.dtype))
+            results.append([out.detach(), *(a.grad for a in mine if is_weight(a))])
+        for got, want in zip(*results, strict=True):
+            assert torch.equal(got, want)
+
+    def check_same(self) -> None:
+        """The tables, their states and numbers must be the same, bit for bit."""
+        expected, got = self.eager.state_dict(), self.other.state_dict()
+        assert expected.keys() == got.keys()
+        for key, tensor in expected.items():
+            assert torch.equal(tensor, got[key]), key
+
+
+def is_weight(argument: Any) -> bool:
+    return isinstance(argument, Tensor) and argument.is_floating_point()
+
+
+def batch(case: Case, seed: int) -> tuple[Tensor, ...]:
+    return tuple(t for t in replace(case, seed=seed).batch_of() if t is not None)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize(
+    "case", ["weighted", "none", "shared_table", "mixed_dims", "bf16", "int32", "invalid"]
+)
+def test_one_graph_does_what_eager_code_does(case: str, backend: str) -> None:
+    twins = Twins(lambda: CASES[case].module(optim.SGD(0.1)), backend, dynamic=True)
+    for seed in range(3):
+        twins.step(*batch(CASES[case], seed))
+    twins.check_same()
+    assert twins.graphs == 1
+
+
+@pytest.mark.parametrize("optimizer", TRACED)
+def test_training_equals_eager(optimizer: str) -> None:
+    case = replace(PLAIN, weighted=True)
+    twins = Twins(lambda: case.module(TRACED[optimizer]), dynamic=True)
+    twins.step(*batch(case, 0))
+    graphs = twins.graphs
+    for seed in range(1, 4):
+        twins.step(*batch(case, seed))
+    twins.check_same()
+    assert twins.graphs == graphs, "compiled anew"
+
+
+def test_inductor_updates_tables_in_place() -> None:
+    case = replace(PLAIN, rows=(503, 7), weighted=True)
+    twins = Twins(lambda: case.module(optim.Adagrad(0.1)), "inductor", dynamic=True)
+
+    def train() -> None:
+        for seed in range(3):
+            twins.step(*batch(case, seed))
+
+    _, code = run_and_get_code(train)
+    twins.check_same()
+    assert twins.graphs == 1
+    updates = [text for text in code if "emblib.tbe_update_.default" in text]
+    assert updates
+    elements = twins.eager.weights.numel()
+    copies = re.compile(rf"empty_strided\w*\(\({elements},|\bclone\(")
+    assert not any(copies.search(text) for text in updates), "a copy of a whole table"
+
+
+def test_inductor_compiles_a_model_with_its_loss() -> None:
+    def model() -> nn.Module:
+        torch.manual_seed(0)
+        return Model(PLAIN.module(optim.RowwiseAdagrad(0.1)))
+
+    twins = Twins(model, "inductor")
+    optimizers = [torch.optim.SGD(m.top.parameters(), lr=0.1) for m in (twins.eager, twins.other)]
+    for seed in range(2):
+        losses = []
+        for module, optimizer in zip((twins.eager, twins.compiled), optimizers, strict=True):
+            optimizer.zero_grad()
+            losses.append(module(*batch(replace(PLAIN, lengths=(2,) * 8), seed)))
+            losses[-1].backward()
+            optimizer.step()
+        assert_close(*losses)
+    for got, want in zip(twins.other.parameters(), twins.eager.parameters(), strict=True):
+        assert_close(got, want)
+    assert twins.graphs == 1
+
+
+class Model(nn.Module):
+    """Tables below a linear layer, with a loss."""
+
+    def __init__(self, tables: TableBatchedEmbeddingBags) -> None:
+        super().__init__()
+        self.tables = tables
+        self.top = nn.Linear(tables.columns, 1)
+
+    def forward(self, indices: Tensor, offsets: Tensor) -> Tensor:
+        return self.top(self.tables(indices, offsets)).square().mean()
+
+
+def test_new_numbers_do_not_recompile() -> None:
+    twins = Twins(lambda: PLAIN.module(optim.Adam(0.05, eps=1e-3)))
+    changes: list[Callable[[TableBatchedEmbeddingBags], None]] = [
+        lambda module: module.set_learning_rate(0.5),
+        lambda module: module.set_step(100),
+        lambda module: module.hyper[0].mul_(0.9),
+        lambda module: module.set_hyper(betas=(0.5, 0.6), eps=1e-2),
+    ]
+    twins.step(*batch(PLAIN, 0))
+    for change in changes:
+        for module in (twins.eager, twins.other):
+            change(module)
+        twins.step(*batch(PLAIN, 0))
+        twins.check_same()
+    assert twins.graphs == 1
+
+
+def test_new_sizes_recompile_once() -> None:
+    twins = Twins(lambda: PLAIN.module(optim.SGD(0.1)))
+    for seed in range(5):
+        twins.step(*batch(PLAIN, seed))
+    assert twins.graphs == 2, "the second number of lookups makes it dynamic"
+    for size in (5, 7, 30):
+        twins.step(*batch(replace(PLAIN, batch=size), 0))
+    assert twins.graphs == 3, "and so does the second batch size"
+    twins.check_same()
+
+
+VARIABLE = [
+    [[2, 3], [4, 5]],
+    [[4, 2], [2, 3]],
+    [[7, 9], [5, 4]],
+    [[0, 8], [6, 1]],
+    [[3, 0], [0, 2]],
+]
+
+
+def variable_batch(sizes: list[list[int]], seed: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(0, 4, (sum(map(sum, sizes)),), generator=generator)
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+    return torch.randint(0, 7, (int(offsets[-1]),), generator=generator), offsets
+
+
+def test_variable_batches_recompile_until_all_sizes_have_changed() -> None:
+    twins = Twins(lambda: PLAIN.module(optim.Adagrad(0.1)))
+    for seed, sizes in enumerate(VARIABLE):
+        twins.step(*variable_batch(sizes, seed), batch_sizes=sizes)
+    twins.check_same()
+    assert twins.graphs <= 3
+
+
+def test_two_lookups_in_one_graph_are_two_updates() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tables = PLAIN.module(optim.Adagrad(0.1))
+
+        def forward(self, *batches: Tensor) -> Tensor:
+            return self.tables(*batches[:2]) + 2 * self.tables(*batches[2:])
+
+    twins = Twins(Two, dynamic=True)
+    for seed in range(3):
+        twins.step(*batch(PLAIN, seed), *batch(PLAIN, seed + 10))
+        twins.check_same()
+    assert twins.graphs == 1
+    assert twins.other.tables.step == 6
+
+
+def test_a_dense_gradient_comes_from_one_graph() -> None:
+    external = optim.External(gradient=optim.Gradient.DENSE)
+    case = replace(PLAIN, dims=(16, 5), weighted=True)
+    twins = Twins(lambda: case.module(external), dynamic=True)
+    optimizers = [torch.optim.Adam(m.parameters(), 0.1) for m in (twins.eager, twins.other)]
+    for seed in range(3):
+        twins.step(*batch(case, seed))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    twins.check_same()
+    assert twins.graphs == 1
+
+
+def test_a_sparse_gradient_breaks_the_graph() -> None:
+    twins = Twins(lambda: PLAIN.module(optim.External()), fullgraph=False)
+    for seed in range(3):
+        twins.step(*batch(PLAIN, seed))
+        got, want = (module.weights.grad for module in (twins.other, twins.eager))
+        assert got.is_sparse
+        assert torch.equal(got.to_dense(), want.to_dense())
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="disable"):
+        torch.compile(twins.other, backend="eager", fullgraph=True)(*batch(PLAIN, 0))
+
+
+@pytest.mark.parametrize("optimizer", ["ensemble_rowwise_adagrad", "counter_last"])
+def test_optimizers_that_count_forwards_break_the_graph(optimizer: str) -> None:
+    chosen = optimizer_cases.CASES[optimizer]
+    twins = Twins(lambda: PLAIN.module(chosen), fullgraph=False)
+    for seed in range(4):
+        twins.step(*batch(PLAIN, seed))
+    twins.check_same()
+
+
+def tiered(placements: tuple[Placement, ...]) -> TableBatchedEmbeddingBags:
+    torch.manual_seed(0)
+    specs = [
+        TableSpec(rows, 8, f"t{t}", placement)
+        for t, (rows, placement) in enumerate(zip((50, 300), placements, strict=True))
+    ]
+    return TableBatchedEmbeddingBags(
+        specs, optim.Adam(0.1), cache=Cache(sets=2), bounds_check=BoundsCheck.IGNORE
+    )
+
+
+def test_a_managed_table_is_in_one_graph() -> None:
+    twins = Twins(lambda: tiered((Placement.DEVICE, Placement.MANAGED)), dynamic=True)
+    for seed in range(3):
+        twins.step(*batch(PLAIN, seed))
+    twins.check_same()
+    assert twins.graphs == 1
+
+
+def test_a_cached_table_breaks_the_graph_and_trains_the_same() -> None:
+    class Prefetched(nn.Module):
+        """Prefetches the next batch while it has this one."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.tables = tiered((Placement.MANAGED, Placement.MANAGED_CACHING))
+            self.scale = 2.0
+
+        def forward(self, *batches: Tensor) -> Tensor:
+            self.tables.prefetch(*batches[:2])
+            self.tables.prefetch(*batches[2:])
+            first = self.tables(*batches[:2]) * self.scale
+            return first + self.tables(*batches[2:])
+
+    twins = Twins(Prefetched, fullgraph=False)
+    case = replace(PLAIN, rows=(50, 300))
+    for seed in range(4):
+        twins.step(*batch(case, seed), *batch(case, seed + 10))
+        stats = [module.tables.cache_stats() for module in (twins.eager, twins.other)]
+        assert stats[0] == stats[1]
+    twins.check_same()
+    assert twins.graphs > 0, "what is around the tables is still compiled"
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="disable"):
+        torch.compile(twins.other.tables, backend="eager", fullgraph=True)(*batch(case, 0))
+
+
+def test_evaluation_is_compiled_too() -> None:
+    twins = Twins(lambda: PLAIN.module(optim.SGD(0.1)), dynamic=True)
+    for seed in range(3):
+        twins.step(*batch(PLAIN, seed))
+        with torch.no_grad():
+            results = [module(*batch(PLAIN, 9)) for module in (twins.eager, twins.compiled)]
+        assert torch.equal(*results)
+        assert not results[1].requires_grad
+    assert twins.graphs == 2, "one for training, one for evaluation"
+
+
+def test_a_compiled_module_counts_what_is_out_of_bounds() -> None:
+    module = PLAIN.module(optim.SGD(0.1))
+    module.bounds_check = BoundsCheck.WARNING
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+    indices, offsets = batch(PLAIN, 0)
+    for _ in range(2):
+        compiled(indices + 49, offsets).sum().backward()
+    expected = 2 * int(
+        (indices + 49 >= torch.tensor([50, 7]).repeat_interleave(offsets[[0, 4, 8]].diff())).sum()
+    )
+    assert module.bounds_violations.tolist() == [expected, 0]
+
+
+def test_a_compiled_module_raises_before_it_writes() -> None:
+    module = PLAIN.module(optim.SGD(0.1))
+    module.bounds_check = BoundsCheck.FATAL
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+    indices, offsets = batch(PLAIN, 0)
+    before = module.weights.detach().clone()
+    with pytest.raises(RuntimeError, match=r"must be in \[0, 50\)"):
+        compiled(indices + 50, offsets)
+    assert torch.equal(module.weights, before)
+    assert module.step == 0
+
+
+def test_options_of_forward_and_precision() -> None:
+    def module() -> TableBatchedEmbeddingBags:
+        torch.manual_seed(0)
+        precision = Precision(
+            torch.bfloat16, states=torch.float16, stochastic_rounding=StochasticRounding(3)
+        )
+        return TableBatchedEmbeddingBags(
+            [TableSpec(50, 8), TableSpec(7, 8)],
+            optim.Adam(0.01),
+            precision=precision,
+            bounds_check=BoundsCheck.IGNORE,
+        )
+
+    case = replace(PLAIN, weighted=True)
+    twins = Twins(module, dynamic=True)
+    for seed in range(3):
+        wanted = torch.tensor([seed % 2, 1])
+        twins.step(*batch(case, seed), feature_requires_grad=wanted)
+    twins.check_same()
+    assert twins.graphs == 1

@@ -1,0 +1,113 @@
+"""The descriptions of optimizers: what they refuse, what they pack, and their helpers."""
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+
+from emblib import optim
+from emblib.reference import optim as reference
+from tests.optimizer_cases import CASES
+
+
+def test_functors_references_and_descriptions_are_the_same_set() -> None:
+    with pytest.raises(RuntimeError, match="unknown optimizer") as error:
+        torch.ops.emblib.update_rows_(
+            torch.ones(1, 1), [], torch.zeros(5).double(), "?", torch.ones(1, 1)
+        )
+    functors = set(re.search(r"have (.*)", str(error.value)).group(1).split(", "))
+    assert functors == set(reference.OPTIMIZERS)
+    assert functors == {case.name for case in CASES.values()}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_states_and_numbers_fit_the_reference(name: str) -> None:
+    optimizer = CASES[name]
+    rule = reference.OPTIMIZERS[optimizer.name]
+    assert tuple(state.per_row for state in optimizer.states) == rule.per_row
+    assert sorted(rule.per_row) == list(rule.per_row), "states as long as the row come first"
+    hyper = optimizer.hyper()
+    assert hyper[:2].tolist() == [optimizer.lr, 0.0]
+    assert hyper[4] == -1
+    assert len(hyper) == optim.HYPER_HEAD + len(optimizer.parameters())
+    assert optimizer == replace(optimizer)
+    hash(optimizer)
+
+
+WRONG: dict[str, Callable[[], object]] = {
+    "learning rate must be": lambda: optim.SGD(-0.1),
+    "finite number": lambda: optim.Adagrad(0.1, eps=1e300),
+    "betas must be": lambda: optim.Adam(0.1, betas=(0.9, 1.0)),
+    "LAMB must be None or Decoupled.rate.": lambda: optim.LAMB(0.1, weight_decay=optim.L2(0.1)),
+    "LARS must be None or L2.rate.": lambda: optim.LARS(0.1, weight_decay=optim.Decoupled(0.1)),
+    "SGD must be None or L2.rate. or Dec": lambda: optim.SGD(0.1, weight_decay=optim.AdagradW(1)),
+    "External must be None: it has none": lambda: optim.External(weight_decay=optim.L2(0.1)),
+    "rate of L2 must": lambda: optim.L2(-1.0),
+    "rate of Decoupled must": lambda: optim.Decoupled(float("nan")),
+    "max_gradient must": lambda: optim.SGD(0.1, max_gradient=-1.0),
+    "AdagradW counts": lambda: optim.RowwiseAdagrad(0.1, weight_decay=optim.AdagradW(0.1)),
+    "global_decay is the weight decay": lambda: optim.RowwiseAdagrad(
+        0.1, weight_decay=optim.L2(0.1), global_decay=optim.GlobalDecay(0.1)
+    ),
+    "momentum must": lambda: optim.LARS(0.1, momentum=1.0),
+    "swap_every must": lambda: optim.EnsembleRowwiseAdagrad(0.1, swap_every=0),
+    "keep must": lambda: optim.EnsembleRowwiseAdagrad(0.1, keep=1.5),
+    "TailRate must be one of": lambda: optim.Counter(tail="faster"),
+    "Gradient must be one of": lambda: optim.External(gradient="none"),
+}
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_wrong_numbers_are_refused(message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        WRONG[message]()
+
+
+def test_weight_decay_has_its_place_in_hyper() -> None:
+    assert optim.SGD(1, weight_decay=optim.L2(0.5)).hyper()[2:4].tolist() == [0.5, 0.0]
+    assert optim.SGD(1, weight_decay=optim.Decoupled(0.5)).hyper()[2:4].tolist() == [0.0, 0.5]
+    assert optim.LAMB(1, weight_decay=optim.Decoupled(0.5)).hyper()[[2, 3, 8]].tolist() == [
+        0,
+        0,
+        0.5,
+    ]
+    assert optim.LARS(1, weight_decay=optim.L2(0.5)).hyper()[[2, 3, 7]].tolist() == [0, 0, 0.5]
+
+
+def test_global_decay_scale() -> None:
+    decay = optim.GlobalDecay(0.5, start=4, lower_bound=0.6)
+    previous = torch.tensor([0.0, 9.0, 8.0, 7.0, 1.0])
+    got = decay.scale(previous, 10, 0.2)
+    torch.testing.assert_close(got, torch.tensor([1.0, 1.0, 0.9, 0.81, 0.6]))
+    assert got.dtype == torch.float32
+    assert bool((decay.scale(previous, 3, 0.2) == 1).all())
+    on_device = decay.scale(previous, torch.tensor(10.0), torch.tensor(0.2, dtype=torch.float64))
+    assert torch.equal(on_device, got)
+
+
+def test_ensemble_averages_and_swaps() -> None:
+    optimizer = optim.EnsembleRowwiseAdagrad(0.1, average_every=2, swap_every=4, start=2, keep=0.5)
+    weights, slow = [torch.full((2, 3), 4.0)], [torch.zeros(2, 3)]
+    optim.ensemble_(optimizer, 1, weights, slow)
+    assert not slow[0].any()
+    optim.ensemble_(optimizer, 2, weights, slow)  # not after `start`: a copy
+    assert bool((slow[0] == 4).all())
+    weights[0].fill_(8.0)
+    optim.ensemble_(optimizer, 4, weights, slow)
+    assert bool((slow[0] == 6).all())
+    assert bool((weights[0] == 6).all())
+    cleared = replace(optimizer, slow=optim.SlowWeights.CLEAR)
+    optim.ensemble_(cleared, 4, weights, slow)
+    assert not slow[0].any()
+
+
+def test_largest_count_goes_to_hyper() -> None:
+    optimizer = optim.RowwiseAdagrad(0.1, counter=optim.Counter(update_every=5))
+    hyper = optimizer.hyper()
+    counters = [torch.tensor([1.0, 7.0]), torch.tensor([3.0]), torch.zeros(0)]
+    optim.count_largest_(optimizer, 4, hyper, counters)
+    assert hyper[-1] == 1.0
+    optim.count_largest_(optimizer, 5, hyper, counters)
+    assert hyper[-1] == 8.0
