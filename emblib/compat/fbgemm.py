@@ -1,0 +1,382 @@
+"""FBGEMM's training modules over emblib's: the same names, arguments, defaults and methods.
+
+Change the import and keep the code:
+
+    from emblib.compat.fbgemm import ComputeDevice, EmbeddingLocation, OptimType
+    from emblib.compat.fbgemm import SplitTableBatchedEmbeddingBagsCodegen
+
+`docs/options.md` says what each option is here. What differs: weights and optimizer state are in
+`state_dict` a table at a time; the step counts updates, not forwards; the caller's indices and
+offsets are never written to; FBGEMM's own enum members and option objects are taken as well.
+"""
+
+import contextlib
+import functools
+import logging
+import uuid
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from emblib import TableBatchedEmbeddingBags
+from emblib.compat import fbgemm_arguments as arguments
+from emblib.compat import fbgemm_optimizers as optimizers
+from emblib.compat.fbgemm_cache import CacheCounters, prefetch_passes
+from emblib.compat.fbgemm_dense import DenseTableBatchedEmbeddingBagsCodegen
+from emblib.compat.fbgemm_events import Events, Timer
+from emblib.compat.fbgemm_reporting import (
+    StdLogStatsReporter,
+    StdLogStatsReporterConfig,
+    TBEStatsReporter,
+    TBEStatsReporterConfig,
+)
+from emblib.compat.fbgemm_tables import TableViews
+from emblib.compat.fbgemm_types import (
+    BoundsCheckMode,
+    CacheAlgorithm,
+    ComputeDevice,
+    CounterBasedRegularizationDefinition,
+    CounterWeightDecayMode,
+    CowClipDefinition,
+    EmainplaceModeDefinition,
+    EmbeddingLocation,
+    EmbOptimType,
+    EnsembleModeDefinition,
+    GlobalWeightDecayDefinition,
+    GradSumDecay,
+    LearningRateMode,
+    MultiPassPrefetchConfig,
+    OptimType,
+    PoolingMode,
+    RecordCacheMetrics,
+    RESParams,
+    SparseType,
+    StepMode,
+    TailIdThreshold,
+    UserEnabledConfigDefinition,
+    UVMCacheStatsIndex,
+    WeightDecayMode,
+)
+from emblib.compat.fbgemm_writeback import keep_first_lookups
+
+__all__ = [
+    "BoundsCheckMode",
+    "CacheAlgorithm",
+    "ComputeDevice",
+    "CounterBasedRegularizationDefinition",
+    "CounterWeightDecayMode",
+    "CowClipDefinition",
+    "DenseTableBatchedEmbeddingBagsCodegen",
+    "EmainplaceModeDefinition",
+    "EmbOptimType",
+    "EmbeddingLocation",
+    "EnsembleModeDefinition",
+    "GlobalWeightDecayDefinition",
+    "GradSumDecay",
+    "LearningRateMode",
+    "MultiPassPrefetchConfig",
+    "OptimType",
+    "PoolingMode",
+    "RESParams",
+    "RecordCacheMetrics",
+    "SparseType",
+    "SplitTableBatchedEmbeddingBagsCodegen",
+    "StdLogStatsReporter",
+    "StdLogStatsReporterConfig",
+    "StepMode",
+    "TBEStatsReporter",
+    "TBEStatsReporterConfig",
+    "TailIdThreshold",
+    "UVMCacheStatsIndex",
+    "UserEnabledConfigDefinition",
+    "WeightDecayMode",
+]
+
+_logger = logging.getLogger(__name__)
+
+
+class SplitTableBatchedEmbeddingBagsCodegen(TableViews):
+    """Table batched embeddings with a fused optimizer, as FBGEMM's class of this name.
+
+    `self.bags` is the `emblib.TableBatchedEmbeddingBags` that does the work. Weights are zero until
+    `init_embedding_weights_uniform`, or until `split_embedding_weights()` is written to.
+    """
+
+    def __init__(
+        self,
+        embedding_specs: Sequence[tuple[int, int, EmbeddingLocation, ComputeDevice]],
+        feature_table_map: list[int] | None = None,
+        cache_algorithm: CacheAlgorithm = CacheAlgorithm.LRU,
+        cache_load_factor: float = 0.2,
+        cache_sets: int = 0,
+        cache_reserved_memory: float = 0.0,
+        cache_precision: SparseType | None = None,
+        weights_precision: SparseType = SparseType.FP32,
+        output_dtype: SparseType = SparseType.FP32,
+        enforce_hbm: bool = False,
+        optimizer: EmbOptimType = EmbOptimType.EXACT_SGD,
+        record_cache_metrics: RecordCacheMetrics | None = None,
+        gather_uvm_cache_stats: bool | None = False,
+        stochastic_rounding: bool = True,
+        gradient_clipping: bool = False,
+        max_gradient: float = 1.0,
+        max_norm: float = 0.0,
+        learning_rate: float = 0.01,
+        eps: float = 1.0e-8,
+        momentum: float = 0.9,
+        weight_decay: float = 0.0,
+        weight_decay_mode: WeightDecayMode = WeightDecayMode.NONE,
+        eta: float = 0.001,
+        beta1: float = 0.9,
+        beta2: float = 0.999,
+        ensemble_mode: EnsembleModeDefinition | None = None,
+        emainplace_mode: EmainplaceModeDefinition | None = None,
+        counter_based_regularization: CounterBasedRegularizationDefinition | None = None,
+        cowclip_regularization: CowClipDefinition | None = None,
+        pooling_mode: PoolingMode = PoolingMode.SUM,
+        device: str | int | torch.device | None = None,
+        bounds_check_mode: BoundsCheckMode = BoundsCheckMode.WARNING,
+        uvm_non_rowwise_momentum: bool = False,
+        use_experimental_tbe: bool = False,
+        prefetch_pipeline: bool = False,
+        stats_reporter_config: TBEStatsReporterConfig | None = None,
+        table_names: list[str] | None = None,
+        optimizer_state_dtypes: dict[str, SparseType] | None = None,
+        multipass_prefetch_config: MultiPassPrefetchConfig | None = None,
+        global_weight_decay: GlobalWeightDecayDefinition | None = None,
+        uvm_host_mapped: bool = False,
+        extra_optimizer_config: UserEnabledConfigDefinition | None = None,
+        tbe_input_multiplexer_config: Any = None,
+        embedding_table_index_type: torch.dtype = torch.int64,
+        embedding_table_offset_type: torch.dtype = torch.int64,
+        embedding_shard_info: list[tuple[int, int, int, int]] | None = None,
+        enable_raw_embedding_streaming: bool = False,
+        res_params: RESParams | None = None,
+        is_qr_tbe: bool = False,
+        preallocated_host_buffers: dict[str, Tensor] | None = None,
+    ) -> None:
+        given = {key: value for key, value in locals().items() if key not in ("self", "__class__")}
+        super().__init__()
+        self._build(arguments.normalise(given))
+
+    def _build(self, a: SimpleNamespace) -> None:
+        self.bags = TableBatchedEmbeddingBags(
+            arguments.tables(a),
+            optimizers.optimizer(a),
+            pooling=arguments.pooling(a),
+            feature_tables=a.feature_table_map,
+            precision=arguments.precision(a),
+            bounds_check=arguments.bounds_check(a),
+            cache=arguments.cache(a),
+            device=a.device,
+        )
+        with torch.no_grad():
+            for weights in self.bags.table_weights():
+                weights.zero_()
+        self._arguments = a
+        self._describe(a)
+        self._counters = CacheCounters(self.bags, a)
+        self._averaging = optimizers.in_place_average(a)
+        self.uuid = str(uuid.uuid4())
+        self.step = 0
+        self.prefetch_stream: torch.cuda.Stream | None = None
+        self._ahead = 0  # batches prefetched and not looked up yet
+        config = a.stats_reporter_config
+        self.stats_reporter = config.create_reporter() if config is not None else None
+        names = (self.logging_table_name, self.uuid)
+        reporter = self.stats_reporter
+        self._events = None if reporter is None else Events(reporter, names, self._counters)
+        self.log(f"tables {self.logging_table_name}: {self.bags}")
+
+    def log(self, msg: str) -> None:
+        """Log at level INFO with the module's id."""
+        _logger.info("[TBE=%s] %s", self.uuid, msg)
+
+    def forward(
+        self,
+        indices: Tensor,
+        offsets: Tensor,
+        per_sample_weights: Tensor | None = None,
+        feature_requires_grad: Tensor | None = None,
+        batch_size_per_feature_per_rank: list[list[int]] | None = None,
+        total_unique_indices: int | None = None,
+        hash_zch_identities: Tensor | None = None,
+        hash_zch_runtime_meta: Tensor | None = None,
+        vbe_output: Tensor | None = None,
+        vbe_output_offsets: Tensor | None = None,
+    ) -> Tensor:
+        """Look up, pool, and tie the update of the tables to the backward pass.
+
+        See `emblib.TableBatchedEmbeddingBags.forward`; the identities are read by nothing.
+        """
+        if vbe_output is not None or vbe_output_offsets is not None:
+            raise NotImplementedError("vbe_output is not supported: copy the result where you want "
+                                      "it")  # fmt: skip
+        indices = self._cast(indices)
+        lookup = functools.partial(
+            self.bags,
+            indices,
+            offsets,
+            None if per_sample_weights is None else per_sample_weights.float(),
+            batch_sizes=batch_size_per_feature_per_rank,
+            feature_requires_grad=feature_requires_grad,
+            total_unique_indices=total_unique_indices,
+        )
+        if torch.compiler.is_compiling() and not self._attended():
+            return lookup()
+        self._begin_step(indices)
+        with self._counters.counting():
+            output = lookup()
+        if self._ahead:
+            self._ahead -= 1
+        else:
+            self._report_cache(indices)
+        self._report_output(output)
+        extra = self._arguments.extra_optimizer_config
+        if extra.use_writeback_bwd_prehook:
+            if batch_size_per_feature_per_rank is not None:
+                raise NotImplementedError("use_writeback_bwd_prehook needs one batch size")
+            keep_first_lookups(
+                output,
+                indices,
+                offsets,
+                self.feature_table_map,
+                None if self.pooling_mode is PoolingMode.NONE else self.feature_dims.tolist(),
+                first_feature_only=extra.writeback_first_feature_only,
+            )
+        return output
+
+    def _attended(self) -> bool:
+        """Whether a forward has more to do than look up; the others compile into one graph."""
+        writes_back = self._arguments.extra_optimizer_config.use_writeback_bwd_prehook
+        observed = self._events is not None or self._counters.active
+        return observed or writes_back or self._averaging is not None
+
+    def _begin_step(self, indices: Tensor) -> None:
+        self.step += 1
+        if self._averaging is not None and self.training:
+            self._averaging.step(self.bags)
+        if self._events is not None:
+            self._events.step = self.step
+            self._events.tensor("fwd_input", indices)
+            self._events.memory(self.bags)
+
+    def _report_output(self, output: Tensor) -> None:
+        """Tell of the output; and, when the backward pass comes, how long it waits for prefetch."""
+        events, stream = self._events, self.prefetch_stream
+        if events is None:
+            return
+        events.tensor("fwd_output", output)
+        if stream is None or not output.requires_grad:
+            return
+
+        def wait(gradient: Tensor) -> None:
+            with events.wait_timer.recording(self.step, gradient.device):
+                torch.cuda.current_stream(gradient.device).wait_stream(stream)
+
+        output.register_hook(wait)
+
+    def _cast(self, indices: Tensor) -> Tensor:
+        int32 = self._arguments.embedding_table_index_type == torch.int32
+        return indices.to(torch.int32) if int32 else indices
+
+    # Cache
+
+    def prefetch(
+        self,
+        indices: Tensor,
+        offsets: Tensor,
+        forward_stream: torch.cuda.Stream | None = None,
+        batch_size_per_feature_per_rank: list[list[int]] | None = None,
+    ) -> None:
+        """Bring the rows of a batch into the cache; forwards must follow in the same order.
+
+        On a GPU the current stream does it; `forward_stream` is the one that `forward` will run on.
+        """
+        if forward_stream is not None and self.prefetch_stream is None:
+            self.prefetch_stream = torch.cuda.current_stream(self.current_device)
+            if self.prefetch_stream == forward_stream:
+                raise ValueError("prefetch and forward_stream must be on different streams: call "
+                                 "prefetch within torch.cuda.stream(another)")  # fmt: skip
+        indices = self._cast(indices)
+        timed: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if self._events is not None and self._counters.cached:
+            timed = self._events.prefetch_timer.recording(self.step, indices.device)
+        with self._counters.counting(), timed:
+            self.bags.prefetch(indices, offsets, batch_sizes=batch_size_per_feature_per_rank)
+        self._ahead += 1
+        self._report_cache(indices)
+        if forward_stream is not None and indices.is_cuda:
+            for tensor in (indices, offsets):
+                tensor.record_stream(torch.cuda.current_stream(self.current_device))
+
+    def _report_cache(self, indices: Tensor) -> None:
+        if self._events is not None and self._counters.cached:
+            dtype = self.bags.cache.dtype or self.bags.precision.weights
+            self._events.cache(indices, dtype.itemsize * self.max_D_cache)
+
+    @property
+    def prefetch_duration_timer(self) -> Timer | None:
+        """Of `prefetch`, where there is a reporter."""
+        return None if self._events is None else self._events.prefetch_timer
+
+    @property
+    def bwd_wait_prefetch_timer(self) -> Timer | None:
+        """Of what a backward pass waits for `prefetch`, where there is a reporter."""
+        return None if self._events is None else self._events.wait_timer
+
+    get_prefetch_passes = staticmethod(prefetch_passes)
+
+    def flush(self) -> None:
+        """Write the rows in the cache back to their tables."""
+        self.bags.flush()
+
+    def reset_cache_states(self) -> None:
+        """Forget what is in the cache, without writing it back."""
+        self.bags.reset_cache_states()
+
+    def get_uvm_cache_stats(self, use_local_cache: bool = False) -> Tensor:
+        """The counts of `UVMCacheStatsIndex`, of all batches or of the last one."""
+        return self._counters.uvm_stats(local=use_local_cache)
+
+    def reset_uvm_cache_stats(self) -> None:
+        """Count from zero."""
+        self._counters.reset()
+
+    def print_uvm_cache_stats(self, use_local_cache: bool = False) -> None:
+        """Log the counts since they were last logged, a batch, or those of the last batch."""
+        self.log(f"uvm_cache_stats={self._counters.per_call(local=use_local_cache)}")
+
+    def get_cache_miss_counter(self) -> Tensor:
+        """Batches with a miss, and distinct rows missed, with record_cache_miss_counter."""
+        return self._counters.cache_miss_counter
+
+    def get_table_wise_cache_miss(self) -> Tensor:
+        """Distinct rows missed of each table, with record_tablewise_cache_miss."""
+        return self._counters.table_wise_cache_miss
+
+    # Optimizer
+
+    def set_learning_rate(self, lr: float) -> None:
+        """From the next backward on."""
+        self._require_fused("set_learning_rate")
+        self.bags.set_learning_rate(lr)
+
+    def get_learning_rate(self) -> float:
+        """The learning rate."""
+        return self.bags.learning_rate
+
+    def set_optimizer_step(self, step: int) -> None:
+        """Continue counting updates from `step`."""
+        self._require_fused("set_optimizer_step")
+        self.bags.set_step(step)
+        if self._averaging is not None:
+            self._averaging.iterations = step
+
+    def update_hyper_parameters(self, params_dict: dict[str, float]) -> None:
+        """Change `lr`, `eps`, `beta1`, `beta2`, `weight_decay`, `lower_bound`."""
+        self._require_fused("update_hyper_parameters")
+        optimizers.update(self.bags, self._arguments, params_dict)

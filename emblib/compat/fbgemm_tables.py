@@ -1,0 +1,216 @@
+"""What FBGEMM's module tells of itself and of its tables: weights, states, sizes by their names."""
+
+import itertools
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor, nn
+
+from emblib import TableBatchedEmbeddingBags
+from emblib.compat.fbgemm_types import (
+    ComputeDevice,
+    CounterWeightDecayMode,
+    EmbeddingLocation,
+    EmbOptimType,
+    WeightDecayMode,
+)
+
+_CACHED = EmbeddingLocation.MANAGED_CACHING
+STATE_ORDER = (
+    "sum",
+    "exp_avg",
+    "momentum_buffer",
+    "exp_avg_sq",
+    "sparse_ema",
+    "prev_iter",
+    "row_counter",
+)
+"""FBGEMM's order of the optimizer states, by emblib's names."""
+
+
+class TableViews(nn.Module):
+    """Base of the module: attributes and views, without anything that computes."""
+
+    bags: TableBatchedEmbeddingBags
+    D_offsets: Tensor
+    hash_size_cumsum: Tensor
+    rows_per_table: Tensor
+    feature_dims: Tensor
+    _arguments: SimpleNamespace
+
+    def _describe(self, a: SimpleNamespace) -> None:
+        """Sizes and choices under FBGEMM's names."""
+        rows = [spec[0] for spec in a.embedding_specs]
+        self.embedding_specs = a.embedding_specs
+        self.feature_table_map: list[int] = list(a.feature_table_map)
+        self.dims: list[int] = [spec[1] for spec in a.embedding_specs]
+        self.current_device = self.bags.hyper.device
+        self.use_cpu = a.compute_device is ComputeDevice.CPU
+        self.pooling_mode = a.pooling_mode
+        self.weights_precision = a.weights_precision
+        self.output_dtype: int = a.output_dtype.as_int()
+        self.optimizer = a.optimizer
+        self.table_names: list[str] | None = a.table_names
+        self.logging_table_name = self.get_table_name_for_logging(a.table_names)
+        self.embedding_shard_info = a.embedding_shard_info
+        self.max_D = max(self.dims)
+        cached = [dim for _, dim, place, _ in a.embedding_specs if place == _CACHED]
+        self.max_D_cache = max(cached, default=0)
+        dims = [self.dims[t] for t in self.feature_table_map]
+        self.total_D = sum(dims)
+        self.total_hash_size = sum(rows)
+        bases = [0, *itertools.accumulate(rows)]
+        first_rows = [*(bases[t] for t in self.feature_table_map), self.total_hash_size]
+        sizes = {
+            "D_offsets": torch.tensor([0, *itertools.accumulate(dims)], dtype=torch.int32),
+            "hash_size_cumsum": torch.tensor(first_rows),
+            "rows_per_table": torch.tensor([rows[t] for t in self.feature_table_map]),
+            "feature_dims": torch.tensor(dims),
+        }
+        for name, tensor in sizes.items():
+            device = "cpu" if name == "feature_dims" else a.device
+            self.register_buffer(name, tensor.to(device), persistent=False)
+
+    @staticmethod
+    def get_table_name_for_logging(table_names: list[str] | None) -> str:
+        """The tables in reports: the name if there is one, else how many there are, and which."""
+        if table_names is None:
+            return "<Unknown>"
+        different = sorted(set(table_names))
+        count = len(different)
+        return different[0] if count == 1 else f"<{count} tables>: {different}"
+
+    # Weights
+
+    def split_embedding_weights(self) -> list[Tensor]:
+        """The tables as views `[rows, dim]`, after a flush.
+
+        After writing to a table that is cached, call `reset_cache_states()`.
+        """
+        return self.bags.table_weights()
+
+    def init_embedding_weights_uniform(self, min_val: float, max_val: float) -> None:
+        """Draw all weights, with torch's generator."""
+        with torch.no_grad():
+            for weights in self.bags.table_weights():
+                weights.uniform_(min_val, max_val)
+        self.bags.reset_cache_states()
+
+    @property
+    def weights_dev(self) -> Tensor:
+        """The tables in the memory of the device, one after the other."""
+        return self.bags.weights
+
+    @property
+    def weights_host(self) -> Tensor:
+        """As `weights_dev` on a CPU, else empty."""
+        return self.bags.weights if self.use_cpu else self.bags.weights.new_empty(0)
+
+    # Optimizer state
+
+    def split_optimizer_states(self) -> list[list[Tensor]]:
+        """For each table its states as views, in FBGEMM's order; empty without states."""
+        self._require_fused("split_optimizer_states")
+        return [
+            [states[name] for name in STATE_ORDER if name in states]
+            for states in self.bags.table_optimizer_states()
+            if states
+        ]
+
+    def get_optimizer_state(self) -> list[dict[str, Tensor]]:
+        """For each table its states by the names of `torch.optim`; empty without states."""
+        self._require_fused("get_optimizer_state")
+        extra = {"iter": self.iter} if self._state_has_iter() else {}
+        return [
+            {name: states[name] for name in STATE_ORDER if name in states} | extra
+            for states in self.bags.table_optimizer_states()
+            if states
+        ]
+
+    def _state_has_iter(self) -> bool:
+        a = self._arguments
+        if a.weight_decay_mode is WeightDecayMode.DECOUPLE_GLOBAL:
+            return True
+        if a.weight_decay_mode is not WeightDecayMode.COUNTER:
+            return False
+        mode = a.counter_based_regularization.counter_weight_decay_mode
+        return int(mode) == CounterWeightDecayMode.ADAGRADW
+
+    def get_optimizer_buffer(self, state: str) -> Tensor:
+        """A state of all tables in the memory of the device, by its name or FBGEMM's."""
+        self._require_fused("get_optimizer_buffer")
+        kept = {state.name for state in self.bags.optimizer.states}
+        names = [name for name in STATE_ORDER if name in kept]
+        aliases = {f"momentum{i}_{place}": name for i, name in enumerate(names, 1)
+                   for place in ("dev", "host")}  # fmt: skip
+        aliases |= {f"{name}_{place}": name for name in names for place in ("dev", "host")}
+        name = aliases.get(state, state)
+        if state == "iter":
+            return self.iter
+        if name not in names:
+            raise ValueError(f"the optimizer's states are {names}, got {state!r}")
+        return getattr(self.bags, f"state_{name}")
+
+    @property
+    def prev_iter_dev(self) -> Tensor:
+        """The step of each row's last update, where the optimizer keeps it."""
+        return self.get_optimizer_buffer("prev_iter")
+
+    @property
+    def iter(self) -> Tensor:
+        """Updates so far, `[1]`: a float64 view of the module's numbers, which may be written."""
+        return self.bags.hyper[1:2]
+
+    iter_cpu = iter
+
+    @property
+    def max_counter(self) -> Tensor:
+        """One more than the largest row_counter when it was last looked up, `[1]`."""
+        counted = self._arguments.weight_decay_mode is WeightDecayMode.COUNTER
+        return self.bags.hyper[-1:] if counted else self.bags.hyper.new_ones(1)
+
+    @property
+    def optimizer_args(self) -> SimpleNamespace:
+        """The optimizer's arguments as they were given, or last changed."""
+        return SimpleNamespace(**vars(self._arguments))
+
+    @property
+    def gwd_lower_bound(self) -> float:
+        """The lower bound of global weight decay."""
+        definition = self._arguments.global_weight_decay
+        return 0.0 if definition is None else definition.lower_bound
+
+    def reset_embedding_weight_momentum(
+        self,
+        pruned_indices: Tensor,
+        pruned_indices_offsets: Tensor,
+        logical_table_ids: Tensor,
+        buffer_ids: Tensor,
+    ) -> None:
+        """Set pruned rows and all their optimizer state to zero.
+
+        Args:
+            pruned_indices: rows.
+            pruned_indices_offsets: where in it each buffer begins, and its end.
+            logical_table_ids: the features to prune.
+            buffer_ids: for each of them, which buffer holds its rows.
+        """
+        self._require_fused("reset_embedding_weight_momentum")
+        weights = self.bags.table_weights()
+        states = self.bags.table_optimizer_states()
+        bounds = pruned_indices_offsets.tolist()
+        pairs = zip(logical_table_ids.tolist(), buffer_ids.tolist(), strict=True)
+        with torch.no_grad():
+            for feature, buffer in pairs:
+                rows = pruned_indices[bounds[buffer] : bounds[buffer + 1]].long()
+                table = self.feature_table_map[feature]
+                for tensor in (weights[table], *states[table].values()):
+                    tensor[rows.to(tensor.device)] = 0
+        self.bags.reset_cache_states()
+
+    def _require_fused(self, what: str) -> None:
+        if self.optimizer is EmbOptimType.NONE:
+            raise NotImplementedError(
+                f"{what} is not supported for {EmbOptimType.NONE!r}: the gradient is left to an "
+                "optimizer of your own, which has the numbers and the state"
+            )

@@ -1,0 +1,350 @@
+"""The enums and option objects that FBGEMM's training module takes, with its names and values."""
+
+import enum
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+
+_Member = TypeVar("_Member", bound=enum.Enum)
+
+
+def as_member(kind: type[_Member], value: Any) -> _Member:
+    """`value` as a member of `kind`: a member, its plain value, or FBGEMM's own enum member."""
+    if isinstance(value, kind):
+        return value
+    return kind(value.value if isinstance(value, enum.Enum) else value)
+
+
+class _Named(enum.IntEnum):
+    """An enum that also reads its lower-case names."""
+
+    @classmethod
+    def str_values(cls) -> list[str]:
+        """The names that `from_str` reads."""
+        return [member.name.lower() for member in cls]
+
+    @classmethod
+    def from_str(cls, key: str) -> Any:
+        """The member of that lower-case name."""
+        for member in cls:
+            if member.name.lower() == key:
+                return member
+        raise ValueError(f"{cls.__name__} must be one of {cls.str_values()}, got {key!r}")
+
+
+class EmbeddingLocation(_Named):
+    """Where a table is kept."""
+
+    DEVICE = 0
+    MANAGED = 1
+    MANAGED_CACHING = 2
+    HOST = 3
+    MTIA = 4
+
+    @classmethod
+    def from_device_and_clf(
+        cls, device: torch.device, cache_load_factor: float
+    ) -> "EmbeddingLocation":
+        """HOST on a CPU; else by the load factor: 0 MANAGED, 1 DEVICE, between a cache."""
+        if device.type not in ("cpu", "cuda"):
+            raise ValueError(f"device must be a CPU or a CUDA device, got {device}")
+        if not 0 <= cache_load_factor <= 1:
+            raise ValueError(f"cache_load_factor must be in [0, 1], got {cache_load_factor}")
+        if device.type == "cpu":
+            return cls.HOST
+        if cache_load_factor == 0:
+            return cls.MANAGED
+        return cls.DEVICE if cache_load_factor == 1 else cls.MANAGED_CACHING
+
+
+class ComputeDevice(enum.IntEnum):
+    """Which device looks up."""
+
+    CPU = 0
+    CUDA = 1
+    MTIA = 2
+
+    @classmethod
+    def get_available(cls) -> "ComputeDevice":
+        """CUDA where torch sees a GPU, else CPU."""
+        return cls.CUDA if torch.cuda.is_available() else cls.CPU
+
+
+class PoolingMode(_Named):
+    """How the rows of a bag become one vector."""
+
+    SUM = 0
+    MEAN = 1
+    NONE = 2
+
+    def do_pooling(self) -> bool:
+        """Whether there is one vector a bag."""
+        return self is not PoolingMode.NONE
+
+
+class BoundsCheckMode(enum.IntEnum):
+    """What happens to invalid input; V2_* name another kernel there and the same thing here."""
+
+    FATAL = 0
+    WARNING = 1
+    IGNORE = 2
+    NONE = 3
+    V2_IGNORE = 4
+    V2_WARNING = 5
+    V2_FATAL = 6
+
+
+class CacheAlgorithm(enum.Enum):
+    """Which row of the cache gives way."""
+
+    LRU = 0
+    LFU = 1
+
+
+class EmbOptimType(enum.Enum):
+    """Optimizers; not every name has a rule behind it, here or there."""
+
+    SGD = "sgd"
+    EXACT_SGD = "exact_sgd"
+    LAMB = "lamb"
+    ADAM = "adam"
+    EXACT_ADAGRAD = "exact_adagrad"
+    EXACT_ROWWISE_ADAGRAD = "exact_row_wise_adagrad"
+    LARS_SGD = "lars_sgd"
+    PARTIAL_ROWWISE_ADAM = "partial_row_wise_adam"
+    PARTIAL_ROWWISE_LAMB = "partial_row_wise_lamb"
+    ROWWISE_ADAGRAD = "row_wise_adagrad"
+    SHAMPOO = "shampoo"
+    SHAMPOO_V2 = "shampoo_v2"
+    MADGRAD = "madgrad"
+    EXACT_ROWWISE_WEIGHTED_ADAGRAD = "exact_row_wise_weighted_adagrad"
+    ENSEMBLE_ROWWISE_ADAGRAD = "ensemble_row_wise_adagrad"
+    EMAINPLACE_ROWWISE_ADAGRAD = "ema_in_place_row_wise_adagrad"
+    NONE = "none"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+OptimType = EmbOptimType
+
+_BITS = {"fp32": 32, "fp16": 16, "bf16": 16, "int4": 4, "int2": 2, "mx4": 4}
+_ALIGNMENT = {"fp32": 1, "fp16": 2, "bf16": 2, "int4": 8, "int2": 16, "mx4": 8}
+_CODES = {0: "fp32", 1: "fp16", 2: "int8", 3: "int4", 4: "int2", 5: "bf16", 6: "fp8", 7: "mx4",
+          8: "nfp8"}  # fmt: skip
+_DTYPES = {
+    "fp32": torch.float32,
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+    "nfp8": torch.float8_e4m3fn,
+    "fp8": torch.uint8,
+    "int8": torch.uint8,
+    "mx4": torch.uint8,
+    "int4": torch.quint4x2,
+    "int2": torch.quint2x4,
+}
+
+
+class SparseType(enum.Enum):
+    """Number formats; tables here are FP32, FP16 or BF16."""
+
+    FP32 = "fp32"
+    FP16 = "fp16"
+    FP8 = "fp8"
+    NFP8 = "nfp8"
+    INT8 = "int8"
+    INT4 = "int4"
+    INT2 = "int2"
+    BF16 = "bf16"
+    MX4 = "mx4"
+
+    def __str__(self) -> str:
+        return self.value
+
+    @staticmethod
+    def from_int(ty: int) -> "SparseType":
+        """The format of a code of `as_int`."""
+        if ty not in _CODES:
+            raise ValueError(f"the code of a SparseType must be one of {sorted(_CODES)}, got {ty}")
+        return SparseType(_CODES[ty])
+
+    def as_int(self) -> int:
+        """FBGEMM's code of the format."""
+        return next(code for code, value in _CODES.items() if value == self.value)
+
+    @staticmethod
+    def from_dtype(dtype: torch.dtype, is_mx: bool = False) -> "SparseType":
+        """The format of a torch dtype; `is_mx` reads uint8 as MX4."""
+        if dtype in (torch.uint8, torch.int8):
+            return SparseType.MX4 if is_mx else SparseType.INT8
+        for value, candidate in _DTYPES.items():
+            if candidate == dtype:
+                return SparseType(value)
+        raise ValueError(f"no SparseType has the dtype {dtype}")
+
+    def as_dtype(self) -> torch.dtype:
+        """The torch dtype that stores the format."""
+        return _DTYPES[self.value]
+
+    def bit_rate(self) -> int:
+        """Bits of a number."""
+        return _BITS.get(self.value, 8)
+
+    def align_size(self) -> int:
+        """What a dimension must be a multiple of, for FBGEMM's row layout."""
+        return _ALIGNMENT.get(self.value, 4)
+
+    def is_float(self) -> bool:
+        """Whether the format is a floating point one."""
+        return self.value in ("fp32", "fp16", "fp8", "bf16", "nfp8")
+
+
+class WeightDecayMode(enum.IntEnum):
+    """How weight_decay acts."""
+
+    NONE = 0
+    L2 = 1
+    DECOUPLE = 2
+    COUNTER = 3
+    COWCLIP = 4
+    DECOUPLE_GLOBAL = 5
+
+
+class CounterWeightDecayMode(enum.IntEnum):
+    """How weight_decay acts in counter-based regularisation and CowClip."""
+
+    NONE = 0
+    L2 = 1
+    DECOUPLE = 2
+    ADAGRADW = 3
+
+
+class StepMode(enum.IntEnum):
+    """What becomes of the slow weights of ENSEMBLE_ROWWISE_ADAGRAD after an average."""
+
+    NONE = 0
+    USE_COUNTER = 1
+    USE_ITER = 2
+
+
+class LearningRateMode(enum.IntEnum):
+    """How the learning rate follows the counter of a row."""
+
+    EQUAL = -1
+    TAIL_ID_LR_INCREASE = 0
+    TAIL_ID_LR_DECREASE = 1
+    COUNTER_SGD = 2
+
+
+class GradSumDecay(enum.IntEnum):
+    """Whether Adagrad's sum decays with the counter."""
+
+    NO_DECAY = -1
+    CTR_DECAY = 0
+
+
+class UVMCacheStatsIndex(enum.IntEnum):
+    """The entries of get_uvm_cache_stats()."""
+
+    num_calls = 0
+    num_requested_indices = 1
+    num_unique_indices = 2
+    num_unique_misses = 3
+    num_conflict_unique_misses = 4
+    num_conflict_misses = 5
+
+
+@dataclass(frozen=True)
+class TailIdThreshold:
+    """From which counter on a row is no tail id; a share of the largest counter if `is_ratio`."""
+
+    val: float = 0
+    is_ratio: bool = False
+
+
+@dataclass(frozen=True)
+class CounterBasedRegularizationDefinition:
+    """Options of WeightDecayMode.COUNTER."""
+
+    counter_weight_decay_mode: CounterWeightDecayMode = CounterWeightDecayMode.NONE
+    counter_halflife: int = -1
+    adjustment_iter: int = -1
+    adjustment_ub: float = 1.0
+    learning_rate_mode: LearningRateMode = LearningRateMode.EQUAL
+    grad_sum_decay: GradSumDecay = GradSumDecay.NO_DECAY
+    tail_id_threshold: TailIdThreshold = field(default_factory=TailIdThreshold)
+    max_counter_update_freq: int = 1000
+
+
+@dataclass(frozen=True)
+class CowClipDefinition:
+    """Options of WeightDecayMode.COWCLIP."""
+
+    counter_weight_decay_mode: CounterWeightDecayMode = CounterWeightDecayMode.NONE
+    counter_halflife: int = -1
+    weight_norm_coefficient: float = 0.0
+    lower_bound: float = 0.0
+
+
+@dataclass(frozen=True)
+class GlobalWeightDecayDefinition:
+    """Options of WeightDecayMode.DECOUPLE_GLOBAL."""
+
+    start_iter: int = 0
+    lower_bound: float = 0.0
+
+
+@dataclass(frozen=True)
+class UserEnabledConfigDefinition:
+    """Options of single optimizers: of ADAM the first, of EXACT_SGD the others."""
+
+    use_rowwise_bias_correction: bool = False
+    use_writeback_bwd_prehook: bool = False
+    writeback_first_feature_only: bool = False
+    precompute_writeback: bool = False
+
+
+@dataclass(frozen=True)
+class EnsembleModeDefinition:
+    """Options of ENSEMBLE_ROWWISE_ADAGRAD."""
+
+    step_ema: float = 10000
+    step_swap: float = 10000
+    step_start: float = 0
+    step_ema_coef: float = 0.6
+    step_mode: StepMode = StepMode.USE_ITER
+
+
+@dataclass(frozen=True)
+class EmainplaceModeDefinition:
+    """Options of EMAINPLACE_ROWWISE_ADAGRAD."""
+
+    step_ema: float = 10
+    step_start: float = 0
+    step_ema_coef: float = 0.6
+
+
+class MultiPassPrefetchConfig(NamedTuple):
+    """Prefetch in up to `num_passes` parts of at least `min_splitable_pass_size` lookups."""
+
+    num_passes: int = 12
+    min_splitable_pass_size: int = 6 * 1024 * 1024
+
+
+class RecordCacheMetrics(NamedTuple):
+    """Which counts of cache misses are kept."""
+
+    record_cache_miss_counter: bool
+    record_tablewise_cache_miss: bool
+
+
+@dataclass
+class RESParams:
+    """Options of raw embedding streaming, which emblib does not have."""
+
+    res_server_port: int = 0
+    res_store_shards: int = 1
+    table_names: list[str] = field(default_factory=list)
+    table_offsets: list[int] = field(default_factory=list)
+    table_sizes: list[int] = field(default_factory=list)

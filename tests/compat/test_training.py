@@ -1,0 +1,166 @@
+"""The methods of FBGEMM's interface around its optimizers."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from emblib.compat import fbgemm as ours
+from emblib.compat.fbgemm import (
+    CounterBasedRegularizationDefinition,
+    CounterWeightDecayMode,
+    EmbeddingLocation,
+    GlobalWeightDecayDefinition,
+    OptimType,
+    WeightDecayMode,
+)
+from tests.compat.small import CACHED, HOST, INDICES, OFFSETS, make, step
+
+
+def test_learning_rate_and_step() -> None:
+    module = make(learning_rate=0.5)
+    assert module.get_learning_rate() == 0.5
+    before = module.split_embedding_weights()[0].clone()
+    module.set_learning_rate(0.0)
+    step(module)
+    assert torch.equal(module.split_embedding_weights()[0], before)
+    assert module.iter.item() == 1
+    module.set_optimizer_step(41)
+    step(module)
+    assert module.iter.item() == 42
+    assert module.step == 2
+
+
+def test_hyper_parameters() -> None:
+    module = make(optimizer=OptimType.ADAM, learning_rate=0.1)
+    module.set_learning_rate(0.2)
+    step(module)
+    module.update_hyper_parameters({"eps": 0.1, "beta1": 0.5, "beta2": 0.6, "weight_decay": 0.3})
+    assert module.get_learning_rate() == 0.2
+    assert module.optimizer_args.beta2 == 0.6
+    assert module.bags.optimizer.betas == (0.5, 0.6)
+    assert module.bags.optimizer.weight_decay.rate == 0.3
+    assert module.iter.item() == 1
+    with pytest.raises(NotImplementedError, match="hyper-parameter gamma"):
+        module.update_hyper_parameters({"gamma": 1.0})
+    with pytest.warns(UserWarning, match="lower_bound have no part in ADAM"):
+        module.update_hyper_parameters({"lr": 1.0, "lower_bound": 2.0})
+    assert module.get_learning_rate() == 1.0
+
+
+def test_hyper_parameters_of_global_decay() -> None:
+    module = make(
+        optimizer=OptimType.EXACT_ROWWISE_ADAGRAD,
+        weight_decay=0.1,
+        weight_decay_mode=WeightDecayMode.DECOUPLE_GLOBAL,
+        global_weight_decay=GlobalWeightDecayDefinition(lower_bound=0.1),
+    )
+    module.update_hyper_parameters({"lower_bound": 0.5, "weight_decay": 0.2})
+    assert module.gwd_lower_bound == 0.5
+    decay = module.bags.optimizer.global_decay
+    assert (decay.rate, decay.lower_bound) == (0.2, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "options", "keys"),
+    [
+        ("EXACT_ADAGRAD", {}, ["sum"]),
+        ("EXACT_ROWWISE_ADAGRAD", {}, ["sum"]),
+        ("EMAINPLACE_ROWWISE_ADAGRAD", {}, ["sum"]),
+        ("ADAM", {}, ["exp_avg", "exp_avg_sq"]),
+        ("PARTIAL_ROWWISE_LAMB", {}, ["exp_avg", "exp_avg_sq"]),
+        ("ENSEMBLE_ROWWISE_ADAGRAD", {}, ["sum", "sparse_ema"]),
+        (
+            "EXACT_ROWWISE_ADAGRAD",
+            {
+                "weight_decay_mode": WeightDecayMode.DECOUPLE_GLOBAL,
+                "global_weight_decay": GlobalWeightDecayDefinition(),
+            },
+            ["sum", "prev_iter", "iter"],
+        ),
+        (
+            "EXACT_ROWWISE_ADAGRAD",
+            {
+                "weight_decay_mode": WeightDecayMode.COUNTER,
+                "counter_based_regularization": CounterBasedRegularizationDefinition(
+                    counter_weight_decay_mode=CounterWeightDecayMode.ADAGRADW
+                ),
+            },
+            ["sum", "prev_iter", "row_counter", "iter"],
+        ),
+    ],
+)
+def test_state_names(optimizer: str, options: dict[str, Any], keys: list[str]) -> None:
+    module = make(optimizer=OptimType[optimizer], **options)
+    step(module)
+    states = module.get_optimizer_state()
+    assert [list(table) for table in states] == [keys, keys]
+    split = module.split_optimizer_states()
+    for table, tensors in zip(states, split, strict=True):
+        for tensor, named in zip(tensors, table.values(), strict=False):
+            assert tensor.data_ptr() == named.data_ptr()
+    assert module.get_optimizer_buffer("momentum1_host").data_ptr() == split[0][0].data_ptr()
+
+
+def test_no_optimizer_leaves_a_sparse_gradient() -> None:
+    module = make(optimizer=OptimType.NONE)
+    distinct = 3 + 5
+    module(INDICES, OFFSETS, total_unique_indices=distinct).sum().backward()
+    gradient = module.weights_dev.grad
+    assert gradient.is_sparse
+    assert gradient.shape == (12, 8)
+    dense = gradient.to_dense().view(2, 6, 8)[:, :, 0]
+    assert dense.tolist() == [[3, 2, 2, 0, 0, 0], [2, 1, 1, 1, 1, 0]]
+    for method in ("split_optimizer_states", "get_optimizer_state"):
+        with pytest.raises(NotImplementedError, match=method):
+            getattr(module, method)()
+    for method in ("set_learning_rate", "set_optimizer_step"):
+        with pytest.raises(NotImplementedError, match=method):
+            getattr(module, method)(1)
+
+
+@pytest.mark.parametrize("location", [HOST, CACHED])
+def test_pruned_rows_are_reset(location: EmbeddingLocation) -> None:
+    module = make(location, optimizer=OptimType.ADAM)
+    step(module)
+    module.reset_embedding_weight_momentum(
+        torch.tensor([1, 2, 0]), torch.tensor([0, 2, 3]), torch.tensor([1, 0]), torch.tensor([0, 1])
+    )
+    weights, states = module.split_embedding_weights(), module.split_optimizer_states()
+    for tensor in (weights[1], *states[1]):
+        assert (tensor[[1, 2]] == 0).all()
+        assert (tensor[0] != 0).any()
+    assert (weights[0][0] == 0).all()
+    assert (weights[0][1] != 0).all()
+
+
+@pytest.mark.parametrize("first_feature_only", [False, True])
+@pytest.mark.parametrize("pooling", [ours.PoolingMode.SUM, ours.PoolingMode.NONE])
+def test_write_back_assigns_rows(pooling: ours.PoolingMode, first_feature_only: bool) -> None:
+    config = ours.UserEnabledConfigDefinition(
+        use_writeback_bwd_prehook=True, writeback_first_feature_only=first_feature_only
+    )
+    module = make(learning_rate=1.0, pooling_mode=pooling, extra_optimizer_config=config)
+    before = [w.clone() for w in module.split_embedding_weights()]
+    indices, offsets = torch.tensor([3, 3, 5, 3, 3, 5]), torch.arange(7)
+    module(indices, offsets).sum().backward()
+    for t, (old, new) in enumerate(zip(before, module.split_embedding_weights(), strict=True)):
+        expected = old.clone()
+        if t == 0 or not first_feature_only:
+            expected[[3, 5]] -= 1.0
+        torch.testing.assert_close(new, expected)
+    if pooling is ours.PoolingMode.SUM:
+        with pytest.raises(ValueError, match="at most one lookup"):
+            module(INDICES, OFFSETS)
+
+
+def test_in_place_averages_go_on_after_a_checkpoint() -> None:
+    mode = ours.EmainplaceModeDefinition(step_ema=2, step_ema_coef=0.5)
+    options = {"optimizer": OptimType.EMAINPLACE_ROWWISE_ADAGRAD, "emainplace_mode": mode}
+    module = make(**options)
+    step(module)
+    other = make(**options)
+    other.load_state_dict(module.state_dict())
+    torch.testing.assert_close(step(other), step(module))
+    with pytest.raises(ValueError, match="even dims"):
+        make(dim=3, **options)
