@@ -131,7 +131,11 @@ _STEP = """
 import sys, torch, emblib
 torch.manual_seed(0)
 tables = [emblib.TableSpec(200, 20), emblib.TableSpec(50, 64)]
-bags = emblib.TableBatchedEmbeddingBags(tables, emblib.optim.Adam(0.1), dtype=torch.bfloat16)
+precision = emblib.Precision(
+    torch.bfloat16, states=torch.float16, stochastic_rounding=emblib.StochasticRounding(7)
+)
+adam = emblib.optim.Adam(0.1)
+bags = emblib.TableBatchedEmbeddingBags(tables, adam, precision=precision)
 tt = emblib.TTEmbeddingBag(emblib.TTSpec(300, 24, (5, 7)), emblib.optim.Adagrad(0.1))
 ids, offsets = torch.randint(0, 50, (240,)), torch.arange(0, 241, 4)
 results = []
