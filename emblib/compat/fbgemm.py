@@ -7,7 +7,8 @@ Change the import and keep the code:
 
 `docs/options.md` says what each option is here. What differs: weights and optimizer state are in
 `state_dict` a table at a time; the step counts updates, not forwards; the caller's indices and
-offsets are never written to; FBGEMM's own enum members and option objects are taken as well.
+offsets are never written to; FBGEMM's own enum members and option objects are taken as well. What
+there is not: TorchScript, INT8 tables, and the tensors inside FBGEMM's cache.
 """
 
 import contextlib

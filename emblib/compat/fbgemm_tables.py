@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor, nn
 
-from emblib import TableBatchedEmbeddingBags
+from emblib import CachePolicy, TableBatchedEmbeddingBags
 from emblib.compat.fbgemm_types import (
     ComputeDevice,
     CounterWeightDecayMode,
@@ -105,6 +105,22 @@ class TableViews(nn.Module):
     def weights_host(self) -> Tensor:
         """As `weights_dev` on a CPU, else empty."""
         return self.bags.weights if self.use_cpu else self.bags.weights.new_empty(0)
+
+    # Cache
+
+    @property
+    def lxu_cache_locking_counter(self) -> Tensor:
+        """Int32 `[sets, ways]`: 1 where the row in a slot of the cache may not be evicted.
+
+        It is in use from the prefetch or forward of a batch until its backward pass.
+        """
+        cache = self.bags.row_cache
+        if cache is None:
+            return torch.empty(0, dtype=torch.int32, device=self.current_device)
+        stamps, oldest = cache.stamps, cache.clock[1]
+        if cache.layout.policy is CachePolicy.LFU:  # the lookups so far stand above the batch
+            return ((stamps >= 0) & (stamps & 0xFFFFFFFF >= oldest)).int()
+        return (stamps >= oldest).int()
 
     # Optimizer state
 

@@ -98,3 +98,31 @@ def test_prefetch_passes_cover_the_batch(size: int, passes: int, least: int) -> 
     assert torch.equal(torch.cat([part for part, _, _ in parts]), values)
     assert all(start == int(part[0]) for part, _, start in parts if part.numel())
     assert all(part.numel() >= least for part, _, _ in parts[:-1])
+
+
+@pytest.mark.parametrize("algorithm", list(ours.CacheAlgorithm))
+def test_rows_of_batches_on_their_way_are_locked(algorithm: ours.CacheAlgorithm) -> None:
+    module = _cached(cache_algorithm=algorithm, prefetch_pipeline=True)
+    rows = {seed: _batch(seed)[0].view(2, 30) for seed in (0, 1)}
+
+    def locked() -> int:
+        counter = module.lxu_cache_locking_counter
+        assert counter.shape == (2, 32)
+        assert counter.dtype == torch.int32
+        assert bool(((counter == 0) | (counter == 1)).all())
+        return int(counter.sum())
+
+    def distinct(*seeds: int) -> int:
+        batches = torch.cat([rows[seed] + torch.tensor([[0], [5000]]) for seed in seeds])
+        return min(64, batches.unique().numel())
+
+    assert locked() == 0
+    module.prefetch(*_batch(0))
+    first = locked()
+    assert 0 < first <= distinct(0)
+    module.prefetch(*_batch(1))
+    assert first < locked() <= distinct(0, 1)
+    for seed in rows:
+        module(*_batch(seed)).sum().backward()
+    assert locked() == 0
+    assert make().lxu_cache_locking_counter.numel() == 0
