@@ -1,6 +1,7 @@
 """What a table is, as frozen descriptions, and the choices that are words."""
 
 import math
+import operator
 from dataclasses import MISSING, dataclass, field, fields
 from enum import Enum
 from pathlib import Path
@@ -85,8 +86,7 @@ class TableSpec:
     placement: Placement = Placement.DEVICE
 
     def __post_init__(self) -> None:
-        _check_size("rows", self.rows)
-        _check_size("dim", self.dim)
+        _set_counts(self, "rows", "dim")
         object.__setattr__(self, "placement", Placement(self.placement))
         if not isinstance(self.name, str) or "." in self.name:
             raise ValueError(f"name must be a string without dots, got {self.name!r}")
@@ -156,8 +156,7 @@ class MultiPass:
     min_lookups: int = 6_000_000
 
     def __post_init__(self) -> None:
-        _check_size("passes", self.passes)
-        _check_size("min_lookups", self.min_lookups)
+        _set_counts(self, "passes", "min_lookups")
 
 
 @dataclass(frozen=True)
@@ -188,8 +187,9 @@ class Cache:
         if not 0.0 < self.load_factor <= 1.0:
             raise ValueError(f"load_factor must be in (0, 1], got {self.load_factor}")
         for name in ("sets", "reserved_bytes"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must be >= 0, got {getattr(self, name)}")
+            object.__setattr__(self, name, check_count(name, getattr(self, name), least=0))
+        if self.passes is not None and not isinstance(self.passes, MultiPass):
+            raise TypeError(f"passes must be None or a MultiPass(passes=...), got {self.passes!r}")
         if self.dtype is not None:
             check_float_dtype("Cache.dtype", self.dtype)
 
@@ -210,14 +210,13 @@ class TTSpec:
     name: str = ""
 
     def __post_init__(self) -> None:
-        _check_size("rows", self.rows)
-        _check_size("dim", self.dim)
+        _set_counts(self, "rows", "dim")
         object.__setattr__(self, "ranks", tuple(self.ranks))
         cores = len(self.ranks) + 1
         if not 2 <= cores <= 4:
             raise ValueError(f"ranks must have 1 to 3 entries (2 to 4 cores), got {self.ranks}")
         for rank in self.ranks:
-            _check_size("each rank", rank)
+            check_count("each rank", rank)
         rows = tuple(self.row_factors or ()) or shapes.row_factors(self.rows, cores)
         dims = tuple(self.dim_factors or ()) or shapes.dim_factors(self.dim, cores)
         object.__setattr__(self, "row_factors", rows)
@@ -229,7 +228,7 @@ class TTSpec:
                     f"got {factors}"
                 )
             for factor in factors:
-                _check_size(f"each of {name}", factor)
+                check_count(f"each of {name}", factor)
         if math.prod(rows) < self.rows:
             raise ValueError(f"row_factors {rows} multiply to {math.prod(rows)} < rows {self.rows}")
         if math.prod(dims) != self.dim:
@@ -257,8 +256,17 @@ def check_float_dtype(name: str, dtype: torch.dtype) -> None:
         raise ValueError(f"{name} must be float32, float16 or bfloat16, got {dtype}")
 
 
-def _check_size(name: str, value: int) -> None:
+def check_count(name: str, value: SupportsIndex, *, least: int = 1) -> int:
+    """`value` as an int; raise TypeError if it is none, ValueError if it is below `least`."""
     if isinstance(value, bool) or not isinstance(value, SupportsIndex):
         raise TypeError(f"{name} must be an int, got {value!r}")
-    if value < 1:
-        raise ValueError(f"{name} must be >= 1, got {value}")
+    number = operator.index(value)
+    if number < least:
+        raise ValueError(f"{name} must be >= {least}, got {number}")
+    return number
+
+
+def _set_counts(spec: Any, *names: str) -> None:
+    """Check fields of a frozen dataclass, and make plain ints of what NumPy may have given."""
+    for name in names:
+        object.__setattr__(spec, name, check_count(name, getattr(spec, name)))

@@ -49,7 +49,7 @@ inline void* kernel_address(const char* op, const torch::stable::Tensor& tensor,
                       attributes.type == cudaMemoryTypeHost;
   if (!pinned) cudaGetLastError();  // said below; the next launch must not report it
   STD_TORCH_CHECK(pinned, op,
-                  ": the memory of every tier must be on the device of the indices or in pinned "
+                  ": the memory of every tier must be on the device of the kernels or in pinned "
                   "host memory; move it with .to(device) or pin it with .pin_memory()");
   return attributes.devicePointer;
 }

@@ -5,16 +5,20 @@
 #include <string>
 #include <vector>
 
+#include "core/launch.h"
 #include "optim/check_states.h"
 #include "optim/row_step.cuh"
 
 namespace emb::cuda {
 
-// Memory that the kernels can reach: of their device, or of the host where the tier allows that.
-inline void check_reachable(const char* op, const char* name, const Tensor& tensor,
-                            const Tensor& hyper, bool may_be_host) {
-  if (tensor.numel() == 0 || (may_be_host && tensor.is_cpu())) return;
-  check_same_device(op, name, tensor, hyper);
+// Makes `address` of a tensor of tier `tier` the one that kernels know it by; that of the host tier
+// may be pinned host memory.
+template <class T>
+void reach(const char* op, const char* name, const Tensor& tensor, const Tensor& hyper, int tier,
+           T** address) {
+  if (tensor.numel() == 0) return;
+  if (tier != kHostTier) check_same_device(op, name, tensor, hyper);
+  *address = static_cast<T*>(kernel_address(op, tensor, hyper));
 }
 
 // How many rows the tables have is on the device; that the states are long enough is the module's
@@ -27,11 +31,17 @@ inline RowStepArgs row_step_args(const char* op, const std::vector<Tensor>& weig
   RowStepArgs args;
   const int64_t at_least[kTiers] = {rows};
   check_tiers(op, optimizer, weights, states, at_least, args.tiers);
-  for (size_t t = 0; t < weights.size(); ++t) {
-    const bool host = t == kHostTier;
-    check_reachable(op, "weights", weights[t], hyper, host);
+  for (int t = 0; t < static_cast<int>(weights.size()); ++t) {
+    TierRows& tier = args.tiers[t];
+    reach(op, "weights", weights[t], hyper, t, &tier.weights);
     for (int s = 0; s < shape.states(); ++s) {
-      check_reachable(op, "an optimizer state", states[t * shape.states() + s], hyper, host);
+      const Tensor& state = states[t * shape.states() + s];
+      const int by_row = s - shape.element_states;  // element-wise states come first
+      if (by_row < 0) {
+        reach(op, "an optimizer state", state, hyper, t, &tier.element_states[s]);
+      } else {
+        reach(op, "an optimizer state", state, hyper, t, &tier.row_states[by_row]);
+      }
     }
   }
   find_rule(optimizer.c_str(), &args);

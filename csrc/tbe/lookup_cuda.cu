@@ -35,8 +35,8 @@ struct Lookup {
     set_weights(op, weights);
     const int64_t num_features = features.size(0);
     args.map = bag_map(op, num_features, offsets, bag_layout, columns);
-    STD_TORCH_CHECK(bag_layout || columns >= num_features, op, ": ", num_features,
-                    " features need as many columns at least, got ", columns);
+    STD_TORCH_CHECK(bag_layout || args.pooling == Pooling::kNone || columns >= num_features, op,
+                    ": ", num_features, " features need as many columns at least, got ", columns);
     args.features = feature_array(features);
     args.num_features = static_cast<int>(num_features);
     args.columns = columns;
@@ -83,7 +83,11 @@ Tensor tbe_lookup(std::vector<Tensor> weights, const Tensor& features, const Ten
                    : torch::stable::new_empty(indices, {lines, columns}, output_dtype);
   args.output = out.mutable_data_ptr();
   args.output_type = output_type;
-  if (out.numel() > 0) launch_lookup(CudaLauncher(indices), args);
+  if (args.bags.count == 0) {
+    torch::stable::zero_(out);
+  } else if (out.numel() > 0) {
+    launch_lookup(CudaLauncher(indices), args);
+  }
   return out;
 }
 

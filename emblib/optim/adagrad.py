@@ -17,7 +17,7 @@ from emblib.optim.base import (
     check_number,
 )
 from emblib.optim.counters import Counter, CowClip, GlobalDecay
-from emblib.specs import Choice
+from emblib.specs import Choice, check_count
 
 
 @dataclass(frozen=True)
@@ -147,8 +147,7 @@ class EnsembleRowwiseAdagrad(Optimizer):
         check_number("eps", self.eps)
         object.__setattr__(self, "slow", SlowWeights(self.slow))
         for name in ("average_every", "swap_every"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be >= 1, got {getattr(self, name)}")
+            check_count(name, getattr(self, name))
         if not 0.0 <= self.keep <= 1.0:
             raise ValueError(f"keep must be in [0, 1], got {self.keep}")
 

@@ -62,4 +62,8 @@ class External(Optimizer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.lr != 0.0:
+            raise ValueError(
+                f"External has no learning rate, got {self.lr}; give it to your own optimizer"
+            )
         object.__setattr__(self, "gradient", Gradient(self.gradient))

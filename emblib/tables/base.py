@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from emblib import ops
 from emblib.ops import lookups, tbe
 from emblib.optim import FUSED, SGD, Counter, External, Optimizer, check_learning_rate
-from emblib.specs import BoundsCheck, Pooling, check_float_dtype
+from emblib.specs import BoundsCheck, Pooling, check_count, check_float_dtype
 
 
 def _caller_level() -> int:
@@ -194,8 +194,7 @@ class FusedTable(nn.Module):
 
     def set_step(self, step: int) -> None:
         """Continue counting from `step` (>= 0): what bias corrections and row counters see."""
-        if step < 0:
-            raise ValueError(f"step must be >= 0, got {step}")
+        step = check_count("step", step, least=0)
         self.hyper[1].fill_(step)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:

@@ -48,7 +48,7 @@ class TableBatchedEmbeddingBags(TieredTables):
         feature_tables: the table of each feature; left out, feature i reads table i.
         precision: dtypes of weights, output and optimizer state, and how updates are rounded.
         bounds_check: what happens to invalid indices and offsets, see `BoundsCheck`.
-        cache: of the MANAGED_CACHING and DISK tables.
+        cache: of the MANAGED_CACHING and DISK tables; where there are none it has no part.
         device: where the kernels run.
 
     Weights start uniform in +-1/sqrt(rows) of their table, as DLRM's do; DISK tables that are there

@@ -90,6 +90,11 @@ class Memory:
         if self._host is not None and device.type == "cuda":
             self._host = [t if t.is_pinned() else t.pin_memory() for t in self._host]
 
+    def wait_for_kernels(self, device: torch.device) -> None:
+        """Before the host reads or writes its tier, which kernels on a GPU work on in place."""
+        if self._host is not None and device.type == "cuda":
+            torch.cuda.synchronize(device)
+
     def beside(self, weights: Tensor, states: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """Weights and states of all tiers but the cache, given those of the device tier.
 
@@ -167,6 +172,8 @@ class Memory:
         other.__dict__ = dict(self.__dict__)
         if self._host is not None:
             pinned = self._host[0].is_pinned()
+            if pinned:
+                torch.cuda.synchronize()  # kernels may still write what is copied here
             other._host = [t.clone().pin_memory() if pinned else t.clone() for t in self._host]
         return other
 

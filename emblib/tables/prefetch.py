@@ -26,16 +26,29 @@ class Given(NamedTuple):
     indices: Tensor
     offsets: Tensor
 
-    def same(self, other: "Given") -> bool:
-        """Whether both are one batch; on a GPU other tensors of its size are taken for it."""
+    def versions(self) -> tuple[int, int]:
+        """How often each tensor was written to."""
+        return self.indices._version, self.offsets._version
+
+    def is_(self, other: "Given") -> bool:
+        """Whether both are the same tensors."""
+        return self.indices is other.indices and self.offsets is other.offsets
+
+    def fits(self, other: "Given") -> bool:
+        """Whether both may be one batch: equal, or, on a GPU, asserted there to be equal."""
         for mine, theirs in zip(self, other, strict=True):
             if mine is theirs:
                 continue
             if mine.shape != theirs.shape or mine.dtype != theirs.dtype:
                 return False
-            if not mine.is_cuda and not torch.equal(mine, theirs):
+            if mine.is_cuda:
+                torch._assert_async((mine == theirs).all(), _ORDER)
+            elif not torch.equal(mine, theirs):
                 return False
         return True
+
+
+_ORDER = "forward must get the batches in the order they were prefetched"
 
 
 class InFlight:
@@ -88,7 +101,9 @@ class InFlight:
             self.ticket = None
 
     def __del__(self) -> None:
-        self.leave()
+        if self.ticket is not None:
+            self.leave()
+            self.owner.used()  # what was looked up may still be read
 
 
 class Prefetcher:
@@ -99,7 +114,7 @@ class Prefetcher:
         self.cache = cache
         self.options = options
         self.version = 0  # of what the cache holds
-        self._queue: deque[tuple[Given, InFlight]] = deque()
+        self._queue: deque[tuple[Given, tuple[int, int], InFlight]] = deque()
         self._filled: torch.cuda.Event | None = None  # after the last prefetch
         self._used: torch.cuda.Event | None = None  # after the last find or update
 
@@ -109,25 +124,35 @@ class Prefetcher:
 
     def prefetch(self, batch: lookups.Lookup, tiers: lookups.Tiers, given: Given) -> None:
         """Bring in the rows of a batch; `given` is what the caller will pass to forward."""
-        self._queue.append((given, self._fill(batch, tiers)))
+        self._queue.append((given, given.versions(), self._fill(batch, tiers)))
 
     def take(self, batch: lookups.Lookup, tiers: lookups.Tiers, given: Given) -> lookups.Lookup:
-        """The batch with the slots of its lookups; its `session` keeps it in flight."""
-        if self._queue:
-            expected, flight = self._queue[0]
-            if not expected.same(given):
+        """The batch with the slots of its lookups; its `session` keeps it in flight.
+
+        Without gradients, a batch that is not the next of those prefetched is one beside them.
+        """
+        beside = not torch.is_grad_enabled() and self._queue and not given.is_(self._queue[0][0])
+        if not self._queue or beside:
+            flight = self._fill(batch, tiers)
+        else:
+            expected, versions, flight = self._queue[0]
+            if expected.versions() != versions:
                 raise RuntimeError(
-                    "forward must get the batches in the order they were prefetched: the next of "
-                    f"{len(self._queue)} has {expected.indices.numel()} lookups, got another one "
-                    f"of {given.indices.numel()}; pass that one, or flush() and then "
-                    "reset_cache_states() to forget them"
+                    "the next of the prefetched batches was written to since; give every batch "
+                    "that is on its way tensors of its own"
+                )
+            if not expected.fits(given):
+                raise RuntimeError(
+                    f"{_ORDER}: the next of {len(self._queue)} has {expected.indices.numel()} "
+                    f"lookups, got another one of {given.indices.numel()}; pass that one, or "
+                    "flush() and then reset_cache_states() to forget them"
                 )
             self._queue.popleft()
-        else:
-            flight = self._fill(batch, tiers)
         return batch._replace(slots=flight.places().slots, session=flight)
 
     def _fill(self, batch: lookups.Lookup, tiers: lookups.Tiers) -> InFlight:
+        # One after the other, also where one batch is brought in beside those of another stream.
+        self.wait_for_prefetch()
         if self._used is not None:
             _wait_for(self._used)
         flight = InFlight(self)
@@ -142,7 +167,7 @@ class Prefetcher:
             groups = lookups.groups_of(batch)
             flight.fill(groups, self.cache.find(groups))
         if batch.indices.is_cuda:
-            self._filled = _event()
+            self._filled = _event(batch.indices.device)
         return flight
 
     def _bring_in(self, groups: tbe.Groups, tiers: lookups.Tiers) -> Tensor:
@@ -164,9 +189,14 @@ class Prefetcher:
             _wait_for(self._filled)
 
     def used(self) -> None:
-        """Called after a find or an update was enqueued: the next prefetch waits for it."""
+        """Called after a find, an update or a flush was enqueued: the next prefetch waits for it.
+
+        And for all before it, which may have been on another stream.
+        """
         if self.cache.weights.is_cuda:
-            self._used = _event()
+            if self._used is not None:
+                _wait_for(self._used)
+            self._used = _event(self.cache.weights.device)
 
     def protect_conflicts(self, places: lookups.RowPlaces) -> None:
         """Journal the rows of a batch that are on disk and not in the cache."""
@@ -186,13 +216,16 @@ class Prefetcher:
             rows = self.cache.tags[self.cache.tags >= first]
             disk.protect(rows - first)
         self.cache.flush(tiers)
+        self.used()
         if disk is not None:
             disk.commit(tiers.hyper.tolist())
 
     def reset(self) -> None:
         """Empty the cache and forget prefetched batches; nothing is written back."""
         self._queue.clear()
+        self.wait_for_prefetch()
         self.cache.reset()
+        self.used()
         self.version += 1
 
 
@@ -201,7 +234,7 @@ def _keep_on_this_stream(places: lookups.RowPlaces) -> None:
     if places.groups.rows.is_cuda:
         for tensor in (*places.groups, places.row_slots, places.slots):
             if tensor is not None:
-                tensor.record_stream(torch.cuda.current_stream())
+                tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
 
 def _part(batch: lookups.Lookup, start: int, end: int) -> lookups.Lookup:
@@ -211,18 +244,18 @@ def _part(batch: lookups.Lookup, start: int, end: int) -> lookups.Lookup:
     return batch._replace(indices=batch.indices[start:end], offsets=offsets)
 
 
-def _event() -> torch.cuda.Event | None:
-    """The current stream as it is now, for others to wait for.
+def _event(device: torch.device) -> torch.cuda.Event | None:
+    """The current stream of a device as it is now, for others to wait for.
 
     None while a CUDA graph is captured: its events mean nothing outside, and it is whoever captures
     several streams who joins them.
     """
     if torch.cuda.is_current_stream_capturing():
         return None
-    return torch.cuda.current_stream().record_event()
+    return torch.cuda.current_stream(device).record_event()
 
 
 def _wait_for(event: torch.cuda.Event) -> None:
     """Make the current stream wait; a capture begins after all that was there before it."""
     if not torch.cuda.is_current_stream_capturing():
-        torch.cuda.current_stream().wait_event(event)
+        torch.cuda.current_stream(event.device).wait_event(event)

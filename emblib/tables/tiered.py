@@ -65,6 +65,7 @@ class TieredTables(FusedTable):
         """Around what overwrites tables behind the back of the cache."""
         if self._prefetcher is not None:
             self._prefetcher.reset()
+        self._memory.wait_for_kernels(self.hyper.device)
         with self._memory.writing_everything(self.hyper):
             yield
 
@@ -171,8 +172,10 @@ class TieredTables(FusedTable):
         if self._prefetcher is not None:
             self.flush()
             self._prefetcher.reset()
+        self._memory.wait_for_kernels(self.hyper.device)
 
     def _checkpoint(self) -> dict[str, Tensor]:
+        self._memory.wait_for_kernels(self.hyper.device)
         return {**dict(checkpoint.entries(self.table_names, self._views())), "hyper": self.hyper}
 
     def _save_to_state_dict(

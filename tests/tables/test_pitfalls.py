@@ -4,13 +4,17 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from emblib import (
     BoundsCheck,
+    Cache,
     Pooling,
+    Precision,
+    StochasticRounding,
     TableBatchedEmbeddingBags,
     TableSpec,
     TTEmbeddingBag,
@@ -199,3 +203,33 @@ def test_tt_refuses_optimizers_of_plain_tables() -> None:
     ):
         with pytest.raises(ValueError, match="a tensor-train table has none"):
             TTEmbeddingBag(TTSpec(60, 8, (2, 2)), optimizer)
+
+
+def test_sizes_may_be_numpy_ints() -> None:
+    spec = TableSpec(np.int32(100_000_000), np.int64(64))
+    assert type(spec.rows) is int
+    assert spec.rows * spec.dim == 6_400_000_000
+    assert type(Cache(sets=np.int64(3)).sets) is int
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: Cache(sets=1.5), TypeError, "sets must be an int"),
+        (lambda: Cache(passes=12), TypeError, "None or a MultiPass"),
+        (lambda: Cache(load_factor=0.0), ValueError, r"in \(0, 1\]"),
+        (lambda: Cache(policy="fifo"), ValueError, "'lru', 'lfu'"),
+        (lambda: TableSpec(3, 4, placement="uvm"), ValueError, "'managed_caching', 'disk'"),
+        (lambda: TableSpec(3, 4, "a.b"), ValueError, "without dots"),
+        (lambda: Precision(states=torch.float64), ValueError, "Precision.states must be float32"),
+        (lambda: Precision(stochastic_rounding=7), TypeError, r"StochasticRounding\(seed"),
+        (lambda: StochasticRounding(-1), ValueError, r"in \[0, 2\^53\)"),
+        (lambda: optim.External(0.1), ValueError, "has no learning rate"),
+        (lambda: optim.SGD(0.1, weight_decay=0.1), ValueError, r"L2\(rate\) or Decoupled"),
+        (lambda: optim.LARS(0.1, weight_decay=optim.Decoupled(0.1)), ValueError, r"L2\(rate\)"),
+        (lambda: optim.EnsembleRowwiseAdagrad(0.1, swap_every=1.5), TypeError, "must be an int"),
+    ],
+)
+def test_wrong_choices_say_what_is_right(make: Any, error: Any, message: str) -> None:
+    with pytest.raises(error, match=message):
+        make()

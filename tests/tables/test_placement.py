@@ -134,6 +134,30 @@ def test_batches_must_come_in_the_order_of_prefetch(tmp_path: Path) -> None:
     module(*batch(0))
 
 
+def test_a_prefetched_batch_must_not_be_written_to(tmp_path: Path) -> None:
+    module = make(cache=Cache(sets=3, directory=tmp_path))
+    indices, offsets = batch(0)
+    module.prefetch(indices, offsets)
+    indices.zero_()
+    with pytest.raises(RuntimeError, match="was written to since"):
+        module(indices, offsets)
+
+
+def test_evaluation_may_come_between_prefetch_and_forward(tmp_path: Path) -> None:
+    plain = make(PLAIN, optim.SGD(0.1))
+    mixed = make(MIXED, optim.SGD(0.1), cache=Cache(sets=3, directory=tmp_path))
+    indices, offsets = batch(0)
+    mixed.prefetch(indices, offsets)
+    with torch.no_grad():
+        assert torch.equal(mixed(*batch(7)), plain(*batch(7)))
+    out = mixed(indices, offsets)
+    out.backward(torch.ones_like(out))
+    want = plain(indices, offsets)
+    want.backward(torch.ones_like(want))
+    assert torch.equal(out, want)
+    assert same_tables(plain, mixed)
+
+
 @pytest.mark.parametrize("cache_dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_a_cache_of_another_dtype(
