@@ -87,15 +87,16 @@ inline void check_tables(const char* op, const Tensor& tables) {
   int64_t stride = 0, end = -1;
   for (int t = 0; t < num_tables; ++t) {
     const Feature& x = table[t];
-    STD_TORCH_CHECK(x.rows >= 0 && x.row_base >= 0 && x.dim > 0 && x.rows <= kAnyNumber &&
-                        x.row_base <= kAnyNumber &&
+    STD_TORCH_CHECK(x.rows >= 0 && x.row_base >= 0 && x.dim > 0 && x.row_base <= kAnyNumber &&
+                        x.rows <= kAnyNumber - x.row_base &&
                         (t == 0 || x.row_base >= table[t - 1].row_base + table[t - 1].rows),
                     op, ": tables must ascend by row_base and not overlap; table ", t, " does not");
     if (x.cache_stride == 0 && stride == 0) continue;
-    STD_TORCH_CHECK(x.cache_stride >= x.dim && (stride == 0 || x.cache_stride == stride) &&
-                        (end < 0 || x.row_base == end),
+    STD_TORCH_CHECK(x.cache_stride >= x.dim && x.cache_stride <= kMaxLookups &&
+                        (stride == 0 || x.cache_stride == stride) && (end < 0 || x.row_base == end),
                     op, ": the cached tables must be the last ones, follow each other without a ",
-                    "gap and have one cache_stride, at least their dim; table ", t, " does not");
+                    "gap and have one cache_stride, at least their dim and below 2^31; table ", t,
+                    " does not");
     stride = x.cache_stride;
     end = x.row_base + x.rows;
   }

@@ -68,11 +68,13 @@ CachedRows check_batch(const char* op, const Tensor& tables, const Tensor& rows,
   // The signs of all differences at once: a loop without branches.
   int64_t signs = 0;
   int32_t segment_signs = 0;
-  for (int64_t u = 1; u < batch.count; ++u) signs |= batch.rows[u] - batch.rows[u - 1] - 1;
+  for (int64_t u = 1; u < batch.count; ++u) {
+    signs |= batch.rows[u] | (batch.rows[u] - batch.rows[u - 1] - 1);
+  }
   if (batch.segments != nullptr) {
     segment_signs = batch.segments[0];
     for (int64_t u = 0; u < batch.count; ++u) {
-      segment_signs |= batch.segments[u + 1] - batch.segments[u];
+      segment_signs |= batch.segments[u + 1] | (batch.segments[u + 1] - batch.segments[u]);
     }
   }
   STD_TORCH_CHECK(
@@ -211,6 +213,7 @@ std::tuple<Tensor, Tensor> cache_plan_(Tensor tags, Tensor stamps, std::optional
                      row_slots.mutable_data_ptr<int32_t>(),
                      evicted.mutable_data_ptr<int64_t>()};
   args.cache.first_row = first_row;
+  args.end_row = end_of_rows(table, num_tables);
   fill_outside(args.row_slots, batch, rows.numel(), -1);
   fill_outside(args.evicted, batch, rows.numel(), kNothingMoves);
   const std::unique_ptr<Miss[]> misses(new Miss[batch.count - batch.first]);
@@ -260,7 +263,9 @@ Tensor cache_lookup_slots(const Tensor& row_slots, const Tensor& segments, const
                   op, ": count and segments must come from one call of tbe_group and row_slots ",
                   "must have an entry a row of it, got count ", groups);
   int32_t signs = segment[0];
-  for (int64_t g = 0; g < groups; ++g) signs |= segment[g + 1] - segment[g];
+  for (int64_t g = 0; g < groups; ++g) {
+    signs |= segment[g + 1] | (segment[g + 1] - segment[g]);
+  }
   for (int64_t j = 0; j < n; ++j) {
     signs |= position[j] | (static_cast<int32_t>(n) - 1 - position[j]);
   }

@@ -150,7 +150,7 @@ void admit(const CachePlanArgs& args, const MissGroups& groups, int64_t begin, i
       if (!may_replace(cache.policy, candidates[k].lookups, least)) break;
       order[way] = kNotFree;
       const int64_t u = candidates[k].position, old = tags[way];
-      if (cache.policy == Policy::kLfu && old >= 0) {
+      if (cache.policy == Policy::kLfu && old >= cache.first_row && old < args.end_row) {
         cache.counts[old - cache.first_row] = static_cast<int32_t>(lookups_of(words[way]));
       }
       args.row_slots[u] = static_cast<int32_t>(first + way);

@@ -18,6 +18,7 @@ struct CachePlanArgs {
   const int32_t* segments;
   int32_t* row_slots;
   int64_t* evicted;
+  int64_t end_row;  // one past the last linear row: other tags are of no table
 };
 
 // The misses of a batch by set, as `group` returns them.

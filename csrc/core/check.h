@@ -144,6 +144,7 @@ inline void check_layout(const char* op, const Tensor& features, const TierSizes
     const Feature& x = feature[f];
     const int64_t column = pooling == Pooling::kNone ? 0 : x.column;
     STD_TORCH_CHECK(x.tier >= 0 && x.tier < kCacheTier && x.state_base >= 0 &&
+                        x.state_base <= kAnyNumber &&
                         (x.cache_stride == 0 || x.cache_stride >= x.dim),
                     op, ": feature ", f,
                     " must name a memory tier of 0 to 2 and rows of the cache that hold its own; "

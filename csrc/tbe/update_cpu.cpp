@@ -101,7 +101,7 @@ struct Gradient {
                     *bag = bags.const_data_ptr<int32_t>(),
                     *lookup = lookups.const_data_ptr<int32_t>();
       const auto n = static_cast<int32_t>(num_lookups), grouped = segment[num_groups];
-      int32_t signs = segment[0] | (n - grouped);
+      int32_t signs = segment[0] | grouped | (n - grouped);
       for (int64_t i = 0; i < num_groups; ++i) {
         signs |= segment[i] | (segment[i + 1] - segment[i] - 1);
       }
@@ -168,10 +168,34 @@ struct Gradient {
             grad.numel() * static_cast<int64_t>(grad.element_size()) > kCacheBytes};
   }
 
+  // A group is summed and stepped as wide as the feature of its first lookup says, and a foreign
+  // row counts as row 0: where that could leave the gradient or the table, groups are looked at.
+  void check_groups(const char* op, const GradArgs& args) const {
+    const Feature* feature = feature_array(features);
+    bool trusted = true;
+    for (int64_t f = 0; f < features.size(0); ++f) {
+      trusted = trusted && feature[f].rows > 0 && feature[f].dim == feature[0].dim;
+    }
+    const auto of = [&](int32_t j) -> const Feature& {
+      const int32_t bag = args.bags[j];
+      return feature[places != nullptr ? places[bag].feature : args.by_batch(bag)];
+    };
+    for (int64_t group = 0; !trusted && group < num_groups; ++group) {
+      const int32_t begin = args.segments[group], end = args.segments[group + 1];
+      bool valid = of(begin).rows > 0;
+      for (int32_t j = begin + 1; j < end; ++j) valid = valid && of(j).dim == of(begin).dim;
+      STD_TORCH_CHECK(valid, op, ": group ", group, " has lookups of an empty table or of tables ",
+                      "of several dims; pass what tbe_group returns for these features");
+    }
+  }
+
+  // Tables without rows are never updated, so that their dim is of no account.
   int64_t max_dim() const {
     int64_t dim = 0;
     const Feature* feature = feature_array(features);
-    for (int64_t f = 0; f < features.size(0); ++f) dim = std::max(dim, feature[f].dim);
+    for (int64_t f = 0; f < features.size(0); ++f) {
+      if (feature[f].rows > 0) dim = std::max(dim, feature[f].dim);
+    }
     return dim;
   }
 };
@@ -232,6 +256,7 @@ Tensor tbe_row_grads(const Tensor& grad, const Tensor& features, const Tensor& r
   Tensor out = torch::stable::new_empty(grad, {gradient.num_lookups, dim}, ScalarType::Float);
   float* result = out.mutable_data_ptr<float>();
   UpdateArgs args(gradient.args());
+  gradient.check_groups(op, args.grads);
   const SumFn sum = update_table().sum[static_cast<int>(gradient.type)];
   const ChunkSums chunks(args.grads, gradient.num_groups, dim, sum);
   args.longs = chunks.view();
@@ -272,6 +297,7 @@ void tbe_update_(std::vector<Tensor> weights, std::vector<Tensor> states, const 
   gradient.set_pooling(op, pooling, sample_weights, bag_layout);
   UpdateArgs args(gradient.args());
   check_memory(op, optimizer, weights, states, gradient, &args);
+  gradient.check_groups(op, args.grads);
   if (row_slots) {
     check_row_slots(op, *row_slots, gradient.num_groups);
     args.row_slots = row_slots->const_data_ptr<int32_t>();

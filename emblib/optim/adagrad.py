@@ -185,12 +185,15 @@ def count_largest_(
 ) -> None:
     """At every `Counter.update_every`-th step: the largest count of all rows, plus one, to `hyper`.
 
-    `counters` are the states `row_counter`; nothing is read back from the device.
+    `counters` are the states `row_counter`; only those in host memory make a GPU wait.
     """
     counter = optimizer.counter
     if not isinstance(counter, Counter) or counter.update_every <= 0:
         return
     if step % counter.update_every == 0:
-        largest = [count.max() for count in counters if count.numel() > 0]
+        kept = [count for count in counters if count.numel() > 0]
+        if hyper.is_cuda and any(count.is_cpu for count in kept):
+            torch.cuda.synchronize(hyper.device)  # kernels may still write to them in place
+        largest = [count.max() for count in kept]
         at = HYPER_HEAD + len(optimizer.parameters()) - 1
         hyper[at] = 1.0 + (torch.stack([x.to(hyper) for x in largest]).max() if largest else 0.0)
