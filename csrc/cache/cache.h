@@ -111,6 +111,11 @@ EMB_HD int64_t first_cached_row(const Feature* tables, int num_tables) {
   return table < num_tables ? tables[table].row_base : INT64_MAX;
 }
 
+// One past the last linear row.
+EMB_HD int64_t end_of_rows(const Feature* tables, int num_tables) {
+  return num_tables == 0 ? 0 : tables[num_tables - 1].row_base + tables[num_tables - 1].rows;
+}
+
 // The state of a cache.
 struct CacheState {
   int64_t* tags;    // [sets, kWays] linear rows

@@ -102,9 +102,4 @@ inline void check_tables(const char* op, const Tensor& tables) {
   }
 }
 
-// One past the last linear row.
-inline int64_t end_of_rows(const Feature* tables, int num_tables) {
-  return num_tables == 0 ? 0 : tables[num_tables - 1].row_base + tables[num_tables - 1].rows;
-}
-
 }  // namespace emb

@@ -3,8 +3,8 @@
 
 #include "core/dtype.h"
 #include "core/half.h"
-#include "core/simt.cuh"
 #include "core/philox.h"
+#include "core/simt.cuh"
 
 namespace emb::cuda {
 

@@ -1,7 +1,7 @@
 // Uniform random numbers on one CPU thread: 16 counters go through Philox side by side, one per
 // lane, so that the rounds vectorise.
-#include "core/vec.h"
 #include "core/philox.h"
+#include "core/vec.h"
 #include "random/uniform_table.h"
 
 namespace emb::EMB_ISA {

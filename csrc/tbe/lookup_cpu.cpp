@@ -61,7 +61,9 @@ Tensor new_output(const LookupInputs& in, int64_t columns, ScalarType dtype) {
                                             : in.bags.count / num_features;
   Tensor out = variable && !none ? torch::stable::new_empty(in.indices, {columns}, dtype)
                                  : torch::stable::new_empty(in.indices, {lines, columns}, dtype);
-  const bool complete = in.bags.count > 0 && (none ? in.bags.begin(0) == 0 : covered == columns);
+  // The places of a variable batch may overlap and leave gaps, whatever their sum is.
+  const bool complete =
+      in.bags.count > 0 && (none ? in.bags.begin(0) == 0 : !variable && covered == columns);
   if (!complete) torch::stable::zero_(out);
   return out;
 }

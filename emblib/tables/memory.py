@@ -6,6 +6,7 @@ stays in host memory wherever the module goes, pinned where a GPU reads it; the 
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -45,8 +46,8 @@ class Memory:
         self._disk: DiskStore | None = None
         self._opened: list[float] | None = None
         if self.layout.rows[HOST]:
-            self._host = self._allocate(HOST, torch.device("cpu"))
-            self.follow(device)
+            pinned = device.type == "cuda"
+            self._host = self._allocate(HOST, torch.device("cpu"), pinned=pinned)
         if self.layout.rows[DISK]:
             if cache.directory is None:
                 raise ValueError(
@@ -70,14 +71,15 @@ class Memory:
             if device.type == "meta" and spec.placement is Placement.DISK:
                 raise ValueError("DISK tables are files; a module on meta cannot have them")
 
-    def _allocate(self, tier: int, device: torch.device) -> list[Tensor]:
+    def _allocate(self, tier: int, device: torch.device, *, pinned: bool = False) -> list[Tensor]:
         """Weights, then the optimizer states of a tier, uninitialised."""
+        make = partial(torch.empty, pin_memory=True) if pinned else ops.empty_table
         elements, rows = self.layout.elements[tier], self.layout.rows[tier]
-        tensors = [ops.empty_table((elements,), self.precision.weights, device)]
+        tensors = [make((elements,), dtype=self.precision.weights, device=device)]
         for state in self.states:
             size = rows if state.per_row else elements
             dtype = torch.float32 if state.per_row else self.precision.states
-            tensors.append(ops.empty_table((size,), dtype, device))
+            tensors.append(make((size,), dtype=dtype, device=device))
         return tensors
 
     def allocate_device(self, device: torch.device) -> tuple[Tensor, list[Tensor]]:

@@ -69,7 +69,8 @@ def before_forward(
 ) -> None:
     """At training forward `number` (from 1): moving averages, and the largest count of all rows."""
     if isinstance(optimizer, EnsembleRowwiseAdagrad):
-        if tiers.hyper.is_cuda and len(tiers.weights) > 1:
+        now = number % optimizer.average_every == 0 or number % optimizer.swap_every == 0
+        if now and tiers.hyper.is_cuda and len(tiers.weights) > 1:
             torch.cuda.synchronize()  # tables in host memory are rewritten by the host
         weights = [tensors["weight"] for tensors in views]
         ensemble_(optimizer, number, weights, [tensors["sparse_ema"] for tensors in views])

@@ -267,6 +267,8 @@ def test_wrong_input_is_refused() -> None:
         cache.move_(*(given | changed).values())
 
     shuffled, gap = twin.tables.flip(0).contiguous(), twin.tables.clone()
+    far, wide = rows.clone(), twin.tables.clone()
+    far[1:3], wide[1:, 7] = torch.tensor([2**63 - 1, -5]), 2**62
     gap[2, 1] += 5
     outside = twin.tables.clone()
     outside[1, 0] += 10_000
@@ -282,6 +284,8 @@ def test_wrong_input_is_refused() -> None:
         (plan, {"rows": rows.int()}, "rows must be int64"),
         (plan, {"segments": segments[:-1]}, "segments must have"),
         (plan, {"count": count + 1000}, "count must be in"),
+        (plan, {"rows": far}, "rows must be distinct, ascending"),
+        (plan, {"tables": wide}, "below 2.31"),
         (plan, {"tables": shuffled}, "tables must ascend"),
         (plan, {"tables": gap}, "without a gap"),
         (move, {"weights": store.weights[:3]}, "a list of 4 tensors"),
@@ -294,6 +298,19 @@ def test_wrong_input_is_refused() -> None:
             call(**changed)
     with pytest.raises(RuntimeError, match="one call of tbe_group"):
         cache.lookup_slots(moves[0], segments, lookups + 1000, count)
+    far_segments = segments.clone()
+    far_segments[1:3] = torch.tensor([2 * 10**9, -2 * 10**9])
+    with pytest.raises(RuntimeError, match="one call of tbe_group"):
+        cache.lookup_slots(moves[0], far_segments, lookups, count)
+
+
+def test_foreign_tags_are_only_evicted() -> None:
+    """Tags of no table have no count to write; nothing outside the counts is touched."""
+    twin, _, (rows, segments, _, count), _ = _arguments("lfu")
+    tags, stamps = torch.full_like(twin.tags, 1 << 40), torch.zeros_like(twin.stamps)
+    state = (tags, stamps, twin.counts, twin.counters, torch.tensor([3, 3]))
+    _, evicted = cache.plan_(*state, twin.tables, rows, segments, count, "lfu")
+    assert set(evicted.tolist()) <= {1 << 40, -2}
 
 
 def test_constants_agree() -> None:

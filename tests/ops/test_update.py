@@ -123,11 +123,39 @@ def test_steps_count_from_one() -> None:
 
 def test_features_that_are_not_the_modules_are_refused() -> None:
     problem = Problem(CASES["sgd"])
-    for column, value in ((5, 3), (5, -1), (6, -1), (7, 2)):
+    for column, value in ((5, 3), (5, -1), (6, -1), (6, 2**63 - 1), (7, 2)):
         other = replace(problem)
         other.features[0, column] = value
         with pytest.raises(RuntimeError, match="must name a memory tier"):
             run(other)
+
+
+def _hand_made(dims: tuple[int, int], rows: int, segments: list[int]) -> None:
+    """One group of two lookups, one of each of two features with a bag each."""
+    features = torch.tensor([[0, 0, 4, dims[0], 0, 0, 0, 0], [16, 4, rows, dims[1], 4, 0, 4, 0]])
+    ints = [torch.tensor(x, dtype=torch.int32) for x in (segments, [0, 1], [1, 0], [1])]
+    ops.tbe_update_(
+        [torch.zeros(16 + rows * 4)], [], torch.tensor([0.1, 1, 0, 0, -1]).double(), "sgd",
+        torch.ones(1, 8), features, torch.tensor([4, 0]), *ints, torch.tensor([0, 1, 2]),
+        None, None, None, "sum",
+    )  # fmt: skip
+
+
+def test_groups_that_would_leave_gradient_or_table_are_refused() -> None:
+    _hand_made((4, 4), 4, [0, 2, 2])
+    for dims, rows in (((4, 2), 4), ((4, 4), 0)):
+        with pytest.raises(RuntimeError, match="an empty table or of tables of several dims"):
+            _hand_made(dims, rows, [0, 2, 2])
+
+
+def test_segments_whose_differences_overflow_are_refused() -> None:
+    problem = Problem(CASES["sgd"])
+    arguments = list(problem.arguments(problem.weights, problem.states))
+    segments = arguments[7].clone()
+    segments[:3] = torch.tensor([0, 2**31 - 1, -5])
+    arguments[7], arguments[10] = segments, torch.tensor([2], dtype=torch.int32)
+    with pytest.raises(RuntimeError, match="must come from one call"):
+        ops.tbe_update_(*arguments)
 
 
 _NOT_FINITE = ("adagrad", "rowwise_adagrad", "adam", "partial_rowwise_adam", "lamb", "max_norm",
