@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from emblib import ops
 from emblib.ops import lookups
-from emblib.optim import External, Gradient, Optimizer
+from emblib.optim import NUMBERS, External, Gradient, Optimizer
 from emblib.specs import BoundsCheck, Cache, Placement, Pooling, Precision, TableSpec, brief
 from emblib.tables import checkpoint, periodic
 from emblib.tables.memory import Memory
@@ -160,7 +160,7 @@ class TableBatchedEmbeddingBags(TieredTables):
     def _initial_hyper(self) -> Tensor:
         hyper = super()._initial_hyper()
         if self.precision.stochastic_rounding is not None:
-            hyper[4] = float(self.precision.stochastic_rounding.seed)
+            hyper[NUMBERS["seed"]] = float(self.precision.stochastic_rounding.seed)
         return hyper
 
     def reset_parameters(self) -> None:
