@@ -124,7 +124,6 @@ EMB_DEVICE void most_used(const CachePlan& plan, const MissGroups& groups, int64
   const int64_t oldest = plan.clock[1] < now ? plan.clock[1] : now;
   const bool lfu = cache.policy == Policy::kLfu;
   const int num_groups = *groups.count;
-  const int64_t end_row = end_of_rows(plan.tables, plan.num_tables);  // other tags: of no table
   for (int64_t g = simt::global_warp(); g < num_groups; g += simt::warps_in_grid()) {
     const int64_t slot = int64_t{groups.sets[g]} * kWays + lane_id();
     const int32_t begin = groups.segments[g], end = groups.segments[g + 1];
@@ -140,7 +139,8 @@ EMB_DEVICE void most_used(const CachePlan& plan, const MissGroups& groups, int64
       const int64_t row = plan.rows[u], lookups = lfu ? cache.counts[row - first_row] : 0;
       if (may_replace(cache.policy, lookups, order)) {
         const int64_t old = cache.tags[slot];
-        if (lfu && old >= first_row && old < end_row) {
+        // Other tags are of no table. Found out here: a register for the end would be one too many.
+        if (lfu && old >= first_row && old < end_of_rows(plan.tables, plan.num_tables)) {
           cache.counts[old - first_row] = static_cast<int32_t>(lookups_of(word));
         }
         plan.row_slots[u] = static_cast<int32_t>(slot);
