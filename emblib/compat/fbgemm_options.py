@@ -79,7 +79,8 @@ _INTRODUCTION = """\
 `SplitTableBatchedEmbeddingBagsCodegen` over `emblib.TableBatchedEmbeddingBags`: change the import
 and keep the code. Every option has its effect or raises with the reason; none is dropped silently.
 Where FBGEMM's own CPU build drops or miscomputes one, the formula of its documentation holds here,
-and the tests say where (`tests/compat/`). CPU and CUDA are held to one reference.
+and the tests say where (`tests/compat/`). CPU and CUDA are held to one reference;
+the CUDA kernels have run in emulation so far, not on a GPU.
 
 This page is written by `python -m emblib.compat.fbgemm_options docs/options.md`.
 """

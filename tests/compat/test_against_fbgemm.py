@@ -107,6 +107,7 @@ def test_gradient_clipping(optimizer: str, setting: Setting) -> None:
     compare(setting, FLOAT32, gradient_clipping=True, max_gradient=0.25, **OPTIMIZERS[optimizer])
 
 
+COUNTED = {**ROWWISE, "weight_decay": 0.1, "weight_decay_mode": WeightDecayMode.COUNTER}
 COUNTERS = st.builds(
     CounterBasedRegularizationDefinition,
     counter_weight_decay_mode=st.sampled_from(
@@ -131,14 +132,7 @@ COUNTERS = st.builds(
 @profile(max_examples=3 * EXAMPLES, deadline=None, derandomize=True)
 @given(setting=settings(steps=st.just(5)).map(in_order), counter=COUNTERS)
 def test_counters(setting: Setting, counter: CounterBasedRegularizationDefinition) -> None:
-    compare(
-        setting,
-        FLOAT32,
-        weight_decay=0.1,
-        weight_decay_mode=WeightDecayMode.COUNTER,
-        counter_based_regularization=counter,
-        **ROWWISE,
-    )
+    compare(setting, FLOAT32, counter_based_regularization=counter, **COUNTED)
 
 
 ADAGRADW = st.builds(
@@ -153,14 +147,7 @@ ADAGRADW = st.builds(
 @profile(max_examples=EXAMPLES, deadline=None, derandomize=True)
 @given(setting=settings(steps=st.just(5)).map(in_order), counter=ADAGRADW)
 def test_adagradw(setting: Setting, counter: CounterBasedRegularizationDefinition) -> None:
-    compare(
-        setting,
-        FLOAT32,
-        weight_decay=0.1,
-        weight_decay_mode=WeightDecayMode.COUNTER,
-        counter_based_regularization=counter,
-        **ROWWISE,
-    )
+    compare(setting, FLOAT32, counter_based_regularization=counter, **COUNTED)
 
 
 CLIPS = st.builds(
