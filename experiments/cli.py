@@ -6,8 +6,9 @@ import os
 import sys
 from collections.abc import Sequence
 
-from experiments import configure
-from experiments.configure import UsageError
+from experiments.config import configure
+from experiments.config.configure import UsageError
+from experiments.paths import CONF
 
 HELP = """\
 Measure embedding tables and write a report.
@@ -64,7 +65,7 @@ def main(arguments: Sequence[str]) -> int:
         if "which experiment" in str(error):
             print("\n" + listing(), file=sys.stderr)
         return 2
-    from experiments import runner  # torch, pandas and matplotlib load only when there is work
+    from experiments.run import runner  # torch, pandas and matplotlib load only when there is work
 
     return runner.run(config, question=configure.question(chosen.partition("=")[2]), words=words)
 
@@ -87,7 +88,7 @@ def _hydra(arguments: Sequence[str]) -> int:
 
     def job(composed: DictConfig) -> None:
         nonlocal worst
-        from experiments import runner
+        from experiments.run import runner
 
         config = OmegaConf.to_object(composed)
         assert isinstance(config, configure.Config)
@@ -98,5 +99,5 @@ def _hydra(arguments: Sequence[str]) -> int:
 
     os.environ.setdefault("HYDRA_FULL_ERROR", "0")
     sys.argv = ["run.py", *arguments]
-    hydra.main(version_base="1.3", config_path=str(configure.CONF), config_name="config")(job)()
+    hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(job)()
     return worst

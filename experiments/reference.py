@@ -12,12 +12,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from experiments.machine import ROOT
+from experiments.config.schema import Kind
+from experiments.paths import REFERENCE, ROOT
 from experiments.report import caching, text
 from experiments.report.data import Run
-from experiments.schema import Kind
 
-REFERENCE = ROOT / "reports" / "reference"
 START, END = "<!-- results:start -->", "<!-- results:end -->"
 KEPT = ("config.yaml", "environment.json", "run.json", "points.jsonl", "results.csv", "report.md")
 

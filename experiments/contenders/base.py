@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from experiments.schema import Optimizer
-from experiments.workload import Batch, TableShape
+from experiments.config.schema import Optimizer
+from experiments.work.workload import Batch, TableShape
 
 State = list[Tensor]
 

@@ -8,7 +8,7 @@ from typing import ClassVar
 import emblib
 from experiments.contenders.base import Task, Unsupported
 from experiments.contenders.tables import OPTIMIZERS, BatchedTables
-from experiments.workload import cache_sets
+from experiments.work.workload import cache_sets
 
 
 class Managed(BatchedTables):

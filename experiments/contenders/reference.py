@@ -21,7 +21,7 @@ from experiments.contenders.base import (
 )
 from experiments.contenders.tables import OPTIMIZERS
 from experiments.contenders.tt import expect_tt, tt_spec
-from experiments.workload import Batch
+from experiments.work.workload import Batch
 
 Prepared = tuple[Tensor, Tensor, Tensor]
 

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 import emblib
+from experiments.config.schema import Optimizer
 from experiments.contenders.base import Contender, State, Task, expect_tables, touched
-from experiments.schema import Optimizer
-from experiments.workload import Batch
+from experiments.work.workload import Batch
 
 Prepared = tuple[Tensor, Tensor, Tensor]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from experiments.config.schema import Optimizer
 from experiments.contenders.base import (
     Contender,
     State,
@@ -14,8 +15,7 @@ from experiments.contenders.base import (
     fill_,
     touched,
 )
-from experiments.schema import Optimizer
-from experiments.workload import Batch
+from experiments.work.workload import Batch
 
 Prepared = tuple[list[tuple[Tensor, Tensor]], Tensor]
 

@@ -20,7 +20,7 @@ from experiments.contenders.base import (
     split_gradient,
 )
 from experiments.contenders.tables import OPTIMIZERS, BatchedTables
-from experiments.workload import Batch, TableShape
+from experiments.work.workload import Batch, TableShape
 
 
 def largest(shapes: tuple[TableShape, ...], count: int) -> list[int]:

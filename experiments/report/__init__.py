@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from experiments.report.data import Run
-from experiments.store import RunStore
+from experiments.results.store import RunStore
 
 __all__ = ["Run", "Summary", "write_report"]
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pandas as pd
 
+from experiments.config.sweep import SWEEP
 from experiments.report import text
 from experiments.report.data import Run
-from experiments.sweep import SWEEP
 
 
 def answer(run: Run) -> list[str]:

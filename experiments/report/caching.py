@@ -6,11 +6,11 @@ import math
 
 import pandas as pd
 
+from experiments.config.schema import AXES
+from experiments.config.sweep import IDEALS, LABELS, SWEEP
 from experiments.report import text
 from experiments.report.data import Run
 from experiments.report.tables import Table, Value
-from experiments.schema import AXES
-from experiments.sweep import IDEALS, LABELS, SWEEP
 
 OF = {"lookup_hit_rate": "lookups", "row_hit_rate": "distinct rows"}
 

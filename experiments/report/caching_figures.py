@@ -9,11 +9,11 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter
 
+from experiments.config.schema import AXES
+from experiments.config.sweep import IDEALS, LABELS, SWEEP
 from experiments.report.caching import OF, at_headline, good, point, size
 from experiments.report.data import AXIS_NAMES, Run
 from experiments.report.style import COLOURS, INK, MARKERS, Figure, Panel
-from experiments.schema import AXES
-from experiments.sweep import IDEALS, LABELS, SWEEP
 
 Drawing = Callable[[Axes], None]
 BESIDE = ((0, 7), (0, -14), (13, -3), (-13, -3))  # where sizes are written, line by line

@@ -9,11 +9,11 @@ from typing import Any
 import pandas as pd
 from omegaconf import DictConfig, OmegaConf
 
-from experiments import caching
-from experiments.metrics import frame
-from experiments.schema import AXES, CACHED, Kind
-from experiments.store import Record, read_json, read_records
-from experiments.sweep import SWEEP, Arm
+from experiments.caches import rates
+from experiments.config.schema import AXES, CACHED, Kind
+from experiments.config.sweep import SWEEP, Arm
+from experiments.results.metrics import frame
+from experiments.results.store import Record, read_json, read_records
 
 AXIS_NAMES = {
     "T": "tables T",
@@ -37,7 +37,7 @@ class Run:
     info: dict[str, Any]
     records: list[Record]
     table: pd.DataFrame = field(repr=False)  # metrics.frame: a row per timed record and phase
-    traces: pd.DataFrame = field(repr=False)  # caching.frame: a row per trace through a cache
+    traces: pd.DataFrame = field(repr=False)  # rates.frame: a row per trace through a cache
 
     @classmethod
     def read(cls, path: Path) -> Run:
@@ -52,7 +52,7 @@ class Run:
             read_json(path, "run.json"),
             records,
             frame(records, str(config.report.baseline)),
-            caching.frame(records),
+            rates.frame(records),
         )
 
     @property

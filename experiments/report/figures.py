@@ -9,9 +9,9 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, LogLocator
 
+from experiments.config.sweep import LABELS, SWEEP
 from experiments.report.data import AXIS_NAMES, Run
 from experiments.report.style import COLOURS, INK, MARKERS, Figure, Panel
-from experiments.sweep import LABELS, SWEEP
 
 LOG_AXES = ("T", "E", "D", "B", "L", "rank")
 Label = tuple[float, float, str, str]  # x, y, text, colour

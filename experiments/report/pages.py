@@ -6,12 +6,12 @@ import html
 from collections.abc import Sequence
 from pathlib import Path
 
+from experiments.config.sweep import SWEEP
 from experiments.report import caching, tables, text
 from experiments.report.data import Run
 from experiments.report.figures import subtitle
 from experiments.report.stories import story
 from experiments.report.style import Figure
-from experiments.sweep import SWEEP
 
 HOW_TO_READ = (
     "Every contender of a cell sees the same batches in the same process. After warming up over "

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from experiments import caching, metrics
+from experiments.caches import rates
+from experiments.config.schema import Kind
 from experiments.report import answer, caching_figures, figures
 from experiments.report import caching as caches
 from experiments.report.data import Run
 from experiments.report.style import Figure
-from experiments.schema import Kind
+from experiments.results import metrics
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class Story:
 STORIES = {
     Kind.time: Story(answer.answer, figures.figures, (metrics.FORMULA,)),
     Kind.cache: Story(
-        caches.answer, caching_figures.figures, (caching.FORMULA, *caching.IDEALS, metrics.FORMULA)
+        caches.answer, caching_figures.figures, (rates.FORMULA, *rates.IDEALS, metrics.FORMULA)
     ),
 }
 

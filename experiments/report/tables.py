@@ -10,10 +10,10 @@ from typing import Any
 
 import pandas as pd
 
+from experiments.config.sweep import SWEEP
 from experiments.report import text
 from experiments.report.answer import where
 from experiments.report.data import Run
-from experiments.sweep import SWEEP
 
 
 @dataclass(frozen=True)

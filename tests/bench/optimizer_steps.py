@@ -29,7 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from experiments import memory, stats
+from experiments.timing import memory, stats
 from tests.bench.cpu_peers import CASES, ENVIRONMENT
 from tests.bench.optimizer_options import (
     OPTIONS,

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from experiments import configure
-from experiments.machine import ROOT
+from experiments.config import configure
+from experiments.paths import ROOT
 
 
 @pytest.fixture(scope="session")

@@ -7,8 +7,10 @@ import sys
 
 import pytest
 
-from experiments import cli, configure, runner
-from experiments.machine import ROOT
+from experiments import cli
+from experiments.config import configure
+from experiments.paths import ROOT
+from experiments.run import runner
 
 OK = "+experiment=tt_vs_tbe"
 

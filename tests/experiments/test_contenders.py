@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
+from experiments.config.schema import CONTENDERS, Optimizer, WorkloadConfig
 from experiments.contenders import Task, Unsupported, build
 from experiments.contenders.tables import BatchedTables
 from experiments.contenders.tt import TTTables
-from experiments.schema import CONTENDERS, Optimizer, WorkloadConfig
-from experiments.verify import Wrong, verify
-from experiments.workload import Batch, TableShape, make_pool
+from experiments.run.verify import Wrong, verify
+from experiments.work.workload import Batch, TableShape, make_pool
 
 SHAPES = (TableShape(7, 8), TableShape(400, 8), TableShape(90, 8))
 WORK = WorkloadConfig(T=3, E=400, D=8, B=9, L=5, s=1.1)

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from experiments import ideal, laws
+from experiments.caches import ideal
+from experiments.work import laws
 
 Batches = list[list[int]]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from experiments import metrics
+from experiments.results import metrics
 
 
 def record(**changes: Any) -> dict[str, Any]:

@@ -10,10 +10,11 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from experiments import configure, reference
+from experiments import reference
+from experiments.config import configure
+from experiments.config.schema import Kind
 from experiments.report import Run, text, write_report
 from experiments.report.tables import Table, Value
-from experiments.schema import Kind
 
 EXPERIMENTS = configure.groups()["experiment"]
 TIMED = [

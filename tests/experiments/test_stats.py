@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from experiments import stats
+from experiments.timing import stats
 
 
 def test_summary_of_known_samples() -> None:

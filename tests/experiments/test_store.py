@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 import experiments
-from experiments import cell, cli, runner
+from experiments import cli
 from experiments.contenders import Contender
-from experiments.store import RunStore, read_json, read_records
+from experiments.results.store import RunStore, read_json, read_records
+from experiments.run import cell, runner
 
 QUICK = (
     "+experiment=tt_vs_tbe",

@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from experiments.configure import UsageError
-from experiments.schema import CaseConfig, Config, Design, SweepConfig, TimingConfig, TTConfig
-from experiments.sweep import arms_of, condition, expand
+from experiments.config.configure import UsageError
+from experiments.config.schema import (
+    CaseConfig,
+    Config,
+    Design,
+    SweepConfig,
+    TimingConfig,
+    TTConfig,
+)
+from experiments.config.sweep import arms_of, condition, expand
 
 
 def config(**changes: object) -> Config:

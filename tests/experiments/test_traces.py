@@ -15,14 +15,15 @@ import pytest
 import torch
 
 from emblib.reference.cache import CacheModel
-from experiments import caching, configure, ideal
-from experiments.cell import Session
+from experiments.caches import ideal, rates
+from experiments.caches.trace_cell import trace_cell, trace_of
+from experiments.config import configure
+from experiments.config.schema import CacheConfig, Config, Kind, TimingConfig, WorkloadConfig
+from experiments.config.sweep import IDEALS, Cell, arms_of, expand
 from experiments.report import Run, write_report
 from experiments.report.caching import at_headline, percent
-from experiments.schema import CacheConfig, Config, Kind, TimingConfig, WorkloadConfig
-from experiments.sweep import IDEALS, Cell, arms_of, expand
-from experiments.trace import trace_cell, trace_of
-from experiments.workload import WAYS, cache_sets, make_pool, table_shapes
+from experiments.run.cell import Session
+from experiments.work.workload import WAYS, cache_sets, make_pool, table_shapes
 
 WORK = WorkloadConfig(T=2, E=400, D=4, B=16, L=3, s=0.9)
 CACHE = CacheConfig(fractions=[0.05, 0.3], warm_batches=4, batches=5)
@@ -67,9 +68,9 @@ def test_nothing_beats_the_offline_optimum() -> None:
     assert [r["status"] for r in records] == ["ok"] * 8
     by_size = itertools.groupby(sorted(records, key=size), key=size)
     for _, group in by_size:
-        rates = {r["contender"]: caching.rates(r) for r in group}
-        assert max(r.rows for r in rates.values()) == rates["offline"].rows
-        assert len(rates) == 4
+        found = {r["contender"]: rates.counted(r) for r in group}
+        assert max(r.rows for r in found.values()) == found["offline"].rows
+        assert len(found) == 4
 
 
 def size(record: dict[str, int]) -> int:
@@ -87,13 +88,13 @@ def test_a_contender_that_cannot_do_it_is_a_record() -> None:
     failed = [r for r in records if r["contender"] == "tbe"]
     assert failed
     assert all(r["status"] == "unsupported" for r in failed)
-    assert caching.frame(records)["lookup_hit_rate"].isna().sum() == len(failed)
+    assert rates.frame(records)["lookup_hit_rate"].isna().sum() == len(failed)
 
 
 def test_rates_are_of_the_counted_batches() -> None:
     samples = {"lookups": [9, 10, 10], "lookup_hits": [9, 5, 6], "rows": [3, 4, 4],
                "row_hits": [3, 1, 2]}  # fmt: skip
-    assert caching.rates({"samples": samples, "batches": 2}) == caching.Rates(11 / 20, 3 / 8)
+    assert rates.counted({"samples": samples, "batches": 2}) == rates.Rates(11 / 20, 3 / 8)
 
 
 def test_cache_sets_round_up_and_are_never_none() -> None:

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from experiments import laws, workload
-from experiments.schema import Law, Order, Tables, WorkloadConfig
+from experiments.config.schema import Law, Order, Tables, WorkloadConfig
+from experiments.work import laws, workload
 
 SMALL = WorkloadConfig(T=3, E=500, D=8, B=6, L=4)
 

@@ -12,15 +12,15 @@ from pathlib import Path
 
 import torch
 
-from experiments import memory
-from experiments.clock import clock_for
+from experiments.config.schema import CACHED, Config
+from experiments.config.sweep import Arm, Cell
 from experiments.contenders import Contender, Task, Unsupported, build
-from experiments.measure import PHASES, Measured, Phase, Race
-from experiments.schema import CACHED, Config
-from experiments.store import Record
-from experiments.sweep import Arm, Cell
-from experiments.verify import Wrong, verify
-from experiments.workload import Pool, dense_bytes, make_pool, table_shapes
+from experiments.results.store import Record
+from experiments.run.verify import Wrong, verify
+from experiments.timing import memory
+from experiments.timing.clock import clock_for
+from experiments.timing.race import PHASES, Measured, Phase, Race
+from experiments.work.workload import Pool, dense_bytes, make_pool, table_shapes
 
 VERIFY_BATCH = 32  # bags per table in the check, whose reference gathers every lookup's cores
 # Contenders that hold the tables uncompressed; pages of a file count as well, while they are used.

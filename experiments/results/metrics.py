@@ -8,10 +8,10 @@ from typing import Any
 
 import pandas as pd
 
-from experiments import stats
-from experiments.measure import PHASES
-from experiments.schema import Kind
-from experiments.store import Record
+from experiments.config.schema import Kind
+from experiments.results.store import Record
+from experiments.timing import stats
+from experiments.timing.race import PHASES
 
 INDEX_BYTES = 8  # int64 ids and offsets
 WEIGHT_BYTES = 4  # float32

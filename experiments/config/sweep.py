@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from experiments.schema import (
+from experiments.config.schema import (
     AXES,
     CACHED,
     CacheConfig,
@@ -21,7 +21,7 @@ from experiments.schema import (
     TTConfig,
     WorkloadConfig,
 )
-from experiments.workload import CRITEO_KAGGLE
+from experiments.work.workload import CRITEO_KAGGLE
 
 SWEEP = "sweep"  # section of the cells that come from `sweep:`; cases use their own names
 
@@ -188,7 +188,7 @@ _COMPARE: dict[type, Callable[[Any, Any], Any]] = {
 
 def condition(text: str) -> Callable[[dict[str, Any]], bool]:
     """A `where` rule such as "rank <= D or L == 1": axes, numbers, + - * /, comparisons, logic."""
-    from experiments.configure import UsageError
+    from experiments.config.configure import UsageError
 
     try:
         tree = ast.parse(text, mode="eval").body

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from experiments.laws import Ids, Reals
+from experiments.work.laws import Ids, Reals
 
 NEVER = np.iinfo(np.int64).max
 

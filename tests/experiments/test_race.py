@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from experiments.measure import Race
-from experiments.schema import TimingConfig
+from experiments.config.schema import TimingConfig
+from experiments.timing.race import Race
 
 
 class Script:

@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
-ROOT = Path(__file__).resolve().parent.parent
+from experiments.paths import ROOT
 
 
-def environment(device: torch.device, words: list[str]) -> dict[str, Any]:
+def describe(device: torch.device, words: list[str]) -> dict[str, Any]:
     """Everything about the machine and the software; no host name, no user, no absolute path."""
     return {
         "time_utc": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),

@@ -7,13 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from experiments import ideal, laws
-from experiments.cell import Outcome, Session, describe, task_of
+from experiments.caches import ideal
+from experiments.config.schema import Kind, Law
+from experiments.config.sweep import IDEALS, Cell
 from experiments.contenders import Contender, Unsupported, build
-from experiments.schema import Kind, Law
-from experiments.store import Record
-from experiments.sweep import IDEALS, Cell
-from experiments.workload import (
+from experiments.results.store import Record
+from experiments.run.cell import Outcome, Session, describe, task_of
+from experiments.work import laws
+from experiments.work.workload import (
     WAYS,
     Batch,
     Pool,

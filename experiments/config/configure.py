@@ -6,7 +6,6 @@ import dataclasses
 import difflib
 import re
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any, cast
 
 from hydra import compose, initialize_config_dir
@@ -17,7 +16,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from experiments.schema import (
+from experiments.config.schema import (
     CACHED,
     CONTENDERS,
     CacheConfig,
@@ -27,8 +26,7 @@ from experiments.schema import (
     Kind,
     WorkloadConfig,
 )
-
-CONF = Path(__file__).resolve().parent.parent / "conf"
+from experiments.paths import CONF
 
 
 class UsageError(Exception):

@@ -12,10 +12,12 @@ import pytest
 import torch
 from rich.console import Console
 
-from experiments import cell, machine, memory
-from experiments.progress import Display
-from experiments.schema import Config, Optimizer, WorkloadConfig
-from experiments.sweep import Arm, Cell
+from experiments.config.schema import Config, Optimizer, WorkloadConfig
+from experiments.config.sweep import Arm, Cell
+from experiments.machine import environment
+from experiments.run import cell
+from experiments.run.progress import Display
+from experiments.timing import memory
 
 CPU = torch.device("cpu")
 WORK = WorkloadConfig(T=1, E=1_000_000, D=25)  # 100 MB as float32
@@ -48,12 +50,12 @@ def test_peak_bytes_sees_what_a_call_allocates_and_frees() -> None:
 
 
 def test_available_memory_is_between_nothing_and_all_of_it() -> None:
-    total = machine.environment(CPU, [])["memory_bytes"]
+    total = environment.describe(CPU, [])["memory_bytes"]
     assert 0 < memory.available_bytes(CPU) <= (total or 1 << 62)
 
 
 def test_the_environment_is_complete_and_names_nobody() -> None:
-    found = machine.environment(CPU, ["+experiment=x"])
+    found = environment.describe(CPU, ["+experiment=x"])
     written = json.dumps(found)
     assert found["command"] == "python run.py +experiment=x"
     for key in ("device", "cpu", "torch", "python", "threads", "git", "load_average", "huge_pages"):
@@ -65,7 +67,7 @@ def test_the_environment_is_complete_and_names_nobody() -> None:
 
 
 def test_copy_bandwidth_is_a_plausible_number() -> None:
-    assert 1e8 < machine.copy_bandwidth(CPU, seconds=0.0) < 1e13
+    assert 1e8 < environment.copy_bandwidth(CPU, seconds=0.0) < 1e13
 
 
 def test_without_a_terminal_a_finished_cell_is_one_line() -> None:

@@ -9,15 +9,18 @@ from pathlib import Path
 
 import torch
 
-from experiments import caching, machine, memory, stats
-from experiments.cell import Session, fit_memory, measure_cell
-from experiments.configure import UsageError, device_kind
-from experiments.progress import Display
+from experiments.caches import rates
+from experiments.caches.trace_cell import trace_cell
+from experiments.config.configure import UsageError, device_kind
+from experiments.config.schema import Config, Kind
+from experiments.config.sweep import Cell, expand
+from experiments.machine import environment
+from experiments.paths import ROOT
 from experiments.report import write_report
-from experiments.schema import Config, Kind
-from experiments.store import Record, RunStore
-from experiments.sweep import Cell, expand
-from experiments.trace import trace_cell
+from experiments.results.store import Record, RunStore
+from experiments.run.cell import Session, fit_memory, measure_cell
+from experiments.run.progress import Display
+from experiments.timing import memory, stats
 
 TIMED_SHARE = 0.6  # of a cell's time; building and checking its contenders take the rest
 
@@ -31,7 +34,7 @@ def run(config: Config, *, question: str, words: Sequence[str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     folder = Path(config.report.folder)
-    store = RunStore.create(folder if folder.is_absolute() else machine.ROOT / folder, config.name)
+    store = RunStore.create(folder if folder.is_absolute() else ROOT / folder, config.name)
     store.write_config(config)
     memory.keep_freed_blocks()
     started = time.monotonic()
@@ -67,12 +70,12 @@ def _device(config: Config) -> torch.device:
 
 def _measure(cells: Sequence[Cell], session: Session, store: RunStore, words: Sequence[str]) -> str:
     """All cells; 'finished', or 'interrupted' with what was measured until then in the store."""
-    environment = machine.environment(session.device, list(words))
+    found = environment.describe(session.device, list(words))
     with Display(len(cells)) as display:
-        display.say(f"{session.config.name} · {len(cells)} cells · {environment['device']}")
+        display.say(f"{session.config.name} · {len(cells)} cells · {found['device']}")
         try:
-            environment["copy_gb_s"] = machine.copy_bandwidth(session.device) / 1e9
-            store.write_json("environment.json", environment)
+            found["copy_gb_s"] = environment.copy_bandwidth(session.device) / 1e9
+            store.write_json("environment.json", found)
             for cell in cells:
                 display.begin(_where(cell))
                 fitted = fit_memory(cell, session)
@@ -85,7 +88,7 @@ def _measure(cells: Sequence[Cell], session: Session, store: RunStore, words: Se
                 display.finish(f"{_where(fitted):<42} {_outcome(records)}")
         except KeyboardInterrupt:
             display.say("interrupted: reporting what was measured")
-            store.write_json("environment.json", environment)
+            store.write_json("environment.json", found)
             return "interrupted"
     return "finished"
 
@@ -116,7 +119,7 @@ def _outcome(records: Sequence[Record]) -> str:
         records = [r for r in records if r["cache_rows"] == sizes[(len(sizes) - 1) // 2]]
     for record in records:
         if record["status"] == "ok" and traced:
-            rate = caching.rates(record).lookups
+            rate = rates.counted(record).lookups
             parts.append(f"{record['label']} {100 * rate:.0f}")
         elif record["status"] == "ok":
             seconds = [s for _, s in record["samples"]["step"]]

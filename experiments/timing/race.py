@@ -10,9 +10,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
-from experiments import stats
-from experiments.clock import Clock
-from experiments.schema import TimingConfig
+from experiments.config.schema import TimingConfig
+from experiments.timing import stats
+from experiments.timing.clock import Clock
 
 Phase = Callable[[int], object]  # runs batch number n of the pool
 PHASES = ("forward", "step")

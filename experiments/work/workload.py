@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from experiments import laws
-from experiments.schema import Law, Order, Tables, WorkloadConfig
+from experiments.config.schema import Law, Order, Tables, WorkloadConfig
+from experiments.work import laws
 
 # Rows of the 26 categorical features of Criteo-Kaggle ("Display Advertising Challenge") as the
 # public DLRM preprocessing counts them; together 33,762,577.

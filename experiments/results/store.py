@@ -11,7 +11,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from experiments.schema import Config
+from experiments.config.schema import Config
 
 SCHEMA_VERSION = 1
 Record = dict[str, Any]

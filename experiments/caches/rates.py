@@ -9,8 +9,8 @@ from typing import Any
 
 import pandas as pd
 
-from experiments.schema import Kind
-from experiments.store import Record
+from experiments.config.schema import Kind
+from experiments.results.store import Record
 
 FORMULA = (
     "A cache is probed with all distinct rows of a batch before any row moves, so that a row is a "
@@ -39,7 +39,7 @@ class Rates:
     rows: float
 
 
-def rates(record: Record) -> Rates:
+def counted(record: Record) -> Rates:
     """Sums over the counted batches; the ideals' samples begin with these."""
     samples = record["samples"]
     skip = len(samples["rows"]) - record["batches"]
@@ -59,8 +59,8 @@ def frame(records: Sequence[Record]) -> pd.DataFrame:
 
 def _row(record: Record) -> dict[str, Any]:
     ok = record["status"] == "ok"
-    found = rates(record) if ok else Rates(math.nan, math.nan)
-    counted = sum(record["samples"]["lookups"][-record["batches"] :]) if ok else 0
+    found = counted(record) if ok else Rates(math.nan, math.nan)
+    lookups = sum(record["samples"]["lookups"][-record["batches"] :]) if ok else 0
     most = record.get("most_lookup_hits", math.nan)
     names = ("section", "cell", "contender", "arm", "label", "status", "reason", "cache")
     return {
@@ -72,7 +72,7 @@ def _row(record: Record) -> dict[str, Any]:
         "batches": record["batches"],
         "lookup_hit_rate": found.lookups,
         "row_hit_rate": found.rows,
-        "most_lookup_hit_rate": most / counted if counted else math.nan,
+        "most_lookup_hit_rate": most / lookups if lookups else math.nan,
         "law_lookup_hit_rate": record.get("law_lookup_hit_rate", math.nan),
         "law_row_hit_rate": record.get("law_row_hit_rate", math.nan),
         "rows_scale": record["rows_scale"],

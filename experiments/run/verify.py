@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from experiments.contenders import Contender
-from experiments.workload import Batch
+from experiments.work.workload import Batch
 
 RTOL = 1e-3  # of the largest element; float32 sums of a few thousand terms in another order
 ROUNDING = 5e-7  # of the largest weight: what an update loses when it is added to a float32 weight

@@ -1,0 +1,1 @@
+"""What a run leaves: its records, and the numbers made of them."""

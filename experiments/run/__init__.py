@@ -1,0 +1,1 @@
+"""A run from its first cell to its report."""

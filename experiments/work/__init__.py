@@ -1,0 +1,1 @@
+"""The work that is measured: tables, and the lookups into them."""
