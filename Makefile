@@ -3,7 +3,7 @@
 #   VENV=dir       the environment to create and use (default .venv)
 #   VENV=          none: use and install into the environment of PYTHON as it is
 #   PYTHON=python  whose torch >= 2.10 is used where it has one; else TORCH is installed
-#   EXTRAS=a,b     extras of pyproject.toml to install (default harness,test,lint)
+#   EXTRAS=a,b     extras of pyproject.toml to install (default harness,launchers,test,lint)
 #   EMBLIB_CUDA=AUTO|ON|OFF, TORCH_CUDA_ARCH_LIST="8.0;9.0+PTX", JOBS=n    how to build
 #   ARGS="..."     passed on by run, test and gpu-test
 # pip's own variables work as usual; without a network: PIP_NO_INDEX=1 PIP_FIND_LINKS=wheels make ...
@@ -14,7 +14,7 @@ SHELL := bash
 VENV ?= .venv
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
-EXTRAS ?= harness,test,lint
+EXTRAS ?= harness,launchers,test,lint
 EMBLIB_CUDA ?= AUTO
 ARGS ?=
 export PYTHON VENV TORCH EXTRAS EMBLIB_CUDA JOBS
@@ -23,7 +23,7 @@ STATE := $(if $(VENV),$(VENV),build)/.make
 BIN = $$(cat $(STATE)/bin)
 SOURCES := $(shell find csrc -type f) pyproject.toml
 
-.PHONY: help run test lint format gpu-test native clean distclean force
+.PHONY: help run test lint format gpu-test gate micro nightly tyres native clean distclean force
 
 help: ## say what there is
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 18
@@ -38,6 +38,18 @@ test: native ## the whole test suite, slow tests last (ARGS="-k lookup")
 gpu-test: native ## the tests that use a GPU; fails where torch sees none
 	@$(BIN)/python -c "import torch, sys; sys.exit(None if torch.cuda.is_available() else 'gpu-test: torch sees no GPU')"
 	@$(BIN)/python -m pytest -q -k cuda $(ARGS)
+
+gate: native ## is the working tree slower than BASE=origin/main? (exit status: scripts/gate.sh)
+	@VENV="$(VENV)" scripts/gate.sh $(BASE) $(ARGS)
+
+micro: native ## time single operations with pytest-benchmark
+	@$(BIN)/python run.py +experiment=micro $(ARGS)
+
+nightly: native ## every experiment and pages of all reports (ARGS="timing=quick")
+	@VENV="$(VENV)" scripts/nightly.sh $(ARGS)
+
+tyres: native ## does everything work here? smoke runs, a bundle of them, its verification
+	@VENV="$(VENV)" scripts/kick_the_tyres.sh $(ARGS)
 
 lint: $(STATE)/environment ## ruff, clang-format and mypy
 	@scripts/lint.sh $(BIN)

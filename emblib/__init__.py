@@ -1,6 +1,6 @@
 """Embedding tables for recommender systems: table-batched and tensor-train, on CPU and CUDA."""
 
-from emblib import jagged, ops, optim, reference
+from emblib import jagged, ops, optim, reference, trace
 from emblib.specs import (
     BoundsCheck,
     Cache,
@@ -14,6 +14,7 @@ from emblib.specs import (
     TTSpec,
 )
 from emblib.tables import TableBatchedEmbeddingBags, TTEmbeddingBag
+from emblib.trace import LookupTrace, TracedFeature, TraceRecorder
 
 __version__ = "0.1.0"
 
@@ -21,6 +22,7 @@ __all__ = [
     "BoundsCheck",
     "Cache",
     "CachePolicy",
+    "LookupTrace",
     "MultiPass",
     "Placement",
     "Pooling",
@@ -30,8 +32,11 @@ __all__ = [
     "TTSpec",
     "TableBatchedEmbeddingBags",
     "TableSpec",
+    "TraceRecorder",
+    "TracedFeature",
     "jagged",
     "ops",
     "optim",
     "reference",
+    "trace",
 ]

@@ -16,14 +16,25 @@ Measure embedding tables and write a report.
   python run.py +experiment=NAME [key=value ...]
   python run.py +experiment=NAME --cfg job         print the composed configuration, run nothing
   python run.py -m +experiment=A,B                 one run after another (Hydra's multirun)
+  python run.py --list                             what there is, and what can run here
 
 examples
   python run.py +experiment=tt_vs_tbe
   python run.py +experiment=tt_vs_tbe timing=quick sweep.D=[64] sweep.rank=[16,32]
   python run.py +experiment=tt_vs_tbe cases.criteo.workload.B=512 device.threads=1
 
-exit status: 0 done; 1 the tool broke; 2 wrong usage; 5 done, but a contender failed or was wrong;
-130 interrupted (what was measured is kept and reported).
+  python run.py +experiment=tt_vs_tbe dry_run=true          what would be measured, for how long
+  python run.py +experiment=tt_vs_tbe rerun=failed          ... once more where something failed
+
+A command that is given again goes on where the last one ended: what an earlier run has measured, of
+the same code on the same machine, is taken from there (rerun=all measures everything anew).
+
+exit status
+  0  done; running out of memory is a result (with strict=true it is a failure)
+  1  the tool broke                       2  wrong usage
+  3  the gate: a confirmed regression     4  the gate is not sure, and gate.strict=true
+  5  done, but a contender failed, was wrong or ran out of time
+  6  the gate: nothing to compare         130  interrupted; what was measured is kept and reported
 
 CPU threads wait passively (OMP_WAIT_POLICY=PASSIVE unless it is set): a little slower on an idle
 machine, far steadier on a shared one.
@@ -52,7 +63,15 @@ def main(arguments: Sequence[str]) -> int:
     if {"-h", "--help"} & set(flags):
         print(HELP + "\n" + listing())
         return 0
+    if "--list" in flags:
+        from experiments import list as everything
+
+        return everything.main(words)
     try:
+        if {"-m", "--multirun"} & set(flags):
+            from experiments.launch import multirun
+
+            return multirun.run(arguments)
         if flags:
             return _hydra(arguments)
         if not any(w.lstrip("+").startswith("experiment=") for w in words):
@@ -73,7 +92,7 @@ def main(arguments: Sequence[str]) -> int:
 def _hydra(arguments: Sequence[str]) -> int:
     """Hydra's own flags (-m, --cfg, ...) go to Hydra, after the same check of the keys."""
     import hydra
-    from omegaconf import DictConfig, OmegaConf
+    from omegaconf import DictConfig
 
     configure.register()
     values = {"-c", "--cfg", "-p", "--package", "-cp", "--config-path", "-cn", "--config-name"}
@@ -90,9 +109,7 @@ def _hydra(arguments: Sequence[str]) -> int:
         nonlocal worst
         from experiments.run import runner
 
-        config = OmegaConf.to_object(composed)
-        assert isinstance(config, configure.Config)
-        configure.check_values(config)
+        config = configure.checked(composed)
         worst = max(
             worst, runner.run(config, question=configure.question(config.name), words=words)
         )

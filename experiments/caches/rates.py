@@ -62,14 +62,15 @@ def _row(record: Record) -> dict[str, Any]:
     found = counted(record) if ok else Rates(math.nan, math.nan)
     lookups = sum(record["samples"]["lookups"][-record["batches"] :]) if ok else 0
     most = record.get("most_lookup_hits", math.nan)
+    size = record.get("cache_rows", math.nan)  # a process that died did not get so far
     names = ("section", "cell", "contender", "arm", "label", "status", "reason", "cache")
     return {
         **{k: record[k] for k in names},
         **record["params"],
         "rows": record["rows"],
-        "cache_rows": record["cache_rows"],
-        "fraction": record["cache_rows"] / record["rows"],
-        "batches": record["batches"],
+        "cache_rows": size,
+        "fraction": size / record["rows"],
+        "batches": record.get("batches", 0),
         "lookup_hit_rate": found.lookups,
         "row_hit_rate": found.rows,
         "most_lookup_hit_rate": most / lookups if lookups else math.nan,

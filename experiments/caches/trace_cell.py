@@ -8,12 +8,14 @@ from typing import Any
 import numpy as np
 
 from experiments.caches import ideal
-from experiments.config.schema import Kind, Law
 from experiments.config.sweep import IDEALS, Cell
 from experiments.contenders import Contender, Unsupported, build
 from experiments.results.store import Record
-from experiments.run.cell import Outcome, Session, describe, task_of
-from experiments.work import laws
+from experiments.run.cell import task_of
+from experiments.run.outcome import Outcome, describe, facts
+from experiments.run.session import Session
+from experiments.work.laws import Ids
+from experiments.work.trace_files import TraceError
 from experiments.work.workload import (
     WAYS,
     Batch,
@@ -21,12 +23,13 @@ from experiments.work.workload import (
     TableShape,
     cache_sets,
     make_pool,
+    probabilities,
     table_shapes,
 )
 
 
-def trace_cell(cell: Cell, session: Session) -> list[Record]:
-    """One record per contender and size, ideal ones included; nothing is timed.
+def trace_cell(cell: Cell, session: Session, seconds: float = 0.0) -> list[Record]:
+    """One record per contender and size, ideal ones included; `seconds` is for what is timed.
 
     A contender runs a forward pass on every batch; what its cache counted is read after each, so
     that a record holds the hits batch by batch, those of the warm-up too.
@@ -36,6 +39,12 @@ def trace_cell(cell: Cell, session: Session) -> list[Record]:
     pool = make_pool(
         cell.workload, shapes, cell.cache.warm_batches + cell.cache.batches, session.config.seed
     )
+    wanted = cell.cache.warm_batches + cell.cache.batches
+    if len(pool.batches) < wanted:
+        raise TraceError(
+            f"{cell.workload.file} has {len(pool.batches)} batches of {cell.workload.B:,} samples, "
+            f"cache.warm_batches + cache.batches asks for {wanted}: lower them, or workload.B"
+        )
     trace = trace_of(pool, shapes, cell.cache.warm_batches)
     records, measured = [], set()
     for arm in cell.arms:
@@ -46,6 +55,7 @@ def trace_cell(cell: Cell, session: Session) -> list[Record]:
         if (arm.contender, size) in measured:
             continue  # two fractions of a small table are the same number of sets
         measured.add((arm.contender, size))
+        session.note(f"{arm.key}|running the trace")
         try:
             if arm.contender in IDEALS:
                 samples, extra = _ideal(arm.contender, trace, size, cell, shapes)
@@ -54,8 +64,8 @@ def trace_cell(cell: Cell, session: Session) -> list[Record]:
         except Exception as error:  # whatever it is becomes this contender's row
             outcome.fail(error)
         records.append(
-            describe(cell, outcome, pool, session)
-            | {"kind": Kind.cache.value, "samples": samples, **extra}
+            describe(cell, outcome, session, facts(pool))
+            | {"samples": samples, **extra}
             | {"cache_rows": size, "batches": cell.cache.batches}
         )
     return records
@@ -66,7 +76,7 @@ def trace_of(pool: Pool, shapes: tuple[TableShape, ...], warm: int) -> ideal.Tra
     return ideal.Trace.of([_linear(b, shapes) for b in pool.batches], warm)
 
 
-def _linear(batch: Batch, shapes: tuple[TableShape, ...]) -> laws.Ids:
+def _linear(batch: Batch, shapes: tuple[TableShape, ...]) -> Ids:
     bases = np.cumsum([0, *(s.rows for s in shapes)])
     parts = [batch.feature(f)[0].numpy() + bases[f] for f in range(len(shapes))]
     return np.concatenate(parts)
@@ -103,8 +113,10 @@ def _ideal(
     if name == "offline":
         return samples, {"most_lookup_hits": ideal.most_lookups(trace, size)}
     work = cell.workload
-    exponent = 0.0 if work.law is Law.uniform else work.s
-    every = [laws.zipf_probabilities(s.rows, exponent, work.q) / len(shapes) for s in shapes]
+    laws_of_tables = [probabilities(work, s.rows) for s in shapes]
+    every = [law / len(shapes) for law in laws_of_tables if law is not None]
+    if not every:
+        return samples, {}
     lookups = len(shapes) * work.B * work.L
     by_lookup, by_row = ideal.law_top(np.concatenate(every), size, lookups)
     return samples, {"law_lookup_hit_rate": by_lookup, "law_row_hit_rate": by_row}

@@ -17,16 +17,20 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from experiments.config.schema import (
-    CACHED,
-    CONTENDERS,
     CacheConfig,
     CaseConfig,
     Config,
     DeviceKind,
     Kind,
+    Law,
+    Mode,
+    Tables,
     WorkloadConfig,
 )
+from experiments.contenders import registry
 from experiments.paths import CONF
+
+NOT_GROUPS = ("hardware",)  # conf/hardware is a table of devices, nothing that a run chooses
 
 
 class UsageError(Exception):
@@ -55,7 +59,7 @@ def register() -> None:
 
 def groups() -> dict[str, list[str]]:
     """Config groups and their options, read from conf/."""
-    folders = sorted(p for p in CONF.iterdir() if p.is_dir())
+    folders = sorted(p for p in CONF.iterdir() if p.is_dir() and p.name not in NOT_GROUPS)
     return {p.name: sorted(f.stem for f in p.glob("*.yaml")) for p in folders}
 
 
@@ -81,11 +85,30 @@ def load(arguments: Sequence[str]) -> Config:
     try:
         with initialize_config_dir(str(CONF), version_base="1.3"):
             composed = compose("config", overrides=overrides)
-        config = cast(Config, OmegaConf.to_object(composed))
+        return checked(composed)
     except (HydraException, OmegaConfBaseException) as error:
         raise UsageError(_one_line(error)) from error
+
+
+def checked(composed: DictConfig) -> Config:
+    """The composed configuration as an object, its values checked; raises UsageError."""
+    config = cast(Config, OmegaConf.to_object(composed))
+    _settle(config)
     check_values(config)
     return config
+
+
+def _settle(config: Config) -> None:
+    """What ${cpu_gpu:...} gave is as yet unchecked: words become the schema's values."""
+    names = [getattr(mode, "value", mode) for mode in config.timing.modes]
+    for name in names:
+        if name not in [mode.value for mode in Mode]:
+            raise UsageError(
+                f"timing.modes: no mode '{name}'. There is: {', '.join(m.value for m in Mode)}"
+            )
+    if not names:
+        raise UsageError("timing.modes must name at least one mode, e.g. timing.modes=[hot]")
+    config.timing.modes = [Mode(name) for name in names]
 
 
 def parse(overrides: Sequence[str]) -> list[Override]:
@@ -195,17 +218,18 @@ def check_values(config: Config) -> None:
     """Rules between values that types cannot say."""
     points: dict[str, Config | CaseConfig] = {"": config}
     points |= {f"cases.{k}.": c for k, c in config.cases.items()}
+    contenders = _contenders()
     for prefix, point in points.items():
         tt = point.tt
         _check_workload(prefix, point.workload)
         _check_cache(prefix, point.cache)
         for name in point.contenders:
-            if name not in CONTENDERS:
-                near = difflib.get_close_matches(name, CONTENDERS, 1, 0.3)
+            if name not in contenders:
+                near = difflib.get_close_matches(name, contenders, 1, 0.3)
                 hint = f" Did you mean '{near[0]}'?" if near else ""
                 raise UsageError(
                     f"{prefix}contenders: no contender '{name}'.{hint} "
-                    f"There is: {', '.join(CONTENDERS)}"
+                    f"There is: {', '.join(contenders)}"
                 )
         if tt.tables < 1:
             raise UsageError(f"{prefix}tt.tables must be >= 1, got {tt.tables}")
@@ -214,18 +238,35 @@ def check_values(config: Config) -> None:
     for axis in ("T", "E", "D", "B", "L", "rank"):
         if any(v < 1 for v in getattr(config.sweep, axis)):
             raise UsageError(f"sweep.{axis} must be >= 1, got {getattr(config.sweep, axis)}")
+    for axis in ("L", "s", "q"):
+        if config.workload.law is Law.trace and getattr(config.sweep, axis):
+            raise UsageError(
+                f"sweep.{axis} changes nothing about a trace: leave it out with 'sweep.{axis}=[]'"
+            )
     timing = config.timing
     if min(timing.pool, timing.min_rounds, timing.max_rounds) < 1:
         raise UsageError("timing.pool, timing.min_rounds and timing.max_rounds must be >= 1")
+    if config.device.ranks < 1:
+        raise UsageError(f"device.ranks must be >= 1, got {config.device.ranks}")
+    if config.device.ranks > 1 and config.kind is not Kind.time:
+        raise UsageError(f"device.ranks: only kind=time has ranks, this is {config.kind.value}")
     if config.lr <= 0:
         raise UsageError(f"lr must be > 0, got {config.lr}")
-    if config.kind is Kind.cache and not set(config.contenders) <= set(CACHED):
-        raise UsageError(f"contenders: traces (kind=cache) are for {', '.join(CACHED)}")
+    cached = registry.cached()
+    if config.kind is Kind.cache and not set(config.contenders) <= set(cached):
+        raise UsageError(f"contenders: traces (kind=cache) are for {', '.join(cached)}")
     headline = config.report.headline
     if headline and headline not in config.cases:
         raise UsageError(
             f"report.headline: no case '{headline}'. There is: {', '.join(config.cases) or 'none'}"
         )
+
+
+def _contenders() -> tuple[str, ...]:
+    try:
+        return registry.names()
+    except registry.RegistryError as error:
+        raise UsageError(str(error)) from error
 
 
 def _check_cache(prefix: str, cache: CacheConfig) -> None:
@@ -237,8 +278,21 @@ def _check_cache(prefix: str, cache: CacheConfig) -> None:
 
 
 def _check_workload(prefix: str, workload: WorkloadConfig) -> None:
+    traced = workload.law is Law.trace
     for axis in ("T", "E", "D", "B", "L"):
-        if getattr(workload, axis) < 1:
-            raise UsageError(f"{prefix}workload.{axis} must be >= 1, got {getattr(workload, axis)}")
+        # Of a trace, 0 means what its file says.
+        least = 0 if traced and axis in ("T", "E") else 1
+        if getattr(workload, axis) < least:
+            raise UsageError(
+                f"{prefix}workload.{axis} must be >= {least}, got {getattr(workload, axis)}"
+            )
+    if any(rows < 1 for rows in workload.sizes):
+        raise UsageError(f"{prefix}workload.sizes must be >= 1, got {workload.sizes}")
+    if traced and not workload.file:
+        raise UsageError(f"{prefix}workload.law=trace needs a file: workload.file=PATH")
+    if workload.file and not traced:
+        raise UsageError(f"{prefix}workload.file is read by workload=trace only; give both")
+    if traced and workload.tables is not Tables.equal:
+        raise UsageError(f"{prefix}workload.tables must be equal: a trace has tables of its own")
     if workload.s < 0 or workload.q < 0:
         raise UsageError(f"{prefix}workload.s and .q must be >= 0, got {workload.s}, {workload.q}")

@@ -5,21 +5,22 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-# Apart from their code, so that a typo is reported before torch is imported.
-CONTENDERS = (
-    *("tbe", "tt", "torch", "reference_tbe", "reference_tt", "managed"),
-    *("cached_lru", "cached_lfu", "disk_lru", "disk_lfu"),
-)
-CACHED = ("cached_lru", "cached_lfu", "disk_lru", "disk_lfu")  # a variant per size of the cache
 # Sweepable workload fields; `rank` is the contenders' axis.
 AXES = ("T", "E", "D", "B", "L", "s", "q")
 
 
 class Kind(Enum):
-    """What a point of the sweep is: contenders timed together, or a trace run through caches."""
+    """What a point of the sweep is: contenders timed together, a trace run through caches, or ids
+    that are only looked at."""
 
     time = "time"
     cache = "cache"
+    trace = "trace"
+    anchor = "anchor"  # of a whole run: its cases are timed, and set beside published figures
+    gate = "gate"  # of a whole run: two revisions of emblib take turns on its cases
+    noise = "noise"  # of a whole run: how far a revision seems to differ from itself
+    power = "power"  # of a whole run: how often the gate errs
+    micro = "micro"  # of a whole run: single calls of operations, timed by pytest-benchmark
 
 
 class Tables(Enum):
@@ -30,10 +31,12 @@ class Tables(Enum):
 
 
 class Law(Enum):
-    """How often each row is looked up."""
+    """How often each row is looked up; `trace` reads the lookups from a file."""
 
     uniform = "uniform"
     zipf = "zipf"
+    production = "production"
+    trace = "trace"
 
 
 class Order(Enum):
@@ -43,11 +46,47 @@ class Order(Enum):
     ranked = "ranked"
 
 
+class Format(Enum):
+    """Layout of a trace file; auto goes by its name and first bytes."""
+
+    auto = "auto"
+    dlrm = "dlrm"
+    criteo = "criteo"
+    parquet = "parquet"
+    csv = "csv"
+    emblib = "emblib"
+
+
+class Ids(Enum):
+    """Ids of a trace file: rows as they are (one outside its table is an error), or modulo rows."""
+
+    exact = "exact"
+    fold = "fold"
+
+
 class Design(Enum):
-    """How axes combine: each varied alone around the base point, or all with all."""
+    """How axes combine: each alone around the base point, all with all, or value by value."""
 
     one_at_a_time = "one_at_a_time"
     grid = "grid"
+    zip = "zip"
+
+
+class Mode(Enum):
+    """What a sample finds: data in caches or not, launches in a graph or on the host's time."""
+
+    hot = "hot"
+    cold = "cold"
+    graph = "graph"
+    wall = "wall"
+
+
+class Rerun(Enum):
+    """Which cells are measured again although an earlier run has them."""
+
+    none = "none"
+    failed = "failed"
+    all = "all"
 
 
 class DeviceKind(Enum):
@@ -68,7 +107,11 @@ class Optimizer(Enum):
 
 @dataclass
 class WorkloadConfig:
-    """T tables of E rows and D columns; B bags per batch, L lookups per bag, drawn by `law`."""
+    """T tables of E rows and D columns; B bags per batch, L lookups per bag, drawn by `law`.
+
+    Of a trace file, T and E may be 0: all its tables, with the rows that the file says they have. L
+    is then what its bags have on average.
+    """
 
     tables: Tables = Tables.equal
     law: Law = Law.zipf
@@ -80,6 +123,12 @@ class WorkloadConfig:
     L: int = 20
     s: float = 1.05  # P(rank) ~ (rank + q)^-s, rank = 1..E
     q: float = 0.0
+    sizes: list[int] = field(default_factory=list)  # rows of each table, instead of T and E
+    file: str = ""  # of law=trace
+    format: Format = Format.auto
+    columns: list[str] = field(default_factory=list)  # of the file, one a table; empty: all
+    ids: Ids = Ids.exact
+    sha256: str = ""  # of the file: recorded; a run that is given one refuses another file
 
 
 @dataclass
@@ -145,14 +194,20 @@ class TimingConfig:
     """How long to measure. The caps (0 = none) shrink a run for tests; the report then says so."""
 
     preset: str = "standard"
+    replicates: int = 3  # fresh processes per cell; a verdict needs three
+    modes: list[Mode] = field(default_factory=lambda: [Mode.hot])
     pool: int = 8  # distinct batches, cycled
-    warmup: int = 1  # passes over the pool before the first sample
-    warmup_seconds: float = 0.5  # slow contenders get fewer batches to warm up
+    warmup: int = 3  # passes over the pool before the first sample, at least
+    warmup_seconds: float = 0.2  # of warming up, at least; then until two passes are alike
+    warmup_cap: float = 1.0  # at most: slow contenders get fewer batches to warm up
+    min_seconds: float = 0.2  # of samples, before a phase may count as precise
     min_rounds: int = 6  # the fewest that give a 95 % interval
     max_rounds: int = 50  # of two samples per phase
     cell_seconds: float = 2.5  # for all contenders of one cell together
     total_seconds: float = 75.0  # on a busy machine cells get shorter to keep to this; 0: never
     precision: float = 0.01  # stop early: half-width of the median's 95 % interval, relative
+    energy_seconds: float = 0.0  # of steps alone, for their energy; 0: not measured
+    limit_seconds: float = 120.0  # a contender that is silent for so long is ended; 0: never
     max_rows: int = 0
     max_batch: int = 0
     max_cells: int = 0
@@ -165,6 +220,35 @@ class DeviceConfig:
     kind: DeviceKind = DeviceKind.auto
     threads: int = 0
     memory_share: float = 0.6
+    ranks: int = 1  # processes that work side by side, each on batches of its own, under torchrun
+    strict: bool = False  # refuse to measure on a machine that is not fit for it
+
+
+@dataclass
+class GatePoint:
+    """One thing that may not become slower: a phase of the first contender of a case."""
+
+    case: str = ""
+    phase: str = "step"
+    optimizer: Optimizer = Optimizer.sgd
+
+
+@dataclass
+class GateConfig:
+    """Two revisions of emblib side by side (kinds gate, noise, power)."""
+
+    base: str = ""  # what git calls it; empty: origin/main, else HEAD; a smoke run: head itself
+    head: str = "WORKTREE"  # or what git calls it
+    points: list[GatePoint] = field(default_factory=list)
+    most_pairs: int = 9  # of processes, for a point that is unsure after timing.replicates
+    min_effect: float = 0.05  # smaller ones do not count
+    most_margin: float = 0.1  # a point whose noise asks for more is not gated
+    strict: bool = False  # unsure, or too noisy to gate, is exit status 4
+    noise: str = "reports/noise"  # folder of the noise floors, one file a machine
+    floor_pairs: int = 24  # of processes that a noise floor is made of
+    trials: int = 200  # kind power: gates of a revision against itself
+    slowed_trials: int = 40  # kind power: the same with every point of head slowed by `inject`
+    inject: float = 1.0  # head takes this many times its time
 
 
 @dataclass
@@ -187,6 +271,9 @@ class Config:
     name: str = ""
     kind: Kind = Kind.time
     seed: int = 1
+    rerun: Rerun = Rerun.none
+    dry_run: bool = False  # print the cells with their memory and time, measure nothing
+    strict: bool = False  # running out of memory is a failure too, not a result
     optimizer: Optimizer = Optimizer.sgd
     lr: float = 0.01
     workload: WorkloadConfig = field(default_factory=WorkloadConfig)
@@ -195,8 +282,10 @@ class Config:
     cache: CacheConfig = field(default_factory=CacheConfig)
     sweep: SweepConfig = field(default_factory=SweepConfig)
     design: Design = Design.one_at_a_time
-    where: list[str] = field(default_factory=list)
+    where: list[str] = field(default_factory=list)  # what does not meet all of these is left out
+    exclude: list[str] = field(default_factory=list)  # what meets any of these is left out
     cases: dict[str, CaseConfig] = field(default_factory=dict)
     timing: TimingConfig = field(default_factory=TimingConfig)
     device: DeviceConfig = field(default_factory=DeviceConfig)
+    gate: GateConfig = field(default_factory=GateConfig)
     report: ReportConfig = field(default_factory=ReportConfig)

@@ -7,39 +7,40 @@ import dataclasses
 import itertools
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from experiments.config.schema import (
     AXES,
-    CACHED,
     CacheConfig,
     Config,
     Design,
     Kind,
-    Tables,
+    Law,
     TTConfig,
     WorkloadConfig,
 )
-from experiments.work.workload import CRITEO_KAGGLE
+from experiments.contenders import registry
 
 SWEEP = "sweep"  # section of the cells that come from `sweep:`; cases use their own names
 
-LABELS = {
-    "tbe": "TBE",
-    "tt": "TT",
-    "torch": "EmbeddingBag",
-    "reference_tbe": "reference TBE",
-    "reference_tt": "reference TT",
-    "managed": "managed, no cache",
-    "cached_lru": "LRU cache",
-    "cached_lfu": "LFU cache",
-    "disk_lru": "disk, LRU cache",
-    "disk_lfu": "disk, LFU cache",
-    "offline": "offline optimum (ideal)",
-    "static_top": "static top-k (ideal)",
-}
-IDEALS = ("offline", "static_top")  # computed from a trace; they are no programs to time
+# Computed from a trace; they are no programs to time.
+IDEALS = {"offline": "offline optimum (ideal)", "static_top": "static top-k (ideal)"}
+LOOKUPS = {"lookups": "the lookups"}  # the one arm of a trace that is only looked at
+Condition = Callable[[dict[str, Any]], bool]
+
+
+def label_of(contender: str) -> str:
+    """A contender, or an ideal, as people call it."""
+    return (IDEALS | LOOKUPS).get(contender) or registry.label(contender)
+
+
+def variants_of(contender: str) -> str:
+    """Of what it has several arms: "rank", "cache", or nothing."""
+    if contender in LOOKUPS:
+        return ""
+    return "cache" if contender in IDEALS else registry.variants(contender)
 
 
 @dataclass(frozen=True, order=True)
@@ -60,7 +61,7 @@ class Arm:
     @property
     def label(self) -> str:
         """For people."""
-        name = LABELS[self.contender]
+        name = label_of(self.contender)
         if self.cache:
             return f"{name} {100 * self.cache:g} %"
         return f"{name} rank {self.rank}" if self.rank else name
@@ -93,9 +94,12 @@ def arms_of(
     """One arm per contender; per rank of a tensor train, per size of a cache."""
 
     def variants(name: str) -> list[Arm]:
-        if name in (*CACHED, *IDEALS):
-            return [Arm(name, cache=fraction) for fraction in fractions]
-        return [Arm(name, r) for r in ranks] if name.endswith("tt") else [Arm(name)]
+        match variants_of(name):
+            case "cache":
+                return [Arm(name, cache=fraction) for fraction in fractions]
+            case "rank":
+                return [Arm(name, rank) for rank in ranks]
+        return [Arm(name)]
 
     return tuple(arm for name in contenders for arm in variants(name))
 
@@ -109,9 +113,31 @@ def expand(config: Config) -> list[Cell]:
         )
         for key, c in config.cases.items()
     ]  # fmt: skip
+    if config.kind is Kind.trace:
+        looked_at = arms_of(list(LOOKUPS), [], [])
+        cells = [replace(c, arms=looked_at, cache=config.cache, kind=config.kind) for c in cells]
     swept = list(_swept(config))
     limit = config.timing.max_cells
-    return [_capped(c, config) for c in cells + (swept[:limit] if limit else swept)]
+    swept = swept[:limit] if limit else swept
+    # Of traces the user's own comes first; cases are what it is compared with.
+    every = swept + cells if config.kind is Kind.trace else cells + swept
+    return [_capped(_resolved(cell), config) for cell in every]
+
+
+def _resolved(cell: Cell) -> Cell:
+    """With what a trace file says of its tables; raises UsageError where that cannot be used."""
+    from experiments.config.configure import UsageError
+
+    if cell.workload.law is not Law.trace:
+        return cell
+    from experiments.work import trace_files  # loads torch, and most experiments do without
+
+    try:
+        workload = trace_files.resolve(cell.workload, sized=cell.kind is not Kind.trace)
+    except trace_files.TraceError as error:
+        raise UsageError(str(error)) from error
+    title = _title(workload) if cell.section == SWEEP else cell.title
+    return replace(cell, workload=workload, title=title)
 
 
 def axes_of(config: Config) -> dict[str, list[Any]]:
@@ -122,25 +148,31 @@ def axes_of(config: Config) -> dict[str, list[Any]]:
 
 def _swept(config: Config) -> Iterator[Cell]:
     axes = axes_of(config)
-    if not axes and config.cases:
+    # A trace that was named is meant to be measured, beside whatever cases there are.
+    if not axes and config.cases and config.workload.law is not Law.trace:
         return
     ranks = sorted({*axes.pop("rank", []), *config.tt.ranks})
     base = config.workload
-    if config.design is Design.grid:
+    if config.design is Design.one_at_a_time:  # only the base point meets every rank
+        lone = [{axis: v} for axis, values in axes.items() for v in values]
+        base_first: list[tuple[dict[str, Any], list[int]]] = [({}, ranks)]
+        points_ranks = base_first + [(point, list(config.tt.ranks)) for point in lone]
+    elif config.design is Design.grid:
         points = [dict(zip(axes, v, strict=True)) for v in itertools.product(*axes.values())]
         points_ranks = [(point, ranks) for point in points]
-    else:  # only the base point meets every rank
-        lone = [{axis: v} for axis, values in axes.items() for v in values]
-        points_ranks = [({}, ranks)] + [(point, list(config.tt.ranks)) for point in lone]
+    else:
+        points_ranks = [(point, ranks) for point in _zipped(axes)]
     seen: set[str] = set()
     keep = [condition(text) for text in config.where]
+    drop = [condition(text) for text in config.exclude]
     names = [*config.contenders, *(IDEALS if config.kind is Kind.cache else ())]
+    names = list(LOOKUPS) if config.kind is Kind.trace else names
     for point, cell_ranks in points_ranks:
         workload = dataclasses.replace(base, **point)
         arms = tuple(
             arm
             for arm in arms_of(names, cell_ranks, config.cache.fractions)
-            if all(test({**_values(workload), "rank": arm.rank}) for test in keep)
+            if _kept({**_values(workload), "rank": arm.rank}, keep, drop)
         )
         cell = Cell(
             SWEEP, _title(workload), workload, arms, config.tt, cache=config.cache, kind=config.kind
@@ -150,9 +182,25 @@ def _swept(config: Config) -> Iterator[Cell]:
             yield cell
 
 
+def _zipped(axes: dict[str, list[Any]]) -> list[dict[str, Any]]:
+    """First values together, second values together, ...; raises UsageError unless equally many."""
+    from experiments.config.configure import UsageError
+
+    if len({len(values) for values in axes.values()}) > 1:
+        counts = ", ".join(f"{len(values)} of {axis}" for axis, values in axes.items())
+        raise UsageError(f"design=zip needs equally many values of every axis; there are {counts}")
+    return [dict(zip(axes, v, strict=True)) for v in zip(*axes.values(), strict=True)]
+
+
+def _kept(values: dict[str, Any], keep: Sequence[Condition], drop: Sequence[Condition]) -> bool:
+    return all(test(values) for test in keep) and not any(test(values) for test in drop)
+
+
 def _title(w: WorkloadConfig) -> str:
     """The workload as the end of a sentence."""
     tables = "a table" if w.T == 1 else f"{w.T} tables"
+    if w.law is Law.trace:
+        return f"{tables} of the trace {Path(w.file).name} (D={w.D}, B={w.B:,}, L≈{w.L})"
     return f"{tables} of {w.E:,} rows (D={w.D}, B={w.B:,}, L={w.L})"
 
 
@@ -166,9 +214,10 @@ def _capped(cell: Cell, config: Config) -> Cell:
     workload, scale = cell.workload, 1.0
     if batch and batch < workload.B:
         workload = dataclasses.replace(workload, B=batch)
-    largest = max(CRITEO_KAGGLE) if workload.tables is Tables.criteo_kaggle else workload.E
-    if rows and largest > rows:
-        scale = rows / largest
+    if rows:
+        from experiments.work.workload import table_rows  # loads torch
+
+        scale = min(1.0, rows / max(table_rows(workload)))
     return dataclasses.replace(cell, workload=workload, rows_scale=scale)
 
 
@@ -186,8 +235,8 @@ _COMPARE: dict[type, Callable[[Any, Any], Any]] = {
 }
 
 
-def condition(text: str) -> Callable[[dict[str, Any]], bool]:
-    """A `where` rule such as "rank <= D or L == 1": axes, numbers, + - * /, comparisons, logic."""
+def condition(text: str) -> Condition:
+    """A rule of `where` or `exclude` such as "rank <= D or L == 1": axes, numbers, logic."""
     from experiments.config.configure import UsageError
 
     try:
@@ -195,7 +244,9 @@ def condition(text: str) -> Callable[[dict[str, Any]], bool]:
         _evaluate(tree, dict.fromkeys((*AXES, "rank"), 1))
     except (SyntaxError, TypeError, KeyError, ZeroDivisionError) as error:
         names = ", ".join((*AXES, "rank"))
-        raise UsageError(f"where: cannot read '{text}' ({error}); it may use {names}") from error
+        raise UsageError(
+            f"where, exclude: cannot read '{text}' ({error}); it may use {names}"
+        ) from error
     return lambda values: bool(_evaluate(tree, values))
 
 

@@ -1,29 +1,47 @@
-"""Contenders by name; each module is imported only when its contender is asked for."""
+"""What is measured. The names are known without torch; a file is imported when it is asked for."""
 
 from __future__ import annotations
 
-import importlib
+from typing import TYPE_CHECKING, Any
 
-from experiments.contenders.base import Contender, Task, Unsupported
+from experiments.contenders import registry
 
-__all__ = ["Contender", "Task", "Unsupported", "build"]
+if TYPE_CHECKING:
+    from experiments.contenders.base import Contender, Task
 
-_CLASSES = {
-    "tbe": ("experiments.contenders.tables", "BatchedTables"),
-    "tt": ("experiments.contenders.tt", "TTTables"),
-    "torch": ("experiments.contenders.torch_bag", "TorchBags"),
-    "reference_tbe": ("experiments.contenders.reference", "ReferenceTables"),
-    "reference_tt": ("experiments.contenders.reference", "ReferenceTT"),
-    "managed": ("experiments.contenders.cached", "Managed"),
-    "cached_lru": ("experiments.contenders.cached", "CachedLRU"),
-    "cached_lfu": ("experiments.contenders.cached", "CachedLFU"),
-    "disk_lru": ("experiments.contenders.cached", "DiskLRU"),
-    "disk_lfu": ("experiments.contenders.cached", "DiskLFU"),
-}
+__all__ = ["Contender", "Missing", "Task", "Unsupported", "build"]
+
+
+class Unsupported(Exception):
+    """This contender cannot do this task; the message says why, in its row of the report."""
+
+
+class Missing(Unsupported):
+    """This contender needs a package that is not here; the message says what to type."""
 
 
 def build(name: str, task: Task) -> Contender:
     """Make the contender; raises Unsupported with the reason where it cannot do the task."""
-    module, cls = _CLASSES[name]
-    contender: Contender = getattr(importlib.import_module(module), cls)(task)
+    entry = registry.find(name)
+    if reason := entry.missing():
+        raise Missing(reason)
+    try:
+        cls = entry.load()
+    except (ImportError, OSError) as error:  # OSError: a shared library that does not load
+        if not entry.requires:
+            raise
+        found = ", ".join(f"{package} {version}" for package, version in entry.versions().items())
+        raise Missing(
+            f"{found} does not load here ({error}); known to work: {', '.join(entry.requires)}"
+        ) from error
+    contender: Contender = cls(task)
     return contender
+
+
+def __getattr__(name: str) -> Any:
+    """`Contender` and `Task` need torch, which a command line with a typo should not wait for."""
+    if name in ("Contender", "Task"):
+        from experiments.contenders import base
+
+        return getattr(base, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -5,19 +5,30 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from experiments.config.schema import Optimizer
+from experiments.contenders import Missing, Unsupported
 from experiments.work.workload import Batch, TableShape
 
+__all__ = [
+    "Contender",
+    "Missing",
+    "State",
+    "Task",
+    "Unsupported",
+    "expect_tables",
+    "fill_",
+    "first_update",
+    "pool_rows",
+    "split_gradient",
+    "touched",
+]
+
 State = list[Tensor]
-
-
-class Unsupported(Exception):
-    """This contender cannot do this task; the message says why, in its row of the report."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +48,17 @@ class Task:
 
 
 class Contender(ABC):
-    """Built with a Task; `prepare` lays a batch out as the contender likes it, never timed."""
+    """Built with a Task; `prepare` lays a batch out as the contender likes it, never timed.
+
+    What it states of itself without being built is explained in registry.py.
+    """
+
+    name: ClassVar[str]
+    label: ClassVar[str]
+    variants: ClassVar[str] = ""
+    dense: ClassVar[bool] = False
+    requires: ClassVar[tuple[str, ...]] = ()
+    install: ClassVar[str] = ""
 
     def __init__(self, task: Task) -> None:
         self.task = task

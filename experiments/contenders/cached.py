@@ -14,6 +14,8 @@ from experiments.work.workload import cache_sets
 class Managed(BatchedTables):
     """In host memory: on a GPU its kernels read the rows where they are."""
 
+    name = "managed"
+    label = "managed, no cache"
     placement: ClassVar[emblib.Placement] = emblib.Placement.MANAGED
     policy: ClassVar[emblib.CachePolicy] = emblib.CachePolicy.LRU
 
@@ -43,6 +45,9 @@ class Managed(BatchedTables):
 class CachedLRU(Managed):
     """In host memory, behind a cache in the memory of the device."""
 
+    name = "cached_lru"
+    label = "LRU cache"
+    variants = "cache"
     placement = emblib.Placement.MANAGED_CACHING
 
     def counters(self) -> dict[str, int]:
@@ -64,16 +69,22 @@ class CachedLRU(Managed):
 class CachedLFU(CachedLRU):
     """The same with the other policy."""
 
+    name = "cached_lfu"
+    label = "LFU cache"
     policy = emblib.CachePolicy.LFU
 
 
 class DiskLRU(CachedLRU):
     """In a memory-mapped file, behind a cache in memory."""
 
+    name = "disk_lru"
+    label = "disk, LRU cache"
     placement = emblib.Placement.DISK
 
 
 class DiskLFU(DiskLRU):
     """The same with the other policy."""
 
+    name = "disk_lfu"
+    label = "disk, LFU cache"
     policy = emblib.CachePolicy.LFU

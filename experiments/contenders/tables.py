@@ -20,7 +20,11 @@ OPTIMIZERS = {
 
 
 class BatchedTables(Contender):
-    """One module for every table."""
+    """emblib: one module for every table."""
+
+    name = "tbe"
+    label = "TBE"
+    dense = True
 
     def __init__(self, task: Task) -> None:
         super().__init__(task)

@@ -37,6 +37,10 @@ def cores_for(dim: int) -> int:
 class TTTables(Contender):
     """The output's columns are the plain tables' first, then each compressed table's."""
 
+    name = "tt"
+    label = "TT"
+    variants = "rank"
+
     def __init__(self, task: Task) -> None:
         super().__init__(task)
         self.compressed = largest(task.shapes, task.tt_tables)

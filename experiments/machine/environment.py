@@ -1,4 +1,4 @@
-"""The machine: what must be known to understand a number, and its own copy bandwidth."""
+"""The machine: what must be known to understand a number."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import platform
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from experiments.machine.nvml import Nvml
 from experiments.paths import ROOT
 
 
@@ -56,30 +56,6 @@ def git_state() -> dict[str, Any]:
     return {"sha": sha or None, "dirty": None if sha is None else bool(changed)}
 
 
-def copy_bandwidth(device: torch.device, seconds: float = 0.5) -> float:
-    """Bytes read plus bytes written per second by a large tensor copy: the best of several.
-
-    The best, because this is a ceiling and not a contender.
-    """
-    size = (256 << 20) if device.type == "cpu" else (1 << 30)
-    source = torch.ones(size // 4, device=device)
-    target = torch.zeros_like(source)
-    best, deadline, runs = 0.0, time.perf_counter() + seconds, 0
-    while runs < 3 or time.perf_counter() < deadline:
-        _synchronise(device)
-        start = time.perf_counter()
-        target.copy_(source)
-        _synchronise(device)
-        best = max(best, 2 * size / (time.perf_counter() - start))
-        runs += 1
-    return best
-
-
-def _synchronise(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-
-
 def _cpu() -> dict[str, Any]:
     text = _read("/proc/cpuinfo") or ""
     model = re.search(r"model name\s*: (.*)", text)
@@ -105,25 +81,18 @@ def _gpu(device: torch.device) -> dict[str, Any] | None:
         "multiprocessors": properties.multi_processor_count,
         "capability": f"{properties.major}.{properties.minor}",
         "cuda": torch.version.cuda,
-        **_nvml(),
+        **_nvml(device),
     }
 
 
-def _nvml() -> dict[str, Any]:
-    """Driver, clocks and temperature where nvidia-ml-py is installed and may ask."""
-    try:
-        import pynvml
-
-        pynvml.nvmlInit()
-        handle = pynvml.nvmlDeviceGetHandleByIndex(0)
-        return {
-            "driver": pynvml.nvmlSystemGetDriverVersion(),
-            "sm_clock_mhz": pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM),
-            "temperature_c": pynvml.nvmlDeviceGetTemperature(handle, 0),
-            "power_limit_w": pynvml.nvmlDeviceGetPowerManagementLimit(handle) / 1e3,
-        }
-    except Exception as error:  # any failure of the optional library only means "unknown"
-        return {"nvml": f"unavailable: {type(error).__name__}"}
+def _nvml(device: torch.device) -> dict[str, Any]:
+    """Driver, clocks, temperature and limits where nvidia-ml-py is installed and may ask."""
+    nvml = Nvml.open(device)
+    if nvml is None:
+        return {"nvml": "unavailable"}
+    settings = nvml.settings()
+    driver, clock = nvml.driver(), settings.pop("sm_mhz", None)
+    return {"driver": driver, "sm_clock_mhz": clock, **settings}
 
 
 def _version(package: str) -> str | None:

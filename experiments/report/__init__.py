@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from experiments.config.schema import Kind
+from experiments.micro.records import frame as latencies
 from experiments.report.data import Run
 from experiments.results.store import RunStore
+from experiments.traces import frames
+
+if TYPE_CHECKING:
+    from experiments.report.style import Figure
 
 __all__ = ["Run", "Summary", "write_report"]
 
@@ -19,38 +27,73 @@ class Summary:
     failures: int  # wrong or broken; running out of memory and unsupported tasks are results
 
 
+BROKEN = ("wrong", "error", "timeout")
+
+
 def write_report(path: Path) -> Summary:
     """Write every derived file of the run in `path` from its raw records."""
     from experiments.report import pages
     from experiments.report.stories import story
 
     run = Run.read(path)
+    if run.kind in (Kind.gate, Kind.noise, Kind.power):
+        from experiments.gate import rebuild
+
+        return Summary(rebuild.write(path), sum(r["status"] in BROKEN for r in run.records))
     store = RunStore(path)
-    store.write("results.csv", run.table.to_csv(index=False))
+    store.write_table("results", run.table)
     if len(run.traces):
-        store.write("hit_rates.csv", run.traces.to_csv(index=False))
-    figures, drawings = _draw(run) if run.config.report.figures else ([], [])
-    store.write("report.md", pages.markdown(run, figures))
-    store.write("index.html", pages.page(run, figures, drawings))
-    bad = sum(r["status"] in ("wrong", "error") for r in run.records)
+        store.write_table("hit_rates", run.traces)
+    if run.kind is Kind.trace:
+        store.write_table("tables", frames.tables(run.records))
+        store.write_table("ideal_hit_rates", frames.curves(run.records))
+    if run.kind is Kind.micro:
+        store.write_table("latency", latencies(run.records))
+    drawn = [_draw(figures) for figures in _figures(run)]
+    store.write("report.md", pages.markdown(run, [[f for f, _ in part] for part in drawn]))
+    store.write("index.html", pages.page(run, drawn))
+    bad = sum(r["status"] in BROKEN for r in run.records)
     return Summary(" ".join(story(run).answer(run)), bad)
 
 
-def _draw(run: Run) -> tuple[list, list[list[str]]]:
+def _figures(run: Run) -> list[list[tuple[Figure, Run]]]:
+    """Of each mode, with what they show of the run; the first also has what is about all of it."""
+    from experiments.report import costs, outcomes
+    from experiments.report.stories import story
+
+    if not run.config.report.figures:
+        return [[] for _ in run.modes]
+    found = []
+    for mode in run.modes:
+        part = run.at(mode)
+        figures = story(run).figures(part)
+        if mode == run.modes[0]:
+            whole = [(f, run) for f in (*costs.modes(run), *outcomes.figures(run))]
+            found.append([*((f, part) for f in figures), *whole])
+        else:
+            found.append([(_named(f, mode), part) for f in figures])
+    return found
+
+
+def _named(figure: Figure, mode: str) -> Figure:
+    title = f"{figure.title} · {mode}"
+    return dataclasses.replace(figure, name=f"{figure.name}_{mode}", title=title)
+
+
+def _draw(figures: list[tuple[Figure, Run]]) -> list[tuple[Figure, list[str]]]:
+    """The figures as files, and their panels for the page."""
     import matplotlib.pyplot as plt
 
     from experiments.report import figures as plots
     from experiments.report import style
-    from experiments.report.stories import story
 
-    found = story(run).figures(run)
-    drawings = []
+    drawn = []
     with style.theme():
-        for figure in found:
+        for figure, run in figures:
             canvas = style.sheet(figure, plots.subtitle(run))
             canvas.savefig(run.path / f"{figure.name}.png", dpi=150)
             canvas.set_layout_engine("none")  # the layout that the PNG found serves the SVG too
             canvas.savefig(run.path / f"{figure.name}.svg", metadata={"Date": None})
             plt.close(canvas)
-            drawings.append([style.inline_svg(panel) for panel in figure.panels])
-    return found, drawings
+            drawn.append((figure, [style.inline_svg(panel) for panel in figure.panels]))
+    return drawn

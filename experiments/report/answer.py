@@ -2,48 +2,67 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pandas as pd
 
+from experiments.config.schema import Mode
 from experiments.config.sweep import SWEEP
 from experiments.report import text
 from experiments.report.data import Run
 
+Rows = dict[str, dict[str, Any]]  # by phase
+OPEN = "unsure"
+
 
 def answer(run: Run) -> list[str]:
     """Sentences: numbers for the headline workload, then what forward and the sweep add."""
-    cell = run.headline_cell()
+    first = run.at(run.modes[0])
+    cell = first.headline_cell()
     if cell is None:
         return ["No answer yet: nothing was measured before the run ended."]
-    subject, baseline = _pick(run, cell, run.subject.key), _pick(run, cell, run.baseline.key)
+    subject, baseline = _pick(first, cell, run.subject.key), _pick(first, cell, run.baseline.key)
     for arm, rows in ((run.subject, subject), (run.baseline, baseline)):
         if rows is None or rows["step"]["status"] != "ok":
             reason = "it was not among the contenders" if rows is None else rows["step"]["reason"]
             return [f"No answer: {arm.label} has no result on the headline workload ({reason})."]
     assert subject is not None
     assert baseline is not None
-    return [_headline(run, subject, baseline), *_rest(run, subject)]
+    return [_headline(first, subject, baseline), *_rest(first, subject), *_other_modes(run, cell)]
 
 
-def _pick(run: Run, cell: str, arm: str) -> dict[str, Any] | None:
+def _pick(run: Run, cell: str, arm: str) -> Rows | None:
     rows = run.table[(run.table["cell"] == cell) & (run.table["arm"] == arm)]
-    return {str(r["phase"]): r for _, r in rows.iterrows()} if len(rows) else None
+    return {str(r["phase"]): dict(r) for _, r in rows.iterrows()} if len(rows) else None
 
 
-def _headline(run: Run, subject: dict[str, Any], baseline: dict[str, Any]) -> str:
+def _headline(run: Run, subject: Rows, baseline: Rows) -> str:
     step, base = subject["step"], baseline["step"]
     section = str(run.config.report.headline) or SWEEP
     scale = step["rows_scale"]
     scaled = f" scaled to {text.digits(100 * scale)} % of their rows" if scale < 1 else ""
     weights, base_weights = float(step["weights_bytes"]), float(base["weights_bytes"])
+    mode = "" if step["mode"] == Mode.hot.value else f", {step['mode']},"
     return (
         f"On this machine {run.subject.label} takes {text.times(step['ratio'])} "
         f"{text.interval(step['ratio_lo'], step['ratio_hi'])} the step time of "
-        f"{run.baseline.label} on {run.title(section)}{scaled} "
-        f"({text.seconds(step['median_s'])} against {text.seconds(base['median_s'])}) "
-        f"{_memory(weights, base_weights)}."
+        f"{run.baseline.label}{mode} on {run.title(section)}{scaled} "
+        f"({text.seconds(step['median_s'])} against {text.seconds(base['median_s'])}"
+        f"{_verdict(step)}) {_memory(weights, base_weights)}."
     )
+
+
+def _verdict(row: dict[str, Any]) -> str:
+    """What its processes say together, or that one alone cannot say."""
+    word, count = text.verdict(row["verdict"]), float(row["processes"])
+    if not word:
+        return ""
+    processes = text.several(count, "process", "processes")
+    visible = float(row["visible"])
+    if word == OPEN and math.isfinite(visible):
+        return f"; unsure: {processes} could have seen {100 * visible:.1f} %"
+    return f"; {word}, {processes}"
 
 
 def _memory(weights: float, base: float) -> str:
@@ -53,7 +72,7 @@ def _memory(weights: float, base: float) -> str:
     return f"while using {text.fraction(base / weights)} of the memory {sizes}"
 
 
-def _rest(run: Run, subject: dict[str, Any]) -> list[str]:
+def _rest(run: Run, subject: Rows) -> list[str]:
     forward = subject["forward"]
     sentences = [
         f"Forward alone takes {text.times(forward['ratio'])} "
@@ -67,6 +86,45 @@ def _rest(run: Run, subject: dict[str, Any]) -> list[str]:
             f"({where(run, low)}) to {text.times(high['ratio'])} ({where(run, high)})."
         )
     return sentences
+
+
+def _other_modes(run: Run, cell: str) -> list[str]:
+    """The same ratio in the other modes, each within its own."""
+    found = []
+    for mode in run.modes[1:]:
+        rows = _pick(run.at(mode), cell, run.subject.key)
+        if rows is not None and rows["step"]["status"] == "ok":
+            step = rows["step"]
+            interval = text.interval(step["ratio_lo"], step["ratio_hi"])
+            found.append(f"In mode {mode} a step takes {text.times(step['ratio'])} {interval}.")
+    return found
+
+
+def tiles(run: Run) -> list[tuple[str, str, str]]:
+    """The numbers to remember: (value, what it is, kind)."""
+    first = run.at(run.modes[0])
+    cell = first.headline_cell()
+    subject = _pick(first, cell, run.subject.key) if cell else None
+    if subject is None or subject["step"]["status"] != "ok":
+        return []
+    kinds = {"slower": "bad", "faster": "good", OPEN: "open"}
+    found = []
+    for phase in ("step", "forward"):
+        row = subject[phase]
+        if not text.missing(row["ratio"]):
+            word = text.verdict(row["verdict"])
+            what = f"{phase} time of {run.baseline.label}"
+            interval = text.interval(row["ratio_lo"], row["ratio_hi"])
+            found.append(
+                (text.times(row["ratio"]), f"{what} {interval}{word and ': ' + word}",
+                 kinds.get(word, ""))
+            )  # fmt: skip
+    step = subject["step"]
+    if step["compression"] != 1:
+        found.append((f"1/{text.digits(step['compression'])}", "of the plain tables' memory", ""))
+    rate = step["lookups"] / step["median_s"]
+    found.append((f"{text.digits(rate / 1e6)} M/s", f"lookups through {run.subject.label}", ""))
+    return found
 
 
 def _extremes(run: Run) -> tuple[pd.Series, pd.Series] | None:

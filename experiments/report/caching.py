@@ -7,10 +7,11 @@ import math
 import pandas as pd
 
 from experiments.config.schema import AXES
-from experiments.config.sweep import IDEALS, LABELS, SWEEP
+from experiments.config.sweep import IDEALS, SWEEP, label_of
 from experiments.report import text
 from experiments.report.data import Run
 from experiments.report.tables import Table, Value
+from experiments.work.workload import law_words
 
 OF = {"lookup_hit_rate": "lookups", "row_hit_rate": "distinct rows"}
 
@@ -21,7 +22,7 @@ def answer(run: Run) -> list[str]:
     if rows is None or not len(rows):
         return ["No answer yet: no trace was run before the run ended."]
     by_name = {str(r["contender"]): r for _, r in rows.iterrows()}
-    missing = [LABELS[n] for n in (run.subject.contender, "offline") if n not in by_name]
+    missing = [label_of(n) for n in (run.subject.contender, "offline") if n not in by_name]
     if missing:
         return [f"No answer: {missing[0]} has no result at this size of the cache."]
     served = [
@@ -45,13 +46,13 @@ def size(row: pd.Series) -> str:
 
 
 def _policy(contender: str) -> str:
-    return LABELS[contender].replace(" cache", "")
+    return label_of(contender).replace(" cache", "")
 
 
 def _what(run: Run) -> str:
     record = next(r for r in run.records if r["section"] == SWEEP)
     p = record["params"]
-    law = "uniform ids" if p["law"] == "uniform" or p["s"] == 0 else f"zipf s={p['s']:g}"
+    law = law_words(p) if p["law"] != "zipf" else f"zipf s={p['s']:g}" if p["s"] else "uniform ids"
     tables = "a table" if record["features"] == 1 else f"{record['features']} tables"
     return f"{tables} of {record['rows']:,} rows ({law})"
 

@@ -10,10 +10,11 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter
 
 from experiments.config.schema import AXES
-from experiments.config.sweep import IDEALS, LABELS, SWEEP
+from experiments.config.sweep import IDEALS, SWEEP, label_of
 from experiments.report.caching import OF, at_headline, good, point, size
 from experiments.report.data import AXIS_NAMES, Run
-from experiments.report.style import COLOURS, INK, MARKERS, Figure, Panel
+from experiments.report.palette import INK, colour_of, marker_of
+from experiments.report.style import Figure, Panel
 
 Drawing = Callable[[Axes], None]
 BESIDE = ((0, 7), (0, -14), (13, -3), (-13, -3))  # where sizes are written, line by line
@@ -62,9 +63,9 @@ def _curves(own: pd.DataFrame, column: str, *, legend: bool) -> Drawing:
             line = line.sort_values("fraction")
             ideal = name in IDEALS
             axes.plot(
-                100 * line["fraction"], 100 * line[column], color=COLOURS[str(name)],
-                marker=None if ideal else MARKERS[str(name)], ls=(0, (4, 2)) if ideal else "-",
-                lw=1.6 if ideal else 2.0, label=LABELS[str(name)],
+                100 * line["fraction"], 100 * line[column], color=colour_of(str(name)),
+                marker=None if ideal else marker_of(str(name)), ls=(0, (4, 2)) if ideal else "-",
+                lw=1.6 if ideal else 2.0, label=label_of(str(name)),
                 zorder=3 if ideal else 2,
             )  # fmt: skip
         law = own[own["contender"] == "static_top"].sort_values("fraction")
@@ -123,10 +124,11 @@ def _against(run: Run, rows: pd.DataFrame, what: str) -> Drawing:
             if what == "throughput":
                 spread = [y - own["lookups"] / own["q75_s"] / 1e6,
                           own["lookups"] / own["q25_s"] / 1e6 - y]  # fmt: skip
-            colour = COLOURS[str(name)]
+            colour = colour_of(str(name))
             axes.errorbar(
                 100 * own["row_hit_rate"], y, yerr=None if spread[0].isna().any() else spread,
-                color=colour, marker=MARKERS[str(name)], capsize=3, lw=1.6, label=LABELS[str(name)],
+                color=colour, marker=marker_of(str(name)), capsize=3, lw=1.6,
+                label=label_of(str(name)),
             )  # fmt: skip
             for _, row in own.iterrows():
                 axes.annotate(
@@ -134,7 +136,7 @@ def _against(run: Run, rows: pd.DataFrame, what: str) -> Drawing:
                     textcoords="offset points", color=colour, fontsize=8, ha="center",
                 )  # fmt: skip
         for _, row in rows[rows["row_hit_rate"].isna()].iterrows():
-            axes.axhline(value(row), color=COLOURS[str(row["contender"])], ls=(0, (5, 2)), lw=1.5,
+            axes.axhline(value(row), color=colour_of(str(row["contender"])), ls=(0, (5, 2)), lw=1.5,
                          label=f"{row['label']}, no cache")  # fmt: skip
         axes.set_xlabel("distinct rows served (%)")
         throughput = "lookups per second (millions)"
@@ -173,8 +175,8 @@ def _line(rows: pd.DataFrame, axis: str, column: str) -> Drawing:
         for name, own in rows.groupby("contender", sort=False):
             own, ideal = own.sort_values(axis), name in IDEALS
             axes.plot(
-                own[axis], 100 * own[column], color=COLOURS[str(name)], label=LABELS[str(name)],
-                marker=None if ideal else MARKERS[str(name)], ls=(0, (4, 2)) if ideal else "-",
+                own[axis], 100 * own[column], color=colour_of(str(name)), label=label_of(str(name)),
+                marker=None if ideal else marker_of(str(name)), ls=(0, (4, 2)) if ideal else "-",
                 lw=1.6 if ideal else 2.0, zorder=3 if ideal else 2,
             )  # fmt: skip
         axes.set_xlabel(AXIS_NAMES[axis])
@@ -200,8 +202,8 @@ def _filling(run: Run) -> Figure | None:
                 samples, name = record["samples"], record["contender"]
                 every = zip(samples[f"{of}_hits"], samples[f"{of}s"], strict=True)
                 shares = [100 * hits / max(total, 1) for hits, total in every]
-                axes.plot(range(1, len(shares) + 1), shares, color=COLOURS[name], lw=1.6,
-                          label=LABELS[name])  # fmt: skip
+                axes.plot(range(1, len(shares) + 1), shares, color=colour_of(name), lw=1.6,
+                          label=label_of(name))  # fmt: skip
             warm = len(records[0]["samples"]["rows"]) - records[0]["batches"]
             axes.axvline(warm + 0.5, color=INK, lw=1.0, ls=":")
             axes.annotate(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,11 @@ import pandas as pd
 from omegaconf import DictConfig, OmegaConf
 
 from experiments.caches import rates
-from experiments.config.schema import AXES, CACHED, Kind
-from experiments.config.sweep import SWEEP, Arm
-from experiments.results.metrics import frame
+from experiments.config.schema import AXES, Kind, Mode
+from experiments.config.sweep import SWEEP, Arm, variants_of
+from experiments.results.metrics import frame, mode_of, replicate_of
 from experiments.results.store import Record, read_json, read_records
+from experiments.work.workload import law_words
 
 AXIS_NAMES = {
     "T": "tables T",
@@ -56,6 +58,24 @@ class Run:
         )
 
     @property
+    def modes(self) -> list[str]:
+        """Modes that were measured, the one that the answer is about first."""
+        return list(dict.fromkeys(mode_of(r) for r in self.records)) or [Mode.hot.value]
+
+    def at(self, mode: str) -> Run:
+        """The part of the run that was measured in one mode: modes never share a figure or table.
+
+        Traces through caches have no mode; they stay with the first.
+        """
+        table, traces = self.table, self.traces
+        return dataclasses.replace(
+            self,
+            records=[r for r in self.records if mode_of(r) == mode],
+            table=table[table["mode"] == mode] if len(table) else table,
+            traces=traces if mode == self.modes[0] else traces[:0],
+        )
+
+    @property
     def baseline(self) -> Arm:
         """What everything is compared with."""
         return Arm(str(self.config.report.baseline))
@@ -65,8 +85,8 @@ class Run:
         """What the question is about."""
         report = self.config.report
         name, rank = str(report.subject), int(report.subject_rank)
-        size = float(report.subject_cache) if name in CACHED else 0.0
-        return Arm(name, rank if name.endswith("tt") else 0, size)
+        size = float(report.subject_cache) if variants_of(name) == "cache" else 0.0
+        return Arm(name, rank if variants_of(name) == "rank" else 0, size)
 
     @property
     def kind(self) -> Kind:
@@ -108,9 +128,10 @@ class Run:
         """The section's first workload in one line; for the sweep, its base point."""
         record = next(r for r in self.records if r["section"] == section)
         p, tables = record["params"], record["features"]
-        law = "uniform ids" if p["law"] == "uniform" else f"zipf s={p['s']:g} q={p['q']:g}"
+        law = law_words(p)
+        base = "Base point: " if section == SWEEP and self.kind is not Kind.trace else ""
         return (
-            f"{'Base point: ' if section == SWEEP else ''}{tables} table{'s' * (tables > 1)}, "
+            f"{base}{tables} table{'s' * (tables > 1)}, "
             f"{record['rows']:,} rows, D={p['D']}, B={p['B']:,}, "
             f"{record['lookups']:,} lookups per batch, {law}"
         )
@@ -119,9 +140,34 @@ class Run:
         """Records without a measurement."""
         return [r for r in self.records if r["status"] != "ok"]
 
+    def outcomes(self) -> list[Outcome]:
+        """What became of every contender of every cell and mode, all its processes together."""
+        found: dict[tuple[str, str, str], list[Record]] = {}
+        for record in self.records:
+            found.setdefault((record["cell"], record["arm"], mode_of(record)), []).append(record)
+        return [Outcome.of(records) for records in found.values()]
+
+    def passes(self) -> dict[str, int]:
+        """Cell -> processes that measured it."""
+        seen: dict[str, set[int]] = {}
+        for record in self.records:
+            if record.get("kind", Kind.time.value) == Kind.time.value:
+                seen.setdefault(record["cell"], set()).add(replicate_of(record))
+        return {cell: len(processes) for cell, processes in seen.items()}
+
+    @property
+    def planned(self) -> int:
+        """Processes that each cell was to be measured in; before there were several, 1."""
+        return int(OmegaConf.select(self.config, "timing.replicates", default=1))
+
     def swept_axes(self) -> list[str]:
         """Axes with at least two measured values, in the order of the schema."""
-        return [a for a in (*AXES, "rank") if len(self.along(a)["x"].unique()) > 1]
+
+        def several(axis: str) -> bool:
+            values = set(self.along(axis)["x"])
+            return len(values - {0} if axis == "rank" else values) > 1
+
+        return [a for a in (*AXES, "rank") if several(a)]
 
     def along(self, axis: str) -> pd.DataFrame:
         """Sweep rows that differ from the base point in `axis` only; column x is the axis."""
@@ -140,3 +186,41 @@ class Run:
         usual_arm = rows["rank"].isin(usual) & rows["cache"].isin(sizes)
         rows = rows[usual_arm & (rows["status"] == "ok")]
         return rows.assign(x=rows[axis])
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One contender on one cell in one mode: 'ok', 'partly', or what ended every process of it."""
+
+    section: str
+    cell: str
+    arm: str
+    label: str
+    mode: str
+    status: str
+    reason: str
+    good: int  # processes with a measurement
+    total: int
+
+    @classmethod
+    def of(cls, records: list[Record]) -> Outcome:
+        """From the records of its processes; the last of a process counts."""
+        last = {replicate_of(r): r for r in records}
+        bad = [r for r in last.values() if r["status"] != "ok"]
+        found = list(dict.fromkeys(str(r["status"]) for r in bad)) or ["ok"]
+        status = "partly" if bad and len(bad) < len(last) else found[0]
+        if "wrong" in found:  # in one process is wrong
+            status = "wrong"
+        said = [f"{r['status']}: {r['reason']}" if status == "partly" else r["reason"] for r in bad]
+        first = records[0]
+        return cls(
+            section=first["section"],
+            cell=first["cell"],
+            arm=first["arm"],
+            label=first["label"],
+            mode=mode_of(first),
+            status=status,
+            reason="; ".join(dict.fromkeys(map(str, said))),
+            good=len(last) - len(bad),
+            total=len(last),
+        )

@@ -19,3 +19,34 @@ for (const table of document.querySelectorAll("table.sortable")) {
     table.tBodies[0].append(...rows);
   }));
 }
+
+// A row stays while it contains every word of the filter, in whatever column.
+for (const filter of document.querySelectorAll("input.filter")) {
+  const rows = [...filter.parentElement.querySelectorAll("tbody tr")];
+  filter.addEventListener("input", () => {
+    const words = filter.value.toLowerCase().split(/\s+/).filter(Boolean);
+    for (const row of rows) {
+      const text = [...row.cells].map((cell) => cell.textContent).join(" ").toLowerCase();
+      row.hidden = !words.every((word) => text.includes(word));
+    }
+  });
+}
+
+// Copies the command where the browser allows that to a local file; elsewhere selects it.
+for (const button of document.querySelectorAll("button.copy")) {
+  button.addEventListener("click", async () => {
+    const command = button.parentElement.querySelector("pre");
+    getSelection().selectAllChildren(command);
+    try {
+      await navigator.clipboard.writeText(command.textContent);
+      button.textContent = "copied";
+    } catch {
+      button.textContent = "selected";
+    }
+  });
+}
+
+// A link to something inside a folded part opens it.
+const unfold = () => document.getElementById(location.hash.slice(1))?.closest("details")?.setAttribute("open", "");
+addEventListener("hashchange", unfold);
+unfold();

@@ -3,87 +3,44 @@
 from __future__ import annotations
 
 import html
+import re
 from collections.abc import Sequence
-from pathlib import Path
 
+from experiments.config.schema import Kind
 from experiments.config.sweep import SWEEP
-from experiments.report import caching, tables, text
+from experiments.report import answer, caching, notes, outcomes, shell, tables, text, traces
 from experiments.report.data import Run
 from experiments.report.figures import subtitle
 from experiments.report.stories import story
 from experiments.report.style import Figure
 
-HOW_TO_READ = (
-    "Every contender of a cell sees the same batches in the same process. After warming up over "
-    "the whole pool of distinct batches, each round runs every contender's phases in a new random "
-    "order and then in reverse. CPU threads wait passively (OMP_WAIT_POLICY) unless the "
-    "environment says otherwise.",
-    "Times are medians over rounds; bars and bands are quartiles. A ratio is taken within each "
-    "round, between each side's faster sample, so that what slows the machine for a moment does "
-    "not count or slows both sides; shown are the median ratio and its 95 % order-statistic "
-    "interval. The interval covers the noise of this run "
-    "only: another process, another day or another machine can differ by more.",
-    "emblib asks the system for huge pages for its tables; other contenders have what their "
-    "allocator gives them. That is part of what is compared.",
-    "'forward' is a lookup without gradients. 'step' is forward, backward and the optimizer's "
-    "update. Nothing is dropped: raw samples are in points.jsonl.",
-    "Before it is timed, each contender's first output and first update are checked against "
-    "plain PyTorch; one that differs is listed as wrong instead.",
-    "'parameters' counts weights; 'compression' divides the same tables as plain float32 by "
-    "them; 'scratch' is the high-water mark of one step above what was allocated before it.",
-    "Row ids are synthetic: uniform, or P(rank) ~ (rank + q)^-s sampled exactly, with ids "
-    "shuffled by a seeded bijection unless the workload says 'ranked'.",
-)
+Drawn = Sequence[tuple[Figure, Sequence[str]]]  # figures with their panels as inline SVG
 
 
-NOISY = 0.3  # typical distance of the quartiles, relative to the median, that deserves a warning
-
-
-def notices(run: Run) -> list[str]:
-    """What a reader must know before believing a number."""
-    found = []
-    if run.smoke:
-        found.append(
-            "Smoke run: tables, batches and rounds are capped to see whether everything works. "
-            "The times below mean nothing."
-        )
-    elif (run.table["rows_scale"] < 1).any() if len(run.table) else False:
-        for section in run.sections():
-            scale = float(run.of(section)["rows_scale"].min())
-            if scale < 1:
-                found.append(
-                    f"Memory: the tables of {run.title(section)} were scaled to "
-                    f"{text.digits(100 * scale)} % of their rows to fit "
-                    f"{100 * float(run.config.device.memory_share):.0f} % of the free memory."
-                )
-    spread = run.spread()
-    if spread > NOISY and not run.smoke:
-        found.append(
-            f"Noisy run: half of the medians have quartiles more than {100 * spread:.0f} % apart. "
-            "Something else used the machine; believe the intervals, not the third digit."
-        )
-    if run.info.get("status") == "interrupted":
-        done = len({r["cell"] for r in run.records})
-        found.append(f"Interrupted after {done} of {run.info.get('cells')} cells.")
-    return found
-
-
-def _table(run: Run, section: str) -> tables.Table:
-    traced = len(run.traces) and (run.traces["section"] == section).any()
-    return (caching if traced else tables).section_table(run, section)
+def _table(run: Run, section: str) -> tables.Table | None:
+    """None: the section has nothing to show in this mode."""
+    if run.kind is Kind.trace:
+        return traces.section_table(run, section)
+    if len(run.traces) and (run.traces["section"] == section).any():
+        return caching.section_table(run, section)
+    return tables.section_table(run, section) if len(run.of(section)) else None
 
 
 def section_heading(run: Run, section: str) -> tuple[str, str]:
     """Title and one line on the workload."""
-    title = "The sweep" if section == SWEEP else run.title(section)
+    swept = section == SWEEP and run.kind is not Kind.trace
+    title = "The sweep" if swept else run.title(section)
     record = next(r for r in run.records if r["section"] == section)
-    unique = text.digits(100 * record["unique_rows"] / record["lookups"])
-    line = f"{run.sizes(section)}; {unique} % of a batch's lookups are distinct rows."
+    line = run.sizes(section)
+    known = next((r for r in run.records if r["section"] == section and r["unique_rows"]), None)
+    if known is not None:
+        unique = text.digits(100 * known["unique_rows"] / known["lookups"])
+        line += f"; {unique} % of a batch's lookups are distinct rows"
     case = run.config.cases.get(section)
     note = f" {case.note}" if case is not None and case.note else ""
     if case is not None and case.tt.row_factors and record["rows_scale"] < 1:
         note += " Scaled tables do not fit these row factors: emblib chose others."
-    return title[:1].upper() + title[1:], line + note
+    return title[:1].upper() + title[1:], f"{line}.{note}"
 
 
 def published_lines(run: Run, section: str) -> list[str]:
@@ -96,107 +53,115 @@ def published_lines(run: Run, section: str) -> list[str]:
     ]
 
 
-def markdown(run: Run, figures: Sequence[Figure]) -> str:
-    """The report for a terminal, an issue or a repository page."""
+def markdown(run: Run, figures: Sequence[Sequence[Figure]]) -> str:
+    """The report for a terminal, an issue or a repository page; `figures` are those by mode."""
     sentences = story(run).answer(run)
     lines = [f"# {run.config.name}", "", f"**{sentences[0]}** {' '.join(sentences[1:])}", ""]
     lines += [f"*Question: {run.info.get('question', '')}*", ""]
-    lines += [f"> **{n}**\n" for n in notices(run)]
-    for number, figure in enumerate(figures):
-        lines += [
-            f"![{figure.title}]({figure.name}.png)",
-            "",
-            f"**{figure.title}.** {figure.caption}",
-            "",
-        ]
-        if number == 0:
-            lines += [x for s in run.sections() for x in _markdown_section(run, s)]
-    if not figures:
-        lines += [x for s in run.sections() for x in _markdown_section(run, s)]
-    lines += ["## Failures", "", _failures_text(run)]
-    if run.failures():
-        lines += ["", tables.failures_table(run).markdown()]
-    lines += ["", "## How to read this", "", *[f"- {t}" for t in (*HOW_TO_READ, *story(run).notes)]]
+    lines += [f"> **{n}**\n" for n in notes.notices(run)]
+    for title, words, table in story(run).tables(run):
+        lines += [f"## {title}", "", words, "", table.markdown(), ""]
+    for mode, drawn in zip(run.modes, figures, strict=True):
+        part = run.at(mode)
+        if mode != run.modes[0]:
+            lines += [f"# Mode: {mode}", "", notes.MODES.get(mode, ""), ""]
+        lines += [x for f in drawn[:1] for x in _markdown_figure(f)]
+        lines += [x for s in part.sections() for x in _markdown_section(part, s)]
+        lines += [x for f in drawn[1:] for x in _markdown_figure(f)]
+    lines += ["## Failures", "", outcomes.sentence(run)]
+    failed = outcomes.table(run)
+    lines += ["", failed.markdown()] if failed.rows else []
+    lines += ["", "## How to read this", ""]
+    lines += [f"- {t}" for t in (*notes.how_to_read(run), *story(run).notes)]
     lines += ["", "## Reproduce", "", f"    {run.environment.get('command', '')}", ""]
     lines += [subtitle(run), "", tables.environment_table(run).markdown(), ""]
+    flags = tables.flags_table(run)
+    lines += [flags.markdown(), ""] if flags.rows else []
     return "\n".join(lines)
 
 
+def _markdown_figure(figure: Figure) -> list[str]:
+    words = f"**{figure.title}.** {figure.caption}"
+    return [f"![{figure.title}]({figure.name}.png)", "", words, ""]
+
+
 def _markdown_section(run: Run, section: str) -> list[str]:
+    table = _table(run, section)
+    if table is None:
+        return []
     title, line = section_heading(run, section)
     published = [f"- {t}" for t in published_lines(run, section)]
-    table = _table(run, section).markdown()
-    return [f"## {title}", "", line, "", table, "", *published, ""]
+    return [f"## {title}", "", line, "", table.markdown(), "", *published, ""]
 
 
-def _failures_text(run: Run) -> str:
-    total = len(run.records)
-    failed = len(run.failures())
-    if failed:
-        return f"{failed} of {total} measurements have no result:"
-    if len(run.traces):
-        return f"None: all {total} measurements ran, and what was timed agreed with the reference."
-    return f"None: all {total} measurements ran and agreed with the reference."
-
-
-def page(run: Run, figures: Sequence[Figure], drawings: Sequence[Sequence[str]]) -> str:
-    """index.html; `drawings` holds each figure's panels as inline SVG."""
-    assets = Path(__file__).parent
-    parts = [f"<p class=eyebrow>{html.escape(str(run.config.name))}</p>"]
+def page(run: Run, drawn: Sequence[Drawn]) -> str:
+    """index.html; `drawn` are the figures of each mode."""
     sentences = story(run).answer(run)
+    parts = [shell.paragraph(str(run.config.name), "eyebrow")]
     parts += [f"<h1>{html.escape(sentences[0])}</h1>"]
-    parts += [f"<p>{html.escape(' '.join(sentences[1:]))}</p>"] if sentences[1:] else []
-    question = html.escape(str(run.info.get("question", "")))
-    parts += [f"<p class=question>Question: {question}</p>"]
-    parts += [f"<p class=notice>{html.escape(n)}</p>" for n in notices(run)]
-    parts += [f"<p class=meta>{html.escape(subtitle(run))}</p>"]
-    blocks = [_figure(f, d) for f, d in zip(figures, drawings, strict=True)]
-    parts += blocks[:1]
-    parts += [_section(run, s) for s in run.sections()]
-    parts += blocks[1:]
-    parts += [f"<h2>Failures</h2><p>{_failures_text(run)}</p>"]
-    if run.failures():
-        parts.append(tables.failures_table(run).html())
-    parts += ["<h2>How to read this</h2><ul>"]
-    parts += [f"<li>{html.escape(t)}</li>" for t in (*HOW_TO_READ, *story(run).notes)]
+    parts += [shell.tiles(answer.tiles(run))] if run.kind is Kind.time else []
+    parts += [shell.paragraph(" ".join(sentences[1:]))] if sentences[1:] else []
+    parts += [shell.paragraph(f"Question: {run.info.get('question', '')}", "question")]
+    parts += [shell.paragraph(n, "notice") for n in notes.notices(run)]
+    parts += [shell.paragraph(subtitle(run), "meta"), shell.CONTENTS]
+    for title, words, table in story(run).tables(run):
+        name = re.sub(r"\W+", "-", title.lower()).strip("-")
+        parts += [shell.heading(title, name), shell.paragraph(words, "line"), table.html()]
+    for mode, figures in zip(run.modes, drawn, strict=True):
+        parts += _mode(run, mode, figures)
+    parts += [shell.heading("Failures", "failures"), shell.paragraph(outcomes.sentence(run))]
+    failed = outcomes.table(run)
+    parts += [failed.html()] if failed.rows else []
+    parts += [shell.heading("How to read this", "how-to-read"), "<ul>"]
+    parts += [f"<li>{html.escape(t)}</li>" for t in (*notes.how_to_read(run), *story(run).notes)]
     parts += ["</ul>", _provenance(run)]
-    title = html.escape(f"{run.config.name} · emblib")
-    return (
-        "<!doctype html>\n<html lang=en><head><meta charset=utf-8>"
-        '<meta name=viewport content="width=device-width, initial-scale=1">'
-        f"<title>{title}</title>\n<style>\n{(assets / 'page.css').read_text()}</style></head>\n"
-        f"<body><main>\n{chr(10).join(parts)}\n</main>\n"
-        f"<script>\n{(assets / 'page.js').read_text()}</script></body></html>\n"
-    )
+    return shell.document(f"{run.config.name} · emblib", parts)
 
 
-def _figure(figure: Figure, drawings: Sequence[str]) -> str:
-    panels = "\n".join(f"<div class=panel>{d}</div>" for d in drawings)
-    return (
-        f"<figure><h2>{html.escape(figure.title)}</h2><div class=panels>{panels}</div>"
-        f"<figcaption>{html.escape(figure.caption)}</figcaption></figure>"
-    )
+def _mode(run: Run, mode: str, figures: Drawn) -> list[str]:
+    """Main figure, tables, the other figures of one mode; further modes start folded."""
+    part, first = run.at(mode), mode == run.modes[0]
+    suffix = "" if first else f"-{mode}"
+    parts = [shell.heading("Results", "results")] if first else []
+    blocks = [shell.figure(f, d) for f, d in figures]
+    parts += blocks[:1]
+    parts += [_section(part, s) for s in part.sections()]
+    if len(blocks) > 1:
+        parts += [shell.heading("Figures", f"figures{suffix}")] if first else []
+        parts += blocks[1:]
+    if first:
+        return parts
+    label = f"Mode: {mode}"
+    about = shell.paragraph(notes.MODES.get(mode, ""), "meta")
+    return [
+        shell.heading(label, f"mode-{mode}"), about,
+        f"<details><summary>Tables and figures, {html.escape(mode)}</summary>", *parts,
+        "</details>",
+    ]  # fmt: skip
 
 
 def _section(run: Run, section: str) -> str:
+    table = _table(run, section)
+    if table is None:
+        return ""
     title, line = section_heading(run, section)
-    published = "".join(
-        f"<p class=published>{html.escape(t)}</p>" for t in published_lines(run, section)
-    )
-    return (
-        f"<h2>{html.escape(title)}</h2><p>{html.escape(line)}</p>"
-        f"{_table(run, section).html()}{published}"
-    )
+    published = "".join(shell.paragraph(t, "published") for t in published_lines(run, section))
+    return f"<h3>{html.escape(title)}</h3>{shell.paragraph(line, 'line')}{table.html()}{published}"
 
 
 def _provenance(run: Run) -> str:
     command = html.escape(str(run.environment.get("command", "")))
     config = html.escape((run.path / "config.yaml").read_text())
     machine = tables.environment_table(run).html().replace("sortable", "plain")
+    machine = machine.replace("<input type=search", "<input hidden type=search")
+    flags = tables.flags_table(run)
+    machine = (flags.html() if flags.rows else "") + machine
     return (
-        f"<h2>Reproduce</h2><pre>{command}</pre>"
+        f"{shell.heading('Reproduce', 'reproduce')}"
+        f"<div class=command><pre>{command}</pre><button type=button class=copy>copy</button></div>"
         f"<details><summary>Machine and software</summary>{machine}</details>"
         f"<details><summary>Configuration that ran</summary><pre>{config}</pre></details>"
         "<p class=meta>Beside this page: points.jsonl (raw samples), results.csv, report.md, "
-        "figures as PNG and SVG.</p>"
+        "figures as PNG and SVG. <code>python -m experiments.report RUN</code> rebuilds all but "
+        "the samples.</p>"
     )

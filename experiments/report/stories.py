@@ -7,10 +7,19 @@ from dataclasses import dataclass
 
 from experiments.caches import rates
 from experiments.config.schema import Kind
-from experiments.report import answer, caching_figures, figures
+from experiments.report import (
+    anchors,
+    answer,
+    caching_figures,
+    figures,
+    micro,
+    traces,
+    traces_figures,
+)
 from experiments.report import caching as caches
 from experiments.report.data import Run
 from experiments.report.style import Figure
+from experiments.report.tables import Table
 from experiments.results import metrics
 
 
@@ -21,13 +30,19 @@ class Story:
     answer: Callable[[Run], list[str]]  # sentences, the first of which answers the question
     figures: Callable[[Run], list[Figure]]  # the first is the main one
     notes: Sequence[str]  # under "How to read this"
+    tables: Callable[[Run], Sequence[tuple[str, str, Table]]] = lambda run: ()  # before the results
 
 
 STORIES = {
     Kind.time: Story(answer.answer, figures.figures, (metrics.FORMULA,)),
+    Kind.anchor: Story(
+        anchors.answer, anchors.figures, (*anchors.NOTES, metrics.FORMULA), anchors.tables
+    ),
     Kind.cache: Story(
         caches.answer, caching_figures.figures, (rates.FORMULA, *rates.IDEALS, metrics.FORMULA)
     ),
+    Kind.trace: Story(traces.answer, traces_figures.figures, traces.NOTES),
+    Kind.micro: Story(micro.answer, micro.figures, micro.NOTES, micro.tables),
 }
 
 

@@ -10,10 +10,15 @@ from typing import Any
 
 import pandas as pd
 
+from experiments.compare.bandwidth import Roofs
 from experiments.config.sweep import SWEEP
-from experiments.report import text
+from experiments.machine.flags import explain, remedy
+from experiments.report import notes, text
 from experiments.report.answer import where
 from experiments.report.data import Run
+from experiments.results.metrics import WEIGHT_BYTES
+
+FILTERED = 8  # rows from which on a table can be filtered
 
 
 @dataclass(frozen=True)
@@ -38,70 +43,121 @@ class Table:
         return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
     def html(self) -> str:
-        """A sortable table."""
+        """A sortable table; a long one can be filtered."""
+        words = [self._is_text(column) for column in range(len(self.heads))]
         heads = "".join(
-            f'<th scope="col"><button type="button">{html.escape(h)}</button></th>'
-            for h in self.heads
+            f'<th scope="col"{" class=text" * is_text}><button type="button">{html.escape(h)}'
+            "</button></th>"
+            for h, is_text in zip(self.heads, words, strict=True)
         )
         body = "\n".join(
-            "<tr>" + "".join(_cell(n, v) for n, v in enumerate(row)) + "</tr>" for row in self.rows
+            "<tr>" + "".join(_cell(n, v, is_text=words[n]) for n, v in enumerate(row)) + "</tr>"
+            for row in self.rows
+        )
+        search = (
+            '<input type=search class=filter placeholder="filter rows, e.g. D=64 TT" '
+            'aria-label="Show only rows that contain these words">'
         )
         return (
+            f"<div class=table>{search * (len(self.rows) >= FILTERED)}"
             '<div class="scroll"><table class="sortable"><thead><tr>'
-            f"{heads}</tr></thead><tbody>\n{body}\n</tbody></table></div>"
+            f"{heads}</tr></thead><tbody>\n{body}\n</tbody></table></div></div>"
         )
 
+    def _is_text(self, column: int) -> bool:
+        """Words rather than numbers: nothing in the column has a number to sort by."""
+        return all(math.isnan(row[column].key) for row in self.rows)
 
-def _cell(column: int, value: Value) -> str:
+
+LONG = 40  # characters from which on a cell may break into lines
+
+
+def _cell(column: int, value: Value, *, is_text: bool) -> str:
     key = "" if math.isnan(value.key) else f' data-key="{value.key:.6g}"'
+    kind = f' class="text{" long" * (len(value.shown) > LONG)}"' if is_text else ""
     tag = 'th scope="row"' if column == 0 else "td"
-    return f"<{tag}{key}>{html.escape(value.shown)}</{tag[:2]}>"
+    return f"<{tag}{kind}{key}>{html.escape(value.shown)}</{tag[:2]}>"
 
 
 def section_table(run: Run, section: str) -> Table:
-    """One case, or the sweep: a row per contender and cell."""
+    """One case, or the sweep: a row per contender and cell of a run of one mode."""
     rows = run.of(section)
     sweep = section == SWEEP
     has_cache = rows["row_hit_rate"].notna().any()
+    has_state = (run.table["optimizer_state_bytes"].fillna(0) > 0).any()
+    has_verdict = (run.table["processes"].max() or 0) > 1
+    has_gather = bool(Roofs.of(run.environment).gather_gb_s)
     heads = [*(["point"] if sweep else []), "contender"]
     heads += ["lookups served", "rows served"] if has_cache else []
-    heads += ["forward", "step"]
-    heads += [f"step ÷ {run.baseline.label} [95 %]", "per lookup", "useful GB/s", "parameters"]
-    heads += ["compression", "scratch"]
-    has_state = (run.table["optimizer_state_bytes"].fillna(0) > 0).any()
+    heads += ["forward", "step", f"step ÷ {run.baseline.label} [95\u00a0%]"]
+    heads += ["verdict", "processes", "visible from"] if has_verdict else []
+    heads += ["per lookup", "useful GB/s", "distinct GB/s"]
+    heads += ["of gather"] if has_gather else []
+    heads += ["parameters", "compression", "scratch"]
     heads += ["optimizer state"] if has_state else []
     lines = []
     for (_, _), pair in rows.groupby(["cell", "arm"], sort=False):
         phases = {str(r["phase"]): r for _, r in pair.iterrows()}
         step = phases["step"]
-        line = _line(phases["forward"], step, run.baseline.key)
+        line = [Value(where(run, step))] if sweep else []
+        line.append(Value(str(step["label"])))
+        if step["status"] != "ok":
+            line.append(Value(str(step["status"])))
+            lines.append(line + [Value(text.NONE)] * (len(heads) - len(line)))
+            continue
+        line += [_share(step[f"{k}_hit_rate"]) for k in ("lookup", "row")] if has_cache else []
+        line += [Value(text.seconds(p["median_s"]), p["median_s"]) for p in phases.values()]
+        line += [_ratio(step, run.baseline.key)]
+        line += _verdict(step, run.baseline.key) if has_verdict else []
+        line += _speed(step)
+        line += [_share(_of_gather(run, step))] if has_gather else []
+        line += _memory(step)
         line += [_bytes(step["optimizer_state_bytes"])] if has_state else []
-        if has_cache:
-            line[1:1] = [_share(step[f"{k}_hit_rate"]) for k in ("lookup", "row")]
-        lines.append([Value(where(run, step)), *line] if sweep else line)
+        lines.append(line)
     return Table(heads, lines)
 
 
-def _line(forward: pd.Series, step: pd.Series, baseline: str) -> list[Value]:
-    if step["status"] != "ok":
-        blank = [Value(text.NONE)] * 7
-        return [Value(str(step["label"])), Value(str(step["status"])), *blank]
-    ratio = f"{text.times(step['ratio'])} {text.interval(step['ratio_lo'], step['ratio_hi'])}"
+def _ratio(step: pd.Series, baseline: str) -> Value:
     if text.missing(step["ratio"]):
-        ratio = text.NONE
-    elif step["arm"] == baseline:
-        ratio = "1"
+        return Value(text.NONE)
+    if step["arm"] == baseline:
+        return Value("1", 1.0)
+    shown = f"{text.times(step['ratio'])} {text.interval(step['ratio_lo'], step['ratio_hi'])}"
+    return Value(shown, step["ratio"])
+
+
+def _verdict(step: pd.Series, baseline: str) -> list[Value]:
+    """What the processes say together, how many they are, what they could have seen."""
+    count = Value(f"{step['processes']:.0f}", float(step["processes"]))
+    if step["arm"] == baseline:
+        return [Value("baseline"), count, Value(text.NONE)]
+    visible = float(step["visible"])
+    smallest = (
+        Value(text.NONE) if math.isnan(visible) else Value(f"±{100 * visible:.1f} %", visible)
+    )
+    return [Value(text.verdict(step["verdict"]) or text.NONE), count, smallest]
+
+
+def _speed(step: pd.Series) -> list[Value]:
     return [
-        Value(str(step["label"])),
-        Value(text.seconds(forward["median_s"]), forward["median_s"]),
-        Value(text.seconds(step["median_s"]), step["median_s"]),
-        Value(ratio, step["ratio"]),
         Value(text.seconds(step["ns_per_lookup"] / 1e9), step["ns_per_lookup"]),
         Value(text.digits(step["useful_gb_s"]), step["useful_gb_s"]),
+        Value(text.digits(step["distinct_gb_s"]), step["distinct_gb_s"]),
+    ]
+
+
+def _memory(step: pd.Series) -> list[Value]:
+    return [
         _bytes(step["weights_bytes"]),
         Value(_compression(step["compression"]), step["compression"]),
         _bytes(step["peak_bytes"]),
     ]
+
+
+def _of_gather(run: Run, step: pd.Series) -> float:
+    """Distinct bytes as a share of the gather bandwidth measured for rows of about this size."""
+    gather = Roofs.of(run.environment).gather(WEIGHT_BYTES * float(step["D"]))
+    return float(step["distinct_gb_s"]) / gather
 
 
 def _share(value: float) -> Value:
@@ -117,18 +173,18 @@ def _compression(value: float) -> str:
     return "1×" if value == 1 else text.times(value)
 
 
-def failures_table(run: Run) -> Table:
-    """Contenders without a measurement, and why."""
-    rows = [
-        [Value(r["label"]), Value(r["cell"]), Value(r["status"]), Value(r["reason"])]
-        for r in run.failures()
-    ]
-    return Table(["contender", "cell", "status", "reason"], rows)
-
-
 def environment_table(run: Run) -> Table:
     """Provenance as name and value."""
     return Table(["", ""], [[Value(k), Value(v)] for k, v in flatten(run.environment)])
+
+
+def flags_table(run: Run) -> Table:
+    """What was not as it should be for measuring, and what would help."""
+    rows = [
+        [Value(flag), Value(explain(flag)), Value(f"{n}", float(n)), Value(remedy(flag))]
+        for flag, n in notes.flag_counts(run).items()
+    ]
+    return Table(["flag", "what it means", "rows", "what would help"], rows)
 
 
 def flatten(tree: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:
@@ -141,7 +197,10 @@ def flatten(tree: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:
         elif key == "memory_bytes" and value:
             found.append((name.replace(" bytes", ""), text.size(value)))
         elif key == "copy_gb_s" and value:
-            found.append(("copy bandwidth", f"{text.digits(value)} GB/s (read + write)"))
+            shown = f"{text.digits(value)} GB/s (read + write)"
+            found += [("copy bandwidth", shown)] * (("copy bandwidth", shown) not in found)
+        elif prefix.endswith("gather gb s "):
+            found.append((f"gather bandwidth, rows of {key} B", f"{text.digits(value)} GB/s"))
         elif value is not None and value != []:
             shown = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
             found.append((name, shown))

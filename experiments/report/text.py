@@ -58,3 +58,21 @@ def interval(lo: float, hi: float) -> str:
 def fraction(value: float) -> str:
     """1/x for a compression ratio x >= 1."""
     return f"1/{digits(value)}" if value >= 1 else times(1 / value)
+
+
+def count(number: int, one: str, many: str = "") -> str:
+    """'1 cell', '3 cells'; `many` where an s is not enough."""
+    return f"{number:,} {one if number == 1 else many or one + 's'}"
+
+
+def verdict(value: Any) -> str:
+    """'slower', 'faster', 'same' or 'unsure'; nothing where too few processes were asked."""
+    if missing(value) or value is None:
+        return ""
+    word = str(getattr(value, "value", value)).lower()
+    return "" if word in ("nan", "none", "<na>") else word
+
+
+def several(count: float, one: str, many: str = "") -> str:
+    """'1 process', '3 processes'."""
+    return f"{count:,.0f} {one if count == 1 else many or one + 's'}"

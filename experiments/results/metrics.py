@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any
 
 import pandas as pd
 
-from experiments.config.schema import Kind
+from experiments.config.schema import Kind, Mode
 from experiments.results.store import Record
-from experiments.timing import stats
+from experiments.timing import comparison, stats
+from experiments.timing.comparison import Effect
 from experiments.timing.race import PHASES
+from experiments.timing.stats import Summary
 
 INDEX_BYTES = 8  # int64 ids and offsets
 WEIGHT_BYTES = 4  # float32
+PROCESSES_FOR_A_VERDICT = 3
+MARGIN = 0.05  # differences below this are the same for a report; the gate has margins of its own
 
 FORMULA = (
     "Useful bytes are those the task itself must move, the same for every contender of a cell. "
@@ -29,7 +34,7 @@ FORMULA = (
 def useful_bytes(record: Record, phase: str, *, distinct: bool = False) -> float:
     """Bytes of FORMULA for one batch; `distinct` counts each row of the batch once."""
     row = WEIGHT_BYTES * record["params"]["D"]
-    lookups, unique = record["lookups"], record["unique_rows"]
+    lookups, unique = record["lookups"], record["unique_rows"] or math.nan
     output = WEIGHT_BYTES * record["params"]["B"] * record["columns"]
     rows_read = (unique if distinct else lookups) * row
     offsets = INDEX_BYTES * (record["features"] * record["params"]["B"] + 1)
@@ -59,54 +64,129 @@ def best_of_rounds(record: Record, phase: str) -> dict[int, float]:
 
 
 def frame(records: Sequence[Record], baseline: str) -> pd.DataFrame:
-    """One row per timed record and phase, with its ratio to `baseline` paired within the cell."""
-    records = [r for r in records if r.get("kind", Kind.time.value) == Kind.time.value]
-    base = {r["cell"]: r for r in records if r["arm"] == baseline and r["status"] == "ok"}
-    rows = [_row(r, phase, base.get(r["cell"])) for r in records for phase in PHASES]
+    """One row per arm, mode and phase of a cell, all its processes together.
+
+    Ratios are to the arm `baseline` of the same cell and mode, paired within each process.
+    """
+    groups: dict[tuple[str, str, str], list[Record]] = {}
+    for record in records:
+        if record.get("kind", Kind.time.value) == Kind.time.value:
+            groups.setdefault((record["cell"], record["arm"], mode_of(record)), []).append(record)
+    rows = []
+    for (cell, _, mode), group in groups.items():
+        base = groups.get((cell, baseline, mode), [])
+        rows += [_row(group, phase, base) for phase in PHASES]
     return pd.DataFrame(rows)
 
 
-def _row(record: Record, phase: str, baseline: Record | None) -> dict[str, Any]:
-    taken = seconds(record, phase)
-    ok = record["status"] == "ok" and bool(taken)
-    time = stats.summarise(taken if ok else [])
-    pair = None
-    if ok and baseline:
-        own, other = best_of_rounds(record, phase), best_of_rounds(baseline, phase)
-        pair = stats.paired_ratio(own, other)
+def mode_of(record: Record) -> str:
+    """'hot', 'cold', ...; records of the first schema have no other than hot ones."""
+    return str(record.get("mode", Mode.hot.value))
+
+
+def _row(group: Sequence[Record], phase: str, base: Sequence[Record]) -> dict[str, Any]:
+    record = next((r for r in group if r["status"] == "ok"), group[0])
+    status = _status(group)
+    taken = [r for r in group if r["status"] == "ok"] if status == "ok" else []
+    sampled = [seconds(r, phase) for r in taken]
+    time, ends = summarise_processes(sampled), stats.tail([s for each in sampled for s in each])
+    effect = ratio(taken, [r for r in base if r["status"] == "ok"], phase)
+    judged = effect.processes >= PROCESSES_FOR_A_VERDICT
     identity = {k: record[k] for k in ("section", "cell", "contender", "rank", "arm", "label")}
+    unique = record["unique_rows"] or math.nan
     return {
         **identity,
         "cache": record.get("cache", 0.0),
+        "mode": mode_of(record),
         "phase": phase,
-        "status": record["status"],
+        "status": status,
         **record["params"],
         "median_s": time.median,
         "q25_s": time.q25,
         "q75_s": time.q75,
         "lo_s": time.lo,
         "hi_s": time.hi,
+        "min_s": ends.least,
+        "p90_s": ends.p90,
+        "p99_s": ends.p99,
         "samples": time.n,
+        "processes": len(taken),
         "stop_reason": record["stop_reason"],
-        "ratio": pair.median if pair else math.nan,
-        "ratio_lo": pair.lo if pair else math.nan,
-        "ratio_hi": pair.hi if pair else math.nan,
+        "flags": "; ".join(_flags(group)),
+        "ratio": effect.ratio,
+        "ratio_lo": effect.lo,
+        "ratio_hi": effect.hi,
+        "verdict": comparison.verdict(effect, MARGIN).value if judged else "",
+        "visible": comparison.smallest_visible(effect, MARGIN) if judged else math.nan,
         "ns_per_lookup": 1e9 * time.median / record["lookups"],
+        "lookups_per_s": record["lookups"] / time.median,
         "useful_gb_s": useful_bytes(record, phase) / time.median / 1e9,
         "distinct_gb_s": useful_bytes(record, phase, distinct=True) / time.median / 1e9,
         "lookups": record["lookups"],
-        "unique_fraction": record["unique_rows"] / record["lookups"],
+        "unique_fraction": unique / record["lookups"],
         "weights_bytes": record["weights_bytes"],
         "optimizer_state_bytes": record["optimizer_state_bytes"],
         "cache_bytes": record.get("cache_bytes", 0),
         "peak_bytes": record["peak_bytes"],
         "dense_bytes": record["dense_bytes"],
         "compression": compression(record),
+        "error": (record.get("error") or {}).get("relative", math.nan),
         "lookup_hit_rate": hit_rate(record, "lookup"),
         "row_hit_rate": hit_rate(record, "row"),
         "rows_scale": record["rows_scale"],
+        "world_size": record.get("world_size", 1),
         "reason": record["reason"],
     }
+
+
+def _status(group: Sequence[Record]) -> str:
+    """'ok' if any process measured it and none found it wrong; the flags tell of the others."""
+    found = [r["status"] for r in group]
+    if "wrong" in found:
+        return "wrong"
+    return "ok" if "ok" in found else str(found[0])
+
+
+def _flags(group: Sequence[Record]) -> list[str]:
+    """What a reader should know of some of the processes, each said once."""
+    found = [flag for r in group for flag in r.get("flags", [])]
+    failed = [r["status"] for r in group if r["status"] != "ok"]
+    if failed and len(failed) < len(group):
+        found.append(f"{failed[0]} in {len(failed)} of {len(group)} processes")
+    return list(dict.fromkeys(found))
+
+
+def summarise_processes(samples: Sequence[Sequence[float]]) -> Summary:
+    """All samples of all processes; from two processes on, the interval is over their medians."""
+    whole = stats.summarise([s for taken in samples for s in taken])
+    medians = [stats.summarise(taken).median for taken in samples if taken]
+    if len(medians) < 2:
+        return whole
+    spread = comparison.combine([math.log(m) for m in medians])
+    return dataclasses.replace(whole, lo=spread.lo, hi=spread.hi)
+
+
+def ratio(arm: Sequence[Record], base: Sequence[Record], phase: str) -> Effect:
+    """arm / base: within each process the median over rounds, over processes mean and t-interval.
+
+    With one process the interval is the order statistic within it, and means that process only.
+    """
+    others = {replicate_of(r): r for r in base}
+    pairs = [
+        (best_of_rounds(r, phase), best_of_rounds(others[replicate_of(r)], phase))
+        for r in arm
+        if replicate_of(r) in others
+    ]
+    pairs = [(own, other) for own, other in pairs if own.keys() & other.keys()]
+    if len(pairs) == 1:
+        within = stats.paired_ratio(*pairs[0])
+        return Effect(within.median, within.lo, within.hi, 1, math.nan)
+    return comparison.combine([comparison.process_effect(own, other) for own, other in pairs])
+
+
+def replicate_of(record: Record) -> int:
+    """Which fresh process it was; the first schema knew one."""
+    return int(record.get("replicate", 0))
 
 
 def hit_rate(record: Record, of: str) -> float:

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import datetime
+import fcntl
+import importlib.util
 import itertools
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from omegaconf import OmegaConf
 
 from experiments.config.schema import Config
 
-SCHEMA_VERSION = 1
+if TYPE_CHECKING:
+    import pandas as pd
+
+SCHEMA_VERSION = 2  # 1: one process per cell, no replicate, mode, point_key
+POINTS = "points.jsonl"
 Record = dict[str, Any]
 
 
@@ -49,26 +55,58 @@ class RunStore:
         """The same for JSON."""
         return self.write(name, json.dumps(value, indent=1, sort_keys=False) + "\n")
 
+    def write_table(self, stem: str, table: pd.DataFrame) -> None:
+        """A derived table as CSV, and as parquet where pyarrow is installed."""
+        self.write(f"{stem}.csv", table.to_csv(index=False))
+        if importlib.util.find_spec("pyarrow"):
+            partial = self.path / f".{stem}.parquet.partial"
+            table.to_parquet(partial, index=False)
+            os.replace(partial, self.path / f"{stem}.parquet")
+
     def write_config(self, config: Config) -> Path:
         """The configuration that ran, every interpolation resolved."""
         return self.write("config.yaml", OmegaConf.to_yaml(OmegaConf.structured(config)))
 
-    def append(self, record: Record) -> None:
-        """One line, one write call: a kill leaves whole lines, and at worst half of the last."""
-        line = json.dumps({"schema_version": SCHEMA_VERSION, **record}) + "\n"
-        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
-        descriptor = os.open(self.path / "points.jsonl", flags, 0o644)
+    def append(self, *records: Record) -> None:
+        """Whole lines in one write; a kill leaves at worst half of the last one.
+
+        What a full disk cut off is taken back before the error is raised, and what an earlier
+        writer of the file left half-written is removed before anything is added.
+        """
+        lines = "".join(json.dumps({"schema_version": SCHEMA_VERSION, **r}) + "\n" for r in records)
+        data = lines.encode()
+        descriptor = os.open(self.path / POINTS, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
         try:
-            os.write(descriptor, line.encode())
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            end = _whole_lines(descriptor)
+            try:
+                written = os.write(descriptor, data)
+                if written < len(data):  # one more try gets the reason from the system
+                    os.write(descriptor, data[written:])
+            except OSError:
+                os.ftruncate(descriptor, end)
+                raise
         finally:
             os.close(descriptor)
 
 
+def _whole_lines(descriptor: int) -> int:
+    """Size of a file after a half-written last line is cut off."""
+    size = end = os.fstat(descriptor).st_size
+    while end and os.pread(descriptor, 1, end - 1) != b"\n":
+        step = min(4096, end)
+        tail = os.pread(descriptor, step, end - step)
+        end = end - step + tail.rfind(b"\n") + 1
+    if end < size:
+        os.ftruncate(descriptor, end)
+    return end
+
+
 def read_records(path: Path) -> list[Record]:
     """All complete lines of a run's points.jsonl; a torn last line is ignored."""
-    source = path / "points.jsonl"
+    source = path / POINTS
     records = []
-    lines = source.read_text().split("\n") if source.exists() else []
+    lines = source.read_text(errors="replace").split("\n") if source.exists() else []
     for number, line in enumerate(lines):
         if not line:
             continue

@@ -1,81 +1,107 @@
-"""One cell: build its contenders, check them, time them interleaved, weigh them, record them."""
+"""One cell in one process: build its contenders, check them, time them interleaved, weigh them."""
 
 from __future__ import annotations
 
 import dataclasses
 import gc
 import random
-import traceback
-from dataclasses import dataclass
+from collections.abc import Mapping
 from functools import partial
-from pathlib import Path
 
-import torch
-
-from experiments.config.schema import CACHED, Config
-from experiments.config.sweep import Arm, Cell
-from experiments.contenders import Contender, Task, Unsupported, build
+from experiments.config.schema import Kind, TimingConfig
+from experiments.config.sweep import IDEALS, LOOKUPS, Arm, Cell
+from experiments.contenders import Contender, Task, build, registry
+from experiments.machine.telemetry import telemetry_for
 from experiments.results.store import Record
-from experiments.run.verify import Wrong, verify
+from experiments.run.outcome import Outcome, describe, facts
+from experiments.run.session import Session
+from experiments.run.verify import verify
 from experiments.timing import memory
 from experiments.timing.clock import clock_for
-from experiments.timing.race import PHASES, Measured, Phase, Race
+from experiments.timing.passes import counting_pass, energy
+from experiments.timing.race import PHASES, Phase, Race
 from experiments.work.workload import Pool, dense_bytes, make_pool, table_shapes
 
 VERIFY_BATCH = 32  # bags per table in the check, whose reference gathers every lookup's cores
-# Contenders that hold the tables uncompressed; pages of a file count as well, while they are used.
-DENSE = ("tbe", "torch", "reference_tbe", "managed", *CACHED)
 
 
-@dataclass(frozen=True)
-class Session:
-    """What every cell of a run shares."""
-
-    config: Config
-    device: torch.device
-    run_id: str
+def dense_arms(cell: Cell) -> int:
+    """How many contenders of the cell hold its tables uncompressed."""
+    programs = [a.contender for a in cell.arms if a.contender not in IDEALS | LOOKUPS]
+    return sum(registry.find(name).dense for name in programs)
 
 
 def fit_memory(cell: Cell, session: Session) -> Cell:
     """Shrink the tables only if the uncompressed contenders would not fit in the free memory."""
     shapes = table_shapes(cell.workload, scale=cell.rows_scale)
-    copies = sum(a.contender in DENSE for a in cell.arms)
     adagrad = session.config.optimizer.value == "adagrad"
-    wanted = max(1, copies) * dense_bytes(shapes) * (2 if adagrad else 1)
+    wanted = max(1, dense_arms(cell)) * dense_bytes(shapes) * (2 if adagrad else 1)
+    if session.device.type == "cpu":
+        wanted *= session.config.device.ranks  # whose tables lie in the same memory
     room = memory.available_bytes(session.device) * session.config.device.memory_share
-    if wanted <= room:
+    if wanted <= room or cell.kind is Kind.trace:  # which makes no tables
         return cell
     return dataclasses.replace(cell, rows_scale=cell.rows_scale * room / wanted)
 
 
 def measure_cell(cell: Cell, session: Session, seconds: float) -> list[Record]:
-    """One record per arm, whatever happens to it; `seconds` is the budget for timing them all."""
+    """One record per arm and mode; `seconds` is the budget for timing them all."""
     gc.collect()  # a failed contender's traceback keeps its tables alive in a cycle
     config = session.config
     shapes = table_shapes(cell.workload, scale=cell.rows_scale)
-    timing = dataclasses.replace(config.timing, cell_seconds=seconds)
+    modes = config.timing.modes
+    timing = dataclasses.replace(config.timing, cell_seconds=seconds / len(modes))
     if any(arm.cache for arm in cell.arms):
         timing = dataclasses.replace(timing, pool=cell.cache.pool)
-    pool = make_pool(cell.workload, shapes, timing.pool, config.seed)
+    session.note("|making batches")
+    pool = make_pool(cell.workload, shapes, timing.pool, session.pool_seed)
+    known = facts(pool)
     outcomes = {arm.key: Outcome(arm) for arm in cell.arms}
     built = _build(cell, outcomes, session)
-    arms = {key: _phases(contender, pool) for key, contender in built.items()}
-    race = Race(
-        arms, timing, clock_for(session.device), config.seed, lambda k: built[k].reset_counters()
-    )
-    for key, measured in (race.run() if arms else {}).items():
-        outcomes[key].measured = measured
-        if measured.error:
-            outcomes[key].fail(measured.error)
-    for key, contender in built.items():
-        if outcomes[key].status == "ok":
-            outcomes[key].counters = contender.counters()
-            outcomes[key].peak = memory.peak_bytes(partial(arms[key]["step"], 0), session.device)
-            outcomes[key].nbytes = contender.nbytes()
-    return [
-        describe(cell, o, pool, session) | {"samples": o.measured.samples, "counters": o.counters}
-        for o in (outcomes[a.key] for a in cell.arms)
-    ]
+    team = session.team
+    team.settle(outcomes)
+    built = {key: c for key, c in built.items() if outcomes[key].status == "ok"}
+    phases = {key: team.phases(key, _phases(c, pool)) for key, c in built.items()}
+    records = []
+    ready = outcomes
+    for mode in modes:
+        outcomes = {k: dataclasses.replace(o, mode=mode) for k, o in ready.items()}
+        going = {k: phases[k] for k in built if outcomes[k].status == "ok"}
+        session.note("|timing")
+        race = Race(
+            going,
+            timing,
+            team.clock(clock_for(session.device, mode)),
+            session.seed,
+            lambda key: built[key].reset_counters(),
+            counters=lambda key: team.total(built[key].counters()),
+            telemetry=team.telemetry(telemetry_for(session.device)),
+            note=session.note,
+        )
+        for key, measured in (race.run() if going else {}).items():
+            outcomes[key].measured = measured
+            if measured.error:
+                outcomes[key].fail(measured.error)
+        for key in going:
+            if outcomes[key].status == "ok":
+                session.note(f"{key}|weighing")
+                _weigh(outcomes[key], built[key], phases[key], timing)
+        records += [describe(cell, o, session, known) for o in outcomes.values()]
+    return records
+
+
+def _weigh(
+    outcome: Outcome, contender: Contender, phases: Mapping[str, Phase], timing: TimingConfig
+) -> None:
+    """Memory, counters and energy: in passes of their own, after the timing."""
+    step, pool, device = phases["step"], timing.pool, contender.task.device
+    if contender.counters():
+        reset, counters = contender.reset_counters, contender.counters
+        outcome.counters = counting_pass(step, pool, reset, counters)
+    outcome.nbytes = contender.nbytes()
+    outcome.memory = memory.measure(partial(step, 0), device)
+    if timing.energy_seconds and (joules := energy(step, pool, device, timing.energy_seconds)):
+        outcome.measured.hardware["energy"] = joules
 
 
 def _build(cell: Cell, outcomes: dict[str, Outcome], session: Session) -> dict[str, Contender]:
@@ -83,14 +109,15 @@ def _build(cell: Cell, outcomes: dict[str, Outcome], session: Session) -> dict[s
 
     In random order: memory that is allocated first can be better memory.
     """
-    config = session.config
     shapes = table_shapes(cell.workload, scale=cell.rows_scale)
     small = dataclasses.replace(cell.workload, B=min(VERIFY_BATCH, cell.workload.B))
-    check = make_pool(small, shapes, 1, config.seed + 1).batches[0]
+    check = make_pool(small, shapes, 1, session.seed + 1).batches[0]
     built: dict[str, Contender] = {}
-    for arm in random.Random(config.seed).sample(cell.arms, len(cell.arms)):
+    for arm in random.Random(session.seed).sample(cell.arms, len(cell.arms)):
         try:
+            session.note(f"{arm.key}|building")
             contender = build(arm.contender, task_of(cell, arm, session))
+            session.note(f"{arm.key}|checking")
             verify(contender, check)
             built[arm.key] = contender
         except Exception as error:  # whatever it is becomes this contender's row
@@ -110,9 +137,8 @@ def _phases(contender: Contender, pool: Pool) -> dict[str, Phase]:
 
 def task_of(cell: Cell, arm: Arm, session: Session) -> Task:
     """What the contender of an arm is built for."""
-    explicit = (
-        cell.rows_scale == 1.0
-    )  # factors fit the tables they were given for, not smaller ones
+    # Factors fit the tables they were given for, not smaller ones.
+    explicit = cell.rows_scale == 1.0
     return Task(
         shapes=table_shapes(cell.workload, scale=cell.rows_scale),
         optimizer=session.config.optimizer,
@@ -125,70 +151,3 @@ def task_of(cell: Cell, arm: Arm, session: Session) -> Task:
         cache=arm.cache,
         directory=cell.cache.directory,
     )
-
-
-@dataclass
-class Outcome:
-    """What became of one arm."""
-
-    arm: Arm
-    status: str = "ok"
-    reason: str = ""
-    measured: Measured = dataclasses.field(default_factory=Measured)
-    peak: int | None = None
-    nbytes: dict[str, int] = dataclasses.field(default_factory=dict)
-    counters: dict[str, int] = dataclasses.field(default_factory=dict)
-
-    def fail(self, error: Exception) -> None:
-        """Classify; an unexpected error also says where it came from."""
-        text = str(error).strip() or type(error).__name__
-        if isinstance(error, Unsupported):
-            self.status = "unsupported"
-        elif isinstance(error, Wrong):
-            self.status = "wrong"
-        elif isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate" in text:
-            self.status = "oom"
-        else:
-            self.status = "error"
-            tail = traceback.extract_tb(error.__traceback__)[-1:]
-            text = f"{type(error).__name__}: {text}" + "".join(
-                f" ({Path(f.filename).name}:{f.lineno})" for f in tail
-            )
-        self.reason = text
-
-
-def describe(cell: Cell, outcome: Outcome, pool: Pool, session: Session) -> Record:
-    """Everything about an arm and what became of it, but what was sampled."""
-    shapes = table_shapes(cell.workload, scale=cell.rows_scale)
-    params = {k: getattr(v, "value", v) for k, v in dataclasses.asdict(cell.workload).items()}
-    arm, measured = outcome.arm, outcome.measured
-    return {
-        "run_id": session.run_id,
-        "experiment": session.config.name,
-        "section": cell.section,
-        "title": cell.title,
-        "cell": cell.key,
-        "params": params,
-        "contender": arm.contender,
-        "rank": arm.rank,
-        "cache": arm.cache,
-        "arm": arm.key,
-        "label": arm.label,
-        "optimizer": session.config.optimizer.value,
-        "status": outcome.status,
-        "reason": outcome.reason,
-        "stop_reason": measured.stop_reason,
-        "seed": session.config.seed,
-        "rows_scale": cell.rows_scale,
-        "features": len(shapes),
-        "columns": sum(s.dim for s in shapes),
-        "rows": sum(s.rows for s in shapes),
-        "lookups": pool.lookups,
-        "unique_rows": pool.unique_rows,
-        "pool_sha256": pool.fingerprint,
-        "dense_bytes": dense_bytes(shapes),
-        "weights_bytes": outcome.nbytes.get("weights"),
-        "optimizer_state_bytes": outcome.nbytes.get("optimizer_state"),
-        "cache_bytes": outcome.nbytes.get("cache", 0),
-        "peak_bytes": outcome.peak,
-    }

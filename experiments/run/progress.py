@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from types import TracebackType
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from experiments.caches import rates
+from experiments.config.schema import Kind
+from experiments.config.sweep import Cell
+from experiments.results.store import Record
+from experiments.timing import stats
 
 
 class Display:
@@ -54,11 +61,47 @@ class Display:
         self.bar.update(self.task, description=what, left=self.left())
 
     def finish(self, line: str) -> None:
-        """A cell is done."""
+        """A cell is done; an empty line is not shown."""
         self.done += 1
         self.bar.update(self.task, completed=self.done, left=self.left())
-        self.console.print(f"[{self.done}/{self.total}] {line}", markup=False)
+        if line:
+            self.console.print(f"[{self.done}/{self.total}] {line}", markup=False)
+
+    def skip(self) -> None:
+        """A cell will not be done."""
+        self.total -= 1
+        self.bar.update(self.task, total=self.total, left=self.left())
 
     def say(self, line: str) -> None:
         """A line above the bar."""
         self.console.print(line, markup=False)
+
+
+def where(cell: Cell) -> str:
+    """A cell in a few words."""
+    w = cell.workload
+    law = f" s={w.s:g}" if w.law.value == "zipf" else f" {w.law.value}"
+    tables = f" T={w.T}" if w.T > 1 else ""
+    return f"{cell.section:<12}{tables} D={w.D} B={w.B} L={w.L}{law}"
+
+
+def outcome_line(records: Sequence[Record]) -> str:
+    """Each contender's median step or hit rate, or what became of it."""
+    parts = []
+    if all(r.get("kind") == Kind.trace.value and r["status"] == "ok" for r in records):
+        found = [r["analysis"]["distinct"] for r in records]
+        return f"distinct rows: {', '.join(f'{n:,}' for n in found)}"
+    traced = any(record.get("kind") == Kind.cache.value for record in records)
+    if traced:  # one size stands for all
+        sizes = sorted({r["cache_rows"] for r in records if "cache_rows" in r})
+        middle = sizes[(len(sizes) - 1) // 2] if sizes else None
+        records = [r for r in records if r.get("cache_rows", middle) == middle]
+    for record in records:
+        if record["status"] != "ok":
+            parts.append(f"{record['label']}: {record['status']}")
+        elif traced:
+            parts.append(f"{record['label']} {100 * rates.counted(record).lookups:.0f}")
+        else:
+            seconds = [s for _, s in record["samples"]["step"]]
+            parts.append(f"{record['label']} {1e3 * stats.summarise(seconds).median:.3g} ms")
+    return ("% of lookups served: " if traced else "step: ") + " · ".join(parts)

@@ -2,132 +2,233 @@
 
 from __future__ import annotations
 
+import dataclasses
+import signal
 import sys
+import threading
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from experiments.caches import rates
-from experiments.caches.trace_cell import trace_cell
 from experiments.config.configure import UsageError, device_kind
-from experiments.config.schema import Config, Kind
+from experiments.config.schema import Config, Mode
 from experiments.config.sweep import Cell, expand
-from experiments.machine import environment
+from experiments.machine.flags import explain
 from experiments.paths import ROOT
-from experiments.report import write_report
+from experiments.report import text, write_report
 from experiments.results.store import Record, RunStore
-from experiments.run.cell import Session, fit_memory, measure_cell
-from experiments.run.progress import Display
-from experiments.timing import memory, stats
+from experiments.run import kinds, plan
+from experiments.run.cell import fit_memory
+from experiments.run.jobs import Done, Job, done_before, passes
+from experiments.run.progress import Display, outcome_line, where
+from experiments.run.session import Session
+from experiments.run.worker import measure_job, survey
 
-TIMED_SHARE = 0.6  # of a cell's time; building and checking its contenders take the rest
+TIMED_SHARE = 0.6  # of a job's time; building and checking its contenders take the rest
+FAILURES = ("error", "timeout", "wrong")
 
 
 def run(config: Config, *, question: str, words: Sequence[str]) -> int:
-    """Measure and report; returns the exit status (0, 2, 5 or 130, see cli.HELP)."""
+    """Measure and report; returns the exit status (see cli.HELP)."""
+    if config.kind in kinds.RUNNERS:
+        leader = kinds.function(kinds.RUNNERS[config.kind])
+        return int(leader(config, question=question, words=words))
     try:
-        device = _device(config)
+        device = device_of(config)
         cells = expand(config)
+        if config.dry_run:
+            return plan.show(cells, config, device)
+        environment = survey(config, device, words)
     except UsageError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    folder = Path(config.report.folder)
-    store = RunStore.create(folder if folder.is_absolute() else ROOT / folder, config.name)
+    folder = ROOT / config.report.folder  # an absolute folder stays as it is
+    earlier = done_before(folder / config.name, config, environment["context_id"])
+    store = RunStore.create(folder, config.name)
     store.write_config(config)
-    memory.keep_freed_blocks()
-    started = time.monotonic()
-    status = _measure(cells, Session(config, device, store.path.name), store, words)
-    store.write_json(
-        "run.json",
-        {
-            "experiment": config.name,
-            "question": question,
-            "status": status,
-            "cells": len(cells),
-            "seconds": round(time.monotonic() - started, 1),
-        },
-    )
-    summary = write_report(store.path)
-    print(f"\n{summary.answer}\n")
-    if summary.failures:
-        print(f"{summary.failures} measurement(s) failed or were wrong; the report says which")
-    print(f"report: {_relative(store.path / 'index.html')}")
-    if status == "interrupted":
-        return 130
-    return 5 if summary.failures else 0
+    store.write_json("environment.json", environment)
+    session = Session(config, device, store.path.name)
+    with Display(sum(len(jobs) for jobs in passes(cells, config))) as display:
+        display.say(heading(config, cells, environment))
+        work = Work(session, store, display, earlier, environment["context_id"])
+        status = work.do(cells)
+    return finish(store, config, status=status, question=question, extra=work.summary(cells))
 
 
-def _device(config: Config) -> torch.device:
+def device_of(config: Config) -> torch.device:
+    """Where to measure; raises UsageError where that is not possible."""
     kind = device_kind(config.device.kind)
     if kind == "cuda" and not torch.cuda.is_available():
         raise UsageError("device=cuda: torch finds no GPU here; leave device out or use device=cpu")
-    if config.device.threads:
-        torch.set_num_threads(config.device.threads)
+    if kind == "cpu" and Mode.graph in config.timing.modes:
+        raise UsageError(
+            "timing.modes: graph replays CUDA graphs, and the device is cpu; "
+            "choose from hot, cold, wall, or use device=cuda"
+        )
+    if kind == "cuda" and config.device.ranks > torch.cuda.device_count():
+        raise UsageError(
+            f"device.ranks={config.device.ranks} needs a GPU for each rank, and torch finds "
+            f"{torch.cuda.device_count()}; use fewer, or device=cpu"
+        )
     return torch.device(kind)
 
 
-def _measure(cells: Sequence[Cell], session: Session, store: RunStore, words: Sequence[str]) -> str:
-    """All cells; 'finished', or 'interrupted' with what was measured until then in the store."""
-    found = environment.describe(session.device, list(words))
-    with Display(len(cells)) as display:
-        display.say(f"{session.config.name} · {len(cells)} cells · {found['device']}")
+def finish(
+    store: RunStore, config: Config, *, status: str, question: str, extra: dict[str, Any]
+) -> int:
+    """The report, the last lines on the terminal, the exit status."""
+    store.write_json(
+        "run.json",
+        {"experiment": config.name, "question": question, "status": status, **extra},
+    )
+    summary = write_report(store.path)
+    print(f"\n{summary.answer}\n")
+    outcomes = extra["outcomes"]
+    failures = sum(outcomes.get(name, 0) for name in FAILURES)
+    if failures:
+        print(f"{text.count(failures, 'measurement')} failed; the report says which and why")
+    page = store.path / "index.html"
+    print(f"report: {page.relative_to(Path.cwd()) if page.is_relative_to(Path.cwd()) else page}")
+    if status == "interrupted":
+        return 130
+    if status != "finished":
+        return 1
+    return 5 if failures or (config.strict and outcomes.get("oom", 0)) else 0
+
+
+def heading(config: Config, cells: Sequence[Cell], environment: dict[str, Any]) -> str:
+    """What runs where, in one line."""
+    git = environment.get("git") or {}
+    code = f"{git.get('sha')}{'-dirty' * bool(git.get('dirty'))}" if git.get("sha") else "no git"
+    processes = text.count(config.timing.replicates, "process", "processes")
+    if config.device.ranks > 1:
+        processes += f" × {config.device.ranks} ranks"
+    left_out = len(expand(dataclasses.replace(config, where=[], exclude=[]))) - len(cells)
+    ruled_out = f" ({left_out} left out by where and exclude)" * bool(left_out)
+    flags = environment["preflight"]["flags"]
+    warning = f"\nnot at its best for measuring: {', '.join(map(explain, flags))}" * bool(flags)
+    return (
+        f"{config.name} · {text.count(len(cells), 'cell')}{ruled_out} × {processes} · "
+        f"{environment['device']} · torch {environment['torch']} · {code}{warning}"
+    )
+
+
+class Work:
+    """The passes of a run over its cells, within its budget."""
+
+    def __init__(
+        self, session: Session, store: RunStore, display: Display, earlier: Done, context_id: str
+    ) -> None:
+        self.session, self.store, self.display = session, store, display
+        self.earlier, self.context_id = earlier, context_id
+        self.started = time.monotonic()
+        self.fitted: dict[str, Cell] = {}  # every process of a cell has the same tables
+        self.walls: dict[str, float] = {}  # what the cell's last process took
+        self.outcomes: Counter[str] = Counter()
+        self.jobs = self.reused = 0
+
+    def do(self, cells: Sequence[Cell]) -> str:
+        """'finished', 'interrupted' or what else ended it; what was measured is in the store."""
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, signal.default_int_handler)  # a scheduler's Ctrl-C
         try:
-            found["copy_gb_s"] = environment.copy_bandwidth(session.device) / 1e9
-            store.write_json("environment.json", found)
-            for cell in cells:
-                display.begin(_where(cell))
-                fitted = fit_memory(cell, session)
-                if cell.kind is Kind.cache:
-                    records = trace_cell(fitted, session)
-                else:
-                    records = measure_cell(fitted, session, _seconds(session, display))
-                for record in records:
-                    store.append(record)
-                display.finish(f"{_where(fitted):<42} {_outcome(records)}")
+            for jobs in passes(cells, self.session.config):
+                self._pass(jobs)
         except KeyboardInterrupt:
-            display.say("interrupted: reporting what was measured")
-            store.write_json("environment.json", found)
+            self.display.say("interrupted: reporting what was measured; the same command goes on")
             return "interrupted"
-    return "finished"
+        except OSError as error:
+            self.display.say(f"the store cannot be written ({error}); what was written is whole")
+            return f"store: {error.strerror or error}"
+        return "finished"
 
+    def _pass(self, jobs: Sequence[Job]) -> None:
+        left_out = 0
+        for job in jobs:
+            if self._fits(job):
+                records = self._records(job)
+                self.store.append(*records)
+                self._tell(job, records)
+            else:
+                left_out += 1
+                self.display.skip()
+        if left_out:
+            total = self.session.config.timing.total_seconds
+            number = min(job.replicate for job in jobs) + 1
+            self.display.say(
+                f"process {number} of a cell: no time for {left_out} of {len(jobs)} "
+                f"(timing.total_seconds={total:g}); the same command goes on there"
+            )
 
-def _seconds(session: Session, display: Display) -> float:
-    """Timing budget of the next cell: its share of what is left of the run's."""
-    timing = session.config.timing
-    if not timing.total_seconds:
-        return timing.cell_seconds
-    left = timing.total_seconds - display.elapsed()
-    fair = TIMED_SHARE * left / max(1, display.total - display.done)
-    return min(timing.cell_seconds, max(fair, timing.cell_seconds / 10))
+    def _fits(self, job: Job) -> bool:
+        """The first pass always does; later ones while the run's time lasts."""
+        total = self.session.config.timing.total_seconds
+        if not job.replicate or not total or job.key(self.session.config) in self.earlier:
+            return True
+        expected = self.walls.get(job.cell.key, 0.0)
+        return time.monotonic() - self.started + expected <= total
 
+    def _records(self, job: Job) -> list[Record]:
+        key, replicate = job.key(self.session.config)
+        old = self.earlier.get((key, replicate))
+        self.jobs += 1
+        if old is not None:
+            self.reused += 1
+            self._remember(job.cell, old[0]["rows_scale"])
+            here = {"run_id": self.session.run_id, "order": job.order}
+            return [{"reused_from": r["run_id"], **r, **here} for r in old]
+        self._remember(job.cell, None)
+        cell = self.fitted[job.cell.key]
+        identity = {"point_key": key, "context_id": self.context_id}
+        session = dataclasses.replace(
+            self.session, replicate=replicate, order=job.order, identity=identity
+        )
+        began = time.monotonic()
+        name = where(cell)
+        records = measure_job(
+            dataclasses.replace(job, cell=cell),
+            session,
+            self._seconds(),
+            lambda note: self.display.begin(f"{name} {note.replace('|', ' ')}"),
+        )
+        self.walls[job.cell.key] = time.monotonic() - began
+        return records
 
-def _where(cell: Cell) -> str:
-    w = cell.workload
-    law = f" s={w.s:g}" if w.law.value == "zipf" else " uniform"
-    tables = f" T={w.T}" if w.T > 1 else ""
-    return f"{cell.section:<12}{tables} D={w.D} B={w.B} L={w.L}{law}"
+    def _remember(self, cell: Cell, scale: float | None) -> None:
+        if cell.key not in self.fitted:
+            fitted = fit_memory(cell, self.session)
+            self.fitted[cell.key] = (
+                fitted if scale is None else dataclasses.replace(cell, rows_scale=scale)
+            )
 
+    def _seconds(self) -> float:
+        """Timing budget of the next job: its share of what is left of the run's."""
+        timing = self.session.config.timing
+        if not timing.total_seconds:
+            return timing.cell_seconds
+        left = timing.total_seconds - (time.monotonic() - self.started)
+        fair = TIMED_SHARE * left / max(1, self.display.total - self.display.done)
+        return min(timing.cell_seconds, max(fair, timing.cell_seconds / 10))
 
-def _outcome(records: Sequence[Record]) -> str:
-    """Each contender's median step or hit rate, or what became of it."""
-    parts = []
-    traced = any(record.get("kind") == Kind.cache.value for record in records)
-    if traced:  # one size stands for all
-        sizes = sorted({record["cache_rows"] for record in records})
-        records = [r for r in records if r["cache_rows"] == sizes[(len(sizes) - 1) // 2]]
-    for record in records:
-        if record["status"] == "ok" and traced:
-            rate = rates.counted(record).lookups
-            parts.append(f"{record['label']} {100 * rate:.0f}")
-        elif record["status"] == "ok":
-            seconds = [s for _, s in record["samples"]["step"]]
-            parts.append(f"{record['label']} {1e3 * stats.summarise(seconds).median:.3g} ms")
-        else:
-            parts.append(f"{record['label']}: {record['status']}")
-    return ("% of lookups served: " if traced else "step: ") + " · ".join(parts)
+    def _tell(self, job: Job, records: Sequence[Record]) -> None:
+        """A line for each cell's first process, and for whatever went wrong."""
+        self.outcomes.update(r["status"] for r in records)
+        bad = [r for r in records if r["status"] in FAILURES]
+        reused = " (reused)" * ("reused_from" in records[0])
+        cell = self.fitted[job.cell.key]
+        line = f"{where(cell):<42} {outcome_line(records)}{reused}"
+        self.display.finish(line if not job.replicate or bad else "")
 
-
-def _relative(path: Path) -> Path:
-    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+    def summary(self, cells: Sequence[Cell]) -> dict[str, Any]:
+        """For run.json."""
+        return {
+            "cells": len(cells),
+            "jobs": self.jobs,
+            "reused": self.reused,
+            "outcomes": dict(self.outcomes),
+            "seconds": round(time.monotonic() - self.started, 1),
+        }

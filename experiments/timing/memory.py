@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
+
+from experiments.machine.nvml import Nvml
 
 _STATUS = Path("/proc/self/status")
 _M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD = -3, -1
@@ -40,24 +44,77 @@ def available_bytes(device: torch.device) -> int:
     return min(candidates, default=4 << 30)
 
 
+def measure(work: Callable[[], object], device: torch.device) -> dict[str, int]:
+    """What one call needs, in bytes, by everyone who counts; what nobody knows is left out.
+
+    `peak` is the most in use during the call above what was before. On a GPU also torch's
+    `allocated` and `reserved` peaks, `driver`, how much less the driver has free than before, which
+    sees what torch did not allocate, `process`, all that the driver counts for this process,
+    `pinned` host memory, and `alloc_retries`, times that torch had to free its cache. `rss` is the
+    most that the process ever held in host memory.
+    """
+    found: dict[str, int | None] = (
+        _measure_cuda(work, device) if device.type == "cuda" else {"peak": _measure_cpu(work)}
+    )
+    found["rss"] = _kilobytes(_STATUS, "VmHWM")
+    return {key: value for key, value in found.items() if value is not None}
+
+
 def peak_bytes(work: Callable[[], object], device: torch.device) -> int | None:
     """Most memory in use during `work` above what was before; None where it cannot be known."""
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-        before = torch.cuda.memory_allocated(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        work()
-        torch.cuda.synchronize()
-        return int(torch.cuda.max_memory_allocated(device) - before)
-    try:
-        ctypes.CDLL(None).malloc_trim(0)  # else the call would reuse pages that already count
-        Path("/proc/self/clear_refs").write_text("5")  # reset VmHWM to VmRSS
-    except (OSError, AttributeError):
-        return None
-    before_kib = _kilobytes(_STATUS, "VmRSS")
+    return measure(work, device).get("peak")
+
+
+def _measure_cuda(work: Callable[[], object], device: torch.device) -> dict[str, int | None]:
+    torch.cuda.synchronize(device)
+    before, free = torch.cuda.memory_allocated(device), torch.cuda.mem_get_info(device)[0]
+    retries = torch.cuda.memory_stats(device).get("num_alloc_retries", 0)
+    torch.cuda.reset_peak_memory_stats(device)
     work()
-    peak_kib = _kilobytes(_STATUS, "VmHWM")
-    return None if before_kib is None or peak_kib is None else max(0, peak_kib - before_kib)
+    torch.cuda.synchronize(device)
+    allocated = torch.cuda.max_memory_allocated(device)
+    after = torch.cuda.memory_stats(device).get("num_alloc_retries", 0)
+    return {
+        "peak": int(allocated - before),
+        "allocated": int(allocated),
+        "reserved": int(torch.cuda.max_memory_reserved(device)),
+        "driver": max(0, int(free - torch.cuda.mem_get_info(device)[0])),
+        "process": _process_bytes(device),
+        "pinned": _pinned_bytes(),
+        "alloc_retries": int(after - retries),
+    }
+
+
+def _process_bytes(device: torch.device) -> int | None:
+    nvml = Nvml.open(device)
+    return ((nvml and nvml.processes()) or {}).get(os.getpid())
+
+
+def _pinned_bytes() -> int | None:
+    try:
+        return int(torch.cuda.host_memory_stats().get("allocated_bytes.peak", 0))
+    except (AttributeError, RuntimeError):
+        return None  # this torch does not count it
+
+
+def resettable_peak() -> bool:
+    """Whether this system lets a process begin its high-water mark anew."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")  # sets VmHWM to VmRSS
+    except OSError:
+        return False
+    return True
+
+
+def _measure_cpu(work: Callable[[], object]) -> int | None:
+    with contextlib.suppress(OSError, AttributeError):  # another C library has no such thing
+        ctypes.CDLL(None).malloc_trim(0)  # else the call would reuse pages that already count
+    if not resettable_peak():
+        return None
+    before = _kilobytes(_STATUS, "VmRSS")
+    work()
+    peak = _kilobytes(_STATUS, "VmHWM")
+    return None if before is None or peak is None else max(0, peak - before)
 
 
 def _kilobytes(path: Path, key: str) -> int | None:

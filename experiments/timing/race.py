@@ -5,31 +5,25 @@ from __future__ import annotations
 import gc
 import math
 import random
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 from experiments.config.schema import TimingConfig
-from experiments.timing import stats
-from experiments.timing.clock import Clock
+from experiments.machine.telemetry import NoTelemetry, Telemetry
+from experiments.timing.clock import Clock, Phase, Reading, Work
+from experiments.timing.measured import Measured
+from experiments.timing.warmup import warm_up
 
-Phase = Callable[[int], object]  # runs batch number n of the pool
+__all__ = ["PHASES", "Measured", "Phase", "Race", "Turn"]
+
 PHASES = ("forward", "step")
-
-
-@dataclass
-class Measured:
-    """Raw samples of one contender: phase -> (round, seconds), ... Nothing is ever dropped."""
-
-    samples: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
-    stop_reason: str = ""
-    error: Exception | None = None
-
-    def precise(self, target: float) -> bool:
-        """Every phase's median is known to within `target`."""
-        seconds = [[s for _, s in taken] for taken in self.samples.values()]
-        return all(stats.summarise(s).precision <= target for s in seconds)
+MOST_EXECUTIONS = 64  # calls that share a sample
+RETRIES = 3  # of a round during which the machine was throttled
+BACK_OFF, BACK_OFF_GROWTH = 0.05, 2.5  # seconds before the first, and how much longer each is
 
 
 @dataclass(frozen=True)
@@ -51,7 +45,13 @@ class Race:
     clock: Clock
     seed: int = 0
     warmed: Callable[[str], object] = lambda name: None  # told each contender's end of warm-up
+    counters: Callable[[str], Mapping[str, int]] = lambda name: {}  # running totals of its cache
+    telemetry: Telemetry = field(default_factory=NoTelemetry)
+    note: Callable[[str], object] = lambda text: None  # told "arm|what it is at" before each sample
+    sleep: Callable[[float], object] = time.sleep
     spent: dict[str, float] = field(default_factory=dict)
+    throttled_rounds: list[int] = field(default_factory=list)
+    _ready: dict[str, dict[str, Phase]] = field(default_factory=dict)
 
     def run(self) -> dict[str, Measured]:
         """Warm up, then rounds until each contender has a reason to stop."""
@@ -59,17 +59,44 @@ class Race:
             name: Measured({phase: [] for phase in phases}) for name, phases in self.arms.items()
         }
         rng = random.Random(self.seed)
+        self._ready = {name: dict(phases) for name, phases in self.arms.items()}
         with _no_garbage_collection():
             for name in rng.sample(sorted(self.arms), len(self.arms)):
-                self._guard(results[name], partial(self._warm_up, name))
+                self._guard(results[name], partial(self._warm_up, name, results[name]))
                 self._guard(results[name], partial(self.warmed, name))
             self.spent = dict.fromkeys(self.arms, 0.0)
-            for number in range(self.timing.max_rounds):
-                if not self._round(number, results, rng):
-                    break
-        for result in results.values():
-            result.stop_reason = result.stop_reason or "max_rounds"
+            self.telemetry.start()
+            try:
+                for number in range(self.timing.max_rounds):
+                    if not self._round(number, results, rng):
+                        break
+            finally:
+                self.telemetry.stop()
+        self._conclude(results)
         return results
+
+    def _warm_up(self, name: str, result: Measured) -> None:
+        """Until this contender is warm, for no longer than measuring it may take."""
+        timing, phases = self.timing, self._ready[name]
+        self.note(f"{name}|warming up")
+        for phase, run in phases.items():
+            phases[phase] = self.clock.adapt(run, timing.pool)
+        counters = partial(self.counters, name)
+        most = min(timing.warmup_cap, timing.cell_seconds / len(self.arms))
+        if counters():  # a cache that is not full yet would give another contender's times
+            most = max(most, timing.cell_seconds)
+        result.warm = warm_up(phases, self.clock, timing, key=name, most=most, counters=counters)
+        if timing.warmup and (not result.warm.passes or result.warm.filling):
+            result.flags.add("not_warm")
+        result.executions = {
+            phase: self._executions(result.warm.typical.get(phase, math.inf)) for phase in phases
+        }
+
+    def _executions(self, seconds: float) -> int:
+        """How many calls make a sample long enough for the clock."""
+        if not 0 < seconds < self.clock.fewest_seconds:
+            return 1
+        return min(MOST_EXECUTIONS, math.ceil(self.clock.fewest_seconds / seconds))
 
     def _round(self, number: int, results: dict[str, Measured], rng: random.Random) -> bool:
         """Two samples of every phase of every contender still running; False when none is.
@@ -79,19 +106,88 @@ class Race:
         active = [name for name, r in results.items() if not r.stop_reason]
         turns = [(name, phase) for name in active for phase in self.arms[name]]
         rng.shuffle(turns)
-        for half, order in enumerate((turns, turns[::-1])):
-            for name, phase in order:
-                result = results[name]
-                turn = Turn(name, phase, number, 2 * number + half)
-                self._guard(result, partial(self._sample, result, turn))
-        running = {n: r for n, r in results.items() if not r.stop_reason}
-        for name in self._over_budget(number + 1, list(running)):
-            running.pop(name).stop_reason = "budget"
-        done = number + 1 >= self.timing.min_rounds
-        if done and all(r.precise(self.timing.precision) for r in running.values()):
-            for result in running.values():
-                result.stop_reason = "precise"
+        order = [
+            Turn(name, phase, number, 2 * number + half)
+            for half, side in enumerate((turns, turns[::-1]))
+            for name, phase in side
+        ]
+        for turn, reading in self._undisturbed(number, order, results):
+            results[turn.arm].add(turn.phase, number, reading)
+        for name in active:
+            results[name].end_round()
+        self._stop(number + 1, results)
         return any(not r.stop_reason for r in results.values())
+
+    def _undisturbed(
+        self, number: int, order: list[Turn], results: dict[str, Measured]
+    ) -> list[tuple[Turn, Reading]]:
+        """The samples of a round, taken again while the machine is throttled, but not for ever.
+
+        Where it stays throttled its samples count, marked; rounds after that are taken once only.
+        """
+        for attempt in range(RETRIES + 1):
+            taken = self._take(order, results)
+            if not self.telemetry.check():
+                return taken
+            if attempt == RETRIES or self.throttled_rounds:
+                break
+            for turn, reading in taken:
+                results[turn.arm].set_aside(turn.phase, number, reading)
+            self.sleep(BACK_OFF * BACK_OFF_GROWTH**attempt)
+        self.throttled_rounds.append(number)
+        return taken
+
+    def _take(self, order: list[Turn], results: dict[str, Measured]) -> list[tuple[Turn, Reading]]:
+        """One sample per turn of those contenders that have not failed."""
+        asked: list[Turn] = []
+        finished: set[int] = set()
+
+        def call(turn: Turn, index: int) -> None:
+            self._guard(results[turn.arm], partial(self._execute, turn, results[turn.arm]))
+            if not results[turn.arm].error:
+                finished.add(index)
+
+        def works() -> Iterator[Work]:
+            for turn in order:
+                if not results[turn.arm].error:
+                    asked.append(turn)
+                    self.note(f"{turn.arm}|timing, round {turn.round + 1}")
+                    yield Work(partial(call, turn, len(asked) - 1), f"{turn.arm}/{turn.phase}")
+
+        try:
+            readings = self.clock.read(works())
+        except Exception as error:  # a GPU that failed later than it was called: all are suspect
+            for name in {turn.arm for turn in order}:
+                results[name].error, results[name].stop_reason = error, "failed"
+            return []
+        for turn, reading in zip(asked, readings, strict=True):
+            self.spent[turn.arm] += reading.cost
+        pairs = zip(asked, readings, strict=True)
+        return [pair for index, pair in enumerate(pairs) if index in finished]
+
+    def _execute(self, turn: Turn, result: Measured) -> None:
+        phases = self._ready[turn.arm]
+        # Phases look at different batches in a round, so that none finds its rows warm.
+        shift = list(phases).index(turn.phase) * self.timing.pool // len(phases)
+        run = phases[turn.phase]
+        for number in range(result.executions.get(turn.phase, 1)):
+            run((turn.batch + shift + number) % self.timing.pool)
+
+    def _stop(self, rounds: int, results: dict[str, Measured]) -> None:
+        """Give a reason to those that need not, or may not, go on."""
+        running = {n: r for n, r in results.items() if not r.stop_reason}
+        for name in self._over_budget(rounds, list(running)):
+            running.pop(name).stop_reason = "budget"
+        if rounds < self.timing.min_rounds:
+            return
+        target, least = self.timing.precision, self.timing.min_seconds
+        reasons = {
+            name: "precise" if r.precise(target, least) else "stabilised" if r.stabilised() else ""
+            for name, r in running.items()
+        }
+        if all(reasons.values()):
+            for name, reason in reasons.items():
+                running[name].stop_reason = reason
 
     def _over_budget(self, rounds: int, running: list[str]) -> list[str]:
         """All when the cell's time is used up; before that, one that takes most of it alone.
@@ -104,28 +200,20 @@ class Race:
         alone = budget / 2 if enough else (2 * budget if rounds >= 3 else math.inf)
         return [name for name in running if self.spent[name] > alone]
 
-    def _sample(self, result: Measured, turn: Turn) -> None:
-        phases = self.arms[turn.arm]
-        # Phases look at different batches in a round, so that none finds its rows warm.
-        shift = list(phases).index(turn.phase) * self.timing.pool // len(phases)
-        work = partial(phases[turn.phase], (turn.batch + shift) % self.timing.pool)
-        seconds = self.clock.time(work)
-        result.samples[turn.phase].append((turn.round, seconds))
-        self.spent[turn.arm] += seconds
-
-    def _warm_up(self, name: str) -> None:
-        """All batches, all phases; a slow contender gets as many as fit, but at least one."""
-        spent = 0.0
-        for number in range(self.timing.warmup * self.timing.pool):
-            for run in self.arms[name].values():
-                spent += self.clock.time(partial(run, number % self.timing.pool))
-            if spent > self.timing.warmup_seconds:
-                return
+    def _conclude(self, results: Mapping[str, Measured]) -> None:
+        hardware: dict[str, Any] = self.telemetry.summary()
+        flags = self.telemetry.flags()
+        if self.throttled_rounds:
+            hardware["throttled_rounds"] = self.throttled_rounds
+            flags = [*flags, "throttled"]
+        for result in results.values():
+            result.stop_reason = result.stop_reason or "max_rounds"
+            result.conclude(flags, hardware, self.clock.describe())
 
     @staticmethod
     def _guard(result: Measured, work: Callable[[], object]) -> None:
         """A contender that raises leaves the race; the others go on."""
-        if result.stop_reason:
+        if result.error:
             return
         try:
             work()

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 CONFIDENCE = 0.95
+SETTLED_WINDOW, SETTLED_WITHIN = 32, 0.05
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,11 @@ class Summary:
         """Half-width of the interval relative to the median; inf while there is no interval."""
         width = (self.hi - self.lo) / 2
         return width / abs(self.median) if self.median and math.isfinite(width) else math.inf
+
+    @property
+    def spread(self) -> float:
+        """Distance of the quartiles relative to the median: how noisy, whatever the number."""
+        return (self.q75 - self.q25) / abs(self.median) if self.median else math.inf
 
 
 def quantile(ordered: Sequence[float], p: float) -> float:
@@ -55,6 +61,41 @@ def summarise(samples: Sequence[float]) -> Summary:
     lo, hi = (ordered[k - 1], ordered[-k]) if k else (math.nan, math.nan)
     q25, median, q75 = (quantile(ordered, p) for p in (0.25, 0.5, 0.75))
     return Summary(len(ordered), median, q25, q75, lo, hi)
+
+
+@dataclass(frozen=True)
+class Tail:
+    """What the median does not tell of a sample. Outliers are counted, never dropped."""
+
+    least: float
+    p90: float
+    p99: float
+    mad: float  # median distance from the median
+    outliers: int  # further than 1.5 quartile distances outside the quartiles
+
+
+def tail(samples: Sequence[float]) -> Tail:
+    """The ends of a sample; nan where there is none."""
+    ordered = sorted(samples)
+    if not ordered:
+        return Tail(math.nan, math.nan, math.nan, math.nan, 0)
+    q25, median, q75 = (quantile(ordered, p) for p in (0.25, 0.5, 0.75))
+    reach = 1.5 * (q75 - q25)
+    return Tail(
+        ordered[0],
+        quantile(ordered, 0.9),
+        quantile(ordered, 0.99),
+        quantile(sorted(abs(x - median) for x in ordered), 0.5),
+        sum(not q25 - reach <= x <= q75 + reach for x in ordered),
+    )
+
+
+def settled(noise: Sequence[float]) -> bool:
+    """The last 32 estimates of a noise, each from more samples than the last, agree to 5 %."""
+    last = noise[-SETTLED_WINDOW:]
+    if len(noise) < SETTLED_WINDOW:
+        return False
+    return max(last) - min(last) <= SETTLED_WITHIN * quantile(sorted(last), 0.5)
 
 
 def paired_ratio(arm: Mapping[int, float], baseline: Mapping[int, float]) -> Summary:

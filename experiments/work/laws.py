@@ -17,14 +17,14 @@ def zipf_ranks(rng: np.random.Generator, count: int, rows: int, s: float, q: flo
     """
     if s == 0.0 or rows == 1:
         return rng.integers(1, rows + 1, count, dtype=np.int64)
-    low = _integral(np.array(1.5), s, q) - _mass(np.array(1.0), s, q)
-    high = _integral(np.array(rows + 0.5), s, q)
+    low = integral(np.array(1.5), s, q) - _mass(np.array(1.0), s, q)
+    high = integral(np.array(rows + 0.5), s, q)
     out = np.empty(count, np.int64)
     filled = 0
     while filled < count:
         u = high + rng.random(count - filled) * (low - high)
         rank = np.clip(np.rint(_integral_inverse(u, s, q)), 1, rows)
-        good = u >= _integral(rank + 0.5, s, q) - _mass(rank, s, q)
+        good = u >= integral(rank + 0.5, s, q) - _mass(rank, s, q)
         taken = rank[good].astype(np.int64)
         out[filled : filled + len(taken)] = taken
         filled += len(taken)
@@ -41,7 +41,7 @@ def _mass(x: Reals, s: float, q: float) -> Reals:
     return np.exp(-s * np.log(x + q))
 
 
-def _integral(x: Reals, s: float, q: float) -> Reals:
+def integral(x: Reals, s: float, q: float) -> Reals:
     """Antiderivative of (x + q)^-s; expm1 keeps it exact near s = 1, where it becomes log."""
     log = np.log(x + q)
     t = (1.0 - s) * log

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from experiments.config.schema import Law, Order, Tables, WorkloadConfig
-from experiments.work import laws
+from experiments.config.schema import Ids, Law, Order, Tables, WorkloadConfig
+from experiments.work import laws, production, trace_files
 
 # Rows of the 26 categorical features of Criteo-Kaggle ("Display Advertising Challenge") as the
 # public DLRM preprocessing counts them; together 33,762,577.
@@ -53,16 +57,22 @@ class Pool:
     """The batches a cell cycles through, and what they contain."""
 
     batches: tuple[Batch, ...]
-    lookups: int  # per batch
+    lookups: int  # per batch; of a trace, whose batches differ, the mean
     unique_rows: float  # mean per batch, counted per table
-    fingerprint: str  # sha256 of all ids
+    fingerprint: str  # sha256 of all ids, and of the offsets where bags differ
+    folded: int = 0  # lookups of a trace that were outside their table, in all batches
+
+
+def table_rows(workload: WorkloadConfig) -> tuple[int, ...]:
+    """Rows of each table: those of the public data set, those listed, or E each."""
+    if workload.tables is Tables.criteo_kaggle:
+        return CRITEO_KAGGLE
+    return tuple(workload.sizes) or (workload.E,) * workload.T
 
 
 def table_shapes(workload: WorkloadConfig, *, scale: float = 1.0) -> tuple[TableShape, ...]:
     """The tables; `scale` < 1 shrinks every table's rows by that factor, to no less than one."""
-    criteo = workload.tables is Tables.criteo_kaggle
-    rows = CRITEO_KAGGLE if criteo else (workload.E,) * workload.T
-    return tuple(TableShape(max(1, int(r * scale)), workload.D) for r in rows)
+    return tuple(TableShape(max(1, int(r * scale)), workload.D) for r in table_rows(workload))
 
 
 def dense_bytes(shapes: tuple[TableShape, ...]) -> int:
@@ -78,24 +88,48 @@ def cache_sets(shapes: tuple[TableShape, ...], fraction: float) -> int:
 def make_pool(
     workload: WorkloadConfig, shapes: tuple[TableShape, ...], count: int, seed: int
 ) -> Pool:
-    """`count` distinct batches; equal arguments give equal batches on every machine."""
+    """`count` distinct batches; equal arguments give equal batches on every machine.
+
+    A trace gives its first batches, whatever the seed, and fewer where the file ends.
+    """
     digest = hashlib.sha256()
-    batches, unique = [], 0
-    for number in range(count):
-        rng = np.random.default_rng([seed, number])
-        parts = [_feature_ids(rng, workload, s, seed + f) for f, s in enumerate(shapes)]
-        indices = np.concatenate(parts)
-        unique += sum(len(np.unique(p)) for p in parts)
+    batches, unique, folded = [], 0, 0
+    for number, parts in enumerate(_lookups(workload, shapes, count, seed)):
+        indices = np.concatenate([part.ids for part in parts])
+        unique += sum(len(np.unique(part.ids)) for part in parts)
+        folded += sum(part.folded for part in parts)
+        offsets = np.cumsum(np.concatenate([[0], *(part.lengths for part in parts)]))
         digest.update(indices.tobytes())
-        bags = len(shapes) * workload.B
+        if workload.law is Law.trace:
+            digest.update(offsets.tobytes())
         width = sum(s.dim for s in shapes)
         generator = torch.Generator().manual_seed(seed * 1_000_003 + number)
         # Small gradients keep the weights near their start however many steps are timed.
         gradient = torch.randn(workload.B, width, generator=generator) / workload.B
-        offsets = torch.arange(bags + 1, dtype=torch.int64) * workload.L
-        batches.append(Batch(torch.from_numpy(indices), offsets, gradient))
-    lookups = len(shapes) * workload.B * workload.L
-    return Pool(tuple(batches), lookups, unique / count, digest.hexdigest())
+        batches.append(Batch(torch.from_numpy(indices), torch.from_numpy(offsets), gradient))
+    if not batches:
+        raise trace_files.TraceError(
+            f"{workload.file} has fewer than {workload.B:,} samples, one batch: lower workload.B"
+        )
+    lookups = round(sum(b.indices.numel() for b in batches) / len(batches))
+    return Pool(tuple(batches), lookups, unique / len(batches), digest.hexdigest(), folded)
+
+
+def _lookups(
+    workload: WorkloadConfig, shapes: tuple[TableShape, ...], count: int, seed: int
+) -> Iterator[list[trace_files.Ragged]]:
+    """Batch by batch, for each table rows and how many each bag has."""
+    if workload.law is Law.trace:
+        smaller = [s.rows for s in shapes] != list(table_rows(workload))
+        if smaller:  # who asked for smaller tables asked for other rows
+            workload = dataclasses.replace(workload, ids=Ids.fold)
+        yield from trace_files.batches(workload, [s.rows for s in shapes], count)
+        return
+    lengths = np.full(workload.B, workload.L, np.int64)
+    for number in range(count):
+        rng = np.random.default_rng([seed, number])
+        drawn = [_feature_ids(rng, workload, s, seed + f) for f, s in enumerate(shapes)]
+        yield [trace_files.Ragged(ids, lengths) for ids in drawn]
 
 
 def _feature_ids(
@@ -104,7 +138,34 @@ def _feature_ids(
     count = workload.B * workload.L
     if workload.law is Law.uniform:
         return rng.integers(0, shape.rows, count, dtype=np.int64)
-    ranks = laws.zipf_ranks(rng, count, shape.rows, workload.s, workload.q)
+    if workload.law is Law.production:
+        ranks = production.ranks(rng, count, shape.rows)
+    else:
+        ranks = laws.zipf_ranks(rng, count, shape.rows, workload.s, workload.q)
     if workload.order is Order.ranked:
         return ranks - 1
     return laws.permute(ranks, shape.rows, seed)
+
+
+def probabilities(workload: WorkloadConfig, rows: int) -> laws.Reals | None:
+    """How likely each row of a table is, most popular first; None for a trace, which has no law."""
+    match workload.law:
+        case Law.uniform:
+            return laws.zipf_probabilities(rows, 0.0)
+        case Law.zipf:
+            return laws.zipf_probabilities(rows, workload.s, workload.q)
+        case Law.production:
+            return production.probabilities(rows)
+    return None
+
+
+def law_words(params: Mapping[str, Any]) -> str:
+    """The law of a record's parameters as people call it."""
+    match params["law"]:
+        case "uniform":
+            return "uniform ids"
+        case "production":
+            return "production-like ids"
+        case "trace":
+            return f"trace {Path(params['file']).name} (sha256 {params['sha256'][:12]})"
+    return f"zipf s={params['s']:g} q={params['q']:g}"

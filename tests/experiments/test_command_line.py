@@ -40,8 +40,8 @@ PROBES = {
     (OK, "report.headline=criteoo"): "no case 'criteoo'",
     (OK, "~timing"): "keys cannot be removed",
     (OK, "foo["): "cannot read the arguments",
-    (OK, "where=['__import__(\"os\")']"): "where: cannot read",
-    (OK, "where=['rnk > 3']"): "where: cannot read",
+    (OK, "where=['__import__(\"os\")']"): "where, exclude: cannot read",
+    (OK, "where=['rnk > 3']"): "where, exclude: cannot read",
 }
 
 

@@ -39,16 +39,6 @@ def test_tables_shrink_only_as_far_as_memory_asks(monkeypatch: pytest.MonkeyPatc
     assert fitted(monkeypatch, 200_000_000, config, "tbe", "torch").rows_scale == 0.25
 
 
-def test_peak_bytes_sees_what_a_call_allocates_and_frees() -> None:
-    peak = memory.peak_bytes(lambda: torch.ones(16 << 20).sum(), CPU)  # 64 MiB
-    if peak is None:
-        pytest.skip("this system does not let a process reset its high-water mark")
-    assert 60 << 20 <= peak <= 96 << 20
-    nothing = memory.peak_bytes(lambda: None, CPU)
-    assert nothing is not None
-    assert nothing < 4 << 20
-
-
 def test_available_memory_is_between_nothing_and_all_of_it() -> None:
     total = environment.describe(CPU, [])["memory_bytes"]
     assert 0 < memory.available_bytes(CPU) <= (total or 1 << 62)
@@ -64,10 +54,6 @@ def test_the_environment_is_complete_and_names_nobody() -> None:
     host = socket.gethostname()
     assert len(host) < 4 or host not in written
     assert str(Path.home()) == "/" or str(Path.home()) not in written
-
-
-def test_copy_bandwidth_is_a_plausible_number() -> None:
-    assert 1e8 < environment.copy_bandwidth(CPU, seconds=0.0) < 1e13
 
 
 def test_without_a_terminal_a_finished_cell_is_one_line() -> None:

@@ -1,16 +1,20 @@
-"""The race: order, pairing, stopping and failures, with a clock that only pretends."""
+"""The race: order, pairing, stopping, throttling and failures, with a clock that only pretends."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 
 from experiments.config.schema import TimingConfig
-from experiments.timing.race import Race
+from experiments.machine.telemetry import NoTelemetry
+from experiments.timing.clock import Clock, Phase, Reading, Work
+from experiments.timing.race import BACK_OFF, MOST_EXECUTIONS, Race
 
 
-class Script:
+class Script(Clock):
     """A clock that advances by what the work says it costs."""
 
     def __init__(self) -> None:
@@ -25,7 +29,7 @@ class Script:
     def phase(self, arm: str, phase: str, costs: Iterator[float]) -> Callable[[int], None]:
         def run(number: int) -> None:
             self.calls.append((arm, phase, number))
-            self.cost = next(costs)
+            self.cost += next(costs)
 
         return run
 
@@ -43,7 +47,8 @@ def jumping() -> Iterator[float]:
 def race(script: Script, costs: dict[str, Callable[[], Iterator[float]]], **timing: float) -> Race:
     arms = {a: {p: script.phase(a, p, c()) for p in ("forward", "step")} for a, c in costs.items()}
     usual = {"pool": 4, "min_rounds": 6, "max_rounds": 20, "cell_seconds": 100.0}
-    return Race(arms, TimingConfig(**(usual | timing)), script)
+    quick = {"warmup_seconds": 0.0, "min_seconds": 0.0}
+    return Race(arms, TimingConfig(**(usual | quick | timing)), script)
 
 
 def test_every_round_has_every_arm_in_random_order_and_then_in_reverse() -> None:
@@ -67,21 +72,14 @@ def test_arms_of_a_round_see_the_same_batch_and_phases_different_ones() -> None:
         assert len({n for _, n in batches}) == 2
 
 
-def test_warm_up_passes_over_the_whole_pool() -> None:
-    script = Script()
-    race(script, {"a": jumping}, warmup=2, max_rounds=1, warmup_seconds=100.0).run()
-    warm = [n for _, p, n in script.calls[:-4] if p == "step"]
-    assert warm == [0, 1, 2, 3, 0, 1, 2, 3]
-
-
 def test_each_contender_is_told_when_it_is_warm() -> None:
     script, told = Script(), []
-    contest = race(script, {"a": jumping, "b": jumping}, warmup=1, max_rounds=1)
+    contest = race(script, {"a": jumping, "b": jumping}, warmup=1, max_rounds=1, warmup_cap=1e-4)
     contest.warmed = lambda name: told.append((name, len(script.calls)))
     contest.run()
     assert sorted(told, key=lambda t: t[1]) == told
     assert {name for name, _ in told} == {"a", "b"}
-    assert [calls for _, calls in told] == [8, 16]  # four batches, two phases each
+    assert [calls for _, calls in told] == [2, 4]  # a batch in each phase, and the cap is met
 
 
 def test_steady_contenders_stop_as_soon_as_they_are_precise() -> None:
@@ -101,7 +99,7 @@ def test_a_cell_ends_for_all_when_its_time_is_used_up() -> None:
 def test_a_slow_contender_runs_out_of_budget_and_the_fast_one_goes_on() -> None:
     script = Script()
     costs = {"slow": lambda: forever(10.0), "fast": jumping}
-    result = race(script, costs, cell_seconds=400.0, warmup_seconds=0.0).run()
+    result = race(script, costs, cell_seconds=400.0).run()
     assert result["slow"].stop_reason == "budget"
     assert len(result["slow"].samples["step"]) == 2 * 6
     assert result["fast"].stop_reason == "max_rounds"
@@ -111,7 +109,7 @@ def test_a_slow_contender_runs_out_of_budget_and_the_fast_one_goes_on() -> None:
 def test_a_very_slow_contender_still_has_three_rounds() -> None:
     script = Script()
     costs = {"slow": lambda: forever(1000.0), "fast": jumping}
-    result = race(script, costs, cell_seconds=1.0, warmup_seconds=0.0).run()
+    result = race(script, costs, cell_seconds=1.0).run()
     assert len(result["slow"].samples["step"]) == 2 * 3
 
 
@@ -135,3 +133,194 @@ def test_ctrl_c_is_not_a_failure_of_the_contender() -> None:
 
     with pytest.raises(KeyboardInterrupt):
         race(Script(), {"a": interrupted}, warmup=0).run()
+
+
+def test_precise_after_a_few_samples_is_not_believed_before_enough_time() -> None:
+    script = Script()
+    result = race(script, {"a": lambda: forever(1e-3)}, min_seconds=0.031, max_rounds=99).run()
+    assert result["a"].stop_reason == "precise"
+    assert len(result["a"].samples["step"]) == 2 * 16
+
+
+def test_a_noise_that_no_longer_changes_ends_the_race() -> None:
+    script = Script()
+    result = race(script, {"a": jumping, "b": jumping}, max_rounds=200).run()
+    assert {r.stop_reason for r in result.values()} == {"stabilised"}
+    rounds = len(result["a"].samples["step"]) // 2
+    assert 32 <= rounds < 200
+    noise = result["a"].noise["step"][-32:]
+    assert max(noise) - min(noise) <= 0.05 * sorted(noise)[16]
+
+
+def test_short_calls_share_a_sample_and_see_different_batches() -> None:
+    script = Script()
+    costs = {"fast": lambda: forever(20e-6), "slow": lambda: forever(1e-3)}
+    result = race(script, costs, max_rounds=6, precision=0.0).run()
+    assert result["fast"].executions == {"forward": 3, "step": 3}
+    assert result["fast"].describe()["executions"] == {"forward": 3, "step": 3}
+    assert "executions" not in result["slow"].describe()
+    assert [s for _, s in result["fast"].samples["step"]] == pytest.approx([20e-6] * 12)
+    timed = [n for a, p, n in script.calls if (a, p) == ("fast", "step")][-6:]
+    assert len(set(timed[:3])) == len(set(timed[3:])) == 3
+
+
+def test_the_shortest_calls_do_not_share_without_end() -> None:
+    result = race(Script(), {"a": lambda: forever(1e-9)}, max_rounds=1, warmup_cap=1e-3).run()
+    assert result["a"].executions["step"] == MOST_EXECUTIONS
+
+
+def test_a_slow_contender_is_not_called_warm() -> None:
+    costs = {"slow": lambda: forever(10.0), "fast": lambda: forever(1e-3)}
+    result = race(Script(), costs).run()
+    assert result["slow"].describe()["warm"] == {"passes": 0, "seconds": 20.0, "steady": False}
+    assert result["slow"].describe()["flags"] == ["not_warm"]
+    assert result["fast"].describe()["flags"] == []
+
+
+@dataclass
+class Heat(NoTelemetry):
+    """Says after each round whether the machine was throttled during it."""
+
+    answers: Iterator[bool]
+    log: list[str] = field(default_factory=list)
+
+    def start(self) -> None:
+        self.log.append("start")
+
+    def check(self) -> list[str]:
+        return ["hw_thermal"] if next(self.answers) else []
+
+    def stop(self) -> None:
+        self.log.append("stop")
+
+    def summary(self) -> dict[str, Any]:
+        return {"sm_mhz": [1, 2, 3]}
+
+
+def throttled(answers: Iterable[bool], rounds: int) -> tuple[Race, list[float]]:
+    contest = race(Script(), {"a": jumping, "b": jumping}, warmup=0, max_rounds=rounds)
+    slept: list[float] = []
+    contest.telemetry, contest.sleep = Heat(iter(answers)), slept.append
+    return contest, slept
+
+
+def test_a_throttled_round_is_taken_again_and_what_it_gave_is_kept() -> None:
+    contest, slept = throttled([False, True, True, False, False], rounds=3)
+    result = contest.run()["a"]
+    assert [n for n, _ in result.samples["step"]] == [0, 0, 1, 1, 2, 2]
+    assert [n for n, _ in result.throttled["step"]] == [1, 1, 1, 1]
+    assert result.describe()["throttled_samples"] == result.throttled
+    assert slept == [BACK_OFF, 2.5 * BACK_OFF]
+    assert result.describe()["flags"] == []
+    assert result.describe()["hardware"] == {"sm_mhz": [1, 2, 3]}
+
+
+def test_where_throttling_does_not_end_the_samples_count_and_say_so() -> None:
+    contest, slept = throttled(forever_throttled(), rounds=4)
+    result = contest.run()["b"]
+    assert [n for n, _ in result.samples["step"]] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert len(result.throttled["step"]) == 2 * 3  # of the first round: the others are not repeated
+    assert len(slept) == 3
+    assert result.describe()["flags"] == ["throttled"]
+    assert result.describe()["hardware"]["throttled_rounds"] == [0, 1, 2, 3]
+
+
+def forever_throttled() -> Iterator[bool]:
+    while True:
+        yield True
+
+
+def test_the_machine_is_watched_until_the_end_even_a_bad_one() -> None:
+    def interrupted() -> Iterator[float]:
+        yield 1e-3
+        raise KeyboardInterrupt
+
+    contest = race(Script(), {"a": interrupted}, warmup=0)
+    contest.telemetry = heat = Heat(iter([False]))
+    with pytest.raises(KeyboardInterrupt):
+        contest.run()
+    assert heat.log == ["start", "stop"]
+
+
+class Late(Script):
+    """A GPU that reports a failure only when it is waited for."""
+
+    def read(self, works: Iterable[Work]) -> list[Reading]:
+        for work in works:
+            work.call()
+        raise RuntimeError("an illegal memory access was encountered")
+
+
+def test_a_failure_that_is_seen_late_is_everybodys() -> None:
+    result = race(Late(), {"a": jumping, "b": jumping}, warmup=0).run()
+    for measured in result.values():
+        assert measured.stop_reason == "failed"
+        assert "illegal memory access" in str(measured.error)
+
+
+class Graphs(Script):
+    """Adapts phases, and refuses to adapt one of them."""
+
+    def adapt(self, phase: Phase, pool: int) -> Phase:
+        phase(pool - 1)
+        return lambda number: phase(number)
+
+
+def test_a_contender_that_cannot_be_captured_leaves_before_it_is_timed() -> None:
+    def stuck() -> Iterator[float]:
+        raise RuntimeError("operation not permitted when stream is capturing")
+        yield 0.0
+
+    script = Graphs()
+    result = race(script, {"bad": stuck, "good": jumping}, warmup=0, max_rounds=2).run()
+    assert result["bad"].stop_reason == "failed"
+    assert result["bad"].samples == {"forward": [], "step": []}
+    assert len(result["good"].samples["step"]) == 4
+
+
+class Waiting(Script):
+    """Every second sample has the launch inside."""
+
+    def read(self, works: Iterable[Work]) -> list[Reading]:
+        seconds = [self.time(work.call) for work in works]
+        return [Reading(s, s / 2, s, exposed=i % 2 == 0) for i, s in enumerate(seconds)]
+
+
+def test_what_only_a_gpu_has_reaches_the_record() -> None:
+    result = race(Waiting(), {"a": jumping}, warmup=0, max_rounds=3).run()["a"].describe()
+    assert result["flags"] == ["launch_exposed"]
+    halves = [2 * s for _, s in result["wall_samples"]["forward"]]
+    assert halves == pytest.approx([1e-3, 5e-3] * 3)
+    assert result["clock"] == {"mode": "hot"}
+
+
+def test_a_contender_with_a_cache_may_warm_up_for_as_long_as_the_cell_has() -> None:
+    """Its rate rises by a tenth a pass of 16 ms at 4 batches and two phases."""
+
+    def totals() -> Iterator[dict[str, int]]:
+        lookups = hits = 0
+        for passes in range(99):
+            yield {"lookups": lookups, "lookup_hits": hits}
+            lookups, hits = lookups + 1000, hits + min(900, 100 * passes)
+
+    def warm(seconds: float) -> dict[str, Any]:
+        counted = totals()
+        contest = race(Script(), {"a": lambda: forever(2e-3)}, cell_seconds=seconds, max_rounds=1)
+        contest.timing.warmup_cap = 0.02
+        contest.counters = lambda name: next(counted)
+        return contest.run()["a"].describe()
+
+    enough = warm(seconds=1.0)
+    assert (enough["warm"]["hit_rate"], enough["flags"]) == (0.9, [])
+    assert enough["warm"]["seconds"] > 0.1
+    assert warm(seconds=0.05)["flags"] == ["not_warm"]
+
+
+def test_whoever_waits_is_told_who_is_at_work() -> None:
+    told: list[str] = []
+    contest = race(Script(), {"a": jumping, "b": jumping}, max_rounds=1, warmup=1)
+    contest.note = told.append
+    contest.run()
+    assert {"a|warming up", "b|warming up"} == set(told[:2])
+    assert set(told[2:]) == {"a|timing, round 1", "b|timing, round 1"}
+    assert len(told[2:]) == 8

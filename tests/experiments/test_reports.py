@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from html.parser import HTMLParser
@@ -13,10 +14,21 @@ import pytest
 from experiments import reference
 from experiments.config import configure
 from experiments.config.schema import Kind
-from experiments.report import Run, text, write_report
-from experiments.report.tables import Table, Value
+from experiments.machine.flags import explain, remedy
+from experiments.report import Run, answer, notes, text, write_report
+from experiments.report.__main__ import main
+from experiments.report.stories import STORIES
+from experiments.report.tables import Table, Value, flags_table, section_table
+from tests.experiments.made_up import Recipe, lines, make_run
 
 EXPERIMENTS = configure.groups()["experiment"]
+# Those that lead their processes themselves have pages of their own, and tests beside them.
+REPORTED = [
+    name
+    for name in EXPERIMENTS
+    if configure.load([f"+experiment={name}", "device=cpu"]).kind in STORIES
+]
+NOT_HERE = ("missing", "unsupported")  # an optional package that is not installed is no failure
 TIMED = [
     name
     for name in EXPERIMENTS
@@ -34,11 +46,11 @@ def test_an_experiment_states_its_question_and_fits_the_schema(name: str) -> Non
     assert configure.load([f"+experiment={name}", "device=cuda"]).name == name
 
 
-@pytest.mark.parametrize("name", EXPERIMENTS)
+@pytest.mark.parametrize("name", REPORTED)
 def test_it_runs_and_every_contender_is_right(name: str, smoke_runs: dict[str, Path]) -> None:
     run = Run.read(smoke_runs[name])
     assert run.records
-    assert run.failures() == []
+    assert [r for r in run.failures() if r["status"] not in NOT_HERE] == []
     written = {p.suffix for p in run.path.iterdir()}
     assert written >= {".yaml", ".json", ".jsonl", ".csv", ".md", ".html", ".png", ".svg"}
 
@@ -91,12 +103,12 @@ def test_the_page_is_self_contained(name: str, smoke_runs: dict[str, Path]) -> N
     assert not re.search(r"url\((?!['\"]?#)", page)
     assert "@import" not in page
     assert not {"link", "iframe", "object", "img"} & set(parser.tags)
-    assert parser.tags.count("svg") >= 2
+    assert parser.tags.count("svg") >= 1
     assert "prefers-color-scheme: dark" in page
     assert "width=device-width" in page
 
 
-@pytest.mark.parametrize("name", EXPERIMENTS)
+@pytest.mark.parametrize("name", REPORTED)
 def test_the_page_names_its_provenance_and_how_to_repeat_it(
     name: str, smoke_runs: dict[str, Path]
 ) -> None:
@@ -192,3 +204,122 @@ def test_the_readme_says_what_the_committed_references_say() -> None:
     if not (reference.ROOT / "README.md").exists():
         pytest.skip("an installed package has no README.md")
     assert reference.main(["check"]) == 0
+
+
+SMALL = (
+    *("+experiment=tt_vs_tbe", "sweep.D=[16]", "sweep.B=[]", "sweep.L=[]", "sweep.s=[]"),
+    *("sweep.rank=[]", "report.figures=false"),
+)
+
+
+def _rows(run: Run, arm: str) -> pd.Series:
+    """The step of an arm on the headline."""
+    rows = run.table[(run.table["cell"] == run.headline_cell()) & (run.table["arm"] == arm)]
+    return rows[rows["phase"] == "step"].iloc[0]
+
+
+def test_three_processes_give_a_verdict_and_the_sentence_says_it(tmp_path: Path) -> None:
+    run = Run.read(make_run(tmp_path, Recipe(words=SMALL)))
+    first = answer.answer(run)[0]
+    row = _rows(run, "tt-16")
+    assert row["verdict"] == "SLOWER"
+    assert "; slower, 3 processes)" in first
+    assert text.interval(row["ratio_lo"], row["ratio_hi"]) in first
+    assert answer.tiles(run)[0][2] == "bad"
+    table = section_table(run, "criteo")
+    verdicts = [r[table.heads.index("verdict")].shown for r in table.rows]
+    assert verdicts[0] == "baseline"
+    assert set(verdicts[1:]) == {"slower"}
+
+
+def test_one_process_gives_none(tmp_path: Path) -> None:
+    run = Run.read(make_run(tmp_path, Recipe(words=SMALL, replicates=1)))
+    assert "process" not in answer.answer(run)[0]
+    assert "verdict" not in section_table(run, "criteo").heads
+    assert any("one process gives no verdict" in t for t in notes.how_to_read(run))
+
+
+def test_an_open_question_says_what_could_have_been_seen(tmp_path: Path) -> None:
+    """A baseline beside itself under another name: no difference, and too few rounds to say so."""
+    path = make_run(tmp_path, Recipe(words=(*SMALL, "report.subject=torch"), rounds=2))
+    records = lines(path)
+    for number, record in enumerate(records):
+        if record["arm"] == "torch":
+            base = next(
+                r for r in records
+                if r["arm"] == "tbe" and (r["cell"], r["replicate"])
+                == (record["cell"], record["replicate"])
+            )  # fmt: skip
+            factor = 1 + 0.2 * (record["replicate"] - 1)
+            record["samples"] = {
+                phase: [[n, s * factor] for n, s in taken]
+                for phase, taken in base["samples"].items()
+            }
+            records[number] = record
+    (path / "points.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    run = Run.read(path)
+    seen = f"{100 * _rows(run, 'torch')['visible']:.1f} %"
+    assert f"; unsure: 3 processes could have seen {seen})" in answer.answer(run)[0]
+
+
+def test_a_pass_that_the_budget_cut_off_is_admitted(tmp_path: Path) -> None:
+    run = Run.read(make_run(tmp_path, Recipe(words=SMALL, short=(2, 3), status="interrupted")))
+    assert sorted(run.passes().values()) == [2, 2, 3, 3]
+    said = " ".join(notes.notices(run))
+    assert "2 of 4 cells were measured in fewer than the planned 3 processes (fewest: 2)" in said
+    assert "Interrupted after 4 of 4 cells" in said
+
+
+def test_every_mode_has_its_own_tables_and_the_answer_names_it(tmp_path: Path) -> None:
+    run = Run.read(make_run(tmp_path, Recipe(words=SMALL, modes=("cold", "hot"))))
+    sentences = answer.answer(run)
+    assert "the step time of TBE, cold, on the Criteo-Kaggle tables" in sentences[0]
+    hot = _rows(run.at("hot"), "tt-16")
+    assert f"In mode hot a step takes {text.times(hot['ratio'])}" in sentences[-1]
+    write_report(run.path)
+    report = (run.path / "report.md").read_text()
+    assert report.count("## The Criteo-Kaggle tables") == 2
+    assert "# Mode: hot" in report
+    assert notes.MODES["cold"] in report
+    page = (run.path / "index.html").read_text()
+    assert "<h2 id=mode-hot>Mode: hot</h2>" in page
+    assert page.count("<details>") == 3
+
+
+@pytest.mark.parametrize("reference_run", sorted(reference.REFERENCE.glob("*/*/points.jsonl")))
+def test_committed_references_of_any_schema_go_on_rendering(
+    reference_run: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "run"
+    shutil.copytree(reference_run.parent, path)
+    config = path / "config.yaml"
+    config.write_text(config.read_text().replace("figures: true", "figures: false"))
+    assert main([str(path)]) == 0
+    page = (path / "index.html").read_text()
+    assert "No answer" not in page
+    assert str(json.loads((path / "environment.json").read_text())["torch"]) in page
+
+
+def test_rebuilding_what_is_no_run_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good = make_run(tmp_path / "good", Recipe(words=SMALL, replicates=1))
+    assert main([str(tmp_path), str(good)]) == 2
+    told = capsys.readouterr()
+    assert f"{tmp_path} is not a run" in told.err
+    assert (good / "index.html").exists()
+    assert f"report: {good / 'index.html'}" in told.out
+
+
+def test_flags_of_the_machine_are_said_once_with_what_would_help(tmp_path: Path) -> None:
+    path = make_run(tmp_path, Recipe(words=SMALL))
+    records = [r | {"flags": ["throttled", "virtual"]} for r in lines(path)]
+    (path / "points.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    run = Run.read(path)
+    total = len(run.table) // 2
+    (said,) = [n for n in notes.notices(run) if n.startswith("While this was measured")]
+    assert said.endswith(f"{explain('throttled')} ({total} of {total} rows).")
+    assert explain("virtual") not in said  # true of most machines there are; the table has it
+    shown = [[v.shown for v in row] for row in flags_table(run).rows]
+    assert [row[0] for row in shown] == ["throttled", "virtual"]
+    assert shown[0][3] == remedy("throttled")

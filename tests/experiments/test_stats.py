@@ -51,3 +51,24 @@ def test_paired_ratio_uses_only_rounds_that_both_have() -> None:
     ratio = stats.paired_ratio({0: 3.0, 2: 3.0, 9: 99.0}, {0: 1.0, 1: 5.0, 2: 1.0})
     assert ratio.n == 2
     assert ratio.median == pytest.approx(3.0)
+
+
+def test_spread_is_the_distance_of_the_quartiles_to_the_median() -> None:
+    assert stats.summarise([4.0, 1.0, 3.0, 2.0, 5.0, 6.0]).spread == pytest.approx(2.5 / 3.5)
+    assert stats.summarise([0.0, 0.0]).spread == math.inf
+
+
+def test_a_noise_is_settled_after_32_estimates_that_agree() -> None:
+    assert not stats.settled([0.1] * 31)
+    assert stats.settled([0.1] * 32)
+    assert stats.settled([9.0] + [0.1, 0.1049] * 16)
+    assert not stats.settled([0.1, 0.106] * 16)
+
+
+def test_the_tail_of_known_samples() -> None:
+    found = stats.tail([*range(1, 10), 100])
+    assert (found.least, found.mad, found.outliers) == (1, 2.5, 1)
+    assert found.p90 == pytest.approx(9 + 0.1 * 91)
+    assert found.p99 == pytest.approx(9 + 0.91 * 91)
+    assert stats.tail([3.0]) == stats.Tail(3.0, 3.0, 3.0, 0.0, 0)
+    assert math.isnan(stats.tail([]).least)

@@ -1,31 +1,16 @@
-"""The store: whole lines whatever happens, and a report for every ending."""
+"""The store: whole lines whatever happens."""
 
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 import experiments
-from experiments import cli
-from experiments.contenders import Contender
-from experiments.results.store import RunStore, read_json, read_records
-from experiments.run import cell, runner
-
-QUICK = (
-    "+experiment=tt_vs_tbe",
-    "timing=smoke",
-    "device=cpu",
-    "report=tables",
-    "timing.max_cells=1",
-)
-
-
-def only_run(folder: Path) -> Path:
-    (path,) = (folder / "tt_vs_tbe").iterdir()
-    return path
+from experiments.results.store import SCHEMA_VERSION, RunStore, read_records
+from experiments.run.process import Child
 
 
 def test_a_torn_last_line_is_ignored_and_a_damaged_one_is_not(tmp_path: Path) -> None:
@@ -35,9 +20,45 @@ def test_a_torn_last_line_is_ignored_and_a_damaged_one_is_not(tmp_path: Path) ->
     points = tmp_path / "points.jsonl"
     points.write_text(points.read_text() + '{"number": 3, "torn')
     assert [r["number"] for r in read_records(tmp_path)] == [1, 2]
+    store.append({"number": 4}, {"number": 5})
+    assert [r["number"] for r in read_records(tmp_path)] == [1, 2, 4, 5]
     points.write_text('{"number": 1, "torn\n' + '{"number": 2}\n')
     with pytest.raises(ValueError, match="line 1 is damaged"):
         read_records(tmp_path)
+
+
+def test_a_torn_line_longer_than_any_buffer_is_cut_off(tmp_path: Path) -> None:
+    store = RunStore(tmp_path)
+    store.append({"number": 1})
+    points = tmp_path / "points.jsonl"
+    points.write_bytes(points.read_bytes() + b"x" * 10_000)
+    store.append({"number": 2})
+    assert [r["number"] for r in read_records(tmp_path)] == [1, 2]
+    points.write_bytes(b"y" * 10_000)
+    store.append({"number": 3})
+    assert [r["number"] for r in read_records(tmp_path)] == [3]
+
+
+def test_lines_of_many_writers_stay_whole(tmp_path: Path) -> None:
+    target = "tests.experiments.children:append_lines"
+    children = [Child(target, (str(tmp_path), writer)) for writer in range(4)]
+    for writer, child in enumerate(children):
+        with child:
+            assert child.receive() == writer
+    records = read_records(tmp_path)
+    assert len(records) == 4 * 200
+    for writer in range(4):
+        assert [r["number"] for r in records if r["writer"] == writer] == list(range(200))
+
+
+def test_a_full_disk_leaves_whole_lines_and_an_error(tmp_path: Path) -> None:
+    with Child("tests.experiments.children:append_to_a_full_disk", (str(tmp_path),)) as child:
+        written, error = child.receive()
+    assert written > 2
+    assert "File too large" in error
+    text = (tmp_path / "points.jsonl").read_text()
+    assert text.endswith("}\n")
+    assert [r["number"] for r in read_records(tmp_path)] == list(range(written))
 
 
 def test_two_runs_never_share_a_directory(tmp_path: Path) -> None:
@@ -52,64 +73,8 @@ def test_derived_files_are_replaced_whole(tmp_path: Path) -> None:
     assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [("a.txt", "new")]
 
 
-def test_ctrl_c_leaves_a_readable_run_and_status_130(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    real, calls = runner.measure_cell, []
-
-    def second_is_interrupted(*arguments: Any) -> list[dict[str, Any]]:
-        calls.append(arguments)
-        if len(calls) == 2:
-            raise KeyboardInterrupt
-        return real(*arguments)
-
-    monkeypatch.setattr(runner, "measure_cell", second_is_interrupted)
-    assert cli.main([*QUICK, f"report.folder={tmp_path}"]) == 130
-    path = only_run(tmp_path)
-    assert read_json(path, "run.json")["status"] == "interrupted"
-    assert {r["section"] for r in read_records(path)} == {"criteo"}
-    assert "Interrupted after 1 of" in (path / "report.md").read_text()
-    assert "On this machine TT" in capsys.readouterr().out
-
-
-def test_ctrl_c_before_the_first_cell_still_leaves_a_report(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def interrupted(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(runner, "measure_cell", interrupted)
-    assert cli.main([*QUICK, f"report.folder={tmp_path}"]) == 130
-    assert "nothing was measured" in (only_run(tmp_path) / "index.html").read_text()
-
-
-def test_failures_are_rows_with_a_reason_and_status_5(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real = cell.build
-
-    def build(name: str, task: Any) -> Contender:
-        if name == "torch":
-            raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried 9 bytes")
-        if name == "tt":
-            raise ValueError("no such luck | <here>")
-        return real(name, task)
-
-    monkeypatch.setattr(cell, "build", build)
-    assert cli.main([*QUICK, f"report.folder={tmp_path}"]) == 5
-    path = only_run(tmp_path)
-    outcomes = {(r["contender"], r["status"]) for r in read_records(path)}
-    assert ("tbe", "ok") in outcomes
-    assert ("torch", "oom") in outcomes
-    assert ("tt", "error") in outcomes
-    page = (path / "index.html").read_text()
-    assert "No answer: TT rank 16 has no result" in page
-    assert "no such luck | &lt;here&gt;" in page
-    assert "no such luck \\| <here>" in (path / "report.md").read_text()
-
-
 def test_load_is_the_results_of_several_runs(smoke_runs: dict[str, Path]) -> None:
-    paths = list(smoke_runs.values())
+    paths = [p for name, p in smoke_runs.items() if name in ("tt_vs_tbe", "cache_hit_rate")]
     table = experiments.load(*paths)
     assert set(table["run"]) == {p.name for p in paths}
     records = [r for p in paths for r in read_records(p)]
@@ -121,10 +86,10 @@ def test_load_is_the_results_of_several_runs(smoke_runs: dict[str, Path]) -> Non
 
 
 def test_every_raw_sample_is_kept(smoke_runs: dict[str, Path]) -> None:
-    for path in smoke_runs.values():
-        for line in (path / "points.jsonl").read_text().splitlines():
+    for name in ("tt_vs_tbe", "tbe_vs_torch", "cache_hit_rate"):
+        for line in (smoke_runs[name] / "points.jsonl").read_text().splitlines():
             record = json.loads(line)
-            assert record["schema_version"] == 1
+            assert record["schema_version"] == SCHEMA_VERSION
             if record.get("kind") == "cache":
                 kinds = {"lookups", "lookup_hits", "rows", "row_hits"}
                 assert set(record["samples"]) - {"conflicts"} == kinds
@@ -133,3 +98,28 @@ def test_every_raw_sample_is_kept(smoke_runs: dict[str, Path]) -> None:
                 assert set(record["samples"]) == {"forward", "step"}
                 assert all(len(s) >= 3 for s in record["samples"].values())
                 assert all(t > 0 for s in record["samples"].values() for _, t in s)
+
+
+def test_a_report_can_be_made_of_a_copy_elsewhere(
+    smoke_runs: dict[str, Path], tmp_path: Path
+) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(smoke_runs["tbe_vs_torch"], copy)
+    assert len(experiments.load(copy)) == len(experiments.load(smoke_runs["tbe_vs_torch"]))
+
+
+def test_tables_are_parquet_as_well(smoke_runs: dict[str, Path]) -> None:
+    pd = pytest.importorskip("pandas")
+    pytest.importorskip("pyarrow")
+    path = smoke_runs["tbe_vs_torch"]
+    whole = pd.read_parquet(path / "results.parquet")
+    pd.testing.assert_frame_equal(whole, experiments.load(path).drop(columns="run"))
+
+
+def test_samples_are_one_row_each(smoke_runs: dict[str, Path]) -> None:
+    path = smoke_runs["tbe_vs_torch"]
+    table = experiments.samples(path)
+    kept = sum(len(s) for r in read_records(path) for s in r["samples"].values())
+    assert len(table) == kept > 0
+    assert set(table["phase"]) == {"forward", "step"}
+    assert (table["seconds"] > 0).all()

@@ -14,6 +14,7 @@ from experiments.config.schema import (
     TTConfig,
 )
 from experiments.config.sweep import arms_of, condition, expand
+from experiments.run.jobs import passes
 
 
 def config(**changes: object) -> Config:
@@ -73,5 +74,37 @@ def test_conditions_compute_and_nothing_else() -> None:
     assert condition("D * 2 >= 64 or not B == 1")({"D": 32, "B": 1})
     assert not condition("1 < L < 10")({"L": 20})
     for text in ("D.__class__", "open('x')", "D if B else L", "lambda: 1", "unknown > 1", "D >"):
-        with pytest.raises(UsageError, match="where: cannot read"):
+        with pytest.raises(UsageError, match="where, exclude: cannot read"):
             condition(text)
+
+
+def test_passes_have_every_cell_first_and_then_the_answer_to_its_end() -> None:
+    config = Config(
+        cases={"a": CaseConfig(), "b": CaseConfig()},
+        sweep=SweepConfig(D=[16, 32]),
+        timing=TimingConfig(replicates=3),
+    )
+    config.report.headline = "b"
+    cells = expand(config)
+    first, answer, second, third = passes(cells, config)
+    assert [job.cell for job in first] == cells
+    assert sorted((job.cell.section, job.replicate) for job in answer) == [("b", 1), ("b", 2)]
+    for number, jobs in ((1, second), (2, third)):
+        assert {job.replicate for job in jobs} == {number}
+        assert {job.cell.key for job in jobs} == {c.key for c in cells if c.section != "b"}
+    every = [job.order for jobs in (first, answer, second, third) for job in jobs]
+    assert every == list(range(3 * len(cells)))
+
+
+def test_zip_takes_values_together() -> None:
+    config = Config(sweep=SweepConfig(D=[16, 32], B=[8, 64]), design=Design.zip)
+    assert [(c.workload.D, c.workload.B) for c in expand(config)] == [(16, 8), (32, 64)]
+    config.sweep.B = [8]
+    with pytest.raises(UsageError, match="equally many .* there are 2 of D, 1 of B"):
+        expand(config)
+
+
+def test_exclude_leaves_out_what_meets_any_rule() -> None:
+    config = Config(sweep=SweepConfig(D=[16, 32], B=[8, 64]), design=Design.grid)
+    config.exclude = ["D == 16 and B == 8", "B > D"]
+    assert [(c.workload.D, c.workload.B) for c in expand(config)] == [(32, 8)]

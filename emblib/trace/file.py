@@ -1,0 +1,102 @@
+"""The file of a trace: ids and lengths of every feature, in the narrowest integers."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+FORMAT, VERSION = "emblib.trace", 1
+
+
+@dataclass(frozen=True)
+class TracedFeature:
+    """A feature of a trace: its name, the table it looks up, that table's size (0: not known)."""
+
+    name: str
+    table: str
+    rows: int = 0
+    dim: int = 0
+
+
+@dataclass(frozen=True)
+class LookupTrace:
+    """Lookups of F features: sample n of feature f looked up the next `lengths[f][n]` of `ids[f]`.
+
+    Features may have different numbers of samples, where modules are not called equally often.
+    """
+
+    features: tuple[TracedFeature, ...]
+    ids: tuple[Tensor, ...]  # [F][L_f], the narrowest of uint8, int16, int32, int64 that holds them
+    lengths: tuple[Tensor, ...]  # [F][samples], likewise
+
+    def save(self, path: str | Path) -> str:
+        """Write the file; returns its SHA-256 as 64 hexadecimal digits."""
+        tables = [asdict(feature) for feature in self.features]
+        kept = [_Lengths.of(lengths) for lengths in self.lengths]
+        content = {
+            "format": FORMAT,
+            "version": VERSION,
+            "features": tables,
+            "ids": list(self.ids),
+            "lengths": [k.values for k in kept],
+            "samples": [k.samples for k in kept],
+        }
+        with open(path, "wb") as file:  # given a path, torch would put its name into the bytes
+            torch.save(content, file)
+        return sha256(path)
+
+    @classmethod
+    def load(cls, path: str | Path) -> LookupTrace:
+        """Read a file that `save` wrote; ids stay on disk until they are used.
+
+        Raises:
+            ValueError: a file of another kind, or of a version that this one cannot read.
+        """
+        try:
+            content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        except (RuntimeError, OSError) as error:
+            if isinstance(error, FileNotFoundError):
+                raise
+            raise ValueError(f"{path} is not a trace that emblib wrote ({error})") from error
+        if not isinstance(content, dict) or content.get("format") != FORMAT:
+            raise ValueError(f"{path} is not a trace that emblib wrote")
+        if content["version"] != VERSION:
+            raise ValueError(
+                f"{path} is a trace of version {content['version']}; this emblib reads version "
+                f"{VERSION}: record it again"
+            )
+        lengths = [
+            _Lengths(values, samples).whole()
+            for values, samples in zip(content["lengths"], content["samples"], strict=True)
+        ]
+        features = tuple(TracedFeature(**feature) for feature in content["features"])
+        return cls(features, tuple(content["ids"]), tuple(lengths))
+
+
+class _Lengths(NamedTuple):
+    """Lengths as they are kept: a single value where all are the same."""
+
+    values: Tensor
+    samples: int
+
+    @classmethod
+    def of(cls, lengths: Tensor) -> _Lengths:
+        same = lengths.numel() > 0 and bool((lengths == lengths[0]).all())
+        return cls(lengths[:1].clone() if same else lengths, lengths.numel())
+
+    def whole(self) -> Tensor:
+        return self.values.expand(self.samples) if self.values.numel() == 1 else self.values
+
+
+def sha256(path: str | Path) -> str:
+    """SHA-256 of a file's bytes, 64 hexadecimal digits."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()

@@ -1,0 +1,128 @@
+"""The recorder: hooks on a model's embeddings that copy what they are called with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from emblib.trace.file import LookupTrace
+from emblib.trace.modules import Bags, Reading, distinct, embeddings
+
+_NARROW = (torch.uint8, torch.int16, torch.int32)
+
+
+class TraceRecorder:
+    """Records the lookups of every embedding in `modules` while it is entered.
+
+    ```python
+    with emblib.TraceRecorder(model) as recorder:
+        for batch in loader:
+            model(batch)
+    recorder.save("lookups.pt")
+    ```
+
+    Recorded are `nn.EmbeddingBag`, `nn.Embedding` (a sample's bag is all that dimension 0 does not
+    count), emblib's modules, FBGEMM's by their attributes, and TorchRec's collections by their
+    configurations; of these the outermost. A module that has none of them inside and is named
+    itself must be called with a KeyedJaggedTensor, or something with its `keys()`, `values()` and
+    `lengths()`. Negative ids, and an `nn.EmbeddingBag`'s `padding_idx`, are lookups of nothing and
+    are left out. Ids are copied to the CPU, which waits for a GPU.
+
+    Args:
+        modules: models, or embeddings themselves.
+        calls: record that many calls of each embedding and ignore the rest; 0: all.
+
+    Raises:
+        ValueError: no module, or a negative number of calls.
+    """
+
+    def __init__(self, *modules: nn.Module, calls: int = 0) -> None:
+        if not modules:
+            raise ValueError("modules must name at least one model or embedding, got none")
+        if calls < 0:
+            raise ValueError(f"calls must be >= 0 (0: all), got {calls}")
+        self._found = [f for m in modules for f in embeddings(m)]
+        self._names = distinct([name for name, _, _ in self._found])
+        self._calls = calls
+        self._recorded: dict[str, list[Bags]] = {}
+        self._hooks: list[Any] = []
+
+    def __enter__(self) -> TraceRecorder:
+        if self._hooks:
+            raise RuntimeError("a recorder is entered once at a time; leave its `with` block first")
+        for name, (_, module, read) in zip(self._names, self._found, strict=True):
+            self._hooks.append(
+                module.register_forward_pre_hook(self._hook(name, read), with_kwargs=True)
+            )
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def _hook(self, name: str, read: Reading) -> Callable[..., None]:
+        seen = 0
+
+        def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            nonlocal seen
+            if self._calls and seen >= self._calls:
+                return
+            seen += 1
+            for bags in read(name, module, args, kwargs):
+                parts = self._recorded.setdefault(bags.feature.name, [])
+                parts.append(_real_lookups(bags))
+
+        return record
+
+    @property
+    def trace(self) -> LookupTrace:
+        """What was recorded until now.
+
+        Raises:
+            ValueError: nothing was.
+        """
+        if not self._recorded:
+            raise ValueError(
+                f"nothing was recorded: run the model inside the `with` block; it calls "
+                f"{', '.join(self._names)} there, unless it is compiled (record it uncompiled)"
+            )
+        parts = self._recorded.values()
+        return LookupTrace(
+            tuple(calls[0].feature for calls in parts),
+            tuple(_narrow(torch.cat([c.ids for c in calls])) for calls in parts),
+            tuple(_narrow(torch.cat([c.lengths for c in calls])) for calls in parts),
+        )
+
+    def save(self, path: str | Path) -> str:
+        """Write what was recorded until now; returns the file's SHA-256."""
+        return self.trace.save(path)
+
+
+def _real_lookups(bags: Bags) -> Bags:
+    """On the CPU, without the lookups that look nothing up."""
+    ids = bags.ids.detach().reshape(-1).to("cpu", torch.int64)
+    lengths = bags.lengths.detach().reshape(-1).to("cpu", torch.int64)
+    real = ids >= 0
+    if not bool(real.all()):
+        of = torch.repeat_interleave(torch.arange(lengths.numel()), lengths)
+        lengths = torch.bincount(of[real], minlength=lengths.numel())
+        ids = ids[real]
+    return Bags(bags.feature, _narrow(ids).clone(), _narrow(lengths).clone())
+
+
+def _narrow(values: Tensor) -> Tensor:
+    """In the narrowest integers that hold them; `values` are not negative."""
+    largest = int(values.max()) if values.numel() else 0
+    fitting = [dtype for dtype in _NARROW if largest <= torch.iinfo(dtype).max]
+    return values.to(fitting[0] if fitting else torch.int64)

@@ -1,0 +1,175 @@
+"""`python -m experiments.bundle pack RUN... --out X.zip | verify X.zip [--rerun]`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from experiments.bundle import pack as packing
+from experiments.bundle.archive import BundleError
+from experiments.bundle.claims import RULE, TIME_TOLERANCE, Finding, Outcome
+from experiments.config.configure import UsageError
+from experiments.report import text
+
+STATUS = """\
+exit status of verify: 0 everything holds; 1 the tool broke; 2 wrong usage; 3 the bundle is damaged,
+or a number does not follow from its samples; 4 a claim did not hold when it was measured again; 5
+some claims could not be measured again; 6 none could; 130 interrupted.
+"""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Return the exit status."""
+    parsed = _parser().parse_args(arguments)
+    try:
+        return _pack(parsed) if parsed.command == "pack" else _verify(parsed)
+    except UsageError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except BundleError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2 if parsed.command == "pack" else 3
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments.bundle",
+        description="Results as an archive that somebody else can check.",
+        epilog=f"{STATUS}\n{RULE}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    packer = commands.add_parser("pack", help="put runs, configuration and source into one file")
+    packer.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="directories of runs")
+    packer.add_argument("-o", "--out", type=Path, required=True, metavar="X.zip")
+    checker = commands.add_parser(
+        "verify", help="check the sums, rebuild every number from its samples", epilog=STATUS
+    )
+    checker.add_argument("bundle", type=Path, metavar="X.zip")
+    checker.add_argument("--rerun", action="store_true", help="measure again what is claimed")
+    checker.add_argument("--only", nargs="+", default=[], metavar="EXPERIMENT", help="rerun these")
+    checker.add_argument(
+        "--tolerance", type=float, default=TIME_TOLERANCE, help="of ratios of times"
+    )
+    checker.add_argument("--timing", default="", metavar="PRESET", help="instead of the run's own")
+    return parser
+
+
+def _pack(parsed: argparse.Namespace) -> int:
+    with packing.scratch() as folder:
+        packed = packing.pack(parsed.runs, parsed.out, Path(folder))
+    for note in packed.notes:
+        print(f"note: {note}")
+    size = text.size(packed.path.stat().st_size)
+    print(f"{packed.path}: {packed.runs} runs, {packed.claims} claims, {size}")
+    print(f"bundle {packed.bundle_id}")
+    return 0
+
+
+def _verify(parsed: argparse.Namespace) -> int:
+    from experiments.bundle.verify import check
+
+    if parsed.tolerance < 0:
+        raise UsageError(f"--tolerance must be >= 0, got {parsed.tolerance}")
+    if not parsed.bundle.is_file():
+        raise UsageError(f"there is no file {parsed.bundle}")
+    with packing.scratch() as folder:
+        unpacked = Path(folder) / "bundle"
+        checked = check(parsed.bundle, unpacked)
+        for note in checked.notes:
+            print(f"note: {note}")
+        for problem in checked.problems:
+            print(f"WRONG {problem}")
+        runs = checked.description["runs"]
+        if checked.problems:
+            print(f"{len(checked.problems)} problem(s) in {len(runs)} runs")
+            return 3
+        print(f"checksums hold; {checked.numbers} numbers of {len(runs)} runs follow from samples")
+        if not parsed.rerun:
+            return 0
+        return _rerun(runs, unpacked, Path(folder) / "again", parsed)
+
+
+def _rerun(
+    runs: Sequence[dict[str, Any]], unpacked: Path, again: Path, parsed: argparse.Namespace
+) -> int:
+    from experiments.bundle.rerun import measure_again
+
+    names = [str(run["experiment"]) for run in runs]
+    if unknown := sorted(set(parsed.only) - set(names)):
+        raise UsageError(f"--only {unknown[0]}: the bundle has {', '.join(sorted(set(names)))}")
+    chosen = [run for run in runs if not parsed.only or run["experiment"] in parsed.only]
+    findings: list[Finding] = []
+    for number, run in enumerate(chosen):
+        if not run["claims"]:
+            print(f"\n{run['folder']}: claims nothing that could be compared")
+            continue
+        print(f"\n{run['folder']}: measuring again (it took {run['seconds']} s on {run['device']})")
+        result = measure_again(
+            run,
+            unpacked / run["folder"],
+            again / str(number),
+            tolerance=parsed.tolerance,
+            preset=parsed.timing,
+        )
+        if result.run is not None:
+            _machines(run, result.run.environment)
+        if result.reason:
+            print(f"  {result.reason}")
+        _tell(result.findings)
+        findings += result.findings
+    return _status(findings)
+
+
+def _machines(run: dict[str, Any], here: dict[str, Any]) -> None:
+    """What is not the same, so that nobody wonders about a ratio."""
+    pairs = {
+        "device": (run["device"], here.get("device")),
+        "torch": (run["torch"], here.get("torch")),
+        "commit": (run["code"].get("sha"), (here.get("git") or {}).get("sha")),
+    }
+    for name, (then, now) in pairs.items():
+        if then != now:
+            print(f"  {name}: {then} then, {now} now")
+
+
+def _tell(findings: Sequence[Finding]) -> None:
+    for finding in findings:
+        claim, again = finding.claim, finding.again
+        if finding.outcome is Outcome.differs and again is not None:
+            print(
+                f"  DIFFERS {claim.about}: {claim.what} {_number(claim.value)} "
+                f"{text.interval(claim.lo, claim.hi)}, now {_number(again.value)} "
+                f"{text.interval(again.lo, again.hi)}"
+            )
+    reasons = Counter(f.reason for f in findings if f.outcome is Outcome.unmeasured)
+    for reason, count in reasons.most_common():
+        print(f"  not measured, {count} claims: {reason}")
+    counts = Counter(f.outcome for f in findings)
+    print("  " + ", ".join(f"{counts[o]} {o.value}" for o in Outcome if counts[o]))
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1000 else text.digits(value)
+
+
+def _status(findings: Sequence[Finding]) -> int:
+    outcomes = Counter(f.outcome for f in findings)
+    if not findings:
+        return 6
+    print(f"\n{len(findings)} claims: " + ", ".join(f"{n} {o.value}" for o, n in outcomes.items()))
+    if outcomes[Outcome.differs]:
+        return 4
+    if not outcomes[Outcome.holds]:
+        return 6
+    return 5 if outcomes[Outcome.unmeasured] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

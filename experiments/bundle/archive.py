@@ -1,0 +1,97 @@
+"""A zip file with checksums: the same content gives the same bytes, and nothing else is read."""
+
+from __future__ import annotations
+
+import hashlib
+import stat
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path, PurePosixPath
+
+SUMS = "SHA256SUMS"
+EPOCH = (1980, 1, 1, 0, 0, 0)  # the first that a zip file can say
+MOST_BYTES = 4 << 30  # of a bundle, unpacked: far above what results need
+
+
+class BundleError(Exception):
+    """The file is no bundle, or not the bundle that was packed; the message says how it differs."""
+
+
+def write(path: Path, contents: Mapping[str, bytes]) -> str:
+    """Contents and checksums, as `sha256sum -c` reads them; returns the sums' own checksum."""
+    lines = [f"{hashlib.sha256(data).hexdigest()}  {name}" for name, data in contents.items()]
+    sums = "\n".join(sorted(lines, key=lambda line: line[66:])) + "\n"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        with zipfile.ZipFile(partial, "w", zipfile.ZIP_DEFLATED) as file:
+            for name, data in sorted({**contents, SUMS: sums.encode()}.items()):
+                entry = zipfile.ZipInfo(name, EPOCH)
+                entry.compress_type = zipfile.ZIP_DEFLATED
+                entry.external_attr = (stat.S_IFREG | 0o644) << 16
+                file.writestr(entry, data)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+    return hashlib.sha256(sums.encode()).hexdigest()
+
+
+def read(path: Path) -> dict[str, bytes]:
+    """Everything in a bundle, each file with its checksum as packed; raises BundleError."""
+    if not path.is_file():
+        raise BundleError(f"there is no file {path}")
+    try:
+        with zipfile.ZipFile(path) as file:
+            entries = file.infolist()
+            _check_names(entries)
+            contents = {entry.filename: file.read(entry) for entry in entries}
+    except (zipfile.BadZipFile, EOFError, NotImplementedError, RuntimeError) as error:
+        raise BundleError(f"{path.name} is damaged, or no zip file: {error}") from error
+    _check_sums(contents)
+    return contents
+
+
+def _check_names(entries: list[zipfile.ZipInfo]) -> None:
+    """Plain files at relative places, each once, of a size that can be meant."""
+    names = [entry.filename for entry in entries]
+    if twice := sorted({n for n in names if names.count(n) > 1}):
+        raise BundleError(f"{twice[0]} is in it twice")
+    for entry in entries:
+        place = PurePosixPath(entry.filename)
+        kind = stat.S_IFMT(entry.external_attr >> 16)
+        if place.is_absolute() or ".." in place.parts or "\\" in entry.filename:
+            raise BundleError(f"{entry.filename!r} would be outside the bundle")
+        if entry.is_dir() or kind not in (0, stat.S_IFREG):
+            raise BundleError(f"{entry.filename!r} is not a plain file")
+    if sum(entry.file_size for entry in entries) > MOST_BYTES:
+        raise BundleError(f"it unpacks to more than {MOST_BYTES >> 30} GiB")
+
+
+def _check_sums(contents: Mapping[str, bytes]) -> None:
+    if SUMS not in contents:
+        raise BundleError(f"it has no {SUMS}: not a bundle")
+    expected = {}
+    for line in contents[SUMS].decode(errors="replace").splitlines():
+        total, _, name = line.partition("  ")
+        expected[name] = total
+    present = set(contents) - {SUMS}
+    wrong = [
+        *(f"{name} is missing" for name in sorted(set(expected) - present)),
+        *(f"{name} is not in {SUMS}" for name in sorted(present - set(expected))),
+        *(
+            f"{name} has another checksum"
+            for name in sorted(present & set(expected))
+            if hashlib.sha256(contents[name]).hexdigest() != expected[name]
+        ),
+    ]
+    if wrong:
+        more = f", and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        raise BundleError("; ".join(wrong[:3]) + more)
+
+
+def unpack(contents: Mapping[str, bytes], folder: Path) -> None:
+    """Into a folder; the names were checked when they were read."""
+    for name, data in contents.items():
+        target = folder / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(data)

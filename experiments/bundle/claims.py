@@ -1,0 +1,149 @@
+"""What a run claims that another machine can confirm: ratios, hit rates and bytes, never times."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from enum import Enum
+from typing import Any
+
+from experiments.report.data import Run
+
+HIT_RATE_POINTS = 0.005  # half a percentage point, as the gate has it
+TIME_TOLERANCE = 0.25
+TOO_FEW = "too few rounds for an interval: give it more time (--timing), or a quieter machine"
+RULE = (
+    "A ratio of times holds if the interval measured again meets the claimed one widened by the "
+    "tolerance on both sides, and does not say the opposite (slower where the claim, with its "
+    "interval, says faster). A hit rate holds within half a percentage point. Bytes are exact. "
+    "Claims are compared only where the batches were the same, and a ratio only where there were "
+    "rounds enough for an interval."
+)
+
+
+class Measure(Enum):
+    """What kind of number a claim is about; each has a tolerance of its own."""
+
+    ratio = "ratio of times"
+    hit_rate = "hit rate"
+    nbytes = "bytes"
+
+
+class Outcome(Enum):
+    """What measuring again said of a claim."""
+
+    holds = "holds"
+    differs = "differs"
+    unmeasured = "not measured"
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One number of one arm at one point, with its interval where it has one."""
+
+    measure: Measure
+    about: str  # the cell, arm, mode and phase: the same in every run of the configuration
+    what: str
+    value: float
+    lo: float
+    hi: float
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """Finds the same claim in another run."""
+        return self.about, self.what
+
+    def plain(self) -> dict[str, Any]:
+        """As JSON has it: an interval that does not exist is null."""
+        values = asdict(self) | {"measure": self.measure.name}
+        return {k: None if isinstance(v, float) and math.isnan(v) else v for k, v in values.items()}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A claim, and what became of it."""
+
+    claim: Claim
+    outcome: Outcome
+    again: Claim | None = None
+    reason: str = ""
+
+
+def claims_of(run: Run) -> list[Claim]:
+    """Everything a run claims, in the order it was measured."""
+    found = [] if run.smoke else [*_ratios(run), *_hit_rates(run)]
+    return [*found, *_bytes(run)]
+
+
+def _ratios(run: Run) -> list[Claim]:
+    rows = run.table[(run.table["status"] == "ok")] if len(run.table) else run.table
+    return [
+        Claim(
+            Measure.ratio,
+            f"{row['cell']} · {row['label']} · {row['mode']}",
+            f"{row['phase']} time ÷ {run.baseline.label}",
+            *(float(row[name]) for name in ("ratio", "ratio_lo", "ratio_hi")),
+        )
+        for _, row in rows.iterrows()
+        if row["arm"] != run.baseline.key and not math.isnan(row["ratio"])
+    ]
+
+
+def _hit_rates(run: Run) -> list[Claim]:
+    rows = run.traces[(run.traces["status"] == "ok")] if len(run.traces) else run.traces
+    return [
+        Claim(
+            Measure.hit_rate, f"{row['cell']} · {row['label']}", f"hit rate per {of}", *[rate] * 3
+        )
+        for _, row in rows.iterrows()
+        for of in ("lookup", "row")
+        if not math.isnan(rate := float(row[f"{of}_hit_rate"]))
+    ]
+
+
+def _bytes(run: Run) -> list[Claim]:
+    found: dict[tuple[str, str], Claim] = {}
+    for record in run.records:
+        for name in ("weights_bytes", "optimizer_state_bytes", "cache_bytes"):
+            if record.get("status") == "ok" and record.get(name):
+                about, number = f"{record['cell']} · {record['label']}", float(record[name])
+                claim = Claim(Measure.nbytes, about, name.replace("_", " "), *[number] * 3)
+                found.setdefault(claim.key, claim)
+    return list(found.values())
+
+
+def compare(
+    old: Sequence[Claim], new: Sequence[Claim], why_not: Mapping[str, str], tolerance: float
+) -> list[Finding]:
+    """Each old claim beside the new one; `why_not` says what happened to those without."""
+    again = {claim.key: claim for claim in new}
+    found = []
+    for claim in old:
+        other = again.get(claim.key)
+        if other is None:
+            reason = why_not.get(claim.about, "it was not reached")
+            found.append(Finding(claim, Outcome.unmeasured, None, reason))
+        elif claim.measure is Measure.ratio and math.isnan(other.lo):
+            found.append(Finding(claim, Outcome.unmeasured, other, TOO_FEW))
+        else:
+            fits = holds(claim, other, tolerance)
+            found.append(Finding(claim, Outcome.holds if fits else Outcome.differs, other))
+    return found
+
+
+def holds(claim: Claim, again: Claim, tolerance: float) -> bool:
+    """By RULE."""
+    if claim.measure is Measure.nbytes:
+        return claim.value == again.value
+    if claim.measure is Measure.hit_rate:
+        return abs(claim.value - again.value) <= HIT_RATE_POINTS
+    (lo, hi), new_lo, new_hi = _interval(claim), again.lo, again.hi
+    if (hi < 1 < new_lo) or (new_hi < 1 < lo):
+        return False
+    return new_lo <= hi * (1 + tolerance) and lo / (1 + tolerance) <= new_hi
+
+
+def _interval(claim: Claim) -> tuple[float, float]:
+    missing = math.isnan(claim.lo) or math.isnan(claim.hi)
+    return (claim.value, claim.value) if missing else (claim.lo, claim.hi)

@@ -1,0 +1,182 @@
+"""Runs to a bundle: results rebuilt from their samples, configuration, source, commands, sums."""
+
+from __future__ import annotations
+
+import dataclasses
+import gzip
+import hashlib
+import importlib.metadata
+import json
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from experiments.bundle import archive
+from experiments.bundle.archive import BundleError
+from experiments.bundle.claims import claims_of
+from experiments.bundle.reproduce import reproduce
+from experiments.paths import CONF, ROOT
+from experiments.report import write_report
+from experiments.report.data import Run
+from experiments.report.stories import STORIES
+
+VERSION = 1
+NEEDED = ("config.yaml", "environment.json", "points.jsonl")
+# Made of the samples again while packing; of the last two kinds other files have the content.
+DERIVED = ("*.png", "index.html", "report.md", "results.csv", "hit_rates.csv", ".*")
+DOUBLE = (".svg", ".parquet")
+
+
+@dataclass(frozen=True)
+class Packed:
+    """What was packed."""
+
+    path: Path
+    bundle_id: str  # the checksum of the checksums
+    runs: int
+    claims: int
+    notes: list[str]  # what makes the bundle less than it could be
+
+
+def pack(directories: Sequence[Path], out: Path, folder: Path) -> Packed:
+    """Bundle the runs; `folder` is scratch space, in which their reports are built anew."""
+    contents: dict[str, bytes] = {}
+    runs: list[dict[str, Any]] = []
+    notes: list[str] = []
+    for directory in directories:
+        name = _place(directory, [r["folder"] for r in runs])
+        run = _rebuilt(directory, folder / name)
+        files = [p for p in run.path.rglob("*") if p.is_file() and p.suffix not in DOUBLE]
+        for path in sorted(files):
+            contents[f"{name}/{path.relative_to(run.path).as_posix()}"] = path.read_bytes()
+        runs.append(_entry(name, run))
+        if run.kind not in STORIES:
+            notes.append(
+                f"{name}: what follows from its samples is the {run.kind.value}'s own work, "
+                "and only its checksums are verified."
+            )
+    for path in sorted(CONF.rglob("*.yaml")):
+        contents[f"conf/{path.relative_to(CONF).as_posix()}"] = path.read_bytes()
+    for sha in dict.fromkeys(str(r["code"].get("sha")) for r in runs):
+        dirty = any(r["code"].get("dirty") for r in runs if str(r["code"].get("sha")) == sha)
+        source = _source(sha)
+        if source is not None:
+            contents[f"source/{sha}.tar.gz"] = source
+        if source is None or dirty:
+            notes.append(_untraceable(sha, known=source is not None))
+    contents["environment/packages.txt"] = _packages().encode()
+    if (ROOT / "LICENSE").is_file():
+        contents["LICENSE"] = (ROOT / "LICENSE").read_bytes()
+    description = {
+        "bundle_version": VERSION,
+        "harness": harness(),
+        "runs": runs,
+        "notes": notes,
+    }
+    contents["bundle.json"] = (json.dumps(description, indent=1) + "\n").encode()
+    contents["REPRODUCE.md"] = reproduce(description).encode()
+    identity = archive.write(out, contents)
+    return Packed(out, identity, len(runs), sum(len(r["claims"]) for r in runs), notes)
+
+
+def _place(directory: Path, taken: Sequence[str]) -> str:
+    """runs/<experiment>/<run>, numbered where two runs have the same name."""
+    missing = [name for name in NEEDED if not (directory / name).is_file()]
+    if missing:
+        raise BundleError(f"{directory} is not a run: it has no {', '.join(missing)}")
+    experiment = str(OmegaConf.load(directory / "config.yaml").name)
+    own, parent = directory.resolve().name, directory.resolve().parent.name
+    base = f"runs/{experiment}/{own if own != experiment else parent}"
+    name, number = base, 1
+    while name in taken:
+        number += 1
+        name = f"{base}-{number}"
+    return name
+
+
+def _rebuilt(directory: Path, target: Path) -> Run:
+    """A copy whose derived files are this harness's own, so that `verify` can ask for the same.
+
+    Kinds whose runs write their reports themselves (the gate's) are copied as they are.
+    """
+    try:
+        run = Run.read(directory)
+        if run.kind not in STORIES:
+            shutil.copytree(directory, target, ignore=shutil.ignore_patterns(".*"))
+            return dataclasses.replace(run, path=target)
+        shutil.copytree(directory, target, ignore=shutil.ignore_patterns(*DERIVED))
+        write_report(target)
+        return Run.read(target)
+    except Exception as error:
+        raise BundleError(
+            f"{directory}: no report can be made of it ({type(error).__name__}: {error}); "
+            "`python -m experiments.report` on it shows where"
+        ) from error
+
+
+def _entry(name: str, run: Run) -> dict[str, Any]:
+    environment = run.environment
+    return {
+        "folder": name,
+        "experiment": str(run.config.name),
+        "kind": run.kind.value,
+        "question": run.info.get("question", ""),
+        "status": run.info.get("status"),
+        "smoke": run.smoke,
+        "command": environment.get("command", ""),
+        "seconds": run.info.get("seconds"),
+        "device": environment.get("device"),
+        "cuda": environment.get("gpu") is not None,
+        "torch": environment.get("torch"),
+        "code": environment.get("git") or {},
+        "hardware_id": environment.get("hardware_id"),
+        "claims": [claim.plain() for claim in claims_of(run)],
+    }
+
+
+def _source(sha: str) -> bytes | None:
+    """The commit as a compressed tar file; None where git does not know it."""
+    command = ["git", "archive", "--format=tar", f"--prefix=emblib-{sha}/", "--end-of-options", sha]
+    try:
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, timeout=60, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return gzip.compress(done.stdout, 6, mtime=0)
+
+
+def _untraceable(sha: str, *, known: bool) -> str:
+    if known:
+        return (
+            f"Runs at {sha} had changes that are in no commit: source/{sha}.tar.gz is the commit, "
+            "not quite what ran."
+        )
+    return f"The source of commit {sha} is not enclosed: git does not have it here."
+
+
+def _packages() -> str:
+    """What is installed where the bundle was packed; the runs' own versions are with the runs."""
+    found = {(d.name or "?", d.version) for d in importlib.metadata.distributions()}
+    lines = sorted(f"{name}=={version}" for name, version in found)
+    return "# Installed where the bundle was packed.\n" + "\n".join(lines) + "\n"
+
+
+@cache
+def harness() -> str:
+    """A hash of the code that turns samples into numbers and words."""
+    found = hashlib.sha256()
+    folder = ROOT / "experiments"
+    for path in sorted(folder.rglob("*.py")):
+        found.update(path.relative_to(folder).as_posix().encode() + b"\0" + path.read_bytes())
+    return found.hexdigest()
+
+
+def scratch() -> tempfile.TemporaryDirectory[str]:
+    """Where reports are rebuilt."""
+    return tempfile.TemporaryDirectory(prefix="emblib-bundle-")

@@ -1,0 +1,135 @@
+"""Measures a bundle's runs again, from the configurations in it, and compares what they claim.
+
+`python -m experiments.bundle.rerun CONFIG FOLDER [PRESET]` measures one, in a process of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from experiments.bundle.archive import BundleError
+from experiments.bundle.claims import Claim, Finding, Outcome, claims_of, compare
+from experiments.config import configure
+from experiments.config.configure import UsageError
+from experiments.config.schema import Config, Rerun
+from experiments.paths import CONF, ROOT
+from experiments.report.data import Run
+
+
+@dataclass(frozen=True)
+class Again:
+    """A run measured again, or why it could not be."""
+
+    findings: list[Finding]
+    run: Run | None = None
+    reason: str = ""
+
+
+def configuration(path: Path, folder: Path, preset: str = "") -> Config:
+    """The configuration of a packed run, to be measured into `folder`; raises BundleError."""
+    configure.register()
+    packed = OmegaConf.load(path)
+    assert isinstance(packed, DictConfig)
+    packed.report.folder = str(folder)
+    packed.rerun = Rerun.all.value
+    if preset:
+        source = CONF / "timing" / f"{preset}.yaml"
+        if not source.is_file():
+            known = ", ".join(configure.groups()["timing"])
+            raise UsageError(f"no timing '{preset}'. There is: {known}")
+        pool = packed.timing.pool  # the batches are part of what was measured
+        packed.timing = OmegaConf.merge(OmegaConf.load(source), {"pool": pool})
+    try:
+        whole = OmegaConf.merge(OmegaConf.structured(Config), packed)
+        assert isinstance(whole, DictConfig)
+        return configure.checked(whole)
+    except (OmegaConfBaseException, UsageError) as error:
+        raise BundleError(
+            f"this version of the harness cannot run it: {str(error).splitlines()[0]}. Use the "
+            "source that is enclosed"
+        ) from error
+
+
+def measure_again(
+    entry: Mapping[str, Any], packed: Path, folder: Path, *, tolerance: float, preset: str = ""
+) -> Again:
+    """One run of a bundle in a new process, and its claims beside the packed ones."""
+    old = Run.read(packed)
+    claims = claims_of(old)
+    if not claims:
+        return Again([], reason="it claims nothing that could be compared")
+    if entry["cuda"] and configure.device_kind(old_kind(old)) != "cuda":
+        return Again(_all(claims, "measured on a GPU, and there is none here"))
+    command = [sys.executable, "-m", "experiments.bundle.rerun", str(packed / "config.yaml")]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as run.py has it
+    done = subprocess.run([*command, str(folder), preset], cwd=ROOT, env=environment)
+    if done.returncode == 130:
+        raise KeyboardInterrupt
+    runs = sorted((folder / entry["experiment"]).glob("*/run.json"))
+    if not runs:
+        return Again(_all(claims, f"the run ended with exit status {done.returncode}"))
+    new = Run.read(runs[-1].parent)
+    reasons = unmeasured(new)
+    other_work = different_work(old, new)
+    comparable = [c for c in claims if c.about.partition(" · ")[0] not in other_work]
+    findings = compare(comparable, claims_of(new), reasons, tolerance)
+    findings += _all([c for c in claims if c not in comparable], "its batches were not the same")
+    return Again(findings, new)
+
+
+def old_kind(run: Run) -> Any:
+    """What the configuration asked for; 'auto' is cuda only where there is one."""
+    return configure.DeviceKind[str(run.config.device.kind)]
+
+
+def _all(claims: Sequence[Claim], reason: str) -> list[Finding]:
+    return [Finding(claim, Outcome.unmeasured, None, reason) for claim in claims]
+
+
+def unmeasured(run: Run) -> dict[str, str]:
+    """What a claim is about -> why this run has no number for it."""
+    found = {}
+    for record in run.failures():
+        reason = f"{record['status']}: {record['reason']}"
+        found[f"{record['cell']} · {record['label']}"] = reason
+        found[f"{record['cell']} · {record['label']} · {record.get('mode', 'hot')}"] = reason
+    return found
+
+
+def different_work(old: Run, new: Run) -> set[str]:
+    """Cells whose batches differ although the seed is the same."""
+    known = {(r["cell"], r["seed"]): r["pool_sha256"] for r in old.records if r.get("pool_sha256")}
+    return {
+        r["cell"]
+        for r in new.records
+        if r.get("pool_sha256")
+        and known.get((r["cell"], r["seed"]), r["pool_sha256"]) != r["pool_sha256"]
+    }
+
+
+def main(arguments: Sequence[str]) -> int:
+    """One configuration, measured."""
+    path, folder, preset = Path(arguments[0]), Path(arguments[1]), "".join(arguments[2:])
+    try:
+        config = configuration(path, folder, preset)
+    except (BundleError, UsageError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    from experiments.run import runner
+
+    words = ["(from a bundle)", f"+experiment={config.name}"]
+    return runner.run(config, question=f"does {config.name} repeat?", words=words)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

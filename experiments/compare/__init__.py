@@ -1,0 +1,1 @@
+"""Results of several machines side by side, and published ones beside ours."""

@@ -1,0 +1,98 @@
+"""This machine into the references: `python -m experiments.compare.add_machine [EXPERIMENT ...]`.
+
+Runs the experiments (those that have a reference already, where none is named), keeps the finished
+runs as references, puts them into README.md and reports/published/README.md, and compares each with
+the references of other machines. Words with `=` go to every run, e.g. timing=paper.
+Exit status: 0 done, 1 a run did not finish well, 2 wrong usage.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from experiments.config import configure
+from experiments.paths import REFERENCE, ROOT
+
+Command = Callable[[list[str]], int]
+
+
+def experiments_to_run(words: Sequence[str], folder: Path = REFERENCE) -> list[str]:
+    """Those named, or those that other machines have; raises UsageError for an unknown name."""
+    known = configure.groups()["experiment"]
+    named = [word.removeprefix("+experiment=") for word in words]
+    for name in named:
+        if name not in known:
+            raise configure.UsageError(f"no experiment '{name}'. There is: {', '.join(known)}")
+    there = sorted({path.parent.name for path in folder.glob("*/*/points.jsonl")})
+    found = named or [name for name in there if name in known]
+    if not found:
+        raise configure.UsageError(f"which experiments? There is: {', '.join(known)}")
+    return found
+
+
+def others(kept: Path, folder: Path = REFERENCE) -> list[Path]:
+    """References of the same experiment on other machines, the oldest device first by name."""
+    found = (path.parent for path in sorted(folder.glob(f"*/{kept.name}/points.jsonl")))
+    return [path for path in found if path != kept]
+
+
+def _python(words: list[str]) -> int:
+    command = [sys.executable, *words]
+    print("$ " + " ".join(["python", *words]), flush=True)
+    return subprocess.run(command, cwd=ROOT).returncode
+
+
+def newest(name: str, runs: Path) -> Path:
+    """The run that was started last."""
+    return max((runs / name).iterdir(), key=lambda path: path.stat().st_mtime)
+
+
+def add(names: Sequence[str], settings: Sequence[str], call: Command = _python) -> int:
+    """Run, keep, compare; the exit status is the worst of them."""
+    from experiments import reference
+
+    runs, worst = ROOT / "reports" / "runs", 0
+    for name in names:
+        if call(["run.py", f"+experiment={name}", *settings]):
+            print(f"{name}: did not finish well and is not kept", file=sys.stderr)
+            worst = 1
+            continue
+        try:
+            kept = reference.keep(newest(name, runs))
+        except ValueError as error:
+            print(f"{name}: {error}", file=sys.stderr)
+            worst = 1
+            continue
+        print(f"kept {os.path.relpath(kept, ROOT)}")
+        for other in others(kept):
+            paths = [os.path.relpath(path, ROOT) for path in (other, kept)]
+            folder = f"reports/compare/{name}/{other.parent.name}-{kept.parent.name}"
+            call(["-m", "experiments.compare", *paths, "--out", folder])
+    call(["-m", "experiments.reference", "write"])
+    call(["-m", "experiments.compare.overview", "write"])
+    return worst
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The command line."""
+    if {"-h", "--help"} & set(arguments):
+        print(__doc__)
+        return 0
+    settings = [a for a in arguments if "=" in a and not a.startswith("+experiment=")]
+    names = [a for a in arguments if a not in settings]
+    try:
+        chosen = experiments_to_run(names)
+        for name in chosen:
+            configure.load([f"+experiment={name}", *settings])
+    except configure.UsageError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return add(chosen, settings)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,99 @@
+"""The table of devices, conf/hardware/*.yaml: what makers promise, each figure with its source."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any, cast
+
+from omegaconf import OmegaConf
+
+from experiments.paths import CONF
+
+FOLDER = CONF / "hardware"
+FIGURES = {
+    "bandwidth_gb_s": "memory bandwidth, GB/s",
+    "cache_mb": "last-level cache, MB",
+    "memory_gb": "memory, GB",
+    "tdp_w": "power, W",
+}
+UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True)
+class Device:
+    """One model of a GPU or CPU; a figure that no source gives is absent, never another model's."""
+
+    key: str  # the file's name
+    name: str
+    kind: str  # "gpu" or "cpu"
+    names: tuple[str, ...]  # as drivers write it: regular expressions for the whole name
+    figures: Mapping[str, float]
+    sources: Mapping[str, str]
+    note: str = ""
+    _patterns: tuple[re.Pattern[str], ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        compiled = tuple(re.compile(text, re.IGNORECASE) for text in self.names)
+        object.__setattr__(self, "_patterns", compiled)
+
+    @property
+    def bandwidth_gb_s(self) -> float | None:
+        """Of its memory, in theory."""
+        return self.figures.get("bandwidth_gb_s")
+
+    @property
+    def cache_bytes(self) -> float | None:
+        """Of its last cache before memory."""
+        size = self.figures.get("cache_mb")
+        return None if size is None else 1e6 * size
+
+    def is_called(self, name: str) -> bool:
+        """Whether a driver's name means this device."""
+        return any(pattern.fullmatch(name.strip()) for pattern in self._patterns)
+
+
+def read(path: Path) -> Device:
+    """One file of the table; raises ValueError that says what is wrong with it."""
+    raw = cast(dict[str, Any], OmegaConf.to_container(OmegaConf.load(path)))
+    unknown = sorted(set(raw) - {"name", "kind", "names", "note", *FIGURES})
+    if unknown:
+        raise ValueError(f"{path.name}: unknown key '{unknown[0]}'; there is {', '.join(FIGURES)}")
+    if raw.get("kind") not in ("gpu", "cpu"):
+        raise ValueError(f"{path.name}: kind must be gpu or cpu, got {raw.get('kind')}")
+    figures, sources = {}, {}
+    for key in FIGURES:
+        entry = raw.get(key, UNKNOWN)
+        if entry == UNKNOWN:
+            continue
+        if not isinstance(entry, dict) or not entry.get("source"):
+            raise ValueError(
+                f"{path.name}: {key} must be {{value: .., source: URL}} or unknown, got {entry}"
+            )
+        figures[key], sources[key] = float(entry["value"]), str(entry["source"])
+    return Device(
+        path.stem, raw["name"], raw["kind"], tuple(raw["names"]), figures, sources,
+        str(raw.get("note", "")).strip(),
+    )  # fmt: skip
+
+
+@cache
+def table(folder: Path = FOLDER) -> tuple[Device, ...]:
+    """Every device, GPUs first, by name."""
+    found = [read(path) for path in sorted(folder.glob("*.yaml"))]
+    return tuple(sorted(found, key=lambda d: (d.kind != "gpu", d.name)))
+
+
+def find(name: str, folder: Path = FOLDER) -> Device | None:
+    """The device that a driver calls `name`, if the table has it."""
+    return next((device for device in table(folder) if device.is_called(name)), None)
+
+
+def of_environment(environment: Mapping[str, Any], folder: Path = FOLDER) -> Device | None:
+    """The device that a run was measured on, from its environment.json."""
+    gpu, cpu = environment.get("gpu") or {}, environment.get("cpu") or {}
+    name = gpu.get("name") or cpu.get("model")
+    return find(str(name), folder) if name else None

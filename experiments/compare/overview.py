@@ -1,0 +1,107 @@
+"""Every published figure and its verdict: `python -m experiments.compare.overview [write | check]`.
+
+Beside the committed references; `--runs RUN ...` adds runs that are not committed. `write` puts the
+page into reports/published/README.md, `check` exits 1 where that is out of date.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from experiments.compare import anchors, published
+from experiments.compare.anchors import Finding, Verdict
+from experiments.compare.published import Figure, Source
+from experiments.paths import REFERENCE
+from experiments.report.data import Run
+
+PAGE = published.FOLDER / "README.md"
+OPENING = """\
+# Published figures
+
+What others say of their embedding tables, where it was read, and what became of it here. This page
+is made by `python -m experiments.compare.overview write` from the files beside it and from the runs
+in `reports/reference/`. How to add a figure or a run:
+[docs/generations.md](../../docs/generations.md).
+"""
+
+
+def findings(extra: Sequence[Path], folder: Path = REFERENCE) -> list[Finding]:
+    """Each source beside every run of its experiment; beside none where there is none."""
+    paths = [path.parent for path in sorted(folder.glob("*/*/points.jsonl"))]
+    runs: dict[str, list[Run]] = {}
+    for path in [*paths, *extra]:
+        if (path / "config.yaml").is_file():
+            run = Run.read(path)
+            runs.setdefault(str(run.config.name), []).append(run)
+    found = []
+    for source in published.sources():
+        beside: list[Run | None] = [*runs.get(source.experiment, [])]
+        for each in beside or [None]:
+            found += anchors.findings(each, source)
+    return found
+
+
+def markdown(found: Sequence[Finding]) -> str:
+    """The whole page."""
+    counts = anchors.counted(found)
+    words = ", ".join(f"{n} {verdict.value}" for verdict, n in counts.items())
+    lines = [OPENING, f"**{len(found)} figures: {words}.**", "", anchors.RULE, ""]
+    sources = {f.source.key: f.source for f in found}
+    for key, source in sources.items():
+        lines += _block(source, [f for f in found if f.source.key == key])
+    return "\n".join(lines)
+
+
+def _block(source: Source, found: Sequence[Finding]) -> list[str]:
+    from experiments.report import anchors as report
+
+    run = f"`python run.py +experiment={source.experiment}`. " if source.experiment else ""
+    told = [f for f in found if f.verdict is not Verdict.NOT_RUN or f.ours == f.ours]
+    silent = [f for f in found if f not in told]
+    lines = [f"## {source.title}", "", f"[{source.source}]({source.url}). {run}{source.note}", ""]
+    if told:
+        lines += [report.table(told).markdown(), ""]
+    for reason in dict.fromkeys(f.reason for f in silent):
+        same = [f.figure for f in silent if f.reason == reason]
+        lines += [f"Not run here: {reason}. Theirs is of {anchors.theirs(same[0])}.", ""]
+        lines += [*_listed(same), ""]
+    return lines
+
+
+def _listed(figures: Sequence[Figure]) -> list[str]:
+    """A bullet a figure; one for all whose names begin alike, up to the last colon."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for figure in figures:
+        begin, colon, end = figure.name.rpartition(": ")
+        value = published.shown(figure.value)
+        place, shown = (begin, f"{end} {value}") if colon else (figure.name, value)
+        groups.setdefault((place, figure.unit), []).append(shown)
+    return [f"- {begin}: {' · '.join(ends)} {unit}" for (begin, unit), ends in groups.items()]
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print the page, write it, or say whether it is out of date."""
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments.compare.overview", description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    parser.add_argument("command", nargs="?", choices=("print", "write", "check"), default="print")
+    parser.add_argument("--runs", nargs="*", type=Path, default=[])
+    parsed = parser.parse_args(arguments)
+    page = markdown(findings(parsed.runs))
+    if parsed.command == "print":
+        print(page)
+    elif parsed.command == "write":
+        PAGE.write_text(page)
+    elif not PAGE.is_file() or PAGE.read_text() != page:
+        print("reports/published/README.md is out of date: run "
+              "`python -m experiments.compare.overview write`")  # fmt: skip
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,162 @@
+"""The points of one worker: built, checked, warmed, timed sample by sample, weighed."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from experiments.config.sweep import Cell
+from experiments.contenders import Contender, Missing, Unsupported, build
+from experiments.gate.points import Built, Point, Setup, Turn, with_optimizer
+from experiments.run.cell import VERIFY_BATCH, task_of
+from experiments.run.process import is_out_of_memory, note
+from experiments.run.session import Session
+from experiments.run.verify import Wrong, verify
+from experiments.timing import memory
+from experiments.timing.clock import Clock, Work, clock_for
+from experiments.timing.passes import counting_pass
+from experiments.timing.warmup import warm_up
+from experiments.work.workload import Pool, make_pool, table_shapes
+
+Run = Callable[[int], object]
+
+
+@dataclass
+class Ready:
+    """A point that can be timed."""
+
+    contender: Contender
+    run: Run  # on batch number n of the pool
+    step: Run
+    clock: Clock
+
+
+class Bench:
+    """What a worker does; one message, one method."""
+
+    def __init__(self, setup: Setup, now: Callable[[], int] = time.perf_counter_ns) -> None:
+        self.setup, self.now = setup, now
+        self.device = torch.device(setup.device)
+        self.ready: dict[str, Ready] = {}
+        self.pools: dict[str, Pool] = {}
+        if setup.core is not None and hasattr(os, "sched_setaffinity"):
+            os.sched_setaffinity(0, {setup.core})
+        if setup.config.device.threads:
+            torch.set_num_threads(setup.config.device.threads)
+        memory.keep_freed_blocks()
+
+    def build(self) -> dict[str, Built]:
+        """All points; one that cannot be built says why, and the others go on."""
+        found = {}
+        for point in self.setup.points:
+            note(f"{point.name}|building")
+            try:
+                self.ready[point.name] = self._build(point)
+                found[point.name] = Built()
+            except Exception as error:  # whatever it is, it is that point's
+                found[point.name] = Built(_status(error), f"{type(error).__name__}: {error}")
+        return found
+
+    def _build(self, point: Point) -> Ready:
+        config = with_optimizer(self.setup.config, point)
+        session = Session(config, self.device, "gate")
+        work, scale, seed = point.cell.workload, point.cell.rows_scale, self.setup.seed
+        shapes = table_shapes(work, scale=scale)
+        contender = build(point.arm.contender, task_of(point.cell, point.arm, session))
+        if self.setup.check:
+            small = dataclasses.replace(work, B=min(VERIFY_BATCH, work.B))
+            verify(contender, make_pool(small, shapes, 1, seed + 1).batches[0])
+        pool = self._pool(point.cell)
+        prepared = [contender.prepare(batch) for batch in pool.batches]
+        phase = getattr(contender, point.phase)
+        clock = clock_for(self.device, config.timing.modes[0])
+
+        def run(number: int) -> object:
+            return phase(prepared[number])
+
+        def step(number: int) -> object:
+            return contender.step(prepared[number])
+
+        return Ready(contender, clock.adapt(run, len(prepared)), step, clock)
+
+    def _pool(self, cell: Cell) -> Pool:
+        """The batches of a case, which all its points share."""
+        if cell.key not in self.pools:
+            shapes = table_shapes(cell.workload, scale=cell.rows_scale)
+            count = self.setup.config.timing.pool
+            self.pools[cell.key] = make_pool(cell.workload, shapes, count, self.setup.seed)
+        return self.pools[cell.key]
+
+    def settle(self) -> None:
+        """No garbage collection from here on."""
+        gc.freeze()
+        gc.disable()
+
+    def warm(self, name: str) -> dict[str, Any]:
+        """Warm the point up; what one execution takes, and how warm it is."""
+        ready, timing = self.ready[name], self.setup.config.timing
+        note(f"{name}|warming up")
+        counters = ready.contender.counters
+        phase = {name: ready.run}
+        warm = warm_up(phase, ready.clock, timing, key=name, counters=counters)
+        note(f"{name}|timing")
+        return {"execution_s": warm.typical.get(name, 0.0), **warm.describe()}
+
+    def turn(self, turn: Turn) -> list[float]:
+        """One sample per batch, each after the same executions once more, which do not count.
+
+        The other worker has just had the caches, and the scheduler may have to wake this one: a
+        first execution would measure that. Every sample gets one, so that all are alike.
+        """
+        ready, taken = self.ready[turn.point], []
+        for batch in turn.batches:
+            call = partial(self._execute, ready.run, batch, turn.executions)
+            for _ in range(2):
+                (reading,) = ready.clock.read([Work(call, turn.point)])
+                self._wait(reading.seconds * (self.setup.idle - 1))
+            taken.append(reading.seconds / turn.executions)
+        return taken
+
+    def _execute(self, run: Run, batch: int, executions: int) -> None:
+        start = self.now()
+        for number in range(executions):
+            run((batch + number) % self.setup.config.timing.pool)
+        if self.setup.slow > 1:
+            self._wait((self.now() - start) / 1e9 * (self.setup.slow - 1))
+
+    def _wait(self, seconds: float) -> None:
+        end = self.now() + 1e9 * seconds
+        while self.now() < end:
+            pass
+
+    def weigh(self, name: str) -> dict[str, float]:
+        """What a revision needs, whatever the time; each is better when it is less, hits apart."""
+        ready = self.ready[name]
+        found: dict[str, float] = {f"{k}_bytes": v for k, v in ready.contender.nbytes().items()}
+        counters = ready.contender.counters
+        if counters():
+            pool, reset = self.setup.config.timing.pool, ready.contender.reset_counters
+            counted = counting_pass(ready.step, pool, reset, counters)
+            if counted.get("lookups"):
+                found["hit_rate"] = counted["lookup_hits"] / counted["lookups"]
+        peak = memory.peak_bytes(partial(ready.step, 0), self.device)
+        return found if peak is None else found | {"peak_bytes": peak}
+
+
+def _status(error: Exception) -> str:
+    """As the outcomes of a run are called."""
+    if isinstance(error, Missing):
+        return "missing"
+    if isinstance(error, Unsupported):
+        return "unsupported"
+    if isinstance(error, Wrong):
+        return "wrong"
+    return "oom" if is_out_of_memory(error) else "error"

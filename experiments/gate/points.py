@@ -1,0 +1,124 @@
+"""What is gated, and what a worker is told: plain data that two processes send each other."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from experiments.config.configure import UsageError
+from experiments.config.schema import Config, Optimizer
+from experiments.config.sweep import SWEEP, Arm, Cell, expand
+from experiments.timing.race import PHASES
+
+
+@dataclass(frozen=True)
+class Point:
+    """One phase of one contender on one workload, with one optimizer."""
+
+    name: str
+    cell: Cell
+    arm: Arm
+    phase: str
+    optimizer: Optimizer
+
+    @property
+    def words(self) -> str:
+        """For people: what runs, at which sizes."""
+        w = self.cell.workload
+        sizes = f"T={w.T} E={w.E:,} D={w.D} B={w.B:,} L={w.L}"
+        return f"{self.arm.label} {self.phase}, {self.optimizer.value}, {sizes}"
+
+
+def points_of(config: Config) -> list[Point]:
+    """The points of gate.points; raises UsageError where one names what there is not."""
+    cells = {c.section: c for c in expand(config) if c.section != SWEEP}
+    wanted = config.gate.points
+    if not wanted:
+        raise UsageError("gate.points is empty: name at least one, e.g. {case: ..., phase: step}")
+    found = []
+    for asked in wanted:
+        if asked.case not in cells:
+            known = ", ".join(cells) or "none"
+            raise UsageError(f"gate.points: no case '{asked.case}'. There is: {known}")
+        if asked.phase not in PHASES:
+            raise UsageError(f"gate.points: no phase '{asked.phase}'. There is: {list(PHASES)}")
+        cell = cells[asked.case]
+        update = f" {asked.optimizer.value}" * (asked.phase == "step")
+        for arm in cell.arms:
+            several = f" {arm.key}" * (len(cell.arms) > 1)
+            name = f"{asked.case}{several} {asked.phase}{update}"
+            found.append(Point(name, cell, arm, asked.phase, asked.optimizer))
+    names = [p.name for p in found]
+    for name in names:
+        if names.count(name) > 1:
+            raise UsageError(f"gate.points: '{name}' is there twice")
+    return found
+
+
+@dataclass(frozen=True)
+class Setup:
+    """The first message to a worker: what to build."""
+
+    points: Sequence[Point]
+    config: Config
+    device: str
+    seed: int
+    slow: float = 1.0  # take this many times as long, to see whether it is noticed
+    idle: float = 1.0  # the same outside of what is timed: both sides then use as much of a core
+    check: bool = False  # compare with the reference first
+    core: int | None = None  # stay on this one
+
+
+@dataclass(frozen=True)
+class Warm:
+    """Run a point until it is warm; the answer is what one execution then takes."""
+
+    point: str
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Time a point on these batches, one sample each; the answer is their seconds."""
+
+    point: str
+    batches: tuple[int, ...]
+    executions: int = 1
+
+
+@dataclass(frozen=True)
+class Weigh:
+    """Bytes, peak and hit rate of a point: what does not depend on the clock."""
+
+    point: str
+
+
+@dataclass(frozen=True)
+class Built:
+    """What became of a point in one worker; `status` as in a run's records."""
+
+    status: str = "ok"
+    reason: str = ""
+
+
+def with_optimizer(config: Config, point: Point) -> Config:
+    """The configuration as a point wants it."""
+    return dataclasses.replace(config, optimizer=point.optimizer)
+
+
+def describe(point: Point) -> dict[str, Any]:
+    """For records and JSON."""
+    workload = dataclasses.asdict(point.cell.workload)
+    return {
+        "point": point.name,
+        "section": point.cell.section,
+        "cell": point.cell.key,
+        "contender": point.arm.contender,
+        "arm": point.arm.key,
+        "label": point.arm.label,
+        "phase": point.phase,
+        "optimizer": point.optimizer.value,
+        "params": {k: getattr(v, "value", v) for k, v in workload.items()},
+        "rows_scale": point.cell.rows_scale,
+    }

@@ -1,0 +1,217 @@
+"""A revision of emblib as a folder that a worker can import it from, its libraries built.
+
+Sources come from git, or from the working tree; native libraries are kept by the content of their
+sources, so that two revisions which differ in Python only have the same ones. Where both revisions
+have the same native sources, the libraries that are installed serve both and nothing is compiled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import io
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from experiments.config.configure import UsageError
+from experiments.config.schema import Config
+from experiments.paths import ROOT
+
+WORKTREE = "WORKTREE"
+PARTS = ("emblib", "csrc")
+HOME = ROOT / "build" / "revisions"
+DEFAULT_BASES = ("origin/main", "HEAD")
+
+
+class BuildError(Exception):
+    """A revision cannot be built; the message is what the compiler said."""
+
+
+@dataclass(frozen=True)
+class Revision:
+    """A state of the sources."""
+
+    name: str  # as it was asked for
+    sha: str  # of the commit; WORKTREE for the working tree
+    folder: Path  # with emblib/ and csrc/
+
+    @property
+    def words(self) -> str:
+        """For people."""
+        return self.name if self.sha in (WORKTREE, self.name) else f"{self.name} ({self.sha[:12]})"
+
+
+def git(*arguments: str) -> bytes:
+    """What git prints; raises UsageError with its last line."""
+    try:
+        done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True)
+    except OSError as error:
+        raise UsageError(f"the gate needs git ({error}); gate.base=WORKTREE does not") from error
+    if done.returncode:
+        said = done.stderr.decode(errors="replace").strip().splitlines() or ["no message"]
+        raise UsageError(f"git {' '.join(arguments[:2])}: {said[-1]}")
+    return done.stdout
+
+
+def resolve(name: str) -> str:
+    """The commit that git calls so; raises UsageError."""
+    if name == WORKTREE:
+        return WORKTREE
+    try:
+        found = git("rev-parse", "--quiet", "--verify", "--end-of-options", f"{name}^{{commit}}")
+    except UsageError:
+        raise UsageError(
+            f"gate: '{name}' is no commit here; fetch it, or name another, e.g. gate.base=HEAD"
+        ) from None
+    return found.decode().strip()
+
+
+def base_name(config: Config, *, smoke: bool) -> str:
+    """What gate.base means where it is empty."""
+    if config.gate.base:
+        return config.gate.base
+    if smoke:
+        return config.gate.head
+    for name in DEFAULT_BASES:
+        try:
+            resolve(name)
+            return name
+        except UsageError:
+            continue
+    raise UsageError("gate.base: there is neither origin/main nor HEAD; name a revision")
+
+
+def checkout(name: str, home: Path = HOME) -> Revision:
+    """The sources of a revision in a folder of their own, which is made only once."""
+    sha = resolve(name)
+    mark = sha[:12] if sha != WORKTREE else f"worktree-{_digest(ROOT)}"
+    folder = home / mark
+    if not (folder / ".complete").exists():
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        if sha == WORKTREE:
+            for path in _sources(ROOT):
+                target = folder / path.relative_to(ROOT)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(path, target)
+        else:
+            archive = io.BytesIO(git("archive", sha, *PARTS))
+            with tarfile.open(fileobj=archive) as sources:
+                sources.extractall(folder, filter="data")
+        (folder / ".complete").touch()
+    return Revision(name, sha, folder)
+
+
+def _sources(root: Path) -> Iterator[Path]:
+    """All files of emblib and csrc that are not built, in order."""
+    for part in PARTS:
+        for path in sorted((root / part).rglob("*")):
+            built = path.suffix in (".so", ".pyc") or "__pycache__" in path.parts
+            if path.is_file() and not built:
+                yield path
+
+
+def _digest(root: Path, part: str = "") -> str:
+    found = hashlib.blake2b(digest_size=6)
+    for path in _sources(root):
+        place = str(path.relative_to(root))
+        if place.startswith(part):
+            found.update(place.encode() + b"\0" + hashlib.blake2b(path.read_bytes()).digest())
+    return found.hexdigest()
+
+
+def installed() -> list[Path]:
+    """The native libraries that `import emblib` uses here."""
+    spec = importlib.util.find_spec("emblib")
+    folders = [Path(p) for p in (spec.submodule_search_locations or [])] if spec else []
+    found = {p.name: p for folder in reversed(folders) for p in folder.glob("libemblib_*.so")}
+    return list(found.values())
+
+
+def prepare(
+    base: Revision, head: Revision, say: Callable[[str], object], home: Path = HOME
+) -> None:
+    """Give both their native libraries; raises BuildError, which names the revision."""
+    natives = {r.sha: _digest(r.folder, "csrc/") for r in (base, head)}
+    same = len(set(natives.values())) == 1
+    libraries = installed() if same and natives[head.sha] == _digest(ROOT, "csrc/") else []
+    for revision in (base, head):
+        try:
+            use = libraries or build(revision, home / "native" / _key(revision), say)
+        except BuildError as error:
+            raise BuildError(f"{revision.words} does not build: {error}") from error
+        for library in use:
+            target = revision.folder / "emblib" / library.name
+            partial = target.with_suffix(".partial")
+            shutil.copy2(library, partial)
+            os.replace(partial, target)
+
+
+def _key(revision: Revision) -> str:
+    """Equal where a build would give the same: sources, torch, compiler, settings."""
+    settings = [os.environ.get(k, "") for k in ("EMBLIB_CUDA", "TORCH_CUDA_ARCH_LIST", "CXX")]
+    compiler = _first_line([os.environ.get("CXX", "c++"), "--version"])
+    torch = importlib.util.find_spec("torch")
+    words = [_digest(revision.folder, "csrc/"), compiler, str(torch and torch.origin), *settings]
+    return hashlib.blake2b("\0".join(words).encode(), digest_size=6).hexdigest()
+
+
+def _first_line(command: list[str]) -> str:
+    try:
+        return subprocess.run(command, capture_output=True, text=True).stdout.partition("\n")[0]
+    except OSError:
+        return ""
+
+
+def build(revision: Revision, folder: Path, say: Callable[[str], object]) -> list[Path]:
+    """Compile a revision's libraries, or find those of an earlier build of the same sources."""
+    found = sorted(folder.glob("libemblib_*.so"))
+    if found:
+        return found
+    if not (revision.folder / "csrc" / "CMakeLists.txt").exists():
+        raise BuildError("it has no csrc/CMakeLists.txt")
+    say(f"building the native libraries of {revision.words}; this is done once")
+    work, log = folder / "work", folder / "build.log"
+    work.mkdir(parents=True, exist_ok=True)
+    cuda = os.environ.get("EMBLIB_CUDA") or "AUTO"
+    source = str(revision.folder / "csrc")
+    with log.open("w") as out:
+        for command in (
+            ["cmake", "-S", source, "-B", str(work), "-G", "Ninja", "-DCMAKE_BUILD_TYPE=Release",
+             f"-DEMBLIB_CUDA={cuda}", f"-DPython_EXECUTABLE={sys.executable}"],
+            ["cmake", "--build", str(work), "--parallel", os.environ.get("JOBS") or str(_jobs())],
+            ["cmake", "--install", str(work), "--prefix", str(work / "installed")],
+        ):  # fmt: skip
+            try:
+                done = subprocess.run(command, stdout=out, stderr=subprocess.STDOUT)
+            except OSError as error:
+                raise BuildError(f"{command[0]} is needed to build it ({error})") from error
+            if done.returncode:
+                raise BuildError(f"{_complaint(log)} (all of it: {log})")
+    for library in (work / "installed" / "emblib").glob("libemblib_*.so"):
+        shutil.copy2(library, folder)
+    shutil.rmtree(work)
+    return sorted(folder.glob("libemblib_*.so"))
+
+
+def _jobs() -> int:
+    """Processors, or as many as memory is there for; nvcc may take 2.5 GB."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        free = next(int(x.split()[1]) for x in lines if x.startswith("MemAvailable"))
+    except (OSError, StopIteration, ValueError):
+        return 1
+    return max(1, min(os.cpu_count() or 1, int(free / 2.5e6)))
+
+
+def _complaint(log: Path) -> str:
+    """The first line of a build's output that says what is wrong."""
+    lines = log.read_text(errors="replace").splitlines()
+    marks = ("error:", "CMake Error", "FAILED:")
+    return next((x.strip() for m in marks for x in lines if m in x), (lines or ["no output"])[-1])

@@ -1,0 +1,142 @@
+"""The gate from configuration to exit status: build, take turns, confirm, report, then exit."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from experiments.config.configure import UsageError
+from experiments.config.schema import Config
+from experiments.gate import begin, outputs, revisions
+from experiments.gate.begin import Start
+from experiments.gate.conduct import Conductor, Trial
+from experiments.gate.judge import RULES
+from experiments.gate.pair import Revisions, Side
+from experiments.gate.revisions import BuildError, Revision
+from experiments.gate.verdicts import Findings, findings
+from experiments.report import text
+from experiments.results.store import RunStore, read_records
+from experiments.run.progress import Display
+
+
+def run(config: Config, *, question: str, words: Sequence[str]) -> int:
+    """Compare two revisions; returns the exit status (see cli.HELP)."""
+    began = time.monotonic()
+    try:
+        if config.dry_run:
+            return _plan(config)
+        smoke = bool(config.timing.max_rows)
+        name = revisions.base_name(config, smoke=smoke)
+        base_sha, head_sha = revisions.resolve(name), revisions.resolve(config.gate.head)
+        start = begin.start(config, words)
+    except UsageError as error:
+        return begin.refuse(error)
+    store = start.create()
+    store.write_json(RULES, dataclasses.asdict(start.rules))
+    with Display(len(start.points)) as display:
+        display.say(begin.heading(start, f"{config.gate.head} against {name}"))
+        found, facts = _compare(start, store, display, name, alike=base_sha == head_sha)
+    status = found.status(strict=config.gate.strict)
+    facts |= {"experiment": config.name, "seconds": round(time.monotonic() - began, 1)}
+    store.write_json(
+        "run.json",
+        {
+            "experiment": config.name,
+            "question": question,
+            "status": "interrupted" if found.interrupted else "finished",
+            "seconds": facts["seconds"],
+            "exit": status,
+        },
+    )
+    answer, place = outputs.write(
+        store.path, found, facts, status, summary=os.environ.get("GITHUB_STEP_SUMMARY")
+    )
+    for line in found.lines:
+        print(outputs.describe(line))
+    print(f"\n{answer}\n")
+    print(f"exit status {status}: {outputs.MEANING[status]}" if status else "no objection")
+    print(f"report: {place}")
+    return status
+
+
+def _compare(
+    start: Start, store: RunStore, display: Display, name: str, *, alike: bool
+) -> tuple[Findings, dict[str, Any]]:
+    """Everything between the build and the verdicts; whatever happens there are findings."""
+    facts: dict[str, Any] = {
+        "base": name,
+        "head": start.config.gate.head,
+        "notices": _notices(start),
+    }
+    if alike:
+        facts["notices"].append("Base and head are the same revision: all that is found is noise.")
+    trial, rules, stopped = Trial(slow=start.config.gate.inject), start.rules, False
+    try:
+        folders = _build(start.config, display, name, facts, alike=alike)
+        conductor = Conductor(
+            start.config, start.device, start.points, rules, folders, store, display
+        )
+        conductor.finish(trial)
+    except BuildError as error:
+        side = Side.base if str(error).startswith(facts["base"]) else Side.head
+        return Findings(broken=str(error), broken_side=side), facts
+    except KeyboardInterrupt:
+        stopped = True
+    found = findings(start.points, trial, rules, read_records(store.path))
+    return dataclasses.replace(found, interrupted=stopped), facts
+
+
+def _build(
+    config: Config, display: Display, name: str, facts: dict[str, Any], *, alike: bool
+) -> Revisions:
+    """Where both are; one and the same revision is what is imported here anyway, if that is it."""
+    if alike and config.gate.head == revisions.WORKTREE:
+        return Revisions()
+    base = revisions.checkout(name)
+    head = revisions.checkout(config.gate.head)
+    facts |= {"base": base.words, "head": head.words}
+    revisions.prepare(base, head, display.say)
+    return Revisions(_folder(base), _folder(head))
+
+
+def _folder(revision: Revision) -> str:
+    return str(revision.folder)
+
+
+def _notices(start: Start) -> list[str]:
+    found = []
+    if start.smoke:
+        found.append("Smoke run: tiny tables, one pair of processes: no verdict is possible.")
+    if start.floor is None:
+        least = 100 * start.config.gate.min_effect
+        found.append(
+            f"There is no noise floor of this machine, so margins are {least:g} % everywhere; "
+            "python run.py +experiment=selftest_aa measures one."
+        )
+    if start.config.gate.inject > 1:
+        found.append(
+            f"gate.inject: head was slowed to {start.config.gate.inject:g} times its time."
+        )
+    return found + [f"Machine: {flag}" for flag in _flags(start)]
+
+
+def _flags(start: Start) -> list[str]:
+    preflight = start.environment.get("preflight") or {}
+    return [str(flag) for flag in preflight.get("flags", [])]
+
+
+def _plan(config: Config) -> int:
+    """A dry run: the points and how many processes they get."""
+    from experiments.gate.points import points_of
+
+    for point in points_of(config):
+        print(f"  {point.name:<32} {point.words}")
+    pairs, most = config.timing.replicates, max(config.timing.replicates, config.gate.most_pairs)
+    print(
+        f"\n{text.count(len(config.gate.points), 'point')}, {pairs} to {most} pairs of processes, "
+        "and as many again to confirm what looks slower. Nothing was measured."
+    )
+    return 0

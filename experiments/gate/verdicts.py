@@ -1,0 +1,192 @@
+"""A gate's findings and its exit status: times, bytes, hit rates, and what was not compared."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from experiments.gate.conduct import Trial, seconds_of
+from experiments.gate.judge import Rules, Ruling, rule
+from experiments.gate.pair import Side
+from experiments.gate.points import Built, Point
+from experiments.results.store import Record
+from experiments.timing import comparison
+from experiments.timing.comparison import Verdict
+
+PEAK_SHARE, PEAK_BYTES = 0.01, 16 << 20  # what peak memory may grow by: it is not exact
+HIT_RATE = 0.005
+BROKEN = ("error", "wrong", "timeout", "oom")
+
+FINE, REGRESSION, UNSURE, FAILED, NOTHING = 0, 3, 4, 5, 6
+
+
+@dataclass(frozen=True)
+class Line:
+    """What the gate says of a point."""
+
+    point: str
+    words: str
+    state: str  # a verdict's name, or: NEW, MISSING, FAILED, NOISY
+    reason: str = ""
+    ruling: Ruling | None = None
+    base_s: float = math.nan
+    head_s: float = math.nan
+    grown: Sequence[str] = ()  # deterministic numbers that became worse
+    shrunk: Sequence[str] = ()
+
+    @property
+    def regression(self) -> bool:
+        """Slower, found twice; or more bytes, or fewer hits."""
+        return self.state == Verdict.SLOWER.value or bool(self.grown)
+
+
+@dataclass
+class Findings:
+    """Everything that a gate found."""
+
+    lines: list[Line] = field(default_factory=list)
+    broken: str = ""  # why nothing could be compared
+    broken_side: Side = Side.base
+    interrupted: bool = False
+
+    def having(self, *states: str) -> list[Line]:
+        """Lines in one of these states."""
+        return [x for x in self.lines if x.state in states]
+
+    @property
+    def compared(self) -> list[Line]:
+        """Points of which there is a verdict."""
+        return self.having(*(v.value for v in Verdict))
+
+    def status(self, *, strict: bool) -> int:
+        """The exit status: what is worst to miss comes first."""
+        if self.interrupted:
+            return 130
+        if self.broken:
+            return FAILED if self.broken_side is Side.head else NOTHING
+        if any(x.regression for x in self.lines):
+            return REGRESSION
+        if self.having("MISSING", "FAILED"):
+            return FAILED
+        if not self.compared:
+            return UNSURE if strict and self.having("NOISY") else NOTHING
+        if strict and self.having(Verdict.UNSURE.value, "NOISY"):
+            return UNSURE
+        return FINE
+
+
+ORDER = ("SLOWER", "MISSING", "FAILED", "UNSURE", "NOISY", "FASTER", "SAME", "NEW")
+
+
+def findings(
+    points: Sequence[Point], trial: Trial, rules: Rules, records: Sequence[Record]
+) -> Findings:
+    """Of a trial that is complete, or of one that was interrupted. Worst first, then by effect."""
+    names = [p.name for p in points if p.name in rules.margins]
+    rulings = rule(names, trial.evidence, rules)
+    lines = []
+    for point in points:
+        failed = trial.failed.get(point.name)
+        if failed:
+            lines.append(_failed(point, failed))
+        elif point.name not in rules.margins:
+            reason = "its noise on this machine asks for a margin beyond gate.most_margin"
+            lines.append(Line(point.name, point.words, "NOISY", reason))
+        elif point.name in rulings:
+            lines.append(_judged(point, rulings[point.name], trial, records))
+    lines.sort(key=lambda x: (not x.regression, ORDER.index(x.state), -_size(x)))
+    return Findings(lines)
+
+
+def _size(line: Line) -> float:
+    return abs(math.log(line.ruling.effect.ratio)) if line.ruling else 0.0
+
+
+def _failed(point: Point, failed: Mapping[Side, Built]) -> Line:
+    """Head cannot: a failure. Only base cannot: something new. Neither is asked to: not here."""
+    head, base = failed.get(Side.head), failed.get(Side.base)
+    built = head or base or Built("error", "no reason was given")
+    reason = f"{built.status}: {built.reason}"
+    if head is None:
+        return Line(point.name, point.words, "NEW", f"base cannot do it ({reason})")
+    if head.status in BROKEN and base is not None:
+        return Line(point.name, point.words, "FAILED", f"on both sides ({reason})")
+    if base is None:
+        return Line(point.name, point.words, "MISSING", f"base can do it, head cannot ({reason})")
+    return Line(point.name, point.words, "NEW", f"neither side can do it here ({reason})")
+
+
+def _judged(point: Point, ruling: Ruling, trial: Trial, records: Sequence[Record]) -> Line:
+    weights = trial.weights.get(point.name, {})
+    grown, shrunk = changes(weights.get("base", {}), weights.get("head", {}))
+    base, head = (_median(seconds_of(records, point.name, side)) for side in Side)
+    state, reason = ruling.verdict.value, ""
+    if ruling.verdict is Verdict.UNSURE:
+        reason = advice(ruling)
+    return Line(point.name, point.words, state, reason, ruling, base, head, grown, shrunk)
+
+
+def advice(ruling: Ruling) -> str:
+    """What to do about a point that the gate is unsure of."""
+    if ruling.effect.processes < comparison.LEAST_PROCESSES:
+        return "one pair of processes gives no verdict; raise timing.replicates"
+    if ruling.screened in (Verdict.SLOWER, Verdict.FASTER):
+        said = ruling.screened.value.lower()
+        return f"looked {said} at first, and was not so a second time; give the command again"
+    return (
+        "the noise is too large: close other programs, raise gate.most_pairs or timing.min_rounds"
+    )
+
+
+def changes(base: Mapping[str, float], head: Mapping[str, float]) -> tuple[list[str], list[str]]:
+    """Deterministic numbers that became worse, and better: bytes exactly, the others nearly so."""
+    worse, better = [], []
+    for key in sorted(base.keys() & head.keys()):
+        before, after = base[key], head[key]
+        text = f"{key.replace('_', ' ')} {before:,.4g} → {after:,.4g}"
+        if key == "hit_rate":
+            grown, shrunk = before - after > HIT_RATE, after - before > HIT_RATE
+        elif key == "peak_bytes":
+            slack = PEAK_SHARE * before + PEAK_BYTES
+            grown, shrunk = after > before + slack, after < before - slack
+        else:
+            grown, shrunk = after > before, after < before
+        worse += [text] * grown
+        better += [text] * shrunk
+    return worse, better
+
+
+def _median(values: Sequence[float]) -> float:
+    return statistics.median(values) if values else math.nan
+
+
+def as_json(line: Line) -> dict[str, Any]:
+    """For gate.json; numbers that are not there are null."""
+    found: dict[str, Any] = {
+        "point": line.point,
+        "words": line.words,
+        "state": line.state,
+        "reason": line.reason,
+        "base_s": line.base_s,
+        "head_s": line.head_s,
+        "grown": list(line.grown),
+        "shrunk": list(line.shrunk),
+    }
+    if line.ruling:
+        ruling = line.ruling
+        found |= dataclasses.asdict(ruling.effect)
+        found |= {
+            "margin": ruling.margin,
+            "visible": ruling.visible,
+            "screened": ruling.screened.value,
+            "p": ruling.p,
+            "first": list(ruling.first),
+            "second": list(ruling.second),
+        }
+    return {
+        k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in found.items()
+    }

@@ -1,0 +1,1 @@
+"""Several runs from one command: Hydra's launchers, and who may use which processor meanwhile."""

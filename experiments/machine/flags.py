@@ -1,0 +1,73 @@
+"""Flags: what a reader must know about the machine a number comes from, and what to do about it."""
+
+from __future__ import annotations
+
+# flag -> (what it means for the numbers, what would help)
+EXPLAINED: dict[str, tuple[str, str]] = {
+    "throttled": (
+        "the machine slowed itself in rounds that count, after being given time to recover",
+        "cool it, raise the power limit, or lock lower clocks",
+    ),
+    "stolen_time": (
+        "a hypervisor gave more than 1 % of the time to other virtual machines",
+        "use a dedicated machine; ratios within a round suffer less than absolute times",
+    ),
+    "not_warm": (
+        "warm-up ended at its cap, before all batches had been seen or a cache was full",
+        "raise timing.warmup_cap",
+    ),
+    "launch_exposed": (
+        "the GPU waited for the host in many samples, so that launches are inside the times",
+        "nothing, if the contender itself waits for the GPU; else timing.modes=[graph]",
+    ),
+    "busy": (
+        "other processes took more than a quarter of a core",
+        "stop them, or leave cores free with device.threads",
+    ),
+    "governor": (
+        "the CPU's frequency governor is not 'performance'",
+        "cpupower frequency-set -g performance",
+    ),
+    "virtual": ("this is a virtual machine, whose neighbours are not seen", "use a dedicated one"),
+    "quota": (
+        "a container may use fewer cores' worth of time than there are threads",
+        "set device.threads to the quota",
+    ),
+    "threads": (
+        "more threads than usable cores",
+        "set device.threads to the number of cores",
+    ),
+    "other_processes": (
+        "other processes compute on the same GPU",
+        "nvidia-smi lists them; wait for them, or use another GPU",
+    ),
+    "clocks_varied": (
+        "the GPU's clock moved by more than 2 % while it was measured",
+        "nvidia-smi -lgc MHZ as administrator, -rgc afterwards",
+    ),
+    "slowed": ("the GPU is slower than it could be even before it is measured", "cool it"),
+    "hot": ("the GPU is hot already before it is measured", "let it cool"),
+    "power_limit": (
+        "the GPU's power limit is below its default",
+        "nvidia-smi -pl WATTS as administrator",
+    ),
+    "persistence_off": (
+        "the driver unloads when nobody uses it, so that first calls are slow",
+        "nvidia-smi -pm 1 as administrator",
+    ),
+    "mig": ("the GPU is a slice of one; its neighbours share memory bandwidth", "use a whole GPU"),
+    "nvml_absent": (
+        "nobody watches the GPU's clocks, heat and throttling",
+        "pip install nvidia-ml-py",
+    ),
+}
+
+
+def explain(flag: str) -> str:
+    """The meaning in half a sentence; an unknown flag stands for itself."""
+    return EXPLAINED[flag][0] if flag in EXPLAINED else flag
+
+
+def remedy(flag: str) -> str:
+    """What would help; empty for an unknown flag."""
+    return EXPLAINED[flag][1] if flag in EXPLAINED else ""

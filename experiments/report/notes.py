@@ -1,0 +1,186 @@
+"""What a reader must know: how the numbers came about, and what to be careful with in this run."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from experiments.config.schema import Kind, Mode
+from experiments.machine.flags import explain
+from experiments.machine.preflight import MINOR
+from experiments.report import text
+from experiments.report.data import Run
+from experiments.results.metrics import MARGIN, PROCESSES_FOR_A_VERDICT
+from experiments.timing.race import PHASES
+
+NOISY = 0.3  # typical distance of the quartiles, relative to the median, that deserves a warning
+
+MODES = {
+    Mode.hot.value: "Hot: executions follow each other, so that caches hold what the one before "
+    "left there.",
+    Mode.cold.value: "Cold: before each sample, and outside of its time, a buffer of twice the "
+    "last-level cache is written, so that tables come from memory as in a large model.",
+    Mode.graph.value: "Graph: a step is captured once as a CUDA graph and replayed, so that "
+    "launches cost nothing.",
+    Mode.wall.value: "Wall: the host's clock from call to completion, launches and Python too.",
+}
+HOW_TO_READ = (
+    "Every contender of a cell sees the same batches in the same process. After warming up over "
+    "the whole pool of distinct batches, each round runs every contender's phases in a new random "
+    "order and then in reverse. CPU threads wait passively (OMP_WAIT_POLICY) unless the "
+    "environment says otherwise.",
+    "Times are medians over all samples; bars and bands are quartiles.",
+    "emblib asks the system for huge pages for its tables; other contenders have what their "
+    "allocator gives them. That is part of what is compared.",
+    "'forward' is a lookup without gradients. 'step' is forward, backward and the optimizer's "
+    "update. Nothing is dropped: raw samples are in points.jsonl.",
+    "Before it is timed, each contender's first output and first update are checked against "
+    "plain PyTorch; one that differs is listed as wrong instead.",
+    "'parameters' counts weights; 'compression' divides the same tables as plain float32 by "
+    "them; 'scratch' is the high-water mark of one step above what was allocated before it.",
+)
+SYNTHETIC = (
+    "Row ids are synthetic: uniform, or P(rank) ~ (rank + q)^-s sampled exactly, with ids "
+    "shuffled by a seeded bijection unless the workload says 'ranked'."
+)
+PRODUCTION = (
+    "'Production-like' ids are drawn from a law fitted to the published locality histograms of a "
+    "2022 production trace (docs/traces.md): how popular rows are is like it, nothing else is."
+)
+REPLAYED = (
+    "Of a trace, every process sees the first batches of the file, in its order; points.jsonl has "
+    "the file's sha256."
+)
+ONE_PROCESS = (
+    "A ratio is taken within each round, between each side's faster sample, so that what slows "
+    "the machine for a moment does not count or slows both sides; shown are the median ratio and "
+    "its 95 % order-statistic interval. The interval covers the noise of this run only: another "
+    "process, another day or another machine can differ by more, so one process gives no verdict."
+)
+PROCESSES = (
+    "A ratio is taken within each round, between each side's faster sample, so that what slows "
+    "the machine for a moment does not count or slows both sides; a process's ratio is the median "
+    "over its rounds. Shown are the mean over the processes (of logarithms) and its 95 % Student-t "
+    "interval: processes differ by more than the rounds within one do."
+)
+VERDICTS = (
+    f"Verdicts need {PROCESSES_FOR_A_VERDICT} processes. 'slower' and 'faster': the interval "
+    f"leaves out 1 and the effect is beyond {100 * MARGIN:g} %. 'same': the whole interval is "
+    f"within {100 * MARGIN:g} %. 'unsure': neither; 'visible from' is the smallest effect that "
+    "would have been called. Another day or another machine can differ by more."
+)
+
+
+def how_to_read(run: Run) -> list[str]:
+    """What applies to this run of what there is to know."""
+    if run.kind in (Kind.trace, Kind.micro):  # nothing is timed, or nothing side by side
+        return []
+    found = [HOW_TO_READ[0]]
+    found += [MODES[mode] for mode in run.modes if mode in MODES]
+    several = max(run.passes().values(), default=0) > 1
+    found += [PROCESSES, VERDICTS] if several else [ONE_PROCESS]
+    found += HOW_TO_READ[1:]
+    if any(r["params"].get("law") in ("uniform", "zipf") for r in run.records):
+        found.append(SYNTHETIC)
+    if any(r["params"].get("law") == "production" for r in run.records):
+        found.append(PRODUCTION)
+    if any(r["params"].get("law") == "trace" for r in run.records):
+        found.append(REPLAYED)
+    return [*found, *_peers(run)]
+
+
+def _peers(run: Run) -> list[str]:
+    """Which versions of other people's packages the contenders are."""
+    used = {pair for r in run.records for pair in r.get("packages", {}).items()}
+    named = ", ".join(f"{package} {version}" for package, version in sorted(used))
+    return [f"Contenders from other packages are those of {named}."] if named else []
+
+
+def notices(run: Run) -> list[str]:
+    """What a reader must know before believing a number."""
+    found = []
+    if run.smoke:
+        found.append(
+            "Smoke run: tables, batches and rounds are capped to see whether everything works. "
+            "The times below mean nothing."
+        )
+    else:
+        found += [*_scaled(run), *_noise(run)]
+    return [*found, *_unfinished(run), *_flags(run), *_folded(run)]
+
+
+def _scaled(run: Run) -> list[str]:
+    found = []
+    for section in run.sections():
+        rows = run.of(section)
+        scale = float(rows["rows_scale"].min()) if len(rows) else 1.0
+        if scale < 1:
+            found.append(
+                f"Memory: the tables of {run.title(section)} were scaled to "
+                f"{text.digits(100 * scale)} % of their rows to fit "
+                f"{100 * float(run.config.device.memory_share):.0f} % of the free memory."
+            )
+    return found
+
+
+def _noise(run: Run) -> list[str]:
+    spread = run.spread()
+    if spread <= NOISY:
+        return []
+    return [
+        f"Noisy run: half of the medians have quartiles more than {100 * spread:.0f} % apart. "
+        "Something else used the machine; believe the intervals, not the third digit."
+    ]
+
+
+def _folded(run: Run) -> list[str]:
+    """Lookups of a trace that its tables have no row for, and that were folded into them."""
+    found: dict[str, tuple[int, float]] = {}
+    for record in run.records:
+        if record.get("pool_folded"):
+            lookups = record["lookups"] * record["pool_batches"]
+            found[record["section"]] = (record["pool_folded"], lookups)
+    return [
+        f"Trace: {100 * folded / lookups:.3g} % of the lookups of {run.title(section)} are outside "
+        "their tables and were folded into them (ids modulo rows), so that rows collide."
+        for section, (folded, lookups) in found.items()
+    ]
+
+
+def _unfinished(run: Run) -> list[str]:
+    """Runs that were stopped, passes that the budget cut off."""
+    found, passes = [], run.passes()
+    status = run.info.get("status", "finished")
+    if status != "finished":
+        done = len({r["cell"] for r in run.records})
+        what = "Interrupted" if status == "interrupted" else f"Ended early ({status})"
+        found.append(
+            f"{what} after {done} of {run.info.get('cells')} cells; the same command goes on."
+        )
+    short = [n for n in passes.values() if n < run.planned]
+    if short:
+        found.append(
+            f"{len(short)} of {text.several(len(passes), 'cell')} were measured in fewer than the "
+            f"planned {text.several(run.planned, 'process', 'processes')} (fewest: {min(short)}); "
+            "their intervals say so."
+        )
+    return found
+
+
+def flag_counts(run: Run) -> dict[str, int]:
+    """Flag -> rows that carry it, the most frequent first."""
+    counts: Counter[str] = Counter()
+    if "flags" in run.table:
+        for flags in run.table[run.table["phase"] == "step"]["flags"]:
+            counts.update(f for f in str(flags).split("; ") if f and f != "nan")
+    return dict(counts.most_common())
+
+
+def _flags(run: Run) -> list[str]:
+    """What the machine did that a measurement should not meet, in one sentence."""
+    total = len(run.table) // len(PHASES)
+    said = [
+        f"{explain(flag)} ({n} of {total} rows)"
+        for flag, n in flag_counts(run).items()
+        if flag not in MINOR
+    ]
+    return [f"While this was measured: {'; '.join(said)}."] if said else []

@@ -1,0 +1,100 @@
+"""What makes two measurements the same measurement: the point, the context, the code."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from experiments.config.schema import Config
+from experiments.config.sweep import Cell
+from experiments.contenders import registry
+from experiments.paths import ROOT
+
+# How a number comes about: a change here makes earlier samples another measurement.
+BENCH_SOURCES = ("work/*.py", "timing/*.py", "run/cell.py", "run/lockstep.py", "contenders/*.py")
+# Of a timing preset: what says how much is measured, not what.
+AMOUNTS = ("preset", "replicates", "cell_seconds", "total_seconds", "limit_seconds", "max_cells")
+
+
+def digest(value: Any) -> str:
+    """16 hexadecimal digits of a value's canonical JSON; enums count as their values."""
+
+    def plain(other: Any) -> Any:
+        if isinstance(other, enum.Enum):
+            return other.value
+        if dataclasses.is_dataclass(other) and not isinstance(other, type):
+            return dataclasses.asdict(other)
+        raise TypeError(f"{type(other).__name__} has no canonical form")
+
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), default=plain)
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def point_key(cell: Cell, config: Config) -> str:
+    """Equal for cells that ask the same question of the same work, whatever run they are in."""
+    timing = dataclasses.asdict(config.timing)
+    return digest(
+        {
+            "experiment": config.name,
+            "cell": {k: v for k, v in dataclasses.asdict(cell).items() if k not in CELL_WORDS},
+            "optimizer": config.optimizer,
+            "lr": config.lr,
+            "seed": config.seed,
+            "timing": {k: v for k, v in timing.items() if k not in AMOUNTS},
+            "device": {"kind": config.device.kind, "ranks": config.device.ranks},
+            "bench": bench_version(),
+            "others": {arm.contender: registry.identity(arm.contender) for arm in cell.arms},
+        }
+    )
+
+
+CELL_WORDS = ("title", "note", "rows_scale")  # for people, or a consequence of the machine's memory
+
+
+def context_of(environment: Mapping[str, Any]) -> dict[str, str]:
+    """hardware_id, code_id and context_id: what must agree to compare numbers or to reuse them."""
+    cpu, gpu = environment.get("cpu") or {}, environment.get("gpu") or {}
+    hardware = digest(
+        {
+            "cpu": {k: cpu.get(k) for k in ("model", "usable_cores", "instructions")},
+            "gpu": {k: gpu.get(k) for k in ("name", "memory_bytes", "multiprocessors")},
+            "power_limit_w": gpu.get("power_limit_w"),
+            "memory_bytes": environment.get("memory_bytes"),
+        }
+    )
+    code = code_id()
+    names = ("threads", "torch", "huge_pages", "variables")
+    software = {k: environment.get(k) for k in names}
+    software |= {k: gpu.get(k) for k in ("driver", "cuda")}
+    context = digest({"hardware": hardware, "code": code, "software": software})
+    return {"hardware_id": hardware, "code_id": code, "context_id": context}
+
+
+@cache
+def bench_version() -> str:
+    """Of the harness's own code that shapes a sample."""
+    here = ROOT / "experiments"
+    return _of_files(p for pattern in BENCH_SOURCES for p in here.glob(pattern))
+
+
+@cache
+def code_id(package: Path | None = None) -> str:
+    """Of the library's Python sources and native libraries, as they are imported."""
+    if package is None:
+        import emblib
+
+        package = Path(str(emblib.__file__)).parent
+    return _of_files(p for suffix in ("py", "so") for p in package.rglob(f"*.{suffix}"))
+
+
+def _of_files(paths: Iterable[Path]) -> str:
+    found = hashlib.blake2b(digest_size=8)
+    for path in sorted(paths):
+        found.update(path.name.encode() + hashlib.blake2b(path.read_bytes()).digest())
+    return found.hexdigest()

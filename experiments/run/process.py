@@ -1,0 +1,256 @@
+"""A fresh process and a pipe to it: what happens in there cannot take the run with it.
+
+Children come from a fork server that has torch loaded, so that one starts in about 0.1 s and shares
+nothing with the last: no allocator state, no threads, no CUDA context. Once a process has had a
+CUDA error or has lost its memory, nothing measured in it can be trusted; a dead child is replaced.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+SLICE_SECONDS = 0.5  # how often a wait looks whether the child is still there
+GOODBYE_SECONDS = 5.0  # between being asked to end and being killed
+START_SECONDS = 60.0
+NOTE_BYTES = 128
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a child may use: seconds of silence, and bytes of memory beyond its start."""
+
+    seconds: float = math.inf
+    memory_bytes: int | None = None
+
+
+class Died(Exception):
+    """A child ended without an answer, or was ended; `status` is 'oom', 'timeout' or 'error'."""
+
+    def __init__(self, status: str, reason: str) -> None:
+        super().__init__(reason)
+        self.status, self.reason = status, reason
+
+
+@dataclass(frozen=True)
+class _Raised:
+    """An exception of the child on its way through the pipe."""
+
+    text: str
+    out_of_memory: bool
+
+
+class Child:
+    """Runs `target` ("module:function") as target(pipe, *arguments) in a process of its own.
+
+    A folder `package` with another `emblib/` in it takes the place of the repository's: the code of
+    the harness stays the same while the code under test changes.
+    """
+
+    def __init__(
+        self,
+        target: str,
+        arguments: tuple[Any, ...] = (),
+        *,
+        limits: Limits = Limits(),
+        package: Path | None = None,
+    ) -> None:
+        self.limits = limits
+        # Shared memory: what a child is at can be read after its death, and writing it down costs
+        # no system call that would disturb a measurement.
+        self._note = _context().RawArray("c", NOTE_BYTES)
+        self._pipe, theirs = multiprocessing.Pipe()
+        self.process = _context().Process(
+            target=_enter,
+            args=(theirs, self._note, target, arguments, limits, package),
+            daemon=True,
+        )
+        self.process.start()
+        theirs.close()
+
+    def send(self, message: Any) -> None:
+        """To the child; raises Died where nobody listens any more."""
+        try:
+            self._pipe.send(message)
+        except OSError:
+            raise self._death() from None
+
+    @property
+    def note(self) -> str:
+        """What the child last said that it does; empty before it said anything."""
+        return bytes(self._note.value).decode(errors="replace")
+
+    def receive(self, watch: Callable[[str], object] | None = None) -> Any:
+        """The child's next message; raises Died. `watch` is shown its note while it works.
+
+        The limit is on silence: it starts anew whenever the note changes. A child that has not said
+        anything yet may be loading its libraries, and has at least START_SECONDS.
+        """
+        noted = self.note
+        first = max(self.limits.seconds, 0.0 if noted else START_SECONDS)
+        deadline = time.monotonic() + first
+        while not self._pipe.poll(min(SLICE_SECONDS, max(0.0, deadline - time.monotonic()))):
+            if self.note != noted:
+                noted, deadline = self.note, time.monotonic() + self.limits.seconds
+            if watch:
+                watch(noted)
+            if time.monotonic() >= deadline:
+                self.kill()
+                doing = f" while {noted.rpartition('|')[2]}" if noted else ""
+                raise Died("timeout", f"no sign of life for {self.limits.seconds:g} s{doing}")
+            if not self.process.is_alive() and not self._pipe.poll(0):
+                raise self._death()
+        try:
+            message = self._pipe.recv()
+        except (EOFError, OSError):
+            raise self._death() from None
+        if isinstance(message, _Raised):
+            raise Died("oom" if message.out_of_memory else "error", message.text)
+        return message
+
+    def _death(self) -> Died:
+        self.process.join(GOODBYE_SECONDS)
+        code = self.process.exitcode
+        if code is None:
+            self.kill()
+            return Died("error", "the process closed its pipe and went on")
+        if code >= 0:
+            return Died("error", f"the process ended with status {code} and no answer")
+        name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
+        if -code == signal.SIGKILL:  # the kernel's answer to a machine without memory
+            return Died(
+                "oom", "the process was killed from outside (SIGKILL), as by a lack of memory"
+            )
+        return Died("error", f"the process crashed ({name})")
+
+    def kill(self) -> None:
+        """End it now."""
+        if self.process.is_alive():
+            self.process.kill()
+            self.process.join()
+
+    def close(self) -> None:
+        """Let it end by itself, or end it."""
+        self._pipe.close()
+        self.process.join(GOODBYE_SECONDS)
+        self.kill()
+
+    def __enter__(self) -> Child:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if kind is not None:
+            self.kill()
+        self.close()
+
+
+_pages: list[Any] = []  # in a child: the one page that its parent reads
+
+
+def note(text: str) -> None:
+    """In a child: say what is being done, for the parent to show and to find the culprit by."""
+    if _pages:
+        _pages[0].value = text.encode()[: NOTE_BYTES - 1]
+
+
+def _context() -> multiprocessing.context.ForkServerContext:
+    context = multiprocessing.get_context("forkserver")
+    # Not emblib, of which each child may import another, but the slowest part of what it imports.
+    context.set_forkserver_preload(["torch", "torch._dynamo", "numpy", "hydra"])
+    return context
+
+
+def _enter(
+    pipe: Connection,
+    page: Any,
+    target: str,
+    arguments: tuple[Any, ...],
+    limits: Limits,
+    package: Path | None,
+) -> None:
+    """The child's first steps."""
+    _pages.append(page)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's: it ends its children
+    die_with_parent()
+    if package is not None:
+        sys.path.insert(0, str(package))
+    try:
+        _limit_memory(limits.memory_bytes)
+        module, _, name = target.partition(":")
+        function: Callable[..., None] = getattr(importlib.import_module(module), name)
+        function(pipe, *arguments)
+    except (BrokenPipeError, EOFError):
+        pass  # the parent is gone, or has heard enough
+    except BaseException as error:
+        pipe.send(_Raised(_describe(error), is_out_of_memory(error)))
+        if not isinstance(error, Exception):
+            raise
+    finally:
+        pipe.close()
+
+
+def die_with_parent() -> None:
+    """A run that is killed must not leave processes behind that go on computing.
+
+    A thread that sleeps until then: the system's own signal would tell of the fork server's death,
+    and that lives as long as its children do.
+    """
+    parent = multiprocessing.parent_process()
+    if parent is None:
+        return
+
+    def watch() -> None:
+        wait([parent.sentinel])
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def _describe(error: BaseException) -> str:
+    tail = traceback.extract_tb(error.__traceback__)[-1:]
+    where = "".join(f" ({Path(f.filename).name}:{f.lineno})" for f in tail)
+    return f"{type(error).__name__}: {str(error).strip() or 'no message'}{where}"
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Python's, torch's and the C++ allocator's ways to say so."""
+    import torch
+
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    text = str(error)
+    return any(s in text for s in ("can't allocate", "bad_alloc", "Cannot allocate memory"))
+
+
+def _limit_memory(limit: int | None) -> None:
+    """Private memory only; what the process already has, and shared libraries, do not count."""
+    if limit is None or sys.platform != "linux":
+        return
+    import resource
+
+    status = Path(f"/proc/{os.getpid()}/status").read_text()
+    used = next((int(x.split()[1]) << 10 for x in status.splitlines() if x.startswith("VmData")), 0)
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    wanted = used + limit
+    resource.setrlimit(
+        resource.RLIMIT_DATA,
+        (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard),
+    )

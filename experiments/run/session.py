@@ -1,0 +1,43 @@
+"""What every cell of a run shares, and which part of the run a process is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from experiments.config.schema import Config
+from experiments.run.team import ALONE, Team
+
+SEED_STEP = 7919  # between replicates; a prime, so that neighbouring seeds of two runs differ too
+RANK_STEP = 104_729  # between ranks; far from all that replicates add up to
+
+
+def quiet(text: str) -> None:
+    """Nobody wants to know."""
+
+
+@dataclass(frozen=True)
+class Session:
+    """A run as one process sees it."""
+
+    config: Config
+    device: torch.device
+    run_id: str
+    replicate: int = 0
+    order: int = 0
+    identity: Mapping[str, Any] = field(default_factory=dict)  # point_key, context_id, ...
+    note: Callable[[str], object] = quiet  # told what is being done, arm by arm
+    team: Team = ALONE  # those that measure the same cell beside it
+
+    @property
+    def seed(self) -> int:
+        """Each process has batches of its own, the same in every run with the same seed."""
+        return self.config.seed + SEED_STEP * self.replicate
+
+    @property
+    def pool_seed(self) -> int:
+        """Each rank has batches of its own; whatever else is drawn, all ranks draw alike."""
+        return self.seed + RANK_STEP * self.team.rank

@@ -1,0 +1,130 @@
+"""A job in a process of its own: the child's side, and that of its parent, who outlives it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from experiments.config.schema import Config, Kind
+from experiments.config.sweep import Arm, Cell
+from experiments.machine import bandwidth, environment, preflight
+from experiments.results.identity import bench_version, context_of
+from experiments.results.store import Record
+from experiments.run import kinds
+from experiments.run.jobs import Job
+from experiments.run.outcome import Outcome, describe
+from experiments.run.process import Child, Died, Limits, note
+from experiments.run.session import Session
+from experiments.timing import memory
+
+MEMORY_LIMIT = 0.95  # of what is free: the limit is there so that the machine lives on
+BANDWIDTH_SECONDS = 1.5  # for all ceilings together
+TARGET = "experiments.run.worker:serve"
+
+
+@dataclass(frozen=True)
+class Orders:
+    """What a child is sent off with."""
+
+    cell: Cell
+    session: Session
+    seconds: float  # for timing
+
+
+def serve(pipe: Connection, orders: Orders) -> None:
+    """The child: measure the cell, send its records."""
+    config = orders.session.config
+    if config.device.ranks > 1:
+        from experiments.run import ranks
+
+        return ranks.lead(pipe, orders)
+    if config.device.threads:
+        torch.set_num_threads(config.device.threads)
+    memory.keep_freed_blocks()
+    session = dataclasses.replace(orders.session, note=note)
+    measure = kinds.function(kinds.MEASURES[orders.cell.kind])
+    note("|starting")
+    pipe.send(measure(orders.cell, session, orders.seconds))
+
+
+def measure_job(
+    job: Job, session: Session, seconds: float, watch: Callable[[str], object]
+) -> list[Record]:
+    """All records of a job. An arm whose process died is a row, and the rest is measured again.
+
+    `watch` is told now and then what the child is at, as "arm|doing".
+    """
+    started = time.monotonic()
+    cell, lost = job.cell, []
+    while cell.arms:
+        orders = Orders(cell, session, seconds)
+        with _child(orders) as child:
+            try:
+                records = child.receive(watch)
+                break
+            except Died as death:
+                records = []
+                arm = _culprit(cell, child.note)
+                if arm is None:  # nobody's fault, so everybody's
+                    lost += [_lost(cell, a, death, session) for a in cell.arms]
+                    break
+                lost.append(_lost(cell, arm, death, session))
+                cell = dataclasses.replace(cell, arms=tuple(a for a in cell.arms if a != arm))
+    else:
+        records = []
+    every = [*records, *lost]
+    shared = {
+        "job_records": len(every),
+        "wall_s": round(time.monotonic() - started, 3),
+        "bench_version": bench_version(),
+    }
+    return [record | shared for record in every]
+
+
+def _child(orders: Orders) -> Child:
+    config = orders.session.config
+    limit = None
+    if orders.session.device.type == "cpu":
+        limit = int(MEMORY_LIMIT * memory.available_bytes(orders.session.device))
+    limits = Limits(config.timing.limit_seconds or math.inf, limit)
+    return Child(TARGET, (orders,), limits=limits)
+
+
+def _culprit(cell: Cell, noted: str) -> Arm | None:
+    key = noted.partition("|")[0]
+    named = [a for a in cell.arms if a.key == key]
+    return named[0] if named else cell.arms[0] if len(cell.arms) == 1 else None
+
+
+def _lost(cell: Cell, arm: Arm, death: Died, session: Session) -> dict[str, Any]:
+    outcome = Outcome(arm)
+    outcome.fail(death)
+    if cell.kind is Kind.time:
+        outcome.mode = session.config.timing.modes[0]
+    return describe(cell, outcome, session)
+
+
+def survey(config: Config, device: torch.device, words: Sequence[str]) -> dict[str, Any]:
+    """The environment of a run, found out by a child: the parent leaves the GPU alone."""
+    with Child("experiments.run.worker:look", (config, device, list(words))) as child:
+        found: dict[str, Any] = child.receive()
+    if config.device.strict:
+        preflight.demand(found["preflight"])
+    return found
+
+
+def look(pipe: Connection, config: Config, device: torch.device, words: list[str]) -> None:
+    """The child of `survey`."""
+    if config.device.threads:
+        torch.set_num_threads(config.device.threads)
+    found = environment.describe(device, words)
+    found |= context_of(found) | {"preflight": preflight.check(device).describe()}
+    ceilings = bandwidth.measure(device, 0.0 if config.timing.max_rows else BANDWIDTH_SECONDS)
+    pipe.send(found | {"copy_gb_s": ceilings["copy_gb_s"], "bandwidth": ceilings})

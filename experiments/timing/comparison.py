@@ -1,0 +1,172 @@
+"""Is one arm slower than another? Paired within processes, judged over processes.
+
+Within one process everything is paired: blocks of both arms, one right after the other, of which
+the log of the ratio is taken. What is left, memory layout above all, differs between processes and
+never averages out within one; so the processes, not the samples, are what intervals count.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from functools import cache
+
+CONFIDENCE = 0.95
+LEAST_PROCESSES = 2  # below which nothing is known of how processes differ
+NOISE_FACTOR = 3.0  # median deviations of an A/A effect that a margin is at least
+DRAWS = 2000  # of the bootstrap
+_BISECTIONS = 80  # halve an angle below the precision of a double
+
+
+@dataclass(frozen=True)
+class Effect:
+    """A ratio of times over processes: exp of the mean of their logs, its 95 % t-interval."""
+
+    ratio: float
+    lo: float
+    hi: float
+    processes: int
+    spread: float  # standard deviation of the logs
+
+
+class Verdict(Enum):
+    """What may be said of an effect."""
+
+    SLOWER = "SLOWER"
+    FASTER = "FASTER"
+    SAME = "SAME"
+    UNSURE = "UNSURE"
+
+
+def process_effect(arm: Mapping[int, float], base: Mapping[int, float]) -> float:
+    """Median over the rounds both have of log(arm / base)."""
+    common = sorted(arm.keys() & base.keys())
+    if not common:
+        raise ValueError("the arms have no round in common, so there is nothing to pair")
+    return statistics.median(math.log(arm[r] / base[r]) for r in common)
+
+
+def combine(logs: Sequence[float]) -> Effect:
+    """Over processes; no interval below two."""
+    n = len(logs)
+    if not n:
+        return Effect(math.nan, math.nan, math.nan, 0, math.nan)
+    mean = statistics.fmean(logs)
+    if n < LEAST_PROCESSES:
+        return Effect(math.exp(mean), math.nan, math.nan, n, math.nan)
+    spread = statistics.stdev(logs)
+    half = t_quantile(n - 1) * spread / math.sqrt(n)
+    return Effect(math.exp(mean), math.exp(mean - half), math.exp(mean + half), n, spread)
+
+
+def verdict(effect: Effect, margin: float) -> Verdict:
+    """SLOWER: the interval is above 1 and the effect beyond the margin; SAME: all within it."""
+    if effect.lo > 1 and effect.ratio > 1 + margin:
+        return Verdict.SLOWER
+    if effect.hi < 1 and effect.ratio < 1 / (1 + margin):
+        return Verdict.FASTER
+    if effect.lo > 1 / (1 + margin) and effect.hi < 1 + margin:
+        return Verdict.SAME
+    return Verdict.UNSURE
+
+
+def smallest_visible(effect: Effect, margin: float) -> float:
+    """The relative effect that would have been called: the margin and half the interval."""
+    if effect.processes < LEAST_PROCESSES:
+        return math.inf
+    return margin + math.log(effect.hi / effect.lo) / 2
+
+
+def margin(min_effect: float, mad_aa: float, k: int) -> float:
+    """The effect that counts: the least of interest, or 3 median deviations of an A/A mean of k."""
+    return max(min_effect, NOISE_FACTOR * mad_aa / math.sqrt(k))
+
+
+def median_deviation(logs: Sequence[float]) -> float:
+    """Median distance from 0, which is what an A/A comparison should have found."""
+    return statistics.median(abs(x) for x in logs)
+
+
+def p_value(logs: Sequence[float], direction: int) -> float:
+    """One-sided: how likely a mean this far in `direction` (+1 or -1) is without an effect."""
+    n = len(logs)
+    if n < LEAST_PROCESSES:
+        return 1.0
+    mean, spread = direction * statistics.fmean(logs), statistics.stdev(logs)
+    if not spread:
+        return 0.0 if mean > 0 else 1.0
+    tail = t_outside(abs(mean) * math.sqrt(n) / spread, n - 1) / 2
+    return tail if mean > 0 else 1 - tail
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Adjusted for having looked at all of them, step down: reject where the result is <= alpha."""
+    order = sorted(range(len(p_values)), key=lambda i: p_values[i])
+    adjusted, worst = [0.0] * len(p_values), 0.0
+    for rank, index in enumerate(order):
+        worst = max(worst, min(1.0, (len(order) - rank) * p_values[index]))
+        adjusted[index] = worst
+    return adjusted
+
+
+def wilson(hits: int, trials: int) -> tuple[float, float]:
+    """95 % interval of a rate from so many hits in so many trials; (0, 1) without a trial."""
+    if not trials:
+        return 0.0, 1.0
+    z = statistics.NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
+    rate, z2 = hits / trials, z * z
+    centre = (rate + z2 / (2 * trials)) / (1 + z2 / trials)
+    spread = math.sqrt(rate * (1 - rate) / trials + z2 / (4 * trials * trials))
+    half = z * spread / (1 + z2 / trials)
+    # At the ends the bound is the rate itself, which rounding would miss by a hair.
+    return (centre - half if hits else 0.0), (centre + half if hits < trials else 1.0)
+
+
+def bootstrap(processes: Sequence[Sequence[float]], seed: int = 0) -> tuple[float, float]:
+    """A cross-check of `combine` that assumes no distribution: processes drawn, then their blocks.
+
+    `processes` holds the log ratios of the blocks of each. With few processes its interval is too
+    narrow; it tells whether one block or one process makes the result.
+    """
+    rng = random.Random(seed)
+    means = []
+    for _ in range(DRAWS if processes else 0):
+        drawn = rng.choices(processes, k=len(processes))
+        medians = [statistics.median(rng.choices(blocks, k=len(blocks))) for blocks in drawn]
+        means.append(statistics.fmean(medians))
+    if not means:
+        return math.nan, math.nan
+    means.sort()
+    tail = round((1 - CONFIDENCE) / 2 * (len(means) - 1))
+    return math.exp(means[tail]), math.exp(means[-1 - tail])
+
+
+def t_outside(t: float, freedom: int) -> float:
+    """Share of Student's distribution beyond ±t, by its finite sum for whole degrees of freedom."""
+    return max(0.0, 1 - _within(math.atan(t / math.sqrt(freedom)), freedom))
+
+
+@cache
+def t_quantile(freedom: int, confidence: float = CONFIDENCE) -> float:
+    """The t within ±which that share of Student's distribution lies."""
+    low, high = 0.0, math.pi / 2
+    for _ in range(_BISECTIONS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _within(middle, freedom) < confidence else (low, middle)
+    return math.sqrt(freedom) * math.tan((low + high) / 2)
+
+
+def _within(angle: float, freedom: int) -> float:
+    """Share within ±t, where t = sqrt(freedom) tan(angle)."""
+    cos, sin = math.cos(angle), math.sin(angle)
+    odd = freedom % 2
+    term = cos if odd else 1.0
+    total = term if freedom > 1 else 0.0
+    for j in range(2 + odd, freedom - 1 + odd, 2):
+        term *= cos * cos * (j - 1) / j
+        total += term
+    return 2 / math.pi * (angle + sin * total) if odd else sin * total

@@ -1,0 +1,1 @@
+"""What a trace of lookups is like: skew, repetition, working set, and what caches could serve."""

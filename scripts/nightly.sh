@@ -1,0 +1,39 @@
+#!/usr/bin/env bash
+# The full matrix: noise floor, every experiment, micro-benchmarks, and pages of all reports.
+#   scripts/nightly.sh [key=value ...]         e.g. timing=smoke device=cpu
+#   EXPERIMENTS="a b"   these instead of all (the gate needs a base, and gate_power half an hour)
+# One that fails does not stop the others. Exit status: the worst of theirs.
+set -euo pipefail
+. "$(dirname "$0")/lib.sh"
+
+python=$(find_python)
+mkdir -p "$perf"
+take_the_machine
+"$python" -m experiments.doctor | tee "$perf/doctor.txt" || say "doctor found something"
+experiments=${EXPERIMENTS:-$("$python" - <<'PY'
+from experiments.config import configure
+names = set(configure.groups()["experiment"]) - {"gate", "gate_power"}
+print(*sorted(names, key=lambda name: (name != "selftest_aa", name)))
+PY
+)}
+
+worst=0
+lines=
+for name in $experiments; do
+  say "$name"
+  began=$SECONDS status=0
+  words=("+experiment=$name" "report.folder='$perf'")
+  if [ "$name" = selftest_aa ]; then words+=("gate.noise='$(noise_folder)'"); fi
+  "$python" run.py "${words[@]}" "$@" || status=$?
+  lines+="| $name | $status | $((SECONDS - began)) s |"$'\n'
+  if ((status == 130)); then exit 130; fi
+  if ((status > worst)); then
+    worst=$status
+    annotate error "$name ended with exit status $status"
+  fi
+done
+table=$(printf '| experiment | exit status | took |\n| --- | ---: | ---: |\n%s' "$lines")
+echo "$table"
+summarise <<< "$table"$'\n'
+scripts/perf_report.sh "$perf"
+exit "$worst"

@@ -1,0 +1,10 @@
+#!/usr/bin/env bash
+# Every report of a folder of runs as pages for a web server, and the answers on the job's page.
+#   scripts/perf_report.sh [FOLDER] [OUT]      (default build/perf build/pages)
+set -euo pipefail
+. "$(dirname "$0")/lib.sh"
+folder=${1:-$perf}
+out=${2:-build/pages}
+text=$("$(find_python)" -m experiments.gallery "$folder" --out "$out")
+echo "$text"
+summarise <<< "$text"

@@ -1,0 +1,64 @@
+"""The folder of pages: every report once, answers in the list, nothing of others removed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from experiments.gallery import main
+
+
+def run(folder: Path, experiment: str, name: str, status: str = "finished") -> None:
+    target = folder / experiment / name
+    target.mkdir(parents=True)
+    info = {"experiment": experiment, "status": status}
+    (target / "run.json").write_text(json.dumps(info))
+    environment = {"device": "a <CPU>", "time_utc": name, "git": {"sha": "abc", "dirty": True}}
+    (target / "environment.json").write_text(json.dumps(environment))
+    (target / "report.md").write_text(f"# {experiment}\n\n**{experiment} is 2× [1, 3].** More.\n")
+    (target / "index.html").write_text(f"<html>{experiment} {name}</html>")
+
+
+def test_every_report_is_listed_with_its_answer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs, out = tmp_path / "runs", tmp_path / "out"
+    run(runs, "b", "1")
+    run(runs, "b", "2", "interrupted")
+    run(runs, "a", "1")
+    assert main([str(runs), "--out", str(out)]) == 0
+    said = capsys.readouterr().out
+    assert said.index("**a**: a is 2×") < said.index("**b** (interrupted)")
+    assert said.index("**b** (interrupted)") < said.index("**b**: b is 2×")  # the latest first
+    page = (out / "index.html").read_text()
+    assert page.count("<li>") == 3
+    assert 'href="b/2/index.html"' in page
+    assert "a &lt;CPU&gt; · abc with changes" in page
+    assert (out / "b/2/index.html").read_text() == "<html>b 2</html>"
+    assert "http" not in page  # it loads nothing
+
+
+def test_it_is_made_anew_and_leaves_other_folders_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs, out = tmp_path / "runs", tmp_path / "out"
+    run(runs, "a", "1")
+    assert main([str(runs), "--out", str(out)]) == 0
+    (out / "a/old.html").touch()
+    assert main([str(runs), "--out", str(out)]) == 0
+    assert not (out / "a/old.html").exists()
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").touch()
+    assert main([str(runs), "--out", str(tmp_path / "mine")]) == 2
+    assert "choose another folder" in capsys.readouterr().err
+    assert (tmp_path / "mine" / "notes.txt").exists()
+    assert main([str(tmp_path / "none"), "--out", str(out)]) == 2
+
+
+def test_nothing_to_show_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "runs").mkdir()
+    assert main([str(tmp_path / "runs"), "--out", str(tmp_path / "out")]) == 0
+    assert "No run has a report." in capsys.readouterr().out
+    assert "No run has a report." in (tmp_path / "out/index.html").read_text()

@@ -1,0 +1,234 @@
+"""Runs survive their contenders, their processes and their own death; what is done stays done."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from experiments import cli
+from experiments.config import configure
+from experiments.config.sweep import expand
+from experiments.paths import ROOT
+from experiments.results import identity
+from experiments.results.store import Record, read_json, read_records
+from experiments.run import runner, worker
+
+ONE_CELL = (
+    *("+experiment=tbe_vs_torch", "timing=smoke", "device=cpu", "report=tables"),
+    "timing.max_cells=1",
+)
+CELLS_OF_THE_SWEEP = 4  # of a smoke run
+
+
+def run(folder: Path, *words: str) -> tuple[int, Path]:
+    """Exit status, and the directory of the run."""
+    status = cli.main([*ONE_CELL, f"report.folder={folder}", *words])
+    return status, max((folder / "tbe_vs_torch").iterdir(), key=lambda p: p.stat().st_ctime_ns)
+
+
+@pytest.fixture(scope="module")
+def machine() -> dict[str, Any]:
+    """What a run finds out about the machine; once is enough for these tests."""
+    return worker.survey(configure.load(list(ONE_CELL)), torch.device("cpu"), ONE_CELL)
+
+
+@pytest.fixture(autouse=True)
+def _known_machine(machine: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "survey", lambda *_: dict(machine))
+
+
+FATES = {
+    "tbe": ("ok", ""),
+    "torch": ("error", "crashed (SIGSEGV)"),
+    "managed": ("oom", "SIGKILL"),
+    "cached_lru": ("timeout", "no sign of life for 5 s while building"),
+    "cached_lfu": ("oom", "allocate"),
+    "disk_lru": ("error", "ValueError: no such luck | <here> (children.py:"),
+}
+
+
+def test_what_befalls_one_contender_is_its_row_and_the_others_are_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker, "TARGET", "tests.experiments.children:serve_with_faults")
+    names = ",".join(FATES)
+    status, path = run(tmp_path, f"contenders=[{names}]", "timing.limit_seconds=5")
+    assert status == 5
+    found = {r["contender"]: r for r in read_records(path)}
+    assert found.keys() == FATES.keys()
+    for name, (fate, reason) in FATES.items():
+        assert found[name]["status"] == fate, found[name]["reason"]
+        assert reason in found[name]["reason"]
+        assert found[name]["job_records"] == len(FATES)
+    assert found["tbe"]["samples"]["step"]
+    outcomes = {"ok": 1, "error": 2, "oom": 2, "timeout": 1}
+    assert read_json(path, "run.json")["outcomes"] == outcomes
+    report = (path / "report.md").read_text()
+    assert all(fate in report for fate, _ in FATES.values())
+    assert "no such luck \\| <here>" in report
+    assert "no such luck | &lt;here&gt;" in (path / "index.html").read_text()
+
+
+def test_running_out_of_memory_is_a_result_unless_the_run_is_strict(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker, "TARGET", "tests.experiments.children:serve_with_faults")
+    few = "contenders=[tbe,cached_lfu]"
+    status, first = run(tmp_path, few)
+    assert status == 0
+    status, strict = run(tmp_path, few, "strict=true")
+    assert status == 5
+    again = read_json(strict, "run.json")
+    assert (again["reused"], again["outcomes"]) == (1, {"ok": 1, "oom": 1})
+    monkeypatch.undo()  # the memory has grown
+    monkeypatch.setattr(runner, "survey", lambda *_: read_json(first, "environment.json"))
+    _, path = run(tmp_path, few, "rerun=failed")
+    assert read_json(path, "run.json")["outcomes"] == {"ok": 2}
+
+
+def test_a_second_run_takes_what_the_first_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, first = run(tmp_path)
+    monkeypatch.setattr(runner, "measure_job", None)  # nothing may be measured
+    status, second = run(tmp_path)
+    assert status == 0
+    assert second != first
+    assert read_json(second, "run.json")["reused"] == 1
+    for old, new in zip(read_records(first), read_records(second), strict=True):
+        assert new["reused_from"] == first.name
+        assert new["run_id"] == second.name
+        assert new["samples"] == old["samples"]
+    _, third = run(tmp_path)
+    assert {r["reused_from"] for r in read_records(third)} == {first.name}
+
+
+def test_what_differs_is_another_point() -> None:
+    def keys(*words: str) -> set[str]:
+        config = configure.load([*ONE_CELL, *words])
+        return {identity.point_key(cell, config) for cell in expand(config)}
+
+    first = keys()
+    for words in ("lr=0.5", "workload.D=48", "timing.pool=3", "seed=2", "contenders=[tbe]"):
+        assert keys(words).isdisjoint(first), words
+    for words in ("timing.total_seconds=7", "rerun=all", "report.figures=false", "strict=true"):
+        assert keys(words) == first, words
+
+
+def test_other_code_or_another_machine_is_another_context(
+    machine: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = identity.context_of(machine)
+    assert first["context_id"] == machine["context_id"]
+    cpu = {**machine["cpu"], "model": "another"}
+    other = identity.context_of({**machine, "cpu": cpu})
+    assert other["hardware_id"] != first["hardware_id"]
+    for change in ({"torch": "2.99"}, {"threads": 64}, {"cpu": cpu}):
+        assert identity.context_of({**machine, **change})["context_id"] != first["context_id"]
+    monkeypatch.setattr(identity, "code_id", lambda: "other code")
+    assert identity.context_of(machine)["context_id"] != first["context_id"]
+
+
+def test_other_code_is_not_reused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, first = run(tmp_path)
+    changed = {**read_json(first, "environment.json"), "context_id": "of other code"}
+    monkeypatch.setattr(runner, "survey", lambda *_: changed)
+    assert read_json(run(tmp_path)[1], "run.json")["reused"] == 0
+    assert read_json(run(tmp_path, "rerun=all")[1], "run.json")["reused"] == 0
+
+
+def test_half_a_job_is_not_done(tmp_path: Path) -> None:
+    _, first = run(tmp_path)
+    points = first / "points.jsonl"
+    points.write_text(points.read_text().splitlines(keepends=True)[0] + '{"torn')
+    _, second = run(tmp_path)
+    assert read_json(second, "run.json")["reused"] == 0
+    assert len(read_records(second)) == 2
+
+
+def test_ctrl_c_leaves_a_readable_run_that_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, calls = runner.measure_job, []
+
+    def second_is_interrupted(*arguments: object) -> list[Record]:
+        calls.append(arguments)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return real(*arguments)  # type: ignore[arg-type]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(runner, "measure_job", second_is_interrupted)
+        status, path = run(tmp_path, "timing.max_cells=2")
+    assert status == 130
+    assert read_json(path, "run.json")["status"] == "interrupted"
+    assert "Interrupted after 1 of 2" in (path / "report.md").read_text()
+    status, path = run(tmp_path, "timing.max_cells=2")
+    assert status == 0
+    assert read_json(path, "run.json")["reused"] == 1
+    assert len(read_records(path)) == 4
+
+
+def test_a_run_killed_in_the_middle_loses_and_repeats_nothing(tmp_path: Path) -> None:
+    words = [*ONE_CELL[:-1], f"report.folder={tmp_path}"]
+    process = subprocess.Popen(
+        [sys.executable, "run.py", *words], cwd=ROOT, stdout=subprocess.DEVNULL
+    )
+    done: list[Record] = []
+    while len(done) < 2:
+        assert process.poll() is None, "ended before it could be killed"
+        time.sleep(0.02)
+        found = list(tmp_path.glob("*/*/points.jsonl"))
+        done = read_records(found[0].parent) if found else []
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    (killed,) = (tmp_path / "tbe_vs_torch").iterdir()
+    done = read_records(killed)
+    assert cli.main(words) == 0
+    (path,) = (p for p in (tmp_path / "tbe_vs_torch").iterdir() if p != killed)
+    records = read_records(path)
+    assert len(records) == 2 * CELLS_OF_THE_SWEEP
+    assert len({(r["cell"], r["arm"]) for r in records}) == len(records)
+    kept = [r for r in records if r.get("reused_from") == killed.name]
+    assert [r["samples"] for r in kept] == [r["samples"] for r in done]
+
+
+def test_two_runs_at_once_do_not_meet(tmp_path: Path) -> None:
+    words = [*ONE_CELL, f"report.folder={tmp_path}"]
+    both = [
+        subprocess.Popen([sys.executable, "run.py", *words], cwd=ROOT, stdout=subprocess.DEVNULL)
+        for _ in range(2)
+    ]
+    assert [process.wait() for process in both] == [0, 0]
+    paths = list((tmp_path / "tbe_vs_torch").iterdir())
+    assert len(paths) == 2
+    assert all(len(read_records(path)) == 2 for path in paths)
+
+
+def test_a_dry_run_shows_the_cells_and_writes_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([*ONE_CELL[:-1], f"report.folder={tmp_path}", "dry_run=true"]) == 0
+    shown = capsys.readouterr().out
+    assert f"{CELLS_OF_THE_SWEEP} cells" in shown
+    assert "Nothing was measured" in shown
+    assert not list(tmp_path.iterdir())
+
+
+def test_later_passes_end_with_the_time_of_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, path = run(tmp_path, "timing.replicates=3", "timing.total_seconds=0.001")
+    assert {r["replicate"] for r in read_records(path)} == {0}
+    assert "process 2 of a cell: no time for 1 of 1 " in capsys.readouterr().out
+    _, path = run(tmp_path, "timing.replicates=3", "timing.total_seconds=0")
+    assert {r["replicate"] for r in read_records(path)} == {0, 1, 2}
+    assert read_json(path, "run.json")["reused"] == 1

@@ -1,0 +1,119 @@
+"""Someone new follows docs/peers.md to the letter: one contender, one experiment, one command."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from experiments.paths import ROOT
+from experiments.results.store import read_records
+
+NEEDS = """
+class Absent(OneMatrix):
+    \"\"\"Needs something that nobody has.\"\"\"
+
+    name = "absent"
+    label = "absent"
+    requires = ("emblib-no-such-package==1.0",)
+"""
+
+
+def files_of_the_page() -> dict[str, str]:
+    """Path -> contents of every file that the page tells its reader to write."""
+    page = (ROOT / "docs" / "peers.md").read_text()
+    return dict(re.findall(r"^`([\w/]+\.(?:py|yaml))`:\n\n```\w+\n(.*?)^```$", page, re.M | re.S))
+
+
+@pytest.fixture(scope="module")
+def harness(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the harness with the page's files in it, and nothing else changed."""
+    folder = tmp_path_factory.mktemp("harness")
+    ignored = shutil.ignore_patterns("__pycache__")
+    for name in ("experiments", "conf"):
+        shutil.copytree(ROOT / name, folder / name, ignore=ignored)
+    shutil.copy(ROOT / "run.py", folder)
+    (folder / "emblib").symlink_to(ROOT / "emblib")
+    for path, text in files_of_the_page().items():
+        assert not (folder / path).exists(), f"{path} is taken"
+        (folder / path).write_text(text)
+    return folder
+
+
+def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "run.py", *words]
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+
+
+def test_the_page_has_a_contender_and_an_experiment() -> None:
+    assert sorted(Path(path).suffix for path in files_of_the_page()) == [".py", ".yaml"]
+
+
+def test_a_stranger_finds_the_new_contender_in_the_results(harness: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "runs"
+    done = run(
+        harness,
+        "+experiment=stacking",
+        "timing=smoke",
+        "device=cpu",
+        f"report.folder={folder}",
+        "report.figures=false",
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (page,) = folder.glob("stacking/*/index.html")
+    assert done.stdout.splitlines()[-1] == f"report: {page}"
+    records = [r for r in read_records(page.parent) if r["contender"] == "one_matrix"]
+    assert len(records) == 3  # the base point and two other numbers of tables
+    assert {r["status"] for r in records} == {"ok"}, [r["reason"] for r in records]
+    assert all(len(r["samples"]["step"]) >= 6 for r in records)
+    assert "one EmbeddingBag" in page.read_text()
+    assert "one_matrix" in (page.parent / "results.csv").read_text()
+
+
+def test_the_new_experiment_is_listed_and_its_names_are_checked(harness: Path) -> None:
+    listed = run(harness, "--help").stdout
+    assert re.search(r"stacking +is one EmbeddingBag over all tables as good", listed)
+    wrong = run(harness, "+experiment=stacking", "contenders=[one_matrx]")
+    assert wrong.returncode == 2
+    assert "Did you mean 'one_matrix'?" in wrong.stderr
+
+
+def test_what_is_not_installed_is_a_row_and_the_others_are_measured(
+    harness: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "absent.py").write_text(
+        (harness / "experiments/contenders/one_matrix.py")
+        .read_text()
+        .replace('"one_matrix"', '"second_matrix"')
+        + NEEDS
+    )
+    words = [
+        "contenders=[tbe,second_matrix,absent]",
+        "sweep.T=[]",
+        "report.subject=absent",
+        "report.figures=false",
+    ]
+    environment = os.environ | {"EMBLIB_CONTENDERS": str(tmp_path)}
+    done = subprocess.run(
+        [
+            sys.executable, "run.py", "+experiment=stacking", "timing=smoke", "device=cpu",
+            *words, f"report.folder={tmp_path / 'runs'}",
+        ],
+        cwd=harness, env=environment, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    (page,) = (tmp_path / "runs").glob("stacking/*/index.html")
+    rows = {r["contender"]: r for r in read_records(page.parent)}
+    assert {name: r["status"] for name, r in rows.items()} == {
+        "tbe": "ok",
+        "second_matrix": "ok",
+        "absent": "missing",
+    }
+    assert rows["absent"]["reason"] == "not installed: pip install emblib-no-such-package==1.0"
+    assert "pip install emblib-no-such-package==1.0" in page.read_text()

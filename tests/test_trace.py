@@ -1,0 +1,274 @@
+"""The recorder: what every kind of embedding looks up, as a file that reads back the same."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import emblib
+from emblib.compat import fbgemm
+
+
+def recorded(module: nn.Module, *args: object, **kwargs: object) -> emblib.LookupTrace:
+    with emblib.TraceRecorder(module) as recorder:
+        module(*args, **kwargs)
+    return recorder.trace
+
+
+def bags(trace: emblib.LookupTrace, feature: int = 0) -> list[list[int]]:
+    lengths = trace.lengths[feature].tolist()
+    return [part.tolist() for part in trace.ids[feature].split(lengths)]
+
+
+def test_an_embedding_bag_with_offsets() -> None:
+    bag = nn.EmbeddingBag(300, 4, mode="sum")
+    trace = recorded(bag, torch.tensor([5, 6, 299, 7]), torch.tensor([0, 1, 1]))
+    assert bags(trace) == [[5], [], [6, 299, 7]]
+    assert trace.features == (emblib.TracedFeature("EmbeddingBag", "EmbeddingBag", 300, 4),)
+
+
+def test_an_embedding_bag_with_the_last_offset_by_keyword_and_without_padding() -> None:
+    bag = nn.EmbeddingBag(30, 4, mode="sum", include_last_offset=True, padding_idx=0)
+    trace = recorded(bag, torch.tensor([5, 0, 9]), offsets=torch.tensor([0, 2, 3]))
+    assert bags(trace) == [[5], [9]]
+
+
+def test_two_dimensions_are_a_bag_per_row() -> None:
+    ids = torch.tensor([[1, 2], [3, 3]])
+    assert bags(recorded(nn.EmbeddingBag(9, 4), ids)) == [[1, 2], [3, 3]]
+    assert bags(recorded(nn.Embedding(9, 4), ids)) == [[1, 2], [3, 3]]
+    assert bags(recorded(nn.Embedding(9, 4), ids.flatten())) == [[1], [2], [3], [3]]
+
+
+def test_batched_tables_feature_by_feature() -> None:
+    tables = [emblib.TableSpec(10, 4), emblib.TableSpec(20, 4, name="users")]
+    module = emblib.TableBatchedEmbeddingBags(
+        tables, emblib.optim.SGD(0.1), feature_tables=[1, 0, 1]
+    )
+    ids, offsets = torch.tensor([1, 2, -1, 4, 5, 6]), torch.tensor([0, 2, 2, 3, 4, 5, 6])
+    trace = recorded(module, ids, offsets)
+    assert [bags(trace, f) for f in range(3)] == [[[1, 2], []], [[], [4]], [[5], [6]]]
+    assert [f.rows for f in trace.features] == [20, 10, 20]
+    assert trace.features[0].table == trace.features[2].table != trace.features[1].table
+
+
+def test_batches_of_different_size() -> None:
+    tables = [emblib.TableSpec(10, 4), emblib.TableSpec(20, 4)]
+    module = emblib.TableBatchedEmbeddingBags(tables, emblib.optim.SGD(0.1))
+    offsets = torch.arange(6)
+    trace = recorded(module, torch.arange(5), offsets, batch_sizes=[[1, 1], [3, 0]])
+    assert [bags(trace, f) for f in range(2)] == [[[0], [1]], [[2], [3], [4]]]
+
+
+def test_a_tensor_train() -> None:
+    spec = emblib.TTSpec(100, 8, (2, 2), name="items")
+    module = emblib.TTEmbeddingBag(spec, emblib.optim.SGD(0.1))
+    trace = recorded(module, torch.tensor([7, 8, 99]), torch.tensor([0, 1, 3]))
+    assert bags(trace) == [[7], [8, 99]]
+    assert trace.features[0].rows == 100
+
+
+def test_fbgemm_by_our_adaptor() -> None:
+    module = fbgemm.SplitTableBatchedEmbeddingBagsCodegen(
+        [(50, 4, fbgemm.EmbeddingLocation.HOST, fbgemm.ComputeDevice.CPU)]
+    )
+    trace = recorded(module, torch.tensor([49, 1]), torch.tensor([0, 1, 2]))
+    assert bags(trace) == [[49], [1]]
+    assert trace.features[0].rows == 50
+
+
+class LikeFbgemm(nn.Module):
+    """Its attributes and arguments, nothing else."""
+
+    embedding_specs = ((50, 4, "HOST", "CPU"), (60, 4, "HOST", "CPU"))
+    feature_table_map = (0, 1, 1)
+
+    def forward(self, indices: Tensor, offsets: Tensor) -> None: ...
+
+
+def test_fbgemm_by_its_attributes() -> None:
+    trace = recorded(LikeFbgemm(), torch.arange(6), torch.arange(7))
+    assert [bags(trace, f) for f in range(3)] == [[[0], [1]], [[2], [3]], [[4], [5]]]
+    assert [f.rows for f in trace.features] == [50, 60, 60]
+
+
+@dataclass
+class Keyed:
+    """A stand-in for a KeyedJaggedTensor."""
+
+    names: list[str]
+    ids: Tensor
+    counts: Tensor
+
+    def keys(self) -> list[str]:
+        return self.names
+
+    def values(self) -> Tensor:
+        return self.ids
+
+    def lengths(self) -> Tensor:
+        return self.counts
+
+
+@dataclass
+class Table:
+    """A stand-in for a table's configuration."""
+
+    name: str
+    feature_names: list[str]
+    num_embeddings: int
+    embedding_dim: int
+
+
+class Collection(nn.Module):
+    """A collection with configurations and, as the real one, bags inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside = nn.EmbeddingBag(70, 4, mode="sum")
+
+    def embedding_bag_configs(self) -> list[Table]:
+        return [Table("t_ads", ["ad", "seen"], 70, 4)]
+
+    def forward(self, features: Keyed) -> None:
+        self.inside(features.values(), torch.zeros(1, dtype=torch.int64))
+
+
+class Plain(nn.Module):
+    """Nothing to know it by but its argument."""
+
+    def forward(self, features: object) -> None: ...
+
+
+KEYED = Keyed(["ad", "seen"], torch.tensor([69, 1, 2]), torch.tensor([1, 0, 0, 2]))
+
+
+def test_a_collection_is_recorded_once_by_its_features() -> None:
+    trace = recorded(Collection(), KEYED)
+    assert [f.name for f in trace.features] == ["Collection.ad", "Collection.seen"]
+    assert {f.table for f in trace.features} == {"Collection.t_ads"}
+    assert [f.rows for f in trace.features] == [70, 70]
+    assert [bags(trace, f) for f in range(2)] == [[[69], []], [[], [1, 2]]]
+
+
+def test_anything_that_is_called_with_keyed_features() -> None:
+    trace = recorded(Plain(), features=KEYED)
+    assert [f.rows for f in trace.features] == [0, 0]
+    assert bags(trace, 1) == [[], [1, 2]]
+    with (
+        pytest.raises(TypeError, match="must be called with a KeyedJaggedTensor"),
+        emblib.TraceRecorder(module := Plain()),
+    ):
+        module(torch.arange(3))
+
+
+def test_torchrec() -> None:
+    torchrec = pytest.importorskip("torchrec.modules.embedding_modules", exc_type=ImportError)
+    sparse = pytest.importorskip("torchrec.sparse.jagged_tensor", exc_type=ImportError)
+    configs = pytest.importorskip("torchrec.modules.embedding_configs", exc_type=ImportError)
+    config = configs.EmbeddingBagConfig(
+        name="t", embedding_dim=4, num_embeddings=80, feature_names=["ad", "seen"]
+    )
+    module = torchrec.EmbeddingBagCollection(tables=[config])
+    features = sparse.KeyedJaggedTensor(["ad", "seen"], KEYED.ids, lengths=KEYED.counts)
+    trace = recorded(module, features)
+    assert [bags(trace, f) for f in range(2)] == [[[69], []], [[], [1, 2]]]
+    assert [f.rows for f in trace.features] == [80, 80]
+
+
+class Model(nn.Module):
+    """Two embeddings under names of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.user = nn.EmbeddingBag(1000, 4)
+        self.item = nn.Embedding(100_000, 4)
+
+    def forward(self, step: int) -> None:
+        self.user(torch.tensor([[step, 999]]))
+        self.item(torch.tensor([step, 70_000]))
+
+
+def test_a_model_call_by_call_until_the_limit() -> None:
+    model = Model()
+    with emblib.TraceRecorder(model, calls=2) as recorder:
+        for step in range(5):
+            model(step)
+    model(77)  # outside the block nothing is recorded
+    trace = recorder.trace
+    assert [f.name for f in trace.features] == ["user", "item"]
+    assert bags(trace, 0) == [[0, 999], [1, 999]]
+    assert bags(trace, 1) == [[0], [70_000], [1], [70_000]]
+    assert not model.user._forward_pre_hooks
+
+
+def test_hooks_go_when_the_model_fails() -> None:
+    model = Model()
+    with pytest.raises(RuntimeError), emblib.TraceRecorder(model):
+        model(1_000_000)
+    assert not model.user._forward_pre_hooks
+    assert not model.item._forward_pre_hooks
+
+
+def test_equal_modules_are_told_apart() -> None:
+    first, second = nn.EmbeddingBag(9, 4), nn.EmbeddingBag(9, 4)
+    with emblib.TraceRecorder(first, second) as recorder:
+        second(torch.tensor([[3]]))
+        first(torch.tensor([[4]]))
+    names = {f.name: bags(recorder.trace, i) for i, f in enumerate(recorder.trace.features)}
+    assert names == {"EmbeddingBag-0": [[4]], "EmbeddingBag-1": [[3]]}
+
+
+@pytest.mark.parametrize("largest", [255, 32_767, 2**31 - 1, 2**40])
+def test_a_file_reads_back_the_same(largest: int, tmp_path: Path) -> None:
+    bag = nn.EmbeddingBag(3, 4, include_last_offset=True)
+    with emblib.TraceRecorder(bag) as recorder:
+        hook = next(iter(bag._forward_pre_hooks.values()))
+        hook(bag, (torch.tensor([0, largest, 1]), torch.tensor([0, 2, 3])), {})
+    checksum = recorder.save(tmp_path / "a.pt")
+    other = recorder.save(tmp_path / "another-name.pt")
+    trace = emblib.LookupTrace.load(tmp_path / "a.pt")
+    assert checksum == other == emblib.trace.sha256(tmp_path / "a.pt")
+    assert len(checksum) == 64
+    assert bags(trace) == [[0, largest], [1]]
+    assert torch.iinfo(trace.ids[0].dtype).max >= largest
+    assert trace.features == recorder.trace.features
+
+
+def test_equal_lengths_take_no_room(tmp_path: Path) -> None:
+    embedding = nn.Embedding(9, 4)
+    with emblib.TraceRecorder(embedding) as recorder:
+        embedding(torch.zeros(50_000, 1, dtype=torch.int64))
+    recorder.save(tmp_path / "a.pt")
+    assert (tmp_path / "a.pt").stat().st_size < 55_000  # a byte per id
+    assert len(emblib.LookupTrace.load(tmp_path / "a.pt").lengths[0]) == 50_000
+
+
+def test_what_cannot_be_recorded_says_so(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="at least one model"):
+        emblib.TraceRecorder()
+    with pytest.raises(ValueError, match="calls must be >= 0"):
+        emblib.TraceRecorder(Model(), calls=-1)
+    with pytest.raises(ValueError, match="nothing was recorded"):
+        _ = emblib.TraceRecorder(Model()).trace
+    with (
+        pytest.raises(RuntimeError, match="once at a time"),
+        emblib.TraceRecorder(Model()) as recorder,
+        recorder,
+    ):
+        pass
+
+
+def test_files_that_are_no_traces_say_so(tmp_path: Path) -> None:
+    (tmp_path / "text.pt").write_text("no")
+    torch.save({"format": "other"}, tmp_path / "other.pt")
+    torch.save({"format": "emblib.trace", "version": 99}, tmp_path / "new.pt")
+    for name, message in (("text", "not a trace"), ("other", "not a trace"), ("new", "version 99")):
+        with pytest.raises(ValueError, match=message):
+            emblib.LookupTrace.load(tmp_path / f"{name}.pt")
+    with pytest.raises(FileNotFoundError):
+        emblib.LookupTrace.load(tmp_path / "missing.pt")
