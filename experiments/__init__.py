@@ -1,6 +1,26 @@
 """The benchmark harness: runs experiments of conf/ on emblib and its peers, and reports them.
 
-It sees emblib's public names only; emblib never imports it.
+It sees emblib's public names only; emblib never imports it. Where what is:
+
+    cli, config       what was typed, checked; the schema of conf/; the cells of a sweep
+    work              tables, and batches of lookups into them: laws, trace files
+    contenders        what is measured, each behind the same face
+    timing            clocks, warm-up, the race, statistics and verdicts
+    machine           what a machine is and does: environment, flags, bandwidth, table of devices
+    run               jobs in fresh processes, from configuration to report; several ranks
+    caches, traces    cells in which nothing is timed: hit rates; what lookups are like
+    gate, micro       kinds that lead a run themselves: two revisions; pytest-benchmark
+    results           records on disk, and the numbers made of them
+    report            figures, tables and pages of one run; compare: of several machines
+    bundle, launch    results as an archive; many runs at once
+    list, doctor, reference, gallery    small programs: `python -m experiments.NAME --help`
+
+What it calls things. A *sample* is one timed execution of a *phase* (forward or step). An *arm* is
+a contender with its rank or its cache's size. A *round* takes every phase of every arm in random
+order and then in reverse. A *cell* is one workload with its arms; its *section* is the name of its
+case, or the sweep. A *job* measures a cell in one fresh process, its *replicate*; a *pass* is a job
+for each cell. A *record*, a line of points.jsonl, is what became of an arm in one job and one
+*mode* (hot, cold, ...). The *kind* of an experiment says what is done with its cells.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import textwrap
 from collections.abc import Sequence
 
 from experiments.config import configure
@@ -44,16 +45,28 @@ machine, far steadier on a shared one.
 def listing() -> str:
     """Experiments with their questions, and the choices of every other group."""
     choices = configure.groups()
+    told = [(name, configure.question(name)) for name in choices.pop("experiment")]
+    options = [(group, ", ".join(names)) for group, names in choices.items()]
+    left = max(len(name) for name, _ in (*told, *options)) + 4
     lines = ["experiments"]
-    for name in choices.pop("experiment"):
-        lines.append(f"  {name:<18} {configure.question(name)}")
-    lines.append("groups")
-    lines += [f"  {group:<18} {', '.join(options)}" for group, options in choices.items()]
+    for number, (name, words) in enumerate((*told, *options)):
+        lines += ["groups"] if number == len(told) else []
+        lines += textwrap.wrap(
+            words, 100, initial_indent=f"  {name}".ljust(left), subsequent_indent=" " * left
+        )
     return "\n".join(lines)
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command line and return the exit status."""
+    try:
+        return _main(arguments)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+
+
+def _main(arguments: Sequence[str]) -> int:
     # A thread that waits by spinning holds the core that the thread it waits for needs, if anything
     # else runs: on two busy cores every contender then takes 10 to 50 times as long. OpenMP reads
     # this when torch is loaded, so it is set first; a value of the user's own wins.
@@ -103,18 +116,30 @@ def _hydra(arguments: Sequence[str]) -> int:
         if not a.startswith("-") and before not in values and not a.startswith("hydra.")
     ]
     configure.check_keys(words)
-    worst = 0
+    chosen = [w.partition("=")[2] for w in words if w.lstrip("+").startswith("experiment=")]
+    status: int | None = None
 
     def job(composed: DictConfig) -> None:
-        nonlocal worst
+        nonlocal status
+        status = 1  # unless it gets to its end
+        try:
+            if not chosen:
+                raise UsageError("which experiment? e.g. python run.py +experiment=tt_vs_tbe")
+            config = configure.checked(composed)
+        except UsageError as error:
+            print(f"error: {error}", file=sys.stderr)
+            status = 2
+            return
         from experiments.run import runner
 
-        config = configure.checked(composed)
-        worst = max(
-            worst, runner.run(config, question=configure.question(config.name), words=words)
-        )
+        status = runner.run(config, question=configure.question(chosen[-1]), words=words)
 
     os.environ.setdefault("HYDRA_FULL_ERROR", "0")
     sys.argv = ["run.py", *arguments]
-    hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(job)()
-    return worst
+    try:
+        hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(job)()
+    except SystemExit as end:
+        if end.code == 1 and status is None:
+            return 2  # Hydra could not compose what was typed, and has said so
+        raise
+    return status or 0

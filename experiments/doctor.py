@@ -10,9 +10,13 @@ import argparse
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from experiments.machine import hardware, software
 from experiments.machine.findings import Check, Finding, State, guarded
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 MARKS = {State.ok: "[green]✓[/]", State.note: "[yellow]•[/]", State.broken: "[red]✗[/]"}
 CHECKS: dict[str, Check] = {
@@ -42,37 +46,40 @@ def as_json(findings: Sequence[Finding]) -> str:
 def show(findings: Sequence[Finding], width: int | None = None) -> None:
     """A table a section, and at the end what to do."""
     from rich.console import Console
-    from rich.padding import Padding
-    from rich.table import Table
-    from rich.text import Text
 
     console = Console(highlight=False, width=width)
     for section in dict.fromkeys(f.section for f in findings):
-        table = Table(box=None, show_header=False, padding=(0, 2, 0, 0), pad_edge=False)
-        table.add_column(width=1)
-        table.add_column(min_width=26)
-        table.add_column(overflow="fold")
-        for f in findings:
-            if f.section == section:
-                table.add_row(MARKS[f.state], Text(f.what), Text(f.found))
-        console.print(Text(section, style="bold"))
-        console.print(Padding(table, (0, 0, 1, 2)))
+        own = [f for f in findings if f.section == section]
+        _print(console, section, [(_mark(f), f.what, f.found) for f in own])
     for state, title in (
         (State.broken, "Broken, and needed"),
         (State.note, "What would make measurements better"),
     ):
         advised = [f for f in findings if f.state is state and f.advice]
-        if not advised:
-            continue
-        table = Table(box=None, show_header=False, padding=(0, 2, 0, 0), pad_edge=False)
-        table.add_column(width=1)
-        table.add_column(min_width=26)
-        table.add_column(overflow="fold")
-        for f in advised:
-            table.add_row(MARKS[state], Text(f.what), Text(f.advice))
-        console.print(Text(title, style="bold"))
-        console.print(Padding(table, (0, 0, 1, 2)))
+        if advised:
+            _print(console, title, [(MARKS[state], f.what, f.advice) for f in advised])
     console.print(_verdict(findings))
+
+
+def _print(console: Console, title: str, rows: Sequence[tuple[str, str, str]]) -> None:
+    """A title, and below it (mark, what, words) line by line."""
+    from rich.padding import Padding
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0), pad_edge=False)
+    table.add_column(width=1)
+    table.add_column(min_width=26)
+    table.add_column(overflow="fold")
+    for mark, what, words in rows:
+        table.add_row(mark, Text(what), Text(words))
+    console.print(Text(title, style="bold"))
+    console.print(Padding(table, (0, 0, 1, 2)))
+
+
+def _mark(finding: Finding) -> str:
+    absent = finding.state is State.ok and finding.found.startswith("not ")
+    return "[dim]–[/]" if absent else MARKS[finding.state]
 
 
 def _verdict(findings: Sequence[Finding]) -> str:

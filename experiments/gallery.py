@@ -16,6 +16,7 @@ from pathlib import Path
 
 from experiments.results.store import read_json
 
+TITLE = "<title>emblib: measurements</title>"
 PAGE = """\
 <!doctype html>
 <html lang="en"><head><meta charset="utf-8">
@@ -52,7 +53,9 @@ class Page:
     @property
     def place(self) -> str:
         """Where its page is in the gallery."""
-        return f"{self.experiment}/{self.directory.name}/index.html"
+        name, device = self.directory.name, self.directory.resolve().parent.name
+        # References are named by their experiment, in a folder a device.
+        return f"{self.experiment}/{device if name == self.experiment else name}/index.html"
 
 
 def pages(folder: Path) -> list[Page]:
@@ -88,9 +91,11 @@ def _answer(report: Path) -> str:
 
 
 def write(found: Sequence[Page], out: Path) -> None:
-    """The pages and their list; what was there before goes."""
+    """The pages and their list in place of an older gallery; raises ValueError for other places."""
+    if any(page.directory.resolve().is_relative_to(out.resolve()) for page in found):
+        raise ValueError(f"{out} has the runs themselves in it: choose another folder")
     if out.exists():
-        if not (out / "index.html").is_file() and any(out.iterdir()):
+        if not out.is_dir() or (any(out.iterdir()) and not _is_gallery(out)):
             raise ValueError(f"{out} is not empty and no gallery: choose another folder")
         shutil.rmtree(out)
     out.mkdir(parents=True)
@@ -100,6 +105,12 @@ def write(found: Sequence[Page], out: Path) -> None:
         shutil.copy2(page.directory / "index.html", target)
     items = "\n".join(map(_item, found)) or "<li>No run has a report.</li>"
     (out / "index.html").write_text(PAGE.format(items=items))
+
+
+def _is_gallery(folder: Path) -> bool:
+    """Reports have an index.html too, and samples beside it."""
+    index = folder / "index.html"
+    return index.is_file() and TITLE in index.read_text(errors="replace")
 
 
 def _item(page: Page) -> str:

@@ -21,16 +21,15 @@ from rich.text import Text
 
 from experiments.config import configure, sweep
 from experiments.config.configure import UsageError
-from experiments.config.schema import Config, Kind
+from experiments.config.schema import Config
 from experiments.contenders import registry
 from experiments.launch import slots
 from experiments.paths import CONF, REFERENCE
 from experiments.results.store import read_json
 from experiments.run import jobs, kinds
 
-START_SECONDS = 1.5  # of a process: imports, first batches
-COUNTED = (Kind.cache, Kind.trace)  # cells in which nothing is timed
 UNKNOWN = "–"
+NEEDS_A_GPU = "needs a GPU"
 WIDTH = 110  # where it is not a terminal's
 UNBROKEN = 24  # characters that stay on one line
 
@@ -71,13 +70,9 @@ def extent(config: Config) -> tuple[str, str]:
     """Its cells, and how long they may take; unknown of an experiment that leads itself."""
     if config.kind in kinds.RUNNERS:
         return UNKNOWN, UNKNOWN
-    cells, timing = sweep.expand(config), config.timing
-    timed = START_SECONDS + len(timing.modes) * timing.cell_seconds
-    total = sum(
-        jobs.replicates(cell, config) * (START_SECONDS if cell.kind in COUNTED else timed)
-        for cell in cells
-    )
-    return str(len(cells)), _duration(min(total, timing.total_seconds or math.inf))
+    cells = sweep.expand(config)
+    total = sum(jobs.replicates(cell, config) * jobs.seconds_of(cell, config) for cell in cells)
+    return str(len(cells)), _duration(min(total, config.timing.total_seconds or math.inf))
 
 
 def _duration(seconds: float) -> str:
@@ -94,8 +89,10 @@ def contenders() -> Section:
         note="contenders=[tbe,torch] chooses; CONTRIBUTING.md says how to add one",
     )
     variants = {"rank": "rank", "cache": "cache size", "": ""}
+    on_gpu = bool(slots.gpus())
     for name, entry in registry.entries().items():
-        here = entry.missing() or "; ".join(entry.unknown_versions()) or "yes"
+        elsewhere = NEEDS_A_GPU * (entry.cuda_only and not on_gpu)
+        here = entry.missing() or elsewhere or "; ".join(entry.unknown_versions()) or "yes"
         section.rows.append((name, entry.label, variants[entry.variants], here))
     return section
 
@@ -132,7 +129,7 @@ def summary(file: Path) -> str:
 
 def hardware() -> Section:
     """The table of devices, in theory."""
-    from experiments.compare.hardware import FIGURES, table
+    from experiments.machine.devices import FIGURES, table
 
     section = Section(
         "Hardware",
@@ -212,14 +209,23 @@ def _table(section: Section) -> Table:
 
 def _cell(text: str) -> Text:
     style = {"yes": "green", "broken": "red", UNKNOWN: "dim"}.get(text, "")
-    return Text(text, style="yellow" if text.startswith("not installed") else style)
+    return Text(text, style="yellow" if text.startswith(("not installed", NEEDS_A_GPU)) else style)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit status 0."""
+    """Exit status 0, or 2 where a section is not known."""
     parser = argparse.ArgumentParser(prog="python -m experiments.list", description=__doc__)
-    parser.add_argument("section", nargs="*", choices=[[], *SECTIONS], help="all, if none is named")
-    return show(parser.parse_args(arguments).section)
+    parser.add_argument(
+        "section",
+        nargs="*",
+        metavar="SECTION",
+        help=f"{', '.join(SECTIONS)}; all, if none is named",
+    )
+    chosen: list[str] = parser.parse_args(arguments).section
+    for name in chosen:
+        if name not in SECTIONS:
+            parser.error(f"no section '{name}'. There is: {', '.join(SECTIONS)}")
+    return show(chosen)
 
 
 if __name__ == "__main__":

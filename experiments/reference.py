@@ -18,7 +18,8 @@ from experiments.report import caching, text
 from experiments.report.data import Run
 
 START, END = "<!-- results:start -->", "<!-- results:end -->"
-KEPT = ("config.yaml", "environment.json", "run.json", "points.jsonl", "results.csv", "report.md")
+KEPT = ("*.yaml", "*.json", "*.jsonl", "*.csv", "*.md", "*.png")
+TABLES = (Kind.time, Kind.cache)  # in the README; of other runs it has the answer
 
 
 def keep(run_directory: Path, folder: Path = REFERENCE) -> Path:
@@ -31,28 +32,41 @@ def keep(run_directory: Path, folder: Path = REFERENCE) -> Path:
     if target.exists():
         shutil.rmtree(target)
     target.mkdir(parents=True)
-    for source in [run_directory / name for name in KEPT] + sorted(run_directory.glob("*.png")):
-        shutil.copy2(source, target / source.name)
+    for pattern in KEPT:
+        for source in sorted(run_directory.glob(pattern)):
+            shutil.copy2(source, target / source.name)
     return target
 
 
 def results(folder: Path = REFERENCE) -> str:
-    """The README's block: the headline table of every committed reference, with its provenance."""
-    blocks = []
-    for path in sorted(folder.glob("*/*/points.jsonl")):
-        blocks.append(_block(Run.read(path.parent), path.parent))
+    """The README's block: headline tables or answers of all references, with their provenance."""
+    paths = [points.parent for points in sorted(folder.glob("*/*/points.jsonl"))]
+    runs = [(Run.read(path), path) for path in paths]
+    blocks = [_block(run, path) for run, path in runs if run.kind in TABLES]
+    lines = [_line(run, path) for run, path in runs if run.kind not in TABLES]
+    blocks += ["\n".join(lines)] if lines else []
     return "\n\n".join(blocks) if blocks else "No reference results are committed yet."
+
+
+def _ran(run: Run) -> str:
+    e, git = run.environment, run.environment.get("git") or {}
+    return (
+        f"`{e['command']}` on {e['device']} (torch {e['torch']}, emblib {git.get('sha')}, "
+        f"{e['time_utc'][:10]})"
+    )
+
+
+def _line(run: Run, path: Path) -> str:
+    """What the run's report says in bold, which is its answer."""
+    answer = re.search(r"\*\*(.+?)\*\*", (path / "report.md").read_text())
+    return f"- {_ran(run)}: {answer[1] if answer else 'no answer.'} {_link(path)}"
 
 
 def _block(run: Run, path: Path) -> str:
     cell = run.headline_cell()
     rows = run.table[run.table["cell"] == cell]
     section = str(rows["section"].iloc[0])
-    e, git = run.environment, run.environment.get("git") or {}
-    ran = (
-        f"`{e['command']}` on {e['device']} (torch {e['torch']}, emblib {git.get('sha')}, "
-        f"{e['time_utc'][:10]})"
-    )
+    ran = _ran(run)
     if run.kind is Kind.cache:
         return "\n".join([f"{ran}.", *caching.readme_lines(run), "", _link(path)])
     lines = [
@@ -100,6 +114,8 @@ def main(arguments: Sequence[str]) -> int:
     commands.add_parser("check", help="is README.md's table up to date?")
     parsed = parser.parse_args(arguments)
     if parsed.command == "keep":
+        if not all((parsed.run / name).is_file() for name in ("config.yaml", "points.jsonl")):
+            parser.error(f"{parsed.run} is no run: it has no config.yaml with a points.jsonl")
         print(keep(parsed.run).relative_to(ROOT))
         return 0
     path = ROOT / "README.md"

@@ -13,10 +13,13 @@ if ! have_gpu; then
 fi
 if [ -s "$state" ]; then
   echo "tune: $state is from a run that was not undone; undoing that first"
-  "$(dirname "$0")/restore_gpu.sh"
+  "$(dirname "$0")/restore_gpu.sh" || echo "tune: what is left stays in $state, to be undone later"
 fi
-mkdir -p "$(dirname "$state")"
-: > "$state"
+if ! { mkdir -p "$(dirname "$state")" && : >> "$state"; } 2> /dev/null; then
+  echo "tune: $state cannot be written (EMBLIB_GPU_STATE): what cannot be undone is not changed"
+  exit 0
+fi
+remember() { grep -qxF "$*" "$state" || echo "$*" >> "$state"; }
 
 # The highest clock that the GPU supports within the given share of its highest one.
 steady_clock() { # GPU
@@ -36,19 +39,19 @@ for gpu in $(gpus); do
   fi
   if [ "$(ask "$gpu" persistence_mode)" = Disabled ] && change "$gpu" -pm 1; then
     echo "  persistence mode on"
-    echo "$gpu persistence" >> "$state"
+    remember "$gpu persistence"
   fi
   clock=$(steady_clock "$gpu")
   if [ -z "$clock" ]; then
     echo "  does not say which SM clocks it supports: left as they are"
   elif change "$gpu" -lgc "$clock,$clock"; then
     echo "  SM clock held at $clock MHz"
-    echo "$gpu sm_clock" >> "$state"
+    remember "$gpu sm_clock"
   fi
   memory=$(ask "$gpu" clocks.max.memory)
   if [ "$memory" != unknown ] && change "$gpu" -lmc "$memory,$memory"; then
     echo "  memory clock held at $memory MHz"
-    echo "$gpu memory_clock" >> "$state"
+    remember "$gpu memory_clock"
   fi
 done
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -206,6 +209,59 @@ def test_a_model_call_by_call_until_the_limit() -> None:
     assert not model.user._forward_pre_hooks
 
 
+def test_a_module_that_is_named_twice_is_recorded_once() -> None:
+    model, collection = Model(), Collection()
+    with emblib.TraceRecorder(model, model.user, model, collection, collection.inside) as recorder:
+        model(1)
+        collection(KEYED)
+    names = [feature.name for feature in recorder.trace.features]
+    assert names == ["user", "item", "Collection.ad", "Collection.seen"]
+    assert bags(recorder.trace) == [[1, 999]]
+
+
+def test_copies_of_a_recorded_model_record_nothing() -> None:
+    model = Model()
+    with emblib.TraceRecorder(model) as recorder:
+        copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+        model(1)
+        for other in copies:
+            other(2)
+    assert bags(recorder.trace) == [[1, 999]]
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+def test_no_hook_stays_where_one_module_takes_none() -> None:
+    model, scripted = Model(), torch.jit.script(nn.EmbeddingBag(9, 4))
+    with pytest.raises(RuntimeError, match="not supported"), emblib.TraceRecorder(model, scripted):
+        pass
+    assert not model.user._forward_pre_hooks
+
+
+def test_offsets_that_do_not_fit_are_taken_as_the_modules_take_them() -> None:
+    bag = nn.EmbeddingBag(9, 4, mode="sum", include_last_offset=True)
+    tables = emblib.TableBatchedEmbeddingBags([emblib.TableSpec(9, 4)], emblib.optim.SGD(0.1))
+    train = emblib.TTEmbeddingBag(emblib.TTSpec(100, 8, (2, 2)), emblib.optim.SGD(0.1))
+    wanted = {bag: [[1], [2]], tables: [[1], [2, 3]], train: [[1], [2, 3]]}
+    for module, want in wanted.items():
+        with emblib.TraceRecorder(module) as recorder, warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            for _ in range(2):
+                module(torch.tensor([1, 2, 3]), torch.tensor([0, 1, 2]))
+        assert bags(recorder.trace) == want * 2
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_are_a_bag_per_row() -> None:
+    rows = [torch.tensor([1, 2]), torch.tensor([3])]
+    for layout in (torch.jagged, torch.strided):
+        ids = torch.nested.nested_tensor(rows, layout=layout)
+        if layout is torch.jagged:
+            assert bags(recorded(nn.Embedding(9, 4), ids)) == [[1, 2], [3]]
+        with emblib.TraceRecorder(bag := nn.EmbeddingBag(9, 4)) as recorder:
+            next(iter(bag._forward_pre_hooks.values()))(bag, (ids,), {})
+        assert bags(recorder.trace) == [[1, 2], [3]]
+
+
 def test_hooks_go_when_the_model_fails() -> None:
     model = Model()
     with pytest.raises(RuntimeError), emblib.TraceRecorder(model):
@@ -253,6 +309,8 @@ def test_what_cannot_be_recorded_says_so(tmp_path: Path) -> None:
         emblib.TraceRecorder()
     with pytest.raises(ValueError, match="calls must be >= 0"):
         emblib.TraceRecorder(Model(), calls=-1)
+    with pytest.raises(TypeError, match="one by one"):
+        emblib.TraceRecorder([Model()])  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="nothing was recorded"):
         _ = emblib.TraceRecorder(Model()).trace
     with (
@@ -272,3 +330,25 @@ def test_files_that_are_no_traces_say_so(tmp_path: Path) -> None:
             emblib.LookupTrace.load(tmp_path / f"{name}.pt")
     with pytest.raises(FileNotFoundError):
         emblib.LookupTrace.load(tmp_path / "missing.pt")
+
+
+@pytest.mark.parametrize(
+    ("part", "value"),
+    [
+        ("ids", []),
+        ("ids", [torch.rand(3)]),
+        ("ids", 5),
+        ("lengths", [torch.tensor([7])]),
+        ("features", [{"unknown": 1}]),
+        ("samples", None),
+    ],
+)
+def test_damaged_traces_say_so(part: str, value: object, tmp_path: Path) -> None:
+    recorder = emblib.TraceRecorder(bag := nn.EmbeddingBag(9, 4))
+    with recorder:
+        bag(torch.tensor([[1, 2, 3]]))
+    recorder.save(tmp_path / "a.pt")
+    content = torch.load(tmp_path / "a.pt")
+    torch.save(content | {part: value}, tmp_path / "b.pt")
+    with pytest.raises(ValueError, match="is damaged"):
+        emblib.LookupTrace.load(tmp_path / "b.pt")

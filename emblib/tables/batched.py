@@ -14,6 +14,7 @@ from emblib.optim import NUMBERS, External, Gradient, Optimizer
 from emblib.specs import BoundsCheck, Cache, Placement, Pooling, Precision, TableSpec, brief
 from emblib.tables import checkpoint, periodic
 from emblib.tables.memory import Memory
+from emblib.tables.outside import outside_graphs
 from emblib.tables.prefetch import Given, Prefetcher
 from emblib.tables.row_cache import RowCache
 from emblib.tables.tiered import TieredTables
@@ -276,7 +277,7 @@ class TableBatchedEmbeddingBags(TieredTables):
         )
         return self._prefetcher is not None or self._is_periodic or sparse
 
-    @torch.compiler.disable
+    @outside_graphs
     def _look_up_eagerly(
         self, given: Given, batch_sizes: Sequence[Sequence[int]] | None, wants: _Wants
     ) -> Tensor:

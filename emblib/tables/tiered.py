@@ -12,6 +12,7 @@ from emblib.ops import lookups
 from emblib.tables import checkpoint
 from emblib.tables.base import FusedTable
 from emblib.tables.memory import Memory
+from emblib.tables.outside import outside_graphs
 from emblib.tables.prefetch import Given, Prefetcher
 from emblib.tables.reporting import Reporting, StatsReporter
 from emblib.tables.row_cache import CacheStats, RowCache
@@ -86,7 +87,7 @@ class TieredTables(FusedTable):
         if self._prefetcher is not None:
             self._prefetch(self._prefetcher, Given(indices, offsets), batch_sizes)
 
-    @torch.compiler.disable
+    @outside_graphs
     def _prefetch(
         self,
         prefetcher: Prefetcher,

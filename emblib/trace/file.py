@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import pickle
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 FORMAT, VERSION = "emblib.trace", 1
+INTEGERS = (torch.uint8, torch.int16, torch.int32, torch.int64)  # narrowest first
 
 
 @dataclass(frozen=True)
@@ -59,23 +61,47 @@ class LookupTrace:
         """
         try:
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        except (RuntimeError, OSError) as error:
+        except (RuntimeError, OSError, pickle.UnpicklingError) as error:
             if isinstance(error, FileNotFoundError):
                 raise
-            raise ValueError(f"{path} is not a trace that emblib wrote ({error})") from error
+            said = str(error).partition("\n")[0]
+            raise ValueError(f"{path} is not a trace that emblib wrote ({said})") from error
         if not isinstance(content, dict) or content.get("format") != FORMAT:
             raise ValueError(f"{path} is not a trace that emblib wrote")
-        if content["version"] != VERSION:
+        if content.get("version") != VERSION:
             raise ValueError(
-                f"{path} is a trace of version {content['version']}; this emblib reads version "
+                f"{path} is a trace of version {content.get('version')}; this emblib reads version "
                 f"{VERSION}: record it again"
             )
+        try:
+            trace = cls._of(content)
+        except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+            raise ValueError(f"{path} is damaged: it lacks parts of a trace ({error!r})") from error
+        if problem := trace._problem():
+            raise ValueError(f"{path} is damaged: {problem}")
+        return trace
+
+    @classmethod
+    def _of(cls, content: dict[str, Any]) -> LookupTrace:
         lengths = [
             _Lengths(values, samples).whole()
             for values, samples in zip(content["lengths"], content["samples"], strict=True)
         ]
         features = tuple(TracedFeature(**feature) for feature in content["features"])
         return cls(features, tuple(content["ids"]), tuple(lengths))
+
+    def _problem(self) -> str:
+        """What does not fit together; reads the lengths, not the ids."""
+        if not len(self.features) == len(self.ids) == len(self.lengths):
+            return (
+                f"{len(self.features)} features, {len(self.ids)} ids, {len(self.lengths)} lengths"
+            )
+        for feature, ids, lengths in zip(self.features, self.ids, self.lengths, strict=True):
+            if not {ids.dtype, lengths.dtype} <= set(INTEGERS) or ids.dim() != 1:
+                return f"{feature.name} has ids of {ids.dtype} and lengths of {lengths.dtype}"
+            if (wanted := int(lengths.sum())) != ids.numel():
+                return f"{feature.name} has {ids.numel()} ids and lengths for {wanted}"
+        return ""
 
 
 class _Lengths(NamedTuple):

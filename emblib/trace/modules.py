@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from emblib.reference.tbe import repair_offsets
 from emblib.tables import TableBatchedEmbeddingBags, TTEmbeddingBag
 from emblib.trace.file import TracedFeature
 
@@ -23,9 +24,22 @@ class Bags(NamedTuple):
 Reading = Callable[[str, nn.Module, tuple[Any, ...], dict[str, Any]], list[Bags]]
 
 
-def embeddings(root: nn.Module) -> list[tuple[str, nn.Module, Reading]]:
-    """The outermost embeddings in a module, itself if there are none in it."""
-    found: list[tuple[str, nn.Module, Reading]] = []
+Found = tuple[str, nn.Module, Reading]
+
+
+def embeddings(roots: Sequence[nn.Module]) -> list[Found]:
+    """The outermost embeddings in some modules, each once, under the name that it has first; a
+    module that has none in it is one itself."""
+    every: dict[int, Found] = {}
+    for root in roots:
+        for found in _outermost(root):
+            every.setdefault(id(found[1]), found)
+    within = {id(m) for _, outer, _ in every.values() for m in outer.modules() if m is not outer}
+    return [found for key, found in every.items() if key not in within]
+
+
+def _outermost(root: nn.Module) -> list[Found]:
+    found: list[Found] = []
     inside: list[str] = []
     for path, module in root.named_modules():
         if any(path.startswith(f"{outer}.") or not outer for outer in inside):
@@ -61,20 +75,23 @@ def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], place: int, name: s
     return args[place] if len(args) > place else kwargs.get(name)
 
 
-def _one_each(ids: Tensor) -> Tensor:
-    """Lengths where dimension 0 counts the samples."""
+def _one_each(ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Ids and lengths where dimension 0 counts the samples, nested tensors' as well."""
+    if ids.is_nested:
+        rows = [row.reshape(-1) for row in ids.unbind()]
+        return torch.cat(rows), torch.tensor([row.numel() for row in rows])
     samples = ids.size(0) if ids.dim() else 1
-    return torch.full((samples,), ids.numel() // max(samples, 1), dtype=torch.int64)
+    return ids, torch.full((samples,), ids.numel() // max(samples, 1), dtype=torch.int64)
 
 
 def _bag(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Bags]:
     assert isinstance(module, nn.EmbeddingBag)
     ids, offsets = (_argument(args, kwargs, i, n) for i, n in enumerate(("input", "offsets")))
     if offsets is None:
-        lengths = _one_each(ids)
+        ids, lengths = _one_each(ids)
     else:
         ends = offsets if module.include_last_offset else _with_end(offsets, ids.numel())
-        lengths = ends.diff()
+        ids, lengths = ids[: int(ends[-1])], ends.diff()  # torch ignores ids behind the last end
     if module.padding_idx is not None:
         ids = torch.where(ids == module.padding_idx, -1, ids)
     feature = TracedFeature(name, name, module.num_embeddings, module.embedding_dim)
@@ -91,7 +108,7 @@ def _embedding(
     assert isinstance(module, nn.Embedding)
     ids = _argument(args, kwargs, 0, "input")
     feature = TracedFeature(name, name, module.num_embeddings, module.embedding_dim)
-    return [Bags(feature, ids, _one_each(ids))]
+    return [Bags(feature, *_one_each(ids))]
 
 
 def _tensor_train(
@@ -101,7 +118,7 @@ def _tensor_train(
     ids, offsets = (_argument(args, kwargs, i, n) for i, n in enumerate(("indices", "offsets")))
     spec = module.spec
     feature = TracedFeature(name, spec.name or name, spec.rows, spec.dim)
-    return [Bags(feature, ids, offsets.diff())]
+    return [Bags(feature, ids, repair_offsets(offsets, ids.numel()).diff())]
 
 
 def _batched(
@@ -131,11 +148,12 @@ def _feature_major(
     kwargs: dict[str, Any],
     sizes: Sequence[Sequence[int]] | None,
 ) -> list[Bags]:
-    """Ids and offsets of all features in one call; `sizes` where their batches differ."""
+    """Ids and offsets of all features in one call; `sizes` where their batches differ. Offsets that
+    do not fit are taken as the modules take them."""
     ids, offsets = (_argument(args, kwargs, i, n) for i, n in enumerate(("indices", "offsets")))
     batch = (offsets.numel() - 1) // len(features)
     bags = [sum(s) for s in sizes] if sizes is not None else [batch] * len(features)
-    return _split(features, ids, offsets.diff(), bags)
+    return _split(features, ids, repair_offsets(offsets, ids.numel()).diff(), bags)
 
 
 def _split(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from emblib.trace.file import LookupTrace
+from emblib.tables.outside import outside_graphs
+from emblib.trace.file import INTEGERS, LookupTrace
 from emblib.trace.modules import Bags, Reading, distinct, embeddings
-
-_NARROW = (torch.uint8, torch.int16, torch.int32)
 
 
 class TraceRecorder:
@@ -39,6 +38,7 @@ class TraceRecorder:
 
     Raises:
         ValueError: no module, or a negative number of calls.
+        TypeError: something else than a module.
     """
 
     def __init__(self, *modules: nn.Module, calls: int = 0) -> None:
@@ -46,7 +46,13 @@ class TraceRecorder:
             raise ValueError("modules must name at least one model or embedding, got none")
         if calls < 0:
             raise ValueError(f"calls must be >= 0 (0: all), got {calls}")
-        self._found = [f for m in modules for f in embeddings(m)]
+        for module in modules:
+            if not isinstance(module, nn.Module):
+                raise TypeError(
+                    f"modules must be nn.Modules, got {type(module).__name__}: "
+                    "TraceRecorder(first, second) takes them one by one"
+                )
+        self._found = embeddings(modules)
         self._names = distinct([name for name, _, _ in self._found])
         self._calls = calls
         self._recorded: dict[str, list[Bags]] = {}
@@ -55,10 +61,13 @@ class TraceRecorder:
     def __enter__(self) -> TraceRecorder:
         if self._hooks:
             raise RuntimeError("a recorder is entered once at a time; leave its `with` block first")
-        for name, (_, module, read) in zip(self._names, self._found, strict=True):
-            self._hooks.append(
-                module.register_forward_pre_hook(self._hook(name, read), with_kwargs=True)
-            )
+        try:
+            for name, (_, module, read) in zip(self._names, self._found, strict=True):
+                hook = _Hook(name, read, self._recorded, self._calls)
+                self._hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+        except BaseException:
+            self._leave()
+            raise
         return self
 
     def __exit__(
@@ -67,23 +76,12 @@ class TraceRecorder:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self._leave()
+
+    def _leave(self) -> None:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
-
-    def _hook(self, name: str, read: Reading) -> Callable[..., None]:
-        seen = 0
-
-        def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            nonlocal seen
-            if self._calls and seen >= self._calls:
-                return
-            seen += 1
-            for bags in read(name, module, args, kwargs):
-                parts = self._recorded.setdefault(bags.feature.name, [])
-                parts.append(_real_lookups(bags))
-
-        return record
 
     @property
     def trace(self) -> LookupTrace:
@@ -109,6 +107,33 @@ class TraceRecorder:
         return self.trace.save(path)
 
 
+class _Hook:
+    """What one embedding calls; a copy of the embedding, or one from a file, calls nothing."""
+
+    def __init__(
+        self, name: str, read: Reading, recorded: dict[str, list[Bags]], calls: int
+    ) -> None:
+        self.name, self.read, self.recorded, self.left = name, read, recorded, calls or math.inf
+
+    @outside_graphs
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self.left <= 0:
+            return
+        self.left -= 1
+        for bags in self.read(self.name, module, args, kwargs):
+            self.recorded.setdefault(bags.feature.name, []).append(_real_lookups(bags))
+
+    def __reduce__(self) -> tuple[type[_Nothing], tuple[()]]:
+        return _Nothing, ()
+
+
+class _Nothing:
+    """In place of a hook where a module was copied or saved."""
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        pass
+
+
 def _real_lookups(bags: Bags) -> Bags:
     """On the CPU, without the lookups that look nothing up."""
     ids = bags.ids.detach().reshape(-1).to("cpu", torch.int64)
@@ -124,5 +149,4 @@ def _real_lookups(bags: Bags) -> Bags:
 def _narrow(values: Tensor) -> Tensor:
     """In the narrowest integers that hold them; `values` are not negative."""
     largest = int(values.max()) if values.numel() else 0
-    fitting = [dtype for dtype in _NARROW if largest <= torch.iinfo(dtype).max]
-    return values.to(fitting[0] if fitting else torch.int64)
+    return values.to(next(dtype for dtype in INTEGERS if largest <= torch.iinfo(dtype).max))

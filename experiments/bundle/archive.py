@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import hashlib
+import lzma
 import stat
+import struct
 import zipfile
+import zlib
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 
 SUMS = "SHA256SUMS"
 EPOCH = (1980, 1, 1, 0, 0, 0)  # the first that a zip file can say
-MOST_BYTES = 4 << 30  # of a bundle, unpacked: far above what results need
+MOST_BYTES = 1 << 30  # of a bundle, unpacked: far above what results need, and fits in memory
+
+DAMAGED = (
+    zipfile.BadZipFile, zlib.error, lzma.LZMAError, struct.error, EOFError, NotImplementedError,
+    OSError, RuntimeError, ValueError,
+)  # fmt: skip
+
+
+TOO_LARGE = f"it would unpack to more than {MOST_BYTES >> 30} GiB"
 
 
 class BundleError(Exception):
@@ -21,6 +33,8 @@ def write(path: Path, contents: Mapping[str, bytes]) -> str:
     """Contents and checksums, as `sha256sum -c` reads them; returns the sums' own checksum."""
     lines = [f"{hashlib.sha256(data).hexdigest()}  {name}" for name, data in contents.items()]
     sums = "\n".join(sorted(lines, key=lambda line: line[66:])) + "\n"
+    if sum(map(len, contents.values())) + len(sums) > MOST_BYTES:
+        raise BundleError(f"{TOO_LARGE}: pack fewer runs")
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
     try:
@@ -45,7 +59,7 @@ def read(path: Path) -> dict[str, bytes]:
             entries = file.infolist()
             _check_names(entries)
             contents = {entry.filename: file.read(entry) for entry in entries}
-    except (zipfile.BadZipFile, EOFError, NotImplementedError, RuntimeError) as error:
+    except DAMAGED as error:
         raise BundleError(f"{path.name} is damaged, or no zip file: {error}") from error
     _check_sums(contents)
     return contents
@@ -53,8 +67,8 @@ def read(path: Path) -> dict[str, bytes]:
 
 def _check_names(entries: list[zipfile.ZipInfo]) -> None:
     """Plain files at relative places, each once, of a size that can be meant."""
-    names = [entry.filename for entry in entries]
-    if twice := sorted({n for n in names if names.count(n) > 1}):
+    counts = Counter(entry.filename for entry in entries)
+    if twice := sorted(name for name, n in counts.items() if n > 1):
         raise BundleError(f"{twice[0]} is in it twice")
     for entry in entries:
         place = PurePosixPath(entry.filename)
@@ -64,7 +78,7 @@ def _check_names(entries: list[zipfile.ZipInfo]) -> None:
         if entry.is_dir() or kind not in (0, stat.S_IFREG):
             raise BundleError(f"{entry.filename!r} is not a plain file")
     if sum(entry.file_size for entry in entries) > MOST_BYTES:
-        raise BundleError(f"it unpacks to more than {MOST_BYTES >> 30} GiB")
+        raise BundleError(TOO_LARGE)
 
 
 def _check_sums(contents: Mapping[str, bytes]) -> None:

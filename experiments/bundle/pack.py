@@ -56,7 +56,7 @@ def pack(directories: Sequence[Path], out: Path, folder: Path) -> Packed:
         files = [p for p in run.path.rglob("*") if p.is_file() and p.suffix not in DOUBLE]
         for path in sorted(files):
             contents[f"{name}/{path.relative_to(run.path).as_posix()}"] = path.read_bytes()
-        runs.append(_entry(name, run))
+        runs.append(describe(name, run))
         if run.kind not in STORIES:
             notes.append(
                 f"{name}: what follows from its samples is the {run.kind.value}'s own work, "
@@ -121,7 +121,8 @@ def _rebuilt(directory: Path, target: Path) -> Run:
         ) from error
 
 
-def _entry(name: str, run: Run) -> dict[str, Any]:
+def describe(name: str, run: Run) -> dict[str, Any]:
+    """A run as bundle.json has it."""
     environment = run.environment
     return {
         "folder": name,

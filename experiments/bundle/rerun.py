@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -39,6 +40,8 @@ def configuration(path: Path, folder: Path, preset: str = "") -> Config:
     configure.register()
     packed = OmegaConf.load(path)
     assert isinstance(packed, DictConfig)
+    if not re.fullmatch(r"\w[\w.-]*", str(packed.name)):  # becomes the name of a folder
+        raise BundleError(f"the name of a run cannot be {str(packed.name)!r}")
     packed.report.folder = str(folder)
     packed.rerun = Rerun.all.value
     if preset:
@@ -75,7 +78,7 @@ def measure_again(
     done = subprocess.run([*command, str(folder), preset], cwd=ROOT, env=environment)
     if done.returncode == 130:
         raise KeyboardInterrupt
-    runs = sorted((folder / entry["experiment"]).glob("*/run.json"))
+    runs = sorted((folder / str(old.config.name)).glob("*/run.json"))
     if not runs:
         return Again(_all(claims, f"the run ended with exit status {done.returncode}"))
     new = Run.read(runs[-1].parent)

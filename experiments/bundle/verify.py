@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,17 +13,21 @@ from typing import Any
 import pandas as pd
 from omegaconf import OmegaConf
 
-from experiments.bundle import archive
+from experiments.bundle import archive, pages
 from experiments.bundle.archive import BundleError
 from experiments.bundle.claims import claims_of
-from experiments.bundle.pack import VERSION, harness
+from experiments.bundle.pack import VERSION, describe, harness
+from experiments.bundle.reproduce import reproduce
 from experiments.report import write_report
 from experiments.report.data import Run
-from experiments.report.stories import STORIES, story
+from experiments.report.stories import STORIES
 
 RELATIVE = 1e-9  # a number that is read back from text and computed again in another order
 MOST_SHOWN = 5
 NUMBERS = ("value", "lo", "hi")  # of a claim
+CLAIM = ("measure", "about", "what", *NUMBERS)
+KNOWN = {"points.jsonl", "config.yaml", "environment.json", "run.json", "report.md", "index.html"}
+FACTS = ("experiment", "device", "cuda", "torch", "code", "seconds")  # of a run, that are relied on
 
 
 @dataclass
@@ -39,34 +43,69 @@ class Checked:
 def check(path: Path, folder: Path) -> Checked:
     """Unpack into `folder`, with every checksum compared, and rebuild; raises BundleError."""
     contents = archive.read(path)
-    if "bundle.json" not in contents:
-        raise BundleError("it has no bundle.json: not a bundle")
-    description = json.loads(contents["bundle.json"])
-    version = description.get("bundle_version")
-    if version != VERSION:
-        raise BundleError(f"bundle_version is {version}, this harness reads {VERSION}")
-    archive.unpack(contents, folder)
-    checked = Checked(description, notes=list(description["notes"]))
+    description = _description(contents)
+    try:
+        archive.unpack(contents, folder)
+    except (OSError, ValueError) as error:
+        raise BundleError(f"it cannot be unpacked: {error}") from error
+    checked = Checked(description, notes=[str(note) for note in description["notes"]])
     same = description["harness"] == harness()
     if not same:
         checked.notes.append(
             "The bundle was packed by another version of the harness. Numbers are compared where "
             "both have them; what the report says in words is not."
         )
-    for entry in description["runs"]:
-        problems = _check_run(entry, folder / entry["folder"], checked, words=same)
+    elif contents.get("REPRODUCE.md") != reproduce(description).encode():
+        checked.problems.append("REPRODUCE.md does not say what bundle.json says")
+    checked.problems += _strangers(contents, description["runs"])
+    for number, entry in enumerate(description["runs"]):
+        scratch = folder.with_name("rebuilt") / str(number)
+        try:
+            problems = _check_run(entry, folder / entry["folder"], scratch, checked, words=same)
+        except Exception as error:  # whatever a run that was tampered with leads to
+            problems = [f"no report can be made of it ({type(error).__name__}: {error})"]
         checked.problems += [f"{entry['folder']}: {problem}" for problem in problems]
     return checked
 
 
+def _description(contents: Mapping[str, bytes]) -> dict[str, Any]:
+    """bundle.json, whose runs are known to be inside of the bundle."""
+    if "bundle.json" not in contents:
+        raise BundleError("it has no bundle.json: not a bundle")
+    try:
+        found = json.loads(contents["bundle.json"])
+        version = found.get("bundle_version")
+        if version != VERSION:
+            raise BundleError(f"bundle_version is {version}, this harness reads {VERSION}")
+        for entry in found["runs"]:
+            if f"{entry['folder']}/config.yaml" not in contents:
+                raise BundleError(f"the run {entry['folder']!r} is not in it")
+            needed = [(entry, FACTS), *((claim, CLAIM) for claim in entry["claims"])]
+            for part, names in needed:
+                if missing := set(names) - set(part):
+                    raise KeyError(min(missing))
+        return dict(found, notes=list(found["notes"]), harness=found["harness"])
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise BundleError(f"bundle.json cannot be read ({error!r})") from error
+
+
+def _strangers(contents: Mapping[str, bytes], runs: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Files that nothing accounts for: a bundle has runs, what they need, and no more."""
+    alone = {archive.SUMS, "bundle.json", "REPRODUCE.md", "LICENSE", "environment/packages.txt"}
+    alone |= {f"source/{(run['code'] or {}).get('sha')}.tar.gz" for run in runs}
+    folders = ("conf/", *(f"{run['folder']}/" for run in runs))
+    names = sorted(n for n in contents if n not in alone and not n.startswith(folders))
+    return [f"{name} belongs to no run that bundle.json has" for name in names]
+
+
 def _check_run(
-    entry: Mapping[str, Any], folder: Path, checked: Checked, *, words: bool
+    entry: Mapping[str, Any], folder: Path, scratch: Path, checked: Checked, *, words: bool
 ) -> list[str]:
     run = Run.read(folder)
+    problems = _facts(entry, run) if words else []
     if run.kind not in STORIES:
-        return []  # a note of the bundle says so
-    again = _rebuilt(folder)
-    problems = []
+        return problems  # a note of the bundle says that its numbers are not checked
+    again = _rebuilt(folder, scratch)
     names = {p.name for place in (folder, again) for p in place.glob("*.csv")}
     for name in sorted(names):
         if not (folder / name).is_file():
@@ -76,28 +115,47 @@ def _check_run(
                 f"{entry['folder']}/{name} is not made of the samples: not checked"
             )
         else:
-            different, count = differences(_table(folder / name), _table(again / name))
+            old, new = _table(folder / name), _table(again / name)
+            different, count = differences(old, new)
+            if words:
+                odd = sorted(set(old.columns) ^ set(new.columns))
+                different += [f"{column}: only one of packed and rebuilt has it" for column in odd]
             problems += [f"{name}: {text}" for text in different]
             checked.numbers += count
+    others = [p for p in folder.rglob("*") if p.is_file() and p.suffix not in (".csv", ".png")]
+    for name in sorted({p.relative_to(folder).as_posix() for p in others} - KNOWN):
+        checked.notes.append(f"{entry['folder']}/{name} is not made of the samples: not checked")
+    problems += _claims(entry, run, checked, words=words)
+    return [*problems, *(pages.problems(folder, again) if words else [])]
+
+
+def _facts(entry: Mapping[str, Any], run: Run) -> list[str]:
+    """What bundle.json says of a run besides its claims, against the run's own files."""
+    rebuilt = json.loads(json.dumps(describe(str(entry["folder"]), run)))
+    return [
+        f"bundle.json says {name} is {entry.get(name)}, the run says {rebuilt.get(name)}"
+        for name in sorted({*entry, *rebuilt} - {"claims"})
+        if entry.get(name) != rebuilt.get(name)
+    ]
+
+
+def _claims(entry: Mapping[str, Any], run: Run, checked: Checked, *, words: bool) -> list[str]:
+    """Claims that the samples do not make; by the same harness also those that were left out."""
     now = {(c["about"], c["what"]): c for c in (claim.plain() for claim in claims_of(run))}
+    problems = []
     for claim in entry["claims"]:
-        rebuilt_claim = now.get((claim["about"], claim["what"]))
-        if rebuilt_claim is None or not all(_equal(claim[n], rebuilt_claim[n]) for n in NUMBERS):
+        rebuilt = now.pop((claim["about"], claim["what"]), None)
+        if rebuilt is None or not all(_equal(claim[n], rebuilt[n]) for n in NUMBERS):
             problems.append(f"claim '{claim['what']}' of {claim['about']} is not in the samples")
         checked.numbers += 1
-    if words:
-        report = (folder / "report.md").read_text()
-        problems += [
-            f"report.md does not say what the samples say: {sentence}"
-            for sentence in story(run).answer(run)
-            if sentence not in report
-        ]
+    if words and now:
+        about, what = next(iter(now))
+        problems.append(f"{len(now)} claims of the samples were left out: '{what}' of {about}")
     return problems
 
 
-def _rebuilt(folder: Path) -> Path:
+def _rebuilt(folder: Path, target: Path) -> Path:
     """Another directory with the run's samples, and all tables that follow from them."""
-    target = folder.with_name(f"{folder.name}.again")
     shutil.copytree(
         folder, target, ignore=shutil.ignore_patterns("*.csv", "*.png", "*.md", "*.html")
     )

@@ -3,7 +3,7 @@
 Runs the experiments (those that have a reference already, where none is named), keeps the finished
 runs as references, puts them into README.md and reports/published/README.md, and compares each with
 the references of other machines. Words with `=` go to every run, e.g. timing=paper.
-Exit status: 0 done, 1 a run did not finish well, 2 wrong usage.
+Exit status: 0 done, 1 a run or a page did not end well, 2 wrong usage.
 """
 
 from __future__ import annotations
@@ -72,8 +72,10 @@ def add(names: Sequence[str], settings: Sequence[str], call: Command = _python) 
             paths = [os.path.relpath(path, ROOT) for path in (other, kept)]
             folder = f"reports/compare/{name}/{other.parent.name}-{kept.parent.name}"
             call(["-m", "experiments.compare", *paths, "--out", folder])
-    call(["-m", "experiments.reference", "write"])
-    call(["-m", "experiments.compare.overview", "write"])
+    for page in ("experiments.reference", "experiments.compare.overview"):
+        if call(["-m", page, "write"]):
+            print(f"{page} write: did not end well, its page is out of date", file=sys.stderr)
+            worst = 1
     return worst
 
 

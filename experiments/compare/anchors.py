@@ -10,8 +10,9 @@ from typing import Any
 
 import pandas as pd
 
-from experiments.compare import hardware, published
+from experiments.compare import published
 from experiments.compare.published import Figure, Nature, Quantity, Source
+from experiments.machine import devices
 from experiments.report.data import Run
 
 EXACT, MEASURED = 0.02, 0.15
@@ -87,11 +88,13 @@ def _finding(run: Run | None, source: Source, figure: Figure) -> Finding:
     if changed:
         return not_run(f"ours is other work: {', '.join(changed)}", **ours)
     if figure.nature is Nature.measured:
-        here = hardware.of_environment(run.environment)
+        here = devices.of_environment(run.environment)
         if here is None or here.key != figure.device:
             return not_run(f"another device: theirs is of {theirs(figure)}", **ours)
         if figure.peer:
             return not_run(f"another program: theirs is {figure.peer}", **ours)
+        if figure.otherwise:
+            return not_run(f"done in another way there: {figure.otherwise}", **ours)
     return _judged(source, figure, ours)
 
 
@@ -106,7 +109,7 @@ def _judged(source: Source, figure: Figure, ours: dict[str, Any]) -> Finding:
 
 def theirs(figure: Figure) -> str:
     """The device that a published figure is of, as far as anybody says."""
-    device = next((d.name for d in hardware.table() if d.key == figure.device), "")
+    device = next((d.name for d in devices.table() if d.key == figure.device), "")
     return device or figure.device_words
 
 
@@ -120,7 +123,9 @@ def _row(run: Run, figure: Figure) -> tuple[pd.Series | None, str]:
     ] if len(table) else table  # fmt: skip
     if not len(chosen):
         return None, f"our run has no {place.arm} in {place.section}"
-    row = chosen.iloc[0]
+    # Of several modes the one that theirs was measured in, so that the others are not judged.
+    alike = chosen[chosen["mode"] == figure.work.get("mode")]
+    row = (alike if len(alike) else chosen).iloc[0]
     if row["status"] != "ok":
         return None, f"{row['status']}: {row['reason']}"
     return row, ""
@@ -149,7 +154,8 @@ def differences(run: Run, figure: Figure, row: pd.Series) -> list[str]:
         r for r in run.records
         if r["section"] == row["section"] and r["arm"] == row["arm"] and r["status"] == "ok"
     )  # fmt: skip
-    known = {**record["params"], "optimizer": record["optimizer"], "rows": record["rows"]}
+    known = {**record["params"], **{k: record[k] for k in ("optimizer", "rows")}}
+    known["mode"] = row["mode"]
     for key, theirs in figure.work.items():
         if known.get(key) != theirs:
             found.append(f"{key} {_plain(known.get(key))} for {_plain(theirs)}")

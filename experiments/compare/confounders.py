@@ -16,6 +16,9 @@ from experiments.compare.machines import Machine
 FREE = ("device.", "report.", "timing.", "dry_run", "strict", "rerun", "seed")
 SIZES = re.compile(r"(workload|sweep)\.\w+$|contenders$|fractions$|\.note$")
 
+# Of the environment's variables: threads, and where the scripts keep their files.
+ELSEWHERE = re.compile(r".*_NUM_THREADS$|EMBLIB_(GPU|LOCK|NOISE|PYTHON|CLOCK|CONTENDERS)")
+
 
 class Weight(Enum):
     """How much a difference matters."""
@@ -43,6 +46,7 @@ def find(machines: Sequence[Machine]) -> list[Difference]:
     found = [
         *_software(machines),
         *_code(machines),
+        *_packages(machines),
         *_settings(machines),
         *_configuration(machines),
         *_quality(machines),
@@ -110,11 +114,46 @@ def _settings(machines: Sequence[Machine]) -> list[Difference]:
                zip(machines, cpus, strict=True)]  # fmt: skip
     pages = [m.run.environment.get("huge_pages") if cpu else None for m, cpu in
              zip(machines, cpus, strict=True)]  # fmt: skip
+    ranks = [int(OmegaConf.select(m.run.config, "device.ranks", default=1)) for m in machines]
     return [
+        *_differs(machines, "ranks", ranks, Weight.confounder),
+        *_differs(machines, "batches in turn", [t.pool for t in timing], Weight.confounder),
+        *_variables(machines),
         *_differs(machines, "mode of timing", [m.mode for m in machines], Weight.confounder),
         *_differs(machines, "preset", presets, Weight.remark),
         *_differs(machines, "CPU threads", threads, Weight.remark),
         *_differs(machines, "huge pages", pages, Weight.confounder),
+    ]
+
+
+def _variables(machines: Sequence[Machine]) -> list[Difference]:
+    """Environment variables that were recorded; how many threads there are is said elsewhere."""
+    there = [m.run.environment.get("variables") for m in machines]
+    names = {n for v in there for n in v or {} if not ELSEWHERE.match(n)}
+    return [
+        difference
+        for name in sorted(names)
+        for difference in _differs(
+            machines, name,
+            [v.get(name, "not set") if v is not None else None for v in there], Weight.confounder,
+        )
+    ]  # fmt: skip
+
+
+def _packages(machines: Sequence[Machine]) -> list[Difference]:
+    """Versions of what contenders are made of, and of the code that takes the samples."""
+    there: list[dict[str, str]] = []
+    for machine in machines:
+        found: dict[str, str] = {}
+        for record in machine.run.records:
+            found |= record.get("packages") or {}
+            if record.get("bench_version"):
+                found["the harness's measuring code"] = str(record["bench_version"])
+        there.append(found)
+    return [
+        difference
+        for name in sorted(set().union(*there))
+        for difference in _differs(machines, name, [v.get(name) for v in there], Weight.confounder)
     ]
 
 

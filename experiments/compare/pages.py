@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pandas as pd
 
-from experiments.compare import answer, confounders, hardware, published
+from experiments.compare import answer, confounders, published
 from experiments.compare import machines as table
 from experiments.compare.confounders import Difference, Weight
 from experiments.compare.machines import Machine
+from experiments.machine import devices
 from experiments.report import shell, text
 from experiments.report.style import Figure
 from experiments.report.tables import Table, Value
@@ -21,9 +22,9 @@ from experiments.report.tables import Table, Value
 STYLE = Path(__file__).parent / "compare.css"
 HOW_TO_READ = (
     "Runs are matched by where a cell stands in the experiment: a case by its name, a point of the "
-    "sweep by how it differs from the base point. Where the work itself is equal, down to the ids, "
-    "times are compared; where an experiment chose sizes for the machine, only rates are, and it "
-    "is said.",
+    "sweep by how it differs from the base point. Where the work itself is equal, down to the law "
+    "of the ids, times are compared; where an experiment chose sizes for the machine, only rates "
+    "are, and it is said.",
     "A speed-up is lookups per second against the first run named. Its interval reaches from the "
     "far end of one median's 95 % interval to the far end of the other's: machines cannot take "
     "turns, so nothing is paired and the interval is a cautious one.",
@@ -135,11 +136,11 @@ def sources_table(found: Comparison) -> Table:
     """Where each theoretical figure was read."""
     lines = []
     for device in {m.device.key: m.device for m in found.machines if m.device}.values():
-        for key, words in hardware.FIGURES.items():
+        for key, words in devices.FIGURES.items():
             shown = text.NONE
             if key in device.figures:
                 shown = f"{device.figures[key]:g}"
-            source = device.sources.get(key, hardware.UNKNOWN)
+            source = device.sources.get(key, devices.UNKNOWN)
             lines.append([Value(device.name), Value(words), Value(shown), Value(source)])
     return Table(["device", "figure", "value", "source"], lines)
 

@@ -63,6 +63,7 @@ class Figure:
     ours: Place | None = None
     not_here: str = ""  # why no run of ours can have it
     peer: str = ""  # whose figure it is, where our contender is another program
+    otherwise: str = ""  # what they did in another way, so that even there ours cannot be judged
     note: str = ""
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-import matplotlib.pyplot as plt
-
 from experiments.compare import answer, figures, pages
 from experiments.compare.pages import Comparison
 from experiments.paths import ROOT
@@ -32,13 +30,6 @@ def write(runs: Sequence[Path], folder: Path | None, command: str) -> Path:
 
 
 def _draw(found: Comparison, store: RunStore) -> list[tuple[Figure, list[str]]]:
-    drawn = []
+    every = figures.figures(found.machines, found.rows)
     with style.theme():
-        for figure in figures.figures(found.machines, found.rows):
-            canvas = style.sheet(figure, found.subtitle)
-            canvas.savefig(store.path / f"{figure.name}.png", dpi=150)
-            canvas.set_layout_engine("none")  # the layout that the PNG found serves the SVG too
-            canvas.savefig(store.path / f"{figure.name}.svg", metadata={"Date": None})
-            plt.close(canvas)
-            drawn.append((figure, [style.inline_svg(panel) for panel in figure.panels]))
-    return drawn
+        return [(f, style.draw(f, found.subtitle, store.path)) for f in every]

@@ -116,6 +116,9 @@ def parse(overrides: Sequence[str]) -> list[Override]:
     try:
         return OverridesParser.create().parse_overrides(list(overrides))
     except HydraException as error:
+        for word in overrides:
+            if word in groups()["experiment"]:
+                raise UsageError(f"'{word}' is an experiment: write +experiment={word}") from error
         first = str(error).splitlines()[0]
         raise UsageError(
             f"cannot read the arguments ({first}); write key=value, lists as sweep.D=[32,64]"
@@ -172,7 +175,7 @@ def _check_choice(group: str, override: Override, options: list[str]) -> None:
     values = override.value() if not override.is_sweep_override() else []
     for value in values if isinstance(values, list) else [values]:
         if str(value) not in options:
-            near = difflib.get_close_matches(str(value), options, 1, 0.4)
+            near = difflib.get_close_matches(str(value), options, 1, 0.5)
             hint = f" Did you mean '{_spell(group, near[0])}'?" if near else ""
             raise UsageError(f"no {group} '{value}'.{hint} There is: {', '.join(options)}")
 
@@ -243,11 +246,7 @@ def check_values(config: Config) -> None:
             raise UsageError(
                 f"sweep.{axis} changes nothing about a trace: leave it out with 'sweep.{axis}=[]'"
             )
-    timing = config.timing
-    if min(timing.pool, timing.min_rounds, timing.max_rounds) < 1:
-        raise UsageError("timing.pool, timing.min_rounds and timing.max_rounds must be >= 1")
-    if config.device.ranks < 1:
-        raise UsageError(f"device.ranks must be >= 1, got {config.device.ranks}")
+    _check_amounts(config)
     if config.device.ranks > 1 and config.kind is not Kind.time:
         raise UsageError(f"device.ranks: only kind=time has ranks, this is {config.kind.value}")
     if config.lr <= 0:
@@ -260,6 +259,25 @@ def check_values(config: Config) -> None:
         raise UsageError(
             f"report.headline: no case '{headline}'. There is: {', '.join(config.cases) or 'none'}"
         )
+
+
+def _check_amounts(config: Config) -> None:
+    """How long to measure, and with how much of the machine."""
+    timing, device = config.timing, config.device
+    for name in ("replicates", "pool", "min_rounds", "max_rounds"):
+        if getattr(timing, name) < 1:
+            raise UsageError(f"timing.{name} must be >= 1, got {getattr(timing, name)}")
+    if not timing.cell_seconds > 0:
+        raise UsageError(f"timing.cell_seconds must be > 0, got {timing.cell_seconds:g}")
+    for name, value in dataclasses.asdict(timing).items():
+        if isinstance(value, int | float) and not value >= 0:
+            raise UsageError(f"timing.{name} must be >= 0, got {value:g}")
+    if device.ranks < 1:
+        raise UsageError(f"device.ranks must be >= 1, got {device.ranks}")
+    if device.threads < 0:
+        raise UsageError(f"device.threads must be >= 0, got {device.threads}; 0: torch's default")
+    if not 0 < device.memory_share <= 1:
+        raise UsageError(f"device.memory_share must be in (0, 1], got {device.memory_share:g}")
 
 
 def _contenders() -> tuple[str, ...]:

@@ -7,6 +7,7 @@ from enum import Enum
 
 # Sweepable workload fields; `rank` is the contenders' axis.
 AXES = ("T", "E", "D", "B", "L", "s", "q")
+PHASES = ("forward", "step")  # what is timed of a contender
 
 
 class Kind(Enum):
@@ -21,6 +22,11 @@ class Kind(Enum):
     noise = "noise"  # of a whole run: how far a revision seems to differ from itself
     power = "power"  # of a whole run: how often the gate errs
     micro = "micro"  # of a whole run: single calls of operations, timed by pytest-benchmark
+
+    @property
+    def of_cells(self) -> Kind:
+        """How the cells of a run's sweep are measured: a kind of whole runs has timed ones."""
+        return self if self in (Kind.cache, Kind.trace) else Kind.time
 
 
 class Tables(Enum):

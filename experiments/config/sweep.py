@@ -121,7 +121,11 @@ def expand(config: Config) -> list[Cell]:
     swept = swept[:limit] if limit else swept
     # Of traces the user's own comes first; cases are what it is compared with.
     every = swept + cells if config.kind is Kind.trace else cells + swept
-    return [_capped(_resolved(cell), config) for cell in every]
+    found: dict[str, Cell] = {}
+    for cell in [_capped(_resolved(cell), config) for cell in every]:
+        # Points that only a cap makes equal are one: their samples would count as more processes.
+        found.setdefault(cell.key, cell)
+    return list(found.values())
 
 
 def _resolved(cell: Cell) -> Cell:
@@ -175,7 +179,13 @@ def _swept(config: Config) -> Iterator[Cell]:
             if _kept({**_values(workload), "rank": arm.rank}, keep, drop)
         )
         cell = Cell(
-            SWEEP, _title(workload), workload, arms, config.tt, cache=config.cache, kind=config.kind
+            SWEEP,
+            _title(workload),
+            workload,
+            arms,
+            config.tt,
+            cache=config.cache,
+            kind=config.kind.of_cells,
         )
         if arms and cell.key not in seen:
             seen.add(cell.key)
@@ -217,8 +227,9 @@ def _capped(cell: Cell, config: Config) -> Cell:
     if rows:
         from experiments.work.workload import table_rows  # loads torch
 
-        scale = min(1.0, rows / max(table_rows(workload)))
-    return dataclasses.replace(cell, workload=workload, rows_scale=scale)
+        scale = min(1.0, rows / max(1, *table_rows(workload)))  # 0: a trace does not say
+    title = _title(workload) if cell.section == SWEEP else cell.title
+    return dataclasses.replace(cell, workload=workload, rows_scale=scale, title=title)
 
 
 _COMPARE: dict[type, Callable[[Any, Any], Any]] = {

@@ -57,6 +57,7 @@ class Contender(ABC):
     label: ClassVar[str]
     variants: ClassVar[str] = ""
     dense: ClassVar[bool] = False
+    cuda_only: ClassVar[bool] = False
     requires: ClassVar[tuple[str, ...]] = ()
     install: ClassVar[str] = ""
 

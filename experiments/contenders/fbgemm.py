@@ -136,6 +136,7 @@ class FbgemmManaged(Fbgemm):
 
     name = "fbgemm_managed"
     label = "FBGEMM managed, no cache"
+    cuda_only = True
 
     def _module(self) -> Any:
         _need_cuda(self.task)
@@ -150,6 +151,7 @@ class FbgemmLRU(Fbgemm):
 
     name = "fbgemm_lru"
     label = "FBGEMM LRU cache"
+    cuda_only = True
     variants = "cache"
     algorithm: ClassVar[CacheAlgorithm] = CacheAlgorithm.LRU
 

@@ -5,6 +5,7 @@ A contender is a class in a file of this folder, or of a folder named in EMBLIB_
 
     label       what people call it
     variants    "rank": one arm for each of tt.ranks; "cache": one for each of cache.fractions
+    cuda_only   whether it has no way to run on a CPU
     dense       whether it holds the tables uncompressed, so that their size must fit in memory
     requires    the packages it needs, exactly as known to work: ("fbgemm-gpu-cpu==1.8.0",);
                 "a==1 | b==1" where either will do
@@ -35,6 +36,7 @@ FACTS: dict[str, type] = {
     "label": str,
     "variants": str,
     "dense": bool,
+    "cuda_only": bool,
     "requires": tuple,
     "install": str,
 }
@@ -53,9 +55,9 @@ class Entry:
     label: str
     file: Path
     cls: str
-    summary: str = ""  # first line of its docstring
     variants: str = ""
     dense: bool = False
+    cuda_only: bool = False
     requires: tuple[str, ...] = ()
     install: str = ""
 
@@ -181,7 +183,6 @@ class _Class:
     name: str
     bases: tuple[str, ...]
     facts: dict[str, Any]
-    summary: str
 
     @property
     def key(self) -> str:
@@ -205,7 +206,6 @@ def _classes(file: Path) -> list[_Class]:
             node.name,
             tuple(ast.unparse(base).rpartition(".")[2] for base in node.bases),
             _facts(file, node),
-            (ast.get_docstring(node) or "").partition("\n")[0],
         )
         for node in tree.body
         if isinstance(node, ast.ClassDef)
@@ -251,7 +251,7 @@ def _entry(found: _Class, classes: dict[str, _Class]) -> Entry:
             raise RegistryError(
                 f"{found.place}: requires must be like ('package==1.2.3',), got {text!r}"
             )
-    return Entry(file=found.file, cls=found.name, summary=found.summary, **facts)
+    return Entry(file=found.file, cls=found.name, **facts)
 
 
 def _inherited(found: _Class, classes: dict[str, _Class]) -> dict[str, Any]:

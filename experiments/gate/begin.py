@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,9 +14,10 @@ from omegaconf import OmegaConf
 
 from experiments.config.configure import UsageError
 from experiments.config.schema import Config
-from experiments.gate import floor
+from experiments.gate import floor, revisions
 from experiments.gate.floor import Floor
 from experiments.gate.judge import Rules
+from experiments.gate.pair import Revisions
 from experiments.gate.points import Point, points_of
 from experiments.paths import ROOT
 from experiments.report import text
@@ -64,6 +67,8 @@ class Start:
 
 def start(config: Config, words: Sequence[str]) -> Start:
     """Raises UsageError where the run cannot be."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends as Ctrl-C does
     device = device_of(config)
     points = points_of(config)
     if config.gate.inject < 1:
@@ -87,6 +92,15 @@ def unfinished(start: Start) -> tuple[RunStore, list[Record]] | None:
         if path.read_text() == wanted and same == start.environment["context_id"]:
             return RunStore(run), read_records(run)
     return None
+
+
+def one_revision(start: Start, say: Callable[[str], object]) -> Revisions:
+    """Head on both sides; raises UsageError where it does not build."""
+    try:
+        head = revisions.snapshot(start.config.gate.head, start.device.type, say)
+    except revisions.BuildError as error:
+        raise UsageError(str(error)) from error
+    return Revisions(str(head.folder), str(head.folder))
 
 
 def heading(start: Start, what: str) -> str:

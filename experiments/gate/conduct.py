@@ -26,6 +26,7 @@ class Trial:
 
     number: int = 0
     slow: float = 1.0
+    attempt: int = 1
     evidence: Evidence = field(default_factory=Evidence)
     failed: dict[str, dict[Side, Built]] = field(default_factory=dict)
     weights: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)
@@ -105,6 +106,7 @@ class Conductor:
                 "phase": point.phase,
                 "mode": mode,
                 "trial": trial.number,
+                "attempt": trial.attempt,
                 "slow": trial.slow,
                 "stage": request.stage.value,
                 "pair": job.number,

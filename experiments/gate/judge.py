@@ -75,11 +75,6 @@ class Ruling:
     second: tuple[float, ...]
     p: float = math.nan  # of the second set, adjusted for the number of points in it
 
-    @property
-    def confirmed(self) -> bool:
-        """Found twice."""
-        return self.verdict in CHANGES
-
 
 def next_request(points: Sequence[str], evidence: Evidence, rules: Rules) -> Request | None:
     """What to measure next; None when all is known that will be."""

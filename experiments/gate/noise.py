@@ -17,7 +17,6 @@ from experiments.config.schema import Config
 from experiments.gate import begin, floor, page
 from experiments.gate.conduct import Conductor, Trial
 from experiments.gate.judge import Request, Rules, Stage
-from experiments.gate.pair import Revisions
 from experiments.paths import ROOT
 from experiments.report import forest
 from experiments.report.palette import COLOURS
@@ -29,7 +28,7 @@ from experiments.timing import comparison
 
 SMOKE_PAIRS = 2
 HOW = (
-    "Both processes of a pair run the same code, so every effect but 1 is noise: of how memory lies, "
+    "Both processes of a pair run the same code, so every effect but 1 is noise: of memory, "
     "of the core, of what else the machine did.",
     f"MAD is the median distance from no effect. The gate's margin at a point is "
     f"{comparison.NOISE_FACTOR:g}·MAD/√pairs, but no less than gate.min_effect; a point that needs "
@@ -41,6 +40,7 @@ def run(config: Config, *, question: str, words: Sequence[str]) -> int:
     """Measure, keep noise.json, report; returns the exit status."""
     try:
         start = begin.start(config, words)
+        both = begin.one_revision(start, print)
     except UsageError as error:
         return begin.refuse(error)
     began, store = time.monotonic(), start.create()
@@ -50,9 +50,7 @@ def run(config: Config, *, question: str, words: Sequence[str]) -> int:
     trial, status = Trial(), "finished"
     with Display(count) as display:
         display.say(begin.heading(start, f"{count} pairs of processes"))
-        conductor = Conductor(
-            config, start.device, start.points, rules, Revisions(), store, display
-        )
+        conductor = Conductor(config, start.device, start.points, rules, both, store, display)
         try:
             while left := [n for n in names if n not in trial.evidence.lost]:
                 if len(trial.evidence.first.get(left[0], [])) >= count:

@@ -70,22 +70,14 @@ def subtitle(environment: dict[str, Any]) -> str:
     git = environment.get("git") or {}
     code = f"{git.get('sha', '')}{'-dirty' * bool(git.get('dirty'))}"
     parts = [environment.get("device"), f"torch {environment.get('torch')}", code]
-    threads = environment.get("threads")
-    return " · ".join(str(p) for p in (*parts, f"{threads} threads" if threads else "") if p)
+    return " · ".join(str(p) for p in parts if p)
 
 
 def _draw(path: Path, figure: Figure, environment: dict[str, Any]) -> list[str]:
-    import matplotlib.pyplot as plt
-
     from experiments.report import style
 
     with style.theme():
-        canvas = style.sheet(figure, subtitle(environment))
-        canvas.savefig(path / f"{figure.name}.png", dpi=150)
-        canvas.set_layout_engine("none")
-        canvas.savefig(path / f"{figure.name}.svg", metadata={"Date": None})
-        plt.close(canvas)
-        return [style.inline_svg(panel) for panel in figure.panels]
+        return style.draw(figure, subtitle(environment), path)
 
 
 def markdown(page: Page, environment: dict[str, Any], *, figures: bool = True) -> str:

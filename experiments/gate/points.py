@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from experiments.config.configure import UsageError
-from experiments.config.schema import Config, Optimizer
+from experiments.config.schema import PHASES, Config, Optimizer
 from experiments.config.sweep import SWEEP, Arm, Cell, expand
-from experiments.timing.race import PHASES
 
 
 @dataclass(frozen=True)

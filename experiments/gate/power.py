@@ -16,10 +16,8 @@ from typing import Any
 from experiments.config.configure import UsageError
 from experiments.config.schema import Config
 from experiments.gate import begin, judge
-from experiments.gate.begin import Start
 from experiments.gate.conduct import Conductor, Trial
 from experiments.gate.judge import RULES, Rules
-from experiments.gate.pair import Revisions
 from experiments.results.store import Record, RunStore, read_json, read_records
 from experiments.run.progress import Display
 from experiments.timing import comparison
@@ -32,6 +30,7 @@ def run(config: Config, *, question: str, words: Sequence[str]) -> int:
         start = begin.start(config, words)
         if config.gate.inject <= 1 and config.gate.slowed_trials:
             raise UsageError("gate.slowed_trials need gate.inject, e.g. gate.inject=1.10")
+        both = begin.one_revision(start, print)
     except UsageError as error:
         return begin.refuse(error)
     going = begin.unfinished(start)
@@ -44,7 +43,11 @@ def run(config: Config, *, question: str, words: Sequence[str]) -> int:
         display.say(begin.heading(start, f"{len(wanted)} trials of the gate"))
         if records:
             display.say(f"going on with {store.path.name}")
-        status = _trials(start, store, records, display, rules)
+        conductor = Conductor(
+            config, start.device, start.points, rules, both, store, display,
+            pairs=1 + max((r["pair"] for r in records), default=-1),
+        )  # fmt: skip
+        status = _trials(conductor, replay(records))
     return _finish(store, status, question, began)
 
 
@@ -74,36 +77,43 @@ def complete(path: Path) -> list[dict[str, Any]]:
     return [outcome(t, names, rules) for t in sorted(whole, key=lambda t: t.number)]
 
 
-def _trials(
-    start: Start, store: RunStore, records: Sequence[Record], display: Display, rules: Rules
-) -> str:
-    """'finished', or 'interrupted'."""
-    done = replay(records)
-    conductor = Conductor(
-        start.config, start.device, start.points, rules, Revisions(), store, display,
-        pairs=1 + max((r["pair"] for r in records), default=-1),
-    )  # fmt: skip
+def _trials(conductor: Conductor, done: dict[int, Trial]) -> str:
+    """'finished', 'interrupted', or 'incomplete' where a process failed: that trial is not one."""
+    display, rules, failures = conductor.display, conductor.rules, 0
     names = list(rules.margins)
     try:
-        for number, slow in enumerate(schedule(start.config)):
+        for number, slow in enumerate(schedule(conductor.config)):
             known = done.get(number)
             trial = known or Trial(number, slow)
             was_done = known and judge.next_request(names, known.evidence, rules) is None
             conductor.finish(trial)
-            found = outcome(trial, names, rules)
-            display.finish("" if was_done else line(found))
+            if trial.failed:
+                failures += 1
+                name, sides = next(iter(trial.failed.items()))
+                reason = next(iter(sides.values())).reason
+                display.finish(f"failed at {name}: {reason}")
+            else:
+                display.finish("" if was_done else line(outcome(trial, names, rules)))
     except KeyboardInterrupt:
         display.say("interrupted: the same command goes on here")
         return "interrupted"
-    return "finished"
+    if failures:
+        display.say(f"{failures} trials failed; the same command does them again")
+    return "incomplete" if failures else "finished"
 
 
 def replay(records: Sequence[Record]) -> dict[int, Trial]:
-    """The trials of stored records, finished or not."""
+    """The trials of stored records, finished or not; without those in which a process failed."""
     trials: dict[int, Trial] = {}
     for record in records:
-        trial = trials.setdefault(record["trial"], Trial(record["trial"], record["slow"]))
+        number, attempt = record["trial"], record.get("attempt", 1)
+        trial = trials.get(number)
+        if trial is None or trial.attempt < attempt:
+            trial = trials[number] = Trial(number, record["slow"], attempt)
         trial.remember(record)
+    for number, trial in trials.items():
+        if trial.failed:  # begun anew, with other pairs
+            trials[number] = Trial(number, trial.slow, trial.attempt + 1)
     return trials
 
 
@@ -181,4 +191,4 @@ def _finish(store: RunStore, status: str, question: str, began: float) -> int:
     answer, page = power_page.write(store.path, info)
     print(f"\n{answer}\n")
     print(f"report: {page}")
-    return 130 if status == "interrupted" else 0
+    return {"interrupted": 130, "incomplete": 5}.get(status, 0)

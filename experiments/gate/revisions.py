@@ -134,16 +134,17 @@ def installed() -> list[Path]:
     return list(found.values())
 
 
-def prepare(
-    base: Revision, head: Revision, say: Callable[[str], object], home: Path = HOME
-) -> None:
+Say = Callable[[str], object]  # told what takes long
+
+
+def prepare(base: Revision, head: Revision, device: str, say: Say, home: Path = HOME) -> None:
     """Give both their native libraries; raises BuildError, which names the revision."""
     natives = {r.sha: _digest(r.folder, "csrc/") for r in (base, head)}
     same = len(set(natives.values())) == 1
     libraries = installed() if same and natives[head.sha] == _digest(ROOT, "csrc/") else []
     for revision in (base, head):
         try:
-            use = libraries or build(revision, home / "native" / _key(revision), say)
+            use = libraries or build(revision, home / "native", device, say)
         except BuildError as error:
             raise BuildError(f"{revision.words} does not build: {error}") from error
         for library in use:
@@ -153,9 +154,16 @@ def prepare(
             os.replace(partial, target)
 
 
-def _key(revision: Revision) -> str:
+def snapshot(name: str, device: str, say: Say) -> Revision:
+    """A revision that is compared with itself; what is edited meanwhile does not get into it."""
+    revision = checkout(name)
+    prepare(revision, revision, device, say)
+    return revision
+
+
+def _key(revision: Revision, cuda: str) -> str:
     """Equal where a build would give the same: sources, torch, compiler, settings."""
-    settings = [os.environ.get(k, "") for k in ("EMBLIB_CUDA", "TORCH_CUDA_ARCH_LIST", "CXX")]
+    settings = [cuda, *(os.environ.get(k, "") for k in ("TORCH_CUDA_ARCH_LIST", "CXX"))]
     compiler = _first_line([os.environ.get("CXX", "c++"), "--version"])
     torch = importlib.util.find_spec("torch")
     words = [_digest(revision.folder, "csrc/"), compiler, str(torch and torch.origin), *settings]
@@ -169,8 +177,13 @@ def _first_line(command: list[str]) -> str:
         return ""
 
 
-def build(revision: Revision, folder: Path, say: Callable[[str], object]) -> list[Path]:
-    """Compile a revision's libraries, or find those of an earlier build of the same sources."""
+def build(revision: Revision, home: Path, device: str, say: Say) -> list[Path]:
+    """Compile a revision's libraries, or find those of an earlier build of the same sources.
+
+    CUDA kernels take long to compile, and are left out where the gate runs on the CPU.
+    """
+    cuda = "OFF" if device == "cpu" else os.environ.get("EMBLIB_CUDA") or "AUTO"
+    folder = home / _key(revision, cuda)
     found = sorted(folder.glob("libemblib_*.so"))
     if found:
         return found
@@ -179,8 +192,9 @@ def build(revision: Revision, folder: Path, say: Callable[[str], object]) -> lis
     say(f"building the native libraries of {revision.words}; this is done once")
     work, log = folder / "work", folder / "build.log"
     work.mkdir(parents=True, exist_ok=True)
-    cuda = os.environ.get("EMBLIB_CUDA") or "AUTO"
     source = str(revision.folder / "csrc")
+    # The environment's own cmake and ninja first: those of the system may be too old.
+    tools = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}"}
     with log.open("w") as out:
         for command in (
             ["cmake", "-S", source, "-B", str(work), "-G", "Ninja", "-DCMAKE_BUILD_TYPE=Release",
@@ -189,7 +203,7 @@ def build(revision: Revision, folder: Path, say: Callable[[str], object]) -> lis
             ["cmake", "--install", str(work), "--prefix", str(work / "installed")],
         ):  # fmt: skip
             try:
-                done = subprocess.run(command, stdout=out, stderr=subprocess.STDOUT)
+                done = subprocess.run(command, stdout=out, stderr=subprocess.STDOUT, env=tools)
             except OSError as error:
                 raise BuildError(f"{command[0]} is needed to build it ({error})") from error
             if done.returncode:
@@ -211,7 +225,10 @@ def _jobs() -> int:
 
 
 def _complaint(log: Path) -> str:
-    """The first line of a build's output that says what is wrong."""
-    lines = log.read_text(errors="replace").splitlines()
-    marks = ("error:", "CMake Error", "FAILED:")
-    return next((x.strip() for m in marks for x in lines if m in x), (lines or ["no output"])[-1])
+    """What a build's output first says to be wrong."""
+    lines = [x.strip() for x in log.read_text(errors="replace").splitlines() if x.strip()]
+    for mark in ("error:", "CMake Error", "FAILED:"):
+        for number, line in enumerate(lines):
+            if mark in line:  # CMake says where, and only then what
+                return " ".join(lines[number : number + 1 + line.endswith(":")])
+    return (lines or ["no output"])[-1]

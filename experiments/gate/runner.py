@@ -15,7 +15,7 @@ from experiments.gate.begin import Start
 from experiments.gate.conduct import Conductor, Trial
 from experiments.gate.judge import RULES
 from experiments.gate.pair import Revisions, Side
-from experiments.gate.revisions import BuildError, Revision
+from experiments.gate.revisions import BuildError
 from experiments.gate.verdicts import Findings, findings
 from experiments.report import text
 from experiments.results.store import RunStore, read_records
@@ -75,7 +75,7 @@ def _compare(
         facts["notices"].append("Base and head are the same revision: all that is found is noise.")
     trial, rules, stopped = Trial(slow=start.config.gate.inject), start.rules, False
     try:
-        folders = _build(start.config, display, name, facts, alike=alike)
+        folders = _build(start.config, start.device.type, display, name, facts)
         conductor = Conductor(
             start.config, start.device, start.points, rules, folders, store, display
         )
@@ -90,20 +90,14 @@ def _compare(
 
 
 def _build(
-    config: Config, display: Display, name: str, facts: dict[str, Any], *, alike: bool
+    config: Config, device: str, display: Display, name: str, facts: dict[str, Any]
 ) -> Revisions:
-    """Where both are; one and the same revision is what is imported here anyway, if that is it."""
-    if alike and config.gate.head == revisions.WORKTREE:
-        return Revisions()
+    """Where both are."""
     base = revisions.checkout(name)
     head = revisions.checkout(config.gate.head)
     facts |= {"base": base.words, "head": head.words}
-    revisions.prepare(base, head, display.say)
-    return Revisions(_folder(base), _folder(head))
-
-
-def _folder(revision: Revision) -> str:
-    return str(revision.folder)
+    revisions.prepare(base, head, device, display.say)
+    return Revisions(str(base.folder), str(head.folder))
 
 
 def _notices(start: Start) -> list[str]:

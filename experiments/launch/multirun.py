@@ -89,7 +89,7 @@ def read(arguments: Sequence[str]) -> Plan:
     flags = {a for a in arguments if a.startswith("-")} - {"-m", "--multirun"}
     if flags:
         raise UsageError(f"-m goes with no other flag, got {' '.join(sorted(flags))}")
-    typed = [re.sub(r"^experiment=", "+experiment=", a) for a in arguments if a[0] != "-"]
+    typed = [re.sub(r"^experiment=", "+experiment=", a) for a in arguments if not a.startswith("-")]
     of_hydra = [a for a in typed if re.match(r"[+~]*hydra[./]", a)]
     words = [a for a in typed if a not in of_hydra]
     if not any(w.startswith("+experiment=") for w in words):

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SHORTEST = 0.1  # seconds: ten ticks
+BUSY = 0.25  # of a core: more for other processes is worth a flag
 LIKELY_CACHE = 32 << 20  # where the system does not say how large the last-level cache is
 
 

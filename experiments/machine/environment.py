@@ -17,6 +17,12 @@ import torch
 from experiments.machine.nvml import Nvml
 from experiments.paths import ROOT
 
+# What libraries read to decide on threads, memory, instructions and launches.
+VARIABLES = (
+    r"(OMP|GOMP|KMP|MKL|DNNL|ATEN|MALLOC|PYTORCH|EMBLIB)_"
+    r"|CUDA_(LAUNCH_BLOCKING|MODULE_LOADING|DEVICE_MAX_CONNECTIONS)$|NVIDIA_TF32_OVERRIDE$"
+)
+
 
 def describe(device: torch.device, words: list[str]) -> dict[str, Any]:
     """Everything about the machine and the software; no host name, no user, no absolute path."""
@@ -36,9 +42,7 @@ def describe(device: torch.device, words: list[str]) -> dict[str, Any]:
         "emblib": _version("emblib"),
         "git": git_state(),
         "packages": {p: _version(p) for p in ("numpy", "pandas", "matplotlib", "hydra-core")},
-        "variables": {
-            k: v for k, v in sorted(os.environ.items()) if re.match(r"(OMP|MKL|EMBLIB)_", k)
-        },
+        "variables": {k: v for k, v in sorted(os.environ.items()) if re.match(VARIABLES, k)},
     }
 
 

@@ -62,6 +62,9 @@ EXPLAINED: dict[str, tuple[str, str]] = {
     ),
 }
 
+# No reason to refuse a machine: nothing that its user could change.
+MINOR = ("virtual", "nvml_absent", "persistence_off")
+
 
 def explain(flag: str) -> str:
     """The meaning in half a sentence; an unknown flag stands for itself."""

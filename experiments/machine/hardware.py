@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from experiments.machine.cpu import LIKELY_CACHE, Cpu, cores_of_others, own_seconds
+from experiments.machine.cpu import BUSY, LIKELY_CACHE, Cpu, cores_of_others, own_seconds
 from experiments.machine.findings import Finding, State
 from experiments.machine.flags import explain, remedy
 from experiments.machine.software import DRIVER
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from experiments.machine.nvml import Nvml
 
 LOOK_SECONDS = 0.3  # at what other processes do
-BUSY = 0.25  # of a core
 LITTLE_SPACE = 2 << 30
 # What NVML tells of a GPU's settings: how to call it, and its unit; none for on or off.
 SETTINGS = {

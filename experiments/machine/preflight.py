@@ -10,15 +10,12 @@ from typing import Any
 import torch
 
 from experiments.config.configure import UsageError
-from experiments.machine.cpu import Cpu, cores_of_others, own_seconds
-from experiments.machine.flags import explain, remedy
+from experiments.machine.cpu import BUSY, Cpu, cores_of_others, own_seconds
+from experiments.machine.flags import MINOR, explain, remedy
 from experiments.machine.nvml import Nvml
-from experiments.machine.telemetry import BUSY
 
 HOT = 75  # degrees Celsius of an idle GPU
 LOOK_SECONDS = 0.15  # at what other processes do
-# Not a reason to refuse: nothing that a user of the machine could change.
-MINOR = ("virtual", "nvml_absent", "persistence_off")
 
 
 @dataclass(frozen=True)

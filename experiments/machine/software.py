@@ -100,7 +100,9 @@ def contenders() -> list[Finding]:
             found.append(Finding("Contenders", what, "; ".join(odd), State.note))
         else:
             versions = ", ".join(f"{p} {v}" for p, v in entry.versions().items())
-            found.append(Finding("Contenders", what, versions or "part of this repository"))
+            where = "; runs on a GPU only" * entry.cuda_only
+            here = versions or "part of this repository"
+            found.append(Finding("Contenders", what, here + where))
     return found
 
 

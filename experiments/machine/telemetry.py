@@ -13,11 +13,10 @@ from typing import Any, Protocol
 
 import torch
 
-from experiments.machine.cpu import Cpu, cores_of_others, own_seconds
+from experiments.machine.cpu import BUSY, Cpu, cores_of_others, own_seconds
 
 PERIOD = 0.2  # seconds between two looks
 STOLEN = 0.01  # a larger share of the time for other virtual machines is worth a flag
-BUSY = 0.25  # and so is more of a core for other processes
 
 
 class Telemetry(Protocol):

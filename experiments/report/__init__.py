@@ -82,18 +82,8 @@ def _named(figure: Figure, mode: str) -> Figure:
 
 def _draw(figures: list[tuple[Figure, Run]]) -> list[tuple[Figure, list[str]]]:
     """The figures as files, and their panels for the page."""
-    import matplotlib.pyplot as plt
-
     from experiments.report import figures as plots
     from experiments.report import style
 
-    drawn = []
     with style.theme():
-        for figure, run in figures:
-            canvas = style.sheet(figure, plots.subtitle(run))
-            canvas.savefig(run.path / f"{figure.name}.png", dpi=150)
-            canvas.set_layout_engine("none")  # the layout that the PNG found serves the SVG too
-            canvas.savefig(run.path / f"{figure.name}.svg", metadata={"Date": None})
-            plt.close(canvas)
-            drawn.append((figure, [style.inline_svg(panel) for panel in figure.panels]))
-    return drawn
+        return [(f, style.draw(f, plots.subtitle(run), run.path)) for f, run in figures]

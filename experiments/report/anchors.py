@@ -16,7 +16,7 @@ from experiments.report import answer as timed
 from experiments.report import figures as timed_figures
 from experiments.report import text
 from experiments.report.data import Run
-from experiments.report.palette import COLOURS, INK
+from experiments.report.palette import INK
 from experiments.report.style import Drawing, Figure, Panel
 from experiments.report.tables import Table, Value
 
@@ -104,7 +104,7 @@ def _label(arm: str) -> str:
 
 def figures(run: Run) -> list[Figure]:
     """Ours beside theirs; then what a run of the kind `time` draws."""
-    pairs = [f for f in anchors.of_run(run) if math.isfinite(f.ours)]
+    pairs = [f for f in anchors.of_run(run) if f.verdict is not Verdict.NOT_RUN]
     found = []
     if pairs:
         height = 1.2 + max(FEWEST_LINES, LINE * len(pairs))
@@ -113,9 +113,9 @@ def figures(run: Run) -> list[Figure]:
             Figure(
                 "published",
                 "Published figures and ours",
-                "Open diamonds: published. Dots: ours, filled where the figure could be judged. "
-                "Each line has its own unit and scale; where the device or the work is another the "
-                "distance between the two says nothing about the programs.",
+                "Open diamonds: published. Dots: ours. Each line has its own unit and scale. Only "
+                "figures that could be judged are drawn; others would be divided across devices or "
+                "different work.",
                 "",
                 [panel],
                 columns=1,
@@ -127,7 +127,6 @@ def figures(run: Run) -> list[Figure]:
 SHADES = {
     Verdict.REPRODUCED: "#2e8540",
     Verdict.DIFFERS: "#be123c",
-    Verdict.NOT_RUN: COLOURS["published"],
 }
 
 
@@ -137,11 +136,10 @@ def _beside(found: Sequence[Finding]) -> Drawing:
     def draw(axes: Axes) -> None:
         for line, finding in enumerate(found):
             shade = SHADES[finding.verdict]
-            judged = finding.verdict is not Verdict.NOT_RUN
             ratio = finding.ours / finding.figure.value
-            axes.plot([1.0, ratio], [line, line], color=shade, lw=1.2, ls="-" if judged else ":")
+            axes.plot([1.0, ratio], [line, line], color=shade, lw=1.2)
             axes.plot(1.0, line, "D", mfc="none", color=INK, ms=7)
-            axes.plot(ratio, line, "o", color=shade, mfc=shade if judged else "none", ms=8)
+            axes.plot(ratio, line, "o", color=shade, ms=8)
             words = f"{_pair(finding)}: {finding.verdict.value}"
             axes.annotate(words, (min(1.0, ratio), line), (0, 9), textcoords="offset points",
                           fontsize=9, color=shade)  # fmt: skip

@@ -39,17 +39,29 @@ def _pick(run: Run, cell: str, arm: str) -> Rows | None:
 
 def _headline(run: Run, subject: Rows, baseline: Rows) -> str:
     step, base = subject["step"], baseline["step"]
-    section = str(run.config.report.headline) or SWEEP
+    section = run.headline
     scale = step["rows_scale"]
     scaled = f" scaled to {text.digits(100 * scale)} % of their rows" if scale < 1 else ""
     weights, base_weights = float(step["weights_bytes"]), float(base["weights_bytes"])
     mode = "" if step["mode"] == Mode.hot.value else f", {step['mode']},"
     return (
-        f"On this machine {run.subject.label} takes {text.times(step['ratio'])} "
-        f"{text.interval(step['ratio_lo'], step['ratio_hi'])} the step time of "
-        f"{run.baseline.label}{mode} on {run.title(section)}{scaled} "
+        f"On this machine {_cost(run, step)}{mode} on {run.title(section)}{scaled} "
         f"({text.seconds(step['median_s'])} against {text.seconds(base['median_s'])}"
         f"{_verdict(step)}) {_memory(weights, base_weights)}."
+    )
+
+
+def _cost(run: Run, step: dict[str, Any]) -> str:
+    """The ratio of step times; where the interval is below 1, how many times as fast that is."""
+    ratio, interval = step["ratio"], text.interval(step["ratio_lo"], step["ratio_hi"])
+    if step["ratio_hi"] < 1:
+        return (
+            f"{run.subject.label} is {text.times(1 / ratio)} as fast as {run.baseline.label}: it "
+            f"takes {text.times(ratio)} {interval} its step time"
+        )
+    return (
+        f"{run.subject.label} takes {text.times(ratio)} {interval} the step time of "
+        f"{run.baseline.label}"
     )
 
 
@@ -61,7 +73,7 @@ def _verdict(row: dict[str, Any]) -> str:
     processes = text.several(count, "process", "processes")
     visible = float(row["visible"])
     if word == OPEN and math.isfinite(visible):
-        return f"; unsure: {processes} could have seen {100 * visible:.1f} %"
+        return f"; unsure: {processes} show differences from {100 * visible:.1f} % on"
     return f"; {word}, {processes}"
 
 

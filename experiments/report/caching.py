@@ -11,7 +11,7 @@ from experiments.config.sweep import IDEALS, SWEEP, label_of
 from experiments.report import text
 from experiments.report.data import Run
 from experiments.report.tables import Table, Value
-from experiments.work.workload import law_words
+from experiments.work.laws import law_words
 
 OF = {"lookup_hit_rate": "lookups", "row_hit_rate": "distinct rows"}
 

@@ -8,7 +8,6 @@ from typing import Any
 import pandas as pd
 from matplotlib.axes import Axes
 
-from experiments.config.sweep import SWEEP
 from experiments.report.data import Run
 from experiments.report.palette import colour_of, marker_of
 from experiments.report.plots import Label, label_ends, plain_ticks, scales
@@ -26,7 +25,7 @@ def figures(run: Run) -> list[Figure]:
     rows = run.table[(run.table["cell"] == cell) & (run.table["status"] == "ok")]
     if not len(rows):
         return []
-    section = str(run.config.report.headline) or SWEEP
+    section = run.headline
     panels = [
         Panel(f"Time of {title}", _scatter(rows[rows["phase"] == phase], "median_s"))
         for phase, title in PHASES.items()
@@ -96,7 +95,7 @@ def modes(run: Run) -> list[Figure]:
     if cell is None or len(run.modes) < 2 or not len(run.table):
         return []
     rows = run.table[(run.table["cell"] == cell) & (run.table["status"] == "ok")]
-    section = str(run.config.report.headline) or SWEEP
+    section = run.headline
     return [
         Figure(
             "modes",

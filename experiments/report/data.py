@@ -15,7 +15,7 @@ from experiments.config.schema import AXES, Kind, Mode
 from experiments.config.sweep import SWEEP, Arm, variants_of
 from experiments.results.metrics import frame, mode_of, replicate_of
 from experiments.results.store import Record, read_json, read_records
-from experiments.work.workload import law_words
+from experiments.work.laws import law_words
 
 AXIS_NAMES = {
     "T": "tables T",
@@ -99,10 +99,14 @@ class Run:
         timing = self.config.timing
         return bool(timing.max_rows or timing.max_batch or timing.max_cells)
 
+    @property
+    def headline(self) -> str:
+        """The section that answers the question: the headline case, else the sweep."""
+        return str(self.config.report.headline) or SWEEP
+
     def headline_cell(self) -> str | None:
-        """The cell that answers the question: the headline case, else the sweep's base point."""
-        section = str(self.config.report.headline) or SWEEP
-        cells = [r["cell"] for r in self.records if r["section"] == section]
+        """The cell that answers the question; of a sweep its base point."""
+        cells = [r["cell"] for r in self.records if r["section"] == self.headline]
         return cells[0] if cells else None
 
     def spread(self) -> float:

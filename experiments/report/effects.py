@@ -6,11 +6,11 @@ import math
 
 import pandas as pd
 
+from experiments.config.schema import PHASES
 from experiments.report.data import Run
 from experiments.results.metrics import best_of_rounds, replicate_of
 from experiments.results.store import Record
 from experiments.timing.comparison import process_effect
-from experiments.timing.race import PHASES
 
 
 def per_process(run: Run) -> pd.DataFrame:

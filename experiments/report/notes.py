@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 
-from experiments.config.schema import Kind, Mode
-from experiments.machine.flags import explain
-from experiments.machine.preflight import MINOR
+from experiments.config.schema import PHASES, Kind, Mode
+from experiments.machine.flags import MINOR, explain
 from experiments.report import text
 from experiments.report.data import Run
 from experiments.results.metrics import MARGIN, PROCESSES_FOR_A_VERDICT
-from experiments.timing.race import PHASES
 
 NOISY = 0.3  # typical distance of the quartiles, relative to the median, that deserves a warning
 

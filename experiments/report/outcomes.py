@@ -20,7 +20,6 @@ MEANING = {
     "error": "failed",
     "missing": "a package is not installed",
     "unsupported": "the contender does not offer this",
-    "skipped": "left out on purpose",
 }
 MARK = {"ok": "✓", "partly": "½", "oom": "oom", "timeout": "time", "unsupported": "n/a"}
 

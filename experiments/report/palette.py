@@ -40,7 +40,6 @@ STATUS = {
     "error": "#dc2626",
     "missing": "#64748b",
     "unsupported": "#94a3b8",
-    "skipped": "#a8a29e",
 }
 MARKERS = {
     "tbe": "o",

@@ -8,9 +8,9 @@ from typing import Any
 import pandas as pd
 from matplotlib.axes import Axes
 
-from experiments.compare import hardware
-from experiments.compare.bandwidth import Roofs
 from experiments.config.sweep import label_of
+from experiments.machine import devices
+from experiments.machine.roofs import Roofs
 from experiments.report.data import Run
 from experiments.report.palette import INK, colour_of, marker_of
 from experiments.report.plots import scales
@@ -29,7 +29,7 @@ def figures(run: Run) -> list[Figure]:
     if not len(rows):
         return []
     known = "copy and random gather" if roofs.gather_gb_s else "copy"
-    device = hardware.of_environment(run.environment)
+    device = devices.of_environment(run.environment)
     theory = device.bandwidth_gb_s if device else None
     named = f" Dotted: {device.name} in theory." if device and theory else ""
     return [

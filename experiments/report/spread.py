@@ -6,7 +6,6 @@ from typing import Any
 
 from matplotlib.axes import Axes
 
-from experiments.config.sweep import SWEEP
 from experiments.report.data import Run
 from experiments.report.palette import INK, colour_of
 from experiments.report.plots import scales
@@ -28,7 +27,7 @@ def figures(run: Run) -> list[Figure]:
     ]
     if not records:
         return []
-    section = str(run.config.report.headline) or SWEEP
+    section = run.headline
     return [
         Figure(
             "samples",

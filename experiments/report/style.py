@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from textwrap import wrap
 from typing import Any, cast
 
@@ -81,6 +82,16 @@ def theme() -> Iterator[None]:
     }
     with plt.rc_context(cast(Any, settings)):
         yield
+
+
+def draw(figure: Figure, subtitle: str, folder: Path) -> list[str]:
+    """The figure's PNG and SVG files in `folder`, and its panels as inline SVG for the page."""
+    canvas = sheet(figure, subtitle)
+    canvas.savefig(folder / f"{figure.name}.png", dpi=150)
+    canvas.set_layout_engine("none")  # the layout that the PNG found serves the SVG too
+    canvas.savefig(folder / f"{figure.name}.svg", metadata={"Date": None})
+    plt.close(canvas)
+    return [inline_svg(panel) for panel in figure.panels]
 
 
 def inline_svg(panel: Panel) -> str:

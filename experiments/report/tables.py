@@ -10,9 +10,9 @@ from typing import Any
 
 import pandas as pd
 
-from experiments.compare.bandwidth import Roofs
 from experiments.config.sweep import SWEEP
 from experiments.machine.flags import explain, remedy
+from experiments.machine.roofs import Roofs
 from experiments.report import notes, text
 from experiments.report.answer import where
 from experiments.report.data import Run
@@ -175,7 +175,9 @@ def _compression(value: float) -> str:
 
 def environment_table(run: Run) -> Table:
     """Provenance as name and value."""
-    return Table(["", ""], [[Value(k), Value(v)] for k, v in flatten(run.environment)])
+    return Table(
+        ["", ""], [[Value(k), Value(v)] for k, v in dict.fromkeys(flatten(run.environment))]
+    )
 
 
 def flags_table(run: Run) -> Table:

@@ -13,7 +13,7 @@ from experiments.report.tables import Table, Value
 from experiments.results.store import Record
 from experiments.traces import frames
 from experiments.work import production
-from experiments.work.workload import law_words
+from experiments.work.laws import law_words
 
 NOTES = (
     "'Distinct' rows are those looked up at all. A batch's distinct share is its distinct rows ÷ "

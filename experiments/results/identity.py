@@ -17,7 +17,11 @@ from experiments.contenders import registry
 from experiments.paths import ROOT
 
 # How a number comes about: a change here makes earlier samples another measurement.
-BENCH_SOURCES = ("work/*.py", "timing/*.py", "run/cell.py", "run/lockstep.py", "contenders/*.py")
+BENCH_SOURCES = (
+    *(f"{package}/*.py" for package in ("work", "timing", "contenders", "caches", "traces")),
+    *(f"run/{name}.py" for name in ("cell", "lockstep", "ranks", "session", "verify", "worker")),
+    *("machine/cpu.py", "machine/telemetry.py"),
+)
 # Of a timing preset: what says how much is measured, not what.
 AMOUNTS = ("preset", "replicates", "cell_seconds", "total_seconds", "limit_seconds", "max_cells")
 

@@ -9,11 +9,10 @@ from typing import Any
 
 import pandas as pd
 
-from experiments.config.schema import Kind, Mode
+from experiments.config.schema import PHASES, Kind, Mode
 from experiments.results.store import Record
 from experiments.timing import comparison, stats
 from experiments.timing.comparison import Effect
-from experiments.timing.race import PHASES
 from experiments.timing.stats import Summary
 
 INDEX_BYTES = 8  # int64 ids and offsets
@@ -90,7 +89,8 @@ def _row(group: Sequence[Record], phase: str, base: Sequence[Record]) -> dict[st
     taken = [r for r in group if r["status"] == "ok"] if status == "ok" else []
     sampled = [seconds(r, phase) for r in taken]
     time, ends = summarise_processes(sampled), stats.tail([s for each in sampled for s in each])
-    effect = ratio(taken, [r for r in base if r["status"] == "ok"], phase)
+    sound = base if base and _status(base) == "ok" else []  # once wrong, it is no baseline
+    effect = ratio(taken, [r for r in sound if r["status"] == "ok"], phase)
     judged = effect.processes >= PROCESSES_FOR_A_VERDICT
     identity = {k: record[k] for k in ("section", "cell", "contender", "rank", "arm", "label")}
     unique = record["unique_rows"] or math.nan
@@ -157,13 +157,17 @@ def _flags(group: Sequence[Record]) -> list[str]:
 
 
 def summarise_processes(samples: Sequence[Sequence[float]]) -> Summary:
-    """All samples of all processes; from two processes on, the interval is over their medians."""
+    """All samples of all processes; from two processes on, the interval is over their medians.
+
+    It is widened to the median of all samples where processes with many of those pull that away.
+    """
     whole = stats.summarise([s for taken in samples for s in taken])
     medians = [stats.summarise(taken).median for taken in samples if taken]
     if len(medians) < 2:
         return whole
     spread = comparison.combine([math.log(m) for m in medians])
-    return dataclasses.replace(whole, lo=spread.lo, hi=spread.hi)
+    lo, hi = min(spread.lo, whole.median), max(spread.hi, whole.median)
+    return dataclasses.replace(whole, lo=lo, hi=hi)
 
 
 def ratio(arm: Sequence[Record], base: Sequence[Record], phase: str) -> Effect:

@@ -80,9 +80,8 @@ class RunStore:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
             end = _whole_lines(descriptor)
             try:
-                written = os.write(descriptor, data)
-                if written < len(data):  # one more try gets the reason from the system
-                    os.write(descriptor, data[written:])
+                while data:  # after a short write the next one gets the reason from the system
+                    data = data[os.write(descriptor, data) :]
             except OSError:
                 os.ftruncate(descriptor, end)
                 raise

@@ -8,7 +8,7 @@ import random
 from collections.abc import Mapping
 from functools import partial
 
-from experiments.config.schema import Kind, TimingConfig
+from experiments.config.schema import PHASES, Kind, TimingConfig
 from experiments.config.sweep import IDEALS, LOOKUPS, Arm, Cell
 from experiments.contenders import Contender, Task, build, registry
 from experiments.machine.telemetry import telemetry_for
@@ -19,7 +19,7 @@ from experiments.run.verify import verify
 from experiments.timing import memory
 from experiments.timing.clock import clock_for
 from experiments.timing.passes import counting_pass, energy
-from experiments.timing.race import PHASES, Phase, Race
+from experiments.timing.race import Phase, Race
 from experiments.work.workload import Pool, dense_bytes, make_pool, table_shapes
 
 VERIFY_BATCH = 32  # bags per table in the check, whose reference gathers every lookup's cores

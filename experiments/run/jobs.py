@@ -12,9 +12,11 @@ from experiments.config.sweep import Cell
 from experiments.results.identity import point_key
 from experiments.results.store import Record, read_records
 
-# Without a new request these are not tried again: the outcome would be the same.
-SETTLED = ("ok", "oom", "timeout", "wrong", "unsupported", "skipped")
-GOOD = ("ok", "unsupported", "skipped")
+START_SECONDS = 1.5  # a process, its imports and its first batches, on a machine of two cores
+# Without a new request these are not tried again: the outcome would be the same. What is missing
+# has another point_key once it is installed.
+GOOD = ("ok", "unsupported", "missing")
+SETTLED = (*GOOD, "oom", "timeout", "wrong")
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,15 @@ class Job:
 def replicates(cell: Cell, config: Config) -> int:
     """Fresh processes that the cell asks for; what a trace counts is the same in each."""
     return config.timing.replicates if cell.kind is Kind.time else 1
+
+
+def seconds_of(cell: Cell, config: Config) -> float:
+    """Of one process, from above: a rule of thumb, not a measurement; tables cost time besides."""
+    if cell.kind is not Kind.time:
+        return START_SECONDS
+    timing = config.timing
+    warm = len(cell.arms) * timing.warmup_seconds
+    return START_SECONDS + len(timing.modes) * (timing.cell_seconds + warm)
 
 
 def passes(cells: Sequence[Cell], config: Config) -> Iterator[list[Job]]:
@@ -65,12 +76,14 @@ Done = Mapping[tuple[str, int], list[Record]]
 def done_before(folder: Path, config: Config, context_id: str) -> Done:
     """Complete jobs of earlier runs of the experiment under `folder`, the latest of each.
 
-    `rerun=failed` forgets those with a failure in them, `rerun=all` all.
+    `rerun=failed` forgets those with a failure in them, `rerun=all` all. Who ran out of time under
+    another limit may not under this one.
     """
     found: dict[tuple[str, int], list[Record]] = {}
     if config.rerun is Rerun.all:
         return found
     accepted = GOOD if config.rerun is Rerun.failed else SETTLED
+    limit = config.timing.limit_seconds
     for points in sorted(folder.glob("*/points.jsonl")):
         jobs: dict[tuple[str, int], list[Record]] = {}
         try:
@@ -82,6 +95,7 @@ def done_before(folder: Path, config: Config, context_id: str) -> Done:
                 jobs.setdefault((record["point_key"], record["replicate"]), []).append(record)
         for key, parts in jobs.items():
             whole = len(parts) == parts[0]["job_records"]
-            if whole and all(r["status"] in accepted for r in parts):
+            other = any(r["status"] == "timeout" and r.get("limit_s") != limit for r in parts)
+            if whole and not other and all(r["status"] in accepted for r in parts):
                 found[key] = parts
     return found

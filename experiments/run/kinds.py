@@ -11,8 +11,8 @@ from experiments.config.schema import Kind
 # (cell, session, seconds) -> records, in a process of its own.
 MEASURES = {
     Kind.time: "experiments.run.cell:measure_cell",
-    Kind.cache: "experiments.caches.trace_cell:trace_cell",
-    Kind.trace: "experiments.traces.cell:lookups_cell",
+    Kind.cache: "experiments.caches.cell:cache_cell",
+    Kind.trace: "experiments.traces.cell:trace_cell",
 }
 # (config, *, question, words) -> exit status: kinds that lead their processes themselves.
 RUNNERS: dict[Kind, str] = {

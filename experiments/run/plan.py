@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 import torch
 from rich.console import Console
 from rich.table import Column, Table
 
-from experiments.config.schema import Config, Kind
+from experiments.config.schema import Config
 from experiments.config.sweep import Cell
 from experiments.report import text
 from experiments.run.cell import dense_arms, fit_memory
-from experiments.run.jobs import replicates
+from experiments.run.jobs import replicates, seconds_of
 from experiments.run.progress import where
 from experiments.run.session import Session
 from experiments.timing import memory
 from experiments.work.workload import dense_bytes, table_shapes
 
-START_SECONDS = 1.5  # a process, its imports and its first batches, on a machine of two cores
+WIDTH = 120  # of the table where it is not a terminal's
 BUILD_BYTES_PER_SECOND = 0.5e9  # tables written and checked
 
 
@@ -41,7 +42,7 @@ def show(cells: Sequence[Cell], config: Config, device: torch.device) -> int:
             str(replicates(cell, config)),
             text.seconds(seconds),
         )
-    console = Console(highlight=False)
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
     console.print(table)
     limit = config.timing.total_seconds
     bound = f", cut to about {limit:g} s by timing.total_seconds" if 0 < limit < total else ""
@@ -53,10 +54,7 @@ def show(cells: Sequence[Cell], config: Config, device: torch.device) -> int:
 
 
 def estimate(cell: Cell, config: Config) -> float:
-    """Seconds of one process, from above: a rule of thumb, not a measurement."""
+    """Seconds of one process with its tables, from above."""
     shapes = table_shapes(cell.workload, scale=cell.rows_scale)
-    build = dense_arms(cell) * dense_bytes(shapes) / BUILD_BYTES_PER_SECOND
-    if cell.kind is not Kind.time:
-        return START_SECONDS + build
-    warm = len(cell.arms) * config.timing.warmup_seconds
-    return START_SECONDS + build + len(config.timing.modes) * (config.timing.cell_seconds + warm)
+    built = dense_arms(cell) * dense_bytes(shapes)
+    return seconds_of(cell, config) + built / BUILD_BYTES_PER_SECOND

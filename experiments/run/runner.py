@@ -34,12 +34,16 @@ FAILURES = ("error", "timeout", "wrong")
 
 def run(config: Config, *, question: str, words: Sequence[str]) -> int:
     """Measure and report; returns the exit status (see cli.HELP)."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # a scheduler's Ctrl-C
     if config.kind in kinds.RUNNERS:
         leader = kinds.function(kinds.RUNNERS[config.kind])
         return int(leader(config, question=question, words=words))
     try:
         device = device_of(config)
-        cells = expand(config)
+        cells = [cell for cell in expand(config) if cell.arms]
+        if not cells:
+            raise UsageError("nothing to measure: contenders, where or exclude leave no contender")
         if config.dry_run:
             return plan.show(cells, config, device)
         environment = survey(config, device, words)
@@ -48,7 +52,11 @@ def run(config: Config, *, question: str, words: Sequence[str]) -> int:
         return 2
     folder = ROOT / config.report.folder  # an absolute folder stays as it is
     earlier = done_before(folder / config.name, config, environment["context_id"])
-    store = RunStore.create(folder, config.name)
+    try:
+        store = RunStore.create(folder, config.name)
+    except OSError as error:
+        print(f"error: report.folder={config.report.folder}: {error}", file=sys.stderr)
+        return 2
     store.write_config(config)
     store.write_json("environment.json", environment)
     session = Session(config, device, store.path.name)
@@ -81,18 +89,26 @@ def finish(
     store: RunStore, config: Config, *, status: str, question: str, extra: dict[str, Any]
 ) -> int:
     """The report, the last lines on the terminal, the exit status."""
-    store.write_json(
-        "run.json",
-        {"experiment": config.name, "question": question, "status": status, **extra},
-    )
-    summary = write_report(store.path)
+    page = store.path / "index.html"
+    page = page.relative_to(Path.cwd()) if page.is_relative_to(Path.cwd()) else page
+    end = {"experiment": config.name, "question": question, "status": status, **extra}
+    try:
+        store.write_json("run.json", end)
+        summary = write_report(store.path)
+    except (KeyboardInterrupt, OSError) as error:
+        why = f"error: {error}" if isinstance(error, OSError) else "interrupted"
+        again = f"python -m experiments.report {page.parent}"
+        print(f"{why}; there is no report, '{again}' makes it of what was kept", file=sys.stderr)
+        return 1 if isinstance(error, OSError) else 130
     print(f"\n{summary.answer}\n")
+    timing = config.timing
+    if timing.max_rows or timing.max_batch or timing.max_cells:
+        print("smoke run: everything is small, its numbers mean nothing")
     outcomes = extra["outcomes"]
     failures = sum(outcomes.get(name, 0) for name in FAILURES)
     if failures:
         print(f"{text.count(failures, 'measurement')} failed; the report says which and why")
-    page = store.path / "index.html"
-    print(f"report: {page.relative_to(Path.cwd()) if page.is_relative_to(Path.cwd()) else page}")
+    print(f"report: {page}")
     if status == "interrupted":
         return 130
     if status != "finished":
@@ -117,6 +133,10 @@ def heading(config: Config, cells: Sequence[Cell], environment: dict[str, Any]) 
     )
 
 
+class StoreError(Exception):
+    """The records of a job could not be written."""
+
+
 class Work:
     """The passes of a run over its cells, within its budget."""
 
@@ -133,17 +153,15 @@ class Work:
 
     def do(self, cells: Sequence[Cell]) -> str:
         """'finished', 'interrupted' or what else ended it; what was measured is in the store."""
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, signal.default_int_handler)  # a scheduler's Ctrl-C
         try:
             for jobs in passes(cells, self.session.config):
                 self._pass(jobs)
         except KeyboardInterrupt:
             self.display.say("interrupted: reporting what was measured; the same command goes on")
             return "interrupted"
-        except OSError as error:
+        except StoreError as error:
             self.display.say(f"the store cannot be written ({error}); what was written is whole")
-            return f"store: {error.strerror or error}"
+            return f"store: {error}"
         return "finished"
 
     def _pass(self, jobs: Sequence[Job]) -> None:
@@ -151,7 +169,7 @@ class Work:
         for job in jobs:
             if self._fits(job):
                 records = self._records(job)
-                self.store.append(*records)
+                self._keep(records)
                 self._tell(job, records)
             else:
                 left_out += 1
@@ -164,6 +182,13 @@ class Work:
                 f"(timing.total_seconds={total:g}); the same command goes on there"
             )
 
+    def _keep(self, records: Sequence[Record]) -> None:
+        try:
+            self.store.append(*records)
+        except OSError as error:
+            raise StoreError(error.strerror or str(error)) from error
+        self.jobs += 1
+
     def _fits(self, job: Job) -> bool:
         """The first pass always does; later ones while the run's time lasts."""
         total = self.session.config.timing.total_seconds
@@ -175,13 +200,12 @@ class Work:
     def _records(self, job: Job) -> list[Record]:
         key, replicate = job.key(self.session.config)
         old = self.earlier.get((key, replicate))
-        self.jobs += 1
-        if old is not None:
+        if old is not None and self._same_tables(job.cell, old[0]["rows_scale"]):
             self.reused += 1
-            self._remember(job.cell, old[0]["rows_scale"])
             here = {"run_id": self.session.run_id, "order": job.order}
             return [{"reused_from": r["run_id"], **r, **here} for r in old]
-        self._remember(job.cell, None)
+        if job.cell.key not in self.fitted:
+            self.fitted[job.cell.key] = fit_memory(job.cell, self.session)
         cell = self.fitted[job.cell.key]
         identity = {"point_key": key, "context_id": self.context_id}
         session = dataclasses.replace(
@@ -198,12 +222,14 @@ class Work:
         self.walls[job.cell.key] = time.monotonic() - began
         return records
 
-    def _remember(self, cell: Cell, scale: float | None) -> None:
+    def _same_tables(self, cell: Cell, scale: float) -> bool:
+        """Whether an earlier job had the tables that this run gives the cell; the first decides.
+
+        How far tables are shrunk depends on what memory was free, so earlier runs may differ.
+        """
         if cell.key not in self.fitted:
-            fitted = fit_memory(cell, self.session)
-            self.fitted[cell.key] = (
-                fitted if scale is None else dataclasses.replace(cell, rows_scale=scale)
-            )
+            self.fitted[cell.key] = dataclasses.replace(cell, rows_scale=scale)
+        return self.fitted[cell.key].rows_scale == scale
 
     def _seconds(self) -> float:
         """Timing budget of the next job: its share of what is left of the run's."""

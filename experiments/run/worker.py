@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from experiments.config.schema import Config, Kind
+from experiments.config.schema import Config, Kind, Mode
 from experiments.config.sweep import Arm, Cell
 from experiments.machine import bandwidth, environment, preflight
 from experiments.results.identity import bench_version, context_of
@@ -73,9 +73,9 @@ def measure_job(
                 records = []
                 arm = _culprit(cell, child.note)
                 if arm is None:  # nobody's fault, so everybody's
-                    lost += [_lost(cell, a, death, session) for a in cell.arms]
+                    lost += [row for a in cell.arms for row in _lost(cell, a, death, session)]
                     break
-                lost.append(_lost(cell, arm, death, session))
+                lost += _lost(cell, arm, death, session)
                 cell = dataclasses.replace(cell, arms=tuple(a for a in cell.arms if a != arm))
     else:
         records = []
@@ -83,6 +83,7 @@ def measure_job(
     shared = {
         "job_records": len(every),
         "wall_s": round(time.monotonic() - started, 3),
+        "limit_s": session.config.timing.limit_seconds,
         "bench_version": bench_version(),
     }
     return [record | shared for record in every]
@@ -103,12 +104,13 @@ def _culprit(cell: Cell, noted: str) -> Arm | None:
     return named[0] if named else cell.arms[0] if len(cell.arms) == 1 else None
 
 
-def _lost(cell: Cell, arm: Arm, death: Died, session: Session) -> dict[str, Any]:
-    outcome = Outcome(arm)
-    outcome.fail(death)
-    if cell.kind is Kind.time:
-        outcome.mode = session.config.timing.modes[0]
-    return describe(cell, outcome, session)
+def _lost(cell: Cell, arm: Arm, death: Died, session: Session) -> list[Record]:
+    """A row of every mode: what the process had measured before its death went with it."""
+    modes = session.config.timing.modes if cell.kind is Kind.time else [Mode.hot]
+    lost = [Outcome(arm, mode) for mode in modes]
+    for outcome in lost:
+        outcome.fail(death)
+    return [describe(cell, outcome, session) for outcome in lost]
 
 
 def survey(config: Config, device: torch.device, words: Sequence[str]) -> dict[str, Any]:

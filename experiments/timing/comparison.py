@@ -8,7 +8,6 @@ never averages out within one; so the processes, not the samples, are what inter
 from __future__ import annotations
 
 import math
-import random
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +17,6 @@ from functools import cache
 CONFIDENCE = 0.95
 LEAST_PROCESSES = 2  # below which nothing is known of how processes differ
 NOISE_FACTOR = 3.0  # median deviations of an A/A effect that a margin is at least
-DRAWS = 2000  # of the bootstrap
 _BISECTIONS = 80  # halve an angle below the precision of a double
 
 
@@ -124,25 +122,6 @@ def wilson(hits: int, trials: int) -> tuple[float, float]:
     half = z * spread / (1 + z2 / trials)
     # At the ends the bound is the rate itself, which rounding would miss by a hair.
     return (centre - half if hits else 0.0), (centre + half if hits < trials else 1.0)
-
-
-def bootstrap(processes: Sequence[Sequence[float]], seed: int = 0) -> tuple[float, float]:
-    """A cross-check of `combine` that assumes no distribution: processes drawn, then their blocks.
-
-    `processes` holds the log ratios of the blocks of each. With few processes its interval is too
-    narrow; it tells whether one block or one process makes the result.
-    """
-    rng = random.Random(seed)
-    means = []
-    for _ in range(DRAWS if processes else 0):
-        drawn = rng.choices(processes, k=len(processes))
-        medians = [statistics.median(rng.choices(blocks, k=len(blocks))) for blocks in drawn]
-        means.append(statistics.fmean(medians))
-    if not means:
-        return math.nan, math.nan
-    means.sort()
-    tail = round((1 - CONFIDENCE) / 2 * (len(means) - 1))
-    return math.exp(means[tail]), math.exp(means[-1 - tail])
 
 
 def t_outside(t: float, freedom: int) -> float:

@@ -18,9 +18,8 @@ from experiments.timing.clock import Clock, Phase, Reading, Work
 from experiments.timing.measured import Measured
 from experiments.timing.warmup import warm_up
 
-__all__ = ["PHASES", "Measured", "Phase", "Race", "Turn"]
+__all__ = ["Measured", "Phase", "Race", "Turn"]
 
-PHASES = ("forward", "step")
 MOST_EXECUTIONS = 64  # calls that share a sample
 RETRIES = 3  # of a round during which the machine was throttled
 BACK_OFF, BACK_OFF_GROWTH = 0.05, 2.5  # seconds before the first, and how much longer each is

@@ -65,29 +65,19 @@ def summarise(samples: Sequence[float]) -> Summary:
 
 @dataclass(frozen=True)
 class Tail:
-    """What the median does not tell of a sample. Outliers are counted, never dropped."""
+    """What the median does not tell of a sample."""
 
     least: float
     p90: float
     p99: float
-    mad: float  # median distance from the median
-    outliers: int  # further than 1.5 quartile distances outside the quartiles
 
 
 def tail(samples: Sequence[float]) -> Tail:
     """The ends of a sample; nan where there is none."""
     ordered = sorted(samples)
     if not ordered:
-        return Tail(math.nan, math.nan, math.nan, math.nan, 0)
-    q25, median, q75 = (quantile(ordered, p) for p in (0.25, 0.5, 0.75))
-    reach = 1.5 * (q75 - q25)
-    return Tail(
-        ordered[0],
-        quantile(ordered, 0.9),
-        quantile(ordered, 0.99),
-        quantile(sorted(abs(x - median) for x in ordered), 0.5),
-        sum(not q25 - reach <= x <= q75 + reach for x in ordered),
-    )
+        return Tail(math.nan, math.nan, math.nan)
+    return Tail(ordered[0], quantile(ordered, 0.9), quantile(ordered, 0.99))
 
 
 def settled(noise: Sequence[float]) -> bool:

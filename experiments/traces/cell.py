@@ -1,4 +1,4 @@
-"""A cell whose lookups are only looked at: no tables, no contenders, nothing is timed."""
+"""A cell of kind trace: lookups are looked at; no tables, no contenders, nothing is timed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TABLE_CACHE = 0.1  # of the rows that the trace looks up in a table
 FEWEST_BATCHES = 4  # two halves for the fit; some to fill caches and some to count
 
 
-def lookups_cell(cell: Cell, session: Session, seconds: float) -> list[Record]:
+def trace_cell(cell: Cell, session: Session, seconds: float) -> list[Record]:
     """One record: all tables together, and each of them. `seconds` is for what is timed."""
     started = time.monotonic()
     arm = cell.arms[0]

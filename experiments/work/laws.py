@@ -1,6 +1,10 @@
-"""Seeded draws of row ids: uniform or zipf(q, s), exact, without tables of size E."""
+"""Seeded draws of row ids: uniform or zipf(q, s), exact, without tables of size E; their names."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -77,3 +81,15 @@ def _feistel(x: NDArray[np.uint64], half: int, keys: NDArray[np.uint64]) -> NDAr
         mixed *= np.uint64(0xBF58476D1CE4E5B9)
         left, right = right, left ^ ((mixed >> np.uint64(32)) & mask)
     return (left << np.uint64(half)) | right
+
+
+def law_words(params: Mapping[str, Any]) -> str:
+    """The law of a record's parameters as people call it."""
+    match params["law"]:
+        case "uniform":
+            return "uniform ids"
+        case "production":
+            return "production-like ids"
+        case "trace":
+            return f"trace {Path(params['file']).name} (sha256 {params['sha256'][:12]})"
+    return f"zipf s={params['s']:g} q={params['q']:g}"

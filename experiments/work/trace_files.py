@@ -14,7 +14,8 @@ import numpy as np
 
 import emblib
 from experiments.config.schema import Format, Ids, Law, WorkloadConfig
-from experiments.work.trace_formats import READERS, Bags, Column, Integers, Reader, TraceError
+from experiments.work.opening import TraceError, readable
+from experiments.work.trace_formats import READERS, Bags, Column, Integers, Reader
 
 __all__ = ["Ragged", "TraceError", "batches", "resolve"]
 
@@ -55,6 +56,8 @@ def resolve(work: WorkloadConfig, *, sized: bool) -> WorkloadConfig:
             f"{work.sha256}"
         )
     columns = _chosen(work)
+    if not columns:
+        raise TraceError(f"{path.name} has no tables")
     sizes = work.sizes or [work.E or column.rows for column in columns]
     if len(sizes) != len(columns):
         raise TraceError(
@@ -81,7 +84,7 @@ def resolve(work: WorkloadConfig, *, sized: bool) -> WorkloadConfig:
 
 
 def _mean_length(work: WorkloadConfig, names: Sequence[str]) -> int:
-    first = next(_open(work).blocks(names, TELL_LENGTH), None)
+    first = next(_blocks(work, names, TELL_LENGTH), None)
     if first is None or not len(first[0].lengths):
         raise TraceError(f"{Path(work.file).name} has no samples")
     return max(1, round(float(np.mean([b.lengths.mean() for b in first]))))
@@ -96,7 +99,7 @@ def batches(work: WorkloadConfig, sizes: Sequence[int], count: int) -> Iterator[
         TraceError: an id outside its table, unless they are folded.
     """
     names = work.columns or [column.name for column in _chosen(work)]
-    blocks = _open(work).blocks(names, work.B)
+    blocks = _blocks(work, names, work.B)
     for batch in itertools.islice(_exactly(blocks, work.B), count):
         yield [
             _rows(bags, size, name, work)
@@ -165,7 +168,11 @@ def _checksum(path: Path, stamp: tuple[int, int]) -> str:
 
 def _chosen(work: WorkloadConfig) -> list[Column]:
     """The named columns, or the first T, or all."""
-    every = _open(work).columns()
+    with readable(_path(work)):
+        every = _open(work).columns()
+    names = [column.name for column in every]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise TraceError(f"{Path(work.file).name} has two tables named '{twice[0]}': rename one")
     if work.columns:
         by_name = {column.name: column for column in every}
         for name in work.columns:
@@ -187,7 +194,13 @@ def _chosen(work: WorkloadConfig) -> list[Column]:
 
 def _open(work: WorkloadConfig) -> Reader:
     path = _path(work)
-    return _reader(path, _format(path, work.format), _stamp(path))
+    with readable(path):
+        return _reader(path, _format(path, work.format), _stamp(path))
+
+
+def _blocks(work: WorkloadConfig, names: Sequence[str], size: int) -> Iterator[list[Bags]]:
+    with readable(_path(work)):
+        yield from _open(work).blocks(names, size)
 
 
 @cache

@@ -8,15 +8,13 @@ start costs.
 from __future__ import annotations
 
 import csv
-import gzip
 import json
 import re
-import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,14 +24,11 @@ from torch import Tensor
 import emblib
 from experiments.config.schema import Format
 from experiments.work.laws import Ids
+from experiments.work.opening import TraceError, text, torch_load
 
 Integers = NDArray[Any]  # of any width; hashed ids may need all 64 bits
 CRITEO_DENSE, CRITEO_TABLES = 13, 26
 SEPARATORS = re.compile(r"[\s,;|\[\]]+")
-
-
-class TraceError(ValueError):
-    """The file is not what it was said to be; the message says what it is and what to do."""
 
 
 class Bags(NamedTuple):
@@ -79,7 +74,7 @@ class Dlrm(Reader):
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
-        content = _torch_load(path)
+        content = torch_load(path)
         good = isinstance(content, tuple | list) and len(content) >= 3
         tensors = [x for x in content[:3] if isinstance(x, Tensor)] if good else []
         if len(tensors) < 3 or tensors[2].dim() != 2:
@@ -87,12 +82,21 @@ class Dlrm(Reader):
                 f"{path.name} is not in the layout of dlrm_datasets: it must hold the tensors "
                 f"(indices, offsets [T*B + 1], lengths [T, B]), got {_summary(content)}"
             )
-        self.indices, self.offsets, lengths = tensors
-        self.tables, self.samples = lengths.shape
+        if any(x.is_floating_point() or x.is_complex() or x.dtype is torch.bool for x in tensors):
+            kinds = ", ".join(str(x.dtype) for x in tensors)
+            raise TraceError(f"{path.name}: all three tensors must have integers, got {kinds}")
+        self.indices, self.offsets, self.lengths = tensors
+        self.tables, self.samples = self.lengths.shape
         if self.offsets.numel() != self.tables * self.samples + 1:
             raise TraceError(
                 f"{path.name}: offsets must have T*B + 1 = {self.tables * self.samples + 1} "
                 f"entries (lengths is {self.tables} × {self.samples}), got {self.offsets.numel()}"
+            )
+        ends, lookups = (int(self.offsets[0]), int(self.offsets[-1])), self.indices.numel()
+        if self.indices.dim() != 1 or ends != (0, lookups):
+            raise TraceError(
+                f"{path.name}: offsets must go from 0 to the number of indices, {lookups}, got "
+                f"{ends[0]} to {ends[1]} and indices {list(self.indices.shape)}"
             )
 
     def columns(self) -> list[Column]:
@@ -104,12 +108,19 @@ class Dlrm(Reader):
         places = self.places(names)
         for start in range(0, self.samples, size):
             end = min(start + size, self.samples)
-            yield [self._bags(t * self.samples + start, t * self.samples + end) for t in places]
+            yield [self._bags(t, start, end) for t in places]
 
-    def _bags(self, first: int, last: int) -> Bags:
-        ends = self.offsets[first : last + 1].to(torch.int64)
+    def _bags(self, table: int, start: int, end: int) -> Bags:
+        first = table * self.samples
+        ends = self.offsets[first + start : first + end + 1].to(torch.int64)
+        lengths, said = ends.diff(), self.lengths[table, start:end].to(torch.int64)
+        if not torch.equal(lengths, said) or bool((lengths < 0).any()):
+            raise TraceError(
+                f"{self.path.name}: offsets and lengths disagree in table {table}, between samples "
+                f"{start} and {end}"
+            )
         ids = self.indices[int(ends[0]) : int(ends[-1])]
-        return Bags(ids.numpy(), ends.diff().numpy())
+        return Bags(ids.numpy(), lengths.numpy())
 
 
 class Recorded(Reader):
@@ -156,7 +167,7 @@ class Criteo(Reader):
     def blocks(self, names: Sequence[str], size: int) -> Iterator[list[Bags]]:
         """Line by line."""
         places = self.places(names)
-        with _text(self.path) as file:
+        with text(self.path) as file:
             block = _Block(len(places))
             for number, line in enumerate(file, 1):
                 fields = line.rstrip("\r\n").split("\t")
@@ -167,7 +178,7 @@ class Criteo(Reader):
                         f"without the label) separated by tabs, got {len(fields)}"
                     )
                 try:
-                    block.add([[int(f, 16)] if (f := fields[first + p]) else [] for p in places])
+                    block.add([_hashed(fields[first + p]) for p in places])
                 except ValueError as error:
                     raise TraceError(
                         f"{self.path.name} line {number}: a category must be hexadecimal ({error})"
@@ -184,22 +195,30 @@ class Csv(Reader):
 
     def columns(self) -> list[Column]:
         """As the first line names them."""
-        with _text(self.path) as file:
+        with text(self.path) as file:
             names = next(csv.reader(file), [])
         if not names or any(not n.strip() or re.fullmatch(r"-?\d+", n.strip()) for n in names):
             raise TraceError(
                 f"{self.path.name}: the first line must name the columns, one a table, got "
                 f"{','.join(names)[:60]!r}"
             )
+        if len(names) == 1 and SEPARATORS.search(names[0].strip()):
+            raise TraceError(
+                f"{self.path.name}: columns are separated by commas, got one named {names[0]!r}"
+            )
         return [Column(name.strip()) for name in names]
 
     def blocks(self, names: Sequence[str], size: int) -> Iterator[list[Bags]]:
         """Line by line."""
         places, width = self.places(names), len(self.columns())
-        with _text(self.path) as file:
+        with text(self.path) as file:
             block, lines = _Block(len(places)), csv.reader(file)
             next(lines)
             for fields in lines:
+                if not fields:  # an empty line
+                    if width > 1:
+                        continue
+                    fields = [""]
                 if len(fields) != width:
                     raise TraceError(
                         f"{self.path.name} line {lines.line_num}: there are {width} columns, got "
@@ -245,7 +264,11 @@ class Parquet(Reader):
     def blocks(self, names: Sequence[str], size: int) -> Iterator[list[Bags]]:
         """Row groups as pyarrow reads them."""
         for batch in self._file().iter_batches(batch_size=size, columns=list(names)):
-            yield [_arrow_bags(batch.column(name)) for name in names]
+            found = [_arrow_bags(batch.column(name)) for name in names]
+            for name, bags in zip(names, found, strict=True):
+                if bags.ids.dtype.kind not in "iu":
+                    raise TraceError(f"{self.path.name}: a list in column {name} misses an id")
+            yield found
 
 
 def _parquet_types() -> Any:
@@ -257,7 +280,7 @@ def _parquet_types() -> Any:
 
 
 def _holds_ids(types: Any, kind: Any) -> bool:
-    if types.is_list(kind) or types.is_large_list(kind):
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
         kind = kind.value_type
     return bool(types.is_integer(kind))
 
@@ -306,42 +329,26 @@ class _Block:
 
 def _integers(values: list[int]) -> Integers:
     """int64, or uint64 where ids need the last bit."""
-    if any(v > 2**63 - 1 for v in values):
-        return np.array(values, np.uint64)
-    return np.array(values, np.int64)
+    try:
+        if any(v > 2**63 - 1 for v in values):
+            return np.array(values, np.uint64)
+        return np.array(values, np.int64)
+    except OverflowError:
+        raise TraceError(
+            f"ids must fit 64 bits, signed or not, got {min(values)} to {max(values)}"
+        ) from None
+
+
+def _hashed(text: str) -> list[int]:
+    if not text:
+        return []
+    if not text.isalnum():  # int() takes signs, blanks and underscores
+        raise ValueError(repr(text))
+    return [int(text, 16)]
 
 
 def _ids(text: str) -> list[int]:
     return [int(word) for word in SEPARATORS.split(text) if word]
-
-
-def _text(path: Path) -> IO[str]:
-    if path.suffix == ".gz":
-        return gzip.open(path, "rt", newline="")
-    return open(path, newline="")
-
-
-def _torch_load(path: Path) -> Any:
-    """Tensors stay on disk until they are used; what is packed is unpacked to a temporary file."""
-    if path.suffix != ".gz":
-        return _mapped(path, path.name)
-    with tempfile.NamedTemporaryFile(suffix=".pt") as whole, gzip.open(path) as packed:
-        while block := packed.read(1 << 22):
-            whole.write(block)
-        whole.flush()
-        return _mapped(Path(whole.name), path.name)  # the mapping outlives the file's name
-
-
-def _mapped(path: Path, name: str) -> Any:
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except RuntimeError:  # written before torch's files were archives: those cannot be mapped
-        try:
-            return torch.load(path, map_location="cpu", weights_only=True)
-        except Exception as error:
-            raise TraceError(f"{name} is not a file of torch.save ({error})") from error
-    except Exception as error:
-        raise TraceError(f"{name} is not a file of torch.save ({error})") from error
 
 
 def _summary(content: Any) -> str:

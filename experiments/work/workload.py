@@ -5,10 +5,8 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -71,8 +69,10 @@ def table_rows(workload: WorkloadConfig) -> tuple[int, ...]:
 
 
 def table_shapes(workload: WorkloadConfig, *, scale: float = 1.0) -> tuple[TableShape, ...]:
-    """The tables; `scale` < 1 shrinks every table's rows by that factor, to no less than one."""
-    return tuple(TableShape(max(1, int(r * scale)), workload.D) for r in table_rows(workload))
+    """The tables; `scale` < 1 shrinks every table's rows by that factor, to no less than one. Of a
+    trace that is only looked at, those of which nobody knows the size have 0 rows."""
+    rows = table_rows(workload)
+    return tuple(TableShape(max(1, int(r * scale)) if r else 0, workload.D) for r in rows)
 
 
 def dense_bytes(shapes: tuple[TableShape, ...]) -> int:
@@ -157,15 +157,3 @@ def probabilities(workload: WorkloadConfig, rows: int) -> laws.Reals | None:
         case Law.production:
             return production.probabilities(rows)
     return None
-
-
-def law_words(params: Mapping[str, Any]) -> str:
-    """The law of a record's parameters as people call it."""
-    match params["law"]:
-        case "uniform":
-            return "uniform ids"
-        case "production":
-            return "production-like ids"
-        case "trace":
-            return f"trace {Path(params['file']).name} (sha256 {params['sha256'][:12]})"
-    return f"zipf s={params['s']:g} q={params['q']:g}"

@@ -5,19 +5,22 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from experiments.compare import anchors, hardware, overview, published
+from experiments.compare import anchors, overview, published
 from experiments.compare.anchors import Verdict
 from experiments.compare.published import Figure, Nature, Place, Quantity, Source
 from experiments.config import configure
 from experiments.config.schema import Kind
+from experiments.machine import devices
 from experiments.paths import REFERENCE
 from experiments.report import Run
 from experiments.report import anchors as report
+from experiments.results.metrics import frame
 from experiments.work.workload import CRITEO_KAGGLE, table_shapes
 
 CPU = REFERENCE / "amd-epyc-2-threads" / "tt_vs_tbe"
@@ -77,6 +80,50 @@ def test_other_work_or_another_program_is_not_a_reproduction(run: Run) -> None:
     assert found.verdict is Verdict.NOT_RUN
     assert found.reason == "ours is other work: D 64 for 128, optimizer sgd for adagrad"
     assert judge(run, peer="FBTT").reason == "another program: theirs is FBTT"
+
+
+def test_what_was_measured_in_another_mode_or_way_is_not_judged(run: Run) -> None:
+    found = judge(run, work={"E": 11000000, "mode": "cold"})
+    assert (found.verdict, found.reason) == (
+        Verdict.NOT_RUN,
+        "ours is other work: mode hot for cold",
+    )
+    assert judge(run, work={"mode": "hot"}).verdict is Verdict.REPRODUCED
+    found = judge(run, otherwise="with the making of the batch")
+    assert found.verdict is Verdict.NOT_RUN
+    assert found.reason == "done in another way there: with the making of the batch"
+
+
+def test_of_several_modes_the_published_one_is_beside_it(run: Run) -> None:
+    slower = [
+        {**r, "mode": "cold", "samples": {p: [[n, 9 * s] for n, s in v] for p, v in
+                                          r["samples"].items()}}
+        for r in run.records
+    ]  # fmt: skip
+    both = [*slower, *run.records]  # what the GPU's presets measure comes first
+    modes = dataclasses.replace(run, records=both, table=frame(both, "tbe"))
+    hot = judge(run, work={"mode": "hot"})
+    assert judge(modes, value=hot.ours, work={"mode": "hot"}).ours == pytest.approx(hot.ours)
+
+
+def test_what_is_of_another_device_is_in_the_table_and_in_no_figure(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elsewhere, same = judge(run, device="h100_sxm5"), judge(run)
+    for found, names in (([elsewhere], []), ([elsewhere, same], ["published"])):
+        monkeypatch.setattr(report.anchors, "of_run", lambda run, found=found: found)
+        drawn = [f.name for f in report.figures(run) if f.name == "published"]
+        assert drawn == names
+        assert len(report.table(found).rows) == len(found)
+
+
+def test_every_measured_figure_says_its_mode() -> None:
+    for source in published.sources():
+        for figure in source.figures:
+            if figure.ours and figure.nature is Nature.measured:
+                assert figure.work["mode"] == "hot", figure.name
+                config = configure.load([f"+experiment={source.experiment}", "device=cuda"])
+                assert [mode.value for mode in config.timing.modes] == ["hot"]
 
 
 def test_what_follows_from_sizes_must_come_out_anywhere(run: Run) -> None:
@@ -148,10 +195,10 @@ def test_every_published_figure_is_of_a_case_that_exists(source: Source) -> None
     if source.experiment:
         config = configure.load([f"+experiment={source.experiment}", "device=cuda"])
         assert config.kind is Kind.anchor
-    devices = {device.key for device in hardware.table()}
+    known = {device.key for device in devices.table()}
     for figure in source.figures:
         assert figure.value > 0
-        assert figure.device in {"", *devices}
+        assert figure.device in {"", *known}
         if figure.ours is None:
             assert figure.not_here
             continue
@@ -184,7 +231,9 @@ def test_a_figure_without_its_source_is_refused(text: str, message: str, tmp_pat
 
 
 @pytest.mark.parametrize("name", ANCHORS)
-def test_an_anchors_report_shows_theirs_beside_ours(name: str, smoke_runs: dict[str, Path]) -> None:
+def test_an_anchors_report_shows_theirs_beside_ours(
+    name: str, smoke_runs: Mapping[str, Path]
+) -> None:
     run = Run.read(smoke_runs[name])
     found = anchors.of_run(run)
     assert found

@@ -369,6 +369,11 @@ def test_the_packed_configuration_is_what_is_measured(run: Path, tmp_path: Path)
     quick = rerun.configuration(run / "config.yaml", tmp_path, "quick")
     assert (quick.timing.preset, quick.timing.pool) == ("quick", config.timing.pool)
     old = OmegaConf.load(run / "config.yaml")
+    old.name = "../elsewhere"
+    OmegaConf.save(old, tmp_path / "config.yaml")
+    with pytest.raises(BundleError, match="the name of a run cannot be"):
+        rerun.configuration(tmp_path / "config.yaml", tmp_path)
+    old.name = "tt_vs_tbe"
     old.timing.forgotten = 1
     OmegaConf.save(old, tmp_path / "config.yaml")
     with pytest.raises(BundleError, match=r"cannot run it.*forgotten.*source"):

@@ -17,12 +17,13 @@ import pandas as pd
 import pytest
 
 from experiments.compare import __main__ as command
-from experiments.compare import add_machine, answer, confounders, figures, hardware, machines
-from experiments.compare.bandwidth import Roofs
+from experiments.compare import add_machine, answer, confounders, figures, machines
 from experiments.compare.confounders import Weight
 from experiments.compare.machines import NotComparable
 from experiments.compare.pages import Comparison, machines_table, rows_table
 from experiments.config import configure
+from experiments.machine import devices
+from experiments.machine.roofs import Roofs
 from experiments.paths import REFERENCE
 from tests.experiments.chromium import browser, executable
 
@@ -165,6 +166,8 @@ def test_what_only_one_machine_has_is_left_out_with_its_reason(tmp_path: Path) -
          "uncommitted changes on another CPU: what ran is no commit"),
         ({"huge_pages": "[always] madvise never"}, "huge pages",
          "always [madvise] never on AMD EPYC, 2 threads; [always] madvise never on another CPU"),
+        ({"variables": {"OMP_WAIT_POLICY": "PASSIVE", "EMBLIB_ISA": "scalar"}}, "EMBLIB_ISA",
+         "not set on AMD EPYC, 2 threads; scalar on another CPU"),
     ],
 )  # fmt: skip
 def test_what_differs_besides_the_machine_is_a_red_banner(
@@ -190,6 +193,19 @@ def test_another_configuration_is_a_confounder_and_sizes_are_a_remark(tmp_path: 
     assert found["configuration"].weight is Weight.confounder
     assert found["configuration"].text == "optimizer"
     assert found["sizes chosen for the machine"].text == "cases.criteo.workload.B"
+
+
+def test_other_packages_batches_and_ranks_are_confounders(tmp_path: Path) -> None:
+    def packed(version: str) -> Change:
+        return lambda r: {**r, "packages": {"fbgemm-gpu": version}, "bench_version": version}
+
+    one = make(tmp_path / "one", packed("1.8.0"))
+    two = make(tmp_path / "two", packed("1.7.0"), device="another CPU", hardware_id="x")
+    config = (two / "config.yaml").read_text()
+    (two / "config.yaml").write_text(config.replace("  pool: 8", "  pool: 1"))
+    found = {d.what: d.weight for d in confounders.find(machines.read([one, two]))}
+    strong = {what for what, weight in found.items() if weight is Weight.confounder}
+    assert strong == {"fbgemm-gpu", "the harness's measuring code", "batches in turn"}
 
 
 def test_modes_that_differ_are_said_and_a_shared_one_is_chosen(tmp_path: Path) -> None:
@@ -312,20 +328,20 @@ def test_the_size_of_the_tables_is_drawn_with_the_caches(gpu: Path, tmp_path: Pa
 
 
 def test_every_figure_of_the_hardware_table_has_a_source_and_names_are_of_one_device() -> None:
-    devices = hardware.table()
-    assert len(devices) >= 15
-    for device in devices:
+    known = devices.table()
+    assert len(known) >= 15
+    for device in known:
         assert set(device.figures) == set(device.sources)
         assert all(source.startswith("https://") for source in device.sources.values())
         assert all(value > 0 for value in device.figures.values())
-    literal = [n for d in devices for n in d.names if "*" not in n and "?" not in n]
+    literal = [n for d in known for n in d.names if "*" not in n and "?" not in n]
     for name in literal:
-        assert len([d for d in devices if d.is_called(name)]) == 1, name
-    h100, nvl = hardware.find("NVIDIA H100 80GB HBM3"), hardware.find("NVIDIA H100 NVL")
+        assert len([d for d in known if d.is_called(name)]) == 1, name
+    h100, nvl = devices.find("NVIDIA H100 80GB HBM3"), devices.find("NVIDIA H100 NVL")
     assert h100 is not None
     assert nvl is not None
     assert (h100.key, nvl.key) == ("h100_sxm5", "h100_nvl")
-    assert hardware.find("NVIDIA H100") is None  # no guess between models
+    assert devices.find("NVIDIA H100") is None  # no guess between models
 
 
 @pytest.mark.parametrize(
@@ -340,7 +356,7 @@ def test_every_figure_of_the_hardware_table_has_a_source_and_names_are_of_one_de
 def test_a_device_without_sources_is_refused(text: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "x.yaml").write_text(text)
     with pytest.raises(ValueError, match=message):
-        hardware.read(tmp_path / "x.yaml")
+        devices.read(tmp_path / "x.yaml")
 
 
 def test_the_hardware_table_is_nothing_to_choose() -> None:

@@ -10,8 +10,8 @@ import pytest
 from matplotlib import pyplot as plt
 from matplotlib.patches import Rectangle
 
-from experiments.compare import hardware
 from experiments.config.sweep import Arm, Cell
+from experiments.machine import devices
 from experiments.report import (
     Run,
     costs,
@@ -131,7 +131,7 @@ def test_a_difference_that_may_be_none_is_hatched(low: float, high: float, hatch
 def test_the_roofs_are_drawn_with_the_theory_where_it_is_known(tmp_path: Path) -> None:
     gpu = {"gpu": {"name": "NVIDIA H100 80GB HBM3"}}
     run = Run.read(make_run(tmp_path, Recipe(words=ONE_AXIS, replicates=1, environment=gpu)))
-    device = hardware.of_environment(run.environment)
+    device = devices.of_environment(run.environment)
     assert device is not None
     assert device.bandwidth_gb_s is not None
     (figure,) = roofline.figures(run)

@@ -57,6 +57,29 @@ def test_it_is_made_anew_and_leaves_other_folders_alone(
     assert main([str(tmp_path / "none"), "--out", str(out)]) == 2
 
 
+def test_no_samples_are_removed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = tmp_path / "runs"
+    run(runs, "a", "1")
+    for out in (runs, runs / "a" / "1", tmp_path):
+        assert main([str(runs), "--out", str(out)]) == 2
+        assert "has the runs themselves in it" in capsys.readouterr().err
+    run(tmp_path / "others", "b", "1")  # a report there: not the page of a gallery
+    assert main([str(runs), "--out", str(tmp_path / "others" / "b" / "1")]) == 2
+    assert "no gallery" in capsys.readouterr().err
+    assert (tmp_path / "others" / "b" / "1" / "run.json").exists()
+    assert (runs / "a" / "1" / "run.json").exists()
+
+
+def test_references_of_two_devices_have_a_page_each(tmp_path: Path) -> None:
+    for device in ("cpu", "gpu"):
+        run(tmp_path / "reference" / device, ".", "a")
+        info = {"experiment": "a", "status": "finished"}
+        (tmp_path / "reference" / device / "a" / "run.json").write_text(json.dumps(info))
+    assert main([str(tmp_path / "reference"), "--out", str(tmp_path / "out")]) == 0
+    assert (tmp_path / "out/a/cpu/index.html").exists()
+    assert (tmp_path / "out/a/gpu/index.html").exists()
+
+
 def test_nothing_to_show_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "runs").mkdir()
     assert main([str(tmp_path / "runs"), "--out", str(tmp_path / "out")]) == 0

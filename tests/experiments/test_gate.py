@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import subprocess
-import sys
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,13 +15,12 @@ import pytest
 from experiments.config import configure
 from experiments.config.configure import UsageError
 from experiments.config.schema import Config
-from experiments.gate import floor, outputs, pair, power, revisions, verdicts, worker
+from experiments.gate import floor, outputs, pair, power, verdicts
 from experiments.gate.conduct import Trial
 from experiments.gate.judge import Evidence, Rules
 from experiments.gate.pair import Job, Revisions, Side, run_pair
 from experiments.gate.points import Built, Point, Setup, Turn, Warm, Weigh, points_of
 from experiments.gate.verdicts import Findings, Line, findings
-from experiments.paths import ROOT
 from experiments.run.process import Died
 from experiments.timing.comparison import Verdict
 
@@ -272,97 +269,6 @@ def test_files_of_a_gate(points: list[Point], config: Config, tmp_path: Path) ->
     ]
 
 
-# Revisions
-
-
-@pytest.fixture
-def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    root = tmp_path / "repository"
-    for name, text in (("emblib/__init__.py", "WHO = 'old'\n"), ("csrc/a.cpp", "old\n")):
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_text(text)
-    monkeypatch.setattr(revisions, "ROOT", root)
-    git = ["git", "-c", "user.name=x", "-c", "user.email=x@example.org", "-C", str(root)]
-    for words in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "old"]):
-        subprocess.run([*git, *words], check=True)
-    return root
-
-
-def test_revisions_are_folders_of_their_own(repository: Path, tmp_path: Path) -> None:
-    home = tmp_path / "home"
-    (repository / "emblib/__init__.py").write_text("WHO = 'new'\n")
-    (repository / "emblib/libemblib_cpu.so").write_text("built")
-    base, head = revisions.checkout("HEAD", home), revisions.checkout("WORKTREE", home)
-    assert (base.folder / "emblib/__init__.py").read_text() == "WHO = 'old'\n"
-    assert (head.folder / "emblib/__init__.py").read_text() == "WHO = 'new'\n"
-    assert not (head.folder / "emblib/libemblib_cpu.so").exists()
-    assert revisions.checkout("WORKTREE", home) == head
-    (repository / "emblib/__init__.py").write_text("WHO = 'newer'\n")
-    assert revisions.checkout("WORKTREE", home).folder != head.folder
-
-
-def test_names_that_are_no_revision(repository: Path) -> None:
-    with pytest.raises(UsageError, match="'elsewhere' is no commit here"):
-        revisions.resolve("elsewhere")
-    with pytest.raises(UsageError, match="no commit"):
-        revisions.resolve("--all")
-    empty = Config()
-    assert revisions.base_name(empty, smoke=True) == "WORKTREE"
-    assert revisions.base_name(empty, smoke=False) == "HEAD"  # there is no origin/main
-
-
-def test_equal_native_sources_use_what_is_installed(
-    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    library = tmp_path / "libemblib_cpu.so"
-    library.write_text("installed")
-    monkeypatch.setattr(revisions, "installed", lambda: [library])
-    home = tmp_path / "home"
-    base, head = revisions.checkout("HEAD", home), revisions.checkout("WORKTREE", home)
-    revisions.prepare(base, head, print, home)
-    for revision in (base, head):
-        assert (revision.folder / "emblib" / library.name).read_text() == "installed"
-
-
-def test_a_base_that_does_not_build_is_named(repository: Path, tmp_path: Path) -> None:
-    (repository / "csrc/a.cpp").write_text("new\n")
-    home = tmp_path / "home"
-    base, head = revisions.checkout("HEAD", home), revisions.checkout("WORKTREE", home)
-    with pytest.raises(revisions.BuildError, match=r"HEAD \(\w+\) does not build: .*CMakeLists"):
-        revisions.prepare(base, head, print, home)
-
-
-def test_workers_import_the_revision_they_were_hired_for(tmp_path: Path) -> None:
-    (tmp_path / "emblib").mkdir()
-    (tmp_path / "emblib/__init__.py").write_text("WHO = 'base'\n")
-    code = (
-        "import sys\n"
-        "from importlib.machinery import ModuleSpec, SourceFileLoader\n"
-        "class Editable:\n"  # as editable installs put it in front of everything
-        "    @staticmethod\n"
-        "    def find_spec(name, path=None, target=None):\n"
-        "        if name == 'emblib':\n"
-        "            return ModuleSpec(name, None, origin='/elsewhere/emblib/__init__.py')\n"
-        "sys.meta_path.insert(0, Editable)\n"
-        "from experiments.gate import worker\n"
-        f"worker.prefer({str(tmp_path)!r})\n"
-        "import emblib\n"
-        "print(emblib.WHO)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert done.stdout == "base\n", done.stderr
-
-
-def test_a_worker_with_another_revision_does_not_work(tmp_path: Path) -> None:
-    import emblib
-
-    assert "emblib" in sys.modules
-    with pytest.raises(worker.WrongRevision, match="not the one in"):
-        worker.prefer(str(tmp_path))
-    sys.path.remove(str(tmp_path))
-    assert emblib.__file__
-
-
 # Noise floor and power
 
 
@@ -411,4 +317,8 @@ def test_trials_are_replayed_from_what_is_stored() -> None:
     assert rates["caught"] == power.rate(1, 1)
     assert rates["points"]["a"]["caught"]["of"] == 1
     assert "ALARM" in power.line(outcomes[1])
+    lost = {"status": "error", "reason": "gone", "side": "head", "point": "a", "pair": 9}
+    again = power.replay([*records, {**lost, "trial": 1, "slow": 1.1, "stage": "second"}])
+    assert (again[1].attempt, again[1].slow, again[1].evidence.first) == (2, 1.1, {})
+    assert again[0].evidence == trials[0].evidence
     assert Verdict.SAME.value.lower() in power.line(outcomes[0])

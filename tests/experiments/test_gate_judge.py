@@ -41,7 +41,6 @@ def test_a_slowdown_is_measured_twice_and_nothing_else_is() -> None:
     slow = {"b": math.log(1.12)}
     rulings, asked = decide(lambda p, _: slow.get(p, 0.0) + rng.gauss(0, 0.005))
     assert rulings["b"].verdict is Verdict.SLOWER
-    assert rulings["b"].confirmed
     assert rulings["b"].effect.ratio == pytest.approx(1.12, abs=0.02)
     assert [r for r in asked if r.stage is Stage.second] == [Request(Stage.second, ("b",))] * 5
     assert rulings["a"].verdict is Verdict.SAME
@@ -53,7 +52,6 @@ def test_what_the_second_set_does_not_find_is_unsure() -> None:
     rulings, _ = decide(lambda p, s: (effect[s] if p == "c" else 0.0) + rng.gauss(0, 0.005))
     assert rulings["c"].verdict is Verdict.UNSURE
     assert rulings["c"].screened is Verdict.SLOWER
-    assert not rulings["c"].confirmed
     # What is shown is what was not chosen for its size.
     assert rulings["c"].effect.ratio == pytest.approx(1.0, abs=0.02)
 

@@ -123,3 +123,18 @@ def test_torch_is_not_loaded() -> None:
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "tt_vs_tbe" in done.stdout
+
+
+def test_what_needs_a_gpu_is_not_said_to_run_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry.Entry, "missing", lambda _: "")
+    monkeypatch.setattr(everything.slots, "gpus", lambda: [])
+    here = {row[0]: row[3] for row in everything.contenders().rows}
+    assert here["fbgemm_lru"] == here["fbgemm_managed"] == "needs a GPU"
+    assert here["tbe"] == "yes"
+
+
+def test_a_section_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        everything.main(["experimentz"])
+    assert end.value.code == 2
+    assert "no section 'experimentz'. There is: experiments, contenders" in capsys.readouterr().err

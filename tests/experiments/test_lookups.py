@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from experiments.report import Run, notes, traces, write_report
 from experiments.run.session import Session
 from experiments.traces import analysis, frames, reuse, skew
 from experiments.traces.analysis import Lookups
-from experiments.traces.cell import lookups_cell
+from experiments.traces.cell import trace_cell
 from experiments.work import laws
 from experiments.work.trace_files import TraceError
 
@@ -187,7 +188,7 @@ def session() -> Session:
 
 
 def test_a_record_has_every_table_and_all_together() -> None:
-    (record,) = lookups_cell(cell(), session(), 1.0)
+    (record,) = trace_cell(cell(), session(), 1.0)
     assert record["status"] == "ok"
     assert record["kind"] == "trace"
     assert [t["name"] for t in record["tables"]] == ["table 0", "table 1"]
@@ -199,9 +200,9 @@ def test_a_record_has_every_table_and_all_together() -> None:
 
 
 def test_tables_of_a_record_are_what_each_alone_would_be() -> None:
-    (both,) = lookups_cell(cell(), session(), 1.0)
+    (both,) = trace_cell(cell(), session(), 1.0)
     alone = cell(workload=dataclasses.replace(WORK, T=1))
-    (one,) = lookups_cell(alone, session(), 1.0)
+    (one,) = trace_cell(alone, session(), 1.0)
     # The same seeds draw the first table's batches first.
     assert both["tables"][0] == one["tables"][0]
 
@@ -210,11 +211,11 @@ def test_two_batches_are_too_few(tmp_path: Path) -> None:
     (tmp_path / "short.csv").write_text("a\n" + "1\n" * 4)
     work = WorkloadConfig(law=Law.trace, file=str(tmp_path / "short.csv"), B=2, E=5)
     with pytest.raises(TraceError, match="has 2 batches of 2 samples; at least 4"):
-        lookups_cell(cell(workload=work), session(), 1.0)
+        trace_cell(cell(workload=work), session(), 1.0)
 
 
 def test_frames_have_a_row_per_table_and_per_size() -> None:
-    (record,) = lookups_cell(cell(), session(), 1.0)
+    (record,) = trace_cell(cell(), session(), 1.0)
     rows = frames.tables([record, {"kind": "time"}])
     assert list(rows["table"]) == ["table 0", "table 1"]
     assert rows["lookups"].sum() == sum(record["samples"]["lookups"])
@@ -225,7 +226,7 @@ def test_frames_have_a_row_per_table_and_per_size() -> None:
 
 
 @pytest.fixture
-def run(smoke_runs: dict[str, Path], tmp_path: Path) -> Path:
+def run(smoke_runs: Mapping[str, Path], tmp_path: Path) -> Path:
     """A copy of the smoke run, to be changed."""
     return Path(shutil.copytree(smoke_runs["trace_analysis"], tmp_path / "run"))
 
@@ -278,5 +279,5 @@ def test_the_report_says_when_lookups_were_folded(run: Path) -> None:
     assert "15 % of the lookups of production-like ids" in said
 
 
-def test_how_to_read_names_the_law(smoke_runs: dict[str, Path]) -> None:
+def test_how_to_read_names_the_law(smoke_runs: Mapping[str, Path]) -> None:
     assert notes.PRODUCTION in notes.how_to_read(Run.read(smoke_runs["production"]))

@@ -94,3 +94,20 @@ def test_a_ratio_compares_the_faster_samples_of_a_round() -> None:
 def test_no_baseline_no_ratio() -> None:
     table = metrics.frame([record(status="wrong")], "tbe")
     assert math.isnan(table["ratio"].iloc[0])
+
+
+def test_a_baseline_that_was_wrong_in_one_process_is_no_baseline() -> None:
+    base = [record(replicate=0), record(replicate=1, status="wrong", samples={})]
+    arm = [record(arm="tt-8", replicate=r) for r in (0, 1)]
+    table = metrics.frame([*base, *arm], "tbe")
+    assert table["ratio"].isna().all()
+    failed = record(replicate=1, status="timeout", samples={})
+    table = metrics.frame([base[0], failed, *arm], "tbe").set_index(["arm", "phase"])
+    assert table.loc[("tt-8", "step")]["ratio"] == pytest.approx(1.0)
+
+
+def test_an_interval_holds_the_median_it_is_printed_with() -> None:
+    few, many = [[1.0] * 10] * 9, [2.0] * 1000
+    found = metrics.summarise_processes([*few, many])
+    assert found.lo < 1.1
+    assert found.hi == found.median == 2.0

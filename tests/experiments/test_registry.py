@@ -66,7 +66,6 @@ def test_what_is_read_from_a_file_is_what_its_class_has(name: str) -> None:
     read = (entry.name, entry.label, entry.variants, entry.dense, entry.requires, entry.install)
     own = (cls.name, cls.label, cls.variants, cls.dense, cls.requires, cls.install)
     assert read == own
-    assert entry.summary == cls.__doc__.splitlines()[0]
 
 
 def test_facts_are_inherited_but_a_name_and_a_label_are_not() -> None:
@@ -93,7 +92,7 @@ def test_a_folder_of_ones_own_is_read_too(folder: Path) -> None:
     top = "from experiments.contenders.tables import BatchedTables"
     write(folder, 'name = "mine"; label = "My own"', bases="BatchedTables", top=top)
     entry = registry.find("mine")
-    assert (entry.label, entry.dense, entry.summary) == ("My own", True, "First line.")
+    assert (entry.label, entry.dense) == ("My own", True)
     assert type(build("mine", TASK)).__name__ == "Mine"
     assert Arm("mine").label == "My own"
 

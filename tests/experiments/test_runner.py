@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from experiments.config import configure
 from experiments.config.sweep import expand
 from experiments.paths import ROOT
 from experiments.results import identity
-from experiments.results.store import Record, read_json, read_records
+from experiments.results.store import Record, RunStore, read_json, read_records
 from experiments.run import runner, worker
 
 ONE_CELL = (
@@ -232,3 +233,73 @@ def test_later_passes_end_with_the_time_of_the_run(
     _, path = run(tmp_path, "timing.replicates=3", "timing.total_seconds=0")
     assert {r["replicate"] for r in read_records(path)} == {0, 1, 2}
     assert read_json(path, "run.json")["reused"] == 1
+
+
+def test_who_ran_out_of_time_is_tried_again_under_another_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(worker, "TARGET", "tests.experiments.children:serve_with_faults")
+        words = ("contenders=[tbe,cached_lru]", "timing.modes=[hot,wall]")
+        status, first = run(tmp_path, *words, "timing.limit_seconds=5")
+        assert status == 5
+    lost = [(r["arm"], r["mode"]) for r in read_records(first) if r["status"] == "timeout"]
+    assert lost == [("cached_lru@0.2", "hot"), ("cached_lru@0.2", "wall")]  # a row of every mode
+    _, path = run(tmp_path, *words, "timing.limit_seconds=5")
+    assert read_json(path, "run.json")["reused"] == 1
+    _, path = run(tmp_path, *words, "timing.limit_seconds=60")
+    assert read_json(path, "run.json")["outcomes"] == {"ok": 4}
+
+
+def test_processes_with_tables_of_another_size_are_not_put_together(tmp_path: Path) -> None:
+    _, first = run(tmp_path, "timing.replicates=2", "timing.total_seconds=0")
+    records = read_records(first)
+    shrunk = [r | {"rows_scale": r["rows_scale"] / 2} for r in records if r["replicate"]]
+    RunStore(tmp_path / "tbe_vs_torch" / "later").append(*shrunk)
+    _, path = run(tmp_path, "timing.replicates=2", "timing.total_seconds=0")
+    assert len({r["rows_scale"] for r in read_records(path)}) == 1
+    assert read_json(path, "run.json")["reused"] == 1
+
+
+def test_what_is_not_installed_does_not_keep_the_others_from_being_reused(tmp_path: Path) -> None:
+    _, first = run(tmp_path)
+    store = RunStore(tmp_path / "tbe_vs_torch" / "later")
+    records = read_records(first)
+    store.append(*(r | {"status": "missing"} * (r["arm"] == "torch") for r in records))
+    shutil.rmtree(first)
+    _, path = run(tmp_path)
+    assert read_json(path, "run.json")["reused"] == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "status"), [(OSError(28, "No space left on device"), 1), (KeyboardInterrupt(), 130)]
+)
+def test_a_report_that_cannot_be_written_is_told_and_nothing_is_lost(
+    error: BaseException,
+    status: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def fail(path: Path) -> None:
+        raise error
+
+    monkeypatch.setattr(runner, "write_report", fail)
+    got, path = run(tmp_path)
+    assert got == status
+    assert len(read_records(path)) == 2
+    assert f"python -m experiments.report {path}" in capsys.readouterr().err
+
+
+def test_a_full_disk_ends_the_run_with_status_1(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(store: RunStore, *records: Record) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(RunStore, "append", full)
+    status, path = run(tmp_path)
+    assert status == 1
+    assert read_json(path, "run.json")["status"] == "store: No space left on device"
+    assert read_json(path, "run.json")["jobs"] == 0
+    assert "the store cannot be written" in capsys.readouterr().out

@@ -170,6 +170,25 @@ def test_what_could_not_be_undone_fails_and_is_remembered(gpu: Machine) -> None:
     assert gpu.lines("changes") == [*SET, *UNSET]
 
 
+def test_tuning_goes_on_where_an_earlier_job_cannot_be_undone(gpu: Machine) -> None:
+    gpu.run("tune_gpu.sh")
+    done = gpu.run("tune_gpu.sh", PERMIT="none", PERSISTENCE="Enabled")
+    assert done.returncode == 0
+    assert "stays in" in done.stdout
+    left = gpu.lines("kept/state")
+    assert left == ["0 persistence", "0 sm_clock", "0 memory_clock"]
+    gpu.run("tune_gpu.sh", PERMIT="no_memory", PERSISTENCE="Enabled")
+    assert "0 memory_clock" in gpu.lines("kept/state")  # refused to be undone, so not forgotten
+    assert len(gpu.lines("kept/state")) == len(set(gpu.lines("kept/state")))
+
+
+def test_what_could_not_be_remembered_is_not_changed(gpu: Machine) -> None:
+    done = gpu.run("tune_gpu.sh", EMBLIB_GPU_STATE=str(gpu.folder / "nvidia-smi" / "state"))
+    assert done.returncode == 0
+    assert "cannot be written" in done.stdout
+    assert gpu.lines("changes") == []
+
+
 def test_a_machine_without_a_gpu_is_no_failure(tmp_path: Path) -> None:
     machine = Machine(tmp_path)
     machine.install(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -73,8 +74,8 @@ def test_derived_files_are_replaced_whole(tmp_path: Path) -> None:
     assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [("a.txt", "new")]
 
 
-def test_load_is_the_results_of_several_runs(smoke_runs: dict[str, Path]) -> None:
-    paths = [p for name, p in smoke_runs.items() if name in ("tt_vs_tbe", "cache_hit_rate")]
+def test_load_is_the_results_of_several_runs(smoke_runs: Mapping[str, Path]) -> None:
+    paths = [smoke_runs[name] for name in ("cache_hit_rate", "tt_vs_tbe")]
     table = experiments.load(*paths)
     assert set(table["run"]) == {p.name for p in paths}
     records = [r for p in paths for r in read_records(p)]
@@ -85,7 +86,7 @@ def test_load_is_the_results_of_several_runs(smoke_runs: dict[str, Path]) -> Non
     assert set(traces["run"]) == {p.name for p in paths if p.parent.name == "cache_hit_rate"}
 
 
-def test_every_raw_sample_is_kept(smoke_runs: dict[str, Path]) -> None:
+def test_every_raw_sample_is_kept(smoke_runs: Mapping[str, Path]) -> None:
     for name in ("tt_vs_tbe", "tbe_vs_torch", "cache_hit_rate"):
         for line in (smoke_runs[name] / "points.jsonl").read_text().splitlines():
             record = json.loads(line)
@@ -101,14 +102,14 @@ def test_every_raw_sample_is_kept(smoke_runs: dict[str, Path]) -> None:
 
 
 def test_a_report_can_be_made_of_a_copy_elsewhere(
-    smoke_runs: dict[str, Path], tmp_path: Path
+    smoke_runs: Mapping[str, Path], tmp_path: Path
 ) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(smoke_runs["tbe_vs_torch"], copy)
     assert len(experiments.load(copy)) == len(experiments.load(smoke_runs["tbe_vs_torch"]))
 
 
-def test_tables_are_parquet_as_well(smoke_runs: dict[str, Path]) -> None:
+def test_tables_are_parquet_as_well(smoke_runs: Mapping[str, Path]) -> None:
     pd = pytest.importorskip("pandas")
     pytest.importorskip("pyarrow")
     path = smoke_runs["tbe_vs_torch"]
@@ -116,7 +117,7 @@ def test_tables_are_parquet_as_well(smoke_runs: dict[str, Path]) -> None:
     pd.testing.assert_frame_equal(whole, experiments.load(path).drop(columns="run"))
 
 
-def test_samples_are_one_row_each(smoke_runs: dict[str, Path]) -> None:
+def test_samples_are_one_row_each(smoke_runs: Mapping[str, Path]) -> None:
     path = smoke_runs["tbe_vs_torch"]
     table = experiments.samples(path)
     kept = sum(len(s) for r in read_records(path) for s in r["samples"].values())

@@ -9,12 +9,14 @@ from experiments.config.schema import (
     CaseConfig,
     Config,
     Design,
+    Kind,
     SweepConfig,
     TimingConfig,
     TTConfig,
 )
 from experiments.config.sweep import arms_of, condition, expand
 from experiments.run.jobs import passes
+from experiments.run.kinds import MEASURES
 
 
 def config(**changes: object) -> Config:
@@ -50,6 +52,13 @@ def test_where_excludes_arms_and_then_cells() -> None:
 def test_cases_come_first_and_an_empty_sweep_adds_nothing() -> None:
     cells = expand(config(sweep=SweepConfig(), cases={"mine": CaseConfig(title="mine")}))
     assert [c.section for c in cells] == ["mine"]
+
+
+def test_the_sweep_of_a_kind_of_whole_runs_is_timed() -> None:
+    kinds = {kind: {c.kind for c in expand(config(kind=kind, cases={}))} for kind in Kind}
+    counted = {kind: {kind} for kind in (Kind.cache, Kind.trace)}
+    assert kinds == {kind: {Kind.time} for kind in Kind} | counted
+    assert all(kind in MEASURES for found in kinds.values() for kind in found)
 
 
 def test_smoke_caps_shrink_batches_tables_and_the_sweep() -> None:
@@ -100,7 +109,7 @@ def test_zip_takes_values_together() -> None:
     config = Config(sweep=SweepConfig(D=[16, 32], B=[8, 64]), design=Design.zip)
     assert [(c.workload.D, c.workload.B) for c in expand(config)] == [(16, 8), (32, 64)]
     config.sweep.B = [8]
-    with pytest.raises(UsageError, match="equally many .* there are 2 of D, 1 of B"):
+    with pytest.raises(UsageError, match=r"equally many .* there are 2 of D, 1 of B"):
         expand(config)
 
 
@@ -108,3 +117,16 @@ def test_exclude_leaves_out_what_meets_any_rule() -> None:
     config = Config(sweep=SweepConfig(D=[16, 32], B=[8, 64]), design=Design.grid)
     config.exclude = ["D == 16 and B == 8", "B > D"]
     assert [(c.workload.D, c.workload.B) for c in expand(config)] == [(32, 8)]
+
+
+def test_points_that_a_cap_makes_equal_are_one() -> None:
+    timing = TimingConfig(max_batch=4)
+    cells = expand(config(sweep=SweepConfig(B=[8, 64], D=[32]), timing=timing))
+    assert [(c.workload.B, c.workload.D) for c in cells] == [(4, 64), (4, 32)]
+
+
+def test_a_smoke_run_says_the_batch_that_it_measured() -> None:
+    config = configure.load(["+experiment=tbe_vs_torch", "timing=smoke", "device=cpu"])
+    swept = [cell for cell in sweep.expand(config) if cell.section == sweep.SWEEP]
+    assert swept
+    assert all(f"B={cell.workload.B:,}," in cell.title for cell in swept)

@@ -174,6 +174,95 @@ def test_hashed_ids_of_64_bits_and_negative_ones_fold(tmp_path: Path) -> None:
         read(of(tmp_path / "signed.csv"))
 
 
+def test_a_trace_that_is_only_looked_at_keeps_its_ids_where_sizes_are_unknown(
+    tmp_path: Path,
+) -> None:
+    work = trace_files.resolve(of(dlrm(tmp_path), E=0, B=3), sized=False)
+    pool = workload.make_pool(work, workload.table_shapes(work, scale=0.5), 1, seed=1)
+    assert pool.batches[0].indices.tolist() == [1, 2, 3, 7, 7, 5]
+    assert pool.folded == 0
+    config = Config(kind=Kind.trace, workload=of(dlrm(tmp_path), E=0, T=0))
+    config.timing.max_rows = 100
+    assert [cell.rows_scale for cell in expand(config)] == [1.0]
+
+
+def test_spreadsheets_marks_and_empty_lines_in_csv(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_bytes(b"\xef\xbb\xbfx,y\r\n1,2\r\n\r\n3,4\r\n\r\n")
+    assert read(of(tmp_path / "a.csv", columns=["x"])) == [[[[1], [3]]]]
+
+
+def look_through(path: Path) -> None:
+    work = trace_files.resolve(of(path, E=0), sized=False)
+    assert list(trace_files.batches(work, [0] * len(work.sizes), 5000))
+
+
+def damaged(name: str, kind: str) -> tuple[str, bytes]:
+    packed = gzip.compress(b"a\n" + b"".join(b"%d\n" % i for i in range(5000)))
+    return {
+        "cut": (f"{name}.csv.gz", packed[:-100]),
+        "not packed": (f"{name}.csv.gz", b"a\n1\n2\n"),
+        "not text": (f"{name}.csv", bytes(range(256))),
+        "twice": (f"{name}.csv", b"a,a\n1,2\n3,4\n"),
+        "tabs": (f"{name}.csv", b"a\tb\n1\t2\n"),
+        "too large": (f"{name}.csv", b"a\n%d\n5\n" % 10**30),
+        "mixed": (f"{name}.csv", b"a\n%d -1\n5\n" % (2**64 - 1)),
+        "sign": (f"{name}.tsv", b"\t".join([b"0"] * 14 + [b"-5"] * 26) + b"\n"),
+        "pickle": (f"{name}.pt", b"\x80\x02cos\nsystem\n."),
+    }[kind]
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("cut", "is damaged"),
+        ("not packed", "is damaged"),
+        ("not text", "is damaged"),
+        ("twice", "two tables named 'a'"),
+        ("tabs", "separated by commas"),
+        ("too large", "64 bits"),
+        ("mixed", "64 bits"),
+        ("sign", "must be hexadecimal"),
+        ("pickle", "not a file of torch.save"),
+    ],
+)
+def test_damaged_files_say_so(kind: str, message: str, tmp_path: Path) -> None:
+    name, content = damaged("x", kind)
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(TraceError, match=message):
+        look_through(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("part", "values", "message"),
+    [
+        (0, [1.0, 2.0, 3.0, 7.0, 7.0, 5.0], "must have integers"),
+        (1, [0, 2, 2, 3, 4, 5, 9], "from 0 to the number of indices"),
+        (1, [1, 2, 2, 3, 4, 5, 6], "from 0 to the number of indices"),
+        (1, [0, 3, 2, 3, 4, 5, 6], "offsets and lengths disagree"),
+        (2, [[2, 1, 1], [1, 1, 1]], "offsets and lengths disagree"),
+    ],
+)
+def test_tensors_that_do_not_fit_together(
+    part: int, values: list[Any], message: str, tmp_path: Path
+) -> None:
+    content = list(torch.load(dlrm(tmp_path)))
+    content[part] = torch.tensor(values)
+    torch.save(tuple(content), tmp_path / "other.pt")
+    with pytest.raises(TraceError, match=message):
+        read(of(tmp_path / "other.pt"))
+
+
+def test_a_parquet_list_that_misses_an_id(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet_files = pytest.importorskip("pyarrow.parquet")
+    pairs = pyarrow.array([[1, 2], [3, 4]], pyarrow.list_(pyarrow.int32(), 2))
+    table = pyarrow.table({"a": [[1, None], [2]], "b": pairs})
+    parquet_files.write_table(table, tmp_path / "x.parquet")
+    with pytest.raises(TraceError, match="a list in column a misses an id"):
+        read(of(tmp_path / "x.parquet", columns=["a"]))
+    assert read(of(tmp_path / "x.parquet", columns=["b"])) == [[[[1, 2], [3, 4]]]]
+
+
 def test_batches_are_the_pool(tmp_path: Path) -> None:
     work = trace_files.resolve(of(text(tmp_path), B=3), sized=True)
     shapes = workload.table_shapes(work)
@@ -249,7 +338,8 @@ def test_torch_files_of_another_shape(tmp_path: Path) -> None:
     torch.save([torch.zeros(3), "x"], tmp_path / "a.pt")
     with pytest.raises(TraceError, match=r"layout of dlrm_datasets.*got 2 entries \[\[3\], \"str"):
         read(of(tmp_path / "a.pt"))
-    torch.save((torch.zeros(3), torch.zeros(3), torch.zeros(2, 3)), tmp_path / "b.pt")
+    zeros = [torch.zeros(shape, dtype=torch.int64) for shape in ((3,), (3,), (2, 3))]
+    torch.save(tuple(zeros), tmp_path / "b.pt")
     with pytest.raises(TraceError, match=r"T\*B \+ 1 = 7 entries \(lengths is 2 × 3\), got 3"):
         read(of(tmp_path / "b.pt"))
 

@@ -8,6 +8,7 @@ import json
 import re
 import shutil
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ import torch
 
 from emblib.reference.cache import CacheModel
 from experiments.caches import ideal, rates
-from experiments.caches.trace_cell import trace_cell, trace_of
+from experiments.caches.cell import cache_cell, trace_of
 from experiments.config import configure
 from experiments.config.schema import CacheConfig, Config, Kind, TimingConfig, WorkloadConfig
 from experiments.config.sweep import IDEALS, Cell, arms_of, expand
@@ -42,7 +43,7 @@ def session() -> Session:
 
 @pytest.mark.parametrize("policy", ["lru", "lfu"])
 def test_what_a_trace_counts_is_what_the_model_of_the_cache_counts(policy: str) -> None:
-    records = trace_cell(cell(f"cached_{policy}"), session())
+    records = cache_cell(cell(f"cached_{policy}"), session())
     shapes = table_shapes(WORK)
     pool = make_pool(WORK, shapes, 9, 1)
     trace = trace_of(pool, shapes, 0)
@@ -64,7 +65,7 @@ def test_what_a_trace_counts_is_what_the_model_of_the_cache_counts(policy: str) 
 
 
 def test_nothing_beats_the_offline_optimum() -> None:
-    records = trace_cell(cell("cached_lru", "cached_lfu"), session())
+    records = cache_cell(cell("cached_lru", "cached_lfu"), session())
     assert [r["status"] for r in records] == ["ok"] * 8
     by_size = itertools.groupby(sorted(records, key=size), key=size)
     for _, group in by_size:
@@ -79,12 +80,12 @@ def size(record: dict[str, int]) -> int:
 
 def test_fractions_that_are_the_same_number_of_sets_run_once() -> None:
     small = cell("cached_lru", rows_scale=0.05)  # 40 rows: one set or two
-    sizes = Counter(r["contender"] for r in trace_cell(small, session()))
+    sizes = Counter(r["contender"] for r in cache_cell(small, session()))
     assert sizes == {"cached_lru": 1, "offline": 1, "static_top": 1}
 
 
 def test_a_contender_that_cannot_do_it_is_a_record() -> None:
-    records = trace_cell(cell("tbe"), session())  # has no counters
+    records = cache_cell(cell("tbe"), session())  # has no counters
     failed = [r for r in records if r["contender"] == "tbe"]
     assert failed
     assert all(r["status"] == "unsupported" for r in failed)
@@ -126,7 +127,7 @@ def test_wrong_values_are_usage_errors(words: list[str], error: str) -> None:
         configure.load(["+experiment=cache_hit_rate", "device=cpu", *words])
 
 
-def test_the_first_sentence_is_made_of_counted_numbers(smoke_runs: dict[str, Path]) -> None:
+def test_the_first_sentence_is_made_of_counted_numbers(smoke_runs: Mapping[str, Path]) -> None:
     run = Run.read(smoke_runs["cache_hit_rate"])
     rows = at_headline(run)
     assert rows is not None
@@ -144,7 +145,7 @@ def test_the_first_sentence_is_made_of_counted_numbers(smoke_runs: dict[str, Pat
 
 @pytest.mark.parametrize("kept", ["time", "cache"])
 def test_a_run_that_was_interrupted_has_a_report(
-    kept: str, smoke_runs: dict[str, Path], tmp_path: Path
+    kept: str, smoke_runs: Mapping[str, Path], tmp_path: Path
 ) -> None:
     path = tmp_path / "run"
     shutil.copytree(smoke_runs["cache_hit_rate"], path)
@@ -157,7 +158,7 @@ def test_a_run_that_was_interrupted_has_a_report(
     assert "Throughput" in (path / "report.md").read_text() or kept == "cache"
 
 
-def test_timed_contenders_say_what_their_cache_served(smoke_runs: dict[str, Path]) -> None:
+def test_timed_contenders_say_what_their_cache_served(smoke_runs: Mapping[str, Path]) -> None:
     run = Run.read(smoke_runs["cache_hit_rate"])
     timed = run.table.set_index(["arm", "phase"])
     assert 0.0 <= timed.loc[("cached_lru@0.3", "step"), "row_hit_rate"] <= 1.0

@@ -1,6 +1,8 @@
 """Plain tables under torch.compile: whole graphs that train as eager code does, known breaks."""
 
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -350,6 +352,25 @@ def test_a_compiled_module_raises_before_it_writes() -> None:
         compiled(indices + 50, offsets)
     assert torch.equal(module.weights, before)
     assert module.step == 0
+
+
+def test_the_compiler_is_loaded_by_those_who_compile() -> None:
+    """It takes longer to import than the rest of emblib; then graphs break where they must."""
+    program = """
+import sys, torch, emblib
+module = emblib.TableBatchedEmbeddingBags(
+    [emblib.TableSpec(50, 4, placement=emblib.Placement.MANAGED_CACHING)],
+    emblib.optim.SGD(0.5), cache=emblib.Cache(sets=1),
+)
+batch = torch.arange(5), torch.arange(6)
+module.prefetch(*batch)
+module(*batch).sum().backward()
+assert "torch._dynamo" not in sys.modules
+compiled = torch.compile(module, backend="aot_eager")
+compiled(*batch).sum().backward()
+assert module.step == 2
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
 
 
 def test_options_of_forward_and_precision() -> None:

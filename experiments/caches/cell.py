@@ -1,4 +1,4 @@
-"""A trace cell: the same batches through caches of every size and policy, beside the ideal ones."""
+"""A cell of kind cache: the same batches through caches of every size, beside the ideal ones."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from experiments.work.workload import (
 )
 
 
-def trace_cell(cell: Cell, session: Session, seconds: float = 0.0) -> list[Record]:
+def cache_cell(cell: Cell, session: Session, seconds: float = 0.0) -> list[Record]:
     """One record per contender and size, ideal ones included; `seconds` is for what is timed.
 
     A contender runs a forward pass on every batch; what its cache counted is read after each, so
