@@ -41,7 +41,7 @@ def _headline(run: Run, subject: Rows, baseline: Rows) -> str:
     step, base = subject["step"], baseline["step"]
     section = run.headline
     scale = step["rows_scale"]
-    scaled = f" scaled to {text.digits(100 * scale)} % of their rows" if scale < 1 else ""
+    scaled = f" scaled to {text.digits(100 * scale)} % of the rows" if scale < 1 else ""
     weights, base_weights = float(step["weights_bytes"]), float(base["weights_bytes"])
     mode = "" if step["mode"] == Mode.hot.value else f", {step['mode']},"
     return (

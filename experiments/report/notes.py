@@ -114,7 +114,7 @@ def _scaled(run: Run) -> list[str]:
         if scale < 1:
             found.append(
                 f"Memory: the tables of {run.title(section)} were scaled to "
-                f"{text.digits(100 * scale)} % of their rows to fit "
+                f"{text.digits(100 * scale)} % of the rows to fit "
                 f"{100 * float(run.config.device.memory_share):.0f} % of the free memory."
             )
     return found

@@ -149,13 +149,19 @@ class Work:
         self.fitted: dict[str, Cell] = {}  # every process of a cell has the same tables
         self.walls: dict[str, float] = {}  # what the cell's last process took
         self.outcomes: Counter[str] = Counter()
-        self.jobs = self.reused = 0
+        self.jobs = self.reused = self.left_out = 0
 
     def do(self, cells: Sequence[Cell]) -> str:
         """'finished', 'interrupted' or what else ended it; what was measured is in the store."""
         try:
             for jobs in passes(cells, self.session.config):
                 self._pass(jobs)
+            if self.left_out:
+                total = self.session.config.timing.total_seconds
+                self.display.say(
+                    f"no time for {self.left_out} of {self.left_out + self.jobs} processes "
+                    f"(timing.total_seconds={total:g}); the same command goes on there"
+                )
         except KeyboardInterrupt:
             self.display.say("interrupted: reporting what was measured; the same command goes on")
             return "interrupted"
@@ -165,22 +171,14 @@ class Work:
         return "finished"
 
     def _pass(self, jobs: Sequence[Job]) -> None:
-        left_out = 0
         for job in jobs:
             if self._fits(job):
                 records = self._records(job)
                 self._keep(records)
                 self._tell(job, records)
             else:
-                left_out += 1
+                self.left_out += 1
                 self.display.skip()
-        if left_out:
-            total = self.session.config.timing.total_seconds
-            number = min(job.replicate for job in jobs) + 1
-            self.display.say(
-                f"process {number} of a cell: no time for {left_out} of {len(jobs)} "
-                f"(timing.total_seconds={total:g}); the same command goes on there"
-            )
 
     def _keep(self, records: Sequence[Record]) -> None:
         try:

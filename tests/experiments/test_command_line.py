@@ -126,3 +126,12 @@ def test_ctrl_c_before_anything_was_measured_is_status_130(
     monkeypatch.setattr(configure, "load", interrupted)
     assert cli.main([OK]) == 130
     assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_the_bare_name_of_an_experiment_is_told_how_to_be_written(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert cli.main(["tt_vs_tbe"]) == 2
+    assert capsys.readouterr().err == (
+        "error: 'tt_vs_tbe' is an experiment: write +experiment=tt_vs_tbe\n"
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from experiments.config import configure
 from experiments.config.configure import UsageError
 from experiments.config.schema import (
     CaseConfig,
@@ -14,7 +15,7 @@ from experiments.config.schema import (
     TimingConfig,
     TTConfig,
 )
-from experiments.config.sweep import arms_of, condition, expand
+from experiments.config.sweep import SWEEP, arms_of, condition, expand
 from experiments.run.jobs import passes
 from experiments.run.kinds import MEASURES
 
@@ -127,6 +128,6 @@ def test_points_that_a_cap_makes_equal_are_one() -> None:
 
 def test_a_smoke_run_says_the_batch_that_it_measured() -> None:
     config = configure.load(["+experiment=tbe_vs_torch", "timing=smoke", "device=cpu"])
-    swept = [cell for cell in sweep.expand(config) if cell.section == sweep.SWEEP]
+    swept = [cell for cell in expand(config) if cell.section == SWEEP]
     assert swept
     assert all(f"B={cell.workload.B:,}," in cell.title for cell in swept)
