@@ -69,6 +69,7 @@ class Child:
         package: Path | None = None,
     ) -> None:
         self.limits = limits
+        self._heard = False  # any message of the child's
         # Shared memory: what a child is at can be read after its death, and writing it down costs
         # no system call that would disturb a measurement.
         self._note = _context().RawArray("c", NOTE_BYTES)
@@ -100,7 +101,8 @@ class Child:
         anything yet may be loading its libraries, and has at least START_SECONDS.
         """
         noted = self.note
-        first = max(self.limits.seconds, 0.0 if noted else START_SECONDS)
+        loading = not (noted or self._heard)
+        first = max(self.limits.seconds, START_SECONDS if loading else 0.0)
         deadline = time.monotonic() + first
         while not self._pipe.poll(min(SLICE_SECONDS, max(0.0, deadline - time.monotonic()))):
             if self.note != noted:
@@ -117,6 +119,7 @@ class Child:
             message = self._pipe.recv()
         except (EOFError, OSError):
             raise self._death() from None
+        self._heard = True
         if isinstance(message, _Raised):
             raise Died("oom" if message.out_of_memory else "error", message.text)
         return message

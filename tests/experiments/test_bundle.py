@@ -350,15 +350,18 @@ def test_claims_are_measured_again(
 
 
 def test_results_of_a_gpu_wait_for_a_gpu(
-    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Path
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Path
 ) -> None:
-    def on_gpu(contents: dict[str, bytes]) -> None:
-        contents["bundle.json"] = contents["bundle.json"].replace(b'"cuda": false', b'"cuda": true')
-
+    copy = tmp_path / run.parent.name / run.name
+    shutil.copytree(run, copy)
+    environment = json.loads((copy / "environment.json").read_text())
+    environment["gpu"] = {"name": "a GPU"}
+    (copy / "environment.json").write_text(json.dumps(environment))
+    packed = tmp_path / "y.zip"
+    assert main(["pack", str(copy), "--out", str(packed)]) == 0
     commands = pretend(monkeypatch, run, lambda r: r)
     monkeypatch.setattr(rerun.configure, "device_kind", lambda kind: "cpu")
-    forged = changed(bundle, tmp_path / "y.zip", on_gpu)
-    assert main(["verify", str(forged), "--rerun"]) == 6
+    assert main(["verify", str(packed), "--rerun"]) == 6
     assert commands == []
 
 

@@ -265,7 +265,8 @@ def test_what_is_not_installed_does_not_keep_the_others_from_being_reused(tmp_pa
     _, first = run(tmp_path)
     store = RunStore(tmp_path / "tbe_vs_torch" / "later")
     records = read_records(first)
-    store.append(*(r | {"status": "missing"} * (r["arm"] == "torch") for r in records))
+    gone = {"status": "missing"}
+    store.append(*(r | (gone if r["arm"] == "torch" else {}) for r in records))
     shutil.rmtree(first)
     _, path = run(tmp_path)
     assert read_json(path, "run.json")["reused"] == 1
