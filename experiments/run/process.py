@@ -54,11 +54,7 @@ class _Raised:
 
 
 class Child:
-    """Runs `target` ("module:function") as target(pipe, *arguments) in a process of its own.
-
-    A folder `package` with another `emblib/` in it takes the place of the repository's: the code of
-    the harness stays the same while the code under test changes.
-    """
+    """Runs `target` ("module:function") as target(pipe, *arguments) in a process of its own."""
 
     def __init__(
         self,
@@ -66,7 +62,6 @@ class Child:
         arguments: tuple[Any, ...] = (),
         *,
         limits: Limits = Limits(),
-        package: Path | None = None,
     ) -> None:
         self.limits = limits
         self._heard = False  # any message of the child's
@@ -76,7 +71,7 @@ class Child:
         self._pipe, theirs = multiprocessing.Pipe()
         self.process = _context().Process(
             target=_enter,
-            args=(theirs, self._note, target, arguments, limits, package),
+            args=(theirs, self._note, target, arguments, limits),
             daemon=True,
         )
         self.process.start()
@@ -187,14 +182,11 @@ def _enter(
     target: str,
     arguments: tuple[Any, ...],
     limits: Limits,
-    package: Path | None,
 ) -> None:
     """The child's first steps."""
     _pages.append(page)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's: it ends its children
     die_with_parent()
-    if package is not None:
-        sys.path.insert(0, str(package))
     try:
         _limit_memory(limits.memory_bytes)
         module, _, name = target.partition(":")

@@ -17,13 +17,13 @@ from experiments.compare.published import Figure, Nature, Place, Quantity, Sourc
 from experiments.config import configure
 from experiments.config.schema import Kind
 from experiments.machine import devices
-from experiments.paths import REFERENCE
 from experiments.report import Run
 from experiments.report import anchors as report
 from experiments.results.metrics import frame
 from experiments.work.workload import CRITEO_KAGGLE, table_shapes
+from tests.experiments import FIRST_SCHEMA
 
-CPU = REFERENCE / "amd-epyc-2-threads" / "tt_vs_tbe"
+CPU = FIRST_SCHEMA
 ANCHORS = [n for n in configure.groups()["experiment"] if n.startswith("anchor_")]
 SOURCE = Source("x", "X", "read somewhere", "https://x", "tt_vs_tbe", "", ())
 

@@ -19,8 +19,9 @@ from experiments.bundle import archive, rerun
 from experiments.bundle.__main__ import main
 from experiments.bundle.archive import BundleError
 from experiments.bundle.claims import Claim, Measure, Outcome, compare, holds
-from experiments.paths import REFERENCE, ROOT
+from experiments.paths import ROOT
 from experiments.results.store import read_records
+from tests.experiments import FIRST_SCHEMA
 
 CELLS = 3
 NAN = float("nan")
@@ -30,17 +31,15 @@ Record = dict[str, Any]
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A few cells of a committed reference; without figures, which take seconds."""
-    source = next(REFERENCE.glob("*/tt_vs_tbe"))
     target = tmp_path_factory.mktemp("reference") / "tt_vs_tbe" / "20200101-000000-1"
     target.mkdir(parents=True)
     for name in ("environment.json", "run.json", "report.md"):
-        shutil.copy(source / name, target)
-    config = OmegaConf.load(source / "config.yaml")
+        shutil.copy(FIRST_SCHEMA / name, target)
+    config = OmegaConf.load(FIRST_SCHEMA / "config.yaml")
     config.report.figures = False
     OmegaConf.save(config, target / "config.yaml")
-    records = read_records(source)
-    cells = list(dict.fromkeys(r["cell"] for r in records))[:CELLS]
-    write_points(target, [r for r in records if r["cell"] in cells])
+    cells = list(dict.fromkeys(r["cell"] for r in read_records(FIRST_SCHEMA)))[:CELLS]
+    write_points(target, [r for r in read_records(FIRST_SCHEMA) if r["cell"] in cells])
     return target
 
 
@@ -354,15 +353,13 @@ def test_results_of_a_gpu_wait_for_a_gpu(
 ) -> None:
     copy = tmp_path / run.parent.name / run.name
     shutil.copytree(run, copy)
-    environment = json.loads((copy / "environment.json").read_text())
-    environment["gpu"] = {"name": "a GPU"}
-    (copy / "environment.json").write_text(json.dumps(environment))
-    packed = tmp_path / "y.zip"
-    assert main(["pack", str(copy), "--out", str(packed)]) == 0
+    environment = copy / "environment.json"
+    environment.write_text(json.dumps(json.loads(environment.read_text()) | {"gpu": {"name": "x"}}))
+    packed = str(tmp_path / "y.zip")
+    assert main(["pack", str(copy), "--out", packed]) == 0
     commands = pretend(monkeypatch, run, lambda r: r)
     monkeypatch.setattr(rerun.configure, "device_kind", lambda kind: "cpu")
-    assert main(["verify", str(packed), "--rerun"]) == 6
-    assert commands == []
+    assert (main(["verify", packed, "--rerun"]), commands) == (6, [])
 
 
 def test_the_packed_configuration_is_what_is_measured(run: Path, tmp_path: Path) -> None:

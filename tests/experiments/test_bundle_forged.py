@@ -15,8 +15,8 @@ from omegaconf import OmegaConf
 from experiments.bundle import archive
 from experiments.bundle.__main__ import main
 from experiments.bundle.archive import BundleError
-from experiments.paths import REFERENCE
 from experiments.results.store import read_records
+from tests.experiments import FIRST_SCHEMA
 from tests.experiments.test_bundle import changed, of, write_points
 
 Forge = Callable[[dict[str, bytes]], object]
@@ -25,7 +25,7 @@ Forge = Callable[[dict[str, bytes]], object]
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The first cell of a committed reference, without figures."""
-    source = next(REFERENCE.glob("*/tt_vs_tbe"))
+    source = FIRST_SCHEMA
     target = tmp_path_factory.mktemp("reference") / "tt_vs_tbe" / "1"
     target.mkdir(parents=True)
     for name in ("environment.json", "run.json"):

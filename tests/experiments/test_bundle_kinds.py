@@ -10,15 +10,15 @@ from omegaconf import OmegaConf
 
 from experiments.bundle import archive
 from experiments.bundle.__main__ import main
-from experiments.paths import REFERENCE
+from tests.experiments import FIRST_SCHEMA
 
 
 def test_a_gate_is_packed_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = tmp_path / "gate" / "1"
     run.mkdir(parents=True)
     for name in ("environment.json", "run.json"):
-        shutil.copy(next(REFERENCE.glob("*/tt_vs_tbe")) / name, run)
-    config = OmegaConf.load(next(REFERENCE.glob("*/tt_vs_tbe")) / "config.yaml")
+        shutil.copy(FIRST_SCHEMA / name, run)
+    config = OmegaConf.load(FIRST_SCHEMA / "config.yaml")
     config.name = config.kind = "gate"
     OmegaConf.save(config, run / "config.yaml")
     (run / "points.jsonl").touch()

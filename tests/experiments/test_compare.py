@@ -25,9 +25,10 @@ from experiments.config import configure
 from experiments.machine import devices
 from experiments.machine.roofs import Roofs
 from experiments.paths import REFERENCE
+from tests.experiments import FIRST_SCHEMA
 from tests.experiments.chromium import browser, executable
 
-CPU = REFERENCE / "amd-epyc-2-threads" / "tt_vs_tbe"
+CPU = FIRST_SCHEMA
 Change = Callable[[dict[str, Any]], dict[str, Any] | None]
 GPU = {"name": "NVIDIA H100 80GB HBM3", "driver": "570.1", "cuda": "13.0"}
 BANDWIDTH = {"copy_gb_s": 2800.0, "gather_gb_s": {"64": 800.0, "256": 2000.0, "512": 2400.0}}
@@ -233,7 +234,7 @@ def test_runs_that_cannot_be_compared_say_why(tmp_path: Path) -> None:
     with pytest.raises(NotComparable, match="needs two runs"):
         machines.read([CPU])
     with pytest.raises(NotComparable, match=r"different questions \(tt_vs_tbe, cache_hit_rate\)"):
-        machines.read([CPU, CPU.parent / "cache_hit_rate"])
+        machines.read([CPU, REFERENCE / "amd-epyc-2-threads" / "cache_hit_rate"])
     empty = make(tmp_path / "empty", lambda r: None)
     with pytest.raises(NotComparable, match="share no case"):
         rows_of(CPU, empty)
@@ -281,7 +282,7 @@ def test_the_command_writes_a_page(written: Written) -> None:
 def test_what_cannot_be_compared_is_a_line_and_a_status(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert command.main([str(CPU), str(CPU.parent / "cache_hit_rate")]) == 6
+    assert command.main([str(CPU), str(REFERENCE / "amd-epyc-2-threads" / "cache_hit_rate")]) == 6
     assert "different questions" in capsys.readouterr().err
     assert command.main([str(CPU), str(tmp_path / "nothing")]) == 2
     assert "is no run: it has no points.jsonl" in capsys.readouterr().err

@@ -39,13 +39,6 @@ def test_every_child_is_a_fresh_process_that_left_the_gpu_alone() -> None:
     assert Path(package).is_relative_to(ROOT)
 
 
-def test_another_package_takes_the_place_of_the_library(tmp_path: Path) -> None:
-    (tmp_path / "emblib").mkdir()
-    (tmp_path / "emblib" / "__init__.py").write_text("")
-    with Child(f"{CHILDREN}:identity", package=tmp_path) as one:
-        assert Path(one.receive()[2]).is_relative_to(tmp_path)
-
-
 @pytest.mark.parametrize(
     ("name", "status", "reason"),
     [
