@@ -87,6 +87,29 @@ STABLE_TORCH_LIBRARY(emblib, m) {
       "tt_core_grads(Tensor[] cores, Tensor[] plan, Tensor prefixes, Tensor row_grads,"
       " int[] row_factors, int[] dim_factors) -> Tensor[]");
 
+  // Ids on their way to the holders of their rows, and pooled rows on their way back.
+  m.def("gather_segments(Tensor values, Tensor starts, Tensor order, SymInt total) -> Tensor");
+  m.def(
+      "route_lengths(Tensor ids, Tensor offsets, Tensor first_bags, Tensor features, Tensor blocks,"
+      " Tensor copies, Tensor units, SymInt num_bags) -> Tensor");
+  m.def(
+      "route_ids(Tensor ids, Tensor offsets, Tensor first_bags, Tensor features, Tensor blocks,"
+      " Tensor copies, Tensor units, Tensor starts, SymInt total, Tensor? weights)"
+      " -> (Tensor ids, Tensor positions, Tensor weights)");
+  m.def(
+      "combine(Tensor source, Tensor targets, Tensor pieces, Tensor? rows, Tensor? lengths,"
+      " SymInt out_numel, ScalarType dtype, float scale) -> Tensor");
+  m.def(
+      "spread(Tensor grad, Tensor targets, Tensor pieces, Tensor? rows, Tensor? lengths,"
+      " SymInt source_numel, ScalarType dtype, float scale) -> Tensor");
+
+  // Quantised tables.
+  m.def("quantize_rows_(Tensor(a!) values, Tensor(b!) scales, Tensor weights, int bits) -> ()");
+  m.def(
+      "quant_lookup(Tensor values, Tensor scales, Tensor features, Tensor indices, Tensor offsets,"
+      " Tensor? bag_layout, Tensor? sample_weights, str pooling, int bits, SymInt columns,"
+      " ScalarType output_dtype) -> Tensor");
+
   // Optimizers on whole matrices, and memory.
   m.def(
       "update_rows_(Tensor(a!) weights, Tensor(b!)[] states, Tensor hyper, str optimizer,"

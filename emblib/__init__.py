@@ -1,6 +1,26 @@
-"""Embedding tables for recommender systems: table-batched, tensor-train and dynamic."""
+"""Embedding tables for recommender systems: table-batched, tensor-train, dynamic and sharded."""
 
-from emblib import checkpoints, dynamic, jagged, ops, optim, reference, trace
+from emblib import (
+    checkpoints,
+    collections,
+    dynamic,
+    jagged,
+    ops,
+    optim,
+    reference,
+    sharding,
+    trace,
+)
+from emblib.collections import (
+    Dynamic,
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    EmbeddingCollection,
+    EmbeddingConfig,
+    Plain,
+    Quantized,
+    TensorTrain,
+)
 from emblib.dynamic import (
     DiskRows,
     DynamicEmbeddingBags,
@@ -27,6 +47,7 @@ from emblib.dynamic_specs import (
     TruncatedNormal,
     Uniform,
 )
+from emblib.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor, KTRegroupAsDict
 from emblib.specs import (
     BoundsCheck,
     Cache,
@@ -39,7 +60,7 @@ from emblib.specs import (
     TableSpec,
     TTSpec,
 )
-from emblib.tables import TableBatchedEmbeddingBags, TTEmbeddingBag
+from emblib.tables import QuantizedEmbeddingBags, TableBatchedEmbeddingBags, TTEmbeddingBag
 from emblib.trace import LookupTrace, TracedFeature, TraceRecorder
 
 __version__ = "0.1.0"
@@ -51,21 +72,33 @@ __all__ = [
     "Constant",
     "Debug",
     "DiskRows",
+    "Dynamic",
     "DynamicEmbeddingBags",
     "DynamicSpec",
+    "EmbeddingBagCollection",
+    "EmbeddingBagConfig",
+    "EmbeddingCollection",
+    "EmbeddingConfig",
     "Eviction",
     "ExactCounter",
     "Frequency",
     "HostRows",
+    "JaggedTensor",
+    "KTRegroupAsDict",
     "KeyCheck",
     "KeyStatus",
+    "KeyedJaggedTensor",
+    "KeyedTensor",
     "LookupTrace",
     "MultiPass",
     "Newcomer",
     "Normal",
     "Placement",
+    "Plain",
     "Pooling",
     "Precision",
+    "Quantized",
+    "QuantizedEmbeddingBags",
     "RowStore",
     "ScoredTable",
     "Sketch",
@@ -75,6 +108,7 @@ __all__ = [
     "TTSpec",
     "TableBatchedEmbeddingBags",
     "TableSpec",
+    "TensorTrain",
     "TierMode",
     "TieredEmbeddingBags",
     "Tiers",
@@ -83,10 +117,12 @@ __all__ = [
     "TruncatedNormal",
     "Uniform",
     "checkpoints",
+    "collections",
     "dynamic",
     "jagged",
     "ops",
     "optim",
     "reference",
+    "sharding",
     "trace",
 ]

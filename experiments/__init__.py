@@ -9,6 +9,7 @@ It sees emblib's public names only; emblib never imports it. Where what is:
     machine           what a machine is and does: environment, flags, bandwidth, table of devices
     run               jobs in fresh processes, from configuration to report; several ranks
     caches, traces    cells in which nothing is timed: hit rates; what lookups are like
+    hashing, sharding cells of tables of keys; of collections over ranks, with predictions
     gate, micro       kinds that lead a run themselves: two revisions; pytest-benchmark
     results           records on disk, and the numbers made of them
     report            figures, tables and pages of one run; compare: of several machines

@@ -11,7 +11,7 @@ import torch
 
 from emblib.reference import cache as row_cache
 from emblib.reference import hash as key_table
-from emblib.reference import initial, random, tbe, tt
+from emblib.reference import initial, quant, random, route, tbe, tt
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -42,6 +42,13 @@ REFERENCES: dict[str, Callable[..., object] | str] = {
     "cache_lookup_slots": "the slot of the row of each lookup, which the tests state in one line",
     "cache_move_": row_cache.move,
     "cache_flush_": row_cache.flush,
+    "gather_segments": route.gather_segments,
+    "route_lengths": route.route_lengths,
+    "route_ids": route.route_ids,
+    "combine": route.combine,
+    "spread": route.spread,
+    "quantize_rows_": quant.quantize_rows,
+    "quant_lookup": quant.lookup,
     "update_rows_": tt.update_rows_,
     "advise_huge_pages_": "changes no value",
     "fill_uniform_": random.uniform,

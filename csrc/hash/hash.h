@@ -10,6 +10,7 @@
 // that stay keep their slots.
 #pragma once
 
+#include "core/mix.h"
 #include "core/portability.h"
 
 namespace emb {
@@ -56,17 +57,6 @@ EMB_HD constexpr bool has_scores(Order order) {
 }
 EMB_HD constexpr bool counts_uses(Order order) {
   return order == Order::kLfu || order == Order::kLruLfu;
-}
-
-// The finaliser of MurmurHash3 (Appleby, 2011; public domain): every bit of the key moves every
-// other with a probability of about a half.
-EMB_HD uint64_t mix(uint64_t x) {
-  x += 0x9E3779B97F4A7C15u;  // so that 0 is no fixed point
-  x ^= x >> 33;
-  x *= 0xFF51AFD7ED558CCDu;
-  x ^= x >> 33;
-  x *= 0xC4CEB9FE1A85EC53u;
-  return x ^ x >> 33;
 }
 
 // The smallest mask of ones that covers [0, buckets).

@@ -7,8 +7,8 @@
 #include <vector>
 
 #include "core/check.h"
+#include "core/feature_bags.h"
 #include "core/parallel.h"
-#include "tbe/feature_bags.h"
 #include "tbe/repair_offsets.h"
 
 namespace emb {

@@ -7,9 +7,9 @@
 #include <vector>
 
 #include "core/check.h"
+#include "core/feature_bags.h"
 #include "group/group_items.h"
 #include "group/outputs.h"
-#include "tbe/feature_bags.h"
 #include "tbe/repair_offsets.h"
 
 namespace emb {

@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "core/check.h"
-#include "tbe/feature_bags.h"
+#include "core/feature_bags.h"
 #include "tbe/table_rows.h"
 
 namespace emb {

@@ -7,10 +7,10 @@
 #include <vector>
 
 #include "core/check.h"
+#include "core/feature_bags.h"
 #include "core/isa.h"
 #include "core/parallel.h"
 #include "optim/check_states.h"
-#include "tbe/feature_bags.h"
 #include "tbe/update_table.h"
 
 namespace emb {

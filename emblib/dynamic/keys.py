@@ -14,7 +14,7 @@ def _fold(x: Tensor, bits: int) -> Tensor:
 
 
 def mix(x: Tensor) -> Tensor:
-    """The finaliser of MurmurHash3 behind an addition, as in csrc/hash/hash.h; one to one."""
+    """The finaliser of MurmurHash3 behind an addition, as in csrc/core/mix.h; one to one."""
     x = _fold(x + GOLDEN, 33)
     x = _fold(x * _FIRST, 33)
     return _fold(x * _SECOND, 33)

@@ -18,7 +18,7 @@ from emblib.dynamic_specs import KeyCheck
 from emblib.ops import hash as hash_ops
 from emblib.ops.hash import Keys, Misses
 from emblib.specs import brief
-from emblib.tables.base import caller_level
+from emblib.tables.bounds import caller_level
 
 
 class DynamicTraining(DynamicDumps):

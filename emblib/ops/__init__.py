@@ -86,7 +86,7 @@ def keep_dtype(fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     return move
 
 
-from emblib.ops import cache, group, hash, lookups, random, tbe, tt  # noqa: E402
+from emblib.ops import cache, group, hash, lookups, quant, random, route, tbe, tt  # noqa: E402
 
 __all__ = [
     "cache",
@@ -95,8 +95,10 @@ __all__ = [
     "hash",
     "keep_dtype",
     "lookups",
+    "quant",
     "random",
     "require_kernels",
+    "route",
     "tbe",
     "tt",
 ]

@@ -13,7 +13,7 @@ fill_uniform_ = torch.ops.emblib.fill_uniform_.default
 
 def new_seed() -> int:
     """A seed drawn from torch's default generator, so that `torch.manual_seed` fixes it."""
-    return int(torch.randint(2**63 - 1, ()))
+    return int(torch.randint(2**63 - 1, (), device="cpu"))
 
 
 @torch.library.register_fake("emblib::fill_uniform_")

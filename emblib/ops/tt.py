@@ -26,8 +26,9 @@ is `emblib.reference.tt`.
 """
 
 import math
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -72,6 +73,18 @@ class Lookup(NamedTuple):
     offsets: Tensor
     pooling: Pooling
     output_dtype: torch.dtype
+
+
+class ShareGradients(Protocol):
+    """Adds up the gradients of cores that several parts of a table, each a lookup, have in common.
+
+    Calls `use` once with what the cores of this part are to be updated with: when it has that,
+    which may be after the backward passes of other parts.
+    """
+
+    def __call__(self, grads: list[Tensor], use: Callable[[list[Tensor]], None]) -> None:
+        """`grads` are those of this part's lookups."""
+        ...
 
 
 class Made(NamedTuple):
@@ -130,10 +143,16 @@ class DenseLookup(torch.autograd.Function):
     """Lookup with a dense gradient for every core."""
 
     @staticmethod
-    def forward(ctx: Any, batch: Lookup, sample_weights: Tensor | None, *cores: Tensor) -> Tensor:
+    def forward(
+        ctx: Any,
+        batch: Lookup,
+        sample_weights: Tensor | None,
+        share: ShareGradients | None,
+        *cores: Tensor,
+    ) -> Tensor:
         """`[B, D]`, or `[L, D]` for NONE."""
         made = make_rows(cores, batch, kept_prefixes(batch, cores))
-        ctx.batch = batch
+        ctx.batch, ctx.share = batch, share
         _save(ctx, made, sample_weights, cores)
         return pool(made, batch, sample_weights)
 
@@ -143,12 +162,16 @@ class DenseLookup(torch.autograd.Function):
         """Gradients of cores and, if asked, of `sample_weights`."""
         made, sample_weights, cores = _saved(ctx)
         core_grads: Sequence[Tensor | None] = [None] * len(cores)
-        if any(ctx.needs_input_grad[2:]):
+        if any(ctx.needs_input_grad[3:]):
             core_grads = _core_grads(grad, made, ctx.batch, sample_weights, cores)
+            if ctx.share is not None:
+                shared: list[Tensor] = []
+                ctx.share(core_grads, shared.extend)
+                core_grads = shared
         sample_grad = None
         if ctx.needs_input_grad[1]:
             sample_grad = _sample_weight_grad(grad, made, ctx.batch)
-        return None, sample_grad, *core_grads
+        return None, sample_grad, None, *core_grads
 
 
 class FusedLookup(torch.autograd.Function):
@@ -168,6 +191,7 @@ class FusedLookup(torch.autograd.Function):
         optimizer: Optimizer,
         batch: Lookup,
         sample_weights: Tensor | None,
+        share: ShareGradients | None,
     ) -> Tensor:
         """`[B, D]`, or `[L, D]` for NONE."""
         compiling = torch.compiler.is_compiling()  # a compiled graph cannot compare versions
@@ -175,6 +199,7 @@ class FusedLookup(torch.autograd.Function):
         ctx.cores = cores
         ctx.versions = [] if compiling else [core._version for core in cores]
         ctx.states, ctx.hyper, ctx.optimizer, ctx.batch = states, hyper, optimizer, batch
+        ctx.share = share
         _save(ctx, made, sample_weights, ())
         return pool(made, batch, sample_weights)
 
@@ -195,11 +220,26 @@ class FusedLookup(torch.autograd.Function):
             made = made._replace(prefixes=prefixes)
         grad = lookups.clipped(grad, ctx.optimizer)
         core_grads = _core_grads(grad, made, batch, sample_weights, cores)
-        ctx.hyper[1].add_(1)
-        for core, state, core_grad in zip(cores, ctx.states, core_grads, strict=True):
-            _ops.update_rows_(core, state, ctx.hyper, ctx.optimizer.name, core_grad)
-        torch.autograd.graph.increment_version(cores)
-        return None, None, None, None, None, None, sample_grad
+        states, hyper, optimizer = ctx.states, ctx.hyper, ctx.optimizer
+        if ctx.share is None:
+            _update(cores, states, hyper, optimizer, core_grads)
+        else:
+            ctx.share(core_grads, partial(_update, cores, states, hyper, optimizer))
+        return None, None, None, None, None, None, sample_grad, None
+
+
+def _update(
+    cores: Sequence[Tensor],
+    states: Sequence[list[Tensor]],
+    hyper: Tensor,
+    optimizer: Optimizer,
+    grads: Sequence[Tensor],
+) -> None:
+    """One step of the optimizer on every core."""
+    hyper[1].add_(1)
+    for core, state, grad in zip(cores, states, grads, strict=True):
+        _ops.update_rows_(core, state, hyper, optimizer.name, grad)
+    torch.autograd.graph.increment_version(cores)
 
 
 def _core_grads(

@@ -127,14 +127,18 @@ class TableBatchedEmbeddingBags(TieredTables):
             self._reset_common()
             if opened is not None:
                 self.hyper[: len(opened)] = torch.tensor(opened, dtype=torch.float64)
-            for spec, views in zip(self.tables, self._views(), strict=True):
+            for t, (spec, views) in enumerate(zip(self.tables, self._views(), strict=True)):
                 if opened is not None and spec.placement is Placement.DISK:
                     continue
-                bound = 1.0 / math.sqrt(spec.rows)
                 weight, *states = views.values()
-                ops.random.fill_uniform_(weight, -bound, bound, ops.random.new_seed())
+                self._draw(t, weight)
                 for state in states:
                     state.zero_()
+
+    def _draw(self, table: int, weight: Tensor) -> None:
+        """First values of a table."""
+        bound = 1.0 / math.sqrt(self.tables[table].rows)
+        ops.random.fill_uniform_(weight, -bound, bound, ops.random.new_seed())
 
     def forward(
         self,
@@ -197,8 +201,8 @@ class TableBatchedEmbeddingBags(TieredTables):
             self._before_forward(tiers)
         if isinstance(self.optimizer, External):
             return lookups.lookup(
-                *(self.weights, batch, self.optimizer, sample_weights, self.output_dtype),
-                wants.unique,
+                *(self._trained_weights(), batch, self.optimizer, sample_weights),
+                *(self.output_dtype, wants.unique),
             )
         if self._prefetcher is not None:
             batch = self._prefetcher.take(batch, tiers, given)
@@ -214,6 +218,10 @@ class TableBatchedEmbeddingBags(TieredTables):
         if batch.session is not None:
             batch.session.after_update()
         return out
+
+    def _trained_weights(self) -> Tensor:
+        """What gets the gradient of `optim.External`."""
+        return self.weights
 
     def _breaks_graphs(self) -> bool:
         """Whether a lookup is more than tensor code of static shapes: see `_look_up_eagerly`."""

@@ -123,18 +123,19 @@ class Memory:
 
     def views(self, weights: Tensor, states: list[Tensor]) -> list[dict[str, Tensor]]:
         """For each table `weight` `[R, D]` and its states by name, `[R, D]` or `[R]`."""
-        device = [weights.view(-1), *states]
-        result = []
-        for place in self.layout.places:
-            tensors = device if place.tier == DEVICE else self._tier(place.tier)
-            shape = (place.rows, place.dim)
-            elements = slice(place.weight_offset, place.weight_offset + place.rows * place.dim)
-            rows = slice(place.state_base, place.state_base + place.rows)
-            views = {"weight": tensors[0][elements].view(shape)}
-            for state, tensor in zip(self.states, tensors[1:], strict=True):
-                views[state.name] = tensor[rows] if state.per_row else tensor[elements].view(shape)
-            result.append(views)
-        return result
+        return [self.view(t, weights, states) for t in range(len(self.tables))]
+
+    def view(self, table: int, weights: Tensor, states: list[Tensor]) -> dict[str, Tensor]:
+        """`views` of one table."""
+        place = self.layout.places[table]
+        tensors = [weights.view(-1), *states] if place.tier == DEVICE else self._tier(place.tier)
+        shape = (place.rows, place.dim)
+        elements = slice(place.weight_offset, place.weight_offset + place.rows * place.dim)
+        rows = slice(place.state_base, place.state_base + place.rows)
+        views = {"weight": tensors[0][elements].view(shape)}
+        for state, tensor in zip(self.states, tensors[1:], strict=True):
+            views[state.name] = tensor[rows] if state.per_row else tensor[elements].view(shape)
+        return views
 
     @property
     def disk(self) -> DiskStore | None:

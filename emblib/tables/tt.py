@@ -35,6 +35,9 @@ class TTEmbeddingBag(FusedTable):
         device: where the cores live.
 
     Cores cover `prod(row_factors) >= rows` rows; the surplus is never read, made or trained.
+
+    A module may be part of a table whose other parts are elsewhere: `share_gradients`, if set,
+    gets the gradients of the cores in every backward pass, for those that parts have in common.
     """
 
     cores: nn.ParameterList
@@ -58,13 +61,17 @@ class TTEmbeddingBag(FusedTable):
             )
         self.spec = spec
         self.init = init
-        check_ranks(spec.ranks, spec.row_factors, spec.dim_factors)
+        self.share_gradients: tt.ShareGradients | None = None
+        self._check_ranks()
         if init not in INITIALIZERS:
             raise ValueError(f"init must be one of {', '.join(INITIALIZERS)}, got {init!r}")
         device = torch.empty(0, device=device).device
         ops.require_kernels(device)
         self._allocate(device)
         self.reset_parameters()
+
+    def _check_ranks(self) -> None:
+        check_ranks(self.spec.ranks, self.spec.row_factors, self.spec.dim_factors)
 
     def _allocate(self, device: torch.device) -> None:
         spec, fused = self.spec, lookups.is_fused(self.optimizer)
@@ -121,7 +128,9 @@ class TTEmbeddingBag(FusedTable):
         if not torch.is_grad_enabled():
             return tt.lookup(self._core_list(), batch, per_sample_weights)
         if not lookups.is_fused(self.optimizer):
-            return tt.DenseLookup.apply(batch, per_sample_weights, *self.cores)
+            return tt.DenseLookup.apply(
+                batch, per_sample_weights, self.share_gradients, *self.cores
+            )
         return tt.FusedLookup.apply(
             self.anchor,
             self._core_list(),
@@ -130,6 +139,7 @@ class TTEmbeddingBag(FusedTable):
             self.optimizer,
             batch,
             per_sample_weights,
+            self.share_gradients,
         )
 
     def _batch(

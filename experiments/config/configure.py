@@ -25,10 +25,11 @@ from experiments.config.schema import (
     Kind,
     Law,
     Mode,
+    ShardingConfig,
     Tables,
     WorkloadConfig,
 )
-from experiments.config.sweep import EXACT
+from experiments.config.sweep import EXACT, SPREAD
 from experiments.contenders import registry
 from experiments.paths import CONF
 
@@ -229,6 +230,7 @@ def check_values(config: Config) -> None:
         _check_workload(prefix, point.workload)
         _check_cache(prefix, point.cache)
         _check_keys(prefix, point, config.kind)
+        _check_worlds(prefix, point.sharding)
         computed = EXACT if not prefix and config.kind is Kind.cache else ()
         for name in point.contenders:
             if name not in (*contenders, *computed):
@@ -252,7 +254,10 @@ def check_values(config: Config) -> None:
             )
     _check_amounts(config)
     if config.device.ranks > 1 and config.kind is not Kind.time:
-        raise UsageError(f"device.ranks: only kind=time has ranks, this is {config.kind.value}")
+        raise UsageError(
+            f"device.ranks: only kind=time has ranks, this is {config.kind.value}"
+            f"{'; say sharding.worlds' * (config.kind in SPREAD)}"
+        )
     if config.lr <= 0:
         raise UsageError(f"lr must be > 0, got {config.lr}")
     cached = (*registry.cached(), *EXACT)
@@ -297,6 +302,14 @@ def _check_cache(prefix: str, cache: CacheConfig) -> None:
             raise UsageError(f"{prefix}cache.fractions must be in (0, 1], got {fraction}")
     if min(cache.warm_batches, cache.batches, cache.pool) < 1:
         raise UsageError(f"{prefix}cache.warm_batches, .batches and .pool must be >= 1")
+
+
+def _check_worlds(prefix: str, sharding: ShardingConfig) -> None:
+    for name, worlds in (("worlds", sharding.worlds), ("beyond", sharding.beyond)):
+        if any(world < 1 for world in worlds):
+            raise UsageError(f"{prefix}sharding.{name} must be >= 1, got {worlds}")
+    if not sharding.worlds or not sharding.scaling:
+        raise UsageError(f"{prefix}sharding.worlds and .scaling must name at least one each")
 
 
 def _check_keys(prefix: str, point: Config | CaseConfig, kind: Kind) -> None:

@@ -27,6 +27,8 @@ class Kind(Enum):
     trace = "trace"
     keys = "keys"  # operations on tables of keys, timed together
     growth = "growth"  # tables of keys that fill from empty, call by call
+    sharding = "sharding"  # collections spread over ranks: whole steps, and their parts
+    calibration = "calibration"  # what lookups, updates and messages cost on this machine
     anchor = "anchor"  # of a whole run: its cases are timed, and set beside published figures
     gate = "gate"  # of a whole run: two revisions of emblib take turns on its cases
     noise = "noise"  # of a whole run: how far a revision seems to differ from itself
@@ -36,7 +38,7 @@ class Kind(Enum):
     @property
     def of_cells(self) -> Kind:
         """How the cells of a run's sweep are measured: a kind of whole runs has timed ones."""
-        own = (Kind.cache, Kind.trace, Kind.keys, Kind.growth)
+        own = (Kind.cache, Kind.trace, Kind.keys, Kind.growth, Kind.sharding, Kind.calibration)
         return self if self in own else Kind.time
 
 
@@ -87,6 +89,13 @@ class Design(Enum):
     one_at_a_time = "one_at_a_time"
     grid = "grid"
     zip = "zip"
+
+
+class Scaling(Enum):
+    """What more ranks share: a batch of B each (weak), or one batch of B (strong)."""
+
+    weak = "weak"
+    strong = "strong"
 
 
 class Mode(Enum):
@@ -187,6 +196,15 @@ class KeysConfig:
 
 
 @dataclass
+class ShardingConfig:
+    """Collections over ranks (kinds sharding, calibration): a cell for each world and scaling."""
+
+    worlds: list[int] = field(default_factory=lambda: [1, 2])
+    scaling: list[Scaling] = field(default_factory=lambda: [Scaling.weak])
+    beyond: list[int] = field(default_factory=list)  # worlds whose steps are only predicted
+
+
+@dataclass
 class PublishedConfig:
     """A number somebody else measured elsewhere; printed with its source, never divided by ours."""
 
@@ -207,6 +225,7 @@ class CaseConfig:
     tt: TTConfig = field(default_factory=TTConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
     keys: KeysConfig = field(default_factory=KeysConfig)
+    sharding: ShardingConfig = field(default_factory=ShardingConfig)
     published: list[PublishedConfig] = field(default_factory=list)
 
 
@@ -246,6 +265,7 @@ class TimingConfig:
     max_rows: int = 0
     max_batch: int = 0
     max_cells: int = 0
+    max_ranks: int = 0
 
 
 @dataclass
@@ -316,6 +336,7 @@ class Config:
     tt: TTConfig = field(default_factory=TTConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
     keys: KeysConfig = field(default_factory=KeysConfig)
+    sharding: ShardingConfig = field(default_factory=ShardingConfig)
     sweep: SweepConfig = field(default_factory=SweepConfig)
     design: Design = Design.one_at_a_time
     where: list[str] = field(default_factory=list)  # what does not meet all of these is left out

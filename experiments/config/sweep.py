@@ -20,11 +20,15 @@ from experiments.config.schema import (
     KeysConfig,
     Kind,
     Law,
+    Scaling,
+    ShardingConfig,
     TTConfig,
     WorkloadConfig,
 )
+from experiments.config.worlds import over_ranks
 from experiments.contenders import registry
 
+SPREAD = (Kind.sharding, Kind.calibration)  # over ranks, as many as the cell asks for
 SWEEP = "sweep"  # section of the cells that come from `sweep:`; cases use their own names
 
 # Computed from a trace; they are no programs to time.
@@ -33,17 +37,18 @@ IDEALS = {"offline": "offline optimum (ideal)", "static_top": "static top-k (ide
 EXACT = {"exact_lru": "exact LRU", "exact_lfu": "exact LFU"}
 COMPUTED = IDEALS | EXACT
 LOOKUPS = {"lookups": "the lookups"}  # the one arm of a trace that is only looked at
+CALIBRATED = {"constants": "constants of the cost model"}  # the one arm of a calibration
 Condition = Callable[[dict[str, Any]], bool]
 
 
 def label_of(contender: str) -> str:
     """A contender, or an ideal, as people call it."""
-    return (COMPUTED | LOOKUPS).get(contender) or registry.label(contender)
+    return (COMPUTED | LOOKUPS | CALIBRATED).get(contender) or registry.label(contender)
 
 
 def variants_of(contender: str) -> str:
     """Of what it has several arms: "rank", "cache", or nothing."""
-    if contender in LOOKUPS:
+    if contender in LOOKUPS | CALIBRATED:
         return ""
     return "cache" if contender in COMPUTED else registry.variants(contender)
 
@@ -92,12 +97,15 @@ class Cell:
     cache: CacheConfig = field(default_factory=CacheConfig)
     kind: Kind = Kind.time
     keys: KeysConfig = field(default_factory=KeysConfig)
+    ranks: int = 0  # 0: those of the run
+    scaling: Scaling = Scaling.weak
 
     @property
     def key(self) -> str:
         """Identifies the cell within its run."""
         values = " ".join(f"{a}={getattr(self.workload, a):g}" for a in AXES)
-        return f"{self.section} {values}"
+        world = f" W={self.ranks} {self.scaling.value}" * bool(self.ranks)
+        return f"{self.section} {values}{world}"
 
 
 def arms_of(
@@ -142,6 +150,13 @@ def expand(config: Config) -> list[Cell]:
         looked_at = arms_of(list(LOOKUPS), [], [])
         cells = [replace(c, arms=looked_at, cache=config.cache, kind=config.kind) for c in cells]
     swept = list(_swept(config))
+    if config.kind is Kind.calibration:
+        alone = arms_of(list(CALIBRATED), [], [])
+        cells, swept = ([replace(c, arms=alone) for c in part] for part in (cells, swept))
+    if config.kind in SPREAD:
+        asked = {key: case.sharding for key, case in config.cases.items()}
+        cells = _over_ranks(cells, config, asked)
+        swept = _over_ranks(swept, config, asked)
     limit = config.timing.max_cells
     swept = swept[:limit] if limit else swept
     # Of traces the user's own comes first; cases are what it is compared with.
@@ -153,11 +168,19 @@ def expand(config: Config) -> list[Cell]:
     return list(found.values())
 
 
+def _over_ranks(
+    cells: Sequence[Cell], config: Config, asked: dict[str, ShardingConfig]
+) -> list[Cell]:
+    """Each in the worlds of its case, or of the experiment."""
+    spread = (over_ranks(c, asked.get(c.section, config.sharding), config) for c in cells)
+    return [cell for worlds in spread for cell in worlds]
+
+
 def _kind_of(case: CaseConfig, config: Config) -> Kind:
     """How a case is measured: by default its contenders are timed."""
     if case.keys.loads:
         return Kind.keys
-    return config.kind if config.kind is Kind.growth else Kind.time
+    return config.kind if config.kind in (Kind.growth, *SPREAD) else Kind.time
 
 
 def _resolved(cell: Cell) -> Cell:
@@ -262,7 +285,8 @@ def _capped(cell: Cell, config: Config) -> Cell:
         from experiments.work.workload import table_rows  # loads torch
 
         scale = min(1.0, rows / max(1, *table_rows(workload)))  # 0: a trace does not say
-    title = _title(workload) if cell.section == SWEEP else cell.title
+    plain = cell.section == SWEEP and not cell.ranks
+    title = _title(workload) if plain else cell.title
     return dataclasses.replace(cell, workload=workload, rows_scale=scale, title=title)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -57,6 +57,7 @@ class Contender(ABC):
     label: ClassVar[str]
     variants: ClassVar[str] = ""
     dense: ClassVar[bool] = False
+    alone: ClassVar[bool] = False
     cuda_only: ClassVar[bool] = False
     requires: ClassVar[tuple[str, ...]] = ()
     install: ClassVar[str] = ""
@@ -75,6 +76,13 @@ class Contender(ABC):
     @abstractmethod
     def step(self, prepared: Any) -> None:
         """Forward, backward from the batch's gradient, update."""
+
+    def parts(self, prepared: Any) -> dict[str, Callable[[], object]]:
+        """Parts of a step on this batch that can be done again by themselves.
+
+        Every rank makes this call and those that it returns; what a part needs is computed here.
+        """
+        return {}
 
     def visit(self, prepared: Any) -> None:
         """A batch of a trace, of which only what a cache does with it matters; never timed."""

@@ -8,6 +8,7 @@ A contender is a class in a file of this folder, or of a folder named in EMBLIB_
     cuda_only   whether it has no way to run on a CPU
     keyed       whether it is a table of keys (key_table.py), which the kinds `keys`, `growth` and
                 `cache` measure, not one of bags
+    alone       whether it knows no ranks, so that experiments over ranks measure it without others
     dense       whether it holds the tables uncompressed, so that their size must fit in memory
     requires    the packages it needs, exactly as known to work: ("fbgemm-gpu-cpu==1.8.0",);
                 "a==1 | b==1" where either will do
@@ -39,6 +40,7 @@ FACTS: dict[str, type] = {
     "variants": str,
     "keyed": bool,
     "dense": bool,
+    "alone": bool,
     "cuda_only": bool,
     "requires": tuple,
     "install": str,
@@ -61,6 +63,7 @@ class Entry:
     variants: str = ""
     keyed: bool = False
     dense: bool = False
+    alone: bool = False
     cuda_only: bool = False
     requires: tuple[str, ...] = ()
     install: str = ""
@@ -151,6 +154,11 @@ def identity(name: str) -> dict[str, str]:
 def keyed(name: str) -> bool:
     """Whether it is a table of keys; what is not known is not."""
     return name in entries() and entries()[name].keyed
+
+
+def alone(name: str) -> bool:
+    """Whether it is measured in one process only."""
+    return name in entries() and entries()[name].alone
 
 
 def of_bags() -> tuple[str, ...]:

@@ -137,6 +137,7 @@ class Sharded(Collection):
     In a process group of one. Its input and output distribution then send nothing, but run.
     """
 
+    alone = True
     name = "torchrec"
     label = "TorchRec"
 
@@ -176,6 +177,7 @@ class Sharded(Collection):
 class Fused(Collection):
     """TorchRec's FusedEmbeddingBagCollection: FBGEMM's tables behind its interface, no sharding."""
 
+    alone = True
     name = "torchrec_fused"
     label = "TorchRec fused EBC"
 
@@ -202,6 +204,7 @@ class Unsharded(Collection):
     tables. Not how TorchRec is meant to be trained, but what its class does by itself.
     """
 
+    alone = True
     name = "torchrec_unsharded"
     label = "TorchRec EBC, unsharded"
 
@@ -226,7 +229,7 @@ class Unsharded(Collection):
 
 
 def _process_group(device: torch.device) -> None:
-    """One of this process alone; it stays until the process ends."""
+    """One of this process alone."""
     if dist.is_initialized():
         if dist.get_world_size() > 1:
             raise Unsupported(
@@ -234,6 +237,11 @@ def _process_group(device: torch.device) -> None:
                 f"{dist.get_world_size()}, other contenders' are not (torchrec_fused has no group)"
             )
         return
+    alone(device)
+
+
+def alone(device: torch.device) -> None:
+    """Make a process group of this process; it stays until the process ends."""
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     atexit.register(dist.destroy_process_group)

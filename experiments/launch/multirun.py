@@ -30,6 +30,7 @@ from omegaconf import DictConfig
 from experiments.config import configure
 from experiments.config.configure import UsageError
 from experiments.config.schema import Config, DeviceKind
+from experiments.config.sweep import SPREAD
 from experiments.launch import slots
 from experiments.paths import CONF, ROOT
 from experiments.results.store import RunStore
@@ -228,7 +229,7 @@ def job(composed: DictConfig) -> None:
 @contextmanager
 def _processors(config: DictConfig | Config) -> Iterator[dict[str, str]]:
     """The environment of a job that is alone on its processors; a smoke run need not be alone."""
-    kind, ranks = DeviceKind(config.device.kind), int(config.device.ranks)
+    kind, ranks = DeviceKind(config.device.kind), _ranks(config)
     gpus = [] if kind is DeviceKind.cpu else slots.gpus()
     if gpus:
         with slots.hold(gpus, ranks, slots.lock_folder()) as held:
@@ -238,6 +239,14 @@ def _processors(config: DictConfig | Config) -> Iterator[dict[str, str]]:
     else:
         with slots.hold([slots.CPU], 1, slots.lock_folder()):
             yield {}
+
+
+def _ranks(config: DictConfig | Config) -> int:
+    """The most that work at once: of experiments over ranks, in the largest world."""
+    if getattr(config.kind, "value", config.kind) not in [kind.value for kind in SPREAD]:
+        return int(config.device.ranks)
+    asked = [config.sharding, *(case.sharding for case in config.cases.values())]
+    return max(int(world) for sharding in asked for world in sharding.worlds)
 
 
 def _run(words: Sequence[str], environment: dict[str, str], log: Path | None) -> int:

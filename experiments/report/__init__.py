@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,6 +13,7 @@ from experiments.hashing import numbers
 from experiments.micro.records import frame as latencies
 from experiments.report.data import Run
 from experiments.results.store import RunStore
+from experiments.sharding import numbers as steps
 from experiments.traces import frames
 
 if TYPE_CHECKING:
@@ -34,6 +36,7 @@ BROKEN = ("wrong", "error", "timeout")
 def write_report(path: Path) -> Summary:
     """Write every derived file of the run in `path` from its raw records."""
     from experiments.report import pages
+    from experiments.report.calibration import calibrations
     from experiments.report.stories import story
 
     run = Run.read(path)
@@ -49,6 +52,11 @@ def write_report(path: Path) -> Summary:
         store.write_table("operations", run.operations)
     if run.kind is Kind.growth:
         store.write_table("growth", numbers.growth(run.records))
+    if run.kind is Kind.calibration and (found := calibrations(run)):
+        store.write("calibration.json", json.dumps(found[max(found)], indent=1) + "\n")
+    if run.kind is Kind.sharding:
+        store.write_table("sharding", steps.frame(run.records))
+        store.write_table("predictions", steps.predictions(run.records))
     if run.kind is Kind.trace:
         store.write_table("tables", frames.tables(run.records))
         store.write_table("ideal_hit_rates", frames.curves(run.records))

@@ -160,7 +160,7 @@ class Run:
         """Cell -> processes that measured it."""
         seen: dict[str, set[int]] = {}
         for record in self.records:
-            if record.get("kind", Kind.time.value) == Kind.time.value:
+            if record.get("kind", Kind.time.value) in (Kind.time.value, Kind.sharding.value):
                 seen.setdefault(record["cell"], set()).add(replicate_of(record))
         return {cell: len(processes) for cell, processes in seen.items()}
 

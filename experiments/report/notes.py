@@ -70,7 +70,7 @@ VERDICTS = (
 
 def how_to_read(run: Run) -> list[str]:
     """What applies to this run of what there is to know."""
-    if run.kind in (Kind.trace, Kind.micro):  # nothing is timed, or nothing side by side
+    if run.kind in (Kind.trace, Kind.micro, Kind.calibration):  # nothing is timed side by side
         return []
     found = [HOW_TO_READ[0]]
     found += [MODES[mode] for mode in run.modes if mode in MODES]

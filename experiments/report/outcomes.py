@@ -109,6 +109,8 @@ def sentence(run: Run) -> str:
         return (
             f"{len(bad)} of {len(outcomes)} measurements have no result, or not all of it: {words}."
         )
+    if run.kind is Kind.calibration:
+        return f"None: the constants of {len(outcomes)} worlds were measured."
     if run.kind is Kind.trace:
         return f"None: all {len(outcomes)} sets of lookups were read."
     ran = f"None: all {len(outcomes)} measurements ran"

@@ -12,10 +12,13 @@ from experiments.report import (
     anchors,
     answer,
     caching_figures,
+    calibration,
     figures,
     growth,
     hashing,
     micro,
+    sharding,
+    sharding_figures,
     traces,
     traces_figures,
 )
@@ -46,6 +49,12 @@ STORIES = {
     ),
     Kind.keys: Story(hashing.answer, hashing.figures, (numbers.FORMULA,), hashing.tables),
     Kind.growth: Story(growth.answer, growth.figures, growth.NOTES, growth.tables),
+    Kind.calibration: Story(
+        calibration.answer, calibration.figures, calibration.NOTES, calibration.tables
+    ),
+    Kind.sharding: Story(
+        sharding.answer, sharding_figures.figures, sharding.NOTES, sharding.tables
+    ),
     Kind.trace: Story(traces.answer, traces_figures.figures, traces.NOTES),
     Kind.micro: Story(micro.answer, micro.figures, micro.NOTES, micro.tables),
 }

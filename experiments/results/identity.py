@@ -20,13 +20,21 @@ from experiments.paths import ROOT
 BENCH_SOURCES = (
     *(
         f"{package}/*.py"
-        for package in ("work", "timing", "contenders", "caches", "traces", "hashing")
+        for package in ("work", "timing", "contenders", "caches", "traces", "hashing", "sharding")
     ),
     *(f"run/{name}.py" for name in ("cell", "lockstep", "ranks", "session", "verify", "worker")),
     *("machine/cpu.py", "machine/telemetry.py"),
 )
 # Of a timing preset: what says how much is measured, not what.
-AMOUNTS = ("preset", "replicates", "cell_seconds", "total_seconds", "limit_seconds", "max_cells")
+AMOUNTS = (
+    "preset",
+    "replicates",
+    "cell_seconds",
+    "total_seconds",
+    "limit_seconds",
+    "max_cells",
+    "max_ranks",
+)
 
 
 def digest(value: Any) -> str:

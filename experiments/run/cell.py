@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 import gc
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 
 from experiments.config.schema import PHASES, Kind, TimingConfig
-from experiments.config.sweep import COMPUTED, LOOKUPS, Arm, Cell
+from experiments.config.sweep import CALIBRATED, COMPUTED, LOOKUPS, SPREAD, Arm, Cell
 from experiments.contenders import Contender, Task, build, registry
 from experiments.machine.telemetry import telemetry_for
 from experiments.results.store import Record
@@ -22,12 +22,14 @@ from experiments.timing.passes import counting_pass, energy
 from experiments.timing.race import Phase, Race
 from experiments.work.workload import Pool, dense_bytes, make_pool, table_shapes
 
+PhasesOf = Callable[[Contender, Pool], dict[str, Phase]]
 VERIFY_BATCH = 32  # bags per table in the check, whose reference gathers every lookup's cores
 
 
 def dense_arms(cell: Cell) -> int:
     """How many contenders of the cell hold its tables uncompressed."""
-    programs = [a.contender for a in cell.arms if a.contender not in COMPUTED | LOOKUPS]
+    computed = COMPUTED | LOOKUPS | CALIBRATED
+    programs = [a.contender for a in cell.arms if a.contender not in computed]
     return sum(registry.find(name).dense for name in programs)
 
 
@@ -36,7 +38,7 @@ def fit_memory(cell: Cell, session: Session) -> Cell:
     shapes = table_shapes(cell.workload, scale=cell.rows_scale)
     adagrad = session.config.optimizer.value == "adagrad"
     wanted = max(1, dense_arms(cell)) * dense_bytes(shapes) * (2 if adagrad else 1)
-    if session.device.type == "cpu":
+    if session.device.type == "cpu" and cell.kind not in SPREAD:
         wanted *= session.config.device.ranks  # whose tables lie in the same memory
     room = memory.available_bytes(session.device) * session.config.device.memory_share
     if wanted <= room or cell.kind is Kind.trace:  # which makes no tables
@@ -44,8 +46,13 @@ def fit_memory(cell: Cell, session: Session) -> Cell:
     return dataclasses.replace(cell, rows_scale=cell.rows_scale * room / wanted)
 
 
-def measure_cell(cell: Cell, session: Session, seconds: float) -> list[Record]:
-    """One record per arm and mode; `seconds` is the budget for timing them all."""
+def measure_cell(
+    cell: Cell, session: Session, seconds: float, phases_of: PhasesOf | None = None
+) -> list[Record]:
+    """One record per arm and mode; `seconds` is the budget for timing them all.
+
+    `phases_of` gives what is timed of a contender on a pool of batches: by default PHASES.
+    """
     gc.collect()  # a failed contender's traceback keeps its tables alive in a cycle
     config = session.config
     shapes = table_shapes(cell.workload, scale=cell.rows_scale)
@@ -61,7 +68,8 @@ def measure_cell(cell: Cell, session: Session, seconds: float) -> list[Record]:
     team = session.team
     team.settle(outcomes)
     built = {key: c for key, c in built.items() if outcomes[key].status == "ok"}
-    phases = {key: team.phases(key, _phases(c, pool)) for key, c in built.items()}
+    phases_of = phases_of or whole_steps
+    phases = {key: team.phases(key, phases_of(c, pool)) for key, c in built.items()}
     records = []
     ready = outcomes
     for mode in modes:
@@ -125,7 +133,8 @@ def _build(cell: Cell, outcomes: dict[str, Outcome], session: Session) -> dict[s
     return built
 
 
-def _phases(contender: Contender, pool: Pool) -> dict[str, Phase]:
+def whole_steps(contender: Contender, pool: Pool) -> dict[str, Phase]:
+    """PHASES of a contender."""
     prepared = [contender.prepare(batch) for batch in pool.batches]
 
     def phase(name: str) -> Phase:

@@ -13,7 +13,7 @@ from experiments.results.identity import point_key
 from experiments.results.store import Record, read_records
 
 START_SECONDS = 1.5  # a process, its imports and its first batches, on a machine of two cores
-TIMED = (Kind.time, Kind.keys, Kind.growth)  # kinds of cells whose samples are times
+TIMED = (Kind.time, Kind.keys, Kind.growth, Kind.sharding)  # kinds of cells whose samples are times
 # Without a new request these are not tried again: the outcome would be the same. What is missing
 # has another point_key once it is installed.
 GOOD = ("ok", "unsupported", "missing")

@@ -15,6 +15,8 @@ MEASURES = {
     Kind.trace: "experiments.traces.cell:trace_cell",
     Kind.keys: "experiments.hashing.cell:keys_cell",
     Kind.growth: "experiments.hashing.growth:growth_cell",
+    Kind.sharding: "experiments.sharding.cell:sharding_cell",
+    Kind.calibration: "experiments.sharding.calibration:calibration_cell",
 }
 # (config, *, question, words) -> exit status: kinds that lead their processes themselves.
 RUNNERS: dict[Kind, str] = {

@@ -84,6 +84,10 @@ class Ranks(Team):
         every = self.peers.gather([float(value) for value in counters.values()])
         return {k: int(sum(v)) for k, v in zip(counters, zip(*every, strict=True), strict=True)}
 
+    def exchange(self, value: Any) -> list[Any]:
+        """Everybody's object, by rank."""
+        return self.peers.exchange(value)
+
     def settle(self, outcomes: Mapping[str, Outcome]) -> None:
         """The first rank's failure of each arm is every rank's."""
         every = self.peers.exchange({key: (o.status, o.reason) for key, o in outcomes.items()})

@@ -30,7 +30,7 @@ def show(cells: Sequence[Cell], config: Config, device: torch.device) -> int:
     table = Table(Column("cell", no_wrap=True), *heads, box=None)
     total = 0.0
     for cell in cells:
-        fitted = fit_memory(cell, session)
+        fitted = fit_memory(cell, session.over_ranks_of(cell))
         shapes = table_shapes(fitted.workload, scale=fitted.rows_scale)
         seconds = estimate(fitted, config) * replicates(cell, config)
         total += seconds

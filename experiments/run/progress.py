@@ -82,7 +82,8 @@ def where(cell: Cell) -> str:
     w = cell.workload
     law = f" s={w.s:g}" if w.law.value == "zipf" else f" {w.law.value}"
     tables = f" T={w.T}" if w.T > 1 else ""
-    return f"{cell.section:<12}{tables} D={w.D} B={w.B} L={w.L}{law}"
+    world = f" W={cell.ranks}" * bool(cell.ranks)
+    return f"{cell.section:<12}{tables} D={w.D} B={w.B} L={w.L}{law}{world}"
 
 
 def outcome_line(records: Sequence[Record]) -> str:
@@ -91,6 +92,8 @@ def outcome_line(records: Sequence[Record]) -> str:
     if all(r.get("kind") == Kind.trace.value and r["status"] == "ok" for r in records):
         found = [r["analysis"]["distinct"] for r in records]
         return f"distinct rows: {', '.join(f'{n:,}' for n in found)}"
+    if any(r.get("kind") == Kind.calibration.value and r["status"] == "ok" for r in records):
+        return "calibrated"
     if any(r.get("kind") in (Kind.keys.value, Kind.growth.value) for r in records):
         return " · ".join(map(_keys, records))
     traced = any(record.get("kind") == Kind.cache.value for record in records)

@@ -241,4 +241,7 @@ def _death(rank: int | None, agent: subprocess.Popen[bytes], output: Path) -> Ex
 
 
 if __name__ == "__main__":
-    main()
+    # What this process sends is unpickled by one whose own `__main__` is another module.
+    from experiments.run.ranks import main as of_the_module
+
+    of_the_module()

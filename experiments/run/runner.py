@@ -197,11 +197,15 @@ class Work:
             here = {"run_id": self.session.run_id, "order": job.order}
             return [{"reused_from": r["run_id"], **r, **here} for r in old]
         if job.cell.key not in self.fitted:
-            self.fitted[job.cell.key] = fit_memory(job.cell, self.session)
+            ranked = self.session.over_ranks_of(job.cell)
+            self.fitted[job.cell.key] = fit_memory(job.cell, ranked)
         cell = self.fitted[job.cell.key]
         identity = {"point_key": key, "context_id": self.context_id}
         session = dataclasses.replace(
-            self.session, replicate=replicate, order=job.order, identity=identity
+            self.session.over_ranks_of(cell),
+            replicate=replicate,
+            order=job.order,
+            identity=identity,
         )
         began = time.monotonic()
         name = where(cell)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 
 from experiments.config.schema import Config
+from experiments.config.sweep import Cell
 from experiments.run.team import ALONE, Team
 
 SEED_STEP = 7919  # between replicates; a prime, so that neighbouring seeds of two runs differ too
@@ -31,6 +33,13 @@ class Session:
     identity: Mapping[str, Any] = field(default_factory=dict)  # point_key, context_id, ...
     note: Callable[[str], object] = quiet  # told what is being done, arm by arm
     team: Team = ALONE  # those that measure the same cell beside it
+
+    def over_ranks_of(self, cell: Cell) -> Session:
+        """With as many ranks as the cell asks for, if it does."""
+        if not cell.ranks:
+            return self
+        device = dataclasses.replace(self.config.device, ranks=cell.ranks)
+        return dataclasses.replace(self, config=dataclasses.replace(self.config, device=device))
 
     @property
     def seed(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from experiments.machine.telemetry import Telemetry
 from experiments.timing.clock import Clock, Phase
@@ -32,6 +32,10 @@ class Team:
     def total(self, counters: Mapping[str, int]) -> Mapping[str, int]:
         """What the caches of all ranks counted."""
         return counters
+
+    def exchange(self, value: Any) -> list[Any]:
+        """Everybody's object, by rank."""
+        return [value]
 
     def settle(self, outcomes: Mapping[str, Outcome]) -> None:
         """An arm that failed on one rank has failed."""

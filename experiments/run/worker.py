@@ -26,6 +26,7 @@ from experiments.timing import memory
 
 MEMORY_LIMIT = 0.95  # of what is free: the limit is there so that the machine lives on
 BANDWIDTH_SECONDS = 1.5  # for all ceilings together
+MODED = (Kind.time, Kind.keys, Kind.sharding)  # kinds of cells that are measured in modes
 TARGET = "experiments.run.worker:serve"
 
 
@@ -106,7 +107,7 @@ def _culprit(cell: Cell, noted: str) -> Arm | None:
 
 def _lost(cell: Cell, arm: Arm, death: Died, session: Session) -> list[Record]:
     """A row of every mode: what the process had measured before its death went with it."""
-    modes = session.config.timing.modes if cell.kind in (Kind.time, Kind.keys) else [Mode.hot]
+    modes = session.config.timing.modes if cell.kind in MODED else [Mode.hot]
     lost = [Outcome(arm, mode) for mode in modes]
     for outcome in lost:
         outcome.fail(death)

@@ -6,6 +6,7 @@ Most tests are threads that pretend to be ranks, with clocks that only pretend t
 from __future__ import annotations
 
 import os
+import runpy
 import subprocess
 import sys
 import threading
@@ -325,6 +326,17 @@ def test_a_death_is_that_of_the_arm_the_dead_rank_was_at(
     with subprocess.Popen(["true"]) as agent, pytest.raises(MemoryError, match="rank 1 was killed"):
         ranks_module._converse({0: here, 1: there}, agent, tmp_path / "output")
     assert noted == ["dies|checking", "tbe|building", "dies|checking"]
+
+
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
+def test_what_a_rank_sends_is_of_a_module_that_others_can_import(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of `__main__`, as which it is started, nobody else could unpickle it."""
+    called: list[str] = []
+    monkeypatch.setattr(ranks_module, "main", lambda: called.append("the module's"))
+    runpy.run_module("experiments.run.ranks", run_name="__main__")
+    assert called == ["the module's"]
 
 
 @pytest.mark.slow

@@ -57,7 +57,7 @@ def test_cases_come_first_and_an_empty_sweep_adds_nothing() -> None:
 
 def test_the_sweep_of_a_kind_of_whole_runs_is_timed() -> None:
     kinds = {kind: {c.kind for c in expand(config(kind=kind, cases={}))} for kind in Kind}
-    own = (Kind.cache, Kind.trace, Kind.keys, Kind.growth)
+    own = (Kind.cache, Kind.trace, Kind.keys, Kind.growth, Kind.sharding, Kind.calibration)
     counted = {kind: {kind} for kind in own}
     assert kinds == {kind: {Kind.time} for kind in Kind} | counted
     assert all(kind in MEASURES for found in kinds.values() for kind in found)

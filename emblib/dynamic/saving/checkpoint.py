@@ -25,7 +25,7 @@ from emblib.dynamic.saving.loading import Loaded, Target
 from emblib.dynamic.saving.removals import RemovalLog
 from emblib.dynamic.state import DynamicState
 from emblib.tables import checkpoint
-from emblib.tables.base import caller_level
+from emblib.tables.bounds import caller_level
 
 _CLOCK, _HYPER = "clock", "hyper"
 

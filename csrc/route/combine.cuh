@@ -1,0 +1,161 @@
+// Pieces of rows added up on the GPU, and their adjoint: a group of lanes a row, four columns a
+// lane. Targets and pieces that lie outside the tensors are left alone.
+#pragma once
+
+#include "core/row_piece.cuh"
+#include "core/simt.cuh"
+#include "route/route.h"
+
+namespace emb::cuda {
+
+inline constexpr int kCombineThreads = 256;
+inline constexpr int kCombineColumns = 4;
+
+struct DeviceCombine {
+  const Target* targets;
+  const SourcePiece* pieces;
+  int64_t num_targets, num_pieces;
+  IndexArray lengths;
+  int64_t num_lengths;
+  const int32_t* rows;
+  int64_t num_rows;
+  float scale;
+  const void* in;
+  void* out;
+  int64_t source_numel, out_numel;  // as of `combine`, whichever of them is `in`
+};
+
+EMB_DEVICE bool lies_inside(int64_t offset, int64_t width, int64_t numel) {
+  return offset >= 0 && width <= numel && offset <= numel - width;
+}
+
+EMB_DEVICE float combine_divisor(const DeviceCombine& in, const Target& target, int64_t row) {
+  const int64_t bag = target.first_bag + row;
+  if (target.first_bag < 0 || bag >= in.num_lengths) return 1.0f;
+  const int64_t length = in.lengths[bag];
+  return length > 1 ? static_cast<float>(length) : 1.0f;
+}
+
+// The first element of what a piece has for a row of its target; -1 if it has nothing there.
+EMB_DEVICE int64_t piece_begin(const DeviceCombine& in, const SourcePiece& piece,
+                               const Target& target, int64_t row) {
+  if (piece.first_row >= 0) {
+    if (piece.first_row + row >= in.num_rows) return -1;
+    row = in.rows[piece.first_row + row];
+    if (row < 0) return -1;
+  }
+  const int64_t begin = piece.offset + row * piece.stride;
+  return lies_inside(begin, target.width, in.source_numel) ? begin : -1;
+}
+
+// Calls `body(target, row, group)` for the rows of all targets whose place in the output exists:
+// blockIdx.y walks targets, blockIdx.x their rows.
+template <class Body>
+EMB_DEVICE void for_rows(const DeviceCombine& in, const Body& body) {
+  for (int64_t t = blockIdx.y; t < in.num_targets; t += gridDim.y) {
+    const Target target = in.targets[t];
+    if (target.first_piece < 0 || target.end_piece > in.num_pieces || target.width <= 0 ||
+        target.width > in.out_numel) {
+      continue;
+    }
+    int lanes = 4;
+    while (lanes < 32 && int64_t{lanes} * kCombineColumns < target.width) lanes *= 2;
+    const LaneGroup group(lanes);
+    const int groups = kCombineThreads / lanes;
+    const int mine = static_cast<int>(threadIdx.x) / lanes;
+    // Rows do not overlap: there are no more than fit.
+    for (int64_t row = int64_t{blockIdx.x} * groups + mine;
+         row < target.rows && row * target.width < in.out_numel;
+         row += int64_t{gridDim.x} * groups) {
+      if (!lies_inside(target.offset + row * target.stride, target.width, in.out_numel)) continue;
+      body(target, row, group);
+    }
+  }
+}
+
+template <class S, class O>
+__global__ void __launch_bounds__(kCombineThreads, 4) combine_kernel(DeviceCombine in) {
+  for_rows(in, [&](const Target& target, int64_t row, const LaneGroup& group) {
+    const float length = combine_divisor(in, target, row);
+    const S* source = static_cast<const S*>(in.in);
+    O* out = static_cast<O*>(in.out) + target.offset + row * target.stride;
+    for (int64_t c = group.rank * kCombineColumns; c < target.width;
+         c += group.lanes * kCombineColumns) {
+      const int valid =
+          static_cast<int>(target.width - c < kCombineColumns ? target.width - c : kCombineColumns);
+      float sum[kCombineColumns] = {};
+      for (int64_t p = target.first_piece; p < target.end_piece; ++p) {
+        const int64_t begin = piece_begin(in, in.pieces[p], target, row);
+        if (begin < 0) continue;
+        float values[kCombineColumns];
+        read_columns(source + begin + c, valid, values);
+#pragma unroll
+        for (int k = 0; k < kCombineColumns; ++k) sum[k] += values[k];
+      }
+#pragma unroll
+      for (int k = 0; k < kCombineColumns; ++k) sum[k] = sum[k] / length * in.scale;
+      write_columns(out + c, valid, sum);
+    }
+  });
+}
+
+template <class S, class O>
+__global__ void __launch_bounds__(kCombineThreads, 4) spread_kernel(DeviceCombine in) {
+  for_rows(in, [&](const Target& target, int64_t row, const LaneGroup& group) {
+    const float length = combine_divisor(in, target, row);
+    const S* grad = static_cast<const S*>(in.in) + target.offset + row * target.stride;
+    O* out = static_cast<O*>(in.out);
+    for (int64_t c = group.rank * kCombineColumns; c < target.width;
+         c += group.lanes * kCombineColumns) {
+      const int valid =
+          static_cast<int>(target.width - c < kCombineColumns ? target.width - c : kCombineColumns);
+      float values[kCombineColumns];
+      read_columns(grad + c, valid, values);
+#pragma unroll
+      for (int k = 0; k < kCombineColumns; ++k) values[k] = values[k] / length * in.scale;
+      for (int64_t p = target.first_piece; p < target.end_piece; ++p) {
+        const int64_t begin = piece_begin(in, in.pieces[p], target, row);
+        if (begin >= 0) write_columns(out + begin + c, valid, values);
+      }
+    }
+  });
+}
+
+enum class Direction { kCombine, kSpread };
+
+template <Direction kDirection, class S, class Launcher>
+void launch_combine_from(const Launcher& launcher, const DeviceCombine& in, Dtype to) {
+  constexpr int64_t kOfBlock = kCombineThreads * kCombineColumns * 4;  // elements
+  const auto targets = static_cast<unsigned>(in.num_targets < 65535 ? in.num_targets : 65535);
+  const int64_t of_target = in.out_numel / in.num_targets + 1;
+  const int64_t most = launcher.blocks(32) / targets + 1;
+  simt::Dim3 grid{};
+  grid.x = blocks_for(of_target, kOfBlock, most);
+  grid.y = targets;
+  grid.z = 1;
+  constexpr bool kForward = kDirection == Direction::kCombine;
+  if (to == Dtype::kFloat) {
+    launcher(kForward ? combine_kernel<S, float> : spread_kernel<S, float>, grid, kCombineThreads,
+             in);
+  } else if (to == Dtype::kHalf) {
+    launcher(kForward ? combine_kernel<S, half16> : spread_kernel<S, half16>, grid, kCombineThreads,
+             in);
+  } else {
+    launcher(kForward ? combine_kernel<S, bfloat16> : spread_kernel<S, bfloat16>, grid,
+             kCombineThreads, in);
+  }
+}
+
+template <Direction kDirection, class Launcher>
+void launch_combine(const Launcher& launcher, const DeviceCombine& in, Dtype from, Dtype to) {
+  if (in.num_targets == 0) return;
+  if (from == Dtype::kFloat) {
+    launch_combine_from<kDirection, float>(launcher, in, to);
+  } else if (from == Dtype::kHalf) {
+    launch_combine_from<kDirection, half16>(launcher, in, to);
+  } else {
+    launch_combine_from<kDirection, bfloat16>(launcher, in, to);
+  }
+}
+
+}  // namespace emb::cuda

@@ -1,0 +1,164 @@
+// `combine` and `spread` on the CPU: checks, allocation, neighbours made one, and the work in parts
+// that write neighbouring rows.
+#include <torch/csrc/stable/library.h>
+
+#include <algorithm>
+#include <vector>
+
+#include "core/isa.h"
+#include "core/parallel.h"
+#include "route/check_layouts.h"
+#include "route/combine_table.h"
+
+namespace emb {
+
+namespace baseline {
+extern const CombineTable kCombineTable;
+}
+#if defined(EMB_X86)
+namespace avx2 {
+extern const CombineTable kCombineTable;
+}
+namespace avx512 {
+extern const CombineTable kCombineTable;
+}
+#endif
+
+namespace {
+
+const CombineTable& combine_table() {
+#if defined(EMB_X86)
+  return pick_isa(baseline::kCombineTable, avx2::kCombineTable, avx512::kCombineTable);
+#else
+  return baseline::kCombineTable;
+#endif
+}
+
+constexpr int64_t kRows = 2;           // of a target, that a thread does at once
+constexpr int64_t kGrain = 32 * 1024;  // elements
+
+// Whether `next` continues the columns of `target`, and so do its pieces.
+bool continues(const Target& target, const Target& next, const SourcePiece* pieces) {
+  const int64_t count = target.end_piece - target.first_piece;
+  if (target.rows != next.rows || target.stride != next.stride ||
+      target.offset + target.width != next.offset || target.first_bag >= 0 || next.first_bag >= 0 ||
+      next.end_piece - next.first_piece != count) {
+    return false;
+  }
+  for (int64_t p = 0; p < count; ++p) {
+    const SourcePiece &a = pieces[target.first_piece + p], &b = pieces[next.first_piece + p];
+    if (a.stride != b.stride || a.first_row != b.first_row || a.offset + target.width != b.offset) {
+      return false;
+    }
+  }
+  return true;
+}
+
+// The targets that have elements, those that continue one another made one.
+std::vector<Target> merged(const CombineInputs& in) {
+  std::vector<Target> targets;
+  targets.reserve(in.num_targets);
+  for (int64_t t = 0; t < in.num_targets; ++t) {
+    const Target& next = in.targets[t];
+    if (next.rows == 0 || next.width == 0) continue;
+    if (!targets.empty() && continues(targets.back(), next, in.pieces)) {
+      targets.back().width += next.width;
+    } else {
+      targets.push_back(next);
+    }
+  }
+  return targets;
+}
+
+// How many of the `count` rows of a target a piece has.
+int64_t rows_named(const CombineInputs& in, const SourcePiece& piece, int64_t count) {
+  if (piece.first_row < 0) return count;
+  const int32_t* rows = in.row_data() + piece.first_row;
+  return std::count_if(rows, rows + count, [](int32_t row) { return row >= 0; });
+}
+
+void run(CombineFn kernel, const CombineArgs& args, const std::vector<Target>& targets) {
+  const auto count = static_cast<int64_t>(targets.size());
+  bool equal = true;
+  int64_t width = 0;
+  for (const Target& target : targets) {
+    equal = equal && target.rows == targets[0].rows;
+    width += target.width;
+  }
+  if (equal && count > 0) {
+    // Rows of all targets side by side: what a thread writes is one stretch of a [B, D] output.
+    const auto cost = [&](int64_t row) { return row * width; };
+    parallel_balanced(targets[0].rows, kGrain, cost, [&](int64_t begin, int64_t end) {
+      for (int64_t row = begin; row < end; row += kRows) {
+        for (const Target& target : targets) kernel(args, target, row, std::min(row + kRows, end));
+      }
+    });
+    return;
+  }
+  std::vector<int64_t> before(count + 1, 0);  // elements of the targets before each
+  for (int64_t t = 0; t < count; ++t)
+    before[t + 1] = before[t] + targets[t].rows * targets[t].width;
+  // Parts are cut anywhere; a row is done by the part that its first element is in.
+  const auto cost = [](int64_t element) { return element; };
+  parallel_balanced(before[count], kGrain, cost, [&](int64_t begin, int64_t end) {
+    int64_t t = std::upper_bound(before.begin(), before.end(), begin) - before.begin() - 1;
+    for (; t < count && before[t] < end; ++t) {
+      const auto row_from = [&](int64_t element) {
+        return (std::max(element - before[t], int64_t{0}) + targets[t].width - 1) /
+               targets[t].width;
+      };
+      const int64_t last = std::min(row_from(end), targets[t].rows);
+      const int64_t first = row_from(begin);
+      if (first < last) kernel(args, targets[t], first, last);
+    }
+  });
+}
+
+Tensor combine(const Tensor& source, const Tensor& targets, const Tensor& pieces,
+               std::optional<Tensor> rows, std::optional<Tensor> lengths, int64_t out_numel,
+               ScalarType dtype, double scale) {
+  const char* op = "combine";
+  const CombineInputs in(op, "source", source, targets, pieces, rows, lengths);
+  const Dtype from = float_dtype(op, "source", in.flat.scalar_type());
+  const Dtype to = float_dtype(op, "dtype", dtype);
+  check_targets(op, in, out_numel, in.flat.numel());
+  Tensor out = torch::stable::new_empty(in.flat, {out_numel}, dtype);
+  const CombineArgs args{
+      in.flat.const_data_ptr(), out.mutable_data_ptr(), in.pieces,
+      in.length_array(),        in.row_data(),          static_cast<float>(scale)};
+  run(combine_table().combine[static_cast<int>(from)][static_cast<int>(to)], args, merged(in));
+  return out;
+}
+
+Tensor spread(const Tensor& grad, const Tensor& targets, const Tensor& pieces,
+              std::optional<Tensor> rows, std::optional<Tensor> lengths, int64_t source_numel,
+              ScalarType dtype, double scale) {
+  const char* op = "spread";
+  const CombineInputs in(op, "grad", grad, targets, pieces, rows, lengths);
+  const Dtype from = float_dtype(op, "grad", in.flat.scalar_type());
+  const Dtype to = float_dtype(op, "dtype", dtype);
+  STD_TORCH_CHECK(source_numel >= 0, op, ": source_numel must not be negative, got ", source_numel);
+  check_targets(op, in, in.flat.numel(), source_numel);
+  Tensor out = torch::stable::new_empty(in.flat, {source_numel}, dtype);
+  int64_t named = 0;
+  for (int64_t t = 0; t < in.num_targets; ++t) {
+    const Target& x = in.targets[t];
+    for (int64_t p = x.first_piece; p < x.end_piece; ++p) {
+      named += rows_named(in, in.pieces[p], x.rows) * x.width;
+    }
+  }
+  if (named != source_numel) torch::stable::zero_(out);
+  const CombineArgs args{
+      in.flat.const_data_ptr(), out.mutable_data_ptr(), in.pieces,
+      in.length_array(),        in.row_data(),          static_cast<float>(scale)};
+  run(combine_table().spread[static_cast<int>(from)][static_cast<int>(to)], args, merged(in));
+  return out;
+}
+
+}  // namespace
+}  // namespace emb
+
+STABLE_TORCH_LIBRARY_IMPL(emblib, CPU, m) {
+  m.impl("combine", TORCH_BOX(&emb::combine));
+  m.impl("spread", TORCH_BOX(&emb::spread));
+}

@@ -1,0 +1,132 @@
+// `route_lengths` and `route_ids` on the CPU: checks, allocation, and cutting the bags into parts
+// of equal work.
+#include <torch/csrc/stable/library.h>
+
+#include <algorithm>
+#include <atomic>
+#include <memory>
+#include <tuple>
+
+#include "core/isa.h"
+#include "core/parallel.h"
+#include "route/check_layouts.h"
+#include "route/route_table.h"
+
+namespace emb {
+
+namespace baseline {
+extern const RouteTable kRouteTable;
+}
+#if defined(EMB_X86)
+namespace avx2 {
+extern const RouteTable kRouteTable;
+}
+namespace avx512 {
+extern const RouteTable kRouteTable;
+}
+#endif
+
+namespace {
+
+const RouteTable& route_table() {
+#if defined(EMB_X86)
+  return pick_isa(baseline::kRouteTable, avx2::kRouteTable, avx512::kRouteTable);
+#else
+  return baseline::kRouteTable;
+#endif
+}
+
+constexpr int64_t kGrain = 8192;  // ids and bags
+
+// Runs `kernel` over the bags of all features; false where it found a contradiction.
+bool run(const RouteArgs& args, RouteFn kernel) {
+  const Routing& routing = args.routing;
+  if (routing.num_features == 0) return true;
+  int64_t most_blocks = 1;
+  for (int64_t f = 0; f < routing.num_features; ++f) {
+    most_blocks = std::max(most_blocks, routing.features[f].num_blocks);
+  }
+  const int64_t first = routing.first_bags[0], last = routing.first_bags[routing.num_features];
+  const int64_t before = args.bags.offsets[first];
+  std::atomic<bool> fits{true};
+  const auto cost = [&](int64_t i) { return args.bags.offsets[first + i] - before + i; };
+  parallel_balanced(last - first, kGrain, cost, [&](int64_t part_begin, int64_t part_end) {
+    const int64_t from = first + part_begin, to = first + part_end;
+    RouteArgs mine = args;
+    const std::unique_ptr<int64_t[]> scratch(new int64_t[3 * most_blocks]);
+    mine.scratch = scratch.get();
+    const int64_t* next =
+        std::upper_bound(routing.first_bags, routing.first_bags + routing.num_features + 1, from);
+    for (int64_t f = next - routing.first_bags - 1;
+         f < routing.num_features && routing.first_bags[f] < to; ++f) {
+      const int64_t begin = std::max(from, routing.first_bags[f]);
+      const int64_t end = std::min(to, routing.first_bags[f + 1]);
+      if (begin < end && !kernel(mine, f, begin, end)) fits = false;
+    }
+  });
+  return fits;
+}
+
+RouteArgs route_args(const RouteInputs& in) {
+  RouteArgs args{};
+  args.routing = in.routing;
+  args.ids = in.ids.const_data_ptr();
+  args.bags = in.bags();
+  return args;
+}
+
+Tensor route_lengths(const Tensor& ids, const Tensor& offsets, const Tensor& first_bags,
+                     const Tensor& features, const Tensor& blocks, const Tensor& copies,
+                     const Tensor& units, int64_t num_bags) {
+  const char* op = "route_lengths";
+  const RouteInputs in(op, ids, offsets, first_bags, features, blocks, copies, units);
+  check_routing(op, in);
+  const int64_t bags = in.routing.units[in.routing.num_units];
+  STD_TORCH_CHECK(num_bags == bags, op, ": num_bags must be the bags of all units, ", bags,
+                  ", got ", num_bags);
+  Tensor out = torch::stable::new_empty(in.ids, {num_bags});
+  RouteArgs args = route_args(in);
+  args.out = out.mutable_data_ptr();
+  STD_TORCH_CHECK(run(args, route_table().count[in.id_array().is_int64]), op,
+                  ": offsets must ascend from 0 to the number of ids, ", in.ids.numel());
+  return out;
+}
+
+std::tuple<Tensor, Tensor, Tensor> route_ids(const Tensor& ids, const Tensor& offsets,
+                                             const Tensor& first_bags, const Tensor& features,
+                                             const Tensor& blocks, const Tensor& copies,
+                                             const Tensor& units, const Tensor& starts,
+                                             int64_t total, std::optional<Tensor> weights) {
+  const char* op = "route_ids";
+  const RouteInputs in(op, ids, offsets, first_bags, features, blocks, copies, units);
+  check_routing(op, in);
+  const Tensor start_tensor = torch::stable::contiguous(starts);
+  const RouteWeights given(op, in, start_tensor, total, weights);
+  const IndexArray start = index_array(start_tensor);
+  const int64_t bags = in.routing.units[in.routing.num_units];
+  STD_TORCH_CHECK(start_tensor.numel() == bags + 1 && start[0] == 0 && start[bags] == total, op,
+                  ": starts must have ", bags + 1, " entries that run from 0 to total = ", total,
+                  ": the sums of what route_lengths returns");
+  Tensor out = torch::stable::new_empty(in.ids, {total});
+  Tensor positions = torch::stable::new_empty(in.ids, {total}, ScalarType::Long);
+  Tensor carried =
+      torch::stable::new_empty(in.ids, {given.data != nullptr ? total : 0}, ScalarType::Float);
+  RouteArgs args = route_args(in);
+  args.out = out.mutable_data_ptr();
+  args.starts = start;
+  args.total = total;
+  args.positions = positions.mutable_data_ptr<int64_t>();
+  args.weights = given.data;
+  args.out_weights = carried.mutable_data_ptr<float>();
+  STD_TORCH_CHECK(run(args, route_table().move[in.id_array().is_int64]), op,
+                  ": starts are not the sums of what route_lengths returns for these ids");
+  return {out, positions, carried};
+}
+
+}  // namespace
+}  // namespace emb
+
+STABLE_TORCH_LIBRARY_IMPL(emblib, CPU, m) {
+  m.impl("route_lengths", TORCH_BOX(&emb::route_lengths));
+  m.impl("route_ids", TORCH_BOX(&emb::route_ids));
+}

@@ -1,0 +1,98 @@
+// `route_lengths`, `route_ids` and `gather_segments` on the GPU: checks, allocation and launch.
+#include <torch/csrc/stable/library.h>
+
+#include <tuple>
+
+#include "core/launch.h"
+#include "route/check_route.h"
+#include "route/route.cuh"
+#include "route/segments.cuh"
+
+namespace emb::cuda {
+namespace {
+
+DeviceRoute device_route(const RouteInputs& in, int64_t out_bags) {
+  DeviceRoute route{};
+  route.routing = in.routing;
+  route.ids = in.ids.const_data_ptr();
+  route.bags = in.bags();
+  route.out_bags = out_bags;
+  return route;
+}
+
+Tensor route_lengths(const Tensor& ids, const Tensor& offsets, const Tensor& first_bags,
+                     const Tensor& features, const Tensor& blocks, const Tensor& copies,
+                     const Tensor& units, int64_t num_bags) {
+  const char* op = "route_lengths";
+  const RouteInputs in(op, ids, offsets, first_bags, features, blocks, copies, units);
+  STD_TORCH_CHECK(num_bags >= 0, op, ": num_bags must not be negative, got ", num_bags);
+  const CudaLauncher launcher(in.ids);
+  Tensor out = torch::stable::new_empty(in.ids, {num_bags});
+  torch::stable::zero_(out);
+  DeviceRoute route = device_route(in, num_bags);
+  route.out = out.mutable_data_ptr();
+  launch_route_count(launcher, route, in.id_array().is_int64);
+  return out;
+}
+
+std::tuple<Tensor, Tensor, Tensor> route_ids(const Tensor& ids, const Tensor& offsets,
+                                             const Tensor& first_bags, const Tensor& features,
+                                             const Tensor& blocks, const Tensor& copies,
+                                             const Tensor& units, const Tensor& starts,
+                                             int64_t total, std::optional<Tensor> weights) {
+  const char* op = "route_ids";
+  const RouteInputs in(op, ids, offsets, first_bags, features, blocks, copies, units);
+  const Tensor start_tensor = torch::stable::contiguous(starts);
+  const RouteWeights given(op, in, start_tensor, total, weights);
+  STD_TORCH_CHECK(start_tensor.numel() >= 1, op,
+                  ": starts must have one entry more than units have bags, got none");
+  const CudaLauncher launcher(in.ids);
+  Tensor out = torch::stable::new_empty(in.ids, {total});
+  Tensor positions = torch::stable::new_empty(in.ids, {total}, ScalarType::Long);
+  Tensor carried =
+      torch::stable::new_empty(in.ids, {given.data != nullptr ? total : 0}, ScalarType::Float);
+  const int64_t bags = start_tensor.numel() - 1;
+  Tensor used = torch::stable::new_empty(in.ids, {bags}, ScalarType::Int);
+  torch::stable::zero_(used);
+  DeviceRoute route = device_route(in, bags);
+  route.out = out.mutable_data_ptr();
+  route.starts = index_array(start_tensor);
+  route.total = total;
+  route.positions = positions.mutable_data_ptr<int64_t>();
+  route.weights = given.data;
+  route.out_weights = carried.mutable_data_ptr<float>();
+  route.used = used.mutable_data_ptr<int32_t>();
+  launch_route_move(launcher, route, in.id_array().is_int64);
+  return {out, positions, carried};
+}
+
+Tensor gather_segments(const Tensor& values, const Tensor& starts, const Tensor& order,
+                       int64_t total) {
+  const char* op = "gather_segments";
+  const SegmentInputs in(op, values, starts, order, total);
+  const int64_t count = in.order.numel(), tiles = scan_tiles(count);
+  STD_TORCH_CHECK(count <= kMaxLookups, op, ": at most 2^31 - 1 segments a call, got ", count);
+  const CudaLauncher launcher(in.values);
+  Tensor out = in.new_output(total);
+  Tensor scratch = torch::stable::new_empty(in.values, {count + tiles + 1}, ScalarType::Long);
+  int64_t* sums = scratch.mutable_data_ptr<int64_t>();
+  const Segments segments{index_array(in.starts),
+                          in.order.const_data_ptr<int64_t>(),
+                          in.starts.numel() - 1,
+                          count,
+                          in.values.size(0),
+                          sums,
+                          sums + count};
+  launch_gather_segments(launcher, segments, in.values.const_data_ptr(), out.mutable_data_ptr(),
+                         total, in.row_nbytes);
+  return out;
+}
+
+}  // namespace
+}  // namespace emb::cuda
+
+STABLE_TORCH_LIBRARY_IMPL(emblib, CUDA, m) {
+  m.impl("route_lengths", TORCH_BOX(&emb::cuda::route_lengths));
+  m.impl("route_ids", TORCH_BOX(&emb::cuda::route_ids));
+  m.impl("gather_segments", TORCH_BOX(&emb::cuda::gather_segments));
+}

@@ -1,0 +1,354 @@
+// The ids of a range of bags of one feature, counted and moved on one CPU thread.
+#include <cstdint>
+
+#include "route/route_table.h"
+
+namespace emb::EMB_ISA {
+namespace {
+
+// Up to so many blocks ids are compared with where each one begins, which vectorises.
+constexpr int64_t kFewBlocks = 12;
+constexpr int64_t kExact = int64_t{1} << 52;  // rows that doubles tell apart
+constexpr int64_t kLongBag = 8;  // ids from which on a bag is worth a loop for every block
+constexpr int64_t kChunk = 512;  // ids that find their blocks before they move
+
+// Whether ids of type I can reach a bound at all.
+template <class I>
+bool reaches(int64_t bound) {
+  return sizeof(I) == 8 || bound <= INT32_MAX;
+}
+
+// How many ids are `bound` or more.
+template <class I>
+int64_t count_from(const I* ids, int64_t n, int64_t bound) {
+  if (!reaches<I>(bound)) return 0;
+  const auto least = static_cast<I>(bound);
+  I found = 0;
+  for (int64_t i = 0; i < n; ++i) found += ids[i] >= least;
+  return found;
+}
+
+// The blocks of a feature, and where bags [begin, end) of their units are.
+struct FeatureRoute {
+  const RouteFeature& feature;
+  const RouteBlock* blocks;
+  const Routing& routing;
+  int64_t begin, end;  // bags, from the first of the feature
+  int64_t step;        // rows of each of many blocks of one size; else 0
+
+  FeatureRoute(const Routing& all, int64_t f, int64_t first, int64_t last)
+      : feature(all.features[f]),
+        blocks(all.blocks + feature.first_block),
+        routing(all),
+        begin(first - all.first_bags[f]),
+        end(last - all.first_bags[f]),
+        step(few() || feature.rule == kByKey || feature.rows > kExact ? 0 : blocks[1].first_row) {
+    for (int64_t k = 2; k < feature.num_blocks && step > 0; ++k) {
+      const int64_t start = k * step;
+      if (blocks[k].first_row != (start < feature.rows ? start : feature.rows)) step = 0;
+    }
+  }
+
+  bool few() const { return feature.rule == kByRange && feature.num_blocks <= kFewBlocks; }
+  // The first of its bags in what unit `copy` of block k gets.
+  int64_t bag(int64_t k, int64_t copy) const {
+    return routing.units[routing.copies[blocks[k].first_copy + copy]] + begin;
+  }
+};
+
+// How many of the ids of a table lie, repaired, at row 0 or beyond: all that are not pruned.
+template <class I>
+int64_t count_rows(const I* ids, int64_t n, int64_t rows) {
+  if (rows == 0) return 0;
+  I found = 0;
+  for (int64_t i = 0; i < n; ++i) found += ids[i] != -1;
+  return found;
+}
+
+template <class I>
+void count_few(const FeatureRoute& route, const I* ids, int64_t n, int64_t* counts) {
+  const int64_t num_blocks = route.feature.num_blocks;
+  const int64_t beyond = count_from(ids, n, route.feature.rows);
+  int64_t from = 0;  // ids of this block and those behind it
+  for (int64_t k = num_blocks - 1; k > 0; --k) {
+    const int64_t first = route.blocks[k].first_row;
+    const int64_t next =
+        first > 0 ? count_from(ids, n, first) - beyond : count_rows(ids, n, route.feature.rows);
+    counts[k] = next - from;
+    from = next;
+  }
+  counts[0] = n - from;
+}
+
+// The blocks of n ids, and the ids as those know them; at most kMost blocks. Blocks that are
+// missing begin where no id reaches them.
+template <class I, int kMost>
+void find_up_to(const FeatureRoute& route, const I* ids, int64_t n, I* block, I* local) {
+  const int64_t rows = route.feature.rows;
+  const I limit = reaches<I>(rows) ? static_cast<I>(rows) : INT32_MAX;
+  const bool all = !reaches<I>(rows);  // no id is too large
+  const I pruned = rows == 0 ? -1 : 0;
+  I first[kMost] = {};
+  bool exists[kMost] = {};
+  for (int64_t k = 0; k < kMost && k < route.feature.num_blocks; ++k) {
+    exists[k] = reaches<I>(route.blocks[k].first_row);
+    if (exists[k]) first[k] = static_cast<I>(route.blocks[k].first_row);
+  }
+  for (int64_t i = 0; i < n; ++i) {
+    const I id = ids[i];
+    const bool valid = (id >= 0) & (all | (id < limit));
+    const I row = valid ? id : (id == -1 ? I{-1} : pruned);
+    I found = 0, begin = 0;
+    for (int k = 1; k < kMost; ++k) {
+      const bool mine = exists[k] & (row >= first[k]);
+      found = mine ? I{k} : found;
+      begin = mine ? first[k] : begin;
+    }
+    block[i] = found;
+    local[i] = row - begin;
+  }
+}
+
+template <class I>
+void find_few(const FeatureRoute& route, const I* ids, int64_t n, I* block, I* local) {
+  static_assert(kFewBlocks == 12);
+  const int64_t num_blocks = route.feature.num_blocks;
+  const auto find = num_blocks <= 1   ? find_up_to<I, 1>
+                    : num_blocks <= 4 ? find_up_to<I, 4>
+                    : num_blocks <= 8 ? find_up_to<I, 8>
+                                      : find_up_to<I, 12>;
+  find(route, ids, n, block, local);
+}
+
+template <class I>
+void find_many(const FeatureRoute& route, const I* ids, int64_t n, I* block, I* local) {
+  for (int64_t i = 0; i < n; ++i) {
+    const RoutedId routed = route_id(route.feature, route.blocks, ids[i]);
+    block[i] = static_cast<I>(routed.block);
+    local[i] = static_cast<I>(routed.id);
+  }
+}
+
+// Blocks of one size: a product with the reciprocal is right or beside it.
+template <class I>
+void find_equal(const FeatureRoute& route, const I* ids, int64_t n, I* block, I* local) {
+  const int64_t step = route.step, rows = route.feature.rows;
+  const double per_row = 1.0 / static_cast<double>(step);
+  for (int64_t i = 0; i < n; ++i) {
+    const int64_t id = ids[i];
+    const bool valid = (id >= 0) & (id < rows);
+    const int64_t row = valid ? id : 0;
+    int64_t found = static_cast<int64_t>(static_cast<double>(row) * per_row);
+    found -= found * step > row;
+    found += (found + 1) * step <= row;
+    block[i] = static_cast<I>(found);
+    local[i] = id == -1 ? I{-1} : static_cast<I>(row - found * step);
+  }
+}
+
+template <class I>
+void find(const FeatureRoute& route, const I* ids, int64_t n, I* block, I* local) {
+  if (route.few()) {
+    find_few(route, ids, n, block, local);
+  } else if (route.step > 0) {
+    find_equal(route, ids, n, block, local);
+  } else {
+    find_many(route, ids, n, block, local);
+  }
+}
+
+// Adds every id to the length of its bag in its block; the lengths are 0 before.
+template <class I>
+bool count_one_by_one(const RouteArgs& args, const FeatureRoute& route, const int64_t* first,
+                      int64_t begin, int64_t bags) {
+  I* out = static_cast<I*>(args.out);
+  const I* ids = static_cast<const I*>(args.ids);
+  const int64_t from = args.bags.offsets[begin], to = args.bags.offsets[begin + bags];
+  if (from < 0 || to < from || to > args.bags.num_lookups) return false;
+  I block[kChunk], local[kChunk];
+  int64_t bag = 0, last = from;  // ids before `last` belong to the first `bag` bags
+  for (int64_t i = from; i < to; i += kChunk) {
+    const int64_t n = to - i < kChunk ? to - i : kChunk;
+    find(route, ids + i, n, block, local);
+    for (int64_t j = 0; j < n; ++j) {
+      while (i + j >= last && bag < bags) {
+        const int64_t next = args.bags.offsets[begin + ++bag];
+        if (next < last) return false;
+        last = next;
+      }
+      const int64_t at = first[block[j]];
+      if (at >= 0) ++out[at + bag - 1];
+    }
+  }
+  for (; bag < bags; ++bag) {
+    const int64_t next = args.bags.offsets[begin + bag + 1];
+    if (next < last) return false;
+    last = next;
+  }
+  return true;
+}
+
+template <class I>
+bool count_bag_by_bag(const RouteArgs& args, const FeatureRoute& route, const int64_t* first,
+                      int64_t begin, int64_t bags) {
+  const int64_t num_blocks = route.feature.num_blocks;
+  const I* ids = static_cast<const I*>(args.ids);
+  I* out = static_cast<I*>(args.out);
+  int64_t counts[kFewBlocks];
+  int64_t from = args.bags.offsets[begin];
+  for (int64_t bag = 0; bag < bags; ++bag) {
+    const int64_t to = args.bags.offsets[begin + bag + 1], n = to - from;
+    if (from < 0 || n < 0 || to > args.bags.num_lookups) return false;
+    if (num_blocks == 1) {
+      counts[0] = n;
+    } else {
+      count_few(route, ids + from, n, counts);
+    }
+    for (int64_t k = 0; k < num_blocks; ++k) {
+      if (first[k] >= 0) out[first[k] + bag] = static_cast<I>(counts[k]);
+    }
+    from = to;
+  }
+  return true;
+}
+
+template <class I>
+bool count(const RouteArgs& args, int64_t f, int64_t begin, int64_t end) {
+  const FeatureRoute route(args.routing, f, begin, end);
+  const int64_t num_blocks = route.feature.num_blocks, bags = end - begin;
+  if (num_blocks == 0) return true;
+  I* out = static_cast<I*>(args.out);
+  int64_t* first = args.scratch;
+  for (int64_t k = 0; k < num_blocks; ++k) {
+    first[k] = route.blocks[k].num_copies > 0 ? route.bag(k, 0) : -1;
+  }
+  const int64_t n = args.bags.offsets[end] - args.bags.offsets[begin];
+  const bool bag_by_bag = num_blocks == 1 || (route.few() && n >= kLongBag * bags);
+  if (!bag_by_bag) {
+    for (int64_t k = 0; k < num_blocks; ++k) {
+      if (first[k] >= 0) __builtin_memset(out + first[k], 0, bags * sizeof(I));
+    }
+  }
+  const auto kernel = bag_by_bag ? count_bag_by_bag<I> : count_one_by_one<I>;
+  if (!kernel(args, route, first, begin, bags)) return false;
+  for (int64_t k = 0; k < num_blocks; ++k) {
+    for (int64_t copy = 1; copy < route.blocks[k].num_copies; ++copy) {
+      __builtin_memcpy(out + route.bag(k, copy), out + first[k], bags * sizeof(I));
+    }
+  }
+  return true;
+}
+
+// Where the ids of each block go: [cursor, end) of the outputs.
+struct Places {
+  int64_t *cursor, *end, *start;
+
+  // False where the starts do not fit.
+  bool begin(const RouteArgs& args, const FeatureRoute& route) {
+    const int64_t num_blocks = route.feature.num_blocks;
+    cursor = args.scratch;
+    end = cursor + num_blocks;
+    start = end + num_blocks;
+    for (int64_t k = 0; k < num_blocks; ++k) {
+      start[k] = cursor[k] = end[k] = 0;
+      for (int64_t copy = 0; copy < route.blocks[k].num_copies; ++copy) {
+        const int64_t bag = route.bag(k, copy);
+        const int64_t s = args.starts[bag], e = args.starts[bag + route.end - route.begin];
+        if (s < 0 || e < s || e > args.total) return false;
+        if (copy > 0 && e - s != end[k] - start[k]) return false;
+        if (copy == 0) {
+          start[k] = cursor[k] = s;
+          end[k] = e;
+        }
+      }
+    }
+    return true;
+  }
+};
+
+template <class I>
+bool move_chunk(const RouteArgs& args, const FeatureRoute& route, const Places& places,
+                int64_t first, int64_t n) {
+  I block[kChunk], local[kChunk];
+  const I* ids = static_cast<const I*>(args.ids) + first;
+  I* out = static_cast<I*>(args.out);
+  find(route, ids, n, block, local);
+  bool fits = true;
+  for (int64_t i = 0; i < n; ++i) {
+    const int64_t k = block[i], to = places.cursor[k];
+    if (to >= places.end[k]) {
+      fits = fits && route.blocks[k].num_copies == 0;
+      continue;
+    }
+    places.cursor[k] = to + 1;
+    out[to] = local[i];
+    args.positions[to] = first + i;
+    if (args.weights != nullptr) args.out_weights[to] = args.weights[first + i];
+  }
+  return fits;
+}
+
+// The ids of a feature that is in one piece: a copy.
+template <class I>
+bool move_all(const RouteArgs& args, const FeatureRoute& route, const Places& places, int64_t first,
+              int64_t n) {
+  if (route.blocks[0].num_copies == 0) return true;
+  if (places.end[0] - places.cursor[0] != n) return false;
+  const int64_t to = places.cursor[0];
+  const I* ids = static_cast<const I*>(args.ids) + first;
+  I* out = static_cast<I*>(args.out) + to;
+  if (route.feature.rule == kByKey) {
+    __builtin_memcpy(out, ids, n * sizeof(I));
+  } else {
+    I block[kChunk];
+    for (int64_t i = 0; i < n; i += kChunk) {
+      find_few(route, ids + i, n - i < kChunk ? n - i : kChunk, block, out + i);
+    }
+  }
+  for (int64_t i = 0; i < n; ++i) args.positions[to + i] = first + i;
+  if (args.weights != nullptr) {
+    __builtin_memcpy(args.out_weights + to, args.weights + first, n * sizeof(float));
+  }
+  places.cursor[0] = to + n;
+  return true;
+}
+
+template <class I>
+bool move(const RouteArgs& args, int64_t f, int64_t begin, int64_t end) {
+  const FeatureRoute route(args.routing, f, begin, end);
+  const int64_t num_blocks = route.feature.num_blocks;
+  if (num_blocks == 0) return true;
+  const int64_t from = args.bags.offsets[begin], to = args.bags.offsets[end];
+  if (from < 0 || to < from || to > args.bags.num_lookups) return false;
+  Places places{};
+  if (!places.begin(args, route)) return false;
+  bool fits = true;
+  if (num_blocks == 1) {
+    fits = move_all<I>(args, route, places, from, to - from);
+  } else {
+    for (int64_t i = from; i < to; i += kChunk) {
+      fits = move_chunk<I>(args, route, places, i, to - i < kChunk ? to - i : kChunk) && fits;
+    }
+  }
+  I* out = static_cast<I*>(args.out);
+  for (int64_t k = 0; k < num_blocks; ++k) {
+    fits = fits && places.cursor[k] == places.end[k];
+    const int64_t first = places.start[k], n = places.end[k] - first;
+    for (int64_t copy = 1; copy < route.blocks[k].num_copies && fits; ++copy) {
+      const int64_t other = args.starts[route.bag(k, copy)];
+      __builtin_memcpy(out + other, out + first, n * sizeof(I));
+      __builtin_memcpy(args.positions + other, args.positions + first, n * sizeof(int64_t));
+      if (args.weights != nullptr) {
+        __builtin_memcpy(args.out_weights + other, args.out_weights + first, n * sizeof(float));
+      }
+    }
+  }
+  return fits;
+}
+
+}  // namespace
+
+extern const RouteTable kRouteTable;
+const RouteTable kRouteTable = {{count<int32_t>, count<int64_t>}, {move<int32_t>, move<int64_t>}};
+
+}  // namespace emb::EMB_ISA

@@ -1,0 +1,141 @@
+// Segments of rows strung together on the GPU. Rows are copied in the widest words that all of them
+// begin at; where each segment goes is a scan over tiles of segments, whose parts are added up
+// where they are read.
+#pragma once
+
+#include "core/dtype.h"
+#include "core/row_piece.cuh"
+#include "core/search.cuh"
+#include "core/simt.cuh"
+
+namespace emb::cuda {
+
+inline constexpr int kScanThreads = 256;
+
+struct Segments {
+  IndexArray starts;
+  const int64_t* order;
+  int64_t num_segments, count, rows;  // `count` of them are wanted
+  int64_t* sums;                      // [count]: rows up to the end of each, within its tile
+  int64_t* tiles;                     // [tiles + 1]: rows before each tile
+
+  EMB_DEVICE int64_t begin(int64_t m) const {
+    const int64_t s = order[m];
+    return s < 0 || s >= num_segments ? 0 : clamp(starts[s], 0);
+  }
+  EMB_DEVICE int64_t size(int64_t m) const {
+    const int64_t s = order[m];
+    if (s < 0 || s >= num_segments) return 0;
+    const int64_t first = clamp(starts[s], 0);
+    return clamp(starts[s + 1], first) - first;
+  }
+  // The first row of a wanted segment in the output.
+  EMB_DEVICE int64_t first(int64_t m) const {
+    return (m % kScanThreads == 0 ? 0 : sums[m - 1]) + tiles[m / kScanThreads];
+  }
+
+ private:
+  EMB_DEVICE int64_t clamp(int64_t x, int64_t low) const {
+    return x < low ? low : x > rows ? rows : x;
+  }
+};
+
+inline int64_t scan_tiles(int64_t count) { return (count + kScanThreads - 1) / kScanThreads; }
+
+// The sum over this thread and those before it in the block; `shared` has a number a warp.
+EMB_DEVICE int64_t block_scan(int64_t value, int64_t* shared) {
+  const unsigned lane = threadIdx.x % simt::kWarp, warp = threadIdx.x / simt::kWarp;
+  for (unsigned step = 1; step < simt::kWarp; step *= 2) {
+    const int64_t before = __shfl_up_sync(simt::kFullMask, value, step);
+    if (lane >= step) value += before;
+  }
+  if (lane == simt::kWarp - 1) shared[warp] = value;
+  __syncthreads();
+  for (unsigned w = 0; w < warp; ++w) value += shared[w];
+  __syncthreads();
+  return value;
+}
+
+[[maybe_unused]] static __global__ void __launch_bounds__(kScanThreads)
+    segment_sums_kernel(Segments in, int64_t tiles) {
+  __shared__ int64_t shared[kScanThreads / simt::kWarp];
+  for (int64_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+    const int64_t m = tile * kScanThreads + threadIdx.x;
+    const int64_t sum = block_scan(m < in.count ? in.size(m) : 0, shared);
+    if (m < in.count) in.sums[m] = sum;
+    if (threadIdx.x == kScanThreads - 1) in.tiles[tile + 1] = sum;
+  }
+}
+
+// From rows in each tile to rows before it; one block.
+[[maybe_unused]] static __global__ void __launch_bounds__(kScanThreads)
+    segment_tiles_kernel(Segments in, int64_t tiles) {
+  __shared__ int64_t shared[kScanThreads / simt::kWarp];
+  __shared__ int64_t carried;
+  if (threadIdx.x == 0) {
+    carried = 0;
+    in.tiles[0] = 0;
+  }
+  __syncthreads();
+  for (int64_t tile = 0; tile < tiles; tile += kScanThreads) {
+    const int64_t mine = tile + threadIdx.x + 1;
+    const int64_t before = carried;
+    const int64_t sum = before + block_scan(mine <= tiles ? in.tiles[mine] : 0, shared);
+    if (mine <= tiles) in.tiles[mine] = sum;
+    if (threadIdx.x == kScanThreads - 1) carried = sum;
+    __syncthreads();
+  }
+}
+
+// `words` of type Word a row. Rows that no segment fills become 0.
+template <class Word>
+__global__ void __launch_bounds__(kTileThreads, 4)
+    segment_copy_kernel(Segments in, const Word* values, Word* out, int64_t total, int64_t words) {
+  __shared__ int range[2];
+  const auto start = [&](int m) { return in.first(m) * words; };
+  const int64_t n = total * words;
+  for (int64_t tile = static_cast<int64_t>(blockIdx.x) * kTileSize; tile < n;
+       tile += static_cast<int64_t>(gridDim.x) * kTileSize) {
+    const int64_t end = tile + kTileSize < n ? tile + kTileSize : n;
+    const TileSearch search(start, static_cast<int>(in.count), tile, end, range);
+    for (int64_t i = tile + threadIdx.x; i < end; i += kTileThreads) {
+      const int m = search.find(start, i);
+      const int64_t inside = m < 0 ? 0 : i - start(m);
+      const bool filled = m >= 0 && inside < in.size(m) * words;
+      out[i] = filled ? values[in.begin(m) * words + inside] : Word{};
+    }
+  }
+}
+
+template <class Word, class Launcher>
+void launch_segment_copy(const Launcher& launcher, const Segments& in, const void* values,
+                         void* out, int64_t total, int64_t row_nbytes) {
+  const int64_t words = row_nbytes / static_cast<int64_t>(sizeof(Word));
+  launcher(segment_copy_kernel<Word>, blocks_for(total * words, kTileSize, launcher.blocks(16)),
+           kTileThreads, in, static_cast<const Word*>(values), static_cast<Word*>(out), total,
+           words);
+}
+
+template <class Launcher>
+void launch_gather_segments(const Launcher& launcher, const Segments& in, const void* values,
+                            void* out, int64_t total, int64_t row_nbytes) {
+  if (total * row_nbytes == 0) return;
+  const int64_t tiles = scan_tiles(in.count);
+  launcher(segment_sums_kernel, blocks_for(tiles, 1, launcher.blocks(16)), kScanThreads, in, tiles);
+  launcher(segment_tiles_kernel, 1, kScanThreads, in, tiles);
+  const auto bits = reinterpret_cast<uintptr_t>(values) | reinterpret_cast<uintptr_t>(out) |
+                    static_cast<uintptr_t>(row_nbytes);
+  if (bits % 16 == 0) {
+    launch_segment_copy<simt::Pack16>(launcher, in, values, out, total, row_nbytes);
+  } else if (bits % 8 == 0) {
+    launch_segment_copy<uint64_t>(launcher, in, values, out, total, row_nbytes);
+  } else if (bits % 4 == 0) {
+    launch_segment_copy<uint32_t>(launcher, in, values, out, total, row_nbytes);
+  } else if (bits % 2 == 0) {
+    launch_segment_copy<uint16_t>(launcher, in, values, out, total, row_nbytes);
+  } else {
+    launch_segment_copy<uint8_t>(launcher, in, values, out, total, row_nbytes);
+  }
+}
+
+}  // namespace emb::cuda

@@ -1,0 +1,78 @@
+// `gather_segments` on the CPU: runs of rows copied as bytes, in parts of equal size.
+#include <torch/csrc/stable/library.h>
+
+#include <algorithm>
+#include <cstring>
+#include <memory>
+
+#include "core/parallel.h"
+#include "route/check_route.h"
+
+namespace emb {
+namespace {
+
+constexpr int64_t kGrain = 64 * 1024;  // bytes
+
+// Few bytes cost less than the call.
+inline void copy_bytes(char* out, const char* in, int64_t nbytes) {
+  if (nbytes == 8) {
+    std::memcpy(out, in, 8);
+  } else if (nbytes == 4) {
+    std::memcpy(out, in, 4);
+  } else {
+    std::memcpy(out, in, nbytes);
+  }
+}
+
+// Where each segment begins in the output, and behind them the end of it.
+void lay_out(const char* op, IndexArray starts, int64_t num_segments, const int64_t* order,
+             int64_t count, int64_t rows, int64_t* first) {
+  int64_t at = 0;
+  for (int64_t m = 0; m < count; ++m) {
+    const int64_t s = order[m];
+    STD_TORCH_CHECK(s >= 0 && s < num_segments, op, ": order must name segments in [0, ",
+                    num_segments, "), got ", s);
+    const int64_t begin = starts[s], end = starts[s + 1];
+    STD_TORCH_CHECK(begin >= 0 && begin <= end && end <= rows, op, ": segment ", s,
+                    " must lie in the ", rows, " rows of values, but is [", begin, ", ", end, ")");
+    first[m] = at;
+    at += end - begin;
+  }
+  first[count] = at;
+}
+
+Tensor gather_segments(const Tensor& values, const Tensor& starts, const Tensor& order,
+                       int64_t total) {
+  const char* op = "gather_segments";
+  const SegmentInputs in(op, values, starts, order, total);
+  const IndexArray start = index_array(in.starts);
+  const int64_t* segments = in.order.const_data_ptr<int64_t>();
+  const int64_t count = in.order.numel();
+  const std::unique_ptr<int64_t[]> first(new int64_t[count + 1]);
+  lay_out(op, start, in.starts.numel() - 1, segments, count, in.values.size(0), first.get());
+  STD_TORCH_CHECK(first[count] == total, op, ": total must be the rows of all segments of order, ",
+                  first[count], ", got ", total);
+  Tensor out = in.new_output(total);
+  const char* source = static_cast<const char*>(in.values.const_data_ptr());
+  char* target = static_cast<char*>(out.mutable_data_ptr());
+  const int64_t width = in.row_nbytes;
+  const auto copy_rows = [&](int64_t begin, int64_t end) {
+    int64_t m = std::upper_bound(first.get(), first.get() + count + 1, begin) - first.get() - 1;
+    for (int64_t at = begin; at < end; ++m) {
+      const int64_t skipped = at - first[m], n = std::min(end, first[m + 1]) - at;
+      copy_bytes(target + at * width, source + (start[segments[m]] + skipped) * width, n * width);
+      at += n;
+    }
+  };
+  if (width > 0) {
+    parallel_balanced(total, kGrain, [&](int64_t row) { return row * width; }, copy_rows);
+  }
+  return out;
+}
+
+}  // namespace
+}  // namespace emb
+
+STABLE_TORCH_LIBRARY_IMPL(emblib, CPU, m) {
+  m.impl("gather_segments", TORCH_BOX(&emb::gather_segments));
+}

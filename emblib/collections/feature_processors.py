@@ -1,0 +1,184 @@
+"""Learned weights of ids by their position in a bag, and collections that have them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from emblib.collections.bags import EmbeddingBagCollection
+from emblib.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+
+
+class PositionWeightedModule(nn.Module):
+    """Gives the ids of features a learned weight by position: the first of a bag, the second, ...
+
+    Weights start at 1. A batch that has weights already has them scaled.
+
+    Args:
+        max_feature_lengths: by feature, how many positions have a weight; no bag may be longer.
+        device: where the weights are.
+    """
+
+    def __init__(
+        self, max_feature_lengths: Mapping[str, int], device: torch.device | str | None = None
+    ) -> None:
+        super().__init__()
+        self.max_feature_lengths = dict(max_feature_lengths)
+        for feature, length in self.max_feature_lengths.items():
+            if length <= 0:
+                raise ValueError(f"max_feature_lengths must be > 0, got {length} for {feature!r}")
+        self.position_weights = nn.ParameterDict(
+            {
+                feature: nn.Parameter(torch.ones(length, device=device))
+                for feature, length in self.max_feature_lengths.items()
+            }
+        )
+
+    def reset_parameters(self) -> None:
+        """All weights 1 again."""
+        with torch.no_grad():
+            for weights in self.position_weights.values():
+                weights.fill_(1.0)
+
+    def forward(self, features: Mapping[str, JaggedTensor]) -> dict[str, JaggedTensor]:
+        """The features with weights; those without positions as they are.
+
+        Raises:
+            ValueError: a bag is longer than its feature has positions (seen on the CPU; on a GPU it
+                is for torch to notice).
+        """
+        result = dict(features)
+        for feature, weights in self.position_weights.items():
+            if feature not in result:
+                raise KeyError(f"there is no feature {feature!r}; there are {list(features)}")
+            jagged = result[feature]
+            lengths, offsets = jagged.lengths(), jagged.offsets()
+            _check_lengths(feature, lengths, weights.numel())
+            places = _positions(offsets, lengths, jagged.values().shape[0])
+            scale = weights.index_select(0, places)
+            given = jagged.weights_or_none()
+            scale = scale if given is None else scale * given
+            result[feature] = JaggedTensor(jagged.values(), scale, lengths, offsets)
+        return result
+
+
+class PositionWeightedProcessor(PositionWeightedModule):
+    """`PositionWeightedModule` for whole batches; ids of other features weigh 1."""
+
+    def forward(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:  # type: ignore[override]
+        """The batch with weights, in one pass over its ids.
+
+        Raises:
+            KeyError: a feature with positions is not there.
+            ValueError: a bag is longer than its feature has positions (seen on the CPU).
+        """
+        keys, lengths, offsets = features.keys(), features.lengths(), features.offsets()
+        missing = sorted(self.max_feature_lengths.keys() - set(keys))
+        if missing:
+            raise KeyError(f"there are no features {missing}; there are {keys}")
+        by_key = lengths.split(features.stride_per_key())
+        begins = self._begins()
+        rules = []
+        for place, key in enumerate(keys):
+            count = self.max_feature_lengths.get(key, 0)
+            _check_lengths(key, by_key[place], count)
+            # Where its weights begin among those of all, and whether the position counts.
+            rules.append((begins.get(key, 0), min(count, 1)))
+        table = torch.cat([torch.ones(1, device=lengths.device), *self.position_weights.values()])
+        count = features.values().shape[0]
+        bags = torch.tensor(features.stride_per_key(), device=lengths.device)
+        by_bag = torch.tensor(rules, device=lengths.device).repeat_interleave(
+            bags, 0, output_size=lengths.numel()
+        )
+        by_id = by_bag.repeat_interleave(lengths, 0, output_size=count)
+        places = by_id[:, 0] + by_id[:, 1] * _positions(offsets, lengths, count)
+        scale = table.index_select(0, places)
+        given = features.weights_or_none()
+        return _with_weights(features, scale if given is None else scale * given)
+
+    def _begins(self) -> dict[str, int]:
+        """Where the weights of each feature are, behind the 1 of all others."""
+        ends = accumulate(self.max_feature_lengths.values(), initial=1)
+        return dict(zip(self.max_feature_lengths, ends, strict=False))
+
+
+class FeatureProcessedEmbeddingBagCollection(nn.Module):
+    """A weighted collection whose weights are made from the batch.
+
+    Args:
+        embedding_bag_collection: a weighted one.
+        feature_processors: makes a batch with weights of a batch; or by feature, what does so for a
+            dict of it (`PositionWeightedModule` and its like).
+    """
+
+    def __init__(
+        self,
+        embedding_bag_collection: EmbeddingBagCollection,
+        feature_processors: nn.Module | Mapping[str, nn.Module],
+    ) -> None:
+        super().__init__()
+        if not embedding_bag_collection.is_weighted():
+            raise ValueError(
+                "feature processors make weights, so the collection must be weighted: make it with "
+                "is_weighted=True"
+            )
+        self.embedding_bag_collection = embedding_bag_collection
+        self.feature_processors: nn.Module = (
+            feature_processors
+            if isinstance(feature_processors, nn.Module)
+            else nn.ModuleDict(feature_processors)
+        )
+
+    def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
+        """What the collection gives for the batch with its weights."""
+        result: KeyedTensor = self.embedding_bag_collection(self._processed(features))
+        return result
+
+    def _processed(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+        processors: Any = self.feature_processors
+        if not isinstance(processors, nn.ModuleDict):
+            made: KeyedJaggedTensor = processors(features)
+            return made
+        weights = []
+        for key, jagged in features.to_dict().items():
+            if key in processors:
+                jagged = processors[key]({key: jagged})[key]
+            given = jagged.weights_or_none()
+            ones = torch.ones(jagged.values().shape[0], device=jagged.device())
+            weights.append(ones if given is None else given)
+        return _with_weights(features, torch.cat(weights))
+
+
+def _positions(offsets: Tensor, lengths: Tensor, count: int) -> Tensor:
+    """The position of each id in its bag."""
+    starts = offsets[:-1].repeat_interleave(lengths, output_size=count)
+    return torch.arange(count, device=offsets.device) - starts
+
+
+def _check_lengths(feature: str, lengths: Tensor, most: int) -> None:
+    if most and lengths.is_cpu and lengths.numel():
+        longest = int(lengths.max())
+        if longest > most:
+            raise ValueError(
+                f"feature {feature!r} has weights for {most} positions, got a bag of {longest} "
+                "ids: raise max_feature_lengths, or cut the bags"
+            )
+
+
+def _with_weights(features: KeyedJaggedTensor, weights: Tensor) -> KeyedJaggedTensor:
+    """The same batch with other weights."""
+    varies = features.variable_stride_per_key()
+    return KeyedJaggedTensor(
+        features.keys(),
+        features.values(),
+        weights,
+        features.lengths_or_none(),
+        features.offsets_or_none(),
+        None if varies else features.stride(),
+        features.stride_per_key_per_rank() if varies else None,
+        features.inverse_indices_or_none(),
+    )

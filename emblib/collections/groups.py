@@ -1,0 +1,353 @@
+"""The tables that one place holds, in as few kernels as their kinds allow."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from emblib.collections import handles, kernels, pieces
+from emblib.collections.grouping import Unmade, group, make_kernel
+from emblib.collections.handles import TableHandle
+from emblib.collections.pieces import GroupInfo, Piece
+from emblib.collections.slices import TableSlice
+from emblib.dynamic import DynamicEmbeddingBags
+from emblib.optim import Optimizer
+from emblib.specs import Pooling, check_float_dtype
+
+__all__ = ["GroupInfo", "TableGroups"]
+
+
+class TableGroups(nn.Module):
+    """Looks up units, each of which reads one slice of a table, and pools bags or gives rows.
+
+    A unit is a feature as far as this place is concerned. Kinds, dtypes and optimizers that differ
+    need kernels that differ; `forward` takes the units of one kernel after those of another, in the
+    order `order`, and costs nothing over the kernel itself where there is one.
+
+    Memory, gradients and first values are by slice: `handles[i]` has the
+    parameters of slice i (views of the memory of its kernel) and `views(i)` the optimizer's states
+    too. It has no state dict of its own, nor are its kernels among its modules: who has the tables
+    says what they are called.
+
+    Args:
+        slices: the parts of tables that are here.
+        reads: the slice of each unit.
+        pooled: bags `[B, columns]`, or one vector an id.
+        optimizer: of tables whose configuration has none; None leaves gradients on the parameters,
+            dense ones, for an optimizer of torch.optim.
+        device: where the tables are.
+        seeds: of first values by table; left out, drawn from torch's generator. With equal seeds an
+            element starts the same however its table is divided.
+        bags: what a bag of every unit becomes, SUM or MEAN. Over parts of a table it must be the
+            sum: who adds them up divides.
+
+    Attributes:
+        order: the units as `forward` wants them.
+        columns: of the output.
+        column_of: by unit, the column at which it begins in the output.
+        dims: by unit, how many columns it has.
+        groups: the kernels, with the units of each; `active` are those that have units.
+        is_one: whether `forward` is one call of one kernel.
+        handles: by slice, the module with its parameters.
+        seeds: of first values, by table.
+    """
+
+    _only: Any
+
+    def __init__(
+        self,
+        slices: Sequence[TableSlice],
+        reads: Sequence[int],
+        *,
+        pooled: bool,
+        optimizer: Optimizer | None = None,
+        device: torch.device | str | None = None,
+        seeds: Mapping[str, int] | None = None,
+        bags: Pooling = Pooling.SUM,
+    ) -> None:
+        super().__init__()
+        self.slices, self.reads = tuple(slices), tuple(reads)
+        for u, s in enumerate(self.reads):
+            if not 0 <= s < len(self.slices):
+                raise ValueError(
+                    f"reads[{u}] must be in [0, {len(self.slices)}), the number of slices, got {s}"
+                )
+        self.pooling = Pooling(bags) if pooled else Pooling.NONE
+        self.optimizer, self.output_dtype = optimizer, torch.float32
+        self.device = torch.empty(0, device=device).device
+        self.seeds = dict(kernels.fresh_seeds(self.slices) if seeds is None else seeds)
+        self._groupings = group(self.slices, self.reads, optimizer, self.pooling)
+        self._prefetched: list[tuple[Tensor, list[Piece]]] = []
+        self._kernels = [self._make(g, self.device) for g in range(len(self._groupings))]
+        self._lay_out()
+        self._make_handles()
+        self._bind()
+
+    def _make(self, number: int, device: torch.device) -> nn.Module:
+        grouping = self._groupings[number]
+        parts = [self.slices[s] for s in grouping.slices]
+        reads = [grouping.slices.index(self.reads[u]) for u in grouping.units]
+        seeds = [self.seeds[part.config.name] for part in parts]
+        return make_kernel(parts, reads, grouping.optimizer, self.pooling, seeds, device)
+
+    def _lay_out(self) -> None:
+        self.order = [u for grouping in self._groupings for u in grouping.units]
+        self.dims = [self.slices[s].dim for s in self.reads]
+        self.column_of = [0] * len(self.reads)
+        column = 0
+        for u in self.order:
+            self.column_of[u] = column
+            column += 0 if self.pooling is Pooling.NONE else self.dims[u]
+        self.columns = max(self.dims, default=0) if self.pooling is Pooling.NONE else column
+        self._places = {
+            s: (g, k)
+            for g, grouping in enumerate(self._groupings)
+            for k, s in enumerate(grouping.slices)
+        }
+
+    def _make_handles(self) -> None:
+        self.handles: list[TableHandle] = []
+        for s in range(len(self.slices)):
+            g, k = self._places[s]
+            self.handles.append(handles.make_handle(self._kernels[g], k))
+
+    def _bind(self) -> None:
+        """What follows from where the memory of the kernels is now."""
+        for s, handle in enumerate(self.handles):
+            g, k = self._places[s]
+            handle.attach(self._kernels[g], k)
+            handle.bind()
+        for grouping, kernel in zip(self._groupings, self._kernels, strict=True):
+            if isinstance(kernel, kernels.PartTables):
+                of_kernel: list[Any] = [self.handles[s] for s in grouping.slices]
+                kernel.parameters_by_table = [handle.weight for handle in of_kernel]
+        self.groups = [
+            GroupInfo(g.units, g.slices, kernel, self.slices[g.slices[0]].config.kind)
+            for g, kernel in zip(self._groupings, self._kernels, strict=True)
+        ]
+        self.active = [info for info in self.groups if info.units]
+        self.is_one = len(self.active) == 1 and not pieces.needs_work(self.active[0])
+        # Not `self._only = ...`, which would make it a module of this one.
+        object.__setattr__(self, "_only", self.active[0].module if self.is_one else None)
+
+    # Lookup
+
+    def forward(
+        self,
+        ids: Tensor,
+        offsets: Tensor,
+        weights: Tensor | None = None,
+        *,
+        batch_sizes: Sequence[Sequence[int]] | None = None,
+        id_counts: Sequence[int] | None = None,
+    ) -> Tensor:
+        """Pooled rows `[B, columns]`, or vectors `[L, D]` in the order of ids, in `output_dtype`.
+
+        Args:
+            ids: int32 or int64 `[L]`, unit after unit in the order `order`.
+            offsets: int32 or int64 `[U * B + 1]`, of the bags in this order.
+            weights: float32 `[L]`, scales each row.
+            batch_sizes: `[U][ranks]` in this order, where units differ in batch size, as in
+                `TableBatchedEmbeddingBags`: the output is one vector, rank after rank, for each
+                rank unit after unit, for each the rows of its bags.
+            id_counts: ids of each group that has units; left out, they are read from `offsets`,
+                which makes the host wait for a GPU where there are several groups.
+
+        Where units of an output that is not pooled differ in dim it is one vector, id after id.
+        Without units it is `[0, 0]`.
+        """
+        if self._only is not None:
+            out: Tensor = self._only(ids, offsets, weights, batch_sizes=batch_sizes)
+            return out
+        outs = self.outputs(ids, offsets, weights, batch_sizes=batch_sizes, id_counts=id_counts)
+        if not outs:
+            return torch.empty(0, 0, dtype=self.output_dtype, device=ids.device)
+        if len(outs) == 1:
+            return outs[0]
+        if self.pooling is Pooling.NONE:
+            same = all(out.shape[1] == outs[0].shape[1] for out in outs)
+            return torch.cat(outs if same else [out.view(-1) for out in outs])
+        return (
+            torch.cat(outs, 1)
+            if batch_sizes is None
+            else pieces.by_rank(self.active, self.dims, outs, batch_sizes)
+        )
+
+    def outputs(
+        self,
+        ids: Tensor,
+        offsets: Tensor,
+        weights: Tensor | None = None,
+        *,
+        batch_sizes: Sequence[Sequence[int]] | None = None,
+        id_counts: Sequence[int] | None = None,
+    ) -> list[Tensor]:
+        """The output of each group that has units, as `forward` would return it for that group."""
+        parts = self._take_prefetched(ids)
+        if parts is None:
+            parts = pieces.split(self.active, ids, offsets, batch_sizes, id_counts)
+        outs = []
+        for part in parts:
+            own = None if weights is None else weights[part.first : part.last]
+            outs.append(pieces.look_up(part, own, self.pooling))
+        return outs
+
+    def set_output_dtype(self, dtype: torch.dtype) -> None:
+        """What `forward` returns from now on: float32, float16 or bfloat16."""
+        check_float_dtype("output_dtype", dtype)
+        self.output_dtype = dtype
+        for kernel in self._kernels:
+            any_kernel: Any = kernel
+            any_kernel.output_dtype = dtype
+            if hasattr(kernel, "precision"):
+                any_kernel.precision = replace(any_kernel.precision, output=dtype)
+
+    # Tables
+
+    def module_of(self, part: int) -> tuple[Any, int]:
+        """The module that a slice is in, and the number of its table there."""
+        g, k = self._places[part]
+        return self._kernels[g], k
+
+    def views(self, part: int) -> dict[str, Tensor]:
+        """Weight and optimizer states of a slice, as views: writing to one writes to the table.
+
+        `weight` `[rows, dim]` and the states by name, `[rows, dim]` or `[rows]`. Of a tensor train
+        `cores.0`, `cores.1`, ... and `<state>.0`, ...; of a dynamic table rows by slot; of a
+        quantised one `values` and `scales`. A cache is flushed and emptied first. They go stale
+        when the module moves.
+        """
+        module, k = self.module_of(part)
+        if isinstance(module, kernels.PartTables):
+            module._settle()
+            return module.view_of(k)
+        return self._views_of(module)[k]
+
+    def all_views(self) -> list[dict[str, Tensor]]:
+        """`views` of every slice."""
+        by_kernel = [self._views_of(kernel) for kernel in self._kernels]
+        places = (self._places[s] for s in range(len(self.slices)))
+        return [by_kernel[g][k] for g, k in places]
+
+    def _views_of(self, kernel: Any) -> list[dict[str, Tensor]]:
+        if isinstance(kernel, Unmade):
+            raise RuntimeError(
+                "dynamic tables have no memory on meta: move the module with to_empty(device=...)"
+            )
+        if isinstance(kernel, kernels.PartTables):
+            kernel._settle()
+            return kernel._views()
+        if isinstance(kernel, DynamicEmbeddingBags):
+            return [kernel.table_rows(t) for t in range(len(kernel.tables))]
+        if isinstance(kernel, kernels.PartQuantized):
+            return kernel.table_views()
+        views = {f"cores.{k}": core.detach() for k, core in enumerate(kernel.cores)}
+        for k, states in enumerate(kernel.core_optimizer_states()):
+            views.update({f"{name}.{k}": state for name, state in states.items()})
+        return [views]
+
+    def parameters_of(self, part: int) -> dict[str, nn.Parameter]:
+        """The parameters of a slice: `weight`, or `cores.0`, ... of a tensor train."""
+        return dict(self.handles[part].named_parameters())
+
+    def reset_parameters(self, seeds: Mapping[str, int] | None = None) -> None:
+        """First values anew, from a seed a table; states, steps and rates as at construction."""
+        self.seeds = dict(kernels.fresh_seeds(self.slices) if seeds is None else seeds)
+        for grouping, kernel in zip(self._groupings, self._kernels, strict=True):
+            if isinstance(kernel, kernels.PartTables | kernels.PartTT | kernels.PartQuantized):
+                names = [self.slices[s].config.name for s in grouping.slices]
+                kernel.redraw([self.seeds[name] for name in names])
+            elif isinstance(kernel, DynamicEmbeddingBags):
+                kernel.reset_parameters()
+
+    @torch.no_grad()
+    def take_over(self, given: TableGroups) -> None:
+        """Have the weights and the parameters of `given`, which is of the same slices.
+
+        Optimizer states stay as they are here. `given` is not to be used any more.
+        """
+        for handle, other in zip(self.handles, given.handles, strict=True):
+            handle.take_over(other)
+        self._bind()
+
+    def prefetch(
+        self,
+        ids: Tensor,
+        offsets: Tensor,
+        *,
+        batch_sizes: Sequence[Sequence[int]] | None = None,
+        id_counts: Sequence[int] | None = None,
+    ) -> None:
+        """Bring the rows of a coming batch into the caches of the tables that have one.
+
+        `forward` must then get the same tensors, batches in the same order, as with
+        `TableBatchedEmbeddingBags.prefetch`. Without cached tables this does nothing.
+        """
+        cached = [info.module for info in self.active if pieces.is_cached(info.module)]
+        if not cached:
+            return
+        if self._only is not None:
+            self._only.prefetch(ids, offsets, batch_sizes=batch_sizes)
+            return
+        parts = pieces.split(self.active, ids, offsets, batch_sizes, id_counts)
+        for part in parts:
+            if pieces.is_cached(part.info.module):
+                module = part.info.module
+                module.prefetch(part.ids, part.offsets, batch_sizes=part.batch_sizes)
+        self._prefetched.append((ids, parts))
+
+    def _take_prefetched(self, ids: Tensor) -> list[Piece] | None:
+        """The pieces of a batch that was prefetched, which caches know by its tensors."""
+        waiting = self._prefetched
+        for place, (known, parts) in enumerate(waiting):
+            if known is ids:
+                del waiting[: place + 1]
+                return parts
+        return None
+
+    def nbytes(self) -> dict[str, int]:
+        """Bytes of `weights`, `optimizer_state` and whatever else the kernels have, by name."""
+        total: dict[str, int] = {}
+        for kernel in self._kernels:
+            if not isinstance(kernel, Unmade):
+                any_kernel: Any = kernel
+                for name, count in any_kernel.nbytes().items():
+                    total[name] = total.get(name, 0) + count
+        return total
+
+    # As a module
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        super()._apply(fn, recurse)
+        there = fn(torch.empty(0, device=self.device)).device
+        for g, kernel in enumerate(self._kernels):
+            if isinstance(kernel, Unmade) and there.type != "meta":
+                self._kernels[g] = self._make(g, there)
+                self._kernels[g].train(self.training)
+            else:
+                kernel._apply(fn, recurse)
+        self.device = there
+        self._bind()
+        return self
+
+    def train(self, mode: Any = True) -> TableGroups:
+        """Training or not: dynamic tables take in keys in training only."""
+        super().train(mode)
+        for kernel in self._kernels:
+            kernel.train(mode)
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_prefetched": []}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._bind()
+
+    def extra_repr(self) -> str:
+        """The kernels."""
+        return "\n".join(repr(kernel) for kernel in self._kernels)

@@ -1,0 +1,212 @@
+"""TorchRec's words for what travels between ranks: codecs, and the collectives themselves.
+
+The collectives are those of `emblib.sharding.collectives`, called as TorchRec's are; every sum is
+float32 whatever travels, and any number of examples may be on any rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from emblib.sharding import Ranks, Wire, codecs, collectives
+from emblib.sharding.awaitable import Awaitable
+
+
+class CommType(Enum):
+    """What values travel as."""
+
+    FP32 = "fp32"
+    FP16 = "fp16"
+    BF16 = "bf16"
+    FP8 = "fp8"
+    INT8 = "int8"
+
+
+class CommOp(Enum):
+    """The collectives that codecs are registered for."""
+
+    POOLED_EMBEDDINGS_ALL_TO_ALL = "pooled_embeddings_all_to_all"
+    POOLED_EMBEDDINGS_REDUCE_SCATTER = "pooled_embeddings_reduce_scatter"
+    SEQUENCE_EMBEDDINGS_ALL_TO_ALL = "sequence_embeddings_all_to_all"
+
+
+@dataclass
+class QCommsConfig:
+    """How rows (forward) and their gradients (backward) are encoded.
+
+    A loss scale is for fp16; `fp8_quantize_dim` is how many values share a scale, of fp8 and int8.
+    fp8 is e4m3 forward, and e5m2 backward unless `fp8_bwd_uses_143`.
+    """
+
+    forward_precision: CommType = CommType.FP32
+    backward_precision: CommType = CommType.FP32
+    forward_loss_scale: float | None = None
+    backward_loss_scale: float | None = None
+    fp8_quantize_dim: int | None = None
+    fp8_quantize_dim_bwd: int | None = None
+    fp8_bwd_uses_143: bool = False
+
+
+@dataclass(frozen=True)
+class QuantizedCommCodecs:
+    """One codec for each direction."""
+
+    forward: codecs.Codec = codecs.FP32()  # noqa: RUF009 frozen
+    backward: codecs.Codec = codecs.FP32()  # noqa: RUF009 frozen
+
+
+Registry = dict[str, QuantizedCommCodecs]
+
+
+def get_qcomm_codecs_registry(
+    qcomms_config: QCommsConfig,
+    comm_ops: Sequence[CommOp] | None = None,
+    device: torch.device | None = None,
+) -> Registry | None:
+    """Codecs by the name of the collective; None where all travels as it is, as TorchRec has it."""
+    c = qcomms_config
+    if (c.forward_precision, c.backward_precision) == (CommType.FP32, CommType.FP32):
+        return None
+    row = c.fp8_quantize_dim
+    back = c.fp8_quantize_dim_bwd or row
+    found = QuantizedCommCodecs(
+        _codec(c.forward_precision, c.forward_loss_scale, row, codecs.FP8Format.E4M3),
+        _codec(
+            c.backward_precision,
+            c.backward_loss_scale,
+            back,
+            codecs.FP8Format.E4M3 if c.fp8_bwd_uses_143 else codecs.FP8Format.E5M2,
+        ),
+    )
+    return {op.name: found for op in comm_ops or CommOp}
+
+
+def _codec(kind: CommType, scale: float | None, row: int | None, fp8: Any) -> codecs.Codec:
+    rows = {} if row is None else {"row_dim": row}
+    match kind:
+        case CommType.FP16:
+            return codecs.FP16(scale or 1.0)
+        case CommType.BF16:
+            return codecs.BF16()
+        case CommType.INT8:
+            return codecs.INT8(**rows)
+        case CommType.FP8:
+            return codecs.FP8(**rows, format=fp8)
+        case _:
+            return codecs.FP32()
+
+
+def wire_of(registry: Mapping[str, QuantizedCommCodecs] | None, *, pooled: bool) -> Wire | None:
+    """The wire of a sharded collection, whose outputs travel in one all-to-all.
+
+    Raises:
+        ValueError: codecs for the reduce-scatter alone, which nothing here sends by.
+    """
+    if not registry:
+        return None
+    op = CommOp.POOLED_EMBEDDINGS_ALL_TO_ALL if pooled else CommOp.SEQUENCE_EMBEDDINGS_ALL_TO_ALL
+    if op.name not in registry:
+        raise ValueError(
+            f"outputs travel in an all-to-all here, row-wise tables among them: register codecs "
+            f"for {op.name}, got {sorted(registry)}"
+        )
+    found = registry[op.name]
+    return Wire(found.forward, found.backward)
+
+
+# Whether backward divides by the number of ranks: of the collectives called by themselves, as
+# sharded collections are told when they are made.
+_division = {"on": True}
+
+
+def get_gradient_division() -> bool:
+    """Whether gradients of the collectives below are divided by the number of ranks."""
+    return _division["on"]
+
+
+def set_gradient_division(val: bool) -> None:
+    """Divide them, or do not."""
+    _division["on"] = bool(val)
+
+
+def _how(group: Any, codec: QuantizedCommCodecs | None) -> tuple[Ranks, dict[str, Any]]:
+    wire = Wire() if codec is None else Wire(codec.forward, codec.backward)
+    return Ranks.of(group), {"wire": wire, "gradients": "mean" if _division["on"] else "sum"}
+
+
+def alltoall_pooled(
+    a2a_pooled_embs_tensor: Tensor,
+    batch_size_per_rank: Sequence[int],
+    dim_sum_per_rank: Sequence[int],
+    dim_sum_per_rank_tensor: Tensor | None = None,
+    cumsum_dim_sum_per_rank_tensor: Tensor | None = None,
+    group: Any = None,
+    codecs: QuantizedCommCodecs | None = None,
+) -> Awaitable[Tensor]:
+    """Pooled rows [sum B, D of this rank] to [B of this rank, sum D]; the tensors of sizes are not
+    needed."""
+    ranks, how = _how(group, codecs)
+    return collectives.alltoall_pooled(
+        a2a_pooled_embs_tensor, list(batch_size_per_rank), list(dim_sum_per_rank), ranks, **how
+    )
+
+
+def variable_batch_alltoall_pooled(
+    a2a_pooled_embs_tensor: Tensor,
+    batch_size_per_rank_per_feature: Sequence[Sequence[int]],
+    batch_size_per_feature_pre_a2a: Sequence[int],
+    emb_dim_per_rank_per_feature: Sequence[Sequence[int]],
+    group: Any = None,
+    codecs: QuantizedCommCodecs | None = None,
+) -> Awaitable[Tensor]:
+    """Pooled rows where every feature has a batch size of its own; flat on both sides."""
+    ranks, how = _how(group, codecs)
+    return collectives.variable_batch_alltoall_pooled(
+        a2a_pooled_embs_tensor,
+        batch_size_per_rank_per_feature,
+        batch_size_per_feature_pre_a2a,
+        emb_dim_per_rank_per_feature,
+        ranks,
+        **how,
+    )
+
+
+def reduce_scatter_pooled(
+    inputs: Sequence[Tensor], group: Any = None, codecs: QuantizedCommCodecs | None = None
+) -> Awaitable[Tensor]:
+    """The sum over ranks of what each has for this one."""
+    ranks, how = _how(group, codecs)
+    return collectives.reduce_scatter_pooled(inputs, ranks, **how)
+
+
+def reduce_scatter_base_pooled(
+    input: Tensor, group: Any = None, codecs: QuantizedCommCodecs | None = None
+) -> Awaitable[Tensor]:
+    """[W * B, D] to [B, D]."""
+    ranks, how = _how(group, codecs)
+    return collectives.reduce_scatter_base_pooled(input, ranks, **how)
+
+
+def reduce_scatter_v_pooled(
+    input: Tensor,
+    input_splits: Sequence[int],
+    group: Any = None,
+    codecs: QuantizedCommCodecs | None = None,
+) -> Awaitable[Tensor]:
+    """[sum B, D] to [B of this rank, D]."""
+    ranks, how = _how(group, codecs)
+    return collectives.reduce_scatter_v_pooled(input, list(input_splits), ranks, **how)
+
+
+def all_gather_base_pooled(
+    input: Tensor, group: Any = None, codecs: QuantizedCommCodecs | None = None
+) -> Awaitable[Tensor]:
+    """[B, D] to [W * B, D]."""
+    ranks, how = _how(group, codecs)
+    return collectives.all_gather_base_pooled(input, ranks, **how)

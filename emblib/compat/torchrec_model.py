@@ -1,0 +1,237 @@
+"""TorchRec's words for sharding a model: collections, sharders, DistributedModelParallel."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from emblib import collections as emblib_collections
+from emblib import sharding
+from emblib.compat.torchrec_comms import QuantizedCommCodecs, wire_of
+from emblib.compat.torchrec_optim import optimizer_of
+from emblib.compat.torchrec_sharding import (
+    EmbeddingComputeKernel,
+    ParameterSharding,
+    ShardingEnv,
+    ShardingPlan,
+    ShardingType,
+)
+from emblib.compat.torchrec_types import EmbeddingBagConfig, EmbeddingConfig
+from emblib.optim import Optimizer
+from emblib.sharding import DDP, Ranks, World
+from emblib.sharding.shard import SHARDED
+
+
+class EmbeddingBagCollection(emblib_collections.EmbeddingBagCollection):
+    """`emblib.collections.EmbeddingBagCollection` with TorchRec's order of arguments."""
+
+    def __init__(
+        self,
+        tables: Sequence[EmbeddingBagConfig],
+        is_weighted: bool = False,
+        device: torch.device | str | None = None,
+        optimizer: Optimizer | None = None,
+    ) -> None:
+        super().__init__(tables, device, is_weighted=is_weighted, optimizer=optimizer)
+
+
+class EmbeddingCollection(emblib_collections.EmbeddingCollection):
+    """`emblib.collections.EmbeddingCollection`; its arguments are TorchRec's already."""
+
+    def __init__(
+        self,
+        tables: Sequence[EmbeddingConfig],
+        device: torch.device | str | None = None,
+        need_indices: bool = False,
+        optimizer: Optimizer | None = None,
+    ) -> None:
+        super().__init__(tables, device, need_indices=need_indices, optimizer=optimizer)
+
+
+# A model that has these is sharded as one that has emblib's own.
+SHARDED[EmbeddingBagCollection] = sharding.ShardedEmbeddingBagCollection
+SHARDED[EmbeddingCollection] = sharding.ShardedEmbeddingCollection
+
+
+class _Sharder:
+    """How collections of one class are sharded: with which optimizer, over which wire.
+
+    Args:
+        fused_params: of the optimizer in backward: `optimizer`, `learning_rate`, `eps`, ...; tables
+            that have one already keep theirs.
+        qcomm_codecs_registry: what `get_qcomm_codecs_registry` gives.
+    """
+
+    module_type: ClassVar[type[nn.Module]]
+    _sharded: ClassVar[Any]
+    _pooled: ClassVar[bool]
+
+    def __init__(
+        self,
+        fused_params: Mapping[str, Any] | None = None,
+        qcomm_codecs_registry: Mapping[str, QuantizedCommCodecs] | None = None,
+    ) -> None:
+        self.fused_params = None if fused_params is None else dict(fused_params)
+        self.optimizer = optimizer_of(fused_params)
+        self.wire = wire_of(qcomm_codecs_registry, pooled=self._pooled)
+
+    def shard(
+        self,
+        module: nn.Module,
+        params: Mapping[str, ParameterSharding],
+        env: ShardingEnv,
+        device: torch.device | str | None = None,
+        module_fqn: str | None = None,
+    ) -> nn.Module:
+        """The sharded collection; its weights are those of `module`."""
+        check_kernels(params, self.optimizer)
+        sharded: nn.Module = self._sharded(
+            module,
+            {name: parameter.to_emblib() for name, parameter in params.items()},
+            ranks_of(env, device),
+            wire=self.wire,
+            optimizer=self.optimizer,
+        )
+        return sharded
+
+    def sharding_types(self, compute_device_type: str) -> list[str]:
+        """All of them, on any device."""
+        return [kind.value for kind in ShardingType]
+
+    def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
+        """All of them, on any device."""
+        return [kernel.value for kernel in EmbeddingComputeKernel]
+
+
+class EmbeddingBagCollectionSharder(_Sharder):
+    """Of EmbeddingBagCollections."""
+
+    module_type = emblib_collections.EmbeddingBagCollection
+    _sharded = sharding.ShardedEmbeddingBagCollection
+    _pooled = True
+
+
+class EmbeddingCollectionSharder(_Sharder):
+    """Of EmbeddingCollections."""
+
+    module_type = emblib_collections.EmbeddingCollection
+    _sharded = sharding.ShardedEmbeddingCollection
+    _pooled = False
+
+
+def default_sharders() -> list[_Sharder]:
+    """One of each, without an optimizer."""
+    return [EmbeddingBagCollectionSharder(), EmbeddingCollectionSharder()]
+
+
+get_default_sharders = default_sharders
+
+
+def check_kernels(params: Mapping[str, ParameterSharding], optimizer: Optimizer | None) -> None:
+    """Refuse a table that was said to be DENSE where all are given an optimizer in backward."""
+    dense = [n for n, p in params.items() if p.compute_kernel == EmbeddingComputeKernel.DENSE.value]
+    if dense and optimizer is not None:
+        raise ValueError(
+            f"fused_params fuse the optimizer of all tables, and the plan says DENSE for {dense}: "
+            "leave compute_kernel out, or give the others their optimizer by "
+            "apply_optimizer_in_backward"
+        )
+
+
+def ranks_of(env: ShardingEnv, device: torch.device | str | None) -> Ranks:
+    """The ranks of `env`, with the tables on `device`."""
+    if device is None or torch.device(device).type == env.ranks.device.type:
+        return env.ranks
+    if env.ranks.group is None:
+        return Ranks.single(device)
+    return Ranks(env.ranks.group, local_size=env.ranks.local_size, device=device)
+
+
+class DefaultDataParallelWrapper(DDP):
+    """How the dense part is wrapped: DistributedDataParallel with these options."""
+
+    def __init__(
+        self,
+        bucket_cap_mb: int = 25,
+        static_graph: bool = False,
+        find_unused_parameters: bool = False,
+    ) -> None:
+        super().__init__(
+            {
+                "bucket_cap_mb": bucket_cap_mb,
+                "static_graph": static_graph,
+                "find_unused_parameters": find_unused_parameters,
+                "gradient_as_bucket_view": True,
+                "broadcast_buffers": False,
+            }
+        )
+
+
+class DistributedModelParallel(sharding.DistributedModelParallel):
+    """`emblib.sharding.DistributedModelParallel` with TorchRec's arguments.
+
+    Args:
+        module: the model, or one collection.
+        env: its ranks; left out, all processes.
+        device: where it is; left out, the device of the ranks.
+        plan: what a planner made; left out, one is made here.
+        sharders: with the optimizers in backward, and the wires.
+        init_data_parallel: whether the dense part is wrapped now; else by `init_data_parallel()`.
+        init_parameters: True; what is on `meta` always gets first values.
+        data_parallel_wrapper: `DefaultDataParallelWrapper(...)`, or a wrapping of emblib's.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        env: ShardingEnv | None = None,
+        device: torch.device | str | None = None,
+        plan: ShardingPlan | None = None,
+        sharders: Sequence[_Sharder] | None = None,
+        init_data_parallel: bool = True,
+        init_parameters: bool = True,
+        data_parallel_wrapper: Any = None,
+    ) -> None:
+        if not init_parameters:
+            raise ValueError("init_parameters must be True: nothing is left on meta here")
+        from emblib.compat.torchrec_planner import EmbeddingShardingPlanner
+
+        env = ShardingEnv(Ranks()) if env is None else env
+        ranks = ranks_of(env, device)
+        sharders = default_sharders() if sharders is None else list(sharders)
+        if plan is None:
+            planner = EmbeddingShardingPlanner()
+            plan = planner.collective_plan(module, sharders, ranks)
+        optimizer, wire = _one([s.optimizer for s in sharders]), _one([s.wire for s in sharders])
+        for tables in plan.plan.values():
+            check_kernels(tables, optimizer)
+        wrapper = DefaultDataParallelWrapper() if data_parallel_wrapper is None else (
+            data_parallel_wrapper
+        )  # fmt: skip
+        self._wrapper = wrapper
+        super().__init__(
+            module,
+            ranks,
+            plan=plan.to_emblib(World(ranks.size, ranks.local_size)),
+            optimizer=optimizer,
+            wrap=wrapper if init_data_parallel else "none",
+            wire=wire,
+        )
+
+    def init_data_parallel(self) -> None:
+        """Wrap the dense part, where that was put off."""
+        self.wrap_dense(self._wrapper)
+
+
+def _one(found: Sequence[Any]) -> Any:
+    """What the sharders that say something say."""
+    said = [value for value in found if value is not None]
+    if any(value != said[0] for value in said):
+        raise ValueError(
+            f"sharders of one model must agree, got {said}: give tables that differ their "
+            "optimizer by apply_optimizer_in_backward"
+        )
+    return said[0] if said else None

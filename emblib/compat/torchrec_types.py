@@ -1,0 +1,150 @@
+"""TorchRec's words for tables: data types, poolings, configurations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from emblib import Pooling
+from emblib import collections as emblib_collections
+from emblib.collections import Plain, Quantized
+from emblib.optim import Optimizer
+
+
+class DataType(Enum):
+    """What rows are stored as."""
+
+    FP32 = "FP32"
+    FP16 = "FP16"
+    BF16 = "BF16"
+    INT8 = "INT8"
+    INT4 = "INT4"
+
+
+class PoolingType(Enum):
+    """How rows of a bag become one."""
+
+    SUM = "SUM"
+    MEAN = "MEAN"
+    NONE = "NONE"
+
+
+_DTYPES = {
+    DataType.FP32: torch.float32,
+    DataType.FP16: torch.float16,
+    DataType.BF16: torch.bfloat16,
+}
+_BITS = {DataType.INT8: 8, DataType.INT4: 4}
+_POOLINGS = {
+    PoolingType.SUM: Pooling.SUM,
+    PoolingType.MEAN: Pooling.MEAN,
+    PoolingType.NONE: Pooling.NONE,
+}
+
+
+def data_type_to_dtype(data_type: DataType) -> torch.dtype:
+    """The dtype of values that are not quantised.
+
+    Raises:
+        ValueError: a quantised type, which has none.
+    """
+    if data_type not in _DTYPES:
+        raise ValueError(f"{data_type} is quantised and has no dtype; use one of {list(_DTYPES)}")
+    return _DTYPES[data_type]
+
+
+def _shared(
+    data_type: DataType | torch.dtype,
+    feature_names: Sequence[str],
+    kind: Any,
+    pruned: int | None,
+    *,
+    need_pos: bool,
+) -> dict[str, Any]:
+    """What both configurations translate alike."""
+    if pruned is not None:
+        raise ValueError("num_embeddings_post_pruning is not supported: prune before, and say so")
+    if need_pos:
+        raise ValueError(
+            "need_pos is not supported: use emblib.collections.FeatureProcessedEmbeddingBag"
+            "Collection with a PositionWeightedModule"
+        )
+    if data_type in _BITS:
+        kind = Quantized(_BITS[DataType(data_type)]) if kind is None else kind
+        data_type = torch.float32
+    dtype = data_type if isinstance(data_type, torch.dtype) else data_type_to_dtype(data_type)
+    kind = Plain() if kind is None else kind
+    return {"data_type": dtype, "feature_names": tuple(feature_names), "kind": kind}
+
+
+class EmbeddingBagConfig(emblib_collections.EmbeddingBagConfig):
+    """`emblib.collections.EmbeddingBagConfig` with TorchRec's arguments.
+
+    `kind` and `optimizer` are emblib's own: how rows are kept, and the optimizer of this table.
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        name: str = "",
+        data_type: DataType | torch.dtype = DataType.FP32,
+        feature_names: Sequence[str] = (),
+        weight_init_max: float | None = None,
+        weight_init_min: float | None = None,
+        num_embeddings_post_pruning: int | None = None,
+        init_fn: Callable[[Tensor], Any] | None = None,
+        need_pos: bool = False,
+        pooling: PoolingType | Pooling = PoolingType.SUM,
+        kind: Any = None,
+        optimizer: Optimizer | None = None,
+    ) -> None:
+        super().__init__(
+            num_embeddings,
+            embedding_dim,
+            name,
+            weight_init_min=weight_init_min,
+            weight_init_max=weight_init_max,
+            init_fn=init_fn,
+            optimizer=optimizer,
+            pooling=_POOLINGS[pooling] if isinstance(pooling, PoolingType) else pooling,
+            **_shared(
+                data_type, feature_names, kind, num_embeddings_post_pruning, need_pos=need_pos
+            ),
+        )
+
+
+class EmbeddingConfig(emblib_collections.EmbeddingConfig):
+    """`emblib.collections.EmbeddingConfig` with TorchRec's arguments."""
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        name: str = "",
+        data_type: DataType | torch.dtype = DataType.FP32,
+        feature_names: Sequence[str] = (),
+        weight_init_max: float | None = None,
+        weight_init_min: float | None = None,
+        num_embeddings_post_pruning: int | None = None,
+        init_fn: Callable[[Tensor], Any] | None = None,
+        need_pos: bool = False,
+        kind: Any = None,
+        optimizer: Optimizer | None = None,
+    ) -> None:
+        super().__init__(
+            num_embeddings,
+            embedding_dim,
+            name,
+            weight_init_min=weight_init_min,
+            weight_init_max=weight_init_max,
+            init_fn=init_fn,
+            optimizer=optimizer,
+            **_shared(
+                data_type, feature_names, kind, num_embeddings_post_pruning, need_pos=need_pos
+            ),
+        )

@@ -1,0 +1,286 @@
+"""The bags of one feature."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from emblib.jagged import convert, dense
+from emblib.jagged.offsets import (
+    check_content,
+    check_reach,
+    flat_integers,
+    no_bags,
+    running_sums,
+    too_few_weights,
+    wrong_offsets,
+)
+from emblib.jagged.text import bags_text
+
+_INT32, _INT64 = torch.int32, torch.int64
+
+
+class JaggedTensor:
+    """B bags of values: bag b is `values[offsets[b]:offsets[b + 1]]`.
+
+    Args:
+        values: `[L]` ids or `[L, ...]` rows of all bags, one after the other.
+        weights: `[L, ...]`, one a value.
+        lengths: int32 or int64 `[B]`. Of lengths and offsets one is enough, the other is made when
+            it is asked for.
+        offsets: int32 or int64 `[B + 1]`, from 0 to L.
+
+    Raises:
+        ValueError: neither lengths nor offsets, or sizes that do not go together.
+        TypeError: lengths or offsets that are not integers.
+    """
+
+    __slots__ = ("__weakref__", "_lengths", "_offsets", "_values", "_weights")
+
+    def __init__(
+        self,
+        values: Tensor,
+        weights: Tensor | None = None,
+        lengths: Tensor | None = None,
+        offsets: Tensor | None = None,
+    ) -> None:
+        if lengths is not None:
+            if lengths.dtype is not _INT64 or lengths.dim() != 1:
+                lengths = flat_integers(lengths, "lengths")
+                check_reach(lengths, values.size(0), "lengths")
+        elif offsets is None:
+            raise no_bags("a JaggedTensor")
+        if offsets is not None:
+            if offsets.dtype is not _INT64 or offsets.dim() != 1:
+                offsets = flat_integers(offsets, "offsets")
+                check_reach(offsets, values.size(0), "offsets")
+            bags = offsets.numel() - 1
+            if bags < 0 or (lengths is not None and lengths.numel() != bags):
+                raise wrong_offsets(offsets, lengths)
+        if weights is not None and weights.size(0) != values.size(0):
+            raise too_few_weights(values, weights)
+        self._values = values
+        self._weights = weights
+        self._lengths = lengths
+        self._offsets = offsets
+
+    @classmethod
+    def _of(
+        cls, values: Tensor, weights: Tensor | None, lengths: Tensor | None, offsets: Tensor | None
+    ) -> "JaggedTensor":
+        """What is known to be right already."""
+        made = cls.__new__(cls)
+        made._values = values
+        made._weights = weights
+        made._lengths = lengths
+        made._offsets = offsets
+        return made
+
+    # Ways to make one
+
+    @staticmethod
+    def empty(
+        *,
+        is_weighted: bool = False,
+        device: torch.device | str | None = None,
+        values_dtype: torch.dtype | None = None,
+        weights_dtype: torch.dtype | None = None,
+        lengths_dtype: torch.dtype = torch.int32,
+    ) -> "JaggedTensor":
+        """No bags and no values."""
+        weights = torch.empty(0, dtype=weights_dtype, device=device) if is_weighted else None
+        lengths = torch.empty(0, dtype=lengths_dtype, device=device)
+        values = torch.empty(0, dtype=values_dtype, device=device)
+        return JaggedTensor(values, weights, lengths)
+
+    @staticmethod
+    def empty_like(
+        jagged: "JaggedTensor", device: torch.device | str | None = None
+    ) -> "JaggedTensor":
+        """No bags, in the dtypes of `jagged`; with a `device`, its shapes too, unfilled.
+
+        The second is a place on that device for `copy_`.
+        """
+        if device is not None:
+            return jagged._mapped(lambda t: torch.empty_like(t, device=device))
+        weights = None if jagged._weights is None else jagged._weights.new_empty(0)
+        return JaggedTensor(jagged._values.new_empty(0), weights, jagged.lengths().new_empty(0))
+
+    @staticmethod
+    def from_dense(
+        values: Sequence[Tensor], weights: Sequence[Tensor] | None = None
+    ) -> "JaggedTensor":
+        """Bags from a list of tensors, one each; lengths are int32."""
+        joined, lengths = dense.join(values)
+        return JaggedTensor(joined, None if weights is None else torch.cat(list(weights)), lengths)
+
+    @staticmethod
+    def from_dense_lengths(
+        values: Tensor, lengths: Tensor, weights: Tensor | None = None
+    ) -> "JaggedTensor":
+        """Bag b is the first `lengths[b]` entries of `values[b]`, with `values` `[B, N, ...]`."""
+        kept = None if weights is None else dense.unpad(weights, lengths)
+        return JaggedTensor(dense.unpad(values, lengths), kept, lengths)
+
+    @staticmethod
+    def from_nested(nested: Tensor, weights: Tensor | None = None) -> "JaggedTensor":
+        """The bags of a `torch.nested` tensor of jagged layout `[B, j, ...]`, sharing its memory.
+
+        `weights`: another one of the same raggedness.
+        """
+        return JaggedTensor(*convert.of_nested(nested, weights))
+
+    @staticmethod
+    def adopt(other: Any) -> "JaggedTensor":
+        """What any object with TorchRec's accessors holds, e.g. a torchrec.JaggedTensor."""
+        return JaggedTensor(*convert.jagged_parts(other))
+
+    # What is in it
+
+    def values(self) -> Tensor:
+        """`[L, ...]`, bag after bag."""
+        return self._values
+
+    def weights(self) -> Tensor:
+        """`[L, ...]`; ValueError where there are none."""
+        if self._weights is None:
+            raise ValueError("this JaggedTensor has no weights: make it with weights=...")
+        return self._weights
+
+    def weights_or_none(self) -> Tensor | None:
+        """`[L, ...]` if there are weights."""
+        return self._weights
+
+    def lengths(self) -> Tensor:
+        """`[B]`, made of the offsets the first time."""
+        if self._lengths is None:
+            assert self._offsets is not None
+            self._lengths = self._offsets.diff()
+        return self._lengths
+
+    def lengths_or_none(self) -> Tensor | None:
+        """`[B]` if they were given or asked for."""
+        return self._lengths
+
+    def offsets(self) -> Tensor:
+        """`[B + 1]`, made of the lengths the first time."""
+        if self._offsets is None:
+            assert self._lengths is not None
+            self._offsets = running_sums(self._lengths)
+        return self._offsets
+
+    def offsets_or_none(self) -> Tensor | None:
+        """`[B + 1]` if they were given or asked for."""
+        return self._offsets
+
+    def device(self) -> torch.device:
+        """Where the values are."""
+        return self._values.device
+
+    def size_in_bytes(self) -> int:
+        """Of all the tensors it holds."""
+        return sum(t.numel() * t.element_size() for t in self._tensors())
+
+    def validate(self) -> "JaggedTensor":
+        """Itself, after its content was read; ValueError where bags are not the values' bags."""
+        check_content(self._values, self._lengths, self._offsets)
+        return self
+
+    # As other things
+
+    def to_dense(self) -> list[Tensor]:
+        """One view of the values a bag (reads the lengths back)."""
+        return dense.rows_of(self._values, self.lengths())
+
+    def to_dense_weights(self) -> list[Tensor] | None:
+        """One view of the weights a bag."""
+        return None if self._weights is None else dense.rows_of(self._weights, self.lengths())
+
+    def to_padded_dense(
+        self, desired_length: int | None = None, padding_value: float = 0.0
+    ) -> Tensor:
+        """`[B, N, ...]`: each bag cut or filled up to N = `desired_length`.
+
+        Left out, N is the longest length, which is read back.
+        """
+        return self._padded(self._values, desired_length, padding_value)
+
+    def to_padded_dense_weights(
+        self, desired_length: int | None = None, padding_value: float = 0.0
+    ) -> Tensor | None:
+        """The weights as `to_padded_dense` gives the values."""
+        if self._weights is None:
+            return None
+        return self._padded(self._weights, desired_length, padding_value)
+
+    def _padded(self, values: Tensor, width: int | None, padding: float) -> Tensor:
+        lengths = self.lengths()
+        if width is None:
+            width = int(lengths.max()) if lengths.numel() else 0
+        return dense.pad(values, lengths, self.offsets(), width, padding)
+
+    def to_nested(self) -> Tensor:
+        """A `torch.nested` tensor of jagged layout `[B, j, ...]` of the values, sharing memory."""
+        return torch.nested.nested_tensor_from_jagged(self._values, self.offsets())
+
+    def as_type(self, kind: Any) -> Any:
+        """The same tensors in another class with this constructor, e.g. torchrec.JaggedTensor."""
+        return kind(
+            values=self._values,
+            weights=self._weights,
+            lengths=self._lengths,
+            offsets=self._offsets,
+        )
+
+    # Devices
+
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> "JaggedTensor":
+        """On `device`."""
+        return self._mapped(lambda t: t.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> "JaggedTensor":
+        """In page-locked memory, from where copies to a GPU need not wait."""
+        return self._mapped(lambda t: t.pin_memory())
+
+    def record_stream(self, stream: Any) -> None:
+        """Keep the memory until what `stream` has to do is done."""
+        for tensor in self._tensors():
+            tensor.record_stream(stream)
+
+    def copy_(self, other: "JaggedTensor", *, non_blocking: bool = False) -> "JaggedTensor":
+        """Overwrite every tensor it holds with that of `other`, of equal sizes."""
+        if self._weights is None and other._weights is not None:
+            raise ValueError("other has weights and this JaggedTensor has none: make it with some")
+        self._values.copy_(other._values, non_blocking=non_blocking)
+        if self._weights is not None:
+            self._weights.copy_(other.weights(), non_blocking=non_blocking)
+        if self._lengths is not None:
+            self._lengths.copy_(other.lengths(), non_blocking=non_blocking)
+        if self._offsets is not None:
+            self._offsets.copy_(other.offsets(), non_blocking=non_blocking)
+        return self
+
+    def _tensors(self) -> list[Tensor]:
+        every = (self._values, self._weights, self._lengths, self._offsets)
+        return [tensor for tensor in every if tensor is not None]
+
+    def _mapped(self, change: Any) -> "JaggedTensor":
+        lengths, offsets = self._lengths, self._offsets
+        return JaggedTensor._of(
+            change(self._values),
+            None if self._weights is None else change(self._weights),
+            None if lengths is None else change(lengths),
+            None if offsets is None else change(offsets),
+        )
+
+    def __reduce__(self) -> Any:
+        return JaggedTensor, (self._values, self._weights, self._lengths, self._offsets)
+
+    def __str__(self) -> str:
+        return f"JaggedTensor({bags_text(self._values, self._weights, self.lengths())})"
+
+    def __repr__(self) -> str:
+        weighted = "" if self._weights is None else ", weighted"
+        values = f"{list(self._values.shape)} {self._values.dtype}{weighted}, {self.device()}"
+        return f"JaggedTensor({self.lengths().numel()} bags, {values})"

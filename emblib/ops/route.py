@@ -1,0 +1,263 @@
+"""Ids on their way to the ranks that hold their rows, and what those ranks pooled on its way back.
+
+A *unit* is what one holder looks up for one feature: the ids of all bags of the feature that fall
+into its block of the table. Routing is described by five int64 tensors on the device of the ids,
+with F features, K blocks, U units and bags as `offsets` cuts the L ids:
+
+- `first_bags` `[F + 1]`: feature f has the bags `[first_bags[f], first_bags[f + 1])`
+- `features` `[F, 4]`: `(first_block, num_blocks, rows, rule)`. The ids of a feature without blocks
+  go nowhere
+- `blocks` `[K, 3]`: `(first_row, first_copy, num_copies)`. Rule 0 gives an id to the last block of
+  its feature that begins at or before it; the first begins at row 0. Ids are repaired as lookups
+  do: -1 goes to the first block as it is, any other outside `[0, rows)` becomes row 0. The holder
+  gets `id - first_row`. Rule 1 gives a key, as it is, to the block that
+  `emblib.dynamic.saving.routing.owner` names
+- `copies` `[C]`: the units that get the ids of a block; each unit occurs once
+- `units` `[U + 1]`: the first bag of each unit in what is sent; a unit has as many bags as its
+  feature, in their order
+
+`route_lengths` int `[units[U]]` in the dtype of `ids` is how many ids each bag of each unit gets.
+`route_ids`, given `starts` `[units[U] + 1]`, their sums, and `total`, the last of them, makes
+`(out_ids [total], positions int64 [total], out_weights)`: output i is `ids[positions[i]]` as its
+holder knows it. Ids of a bag keep their order.
+
+`combine` makes a flat output of *targets*, int64 `[T, 7]`: `(offset, row stride, rows, width,
+first_piece, end_piece, first_bag)`, each the sum, in float32 and in order, of its `pieces`, int64
+`[P, 3]`: `(offset, row stride, first_row)` in the flat `source`. Where `first_row` is not negative
+the piece has only some rows: `rows[first_row + i]`, int32, is that for row i of the target, -1 if
+there is none. Everything is multiplied by `scale`. Where `first_bag` is not negative, row i is
+divided by `max(lengths[first_bag + i], 1)`. Targets do not overlap and cover the output; pieces do
+not overlap. `spread` is its adjoint: pieces get what their target has, elements of the source that
+no piece names are 0. `source` and `dtype` are float32, float16 or bfloat16.
+
+`gather_segments(values [N, ...], starts [S + 1], order [M], total)` strings together segments
+`values[starts[s]:starts[s + 1]]` for s in `order`, `total` rows in all; any dtype.
+
+On the CPU wrong descriptions raise RuntimeError before anything is written; on a GPU, where they
+cannot be read without waiting, nothing outside the tensors is touched. Results depend on neither
+the number of threads nor the device. The definition is `emblib.reference.route`.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+_ops = torch.ops.emblib
+
+
+class Routing(NamedTuple):
+    """What goes where, for one layout of units and one set of batch sizes."""
+
+    first_bags: Tensor
+    features: Tensor
+    blocks: Tensor
+    copies: Tensor
+    units: Tensor
+
+
+def gather_segments(values: Tensor, starts: Tensor, order: Tensor, total: int) -> Tensor:
+    """Segments `order` of `values`; differentiable, gradients add up where segments repeat."""
+    if values.requires_grad and torch.is_grad_enabled():
+        return _GatherSegments.apply(values, starts, order, total)
+    return _ops.gather_segments(values, starts, order, total)
+
+
+def route_lengths(
+    ids: Tensor, offsets: Tensor, *routing: Tensor, num_bags: int | None = None
+) -> Tensor:
+    """How many ids of each bag go to each unit; without `num_bags`, `units[U]` is read."""
+    if num_bags is None:
+        num_bags = int(routing[4][-1])
+    return _ops.route_lengths(ids, offsets, *routing, num_bags)
+
+
+def route_ids(
+    ids: Tensor,
+    offsets: Tensor,
+    *routing: Tensor,
+    starts: Tensor,
+    total: int,
+    weights: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The ids of all units, where each comes from, and the `weights` `[L]` they take along."""
+    if weights is None:
+        routed, positions, _ = _ops.route_ids(ids, offsets, *routing, starts, total, None)
+        return routed, positions, None
+    if weights.requires_grad and torch.is_grad_enabled():
+        return _RouteWeighted.apply(weights, ids, offsets, routing, starts, total)
+    return _ops.route_ids(ids, offsets, *routing, starts, total, weights)
+
+
+def combine(
+    source: Tensor,
+    targets: Tensor,
+    pieces: Tensor,
+    lengths: Tensor | None,
+    out_numel: int,
+    dtype: torch.dtype,
+    rows: Tensor | None = None,
+    scale: float = 1.0,
+) -> Tensor:
+    """Sums, or means, of pieces of `source`, `[out_numel]`; differentiable, any number of times."""
+    if source.requires_grad and torch.is_grad_enabled():
+        return _Combine.apply(source, targets, pieces, lengths, out_numel, dtype, rows, scale)
+    return _ops.combine(source, targets, pieces, rows, lengths, out_numel, dtype, scale)
+
+
+def spread(
+    grad: Tensor,
+    targets: Tensor,
+    pieces: Tensor,
+    lengths: Tensor | None,
+    source_numel: int,
+    dtype: torch.dtype,
+    rows: Tensor | None = None,
+    scale: float = 1.0,
+) -> Tensor:
+    """What `combine` passes back to its source, `[source_numel]`; differentiable."""
+    if grad.requires_grad and torch.is_grad_enabled():
+        return _Spread.apply(grad, targets, pieces, lengths, source_numel, dtype, rows, scale)
+    return _ops.spread(grad, targets, pieces, rows, lengths, source_numel, dtype, scale)
+
+
+class _GatherSegments(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, starts: Tensor, order: Tensor, total: int) -> Tensor:
+        ctx.save_for_backward(starts, order)
+        ctx.shape, ctx.total = values.shape, total
+        return _ops.gather_segments(values, starts, order, total)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        starts, order = ctx.saved_tensors
+        rows = torch.arange(ctx.shape[0], device=grad.device)
+        positions = _ops.gather_segments(rows, starts, order, ctx.total)
+        # Accumulates in order, on a GPU too, where index_add would use atomics.
+        zeros = grad.new_zeros(ctx.shape)
+        return zeros.index_put((positions,), grad, accumulate=True), None, None, None
+
+
+class _RouteWeighted(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        weights: Tensor,
+        ids: Tensor,
+        offsets: Tensor,
+        routing: Sequence[Tensor],
+        starts: Tensor,
+        total: int,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        routed, positions, carried = _ops.route_ids(ids, offsets, *routing, starts, total, weights)
+        ctx.save_for_backward(positions)
+        ctx.num_ids = ids.numel()
+        ctx.mark_non_differentiable(routed, positions)
+        return routed, positions, carried
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (positions,) = ctx.saved_tensors
+        grad = grads[2].new_zeros(ctx.num_ids)
+        grad.index_put_((positions,), grads[2], accumulate=True)
+        return grad, None, None, None, None, None
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        source: Tensor,
+        targets: Tensor,
+        pieces: Tensor,
+        lengths: Tensor | None,
+        out_numel: int,
+        dtype: torch.dtype,
+        rows: Tensor | None,
+        scale: float,
+    ) -> Tensor:
+        ctx.save_for_backward(targets, pieces, lengths, rows)
+        ctx.source, ctx.scale = (source.numel(), source.dtype), scale
+        return _ops.combine(source, targets, pieces, rows, lengths, out_numel, dtype, scale)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        targets, pieces, lengths, rows = ctx.saved_tensors
+        numel, dtype = ctx.source
+        source = spread(grad, targets, pieces, lengths, numel, dtype, rows, ctx.scale)
+        return source, None, None, None, None, None, None, None
+
+
+class _Spread(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        grad: Tensor,
+        targets: Tensor,
+        pieces: Tensor,
+        lengths: Tensor | None,
+        source_numel: int,
+        dtype: torch.dtype,
+        rows: Tensor | None,
+        scale: float,
+    ) -> Tensor:
+        ctx.save_for_backward(targets, pieces, lengths, rows)
+        ctx.grad, ctx.scale = (grad.numel(), grad.dtype), scale
+        return _ops.spread(grad, targets, pieces, rows, lengths, source_numel, dtype, scale)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        targets, pieces, lengths, rows = ctx.saved_tensors
+        numel, dtype = ctx.grad
+        result = combine(grad, targets, pieces, lengths, numel, dtype, rows, ctx.scale)
+        return result, None, None, None, None, None, None, None
+
+
+@torch.library.register_fake("emblib::gather_segments")
+def _(values: Tensor, starts: Tensor, order: Tensor, total: int) -> Tensor:
+    return values.new_empty(total, *values.shape[1:])
+
+
+@torch.library.register_fake("emblib::route_lengths")
+def _(ids: Tensor, offsets: Tensor, *routing_and_num_bags: Any) -> Tensor:
+    return ids.new_empty(routing_and_num_bags[-1])
+
+
+@torch.library.register_fake("emblib::route_ids")
+def _(ids: Tensor, offsets: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    *_, total, weights = rest
+    carried = ids.new_empty(0, dtype=torch.float32)
+    if weights is not None:
+        carried = weights.new_empty(total)
+    return ids.new_empty(total), ids.new_empty(total, dtype=torch.int64), carried
+
+
+@torch.library.register_fake("emblib::combine")
+def _(
+    source: Tensor,
+    targets: Tensor,
+    pieces: Tensor,
+    rows: Tensor | None,
+    lengths: Tensor | None,
+    out_numel: int,
+    dtype: torch.dtype,
+    scale: float,
+) -> Tensor:
+    return source.new_empty(out_numel, dtype=dtype)
+
+
+@torch.library.register_fake("emblib::spread")
+def _(
+    grad: Tensor,
+    targets: Tensor,
+    pieces: Tensor,
+    rows: Tensor | None,
+    lengths: Tensor | None,
+    source_numel: int,
+    dtype: torch.dtype,
+    scale: float,
+) -> Tensor:
+    return grad.new_empty(source_numel, dtype=dtype)

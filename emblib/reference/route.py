@@ -1,0 +1,154 @@
+"""Routing in plain PyTorch: ids to the holders of their rows, and what those pooled back together.
+
+The arguments are those of `emblib.ops.route`, whose docstring gives shapes and terms. The loops run
+over features, blocks and segments, never over ids.
+"""
+
+import torch
+from torch import Tensor
+
+_GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
+_FACTORS = (0xFF51AFD7ED558CCD - (1 << 64), 0xC4CEB9FE1A85EC53 - (1 << 64))
+
+
+def gather_segments(values: Tensor, starts: Tensor, order: Tensor, total: int) -> Tensor:
+    """Segments `order` of `values`, one after the other; `total` rows in all."""
+    pieces = [values[int(starts[s]) : int(starts[s + 1])] for s in order.tolist()]
+    out = torch.cat([values[:0], *pieces])
+    if out.size(0) != total:
+        raise ValueError(f"total must be the rows of all segments, {out.size(0)}, got {total}")
+    return out
+
+
+def _mix(x: Tensor) -> Tensor:
+    """The finaliser of MurmurHash3 behind an addition; shifts are those of unsigned numbers."""
+    x = x + _GOLDEN
+    for factor in _FACTORS:
+        x = (x ^ (x >> 33 & (1 << 31) - 1)) * factor
+    return x ^ (x >> 33 & (1 << 31) - 1)
+
+
+def owners(keys: Tensor, num_blocks: int) -> Tensor:
+    """Rule 1: the block in `[0, num_blocks)` of each key."""
+    return (_mix(_mix(keys.long())) >> 32 & (1 << 32) - 1) * num_blocks >> 32
+
+
+def places(ids: Tensor, feature: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """The block of each id of one feature, int64, and the id as that block knows it."""
+    first, count, rows, rule = feature.tolist()
+    if rule == 1:
+        return first + owners(ids, count), ids
+    pruned = ids == -1 if rows else torch.ones_like(ids, dtype=torch.bool)
+    row = torch.where((ids >= 0) & (ids < rows), ids, 0).long()
+    first_rows = blocks[first : first + count, 0].contiguous()
+    block = torch.searchsorted(first_rows, row, right=True) - 1
+    local = (row - first_rows[block]).to(ids.dtype)
+    return first + torch.where(pruned, 0, block), torch.where(pruned, -1, local)
+
+
+def _routes(ids: Tensor, offsets: Tensor, routing: tuple[Tensor, ...]) -> list[tuple[Tensor, ...]]:
+    """For each unit: the lookups it gets, the bags of those, its own bags, and the ids it gets."""
+    first_bags, features, blocks, copies, units = routing
+    none = ids.new_empty(0, dtype=torch.int64)
+    found: list[tuple[Tensor, ...]] = [(none, none, none, ids[:0])] * (units.numel() - 1)
+    for f, feature in enumerate(features):
+        if int(feature[1]) == 0:
+            continue
+        bags = torch.arange(int(first_bags[f]), int(first_bags[f + 1]), device=ids.device)
+        begin, end = (int(offsets[int(bag)]) for bag in first_bags[f : f + 2])
+        bag = torch.repeat_interleave(offsets[bags + 1] - offsets[bags])
+        block, local = places(ids[begin:end], feature, blocks)
+        for b in range(int(feature[0]), int(feature[:2].sum())):
+            mine = (block == b).nonzero().flatten()
+            _, first_copy, num_copies = blocks[b].tolist()
+            for unit in copies[first_copy : first_copy + num_copies].tolist():
+                found[unit] = (begin + mine, bag[mine], bags, local[mine])
+    return found
+
+
+def route_lengths(ids: Tensor, offsets: Tensor, *routing: Tensor) -> Tensor:
+    """How many ids of each bag go to each unit."""
+    found = _routes(ids, offsets, routing)
+    counts = [torch.bincount(bag, minlength=bags.numel()) for _, bag, bags, _ in found]
+    return torch.cat([ids[:0], *counts]).to(ids.dtype)
+
+
+def route_ids(
+    ids: Tensor, offsets: Tensor, *routing: Tensor, weights: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The ids of all units, where each comes from, and the weights they take along."""
+    found = _routes(ids, offsets, routing)
+    positions = torch.cat(
+        [ids.new_empty(0, dtype=torch.int64), *(lookups for lookups, *_ in found)]
+    )
+    routed = torch.cat([ids[:0], *(local for *_, local in found)])
+    return routed, positions, None if weights is None else weights[positions]
+
+
+def _rows(flat: Tensor, offset: int, stride: int, rows: int, width: int) -> Tensor:
+    """A view of `rows` rows that begin `stride` elements apart."""
+    return flat.as_strided((rows, width), (stride, 1), flat.storage_offset() + offset)
+
+
+def _divisor(lengths: Tensor | None, first_bag: int, rows: int) -> Tensor | float:
+    if first_bag < 0 or lengths is None:
+        return 1.0
+    return lengths[first_bag : first_bag + rows].clamp(min=1).float().unsqueeze(1)
+
+
+def _named(rows: Tensor | None, first_row: int, count: int) -> tuple[Tensor, Tensor]:
+    """The rows of a target for which a piece has some, and those."""
+    every = torch.arange(count)
+    if first_row < 0 or rows is None:
+        return every, every
+    own = rows[first_row : first_row + count].long()
+    return (own >= 0).nonzero().view(-1), own[own >= 0]
+
+
+def _most(rows: Tensor) -> int:
+    return int(rows.max()) + 1 if rows.numel() else 0
+
+
+def combine(
+    source: Tensor,
+    targets: Tensor,
+    pieces: Tensor,
+    lengths: Tensor | None,
+    out_numel: int,
+    dtype: torch.dtype,
+    rows: Tensor | None = None,
+    scale: float = 1.0,
+) -> Tensor:
+    """Every target the sum of its pieces, in float32; means divided by the lengths of bags."""
+    out = source.new_zeros(out_numel, dtype=dtype)
+    for offset, stride, count, width, first, end, first_bag in targets.tolist():
+        total = source.new_zeros((count, width), dtype=torch.float32)
+        for piece, piece_stride, first_row in pieces[first:end].tolist():
+            there, found = _named(rows, first_row, count)
+            values = _rows(source, piece, piece_stride, _most(found), width)
+            total[there] += values[found].float()
+        total /= _divisor(lengths, first_bag, count)
+        _rows(out, offset, stride, count, width).copy_(total * scale)
+    return out
+
+
+def spread(
+    grad: Tensor,
+    targets: Tensor,
+    pieces: Tensor,
+    lengths: Tensor | None,
+    source_numel: int,
+    dtype: torch.dtype,
+    rows: Tensor | None = None,
+    scale: float = 1.0,
+) -> Tensor:
+    """The adjoint of `combine`: every piece gets what its target has, divided the same way."""
+    out = grad.new_zeros(source_numel, dtype=dtype)
+    for offset, stride, count, width, first, end, first_bag in targets.tolist():
+        share = _rows(grad, offset, stride, count, width).float()
+        share = share / _divisor(lengths, first_bag, count) * scale
+        for piece, piece_stride, first_row in pieces[first:end].tolist():
+            there, found = _named(rows, first_row, count)
+            values = _rows(out, piece, piece_stride, _most(found), width)
+            values[found] = share[there].to(dtype)
+    return out

@@ -1,0 +1,81 @@
+"""Collections spread over the ranks of a process group."""
+
+from emblib.sharding.boxes import (
+    Box,
+    ShardingType,
+    TableSharding,
+    World,
+    column_wise,
+    custom,
+    data_parallel,
+    grid,
+    row_wise,
+    table_column_wise,
+    table_row_wise,
+    table_wise,
+)
+from emblib.sharding.codecs import BF16, FP8, FP16, FP32, INT8
+from emblib.sharding.dense_part import DDP, FullyShard
+from emblib.sharding.failures import RankFailure, guarded
+from emblib.sharding.groups_of_ranks import Ranks
+from emblib.sharding.launched import launched
+from emblib.sharding.model_parallel import DistributedModelParallel
+from emblib.sharding.pipelines import (
+    Equal,
+    Longest,
+    PrefetchTrainPipelineSparseDist,
+    Progress,
+    Shortest,
+    TrainPipelineBase,
+    TrainPipelineSparseDist,
+    empty_batch,
+)
+from emblib.sharding.plan import ShardingPlan
+from emblib.sharding.shard import collections_of, construct_module_plan, shard
+from emblib.sharding.sharded_bags import ShardedEmbeddingBagCollection
+from emblib.sharding.sharded_sequences import ShardedEmbeddingCollection
+from emblib.sharding.sharded_tables import GradientReduction
+from emblib.sharding.wire import Wire
+
+__all__ = [
+    "BF16",
+    "DDP",
+    "FP8",
+    "FP16",
+    "FP32",
+    "INT8",
+    "Box",
+    "DistributedModelParallel",
+    "Equal",
+    "FullyShard",
+    "GradientReduction",
+    "Longest",
+    "PrefetchTrainPipelineSparseDist",
+    "Progress",
+    "RankFailure",
+    "Ranks",
+    "ShardedEmbeddingBagCollection",
+    "ShardedEmbeddingCollection",
+    "ShardingPlan",
+    "ShardingType",
+    "Shortest",
+    "TableSharding",
+    "TrainPipelineBase",
+    "TrainPipelineSparseDist",
+    "Wire",
+    "World",
+    "collections_of",
+    "column_wise",
+    "construct_module_plan",
+    "custom",
+    "data_parallel",
+    "empty_batch",
+    "grid",
+    "guarded",
+    "launched",
+    "row_wise",
+    "shard",
+    "table_column_wise",
+    "table_row_wise",
+    "table_wise",
+]

@@ -1,0 +1,269 @@
+"""Where the parts of a table are: boxes of rows and columns, and the rules that make them.
+
+A sharded table is a list of boxes that tile `[rows, dim]`. Every sharding type is a rule that makes
+such a list; nothing after it knows the types, so that any tiling is one (`custom`).
+
+Blocks are as equal as `torch.chunk` makes them: all of ceil(n / parts), the last ones shorter or
+not there. Rows and columns of a tensor-train table are cut between slices of its first core only,
+see `TableShape`.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+from emblib.specs import Choice, check_count
+
+Span = tuple[int, int]
+
+
+class Box(NamedTuple):
+    """The part `[rows[0]:rows[1], columns[0]:columns[1]]` of a table, and the rank it is on."""
+
+    rank: int
+    rows: Span
+    columns: Span
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns of the part."""
+        return self.rows[1] - self.rows[0], self.columns[1] - self.columns[0]
+
+
+class World(NamedTuple):
+    """Ranks in all, and ranks of one node: rank r is on node r // local_size."""
+
+    size: int
+    local_size: int
+
+    def ranks_of(self, node: int) -> tuple[int, ...]:
+        """The ranks of a node.
+
+        Raises:
+            ValueError: no such node.
+        """
+        nodes = -(-self.size // self.local_size)
+        if not 0 <= node < nodes:
+            raise ValueError(
+                f"node must be in [0, {nodes}), as {self.size} ranks are {nodes} nodes of "
+                f"{self.local_size}, got {node}"
+            )
+        first = node * self.local_size
+        return tuple(range(first, min(first + self.local_size, self.size)))
+
+
+class TableShape(NamedTuple):
+    """Rows and columns of a table, and of what they are multiples where it may be cut."""
+
+    rows: int
+    columns: int
+    row_unit: int = 1
+    column_unit: int = 1
+
+
+class ShardingType(Choice):
+    """The ways to spread a table that have a name."""
+
+    DATA_PARALLEL = "data_parallel"
+    TABLE_WISE = "table_wise"
+    ROW_WISE = "row_wise"
+    COLUMN_WISE = "column_wise"
+    TABLE_ROW_WISE = "table_row_wise"
+    TABLE_COLUMN_WISE = "table_column_wise"
+    GRID = "grid_shard"
+    CUSTOM = "custom"
+
+
+@dataclass(frozen=True)
+class TableSharding:
+    """How one table is spread: its boxes, or none where every rank has a copy (DATA_PARALLEL).
+
+    Args:
+        type: the name of the way; what counts are the boxes.
+        boxes: rectangles that tile the table; a rank may have several.
+        kind: None for the kind of the table's own configuration, or another one to keep it as, e.g.
+            `Plain(Placement.MANAGED_CACHING)`.
+    """
+
+    type: ShardingType
+    boxes: tuple[Box, ...] = ()
+    kind: Any = None
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks that have a part, ascending; none where every rank has a copy."""
+        return tuple(sorted({box.rank for box in self.boxes}))
+
+    @property
+    def is_replicated(self) -> bool:
+        """Whether every rank has a copy."""
+        return self.type is ShardingType.DATA_PARALLEL
+
+    def check(self, name: str, shape: TableShape, world_size: int) -> None:
+        """Raise ValueError unless the boxes tile the table and their ranks exist."""
+        if self.is_replicated:
+            if self.boxes:
+                raise ValueError(f"table {name}: data_parallel has no boxes, got {self.boxes}")
+            return
+        for box in self.boxes:
+            _check_box(name, box, shape, world_size)
+        area = sum(math.prod(box.shape) for box in self.boxes)
+        if area != shape.rows * shape.columns or _overlapping(self.boxes):
+            raise ValueError(
+                f"table {name}: its boxes must cover [{shape.rows}, {shape.columns}] and not "
+                f"overlap; these cover {area} of {shape.rows * shape.columns} values"
+                f"{' and overlap' if _overlapping(self.boxes) else ''}: {list(self.boxes)}"
+            )
+
+
+Rule = Callable[[TableShape, World], TableSharding]
+"""What the functions below return: makes the sharding of a table of some shape in some world."""
+
+
+def data_parallel() -> Rule:
+    """A copy on every rank."""
+    return lambda shape, world: TableSharding(ShardingType.DATA_PARALLEL)
+
+
+def table_wise(rank: int) -> Rule:
+    """The whole table on one rank."""
+
+    def rule(shape: TableShape, world: World) -> TableSharding:
+        return TableSharding(ShardingType.TABLE_WISE, (Box(rank, *_whole(shape)),))
+
+    return rule
+
+
+def row_wise(ranks: Sequence[int] | None = None) -> Rule:
+    """Blocks of rows on `ranks`, or on all."""
+
+    def rule(shape: TableShape, world: World) -> TableSharding:
+        return TableSharding(ShardingType.ROW_WISE, _by_rows(shape, _ranks(ranks, world)))
+
+    return rule
+
+
+def column_wise(ranks: Sequence[int] | None = None, *, sizes: Sequence[int] | None = None) -> Rule:
+    """Blocks of columns on `ranks`, or on all; `sizes` says how many columns each."""
+
+    def rule(shape: TableShape, world: World) -> TableSharding:
+        owners = _ranks(ranks, world)
+        return TableSharding(ShardingType.COLUMN_WISE, _by_columns(shape, owners, sizes))
+
+    return rule
+
+
+def table_row_wise(node: int) -> Rule:
+    """Blocks of rows on the ranks of one node."""
+
+    def rule(shape: TableShape, world: World) -> TableSharding:
+        return TableSharding(ShardingType.TABLE_ROW_WISE, _by_rows(shape, world.ranks_of(node)))
+
+    return rule
+
+
+def table_column_wise(node: int) -> Rule:
+    """Blocks of columns on the ranks of one node."""
+
+    def rule(shape: TableShape, world: World) -> TableSharding:
+        boxes = _by_columns(shape, world.ranks_of(node))
+        return TableSharding(ShardingType.TABLE_COLUMN_WISE, boxes)
+
+    return rule
+
+
+def grid(nodes: Sequence[int] | None = None) -> Rule:
+    """Blocks of columns, one a node of `nodes` or of all; each cut by rows on the node's ranks."""
+
+    def rule(shape: TableShape, world: World) -> TableSharding:
+        chosen = range(-(-world.size // world.local_size)) if nodes is None else nodes
+        columns = _by_columns(shape, tuple(chosen))
+        boxes = tuple(
+            Box(rows.rank, rows.rows, block.columns)
+            for block in columns
+            for rows in _by_rows(shape, world.ranks_of(block.rank))
+        )
+        return TableSharding(ShardingType.GRID, boxes)
+
+    return rule
+
+
+def custom(boxes: Sequence[Box]) -> Rule:
+    """These boxes, whatever they are."""
+    given = tuple(Box(*box) for box in boxes)
+    return lambda shape, world: TableSharding(ShardingType.CUSTOM, given)
+
+
+def blocks(size: int, parts: int, unit: int = 1) -> list[Span]:
+    """`size` cut into up to `parts` spans of ceil(units / parts) units; the last may be shorter."""
+    units = math.ceil(size / unit)
+    step = math.ceil(units / check_count("parts", parts)) * unit
+    return [(start, min(start + step, size)) for start in range(0, size, step)]
+
+
+def _whole(shape: TableShape) -> tuple[Span, Span]:
+    return (0, shape.rows), (0, shape.columns)
+
+
+def _ranks(ranks: Sequence[int] | None, world: World) -> tuple[int, ...]:
+    return tuple(range(world.size)) if ranks is None else tuple(ranks)
+
+
+def _by_rows(shape: TableShape, ranks: Sequence[int]) -> tuple[Box, ...]:
+    spans = blocks(shape.rows, len(ranks), shape.row_unit)
+    return tuple(
+        Box(rank, span, (0, shape.columns)) for rank, span in zip(ranks, spans, strict=False)
+    )
+
+
+def _by_columns(
+    shape: TableShape, ranks: Sequence[int], sizes: Sequence[int] | None = None
+) -> tuple[Box, ...]:
+    # Blocks of whole 16 bytes where the width allows it: kernels read those fastest.
+    unit = math.lcm(shape.column_unit, 4)
+    unit = unit if shape.columns % unit == 0 else shape.column_unit
+    spans = blocks(shape.columns, len(ranks), unit)
+    if sizes is not None:
+        if len(sizes) != len(ranks) or sum(sizes) != shape.columns:
+            raise ValueError(
+                f"sizes must be one a rank = {len(ranks)} and add up to {shape.columns} columns, "
+                f"got {list(sizes)}"
+            )
+        ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
+        spans = list(zip([0, *ends[:-1]], ends, strict=True))
+    return tuple(Box(rank, (0, shape.rows), span) for rank, span in zip(ranks, spans, strict=False))
+
+
+def _check_box(name: str, box: Box, shape: TableShape, world_size: int) -> None:
+    if not 0 <= box.rank < world_size:
+        raise ValueError(f"table {name}: a rank must be in [0, {world_size}), got {box}")
+    axes = (
+        ("rows", box.rows, shape.rows, shape.row_unit),
+        ("columns", box.columns, shape.columns, shape.column_unit),
+    )
+    for axis, (start, end), size, unit in axes:
+        if not 0 <= start < end <= size:
+            raise ValueError(
+                f"table {name}: the {axis} of a box must be a span in [0, {size}], got {box}"
+            )
+        if start % unit or (end % unit and end != size):
+            raise ValueError(
+                f"table {name}: its {axis} can be cut at multiples of {unit} only, got {box}"
+            )
+
+
+def _overlapping(boxes: Sequence[Box]) -> bool:
+    """Whether two boxes share a value; by a sweep over rows, as there may be thousands."""
+    edges = sorted({edge for box in boxes for edge in box.rows})
+    by_start: dict[int, list[Box]] = {}
+    for box in boxes:
+        by_start.setdefault(box.rows[0], []).append(box)
+    active: list[Box] = []
+    for edge in edges:
+        active = [box for box in active if box.rows[1] > edge] + by_start.get(edge, [])
+        spans = sorted(box.columns for box in active)
+        if any(a[1] > b[0] for a, b in pairwise(spans)):
+            return True
+    return False

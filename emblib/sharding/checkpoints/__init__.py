@@ -1,0 +1,18 @@
+"""Checkpoints of sharded modules: saved with one plan on some ranks, loaded with any on any."""
+
+from emblib.sharding.checkpoints.loading import latest, load
+from emblib.sharding.checkpoints.saving import async_save, export, save
+from emblib.sharding.checkpoints.sharded_table import KeyedRows, RowStates, ShardedTable
+from emblib.sharding.checkpoints.state_trees import CheckpointError
+
+__all__ = [
+    "CheckpointError",
+    "KeyedRows",
+    "RowStates",
+    "ShardedTable",
+    "async_save",
+    "export",
+    "latest",
+    "load",
+    "save",
+]

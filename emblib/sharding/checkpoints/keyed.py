@@ -1,0 +1,221 @@
+"""Dynamic tables over ranks: rows by key, in the order in which every number of parts is a cut.
+
+Checkpoints have the entries of a dynamic table sorted by route
+(`emblib.dynamic.saving.routing`), and part k of K has the k-th K-th of the routes. So the table in
+a checkpoint is its parts one after the other, whoever saved it, and a rank finds its part by
+bisection: it reads a few pieces of the keys, and then its own rows.
+"""
+
+import bisect
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from emblib.dynamic.saving import routing
+from emblib.sharding.boxes import Box, Span
+from emblib.sharding.checkpoints.sharded_table import KeyedRows, ShardedTable
+from emblib.sharding.checkpoints.state_trees import Leaf
+from emblib.sharding.groups_of_ranks import Ranks
+
+KEYS = "keys"
+_NOT_BY_KEY = "clock"  # lies beside the keys, too
+
+
+def joined(
+    states: Mapping[int, Mapping[str, Tensor]], owners: Sequence[int], ranks: Ranks
+) -> dict[str, Tensor]:
+    """The state dict of a dynamic table from those of its parts; all ranks call this.
+
+    What has a row a key is spread over ranks as the parts are. Of everything else, clocks and
+    sketches of counts, all ranks get the largest values of all parts: a count is never less than
+    that of the part that saw the key.
+    """
+    by_key = {
+        number: {stem: _by_route(state, stem) for stem in _stems(state)}
+        for number, state in states.items()
+    }
+    stems = {stem for known in ranks.gather_objects(_every_stem(by_key)) for stem in known}
+    result: dict[str, Tensor] = {}
+    for stem in sorted(stems):
+        parts = {number: rows[stem] for number, rows in by_key.items()}
+        rows = keyed_rows(parts, owners, ranks)
+        result.update({f"{stem}{name}": value for name, value in rows.items()})
+    rest = [
+        {key: value.cpu() for key, value in state.items() if key not in result}
+        for state in states.values()
+    ]
+    for other in (other for told in ranks.gather_objects(rest) for other in told):
+        for key, value in other.items():
+            result[key] = torch.maximum(result[key], value) if key in result else value
+    return result
+
+
+def part_of(state: Mapping[str, Tensor], number: int, count: int) -> dict[str, Tensor]:
+    """The state dict of part `number` of `count`, of one for all or of what `joined` gave."""
+    owned = {}
+    for stem in _stems(state):
+        keys = state[f"{stem}{KEYS}"]
+        if not isinstance(keys, KeyedRows):
+            owned[stem] = routing.owner(keys, count) == number
+    result = {}
+    for key, value in state.items():
+        stem = _stem_of(key)
+        if isinstance(value, KeyedRows):
+            if len(value.boxes) != count:
+                raise ValueError(
+                    f"{key} is in {len(value.boxes)} parts, here it has {count}: load it with "
+                    "emblib.sharding.checkpoints.load"
+                )
+            result[key] = value.parts[number]
+        elif stem in owned and key.removeprefix(stem) != _NOT_BY_KEY:
+            result[key] = value[owned[stem]]
+        else:
+            result[key] = value
+    return result
+
+
+def _stems(state: Mapping[str, Tensor]) -> list[str]:
+    """Beginnings of the names of what has one row a key."""
+    return [key.removesuffix(KEYS) for key in state if key.rpartition(".")[2] == KEYS]
+
+
+def _every_stem(by_key: Mapping[int, Mapping[str, Any]]) -> list[str]:
+    return sorted({stem for rows in by_key.values() for stem in rows})
+
+
+def _by_route(state: Mapping[str, Tensor], stem: str) -> dict[str, Tensor]:
+    """What has a row a key of a stem, sorted by route."""
+    order = routing.canonical_order(state[f"{stem}{KEYS}"].cpu())
+    return {
+        key.removeprefix(stem): value.cpu()[order]
+        for key, value in state.items()
+        if _stem_of(key) == stem and key.removeprefix(stem) != _NOT_BY_KEY
+    }
+
+
+def _stem_of(name: str) -> str:
+    return name[: name.rfind(".") + 1]
+
+
+def keyed_rows(
+    parts: Mapping[int, Mapping[str, Tensor]], owners: Sequence[int], ranks: Ranks
+) -> dict[str, KeyedRows]:
+    """The rows by key of one table from its parts; all ranks call this.
+
+    Args:
+        parts: by number, those of this rank: `keys` `[N]` and more with a row a key, sorted by
+            route.
+        owners: the rank of each part.
+        ranks: who has them.
+
+    Raises:
+        ValueError: a part has keys of another one, who would look for them in vain.
+    """
+    told = ranks.gather_objects(_described(parts, len(owners)))
+    known = {number: columns for mine in told for number, columns in mine.items()}
+    first, *_ = known.values()
+    counts = [known[number][KEYS][1][0] for number in range(len(owners))]
+    starts = [sum(counts[:number]) for number in range(len(counts))]
+    result = {}
+    for name, (dtype, (_, *shape)) in first.items():
+        boxes = [
+            Box(rank, (start, start + count), (0, shape[0] if shape else 1))
+            for rank, start, count in zip(owners, starts, counts, strict=True)
+        ]
+        mine = {number: columns[name] for number, columns in parts.items()}
+        result[name] = KeyedRows((sum(counts), *shape), boxes, mine, ranks, dtype)
+    return result
+
+
+def _described(
+    parts: Mapping[int, Mapping[str, Tensor]], count: int
+) -> dict[int, dict[str, tuple[torch.dtype, tuple[int, ...]]]]:
+    for number, columns in parts.items():
+        strange = columns[KEYS][routing.owner(columns[KEYS], count) != number]
+        if strange.numel():
+            raise ValueError(
+                f"part {number} of {count} has {strange.numel()} keys of other parts, e.g. "
+                f"{int(strange[0])}: send ids where emblib.checkpoints.owner says"
+            )
+    return {
+        number: {name: (value.dtype, tuple(value.shape)) for name, value in columns.items()}
+        for number, columns in parts.items()
+    }
+
+
+def is_keyed(name: str, saved: Mapping[str, Any]) -> bool:
+    """Whether a saved tensor has one row a key: `keys` of as many rows lies beside it."""
+    keys = saved.get(_keys_beside(name))
+    rows = getattr(saved[name], "size", None)
+    return (
+        keys is not None
+        and name.rpartition(".")[2] != _NOT_BY_KEY
+        and rows is not None
+        and len(keys.size) == 1
+        and keys.properties.dtype == torch.int64
+        and rows[:1] == keys.size
+    )
+
+
+def _keys_beside(name: str) -> str:
+    return f"{_stem_of(name)}{KEYS}"
+
+
+class KeyReader:
+    """Finds rows of a part in a checkpoint."""
+
+    def __init__(self, path: Path, saved: Mapping[str, Any]) -> None:
+        self._path, self._saved = path, saved
+        self._found: dict[tuple[str, int], dict[int, Span]] = {}
+        self._piece: tuple[str, int, Tensor] = ("", 0, torch.empty(0, dtype=torch.int64))
+
+    def spans(self, leaf: Leaf) -> dict[int, Span]:
+        """For each part of the table on this rank, the rows that it has in the checkpoint."""
+        if not isinstance(leaf.value, KeyedRows):
+            return {}
+        name, count = _keys_beside(leaf.name), len(leaf.value.boxes)
+        found = self._found.setdefault((name, count), {})
+        for number in leaf.value.parts:
+            if number not in found:
+                found[number] = (
+                    self._begin(name, number, count),
+                    self._begin(name, number + 1, count),
+                )
+        return {number: found[number] for number in leaf.value.parts}
+
+    def _begin(self, name: str, number: int, count: int) -> int:
+        """The first row of part `number` of `count`."""
+        rows = range(self._saved[name].size[0])
+        return bisect.bisect_left(
+            rows, number, key=lambda row: int(routing.owner(self._key(name, row), count))
+        )
+
+    def _key(self, name: str, row: int) -> Tensor:
+        """One key; the piece it is in is read, and kept for the next."""
+        of, start, keys = self._piece
+        if of != name or not start <= row < start + keys.numel():
+            start, keys = self._read(name, row)
+            self._piece = name, start, keys
+        return keys[row - start : row - start + 1]
+
+    def _read(self, name: str, row: int) -> tuple[int, Tensor]:
+        from emblib.sharding.checkpoints.files import read
+
+        chunk = next(
+            chunk
+            for chunk in self._saved[name].chunks
+            if chunk.offsets[0] <= row < chunk.offsets[0] + chunk.sizes[0]
+        )
+        start, end = chunk.offsets[0], chunk.offsets[0] + chunk.sizes[0]
+        keys = torch.empty(end - start, dtype=torch.int64)
+        box = Box(0, (start, end), (0, 1))
+        size = self._saved[name].size
+        read(
+            {name: ShardedTable(size, [box], {0: keys}, Ranks.single(), torch.int64)},
+            self._path,
+            Ranks.single(),
+        )
+        return start, keys

@@ -1,0 +1,203 @@
+"""Loading nested state dicts, whatever plan and number of ranks saved them."""
+
+import json
+import re
+from collections.abc import Mapping, MutableMapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from emblib.sharding.checkpoints.keyed import KeyReader, is_keyed
+from emblib.sharding.checkpoints.saving import NOTES, Group
+from emblib.sharding.checkpoints.sharded_table import KeyedRows, RowStates
+from emblib.sharding.checkpoints.state_trees import (
+    CheckpointError,
+    Leaf,
+    agreed,
+    is_stateful,
+    is_tensor_of_size,
+    leaves,
+    resolved,
+)
+from emblib.sharding.checkpoints.targets import RowStateTarget, Target
+from emblib.sharding.groups_of_ranks import Ranks
+
+
+def load(
+    state: MutableMapping[str, Any], path: str | Path, ranks: Group = None, *, strict: bool = True
+) -> None:
+    """Fill `state` from a checkpoint of `save`; all ranks call this.
+
+    Modules and optimizers are given what they had. In nested dicts, tensors are filled in place and
+    other values replaced; so are tensors whose saved size is another one for a reason: rows of
+    dynamic tables. Every rank reads what it has of a table, whatever plan saved it.
+
+    Args:
+        state: as `save` took it, names and all.
+        path: the directory.
+        ranks: who loads; by default all processes, or this one alone.
+        strict: False leaves what the checkpoint does not have as it is.
+
+    Raises:
+        CheckpointError: there is no whole checkpoint, it lacks something, or a tensor has another
+            size; nothing is changed then.
+    """
+    from emblib.sharding.checkpoints.files import read
+
+    ranks = Ranks.of(ranks)
+    loading = agreed(ranks, lambda: _Loading(state, Path(path), strict=strict))
+    # What rows of dynamic tables a rank has is asked of the checkpoint, then told to all.
+    targets = loading.targets(ranks)
+    rooms = {name: target.room for name, target in targets.items()}
+    read(rooms, Path(path), ranks)
+    for name, room in rooms.items():
+        targets[name].room = room  # another object where it is no tensor
+    agreed(ranks, lambda: loading.finish(targets))
+
+
+def latest(directory: str | Path, ranks: Group = None) -> Path | None:
+    """The newest whole checkpoint of those in a directory, or None; all ranks call this.
+
+    That is the one with the greatest number at the end of its name, such as `step_1200`.
+    """
+    from emblib.sharding.checkpoints.files import METADATA
+
+    def look() -> Path | None:
+        found = [path.parent for path in Path(directory).glob(f"*/{METADATA}")]
+        numbered = [(int(m[0]), p) for p in found if (m := re.search(r"\d+\Z", p.name))]
+        return max(numbered)[1] if numbered else None
+
+    return Ranks.of(ranks).gather_objects(look())[0]
+
+
+class _Loading:
+    """What is to be loaded: a tree with the state dicts of modules in it, and what was saved."""
+
+    def __init__(self, state: MutableMapping[str, Any], path: Path, *, strict: bool) -> None:
+        from emblib.sharding.checkpoints.files import read, read_metadata
+
+        self.state, self.path = state, path
+        metadata = read_metadata(path)
+        self.saved: dict[str, Any] = dict(metadata.state_dict_metadata)
+        self.tree = resolved(state)
+        self._add_what_optimizers_begin_with_later(metadata.planner_data or {})
+        self.cuts: dict[str, tuple[int, ...]] = {}
+        if NOTES in self.saved:
+            notes = {NOTES: torch.empty(self.saved[NOTES].size, dtype=torch.uint8)}
+            read(notes, path, Ranks.single())
+            told = json.loads(bytes(notes[NOTES].tolist()))
+            self.cuts = {name: tuple(cuts) for name, cuts in told["cuts"].items()}
+        every = list(leaves(self.tree))
+        missing = sorted(leaf.name for leaf in every if leaf.name not in self.saved)
+        if missing and strict:
+            raise CheckpointError(
+                f"{path} does not have {', '.join(missing[:5])}"
+                f"{f' and {len(missing) - 5} more' if len(missing) > 5 else ''}: it is of another "
+                "model; strict=False leaves them as they are"
+            )
+        self.leaves = [leaf for leaf in every if leaf.name in self.saved]
+        self._check_sizes()
+
+    def _add_what_optimizers_begin_with_later(self, paths: Mapping[str, tuple[Any, ...]]) -> None:
+        """Room for states that a `torch.optim` optimizer has from its first step on."""
+        for key, value in self.state.items():
+            if not isinstance(value, torch.optim.Optimizer):
+                continue
+            states = self.tree[key]["state"]
+            held = {leaf.name for leaf in leaves(self.tree[key], f"{key}.")}
+            parameters = _parameters(value)
+            for name, steps in paths.items():
+                if name in held or steps[:2] != (key, "state") or len(steps) != 4:
+                    continue
+                # Numbers of parameters are text in a checkpoint.
+                own = {str(known): known for known in parameters}
+                parameter = own.get(steps[2], steps[2])
+                room = _room_of_state(parameters.get(parameter), self.saved[name])
+                states.setdefault(parameter, {})[steps[3]] = room
+
+    def _size(self, leaf: Leaf) -> torch.Size | None:
+        """As it was saved; None for what is no tensor."""
+        saved = self.saved[leaf.name]
+        return saved.size if hasattr(saved, "properties") else None
+
+    def _check_sizes(self) -> None:
+        wrong = []
+        for leaf in self.leaves:
+            size, value = self._size(leaf), leaf.value
+            if size is None:
+                fits = not isinstance(value, Tensor)
+            elif is_keyed(leaf.name, self.saved):
+                fits = isinstance(value, Tensor) and value.size()[1:] == size[1:]
+            elif leaf.name in self.cuts or isinstance(value, RowStates):
+                fits = isinstance(value, Tensor) and value.size()[:1] == size[:1]
+            else:
+                fits = is_tensor_of_size(value, size)
+            if not fits:
+                here = tuple(value.size()) if isinstance(value, Tensor) else type(value).__name__
+                saved = "no tensor" if size is None else f"a tensor {tuple(size)}"
+                wrong.append(f"{leaf.name}: saved is {saved}, here is {here}")
+        if wrong:
+            raise CheckpointError(
+                f"{self.path} is of other tables or another optimizer; {'; '.join(wrong[:5])}"
+                f"{f'; and {len(wrong) - 5} more' if len(wrong) > 5 else ''}"
+            )
+
+    def targets(self, ranks: Ranks) -> dict[str, Target]:
+        """Where each value is read to, and how it gets from there to its place; a collective."""
+        reader = KeyReader(self.path, self.saved)
+        keyed = [leaf for leaf in self.leaves if is_keyed(leaf.name, self.saved)]
+        mine = agreed(ranks, lambda: {leaf.name: reader.spans(leaf) for leaf in keyed})
+        every = ranks.gather_objects(mine)
+        return agreed(ranks, lambda: {leaf.name: self._target(leaf, every) for leaf in self.leaves})
+
+    def _target(self, leaf: Leaf, spans: list[dict[str, dict[int, tuple[int, int]]]]) -> Target:
+        value, size = leaf.value, self._size(leaf)
+        if size is not None and is_keyed(leaf.name, self.saved):
+            if not isinstance(value, KeyedRows):
+                return Target(leaf, torch.empty(size, dtype=value.dtype))
+            known = {block: s for told in spans for block, s in told[leaf.name].items()}
+            return Target(leaf, _room(value, size, known))
+        cuts = self.cuts.get(leaf.name)
+        if size is not None and (cuts is not None or isinstance(value, RowStates)):
+            return RowStateTarget(leaf, size, cuts)
+        return Target(leaf, value)
+
+    def finish(self, targets: Mapping[str, Target]) -> None:
+        """Everything into its place, and state dicts into their modules."""
+        for target in targets.values():
+            target.finish()
+        for key, value in self.state.items():
+            if is_stateful(value):
+                value.load_state_dict(self.tree[key])
+            else:
+                self.state[key] = self.tree[key]
+
+
+def _parameters(optimizer: Any) -> dict[Any, Tensor]:
+    """Parameters as the state dict of an optimizer calls them: by name, or by number."""
+    named = getattr(optimizer, "params", None)
+    if isinstance(named, dict):
+        return named
+    return dict(enumerate(p for group in optimizer.param_groups for p in group["params"]))
+
+
+def _room_of_state(parameter: Tensor | None, saved: Any) -> Tensor | None:
+    """Room for a state, spread as its parameter is if of its size; None for what is no tensor."""
+    if not hasattr(saved, "properties"):
+        return None
+    dtype = saved.properties.dtype
+    if parameter is not None and parameter.size() == saved.size:
+        return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+    return torch.empty(saved.size, dtype=dtype)
+
+
+def _room(value: KeyedRows, size: torch.Size, spans: Mapping[int, tuple[int, int]]) -> KeyedRows:
+    """Room for the rows that the blocks of a table have of `size`."""
+    boxes = [box._replace(rows=spans[block]) for block, box in enumerate(value.boxes)]
+    parts = {
+        block: torch.empty(boxes[block].shape[: value.dim()], dtype=value.dtype)
+        for block in value.parts
+    }
+    return KeyedRows(size, boxes, parts, value.ranks, value.dtype)

@@ -1,0 +1,363 @@
+"""Collectives of embeddings, as functions with gradients.
+
+Each starts at once and returns an `Awaitable`; between the call and its `wait` other work overlaps.
+Backward is the same: the gradient is sent when the output's is known, and awaited when the input's
+is wanted. All of them are one all-to-all of uneven parts, that of `emblib.sharding.exchange`: parts
+may be empty, sums are float32 (float64 for float64) in rank order, and so the same on every run.
+
+Every rank calls the same collectives in the same order, and either all ranks pass tensors that
+require gradients or none: a rank whose tensor is empty passes an empty one that does. `wire` is how
+the values travel, `gradients` whether backward divides by the number of ranks (`MEAN`, what DDP's
+averaged gradients of the dense part go with) or not (`SUM`, the gradient of the sum of all ranks'
+losses). Legend: `W` ranks, `B[r]` examples of rank r, `D` columns.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from emblib.sharding.awaitable import Awaitable
+from emblib.sharding.codecs import Codec
+from emblib.sharding.exchange import start_all_to_all
+from emblib.sharding.groups_of_ranks import Ranks
+from emblib.sharding.sharded_tables import GradientReduction
+from emblib.sharding.wire import Wire
+from emblib.specs import Choice
+
+_AS_THEY_ARE = Wire()
+
+
+class _Pattern(Choice):
+    PARTS = "parts"  # another part to every rank
+    COPIES = "copies"  # the same to every rank
+    SUMS = "sums"  # another part to every rank, and what comes is added up
+
+
+_BACK = {
+    _Pattern.PARTS: _Pattern.PARTS,
+    _Pattern.COPIES: _Pattern.SUMS,
+    _Pattern.SUMS: _Pattern.COPIES,
+}
+
+
+@dataclass(frozen=True)
+class _Leg:
+    """One direction of a collective: how many elements go to and come from each rank."""
+
+    pattern: _Pattern
+    sizes: tuple[int, ...]
+    received: tuple[int, ...]
+    codec: Codec
+    ranks: Ranks
+
+    def start(self, values: Tensor) -> Any:
+        """Send `values`, flat: `sum(sizes)` elements, or `sizes[0]` where all get a copy."""
+        if self.pattern is _Pattern.COPIES:
+            payload = self.codec.encode(values, self.sizes[:1]).repeat(self.ranks.size)
+        else:
+            payload = self.codec.encode(values, self.sizes)
+        splits = self.codec.payload_splits
+        return start_all_to_all(payload, splits(self.sizes), splits(self.received), self.ranks)
+
+    def finish(self, pending: Any, dtype: torch.dtype) -> Tensor:
+        """What came, flat: `sum(received)` elements, or `received[0]` where they are added up."""
+        if self.pattern is not _Pattern.SUMS:
+            return self.codec.decode(pending.wait(), self.received, dtype)
+        wide = torch.promote_types(dtype, torch.float32)
+        parts = self.codec.decode(pending.wait(), self.received, wide).view(self.ranks.size, -1)
+        total = parts[0].clone()
+        for part in parts[1:]:
+            total.add_(part)
+        return total.to(dtype)
+
+
+class _Call:
+    """A collective between its start and its end, in either direction."""
+
+    def __init__(self, legs: tuple[_Leg, _Leg], gradients: GradientReduction) -> None:
+        self.forward, self.backward = legs
+        self.divisor = legs[0].ranks.size if gradients is GradientReduction.MEAN else 1
+        self.pending: Any = None
+        self.dtype = torch.float32
+
+
+class _Start(torch.autograd.Function):
+    """Sends values; backward awaits their gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, call: _Call) -> Tensor:
+        """An empty tensor, which only ties the end to the start."""
+        ctx.call = call
+        call.pending, call.dtype = call.forward.start(values), values.dtype
+        return values.new_empty(0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """The gradient of what was sent."""
+        call: _Call = ctx.call
+        pending, call.pending = call.pending, None
+        result = call.backward.finish(pending, call.dtype)
+        return (result.div_(call.divisor) if call.divisor > 1 else result), None
+
+
+class _End(torch.autograd.Function):
+    """Awaits values; backward sends their gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, token: Tensor, call: _Call) -> Tensor:
+        """What came."""
+        ctx.call = call
+        pending, call.pending = call.pending, None
+        return call.forward.finish(pending, call.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Nothing yet: `_Start` awaits it."""
+        ctx.call.pending = ctx.call.backward.start(grad.contiguous().view(-1))
+        return grad.new_empty(0), None
+
+
+class _UnderWay(Awaitable[Tensor]):
+    def __init__(self, values: Tensor, call: _Call) -> None:
+        super().__init__()
+        self._call = call
+        self._token: Tensor = _Start.apply(values.reshape(-1), call)
+
+    def _wait_impl(self) -> Tensor:
+        result: Tensor = _End.apply(self._token, self._call)
+        return result
+
+
+def _exchange(
+    values: Tensor,
+    sizes: Sequence[int],
+    received: Sequence[int],
+    ranks: Ranks,
+    *,
+    how: tuple[_Pattern, Wire, GradientReduction | str],
+) -> Awaitable[Tensor]:
+    pattern, wire, gradients = how
+    if not values.is_floating_point():
+        raise TypeError(f"values must be floating, got {values.dtype}")
+    there, back = tuple(sizes), tuple(received)
+    legs = (
+        _Leg(pattern, there, back, wire.forward, ranks),
+        _Leg(_BACK[pattern], back, there, wire.backward, ranks),
+    )
+    return _UnderWay(values, _Call(legs, GradientReduction(gradients)))
+
+
+def _check_ranks(name: str, given: Sequence[Any], ranks: Ranks) -> None:
+    if len(given) != ranks.size:
+        raise ValueError(f"{name} must have an entry for each of {ranks.size} ranks: got {given}")
+
+
+def _check_rows(name: str, values: Tensor, dims: int, rows: int) -> None:
+    if values.dim() != dims or values.size(0) != rows:
+        raise ValueError(
+            f"{name} must have {dims} dimensions and {rows} rows, those of the splits: "
+            f"got {list(values.shape)}"
+        )
+
+
+def alltoall_pooled(
+    values: Tensor,
+    batch_sizes: Sequence[int],
+    columns: Sequence[int],
+    ranks: Ranks,
+    *,
+    wire: Wire = _AS_THEY_ARE,
+    gradients: GradientReduction | str = GradientReduction.MEAN,
+) -> Awaitable[Tensor]:
+    """Pooled rows to the ranks whose examples they are of, next to those of the other ranks.
+
+    `values` [sum B, columns[rank]]: all ranks' examples, the features of this rank. The result is
+    [B[rank], sum columns]: this rank's examples, the features of rank 0, 1, ... side by side.
+    """
+    _check_ranks("batch_sizes", batch_sizes, ranks)
+    _check_ranks("columns", columns, ranks)
+    _check_rows("values", values, 2, sum(batch_sizes))
+    width, batch = columns[ranks.rank], batch_sizes[ranks.rank]
+    if values.size(1) != width:
+        raise ValueError(
+            f"values must have {width} columns, columns[{ranks.rank}] of this rank: "
+            f"got {values.size(1)}"
+        )
+    came = [batch * n for n in columns]
+
+    def beside(received: Tensor) -> Tensor:
+        pieces = zip(received.split(came), columns, strict=True)
+        return torch.cat([piece.view(batch, n) for piece, n in pieces], 1)
+
+    how = _Pattern.PARTS, wire, gradients
+    return _exchange(values, [n * width for n in batch_sizes], came, ranks, how=how).then(beside)
+
+
+def alltoallv(
+    values: Sequence[Tensor],
+    batch_sizes: Sequence[int],
+    columns: Sequence[Sequence[int]],
+    ranks: Ranks,
+    *,
+    wire: Wire = _AS_THEY_ARE,
+    gradients: GradientReduction | str = GradientReduction.MEAN,
+    dtype: torch.dtype = torch.float32,
+) -> Awaitable[list[Tensor]]:
+    """`alltoall_pooled` for tensors of their own: one for each table, here and in the result.
+
+    `values[i]` is [sum B, columns[rank][i]]; rank r has `len(columns[r])` of them. The result has
+    [B[rank], n] for every n of columns[0], columns[1], ... All are of `dtype`, which a rank without
+    tables could not know.
+    """
+    _check_ranks("columns", columns, ranks)
+    own = [tensor.size(-1) for tensor in values]
+    if own != list(columns[ranks.rank]):
+        raise ValueError(
+            f"values must have the columns {list(columns[ranks.rank])} of columns[{ranks.rank}]: "
+            f"got {own}"
+        )
+    if any(tensor.dtype != dtype for tensor in values):
+        raise TypeError(
+            f"values must all be {dtype}, got {[tensor.dtype for tensor in values]}: give the "
+            "dtype that all ranks' values have"
+        )
+    empty = torch.empty(sum(batch_sizes), 0, dtype=dtype, device=ranks.device, requires_grad=True)
+    beside = torch.cat(list(values), 1) if values else empty
+    widths = list(itertools.chain(*columns))
+    together = alltoall_pooled(
+        beside, batch_sizes, [sum(n) for n in columns], ranks, wire=wire, gradients=gradients
+    )
+    return together.then(lambda received: list(received.split(widths, 1)))
+
+
+def variable_batch_alltoall_pooled(
+    values: Tensor,
+    batch_sizes: Sequence[Sequence[int]],
+    batch_sizes_here: Sequence[int],
+    columns: Sequence[Sequence[int]],
+    ranks: Ranks,
+    *,
+    wire: Wire = _AS_THEY_ARE,
+    gradients: GradientReduction | str = GradientReduction.MEAN,
+) -> Awaitable[Tensor]:
+    """Pooled rows where every feature has a batch size of its own; flat on both sides.
+
+    `values`: for each rank r, for each feature f of this rank, `batch_sizes[r][f]` rows of
+    `columns[rank][f]`. `batch_sizes_here`: examples of this rank, for the features of rank 0, 1,
+    ... one after another; the result has so many rows of each, in this order.
+    """
+    _check_ranks("batch_sizes", batch_sizes, ranks)
+    _check_ranks("columns", columns, ranks)
+    own = columns[ranks.rank]
+    sizes = [sum(n * d for n, d in zip(row, own, strict=True)) for row in batch_sizes]
+    _check_rows("values", values, 1, sum(sizes))
+    features = sum(map(len, columns))
+    if len(batch_sizes_here) != features:
+        raise ValueError(
+            f"batch_sizes_here must have an entry for each of the {features} features of all "
+            f"ranks: got {len(batch_sizes_here)}"
+        )
+    rows = iter(batch_sizes_here)
+    came = [sum(next(rows) * d for d in row) for row in columns]
+    return _exchange(values, sizes, came, ranks, how=(_Pattern.PARTS, wire, gradients))
+
+
+def alltoall_sequence(
+    values: Tensor,
+    sizes: Sequence[int],
+    received_sizes: Sequence[int],
+    ranks: Ranks,
+    *,
+    wire: Wire = _AS_THEY_ARE,
+    gradients: GradientReduction | str = GradientReduction.MEAN,
+) -> Awaitable[Tensor]:
+    """Rows that are not pooled: `sizes[r]` of `values` [N, D] go to rank r.
+
+    The result is [sum received_sizes, D], those of rank 0 first.
+    """
+    _check_ranks("sizes", sizes, ranks)
+    _check_ranks("received_sizes", received_sizes, ranks)
+    _check_rows("values", values, 2, sum(sizes))
+    width = values.size(1)
+    there, back = [n * width for n in sizes], [n * width for n in received_sizes]
+    rows = sum(received_sizes)
+    how = _Pattern.PARTS, wire, gradients
+    return _exchange(values, there, back, ranks, how=how).then(lambda came: came.view(rows, width))
+
+
+def reduce_scatter_pooled(
+    values: Sequence[Tensor],
+    ranks: Ranks,
+    *,
+    wire: Wire = _AS_THEY_ARE,
+    gradients: GradientReduction | str = GradientReduction.MEAN,
+) -> Awaitable[Tensor]:
+    """The sum over all ranks of what each has for this one: `values[r]` [B[r], D] is for rank r."""
+    _check_ranks("values", values, ranks)
+    sizes = [tensor.size(0) for tensor in values]
+    together = torch.cat(list(values))
+    return reduce_scatter_v_pooled(together, sizes, ranks, wire=wire, gradients=gradients)
+
+
+def reduce_scatter_base_pooled(
+    values: Tensor,
+    ranks: Ranks,
+    *,
+    wire: Wire = _AS_THEY_ARE,
+    gradients: GradientReduction | str = GradientReduction.MEAN,
+) -> Awaitable[Tensor]:
+    """`reduce_scatter_v_pooled` where all ranks have B examples: [W * B, D] to [B, D]."""
+    if values.size(0) % ranks.size:
+        raise ValueError(
+            f"values must have as many rows for each of {ranks.size} ranks, got {values.size(0)} "
+            "in all; with other numbers use reduce_scatter_v_pooled"
+        )
+    sizes = [values.size(0) // ranks.size] * ranks.size
+    return reduce_scatter_v_pooled(values, sizes, ranks, wire=wire, gradients=gradients)
+
+
+def reduce_scatter_v_pooled(
+    values: Tensor,
+    batch_sizes: Sequence[int],
+    ranks: Ranks,
+    *,
+    wire: Wire = _AS_THEY_ARE,
+    gradients: GradientReduction | str = GradientReduction.MEAN,
+) -> Awaitable[Tensor]:
+    """The sum over all ranks: `values` [sum B, D] to [B[rank], D]."""
+    _check_ranks("batch_sizes", batch_sizes, ranks)
+    _check_rows("values", values, 2, sum(batch_sizes))
+    width, batch = values.size(1), batch_sizes[ranks.rank]
+    sizes, came = [n * width for n in batch_sizes], [batch * width] * ranks.size
+    how = _Pattern.SUMS, wire, gradients
+    return _exchange(values, sizes, came, ranks, how=how).then(lambda sums: sums.view(batch, width))
+
+
+def all_gather_base_pooled(
+    values: Tensor,
+    ranks: Ranks,
+    *,
+    batch_sizes: Sequence[int] | None = None,
+    wire: Wire = _AS_THEY_ARE,
+    gradients: GradientReduction | str = GradientReduction.MEAN,
+) -> Awaitable[Tensor]:
+    """Rows of all ranks on every one: [B[rank], D] to [sum B, D]; backward adds them up.
+
+    Without `batch_sizes` all ranks have as many rows as this one.
+    """
+    sizes = [values.size(0)] * ranks.size if batch_sizes is None else list(batch_sizes)
+    _check_ranks("batch_sizes", sizes, ranks)
+    _check_rows("values", values, 2, sizes[ranks.rank])
+    width, rows = values.size(1), sum(sizes)
+    there, back = [values.numel()] * ranks.size, [n * width for n in sizes]
+    how = _Pattern.COPIES, wire, gradients
+    return _exchange(values, there, back, ranks, how=how).then(lambda came: came.view(rows, width))

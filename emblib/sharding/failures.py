@@ -1,0 +1,304 @@
+"""A rank that dies: the others say which one it was, and end, so that the job starts again.
+
+A collective that fails because a process is gone names at most an address. Inside `guarded(ranks)`
+every rank gives a sign of life once a second through the store of its process group, and leaves its
+last words there when it fails itself. When a collective fails, those who are left read them, and
+what they raise is a `RankFailure` that names the ranks at fault. Nothing is recovered in place: the
+process group is lost with a member. `torchrun --max-restarts` starts all ranks again, and the job
+goes on from its last checkpoint.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import socket
+import threading
+import time
+from collections import Counter
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch.distributed as dist
+
+from emblib.sharding.groups_of_ranks import Ranks
+
+_LOG = logging.getLogger(__name__)
+_LOOK_SECONDS = 0.05
+_GAVE_UP, _DONE, _FAILED = "gave up", "done", "failed"
+# Of gloo and NCCL: their errors come as plain RuntimeErrors.
+_OF_A_COLLECTIVE = re.compile(
+    r"gloo|nccl|connection (closed|reset|refused)|pair closure|broken pipe|socket|"
+    r"process group|ProcessGroup",
+    re.IGNORECASE,
+)
+_blocks: Counter[str] = Counter()  # guarded blocks of each group so far, the same on every rank
+
+
+class RankFailure(RuntimeError):
+    """Ranks died, failed or fell silent; `ranks` are their numbers."""
+
+    def __init__(self, message: str, ranks: tuple[int, ...]) -> None:
+        super().__init__(message)
+        self.ranks = ranks
+
+    def __reduce__(self) -> Any:
+        return RankFailure, (str(self), self.ranks)
+
+
+class guarded:
+    """`with guarded(ranks): train()`: a collective that fails raises `RankFailure` in it.
+
+    All ranks enter it, each at its own time, and stay for as long as they use collectives: around
+    the training loop, not in it. A rank that gives no sign of life for `patience_seconds` counts as
+    dead; one on this machine whose process is gone does at once. Where it is noticed while no
+    collective has failed (a stopped process, a network that is down, NCCL, which waits for its
+    timeout), it is logged.
+
+    An error of this rank itself passes unchanged, and the others' `RankFailure` quotes it.
+    """
+
+    def __init__(
+        self, ranks: Ranks, *, beat_seconds: float = 1.0, patience_seconds: float = 10.0
+    ) -> None:
+        if not 0 < 2 * beat_seconds <= patience_seconds:
+            raise ValueError(
+                "patience_seconds must be at least two beats: got "
+                f"{patience_seconds} and beats of {beat_seconds} s"
+            )
+        self._ranks, self._beat, self._patience = ranks, beat_seconds, patience_seconds
+        self._roll: _Roll | None = None
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> guarded:
+        if self._ranks.size > 1:
+            group = self._ranks.group
+            assert group is not None
+            number = _blocks[group.group_name]
+            _blocks[group.group_name] += 1
+            name = f"emblib/guard/{group.group_name}/{number}"
+            self._roll = _Roll(self._ranks, name)
+            self._roll.enter()
+            self._stop.clear()
+            self._thread = threading.Thread(target=self._live, args=(name,), daemon=True)
+            self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._roll is None:
+            return
+        try:
+            if error is None:
+                self._roll.leave(_DONE)
+            elif isinstance(error, RankFailure):
+                self._roll.leave(_GAVE_UP)
+            elif not is_of_a_collective(error):
+                self._roll.leave(f"{_FAILED} with {type(error).__name__}: {error}"[:2000])
+            else:
+                failure = self._roll.call(self._patience)
+                self._roll.leave(_GAVE_UP)
+                if failure is not None:
+                    # At once: torchrun may end this process before its traceback is printed.
+                    _LOG.error("%s", failure)
+                self._roll.linger(self._patience)
+                if failure is not None:
+                    raise failure from error
+                error.add_note(
+                    "no rank is at fault by itself: the network failed, or the ranks do not call "
+                    "the same collectives in the same order"
+                )
+        finally:
+            self._end()
+
+    def _end(self) -> None:
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join(self._beat)
+        self._roll = self._thread = None
+
+    def _live(self, name: str) -> None:
+        """The thread: give signs of life, and watch the next rank."""
+        # A store answers one question at a time, and others may wait for theirs.
+        roll = _Roll(self._ranks, name)
+        watched = (self._ranks.rank + 1) % self._ranks.size
+        seen, since = b"", time.monotonic()
+        with suppress(Exception):  # the store is gone: the collectives will tell
+            while not self._stop.wait(self._beat):
+                roll.beat()
+                beat, now = roll.beat_of(watched), time.monotonic()
+                if beat != seen:
+                    seen, since = beat, now
+                elif beat and now - since > self._patience and watched != self._ranks.rank:
+                    if not roll.last_words(watched):
+                        _LOG.error(
+                            "%s has given no sign of life for %.0f s",
+                            roll.name_of(watched),
+                            now - since,
+                        )
+                    # With a node its ranks go together: who watches the first asks for the next.
+                    watched, seen, since = (watched + 1) % self._ranks.size, b"", now
+
+
+def is_of_a_collective(error: BaseException | None) -> bool:
+    """Whether it says that ranks could not reach each other; causes count."""
+    while error is not None:
+        if isinstance(error, dist.DistError):
+            return True
+        if isinstance(error, RuntimeError) and _OF_A_COLLECTIVE.search(str(error)):
+            return True
+        error = error.__cause__
+    return False
+
+
+class _Roll:
+    """What the ranks tell each other through the store."""
+
+    def __init__(self, ranks: Ranks, name: str) -> None:
+        assert ranks.group is not None
+        self._ranks = ranks
+        store: Any = ranks.group.get_group_store()
+        self._store = dist.PrefixStore(name, store.clone())
+        self._beats = 0
+
+    def enter(self) -> None:
+        """Say who and where this rank is."""
+        self._store.set(f"who/{self._ranks.rank}", f"{_machine()}\n{os.getpid()}")
+        self.beat()
+
+    def beat(self) -> None:
+        """A sign of life."""
+        self._beats += 1
+        self._store.set(f"beat/{self._ranks.rank}", f"{self._beats}/{time.monotonic_ns()}")
+
+    def leave(self, word: str) -> None:
+        """Say how the block ended here, if anybody can still hear it."""
+        with suppress(Exception):
+            self._store.set(f"end/{self._ranks.rank}", word)
+
+    def beat_of(self, rank: int) -> bytes:
+        """The last sign of life; empty before the first."""
+        return self._get(f"beat/{rank}")
+
+    def last_words(self, rank: int) -> str:
+        """How the block ended there; empty while it has not."""
+        return self._get(f"end/{rank}").decode(errors="replace")
+
+    def name_of(self, rank: int) -> str:
+        """Its number, and where it ran."""
+        machine, _, pid = self._get(f"who/{rank}").decode().partition("\n")
+        where = f" (process {pid} on {machine.split()[0]})" if pid else ""
+        return f"rank {rank} of {self._ranks.size}{where}"
+
+    def call(self, patience: float) -> RankFailure | None:
+        """Who is at fault for a collective that failed; None if all ranks were in it."""
+        try:
+            self._store.set(f"call/{self._ranks.rank}", "here")
+            faults = self._faults(patience)
+        except Exception as error:
+            return self._without_store(error)
+        if not faults:
+            return None
+        told = "; ".join(f"{self.name_of(rank)} {fault}" for rank, fault in faults.items())
+        return RankFailure(
+            f"{told}. The collectives of all ranks end with it: start the job again from its last "
+            "checkpoint (torchrun --max-restarts does)",
+            tuple(faults),
+        )
+
+    def _faults(self, patience: float) -> dict[int, str]:
+        """By rank: at once where one is certain, else after `patience` seconds."""
+        others = [r for r in range(self._ranks.size) if r != self._ranks.rank]
+        first = {rank: self.beat_of(rank) for rank in others}
+        missing = others
+        end = time.monotonic() + patience
+        while missing and time.monotonic() < end:
+            faults = {rank: fault for rank in others if (fault := self._certain_fault(rank))}
+            if faults:
+                return faults
+            # For those whose collective has failed as well it is another's fault.
+            missing = [r for r in missing if not self._get(f"call/{r}")]
+            time.sleep(_LOOK_SECONDS)
+        silent = {
+            rank: f"gave no sign of life for {patience:.0f} s"
+            if first[rank]
+            else "never came to the guarded block"
+            for rank in missing
+            if self.beat_of(rank) == first[rank] and self.last_words(rank) != _DONE
+        }
+        # Who is merely late may be computing, and would have come.
+        return silent or {
+            rank: "had left the guarded block before the others"
+            if self.last_words(rank) == _DONE
+            else "is alive, but did not come to the collective that the others waited in"
+            for rank in missing
+        }
+
+    def _certain_fault(self, rank: int) -> str:
+        """Of a rank that failed by itself, or whose process has ended on this machine."""
+        word = self.last_words(rank)
+        if word:
+            return word if word.startswith(_FAILED) else ""
+        machine, _, pid = self._get(f"who/{rank}").decode().partition("\n")
+        return "died" if machine == _machine() and _is_gone(int(pid)) else ""
+
+    def _get(self, key: str) -> bytes:
+        return self._store.get(key) if self._store.check([key]) else b""
+
+    def linger(self, patience: float) -> None:
+        """Where the store is in this process, let the others read it first."""
+        if self._ranks.rank > 0 or _agent_has_store():
+            return
+        end = time.monotonic() + patience
+        with suppress(Exception):
+            others = list(range(1, self._ranks.size))
+            while others and time.monotonic() < end:
+                time.sleep(_LOOK_SECONDS)
+                others = [
+                    r for r in others if not self.last_words(r) and not self._certain_fault(r)
+                ]
+
+    def _without_store(self, error: Exception) -> RankFailure:
+        """The store went with the process that held it."""
+        agent = _agent_has_store()
+        holder = "torchrun on the first node" if agent else "rank 0"
+        return RankFailure(
+            f"{holder}, which holds the store of the process group, cannot be reached "
+            f"({type(error).__name__}). Start the job again from its last checkpoint",
+            () if agent else (0,),
+        )
+
+
+def _agent_has_store() -> bool:
+    """Whether it is torchrun's own, or that of the process with rank 0."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def _machine() -> str:
+    """The same for processes whose numbers mean the same."""
+    with suppress(OSError):
+        return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
+    return socket.gethostname()
+
+
+def _is_gone(pid: int) -> bool:
+    """Whether a process of this machine has ended; its parent may not have asked yet."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except OSError:
+        return False  # somebody else's now
+    with suppress(OSError):
+        # The state comes after the name, which is in parentheses and may hold any character.
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return state in "ZX"
+    return False

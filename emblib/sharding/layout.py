@@ -1,0 +1,225 @@
+"""What every rank looks up, and where it goes: a plan compiled for one collection. Numbers only.
+
+A *unit* is what one rank looks up for one feature: the feature's table within one box. Ids go out
+by unit, rank after rank, and pooled rows come back the same way. Every rank knows the units of all.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+from emblib.collections.configs import Dynamic, TensorTrain
+from emblib.collections.slices import TableSlice
+from emblib.sharding.boxes import Box, Span, TableShape, TableSharding
+from emblib.specs import Pooling
+
+Config = Any  # an EmbeddingBagConfig or EmbeddingConfig
+Arrange = Callable[[Sequence[TableSlice], Sequence[int]], Sequence[int]]
+"""Slices of a rank and the slice that each unit reads -> units in the order of its kernels."""
+
+
+class Feature(NamedTuple):
+    """One feature of one table: the key of its ids, and where it is in the output."""
+
+    key: str
+    name: str
+    table: int
+    dim: int
+    column: int
+    is_mean: bool
+
+
+class Unit(NamedTuple):
+    """What one rank looks up for one feature; `part` numbers the parts of tables on that rank."""
+
+    feature: int
+    box: Box
+    part: int
+
+    @property
+    def columns(self) -> int:
+        """Width of its rows."""
+        return self.box.shape[1]
+
+
+class Part(NamedTuple):
+    """A part of a table that a rank holds."""
+
+    table: int
+    box: Box
+
+
+class RankLayout(NamedTuple):
+    """The parts of tables on one rank, and its units in the order its kernels have them.
+
+    `copies` are units of replicated tables whose ids go to every rank, see `Layout`.
+    """
+
+    parts: tuple[Part, ...]
+    units: tuple[Unit, ...]
+    columns: int
+    copies: tuple[Unit, ...] = ()
+
+    @property
+    def all_units(self) -> tuple[Unit, ...]:
+        """All that ids are sent to."""
+        return self.units + self.copies
+
+
+class Layout(NamedTuple):
+    """A collection over ranks; `replicated` holds the tables that every rank has a copy of.
+
+    Copies with a fused optimizer must all see the same gradients: their ids go to every rank.
+    """
+
+    features: tuple[Feature, ...]
+    columns: int
+    ranks: tuple[RankLayout, ...]
+    replicated: RankLayout
+
+
+def shape_of(config: Config, kind: Any = None) -> TableShape:
+    """Rows and columns of a table, and where it can be cut."""
+    kind = config.kind if kind is None else kind
+    rows, columns = config.num_embeddings, config.embedding_dim
+    if isinstance(kind, TensorTrain):
+        spec = kind.spec(rows, columns, config.name)
+        units = math.prod(spec.row_factors[1:]), math.prod(spec.dim_factors[1:])
+        return TableShape(rows, columns, *units)
+    if isinstance(kind, Dynamic):
+        return TableShape(rows, columns, 1, columns)
+    return TableShape(rows, columns)
+
+
+def with_kind(config: Config, kind: Any) -> Config:
+    """The table kept as another kind; itself for None."""
+    return config if kind is None else dataclasses.replace(config, kind=kind)
+
+
+def features_of(configs: Sequence[Config], *, pooled: bool) -> tuple[Feature, ...]:
+    """All features of the tables, in their order; a key of several tables is `key@table`."""
+    keys = [key for config in configs for key in config.feature_names]
+    features, column = [], 0
+    for t, config in enumerate(configs):
+        for key in config.feature_names:
+            name = f"{key}@{config.name}" if keys.count(key) > 1 else key
+            is_mean = pooled and config.pooling is Pooling.MEAN
+            features.append(Feature(key, name, t, config.embedding_dim, column, is_mean))
+            column += config.embedding_dim
+    return tuple(features)
+
+
+def lay_out(
+    configs: Sequence[Config],
+    plan: Mapping[str, TableSharding],
+    world_size: int,
+    arrange: Arrange,
+    *,
+    pooled: bool,
+) -> Layout:
+    """The layout of tables under a plan that `TableSharding.check` has passed."""
+    features = features_of(configs, pooled=pooled)
+    parts: list[list[Part]] = [[] for _ in range(world_size)]
+    copies: list[Part] = []
+    for t, config in enumerate(configs):
+        sharding = plan[config.name]
+        whole = Box(-1, (0, config.num_embeddings), (0, config.embedding_dim))
+        if sharding.is_replicated:
+            copies.append(Part(t, whole))
+        for box in sharding.boxes:
+            parts[box.rank].append(Part(t, box))
+
+    def rank_layout(parts: Sequence[Part]) -> RankLayout:
+        return _rank_layout(configs, plan, features, parts, arrange)
+
+    replicated = rank_layout(copies)
+    ranks = tuple(rank_layout(own) for own in parts)
+    return Layout(features, sum(feature.dim for feature in features), ranks, replicated)
+
+
+def with_synchronised_copies(layout: Layout) -> Layout:
+    """The layout where the ids of replicated tables go to every rank."""
+    copies = layout.replicated.units
+    return layout._replace(ranks=tuple(rank._replace(copies=copies) for rank in layout.ranks))
+
+
+def slices_of(
+    configs: Sequence[Config], plan: Mapping[str, TableSharding], parts: Sequence[Part]
+) -> list[TableSlice]:
+    """The parts of a rank as tables."""
+    return [
+        TableSlice(
+            with_kind(configs[part.table], plan[configs[part.table].name].kind),
+            part.box.rows,
+            part.box.columns,
+        )
+        for part in parts
+    ]
+
+
+def _rank_layout(
+    configs: Sequence[Config],
+    plan: Mapping[str, TableSharding],
+    features: Sequence[Feature],
+    parts: Sequence[Part],
+    arrange: Arrange,
+) -> RankLayout:
+    units = [
+        Unit(f, part.box, p)
+        for p, part in enumerate(parts)
+        for f, feature in enumerate(features)
+        if feature.table == part.table
+    ]
+    order = arrange(slices_of(configs, plan, parts), [unit.part for unit in units])
+    ordered = tuple(units[u] for u in order)
+    return RankLayout(tuple(parts), ordered, sum(unit.columns for unit in units))
+
+
+class Blocks(NamedTuple):
+    """Which units get which ids: rows of the tensors that `emblib.ops.route` takes.
+
+    `features` (first block, blocks, rows, 1 if by key), `blocks` (first row, first copy, copies),
+    `copies` unit numbers, counted rank after rank.
+    """
+
+    features: list[tuple[int, int, int, int]]
+    blocks: list[tuple[int, int, int]]
+    copies: list[int]
+
+
+def blocks_of(configs: Sequence[Config], layout: Layout) -> Blocks:
+    """The blocks of rows that each feature's table is cut into.
+
+    Raises:
+        ValueError: boxes of one table that overlap in rows and are not cut at the same ones.
+    """
+    by_feature: dict[int, dict[Span, list[int]]] = {}
+    number = 0
+    for rank in layout.ranks:
+        for unit in rank.all_units:
+            units_of = by_feature.setdefault(unit.feature, {})
+            units_of.setdefault(unit.box.rows, []).append(number)
+            number += 1
+    result = Blocks([], [], [])
+    for f, feature in enumerate(layout.features):
+        config = configs[feature.table]
+        spans = sorted(by_feature.get(f, {}).items())
+        _check_rows(config.name, [rows for rows, _ in spans])
+        by_key = isinstance(config.kind, Dynamic)
+        rows = config.num_embeddings
+        result.features.append((len(result.blocks), len(spans), rows, int(by_key)))
+        for (first_row, _), units in spans:
+            result.blocks.append((first_row, len(result.copies), len(units)))
+            result.copies.extend(units)
+    return result
+
+
+def _check_rows(name: str, spans: Sequence[Span]) -> None:
+    for first, second in pairwise(spans):
+        if first[1] > second[0]:
+            raise ValueError(
+                f"table {name}: boxes that overlap in rows must be cut at the same ones, got rows "
+                f"{first} and {second}"
+            )

@@ -1,0 +1,179 @@
+"""A whole model over the ranks: tables in parts by a plan, everything else on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from emblib.optim import Optimizer
+from emblib.sharding.boxes import World
+from emblib.sharding.copies import SynchronisedCopies
+from emblib.sharding.dense_part import (
+    Wrapping,
+    copy_from_first,
+    materialise,
+    unwrapped,
+    wrapping,
+)
+from emblib.sharding.groups_of_ranks import Ranks
+from emblib.sharding.pipelines.inputs import sharded_modules
+from emblib.sharding.plan import ShardingPlan
+from emblib.sharding.shard import Rules, shard
+from emblib.sharding.sharded_tables import GradientReduction
+from emblib.sharding.wire import Wire
+
+if TYPE_CHECKING:
+    from emblib.collections.optimizers import FusedOptimizer
+    from emblib.sharding.planner import Planner
+
+BATCH_SIZE = 512
+"""Examples a rank that a model is planned for, where the caller gives no planner that knows."""
+
+
+class DistributedModelParallel(nn.Module):
+    """Spreads the tables of a model over the ranks, and averages the gradients of all else.
+
+    Every `EmbeddingBagCollection` and `EmbeddingCollection` of the plan is replaced by its sharded
+    form. Weights are kept; what is on the meta device gets first values that do not depend on the
+    plan. Then the dense part takes the values of rank 0 and is wrapped. Parameters and entries of
+    the state dict are called as in the model as it was. All ranks make this, and call it, together.
+
+    Args:
+        module: the model, which is changed; or one collection.
+        ranks: the ranks, or a process group or `DeviceMesh` of them; by default all processes.
+        plan: where the tables are: a `ShardingPlan`, or {path of a collection: {table: rule}}. Left
+            out, `planner` makes one.
+        planner: a `Planner`; by default one of this machine for batches of `BATCH_SIZE` examples.
+            Rank 0 plans for all.
+        optimizer: of the tables that have none of their own, fused into the backward pass.
+        wrap: how the dense part is spread: "ddp", "fully_shard", "none", or `DDP(...)` or
+            `FullyShard(...)` with options.
+        wire: how what is sent between ranks is encoded.
+        gradients: whether tables get the mean over the ranks of their gradients, as the dense part
+            does, or the sum.
+    """
+
+    wraps_module = True
+
+    def __init__(
+        self,
+        module: nn.Module,
+        ranks: Any = None,
+        *,
+        plan: ShardingPlan | Rules | None = None,
+        planner: Planner | None = None,
+        optimizer: Optimizer | None = None,
+        wrap: str | Wrapping | None = "ddp",
+        wire: Wire | None = None,
+        gradients: GradientReduction = GradientReduction.MEAN,
+    ) -> None:
+        super().__init__()
+        how = wrapping(wrap)
+        self.ranks = Ranks.of(ranks)
+        if plan is None:
+            plan = _planned(module, planner, self.ranks)
+        bare = shard(module, plan, self.ranks, optimizer=optimizer, wire=wire, gradients=gradients)
+        if self.ranks.size > 1:
+            _check_that_tables_are_sharded(bare)
+        tables = _names_of_tables(bare)
+        materialise(bare, self.ranks.device)
+        bare.to(self.ranks.device)
+        copy_from_first(bare, self.ranks, tables)
+        self._wrapped = bare
+        if how is not None:
+            self.wrap_dense(how)
+
+    def wrap_dense(self, wrap: str | Wrapping) -> None:
+        """Wrap the dense part, where the model was made with `wrap="none"`."""
+        how, bare = wrapping(wrap), self.module
+        ignored = _names_of_tables(bare) - _names_of_dense_tables(bare)
+        dense = [p for name, p in bare.named_parameters() if name not in ignored]
+        # DDP refuses a model that has nothing for it.
+        if how is not None and self.ranks.size > 1 and any(p.requires_grad for p in dense):
+            self._wrapped = how.wrap(bare, self.ranks, ignored)
+
+    @property
+    def module(self) -> nn.Module:
+        """The model with its sharded collections, without what averages gradients."""
+        return unwrapped(self._wrapped)
+
+    @property
+    def plan(self) -> ShardingPlan:
+        """Where every table is."""
+        modules = {path: m.plan for path, m in sharded_modules(self.module).items()}
+        return ShardingPlan(modules, World(self.ranks.size, self.ranks.local_size))
+
+    @cached_property
+    def fused_optimizer(self) -> FusedOptimizer:
+        """The optimizer that the tables run in backward: its state, and its learning rate."""
+        from emblib.collections.optimizers import FusedOptimizer
+
+        return FusedOptimizer.of(self.module)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the model gives for the batch of this rank."""
+        return self._wrapped(*args, **kwargs)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Of the model, by the names it had before; tables in parts are `ShardedTable`s."""
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Take the values of a state dict of this model, or of the model as it was."""
+        return self.module.load_state_dict(state_dict, *args, **kwargs)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """Parameters of the model by the names they had before."""
+        return self.module.named_parameters(*args, **kwargs)
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+        """Buffers of the model by the names they had before."""
+        return self.module.named_buffers(*args, **kwargs)
+
+
+def _check_that_tables_are_sharded(module: nn.Module) -> None:
+    """Tables that every rank updates by itself would drift apart."""
+    inside = _names_of_tables(module)
+    alone = [
+        name
+        for name, parameter in module.named_parameters()
+        if name not in inside and hasattr(parameter, "_in_backward_optimizers")
+    ]
+    if alone:
+        raise ValueError(
+            "parameters that backward updates must be of collections in the plan, or every rank "
+            f"updates its own: add the collections of {alone} to the plan, e.g. as data_parallel()"
+        )
+
+
+def _names_of_tables(module: nn.Module) -> set[str]:
+    """Parameters and buffers of the sharded collections."""
+    names: set[str] = set()
+    for path, part in sharded_modules(module).items():
+        prefix = f"{path}." if path else ""
+        names.update(prefix + name for name, _ in (*part.named_parameters(), *part.named_buffers()))
+    return names
+
+
+def _names_of_dense_tables(module: nn.Module) -> set[str]:
+    """Tables of which every rank has a copy and the gradient of its own batch, like dense ones."""
+    copies = (part for part in module.modules() if isinstance(part, SynchronisedCopies))
+    shared = {
+        parameter
+        for groups in (copy.groups for copy in copies if not copy.synchronised)
+        for handle in groups.handles
+        for parameter in handle.parameters()
+    }
+    return {name for name, parameter in module.named_parameters() if parameter in shared}
+
+
+def _planned(module: nn.Module, planner: Planner | None, ranks: Ranks) -> ShardingPlan:
+    from emblib.sharding.planner import Planner, Topology, collective_plan
+
+    if planner is None:
+        topology = Topology.detect(ranks.size, ranks.local_size, device=ranks.device.type)
+        planner = Planner(topology, BATCH_SIZE)
+    return collective_plan(module, planner, ranks)

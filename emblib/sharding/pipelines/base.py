@@ -1,0 +1,156 @@
+"""The plain training loop as an object, with the next batch copied to the device meanwhile."""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from emblib.sharding.groups_of_ranks import Ranks
+from emblib.sharding.pipelines.inputs import sharded_modules
+from emblib.sharding.pipelines.loading import Ends, Loader, Longest, Slot
+from emblib.sharding.pipelines.reporting import Meter, Progress
+
+
+class TrainPipelineBase:
+    """Trains a batch a call: forward, backward, optimizer; the next batch is copied meanwhile.
+
+    `progress(batches)` reads ahead in an iterator and trains its next batch; it raises
+    StopIteration when all ranks are drained. Results are those of the loop
+
+        for batch in loader: optimizer.zero_grad(); loss, out = model(batch); loss.backward();
+                             optimizer.step()
+
+    to the bit. A model in eval mode is only run forward.
+
+    Args:
+        model: what `forward` calls; its sharded collections may be anywhere in it.
+        optimizer: anything with `zero_grad` and `step`.
+        device: where batches go; by default the device of the ranks.
+        forward: takes a batch and gives (loss, output), or the loss alone; by default `model`.
+        ends: what happens where loaders are of different lengths over the ranks: `Longest()`,
+            `Shortest()` or `Equal()`.
+        on_progress: called after every step.
+        ranks: those that train together; by default those of the model.
+    """
+
+    ahead: ClassVar[int] = 1
+    """Batches that are read before they are trained."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Any,
+        device: torch.device | str | None = None,
+        *,
+        forward: Callable[[Any], Any] | None = None,
+        ends: Ends | None = None,
+        on_progress: Callable[[Progress], object] | None = None,
+        ranks: Ranks | None = None,
+    ) -> None:
+        ranks = _ranks_of(model) if ranks is None else Ranks.of(ranks)
+        self.model, self.optimizer = model, optimizer
+        self.device = torch.device(ranks.device if device is None else device)
+        self._forward = model if forward is None else forward
+        self._on_progress = on_progress
+        self._loader = Loader(ranks, Longest() if ends is None else ends, self.device)
+        self._slots: deque[Slot] = deque()
+        self._meter = Meter()
+
+    @property
+    def steps(self) -> int:
+        """Steps done: where a loader must begin to go on from here, as batches are read ahead."""
+        return self._meter.step
+
+    def progress(self, batches: Iterator[Any]) -> Any:
+        """Train the next batch, and give what `forward` gave as output.
+
+        All ranks call this equally often. With another iterator than last time, what was read from
+        that one is trained first. On a rank that has no batch left the output is that of an empty
+        one.
+
+        Raises:
+            StopIteration: all ranks are drained (`Shortest`: one is); the next call may bring a new
+                iterator.
+        """
+        self._meter.begin()
+        self._loader.read(batches)
+        slot = self._next()
+        if slot is None:
+            self._meter.pause()
+            raise StopIteration
+        output = self._train(slot)
+        done = self._meter.end(slot.counted())
+        if self._on_progress is not None:
+            self._on_progress(done)
+        return output
+
+    def run(self, batches: Iterable[Any]) -> Iterator[Any]:
+        """`progress` until it is drained: the output of every step."""
+        iterator = iter(batches)
+        while True:
+            try:
+                output = self.progress(iterator)
+            except StopIteration:
+                return
+            yield output
+
+    def _next(self) -> Slot | None:
+        """The slot to train, taken out; those after it are being read. None: drained."""
+        while True:
+            while len(self._slots) <= self.ahead:
+                self._slots.append(self._loader.fetch())
+            slot = self._slots.popleft()
+            if self._loader.settle(slot):
+                return slot
+            if slot.epoch == self._loader.epoch:
+                # No rank has one after the last; what each said of those is heard and forgotten.
+                while self._slots:
+                    self._loader.settle(self._slots.popleft())
+                return None
+
+    def _train(self, slot: Slot) -> Any:
+        assert slot.batch is not None
+        batch = slot.batch.take()
+        if self.model.training:
+            self.optimizer.zero_grad()
+        self._before_forward(slot)
+        loss, output = _loss_and_output(self._run_forward(slot, batch))
+        self._after_forward(slot)
+        if self.model.training:
+            _backward(loss)
+            self.optimizer.step()
+        return output
+
+    def _run_forward(self, slot: Slot, batch: Any) -> Any:
+        return self._forward(batch)
+
+    def _before_forward(self, slot: Slot) -> None:
+        """What else is set off before the forward of a slot."""
+
+    def _after_forward(self, slot: Slot) -> None:
+        """What else is set off between its forward and its backward."""
+
+
+def _ranks_of(model: nn.Module) -> Ranks:
+    """The ranks of the model, or of the first sharded collection in it; else this process alone."""
+    for module in (model, *sharded_modules(model).values()):
+        if isinstance(ranks := getattr(module, "ranks", None), Ranks):
+            return ranks
+    return Ranks.single(next((p.device for p in model.parameters()), torch.device("cpu")))
+
+
+def _loss_and_output(given: Any) -> tuple[Any, Any]:
+    if isinstance(given, tuple | list) and len(given) == 2:
+        return given[0], given[1]
+    return given, given
+
+
+def _backward(loss: Any) -> None:
+    if not isinstance(loss, Tensor):
+        raise TypeError(
+            "the forward of a pipeline must give (loss, output), or a loss, to train with; got "
+            f"{type(loss).__name__}"
+        )
+    loss.sum().backward()

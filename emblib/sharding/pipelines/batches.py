@@ -1,0 +1,174 @@
+"""A batch as a pipeline sees it: any nest of tensors, of which it needs a copy or an empty one.
+
+A batch may be a tensor, a `KeyedJaggedTensor`, a tuple, list or dict of batches, a dataclass, or
+any other object that has them as attributes.
+"""
+
+import copy
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def is_keyed(value: Any) -> bool:
+    """Whether it is a `KeyedJaggedTensor`, of this library or of one with the same methods."""
+    return hasattr(value, "stride_per_key") and hasattr(value, "lengths")
+
+
+def is_jagged(value: Any) -> bool:
+    """Whether it is a `JaggedTensor`, of this library or of one with the same methods."""
+    return not is_keyed(value) and all(hasattr(value, n) for n in ("lengths", "weights_or_none"))
+
+
+def _is_leaf(value: Any) -> bool:
+    return isinstance(value, Tensor) or is_keyed(value) or is_jagged(value)
+
+
+def parts_of(value: Any) -> list[tuple[Any, Any]]:
+    """What a batch consists of, as (index, key or name of the attribute, part)."""
+    if _is_leaf(value) or isinstance(value, str | bytes | type | torch.nn.Module):
+        return []
+    if isinstance(value, Mapping):
+        return list(value.items())
+    if isinstance(value, tuple | list):
+        return list(enumerate(value))
+    if is_dataclass(value):
+        return [(field.name, getattr(value, field.name)) for field in fields(value)]
+    names = [*getattr(value, "__dict__", ()), *getattr(type(value), "__slots__", ())]
+    return [(name, getattr(value, name)) for name in names if hasattr(value, name)]
+
+
+def part(value: Any, step: Any) -> Any:
+    """The part that `parts_of` names `step`."""
+    if isinstance(value, Mapping | tuple | list):
+        return value[step]
+    return getattr(value, step)
+
+
+def leaves(value: Any, seen: set[int] | None = None) -> Iterator[Any]:
+    """The tensors and jagged tensors of a batch, in order, each object once."""
+    seen = set() if seen is None else seen
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    if _is_leaf(value):
+        yield value
+    for _, inner in parts_of(value):
+        yield from leaves(inner, seen)
+
+
+def _rebuilt(value: Any, act: Callable[[Any], Any]) -> Any:
+    """The same nest with `act(leaf)` for every leaf; what has none is kept as it is."""
+    if _is_leaf(value):
+        return act(value)
+    parts = {step: _rebuilt(inner, act) for step, inner in parts_of(value)}
+    if all(new is part(value, step) for step, new in parts.items()):
+        return value
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*parts.values())
+    if isinstance(value, tuple | list):
+        return type(value)(parts.values())
+    new = copy.copy(value)
+    for step, inner in parts.items():
+        if isinstance(value, Mapping):
+            new[step] = inner
+        else:
+            object.__setattr__(new, step, inner)  # also where the dataclass is frozen
+    return new
+
+
+def device_of(leaf: Any) -> torch.device:
+    """Where a tensor or a jagged tensor is."""
+    return (leaf if isinstance(leaf, Tensor) else leaf.values()).device
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """The batch on a device, by its own `to` where it has one; does not wait for the copy."""
+    if not _is_leaf(batch) and hasattr(batch, "to"):
+        takes = inspect.signature(batch.to).parameters.values()
+        if any(p.name == "non_blocking" or p.kind is p.VAR_KEYWORD for p in takes):
+            return batch.to(device, non_blocking=True)
+        return batch.to(device)
+    return _rebuilt(
+        batch,
+        lambda leaf: leaf if device_of(leaf) == device else leaf.to(device, non_blocking=True),
+    )
+
+
+def empty_batch(batch: Any) -> Any:
+    """The batch with no examples: what a rank without data computes with.
+
+    Tensors lose all of their first dimension, and jagged ones all bags; numbers and scalar tensors
+    stay. A batch whose examples lie along another dimension needs a function of its own.
+    """
+    return _rebuilt(batch, _empty)
+
+
+def _empty(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return leaf[:0] if leaf.dim() else leaf
+    weights, values, lengths = leaf.weights_or_none(), leaf.values()[:0], leaf.lengths()[:0]
+    weights = None if weights is None else weights[:0]
+    if is_jagged(leaf):
+        return type(leaf)(values, weights, lengths)
+    keys = list(leaf.keys())
+    if not leaf.variable_stride_per_key():
+        return type(leaf)(keys, values, weights, lengths, stride=0)
+    inverse = leaf.inverse_indices_or_none()
+    return type(leaf)(
+        *(keys, values, weights, lengths),
+        stride_per_key_per_rank=[[0]] * len(keys),
+        inverse_indices=None if inverse is None else (inverse[0], inverse[1][:, :0]),
+    )
+
+
+def examples_of(batch: Any) -> int:
+    """Examples of a batch: of its first keyed jagged tensor, else the length of a tensor."""
+    length = None
+    for leaf in leaves(batch):
+        if is_keyed(leaf):
+            inverse = leaf.inverse_indices_or_none()
+            return int(leaf.stride() if inverse is None else inverse[1].shape[-1])
+        if length is None and isinstance(leaf, Tensor) and leaf.dim():
+            length = int(leaf.shape[0])
+    return length or 0
+
+
+Path = tuple[Any, ...]
+"""Where a part of a batch is: indices, keys and names of attributes, outermost first."""
+
+
+def path_to(batch: Any, target: Any) -> Path | None:
+    """Where in the batch an object is that is the same one as `target`; None if it is not there."""
+    if same_input(batch, target):
+        return ()
+    for step, inner in parts_of(batch):
+        rest = path_to(inner, target)
+        if rest is not None:
+            return (step, *rest)
+    return None
+
+
+def follow(batch: Any, path: Path) -> Any:
+    """What is at a path."""
+    for step in path:
+        batch = part(batch, step)
+    return batch
+
+
+def same_input(one: Any, other: Any) -> bool:
+    """Whether both are one jagged tensor, perhaps in two objects: wrappers of models copy those."""
+    if one is other:
+        return True
+    if not (is_keyed(one) and is_keyed(other)):
+        return False
+    return (
+        one.values() is other.values()
+        and one.weights_or_none() is other.weights_or_none()
+        and one.lengths() is other.lengths()
+        and list(one.keys()) == list(other.keys())
+    )

@@ -1,0 +1,217 @@
+"""Which jagged tensor of a batch goes into which sharded collection, and its way there ahead.
+
+A sharded collection says what it does in parts: `input_dist` sends ids to the ranks that look them
+up, `compute_and_output_dist` looks them up and brings the results back. Ids depend on nothing that
+a step changes, so the first part may run while earlier batches are computed. The model is not
+rewritten for that: only while the pipeline runs its forward, the collections take what was sent
+ahead instead of sending it.
+"""
+
+import contextlib
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from emblib.sharding.awaitable import Awaitable
+from emblib.sharding.dense_part import unwrapped
+from emblib.sharding.pipelines.batches import Path, follow, path_to, same_input
+from emblib.sharding.pipelines.lanes import Lane, Staged
+
+Inputs = Callable[[Any], Mapping[Any, Any]]
+"""Gives the inputs of a batch: {path of the module in the model, or the module: jagged tensor}.
+
+A module that is called several times in one forward has a list of them, in that order.
+"""
+
+
+class Call(NamedTuple):
+    """One call of a sharded collection in a forward."""
+
+    module: Any
+    kjt: Any
+
+
+def sharded_modules(model: nn.Module) -> dict[str, Any]:
+    """The sharded collections of a model by their paths in it, whatever it is wrapped in."""
+    found: dict[str, Any] = {}
+    for name, module in unwrapped(model).named_modules():
+        # Not what such a collection consists of.
+        is_inside = any(not path or name.startswith(f"{path}.") for path in found)
+        if hasattr(module, "compute_and_output_dist") and not is_inside:
+            found[name] = module
+    return found
+
+
+class FoundInputs:
+    """Inputs by where they were in the first batch.
+
+    The first forward runs as it is while this looks on. An input that was an object of the batch
+    will be at the same place of the next one. One that the model made itself is not known before
+    the model runs: that collection then sends its ids in its forward.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._names = {module: name for name, module in sharded_modules(model).items()}
+        self._seen: list[Call] = []
+        self._paths: list[tuple[Any, Path]] | None = None
+
+    @property
+    def is_known(self) -> bool:
+        """Whether a batch has gone through the model."""
+        return self._paths is not None
+
+    @contextlib.contextmanager
+    def watching(self, batch: Any) -> Iterator[None]:
+        """Learn the inputs from the forward of this batch."""
+        forwards = {module: self._watched(module) for module in self._names}
+        with _forwards(forwards):
+            yield
+        found = [(call.module, path_to(batch, call.kjt)) for call in self._seen]
+        self._seen = []
+        # A module of which one call cannot be known ahead would have its calls mixed up.
+        unknown = {module: None for module, path in found if path is None}
+        for module in unknown:
+            warnings.warn(
+                f"the input of {self._names[module] or 'the model'} is not an object of the batch, "
+                "so its ids are not sent ahead; give the pipeline `inputs` that names it, or put "
+                "it into the batch",
+                stacklevel=2,
+            )
+        self._paths = [(m, path) for m, path in found if path is not None and m not in unknown]
+
+    def _watched(self, module: Any) -> Callable[..., Any]:
+        plain = module.forward
+
+        def forward(kjt: Any) -> Any:
+            self._seen.append(Call(module, kjt))
+            return plain(kjt)
+
+        return forward
+
+    def __call__(self, batch: Any) -> list[Call]:
+        """The calls of a batch, in the order in which the model makes them."""
+        assert self._paths is not None
+        return [Call(module, follow(batch, path)) for module, path in self._paths]
+
+
+class GivenInputs:
+    """Inputs by a function of the caller."""
+
+    is_known = True
+
+    def __init__(self, model: nn.Module, function: Inputs) -> None:
+        self._modules = sharded_modules(model)
+        self._function = function
+
+    def __call__(self, batch: Any) -> list[Call]:
+        """The calls of a batch, in the order in which the function has them."""
+        calls = []
+        for key, given in self._function(batch).items():
+            module = self._modules.get(key) if isinstance(key, str) else key
+            if not any(module is known for known in self._modules.values()):
+                raise ValueError(
+                    f"inputs must be of the sharded collections {sorted(self._modules)}, got "
+                    f"{key if isinstance(key, str) else type(key).__name__!r}"
+                )
+            several = given if isinstance(given, Sequence) else [given]
+            calls += [Call(module, kjt) for kjt in several]
+        return calls
+
+
+class Ahead:
+    """The inputs of one batch on their way to the ranks that look them up."""
+
+    def __init__(self, calls: Sequence[Call], lane: Lane, batch: Staged[Any]) -> None:
+        self._lane = lane
+        self._calls = calls
+        # First the sizes of all, then the ids of all: the sizes of one come while another's go.
+        self._sizes: Staged[list[Awaitable[Any]]] | None = lane.run(self._send_sizes, batch)
+        self._ids: Staged[list[Awaitable[Any]]] | None = None
+        self._come: Staged[list[Any]] | None = None
+
+    def _send_sizes(self, batch: Any) -> list[Awaitable[Any]]:
+        return [call.module.input_dist(call.kjt) for call in self._calls]
+
+    def send_ids(self) -> None:
+        """Once the sizes are there, send the ids; does nothing the second time."""
+        if self._sizes is not None:
+            self._ids = self._lane.run(_wait_for_all, self._sizes)
+            self._sizes = None
+
+    def prefetch(self, lane: Lane) -> None:
+        """Bring the rows of the batch into the caches; does nothing the second time."""
+        if self._come is None:
+            self._come = lane.run(self._bring_in, self._receive())
+
+    def _bring_in(self, come: list[Any]) -> list[Any]:
+        for call, distributed in zip(self._calls, come, strict=True):
+            call.module.prefetch(distributed)
+        return come
+
+    def _receive(self) -> Staged[list[Any]]:
+        self.send_ids()
+        assert self._ids is not None
+        return self._lane.run(_wait_for_all, self._ids)
+
+    @contextlib.contextmanager
+    def taken(self) -> Iterator[None]:
+        """While this lasts, the collections take what was sent instead of sending their input."""
+        self.send_ids()
+        waiting: dict[Any, deque[tuple[Any, Callable[[], Any]]]] = {}
+        for i, call in enumerate(self._calls):
+            waiting.setdefault(call.module, deque()).append((call.kjt, self._taker(i)))
+        with _forwards({module: _taking(module, queue) for module, queue in waiting.items()}):
+            yield
+        for module, queue in waiting.items():
+            if queue:
+                raise RuntimeError(
+                    f"the model did not call {type(module).__name__} as often as it was expected "
+                    f"to: {len(queue)} of its inputs were sent and not used; give the pipeline "
+                    "`inputs` with what every forward uses"
+                )
+
+    def _taker(self, index: int) -> Callable[[], Any]:
+        def take() -> Any:
+            # One by one, when each is needed: what comes before it in the model need not wait.
+            if self._come is not None:
+                return self._come.take()[index]
+            assert self._ids is not None
+            one = Staged(self._ids.value[index], self._ids.ready)
+            return self._lane.run(lambda sent: sent.wait(), one).take()
+
+        return take
+
+
+def _wait_for_all(awaitables: list[Awaitable[Any]]) -> list[Any]:
+    return [awaitable.wait() for awaitable in awaitables]
+
+
+def _taking(module: Any, queue: deque[tuple[Any, Callable[[], Any]]]) -> Callable[[Any], Any]:
+    def forward(kjt: Any) -> Any:
+        if not queue or not same_input(queue[0][0], kjt):
+            raise RuntimeError(
+                f"{type(module).__name__} got an input that is not the one sent ahead for it; "
+                "`inputs` of the pipeline must name the objects that the model passes on"
+            )
+        return module.compute_and_output_dist(queue.popleft()[1]())
+
+    return forward
+
+
+@contextlib.contextmanager
+def _forwards(forwards: Mapping[Any, Callable[..., Any]]) -> Iterator[None]:
+    """Give modules another `forward` while this lasts; their hooks run as ever."""
+    before = {module: module.__dict__.get("forward") for module in forwards}
+    for module, forward in forwards.items():
+        module.__dict__["forward"] = forward
+    try:
+        yield
+    finally:
+        for module, old in before.items():
+            if old is None:
+                del module.__dict__["forward"]
+            else:
+                module.__dict__["forward"] = old

@@ -1,0 +1,164 @@
+"""Batches from a loader, and what the ranks do where one of them has none left.
+
+Every rank takes part in every collective of a step, so either all ranks compute or none does. With
+each batch that a rank reads it tells the others that it has one; by the time the batch is needed,
+the answers of the others are there.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from emblib.sharding.agreement import Agreement
+from emblib.sharding.awaitable import Awaitable
+from emblib.sharding.groups_of_ranks import Ranks
+from emblib.sharding.pipelines.batches import (
+    device_of,
+    empty_batch,
+    examples_of,
+    leaves,
+    to_device,
+)
+from emblib.sharding.pipelines.lanes import Lane, Staged
+
+
+@dataclass(frozen=True)
+class Longest:
+    """Train until no rank has a batch: a rank that is out computes with empty ones until then.
+
+    `empty` makes an empty batch of any batch; by default all tensors lose their first dimension. A
+    rank that never had a batch gets an empty one from another rank.
+    """
+
+    empty: Callable[[Any], Any] = empty_batch
+
+
+@dataclass(frozen=True)
+class Shortest:
+    """Stop where the first rank is out; what the others have read ahead is dropped."""
+
+
+@dataclass(frozen=True)
+class Equal:
+    """All ranks have as many batches, says the caller; nobody asks, and a wrong word hangs."""
+
+
+Ends = Longest | Shortest | Equal
+"""What happens at the end of loaders that need not be of one length."""
+
+
+class Counted(NamedTuple):
+    """Examples of a batch: of this rank, and of all ranks (None where nobody asked)."""
+
+    own: int
+    all: int | None
+
+
+@dataclass
+class Slot:
+    """One step's place in the pipeline: a batch of this rank, or none, and what the others have.
+
+    `heard` is what every rank says of its own; `runs` whether the ranks compute this step, None
+    until that is settled; `sent` what of the batch a pipeline has sent ahead.
+    """
+
+    epoch: int
+    batch: Staged[Any] | None
+    examples: int
+    heard: Awaitable[list[list[int]]] | None
+    runs: bool | None = None
+    sent: Any = None
+
+    def counted(self) -> Counted:
+        """Its examples."""
+        if self.heard is None:
+            return Counted(self.examples, None)
+        return Counted(self.examples, sum(said[_EXAMPLES] for said in self.heard.wait()))
+
+
+# What a rank says of itself with every batch.
+_HAS, _EXAMPLES, _KNOWS = range(3)
+
+
+class Loader:
+    """Reads batches, copies them to the device, and knows at which step all ranks are out."""
+
+    def __init__(self, ranks: Ranks, ends: Ends, device: torch.device) -> None:
+        if not isinstance(ends, Longest | Shortest | Equal):
+            raise TypeError(f"ends must be Longest(), Shortest() or Equal(), got {ends!r}")
+        self.ends = ends
+        self.epoch = 0
+        self._ranks, self._device = ranks, device
+        self._agreement = None if isinstance(ends, Equal) else Agreement(ranks)
+        self._lane = Lane(device)
+        self._batches: Iterator[Any] | None = None
+        self._is_out = False
+        self._empty: Any = None  # an empty batch, on the host; None until there was a batch
+
+    def read(self, batches: Iterator[Any]) -> None:
+        """Take batches from here from now on."""
+        if batches is not self._batches:
+            if not hasattr(batches, "__next__"):
+                raise TypeError(
+                    "progress takes an iterator, and the same one until it is drained; make one "
+                    f"with iter(loader), got {type(batches).__name__}"
+                )
+            self._batches, self._is_out = batches, False
+            self.epoch += 1
+
+    def fetch(self) -> Slot:
+        """The next batch, on its way to the device; the other ranks hear of it."""
+        batch = self._next()
+        examples = 0 if batch is None else examples_of(batch)
+        said = (int(batch is not None), examples, int(self._empty is not None))
+        heard = None if self._agreement is None else self._agreement.gather(said)
+        staged = None if batch is None else self._copy(batch)
+        return Slot(self.epoch, staged, examples, heard)
+
+    def _next(self) -> Any:
+        assert self._batches is not None
+        if self._is_out:
+            return None
+        try:
+            batch = next(self._batches)
+        except StopIteration:
+            self._is_out = True
+            return None
+        if self._empty is None and isinstance(self.ends, Longest):
+            self._empty = self.ends.empty(batch)
+        return batch
+
+    def _copy(self, batch: Any) -> Staged[Any]:
+        ready = None
+        if self._device.type == "cuda" and any(
+            device_of(leaf).type == "cuda" for leaf in leaves(batch)
+        ):
+            ready = torch.cuda.current_stream(self._device).record_event()
+        return self._lane.run(lambda given: to_device(given, self._device), Staged(batch, ready))
+
+    def settle(self, slot: Slot) -> bool:
+        """Whether the ranks compute this step; a rank without a batch then gets an empty one."""
+        if slot.runs is None:
+            slot.runs = self._decide(slot)
+            if slot.runs and slot.batch is None:
+                slot.batch = self._copy(self._empty)
+        return slot.runs
+
+    def _decide(self, slot: Slot) -> bool:
+        if slot.heard is None:
+            return slot.batch is not None
+        said = slot.heard.wait()
+        have = sum(numbers[_HAS] for numbers in said)
+        if isinstance(self.ends, Shortest):
+            return have == len(said)
+        if have and not all(numbers[_KNOWS] for numbers in said):
+            known = self._ranks.gather_objects(_on_host(self._empty))
+            if self._empty is None:
+                self._empty = next(empty for empty in known if empty is not None)
+        return have > 0
+
+
+def _on_host(batch: Any) -> Any:
+    return to_device(batch, torch.device("cpu"))

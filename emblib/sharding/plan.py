@@ -1,0 +1,163 @@
+"""A plan: how the tables of every collection of a model are spread, as data that can be kept."""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, fields
+from enum import Enum
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from emblib.collections.configs import Plain, TensorTrain
+from emblib.sharding.boxes import Box, Rule, ShardingType, TableShape, TableSharding, World
+
+ModulePlan = Mapping[str, TableSharding]
+"""The sharding of each table of one collection, by name."""
+
+_VERSION = 1
+_KINDS = {kind.__name__: kind for kind in (Plain, TensorTrain)}
+
+
+@dataclass(frozen=True)
+class ShardingPlan:
+    """The plan of each collection by its path in the model, for a world of some size.
+
+    `str()` of it is a table to read; `save` and `load` keep it as JSON.
+    """
+
+    modules: Mapping[str, ModulePlan]
+    world: World
+
+    def __post_init__(self) -> None:
+        frozen = {path: MappingProxyType(dict(tables)) for path, tables in self.modules.items()}
+        object.__setattr__(self, "modules", MappingProxyType(frozen))
+        object.__setattr__(self, "world", World(*self.world))
+
+    def __getitem__(self, path: str) -> ModulePlan:
+        return self.modules[path]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.modules)
+
+    def __reduce__(self) -> Any:
+        return ShardingPlan, ({path: dict(plan) for path, plan in self.modules.items()}, self.world)
+
+    def to_json(self) -> str:
+        """The plan as text; equal plans give equal text."""
+        modules = {
+            path: {name: _told(sharding) for name, sharding in tables.items()}
+            for path, tables in self.modules.items()
+        }
+        return json.dumps({"version": _VERSION, "world": list(self.world), "modules": modules})
+
+    @classmethod
+    def from_json(cls, text: str) -> "ShardingPlan":
+        """The plan that `to_json` told.
+
+        Raises:
+            ValueError: no such text, or one of a version that this emblib does not know.
+        """
+        data = json.loads(text)
+        if not isinstance(data, dict) or data.get("version") != _VERSION:
+            found = data.get("version") if isinstance(data, dict) else type(data).__name__
+            raise ValueError(f"a plan must be of version {_VERSION}, got {found!r}")
+        modules = {
+            path: {name: _read(sharding) for name, sharding in tables.items()}
+            for path, tables in data["modules"].items()
+        }
+        return cls(modules, World(*data["world"]))
+
+    def save(self, path: str | Path) -> None:
+        """Write it as JSON."""
+        Path(path).write_text(self.to_json() + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path) -> "ShardingPlan":
+        """Read what `save` wrote."""
+        return cls.from_json(Path(path).read_text())
+
+    def __str__(self) -> str:
+        rows: list[tuple[str, ...]] = [("module", "table", "sharding", "kept as", "ranks", "parts")]
+        for path, tables in self.modules.items():
+            rows += [(path or "(the model)", name, *_cells(s)) for name, s in tables.items()]
+        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+        rows.insert(1, tuple("-" * width for width in widths))
+        lines = [
+            "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) for row in rows
+        ]
+        return "\n".join(line.rstrip() for line in lines)
+
+
+def construct_plan(
+    shapes: Mapping[str, TableShape], rules: Mapping[str, Rule], world: World
+) -> dict[str, TableSharding]:
+    """The plan of one collection by a rule a table; every table needs one.
+
+    Raises:
+        ValueError: a table without a rule, a rule without a table, or boxes that do not fit.
+    """
+    missing, unknown = shapes.keys() - rules.keys(), rules.keys() - shapes.keys()
+    if missing or unknown:
+        raise ValueError(
+            f"a plan needs a rule for every table; without one are {sorted(missing)}, and no table "
+            f"is called {sorted(unknown)}"
+        )
+    plan = {name: rules[name](shape, world) for name, shape in shapes.items()}
+    for name, sharding in plan.items():
+        sharding.check(name, shapes[name], world.size)
+    return plan
+
+
+def _cells(sharding: TableSharding) -> tuple[str, str, str, str]:
+    kind = "as configured" if sharding.kind is None else _brief(sharding.kind)
+    if sharding.is_replicated:
+        return sharding.type.value, kind, "all", "a copy each"
+    shapes = [f"{rows} x {columns}" for rows, columns in (box.shape for box in sharding.boxes)]
+    distinct = sorted(set(shapes), key=shapes.index)
+    parts = ", ".join(f"{shapes.count(shape)} of {shape}" for shape in distinct[:3])
+    more = f", ... {len(shapes)} in all" if len(distinct) > 3 else ""
+    return sharding.type.value, kind, _ranges(sharding.ranks), parts + more
+
+
+def _ranges(ranks: tuple[int, ...]) -> str:
+    """`0-3, 6` for 0, 1, 2, 3, 6."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and runs[-1][1] == rank - 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+
+
+def _brief(kind: Any) -> str:
+    values = [
+        getattr(kind, f.name) for f in fields(kind) if getattr(kind, f.name) not in (None, ())
+    ]
+    told = (str(value.value if isinstance(value, Enum) else value) for value in values)
+    return f"{type(kind).__name__}({', '.join(told)})"
+
+
+def _told(sharding: TableSharding) -> dict[str, Any]:
+    kind = sharding.kind
+    if kind is not None and type(kind).__name__ not in _KINDS:
+        raise ValueError(f"a plan can keep the kinds {sorted(_KINDS)}, got {kind!r}")
+    return {
+        "type": sharding.type.value,
+        "boxes": [[box.rank, *box.rows, *box.columns] for box in sharding.boxes],
+        "kind": None if kind is None else {"name": type(kind).__name__, **_plain(asdict(kind))},
+    }
+
+
+def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: v.value if isinstance(v, Enum) else v for k, v in values.items()}
+
+
+def _read(told: Mapping[str, Any]) -> TableSharding:
+    kind: Any = None
+    if told["kind"] is not None:
+        values = {k: tuple(v) if isinstance(v, list) else v for k, v in told["kind"].items()}
+        make: Any = _KINDS[str(values.pop("name"))]
+        kind = make(**values)
+    boxes = tuple(Box(rank, (r0, r1), (c0, c1)) for rank, r0, r1, c0, c1 in told["boxes"])
+    return TableSharding(ShardingType(told["type"]), boxes, kind)

@@ -1,0 +1,33 @@
+"""The planner: how the tables of a model are best spread over ranks, and what a step then takes.
+
+planner = Planner(Topology.detect(world_size=8), batch_size=4096)
+prediction = planner.solve(model)
+print(prediction)               # table by table, rank by rank, and what limits the step
+prediction.plan.save("plan.json")
+"""
+
+from emblib.sharding.planner.calibration import Calibration
+from emblib.sharding.planner.errors import PlanError
+from emblib.sharding.planner.estimate import CostModel
+from emblib.sharding.planner.planner import Planner, collective_plan
+from emblib.sharding.planner.predict import Prediction
+from emblib.sharding.planner.simulate import Scaling, Simulated, simulate
+from emblib.sharding.planner.topology import Pool, Topology
+from emblib.sharding.planner.work import Reservation, TableConstraints, Work
+
+__all__ = [
+    "Calibration",
+    "CostModel",
+    "PlanError",
+    "Planner",
+    "Pool",
+    "Prediction",
+    "Reservation",
+    "Scaling",
+    "Simulated",
+    "TableConstraints",
+    "Topology",
+    "Work",
+    "collective_plan",
+    "simulate",
+]

@@ -1,0 +1,281 @@
+"""The ways a table can be spread: each as pieces that go to a rank, to a node, or to all."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from emblib.collections.configs import Dynamic, Kind
+from emblib.collections.slices import TableSlice
+from emblib.optim import SGD, Adagrad, Adam, External
+from emblib.sharding import boxes as rules
+from emblib.sharding.boxes import Box, Rule, ShardingType, TableSharding
+from emblib.sharding.layout import shape_of, with_kind
+from emblib.sharding.planner.estimate import INPUT, NOTHING, CostModel, Everywhere, Load
+from emblib.sharding.planner.topology import Need, Topology
+from emblib.sharding.planner.work import Work
+from emblib.specs import Choice
+
+_BY_COLUMNS = frozenset(
+    {ShardingType.COLUMN_WISE, ShardingType.TABLE_COLUMN_WISE, ShardingType.GRID}
+)
+_OF_DYNAMIC = (ShardingType.TABLE_WISE, ShardingType.ROW_WISE, ShardingType.TABLE_ROW_WISE)
+_ASKED_FOR = frozenset({ShardingType.GRID})
+
+
+class Domain(Choice):
+    """What a piece is placed on: any one RANK, any one NODE, or the WORLD."""
+
+    RANK = "rank"
+    NODE = "node"
+    WORLD = "world"
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A piece that is placed as one: a load for each rank of its domain, in their order.
+
+    Of one that goes to the WORLD, what all ranks have alike is in `Option.everywhere`; its members
+    are what the ranks from `first` on have beside that, or below 0 less.
+    """
+
+    domain: Domain
+    members: tuple[Load, ...]
+    first: int = 0
+
+    @property
+    def seconds(self) -> float:
+        """All of it."""
+        return sum(sum(load.seconds) for load in self.members)
+
+
+@dataclass(frozen=True)
+class Option:
+    """One way to spread a table, before it is said where.
+
+    `penalty` is 0 for the kind that the table is configured as, and n for the n-th alternative.
+    """
+
+    type: ShardingType
+    kind: Kind | None
+    units: tuple[Unit, ...]
+    everywhere: Everywhere
+    penalty: int = 0
+    fixed: tuple[Box, ...] = ()
+    cuts_rows: bool = False
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether ranks exchange anything for it in a step."""
+        return self.type is not ShardingType.DATA_PARALLEL or self.everywhere.seconds[INPUT] > 0
+
+    def seconds(self, world_size: int) -> float:
+        """What all ranks together spend."""
+        own = sum(unit.seconds for unit in self.units)
+        return own + world_size * (sum(self.everywhere.seconds) + self.everywhere.arrange)
+
+    def nbytes(self, world_size: int) -> Need:
+        """Bytes on all ranks together."""
+        total = Need(0, 0).plus(self.everywhere.nbytes, world_size)
+        for unit in self.units:
+            for load in unit.members:
+                total = total.plus(load.nbytes)
+        return total
+
+    def sharding(self, work: Work, topology: Topology, targets: Sequence[int]) -> TableSharding:
+        """The boxes, given the rank or node of each unit."""
+        shape = shape_of(work.config, self.kind)
+        sharding = self._rule(tuple(targets))(shape, topology.world)
+        return TableSharding(sharding.type, sharding.boxes, self.kind)
+
+    def _rule(self, targets: tuple[int, ...]) -> Rule:
+        if self.type is ShardingType.CUSTOM:
+            return rules.custom(self.fixed)
+        makers: dict[ShardingType, Rule] = {
+            ShardingType.DATA_PARALLEL: rules.data_parallel(),
+            ShardingType.ROW_WISE: rules.row_wise(),
+            ShardingType.COLUMN_WISE: rules.column_wise(targets),
+            ShardingType.GRID: rules.grid(targets),
+        }
+        if self.type in makers:
+            return makers[self.type]
+        one = {
+            ShardingType.TABLE_WISE: rules.table_wise,
+            ShardingType.TABLE_ROW_WISE: rules.table_row_wise,
+            ShardingType.TABLE_COLUMN_WISE: rules.table_column_wise,
+        }
+        return one[self.type](targets[0])
+
+
+def options_of(work: Work, model: CostModel) -> list[Option]:
+    """All ways that are allowed, those of the table's own kind first.
+
+    Raises:
+        ValueError: none is.
+    """
+    found = []
+    kinds: list[Kind | None] = [None, *work.constraints.kinds]
+    for penalty, kind in enumerate(kinds):
+        for sharding_type in allowed_types(work, model.topology, kind):
+            found += list(_options(work, model, sharding_type, kind, penalty))
+    if not found:
+        asked = [t.value for t in work.constraints.sharding_types or ()]
+        raise ValueError(
+            f"no sharding type that is allowed for table {work.name} can hold it: {asked} on "
+            f"{model.topology.num_nodes} nodes of {model.topology.local_world_size} ranks"
+        )
+    return found
+
+
+def cuts_columns_exactly(work: Work) -> bool:
+    """Whether the optimizer does the same to a row in parts: it looks at one element at a time."""
+    optimizer = work.optimizer
+    return optimizer is None or type(optimizer) in (SGD, Adagrad, Adam, External)
+
+
+def allowed_types(work: Work, topology: Topology, kind: Kind | None) -> list[ShardingType]:
+    """The types that constraints allow; without any, those that leave results as they are."""
+    chosen = work.constraints.sharding_types
+    types = [t for t in ShardingType if chosen is None or t in chosen]
+    if isinstance(work.config.kind if kind is None else kind, Dynamic):
+        types = [t for t in types if t in _OF_DYNAMIC]
+    if chosen is None:
+        types = [t for t in types if t not in _ASKED_FOR]
+        if not cuts_columns_exactly(work):
+            types = [t for t in types if t not in _BY_COLUMNS]
+        if topology.num_nodes == 1 or topology.local_world_size == 1:
+            # One node is the world, one rank a node is a rank: the flat types say the same.
+            flat = {ShardingType.TABLE_ROW_WISE, ShardingType.TABLE_COLUMN_WISE}
+            types = [t for t in types if t not in flat]
+        if topology.world_size == 1:
+            types = [t for t in types if t in (ShardingType.TABLE_WISE, ShardingType.CUSTOM)]
+    return types
+
+
+class Parts:
+    """Prices boxes of one table kept as one kind; equal shapes are priced once."""
+
+    def __init__(self, work: Work, model: CostModel, kind: Kind | None) -> None:
+        self.work, self.model, self.kind = work, model, kind
+        self.config = with_kind(work.config, kind)
+        self._loads: dict[tuple[int, int, float], Load] = {}
+
+    def shares(self, boxes: Sequence[Box]) -> list[float]:
+        """Of the table's ids, by box: by rows, or where keys decide one for each block."""
+        if isinstance(self.config.kind, Dynamic):
+            return [1.0 / len({box.rows for box in boxes})] * len(boxes)
+        return [box.shape[0] / self.config.num_embeddings for box in boxes]
+
+    def slice_of(self, box: Box) -> TableSlice:
+        """A box as a part of the table."""
+        return TableSlice(self.config, box.rows, box.columns)
+
+    def load(self, box: Box, share: float) -> Load:
+        """What a box costs the rank that has it."""
+        key = (*box.shape, share)
+        if key not in self._loads:
+            self._loads[key] = self.model.part(self.work, self.slice_of(box), share)
+        return self._loads[key]
+
+    def everywhere(self, boxes: Sequence[Box]) -> Everywhere:
+        """What the boxes cost every rank."""
+        columns = (box.shape[1] for box in boxes)
+        return self.model.everywhere(self.work, zip(columns, self.shares(boxes), strict=True))
+
+    def replicated(self) -> Everywhere:
+        """What a copy everywhere costs every rank."""
+        return self.model.replicated(self.work, TableSlice.whole(self.config))
+
+
+def _options(
+    work: Work, model: CostModel, sharding_type: ShardingType, kind: Kind | None, penalty: int
+) -> Iterator[Option]:
+    parts, topology = Parts(work, model, kind), model.topology
+    if sharding_type is ShardingType.DATA_PARALLEL:
+        yield Option(sharding_type, kind, (), parts.replicated(), penalty)
+        return
+    for rule, domain in _rules(work, topology, sharding_type):
+        boxes = rule(shape_of(work.config, kind), topology.world).boxes
+        if len(boxes) < 2 and sharding_type in (ShardingType.COLUMN_WISE, ShardingType.GRID):
+            continue
+        yield option_of(parts, sharding_type, boxes, domain, penalty)
+
+
+def option_of(
+    parts: Parts, sharding_type: ShardingType, boxes: Sequence[Box], domain: Domain, penalty: int
+) -> Option:
+    """Boxes, priced; those of a domain RANK or NODE can be placed anew."""
+    topology = parts.model.topology
+    loads = [parts.load(b, s) for b, s in zip(boxes, parts.shares(boxes), strict=True)]
+    everywhere = parts.everywhere(boxes)
+    if domain is Domain.WORLD:
+        by_rank = _by_rank(boxes, loads, topology.world_size)
+        common, unit = _apart(by_rank)
+        seconds, nbytes = common
+        everywhere = everywhere._replace(seconds=seconds, nbytes=everywhere.nbytes.plus(nbytes))
+        units: tuple[Unit, ...] = (unit,)
+    else:
+        units = tuple(_units(boxes, loads, domain, topology))
+    fixed = tuple(boxes) if sharding_type is ShardingType.CUSTOM else ()
+    cuts_rows = any(box.shape[0] < parts.config.num_embeddings for box in boxes)
+    return Option(sharding_type, parts.kind, units, everywhere, penalty, fixed, cuts_rows)
+
+
+def _by_rank(boxes: Sequence[Box], loads: Sequence[Load], size: int) -> list[Load]:
+    """Loads by rank modulo `size`; of several boxes on one rank their sum."""
+    members = [NOTHING] * size
+    for box, load in zip(boxes, loads, strict=True):
+        before = members[box.rank % size]
+        members[box.rank % size] = load if before is NOTHING else before.plus(load, 1)
+    return members
+
+
+def _apart(members: Sequence[Load]) -> tuple[Load, Unit]:
+    """What the first rank has as common to all, and a unit of what the last ones have otherwise."""
+    common, first = members[0], len(members)
+    while first > 0 and members[first - 1] != common:
+        first -= 1
+    if any(load != common for load in members[:first]):
+        return NOTHING, Unit(Domain.WORLD, tuple(members))
+    return common, Unit(Domain.WORLD, tuple(m.plus(common, -1) for m in members[first:]), first)
+
+
+def _rules(
+    work: Work, topology: Topology, sharding_type: ShardingType
+) -> Iterator[tuple[Rule, Domain]]:
+    """Rules with stand-in targets 0, 1, ..., which search replaces."""
+    if sharding_type is ShardingType.TABLE_WISE:
+        yield rules.table_wise(0), Domain.RANK
+    elif sharding_type is ShardingType.ROW_WISE:
+        yield rules.row_wise(), Domain.WORLD
+    elif sharding_type is ShardingType.COLUMN_WISE:
+        for parts in _column_counts(work, topology.world_size):
+            yield rules.column_wise(range(parts)), Domain.RANK
+    elif sharding_type is ShardingType.TABLE_ROW_WISE:
+        yield rules.table_row_wise(0), Domain.NODE
+    elif sharding_type is ShardingType.TABLE_COLUMN_WISE:
+        least = work.constraints.min_partition
+        if work.config.embedding_dim // topology.local_world_size >= least:
+            yield rules.table_column_wise(0), Domain.NODE
+    elif sharding_type is ShardingType.GRID:
+        for parts in _column_counts(work, topology.num_nodes):
+            yield rules.grid(range(parts)), Domain.NODE
+
+
+def _column_counts(work: Work, most: int) -> list[int]:
+    """2, 4, 8, ... parts, and as many as there can be."""
+    most = min(most, work.config.embedding_dim // work.constraints.min_partition)
+    counts = [2**k for k in range(1, most.bit_length()) if 2**k <= most]
+    return sorted({*counts, most} - {0, 1})
+
+
+def _units(
+    boxes: Sequence[Box], loads: Sequence[Load], domain: Domain, topology: Topology
+) -> Iterator[Unit]:
+    """The boxes by what they are placed on; ranks without one get nothing."""
+    if domain is Domain.RANK:
+        for load in loads:
+            yield Unit(domain, (load,))
+        return
+    local = topology.local_world_size
+    for node in dict.fromkeys(box.rank // local for box in boxes):
+        own = [i for i, box in enumerate(boxes) if box.rank // local == node]
+        yield Unit(domain, tuple(_by_rank([boxes[i] for i in own], [loads[i] for i in own], local)))

@@ -1,0 +1,327 @@
+"""The cost model: seconds and bytes that a part of a table costs the rank that holds it.
+
+`docs/planner.md` derives the formulas. A step has four phases in which ranks wait for the slowest:
+ids go out (INPUT), rows are looked up (LOOKUP), rows come back and their gradients go out again
+(OUTPUT), rows are updated (UPDATE). What every rank does alike, whatever the plan, is ARRANGE.
+"""
+
+import math
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from emblib.collections.configs import Dynamic, Plain, Quantized
+from emblib.collections.slices import TableSlice
+from emblib.sharding.planner.calibration import Curve, at
+from emblib.sharding.planner.storage import is_fused, row_bytes, table_bytes
+from emblib.sharding.planner.topology import Need, Pool, Topology
+from emblib.sharding.planner.work import Work
+from emblib.specs import Cache, Placement, TTSpec
+
+if TYPE_CHECKING:
+    from emblib.sharding.wire import Wire
+
+PHASES = ("input", "lookup", "output", "update")
+INPUT, LOOKUP, OUTPUT, UPDATE = range(4)
+Seconds = tuple[float, float, float, float]
+
+_ID = 8  # bytes; int32 ids take half
+_FLOAT = 4
+_GROUPING = 20  # bytes an id takes while the lookups of a batch are grouped by row
+_NS = 1e-9
+_SAMPLE = 4096
+_MOST_BAGS = 0.75  # as `emblib.sharding.distribute` has it
+_NUMBER = 4  # bytes of the number of a row that is sent
+
+
+class Load(NamedTuple):
+    """What a part costs the rank that holds it."""
+
+    seconds: Seconds
+    nbytes: Need
+
+    def plus(self, other: "Load", factor: int) -> "Load":
+        """This and the other, or without the other (factor -1)."""
+        (a, b, c, d), (e, f, g, h) = self.seconds, other.seconds
+        seconds = a + factor * e, b + factor * f, c + factor * g, d + factor * h
+        return Load(seconds, self.nbytes.plus(other.nbytes, factor))
+
+
+class Everywhere(NamedTuple):
+    """What a table costs every rank, by phase, and `arrange` beside the phases.
+
+    `positions` are bytes that ranks keep of where ids came from, once any table is cut by rows.
+    """
+
+    seconds: Seconds
+    arrange: float
+    nbytes: Need
+    positions: float = 0.0
+
+
+NOTHING = Load((0.0, 0.0, 0.0, 0.0), Need(0, 0))
+
+
+class Sent(NamedTuple):
+    """Bytes that a float takes on its way: of pooled rows, and of their gradients."""
+
+    forward: float = 4.0
+    backward: float = 4.0
+
+    @classmethod
+    def by(cls, wire: "Wire") -> "Sent":
+        """As the codecs of a wire have it."""
+        rows = torch.zeros(_SAMPLE)
+        codecs = wire.forward, wire.backward
+        return cls(*(codec.encode(rows, [_SAMPLE]).nbytes / _SAMPLE for codec in codecs))
+
+
+FLOATS = Sent()
+
+
+class CostModel:
+    """Prices parts of tables on a topology.
+
+    Args:
+        topology: whose constants are used.
+        sent: what a float takes on its way.
+        batches: distributed batches that are in memory at a time.
+        works: the tables that are priced together; they share the cache of a rank.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        sent: Sent = FLOATS,
+        batches: int = 1,
+        works: Iterable[Work] = (),
+    ) -> None:
+        self.topology, self.wire, self.batches = topology, sent, batches
+        every = sum(work.batch * work.ids * work.config.embedding_dim for work in works)
+        self.traffic = every * topology.world_size
+        self._costs = topology.costs
+        world, local = topology.world_size, topology.local_world_size
+        costs = self._costs
+        # Of bytes that come from all ranks alike, those of the others pass a link or the network.
+        self._s_per_byte = (
+            (local - 1) / costs.link_bytes_per_s + (world - local) / costs.network_bytes_per_s
+        ) / world
+
+    # Parts
+
+    def part(self, work: Work, part: TableSlice, share: float) -> Load:
+        """Of a part that gets this share of the table's ids."""
+        world = self.topology.world_size
+        ids = work.batch * world * work.ids * share
+        bags = work.batch * world * work.num_features * _filled(work, share)
+        rows_out = bags if work.config.pooled else ids
+        floats = rows_out * part.dim
+        sent = ids * (_ID + (_FLOAT if work.is_weighted else 0)) + bags * _ID
+        seconds = (
+            sent * self._s_per_byte,
+            self._lookup(work, part, ids, rows_out),
+            floats * (self.wire.forward + self.wire.backward) * self._s_per_byte,
+            self._update(work, part, ids, rows_out),
+        )
+        # Ids and lengths of each batch under way, and rows on their way out or gradients back.
+        io = self._moved * sent + self._copies_of(work) * _FLOAT * floats
+        updating = io + _GROUPING * ids * (not isinstance(part.config.kind, Quantized))
+        table = table_bytes(part, work.optimizer, self.topology.device)
+        return Load(_exact(seconds), _need(table, io, updating))
+
+    def everywhere(self, work: Work, boxes: Iterable[tuple[int, float]]) -> Everywhere:
+        """Of a table in parts, their columns and shares: what each rank sends and puts together."""
+        bags, ids = work.batch * work.num_features, work.batch * work.ids
+        sent = sent_ids = pieces = numbers = 0.0
+        for columns, share in boxes:
+            sent_ids += ids * share
+            filled = bags * _filled(work, share)
+            numbers += _NUMBER * bags * (filled < bags)
+            sent += ids * share * (_ID + (_FLOAT if work.is_weighted else 0)) + filled * _ID
+            pieces += (filled if work.config.pooled else ids * share) * columns
+        out = (bags if work.config.pooled else ids) * work.config.embedding_dim
+        arrange = (
+            sent / _ID * self._costs.route_ns + 2 * (pieces + out) * _FLOAT * self._costs.arrange_ns
+        )
+        # The caller's batch, the output and its gradient; beside them what is sent, and the pieces
+        # that are put together.
+        given = self.batches * (ids * _ID + bags * _ID) + 2 * _FLOAT * out
+        combining = given + self._moved * sent + self._copies_of(work) * _FLOAT * pieces
+        combining += numbers
+        positions = self._moved * sent_ids * _ID
+        arrange, positions = _on_grid(arrange * _NS), float(math.ceil(positions))
+        return Everywhere(NOTHING.seconds, arrange, _need(Pool(0), combining, given), positions)
+
+    @property
+    def _moved(self) -> int:
+        """Batches whose ids are in memory once more than the caller has them."""
+        return self.batches if self.topology.world_size > 1 else self.batches - 1
+
+    def _copies_of(self, work: Work) -> int:
+        """Pooled rows are sent as they lie; those of single ids are put in order, twice.
+
+        Where there is one rank, pooled rows are the output.
+        """
+        if not work.config.pooled:
+            return 2
+        return 1 if self.topology.world_size > 1 else 0
+
+    def replicated(self, work: Work, part: TableSlice) -> Everywhere:
+        """Of a table that every rank has: it looks its own batch up, and updates with all."""
+        world = self.topology.world_size
+        bags, ids = work.batch * work.num_features, work.batch * work.ids
+        rows_out = bags if work.config.pooled else ids
+        floats = rows_out * work.config.embedding_dim
+        lookup = self._lookup(work, part, ids, rows_out)
+        table = table_bytes(part, work.optimizer, self.topology.device)
+        given = self.batches * (ids * _ID + bags * _ID) + 2 * _FLOAT * floats
+        combining = given + (_FLOAT * floats if work.config.pooled else 0.0)
+        updating = given + _GROUPING * ids
+        if isinstance(part.config.kind, Quantized):
+            seconds = 0.0, lookup, 0.0, 0.0
+        elif not is_fused(work.optimizer):
+            # The gradient of the whole table is summed over the ranks, there and back.
+            dense = part.num_rows * part.dim * _FLOAT
+            update = self._update(work, part, ids, rows_out)
+            seconds = 0.0, lookup, 2 * dense * self._s_per_byte, update
+        else:
+            # Ids and gradients of all ranks come here, and each is looked up again in backward.
+            sent = (ids * (_ID + (_FLOAT if work.is_weighted else 0)) + bags * _ID) * world
+            update = self._update(work, part, ids * world, rows_out * world)
+            update += self._lookup(work, part, ids * world, rows_out * world)
+            back = floats * world * self.wire.backward
+            seconds = sent * self._s_per_byte, lookup, back * self._s_per_byte, update
+            # Gradients of all ranks, sent and received; later received ones, and rows of all ranks.
+            everyone = self.batches * sent + 2 * _FLOAT * floats * world
+            combining += everyone * self._copies_of(work)
+            updating = given + everyone + _GROUPING * ids * world
+        return Everywhere(_exact(seconds), 0.0, _need(table, combining, updating))
+
+    # Lookups and updates
+
+    def _mixed(
+        self, near: Curve, far: Curve, part: TableSlice, row_nbytes: float, ids: float
+    ) -> float:
+        """Nanoseconds of a row of a part that is in cache by some share only.
+
+        Parts on a rank share its cache as they share its lookups; all ranks look up as much.
+        """
+        traffic = self.traffic / self.topology.world_size
+        own = ids * part.dim
+        held = self._costs.near_bytes * (min(1.0, own / traffic) if traffic else 1.0)
+        share = min(1.0, held / max(part.num_rows * row_nbytes, 1.0))
+        return share * at(near, row_nbytes) + (1.0 - share) * at(far, row_nbytes)
+
+    def _lookup(self, work: Work, part: TableSlice, ids: float, rows_out: float) -> float:
+        costs, row = self._costs, part.dim * work.config.data_type.itemsize
+        spec = part.spec
+        if isinstance(spec, TTSpec):
+            each = at(costs.lookup_near, part.dim * _FLOAT)
+            making = _distinct(ids, spec.rows) * multiply_adds(spec) * costs.tt_ns
+        else:
+            each = self._mixed(costs.lookup_near, costs.lookup_far, part, row, ids)
+            making = ids * self._far_ns(work, part, reads=row, writes=0)
+            making += ids * costs.hash_ns * _is_dynamic(part)
+        bags = rows_out * at(costs.bag, part.dim * _FLOAT)
+        return (ids * each + making + bags) * _NS + work.num_features * costs.unit_s / 2
+
+    def _update(self, work: Work, part: TableSlice, ids: float, rows_out: float) -> float:
+        costs, itemsize = self._costs, work.config.data_type.itemsize
+        if isinstance(part.config.kind, Quantized):
+            return 0.0
+        spec = part.spec
+        row = row_bytes(work.optimizer, part.dim, itemsize)
+        if isinstance(spec, TTSpec):
+            each = at(costs.update_near, row)
+            # Gradients of all cores: each product is taken apart again, twice the work of making.
+            making = 2 * _distinct(ids, spec.rows) * multiply_adds(spec) * costs.tt_ns
+        else:
+            each = self._mixed(costs.update_near, costs.update_far, part, row, ids)
+            making = ids * self._far_ns(work, part, reads=row, writes=row)
+            if work.optimizer is None:
+                making += 2 * part.num_rows * part.dim * itemsize * costs.arrange_ns
+        bags = rows_out * at(costs.bag_gradient, part.dim * _FLOAT)
+        return (ids * each + making + bags) * _NS + work.num_features * costs.unit_s / 2
+
+    def _far_ns(self, work: Work, part: TableSlice, *, reads: float, writes: float) -> float:
+        """Nanoseconds an id spends on memory that is not the device's."""
+        kind = part.config.kind
+        if not isinstance(kind, Plain) or kind.placement in (Placement.DEVICE, Placement.HOST):
+            return 0.0
+        on_disk = kind.placement is Placement.DISK
+        if not on_disk and self.topology.device != "cuda":
+            return 0.0
+        costs = self._costs
+        rate = costs.disk_bytes_per_s if on_disk else costs.host_bytes_per_s
+        if kind.placement is Placement.MANAGED:
+            return (reads + writes) / rate / _NS
+        # Behind a cache: the rows that are not in it, fetched before the lookup and written back.
+        if writes:
+            return 0.0
+        cache = kind.cache or Cache()
+        held = cache.sets * 32 / part.num_rows if cache.sets else cache.load_factor
+        row = row_bytes(work.optimizer, part.dim, work.config.data_type.itemsize)
+        return max(0.0, 1.0 - held) * 2 * row / rate / _NS
+
+    # Steps
+
+    def exchanges_s(self, *, weighted: bool) -> float:
+        """Seconds that the all-to-alls of a step take for any batch."""
+        costs, world = self._costs, self.topology.world_size
+        if world == 1:
+            return 0.0
+        each = costs.exchange_s + (world - 2) * costs.message_s
+        # Header, ids, rows and gradients; weights and their gradients go by themselves.
+        return (6 if weighted else 4) * each
+
+
+# Seconds are multiples of 2^-44 (0.06 ps) and bytes whole, so that sums of them are exact, in any
+# order: taking away what was added leaves what was there, and equal loads stay equal.
+
+
+def _on_grid(seconds: float) -> float:
+    return round(seconds * 2.0**44) / 2.0**44
+
+
+def _exact(seconds: Seconds) -> Seconds:
+    a, b, c, d = seconds
+    return _on_grid(a), _on_grid(b), _on_grid(c), _on_grid(d)
+
+
+def _need(table: Pool, combining: float, updating: float) -> Need:
+    """Of a table, and of batches at two moments."""
+    device, host, disk = table
+    return Need(
+        float(math.ceil(device + combining)), float(math.ceil(device + updating)), host, disk
+    )
+
+
+def _filled(work: Work, share: float) -> float:
+    """The share of a table's bags that has ids in a part; the others are not sent, if many.
+
+    All are counted as sent where most are.
+    """
+    if share >= 1.0 or not work.config.pooled:
+        return 1.0
+    ids = work.ids / work.num_features
+    filled = 1.0 - (1.0 - share) ** ids if ids >= 1.0 else ids * share
+    return 1.0 if filled > _MOST_BAGS else filled
+
+
+def _is_dynamic(part: TableSlice) -> bool:
+    return isinstance(part.config.kind, Dynamic)
+
+
+def _distinct(ids: float, rows: int) -> float:
+    """How many rows so many uniform ids have."""
+    return rows * -math.expm1(-ids / rows)
+
+
+def multiply_adds(spec: TTSpec) -> float:
+    """Of making one row from the left: core after core."""
+    ranks, total, width = spec.full_ranks, 0, spec.dim_factors[0]
+    for k in range(1, len(spec.dim_factors)):
+        total += width * ranks[k] * spec.dim_factors[k] * ranks[k + 1]
+        width *= spec.dim_factors[k]
+    return float(total)

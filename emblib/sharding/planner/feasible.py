@@ -1,0 +1,215 @@
+"""Plans for tables that hardly fit: a search for any plan at all, and cuts that follow the room."""
+
+from collections.abc import Iterator, Sequence
+
+from emblib.collections.configs import Dynamic
+from emblib.sharding.boxes import Box, ShardingType
+from emblib.sharding.layout import shape_of
+from emblib.sharding.planner.enumerate import (
+    Domain,
+    Option,
+    Parts,
+    Unit,
+    allowed_types,
+    option_of,
+)
+from emblib.sharding.planner.loads import Choice, Loads
+from emblib.sharding.planner.search import Plan, Problem, place
+from emblib.sharding.planner.topology import Need
+from emblib.sharding.planner.work import Work
+
+_STEPS = 200_000  # placements that the search for any plan tries
+_DEEPEST = 400  # pieces; above it there is no such search, which is for few large tables
+
+
+def any_plan(problem: Problem) -> Plan:
+    """A plan that fits, by trying all placements; empty if there is none, or none was found.
+
+    Complete as long as it ends within its bound, which problems of a few tables do. Ranks that have
+    the same room are tried once.
+    """
+    world = problem.model.topology.world_size
+    pieces = sum(max(len(o.units) for o in options) for options in problem.options)
+    if pieces > _DEEPEST:
+        return []
+    loads = problem.loads()
+    options = [
+        sorted(given, key=lambda o: (o.penalty, max(o.nbytes(world)))) for given in problem.options
+    ]
+    # The tables with the largest smallest piece first: they have the fewest places.
+    order = sorted(range(len(options)), key=lambda t: (-min(map(_largest, options[t])), t))
+    least = [
+        [min(column) for column in zip(*(o.nbytes(world) for o in options[t]), strict=True)]
+        for t in order
+    ]
+    remaining = [
+        [sum(row[pool] for row in least[i:]) for pool in range(len(Need._fields))]
+        for i in range(len(least) + 1)
+    ]
+    search = _Search(loads, [options[t] for t in order], remaining)
+    if not search.table(0):
+        return []
+    chosen = dict(zip(order, search.found, strict=True))
+    return [chosen[t] for t in sorted(chosen)]
+
+
+def _largest(option: Option) -> float:
+    loads = [max(load.nbytes) for unit in option.units for load in unit.members]
+    return max(loads, default=0.0) + max(option.everywhere.nbytes)
+
+
+class _Search:
+    """Depth first over tables, options, and targets of units."""
+
+    def __init__(
+        self,
+        loads: Loads,
+        options: Sequence[Sequence[Option]],
+        remaining: Sequence[Sequence[float]],
+    ) -> None:
+        self.loads, self.options, self.remaining = loads, options, remaining
+        self.found: list[Choice] = []
+        self.steps = 0
+
+    def table(self, number: int) -> bool:
+        """Place the tables from this one on; whether all are."""
+        if number == len(self.options):
+            return True
+        if any(
+            need > free + 1.0
+            for need, free in zip(self.remaining[number], self._free(), strict=True)
+        ):
+            return False
+        for option in self.options[number]:
+            self.loads.add_common(option)
+            if self._units(number, option, []):
+                return True
+            self.loads.add_common(option, -1)
+        return False
+
+    def _units(self, number: int, option: Option, targets: list[int]) -> bool:
+        if len(targets) == len(option.units):
+            if not self.loads.common_fits():
+                return False
+            self.found.append(Choice(option, tuple(targets)))
+            if self.table(number + 1):
+                return True
+            self.found.pop()
+            return False
+        unit = option.units[len(targets)]
+        for target in self._targets(unit, targets):
+            self.steps += 1
+            if self.steps > _STEPS:
+                return False
+            self.loads.move(unit, target, 1)
+            targets.append(target)
+            if self._units(number, option, targets):
+                return True
+            targets.pop()
+            self.loads.move(unit, target, -1)
+        return False
+
+    def _targets(self, unit: Unit, taken: Sequence[int]) -> Iterator[int]:
+        seen = set()
+        for target in range(self.loads.num_targets(unit)):
+            if target in taken:
+                continue
+            if unit.domain is not Domain.WORLD:
+                alike = self._room_of(unit, target)
+                if alike in seen or not self.loads.fits(unit, target):
+                    continue
+                seen.add(alike)
+            yield target
+
+    def _room_of(self, unit: Unit, target: int) -> tuple[object, ...]:
+        """What makes two targets the same: their room, and that of the ranks of their node."""
+        local, rank = self.loads.topology.local_world_size, self.loads.first_rank(unit, target)
+        node = rank // local * local
+        ranks = [self._free_of(r) for r in range(node, node + local)]
+        return self._free_of(rank), tuple(sorted(ranks)) if unit.domain is Domain.RANK else ranks[0]
+
+    def _free_of(self, rank: int) -> tuple[float, ...]:
+        room = self.loads.room[rank]
+        return tuple(
+            round(r - taken[rank]) for r, taken in zip(room, self.loads.nbytes, strict=True)
+        )
+
+    def _free(self) -> list[float]:
+        """Bytes that are left on all ranks together."""
+        world = len(self.loads.totals)
+        free = zip(*(self._free_of(rank) for rank in range(world)), strict=True)
+        return [
+            sum(own) - world * common for own, common in zip(free, self.loads.common, strict=True)
+        ]
+
+
+# Cuts that follow the room
+
+
+def cut_to_fit(problem: Problem, works: Sequence[Work]) -> Plan:
+    """A plan in which tables that fit nowhere are cut into unequal blocks of rows; empty if none.
+
+    Tables that may not be cut go first, then the others, the largest first.
+    """
+    world = problem.model.topology.world_size
+    size = {t: min(max(o.nbytes(world)) for o in opts) for t, opts in enumerate(problem.options)}
+    order = sorted(size, key=lambda t: (_can_cut(problem, works[t]), -size[t], t))
+    loads, plan = problem.loads(), dict[int, Choice]()
+    for t in order:
+        by_bytes = sorted(problem.options[t], key=lambda o: (o.penalty, max(o.nbytes(world))))
+        placed = (place(loads, option) for option in by_bytes)
+        choice = next((c for c in placed if c is not None), None)
+        if choice is None and _can_cut(problem, works[t]):
+            choice = _cut(loads, works[t], problem)
+        if choice is None:
+            return []
+        loads.add(choice)
+        plan[t] = choice
+    return [plan[t] for t in sorted(plan)]
+
+
+def _can_cut(problem: Problem, work: Work) -> bool:
+    return not isinstance(work.config.kind, Dynamic) and ShardingType.CUSTOM in allowed_types(
+        work, problem.model.topology, None
+    )
+
+
+def _cut(loads: Loads, work: Work, problem: Problem) -> Choice | None:
+    """Blocks of rows as long as each rank has room for, the roomiest ranks first."""
+    parts, shape = Parts(work, problem.model, None), shape_of(work.config)
+    world, unit = problem.model.topology.world_size, shape.row_unit
+
+    def box(rank: int, begin: int, rows: int) -> Box:
+        return Box(rank, (begin, begin + rows), (0, shape.columns))
+
+    def nbytes(rows: int) -> float:
+        return parts.load(box(0, 0, rows), rows / shape.rows).nbytes.device
+
+    def free(rank: int) -> float:
+        taken = (loads.nbytes[pool][rank] + loads.common[pool] for pool in (0, 1))
+        return loads.room[rank][0] - max(taken)
+
+    # What every rank holds for a table in so many pieces, before any row: a row of each piece for
+    # every bag at most.
+    equal = problem.model.everywhere(work, [(shape.columns, 1.0 / world)] * world)
+    pieces = world * work.batch * max(work.num_features, work.ids) * (shape.columns + 4) * 4
+    common = equal.nbytes.device + equal.positions + pieces
+    first, all_rows = nbytes(min(unit, shape.rows)), nbytes(shape.rows)
+    slope = max((all_rows - first) / max(shape.rows - unit, 1), 1e-9)
+    boxes: list[Box] = []
+    begin = 0
+    for rank in sorted(range(world), key=lambda r: (-free(r), r)):
+        room = free(rank) - common
+        rows = unit + int((room - first) / slope) // unit * unit if room >= first else 0
+        rows = min(rows, shape.rows - begin)
+        while rows > 0 and nbytes(rows) > room:
+            rows -= unit if rows % unit == 0 else rows % unit
+        if rows > 0:
+            boxes.append(box(rank, begin, rows))
+            begin += rows
+        if begin == shape.rows:
+            break
+    if begin < shape.rows:
+        return None
+    option = option_of(parts, ShardingType.CUSTOM, boxes, Domain.WORLD, 0)
+    return place(loads, option)

@@ -1,0 +1,313 @@
+"""Measures what one rank computes: the constants of lookups, updates and what is around them.
+
+Times are the least of several rounds: what the machine does, not what else ran on it.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import cycle
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from emblib.collections import EmbeddingBagCollection
+from emblib.collections.configs import EmbeddingBagConfig
+from emblib.dynamic import DynamicEmbeddingBags
+from emblib.dynamic_specs import DynamicSpec
+from emblib.jagged import KeyedJaggedTensor
+from emblib.ops import route
+from emblib.optim import SGD, Adam, Optimizer
+from emblib.sharding.boxes import Rule, TableShape, World, table_wise
+from emblib.sharding.groups_of_ranks import Ranks
+from emblib.sharding.plan import construct_plan
+from emblib.sharding.planner import defaults
+from emblib.sharding.planner.calibration import Calibration, Curve
+from emblib.sharding.planner.estimate import multiply_adds
+from emblib.sharding.planner.storage import row_bytes
+from emblib.sharding.sharded_bags import ShardedEmbeddingBagCollection
+from emblib.specs import BoundsCheck, TableSpec, TTSpec
+from emblib.tables import TableBatchedEmbeddingBags, TTEmbeddingBag
+
+_ROUNDS = 20
+_DIMS = (8, 32, 64, 128)
+_STATEFUL = (64, 128)  # dims that are measured with Adam as well: rows with twice their state
+_BAGS = 4096
+_FEW, _MANY = 1, 13  # ids of a bag: what more of them take is the cost of an id
+_SMALL = 1 << 19  # bytes of a table that is in cache
+_VARIANTS = 6  # batches that take turns, so that one does not find its own rows in cache
+_TABLES = 64
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How large the tables are that stand for far ones; smaller ones measure faster and worse."""
+
+    large_bytes: int = 1 << 27
+    rounds: int = _ROUNDS
+
+
+def timed(function: Callable[[], object], device: torch.device, rounds: int) -> float:
+    """Seconds of a call: the least of some rounds, each of as many calls as take 5 ms."""
+
+    def once(times: int) -> float:
+        wait(device)
+        start = time.perf_counter()
+        for _ in range(times):
+            function()
+        wait(device)
+        return (time.perf_counter() - start) / times
+
+    once(1)
+    times = max(1, round(5e-3 / max(once(1), 1e-7)))
+    return min(once(times) for _ in range(rounds))
+
+
+def wait(device: torch.device) -> None:
+    """Until the device has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+# What a rank computes
+
+
+def computing(device: torch.device, sizes: Sizes) -> Calibration:
+    """The constants of one rank; those of links are the defaults."""
+    base = defaults.CUDA if device.type == "cuda" else defaults.CPU
+    fixed = _kernel(device, sizes.rounds)
+    step, unit = _units(device, sizes.rounds)
+    near, middle, far = (
+        _Rows(device, nbytes, sizes.rounds, fixed)
+        for nbytes in (_SMALL, sizes.large_bytes // 4, sizes.large_bytes)
+    )
+    slow, between, fast = (rows.costs(64, SGD(0.1)).update_ns for rows in (far, middle, near))
+    held = min(1.0, max(0.02, (slow - between) / max(slow - fast, 1e-3)))
+    route_ns, arrange_ns = _routing(device, sizes.rounds)
+    return replace(
+        base,
+        source=f"measured on {_name(device)}",
+        lookup_near=near.lookups(),
+        lookup_far=far.lookups(),
+        update_near=near.updates(),
+        update_far=far.updates(),
+        bag=near.bags(),
+        bag_gradient=near.bag_gradients(),
+        near_bytes=held * sizes.large_bytes / 4,
+        unit_s=unit,
+        step_s=step,
+        route_ns=route_ns,
+        arrange_ns=arrange_ns,
+        hash_ns=_hashing(device, sizes.rounds, near.costs(64, SGD(0.1)).id_ns),
+        tt_ns=_multiply_add(device, sizes.rounds),
+    )
+
+
+def _name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"a CPU, {torch.get_num_threads()} threads a rank"
+
+
+@dataclass(frozen=True)
+class _Costs:
+    """Nanoseconds of an id and of a bag, forward and backward."""
+
+    id_ns: float
+    bag_ns: float
+    update_ns: float
+    gradient_ns: float
+
+
+class _Rows:
+    """Measures lookups and updates in one table of some size.
+
+    `fixed` are the seconds of forward and of backward that are there for any batch.
+    """
+
+    def __init__(
+        self, device: torch.device, nbytes: int, rounds: int, fixed: tuple[float, float]
+    ) -> None:
+        self.device, self.nbytes, self.rounds, self.fixed = device, nbytes, rounds, fixed
+        self._known: dict[tuple[int, str], _Costs] = {}
+
+    def costs(self, dim: int, optimizer: Optimizer) -> _Costs:
+        """Of rows of `dim`."""
+        key = dim, type(optimizer).__name__
+        if key not in self._known:
+            rows = max(self.nbytes // row_bytes(optimizer, dim, 4), 32)
+            table = TableBatchedEmbeddingBags(
+                [TableSpec(rows, dim)],
+                optimizer,
+                bounds_check=BoundsCheck.NONE,
+                device=self.device,
+            )
+            few, many = self._step(table, rows, _FEW), self._step(table, rows, _MANY)
+            ids = [(b - a) / _BAGS / (_MANY - _FEW) for a, b in zip(few, many, strict=True)]
+            bags = [
+                (seconds - fixed) / _BAGS - _FEW * each
+                for seconds, fixed, each in zip(few, self.fixed, ids, strict=True)
+            ]
+            ns = [max(1e9 * seconds, 0.0) for seconds in (ids[0], bags[0], ids[1], bags[1])]
+            self._known[key] = _Costs(*ns)
+        return self._known[key]
+
+    def _step(self, table: TableBatchedEmbeddingBags, rows: int, ids: int) -> tuple[float, float]:
+        """Seconds of forward, and of backward with the update."""
+        offsets = torch.arange(_BAGS + 1, device=self.device) * ids
+        batches = cycle(
+            [torch.randint(rows, (_BAGS * ids,), device=self.device) for _ in range(_VARIANTS)]
+        )
+        grad = torch.randn(_BAGS, table.tables[0].dim, device=self.device) * 1e-3
+        return _timed_step(lambda: table(next(batches), offsets), grad, self.device, self.rounds)
+
+    def lookups(self) -> Curve:
+        """ns of an id by bytes of the row."""
+        return _line({4.0 * d: self.costs(d, SGD(0.1)).id_ns for d in _DIMS})
+
+    def updates(self) -> Curve:
+        """ns of an id's update by bytes of the row and its state."""
+        points = {4.0 * d: self.costs(d, SGD(0.1)).update_ns for d in _DIMS}
+        for d in _STATEFUL:
+            optimizer = Adam(0.1)
+            points[float(row_bytes(optimizer, d, 4))] = self.costs(d, optimizer).update_ns
+        return _line(points)
+
+    def bags(self) -> Curve:
+        """ns of a bag by bytes of its row."""
+        return _line({4.0 * d: self.costs(d, SGD(0.1)).bag_ns for d in _DIMS})
+
+    def bag_gradients(self) -> Curve:
+        """The same for its gradient."""
+        return _line({4.0 * d: self.costs(d, SGD(0.1)).gradient_ns for d in _DIMS})
+
+
+def _line(points: dict[float, float]) -> Curve:
+    """The straight line nearest to some points, where it neither falls nor begins below 0.
+
+    Nearest by relative distance: small rows cost little, and are as many.
+    """
+    weights = {x: 1.0 / max(y, 1.0) ** 2 for x, y in points.items()}
+    total = sum(weights.values())
+    x_mean = sum(w * x for x, w in weights.items()) / total
+    y_mean = sum(w * points[x] for x, w in weights.items()) / total
+    spread = sum(w * (x - x_mean) ** 2 for x, w in weights.items())
+    slope = sum(w * (x - x_mean) * (points[x] - y_mean) for x, w in weights.items()) / spread
+    slope = max(slope, 0.0)
+    if y_mean - slope * x_mean < 0:
+        slope = y_mean / x_mean
+    return tuple((x, y_mean + slope * (x - x_mean)) for x in (min(points), max(points)))
+
+
+def _timed_step(
+    forward: Callable[[], Tensor], grad: Tensor, device: torch.device, rounds: int
+) -> tuple[float, float]:
+    """Seconds of forward without gradients, and of what backward adds to it."""
+    whole = timed(lambda: forward().backward(grad), device, rounds)
+    with torch.no_grad():
+        first = timed(forward, device, rounds)
+    return first, max(whole - first, 0.0)
+
+
+def _kernel(device: torch.device, rounds: int) -> tuple[float, float]:
+    """Seconds of forward and backward of one table on next to nothing."""
+    module = TableBatchedEmbeddingBags(
+        [TableSpec(64, 8)], SGD(0.1), bounds_check=BoundsCheck.NONE, device=device
+    )
+    ids = torch.zeros(1, dtype=torch.int64, device=device)
+    offsets = torch.arange(2, device=device)
+    return _timed_step(
+        lambda: module(ids, offsets), torch.ones(1, 8, device=device), device, rounds
+    )
+
+
+def _units(device: torch.device, rounds: int) -> tuple[float, float]:
+    """Seconds of a collection's step on next to nothing, and what one more table adds."""
+
+    def step_of(tables: int) -> float:
+        step = tiny_step(Ranks.single(device), tables, table_wise(0))
+        return timed(lambda: step.forward().backward(step.gradient), device, rounds)
+
+    one, more = step_of(1), step_of(_TABLES + 1)
+    return one, max(more - one, 0.0) / _TABLES
+
+
+class Tiny(NamedTuple):
+    """A collection whose lookups cost nothing, and the gradient of its output."""
+
+    forward: Callable[[], Tensor]
+    gradient: Tensor
+
+
+def tiny_step(ranks: Ranks, tables: int, *rules: Rule) -> Tiny:
+    """One id for each of some small tables, which are spread by the rules in turn."""
+    names = [f"t{t}" for t in range(tables)]
+    source = EmbeddingBagCollection(
+        [EmbeddingBagConfig(64, 8, name) for name in names], device="meta", optimizer=SGD(0.1)
+    )
+    world = World(ranks.size, ranks.local_size)
+    shapes = dict.fromkeys(names, TableShape(64, 8))
+    chosen = {name: rules[t % len(rules)] for t, name in enumerate(names)}
+    plan = construct_plan(shapes, chosen, world)
+    collection = ShardedEmbeddingBagCollection(source, plan, ranks)
+    one = torch.ones(tables, dtype=torch.int64, device=ranks.device)
+    batch = KeyedJaggedTensor(names, one, lengths=one)
+    gradient = torch.ones(1, 8 * tables, device=ranks.device)
+    return Tiny(lambda: collection(batch).values(), gradient)
+
+
+def _routing(device: torch.device, rounds: int) -> tuple[float, float]:
+    """ns of an id that is sorted into four blocks of rows, and of a byte that `combine` moves."""
+    rows, bags, width = 1 << 20, 1 << 15, 64
+    ids = torch.randint(rows, (bags,), device=device)
+    offsets = torch.arange(bags + 1, device=device)
+    quarters = [(k * rows // 4, k, 1) for k in range(4)]
+    described = (
+        *([0, bags], [[0, 4, rows, 0]], quarters, [0, 1, 2, 3]),
+        [k * bags for k in range(5)],
+    )
+    routing = [torch.tensor(part, device=device) for part in described]
+    num_bags = 4 * bags
+
+    def send() -> None:
+        lengths = route.route_lengths(ids, offsets, *routing, num_bags=num_bags)
+        starts = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+        route.route_ids(ids, offsets, *routing, starts=starts, total=bags)
+
+    source = torch.randn(bags * width, device=device)
+    targets = torch.tensor([[0, width, bags, width, 0, 1, -1]], device=device)
+    pieces = torch.tensor([[0, width, -1]], device=device)
+
+    def arrange() -> None:
+        route.combine(source, targets, pieces, None, source.numel(), torch.float32)
+
+    # `arrange_ns` is for bytes read and bytes written, `route_ns` for an id that arrives.
+    return (
+        timed(send, device, rounds) / bags * 1e9,
+        timed(arrange, device, rounds) / (2 * source.nbytes) * 1e9,
+    )
+
+
+def _hashing(device: torch.device, rounds: int, plain_ns: float) -> float:
+    """ns that a key which is there takes more than a row."""
+    keys, dim = 1 << 14, 64
+    module = DynamicEmbeddingBags([DynamicSpec(2 * keys, dim)], SGD(0.1), device=device)
+    ids = torch.randperm(keys, device=device)
+    offsets = torch.arange(keys + 1, device=device)
+    module(ids, offsets)  # in training: every key gets a row
+    module.eval()
+    with torch.no_grad():
+        seconds = timed(lambda: module(ids, offsets), device, rounds)
+    return max(seconds / keys * 1e9 - plain_ns, 0.0)
+
+
+def _multiply_add(device: torch.device, rounds: int) -> float:
+    """ns of one, in the rows of a tensor train."""
+    spec = TTSpec(1 << 18, 64, (16, 16))
+    module = TTEmbeddingBag(spec, SGD(0.1), bounds_check=BoundsCheck.NONE, device=device)
+    ids = torch.randperm(spec.rows, device=device)[:_BAGS]
+    offsets = torch.arange(_BAGS + 1, device=device)
+    with torch.no_grad():
+        seconds = timed(lambda: module(ids, offsets), device, rounds)
+    return seconds * 1e9 / _BAGS / multiply_adds(spec)

@@ -1,0 +1,349 @@
+"""The search for a plan: several greedy starts, then local moves. No chance and no clock in it.
+
+Tables go, the costliest first, where they fit and make the step longer by least. From the better
+starts, tables of the slowest ranks are then moved, spread in another way or swapped as long as
+that helps. Every plan that greedy table-wise placing finds is a start, so none is worse than it.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from emblib.sharding.boxes import ShardingType
+from emblib.sharding.planner.enumerate import Domain, Option, Unit
+from emblib.sharding.planner.estimate import CostModel
+from emblib.sharding.planner.loads import Choice, Loads
+from emblib.sharding.planner.topology import Pool
+
+_NEAREST = 6  # the least loaded ranks that a table is offered
+_HEAVIEST = 12  # tables of a slow rank that are tried at a time
+_EPSILON = 1e-9
+
+
+@dataclass
+class Problem:
+    """Tables with their options, and the room there is.
+
+    `effort` bounds how many placements are tried, so that a search ends in bounded time and in the
+    same plan on any machine.
+    """
+
+    model: CostModel
+    room: Sequence[Pool]
+    options: Sequence[Sequence[Option]]
+    weighted: bool = False
+    effort: int = 60_000
+    tried: int = field(default=0, init=False)
+
+    def loads(self) -> Loads:
+        """Nothing placed yet."""
+        return Loads(self.model, self.room, weighted=self.weighted)
+
+    def loads_of(self, choices: Iterable[Choice]) -> Loads:
+        """These placed."""
+        loads = self.loads()
+        for choice in choices:
+            loads.add(choice)
+        return loads
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether the effort is spent."""
+        return self.tried >= self.effort
+
+
+Plan = list[Choice]
+Score = tuple[int, float, float]
+
+
+def score(loads: Loads) -> Score:
+    """Less is better: alternatives taken, then seconds, then unevenness."""
+    return loads.penalty, loads.step_s(), loads.spread()
+
+
+def _better(new: Score, old: Score) -> bool:
+    if new[0] != old[0]:
+        return new[0] < old[0]
+    if abs(new[1] - old[1]) > _EPSILON * old[1]:
+        return new[1] < old[1]
+    return new[2] < old[2] * (1 - _EPSILON)
+
+
+# Where one table goes
+
+
+def place(loads: Loads, option: Option, order: Sequence[int] | None = None) -> Choice | None:
+    """The option with every unit on the least loaded rank or node with room; None if one has none.
+
+    `order` ranks to try before the least loaded ones. `loads` is as before afterwards.
+    """
+    targets: list[int] = []
+    loads.add_common(option)
+    placed: list[tuple[Unit, int]] = []
+    for unit in option.units:
+        target = _target(loads, unit, targets, order)
+        if target is None:
+            break
+        targets.append(target)
+        placed.append((unit, target))
+        loads.move(unit, target, 1)
+    fits = len(targets) == len(option.units) and loads.common_fits()
+    for unit, target in reversed(placed):
+        loads.move(unit, target, -1)
+    loads.add_common(option, -1)
+    return Choice(option, tuple(targets)) if fits else None
+
+
+def _target(
+    loads: Loads, unit: Unit, taken: Sequence[int], order: Sequence[int] | None
+) -> int | None:
+    if unit.domain is Domain.WORLD:
+        return 0  # whether its ranks have room is asked once for all of them
+    if unit.domain is Domain.RANK:
+        spent = loads.totals
+    else:
+        local = loads.topology.local_world_size
+        spent = [max(loads.totals[n : n + local]) for n in range(0, len(loads.totals), local)]
+    candidates = sorted(range(len(spent)), key=spent.__getitem__)
+    if order is not None:
+        candidates = [*order, *candidates]
+    for target in candidates:
+        if target not in taken and loads.fits(unit, target):
+            return target
+    return None
+
+
+# Starts
+
+
+def greedy(problem: Problem, order: Sequence[int], key: Callable[[Loads, Option], float]) -> Plan:
+    """Tables in this order, each by the option of least `key` once it is placed.
+
+    Ends early, with fewer choices than tables, where one fits nowhere.
+    """
+    loads, plan = problem.loads(), dict[int, Choice]()
+    for t in order:
+        best: tuple[float, Choice] | None = None
+        for option in problem.options[t]:
+            choice = place(loads, option)
+            if choice is None:
+                continue
+            loads.add(choice)
+            value = key(loads, option)
+            loads.add(choice, -1)
+            if best is None or value < best[0] * (1 - _EPSILON):
+                best = value, choice
+        if best is None:
+            break
+        plan[t] = best[1]
+        loads.add(best[1])
+    return [plan[t] for t in sorted(plan)] if len(plan) == len(problem.options) else []
+
+
+def table_wise(problem: Problem) -> Plan:
+    """Every table whole, the costliest first, on the rank that has least to do and has room.
+
+    A table that fits on none goes as its first option that does; empty if there is no such one.
+    """
+    world = problem.model.topology.world_size
+    ranked = [
+        sorted(options, key=lambda o: (o.penalty, o.type is not ShardingType.TABLE_WISE))
+        for options in problem.options
+    ]
+    order = sorted(range(len(ranked)), key=lambda t: (-ranked[t][0].seconds(world), t))
+    loads, plan = problem.loads(), dict[int, Choice]()
+    for t in order:
+        placed = (place(loads, option) for option in ranked[t])
+        choice = next((c for c in placed if c is not None), None)
+        if choice is None:
+            return []
+        loads.add(choice)
+        plan[t] = choice
+    return [plan[t] for t in sorted(plan)]
+
+
+def starts(problem: Problem) -> list[Plan]:
+    """Greedy plans that fit, by different orders and rules."""
+    options, world = problem.options, problem.model.topology.world_size
+    tables = range(len(options))
+    cost = {t: min(option.seconds(world) for option in options[t]) for t in tables}
+    size = {t: min(max(option.nbytes(world)) for option in options[t]) for t in tables}
+    by_cost = sorted(tables, key=lambda t: (-cost[t], t))
+    by_size = sorted(tables, key=lambda t: (-size[t], t))
+
+    def step(loads: Loads, option: Option) -> float:
+        # The mean decides while the slowest rank is not concerned.
+        mean = sum(loads.totals) / world + sum(loads.everywhere) + loads.arrange
+        return loads.step_s() + mean + option.penalty
+
+    found = [
+        table_wise(problem),
+        greedy(problem, by_cost, step),
+        greedy(problem, by_size, step),
+    ]
+    if not any(found):
+
+        def small(loads: Loads, option: Option) -> float:
+            return option.penalty * 1e15 + max(option.nbytes(world))
+
+        found.append(greedy(problem, by_size, small))
+    return [plan for plan in found if plan]
+
+
+# Local moves
+
+
+def improve(problem: Problem, plan: Plan) -> Plan:
+    """The plan after all moves that helped, until none does or the effort is spent."""
+    plan = list(plan)
+    loads = problem.loads_of(plan)
+    _sweep(problem, plan, loads, range(len(plan)))
+    while not problem.exhausted:
+        if not (_relieve(problem, plan, loads) or _swap(problem, plan, loads)):
+            break
+    return plan
+
+
+def _sweep(problem: Problem, plan: Plan, loads: Loads, tables: Iterable[int]) -> bool:
+    """Give each table its best choice, the others as they are."""
+    moved = False
+    for t in tables:
+        if problem.exhausted:
+            break
+        moved |= _choose_anew(problem, plan, loads, t)
+    return moved
+
+
+def _choose_anew(problem: Problem, plan: Plan, loads: Loads, t: int) -> bool:
+    before, old = score(loads), plan[t]
+    loads.add(old, -1)
+    best, best_score = old, before
+    for option in problem.options[t]:
+        for choice in _placings(loads, option):
+            loads.add(choice)
+            problem.tried += 1
+            new = score(loads)
+            loads.add(choice, -1)
+            if _better(new, best_score):
+                best, best_score = choice, new
+    loads.add(best)
+    plan[t] = best
+    return best is not old
+
+
+def _placings(loads: Loads, option: Option) -> list[Choice]:
+    """Placings on the ranks that are least loaded in all, and in each phase."""
+    first = place(loads, option)
+    if first is None:
+        return []
+    found = {first.targets: first}
+    if len(option.units) == 1 and option.units[0].domain is Domain.RANK:
+        ranks = sorted(range(len(loads.totals)), key=loads.totals.__getitem__)[:_NEAREST]
+        for seconds in loads.seconds:
+            ranks.append(min(range(len(seconds)), key=seconds.__getitem__))
+        for rank in ranks:
+            if (rank,) not in found and loads.fits(option.units[0], rank):
+                found[rank,] = Choice(option, (rank,))
+    elif option.units and option.units[0].domain is not Domain.WORLD:
+        for seconds in loads.seconds:
+            order = _by_load(loads, option.units[0], seconds)
+            choice = place(loads, option, order)
+            if choice is not None:
+                found.setdefault(choice.targets, choice)
+    return list(found.values())
+
+
+def _by_load(loads: Loads, unit: Unit, seconds: Sequence[float]) -> list[int]:
+    if unit.domain is Domain.NODE:
+        local = loads.topology.local_world_size
+        seconds = [max(seconds[n : n + local]) for n in range(0, len(seconds), local)]
+    return sorted(range(len(seconds)), key=seconds.__getitem__)
+
+
+def _slow_ranks(loads: Loads) -> list[int]:
+    """The slowest rank in all, and of each phase."""
+    series = [loads.totals, *loads.seconds]
+    return list(dict.fromkeys(max(range(len(s)), key=s.__getitem__) for s in series))
+
+
+def _on(loads: Loads, choice: Choice, rank: int) -> float:
+    """Seconds that a table takes on a rank."""
+    total = 0.0
+    for unit, target in zip(choice.option.units, choice.targets, strict=True):
+        member = rank - loads.first_rank(unit, target)
+        if 0 <= member < len(unit.members):
+            total += sum(unit.members[member].seconds)
+    return total
+
+
+def _heaviest(loads: Loads, plan: Plan, rank: int) -> list[int]:
+    """Tables that take a rank's time, the most first."""
+    spent = [(-_on(loads, choice, rank), t) for t, choice in enumerate(plan)]
+    return [t for seconds, t in sorted(spent)[:_HEAVIEST] if seconds < 0]
+
+
+def _relieve(problem: Problem, plan: Plan, loads: Loads) -> bool:
+    """Choose anew for tables of the slowest ranks, and those that burden all ranks."""
+    tables: dict[int, None] = {}
+    for rank in _slow_ranks(loads):
+        tables.update(dict.fromkeys(_heaviest(loads, plan, rank)))
+    common = [
+        (-sum(c.option.everywhere.seconds) - c.option.everywhere.arrange, t)
+        for t, c in enumerate(plan)
+    ]
+    tables.update(dict.fromkeys(t for _, t in sorted(common)[:_HEAVIEST]))
+    return _sweep(problem, plan, loads, tables)
+
+
+def _swap(problem: Problem, plan: Plan, loads: Loads) -> bool:
+    """Exchange a table of a slow rank for one of a rank that is not."""
+    single = {
+        t: c.targets[0]
+        for t, c in enumerate(plan)
+        if len(c.targets) == 1 and c.option.units[0].domain is Domain.RANK
+    }
+    quiet = sorted(range(len(loads.totals)), key=loads.totals.__getitem__)[:_NEAREST]
+    for rank in _slow_ranks(loads):
+        own = [t for t in _heaviest(loads, plan, rank) if single.get(t) == rank]
+        others = [t for t, at in single.items() if at in quiet and at != rank]
+        for a in own:
+            for b in others:
+                if problem.exhausted:
+                    return False
+                problem.tried += 1
+                if _swapped(plan, loads, a, b):
+                    return True
+    return False
+
+
+def _swapped(plan: Plan, loads: Loads, a: int, b: int) -> bool:
+    """Exchange the ranks of two tables if that is better; whether it was."""
+    before = score(loads)
+    old = plan[a], plan[b]
+    new = Choice(old[0].option, old[1].targets), Choice(old[1].option, old[0].targets)
+    for choice in old:
+        loads.add(choice, -1)
+    if loads.fits(new[0].option.units[0], new[0].targets[0]):
+        loads.add(new[0])
+        if loads.fits(new[1].option.units[0], new[1].targets[0]):
+            loads.add(new[1])
+            if _better(score(loads), before):
+                plan[a], plan[b] = new
+                return True
+            loads.add(new[1], -1)
+        loads.add(new[0], -1)
+    for choice in old:
+        loads.add(choice)
+    return False
+
+
+def best_of(problem: Problem, plans: Sequence[Plan]) -> Plan:
+    """The best plan that moves lead to from the better starts."""
+    ranked = sorted(plans, key=lambda plan: score(problem.loads_of(plan)))
+    kept = ranked[:2]
+    improved = []
+    whole = problem.effort
+    for number, plan in enumerate(kept, start=1):
+        problem.effort = whole * number // len(kept)
+        improved.append(improve(problem, plan))
+    problem.effort = whole
+    return min([*improved, ranked[0]], key=lambda plan: score(problem.loads_of(plan)))

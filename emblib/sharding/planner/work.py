@@ -1,0 +1,183 @@
+"""What the planner is told of a model: its tables, and how much each is looked up."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from emblib.collections.configs import Kind, TableConfig
+from emblib.optim import Optimizer
+from emblib.sharding.boxes import ShardingType
+from emblib.sharding.planner.topology import Pool
+from emblib.specs import check_count
+
+
+@dataclass(frozen=True)
+class TableConstraints:
+    """What the planner may do with a table, and what it cannot know of it.
+
+    Args:
+        sharding_types: those allowed; left out, all that leave results as they are (see
+            `docs/planner.md`).
+        kinds: other kinds that the table may be kept as where it does not fit as configured,
+            `TensorTrain(...)` or `Plain(Placement....)`, best first.
+        pooling_factor: ids of a bag on average; one number, or one a feature.
+        batch_size: examples a rank, where they differ from the planner's.
+        min_partition: fewest columns of a part that is cut by columns.
+    """
+
+    sharding_types: tuple[ShardingType, ...] | None = None
+    kinds: tuple[Kind, ...] = ()
+    pooling_factor: float | tuple[float, ...] = 1.0
+    batch_size: int | None = None
+    min_partition: int = 16
+
+    def __post_init__(self) -> None:
+        if self.sharding_types is not None:
+            types = tuple(ShardingType(t) for t in self.sharding_types)
+            if not types:
+                raise ValueError("sharding_types must name one at least; leave it out for any")
+            object.__setattr__(self, "sharding_types", types)
+        object.__setattr__(self, "kinds", tuple(self.kinds))
+        check_count("min_partition", self.min_partition)
+        if self.batch_size is not None:
+            check_count("batch_size", self.batch_size)
+        factors = self.pooling_factor
+        factors = factors if isinstance(factors, tuple | list) else (factors,)
+        if not factors or not all(f >= 0 for f in factors):
+            raise ValueError(f"pooling_factor must be a number >= 0, got {self.pooling_factor!r}")
+
+
+@dataclass(frozen=True)
+class Work:
+    """One table of one collection and what a step does with it.
+
+    `batch` examples a rank, `ids` looked up by one of them in all features of the table.
+    """
+
+    path: str
+    config: TableConfig
+    optimizer: Optimizer | None
+    is_weighted: bool
+    batch: int
+    ids: float
+    constraints: TableConstraints = field(default=TableConstraints())
+
+    @property
+    def name(self) -> str:
+        """Of the table, with the path of its collection where it has one."""
+        return f"{self.path}.{self.config.name}" if self.path else self.config.name
+
+    @property
+    def num_features(self) -> int:
+        """Features that read the table."""
+        return len(self.config.feature_names)
+
+
+@dataclass(frozen=True)
+class Reservation:
+    """Memory that is not for tables.
+
+    Args:
+        share: of the memory of every rank: allocator, kernels, what nothing here knows of.
+        nbytes: of the memory of every rank.
+        dense_copies: how often the dense parameters of the model are there: weights, gradients and
+            two moments by default.
+        batches: batches that are under way at a time: 1 in a plain loop, 2 where the next one is
+            distributed meanwhile.
+    """
+
+    share: float = 0.1
+    nbytes: int = 0
+    dense_copies: float = 4.0
+    batches: int = 1
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.share < 1.0:
+            raise ValueError(f"share must be in [0, 1), got {self.share}")
+        check_count("nbytes", self.nbytes, least=0)
+        check_count("batches", self.batches)
+        if not self.dense_copies >= 0:
+            raise ValueError(f"dense_copies must be >= 0, got {self.dense_copies}")
+
+    def left(self, capacity: Pool, dense_bytes: int) -> Pool:
+        """What tables and batches may have of a rank's memory; below 0 where there is too little.
+
+        Of host memory and disk the share alone is kept.
+        """
+        kept = capacity.times(1.0 - self.share)
+        return kept._replace(device=kept.device - self.nbytes - self.dense_copies * dense_bytes)
+
+
+def collections_of(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The collections in a model, and their paths; those within another module kept as one too."""
+    from emblib.collections import EmbeddingBagCollection, EmbeddingCollection
+
+    for path, child in module.named_modules():
+        if isinstance(child, EmbeddingBagCollection | EmbeddingCollection):
+            yield path, child
+
+
+def tables_of(collection: Any) -> Sequence[TableConfig]:
+    """The configurations of a collection's tables, in its order."""
+    if hasattr(collection, "embedding_bag_configs"):
+        return tuple(collection.embedding_bag_configs())
+    return tuple(collection.embedding_configs())
+
+
+def works_of(
+    module: nn.Module, batch_size: int, constraints: Mapping[str, TableConstraints]
+) -> list[Work]:
+    """The tables of a model. Constraints go by the table's name, or by `path.name`.
+
+    Raises:
+        ValueError: no collections, or constraints of a table that is not there.
+    """
+    works, known = [], set()
+    for path, collection in collections_of(module):
+        for config in tables_of(collection):
+            full = f"{path}.{config.name}" if path else config.name
+            known |= {config.name, full}
+            given = constraints.get(full, constraints.get(config.name, TableConstraints()))
+            works.append(_work(path, collection, config, given, batch_size))
+    if not works:
+        raise ValueError(
+            "the model has no EmbeddingBagCollection and no EmbeddingCollection, and so nothing "
+            "to plan"
+        )
+    unknown = constraints.keys() - known
+    if unknown:
+        raise ValueError(f"constraints for tables that are not there: {sorted(unknown)}; "
+                         f"have {sorted(known)}")  # fmt: skip
+    return works
+
+
+def _work(
+    path: str, collection: Any, config: TableConfig, given: TableConstraints, batch_size: int
+) -> Work:
+    factors, features = given.pooling_factor, len(config.feature_names)
+    if isinstance(factors, tuple | list) and len(factors) != features:
+        raise ValueError(
+            f"pooling_factor of {config.name!r} must be one number, or one a feature = {features}, "
+            f"got {len(factors)}"
+        )
+    ids = sum(factors) if isinstance(factors, tuple | list) else factors * features
+    weighted = getattr(collection, "is_weighted", None)
+    return Work(
+        path,
+        config,
+        config.optimizer
+        if config.optimizer is not None
+        else getattr(collection, "optimizer", None),
+        bool(weighted()) if callable(weighted) else False,
+        given.batch_size or batch_size,
+        float(ids),
+        given,
+    )
+
+
+def dense_bytes(module: nn.Module) -> int:
+    """Bytes of the parameters and buffers that belong to no collection."""
+    sparse = {id(t) for _, c in collections_of(module) for t in (*c.parameters(), *c.buffers())}
+    return sum(t.nbytes for t in (*module.parameters(), *module.buffers()) if id(t) not in sparse)

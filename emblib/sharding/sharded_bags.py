@@ -1,0 +1,131 @@
+"""An embedding bag collection whose tables are spread over ranks."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from emblib.jagged import KeyedJaggedTensor, KeyedTensor
+from emblib.optim import Optimizer
+from emblib.sharding.awaitable import Awaitable, LazyAwaitable, LazyDeferred
+from emblib.sharding.boxes import TableSharding
+from emblib.sharding.checkpoints.modules import StateOfTables
+from emblib.sharding.combine import Combination
+from emblib.sharding.distribute import Received
+from emblib.sharding.groups_of_ranks import Ranks
+from emblib.sharding.parameters import HeldParameters
+from emblib.sharding.sharded_tables import GradientReduction, ShardedTables
+from emblib.sharding.wire import Wire
+
+
+class ShardedEmbeddingBagCollection(StateOfTables, ShardedTables):
+    """An `EmbeddingBagCollection` in boxes over ranks: the same output for this rank's own batch.
+
+    All ranks call it together, each with its own batch: batch sizes may differ and may be 0. The
+    columns of the output are in the order of the tables' configurations, whatever the plan, and
+    MEAN divides by the lengths that the batch has here.
+
+    `forward` returns before the rows have come. What it returns waits when it is used; ranks must
+    use the outputs of several collections in the same order.
+
+    Args:
+        source: an `EmbeddingBagCollection`; its weights and optimizer state are kept.
+        plan: the sharding of each of its tables.
+        ranks: the processes; left out, all.
+        wire: how rows and gradients are encoded on their way.
+        gradients: whether gradients are the mean or the sum over ranks.
+        optimizer: of tables that have none of their own; left out, that of `source`.
+    """
+
+    handles_name = "embedding_bags"
+
+    def __init__(
+        self,
+        source: Any,
+        plan: Mapping[str, TableSharding],
+        ranks: Ranks | None = None,
+        *,
+        wire: Wire | None = None,
+        gradients: GradientReduction = GradientReduction.MEAN,
+        optimizer: Optimizer | None = None,
+    ) -> None:
+        configs = source.embedding_bag_configs()
+        ranks = Ranks.of(ranks)
+        super().__init__(
+            *(source, configs, plan, ranks),
+            pooled=True,
+            optimizer=optimizer or source.optimizer,
+            gradients=gradients,
+        )
+        self._is_weighted = source.is_weighted()
+        self.wire, self.gradients = wire or Wire(), GradientReduction(gradients)
+        self.combination = Combination(self.layout, ranks, self.wire, self.scale)
+        self.embedding_bags = HeldParameters(self.handles())
+        self._names = [feature.name for feature in self.layout.features]
+        self._dims = [feature.dim for feature in self.layout.features]
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        super()._apply(fn, recurse)
+        self.embedding_bags.bind()
+        return self
+
+    def embedding_bag_configs(self) -> tuple[Any, ...]:
+        """The configurations of the tables, as they were given."""
+        return self.configs
+
+    def is_weighted(self) -> bool:
+        """Whether lookups are weighted."""
+        return self._is_weighted
+
+    def forward(self, features: KeyedJaggedTensor) -> LazyAwaitable[KeyedTensor]:
+        """Pooled embeddings `[B, sum D]`, float32, in the order of the tables."""
+        return self.compute_and_output_dist(self.input_dist(features).wait().wait())
+
+    def compute(self, received: Received) -> tuple[Tensor, Tensor | None]:
+        """Rows pooled here for all ranks, and those of the copies for this one's own batch."""
+        copies = None if self.copies is None else self.copies(received.inputs)
+        return self.rows(received), copies
+
+    def output_dist(
+        self, rows: tuple[Tensor, Tensor | None], received: Received
+    ) -> LazyAwaitable[KeyedTensor]:
+        """Start the pooled rows on their way back."""
+        local, copies = rows
+        if received.sent is None:
+            output = self.combination.here(local, received)
+            return LazyDeferred(partial(self._finished, output, received))
+        pending = self.combination.start(local, copies, self._stand_in(received), received)
+        return LazyDeferred(partial(self._output, pending, received))
+
+    def compute_and_output_dist(self, received: Received) -> LazyAwaitable[KeyedTensor]:
+        """Both."""
+        return self.output_dist(self.compute(received), received)
+
+    def _stand_in(self, received: Received) -> Tensor | None:
+        if self.copies is None or not self.copies.synchronised or not torch.is_grad_enabled():
+            return None
+        return self.copies.stand_in(received, self.combination.shape_of_copies(received))
+
+    def _output(self, pending: Awaitable[Tensor], received: Received) -> KeyedTensor:
+        return self._finished(pending.wait(), received)
+
+    def _finished(self, values: Tensor, received: Received) -> KeyedTensor:
+        if received.inputs.is_variable:
+            values = self._expanded(values, received)
+        return KeyedTensor(self._names, self._dims, values)
+
+    def _expanded(self, values: Tensor, received: Received) -> Tensor:
+        """Rows of distinct bags, feature after feature, to the examples that have them."""
+        inputs = received.inputs
+        sizes = [count * dim for count, dim in zip(inputs.bags, self._dims, strict=True)]
+        blocks = [
+            block.view(-1, dim) for block, dim in zip(values.split(sizes), self._dims, strict=True)
+        ]
+        if inputs.inverse is not None:
+            blocks = [
+                block.index_select(0, inverse)
+                for block, inverse in zip(blocks, inputs.inverse, strict=True)
+            ]
+        return torch.cat(blocks, dim=1)

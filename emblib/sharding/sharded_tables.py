@@ -1,0 +1,284 @@
+"""The tables of one collection over ranks: what pooled and sequence collections have in common."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from emblib.collections.configs import Dynamic
+from emblib.collections.grouping import group
+from emblib.collections.groups import TableGroups
+from emblib.collections.handles import TableHandle
+from emblib.collections.slices import TableSlice
+from emblib.jagged import KeyedJaggedTensor
+from emblib.ops import lookups
+from emblib.optim import Optimizer
+from emblib.sharding import transfer
+from emblib.sharding.awaitable import Awaitable, Deferred, NoWait
+from emblib.sharding.boxes import Box, TableSharding, World, table_wise
+from emblib.sharding.copies import SynchronisedCopies, reordered
+from emblib.sharding.distribute import Distribution, Inputs, Received
+from emblib.sharding.groups_of_ranks import Ranks
+from emblib.sharding.layout import (
+    Config,
+    Layout,
+    Part,
+    blocks_of,
+    lay_out,
+    shape_of,
+    slices_of,
+    with_kind,
+    with_synchronised_copies,
+)
+from emblib.sharding.tensor_train import share_cores
+from emblib.specs import Choice, Pooling
+
+
+class GradientReduction(Choice):
+    """How gradients of a table add up over ranks.
+
+    MEAN divides by the number of ranks, as `DistributedDataParallel` does with those of the dense
+    parameters: a step is one on the mean of the losses of all ranks. SUM does not.
+    """
+
+    MEAN = "mean"
+    SUM = "sum"
+
+
+@dataclass(frozen=True)
+class HeldPart:
+    """A part of a table that this rank holds: slice `index` of `groups`."""
+
+    table: str
+    box: Box
+    groups: TableGroups
+    index: int
+
+
+class ShardedTables(nn.Module):
+    """Tables in boxes over ranks, and the ids of a batch on their way there.
+
+    Args:
+        source: the collection whose tables they become; its weights are kept, and the state of
+            its optimizer. Replicated tables take those of rank 0. On `meta`, first values are
+            drawn: by a seed of rank 0, so that they do not depend on the plan.
+        configs: its tables.
+        plan: the sharding of each table, by name.
+        ranks: the processes.
+        pooled: whether rows are pooled.
+        optimizer: of tables that have none of their own.
+        gradients: how those of tables add up over ranks.
+    """
+
+    def __init__(
+        self,
+        source: Any,
+        configs: Sequence[Config],
+        plan: Mapping[str, TableSharding],
+        ranks: Ranks,
+        *,
+        pooled: bool,
+        optimizer: Optimizer | None,
+        gradients: GradientReduction,
+    ) -> None:
+        super().__init__()
+        self.ranks, self.plan = ranks, dict(plan)
+        is_mean = GradientReduction(gradients) is GradientReduction.MEAN
+        self.scale = 1.0 / ranks.size if is_mean else 1.0
+        self.configs = tuple(configs)
+        self._check_plan()
+        device = ranks.device
+        pooling = Pooling.SUM if pooled else Pooling.NONE
+
+        def arrange(slices: Sequence[TableSlice], reads: Sequence[int]) -> list[int]:
+            return [u for g in group(slices, reads, optimizer, pooling) for u in g.units]
+
+        layout = lay_out(self.configs, self._boxes(), ranks.size, arrange, pooled=pooled)
+        seeds = transfer.common_seeds(map(TableSlice.whole, self.configs), ranks)
+        own, replicated = layout.ranks[ranks.rank], layout.replicated
+
+        def make(parts: Sequence[Part]) -> TableGroups:
+            slices, reads = slices_of(self.configs, self.plan, parts), self._reads(parts)
+            return TableGroups(
+                slices, reads, pooled=pooled, optimizer=optimizer, device=device, seeds=seeds
+            )
+
+        self.groups = make(own.parts)
+        transfer.fill(self.groups, source.groups, self._key_blocks(own.parts))
+        share_cores(self.groups, own.parts, self.configs, self._boxes(), ranks)
+        self.copies = None
+        if replicated.parts:
+            groups = make(replicated.parts)
+            transfer.fill(groups, source.groups, {})
+            transfer.equalise(groups, ranks)
+            synchronised = _is_fused(groups) and ranks.size > 1
+            if synchronised:
+                layout = with_synchronised_copies(layout)
+            self.copies = SynchronisedCopies(layout, groups, ranks, synchronised=synchronised)
+        self.layout, self._own = layout, layout.ranks[ranks.rank]
+        blocks = blocks_of(self.configs, layout)
+        self.distribution = Distribution(layout, blocks, ranks, self.scale, packs=pooled)
+        self._keys = [feature.key for feature in layout.features]
+        self._orders: dict[tuple[str, ...], list[int]] = {}
+
+    layout: Layout
+
+    def _check_plan(self) -> None:
+        names = {config.name for config in self.configs}
+        if names != set(self.plan):
+            raise ValueError(
+                f"a plan must have every table of its collection: without one are "
+                f"{sorted(names - set(self.plan))}, and no table is called "
+                f"{sorted(set(self.plan) - names)}"
+            )
+        for config in self.configs:
+            sharding = self.plan[config.name]
+            shape = shape_of(config, sharding.kind)
+            sharding.check(config.name, shape, self.ranks.size)
+
+    def _boxes(self) -> dict[str, TableSharding]:
+        """The plan; a copy on the only rank is a table there."""
+        if self.ranks.size > 1:
+            return self.plan
+        return {
+            config.name: table_wise(0)(shape_of(config), World(1, 1))
+            if self.plan[config.name].is_replicated
+            else self.plan[config.name]
+            for config in self.configs
+        }
+
+    def _reads(self, parts: Sequence[Part]) -> list[int]:
+        """The part that each unit reads."""
+        features = [config.feature_names for config in self.configs]
+        return [p for p, part in enumerate(parts) for _ in features[part.table]]
+
+    def _key_blocks(self, parts: Sequence[Part]) -> dict[str, tuple[int, int]]:
+        """Of the dynamic tables here, which block of keys of how many."""
+        blocks = {}
+        for part in parts:
+            config = self.configs[part.table]
+            if isinstance(config.kind, Dynamic):
+                boxes = sorted(self.plan[config.name].boxes, key=lambda box: box.rows)
+                blocks[config.name] = (boxes.index(part.box), len(boxes))
+        return blocks
+
+    def parts(self) -> list[HeldPart]:
+        """The parts of tables that are here, copies of replicated ones among them."""
+        held = [(self._own.parts, self.groups)]
+        if self.copies is not None:
+            held.append((self.layout.replicated.parts, self.copies.groups))
+        return [
+            HeldPart(self.configs[part.table].name, part.box, groups, index)
+            for parts, groups in held
+            for index, part in enumerate(parts)
+        ]
+
+    def handles(self) -> list[tuple[str, TableHandle]]:
+        """The handle of each part that is here, with the name of its table."""
+        return [(part.table, part.groups.handles[part.index]) for part in self.parts()]
+
+    def kept_as(self, table: str) -> Config:
+        """The configuration of a table as it is kept, which a plan may have changed."""
+        config = next(config for config in self.configs if config.name == table)
+        return with_kind(config, self.plan[table].kind)
+
+    # One batch
+
+    def input_dist(self, features: KeyedJaggedTensor) -> Awaitable[Awaitable[Received]]:
+        """Start the ids on their way to the ranks that hold their rows.
+
+        Waiting once starts the second of two messages; waiting for what that gives ends it. All
+        ranks call this, in the same order.
+        """
+        inputs = self._inputs(features)
+        if self._is_local:
+            return NoWait(Deferred(lambda: self._here(inputs)))
+        return self.distribution.start(inputs)
+
+    @property
+    def _is_local(self) -> bool:
+        whole = len(self._own.units) == len(self.layout.features)
+        return self.ranks.size == 1 and self.distribution.is_whole and whole
+
+    def _inputs(self, features: KeyedJaggedTensor) -> Inputs:
+        """The features of the tables, in their order."""
+        if not isinstance(features, KeyedJaggedTensor):
+            features = KeyedJaggedTensor.adopt(features)
+        keys = features.keys()
+        if keys != self._keys:
+            features = features.permute(self._order(tuple(keys)))
+        return Inputs(
+            features.values(),
+            features.lengths(),
+            features.offsets(),
+            features.weights_or_none(),
+            features.stride_per_key(),
+            features.variable_stride_per_key(),
+            self._inverse(features),
+        )
+
+    def _inverse(self, features: KeyedJaggedTensor) -> list[Tensor] | None:
+        inverse = features.inverse_indices_or_none()
+        if inverse is None:
+            return None
+        keys, indices = inverse
+        return [indices[keys.index(key)] for key in self._keys]
+
+    def _order(self, keys: tuple[str, ...]) -> list[int]:
+        if keys not in self._orders:
+            missing = sorted(set(self._keys) - set(keys))
+            if missing:
+                raise KeyError(f"the batch has no features {missing}; it has {list(keys)}")
+            self._orders[keys] = [keys.index(key) for key in self._keys]
+        return self._orders[keys]
+
+    def _here(self, inputs: Inputs) -> Received:
+        """A batch that goes nowhere."""
+        order = [unit.feature for unit in self._own.units]
+        ids, offsets, weights = inputs.ids, inputs.offsets, inputs.weights
+        if order != sorted(order):
+            ids, offsets, weights = reordered(inputs, order, self.distribution.order)
+        bags = [[inputs.bags[f]] for f in order]
+        return Received(
+            *(inputs, None, ids, offsets, weights, bags, inputs.is_variable),
+            *(offsets, [ids.numel()], 0),
+        )
+
+    def rows(self, received: Received) -> Tensor:
+        """Look up what came for the tables here."""
+        if len(received.bags) == len(self._own.units):
+            ids, offsets, weights = received.ids, received.offsets, received.weights
+        else:
+            ids, offsets, weights = self._without_copies(received)
+        sizes = received.bags[: len(self._own.units)] if received.by_unit else None
+        return self.groups(ids, offsets, weights, batch_sizes=sizes)
+
+    def prefetch(self, received: Received) -> None:
+        """Bring rows that `rows` will look up for this batch into the caches of their tables."""
+        whole = len(received.bags) == len(self._own.units)
+        ids, offsets = received.ids, received.offsets
+        if not whole:
+            ids, offsets, _ = self._without_copies(received)
+        sizes = received.bags[: len(self._own.units)] if received.by_unit else None
+        self.groups.prefetch(ids, offsets, batch_sizes=sizes)
+
+    def _without_copies(self, received: Received) -> tuple[Tensor, Tensor, Tensor | None]:
+        bags = sum(map(sum, received.bags[: len(self._own.units)]))
+        ids = received.ids.numel() - received.copied
+        weights = received.weights
+        return (
+            received.ids[:ids],
+            received.offsets[: bags + 1],
+            None if weights is None else weights[:ids],
+        )
+
+
+def _is_fused(groups: TableGroups) -> bool:
+    """Whether backward applies the optimizers of all tables; of some alone is an error."""
+    fused = {lookups.is_fused(info.module.optimizer) for info in groups.groups}
+    if len(fused) > 1:
+        raise ValueError(
+            "replicated tables of one collection must all have a fused optimizer, or none of them"
+        )
+    return fused == {True}

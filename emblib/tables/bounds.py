@@ -1,0 +1,69 @@
+"""Invalid indices and offsets: what a module does about them, and whom it tells."""
+
+import sys
+import warnings
+from types import FrameType
+
+import torch
+from torch import Tensor
+
+from emblib.ops import tbe
+from emblib.specs import BoundsCheck
+
+
+def caller_level() -> int:
+    """The `stacklevel` at which a warning names the code that called the module."""
+    frame: FrameType | None = sys._getframe(1)
+    level = 1
+    while frame is not None and frame.f_globals.get("__name__", "").startswith(_OURS):
+        frame, level = frame.f_back, level + 1
+    return level
+
+
+_OURS = ("emblib.", "torch.nn.modules.", "torch._dynamo.")
+
+
+class CheckedBatches:
+    """What a module of tables says of a batch before it is looked up."""
+
+    features: Tensor
+    bounds_violations: Tensor
+    bounds_check: BoundsCheck
+
+    def _check_bounds(
+        self,
+        indices: Tensor,
+        offsets: Tensor,
+        features: Tensor,
+        bag_layout: Tensor | None = None,
+    ) -> Tensor:
+        """Offsets repaired as `bounds_check` says; on CUDA violations are only counted."""
+        if indices.device != self.features.device or offsets.device != self.features.device:
+            raise RuntimeError(
+                f"indices and offsets must be on the device of the table, {self.features.device}, "
+                f"got {indices.device} and {offsets.device}; move them with .to(device)"
+            )
+        if self.bounds_check is BoundsCheck.NONE:
+            return offsets
+        mode = self.bounds_check
+        offsets, violations = tbe.check_bounds(indices, offsets, features, bag_layout, mode.value)
+        if mode is not BoundsCheck.WARNING:
+            return offsets
+        if violations.is_cuda or torch.compiler.is_compiling():
+            self.bounds_violations.add_(violations)
+            return offsets
+        bad_indices, bad_offsets = violations.tolist()
+        if bad_indices or bad_offsets:
+            self.bounds_violations.add_(violations)
+            warnings.warn(
+                self._told_of_bounds(bad_indices, bad_offsets),
+                stacklevel=caller_level(),
+            )
+        return offsets
+
+    def _told_of_bounds(self, bad_indices: int, bad_offsets: int) -> str:
+        return (
+            f"emblib: {bad_indices} indices and {bad_offsets} offsets out of bounds; "
+            "such indices read row 0, such offsets are clamped (are they offsets, not lengths, "
+            "and in this order? bounds_check=BoundsCheck.FATAL raises instead)"
+        )

@@ -1,0 +1,365 @@
+"""T tables of 8 or 4 bits a value in one kernel, to look up in and not to train."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from emblib import ops
+from emblib.ops import quant
+from emblib.specs import BoundsCheck, Placement, Pooling, TableSpec, check_float_dtype
+from emblib.tables import checkpoint
+from emblib.tables.batched import TableBatchedEmbeddingBags
+from emblib.tables.bounds import CheckedBatches
+from emblib.tables.tt import TTEmbeddingBag
+from emblib.tables.variable_batch import variable_batch
+
+_ALIGNMENT = 64  # of the bytes at which a table begins: a cache line
+_CHUNK = 1 << 16  # rows made floats at a time by to_dense
+
+
+class _Place(NamedTuple):
+    """Of a table: its first byte, its first row, rows, dim, and bytes a row."""
+
+    begin: int
+    first_row: int
+    rows: int
+    dim: int
+    row_bytes: int
+
+    def values(self, values: Tensor) -> Tensor:
+        """Its numbers `[rows, row_bytes]` in those of the module, as a view."""
+        size = self.rows * self.row_bytes
+        return values[self.begin : self.begin + size].view(self.rows, self.row_bytes)
+
+    def scales(self, scales: Tensor) -> Tensor:
+        """Its `[rows, 2]` in those of the module, as a view."""
+        return scales[self.first_row : self.first_row + self.rows]
+
+
+class QuantizedEmbeddingBags(CheckedBatches, nn.Module):
+    """Looks up F features in T quantised tables at once and pools them into `[B, sum D]`.
+
+    A row is D numbers of `bits` bits with a float32 scale and offset, value = scale * number +
+    offset, so that a value is off by half a scale at most: the largest value of its row less the
+    smallest, over 510 with 8 bits or 30 with 4. Sums are float32. Rows are zeros until
+    `write_rows`, `from_float` or `load_state_dict` fill them; nothing here has a gradient.
+
+    Args:
+        tables: rows, dim and name of each table; their placement must be DEVICE.
+        bits: 8 or 4.
+        pooling: SUM, MEAN, or NONE for one vector a lookup (needs one dim for all features).
+        feature_tables: the table of each feature; left out, feature i reads table i.
+        output_dtype: float32, float16 or bfloat16.
+        bounds_check: what happens to invalid indices and offsets, see `BoundsCheck`.
+        device: where the kernels run.
+
+    Raises:
+        ValueError: other bits, another placement, tables of one name, different dims without
+            pooling, or features of tables that are not there.
+    """
+
+    values: Tensor
+    scales: Tensor
+
+    def __init__(
+        self,
+        tables: Sequence[TableSpec],
+        bits: int = 8,
+        *,
+        pooling: Pooling = Pooling.SUM,
+        feature_tables: Sequence[int] | None = None,
+        output_dtype: torch.dtype = torch.float32,
+        bounds_check: BoundsCheck = BoundsCheck.WARNING,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.tables = (tables,) if isinstance(tables, TableSpec) else tuple(tables)
+        self.bits, self.pooling = bits, Pooling(pooling)
+        self.feature_tables = tuple(
+            range(len(self.tables)) if feature_tables is None else feature_tables
+        )
+        self.output_dtype = output_dtype
+        self.bounds_check = BoundsCheck(bounds_check)
+        check_float_dtype("output_dtype", output_dtype)
+        self._check()
+        self.table_names = checkpoint.table_names([spec.name for spec in self.tables])
+        device = torch.empty(0, device=device).device
+        ops.require_kernels(device)
+        self._make_places()
+        self._allocate(device)
+
+    def _check(self) -> None:
+        if self.bits not in (4, 8):
+            raise ValueError(f"bits must be 8 or 4, got {self.bits!r}")
+        for t, spec in enumerate(self.tables):
+            if not isinstance(spec, TableSpec):
+                raise TypeError(f"tables[{t}] must be a TableSpec, got {spec!r}")
+            if spec.placement is not Placement.DEVICE:
+                raise ValueError(
+                    f"quantised tables are on the device of the module, tables[{t}] asks for "
+                    f"{spec.placement}: move the module with .to(device)"
+                )
+        for f, t in enumerate(self.feature_tables):
+            if not 0 <= t < len(self.tables):
+                raise ValueError(
+                    f"feature_tables[{f}] must be in [0, {len(self.tables)}), the number of "
+                    f"tables, got {t}"
+                )
+        dims = sorted({spec.dim for spec in self.tables})
+        if len(dims) > 1 and self.pooling is Pooling.NONE:
+            raise ValueError(
+                f"pooling NONE needs one dim for all tables, got {dims}; make one module a dim"
+            )
+
+    def _make_places(self) -> None:
+        self._places: list[_Place] = []
+        begin = first_row = 0
+        for spec in self.tables:
+            row_bytes = quant.row_bytes(spec.dim, self.bits)
+            self._places.append(_Place(begin, first_row, spec.rows, spec.dim, row_bytes))
+            begin += -(-spec.rows * row_bytes // _ALIGNMENT) * _ALIGNMENT
+            first_row += spec.rows
+        self._bytes, self.total_rows = begin, first_row
+        self._dims = [self.tables[t].dim for t in self.feature_tables]
+        none = self.pooling is Pooling.NONE
+        self.columns = max(self._dims, default=0) if none else sum(self._dims)
+        column, self._layout = 0, []
+        for t in self.feature_tables:
+            place = self._places[t]
+            head = (place.begin, place.first_row, place.rows, place.dim)
+            self._layout.append((*head, column, 0, place.first_row, 0))
+            column += 0 if none else place.dim
+
+    _layout: list[tuple[int, ...]]
+
+    def _allocate(self, device: torch.device) -> None:
+        values = ops.empty_table((self._bytes,), torch.uint8, device)
+        self.register_buffer("values", values, persistent=False)
+        scales = torch.empty(self.total_rows, 2, device=device)
+        self.register_buffer("scales", scales, persistent=False)
+        counts = torch.zeros(2, dtype=torch.int64, device=device)
+        self.register_buffer("bounds_violations", counts, persistent=False)
+        self.register_buffer("features", self._features(device), persistent=False)
+        self.reset_parameters()
+
+    def _features(self, device: torch.device) -> Tensor:
+        return torch.tensor(self._layout, dtype=torch.int64, device=device).view(-1, 8)
+
+    def reset_parameters(self) -> None:
+        """Make all rows zeros; also what makes a module usable that `to_empty` moved from meta."""
+        self.values.zero_()
+        self.scales.zero_()
+        self.bounds_violations.zero_()
+
+    @classmethod
+    def from_float(
+        cls,
+        source: nn.Module | Tensor | Mapping[str, Tensor],
+        bits: int = 8,
+        *,
+        output_dtype: torch.dtype | None = None,
+        bounds_check: BoundsCheck = BoundsCheck.WARNING,
+        device: torch.device | str | None = None,
+    ) -> "QuantizedEmbeddingBags":
+        """The rows of `source`, quantised.
+
+        Args:
+            source: `TableBatchedEmbeddingBags`, `TTEmbeddingBag`, `nn.EmbeddingBag` (sum or mean)
+                or `nn.Embedding` (pooling NONE), whose tables, features and pooling are kept; a
+                matrix `[R, D]`, or several by name, which are pooled by SUM.
+            bits: 8 or 4.
+            output_dtype: left out, that of the source's output, or float32.
+            bounds_check: as in the constructor.
+            device: left out, that of the source.
+
+        Raises:
+            TypeError: another source.
+            ValueError: rows that are not finite.
+        """
+        found = _Source.of(source)
+        made = cls(
+            found.specs,
+            bits,
+            pooling=found.pooling,
+            feature_tables=found.feature_tables,
+            output_dtype=found.output_dtype if output_dtype is None else output_dtype,
+            bounds_check=bounds_check,
+            device=found.device if device is None else device,
+        )
+        for table, weights in enumerate(found.weights()):
+            made.write_rows(table, weights)
+        return made
+
+    def write_rows(self, table: int, weights: Tensor, first_row: int = 0) -> None:
+        """Quantise `weights` `[rows, dim]` into a table, from `first_row` on.
+
+        Raises:
+            ValueError: another dim, rows that are not there, or rows that are not finite.
+        """
+        place = self._places[table]
+        if weights.dim() != 2 or weights.size(1) != place.dim:
+            raise ValueError(
+                f"weights must be [rows, {place.dim}] for table {self.table_names[table]!r}, got "
+                f"{list(weights.shape)}"
+            )
+        end = first_row + weights.size(0)
+        if not 0 <= first_row <= end <= place.rows:
+            raise ValueError(
+                f"rows {first_row} to {end} are not in table {self.table_names[table]!r} of "
+                f"{place.rows} rows"
+            )
+        weights = weights.detach().to(self.values.device).contiguous()
+        if not weights.is_meta and not bool(torch.isfinite(weights).all()):
+            raise ValueError(
+                f"rows of table {self.table_names[table]!r} must be finite to be quantised; "
+                "weights.nan_to_num() makes them so"
+            )
+        quant.quantize_rows_(
+            place.values(self.values)[first_row:end],
+            place.scales(self.scales)[first_row:end],
+            weights,
+            self.bits,
+        )
+
+    def table_views(self) -> list[dict[str, Tensor]]:
+        """For each table its packed `values` and its `scales` (scale, offset), as views."""
+        return [
+            {"values": place.values(self.values), "scales": place.scales(self.scales)}
+            for place in self._places
+        ]
+
+    def to_dense(self, table: int) -> Tensor:
+        """A table as float32 `[rows, dim]`."""
+        place = self._places[table]
+        out = self.scales.new_empty(place.rows, place.dim)
+        device = out.device
+        layout = (place.begin, place.first_row, place.rows, place.dim, 0, 0, 0, 0)
+        features = torch.tensor([layout], dtype=torch.int64, device=device)
+        for first in range(0, place.rows, _CHUNK):
+            rows = torch.arange(first, min(first + _CHUNK, place.rows), device=device)
+            offsets = torch.tensor([0, rows.numel()], device=device)
+            out[first : first + _CHUNK] = quant.quant_lookup(
+                *(self.values, self.scales, features, rows, offsets, None, None),
+                *(Pooling.NONE.value, self.bits, place.dim, torch.float32),
+            )
+        return out
+
+    def forward(
+        self,
+        indices: Tensor,
+        offsets: Tensor,
+        per_sample_weights: Tensor | None = None,
+        *,
+        batch_sizes: Sequence[Sequence[int]] | None = None,
+    ) -> Tensor:
+        """Pooled embeddings `[B, sum D]`, or `[L, D]` for pooling NONE, in `output_dtype`.
+
+        Arguments are those of `TableBatchedEmbeddingBags`.
+
+        Raises:
+            RuntimeError: wrong dtype, device or number of offsets; out of bounds in mode FATAL;
+                weights that ask for a gradient.
+            ValueError: `batch_sizes` that do not fit.
+        """
+        if per_sample_weights is not None and per_sample_weights.requires_grad:
+            if torch.is_grad_enabled():
+                raise RuntimeError(
+                    "quantised tables give per_sample_weights no gradient: look up under "
+                    "torch.no_grad(), or give per_sample_weights.detach()"
+                )
+            per_sample_weights = per_sample_weights.detach()
+        bag_layout, columns = None, self.columns
+        if batch_sizes is not None:
+            bags = max(offsets.numel() - 1, 0)
+            bag_layout, elements = variable_batch(batch_sizes, self._dims, bags, indices.device)
+            columns = columns if self.pooling is Pooling.NONE else elements
+        offsets = self._check_bounds(indices, offsets, self.features, bag_layout)
+        return quant.quant_lookup(
+            *(self.values, self.scales, self.features, indices, offsets, bag_layout),
+            *(per_sample_weights, self.pooling.value, self.bits, columns, self.output_dtype),
+        )
+
+    def nbytes(self) -> dict[str, int]:
+        """Bytes of the `weights`: numbers, scales and offsets."""
+        return {"weights": self.values.nbytes + self.scales.nbytes}
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        super()._apply(ops.keep_dtype(fn), recurse)
+        self.features = self._features(self.values.device)
+        return self
+
+    def _targets(self) -> dict[str, Tensor]:
+        return dict(checkpoint.entries(self.table_names, self.table_views()))
+
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
+        destination.update({prefix + key: view for key, view in self._targets().items()})
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *arguments: Any
+    ) -> None:
+        targets = self._targets()
+        found = checkpoint.sources(targets, state_dict, prefix, *arguments[2:])
+        for key, value in checkpoint.own(found, targets).items():
+            targets[key].copy_(value)
+
+    def extra_repr(self) -> str:
+        """Tables and choices."""
+        sizes = ", ".join(
+            f"{name}: {spec.rows} x {spec.dim}"
+            for name, spec in zip(self.table_names[:4], self.tables, strict=False)
+        )
+        more = f", ... {len(self.tables)} tables" if len(self.tables) > 4 else ""
+        return f"[{sizes}{more}], {self.bits} bits, pooling={self.pooling.value}"
+
+
+class _Source(NamedTuple):
+    """What there is to quantise."""
+
+    specs: list[TableSpec]
+    tensors: list[Tensor] | TTEmbeddingBag
+    pooling: Pooling
+    feature_tables: Sequence[int] | None
+    output_dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, source: Any) -> "_Source":
+        """Raises TypeError for what nobody can quantise."""
+        if isinstance(source, TableBatchedEmbeddingBags):
+            specs = [TableSpec(s.rows, s.dim, s.name) for s in source.tables]
+            rest = (source.feature_tables, source.output_dtype, source.hyper.device)
+            return cls(specs, source.table_weights(), source.pooling, *rest)
+        if isinstance(source, TTEmbeddingBag):
+            spec = TableSpec(source.spec.rows, source.spec.dim, source.spec.name)
+            return cls([spec], source, source.pooling, None, source.output_dtype,
+                       source.hyper.device)  # fmt: skip
+        pooling = Pooling.SUM
+        if isinstance(source, nn.Embedding):
+            pooling, source = Pooling.NONE, source.weight
+        elif isinstance(source, nn.EmbeddingBag):
+            if source.mode not in ("sum", "mean"):
+                raise TypeError(f"an EmbeddingBag must have mode sum or mean, got {source.mode!r}")
+            pooling, source = Pooling(source.mode), source.weight
+        named = {"": source} if isinstance(source, Tensor) else source
+        if not isinstance(named, Mapping) or not named:
+            raise TypeError(
+                "source must be TableBatchedEmbeddingBags, TTEmbeddingBag, nn.EmbeddingBag, "
+                f"nn.Embedding, a matrix or matrices by name, got {type(source).__name__}"
+            )
+        for name, tensor in named.items():
+            if not isinstance(tensor, Tensor) or tensor.dim() != 2:
+                raise TypeError(f"table {name!r} must be a matrix [R, D], got {tensor!r}")
+        specs = [TableSpec(t.size(0), t.size(1), name) for name, t in named.items()]
+        tensors = list(named.values())
+        return cls(specs, tensors, pooling, None, torch.float32, tensors[0].device)
+
+    def weights(self) -> Iterator[Tensor]:
+        """The rows of each table as floats, one table at a time."""
+        if isinstance(self.tensors, list):
+            yield from self.tensors
+        else:
+            yield self.tensors.to_dense()

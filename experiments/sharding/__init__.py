@@ -1,0 +1,1 @@
+"""Collections over several ranks: whole steps and their parts, and what a cost model predicts."""

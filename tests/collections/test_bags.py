@@ -1,0 +1,334 @@
+"""`EmbeddingBagCollection` against plain torch: any mix of tables, pooling, weights and batches."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from emblib import (
+    Cache,
+    Dynamic,
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    EmbeddingConfig,
+    KeyedJaggedTensor,
+    KeyedTensor,
+    Placement,
+    Plain,
+    Pooling,
+    TensorTrain,
+    optim,
+)
+from tests.collections.cases import IDS, bag_configs, batch, dense, expected, features_of
+
+MIXES = [
+    ("plain",),
+    ("tt",),
+    ("dynamic",),
+    ("plain", "plain", "plain"),
+    ("tt", "plain", "dynamic", "plain"),
+]
+
+
+def _rows(collection: EmbeddingBagCollection) -> dict[str, torch.Tensor]:
+    return {config.name: dense(collection, config.name) for config in collection.configs}
+
+
+def _check(out: KeyedTensor, pieces: dict[str, torch.Tensor], **tolerance: float) -> None:
+    assert out.keys() == list(pieces)
+    assert out.length_per_key() == [piece.shape[1] for piece in pieces.values()]
+    assert out.values().dtype is torch.float32
+    torch.testing.assert_close(out.values(), torch.cat(list(pieces.values()), 1), **tolerance)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("pooling", ["sum", "mean", "both"])
+@pytest.mark.parametrize("kinds", MIXES)
+def test_outputs(kinds: tuple[str, ...], pooling: str, weighted: bool) -> None:
+    first = Pooling.SUM if pooling == "both" else Pooling(pooling)
+    configs = bag_configs(kinds, first)
+    if pooling == "both":
+        means = bag_configs(kinds, Pooling.MEAN)
+        configs = [m if i % 2 else c for i, (c, m) in enumerate(zip(configs, means, strict=True))]
+    collection = EmbeddingBagCollection(configs, is_weighted=weighted, optimizer=optim.SGD(0.1))
+    keys = features_of(configs)
+    for order in (keys, [*keys[::-1], "more"], ["more", *keys]):
+        for size in (3, 1):
+            features = batch(order, size, weighted=weighted)
+            collection.train()(features)  # dynamic tables take in their keys
+            out = collection.eval()(features)
+            _check(out, expected(configs, _rows(collection), features, weighted=weighted))
+
+
+@pytest.mark.parametrize("pooling", list(Pooling)[:2])
+def test_empty_batches(pooling: Pooling) -> None:
+    configs = bag_configs(("tt", "plain", "dynamic"), pooling)
+    collection = EmbeddingBagCollection(configs, optimizer=optim.SGD(0.1))
+    keys = features_of(configs)
+    columns = sum(c.embedding_dim * len(c.feature_names) for c in configs)
+    for size in (0, 2):
+        nothing = torch.empty(0, dtype=torch.int64)
+        lengths = torch.zeros(len(keys) * size, dtype=torch.int64)
+        features = KeyedJaggedTensor(keys, nothing, None, lengths, stride=size)
+        out = collection(features).values()
+        assert torch.equal(out, torch.zeros(size, columns))
+        if size:
+            out.sum().backward()
+
+
+def test_dtypes_of_ids() -> None:
+    configs = bag_configs(("plain", "tt", "dynamic"))
+    collection = EmbeddingBagCollection(configs, optimizer=optim.SGD(0.1))
+    features = batch(features_of(configs), 3)
+    wanted = collection.train()(features).values()
+    for ids in (torch.int32, torch.int64):
+        for lengths in (torch.int32, torch.int64):
+            other = KeyedJaggedTensor(
+                *(features.keys(), features.values().to(ids), None, features.lengths().to(lengths))
+            )
+            assert torch.equal(collection.eval()(other).values(), wanted)
+
+
+@pytest.mark.parametrize("pooling", list(Pooling)[:2])
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam, torch.optim.Adagrad])
+def test_trains_as_plain_torch_with_torch_optim(optimizer: type, pooling: Pooling) -> None:
+    """Dense gradients, by table: parameters of their own, of which each can have its rate."""
+    configs = bag_configs(("plain", "plain", "plain"), pooling)
+    collection = EmbeddingBagCollection(configs, is_weighted=True)
+    theirs = {c.name: nn.Parameter(dense(collection, c.name)) for c in configs}
+    names = [f"embedding_bags.{name}.weight" for name in theirs]
+    assert [name for name, _ in collection.named_parameters()] == names
+    ours = dict(collection.named_parameters())
+    rates = [{"lr": 0.1 * (i + 1)} for i in range(3)]
+    steps = [
+        optimizer([{"params": [p], **rate} for p, rate in zip(params, rates, strict=True)])
+        for params in (ours.values(), theirs.values())
+    ]
+    for _ in range(3):
+        features = batch(features_of(configs), 4, weighted=True)
+        out = collection(features)
+        pieces = expected(configs, theirs, features, weighted=True)
+        _check(out, pieces)
+        scale = torch.linspace(-1, 1, out.values().shape[1])
+        for values, step in zip(
+            (out.values(), torch.cat(list(pieces.values()), 1)), steps, strict=True
+        ):
+            step.zero_grad()
+            (values * scale).sum().backward()
+            step.step()
+        for name, wanted in theirs.items():
+            got = ours[f"embedding_bags.{name}.weight"].detach()[:IDS]
+            torch.testing.assert_close(got, wanted.detach(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kinds", [("plain", "plain"), ("tt", "plain", "dynamic")])
+def test_fused_steps_are_those_of_sgd(kinds: tuple[str, ...]) -> None:
+    """The update in backward, of means and sums, is that of the gradients of plain torch."""
+    configs = [
+        c if i % 2 else EmbeddingBagConfig(**{**vars(c), "pooling": Pooling.MEAN})
+        for i, c in enumerate(bag_configs(kinds))
+    ]
+    collection = EmbeddingBagCollection(configs, is_weighted=True, optimizer=optim.SGD(0.01))
+    features = batch(features_of(configs), 4, weighted=True)
+    collection(features)
+    rows = {name: table.requires_grad_() for name, table in _rows(collection).items()}
+    weights = features.weights().requires_grad_()
+    out = collection(features).values()
+    scale = torch.linspace(-1, 1, out.shape[1])
+    (out * scale).sum().backward()
+    own, weights.grad = weights.grad, None
+    pieces = expected(configs, rows, features, weighted=True)
+    (torch.cat(list(pieces.values()), 1) * scale).sum().backward()
+    torch.testing.assert_close(own, weights.grad, rtol=1e-4, atol=1e-5)
+    for config in configs:
+        if isinstance(config.kind, TensorTrain):
+            continue  # its cores are trained, not its rows
+        table = rows[config.name]
+        after = dense(collection, config.name)
+        wanted = table.detach() - 0.01 * table.grad
+        torch.testing.assert_close(after, wanted, rtol=1e-4, atol=1e-5)
+        assert not torch.equal(after, table.detach())
+    assert all(p.grad is None for p in collection.parameters())
+
+
+@pytest.mark.parametrize("pooling", list(Pooling)[:2])
+@pytest.mark.parametrize("kinds", [("plain",), ("tt", "plain", "dynamic")])
+def test_variable_batches(kinds: tuple[str, ...], pooling: Pooling) -> None:
+    """Merged examples, brought back by the inverse indices, are the batch without merging."""
+    configs = bag_configs(kinds, pooling)
+    keys = features_of(configs)
+    strides = [[i % 3 + 1] for i in range(len(keys))]
+    inverse = torch.stack([torch.randint(n, (5,)) for (n,) in strides])
+    lengths = torch.randint(0, 4, (sum(n for (n,) in strides),))
+    ids = torch.randint(IDS, (int(lengths.sum()),))
+    weights = torch.rand(ids.numel())
+    merged = KeyedJaggedTensor(
+        *(keys, ids, weights, lengths),
+        stride_per_key_per_rank=strides,
+        inverse_indices=(keys, inverse),
+    )
+    bags = ids.split(lengths.tolist())
+    scales = weights.split(lengths.tolist())
+    firsts = [sum(n for (n,) in strides[:f]) for f in range(len(keys))]
+    chosen = [firsts[f] + int(b) for f in range(len(keys)) for b in inverse[f]]
+    whole = KeyedJaggedTensor(
+        *(keys, torch.cat([bags[c] for c in chosen]), torch.cat([scales[c] for c in chosen])),
+        lengths[chosen],
+    )
+    one = EmbeddingBagCollection(configs, is_weighted=True, optimizer=optim.SGD(0.1))
+    two = copy.deepcopy(one)
+    for order in (keys, keys[::-1]):
+        out = one(merged.permute([keys.index(key) for key in order])).values()
+        plain = two(whole).values()
+        torch.testing.assert_close(out, plain)
+        scale = torch.linspace(-1, 1, out.shape[1])
+        (out * scale).sum().backward()
+        (plain * scale).sum().backward()
+        for config in configs:
+            torch.testing.assert_close(
+                dense(one, config.name), dense(two, config.name), rtol=1e-4, atol=1e-6
+            )
+    alone = KeyedJaggedTensor(keys, ids, weights, lengths, stride_per_key_per_rank=strides)
+    if len({n for (n,) in strides}) > 1:
+        with pytest.raises(ValueError, match="need inverse indices"):
+            one(alone)
+
+
+def test_state_dicts() -> None:
+    configs = bag_configs(("plain", "tt", "dynamic"))
+    one = EmbeddingBagCollection(configs, optimizer=optim.Adam(0.1))
+    for _ in range(2):
+        one(batch(features_of(configs), 3)).values().sum().backward()
+    state = one.state_dict()
+    assert list(state) == [
+        "embedding_bags.t0.weight",
+        *(f"embedding_bags.t1.cores.{k}" for k in range(3)),
+        *(
+            f"embedding_bags.t2.{key}"
+            for key in ("keys", "stamps", "weight", "exp_avg", "exp_avg_sq", "clock")
+        ),
+    ]
+    assert state["embedding_bags.t0.weight"].shape == (IDS + 32, 4)
+    two = EmbeddingBagCollection(configs, optimizer=optim.Adam(0.1))
+    features = batch(features_of(configs), 3)
+    two.load_state_dict(pickle.loads(pickle.dumps(state)))
+    assert torch.equal(one.eval()(features).values(), two.eval()(features).values())
+    for key, value in two.state_dict().items():
+        assert torch.equal(value, state[key]), key
+    del state["embedding_bags.t2.keys"]
+    with pytest.raises(RuntimeError, match=r"Missing key.*embedding_bags.t2.keys"):
+        two.load_state_dict(state)
+    small = EmbeddingBagCollection([EmbeddingBagConfig(5, 4, "t0")])
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        small.load_state_dict({"embedding_bags.t0.weight": torch.zeros(6, 4)})
+    with pytest.raises(RuntimeError, match="Unexpected key"):
+        small.load_state_dict({**small.state_dict(), "embedding_bags.x.weight": torch.zeros(1)})
+
+
+def test_plain_tables_load_what_torch_saves() -> None:
+    """A module of nn.EmbeddingBags by these names has the same state dict."""
+    theirs = nn.ModuleDict({"embedding_bags": nn.ModuleDict({"t": nn.EmbeddingBag(30, 4)})})
+    ours = EmbeddingBagCollection([EmbeddingBagConfig(30, 4, "t")])
+    ours.load_state_dict(theirs.state_dict())
+    theirs.load_state_dict(ours.state_dict())
+    assert torch.equal(ours.embedding_bags["t"].weight, theirs["embedding_bags"]["t"].weight)
+
+
+def test_cached_tables_are_saved_and_loaded_behind_the_cache() -> None:
+    config = EmbeddingBagConfig(
+        *(2000, 4, "t"), kind=Plain(Placement.MANAGED_CACHING, Cache(sets=1))
+    )
+    one = EmbeddingBagCollection([config], optimizer=optim.SGD(0.5))
+    features = batch(["t"], 8)
+    before = one.state_dict()["embedding_bags.t.weight"].clone()
+    one(features).values().sum().backward()
+    state = one.state_dict()
+    assert not torch.equal(state["embedding_bags.t.weight"], before)
+    two = EmbeddingBagCollection([config], optimizer=optim.SGD(0.5))
+    two(features).values().sum().backward()
+    two.load_state_dict(state)
+    assert torch.equal(two(features).values(), one(features).values())
+
+
+def test_copies_pickles_and_meta() -> None:
+    configs = bag_configs(("plain", "tt", "dynamic"))
+    one = EmbeddingBagCollection(configs, optimizer=optim.RowwiseAdagrad(0.1))
+    features = batch(features_of(configs), 3)
+    one(features).values().sum().backward()
+    for other in (copy.deepcopy(one), pickle.loads(pickle.dumps(one)), one.to("cpu")):
+        names = [name for name, _ in other.named_parameters()]
+        assert names == [name for name, _ in one.named_parameters()]
+        wanted = one.eval()(features).values()
+        assert torch.equal(other.eval()(features).values(), wanted)
+        if other is not one:
+            other.train()(features).values().sum().backward()
+            assert torch.equal(one.eval()(features).values(), wanted)
+            assert not torch.equal(other.eval()(features).values(), wanted)
+        one.train()
+    empty = EmbeddingBagCollection(configs, "meta", optimizer=optim.RowwiseAdagrad(0.1))
+    empty.to_empty(device="cpu").reset_parameters()
+    empty.load_state_dict(one.state_dict())
+    assert torch.equal(empty.eval()(features).values(), one.eval()(features).values())
+
+
+def test_seeds_make_first_values() -> None:
+    configs = bag_configs(("plain", "tt"))
+    torch.manual_seed(3)
+    one = EmbeddingBagCollection(configs)
+    torch.manual_seed(3)
+    two = EmbeddingBagCollection(configs)
+    three = EmbeddingBagCollection(configs)
+    for name in ("t0", "t1"):
+        assert torch.equal(dense(one, name), dense(two, name))
+        assert not torch.equal(dense(one, name), dense(three, name))
+
+
+def test_tables_with_optimizers_of_their_own() -> None:
+    configs = [
+        EmbeddingBagConfig(30, 4, "a", optimizer=optim.SGD(1.0)),
+        EmbeddingBagConfig(30, 4, "b"),
+        EmbeddingBagConfig(30, 4, "c", optimizer=optim.SGD(0.0)),
+    ]
+    collection = EmbeddingBagCollection(configs)
+    before = {name: dense(collection, name) for name in "abc"}
+    features = batch(["a", "b", "c"], 4)
+    collection(features).values().sum().backward()
+    grads = {name: p.grad for name, p in collection.named_parameters()}
+    assert grads["embedding_bags.a.weight"] is None
+    assert grads["embedding_bags.b.weight"] is not None
+    assert not torch.equal(dense(collection, "a"), before["a"])
+    assert torch.equal(dense(collection, "b"), before["b"])
+    assert torch.equal(dense(collection, "c"), before["c"])
+
+
+def test_dynamic_tables_take_any_id() -> None:
+    collection = EmbeddingBagCollection(
+        [EmbeddingBagConfig(64, 4, "d", kind=Dynamic())], optimizer=optim.SGD(0.1)
+    )
+    ids = torch.tensor([-1, 2**62, -(2**63)])
+    features = KeyedJaggedTensor(["d"], ids, None, torch.tensor([1, 2]))
+    out = collection(features).values()
+    assert float(out.detach().abs().min()) > 0
+    collection.eval()
+    fresh = KeyedJaggedTensor(["d"], ids + 1, None, torch.tensor([1, 2]))
+    assert torch.equal(collection(fresh).values(), torch.zeros(2, 4))
+
+
+def test_wrong_use() -> None:
+    configs = bag_configs(("plain", "plain"))
+    collection = EmbeddingBagCollection(configs, is_weighted=True)
+    with pytest.raises(KeyError, match=r"missing are \['g0'\]"):
+        collection(batch(["f0", "f1", "x"], 2, weighted=True))
+    with pytest.raises(ValueError, match="batches must have weights"):
+        collection(batch(["f0", "g0", "f1"], 2))
+    with pytest.raises(ValueError, match="must differ in name"):
+        EmbeddingBagCollection([configs[0], configs[0]])
+    with pytest.raises(TypeError, match="must be of EmbeddingBagConfig"):
+        EmbeddingBagCollection([EmbeddingConfig(5, 4, "t")])
+    with pytest.raises(TypeError, match="optimizer must be None or one of"):
+        EmbeddingBagCollection(configs, optimizer=torch.optim.SGD)
+    assert collection.is_weighted()
+    assert collection.embedding_bag_configs() == configs
+    assert "t0: 56 x 4" in repr(collection)

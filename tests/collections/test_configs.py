@@ -1,0 +1,110 @@
+"""What configurations refuse, and what they make of what is left out."""
+
+import re
+
+import pytest
+import torch
+
+from emblib import (
+    Cache,
+    Dynamic,
+    DynamicSpec,
+    EmbeddingBagConfig,
+    EmbeddingConfig,
+    Placement,
+    Plain,
+    Pooling,
+    Quantized,
+    TableSpec,
+    TensorTrain,
+    TTSpec,
+    Uniform,
+    optim,
+)
+from emblib.collections import TableSlice
+
+
+def test_defaults() -> None:
+    config = EmbeddingBagConfig(100, 8, "t")
+    assert config.feature_names == ("t",)
+    assert config.pooling is Pooling.SUM
+    assert config.bounds == (-0.1, 0.1)
+    assert config.data_type is torch.float32
+    assert config.spec() == TableSpec(100, 8, "t")
+    assert EmbeddingConfig(100, 8, "t", ["f"]).feature_names == ("f",)
+
+
+def test_specs_of_kinds() -> None:
+    train = EmbeddingConfig(100, 8, "t", kind=TensorTrain([3, 2], init="uniform"))
+    assert train.spec() == TTSpec(100, 8, (3, 2), name="t")
+    keys = EmbeddingConfig(100, 8, "t", kind=Dynamic(eviction="lfu", ttl=3))
+    assert keys.spec() == DynamicSpec(100, 8, name="t", eviction="lfu", ttl=3)
+    far = EmbeddingConfig(100, 8, "t", kind=Plain("managed"))
+    assert far.spec() == TableSpec(100, 8, "t", Placement.MANAGED)
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"name": ""}, "name of a table must be"),
+        ({"name": "a.b"}, "name of a table must be"),
+        ({"num_embeddings": 0}, "num_embeddings must be >= 1"),
+        ({"feature_names": "f"}, "write ['f']"),
+        ({"feature_names": ("f", "f")}, "must differ"),
+        ({"pooling": "none"}, "must be SUM or MEAN"),
+        ({"data_type": torch.int8}, "data_type of 't' must be float32"),
+        ({"kind": "plain"}, "kind of 't' must be"),
+        ({"optimizer": "sgd"}, "optimizer of 't' must be None or one of"),
+        ({"weight_init_min": 1.0}, "must be finite and in this order"),
+        ({"weight_init_min": 0.0, "init_fn": torch.nn.init.zeros_}, "give one"),
+        ({"kind": TensorTrain((3, 2)), "weight_init_max": 1.0}, "TensorTrain(init=...)"),
+        ({"kind": TensorTrain((3, 2)), "data_type": torch.float16}, "cores are float32"),
+        ({"kind": Dynamic(), "init_fn": torch.nn.init.zeros_}, "Dynamic(initializer=...)"),
+        ({"kind": Quantized(), "optimizer": optim.SGD(0.1)}, "is not trained"),
+    ],
+)
+def test_refused(options: dict, error: str) -> None:
+    given = {"num_embeddings": 100, "embedding_dim": 8, "name": "t", **options}
+    with pytest.raises((ValueError, TypeError), match=re.escape(error)):
+        EmbeddingBagConfig(**given)
+
+
+def test_kinds_refuse() -> None:
+    with pytest.raises(ValueError, match="MANAGED_CACHING and DISK"):
+        Plain(cache=Cache())
+    with pytest.raises(ValueError, match="bits must be 8 or 4"):
+        Quantized(3)
+    with pytest.raises(ValueError, match="init must be one of"):
+        TensorTrain((3, 2), init="zeros")
+
+
+def test_slices_are_tables_of_their_own() -> None:
+    config = EmbeddingBagConfig(100, 8, "t")
+    part = TableSlice(config, (10, 40), (4, 8))
+    assert part.spec == TableSpec(30, 4, "t")
+    assert (part.num_rows, part.dim, part.is_whole) == (30, 4, False)
+    assert TableSlice.whole(config).is_whole
+    with pytest.raises(ValueError, match="rows of a slice of 't' must be a range"):
+        TableSlice(config, (10, 101), (0, 8))
+    keys = EmbeddingBagConfig(100, 8, "d", kind=Dynamic())
+    assert TableSlice(keys, (0, 50), (0, 8)).spec == DynamicSpec(
+        50, 8, name="d", initializer=Uniform(-0.1, 0.1)
+    )
+    with pytest.raises(ValueError, match="not divided by columns"):
+        TableSlice(keys, (0, 100), (0, 4))
+
+
+def test_slices_of_a_tensor_train_are_slices_of_its_first_core() -> None:
+    kind = TensorTrain((3, 2), row_factors=(5, 4, 5), dim_factors=(2, 2, 2))
+    config = EmbeddingBagConfig(95, 8, "t", kind=kind)
+    part = TableSlice(config, (40, 95), (4, 8))
+    assert part.core_range() == ((2, 5), (1, 2))
+    assert part.spec == TTSpec(55, 4, (3, 2), (3, 4, 5), (1, 2, 2), "t")
+    cores = [torch.randn(5, 6), torch.randn(4, 12), torch.randn(5, 4)]
+    first, *others = part.cores_of(cores)
+    assert torch.equal(first, cores[0][2:5, 3:6])
+    assert all(a is b for a, b in zip(others, cores[1:], strict=True))
+    with pytest.raises(ValueError, match="must be multiples of 20"):
+        TableSlice(config, (10, 95), (0, 8))
+    with pytest.raises(ValueError, match="must be multiples of 4"):
+        TableSlice(config, (0, 95), (0, 2))

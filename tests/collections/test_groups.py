@@ -1,0 +1,300 @@
+"""`TableGroups`: the same as every table alone, in few kernels, and first values by element."""
+
+import copy
+import pickle
+from collections.abc import Sequence
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+
+from emblib import (
+    Cache,
+    EmbeddingBagConfig,
+    EmbeddingConfig,
+    Placement,
+    Plain,
+    TensorTrain,
+    optim,
+)
+from emblib.collections import TableConfig, TableGroups, TableSlice
+from tests.collections.cases import IDS, OPTIMIZERS, bag_configs, sequence_configs
+
+MIXES = [("plain",), ("tt",), ("dynamic",), ("plain", "plain"), ("plain", "tt", "dynamic", "plain")]
+
+
+def _reads(configs: Sequence[TableConfig]) -> list[int]:
+    return [t for t, config in enumerate(configs) for _ in config.feature_names]
+
+
+def _groups(configs: Sequence[TableConfig], optimizer: object, **options: object) -> TableGroups:
+    slices = [TableSlice.whole(config) for config in configs]
+    seeds = {config.name: t for t, config in enumerate(configs)}
+    given = {"pooled": configs[0].pooled, "seeds": seeds, **options}
+    return TableGroups(slices, _reads(configs), optimizer=optimizer, **given)
+
+
+def _batch(units: int, size: int) -> tuple[Tensor, Tensor]:
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), torch.randint(0, 4, (units * size,))])
+    offsets = offsets.cumsum(0)
+    return torch.randint(IDS, (int(offsets[-1]),)), offsets
+
+
+def _unit(ids: Tensor, offsets: Tensor, place: int, size: int) -> tuple[Tensor, Tensor]:
+    own = offsets[place * size : (place + 1) * size + 1]
+    return ids[own[0] : own[-1]], own - own[0]
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("kinds", MIXES)
+def test_equals_every_table_alone(kinds: tuple[str, ...], optimizer: str) -> None:
+    """Bit for bit, outputs and updates; a table is one place whatever else there is."""
+    configs, update = bag_configs(kinds), OPTIMIZERS[optimizer]
+    groups = _groups(configs, update)
+    alone = [_groups([config], update, seeds={config.name: t}) for t, config in enumerate(configs)]
+    reads, size = _reads(configs), 3
+    for _ in range(3):
+        ids, offsets = _batch(len(reads), size)
+        out = groups(ids, offsets)
+        assert out.shape == (size, groups.columns)
+        (out * torch.arange(1, out.shape[1] + 1)).sum().backward()
+        for t, single in enumerate(alone):
+            mine = [u for u in range(len(reads)) if reads[u] == t]
+            parts = [_unit(ids, offsets, groups.order.index(u), size) for u in mine]
+            lengths = torch.cat([o.diff() for _, o in parts]).cumsum(0)
+            own = torch.cat([torch.zeros(1, dtype=torch.int64), lengths])
+            part = single(torch.cat([i for i, _ in parts]), own)
+            columns = [groups.column_of[u] + c for u in mine for c in range(groups.dims[u])]
+            at = torch.tensor(columns)
+            assert torch.equal(part, out.detach()[:, at])
+            (part * (at + 1)).sum().backward()
+            for name, parameter in groups.parameters_of(t).items():
+                other = single.parameters_of(0)[name]
+                if update is None:
+                    assert torch.equal(parameter.grad, other.grad)
+                    parameter.grad = other.grad = None
+                else:
+                    assert parameter.grad is None
+                    assert parameter.requires_grad
+            for name, view in groups.views(t).items():
+                assert torch.equal(view, single.views(0)[name]), name
+
+
+def test_one_kernel_for_tables_that_agree() -> None:
+    configs = bag_configs(("plain",) * 5)
+    groups = _groups(configs, optim.SGD(0.1))
+    assert len(groups.groups) == 1
+    assert groups.is_one
+    assert groups.order == list(range(9))
+    half = EmbeddingBagConfig(10, 4, "h", data_type=torch.float16)
+    other = EmbeddingBagConfig(10, 4, "o", optimizer=optim.Adam(0.1))
+    mixed = _groups([configs[0], half, other, configs[1], EmbeddingBagConfig(9, 4, "l")], None)
+    assert [info.units for info in mixed.groups] == [(0, 1, 4, 5), (2,), (3,)]
+    assert mixed.order == [0, 1, 4, 5, 2, 3]
+
+
+@pytest.mark.parametrize("kinds", [("plain", "plain"), ("plain", "tt", "dynamic")])
+def test_variable_batches(kinds: tuple[str, ...]) -> None:
+    """Rank after rank, for each unit after unit: the rows a batch of one rank alone has."""
+    configs = bag_configs(kinds)
+    groups = _groups(configs, optim.SGD(0.1)).eval()
+    units = len(groups.reads)
+    sizes = [[u % 3, (u + 1) % 3] for u in range(units)]
+    bags = sum(map(sum, sizes))
+    ids, offsets = _batch(bags, 1)
+    out = groups(ids, offsets, batch_sizes=sizes)
+    blocks = []
+    first = 0
+    for row in sizes:
+        for size in row:
+            blocks.append(offsets[first : first + size + 1])
+            first += size
+    pieces = []
+    for rank in range(2):
+        for place, unit in enumerate(groups.order):
+            for begin, end in pairwise(blocks[place * 2 + rank].tolist()):
+                one = torch.zeros(units + 1, dtype=torch.int64)
+                one[place + 1 :] = end - begin
+                column = groups.column_of[unit]
+                columns = slice(column, column + groups.dims[unit])
+                pieces.append(groups(ids[begin:end], one)[0, columns])
+    assert torch.equal(out, torch.cat(pieces))
+
+
+def test_id_counts_save_a_look_at_the_offsets() -> None:
+    groups = _groups(bag_configs(("plain", "tt", "dynamic")), optim.SGD(0.1))
+    ids, offsets = _batch(len(groups.reads), 2)
+    ends = [0]
+    for info in groups.active:
+        ends.append(ends[-1] + 2 * len(info.units))
+    counts = [int(offsets[b] - offsets[a]) for a, b in pairwise(ends)]
+    told = groups(ids, offsets, id_counts=counts)
+    assert torch.equal(told, groups(ids, offsets))
+
+
+def test_vectors_of_one_dim_come_in_the_order_of_ids_and_of_several_in_one_vector() -> None:
+    for dims in ((4, 4, 4), (4, 8, 4)):
+        groups = _groups(sequence_configs(("plain", "tt", "plain"), dims), optim.SGD(0.1))
+        ids, offsets = _batch(6, 2)
+        out = groups(ids, offsets)
+        parts = []
+        for place, unit in enumerate(groups.order):
+            own, _ = _unit(ids, offsets, place, 2)
+            config = groups.slices[groups.reads[unit]].config
+            alone = _groups([config], optim.SGD(0.1), seeds={config.name: groups.reads[unit]})
+            both = torch.tensor([0, own.numel(), own.numel()])
+            parts.append(alone(own, both).view(-1))
+        assert torch.equal(out.view(-1), torch.cat(parts))
+        assert out.dim() == (2 if len(set(dims)) == 1 else 1)
+
+
+def test_nothing_here() -> None:
+    groups = TableGroups([], [], pooled=True)
+    out = groups(torch.empty(0, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
+    assert out.shape == (0, 0)
+    unread = TableGroups([TableSlice.whole(EmbeddingBagConfig(9, 4, "t"))], [], pooled=True)
+    assert unread(torch.empty(0, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)).shape == (
+        0,
+        0,
+    )
+    assert unread.views(0)["weight"].shape == (9, 4)
+    with pytest.raises(ValueError, match=r"reads\[0\] must be in"):
+        TableGroups([], [0], pooled=True)
+
+
+CUTS = [((0, 50), (50, 131)), ((0, 131),), ((0, 1), (1, 130), (130, 131))]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("rows", CUTS)
+def test_first_values_do_not_depend_on_the_cut(
+    rows: tuple, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("emblib.collections.slices._BLOCK", 40 * 8)
+    for options in ({}, {"init_fn": torch.nn.init.normal_}, {"weight_init_min": 0.0}):
+        config = EmbeddingBagConfig(131, 8, "t", data_type=dtype, **options)
+        whole = TableGroups([TableSlice.whole(config)], [], pooled=True, seeds={"t": 7})
+        table = whole.views(0)["weight"]
+        assert float(table.float().std()) > 0.01
+        parts = [TableSlice(config, r, c) for r in rows for c in ((0, 3), (3, 8))]
+        cut = TableGroups(parts, [], pooled=True, seeds={"t": 7})
+        for i, part in enumerate(parts):
+            assert torch.equal(cut.views(i)["weight"], part.part_of(table))
+    low, high = config.bounds
+    assert low == 0.0
+    assert float(table.min()) >= low
+    assert float(table.max()) <= high
+
+
+def test_first_values_of_tensor_trains_do_not_depend_on_the_cut() -> None:
+    kind = TensorTrain((2, 2), row_factors=(6, 4, 5), dim_factors=(2, 2, 2))
+    config = EmbeddingBagConfig(115, 8, "t", kind=kind)
+    whole = TableGroups([TableSlice.whole(config)], [], pooled=True, seeds={"t": 3})
+    dense = whole.module_of(0)[0].to_dense()
+    for rows in ((0, 60), (60, 115)):
+        for columns in ((0, 4), (4, 8)):
+            part = TableSlice(config, rows, columns)
+            cut = TableGroups([part], [], pooled=True, seeds={"t": 3})
+            assert torch.allclose(cut.module_of(0)[0].to_dense(), part.part_of(dense), atol=1e-7)
+    assert float(dense.std()) == pytest.approx((3 * 115) ** -0.5, rel=0.3)
+
+
+@pytest.mark.parametrize("optimizer", ["none", "adam"])
+def test_copies_and_moves_keep_views(optimizer: str) -> None:
+    configs = bag_configs(("plain", "tt", "dynamic", "plain"))
+    groups = _groups(configs, OPTIMIZERS[optimizer])
+    ids, offsets = _batch(len(groups.reads), 2)
+    groups(ids, offsets).sum().backward()
+    moved = copy.deepcopy(groups).to("cpu").double()
+    for other in (copy.deepcopy(groups), pickle.loads(pickle.dumps(groups)), moved):
+        for t in range(len(configs)):
+            for name, view in groups.views(t).items():
+                if configs[t].name == "t2":
+                    continue  # by slot: only what the index names means anything
+                own = other.views(t)[name]
+                assert torch.equal(own, view)
+                assert own.data_ptr() != view.data_ptr()
+            for name, parameter in other.parameters_of(t).items():
+                assert parameter.data_ptr() == other.views(t)[name].data_ptr()
+        before = groups.eval()(ids, offsets)
+        assert torch.equal(other.eval()(ids, offsets), before)
+        groups.train()
+        other.train()(ids, offsets).sum().backward()
+        assert torch.equal(groups.eval()(ids, offsets), before)
+        groups.train()
+
+
+def test_meta() -> None:
+    configs = bag_configs(("plain", "tt", "dynamic"))
+    groups = _groups(configs, optim.Adam(0.1), device="meta")
+    assert all(p.is_meta for t in range(3) for p in groups.parameters_of(t).values())
+    groups.to_empty(device="cpu")
+    groups.reset_parameters({f"t{i}": i for i in range(3)})
+    ready = _groups(configs, optim.Adam(0.1))
+    ids, offsets = _batch(len(groups.reads), 2)
+    for _ in range(2):
+        out, other = groups(ids, offsets), ready(ids, offsets)
+        assert torch.equal(out, other)
+        out.sum().backward()
+        other.sum().backward()
+    assert groups.device == torch.device("cpu")
+
+
+def test_output_dtype() -> None:
+    groups = _groups(bag_configs(("plain", "tt", "dynamic")), optim.SGD(0.1)).eval()
+    ids, offsets = _batch(len(groups.reads), 2)
+    wide = groups(ids, offsets)
+    groups.set_output_dtype(torch.bfloat16)
+    assert groups(ids, offsets).dtype is torch.bfloat16
+    assert torch.equal(groups(ids, offsets), wide.bfloat16())
+    with pytest.raises(ValueError, match="output_dtype must be"):
+        groups.set_output_dtype(torch.int8)
+
+
+def test_kernels_are_no_modules_of_it() -> None:
+    """What is saved and listed is up to who has the tables; moving and modes reach the kernels."""
+    groups = _groups(bag_configs(("plain", "tt", "dynamic")), optim.SGD(0.1))
+    assert list(groups.modules()) == [groups]
+    assert groups.state_dict() == {}
+    assert not list(groups.parameters())
+    groups.eval()
+    assert not any(info.module.training for info in groups.groups)
+    assert "PartTables" in repr(groups)
+    assert groups.nbytes()["weights"] > 0
+
+
+@pytest.mark.parametrize("more", [[], ["dynamic", "tt"]])
+def test_prefetched_batches_are_looked_up_from_the_cache(more: list[str]) -> None:
+    """With other groups beside the cached one as well, and any number of batches ahead."""
+    far = Plain(Placement.MANAGED_CACHING, Cache(sets=2))
+    configs = [EmbeddingBagConfig(900, 4, f"c{i}", kind=far) for i in range(2)]
+    configs += bag_configs(more)
+    one, two = (_groups(configs, optim.SGD(0.5)) for _ in range(2))
+    batches = [_batch(len(one.reads), 3) for _ in range(4)]
+    for ids, offsets in batches[:2]:
+        one.prefetch(ids, offsets)
+    (cached,) = (info.module for info in one.groups if hasattr(info.module, "row_cache"))
+    for i, (ids, offsets) in enumerate(batches):
+        before = cached.cache_stats().lookups
+        out = one(ids, offsets)
+        assert (cached.cache_stats().lookups == before) == (i < 2)
+        assert torch.equal(out, two(ids, offsets))
+        out.sum().backward()
+        two(ids, offsets).sum().backward()
+    for t in range(2):
+        assert torch.equal(one.views(t)["weight"], two.views(t)["weight"])
+
+
+def test_sparse_gradients_are_by_table() -> None:
+    configs = [EmbeddingConfig(30, 4, "a", ["f", "g"]), EmbeddingConfig(40, 4, "b")]
+    sparse = _groups(configs, optim.External())
+    full = _groups(configs, None)
+    ids, offsets = _batch(3, 2)
+    for groups in (sparse, full):
+        groups(ids, offsets).square().sum().backward()
+    for t in range(2):
+        grad = sparse.parameters_of(t)["weight"].grad
+        assert grad.is_sparse
+        assert grad.shape == (configs[t].num_embeddings, 4)
+        assert torch.equal(grad.to_dense(), full.parameters_of(t)["weight"].grad)

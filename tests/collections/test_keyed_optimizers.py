@@ -1,0 +1,113 @@
+"""Optimizers by name, alone and as one: states, stages of warm-up, clipping."""
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from emblib.collections.optimizers import (
+    CombinedOptimizer,
+    GradientClipping,
+    GradientClippingOptimizer,
+    KeyedOptimizerWrapper,
+    WarmupOptimizer,
+    WarmupPolicy,
+    WarmupStage,
+)
+
+
+def test_keyed_wrapper_is_its_optimizer() -> None:
+    layer, twin = nn.Linear(3, 2), nn.Linear(3, 2)
+    twin.load_state_dict(layer.state_dict())
+    keyed = KeyedOptimizerWrapper(dict(layer.named_parameters()), torch.optim.Adam)
+    plain = torch.optim.Adam(twin.parameters())
+    schedulers = [torch.optim.lr_scheduler.StepLR(o, 2, 0.1) for o in (keyed, plain)]
+    for _ in range(4):
+        x = torch.randn(4, 3)
+        for module, step, scheduler in zip((layer, twin), (keyed, plain), schedulers, strict=True):
+            step.zero_grad()
+            module(x).square().sum().backward()
+            step.step()
+            scheduler.step()
+    assert torch.equal(layer.weight, twin.weight)
+    state = copy.deepcopy(keyed.state_dict())
+    assert set(state["state"]) == {"weight", "bias"}
+    later = nn.Linear(3, 2)
+    later.load_state_dict(layer.state_dict())
+    loaded = KeyedOptimizerWrapper(dict(later.named_parameters()), torch.optim.Adam)
+    loaded.load_state_dict(state)
+    assert loaded.wrapped.param_groups[0]["lr"] == plain.param_groups[0]["lr"]
+    x = torch.randn(4, 3)
+    for module, step in ((later, loaded), (twin, plain)):
+        step.zero_grad()
+        module(x).square().sum().backward()
+        step.step()
+    assert torch.equal(later.weight, twin.weight)
+    with pytest.raises(KeyError, match="states of parameters that are not here"):
+        loaded.load_state_dict({**state, "state": {"x": {}}})
+
+
+def test_combined_refuses_equal_names() -> None:
+    parts = [
+        KeyedOptimizerWrapper(dict(nn.Linear(1, 1).named_parameters()), torch.optim.Adam)
+        for _ in range(2)
+    ]
+    with pytest.raises(ValueError, match="got 'weight' twice"):
+        CombinedOptimizer(list(parts))
+    both = CombinedOptimizer([("a", parts[0]), ("b", parts[1])])
+    assert list(both.params) == ["a.weight", "a.bias", "b.weight", "b.bias"]
+    state = both.state_dict()
+    assert [group["params"] for group in state["param_groups"]] == [
+        ["a.weight", "a.bias"],
+        ["b.weight", "b.bias"],
+    ]
+    both.load_state_dict(state)
+    with pytest.raises(KeyError, match="2 groups of parameters, this optimizer 1"):
+        CombinedOptimizer([("a", parts[0])]).load_state_dict(state)
+
+
+def _rates(stages: list[WarmupStage], steps: int) -> list[float]:
+    layer = nn.Linear(1, 1)
+    inner = KeyedOptimizerWrapper(dict(layer.named_parameters()), partial(torch.optim.SGD, lr=0.0))
+    warm = WarmupOptimizer(inner, stages, lr=2.0)
+    rates = [inner.param_groups[0]["lr"]]
+    for _ in range(steps):
+        warm.step()
+        rates.append(inner.param_groups[0]["lr"])
+    return rates
+
+
+@pytest.mark.parametrize(
+    ("stage", "wanted"),
+    [
+        (WarmupStage(WarmupPolicy.LINEAR, 2, 0.5), [1.0, 1.5, 2.0, 2.0]),
+        (WarmupStage(WarmupPolicy.CONSTANT, 2, 0.25, 2.0), [1.0, 1.0, 1.0, 2.0]),
+        (WarmupStage(WarmupPolicy.POLY, 2, 2.0, decay_iters=4), [2.0, 1.125, 0.5, 2.0]),
+        (WarmupStage(WarmupPolicy.STEP, 3, 0.5), [2.0, 1.0, 0.5, 0.25]),
+        (WarmupStage(WarmupPolicy.INVSQRT, 4), [2.0, 2.0, 2**0.5, 2 / 3**0.5]),
+        (
+            WarmupStage("cosine_annealing_warm_restarts", 2, 0.0, sgdr_period=2),
+            [2.0, 1.0, 2.0, 2.0],
+        ),
+        (
+            WarmupStage("interpolate", 2, 0.0, start_interpolating_iters=0, end_value=1.0),
+            [0.0, 1.0, 2.0, 2.0],
+        ),
+    ],
+)
+def test_stages_of_warm_up(stage: WarmupStage, wanted: list[float]) -> None:
+    assert _rates([stage], 3) == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize("clipping", list(GradientClipping))
+def test_clipping(clipping: GradientClipping) -> None:
+    layer = nn.Linear(2, 1, bias=False)
+    inner = KeyedOptimizerWrapper(dict(layer.named_parameters()), partial(torch.optim.SGD, lr=1.0))
+    clipped = GradientClippingOptimizer(inner, clipping, max_gradient=0.5)
+    before = layer.weight.detach().clone()
+    layer.weight.grad = torch.tensor([[3.0, 4.0]])
+    clipped.step()
+    bounds = {"norm": [[0.3, 0.4]], "value": [[0.5, 0.5]], "none": [[3.0, 4.0]]}
+    torch.testing.assert_close(before - layer.weight.detach(), torch.tensor(bounds[clipping.value]))

@@ -1,0 +1,112 @@
+"""Quantised tables in collections: made of others, beside others, saved and loaded."""
+
+import pytest
+import torch
+
+from emblib import (
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    EmbeddingCollection,
+    Pooling,
+    Quantized,
+    QuantizedEmbeddingBags,
+    optim,
+)
+from emblib.collections import TableGroups, TableSlice
+from tests.collections.cases import (
+    IDS,
+    bag_configs,
+    batch,
+    dense,
+    expected,
+    features_of,
+    sequence_configs,
+)
+
+
+def _rounded(rows: torch.Tensor, bits: int) -> torch.Tensor:
+    return QuantizedEmbeddingBags.from_float(rows, bits).to_dense(0)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("pooling", list(Pooling)[:2])
+def test_made_of_a_collection(bits: int, pooling: Pooling) -> None:
+    """The rows of plain tables and of tensor trains, each rounded; dynamic ones as they were."""
+    configs = bag_configs(("plain", "tt", "dynamic", "plain"), pooling)
+    collection = EmbeddingBagCollection(configs, is_weighted=True, optimizer=optim.Adam(0.1))
+    features = batch(features_of(configs), 4, weighted=True)
+    collection(features).values().sum().backward()
+    rows = {c.name: dense(collection, c.name) for c in configs}
+    rows |= {name: _rounded(rows[name], bits) for name in ("t0", "t1", "t3")}
+    small = collection.quantized(bits)
+    out = small(features)
+    wanted = expected(configs, rows, features, weighted=True)
+    assert out.keys() == list(wanted)
+    torch.testing.assert_close(out.values(), torch.cat(list(wanted.values()), 1))
+    assert [c.kind for c in small.configs if c.name != "t2"] == [Quantized(bits)] * 3
+    assert not small.training
+
+
+def test_made_of_sequences() -> None:
+    configs = sequence_configs(("plain", "tt"), (4, 8))
+    collection = EmbeddingCollection(configs, need_indices=True)
+    features = batch(features_of(configs), 4)
+    out = collection.quantized()(features)
+    for config in configs:
+        rows = _rounded(dense(collection, config.name), 8)
+        for key in config.feature_names:
+            ids = features[key].values()
+            torch.testing.assert_close(out[key].values(), rows[ids])
+            assert torch.equal(out[key].weights(), ids)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_saved_and_loaded(bits: int) -> None:
+    configs = [
+        EmbeddingBagConfig(60, 6, "a", kind=Quantized(bits)),
+        EmbeddingBagConfig(60, 4, "b", optimizer=optim.SGD(0.1)),
+        EmbeddingBagConfig(70, 8, "c", ["c", "d"], kind=Quantized(bits)),
+    ]
+    one, two = EmbeddingBagCollection(configs), EmbeddingBagCollection(configs)
+    assert len(one.groups.groups) == 2
+    features = batch(features_of(configs), 4)
+    out = one(features).values()
+    out.sum().backward()
+    assert not torch.equal(two(features).values(), out)
+    state = one.state_dict()
+    assert [key for key in state if ".b." not in key] == [
+        f"embedding_bags.{table}.{key}" for table in ("a", "c") for key in ("values", "scales")
+    ]
+    two.load_state_dict(state)
+    assert torch.equal(two(features).values(), one(features).values())
+    assert [name for name, _ in one.named_parameters()] == ["embedding_bags.b.weight"]
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        two.load_state_dict({**state, "embedding_bags.a.values": torch.zeros(1)})
+    del state["embedding_bags.a.values"]
+    with pytest.raises(RuntimeError, match=r"Missing key.*a\.values"):
+        two.load_state_dict(state)
+
+
+def test_weights_of_a_plain_table_are_quantised_as_they_are_loaded() -> None:
+    plain = EmbeddingBagCollection([EmbeddingBagConfig(60, 6, "a")])
+    small = EmbeddingBagCollection([EmbeddingBagConfig(60, 6, "a", kind=Quantized())])
+    small.load_state_dict(plain.state_dict())
+    weight = plain.state_dict()["embedding_bags.a.weight"]
+    assert torch.equal(small.handles()["a"].kernel.to_dense(0), _rounded(weight, 8))
+    with pytest.raises(RuntimeError, match="must be finite"):
+        small.load_state_dict({"embedding_bags.a.weight": torch.full((60, 6), torch.nan)})
+
+
+def test_first_values_are_those_of_plain_tables() -> None:
+    config = EmbeddingBagConfig(100, 6, "a", kind=Quantized())
+    plain = EmbeddingBagConfig(100, 6, "a")
+    kernels = [
+        TableGroups([TableSlice.whole(c)], [], pooled=True, seeds={"a": 5}).module_of(0)[0]
+        for c in (config, plain)
+    ]
+    assert torch.equal(kernels[0].to_dense(0), _rounded(kernels[1].table_weights()[0], 8))
+    part = TableSlice(config, (30, 80), (0, 6))
+    cut = TableGroups([part], [], pooled=True, seeds={"a": 5}).module_of(0)[0]
+    assert torch.equal(cut.to_dense(0), kernels[0].to_dense(0)[30:80])
+    with pytest.raises(ValueError, match="not divided by columns"):
+        TableSlice(config, (0, IDS), (0, 3))

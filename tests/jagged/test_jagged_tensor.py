@@ -1,0 +1,124 @@
+"""The bags of one feature, and what dense tensors they come from and become."""
+
+from unittest import mock
+
+import pytest
+import torch
+
+from emblib import JaggedTensor
+
+VALUES = torch.arange(1.0, 9.0)
+OFFSETS = torch.tensor([0, 2, 2, 3, 4, 5, 8])
+
+
+def example(*, weighted: bool = False) -> JaggedTensor:
+    return JaggedTensor(VALUES, VALUES * 10 if weighted else None, offsets=OFFSETS)
+
+
+def test_lengths_and_offsets_tell_of_each_other() -> None:
+    jagged = example().validate()
+    assert jagged.lengths_or_none() is None
+    assert jagged.lengths().tolist() == [2, 0, 1, 1, 1, 3]
+    assert jagged.lengths() is jagged.lengths_or_none()
+    other = JaggedTensor(VALUES, lengths=jagged.lengths().int())
+    assert other.offsets_or_none() is None
+    assert other.offsets().tolist() == OFFSETS.tolist()
+    assert other.offsets().dtype == torch.int32
+    assert other.offsets() is other.offsets_or_none()
+
+
+def test_lists_of_rows() -> None:
+    rows = [torch.tensor([1.0, 2.0]), torch.tensor([]), torch.tensor([3.0])]
+    jagged = JaggedTensor.from_dense(rows, [row * 10 for row in rows])
+    assert jagged.lengths().tolist() == [2, 0, 1]
+    assert jagged.lengths().dtype == torch.int32
+    assert all(map(torch.equal, jagged.to_dense(), rows))
+    weights = jagged.to_dense_weights()
+    assert weights is not None
+    assert weights[0].tolist() == [10, 20]
+    assert JaggedTensor.from_dense(rows).to_dense_weights() is None
+    with pytest.raises(ValueError, match="must not be empty"):
+        JaggedTensor.from_dense([])
+
+
+def test_padded_matrices() -> None:
+    jagged = example(weighted=True)
+    wide = jagged.to_padded_dense(padding_value=-1)
+    assert wide.tolist() == [
+        [1, 2, -1], [-1, -1, -1], [3, -1, -1], [4, -1, -1], [5, -1, -1], [6, 7, 8],
+    ]  # fmt: skip
+    assert jagged.to_padded_dense(2, 10).tolist()[-1] == [6, 7]
+    assert jagged.to_padded_dense(0).shape == (6, 0)
+    weights = jagged.to_padded_dense_weights(2)
+    assert weights is not None
+    assert weights.tolist()[2] == [30, 0]
+    assert example().to_padded_dense_weights() is None
+    back = JaggedTensor.from_dense_lengths(wide, jagged.lengths(), wide * 10)
+    assert torch.equal(back.values(), VALUES)
+    assert torch.equal(back.weights(), VALUES * 10)
+    with pytest.raises(ValueError, match=r"padded must be \[5, N, ...\] for 5 lengths"):
+        JaggedTensor.from_dense_lengths(wide, jagged.lengths()[1:])
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.float16])
+def test_padding_keeps_the_dtype_and_empty_bags(dtype: torch.dtype) -> None:
+    empty = JaggedTensor(torch.empty(0, 3, dtype=dtype), lengths=torch.tensor([0, 0]))
+    padded = empty.to_padded_dense(2, 7)
+    assert padded.dtype == dtype
+    assert padded.tolist() == [[[7] * 3] * 2] * 2
+    none = JaggedTensor.empty(values_dtype=dtype, is_weighted=True)
+    assert none.to_padded_dense().shape == (0, 0)
+    assert none.to_dense() == []
+    assert none.weights().numel() == 0
+
+
+def test_gradients_reach_the_values_that_were_kept() -> None:
+    rows = torch.randn(4, 2, requires_grad=True)
+    jagged = JaggedTensor(rows, lengths=torch.tensor([3, 0, 1]))
+    jagged.to_padded_dense(2).sum().backward()
+    assert rows.grad is not None
+    assert rows.grad[:, 0].tolist() == [1, 1, 0, 1]
+
+
+def test_moves_whole() -> None:
+    jagged = example(weighted=True)
+    meta = jagged.to("meta")
+    assert meta.device().type == meta.weights().device.type == meta.offsets().device.type == "meta"
+    place = JaggedTensor.empty_like(jagged, "cpu")
+    assert torch.equal(place.copy_(jagged).weights(), jagged.weights())
+    assert torch.equal(place.offsets(), OFFSETS)
+    like = JaggedTensor.empty_like(jagged)
+    assert (like.values().dtype, like.weights().numel(), like.lengths().numel()) == (
+        torch.float32, 0, 0,
+    )  # fmt: skip
+    with mock.patch.object(torch.Tensor, "pin_memory", lambda tensor: tensor.clone()):
+        assert jagged.pin_memory().values().data_ptr() != VALUES.data_ptr()
+    seen: list[int] = []
+    with mock.patch.object(torch.Tensor, "record_stream", lambda t, s: seen.append(t.data_ptr())):
+        example().record_stream("a stream")
+    assert seen == [VALUES.data_ptr(), OFFSETS.data_ptr()]
+    assert example().size_in_bytes() == 8 * 4 + 7 * 8
+    with pytest.raises(ValueError, match="has weights and this JaggedTensor has none"):
+        example().copy_(jagged)
+
+
+def test_wrong_ones_are_refused() -> None:
+    with pytest.raises(ValueError, match="needs lengths or offsets"):
+        JaggedTensor(VALUES)
+    with pytest.raises(TypeError, match="offsets must be int32 or int64"):
+        JaggedTensor(VALUES, offsets=OFFSETS.double())
+    with pytest.raises(ValueError, match=r"bags = 2 \+ 1, got 7"):
+        JaggedTensor(VALUES, lengths=torch.tensor([4, 4]), offsets=OFFSETS)
+    with pytest.raises(ValueError, match="got 2 for 8 values"):
+        JaggedTensor(VALUES, torch.ones(2), offsets=OFFSETS)
+    with pytest.raises(ValueError, match="no weights"):
+        example().weights()
+    with pytest.raises(ValueError, match="number of values = 8, got 7"):
+        JaggedTensor(VALUES, lengths=torch.tensor([3, 4])).validate()
+
+
+def test_says_what_it_holds() -> None:
+    assert str(example()) == "JaggedTensor([[1, 2], [], [3], [4], [5], [6, 7, 8]])"
+    assert repr(example()) == "JaggedTensor(6 bags, [8] torch.float32, cpu)"
+    rows = JaggedTensor(torch.tensor([[1.5, 2.0]]), lengths=torch.tensor([1]))
+    assert str(rows) == "JaggedTensor([[[1.5, 2]]])"

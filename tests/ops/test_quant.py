@@ -1,0 +1,171 @@
+"""Quantised tables: native kernels against `emblib.reference.quant`."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.testing import assert_close
+
+from emblib.ops.quant import quant_lookup, quantize_rows_, row_bytes
+from emblib.reference import quant as reference
+from emblib.specs import Pooling
+from tests.quant_cases import expected, pack, tolerance
+from tests.simt.cases import CASES, VARIABLE_CASES, Case, Data
+
+BITS = pytest.mark.parametrize("bits", [8, 4])
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+ALL = [case for case in (*CASES, *VARIABLE_CASES) if case.weight is torch.float32]
+
+
+def quantized(weights: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    values = torch.full((weights.size(0), row_bytes(weights.size(1), bits)), 77, dtype=torch.uint8)
+    values, scales = values.to(weights.device), weights.new_full((len(weights), 2), 9.0).float()
+    quantize_rows_(values, scales, weights, bits)
+    return values, scales
+
+
+def looked_up(data: Data, bits: int, device: torch.device) -> Tensor:
+    packed = pack(data, bits)
+    tensors = (*packed, data.indices, data.repaired, data.bag_layout, data.sample_weights)
+    moved = [None if tensor is None else tensor.to(device) for tensor in tensors]
+    rest = (data.case.pooling.value, bits, data.columns, data.case.output)
+    return quant_lookup(*moved, *rest).cpu()
+
+
+@BITS
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(0, 4), (1, 1), (5, 3), (40, 8), (300, 33), (3, 1024)])
+def test_rows_are_quantised(
+    bits: int, dtype: torch.dtype, shape: tuple[int, int], device: torch.device
+) -> None:
+    weights = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+    weights[1:3] *= 1e-3
+    got = quantized(weights.to(device), bits)
+    want = reference.quantize_rows(weights, bits)
+    if device.type == "cpu":
+        assert torch.equal(got[0], want[0])
+        assert torch.equal(got[1], want[1])
+    rows = reference.dequantize_rows(got[0].cpu(), got[1].cpu().double(), shape[1], bits)
+    bound = got[1].cpu()[:, :1].double() * (0.5 + 1e-5) + 1e-7
+    assert bool(((rows - weights.double()).abs() <= bound).all())
+
+
+@BITS
+def test_extreme_rows(bits: int, device: torch.device) -> None:
+    largest = torch.finfo(torch.float32).max
+    rows = torch.tensor(
+        [[0.0] * 4, [-2.5] * 4, [-largest, largest, 0.0, 1.0], [1e-45, 0.0, 2e-45, 1e-40]]
+    )
+    values, scales = (tensor.cpu() for tensor in quantized(rows.to(device), bits))
+    back = reference.dequantize_rows(values, scales.double(), 4, bits)
+    assert torch.equal(back[:2], rows[:2].double()), "rows of one value are exact"
+    assert bool(torch.isfinite(scales).all())
+    assert_close(back[2, :2], rows[2, :2].double(), rtol=1e-6, atol=0.0)
+    assert float((back[3] - rows[3].double()).abs().max()) <= 1e-40
+
+
+@BITS
+@pytest.mark.parametrize("case", ALL, ids=str)
+def test_lookup(case: Case, bits: int, device: torch.device) -> None:
+    data = Data(case)
+    got = looked_up(data, bits, device)
+    want = expected(data, pack(data, bits), bits)
+    assert got.dtype == case.output
+    assert_close(got.double(), want, **tolerance(case))
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_any_case(data: st.DataObject) -> None:
+    tables = data.draw(st.integers(1, 3), "tables")
+    pooling = data.draw(st.sampled_from(list(Pooling)), "pooling")
+    dims = [data.draw(st.integers(1, 150), "dim") for _ in range(tables)]
+    case = Case(
+        "any",
+        rows=tuple(data.draw(st.integers(1, 40), "rows") for _ in range(tables)),
+        dims=(dims[0],) * tables if pooling is Pooling.NONE else tuple(dims),
+        tables=tuple(data.draw(st.lists(st.integers(0, tables - 1), min_size=1, max_size=4))),
+        batch=data.draw(st.integers(0, 6), "batch"),
+        lengths=data.draw(st.sampled_from(["mixed", "few", "none", "one", "long"])),
+        broken=data.draw(st.booleans(), "broken"),
+        weighted=pooling is not Pooling.NONE and data.draw(st.booleans(), "weighted"),
+        pooling=pooling,
+        index=data.draw(st.sampled_from([torch.int32, torch.int64])),
+        offset=data.draw(st.sampled_from([torch.int32, torch.int64])),
+        output=data.draw(st.sampled_from(DTYPES)),
+        seed=data.draw(st.integers(0, 1000), "seed"),
+    )
+    if not case.batch:
+        case = replace(case, lengths="none")
+    problem, bits = Data(case), data.draw(st.sampled_from([4, 8]))
+    got = looked_up(problem, bits, torch.device("cpu"))
+    want = expected(problem, pack(problem, bits), bits)
+    assert_close(got.double(), want, **tolerance(case))
+
+
+@BITS
+def test_same_bits_on_any_number_of_threads(bits: int, thread_counts: list[int]) -> None:
+    data = Data(Case("threads", batch=700, dims=(33, 64, 5), weighted=True))
+    weights = torch.randn(3000, 20)
+    results, rows = [], []
+    for threads in thread_counts:
+        torch.set_num_threads(threads)
+        results.append(looked_up(data, bits, torch.device("cpu")))
+        rows.append(quantized(weights, bits))
+    assert all(torch.equal(results[0], other) for other in results[1:])
+    assert all(torch.equal(rows[0][0], other[0]) for other in rows[1:])
+
+
+def test_opcheck(device: torch.device) -> None:
+    data = Data(Case("opcheck", dims=(5, 8, 3), weighted=True, output=torch.float16))
+    values, scales, features = (tensor.to(device) for tensor in pack(data, 4))
+    batch = [t.to(device) for t in (data.indices, data.repaired)]
+    assert data.sample_weights is not None
+    rest = ("sum", 4, data.columns, torch.float16)
+    arguments = (values, scales, features, *batch, None, data.sample_weights.to(device), *rest)
+    torch.library.opcheck(quant_lookup, arguments)
+    weights = torch.randn(4, 3, device=device)
+    target = torch.zeros(4, 2, dtype=torch.uint8, device=device)
+    torch.library.opcheck(quantize_rows_, (target, torch.zeros(4, 2, device=device), weights, 4))
+
+
+def test_wrong_input_is_refused() -> None:
+    data = Data(Case("wrong"))
+    values, scales, features = pack(data, 8)
+    before = values.clone()
+    outside, unknown = features.clone(), features.clone()
+    outside[0, 2] = 10**6
+    unknown[1, 4] = data.columns
+    good = (values, scales, features, data.indices, data.repaired, None, None)
+    rest = ("sum", 8, data.columns, torch.float32)
+    for arguments, message in (
+        ((*good, "sum", 5, *rest[2:]), "bits must be 8 or 4, got 5"),
+        ((values.float(), *good[1:], *rest), "values must be uint8, got float32"),
+        ((values, scales.double(), *good[2:], *rest), "scales must be float32, got float64"),
+        ((values, scales[:, :1], *good[2:], *rest), r"scales must be \[rows, 2\]"),
+        ((values, scales, outside, *good[3:], *rest), "feature 0 lies outside"),
+        ((values, scales, unknown, *good[3:], *rest), "feature 1 lies outside"),
+        ((*good, "none", 8, 9, torch.float32), "one dim for all features, got 8 and 9"),
+        ((*good, "max", *rest[1:]), "sum, mean or none"),
+        ((*good, *rest[:3], torch.int64), "output_dtype must be float32"),
+        ((*good[:6], torch.ones(3), *rest), "one entry a lookup"),
+        ((*good[:6], torch.ones(data.indices.numel()), "none", *rest[1:]), "need sum or mean"),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            quant_lookup(*arguments)
+    rows = torch.randn(4, 5)
+    target = torch.zeros(4, 5, dtype=torch.uint8)
+    for wrong, message in (
+        ((target, torch.zeros(4, 2), rows.double(), 8), "weights must be float32, float16"),
+        ((target, torch.zeros(4, 2), rows.t(), 8), r"contiguous \[R, D\]"),
+        ((target, torch.zeros(4, 2), rows, 4), r"values must be \[R, 3\]"),
+        ((target, torch.zeros(3, 2), rows, 8), r"scales \[R, 2\] for the 4 rows"),
+        ((target, torch.zeros(4, 2), torch.zeros(4, 0), 8), "D >= 1"),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            quantize_rows_(*wrong)
+    assert torch.equal(values, before)
+    assert not target.any()

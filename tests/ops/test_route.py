@@ -1,0 +1,296 @@
+"""Routing ids and combining pooled rows: kernels against the reference, on every device."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.testing import assert_close
+
+from emblib.dynamic.saving import routing as saving
+from emblib.ops import route
+from emblib.ops.route import Routing
+from emblib.reference import route as reference
+from tests.route_cases import (
+    CASES,
+    COMBININGS,
+    Case,
+    Combining,
+    Problem,
+    make,
+    make_pieces,
+    some_rows,
+)
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+ops = torch.ops.emblib
+
+
+def _on(device: torch.device, problem: Problem) -> Problem:
+    ids, offsets, routing, weights = problem
+    moved = Routing(*(t.to(device) for t in routing))
+    return Problem(ids.to(device), offsets.to(device), moved, weights.to(device))
+
+
+def _check(problem: Problem, device: torch.device) -> None:
+    ids, offsets, routing, weights = problem
+    lengths = reference.route_lengths(ids, offsets, *routing)
+    routed, positions, carried = reference.route_ids(ids, offsets, *routing, weights=weights)
+    on = _on(device, problem)
+    found = route.route_lengths(on.ids, on.offsets, *on.routing)
+    assert_close(found.cpu(), lengths, rtol=0, atol=0)
+    starts, total = problem.starts.to(device), routed.numel()
+    for given_weights, want in ((None, None), (on.weights, carried)):
+        out = route.route_ids(
+            *(on.ids, on.offsets), *on.routing, starts=starts, total=total, weights=given_weights
+        )
+        assert_close(out[0].cpu(), routed, rtol=0, atol=0)
+        assert_close(out[1].cpu(), positions, rtol=0, atol=0)
+        if want is None:
+            assert out[2] is None
+        else:
+            assert out[2] is not None
+            assert_close(out[2].cpu(), want, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_routes_as_the_reference(device: torch.device, name: str) -> None:
+    _check(make(CASES[name]), device)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    bags=st.lists(st.integers(0, 12), max_size=5),
+    most_blocks=st.integers(1, 16),
+    longest=st.integers(0, 30),
+    rows=st.integers(0, 40),
+    dtype=st.sampled_from([torch.int32, torch.int64]),
+    by_key=st.booleans(),
+    seed=st.integers(0, 1 << 30),
+)
+def test_any_layout(bags: list[int], dtype: torch.dtype, **rest: Any) -> None:
+    case = Case(bags=tuple(bags), id_dtype=dtype, broken=True, **rest)
+    _check(make(case), torch.device("cpu"))
+
+
+def test_same_ids_on_any_number_of_threads(thread_counts: list[int]) -> None:
+    problem = make(Case(bags=(900, 1, 2000), longest=40, most_copies=1, seed=4, broken=True))
+    for threads in thread_counts:
+        torch.set_num_threads(threads)
+        _check(problem, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("num_blocks", [1, 2, 3, 7, 1000])
+def test_keys_go_where_checkpoints_have_them(device: torch.device, num_blocks: int) -> None:
+    keys = torch.randint(-(2**63), 2**63 - 1, (500,))
+    keys[:3] = torch.tensor([-(2**63), -1, 2**63 - 1])
+    routing = Routing(
+        first_bags=torch.tensor([0, 1]),
+        features=torch.tensor([[0, num_blocks, 0, 1]]),
+        blocks=torch.tensor([[0, k, 1] for k in range(num_blocks)]),
+        copies=torch.arange(num_blocks),
+        units=torch.arange(num_blocks + 1),
+    )
+    moved = Routing(*(t.to(device) for t in routing))
+    offsets = torch.tensor([0, keys.numel()], device=device)
+    lengths = route.route_lengths(keys.to(device), offsets, *moved)
+    owners = saving.owner(keys, num_blocks)
+    assert lengths.cpu().tolist() == torch.bincount(owners, minlength=num_blocks).tolist()
+    starts = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+    _, positions, _ = route.route_ids(
+        keys.to(device), offsets, *moved, starts=starts, total=keys.numel()
+    )
+    assert torch.equal(owners[positions.cpu()], owners.sort().values)
+
+
+def test_gradient_of_weights() -> None:
+    problem = make(replace(CASES["broken ids"], seed=20))
+    ids, offsets, routing, weights = problem
+    leaf = weights.clone().requires_grad_()
+    total = int(problem.starts[-1])
+    _, positions, carried = route.route_ids(
+        ids, offsets, *routing, starts=problem.starts, total=total, weights=leaf
+    )
+    assert carried is not None
+    factors = torch.arange(1.0, total + 1)
+    (carried * factors).sum().backward()
+    want = torch.zeros_like(weights).index_add_(0, positions, factors)
+    assert leaf.grad is not None
+    assert_close(leaf.grad, want)
+    assert not positions.requires_grad
+
+
+# Segments
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float16, torch.bool, torch.uint8])
+@pytest.mark.parametrize("shape", [(), (3,), (0,), (2, 5)])
+@pytest.mark.parametrize("index", [torch.int32, torch.int64])
+def test_gather_segments(
+    device: torch.device, dtype: torch.dtype, shape: tuple[int, ...], index: torch.dtype
+) -> None:
+    values = torch.randint(0, 100, (40, *shape)).to(dtype)
+    starts = torch.tensor([0, 7, 7, 8, 30, 40], dtype=index)
+    for order in ([0, 1, 2, 3, 4], [4, 2, 0, 2], [1], [], [3, 3, 3]):
+        segments = torch.tensor(order, dtype=torch.int64)
+        total = int((starts[1:] - starts[:-1])[segments].sum())
+        want = reference.gather_segments(values, starts, segments, total)
+        moved = values.to(device), starts.to(device), segments.to(device)
+        assert torch.equal(route.gather_segments(*moved, total).cpu(), want)
+
+
+def test_gather_segments_of_a_view_and_on_threads(thread_counts: list[int]) -> None:
+    values = torch.randn(2, 90_001).t()
+    starts = torch.tensor([0, 5, 70_000, 90_001])
+    order = torch.tensor([2, 1, 0, 1])
+    want = reference.gather_segments(values, starts, order, 90_001 + 69_995)
+    for threads in thread_counts:
+        torch.set_num_threads(threads)
+        assert torch.equal(route.gather_segments(values, starts, order, want.size(0)), want)
+
+
+def test_gather_segments_adds_gradients_up() -> None:
+    values = torch.randn(9, 2, dtype=torch.float64, requires_grad=True)
+    starts, order = torch.tensor([0, 3, 4, 9]), torch.tensor([2, 0, 2])
+
+    def gather(leaf: Tensor) -> Tensor:
+        return route.gather_segments(leaf, starts, order, 13)
+
+    assert torch.autograd.gradcheck(gather, values)
+
+
+# Combining
+
+
+def _moved(device: torch.device, tensors: tuple[Any, ...]) -> list[Any]:
+    return [t.to(device) if isinstance(t, Tensor) else t for t in tensors]
+
+
+@pytest.mark.parametrize("name", COMBININGS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("out", DTYPES)
+def test_combine_and_spread(
+    device: torch.device, name: str, dtype: torch.dtype, out: torch.dtype
+) -> None:
+    problem = make_pieces(COMBININGS[name], dtype)
+    source, targets, pieces, lengths, numel = problem
+    on = _moved(device, problem)
+    result = route.combine(*on, out)
+    assert_close(result.cpu(), reference.combine(*problem, out), rtol=0, atol=0)
+    grad = torch.randn(numel).to(out)
+    layout = targets, pieces, lengths
+    back = route.spread(grad.to(device), *on[1:4], source.numel(), dtype)
+    want = reference.spread(grad, *layout, source.numel(), dtype)
+    assert_close(back.cpu(), want, rtol=0, atol=0)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    rows=st.lists(st.integers(0, 30), min_size=1, max_size=3),
+    widths=st.lists(st.integers(0, 90), max_size=6),
+    most_pieces=st.integers(1, 5),
+    gap=st.integers(0, 2),
+    seed=st.integers(0, 1 << 30),
+)
+def test_any_pieces(rows: list[int], widths: list[int], **rest: int) -> None:
+    case = Combining(rows=tuple(rows), widths=tuple(widths), means=True, **rest)
+    problem = make_pieces(case)
+    want = reference.combine(*problem, torch.float32)
+    assert_close(route.combine(*problem, torch.float32), want, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("rows", [(3000,), (2000, 1, 3000)])
+def test_same_sums_on_any_number_of_threads(
+    rows: tuple[int, ...], thread_counts: list[int]
+) -> None:
+    problem = make_pieces(Combining(rows=rows, widths=(33, 8, 64), means=True))
+    want = reference.combine(*problem, torch.float32)
+    source, *layout, numel = problem
+    grad = torch.randn(numel)
+    back = reference.spread(grad, *layout, source.numel(), torch.float32)
+    for threads in thread_counts:
+        torch.set_num_threads(threads)
+        assert torch.equal(route.combine(*problem, torch.float32), want)
+        assert torch.equal(route.spread(grad, *layout, source.numel(), torch.float32), back)
+
+
+def test_neighbours_in_order_are_one_copy() -> None:
+    """Columns of one source in the order of the output: merged, and still the same."""
+    targets = torch.tensor([[0, 6, 4, 2, 0, 1, -1], [2, 6, 4, 3, 1, 2, -1], [5, 6, 4, 1, 2, 3, -1]])
+    pieces = torch.tensor([[1, 7, -1], [3, 7, -1], [6, 7, -1]])
+    source = torch.arange(28.0)
+    out = route.combine(source, targets, pieces, None, 24, torch.float32)
+    assert torch.equal(out.view(4, 6), source.view(4, 7)[:, 1:])
+    back = route.spread(out, targets, pieces, None, 28, torch.float32)
+    assert torch.equal(back.view(4, 7)[:, 1:], source.view(4, 7)[:, 1:])
+    assert not back.view(4, 7)[:, 0].any()
+
+
+@pytest.mark.parametrize("name", ["sums", "means", "gaps", "own numbers of rows"])
+def test_each_is_the_gradient_of_the_other(name: str) -> None:
+    source, targets, pieces, lengths, numel = make_pieces(COMBININGS[name])
+    source.requires_grad_()
+    factors = torch.randn(numel, requires_grad=True)
+    out = route.combine(source, targets, pieces, lengths, numel, torch.float32)
+    (grad,) = torch.autograd.grad(out, source, factors, create_graph=True)
+    want = reference.spread(
+        factors.detach(), targets, pieces, lengths, source.numel(), torch.float32
+    )
+    assert torch.equal(grad.detach(), want)
+    (again,) = torch.autograd.grad(grad, factors, source.detach())
+    assert torch.equal(again, out.detach())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", COMBININGS)
+def test_pieces_of_some_rows(name: str, dtype: torch.dtype, device: torch.device) -> None:
+    problem, rows = some_rows(make_pieces(COMBININGS[name], dtype))
+    source, targets, pieces, lengths, numel = _moved(device, problem)
+    layout, rows = (targets, pieces, lengths), rows.to(device)
+    got = route.combine(source, *layout, numel, torch.float32, rows, 0.25)
+    want = reference.combine(*problem, torch.float32, rows.cpu(), 0.25)
+    assert_close(got.cpu(), want, rtol=0, atol=0)
+    back = route.spread(got, *layout, source.numel(), dtype, rows, 0.25)
+    size = source.numel()
+    layout = problem.targets, problem.pieces, problem.lengths
+    want = reference.spread(got.cpu(), *layout, size, dtype, rows.cpu(), 0.25)
+    assert_close(back.cpu(), want, rtol=0, atol=0)
+
+
+def test_gradients_of_pieces_of_some_rows() -> None:
+    problem, rows = some_rows(make_pieces(COMBININGS["means"]))
+    source, targets, pieces, lengths, numel = problem
+    source = source.double().float().requires_grad_()
+    out = route.combine(source, targets, pieces, lengths, numel, torch.float32, rows, 0.5)
+    grad = torch.randn(numel)
+    out.backward(grad)
+    layout = targets, pieces, lengths
+    want = route.spread(grad, *layout, source.numel(), torch.float32, rows, 0.5)
+    assert source.grad is not None
+    assert torch.equal(source.grad, want)
+
+
+# Rules of every op
+
+
+def test_opcheck(device: torch.device) -> None:
+    problem = _on(device, make(CASES["plain"]))
+    starts = problem.starts
+    total, num_bags = int(starts[-1]), int(problem.routing.units[-1])
+    some, rows = some_rows(make_pieces(COMBININGS["means"]))
+    source, targets, pieces, lengths, numel = _moved(device, some)
+    layout = targets, pieces, rows.to(device), lengths
+    grad = torch.randn(numel, device=device)
+    segments = (torch.tensor([0, 2, 5], device=device), torch.tensor([1, 0, 1], device=device))
+    cases: dict[str, tuple[Any, ...]] = {
+        "gather_segments": (torch.randn(5, 3, device=device), *segments, 8),
+        "route_lengths": (problem.ids, problem.offsets, *problem.routing, num_bags),
+        "route_ids": (*problem[:2], *problem.routing, starts, total, problem.weights),
+        "combine": (source, *layout, numel, torch.float16, 0.5),
+        "spread": (grad, *layout, source.numel(), torch.bfloat16, 2.0),
+    }
+    for name, arguments in cases.items():
+        torch.library.opcheck(getattr(ops, name), arguments)

@@ -1,0 +1,66 @@
+"""What the ranks do in the tests of checkpoints: tables of numbers that tell where they are."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from emblib.sharding import checkpoints
+from emblib.sharding.boxes import Box
+from emblib.sharding.checkpoints import ShardedTable
+from emblib.sharding.groups_of_ranks import Ranks
+
+
+def numbers(rows: int, columns: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    """A tensor no two values of which are the same."""
+    shape = (rows, columns) if columns else (rows,)
+    return (torch.arange(rows * max(columns, 1)) + 1).view(shape).to(dtype)
+
+
+def spread(whole: Tensor, boxes: Sequence[Box], ranks: Ranks) -> ShardedTable:
+    """The parts that a rank has of a whole."""
+    parts = {
+        i: whole[slice(*box.rows), slice(*box.columns)].clone()
+        if whole.dim() == 2
+        else whole[slice(*box.rows)].clone()
+        for i, box in enumerate(boxes)
+        if box.rank == ranks.rank
+    }
+    return ShardedTable(whole.size(), boxes, parts, ranks, whole.dtype)
+
+
+def assert_is(table: ShardedTable, whole: Tensor) -> None:
+    """Every part has the values of its box."""
+    for i, part in spread(whole, table.boxes, table.ranks).parts.items():
+        assert torch.equal(table.parts[i], part), table.boxes[i]
+
+
+def save(ranks: Ranks, path: Path, boxes: Sequence[Box], rows: int, columns: int) -> None:
+    """A table, a row state, a replicated tensor and a number."""
+    state = {
+        "model": {"table": spread(numbers(rows, columns), boxes, ranks), "dense": numbers(3, 4)},
+        "lists": [numbers(2), {"deep": numbers(5)}],
+        "step": 7,
+    }
+    checkpoints.save(state, path, ranks)
+
+
+def load(ranks: Ranks, path: Path, boxes: Sequence[Box], rows: int, columns: int) -> None:
+    """The same with other boxes."""
+    state = {
+        "model": {
+            "table": spread(torch.zeros(rows, columns), boxes, ranks),
+            "dense": torch.zeros(3, 4),
+        },
+        "lists": [torch.zeros(2), {"deep": torch.zeros(5)}],
+        "step": 0,
+    }
+    memory = list(state["model"]["table"].parts.values())
+    checkpoints.load(state, path, ranks)
+    assert_is(state["model"]["table"], numbers(rows, columns))
+    assert all(a is b for a, b in zip(memory, state["model"]["table"].parts.values(), strict=True))
+    assert torch.equal(state["model"]["dense"], numbers(3, 4))
+    assert torch.equal(state["lists"][0], numbers(2))
+    assert torch.equal(state["lists"][1]["deep"], numbers(5))
+    assert state["step"] == 7

@@ -1,0 +1,138 @@
+"""Awaitables give one result, once; lazy ones stand for it."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from emblib.sharding.awaitable import (
+    Awaitable,
+    Deferred,
+    LazyAwaitable,
+    LazyDeferred,
+    LazyNoWait,
+    NoWait,
+    waited,
+)
+
+
+class _Counted(Awaitable[list[int]]):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def _wait_impl(self) -> list[int]:
+        self.calls += 1
+        return [self.calls]
+
+
+def test_one_result_once() -> None:
+    under_way = _Counted()
+    assert under_way.calls == 0
+    assert under_way.wait() is under_way.wait()
+    assert under_way.calls == 1
+    assert NoWait(None).wait() is None
+    nothing = Deferred(lambda: None)
+    assert nothing.wait() is None
+    assert nothing.wait() is None  # not called again: None is a result
+
+
+def test_callbacks_in_order_once() -> None:
+    seen: list[list[int]] = []
+    under_way = _Counted().then(lambda r: [*r, 2]).then(lambda r: seen.append(r) or r)
+    assert not seen
+    assert under_way.wait() == [1, 2]
+    assert under_way.wait() == [1, 2]
+    assert seen == [[1, 2]]
+    assert under_way.then(lambda r: [*r, 3]).wait() == [1, 2, 3]  # after the first wait
+
+
+def test_an_error_stays() -> None:
+    calls = []
+
+    def fail() -> None:
+        calls.append(0)
+        raise OSError("the network")
+
+    under_way = Deferred(fail)
+    for _ in range(2):
+        with pytest.raises(OSError, match="the network"):
+            under_way.wait()
+    assert calls == [0]
+    with pytest.raises(NotImplementedError, match="Awaitable must define _wait_impl"):
+        Awaitable().wait()
+
+
+def test_what_the_function_held_is_free() -> None:
+    class Big:
+        alive = True
+
+        def __del__(self) -> None:
+            Big.alive = False
+
+    big = Big()
+    under_way = Deferred(lambda held=big: 1)
+    del big
+    assert Big.alive
+    assert under_way.wait() == 1
+    assert not Big.alive
+
+
+def _lazy(value: Tensor) -> LazyAwaitable[Tensor]:
+    return LazyDeferred(lambda: value)
+
+
+def test_lazy_waits_when_touched() -> None:
+    calls = []
+
+    def make() -> Tensor:
+        calls.append(0)
+        return torch.arange(6.0).view(2, 3)
+
+    lazy = LazyDeferred(make)
+    assert isinstance(lazy, LazyAwaitable)
+    repr(lazy)
+    assert not hasattr(lazy, "__array__")
+    assert not hasattr(lazy, "_something")
+    assert calls == []
+    assert lazy.shape == (2, 3)
+    assert calls == [0]
+    assert lazy.sum() == 15
+    assert len(lazy) == 2
+    assert calls == [0]
+
+
+def test_lazy_acts_as_its_result() -> None:
+    value = torch.arange(6.0).view(2, 3)
+    assert torch.equal(torch.cat([_lazy(value), value], dim=1), torch.cat([value, value], 1))
+    assert torch.equal(torch.add(_lazy(value), other=_lazy(value)), 2 * value)
+    assert torch.equal(_lazy(value) @ _lazy(value.t()), value @ value.t())
+    assert torch.equal(1 - _lazy(value), 1 - value)
+    assert torch.equal(value * _lazy(value), value * value)
+    assert torch.equal(-_lazy(value), -value)
+    assert torch.equal(abs(_lazy(-value)), value)
+    assert torch.equal(_lazy(value)[1], value[1])
+    assert torch.equal(_lazy(value) > 2, value > 2)
+    assert torch.equal(_lazy(value) == value, value == value)
+    assert [row.tolist() for row in _lazy(value)] == value.tolist()
+    assert float(LazyNoWait(torch.tensor(2.5))) == 2.5
+    assert int(LazyNoWait(torch.tensor(2))) == 2
+    assert not LazyNoWait(torch.tensor(0.0))
+    lazy_dict = LazyNoWait({"a": 1})
+    assert lazy_dict["a"] == 1
+    assert "a" in lazy_dict
+    assert list(lazy_dict.keys()) == ["a"]
+    with pytest.raises(AttributeError, match="no_such"):
+        _ = _lazy(value).no_such
+
+
+def test_lazy_carries_gradients() -> None:
+    leaf = torch.ones(3, requires_grad=True)
+    torch.nn.functional.relu(_lazy(leaf * 2)).sum().backward()
+    assert leaf.grad is not None
+    assert leaf.grad.tolist() == [2.0, 2.0, 2.0]
+
+
+def test_waited() -> None:
+    value = torch.ones(2)
+    found = waited({"a": [NoWait(1), (LazyNoWait(value), 3)], "b": None})
+    assert found == {"a": [1, (value, 3)], "b": None}

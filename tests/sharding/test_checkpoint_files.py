@@ -1,0 +1,272 @@
+"""Directories of checkpoints, saves in the background, single files, and what errors tell."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from emblib.sharding import checkpoints
+from emblib.sharding.boxes import Box
+from emblib.sharding.checkpoints import CheckpointError, RowStates, ShardedTable, sharded_table
+from emblib.sharding.checkpoints.row_states import averaged
+from emblib.sharding.groups_of_ranks import Ranks
+from tests.sharding import checkpoint_kills, worlds
+from tests.sharding.checkpoint_worlds import assert_is, numbers, spread
+from tests.tables.kills import run_alone
+
+ALONE = Ranks.single()
+WHOLE = (Box(0, (0, 10), (0, 4)),)
+HALVES = (Box(0, (0, 5), (0, 4)), Box(0, (5, 10), (0, 4)))
+
+
+def test_whole_or_as_before_wherever_a_writer_is_killed(tmp_path: Path) -> None:
+    told = dict(
+        line.split() for line in run_alone(checkpoint_kills, "calls", tmp_path).splitlines()
+    )
+    assert all(int(count) > 0 for count in told.values()), told
+
+
+def test_no_whole_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="no such directory"):
+        checkpoints.load({"a": torch.zeros(1)}, tmp_path / "nothing", ALONE)
+    with pytest.raises(CheckpointError, match="no whole checkpoint in it"):
+        checkpoints.load({"a": torch.zeros(1)}, tmp_path, ALONE)
+    assert checkpoints.latest(tmp_path, ALONE) is None
+
+
+def test_latest_is_the_greatest_that_is_whole(tmp_path: Path) -> None:
+    for step in (9, 100, 20):
+        checkpoints.save({"step": step}, tmp_path / f"step_{step}", ALONE)
+    (tmp_path / "step_300").mkdir()
+    found = checkpoints.latest(tmp_path, ALONE)
+    assert found == tmp_path / "step_100"
+    state = {"step": 0}
+    checkpoints.load(state, found, ALONE)
+    assert state == {"step": 100}
+
+
+def test_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A box is cut into pieces, which another size of pieces reads."""
+    monkeypatch.setattr(sharded_table, "PIECE_BYTES", 3 * 16)
+    table = spread(numbers(10, 4), WHOLE, ALONE)
+    assert [(o, tuple(p.shape)) for o, p in table.pieces()] == [
+        ((0, 0), (3, 4)),
+        ((3, 0), (3, 4)),
+        ((6, 0), (3, 4)),
+        ((9, 0), (1, 4)),
+    ]
+    checkpoints.save({"t": table}, tmp_path, ALONE)
+    monkeypatch.setattr(sharded_table, "PIECE_BYTES", 4 * 16)
+    found = {"t": spread(torch.zeros(10, 4), HALVES, ALONE)}
+    checkpoints.load(found, tmp_path, ALONE)
+    assert_is(found["t"], numbers(10, 4))
+
+
+def test_other_tables_are_told_before_anything_is_read(tmp_path: Path) -> None:
+    checkpoints.save({"t": numbers(10, 4), "n": 1, "u": numbers(2)}, tmp_path, ALONE)
+    mine = torch.zeros(2)
+    with pytest.raises(CheckpointError, match=r"t: saved is a tensor \(10, 4\), here is \(10, 5\)"):
+        checkpoints.load({"t": torch.zeros(10, 5), "u": mine}, tmp_path, ALONE)
+    with pytest.raises(CheckpointError, match=r"n: saved is no tensor, here is \(1,\)"):
+        checkpoints.load({"n": torch.zeros(1), "u": mine}, tmp_path, ALONE)
+    with pytest.raises(CheckpointError, match="does not have other, v: it is of another model"):
+        checkpoints.load({"v": torch.zeros(1), "other": 0, "u": mine}, tmp_path, ALONE)
+    assert mine.tolist() == [0, 0]
+    state: dict[str, Any] = {"v": torch.zeros(1), "u": mine}
+    checkpoints.load(state, tmp_path, ALONE, strict=False)
+    assert mine.tolist() == [1, 2]
+    assert state["v"].tolist() == [0]
+
+
+def dense(seed: int, ranks: Ranks) -> tuple[nn.Module, torch.optim.Adam]:
+    """A model and its optimizer, spread over ranks if there are several."""
+    torch.manual_seed(seed)
+    model: nn.Module = nn.Linear(3, 4)
+    if ranks.group is not None:
+        fully_shard(model, mesh=DeviceMesh.from_group(ranks.group, "cpu"))
+    return model, torch.optim.Adam(model.parameters(), 0.1)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Adam, steps: int) -> None:
+    for step in range(steps):
+        model(torch.arange(3.0) + step).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def go_on(ranks: Ranks, path: Path) -> Tensor:
+    """A model that goes on as one that was not saved; its whole weight, by way of one file."""
+    model, optimizer = dense(0, ranks)
+    train(model, optimizer, 2)
+    checkpoints.save({"model": model, "optimizer": optimizer}, path / "dense", ranks)
+    other, others = dense(1, ranks)
+    checkpoints.load({"model": other, "optimizer": others}, path / "dense", ranks)
+    train(model, optimizer, 2)
+    train(other, others, 2)
+    for ours, theirs in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(local(ours), local(theirs))
+    checkpoints.export({"model": other}, path / "dense.pt", ranks)
+    found: Tensor = torch.load(path / "dense.pt")["model"]["weight"]
+    return found
+
+
+def local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def test_dense_models_go_on(tmp_path: Path) -> None:
+    """A new optimizer has no states before its first step; it gets those that were saved."""
+    alone = go_on(ALONE, tmp_path / "one")
+    for found in worlds.run(2, go_on, tmp_path / "two"):
+        torch.testing.assert_close(found, alone)
+
+
+def test_states_by_columns() -> None:
+    """Means by how many columns; exact where all are equal."""
+    states = torch.tensor([[1.0, 4.0, 2.0], [0.1, 0.1, 0.1]])
+    cuts = (0, 2, 3, 6)
+    for columns, mean in (((0, 6), 2.0), ((0, 3), 2.0), ((2, 6), 2.5), ((1, 5), 2.25)):
+        found = averaged(states, cuts, columns)
+        assert found[0].item() == mean
+        assert torch.equal(found[1], states[1, 0])
+
+
+def row_states(cuts: tuple[int, ...], values: list[float]) -> RowStates:
+    """A table of 3 rows in boxes by column, each with one number."""
+    boxes = [Box(0, (0, 3), (i, i + 1)) for i in range(len(values))]
+    parts = {i: torch.full((3, 1), value) for i, value in enumerate(values)}
+    states = RowStates((3, len(values)), boxes, parts, ALONE, torch.float32)
+    states.cuts = cuts
+    return states
+
+
+def test_states_by_columns_into_other_boxes(tmp_path: Path) -> None:
+    checkpoints.save({"s": row_states((0, 2, 3, 6), [1.0, 4.0, 2.0])}, tmp_path, ALONE)
+    state: dict[str, Any] = {"s": row_states((0, 3, 6), [0.0, 0.0])}
+    checkpoints.load(state, tmp_path, ALONE)
+    assert [part[0].item() for part in state["s"].parts.values()] == [2.0, 2.0]
+    state = {"s": torch.zeros(3)}
+    checkpoints.load(state, tmp_path, ALONE)
+    assert state["s"].tolist() == [2.0, 2.0, 2.0]
+    checkpoints.save(state, tmp_path, ALONE)
+    state = {"s": row_states((0, 1, 6), [0.0, 0.0])}
+    checkpoints.load(state, tmp_path, ALONE)
+    assert [part[0].item() for part in state["s"].parts.values()] == [2.0, 2.0]
+
+
+def save_in_background(ranks: Ranks, path: Path) -> list[bool]:
+    """Two saves; what they save changes at once, and collectives go on meanwhile."""
+    boxes = [Box(r, (r * 3, r * 3 + 3), (0, 4)) for r in range(ranks.size)]
+    rows = 3 * ranks.size
+    pending = []
+    table = spread(numbers(rows, 4), boxes, ranks)
+    for step in range(2):
+        state = {"t": table, "other": torch.full((2,), step), "step": step}
+        pending.append(checkpoints.async_save(state, path / str(step), ranks))
+        for part in table.parts.values():
+            part.add_(1)
+        assert ranks.gather_objects(ranks.rank) == list(range(ranks.size))
+    for step, future in enumerate(pending):
+        future.result()
+        found: dict[str, Any] = {
+            "t": spread(torch.zeros(rows, 4), boxes, ranks),
+            "other": torch.zeros(2),
+            "step": -1,
+        }
+        checkpoints.load(found, path / str(step), ranks)
+        assert_is(found["t"], numbers(rows, 4) + step)
+        assert found["other"].tolist() == [step, step]
+        assert found["step"] == step
+    return [future.done() for future in pending]
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_saves_in_the_background(world: int, tmp_path: Path) -> None:
+    assert worlds.run(world, save_in_background, tmp_path) == [[True, True]] * world
+
+
+def fail_in_background(ranks: Ranks, path: Path) -> str:
+    future = checkpoints.async_save({"a": torch.zeros(1)}, path / "file" / "in_it", ranks)
+    error = future.exception()
+    return f"{type(error).__name__}: {error}"
+
+
+def test_saves_in_the_background_tell_of_failures(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no directory")
+    for told in worlds.run(2, fail_in_background, tmp_path):
+        assert "Error" in told
+
+
+def export(ranks: Ranks, path: Path) -> Tensor | None:
+    boxes = [Box(1 - r, (r * 3, r * 3 + 3), (0, 4)) for r in range(2)]
+    whole = numbers(6, 4, torch.bfloat16)
+    state = {"a": {"t": spread(whole, boxes, ranks)}, "b": [torch.ones(2)], "c": "text"}
+    checkpoints.export(state, path, ranks)
+    everywhere = state["a"]["t"].full_tensor()
+    assert torch.equal(everywhere, whole)
+    assert state["a"]["t"].full_tensor(rank=1).numel() == (24 if ranks.rank == 1 else 0)
+    return everywhere if path.exists() else None
+
+
+def test_one_file_with_whole_tables(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "whole.pt"
+    assert all(found is not None for found in worlds.run(2, export, path))
+    found = torch.load(path)
+    assert found.keys() == {"a", "b", "c"}
+    assert torch.equal(found["a"]["t"], numbers(6, 4, torch.bfloat16))
+    assert [file.name for file in path.parent.iterdir()] == ["whole.pt"]
+
+
+def test_as_a_tensor(tmp_path: Path) -> None:
+    table = spread(numbers(10, 4), HALVES, ALONE)
+    twin = copy.deepcopy(table)
+    assert isinstance(twin, ShardedTable)
+    table.parts[0].zero_()
+    assert_is(twin, numbers(10, 4))
+    table.copy_(twin)
+    assert_is(table, numbers(10, 4))
+    halved = table.to(torch.bfloat16)
+    assert isinstance(halved, ShardedTable)
+    assert (halved.dtype, halved.parts[1].dtype) == (torch.bfloat16, torch.bfloat16)
+    assert table.shape == (10, 4)
+    assert "2 boxes" in repr(table)
+    with pytest.raises(NotImplementedError, match="full_tensor"):
+        table + 1
+    with pytest.raises(TypeError, match=r"checkpoints\.save"):
+        torch.save(table, tmp_path / "x")
+    with pytest.raises(ValueError, match=r"rank 0 has the boxes \[0, 1\]"):
+        ShardedTable((10, 4), HALVES, {}, ALONE, torch.float32)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_with_torch_distributed_checkpoint_itself(tmp_path: Path) -> None:
+    table = spread(numbers(10, 4), HALVES, ALONE)
+    dcp.save({"t": table}, checkpoint_id=tmp_path / "now", no_dist=True)
+    dcp.async_save({"t": table}, checkpoint_id=tmp_path / "then", no_dist=True).result()
+    for name in ("now", "then"):
+        found = {"t": torch.zeros(10, 4)}
+        dcp.load(found, checkpoint_id=tmp_path / name, no_dist=True)
+        assert torch.equal(found["t"], numbers(10, 4))
+
+
+def save_with_torch(ranks: Ranks, path: Path) -> None:
+    boxes = [Box(r, (r * 3, r * 3 + 3), (0, 4)) for r in range(ranks.size)]
+    table = spread(numbers(3 * ranks.size, 4), boxes, ranks)
+    dcp.save({"t": table}, checkpoint_id=path, process_group=ranks.group)
+    found = {"t": spread(torch.zeros(3 * ranks.size, 4), boxes, ranks)}
+    dcp.load(found, checkpoint_id=path, process_group=ranks.group)
+    assert_is(found["t"], numbers(3 * ranks.size, 4))
+
+
+def test_with_torch_distributed_checkpoint_over_ranks(tmp_path: Path) -> None:
+    worlds.run(3, save_with_torch, tmp_path)
+    found: dict[str, Any] = {"t": torch.zeros(9, 4)}
+    checkpoints.load(found, tmp_path, ALONE)
+    assert torch.equal(found["t"], numbers(9, 4))

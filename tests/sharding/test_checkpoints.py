@@ -1,0 +1,53 @@
+"""Checkpoints of tables that are spread over ranks: from any boxes to any."""
+
+from pathlib import Path
+
+import pytest
+
+from emblib.sharding.boxes import (
+    Box,
+    TableShape,
+    World,
+    column_wise,
+    custom,
+    grid,
+    row_wise,
+    table_wise,
+)
+from tests.sharding import checkpoint_worlds, worlds
+
+ROWS, COLUMNS = 13, 6
+UNEVEN = (
+    Box(0, (0, 1), (0, 6)),
+    Box(0, (1, 7), (0, 5)),
+    Box(0, (1, 7), (5, 6)),
+    Box(0, (7, 13), (0, 2)),
+    Box(0, (7, 13), (2, 6)),
+)
+RULES = {
+    "table_wise": lambda world: table_wise(world - 1),
+    "row_wise": lambda world: row_wise(),
+    "column_wise": lambda world: column_wise(),
+    "grid": lambda world: grid(),
+    "uneven": lambda world: custom([box._replace(rank=i % world) for i, box in enumerate(UNEVEN)]),
+}
+
+
+def boxes_of(rule: str, world: int) -> tuple[Box, ...]:
+    local_size = 2 if world % 2 == 0 else 1
+    sharding = RULES[rule](world)(TableShape(ROWS, COLUMNS), World(world, local_size))
+    sharding.check("table", TableShape(ROWS, COLUMNS), world)
+    return sharding.boxes
+
+
+@pytest.mark.parametrize("start", RULES)
+def test_any_boxes_to_any(start: str, tmp_path: Path) -> None:
+    """From 4 ranks to 1, 2 and 3, and from 3 to 4."""
+    for saving, sizes in ((4, (1, 2, 3)), (3, (4,))):
+        path = tmp_path / str(saving)
+        before = boxes_of(start, saving)
+        worlds.run(saving, checkpoint_worlds.save, path, before, ROWS, COLUMNS)
+        for loading in sizes:
+            for end in RULES:
+                after = boxes_of(end, loading)
+                worlds.run(loading, checkpoint_worlds.load, path, after, ROWS, COLUMNS)

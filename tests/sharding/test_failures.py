@@ -1,0 +1,224 @@
+"""Ranks that die, stop, fail or go: what the others say of it."""
+
+import logging
+import os
+import signal
+import socket
+import subprocess
+import time
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from emblib.sharding import collectives, failures
+from emblib.sharding.failures import RankFailure, guarded
+from emblib.sharding.groups_of_ranks import Ranks
+from tests.sharding import worlds
+
+CULPRIT = 2
+STOPPED_SECONDS = 5.0
+QUICK = {"beat_seconds": 0.1, "patience_seconds": 1.5}
+
+
+def _train(ranks: Ranks, steps: int = 10**9) -> None:
+    """Steps of collectives, forward and backward."""
+    for _ in range(steps):
+        rows = torch.ones(2 * ranks.size, 3, requires_grad=True)
+        collectives.reduce_scatter_base_pooled(rows, ranks).wait().sum().backward()
+
+
+def _told(ranks: Ranks, act: str, seconds: float = 30.0) -> tuple[str, tuple[int, ...]]:
+    """What a rank hears when CULPRIT does `act` after three steps."""
+    ranks = Ranks(dist.new_group(list(range(ranks.size)), timedelta(seconds=seconds)))
+    if ranks.rank == CULPRIT:
+        with suppress(ValueError), guarded(ranks, **QUICK):
+            _train(ranks, 3)
+            _ACTS[act]()
+        if act == "fail":
+            os._exit(1)  # as any program with an error that nobody catches
+        return act, ()
+    with pytest.raises(RankFailure) as caught, guarded(ranks, **QUICK):
+        _train(ranks)
+    assert isinstance(caught.value.__cause__, RuntimeError)  # that of the collective
+    return str(caught.value), caught.value.ranks
+
+
+def _kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _stop() -> None:
+    """Until killed, when the others have long said what they think of it."""
+    mercy = f"sleep {STOPPED_SECONDS}; kill -9 {os.getpid()}"
+    subprocess.Popen(["sh", "-c", mercy], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def _fail() -> None:
+    raise ValueError("a bad batch")
+
+
+def _dawdle() -> None:
+    time.sleep(STOPPED_SECONDS)
+
+
+def _leave() -> None:
+    pass
+
+
+_ACTS = {"kill": _kill, "stop": _stop, "fail": _fail, "dawdle": _dawdle, "leave": _leave}
+
+
+def _answers(function: Any, *args: Any, size: int = 4) -> dict[int, Any]:
+    """Of the ranks that gave one."""
+    try:
+        return dict(enumerate(worlds.run(size, function, *args)))
+    except worlds.RankError as error:
+        return error.answers
+
+
+@pytest.mark.parametrize(
+    ("act", "words"),
+    [("kill", "died"), ("fail", "failed with ValueError: a bad batch")],
+)
+def test_the_culprit_is_named_at_once(act: str, words: str) -> None:
+    answers = _answers(_told, act)
+    assert set(answers) == {0, 1, 3}
+    for text, ranks in answers.values():
+        assert ranks == (CULPRIT,)
+        assert "rank 2 of 4 (process " in text
+        assert words in text
+        assert "from its last checkpoint" in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("act", "words"),
+    [
+        ("stop", "gave no sign of life for 2 s"),
+        ("dawdle", "is alive, but did not come to the collective"),
+        ("leave", "had left the guarded block before the others"),
+    ],
+)
+def test_the_culprit_is_named_after_the_timeout(act: str, words: str) -> None:
+    timeout = 1.0
+    answers = _answers(_told, act, timeout)
+    told = {rank: answer for rank, answer in answers.items() if answer[1]}
+    assert set(told) == {0, 1, 3}
+    for text, ranks in told.values():
+        assert ranks == (CULPRIT,)
+        assert words in text
+
+
+def _store_of_rank_zero(ranks: Ranks, port: int) -> str:
+    """The process group that torch makes without torchrun: rank 0 holds its store."""
+    dist.destroy_process_group()
+    dist.init_process_group(
+        "gloo",
+        f"tcp://127.0.0.1:{port}",
+        rank=ranks.rank,
+        world_size=ranks.size,
+        timeout=timedelta(seconds=20),
+    )
+    own = Ranks()
+    _train(own, 3)
+    with pytest.raises(RankFailure) as caught, guarded(own, **QUICK):
+        _train(own, 3) if own.rank > 0 else _kill()
+    assert caught.value.ranks == (0,)
+    return str(caught.value)
+
+
+def test_the_store_is_lost_with_rank_zero() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    answers = _answers(_store_of_rank_zero, port, size=3)
+    assert set(answers) == {1, 2}
+    for text in answers.values():
+        assert "rank 0" in text
+
+
+class _Records(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+def _watch(ranks: Ranks) -> list[str]:
+    """Nobody is in a collective when a rank stops: the one before it tells."""
+    records = _Records()
+    failures._LOG.addHandler(records)
+    with guarded(ranks, **QUICK):
+        ranks.barrier()
+        if ranks.rank == CULPRIT:
+            time.sleep(0.5)  # its part of the barrier may still be on its way
+            _stop()
+        end = time.monotonic() + 20
+        while not records.texts and ranks.rank == CULPRIT - 1 and time.monotonic() < end:
+            time.sleep(0.05)
+    return records.texts
+
+
+@pytest.mark.slow
+def test_a_silent_rank_is_logged() -> None:
+    answers = _answers(_watch, size=3)
+    assert answers[0] == []
+    (text,) = answers[1]
+    assert "rank 2 of 3 (process " in text
+    assert "has given no sign of life for " in text
+
+
+def _nobody(ranks: Ranks) -> list[str]:
+    with pytest.raises(RuntimeError, match="by our own doing") as caught, guarded(ranks, **QUICK):
+        raise RuntimeError("gloo: by our own doing")
+    with pytest.raises(KeyError), guarded(ranks, **QUICK):
+        raise KeyError("as before")
+    with guarded(ranks, **QUICK), guarded(ranks, **QUICK):
+        _train(ranks, 2)
+    return caught.value.__notes__
+
+
+def test_nobody_at_fault() -> None:
+    for notes in worlds.run(3, _nobody):
+        assert notes == [notes[0]]
+        assert "no rank is at fault by itself" in notes[0]
+
+
+def test_which_errors_are_of_a_collective() -> None:
+    closed = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer")
+    assert failures.is_of_a_collective(closed)
+    assert failures.is_of_a_collective(dist.DistBackendError("any"))
+    assert not failures.is_of_a_collective(RuntimeError("mat1 and mat2 cannot be multiplied"))
+    assert not failures.is_of_a_collective(ValueError("gloo"))
+    wrapped = ValueError("in my loop")
+    wrapped.__cause__ = closed
+    assert failures.is_of_a_collective(wrapped)
+
+
+def test_a_process_nobody_waited_for_is_gone() -> None:
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    try:
+        end = time.monotonic() + 10
+        while not failures._is_gone(child) and time.monotonic() < end:
+            time.sleep(0.01)
+        assert failures._is_gone(child)
+    finally:
+        os.waitpid(child, 0)
+    assert failures._is_gone(child)
+    assert not failures._is_gone(os.getpid())
+
+
+def test_one_rank_and_wrong_use() -> None:
+    with pytest.raises(RuntimeError, match="gloo"), guarded(Ranks.single()):
+        raise RuntimeError("gloo")
+    with pytest.raises(ValueError, match=r"at least two beats: got 1\.0 and beats of 1\.0 s"):
+        guarded(Ranks.single(), beat_seconds=1.0, patience_seconds=1.0)

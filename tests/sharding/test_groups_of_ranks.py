@@ -1,0 +1,88 @@
+"""Who is on which node, from a process group, a mesh, or what torchrun says."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from emblib.sharding.groups_of_ranks import Ranks
+from tests.sharding import worlds
+
+
+def test_single() -> None:
+    ranks = Ranks.single()
+    assert (ranks.rank, ranks.size, ranks.local_size, ranks.group) == (0, 1, 1, None)
+    assert (ranks.node, ranks.nodes, ranks.local_rank) == (0, 1, 0)
+    assert ranks.device == torch.device("cpu")
+    assert ranks.gather_objects("a") == ["a"]
+    assert ranks.global_rank(0) == 0
+    ranks.barrier()
+    back = pickle.loads(pickle.dumps(ranks))
+    assert (back.size, back.device) == (1, ranks.device)
+    assert copy.deepcopy(ranks) is ranks
+    assert Ranks.of(ranks) is ranks
+    assert Ranks().size == 1  # nothing is initialised here
+    assert str(ranks) == "Ranks(rank 0 of 1, cpu)"
+
+
+def _who(ranks: Ranks) -> tuple[int, ...]:
+    return ranks.rank, ranks.size, ranks.local_size, ranks.node, ranks.nodes, ranks.local_rank
+
+
+def _of_the_group(ranks: Ranks, monkeypatch_local: str | None) -> tuple[int, ...]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("LOCAL_WORLD_SIZE", raising=False)
+        if monkeypatch_local is not None:
+            patch.setenv("LOCAL_WORLD_SIZE", monkeypatch_local)
+        found = Ranks(ranks.group)
+    assert copy.deepcopy(found) is found
+    assert copy.copy(found) is found
+    with pytest.raises(pickle.PicklingError, match="save a state_dict"):
+        pickle.dumps(found)
+    assert found.gather_objects(found.rank * 2) == [2 * r for r in range(found.size)]
+    found.barrier()
+    return _who(found)
+
+
+@pytest.mark.parametrize(("local", "sides"), [(None, (4, 1)), ("2", (2, 2)), ("8", (4, 1))])
+def test_nodes(local: str | None, sides: tuple[int, int]) -> None:
+    size, nodes = sides
+    for rank, found in enumerate(worlds.run(4, _of_the_group, local)):
+        assert found == (rank, 4, size, rank // size, nodes, rank % size)
+
+
+def _wrong(ranks: Ranks) -> None:
+    with pytest.raises(ValueError, match=r"4 ranks are not whole nodes of 3: .*or 4 to treat"):
+        Ranks(ranks.group, local_size=3)
+    with pytest.raises(ValueError, match="1 to 4 here, and not 5"):
+        Ranks(ranks.group, local_size=5)
+    last = dist.new_group([2])
+    if ranks.rank != 2:
+        with pytest.raises(ValueError, match="this process is not in the group"):
+            Ranks(last)
+    else:
+        assert _who(Ranks(last)) == (0, 1, 1, 0, 1, 0)
+        assert Ranks(last).global_rank(0) == 2
+
+
+def test_wrong_use() -> None:
+    worlds.run(4, _wrong)
+
+
+def _meshes(ranks: Ranks) -> list[tuple[int, ...]]:
+    whole = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("node", "local"))
+    flat = dist.init_device_mesh("cpu", (4,))
+    found = [_who(Ranks(whole)), _who(Ranks(flat, local_size=4)), _who(Ranks(whole["local"]))]
+    swapped = dist.DeviceMesh("cpu", [[0, 2], [1, 3]], mesh_dim_names=("node", "local"))
+    with pytest.raises(ValueError, match=r"must hold all 4 processes in order"):
+        Ranks(swapped)
+    return found
+
+
+def test_device_meshes() -> None:
+    for rank, (whole, flat, local) in enumerate(worlds.run(4, _meshes)):
+        assert whole == (rank, 4, 2, rank // 2, 2, rank % 2)
+        assert flat == (rank, 4, 4, 0, 1, rank)
+        assert local == (rank % 2, 2, 2, 0, 1, rank % 2)

@@ -1,0 +1,305 @@
+"""A model over ranks is the model: values, names, first values, and how its parts are trained."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from emblib import optim
+from emblib.collections import EmbeddingBagCollection, EmbeddingBagConfig
+from emblib.collections.feature_processors import PositionWeightedProcessor
+from emblib.jagged import KeyedJaggedTensor
+from emblib.sharding import DDP, DistributedModelParallel, FullyShard
+from emblib.sharding.boxes import data_parallel, row_wise, table_wise
+from emblib.sharding.groups_of_ranks import Ranks
+from tests.sharding import worlds
+from tests.sharding.pipeline_cases import (
+    DENSE,
+    DIM,
+    NETS,
+    ROWS,
+    Batch,
+    Case,
+    Net,
+    make_batch,
+    plain_loop,
+    rules,
+    values_of,
+)
+
+SIZE, STEPS = 3, 4
+
+
+def joined(batches: list[Batch]) -> Batch:
+    """The examples of all ranks, as one batch."""
+
+    def one(get: Callable[[Batch], KeyedJaggedTensor]) -> KeyedJaggedTensor:
+        by_rank = [get(batch) for batch in batches]
+        keys = by_rank[0].keys()
+        parts = [kjt[key] for key in keys for kjt in by_rank]
+        return KeyedJaggedTensor(
+            list(keys),
+            torch.cat([part.values() for part in parts]),
+            lengths=torch.cat([part.lengths() for part in parts]),
+        )
+
+    return Batch(
+        torch.cat([batch.dense for batch in batches]),
+        one(lambda batch: batch.bags),
+        {"clicks": one(lambda batch: batch.more["clicks"])},
+        torch.cat([batch.labels for batch in batches]),
+    )
+
+
+def _whole(size: int, net: str) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """The unsharded model on the batches of all ranks."""
+    torch.manual_seed(5)
+    model = NETS[net]()
+    batches = [joined([make_batch(10 * r + i, SIZE) for r in range(size)]) for i in range(STEPS)]
+    losses = list(plain_loop(model, batches, STEPS))
+    values = {name: p.detach().clone() for name, p in model.named_parameters()}
+    return losses, values
+
+
+def _sharded(ranks: Ranks, case: Case) -> tuple[list[Tensor], dict[Any, Tensor]]:
+    model = case.model(ranks)
+    batches = [make_batch(10 * ranks.rank + i, SIZE) for i in range(STEPS)]
+    losses = list(plain_loop(model, batches, STEPS))
+    return losses, values_of(model)
+
+
+def assembled(by_rank: list[dict[Any, Tensor]]) -> dict[str, Tensor]:
+    """Whole tables of the parts of all ranks, by the names of parameters of the model."""
+    whole: dict[str, Tensor] = {}
+    for values in by_rank:
+        for place, value in values.items():
+            if isinstance(place, str):
+                assert torch.equal(whole.setdefault(place, value), value), place  # on all ranks
+            elif place[-1] == "weight":
+                path, table, box, _ = place
+                kind = "embeddings" if path == "clicks" else "embedding_bags"
+                unset = torch.full((ROWS, DIM), 7.0)
+                target = whole.setdefault(f"{path}.{kind}.{table}.weight", unset)
+                target[slice(*box.rows), slice(*box.columns)] = value
+    return whole
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case((0,)),
+        Case((0,) * 2),
+        Case((0,) * 4),
+        Case((0,) * 2, wrap="fully_shard"),
+        Case((0,) * 3, plan="copies"),
+        Case((0,) * 2, net="weighted"),
+        Case((0,) * 3, net="weighted", plan="copies"),
+        Case((0,) * 2, net="unfused"),
+        Case((0,) * 3, net="unfused", plan="copies"),
+    ],
+    ids=lambda case: f"{len(case.counts)} ranks, {case.net}, {case.plan}, {case.wrap}",
+)
+def test_it_trains_as_the_whole_model(case: Case) -> None:
+    size = len(case.counts)
+    losses, expected = _whole(size, case.net)
+    found = worlds.run(size, _sharded, case)
+    mean = [torch.stack(of_step).mean() for of_step in zip(*(ls for ls, _ in found), strict=True)]
+    torch.testing.assert_close(mean, losses)
+    values = assembled([values for _, values in found])
+    assert values.keys() == expected.keys()
+    for name, value in values.items():
+        torch.testing.assert_close(value, expected[name], msg=lambda text, n=name: f"{n}: {text}")
+
+
+# Names
+
+
+def _names(ranks: Ranks, wrap: str) -> tuple[list[str], list[str], bool]:
+    model = Case((0,) * ranks.size, wrap=wrap).model(ranks)
+    return (
+        sorted(model.state_dict()),
+        sorted(name for name, _ in model.named_parameters() if name.startswith(("bottom", "top"))),
+        isinstance(model.module, Net),
+    )
+
+
+@pytest.mark.parametrize("wrap", ["ddp", "fully_shard", "none"])
+def test_names_are_those_of_the_model(wrap: str) -> None:
+    net = Net()
+    dense = sorted(n for n, _ in net.named_parameters() if n.startswith(("bottom", "top")))
+    for found in worlds.run(2, _names, wrap):
+        assert found == (sorted(net.state_dict()), dense, True)
+
+
+def _loaded(ranks: Ranks, state: dict[str, Tensor]) -> dict[Any, Tensor]:
+    model = Case((0,) * ranks.size).model(ranks)
+    model.load_state_dict(state)
+    return values_of(model)
+
+
+def test_it_takes_the_state_dict_of_the_model() -> None:
+    torch.manual_seed(8)
+    state = Net().state_dict()
+    values = assembled(worlds.run(2, _loaded, state))
+    assert values.keys() == state.keys()
+    for name, value in values.items():
+        assert torch.equal(value, state[name]), name
+
+
+# First values
+
+
+class Odd(nn.Module):
+    """Different on every rank before it is spread."""
+
+    def __init__(self, device: str = "cpu") -> None:
+        super().__init__()
+        self.sparse = EmbeddingBagCollection(
+            [EmbeddingBagConfig(10, 4, "t")], device=device, optimizer=optim.SGD(lr=0.1)
+        )
+        self.dense = nn.Linear(4, 2, device=device)
+        self.places = PositionWeightedProcessor({"t": 3}, device)
+        self.norm = nn.BatchNorm1d(2, device=device)
+
+    def forward(self, batch: KeyedJaggedTensor) -> Tensor:
+        """Something of all parts."""
+        return self.norm(self.dense(self.sparse(batch).values())).sum()
+
+
+def _first_values(ranks: Ranks, device: str) -> tuple[dict[str, Tensor], bool]:
+    torch.manual_seed(ranks.rank)
+    if device != "meta":
+        model = Odd(device)
+        with torch.no_grad():
+            model.norm.running_mean.fill_(ranks.rank + 3)
+    else:
+        model = Odd(device)
+    plan = {"sparse": {"t": data_parallel()}}
+    model = DistributedModelParallel(model, ranks, plan=plan)
+    table = model.module.sparse.parts()[0]
+    bare = model.module
+    found = {"table": table.groups.views(table.index)["weight"].clone()}
+    found |= {n: p.detach().clone() for n, p in bare.dense.named_parameters()}
+    found |= {n: p.detach().clone() for n, p in bare.places.named_parameters()}
+    found |= {n: p.detach().clone() for n, p in bare.norm.named_buffers()}
+    return found, any(tensor.is_meta for tensor in (*bare.parameters(), *bare.buffers()))
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_all_ranks_begin_with_the_values_of_the_first(device: str) -> None:
+    (first, _), *others = worlds.run(3, _first_values, device)
+    assert (first["running_mean"] == (3 if device == "cpu" else 0)).all()
+    assert first["table"].abs().max() > 0
+    for found, any_meta in others:
+        assert not any_meta
+        for name, value in found.items():
+            assert torch.equal(value, first[name]), name
+
+
+class Unready(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(2, device="meta"))
+
+
+def test_a_meta_module_that_cannot_be_made_is_told() -> None:
+    model = nn.ModuleDict({"odd": Odd(), "unready": Unready()})
+    with pytest.raises(RuntimeError, match=r"unready \(Unready\) is on the meta device and has no"):
+        DistributedModelParallel(model, Ranks.single(), plan={"odd.sparse": {"t": table_wise(0)}})
+
+
+# The dense part
+
+
+class Sparse(nn.Module):
+    """Nothing but tables."""
+
+    def __init__(self, optimizer: optim.Optimizer | None) -> None:
+        super().__init__()
+        self.sparse = EmbeddingBagCollection([EmbeddingBagConfig(10, 4, "t")], optimizer=optimizer)
+
+
+def _wrapper(ranks: Ranks, wrap: Any, *, dense: bool) -> type:
+    model: nn.Module = Odd() if dense else Sparse(optim.SGD(lr=0.1))
+    made = DistributedModelParallel(model, ranks, plan={"sparse": {"t": row_wise()}}, wrap=wrap)
+    return type(made._wrapped)
+
+
+def _dense_wrapper(ranks: Ranks, wrap: Any) -> type:
+    return _wrapper(ranks, wrap, dense=True)
+
+
+def _sparse_wrapper(ranks: Ranks, wrap: Any) -> type:
+    return _wrapper(ranks, wrap, dense=False)
+
+
+def test_what_wraps_the_dense_part() -> None:
+    assert worlds.run(2, _dense_wrapper, DDP({"bucket_cap_mb": 1})) == [DistributedDataParallel] * 2
+    assert worlds.run(2, _dense_wrapper, None) == [Odd] * 2
+    assert worlds.run(1, _dense_wrapper, "ddp") == [Odd]  # nobody to share gradients with
+    assert worlds.run(2, _sparse_wrapper, "ddp") == [Sparse] * 2  # nothing dense
+
+
+def _blocks(model: nn.Module) -> list[nn.Module]:
+    assert isinstance(model, Net)
+    return [model.bottom, model.top]
+
+
+def _in_blocks(ranks: Ranks) -> list[str]:
+    torch.manual_seed(5)
+    wrap = FullyShard(_blocks, {"reshard_after_forward": True})
+    model = DistributedModelParallel(Net(), ranks, plan=rules(2), wrap=wrap)
+    list(plain_loop(model, [make_batch(1, SIZE)], 1))
+    return [type(part).__name__ for part in (model.module, model.module.bottom, model.module.bags)]
+
+
+def test_fully_shard_in_blocks() -> None:
+    assert (
+        worlds.run(2, _in_blocks)
+        == [["FSDPNet", "FSDPLinear", "ShardedEmbeddingBagCollection"]] * 2
+    )
+
+
+def _wrapped_later(ranks: Ranks) -> bool:
+    torch.manual_seed(5)
+    model = DistributedModelParallel(Net(), ranks, plan=rules(2), wrap="none")
+    model.wrap_dense("ddp")
+    list(plain_loop(model, [make_batch(ranks.rank, SIZE)], 1))
+    return isinstance(model._wrapped, DistributedDataParallel)
+
+
+def test_the_dense_part_may_be_wrapped_later() -> None:
+    assert worlds.run(2, _wrapped_later) == [True, True]
+
+
+def _dense_table(ranks: Ranks) -> tuple[Tensor, Tensor]:
+    """A replicated table without a fused optimizer, trained by torch's."""
+    torch.manual_seed(0)
+    model = DistributedModelParallel(
+        Sparse(None), ranks, plan={"sparse": {"t": data_parallel()}}, wrap="none"
+    )
+    model.module.forward = lambda batch: model.module.sparse(batch).values()  # type: ignore[method-assign]
+    model.wrap_dense("ddp")
+    ((_, weight),) = model.named_parameters()
+    before = weight.detach().clone()
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    batch = KeyedJaggedTensor(["t"], torch.tensor([ranks.rank]), lengths=torch.tensor([1]))
+    model(batch).sum().backward()
+    optimizer.step()
+    part = model.module.sparse.parts()[0]
+    return before, part.groups.views(part.index)["weight"].clone()
+
+
+def test_replicated_tables_without_an_optimizer_are_dense() -> None:
+    for before, after in worlds.run(2, _dense_table):
+        step = torch.zeros(10, 4)
+        step[:2] = 0.5  # each row was read on one of two ranks
+        torch.testing.assert_close(after, before - step)
+
+
+def test_wrong_words_are_told() -> None:
+    with pytest.raises(ValueError, match=r"wrap must be 'ddp', 'fully_shard', 'none', .*'fsdp'"):
+        DistributedModelParallel(nn.Linear(DENSE, 1), Ranks.single(), plan={}, wrap="fsdp")

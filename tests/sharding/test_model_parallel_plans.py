@@ -1,0 +1,168 @@
+"""Plans and optimizers of models over ranks: where they come from, and what they do."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from emblib import optim
+from emblib.collections import EmbeddingBagCollection, EmbeddingBagConfig
+from emblib.collections.optimizers import (
+    CombinedOptimizer,
+    KeyedOptimizerWrapper,
+    apply_optimizer_in_backward,
+    in_backward_optimizer_filter,
+)
+from emblib.sharding import DistributedModelParallel
+from emblib.sharding.boxes import World, row_wise, table_wise
+from emblib.sharding.groups_of_ranks import Ranks
+from emblib.sharding.plan import ShardingPlan
+from tests.sharding import worlds
+from tests.sharding.pipeline_cases import (
+    DIM,
+    ROWS,
+    Batch,
+    Case,
+    Net,
+    dense_optimizer,
+    make_batch,
+    plain_loop,
+    rules,
+    values_of,
+)
+
+SIZE = 3
+
+
+def _planned(ranks: Ranks) -> tuple[ShardingPlan, list[float]]:
+    torch.manual_seed(5)
+    model = DistributedModelParallel(Net(), ranks)
+    losses = list(plain_loop(model, [make_batch(ranks.rank, SIZE)], 1))
+    return model.plan, [loss.item() for loss in losses]
+
+
+def test_a_model_without_a_plan_gets_one() -> None:
+    (first, _), (second, _) = worlds.run(2, _planned)
+    assert first.to_json() == second.to_json()
+    assert first.world == World(2, 2)
+    assert {path: set(tables) for path, tables in first.modules.items()} == {
+        "bags": {"a", "b", "c"},
+        "clicks": {"s"},
+    }
+
+
+def _one_collection(ranks: Ranks) -> tuple[list[str], list[str], Tensor]:
+    torch.manual_seed(5)
+    net = Net()
+    batch = make_batch(1, SIZE)
+    expected = net.bags(batch.bags).values()
+    model = DistributedModelParallel(net.bags, ranks, plan={"": rules(ranks.size)["bags"]})
+    out = model(batch.bags)
+    return list(model.plan.modules), list(out.keys()), out.values() - expected
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_one_collection_is_a_model(size: int) -> None:
+    for paths, keys, difference in worlds.run(size, _one_collection):
+        assert (paths, keys) == ([""], ["a", "b", "c"])
+        torch.testing.assert_close(difference, torch.zeros_like(difference))
+
+
+def _scheduled(ranks: Ranks) -> list[tuple[bool, float]]:
+    """Whether the tables moved, with the rate that they had, in each of some steps."""
+    model = Case((0,) * ranks.size).model(ranks)
+    fused = model.fused_optimizer
+    scheduler = torch.optim.lr_scheduler.LambdaLR(fused, lambda i: float(i % 2))
+    found = []
+    for i in range(4):
+        before = values_of(model)
+        fused.zero_grad()
+        loss, _ = model(make_batch(i, SIZE))
+        loss.backward()
+        fused.step()
+        after = values_of(model)
+        moved = any(
+            not torch.equal(value, before[place])
+            for place, value in after.items()
+            if place[0] == "bags" and place[-1] == "weight"
+        )
+        found.append((moved, fused.param_groups[0]["lr"]))
+        scheduler.step()
+    return found
+
+
+def test_the_rates_of_the_tables_follow_a_scheduler() -> None:
+    for found in worlds.run(2, _scheduled):
+        assert [moved for moved, _ in found] == [False, True, False, True]
+
+
+def _given_before(ranks: Ranks, how: str) -> dict[Any, Tensor]:
+    """Trained by one optimizer for all, by optimizers that the tables got in one way or another."""
+    torch.manual_seed(5)
+    adagrad = optim.RowwiseAdagrad(lr=0.1)
+    net = PlainNet(adagrad if how == "config" else None)
+    if how == "in backward":
+        apply_optimizer_in_backward(optim.RowwiseAdagrad, net.bags.parameters(), {"lr": 0.1})
+    model = DistributedModelParallel(
+        net,
+        ranks,
+        plan={"bags": {"a": row_wise(), "b": table_wise(0)}},
+        optimizer=adagrad if how == "argument" else None,
+    )
+    dense = KeyedOptimizerWrapper(
+        dict(in_backward_optimizer_filter(model.named_parameters())),
+        lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    )
+    assert list(dense.params) == ["top.weight", "top.bias"]
+    optimizer = CombinedOptimizer([model.fused_optimizer, dense])
+    for i in range(3):
+        optimizer.zero_grad()
+        model(make_batch(i + 10 * ranks.rank, SIZE)).backward()
+        optimizer.step()
+    return values_of(model)
+
+
+class PlainNet(nn.Module):
+    """Two tables whose optimizers come from wherever."""
+
+    def __init__(self, optimizer: optim.Optimizer | None) -> None:
+        super().__init__()
+        self.bags = EmbeddingBagCollection(
+            [EmbeddingBagConfig(ROWS, DIM, name, optimizer=optimizer) for name in "ab"]
+        )
+        self.top = nn.Linear(2 * DIM, 1)
+
+    def forward(self, batch: Batch) -> Tensor:
+        return nn.functional.mse_loss(
+            self.top(self.bags(batch.bags).values()).squeeze(1), batch.labels
+        )
+
+
+def test_ways_to_give_tables_an_optimizer_are_equal() -> None:
+    expected = worlds.run(2, _given_before, "config")
+    assert {place[-1] for place in expected[0] if not isinstance(place, str)} > {"weight"}
+    for how in ("argument", "in backward"):
+        for values, by_config in zip(worlds.run(2, _given_before, how), expected, strict=True):
+            assert values.keys() == by_config.keys()
+            for place, value in values.items():
+                assert torch.equal(value, by_config[place]), (how, place)
+
+
+def _left_out(ranks: Ranks) -> None:
+    DistributedModelParallel(Net(), ranks, plan={"bags": rules(2)["bags"]})
+
+
+def test_tables_that_the_plan_leaves_out_are_told() -> None:
+    says = r"(?s)must be of collections in the plan.*'clicks.embeddings.s.weight'.*to the plan"
+    with pytest.raises(worlds.RankError, match=says):
+        worlds.run(2, _left_out)
+
+
+def test_the_optimizer_of_the_dense_part_has_no_tables() -> None:
+    model = Case((0,)).model(Ranks.single())
+    optimizer = dense_optimizer(model)
+    names = {id(p): n for n, p in model.named_parameters()}
+    assert sorted(names[id(p)] for p in optimizer.param_groups[0]["params"]) == sorted(
+        ["bottom.weight", "bottom.bias", "top.weight", "top.bias"]
+    )

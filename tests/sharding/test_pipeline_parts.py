@@ -1,0 +1,287 @@
+"""What the pipelines are made of: batches of any shape, loaders that end, the loop, rates."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from emblib.jagged import JaggedTensor, KeyedJaggedTensor
+from emblib.sharding.groups_of_ranks import Ranks
+from emblib.sharding.pipelines import Equal, Longest, Progress, Shortest, TrainPipelineBase
+from emblib.sharding.pipelines.batches import (
+    empty_batch,
+    examples_of,
+    follow,
+    path_to,
+    same_input,
+    to_device,
+)
+from emblib.sharding.pipelines.loading import Counted, Loader
+from emblib.sharding.pipelines.reporting import WINDOW, Meter
+from tests.sharding import worlds
+
+
+def keyed(batch: int = 2) -> KeyedJaggedTensor:
+    lengths = torch.tensor([1, 2, 0, 1])[: 2 * batch]
+    return KeyedJaggedTensor(["f", "g"], torch.arange(4), weights=torch.ones(4), lengths=lengths)
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
+@dataclass(frozen=True)
+class Frozen:
+    ids: Any
+    label: Tensor
+    note: str = "kept"
+
+
+class Plain:
+    def __init__(self) -> None:
+        self.ids, self.scale = keyed(), torch.tensor(2.0)
+
+
+class Moving:
+    """A batch with a `to` of its own."""
+
+    def __init__(self, ids: Any) -> None:
+        self.ids, self.moved = ids, 0
+
+    def to(self, device: torch.device) -> "Moving":
+        moved = Moving(self.ids)
+        moved.moved = self.moved + 1
+        return moved
+
+
+NESTS = {
+    "keyed": (lambda: keyed(), ()),
+    "named tuple": (lambda: Pair(torch.ones(2), keyed()), (1,)),
+    "list": (lambda: [keyed(), torch.ones(2)], (0,)),
+    "dict": (lambda: {"x": torch.ones(2), "ids": keyed()}, ("ids",)),
+    "frozen dataclass": (lambda: Frozen(keyed(), torch.ones(2)), ("ids",)),
+    "object": (lambda: Plain(), ("ids",)),
+    "nested": (lambda: ({"a": Frozen(keyed(), torch.ones(2))},), (0, "a", "ids")),
+}
+
+
+@pytest.mark.parametrize("name", NESTS)
+def test_any_nest_is_a_batch(name: str) -> None:
+    make, path = NESTS[name]
+    batch = make()
+    ids = follow(batch, path)
+    assert path_to(batch, ids) == path
+    assert path_to(batch, keyed()) is None
+    assert examples_of(batch) == 2
+    assert to_device(batch, torch.device("cpu")) is batch  # nothing to copy
+
+    empty = empty_batch(batch)
+    assert type(empty) is type(batch)
+    assert examples_of(empty) == 0
+    emptied = follow(empty, path)
+    assert emptied.keys() == ["f", "g"]
+    assert (emptied.stride(), emptied.values().numel(), emptied.weights().numel()) == (0, 0, 0)
+    assert emptied.values().dtype == ids.values().dtype
+    assert examples_of(batch) == 2  # the batch itself is as it was
+
+
+def test_what_an_empty_batch_keeps() -> None:
+    scalar = torch.tensor(3.0)
+    batch = Frozen((scalar, 7, None), torch.ones(4, 5))
+    empty = empty_batch(batch)
+    assert empty.ids == (scalar, 7, None)
+    assert empty.label.shape == (0, 5)
+    assert empty.note == "kept"
+    jagged = empty_batch(JaggedTensor(torch.arange(3), lengths=torch.tensor([1, 2])))
+    assert (jagged.values().numel(), jagged.lengths().numel()) == (0, 0)
+    assert examples_of("nothing") == 0
+
+
+def test_an_empty_batch_of_features_of_different_size() -> None:
+    inverse = (["f", "g"], torch.tensor([[0, 1, 1], [0, 0, 0]]))
+    kjt = KeyedJaggedTensor(
+        *(["f", "g"], torch.arange(3)),
+        lengths=torch.tensor([1, 1, 1]),
+        stride_per_key_per_rank=[[2], [1]],
+        inverse_indices=inverse,
+    )
+    assert examples_of(kjt) == 3
+    empty = empty_batch(kjt)
+    assert empty.stride_per_key() == [0, 0]
+    assert empty.inverse_indices_or_none()[1].shape == (2, 0)
+
+
+def test_a_batch_moves_by_its_own_method() -> None:
+    moved = to_device(Moving(keyed()), torch.device("cpu"))
+    assert moved.moved == 1
+
+
+def test_copies_of_the_object_are_the_same_input() -> None:
+    kjt = keyed()
+    twin = KeyedJaggedTensor(kjt.keys(), kjt.values(), kjt.weights(), kjt.lengths())
+    assert same_input(kjt, twin)
+    assert not same_input(kjt, keyed())
+    # Of the same ids, but weighted otherwise, as feature processors make them.
+    other = KeyedJaggedTensor(kjt.keys(), kjt.values(), kjt.weights() * 2, kjt.lengths())
+    assert not same_input(kjt, other)
+
+
+# Loaders
+
+
+def _read(ranks: Ranks, counts: list[int], ends: Any) -> list[tuple[list[int], Counted]]:
+    """What a rank trains, with loaders of different lengths."""
+    loader = Loader(ranks, ends, torch.device("cpu"))
+    loader.read(iter([torch.full((ranks.rank + 1,), i) for i in range(counts[ranks.rank])]))
+    found = []
+    while True:
+        slot = loader.fetch()
+        if not loader.settle(slot):
+            return found
+        assert slot.batch is not None
+        found.append((slot.batch.take().tolist(), slot.counted()))
+
+
+@pytest.mark.parametrize("counts", [[2, 2], [1, 3], [0, 2], [2, 0, 1], [0, 0]])
+def test_the_longest_loader_decides(counts: list[int]) -> None:
+    found = worlds.run(len(counts), _read, counts, Longest())
+    for rank, steps in enumerate(found):
+        assert [batch for batch, _ in steps] == [
+            [i] * (rank + 1) if i < counts[rank] else [] for i in range(max(counts))
+        ]
+        assert [counted.all for _, counted in steps] == [
+            sum(r + 1 for r, count in enumerate(counts) if i < count) for i in range(max(counts))
+        ]
+
+
+def test_the_shortest_loader_decides() -> None:
+    found = worlds.run(3, _read, [3, 2, 4], Shortest())
+    assert [[batch[0] for batch, _ in steps] for steps in found] == [[0, 1]] * 3
+
+
+def test_equal_loaders_are_not_asked() -> None:
+    found = worlds.run(2, _read, [2, 2], Equal())
+    assert [[counted for _, counted in steps] for steps in found] == [
+        [Counted(rank + 1, None)] * 2 for rank in range(2)
+    ]
+
+
+def _two_empties(batch: Tensor) -> Tensor:
+    return batch.new_full((2,), -1)
+
+
+def test_an_empty_batch_of_ones_own_making() -> None:
+    found = worlds.run(2, _read, [0, 1], Longest(_two_empties))
+    assert found[0][0][0] == [-1, -1]
+    assert found[0][0][1] == Counted(0, 2)
+
+
+# The loop
+
+
+class Line(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def forward(self, batch: Tensor) -> Tensor:
+        return (self.weight * batch).sum()
+
+
+def line(**options: Any) -> tuple[Line, TrainPipelineBase]:
+    model = Line()
+    return model, TrainPipelineBase(model, torch.optim.SGD(model.parameters(), lr=0.5), **options)
+
+
+def test_one_batch_a_call() -> None:
+    model, pipeline = line()
+    batches = iter(torch.tensor([[1.0], [2.0]]))
+    assert pipeline.progress(batches).item() == 1.0
+    assert model.weight.item() == 0.5
+    assert pipeline.progress(batches).item() == 1.0
+    assert model.weight.item() == -0.5
+    for _ in range(2):
+        with pytest.raises(StopIteration):
+            pipeline.progress(batches)
+    assert pipeline.steps == 2
+    assert [out.item() for out in pipeline.run([torch.ones(1)])] == [-0.5]
+
+
+def test_what_was_read_ahead_comes_before_another_iterator() -> None:
+    _, pipeline = line(forward=lambda batch: (batch.sum() * 0, batch.item()))
+    pipeline.model.eval()
+    first = iter(torch.arange(4.0))
+    assert pipeline.progress(first) == 0.0
+    second = iter(torch.arange(10.0, 12.0))
+    assert [pipeline.progress(second) for _ in range(3)] == [1.0, 10.0, 11.0]
+    with pytest.raises(StopIteration):
+        pipeline.progress(second)
+    # One that was not known to be drained when another came is no end of that one.
+    third = iter(torch.arange(20.0, 21.0))
+    assert pipeline.progress(third) == 20.0
+    assert pipeline.progress(iter(torch.arange(30.0, 31.0))) == 30.0
+    with pytest.raises(StopIteration):
+        pipeline.progress(third)
+
+
+def test_eval_mode_only_runs_forward() -> None:
+    model, pipeline = line()
+    model.eval()
+    assert [out.item() for out in pipeline.run(torch.ones(3, 2))] == [2.0] * 3
+    assert model.weight.item() == 1.0
+
+
+def test_wrong_use_is_told() -> None:
+    with pytest.raises(TypeError, match=r"iter\(loader\), got list"):
+        line()[1].progress([torch.ones(1)])  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"Longest\(\), Shortest\(\) or Equal\(\), got 'longest'"):
+        line(ends="longest")
+    with pytest.raises(TypeError, match=r"must give \(loss, output\).*got dict"):
+        next(line(forward=lambda batch: {"loss": batch})[1].run([torch.ones(1)]))
+
+
+# Rates
+
+
+def _ticks(monkeypatch: pytest.MonkeyPatch, times_s: Iterator[float]) -> None:
+    monkeypatch.setattr("time.perf_counter", lambda: next(times_s))
+
+
+def test_rates_are_of_the_last_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    meter = Meter()
+    _ticks(monkeypatch, iter([100.0, 101.0, 103.0]))
+    meter.begin()
+    assert meter.end(Counted(4, 10)) == Progress(1, 4, 10, 1.0, 1.0, 4.0, 10.0)
+    meter.begin()
+    assert meter.end(Counted(2, 2)) == Progress(2, 6, 12, 3.0, 2 / 3, 2.0, 4.0)
+    _ticks(monkeypatch, iter(float(t) for t in range(104, 200)))
+    for _ in range(WINDOW + 3):
+        meter.begin()
+        last = meter.end(Counted(5, None))
+    assert (last.steps_per_s, last.own_examples_per_s) == (1.0, 5.0)
+    assert (last.examples, last.examples_per_s) == (None, None)
+    assert str(last) == (
+        f"step {WINDOW + 5}: {6 + 5 * (WINDOW + 3)} examples in {WINDOW + 6:.1f} s, "
+        "1.00 steps/s, 5 examples/s (this rank)"
+    )
+
+
+def test_time_between_loaders_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    meter = Meter()
+    _ticks(monkeypatch, iter([0.0, 1.0, 1000.0, 1002.0]))
+    meter.begin()
+    meter.end(Counted(1, 1))
+    meter.pause()
+    meter.begin()
+    assert meter.end(Counted(1, 1)).steps_per_s == 0.5
+
+
+def test_the_callback_is_told_of_every_step() -> None:
+    said: list[Progress] = []
+    _, pipeline = line(on_progress=said.append)
+    list(pipeline.run(torch.ones(3, 2)))
+    assert [(p.step, p.own_examples, p.examples) for p in said] == [(1, 2, 2), (2, 4, 4), (3, 6, 6)]

@@ -1,0 +1,255 @@
+"""Every pipeline gives what the plain loop gives, to the bit, on every rank."""
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from emblib.sharding import pipelines
+from emblib.sharding.groups_of_ranks import Ranks
+from emblib.sharding.pipelines import Shortest
+from tests.sharding import worlds
+from tests.sharding.pipeline_cases import (
+    Batch,
+    Case,
+    batches_of,
+    dense_optimizer,
+    make_batch,
+    plain_loop,
+    values_of,
+)
+
+PIPELINES = (
+    "TrainPipelineBase",
+    "TrainPipelineSparseDist",
+    "PrefetchTrainPipelineSparseDist",
+)
+
+Trained = tuple[list[Tensor], dict[Any, Tensor]]
+
+
+def _plainly(ranks: Ranks, case: Case) -> Trained:
+    model = case.model(ranks)
+    batches = batches_of(ranks.rank, case.counts)
+    losses = list(plain_loop(model, batches, max(case.counts)))
+    return losses, values_of(model)
+
+
+def _pipeline(name: str, model: Any, **options: Any) -> Any:
+    kind = getattr(pipelines, name)
+
+    def forward(batch: Batch) -> tuple[Tensor, Tensor]:
+        loss, _ = model(batch)
+        return loss, loss.detach()
+
+    return kind(model, dense_optimizer(model), forward=forward, **options)
+
+
+def _in_pipeline(ranks: Ranks, case: Case, name: str) -> Trained:
+    model = case.model(ranks)
+    pipeline = _pipeline(name, model)
+    losses = list(pipeline.run(batches_of(ranks.rank, case.counts)))
+    assert pipeline.steps == max(case.counts)
+    return losses, values_of(model)
+
+
+def assert_same(found: list[Trained], expected: list[Trained]) -> None:
+    for (losses, values), (plain_losses, plain_values) in zip(found, expected, strict=True):
+        # A loss over no examples is NaN in both.
+        torch.testing.assert_close(losses, plain_losses, rtol=0, atol=0, equal_nan=True)
+        assert values.keys() == plain_values.keys()
+        for key, value in values.items():
+            assert torch.equal(value, plain_values[key]), key
+
+
+CASES = {
+    "one rank": Case((5,)),
+    "two ranks": Case((5, 5)),
+    "uneven": Case((2, 5)),
+    "a rank without batches": Case((0, 4)),
+    "four ranks, uneven": Case((3, 1, 0, 4)),
+    "copies": Case((3, 4), plan="copies"),
+    "fully sharded": Case((4, 3), wrap="fully_shard"),
+    "called twice": Case((4, 3), net="twice"),
+    "cached": Case((5, 3), cached=True),
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_results_of_the_plain_loop(case: Case) -> None:
+    expected = worlds.run(len(case.counts), _plainly, case)
+    for name in PIPELINES:
+        assert_same(worlds.run(len(case.counts), _in_pipeline, case, name), expected)
+
+
+def _prepared(ranks: Ranks, case: Case, name: str) -> tuple[list[str], Trained]:
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        trained = _in_pipeline(ranks, case, name)
+    return [str(w.message) for w in said if "sent ahead" in str(w.message)], trained
+
+
+@pytest.mark.parametrize("name", PIPELINES[1:])
+@pytest.mark.parametrize(
+    ("net", "path"), [("preparing", "clicks"), ("weighted", "bags.embedding_bag_collection")]
+)
+def test_an_input_that_the_model_makes(net: str, path: str, name: str) -> None:
+    case = Case((4, 2), net=net)
+    expected = worlds.run(2, _plainly, case)
+    found = worlds.run(2, _prepared, case, name)
+    assert_same([trained for _, trained in found], expected)
+    for said, _ in found:
+        assert len(said) == 1
+        assert f"the input of {path} is not an object of the batch" in said[0]
+
+
+def _given_inputs(ranks: Ranks, case: Case, name: str) -> Trained:
+    model = case.model(ranks)
+    seen = []
+
+    def inputs(batch: Batch) -> dict[Any, Any]:
+        seen.append(batch)
+        return {"bags": batch.bags, model.module.clicks: [batch.more["clicks"]]}
+
+    pipeline = _pipeline(name, model, inputs=inputs)
+    losses = list(pipeline.run(batches_of(ranks.rank, case.counts)))
+    assert len(seen) == max(case.counts)
+    return losses, values_of(model)
+
+
+@pytest.mark.parametrize("name", PIPELINES[1:])
+def test_inputs_that_the_caller_names(name: str) -> None:
+    case = Case((3, 4))
+    assert_same(worlds.run(2, _given_inputs, case, name), worlds.run(2, _plainly, case))
+
+
+def _interleaved(ranks: Ranks, case: Case, name: str) -> Trained:
+    """Evaluates another batch with the same model between the steps."""
+    model = case.model(ranks)
+    pipeline = _pipeline(name, model)
+    losses = []
+    for loss in pipeline.run(batches_of(ranks.rank, case.counts)):
+        losses.append(loss)
+        with torch.no_grad():
+            model(make_batch(7, 2))
+    return losses, values_of(model)
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_the_model_may_be_used_between_steps(name: str) -> None:
+    case = Case((3, 4))
+    assert_same(worlds.run(2, _interleaved, case, name), worlds.run(2, _plainly, case))
+
+
+def _epochs(ranks: Ranks, case: Case, name: str) -> Trained:
+    """The same batches, but with a new iterator after every second."""
+    model = case.model(ranks)
+    pipeline = _pipeline(name, model)
+    batches, losses = batches_of(ranks.rank, case.counts), []
+    for start in range(0, max(case.counts), 2):
+        losses += list(pipeline.run(batches[start : start + 2]))
+    return losses, values_of(model)
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_one_epoch_after_another(name: str) -> None:
+    case = Case((4, 4))
+    assert_same(worlds.run(2, _epochs, case, name), worlds.run(2, _plainly, case))
+
+
+def _shortest(ranks: Ranks, case: Case, name: str) -> tuple[int, Trained]:
+    model = case.model(ranks)
+    pipeline = _pipeline(name, model, ends=Shortest())
+    losses = list(pipeline.run(batches_of(ranks.rank, case.counts)))
+    return pipeline.steps, (losses, values_of(model))
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_until_the_first_is_out(name: str) -> None:
+    found = worlds.run(3, _shortest, Case((5, 2, 4)), name)
+    assert [steps for steps, _ in found] == [2, 2, 2]
+    assert_same([trained for _, trained in found], worlds.run(3, _plainly, Case((2, 2, 2))))
+
+
+def _order(name: str) -> list[str]:
+    """What the pooled collection was asked, in order, with the number of the batch."""
+    model = Case((6,)).model(Ranks.single())
+    batches = batches_of(0, (6,))
+    bags, said = model.module.bags, []
+    number = {batch.bags: i for i, batch in enumerate(batches)}
+    send, look_up = bags.input_dist, bags.compute_and_output_dist
+    prefetch = bags.prefetch
+
+    def sending(kjt: Any) -> Any:
+        said.append(f"send {number[kjt]}")
+        sent = send(kjt)
+        of[sent] = number[kjt]
+        return sent
+
+    of: dict[Any, int] = {}
+    bags.input_dist = sending
+    bags.compute_and_output_dist = lambda r: (said.append("look up"), look_up(r))[1]
+    bags.prefetch = lambda r: (said.append("prefetch"), prefetch(r))[1]
+    list(_pipeline(name, model).run(batches))
+    return said
+
+
+def test_what_runs_ahead() -> None:
+    said = _order("TrainPipelineSparseDist")
+    assert said == [
+        *("send 0", "look up"),  # the first batch shows where its inputs are
+        *("send 1", "send 2", "look up"),
+        *("send 3", "look up", "send 4", "look up", "send 5", "look up", "look up"),
+    ]
+    said = _order("PrefetchTrainPipelineSparseDist")
+    assert said == [
+        *("send 0", "look up", "send 1", "send 2"),
+        *("send 3", "prefetch", "prefetch", "look up"),
+        *("send 4", "prefetch", "look up", "send 5", "prefetch", "look up"),
+        *("prefetch", "look up", "look up"),
+    ]
+
+
+def _of_batch(batch: Batch) -> Any:
+    return batch.bags
+
+
+def _of_another(batch: Batch) -> Any:
+    return make_batch(9, 1).bags
+
+
+def _three(batch: Batch) -> Any:
+    return [batch.bags] * 3
+
+
+def test_caches_are_given_their_rows_ahead() -> None:
+    model = Case((4,), cached=True).model(Ranks.single())
+    (info,) = model.module.bags.groups.groups
+    given, prefetch = [], info.module.prefetch
+
+    def prefetching(ids: Tensor, *others: Any, **options: Any) -> None:
+        given.append(ids.tolist())
+        prefetch(ids, *others, **options)
+
+    info.module.prefetch = prefetching
+    batches = batches_of(0, (4,))
+    list(_pipeline("PrefetchTrainPipelineSparseDist", model).run(batches))
+    assert info.module.row_cache is not None
+    assert given == [batch.bags.values().tolist() for batch in batches[1:]]
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "says"),
+    [
+        ("bag", _of_batch, r"sharded collections \['bags', 'clicks'\], got 'bag'"),
+        ("bags", _of_another, "not the one sent ahead"),
+        ("bags", _three, "2 of its inputs were sent and not used"),
+    ],
+)
+def test_wrong_inputs_are_told(key: str, value: Any, says: str) -> None:
+    model = Case((1,)).model(Ranks.single())
+    pipeline = _pipeline("TrainPipelineSparseDist", model, inputs=lambda batch: {key: value(batch)})
+    with pytest.raises((ValueError, RuntimeError), match=says):
+        list(pipeline.run(batches_of(0, (1,))))

@@ -1,0 +1,251 @@
+"""The planner's search: against greedy placing, against exhaustive search; and its errors."""
+
+import itertools
+import random
+from collections.abc import Iterator, Sequence
+
+import pytest
+
+from emblib import optim
+from emblib.collections.configs import (
+    Dynamic,
+    EmbeddingBagConfig,
+)
+from emblib.sharding.boxes import ShardingType
+from emblib.sharding.layout import shape_of
+from emblib.sharding.plan import ShardingPlan
+from emblib.sharding.planner import (
+    PlanError,
+    Planner,
+    TableConstraints,
+    Topology,
+    Work,
+)
+from emblib.sharding.planner.enumerate import Domain, Option, options_of
+from emblib.sharding.planner.loads import Choice, Loads
+from emblib.sharding.planner.predict import predict
+from tests.sharding.planner_cases import MB, planner_of, random_works
+
+
+def _topology(seed: int, memory: int = 1 << 33) -> Topology:
+    chance = random.Random(seed)
+    world, local = chance.choice([(1, 1), (2, 2), (4, 4), (4, 2), (8, 4), (16, 8)])
+    return Topology(
+        *(world, local),
+        memory=memory,
+        device=chance.choice(["cpu", "cuda"]),
+        processors=chance.choice([None, 2]),
+    )
+
+
+# Never worse than greedy table-wise placing
+
+
+def _greedy_table_wise(planner: Planner, works: Sequence[Work]) -> ShardingPlan | None:
+    """Longest processing time first: each table whole, on the rank that has least to do."""
+    model, room = planner.model(works), planner.room()
+    whole = [
+        next(o for o in options_of(work, model) if o.type is ShardingType.TABLE_WISE)
+        for work in works
+    ]
+    world = planner.topology.world_size
+    order = sorted(range(len(works)), key=lambda t: -whole[t].seconds(world))
+    spent, taken = [0.0] * world, [0.0] * world
+    common = sum(option.everywhere.nbytes.device for option in whole)
+    ranks: dict[int, int] = {}
+    for t in order:
+        load = whole[t].units[0].members[0]
+        free = [r for r in range(world) if taken[r] + load.nbytes.device + common <= room[r].device]
+        if not free:
+            return None
+        ranks[t] = min(free, key=lambda r: spent[r])
+        spent[ranks[t]] += sum(load.seconds)
+        taken[ranks[t]] += load.nbytes.device
+    tables = {
+        work.config.name: whole[t].sharding(work, planner.topology, (ranks[t],))
+        for t, work in enumerate(works)
+    }
+    return ShardingPlan({"": tables}, planner.topology.world)
+
+
+@pytest.mark.parametrize("batch", range(8))
+def test_never_worse_than_greedy_table_wise(batch: int) -> None:
+    compared = better = 0
+    for seed in range(batch * 25, batch * 25 + 25):
+        works = random_works(seed, 1 + seed % 17)
+        planner = planner_of(_topology(seed))
+        found = planner.solve_works(works)
+        assert found.fits
+        greedy = _greedy_table_wise(planner, works)
+        if greedy is None:
+            continue
+        other = predict(works, greedy, planner.model(works), planner.room())
+        assert found.step_s <= other.step_s * (1 + 1e-9), seed
+        compared += 1
+        better += found.step_s < other.step_s * 0.999
+    assert compared == 25
+    assert better > 0
+
+
+def test_tight_memory_is_never_exceeded() -> None:
+    planned = 0
+    for seed in range(40):
+        works = random_works(seed, 3 + seed % 9)
+        planner = planner_of(_topology(seed, memory=(8 + 3 * (seed % 7) ** 2) * MB))
+        try:
+            found = planner.solve_works(works)
+        except PlanError:
+            continue
+        planned += 1
+        assert found.fits
+        for rank in found.ranks:
+            assert rank.nbytes.device <= rank.room.device
+    assert planned > 10
+
+
+# Feasible wherever there is a plan
+
+
+def _small_problem(seed: int) -> tuple[Planner, list[Work]]:
+    """2 to 4 tables on 2 or 3 ranks that hardly fit, which may be spread in two ways."""
+    chance = random.Random(seed)
+    world = chance.choice([2, 3])
+    ways = [ShardingType.TABLE_WISE, ShardingType.ROW_WISE, ShardingType.COLUMN_WISE]
+    works = []
+    for t in range(chance.randint(2, 4)):
+        types = tuple(sorted(set(chance.choices(ways, k=2)), key=ways.index))
+        config = EmbeddingBagConfig(chance.randint(1000, 9000), 64, f"t{t}")
+        works.append(Work("", config, optim.SGD(0.1), False, 16, 1.0,
+                          TableConstraints(sharding_types=types)))  # fmt: skip
+    whole = sum(work.config.num_embeddings * 64 * 4 for work in works)
+    memory = tuple(int(whole / world * chance.uniform(0.8, 1.3)) + MB // 8 for _ in range(world))
+    topology = Topology(world, memory=memory)
+    return planner_of(topology), works
+
+
+def _all_choices(option: Option, loads: Loads) -> Iterator[Choice]:
+    places = [range(loads.num_targets(unit)) for unit in option.units]
+    for targets in itertools.product(*places):
+        if len(set(targets)) == len(targets) or option.units[0].domain is Domain.WORLD:
+            yield Choice(option, targets)
+
+
+def _exists(planner: Planner, works: Sequence[Work]) -> bool:
+    """By trying everything."""
+    model = planner.model(works)
+    loads = Loads(model, planner.room(), weighted=False)
+    choices = [
+        [c for option in options_of(work, model) for c in _all_choices(option, loads)]
+        for work in works
+    ]
+    for plan in itertools.product(*choices):
+        for choice in plan:
+            loads.add(choice)
+        fits = loads.common_fits()
+        for choice in plan:
+            loads.add(choice, -1)
+        if fits:
+            return True
+    return False
+
+
+def test_feasible_wherever_a_plan_exists() -> None:
+    outcomes = []
+    for seed in range(120):
+        planner, works = _small_problem(seed)
+        exists = _exists(planner, works)
+        try:
+            found = planner.solve_works(works)
+        except PlanError:
+            assert not exists, seed
+        else:
+            assert exists, seed
+            assert found.fits
+        outcomes.append(exists)
+    assert 20 < sum(outcomes) < 100
+
+
+def test_rows_are_cut_to_the_room_where_nothing_else_fits() -> None:
+    works = [Work("", EmbeddingBagConfig(10_000, 64, "t"), optim.SGD(0.1), False, 16, 1.0)]
+    found = planner_of(Topology(2, memory=(2 * MB // 3, 2 * MB))).solve_works(works)
+    sharding = found.tables[0].sharding
+    assert found.fits
+    assert sharding.type is ShardingType.CUSTOM
+    rows = {box.rank: box.shape[0] for box in sharding.boxes}
+    assert rows[0] < 10_000 / 2 < rows[1]
+    sharding.check("t", shape_of(works[0].config), 2)
+
+
+# The same every time, for any order
+
+
+def test_the_same_problem_gives_the_same_plan() -> None:
+    works = random_works(3, 30)
+    plans = [planner_of(Topology(4, 2)).solve_works(works).plan.to_json() for _ in range(2)]
+    assert plans[0] == plans[1]
+
+
+@pytest.mark.slow
+def test_a_thousand_tables_on_sixty_four_ranks() -> None:
+    planner = Planner(Topology(64, 8, memory=1 << 36, device="cuda"), 1024)
+    works = random_works(0, 1000, batch=1024)
+    found = planner.solve_works(works)
+    greedy = _greedy_table_wise(planner, works)
+    assert greedy is not None
+    assert found.step_s <= predict(works, greedy, planner.model(works), planner.room()).step_s
+
+
+# Boxes
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_plans_tile_their_tables_and_cost_what_the_search_said(seed: int) -> None:
+    works = random_works(seed, 12)
+    topology = Topology(8, 4, device="cuda", processors=None if seed % 2 else 2)
+    for sharding_type in ShardingType:
+        if sharding_type is ShardingType.CUSTOM:
+            continue
+        limited = [
+            Work(w.path, w.config, optim.SGD(0.1), False, w.batch, w.ids,
+                 TableConstraints(sharding_types=(sharding_type, ShardingType.TABLE_WISE)))
+            for w in works
+        ]  # fmt: skip
+        model = planner_of(topology).model(limited)
+        loads = Loads(model, topology.capacity(), weighted=False)
+        shardings = {}
+        for t, work in enumerate(limited):
+            options = [o for o in options_of(work, model) if o.type is sharding_type]
+            option = (options or options_of(work, model))[-1]
+            targets = tuple(
+                (t + u) % loads.num_targets(unit) for u, unit in enumerate(option.units)
+            )
+            loads.add(Choice(option, targets))
+            sharding = option.sharding(work, topology, targets)
+            sharding.check(work.name, shape_of(work.config), 8)
+            shardings[work.config.name] = sharding
+        plan = ShardingPlan({"": shardings}, topology.world)
+        told = predict(limited, plan, model, topology.capacity())
+        assert told.step_s == pytest.approx(loads.step_s())
+        for r, rank in enumerate(told.ranks):
+            assert rank.nbytes.combining == pytest.approx(loads.nbytes[0][r] + loads.common[0])
+
+
+def test_optimizers_that_see_whole_rows_are_not_cut_by_columns() -> None:
+    def found(optimizer: optim.Optimizer) -> set[ShardingType]:
+        work = Work("", EmbeddingBagConfig(100, 64, "t"), optimizer, False, 16, 1.0)
+        return {option.type for option in options_of(work, planner_of(Topology(4)).model([work]))}
+
+    assert ShardingType.COLUMN_WISE in found(optim.Adam(0.1))
+    assert ShardingType.COLUMN_WISE not in found(optim.RowwiseAdagrad(0.1))
+    assert ShardingType.COLUMN_WISE not in found(optim.LAMB(0.1))
+
+
+def test_dynamic_tables_are_cut_by_keys_alone() -> None:
+    config = EmbeddingBagConfig(1000, 64, "t", kind=Dynamic())
+    work = Work("", config, optim.SGD(0.1), False, 16, 1.0)
+    options = options_of(work, planner_of(Topology(4, 2)).model([work]))
+    assert {option.type for option in options} == {
+        ShardingType.TABLE_WISE,
+        ShardingType.ROW_WISE,
+        ShardingType.TABLE_ROW_WISE,
+    }

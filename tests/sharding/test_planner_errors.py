@@ -1,0 +1,216 @@
+"""What the planner does with models and alternatives, and what it says if nothing fits."""
+
+import pickle
+
+import pytest
+import torch
+
+from emblib import optim
+from emblib.collections import EmbeddingBagCollection, EmbeddingCollection
+from emblib.collections.configs import (
+    EmbeddingBagConfig,
+    EmbeddingConfig,
+    Plain,
+    TensorTrain,
+)
+from emblib.sharding.boxes import Box, ShardingType, TableSharding
+from emblib.sharding.groups_of_ranks import Ranks
+from emblib.sharding.plan import ShardingPlan
+from emblib.sharding.planner import (
+    PlanError,
+    Planner,
+    Prediction,
+    Reservation,
+    TableConstraints,
+    Topology,
+    Work,
+    collective_plan,
+)
+from emblib.sharding.planner.predict import predict
+from emblib.specs import Placement
+from tests.sharding import worlds
+from tests.sharding.planner_cases import MB, planner_of, random_works
+
+EXACTLY_TABLE_WISE = TableConstraints(sharding_types=(ShardingType.TABLE_WISE,))
+
+
+# Models
+
+
+def _model() -> torch.nn.Module:
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            bags = [EmbeddingBagConfig(1000 * (t + 1), 32, f"t{t}") for t in range(3)]
+            self.bags = EmbeddingBagCollection(bags, optimizer=optim.SGD(0.1))
+            sequences = [EmbeddingConfig(500, 16, "t0", ("a", "b"))]
+            self.sequences = EmbeddingCollection(sequences, optimizer=optim.Adam(0.1))
+            self.dense = torch.nn.Linear(100, 10)
+
+    return Model()
+
+
+def test_a_model_with_two_collections() -> None:
+    constraints = {
+        "t0": EXACTLY_TABLE_WISE,
+        "sequences.t0": TableConstraints(pooling_factor=(2.0, 5.0)),
+    }
+    found = Planner(Topology(2), 64, constraints).solve(_model())
+    assert set(found.plan) == {"bags", "sequences"}
+    assert list(found.plan["bags"]) == ["t0", "t1", "t2"]
+    assert found.plan["bags"]["t0"].type is ShardingType.TABLE_WISE
+    works = {table.work.name: table.work for table in found.tables}
+    assert works["sequences.t0"].ids == 7.0
+    assert isinstance(works["sequences.t0"].optimizer, optim.Adam)
+    again = ShardingPlan.from_json(found.plan.to_json())
+    assert again == found.plan
+    assert Planner(Topology(2), 64, constraints).predict(_model(), again).step_s == found.step_s
+
+
+def test_dense_parameters_are_reserved_for() -> None:
+    planner = Planner(Topology(1, memory=1 << 30), 64, reservation=Reservation(0.5, 1000, 4.0))
+    room = planner.solve(_model()).ranks[0].room.device
+    assert room == (1 << 30) * 0.5 - 1000 - 4 * (100 * 10 + 10) * 4
+
+
+def _plan_together(ranks: Ranks) -> str:
+    model = _model()
+    effort = 1000 if ranks.rank == 0 else 1
+    return collective_plan(model, Planner(Topology(2), 64, effort=effort), ranks).to_json()
+
+
+def _fail_together(ranks: Ranks) -> tuple[str, ...]:
+    try:
+        collective_plan(_model(), Planner(Topology(2, memory=1 << 16), 64), ranks)
+    except PlanError as error:
+        return error.tables
+    return ()
+
+
+def test_collective_plan() -> None:
+    plans = worlds.run(2, _plan_together)
+    assert plans[0] == plans[1]
+    failures = worlds.run(2, _fail_together)
+    assert failures[0] == failures[1] != ()
+
+
+# Alternatives
+
+
+def _large(kinds: tuple[Plain | TensorTrain, ...], rows: int = 20_000) -> list[Work]:
+    constraints = TableConstraints(kinds=kinds)
+    small = Work("", EmbeddingBagConfig(1000, 64, "small"), optim.SGD(0.1), False, 16, 1.0,
+                 constraints)  # fmt: skip
+    config = EmbeddingBagConfig(rows, 64, "large")
+    return [small, Work("", config, optim.SGD(0.1), False, 16, 1.0, constraints)]
+
+
+def test_a_tensor_train_where_a_table_does_not_fit() -> None:
+    kind = TensorTrain((8, 8))
+    tight = planner_of(Topology(2, memory=2 * MB)).solve_works(_large((kind,)))
+    kinds = [table.sharding.kind for table in tight.tables]
+    assert kinds == [None, kind]
+    assert tight.fits
+    roomy = planner_of(Topology(2, memory=20 * MB)).solve_works(_large((kind,)))
+    assert [table.sharding.kind for table in roomy.tables] == [None, None]
+
+
+def test_a_cached_placement_where_a_table_does_not_fit() -> None:
+    kind = Plain(Placement.MANAGED_CACHING)
+    topology = Topology(2, memory=3 * MB // 2, host_memory=64 * MB, device="cuda")
+    found = planner_of(topology).solve_works(_large((kind,)))
+    assert [table.sharding.kind for table in found.tables] == [None, kind]
+    assert found.fits
+    assert any(rank.nbytes.host for rank in found.ranks)
+    assert "MANAGED_CACHING" not in str(found.plan)
+    assert ShardingPlan.from_json(found.plan.to_json()) == found.plan
+
+
+def test_nothing_is_moved_to_the_host_unasked() -> None:
+    topology = Topology(2, memory=MB, host_memory=1 << 40, device="cuda")
+    with pytest.raises(PlanError, match=r"kinds=\(Plain\(Placement.MANAGED_CACHING\)"):
+        planner_of(topology).solve_works(_large(()))
+
+
+# Errors
+
+
+def test_an_error_says_what_is_short_and_what_to_do() -> None:
+    works = random_works(1, 4)
+    with pytest.raises(PlanError) as caught:
+        planner_of(Topology(2, memory=MB)).solve_works(works)
+    error = caught.value
+    largest = max(works, key=lambda w: w.config.num_embeddings * w.config.embedding_dim)
+    assert largest.name in str(error)
+    assert "short" in str(error)
+    assert error.short > 0
+    assert len(error.ways) >= 3
+    assert all(way in str(error) for way in error.ways)
+    copied = pickle.loads(pickle.dumps(error))
+    assert (copied.tables, copied.short, copied.ways) == (error.tables, error.short, error.ways)
+
+
+def test_an_error_names_the_table_that_fits_nowhere() -> None:
+    config = EmbeddingBagConfig(100_000, 64, "giant")
+    small = EmbeddingBagConfig(1000, 64, "small")
+    works = [
+        Work("", small, optim.SGD(0.1), False, 16, 1.0),
+        Work("", config, optim.SGD(0.1), False, 16, 1.0, EXACTLY_TABLE_WISE),
+    ]
+    with pytest.raises(
+        PlanError, match=r"giant .* fits nowhere.*allow row_wise for giant"
+    ) as caught:
+        planner_of(Topology(4, memory=16 * MB)).solve_works(works)
+    assert caught.value.tables == ("giant",)
+    assert caught.value.short == pytest.approx(100_000 * 64 * 4 - 16 * MB, rel=0.01)
+
+
+def test_a_reservation_that_leaves_nothing() -> None:
+    planner = Planner(Topology(2, memory=MB), 16, reservation=Reservation(nbytes=2 * MB))
+    with pytest.raises(PlanError, match="nothing is left for tables on rank 0"):
+        planner.solve_works(random_works(0, 2))
+
+
+def test_wrong_arguments() -> None:
+    with pytest.raises(ValueError, match="must divide world_size = 6"):
+        Topology(6, 4)
+    with pytest.raises(ValueError, match="one a rank = 2"):
+        Topology(2, memory=(1, 2, 3))
+    with pytest.raises(ValueError, match="'cpu' or 'cuda'"):
+        Topology(2, device="tpu")
+    with pytest.raises(ValueError, match="not there: \\['nope'\\]"):
+        Planner(Topology(2), 16, {"nope": TableConstraints()}).plan(_model())
+    with pytest.raises(ValueError, match="nothing to plan"):
+        Planner(Topology(2), 16).plan(torch.nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="one a feature = 2"):
+        Planner(Topology(2), 16, {"sequences.t0": TableConstraints(pooling_factor=(1.0,))}).plan(
+            _model()
+        )
+    with pytest.raises(ValueError, match="share must be in"):
+        Reservation(share=1.0)
+    by_columns = TableConstraints(sharding_types=(ShardingType.COLUMN_WISE,))
+    with pytest.raises(ValueError, match="no sharding type that is allowed for table"):
+        Planner(Topology(1), 16, {"bags.t0": by_columns}).plan(_model())
+
+
+def test_a_plan_for_another_world_is_refused() -> None:
+    works = random_works(0, 2)
+    found: Prediction = planner_of(Topology(2)).solve_works(works)
+    planner = planner_of(Topology(4))
+    with pytest.raises(ValueError, match="plan anew"):
+        predict(works, found.plan, planner.model(works), planner.room())
+    lacking = ShardingPlan({"": {"t0": found.plan[""]["t0"]}}, found.plan.world)
+    with pytest.raises(ValueError, match="says nothing of table t1"):
+        predict(works, lacking, planner_of(Topology(2)).model(works), planner.room()[:2])
+
+
+def test_any_boxes_can_be_predicted() -> None:
+    config = EmbeddingBagConfig(1000, 64, "t")
+    works = [Work("", config, optim.SGD(0.1), False, 16, 1.0)]
+    boxes = (Box(1, (0, 300), (0, 64)), Box(0, (300, 1000), (0, 16)), Box(1, (300, 1000), (16, 64)))
+    plan = ShardingPlan({"": {"t": TableSharding(ShardingType.CUSTOM, boxes)}}, Topology(2).world)
+    planner = planner_of(Topology(2))
+    told = predict(works, plan, planner.model(works), planner.room())
+    weights = [700 * 16 * 4, (300 * 64 + 700 * 48) * 4]
+    for rank, least in zip(told.ranks, weights, strict=True):
+        assert least < rank.nbytes.device < least + 100_000

@@ -1,0 +1,163 @@
+"""What the planner says tables and batches take, beside what is then allocated: within 5 %."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from emblib import optim
+from emblib.collections.configs import (
+    Dynamic,
+    EmbeddingBagConfig,
+    Kind,
+    Plain,
+    Quantized,
+    TensorTrain,
+)
+from emblib.collections.groups import TableGroups
+from emblib.collections.slices import TableSlice
+from emblib.dynamic_specs import Eviction, ExactCounter, Frequency, Sketch
+from emblib.sharding.planner.storage import table_bytes
+from emblib.specs import Cache, CachePolicy, Placement
+from tests.optimizer_cases import CASES
+from tests.sharding import worlds
+from tests.sharding.planner_cases import allocated, step_bytes
+
+ROWS, DIM = 3000, 32
+CACHED = Placement.MANAGED_CACHING
+KINDS: dict[str, Kind] = {
+    "plain": Plain(),
+    "host": Plain(Placement.MANAGED),
+    "cached": Plain(CACHED),
+    "cached_lfu": Plain(CACHED, Cache(policy=CachePolicy.LFU, load_factor=0.5)),
+    "cached_half": Plain(CACHED, Cache(sets=20, dtype=torch.float16)),
+    "tensor_train": TensorTrain((16, 16)),
+    "tensor_train_8": TensorTrain((8, 8)),
+    "tensor_train_2": TensorTrain((24,)),
+    "dynamic": Dynamic(),
+    "dynamic_lfu": Dynamic(eviction=Eviction.LFU),
+    "dynamic_none": Dynamic(eviction=Eviction.NONE),
+    "admission": Dynamic(admission=Frequency(2, ExactCounter(5000))),
+    "sketch": Dynamic(admission=Frequency(300, Sketch(4096))),
+}
+TOLERANCE = 0.05
+
+
+def _both(config: EmbeddingBagConfig, part: TableSlice, optimizer: Any) -> tuple[float, int]:
+    """Predicted, and allocated."""
+    groups = TableGroups([part], [0], pooled=True, optimizer=optimizer)
+    need = table_bytes(part, optimizer, "cpu")
+    gradients = 0
+    if optimizer is None or isinstance(optimizer, optim.External):
+        # A dense gradient is there once there was a backward.
+        ids = torch.zeros(1, dtype=torch.int64)
+        out = groups(ids, torch.tensor([0, 1]))
+        out.sum().backward()
+        for handle in groups.handles:
+            gradients += sum(
+                p.grad.nbytes
+                for p in handle.parameters()
+                if p.grad is not None and not p.grad.is_sparse
+            )
+    return sum(need), sum(allocated(kernel) for kernel in groups._kernels) + gradients
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("optimizer", [optim.SGD(0.1), optim.RowwiseAdagrad(0.1), optim.Adam(0.1)])
+def test_tables_of_every_kind(kind: str, optimizer: Any) -> None:
+    config = EmbeddingBagConfig(ROWS, DIM, "t", kind=KINDS[kind])
+    predicted, real = _both(config, TableSlice.whole(config), optimizer)
+    assert predicted == pytest.approx(real, rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_tables_with_every_optimizer(name: str) -> None:
+    config = EmbeddingBagConfig(ROWS, DIM, "t")
+    predicted, real = _both(config, TableSlice.whole(config), CASES[name])
+    assert predicted == pytest.approx(real, rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("optimizer", [None, optim.External(gradient=optim.Gradient.DENSE)])
+def test_tables_that_leave_dense_gradients(optimizer: Any) -> None:
+    config = EmbeddingBagConfig(ROWS, DIM, "t")
+    predicted, real = _both(config, TableSlice.whole(config), optimizer)
+    assert predicted == pytest.approx(real, rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("optimizer", [optim.SGD(0.1), optim.Adam(0.1)])
+def test_tables_in_16_bits(dtype: torch.dtype, optimizer: Any) -> None:
+    config = EmbeddingBagConfig(ROWS, DIM, "t", data_type=dtype)
+    predicted, real = _both(config, TableSlice.whole(config), optimizer)
+    assert predicted == pytest.approx(real, rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("kind", ["plain", "cached", "tensor_train_8"])
+def test_parts_of_tables(kind: str) -> None:
+    config = EmbeddingBagConfig(4096, DIM, "t", kind=KINDS[kind])
+    rows, columns = (0, 2048), (16, 32)
+    if kind == "tensor_train_8":
+        spec: Any = config.spec()
+        rows = (0, spec.row_factors[1] * spec.row_factors[2] * 8)
+        columns = (0, DIM // spec.dim_factors[0])
+    part = TableSlice(config, rows, columns)
+    predicted, real = _both(config, part, optim.Adagrad(0.1))
+    assert predicted == pytest.approx(real, rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_quantised_tables(bits: int) -> None:
+    config = EmbeddingBagConfig(ROWS, DIM, "t", kind=Quantized(bits))
+    part = TableSlice.whole(config)
+    groups = TableGroups([part], [0], pooled=True)
+    assert sum(table_bytes(part, None, "cpu")) == pytest.approx(
+        sum(allocated(kernel) for kernel in groups._kernels), rel=TOLERANCE
+    )
+
+
+def test_tables_on_disk_count_as_disk(tmp_path: Path) -> None:
+    kind = Plain(Placement.DISK, Cache(directory=tmp_path, load_factor=0.1))
+    config = EmbeddingBagConfig(ROWS, DIM, "t", kind=kind)
+    need = table_bytes(TableSlice.whole(config), optim.Adam(0.1), "cpu")
+    assert need.disk == 3 * ROWS * DIM * 4
+    predicted, real = _both(config, TableSlice.whole(config), optim.Adam(0.1))
+    assert predicted == pytest.approx(real, rel=TOLERANCE)
+
+
+def test_tables_behind_a_gpu_count_as_host_memory() -> None:
+    config = EmbeddingBagConfig(ROWS, DIM, "t", kind=Plain(CACHED))
+    part, optimizer = TableSlice.whole(config), optim.RowwiseAdagrad(0.1)
+    on_gpu, on_cpu = (table_bytes(part, optimizer, device) for device in ("cuda", "cpu"))
+    assert on_gpu.host == ROWS * (DIM + 1) * 4
+    assert on_gpu.device + on_gpu.host == on_cpu.device
+    managed = EmbeddingBagConfig(ROWS, DIM, "t", kind=Plain(Placement.MANAGED))
+    assert table_bytes(TableSlice.whole(managed), optimizer, "cuda").device == 0
+
+
+@pytest.mark.parametrize("way", ["table_wise", "on_rank_0", "row_wise", "column_wise"])
+@pytest.mark.parametrize(("pooling_factor", "dim"), [(1.0, 64), (10.0, 16)])
+def test_a_step_of_pooled_tables(way: str, pooling_factor: float, dim: int) -> None:
+    _check_step(2, way, pooling_factor, dim, pooled=True)
+
+
+def test_a_step_of_tables_in_several_ways() -> None:
+    _check_step(2, "mixed", 10.0, 16, pooled=True)
+
+
+@pytest.mark.parametrize(
+    ("world", "way"), [(1, "table_wise"), (3, "mixed"), (2, "data_parallel"), (3, "data_parallel")]
+)
+def test_a_step_in_other_worlds(world: int, way: str) -> None:
+    _check_step(world, way, 5.0, 32, pooled=True)
+
+
+@pytest.mark.parametrize("way", ["table_wise", "row_wise", "data_parallel"])
+def test_a_step_of_sequences(way: str) -> None:
+    _check_step(2, way, 4.0, 16, pooled=False)
+
+
+def _check_step(world: int, way: str, pooling_factor: float, dim: int, *, pooled: bool) -> None:
+    kind = "pooled" if pooled else "sequences"
+    for real, predicted in worlds.run(world, step_bytes, way, pooling_factor, dim, kind):
+        assert predicted == pytest.approx(real, rel=TOLERANCE)

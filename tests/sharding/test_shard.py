@@ -1,0 +1,242 @@
+"""What `shard` takes over, what it refuses, and how sharded collections behave as modules."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import emblib
+from emblib import optim, sharding
+from emblib.collections.configs import Plain
+from emblib.sharding import boxes
+from emblib.sharding.groups_of_ranks import Ranks
+from emblib.specs import Placement, Pooling
+from tests.sharding import worlds
+from tests.sharding.sharded_cases import (
+    Case,
+    batch,
+    compare_tables,
+    flat,
+    make_sharded,
+    make_source,
+    sequences,
+    tables,
+)
+
+SUM, MEAN = Pooling.SUM, Pooling.MEAN
+MIXED = ("dp", "rw", "tw", "cw")
+
+
+def keeps_what_was_trained(ranks: Ranks, output: str) -> None:
+    configs = tables(SUM, MEAN) if output == "pooled" else sequences(tables(SUM))
+    case = Case(configs, MIXED, optimizer=optim.Adam(0.1))
+    source = make_source(case)
+    for step in range(3):
+        flat(source(batch(case, step, 4))).sum().backward()
+    sharded = make_sharded(case, ranks, source)
+    compare_tables(sharded, source, 0.0)
+    kernel, _ = source.groups.module_of(0)
+    for part in sharded.parts():
+        assert part.groups.module_of(part.index)[0].step == kernel.step == 3
+
+
+@pytest.mark.parametrize("output", ["pooled", "sequence"])
+def test_weights_states_and_steps_are_kept(output: str) -> None:
+    worlds.run(3, keeps_what_was_trained, output)
+
+
+def first_values(ranks: Ranks, plan: Any) -> dict[str, torch.Tensor]:
+    """Of all tables, from meta, with another seed on every rank."""
+    torch.manual_seed(7 + 100 * ranks.rank)
+    case = Case(tables(SUM), plan)
+    with torch.device("meta"):
+        source = emblib.EmbeddingBagCollection(
+            case.configs, device="meta", optimizer=case.optimizer
+        )
+    sharded = make_sharded(case, ranks, source)
+    found = {}
+    for config in case.configs:
+        whole = torch.zeros(config.num_embeddings, config.embedding_dim)
+        for part in sharded.parts():
+            if part.table == config.name:
+                rows, columns = slice(*part.box.rows), slice(*part.box.columns)
+                whole[rows, columns] = part.groups.views(part.index)["weight"]
+        found[config.name] = whole
+    return found
+
+
+def test_first_values_do_not_depend_on_the_plan() -> None:
+    by_plan = []
+    for plan in (("tw",) * 4, ("rw",) * 4, ("cw",) * 4):
+        parts = worlds.run(3, first_values, plan)
+        by_plan.append({name: sum(p[name] for p in parts) for name in parts[0]})
+    for name, value in by_plan[0].items():
+        assert value.abs().max() > 0
+        assert torch.equal(value, by_plan[1][name])
+        assert torch.equal(value, by_plan[2][name])
+    copies = worlds.run(3, first_values, ("dp",) * 4)
+    for name, value in by_plan[0].items():
+        assert all(torch.equal(one[name], value) for one in copies)
+
+
+def gradient_of_weights(ranks: Ranks, plan: Any, gradients: str) -> None:
+    case = Case(tables(SUM, MEAN), plan, weighted=True, optimizer=optim.SGD(0.0))
+    source = make_source(case)
+    sharded = make_sharded(case, ranks, copy.deepcopy(source), gradients)
+    grads = []
+    for collection in (source, sharded):
+        own = batch(case, ranks.rank, 3 + ranks.rank)
+        weights = own.weights().requires_grad_()
+        output = flat(collection(own))
+        output.backward(torch.ones_like(output).cumsum(1))
+        assert weights.grad is not None
+        grads.append(weights.grad)
+    assert grads[0].abs().max() > 0
+    torch.testing.assert_close(*grads)
+
+
+@pytest.mark.parametrize("plan", [MIXED, ("rw",) * 4, ("tw",) * 4, ("dp",) * 4])
+@pytest.mark.parametrize("gradients", ["sum", "mean"])
+def test_sample_weights_get_the_gradient_of_their_own_loss(plan: Any, gradients: str) -> None:
+    for size in (1, 3):
+        worlds.run(size, gradient_of_weights, plan, gradients)
+
+
+def trains_with_torch(ranks: Ranks, plan: Any) -> None:
+    """Without a fused optimizer, gradients are on the parameters."""
+    case = Case(tables(SUM, MEAN), plan, optimizer=None)
+    source = make_source(case)
+    oracle = copy.deepcopy(source)
+    sharded = make_sharded(case, ranks, source)
+    steps = [torch.optim.Adagrad(m.parameters(), lr=0.5) for m in (oracle, sharded)]
+    for step in range(3):
+        own = [batch(case, 10 * step + r, 3) for r in range(ranks.size)]
+        for optimizer in steps:
+            optimizer.zero_grad()
+        flat(sharded(own[ranks.rank])).square().sum().backward()
+        for one in own:
+            flat(oracle(one)).square().sum().backward()
+        for optimizer in steps:
+            optimizer.step()
+    compare_tables_by_weight(sharded, oracle)
+
+
+def compare_tables_by_weight(sharded: Any, oracle: Any) -> None:
+    whole = {part.config.name: i for i, part in enumerate(oracle.groups.slices)}
+    for part in sharded.parts():
+        want = oracle.groups.views(whole[part.table])["weight"]
+        rows, columns = slice(*part.box.rows), slice(*part.box.columns)
+        torch.testing.assert_close(part.groups.views(part.index)["weight"], want[rows, columns])
+
+
+@pytest.mark.parametrize("plan", [("rw",) * 4, ("tw",) * 4, ("cw",) * 4])
+def test_torch_optimizers_train_the_parameters(plan: Any) -> None:
+    worlds.run(2, trains_with_torch, plan)
+
+
+def mean_is_sum_over_ranks(ranks: Ranks) -> None:
+    case = Case(tables(SUM), MIXED)
+    before = make_source(case)
+    moved = []
+    for gradients in ("sum", "mean"):
+        sharded = sharding.shard(
+            copy.deepcopy(before),
+            {"": {c.name: boxes.row_wise() for c in case.configs}},
+            ranks,
+            gradients=sharding.GradientReduction(gradients),
+        )
+        flat(sharded(batch(case, ranks.rank, 4))).sum().backward()
+        views = [part.groups.views(part.index)["weight"] for part in sharded.parts()]
+        whole = {p.config.name: i for i, p in enumerate(before.groups.slices)}
+        first = [
+            before.groups.views(whole[p.table])["weight"][slice(*p.box.rows)]
+            for p in sharded.parts()
+        ]
+        moved.append([a - b for a, b in zip(views, first, strict=True)])
+    for total, mean in zip(*moved, strict=True):
+        torch.testing.assert_close(total, mean * ranks.size)
+
+
+def test_gradients_are_means_or_sums_over_ranks() -> None:
+    worlds.run(3, mean_is_sum_over_ranks)
+
+
+def as_modules(ranks: Ranks) -> None:
+    model = nn.Sequential(make_source(Case(tables(SUM), MIXED)), nn.Linear(4, 4))
+    rules = {f"t{i}": rule for i, rule in enumerate([
+        boxes.data_parallel(), boxes.row_wise(), boxes.table_wise(0), boxes.column_wise()
+    ])}  # fmt: skip
+    before = set(dict(model.named_parameters()))
+    assert sharding.shard(model, {"0": rules}, ranks) is model
+    after = set(dict(model.named_parameters()))
+    here = {part.table for part in model[0].parts()}  # type: ignore[operator]
+    assert after == {n for n in before if n.startswith("1.") or n.split(".")[2] in here}
+    clone = copy.deepcopy(model[0])
+    case = Case(tables(SUM), MIXED)
+    own = batch(case, ranks.rank, 3)
+    assert torch.equal(flat(clone(own)), flat(model[0](own)))
+    assert model[0].eval().training is False
+
+
+def test_parameters_keep_their_names_and_copies_work() -> None:
+    worlds.run(2, as_modules)
+
+
+def refusals(ranks: Ranks) -> None:
+    source = make_source(Case(tables(SUM), MIXED))
+    every = {f"t{i}": boxes.table_wise(0) for i in range(4)}
+    with pytest.raises(ValueError, match=r"no table is called \['t9'\]"):
+        sharding.shard(source, {"": {**every, "t9": boxes.row_wise()}}, ranks)
+    with pytest.raises(ValueError, match=r"without one are \['t3'\]"):
+        sharding.shard(source, {"": {k: v for k, v in every.items() if k != "t3"}}, ranks)
+    with pytest.raises(ValueError, match=r"a rank must be in \[0, 2\)"):
+        sharding.shard(source, {"": {**every, "t0": boxes.table_wise(2)}}, ranks)
+    with pytest.raises(ValueError, match="collections by their paths"):
+        sharding.shard(source, {"ebc": every}, ranks)
+    half = boxes.custom([sharding.Box(0, (0, 5), (0, 8))])
+    with pytest.raises(ValueError, match="must cover"):
+        sharding.shard(source, {"": {**every, "t0": half}}, ranks)
+    sharded = sharding.shard(source, {"": every}, ranks)
+    case = Case(tables(SUM), MIXED)
+    own = batch(case, 0, 3)
+    few = own.split([1, len(own.keys()) - 1])[1]
+    with pytest.raises(KeyError, match="f3"):
+        sharded(few)
+    mixed = batch(replace(case, ids=(torch.int32, torch.int64)[ranks.rank]), 0, 3)
+    with pytest.raises(RuntimeError, match=r"one dtype on all ranks.*rank 0: int32"):
+        sharded(mixed)
+
+
+def test_wrong_use_is_told_on_every_rank() -> None:
+    worlds.run(2, refusals)
+
+
+def cached(ranks: Ranks) -> None:
+    """A plan may keep a table behind a cache; results stay the same."""
+    case = Case(tables(SUM), ("rw",) * 4)
+    source = make_source(case)
+    world = boxes.World(ranks.size, ranks.size)
+    kinds = [replace(rule, kind=Plain(Placement.MANAGED_CACHING)) for rule in (
+        boxes.row_wise()(boxes.TableShape(c.num_embeddings, c.embedding_dim), world)
+        for c in case.configs
+    )]  # fmt: skip
+    plan = {"": {c.name: kind for c, kind in zip(case.configs, kinds, strict=True)}}
+    models = [
+        sharding.shard(copy.deepcopy(source), plan, ranks),
+        make_sharded(case, ranks, copy.deepcopy(source)),
+    ]
+    for step in range(3):
+        outputs = [flat(model(batch(case, step + 10 * ranks.rank, 4))) for model in models]
+        assert torch.equal(*[output.detach() for output in outputs])
+        for output in outputs:
+            output.sum().mul(1.0 if output is outputs[0] else 1.0 / ranks.size).backward()
+    del models
+
+
+def test_a_plan_may_keep_tables_behind_a_cache() -> None:
+    worlds.run(2, cached)

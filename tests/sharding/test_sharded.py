@@ -1,0 +1,183 @@
+"""Sharded collections give what the same collection gives in one process, step after step."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from emblib import optim
+from emblib.collections.configs import Dynamic, TensorTrain
+from emblib.sharding.boxes import Box, blocks
+from emblib.sharding.codecs import BF16, FP8, FP16, INT8
+from emblib.sharding.wire import Wire
+from emblib.specs import Pooling
+from tests.sharding import worlds
+from tests.sharding.sharded_cases import WORDS, Case, sequences, tables, train
+
+SUM, MEAN = Pooling.SUM, Pooling.MEAN
+MIXES = {
+    "mixed": ("dp", "rw", "tw", "cw"),
+    "other": ("rw", "dp", "tw", "dp"),
+    "third": ("cw", "tw", "dp", "rw"),
+}
+PLANS = {**{word: (word,) * 4 for word in WORDS}, **MIXES}
+# What is summed in one order however the table is spread: whole rows of whole bags.
+BITWISE = {"tw", "cw", "twcw", "dp"}
+# A number a row sees all columns of it, and is one a block where columns are cut.
+ELEMENTWISE = {
+    "sgd": optim.SGD(0.5),
+    "adagrad": optim.Adagrad(0.5),
+    "adam": optim.Adam(0.1),
+    "l2": optim.SGD(0.5, weight_decay=optim.L2(0.1)),
+}
+ROWWISE = {
+    "rowwise_adagrad": optim.RowwiseAdagrad(0.5),
+    "partial_rowwise_adam": optim.PartialRowwiseAdam(0.1),
+    "lamb": optim.LAMB(0.1),
+    "lars": optim.LARS(0.1),
+}
+SIZES = (1, 2, 3, 4)
+
+
+def whole_nodes(size: int) -> int:
+    """Ranks of a node: two nodes where that divides."""
+    return 2 if size == 4 else size
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("pooling", ["sum", "mean", "both", "sequence"])
+def test_every_plan(plan: str, pooling: str, size: int) -> None:
+    poolings = {"sum": (SUM,), "mean": (MEAN,)}.get(pooling, (SUM, MEAN))
+    configs = tables(*poolings)
+    configs = sequences(configs) if pooling == "sequence" else configs
+    exact = plan in BITWISE and pooling in ("sum", "sequence")
+    case = Case(configs, PLANS[plan], local_size=whole_nodes(size), exact_output=exact)
+    assert set(worlds.run(size, train, case)) == {"equal"}
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("plan", ["rw", "mixed", "third", "grid"])
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_every_optimizer_by_element(name: str, plan: str, size: int) -> None:
+    case = Case(
+        tables(SUM, MEAN), PLANS[plan], local_size=whole_nodes(size), optimizer=ELEMENTWISE[name]
+    )
+    worlds.run(size, train, case)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("plan", ["rw", "tw", "dp", "other"])
+@pytest.mark.parametrize("name", ROWWISE)
+def test_every_optimizer_by_row(name: str, plan: str, size: int) -> None:
+    worlds.run(size, train, Case(tables(SUM, MEAN), PLANS[plan], optimizer=ROWWISE[name]))
+
+
+@pytest.mark.parametrize("plan", ["mixed", "other", "grid", "rw"])
+@pytest.mark.parametrize("batches", [(0, 3, 0, 2), (7, 0, 1, 0), (0, 0, 0, 0)])
+@pytest.mark.parametrize("pooled", [True, False])
+def test_batches_may_differ_and_be_empty(plan: str, batches: Any, *, pooled: bool) -> None:
+    configs = tables(SUM, MEAN) if pooled else sequences(tables(SUM))
+    for size in (1, 2, 4):
+        case = Case(configs, PLANS[plan], batches=batches, local_size=whole_nodes(size))
+        worlds.run(size, train, case)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_weighted_sums_and_means(plan: str) -> None:
+    case = Case(tables(SUM, MEAN), PLANS[plan], weighted=True, local_size=2)
+    worlds.run(4, train, case)
+
+
+@pytest.mark.parametrize("weighted", [True, False])
+@pytest.mark.parametrize("plan", ["tw", "rw", "cw", "dp", "mixed"])
+def test_features_of_unlike_batch_sizes(plan: str, *, weighted: bool) -> None:
+    for batches in ((5, 4, 3, 2), (3, 0, 4, 0)):
+        case = Case(tables(SUM, MEAN), PLANS[plan], batches, variable=True, weighted=weighted)
+        for size in (1, 2, 3):
+            worlds.run(size, train, case)
+
+
+@pytest.mark.parametrize("plan", ["tw", "rw", "mixed"])
+@pytest.mark.parametrize("pooled", [True, False])
+def test_int32_ids(plan: str, *, pooled: bool) -> None:
+    configs = tables(SUM, MEAN) if pooled else sequences(tables(SUM))
+    worlds.run(2, train, Case(configs, PLANS[plan], ids=torch.int32))
+
+
+@pytest.mark.parametrize("plan", ["tw", "rw"])
+@pytest.mark.parametrize("pooled", [True, False])
+@pytest.mark.parametrize("size", SIZES)
+def test_dynamic_tables(plan: str, size: int, *, pooled: bool) -> None:
+    configs = tables(SUM, MEAN, kind=Dynamic(), dims=(8, 8, 8, 8))
+    configs = tuple(_roomy(c) for c in configs)
+    configs = configs if pooled else sequences(configs)
+    worlds.run(size, train, Case(configs, PLANS[plan], optimizer=optim.Adam(0.1)))
+
+
+def _roomy(config: Any) -> Any:
+    from dataclasses import replace
+
+    return replace(config, num_embeddings=4096)
+
+
+@pytest.mark.parametrize("pooled", [True, False])
+@pytest.mark.parametrize("plan", ["tw", "dp"])
+def test_tensor_trains_whole(plan: str, *, pooled: bool) -> None:
+    configs = tables(SUM, MEAN, kind=TensorTrain((2, 2)), dims=(8, 8, 8, 8))
+    configs = configs if pooled else sequences(configs)
+    worlds.run(3, train, Case(configs, PLANS[plan], tolerance=1e-5))
+
+
+@pytest.mark.parametrize(
+    ("codec", "tolerance"),
+    [(FP16(), 2e-2), (BF16(), 1e-1), (INT8(row_dim=8), 2e-1), (FP8(row_dim=8), 5e-1)],
+)
+@pytest.mark.parametrize("pooled", [True, False])
+def test_values_travel_in_fewer_bits(codec: Any, tolerance: float, *, pooled: bool) -> None:
+    configs = tables(SUM, MEAN) if pooled else sequences(tables(SUM))
+    case = Case(configs, PLANS["mixed"], wire=Wire(codec, codec), tolerance=tolerance)
+    worlds.run(2, train, case)
+
+
+@st.composite
+def tilings(draw: Any, rows: int, columns: int, size: int) -> tuple[Box, ...]:
+    """Any: cut by rows and columns at any places, each box on any rank."""
+    row_spans = draw(_cuts(rows))
+    column_spans = draw(_cuts(columns))
+    ranks = st.integers(0, size - 1)
+    return tuple(Box(draw(ranks), r, c) for r in row_spans for c in column_spans)
+
+
+def _cuts(length: int) -> st.SearchStrategy[list[tuple[int, int]]]:
+    inner = st.lists(st.integers(1, max(1, length - 1)), max_size=2, unique=True)
+    edges = inner.map(lambda cuts: sorted({0, length, *(c for c in cuts if c < length)}))
+    return edges.map(lambda e: list(pairwise(e)))
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_any_tiling(data: Any) -> None:
+    size = data.draw(st.integers(1, 4))
+    configs = tables(SUM, MEAN)
+    plan = tuple(
+        data.draw(
+            st.one_of(st.just("dp"), tilings(config.num_embeddings, config.embedding_dim, size))
+        )
+        for config in configs
+    )
+    pooled = data.draw(st.booleans())
+    case = Case(configs if pooled else sequences(configs), plan, optimizer=optim.Adam(0.1))
+    worlds.run(size, train, case)
+
+
+def test_blocks_are_those_of_torch_chunk() -> None:
+    for size in range(1, 40):
+        for parts in range(1, 9):
+            sizes = [end - start for start, end in blocks(size, parts)]
+            assert sizes == [chunk.numel() for chunk in torch.arange(size).chunk(parts)]

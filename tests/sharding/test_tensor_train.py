@@ -1,0 +1,167 @@
+"""Tensor-train tables in parts over ranks train as they do in one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import emblib
+from emblib import optim
+from emblib.collections.configs import EmbeddingBagConfig, TensorTrain
+from emblib.sharding.boxes import Box
+from emblib.sharding.groups_of_ranks import Ranks
+from emblib.sharding.tensor_train import SharedCores, summed
+from emblib.specs import Pooling
+from tests.sharding import worlds
+from tests.sharding.sharded_cases import Case, make_sharded, make_source, sequences, train
+
+SUM, MEAN = Pooling.SUM, Pooling.MEAN
+# By rows, of which core 0 has 4 * 6; by columns, of which it has 2 * 4 or more.
+KINDS = {
+    2: TensorTrain((6,), (8, 8), (4, 4)),
+    3: TensorTrain((5, 4), (8, 4, 2), (4, 2, 2)),
+    4: TensorTrain((5, 4, 2), (8, 2, 2, 2), (4, 2, 2, 1)),
+}
+OPTIMIZERS = {
+    "sgd": optim.SGD(0.5),
+    "adam": optim.Adam(0.1),
+    "rowwise_adagrad": optim.RowwiseAdagrad(0.5),
+}
+
+
+def _tables(cores: int) -> Any:
+    kind = KINDS[cores]
+    return (
+        EmbeddingBagConfig(60, 16, "t0", ("f0",), pooling=SUM, kind=kind),
+        EmbeddingBagConfig(57, 16, "t1", ("f1", "f2"), pooling=MEAN, kind=kind),
+        EmbeddingBagConfig(14, 16, "t2", ("f0",), pooling=SUM, kind=TensorTrain((2, 2))),
+        EmbeddingBagConfig(20, 8, "t3", ("f3",), pooling=SUM),
+    )
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("plan", ["rw", "cw", "grid", "twrw"])
+@pytest.mark.parametrize("cores", KINDS)
+def test_parts_train_as_the_whole(cores: int, plan: str, size: int) -> None:
+    local = 2 if size == 4 else size
+    case = Case(_tables(cores), (plan,) * 4, local_size=local, tolerance=2e-5)
+    assert set(worlds.run(size, train, case)) == {"equal"}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("size", [2, 4])
+def test_every_optimizer(name: str, size: int) -> None:
+    case = Case(_tables(3), ("rw",) * 4, optimizer=OPTIMIZERS[name], tolerance=1e-4)
+    worlds.run(size, train, case)
+
+
+@pytest.mark.parametrize("batches", [(0, 3, 0, 2), (7, 0, 1, 0), (0, 0, 0, 0)])
+@pytest.mark.parametrize("pooled", [True, False])
+def test_batches_may_differ_and_be_empty(batches: Any, *, pooled: bool) -> None:
+    configs = _tables(3) if pooled else sequences(_tables(3))
+    for size in (2, 4):
+        case = Case(configs, ("rw", "rw", "tw", "rw"), batches=batches, tolerance=2e-5)
+        worlds.run(size, train, case)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_several_parts_on_one_rank_and_any_order(size: int) -> None:
+    """Four boxes of one table by rows and columns, on ranks that have one, two or none."""
+    owners = (0, size - 1, size - 1, 0)
+    spans = [((0, 24), (0, 8)), ((0, 24), (8, 16)), ((24, 60), (0, 8)), ((24, 60), (8, 16))]
+    boxes = tuple(Box(rank, *span) for rank, span in zip(owners, spans, strict=True))
+    case = Case(_tables(3), (boxes, "rw", "dp", "tw"), tolerance=2e-5)
+    worlds.run(size, train, case)
+
+
+def _common_bits(ranks: Ranks, case: Case) -> list[list[bytes]]:
+    """Cores 1 and on of the first table, as this rank has them after a training run."""
+    torch.manual_seed(0)
+    sharded = make_sharded(case, ranks, make_source(case))
+    for step in range(3):
+        generator = torch.Generator().manual_seed(10 * step + ranks.rank)
+        batch = _batch(generator)
+        sharded(batch).values().square().sum().backward()
+    views = sharded.groups.views(0)
+    names = [name for name in sorted(views) if name.startswith("cores.")][1:]
+    return [[views[name].numpy().tobytes() for name in names]]
+
+
+def _batch(generator: torch.Generator) -> Any:
+    keys = ["f0", "f1", "f2", "f3"]
+    ids = torch.randint(0, 9, (4 * 6,), generator=generator)
+    return emblib.KeyedJaggedTensor(keys, ids, lengths=torch.full((4 * 3,), 2))
+
+
+def test_copies_of_cores_stay_equal_bit_by_bit() -> None:
+    case = Case(_tables(3), ("rw",) * 4, optimizer=optim.Adam(0.1))
+    first, *others = worlds.run(3, _common_bits, case)
+    assert first[0]
+    assert all(other == first for other in others)
+
+
+def _sums(ranks: Ranks, numel: int) -> Tensor:
+    values = torch.randn(numel, generator=torch.Generator().manual_seed(ranks.rank))
+    return summed(values, ranks, range(ranks.size))
+
+
+@pytest.mark.parametrize("numel", [0, 1, 3, 1000])
+@pytest.mark.parametrize("size", [1, 3, 4])
+def test_sums_have_the_same_bits_on_all_ranks(numel: int, size: int) -> None:
+    want = torch.zeros(numel)
+    for rank in range(size):
+        want += torch.randn(numel, generator=torch.Generator().manual_seed(rank))
+    for found in worlds.run(size, _sums, numel):
+        assert torch.equal(found, want)
+
+
+def _dense_gradients(ranks: Ranks, case: Case) -> list[Tensor]:
+    """Gradients of the cores of the first table, which no optimizer of ours has taken."""
+    sharded = make_sharded(case, ranks, make_source(case))
+    sharded(_batch(torch.Generator().manual_seed(ranks.rank))).values().sum().backward()
+    return [p.grad for p in sharded.groups.parameters_of(0).values() if p.grad is not None]
+
+
+def test_parts_without_a_fused_optimizer_have_summed_gradients() -> None:
+    case = Case(_tables(3), ("rw",) * 4, optimizer=optim.External())
+    (whole,) = worlds.run(1, _whole_gradients, case)
+    parts = worlds.run(2, _dense_gradients, case)
+    for k in (1, 2):
+        assert torch.equal(parts[0][k], parts[1][k])
+        torch.testing.assert_close(parts[0][k], whole[k])
+    torch.testing.assert_close(torch.cat([grads[0] for grads in parts]), whole[0])
+
+
+def _whole_gradients(ranks: Ranks, case: Case) -> list[Tensor]:
+    """The same in one process, for both batches."""
+    source = make_source(case)
+    for rank in range(2):
+        batch = _batch(torch.Generator().manual_seed(rank))
+        source(batch).values().sum().backward()
+    return [p.grad for p in source.groups.parameters_of(0).values() if p.grad is not None]
+
+
+def test_wrong_plans_are_refused() -> None:
+    boxes = (Box(0, (0, 24), (0, 16)), Box(0, (24, 60), (0, 16)))
+    case = Case(_tables(3), (boxes, "tw", "tw", "tw"), optimizer=optim.External())
+    with pytest.raises(worlds.RankError, match="only a fused optimizer can add up"):
+        worlds.run(1, _dense_gradients, case)
+    uneven = (Box(0, (0, 20), (0, 16)), Box(0, (20, 60), (0, 16)))
+    with pytest.raises(worlds.RankError, match=r"multiple"):
+        worlds.run(1, _dense_gradients, Case(_tables(3), (uneven, "tw", "tw", "tw")))
+
+
+def test_half_a_backward_pass_is_told() -> None:
+    shared = SharedCores("t", Ranks.single(), [0], 2)
+    grads = [nn.Parameter(torch.ones(2, 2)).detach(), torch.ones(3)]
+    used: list[list[Tensor]] = []
+    shared.member(0)(grads, used.append)
+    assert not used
+    shared.member(1)(grads, used.append)
+    assert [u[1].tolist() for u in used] == [[2.0] * 3] * 2
+    shared.member(1)(grads, used.append)
+    with pytest.raises(RuntimeError, match="went through backward twice"):
+        shared.member(1)(grads, used.append)

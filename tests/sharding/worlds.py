@@ -1,0 +1,271 @@
+"""Worlds of 1 to 4 ranks for tests: four processes over gloo, started once and kept.
+
+`run(3, function, *args)` calls `function(ranks, *args)` on three ranks and returns what they
+returned, by rank. The function is one of a module (also the test's own), since the processes import
+it; arguments and results are pickled, and the seed is the same on all ranks. An error of a rank is
+raised with its traceback. The processes have imported torch and emblib once and were forked after
+that, so that another world costs a tenth of a second; one is made whenever a test has left the last
+one unfit.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import faulthandler
+import importlib
+import os
+import pickle
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from multiprocessing import connection
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from experiments.run.orphans import killed_with_parent
+
+RANKS = 4
+PATIENCE_SECONDS = 120.0  # for a whole call; the machine of a test may be busy
+COLLECTIVE_SECONDS = 60.0
+GRACE_SECONDS = 1.0  # for the others to fail too, once a rank has
+START_SECONDS = 120.0
+
+
+class RankError(AssertionError):
+    """What the ranks of a world said when it failed; `answers` are of those that did not."""
+
+    def __init__(self, message: str, answers: dict[int, Any]) -> None:
+        super().__init__(message)
+        self.answers = answers
+
+
+# In the test's process
+
+
+class Pool:
+    """The processes of this test run."""
+
+    def __init__(self) -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix="worlds"))
+        self._server = socket.socket(socket.AF_UNIX)
+        self._server.bind(str(self._folder / "pool"))
+        self._server.listen()
+        self._server.settimeout(START_SECONDS)
+        path = os.pathsep.join(p for p in [os.getcwd(), *sys.path] if p)
+        self._parent = subprocess.Popen(
+            [sys.executable, "-m", "tests.sharding.worlds", str(self._folder)],
+            env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+            preexec_fn=killed_with_parent,
+        )
+        self._orders = self._accept()
+        self._pipes: list[Connection] = []
+        self._pids: list[int] = []
+        self._worlds = 0
+
+    def run(self, size: int, name: str, args: tuple[Any, ...], patience: float) -> list[Any]:
+        """See `run` of the module."""
+        if not self._pipes:
+            self._start()
+        order = pickle.dumps((size, name, args))
+        for pipe in self._pipes[:size]:
+            pipe.send_bytes(order)
+        answers, problems = self._collect(size, patience)
+        if problems:
+            self.stop()
+            raise RankError("\n".join([f"{name} on {size} ranks failed", *problems]), answers)
+        return [answers[rank] for rank in range(size)]
+
+    def _collect(self, size: int, patience: float) -> tuple[dict[int, Any], list[str]]:
+        """Results by rank, and what went wrong, the first first."""
+        answers: dict[int, Any] = {}
+        problems: list[str] = []
+        open_pipes = {self._pipes[rank]: rank for rank in range(size)}
+        end = time.monotonic() + patience
+        while open_pipes:
+            ready = connection.wait(list(open_pipes), max(0.0, end - time.monotonic()))
+            for pipe in ready:
+                assert isinstance(pipe, Connection)
+                rank = open_pipes.pop(pipe)
+                try:
+                    failed, value = pickle.loads(pipe.recv_bytes())
+                except (EOFError, OSError):
+                    failed, value = True, "the process died"
+                if failed:
+                    problems.append(f"rank {rank}: {value}")
+                    end = min(end, time.monotonic() + GRACE_SECONDS)
+                else:
+                    answers[rank] = value
+            if not ready:
+                late = sorted(open_pipes.values())
+                problems += [
+                    f"rank {rank} did not end; it was at\n{self._at(rank)}" for rank in late
+                ]
+                break
+        return answers, problems
+
+    def _at(self, rank: int) -> str:
+        """The stack of a rank that hangs."""
+        stack = self._folder / f"stack{self._worlds}.{rank}"
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self._pids[rank], signal.SIGUSR1)
+        time.sleep(0.2)
+        return stack.read_text() if stack.exists() else "?"
+
+    def _start(self) -> None:
+        self._worlds += 1
+        self._orders.send(self._worlds)
+        self._pids = self._orders.recv()
+        arrived = dict(_first_word(self._accept()) for _ in range(RANKS))
+        self._pipes = [arrived[rank] for rank in range(RANKS)]
+
+    def _accept(self) -> Connection:
+        return Connection(self._server.accept()[0].detach())
+
+    def stop(self) -> None:
+        """End the world; the next call makes another."""
+        for pipe in self._pipes:
+            pipe.close()
+        self._pipes = []
+        for pid in self._pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self._pids = []
+
+    def close(self) -> None:
+        """End all processes."""
+        self.stop()
+        self._parent.kill()
+        self._parent.wait()
+        self._server.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _first_word(pipe: Connection) -> tuple[int, Connection]:
+    return int(pipe.recv()), pipe
+
+
+_pool: Pool | None = None
+
+
+def run(
+    size: int,
+    function: Callable[..., Any] | str,
+    *args: Any,
+    patience: float = PATIENCE_SECONDS,
+) -> list[Any]:
+    """What `function(ranks, *args)` returned on each of `size` ranks (1 to 4), by rank.
+
+    `function` is a function of a module, or its name as "module:function". Tensors in the results
+    are copies. Fails with `RankError` if a rank raises, dies, or takes more than `patience` s.
+    """
+    global _pool
+    if not 1 <= size <= RANKS:
+        raise ValueError(f"a world has 1 to {RANKS} ranks, not {size}")
+    name = function if isinstance(function, str) else _name(function)
+    if _pool is None:
+        _pool = Pool()
+        atexit.register(_pool.close)
+    return _pool.run(size, name, args, patience)
+
+
+def _name(function: Callable[..., Any]) -> str:
+    if "<" in function.__qualname__ or "." in function.__qualname__:
+        raise ValueError(
+            f"{function.__qualname__} is not a function of a module, so that the ranks cannot "
+            "import it: move it to the top level of its file"
+        )
+    return f"{function.__module__}:{function.__qualname__}"
+
+
+# In the processes
+
+
+def main(folder: str) -> None:
+    """Import what the ranks need, then fork them whenever a world is asked for."""
+    killed_with_parent()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
+    import torch
+
+    import emblib.sharding.groups_of_ranks
+
+    assert emblib.sharding.groups_of_ranks.Ranks
+    torch.set_num_threads(1)
+    with connection.Client(f"{folder}/pool", "AF_UNIX") as orders:
+        while True:
+            try:
+                number = orders.recv()
+            except EOFError:
+                return
+            children = []
+            for rank in range(RANKS):
+                child = os.fork()
+                if child == 0:
+                    orders.close()
+                    _be_rank(folder, number, rank)
+                children.append(child)
+            orders.send(children)
+
+
+def _be_rank(folder: str, number: int, rank: int) -> None:
+    """Do what is asked until nobody asks; does not return."""
+    try:
+        killed_with_parent()
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        stack = open(f"{folder}/stack{number}.{rank}", "w")  # noqa: SIM115
+        faulthandler.register(signal.SIGUSR1, stack, all_threads=False)
+        worlds = _meet(f"{folder}/meeting{number}", rank)
+        with connection.Client(f"{folder}/pool", "AF_UNIX") as pipe:
+            pipe.send(rank)
+            _serve(pipe, rank, worlds)
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+    finally:
+        # Nothing of the process that forked may run again here.
+        os._exit(0)
+
+
+def _meet(meeting: str, rank: int) -> Sequence[Any]:
+    """The first `size` ranks as `Ranks`, for each size that this one is of."""
+    import torch.distributed as dist
+
+    from emblib.sharding.groups_of_ranks import Ranks
+
+    patience = timedelta(seconds=COLLECTIVE_SECONDS)
+    dist.init_process_group(
+        "gloo", f"file://{meeting}", rank=rank, world_size=RANKS, timeout=patience
+    )
+    groups = [dist.new_group(list(range(size)), patience) for size in range(1, RANKS + 1)]
+    return [Ranks(group) if rank < size else None for size, group in enumerate(groups, 1)]
+
+
+def _serve(pipe: Connection, rank: int, worlds: Sequence[Any]) -> None:
+    import torch
+
+    while True:
+        try:
+            order = pipe.recv_bytes()
+        except (EOFError, OSError):
+            return
+        try:
+            size, name, args = pickle.loads(order)
+            module, function = name.split(":")
+            torch.manual_seed(0)
+            value = getattr(importlib.import_module(module), function)(worlds[size - 1], *args)
+            answer = pickle.dumps((False, value))
+        except BaseException as error:
+            answer = pickle.dumps((True, "".join(traceback.format_exception(error))))
+        pipe.send_bytes(answer)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

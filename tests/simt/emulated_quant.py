@@ -1,0 +1,39 @@
+"""The emulated kernels of quantised tables behind the names and arguments of the ops."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.simt.emulated import DTYPES, POOLINGS
+from tests.simt.library import library
+
+
+def quantize_rows_(values: Tensor, scales: Tensor, weights: Tensor, bits: int) -> None:
+    """Emulated `quantize_rows_`."""
+    kind = DTYPES[weights.dtype]
+    library().call("quantize_rows", weights, kind, values, scales, *weights.shape, bits)
+
+
+def quant_lookup(
+    values: Tensor, scales: Tensor, features: Tensor, indices: Tensor, offsets: Tensor, *rest: Any
+) -> Tensor:
+    """Emulated `quant_lookup`: then bag_layout, sample_weights, pooling, ... as the op."""
+    bag_layout, sample_weights, pooling, bits, columns, dtype = rest
+    bags = offsets.numel() - 1
+    batch = bags // max(features.size(0), 1)
+    shape: tuple[int, ...] = (batch, columns)
+    if pooling == "none":
+        shape = (indices.numel(), columns)
+    elif bag_layout is not None:
+        shape = (columns,)
+    out = torch.full(shape, torch.nan, dtype=dtype)
+    if bags == 0:
+        return out.zero_()
+    library().call(
+        *("quant_lookup", values, scales, features, features.size(0)),
+        *(indices, indices.dtype == torch.int64, offsets, offsets.dtype == torch.int64),
+        *(indices.numel(), bags, bag_layout, max(batch, 1), columns),
+        *(POOLINGS[pooling], sample_weights, out, DTYPES[dtype], bits),
+    )
+    return out

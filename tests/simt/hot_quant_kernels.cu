@@ -1,0 +1,14 @@
+// The kernels of quantised tables, compiled alone to see what the compiler makes of them
+// (test_compile.py): none may keep registers in memory.
+#include "quant/lookup.cuh"
+#include "quant/quantize.cuh"
+
+namespace emb::cuda {
+
+template __global__ void quant_lookup_kernel<8>(QuantArgs, int);
+template __global__ void quant_lookup_kernel<4>(QuantArgs, int);
+template __global__ void quantize_kernel<float>(QuantizeRows);
+template __global__ void quantize_kernel<half16>(QuantizeRows);
+template __global__ void quantize_kernel<bfloat16>(QuantizeRows);
+
+}  // namespace emb::cuda

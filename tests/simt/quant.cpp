@@ -1,0 +1,47 @@
+// Emulated kernels of quantised tables.
+#include "driver.h"
+#include "quant/lookup.cuh"
+#include "quant/quantize.cuh"
+
+using namespace emb::cuda;
+
+// weights, dtype, values, scales, rows, dim, bits
+extern "C" const char* simt_quantize_rows(const int64_t* call) {
+  return guarded([&](const auto& launcher) {
+    Words words(call);
+    QuantizeRows args{};
+    args.weights = words.pointer<const void>();
+    const emb::Dtype type = words.dtype();
+    args.values = words.pointer<uint8_t>();
+    args.scales = words.pointer<emb::RowScale>();
+    args.rows = words.number();
+    args.dim = words.number();
+    args.bits = static_cast<int>(words.number());
+    launch_quantize(launcher, args, type);
+  });
+}
+
+// values, scales, features, F, indices, is_int64, offsets, is_int64, L, bags, bag_layout, bags of a
+// fixed batch, columns, pooling, sample weights, output, dtype, bits
+extern "C" const char* simt_quant_lookup(const int64_t* call) {
+  return guarded([&](const auto& launcher) {
+    Words words(call);
+    QuantArgs args{};
+    args.values = words.pointer<const uint8_t>();
+    args.scales = words.pointer<const emb::RowScale>();
+    args.features = words.pointer<const emb::Feature>();
+    args.num_features = static_cast<int>(words.number());
+    args.indices = words.indices();
+    args.bags.offsets = words.indices();
+    args.bags.num_lookups = words.number();
+    args.bags.count = words.number();
+    args.map.places = words.pointer<const emb::BagPlace>();
+    args.map.batch = static_cast<uint32_t>(words.number());
+    args.map.columns = args.columns = words.number();
+    args.pooling = static_cast<emb::Pooling>(words.number());
+    args.sample_weights = words.pointer<const float>();
+    args.output = words.pointer<void>();
+    args.output_type = words.dtype();
+    launch_quant_lookup(launcher, args, static_cast<int>(words.number()));
+  });
+}

@@ -1,0 +1,132 @@
+"""Emulated routing kernels against the reference."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+from emblib.reference import route as reference
+from tests.route_cases import CASES, COMBININGS, Case, make, make_pieces, some_rows
+from tests.simt import emulated_route as emulated
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_route(name: str) -> None:
+    problem = make(CASES[name])
+    ids, offsets, routing, weights = problem
+    want = reference.route_lengths(ids, offsets, *routing)
+    lengths = emulated.route_lengths(ids, offsets, *routing, num_bags=want.numel())
+    assert torch.equal(lengths, want)
+    routed, positions, carried = reference.route_ids(ids, offsets, *routing, weights=weights)
+    starts, total = problem.starts, routed.numel()
+    found = emulated.route_ids(ids, offsets, *routing, starts=starts, total=total, weights=weights)
+    assert carried is not None
+    for mine, theirs in zip(found, (routed, positions, carried), strict=True):
+        assert torch.equal(mine, theirs)
+    without = emulated.route_ids(ids, offsets, *routing, starts=starts, total=total, weights=None)
+    assert torch.equal(without[0], routed)
+
+
+def _changed(tensor: Tensor, value: int) -> list[Tensor]:
+    """The tensor with each of its entries in turn replaced."""
+    out = []
+    for i in range(tensor.numel()):
+        copy = tensor.clone()
+        copy.view(-1)[i] = value
+        out.append(copy)
+    return out
+
+
+@pytest.mark.parametrize("value", [-3, 1 << 40])
+def test_wrong_routing_touches_nothing_else(value: int) -> None:
+    """On a GPU nobody looks at what layouts say; the sanitized run sees every access."""
+    problem = make(Case(bags=(3, 2), most_blocks=3, most_copies=2, seed=2))
+    ids, offsets, routing, weights = problem
+    starts = problem.starts
+    total, num_bags = int(starts[-1]), starts.numel() - 1
+    for field, tensor in routing._asdict().items():
+        for broken in _changed(tensor, value):
+            wrong = routing._replace(**{field: broken})
+            emulated.route_lengths(ids, offsets, *wrong, num_bags=num_bags)
+            emulated.route_ids(ids, offsets, *wrong, starts=starts, total=total, weights=weights)
+    for broken in _changed(starts, value):
+        emulated.route_ids(ids, offsets, *routing, starts=broken, total=total, weights=weights)
+    for broken in _changed(offsets, value):
+        emulated.route_ids(ids, broken, *routing, starts=starts, total=total, weights=weights)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float16, torch.bool])
+@pytest.mark.parametrize("shape", [(), (3,), (0,), (2, 8)])
+def test_gather_segments(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    values = torch.randint(0, 100, (40, *shape)).to(dtype)
+    starts = torch.tensor([0, 7, 7, 8, 30, 40], dtype=torch.int32)
+    for order in ([0, 1, 2, 3, 4], [4, 2, 0, 2], [1], [], [3, 3, 3]):
+        segments = torch.tensor(order, dtype=torch.int64)
+        total = int((starts[1:] - starts[:-1])[segments].sum())
+        want = reference.gather_segments(values, starts, segments, total)
+        assert torch.equal(emulated.gather_segments(values, starts, segments, total), want)
+
+
+def test_gather_many_segments() -> None:
+    """More segments than one tile of the scan, and than one round of the scan over tiles."""
+    generator = torch.Generator().manual_seed(0)
+    sizes = torch.randint(0, 3, (400,), generator=generator)
+    starts = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
+    for count in (256, 257, 66_000):
+        order = torch.randint(0, 400, (count,), generator=generator)
+        values = torch.arange(int(starts[-1]), dtype=torch.int32)
+        total = int(sizes[order].sum())
+        want = reference.gather_segments(values, starts, order, total)
+        assert torch.equal(emulated.gather_segments(values, starts, order, total), want)
+
+
+def test_wrong_segments_touch_nothing_else() -> None:
+    values, starts = torch.arange(1, 6), torch.tensor([0, 2, 5])
+    order = torch.tensor([1, 0])
+    assert emulated.gather_segments(values, starts, order, 7).tolist() == [3, 4, 5, 1, 2, 0, 0]
+    assert emulated.gather_segments(values, starts, order, 4).tolist() == [3, 4, 5, 1]
+    assert emulated.gather_segments(values, starts, torch.tensor([9, -1]), 2).tolist() == [0, 0]
+    for value in (-4, 1 << 40):
+        for broken in _changed(starts, value):
+            emulated.gather_segments(values, broken, order, 5)
+
+
+@pytest.mark.parametrize("name", COMBININGS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("out", DTYPES)
+def test_combine_and_spread(name: str, dtype: torch.dtype, out: torch.dtype) -> None:
+    problem = make_pieces(COMBININGS[name], dtype)
+    source, targets, pieces, lengths, numel = problem
+    layout = targets, pieces, lengths
+    result = emulated.combine(*problem, out)
+    assert_close(result, reference.combine(*problem, out), rtol=0, atol=0)
+    grad = torch.randn(numel).to(out)
+    back = emulated.spread(grad, *layout, source.numel(), dtype)
+    assert_close(back, reference.spread(grad, *layout, source.numel(), dtype), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", COMBININGS)
+def test_pieces_of_some_rows(name: str) -> None:
+    problem, rows = some_rows(make_pieces(COMBININGS[name]))
+    source, *layout, _ = problem
+    result = emulated.combine(*problem, torch.float32, rows, 0.25)
+    want = reference.combine(*problem, torch.float32, rows, 0.25)
+    assert_close(result, want, rtol=0, atol=0)
+    size = source.numel()
+    back = emulated.spread(result, *layout, size, torch.float32, rows, 0.25)
+    want = reference.spread(result, *layout, size, torch.float32, rows, 0.25)
+    assert_close(back, want, rtol=0, atol=0)
+
+
+def test_wrong_pieces_touch_nothing_else() -> None:
+    source, targets, pieces, lengths, numel = make_pieces(COMBININGS["means"])
+    for value in (-3, 1 << 40):
+        for broken in _changed(targets[:2], value):
+            emulated.combine(source, broken, pieces, lengths, numel, torch.float32)
+            emulated.spread(
+                torch.ones(numel), broken, *(pieces, lengths), source.numel(), torch.float32
+            )
+        for broken in _changed(pieces[:3], value):
+            emulated.combine(source, targets, broken, lengths, numel, torch.float32)

@@ -1,0 +1,206 @@
+"""Quantised tables as a module: from floats, in files, in graphs."""
+
+import copy
+import io
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from emblib import (
+    BoundsCheck,
+    Placement,
+    Pooling,
+    Precision,
+    QuantizedEmbeddingBags,
+    TableBatchedEmbeddingBags,
+    TableSpec,
+    TTEmbeddingBag,
+    TTSpec,
+)
+
+BITS = pytest.mark.parametrize("bits", [8, 4])
+TABLES = [TableSpec(50, 12, "item"), TableSpec(7, 5)]
+BATCH = (torch.tensor([3, 49, -1, 6, 0, 6]), torch.tensor([0, 2, 3, 3, 6]))
+
+
+def trained(pooling: Pooling = Pooling.SUM, **changes: Any) -> TableBatchedEmbeddingBags:
+    torch.manual_seed(0)
+    tables = TABLES[:1] if pooling is Pooling.NONE else TABLES
+    features = (0, 0) if pooling is Pooling.NONE else (0, 1)
+    return TableBatchedEmbeddingBags(tables, pooling=pooling, feature_tables=features, **changes)
+
+
+def bound(rows: Tensor, bits: int) -> float:
+    """Half of the largest scale."""
+    return float((rows.amax(1) - rows.amin(1)).max()) / (2**bits - 1) / 2 * 1.001
+
+
+@BITS
+@pytest.mark.parametrize("pooling", list(Pooling))
+def test_is_close_to_the_floats(bits: int, pooling: Pooling, device: torch.device) -> None:
+    floats = trained(pooling, device=device)
+    made = QuantizedEmbeddingBags.from_float(floats, bits)
+    assert made.values.device.type == device.type
+    batch = [tensor.to(device) for tensor in BATCH]
+    most = 3 if pooling is Pooling.SUM else 1
+    rows = floats.table_weights()
+    room = most * max(bound(weights, bits) for weights in rows) + 1e-6
+    assert (made(*batch) - floats(*batch)).abs().max() <= room
+    for table, weights in enumerate(rows):
+        got = made.to_dense(table)
+        assert got.shape == weights.shape
+        assert (got - weights).abs().max() <= bound(weights, bits) + 1e-7
+    if pooling is not Pooling.NONE:
+        scales = torch.tensor([0.5, 2.0, 1.0, -1.0, 0.1, 3.0], device=device)
+        assert (made(*batch, scales) - floats(*batch, scales)).abs().max() <= 2 * room
+
+
+def test_keeps_what_the_source_says() -> None:
+    floats = trained(Pooling.MEAN, precision=Precision(torch.float16, torch.bfloat16))
+    made = QuantizedEmbeddingBags.from_float(floats)
+    assert made.table_names == ["item", "table_1"]
+    assert (made.pooling, made.feature_tables) == (Pooling.MEAN, (0, 1))
+    assert made(*BATCH).dtype == made.output_dtype == torch.bfloat16
+    other = QuantizedEmbeddingBags.from_float(floats, output_dtype=torch.float16, device="meta")
+    assert (other.output_dtype, other.values.device.type) == (torch.float16, "meta")
+
+
+def test_other_sources() -> None:
+    weights = torch.randn(20, 6)
+    ids, offsets = torch.tensor([1, 19, 4]), torch.tensor([0, 2, 3])
+    room = 2 * bound(weights, 8) + 1e-6
+    for mode in ("sum", "mean"):
+        bag = nn.EmbeddingBag.from_pretrained(weights, mode=mode, include_last_offset=True)
+        got = QuantizedEmbeddingBags.from_float(bag)(ids, offsets)
+        assert (got - bag(ids, offsets)).abs().max() <= room
+    rows = QuantizedEmbeddingBags.from_float(nn.Embedding.from_pretrained(weights))
+    assert (rows(ids, offsets) - weights[ids]).abs().max() <= room
+    one = QuantizedEmbeddingBags.from_float(weights)
+    assert (one(ids, offsets)[1] - weights[4]).abs().max() <= room
+    named = QuantizedEmbeddingBags.from_float({"a": weights, "b": weights[:3, :2]}, 4)
+    assert named.table_names == ["a", "b"]
+    assert named.columns == 8
+    tt = TTEmbeddingBag(TTSpec(30, 8, ranks=(4,)))
+    quantised = QuantizedEmbeddingBags.from_float(tt)
+    assert (quantised.to_dense(0) - tt.to_dense()).abs().max() <= bound(tt.to_dense(), 8) + 1e-6
+    for wrong in (nn.Linear(2, 2), torch.zeros(3), {}, {"a": None}):
+        with pytest.raises(TypeError, match="matri"):
+            QuantizedEmbeddingBags.from_float(wrong)
+    with pytest.raises(TypeError, match="mode sum or mean, got 'max'"):
+        QuantizedEmbeddingBags.from_float(nn.EmbeddingBag(3, 2, mode="max"))
+
+
+def test_features_may_differ_in_bags() -> None:
+    floats = trained()
+    made = QuantizedEmbeddingBags.from_float(floats)
+    offsets = torch.tensor([0, 2, 3, 3, 6])
+    got = made(BATCH[0], offsets, batch_sizes=[[1, 2], [1, 0]])
+    want = floats(BATCH[0], offsets, batch_sizes=[[1, 2], [1, 0]])
+    assert got.shape == want.shape == (12 + 5 + 24,)
+    room = 3 * max(bound(weights, 8) for weights in floats.table_weights()) + 1e-6
+    assert (got - want).abs().max() <= room
+
+
+@BITS
+def test_state_dict(bits: int) -> None:
+    made = QuantizedEmbeddingBags.from_float(trained(), bits)
+    state = made.state_dict()
+    width = 12 if bits == 8 else 6
+    assert {key: tuple(value.shape) for key, value in state.items()} == {
+        "item.values": (50, width),
+        "item.scales": (50, 2),
+        "table_1.values": (7, 5 if bits == 8 else 3),
+        "table_1.scales": (7, 2),
+    }
+    want = made(*BATCH)
+    other = QuantizedEmbeddingBags(TABLES, bits)
+    assert not other(*BATCH).any(), "rows are zeros until they are filled"
+    other.load_state_dict(state)
+    assert torch.equal(other(*BATCH), want)
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    meta = QuantizedEmbeddingBags(TABLES, bits, device="meta").to_empty(device="cpu")
+    meta.reset_parameters()
+    meta.load_state_dict(torch.load(file))
+    for module in (meta, copy.deepcopy(made), pickle.loads(pickle.dumps(made)), made.half()):
+        assert torch.equal(module(*BATCH), want)
+    with pytest.raises(RuntimeError, match="checkpoint is of another table"):
+        QuantizedEmbeddingBags(TABLES, 12 - bits).load_state_dict(state)
+    with pytest.raises(RuntimeError, match=r"Missing key.*item\.scales"):
+        other.load_state_dict({"item.values": state["item.values"]})
+
+
+@BITS
+def test_rows_are_written_in_place(bits: int) -> None:
+    made = QuantizedEmbeddingBags(TABLES, bits)
+    rows = torch.randn(3, 5)
+    made.write_rows(1, rows, first_row=2)
+    dense = made.to_dense(1)
+    assert (dense[2:5] - rows).abs().max() <= bound(rows, bits) + 1e-6
+    assert not dense[:2].any()
+    assert not dense[5:].any()
+    assert not made.to_dense(0).any()
+    view = made.table_views()[1]
+    view["scales"].zero_()
+    assert not made.to_dense(1).any()
+    assert made.nbytes() == {"weights": made.values.nbytes + made.scales.nbytes}
+    rows[1, 1] = torch.nan
+    for wrong, first, message in (
+        (rows, 0, "must be finite"),
+        (torch.zeros(3, 4), 0, r"must be \[rows, 5\] for table 'table_1', got \[3, 4\]"),
+        (torch.zeros(3, 5), 5, "rows 5 to 8 are not in table 'table_1' of 7 rows"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            made.write_rows(1, wrong, first)
+
+
+def test_memory_is_what_the_bits_say() -> None:
+    spec = TableSpec(1000, 64)
+    assert QuantizedEmbeddingBags([spec]).nbytes()["weights"] == 1000 * (64 + 8)
+    assert QuantizedEmbeddingBags([spec], 4).nbytes()["weights"] == 1000 * (32 + 8)
+
+
+def test_compiles_whole() -> None:
+    made = QuantizedEmbeddingBags.from_float(trained())
+    compiled = torch.compile(made, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(*BATCH), made(*BATCH))
+
+
+def test_exports_with_any_batch() -> None:
+    made = QuantizedEmbeddingBags.from_float(trained(), bounds_check=BoundsCheck.IGNORE)
+    lookups, bags = torch.export.Dim("lookups", min=2), torch.export.Dim("bags", min=2)
+    shapes = {"indices": {0: lookups}, "offsets": {0: 2 * bags + 1}}
+    program = torch.export.export(made, BATCH, dynamic_shapes=shapes)
+    other = (torch.tensor([1, 2, 3]), torch.tensor([0, 1, 1, 2, 3, 3, 3]))
+    assert torch.equal(program.module()(*other), made(*other))
+
+
+def test_wrong_use_is_refused() -> None:
+    made = QuantizedEmbeddingBags.from_float(trained(), bounds_check=BoundsCheck.FATAL)
+    weights = torch.ones(6, requires_grad=True)
+    with pytest.raises(RuntimeError, match="no gradient"):
+        made(*BATCH, weights)
+    with torch.no_grad():
+        assert torch.equal(made(*BATCH, weights), made(*BATCH))
+    with pytest.raises(RuntimeError, match=r"must be in \[0, 50\)"):
+        made(torch.tensor([50]), torch.tensor([0, 1, 1, 1, 1]))
+    with pytest.raises(ValueError, match="bits must be 8 or 4, got 2"):
+        QuantizedEmbeddingBags(TABLES, 2)
+    with pytest.raises(ValueError, match="one dim for all tables"):
+        QuantizedEmbeddingBags(TABLES, pooling=Pooling.NONE)
+    with pytest.raises(ValueError, match=r"tables\[0\] asks for"):
+        QuantizedEmbeddingBags([TableSpec(3, 4, placement=Placement.HOST)])
+    with pytest.raises(ValueError, match="feature_tables"):
+        QuantizedEmbeddingBags(TABLES, feature_tables=[2])
+    with pytest.raises(TypeError, match="must be a TableSpec"):
+        QuantizedEmbeddingBags([3])
+
+
+def test_says_what_it_is() -> None:
+    text = repr(QuantizedEmbeddingBags(TABLES, 4, pooling=Pooling.MEAN))
+    assert "item: 50 x 12, table_1: 7 x 5" in text
+    assert "4 bits, pooling=mean" in text
