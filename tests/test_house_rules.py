@@ -51,6 +51,7 @@ DISTRIBUTED_ALLOWED_IN = (
     "experiments/contenders/torchrec.py",
     "experiments/contenders/torchrec_sharded.py",
     "experiments/run/ranks.py",
+    "tests/bench/sharded_overhead.py",
     "tests/collections/test_distributed_checkpoint.py",
     "tests/dynamic/dynamic_ranks.py",
     "tests/dynamic/test_state_dict_parts.py",

@@ -27,4 +27,21 @@ struct BagMap {
   }
 };
 
+// The feature that lookup i belongs to: the last one, or in a variable batch that of the last bag,
+// that begins at or before i. Of invalid offsets it is any feature in range.
+EMB_HD int64_t feature_of_lookup(const BagMap& map, const Bags& bags, int num_features, int64_t i) {
+  const bool variable = map.places != nullptr;
+  const int64_t bags_of_step = variable ? 1 : map.batch;
+  int low = 0, high = (variable ? static_cast<int>(bags.count) : num_features) - 1;
+  while (low < high) {
+    const int middle = low + (high - low + 1) / 2;
+    if (bags.begin(middle * bags_of_step) <= i) {
+      low = middle;
+    } else {
+      high = middle - 1;
+    }
+  }
+  return variable ? map.places[low].feature : low;
+}
+
 }  // namespace emb

@@ -61,22 +61,6 @@ struct PackedPiece {
   }
 };
 
-// The feature that lookup i belongs to: the last one whose bags begin at or before it.
-EMB_DEVICE int64_t quant_feature_of(const QuantArgs& args, int64_t i) {
-  const bool variable = args.map.places != nullptr;
-  const int64_t bags_of_step = variable ? 1 : args.map.batch;
-  int low = 0, high = (variable ? static_cast<int>(args.bags.count) : args.num_features) - 1;
-  while (low < high) {
-    const int middle = low + (high - low + 1) / 2;
-    if (args.bags.begin(middle * bags_of_step) <= i) {
-      low = middle;
-    } else {
-      high = middle - 1;
-    }
-  }
-  return variable ? args.map.places[low].feature : low;
-}
-
 // What one group of lanes makes.
 struct QuantTask {
   const Feature* feature;
@@ -91,7 +75,7 @@ struct QuantTask {
       dim = static_cast<int>(args.columns);
       // Lookups before the first bag are of no feature; theirs are zeros.
       if (item < args.bags.begin(0)) return;
-      feature += quant_feature_of(args, item);
+      feature += feature_of_lookup(args.map, args.bags, args.num_features, item);
       length = 1;
       return;
     }

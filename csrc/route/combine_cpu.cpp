@@ -34,7 +34,7 @@ const CombineTable& combine_table() {
 #endif
 }
 
-constexpr int64_t kRows = 2;           // of a target, that a thread does at once
+constexpr int64_t kRows = 16;          // of a target, that a thread does at once
 constexpr int64_t kGrain = 32 * 1024;  // elements
 
 // Whether `next` continues the columns of `target`, and so do its pieces.

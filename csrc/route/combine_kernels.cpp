@@ -1,6 +1,7 @@
 // Rows of one target on one CPU thread: the sum of its pieces, or its gradient to each of them.
 // Where values stay as they are it is a copy.
 #include <type_traits>
+#include <vector>
 
 #include "core/vec.h"
 #include "route/combine_table.h"
@@ -38,56 +39,65 @@ void copy_rows(const T* in, int64_t in_stride, T* out, int64_t out_stride, int64
   }
 }
 
-// Columns [c, c + kVectors * kLanes) of a row; `load_at(p)` is those of a source from p on.
-template <int kVectors, class S, class O>
-EMB_HD void add_columns(const CombineArgs& args, const Target& target, int64_t row, int64_t c,
-                        float length, O* out) {
-  Vec sum[kVectors] = {};
-  for (int64_t p = target.first_piece; p < target.end_piece; ++p) {
-    const S* piece = row_of(args, args.pieces[p], static_cast<const S*>(args.in), row);
-    if (piece == nullptr) continue;
-    for (int v = 0; v < kVectors; ++v) sum[v] += load(piece + c + v * kLanes);
+// The sum of `count` rows of `width`, divided by `length` and multiplied by `scale`.
+template <class S, class O>
+void add_rows(const S* const* rows, int64_t count, float length, float scale, O* out,
+              int64_t width) {
+  const auto scaled = [&](Vec sum) {
+    if (length != 1.0f) sum /= broadcast(length);
+    return scale != 1.0f ? sum * broadcast(scale) : sum;
+  };
+  int64_t c = 0;
+  for (; c + 4 * kLanes <= width; c += 4 * kLanes) {
+    Vec sum[4] = {};
+    for (int64_t p = 0; p < count; ++p) {
+      for (int v = 0; v < 4; ++v) sum[v] += load(rows[p] + c + v * kLanes);
+    }
+    for (int v = 0; v < 4; ++v) store(out + c + v * kLanes, scaled(sum[v]));
   }
-  for (int v = 0; v < kVectors; ++v) {
-    if (length != 1.0f) sum[v] /= broadcast(length);
-    if (args.scale != 1.0f) sum[v] *= broadcast(args.scale);
-    store(out + c + v * kLanes, sum[v]);
+  for (; c + kLanes <= width; c += kLanes) {
+    Vec sum{};
+    for (int64_t p = 0; p < count; ++p) sum += load(rows[p] + c);
+    store(out + c, scaled(sum));
   }
+  const int rest = static_cast<int>(width - c);
+  if (rest == 0) return;
+  Vec sum{};
+  for (int64_t p = 0; p < count; ++p) sum += load_first(rows[p] + c, rest);
+  store_first(out + c, scaled(sum), rest);
 }
 
 template <class S, class O>
 void combine_rows(const CombineArgs& args, const Target& target, int64_t begin, int64_t end) {
   O* out = static_cast<O*>(args.out) + target.offset;
-  const int64_t width = target.width;
+  const S* in = static_cast<const S*>(args.in);
+  const int64_t width = target.width, count = target.end_piece - target.first_piece;
+  const SourcePiece* pieces = args.pieces + target.first_piece;
   if constexpr (std::is_same_v<S, O>) {
-    if (target.end_piece - target.first_piece == 1 && keeps_values(args, target) &&
-        args.pieces[target.first_piece].first_row < 0) {
-      const SourcePiece& piece = args.pieces[target.first_piece];
-      const S* source = static_cast<const S*>(args.in) + piece.offset;
-      copy_rows(source + begin * piece.stride, piece.stride, out + begin * target.stride,
-                target.stride, end - begin, width);
+    if (count == 1 && keeps_values(args, target) && pieces->first_row < 0) {
+      copy_rows(in + pieces->offset + begin * pieces->stride, pieces->stride,
+                out + begin * target.stride, target.stride, end - begin, width);
       return;
     }
   }
+  std::vector<const S*> rows(count + 1);
   for (int64_t row = begin; row < end; ++row) {
-    const float length = divisor(args, target, row);
-    O* line = out + row * target.stride;
-    int64_t c = 0;
-    for (; c + 4 * kLanes <= width; c += 4 * kLanes) {
-      add_columns<4, S>(args, target, row, c, length, line);
+    int64_t found = 0;
+    for (int64_t p = 0; p < count; ++p) {
+      rows[found] = row_of(args, pieces[p], in, row);
+      found += rows[found] != nullptr;
     }
-    for (; c + kLanes <= width; c += kLanes) add_columns<1, S>(args, target, row, c, length, line);
-    if (c == width) continue;
-    const int rest = static_cast<int>(width - c);
-    Vec sum{};
-    for (int64_t p = target.first_piece; p < target.end_piece; ++p) {
-      const S* source = row_of(args, args.pieces[p], static_cast<const S*>(args.in), row);
-      if (source != nullptr) sum += load_first(source + c, rest);
-    }
-    if (length != 1.0f) sum /= broadcast(length);
-    if (args.scale != 1.0f) sum *= broadcast(args.scale);
-    store_first(line + c, sum, rest);
+    add_rows(rows.data(), found, divisor(args, target, row), args.scale, out + row * target.stride,
+             width);
   }
+}
+
+template <class S, class O, class Scale>
+void scale_row(const S* in, O* out, int64_t width, const Scale& scale) {
+  int64_t c = 0;
+  for (; c + kLanes <= width; c += kLanes) store(out + c, scale(load(in + c)));
+  const int rest = static_cast<int>(width - c);
+  if (rest > 0) store_first(out + c, scale(load_first(in + c, rest)), rest);
 }
 
 template <class S, class O>
@@ -108,11 +118,13 @@ void spread_rows(const CombineArgs& args, const Target& target, int64_t begin, i
       O* line = row_of(args, piece, out, row);
       if (line == nullptr) continue;
       const S* in = grad + row * target.stride;
-      const Vec length = broadcast(divisor(args, target, row)), scale = broadcast(args.scale);
-      int64_t c = 0;
-      for (; c + kLanes <= width; c += kLanes) store(line + c, load(in + c) / length * scale);
-      const int rest = static_cast<int>(width - c);
-      if (rest > 0) store_first(line + c, load_first(in + c, rest) / length * scale, rest);
+      const float length = divisor(args, target, row);
+      if (length == 1.0f) {
+        scale_row(in, line, width, [&](Vec v) { return v * broadcast(args.scale); });
+      } else {
+        scale_row(in, line, width,
+                  [&](Vec v) { return v / broadcast(length) * broadcast(args.scale); });
+      }
     }
   }
 }

@@ -56,7 +56,8 @@ EMB_HD RoutedId route_id(const RouteFeature& feature, const RouteBlock* blocks, 
   const int64_t row = repair_index(id, feature.rows);
   if (row < 0) return {0, -1};
   const int64_t block = block_of_row(blocks, feature.num_blocks, row);
-  return {block, row - blocks[block].first_row};
+  // Whoever holds row 0 repairs an id that is outside as any other, and tells of it.
+  return {block, row == id ? row - blocks[block].first_row : id};
 }
 
 // A row of `targets`: [rows, width] elements of the output, rows `stride` apart.

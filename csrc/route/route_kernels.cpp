@@ -87,7 +87,8 @@ void find_up_to(const FeatureRoute& route, const I* ids, int64_t n, I* block, I*
   const int64_t rows = route.feature.rows;
   const I limit = reaches<I>(rows) ? static_cast<I>(rows) : INT32_MAX;
   const bool all = !reaches<I>(rows);  // no id is too large
-  const I pruned = rows == 0 ? -1 : 0;
+  const bool none = rows == 0;
+  const I pruned = none ? -1 : 0;
   I first[kMost] = {};
   bool exists[kMost] = {};
   for (int64_t k = 0; k < kMost && k < route.feature.num_blocks; ++k) {
@@ -105,7 +106,7 @@ void find_up_to(const FeatureRoute& route, const I* ids, int64_t n, I* block, I*
       begin = mine ? first[k] : begin;
     }
     block[i] = found;
-    local[i] = row - begin;
+    local[i] = (valid | none) ? static_cast<I>(row - begin) : id;
   }
 }
 
@@ -142,7 +143,7 @@ void find_equal(const FeatureRoute& route, const I* ids, int64_t n, I* block, I*
     found -= found * step > row;
     found += (found + 1) * step <= row;
     block[i] = static_cast<I>(found);
-    local[i] = id == -1 ? I{-1} : static_cast<I>(row - found * step);
+    local[i] = static_cast<I>(valid ? row - found * step : id);
   }
 }
 

@@ -177,23 +177,6 @@ __global__ void __launch_bounds__(kLookupThreads, 4) pool_kernel(LookupArgs args
   }
 }
 
-// The feature that lookup i belongs to; valid offsets assumed, any answer is in range otherwise.
-EMB_DEVICE int64_t feature_of(const LookupArgs& args, int64_t i) {
-  // The last feature or, in a variable batch, the last bag that begins at or before i.
-  const bool variable = args.map.places != nullptr;
-  const int64_t bags_of_step = variable ? 1 : args.map.batch;
-  int low = 0, high = (variable ? static_cast<int>(args.bags.count) : args.num_features) - 1;
-  while (low < high) {
-    const int middle = low + (high - low + 1) / 2;
-    if (args.bags.begin(middle * bags_of_step) <= i) {
-      low = middle;
-    } else {
-      high = middle - 1;
-    }
-  }
-  return variable ? args.map.places[low].feature : low;
-}
-
 // Copies columns [column, column + N) of the rows of the warp's 32 lookups, four a group at a time.
 template <class W, int N, bool kVector>
 EMB_DEVICE void copy_rows(const LookupArgs& args, const LaneGroup& lane, int64_t offset,
@@ -231,7 +214,8 @@ __global__ void __launch_bounds__(kLookupThreads, 4) sequence_kernel(LookupArgs 
     const int64_t i = first + threadIdx.x % simt::kWarp;
     int64_t offset = -1;
     if (i < args.bags.num_lookups && args.bags.count > 0 && i >= args.bags.begin(0)) {
-      const Feature& feature = args.features[feature_of(args, i)];
+      const int64_t f = feature_of_lookup(args.map, args.bags, args.num_features, i);
+      const Feature& feature = args.features[f];
       offset = row_offset(args, feature, LookupId(args, i));
     }
     const bool vector =

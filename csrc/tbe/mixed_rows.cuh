@@ -48,7 +48,7 @@ EMB_DEVICE BagTask mixed_task(const LookupArgs& args, int64_t bag) {
   task.begin = static_cast<int>(bag);
   task.dim = static_cast<int>(args.columns);
   if (args.bags.count > 0 && bag >= args.bags.begin(0)) {
-    task.feature = args.features + feature_of(args, bag);
+    task.feature = args.features + feature_of_lookup(args.map, args.bags, args.num_features, bag);
     task.length = 1;
   }
   return task;

@@ -78,7 +78,7 @@ class EmbeddingBagCollection(TableCollection):
             ValueError: the collection is weighted and the batch is not, or features differ in their
                 bags and the batch has no inverse indices.
         """
-        batch = features if features.keys() == self._wanted else self._ordered(features)
+        batch = features if self._fits(features) else self._ordered(features)
         if batch.variable_stride_per_key():
             return KeyedTensor(self._names, self._columns, self._expanded(batch))
         groups = self.groups

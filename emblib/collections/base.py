@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Self
 
@@ -43,6 +43,22 @@ def units_of(configs: Sequence[TableConfig]) -> list[Unit]:
     ]
 
 
+def _sequence_of(tables: Any, kind: type[TableConfig]) -> tuple[Any, ...]:
+    if isinstance(tables, TableConfig | str) or not isinstance(tables, Iterable):
+        raise TypeError(
+            f"tables must be a list of {kind.__name__}, also where it is one, got {tables!r}"
+        )
+    return tuple(tables)
+
+
+def _check_device(device: Any) -> None:
+    if isinstance(device, bool):  # TorchRec has is_weighted in this place
+        raise TypeError(
+            f"device must be None, a torch.device or its name, got {device}; is_weighted is given "
+            f"by name, is_weighted={device}"
+        )
+
+
 class TableCollection(nn.Module):
     """Base of collections: tables by name, looked up by the features that read them.
 
@@ -62,8 +78,9 @@ class TableCollection(nn.Module):
         optimizer: Optimizer | None,
     ) -> None:
         super().__init__()
-        self.configs = tuple(tables)
+        self.configs = _sequence_of(tables, self.config_type)
         self._check_tables()
+        _check_device(device)
         if optimizer is not None and not isinstance(optimizer, Optimizer):
             raise TypeError(
                 "optimizer must be None or one of emblib.optim, e.g. optim.SGD(lr=0.01), got "
@@ -78,7 +95,8 @@ class TableCollection(nn.Module):
         for config in self.configs:
             if not isinstance(config, kind):
                 raise TypeError(
-                    f"tables of a {type(self).__name__} must be of {kind.__name__}, got {config!r}"
+                    f"the tables of {type(self).__name__} must be of {kind.__name__}, got "
+                    f"{config!r}"
                 )
             if config.name in names:
                 raise ValueError(
@@ -123,6 +141,10 @@ class TableCollection(nn.Module):
         self._own_handles()
 
     # Batches
+
+    def _fits(self, features: Any) -> bool:
+        """Whether the kernels can take a batch as it comes."""
+        return isinstance(features, KeyedJaggedTensor) and features.keys() == self._wanted
 
     def _ordered(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
         """The features that are read, in the order in which the kernels take them."""

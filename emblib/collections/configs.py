@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from emblib.dynamic_specs import (
     DynamicSpec,
@@ -121,6 +121,8 @@ class Quantized:
 Kind = Plain | TensorTrain | Dynamic | Quantized
 Spec = TableSpec | TTSpec | DynamicSpec
 
+_TAKEN = frozenset(dir(nn.ModuleDict()))
+
 
 @dataclass(frozen=True)
 class TableConfig:
@@ -129,7 +131,8 @@ class TableConfig:
     Args:
         num_embeddings: rows; the capacity of a dynamic table.
         embedding_dim: length of a row.
-        name: of the table, in checkpoints and plans; no dots.
+        name: of the table, in checkpoints and plans; no dots, and none of `nn.ModuleDict`'s own
+            names ("train", "keys", ...), as parameters are found by it.
         feature_names: the features that read the table; left out, one of the table's name.
         data_type: of the rows as they are stored: float32, float16 or bfloat16.
         weight_init_min, weight_init_max: rows start uniform between them; left out, in
@@ -160,6 +163,12 @@ class TableConfig:
             raise ValueError(
                 "name of a table must be a string without dots that is not empty, got "
                 f"{self.name!r}"
+            )
+        if self.name in _TAKEN:
+            raise ValueError(
+                "a table is found by its name in a module, where nn.ModuleDict has an attribute "
+                f"{self.name!r} already: call it otherwise, e.g. '{self.name}_table', and give "
+                f"feature_names=[{self.name!r}] where features are called so"
             )
         if isinstance(self.feature_names, str):
             raise TypeError(
@@ -200,6 +209,15 @@ class TableConfig:
             )
 
     def _check_first_values(self) -> None:
+        for name in ("weight_init_min", "weight_init_max"):
+            bound = getattr(self, name)
+            if bound is not None and not isinstance(bound, int | float):
+                raise TypeError(f"{name} of {self.name!r} must be None or a number, got {bound!r}")
+        if self.init_fn is not None and not callable(self.init_fn):
+            raise TypeError(
+                f"init_fn of {self.name!r} must be None or a function that fills the tensor it is "
+                f"given, e.g. torch.nn.init.zeros_, got {self.init_fn!r}"
+            )
         given = self.weight_init_min is not None or self.weight_init_max is not None
         if given and self.init_fn is not None:
             raise ValueError(f"{self.name!r} has init_fn and bounds of first values; give one")

@@ -16,7 +16,7 @@ from emblib.dynamic import DynamicEmbeddingBags
 from emblib.dynamic_specs import DynamicSpec
 from emblib.ops.hash import SCORED
 from emblib.optim import External, Gradient, Optimizer
-from emblib.specs import Pooling, Precision
+from emblib.specs import Placement, Pooling, Precision
 
 NO_UPDATE = External(gradient=Gradient.DENSE)
 """What stands for no optimizer: gradients are left to torch.optim."""
@@ -94,6 +94,21 @@ class Unmade(nn.Module):
         self.anchor = torch.empty((), device="meta")
 
 
+def _check_update(parts: Sequence[TableSlice], optimizer: Optimizer) -> None:
+    away = {
+        part.config.name: str(part.config.kind.placement)
+        for part in parts
+        if isinstance(part.config.kind, Plain)
+        and part.config.kind.placement not in (Placement.DEVICE, Placement.HOST)
+    }
+    if away and isinstance(optimizer, External):
+        raise ValueError(
+            "tables outside the device have no gradients to leave for torch.optim, so backward "
+            f"must update them; without an optimizer are {away}: give the collection or these "
+            "tables one of emblib.optim, e.g. optimizer=optim.SGD(lr=0.1)"
+        )
+
+
 def make_kernel(
     parts: Sequence[TableSlice],
     reads: Sequence[int],
@@ -111,6 +126,7 @@ def make_kernel(
     if isinstance(kind, Quantized):
         return PartQuantized(parts, names, reads, pooling, seeds, device)
     if isinstance(kind, Plain):
+        _check_update(parts, optimizer)
         return PartTables(parts, names, reads, optimizer, pooling, seeds, kind.cache, device)
     if device.type == "meta":
         return Unmade(parts, optimizer)

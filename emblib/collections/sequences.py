@@ -51,7 +51,7 @@ class EmbeddingCollection(TableCollection):
         Raises:
             KeyError: a feature of a table is not there.
         """
-        batch = features if features.keys() == self._wanted else self._ordered(features)
+        batch = features if self._fits(features) else self._ordered(features)
         vectors = self._vectors(batch)
         lengths = batch.lengths().split(batch.stride_per_key())
         ids: Sequence[Tensor | None] = [None] * len(vectors)

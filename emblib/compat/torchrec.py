@@ -16,7 +16,6 @@ from emblib.collections.optimizers import (
     GradientClippingOptimizer,
     KeyedOptimizer,
     KeyedOptimizerWrapper,
-    WarmupOptimizer,
     WarmupPolicy,
     WarmupStage,
     in_backward_optimizer_filter,
@@ -52,6 +51,7 @@ from emblib.compat.torchrec_optim import (
     PartialRowWiseAdam,
     PartialRowWiseLAMB,
     RowWiseAdagrad,
+    WarmupOptimizer,
     apply_optimizer_in_backward,
 )
 from emblib.compat.torchrec_pipelines import (

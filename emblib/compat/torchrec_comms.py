@@ -52,6 +52,10 @@ class QCommsConfig:
     fp8_quantize_dim_bwd: int | None = None
     fp8_bwd_uses_143: bool = False
 
+    def __post_init__(self) -> None:
+        self.forward_precision = CommType(self.forward_precision)
+        self.backward_precision = CommType(self.backward_precision)
+
 
 @dataclass(frozen=True)
 class QuantizedCommCodecs:

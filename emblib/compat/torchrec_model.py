@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -169,6 +170,12 @@ class DefaultDataParallelWrapper(DDP):
             }
         )
 
+    def wrap(self, module: nn.Module, ranks: Ranks, ignored: Collection[str]) -> nn.Module:
+        """As `DDP.wrap`; torch 2.13 warns of an option that has no other name for all it does."""
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*broadcast_buffers", FutureWarning)
+            return super().wrap(module, ranks, ignored)
+
 
 class DistributedModelParallel(sharding.DistributedModelParallel):
     """`emblib.sharding.DistributedModelParallel` with TorchRec's arguments.
@@ -197,6 +204,12 @@ class DistributedModelParallel(sharding.DistributedModelParallel):
     ) -> None:
         if not init_parameters:
             raise ValueError("init_parameters must be True: nothing is left on meta here")
+        if plan is not None and not isinstance(plan, ShardingPlan):
+            raise TypeError(
+                "plan must be a ShardingPlan of emblib.compat.torchrec, from a planner or as "
+                "ShardingPlan({path: construct_module_sharding_plan(collection, ...)}), got "
+                f"{plan!r}"
+            )
         from emblib.compat.torchrec_planner import EmbeddingShardingPlanner
 
         env = ShardingEnv(Ranks()) if env is None else env

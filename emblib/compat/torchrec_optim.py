@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -21,6 +21,20 @@ RowWiseAdagrad = RowwiseAdagrad
 LarsSGD = LARS
 PartialRowWiseAdam = PartialRowwiseAdam
 PartialRowWiseLAMB = PartialRowwiseLAMB
+
+
+class WarmupOptimizer(optimizers.WarmupOptimizer):
+    """That of `emblib.collections.optimizers`, with TorchRec's rate of 0.1 where none is given."""
+
+    def __init__(
+        self,
+        optimizer: optimizers.KeyedOptimizer,
+        stages: Sequence[optimizers.WarmupStage],
+        lr: float = 0.1,
+        lr_param: str = "lr",
+    ) -> None:
+        super().__init__(optimizer, stages, lr, lr_param)
+
 
 # Of FBGEMM's tables, and no question here: caches may always be prefetched, ids are always checked.
 IDLE = {"prefetch_pipeline", "bounds_check_mode"}
@@ -59,5 +73,6 @@ __all__ = [
     "PartialRowWiseAdam",
     "PartialRowWiseLAMB",
     "RowWiseAdagrad",
+    "WarmupOptimizer",
     "apply_optimizer_in_backward",
 ]

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
 
 from emblib import sharding
@@ -50,11 +51,11 @@ class Topology:
     ) -> None:
         self.world_size, self.compute_device = world_size, compute_device
         self.local_world_size = local_world_size or world_size
-        found = planner.Topology.detect(
-            world_size,
-            self.local_world_size,
-            device=compute_device,
-            calibration=calibration,
+        # A plan for GPUs may be made where there are none, if it is said what they have.
+        elsewhere = compute_device == "cuda" and hbm_cap and not torch.cuda.is_available()
+        make: Any = planner.Topology if elsewhere else planner.Topology.detect
+        found: planner.Topology = make(
+            *(world_size, self.local_world_size), device=compute_device, calibration=calibration
         )
         memory = hbm_cap if compute_device == "cuda" else ddr_cap
         changes: dict[str, Any] = {} if memory is None else {"memory": memory}

@@ -296,6 +296,12 @@ def construct_module_sharding_plan(
     size = world_size or (ranks.size if ranks else 1)
     world = World(size, local_size or (ranks.local_size if ranks else size))
     device = device_type or (str(ranks.device.type) if ranks else "cpu")
+    for name, placing in per_param_sharding.items():
+        if not hasattr(placing, "rule"):
+            raise TypeError(
+                f"table {name}: sharding is said by a call, e.g. row_wise() or table_wise(rank=0), "
+                f"got {getattr(placing, '__name__', repr(placing))}"
+            )
     rules = {name: placing.rule for name, placing in per_param_sharding.items()}
     tables = sharding.construct_module_plan(module, rules, world)
     fused = EmbeddingComputeKernel.FUSED.value

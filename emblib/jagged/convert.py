@@ -3,7 +3,6 @@
 Those are known by what they can do, TorchRec's accessors, and not by their class.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -113,8 +112,3 @@ def keyed_arguments(other: Any) -> dict[str, Any]:
         "values": other.values(),
         "key_dim": _ask(other, "key_dim", 1),
     }
-
-
-def nested_by_key(nested: Mapping[str, Tensor]) -> dict[str, Parts]:
-    """The parts of each nested tensor."""
-    return {key: of_nested(tensor, None) for key, tensor in nested.items()}

@@ -12,12 +12,13 @@ from emblib.jagged.offsets import (
     check_reach,
     flat_integers,
     no_bags,
+    no_tensor,
     running_sums,
     too_few_weights,
     wrong_offsets,
 )
-from emblib.jagged.segments import bounds_of
-from emblib.jagged.strides import bags_per_key, check_inverse, lists_of, refuse_stride
+from emblib.jagged.segments import bounds_of, places_of
+from emblib.jagged.strides import bags_per_key, check_inverse, list_of_keys, lists_of, refuse_stride
 
 _INT64 = torch.int64
 
@@ -56,8 +57,12 @@ class KeyedBags:
         inverse_indices: InverseIndices | None = None,
     ) -> None:
         # On the path of every step: each tensor is asked as little as will do.
-        self._keys = keys if type(keys) is list else list(keys)
+        self._keys = keys if type(keys) is list else list_of_keys(keys)
+        if not isinstance(values, Tensor):
+            raise no_tensor("values", values)
         if lengths is not None:
+            if not isinstance(lengths, Tensor):
+                raise no_tensor("lengths", lengths)
             if lengths.dtype is not _INT64 or lengths.dim() != 1:
                 lengths = flat_integers(lengths, "lengths")
                 check_reach(lengths, values.size(0), "lengths")
@@ -252,10 +257,7 @@ class KeyedBags:
         """The place of each key; of one that `permute` repeated, the first."""
         index = self._index
         if index is None:
-            index = {}
-            for place, key in enumerate(self._keys):
-                index.setdefault(key, place)
-            self._index = index
+            index = self._index = places_of(self._keys)
         return index
 
     def sync(self) -> Self:

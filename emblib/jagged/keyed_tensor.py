@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from emblib.jagged import convert, regroup
-from emblib.jagged.segments import bounds_of
+from emblib.jagged.segments import bounds_of, places_of
 from emblib.jagged.text import keyed_text
 
 
@@ -99,10 +99,7 @@ class KeyedTensor:
         """The place of each key; of one that comes twice, the first."""
         index = self._index
         if index is None:
-            index = {}
-            for place, key in enumerate(self._keys):
-                index.setdefault(key, place)
-            self._index = index
+            index = self._index = places_of(self._keys)
         return index
 
     def size_in_bytes(self) -> int:

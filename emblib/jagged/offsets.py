@@ -58,6 +58,13 @@ def check_reach(tensor: Tensor, rows: int, name: str) -> None:
         )
 
 
+def no_tensor(name: str, given: object) -> TypeError:
+    """The error of a `name` that is no tensor."""
+    return TypeError(
+        f"{name} must be a tensor, got {type(given).__name__}: e.g. {name}=torch.tensor(...)"
+    )
+
+
 def no_bags(name: str) -> ValueError:
     """The error of a `name` made without lengths and without offsets."""
     return ValueError(f"{name} needs lengths or offsets, got neither")

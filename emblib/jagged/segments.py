@@ -11,6 +11,14 @@ def bounds_of(lengths: Sequence[int]) -> list[int]:
     return list(accumulate(lengths, initial=0))
 
 
+def places_of(keys: Sequence[str]) -> dict[str, int]:
+    """The place of each key; of one that comes twice, the first."""
+    index: dict[str, int] = {}
+    for place, key in enumerate(keys):
+        index.setdefault(key, place)
+    return index
+
+
 def is_run(order: Sequence[int]) -> bool:
     """Whether pieces in this order lie in one place already (so do none)."""
     return all(second == first + 1 for first, second in pairwise(order))

@@ -5,6 +5,17 @@ from collections.abc import Sequence
 from torch import Tensor
 
 
+def list_of_keys(keys: Sequence[str]) -> list[str]:
+    """`keys` as a list of its own.
+
+    Raises:
+        TypeError: one string, whose letters are hardly meant.
+    """
+    if isinstance(keys, str):
+        raise TypeError(f"keys must be a list of names, got {keys!r}: write [{keys!r}]")
+    return list(keys)
+
+
 def lists_of(strides: Sequence[Sequence[int]] | Tensor) -> list[list[int]]:
     """`stride_per_key_per_rank` as `[F][R]` numbers of the host."""
     if isinstance(strides, Tensor):

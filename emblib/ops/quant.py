@@ -21,7 +21,7 @@ lookups. It has no gradient. The definition is `emblib.reference.quant`.
 import torch
 from torch import Tensor
 
-from emblib.specs import Pooling
+from emblib.ops.tbe import output_shape
 
 quantize_rows_ = torch.ops.emblib.quantize_rows_.default
 quant_lookup = torch.ops.emblib.quant_lookup.default
@@ -51,9 +51,6 @@ def _(
     columns: int,
     output_dtype: torch.dtype,
 ) -> Tensor:
-    if pooling == Pooling.NONE.value:
-        return indices.new_empty((indices.numel(), columns), dtype=output_dtype)
-    if bag_layout is not None:
-        return indices.new_empty(columns, dtype=output_dtype)
-    batch = (offsets.numel() - 1) // features.size(0) if features.size(0) else 0
-    return indices.new_empty((batch, columns), dtype=output_dtype)
+    variable = bag_layout is not None
+    shape = output_shape(features, indices, offsets, pooling, columns, variable=variable)
+    return indices.new_empty(shape, dtype=output_dtype)

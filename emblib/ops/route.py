@@ -8,10 +8,10 @@ with F features, K blocks, U units and bags as `offsets` cuts the L ids:
 - `features` `[F, 4]`: `(first_block, num_blocks, rows, rule)`. The ids of a feature without blocks
   go nowhere
 - `blocks` `[K, 3]`: `(first_row, first_copy, num_copies)`. Rule 0 gives an id to the last block of
-  its feature that begins at or before it; the first begins at row 0. Ids are repaired as lookups
-  do: -1 goes to the first block as it is, any other outside `[0, rows)` becomes row 0. The holder
-  gets `id - first_row`. Rule 1 gives a key, as it is, to the block that
-  `emblib.dynamic.saving.routing.owner` names
+  its feature that begins at or before it; the first begins at row 0. The holder gets
+  `id - first_row`. An id outside `[0, rows)` goes as it is to the holder of row 0, whose lookup
+  repairs it and tells of it as of any other; -1 goes to the first block. Rule 1 gives a key, as
+  it is, to the block that `emblib.dynamic.saving.routing.owner` names
 - `copies` `[C]`: the units that get the ids of a block; each unit occurs once
 - `units` `[U + 1]`: the first bag of each unit in what is sent; a unit has as many bags as its
   feature, in their order

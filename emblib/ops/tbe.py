@@ -44,6 +44,23 @@ tbe_update_ = torch.ops.emblib.tbe_update_.default
 tbe_sample_weight_grad = torch.ops.emblib.tbe_sample_weight_grad.default
 
 
+def output_shape(
+    features: Tensor,
+    indices: Tensor,
+    offsets: Tensor,
+    pooling: str,
+    columns: int,
+    *,
+    variable: bool,
+) -> tuple[int, ...]:
+    """The shape of a lookup's output, `variable` where there is a `bag_layout`."""
+    if pooling == Pooling.NONE.value:
+        return indices.numel(), columns
+    if variable:
+        return (columns,)
+    return ((offsets.numel() - 1) // features.size(0) if features.size(0) else 0), columns
+
+
 class Groups(NamedTuple):
     """The lookups of a batch by row, as `tbe_group` returns them (padded; see `emblib.ops.group`).
 
@@ -91,12 +108,9 @@ def _(
     columns: int,
     output_dtype: torch.dtype,
 ) -> Tensor:
-    if pooling == Pooling.NONE.value:
-        return indices.new_empty((indices.numel(), columns), dtype=output_dtype)
-    if bag_layout is not None:
-        return indices.new_empty(columns, dtype=output_dtype)
-    batch = (offsets.numel() - 1) // features.size(0) if features.size(0) else 0
-    return indices.new_empty((batch, columns), dtype=output_dtype)
+    variable = bag_layout is not None
+    shape = output_shape(features, indices, offsets, pooling, columns, variable=variable)
+    return indices.new_empty(shape, dtype=output_dtype)
 
 
 @torch.library.register_fake("emblib::tbe_group")

@@ -42,7 +42,7 @@ def places(ids: Tensor, feature: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor
     row = torch.where((ids >= 0) & (ids < rows), ids, 0).long()
     first_rows = blocks[first : first + count, 0].contiguous()
     block = torch.searchsorted(first_rows, row, right=True) - 1
-    local = (row - first_rows[block]).to(ids.dtype)
+    local = torch.where(ids == row, row - first_rows[block], ids).to(ids.dtype)
     return first + torch.where(pruned, 0, block), torch.where(pruned, -1, local)
 
 

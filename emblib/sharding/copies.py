@@ -8,6 +8,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from emblib.collections.groups import TableGroups
+from emblib.jagged.offsets import running_sums
+from emblib.jagged.segments import bounds_of
 from emblib.ops import route
 from emblib.sharding.distribute import Inputs, Received, ScaledGradient
 from emblib.sharding.groups_of_ranks import Ranks
@@ -96,19 +98,14 @@ def reordered(
     inputs: Inputs, features: list[int], order: Tensor
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Ids, offsets and weights of some features of a batch; `order` holds the same numbers."""
-    first_bags = [0]
-    for count in inputs.bags:
-        first_bags.append(first_bags[-1] + count)
-    bags = torch.tensor(first_bags, device=inputs.ids.device)
+    bags = torch.tensor(bounds_of(inputs.bags), device=inputs.ids.device)
     starts = inputs.offsets[bags]
     ends = starts.tolist()
     total = sum(ends[f + 1] - ends[f] for f in features)
     num_bags = sum(inputs.bags[f] for f in features)
     lengths = route.gather_segments(inputs.lengths, bags, order, num_bags)
-    offsets = lengths.new_zeros(num_bags + 1)
-    torch.cumsum(lengths, 0, dtype=lengths.dtype, out=offsets[1:])
     ids = route.gather_segments(inputs.ids, starts, order, total)
     weights = inputs.weights
     if weights is not None:
         weights = route.gather_segments(weights, starts, order, total)
-    return ids, offsets, weights
+    return ids, running_sums(lengths), weights

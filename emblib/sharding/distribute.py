@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from emblib.jagged.offsets import running_sums
 from emblib.ops import route
 from emblib.sharding.awaitable import Awaitable, Deferred
 from emblib.sharding.exchange import DifferentiableAllToAll, Pending, start_all_to_all
@@ -156,9 +157,10 @@ class Distribution(nn.Module):
         weights = inputs.weights
         if weights is not None and weights.requires_grad and self._weight_scale != 1.0:
             weights = ScaledGradient.apply(weights, self._weight_scale)
-            inputs = inputs._replace(weights=weights)
+        # Copies of tables have the weights as they are: their gradients are not scaled.
+        travel = inputs._replace(weights=weights)
         with torch.no_grad():
-            batch = self._gather(inputs) if self.is_whole else self._bucketize(inputs)
+            batch = self._gather(travel) if self.is_whole else self._bucketize(travel)
         kind = _kind(inputs)
         by_unit = int(inputs.is_variable or batch.rows is not None)
         header: list[int] = []
@@ -214,7 +216,7 @@ class Distribution(nn.Module):
         lengths = route.route_lengths(
             inputs.ids, inputs.offsets, *where, units, num_bags=unit_ends[-1]
         )
-        starts = _ends_of(lengths)
+        starts = running_sums(lengths)
         by_rank = [unit_ends[end] for end in self._ends]
         first_copy = unit_ends[self._ends[1] - len(self._copied)]
         *ends, before_copies = starts[[*by_rank, first_copy]].tolist()
@@ -299,17 +301,17 @@ class Distribution(nn.Module):
         """From rank-major to unit-major."""
         payload = flight.ids.wait()
         lengths, segments = _lengths(payload, flight)
-        starts = _ends_of(segments.view(-1))
+        starts = running_sums(segments.view(-1))
         total = payload.numel() - lengths.numel()
         ids = route.gather_segments(payload, starts, self.own_order, total)
         weights = None
         if flight.weights is not None:
-            starts = _ends_of(segments[:, 1:].reshape(-1))
+            starts = running_sums(segments[:, 1:].reshape(-1))
             weights = route.gather_segments(
                 flight.weights.wait(), starts, self.own_weight_order, total
             )
         return Received(
-            *(flight.inputs, flight.batch, ids, _ends_of(lengths), weights, flight.bags),
+            *(flight.inputs, flight.batch, ids, running_sums(lengths), weights, flight.bags),
             *(flight.by_unit, segments[:, 1:], flight.num_ids, flight.copied),
         )
 
@@ -332,8 +334,8 @@ def _lengths(payload: Tensor, flight: _Flight) -> tuple[Tensor, Tensor]:
         return torch.cat(shaped, dim=1).view(-1), segments
     every = torch.cat(blocks)
     bags = torch.tensor(flight.bags, device=payload.device)
-    ends = _ends_of(bags.t().reshape(-1))
-    segments[:, 1:] = _ends_of(every)[ends].diff().view(world, units)
+    ends = running_sums(bags.t().reshape(-1))
+    segments[:, 1:] = running_sums(every)[ends].diff().view(world, units)
     order = torch.arange(world * units, device=payload.device).view(world, units).t().reshape(-1)
     return route.gather_segments(every, ends, order, every.numel()), segments
 
@@ -362,10 +364,3 @@ def _interleaved(batch: Sent) -> list[Tensor]:
     """Lengths, then ids, for one rank after another."""
     lengths, ids = batch.lengths.split(batch.num_bags), batch.ids.split(batch.num_ids)
     return [part for pair in zip(lengths, ids, strict=True) for part in pair]
-
-
-def _ends_of(sizes: Tensor) -> Tensor:
-    """Zero and the sums of `sizes` up to each, in their dtype."""
-    ends = sizes.new_zeros(sizes.numel() + 1)
-    torch.cumsum(sizes, 0, dtype=sizes.dtype, out=ends[1:])
-    return ends

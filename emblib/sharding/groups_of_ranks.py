@@ -72,7 +72,14 @@ class Ranks:
     @classmethod
     def of(cls, value: Ranks | dist.ProcessGroup | dist.DeviceMesh | None) -> Ranks:
         """`value` itself if it is one, else `Ranks(value)`."""
-        return value if isinstance(value, Ranks) else cls(value)
+        if isinstance(value, Ranks):
+            return value
+        if not isinstance(value, dist.ProcessGroup | dist.DeviceMesh | None):
+            raise TypeError(
+                "ranks must be a Ranks, a process group, a DeviceMesh, or None for all processes, "
+                f"got {value!r}: with launched() as ranks gives them"
+            )
+        return cls(value)
 
     @property
     def node(self) -> int:

@@ -1,7 +1,7 @@
 """A plan: how the tables of every collection of a model are spread, as data that can be kept."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from enum import Enum
 from pathlib import Path
@@ -34,6 +34,8 @@ class ShardingPlan:
         object.__setattr__(self, "world", World(*self.world))
 
     def __getitem__(self, path: str) -> ModulePlan:
+        if path not in self.modules:
+            raise KeyError(f"the plan has no collection at {path!r}; it has {list(self.modules)}")
         return self.modules[path]
 
     def __iter__(self) -> Iterator[str]:
@@ -57,15 +59,23 @@ class ShardingPlan:
         Raises:
             ValueError: no such text, or one of a version that this emblib does not know.
         """
-        data = json.loads(text)
+        try:
+            data = json.loads(text)
+        except ValueError as error:
+            raise ValueError(
+                f"a plan must be the JSON that to_json made, got {text[:40]!r}"
+            ) from error
         if not isinstance(data, dict) or data.get("version") != _VERSION:
             found = data.get("version") if isinstance(data, dict) else type(data).__name__
             raise ValueError(f"a plan must be of version {_VERSION}, got {found!r}")
-        modules = {
-            path: {name: _read(sharding) for name, sharding in tables.items()}
-            for path, tables in data["modules"].items()
-        }
-        return cls(modules, World(*data["world"]))
+        try:
+            modules = {
+                path: {name: _read(sharding) for name, sharding in tables.items()}
+                for path, tables in data["modules"].items()
+            }
+            return cls(modules, World(*data["world"]))
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"a plan must be what to_json made, whole; got {error!r}") from error
 
     def save(self, path: str | Path) -> None:
         """Write it as JSON."""
@@ -116,18 +126,19 @@ def _cells(sharding: TableSharding) -> tuple[str, str, str, str]:
     distinct = sorted(set(shapes), key=shapes.index)
     parts = ", ".join(f"{shapes.count(shape)} of {shape}" for shape in distinct[:3])
     more = f", ... {len(shapes)} in all" if len(distinct) > 3 else ""
-    return sharding.type.value, kind, _ranges(sharding.ranks), parts + more
+    return sharding.type.value, kind, ranges(sharding.ranks), parts + more
 
 
-def _ranges(ranks: tuple[int, ...]) -> str:
-    """`0-3, 6` for 0, 1, 2, 3, 6."""
+def ranges(ranks: Sequence[int], most: int | None = None) -> str:
+    """`0-3, 6` for 0, 1, 2, 3, 6; of more than `most` ranges the first ones."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and runs[-1][1] == rank - 1:
             runs[-1][1] = rank
         else:
             runs.append([rank, rank])
-    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+    told = [str(a) if a == b else f"{a}-{b}" for a, b in runs[:most]]
+    return ", ".join([*told, "..."] if len(told) < len(runs) else told)
 
 
 def _brief(kind: Any) -> str:

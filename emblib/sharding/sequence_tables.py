@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from emblib.jagged.offsets import running_sums
 from emblib.ops import route
 from emblib.optim import Optimizer
 from emblib.sharding.awaitable import Awaitable, Deferred
@@ -193,8 +194,7 @@ class SequenceTables(ShardedTables):
 def _transposed(counts: Tensor, total: int) -> Tensor:
     """B-major order of `total` rows that are in segments of `counts` `[A, B]`, A-major."""
     a, b = counts.shape
-    starts = torch.zeros(a * b + 1, dtype=torch.int64, device=counts.device)
-    torch.cumsum(counts.reshape(-1), 0, out=starts[1:])
+    starts = running_sums(counts.reshape(-1).long())
     order = torch.arange(a * b, device=counts.device).view(a, b).t().reshape(-1)
     return route.gather_segments(torch.arange(total, device=counts.device), starts, order, total)
 

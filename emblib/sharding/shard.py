@@ -7,6 +7,7 @@ from torch import nn
 
 from emblib.collections import EmbeddingBagCollection, EmbeddingCollection
 from emblib.optim import Optimizer
+from emblib.sharding import boxes
 from emblib.sharding.boxes import Rule, TableSharding, World
 from emblib.sharding.groups_of_ranks import Ranks
 from emblib.sharding.layout import shape_of
@@ -21,6 +22,11 @@ SHARDED: dict[type[nn.Module], type[nn.Module]] = {
     EmbeddingCollection: ShardedEmbeddingCollection,
 }
 """What each kind of collection becomes."""
+
+_MAKE_RULES: tuple[Any, ...] = (
+    *(boxes.data_parallel, boxes.table_wise, boxes.row_wise, boxes.column_wise),
+    *(boxes.table_row_wise, boxes.table_column_wise, boxes.grid, boxes.custom),
+)
 
 Rules = Mapping[str, Mapping[str, Rule | TableSharding]]
 
@@ -44,7 +50,8 @@ def construct_module_plan(
         rule = rules.get(config.name)
         kind = rule.kind if isinstance(rule, TableSharding) else None
         shapes[config.name] = shape_of(config, kind)
-    return construct_plan(shapes, {name: _as_rule(rule) for name, rule in rules.items()}, world)
+    made = {name: _as_rule(name, rule) for name, rule in rules.items()}
+    return construct_plan(shapes, made, world)
 
 
 def shard(
@@ -81,6 +88,7 @@ def shard(
             f"the plan is for {plan.world.size} ranks, and these are {ranks.size}: plan again"
         )
     found = collections_of(module)
+    _check_plan(modules)
     unknown = sorted(modules.keys() - found.keys())
     if unknown:
         raise ValueError(
@@ -106,9 +114,22 @@ def _configs(collection: Any) -> Any:
     return collection.embedding_configs()
 
 
-def _as_rule(rule: Rule | TableSharding) -> Callable[..., TableSharding]:
+def _check_plan(modules: Any) -> None:
+    if not isinstance(modules, Mapping) or not all(isinstance(path, str) for path in modules):
+        raise TypeError(
+            "a plan must be a ShardingPlan (ShardingPlan.load(path) reads one) or "
+            f"{{path of a collection: {{table: rule}}}}, got {modules!r}"
+        )
+
+
+def _as_rule(name: str, rule: Rule | TableSharding) -> Callable[..., TableSharding]:
     if isinstance(rule, TableSharding):
         return lambda shape, world: rule
+    if not callable(rule) or rule in _MAKE_RULES:
+        raise TypeError(
+            f"table {name}: a rule is made by a call, e.g. row_wise() or table_wise(0), got "
+            f"{getattr(rule, '__name__', repr(rule))}"
+        )
     return rule
 
 

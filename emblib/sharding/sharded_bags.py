@@ -16,8 +16,12 @@ from emblib.sharding.combine import Combination
 from emblib.sharding.distribute import Received
 from emblib.sharding.groups_of_ranks import Ranks
 from emblib.sharding.parameters import HeldParameters
-from emblib.sharding.sharded_tables import GradientReduction, ShardedTables
-from emblib.sharding.wire import Wire
+from emblib.sharding.sharded_tables import (
+    GradientReduction,
+    ShardedTables,
+    in_this_grad_mode,
+)
+from emblib.sharding.wire import Wire, wire_of
 
 
 class ShardedEmbeddingBagCollection(StateOfTables, ShardedTables):
@@ -59,8 +63,7 @@ class ShardedEmbeddingBagCollection(StateOfTables, ShardedTables):
             optimizer=optimizer or source.optimizer,
             gradients=gradients,
         )
-        self._is_weighted = source.is_weighted()
-        self.wire, self.gradients = wire or Wire(), GradientReduction(gradients)
+        self.wire, self.gradients = wire_of(wire), GradientReduction(gradients)
         self.combination = Combination(self.layout, ranks, self.wire, self.scale)
         self.embedding_bags = HeldParameters(self.handles())
         self._names = [feature.name for feature in self.layout.features]
@@ -95,9 +98,9 @@ class ShardedEmbeddingBagCollection(StateOfTables, ShardedTables):
         local, copies = rows
         if received.sent is None:
             output = self.combination.here(local, received)
-            return LazyDeferred(partial(self._finished, output, received))
+            return LazyDeferred(in_this_grad_mode(partial(self._finished, output, received)))
         pending = self.combination.start(local, copies, self._stand_in(received), received)
-        return LazyDeferred(partial(self._output, pending, received))
+        return LazyDeferred(in_this_grad_mode(partial(self._output, pending, received)))
 
     def compute_and_output_dist(self, received: Received) -> LazyAwaitable[KeyedTensor]:
         """Both."""
@@ -119,6 +122,11 @@ class ShardedEmbeddingBagCollection(StateOfTables, ShardedTables):
     def _expanded(self, values: Tensor, received: Received) -> Tensor:
         """Rows of distinct bags, feature after feature, to the examples that have them."""
         inputs = received.inputs
+        if inputs.inverse is None and len(set(inputs.bags)) > 1:
+            raise ValueError(
+                "features that differ in their bags need inverse indices to become one batch, got "
+                f"{inputs.bags} bags: make the KeyedJaggedTensor with inverse_indices="
+            )
         sizes = [count * dim for count, dim in zip(inputs.bags, self._dims, strict=True)]
         blocks = [
             block.view(-1, dim) for block, dim in zip(values.split(sizes), self._dims, strict=True)

@@ -20,8 +20,8 @@ from emblib.sharding.groups_of_ranks import Ranks
 from emblib.sharding.layout import Config
 from emblib.sharding.parameters import HeldParameters
 from emblib.sharding.sequence_tables import Rows, SequenceExchange, SequenceTables
-from emblib.sharding.sharded_tables import GradientReduction, HeldPart
-from emblib.sharding.wire import Wire
+from emblib.sharding.sharded_tables import GradientReduction, HeldPart, in_this_grad_mode
+from emblib.sharding.wire import Wire, wire_of
 
 
 class ShardedEmbeddingCollection(StateOfTables):
@@ -54,7 +54,7 @@ class ShardedEmbeddingCollection(StateOfTables):
         super().__init__()
         self.configs = tuple(source.embedding_configs())
         self.plan, self.ranks = dict(plan), Ranks.of(ranks)
-        self.wire, self.gradients = wire or Wire(), GradientReduction(gradients)
+        self.wire, self.gradients = wire_of(wire), GradientReduction(gradients)
         self._need_indices = source.need_indices()
         classes: dict[tuple[int, int], list[Config]] = {}
         for config in self.configs:
@@ -141,7 +141,7 @@ class ShardedEmbeddingCollection(StateOfTables):
             one.output_dist(own, came)
             for one, own, came in zip(self._equal(), rows, received, strict=True)
         ]
-        return LazyDeferred(partial(self._output, pending, received))
+        return LazyDeferred(in_this_grad_mode(partial(self._output, pending, received)))
 
     def compute_and_output_dist(
         self, received: Sequence[Received]

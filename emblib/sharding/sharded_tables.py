@@ -1,9 +1,10 @@
 """The tables of one collection over ranks: what pooled and sequence collections have in common."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from emblib.collections.configs import Dynamic
@@ -33,6 +34,8 @@ from emblib.sharding.layout import (
 )
 from emblib.sharding.tensor_train import share_cores
 from emblib.specs import Choice, Pooling
+
+Result = TypeVar("Result")
 
 
 class GradientReduction(Choice):
@@ -87,6 +90,7 @@ class ShardedTables(nn.Module):
         is_mean = GradientReduction(gradients) is GradientReduction.MEAN
         self.scale = 1.0 / ranks.size if is_mean else 1.0
         self.configs = tuple(configs)
+        self._is_weighted = pooled and source.is_weighted()
         self._check_plan()
         device = ranks.device
         pooling = Pooling.SUM if pooled else Pooling.NONE
@@ -136,6 +140,7 @@ class ShardedTables(nn.Module):
             sharding = self.plan[config.name]
             shape = shape_of(config, sharding.kind)
             sharding.check(config.name, shape, self.ranks.size)
+            _check_dynamic(config, sharding, self.ranks.size)
 
     def _boxes(self) -> dict[str, TableSharding]:
         """The plan; a copy on the only rank is a table there."""
@@ -155,11 +160,11 @@ class ShardedTables(nn.Module):
 
     def _key_blocks(self, parts: Sequence[Part]) -> dict[str, tuple[int, int]]:
         """Of the dynamic tables here, which block of keys of how many."""
-        blocks = {}
+        blocks, plan = {}, self._boxes()
         for part in parts:
             config = self.configs[part.table]
             if isinstance(config.kind, Dynamic):
-                boxes = sorted(self.plan[config.name].boxes, key=lambda box: box.rows)
+                boxes = sorted(plan[config.name].boxes, key=lambda box: box.rows)
                 blocks[config.name] = (boxes.index(part.box), len(boxes))
         return blocks
 
@@ -212,11 +217,15 @@ class ShardedTables(nn.Module):
             features.values(),
             features.lengths(),
             features.offsets(),
-            features.weights_or_none(),
+            self._weights(features),
             features.stride_per_key(),
             features.variable_stride_per_key(),
             self._inverse(features),
         )
+
+    def _weights(self, features: KeyedJaggedTensor) -> Tensor | None:
+        weights = features.weights_or_none() if self._is_weighted else None
+        return weights if weights is None or weights.dtype is torch.float32 else weights.float()
 
     def _inverse(self, features: KeyedJaggedTensor) -> list[Tensor] | None:
         inverse = features.inverse_indices_or_none()
@@ -246,11 +255,24 @@ class ShardedTables(nn.Module):
         )
 
     def rows(self, received: Received) -> Tensor:
-        """Look up what came for the tables here."""
+        """Look up what came for the tables here.
+
+        Raises:
+            ValueError: lookups are weighted and no rank's batch has weights.
+        """
+        # Only now, when no rank waits for another that has none.
+        if self._is_weighted and received.weights is None:
+            raise ValueError(
+                "this collection is weighted, so batches must have weights: make the "
+                "KeyedJaggedTensor with weights=..., or the collection with is_weighted=False"
+            )
         if len(received.bags) == len(self._own.units):
             ids, offsets, weights = received.ids, received.offsets, received.weights
         else:
             ids, offsets, weights = self._without_copies(received)
+        if not self._own.units and weights is not None and weights.requires_grad:
+            # The other ranks send gradients of weights in backward, which takes this one, too.
+            return weights[:0].view(0, 0)
         sizes = received.bags[: len(self._own.units)] if received.by_unit else None
         return self.groups(ids, offsets, weights, batch_sizes=sizes)
 
@@ -271,6 +293,36 @@ class ShardedTables(nn.Module):
             received.ids[:ids],
             received.offsets[: bags + 1],
             None if weights is None else weights[:ids],
+        )
+
+
+def in_this_grad_mode(function: Callable[[], Result]) -> Callable[[], Result]:
+    """`function`, which records gradients if and only if they are recorded now.
+
+    A result that is waited for later belongs to the lookup that was made now.
+    """
+    mode = torch.is_grad_enabled()
+
+    def call() -> Result:
+        with torch.set_grad_enabled(mode):
+            return function()
+
+    return call
+
+
+def _check_dynamic(config: Config, sharding: TableSharding, world_size: int) -> None:
+    """Raise ValueError for what dynamic tables cannot be."""
+    if sharding.kind is not None and isinstance(config.kind, Dynamic) != isinstance(
+        sharding.kind, Dynamic
+    ):
+        raise ValueError(
+            f"table {config.name}: a plan cannot make a table dynamic, or a dynamic one another, "
+            f"got {sharding.kind} for {config.kind}: change the kind of its configuration"
+        )
+    if isinstance(config.kind, Dynamic) and sharding.is_replicated and world_size > 1:
+        raise ValueError(
+            f"table {config.name}: copies of a dynamic table would each take in other keys, so it "
+            "cannot be data_parallel; use table_wise(rank), or row_wise() to divide its keys"
         )
 
 

@@ -41,7 +41,8 @@ def fill(groups: TableGroups, source: TableGroups, blocks: Mapping[str, tuple[in
             _fill_dynamic(from_module, from_table, to_module, to_table, blocks[name])
         elif isinstance(kind, TensorTrain) == isinstance(part.config.kind, TensorTrain):
             _fill_views(part, views[whole[name]], own[i])
-        if to_module.optimizer == from_module.optimizer:
+        trained = hasattr(to_module, "hyper") and hasattr(from_module, "hyper")
+        if trained and to_module.optimizer == from_module.optimizer:
             to_module.hyper.copy_(from_module.hyper)
 
 
@@ -73,7 +74,7 @@ def equalise(groups: TableGroups, ranks: Ranks) -> None:
     if ranks.size == 1:
         return
     tensors = [view for views in groups.all_views() for view in views.values()]
-    hypers = [info.module.hyper for info in groups.groups]
+    hypers = [info.module.hyper for info in groups.groups if hasattr(info.module, "hyper")]
     for tensor in (*tensors, *hypers):
         sent = tensor.contiguous()
         dist.broadcast(sent, ranks.global_rank(0), group=ranks.group)

@@ -29,6 +29,19 @@ class Wire:
                 )
 
 
+def wire_of(wire: "Wire | None") -> Wire:
+    """`wire`, or float32 both ways.
+
+    Raises:
+        TypeError: something else.
+    """
+    if wire is not None and not isinstance(wire, Wire):
+        raise TypeError(
+            f"wire must be None or a Wire, e.g. Wire(forward=FP16(), backward=BF16()), got {wire!r}"
+        )
+    return Wire() if wire is None else wire
+
+
 class CodedPending:
     """Values under way in some form; `wait` returns them as floating numbers."""
 

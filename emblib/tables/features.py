@@ -22,6 +22,20 @@ class SpecKind(NamedTuple):
     otherwise: str
 
 
+def check_features(tables: Sequence[Any], feature_tables: Sequence[int], pooling: Pooling) -> None:
+    """Raise ValueError for features of tables that are not there, or of unlike dims for NONE."""
+    for f, t in enumerate(feature_tables):
+        if not 0 <= t < len(tables):
+            raise ValueError(
+                f"feature_tables[{f}] must be in [0, {len(tables)}), the number of tables, got {t}"
+            )
+    dims = sorted({spec.dim for spec in tables})
+    if len(dims) > 1 and pooling is Pooling.NONE:
+        raise ValueError(
+            f"pooling NONE needs one dim for all tables, got {dims}; make one module a dim"
+        )
+
+
 class FeatureTables(FusedTable):
     """Base of modules of T tables that F features read, pooled into `[B, sum D]`.
 
@@ -69,16 +83,8 @@ class FeatureTables(FusedTable):
                     f"tables[{t}] must be a {kind.type.__name__}, e.g. {kind.example}, got "
                     f"{spec!r}; {kind.otherwise}"
                 )
-        for f, t in enumerate(self.feature_tables):
-            if not 0 <= t < len(self.tables):
-                raise ValueError(
-                    f"feature_tables[{f}] must be in [0, {len(self.tables)}), the number of "
-                    f"tables, got {t}"
-                )
+        check_features(self.tables, self.feature_tables, self.pooling)
         dims = sorted({spec.dim for spec in self.tables})
-        if len(dims) > 1 and self.pooling is Pooling.NONE:
-            raise ValueError(f"pooling NONE needs one dim for all tables, got {dims}; make one "
-                             "module a dim")  # fmt: skip
         sparse = isinstance(self.optimizer, External) and (
             self.optimizer.gradient is Gradient.SPARSE
         )

@@ -12,6 +12,7 @@ from emblib.specs import BoundsCheck, Placement, Pooling, TableSpec, check_float
 from emblib.tables import checkpoint
 from emblib.tables.batched import TableBatchedEmbeddingBags
 from emblib.tables.bounds import CheckedBatches
+from emblib.tables.features import check_features
 from emblib.tables.tt import TTEmbeddingBag
 from emblib.tables.variable_batch import variable_batch
 
@@ -101,17 +102,7 @@ class QuantizedEmbeddingBags(CheckedBatches, nn.Module):
                     f"quantised tables are on the device of the module, tables[{t}] asks for "
                     f"{spec.placement}: move the module with .to(device)"
                 )
-        for f, t in enumerate(self.feature_tables):
-            if not 0 <= t < len(self.tables):
-                raise ValueError(
-                    f"feature_tables[{f}] must be in [0, {len(self.tables)}), the number of "
-                    f"tables, got {t}"
-                )
-        dims = sorted({spec.dim for spec in self.tables})
-        if len(dims) > 1 and self.pooling is Pooling.NONE:
-            raise ValueError(
-                f"pooling NONE needs one dim for all tables, got {dims}; make one module a dim"
-            )
+        check_features(self.tables, self.feature_tables, self.pooling)
 
     def _make_places(self) -> None:
         self._places: list[_Place] = []

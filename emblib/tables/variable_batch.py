@@ -51,9 +51,12 @@ def variable_batch(
     elements = (blocks.view(shape) * dim).t().reshape(-1)  # rank-major, as in the output
     starts = (elements.cumsum(0) - elements).view(shape[::-1]).t()  # of each block [F, ranks]
     first_bag = blocks.cumsum(0) - blocks
-    block = torch.repeat_interleave(torch.arange(blocks.numel()), blocks, output_size=num_bags)
-    feature = block // max(shape[1], 1)
-    within = torch.arange(num_bags) - first_bag[block]
-    element = starts.reshape(-1)[block] + within * dim.squeeze(1)[feature]
-    layout = torch.stack([feature, element], dim=1)
+    # Bag i of a block with its first element at s and its first bag at b is at s + (i - b) * dim.
+    dim_of_block = dim.expand(shape).reshape(-1)
+    base = starts.reshape(-1) - first_bag * dim_of_block
+    feature = torch.arange(shape[0]).repeat_interleave(shape[1])
+    of_block = torch.stack([feature, base, dim_of_block], dim=1)
+    of_bag = of_block.repeat_interleave(blocks, dim=0, output_size=num_bags)
+    layout = of_bag[:, :2].clone()
+    layout[:, 1] += torch.arange(num_bags) * of_bag[:, 2]
     return VariableBatch(layout.to(device, non_blocking=True), columns)

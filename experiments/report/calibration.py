@@ -38,14 +38,16 @@ NANOSECONDS = {
 }
 LINKS = {
     "link_bytes_per_s": "between ranks of a node, all sending",
-    "network_bytes_per_s": "between nodes; of nodes on one host this is its own memory",
+    "network_bytes_per_s": "between nodes, all sending; on one host this is its own memory",
 }
+BETWEEN = ("exchange_s", "message_s", *LINKS)  # of several ranks
 NOTES = (
     "Constants of the planner's cost model (docs/planner.md). What ranks compute is measured by "
     "one of them while the others wait, what they send by all at once; each is the least of "
     "several rounds, what the machine does and not what else ran on it.",
     "calibration.json is what emblib.sharding.planner.Calibration.load reads: of the largest world "
-    "that was measured. Alone a rank has no links, and those constants are defaults.",
+    "that was measured. What a world has no "
+    "links for keeps its default, as do exchanges of a rank that is alone: those are not measured.",
 )
 
 
@@ -78,9 +80,12 @@ def answer(run: Run) -> list[str]:
         f"{text.seconds(fast * 1e-9)} and {text.seconds(slow * 1e-9)} to update."
     ]
     if most > 1:
+        way = "link" if _has(run, most, "link_bytes_per_s") else "network"
+        rate = costs[f"{way}_bytes_per_s"] / 1e9
         sentences.append(
-            f"Between {most} ranks a message costs {text.seconds(costs['exchange_s'])} and "
-            f"{text.digits(costs['link_bytes_per_s'] / 1e9)} GB/s go each way."
+            f"In a world of {most} an all-to-all of nothing costs "
+            f"{text.seconds(costs['exchange_s'])} for each other rank, and each sends "
+            f"{text.digits(rate)} GB/s."
         )
     return sentences
 
@@ -99,25 +104,36 @@ def tables(run: Run) -> Sequence[tuple[str, str, Table]]:
     ]
     for names, unit in ((NANOSECONDS, 1e-9), (SECONDS, 1.0)):
         lines += [
-            [Value(what), Value(name), *(_seconds(found[w][name] * unit) for w in worlds)]
+            [Value(what), Value(name)]
+            + [_seconds(found[w][name] * unit, measured=_has(run, w, name)) for w in worlds]
             for name, what in names.items()
         ]
     lines += [
-        [Value(what), Value(name), *(_rate(found[w][name], w) for w in worlds)]
+        [Value(what), Value(name)]
+        + [_rate(found[w][name], measured=_has(run, w, name)) for w in worlds]
         for name, what in LINKS.items()
     ]
     words = f"Constants: {found[worlds[-1]]['source']}."
     return [("Constants of the cost model", words, Table(heads, lines))]
 
 
-def _seconds(value: float) -> Value:
-    return Value(text.seconds(value), value)
+def _has(run: Run, world: int, name: str) -> bool:
+    """Whether a world of so many ranks has what this constant is of; else it is a default."""
+    if name not in BETWEEN:
+        return True
+    nodes = next((r["nodes"] for r in run.records if r["world_size"] == world and "nodes" in r), 1)
+    if name == "network_bytes_per_s":
+        return bool(nodes > 1)
+    return bool(world > nodes if name == "link_bytes_per_s" else world > 1)
 
 
-def _rate(value: float, world: int) -> Value:
-    if world == 1:
-        return Value("not measured", math.nan)
-    return Value(f"{text.digits(value / 1e9)} GB/s", value)
+def _seconds(value: float, *, measured: bool = True) -> Value:
+    return Value(text.seconds(value), value) if measured else Value("not measured", math.nan)
+
+
+def _rate(value: float, *, measured: bool) -> Value:
+    shown = f"{text.digits(value / 1e9)} GB/s"
+    return Value(shown, value) if measured else Value("not measured", math.nan)
 
 
 def figures(run: Run) -> list[Figure]:

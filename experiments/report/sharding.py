@@ -173,7 +173,9 @@ def _sizes(run: Run, cell: str) -> str:
 
 def _table(every: pd.DataFrame, steps: pd.DataFrame) -> Table:
     parts = [name for name in numbers.PARTS if (every["phase"] == name).any()]
-    heads = ["contender", "forward", "step", "TorchRec's ÷ emblib's [95\u00a0%]"]
+    compared = bool(steps["ratio"].notna().any()) if len(steps) else False
+    heads = ["contender", "forward", "step"]
+    heads += ["TorchRec's ÷ emblib's [95\u00a0%]"] if compared else []
     heads += ["efficiency", "compute", "communication"] if parts else ["efficiency"]
     heads += [numbers.PARTS[name] for name in parts] + ["tables", "processes"]
     lines = []
@@ -187,7 +189,8 @@ def _table(every: pd.DataFrame, steps: pd.DataFrame) -> Table:
             lines.append(line + [Value(text.NONE)] * (len(heads) - len(line)))
             continue
         row = step.iloc[0]
-        line = [Value(name), _time(times.get("forward")), _time(row["median_s"]), _ratio(row)]
+        line = [Value(name), _time(times.get("forward")), _time(row["median_s"])]
+        line += [_ratio(row)] if compared else []
         line += [_percent(row["efficiency"])]
         line += [_time(row["compute_s"]), _time(row["communication_s"])] if parts else []
         line += [_time(times.get(part)) for part in parts]

@@ -54,7 +54,7 @@ def _against(run: Run, rows: pd.DataFrame) -> Figure:
         "against_torchrec",
         "TorchRec's step time as a multiple of emblib's",
         "Points: paired ratios; lines: their 95 % intervals. Right of 1 emblib is faster.",
-        run.sizes(run.sections()[0]),
+        "Right of 1 emblib is faster; sizes are those of each line",
         panels if len(judged) else [],
         columns=1,
     )
@@ -118,7 +118,10 @@ def _lines(rows: pd.DataFrame, beyond: pd.DataFrame) -> Drawing:
         if (rows["scaling"] == Scaling.strong.value).any():
             worlds = sorted(rows["world_size"].unique())
             start = 1e3 * rows[rows["world_size"] == worlds[0]]["median_s"].min()
-            axes.plot(worlds, [start / w for w in worlds], color=INK, lw=1.0, ls=(0, (1, 2)))
+            ideal = [start / w for w in worlds]
+            axes.plot(worlds, ideal, color=INK, lw=1.0, ls=(0, (1, 2)), label="ideal")
+        if len(beyond):
+            axes.plot([], [], "o", color=INK, mfc="none", ls=(0, (4, 3)), lw=1.2, label="predicted")
         axes.set_xscale("log", base=2)
         values = sorted({*rows["world_size"], *(beyond["world_size"] if len(beyond) else ())})
         axes.set_xticks(values, [str(v) for v in values])
@@ -175,7 +178,7 @@ def _bars(rows: pd.DataFrame) -> Drawing:
             names.append(str(row["type"]))
         axes.set_yticks(range(len(names)), names)
         axes.set_ylim(len(names) - 0.4, -0.6)
-        axes.set_xlabel("ms a step")
+        axes.set_xlabel("ms a step (hatched: all but lookup and update)")
         axes.grid(visible=False, axis="y")
 
     return draw

@@ -36,7 +36,8 @@ def calibration_cell(cell: Cell, session: Session, seconds: float) -> list[Recor
     outcome = Outcome(cell.arms[0])
     record: Record = {}
     try:
-        record = {"calibration": as_data(constants(session))}
+        nodes = ranks_of(session.device).nodes
+        record = {"calibration": as_data(constants(session)), "nodes": nodes}
         outcome.measured.stop_reason = "calibrated"
     except Exception as error:  # whatever it is becomes the row
         outcome.fail(error)

@@ -1,6 +1,9 @@
 """What configurations refuse, and what they make of what is left out."""
 
 import re
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -9,8 +12,10 @@ from emblib import (
     Cache,
     Dynamic,
     DynamicSpec,
+    EmbeddingBagCollection,
     EmbeddingBagConfig,
     EmbeddingConfig,
+    KeyedJaggedTensor,
     Placement,
     Plain,
     Pooling,
@@ -48,6 +53,10 @@ def test_specs_of_kinds() -> None:
     [
         ({"name": ""}, "name of a table must be"),
         ({"name": "a.b"}, "name of a table must be"),
+        *(
+            ({"name": name}, f"e.g. '{name}_table', and give feature_names=['{name}']")
+            for name in ("train", "keys", "training", "type")
+        ),
         ({"num_embeddings": 0}, "num_embeddings must be >= 1"),
         ({"feature_names": "f"}, "write ['f']"),
         ({"feature_names": ("f", "f")}, "must differ"),
@@ -56,6 +65,8 @@ def test_specs_of_kinds() -> None:
         ({"kind": "plain"}, "kind of 't' must be"),
         ({"optimizer": "sgd"}, "optimizer of 't' must be None or one of"),
         ({"weight_init_min": 1.0}, "must be finite and in this order"),
+        ({"weight_init_min": "0"}, "weight_init_min of 't' must be None or a number"),
+        ({"init_fn": 3}, "init_fn of 't' must be None or a function"),
         ({"weight_init_min": 0.0, "init_fn": torch.nn.init.zeros_}, "give one"),
         ({"kind": TensorTrain((3, 2)), "weight_init_max": 1.0}, "TensorTrain(init=...)"),
         ({"kind": TensorTrain((3, 2)), "data_type": torch.float16}, "cores are float32"),
@@ -67,6 +78,33 @@ def test_refused(options: dict, error: str) -> None:
     given = {"num_embeddings": 100, "embedding_dim": 8, "name": "t", **options}
     with pytest.raises((ValueError, TypeError), match=re.escape(error)):
         EmbeddingBagConfig(**given)
+
+
+@pytest.mark.parametrize(
+    ("make", "error"),
+    [
+        (
+            lambda table: EmbeddingBagCollection(table),
+            "tables must be a list of EmbeddingBagConfig",
+        ),
+        (lambda table: EmbeddingBagCollection([table], True), "by name, is_weighted=True"),
+        (
+            lambda table: EmbeddingBagCollection([replace(table, kind=Plain("managed"))]),
+            "without an optimizer are {'t': 'Placement.MANAGED'}",
+        ),
+        (lambda table: EmbeddingBagCollection([table])(torch.ones(1)), "Tensor has no keys()"),
+    ],
+)
+def test_collections_refuse(make: Callable[[EmbeddingBagConfig], Any], error: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=re.escape(error)):
+        make(EmbeddingBagConfig(100, 8, "t"))
+
+
+def test_features_may_have_names_that_tables_may_not() -> None:
+    collection = EmbeddingBagCollection([EmbeddingBagConfig(10, 4, "t", ["train", "keys"])])
+    batch = KeyedJaggedTensor(["keys", "train"], torch.tensor([1, 2]), lengths=torch.tensor([1, 1]))
+    weight = collection.state_dict()["embedding_bags.t.weight"]
+    assert torch.equal(collection(batch)["train"], weight[2:3])
 
 
 def test_kinds_refuse() -> None:

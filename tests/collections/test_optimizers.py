@@ -296,7 +296,8 @@ def test_fused_params_that_are_refused() -> None:
 
 def test_warm_up_of_tables_goes_on_where_it_was_saved() -> None:
     stages = [WarmupStage(WarmupPolicy.LINEAR, 2, 0.0), WarmupStage("step", 4, 0.5)]
-    warms = [WarmupOptimizer(FusedOptimizer.of(Model(optim.SGD(1.0))), stages) for _ in range(2)]
+    made = [FusedOptimizer.of(Model(optim.SGD(0.1))) for _ in range(2)]
+    warms = [WarmupOptimizer(optimizer, stages) for optimizer in made]
     for _ in range(3):
         warms[0].step()
     state = warms[0].state_dict()
@@ -306,6 +307,8 @@ def test_warm_up_of_tables_goes_on_where_it_was_saved() -> None:
     for warm in warms:
         warm.step()
     assert warms[1].param_groups[0]["lr"] == warms[0].param_groups[0]["lr"] == 0.1 * 0.5**4
+    given = WarmupOptimizer(FusedOptimizer.of(Model(optim.SGD(0.3))), stages[1:], lr=2.0)
+    assert given.param_groups[0]["lr"] == 2.0
     both = CombinedOptimizer([warms[0]])
     both.load_state_dict(both.state_dict())
     with pytest.raises(ValueError, match="must be > 0 and ascend"):

@@ -274,6 +274,14 @@ def test_wrong_structure_is_refused() -> None:
         KeyedJaggedTensor([], values, lengths=lengths)
     with pytest.raises(TypeError, match=r"lengths must be int32 or int64, got torch\.float32"):
         KeyedJaggedTensor(["a"], values, lengths=lengths.float())
+    with pytest.raises(
+        TypeError, match=r"lengths must be a tensor, got list: e\.g\. lengths=torch"
+    ):
+        KeyedJaggedTensor(["a"], values, lengths=[1, 1, 2])  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="values must be a tensor, got list"):
+        KeyedJaggedTensor(["a"], [1, 2], lengths=lengths)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"list of names, got 'abc': write \['abc'\]"):
+        KeyedJaggedTensor("abc", values, lengths=lengths)
     with pytest.raises(ValueError, match=r"one a value, got 3 for 4 values"):
         KeyedJaggedTensor(["a"], values, torch.ones(3), lengths)
     with pytest.raises(ValueError, match=r"there are bags = 3 \+ 1, got 3"):

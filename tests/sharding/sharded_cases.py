@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -271,8 +271,3 @@ def _compare_entries(part: Any, oracle: Any, number: int, tolerance: float) -> N
     index = torch.arange(len(own))
     for name, rows in own.rows.items():
         _close(rows[index], every.rows[name][found], tolerance)
-
-
-def with_plan(case: Case, *plan: Any, **changes: Any) -> Case:
-    """The case spread in another way."""
-    return replace(case, plan=plan, **changes)

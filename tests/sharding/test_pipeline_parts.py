@@ -240,6 +240,13 @@ def test_wrong_use_is_told() -> None:
         line()[1].progress([torch.ones(1)])  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"Longest\(\), Shortest\(\) or Equal\(\), got 'longest'"):
         line(ends="longest")
+    with pytest.raises(TypeError, match="model must be a module, got int"):
+        TrainPipelineBase(3, None)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="must have zero_grad and step"):
+        TrainPipelineBase(torch.nn.Linear(1, 1), 0.1)
+    alone = TrainPipelineBase(torch.nn.Linear(1, 1), None)
+    with pytest.raises(ValueError, match="a model in training needs an optimizer"):
+        next(alone.run([torch.ones(1)]))
     with pytest.raises(TypeError, match=r"must give \(loss, output\).*got dict"):
         next(line(forward=lambda batch: {"loss": batch})[1].run([torch.ones(1)]))
 

@@ -21,9 +21,12 @@ from emblib.sharding.planner import (
     Topology,
     Work,
 )
-from emblib.sharding.planner.enumerate import Domain, Option, options_of
+from emblib.sharding.planner.enumerate import Domain, Option, Unit, options_of
+from emblib.sharding.planner.estimate import Load
+from emblib.sharding.planner.feasible import _Search
 from emblib.sharding.planner.loads import Choice, Loads
 from emblib.sharding.planner.predict import predict
+from emblib.sharding.planner.topology import Need, Pool
 from tests.sharding.planner_cases import MB, planner_of, random_works
 
 
@@ -147,6 +150,16 @@ def _exists(planner: Planner, works: Sequence[Work]) -> bool:
         if fits:
             return True
     return False
+
+
+def test_nodes_are_alike_where_each_of_their_ranks_is() -> None:
+    """Else the search for any plan would try one of two nodes and give up."""
+    model = planner_of(Topology(6, 2, memory=MB)).model(random_works(0, 2))
+    rooms = [Pool(MB * device) for device in (4, 1, 4, 3, 4, 1)]
+    search = _Search(Loads(model, rooms, weighted=False), [], [[0.0] * 4])
+    members = (Load((0.0, 0.0, 0.0, 0.0), Need(10, 10)),) * 2
+    assert list(search._targets(Unit(Domain.NODE, members), [])) == [0, 1]
+    assert list(search._targets(Unit(Domain.RANK, members[:1]), [])) == [0, 1, 2, 3]
 
 
 def test_feasible_wherever_a_plan_exists() -> None:

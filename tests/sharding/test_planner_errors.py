@@ -176,6 +176,13 @@ def test_wrong_arguments() -> None:
         Topology(6, 4)
     with pytest.raises(ValueError, match="one a rank = 2"):
         Topology(2, memory=(1, 2, 3))
+    with pytest.raises(TypeError, match="must be an int, got '16GB'"):
+        Topology(2, memory="16GB")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="must be a sequence, got 'row_wise'"):
+        TableConstraints(sharding_types="row_wise")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="kinds must be TensorTrain"):
+        TableConstraints(kinds=(TensorTrain,))  # type: ignore[arg-type]
+    assert TableConstraints(kinds=TensorTrain((4, 4))).kinds == (TensorTrain((4, 4)),)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="'cpu' or 'cuda'"):
         Topology(2, device="tpu")
     with pytest.raises(ValueError, match="not there: \\['nope'\\]"):

@@ -196,7 +196,7 @@ def _planned() -> Prediction:
 
 def test_a_report_reads_as_tables() -> None:
     lines = str(_planned()).splitlines()
-    assert lines[0].startswith("2 tables on 2 ranks (1 nodes of 2); predicted step ")
+    assert lines[0].startswith("2 tables on 2 ranks (1 node of 2); predicted step ")
     assert lines[2].split() == [
         *("table", "sharding", "ranks", "rows", "dim", "ids/example", "memory", "ms"),
     ]

@@ -69,7 +69,8 @@ def test_goes_on_as_if_never_saved(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("start", PLANS)
 def test_any_plan_to_any(start: str, tmp_path: Path) -> None:
-    """At 4 ranks, loaded at 1, 2 and 3, and from there back."""
+    """At 4 ranks, loaded at 1, 2 and 3, and from one of these back."""
+    returning = list(PLANS)[(list(PLANS).index(start) + 1) % len(PLANS)]
     (saved, after), *_ = worlds.run(4, models.train_and_save, PLANS[start], tmp_path / "start")
     for number, end in enumerate(PLANS):
         world = 1 + number % 3
@@ -80,8 +81,9 @@ def test_any_plan_to_any(start: str, tmp_path: Path) -> None:
         # States by column box become means, which are rounded.
         rounding = 1e-6 if CUT & {start, end} else 0.0
         assert_same(saved, loaded, rounding)
-        (back, _), *_ = worlds.run(4, models.load_and_train, PLANS[start], path)
-        assert_same(saved, back, rounding)
+        if end == returning:
+            (back, _), *_ = worlds.run(4, models.load_and_train, PLANS[start], path)
+            assert_same(saved, back, rounding)
         if not CUT & {start, end}:
             assert_same(without_sketches(after), without_sketches(trained), 1e-5)
 

@@ -2,30 +2,53 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from emblib.sharding import ShardingPlan
 from emblib.sharding.codecs import BF16, FP8, FP16, FP32, INT8
 
-PAGE = Path(__file__).parents[2] / "docs" / "sharding.md"
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE = DOCS / "sharding.md"
 
 
-def _blocks() -> list[str]:
-    return re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+def _run(page: Path, count: int | None = None) -> dict[str, Any]:
+    """The names after the examples of a page, one after the other, or the first `count`."""
+    blocks = re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+    assert len(blocks) >= (count or 1)
+    names: dict[str, Any] = {"__name__": "__main__"}
+    for block in blocks[:count]:
+        exec(compile(block, str(page), "exec"), names)
+    return names
 
 
-def test_examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True)
+def _alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    blocks = _blocks()
-    assert len(blocks) >= 2
-    for block in blocks:
-        exec(compile(block, str(PAGE), "exec"), {"__name__": "__main__"})
+
+
+def test_examples(tmp_path: Path) -> None:
+    names = _run(PAGE)
+    assert names["other"].plan["bags"]["item"].boxes == (
+        (0, (0, 600), (0, 16)),
+        (0, (600, 1000), (0, 16)),
+    )
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == sorted(
         f"step_{n}" for n in range(20, 101, 20)
     )
+
+
+def test_examples_of_pages_beside_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert _run(DOCS / "pipelines.md", 1)["pipeline"].steps == 30
+    assert capsys.readouterr().out.count("examples/s\n") == 30
+    names = _run(DOCS / "planner.md", 1)
+    assert ShardingPlan.load("plan.json") == names["prediction"].plan
+    assert _run(DOCS / "quantised.md")["pooled"].shape == (2, 64)
+    assert _run(DOCS / "jagged.md")["batch"].keys() == ["user", "item"]
 
 
 def test_table_of_codecs() -> None:

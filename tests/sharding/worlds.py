@@ -71,20 +71,24 @@ class Pool:
         self._pids: list[int] = []
         self._worlds = 0
 
-    def run(self, size: int, name: str, args: tuple[Any, ...], patience: float) -> list[Any]:
+    def run(
+        self, size: int, name: str, args: tuple[Any, ...], patience: float, grace: float
+    ) -> list[Any]:
         """See `run` of the module."""
         if not self._pipes:
             self._start()
         order = pickle.dumps((size, name, args))
         for pipe in self._pipes[:size]:
             pipe.send_bytes(order)
-        answers, problems = self._collect(size, patience)
+        answers, problems = self._collect(size, patience, grace)
         if problems:
             self.stop()
             raise RankError("\n".join([f"{name} on {size} ranks failed", *problems]), answers)
         return [answers[rank] for rank in range(size)]
 
-    def _collect(self, size: int, patience: float) -> tuple[dict[int, Any], list[str]]:
+    def _collect(
+        self, size: int, patience: float, grace: float
+    ) -> tuple[dict[int, Any], list[str]]:
         """Results by rank, and what went wrong, the first first."""
         answers: dict[int, Any] = {}
         problems: list[str] = []
@@ -101,7 +105,7 @@ class Pool:
                     failed, value = True, "the process died"
                 if failed:
                     problems.append(f"rank {rank}: {value}")
-                    end = min(end, time.monotonic() + GRACE_SECONDS)
+                    end = min(end, time.monotonic() + grace)
                 else:
                     answers[rank] = value
             if not ready:
@@ -161,11 +165,13 @@ def run(
     function: Callable[..., Any] | str,
     *args: Any,
     patience: float = PATIENCE_SECONDS,
+    grace: float = GRACE_SECONDS,
 ) -> list[Any]:
     """What `function(ranks, *args)` returned on each of `size` ranks (1 to 4), by rank.
 
     `function` is a function of a module, or its name as "module:function". Tensors in the results
-    are copies. Fails with `RankError` if a rank raises, dies, or takes more than `patience` s.
+    are copies. Fails with `RankError` if a rank raises, dies, or takes more than `patience` s; once
+    one has, the others are given `grace` s.
     """
     global _pool
     if not 1 <= size <= RANKS:
@@ -174,7 +180,7 @@ def run(
     if _pool is None:
         _pool = Pool()
         atexit.register(_pool.close)
-    return _pool.run(size, name, args, patience)
+    return _pool.run(size, name, args, patience, grace)
 
 
 def _name(function: Callable[..., Any]) -> str:
@@ -195,9 +201,9 @@ def main(folder: str) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
     import torch
 
-    import emblib.sharding.groups_of_ranks
-
-    assert emblib.sharding.groups_of_ranks.Ranks
+    # Optimizers and DDP import dynamo when they are first used: once here, or in each rank.
+    for name in ("torch._dynamo", "pytest", "emblib.sharding", "emblib.collections"):
+        importlib.import_module(name)
     torch.set_num_threads(1)
     with connection.Client(f"{folder}/pool", "AF_UNIX") as orders:
         while True:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from emblib.collections.optimizers.keyed import KeyedOptimizer, State
+from emblib.collections.optimizers.keyed import KeyedOptimizer, State, keyed
 
 
 class CombinedOptimizer(KeyedOptimizer):
@@ -22,7 +22,7 @@ class CombinedOptimizer(KeyedOptimizer):
         self._optimizers = [o if isinstance(o, tuple) else ("", o) for o in optimizers]
         params: dict[str, Any] = {}
         for prefix, optimizer in self._optimizers:
-            for name, parameter in optimizer.params.items():
+            for name, parameter in keyed(optimizer).params.items():
                 if (key := _prefixed(prefix, name)) in params:
                     raise ValueError(
                         f"optimizers must have different parameters, got {key!r} twice; give them "

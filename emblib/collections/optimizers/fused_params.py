@@ -141,7 +141,10 @@ def from_torch(optimizer_class: Any, arguments: Mapping[str, Any]) -> Optimizer:
             numbers.known[name] = given.pop(name)
     idle = {k: v for k, v in given.items() if k not in _IDLE and v}
     if idle:
-        raise ValueError(f"{idle} of {optimizer_class.__name__} are not supported by tables")
+        raise ValueError(
+            f"{idle} of {optimizer_class.__name__} are not supported by tables, which take "
+            f"{sorted(numbers.known)}"
+        )
     known = dict(numbers.known)
     decay = known.pop("weight_decay", 0.0)
     if "betas" in known:

@@ -122,11 +122,25 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
         self.wrapped.zero_grad(set_to_none)
 
 
+def keyed(optimizer: Any) -> KeyedOptimizer:
+    """`optimizer`, if it is one.
+
+    Raises:
+        TypeError: it has no names for its parameters.
+    """
+    if not isinstance(optimizer, KeyedOptimizer):
+        raise TypeError(
+            f"an optimizer must be a KeyedOptimizer, got {type(optimizer).__name__}: for one of "
+            "torch.optim KeyedOptimizerWrapper(dict(model.named_parameters()), factory)"
+        )
+    return optimizer
+
+
 class OptimizerWrapper(KeyedOptimizer):
     """Base of what does something around the steps of a keyed optimizer."""
 
     def __init__(self, optimizer: KeyedOptimizer) -> None:
-        self.wrapped = optimizer
+        self.wrapped = keyed(optimizer)
         super().__init__(optimizer.params, [])
         self.param_groups, self.state = optimizer.param_groups, optimizer.state
 

@@ -98,12 +98,13 @@ class WarmupStage:
 class WarmupOptimizer(OptimizerWrapper):
     """Sets the learning rate of all groups, stage after stage; after the last one it is `lr`.
 
-    Where it is goes into the state dict.
+    It sets the rate at every step, so a scheduler on the same groups has no effect beside it: let a
+    stage say how the rate falls. Where it is goes into the state dict.
 
     Args:
         optimizer: whose rates are set.
         stages: in order, `max_iters` ascending.
-        lr: what stages multiply.
+        lr: what stages multiply, for all groups; left out, what each group has now.
         lr_param: the key of the rate in the groups.
     """
 
@@ -111,7 +112,7 @@ class WarmupOptimizer(OptimizerWrapper):
         self,
         optimizer: KeyedOptimizer,
         stages: Sequence[WarmupStage],
-        lr: float = 0.1,
+        lr: float | None = None,
         lr_param: str = "lr",
     ) -> None:
         super().__init__(optimizer)
@@ -119,14 +120,16 @@ class WarmupOptimizer(OptimizerWrapper):
         if ends != sorted(set(ends)) or any(end <= 0 for end in ends):
             raise ValueError(f"max_iters of the stages must be > 0 and ascend, got {ends}")
         self.stages = (*stages, WarmupStage(WarmupPolicy.NONE, 1 << 62))
-        self._lr, self._lr_param = lr, lr_param
+        self._lr_param = lr_param
+        self._rates = [group.get(lr_param) if lr is None else lr for group in self.param_groups]
         self._step = self._stage = 0
         self._set_rate()
 
     def _set_rate(self) -> None:
-        rate = self._lr * self.stages[self._stage].multiplier(self._step)
-        for group in self.param_groups:
-            group[self._lr_param] = rate
+        factor = self.stages[self._stage].multiplier(self._step)
+        for group, rate in zip(self.param_groups, self._rates, strict=True):
+            if rate is not None:  # a group without parameters may have none
+                group[self._lr_param] = rate * factor
 
     def step(self, closure: Any = None) -> Any:
         """A step of the optimizer, then the rate of the next one."""

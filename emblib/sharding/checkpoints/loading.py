@@ -46,6 +46,11 @@ def load(
     """
     from emblib.sharding.checkpoints.files import read
 
+    if path is None:
+        raise TypeError(
+            "path must be a directory, got None: latest(...) gives None where there is no whole "
+            "checkpoint, so load only what it found"
+        )
     ranks = Ranks.of(ranks)
     loading = agreed(ranks, lambda: _Loading(state, Path(path), strict=strict))
     # What rows of dynamic tables a rank has is asked of the checkpoint, then told to all.

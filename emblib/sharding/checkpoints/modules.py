@@ -19,6 +19,12 @@ class StateOfTables(nn.Module):
 
     handles_name: ClassVar[str]
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        # The kernels of a copy have made their parameters anew.
+        held: Any = self._modules[self.handles_name]
+        held.bind()
+
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
     ) -> None:

@@ -70,7 +70,16 @@ def is_stateful(value: Any) -> bool:
 
 
 def resolved(state: Mapping[str, Any]) -> dict[str, Any]:
-    """`state` with the state dicts of modules and optimizers in their place; dicts are new."""
+    """`state` with the state dicts of modules and optimizers in their place; dicts are new.
+
+    Raises:
+        TypeError: something else than a dict.
+    """
+    if not isinstance(state, Mapping):
+        raise TypeError(
+            'state must be a dict of what is to be kept, e.g. {"model": model, "step": 1}, got '
+            f"{type(state).__name__}"
+        )
     return {
         key: mapped(value.state_dict() if is_stateful(value) else value, lambda leaf: leaf)
         for key, value in state.items()

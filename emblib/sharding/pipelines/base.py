@@ -26,7 +26,7 @@ class TrainPipelineBase:
 
     Args:
         model: what `forward` calls; its sharded collections may be anywhere in it.
-        optimizer: anything with `zero_grad` and `step`.
+        optimizer: anything with `zero_grad` and `step`; None for a model in eval mode.
         device: where batches go; by default the device of the ranks.
         forward: takes a batch and gives (loss, output), or the loss alone; by default `model`.
         ends: what happens where loaders are of different lengths over the ranks: `Longest()`,
@@ -49,6 +49,13 @@ class TrainPipelineBase:
         on_progress: Callable[[Progress], object] | None = None,
         ranks: Ranks | None = None,
     ) -> None:
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model must be a module, got {type(model).__name__}")
+        if optimizer is not None and not hasattr(optimizer, "zero_grad"):
+            raise TypeError(
+                "optimizer must have zero_grad and step, or be None where the model is only run "
+                f"forward, in eval mode; got {optimizer!r}"
+            )
         ranks = _ranks_of(model) if ranks is None else Ranks.of(ranks)
         self.model, self.optimizer = model, optimizer
         self.device = torch.device(ranks.device if device is None else device)
@@ -113,6 +120,11 @@ class TrainPipelineBase:
     def _train(self, slot: Slot) -> Any:
         assert slot.batch is not None
         batch = slot.batch.take()
+        if self.model.training and self.optimizer is None:
+            raise ValueError(
+                "a model in training needs an optimizer: give the pipeline one, of tables alone "
+                "model.fused_optimizer, or call model.eval()"
+            )
         if self.model.training:
             self.optimizer.zero_grad()
         self._before_forward(slot)

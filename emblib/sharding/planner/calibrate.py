@@ -37,9 +37,10 @@ def calibrate(ranks: Ranks | None = None, sizes: Sizes | None = None) -> Calibra
         return first
     links = ranks.gather_objects(_links(ranks, first.step_s, sizes))
     latency, copies, blocks, link, network = (max(column) for column in zip(*links, strict=True))
+    nodes = f"{ranks.nodes} nodes" if ranks.nodes > 1 else "one node"
     return replace(
         first,
-        source=f"{first.source}, {ranks.size} ranks on {ranks.nodes} nodes",
+        source=f"{first.source}, {ranks.size} ranks on {nodes}",
         exchange_s=latency,
         message_s=latency,
         copies_s=copies,

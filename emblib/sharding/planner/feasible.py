@@ -122,11 +122,15 @@ class _Search:
             yield target
 
     def _room_of(self, unit: Unit, target: int) -> tuple[object, ...]:
-        """What makes two targets the same: their room, and that of the ranks of their node."""
+        """What makes two targets the same: the room of each rank of a node; of a rank its own, and
+        that of the others of its node, whichever has it.
+        """
         local, rank = self.loads.topology.local_world_size, self.loads.first_rank(unit, target)
         node = rank // local * local
         ranks = [self._free_of(r) for r in range(node, node + local)]
-        return self._free_of(rank), tuple(sorted(ranks)) if unit.domain is Domain.RANK else ranks[0]
+        if unit.domain is Domain.NODE:
+            return tuple(ranks)
+        return self._free_of(rank), tuple(sorted(ranks))
 
     def _free_of(self, rank: int) -> tuple[float, ...]:
         room = self.loads.room[rank]

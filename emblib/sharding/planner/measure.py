@@ -17,6 +17,7 @@ from emblib.collections.configs import EmbeddingBagConfig
 from emblib.dynamic import DynamicEmbeddingBags
 from emblib.dynamic_specs import DynamicSpec
 from emblib.jagged import KeyedJaggedTensor
+from emblib.jagged.offsets import running_sums
 from emblib.ops import route
 from emblib.optim import SGD, Adam, Optimizer
 from emblib.sharding.boxes import Rule, TableShape, World, table_wise
@@ -107,7 +108,8 @@ def computing(device: torch.device, sizes: Sizes) -> Calibration:
 def _name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"a CPU, {torch.get_num_threads()} threads a rank"
+    threads = torch.get_num_threads()
+    return f"a CPU, {threads} thread{'s' * (threads > 1)} a rank"
 
 
 @dataclass(frozen=True)
@@ -272,7 +274,7 @@ def _routing(device: torch.device, rounds: int) -> tuple[float, float]:
 
     def send() -> None:
         lengths = route.route_lengths(ids, offsets, *routing, num_bags=num_bags)
-        starts = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+        starts = running_sums(lengths)
         route.route_ids(ids, offsets, *routing, starts=starts, total=bags)
 
     source = torch.randn(bags * width, device=device)

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from emblib.sharding.plan import ranges
 from emblib.sharding.planner.errors import size
 from emblib.sharding.planner.estimate import PHASES
 from emblib.sharding.planner.predict import Prediction, TablePrediction
@@ -16,8 +17,9 @@ def report(prediction: Prediction) -> str:
     world = prediction.plan.world
     nodes = -(-world.size // world.local_size)
     lines = [
-        f"{len(prediction.tables)} tables on {world.size} ranks ({nodes} nodes of "
-        f"{world.local_size}); predicted step {_ms(prediction.step_s)} ms, dense part apart",
+        f"{_count(len(prediction.tables), 'table')} on {_count(world.size, 'rank')} "
+        f"({_count(nodes, 'node')} of {world.local_size}); predicted step "
+        f"{_ms(prediction.step_s)} ms, dense part apart",
         "",
         *_grid(_table_rows(prediction.tables)),
         "",
@@ -27,6 +29,10 @@ def report(prediction: Prediction) -> str:
         f"Constants: {prediction.source}.",
     ]
     return "\n".join(lines)
+
+
+def _count(number: int, thing: str) -> str:
+    return f"{number} {thing}{'s' * (number != 1)}"
 
 
 def _ms(seconds: float) -> str:
@@ -61,7 +67,7 @@ def _table_rows(tables: Sequence[TablePrediction]) -> list[list[str]]:
             [
                 table.work.name,
                 sharding.type.value + kind,
-                _ranks(sharding.ranks) if sharding.boxes else "all",
+                ranges(sharding.ranks, most=4) if sharding.boxes else "all",
                 f"{config.num_embeddings:,}",
                 str(config.embedding_dim),
                 f"{table.work.ids:g}",
@@ -72,17 +78,6 @@ def _table_rows(tables: Sequence[TablePrediction]) -> list[list[str]]:
     if len(shown) < len(tables):
         rows.append([f"... {len(tables) - len(shown)} faster ones", *[""] * 7])
     return rows
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and runs[-1][1] == rank - 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    told = ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs[:4])
-    return told + (",..." if len(runs) > 4 else "")
 
 
 def _rank_rows(prediction: Prediction) -> list[list[str]]:

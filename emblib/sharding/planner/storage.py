@@ -7,6 +7,7 @@ import torch
 from emblib.collections.configs import Kind, Plain, Quantized
 from emblib.collections.slices import TableSlice
 from emblib.dynamic_specs import SLOTS, DynamicSpec, ExactCounter, Sketch
+from emblib.ops import lookups
 from emblib.ops.hash import SCORED
 from emblib.optim import External, Gradient, Optimizer
 from emblib.sharding.planner.topology import Pool
@@ -49,7 +50,7 @@ def row_bytes(optimizer: Optimizer | None, dim: int, itemsize: int) -> int:
 
 def is_fused(optimizer: Optimizer | None) -> bool:
     """Whether backward applies it."""
-    return optimizer is not None and not isinstance(optimizer, External)
+    return optimizer is not None and lookups.is_fused(optimizer)
 
 
 def _has_dense_gradient(optimizer: Optimizer) -> bool:

@@ -88,7 +88,7 @@ class Topology:
             )
         object.__setattr__(self, "local_world_size", local)
         memory = self.memory
-        if isinstance(memory, Sequence):
+        if isinstance(memory, Sequence) and not isinstance(memory, str):
             memory = tuple(memory)
             if len(memory) != self.world_size:
                 raise ValueError(

@@ -1,15 +1,16 @@
 """What the planner is told of a model: its tables, and how much each is looked up."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 
-from emblib.collections.configs import Kind, TableConfig
+from emblib.collections.configs import Kind, Plain, TableConfig, TensorTrain
 from emblib.optim import Optimizer
 from emblib.sharding.boxes import ShardingType
 from emblib.sharding.planner.topology import Pool
+from emblib.sharding.shard import collections_of
 from emblib.specs import check_count
 
 
@@ -35,11 +36,22 @@ class TableConstraints:
 
     def __post_init__(self) -> None:
         if self.sharding_types is not None:
+            if isinstance(self.sharding_types, str):  # the members are strings, too
+                raise TypeError(
+                    f"sharding_types must be a sequence, got {self.sharding_types!r}: write "
+                    f"({self.sharding_types!r},)"
+                )
             types = tuple(ShardingType(t) for t in self.sharding_types)
             if not types:
                 raise ValueError("sharding_types must name one at least; leave it out for any")
             object.__setattr__(self, "sharding_types", types)
-        object.__setattr__(self, "kinds", tuple(self.kinds))
+        kinds = (self.kinds,) if isinstance(self.kinds, Kind) else tuple(self.kinds)
+        if not all(isinstance(kind, Plain | TensorTrain) for kind in kinds):
+            raise TypeError(
+                "kinds must be TensorTrain(ranks) or Plain(placement) each, e.g. "
+                f"(TensorTrain((16, 16)),), got {self.kinds!r}"
+            )
+        object.__setattr__(self, "kinds", kinds)
         check_count("min_partition", self.min_partition)
         if self.batch_size is not None:
             check_count("batch_size", self.batch_size)
@@ -110,15 +122,6 @@ class Reservation:
         return kept._replace(device=kept.device - self.nbytes - self.dense_copies * dense_bytes)
 
 
-def collections_of(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The collections in a model, and their paths; those within another module kept as one too."""
-    from emblib.collections import EmbeddingBagCollection, EmbeddingCollection
-
-    for path, child in module.named_modules():
-        if isinstance(child, EmbeddingBagCollection | EmbeddingCollection):
-            yield path, child
-
-
 def tables_of(collection: Any) -> Sequence[TableConfig]:
     """The configurations of a collection's tables, in its order."""
     if hasattr(collection, "embedding_bag_configs"):
@@ -135,7 +138,7 @@ def works_of(
         ValueError: no collections, or constraints of a table that is not there.
     """
     works, known = [], set()
-    for path, collection in collections_of(module):
+    for path, collection in collections_of(module).items():
         for config in tables_of(collection):
             full = f"{path}.{config.name}" if path else config.name
             known |= {config.name, full}
@@ -179,5 +182,7 @@ def _work(
 
 def dense_bytes(module: nn.Module) -> int:
     """Bytes of the parameters and buffers that belong to no collection."""
-    sparse = {id(t) for _, c in collections_of(module) for t in (*c.parameters(), *c.buffers())}
+    sparse = {
+        id(t) for c in collections_of(module).values() for t in (*c.parameters(), *c.buffers())
+    }
     return sum(t.nbytes for t in (*module.parameters(), *module.buffers()) if id(t) not in sparse)

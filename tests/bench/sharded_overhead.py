@@ -1,0 +1,119 @@
+"""What a sharded step costs beside its kernels and its messages.
+
+    python -m tests.bench.sharded_overhead
+
+A step of almost nothing (26 tables, two bags of one id) on ranks of one thread each. In turn are
+timed: the sharded step; a step of the same tables in one kernel; and the four all-to-alls of the
+sharded step alone, of the same sizes. What is left of the first without the others is overhead.
+"""
+
+from __future__ import annotations
+
+import argparse
+import socket
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
+
+import emblib
+from emblib import optim
+from emblib.sharding import Ranks, row_wise, shard, table_wise
+from emblib.sharding.exchange import start_all_to_all
+
+TABLES, BAGS, DIM, ROWS = 26, 2, 64, 1000
+RULES = {"table_wise": table_wise, "row_wise": lambda rank: row_wise()}
+
+
+def main() -> None:
+    """Print medians by number of ranks and plan."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=400)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
+    arguments = parser.parse_args()
+    for size in arguments.ranks:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        given = (size, port, arguments.rounds)
+        multiprocessing.spawn(_rank, args=given, nprocs=size, join=True)  # type: ignore[attr-defined]
+
+
+def _rank(rank: int, size: int, port: int, rounds: int) -> None:
+    torch.set_num_threads(1)
+    address = f"tcp://127.0.0.1:{port}"
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=size)
+    for plan in RULES:
+        steps = _steps(Ranks(), plan)
+        seconds = _timed(steps, rounds)
+        if rank == 0:
+            _tell(size, plan, seconds)
+    dist.destroy_process_group()
+
+
+def _steps(ranks: Ranks, plan: str) -> dict[str, Callable[[], None]]:
+    configs = [emblib.EmbeddingBagConfig(ROWS, DIM, f"t{i}", (f"f{i}",)) for i in range(TABLES)]
+    collection = emblib.EmbeddingBagCollection(configs, optimizer=optim.SGD(0.01))
+    rules = {c.name: RULES[plan](i * ranks.size // TABLES) for i, c in enumerate(configs)}
+    sharded = shard(collection, {"": rules}, ranks)
+    specs = [emblib.TableSpec(ROWS, DIM) for _ in configs]
+    kernel = emblib.TableBatchedEmbeddingBags(specs, optim.SGD(0.01))
+    keys = [f"f{i}" for i in range(TABLES)]
+    ids = torch.randint(0, ROWS, (TABLES * BAGS,))
+    lengths = torch.ones(TABLES * BAGS, dtype=torch.int64)
+    offsets = torch.arange(TABLES * BAGS + 1)
+    grad = torch.randn(BAGS, TABLES * DIM)
+
+    def one_kernel() -> None:
+        kernel(ids, offsets).backward(grad)
+
+    def step() -> None:
+        batch = emblib.KeyedJaggedTensor(keys, ids, lengths=lengths)
+        sharded(batch).values().backward(grad)
+
+    each = TABLES * BAGS // ranks.size
+    messages = [torch.zeros(n * ranks.size, dtype=d) for n, d in (
+        (4 + TABLES // ranks.size, torch.int64), (2 * each, torch.int64),
+        (each * DIM, torch.float32), (each * DIM, torch.float32),
+    )]  # fmt: skip
+
+    def all_to_alls() -> None:
+        if ranks.size > 1:
+            for message in messages:
+                sizes = [message.numel() // ranks.size] * ranks.size
+                start_all_to_all(message, sizes, sizes, ranks).wait()
+
+    return {"sharded": step, "one kernel": one_kernel, "all-to-alls": all_to_alls}
+
+
+def _timed(steps: dict[str, Callable[[], None]], rounds: int) -> dict[str, list[float]]:
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    for i in range(rounds + 20):
+        for name, step in steps.items():
+            dist.barrier()
+            start = time.perf_counter()
+            step()
+            if i >= 20:
+                seconds[name].append(time.perf_counter() - start)
+    return seconds
+
+
+def _tell(size: int, plan: str, seconds: dict[str, list[float]]) -> None:
+    medians = {name: 1e3 * statistics.median(values) for name, values in seconds.items()}
+    rest = [
+        1e3 * (whole - sum(parts))
+        for whole, *parts in zip(*(seconds[name] for name in seconds), strict=True)
+    ]
+    low, middle, high = statistics.quantiles(rest, n=4)
+    parts = ", ".join(f"{name} {value:.3f}" for name, value in medians.items())
+    print(
+        f"{size} ranks, {plan}: {parts} ms; overhead {middle:.3f} ms (quartiles {low:.3f}, "
+        f"{high:.3f})"
+    )
+
+
+if __name__ == "__main__":
+    main()

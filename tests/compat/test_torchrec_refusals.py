@@ -1,0 +1,78 @@
+"""What the adaptors of TorchRec's names refuse, and what they keep of its habits."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from emblib.compat import torchrec
+
+
+def collection() -> torchrec.EmbeddingBagCollection:
+    configs = [
+        torchrec.EmbeddingBagConfig(
+            name=name, embedding_dim=8, num_embeddings=10, feature_names=[name]
+        )
+        for name in ("a", "b")
+    ]
+    return torchrec.EmbeddingBagCollection(tables=configs)
+
+
+def dense(rate: float = 0.5) -> torchrec.KeyedOptimizerWrapper:
+    parameters = dict(nn.Linear(1, 1).named_parameters())
+    return torchrec.KeyedOptimizerWrapper(parameters, partial(torch.optim.SGD, lr=rate))
+
+
+def by_hand(rules: dict[str, Any]) -> torchrec.EmbeddingModuleShardingPlan:
+    return torchrec.construct_module_sharding_plan(
+        collection(), rules, world_size=1, local_size=1, device_type="cpu"
+    )
+
+
+@pytest.mark.parametrize(
+    ("call", "error"),
+    [
+        (
+            lambda: by_hand({"a": torchrec.row_wise, "b": torchrec.row_wise()}),
+            "table a: sharding is said by a call.*got row_wise",
+        ),
+        (
+            lambda: torchrec.DistributedModelParallel(collection(), plan={"": {}}),  # type: ignore[arg-type]
+            "plan must be a ShardingPlan of emblib.compat.torchrec",
+        ),
+        (lambda: torchrec.QCommsConfig(forward_precision="int3"), "int3"),  # type: ignore[arg-type]
+        (
+            lambda: torchrec.CombinedOptimizer([dense().wrapped]),  # type: ignore[list-item]
+            "a KeyedOptimizer, got SGD: .*KeyedOptimizerWrapper",
+        ),
+        (
+            lambda: torchrec.apply_optimizer_in_backward(
+                torch.optim.SGD, collection().parameters(), {"learning_rate": 0.1}
+            ),
+            r"which take \['lr', 'weight_decay'\]",
+        ),
+    ],
+)
+def test_refused(call: Callable[[], object], error: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=error):
+        call()
+
+
+def test_words_for_precisions_are_not_dropped() -> None:
+    config = torchrec.QCommsConfig(backward_precision="bf16")  # type: ignore[arg-type]
+    assert config.backward_precision is torchrec.CommType.BF16
+
+
+def test_a_warm_up_has_the_rate_of_torchrec() -> None:
+    stages = [torchrec.WarmupStage(torchrec.WarmupPolicy.CONSTANT, max_iters=2, value=0.5)]
+    assert torchrec.WarmupOptimizer(dense(), stages).param_groups[0]["lr"] == 0.1 * 0.5
+    assert torchrec.WarmupOptimizer(dense(), stages, lr=2.0).param_groups[0]["lr"] == 1.0
+
+
+def test_a_plan_for_gpus_needs_none() -> None:
+    topology = torchrec.Topology(world_size=2, compute_device="cuda", hbm_cap=1 << 30)
+    assert topology.native.device == "cuda"
+    assert topology.native.memory == 1 << 30
