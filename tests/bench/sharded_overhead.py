@@ -4,7 +4,8 @@
 
 A step of almost nothing (26 tables, two bags of one id) on ranks of one thread each. In turn are
 timed: the sharded step; a step of the same tables in one kernel; and the four all-to-alls of the
-sharded step alone, of the same sizes. What is left of the first without the others is overhead.
+sharded step alone, of the same sizes. What is left of the first without the others is overhead:
+in seconds, with what ranks wait for each other, and in those of the thread's own processor time.
 """
 
 from __future__ import annotations
@@ -48,9 +49,11 @@ def _rank(rank: int, size: int, port: int, rounds: int) -> None:
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=size)
     for plan in RULES:
         steps = _steps(Ranks(), plan)
-        seconds = _timed(steps, rounds)
+        walls, processor = _timed(steps, rounds)
         if rank == 0:
-            _tell(size, plan, seconds)
+            print(f"{size} ranks, {plan}")
+            _tell("elapsed", walls)
+            _tell("processor", processor)
     dist.destroy_process_group()
 
 
@@ -89,19 +92,25 @@ def _steps(ranks: Ranks, plan: str) -> dict[str, Callable[[], None]]:
     return {"sharded": step, "one kernel": one_kernel, "all-to-alls": all_to_alls}
 
 
-def _timed(steps: dict[str, Callable[[], None]], rounds: int) -> dict[str, list[float]]:
-    seconds: dict[str, list[float]] = {name: [] for name in steps}
+Samples = dict[str, list[float]]
+
+
+def _timed(steps: dict[str, Callable[[], None]], rounds: int) -> tuple[Samples, Samples]:
+    """Seconds that passed, and seconds of this thread, by step."""
+    walls: Samples = {name: [] for name in steps}
+    own: Samples = {name: [] for name in steps}
     for i in range(rounds + 20):
         for name, step in steps.items():
             dist.barrier()
-            start = time.perf_counter()
+            start, began = time.perf_counter(), time.thread_time()
             step()
             if i >= 20:
-                seconds[name].append(time.perf_counter() - start)
-    return seconds
+                own[name].append(time.thread_time() - began)
+                walls[name].append(time.perf_counter() - start)
+    return walls, own
 
 
-def _tell(size: int, plan: str, seconds: dict[str, list[float]]) -> None:
+def _tell(clock: str, seconds: Samples) -> None:
     medians = {name: 1e3 * statistics.median(values) for name, values in seconds.items()}
     rest = [
         1e3 * (whole - sum(parts))
@@ -109,10 +118,7 @@ def _tell(size: int, plan: str, seconds: dict[str, list[float]]) -> None:
     ]
     low, middle, high = statistics.quantiles(rest, n=4)
     parts = ", ".join(f"{name} {value:.3f}" for name, value in medians.items())
-    print(
-        f"{size} ranks, {plan}: {parts} ms; overhead {middle:.3f} ms (quartiles {low:.3f}, "
-        f"{high:.3f})"
-    )
+    print(f"  {clock}: {parts} ms; overhead {middle:.3f} ms (quartiles {low:.3f}, {high:.3f})")
 
 
 if __name__ == "__main__":
