@@ -23,6 +23,7 @@ from emblib.sharding.layout import Blocks, Layout
 # units differ in their bags; then the bags of each unit.
 _HEADER = 4
 _MOST_BAGS = 0.75  # of all, that are sent without those that are empty
+_LEAST_SAVED = 1 << 16  # elements of rows, from which on that is worth its work
 
 
 class Inputs(NamedTuple):
@@ -126,6 +127,8 @@ class Distribution(nn.Module):
         self._features = [[unit.feature for unit in rank.all_units] for rank in layout.ranks]
         self._copied = [unit.feature for unit in layout.ranks[ranks.rank].copies]
         self._all = [f for features in self._features for f in features]
+        columns = [unit.columns for rank in layout.ranks for unit in rank.all_units]
+        self._mean_columns = sum(columns) / max(len(columns), 1)
         self._ends = [0, *accumulate(len(features) for features in self._features)]
         self.is_whole = all(blocks_ <= 1 for _, blocks_, _, _ in blocks.features)
         tables = {
@@ -242,11 +245,15 @@ class Distribution(nn.Module):
     def _packed(
         self, lengths: Tensor, unit_bags: list[int]
     ) -> tuple[Tensor, Tensor | None, list[int]]:
-        """Without bags of which no id is in a block, if they are many: no row travels for them.
+        """Without bags of which no id is in a block, if they are many: no rows travel for them.
 
         Of a feature with one id a bag, each of W blocks of rows has one bag in W.
         """
-        if int(lengths.count_nonzero()) > _MOST_BAGS * lengths.numel():
+        if lengths.numel() * self._mean_columns < _LEAST_SAVED:
+            return lengths, None, unit_bags
+        count = int(lengths.count_nonzero())
+        saved = (lengths.numel() - count) * self._mean_columns
+        if count > _MOST_BAGS * lengths.numel() or saved < _LEAST_SAVED:
             return lengths, None, unit_bags
         there = (lengths > 0).view(len(unit_bags), -1)
         if self._copied:

@@ -61,6 +61,12 @@ def test_every_plan(plan: str, pooling: str, size: int) -> None:
     assert set(worlds.run(size, train, case)) == {"equal"}
 
 
+@pytest.mark.parametrize("plan", ["rw", "mixed", "grid"])
+def test_empty_bags_travel_where_that_is_little(plan: str) -> None:
+    case = Case(tables(SUM, MEAN), PLANS[plan], local_size=2, least_saved=1 << 40)
+    worlds.run(4, train, case)
+
+
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("plan", ["rw", "mixed", "third", "grid"])
 @pytest.mark.parametrize("name", ELEMENTWISE)
