@@ -1,7 +1,6 @@
 // Rows of one target on one CPU thread: the sum of its pieces, or its gradient to each of them.
 // Where values stay as they are it is a copy.
 #include <type_traits>
-#include <vector>
 
 #include "core/vec.h"
 #include "route/combine_table.h"
@@ -39,56 +38,55 @@ void copy_rows(const T* in, int64_t in_stride, T* out, int64_t out_stride, int64
   }
 }
 
-// The sum of `count` rows of `width`, divided by `length` and multiplied by `scale`.
+// The sum of what the pieces of a target have for a row, divided by `length` and multiplied by the
+// scale.
 template <class S, class O>
-void add_rows(const S* const* rows, int64_t count, float length, float scale, O* out,
-              int64_t width) {
+void add_rows(const CombineArgs& args, const Target& target, int64_t row, float length, O* out) {
+  const auto add = [&](const auto& body) {
+    for (int64_t p = target.first_piece; p < target.end_piece; ++p) {
+      const S* piece = row_of(args, args.pieces[p], static_cast<const S*>(args.in), row);
+      if (piece != nullptr) body(piece);
+    }
+  };
   const auto scaled = [&](Vec sum) {
     if (length != 1.0f) sum /= broadcast(length);
-    return scale != 1.0f ? sum * broadcast(scale) : sum;
+    return args.scale != 1.0f ? sum * broadcast(args.scale) : sum;
   };
   int64_t c = 0;
-  for (; c + 4 * kLanes <= width; c += 4 * kLanes) {
+  for (; c + 4 * kLanes <= target.width; c += 4 * kLanes) {
     Vec sum[4] = {};
-    for (int64_t p = 0; p < count; ++p) {
-      for (int v = 0; v < 4; ++v) sum[v] += load(rows[p] + c + v * kLanes);
-    }
+    add([&](const S* piece) {
+      for (int v = 0; v < 4; ++v) sum[v] += load(piece + c + v * kLanes);
+    });
     for (int v = 0; v < 4; ++v) store(out + c + v * kLanes, scaled(sum[v]));
   }
-  for (; c + kLanes <= width; c += kLanes) {
+  for (; c + kLanes <= target.width; c += kLanes) {
     Vec sum{};
-    for (int64_t p = 0; p < count; ++p) sum += load(rows[p] + c);
+    add([&](const S* piece) { sum += load(piece + c); });
     store(out + c, scaled(sum));
   }
-  const int rest = static_cast<int>(width - c);
+  const int rest = static_cast<int>(target.width - c);
   if (rest == 0) return;
   Vec sum{};
-  for (int64_t p = 0; p < count; ++p) sum += load_first(rows[p] + c, rest);
+  add([&](const S* piece) { sum += load_first(piece + c, rest); });
   store_first(out + c, scaled(sum), rest);
 }
 
 template <class S, class O>
 void combine_rows(const CombineArgs& args, const Target& target, int64_t begin, int64_t end) {
   O* out = static_cast<O*>(args.out) + target.offset;
-  const S* in = static_cast<const S*>(args.in);
-  const int64_t width = target.width, count = target.end_piece - target.first_piece;
   const SourcePiece* pieces = args.pieces + target.first_piece;
   if constexpr (std::is_same_v<S, O>) {
-    if (count == 1 && keeps_values(args, target) && pieces->first_row < 0) {
-      copy_rows(in + pieces->offset + begin * pieces->stride, pieces->stride,
-                out + begin * target.stride, target.stride, end - begin, width);
+    if (target.end_piece - target.first_piece == 1 && keeps_values(args, target) &&
+        pieces->first_row < 0) {
+      const S* in = static_cast<const S*>(args.in) + pieces->offset;
+      copy_rows(in + begin * pieces->stride, pieces->stride, out + begin * target.stride,
+                target.stride, end - begin, target.width);
       return;
     }
   }
-  std::vector<const S*> rows(count + 1);
   for (int64_t row = begin; row < end; ++row) {
-    int64_t found = 0;
-    for (int64_t p = 0; p < count; ++p) {
-      rows[found] = row_of(args, pieces[p], in, row);
-      found += rows[found] != nullptr;
-    }
-    add_rows(rows.data(), found, divisor(args, target, row), args.scale, out + row * target.stride,
-             width);
+    add_rows<S>(args, target, row, divisor(args, target, row), out + row * target.stride);
   }
 }
 
