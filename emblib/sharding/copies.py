@@ -99,9 +99,8 @@ def reordered(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Ids, offsets and weights of some features of a batch; `order` holds the same numbers."""
     bags = torch.tensor(bounds_of(inputs.bags), device=inputs.ids.device)
-    starts = inputs.offsets[bags]
-    ends = starts.tolist()
-    total = sum(ends[f + 1] - ends[f] for f in features)
+    starts, num_ids = inputs.starts(), inputs.num_ids()
+    total = sum(num_ids[f] for f in features)
     num_bags = sum(inputs.bags[f] for f in features)
     lengths = route.gather_segments(inputs.lengths, bags, order, num_bags)
     ids = route.gather_segments(inputs.ids, starts, order, total)

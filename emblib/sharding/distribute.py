@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from emblib.jagged.offsets import running_sums
+from emblib.jagged.segments import bounds_of
 from emblib.ops import route
 from emblib.sharding.awaitable import Awaitable, Deferred
 from emblib.sharding.exchange import DifferentiableAllToAll, Pending, start_all_to_all
@@ -23,7 +24,7 @@ from emblib.sharding.layout import Blocks, Layout
 # units differ in their bags; then the bags of each unit.
 _HEADER = 4
 _MOST_BAGS = 0.75  # of all, that are sent without those that are empty
-_LEAST_SAVED = 1 << 16  # elements of rows, from which on that is worth its work
+_LEAST_SAVED = 1 << 16  # elements of rows; the work on indices is not free for small batches
 
 
 class Inputs(NamedTuple):
@@ -40,6 +41,16 @@ class Inputs(NamedTuple):
     bags: list[int]
     is_variable: bool = False
     inverse: list[Tensor] | None = None
+
+    def starts(self) -> Tensor:
+        """Where the ids of each feature begin, and where those of the last one end."""
+        if not self.is_variable and self.bags and self.bags[0]:
+            return self.offsets[:: self.bags[0]]
+        return self.offsets[torch.tensor(bounds_of(self.bags), device=self.offsets.device)]
+
+    def num_ids(self) -> list[int]:
+        """Ids of each feature; reads the device."""
+        return [end - start for start, end in pairwise(self.starts().tolist())]
 
 
 class Sent(NamedTuple):
@@ -180,16 +191,14 @@ class Distribution(nn.Module):
     def _gather(self, inputs: Inputs) -> Sent:
         """Whole features: segments of the batch, copied."""
         bags, order = inputs.bags, self._all
-        bag_ends = [0, *accumulate(bags)]
+        starts = inputs.starts()
         if inputs.is_variable:
-            first_bags = torch.tensor(bag_ends, device=inputs.ids.device)
+            first_bags = torch.tensor(bounds_of(bags), device=inputs.ids.device)
             total = sum(bags[f] for f in order)
             lengths = route.gather_segments(inputs.lengths, first_bags, self.order, total)
-            starts = inputs.offsets[first_bags]
         else:
             batch = bags[0] if bags else 0
             lengths = inputs.lengths.view(len(bags), batch).index_select(0, self.order).view(-1)
-            starts = inputs.offsets[::batch] if batch else inputs.offsets.new_zeros(len(bags) + 1)
         ends = starts.tolist()
         num_ids = [ends[f + 1] - ends[f] for f in order]
         by_rank = [sum(num_ids[a:b]) for a, b in self._spans()]
@@ -212,7 +221,7 @@ class Distribution(nn.Module):
     def _bucketize(self, inputs: Inputs) -> Sent:
         """Tables in blocks of rows: every id to the block that has its row."""
         bags, device = inputs.bags, inputs.ids.device
-        first_bags = torch.tensor([0, *accumulate(bags)], device=device)
+        first_bags = torch.tensor(bounds_of(bags), device=device)
         unit_ends = [0, *accumulate(bags[f] for f in self._all)]
         where = first_bags, self.features, self.blocks, self.copies
         units = torch.tensor(unit_ends, device=device)
@@ -273,9 +282,8 @@ class Distribution(nn.Module):
         positions = sent.positions
         if positions is None:
             every = torch.arange(inputs.ids.numel(), device=inputs.ids.device)
-            bags = torch.tensor([0, *accumulate(inputs.bags)], device=inputs.ids.device)
-            starts = inputs.offsets[bags]
-            positions = route.gather_segments(every, starts, self.order, sent.ids.numel())
+            total = sent.ids.numel()
+            positions = route.gather_segments(every, inputs.starts(), self.order, total)
         if not self._copied:
             return positions
         parts = positions.split(sent.num_ids)

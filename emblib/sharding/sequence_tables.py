@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -124,10 +124,8 @@ class SequenceTables(ShardedTables):
         order = [unit.feature for unit in self._own.units]
         if order == sorted(order):
             return local
-        inputs = received.inputs
-        ends = torch.tensor([0, *accumulate(inputs.bags)], device=inputs.ids.device)
-        bounds = inputs.offsets[ends].tolist()
-        pieces = local.split([bounds[f + 1] - bounds[f] for f in order])
+        num_ids = received.inputs.num_ids()
+        pieces = local.split([num_ids[f] for f in order])
         return torch.cat([pieces[order.index(f)] for f in range(len(order))])
 
     def _finish(

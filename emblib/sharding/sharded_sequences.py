@@ -3,10 +3,8 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import accumulate, pairwise
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from emblib.collections.groups import TableGroups
@@ -171,9 +169,7 @@ def _by_feature(values: Tensor, received: Received) -> list[tuple[Tensor, Tensor
     """Vectors, lengths of bags and ids of each feature."""
     inputs = received.inputs
     lengths = inputs.lengths.split(inputs.bags)
-    ends = inputs.offsets[torch.tensor([0, *accumulate(inputs.bags)], device=inputs.ids.device)]
-    bounds = ends.tolist()
-    counts = [b - a for a, b in pairwise(bounds)]
+    counts = inputs.num_ids()
     return list(zip(values.split(counts), lengths, inputs.ids.split(counts), strict=True))
 
 
