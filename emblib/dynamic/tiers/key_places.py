@@ -8,20 +8,44 @@ from emblib.dynamic.hash_index import HashIndex, ValueRows
 from emblib.dynamic_specs import DynamicSpec, Eviction
 from emblib.ops.hash import Keys
 
-_MOST_KEYS = 1 << 28  # of the index; what it has no room for goes to a dict
-_LEAST = 1024
+# An index reserves address space for all that it may ever hold, and systems that limit that, or the
+# data of a process, count it whole. So a small one is replaced by one of `_STEP` times its room.
+_LEAST = 1 << 16
+_STEP = 16
+_ROOM = 0.75  # of an index, for keys: few find both of their buckets full below it
 
 
 class KeyPlaces:
     """Places for keys: the ones freed last are given again first, then `high` and up."""
 
     def __init__(self) -> None:
-        spec = DynamicSpec(_MOST_KEYS, 1, initial_capacity=_LEAST, eviction=Eviction.NONE)
+        self._make(_LEAST)
+        self._free: list[int] = []
+        self.high = 0  # no place at or beyond was ever given
+
+    def _make(self, capacity: int) -> None:
+        """An empty map for as many slots."""
+        spec = DynamicSpec(
+            capacity, 1, initial_capacity=min(1024, capacity), eviction=Eviction.NONE
+        )
         self._index = HashIndex([spec], "cpu")
         self._by_slot = arena.reserve(spec.rows, torch.int64, torch.device("cpu"))
         self._crowded: dict[int, int] = {}  # keys both of whose buckets are full
-        self._free: list[int] = []
-        self.high = 0  # no place at or beyond was ever given
+
+    def _make_room(self, keys: int) -> None:
+        """Take a larger index where `keys` more would crowd this one."""
+        wanted = (self.size + keys) / _ROOM
+        capacity = self._by_slot.numel()
+        if wanted <= capacity:
+            return
+        while capacity < wanted:
+            capacity *= _STEP
+        there = self._index.export(0)
+        crowded = torch.tensor([*self._crowded.items()], dtype=torch.int64).view(-1, 2)
+        held = torch.cat([there.keys, crowded[:, 0]])
+        places = torch.cat([self._by_slot[there.slots], crowded[:, 1]])
+        self._make(capacity)
+        self._set(held, places)
 
     def _use(self, table: int, before: int, rows: int) -> None:
         arena.use(self._by_slot, 0, before, rows)
@@ -43,6 +67,7 @@ class KeyPlaces:
     def add(self, keys: Tensor) -> Tensor:
         """Places for distinct keys that have none."""
         count = keys.numel()
+        self._make_room(count)
         reused = [self._free.pop() for _ in range(min(count, len(self._free)))]
         fresh = torch.arange(self.high, self.high + count - len(reused))
         self.high += fresh.numel()
@@ -67,8 +92,8 @@ class KeyPlaces:
 
     def restore(self, keys: Tensor, places: Tensor, high: int) -> None:
         """Begin with these, the other places below `high` being free."""
-        self._index.clear()
-        self._crowded = {}
+        self._make(_LEAST)
+        self._make_room(keys.numel())
         self._set(keys, places)
         free = torch.ones(high, dtype=torch.bool)
         free[places] = False

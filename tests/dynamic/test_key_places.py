@@ -1,0 +1,36 @@
+"""KeyPlaces against a dict, through removals and several sizes of its index."""
+
+import pytest
+import torch
+
+from emblib.dynamic.tiers import key_places
+from emblib.dynamic.tiers.key_places import KeyPlaces
+
+
+@pytest.mark.parametrize("least", [256, 1 << 16])
+def test_places_are_those_of_a_dict(least: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(key_places, "_LEAST", least)
+    monkeypatch.setattr(key_places, "_STEP", 4)
+    random = torch.Generator().manual_seed(3)
+    places, expected = KeyPlaces(), {}
+    for count in (0, 1, 100, 150, 700, 3000, 9000):
+        keys = torch.randint(-(2**63), 2**63 - 1, (count,), generator=random).unique()
+        new = torch.tensor([k for k in keys.tolist() if k not in expected], dtype=torch.int64)
+        expected |= zip(new.tolist(), places.add(new).tolist(), strict=True)
+        gone = torch.tensor(list(expected)[:: 3 + count % 2], dtype=torch.int64)
+        places.remove(gone)
+        for key in gone.tolist():
+            del expected[key]
+        held = torch.tensor(list(expected), dtype=torch.int64)
+        assert places.find(held).tolist() == list(expected.values())
+        assert places.find(gone).tolist() == [-1] * gone.numel()
+        assert places.size == len(expected) == len(set(expected.values()))
+    again = KeyPlaces()
+    again.restore(held, places.find(held), places.high)
+    assert again.find(held).tolist() == list(expected.values())
+    assert again.add(gone).max() < places.high, "freed places are given first"
+
+
+def test_an_index_reserves_little_before_it_is_filled() -> None:
+    """Limits on a process's data count address space: stores of many tables must fit below."""
+    assert sum(t.nbytes for t in KeyPlaces()._index.tensors()) < 4 << 20
