@@ -15,20 +15,20 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from emblib.sharding.groups_of_ranks import Ranks
+from emblib.sharding.shared_memory import link_of
 
 
 class Pending:
     """An all-to-all under way; `wait` returns what was received."""
 
-    def __init__(self, received: Tensor, work: Any, sent: Tensor) -> None:
+    def __init__(self, received: Tensor, work: Any = None, sent: Tensor | None = None) -> None:
         self._received, self._work = received, work
-        self._sent: Tensor | None = sent  # must live as long as the collective may read it
+        self._sent = sent  # must live as long as the collective may read it
 
     def wait(self) -> Tensor:
         """Parts of all ranks, by rank; the current stream may use them."""
-        if self._sent is not None:
-            if self._work is not None:
-                self._work.wait()
+        if self._work is not None:
+            self._work.wait()
             self._work = self._sent = None
         return self._received
 
@@ -48,8 +48,10 @@ def start_all_to_all(
     if received is None:
         received = sent.new_empty(sum(received_sizes))
     if ranks.size == 1:
-        received.copy_(sent)
-        return Pending(received, None, sent)
+        return Pending(received.copy_(sent))
+    link = link_of(ranks) if sent.device.type == "cpu" else None
+    if link is not None:
+        return Pending(received, link.start(sent, sizes, received, received_sizes))
     work = dist.all_to_all_single(
         received, sent, list(received_sizes), list(sizes), group=ranks.group, async_op=True
     )

@@ -81,8 +81,12 @@ class guarded:
             number = _blocks[group.group_name]
             _blocks[group.group_name] += 1
             name = f"emblib/guard/{group.group_name}/{number}"
-            self._roll = _Roll(self._ranks, name)
-            self._roll.enter()
+            try:
+                self._roll = _Roll(self._ranks, name)
+                self._roll.enter()
+            except dist.DistError as error:
+                self._roll = None
+                raise _without_store(error) from error
             self._stop.clear()
             self._thread = threading.Thread(target=self._live, args=(name,), daemon=True)
             self._thread.start()
@@ -204,7 +208,7 @@ class _Roll:
             self._store.set(f"call/{self._ranks.rank}", "here")
             faults = self._faults(patience)
         except Exception as error:
-            return self._without_store(error)
+            return _without_store(error)
         if not faults:
             return None
         told = "; ".join(f"{self.name_of(rank)} {fault}" for rank, fault in faults.items())
@@ -248,7 +252,7 @@ class _Roll:
         if word:
             return word if word.startswith(_FAILED) else ""
         machine, _, pid = self._get(f"who/{rank}").decode().partition("\n")
-        return "died" if machine == _machine() and _is_gone(int(pid)) else ""
+        return "died" if machine == _machine() and is_gone(int(pid)) else ""
 
     def _get(self, key: str) -> bytes:
         return self._store.get(key) if self._store.check([key]) else b""
@@ -266,15 +270,16 @@ class _Roll:
                     r for r in others if not self.last_words(r) and not self._certain_fault(r)
                 ]
 
-    def _without_store(self, error: Exception) -> RankFailure:
-        """The store went with the process that held it."""
-        agent = _agent_has_store()
-        holder = "torchrun on the first node" if agent else "rank 0"
-        return RankFailure(
-            f"{holder}, which holds the store of the process group, cannot be reached "
-            f"({type(error).__name__}). Start the job again from its last checkpoint",
-            () if agent else (0,),
-        )
+
+def _without_store(error: Exception) -> RankFailure:
+    """The store went with the process that held it."""
+    agent = _agent_has_store()
+    holder = "torchrun on the first node" if agent else "rank 0"
+    return RankFailure(
+        f"{holder}, which holds the store of the process group, cannot be reached "
+        f"({type(error).__name__}). Start the job again from its last checkpoint",
+        () if agent else (0,),
+    )
 
 
 def _agent_has_store() -> bool:
@@ -289,7 +294,7 @@ def _machine() -> str:
     return socket.gethostname()
 
 
-def _is_gone(pid: int) -> bool:
+def is_gone(pid: int) -> bool:
     """Whether a process of this machine has ended; its parent may not have asked yet."""
     try:
         os.kill(pid, 0)

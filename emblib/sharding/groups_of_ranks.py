@@ -21,7 +21,9 @@ class Ranks:
     node) over all processes; by default all processes, or this process alone where
     `torch.distributed` has not been initialised. `local_size`, the ranks of one node, is the last
     side of such a mesh, else what torchrun says (LOCAL_WORLD_SIZE), and at most `size`. `device` is
-    the current GPU for a group over NCCL and the CPU otherwise.
+    the current GPU for a group over NCCL and the CPU otherwise. With `shared_memory` CPU processes
+    that are all on one machine exchange ids and rows past the process group, through memory that
+    they share (`emblib.sharding.shared_memory`); the first `Ranks` of a group to send decides.
 
     Copying one gives itself: a process group is not a value. It cannot be pickled for that reason.
     """
@@ -31,6 +33,7 @@ class Ranks:
     local_size: int
     device: torch.device
     group: dist.ProcessGroup | None
+    shared_memory: bool
 
     def __init__(
         self,
@@ -38,13 +41,14 @@ class Ranks:
         *,
         local_size: int | None = None,
         device: torch.device | str | None = None,
+        shared_memory: bool = True,
     ) -> None:
         if isinstance(group, dist.DeviceMesh):
             local_size = local_size or (group.size(-1) if group.ndim > 1 else None)
             group = _group_of_mesh(group)
         elif group is None and dist.is_available() and dist.is_initialized():
             group = dist.group.WORLD
-        self.group = group
+        self.group, self.shared_memory = group, shared_memory
         self.rank, self.size = (0, 1) if group is None else (_rank_in(group), group.size())
         if local_size is None:
             local_size = min(int(os.environ.get("LOCAL_WORLD_SIZE", self.size)), self.size)
@@ -66,7 +70,7 @@ class Ranks:
         """This process alone, without a process group, whatever is initialised."""
         ranks = cls.__new__(cls)
         ranks.rank, ranks.size, ranks.local_size, ranks.group = 0, 1, 1, None
-        ranks.device = torch.device(device)
+        ranks.device, ranks.shared_memory = torch.device(device), False
         return ranks
 
     @classmethod

@@ -210,13 +210,13 @@ def test_a_process_nobody_waited_for_is_gone() -> None:
         os._exit(0)
     try:
         end = time.monotonic() + 10
-        while not failures._is_gone(child) and time.monotonic() < end:
+        while not failures.is_gone(child) and time.monotonic() < end:
             time.sleep(0.01)
-        assert failures._is_gone(child)
+        assert failures.is_gone(child)
     finally:
         os.waitpid(child, 0)
-    assert failures._is_gone(child)
-    assert not failures._is_gone(os.getpid())
+    assert failures.is_gone(child)
+    assert not failures.is_gone(os.getpid())
 
 
 def test_one_rank_and_wrong_use() -> None:

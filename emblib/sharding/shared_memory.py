@@ -1,0 +1,341 @@
+"""All-to-alls between the CPU processes of one machine: through memory that they share.
+
+Over the loopback device every byte is copied four times, by threads that must first wake up. Here
+a rank copies what it sends into memory of its own that the others have mapped, and each of them
+copies its part out. Nothing but the first meeting needs the process group.
+
+Every rank has one anonymous file, as large as the memory of the machine but empty where nothing was
+written, which all have mapped from the start: what a rank has posted is there for the others also
+when it is gone. It begins with a *board* of words: how many all-to-alls the rank has posted, and
+for each of the last `_ENTRIES` in which *slab* of the file the data are and how large each part is.
+Who has copied its part marks the slab with the number of the all-to-all. A slab is used again when
+everybody has; while none is free, or none is large enough, there is another one, so that nobody who
+starts an all-to-all ever waits.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import time
+import uuid
+import weakref
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d
+
+from emblib.ops.signals import signal_set_, signal_wait
+from emblib.sharding.failures import is_gone
+from emblib.sharding.groups_of_ranks import Ranks
+
+_ENTRIES = 1024  # all-to-alls that a board remembers
+_SLABS = 256
+_LEAST_BYTES = 1 << 14  # of a slab
+_LOOK_SECONDS = 0.1  # between two looks whether the others live, and at signals of this process
+_POSTED, _CLOSED, _NAME, _MARKS = 0, 1, 2, 8  # words of a board
+
+
+class _Memory:
+    """The file of one rank, mapped here: words of its board, and bytes of its slabs."""
+
+    def __init__(self, file: int, size: int) -> None:
+        self.map = mmap.mmap(file, os.fstat(file).st_size)
+        self.words = memoryview(self.map).cast("q")
+        self.bytes = torch.frombuffer(self.map, dtype=torch.uint8)
+        self.signals = self.bytes[: self.board_bytes(size)].view(torch.int64)
+        self._size = size
+        self._entry = struct.Struct(f"={3 + size}q")
+
+    @staticmethod
+    def board_bytes(size: int) -> int:
+        """Of the board of one of `size` ranks, in whole pages."""
+        words = _MARKS + _SLABS * size + _ENTRIES * (3 + size)
+        return _pages(8 * words)
+
+    def mark_of(self, slab: int, rank: int) -> int:
+        """The word in which a rank says with which all-to-all it has read a slab."""
+        return _MARKS + slab * self._size + rank
+
+    def _entry_at(self, number: int) -> int:
+        return 8 * self.mark_of(_SLABS, 0) + number % _ENTRIES * self._entry.size
+
+    def post(self, number: int, slab: int, first: int, sizes: Sequence[int]) -> None:
+        """Tell of an all-to-all whose data are in place, from byte `first` on."""
+        self._entry.pack_into(self.map, self._entry_at(number), number, slab, first, *sizes)
+        signal_set_(self.signals, _POSTED, number + 1)
+
+    def read(self, number: int) -> tuple[int, ...]:
+        """The slab, its first byte, and the size of each part."""
+        found, *entry = self._entry.unpack_from(self.map, self._entry_at(number))
+        if found != number:
+            raise RuntimeError(
+                f"an all-to-all was waited for after {_ENTRIES} later ones had been started"
+            )
+        return tuple(entry)
+
+
+class _Peer(NamedTuple):
+    """Another rank, as this one sees it."""
+
+    rank: int
+    process: int
+    memory: _Memory
+
+
+@dataclass
+class _Slab:
+    """A part of this rank's file, and the all-to-all that is in it."""
+
+    first: int
+    nbytes: int
+    number: int = -1
+
+
+def _pages(nbytes: int) -> int:
+    return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+class Link:
+    """The ranks of a group that share memory; made by all of them together (`link_of`)."""
+
+    def __init__(self, ranks: Ranks, own: _Memory, peers: Sequence[_Peer], seconds: float) -> None:
+        self._rank, self._seconds = ranks.rank, seconds
+        self._memory, self._peers = own, peers
+        self._slabs: list[_Slab] = []
+        self._end = own.board_bytes(ranks.size)
+        self._number = 0
+        self._dropped: list[int] = []
+        weakref.finalize(self, _say_goodbye, own.signals, os.getpid())
+
+    @property
+    def nbytes(self) -> int:
+        """Of the slabs of this rank."""
+        return sum(slab.nbytes for slab in self._slabs)
+
+    def start(
+        self, sent: Tensor, sizes: Sequence[int], received: Tensor, came: Sequence[int]
+    ) -> Transfer:
+        """Send the parts of `sent`; all parts for this rank go to `received` (both flat)."""
+        each = sent.element_size()
+        sent, received = sent.view(torch.uint8), received.view(torch.uint8)
+        sizes, came = [n * each for n in sizes], [n * each for n in came]
+        rank, outward = self._rank, sum(sizes) - sizes[self._rank]
+        first = sum(sizes[:rank])
+        end = first + sizes[rank]
+        place = self._free_slab(outward)
+        slab = self._slabs[place]
+        slab.number = number = self._number
+        self._number += 1
+        memory = self._memory.bytes[slab.first : slab.first + outward]
+        if first:
+            memory[:first].copy_(sent[:first])
+        if outward > first:
+            memory[first:].copy_(sent[end:])
+        self._memory.post(number, place, slab.first, sizes)
+        if end > first:
+            into = sum(came[:rank])
+            received[into : into + came[rank]].copy_(sent[first:end])
+        return Transfer(self, number, received, came)
+
+    def _free_slab(self, nbytes: int) -> int:
+        """A slab that everybody has read and that is large enough: the smallest such, or new."""
+        free = [place for place, slab in enumerate(self._slabs) if self._is_free(place, slab)]
+        fitting = [place for place in free if self._slabs[place].nbytes >= nbytes]
+        if fitting:
+            return min(fitting, key=lambda place: self._slabs[place].nbytes)
+        # A fourth more than asked for: sizes that vary a little need no other slab each time.
+        slab = _Slab(self._end, _pages(max(_LEAST_BYTES, nbytes + nbytes // 4)))
+        if slab.first + slab.nbytes > len(self._memory.map):
+            raise MemoryError(f"{self.nbytes} bytes were sent that not all ranks have waited for")
+        self._end += slab.nbytes
+        if free:
+            place = max(free, key=lambda place: self._slabs[place].nbytes)
+            old, self._slabs[place] = self._slabs[place], slab
+            self._memory.map.madvise(mmap.MADV_REMOVE, old.first, old.nbytes)
+            return place
+        if len(self._slabs) == _SLABS:
+            raise RuntimeError(f"more than {_SLABS} all-to-alls were started and not waited for")
+        self._slabs.append(slab)
+        return len(self._slabs) - 1
+
+    def _is_free(self, place: int, slab: _Slab) -> bool:
+        words, at = self._memory.words, self._memory.mark_of(place, 0)
+        return all(words[at + peer.rank] > slab.number for peer in self._peers)
+
+    def receive(self, number: int, received: Tensor, came: Sequence[int]) -> None:
+        """Wait for the parts of the others and copy them."""
+        starts = list(accumulate(came, initial=0))
+        for peer in self._peers:
+            self._await(peer, number)
+            slab, first, *sizes = peer.memory.read(number)
+            if sizes[self._rank] != came[peer.rank]:
+                raise RuntimeError(
+                    f"rank {peer.rank} sent {sizes[self._rank]} bytes where rank {self._rank} "
+                    f"expected {came[peer.rank]}: the ranks of a process group must call the same "
+                    "collectives in the same order, with sizes that agree"
+                )
+            if came[peer.rank]:
+                # Its own part is not in its slab.
+                first += sum(n for r, n in enumerate(sizes[: self._rank]) if r != peer.rank)
+                part = peer.memory.bytes[first : first + sizes[self._rank]]
+                received[starts[peer.rank] : starts[peer.rank + 1]].copy_(part)
+            self._mark(peer, slab, number)
+        if self._dropped:
+            self._mark_dropped()
+
+    def _mark(self, peer: _Peer, slab: int, number: int) -> None:
+        # Nobody sleeps until this word changes, but what was read before must have been.
+        signal_set_(peer.memory.signals, peer.memory.mark_of(slab, self._rank), number + 1)
+
+    def drop(self, number: int) -> None:
+        """Nobody will wait for this all-to-all."""
+        self._dropped.append(number)
+
+    def _mark_dropped(self) -> None:
+        dropped, self._dropped = self._dropped, []
+        for number in dropped:
+            if all(signal_wait(p.memory.signals, _POSTED, 0, 0.0) > number for p in self._peers):
+                for peer in self._peers:
+                    self._mark(peer, peer.memory.read(number)[0], number)
+            else:
+                self._dropped.append(number)
+
+    def _await(self, peer: _Peer, number: int) -> None:
+        """Return when a rank has posted an all-to-all; raise if it cannot any more."""
+        words = peer.memory.signals
+        end = time.monotonic() + self._seconds
+        while signal_wait(words, _POSTED, number + 1, _LOOK_SECONDS) <= number:
+            left = peer.memory.words[_CLOSED] != 0
+            if left or is_gone(peer.process):
+                if signal_wait(words, _POSTED, number + 1, 0.0) > number:
+                    return
+                raise dist.DistBackendError(
+                    f"rank {peer.rank} of the process group (process {peer.process}) "
+                    f"{'has left it' if left else 'has ended'} and will not come to an all-to-all"
+                )
+            if time.monotonic() > end:
+                raise dist.DistBackendError(
+                    f"rank {peer.rank} of the process group (process {peer.process}) has not come "
+                    f"to an all-to-all within {self._seconds:g} s"
+                )
+
+
+class Transfer:
+    """An all-to-all under way."""
+
+    def __init__(self, link: Link, number: int, received: Tensor, came: Sequence[int]) -> None:
+        self._link: Link | None = link
+        self._call = number, received, came
+        self._error: BaseException | None = None
+
+    def wait(self) -> None:
+        """Return when all has been received; what failed cannot be tried again."""
+        if self._error is not None:
+            raise self._error
+        if self._link is not None:
+            try:
+                # It may be waited for in another mode than it was started in.
+                with torch.inference_mode(self._call[1].is_inference()):
+                    self._link.receive(*self._call)
+            except BaseException as error:
+                self._error = error
+                raise
+            self._link = None
+
+    def __del__(self) -> None:
+        if self._link is not None:
+            self._link.drop(self._call[0])
+
+
+_links: weakref.WeakKeyDictionary[dist.ProcessGroup, Link | None] = weakref.WeakKeyDictionary()
+
+
+def link_of(ranks: Ranks) -> Link | None:
+    """What these ranks share; None where they are not processes of one Linux machine, over gloo.
+
+    The first call for a process group is collective over it.
+    """
+    group = ranks.group
+    if group is None:
+        return None
+    if group not in _links:
+        for left in [g for g in _links if g not in distributed_c10d._world.pg_map]:
+            del _links[left]
+        _links[group] = _meet(ranks)
+    return _links[group]
+
+
+class _Name(NamedTuple):
+    """How the others find a rank's file, and know that it is this one."""
+
+    machine: str
+    process: int
+    file: int
+    name: int
+
+
+def _meet(ranks: Ranks) -> Link | None:
+    file, own, told = -1, None, None
+    try:
+        if ranks.shared_memory and "cpu:gloo" in str(dist.get_backend_config(ranks.group)):
+            with suppress(OSError, AttributeError):  # not Linux, or limits that forbid it
+                file = os.memfd_create("emblib")
+                os.ftruncate(file, os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE)
+                own = _Memory(file, ranks.size)
+                own.words[_NAME] = uuid.uuid4().int >> 65
+                machine = Path("/proc/sys/kernel/random/boot_id").read_text()
+                told = _Name(machine, os.getpid(), file, own.words[_NAME])
+        every = ranks.gather_objects(told)
+        peers = None if own is None else _find(every, ranks)
+        if not all(ranks.gather_objects(peers is not None)):
+            return None
+    finally:
+        if file >= 0:
+            os.close(file)  # everybody has it who wants it
+    assert own is not None
+    assert peers is not None
+    assert ranks.group is not None
+    # The next rank first: not all wait for the same one.
+    peers = peers[ranks.rank :] + peers[: ranks.rank]
+    backend = ranks.group._get_backend(torch.device("cpu"))
+    return Link(ranks, own, peers, backend.options._timeout.total_seconds())
+
+
+def _find(every: Sequence[_Name | None], ranks: Ranks) -> list[_Peer] | None:
+    """The files of the others, if all of them can be mapped."""
+    peers = []
+    for rank, told in enumerate(every):
+        if told is None or every[0] is None or told.machine != every[0].machine:
+            return None
+        if rank == ranks.rank:
+            continue
+        try:
+            memory = _open(told, ranks.size)
+        except (OSError, ValueError):  # another container's, or another user's
+            return None
+        if memory.words[_NAME] != told.name:
+            return None
+        peers.append(_Peer(rank, told.process, memory))
+    return peers
+
+
+def _open(told: _Name, size: int) -> _Memory:
+    file = os.open(f"/proc/{told.process}/fd/{told.file}", os.O_RDWR)
+    try:
+        return _Memory(file, size)
+    finally:
+        os.close(file)
+
+
+def _say_goodbye(board: Tensor, process: int) -> None:
+    if os.getpid() == process:
+        signal_set_(board, _CLOSED, 1)
