@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def over_ranks(cell: Cell, asked: ShardingConfig, config: Config) -> Iterator[Cell]:
     """The cell in each world; alone both ways of scaling are one, and so are equal batches.
 
-    Contenders that know no ranks are left out of the worlds of several.
+    Contenders that know no ranks are left out of the worlds of several, and the other way round.
     """
     most = config.timing.max_ranks or max(asked.worlds)
     seen = set()
@@ -27,7 +27,7 @@ def over_ranks(cell: Cell, asked: ShardingConfig, config: Config) -> Iterator[Ce
             if (ranks, batch) in seen:
                 continue
             seen.add((ranks, batch))
-            arms = tuple(a for a in cell.arms if ranks == 1 or not registry.alone(a.contender))
+            arms = tuple(a for a in cell.arms if registry.fits(a.contender, ranks))
             workload = dataclasses.replace(cell.workload, B=batch)
             if arms:
                 yield dataclasses.replace(

@@ -58,6 +58,7 @@ class Contender(ABC):
     variants: ClassVar[str] = ""
     dense: ClassVar[bool] = False
     alone: ClassVar[bool] = False
+    together: ClassVar[bool] = False
     cuda_only: ClassVar[bool] = False
     requires: ClassVar[tuple[str, ...]] = ()
     install: ClassVar[str] = ""

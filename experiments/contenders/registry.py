@@ -9,6 +9,7 @@ A contender is a class in a file of this folder, or of a folder named in EMBLIB_
     keyed       whether it is a table of keys (key_table.py), which the kinds `keys`, `growth` and
                 `cache` measure, not one of bags
     alone       whether it knows no ranks, so that experiments over ranks measure it without others
+    together    whether it is the same as another one in a world of one rank, and left out of it
     dense       whether it holds the tables uncompressed, so that their size must fit in memory
     requires    the packages it needs, exactly as known to work: ("fbgemm-gpu-cpu==1.8.0",);
                 "a==1 | b==1" where either will do
@@ -41,6 +42,7 @@ FACTS: dict[str, type] = {
     "keyed": bool,
     "dense": bool,
     "alone": bool,
+    "together": bool,
     "cuda_only": bool,
     "requires": tuple,
     "install": str,
@@ -64,6 +66,7 @@ class Entry:
     keyed: bool = False
     dense: bool = False
     alone: bool = False
+    together: bool = False
     cuda_only: bool = False
     requires: tuple[str, ...] = ()
     install: str = ""
@@ -156,9 +159,10 @@ def keyed(name: str) -> bool:
     return name in entries() and entries()[name].keyed
 
 
-def alone(name: str) -> bool:
-    """Whether it is measured in one process only."""
-    return name in entries() and entries()[name].alone
+def fits(name: str, ranks: int) -> bool:
+    """Whether it is measured in a world of so many ranks; what is not known is."""
+    entry = entries().get(name)
+    return entry is None or not (entry.together if ranks == 1 else entry.alone)
 
 
 def of_bags() -> tuple[str, ...]:

@@ -17,8 +17,10 @@ from experiments.sharding import numbers
 NOTES = (
     numbers.FORMULA,
     "Ratios are TorchRec's time ÷ that of emblib's counterpart in the same processes, paired in "
-    "each round: 2× means that emblib's step takes half the time. Both work on the same batches "
-    "over the same process group; a rank's gradients are divided by the number of ranks.",
+    "each round: 2× means that emblib's step takes half the time. Both work on the same batches in "
+    "the same processes; a rank's gradients are divided by the number of ranks. TorchRec exchanges "
+    "over gloo; emblib's ranks of one machine do through shared memory, but for those named after "
+    "gloo, whose ratio is their time ÷ that through shared memory.",
     "Every contender's first output and first update are checked against plain PyTorch, on all "
     "ranks together, before anything is timed.",
     "Predictions are those of the planner's cost model, from constants that the same ranks "
@@ -45,7 +47,7 @@ def answer(run: Run) -> list[str]:
 
 def _against(run: Run, rows: pd.DataFrame) -> list[str]:
     """The ratios of the headline, each with its times; then the range over all cells."""
-    judged = rows[rows["ratio"].notna()]
+    judged = rows[rows["ratio"].notna() & rows["contender"].str.startswith("torchrec_")]
     if not len(judged):
         return []
     section = run.headline if (judged["section"] == run.headline).any() else judged.iloc[0].section

@@ -56,7 +56,7 @@ def test_contenders_that_know_no_ranks_are_in_worlds_of_one() -> None:
 def test_a_case_has_worlds_of_its_own_and_a_smoke_run_few_ranks() -> None:
     found = cells("+experiment=sharded_vs_torchrec")
     arms = {(c.workload.T, c.ranks): len(c.arms) for c in found if c.section == "sweep"}
-    assert arms == {(26, 1): 7, (26, 2): 4, (10, 1): 7, (10, 2): 4}
+    assert arms == {(26, 1): 7, (26, 2): 6, (10, 1): 7, (10, 2): 6}
     words = ("cases.small.sharding.worlds=[2]",)
     own = cells("+experiment=sharded_vs_torchrec", *words)
     assert {c.ranks for c in own if c.section == "small"} == {2}
@@ -271,6 +271,8 @@ def test_the_report_beside_torchrec_gives_the_multiple(smoke_runs: Mapping[str, 
         "torchrec_row_wise",
         "torchrec_fused",
         "torchrec_unsharded",
+        "sharded_table_wise_gloo",
+        "sharded_row_wise_gloo",
     }
 
 
