@@ -15,6 +15,7 @@ starts an all-to-all ever waits.
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import struct
@@ -24,7 +25,6 @@ import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
@@ -40,6 +40,7 @@ from emblib.sharding.groups_of_ranks import Ranks
 _ENTRIES = 1024  # all-to-alls that a board remembers
 _SLABS = 256
 _LEAST_BYTES = 1 << 14  # of a slab
+_LARGE_BYTES = 1 << 18  # worth more than one thread
 _LOOK_SECONDS = 0.1  # between two looks whether the others live, and at signals of this process
 _POSTED, _CLOSED, _NAME, _MARKS = 0, 1, 2, 8  # words of a board
 
@@ -100,6 +101,18 @@ class _Slab:
     number: int = -1
 
 
+def _copy(to: Tensor, at: int, source: Tensor, first: int, nbytes: int) -> None:
+    """Bytes from `first` on of one tensor to those from `at` on of another, both in one piece."""
+    if nbytes < _LARGE_BYTES:
+        # A tenth of what torch takes to slice and copy a few bytes.
+        ctypes.memmove(to.data_ptr() + at, source.data_ptr() + first, nbytes)
+        return
+    # By all threads. It may be waited for in another mode than it was started in.
+    with torch.inference_mode(to.is_inference()):
+        part = source.view(-1).view(torch.uint8)[first : first + nbytes]
+        to.view(-1).view(torch.uint8)[at : at + nbytes].copy_(part)
+
+
 def _pages(nbytes: int) -> int:
     return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
@@ -124,41 +137,35 @@ class Link:
     def start(
         self, sent: Tensor, sizes: Sequence[int], received: Tensor, came: Sequence[int]
     ) -> Transfer:
-        """Send the parts of `sent`; all parts for this rank go to `received` (both flat)."""
-        each = sent.element_size()
-        sent, received = sent.view(torch.uint8), received.view(torch.uint8)
+        """Send the parts of `sent`; those for this rank go to `received`. Both are contiguous."""
+        each, rank = sent.element_size(), self._rank
         sizes, came = [n * each for n in sizes], [n * each for n in came]
-        rank, outward = self._rank, sum(sizes) - sizes[self._rank]
+        outward = sum(sizes) - sizes[rank]
         first = sum(sizes[:rank])
-        end = first + sizes[rank]
         place = self._free_slab(outward)
         slab = self._slabs[place]
         slab.number = number = self._number
         self._number += 1
-        memory = self._memory.bytes[slab.first : slab.first + outward]
-        if first:
-            memory[:first].copy_(sent[:first])
-        if outward > first:
-            memory[first:].copy_(sent[end:])
+        _copy(self._memory.bytes, slab.first, sent, 0, first)
+        _copy(self._memory.bytes, slab.first + first, sent, first + sizes[rank], outward - first)
         self._memory.post(number, place, slab.first, sizes)
-        if end > first:
-            into = sum(came[:rank])
-            received[into : into + came[rank]].copy_(sent[first:end])
+        _copy(received, sum(came[:rank]), sent, first, sizes[rank])
         return Transfer(self, number, received, came)
 
     def _free_slab(self, nbytes: int) -> int:
         """A slab that everybody has read and that is large enough: the smallest such, or new."""
         free = [place for place, slab in enumerate(self._slabs) if self._is_free(place, slab)]
-        fitting = [place for place in free if self._slabs[place].nbytes >= nbytes]
-        if fitting:
-            return min(fitting, key=lambda place: self._slabs[place].nbytes)
+        free.sort(key=lambda place: self._slabs[place].nbytes)
+        for place in free:
+            if self._slabs[place].nbytes >= nbytes:
+                return place
         # A fourth more than asked for: sizes that vary a little need no other slab each time.
         slab = _Slab(self._end, _pages(max(_LEAST_BYTES, nbytes + nbytes // 4)))
         if slab.first + slab.nbytes > len(self._memory.map):
             raise MemoryError(f"{self.nbytes} bytes were sent that not all ranks have waited for")
         self._end += slab.nbytes
         if free:
-            place = max(free, key=lambda place: self._slabs[place].nbytes)
+            place = free[-1]
             old, self._slabs[place] = self._slabs[place], slab
             self._memory.map.madvise(mmap.MADV_REMOVE, old.first, old.nbytes)
             return place
@@ -173,7 +180,6 @@ class Link:
 
     def receive(self, number: int, received: Tensor, came: Sequence[int]) -> None:
         """Wait for the parts of the others and copy them."""
-        starts = list(accumulate(came, initial=0))
         for peer in self._peers:
             self._await(peer, number)
             slab, first, *sizes = peer.memory.read(number)
@@ -183,11 +189,9 @@ class Link:
                     f"expected {came[peer.rank]}: the ranks of a process group must call the same "
                     "collectives in the same order, with sizes that agree"
                 )
-            if came[peer.rank]:
-                # Its own part is not in its slab.
-                first += sum(n for r, n in enumerate(sizes[: self._rank]) if r != peer.rank)
-                part = peer.memory.bytes[first : first + sizes[self._rank]]
-                received[starts[peer.rank] : starts[peer.rank + 1]].copy_(part)
+            # Its own part is not in its slab.
+            first += sum(n for r, n in enumerate(sizes[: self._rank]) if r != peer.rank)
+            _copy(received, sum(came[: peer.rank]), peer.memory.bytes, first, came[peer.rank])
             self._mark(peer, slab, number)
         if self._dropped:
             self._mark_dropped()
@@ -243,9 +247,7 @@ class Transfer:
             raise self._error
         if self._link is not None:
             try:
-                # It may be waited for in another mode than it was started in.
-                with torch.inference_mode(self._call[1].is_inference()):
-                    self._link.receive(*self._call)
+                self._link.receive(*self._call)
             except BaseException as error:
                 self._error = error
                 raise
