@@ -34,8 +34,10 @@ help: ## say what there is
 run: native ## measure TT against TBE, write a report (ARGS="timing=quick")
 	@$(BIN)/python run.py +experiment=tt_vs_tbe $(ARGS)
 
+# It starts hundreds of Pythons, each of which would else compile emblib and the harness anew.
+test: export PYTHONDONTWRITEBYTECODE =
 test: native ## the whole test suite, slow tests last (ARGS="-k lookup")
-	@$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile $(ARGS)
+	@$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 gpu-test: native ## the tests that use a GPU; fails where torch sees none
 	@$(BIN)/python -c "import torch, sys; sys.exit(None if torch.cuda.is_available() else 'gpu-test: torch sees no GPU')"

@@ -1,6 +1,7 @@
 """The device fixture: tests of operations run on the CPU, and on CUDA where there is one."""
 
 import os
+from pathlib import Path
 
 # Before torch starts its threads: on a busy machine spinning at barriers costs more than the tests.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -25,6 +26,33 @@ def thread_counts() -> list[int]:
     torch.set_num_threads(before)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+# Files that take half a minute or more, and how long on two cores. Processes that share the tests
+# get whole files: the longest first among these, that none is alone with one at the end.
+LONG = {
+    "experiments/test_reports.py": 250,
+    "simt/test_variants.py": 130,
+    "experiments/test_launchers.py": 100,
+    "sharding/test_restarts.py": 90,
+    "simt/test_compile.py": 70,
+    "experiments/test_runner.py": 65,
+    "sharding/test_failures.py": 60,
+    "sanitize/test_hash.py": 50,
+    "experiments/test_pages_in_chromium.py": 45,
+    "experiments/test_ranks.py": 40,
+    "test_house_rules.py": 40,
+    "sharding/test_sharded_checkpoints.py": 40,
+    "tables/test_disk_training.py": 35,
+    "experiments/test_bundle.py": 35,
+    "experiments/test_stranger.py": 30,
+    "experiments/test_gate_revisions.py": 30,
+    "experiments/test_anchors.py": 30,
+}
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Slow tests run last, so that a mistake shows soon."""
     items.sort(key=lambda item: item.get_closest_marker("slow") is not None)
+    if hasattr(config, "workerinput"):
+        here = Path(__file__).parent
+        names = {item.path: item.path.relative_to(here).as_posix() for item in items}
+        items.sort(key=lambda item: -LONG.get(names[item.path], 1000))

@@ -7,6 +7,7 @@ CUDA error or has lost its memory, nothing measured in it can be trusted; a dead
 
 from __future__ import annotations
 
+import gc
 import importlib
 import math
 import multiprocessing
@@ -191,6 +192,7 @@ def _enter(
         _limit_memory(limits.memory_bytes)
         module, _, name = target.partition(":")
         function: Callable[..., None] = getattr(importlib.import_module(module), name)
+        gc.freeze()  # every collection would look through all that torch has loaded, and copy it
         function(pipe, *arguments)
     except (BrokenPipeError, EOFError):
         pass  # the parent is gone, or has heard enough

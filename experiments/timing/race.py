@@ -82,7 +82,9 @@ class Race:
             phases[phase] = self.clock.adapt(run, timing.pool)
         counters = partial(self.counters, name)
         most = min(timing.warmup_cap, timing.cell_seconds / len(self.arms))
-        if counters():  # a cache that is not full yet would give another contender's times
+        # A cache that is not full yet would give another contender's times; those of a smoke run
+        # mean nothing.
+        if counters() and not timing.max_rows:
             most = max(most, timing.cell_seconds)
         result.warm = warm_up(phases, self.clock, timing, key=name, most=most, counters=counters)
         if timing.warmup and (not result.warm.passes or result.warm.filling):
