@@ -138,6 +138,7 @@ class Distribution(nn.Module):
         self._features = [[unit.feature for unit in rank.all_units] for rank in layout.ranks]
         self._copied = [unit.feature for unit in layout.ranks[ranks.rank].copies]
         self._all = [f for features in self._features for f in features]
+        self._in_order = self._all == list(range(len(layout.features)))
         columns = [unit.columns for rank in layout.ranks for unit in rank.all_units]
         self._mean_columns = sum(columns) / max(len(columns), 1)
         self._ends = [0, *accumulate(len(features) for features in self._features)]
@@ -192,22 +193,16 @@ class Distribution(nn.Module):
         """Whole features: segments of the batch, copied."""
         bags, order = inputs.bags, self._all
         starts = inputs.starts()
-        if inputs.is_variable:
-            first_bags = torch.tensor(bounds_of(bags), device=inputs.ids.device)
-            total = sum(bags[f] for f in order)
-            lengths = route.gather_segments(inputs.lengths, first_bags, self.order, total)
-        else:
-            batch = bags[0] if bags else 0
-            lengths = inputs.lengths.view(len(bags), batch).index_select(0, self.order).view(-1)
         ends = starts.tolist()
         num_ids = [ends[f + 1] - ends[f] for f in order]
         by_rank = [sum(num_ids[a:b]) for a, b in self._spans()]
-        total = sum(by_rank)
-        ids = route.gather_segments(inputs.ids, starts, self.order, total)
-        weights = inputs.weights
-        if weights is not None:
-            with torch.enable_grad():
-                weights = route.gather_segments(weights, starts, self.order, total)
+        lengths, ids, weights = inputs.lengths, inputs.ids, inputs.weights
+        if not (self._in_order and ends[0] == 0 and ends[-1] == ids.numel()):
+            lengths = self._lengths_in_order(inputs)
+            ids = route.gather_segments(ids, starts, self.order, sum(by_rank))
+            if weights is not None:
+                with torch.enable_grad():
+                    weights = route.gather_segments(weights, starts, self.order, sum(by_rank))
         num_bags = [sum(bags[f] for f in order[a:b]) for a, b in self._spans()]
         copied = sum(ends[f + 1] - ends[f] for f in self._copied)
         unit_starts = [0, *accumulate(num_ids)]
@@ -217,6 +212,15 @@ class Distribution(nn.Module):
             *(lengths, ids, weights, None, unit_starts, unit_bags, None),
             *(num_bags, by_rank, copied),
         )
+
+    def _lengths_in_order(self, inputs: Inputs) -> Tensor:
+        bags = inputs.bags
+        if inputs.is_variable:
+            first_bags = torch.tensor(bounds_of(bags), device=inputs.ids.device)
+            total = sum(bags[f] for f in self._all)
+            return route.gather_segments(inputs.lengths, first_bags, self.order, total)
+        batch = bags[0] if bags else 0
+        return inputs.lengths.view(len(bags), batch).index_select(0, self.order).view(-1)
 
     def _bucketize(self, inputs: Inputs) -> Sent:
         """Tables in blocks of rows: every id to the block that has its row."""

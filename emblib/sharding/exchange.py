@@ -41,10 +41,11 @@ def start_all_to_all(
     *,
     received: Tensor | None = None,
 ) -> Pending:
-    """Send part r of `sent` (flat, contiguous; `sizes[r]` elements) to rank r.
+    """Send part r of `sent` (flat; `sizes[r]` elements) to rank r.
 
     `received` is where the parts of the others go, one after another by rank; made if not given.
     """
+    sent = sent.contiguous()
     if received is None:
         received = sent.new_empty(sum(received_sizes))
     if ranks.size == 1:
