@@ -56,14 +56,15 @@ class Inputs(NamedTuple):
 class Sent(NamedTuple):
     """A batch in the order of sending, and the host's numbers of it by destination.
 
-    `positions` says where in the batch each id was; None where whole features were sent.
+    `lengths`, `ids` and `weights` are None once they are on their way. `positions` says where in
+    the batch each id was; None where whole features were sent.
     `unit_starts` is where each unit's ids begin. Of the ids for each rank, the last `copied` are
     for copies of replicated tables. Unit u has `unit_bags[u]` bags: with `rows`, int32 `[U * B]`,
     not those without ids there, and the row of unit u for bag b is `rows[u * B + b]`, -1 for none.
     """
 
-    lengths: Tensor
-    ids: Tensor
+    lengths: Tensor | None
+    ids: Tensor | None
     weights: Tensor | None
     positions: Tensor | None
     unit_starts: Tensor | list[int]
@@ -286,8 +287,8 @@ class Distribution(nn.Module):
         positions = sent.positions
         if positions is None:
             every = torch.arange(inputs.ids.numel(), device=inputs.ids.device)
-            total = sent.ids.numel()
-            positions = route.gather_segments(every, inputs.starts(), self.order, total)
+            starts, total = inputs.starts(), sum(sent.num_ids)
+            positions = route.gather_segments(every, starts, self.order, total)
         if not self._copied:
             return positions
         parts = positions.split(sent.num_ids)
@@ -310,6 +311,7 @@ class Distribution(nn.Module):
         if batch.weights is not None:
             weights = DifferentiableAllToAll(batch.weights, batch.num_ids, num_ids, self._ranks)
         copied = sum(header[1] for header in headers)
+        batch = batch._replace(lengths=None, ids=None, weights=None)
         flight = _Flight(
             *(inputs, batch, bags, by_unit, num_bags, came),
             *([header[0] - header[1] for header in headers], copied, ids, weights),
@@ -381,5 +383,7 @@ def _check(kinds: list[int]) -> None:
 
 def _interleaved(batch: Sent) -> list[Tensor]:
     """Lengths, then ids, for one rank after another."""
+    assert batch.lengths is not None
+    assert batch.ids is not None
     lengths, ids = batch.lengths.split(batch.num_bags), batch.ids.split(batch.num_ids)
     return [part for pair in zip(lengths, ids, strict=True) for part in pair]

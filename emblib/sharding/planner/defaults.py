@@ -1,10 +1,10 @@
 """Constants for machines that were not calibrated.
 
 The CPU's were measured by `calibrate` on two virtual cores of an AMD EPYC with 32 MiB of L3 cache,
-gloo between two processes of it, rounded; other programs ran beside it. The speed of a network and
-of a disk are round figures. The GPU's are data-sheet figures of an NVIDIA H100 SXM5: 3,350
-GB/s of memory, 450 GB/s of NVLink each way, 64 GB/s of PCIe 5 each way, 400 Gbit/s of network a
-GPU; launches and latencies are round figures. They were not measured.
+between two processes that share memory, rounded. The speed of a network and of a disk are round
+figures. The GPU's are data-sheet figures of an NVIDIA H100 SXM5: 3,350 GB/s of memory, 450 GB/s of
+NVLink each way, 64 GB/s of PCIe 5 each way, 400 Gbit/s of network a GPU; launches and latencies are
+round figures. They were not measured.
 """
 
 from emblib.sharding.planner.calibration import Calibration, Curve
@@ -59,11 +59,11 @@ CPU = Calibration(
     tt_ns=0.045,
     host_bytes_per_s=10e9,
     disk_bytes_per_s=1e9,
-    link_bytes_per_s=1e9,
+    link_bytes_per_s=6e9,
     network_bytes_per_s=1e9,
-    exchange_s=500e-6,
-    message_s=500e-6,
-    copies_s=1.6e-3,
-    blocks_s=1e-3,
-    step_s=400e-6,
+    exchange_s=250e-6,
+    message_s=250e-6,
+    copies_s=600e-6,
+    blocks_s=0.0,
+    step_s=200e-6,
 )

@@ -147,7 +147,7 @@ class CostModel:
         # The caller's batch, the output and its gradient; beside them what is sent, and the pieces
         # that are put together.
         given = self.batches * (ids * _ID + bags * _ID) + 2 * _FLOAT * out
-        combining = given + self._moved * sent + self._copies_of(work) * _FLOAT * pieces
+        combining = given + (self.batches - 1) * sent + self._copies_of(work) * _FLOAT * pieces
         combining += numbers
         positions = self._moved * sent_ids * _ID
         arrange, positions = _on_grid(arrange * _NS), float(math.ceil(positions))
