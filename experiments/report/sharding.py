@@ -47,7 +47,7 @@ def answer(run: Run) -> list[str]:
 
 def _against(run: Run, rows: pd.DataFrame) -> list[str]:
     """The ratios of the headline, each with its times; then the range over all cells."""
-    judged = rows[rows["ratio"].notna() & rows["contender"].str.startswith("torchrec_")]
+    judged = numbers.beside_torchrec(rows)
     if not len(judged):
         return []
     section = run.headline if (judged["section"] == run.headline).any() else judged.iloc[0].section
@@ -177,7 +177,7 @@ def _table(every: pd.DataFrame, steps: pd.DataFrame) -> Table:
     parts = [name for name in numbers.PARTS if (every["phase"] == name).any()]
     compared = bool(steps["ratio"].notna().any()) if len(steps) else False
     heads = ["contender", "forward", "step"]
-    heads += ["TorchRec's ÷ emblib's [95\u00a0%]"] if compared else []
+    heads += ["step ÷ emblib's [95\u00a0%]"] if compared else []
     heads += ["efficiency", "compute", "communication"] if parts else ["efficiency"]
     heads += [numbers.PARTS[name] for name in parts] + ["tables", "processes"]
     lines = []

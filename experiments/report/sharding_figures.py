@@ -47,7 +47,7 @@ def figures(run: Run) -> list[Figure]:
 
 
 def _against(run: Run, rows: pd.DataFrame) -> Figure:
-    judged = rows[rows["ratio"].notna()].sort_values(["section", "world_size"], kind="stable")
+    judged = numbers.beside_torchrec(rows).sort_values(["section", "world_size"], kind="stable")
     height = 1.2 + BAR * len(judged)
     panels = [Panel("TorchRec's step ÷ emblib's", _ratios(run, judged), 1.8 * WIDTH, height)]
     return Figure(

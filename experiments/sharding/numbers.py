@@ -46,6 +46,11 @@ def counterpart(contender: str) -> str:
     return f"{OURS}{kind}" if kind != contender else ""
 
 
+def beside_torchrec(rows: pd.DataFrame) -> pd.DataFrame:
+    """Those of TorchRec's that were compared with emblib's."""
+    return rows[rows["ratio"].notna() & rows["contender"].str.startswith("torchrec_")]
+
+
 def type_of(contender: str) -> str:
     """'row-wise' of a sharded contender, whoever's it is; its own name of others."""
     for prefix in (OURS, "torchrec_"):

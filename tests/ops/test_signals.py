@@ -1,8 +1,9 @@
 """Words that processes share: set by one, awaited by others."""
 
 import mmap
-import os
+import struct
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,10 +11,14 @@ from torch import Tensor
 
 from emblib.ops.signals import signal_set_, signal_wait
 from emblib.reference import signals as reference
+from emblib.sharding.groups_of_ranks import Ranks
+from tests.sharding import worlds
 
 
-def _shared_words(count: int) -> Tensor:
-    return torch.frombuffer(mmap.mmap(-1, 8 * count), dtype=torch.int64)
+def _words_of(path: Path) -> Tensor:
+    """The words of a file, shared by all processes that map it."""
+    with path.open("r+b") as file:
+        return torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=torch.int64)
 
 
 @pytest.mark.parametrize("at", [0, 3])
@@ -29,43 +34,45 @@ def test_matches_the_reference(at: int, value: int) -> None:
         assert found == reference.signal_wait(expected, at, least, seconds) == value
 
 
-@pytest.mark.parametrize("first", [0, 2**32 - 2])
-def test_another_process_wakes_who_waits(first: int) -> None:
+def _ping_pong(ranks: Ranks, path: Path, first: int) -> bool:
+    words, right = _words_of(path), True
+    for n in range(first + 1, first + 2001):
+        if ranks.rank == 0:
+            if n % 500 == 0:
+                time.sleep(0.002)  # long enough for the other to fall asleep
+            signal_set_(words, 0, n)
+        right &= signal_wait(words, 1 - ranks.rank, n, 60.0) == n
+        if ranks.rank == 1:
+            signal_set_(words, 1, n)
+    return right
+
+
+@pytest.mark.parametrize("first", [0, 2**32 - 1000])
+def test_another_process_wakes_who_waits(first: int, tmp_path: Path) -> None:
     """Each answers the other: a lost wake-up would end in the timeout."""
-    words = _shared_words(2)
-    words[:] = first
-    rounds = 2000
-    child = os.fork()
-    if child == 0:
-        ok = True
-        for n in range(first + 1, first + rounds + 1):
-            ok &= signal_wait(words, 0, n, 60.0) == n
-            signal_set_(words, 1, n)
-        os._exit(0 if ok else 1)
-    found = []
-    for n in range(first + 1, first + rounds + 1):
-        if n % 500 == 0:
-            time.sleep(0.002)  # long enough for the other to fall asleep
-        signal_set_(words, 0, n)
-        found.append(signal_wait(words, 1, n, 60.0))
-    assert os.waitpid(child, 0)[1] == 0
-    assert found == list(range(first + 1, first + rounds + 1))
+    path = tmp_path / "words"
+    path.write_bytes(struct.pack("=2q", first, first))
+    assert worlds.run(2, _ping_pong, path, first) == [True, True]
 
 
-def test_what_was_written_before_is_seen() -> None:
-    words, data = _shared_words(2), _shared_words(100_000)
-    child = os.fork()
-    if child == 0:
-        ok = True
-        for n in range(1, 50):
-            ok &= signal_wait(words, 0, n, 60.0) == n and bool((data == n).all())
-            signal_set_(words, 1, n)
-        os._exit(0 if ok else 1)
-    for n in range(1, 50):
-        data.fill_(n)
-        signal_set_(words, 0, n)
-        signal_wait(words, 1, n, 60.0)
-    assert os.waitpid(child, 0)[1] == 0
+def _read_what_was_written(ranks: Ranks, path: Path) -> bool:
+    words, right = _words_of(path), True
+    signals, data = words[:2], words[2:]
+    for n in range(1, 100):
+        if ranks.rank == 0:
+            data.fill_(n)
+            signal_set_(signals, 0, n)
+            right &= signal_wait(signals, 1, n, 60.0) == n
+        else:
+            right &= signal_wait(signals, 0, n, 60.0) == n and bool((data == n).all())
+            signal_set_(signals, 1, n)
+    return right
+
+
+def test_what_was_written_before_is_seen(tmp_path: Path) -> None:
+    path = tmp_path / "words"
+    path.write_bytes(bytes(8 * 100_002))
+    assert worlds.run(2, _read_what_was_written, path) == [True, True]
 
 
 def test_opcheck() -> None:
