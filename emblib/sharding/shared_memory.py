@@ -1,7 +1,7 @@
 """All-to-alls between the CPU processes of one machine: through memory that they share.
 
-Over the loopback device every byte is copied four times, by threads that must first wake up. Here
-a rank copies what it sends into memory of its own that the others have mapped, and each of them
+Over the loopback device messages go through the kernel, by threads that must first wake up. Here a
+rank copies what it sends into memory of its own that the others have mapped, and each of them
 copies its part out. Nothing but the first meeting needs the process group.
 
 Every rank has one anonymous file, as large as the memory of the machine but empty where nothing was
