@@ -145,7 +145,8 @@ def _lose(ranks: Ranks, act: str) -> str:
     """What the others hear when the last rank does not come again."""
     group = subgroup(ranks)
     assert group is not None
-    group._get_backend(torch.device("cpu")).options._timeout = timedelta(seconds=3)
+    patience = timedelta(seconds=5 if act == "sleep" else 60)
+    group._get_backend(torch.device("cpu")).options._timeout = patience
     ranks = Ranks(group)
     _start(ranks, 1).wait()
     if ranks.rank == ranks.size - 1:
@@ -154,7 +155,7 @@ def _lose(ranks: Ranks, act: str) -> str:
         elif act == "leave":
             shared_memory._links.clear()
         else:
-            time.sleep(6)
+            time.sleep(8)
         return ""
     with pytest.raises(dist.DistBackendError) as caught:
         _start(ranks, 2).wait()
