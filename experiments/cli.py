@@ -100,7 +100,7 @@ def _main(arguments: Sequence[str]) -> int:
         return 2
     from experiments.run import runner  # torch, pandas and matplotlib load only when there is work
 
-    gc.freeze()  # else a sixth of the time that figures take is spent looking through torch
+    gc.freeze()  # else a seventh of a small run is spent looking through torch
     return runner.run(config, question=configure.question(chosen.partition("=")[2]), words=words)
 
 

@@ -197,8 +197,11 @@ class Link:
             self._mark_dropped()
 
     def _mark(self, peer: _Peer, slab: int, number: int) -> None:
-        # Nobody sleeps until this word changes, but what was read before must have been.
-        signal_set_(peer.memory.signals, peer.memory.mark_of(slab, self._rank), number + 1)
+        # Nobody sleeps until this word changes, but what was read before must have been. A wait that
+        # failed with another rank may have marked this one's slab, and a later use of it, already.
+        at = peer.memory.mark_of(slab, self._rank)
+        if peer.memory.words[at] <= number:
+            signal_set_(peer.memory.signals, at, number + 1)
 
     def drop(self, number: int) -> None:
         """Nobody will wait for this all-to-all."""
@@ -250,8 +253,10 @@ class Transfer:
                 self._link.receive(*self._call)
             except BaseException as error:
                 self._error = error
+                self._link.drop(self._call[0])
                 raise
-            self._link = None
+            finally:
+                self._link = None
 
     def __del__(self) -> None:
         if self._link is not None:
