@@ -197,8 +197,8 @@ class Link:
             self._mark_dropped()
 
     def _mark(self, peer: _Peer, slab: int, number: int) -> None:
-        # Nobody sleeps until this word changes, but what was read before must have been. A wait that
-        # failed with another rank may have marked this one's slab, and a later use of it, already.
+        # Nobody sleeps until this word changes, but what was read before must have been.
+        # Where a wait failed at another rank, this slab may have later marks already.
         at = peer.memory.mark_of(slab, self._rank)
         if peer.memory.words[at] <= number:
             signal_set_(peer.memory.signals, at, number + 1)
