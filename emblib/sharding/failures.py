@@ -126,7 +126,8 @@ class guarded:
     def _end(self) -> None:
         self._stop.set()
         if self._thread is not None:
-            self._thread.join(self._beat)
+            # One that comes back from the store while the interpreter ends would abort it.
+            self._thread.join(self._patience)
         self._roll = self._thread = None
 
     def _live(self, name: str) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -49,6 +51,33 @@ def launched(
     # After a failure the process ends, and waiting for the others would be in vain.
     if own:
         dist.destroy_process_group()
+        _let_gloo_rest()
+
+
+def _let_gloo_rest(seconds: float = 2.0) -> None:
+    """Return when gloo's threads have dropped what they held of the last collectives, on Linux.
+
+    They outlive the group while anything refers to it. One that drops the last reference to a
+    tensor while the interpreter ends aborts the process ("terminate called without an active
+    exception"), and torchrun would start a job again that is done.
+    """
+    end, seen = time.monotonic() + seconds, None
+    while (found := _gloo_threads()) and time.monotonic() < end:
+        if found == seen and all(state == "S" for state, _ in found.values()):
+            return  # slept all the while: one that waited for the interpreter's lock had it
+        seen = found
+        time.sleep(_LOOK_SECONDS / 4)
+
+
+def _gloo_threads() -> dict[str, tuple[str, str]]:
+    """By number: whether it runs or sleeps, and how often it has fallen asleep."""
+    found = {}
+    for path in Path("/proc/self/task").glob("*/status"):
+        with suppress(OSError):  # it has just ended
+            facts = dict(re.findall(r"^(\w+):\s*(\S*)", path.read_text(), re.MULTILINE))
+            if facts["Name"].startswith("pt_gloo"):
+                found[path.parent.name] = facts["State"], facts["voluntary_ctxt_switches"]
+    return found
 
 
 def _device_alone() -> torch.device:

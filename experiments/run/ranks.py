@@ -76,6 +76,9 @@ def main() -> None:
             pipe.send(_Failed(*told(error)))
             raise
         pipe.send(records)
+        # Torchrun ends all when one ends badly, as torch can make it, and others may still send.
+        with contextlib.suppress(EOFError, OSError):
+            pipe.recv()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -24,11 +24,15 @@ MODULE = ["-m", "tests.sharding.resumed"]
 LIMIT_SECONDS = 400
 
 
-def _torchrun(*words: str) -> subprocess.Popen[str]:
+def _environment() -> dict[str, str]:
     path = os.pathsep.join(p for p in [os.getcwd(), *sys.path] if p)
+    return os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
+
+
+def _torchrun(*words: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-m", "torch.distributed.run", "--max-restarts=2", *words],
-        env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        env=_environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -147,6 +151,25 @@ def test_without_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     with launched() as ranks:
         assert (ranks.rank, ranks.size, ranks.group) == (0, 1, None)
     assert not dist.is_initialized()
+
+
+_LEAVES_WORK_BEHIND = """
+import torch, torch.distributed as dist
+from emblib.sharding.launched import launched
+with launched() as ranks:
+    values = torch.ones(4_000_000)
+    for _ in range(100):
+        work = ranks.group.allgather([[torch.empty_like(values)]], [values.clone()])
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks the kernel what threads do")
+def test_ends_well_while_gloo_is_at_work() -> None:
+    """Torch's threads free tensors, for which they need the interpreter: it must still be there."""
+    place = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    command = [sys.executable, "-c", _LEAVES_WORK_BEHIND]
+    done = subprocess.run(command, env=_environment() | place, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def _inside(ranks: Ranks) -> tuple[int, int]:
