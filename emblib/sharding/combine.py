@@ -65,6 +65,8 @@ class Combination(nn.Module):
         self._spans = [
             span for f in range(len(layout.features)) for span in _spans_of(layout, self._places, f)
         ]
+        self._own_widths = [unit.columns for unit in layout.ranks[ranks.rank].units]
+        self._copied_widths = [unit.columns for unit in layout.replicated.units]
         self._divides = any(feature.is_mean for feature in layout.features)
         here = [unit.feature for unit in layout.ranks[0].units]
         self._in_order = not self._divides and here == list(range(len(layout.features)))
@@ -99,9 +101,9 @@ class Combination(nn.Module):
         inputs = received.inputs
         pieces = self._pieces(received)
         units = self._layout.ranks[self._ranks.rank]
-        sent = self._elements(units.units, received.bags)
+        sent = self._elements(self._own_widths, received.bags)
         of_copies = received.bags[len(units.units) :]
-        copied = self._elements(self._layout.replicated.units, of_copies) if of_copies else []
+        copied = self._elements(self._copied_widths, of_copies) if of_copies else []
         rows = local.detach().reshape(-1)
         pending = CodedPending(rows, sent, pieces.came, self._ranks, self._wire.forward)
         lengths = inputs.lengths if self._divides else None
@@ -140,15 +142,15 @@ class Combination(nn.Module):
         """Of the rows of copies for the bags of all ranks."""
         bags = received.bags[len(self._layout.ranks[self._ranks.rank].units) :]
         if received.inputs.is_variable:
-            return (sum(self._elements(self._layout.replicated.units, bags)),)
+            return (sum(self._elements(self._copied_widths, bags)),)
         return sum(bags[0]), self._layout.replicated.columns
 
-    def _elements(self, units: Sequence[Unit], bags: Sequence[Sequence[int]]) -> list[int]:
-        """Elements by rank: a row of every unit for each bag of the rank."""
+    def _elements(self, widths: Sequence[int], bags: Sequence[Sequence[int]]) -> list[int]:
+        """Elements by rank: a row of every unit, of so many columns, for each bag of the rank."""
         sums = [0] * self._ranks.size
-        for unit, counts in zip(units, bags, strict=False):
+        for width, counts in zip(widths, bags, strict=False):
             for rank, count in enumerate(counts):
-                sums[rank] += count * unit.columns
+                sums[rank] += count * width
         return sums
 
     # Tables of pieces

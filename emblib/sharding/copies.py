@@ -9,7 +9,6 @@ from torch.autograd.function import once_differentiable
 
 from emblib.collections.groups import TableGroups
 from emblib.jagged.offsets import running_sums
-from emblib.jagged.segments import bounds_of
 from emblib.ops import route
 from emblib.sharding.distribute import Inputs, Received, ScaledGradient
 from emblib.sharding.groups_of_ranks import Ranks
@@ -98,7 +97,7 @@ def reordered(
     inputs: Inputs, features: list[int], order: Tensor
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Ids, offsets and weights of some features of a batch; `order` holds the same numbers."""
-    bags = torch.tensor(bounds_of(inputs.bags), device=inputs.ids.device)
+    bags = inputs.first_bags(range(len(inputs.bags)))
     starts, num_ids = inputs.starts(), inputs.num_ids()
     total = sum(num_ids[f] for f in features)
     num_bags = sum(inputs.bags[f] for f in features)

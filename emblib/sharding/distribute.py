@@ -5,6 +5,7 @@ every rank will get (the one point where the host must know numbers), then the i
 of their bags before them, in one message; where there are weights a third beside it.
 """
 
+from collections.abc import Sequence
 from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
@@ -46,7 +47,14 @@ class Inputs(NamedTuple):
         """Where the ids of each feature begin, and where those of the last one end."""
         if not self.is_variable and self.bags and self.bags[0]:
             return self.offsets[:: self.bags[0]]
-        return self.offsets[torch.tensor(bounds_of(self.bags), device=self.offsets.device)]
+        return self.offsets[self.first_bags(range(len(self.bags)))]
+
+    def first_bags(self, features: Sequence[int]) -> Tensor:
+        """Where the bags of each begin if they lie in this order, and those of the last one end."""
+        device = self.offsets.device
+        if self.is_variable or not features:
+            return torch.tensor(bounds_of([self.bags[f] for f in features]), device=device)
+        return torch.arange(len(features) + 1, device=device) * self.bags[0]
 
     def num_ids(self) -> list[int]:
         """Ids of each feature; reads the device."""
@@ -217,7 +225,7 @@ class Distribution(nn.Module):
     def _lengths_in_order(self, inputs: Inputs) -> Tensor:
         bags = inputs.bags
         if inputs.is_variable:
-            first_bags = torch.tensor(bounds_of(bags), device=inputs.ids.device)
+            first_bags = inputs.first_bags(range(len(bags)))
             total = sum(bags[f] for f in self._all)
             return route.gather_segments(inputs.lengths, first_bags, self.order, total)
         batch = bags[0] if bags else 0
@@ -225,18 +233,16 @@ class Distribution(nn.Module):
 
     def _bucketize(self, inputs: Inputs) -> Sent:
         """Tables in blocks of rows: every id to the block that has its row."""
-        bags, device = inputs.bags, inputs.ids.device
-        first_bags = torch.tensor(bounds_of(bags), device=device)
-        unit_ends = [0, *accumulate(bags[f] for f in self._all)]
+        unit_bags, rows = [inputs.bags[f] for f in self._all], None
+        first_bags = inputs.first_bags(range(len(inputs.bags)))
         where = first_bags, self.features, self.blocks, self.copies
-        units = torch.tensor(unit_ends, device=device)
+        units = inputs.first_bags(self._all)
         lengths = route.route_lengths(
-            inputs.ids, inputs.offsets, *where, units, num_bags=unit_ends[-1]
+            inputs.ids, inputs.offsets, *where, units, num_bags=sum(unit_bags)
         )
         starts = running_sums(lengths)
-        by_rank = [unit_ends[end] for end in self._ends]
-        first_copy = unit_ends[self._ends[1] - len(self._copied)]
-        *ends, before_copies = starts[[*by_rank, first_copy]].tolist()
+        unit_starts = starts[units]
+        ends = unit_starts.tolist()
         with torch.enable_grad():
             ids, positions, weights = route.route_ids(
                 *(inputs.ids, inputs.offsets, *where, units),
@@ -244,10 +250,8 @@ class Distribution(nn.Module):
                 total=ends[-1],
                 weights=inputs.weights,
             )
-        num_ids = [b - a for a, b in pairwise(ends)]
-        copied = ends[1] - before_copies
-        unit_starts = starts[units]
-        unit_bags, rows = [bags[f] for f in self._all], None
+        num_ids = [ends[b] - ends[a] for a, b in self._spans()]
+        copied = ends[self._ends[1]] - ends[self._ends[1] - len(self._copied)]
         if self._packs and not inputs.is_variable:
             lengths, rows, unit_bags = self._packed(lengths, unit_bags)
         num_bags = [sum(unit_bags[a:b]) for a, b in self._spans()]

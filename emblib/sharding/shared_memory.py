@@ -103,6 +103,8 @@ class _Slab:
 
 def _copy(to: Tensor, at: int, source: Tensor, first: int, nbytes: int) -> None:
     """Bytes from `first` on of one tensor to those from `at` on of another, both in one piece."""
+    if nbytes == 0:
+        return
     if nbytes < _LARGE_BYTES:
         # A tenth of what torch takes to slice and copy a few bytes.
         ctypes.memmove(to.data_ptr() + at, source.data_ptr() + first, nbytes)
