@@ -4,7 +4,9 @@
 those of `emblib.ops.tbe`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -63,6 +65,31 @@ class Tiers(NamedTuple):
     output_dtype: torch.dtype
 
 
+_for_update = ContextVar("for_update", default=False)
+
+
+@contextmanager
+def for_update() -> Iterator[None]:
+    """Lookups in it are made for the sake of their backward.
+
+    What a fused one gives are zeros without memory: its update reads no values.
+    """
+    before = _for_update.set(True)
+    try:
+        yield
+    finally:
+        _for_update.reset(before)
+
+
+def _shape(batch: Lookup) -> tuple[int, ...]:
+    """Of the output."""
+    if batch.pooling is Pooling.NONE:
+        return batch.indices.numel(), batch.columns
+    if batch.bag_layout is not None:
+        return (batch.columns,)
+    return (batch.offsets.numel() - 1) // batch.features.shape[0], batch.columns
+
+
 def groups_of(batch: Lookup) -> tbe.Groups:
     """The rows of a batch."""
     return tbe.group(
@@ -95,6 +122,10 @@ class FusedLookup(torch.autograd.Function):
         weighted = sample_weights is not None and sample_weights.requires_grad
         compiling = torch.compiler.is_compiling()
         ctx.versions = _versions(tiers.weights) if weighted and not compiling else None
+        if not compiling and _for_update.get():
+            return torch.zeros((), dtype=tiers.output_dtype, device=anchor.device).expand(
+                _shape(batch)
+            )
         return lookup_only(tiers.weights, batch, sample_weights, tiers.output_dtype)
 
     @staticmethod

@@ -25,7 +25,7 @@ from torch.autograd.function import once_differentiable
 
 from emblib.sharding.awaitable import Awaitable
 from emblib.sharding.codecs import Codec
-from emblib.sharding.exchange import start_all_to_all
+from emblib.sharding.exchange import start_all_gather, start_all_to_all
 from emblib.sharding.groups_of_ranks import Ranks
 from emblib.sharding.sharded_tables import GradientReduction
 from emblib.sharding.wire import Wire
@@ -59,11 +59,11 @@ class _Leg:
 
     def start(self, values: Tensor) -> Any:
         """Send `values`, flat: `sum(sizes)` elements, or `sizes[0]` where all get a copy."""
-        if self.pattern is _Pattern.COPIES:
-            payload = self.codec.encode(values, self.sizes[:1]).repeat(self.ranks.size)
-        else:
-            payload = self.codec.encode(values, self.sizes)
         splits = self.codec.payload_splits
+        if self.pattern is _Pattern.COPIES:
+            payload = self.codec.encode(values, self.sizes[:1])
+            return start_all_gather(payload, splits(self.received), self.ranks)
+        payload = self.codec.encode(values, self.sizes)
         return start_all_to_all(payload, splits(self.sizes), splits(self.received), self.ranks)
 
     def finish(self, pending: Any, dtype: torch.dtype) -> Tensor:

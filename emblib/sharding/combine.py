@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from emblib.ops import route
 from emblib.sharding.awaitable import Awaitable, Deferred
 from emblib.sharding.distribute import Received
-from emblib.sharding.exchange import start_all_to_all
+from emblib.sharding.exchange import start_all_gather
 from emblib.sharding.groups_of_ranks import Ranks
 from emblib.sharding.layout import Layout, RankLayout, Unit
 from emblib.sharding.wire import CodedPending, Wire
@@ -284,11 +284,7 @@ class Combination(nn.Module):
         pending = CodedPending(flat[:total], pieces.came, step.sent, self._ranks, codec)
         copies = flat[total:]
         if everywhere:
-            world = self._ranks.size
-            sizes = [pieces.copied] * world
-            copies = start_all_to_all(
-                copies.repeat(world), sizes, step.copies_of, self._ranks
-            ).wait()
+            copies = start_all_gather(copies, step.copies_of, self._ranks).wait()
         return pending.wait(), copies
 
 

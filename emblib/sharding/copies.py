@@ -9,7 +9,7 @@ from torch.autograd.function import once_differentiable
 
 from emblib.collections.groups import TableGroups
 from emblib.jagged.offsets import running_sums
-from emblib.ops import route
+from emblib.ops import lookups, route
 from emblib.sharding.distribute import Inputs, Received, ScaledGradient
 from emblib.sharding.groups_of_ranks import Ranks
 from emblib.sharding.layout import Layout
@@ -83,12 +83,13 @@ class _StandIn(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Look up again, and let the optimizer have the gradient."""
+        """Make the lookup, and let the optimizer have the gradient."""
         (weights,) = ctx.saved_tensors
         with torch.enable_grad():
             if weights is not None:
                 weights = weights.detach().requires_grad_(ctx.needs_input_grad[1])
-            rows = ctx.look_up(weights)
+            with lookups.for_update():
+                rows = ctx.look_up(weights)
             rows.backward(grad.reshape(rows.shape).to(rows.dtype))
         return None, None if weights is None else weights.grad, None, None
 

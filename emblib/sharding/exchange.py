@@ -1,9 +1,9 @@
-"""The one collective of a step: an all-to-all of uneven parts, under way while others work.
+"""The collective of a step: an all-to-all of uneven parts, under way while others work.
 
 Everything that sharded collections send goes through here: ids to the ranks that hold their rows,
-pooled or single rows back, gradients the way of the rows. All-to-all only: its parts may be empty
-and uneven on every backend, its sums happen where they are wanted, in float32 and in rank order,
-and it takes any payload.
+pooled or single rows back, gradients the way of the rows. Its parts may be empty and uneven on
+every backend, its sums happen where they are wanted, in float32 and in rank order, and it takes any
+payload. Gradients that all ranks want alike, of copies of tables, are gathered in the same way.
 """
 
 from collections.abc import Sequence
@@ -57,6 +57,37 @@ def start_all_to_all(
         received, sent, list(received_sizes), list(sizes), group=ranks.group, async_op=True
     )
     return Pending(received, work, sent)
+
+
+def start_all_gather(part: Tensor, sizes: Sequence[int], ranks: Ranks) -> Pending:
+    """Send all of `part` (flat) to every rank; `sizes[r]` elements come from rank r."""
+    part = part.contiguous()
+    received = part.new_empty(sum(sizes))
+    if ranks.size == 1:
+        return Pending(received.copy_(part))
+    link = link_of(ranks) if part.device.type == "cpu" else None
+    if link is not None:
+        return Pending(received, link.start_all_gather(part, received, sizes))
+    parts = list(received.split(list(sizes)))
+    parts[ranks.rank].copy_(part)
+    # Gloo gathers equal parts only.
+    works = [
+        dist.broadcast(part, ranks.global_rank(rank), group=ranks.group, async_op=True)
+        for rank, part in enumerate(parts)
+    ]
+    return Pending(received, _Together(works))
+
+
+class _Together:
+    """Collectives that are waited for as one."""
+
+    def __init__(self, works: Sequence[Any]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        """Return when all have ended."""
+        for work in self._works:
+            work.wait()
 
 
 class _AllToAll(torch.autograd.Function):

@@ -16,7 +16,7 @@ from emblib.optim import Optimizer
 from emblib.sharding.awaitable import Awaitable, Deferred
 from emblib.sharding.boxes import TableSharding
 from emblib.sharding.distribute import Received
-from emblib.sharding.exchange import start_all_to_all
+from emblib.sharding.exchange import start_all_gather
 from emblib.sharding.groups_of_ranks import Ranks
 from emblib.sharding.layout import Config
 from emblib.sharding.sharded_tables import GradientReduction, ShardedTables
@@ -245,10 +245,10 @@ class _Placed(torch.autograd.Function):
             copies = grad.index_select(0, way.copies)
         if ctx.everywhere:
             assert copies is not None
-            sizes = [copies.numel()] * ranks.size
-            every = (copies * scale).view(-1).repeat(ranks.size)
+            if scale != 1.0:
+                copies.mul_(scale)
             came_sizes = [n * tables.dim for n in way.copied]
-            of_stand_in = start_all_to_all(every, sizes, came_sizes, ranks).wait()
+            of_stand_in = start_all_gather(copies.view(-1), came_sizes, ranks).wait()
             of_stand_in = of_stand_in.view(-1, tables.dim).index_select(0, way.copies_order)
             copies = None
         came = pending.wait().view(-1, width)

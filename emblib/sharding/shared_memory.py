@@ -25,6 +25,7 @@ import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
@@ -54,12 +55,12 @@ class _Memory:
         self.bytes = torch.frombuffer(self.map, dtype=torch.uint8)
         self.signals = self.bytes[: self.board_bytes(size)].view(torch.int64)
         self._size = size
-        self._entry = struct.Struct(f"={3 + size}q")
+        self._entry = struct.Struct(f"={2 + 2 * size}q")
 
     @staticmethod
     def board_bytes(size: int) -> int:
         """Of the board of one of `size` ranks, in whole pages."""
-        words = _MARKS + _SLABS * size + _ENTRIES * (3 + size)
+        words = _MARKS + _SLABS * size + _ENTRIES * (2 + 2 * size)
         return _pages(8 * words)
 
     def mark_of(self, slab: int, rank: int) -> int:
@@ -69,19 +70,19 @@ class _Memory:
     def _entry_at(self, number: int) -> int:
         return 8 * self.mark_of(_SLABS, 0) + number % _ENTRIES * self._entry.size
 
-    def post(self, number: int, slab: int, first: int, sizes: Sequence[int]) -> None:
-        """Tell of an all-to-all whose data are in place, from byte `first` on."""
-        self._entry.pack_into(self.map, self._entry_at(number), number, slab, first, *sizes)
+    def post(self, number: int, slab: int, firsts: Sequence[int], sizes: Sequence[int]) -> None:
+        """Tell of an all-to-all whose data are in place: rank r has `sizes[r]` from `firsts[r]`."""
+        self._entry.pack_into(self.map, self._entry_at(number), number, slab, *firsts, *sizes)
         signal_set_(self.signals, _POSTED, number + 1)
 
-    def read(self, number: int) -> tuple[int, ...]:
-        """The slab, its first byte, and the size of each part."""
-        found, *entry = self._entry.unpack_from(self.map, self._entry_at(number))
+    def read(self, number: int, rank: int) -> tuple[int, int, int]:
+        """The slab, and where in the file the part of `rank` begins and how large it is."""
+        found, slab, *parts = self._entry.unpack_from(self.map, self._entry_at(number))
         if found != number:
             raise RuntimeError(
                 f"an all-to-all was waited for after {_ENTRIES} later ones had been started"
             )
-        return tuple(entry)
+        return slab, parts[rank], parts[self._size + rank]
 
 
 class _Peer(NamedTuple):
@@ -144,15 +145,31 @@ class Link:
         sizes, came = [n * each for n in sizes], [n * each for n in came]
         outward = sum(sizes) - sizes[rank]
         first = sum(sizes[:rank])
-        place = self._free_slab(outward)
+        number, place, slab = self._next_slab(outward)
+        _copy(self._memory.bytes, slab.first, sent, 0, first)
+        _copy(self._memory.bytes, slab.first + first, sent, first + sizes[rank], outward - first)
+        others = (n if r != rank else 0 for r, n in enumerate(sizes))
+        firsts = list(accumulate(others, initial=slab.first))[:-1]
+        self._memory.post(number, place, firsts, sizes)
+        _copy(received, sum(came[:rank]), sent, first, sizes[rank])
+        return Transfer(self, number, received, came)
+
+    def start_all_gather(self, sent: Tensor, received: Tensor, came: Sequence[int]) -> Transfer:
+        """Send all of `sent` to every rank, also to this one."""
+        came = [n * sent.element_size() for n in came]
+        number, place, slab = self._next_slab(sent.nbytes)
+        _copy(self._memory.bytes, slab.first, sent, 0, sent.nbytes)
+        self._memory.post(number, place, [slab.first] * len(came), [sent.nbytes] * len(came))
+        _copy(received, sum(came[: self._rank]), sent, 0, sent.nbytes)
+        return Transfer(self, number, received, came)
+
+    def _next_slab(self, nbytes: int) -> tuple[int, int, _Slab]:
+        """The number of the next all-to-all, and the slab that it may use."""
+        place = self._free_slab(nbytes)
         slab = self._slabs[place]
         slab.number = number = self._number
         self._number += 1
-        _copy(self._memory.bytes, slab.first, sent, 0, first)
-        _copy(self._memory.bytes, slab.first + first, sent, first + sizes[rank], outward - first)
-        self._memory.post(number, place, slab.first, sizes)
-        _copy(received, sum(came[:rank]), sent, first, sizes[rank])
-        return Transfer(self, number, received, came)
+        return number, place, slab
 
     def _free_slab(self, nbytes: int) -> int:
         """A slab that everybody has read and that is large enough: the smallest such, or new."""
@@ -184,16 +201,14 @@ class Link:
         """Wait for the parts of the others and copy them."""
         for peer in self._peers:
             self._await(peer, number)
-            slab, first, *sizes = peer.memory.read(number)
-            if sizes[self._rank] != came[peer.rank]:
+            slab, first, nbytes = peer.memory.read(number, self._rank)
+            if nbytes != came[peer.rank]:
                 raise RuntimeError(
-                    f"rank {peer.rank} sent {sizes[self._rank]} bytes where rank {self._rank} "
+                    f"rank {peer.rank} sent {nbytes} bytes where rank {self._rank} "
                     f"expected {came[peer.rank]}: the ranks of a process group must call the same "
                     "collectives in the same order, with sizes that agree"
                 )
-            # Its own part is not in its slab.
-            first += sum(n for r, n in enumerate(sizes[: self._rank]) if r != peer.rank)
-            _copy(received, sum(came[: peer.rank]), peer.memory.bytes, first, came[peer.rank])
+            _copy(received, sum(came[: peer.rank]), peer.memory.bytes, first, nbytes)
             self._mark(peer, slab, number)
         if self._dropped:
             self._mark_dropped()
@@ -214,7 +229,7 @@ class Link:
         for number in dropped:
             if all(signal_wait(p.memory.signals, _POSTED, 0, 0.0) > number for p in self._peers):
                 for peer in self._peers:
-                    self._mark(peer, peer.memory.read(number)[0], number)
+                    self._mark(peer, peer.memory.read(number, self._rank)[0], number)
             else:
                 self._dropped.append(number)
 

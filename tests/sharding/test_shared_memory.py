@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from emblib.sharding import shared_memory
-from emblib.sharding.exchange import Pending, start_all_to_all
+from emblib.sharding.exchange import Pending, start_all_gather, start_all_to_all
 from emblib.sharding.failures import is_gone
 from emblib.sharding.groups_of_ranks import Ranks, subgroup
 from emblib.sharding.shared_memory import link_of
@@ -63,6 +63,29 @@ def test_what_gloo_brings(world: int) -> None:
     for found in worlds.run(world, _both):
         for over_gloo, shared in found:
             assert torch.equal(over_gloo, shared)
+
+
+def _gathered(ranks: Ranks) -> list[bool]:
+    """Parts of all sizes, some empty, through shared memory and over gloo."""
+    right = []
+    for is_shared in (True, False):
+        group = Ranks(subgroup(ranks), shared_memory=is_shared)
+        for seed in range(12):
+            sizes = _sizes(ranks.size, seed, (10, 300_000)[seed % 2])[0]
+            parts = [torch.arange(n) + 1000 * rank for rank, n in enumerate(sizes)]
+            parts = [part.to(DTYPES[seed % len(DTYPES)]) for part in parts]
+            sent = parts[ranks.rank].clone()
+            pending = start_all_gather(sent, sizes, group)
+            if is_shared:
+                sent.zero_()  # it has been read
+            right.append(torch.equal(pending.wait(), torch.cat(parts)))
+    return right
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_one_copy_for_all(world: int) -> None:
+    for right in worlds.run(world, _gathered):
+        assert right == [True] * 24
 
 
 def _many_at_once(ranks: Ranks) -> tuple[bool, int]:

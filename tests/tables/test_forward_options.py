@@ -1,5 +1,6 @@
 """What forward takes beside the batch: variable batch sizes, gradients wanted, known row counts."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -9,6 +10,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from emblib import BoundsCheck, Pooling, TableBatchedEmbeddingBags, TableSpec, optim
+from emblib.ops import lookups
 from emblib.reference import tbe as reference
 from emblib.tables.variable_batch import variable_batch
 
@@ -127,6 +129,43 @@ def test_wrong_batch_sizes_are_refused(sizes: list[list[int]], message: str) -> 
     table = module(optim.SGD(0.1), torch.device("cpu"))
     with pytest.raises(ValueError, match=message):
         table(*variable(), batch_sizes=sizes)
+
+
+@pytest.mark.parametrize("is_variable", [False, True])
+@pytest.mark.parametrize(
+    ("pooling", "weighted"),
+    [(Pooling.SUM, False), (Pooling.SUM, True), (Pooling.MEAN, True), (Pooling.NONE, False)],
+)
+def test_lookups_for_the_sake_of_their_update(
+    pooling: Pooling, is_variable: bool, weighted: bool, device: torch.device
+) -> None:
+    tables = TABLES if pooling is not Pooling.NONE else [replace(t, dim=4) for t in TABLES]
+    indices, offsets = (t.to(device) for t in variable())
+    sizes = SIZES if is_variable else None
+    if not is_variable:
+        offsets = offsets[: 4 * (len(offsets) // 4) + 1]
+        indices = indices[: int(offsets[-1])] % 7
+    found = []
+    for for_update in (False, True):
+        torch.manual_seed(0)
+        table = TableBatchedEmbeddingBags(
+            tables, optim.Adagrad(0.1), feature_tables=FEATURES, pooling=pooling, device=device
+        )
+        weights = torch.linspace(0, 1, indices.numel(), device=device).requires_grad_()
+        given = weights if weighted else None
+        with lookups.for_update() if for_update else nullcontext():
+            out = table(indices, offsets, given, batch_sizes=sizes)
+        if for_update:
+            assert out.untyped_storage().nbytes() == out.element_size()
+        grad = torch.linspace(-1, 1, out.numel(), device=device).view(out.shape)
+        out.backward(grad)
+        found.append((out.shape, out.dtype, weights.grad, table.weights))
+    (*first, of_weights, trained), (*second, of_weights_too, trained_too) = found
+    assert first == second
+    assert (of_weights is None) == (of_weights_too is None) == (not weighted)
+    if weighted:
+        assert torch.equal(of_weights, of_weights_too)
+    assert torch.equal(trained, trained_too)
 
 
 def test_features_without_gradient_still_train(device: torch.device) -> None:

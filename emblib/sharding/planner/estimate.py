@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from emblib.collections.configs import Dynamic, Plain, Quantized
+from emblib.collections.configs import Dynamic, Plain, Quantized, TensorTrain
 from emblib.collections.slices import TableSlice
 from emblib.sharding.planner.calibration import Curve, at
 from emblib.sharding.planner.storage import is_fused, row_bytes, table_bytes
@@ -186,16 +186,22 @@ class CostModel:
             update = self._update(work, part, ids, rows_out)
             seconds = 0.0, lookup, 2 * dense * self._s_per_byte, update
         else:
-            # Ids and gradients of all ranks come here, and each is looked up again in backward.
+            # Ids and gradients of all ranks come here.
             sent = (ids * (_ID + (_FLOAT if work.is_weighted else 0)) + bags * _ID) * world
             update = self._update(work, part, ids * world, rows_out * world)
-            update += self._lookup(work, part, ids * world, rows_out * world)
+            values = 0.0
+            if isinstance(part.config.kind, TensorTrain):
+                # An update of cores needs the rows, too.
+                update += self._lookup(work, part, ids * world, rows_out * world)
+                values = _FLOAT * floats * world
             back = floats * world * self.wire.backward
             seconds = sent * self._s_per_byte, lookup, back * self._s_per_byte, update
-            # Gradients of all ranks, sent and received; later received ones, and rows of all ranks.
-            everyone = self.batches * sent + 2 * _FLOAT * floats * world
+            # Gradients of this rank and of all; those of single rows are first made one tensor of
+            # all features, and put in order when they have come.
+            everyone = self.batches * sent + _FLOAT * floats * world
             combining += everyone * self._copies_of(work)
-            updating = given + everyone + _GROUPING * ids * world
+            combining += 0.0 if work.config.pooled else 2 * _FLOAT * floats
+            updating = given + everyone + values + _GROUPING * ids * world
         return Everywhere(_exact(seconds), 0.0, _need(table, combining, updating))
 
     # Lookups and updates
