@@ -93,11 +93,11 @@ inline bool piece_fits(const CombineInputs& in, const SourcePiece& piece, const 
   }
   if (piece.first_row > in.num_rows() || target.rows > in.num_rows() - piece.first_row)
     return false;
-  int64_t last = -1;
-  for (int64_t i = 0; i < target.rows; ++i) {
-    last = std::max<int64_t>(last, in.row_data()[piece.first_row + i]);
-  }
-  return rows_fit(piece.offset, piece.stride, last + 1, target.width, source_numel);
+  // Asking a tensor for its memory is a call into torch: not for every row.
+  const int32_t* rows = in.row_data() + piece.first_row;
+  int32_t last = -1;
+  for (int64_t i = 0; i < target.rows; ++i) last = std::max(last, rows[i]);
+  return rows_fit(piece.offset, piece.stride, last + int64_t{1}, target.width, source_numel);
 }
 
 // `out_numel` and `source_numel` as of `combine`.
