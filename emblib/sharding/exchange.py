@@ -72,8 +72,8 @@ def start_all_gather(part: Tensor, sizes: Sequence[int], ranks: Ranks) -> Pendin
     parts[ranks.rank].copy_(part)
     # Gloo gathers equal parts only.
     works = [
-        dist.broadcast(part, ranks.global_rank(rank), group=ranks.group, async_op=True)
-        for rank, part in enumerate(parts)
+        dist.broadcast(own, ranks.global_rank(rank), group=ranks.group, async_op=True)
+        for rank, own in enumerate(parts)
     ]
     return Pending(received, _Together(works))
 

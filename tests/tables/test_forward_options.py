@@ -131,18 +131,17 @@ def test_wrong_batch_sizes_are_refused(sizes: list[list[int]], message: str) -> 
         table(*variable(), batch_sizes=sizes)
 
 
-@pytest.mark.parametrize("is_variable", [False, True])
+@pytest.mark.parametrize("sizes", [None, SIZES])
 @pytest.mark.parametrize(
     ("pooling", "weighted"),
     [(Pooling.SUM, False), (Pooling.SUM, True), (Pooling.MEAN, True), (Pooling.NONE, False)],
 )
 def test_lookups_for_the_sake_of_their_update(
-    pooling: Pooling, is_variable: bool, weighted: bool, device: torch.device
+    pooling: Pooling, weighted: bool, sizes: list[list[int]] | None, device: torch.device
 ) -> None:
     tables = TABLES if pooling is not Pooling.NONE else [replace(t, dim=4) for t in TABLES]
     indices, offsets = (t.to(device) for t in variable())
-    sizes = SIZES if is_variable else None
-    if not is_variable:
+    if sizes is None:
         offsets = offsets[: 4 * (len(offsets) // 4) + 1]
         indices = indices[: int(offsets[-1])] % 7
     found = []
