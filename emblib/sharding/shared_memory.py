@@ -7,10 +7,11 @@ copies its part out. Nothing but the first meeting needs the process group.
 Every rank has one anonymous file, as large as the memory of the machine but empty where nothing was
 written, which all have mapped from the start: what a rank has posted is there for the others also
 when it is gone. It begins with a *board* of words: how many all-to-alls the rank has posted, and
-for each of the last `_ENTRIES` in which *slab* of the file the data are and how large each part is.
-Who has copied its part marks the slab with the number of the all-to-all. A slab is used again when
-everybody has; while none is free, or none is large enough, there is another one, so that nobody who
-starts an all-to-all ever waits.
+for each of the last `_ENTRIES` in which *slab* of the file the data are, and where the part of each
+rank begins and how large it is: that of all ranks may be the same. Who has copied its part marks
+the slab with the number of the all-to-all. A slab is used again when everybody has; while none is
+free, or none is large enough, there is another one, so that nobody who starts an all-to-all ever
+waits.
 """
 
 from __future__ import annotations
@@ -143,6 +144,7 @@ class Link:
         """Send the parts of `sent`; those for this rank go to `received`. Both are contiguous."""
         each, rank = sent.element_size(), self._rank
         sizes, came = [n * each for n in sizes], [n * each for n in came]
+        self._check(sent, sum(sizes), sizes[rank], received, came)
         outward = sum(sizes) - sizes[rank]
         first = sum(sizes[:rank])
         number, place, slab = self._next_slab(outward)
@@ -157,11 +159,23 @@ class Link:
     def start_all_gather(self, sent: Tensor, received: Tensor, came: Sequence[int]) -> Transfer:
         """Send all of `sent` to every rank, also to this one."""
         came = [n * sent.element_size() for n in came]
+        self._check(sent, sent.nbytes, sent.nbytes, received, came)
         number, place, slab = self._next_slab(sent.nbytes)
         _copy(self._memory.bytes, slab.first, sent, 0, sent.nbytes)
         self._memory.post(number, place, [slab.first] * len(came), [sent.nbytes] * len(came))
         _copy(received, sum(came[: self._rank]), sent, 0, sent.nbytes)
         return Transfer(self, number, received, came)
+
+    def _check(
+        self, sent: Tensor, nbytes: int, own: int, received: Tensor, came: Sequence[int]
+    ) -> None:
+        """Raise ValueError before anything is read or written where there is no tensor."""
+        if nbytes != sent.nbytes or sum(came) != received.nbytes or own != came[self._rank]:
+            raise ValueError(
+                f"sizes must add up to what is sent and received, {sent.nbytes} and "
+                f"{received.nbytes} bytes, and be the same for a rank's part for itself; got "
+                f"{nbytes} and {sum(came)}, and {own} and {came[self._rank]} for rank {self._rank}"
+            )
 
     def _next_slab(self, nbytes: int) -> tuple[int, int, _Slab]:
         """The number of the next all-to-all, and the slab that it may use."""

@@ -88,6 +88,24 @@ def test_one_copy_for_all(world: int) -> None:
         assert right == [True] * 24
 
 
+def _wrong_sizes_here(ranks: Ranks) -> bool:
+    """Refused before memory of others is touched; then all goes on."""
+    ranks = Ranks(subgroup(ranks))
+    sent = torch.ones(4)
+    for sizes, came in (([2, 3], [2, 2]), ([2, 2], [3, 3])):
+        with pytest.raises(ValueError, match="add up"):
+            start_all_to_all(sent, sizes, came, ranks)
+    with pytest.raises(ValueError, match="add up"):
+        start_all_to_all(sent, [2, 2], [2, 2], ranks, received=torch.empty(3))
+    with pytest.raises(ValueError, match="add up"):
+        start_all_gather(sent, [3, 3], ranks)
+    return torch.equal(start_all_gather(sent, [4, 4], ranks).wait(), torch.ones(8))
+
+
+def test_sizes_that_do_not_fit_are_refused() -> None:
+    assert worlds.run(2, _wrong_sizes_here) == [True, True]
+
+
 def _many_at_once(ranks: Ranks) -> tuple[bool, int]:
     """Started in order, waited for in another, some never; then as many again."""
     ranks = Ranks(subgroup(ranks))
