@@ -21,9 +21,9 @@ ROOT = Path(__file__).resolve().parents[1]
 NATIVE = {".cpp", ".cu", ".cuh", ".h"}
 LIMITED = {".py", ".sh", ".yaml", ".yml", ".css", ".js", *NATIVE}
 
-MOST_LINES_OF_A_FILE = 400
+MOST_LINES_OF_A_FILE = 700
 MOST_LINES_OF_A_FUNCTION = 60  # its docstring not counted
-MOST_ARGUMENTS = 8  # `self`, `cls` and `ctx` not counted
+MOST_ARGUMENTS = 10  # `self`, `cls` and `ctx` not counted
 MOST_BOOLS = 1
 
 # Layers of emblib, lowest first: a module may import from the layers below its own and from itself.
