@@ -2,9 +2,12 @@
 #
 #   VENV=dir       the environment to create and use (default .venv)
 #   VENV=          none: use and install into the environment of PYTHON as it is
-#   PYTHON=python  whose torch >= 2.10 is used where it has one; else TORCH is installed
+#   PYTHON=python  whose torch >= 2.10 is used where it has one; else torch is installed
+#   TORCH=spec     the torch to install, e.g. torch==2.13.0+cpu or a wheel (default: the version below,
+#                  a CPU build on a machine without an NVIDIA GPU)
 #   EXTRAS=a,b     extras of pyproject.toml to install (default harness,launchers,test,lint)
-#   EMBLIB_CUDA=AUTO|ON|OFF, TORCH_CUDA_ARCH_LIST="8.0;9.0+PTX", JOBS=n    how to build
+#   EMBLIB_CUDA=AUTO|ON|OFF    build the CUDA library (default AUTO: where nvcc, a CUDA build of torch
+#                  and a GPU are found); TORCH_CUDA_ARCH_LIST="8.0;9.0+PTX", JOBS=n
 #   ARGS="..."     passed on by run, test and gpu-test
 #   WORKERS=n      processes that share the tests (default 2; 0: none but one)
 # pip's own variables work as usual; without a network: PIP_NO_INDEX=1 PIP_FIND_LINKS=wheels make ...
@@ -14,12 +17,13 @@ SHELL := bash
 
 VENV ?= .venv
 PYTHON ?= python3
-TORCH ?= torch==2.13.0
+TORCH ?=
+TORCH_VERSION := 2.13.0
 EXTRAS ?= harness,launchers,test,lint
 EMBLIB_CUDA ?= AUTO
 ARGS ?=
 WORKERS ?= 2
-export PYTHON VENV TORCH EXTRAS EMBLIB_CUDA JOBS
+export PYTHON VENV TORCH TORCH_VERSION EXTRAS EMBLIB_CUDA JOBS
 
 STATE := $(if $(VENV),$(VENV),build)/.make
 BIN = $$(cat $(STATE)/bin)
@@ -74,8 +78,9 @@ $(STATE)/environment: pyproject.toml scripts/environment.sh
 	@mkdir -p build && scripts/environment.sh $(STATE)
 
 # Rewritten only when a choice changes, so that the libraries are rebuilt exactly then.
-$(STATE)/settings: $(STATE)/environment force
-	@echo "$(EMBLIB_CUDA) $(TORCH_CUDA_ARCH_LIST) $$(command -v nvcc)" > $(STATE)/settings.new
+$(STATE)/settings: $(STATE)/environment scripts/cuda_choice.sh force
+	@choice=$$(scripts/cuda_choice.sh $(STATE)) && \
+	  echo "$${choice%% *} $(TORCH_CUDA_ARCH_LIST) $$(command -v nvcc)" > $(STATE)/settings.new
 	@cmp -s $(STATE)/settings.new $(STATE)/settings || cp $(STATE)/settings.new $(STATE)/settings
 
 $(STATE)/native: $(STATE)/settings $(SOURCES) scripts/native.sh

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from experiments.report import text
 from experiments.results.store import read_json
 
 TITLE = "<title>emblib: measurements</title>"
@@ -131,7 +132,9 @@ def markdown(found: Sequence[Page]) -> str:
         + f": {page.answer}"
         for page in found
     ]
-    return "\n".join(["### Measurements", "", *(lines or ["No run has a report."]), ""])
+    return text.markdown_document(
+        ["### Measurements", "", *(lines or ["No run has a report."]), ""]
+    )
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -45,7 +45,9 @@ def results(folder: Path = REFERENCE) -> str:
     blocks = [_block(run, path) for run, path in runs if _has_table(run)]
     lines = [_line(run, path) for run, path in runs if not _has_table(run)]
     blocks += ["\n".join(lines)] if lines else []
-    return "\n\n".join(blocks) if blocks else "No reference results are committed yet."
+    return text.markdown_document(
+        ["\n\n".join(blocks) or "No reference results are committed yet."]
+    )
 
 
 def _has_table(run: Run) -> bool:

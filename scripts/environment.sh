@@ -1,10 +1,14 @@
 #!/usr/bin/env bash
 # Creates the Python environment of the Makefile: venv, torch, build tools, dependencies.
-#   VENV PYTHON TORCH EXTRAS scripts/environment.sh STATE
-# Writes STATE/bin (where the environment's python is) and STATE/constraints (its torch, which no
-# later resolution may replace: another torch is gigabytes, and the libraries link to this one).
+#   VENV PYTHON TORCH TORCH_VERSION EXTRAS EMBLIB_CUDA scripts/environment.sh STATE
+# Writes STATE/bin (where the environment's python is), STATE/constraints (its torch, which no later
+# resolution may replace: another torch is gigabytes, and the libraries link to this one) and
+# STATE/torch_cuda (the CUDA version of that torch, empty for a CPU build).
 set -euo pipefail
 state=$1
+here=$(dirname "$0")
+# shellcheck source=scripts/gpu.sh
+. "$here/gpu.sh"
 
 say() { echo "emblib: $*"; }
 fail() { echo "error: $*" >&2; exit 1; }
@@ -14,9 +18,27 @@ assert (int(n[0]), int(n[1])) >= (2, 10), v
 print(v)' 2>/dev/null
 }
 
-command -v "$PYTHON" >/dev/null || fail "no '$PYTHON' on PATH; give one: make PYTHON=/path/to/python3.11"
-"$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
-  fail "emblib needs Python >= 3.11, $PYTHON is $("$PYTHON" -V 2>&1); e.g. make PYTHON=python3.12"
+# Everything that a build needs and pip cannot install is checked before anything is downloaded.
+preflight() {
+  command -v "$PYTHON" >/dev/null || fail "no '$PYTHON' on PATH; give one: make PYTHON=/path/to/python3.11"
+  "$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
+    fail "emblib needs Python >= 3.11, $PYTHON is $("$PYTHON" -V 2>&1); e.g. make PYTHON=python3.12"
+  if [ -n "$VENV" ] && [ ! -x "$VENV/bin/python" ]; then
+    "$PYTHON" -c 'import ensurepip, venv' 2>/dev/null ||
+      fail "$PYTHON cannot create environments (on Debian: apt-get install python3-venv)"
+  fi
+  local compiler=${CXX:-c++}
+  command -v "$compiler" >/dev/null ||
+    fail "no C++ compiler '$compiler' on PATH; install one (on Debian: apt-get install g++) or name it: make CXX=clang++"
+  printf '#include <bit>\n#include <concepts>\nint main() { return std::popcount(0u); }\n' |
+    "$compiler" -std=c++20 -x c++ -fsyntax-only - 2>/dev/null ||
+    fail "'$compiler' does not compile C++20; install a newer one or name it: make CXX=g++-12"
+  if [ "${EMBLIB_CUDA:-AUTO}" = ON ]; then
+    command -v "${CUDACXX:-nvcc}" >/dev/null ||
+      fail "EMBLIB_CUDA=ON needs nvcc: put it on PATH, name it with CUDACXX=, or leave EMBLIB_CUDA out"
+  fi
+}
+preflight
 
 if [ -z "$VENV" ]; then
   python=$("$PYTHON" -c 'import sys; print(sys.executable)')
@@ -39,13 +61,40 @@ else
 fi
 pip() { "$python" -m pip --disable-pip-version-check "$@"; }
 
-if ! torch_of "$python" >/dev/null; then
-  say "installing $TORCH"
-  pip install -qq "$TORCH"
-  torch_of "$python" >/dev/null || fail "$TORCH does not import, or is older than 2.10"
-fi
+# PyTorch's CPU builds are named VERSION+cpu. Not every registry has them; uv knows the one that does.
+install_cpu_torch() {
+  pip install -qq "$1+cpu" 2>/dev/null && return
+  [ -z "${PIP_NO_INDEX:-}" ] || return
+  command -v uv >/dev/null || pip install -qq uv 2>/dev/null || return
+  if command -v uv >/dev/null; then
+    uv pip install -q --python "$python" --torch-backend=cpu "$1"
+  else
+    "$python" -m uv pip install -q --python "$python" --torch-backend=cpu "$1"
+  fi 2>/dev/null
+}
+
+install_torch() {
+  local torch=torch==$TORCH_VERSION
+  if [ -n "${TORCH:-}" ]; then
+    say "installing $TORCH (TORCH)"
+    pip install -qq "$TORCH"
+  elif have_gpu || [ "$(uname -s)" != Linux ]; then
+    say "installing $torch; for another build: make TORCH=..."
+    pip install -qq "$torch"
+  else
+    say "no NVIDIA GPU found: installing the CPU build of $torch; for another build: make TORCH=..."
+    if ! install_cpu_torch "$torch"; then
+      say "found no CPU build: installing the registry's default build, several GB with CUDA"
+      pip install -qq "$torch"
+    fi
+  fi
+  torch_of "$python" >/dev/null || fail "${TORCH:-$torch} does not import, or is older than 2.10"
+}
+
+if ! torch_of "$python" >/dev/null; then install_torch; fi
 mkdir -p "$state"
 echo "torch==$(torch_of "$python")" > "$state/constraints"
+"$python" -c 'import torch; print(torch.version.cuda or "", end="")' > "$state/torch_cuda"
 dirname "$python" > "$state/bin"
 
 say "installing build tools and dependencies beside $(cat "$state/constraints")"

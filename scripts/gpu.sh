@@ -3,7 +3,7 @@
 
 # Outside the checkout, which a runner cleans: what was changed outlives a job that was killed.
 # shellcheck disable=SC2034  # used by those that source this
-state=${EMBLIB_GPU_STATE:-${XDG_STATE_HOME:-${HOME:-/tmp}/.local/state}/emblib/gpu-state}
+gpu_state=${EMBLIB_GPU_STATE:-${XDG_STATE_HOME:-${HOME:-/tmp}/.local/state}/emblib/gpu-state}
 
 have_gpu() { command -v nvidia-smi > /dev/null && [[ $(nvidia-smi -L 2> /dev/null) == "GPU "* ]]; }
 

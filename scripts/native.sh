@@ -30,7 +30,14 @@ show_progress() {
   if [ -t 1 ]; then printf '\r\033[K'; fi
 }
 
-echo "emblib: building the native libraries with $CMAKE_BUILD_PARALLEL_LEVEL jobs (log: $log)"
+choice=$("$(dirname "$0")/cuda_choice.sh" "$state")
+export EMBLIB_CUDA=${choice%% *}
+if [ "$EMBLIB_CUDA" = ON ]; then
+  echo "emblib: building the CPU and the CUDA library (${choice#* })"
+else
+  echo "emblib: building the CPU library only (${choice#* }); for both: make EMBLIB_CUDA=ON"
+fi
+echo "emblib: $CMAKE_BUILD_PARALLEL_LEVEL jobs, log: $log"
 if ! "$python" -m pip --disable-pip-version-check install -v --no-deps --no-build-isolation \
     -e . 2>&1 | tee "$log" | show_progress; then
   grep -E -A 12 'FAILED:|error:|CMake Error' "$log" | head -60 >&2 || true

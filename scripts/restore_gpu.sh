@@ -4,8 +4,8 @@
 set -euo pipefail
 . "$(dirname "$0")/gpu.sh"
 
-if [ ! -s "$state" ]; then
-  rm -f "$state"
+if [ ! -s "$gpu_state" ]; then
+  rm -f "$gpu_state"
   echo "restore: nothing to undo"
   exit 0
 fi
@@ -25,12 +25,12 @@ left=$(
     else
       echo "$gpu $what"
     fi
-  done < <(tac "$state")
+  done < <(tac "$gpu_state")
 )
 if [ -z "$left" ]; then
-  rm -f "$state"
+  rm -f "$gpu_state"
   exit 0
 fi
-tac <<< "$left" > "$state"
+tac <<< "$left" > "$gpu_state"
 echo "error: could not undo: $(paste -sd, <<< "$left"); try as root, or reboot the machine" >&2
 exit 1

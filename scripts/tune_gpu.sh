@@ -11,15 +11,15 @@ if ! have_gpu; then
   echo "tune: no NVIDIA GPU here, nothing to do"
   exit 0
 fi
-if [ -s "$state" ]; then
-  echo "tune: $state is from a run that was not undone; undoing that first"
-  "$(dirname "$0")/restore_gpu.sh" || echo "tune: what is left stays in $state, to be undone later"
+if [ -s "$gpu_state" ]; then
+  echo "tune: $gpu_state is from a run that was not undone; undoing that first"
+  "$(dirname "$0")/restore_gpu.sh" || echo "tune: what is left stays in $gpu_state, to be undone later"
 fi
-if ! { mkdir -p "$(dirname "$state")" && : >> "$state"; } 2> /dev/null; then
-  echo "tune: $state cannot be written (EMBLIB_GPU_STATE): what cannot be undone is not changed"
+if ! { mkdir -p "$(dirname "$gpu_state")" && : >> "$gpu_state"; } 2> /dev/null; then
+  echo "tune: $gpu_state cannot be written (EMBLIB_GPU_STATE): what cannot be undone is not changed"
   exit 0
 fi
-remember() { grep -qxF "$*" "$state" || echo "$*" >> "$state"; }
+remember() { grep -qxF "$*" "$gpu_state" || echo "$*" >> "$gpu_state"; }
 
 # The highest clock that the GPU supports within the given share of its highest one.
 steady_clock() { # GPU
@@ -55,9 +55,9 @@ for gpu in $(gpus); do
   fi
 done
 
-if [ -s "$state" ]; then
-  echo "tune: undo with scripts/restore_gpu.sh (what was changed: $state)"
+if [ -s "$gpu_state" ]; then
+  echo "tune: undo with scripts/restore_gpu.sh (what was changed: $gpu_state)"
 else
-  rm -f "$state"
+  rm -f "$gpu_state"
   echo "tune: nothing was changed; clocks vary with load and temperature"
 fi

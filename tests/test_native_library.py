@@ -1,11 +1,13 @@
 """The native libraries: their symbols, how they choose code, what import does and says."""
 
+import contextlib
 import os
 import re
 import shutil
 import struct
 import subprocess
 import sys
+import tarfile
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -123,6 +125,19 @@ def test_cuda_library_is_there_where_it_was_asked_for() -> None:
     if os.environ.get("EMBLIB_CUDA") != "ON":
         pytest.skip("EMBLIB_CUDA is not ON")
     assert any((Path(p) / "libemblib_cuda.so").exists() for p in emblib.__path__)
+
+
+def test_the_source_distribution_is_what_a_build_needs(tmp_path: Path) -> None:
+    build = pytest.importorskip("scikit_build_core.build")
+    with contextlib.chdir(ROOT):
+        archive = tmp_path / build.build_sdist(str(tmp_path))
+    with tarfile.open(archive) as source:
+        names = {name.partition("/")[2] for name in source.getnames()}
+    assert names >= {"pyproject.toml", "LICENSE", "csrc/schema.cpp", "emblib/__init__.py"}
+    folders = {name.partition("/")[0] for name in names if "/" in name}
+    assert folders == {"csrc", "docs", "emblib"}
+    assert not [name for name in names if name.endswith(".so")]
+    assert archive.stat().st_size < 2_000_000
 
 
 # How the kernels of an instruction set are chosen

@@ -15,6 +15,7 @@ from experiments.compare import anchors, published
 from experiments.compare.anchors import Finding, Verdict
 from experiments.compare.published import Figure, Source
 from experiments.paths import REFERENCE
+from experiments.report import text
 from experiments.report.data import Run
 
 PAGE = published.FOLDER / "README.md"
@@ -52,7 +53,7 @@ def markdown(found: Sequence[Finding]) -> str:
     sources = {f.source.key: f.source for f in found}
     for key, source in sources.items():
         lines += _block(source, [f for f in found if f.source.key == key])
-    return "\n".join(lines)
+    return text.markdown_document(lines)
 
 
 def _block(source: Source, found: Sequence[Finding]) -> list[str]:

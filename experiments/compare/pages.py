@@ -174,7 +174,7 @@ def markdown(found: Comparison, figures: Sequence[Figure]) -> str:
         lines += [f"## {title}", "", *[f"- {w}" for w in words], ""]
     lines += ["## Where the theoretical figures come from", "", sources_table(found).markdown(), ""]
     lines += ["## Reproduce", "", *[f"    {line}" for line in _commands(found)], ""]
-    return "\n".join(lines)
+    return text.markdown_document(lines)
 
 
 def _lists(found: Comparison) -> list[tuple[str, Sequence[str]]]:

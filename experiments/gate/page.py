@@ -91,7 +91,7 @@ def markdown(page: Page, environment: dict[str, Any], *, figures: bool = True) -
             lines += [f"![{figure.title}]({figure.name}.png)", "", figure.caption, ""]
     lines += ["## How to read this", "", *(f"- {t}" for t in page.how), ""]
     lines += ["## Reproduce", "", f"    {environment.get('command', '')}", ""]
-    return "\n".join([*lines, subtitle(environment), ""])
+    return text.markdown_document([*lines, subtitle(environment), ""])
 
 
 def _html(path: Path, page: Page, drawn: dict[str, list[str]], environment: dict[str, Any]) -> str:

@@ -77,7 +77,7 @@ def markdown(run: Run, figures: Sequence[Sequence[Figure]]) -> str:
     lines += [subtitle(run), "", tables.environment_table(run).markdown(), ""]
     flags = tables.flags_table(run)
     lines += [flags.markdown(), ""] if flags.rows else []
-    return "\n".join(lines)
+    return text.markdown_document(lines)
 
 
 def _markdown_figure(figure: Figure) -> list[str]:

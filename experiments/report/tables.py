@@ -39,7 +39,9 @@ class Table:
     def markdown(self) -> str:
         """A GitHub table; numbers to the right."""
         lines = [list(self.heads), ["---", *["---:"] * (len(self.heads) - 1)]]
-        lines += [[v.shown.replace("|", "\\|") for v in row] for row in self.rows]
+        lines += [
+            [" ".join(v.shown.replace("|", "\\|").split("\n")) for v in row] for row in self.rows
+        ]
         return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
     def html(self) -> str:

@@ -3,9 +3,36 @@
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Iterable
 from typing import Any
 
 NONE = "–"
+
+
+# A link that is not to a file beside the page or to the web, e.g. javascript:.
+_UNSAFE_LINK = re.compile(r"\]\((?!(?:[\w./-]+|https?://[^\s()]*)\))")
+
+
+def markdown_document(lines: Iterable[str]) -> str:
+    """Join the lines of a Markdown page so that no label can put HTML into it.
+
+    Labels, error messages and commands come from configurations and other people's runs. The pages
+    use no HTML of their own, so every `<` outside a code block is written as `&lt;`, and links to
+    anything but files and web addresses are broken.
+    """
+    safe: list[str] = []
+    code = True  # whether an indented line here would be a code block
+    for line in "\n".join(lines).split("\n"):
+        indented = line.startswith("    ")
+        code = (code and indented) or not line.strip()
+        safe.append(line if indented and code else inert(line))
+    return "\n".join(safe)
+
+
+def inert(line: str) -> str:
+    """Return a line of Markdown without HTML and without links to scripts."""
+    return _UNSAFE_LINK.sub(r"]\\(", line.replace("<", "&lt;"))
 
 
 def missing(value: Any) -> bool:

@@ -1,4 +1,4 @@
-"""FBGEMM itself, where it is installed: its names in one namespace, imported without its noise."""
+"""FBGEMM and TorchRec, where they are installed and load beside this torch."""
 
 import importlib
 import types
@@ -20,6 +20,18 @@ def _import() -> types.SimpleNamespace | str:
     except (ImportError, OSError) as error:
         return f"fbgemm_gpu does not import: {error}"
     return types.SimpleNamespace(**(vars(configs) | vars(training)))
+
+
+def peer_module(name: str) -> types.ModuleType:
+    """Return a module of a peer; skip the test, or the file that is collected, if it fails to load.
+
+    A peer built for another torch raises OSError when its libraries are loaded; `importorskip` lets
+    that end the collection.
+    """
+    try:
+        return importlib.import_module(name)
+    except (ImportError, OSError) as error:
+        pytest.skip(f"{name} does not import: {error}", allow_module_level=True)
 
 
 def fbgemm() -> types.SimpleNamespace:

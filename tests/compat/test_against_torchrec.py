@@ -11,9 +11,10 @@ from torch import Tensor
 
 import emblib.compat.torchrec as ours
 from emblib.sharding import Ranks
+from tests.compat.peer import peer_module
 from tests.sharding import worlds
 
-theirs = pytest.importorskip("torchrec", reason="needs torchrec and fbgemm-gpu")
+theirs: Any = peer_module("torchrec")
 
 LR = 0.5
 ROWS, DIM = 12, 8

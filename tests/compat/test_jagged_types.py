@@ -8,10 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from emblib import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+from tests.compat.peer import peer_module
 from tests.jagged.cases import Features, features, made
 
-pytest.importorskip("fbgemm_gpu", exc_type=ImportError)
-theirs = pytest.importorskip("torchrec.sparse.jagged_tensor", exc_type=ImportError)
+peer_module("fbgemm_gpu")
+theirs: Any = peer_module("torchrec.sparse.jagged_tensor")
 
 # TorchRec's own cannot be permuted or moved to a dictionary without bags.
 BATCHES = st.one_of(features(), features(varied=True)).filter(lambda f: all(f.values()))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -13,6 +12,7 @@ from torch import Tensor
 import emblib.compat.torchrec as ours
 from emblib.compat.torchrec_comms import wire_of
 from emblib.sharding import BF16, FP8, FP16, INT8, Ranks
+from tests.compat.peer import peer_module
 from tests.sharding import worlds
 
 SIZES, COLUMNS = [3, 2], [4, 6]  # examples, and columns of pooled rows, by rank
@@ -70,9 +70,9 @@ def _results(ranks: Ranks, name: str, gradients: str) -> dict[str, tuple[Tensor,
         module.set_gradient_division(True)
 
 
-@pytest.mark.skipif(find_spec("torchrec") is None, reason="needs torchrec and fbgemm-gpu")
 @pytest.mark.parametrize("gradients", ["mean", "sum"])
 def test_collectives_are_equal_to_torchrecs(gradients: str) -> None:
+    peer_module("torchrec.distributed.comm_ops")
     got = worlds.run(2, _results, "emblib.compat.torchrec", gradients)
     want = worlds.run(2, _results, "torchrec.distributed.comm_ops", gradients)
     for mine, other in zip(got, want, strict=True):

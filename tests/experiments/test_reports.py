@@ -165,6 +165,24 @@ def test_tables_escape_what_would_break_them() -> None:
     assert 'data-key="3"' in table.html()
 
 
+def test_markdown_keeps_no_html_from_labels(tmp_path: Path) -> None:
+    path = make_run(tmp_path / "run", Recipe(environment={"command": "run.py a<script>b"}))
+    samples = (path / "points.jsonl").read_text()
+    bad = "TBE <script>alert(1)</script> [x](javascript:alert(1))\\n\\n<img src=x onerror=y>"
+    (path / "points.jsonl").write_text(samples.replace('"label": "TBE"', f'"label": "{bad}"'))
+    write_report(path)
+    page = (path / "report.md").read_text()
+    assert "TBE &lt;script>" in page
+    assert not re.search(r"^(?!    ).*<", page, re.MULTILINE)  # only the command's code block
+    assert "](javascript:" not in page
+    assert re.search(r"^    run\.py a<script>b$", page, re.MULTILINE)
+
+
+def test_markdown_escapes_paragraphs_that_look_like_code() -> None:
+    page = text.markdown_document(["a", "    <b>", "", "    <code>", "", "[x](y.png) [z](data:q)"])
+    assert page.split("\n") == ["a", "    &lt;b>", "", "    <code>", "", r"[x](y.png) [z]\(data:q)"]
+
+
 def test_results_csv_is_the_table(smoke_runs: Mapping[str, Path]) -> None:
     run = Run.read(smoke_runs["tt_vs_tbe"])
     stored = pd.read_csv(run.path / "results.csv")

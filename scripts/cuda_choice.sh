@@ -1,0 +1,28 @@
+#!/usr/bin/env bash
+# Decides whether the CUDA library is built: prints ON or OFF, then the reason.
+#   EMBLIB_CUDA=AUTO|ON|OFF scripts/cuda_choice.sh STATE
+# With AUTO only where it can run: nvcc, a CUDA build of torch and an NVIDIA GPU. Compiling the
+# kernels takes most of the time of a build, and a machine without a GPU gains nothing from it.
+set -euo pipefail
+here=$(dirname "$0")
+# shellcheck source=scripts/gpu.sh
+. "$here/gpu.sh"
+
+case ${EMBLIB_CUDA:-AUTO} in
+  ON | OFF) echo "$EMBLIB_CUDA EMBLIB_CUDA=$EMBLIB_CUDA" ;;
+  AUTO)
+    if ! command -v "${CUDACXX:-nvcc}" > /dev/null; then
+      echo "OFF no CUDA compiler (nvcc) on PATH"
+    elif [ ! -s "$1/torch_cuda" ]; then
+      echo "OFF torch is a CPU build"
+    elif ! have_gpu; then
+      echo "OFF no NVIDIA GPU found"
+    else
+      echo "ON nvcc, torch for CUDA $(cat "$1/torch_cuda") and a GPU found"
+    fi
+    ;;
+  *)
+    echo "error: EMBLIB_CUDA must be AUTO, ON or OFF, got '$EMBLIB_CUDA'" >&2
+    exit 2
+    ;;
+esac
