@@ -10,6 +10,7 @@ from typing import Any
 
 from emblib.collections.configs import Plain, TensorTrain
 from emblib.sharding.boxes import Box, Rule, ShardingType, TableShape, TableSharding, World
+from emblib.tables.files import load_json, save_json
 
 ModulePlan = Mapping[str, TableSharding]
 """The sharding of each table of one collection, by name."""
@@ -78,13 +79,17 @@ class ShardingPlan:
             raise ValueError(f"a plan must be what to_json made, whole; got {error!r}") from error
 
     def save(self, path: str | Path) -> None:
-        """Write it as JSON."""
-        Path(path).write_text(self.to_json() + "\n")
+        """Write it as JSON, all of it or nothing, with a checksum."""
+        save_json(path, self.to_json())
 
     @classmethod
     def load(cls, path: str | Path) -> "ShardingPlan":
-        """Read what `save` wrote."""
-        return cls.from_json(Path(path).read_text())
+        """Read what `save` wrote.
+
+        Raises:
+            ValueError: it is damaged, or something else.
+        """
+        return cls.from_json(load_json(path))
 
     def __str__(self) -> str:
         rows: list[tuple[str, ...]] = [("module", "table", "sharding", "kept as", "ranks", "parts")]

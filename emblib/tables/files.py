@@ -4,10 +4,15 @@ import contextlib
 import errno
 import fcntl
 import json
+import lzma
 import mmap
 import os
 import shutil
+import struct
+import uuid
 import weakref
+import zipfile
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
@@ -16,6 +21,7 @@ import torch
 from torch import Tensor
 
 LOCK = "lock"
+_CRC = "crc32"
 _NEXT = ".new"  # what follows the name of a file that is being replaced
 
 
@@ -120,22 +126,105 @@ def make_room(directory: Path, nbytes: int) -> None:
 
 
 @contextlib.contextmanager
-def replacing(path: Path) -> Iterator[BinaryIO]:
+def replacing(path: Path, fresh: Path | None = None) -> Iterator[BinaryIO]:
     """A file that takes the place of `path` on leaving: it is on the disk as a whole by then.
+
+    Args:
+        path: of the file that is replaced.
+        fresh: what it is called until then; by default a name that is the same every time, for
+            directories that have one writer.
 
     Raises:
         OSError: it could not be written; `path` is what it was.
     """
-    fresh = path.with_name(path.name + _NEXT)
+    fresh = path.with_name(path.name + _NEXT) if fresh is None else fresh
     try:
         with open(fresh, "wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
         os.replace(fresh, path)
-    except OSError:
+    except BaseException:
         fresh.unlink(missing_ok=True)
         raise
+
+
+@contextlib.contextmanager
+def saving(path: str | Path) -> Iterator[BinaryIO]:
+    """Replace a file that users name and several processes may write: the last one wins.
+
+    On leaving, the file is on the disk as a whole, also under its name. What is written goes to a
+    file beside it, whose name no other writer uses.
+
+    Raises:
+        OSError: it could not be written; `path` is what it was.
+    """
+    target = Path(os.path.realpath(path))  # of a link, the file that it leads to
+    fresh = target.with_name(f".{target.name}.{os.getpid()}.{uuid.uuid4().hex[:8]}{_NEXT}")
+    with replacing(target, fresh) as file:
+        yield file
+    flush_directory(target.parent)
+
+
+def save_json(path: str | Path, text: str) -> None:
+    """Save the text of a JSON object with a checksum of it, its last entry `crc32`."""
+    crc = _json_checksum(json.loads(text))
+    with saving(path) as file:
+        file.write(f'{text.rstrip()[:-1].rstrip()}, "{_CRC}": {crc}}}\n'.encode())
+
+
+def load_json(path: str | Path) -> str:
+    """Return the text that was given to `save_json`, or whatever else the file holds.
+
+    Raises:
+        ValueError: its checksum is wrong.
+    """
+    text = Path(path).read_text(errors="replace")
+    try:
+        content = json.loads(text)
+    except ValueError:
+        return text  # whose it is says what it must be
+    if not isinstance(content, dict) or _CRC not in content:
+        return text
+    saved = content.pop(_CRC)
+    if saved != _json_checksum(content):
+        raise ValueError(
+            f"{path} is damaged: its checksum is wrong; save or copy it again. If it was edited, "
+            f"delete its entry {_CRC!r}"
+        )
+    return json.dumps(content)
+
+
+def _json_checksum(content: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(content, sort_keys=True).encode())
+
+
+def save_archive(content: Any, file: BinaryIO) -> None:
+    """Write a file for `torch.load`, a zip archive, with a checksum of each part of it."""
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(True)
+    try:
+        torch.save(content, file)
+    finally:
+        torch.serialization.set_crc32_options(before)
+
+
+def check_archive(path: str | Path) -> None:
+    """Compare the checksums of a file of `torch.save`; `torch.load` does not.
+
+    Raises:
+        ValueError: one is wrong, or the file is no such archive; the message says which.
+    """
+    damage = (zipfile.BadZipFile, zlib.error, lzma.LZMAError, struct.error, EOFError, OSError,
+              RuntimeError, ValueError, LookupError)  # fmt: skip
+    with open(path, "rb") as file:
+        try:
+            with zipfile.ZipFile(file) as archive:
+                wrong = archive.testzip()
+        except damage as error:
+            raise ValueError(f"it is no whole archive of torch.save ({error})") from error
+    if wrong is not None:
+        raise ValueError(f"the checksum of its part {wrong} is wrong")
 
 
 def replace_json(path: Path, content: dict[str, Any]) -> None:

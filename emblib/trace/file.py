@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-import pickle
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from emblib.tables.files import check_archive, save_archive, saving
 
 FORMAT, VERSION = "emblib.trace", 1
 INTEGERS = (torch.uint8, torch.int16, torch.int32, torch.int64)  # narrowest first
@@ -37,7 +38,7 @@ class LookupTrace:
     lengths: tuple[Tensor, ...]  # [F][samples], likewise
 
     def save(self, path: str | Path) -> str:
-        """Write the file; returns its SHA-256 as 64 hexadecimal digits."""
+        """Write the file, all of it or nothing; returns its SHA-256 as 64 hexadecimal digits."""
         tables = [asdict(feature) for feature in self.features]
         kept = [_Lengths.of(lengths) for lengths in self.lengths]
         content = {
@@ -48,22 +49,25 @@ class LookupTrace:
             "lengths": [k.values for k in kept],
             "samples": [k.samples for k in kept],
         }
-        with open(path, "wb") as file:  # given a path, torch would put its name into the bytes
-            torch.save(content, file)
+        with saving(path) as file:  # given a path, torch would put its name into the bytes
+            save_archive(content, file)
         return sha256(path)
 
     @classmethod
     def load(cls, path: str | Path) -> LookupTrace:
         """Read a file that `save` wrote; ids stay on disk until they are used.
 
+        The whole file is read once, to compare its checksums.
+
         Raises:
-            ValueError: a file of another kind, or of a version that this one cannot read.
+            ValueError: a file of another kind, of a version that this one cannot read, or one that
+                is damaged.
         """
         try:
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        except (RuntimeError, OSError, pickle.UnpicklingError) as error:
-            if isinstance(error, FileNotFoundError):
-                raise
+        except FileNotFoundError:
+            raise
+        except Exception as error:  # whatever the reader of torch comes across in damaged bytes
             said = str(error).partition("\n")[0]
             raise ValueError(f"{path} is not a trace that emblib wrote ({said})") from error
         if not isinstance(content, dict) or content.get("format") != FORMAT:
@@ -73,6 +77,10 @@ class LookupTrace:
                 f"{path} is a trace of version {content.get('version')}; this emblib reads version "
                 f"{VERSION}: record it again"
             )
+        try:
+            check_archive(path)
+        except ValueError as error:
+            raise ValueError(f"{path} is damaged: {error}; record or copy it again") from error
         try:
             trace = cls._of(content)
         except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:

@@ -228,6 +228,8 @@ def _recorded(path: Path) -> bool:
         return False
     try:
         emblib.LookupTrace.load(path)
-    except ValueError:
+    except ValueError as error:
+        if "is damaged" in str(error):
+            raise TraceError(str(error)) from error
         return False
     return True

@@ -13,6 +13,8 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from emblib.tables.files import load_json, save_json
+
 Curve = tuple[tuple[float, float], ...]
 
 _VERSION = 1
@@ -112,13 +114,17 @@ class Calibration:
         return cls(**values)
 
     def save(self, path: str | Path) -> None:
-        """Write it as JSON."""
-        Path(path).write_text(self.to_json() + "\n")
+        """Write it as JSON, all of it or nothing, with a checksum."""
+        save_json(path, self.to_json())
 
     @classmethod
     def load(cls, path: str | Path) -> "Calibration":
-        """Read what `save` wrote."""
-        return cls.from_json(Path(path).read_text())
+        """Read what `save` wrote.
+
+        Raises:
+            ValueError: it is damaged, or something else.
+        """
+        return cls.from_json(load_json(path))
 
 
 def at(curve: Curve, nbytes: float) -> float:
