@@ -21,7 +21,7 @@ from tests.tables.kills import SelfKill, killed_at_call
 
 assert dcp  # so that no fork imports it
 ROWS = 40
-WATCHED = ((os, "fsync"), (Path, "rename"), (Path, "unlink"), (Path, "open"), (torch, "save"))
+WATCHED = ((os, "fsync"), (os, "replace"), (Path, "unlink"), (Path, "open"), (torch, "save"))
 
 
 def state(number: int) -> dict[str, object]:

@@ -1,6 +1,6 @@
 """Checkpoints of sharded modules: saved with one plan on some ranks, loaded with any on any."""
 
-from emblib.sharding.checkpoints.loading import latest, load
+from emblib.sharding.checkpoints.loading import latest, load, load_export
 from emblib.sharding.checkpoints.saving import async_save, export, save
 from emblib.sharding.checkpoints.sharded_table import KeyedRows, RowStates, ShardedTable
 from emblib.sharding.checkpoints.state_trees import CheckpointError
@@ -14,5 +14,6 @@ __all__ = [
     "export",
     "latest",
     "load",
+    "load_export",
     "save",
 ]

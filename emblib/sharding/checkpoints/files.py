@@ -3,34 +3,53 @@
 The format is that of torch.distributed.checkpoint: files that its metadata names. Here every save
 gives its files names of their own, so that an older checkpoint in the directory stands until the
 new metadata is renamed into the place of the old; then files that no metadata names are deleted.
+The file of the metadata also has checksums of all files (`checksums.py`), and it is unpickled
+without running what it names (`unpickling.py`).
 """
 
 import contextlib
 import dataclasses
-import os
+import io
+import pickle
 import uuid
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
+from emblib.sharding.checkpoints import checksums, unpickling
+from emblib.sharding.checkpoints.checksums import CheckedStream, FileSums, SummingStream
 from emblib.sharding.checkpoints.state_trees import CheckpointError
 from emblib.sharding.groups_of_ranks import Ranks
-from emblib.tables.files import flush_directory
+from emblib.tables.files import flush_directory, replacing
 
 METADATA = ".metadata"
 _DATA = "*.distcp"
+_SUMS = MetadataIndex("emblib.checksums")  # of what a rank wrote, among the results of its writes
 
 
-class _Renaming(FileSystem):
-    """Files that are replaced by renaming alone, so that there is no moment without one."""
+class _SummedFiles(FileSystem):
+    """Files whose checksums are computed as they are written."""
 
-    def rm_file(self, path: str | os.PathLike[str]) -> None:
-        """Leave it to the renaming that follows."""
+    def __init__(self) -> None:
+        super().__init__()
+        self.sums: dict[str, FileSums] = {}
+
+    @contextlib.contextmanager
+    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
+        """Open a file to write."""
+        with super().create_stream(path, mode) as stream:
+            summing = SummingStream(stream)
+            yield summing
+            self.sums[Path(path).name] = summing.sums
 
 
 class Writer(dcp.FileSystemWriter):
@@ -38,7 +57,7 @@ class Writer(dcp.FileSystemWriter):
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
-        self.fs = _Renaming()
+        self.fs = self._files = _SummedFiles()
         self._token = uuid.uuid4().hex[:12]
 
     def prepare_local_plan(self, plan: dcp.SavePlan) -> dcp.SavePlan:
@@ -58,27 +77,95 @@ class Writer(dcp.FileSystemWriter):
             for plan in super().prepare_global_plan(plans)
         ]
 
+    def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> Any:
+        """Write this rank's file, and add its checksums to the results."""
+        results = super().write_data(plan, planner).wait()
+        future: Future[list[WriteResult]] = Future()
+        future.set_result([*results, WriteResult(_SUMS, 0, self._files.sums)])
+        return future
+
     def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
-        """Commit, then delete what is not of this checkpoint."""
-        super().finish(metadata, results)
+        """Commit, then delete what is not of this checkpoint.
+
+        The metadata is written here, and not by torch, whose versions differ in which object they
+        write and in what has reached the disk before it is renamed.
+        """
+        metadata.storage_data, files = {}, {}
+        for result in (result for of_rank in results for result in of_rank):
+            if result.index == _SUMS:
+                files.update(result.storage_data)
+            else:
+                metadata.storage_data[result.index] = result.storage_data
+        metadata.storage_meta = self.storage_meta()
         directory = Path(self.path)
         flush_directory(directory)
-        named = {info.relative_path for info in metadata.storage_data.values()}
-        for file in directory.glob(_DATA):
-            if file.name not in named:
-                file.unlink(missing_ok=True)
+        with replacing(directory / METADATA) as file:
+            file.write(checksums.join(pickle.dumps(metadata), files))
+        flush_directory(directory)
+        for path in directory.glob(_DATA):
+            if path.name not in files:
+                path.unlink(missing_ok=True)
 
 
-def read_metadata(path: Path) -> Metadata:
-    """What a checkpoint holds.
+class _CheckedFiles(FileSystem):
+    """Files that are compared with their checksums as they are read."""
+
+    def __init__(self, sums: dict[str, FileSums] | None) -> None:
+        super().__init__()
+        self._sums = sums
+
+    @contextlib.contextmanager
+    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
+        """Open a file to read."""
+        path = Path(path)
+        if not path.is_file():
+            raise CheckpointError(
+                f"{path} is missing, which the checkpoint names; load another checkpoint, e.g. an "
+                "older one"
+            )
+        with super().create_stream(path, mode) as stream:
+            if self._sums is None:
+                yield stream
+                return
+            checked = CheckedStream(cast(Any, stream), path, self._sums[path.name])
+            yield io.BufferedReader(checked)
+
+
+class Reader(dcp.FileSystemReader):
+    """Reads one checkpoint, whose metadata is read once, when this is made.
 
     Raises:
-        CheckpointError: there is none, or its writers were interrupted.
+        CheckpointError: there is none, its writers were interrupted, it is damaged, or it names
+            classes that a checkpoint does not need.
     """
-    if not (path / METADATA).is_file():
-        state = "no whole checkpoint in it" if path.is_dir() else "no such directory"
-        raise CheckpointError(f"cannot load {path}: there is {state}")
-    return dcp.FileSystemReader(path).read_metadata()
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        if not (path / METADATA).is_file():
+            state = "no whole checkpoint in it" if path.is_dir() else "no such directory"
+            raise CheckpointError(f"cannot load {path}: there is {state}")
+        file = path / METADATA
+        pickled, sums = checksums.split(file.read_bytes(), file)
+        self.metadata = unpickling.read_metadata(pickled, file)
+        self.has_checksums = sums is not None
+        self.fs = _CheckedFiles(sums)
+
+    def read_metadata(self, *args: Any, **options: Any) -> Metadata:
+        """Return what the checkpoint holds."""
+        return self.metadata
+
+
+class _Planner(dcp.DefaultLoadPlanner):
+    """Puts values that are no tensors into a flat state dict, without running what they name."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._path = path
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Put one value into the state dict."""
+        name = read_item.dest_index.fqn
+        self.original_state_dict[name] = unpickling.read_value(value, name, self._path)
 
 
 def write(state: dict[str, Any], path: Path, ranks: Ranks) -> None:
@@ -92,15 +179,28 @@ def write(state: dict[str, Any], path: Path, ranks: Ranks) -> None:
         )
 
 
-def read(state: dict[str, Any], path: Path, ranks: Ranks) -> None:
-    """Fill a flat state dict in place; all ranks call this."""
+def read(state: dict[str, Any], reader: Reader, ranks: Ranks) -> None:
+    """Fill a flat state dict in place; all ranks call this.
+
+    Raises:
+        CheckpointError: what is read is damaged, or a value names classes that are not admitted.
+    """
     with _quiet():
-        dcp.load(
-            state,
-            storage_reader=dcp.FileSystemReader(path),
-            process_group=ranks.group,
-            no_dist=ranks.group is None,
-        )
+        try:
+            dcp.load(
+                state,
+                storage_reader=reader,
+                planner=_Planner(Path(reader.path)),
+                process_group=ranks.group,
+                no_dist=ranks.group is None,
+            )
+        except CheckpointException as error:
+            told = [
+                str(failure) if isinstance(failure, CheckpointError) else
+                f"{type(failure).__name__}: {failure}"
+                for failure, _ in error.failures.values()
+            ]  # fmt: skip
+            raise CheckpointError("; ".join(dict.fromkeys(told))) from error
 
 
 @contextlib.contextmanager

@@ -8,7 +8,6 @@ bisection: it reads a few pieces of the keys, and then its own rows.
 
 import bisect
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -167,8 +166,8 @@ def _keys_beside(name: str) -> str:
 class KeyReader:
     """Finds rows of a part in a checkpoint."""
 
-    def __init__(self, path: Path, saved: Mapping[str, Any]) -> None:
-        self._path, self._saved = path, saved
+    def __init__(self, reader: Any, saved: Mapping[str, Any]) -> None:
+        self._reader, self._saved = reader, saved
         self._found: dict[tuple[str, int], dict[int, Span]] = {}
         self._piece: tuple[str, int, Tensor] = ("", 0, torch.empty(0, dtype=torch.int64))
 
@@ -215,7 +214,7 @@ class KeyReader:
         size = self._saved[name].size
         read(
             {name: ShardedTable(size, [box], {0: keys}, Ranks.single(), torch.int64)},
-            self._path,
+            self._reader,
             Ranks.single(),
         )
         return start, keys

@@ -2,6 +2,7 @@
 
 import json
 import re
+import warnings
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from emblib.sharding.checkpoints.state_trees import (
 )
 from emblib.sharding.checkpoints.targets import RowStateTarget, Target
 from emblib.sharding.groups_of_ranks import Ranks
+from emblib.tables.files import check_archive
 
 
 def load(
@@ -41,8 +43,10 @@ def load(
         strict: False leaves what the checkpoint does not have as it is.
 
     Raises:
-        CheckpointError: there is no whole checkpoint, it lacks something, or a tensor has another
-            size; nothing is changed then.
+        CheckpointError: there is no whole checkpoint, it lacks something, a tensor has another
+            size, or the metadata is damaged or names what may run code; nothing is changed then.
+            Or what is read has another checksum than when it was saved, or a value names what may
+            run code; then part of `state` may have been filled.
     """
     from emblib.sharding.checkpoints.files import read
 
@@ -53,10 +57,17 @@ def load(
         )
     ranks = Ranks.of(ranks)
     loading = agreed(ranks, lambda: _Loading(state, Path(path), strict=strict))
+    if not loading.reader.has_checksums and ranks.rank == 0:
+        warnings.warn(
+            f"{path} has no checksums, so damage to it is not noticed: it was saved by an older "
+            "emblib or by torch.distributed.checkpoint; save it again with "
+            "emblib.sharding.checkpoints.save",
+            stacklevel=2,
+        )
     # What rows of dynamic tables a rank has is asked of the checkpoint, then told to all.
     targets = loading.targets(ranks)
     rooms = {name: target.room for name, target in targets.items()}
-    read(rooms, Path(path), ranks)
+    read(rooms, loading.reader, ranks)
     for name, room in rooms.items():
         targets[name].room = room  # another object where it is no tensor
     agreed(ranks, lambda: loading.finish(targets))
@@ -77,21 +88,41 @@ def latest(directory: str | Path, ranks: Group = None) -> Path | None:
     return Ranks.of(ranks).gather_objects(look())[0]
 
 
+def load_export(path: str | Path) -> dict[str, Any]:
+    """Return what `export` wrote, on the CPU; each rank that needs it calls this.
+
+    Raises:
+        CheckpointError: the file is damaged, or it names what may run code.
+    """
+    way_out = "load another one, or export it again"
+    try:
+        check_archive(path)
+    except ValueError as error:
+        raise CheckpointError(f"{path} is damaged: {error}; {way_out}") from error
+    try:
+        found: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # whatever the reader of torch comes across
+        said = str(error).partition("\n")[0]
+        raise CheckpointError(f"{path} cannot be loaded ({said}); {way_out}") from error
+    return found
+
+
 class _Loading:
     """What is to be loaded: a tree with the state dicts of modules in it, and what was saved."""
 
     def __init__(self, state: MutableMapping[str, Any], path: Path, *, strict: bool) -> None:
-        from emblib.sharding.checkpoints.files import read, read_metadata
+        from emblib.sharding.checkpoints.files import Reader, read
 
         self.state, self.path = state, path
-        metadata = read_metadata(path)
+        self.reader = Reader(path)
+        metadata = self.reader.metadata
         self.saved: dict[str, Any] = dict(metadata.state_dict_metadata)
         self.tree = resolved(state)
         self._add_what_optimizers_begin_with_later(metadata.planner_data or {})
         self.cuts: dict[str, tuple[int, ...]] = {}
         if NOTES in self.saved:
             notes = {NOTES: torch.empty(self.saved[NOTES].size, dtype=torch.uint8)}
-            read(notes, path, Ranks.single())
+            read(notes, self.reader, Ranks.single())
             told = json.loads(bytes(notes[NOTES].tolist()))
             self.cuts = {name: tuple(cuts) for name, cuts in told["cuts"].items()}
         every = list(leaves(self.tree))
@@ -151,7 +182,7 @@ class _Loading:
 
     def targets(self, ranks: Ranks) -> dict[str, Target]:
         """Where each value is read to, and how it gets from there to its place; a collective."""
-        reader = KeyReader(self.path, self.saved)
+        reader = KeyReader(self.reader, self.saved)
         keyed = [leaf for leaf in self.leaves if is_keyed(leaf.name, self.saved)]
         mine = agreed(ranks, lambda: {leaf.name: reader.spans(leaf) for leaf in keyed})
         every = ranks.gather_objects(mine)

@@ -2,7 +2,6 @@
 
 import copy
 import json
-import os
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -12,10 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from emblib.sharding.checkpoints import unpickling
 from emblib.sharding.checkpoints.gathering import whole_state
 from emblib.sharding.checkpoints.sharded_table import KeyedRows, RowStates, ShardedTable
 from emblib.sharding.checkpoints.state_trees import agreed, leaves, mapped, resolved
 from emblib.sharding.groups_of_ranks import Ranks, subgroup
+from emblib.tables.files import save_archive, saving
 
 NOTES = "emblib"
 """The entry of a checkpoint that tells what its tensors do not: a JSON text, as bytes."""
@@ -30,10 +31,13 @@ def save(state: Mapping[str, Any], path: str | Path, ranks: Group = None) -> Non
     number of ranks loads it with any plan (`load`), and so does torch.distributed.checkpoint.
 
     Args:
-        state: modules, optimizers, nested state dicts of tensors, and small values that can be
-            pickled, by name.
+        state: modules, optimizers, nested state dicts of tensors, and small values, by name:
+            numbers, text, and whatever else `torch.load` admits by itself.
         path: made if it is not there; on a file system that all ranks share.
         ranks: who saves; by default all processes, or this one alone.
+
+    Raises:
+        TypeError: a value would not be loaded, as it needs a class that may run code.
     """
     from emblib.sharding.checkpoints.files import write
 
@@ -58,18 +62,26 @@ def async_save(state: Mapping[str, Any], path: str | Path, ranks: Group = None) 
 
 
 def export(state: Mapping[str, Any], path: str | Path, ranks: Group = None) -> None:
-    """Write `state` with whole tables as one file for `torch.load`; all ranks call this.
+    """Write `state` with whole tables as one file; all ranks call this.
 
     Rank 0 gathers the tables in its host memory and writes the file, which then is all of it or
-    what it was before. Unsharded modules load what is in it, and so do sharded ones.
+    what it was before. `load_export` reads it and compares its checksums; `torch.load` reads it
+    without. Unsharded modules load what is in it, and so do sharded ones.
     """
     ranks = Ranks.of(ranks)
-    whole = whole_state(agreed(ranks, lambda: resolved(state)), ranks)
+    whole = whole_state(agreed(ranks, lambda: _checked(resolved(state))), ranks)
     agreed(ranks, lambda: _write_file(whole, Path(path)) if ranks.rank == 0 else None)
+
+
+def _checked(content: dict[str, Any]) -> dict[str, Any]:
+    """Return the content, unless it has a value that could not be loaded."""
+    unpickling.check_values(content)
+    return content
 
 
 def _with_notes(content: dict[str, Any]) -> dict[str, Any]:
     """The content, and where the tables are cut whose states go by columns."""
+    _checked(content)
     if NOTES in content:
         raise ValueError(
             f"{NOTES!r} is the name of what a checkpoint tells of itself: take another"
@@ -125,12 +137,5 @@ def _write(content: dict[str, Any], path: Path, ranks: Ranks) -> None:
 
 def _write_file(whole: Any, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with beside.open("wb") as file:
-            torch.save(whole, file)
-            file.flush()
-            os.fsync(file.fileno())
-        beside.replace(path)
-    finally:
-        beside.unlink(missing_ok=True)
+    with saving(path) as file:
+        save_archive(whole, file)

@@ -1,0 +1,162 @@
+"""Checksums of the files of a checkpoint, which follow the metadata in its file.
+
+`.metadata` is a pickle of torch.distributed.checkpoint, which reads nothing after it. There, a
+footer has the size of every file, a CRC-32 per block of it, and a checksum of the metadata itself:
+so one rename commits all of them. Files are compared block by block as they are read.
+"""
+
+import io
+import json
+import struct
+import zlib
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from emblib.sharding.checkpoints.state_trees import CheckpointError
+
+VERSION = 1
+BLOCK_BYTES = 1 << 22
+_FORMAT = "emblib.checkpoint"
+# The last byte differs by two bits from that of a pickle, so that one flipped bit does not turn a
+# footer into metadata without one.
+_MAGIC = b"emblib \n"
+_TAIL = struct.Struct("<QI8s")  # bytes of the JSON text, CRC-32 of all before it, magic
+_END_OF_PICKLE = b"."
+_WAY_OUT = "load another checkpoint, e.g. an older one"
+
+
+@dataclass
+class FileSums:
+    """Size and checksums of one file: a CRC-32 per block of `BLOCK_BYTES`, the last one shorter."""
+
+    nbytes: int = 0
+    crc32: list[int] = field(default_factory=list)
+
+
+def join(pickled: bytes, files: dict[str, FileSums]) -> bytes:
+    """Return the content of `.metadata`: the pickle and the footer with the sums of `files`."""
+    content = {
+        "format": _FORMAT,
+        "version": VERSION,
+        "block_bytes": BLOCK_BYTES,
+        "files": {name: asdict(sums) for name, sums in files.items()},
+    }
+    text = json.dumps(content).encode()
+    whole = pickled + text + struct.pack("<Q", len(text))
+    return whole + struct.pack("<I8s", zlib.crc32(whole), _MAGIC)
+
+
+def split(data: bytes, path: Path) -> tuple[bytes, dict[str, FileSums] | None]:
+    """Return the pickle and the sums of the files; None for a checkpoint that has no checksums.
+
+    Raises:
+        CheckpointError: the file is damaged, or was written by a newer emblib.
+    """
+    if data.endswith(_END_OF_PICKLE):
+        return data, None
+    if not data.endswith(_MAGIC) or len(data) < _TAIL.size:
+        raise CheckpointError(f"{path} is damaged: its end is missing; {_WAY_OUT}")
+    length, crc, _ = _TAIL.unpack(data[-_TAIL.size :])
+    if zlib.crc32(memoryview(data)[: 8 - _TAIL.size]) != crc:
+        raise CheckpointError(f"{path} is damaged: its checksum is wrong; {_WAY_OUT}")
+    start = len(data) - _TAIL.size - length
+    content: dict[str, Any] = json.loads(data[start : -_TAIL.size])
+    if (content["format"], content["version"]) != (_FORMAT, VERSION):
+        raise CheckpointError(
+            f"{path} is of {content['format']} version {content['version']}, this emblib reads "
+            f"version {VERSION}: load it with the emblib that saved it"
+        )
+    if content["block_bytes"] != BLOCK_BYTES:
+        raise CheckpointError(
+            f"{path} has checksums of blocks of {content['block_bytes']} bytes, this emblib reads "
+            f"{BLOCK_BYTES}: load it with the emblib that saved it"
+        )
+    return data[:start], {name: FileSums(**sums) for name, sums in content["files"].items()}
+
+
+class SummingStream:
+    """A stream to write to, which computes the checksums of what it is given."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream, self.sums = stream, FileSums()
+
+    def write(self, data: Any) -> int:
+        """Write all of `data`."""
+        rest = memoryview(data).cast("B")
+        count = len(rest)
+        self._stream.write(rest)
+        sums = self.sums
+        while rest:
+            room = BLOCK_BYTES - sums.nbytes % BLOCK_BYTES
+            part, rest = rest[:room], rest[room:]
+            if room == BLOCK_BYTES:
+                sums.crc32.append(0)
+            sums.crc32[-1] = zlib.crc32(part, sums.crc32[-1])
+            sums.nbytes += len(part)
+        return count
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+class CheckedStream(io.RawIOBase):
+    """A file to read, whose blocks are compared with their checksums before they are given out."""
+
+    def __init__(self, file: BinaryIO, path: Path, sums: FileSums) -> None:
+        super().__init__()
+        self._file, self._path, self._sums = file, path, sums
+        self._at = 0
+        self._number, self._block = -1, memoryview(b"")
+        size = file.seek(0, io.SEEK_END)
+        if size != sums.nbytes:
+            raise CheckpointError(
+                f"{path} is damaged: it has {size} bytes, {sums.nbytes} were saved; {_WAY_OUT}"
+            )
+
+    def readable(self) -> bool:
+        """Return True."""
+        return True
+
+    def seekable(self) -> bool:
+        """Return True."""
+        return True
+
+    def tell(self) -> int:
+        """Return the position."""
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """Move to a position."""
+        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._sums.nbytes}[whence]
+        self._at = start + offset
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        """Fill `buffer`, or what the file has for it.
+
+        Raises:
+            CheckpointError: a block has another checksum than when it was saved.
+        """
+        room = memoryview(buffer).cast("B")
+        done = 0
+        while done < len(room) and self._at < self._sums.nbytes:
+            number, first = divmod(self._at, BLOCK_BYTES)
+            part = self._checked(number)[first : first + len(room) - done]
+            room[done : done + len(part)] = part
+            done += len(part)
+            self._at += len(part)
+        return done
+
+    def _checked(self, number: int) -> memoryview:
+        if number != self._number:
+            start = number * BLOCK_BYTES
+            self._file.seek(start)
+            data = self._file.read(BLOCK_BYTES)
+            if zlib.crc32(data) != self._sums.crc32[number]:
+                raise CheckpointError(
+                    f"{self._path} is damaged: bytes {start} to {start + len(data)} have another "
+                    f"checksum than when they were saved; {_WAY_OUT}"
+                )
+            self._number, self._block = number, memoryview(data)
+        return self._block
