@@ -7,8 +7,10 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from emblib.jagged import JaggedTensor, KeyedJaggedTensor
+from emblib.sharding import pipelines
 from emblib.sharding.groups_of_ranks import Ranks
 from emblib.sharding.pipelines import Equal, Longest, Progress, Shortest, TrainPipelineBase
 from emblib.sharding.pipelines.batches import (
@@ -226,6 +228,63 @@ def test_what_was_read_ahead_comes_before_another_iterator() -> None:
     assert pipeline.progress(iter(torch.arange(30.0, 31.0))) == 30.0
     with pytest.raises(StopIteration):
         pipeline.progress(third)
+
+
+class SameIterator:
+    """A loader whose epochs are all read from one object, as those of persistent workers are."""
+
+    def __init__(self, count: int) -> None:
+        self.count = self.next = count
+
+    def __iter__(self) -> Iterator[Tensor]:
+        self.next = 0
+        return self
+
+    def __next__(self) -> Tensor:
+        if self.next == self.count:
+            raise StopIteration
+        self.next += 1
+        return torch.full((1,), float(self.next))
+
+
+def test_every_epoch_of_a_loader_that_returns_the_same_iterator() -> None:
+    for name in ("TrainPipelineBase", "TrainPipelineSparseDist"):
+        pipeline = getattr(pipelines, name)(Line().eval(), None)
+        loader = SameIterator(6)
+        assert [len(list(pipeline.run(loader))) for _ in range(3)] == [6, 6, 6]
+        steps = 0
+        for _ in range(2):
+            iterator = iter(loader)
+            with pytest.raises(StopIteration):
+                while True:
+                    pipeline.progress(iterator)
+                    steps += 1
+        assert steps == 12
+        # Left where the end has been read ahead: what is left of that epoch comes first.
+        running = pipeline.run(loader)
+        assert [next(running).item() for _ in range(5)] == [1.0, 2.0, 3.0, 4.0, 5.0]
+        later = [6.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
+        assert [out.item() for out in pipeline.run(loader)] == later
+
+
+def test_every_epoch_of_persistent_workers() -> None:
+    loader = DataLoader(torch.ones(6, 1), 1, num_workers=1, persistent_workers=True)
+    _, pipeline = line()
+    assert [len(list(pipeline.run(loader))) for _ in range(3)] == [6, 6, 6]
+
+
+def _epochs_of_one_iterator(ranks: Ranks) -> list[list[int]]:
+    loader = SameIterator(2 + ranks.rank)
+    counts = []
+    for ends in (Longest(), Shortest(), Equal()):
+        loader.count = 2 if isinstance(ends, Equal) else loader.count
+        pipeline = TrainPipelineBase(Line().eval(), None, ends=ends, ranks=ranks)
+        counts.append([len(list(pipeline.run(loader))) for _ in range(3)])
+    return counts
+
+
+def test_every_epoch_of_one_iterator_over_ranks() -> None:
+    assert worlds.run(2, _epochs_of_one_iterator) == [[[3] * 3, [2] * 3, [2] * 3]] * 2
 
 
 def test_eval_mode_only_runs_forward() -> None:

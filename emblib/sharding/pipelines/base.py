@@ -96,6 +96,7 @@ class TrainPipelineBase:
     def run(self, batches: Iterable[Any]) -> Iterator[Any]:
         """`progress` until it is drained: the output of every step."""
         iterator = iter(batches)
+        self._loader.begin(iterator)
         while True:
             try:
                 output = self.progress(iterator)
@@ -115,6 +116,7 @@ class TrainPipelineBase:
                 # No rank has one after the last; what each said of those is heard and forgotten.
                 while self._slots:
                     self._loader.settle(self._slots.popleft())
+                self._loader.end()
                 return None
 
     def _train(self, slot: Slot) -> Any:

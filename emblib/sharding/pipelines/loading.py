@@ -100,13 +100,24 @@ class Loader:
     def read(self, batches: Iterator[Any]) -> None:
         """Take batches from here from now on."""
         if batches is not self._batches:
-            if not hasattr(batches, "__next__"):
-                raise TypeError(
-                    "progress takes an iterator, and the same one until it is drained; make one "
-                    f"with iter(loader), got {type(batches).__name__}"
-                )
-            self._batches, self._is_out = batches, False
-            self.epoch += 1
+            self.begin(batches)
+
+    def begin(self, batches: Iterator[Any]) -> None:
+        """Begin an epoch, also where `batches` is the iterator of the epoch before.
+
+        `iter` of a `DataLoader` with `persistent_workers` returns the same object every time.
+        """
+        if not hasattr(batches, "__next__"):
+            raise TypeError(
+                "progress takes an iterator, and the same one until it is drained; make one "
+                f"with iter(loader), got {type(batches).__name__}"
+            )
+        self._batches, self._is_out = batches, False
+        self.epoch += 1
+
+    def end(self) -> None:
+        """Forget the iterator of an epoch that is drained on all ranks."""
+        self._batches = None
 
     def fetch(self) -> Slot:
         """The next batch, on its way to the device; the other ranks hear of it."""
