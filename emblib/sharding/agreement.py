@@ -3,11 +3,10 @@
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 
 from emblib.sharding.awaitable import Awaitable, Deferred, NoWait
 from emblib.sharding.exchange import start_all_to_all
-from emblib.sharding.groups_of_ranks import Ranks
+from emblib.sharding.groups_of_ranks import Ranks, sends_from_hosts, subgroup
 
 
 class Agreement:
@@ -33,8 +32,6 @@ class Agreement:
 
 def _on_hosts(ranks: Ranks) -> Ranks:
     """The same ranks, in a group that sends from the memory of the host."""
-    if ranks.group is None or "cpu:gloo" in str(dist.get_backend_config(ranks.group)):
+    if ranks.group is None or sends_from_hosts(ranks.group):
         return ranks
-    members = [ranks.global_rank(rank) for rank in range(ranks.size)]
-    group = dist.new_group(members, backend="gloo", use_local_synchronization=True)
-    return Ranks(group, local_size=ranks.local_size)
+    return Ranks(subgroup(ranks), local_size=ranks.local_size)

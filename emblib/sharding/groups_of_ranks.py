@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import pickle
+import uuid
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
 T = TypeVar("T")
 
@@ -137,22 +138,81 @@ class Ranks:
 
 
 def subgroup(
-    ranks: Ranks, members: Sequence[int] | None = None, backend: str | None = None
+    ranks: Ranks, members: Sequence[int] | None = None, *, timeout: timedelta | None = None
 ) -> dist.ProcessGroup | None:
-    """A new process group of some of `ranks`, or of all of them; None for those not in it.
+    """Return a new gloo group of some of `ranks`, or of all of them; None on ranks outside it.
 
     All of `ranks` call this, whatever groups each of them is in besides; no other process does.
     """
+    if ranks.group is None:
+        raise ValueError("a subgroup is made of a process group, and these ranks have none")
     members = range(ranks.size) if members is None else members
-    # torch names such a group after its ranks and the number of groups that a process is in.
-    # Members that name it differently wait for each other forever, so all have as many first.
-    own = len(distributed_c10d._world.pg_names)
-    for _ in range(max(ranks.gather_objects(own)) - own):
-        dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
+    # torch names groups by counters of each process, which differ where processes have made unlike
+    # numbers of groups, and members that look for each other under unlike names wait forever. So
+    # they meet under a name that they agree on here. It is for gloo alone: its constructor is
+    # public, and takes the store.
+    name = ranks.gather_objects(uuid.uuid4().hex)[0]
     if ranks.rank not in members:
         return None
-    every = [ranks.global_rank(rank) for rank in members]
-    return dist.new_group(every, backend=backend, use_local_synchronization=True)
+    _register_host_backend()
+    store = dist.PrefixStore(f"emblib/subgroup/{name}", ranks.group.get_group_store())
+    return dist.new_group(
+        [ranks.global_rank(rank) for rank in members],
+        backend=_HOST_BACKEND,
+        timeout=timeout,
+        pg_options=store,
+        use_local_synchronization=True,
+        group_desc=f"emblib/subgroup/{name}",
+    )
+
+
+_HOST_BACKEND = "emblib_gloo"
+
+
+def sends_from_hosts(group: dist.ProcessGroup) -> bool:
+    """Return whether tensors in host memory travel over gloo in this group."""
+    return bool({"cpu:gloo", f"cpu:{_HOST_BACKEND}"} & set(_backends_of(group)))
+
+
+def _backends_of(group: dist.ProcessGroup) -> list[str]:
+    return str(dist.get_backend_config(group)).split(",")
+
+
+def _register_host_backend() -> None:
+    if not hasattr(dist.Backend, _HOST_BACKEND.upper()):
+        dist.Backend.register_backend(
+            _HOST_BACKEND, _connect_hosts, extended_api=True, devices=["cpu"]
+        )
+
+
+def _connect_hosts(options: Any, store: dist.Store) -> dist.ProcessGroupGloo:
+    """Connect the members of a subgroup, under the name that they agreed on."""
+    _check_torch_names(options, store)
+    return dist.ProcessGroupGloo(
+        store, options.group_rank, options.group_size, timeout=options.timeout
+    )
+
+
+def _check_torch_names(options: Any, store: dist.Store) -> None:
+    """Raise where torch itself would wait forever for members under another name."""
+    asked = [
+        f"{name}={os.environ.get(name)}"
+        for name, value in _WAIT_BY_NAME.items()
+        if os.environ.get(name, "").upper() == value
+    ]
+    if not asked:
+        return
+    store.set(f"name/{options.group_rank}", options.group_id)
+    names = [store.get(f"name/{rank}").decode() for rank in range(options.group_size)]
+    if len(set(names)) > 1:
+        raise RuntimeError(
+            f"with {' and '.join(asked)} torch lets the members of a group wait for each other "
+            f"under the name it has for it, which differs here ({names}): unset it, or let all "
+            "processes make the same process groups in the same order"
+        )
+
+
+_WAIT_BY_NAME = {"TORCH_DISTRIBUTED_DEBUG": "DETAIL", "TORCH_DIST_INIT_BARRIER": "1"}
 
 
 def _single(device: str) -> Ranks:

@@ -33,11 +33,10 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import distributed_c10d
 
 from emblib.ops.signals import signal_set_, signal_wait
 from emblib.sharding.failures import is_gone
-from emblib.sharding.groups_of_ranks import Ranks
+from emblib.sharding.groups_of_ranks import Ranks, sends_from_hosts
 
 _ENTRIES = 1024  # all-to-alls that a board remembers
 _SLABS = 256
@@ -306,10 +305,19 @@ def link_of(ranks: Ranks) -> Link | None:
     if group is None:
         return None
     if group not in _links:
-        for left in [g for g in _links if g not in distributed_c10d._world.pg_map]:
+        for left in [known for known in _links if not _is_registered(known)]:
             del _links[left]
         _links[group] = _meet(ranks)
     return _links[group]
+
+
+def _is_registered(group: dist.ProcessGroup) -> bool:
+    """Return whether torch knows a group: it forgets those that are destroyed."""
+    try:
+        dist.get_process_group_ranks(group)
+    except (KeyError, ValueError):
+        return False
+    return True
 
 
 class _Name(NamedTuple):
@@ -322,9 +330,11 @@ class _Name(NamedTuple):
 
 
 def _meet(ranks: Ranks) -> Link | None:
+    group = ranks.group
+    assert group is not None
     file, own, told = -1, None, None
     try:
-        if ranks.shared_memory and "cpu:gloo" in str(dist.get_backend_config(ranks.group)):
+        if ranks.shared_memory and sends_from_hosts(group):
             with suppress(OSError, AttributeError):  # not Linux, or limits that forbid it
                 file = os.memfd_create("emblib")
                 os.ftruncate(file, os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE)
@@ -341,10 +351,9 @@ def _meet(ranks: Ranks) -> Link | None:
             os.close(file)  # everybody has it who wants it
     assert own is not None
     assert peers is not None
-    assert ranks.group is not None
     # The next rank first: not all wait for the same one.
     peers = peers[ranks.rank :] + peers[: ranks.rank]
-    backend = ranks.group._get_backend(torch.device("cpu"))
+    backend = group._get_backend(torch.device("cpu"))
     return Link(ranks, own, peers, backend.options._timeout.total_seconds())
 
 

@@ -2,12 +2,15 @@
 
 import copy
 import pickle
+import uuid
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
-from emblib.sharding.groups_of_ranks import Ranks
+from emblib.sharding.exchange import start_all_to_all
+from emblib.sharding.groups_of_ranks import Ranks, sends_from_hosts, subgroup
 from tests.sharding import worlds
 
 
@@ -86,3 +89,32 @@ def test_device_meshes() -> None:
         assert whole == (rank, 4, 2, rank // 2, 2, rank % 2)
         assert flat == (rank, 4, 4, 0, 1, rank)
         assert local == (rank % 2, 2, 2, 0, 1, rank % 2)
+
+
+def _subgroups(ranks: Ranks) -> tuple[int, int]:
+    with pytest.MonkeyPatch.context() as patch:
+        # Whatever torch counts: here the processes count unlike numbers of groups.
+        patch.setattr(distributed_c10d, "_hash_ranks_to_str", lambda _: f"{uuid.uuid4()}")
+        some = subgroup(ranks, [0, 2])
+        every = Ranks(subgroup(ranks))
+        patch.setenv("TORCH_DIST_INIT_BARRIER", "1")
+        with pytest.raises(RuntimeError, match="TORCH_DIST_INIT_BARRIER=1 torch lets the members"):
+            subgroup(ranks)
+    assert (some is None) == (ranks.rank == 1)
+    total = torch.ones(1)
+    if some is not None:
+        dist.all_reduce(total, group=some)
+    assert every.gather_objects(ranks.rank) == [0, 1, 2]
+    pending = start_all_to_all(torch.arange(3) + 10 * every.rank, [1] * 3, [1] * 3, every)
+    assert pending.wait().tolist() == [every.rank, 10 + every.rank, 20 + every.rank]
+    assert sends_from_hosts(every.group)
+    return int(total), every.rank
+
+
+def test_subgroups_meet_whatever_torch_calls_them() -> None:
+    assert worlds.run(3, _subgroups) == [(2, 0), (1, 1), (2, 2)]
+
+
+def test_no_subgroup_without_a_group() -> None:
+    with pytest.raises(ValueError, match="these ranks have none"):
+        subgroup(Ranks.single())

@@ -121,7 +121,7 @@ def _background(ranks: Ranks) -> _Background:
     """Made at the first call for these ranks, which is a collective."""
     found = _BACKGROUNDS.get(ranks.group)
     if found is None:
-        group = None if ranks.group is None else subgroup(ranks, backend="gloo")
+        group = None if ranks.group is None else subgroup(ranks)
         alone = Ranks.single() if group is None else Ranks(group, local_size=ranks.local_size)
         found = _Background(alone, ThreadPoolExecutor(1, "emblib-checkpoint"))
         _BACKGROUNDS[ranks.group] = found
