@@ -59,6 +59,7 @@ from emblib.specs import (
     StochasticRounding,
     TableSpec,
     TTSpec,
+    Verify,
 )
 from emblib.tables import QuantizedEmbeddingBags, TableBatchedEmbeddingBags, TTEmbeddingBag
 from emblib.trace import LookupTrace, TracedFeature, TraceRecorder
@@ -116,6 +117,7 @@ __all__ = [
     "TracedFeature",
     "TruncatedNormal",
     "Uniform",
+    "Verify",
     "checkpoints",
     "collections",
     "dynamic",

@@ -145,6 +145,19 @@ class CachePolicy(Choice):
     LFU = "lfu"
 
 
+class Verify(Choice):
+    """When the pages of tables in files are verified against their checksums.
+
+    TOUCH verifies a page before its first use after opening, OPEN all of them at opening, which
+    reads the files whole. OFF takes the files as they are, damaged ones included; the next flush
+    then makes new checksums.
+    """
+
+    TOUCH = "touch"
+    OPEN = "open"
+    OFF = "off"
+
+
 @dataclass(frozen=True)
 class MultiPass:
     """Prefetch a large batch in parts: bounds the memory that grouping it takes.
@@ -172,6 +185,7 @@ class Cache:
         directory: where DISK tables live, one directory a module; made if it is not there, opened
             with what it holds if it is.
         passes: None, or how to prefetch very large batches.
+        verify: when the files of DISK tables are verified against their checksums, see `Verify`.
     """
 
     policy: CachePolicy = CachePolicy.LRU
@@ -181,9 +195,11 @@ class Cache:
     dtype: torch.dtype | None = None
     directory: str | Path | None = None
     passes: MultiPass | None = None
+    verify: Verify = Verify.TOUCH
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "policy", CachePolicy(self.policy))
+        object.__setattr__(self, "verify", Verify(self.verify))
         if not 0.0 < self.load_factor <= 1.0:
             raise ValueError(f"load_factor must be in (0, 1], got {self.load_factor}")
         for name in ("sets", "reserved_bytes"):

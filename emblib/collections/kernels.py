@@ -114,6 +114,7 @@ class PartTables(TableBatchedEmbeddingBags):
 
     def view_of(self, table: int) -> dict[str, Tensor]:
         """`weight` and optimizer states of a table, without what a cache has of them."""
+        self._memory.verify()  # whoever gets the views may read them at any time
         return self._memory.view(table, self.weights.detach(), self._states())
 
     def redraw(self, seeds: Sequence[int]) -> None:

@@ -250,6 +250,7 @@ class TableBatchedEmbeddingBags(TieredTables):
                 "this module, or choose an optimizer without one"
             )
         self._forwards += 1
+        self._memory.verify()  # it looks at whole tables
         periodic.before_forward(self.optimizer, self._forwards, tiers, self._views())
 
     state_prev_iter: Tensor  # of GlobalDecay

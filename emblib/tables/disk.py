@@ -3,24 +3,30 @@
 A directory holds one store:
 
 - `weights.bin` and `state_<name>.bin`: the tables one after the other, and nothing else;
-- `store.json`: what the tables are, the number of the last commit and the numbers saved with it. It
-  is replaced as a whole, and replacing it is the commit;
+- `weights.bin.crc` and so on: the checksums of their pages, see `emblib.tables.page_sums`;
+- `store.json`: what the tables are, the number of the last commit, the numbers saved with it and
+  the checksums of the checksums. It is replaced as a whole, and replacing it is the commit;
 - `journal`: rows as they were at the last commit, see `emblib.tables.journal`;
 - `lock`: held by the process that has the store open.
 
 Rows are written in place, through the mapping. What makes that safe is an order: first a row's old
-bytes are in the journal, then it changes; and first all changes are in the files, then `store.json`
-is replaced. Whoever opens the store after a process that ended in between writes the journal back.
+bytes are in the journal, then it changes; and a commit writes the checksums' old values to the
+journal, syncs it, syncs all files, replaces `store.json`, syncs the directory and only then clears
+the journal. Whoever opens the store after a process that ended in between writes the journal back.
+
+A changed row may reach the disk before its journal does, so after the end of the machine the
+journal is not enough: every page is then verified, and the store is as the last commit left it or
+is refused.
 """
 
 import contextlib
 import itertools
 import json
-import mmap
 import os
 import sys
 import weakref
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +34,8 @@ import torch
 from torch import Tensor
 
 from emblib.optim import State
-from emblib.specs import TableSpec, check_float_dtype
+from emblib.specs import TableSpec, Verify, check_float_dtype
+from emblib.tables.durable_files import SyncError, seal, unseal
 from emblib.tables.files import (
     LOCK,
     MappedFile,
@@ -42,11 +49,21 @@ from emblib.tables.files import (
     replace_json,
     zeros,
 )
-from emblib.tables.journal import Block, Journal
+from emblib.tables.journal import Block, Journal, warn_of_restart
+from emblib.tables.page_sums import (
+    FORMAT,
+    SUFFIX,
+    UNCHECKED,
+    PageSums,
+    check_upgrade,
+    explained,
+    num_pages,
+    pages_of,
+)
 
 _JOURNAL, _STORE = "journal", "store.json"
 _WHAT = "DISK tables"
-_FORMAT = 1
+_FORMAT = 2
 
 
 class DiskStore:
@@ -62,17 +79,21 @@ class DiskStore:
         dtype: of the weights.
         states: optimizer states, float32 if `per_row`.
         state_dtype: of the states that are as long as a row.
+        verify: when pages are verified against their checksums.
 
     Attributes:
         created: whether the store is new, all zeros; until its first commit it stays so.
         weights: `[sum rows * dim]`.
         states: in the order given, `[sum rows]` if `per_row`, else as long as the weights.
+        user_tensors: weights, then states, as tensors of their own over the same memory. A commit
+            notices by their versions that somebody wrote to them without `protect`.
         committed_numbers: those of the last commit; none if there was none.
 
     Raises:
         BlockingIOError: the store is open elsewhere, in this process or another one.
         ValueError: the directory holds something else, or tables of another layout.
         RuntimeError: the files are damaged, or were being overwritten as a whole.
+        ChecksumError: a page is not as the last commit left it.
         OSError: the directory cannot be written to, or the tables do not fit on the disk.
     """
 
@@ -83,11 +104,14 @@ class DiskStore:
         dtype: torch.dtype,
         states: Sequence[State],
         state_dtype: torch.dtype,
+        verify: Verify = Verify.TOUCH,
     ) -> None:
         check_float_dtype("the dtype of the weights", dtype)
         check_float_dtype("the dtype of the states", state_dtype)
         self.directory = Path(directory).expanduser()
         self._layout = _layout_of(tables, dtype, states, state_dtype)
+        self._verify = verify
+        self._broken = ""  # the sync that failed
         self._rows = sum(spec.rows for spec in tables)
         make_directory(self.directory, _WHAT)
         if not (self.directory / _STORE).exists():
@@ -115,31 +139,79 @@ class DiskStore:
         for state, kept in zip(states, self._layout["states"], strict=True):
             path = self.directory / f"state_{state.name}.bin"
             files.append(MappedFile(path, kept["dtype"], self._rows if state.per_row else elements))
+        sum_files = [_sums_file(file) for file in files]
         if self.created:
-            make_room(self.directory, sum(file.nbytes for file in files))
+            make_room(self.directory, sum(file.nbytes for file in [*files, *sum_files]))
             for file in files:
                 file.create()
-        self._maps: list[mmap.mmap] = []
-        self.weights, *self.states = (file.map(self._maps) for file in files)
-        blocks = _blocks(tables, self.weights, list(zip(states, self.states, strict=True)))
-        self._journal = Journal(self.directory / _JOURNAL, blocks)
+        anew = self.created or self._unchecked
+        for file in sum_files:
+            if anew or (self._verify is Verify.OFF and not file.fits()):
+                file.create()
+        self._files = [*files, *sum_files]
+        self.weights, *self.states = (file.map() for file in files)
+        for file in sum_files:
+            file.map()
+        self.user_tensors = [file.alias() for file in files]
+        self._versions = [t._version for t in self.user_tensors]
+        self._sums = []
+        for file, sum_file, per_row in zip(
+            files, sum_files, [False, *(state.per_row for state in states)], strict=True
+        ):
+            itemsize = file.dtype.itemsize
+            widths = [itemsize if per_row else spec.dim * itemsize for spec in tables]
+            self._sums.append(PageSums(file.path, partial(_describe, tables, widths)))
+            self._sums[-1].resize(file.mapped, sum_file.mapped)
+        self._blocks = _blocks(tables, self.weights, list(zip(states, self.states, strict=True)))
+        sum_blocks = [Block(0, s.sums.shape[0], [s.sums]) for s in self._sums]
+        self._journal = Journal(self.directory / _JOURNAL, [*self._blocks, *sum_blocks])
         handles.callback(self._journal.close)
-        self._journaled = zeros(self._rows)
-        if not self.created and self._journal.roll_back(self._epoch):
-            self._flush_maps()
+        flush_directory(self.directory)  # the files' names, before anything relies on them
+        self._journaled, self._touched = zeros(self._rows), zeros(self._rows)
+        if self.created:
+            for sums in self._sums:
+                sums.accept_all()
+        else:
+            self._recover([file.nbytes for file in files])
         self._journal.clear()
+
+    def _recover(self, lengths: Sequence[int]) -> None:
+        """Go back to the last commit and verify what must be verified now."""
+        if self._journal.roll_back(self._epoch):
+            self._sync_files()
+        if self._verify is Verify.OFF:
+            for sums, length in zip(self._sums, lengths, strict=True):
+                sums.length = length
+                sums.accept_all()
+            return
+        with explained(interrupted=self._journal.interrupted):
+            for sums, length, root in zip(self._sums, lengths, self._roots, strict=True):
+                sums.length = length
+                sums.check_root(root)
+            if self._journal.interrupted or self._verify is Verify.OPEN:
+                self.check_all()
+        if self._journal.interrupted:
+            warn_of_restart(self.directory)
 
     def _read_store(self) -> None:
         """Number and numbers of the last commit; a store without one begins anew."""
         path = self.directory / _STORE
+        self._roots = [0] * (1 + len(self._layout["states"]))
         if not path.exists():
             self._write_store(0, [], "committed")
+            flush_directory(self.directory)
         with reading(path):
             saved = json.loads(path.read_text())
-            layout, self._epoch = saved["layout"], int(saved["commit"])
+            layout = saved["layout"]
+            self._unchecked = layout["format"] == UNCHECKED
+            if not self._unchecked:
+                saved = unseal(saved)
+                self._roots = [int(root) for root in saved["checksums"]]
+            self._epoch, status = int(saved["commit"]), saved["status"]
             self.committed_numbers = [float(number) for number in saved["numbers"]]
-            status = saved["status"]
-        _check_layout(self.directory, layout, self._layout)
+        if self._unchecked:
+            check_upgrade(self.directory, self._verify)
+        _check_layout(self.directory, layout, self._layout, upgrade=self._unchecked)
         self.created = self._epoch == 0
         self._whole = self.created  # whether all rows may change until the next commit
         if status != "committed" and not self.created:
@@ -148,6 +220,56 @@ class DiskStore:
                 "loaded from a checkpoint) when the process ended, so they are part old, part new; "
                 "delete the directory and do it again"
             )
+
+    def touch(self, rows: Tensor) -> None:
+        """Verify the pages of rows that are about to be read, unless they were before.
+
+        Args:
+            rows: as of `protect`.
+
+        Raises:
+            ChecksumError: a page is not as the last commit left it.
+        """
+        if all(sums.all_known for sums in self._sums):
+            return
+        rows = self._numbers_of(rows)
+        rows = rows[self._touched[rows] == 0].unique()
+        for index, local in self._by_block(rows):
+            for sums, tensor in zip(self._sums, self._blocks[index].tensors, strict=True):
+                sums.check(_pages(tensor, local))
+        self._touched[rows] = 1
+
+    def check_all(self) -> None:
+        """Verify all pages that were not verified yet.
+
+        Raises:
+            ChecksumError: a page is not as the last commit left it.
+        """
+        for sums in self._sums:
+            sums.check_all()
+
+    def _numbers_of(self, rows: Tensor) -> Tensor:
+        """Row numbers as a flat int64 tensor; IndexError for a row that no table has."""
+        rows = rows.detach().to("cpu", torch.int64).flatten()
+        if not rows.numel():
+            return rows
+        lowest, highest = rows.aminmax()
+        if lowest < 0 or highest >= self._rows:
+            raise IndexError(
+                f"rows must be in [0, {self._rows}), the rows of all tables, got "
+                f"{int(lowest)} to {int(highest)}"
+            )
+        return rows
+
+    def _by_block(self, rows: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """For each block that has some of `rows`, which ascend: its index, and rows within it."""
+        if not rows.numel():
+            return
+        firsts = torch.tensor([block.first for block in self._blocks])
+        cuts = [*torch.searchsorted(rows, firsts).tolist(), rows.numel()]
+        for index, (start, end) in enumerate(itertools.pairwise(cuts)):
+            if start < end:
+                yield index, rows[start:end] - self._blocks[index].first
 
     def protect(self, rows: Tensor) -> None:
         """Journal rows that are about to be overwritten, as they are at the last commit.
@@ -161,31 +283,22 @@ class DiskStore:
         Raises:
             IndexError: a row that no table has.
             OSError: the disk is full. The rows must not be written then; the store stays usable.
+            SyncError: the disk failed; the store is of no use until it is opened again.
+            ChecksumError: what else is on their pages is not as the last commit left it.
         """
-        self._check_process()
-        if rows.numel() == 0:
-            return
-        rows = rows.detach().to("cpu", torch.int64).flatten()
-        lowest, highest = rows.aminmax()
-        if lowest < 0 or highest >= self._rows:
-            raise IndexError(
-                f"rows must be in [0, {self._rows}), the rows of all tables, got "
-                f"{int(lowest)} to {int(highest)}"
-            )
-        if self._whole:
+        self._check_usable()
+        rows = self._numbers_of(rows)
+        if self._whole or not rows.numel():
             return
         rows = rows[self._journaled[rows] == 0].unique()
-        if rows.numel() == 0:
-            return
-        self._journal.begin(self._epoch)
-        firsts = torch.tensor([block.first for block in self._journal.blocks])
-        cuts = [*torch.searchsorted(rows, firsts).tolist(), rows.numel()]
-        for index, (start, end) in enumerate(itertools.pairwise(cuts)):
-            first = self._journal.blocks[index].first
-            if start == end:
-                continue
-            for part in self._journal.append(index, rows[start:end] - first):
-                self._journaled[part + first] = 1
+        for index, local in self._by_block(rows):
+            for sums, tensor in zip(self._sums, self._blocks[index].tensors, strict=True):
+                sums.change(_pages(tensor, local))
+        with self._guarded():
+            for index, local in self._by_block(rows):
+                self._journal.begin(self._epoch)
+                for part in self._journal.append(index, local):
+                    self._journaled[part + self._blocks[index].first] = 1
 
     def commit(self, numbers: Sequence[float]) -> None:
         """Make the tables as they are now, and `numbers`, what opening leads back to.
@@ -194,19 +307,56 @@ class DiskStore:
         committed all or nothing.
 
         Raises:
-            OSError: they could not be written; the last commit stands, and this one may be tried
-                again.
+            OSError: they could not be written, the disk being full; the last commit stands, and
+                this one may be tried again.
+            SyncError: the disk failed. Whether the last commit or this one stands shows when the
+                store is opened again; until then it refuses to write.
         """
-        self._check_process()
-        self._flush_maps()
+        self._check_usable()
         numbers = [float(number) for number in numbers]
-        self._write_store(self._epoch + 1, numbers, "committed")
+        with self._guarded():
+            self._renew_sums()
+            # Rows and checksums must not be replaced on the disk before what leads back to them.
+            self._journal.sync()
+            self._sync_files()
+            self._roots = [sums.root(len_of) for sums, len_of in self._with_lengths()]
+            self._write_store(self._epoch + 1, numbers, "committed")
+            flush_directory(self.directory)
         self._epoch += 1
         self.committed_numbers = numbers
         self._whole = False
         self._journaled = zeros(self._rows)
+        self._versions = [t._version for t in self.user_tensors]
+        for sums, length in self._with_lengths():
+            sums.after_commit(length)
         self._journal.clear()
-        flush_directory(self.directory)
+
+    def _with_lengths(self) -> Iterator[tuple[PageSums, int]]:
+        for sums, tensor in zip(self._sums, [self.weights, *self.states], strict=True):
+            yield sums, tensor.nbytes
+
+    def _renew_sums(self) -> None:
+        """Make the checksums those of the files as they are now, the old ones in the journal."""
+        for sums, tensor, version in zip(
+            self._sums, self.user_tensors, self._versions, strict=True
+        ):
+            if tensor._version != version:
+                sums.accept_all()
+        if self._whole:
+            self._sync_files()  # so that holes in the files are where nothing was written
+        for k, (sums, length) in enumerate(self._with_lengths()):
+            for pages, fresh in sums.renewed(length, skip_holes=self._whole):
+                if not self._whole:
+                    self._journal_sums(k, pages)
+                sums.sums.index_copy_(0, pages, fresh)
+
+    def _journal_sums(self, k: int, pages: Tensor) -> None:
+        """Journal checksums of file `k` before they are replaced, once per epoch."""
+        pages = self._sums[k].unjournaled(pages)
+        if pages.numel():
+            self._journal.begin(self._epoch)
+            for part in self._journal.append(len(self._blocks) + k, pages):
+                self._sums[k].note_journaled(part)
 
     @contextlib.contextmanager
     def writing_everything(self) -> Iterator[None]:
@@ -215,12 +365,15 @@ class DiskStore:
         That commit completes it. A store whose process ends before refuses to be opened, unless it
         had no commit yet: then it is opened as new.
         """
-        self._check_process()
+        self._check_usable()
         if not self._whole:
-            self._write_store(self._epoch, self.committed_numbers, "overwriting")
-            flush_directory(self.directory)
+            with self._guarded():
+                self._write_store(self._epoch, self.committed_numbers, "overwriting")
+                flush_directory(self.directory)
             self._whole = True
             self._journal.clear()
+        for sums in self._sums:
+            sums.accept_all()
         yield
 
     def close(self) -> None:
@@ -231,21 +384,43 @@ class DiskStore:
         self._process = -1
         self._release()
 
-    def _check_process(self) -> None:
+    def _check_usable(self) -> None:
         if self._process != os.getpid():
             raise RuntimeError(
                 f"the store in {self.directory} is written by the process that opened it and until "
                 "it is closed; a forked process may only read"
             )
+        if self._broken:
+            raise RuntimeError(
+                f"the tables in {self.directory} cannot be written to any more: a sync failed "
+                f"({self._broken}), and the system may report the next one as a success though "
+                "what was to be written is lost. Open the directory in a new module: it goes back "
+                "to the last flush"
+            )
 
-    def _flush_maps(self) -> None:
-        for mapped in self._maps:
-            mapped.flush()
+    @contextlib.contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """Around syncs: after one that failed, the store refuses to write."""
+        try:
+            yield
+        except SyncError as error:
+            self._broken = str(error)
+            raise
+
+    def _sync_files(self) -> None:
+        for file in self._files:
+            file.sync()
 
     def _write_store(self, epoch: int, numbers: list[float], status: str) -> None:
         """Replace `store.json` in one go."""
-        content = {"commit": epoch, "status": status, "numbers": numbers, "layout": self._layout}
-        replace_json(self.directory / _STORE, content)
+        content = {
+            "commit": epoch,
+            "status": status,
+            "numbers": numbers,
+            "checksums": self._roots,
+            "layout": self._layout,
+        }
+        replace_json(self.directory / _STORE, seal(content))
 
 
 def _layout_of(
@@ -263,6 +438,7 @@ def _layout_of(
     kept = [{"name": s.name, "per_row": s.per_row, "dtype": kinds[s.per_row]} for s in states]
     return {
         "format": _FORMAT,
+        **FORMAT,
         "byteorder": sys.byteorder,
         "weights": word(dtype),
         "states": kept,
@@ -270,14 +446,41 @@ def _layout_of(
     }
 
 
-def _check_layout(directory: Path, saved: dict[str, Any], wanted: dict[str, Any]) -> None:
+def _check_layout(
+    directory: Path, saved: dict[str, Any], wanted: dict[str, Any], *, upgrade: bool
+) -> None:
     for key, value in wanted.items():
+        if upgrade and (key == "format" or key in FORMAT):
+            continue
         if saved.get(key) != value:
             raise ValueError(
                 f"{directory} holds DISK tables of another layout: their {key} are "
                 f"{saved.get(key)}, asked for are {value}; name another directory, or move them "
                 "with state_dict from a module that fits"
             )
+
+
+def _sums_file(file: MappedFile) -> MappedFile:
+    path = file.path.with_name(file.path.name + SUFFIX)
+    return MappedFile(path, "int32", num_pages(file.nbytes))
+
+
+def _describe(tables: Sequence[TableSpec], widths: Sequence[int], begin: int, end: int) -> str:
+    """Which rows lie in bytes `[begin, end)` of a file; `widths` are the tables' bytes per row."""
+    found, at = [], 0
+    for spec, width in zip(tables, widths, strict=True):
+        size = spec.rows * width
+        if at < end and begin < at + size:
+            first, last = max(begin - at, 0) // width, (min(end - at, size) - 1) // width
+            found.append(f"rows {first} to {last} of table {spec.name!r}")
+        at += size
+    return ", ".join(found)
+
+
+def _pages(tensor: Tensor, rows: Tensor) -> Tensor:
+    """The pages of a file that rows of a block lie on; `tensor` is the block's part of the file."""
+    width = tensor.shape[1]
+    return pages_of(rows * width + int(tensor.storage_offset()), width)
 
 
 def _blocks(

@@ -20,6 +20,8 @@ from typing import Any, BinaryIO, Protocol
 import torch
 from torch import Tensor
 
+from emblib.tables import durable_files
+
 LOCK = "lock"
 _CRC = "crc32"
 _NEXT = ".new"  # what follows the name of a file that is being replaced
@@ -32,18 +34,26 @@ class MappedFile:
         self.path, self.count = path, count
         self.dtype: torch.dtype = getattr(torch, dtype)
         self.nbytes = count * self.dtype.itemsize
+        self.mapped: mmap.mmap | None = None
 
     def create(self) -> None:
         """All zeros, whatever was there; takes no room before it is written to."""
-        self.path.unlink(missing_ok=True)
-        with open(self.path, "xb") as file:
-            file.truncate(self.nbytes)
-            os.fsync(file.fileno())
+        durable_files.remove(self.path)
+        handle = durable_files.open_file(self.path)
+        try:
+            durable_files.resize(handle, self.nbytes)
+            durable_files.sync_file(handle, self.path)
+        finally:
+            os.close(handle)
 
-    def map(self, maps: list[mmap.mmap]) -> Tensor:
-        """The file as a tensor; its mapping is added to `maps`."""
-        size = self.path.stat().st_size if self.path.exists() else None
-        if size != self.nbytes:
+    def fits(self) -> bool:
+        """Whether the file is there, and as long as it must be."""
+        return self.path.exists() and self.path.stat().st_size == self.nbytes
+
+    def map(self) -> Tensor:
+        """The file as a tensor."""
+        if not self.fits():
+            size = self.path.stat().st_size if self.path.exists() else None
             found = "is missing" if size is None else f"has {size} bytes"
             raise RuntimeError(
                 f"{self.path} {found}, its tables have {self.nbytes} bytes; delete the directory "
@@ -52,9 +62,20 @@ class MappedFile:
         if not self.count:
             return torch.empty(0, dtype=self.dtype)
         with open(self.path, "r+b") as file:
-            maps.append(mmap.mmap(file.fileno(), self.nbytes))
-        maps[-1].madvise(mmap.MADV_RANDOM)  # a row is a page or two: do not read its neighbours
-        return torch.frombuffer(maps[-1], dtype=self.dtype)
+            self.mapped = mmap.mmap(file.fileno(), self.nbytes)
+        self.mapped.madvise(mmap.MADV_RANDOM)  # a row is a page or two: do not read its neighbours
+        return torch.frombuffer(self.mapped, dtype=self.dtype)
+
+    def sync(self) -> None:
+        """Return when what was written to the mapping is on the disk."""
+        if self.mapped is not None:
+            durable_files.sync_map(self.mapped, self.path)
+
+    def alias(self) -> Tensor:
+        """Another tensor over the mapped file, with a version counter of its own."""
+        if self.mapped is None:
+            return torch.empty(0, dtype=self.dtype)
+        return torch.frombuffer(self.mapped, dtype=self.dtype)
 
 
 def zeros(count: int) -> Tensor:
@@ -142,10 +163,10 @@ def replacing(path: Path, fresh: Path | None = None) -> Iterator[BinaryIO]:
         with open(fresh, "wb") as file:
             yield file
             file.flush()
-            os.fsync(file.fileno())
-        os.replace(fresh, path)
+            durable_files.sync_file(file.fileno(), fresh)
+        durable_files.rename(fresh, path)
     except BaseException:
-        fresh.unlink(missing_ok=True)
+        durable_files.remove(fresh)
         raise
 
 
@@ -168,7 +189,7 @@ def saving(path: str | Path) -> Iterator[BinaryIO]:
 
 def save_json(path: str | Path, text: str) -> None:
     """Save the text of a JSON object with a checksum of it, its last entry `crc32`."""
-    crc = _json_checksum(json.loads(text))
+    crc = durable_files.json_checksum(json.loads(text))
     with saving(path) as file:
         file.write(f'{text.rstrip()[:-1].rstrip()}, "{_CRC}": {crc}}}\n'.encode())
 
@@ -187,16 +208,12 @@ def load_json(path: str | Path) -> str:
     if not isinstance(content, dict) or _CRC not in content:
         return text
     saved = content.pop(_CRC)
-    if saved != _json_checksum(content):
+    if saved != durable_files.json_checksum(content):
         raise ValueError(
             f"{path} is damaged: its checksum is wrong; save or copy it again. If it was edited, "
             f"delete its entry {_CRC!r}"
         )
     return json.dumps(content)
-
-
-def _json_checksum(content: dict[str, Any]) -> int:
-    return zlib.crc32(json.dumps(content, sort_keys=True).encode())
 
 
 def save_archive(content: Any, file: BinaryIO) -> None:
@@ -270,8 +287,4 @@ os.register_at_fork(after_in_child=_close_all)
 
 def flush_directory(directory: Path) -> None:
     """Make names that were given to files survive the end of the machine."""
-    handle = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    durable_files.sync_directory(directory)

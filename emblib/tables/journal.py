@@ -7,8 +7,9 @@ of its rows is, so a record cut short by the end of the process belongs to rows 
 yet. Header and records carry checksums: whatever is damaged otherwise is an error, not a guess.
 
 The end of a process loses nothing that was written to a file or to mapped memory; the end of the
-machine does. So the header is flushed to the disk, once an epoch, and holds the id that the machine
-got when it started: who rolls back after another start is told.
+machine does. So the header is synced, once per epoch, before the first row changes, and holds the
+id that the machine got when it started. After another start rows may have changed on the disk
+though their records never reached it: the store then verifies all pages against their checksums.
 """
 
 import contextlib
@@ -23,6 +24,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from emblib.tables import durable_files
 
 _HEADER = struct.Struct("<8sQ36sI")  # magic, epoch, id of the machine's start, checksum
 _RECORD = struct.Struct("<4sIQII")  # magic, block, rows, checksum of the body, checksum of this
@@ -63,21 +66,20 @@ class Journal:
     def __init__(self, path: Path, blocks: Sequence[Block]) -> None:
         self.path = path
         self.blocks = blocks
-        self._handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        # Whether rows may have changed without a trace here since the last commit: the machine went
+        # down, or the file is not there. Then the tables must be verified whole.
+        self.interrupted = not path.exists()
+        self._handle = durable_files.open_file(path)
         self._end = 0  # 0: the epoch has no records yet
 
     def begin(self, epoch: int) -> None:
         """Open the journal for rows as they were at commit `epoch`; repeated calls do nothing."""
         if self._end:
             return
-        os.ftruncate(self._handle, 0)
+        durable_files.resize(self._handle, 0)
         header = _HEADER.pack(_MAGIC, epoch, machine_start(), 0)[: -_CHECKSUM.size]
         self._append(header + _CHECKSUM.pack(zlib.crc32(header)))
-        try:
-            os.fsync(self._handle)
-        except OSError:
-            self._end = 0
-            raise
+        durable_files.sync_file(self._handle, self.path)
 
     def append(self, block: int, rows: Tensor) -> Iterator[Tensor]:
         """Record rows of a block, numbered within it; yields those that are recorded so far."""
@@ -103,10 +105,10 @@ class Journal:
         rest, at = memoryview(data), self._end
         try:
             while rest:
-                written = os.pwrite(self._handle, rest, at)
+                written = durable_files.write_at(self._handle, rest, at)
                 rest, at = rest[written:], at + written
         except OSError as error:
-            os.ftruncate(self._handle, self._end)
+            durable_files.resize(self._handle, self._end)
             raise OSError(
                 error.errno,
                 f"the journal cannot grow ({error.strerror}), so the rows that are about to be "
@@ -119,7 +121,7 @@ class Journal:
     def clear(self) -> None:
         """Forget all records: a commit has made them void, or they have been rolled back."""
         self._end = 0
-        os.ftruncate(self._handle, 0)
+        durable_files.resize(self._handle, 0)
 
     def close(self) -> None:
         """Close the file; what it holds stays."""
@@ -136,20 +138,32 @@ class Journal:
         """
         size = os.fstat(self._handle).st_size
         if size < _HEADER.size:
-            return False
+            return False  # the header is on the disk before the first row changes
         data = mmap.mmap(self._handle, size, access=mmap.ACCESS_COPY)
+        if not any(data[: _HEADER.size]):
+            # The file got its size, but the power failed before its header came. No row changes
+            # before that, which the store verifies.
+            self.interrupted = True
+            return False
         of_epoch, start = self._header(memoryview(data))
         if of_epoch > epoch:
             raise self._damaged(f"it leads back to commit {of_epoch}, the tables are at {epoch}")
         if of_epoch < epoch:
             return False
+        if start != machine_start() or not any(start):
+            self.interrupted = True
         records = list(self._records(memoryview(data)))
-        if start != machine_start() and records:
-            _warn_of_restart(self.path)
+        if records:
+            self.sync()  # rows must not reach the disk before the records that lead back to them
         for record in records:
             for tensor, image in zip(record.block.tensors, record.images, strict=True):
                 tensor.index_copy_(0, record.rows, image)
         return bool(records)
+
+    def sync(self) -> None:
+        """Return when all records are on the disk: from then on a power failure loses none."""
+        if os.fstat(self._handle).st_size:
+            durable_files.sync_file(self._handle, self.path)
 
     def _header(self, data: memoryview) -> tuple[int, bytes]:
         magic, epoch, start, checksum = _HEADER.unpack_from(data)
@@ -158,17 +172,26 @@ class Journal:
         return epoch, start
 
     def _records(self, data: memoryview) -> Iterator[_Record]:
+        """Yield the records, verified.
+
+        After the end of the machine the journal ends where one did not reach the disk; whether rows
+        that it was of changed, their pages tell.
+        """
         at = _HEADER.size
         while at + _RECORD.size <= len(data):
             magic, index, count, checksum, own = _RECORD.unpack_from(data, at)
             body = at + _RECORD.size
             if magic != _ROWS or own != zlib.crc32(data[at : body - _CHECKSUM.size]):
+                if self.interrupted:
+                    return
                 raise self._damaged(f"the record at byte {at} has a wrong head")
             block = self.blocks[index]
             end = body + _body_bytes(block, count)
             if end > len(data):
                 return
             if checksum != zlib.crc32(data[body:end]):
+                if self.interrupted:
+                    return
                 raise self._damaged(f"the record at byte {at} has a wrong checksum")
             yield _Record(block, *_body(block, count, data[body:end]))
             at = end
@@ -203,10 +226,11 @@ def machine_start() -> bytes:
     return bytes(36)
 
 
-def _warn_of_restart(path: Path) -> None:
+def warn_of_restart(directory: Path) -> None:
+    """Warn that the machine went down while tables were trained; they have been verified."""
     warnings.warn(
-        f"emblib: the tables in {path.parent} were being trained when this machine, or another "
-        "that they were on, went down. They are led back to the last flush; if it lost power, rows "
-        "that reached the disk before their journal did are wrong, and nobody can tell which",
+        f"emblib: the tables in {directory} were being trained when this machine, or another that "
+        "they were on, went down, or have lost their journal. They are led back to the last flush, "
+        "and every page of them has been verified; steps after that flush are lost",
         stacklevel=2,
     )

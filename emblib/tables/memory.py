@@ -55,7 +55,12 @@ class Memory:
                 )
             on_disk = [spec for spec in tables if spec.placement is Placement.DISK]
             self._disk = DiskStore(
-                cache.directory, on_disk, precision.weights, self.states, precision.states
+                cache.directory,
+                on_disk,
+                precision.weights,
+                self.states,
+                precision.states,
+                cache.verify,
             )
             if not self._disk.created:
                 self._opened = list(self._disk.committed_numbers)
@@ -128,7 +133,12 @@ class Memory:
     def view(self, table: int, weights: Tensor, states: list[Tensor]) -> dict[str, Tensor]:
         """`views` of one table."""
         place = self.layout.places[table]
-        tensors = [weights.view(-1), *states] if place.tier == DEVICE else self._tier(place.tier)
+        if place.tier == DISK and self._disk is not None:
+            tensors = self._disk.user_tensors
+        elif place.tier == DEVICE:
+            tensors = [weights.view(-1), *states]
+        else:
+            tensors = self._tier(place.tier)
         shape = (place.rows, place.dim)
         elements = slice(place.weight_offset, place.weight_offset + place.rows * place.dim)
         rows = slice(place.state_base, place.state_base + place.rows)
@@ -136,6 +146,11 @@ class Memory:
         for state, tensor in zip(self.states, tensors[1:], strict=True):
             views[state.name] = tensor[rows] if state.per_row else tensor[elements].view(shape)
         return views
+
+    def verify(self) -> None:
+        """Verify all pages of the disk tier that were not verified yet, before all is read."""
+        if self._disk is not None:
+            self._disk.check_all()
 
     @property
     def disk(self) -> DiskStore | None:

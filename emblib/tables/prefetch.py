@@ -171,6 +171,8 @@ class Prefetcher:
         return flight
 
     def _bring_in(self, groups: tbe.Groups, tiers: lookups.Tiers) -> Tensor:
+        if self.memory.disk is not None:
+            self.memory.disk.touch(self._disk_rows(groups))
         row_slots, evicted = self.cache.plan(groups)
         if self.memory.disk is not None:
             first = self.memory.layout.first_disk_row
@@ -182,6 +184,12 @@ class Prefetcher:
         self.cache.move(tiers, groups, row_slots, evicted)
         self.version += 1
         return row_slots
+
+    def _disk_rows(self, groups: tbe.Groups) -> Tensor:
+        """The rows of a batch that are on disk, counted from the first one there."""
+        rows = groups.rows[: int(groups.count)]
+        first = self.memory.layout.first_disk_row
+        return rows[rows >= first] - first
 
     def wait_for_prefetch(self) -> None:
         """Make the current stream wait for what prefetches on other streams have written."""

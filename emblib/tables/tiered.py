@@ -155,11 +155,13 @@ class TieredTables(FeatureTables):
         first; they go stale with the next batch.
         """
         self._settle()
+        self._memory.verify()
         return [views["weight"] for views in self._views()]
 
     def table_optimizer_states(self) -> list[dict[str, Tensor]]:
         """For each table its optimizer state by name, as views: `[rows, dim]`, or `[rows]`."""
         self._settle()
+        self._memory.verify()
         views = self._views()
         return [{k: v for k, v in tensors.items() if k != "weight"} for tensors in views]
 
@@ -178,6 +180,7 @@ class TieredTables(FeatureTables):
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
     ) -> None:
         self.flush()
+        self._memory.verify()
         for key, tensor in self._checkpoint().items():
             destination[prefix + key] = tensor
 
@@ -197,6 +200,8 @@ class TieredTables(FeatureTables):
         sources = checkpoint.sources(targets, state_dict, prefix, *lists)
         if not sources:
             return
+        if len(sources) < len(targets):
+            self._memory.verify()
         if self._prefetcher is not None and len(sources) < len(targets):
             # What is not in the checkpoint stays, also what of it is in the cache.
             sources = checkpoint.own(sources, targets)
@@ -212,6 +217,7 @@ class TieredTables(FeatureTables):
     @property
     def _tables_by_name(self) -> SimpleNamespace:
         """The tables and their states by the names they have in state dicts."""
+        self._memory.verify()
         views = zip(self.table_names, self._views(), strict=True)
         return SimpleNamespace(**{name: SimpleNamespace(**tensors) for name, tensors in views})
 

@@ -202,7 +202,7 @@ def watch(kill: SelfKill) -> None:
     """Every call by which a store changes a file, or orders such changes."""
     for name in ("pwrite", "fsync", "replace", "ftruncate", "unlink"):
         kill.watch(os, name)
-    kill.watch(DiskStore, "_flush_maps")
+    kill.watch(DiskStore, "_sync_files")
     kill.watch(torch.Tensor, "index_copy_")
 
 

@@ -1,15 +1,17 @@
 """Rows behind dynamic tables in files: mapped into memory, with commits that survive kills.
 
 A directory holds one store: the files of `emblib.dynamic.tiers.row_files`, `rows.json` (what the
-tables are, the number of the last commit, how many places it knew, and its note; replacing it is
-the commit), `journal` (rows as they were at the last commit, see `emblib.tables.journal`) and
-`lock`.
+tables are, the number of the last commit, how many places it knew, the checksums of the checksums,
+and its note; replacing it is the commit), `journal` (rows as they were at the last commit, see
+`emblib.tables.journal`) and `lock`.
 
 The order that makes it safe is that of `DiskStore`: a place that was in use at the last commit is
 in the journal before it changes, and everything is in the files before `rows.json` is replaced.
-Places that were given since then need no journal: opening cuts them off.
+Places that were given since then need no journal: opening cuts them off. Checksums are renewed,
+verified and journaled as those of `DiskStore` are.
 """
 
+import contextlib
 import json
 import os
 import sys
@@ -22,6 +24,8 @@ from torch import Tensor
 
 from emblib.dynamic.tiers.row_files import Shelf
 from emblib.dynamic.tiers.row_store import BATCH, Found, Rows, StoredTable, check_row
+from emblib.specs import Verify
+from emblib.tables.durable_files import SyncError, seal, unseal
 from emblib.tables.files import (
     LOCK,
     close_in_forks,
@@ -32,21 +36,25 @@ from emblib.tables.files import (
     refuse_strangers,
     replace_json,
 )
-from emblib.tables.journal import Journal
+from emblib.tables.journal import Block, Journal, warn_of_restart
+from emblib.tables.page_sums import FORMAT, UNCHECKED, check_upgrade, explained
 
 _JOURNAL, _STORE = "journal", "rows.json"
 _WHAT = "DiskRows"
-_FORMAT = 1
+_FORMAT = 2
 
 
 class DiskRows:
     """A `RowStore` in the files of a directory, e.g. `DiskRows("~/rows")`.
 
     It takes as many rows as fit on the disk. A row keeps its room there while it is above, so the
-    files are as large as both tiers. Opening reads 32 bytes a row.
+    files are as large as both tiers. Opening reads and verifies 32 bytes per row; when the rest is
+    verified against its checksums, `verify` says.
     """
 
-    def __init__(self, directory: str | Path) -> None:
+    def __init__(self, directory: str | Path, verify: Verify | str = Verify.TOUCH) -> None:
+        self._verify = Verify(verify)
+        self._broken = ""  # the sync that failed
         self._shelves: list[Shelf] = []
         self._lock: int | None = None
         self._process = -1
@@ -62,8 +70,10 @@ class DiskRows:
             BlockingIOError: the store is open elsewhere, in this process or another one.
             ValueError: the directory holds something else, or tables of another layout.
             RuntimeError: the files are damaged.
+            ChecksumError: a page is not as the last commit left it.
         """
         self.close()
+        self._broken = ""
         self._tables = list(tables)
         make_directory(self.directory, _WHAT)
         if not (self.directory / _STORE).exists():
@@ -77,32 +87,69 @@ class DiskRows:
 
     def _begin(self) -> None:
         if not (self.directory / _STORE).exists():
-            self._epoch = 0
+            self._epoch, self._roots = 0, [[0, 0] for _ in self._tables]
             self._write_store(0, [0] * len(self._tables), "")
+            flush_directory(self.directory)
         places = self._read_store()
         for t, (table, committed) in enumerate(zip(self._tables, places, strict=True)):
-            shelf = Shelf(self.directory, t, table.row_bytes)
+            shelf = Shelf(self.directory, t, table)
             self._shelves.append(shelf)
+            if self._unchecked or self._verify is Verify.OFF:
+                shelf.add_sums(committed)
             shelf.begin(committed)
-        self._journal = Journal(self.directory / _JOURNAL, [s.block for s in self._shelves])
-        if self._journal.roll_back(self._epoch):
-            for shelf in self._shelves:
-                shelf.flush()
+        self._journal = Journal(self.directory / _JOURNAL, self._blocks())
+        flush_directory(self.directory)  # the files' names, before anything relies on them
+        if self._epoch:
+            self._recover()
         self._journal.clear()
         for shelf in self._shelves:
             shelf.find_keys()
 
+    def _blocks(self) -> list[Block]:
+        """All rows, then all checksums, as the journal knows them; tables are mapped anew."""
+        sums = [block for shelf in self._shelves for block in shelf.sum_blocks]
+        return [*(shelf.block for shelf in self._shelves), *sums]
+
+    def _recover(self) -> None:
+        """Go back to the last commit and verify what must be verified now."""
+        if self._journal.roll_back(self._epoch):
+            for shelf in self._shelves:
+                shelf.flush()
+        if self._verify is Verify.OFF:
+            for sums in (sums for shelf in self._shelves for sums in shelf.sums):
+                sums.accept_all()
+            return
+        interrupted = self._journal.interrupted
+        with explained(interrupted=interrupted):
+            for shelf, roots in zip(self._shelves, self._roots, strict=True):
+                for sums, root in zip(shelf.sums, roots, strict=True):
+                    sums.check_root(root)
+                heads, values = shelf.sums
+                heads.check_all()
+                if interrupted or self._verify is Verify.OPEN:
+                    values.check_all()
+        if interrupted:
+            warn_of_restart(self.directory)
+
     def _layout(self) -> dict[str, Any]:
         tables = [[table.name, table.row_bytes] for table in self._tables]
-        return {"format": _FORMAT, "byteorder": sys.byteorder, "tables": tables}
+        return {"format": _FORMAT, **FORMAT, "byteorder": sys.byteorder, "tables": tables}
 
     def _read_store(self) -> list[int]:
         path = self.directory / _STORE
         with reading(path):
             saved = json.loads(path.read_text())
+            layout = saved["layout"]
+            self._unchecked = layout["format"] == UNCHECKED
+            if self._unchecked:
+                layout = {**layout, **FORMAT, "format": _FORMAT}
+            else:
+                saved = unseal(saved)
+                self._roots = [[int(root) for root in pair] for pair in saved["checksums"]]
             self._epoch, self.note = int(saved["commit"]), str(saved["note"])
             places = [int(count) for count in saved["places"]]
-            layout = saved["layout"]
+        if self._unchecked:
+            check_upgrade(self.directory, self._verify)
         if layout != self._layout():
             raise ValueError(
                 f"{self.directory} holds tables of another layout: {layout}, asked for are "
@@ -112,8 +159,14 @@ class DiskRows:
 
     def _write_store(self, epoch: int, places: list[int], note: str) -> None:
         """Replace `rows.json` in one go."""
-        content = {"commit": epoch, "places": places, "note": note, "layout": self._layout()}
-        replace_json(self.directory / _STORE, content)
+        content = {
+            "commit": epoch,
+            "places": places,
+            "note": note,
+            "checksums": self._roots,
+            "layout": self._layout(),
+        }
+        replace_json(self.directory / _STORE, seal(content))
 
     def _shelf(self, table: int) -> Shelf:
         if self._process != os.getpid():
@@ -123,21 +176,42 @@ class DiskRows:
             )
         return self._shelves[table]
 
+    def _check_syncs(self) -> None:
+        if self._broken:
+            raise RuntimeError(
+                f"the rows in {self.directory} cannot be written to any more: a sync failed "
+                f"({self._broken}), and the system may report the next one as a success though "
+                "what was to be written is lost. Open the directory in a new module: it goes back "
+                "to the last flush"
+            )
+
+    @contextlib.contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """Around syncs: after one that failed, the store refuses to write."""
+        try:
+            yield
+        except SyncError as error:
+            self._broken = str(error)
+            raise
+
     def _protect(self, table: int, places: Tensor) -> None:
         """Journal places as they were at the last commit, once between two commits."""
+        self._check_syncs()
         shelf = self._shelves[table]
         places = places[shelf.journaled[places] == 0]
         if places.numel():
-            self._journal.begin(self._epoch)
-            self._journal.blocks = [s.block for s in self._shelves]
-            for part in self._journal.append(table, places):
-                shelf.journaled[part] = 1
+            with self._guarded():
+                self._journal.begin(self._epoch)
+                self._journal.blocks = self._blocks()
+                for part in self._journal.append(table, places):
+                    shelf.journaled[part] = 1
 
     def _write(self, table: int, places: Tensor, new: Tensor, rows: Rows) -> None:
         shelf = self._shelves[table]
         try:
+            shelf.change(places)
             self._protect(table, places)
-        except OSError:
+        except (OSError, RuntimeError):
             shelf.places.remove(new)
             raise
         shelf.write(places, rows)
@@ -172,6 +246,7 @@ class DiskRows:
         return here
 
     def _free(self, table: int, places: Tensor) -> None:
+        self._shelves[table].change_heads(places)
         self._protect(table, places)
         self._shelves[table].free(places)
 
@@ -224,15 +299,34 @@ class DiskRows:
         return was_above
 
     def _commit(self, note: str) -> None:
-        for shelf in self._shelves:
-            shelf.flush()
-        self._write_store(self._epoch + 1, [s.top for s in self._shelves], note)
+        self._check_syncs()
+        with self._guarded():
+            for t, shelf in enumerate(self._shelves):
+                for kind, pages, fresh in shelf.sums_to_renew():
+                    self._journal_sums(t, kind, pages)
+                    shelf.sums[kind].sums.index_copy_(0, pages, fresh)
+            # Rows and checksums must not be replaced on the disk before what leads back to them.
+            self._journal.sync()
+            for shelf in self._shelves:
+                shelf.flush()
+            self._roots = [shelf.roots() for shelf in self._shelves]
+            self._write_store(self._epoch + 1, [s.top for s in self._shelves], note)
+            flush_directory(self.directory)
         self._epoch += 1
         self.note = note
         for shelf in self._shelves:
             shelf.after_commit()
         self._journal.clear()
-        flush_directory(self.directory)
+
+    def _journal_sums(self, table: int, kind: int, pages: Tensor) -> None:
+        """Journal checksums of the last commit before they are replaced, once between commits."""
+        sums = self._shelves[table].sums[kind]
+        pages = sums.unjournaled(pages)
+        if pages.numel():
+            self._journal.begin(self._epoch)
+            self._journal.blocks = self._blocks()
+            for part in self._journal.append(len(self._shelves) + 2 * table + kind, pages):
+                sums.note_journaled(part)
 
     def close(self) -> None:
         """See `RowStore`."""

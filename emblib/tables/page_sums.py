@@ -1,0 +1,265 @@
+"""Checksums of the pages of a store's files, as the last commit left them.
+
+`<file>.crc` holds a CRC-32 for every 4096 bytes of `<file>`. A commit replaces those of the pages
+that changed; their old ones go to the journal first, like rows. The manifest of the store holds the
+format and, for each file, the checksum of its checksums. So after a recovery every page can be
+proved to be as the last commit left it.
+"""
+
+import contextlib
+import errno
+import mmap
+import os
+import zlib
+from array import array
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from emblib.specs import Verify
+from emblib.tables.durable_files import ChecksumError
+from emblib.tables.files import zeros
+
+PAGE = 4096
+SUFFIX = ".crc"
+WIDTH = 4  # bytes of a checksum
+FORMAT = {"page_bytes": PAGE, "page_checksum": "crc32"}
+UNCHECKED = 1  # the format of stores before there were checksums
+_CHUNK = 1 << 18  # pages that are worked on at a time
+_ZEROS = zlib.crc32(bytes(PAGE))
+_WAY_OUT = (
+    "restore the tables from a checkpoint into another directory, or take the bytes as they are "
+    'with verify="off": the next flush then makes new checksums'
+)
+
+
+def num_pages(nbytes: int) -> int:
+    """Return how many pages `nbytes` take."""
+    return -(-nbytes // PAGE)
+
+
+def pages_of(starts: Tensor, width: int) -> Tensor:
+    """Return the distinct pages, ascending, with the `width` bytes that begin at each of `starts`.
+
+    Args:
+        starts: int64 byte positions, one per row.
+        width: bytes per row.
+    """
+    if not width or not starts.numel():
+        return torch.empty(0, dtype=torch.int64)
+    first, last = starts // PAGE, (starts + (width - 1)) // PAGE
+    span = int((last - first).max()) + 1
+    if span == 1:
+        return first.unique()
+    pages = first[:, None] + torch.arange(span)
+    return pages[pages <= last[:, None]].unique()
+
+
+def check_upgrade(directory: Path, verify: Verify) -> None:
+    """Raise ValueError unless files without checksums may get them: by `Verify.OFF` alone."""
+    if verify is not Verify.OFF:
+        raise ValueError(
+            f"the files in {directory} were written by an earlier version, without checksums, so "
+            'they cannot be verified; open them once with verify="off" and flush(), which adds '
+            "the checksums"
+        )
+
+
+@contextlib.contextmanager
+def explained(*, interrupted: bool) -> Iterator[None]:
+    """Around verifying a store at opening: after the end of the machine, errors say so."""
+    try:
+        yield
+    except ChecksumError as error:
+        if not interrupted:
+            raise
+        raise ChecksumError(
+            f"{error}. The tables were being trained when this machine, or another that they were "
+            "on, went down: rows that changed reached the disk before their journal did"
+        ) from error
+
+
+class PageSums:
+    """Checksums of one file: verified before the first use of a page, renewed by commits.
+
+    Args:
+        path: the file whose pages are meant.
+        describe: says which rows lie in bytes `[begin, end)`, for errors.
+
+    Attributes:
+        length: bytes of the file that the last commit covered; nothing is known of the rest.
+        sums: uint8 `[pages, 4]`, the mapped checksums.
+        all_known: whether no page needs to be verified any more.
+    """
+
+    def __init__(self, path: Path, describe: Callable[[int, int], str]) -> None:
+        self.path, self._describe = path, describe
+        self.length = 0
+        self._data = self._sum_bytes = memoryview(b"")
+        self.sums = torch.empty(0, WIDTH, dtype=torch.uint8)
+        # By page: verified or written since opening, changed since the commit, in the journal.
+        self._known, self._changed, self._journaled = zeros(0), zeros(0), zeros(0)
+        self.all_known = self._all_changed = False
+
+    def resize(self, data: mmap.mmap | None, sums: mmap.mmap | None) -> None:
+        """Follow the file and its checksums, which are mapped anew."""
+        self._data = memoryview(b"" if data is None else data)
+        self._sum_bytes = memoryview(b"" if sums is None else sums)
+        if sums is not None:
+            self.sums = torch.frombuffer(sums, dtype=torch.uint8).view(-1, WIDTH)
+        self._known, self._changed, self._journaled = (
+            _extended(flags, self.sums.shape[0])
+            for flags in (self._known, self._changed, self._journaled)
+        )
+
+    @property
+    def pages(self) -> int:
+        """Pages that the last commit covered."""
+        return num_pages(self.length)
+
+    def check(self, pages: Tensor) -> None:
+        """Verify pages that were not verified yet.
+
+        Raises:
+            ChecksumError: a page is not as the last commit left it.
+        """
+        if self.all_known:
+            return
+        pages = pages[pages < self.pages]
+        self._verify(pages[self._known[pages] == 0])
+
+    def check_all(self) -> None:
+        """Verify every page that was not verified yet."""
+        if self.all_known:
+            return
+        for start in range(0, self.pages, _CHUNK):
+            known = self._known[start : min(start + _CHUNK, self.pages)]
+            pages = (known == 0).nonzero().squeeze(1) + start
+            self._verify(pages, skip_holes=True)
+        self.all_known = True
+
+    def _verify(self, pages: Tensor, *, skip_holes: bool = False) -> None:
+        if not pages.numel():
+            return
+        found = self._sums_of(pages, self.length, skip_holes=skip_holes)
+        wrong = pages[(found != self.sums[pages]).any(dim=1)]
+        if wrong.numel():
+            raise self._error(wrong.tolist())
+        self._known[pages] = 1
+
+    def _error(self, wrong: list[int]) -> ChecksumError:
+        begin = wrong[0] * PAGE
+        end = min(begin + PAGE, self.length)
+        more = f", and {len(wrong) - 1} more pages" if len(wrong) > 1 else ""
+        return ChecksumError(
+            f"{self.path} is damaged: page {wrong[0]} (bytes {begin} to {end - 1}, "
+            f"{self._describe(begin, end)}){more} is not as the last flush left it; {_WAY_OUT}"
+        )
+
+    def check_root(self, expected: int) -> None:
+        """Verify the checksums themselves, against what the manifest says of them."""
+        if self.root(self.length) != expected:
+            raise ChecksumError(
+                f"{self.path}{SUFFIX} is damaged: it is not as the last flush left it, so no row "
+                f"of {self.path} can be verified; {_WAY_OUT}"
+            )
+
+    def accept_all(self) -> None:
+        """Take all pages as they are; the next commit makes their checksums anew."""
+        self.all_known = self._all_changed = True
+
+    def change(self, pages: Tensor) -> None:
+        """Note pages that are about to be written; what else is on them is verified first."""
+        self.check(pages)
+        self._known[pages] = 1
+        self._changed[pages] = 1
+
+    def extend(self, length: int) -> None:
+        """Note that the next commit covers `length` bytes."""
+        if length > self.length:
+            self.change(torch.arange(self.length // PAGE, num_pages(length)))
+
+    def renewed(self, length: int, *, skip_holes: bool = False) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield pages whose checksums are out of date, and their new ones.
+
+        Args:
+            length: bytes of the file that the checksums are to cover.
+            skip_holes: take holes of the file for zeros without reading them; the file must have
+                been synced.
+        """
+        count = num_pages(length)
+        for start in range(0, count, _CHUNK):
+            stop = min(start + _CHUNK, count)
+            if self._all_changed:
+                pages = torch.arange(start, stop)
+            else:
+                pages = self._changed[start:stop].nonzero().squeeze(1) + start
+            sums = self._sums_of(pages, length, skip_holes=skip_holes)
+            differing = (sums != self.sums[pages]).any(dim=1)
+            if differing.any():
+                yield pages[differing], sums[differing]
+
+    def unjournaled(self, pages: Tensor) -> Tensor:
+        """Return those whose checksums of the last commit are not in the journal yet."""
+        return pages[(pages < self.pages) & (self._journaled[pages] == 0)]
+
+    def note_journaled(self, pages: Tensor) -> None:
+        """Note that checksums are in the journal."""
+        self._journaled[pages] = 1
+
+    def root(self, length: int) -> int:
+        """Return the checksum of the checksums of the first `length` bytes."""
+        return zlib.crc32(self._sum_bytes[: num_pages(length) * WIDTH])
+
+    def after_commit(self, length: int) -> None:
+        """Note that the checksums are those of the last commit."""
+        self.length = length
+        self.all_known |= self._all_changed
+        self._all_changed = False
+        self._changed, self._journaled = (zeros(self.sums.shape[0]) for _ in range(2))
+
+    def _sums_of(self, pages: Tensor, length: int, *, skip_holes: bool = False) -> Tensor:
+        """Return the checksums of pages as they are now, uint8 `[n, 4]`."""
+        if not pages.numel():
+            return torch.empty(0, WIDTH, dtype=torch.uint8)
+        data = self._data[:length]
+        begins = (pages * PAGE).tolist()
+        if skip_holes:
+            holes = (_in_holes(self.path, pages) & (pages < length // PAGE)).tolist()
+            crcs = array(
+                "I",
+                (
+                    _ZEROS if hole else zlib.crc32(data[at : at + PAGE])
+                    for at, hole in zip(begins, holes, strict=True)
+                ),
+            )
+        else:
+            crcs = array("I", [zlib.crc32(data[at : at + PAGE]) for at in begins])
+        return torch.frombuffer(crcs, dtype=torch.uint8).view(-1, WIDTH)
+
+
+def _extended(flags: Tensor, count: int) -> Tensor:
+    longer = zeros(count)
+    longer[: flags.numel()] = flags
+    return longer
+
+
+def _in_holes(path: Path, pages: Tensor) -> Tensor:
+    """Whether each of `pages`, ascending, lies in a hole of the file; False where in doubt."""
+    first, last = int(pages[0]), int(pages[-1])
+    data = torch.zeros(last - first + 1, dtype=torch.bool)
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        at, end = first * PAGE, (last + 1) * PAGE
+        while at < end:
+            begin = os.lseek(handle, at, os.SEEK_DATA)
+            at = os.lseek(handle, begin, os.SEEK_HOLE)
+            data[max(begin // PAGE - first, 0) : max(num_pages(at) - first, 0)] = True
+    except OSError as error:
+        if error.errno != errno.ENXIO:  # no data up to the end of the file
+            data[:] = True
+    finally:
+        os.close(handle)
+    return ~data[pages - first]

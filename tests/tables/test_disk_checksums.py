@@ -1,0 +1,286 @@
+"""Checksums of tables in files: whatever is not as the last commit left it is refused."""
+
+import gc
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from emblib import Cache, Placement, TableBatchedEmbeddingBags, TableSpec, Verify, optim
+from emblib.optim import State
+from emblib.tables.disk import DiskStore
+from emblib.tables.durable_files import ChecksumError
+
+TABLES = [TableSpec(900, 8, "a"), TableSpec(300, 8, "b"), TableSpec(5, 3000, "c")]
+STATES = [State("sum", per_row=True), State("m")]
+FILES = ["weights.bin", "state_sum.bin", "state_m.bin"]
+
+
+def open_store(directory: Path, verify: Verify = Verify.TOUCH) -> DiskStore:
+    return DiskStore(directory, TABLES, torch.float32, STATES, torch.float16, verify)
+
+
+def tensors(store: DiskStore) -> list[torch.Tensor]:
+    return [store.weights, *store.states]
+
+
+def fill(store: DiskStore) -> None:
+    """The first commit: other bytes everywhere."""
+    generator = torch.Generator().manual_seed(0)
+    with store.writing_everything():
+        for tensor in tensors(store):
+            tensor.copy_(torch.rand(tensor.shape, generator=generator))
+    store.commit([0.1])
+
+
+def flip(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 8
+    path.write_bytes(data)
+
+
+def train(store: DiskStore, rows: list[int]) -> None:
+    """Change rows of the first two tables, as a step does."""
+    numbers = torch.tensor(rows)
+    store.touch(numbers)
+    store.protect(numbers)
+    store.weights[: 1200 * 8].view(-1, 8)[numbers] += 1
+    store.states[0][numbers] += 1
+
+
+def verify_all(directory: Path, verify: Verify) -> None:
+    store = open_store(directory, verify)
+    try:
+        store.check_all()
+    finally:
+        store.close()
+
+
+@pytest.mark.parametrize("verify", [Verify.TOUCH, Verify.OPEN])
+@pytest.mark.parametrize("name", [*FILES, *(f"{file}.crc" for file in FILES), "store.json"])
+def test_a_flipped_bit_anywhere_is_refused(name: str, verify: Verify, tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    fill(store)
+    train(store, [1, 899, 1000])
+    store.commit([0.2])
+    store.close()
+    path = tmp_path / name
+    size = path.stat().st_size
+    for at in [0, size - 1, *range(0, size, max(size // 8, 1))]:
+        flip(path, at)
+        with pytest.raises((RuntimeError, ValueError)) as caught:
+            verify_all(tmp_path, verify)
+        assert str(path) in str(caught.value) or "another layout" in str(caught.value)
+        flip(path, at)
+    verify_all(tmp_path, verify)
+
+
+def test_an_error_names_file_page_rows_and_ways_out(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    fill(store)
+    store.close()
+    flip(tmp_path / "weights.bin", 900 * 32 + 5)  # of the first row of b; its page begins in a
+    for at in (0, 4096, 12000):
+        flip(tmp_path / "state_sum.bin", min(at, 4819))
+    with pytest.raises(
+        ChecksumError,
+        match=r"weights\.bin is damaged: page 7 \(bytes 28672 to 32767, rows 896 to 899 of table "
+        r"'a', rows 0 to 123 of table 'b'\) is not as the last flush left it; restore .* "
+        r'verify="off"',
+    ):
+        open_store(tmp_path, Verify.OPEN)
+    store = open_store(tmp_path)
+    with pytest.raises(ChecksumError, match=r"state_sum\.bin .*page 0 .*, and 1 more pages\)? is"):
+        store._sums[1].check_all()
+
+
+def test_by_touch_only_what_is_used_is_verified(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    fill(store)
+    store.close()
+    flip(tmp_path / "weights.bin", 300 * 32)
+    store = open_store(tmp_path)
+    train(store, [5, 600])
+    with pytest.raises(ChecksumError, match=r"rows 256 to 383 of table 'a'"):
+        store.touch(torch.tensor([[299]]))
+    before = tensors(store)[0].clone()
+    for rows in ([299], [5, 383]):
+        with pytest.raises(ChecksumError, match="page 2 "):  # else it would get a checksum
+            store.protect(torch.tensor(rows))
+    assert torch.equal(tensors(store)[0], before)
+    store.commit([0.3])
+    store.close()
+    store = open_store(tmp_path)
+    store.touch(torch.tensor([5, 600]))
+    with pytest.raises(ChecksumError, match="page 2 "):
+        store.check_all()
+
+
+def test_a_row_of_several_pages(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    fill(store)
+    store.close()
+    begin = 1200 * 8 * 4
+    for at in (begin, begin + 6000, begin + 11999):
+        flip(tmp_path / "weights.bin", at)
+        store = open_store(tmp_path)
+        with pytest.raises(ChecksumError):
+            store.touch(torch.tensor([1200]))
+        store.touch(torch.tensor([1204]))
+        store.close()
+        flip(tmp_path / "weights.bin", at)
+
+
+def test_what_changed_gets_new_checksums_and_nothing_else_is_journaled(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    fill(store)
+    old = (tmp_path / "weights.bin.crc").read_bytes()
+    for rows in ([0, 127], [128], [0], list(range(1200))):
+        train(store, rows)
+        store.commit([0.3])
+        new = (tmp_path / "weights.bin.crc").read_bytes()
+        changed = {at // 4 for at in range(len(new)) if new[at] != old[at]}
+        assert changed == {row * 32 // 4096 for row in rows}
+        old = new
+        copy = tmp_path.with_name("copy")
+        shutil.copytree(tmp_path, copy, ignore=lambda *_: ["lock"])
+        open_store(copy, Verify.OPEN).close()
+        shutil.rmtree(copy)
+
+
+def test_off_takes_what_is_there_and_the_next_commit_makes_it_good(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    fill(store)
+    store.close()
+    flip(tmp_path / "weights.bin", 300 * 32)
+    flip(tmp_path / "state_m.bin.crc", 3)
+    (tmp_path / "state_sum.bin.crc").unlink()
+    for _ in range(2):
+        store = open_store(tmp_path, Verify.OFF)
+        found = [tensor.clone() for tensor in tensors(store)]
+        store.close()
+        with pytest.raises(RuntimeError):
+            open_store(tmp_path, Verify.OPEN)
+    store = open_store(tmp_path, Verify.OFF)
+    store.commit([0.4])
+    store.close()
+    store = open_store(tmp_path, Verify.OPEN)
+    assert all(map(torch.equal, tensors(store), found))
+
+
+def without_checksums(directory: Path) -> None:
+    """Make a store one of the format before."""
+    path = directory / "store.json"
+    content = json.loads(path.read_text())
+    del content["checksum"], content["checksums"]
+    content["layout"]["format"] = 1
+    for key in ("page_bytes", "page_checksum"):
+        del content["layout"][key]
+    path.write_text(json.dumps(content))
+    for file in directory.glob("*.crc"):
+        file.unlink()
+
+
+def test_files_of_the_format_without_checksums_get_them_when_asked_to(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    fill(store)
+    found = [tensor.clone() for tensor in tensors(store)]
+    store.protect(torch.arange(40))
+    store.weights[:8] = 5.0  # undone by a journal of that format
+    store.close()
+    without_checksums(tmp_path)
+    for verify in (Verify.TOUCH, Verify.OPEN):
+        with pytest.raises(ValueError, match=r'without checksums.*once with verify="off"'):
+            open_store(tmp_path, verify)
+    store = open_store(tmp_path, Verify.OFF)
+    assert all(map(torch.equal, tensors(store), found))
+    store.close()
+    store = open_store(tmp_path, Verify.OFF)
+    store.commit([0.4])
+    store.close()
+    store = open_store(tmp_path, Verify.OPEN)
+    assert store.committed_numbers == [0.4]
+    assert all(map(torch.equal, tensors(store), found))
+
+
+# Modules
+
+
+def module_on_disk(directory: Path, verify: str = "touch") -> TableBatchedEmbeddingBags:
+    return TableBatchedEmbeddingBags(
+        [TableSpec(4000, 16, "item", Placement.DISK)],
+        optim.RowwiseAdagrad(lr=0.1),
+        cache=Cache(sets=2, directory=directory, verify=Verify(verify)),
+    )
+
+
+def look_up(module: TableBatchedEmbeddingBags, *rows: int) -> torch.Tensor:
+    return module(torch.tensor(rows), torch.arange(len(rows) + 1))
+
+
+@pytest.mark.parametrize("train", [True, False])
+def test_a_module_reads_no_damaged_row(train: bool, tmp_path: Path) -> None:
+    module = module_on_disk(tmp_path)
+    module.flush()
+    rows = module.table_weights()[0].clone()
+    del module
+    flip(tmp_path / "weights.bin", 1000 * 64 + 3)
+    module = module_on_disk(tmp_path)
+    with torch.set_grad_enabled(train):
+        out = look_up(module, 3, 2000)
+        assert torch.equal(out, rows[[3, 2000]])
+        for batch in ((1000,), (3, 1005), tuple(range(900, 1010))):
+            with pytest.raises(ChecksumError, match=r"page 15 .*rows 960 to 1023 of table 'item'"):
+                look_up(module, *batch)
+        assert torch.equal(look_up(module, 3, 2001), rows[[3, 2001]])
+    for read in (module.table_weights, module.table_optimizer_states, module.state_dict):
+        with pytest.raises(ChecksumError, match="page 15 "):
+            read()
+    del module, read, out
+    gc.collect()  # what was raised holds it
+    with pytest.raises(ChecksumError, match="page 15 "):
+        module_on_disk(tmp_path, "open")
+    with pytest.raises(ValueError, match="Verify must be one of 'touch', 'open', 'off'"):
+        module_on_disk(tmp_path, "never")
+
+
+def test_a_checkpoint_restores_damaged_tables(tmp_path: Path) -> None:
+    module = module_on_disk(tmp_path)
+    saved = {key: value.clone() for key, value in module.state_dict().items()}
+    del module
+    flip(tmp_path / "weights.bin", 1000 * 64 + 3)
+    module = module_on_disk(tmp_path)
+    module.load_state_dict(saved)
+    del module
+    module = module_on_disk(tmp_path, "open")
+    assert torch.equal(module.table_weights()[0], saved["item.weight"])
+
+
+def test_what_users_write_to_tables_is_in_the_next_checksums(tmp_path: Path) -> None:
+    """Through every tensor of a module that is one of its tables, with torch's operations."""
+    module = module_on_disk(tmp_path)
+    parameter = torch.nn.Parameter(module.table_weights()[0])
+    writes = [
+        lambda: module.table_weights()[0][17].fill_(3.0),
+        lambda: next(iter(module.table_optimizer_states()[0].values()))[5:9].fill_(2.0),
+        lambda: module.state_dict()["item.weight"].view(-1)[70:80].zero_(),
+        lambda: parameter.detach()[100].normal_(),
+        lambda: module._tables_by_name.item.weight[3999].fill_(1.0),
+    ]
+    for write in writes:
+        with torch.no_grad():
+            write()
+        look_up(module, 1, 2, 3).sum().backward()
+        module.flush()
+        weights, states = module.table_weights()[0].clone(), module.table_optimizer_states()[0]
+        states = {key: state.clone() for key, state in states.items()}
+        copy = tmp_path.with_name("copy")
+        shutil.copytree(tmp_path, copy, ignore=lambda *_: ["lock"])
+        other = module_on_disk(copy, "open")
+        assert torch.equal(other.table_weights()[0], weights)
+        for key, state in other.table_optimizer_states()[0].items():
+            assert torch.equal(state, states[key])
+        del other
+        shutil.rmtree(copy)
