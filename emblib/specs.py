@@ -24,11 +24,20 @@ class Choice(Enum):
 
 
 class Pooling(Choice):
-    """How the rows of a bag become one vector; NONE keeps one vector a lookup."""
+    """How the rows of a bag become one vector; NONE keeps one vector a lookup.
+
+    TorchRec writes the words in capitals, which `Pooling("MEAN")` takes as well.
+    """
 
     SUM = "sum"
     MEAN = "mean"
     NONE = "none"
+
+    @classmethod
+    def _missing_(cls, value: object) -> Any:
+        if isinstance(value, str) and value in cls.__members__:
+            return cls[value]
+        return super()._missing_(value)
 
 
 class BoundsCheck(Choice):

@@ -16,7 +16,7 @@ from emblib.optim import Optimizer
 
 
 class DataType(Enum):
-    """What rows are stored as."""
+    """What rows are stored as; equal to the dtype that a configuration has for it."""
 
     FP32 = "FP32"
     FP16 = "FP16"
@@ -24,26 +24,18 @@ class DataType(Enum):
     INT8 = "INT8"
     INT4 = "INT4"
 
+    def __eq__(self, other: object) -> bool:
+        return self is other or (other is not None and other is _DTYPES.get(self.value))
 
-class PoolingType(Enum):
-    """How rows of a bag become one."""
-
-    SUM = "SUM"
-    MEAN = "MEAN"
-    NONE = "NONE"
+    def __hash__(self) -> int:
+        return hash(_DTYPES.get(self.value, self.value))
 
 
-_DTYPES = {
-    DataType.FP32: torch.float32,
-    DataType.FP16: torch.float16,
-    DataType.BF16: torch.bfloat16,
-}
+PoolingType = Pooling
+"""How rows of a bag become one: what configurations have, so that `==` and `is` find it."""
+
+_DTYPES = {"FP32": torch.float32, "FP16": torch.float16, "BF16": torch.bfloat16}
 _BITS = {DataType.INT8: 8, DataType.INT4: 4}
-_POOLINGS = {
-    PoolingType.SUM: Pooling.SUM,
-    PoolingType.MEAN: Pooling.MEAN,
-    PoolingType.NONE: Pooling.NONE,
-}
 
 
 def data_type_to_dtype(data_type: DataType) -> torch.dtype:
@@ -52,9 +44,10 @@ def data_type_to_dtype(data_type: DataType) -> torch.dtype:
     Raises:
         ValueError: a quantised type, which has none.
     """
-    if data_type not in _DTYPES:
+    found = _DTYPES.get(DataType(data_type).value)
+    if found is None:
         raise ValueError(f"{data_type} is quantised and has no dtype; use one of {list(_DTYPES)}")
-    return _DTYPES[data_type]
+    return found
 
 
 def _shared(
@@ -99,7 +92,7 @@ class EmbeddingBagConfig(emblib_collections.EmbeddingBagConfig):
         num_embeddings_post_pruning: int | None = None,
         init_fn: Callable[[Tensor], Any] | None = None,
         need_pos: bool = False,
-        pooling: PoolingType | Pooling = PoolingType.SUM,
+        pooling: PoolingType = PoolingType.SUM,
         kind: Any = None,
         optimizer: Optimizer | None = None,
     ) -> None:
@@ -111,7 +104,7 @@ class EmbeddingBagConfig(emblib_collections.EmbeddingBagConfig):
             weight_init_max=weight_init_max,
             init_fn=init_fn,
             optimizer=optimizer,
-            pooling=_POOLINGS[pooling] if isinstance(pooling, PoolingType) else pooling,
+            pooling=pooling,
             **_shared(
                 data_type, feature_names, kind, num_embeddings_post_pruning, need_pos=need_pos
             ),
