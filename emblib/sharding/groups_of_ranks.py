@@ -20,11 +20,13 @@ class Ranks:
 
     `group` is a process group, a one-dimensional `DeviceMesh`, or a mesh of (nodes, ranks of a
     node) over all processes; by default all processes, or this process alone where
-    `torch.distributed` has not been initialised. `local_size`, the ranks of one node, is the last
-    side of such a mesh, else what torchrun says (LOCAL_WORLD_SIZE), and at most `size`. `device` is
-    the current GPU for a group over NCCL and the CPU otherwise. With `shared_memory` CPU processes
-    that are all on one machine exchange ids and rows past the process group, through memory that
-    they share (`emblib.sharding.shared_memory`); the first `Ranks` of a group to send decides.
+    `torch.distributed` has not been initialised. That is an error where torchrun has started
+    several processes, as each would train alone: initialise first (`with launched()` does), or use
+    `Ranks.single()`. `local_size`, the ranks of one node, is the last side of such a mesh, else
+    what torchrun says (LOCAL_WORLD_SIZE), and at most `size`. `device` is the current GPU for a
+    group over NCCL and the CPU otherwise. With `shared_memory` CPU processes that are all on one
+    machine exchange ids and rows past the process group, through memory that they share
+    (`emblib.sharding.shared_memory`); the first `Ranks` of a group to send decides.
 
     Copying one gives itself: a process group is not a value. It cannot be pickled for that reason.
     """
@@ -49,6 +51,8 @@ class Ranks:
             group = _group_of_mesh(group)
         elif group is None and dist.is_available() and dist.is_initialized():
             group = dist.group.WORLD
+        if group is None:
+            _check_not_launched()
         self.group, self.shared_memory = group, shared_memory
         self.rank, self.size = (0, 1) if group is None else (_rank_in(group), group.size())
         if local_size is None:
@@ -217,6 +221,18 @@ _WAIT_BY_NAME = {"TORCH_DISTRIBUTED_DEBUG": "DETAIL", "TORCH_DIST_INIT_BARRIER":
 
 def _single(device: str) -> Ranks:
     return Ranks.single(device)
+
+
+def _check_not_launched() -> None:
+    """Raise RuntimeError if this process is one of several that have no process group yet."""
+    rank, size = os.environ.get("RANK"), os.environ.get("WORLD_SIZE", "")
+    if rank is not None and size.isdecimal() and int(size) > 1:
+        raise RuntimeError(
+            f"this is process {rank} of {size} that torchrun started (RANK and WORLD_SIZE), and "
+            "torch.distributed is not initialised, so each process would be rank 0 of 1 and train "
+            "alone: put the script into `with launched() as ranks:`, or call "
+            "torch.distributed.init_process_group() first; Ranks.single() is one process alone"
+        )
 
 
 def _rank_in(group: dist.ProcessGroup) -> int:

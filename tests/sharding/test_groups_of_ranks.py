@@ -3,6 +3,9 @@
 import copy
 import pickle
 import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 
 import pytest
 import torch
@@ -28,6 +31,38 @@ def test_single() -> None:
     assert Ranks.of(ranks) is ranks
     assert Ranks().size == 1  # nothing is initialised here
     assert str(ranks) == "Ranks(rank 0 of 1, cpu)"
+
+
+@pytest.mark.parametrize("make", [Ranks, partial(Ranks.of, None)])
+def test_processes_of_torchrun_do_not_train_alone(
+    make: Callable[[], Ranks], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    says = r"process 1 of 4 that torchrun started.*with launched\(\) as ranks.*init_process_group"
+    with pytest.raises(RuntimeError, match=says):
+        make()
+    assert Ranks.single().size == 1
+    assert pickle.loads(pickle.dumps(Ranks.single())).size == 1
+    with worlds_of_one() as group:
+        assert make().size == group.size() == 1  # initialised, whatever the environment says
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert make().size == 1
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.delenv("RANK")  # of some other launcher
+    assert make().size == 1
+
+
+@contextmanager
+def worlds_of_one() -> Iterator[dist.ProcessGroup]:
+    """A process group of this process, for as long as the block lasts."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        group = dist.group.WORLD
+        assert group is not None
+        yield group
+    finally:
+        dist.destroy_process_group()
 
 
 def _who(ranks: Ranks) -> tuple[int, ...]:
