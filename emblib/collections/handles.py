@@ -20,6 +20,8 @@ from emblib.ops import lookups
 from emblib.optim import Optimizer
 from emblib.tables import QuantizedEmbeddingBags, TTEmbeddingBag
 
+# Set by torch's own _apply_optimizer_in_backward, whose hook stays on a parameter that is moved.
+_MARKS_OF_TORCH = frozenset({"_optimizer_classes", "_optimizer_kwargs"})
 _handles = WeakTensorKeyDictionary()  # of parameters, to weak references of their handles
 
 
@@ -323,6 +325,13 @@ def bind(handle: TableHandle, name: str, view: Tensor, optimizer: Optimizer) -> 
     if parameter is not None and torch._has_compatible_shallow_copy_type(parameter, view):
         parameter.data = view
     else:
+        if parameter is not None and is_marked_by_torch(parameter):
+            raise RuntimeError(
+                f"torch's own _apply_optimizer_in_backward was applied to table {handle.name!r} "
+                "while it was on another device, and its hook cannot follow to the new parameter: "
+                "apply it after to_empty(), or use emblib.collections.optimizers."
+                "apply_optimizer_in_backward"
+            )
         parameter = nn.Parameter(view)
         handle.register_parameter(name, parameter)
     mark(parameter, handle, optimizer)
@@ -334,5 +343,12 @@ def mark(parameter: nn.Parameter, handle: TableHandle, optimizer: Optimizer) -> 
     marked: Any = parameter
     if lookups.is_fused(optimizer):
         marked._in_backward_optimizers = [optimizer]
-    elif hasattr(marked, "_in_backward_optimizers"):
+        for name in _MARKS_OF_TORCH & marked.__dict__.keys():
+            delattr(marked, name)
+    elif hasattr(marked, "_in_backward_optimizers") and not is_marked_by_torch(parameter):
         del marked._in_backward_optimizers
+
+
+def is_marked_by_torch(parameter: nn.Parameter) -> bool:
+    """Return whether torch's own `_apply_optimizer_in_backward` gave it an optimizer."""
+    return "_optimizer_classes" in parameter.__dict__

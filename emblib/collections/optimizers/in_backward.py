@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
-from emblib.collections.handles import handle_of
+from emblib.collections.configs import TableConfig
+from emblib.collections.handles import TableHandle, handle_of, is_marked_by_torch
 from emblib.collections.optimizers.fused_params import from_torch
 from emblib.optim import Optimizer
 
@@ -38,6 +40,7 @@ def apply_optimizer_in_backward(
     tables: dict[int, tuple[Any, dict[str, Optimizer]]] = {}
     others = []
     for parameter in params:
+        _check_not_marked_by_torch(parameter)
         handle = handle_of(parameter)
         owner = None if handle is None else handle.owner()
         if handle is None or owner is None:
@@ -52,6 +55,65 @@ def apply_optimizer_in_backward(
         _step_in_backward(parameter, optimizer, arguments)
     for owner, wanted in tables.values():
         owner.set_optimizers(wanted)
+
+
+def _check_not_marked_by_torch(parameter: nn.Parameter) -> None:
+    if is_marked_by_torch(parameter):
+        raise TypeError(
+            "a parameter already has an optimizer in backward, from torch's own "
+            "_apply_optimizer_in_backward; give it to one call only"
+        )
+
+
+def trained_configs(collection: Any) -> tuple[TableConfig, ...]:
+    """Return the configurations of a collection, with the optimizers that torch gave its tables.
+
+    `torch.distributed.optim._apply_optimizer_in_backward` steps a parameter in a hook of its
+    gradient. A sharded table has other parameters, so it runs the same optimizer fused instead.
+
+    Raises:
+        TypeError: an optimizer that tables do not run.
+        ValueError: an argument that they do not have, several optimizers of one table, or one that
+            has made steps, whose state would be lost.
+    """
+    configs, handles = [], collection.handles()
+    for config in collection.configs:
+        found = _given_by_torch(config.name, handles[config.name])
+        configs.append(config if found is None else replace(config, optimizer=found))
+    return tuple(configs)
+
+
+def _given_by_torch(table: str, handle: TableHandle) -> Optimizer | None:
+    """Return the optimizer that torch's own function gave the parameters of a table."""
+    parameters: list[Any] = list(handle.parameters())
+    found: list[list[Optimizer]] = []
+    for parameter in parameters:
+        steppers = getattr(parameter, _MARK) if is_marked_by_torch(parameter) else []
+        if any(float(s.state.get(parameter, {}).get("step", 0)) > 0 for s in steppers):
+            raise ValueError(
+                f"the optimizer in backward of table {table!r} has made steps, and its state would "
+                "be lost: shard the model before it is trained"
+            )
+        try:
+            found.append([_as_fused(s, parameter, k) for k, s in enumerate(steppers)])
+        except (TypeError, ValueError) as error:
+            error.add_note(f"(of table {table!r}, by torch's own _apply_optimizer_in_backward)")
+            raise
+    if not any(found):
+        return None
+    if len(found[0]) != 1 or any(one != found[0] for one in found):
+        raise ValueError(
+            f"table {table!r} must have one optimizer, and torch's own "
+            f"_apply_optimizer_in_backward gave its parameters {found}"
+        )
+    return found[0][0]
+
+
+def _as_fused(stepper: Any, parameter: Any, number: int) -> Optimizer:
+    """Return optimizer `number` that torch gave a parameter, with the numbers that it has now."""
+    arguments, now = parameter._optimizer_kwargs[number], stepper.param_groups[0]
+    numbers = {"lr": now["lr"], **{name: now.get(name, arguments[name]) for name in arguments}}
+    return from_torch(parameter._optimizer_classes[number], numbers)
 
 
 def _check_of_torch(optimizer: Any) -> None:

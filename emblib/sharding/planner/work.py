@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from emblib.collections.configs import Kind, Plain, TableConfig, TensorTrain
+from emblib.collections.optimizers.in_backward import trained_configs
 from emblib.optim import Optimizer
 from emblib.sharding.boxes import ShardingType
 from emblib.sharding.planner.topology import Pool
@@ -123,10 +124,8 @@ class Reservation:
 
 
 def tables_of(collection: Any) -> Sequence[TableConfig]:
-    """The configurations of a collection's tables, in its order."""
-    if hasattr(collection, "embedding_bag_configs"):
-        return tuple(collection.embedding_bag_configs())
-    return tuple(collection.embedding_configs())
+    """Return the configurations of a collection's tables, with the optimizers they will have."""
+    return trained_configs(collection)
 
 
 def works_of(
