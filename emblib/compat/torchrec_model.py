@@ -22,7 +22,7 @@ from emblib.compat.torchrec_sharding import (
 )
 from emblib.compat.torchrec_types import EmbeddingBagConfig, EmbeddingConfig
 from emblib.optim import Optimizer
-from emblib.sharding import DDP, Ranks, World
+from emblib.sharding import DDP, Ranks, Wire, World, fingerprint
 from emblib.sharding.shard import SHARDED
 
 
@@ -88,13 +88,15 @@ class _Sharder:
         module_fqn: str | None = None,
     ) -> nn.Module:
         """The sharded collection; its weights are those of `module`."""
-        check_kernels(params, self.optimizer)
+        ranks = ranks_of(env, device)
+
+        def checked() -> dict[str, sharding.TableSharding]:
+            check_kernels(params, self.optimizer)
+            return {name: parameter.to_emblib() for name, parameter in params.items()}
+
+        plan = fingerprint.agree(ranks, checked)
         sharded: nn.Module = self._sharded(
-            module,
-            {name: parameter.to_emblib() for name, parameter in params.items()},
-            ranks_of(env, device),
-            wire=self.wire,
-            optimizer=self.optimizer,
+            module, plan, ranks, wire=self.wire, optimizer=self.optimizer
         )
         return sharded
 
@@ -202,25 +204,27 @@ class DistributedModelParallel(sharding.DistributedModelParallel):
         init_parameters: bool = True,
         data_parallel_wrapper: Any = None,
     ) -> None:
-        if not init_parameters:
-            raise ValueError("init_parameters must be True: nothing is left on meta here")
-        if plan is not None and not isinstance(plan, ShardingPlan):
-            raise TypeError(
-                "plan must be a ShardingPlan of emblib.compat.torchrec, from a planner or as "
-                "ShardingPlan({path: construct_module_sharding_plan(collection, ...)}), got "
-                f"{plan!r}"
-            )
         from emblib.compat.torchrec_planner import EmbeddingShardingPlanner
 
         env = ShardingEnv(Ranks()) if env is None else env
         ranks = ranks_of(env, device)
         sharders = default_sharders() if sharders is None else list(sharders)
-        if plan is None:
+        world = World(ranks.size, ranks.local_size)
+
+        def checked() -> tuple[Optimizer | None, Wire | None, sharding.ShardingPlan | None]:
+            if not init_parameters:
+                raise ValueError("init_parameters must be True: nothing is left on meta here")
+            optimizer = _one([s.optimizer for s in sharders])
+            wire = _one([s.wire for s in sharders])
+            return optimizer, wire, None if plan is None else _native(plan, optimizer, world)
+
+        # Planning is collective, and so is what follows: a rank must not fail alone before it.
+        optimizer, wire, native = fingerprint.agree(
+            ranks, checked, lambda _: {"": {"plan": None if plan is None else "given"}}
+        )
+        if native is None:
             planner = EmbeddingShardingPlanner()
-            plan = planner.collective_plan(module, sharders, ranks)
-        optimizer, wire = _one([s.optimizer for s in sharders]), _one([s.wire for s in sharders])
-        for tables in plan.plan.values():
-            check_kernels(tables, optimizer)
+            native = planner.collective_plan(module, sharders, ranks).to_emblib(world)
         wrapper = DefaultDataParallelWrapper() if data_parallel_wrapper is None else (
             data_parallel_wrapper
         )  # fmt: skip
@@ -228,7 +232,7 @@ class DistributedModelParallel(sharding.DistributedModelParallel):
         super().__init__(
             module,
             ranks,
-            plan=plan.to_emblib(World(ranks.size, ranks.local_size)),
+            plan=native,
             optimizer=optimizer,
             wrap=wrapper if init_data_parallel else "none",
             wire=wire,
@@ -237,6 +241,18 @@ class DistributedModelParallel(sharding.DistributedModelParallel):
     def init_data_parallel(self) -> None:
         """Wrap the dense part, where that was put off."""
         self.wrap_dense(self._wrapper)
+
+
+def _native(plan: Any, optimizer: Optimizer | None, world: World) -> sharding.ShardingPlan:
+    """Return the plan in emblib's words, checked against the optimizer of all tables."""
+    if not isinstance(plan, ShardingPlan):
+        raise TypeError(
+            "plan must be a ShardingPlan of emblib.compat.torchrec, from a planner or as "
+            f"ShardingPlan({{path: construct_module_sharding_plan(collection, ...)}}), got {plan!r}"
+        )
+    for tables in plan.plan.values():
+        check_kernels(tables, optimizer)
+    return plan.to_emblib(world)
 
 
 def _one(found: Sequence[Any]) -> Any:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from emblib.optim import Optimizer
+from emblib.sharding import fingerprint
 from emblib.sharding.boxes import World
 from emblib.sharding.copies import SynchronisedCopies
 from emblib.sharding.dense_part import (
@@ -21,7 +22,7 @@ from emblib.sharding.dense_part import (
 from emblib.sharding.groups_of_ranks import Ranks
 from emblib.sharding.pipelines.inputs import sharded_modules
 from emblib.sharding.plan import ShardingPlan
-from emblib.sharding.shard import Rules, shard
+from emblib.sharding.shard import Rules, collections_of, shard
 from emblib.sharding.sharded_tables import GradientReduction
 from emblib.sharding.wire import Wire
 
@@ -71,17 +72,22 @@ class DistributedModelParallel(nn.Module):
         gradients: GradientReduction = GradientReduction.MEAN,
     ) -> None:
         super().__init__()
-        how = wrapping(wrap)
         self.ranks = Ranks.of(ranks)
+        how = fingerprint.agree(
+            self.ranks,
+            lambda: wrapping(wrap),
+            lambda how: {
+                "": fingerprint.settings_of(
+                    self.ranks, plan=None if plan is None else "given", wrap=how or wrap or "none"
+                ),
+                **_dense_description(module),
+            },
+        )
         if plan is None:
             plan = _planned(module, planner, self.ranks)
         bare = shard(module, plan, self.ranks, optimizer=optimizer, wire=wire, gradients=gradients)
-        if self.ranks.size > 1:
-            _check_that_tables_are_sharded(bare)
-        tables = _names_of_tables(bare)
-        materialise(bare, self.ranks.device)
-        bare.to(self.ranks.device)
-        copy_from_first(bare, self.ranks, tables)
+        fingerprint.agree(self.ranks, lambda: _prepare(bare, self.ranks))
+        copy_from_first(bare, self.ranks, _names_of_tables(bare))
         self._wrapped = bare
         if how is not None:
             self.wrap_dense(how)
@@ -134,6 +140,33 @@ class DistributedModelParallel(nn.Module):
         return self.module.named_buffers(*args, **kwargs)
 
 
+def _dense_description(module: nn.Module) -> dict[str, dict[str, Any]]:
+    """Describe the parameters and buffers outside of collections, which rank 0 sends to all."""
+    tables = {
+        id(tensor)
+        for collection in collections_of(module).values()
+        for tensor in (*collection.parameters(), *collection.buffers())
+    }
+    named = [*module.named_parameters(), *module.named_buffers()]
+    dense = {name: tensor for name, tensor in named if id(tensor) not in tables}
+    found: dict[str, dict[str, Any]] = {"the dense part": {"order": list(dense)}}
+    for name, tensor in dense.items():
+        found[f"parameter or buffer {name}"] = {
+            "dtype": tensor.dtype,
+            "shape": list(tensor.shape),
+            "requires_grad": tensor.requires_grad,
+        }
+    return found
+
+
+def _prepare(module: nn.Module, ranks: Ranks) -> None:
+    """Give the dense part memory on the device of this rank."""
+    if ranks.size > 1:
+        _check_that_tables_are_sharded(module)
+    materialise(module, ranks.device)
+    module.to(ranks.device)
+
+
 def _check_that_tables_are_sharded(module: nn.Module) -> None:
     """Tables that every rank updates by itself would drift apart."""
     inside = _names_of_tables(module)
@@ -173,7 +206,9 @@ def _names_of_dense_tables(module: nn.Module) -> set[str]:
 def _planned(module: nn.Module, planner: Planner | None, ranks: Ranks) -> ShardingPlan:
     from emblib.sharding.planner import Planner, Topology, collective_plan
 
-    if planner is None:
+    def default() -> Planner:
         topology = Topology.detect(ranks.size, ranks.local_size, device=ranks.device.type)
-        planner = Planner(topology, BATCH_SIZE)
-    return collective_plan(module, planner, ranks)
+        return Planner(topology, BATCH_SIZE)
+
+    given = fingerprint.agree(ranks, lambda: default() if planner is None else planner)
+    return collective_plan(module, given, ranks)

@@ -1,13 +1,16 @@
 """A model's collections become sharded ones, by a plan."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
 from emblib.collections import EmbeddingBagCollection, EmbeddingCollection
+from emblib.collections.optimizers.in_backward import trained_configs
 from emblib.optim import Optimizer
-from emblib.sharding import boxes
+from emblib.sharding import boxes, fingerprint
 from emblib.sharding.boxes import Rule, TableSharding, World
 from emblib.sharding.groups_of_ranks import Ranks
 from emblib.sharding.layout import shape_of
@@ -15,13 +18,13 @@ from emblib.sharding.plan import ModulePlan, ShardingPlan, construct_plan
 from emblib.sharding.sharded_bags import ShardedEmbeddingBagCollection
 from emblib.sharding.sharded_sequences import ShardedEmbeddingCollection
 from emblib.sharding.sharded_tables import GradientReduction
-from emblib.sharding.wire import Wire
+from emblib.sharding.wire import Wire, wire_of
 
 SHARDED: dict[type[nn.Module], type[nn.Module]] = {
     EmbeddingBagCollection: ShardedEmbeddingBagCollection,
     EmbeddingCollection: ShardedEmbeddingCollection,
 }
-"""What each kind of collection becomes."""
+"""What each kind of collection becomes, and a subclass that changes no more than `__init__`."""
 
 _MAKE_RULES: tuple[Any, ...] = (
     *(boxes.data_parallel, boxes.table_wise, boxes.row_wise, boxes.column_wise),
@@ -32,8 +35,9 @@ Rules = Mapping[str, Mapping[str, Rule | TableSharding]]
 
 
 def collections_of(module: nn.Module) -> dict[str, nn.Module]:
-    """The collections of a model that can be sharded, by their paths in it."""
-    return {path: part for path, part in module.named_modules() if type(part) in SHARDED}
+    """The collections of a model, subclasses among them, by the first path that each has in it."""
+    kinds = tuple(SHARDED)
+    return {path: part for path, part in module.named_modules() if isinstance(part, kinds)}
 
 
 def construct_module_plan(
@@ -66,46 +70,161 @@ def shard(
     """Replace every collection that the plan names by its sharded form, and return the model.
 
     Weights and optimizer state are kept; what is on `meta` gets first values that do not depend on
-    the plan. All ranks call this together. The other parts of the model stay as they are.
+    the plan. All ranks call this together, and before anything is allocated they compare what they
+    were given. The other parts of the model stay as they are.
 
     Args:
         module: a model, which is changed, or one collection, which is not.
         plan: a `ShardingPlan`, or {path of a collection: {table: rule}}; the path of the module
-            itself is "".
+            itself is "". A collection that the model has at several paths is named by one of them
+            and replaced at all.
         ranks: the processes; left out, all.
         optimizer: of tables that have none of their own; left out, that of their collection.
         wire: how rows and gradients are encoded on their way.
         gradients: whether gradients of tables are the mean or the sum over ranks.
 
     Raises:
-        ValueError: a path that is no collection, or a plan for another number of ranks.
+        ValueError: a path that is no collection, a plan for another number of ranks, two plans for
+            one collection, or ranks that were given other plans, tables or settings.
+        TypeError: a subclass of a collection that does something else than its base class.
+        RuntimeError: another rank failed.
     """
     ranks = Ranks.of(ranks)
-    world = World(ranks.size, ranks.local_size)
-    modules: Mapping[str, Any] = plan.modules if isinstance(plan, ShardingPlan) else plan
+    chosen = fingerprint.agree(
+        ranks,
+        lambda: _chosen(module, plan, ranks),
+        lambda chosen: fingerprint.merged(
+            {"": fingerprint.settings_of(ranks, wire=wire_of(wire), gradients=gradients)},
+            _description(module, plan, chosen, optimizer),
+        ),
+    )
+    for one in chosen:
+        sharded = one.make(
+            *(one.source, one.plan, ranks), wire=wire, gradients=gradients, optimizer=optimizer
+        )
+        sharded.train(one.source.training)
+        if one.source is module:
+            return sharded
+        _replace(module, one.source, sharded)
+    return module
+
+
+@dataclass(frozen=True)
+class _Chosen:
+    """A collection of a plan, and what makes its sharded form."""
+
+    path: str
+    source: Any
+    plan: dict[str, TableSharding]
+    make: Any
+
+
+def _chosen(module: nn.Module, plan: ShardingPlan | Rules, ranks: Ranks) -> list[_Chosen]:
+    """Return the collections that a plan names; each once, however many paths it has.
+
+    Raises:
+        ValueError, TypeError: see `shard`.
+    """
     if isinstance(plan, ShardingPlan) and plan.world.size != ranks.size:
         raise ValueError(
             f"the plan is for {plan.world.size} ranks, and these are {ranks.size}: plan again"
         )
-    found = collections_of(module)
-    _check_plan(modules)
-    unknown = sorted(modules.keys() - found.keys())
+    modules = _modules_of(plan)
+    paths = _paths_of(module, modules)
+    unknown = sorted(modules.keys() - paths.keys())
     if unknown:
         raise ValueError(
             f"a plan names collections by their paths: {unknown} are none; there are "
-            f"{sorted(found)}"
+            f"{sorted(paths)}"
         )
-    for path, tables in modules.items():
-        own = construct_module_plan(found[path], tables, world)
-        make: Any = SHARDED[type(found[path])]
-        sharded = make(
-            *(found[path], own, ranks), wire=wire, gradients=gradients, optimizer=optimizer
+    world = World(ranks.size, ranks.local_size)
+    found: dict[int, _Chosen] = {}
+    for path, rules in modules.items():
+        source = paths[path]
+        one = _Chosen(
+            path, source, construct_module_plan(source, rules, world), _sharded_form(path, source)
         )
-        sharded.train(found[path].training)
-        if not path:
-            return sharded
-        module.set_submodule(path, sharded)
-    return module
+        before = found.setdefault(id(source), one)
+        if before.plan != one.plan:
+            raise ValueError(
+                f"{before.path!r} and {path!r} are paths of one collection, and the plan says "
+                "different things of them: name one of the paths, or make two collections"
+            )
+    return list(found.values())
+
+
+def _description(
+    module: nn.Module,
+    plan: ShardingPlan | Rules,
+    chosen: list[_Chosen] | None,
+    optimizer: Optimizer | None,
+) -> dict[str, dict[str, Any]]:
+    """Describe the collections that a plan names; those of them that there are, if it is wrong."""
+    modules = _modules_of(plan)
+    paths, plans = _paths_of(module, modules), {one.path: one.plan for one in chosen or ()}
+    found: dict[str, dict[str, Any]] = {
+        "": {"collections": [path or "(the model)" for path in modules]}
+    }
+    for path in modules:
+        source: Any = paths.get(path)
+        if source is None:
+            continue
+        configs, default = trained_configs(source), optimizer or source.optimizer
+        found = fingerprint.merged(
+            found,
+            fingerprint.collection_description(source, configs, plans.get(path), default, path),
+        )
+    return found
+
+
+def _paths_of(module: nn.Module, named: Iterable[str]) -> dict[str, Any]:
+    """Return the collections of a model by their paths in it, also where it has one at several.
+
+    A path through a module that is itself at several is there if it is among `named`.
+    """
+    found = collections_of(module)
+    collections = {id(part) for part in found.values()}
+    for path, parent in module.named_modules():
+        for name, child in parent._modules.items():
+            if child is not None and id(child) in collections:
+                found.setdefault(f"{path}.{name}" if path else name, child)
+    for path in named:
+        with suppress(AttributeError):
+            part = module.get_submodule(path)
+            if id(part) in collections:
+                found.setdefault(path, part)
+    return found
+
+
+def _replace(module: nn.Module, source: nn.Module, sharded: nn.Module) -> None:
+    """Put `sharded` wherever the model has `source`."""
+    for parent in list(module.modules()):
+        for name, child in list(parent._modules.items()):
+            if child is source:
+                setattr(parent, name, sharded)
+
+
+def _sharded_form(path: str, source: nn.Module) -> Any:
+    """Return what makes the sharded form of a collection.
+
+    Raises:
+        TypeError: a subclass with methods of its own in place of the collection's, which the
+            sharded form does not have.
+    """
+    kind = type(source)
+    base = next(base for base in kind.__mro__ if base in SHARDED)
+    between = kind.__mro__[: kind.__mro__.index(base)]
+    changed = sorted({
+        name for cls in between for name in vars(cls)
+        if hasattr(base, name) and (not name.startswith("__") or name == "__call__")
+    })  # fmt: skip
+    if changed:
+        raise TypeError(
+            f"the collection at {path!r} is a {kind.__name__}, a subclass of {base.__name__} that "
+            f"changes {', '.join(changed)}, which its sharded form would not do: put the "
+            f"collection into a module that does it, or leave {path!r} out of the plan"
+        )
+    return SHARDED[base]
 
 
 def _configs(collection: Any) -> Any:
@@ -114,12 +233,15 @@ def _configs(collection: Any) -> Any:
     return collection.embedding_configs()
 
 
-def _check_plan(modules: Any) -> None:
+def _modules_of(plan: Any) -> Mapping[str, Any]:
+    """Return {path of a collection: what a plan says of its tables}."""
+    modules = plan.modules if isinstance(plan, ShardingPlan) else plan
     if not isinstance(modules, Mapping) or not all(isinstance(path, str) for path in modules):
         raise TypeError(
             "a plan must be a ShardingPlan (ShardingPlan.load(path) reads one) or "
             f"{{path of a collection: {{table: rule}}}}, got {modules!r}"
         )
+    return modules
 
 
 def _as_rule(name: str, rule: Rule | TableSharding) -> Callable[..., TableSharding]:

@@ -19,9 +19,10 @@ from emblib.sharding.parameters import HeldParameters
 from emblib.sharding.sharded_tables import (
     GradientReduction,
     ShardedTables,
+    agreed_settings,
     in_this_grad_mode,
 )
-from emblib.sharding.wire import Wire, wire_of
+from emblib.sharding.wire import Wire
 
 
 class ShardedEmbeddingBagCollection(StateOfTables, ShardedTables):
@@ -55,15 +56,17 @@ class ShardedEmbeddingBagCollection(StateOfTables, ShardedTables):
         gradients: GradientReduction = GradientReduction.MEAN,
         optimizer: Optimizer | None = None,
     ) -> None:
-        configs = source.embedding_bag_configs()
         ranks = Ranks.of(ranks)
-        super().__init__(
-            *(source, configs, plan, ranks),
-            pooled=True,
-            optimizer=optimizer or source.optimizer,
-            gradients=gradients,
+        settings = agreed_settings(
+            source, plan, ranks, wire=wire, gradients=gradients, optimizer=optimizer
         )
-        self.wire, self.gradients = wire_of(wire), GradientReduction(gradients)
+        super().__init__(
+            *(source, settings.configs, plan, ranks),
+            pooled=True,
+            optimizer=settings.optimizer,
+            gradients=settings.gradients,
+        )
+        self.wire, self.gradients = settings.wire, settings.gradients
         self.combination = Combination(self.layout, ranks, self.wire, self.scale)
         self.embedding_bags = HeldParameters(self.handles())
         self._names = [feature.name for feature in self.layout.features]

@@ -18,8 +18,13 @@ from emblib.sharding.groups_of_ranks import Ranks
 from emblib.sharding.layout import Config
 from emblib.sharding.parameters import HeldParameters
 from emblib.sharding.sequence_tables import Rows, SequenceExchange, SequenceTables
-from emblib.sharding.sharded_tables import GradientReduction, HeldPart, in_this_grad_mode
-from emblib.sharding.wire import Wire, wire_of
+from emblib.sharding.sharded_tables import (
+    GradientReduction,
+    HeldPart,
+    agreed_settings,
+    in_this_grad_mode,
+)
+from emblib.sharding.wire import Wire
 
 
 class ShardedEmbeddingCollection(StateOfTables):
@@ -50,9 +55,12 @@ class ShardedEmbeddingCollection(StateOfTables):
         optimizer: Optimizer | None = None,
     ) -> None:
         super().__init__()
-        self.configs = tuple(source.embedding_configs())
         self.plan, self.ranks = dict(plan), Ranks.of(ranks)
-        self.wire, self.gradients = wire_of(wire), GradientReduction(gradients)
+        settings = agreed_settings(
+            source, plan, self.ranks, wire=wire, gradients=gradients, optimizer=optimizer
+        )
+        self.configs = settings.configs
+        self.wire, self.gradients = settings.wire, settings.gradients
         self._need_indices = source.need_indices()
         classes: dict[tuple[int, int], list[Config]] = {}
         for config in self.configs:
@@ -61,7 +69,7 @@ class ShardedEmbeddingCollection(StateOfTables):
         self.classes = nn.ModuleList(
             SequenceTables(
                 *(source, configs, {c.name: plan[c.name] for c in configs}, self.ranks),
-                optimizer=optimizer or source.optimizer,
+                optimizer=settings.optimizer,
                 gradients=self.gradients,
                 exchange=SequenceExchange(self.wire, width),
             )

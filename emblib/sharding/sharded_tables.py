@@ -11,11 +11,12 @@ from emblib.collections.configs import Dynamic
 from emblib.collections.grouping import group
 from emblib.collections.groups import TableGroups
 from emblib.collections.handles import TableHandle
+from emblib.collections.optimizers.in_backward import trained_configs
 from emblib.collections.slices import TableSlice
 from emblib.jagged import KeyedJaggedTensor
 from emblib.ops import lookups
 from emblib.optim import Optimizer
-from emblib.sharding import transfer
+from emblib.sharding import fingerprint, transfer
 from emblib.sharding.awaitable import Awaitable, Deferred, NoWait
 from emblib.sharding.boxes import Box, TableSharding, World, table_wise
 from emblib.sharding.copies import SynchronisedCopies, reordered
@@ -33,6 +34,7 @@ from emblib.sharding.layout import (
     with_synchronised_copies,
 )
 from emblib.sharding.tensor_train import share_cores
+from emblib.sharding.wire import Wire, wire_of
 from emblib.specs import Choice, Pooling
 
 Result = TypeVar("Result")
@@ -57,6 +59,49 @@ class HeldPart:
     box: Box
     groups: TableGroups
     index: int
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a sharded collection is made with; the same on all ranks."""
+
+    configs: tuple[Config, ...]
+    optimizer: Optimizer | None
+    wire: Wire
+    gradients: GradientReduction
+
+
+def agreed_settings(
+    source: Any,
+    plan: Mapping[str, TableSharding],
+    ranks: Ranks,
+    *,
+    wire: Wire | None,
+    gradients: GradientReduction,
+    optimizer: Optimizer | None,
+) -> Settings:
+    """Return the checked settings of a sharded collection; all ranks call this.
+
+    Raises:
+        ValueError: ranks were given other tables, plans, optimizers or settings.
+        RuntimeError: another rank's are wrong.
+    """
+
+    def checked() -> Settings:
+        default = optimizer or source.optimizer
+        how = GradientReduction(gradients)
+        return Settings(trained_configs(source), default, wire_of(wire), how)
+
+    def described(settings: Settings | None) -> fingerprint.Description:
+        if settings is None:
+            return {}
+        given = {"": fingerprint.settings_of(ranks, wire=settings.wire, gradients=gradients)}
+        tables = fingerprint.collection_description(
+            source, settings.configs, plan, settings.optimizer
+        )
+        return fingerprint.merged(given, tables)
+
+    return fingerprint.agree(ranks, checked, described)
 
 
 class ShardedTables(nn.Module):
@@ -102,24 +147,28 @@ class ShardedTables(nn.Module):
         seeds = transfer.common_seeds(map(TableSlice.whole, self.configs), ranks)
         own, replicated = layout.ranks[ranks.rank], layout.replicated
 
-        def make(parts: Sequence[Part]) -> TableGroups:
+        def make(parts: Sequence[Part], blocks: Mapping[str, tuple[int, int]]) -> TableGroups:
             slices, reads = slices_of(self.configs, self.plan, parts), self._reads(parts)
-            return TableGroups(
+            groups = TableGroups(
                 slices, reads, pooled=pooled, optimizer=optimizer, device=device, seeds=seeds
             )
+            transfer.fill(groups, source.groups, blocks)
+            return groups
 
-        self.groups = make(own.parts)
-        transfer.fill(self.groups, source.groups, self._key_blocks(own.parts))
-        share_cores(self.groups, own.parts, self.configs, self._boxes(), ranks)
+        def allocate() -> tuple[TableGroups, TableGroups | None]:
+            groups = make(own.parts, self._key_blocks(own.parts))
+            share_cores(groups, own.parts, self.configs, self._boxes(), ranks)
+            return groups, make(replicated.parts, {}) if replicated.parts else None
+
+        # A rank without enough memory must not leave the others waiting in what comes next.
+        self.groups, copies = fingerprint.agree(ranks, allocate)
         self.copies = None
-        if replicated.parts:
-            groups = make(replicated.parts)
-            transfer.fill(groups, source.groups, {})
-            transfer.equalise(groups, ranks)
-            synchronised = _is_fused(groups) and ranks.size > 1
+        if copies is not None:
+            transfer.equalise(copies, ranks)
+            synchronised = _is_fused(copies) and ranks.size > 1
             if synchronised:
                 layout = with_synchronised_copies(layout)
-            self.copies = SynchronisedCopies(layout, groups, ranks, synchronised=synchronised)
+            self.copies = SynchronisedCopies(layout, copies, ranks, synchronised=synchronised)
         self.layout, self._own = layout, layout.ranks[ranks.rank]
         blocks = blocks_of(self.configs, layout)
         self.distribution = Distribution(layout, blocks, ranks, self.scale, packs=pooled)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -115,6 +116,19 @@ def test_data_types_are_those_that_were_asked_for() -> None:
         name="t", embedding_dim=4, num_embeddings=9, pooling=PoolingType.MEAN
     )
     assert config.feature_names == ("t",)
+    assert config.pooling == PoolingType.MEAN
+    assert config.pooling is PoolingType.MEAN
+    assert config.pooling != PoolingType.SUM
+    assert PoolingType("MEAN") is PoolingType.MEAN
+    with pytest.raises(
+        ValueError, match="Pooling must be one of 'sum', 'mean', 'none', got 'Mean'"
+    ):
+        PoolingType("Mean")
+    assert config.data_type == DataType.FP32
+    assert config.data_type != DataType.BF16
+    assert {DataType.BF16: 2, torch.float32: 4}[config.data_type] == 4
+    assert ebc.embedding_bag_configs()[0].data_type == DataType.BF16
+    assert DataType.INT8 not in (None, DataType.INT4, torch.float32)
 
 
 # Awaitables
@@ -277,6 +291,46 @@ def _by_default(ranks: Ranks) -> list[list[float]]:
 @WORLDS
 def test_distributed_model_parallel_of_a_collection_itself(size: int) -> None:
     assert len(worlds.run(size, _by_default)) == size
+
+
+def _given_otherwise(ranks: Ranks) -> list[str]:
+    """What ranks say of which the last was given something else."""
+    last, env = ranks.rank == 1, ShardingEnv.from_process_group(ranks.group)
+    plan = construct_module_sharding_plan(
+        collection(),
+        {"product_table": table_wise(rank=0), "user_table": row_wise()},
+        world_size=ranks.size,
+        local_size=ranks.size,
+    )
+    whole = torchrec.ShardingPlan({"": plan})
+    rates = EmbeddingBagCollectionSharder(fused_params={"learning_rate": 0.2 if last else 0.1})
+    wrong = dataclasses.replace(plan["user_table"], compute_kernel="fast" if last else "fused")
+    calls = [
+        lambda: DistributedModelParallel(collection(), env, plan=None if last else whole),
+        lambda: DistributedModelParallel(collection(), env, init_parameters=not last),
+        lambda: DistributedModelParallel(collection(), env, plan=whole, sharders=[rates]),
+        lambda: rates.shard(collection(), plan, env),
+        lambda: rates.shard(collection(), {**plan, "user_table": wrong}, env),
+    ]
+    told = []
+    for call in calls:
+        with pytest.raises((ValueError, RuntimeError)) as caught:
+            call()
+        told.append(str(caught.value))
+    return told
+
+
+def test_ranks_that_were_given_something_else_are_told() -> None:
+    zero, one = worlds.run(2, _given_otherwise)
+    for number, words in enumerate((
+        "plan is given on rank 0 and None on rank 1",
+        "init_parameters must be True",
+        "table product_table: optimizer.lr is 0.1 on rank 0 and 0.2 on rank 1",
+        "table product_table: optimizer.lr is 0.1 on rank 0 and 0.2 on rank 1",
+        "compute_kernel must be one of",
+    )):  # fmt: skip
+        assert words in zero[number]
+        assert words in one[number]
 
 
 def _in_a_pipeline(ranks: Ranks, name: str) -> list[float]:

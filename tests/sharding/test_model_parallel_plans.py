@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.optim import _apply_optimizer_in_backward
 
 from emblib import optim
 from emblib.collections import EmbeddingBagCollection, EmbeddingBagConfig
@@ -14,6 +15,7 @@ from emblib.collections.optimizers import (
     apply_optimizer_in_backward,
     in_backward_optimizer_filter,
 )
+from emblib.jagged import KeyedJaggedTensor
 from emblib.sharding import DistributedModelParallel
 from emblib.sharding.boxes import World, row_wise, table_wise
 from emblib.sharding.groups_of_ranks import Ranks
@@ -104,6 +106,11 @@ def _given_before(ranks: Ranks, how: str) -> dict[Any, Tensor]:
     net = PlainNet(adagrad if how == "config" else None)
     if how == "in backward":
         apply_optimizer_in_backward(optim.RowwiseAdagrad, net.bags.parameters(), {"lr": 0.1})
+    if how == "torch's own":
+        # What it makes is of torch, and a table knows the class by its name.
+        arguments = {"lr": 0.1, "eps": adagrad.eps}
+        _apply_optimizer_in_backward(RowWiseAdagrad, net.bags.parameters(), arguments)
+        net.bags.to("cpu")  # rebinds parameters, which must keep what torch said of them
     model = DistributedModelParallel(
         net,
         ranks,
@@ -121,6 +128,14 @@ def _given_before(ranks: Ranks, how: str) -> dict[Any, Tensor]:
         model(make_batch(i + 10 * ranks.rank, SIZE)).backward()
         optimizer.step()
     return values_of(model)
+
+
+class RowWiseAdagrad(torch.optim.SGD):
+    """Stands for the class that TorchRec has; it is never stepped."""
+
+    def __init__(self, params: Any, lr: float = 0.01, eps: float = 1e-10) -> None:
+        super().__init__(params, lr=lr)
+        self.param_groups[0]["eps"] = eps
 
 
 class PlainNet(nn.Module):
@@ -142,11 +157,72 @@ class PlainNet(nn.Module):
 def test_ways_to_give_tables_an_optimizer_are_equal() -> None:
     expected = worlds.run(2, _given_before, "config")
     assert {place[-1] for place in expected[0] if not isinstance(place, str)} > {"weight"}
-    for how in ("argument", "in backward"):
+    for how in ("argument", "in backward", "torch's own"):
         for values, by_config in zip(worlds.run(2, _given_before, how), expected, strict=True):
             assert values.keys() == by_config.keys()
             for place, value in values.items():
                 assert torch.equal(value, by_config[place]), (how, place)
+
+
+def _by_torch_alone(ranks: Ranks) -> list[tuple[str, ...]]:
+    """Error and notes of what torch may say of tables that they do not run."""
+
+    def told(optimizer: Any, arguments: dict[str, Any], steps: int = 0) -> tuple[str, ...]:
+        net = PlainNet(None)
+        _apply_optimizer_in_backward(optimizer, net.bags.parameters(), arguments)
+        for i in range(steps):
+            net(make_batch(i, SIZE)).backward()
+        with pytest.raises((TypeError, ValueError)) as caught:
+            DistributedModelParallel(net, ranks, plan={"bags": {"a": row_wise(), "b": row_wise()}})
+        return str(caught.value), *getattr(caught.value, "__notes__", ())
+
+    def twice() -> tuple[str, ...]:
+        net = PlainNet(None)
+        for rate in (0.1, 0.2):
+            _apply_optimizer_in_backward(torch.optim.SGD, net.bags.parameters(), {"lr": rate})
+        with pytest.raises(TypeError, match="already has an optimizer in backward, from torch's"):
+            apply_optimizer_in_backward(torch.optim.SGD, net.bags.parameters(), {"lr": 0.1})
+        with pytest.raises(ValueError, match="table 'a' must have one optimizer") as caught:
+            DistributedModelParallel(net, ranks, plan={"bags": {"a": row_wise(), "b": row_wise()}})
+        return (str(caught.value),)
+
+    return [
+        told(torch.optim.RMSprop, {"lr": 0.1}),
+        told(torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
+        told(torch.optim.Adagrad, {"lr": 0.1}, steps=1),
+        twice(),
+    ]
+
+
+def test_what_torch_applies_in_backward_is_run_by_tables_or_refused() -> None:
+    """Unsharded, torch's own function works as it does for any parameter; sharded, fused."""
+    for of_rank in worlds.run(2, _by_torch_alone):
+        (unknown, note), (momentum, _), (trained,), _ = of_rank
+        assert "tables run torch.optim.SGD, Adagrad, Adam or AdamW" in unknown
+        assert "(of table 'a', by torch's own _apply_optimizer_in_backward)" in note
+        assert "{'momentum': 0.9} of SGD are not supported" in momentum
+        assert "table 'a' has made steps" in trained
+
+
+def test_torch_steps_unsharded_tables_itself() -> None:
+    """Its hook steps the dense gradient of a table, as that of any parameter."""
+    configs = [EmbeddingBagConfig(9, 4, "a")]
+    collection, twin = EmbeddingBagCollection(configs), EmbeddingBagCollection(configs)
+    twin.load_state_dict(collection.state_dict())
+    _apply_optimizer_in_backward(torch.optim.SGD, collection.parameters(), {"lr": 0.5})
+    apply_optimizer_in_backward(torch.optim.SGD, twin.parameters(), {"lr": 0.5})
+    batch = KeyedJaggedTensor(["a"], torch.tensor([1, 3, 1]), None, torch.tensor([2, 1]))
+    for one in (collection, twin):
+        one.to("cpu")
+        one(batch).values().square().sum().backward()
+        assert not list(in_backward_optimizer_filter(one.named_parameters()))
+    assert torch.equal(*[one.embedding_bags["a"].weight for one in (collection, twin)])
+    with pytest.raises(TypeError, match="already has an optimizer in backward, from torch's own"):
+        apply_optimizer_in_backward(torch.optim.SGD, collection.parameters(), {"lr": 0.1})
+    unmade = EmbeddingBagCollection(configs, "meta")
+    _apply_optimizer_in_backward(torch.optim.SGD, unmade.parameters(), {"lr": 0.5})
+    with pytest.raises(RuntimeError, match=r"table 'a' while it was on.*apply it after to_empty"):
+        unmade.to_empty(device="cpu")
 
 
 def _left_out(ranks: Ranks) -> None:

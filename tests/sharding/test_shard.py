@@ -240,3 +240,80 @@ def cached(ranks: Ranks) -> None:
 
 def test_a_plan_may_keep_tables_behind_a_cache() -> None:
     worlds.run(2, cached)
+
+
+class _Twice(nn.Module):
+    """Has one collection at three paths, one of them through a module that it has twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.clicked = make_named()
+        self.seen = nn.ModuleDict({"bags": self.clicked})
+        self.again = self.seen
+        self.top = nn.Linear(4, 1)
+
+    def forward(self, batch: Any) -> torch.Tensor:
+        return flat(self.clicked(batch)) + 2 * flat(self.again["bags"](batch))
+
+
+class _Named(emblib.EmbeddingBagCollection):
+    """Changes nothing but how it is made, and has something to say besides."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__(case.configs, optimizer=case.optimizer)
+
+    def of_mine(self) -> str:
+        return "nothing that a lookup needs"
+
+
+class _Scaled(_Named):
+    """Looks up something else."""
+
+    def forward(self, features: Any) -> Any:
+        return super().forward(features)
+
+
+CASE = Case(tables(SUM, MEAN), MIXED)
+EVERY = {f"t{i}": boxes.row_wise() for i in range(4)}
+
+
+def make_named() -> _Named:
+    torch.manual_seed(3)
+    return _Named(CASE)
+
+
+def at_several_paths(ranks: Ranks, path: str) -> None:
+    oracle = _Twice()
+    model: Any = sharding.shard(
+        copy.deepcopy(oracle), {path: EVERY}, ranks, gradients=sharding.GradientReduction.SUM
+    )
+    assert isinstance(model.clicked, sharding.ShardedEmbeddingBagCollection)
+    assert model.clicked is model.seen["bags"] is model.again["bags"]
+    assert list(model.state_dict()) == list(oracle.state_dict())
+    for step in range(2):
+        batches = [batch(CASE, 10 * step + r, 3) for r in range(ranks.size)]
+        torch.testing.assert_close(model(batches[ranks.rank]), oracle(batches[ranks.rank]))
+    compare_tables(model.clicked, oracle.clicked, 0.0)
+
+
+@pytest.mark.parametrize("path", ["clicked", "seen.bags", "again.bags"])
+def test_a_collection_at_several_paths_is_one_sharded_collection(path: str) -> None:
+    worlds.run(2, at_several_paths, path)
+
+
+def contradictions(ranks: Ranks) -> None:
+    other = {**EVERY, "t0": boxes.table_wise(0)}
+    with pytest.raises(ValueError, match=r"'clicked' and 'seen\.bags' are paths of one"):
+        sharding.shard(_Twice(), {"clicked": EVERY, "seen.bags": other}, ranks)
+    both = sharding.shard(_Twice(), {"clicked": EVERY, "seen.bags": EVERY}, ranks)
+    assert both.clicked is both.again["bags"]
+    model = nn.ModuleDict({"a": nn.ModuleDict({"scaled": _Scaled(CASE)})})
+    says = r"'a\.scaled' is a _Scaled, a subclass of EmbeddingBagCollection that changes forward"
+    with pytest.raises(TypeError, match=says):
+        sharding.shard(model, {"a.scaled": EVERY}, ranks)
+    with pytest.raises(TypeError, match=says):
+        sharding.DistributedModelParallel(model, ranks)
+
+
+def test_what_cannot_be_sharded_rightly_is_refused_by_its_path() -> None:
+    worlds.run(2, contradictions)

@@ -1,0 +1,297 @@
+"""Compare what all ranks were given before any of them allocates or sends something.
+
+Every rank cuts the tables and lays out its messages by itself, from its own plan and its own
+configurations. Ranks that were given other ones would read each other's rows, or wait for messages
+that nobody sends. So each rank describes what it was given as names and texts, the ranks gather a
+digest of that, and where digests differ the whole: the error names the table, the value, the ranks.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass, replace
+from enum import Enum
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from emblib.optim import Optimizer
+from emblib.sharding.boxes import TableSharding
+from emblib.sharding.groups_of_ranks import Ranks
+from emblib.sharding.plan import ranges
+
+T = TypeVar("T")
+
+Description = Mapping[str, Mapping[str, Any]]
+"""{what is described: {name: value}}, e.g. {"table item": {"num_embeddings": 1000}}."""
+
+_Leaves = dict[str, dict[str, str]]
+_MAX_DIFFERENCES = 10
+_MAX_CHARACTERS = 200
+# Directories of DISK tables and GPUs of DDP: every rank has its own.
+_OF_ONE_RANK = {"directory", "device_ids", "output_device"}
+
+
+def agree(
+    ranks: Ranks,
+    prepare: Callable[[], T],
+    describe: Callable[[T | None], Description] | None = None,
+) -> T:
+    """Return `prepare()`; raise on every rank if it fails on one, or if descriptions differ.
+
+    All ranks call this. Nothing is gathered, nor described, where there is one rank.
+
+    Args:
+        ranks: the processes.
+        prepare: the local work. It sends nothing, as other ranks may have failed in theirs.
+        describe: what must be the same on all ranks, from what `prepare` returned; from None where
+            it failed, since a difference between ranks may be why.
+
+    Raises:
+        ValueError: the descriptions differ; the message is the same on all ranks.
+        RuntimeError: `prepare` failed on another rank; where it failed, its own error is raised.
+    """
+    if ranks.size == 1:
+        return prepare()
+    result: T | None = None
+    error: Exception | None = None
+    leaves: _Leaves = {}
+    try:
+        result = prepare()
+    except Exception as raised:
+        error = raised
+    try:
+        leaves = {} if describe is None else _leaves(describe(result))
+    except Exception as raised:
+        error = error or raised
+    failure = None if error is None else f"{type(error).__name__}: {error}"
+    gathered = ranks.gather_objects((_digest(leaves), failure))
+    if any(report != (gathered[0][0], None) for report in gathered):
+        failures = {rank: text for rank, (_, text) in enumerate(gathered) if text is not None}
+        differences = _differences(ranks.gather_objects(leaves), failures.keys())
+        _raise(differences, failures, error)
+    return result  # type: ignore[return-value]
+
+
+def _raise(differences: list[str], failures: Mapping[int, str], error: Exception | None) -> None:
+    failed = "; ".join(f"rank {rank} failed: {text}" for rank, text in failures.items())
+    if differences:
+        shown = differences[:_MAX_DIFFERENCES]
+        if len(shown) < len(differences):
+            shown.append(f"... {len(differences)} differences in all")
+        raise ValueError(
+            "tables, plan, optimizers, settings and versions must be the same on all ranks, and "
+            f"are not: {'; '.join(shown)}. Start all ranks with the same code, configuration and "
+            f"seeds{f' ({failed})' if failed else ''}"
+        ) from error
+    if error is not None:
+        raise error
+    raise RuntimeError(failed)
+
+
+def _differences(by_rank: Sequence[_Leaves], failed: Any) -> list[str]:
+    """Return a text per value that differs between ranks; ranks that failed may lack values."""
+    found = []
+    for subject in dict.fromkeys(subject for leaves in by_rank for subject in leaves):
+        lacking = [
+            rank for rank, leaves in enumerate(by_rank)
+            if subject not in leaves and rank not in failed
+        ]  # fmt: skip
+        if lacking:
+            found.append(f"{subject} is missing on {_ranks_text(lacking)}")
+            continue
+        described = {
+            rank: leaves[subject] for rank, leaves in enumerate(by_rank) if subject in leaves
+        }
+        differing: list[str] = []
+        for name in dict.fromkeys(name for leaves in described.values() for name in leaves):
+            if any(name.startswith(f"{parent}.") for parent in differing):
+                continue  # of two kinds of object, which is told
+            values = {
+                rank: leaves.get(name, "missing")
+                for rank, leaves in described.items()
+                if name in leaves or rank not in failed
+            }
+            if len(set(values.values())) > 1:
+                differing.append(name)
+                prefix = f"{subject}: " if subject else ""
+                found.append(f"{prefix}{name} is {_values_text(values)}")
+    return found
+
+
+def _values_text(values: Mapping[int, str]) -> str:
+    """Return a text such as `1000 on ranks 0-2 and 1001 on rank 3`."""
+    ranks_of: dict[str, list[int]] = {}
+    for rank, value in values.items():
+        ranks_of.setdefault(value, []).append(rank)
+    texts = [f"{_shortened(value)} on {_ranks_text(ranks)}" for value, ranks in ranks_of.items()]
+    return f"{', '.join(texts[:-1])} and {texts[-1]}"
+
+
+def _ranks_text(ranks: Sequence[int]) -> str:
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {ranges(ranks)}"
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= _MAX_CHARACTERS else f"{text[:_MAX_CHARACTERS]}..."
+
+
+# Descriptions
+
+
+def merged(*descriptions: Description) -> dict[str, dict[str, Any]]:
+    """Return one description with the values of several."""
+    found: dict[str, dict[str, Any]] = {}
+    for description in descriptions:
+        for subject, values in description.items():
+            found.setdefault(subject, {}).update(values)
+    return found
+
+
+def versions() -> dict[str, Any]:
+    """Return the versions of torch and emblib, and a digest of emblib's Python files.
+
+    A checkout has the same version before and after a change.
+    """
+    import emblib
+
+    return {
+        "emblib": emblib.__version__,
+        "emblib_sources": _SOURCES,
+        "torch": torch.__version__.partition("+")[0],  # +cpu and +cu126 are one version
+    }
+
+
+def _digest_of_sources() -> str:
+    root = Path(__file__).parents[1]
+    digest = hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+# Taken when the code is imported: files that change later are not the code that runs.
+_SOURCES = _digest_of_sources()
+
+
+def settings_of(ranks: Ranks, **settings: Any) -> dict[str, Any]:
+    """Return settings of a whole model or collection, those of the ranks and versions with them."""
+    return {
+        **settings,
+        "local_size": ranks.local_size,
+        "device": ranks.device.type,
+        "shared_memory": ranks.shared_memory,
+        **versions(),
+    }
+
+
+def collection_description(
+    source: Any,
+    configs: Sequence[Any],
+    plan: Mapping[str, TableSharding] | None,
+    optimizer: Optimizer | None,
+    path: str = "",
+) -> dict[str, dict[str, Any]]:
+    """Describe a collection that is to be sharded, table by table.
+
+    Args:
+        source: the collection.
+        configs: of its tables, with the optimizers that they will have.
+        plan: by table; None where there is none that is valid.
+        optimizer: of tables that have none of their own.
+        path: of the collection in the model; left out, the error speaks of its tables alone.
+    """
+    where = f" of {path}" if path else ""
+    found: dict[str, dict[str, Any]] = {
+        f"collection {path}" if path else "": {
+            "type": type(source).__name__,
+            "tables": [config.name for config in configs],
+            "is_weighted": source.is_weighted() if hasattr(source, "is_weighted") else None,
+            "need_indices": source.need_indices() if hasattr(source, "need_indices") else None,
+        }
+    }
+    kernels = {part.config.name: i for i, part in enumerate(source.groups.slices)}
+    for config in configs:
+        values = {f.name: getattr(config, f.name) for f in fields(config) if f.name != "name"}
+        values["optimizer"] = config.optimizer or optimizer
+        kernel = source.groups.module_of(kernels[config.name])[0]
+        precision = getattr(kernel, "precision", None)
+        if precision is not None:
+            values["stored"] = replace(precision, output=torch.float32)  # that of sharded ones
+        if plan is not None and config.name in plan:
+            values |= _sharding(plan[config.name])
+            if not plan[config.name].is_replicated:  # copies become those of rank 0
+                values |= _values_of(kernel, source.device)
+        found[f"table {config.name}{where}"] = values
+    return found
+
+
+def _values_of(kernel: Any, device: torch.device) -> dict[str, Any]:
+    """Return where the first values come from, and the numbers of the optimizer as they are now."""
+    hyper = getattr(kernel, "hyper", None)
+    if device.type == "meta" or not isinstance(hyper, Tensor):
+        return {"is_on_meta": device.type == "meta"}
+    rate, step, *others = hyper.tolist()
+    return {"is_on_meta": False, "now": {"lr": rate, "step": step, "hyper": others}}
+
+
+def _sharding(sharding: TableSharding) -> dict[str, Any]:
+    found = {"sharding": sharding.type, "kept_as": sharding.kind}
+    for number, box in enumerate(sharding.boxes):
+        (first, end), (left, right) = box.rows, box.columns
+        found[f"part {number}"] = f"[{first}:{end}, {left}:{right}] held by rank {box.rank}"
+    return found
+
+
+# Leaves
+
+
+def _leaves(description: Description) -> _Leaves:
+    """Return texts by name; the fields of a value `optimizer` are `optimizer.lr` and so on."""
+    return {
+        subject: {name: text for key, value in values.items() for name, text in _texts(key, value)}
+        for subject, values in description.items()
+    }
+
+
+def _texts(name: str, value: Any) -> Iterator[tuple[str, str]]:
+    if name.rpartition(".")[2] in _OF_ONE_RANK or isinstance(value, Path):
+        yield name, str(None if value is None else "given")
+    elif is_dataclass(value) and not isinstance(value, type):
+        yield name, type(value).__name__
+        for f in fields(value):
+            yield from _texts(f"{name}.{f.name}", getattr(value, f.name))
+    elif isinstance(value, Mapping):
+        for key, one in value.items():
+            yield from _texts(f"{name}.{key}", one)
+    elif isinstance(value, functools.partial):
+        yield name, _text(value.func)
+        yield from _texts(f"{name}.args", list(value.args))
+        yield from _texts(f"{name}.keywords", value.keywords)
+    else:
+        yield name, _text(value)
+
+
+def _text(value: Any) -> str:
+    """Return a text that is the same in two processes for the same value."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, Enum):
+        return str(value.value)
+    if isinstance(value, Tensor):
+        return f"{value.dtype}{list(value.shape)}"
+    if isinstance(value, list | tuple):
+        return ", ".join(map(_text, value))
+    if callable(value) and hasattr(value, "__qualname__"):
+        return f"{value.__module__}.{value.__qualname__}"
+    text = repr(value)
+    return type(value).__name__ if " at 0x" in text else text
+
+
+def _digest(leaves: _Leaves) -> str:
+    ordered = [(subject, sorted(values.items())) for subject, values in sorted(leaves.items())]
+    return hashlib.sha256(repr(ordered).encode()).hexdigest()

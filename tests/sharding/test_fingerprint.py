@@ -1,0 +1,337 @@
+"""Ranks that were given other tables, plans, optimizers or settings: all raise, and say which."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from emblib import optim
+from emblib.collections import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection
+from emblib.collections.configs import EmbeddingConfig, Plain
+from emblib.collections.groups import TableGroups
+from emblib.sharding import (
+    BF16,
+    DDP,
+    DistributedModelParallel,
+    GradientReduction,
+    ShardedEmbeddingBagCollection,
+    ShardedEmbeddingCollection,
+    Wire,
+    boxes,
+    fingerprint,
+    shard,
+)
+from emblib.sharding.groups_of_ranks import Ranks
+from emblib.specs import Cache, Placement, Pooling
+from tests.sharding import worlds
+
+ROWS, DIM = 1000, 8
+WORLD = boxes.World(2, 2)
+
+
+def _bags(**changes: Any) -> EmbeddingBagCollection:
+    """Two tables; `changes` are those of "item", on one rank."""
+    optimizer = changes.pop("optimizer", optim.RowwiseAdagrad(lr=0.1))
+    order = changes.pop("order", "item country")
+    weighted = changes.pop("is_weighted", False)
+    rate, device = changes.pop("rate_now", None), changes.pop("device", None)
+    configs = {
+        "item": EmbeddingBagConfig(**{"num_embeddings": ROWS, "embedding_dim": DIM, "name": "item",
+                                      **changes}),
+        "country": EmbeddingBagConfig(50, DIM, "country"),
+    }  # fmt: skip
+    made = EmbeddingBagCollection(
+        [configs[name] for name in order.split()],
+        device,
+        optimizer=optimizer,
+        is_weighted=weighted,
+    )
+    if rate is not None:
+        made.groups.module_of(0)[0].set_learning_rate(rate)
+    return made
+
+
+def _plan(**rules: Any) -> dict[str, Any]:
+    return {"item": boxes.row_wise(), "country": boxes.table_wise(0), **rules}
+
+
+def _init_rows(weight: torch.Tensor) -> None:
+    weight.fill_(1.0)
+
+
+# What rank 1 has otherwise: arguments of the tables, of the plan and of `shard`; what is said.
+TABLES: dict[str, tuple[dict[str, Any], str]] = {
+    "rows": (
+        {"num_embeddings": ROWS + 1},
+        "table item: num_embeddings is 1000 on rank 0 and 1001 on rank 1",
+    ),
+    "dim": ({"embedding_dim": 16}, "table item: embedding_dim is 8 on rank 0 and 16 on rank 1"),
+    "learning rate": (
+        {"optimizer": optim.RowwiseAdagrad(lr=0.2)},
+        "table item: optimizer.lr is 0.1 on rank 0 and 0.2 on rank 1",
+    ),
+    "pooling": (
+        {"pooling": Pooling.MEAN},
+        "table item: pooling is sum on rank 0 and mean on rank 1",
+    ),
+    "learning rate of now": (
+        {"rate_now": 0.3},
+        "table item: now.lr is 0.1 on rank 0 and 0.3 on rank 1",
+    ),
+    "optimizer": (
+        {"optimizer": optim.SGD(0.1)},
+        "table item: optimizer is RowwiseAdagrad on rank 0 and SGD on rank 1",
+    ),
+    "decay": (
+        {"optimizer": optim.RowwiseAdagrad(lr=0.1, weight_decay=optim.L2(0.01))},
+        "table item: optimizer.weight_decay is None on rank 0 and L2 on rank 1",
+    ),
+    "dtype": (
+        {"data_type": torch.bfloat16},
+        "table item: data_type is torch.float32 on rank 0 and torch.bfloat16 on rank 1",
+    ),
+    "features": (
+        {"feature_names": ("item", "last")},
+        "table item: feature_names is item on rank 0 and item, last on rank 1",
+    ),
+    "kind": (
+        {"kind": Plain(Placement.MANAGED_CACHING, Cache(sets=1))},
+        "table item: kind.placement is device on rank 0 and managed_caching on rank 1",
+    ),
+    "first values": (
+        {"init_fn": _init_rows},
+        f"table item: init_fn is None on rank 0 and {__name__}._init_rows on rank 1",
+    ),
+    "memory": ({"device": "meta"}, "table item: is_on_meta is False on rank 0 and True on rank 1"),
+    "order": (
+        {"order": "country item"},
+        "tables is item, country on rank 0 and country, item on rank 1",
+    ),
+    "a table less": ({"order": "item"}, "tables is item, country on rank 0 and item on rank 1"),
+    "weights": ({"is_weighted": True}, "is_weighted is False on rank 0 and True on rank 1"),
+}
+SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
+    "wire": ({"wire": Wire(backward=BF16())}, "wire.backward is FP32 on rank 0 and BF16 on rank 1"),
+    "gradients": (
+        {"gradients": GradientReduction.SUM},
+        "gradients is mean on rank 0 and sum on rank 1",
+    ),
+    "optimizer": (
+        {"optimizer": optim.SGD(0.5)},
+        "table item: optimizer is RowwiseAdagrad on rank 0 and SGD on rank 1",
+    ),
+}
+PLANS: dict[str, tuple[dict[str, Any], str]] = {
+    "rule": (
+        {"country": boxes.row_wise()},
+        "table country: sharding is table_wise on rank 0 and row_wise on rank 1",
+    ),
+    "cut": (
+        {"item": boxes.custom([(0, (0, 501), (0, DIM)), (1, (501, ROWS), (0, DIM))])},
+        "table item: part 0 is [0:500, 0:8] held by rank 0 on rank 0 and [0:501, 0:8] held by",
+    ),
+    "kept as": (
+        {"item": Plain(Placement.MANAGED)},
+        "table item: kept_as is None on rank 0 and Plain on rank 1",
+    ),
+}
+
+
+def _rules(given: dict[str, Any]) -> dict[str, Any]:
+    """A plan; a kind stands for row_wise() with the table kept as that."""
+    shape = boxes.TableShape(ROWS, DIM)
+    return _plan(**{
+        name: dataclasses.replace(boxes.row_wise()(shape, WORLD), kind=rule)
+        if isinstance(rule, Plain) else rule
+        for name, rule in given.items()
+    })  # fmt: skip
+
+
+def _told(call: Callable[[], Any]) -> str:
+    """What it raises."""
+    with pytest.raises(Exception) as caught:  # noqa: PT011 the test looks at the text
+        call()
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def _disagreements(ranks: Ranks) -> dict[str, str]:
+    """What this rank says in each case, by its name; the model is as it was then."""
+    found = {}
+    for name, (changes, _) in TABLES.items():
+        model = nn.ModuleDict({"bags": _bags(**(dict(changes) if ranks.rank == 1 else {}))})
+        rules = {c.name: _plan()[c.name] for c in model["bags"].configs}
+        found[f"tables: {name}"] = _told(partial(shard, model, {"bags": rules}, ranks))
+        assert type(model["bags"]) is EmbeddingBagCollection
+    for name, (changes, _) in SETTINGS.items():
+        given = changes if ranks.rank == 1 else {}
+        found[f"settings: {name}"] = _told(partial(shard, _bags(), {"": _plan()}, ranks, **given))
+    for name, (rules, _) in PLANS.items():
+        plan = _rules(rules if ranks.rank == 1 else {})
+        found[f"plans: {name}"] = _told(partial(shard, _bags(), {"": plan}, ranks))
+    ranks.barrier()
+    return found
+
+
+def test_each_thing_that_ranks_were_given_otherwise_is_named() -> None:
+    zero, one = worlds.run(2, _disagreements)
+    assert zero == one
+    for kind, cases in (("tables", TABLES), ("settings", SETTINGS), ("plans", PLANS)):
+        for name, (_, words) in cases.items():
+            text = zero[f"{kind}: {name}"].replace(" of bags", "").replace("collection bags: ", "")
+            assert text.startswith("ValueError: "), text
+            assert words in text, text
+            assert "same on all ranks" in text
+
+
+def _without_shard(ranks: Ranks) -> list[str]:
+    """Of the sharded collections made directly; sequences have messages by their dims."""
+    mine = ranks.rank == 2
+    plan = {"item": boxes.row_wise()(boxes.TableShape(ROWS, DIM), boxes.World(3, 3))}
+    rows = ROWS + 1 if mine else ROWS
+    cut = {"item": boxes.row_wise()(boxes.TableShape(rows, DIM), boxes.World(3, 3))}
+    bags = [EmbeddingBagConfig(rows, DIM, "item")]
+    with pytest.raises(ValueError, match=r"1000 on ranks 0-1 and 1001 on rank 2") as caught:
+        ShardedEmbeddingBagCollection(EmbeddingBagCollection(bags), cut, ranks)
+    found = [str(caught.value)]
+    dims = (DIM, 4) if mine else (DIM, DIM)
+    sequences = EmbeddingCollection([
+        EmbeddingConfig(ROWS, dim, name) for dim, name in zip(dims, ("item", "other"), strict=True)
+    ])  # fmt: skip
+    plan["other"] = boxes.TableSharding(boxes.ShardingType.DATA_PARALLEL)
+    with pytest.raises(ValueError, match="table other: embedding_dim is 8 on ranks 0-1") as caught:
+        ShardedEmbeddingCollection(sequences, plan, ranks)
+    return [*found, str(caught.value)]
+
+
+def test_collections_that_are_made_directly_compare_too() -> None:
+    first, *others = worlds.run(3, _without_shard)
+    assert others == [first, first]
+
+
+class _Net(nn.Module):
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.bags = _bags()
+        self.clicks = EmbeddingCollection([EmbeddingConfig(ROWS, DIM, "s")])
+        self.top = nn.Linear(2 * DIM, width)
+
+
+def _models(ranks: Ranks) -> dict[str, str]:
+    plan = {"bags": _plan(), "clicks": {"s": boxes.row_wise()}}
+    mine = ranks.rank == 1
+    plans: dict[str, Any] = {
+        "plan": None if mine else plan,
+        "collection": {"bags": plan["bags"]} if mine else plan,
+        "order of collections": dict(reversed(plan.items())) if mine else plan,
+    }
+    found = {
+        name: _told(partial(DistributedModelParallel, _Net(), ranks, plan=given))
+        for name, given in plans.items()
+    }
+    found["wrap"] = _told(
+        partial(DistributedModelParallel, _Net(), ranks, plan=plan, wrap="none" if mine else "ddp")
+    )
+    find_unused = DDP({"find_unused_parameters": mine, "device_ids": None})
+    found["options"] = _told(
+        partial(DistributedModelParallel, _Net(), ranks, plan=plan, wrap=find_unused)
+    )
+    found["dense"] = _told(partial(DistributedModelParallel, _Net(4 + mine), ranks, plan=plan))
+    return found
+
+
+def test_a_model_compares_its_plan_its_wrapping_and_its_dense_part() -> None:
+    zero, one = worlds.run(2, _models)
+    assert zero == one
+    assert "plan is given on rank 0 and None on rank 1" in zero["plan"]
+    assert "collections is bags, clicks on rank 0 and bags on rank 1" in zero["collection"]
+    assert "collections is bags, clicks on rank 0 and clicks, bags" in zero["order of collections"]
+    assert "wrap is DDP on rank 0 and none on rank 1" in zero["wrap"]
+    assert "wrap.options.find_unused_parameters is False on rank 0 and True" in zero["options"]
+    assert (
+        "parameter or buffer top.weight: shape is 4, 16 on rank 0 and 5, 16 on rank 1"
+        in zero["dense"]
+    )
+
+
+def _cut() -> dict[str, Any]:
+    return {
+        "item": boxes.row_wise()(boxes.TableShape(ROWS, DIM), WORLD),
+        "country": boxes.table_wise(0)(boxes.TableShape(50, DIM), WORLD),
+    }
+
+
+def _no_memory(*args: Any, **kwargs: Any) -> Any:
+    raise MemoryError("none left")
+
+
+def _one_fails(ranks: Ranks) -> dict[str, str]:
+    """Only rank 1 has an argument that cannot be, or no memory: rank 0 must not wait for it."""
+    mine = ranks.rank == 1
+    gone = _plan(item=boxes.table_wise(7)) if mine else _plan()
+    wrap = "dpp" if mine else "ddp"
+    wire: Any = "fp16" if mine else None
+    made: dict[str, Callable[[], Any]] = {
+        "plan": partial(shard, _bags(), {"": gone}, ranks),
+        "path": partial(shard, _bags(), {"else" if mine else "": _plan()}, ranks),
+        "wrap": partial(DistributedModelParallel, _bags(), ranks, plan={"": _plan()}, wrap=wrap),
+        "wire": partial(ShardedEmbeddingBagCollection, _bags(), _cut(), ranks, wire=wire),
+    }
+    found = {name: _told(call) for name, call in made.items()}
+    bags = _bags()
+    with pytest.MonkeyPatch.context() as patch:
+        if mine:
+            patch.setattr(TableGroups, "__init__", _no_memory)
+        found["memory"] = _told(partial(shard, bags, {"": _plan()}, ranks))
+    return found
+
+
+def test_an_error_of_one_rank_is_raised_on_all() -> None:
+    others, own = worlds.run(2, _one_fails)
+    for name, words in {
+        "plan": "ValueError: table item: a rank must be in [0, 2), got Box(rank=7",
+        "path": "collections is (the model) on rank 0 and else on rank 1",
+        "wrap": "wrap is DDP on rank 0 and dpp on rank 1",
+        "wire": "TypeError: wire must be None or a Wire",
+        "memory": "MemoryError: none left",
+    }.items():
+        assert words in own[name]
+        assert words in others[name]
+        assert "rank 1 failed: " in others[name]
+
+
+def _may_differ(ranks: Ranks) -> int:
+    """Weights, directories and what a rank made for itself: nothing of it is compared."""
+    torch.manual_seed(ranks.rank)
+    kind = Plain(Placement.DISK, Cache(sets=1, directory=f"{ranks.rank}/rows"))
+    config = EmbeddingBagConfig(
+        ROWS, DIM, "item", init_fn=partial(nn.init.uniform_, a=0.5), kind=kind
+    )
+    fingerprint.agree(
+        ranks,
+        lambda: config,
+        lambda config: {"": {"config": config, "options": {"device_ids": [ranks.rank]}}},
+    )
+    sharded: Any = shard(_bags(), {"": _plan()}, ranks)
+    # Copies become those of rank 0, whatever the others have.
+    later: Any = _bags(rate_now=0.3 if ranks.rank == 0 else None)
+    copies = {name: boxes.data_parallel() for name in _plan()}
+    kernel = shard(later, {"": copies}, ranks).copies.groups.module_of(0)[0]  # type: ignore[union-attr]
+    assert kernel.learning_rate == 0.3
+    return len(sharded.parts())
+
+
+def test_what_each_rank_has_for_itself_may_differ() -> None:
+    assert worlds.run(2, _may_differ) == [2, 1]
+
+
+def test_one_rank_describes_nothing() -> None:
+    def fail(value: Any) -> Any:
+        raise AssertionError
+
+    assert fingerprint.agree(Ranks.single(), lambda: 7, fail) == 7
