@@ -19,6 +19,7 @@ from emblib.dynamic.saving import routing
 from emblib.ops import lookups
 from emblib.optim import Optimizer
 from emblib.tables import QuantizedEmbeddingBags, TTEmbeddingBag
+from emblib.tt import layout_entry
 
 # Set by torch's own _apply_optimizer_in_backward, whose hook stays on a parameter that is moved.
 _MARKS_OF_TORCH = frozenset({"_optimizer_classes", "_optimizer_kwargs"})
@@ -134,7 +135,7 @@ class PlainHandle(TableHandle):
 
 
 class TTHandle(TableHandle):
-    """A tensor-train table: `cores.0`, `cores.1`, ..."""
+    """A tensor-train table: `cores.0`, `cores.1`, ...; its state dict has its layout as well."""
 
     def attach(self, kernel: nn.Module, index: int) -> None:
         """Become the handle of `kernel`, which has one table."""
@@ -148,9 +149,27 @@ class TTHandle(TableHandle):
         for core in self.cores:
             core.grad = None
 
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}{layout_entry.NAME}"] = layout_entry.entry(self.kernel.spec)
+
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *arguments: Any) -> None:
-        self._is_on_meta(state_dict, prefix, arguments[-1])
+        unexpected, errors = arguments[-2:]
+        self._is_on_meta(state_dict, prefix, errors)
+        layout_entry.may_load(state_dict, prefix, self.kernel.spec, self.cores, errors)
         super()._load_from_state_dict(state_dict, prefix, *arguments)
+        if f"{prefix}{layout_entry.NAME}" in unexpected:
+            unexpected.remove(f"{prefix}{layout_entry.NAME}")
+
+    @property
+    def _names_in_checkpoints(self) -> SimpleNamespace:
+        return SimpleNamespace(**{layout_entry.NAME: layout_entry.entry(self.kernel.spec)})
+
+    def _fqn_modifiers(self) -> dict[str, str]:
+        """Tells `torch.distributed.checkpoint.state_dict` where the first part of a key leads."""
+        return {layout_entry.NAME: "_names_in_checkpoints"}
 
     def bind(self) -> None:
         """Mark the cores."""

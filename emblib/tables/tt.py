@@ -1,6 +1,7 @@
 """A table kept as tensor-train cores, with the optimizer fused into the backward pass."""
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +12,7 @@ from emblib.optim import Optimizer
 from emblib.specs import BoundsCheck, Pooling, TTSpec, brief
 from emblib.tables import periodic
 from emblib.tables.base import FusedTable
+from emblib.tt import layout_entry
 from emblib.tt.initializers import INITIALIZERS, Layout
 from emblib.tt.shapes import check_ranks
 
@@ -92,7 +94,24 @@ class TTEmbeddingBag(FusedTable):
             (0, 0, math.prod(spec.row_factors), spec.dim, 0, 0, 0, 0),  # what the keys range over
             (0, 0, spec.rows, spec.dim, 0, 0, 0, 0),  # what the indices may be
         ]
+        self.register_buffer(layout_entry.NAME, layout_entry.entry(spec).to(device))
         self._register_common(device)
+
+    def _restore(self) -> None:
+        super()._restore()
+        setattr(self, layout_entry.NAME, layout_entry.entry(self.spec).to(self.hyper.device))
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *arguments: Any
+    ) -> None:
+        """Load the states, and let the cores, which are loaded next, be loaded if they fit."""
+        missing: list[str] = arguments[2]
+        errors: list[str] = arguments[4]
+        if not layout_entry.may_load(state_dict, prefix, self.spec, self.cores, errors):
+            return
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
+        if f"{prefix}cores.0" in state_dict and f"{prefix}{layout_entry.NAME}" in missing:
+            missing.remove(f"{prefix}{layout_entry.NAME}")  # the shapes of the cores say as much
 
     def _core_layout(self, device: torch.device) -> Layout:
         spec = self.spec

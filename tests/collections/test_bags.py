@@ -204,6 +204,7 @@ def test_state_dicts() -> None:
     state = one.state_dict()
     assert list(state) == [
         "embedding_bags.t0.weight",
+        "embedding_bags.t1.tt_layout",
         *(f"embedding_bags.t1.cores.{k}" for k in range(3)),
         *(
             f"embedding_bags.t2.{key}"

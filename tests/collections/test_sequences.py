@@ -92,6 +92,7 @@ def test_state_dict_and_questions() -> None:
     state = one.state_dict()
     assert list(state) == [
         "embeddings.t0.weight",
+        "embeddings.t1.tt_layout",
         *(f"embeddings.t1.cores.{k}" for k in range(3)),
     ]
     two = EmbeddingCollection(configs, optimizer=optim.SGD(0.1))

@@ -20,6 +20,7 @@ from emblib.sharding.checkpoints import keyed, row_states
 from emblib.sharding.checkpoints.entries import Entry
 from emblib.sharding.groups_of_ranks import Ranks
 from emblib.specs import TTSpec
+from emblib.tt import layout_entry
 
 
 class Held(Protocol):
@@ -91,6 +92,9 @@ class Table:
     def parameter_names(self) -> Sequence[str]:
         """Their names."""
         return self.parameter_keys
+
+    def check_parameters(self, given: Mapping[str, Tensor]) -> None:
+        """Raise ValueError for parameters of another table, before those of any are written."""
 
     def set_parameters(self, given: Mapping[str, Tensor]) -> None:
         """Write those that are given."""
@@ -188,7 +192,19 @@ class TensorTrainTable(Table):
         self._sizes = list(zip(spec.row_factors, widths, strict=True))
         self._units = math.prod(spec.row_factors[1:]), math.prod(spec.dim_factors[1:])
         self._rank = spec.ranks[0]
+        self._layout = layout_entry.entry(spec)
         self.parameter_keys = tuple(f"cores.{k}" for k in range(len(self._sizes)))
+
+    def parameters(self) -> dict[str, Tensor]:
+        """The cores, and which tensor train they are of."""
+        return {layout_entry.NAME: self._layout.clone(), **super().parameters()}
+
+    def check_parameters(self, given: Mapping[str, Tensor]) -> None:
+        """Raise ValueError for cores of another tensor train."""
+        if not given.keys().isdisjoint(self.parameter_keys):
+            problem = layout_entry.difference(given.get(layout_entry.NAME), self._layout)
+            if problem:
+                raise ValueError(f"{self.name}.cores: {problem}")
 
     def _states_by_parameter(self) -> Iterator[tuple[str, list[str], list[str]]]:
         names = [state.name for state in self.optimizer.states]

@@ -25,6 +25,7 @@ from emblib.sharding.checkpoints.state_trees import (
 from emblib.sharding.checkpoints.targets import RowStateTarget, Target
 from emblib.sharding.groups_of_ranks import Ranks
 from emblib.tables.files import check_archive
+from emblib.tt import layout_entry
 
 
 def load(
@@ -125,7 +126,7 @@ class _Loading:
             read(notes, self.reader, Ranks.single())
             told = json.loads(bytes(notes[NOTES].tolist()))
             self.cuts = {name: tuple(cuts) for name, cuts in told["cuts"].items()}
-        every = list(leaves(self.tree))
+        every = self._checked_layouts(list(leaves(self.tree)))
         missing = sorted(leaf.name for leaf in every if leaf.name not in self.saved)
         if missing and strict:
             raise CheckpointError(
@@ -152,6 +153,37 @@ class _Loading:
                 parameter = own.get(steps[2], steps[2])
                 room = _room_of_state(parameters.get(parameter), self.saved[name])
                 states.setdefault(parameter, {})[steps[3]] = room
+
+    def _checked_layouts(self, every: list[Leaf]) -> list[Leaf]:
+        """Return the leaves, without layouts of tensor trains that an older checkpoint has not.
+
+        Raises:
+            CheckpointError: cores are of another tensor train than they are here.
+        """
+        from emblib.sharding.checkpoints.files import read
+
+        layouts = {leaf.name: leaf for leaf in every if _is_layout(leaf)}
+        found = {
+            name: torch.empty(self.saved[name].size, dtype=torch.int64)
+            for name in layouts
+            if hasattr(self.saved.get(name), "properties")
+        }
+        if found:
+            read(found, self.reader, Ranks.single())
+        # Older checkpoints have cores without one.
+        lacking = {
+            name for name in layouts.keys() - found.keys() if _beside(name, "cores.0") in self.saved
+        }
+        wrong = [
+            f"{_beside(name, 'cores')}: {problem}"
+            for name in sorted(found.keys() | lacking)
+            if (problem := layout_entry.difference(found.get(name), layouts[name].value))
+        ]
+        if wrong:
+            raise CheckpointError(f"{self.path} is of other tables; {'; '.join(wrong[:5])}")
+        for name in lacking:  # the shapes of the cores say as much
+            del layouts[name].container[layouts[name].key]
+        return [leaf for leaf in every if leaf.name not in lacking]
 
     def _size(self, leaf: Leaf) -> torch.Size | None:
         """As it was saved; None for what is no tensor."""
@@ -209,6 +241,15 @@ class _Loading:
                 value.load_state_dict(self.tree[key])
             else:
                 self.state[key] = self.tree[key]
+
+
+def _is_layout(leaf: Leaf) -> bool:
+    name = leaf.name.rpartition(".")[2]
+    return name == layout_entry.NAME and isinstance(leaf.value, Tensor)
+
+
+def _beside(name: str, other: str) -> str:
+    return f"{name[: name.rfind('.') + 1]}{other}"
 
 
 def _parameters(optimizer: Any) -> dict[Any, Tensor]:

@@ -31,11 +31,17 @@ def load_module_state(tables: Tables, state: Mapping[str, Tensor]) -> None:
 
     Raises:
         ValueError: a tensor of another size, or spread over ranks in another way: `load` reads a
-            checkpoint in the way that is wanted here. Nothing is written to that table.
+            checkpoint in the way that is wanted here. Nothing is written to that table. Or cores of
+            another tensor train; nothing is written at all.
     """
-    for table in _tables(tables):
-        prefix = f"{table.name}."
-        given = {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}
+    every = [
+        (table, {k.removeprefix(p): v for k, v in state.items() if k.startswith(p)})
+        for table in _tables(tables)
+        for p in (f"{table.name}.",)
+    ]
+    for table, given in every:
+        table.check_parameters(given)
+    for table, given in every:
         table.set_parameters(given)
 
 

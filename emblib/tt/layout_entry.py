@@ -1,0 +1,133 @@
+"""The entry of a state dict that says which tensor train its cores are of.
+
+Cores of other ranks and factors may have the same shapes: those of ranks (2, 8) and dim factors
+(8, 4, 2) are those of ranks (4, 4) and dim factors (4, 4, 4). So state dicts have rows, dim,
+factors and ranks as one entry, and a tensor train takes the cores of no other.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, MutableMapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from emblib.tt.shapes import check_ranks
+
+NAME = "tt_layout"
+_FEWEST = 7  # rows, dim, and of two cores the factors and one rank
+
+
+def entry(spec: Any) -> Tensor:
+    """Return rows, dim, row factors, dim factors and ranks of a `TTSpec` as one int64 tensor."""
+    numbers = (spec.rows, spec.dim, *spec.row_factors, *spec.dim_factors, *spec.ranks)
+    return torch.tensor(numbers, dtype=torch.int64, device="cpu")
+
+
+def difference(saved: Tensor | None, own: Tensor) -> str:
+    """Return why cores saved with the entry `saved` are not those of `own`; "" where they are.
+
+    Without an entry, as it was in older state dicts, the shapes of the cores must leave no choice
+    of ranks and factors. The number of rows is not compared then; rows that both have are the same.
+    """
+    here = _fields(own)
+    if saved is None:
+        others = [other for other in _of_equal_shapes(here) if other != here]
+        if not others:
+            return ""
+        return (
+            f"there is no {NAME}, as in state dicts of older versions, and the shapes of the cores "
+            f"fit other tensor trains than {_told(here)}, e.g. {_told(others[0])}: if they are of "
+            f"this one, add the {NAME} that state_dict() has here"
+        )
+    if saved.dim() != 1 or saved.numel() < _FEWEST:
+        return f"{NAME} must be that of a tensor train, got a tensor {tuple(saved.shape)}"
+    found = _fields(saved)
+    if found == here:
+        return ""
+    differing = ", ".join(key for key in here if found[key] != here[key])
+    return (
+        f"the cores are of another tensor train, which differs in {differing}: saved are "
+        f"{_told(found)}, here are {_told(here)}; make the table with those that were saved"
+    )
+
+
+def may_load(
+    state_dict: MutableMapping[str, Any],
+    prefix: str,
+    spec: Any,
+    cores: Iterable[Tensor],
+    errors: list[str],
+) -> bool:
+    """Return whether the cores in a state dict are those of `spec`; for `_load_from_state_dict`.
+
+    If not, `errors` says why, and `state_dict` gets the cores as they are here, so that modules
+    below, which load them whatever their parent says, leave them as they are.
+    """
+    own = {f"{prefix}cores.{k}": core.detach() for k, core in enumerate(cores)}
+    given = [key for key in own if key in state_dict]
+    if not given:
+        return True
+    problem = difference(state_dict.get(f"{prefix}{NAME}"), entry(spec))
+    if not problem:
+        wrong = [key for key in given if state_dict[key].shape != own[key].shape]
+        problem = "; ".join(
+            f"size mismatch for {key}: it is {tuple(state_dict[key].shape)}, here it is "
+            f"{tuple(own[key].shape)}"
+            for key in wrong
+        )
+    if problem:
+        errors.append(f"{prefix}cores: {problem}")
+        state_dict.update(own)
+    return not problem
+
+
+def _fields(numbers: Tensor) -> dict[str, Any]:
+    rows, dim, *rest = numbers.tolist()
+    cores = (len(rest) + 1) // 3
+    return {
+        "rows": rows,
+        "dim": dim,
+        "row_factors": tuple(rest[:cores]),
+        "dim_factors": tuple(rest[cores : 2 * cores]),
+        "ranks": tuple(rest[2 * cores :]),
+    }
+
+
+def _told(fields: dict[str, Any]) -> str:
+    return ", ".join(f"{key}={value}" for key, value in fields.items())
+
+
+def _of_equal_shapes(fields: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the tensor trains of these rows and dim whose cores have the same shapes."""
+    full = (1, *fields["ranks"], 1)
+    widths = [
+        left * q * right
+        for left, q, right in zip(full, fields["dim_factors"], full[1:], strict=False)
+    ]
+    for ranks, dim_factors in _solutions(widths, 1):
+        if math.prod(dim_factors) != fields["dim"]:
+            continue
+        try:
+            check_ranks(ranks, fields["row_factors"], dim_factors)
+        except ValueError:
+            continue
+        yield {**fields, "dim_factors": dim_factors, "ranks": ranks}
+
+
+def _solutions(
+    widths: Sequence[int], left: int
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Yield all ranks and dim factors of cores of these widths, the first of rank `left`."""
+    product = widths[0] // left  # a divisor of it: see below
+    if len(widths) == 1:
+        yield (), (product,)
+        return
+    for right in _divisors(math.gcd(product, widths[1])):
+        for ranks, factors in _solutions(widths[1:], right):
+            yield (right, *ranks), (product // right, *factors)
+
+
+def _divisors(number: int) -> list[int]:
+    low = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return sorted({*low, *(number // d for d in low)})
