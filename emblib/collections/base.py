@@ -63,7 +63,8 @@ class TableCollection(nn.Module):
     """Base of collections: tables by name, looked up by the features that read them.
 
     `groups` does the lookups. The tables are listed, saved and loaded under `handles_name`, each
-    with the names of its kind, see `emblib.collections.handles`.
+    with the names of its kind, see `emblib.collections.handles`. What threads may do with a
+    collection is what they may do with its tables (docs/threads.md).
     """
 
     handles_name: ClassVar[str]

@@ -17,6 +17,7 @@ from emblib.collections.slices import TableSlice
 from emblib.dynamic import DynamicEmbeddingBags
 from emblib.optim import Optimizer
 from emblib.specs import Pooling, check_float_dtype
+from emblib.tables.locks import ModuleLock
 
 __all__ = ["GroupInfo", "TableGroups"]
 
@@ -82,6 +83,7 @@ class TableGroups(nn.Module):
         self.seeds = dict(kernels.fresh_seeds(self.slices) if seeds is None else seeds)
         self._groupings = group(self.slices, self.reads, optimizer, self.pooling)
         self._prefetched: list[tuple[Tensor, list[Piece]]] = []
+        self._lock = ModuleLock()  # of what is prefetched, in the same order here and in kernels
         self._kernels = [self._make(g, self.device) for g in range(len(self._groupings))]
         self._lay_out()
         self._make_handles()
@@ -294,19 +296,23 @@ class TableGroups(nn.Module):
             self._only.prefetch(ids, offsets, batch_sizes=batch_sizes)
             return
         parts = pieces.split(self.active, ids, offsets, batch_sizes, id_counts)
-        for part in parts:
-            if pieces.is_cached(part.info.module):
-                module = part.info.module
-                module.prefetch(part.ids, part.offsets, batch_sizes=part.batch_sizes)
-        self._prefetched.append((ids, parts))
+        with self._lock:
+            for part in parts:
+                if pieces.is_cached(part.info.module):
+                    module = part.info.module
+                    module.prefetch(part.ids, part.offsets, batch_sizes=part.batch_sizes)
+            self._prefetched.append((ids, parts))
 
     def _take_prefetched(self, ids: Tensor) -> list[Piece] | None:
         """The pieces of a batch that was prefetched, which caches know by its tensors."""
-        waiting = self._prefetched
-        for place, (known, parts) in enumerate(waiting):
-            if known is ids:
-                del waiting[: place + 1]
-                return parts
+        if not self._prefetched:
+            return None
+        with self._lock:
+            waiting = self._prefetched
+            for place, (known, parts) in enumerate(waiting):
+                if known is ids:
+                    del waiting[: place + 1]
+                    return parts
         return None
 
     def nbytes(self) -> dict[str, int]:

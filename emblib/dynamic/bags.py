@@ -25,6 +25,7 @@ from emblib.optim import External, Optimizer
 from emblib.specs import BoundsCheck, Pooling, Precision, brief, check_count
 from emblib.tables import periodic
 from emblib.tables.features import SpecKind
+from emblib.tables.locks import atomic
 from emblib.tables.outside import outside_graphs
 
 
@@ -36,6 +37,9 @@ class DynamicEmbeddingBags(DynamicTraining):
     of the batch, as in `TableBatchedEmbeddingBags`. It is one if the module is in training mode and
     gradients are enabled. Any other forward changes nothing: ids that are not there read
     `DynamicSpec.missing`, and no backward of it changes a row.
+
+    Threads may share a module: every call is atomic, and so is every update in backward
+    (docs/threads.md).
 
     What one batch does is defined as a sequential program (see `emblib.ops.hash`), so the same
     batches lead to the same bytes on any device and any number of threads.
@@ -120,12 +124,14 @@ class DynamicEmbeddingBags(DynamicTraining):
         orders = {spec.eviction.order for spec in self.tables}
         return "assigned" in orders & set(SCORED)
 
+    @atomic
     def reset_parameters(self) -> None:
         """Forget all keys; optimizer, counters and what admission counted as at construction."""
         with torch.no_grad():
             self._reset_common()
             self.clear()
 
+    @atomic
     def clear(self) -> None:
         """Forget all keys; tables have their initial capacity again.
 
@@ -210,12 +216,13 @@ class DynamicEmbeddingBags(DynamicTraining):
 
     def _no_indices(self, ids: Tensor) -> Tensor:
         """Valid indices for what checks them: any id is one, only offsets can be wrong."""
-        count = ids.numel()
-        if self._zeros.numel() < count or self._zeros.device != ids.device:
-            self._zeros = torch.zeros(2 * count, dtype=torch.int32, device=ids.device)
-        return self._zeros[:count]
+        count, zeros = ids.numel(), self._zeros
+        if zeros.numel() < count or zeros.device != ids.device:
+            zeros = self._zeros = torch.zeros(2 * count, dtype=torch.int32, device=ids.device)
+        return zeros[:count]
 
     @outside_graphs
+    @atomic
     def _look_up(
         self,
         keys: Keys,

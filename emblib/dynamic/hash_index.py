@@ -64,6 +64,8 @@ class HashIndex(nn.Module):
             no part. All must agree in eviction and newcomer.
         device: where it lives.
 
+    Nothing here is locked: the module that has an index holds its lock around every call.
+
     `version` counts the calls after which slots may be others: insertions, removals, restores.
     """
 

@@ -8,6 +8,7 @@ from emblib.dynamic import key_status
 from emblib.dynamic.admission import Admission
 from emblib.dynamic.hash_index import HashIndex, Inserted
 from emblib.dynamic.scores import Scores
+from emblib.tables.locks import ModuleLock, atomic
 
 
 def copied(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -23,12 +24,14 @@ class KeyQuestions:
     admission: Admission | None
     last: Inserted | None
     table_names: list[str]
+    _lock: ModuleLock
 
     @property
     def tick(self) -> int:
         """How many training forwards there were (reads the device)."""
         return self.index.tick
 
+    @atomic
     def key_status(self) -> Tensor:
         """What became of each id of the last training forward: uint8 `[L]` of `KeyStatus`.
 
@@ -41,6 +44,7 @@ class KeyQuestions:
             )
         return key_status.of_insertion(self.last)
 
+    @atomic
     def set_score(self, score: int | Mapping[int, int] | Mapping[str, int]) -> None:
         """The score of `Eviction.CUSTOM` tables from the next training forward on.
 
@@ -61,12 +65,14 @@ class KeyQuestions:
         else:
             self.scores.set(score)
 
+    @atomic
     def set_step_score(self, table: int | str, step: int) -> None:
         """The score that a table with `Eviction.STEP` gives to its next batch; it counts on."""
         if self.scores is None:
             raise ValueError("steps are counted by tables with Eviction.STEP, and none has it")
         self.scores.restart({self.table_number(table): step})
 
+    @atomic
     def score(self, table: int | str) -> int | None:
         """The score that a table gives to the next training batch (reads the device).
 

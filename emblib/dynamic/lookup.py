@@ -8,6 +8,7 @@ from torch import Tensor
 from emblib.dynamic.hash_index import HashIndex, Inserted
 from emblib.ops import lookups, tbe
 from emblib.ops.hash import Keys, Misses
+from emblib.tables.locks import ModuleLock
 
 
 class Follower(Protocol):
@@ -47,8 +48,15 @@ class Step:
     """
 
     def __init__(
-        self, index: HashIndex, keys: Keys, slots: Tensor, reads: Reads, lost: Tensor
+        self,
+        lock: ModuleLock,
+        index: HashIndex,
+        keys: Keys,
+        slots: Tensor,
+        reads: Reads,
+        lost: Tensor,
     ) -> None:
+        self.lock = lock
         self._index, self._keys, self._slots, self._reads = index, keys, slots, reads
         self._version, self._lost = index.version, lost
         self.batch: lookups.Lookup | None = None
@@ -87,6 +95,7 @@ class Unmoved:
     """A batch whose rows are read again in backward, and not updated."""
 
     def __init__(self, batch: lookups.Lookup, step: Step) -> None:
+        self.lock = step.lock
         self._batch, self._step = batch, step
 
     def before_update(self) -> lookups.RowPlaces:

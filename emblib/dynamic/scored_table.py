@@ -21,6 +21,7 @@ from emblib.ops import hash as hash_ops
 from emblib.ops.hash import Keys, Misses
 from emblib.ops.initial import initial_rows_, rule_of
 from emblib.specs import check_float_dtype
+from emblib.tables.locks import ModuleLock, atomic
 
 
 class ScoredTable(nn.Module):
@@ -29,7 +30,8 @@ class ScoredTable(nn.Module):
     Batches may repeat keys. Values that are written go in order: the last of a key stays. `scores`
     of a call mean what `spec.eviction` makes of them: uses for LFU and LRU_LFU (added up; left
     out, one each), the score itself for CUSTOM (the last of a key counts). LRU and NONE have none,
-    and for STEP it is the number of the batch.
+    and for STEP it is the number of the batch. Threads may share a table: every method but `export`
+    is atomic (docs/threads.md).
 
     Args:
         spec: capacity, dim, growth, eviction, newcomer, and what a new row starts with where no
@@ -58,6 +60,7 @@ class ScoredTable(nn.Module):
                 f"spec must be a DynamicSpec, e.g. DynamicSpec(1_000_000, 64), got {spec!r}"
             )
         check_float_dtype("dtype", dtype)
+        self._lock = ModuleLock()
         self.spec, self.dtype, self.seed = spec, dtype, seed
         # Given scores rank like counts followed by stamps; that order takes a score by key.
         self._given = spec.eviction in (Eviction.STEP, Eviction.CUSTOM)
@@ -116,6 +119,7 @@ class ScoredTable(nn.Module):
                              f"{list(keys.ids.shape)}, got {list(scores.shape)}")  # fmt: skip
         return scores.expand_as(keys.ids).contiguous()
 
+    @atomic
     def find(self, keys: Tensor) -> tuple[Tensor, Tensor]:
         """Values `[n, dim]` and which keys are there, bool `[n]`; changes nothing.
 
@@ -128,6 +132,7 @@ class ScoredTable(nn.Module):
         missing = torch.full((), self.spec.missing, dtype=self.dtype, device=slots.device)
         return torch.where(slots[:, None] >= 0, self.values[slots.clamp(min=0)], missing)
 
+    @atomic
     def slots(self, keys: Tensor) -> Tensor:
         """Where in `values` each key is, int64 `[n]`, -1 for none; good until the next insertion.
 
@@ -135,11 +140,13 @@ class ScoredTable(nn.Module):
         """
         return self.index.find(self._batch(keys))
 
+    @atomic
     def contains(self, keys: Tensor) -> Tensor:
         """Which keys are there, bool `[n]`."""
         return self.slots(keys) >= 0
 
     @torch.no_grad()
+    @atomic
     def insert_or_assign(
         self, keys: Tensor, values: Tensor, scores: Tensor | int | None = None
     ) -> Insertion:
@@ -147,6 +154,7 @@ class ScoredTable(nn.Module):
         return self._insert_values(keys, values, scores)
 
     @torch.no_grad()
+    @atomic
     def insert_and_evict(
         self, keys: Tensor, values: Tensor, scores: Tensor | int | None = None
     ) -> Insertion:
@@ -169,6 +177,7 @@ class ScoredTable(nn.Module):
         return Insertion(inserted.slots, of_insertion(inserted), evicted)
 
     @torch.no_grad()
+    @atomic
     def find_or_insert(
         self, keys: Tensor, values: Tensor | None = None, scores: Tensor | int | None = None
     ) -> tuple[Tensor, Insertion]:
@@ -180,6 +189,7 @@ class ScoredTable(nn.Module):
         insertion = self.find_or_insert_slots(keys, values, scores)
         return self._read(insertion.slots), insertion
 
+    @atomic
     def find_or_insert_slots(
         self, keys: Tensor, values: Tensor | None = None, scores: Tensor | int | None = None
     ) -> Insertion:
@@ -239,6 +249,7 @@ class ScoredTable(nn.Module):
         return TableRows(keys, self.values[placed.slots[gone]], stamps, scores)
 
     @torch.no_grad()
+    @atomic
     def assign(self, keys: Tensor, values: Tensor) -> Tensor:
         """Write values for the keys that are there, and only there; bool `[n]`, which were."""
         batch = self._batch(keys)
@@ -247,6 +258,7 @@ class ScoredTable(nn.Module):
         return slots >= 0
 
     @torch.no_grad()
+    @atomic
     def accumulate(self, keys: Tensor, deltas: Tensor) -> Tensor:
         """Add to the values of keys that are there; bool `[n]`, which were.
 
@@ -259,6 +271,7 @@ class ScoredTable(nn.Module):
         self.values.index_add_(0, slots[there], self._checked(batch, deltas)[there])
         return there
 
+    @atomic
     def scores(self, keys: Tensor) -> tuple[Tensor, Tensor]:
         """Scores int64 `[n]` (0 where there are none) and which keys are there, bool `[n]`."""
         slots = self.slots(keys)
@@ -268,6 +281,7 @@ class ScoredTable(nn.Module):
             return torch.zeros_like(slots), there
         return torch.where(there, entries[:, 2], 0), there
 
+    @atomic
     def set_scores(self, keys: Tensor, scores: Tensor | int) -> Tensor:
         """Overwrite the scores of keys that are there; bool `[n]`, which were."""
         if self.spec.eviction in (Eviction.LRU, Eviction.NONE):
@@ -278,10 +292,12 @@ class ScoredTable(nn.Module):
         self._give(slots, scores.expand_as(slots))
         return slots >= 0
 
+    @atomic
     def erase(self, keys: Tensor) -> Tensor:
         """Remove keys; bool `[n]`, which this removed (the first of those that repeat)."""
         return self.index.erase(self._batch(keys)) >= 0
 
+    @atomic
     def expire(self, before: int) -> Tensor:
         """Remove keys that were last used before tick `before`; returns them (waits)."""
         return self.index.expire(0, before)
@@ -299,6 +315,7 @@ class ScoredTable(nn.Module):
                 yield TableRows(found.keys[at], self.values[slots], found.stamps[at], scores[at])
 
     @torch.no_grad()
+    @atomic
     def load(self, rows: TableRows) -> Insertion:
         """Take rows in as they were exported, with stamps and scores; keys are distinct.
 
@@ -323,26 +340,32 @@ class ScoredTable(nn.Module):
         self.index.set_entries(0, inserted.slots[last], stamps[last], scored)
         return Insertion(inserted.slots, of_insertion(inserted))
 
+    @atomic
     def size(self) -> int:
         """How many keys are there (reads the device)."""
         return self.index.size(0)
 
+    @atomic
     def capacity(self) -> int:
         """Rows in use, growing to `spec.capacity` rounded up (reads the device)."""
         return self.index.capacity(0)
 
+    @atomic
     def clear(self) -> None:
         """Forget all keys; the table has its initial capacity again."""
         self.index.clear()
 
+    @atomic
     def reserve(self, keys: int) -> None:
         """Grow at once to what that many keys need, as far as the capacity goes."""
         self.index.reserve(0, keys, self._rows())
 
+    @atomic
     def stats(self) -> dict[str, int]:
         """`emblib.ops.hash.COUNTERS` by name (reads the device)."""
         return self.index.stats()[0]
 
+    @atomic
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
     ) -> None:
@@ -352,6 +375,7 @@ class ScoredTable(nn.Module):
             destination[prefix + name] = part
         destination[prefix + "tick"] = self.index.clock.clone()
 
+    @atomic
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *arguments: Any
     ) -> None:
@@ -370,11 +394,13 @@ class ScoredTable(nn.Module):
         none = torch.empty(0, dtype=torch.int64, device=self.values.device)
         return TableRows(none, self.values[none], none, none)
 
+    @atomic
     def __reduce__(self) -> tuple[Any, ...]:
         used = self.values[: self.capacity()].clone()
         made = (self.spec, self.dtype, self.seed, str(self.values.device))
         return _rebuild, (*made, self.index.snapshot(), used)
 
+    @atomic
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         return super()._apply(ops.keep_dtype(fn), recurse)
 

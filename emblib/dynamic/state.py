@@ -15,6 +15,7 @@ from emblib.dynamic_specs import DynamicSpec
 from emblib.ops.hash import Keys
 from emblib.specs import Precision
 from emblib.tables.features import FeatureTables
+from emblib.tables.locks import atomic
 
 
 class DynamicState(KeyQuestions, FeatureTables):
@@ -31,7 +32,7 @@ class DynamicState(KeyQuestions, FeatureTables):
         return RowLayout(self.tables, self.table_names, self.optimizer.states, self.precision)
 
     def _step(self, keys: Keys, slots: Tensor, reads: Reads) -> Step:
-        return Step(self.index, keys, slots, reads, self.lost)
+        return Step(self._lock, self.index, keys, slots, reads, self.lost)
 
     lost: Tensor
     """Positions whose key had left between their forward and their backward, so far."""
@@ -65,14 +66,17 @@ class DynamicState(KeyQuestions, FeatureTables):
         """Ids of one table as a batch."""
         return Keys.of(as_keys(ids).to(self.hyper.device), self.table_number(table))
 
+    @atomic
     def size(self, table: int) -> int:
         """How many keys a table has (reads the device)."""
         return self.index.size(self.table_number(table))
 
+    @atomic
     def capacity(self, table: int) -> int:
         """How many rows of a table are in use as it has grown so far (reads the device)."""
         return self.index.capacity(self.table_number(table))
 
+    @atomic
     def find(self, table: int, ids: Tensor) -> Tensor:
         """The rows of ids in `table_rows(table)`, int64, -1 for ids that are not there.
 
@@ -80,18 +84,22 @@ class DynamicState(KeyQuestions, FeatureTables):
         """
         return self.index.find(self.keys_of(table, ids))
 
+    @atomic
     def reserve(self, table: int, rows: int) -> None:
         """Let a table grow at once to what it needs for `rows` keys."""
         self.index.reserve(self.table_number(table), rows, self.value_rows())
 
+    @atomic
     def stats(self) -> dict[str, dict[str, int]]:
         """By table what became of keys since construction or `reset_stats` (reads the device)."""
         return dict(zip(self.table_names, self.index.stats(), strict=True))
 
+    @atomic
     def reset_stats(self) -> None:
         """Count from zero."""
         self.index.reset_stats()
 
+    @atomic
     def nbytes(self) -> dict[str, int]:
         """Bytes in use of `weights`, `optimizer_state` and `index` (reads the device)."""
         weights, *states = self.rows.nbytes(self._capacities())
@@ -104,6 +112,7 @@ class DynamicState(KeyQuestions, FeatureTables):
     def _capacities(self) -> list[int]:
         return [self.index.capacity(t) for t in range(len(self.tables))]
 
+    @atomic
     def snapshot(self) -> dict[str, Any]:
         """All there is, slot by slot, and nothing of what is not in use.
 
@@ -117,6 +126,7 @@ class DynamicState(KeyQuestions, FeatureTables):
             "scores": None if self.scores is None else copied(self.scores.state_dict()),
         }
 
+    @atomic
     def restore(self, snapshot: Mapping[str, Any]) -> None:
         """Become what `snapshot` was taken of, byte for byte."""
         with torch.no_grad():
@@ -128,6 +138,7 @@ class DynamicState(KeyQuestions, FeatureTables):
             if self.scores is not None:
                 self.scores.load_state_dict(snapshot["scores"])
 
+    @atomic
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         here = self.hyper.device
         there = fn(torch.empty(0, device=here)).device
@@ -160,6 +171,7 @@ class DynamicState(KeyQuestions, FeatureTables):
         for state, tensor in zip(self.optimizer.states, states, strict=True):
             setattr(self, f"state_{state.name}", tensor)
 
+    @atomic
     def __getstate__(self) -> dict[str, Any]:
         """Rows in use only: copies and pickles are no larger than the tables have grown."""
         state = dict(self.__dict__)

@@ -19,6 +19,7 @@ from emblib.ops import hash as hash_ops
 from emblib.ops.hash import Keys, Misses
 from emblib.specs import brief
 from emblib.tables.bounds import caller_level
+from emblib.tables.locks import atomic
 
 
 class DynamicTraining(DynamicDumps):
@@ -83,6 +84,7 @@ class DynamicTraining(DynamicDumps):
         for follower in self.followers:
             follower.arriving(keys, inserted)
 
+    @atomic
     def attach(self, optimizer: torch.optim.Optimizer) -> None:
         """Let the states that `optimizer` keeps for `weights` begin in zeros with every new key.
 
@@ -103,6 +105,7 @@ class DynamicTraining(DynamicDumps):
         firsts = [self.rows.first_row(t) for t in range(len(self.tables))]
         self.followers.append(OutsideStates(optimizer, self.weights, firsts))
 
+    @atomic
     def track_removals(self, most: int = 1 << 24) -> RemovalLog:
         """From now on keep which keys left and when, up to `most` of them a table."""
         if self.removals is None:
@@ -128,6 +131,7 @@ class DynamicTraining(DynamicDumps):
             if self.removals is not None:
                 self.removals.tell(sweep.table, keys, tick)
 
+    @atomic
     def erase(self, table: int, ids: Tensor) -> Tensor:
         """Remove keys with their rows; bool by position, where one was there (once a key)."""
         keys = self.keys_of(table, ids)

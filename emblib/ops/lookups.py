@@ -5,7 +5,7 @@ those of `emblib.ops.tbe`.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple, Protocol
 
@@ -29,7 +29,11 @@ class RowPlaces(NamedTuple):
 
 
 class Session(Protocol):
-    """What a module wants to do around the update of one batch."""
+    """What a module wants to do around the update of one batch, all of it under its `lock`."""
+
+    @property
+    def lock(self) -> AbstractContextManager[None] | None:
+        """What other threads are kept out with from `before_update` to `after_update`, if any."""
 
     def before_update(self) -> RowPlaces | None:
         """Called once, first thing in backward: the rows of the batch as they are now, if known."""
@@ -132,6 +136,14 @@ class FusedLookup(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Apply the optimizer to every row of the batch; gradient of `sample_weights` if asked."""
+        lock = None if ctx.batch.session is None else ctx.batch.session.lock
+        if lock is None:
+            return FusedLookup._update(ctx, grad)
+        with lock:
+            return FusedLookup._update(ctx, grad)
+
+    @staticmethod
+    def _update(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         batch, _, row_weights = _saved(ctx)
         tiers, optimizer = ctx.tiers, ctx.optimizer
         places = None if batch.session is None else batch.session.before_update()
@@ -206,6 +218,14 @@ class ExternalLookup(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """The gradient; a sparse one reads the number of rows from the device if it is not told."""
+        lock = None if ctx.batch.session is None else ctx.batch.session.lock
+        if lock is None:
+            return ExternalLookup._gradient(ctx, grad)
+        with lock:
+            return ExternalLookup._gradient(ctx, grad)
+
+    @staticmethod
+    def _gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         batch, sample_weights, weights = _saved(ctx)
         weight_grad = sample_grad = None
         grad = clipped(grad, ctx.optimizer)

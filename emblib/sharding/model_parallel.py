@@ -40,7 +40,8 @@ class DistributedModelParallel(nn.Module):
     Every `EmbeddingBagCollection` and `EmbeddingCollection` of the plan is replaced by its sharded
     form. Weights are kept; what is on the meta device gets first values that do not depend on the
     plan. Then the dense part takes the values of rank 0 and is wrapped. Parameters and entries of
-    the state dict are called as in the model as it was. All ranks make this, and call it, together.
+    the state dict are called as in the model as it was. All ranks make this, and call it, together,
+    each from one thread (docs/threads.md).
 
     Args:
         module: the model, which is changed; or one collection.

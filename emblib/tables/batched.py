@@ -42,6 +42,9 @@ class TableBatchedEmbeddingBags(TieredTables):
     `cache` what stands before those that are far away. Where a row is does not change a result
     (stochastic rounding aside, whose random numbers follow the placement).
 
+    Threads may share a module: with a cached table every call is atomic, without one updates of the
+    same row at the same time may be lost (docs/threads.md).
+
     Args:
         tables: rows, dim, name and placement of each table.
         optimizer: one of `emblib.optim`.
@@ -111,7 +114,7 @@ class TableBatchedEmbeddingBags(TieredTables):
                 *(layout, self.table_names, self.optimizer.states, self.cache),
                 *(self.precision, device),
             )
-            self._prefetcher = Prefetcher(self._memory, self.row_cache, self.cache)
+            self._prefetcher = Prefetcher(self._memory, self.row_cache, self.cache, self._lock)
 
     def reset_parameters(self) -> None:
         """Draw the weights anew; optimizer state, step and learning rate as at construction.
@@ -198,14 +201,23 @@ class TableBatchedEmbeddingBags(TieredTables):
             batch = batch._replace(sample_features=masked)
         sample_weights, tiers = wants.sample_weights, self._tiers()
         if self._is_periodic and torch.is_grad_enabled():
-            self._before_forward(tiers)
+            with self._lock:
+                self._before_forward(tiers)
         if isinstance(self.optimizer, External):
             return lookups.lookup(
                 *(self._trained_weights(), batch, self.optimizer, sample_weights),
                 *(self.output_dtype, wants.unique),
             )
         if self._prefetcher is not None:
-            batch = self._prefetcher.take(batch, tiers, given)
+            with self._lock:  # until the slots that a batch was given have been read
+                batch = self._prefetcher.take(batch, tiers, given)
+                return self._read(tiers, batch, sample_weights)
+        return self._read(tiers, batch, sample_weights)
+
+    def _read(
+        self, tiers: lookups.Tiers, batch: lookups.Lookup, sample_weights: Tensor | None
+    ) -> Tensor:
+        """Look a batch up whose rows are where `batch.slots` says, or in their tables."""
         decay, factors = periodic.global_decay(self.optimizer), None
         if decay is not None:
             batch, factors = periodic.decay_rows(decay, batch, self.hyper, self.state_prev_iter)

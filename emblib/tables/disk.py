@@ -73,6 +73,9 @@ class DiskStore:
     the store before ended and however. A process that is writing calls `protect` first; what it
     wrote since the last commit is undone unless it comes to the next.
 
+    Calls come from one thread at a time. In a forked process it is closed: reading its tensors is
+    all that is left there.
+
     Args:
         directory: made if it is not there (its parents too); must be empty or hold this store.
         tables: rows, dim and name of each; table t begins where table t-1 ends.
@@ -388,7 +391,8 @@ class DiskStore:
         if self._process != os.getpid():
             raise RuntimeError(
                 f"the store in {self.directory} is written by the process that opened it and until "
-                "it is closed; a forked process may only read"
+                "it is closed; a forked process may only read its tensors, and looking rows up "
+                "moves them: look up in the process that has the module"
             )
         if self._broken:
             raise RuntimeError(

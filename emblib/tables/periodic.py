@@ -24,6 +24,8 @@ from emblib.specs import Placement, Pooling, TableSpec
 class KnownRows:
     """The session of a batch whose rows were grouped before its lookup."""
 
+    lock = None
+
     def __init__(self, groups: tbe.Groups) -> None:
         self.groups = groups
 

@@ -4,6 +4,10 @@ A batch in flight keeps its rows from being evicted. What it found in the cache 
 looked up again if the cache has changed since: a row that found no place may have got one for
 another batch, and must then be read and updated there.
 
+The lock of the module is held from the plan of a batch until its lookup has read the rows, and
+around its update: what a plan decides is true of the cache only once the rows have moved, and a
+lookup reads slots that the next plan may give to other rows.
+
 On a GPU a prefetch may run on another stream than the training step. It waits for the last update
 that was let go, and whoever uses its result waits for it.
 """
@@ -16,6 +20,7 @@ from torch import Tensor
 
 from emblib.ops import lookups, tbe
 from emblib.specs import Cache
+from emblib.tables.locks import ModuleLock
 from emblib.tables.memory import Memory
 from emblib.tables.row_cache import RowCache
 
@@ -56,6 +61,8 @@ class InFlight:
 
     def __init__(self, owner: "Prefetcher") -> None:
         self.owner = owner
+        self.lock = owner.lock
+        self.stream: torch.cuda.Stream | None = None  # of its last lookup
         self.ticket: int | None = None  # `__del__` runs also where `enter` raises
         self.ticket = owner.cache.enter()
         self.version = -1
@@ -80,7 +87,7 @@ class InFlight:
             slots = owner.cache.slots_of_lookups(places.groups, places.row_slots)
             places = places._replace(slots=slots)
         self._places = places
-        _keep_on_this_stream(places)
+        self.stream = _keep_on_this_stream(places)
         return places
 
     def before_update(self) -> lookups.RowPlaces:
@@ -95,36 +102,44 @@ class InFlight:
         self.owner.used()
 
     def leave(self) -> None:
-        """Let the rows go; also when a graph is dropped without a backward."""
+        """Let the rows go."""
         if self.ticket is not None:
             self.owner.cache.leave(self.ticket)
             self.ticket = None
 
     def __del__(self) -> None:
+        """A graph was dropped without a backward."""
         if self.ticket is not None:
-            self.leave()
-            self.owner.used()  # what was looked up may still be read
+            self.owner.drop(self.ticket, self.stream)
 
 
 class Prefetcher:
-    """The cache of a module and the batches on their way, in the order they were prefetched."""
+    """The cache of a module and the batches on their way, in the order they were prefetched.
 
-    def __init__(self, memory: Memory, cache: RowCache, options: Cache) -> None:
+    `lock` is that of the module. Who calls `take` holds it until the lookup has read the rows; the
+    other calls enter it themselves.
+    """
+
+    def __init__(self, memory: Memory, cache: RowCache, options: Cache, lock: ModuleLock) -> None:
         self.memory = memory
         self.cache = cache
         self.options = options
+        self.lock = lock
         self.version = 0  # of what the cache holds
         self._queue: deque[tuple[Given, tuple[int, int], InFlight]] = deque()
+        self._dropped: deque[tuple[int, torch.cuda.Stream | None]] = deque()  # graphs, to let go
         self._filled: torch.cuda.Event | None = None  # after the last prefetch
         self._used: torch.cuda.Event | None = None  # after the last find or update
 
     def __getstate__(self) -> dict[str, object]:
         # Batches on their way belong to the original; a copy brings theirs in when it gets them.
-        return {**self.__dict__, "_queue": deque(), "_filled": None, "_used": None}
+        none: dict[str, object] = dict.fromkeys(("_filled", "_used"))
+        return {**self.__dict__, **none, "_queue": deque(), "_dropped": deque()}
 
     def prefetch(self, batch: lookups.Lookup, tiers: lookups.Tiers, given: Given) -> None:
         """Bring in the rows of a batch; `given` is what the caller will pass to forward."""
-        self._queue.append((given, given.versions(), self._fill(batch, tiers)))
+        with self.lock:
+            self._queue.append((given, given.versions(), self._fill(batch, tiers)))
 
     def take(self, batch: lookups.Lookup, tiers: lookups.Tiers, given: Given) -> lookups.Lookup:
         """The batch with the slots of its lookups; its `session` keeps it in flight.
@@ -151,6 +166,9 @@ class Prefetcher:
         return batch._replace(slots=flight.places().slots, session=flight)
 
     def _fill(self, batch: lookups.Lookup, tiers: lookups.Tiers) -> InFlight:
+        if self.memory.disk is not None:
+            self.memory.disk.protect(_NO_ROWS)  # refused in a forked process, before rows move
+        self._let_go_of_dropped()
         # One after the other, also where one batch is brought in beside those of another stream.
         self.wait_for_prefetch()
         if self._used is not None:
@@ -178,7 +196,7 @@ class Prefetcher:
             first = self.memory.layout.first_disk_row
             try:
                 self.memory.disk.protect(evicted[evicted >= first] - first)
-            except OSError:
+            except BaseException:
                 self.cache.undo(row_slots, evicted)
                 raise
         self.cache.move(tiers, groups, row_slots, evicted)
@@ -206,6 +224,27 @@ class Prefetcher:
                 _wait_for(self._used)
             self._used = _event(self.cache.weights.device)
 
+    def drop(self, ticket: int, stream: torch.cuda.Stream | None) -> None:
+        """Let a batch go whose graph was dropped; its last lookup was on `stream`.
+
+        Called by finalisers, in any thread and in the middle of anything: where the lock is not
+        free the next batch does it.
+        """
+        self._dropped.append((ticket, stream))
+        if self.lock.enter_if_free():
+            try:
+                self._let_go_of_dropped()
+            finally:
+                self.lock.__exit__()
+
+    def _let_go_of_dropped(self) -> None:
+        while self._dropped:
+            ticket, stream = self._dropped.popleft()
+            if stream is not None and not torch.cuda.is_current_stream_capturing():
+                _wait_for(stream.record_event())  # what was looked up may still be read
+            self.used()
+            self.cache.leave(ticket)
+
     def protect_conflicts(self, places: lookups.RowPlaces) -> None:
         """Journal the rows of a batch that are on disk and not in the cache."""
         if self.memory.disk is None:
@@ -218,31 +257,39 @@ class Prefetcher:
 
     def flush(self, tiers: lookups.Tiers) -> None:
         """Write all cached rows back, and commit the disk tier; prefetched batches stay valid."""
-        self.wait_for_prefetch()
-        disk, first = self.memory.disk, self.memory.layout.first_disk_row
-        if disk is not None:
-            rows = self.cache.tags[self.cache.tags >= first]
-            disk.protect(rows - first)
-        self.cache.flush(tiers)
-        self.used()
-        if disk is not None:
-            disk.commit(tiers.hyper.tolist())
+        with self.lock:
+            self.wait_for_prefetch()
+            disk, first = self.memory.disk, self.memory.layout.first_disk_row
+            if disk is not None:
+                rows = self.cache.tags[self.cache.tags >= first]
+                disk.protect(rows - first)
+            self.cache.flush(tiers)
+            self.used()
+            if disk is not None:
+                disk.commit(tiers.hyper.tolist())
 
     def reset(self) -> None:
         """Empty the cache and forget prefetched batches; nothing is written back."""
-        self._queue.clear()
-        self.wait_for_prefetch()
-        self.cache.reset()
-        self.used()
-        self.version += 1
+        with self.lock:
+            self._queue.clear()
+            self.wait_for_prefetch()
+            self.cache.reset()
+            self.used()
+            self.version += 1
 
 
-def _keep_on_this_stream(places: lookups.RowPlaces) -> None:
+_NO_ROWS = torch.empty(0, dtype=torch.int64)
+
+
+def _keep_on_this_stream(places: lookups.RowPlaces) -> torch.cuda.Stream | None:
     """Tensors of a prefetch on another stream must not be reused while this one reads them."""
-    if places.groups.rows.is_cuda:
-        for tensor in (*places.groups, places.row_slots, places.slots):
-            if tensor is not None:
-                tensor.record_stream(torch.cuda.current_stream(tensor.device))
+    if not places.groups.rows.is_cuda:
+        return None
+    stream = torch.cuda.current_stream(places.groups.rows.device)
+    for tensor in (*places.groups, places.row_slots, places.slots):
+        if tensor is not None:
+            tensor.record_stream(stream)
+    return stream
 
 
 def _part(batch: lookups.Lookup, start: int, end: int) -> lookups.Lookup:

@@ -45,7 +45,8 @@ class QuantizedEmbeddingBags(CheckedBatches, nn.Module):
     A row is D numbers of `bits` bits with a float32 scale and offset, value = scale * number +
     offset, so that a value is off by half a scale at most: the largest value of its row less the
     smallest, over 510 with 8 bits or 30 with 4. Sums are float32. Rows are zeros until
-    `write_rows`, `from_float` or `load_state_dict` fill them; nothing here has a gradient.
+    `write_rows`, `from_float` or `load_state_dict` fill them; nothing here has a gradient. Any
+    number of threads may look up at the same time, as long as none writes (docs/threads.md).
 
     Args:
         tables: rows, dim and name of each table; their placement must be DEVICE.

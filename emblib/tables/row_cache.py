@@ -130,7 +130,7 @@ class RowCache(nn.Module):
     A batch is in flight from `enter` to `leave`. What it or a later batch uses is not evicted
     meanwhile, so a batch that never leaves ends up with a cache that takes nothing in. Batches are
     numbered on the device, so that nothing here waits for it and a captured graph may replay
-    `enter`, `plan` and `leave`.
+    `enter`, `plan` and `leave`. Nothing here is locked: the module that has it holds its lock.
     """
 
     weights: Tensor

@@ -11,6 +11,7 @@ from torch import Tensor
 from emblib.ops import lookups
 from emblib.tables import checkpoint
 from emblib.tables.features import FeatureTables
+from emblib.tables.locks import atomic
 from emblib.tables.memory import Memory
 from emblib.tables.outside import outside_graphs
 from emblib.tables.prefetch import Given, Prefetcher
@@ -59,11 +60,12 @@ class TieredTables(FeatureTables):
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
         """Around what overwrites tables behind the back of the cache."""
-        if self._prefetcher is not None:
-            self._prefetcher.reset()
-        self._memory.wait_for_kernels(self.hyper.device)
-        with self._memory.writing_everything(self.hyper):
-            yield
+        with self._lock:
+            if self._prefetcher is not None:
+                self._prefetcher.reset()
+            self._memory.wait_for_kernels(self.hyper.device)
+            with self._memory.writing_everything(self.hyper):
+                yield
 
     def prefetch(
         self,
@@ -119,8 +121,10 @@ class TieredTables(FeatureTables):
             raise RuntimeError(
                 "no table of this module is cached; placements MANAGED_CACHING and DISK are"
             )
-        return self.row_cache.stats()
+        with self._lock:
+            return self.row_cache.stats()
 
+    @atomic
     def reset_cache_stats(self) -> None:
         """Count from zero."""
         if self.row_cache is not None:
@@ -143,7 +147,7 @@ class TieredTables(FeatureTables):
             for name, nbytes in self.nbytes().items():
                 reporting.amount(f"tbe.{name}_bytes", nbytes)
             if self.row_cache is not None:
-                stats = self.row_cache.stats()
+                stats = self.cache_stats()
                 for event, value in stats.events():
                     reporting.amount(f"tbe.cache.{event}", value)
         reporting.step += 1
@@ -154,17 +158,20 @@ class TieredTables(FeatureTables):
         For cached tables they are of what stands behind the cache, which is flushed and emptied
         first; they go stale with the next batch.
         """
-        self._settle()
-        self._memory.verify()
-        return [views["weight"] for views in self._views()]
+        with self._lock:
+            self._settle()
+            self._memory.verify()
+            return [views["weight"] for views in self._views()]
 
     def table_optimizer_states(self) -> list[dict[str, Tensor]]:
         """For each table its optimizer state by name, as views: `[rows, dim]`, or `[rows]`."""
-        self._settle()
-        self._memory.verify()
-        views = self._views()
+        with self._lock:
+            self._settle()
+            self._memory.verify()
+            views = self._views()
         return [{k: v for k, v in tensors.items() if k != "weight"} for tensors in views]
 
+    @atomic
     def _settle(self) -> None:
         """Make the tables themselves current, and the cache empty so that it cannot go stale."""
         if self._prefetcher is not None:
@@ -176,6 +183,7 @@ class TieredTables(FeatureTables):
         self._memory.wait_for_kernels(self.hyper.device)
         return {**dict(checkpoint.entries(self.table_names, self._views())), "hyper": self.hyper}
 
+    @atomic
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
     ) -> None:
@@ -192,6 +200,7 @@ class TieredTables(FeatureTables):
             checkpoint.check_keys(self._checkpoint(), state_dict)
         return super().load_state_dict(state_dict, strict, assign)
 
+    @atomic
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *arguments: Any
     ) -> None:
@@ -225,6 +234,7 @@ class TieredTables(FeatureTables):
         """Tells `torch.distributed.checkpoint.state_dict` where the first part of a key leads."""
         return dict.fromkeys(self.table_names, "_tables_by_name")
 
+    @atomic
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         self._memory.check_device(fn(torch.empty(0)).device)
         self._settle()

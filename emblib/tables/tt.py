@@ -36,6 +36,9 @@ class TTEmbeddingBag(FusedTable):
         bounds_check: what happens to invalid indices and offsets, see `BoundsCheck`.
         device: where the cores live.
 
+    Threads may read a module at the same time; updates at the same time may be lost
+    (docs/threads.md).
+
     Cores cover `prod(row_factors) >= rows` rows; the surplus is never read, made or trained.
 
     A module may be part of a table whose other parts are elsewhere: `share_gradients`, if set,

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from emblib.tables.locks import ModuleLock
 from emblib.tables.outside import outside_graphs
 from emblib.trace.file import INTEGERS, LookupTrace
 from emblib.trace.modules import Bags, Reading, distinct, embeddings
@@ -30,7 +31,8 @@ class TraceRecorder:
     configurations; of these the outermost. A module that has none of them inside and is named
     itself must be called with a KeyedJaggedTensor, or something with its `keys()`, `values()` and
     `lengths()`. Negative ids, and an `nn.EmbeddingBag`'s `padding_idx`, are lookups of nothing and
-    are left out. Ids are copied to the CPU, which waits for a GPU.
+    are left out. Ids are copied to the CPU, which waits for a GPU. Several threads may call the
+    embeddings; the features of a call are recorded together.
 
     Args:
         modules: models, or embeddings themselves.
@@ -57,13 +59,14 @@ class TraceRecorder:
         self._calls = calls
         self._recorded: dict[str, list[Bags]] = {}
         self._hooks: list[Any] = []
+        self._lock = ModuleLock()  # the features of a call are recorded together
 
     def __enter__(self) -> TraceRecorder:
         if self._hooks:
             raise RuntimeError("a recorder is entered once at a time; leave its `with` block first")
         try:
             for name, (_, module, read) in zip(self._names, self._found, strict=True):
-                hook = _Hook(name, read, self._recorded, self._calls)
+                hook = _Hook(name, read, self._recorded, self._calls, self._lock)
                 self._hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True))
         except BaseException:
             self._leave()
@@ -90,12 +93,13 @@ class TraceRecorder:
         Raises:
             ValueError: nothing was.
         """
-        if not self._recorded:
+        with self._lock:
+            parts = [list(calls) for calls in self._recorded.values()]
+        if not parts:
             raise ValueError(
                 f"nothing was recorded: run the model inside the `with` block; it calls "
                 f"{', '.join(self._names)} there, unless it is compiled (record it uncompiled)"
             )
-        parts = self._recorded.values()
         return LookupTrace(
             tuple(calls[0].feature for calls in parts),
             tuple(_narrow(torch.cat([c.ids for c in calls])) for calls in parts),
@@ -111,17 +115,27 @@ class _Hook:
     """What one embedding calls; a copy of the embedding, or one from a file, calls nothing."""
 
     def __init__(
-        self, name: str, read: Reading, recorded: dict[str, list[Bags]], calls: int
+        self,
+        name: str,
+        read: Reading,
+        recorded: dict[str, list[Bags]],
+        calls: int,
+        lock: ModuleLock,
     ) -> None:
         self.name, self.read, self.recorded, self.left = name, read, recorded, calls or math.inf
+        self.lock = lock
 
     @outside_graphs
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.left <= 0:
             return
-        self.left -= 1
-        for bags in self.read(self.name, module, args, kwargs):
-            self.recorded.setdefault(bags.feature.name, []).append(_real_lookups(bags))
+        every = [_real_lookups(bags) for bags in self.read(self.name, module, args, kwargs)]
+        with self.lock:
+            if self.left <= 0:
+                return
+            self.left -= 1
+            for bags in every:
+                self.recorded.setdefault(bags.feature.name, []).append(bags)
 
     def __reduce__(self) -> tuple[type[_Nothing], tuple[()]]:
         return _Nothing, ()

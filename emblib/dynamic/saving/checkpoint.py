@@ -26,6 +26,7 @@ from emblib.dynamic.saving.removals import RemovalLog
 from emblib.dynamic.state import DynamicState
 from emblib.tables import checkpoint
 from emblib.tables.bounds import caller_level
+from emblib.tables.locks import atomic
 
 _CLOCK, _HYPER = "clock", "hyper"
 
@@ -41,6 +42,7 @@ class DynamicCheckpoint(DynamicState):
             *(self.value_rows(), self.tables[table].initial_state),
         )
 
+    @atomic
     def table_entries(self, table: int | str, since: int | None = None) -> Entries:
         """Keys, stamps, scores and rows of a table, or of what was used at `since` or later.
 
@@ -48,6 +50,7 @@ class DynamicCheckpoint(DynamicState):
         """
         return loading.export(self._target(self.table_number(table)), since)
 
+    @atomic
     def set_table_entries(
         self, table: int | str, entries: Entries, report: Report | None = None
     ) -> Loaded:
@@ -67,6 +70,7 @@ class DynamicCheckpoint(DynamicState):
 
     # State dicts
 
+    @atomic
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
     ) -> None:
@@ -87,6 +91,7 @@ class DynamicCheckpoint(DynamicState):
             checkpoint.check_keys(names, state_dict)
         return super().load_state_dict(state_dict, strict, assign)
 
+    @atomic
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *arguments: Any
     ) -> None:
@@ -145,6 +150,7 @@ class DynamicCheckpoint(DynamicState):
                 "can be loaded"
             )
 
+    @atomic
     def _take(
         self,
         found: Mapping[int, Entries],
@@ -175,6 +181,7 @@ class DynamicCheckpoint(DynamicState):
             )
         return loaded
 
+    @atomic
     def _others(self) -> dict[str, Tensor]:
         """What the modules within this one save: counters of admission, scores."""
         names = self._state_names()
@@ -185,6 +192,7 @@ class DynamicCheckpoint(DynamicState):
             if f"{child}.{key}" not in names
         }
 
+    @atomic
     def _set_others(self, others: Mapping[str, Tensor]) -> None:
         for child, module in self.named_children():
             prefix = f"{child}."
@@ -206,6 +214,7 @@ class DynamicCheckpoint(DynamicState):
 
     # Snapshots
 
+    @atomic
     def restore(self, snapshot: Mapping[str, Any]) -> None:
         """Become what `snapshot` was taken of, byte for byte.
 

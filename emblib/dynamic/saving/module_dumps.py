@@ -15,6 +15,7 @@ from emblib.dynamic.saving.dumps import Part, Report
 from emblib.dynamic.saving.dynamicemb_files import Foreign
 from emblib.dynamic.saving.entries import WEIGHT, Changes
 from emblib.dynamic.saving.loading import Loaded, Target
+from emblib.tables.locks import atomic
 
 
 class ChangeSet(NamedTuple):
@@ -38,6 +39,7 @@ class DynamicDumps(DynamicCheckpoint):
 
     # Dumps in directories
 
+    @atomic
     def dump(
         self,
         directory: str | Path,
@@ -79,6 +81,7 @@ class DynamicDumps(DynamicCheckpoint):
         dump_tables.write(directory, dumped, header, part, report, others)
         return tick
 
+    @atomic
     def load_dump(
         self,
         directory: str | Path,
@@ -122,6 +125,7 @@ class DynamicDumps(DynamicCheckpoint):
 
     # Changes
 
+    @atomic
     def changes(self, since: int) -> ChangeSet:
         """What happened at tick `since` or later, for `apply_changes` of a copy of these tables.
 
@@ -150,6 +154,7 @@ class DynamicDumps(DynamicCheckpoint):
         loading.erase(target, changes.removed)
         return loading.put(target, changes.upserts, report)
 
+    @atomic
     def apply_changes(self, changes: ChangeSet, report: Report | None = None) -> dict[str, Loaded]:
         """Follow the tables that `changes` are of; the last ones may be applied again.
 
@@ -184,6 +189,7 @@ class DynamicDumps(DynamicCheckpoint):
 
     # DynamicEmb's files
 
+    @atomic
     def dump_dynamicemb(
         self,
         directory: str | Path,
@@ -215,6 +221,7 @@ class DynamicDumps(DynamicCheckpoint):
             *(Foreign(entries, told, counts), self.index.tick),
         )
 
+    @atomic
     def load_dynamicemb(
         self,
         directory: str | Path,

@@ -25,6 +25,7 @@ from emblib.dynamic_specs import DynamicSpec, Newcomer
 from emblib.ops.hash import TABLE_FIELDS, Keys, Misses
 from emblib.optim import External, Optimizer
 from emblib.specs import Pooling, Precision
+from emblib.tables.locks import atomic
 from emblib.tables.outside import outside_graphs
 
 
@@ -41,6 +42,9 @@ class TieredEmbeddingBags(DynamicEmbeddingBags):
     A store that outlives the process is committed by `flush`, and a module that opens it goes on
     from there: rows, states, step and optimizer numbers, but no counts of admission and no scores
     that are still to be given.
+
+    Threads may share a module as they may `DynamicEmbeddingBags`; a forked process may not use a
+    store in files (docs/threads.md).
 
     Args:
         tables: as in `DynamicEmbeddingBags`; `newcomer` follows `tiers.mode`.
@@ -120,7 +124,7 @@ class TieredEmbeddingBags(DynamicEmbeddingBags):
         """What gives way moves down; the lower tier tells what leaves."""
 
     def _step(self, keys: Keys, slots: Tensor, reads: Reads) -> Step:
-        return _Step(self._below(), self.index, keys, slots, reads, self.lost)
+        return _Step(self._below(), self._lock, self.index, keys, slots, reads, self.lost)
 
     def _expire(self) -> None:
         super()._expire()
@@ -144,12 +148,13 @@ class TieredEmbeddingBags(DynamicEmbeddingBags):
         It changes no result and moves nothing between the tiers; a batch that was not prefetched is
         read when `forward` gets it.
         """
-        with torch.no_grad():
+        with torch.no_grad(), self._lock:
             keys, _ = self._batch(as_keys(indices), offsets, batch_sizes)
             self._below().fetch(keys)
 
     # Both tiers
 
+    @atomic
     def flush(self) -> None:
         """Commit both tiers to the store; returns when that is done.
 
@@ -158,6 +163,7 @@ class TieredEmbeddingBags(DynamicEmbeddingBags):
         with torch.no_grad():
             self._below().flush()
 
+    @atomic
     def close(self) -> None:
         """Let go of the store; what was not flushed is undone there. The module is of no use then.
 
@@ -165,23 +171,27 @@ class TieredEmbeddingBags(DynamicEmbeddingBags):
         """
         self._below().store.close()
 
+    @atomic
     def tier_stats(self) -> dict[str, TierStats]:
         """By table what the tiers had to do since construction or `reset_stats`."""
         with torch.no_grad():
             self._below().settle()
         return self._below().stats()
 
+    @atomic
     def reset_stats(self) -> None:
         """Count from zero."""
         super().reset_stats()
         self._below().reset_stats()
 
+    @atomic
     def size(self, table: int) -> int:
         """How many keys a table has in both tiers (reads the device)."""
         with torch.no_grad():
             self._below().settle()
         return super().size(table) + self._below().store.size(table)
 
+    @atomic
     def erase(self, table: int, ids: Tensor) -> Tensor:
         """Remove keys with their rows; bool by position, where one was there (once a key)."""
         with torch.no_grad():
@@ -192,12 +202,14 @@ class TieredEmbeddingBags(DynamicEmbeddingBags):
             above = super().erase(table, ids)
         return above | below.to(above.device)
 
+    @atomic
     def clear(self) -> None:
         """Forget all keys, in both tiers; tables have their initial capacity again."""
         super().clear()
         if self.lower is not None:
             self.lower.clear()
 
+    @atomic
     def table_entries(self, table: int | str, since: int | None = None) -> Entries:
         """As in `DynamicEmbeddingBags`, of both tiers."""
         table = self.table_number(table)
@@ -214,6 +226,7 @@ class TieredEmbeddingBags(DynamicEmbeddingBags):
         )
         return Entries(keys, stamps, scores, rows)
 
+    @atomic
     def set_table_entries(
         self, table: int | str, entries: Entries, report: Report | None = None
     ) -> Loaded:
@@ -258,6 +271,7 @@ class TieredEmbeddingBags(DynamicEmbeddingBags):
         loading.erase(target, torch.cat([removed, upserts.keys]))
         return self._load_below(table, upserts, report)
 
+    @atomic
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         if self.lower is not None:
             with torch.no_grad():

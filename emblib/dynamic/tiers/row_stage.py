@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from emblib.dynamic.tiers.row_store import BATCH, Found, Rows, RowStore, StoredTable, matched
+from emblib.tables.locks import call_in_forks
 
 MOST_STAGED = 1 << 20  # rows of a table
 
@@ -35,6 +36,18 @@ class StagedRows:
         self._thread: ThreadPoolExecutor | None = None
         self._fetching: list[Future[None]] = []
         self.staged_reads = 0
+        call_in_forks(self)
+
+    def after_fork(self) -> None:
+        """Wait neither for the thread of the parent nor for the lock that it may have held.
+
+        That thread only adds to what is staged, one list entry at a time.
+        """
+        self._thread, self._fetching = None, []
+        if self._lock.acquire(blocking=False):
+            self._lock.release()
+        else:
+            self._lock = threading.RLock()
 
     def fetch(self, table: int, keys: Tensor) -> None:
         """Have the rows of distinct keys in memory soon.

@@ -8,6 +8,7 @@ The database is in WAL mode: other connections read what was committed last, at 
 """
 
 import contextlib
+import ctypes
 import os
 import sqlite3
 import sys
@@ -26,6 +27,7 @@ from emblib.dynamic.tiers.row_store import (
     check_row,
     matched,
 )
+from emblib.tables.locks import call_in_forks
 
 _AT_ONCE = 512  # keys of a query
 _FORMAT = "1"
@@ -43,6 +45,17 @@ class SqliteRows:
         self.path = Path(path).expanduser()
         self.note = ""
         self._tables: list[StoredTable] = []
+        call_in_forks(self)
+
+    def after_fork(self) -> None:
+        """Leave the connection to the parent.
+
+        Closing it here would undo the parent's transaction in the memory that connections share, so
+        the child keeps it for good.
+        """
+        if self._connection is not None:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._connection))
+            self._connection = None
 
     def open(self, tables: Sequence[StoredTable]) -> None:
         """See `RowStore`.

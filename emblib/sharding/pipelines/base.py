@@ -22,7 +22,8 @@ class TrainPipelineBase:
         for batch in loader: optimizer.zero_grad(); loss, out = model(batch); loss.backward();
                              optimizer.step()
 
-    to the bit. A model in eval mode is only run forward.
+    to the bit. A model in eval mode is only run forward. A pipeline and its model belong to one
+    thread of a process (docs/threads.md).
 
     Args:
         model: what `forward` calls; its sharded collections may be anywhere in it.

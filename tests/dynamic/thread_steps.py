@@ -1,0 +1,141 @@
+"""Dynamic modules that threads train, and forks of them: `python -m tests.dynamic.thread_steps`.
+
+That runs what forks, in a process of its own with one thread: a fork of one that has threads of
+OpenMP may hang.
+"""
+
+import gc
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from emblib import DynamicEmbeddingBags, DynamicSpec, TieredEmbeddingBags, Tiers, optim
+from emblib.dynamic.tiers.disk_rows import DiskRows
+from emblib.dynamic.tiers.host_rows import HostRows
+from emblib.dynamic.tiers.row_store import RowStore
+from emblib.dynamic.tiers.sqlite_rows import SqliteRows
+from emblib.dynamic_specs import Debug
+from tests.thread_cases import held_elsewhere, in_fork
+
+KEYS, DIM, LOOKUPS, STEP = 400, 4, 24, 1024.0
+STORES: dict[str, Callable[[Path], RowStore]] = {
+    "host": lambda directory: HostRows(4 * KEYS),
+    "disk": lambda directory: DiskRows(directory / "rows"),
+    "sqlite": lambda directory: SqliteRows(directory / "rows.db"),
+}
+
+
+def make(capacity: int = 4 * KEYS, **options: object) -> DynamicEmbeddingBags:
+    """A table whose rows begin with their key everywhere and are trained by multiples of STEP."""
+    spec = DynamicSpec(capacity, DIM, name="t", initializer=Debug(), **options)
+    return DynamicEmbeddingBags([spec], optim.SGD(1.0))
+
+
+def make_tiered(store: RowStore) -> TieredEmbeddingBags:
+    """The same with most rows in the lower tier."""
+    spec = DynamicSpec(64, DIM, name="t", initializer=Debug())
+    return TieredEmbeddingBags([spec], Tiers(store), optim.SGD(1.0))
+
+
+def one_each(keys: Tensor) -> tuple[Tensor, Tensor]:
+    """A batch of bags with one key each."""
+    return keys, torch.arange(keys.numel() + 1)
+
+
+def drawn(seed: int, part: int = 0, parts: int = 1) -> Tensor:
+    """Keys that are `part` modulo `parts`; new ones come with every seed."""
+    generator = torch.Generator().manual_seed(seed)
+    last = min(KEYS, 80 + 12 * (seed % 100)) // parts
+    return torch.randint(last, (LOOKUPS,), generator=generator) * parts + part
+
+
+def train(module: torch.nn.Module, keys: Tensor, grad: float = STEP) -> None:
+    out = module(*one_each(keys))
+    out.backward(torch.full_like(out, grad))
+
+
+def steps(module: DynamicEmbeddingBags, part: int, count: int = 30) -> Callable[[], None]:
+    """Training of the keys that are `part` modulo 2."""
+
+    def work() -> None:
+        for step in range(count):
+            train(module, drawn(step, part, 2), grad=STEP * (step % 4 + 1))
+
+    return work
+
+
+def rows_of(module: DynamicEmbeddingBags) -> dict[int, list[float]]:
+    """Rows by key."""
+    entries = module.table_entries(0)
+    rows = entries.rows["weight"][torch.arange(len(entries))]
+    return dict(zip(entries.keys.tolist(), rows.tolist(), strict=True))
+
+
+def a_fork_leaves_the_store_alone(directory: Path, store: str) -> None:
+    """It goes on with a store in memory, which is its own, and is refused those in files."""
+    module = make_tiered(STORES[store](directory))
+    steps(module, 0, 10)()
+    module.flush()
+    steps(module, 1, 10)()
+    module.prefetch(*one_each(drawn(3)))
+    before = rows_of(module)
+    held = {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+    def work() -> None:
+        if store == "host":
+            module.prefetch(*one_each(drawn(11)))
+            steps(module, 0, 12)()
+            module.flush()
+            module.close()
+            return
+        for use in (module.flush, steps(module, 0, 12), lambda: rows_of(module), module.clear):
+            with pytest.raises(RuntimeError, match="used by the process that opened it"):
+                use()
+        module.close()
+        module.__dict__.clear()
+        gc.collect()
+
+    assert in_fork(work) == ""
+    assert {path: path.read_bytes() for path in held} == held
+    assert rows_of(module) == before
+    steps(module, 1, 3)()
+    before = rows_of(module)
+    module.flush()
+    module.close()
+    if store != "host":
+        opened = make_tiered(STORES[store](directory))
+        assert rows_of(opened) == before
+        opened.close()
+
+
+def a_fork_refuses_tables_that_another_thread_was_in() -> None:
+    module = make()
+
+    def work() -> None:
+        with pytest.raises(RuntimeError, match="another thread was using this module"):
+            train(module, drawn(1))
+        with pytest.raises(RuntimeError, match="another thread was using this module"):
+            module.state_dict()
+
+    with held_elsewhere(module._lock):
+        assert in_fork(work) == ""
+    train(module, drawn(1))
+
+
+def main(directory: Path) -> None:
+    """All cases, one after the other."""
+    torch.set_num_threads(1)
+    a_fork_refuses_tables_that_another_thread_was_in()
+    print("another thread: as promised")
+    for store in STORES:
+        (directory / store).mkdir(parents=True)
+        a_fork_leaves_the_store_alone(directory / store, store)
+        print(f"{store}: as promised")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[2]))
