@@ -16,6 +16,7 @@ from emblib.ops import random
 from emblib.optim import External, Gradient, Optimizer
 from emblib.specs import Cache, Pooling, Precision, TableSpec, TTSpec
 from emblib.tables import QuantizedEmbeddingBags, TableBatchedEmbeddingBags, TTEmbeddingBag
+from emblib.tables.locks import atomic
 from emblib.tt.shapes import check_ranks
 
 
@@ -112,6 +113,7 @@ class PartTables(TableBatchedEmbeddingBags):
     def _draw(self, table: int, weight: Tensor) -> None:
         draw(self._parts[table], weight, self._seeds[table])
 
+    @atomic
     def view_of(self, table: int) -> dict[str, Tensor]:
         """`weight` and optimizer states of a table, without what a cache has of them."""
         self._memory.verify()  # whoever gets the views may read them at any time

@@ -79,10 +79,11 @@ class MappedFile:
 
 
 def zeros(count: int) -> Tensor:
-    """uint8 zeros that take memory, and time, only where they are written to."""
+    """uint8 zeros that take memory and time only where they are written to; a fork has its own."""
     if not count:
         return torch.zeros(0, dtype=torch.uint8)
-    return torch.frombuffer(mmap.mmap(-1, count), dtype=torch.uint8)
+    memory = mmap.mmap(-1, count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def make_directory(directory: Path, what: str) -> None:

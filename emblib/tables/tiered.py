@@ -226,7 +226,8 @@ class TieredTables(FeatureTables):
     @property
     def _tables_by_name(self) -> SimpleNamespace:
         """The tables and their states by the names they have in state dicts."""
-        self._memory.verify()
+        with self._lock:
+            self._memory.verify()
         views = zip(self.table_names, self._views(), strict=True)
         return SimpleNamespace(**{name: SimpleNamespace(**tensors) for name, tensors in views})
 
