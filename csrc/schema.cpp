@@ -14,11 +14,11 @@ STABLE_TORCH_LIBRARY(emblib, m) {
 
   // Table-batched embeddings.
   m.def(
-      "bounds_check(Tensor indices, Tensor offsets, Tensor features, Tensor? bag_layout, str mode)"
+      "bounds_check(Tensor indices, Tensor offsets, Tensor features, Tensor? bag_layout, int mode)"
       " -> (Tensor offsets, Tensor violations)");
   m.def(
       "tbe_lookup(Tensor[] weights, Tensor features, Tensor indices, Tensor offsets, Tensor? slots,"
-      " Tensor? bag_layout, Tensor? sample_weights, str pooling, SymInt columns,"
+      " Tensor? bag_layout, Tensor? sample_weights, int pooling, SymInt columns,"
       " ScalarType output_dtype) -> Tensor");
   m.def(
       "tbe_group(Tensor features, Tensor indices, Tensor offsets, Tensor? bag_layout,"
@@ -27,20 +27,20 @@ STABLE_TORCH_LIBRARY(emblib, m) {
   m.def(
       "tbe_row_grads(Tensor grad, Tensor features, Tensor rows, Tensor segments, Tensor lookups,"
       " Tensor bags, Tensor count, Tensor offsets, Tensor? bag_layout, Tensor? sample_weights,"
-      " str pooling, SymInt dim) -> Tensor");
+      " int pooling, SymInt dim) -> Tensor");
   m.def(
-      "tbe_update_(Tensor(a!)[] weights, Tensor(b!)[] states, Tensor hyper, str optimizer,"
+      "tbe_update_(Tensor(a!)[] weights, Tensor(b!)[] states, Tensor hyper, int optimizer,"
       " Tensor grad, Tensor features, Tensor rows, Tensor segments, Tensor lookups, Tensor bags,"
       " Tensor count, Tensor offsets, Tensor? row_slots, Tensor? bag_layout,"
-      " Tensor? sample_weights, str pooling) -> ()");
+      " Tensor? sample_weights, int pooling) -> ()");
   m.def(
       "tbe_sample_weight_grad(Tensor grad, Tensor[] weights, Tensor features, Tensor indices,"
-      " Tensor offsets, Tensor? slots, Tensor? bag_layout, str pooling) -> Tensor");
+      " Tensor offsets, Tensor? slots, Tensor? bag_layout, int pooling) -> Tensor");
 
   // The software cache before tables in slow memory.
   m.def(
       "cache_plan_(Tensor(a!) tags, Tensor(b!) stamps, Tensor(c!)? counts, Tensor(d!) counters,"
-      " Tensor clock, Tensor tables, Tensor rows, Tensor segments, Tensor count, str policy)"
+      " Tensor clock, Tensor tables, Tensor rows, Tensor segments, Tensor count, int policy)"
       " -> (Tensor row_slots, Tensor evicted)");
   m.def("cache_locate(Tensor tags, Tensor tables, Tensor rows, Tensor count) -> Tensor");
   m.def(
@@ -58,7 +58,7 @@ STABLE_TORCH_LIBRARY(emblib, m) {
   m.def("hash_find(Tensor[] index, Tensor ids, Tensor starts, Tensor tables) -> Tensor");
   m.def(
       "hash_use_(Tensor(a!)[] index, Tensor ids, Tensor starts, Tensor tables, Tensor? counts,"
-      " Tensor? given, str order) -> Tensor");
+      " Tensor? given, int order) -> Tensor");
   m.def(
       "hash_misses(Tensor ids, Tensor starts, Tensor tables, Tensor slots, Tensor? counts,"
       " SymInt num_tables) -> (Tensor first, Tensor groups, Tensor totals, Tensor ends)");
@@ -67,7 +67,7 @@ STABLE_TORCH_LIBRARY(emblib, m) {
       " Tensor starts, Tensor tables, Tensor(c!) slots, Tensor ends, Tensor? admitted) -> ()");
   m.def(
       "hash_place_(Tensor(a!)[] index, Tensor ids, Tensor first, Tensor totals, Tensor ends,"
-      " Tensor? admitted, Tensor? given, str order, str newcomer)"
+      " Tensor? admitted, Tensor? given, int order, int newcomer)"
       " -> (Tensor slots, Tensor status, Tensor evicted)");
   m.def("hash_erase_(Tensor(a!)[] index, Tensor ids, Tensor starts, Tensor tables) -> Tensor");
   m.def(
@@ -107,12 +107,12 @@ STABLE_TORCH_LIBRARY(emblib, m) {
   m.def("quantize_rows_(Tensor(a!) values, Tensor(b!) scales, Tensor weights, int bits) -> ()");
   m.def(
       "quant_lookup(Tensor values, Tensor scales, Tensor features, Tensor indices, Tensor offsets,"
-      " Tensor? bag_layout, Tensor? sample_weights, str pooling, int bits, SymInt columns,"
+      " Tensor? bag_layout, Tensor? sample_weights, int pooling, int bits, SymInt columns,"
       " ScalarType output_dtype) -> Tensor");
 
   // Optimizers on whole matrices, and memory.
   m.def(
-      "update_rows_(Tensor(a!) weights, Tensor(b!)[] states, Tensor hyper, str optimizer,"
+      "update_rows_(Tensor(a!) weights, Tensor(b!)[] states, Tensor hyper, int optimizer,"
       " Tensor grads) -> ()");
   m.def("advise_huge_pages_(Tensor(a!) tensor) -> ()");
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from emblib.ops.codes import CACHE_POLICY
 from emblib.reference.cache import COUNTERS, WAYS, CacheModel, Memory, Plan
 
 Op = Callable[..., Any]
@@ -123,7 +124,7 @@ class Twin:
         clock = torch.tensor([self.now, self.in_flight[0]])
         row_slots, evicted = self._plan(
             *(self.tags, self.stamps, self.counts, self.counters, clock, self.tables),
-            *(rows, segments, count, self.trace.policy),
+            *(rows, segments, count, CACHE_POLICY[self.trace.policy]),
         )
         plan = self.model.plan(lookups.tolist(), self.now, self.in_flight[0])
         self._compare_plan(plan, groups, row_slots, evicted)

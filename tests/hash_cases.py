@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from emblib.ops.codes import HASH_ORDER, NEWCOMER
 from emblib.reference.hash import (
     EVICTING,
     NEW,
@@ -251,7 +252,7 @@ class Twin:
     def train(self, batch: Batch, admitted: Tensor | None = None) -> list[list[Miss]]:
         """A training step as far as the index goes; the misses say what became of them."""
         given = batch.scores(len(self.tables.sizes))
-        arguments = (batch.counts, batch.given, self.tables.order)
+        arguments = (batch.counts, batch.given, HASH_ORDER[self.tables.order])
         slots = self.ops["use_"](self.index, *batch.keys, *arguments)
         want = self.model.use(batch.positions, batch.uses, given)
         assert slots.tolist() == want
@@ -264,7 +265,8 @@ class Twin:
             for miss, into in zip(_flat(misses), admitted.tolist(), strict=False):
                 miss.admitted = into
         self._grow(batch, (slots, ends, admitted), misses)
-        ways = (admitted, batch.given, self.tables.order, self.tables.newcomer)
+        ways = (admitted, batch.given, HASH_ORDER[self.tables.order])
+        ways += (NEWCOMER[self.tables.newcomer],)
         placed = self.ops["place_"](self.index, batch.ids, first, totals, ends, *ways)
         self.model.place(misses, given)
         self._compare_placed(placed, misses)

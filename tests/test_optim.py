@@ -8,16 +8,19 @@ import pytest
 import torch
 
 from emblib import optim
+from emblib.ops.codes import OPTIMIZER
 from emblib.reference import optim as reference
 from tests.optimizer_cases import CASES
 
 
 def test_functors_references_and_descriptions_are_the_same_set() -> None:
-    with pytest.raises(RuntimeError, match="unknown optimizer") as error:
+    with pytest.raises(RuntimeError, match="optimizer must be one of") as error:
         torch.ops.emblib.update_rows_(
-            torch.ones(1, 1), [], torch.zeros(5).double(), "?", torch.ones(1, 1)
+            torch.ones(1, 1), [], torch.zeros(5).double(), -1, torch.ones(1, 1)
         )
-    functors = set(re.search(r"have (.*)", str(error.value)).group(1).split(", "))
+    numbered = re.findall(r"(\d+) \((\w+)\)", str(error.value))
+    assert {name: int(code) for code, name in numbered} == OPTIMIZER
+    functors = set(OPTIMIZER)
     assert functors == set(reference.OPTIMIZERS)
     assert functors == {case.name for case in CASES.values()}
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from emblib.ops.codes import OPTIMIZER, POOLING
 from emblib.optim import Optimizer, State
 from emblib.reference import tbe as reference
 
@@ -166,6 +167,8 @@ class Problem:
     def arguments(self, weights: list[Tensor], states: list[Tensor]) -> tuple[object, ...]:
         """What `tbe_update_` takes."""
         return (
-            *(weights, states, self.hyper, self.optimizer.name, self.grad, self.features),
-            *(*self.padded_groups(), self.offsets, self.row_slots, self.bag_layout, None, "sum"),
+            *(weights, states, self.hyper, OPTIMIZER[self.optimizer.name], self.grad),
+            self.features,
+            *(*self.padded_groups(), self.offsets, self.row_slots, self.bag_layout, None),
+            POOLING["sum"],
         )

@@ -13,10 +13,6 @@ inline constexpr int kWays = 32;
 inline constexpr int64_t kNoRow = -1;         // the tag of an empty way, and its word
 inline constexpr int64_t kNothingMoves = -2;  // in `evicted`; -1 there is an empty way
 
-// LRU: the missing rows ascending, the ways by age. LFU: the missing rows by lookups so far, most
-// first, the ways by lookups of their row so far, least first, then by age.
-enum class Policy : int { kLru = 0, kLfu = 1 };
-
 // Columns of `counters`; what each counts is said in emblib/tables/row_cache.py.
 enum Counter : int {
   kCalls,

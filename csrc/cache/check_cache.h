@@ -2,19 +2,12 @@
 #pragma once
 
 #include <optional>
-#include <string>
 #include <vector>
 
 #include "cache/cache.h"
 #include "core/check.h"
 
 namespace emb {
-
-inline Policy parse_policy(const char* op, const std::string& name) {
-  if (name == "lru") return Policy::kLru;
-  STD_TORCH_CHECK(name == "lfu", op, ": policy must be lru or lfu, got '", name, "'");
-  return Policy::kLfu;
-}
 
 // Contiguous, of the dtype, on the device of `like`.
 inline void check_cache_tensor(const char* op, const char* name, const Tensor& tensor,
@@ -62,8 +55,8 @@ struct PlanState {
 // All that `cache_plan_` changes, whatever the device; cache.first_row is left to the caller.
 inline PlanState check_plan(const char* op, Tensor& tags, Tensor& words,
                             std::optional<Tensor>& counts, Tensor& counters, const Tensor& clock,
-                            const Tensor& tables, const std::string& policy) {
-  const Policy parsed = parse_policy(op, policy);
+                            const Tensor& tables, int64_t policy) {
+  const Policy parsed = parse_choice<Policy>(op, "policy", policy, kPolicies);
   const int64_t sets = check_tags(op, tags);
   check_one(op, "stamps", words, ScalarType::Long, tags.numel(), tags);
   check_features(op, tables);

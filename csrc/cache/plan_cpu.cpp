@@ -186,7 +186,7 @@ void admit_all(const CachePlanArgs& args, const Miss* misses, const std::vector<
 std::tuple<Tensor, Tensor> cache_plan_(Tensor tags, Tensor stamps, std::optional<Tensor> counts,
                                        Tensor counters, const Tensor& clock, const Tensor& tables,
                                        const Tensor& rows, const Tensor& segments,
-                                       const Tensor& count, std::string policy) {
+                                       const Tensor& count, int64_t policy) {
   const char* op = "cache_plan_";
   const PlanState state = check_plan(op, tags, stamps, counts, counters, clock, tables, policy);
   check_rows(op, rows, count, tags);

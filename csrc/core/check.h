@@ -73,11 +73,26 @@ inline void check_dtype(const char* op, const char* name, const Tensor& tensor, 
                   dtype_name(tensor.scalar_type()));
 }
 
-inline Pooling parse_pooling(const char* op, const std::string& name) {
-  if (name == "sum") return Pooling::kSum;
-  if (name == "mean") return Pooling::kMean;
-  STD_TORCH_CHECK(name == "none", op, ": pooling must be sum, mean or none, got '", name, "'");
-  return Pooling::kNone;
+// "0 (sum), 1 (mean), 2 (none)", for messages.
+inline std::string list_codes(const char* const* names, size_t count) {
+  std::string text;
+  for (size_t i = 0; i < count; ++i) {
+    text += (i == 0 ? "" : ", ") + std::to_string(i) + " (" + names[i] + ")";
+  }
+  return text;
+}
+
+// A choice from its number; `names` are those of core/codes.h.
+template <class Choice, size_t n>
+Choice parse_choice(const char* op, const char* argument, int64_t code,
+                    const char* const (&names)[n]) {
+  STD_TORCH_CHECK(code >= 0 && code < static_cast<int64_t>(n), op, ": ", argument,
+                  " must be one of ", list_codes(names, n), ", got ", code);
+  return static_cast<Choice>(code);
+}
+
+inline Pooling parse_pooling(const char* op, int64_t code) {
+  return parse_choice<Pooling>(op, "pooling", code, kPoolings);
 }
 
 // The layout tensor of a group of tables: int64 [F, 8], contiguous.

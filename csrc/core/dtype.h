@@ -4,13 +4,12 @@
 
 #include <cstdint>
 
+#include "core/codes.h"
 #include "core/half.h"
 
 namespace emb {
 
 enum class Dtype : int { kFloat = 0, kHalf = 1, kBfloat16 = 2 };
-
-enum class Pooling : int { kSum = 0, kMean = 1, kNone = 2 };
 
 // int32 or int64 data; one predictable branch an access, which offsets (one a bag) can afford.
 struct IndexArray {

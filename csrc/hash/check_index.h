@@ -2,7 +2,6 @@
 #pragma once
 
 #include <optional>
-#include <string>
 #include <vector>
 
 #include "core/check.h"
@@ -83,18 +82,11 @@ struct HashIndex {
   }
 };
 
-inline Order parse_order(const char* op, const std::string& name, int64_t words) {
-  const char* names[] = {"none", "lru", "lfu", "lru_lfu", "assigned"};
-  for (int i = 0; i < 5; ++i) {
-    if (name != names[i]) continue;
-    const Order order = static_cast<Order>(i);
-    STD_TORCH_CHECK(!has_scores(order) || words == 3, op, ": order '", name,
-                    "' needs scores, so entries of 3 words, got ", words);
-    return order;
-  }
-  STD_TORCH_CHECK(false, op, ": order must be none, lru, lfu, lru_lfu or assigned, got '", name,
-                  "'");
-  return Order::kNone;
+inline Order parse_order(const char* op, int64_t code, int64_t words) {
+  const auto order = parse_choice<Order>(op, "order", code, kOrders);
+  STD_TORCH_CHECK(!has_scores(order) || words == 3, op, ": order ", kOrders[code],
+                  " needs scores, so entries of 3 words, got ", words);
+  return order;
 }
 
 inline void check_num_tables(const char* op, int64_t num_tables) {
@@ -181,10 +173,8 @@ struct HashCall {
 };
 
 // Whether a newcomer must rank above what gives way to it.
-inline bool parse_newcomer(const char* op, const std::string& name) {
-  STD_TORCH_CHECK(name == "wins" || name == "competes", op,
-                  ": newcomer must be wins or competes, got '", name, "'");
-  return name == "competes";
+inline bool competes(const char* op, int64_t newcomer) {
+  return parse_choice<Newcomer>(op, "newcomer", newcomer, kNewcomers) == Newcomer::kCompetes;
 }
 
 // By what entries rank, and what a use gives them.
@@ -192,9 +182,9 @@ struct HashScoring {
   Order order;
   const int64_t* given;  // [T], for the order "assigned"
 
-  HashScoring(const char* op, const HashIndex& index, const std::string& name,
+  HashScoring(const char* op, const HashIndex& index, int64_t order_code,
               const std::optional<Tensor>& given_, const Tensor& like)
-      : order(parse_order(op, name, index.words)),
+      : order(parse_order(op, order_code, index.words)),
         given(optional_longs(op, "given", given_, index.num_tables, like)) {
     STD_TORCH_CHECK(order != Order::kAssigned || given != nullptr, op,
                     ": order assigned needs given, the score of the batch by table");

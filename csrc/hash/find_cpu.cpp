@@ -48,12 +48,12 @@ Tensor hash_find(std::vector<Tensor> tensors, const Tensor& ids, const Tensor& s
 
 Tensor hash_use_(std::vector<Tensor> tensors, const Tensor& ids, const Tensor& starts,
                  const Tensor& tables, std::optional<Tensor> counts, std::optional<Tensor> given,
-                 std::string order_name) {
+                 int64_t order) {
   const HashCall call("hash_use_", tensors, ids, starts, tables);
   call.check_contents();
   const HashIndex& index = call.index;
   const HashBatch& batch = call.batch;
-  const HashScoring scoring(call.op, index, order_name, given, ids);
+  const HashScoring scoring(call.op, index, order, given, ids);
   const int64_t* uses = optional_longs(call.op, "counts", counts, batch.n, ids);
   Tensor slots = torch::stable::new_empty(ids, {batch.n});
   int64_t* out = slots.mutable_data_ptr<int64_t>();

@@ -2,7 +2,6 @@
 #include <torch/csrc/stable/library.h>
 
 #include <optional>
-#include <string>
 #include <tuple>
 #include <vector>
 
@@ -26,9 +25,9 @@ Tensor hash_find(std::vector<Tensor> tensors, const Tensor& ids, const Tensor& s
 
 Tensor hash_use_(std::vector<Tensor> tensors, const Tensor& ids, const Tensor& starts,
                  const Tensor& tables, std::optional<Tensor> counts, std::optional<Tensor> given,
-                 std::string order_name) {
+                 int64_t order) {
   const HashCall call("hash_use_", tensors, ids, starts, tables);
-  const HashScoring scoring(call.op, call.index, order_name, given, ids);
+  const HashScoring scoring(call.op, call.index, order, given, ids);
   const int64_t n = call.batch.n;
   const KeyUse use{scoring.order, optional_longs(call.op, "counts", counts, n, ids), scoring.given};
   Tensor slots = torch::stable::new_empty(ids, {n});

@@ -10,6 +10,7 @@
 // that stay keep their slots.
 #pragma once
 
+#include "core/codes.h"
 #include "core/mix.h"
 #include "core/portability.h"
 
@@ -42,15 +43,6 @@ enum HashCounter : int {
 
 // What became of a missing key.
 enum class PlaceStatus : uint8_t { kMiss, kHit, kNew, kEvicting, kRefused, kNotAdmitted };
-
-// Which entry gives way: the least by
-enum class Order : int {
-  kNone,     // none does
-  kLru,      // stamp, key
-  kLfu,      // score (a count), key
-  kLruLfu,   // score (a count), stamp, key
-  kAssigned  // score (given), stamp, key
-};
 
 EMB_HD constexpr bool has_scores(Order order) {
   return order != Order::kNone && order != Order::kLru;

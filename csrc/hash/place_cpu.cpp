@@ -110,13 +110,13 @@ void count_statuses(const HashIndex& index, int64_t t, const uint8_t* status, in
 std::tuple<Tensor, Tensor, Tensor> hash_place_(std::vector<Tensor> tensors, const Tensor& ids,
                                                const Tensor& first, const Tensor& totals,
                                                const Tensor& ends, std::optional<Tensor> admitted,
-                                               std::optional<Tensor> given, std::string order_name,
-                                               std::string newcomer) {
+                                               std::optional<Tensor> given, int64_t order,
+                                               int64_t newcomer) {
   const char* op = "hash_place_";
   const HashIndex index(op, tensors);
   index.check_tables(op);
-  const HashScoring scoring(op, index, order_name, given, ids);
-  const bool competes = parse_newcomer(op, newcomer);
+  const HashScoring scoring(op, index, order, given, ids);
+  const bool must_compete = competes(op, newcomer);
   const int64_t n = ids.numel();
   check_num_keys(op, n);
   const int64_t* keys = optional_longs(op, "ids", ids, n, ids);
@@ -145,7 +145,7 @@ std::tuple<Tensor, Tensor, Tensor> hash_place_(std::vector<Tensor> tensors, cons
     }
     const HashPlacing placing{index.table(t),
                               scoring.order,
-                              competes,
+                              must_compete,
                               *index.clock,
                               scoring.of(t),
                               keys,

@@ -2,7 +2,6 @@
 #include <torch/csrc/stable/library.h>
 
 #include <optional>
-#include <string>
 #include <tuple>
 #include <vector>
 
@@ -49,12 +48,12 @@ void hash_grow_(std::vector<Tensor> tensors, std::vector<Tensor> rows, const Ten
 std::tuple<Tensor, Tensor, Tensor> hash_place_(std::vector<Tensor> tensors, const Tensor& ids,
                                                const Tensor& first, const Tensor& totals,
                                                const Tensor& ends, std::optional<Tensor> admitted,
-                                               std::optional<Tensor> given, std::string order_name,
-                                               std::string newcomer) {
+                                               std::optional<Tensor> given, int64_t order,
+                                               int64_t newcomer) {
   const char* op = "hash_place_";
   const HashIndex index(op, tensors);
   check_same_device(op, "ids", ids, tensors[0]);
-  const HashScoring scoring(op, index, order_name, given, ids);
+  const HashScoring scoring(op, index, order, given, ids);
   const int64_t n = ids.numel();
   check_num_keys(op, n);
   Tensor slots = torch::stable::new_empty(ids, {n});
@@ -64,7 +63,7 @@ std::tuple<Tensor, Tensor, Tensor> hash_place_(std::vector<Tensor> tensors, cons
   placing.index = device_index(op, index);
   placing.order = scoring.order;
   placing.given = scoring.given;
-  placing.competes = parse_newcomer(op, newcomer);
+  placing.competes = competes(op, newcomer);
   placing.ids = optional_longs(op, "ids", ids, n, ids);
   placing.first = optional_longs(op, "first", first, n, ids);
   placing.totals = optional_longs(op, "totals", totals, n, ids);

@@ -2,7 +2,6 @@
 // (check_states.h); `hyper` stays on the device, where a captured graph sees it change.
 #pragma once
 
-#include <string>
 #include <vector>
 
 #include "core/launch.h"
@@ -24,10 +23,10 @@ void reach(const char* op, const char* name, const Tensor& tensor, const Tensor&
 // How many rows the tables have is on the device; that the states are long enough is the module's
 // care, `rows` what is known.
 inline RowStepArgs row_step_args(const char* op, const std::vector<Tensor>& weights,
-                                 const std::string& optimizer, const std::vector<Tensor>& states,
+                                 int64_t optimizer, const std::vector<Tensor>& states,
                                  const Tensor& hyper, int64_t rows) {
   const OptimizerShape shape = optimizer_shape(op, optimizer);
-  check_hyper(op, optimizer, shape, hyper);
+  check_hyper(op, shape, hyper);
   RowStepArgs args;
   const int64_t at_least[kTiers] = {rows};
   check_tiers(op, optimizer, weights, states, at_least, args.tiers);
@@ -44,7 +43,7 @@ inline RowStepArgs row_step_args(const char* op, const std::vector<Tensor>& weig
       }
     }
   }
-  find_rule(optimizer.c_str(), &args);
+  find_rule(static_cast<int>(optimizer), &args);
   args.hyper = hyper.const_data_ptr<double>();
   return args;
 }

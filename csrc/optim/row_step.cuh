@@ -32,10 +32,10 @@ struct RowStepArgs {
   EMB_HD bool by_row() const { return sums > 0 || row_states > 0; }
 };
 
-// False if there is no optimizer of that name.
-inline bool find_rule(const char* name, RowStepArgs* args) {
-  args->rule = Optimizers::find(name);
-  return visit_optimizer(name, [args](auto tag) {
+// False if there is no optimizer of that number.
+inline bool find_rule(int rule, RowStepArgs* args) {
+  args->rule = rule;
+  return Optimizers::visit(rule, [args](auto tag) {
     using Opt = typename decltype(tag)::type;
     args->stepped_states = Opt::kSteppedStates;
     args->row_states = Opt::kRowStates;

@@ -2,7 +2,6 @@
 #include <torch/csrc/stable/library.h>
 
 #include <memory>
-#include <string>
 #include <vector>
 
 #include "core/check.h"
@@ -38,7 +37,7 @@ const UpdateRowsTable& update_rows_table() {
 constexpr int64_t kGrain = 1 << 15;  // elements
 
 void update_rows_(Tensor weights, std::vector<Tensor> states, const Tensor& hyper,
-                  std::string optimizer, const Tensor& grads) {
+                  int64_t optimizer, const Tensor& grads) {
   const char* op = "update_rows_";
   check_matrices(op, weights, grads);
   const int64_t rows = weights.size(0), width = weights.size(1);
@@ -47,7 +46,7 @@ void update_rows_(Tensor weights, std::vector<Tensor> states, const Tensor& hype
   const Tensor gradient = torch::stable::contiguous(grads);
   const UpdateRowsArgs args{tier, gradient.const_data_ptr<float>(), width,
                             hyper.const_data_ptr<double>()};
-  const UpdateRowsFn update = update_rows_table().find(optimizer.c_str());
+  const UpdateRowsFn update = update_rows_table().find(static_cast<int>(optimizer));
   parallel_balanced(
       rows, kGrain, [width](int64_t row) { return row * width; },
       [&](int64_t begin, int64_t end) {

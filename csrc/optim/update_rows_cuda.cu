@@ -1,7 +1,6 @@
 // `update_rows_` on the GPU: checks and launch.
 #include <torch/csrc/stable/library.h>
 
-#include <string>
 #include <vector>
 
 #include "core/check.h"
@@ -13,7 +12,7 @@ namespace emb::cuda {
 namespace {
 
 void update_rows_(Tensor weights, std::vector<Tensor> states, const Tensor& hyper,
-                  std::string optimizer, const Tensor& grads) {
+                  int64_t optimizer, const Tensor& grads) {
   const char* op = "update_rows_";
   check_matrices(op, weights, grads);
   check_same_device(op, "grads", grads, weights);

@@ -56,9 +56,9 @@ void update(const UpdateRowsArgs& args, float* scratch, int64_t begin, int64_t e
   }
 }
 
-UpdateRowsFn find(const char* optimizer) {
+UpdateRowsFn find(int optimizer) {
   UpdateRowsFn found = nullptr;
-  visit_optimizer(optimizer, [&](auto tag) { found = update<typename decltype(tag)::type>; });
+  Optimizers::visit(optimizer, [&](auto tag) { found = update<typename decltype(tag)::type>; });
   return found;
 }
 

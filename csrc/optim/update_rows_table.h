@@ -16,7 +16,7 @@ struct UpdateRowsArgs {
 using UpdateRowsFn = void (*)(const UpdateRowsArgs&, float* scratch, int64_t begin, int64_t end);
 
 struct UpdateRowsTable {
-  UpdateRowsFn (*find)(const char* optimizer);  // null if there is no such optimizer
+  UpdateRowsFn (*find)(int optimizer);  // null if there is no such optimizer
 };
 
 }  // namespace emb

@@ -39,8 +39,8 @@ inline Dtype check_quantize(const char* op, const Tensor& values, const Tensor& 
 inline Pooling check_quant_lookup(const char* op, const Tensor& values, const Tensor& features,
                                   const Tensor& indices, const Tensor& offsets,
                                   const std::optional<Tensor>& sample_weights,
-                                  const std::string& pooling_name) {
-  const Pooling pooling = parse_pooling(op, pooling_name);
+                                  int64_t pooling_code) {
+  const Pooling pooling = parse_pooling(op, pooling_code);
   check_features(op, features);
   check_lookups(op, indices, offsets);
   check_same_device(op, "features", features, indices);

@@ -3,7 +3,6 @@
 #include <torch/csrc/stable/library.h>
 
 #include <optional>
-#include <string>
 
 #include "core/launch.h"
 #include "quant/check_quant.h"
@@ -27,13 +26,12 @@ void quantize_rows_(Tensor values, Tensor scales, const Tensor& weights, int64_t
 Tensor quant_lookup(const Tensor& values, const Tensor& scales, const Tensor& features,
                     const Tensor& indices_in, const Tensor& offsets_in,
                     std::optional<Tensor> bag_layout, std::optional<Tensor> sample_weights,
-                    std::string pooling_name, int64_t bits, int64_t columns,
-                    ScalarType output_dtype) {
+                    int64_t pooling_code, int64_t bits, int64_t columns, ScalarType output_dtype) {
   const char* op = "quant_lookup";
   const Dtype output_type = float_dtype(op, "output_dtype", output_dtype);
   check_packed(op, values, scales, bits);
   const Pooling pooling = check_quant_lookup(op, values, features, indices_in, offsets_in,
-                                             sample_weights, pooling_name);
+                                             sample_weights, pooling_code);
   const Tensor indices = torch::stable::contiguous(indices_in);
   const Tensor offsets = torch::stable::contiguous(offsets_in);
   if (sample_weights) sample_weights = torch::stable::contiguous(*sample_weights);

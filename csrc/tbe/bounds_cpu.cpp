@@ -52,15 +52,14 @@ int64_t count_bad(IndexArray indices, int64_t begin, int64_t end, int64_t rows) 
 
 std::tuple<Tensor, Tensor> bounds_check(const Tensor& indices, const Tensor& offsets,
                                         const Tensor& features, std::optional<Tensor> bag_layout,
-                                        std::string mode) {
+                                        int64_t mode_code) {
   const char* op = "bounds_check";
-  STD_TORCH_CHECK(mode == "fatal" || mode == "warning" || mode == "ignore",
-                  "bounds_check: mode must be fatal, warning or ignore, got '", mode, "'");
+  const auto mode = parse_choice<BoundsMode>(op, "mode", mode_code, kBoundsModes);
   check_features(op, features);
   check_lookups(op, indices, offsets);
   const FeatureBags bags(op, features, offsets, bag_layout, Pooling::kNone, kAnyNumber);
   const int64_t num_lookups = indices.numel(), num_bags = bags.num_bags();
-  const bool fatal = mode == "fatal";
+  const bool fatal = mode == BoundsMode::kFatal;
   const Tensor index_tensor = torch::stable::contiguous(indices);
   const Tensor offset_tensor = torch::stable::contiguous(offsets);
   const IndexArray ids = index_array(index_tensor);

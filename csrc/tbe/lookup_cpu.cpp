@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <memory>
-#include <string>
 #include <vector>
 
 #include "core/isa.h"
@@ -71,7 +70,7 @@ Tensor new_output(const LookupInputs& in, int64_t columns, ScalarType dtype) {
 Tensor tbe_lookup(std::vector<Tensor> weights, const Tensor& features, const Tensor& indices,
                   const Tensor& offsets, std::optional<Tensor> slots,
                   std::optional<Tensor> bag_layout, std::optional<Tensor> sample_weights,
-                  std::string pooling, int64_t columns, ScalarType output_dtype) {
+                  int64_t pooling, int64_t columns, ScalarType output_dtype) {
   const char* op = "tbe_lookup";
   const Dtype output_type = float_dtype(op, "output_dtype", output_dtype);
   const LookupInputs in(op, weights, features, indices, offsets, slots, bag_layout, pooling,

@@ -3,7 +3,6 @@
 #include <torch/csrc/stable/library.h>
 
 #include <optional>
-#include <string>
 #include <tuple>
 #include <vector>
 
@@ -24,7 +23,7 @@ struct Lookup {
 
   Lookup(const char* op, const std::vector<Tensor>& weights, const Tensor& features,
          const Tensor& indices_in, const Tensor& offsets_in, const std::optional<Tensor>& slots,
-         const std::optional<Tensor>& bag_layout, const std::string& pooling, int64_t columns)
+         const std::optional<Tensor>& bag_layout, int64_t pooling, int64_t columns)
       : indices(torch::stable::contiguous(indices_in)),
         offsets(torch::stable::contiguous(offsets_in)) {
     args.pooling = parse_pooling(op, pooling);
@@ -63,7 +62,7 @@ struct Lookup {
 Tensor tbe_lookup(std::vector<Tensor> weights, const Tensor& features, const Tensor& indices,
                   const Tensor& offsets, std::optional<Tensor> slots,
                   std::optional<Tensor> bag_layout, std::optional<Tensor> sample_weights,
-                  std::string pooling, int64_t columns, ScalarType output_dtype) {
+                  int64_t pooling, int64_t columns, ScalarType output_dtype) {
   const char* op = "tbe_lookup";
   const Dtype output_type = float_dtype(op, "output_dtype", output_dtype);
   Lookup lookup(op, weights, features, indices, offsets, slots, bag_layout, pooling, columns);
@@ -94,7 +93,7 @@ Tensor tbe_lookup(std::vector<Tensor> weights, const Tensor& features, const Ten
 Tensor tbe_sample_weight_grad(const Tensor& grad, std::vector<Tensor> weights,
                               const Tensor& features, const Tensor& indices, const Tensor& offsets,
                               std::optional<Tensor> slots, std::optional<Tensor> bag_layout,
-                              std::string pooling) {
+                              int64_t pooling) {
   const char* op = "tbe_sample_weight_grad";
   const int64_t columns = check_pooled_grad(op, grad, bag_layout.has_value());
   const Lookup lookup(op, weights, features, indices, offsets, slots, bag_layout, pooling, columns);
@@ -113,10 +112,9 @@ Tensor tbe_sample_weight_grad(const Tensor& grad, std::vector<Tensor> weights,
 
 std::tuple<Tensor, Tensor> bounds_check(const Tensor& indices, const Tensor& offsets,
                                         const Tensor& features, std::optional<Tensor> bag_layout,
-                                        std::string mode) {
+                                        int64_t mode_code) {
   const char* op = "bounds_check";
-  STD_TORCH_CHECK(mode == "fatal" || mode == "warning" || mode == "ignore",
-                  "bounds_check: mode must be fatal, warning or ignore, got '", mode, "'");
+  const auto mode = parse_choice<BoundsMode>(op, "mode", mode_code, kBoundsModes);
   check_features(op, features);
   check_lookups(op, indices, offsets);
   check_same_device(op, "features", features, indices);
@@ -134,7 +132,7 @@ std::tuple<Tensor, Tensor> bounds_check(const Tensor& indices, const Tensor& off
                         indices.numel(),
                         num_bags,
                         map,
-                        mode == "fatal",
+                        mode == BoundsMode::kFatal,
                         tile_max.mutable_data_ptr<int32_t>(),
                         repaired.mutable_data_ptr<int32_t>(),
                         static_cast<unsigned long long*>(violations.mutable_data_ptr())};

@@ -3,7 +3,6 @@
 #pragma once
 
 #include <optional>
-#include <string>
 #include <vector>
 
 #include "core/check.h"
@@ -24,9 +23,9 @@ struct LookupInputs {
   LookupInputs(const char* op, const std::vector<Tensor>& weights_in, const Tensor& features_in,
                const Tensor& indices_in, const Tensor& offsets_in,
                const std::optional<Tensor>& slots_in, const std::optional<Tensor>& bag_layout,
-               const std::string& pooling_name, int64_t columns)
+               int64_t pooling_code, int64_t columns)
       : weights(op, weights_in),
-        pooling(parse_pooling(op, pooling_name)),
+        pooling(parse_pooling(op, pooling_code)),
         features(checked(op, features_in, indices_in, offsets_in)),
         indices(torch::stable::contiguous(indices_in)),
         offsets(torch::stable::contiguous(offsets_in)),

@@ -2,7 +2,6 @@
 #include <torch/csrc/stable/library.h>
 
 #include <memory>
-#include <string>
 #include <vector>
 
 #include "core/isa.h"
@@ -44,7 +43,7 @@ SampleWeightFn kernel_for(const TableRows& rows, Dtype weights, Dtype grad) {
 Tensor tbe_sample_weight_grad(const Tensor& grad, std::vector<Tensor> weights,
                               const Tensor& features, const Tensor& indices, const Tensor& offsets,
                               std::optional<Tensor> slots, std::optional<Tensor> bag_layout,
-                              std::string pooling) {
+                              int64_t pooling) {
   const char* op = "tbe_sample_weight_grad";
   const Dtype grad_type = float_dtype(op, "grad", grad.scalar_type());
   const int64_t columns = check_pooled_grad(op, grad, bag_layout.has_value());

@@ -116,12 +116,12 @@ struct Gradient {
                     "tbe_group for these features and offsets");
   }
 
-  void set_pooling(const char* op, const std::string& name, const std::optional<Tensor>& weights,
+  void set_pooling(const char* op, int64_t code, const std::optional<Tensor>& weights,
                    const std::optional<Tensor>& bag_layout) {
-    pooling = parse_pooling(op, name);
+    pooling = parse_pooling(op, code);
     check_sample_weights(op, weights, lookups);
     if (weights) sample_weights = torch::stable::contiguous(*weights);
-    check_shape(op, name);
+    check_shape(op);
     if (places != nullptr) FeatureBags(op, features, offsets, bag_layout, pooling, columns);
     if (pooling == Pooling::kMean) {
       const Bags ranges{index_array(offsets), num_bags, num_lookups};
@@ -133,7 +133,7 @@ struct Gradient {
     }
   }
 
-  void check_shape(const char* op, const std::string& name) {
+  void check_shape(const char* op) {
     if (places != nullptr && pooling != Pooling::kNone) {
       columns = check_pooled_grad(op, grad, true);
       return;
@@ -142,7 +142,7 @@ struct Gradient {
                     grad.dim(), " dimensions");
     const int64_t lines = pooling == Pooling::kNone ? num_lookups : batch;
     STD_TORCH_CHECK(grad.size(0) == lines, op, ": grad must have ", lines, " rows for pooling ",
-                    name, ", got ", grad.size(0));
+                    kPoolings[static_cast<int>(pooling)], ", got ", grad.size(0));
     columns = grad.size(1);
   }
 
@@ -242,7 +242,7 @@ void for_groups(const GradArgs& args, int64_t num_groups, const Body& body) {
 Tensor tbe_row_grads(const Tensor& grad, const Tensor& features, const Tensor& rows,
                      const Tensor& segments, const Tensor& lookups, const Tensor& bags,
                      const Tensor& count, const Tensor& offsets, std::optional<Tensor> bag_layout,
-                     std::optional<Tensor> sample_weights, std::string pooling, int64_t dim) {
+                     std::optional<Tensor> sample_weights, int64_t pooling, int64_t dim) {
   const char* op = "tbe_row_grads";
   Gradient gradient(op, grad, features, {rows, segments, lookups, bags, count}, offsets,
                     bag_layout);
@@ -269,7 +269,7 @@ Tensor tbe_row_grads(const Tensor& grad, const Tensor& features, const Tensor& r
 }
 
 // Weights and states of all tiers, long enough for every row that `features` names.
-void check_memory(const char* op, const std::string& optimizer, const std::vector<Tensor>& weights,
+void check_memory(const char* op, int64_t optimizer, const std::vector<Tensor>& weights,
                   const std::vector<Tensor>& states, const Gradient& gradient, UpdateArgs* args) {
   check_layout(op, gradient.features, TierWeights(op, weights), gradient.feature_columns(),
                kAnyNumber, gradient.pooling);
@@ -283,15 +283,15 @@ void check_memory(const char* op, const std::string& optimizer, const std::vecto
 }
 
 void tbe_update_(std::vector<Tensor> weights, std::vector<Tensor> states, const Tensor& hyper,
-                 std::string optimizer, const Tensor& grad, const Tensor& features,
-                 const Tensor& rows, const Tensor& segments, const Tensor& lookups,
-                 const Tensor& bags, const Tensor& count, const Tensor& offsets,
-                 std::optional<Tensor> row_slots, std::optional<Tensor> bag_layout,
-                 std::optional<Tensor> sample_weights, std::string pooling) {
+                 int64_t optimizer, const Tensor& grad, const Tensor& features, const Tensor& rows,
+                 const Tensor& segments, const Tensor& lookups, const Tensor& bags,
+                 const Tensor& count, const Tensor& offsets, std::optional<Tensor> row_slots,
+                 std::optional<Tensor> bag_layout, std::optional<Tensor> sample_weights,
+                 int64_t pooling) {
   const char* op = "tbe_update_";
   check_dtype(op, "rows", rows, ScalarType::Long, "int64");
   STD_TORCH_CHECK(rows.is_contiguous(), op, ": grouping tensors must be contiguous");
-  check_hyper(op, optimizer, optimizer_shape(op, optimizer), hyper);
+  check_hyper(op, optimizer_shape(op, optimizer), hyper);
   Gradient gradient(op, grad, features, {rows, segments, lookups, bags, count}, offsets,
                     bag_layout);
   gradient.set_pooling(op, pooling, sample_weights, bag_layout);
@@ -305,7 +305,7 @@ void tbe_update_(std::vector<Tensor> weights, std::vector<Tensor> states, const 
   args.rows = rows.const_data_ptr<int64_t>();
   args.hyper = hyper.const_data_ptr<double>();
   const int64_t dim = gradient.max_dim();
-  const UpdateFn update = update_table().update(optimizer.c_str());
+  const UpdateFn update = update_table().update(static_cast<int>(optimizer));
   const SumFn sum = update_table().sum[static_cast<int>(gradient.type)];
   const ChunkSums chunks(args.grads, gradient.num_groups, dim, sum);
   args.longs = chunks.view();

@@ -4,7 +4,6 @@
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
-#include <string>
 #include <vector>
 
 #include "core/check.h"
@@ -25,7 +24,7 @@ class Backward {
  public:
   Backward(const char* op, const Tensor& grad, const Tensor& features, const Grouping& groups,
            const Tensor& offsets, const std::optional<Tensor>& bag_layout,
-           const std::optional<Tensor>& sample_weights, const std::string& pooling)
+           const std::optional<Tensor>& sample_weights, int64_t pooling)
       : grad_(torch::stable::contiguous(grad)), offsets_(torch::stable::contiguous(offsets)) {
     args_.grad_type = float_dtype(op, "grad", grad.scalar_type());
     args_.pooling = parse_pooling(op, pooling);
@@ -42,7 +41,7 @@ class Backward {
     if (args_.pooling != Pooling::kNone && !bag_layout) {
       const int64_t batch = batch_size(op, features.size(0), offsets);
       STD_TORCH_CHECK(grad.size(0) == batch, op, ": grad must have ", batch, " rows for pooling ",
-                      pooling, ", got ", grad.size(0));
+                      kPoolings[pooling], ", got ", grad.size(0));
     }
     set_widths(features.size(0), num_bags, columns, bag_layout.has_value());
     args_.grad = grad_.const_data_ptr();
@@ -130,11 +129,11 @@ class Backward {
 };
 
 void tbe_update_(std::vector<Tensor> weights, std::vector<Tensor> states, const Tensor& hyper,
-                 std::string optimizer, const Tensor& grad, const Tensor& features,
-                 const Tensor& rows, const Tensor& segments, const Tensor& lookups,
-                 const Tensor& bags, const Tensor& count, const Tensor& offsets,
-                 std::optional<Tensor> row_slots, std::optional<Tensor> bag_layout,
-                 std::optional<Tensor> sample_weights, std::string pooling) {
+                 int64_t optimizer, const Tensor& grad, const Tensor& features, const Tensor& rows,
+                 const Tensor& segments, const Tensor& lookups, const Tensor& bags,
+                 const Tensor& count, const Tensor& offsets, std::optional<Tensor> row_slots,
+                 std::optional<Tensor> bag_layout, std::optional<Tensor> sample_weights,
+                 int64_t pooling) {
   const char* op = "tbe_update_";
   check_same_device(op, "hyper", hyper, grad);
   Backward backward(op, grad, features, {rows, segments, lookups, bags, count}, offsets, bag_layout,
@@ -147,7 +146,7 @@ void tbe_update_(std::vector<Tensor> weights, std::vector<Tensor> states, const 
 Tensor tbe_row_grads(const Tensor& grad, const Tensor& features, const Tensor& rows,
                      const Tensor& segments, const Tensor& lookups, const Tensor& bags,
                      const Tensor& count, const Tensor& offsets, std::optional<Tensor> bag_layout,
-                     std::optional<Tensor> sample_weights, std::string pooling, int64_t dim) {
+                     std::optional<Tensor> sample_weights, int64_t pooling, int64_t dim) {
   const char* op = "tbe_row_grads";
   STD_TORCH_CHECK(dim > 0, op, ": dim must be positive, got ", dim);
   Backward backward(op, grad, features, {rows, segments, lookups, bags, count}, offsets, bag_layout,

@@ -227,9 +227,9 @@ void update(const UpdateArgs& args, SumFn sum_fn, float* scratch, int64_t widest
   }
 }
 
-UpdateFn find_update(const char* optimizer) {
+UpdateFn find_update(int optimizer) {
   UpdateFn found = nullptr;
-  visit_optimizer(optimizer, [&](auto tag) { found = update<typename decltype(tag)::type>; });
+  Optimizers::visit(optimizer, [&](auto tag) { found = update<typename decltype(tag)::type>; });
   return found;
 }
 

@@ -62,8 +62,8 @@ using UpdateFn = void (*)(const UpdateArgs&, SumFn, float* scratch, int64_t wide
                           int64_t end);
 
 struct UpdateTable {
-  SumFn sum[3];                               // [gradient dtype]
-  UpdateFn (*update)(const char* optimizer);  // null if there is no such optimizer
+  SumFn sum[3];                       // [gradient dtype]
+  UpdateFn (*update)(int optimizer);  // null if there is no such optimizer
   void (*segment_sum)(const UpdateArgs&, SumFn, int64_t group, int64_t dim, float* sum);
 };
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from emblib import ops
 from emblib.dynamic import arena
 from emblib.dynamic_specs import SLOTS, DynamicSpec
+from emblib.ops import codes
 from emblib.ops import hash as hash_ops
 from emblib.ops.hash import COUNTERS, SCORED, TABLE_FIELDS, Keys, Misses, Placed
 
@@ -171,7 +172,7 @@ class HashIndex(nn.Module):
         """
         self.version += 1
         index = self.tensors()
-        slots = hash_ops.hash_use_(index, *keys, counts, given, self.order)
+        slots = hash_ops.hash_use_(index, *keys, counts, given, codes.HASH_ORDER[self.order])
         if not slots.is_cuda and (not slots.numel() or int(slots.min()) >= 0):
             return Inserted(slots)
         misses = Misses(*hash_ops.hash_misses(*keys, slots, counts, len(self.specs)))
@@ -181,7 +182,7 @@ class HashIndex(nn.Module):
         placed = Placed(
             *hash_ops.hash_place_(
                 *(index, keys.ids, misses.first, misses.totals, misses.ends),
-                *(admitted, given, self.order, self.newcomer),
+                *(admitted, given, codes.HASH_ORDER[self.order], codes.NEWCOMER[self.newcomer]),
             )
         )
         return Inserted(hash_ops.spread(slots, placed.slots, misses.groups), misses, placed)

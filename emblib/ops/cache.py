@@ -24,11 +24,12 @@ Shapes and dtypes, with L lookups, U distinct rows (see `emblib.ops.tbe.Groups`)
   tier after tier; unused ones are empty. States are as long as the weights or have one entry a row
 - `hyper` float64, of the optimizer: step and seed of stochastic rounding
 
-`cache_plan_` places a batch. All distinct rows probe, and those that are there are stamped. The
-missing rows of a set take its ways: empty ones first, then LRU by age or LFU by lookups and then
-age; LRU serves the missing rows in ascending order, LFU those with most lookups first. A row that a
-batch in flight uses keeps its way, and LFU never replaces a row by one with fewer lookups. A row
-that finds no way stays in the tier of its table, from where it is served.
+`cache_plan_` places a batch; its policy is a number of `emblib.ops.codes.CACHE_POLICY`. All
+distinct rows probe, and those that are there are stamped. The missing rows of a set take its ways:
+empty ones first, then LRU by age or LFU by lookups and then age; LRU serves the missing rows in
+ascending order, LFU those with most lookups first. A row that a batch in flight uses keeps its way,
+and LFU never replaces a row by one with fewer lookups. A row that finds no way stays in the tier of
+its table, from where it is served.
 
 `cache_move_` then writes back the rows that gave way and fetches the others, with their states.
 Where cache and tier have different dtypes, values are rounded: to nearest when fetched, and when
@@ -79,7 +80,7 @@ def _(
     rows: Tensor,
     segments: Tensor,
     count: Tensor,
-    policy: str,
+    policy: int,
 ) -> tuple[Tensor, Tensor]:
     return rows.new_empty(rows.numel(), dtype=torch.int32), rows.new_empty(rows.numel())
 

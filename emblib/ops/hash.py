@@ -16,7 +16,8 @@ A key may be in two buckets. Of a full one the entry that is least in `order` gi
 and key ("lru"), score and key ("lfu"), score, stamp and key ("lru_lfu", "assigned"); with "none"
 nothing does. Scores are counts of uses (lfu, lru_lfu) or given by the caller. What the batch itself
 used never gives way to it. With newcomer "competes" a key that would be less than all it could
-replace is refused, with "wins" it is not.
+replace is refused, with "wins" it is not. The ops take the numbers of both in
+`emblib.ops.codes`.
 
 A step of training is `use_`, which finds and stamps what is there; `misses`, the distinct keys that
 are not; `grow_`, which splits as many buckets as `wanted_buckets` says for them; `place_`, which
@@ -35,6 +36,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from emblib.ops import codes
+
 SLOTS = 32
 TABLE_FIELDS = ("first_bucket", "buckets", "most_buckets", "size", "most_load")
 COUNTERS = (
@@ -47,7 +50,7 @@ COUNTERS = (
     "expired",
     "erased",
 )
-ORDERS = ("none", "lru", "lfu", "lru_lfu", "assigned")
+ORDERS = tuple(codes.HASH_ORDER)
 SCORED = ("lfu", "lru_lfu", "assigned")
 
 
@@ -145,7 +148,7 @@ def _(
     tables: Tensor,
     counts: Tensor | None,
     given: Tensor | None,
-    order: str,
+    order: int,
 ) -> Tensor:
     return torch.empty_like(ids)
 
@@ -191,8 +194,8 @@ def _(
     ends: Tensor,
     admitted: Tensor | None,
     given: Tensor | None,
-    order: str,
-    newcomer: str,
+    order: int,
+    newcomer: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     return (
         torch.empty_like(ids),

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from emblib.ops import tbe
+from emblib.ops import codes, tbe
 from emblib.optim import HYPER_HEAD, NUMBERS, External, Gradient, Optimizer
 from emblib.specs import Pooling
 
@@ -259,7 +259,7 @@ def _sparse_grad(
 ) -> Tensor:
     values = tbe.tbe_row_grads(
         *(grad, batch.features, *groups, batch.offsets, batch.bag_layout, sample_weights),
-        *(batch.pooling.value, ctx.shape[1]),
+        *(codes.POOLING[batch.pooling.value], ctx.shape[1]),
     )
     unique = ctx.unique
     if unique is None:
@@ -301,7 +301,8 @@ def lookup_only(
     """Pool each bag, without gradients."""
     return tbe.tbe_lookup(
         *(_readable(weights, batch), batch.features, batch.indices, batch.offsets, batch.slots),
-        *(batch.bag_layout, sample_weights, batch.pooling.value, batch.columns, output_dtype),
+        *(batch.bag_layout, sample_weights, codes.POOLING[batch.pooling.value]),
+        *(batch.columns, output_dtype),
     )
 
 
@@ -349,9 +350,10 @@ def _update(
     sample_weights: Tensor | None,
 ) -> None:
     tbe.tbe_update_(
-        *(tiers.weights, tiers.states, tiers.hyper, optimizer, grad, batch.features),
+        *(tiers.weights, tiers.states, tiers.hyper, codes.OPTIMIZER[optimizer]),
+        *(grad, batch.features),
         *(*places.groups, batch.offsets, places.row_slots, batch.bag_layout, sample_weights),
-        batch.pooling.value,
+        codes.POOLING[batch.pooling.value],
     )
 
 
@@ -359,7 +361,7 @@ def _sample_weight_grad(grad: Tensor, weights: Sequence[Tensor], batch: Lookup) 
     features = batch.features if batch.sample_features is None else batch.sample_features
     return tbe.tbe_sample_weight_grad(
         *(grad, _readable(weights, batch), features, batch.indices, batch.offsets, batch.slots),
-        *(batch.bag_layout, batch.pooling.value),
+        *(batch.bag_layout, codes.POOLING[batch.pooling.value]),
     )
 
 

@@ -46,7 +46,7 @@ def _(
     offsets: Tensor,
     bag_layout: Tensor | None,
     sample_weights: Tensor | None,
-    pooling: str,
+    pooling: int,
     bits: int,
     columns: int,
     output_dtype: torch.dtype,

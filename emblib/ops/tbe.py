@@ -15,6 +15,7 @@ Shapes and dtypes, with F features, B batch, L lookups, D dim:
 - `bag_layout` int64 `[bags, 2]`, None: where features differ in batch size, the feature of each bag
   and the element of the output at which its row begins; `offsets` then has one entry a bag more
 - `sample_weights` float32 `[L]`
+- `mode`, `pooling` and `optimizer`: their numbers in `emblib.ops.codes`
 - output `[B, columns]`; `[columns]` with `bag_layout`; `[L, columns]` for pooling NONE
 
 Invalid indices and offsets are repaired as they are read, see `emblib.BoundsCheck`. MEAN divides by
@@ -34,7 +35,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from emblib.specs import Pooling
+from emblib.ops import codes
 
 check_bounds = torch.ops.emblib.bounds_check.default
 tbe_lookup = torch.ops.emblib.tbe_lookup.default
@@ -48,13 +49,13 @@ def output_shape(
     features: Tensor,
     indices: Tensor,
     offsets: Tensor,
-    pooling: str,
+    pooling: int,
     columns: int,
     *,
     variable: bool,
 ) -> tuple[int, ...]:
     """The shape of a lookup's output, `variable` where there is a `bag_layout`."""
-    if pooling == Pooling.NONE.value:
+    if pooling == codes.POOLING["none"]:
         return indices.numel(), columns
     if variable:
         return (columns,)
@@ -88,7 +89,7 @@ def group(
 
 @torch.library.register_fake("emblib::bounds_check")
 def _(
-    indices: Tensor, offsets: Tensor, features: Tensor, bag_layout: Tensor | None, mode: str
+    indices: Tensor, offsets: Tensor, features: Tensor, bag_layout: Tensor | None, mode: int
 ) -> tuple[Tensor, Tensor]:
     return offsets.new_empty(offsets.numel(), dtype=torch.int32), offsets.new_empty(
         2, dtype=torch.int64
@@ -104,7 +105,7 @@ def _(
     slots: Tensor | None,
     bag_layout: Tensor | None,
     sample_weights: Tensor | None,
-    pooling: str,
+    pooling: int,
     columns: int,
     output_dtype: torch.dtype,
 ) -> Tensor:

@@ -13,8 +13,8 @@ csrc/tt/shape.h):
   backward
 - `tt_core_grads(cores, plan, prefixes, row_grads, row_factors, dim_factors)`: gradients of all
   cores
-- `update_rows_(weights, states, hyper, optimizer, grads)`: the optimizer on the rows of a matrix
-  whose gradient is not zero throughout
+- `update_rows_(weights, states, hyper, optimizer, grads)`: the optimizer, a number of
+  `emblib.ops.codes`, on the rows of a matrix whose gradient is not zero throughout
 
 Cores are float32 `[p_k, R_k * q_k * R_{k+1}]`. The gradient of the large middle core is formed by
 one product per row of it, never per lookup; nothing is summed with atomics, so that the same
@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from emblib.ops import lookups, tbe
+from emblib.ops import codes, lookups, tbe
 from emblib.optim import Optimizer
 from emblib.specs import Pooling
 
@@ -118,7 +118,7 @@ def pool(made: Made, batch: Lookup, sample_weights: Tensor | None) -> Tensor:
         None,
         None,
         sample_weights,
-        batch.pooling.value,
+        codes.POOLING[batch.pooling.value],
         made.rows.size(1),
         batch.output_dtype,
     )
@@ -238,7 +238,7 @@ def _update(
     """One step of the optimizer on every core."""
     hyper[1].add_(1)
     for core, state, grad in zip(cores, states, grads, strict=True):
-        _ops.update_rows_(core, state, hyper, optimizer.name, grad)
+        _ops.update_rows_(core, state, hyper, codes.OPTIMIZER[optimizer.name], grad)
     torch.autograd.graph.increment_version(cores)
 
 
@@ -256,7 +256,7 @@ def _core_grads(
         batch.offsets,
         None,
         sample_weights,
-        batch.pooling.value,
+        codes.POOLING[batch.pooling.value],
         math.prod(batch.dim_factors),
     )
     return _ops.tt_core_grads(
@@ -273,7 +273,7 @@ def _sample_weight_grad(grad: Tensor, made: Made, batch: Lookup) -> Tensor:
         batch.offsets,
         None,
         None,
-        batch.pooling.value,
+        codes.POOLING[batch.pooling.value],
     )
 
 

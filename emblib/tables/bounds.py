@@ -7,7 +7,7 @@ from types import FrameType
 import torch
 from torch import Tensor
 
-from emblib.ops import tbe
+from emblib.ops import codes, tbe
 from emblib.specs import BoundsCheck
 
 
@@ -46,7 +46,9 @@ class CheckedBatches:
         if self.bounds_check is BoundsCheck.NONE:
             return offsets
         mode = self.bounds_check
-        offsets, violations = tbe.check_bounds(indices, offsets, features, bag_layout, mode.value)
+        offsets, violations = tbe.check_bounds(
+            indices, offsets, features, bag_layout, codes.BOUNDS_CHECK[mode.value]
+        )
         if mode is not BoundsCheck.WARNING:
             return offsets
         if violations.is_cuda or torch.compiler.is_compiling():

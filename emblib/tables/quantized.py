@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from emblib import ops
-from emblib.ops import quant
+from emblib.ops import codes, quant
 from emblib.specs import BoundsCheck, Placement, Pooling, TableSpec, check_float_dtype
 from emblib.tables import checkpoint
 from emblib.tables.batched import TableBatchedEmbeddingBags
@@ -234,7 +234,7 @@ class QuantizedEmbeddingBags(CheckedBatches, nn.Module):
             offsets = torch.tensor([0, rows.numel()], device=device)
             out[first : first + _CHUNK] = quant.quant_lookup(
                 *(self.values, self.scales, features, rows, offsets, None, None),
-                *(Pooling.NONE.value, self.bits, place.dim, torch.float32),
+                *(codes.POOLING["none"], self.bits, place.dim, torch.float32),
             )
         return out
 
@@ -270,7 +270,8 @@ class QuantizedEmbeddingBags(CheckedBatches, nn.Module):
         offsets = self._check_bounds(indices, offsets, self.features, bag_layout)
         return quant.quant_lookup(
             *(self.values, self.scales, self.features, indices, offsets, bag_layout),
-            *(per_sample_weights, self.pooling.value, self.bits, columns, self.output_dtype),
+            *(per_sample_weights, codes.POOLING[self.pooling.value], self.bits, columns),
+            self.output_dtype,
         )
 
     def nbytes(self) -> dict[str, int]:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from emblib import ops
 from emblib.ops import cache as cache_ops
+from emblib.ops import codes
 from emblib.ops.lookups import Tiers
 from emblib.ops.tbe import Groups
 from emblib.optim import State
@@ -240,7 +241,7 @@ class RowCache(nn.Module):
             groups.rows,
             groups.segments,
             groups.count,
-            self.layout.policy.value,
+            codes.CACHE_POLICY[self.layout.policy.value],
         )
 
     def undo(self, row_slots: Tensor, evicted: Tensor) -> None:

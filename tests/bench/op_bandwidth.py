@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 import emblib
+from emblib.ops.codes import OPTIMIZER, POOLING
 
 ops = torch.ops.emblib
 
@@ -97,15 +98,26 @@ def measure(shape: Shape, device: torch.device, rounds: int) -> dict[str, tuple[
     )
     source = torch.empty(256 << 20 if device.type == "cuda" else 16 << 20, device=device)
     target = torch.empty_like(source)
-    rest = (grad, features, *groups, offsets, None, None, None, "sum")
-    lookup = ([weights], features, ids, offsets, None, None, None, "sum", columns, torch.float32)
+    rest = (grad, features, *groups, offsets, None, None, None, POOLING["sum"])
+    lookup = (
+        [weights],
+        features,
+        ids,
+        offsets,
+        None,
+        None,
+        None,
+        POOLING["sum"],
+        columns,
+        torch.float32,
+    )
     calls: dict[str, Callable[[], object]] = {
         "copy": lambda: target.copy_(source),
         "lookup": lambda: ops.tbe_lookup(*lookup),
         "group": lambda: ops.tbe_group(features, ids, offsets, None, total),
-        "update sgd": lambda: ops.tbe_update_([weights], [], sgd, "sgd", *rest),
+        "update sgd": lambda: ops.tbe_update_([weights], [], sgd, OPTIMIZER["sgd"], *rest),
         "update rowwise": lambda: ops.tbe_update_(
-            [weights], rowwise, adagrad, "rowwise_adagrad", *rest
+            [weights], rowwise, adagrad, OPTIMIZER["rowwise_adagrad"], *rest
         ),
     }
     count = ids.numel()

@@ -17,6 +17,7 @@ from torch.nn import functional
 
 import emblib
 from emblib.ops import cache, group
+from emblib.ops.codes import CACHE_POLICY, POOLING
 from emblib.ops.tbe import group as group_lookups
 from tests.bench.conftest import EXECUTIONS, Latency
 
@@ -168,6 +169,7 @@ def test_cache_plan(latency: Latency, policy: str, held: str) -> None:
     rows, lookups, device = 100_000, 4096, latency.device
     sets = 2 * rows // cache.WAYS if held == "all" else rows // 10 // cache.WAYS
     tags = torch.full((sets, cache.WAYS), cache.EMPTY, dtype=torch.int64, device=device)
+    code = CACHE_POLICY[policy]
     counts = torch.zeros(rows, dtype=torch.int32, device=device) if policy == "lfu" else None
     features = torch.tensor([[0, 0, rows, 4, 0, 1, 0, 4]], device=device)
     state = [tags, torch.full_like(tags, -1), counts]
@@ -179,7 +181,7 @@ def test_cache_plan(latency: Latency, policy: str, held: str) -> None:
     def plan(number: int) -> tuple[Tensor, Tensor]:
         clock.add_(1)  # a batch enters, and those before it have left
         g = groups[number]
-        return cache.plan_(*state, counters, clock, features, g.rows, g.segments, g.count, policy)
+        return cache.plan_(*state, counters, clock, features, g.rows, g.segments, g.count, code)
 
     slots, _ = plan(0)
     placed = slots[: int(groups[0].count)]
@@ -200,7 +202,7 @@ def test_lookup_op(latency: Latency) -> None:
     def op(number: int) -> Tensor:
         return emblib.ops.tbe.tbe_lookup(
             [weights.detach().view(-1)], features, batches.indices[number], batches.offsets,
-            None, None, None, "sum", size.D, torch.float32,
+            None, None, None, POOLING["sum"], size.D, torch.float32,
         )  # fmt: skip
 
     torch.testing.assert_close(op(0), pooled([weights], batches, 0, size))

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from emblib import ops
 from emblib.ops import cache
+from emblib.ops.codes import CACHE_POLICY
 from emblib.reference import cache as reference
 from tests.cache_cases import HYPER, UNCACHED, Groups, Store, Trace, Twin, group, on
 from tests.conftest import DEVICES
@@ -119,7 +120,7 @@ def test_same_bits_on_any_number_of_threads(policy: str, thread_counts: list[int
         for lookups in trace.lookup_batches():
             rows, segments, positions, count = group(lookups)
             state = (twin.tags, twin.stamps, twin.counts, twin.counters, torch.tensor([1, 1]))
-            moves = cache.plan_(*state, twin.tables, rows, segments, count, policy)
+            moves = cache.plan_(*state, twin.tables, rows, segments, count, CACHE_POLICY[policy])
             arguments = (hyper, twin.tables, rows, count, *moves)
             cache.move_(store.weights, store.states, *arguments)
             out += [*moves, cache.lookup_slots(moves[0], segments, positions, count)]
@@ -221,7 +222,7 @@ def _arguments(policy: str) -> tuple[Twin, Store, Groups, tuple[Tensor, Tensor]]
 def test_opcheck(policy: str) -> None:
     twin, store, (rows, segments, lookups, count), moves = _arguments(policy)
     state = (twin.tags, twin.stamps, twin.counts, twin.counters, torch.tensor([3, 3]))
-    batch = (twin.tables, rows, segments, count, policy)
+    batch = (twin.tables, rows, segments, count, CACHE_POLICY[policy])
     memory = (store.weights, store.states, HYPER, twin.tables)
     located = (twin.tags, twin.tables, rows, count)
     torch.library.opcheck(torch.ops.emblib.cache_plan_.default, (*state, *batch))
@@ -241,7 +242,7 @@ def test_empty_batch_and_no_cached_table() -> None:
     uncached = twin.tables[:1]
     counters = torch.zeros(2, 8, dtype=torch.int64)
     state = (twin.tags, twin.stamps, None, counters, torch.tensor([9, 9]))
-    row_slots, _ = cache.plan_(*state, uncached, rows, segments, count, "lru")
+    row_slots, _ = cache.plan_(*state, uncached, rows, segments, count, CACHE_POLICY["lru"])
     assert (row_slots == -1).all()
     assert counters.tolist() == [[0] * 8, [1] + [0] * 7]
 
@@ -254,7 +255,7 @@ def test_wrong_input_is_refused() -> None:
         given = {
             "tags": twin.tags, "stamps": twin.stamps, "counts": None, "counters": twin.counters,
             "clock": clock, "tables": twin.tables, "rows": rows, "segments": segments,
-            "count": count, "policy": "lru",
+            "count": count, "policy": CACHE_POLICY["lru"],
         }  # fmt: skip
         cache.plan_(*(given | changed).values())
 
@@ -273,9 +274,13 @@ def test_wrong_input_is_refused() -> None:
     outside = twin.tables.clone()
     outside[1, 0] += 10_000
     for call, changed, message in (
-        (plan, {"policy": "fifo"}, "policy must be lru or lfu, got 'fifo'"),
-        (plan, {"policy": "lfu"}, "lfu needs counts"),
-        (plan, {"policy": "lfu", "counts": torch.zeros(3).int()}, "one entry a cached row = 100"),
+        (plan, {"policy": 2}, "policy must be one of .*, got 2"),
+        (plan, {"policy": CACHE_POLICY["lfu"]}, "lfu needs counts"),
+        (
+            plan,
+            {"policy": CACHE_POLICY["lfu"], "counts": torch.zeros(3).int()},
+            "one entry a cached row = 100",
+        ),
         (plan, {"tags": twin.tags.view(-1)}, r"tags must be \[sets, 32\]"),
         (plan, {"stamps": twin.stamps[:1]}, "stamps must have 64 entries, got 32"),
         (plan, {"counters": twin.counters[:2]}, "counters must have 32 entries"),
@@ -309,7 +314,7 @@ def test_foreign_tags_are_only_evicted() -> None:
     twin, _, (rows, segments, _, count), _ = _arguments("lfu")
     tags, stamps = torch.full_like(twin.tags, 1 << 40), torch.zeros_like(twin.stamps)
     state = (tags, stamps, twin.counts, twin.counters, torch.tensor([3, 3]))
-    _, evicted = cache.plan_(*state, twin.tables, rows, segments, count, "lfu")
+    _, evicted = cache.plan_(*state, twin.tables, rows, segments, count, CACHE_POLICY["lfu"])
     assert set(evicted.tolist()) <= {1 << 40, -2}
 
 

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from emblib.ops import hash as hash_ops
+from emblib.ops.codes import HASH_ORDER, NEWCOMER
 from emblib.reference import hash as reference
 from emblib.reference.hash import NEW, REFUSED, SLOTS, Miss
 from tests.conftest import DEVICES
@@ -71,12 +72,14 @@ def _large_run(threads: int, tables: Tables, batches: list[Batch]) -> list[Tenso
     rows = (twin.rows.planes, twin.rows.layout)
     found: list[Tensor] = []
     for number, batch in enumerate(batches):
-        slots = ops["use_"](twin.index, *batch.keys, batch.counts, batch.given, tables.order)
+        slots = ops["use_"](
+            twin.index, *batch.keys, batch.counts, batch.given, HASH_ORDER[tables.order]
+        )
         misses = ops["misses"](*batch.keys, slots, batch.counts, len(tables.sizes))
         first, _, totals, ends = misses
         admitted = (batch.ids % 7 != number) if number % 2 else None
         ops["grow_"](twin.index, *rows, *batch.keys, slots, ends, admitted)
-        ways = (admitted, batch.given, tables.order, tables.newcomer)
+        ways = (admitted, batch.given, HASH_ORDER[tables.order], NEWCOMER[tables.newcomer])
         placed = ops["place_"](twin.index, batch.ids, first, totals, ends, *ways)
         for start, width, plane in zip((0, 0), (5, 3), twin.rows.planes, strict=True):
             table = plane[start : start + tables.sizes[0][1] * SLOTS * width].view(-1, width)
@@ -303,7 +306,7 @@ def test_growth_needs_no_rows(device: torch.device) -> None:
     """An index whose rows are elsewhere grows as well."""
     ops, tables = _ops(device), Tables(((1, 8, 819),))
     index, batch = tables.index(), Batch.of((0, range(150)))
-    slots = ops["use_"](index, *batch.keys, None, None, "lru")
+    slots = ops["use_"](index, *batch.keys, None, None, HASH_ORDER["lru"])
     _, _, _, ends = ops["misses"](*batch.keys, slots, None, 1)
     layout = torch.empty(1, 0, 2, dtype=torch.int64)
     ops["grow_"](index, [], layout, *batch.keys, slots, ends, None)

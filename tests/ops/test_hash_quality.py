@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from emblib.ops import hash as hash_ops
+from emblib.ops.codes import HASH_ORDER, NEWCOMER
 from tests.hash_cases import Batch, Tables
 
 NO_ROWS = ([], torch.empty(1, 0, 2, dtype=torch.int64))
@@ -19,11 +20,11 @@ class Index:
     def insert(self, ids: Tensor, given: int = 0) -> Tensor:
         """Inserts distinct keys: which of the missing ones found a place, in order."""
         batch = Batch(ids, torch.tensor([0, len(ids)]), torch.tensor([0]))
-        score, order = torch.tensor([given]), self.tables.order
+        score, order = torch.tensor([given]), HASH_ORDER[self.tables.order]
         slots = hash_ops.hash_use_(self.index, *batch.keys, None, score, order)
         first, _, totals, ends = hash_ops.hash_misses(*batch.keys, slots, None, 1)
         hash_ops.hash_grow_(self.index, *NO_ROWS, *batch.keys, slots, ends, None)
-        ways = (None, score, order, self.tables.newcomer)
+        ways = (None, score, order, NEWCOMER[self.tables.newcomer])
         placed, _, _ = hash_ops.hash_place_(self.index, ids, first, totals, ends, *ways)
         return placed[: int(ends[1])] >= 0
 

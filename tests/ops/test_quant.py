@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
 
+from emblib.ops.codes import POOLING
 from emblib.ops.quant import quant_lookup, quantize_rows_, row_bytes
 from emblib.reference import quant as reference
 from emblib.specs import Pooling
@@ -31,7 +32,7 @@ def looked_up(data: Data, bits: int, device: torch.device) -> Tensor:
     packed = pack(data, bits)
     tensors = (*packed, data.indices, data.repaired, data.bag_layout, data.sample_weights)
     moved = [None if tensor is None else tensor.to(device) for tensor in tensors]
-    rest = (data.case.pooling.value, bits, data.columns, data.case.output)
+    rest = (POOLING[data.case.pooling.value], bits, data.columns, data.case.output)
     return quant_lookup(*moved, *rest).cpu()
 
 
@@ -124,7 +125,7 @@ def test_opcheck(device: torch.device) -> None:
     values, scales, features = (tensor.to(device) for tensor in pack(data, 4))
     batch = [t.to(device) for t in (data.indices, data.repaired)]
     assert data.sample_weights is not None
-    rest = ("sum", 4, data.columns, torch.float16)
+    rest = (POOLING["sum"], 4, data.columns, torch.float16)
     arguments = (values, scales, features, *batch, None, data.sample_weights.to(device), *rest)
     torch.library.opcheck(quant_lookup, arguments)
     weights = torch.randn(4, 3, device=device)
@@ -140,19 +141,22 @@ def test_wrong_input_is_refused() -> None:
     outside[0, 2] = 10**6
     unknown[1, 4] = data.columns
     good = (values, scales, features, data.indices, data.repaired, None, None)
-    rest = ("sum", 8, data.columns, torch.float32)
+    rest = (POOLING["sum"], 8, data.columns, torch.float32)
     for arguments, message in (
-        ((*good, "sum", 5, *rest[2:]), "bits must be 8 or 4, got 5"),
+        ((*good, POOLING["sum"], 5, *rest[2:]), "bits must be 8 or 4, got 5"),
         ((values.float(), *good[1:], *rest), "values must be uint8, got float32"),
         ((values, scales.double(), *good[2:], *rest), "scales must be float32, got float64"),
         ((values, scales[:, :1], *good[2:], *rest), r"scales must be \[rows, 2\]"),
         ((values, scales, outside, *good[3:], *rest), "feature 0 lies outside"),
         ((values, scales, unknown, *good[3:], *rest), "feature 1 lies outside"),
-        ((*good, "none", 8, 9, torch.float32), "one dim for all features, got 8 and 9"),
-        ((*good, "max", *rest[1:]), "sum, mean or none"),
+        ((*good, POOLING["none"], 8, 9, torch.float32), "one dim for all features, got 8 and 9"),
+        ((*good, 3, *rest[1:]), "pooling must be one of .*, got 3"),
         ((*good, *rest[:3], torch.int64), "output_dtype must be float32"),
         ((*good[:6], torch.ones(3), *rest), "one entry a lookup"),
-        ((*good[:6], torch.ones(data.indices.numel()), "none", *rest[1:]), "need sum or mean"),
+        (
+            (*good[:6], torch.ones(data.indices.numel()), POOLING["none"], *rest[1:]),
+            "need sum or mean",
+        ),
     ):
         with pytest.raises(RuntimeError, match=message):
             quant_lookup(*arguments)

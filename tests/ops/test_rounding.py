@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from emblib import optim
+from emblib.ops.codes import OPTIMIZER, POOLING
 from emblib.reference import rounding
 from tests.ops.test_update import PLACES, run
 from tests.simt.test_update import run as run_emulated
@@ -128,8 +129,8 @@ def test_small_steps_add_up(dtype: torch.dtype) -> None:
         for step in range(steps):
             hyper[1] = step + 1
             torch.ops.emblib.tbe_update_(
-                *([weights], [], hyper, "sgd", torch.ones(rows, dim), features, *groups),
-                *(offsets, None, None, None, "sum"),
+                *([weights], [], hyper, OPTIMIZER["sgd"], torch.ones(rows, dim), features, *groups),
+                *(offsets, None, None, None, POOLING["sum"]),
             )
         results[seed] = weights.double()
     assert bool((results[-1.0] == 1.5).all())

@@ -12,6 +12,7 @@ from torch.testing import assert_close
 
 from emblib import Pooling, TableBatchedEmbeddingBags, optim
 from emblib.ops import tbe
+from emblib.ops.codes import BOUNDS_CHECK, OPTIMIZER, POOLING
 from emblib.reference import tbe as reference
 from tests.tbe_cases import CASES, OPTIMIZERS, Case, tolerance
 
@@ -222,7 +223,9 @@ def test_offsets_are_repaired(
     indices = torch.tensor([1, -1, 49, 50, 6, 7, -2, 0], device=device)
     given_offsets = torch.tensor(offsets, device=device)
     before = given_offsets.clone()
-    fixed, violations = ops.bounds_check(indices, given_offsets, module.features, None, "warning")
+    fixed, violations = ops.bounds_check(
+        indices, given_offsets, module.features, None, BOUNDS_CHECK["warning"]
+    )
     assert fixed.tolist() == repaired
     assert reference.repair_offsets(given_offsets, 8).tolist() == repaired
     changed = sum(a != b for a, b in zip(offsets, repaired, strict=True))
@@ -242,7 +245,9 @@ def test_extreme_indices_are_counted(index: int, device: torch.device) -> None:
     module = replace(CASES["plain"], batch=2).module(optim.SGD(0.1), device)
     indices = torch.tensor([1, index, 2], device=device)
     offsets = torch.tensor([0, 3, 3, 3, 3], device=device)
-    violations = ops.bounds_check(indices, offsets, module.features, None, "warning")[1]
+    violations = ops.bounds_check(indices, offsets, module.features, None, BOUNDS_CHECK["warning"])[
+        1
+    ]
     assert violations.tolist() == [1, 0]
 
 
@@ -257,19 +262,19 @@ def _opcheck_arguments(device: torch.device) -> dict[str, tuple[Any, ...]]:
     hyper = OPTIMIZERS["adam"].hyper(device)
     hyper[1] = 1.0
     return {
-        "bounds_check": (indices, offsets, features, None, "warning"),
+        "bounds_check": (indices, offsets, features, None, BOUNDS_CHECK["warning"]),
         "tbe_lookup": (
-            [weights], features, indices, offsets, None, None, scales, "sum", module.columns,
-            torch.float16,
+            [weights], features, indices, offsets, None, None, scales, POOLING["sum"],
+            module.columns, torch.float16,
         ),
         "tbe_group": (features, indices, offsets, None, module.total_rows),
-        "tbe_row_grads": (grad, features, *groups, offsets, None, scales, "mean", 16),
+        "tbe_row_grads": (grad, features, *groups, offsets, None, scales, POOLING["mean"], 16),
         "tbe_update_": (
-            [weights], module._states(), hyper, "adam", grad, features, *groups, offsets, None,
-            None, scales, "sum",
+            [weights], module._states(), hyper, OPTIMIZER["adam"], grad, features, *groups, offsets,
+            None, None, scales, POOLING["sum"],
         ),
         "tbe_sample_weight_grad": (
-            grad, [weights], features, indices, offsets, None, None, "sum"
+            grad, [weights], features, indices, offsets, None, None, POOLING["sum"]
         ),
         "advise_huge_pages_": (weights,),
     }  # fmt: skip
@@ -290,7 +295,7 @@ def test_fake_shapes_of_pooling_none() -> None:
     module = case.module(optim.SGD(0.1))
     indices, offsets, _ = case.batch_of()
     args = ([module.weights.detach()], module.features, indices, offsets, None, None, None)
-    torch.library.opcheck(ops.tbe_lookup.default, (*args, "none", 16, torch.float32))
+    torch.library.opcheck(ops.tbe_lookup.default, (*args, POOLING["none"], 16, torch.float32))
 
 
 @pytest.mark.parametrize(
@@ -312,7 +317,7 @@ def test_fake_shapes_of_pooling_none() -> None:
         ),
         ({"sample_weights": torch.zeros(3)}, "one entry a lookup = 8, got 3"),
         ({"sample_weights": torch.zeros(8).double()}, "sample_weights must be float32"),
-        ({"pooling": "max"}, "sum, mean or none, got 'max'"),
+        ({"pooling": -1}, "pooling must be one of .*, got -1"),
         ({"columns": 20}, "lies outside the weights"),
         ({"weights": [torch.zeros(100)]}, "lies outside the weights"),
         ({"features": torch.zeros(2, 4, dtype=torch.int64)}, r"contiguous \[F, 8\] tensor"),
@@ -328,7 +333,7 @@ def test_wrong_lookup_input_is_refused(change: dict[str, Any], message: str) -> 
         "slots": None,
         "bag_layout": None,
         "sample_weights": None,
-        "pooling": "sum",
+        "pooling": POOLING["sum"],
         "columns": 32,
         "output_dtype": torch.float32,
     }

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from emblib.ops import tbe
+from emblib.ops.codes import BOUNDS_CHECK, POOLING
 from emblib.reference import tbe as reference
 from emblib.specs import Pooling
 from tests.simt.cases import CASES, VARIABLE_CASES, Case, Data
@@ -44,7 +45,7 @@ def look_up(
     return ops.tbe_lookup(
         *(weights, features, data.indices.to(on), data.repaired.to(on), slots),
         *(None if layout is None else layout.to(on), None if scales is None else scales.to(on)),
-        *(data.case.pooling.value, data.columns, data.case.output),
+        *(POOLING[data.case.pooling.value], data.columns, data.case.output),
     )
 
 
@@ -54,7 +55,7 @@ def sample_weight_grad(
     on, layout = features.device, data.bag_layout
     return ops.tbe_sample_weight_grad(
         *(data.gradient().to(on), weights, features, data.indices.to(on), data.repaired.to(on)),
-        *(slots, None if layout is None else layout.to(on), data.case.pooling.value),
+        *(slots, None if layout is None else layout.to(on), POOLING[data.case.pooling.value]),
     )
 
 
@@ -106,7 +107,7 @@ def test_bounds_of_a_variable_batch(case: Case, device: torch.device) -> None:
     data = Data(case)
     assert data.bag_layout is not None
     given = (data.indices, data.offsets, data.features, data.bag_layout)
-    repaired, violations = ops.bounds_check(*(t.to(device) for t in given), "warning")
+    repaired, violations = ops.bounds_check(*(t.to(device) for t in given), BOUNDS_CHECK["warning"])
     want = reference.repair_offsets(data.offsets, data.indices.numel())
     assert torch.equal(repaired.cpu().long(), want)
     if data.indices.numel():
@@ -196,7 +197,7 @@ def _arguments(**changes: Any) -> dict[str, Any]:
         "slots": torch.tensor([0, 1, -1, -1, -1, -1], dtype=torch.int32),
         "bag_layout": torch.tensor([[0, 0], [0, 4], [0, 8], [1, 12], [1, 20], [1, 28]]),
         "sample_weights": None,
-        "pooling": "sum",
+        "pooling": POOLING["sum"],
         "columns": 36,
         "output_dtype": torch.float32,
     }
@@ -258,7 +259,7 @@ def test_slots_outside_the_cache_are_none() -> None:
 @pytest.mark.parametrize("pooling", ["sum", "none"])
 def test_opcheck(pooling: str, device: torch.device) -> None:
     def on_device(**changes: Any) -> dict[str, Any]:
-        arguments = _arguments(pooling=pooling, **changes)
+        arguments = _arguments(pooling=POOLING[pooling], **changes)
         for name, value in arguments.items():
             if isinstance(value, list):
                 arguments[name] = [tensor.to(device) for tensor in value]
@@ -272,12 +273,14 @@ def test_opcheck(pooling: str, device: torch.device) -> None:
     torch.library.opcheck(ops.tbe_lookup.default, tuple(given.values()))
     batch = (given["indices"], given["offsets"])
     layout, features = given["bag_layout"], given["features"]
-    torch.library.opcheck(ops.bounds_check.default, (*batch, features, layout, "warning"))
+    torch.library.opcheck(
+        ops.bounds_check.default, (*batch, features, layout, BOUNDS_CHECK["warning"])
+    )
     if pooling == "sum":
         grad, slots = torch.randn(36, device=device), given["slots"]
         torch.library.opcheck(
             ops.tbe_sample_weight_grad.default,
-            (grad, given["weights"], features, *batch, slots, layout, "mean"),
+            (grad, given["weights"], features, *batch, slots, layout, POOLING["mean"]),
         )
     distinct = (torch.tensor([0, 1, 2, 0, 1, 2], device=device), given["offsets"])
     torch.library.opcheck(ops.tbe_group.default, (features, *distinct, layout, 13))

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from emblib.ops import tbe, tt
+from emblib.ops.codes import OPTIMIZER
 from emblib.reference import tt as reference
 from emblib.specs import Pooling
 
@@ -227,7 +228,7 @@ def sample_calls() -> dict[str, tuple]:
         "tt_plan": (made.groups.rows, made.groups.count, p),
         "tt_rows": (cores, list(made.plan), p, q, 8),
         "tt_core_grads": (cores, list(made.plan), made.prefixes, grads, p, q),
-        "update_rows_": (core, states, hyper, "adam", torch.randn_like(core)),
+        "update_rows_": (core, states, hyper, OPTIMIZER["adam"], torch.randn_like(core)),
         "group_inverse": (*groups[1:],),
     }
 
@@ -277,13 +278,13 @@ WRONG = {
         c.cores, c.plan, torch.zeros(2, 3), torch.zeros(9, 8), [3, 4, 5], [2, 2, 2]
     ),
     "grads must be": lambda c: ops.update_rows_(
-        c.cores[0], [], torch.zeros(2, dtype=torch.float64), "sgd", torch.zeros(1, 1)
+        c.cores[0], [], torch.zeros(2, dtype=torch.float64), OPTIMIZER["sgd"], torch.zeros(1, 1)
     ),
-    "unknown optimizer": lambda c: ops.update_rows_(
-        c.cores[0], [], torch.zeros(2, dtype=torch.float64), "lion", torch.ones(3, 6)
+    "optimizer must be one of": lambda c: ops.update_rows_(
+        c.cores[0], [], torch.zeros(2, dtype=torch.float64), -1, torch.ones(3, 6)
     ),
     "keeps 1 state tensors": lambda c: ops.update_rows_(
-        c.cores[0], [], torch.zeros(6, dtype=torch.float64), "adagrad", torch.ones(3, 6)
+        c.cores[0], [], torch.zeros(6, dtype=torch.float64), OPTIMIZER["adagrad"], torch.ones(3, 6)
     ),
 }
 

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from emblib.ops.codes import OPTIMIZER, POOLING
 from tests.optimizer_cases import CASES
 from tests.update_problem import Problem
 
@@ -67,7 +68,7 @@ def test_narrow_weights_and_states(name: str, dtypes: str) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"optimizer": "lion"}, "unknown optimizer 'lion'; have sgd, adagrad"),
+        ({"optimizer": 13}, "optimizer must be one of 0 .sgd., 1 .adagrad.*, got 13"),
         ({"states": []}, "keeps 1 state tensors for each of 2 tensors of weights, got 0"),
         ({"states": [torch.zeros(3)] * 2}, "must be contiguous with 43 entries, has 3"),
         ({"states": [torch.zeros(80).half()] * 2}, "one number a row must be float32"),
@@ -92,7 +93,7 @@ def test_narrow_weights_and_states(name: str, dtypes: str) -> None:
         ({"row_slots": torch.zeros(99)}, "row_slots must be int32"),
         ({"bag_layout": torch.zeros(3, 2, dtype=torch.int64)}, "contiguous .bags, 2. tensor"),
         ({"bag_layout": torch.zeros(24, 2, dtype=torch.int64)}, "a vector with bag_layout"),
-        ({"pooling": "max"}, "sum, mean or none, got 'max'"),
+        ({"pooling": 3}, "pooling must be one of .*, got 3"),
     ],
 )
 def test_wrong_input_changes_nothing(change: dict[str, Any], message: str) -> None:
@@ -105,7 +106,7 @@ def test_wrong_input_changes_nothing(change: dict[str, Any], message: str) -> No
     )
     arguments = dict(zip(names, problem.arguments(weights, states), strict=True))
     for name, value in change.items():
-        if isinstance(value, int):
+        if isinstance(value, int) and isinstance(arguments[name], torch.Tensor):
             arguments[name] = torch.full_like(arguments[name], value)
         else:
             arguments[name] = value
@@ -135,9 +136,10 @@ def _hand_made(dims: tuple[int, int], rows: int, segments: list[int]) -> None:
     features = torch.tensor([[0, 0, 4, dims[0], 0, 0, 0, 0], [16, 4, rows, dims[1], 4, 0, 4, 0]])
     ints = [torch.tensor(x, dtype=torch.int32) for x in (segments, [0, 1], [1, 0], [1])]
     ops.tbe_update_(
-        [torch.zeros(16 + rows * 4)], [], torch.tensor([0.1, 1, 0, 0, -1]).double(), "sgd",
+        [torch.zeros(16 + rows * 4)], [], torch.tensor([0.1, 1, 0, 0, -1]).double(),
+        OPTIMIZER["sgd"],
         torch.ones(1, 8), features, torch.tensor([4, 0]), *ints, torch.tensor([0, 1, 2]),
-        None, None, None, "sum",
+        None, None, None, POOLING["sum"],
     )  # fmt: skip
 
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from emblib import optim
+from emblib.ops.codes import OPTIMIZER
 from emblib.reference import optim as reference
 from tests.optimizer_cases import CASES
 from tests.simt import emulated
@@ -34,7 +35,7 @@ def test_matches_the_reference(kind: str, name: str, shape: tuple[int, int]) -> 
         hyper[1] = step
         grads = torch.randn(shape, generator=generator)
         grads[::3] = 0.0  # untouched: state and weights stay, even with eps 0
-        UPDATES[kind](weights, states, hyper, optimizer.name, grads)
+        UPDATES[kind](weights, states, hyper, OPTIMIZER[optimizer.name], grads)
         reference.update_rows_(want, want_states, hyper, optimizer.name, grads.double())
     torch.testing.assert_close(weights, want.float(), rtol=1e-4, atol=1e-5)
     for got, expected in zip(states, want_states, strict=True):
@@ -46,7 +47,7 @@ def test_untouched_rows_with_eps_zero_stay_finite(kind: str) -> None:
     weights, states = torch.ones(4, 3), [torch.zeros(4, 3)]
     grads = torch.zeros(4, 3)
     grads[1, 2] = 2.0
-    UPDATES[kind](weights, states, optim.Adagrad(0.5, eps=0.0).hyper(), "adagrad", grads)
+    UPDATES[kind](weights, states, optim.Adagrad(0.5, eps=0.0).hyper(), OPTIMIZER["adagrad"], grads)
     want = torch.ones(4, 3)
     want[1, 2] = 0.5
     assert torch.equal(weights, want)
@@ -68,7 +69,7 @@ def test_wrong_input_is_refused(change: dict[str, Any], message: str) -> None:
         "weights": torch.zeros(4, 3),
         "states": [torch.zeros(4, 3)],
         "hyper": optim.Adagrad(0.5).hyper(),
-        "optimizer": "adagrad",
+        "optimizer": OPTIMIZER["adagrad"],
         "grads": torch.ones(4, 3),
     }
     with pytest.raises(RuntimeError, match=message):

@@ -1,6 +1,5 @@
 """The emulated kernels behind the names and arguments of `torch.ops.emblib`."""
 
-import ctypes
 import struct
 from collections.abc import Sequence
 from typing import Any
@@ -8,11 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from emblib.ops.codes import BOUNDS_CHECK, OPTIMIZER, POOLING
 from emblib.reference.optim import OPTIMIZERS
 from tests.simt.library import Word, library
 
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-POOLINGS = {"sum": 0, "mean": 1, "none": 2}
+FUNCTORS = {code: name for name, code in OPTIMIZER.items()}
 # Above this many rows the sort needs 64-bit keys; tests lower it to run that path on small tables.
 WIDE_FROM = 2**32 - 1
 
@@ -55,14 +55,14 @@ def group_inverse(segments: Tensor, permutation: Tensor, count: Tensor) -> Tenso
 
 
 def bounds_check(
-    indices: Tensor, offsets: Tensor, features: Tensor, bag_layout: Tensor | None, mode: str
+    indices: Tensor, offsets: Tensor, features: Tensor, bag_layout: Tensor | None, mode: int
 ) -> tuple[Tensor, Tensor]:
     """Emulated `bounds_check`."""
     repaired = torch.empty(offsets.numel(), dtype=torch.int32)
     violations = torch.zeros(2, dtype=torch.int64)
     sizes = (indices.numel(), offsets.numel() - 1, *_map(features, offsets, bag_layout, 0))
     words: tuple[Word, ...] = (*_indices(indices), *_indices(offsets), features, *sizes)
-    library().call("bounds_check", *words, mode == "fatal", repaired, violations)
+    library().call("bounds_check", *words, mode == BOUNDS_CHECK["fatal"], repaired, violations)
     return repaired, violations
 
 
@@ -80,14 +80,14 @@ def _lookup_words(
     features: Tensor,
     batch: tuple[Tensor, Tensor, Tensor | None],
     sample_weights: Tensor | None,
-    pooling: str,
+    pooling: int,
     columns: int,
 ) -> tuple[Word, ...]:
     indices, offsets, bag_layout = batch
     return (
         *(*tiers, features, features.size(0), *_indices(indices), *_indices(offsets)),
         *(indices.numel(), offsets.numel() - 1, *_map(features, offsets, bag_layout, columns)),
-        *(POOLINGS[pooling], sample_weights),
+        *(pooling, sample_weights),
     )
 
 
@@ -97,7 +97,7 @@ def tbe_lookup(
     """Emulated `tbe_lookup`: then slots, bag_layout, sample_weights, ... as the op."""
     slots, bag_layout, sample_weights, pooling, columns, output_dtype = rest
     shape: tuple[int, ...] = (_batch(features, offsets), columns)
-    if pooling == "none":
+    if pooling == POOLING["none"]:
         shape = (indices.numel(), columns)
     elif bag_layout is not None:
         shape = (columns,)
@@ -133,14 +133,14 @@ def _update(
     groups: Sequence[Tensor],
     bags: tuple[Tensor, Tensor | None],
     row_slots: Tensor | None,
-    rest: tuple[Tensor | None, str],
+    rest: tuple[Tensor | None, int],
 ) -> None:
     (offsets, bag_layout), (sample_weights, pooling) = bags, rest
-    pooled, columns = pooling != "none", grad.size(-1)
+    pooled, columns = pooling != POOLING["none"], grad.size(-1)
     parts = len(features) if bag_layout is None else offsets.numel() - 1
     mean_dim = -(-columns // max(parts, 1)) if pooled else columns
     widest = min(columns, 1024) if pooled and bag_layout is not None else columns
-    sizes = (offsets.numel() - 1, groups[2].numel(), POOLINGS[pooling], widest)
+    sizes = (offsets.numel() - 1, groups[2].numel(), pooling, widest)
     library().call(
         *("update", mean_dim, *step),
         *(grad, DTYPES[grad.dtype], columns, features),
@@ -160,18 +160,17 @@ def tbe_row_grads(
     """Emulated `tbe_row_grads`: rows, segments, lookups, bags, count, offsets, ... as the op."""
     *groups, offsets, bag_layout, sample_weights, pooling, dim = groups_and_rest
     out = torch.zeros(groups[0].numel(), dim)
-    step = (None, None, out, *_NO_TIER[1:], *_NO_TIER * 3)
+    step = (-1, None, out, *_NO_TIER[1:], *_NO_TIER * 3)
     rest = (sample_weights, pooling)
     _update(step, grad, features, groups, (offsets, bag_layout), None, rest)
     return out
 
 
 def _step_words(
-    weights: Sequence[Tensor], states: Sequence[Tensor], hyper: Tensor, optimizer: str
-) -> tuple[tuple[Word, ...], ctypes.Array]:
-    name = ctypes.create_string_buffer(optimizer.encode())
-    per_row = OPTIMIZERS[optimizer].per_row
-    words: list[Word] = [name, hyper]
+    weights: Sequence[Tensor], states: Sequence[Tensor], hyper: Tensor, optimizer: int
+) -> tuple[Word, ...]:
+    per_row = OPTIMIZERS[FUNCTORS[optimizer]].per_row
+    words: list[Word] = [optimizer, hyper]
     for t, tier in enumerate(weights):
         mine = states[t * len(per_row) : (t + 1) * len(per_row)]
         element = [s for s, by_row in zip(mine, per_row, strict=True) if not by_row]
@@ -181,21 +180,21 @@ def _step_words(
             words += [element[k], DTYPES[element[k].dtype]] if k < len(element) else [None, 0]
         words += [*row, None, None, None][:3]
         words.append(min((s.numel() for s in row), default=1 << 40))
-    return (*words, *_NO_TIER * (4 - len(weights))), name
+    return (*words, *_NO_TIER * (4 - len(weights)))
 
 
 def tbe_update_(
     weights: Sequence[Tensor],
     states: Sequence[Tensor],
     hyper: Tensor,
-    optimizer: str,
+    optimizer: int,
     grad: Tensor,
     features: Tensor,
     *groups_and_rest: Any,
 ) -> None:
     """Emulated `tbe_update_`: rows, segments, lookups, bags, count, offsets, ... as the op."""
     *groups, offsets, row_slots, bag_layout, sample_weights, pooling = groups_and_rest
-    step, _name = _step_words(weights, states, hyper, optimizer)
+    step = _step_words(weights, states, hyper, optimizer)
     rest = (sample_weights, pooling)
     _update(step, grad, features, groups, (offsets, bag_layout), row_slots, rest)
 
@@ -208,7 +207,7 @@ def tbe_sample_weight_grad(
     offsets: Tensor,
     slots: Tensor | None,
     bag_layout: Tensor | None,
-    pooling: str,
+    pooling: int,
 ) -> Tensor:
     """Emulated `tbe_sample_weight_grad`."""
     out = torch.zeros(indices.numel())
@@ -219,10 +218,10 @@ def tbe_sample_weight_grad(
 
 
 def update_rows_(
-    weights: Tensor, states: Sequence[Tensor], hyper: Tensor, optimizer: str, grads: Tensor
+    weights: Tensor, states: Sequence[Tensor], hyper: Tensor, optimizer: int, grads: Tensor
 ) -> None:
     """Emulated `update_rows_`."""
-    step, _name = _step_words([weights], states, hyper, optimizer)
+    step = _step_words([weights], states, hyper, optimizer)
     library().call("update_rows", *step, grads, *grads.shape)
 
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from emblib.ops.codes import CACHE_POLICY
 from tests.simt.emulated import DTYPES
 from tests.simt.library import Word, library
 
@@ -18,14 +19,14 @@ def plan_(
     counters: Tensor,
     clock: Tensor,
     tables: Tensor,
-    *batch_and_policy: Tensor | str,
+    *batch_and_policy: Tensor | int,
 ) -> tuple[Tensor, Tensor]:
     """Emulated `cache_plan_`: rows, segments and count, then the policy."""
     *batch, policy = batch_and_policy
     rows, segments, count = (tensor for tensor in batch if isinstance(tensor, Tensor))
     row_slots = torch.full((rows.numel(),), 7, dtype=torch.int32)
     evicted = torch.full((rows.numel(),), 7)
-    lfu = policy == "lfu"
+    lfu = policy == CACHE_POLICY["lfu"]
     state: tuple[Word, ...] = (tags, stamps, counts, tags.size(0), lfu, clock, counters)
     inputs: tuple[Word, ...] = (tables, tables.size(0), rows, segments, count, rows.numel())
     library().call("cache_plan", *state, *inputs, row_slots, evicted)

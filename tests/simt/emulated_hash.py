@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from emblib.ops.hash import ORDERS, SLOTS, Misses, Placed
+from emblib.ops.codes import NEWCOMER
+from emblib.ops.hash import SLOTS, Misses, Placed
 from tests.simt.emulated import DTYPES
 from tests.simt.library import Word, library
 
@@ -34,12 +35,12 @@ def use_(
     tables: Tensor,
     counts: Tensor | None,
     given: Tensor | None,
-    order: str,
+    order: int,
 ) -> Tensor:
     """Emulated `hash_use_`."""
     slots = torch.full_like(ids, 7)
     words = (*_index(index), *_batch(ids, starts, tables))
-    library().call("hash_use", *words, slots, counts, given, ORDERS.index(order))
+    library().call("hash_use", *words, slots, counts, given, order)
     return slots
 
 
@@ -80,19 +81,19 @@ def place_(
     totals: Tensor,
     ends: Tensor,
     admitted: Tensor | None,
-    *given_order_newcomer: Tensor | str | None,
+    *given_order_newcomer: Tensor | int | None,
 ) -> Placed:
     """Emulated `hash_place_`."""
     given, order, newcomer = given_order_newcomer
-    assert not isinstance(given, str)
-    assert isinstance(order, str)
+    assert not isinstance(given, int)
+    assert isinstance(order, int)
     out = (
         torch.full_like(ids, 7),
         torch.full_like(ids, 7, dtype=torch.uint8),
         torch.full((ids.numel(), 3), 7),
     )
     missing = (ids, ids.numel(), first, totals, ends, admitted, given)
-    ways = (ORDERS.index(order), newcomer == "competes")
+    ways = (order, newcomer == NEWCOMER["competes"])
     library().call("hash_place", *_index(index), *missing, *ways, *out)
     return Placed(*out)
 

@@ -5,7 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.simt.emulated import DTYPES, POOLINGS
+from emblib.ops.codes import POOLING
+from tests.simt.emulated import DTYPES
 from tests.simt.library import library
 
 
@@ -23,7 +24,7 @@ def quant_lookup(
     bags = offsets.numel() - 1
     batch = bags // max(features.size(0), 1)
     shape: tuple[int, ...] = (batch, columns)
-    if pooling == "none":
+    if pooling == POOLING["none"]:
         shape = (indices.numel(), columns)
     elif bag_layout is not None:
         shape = (columns,)
@@ -34,6 +35,6 @@ def quant_lookup(
         *("quant_lookup", values, scales, features, features.size(0)),
         *(indices, indices.dtype == torch.int64, offsets, offsets.dtype == torch.int64),
         *(indices.numel(), bags, bag_layout, max(batch, 1), columns),
-        *(POOLINGS[pooling], sample_weights, out, DTYPES[dtype], bits),
+        *(pooling, sample_weights, out, DTYPES[dtype], bits),
     )
     return out

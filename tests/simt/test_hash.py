@@ -8,6 +8,7 @@ import torch
 
 from emblib.dynamic_specs import DynamicSpec
 from emblib.ops import initial
+from emblib.ops.codes import HASH_ORDER
 from emblib.reference.hash import NEW, ORDERS, SLOTS, Entry, addresses
 from tests.hash_cases import BATCH_SIZES, EDGE_KEYS, Batch, Draws, Tables, Twin, unmix
 from tests.ops.test_initial import INITIALIZERS, SEED
@@ -122,7 +123,7 @@ def test_broken_segments() -> None:
     twin.train(Batch.of((0, range(60)), (1, range(30))))
     for starts, tables in (([7, -3, 2**40, 20], [1, -1, 5]), ([90, 80, 5], [0, 1])):
         keys = (torch.arange(50), torch.tensor(starts), torch.tensor(tables))
-        slots = OPS["use_"](twin.index, *keys, None, None, "lfu")
+        slots = OPS["use_"](twin.index, *keys, None, None, HASH_ORDER["lfu"])
         assert torch.equal(slots, OPS["find"](twin.index, *keys))
         assert int(slots.min()) >= -1
         assert int(slots.max()) < 3 * SLOTS

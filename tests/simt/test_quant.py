@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+from emblib.ops.codes import POOLING
 from emblib.ops.quant import row_bytes
 from emblib.reference import quant as reference
 from tests.quant_cases import expected, pack, tolerance
@@ -35,6 +36,6 @@ def test_lookup(case: Case, bits: int) -> None:
     packed = pack(data, bits)
     got = emulated_quant.quant_lookup(
         *(*packed, data.indices, data.repaired, data.bag_layout, data.sample_weights),
-        *(case.pooling.value, bits, data.columns, case.output),
+        *(POOLING[case.pooling.value], bits, data.columns, case.output),
     )
     assert_close(got.double(), expected(data, packed, bits), **tolerance(case))

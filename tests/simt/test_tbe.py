@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from emblib.ops.codes import BOUNDS_CHECK, OPTIMIZER, POOLING
 from emblib.reference import tbe as reference
 from emblib.specs import Pooling
 from tests.simt import emulated
@@ -35,7 +36,7 @@ def look_up(
 ) -> Tensor:
     return emulated.tbe_lookup(
         *(weights, features, data.indices, data.repaired, slots, data.bag_layout),
-        *(data.sample_weights, data.case.pooling.value, data.columns, data.case.output),
+        *(data.sample_weights, POOLING[data.case.pooling.value], data.columns, data.case.output),
     )
 
 
@@ -54,7 +55,7 @@ def test_rows_in_other_places_give_the_same_bits(case: Case) -> None:
     assert torch.equal(got, look_up(data, [data.weights], data.features, None))
     if case.pooling is Pooling.NONE:
         return
-    grad, rest = data.gradient(), (data.bag_layout, case.pooling.value)
+    grad, rest = data.gradient(), (data.bag_layout, POOLING[case.pooling.value])
     batch = (data.indices, data.repaired)
     got = emulated.tbe_sample_weight_grad(
         *(grad, there.weights, there.features, *batch, there.slots, *rest)
@@ -81,7 +82,7 @@ def test_cache_of_another_dtype(case: Case, cache_dtype: torch.dtype) -> None:
     grad = data.gradient()
     got = emulated.tbe_sample_weight_grad(
         *(grad, there.weights, there.features, data.indices, data.repaired),
-        *(there.slots, data.bag_layout, case.pooling.value),
+        *(there.slots, data.bag_layout, POOLING[case.pooling.value]),
     )
     assert_close(got, reference.sample_weight_grad(grad.double(), *given, case.pooling, extras))
 
@@ -90,13 +91,13 @@ def test_cache_of_another_dtype(case: Case, cache_dtype: torch.dtype) -> None:
 def test_offsets_nobody_repaired(case: Case) -> None:
     """Any answer, but no access outside the arrays (the sanitized run looks at that)."""
     data = Data(case)
-    pooling, scales = case.pooling.value, data.sample_weights
+    pooling, scales = POOLING[case.pooling.value], data.sample_weights
     given = ([data.weights], data.features, data.indices, data.offsets, None, None)
     out = emulated.tbe_lookup(*given, scales, pooling, data.columns, case.output)
     groups = emulated.tbe_group(data.features, data.indices, data.offsets, None, data.total_rows)
     hyper = torch.tensor(HYPER["sgd"], dtype=torch.float64)
     emulated.tbe_update_(
-        *([data.weights], [], hyper, "sgd", out, data.features),
+        *([data.weights], [], hyper, OPTIMIZER["sgd"], out, data.features),
         *(*groups, data.offsets, None, None, scales, pooling),
     )
 
@@ -147,8 +148,8 @@ def test_update(case: Case, optimizer: str) -> None:
     )
     weights, before = data.weights.clone(), data.weights.clone()
     emulated.tbe_update_(
-        *([weights], states, hyper, optimizer, grad, data.features, *_groups(data)),
-        *(data.repaired, None, data.bag_layout, data.sample_weights, case.pooling.value),
+        *([weights], states, hyper, OPTIMIZER[optimizer], grad, data.features, *_groups(data)),
+        *(data.repaired, None, data.bag_layout, data.sample_weights, POOLING[case.pooling.value]),
     )
     assert_close(weights, want)
     for got, expected in zip(states, want_states, strict=True):
@@ -165,7 +166,7 @@ def test_row_grads(case: Case) -> None:
     grad, groups = data.gradient(), _groups(Data(case))
     got = emulated.tbe_row_grads(
         *(grad, data.features, *groups),
-        *(data.repaired, data.bag_layout, data.sample_weights, case.pooling.value, dim),
+        *(data.repaired, data.bag_layout, data.sample_weights, POOLING[case.pooling.value], dim),
     )
     rows, count = groups[0], groups[-1].item()
     dense = data.weight_grad(grad).view(-1, dim)
@@ -183,7 +184,7 @@ def test_sample_weight_grad(case: Case) -> None:
         want = reference.sample_weight_grad(grad.double(), *given, case.pooling, data.extras)
     batch = (data.indices, data.repaired, None, data.bag_layout)
     got = emulated.tbe_sample_weight_grad(
-        *(grad, [data.weights], data.features, *batch, case.pooling.value)
+        *(grad, [data.weights], data.features, *batch, POOLING[case.pooling.value])
     )
     assert_close(got, want)
 
@@ -192,7 +193,7 @@ def test_sample_weight_grad(case: Case) -> None:
 def test_bounds_check(case: Case) -> None:
     data = Data(case)
     given = (data.indices, data.offsets, data.features, data.bag_layout)
-    repaired, violations = emulated.bounds_check(*given, "warning")
+    repaired, violations = emulated.bounds_check(*given, BOUNDS_CHECK["warning"])
     want = reference.repair_offsets(data.offsets, data.indices.numel())
     assert torch.equal(repaired.long(), want)
     assert violations[1] == (want != data.offsets).sum()
@@ -206,11 +207,17 @@ def test_bounds_check(case: Case) -> None:
     assert violations[0] == bad.sum()
     if violations[1] > 0:
         with pytest.raises(RuntimeError, match="bounds_check: offsets must start at 0 or above"):
-            emulated.bounds_check(*given, "fatal")
+            emulated.bounds_check(*given, BOUNDS_CHECK["fatal"])
     if violations[0] > 0:
         with pytest.raises(RuntimeError, match="bounds_check: indices must be in"):
             emulated.bounds_check(
-                *(data.indices, data.repaired, data.features, data.bag_layout, "fatal")
+                *(
+                    data.indices,
+                    data.repaired,
+                    data.features,
+                    data.bag_layout,
+                    BOUNDS_CHECK["fatal"],
+                )
             )
 
 
@@ -220,7 +227,9 @@ def test_bounds_check_many_bags() -> None:
     indices = torch.randint(0, 10, (9000,))
     offsets = torch.randint(-50, 9100, (5001,))
     offsets[:3000] //= 8
-    repaired, violations = emulated.bounds_check(indices, offsets, features, None, "ignore")
+    repaired, violations = emulated.bounds_check(
+        indices, offsets, features, None, BOUNDS_CHECK["ignore"]
+    )
     want = reference.repair_offsets(offsets, 9000)
     assert torch.equal(repaired.long(), want)
     assert violations.tolist() == [0, (want != offsets).sum()]
@@ -244,8 +253,8 @@ def test_hot_row_of_many_chunks_is_deterministic() -> None:
         weights = torch.zeros(6 * 24)
         groups = emulated.tbe_group(features, indices, offsets, None, 6)
         emulated.tbe_update_(
-            *([weights], [], hyper, "sgd", grad, features, *groups),
-            *(offsets, None, None, None, "sum"),
+            *([weights], [], hyper, OPTIMIZER["sgd"], grad, features, *groups),
+            *(offsets, None, None, None, POOLING["sum"]),
         )
         results.append(weights[:24].clone())
         want = -0.1 * 7500 * grad.double().sum(0)

@@ -9,12 +9,12 @@
 namespace emb::cuda {
 namespace {
 
-// optimizer name or null, hyper; then for each tier: weights, dtype, elements, element states (2)
-// each with its dtype, row states (3), rows
+// number of the optimizer or -1, hyper; then for each tier: weights, dtype, elements, element
+// states (2) each with its dtype, row states (3), rows
 RowStepArgs read_step(Words* words) {
   RowStepArgs step;
-  const char* name = words->pointer<const char>();
-  if (name != nullptr && !find_rule(name, &step)) throw std::runtime_error("no such optimizer");
+  const auto rule = static_cast<int>(words->number());
+  if (rule != kNoRule && !find_rule(rule, &step)) throw std::runtime_error("no such optimizer");
   step.hyper = words->pointer<const double>();
   for (TierRows& tier : step.tiers) {
     tier.weights = words->pointer<void>();

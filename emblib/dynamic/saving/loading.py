@@ -12,6 +12,7 @@ from emblib.dynamic.saving import entries as of_entries
 from emblib.dynamic.saving.dump_tables import rows_at_a_time
 from emblib.dynamic.saving.dumps import Progress, Report
 from emblib.dynamic.saving.entries import WEIGHT, Chosen, Entries
+from emblib.ops import codes
 from emblib.ops import hash as hash_ops
 from emblib.ops.hash import SCORED, TABLE_FIELDS, Keys
 
@@ -198,7 +199,7 @@ def _place_some(index: HashIndex, table: int, keys: Tensor, order: str) -> tuple
     placed = hash_ops.Placed(
         *hash_ops.hash_place_(
             *(index.tensors(), keys, first, torch.ones_like(first), ends, None, given),
-            *(order, "wins"),
+            *(codes.HASH_ORDER[order], codes.NEWCOMER["wins"]),
         )
     )
     return placed.slots.cpu(), int((placed.status == hash_ops.EVICTING).sum())

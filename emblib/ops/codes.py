@@ -1,0 +1,32 @@
+"""The numbers by which native ops know a choice.
+
+Ops take a choice as a small integer: the conversion of a string argument in torch's stable headers
+leaks a copy of it at every call. The same numbers are in csrc/core/codes.h and, for optimizers, in
+csrc/optim/optimizers.h; tests/test_schema.py compares the two.
+"""
+
+
+def _number(*names: str) -> dict[str, int]:
+    return {name: code for code, name in enumerate(names)}
+
+
+POOLING = _number("sum", "mean", "none")
+BOUNDS_CHECK = _number("fatal", "warning", "ignore")
+CACHE_POLICY = _number("lru", "lfu")
+HASH_ORDER = _number("none", "lru", "lfu", "lru_lfu", "assigned")
+NEWCOMER = _number("wins", "competes")
+OPTIMIZER = _number(
+    "sgd",
+    "adagrad",
+    "rowwise_adagrad",
+    "ensemble_rowwise_adagrad",
+    "rowwise_adagrad_max_norm",
+    "rowwise_adagrad_global_decay",
+    "rowwise_adagrad_cowclip",
+    "rowwise_adagrad_counter",
+    "adam",
+    "partial_rowwise_adam",
+    "lamb",
+    "partial_rowwise_lamb",
+    "lars",
+)

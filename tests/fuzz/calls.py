@@ -1,0 +1,474 @@
+"""A valid call of every native op, drawn at random, and what the references say it must do.
+
+Used by the leak budget, which repeats the calls, and by the fuzzer, which breaks them. The inputs
+are small: they are drawn by the thousand.
+"""
+
+import math
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from emblib.ops.codes import (
+    BOUNDS_CHECK,
+    OPTIMIZER,
+    POOLING,
+)
+from emblib.reference import quant, route, tbe, tt
+from emblib.reference import random as counters
+from emblib.specs import Pooling
+from tests import quant_cases, route_cases
+from tests.fuzz.call import FLOATS, INTS, Arguments, Call, close, drawn_seed, same
+from tests.fuzz.state_calls import STATE_CALLS
+from tests.optimizer_cases import CASES as OPTIMIZER_CASES
+from tests.simt.cases import Case, Data
+from tests.update_problem import Problem
+
+_ops = torch.ops.emblib
+
+
+def _sizes(draw: random.Random, count: int, most: int) -> list[int]:
+    return [draw.choice([0, 1, draw.randint(0, most)]) for _ in range(count)]
+
+
+# Grouping
+
+
+def _group(draw: random.Random) -> Call:
+    torch.manual_seed(drawn_seed(draw))
+    num_keys = draw.choice([1, 5, 300, 70_000, 2**33])
+    dtype = draw.choice(INTS)
+    length = draw.choice([0, 1, 7, 200, 3000])
+    keys = torch.randint(-2, min(num_keys + 2, 2**31 - 1), (length,)).to(dtype)
+
+    def check(_: Arguments, got: Any) -> None:
+        valid = (keys >= 0) & (keys.long() < num_keys)
+        unique, counts = keys[valid].unique(return_counts=True)
+        same(got[0][: unique.numel()], unique)
+        same(got[1][: unique.numel() + 1], torch.cat([counts.new_zeros(1), counts.cumsum(0)]))
+        order = torch.where(valid, keys.long(), 2**40).argsort(stable=True)
+        same(got[2], order)
+        same(got[3], torch.tensor([unique.numel()]))
+
+    return Call("group", (keys, num_keys), check)
+
+
+def _group_inverse(draw: random.Random) -> Call:
+    keys, num_keys = _group(draw).arguments
+    unique, segments, permutation, count = _ops.group(keys, num_keys)
+
+    def check(_: Arguments, got: Any) -> None:
+        valid = (keys >= 0) & (keys.long() < num_keys)
+        same(got >= 0, valid)
+        same(unique[got[valid].long()], keys[valid])
+
+    return Call("group_inverse", (segments, permutation, count), check)
+
+
+# Table-batched embeddings
+
+
+def _data(draw: random.Random, pooling: Pooling | None = None) -> Data:
+    """A batch; sizes and dtypes are drawn."""
+    tables = draw.randint(1, 3)
+    pooling = pooling or draw.choice(list(Pooling))
+    dims = [draw.choice([1, 3, 4, 8, 20, 33]) for _ in range(tables)]
+    variable = draw.random() < 0.3
+    case = Case(
+        "drawn",
+        rows=tuple(draw.choice([1, 2, 50]) for _ in range(tables)),
+        dims=tuple(dims[:1] * tables if pooling is Pooling.NONE else dims),
+        tables=tuple(draw.randrange(tables) for _ in range(draw.randint(1, 4))),
+        batch=draw.choice([0, 1, 5, 30]),
+        lengths=draw.choice(["mixed", "few", "one", "none", "hot"]),
+        broken=draw.random() < 0.3,
+        weighted=pooling is not Pooling.NONE and draw.random() < 0.5,
+        pooling=pooling,
+        index=draw.choice(INTS),
+        offset=draw.choice(INTS),
+        weight=draw.choice(FLOATS),
+        output=draw.choice(FLOATS),
+        seed=drawn_seed(draw),
+    )
+    if variable:
+        sizes = tuple(draw.choice([0, 1, 7]) for _ in case.tables)
+        case = replace(case, sizes=sizes)
+    return Data(case)
+
+
+def _one_dim(data: Data) -> Data:
+    dims = data.case.dims[:1] * len(data.case.dims)
+    return Data(replace(data.case, dims=dims))
+
+
+def _bounds_check(draw: random.Random) -> Call:
+    data = _data(draw)
+    mode = BOUNDS_CHECK[draw.choice(["warning", "ignore"])]
+
+    def check(_: Arguments, got: Any) -> None:
+        same(got[0], tbe.repair_offsets(data.offsets, data.indices.numel()))
+
+    call = (data.indices, data.offsets, data.features, data.bag_layout, mode)
+    return Call("bounds_check", call, check)
+
+
+def _tbe_lookup(draw: random.Random) -> Call:
+    data = _data(draw)
+    pooling = POOLING[data.case.pooling.value]
+    tiers, batch = [data.weights], (data.indices, data.repaired, None, data.bag_layout)
+    rest = (data.sample_weights, pooling, data.columns, data.case.output)
+
+    def check(_: Arguments, got: Any) -> None:
+        close(got, data.lookup(data.weights.double(), data.sample_weights))
+
+    return Call("tbe_lookup", (tiers, data.features, *batch, *rest), check)
+
+
+def _tbe_group(draw: random.Random) -> Call:
+    data = _data(draw)
+
+    def check(_: Arguments, got: Any) -> None:
+        want = tbe.group(data.features, data.indices, data.repaired, data.bag_layout)
+        unique, grouped = want.rows.numel(), want.lookups.numel()
+        same(got[4], torch.tensor([unique]))
+        same(got[0][:unique], want.rows)
+        same(got[1][: unique + 1], want.segments)
+        same(got[2][:grouped], want.lookups)
+        same(got[3][:grouped], want.bags)
+
+    return Call("tbe_group", (data.features, *data.batch, data.total_rows), check)
+
+
+def _groups(data: Data) -> tuple[Tensor, ...]:
+    return _ops.tbe_group(data.features, *data.batch, data.total_rows)
+
+
+def _tbe_row_grads(draw: random.Random) -> Call:
+    data = _one_dim(_data(draw))
+    grad, groups, dim = data.gradient(), _groups(data), data.case.dims[0]
+    pooling = POOLING[data.case.pooling.value]
+    bags = (data.repaired, data.bag_layout, data.sample_weights)
+
+    def check(_: Arguments, got: Any) -> None:
+        rows = groups[0][: int(groups[4])]
+        close(got[: rows.numel()], data.weight_grad(grad).view(-1, dim)[rows])
+
+    return Call("tbe_row_grads", (grad, data.features, *groups, *bags, pooling, dim), check)
+
+
+def _tbe_update(draw: random.Random) -> Call:
+    tables = draw.randint(1, 3)
+    cached = tuple(draw.random() < 0.4 for _ in range(tables))
+    problem = Problem(
+        OPTIMIZER_CASES[draw.choice(list(OPTIMIZER_CASES))],
+        rows=tuple(draw.choice([1, 2, 40]) for _ in range(tables)),
+        dims=tuple(draw.choice([1, 3, 8, 20]) for _ in range(tables)),
+        tiers=tuple(draw.randrange(3) for _ in range(tables)),
+        cached=cached,
+        features_of=tuple(draw.randrange(tables) for _ in range(draw.randint(1, 4))),
+        batch=draw.choice([1, 6]),
+        longest=draw.choice([0, 5]),
+        layout=draw.random() < 0.3,
+        seed=drawn_seed(draw),
+    )
+    weights = [tensor.clone() for tensor in problem.weights]
+    states = [tensor.clone() for tensor in problem.states]
+
+    def check(arguments: Arguments, _: Any) -> None:
+        for got, want in zip([*arguments[0], *arguments[1]], problem.expected(), strict=True):
+            close(got, want)
+
+    return Call("tbe_update_", problem.arguments(weights, states), check)
+
+
+def _tbe_sample_weight_grad(draw: random.Random) -> Call:
+    data = _data(draw, draw.choice([Pooling.SUM, Pooling.MEAN]))
+    grad, batch = data.gradient(), (data.indices, data.repaired, None, data.bag_layout)
+
+    def check(_: Arguments, got: Any) -> None:
+        given = (data.weights.double(), data.features, data.indices, data.offsets)
+        want = tbe.sample_weight_grad(grad.double(), *given, data.case.pooling, data.extras)
+        close(got / 20, want / 20)
+
+    call = (grad, [data.weights], data.features, *batch, POOLING[data.case.pooling.value])
+    return Call("tbe_sample_weight_grad", call, check)
+
+
+# Tensor-train tables
+
+
+@dataclass
+class _Train:
+    """Cores and a batch on its way through the ops."""
+
+    cores: list[Tensor]
+    p: list[int]
+    q: list[int]
+    keys: Tensor
+    count: Tensor
+    kept: int
+    indices: Tensor
+
+    @property
+    def plan(self) -> list[Tensor]:
+        return _ops.tt_plan(self.keys, self.count, self.p)
+
+    @property
+    def ids(self) -> Tensor:
+        """The distinct rows."""
+        return tt.ids_of_keys(self.keys[: int(self.count)], self.p)
+
+
+def _train(draw: random.Random) -> _Train:
+    torch.manual_seed(drawn_seed(draw))
+    size = draw.choice([2, 3, 4])
+    p, q = ([draw.randint(1, most) for _ in range(size)] for most in (6, 4))
+    ranks = [1, *(draw.randint(1, 5) for _ in range(size - 1)), 1]
+    cores = [torch.randn(p[k], ranks[k] * q[k] * ranks[k + 1]) for k in range(size)]
+    rows = math.prod(p)
+    indices = torch.randint(0, rows, (draw.choice([0, 1, 40]),)).to(draw.choice(INTS))
+    keys, _, _, count = _ops.group(_ops.tt_keys(indices, rows, p), rows)
+    kept = draw.choice([0, 3]) if size > 2 else 0
+    return _Train(cores, p, q, keys.long(), count, kept, indices)
+
+
+def _tt_keys(draw: random.Random) -> Call:
+    case = _train(draw)
+    rows = draw.randint(1, math.prod(case.p))
+
+    def check(_: Arguments, got: Any) -> None:
+        same(got, tt.keys(case.indices, rows, case.p))
+
+    return Call("tt_keys", (case.indices, rows, case.p), check)
+
+
+def _tt_plan(draw: random.Random) -> Call:
+    case = _train(draw)
+
+    def check(_: Arguments, got: Any) -> None:
+        rows, _ = _ops.tt_rows(case.cores, got, case.p, case.q, 0)
+        close(rows[: int(case.count)], tt.rows(case.cores, case.ids, case.p, case.q))
+
+    return Call("tt_plan", (case.keys, case.count, case.p), check)
+
+
+def _tt_rows(draw: random.Random) -> Call:
+    case = _train(draw)
+
+    def check(_: Arguments, got: Any) -> None:
+        close(got[0][: int(case.count)], tt.rows(case.cores, case.ids, case.p, case.q))
+
+    return Call("tt_rows", (case.cores, case.plan, case.p, case.q, case.kept), check)
+
+
+def _tt_core_grads(draw: random.Random) -> Call:
+    case = _train(draw)
+    grads = torch.randn(case.keys.numel(), math.prod(case.q))
+    _, prefixes = _ops.tt_rows(case.cores, case.plan, case.p, case.q, case.kept)
+
+    def check(_: Arguments, got: Any) -> None:
+        given = (case.ids, grads[: int(case.count)], case.p, case.q)
+        for core, want in zip(got, tt.core_grads(case.cores, *given), strict=True):
+            close(core / 20, want / 20)
+
+    call = (case.cores, case.plan, prefixes, grads, case.p, case.q)
+    return Call("tt_core_grads", call, check)
+
+
+def _update_rows(draw: random.Random) -> Call:
+    torch.manual_seed(drawn_seed(draw))
+    optimizer = OPTIMIZER_CASES[draw.choice(list(OPTIMIZER_CASES))]
+    rows, width = draw.choice([0, 1, 7]), draw.choice([1, 4, 9])
+    hyper = optimizer.hyper()
+    hyper[1] = 3.0
+    weights, grads = torch.randn(rows, width), torch.randn(rows, width)
+    grads[::3] = 0.0
+    states = [
+        torch.rand(rows) if state.per_row else torch.rand(rows, width) for state in optimizer.states
+    ]
+    want = [weights.double(), *(state.double() for state in states)]
+
+    def check(arguments: Arguments, _: Any) -> None:
+        tt.update_rows_(want[0], want[1:], hyper, optimizer.name, grads.double())
+        for got, tensor in zip([arguments[0], *arguments[1]], want, strict=True):
+            close(got, tensor)
+
+    return Call("update_rows_", (weights, states, hyper, OPTIMIZER[optimizer.name], grads), check)
+
+
+# Routing
+
+
+def _gather_segments(draw: random.Random) -> Call:
+    torch.manual_seed(drawn_seed(draw))
+    starts = torch.tensor([0, *_sizes(draw, draw.randint(0, 5), 9)]).cumsum(0)
+    values = torch.randn(int(starts[-1]), *draw.choice([(), (1,), (3,), (0,)]))
+    segments = starts.numel() - 1
+    order = torch.randint(0, max(segments, 1), (draw.choice([0, 4]) if segments else 0,))
+    total = int((starts[1:] - starts[:-1])[order].sum())
+
+    def check(_: Arguments, got: Any) -> None:
+        same(got, route.gather_segments(values, starts, order, total))
+
+    starts = starts.to(draw.choice(INTS))
+    return Call("gather_segments", (values, starts, order, total), check)
+
+
+def _routed(draw: random.Random) -> route_cases.Problem:
+    name = draw.choice(["plain", "int32", "broken ids", "by key", "empty tables", "no bags"])
+    return route_cases.make(replace(route_cases.CASES[name], seed=drawn_seed(draw)))
+
+
+def _route_lengths(draw: random.Random) -> Call:
+    problem = _routed(draw)
+    given = (problem.ids, problem.offsets, *problem.routing)
+
+    def check(_: Arguments, got: Any) -> None:
+        same(got, route.route_lengths(*given))
+
+    return Call("route_lengths", (*given, int(problem.routing.units[-1])), check)
+
+
+def _route_ids(draw: random.Random) -> Call:
+    problem = _routed(draw)
+    starts = problem.starts
+    weights = problem.weights if draw.random() < 0.5 else None
+    given = (problem.ids, problem.offsets, *problem.routing)
+
+    def check(_: Arguments, got: Any) -> None:
+        ids, at, *_ = route.route_ids(*given, weights=None)
+        same(got[0], ids)
+        same(got[1], at)
+        if weights is not None:
+            same(got[2], weights[at])
+
+    return Call("route_ids", (*given, starts, int(starts[-1]), weights), check)
+
+
+def _pieces(draw: random.Random) -> tuple[route_cases.Pieces, Tensor | None]:
+    name = draw.choice(["sums", "copies", "means", "gaps", "own numbers of rows", "no columns"])
+    problem = route_cases.make_pieces(
+        replace(route_cases.COMBININGS[name], seed=drawn_seed(draw)), draw.choice(FLOATS)
+    )
+    return route_cases.some_rows(problem) if draw.random() < 0.5 else (problem, None)
+
+
+def _combine(draw: random.Random) -> Call:
+    (source, targets, pieces, lengths, numel), rows = _pieces(draw)
+    dtype, scale = draw.choice(FLOATS), draw.choice([1.0, 0.5])
+
+    def check(_: Arguments, got: Any) -> None:
+        close(got, route.combine(source, targets, pieces, lengths, numel, dtype, rows, scale))
+
+    return Call("combine", (source, targets, pieces, rows, lengths, numel, dtype, scale), check)
+
+
+def _spread(draw: random.Random) -> Call:
+    (source, targets, pieces, lengths, numel), rows = _pieces(draw)
+    dtype, grad, size = draw.choice(FLOATS), torch.randn(numel), source.numel()
+
+    def check(_: Arguments, got: Any) -> None:
+        close(got, route.spread(grad, targets, pieces, lengths, size, dtype, rows, 2.0))
+
+    return Call("spread", (grad, targets, pieces, rows, lengths, size, dtype, 2.0), check)
+
+
+# Quantised tables, memory, signals, random numbers
+
+
+def _quantize_rows(draw: random.Random) -> Call:
+    torch.manual_seed(drawn_seed(draw))
+    bits, rows, dim = draw.choice([4, 8]), draw.choice([0, 1, 9]), draw.choice([1, 5, 40])
+    weights = torch.randn(rows, dim).to(draw.choice(FLOATS))
+    values = torch.zeros(rows, -(-dim * bits // 8), dtype=torch.uint8)
+
+    def check(arguments: Arguments, _: Any) -> None:
+        want = quant.quantize_rows(weights, bits)
+        same(arguments[0], want[0])
+        close(arguments[1], want[1])
+
+    return Call("quantize_rows_", (values, torch.zeros(rows, 2), weights, bits), check)
+
+
+def _quant_lookup(draw: random.Random) -> Call:
+    data, bits = _data(draw), draw.choice([4, 8])
+    packed = quant_cases.pack(data, bits)
+    batch = (data.indices, data.repaired, data.bag_layout, data.sample_weights)
+    rest = (POOLING[data.case.pooling.value], bits, data.columns, data.case.output)
+
+    def check(_: Arguments, got: Any) -> None:
+        close(got, quant_cases.expected(data, packed, bits))
+
+    return Call("quant_lookup", (*packed, *batch, *rest), check)
+
+
+def _advise_huge_pages(draw: random.Random) -> Call:
+    tensor = torch.arange(draw.choice([0, 1, 3_000_000]))
+
+    def check(arguments: Arguments, _: Any) -> None:
+        assert torch.equal(arguments[0], torch.arange(tensor.numel()))
+
+    return Call("advise_huge_pages_", (tensor,), check)
+
+
+def _signal_set(draw: random.Random) -> Call:
+    words, at, value = torch.zeros(4, dtype=torch.int64), draw.randrange(4), draw.randint(0, 2**40)
+
+    def check(arguments: Arguments, _: Any) -> None:
+        assert arguments[0].tolist() == [value if k == at else 0 for k in range(4)]
+
+    return Call("signal_set_", (words, at, value), check)
+
+
+def _signal_wait(draw: random.Random) -> Call:
+    at = draw.randrange(4)
+
+    def check(_: Arguments, got: Any) -> None:
+        assert got == at + 7
+
+    return Call("signal_wait", (torch.arange(7, 11), at, draw.randint(0, at + 7), 0.0), check)
+
+
+def _fill_uniform(draw: random.Random) -> Call:
+    tensor, seed = (
+        torch.zeros(draw.choice([0, 1, 5, 300]), dtype=draw.choice(FLOATS)),
+        drawn_seed(draw),
+    )
+
+    def check(arguments: Arguments, _: Any) -> None:
+        close(arguments[0], counters.uniform(tensor.numel(), -1.0, 2.0, seed))
+
+    return Call("fill_uniform_", (tensor, -1.0, 2.0, seed), check)
+
+
+CALLS: dict[str, Callable[[random.Random], Call]] = {
+    **STATE_CALLS,
+    "group": _group,
+    "group_inverse": _group_inverse,
+    "bounds_check": _bounds_check,
+    "tbe_lookup": _tbe_lookup,
+    "tbe_group": _tbe_group,
+    "tbe_row_grads": _tbe_row_grads,
+    "tbe_update_": _tbe_update,
+    "tbe_sample_weight_grad": _tbe_sample_weight_grad,
+    "tt_keys": _tt_keys,
+    "tt_plan": _tt_plan,
+    "tt_rows": _tt_rows,
+    "tt_core_grads": _tt_core_grads,
+    "gather_segments": _gather_segments,
+    "route_lengths": _route_lengths,
+    "route_ids": _route_ids,
+    "combine": _combine,
+    "spread": _spread,
+    "quantize_rows_": _quantize_rows,
+    "quant_lookup": _quant_lookup,
+    "update_rows_": _update_rows,
+    "advise_huge_pages_": _advise_huge_pages,
+    "signal_set_": _signal_set,
+    "signal_wait": _signal_wait,
+    "fill_uniform_": _fill_uniform,
+}

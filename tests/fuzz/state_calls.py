@@ -1,0 +1,315 @@
+"""Calls of the ops of the cache and of dynamic tables, see `tests.fuzz.calls`."""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from emblib.dynamic_specs import DynamicSpec, Normal, Uniform
+from emblib.ops.codes import CACHE_POLICY, HASH_ORDER, NEWCOMER
+from emblib.ops.initial import rule_of
+from emblib.reference import initial
+from emblib.reference.cache import CacheModel, flush, move
+from emblib.reference.hash import HashModel
+from tests import cache_cases, hash_cases
+from tests.fuzz.call import FLOATS, Arguments, Call, close, drawn_seed, same
+
+_ops = torch.ops.emblib
+
+
+# The cache
+
+
+def _cache(draw: random.Random) -> tuple[cache_cases.Twin, cache_cases.Groups, Tensor]:
+    """A cache after some batches, and the next batch."""
+    trace = cache_cases.Trace(
+        ((90, 5), (60, 3)),
+        draw.choice([1, 2, 3]),
+        draw.choice(["lru", "lfu"]),
+        draw.randint(1, 4),
+        draw.choice([1, 60, 200]),
+        seed=drawn_seed(draw),
+    )
+    twin = cache_cases.Twin(trace, _ops.cache_plan_)
+    *before, last = trace.lookup_batches()
+    for lookups in before:
+        twin.plan(lookups, cache_cases.group(lookups))
+    return twin, cache_cases.group(last), last
+
+
+def _cache_plan(draw: random.Random) -> Call:
+    twin, (rows, segments, _, count), lookups = _cache(draw)
+    counts = None if twin.counts is None else twin.counts.clone()
+    state = (twin.tags.clone(), twin.stamps.clone(), counts, twin.counters.clone())
+    clock = torch.tensor([twin.now + 1, twin.now + 1])
+    policy = CACHE_POLICY[twin.trace.policy]
+
+    def check(arguments: Arguments, got: Any) -> None:
+        twin.tags, twin.stamps, twin.counts, twin.counters = arguments[:4]
+        plan = twin.model.plan(lookups.tolist(), twin.now + 1, twin.now + 1)
+        twin._compare_plan(plan, (rows, segments, lookups, count), *got)
+        twin.compare()
+
+    return Call("cache_plan_", (*state, clock, twin.tables, rows, segments, count, policy), check)
+
+
+def _located(model: CacheModel, rows: list[int]) -> list[int]:
+    found = [model.locate(row) if row >= cache_cases.UNCACHED else None for row in rows]
+    return [-1 if slot is None else slot for slot in found]
+
+
+def _cache_locate(draw: random.Random) -> Call:
+    twin, (rows, _, _, count), _ = _cache(draw)
+
+    def check(_: Arguments, got: Any) -> None:
+        unique = int(count)
+        assert got[:unique].tolist() == _located(twin.model, rows[:unique].tolist())
+        assert (got[unique:] == -1).all()
+
+    return Call("cache_locate", (twin.tags, twin.tables, rows, count), check)
+
+
+def _cache_lookup_slots(draw: random.Random) -> Call:
+    twin, (rows, segments, order, count), lookups = _cache(draw)
+    row_slots = _ops.cache_locate(twin.tags, twin.tables, rows, count)
+
+    def check(_: Arguments, got: Any) -> None:
+        assert got.tolist() == _located(twin.model, lookups.tolist())
+
+    return Call("cache_lookup_slots", (row_slots, segments, order, count), check)
+
+
+def _store(draw: random.Random, twin: cache_cases.Twin) -> cache_cases.Store:
+    return cache_cases.Store.make(
+        twin, draw.choice(FLOATS), draw.choice(FLOATS), draw.choice(FLOATS)
+    )
+
+
+def _same_store(arguments: Arguments, want: cache_cases.Store) -> None:
+    for got, tensor in zip(
+        [*arguments[0], *arguments[1]], [*want.weights, *want.states], strict=True
+    ):
+        assert torch.equal(got, tensor)
+
+
+def _cache_move(draw: random.Random) -> Call:
+    twin, groups, lookups = _cache(draw)
+    plan, row_slots, evicted = twin.plan(lookups, groups)
+    store = _store(draw, twin)
+    want = store.clone()
+
+    def check(arguments: Arguments, _: Any) -> None:
+        move(want.memory, plan)
+        _same_store(arguments, want)
+
+    call = (store.weights, store.states, cache_cases.HYPER, twin.tables, groups[0], groups[3])
+    return Call("cache_move_", (*call, row_slots, evicted), check)
+
+
+def _cache_flush(draw: random.Random) -> Call:
+    twin, groups, lookups = _cache(draw)
+    twin.plan(lookups, groups)
+    store = _store(draw, twin)
+    want = store.clone()
+
+    def check(arguments: Arguments, _: Any) -> None:
+        flush(want.memory, twin.model)
+        _same_store(arguments, want)
+
+    call = (store.weights, store.states, cache_cases.HYPER, twin.tables, twin.tags)
+    return Call("cache_flush_", call, check)
+
+
+# Dynamic tables
+
+
+@dataclass
+class _Hash:
+    """Tables with some keys in them, the next batch, and the model of the same."""
+
+    tables: hash_cases.Tables
+    index: list[Tensor]
+    batch: hash_cases.Batch
+    draws: hash_cases.Draws
+    slots: Tensor
+    missing: tuple[Tensor, ...]
+
+    @property
+    def model(self) -> HashModel:
+        index = [tensor.clone() for tensor in self.index]
+        return HashModel.of(index, self.tables.order, self.tables.newcomer)
+
+    @property
+    def given(self) -> list[int]:
+        return self.batch.scores(len(self.tables.sizes))
+
+
+def _hash(draw: random.Random) -> _Hash:
+    order = draw.choice(list(HASH_ORDER))
+    sizes = ((1, 3, 819), (2, 2, 1024)) if draw.random() < 0.7 else ((1, 7, 700),)
+    tables = hash_cases.Tables(sizes, order, draw.choice(list(NEWCOMER)))
+    twin = hash_cases.Twin(tables, _HASH_OPS, drawn_seed(draw))
+    draws = hash_cases.Draws(len(sizes), most=draw.choice([5, 80]), seed=drawn_seed(draw))
+    for _ in range(draw.randint(0, 3)):
+        twin.train(draws.batch(), None)
+    batch = draws.batch()
+    slots = _ops.hash_find(twin.index, *batch.keys)
+    missing = _ops.hash_misses(*batch.keys, slots, batch.counts, len(sizes))
+    return _Hash(tables, twin.index, batch, draws, slots, missing)
+
+
+_HASH_OPS: dict[str, Callable[..., Any]] = {
+    name: getattr(_ops, f"hash_{name}").default for name in hash_cases.OPS
+}
+
+
+def _same_index(got: Sequence[Tensor], model: HashModel) -> None:
+    tags, entries, *rest = model.index()
+    assert torch.equal(got[0], tags)
+    assert torch.equal(got[1][tags != 0], entries[tags != 0])
+    for mine, theirs in zip(got[2:], rest, strict=True):
+        same(mine, theirs)
+
+
+def _hash_find(draw: random.Random) -> Call:
+    case = _hash(draw)
+
+    def check(_: Arguments, got: Any) -> None:
+        assert got.tolist() == case.model.find(case.batch.positions)
+
+    return Call("hash_find", (case.index, *case.batch.keys), check)
+
+
+def _hash_use(draw: random.Random) -> Call:
+    case = _hash(draw)
+    model, batch = case.model, case.batch
+
+    def check(arguments: Arguments, got: Any) -> None:
+        assert got.tolist() == model.use(batch.positions, batch.uses, case.given)
+        _same_index(arguments[0], model)
+
+    call = (case.index, *batch.keys, batch.counts, batch.given, HASH_ORDER[case.tables.order])
+    return Call("hash_use_", call, check)
+
+
+def _hash_misses(draw: random.Random) -> Call:
+    case = _hash(draw)
+    twin = hash_cases.Twin(case.tables, {})
+
+    def check(_: Arguments, got: Any) -> None:
+        batch = case.batch
+        twin._compare_misses(
+            got, case.model.misses(batch.positions, case.slots.tolist(), batch.uses)
+        )
+
+    call = (*case.batch.keys, case.slots, case.batch.counts, len(case.tables.sizes))
+    return Call("hash_misses", call, check)
+
+
+def _admitted(case: _Hash, misses: list[list[Any]]) -> Tensor | None:
+    admitted = case.draws.admitted(case.batch.ids.numel())
+    flat = [miss for missing in misses for miss in missing]
+    for miss, into in zip(flat, [] if admitted is None else admitted.tolist(), strict=False):
+        miss.admitted = into
+    return admitted
+
+
+def _hash_grow(draw: random.Random) -> Call:
+    case = _hash(draw)
+    model, batch, rows = case.model, case.batch, hash_cases.Rows(case.tables)
+    misses = model.misses(batch.positions, case.slots.tolist(), batch.uses)
+    admitted = _admitted(case, misses)
+    before = list(zip(batch.positions, case.slots.tolist(), strict=True))
+
+    def check(arguments: Arguments, _: Any) -> None:
+        moved = model.grow(misses)
+        assert arguments[6].tolist() == [moved[t].get(slot, slot) for (t, _), slot in before]
+        _same_index(arguments[0], model)
+
+    ends = case.missing[3]
+    call = (case.index, rows.planes, rows.layout, *batch.keys, case.slots.clone(), ends, admitted)
+    return Call("hash_grow_", call, check)
+
+
+def _hash_place(draw: random.Random) -> Call:
+    case = _hash(draw)
+    model, batch, (first, _, totals, ends) = case.model, case.batch, case.missing
+    misses = model.misses(batch.positions, case.slots.tolist(), batch.uses)
+    admitted = _admitted(case, misses)
+    twin = hash_cases.Twin(case.tables, {})
+
+    def check(arguments: Arguments, got: Any) -> None:
+        model.place(misses, case.given)
+        twin._compare_placed(got, misses)
+        _same_index(arguments[0], model)
+
+    codes = (HASH_ORDER[case.tables.order], NEWCOMER[case.tables.newcomer])
+    call = (case.index, batch.ids, first, totals, ends, admitted, batch.given, *codes)
+    return Call("hash_place_", call, check)
+
+
+def _hash_erase(draw: random.Random) -> Call:
+    case = _hash(draw)
+    model = case.model
+
+    def check(arguments: Arguments, got: Any) -> None:
+        assert got.tolist() == model.erase(case.batch.positions)
+        _same_index(arguments[0], model)
+
+    return Call("hash_erase_", (case.index, *case.batch.keys), check)
+
+
+def _hash_expire(draw: random.Random) -> Call:
+    case = _hash(draw)
+    model, t = case.model, draw.randrange(len(case.tables.sizes))
+    first = draw.randint(0, model.tables[t].buckets)
+    window = (first, draw.randint(0, model.tables[t].buckets - first))
+    before = draw.randint(0, 5)
+
+    def check(arguments: Arguments, got: Any) -> None:
+        freed = model.expire(t, window, before)
+        assert got.nonzero().flatten().tolist() == [s - first * hash_cases.SLOTS for s in freed]
+        _same_index(arguments[0], model)
+
+    return Call("hash_expire_", (case.index, t, *window, before), check)
+
+
+def _hash_initial_rows(draw: random.Random) -> Call:
+    torch.manual_seed(drawn_seed(draw))
+    count, dims = draw.choice([0, 1, 9]), [draw.choice([1, 4, 7]) for _ in range(2)]
+    planes = [torch.zeros(12 * dim, dtype=draw.choice(FLOATS)) for dim in dims]
+    layout = torch.tensor([[[0, dim, 12, dim, k] for k, dim in enumerate(dims)]])
+    spec = DynamicSpec(100, 8)
+    rules = [rule_of(draw.choice([Uniform(), Normal()]), spec) for _ in dims]
+    ids = torch.randint(-(2**63), 2**63 - 1, (count,))
+    slots = torch.randperm(12)[:count] - 1
+    rest = (ids, torch.arange(count), torch.tensor([0, count]), slots, drawn_seed(draw))
+    rule_tensor = torch.tensor([rules], dtype=torch.float64)
+    want = [plane.clone() for plane in planes]
+
+    def check(arguments: Arguments, _: Any) -> None:
+        initial.initial_rows_(want, layout, rule_tensor, *rest)
+        for got, plane in zip(arguments[0], want, strict=True):
+            close(got, plane)
+
+    return Call("hash_initial_rows_", (planes, layout, rule_tensor, *rest), check)
+
+
+STATE_CALLS: dict[str, Callable[[random.Random], Call]] = {
+    "cache_plan_": _cache_plan,
+    "cache_locate": _cache_locate,
+    "cache_lookup_slots": _cache_lookup_slots,
+    "cache_move_": _cache_move,
+    "cache_flush_": _cache_flush,
+    "hash_find": _hash_find,
+    "hash_use_": _hash_use,
+    "hash_misses": _hash_misses,
+    "hash_grow_": _hash_grow,
+    "hash_place_": _hash_place,
+    "hash_erase_": _hash_erase,
+    "hash_expire_": _hash_expire,
+    "hash_initial_rows_": _hash_initial_rows,
+}
