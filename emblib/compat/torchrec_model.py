@@ -23,7 +23,7 @@ from emblib.compat.torchrec_sharding import (
 from emblib.compat.torchrec_types import EmbeddingBagConfig, EmbeddingConfig
 from emblib.optim import Optimizer
 from emblib.sharding import DDP, Ranks, Wire, World, fingerprint
-from emblib.sharding.shard import SHARDED
+from emblib.sharding.shard import SHARDED, sharded_form
 
 
 class EmbeddingBagCollection(emblib_collections.EmbeddingBagCollection):
@@ -91,6 +91,7 @@ class _Sharder:
         ranks = ranks_of(env, device)
 
         def checked() -> dict[str, sharding.TableSharding]:
+            sharded_form(module, module_fqn or "")
             check_kernels(params, self.optimizer)
             return {name: parameter.to_emblib() for name, parameter in params.items()}
 

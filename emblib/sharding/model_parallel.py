@@ -95,7 +95,10 @@ class DistributedModelParallel(nn.Module):
 
     def wrap_dense(self, wrap: str | Wrapping) -> None:
         """Wrap the dense part, where the model was made with `wrap="none"`."""
-        how, bare = wrapping(wrap), self.module
+        bare = self.module
+        how = fingerprint.agree(
+            self.ranks, lambda: wrapping(wrap), lambda how: {"": {"wrap": how or wrap}}
+        )
         ignored = _names_of_tables(bare) - _names_of_dense_tables(bare)
         dense = [p for name, p in bare.named_parameters() if name not in ignored]
         # DDP refuses a model that has nothing for it.

@@ -142,7 +142,7 @@ def _chosen(module: nn.Module, plan: ShardingPlan | Rules, ranks: Ranks) -> list
     for path, rules in modules.items():
         source = paths[path]
         one = _Chosen(
-            path, source, construct_module_plan(source, rules, world), _sharded_form(path, source)
+            path, source, construct_module_plan(source, rules, world), sharded_form(source, path)
         )
         before = found.setdefault(id(source), one)
         if before.plan != one.plan:
@@ -204,15 +204,18 @@ def _replace(module: nn.Module, source: nn.Module, sharded: nn.Module) -> None:
                 setattr(parent, name, sharded)
 
 
-def _sharded_form(path: str, source: nn.Module) -> Any:
-    """Return what makes the sharded form of a collection.
+def sharded_form(source: nn.Module, path: str = "") -> Any:
+    """Return the class of the sharded form of a collection, which is at `path` of its model.
 
     Raises:
-        TypeError: a subclass with methods of its own in place of the collection's, which the
-            sharded form does not have.
+        TypeError: no collection, or a subclass with methods of its own in place of the
+            collection's, which the sharded form does not have.
     """
     kind = type(source)
-    base = next(base for base in kind.__mro__ if base in SHARDED)
+    base = next((base for base in kind.__mro__ if base in SHARDED), None)
+    if base is None:
+        known = sorted({kind.__name__ for kind in SHARDED})
+        raise TypeError(f"what is sharded must be one of {', '.join(known)}, got {kind.__name__}")
     between = kind.__mro__[: kind.__mro__.index(base)]
     changed = sorted({
         name for cls in between for name in vars(cls)
@@ -220,9 +223,9 @@ def _sharded_form(path: str, source: nn.Module) -> Any:
     })  # fmt: skip
     if changed:
         raise TypeError(
-            f"the collection at {path!r} is a {kind.__name__}, a subclass of {base.__name__} that "
-            f"changes {', '.join(changed)}, which its sharded form would not do: put the "
-            f"collection into a module that does it, or leave {path!r} out of the plan"
+            f"the collection{f' at {path!r}' if path else ''} is a {kind.__name__}, a subclass of "
+            f"{base.__name__} that changes {', '.join(changed)}, which its sharded form would not "
+            "do: put the collection into a module that does it, or leave it out of the plan"
         )
     return SHARDED[base]
 

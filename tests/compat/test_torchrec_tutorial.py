@@ -293,6 +293,27 @@ def test_distributed_model_parallel_of_a_collection_itself(size: int) -> None:
     assert len(worlds.run(size, _by_default)) == size
 
 
+class Doubled(torchrec.EmbeddingBagCollection):
+    """Looks up something else."""
+
+    def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
+        return super().forward(features)
+
+
+def test_a_sharder_refuses_what_it_would_not_do() -> None:
+    ebc = Doubled(collection().embedding_bag_configs())
+    plan = construct_module_sharding_plan(
+        ebc, {"product_table": table_wise(rank=0), "user_table": row_wise()}
+    )
+    says = r"collection at 'sparse\.ebc' is a Doubled, a subclass of .* that changes forward"
+    with pytest.raises(TypeError, match=says):
+        EmbeddingBagCollectionSharder().shard(
+            ebc, plan, ShardingEnv.from_local(1, 0), module_fqn="sparse.ebc"
+        )
+    with pytest.raises(TypeError, match=r"must be one of EmbeddingBagCollection.*got Linear"):
+        EmbeddingBagCollectionSharder().shard(nn.Linear(2, 2), plan, ShardingEnv.from_local(1, 0))
+
+
 def _given_otherwise(ranks: Ranks) -> list[str]:
     """What ranks say of which the last was given something else."""
     last, env = ranks.rank == 1, ShardingEnv.from_process_group(ranks.group)

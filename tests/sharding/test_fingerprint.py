@@ -241,6 +241,11 @@ def _models(ranks: Ranks) -> dict[str, str]:
     found["options"] = _told(
         partial(DistributedModelParallel, _Net(), ranks, plan=plan, wrap=find_unused)
     )
+    later = DistributedModelParallel(_Net(), ranks, plan=plan, wrap="none")
+    found["later"] = _told(partial(later.wrap_dense, "none" if mine else "ddp"))
+    found["planned"] = _told(
+        partial(DistributedModelParallel, _bags(num_embeddings=ROWS + mine), ranks)
+    )
     found["dense"] = _told(partial(DistributedModelParallel, _Net(4 + mine), ranks, plan=plan))
     return found
 
@@ -252,6 +257,8 @@ def test_a_model_compares_its_plan_its_wrapping_and_its_dense_part() -> None:
     assert "collections is bags, clicks on rank 0 and bags on rank 1" in zero["collection"]
     assert "collections is bags, clicks on rank 0 and clicks, bags" in zero["order of collections"]
     assert "wrap is DDP on rank 0 and none on rank 1" in zero["wrap"]
+    assert "wrap is DDP on rank 0 and none on rank 1" in zero["later"]
+    assert "table item: num_embeddings is 1000 on rank 0 and 1001 on rank 1" in zero["planned"]
     assert "wrap.options.find_unused_parameters is False on rank 0 and True" in zero["options"]
     assert (
         "parameter or buffer top.weight: shape is 4, 16 on rank 0 and 5, 16 on rank 1"
