@@ -20,6 +20,7 @@ from emblib.sharding.failures import RankFailure, guarded
 from emblib.sharding.groups_of_ranks import Ranks
 from emblib.sharding.launched import launched
 from emblib.sharding.model_parallel import DistributedModelParallel
+from emblib.sharding.parameters import clip_grad_norm_
 from emblib.sharding.pipelines import (
     Equal,
     Longest,
@@ -64,6 +65,7 @@ __all__ = [
     "TrainPipelineSparseDist",
     "Wire",
     "World",
+    "clip_grad_norm_",
     "collections_of",
     "column_wise",
     "construct_module_plan",

@@ -10,6 +10,8 @@ import operator
 from collections.abc import Callable, Iterator
 from typing import Any, Generic, TypeVar
 
+from emblib.tables.outside import outside_graphs
+
 T = TypeVar("T")
 S = TypeVar("S")
 
@@ -96,6 +98,11 @@ class LazyAwaitable(Awaitable[T]):
     # Names of its own, which never wait.
     _result: Any
     _callbacks: list[Callable[[Any], Any]]
+
+    @outside_graphs
+    def wait(self) -> T:
+        """The result, as of `Awaitable`; what it waits for is no part of a compiled graph."""
+        return super().wait()
 
     def __getattr__(self, name: str) -> Any:
         # Only called for what is not found here. Private and special names are never of the

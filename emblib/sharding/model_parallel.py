@@ -20,6 +20,7 @@ from emblib.sharding.dense_part import (
     wrapping,
 )
 from emblib.sharding.groups_of_ranks import Ranks
+from emblib.sharding.parameters import mark_dense
 from emblib.sharding.pipelines.inputs import sharded_modules
 from emblib.sharding.plan import ShardingPlan
 from emblib.sharding.shard import Rules, collections_of, shard
@@ -89,6 +90,7 @@ class DistributedModelParallel(nn.Module):
         bare = shard(module, plan, self.ranks, optimizer=optimizer, wire=wire, gradients=gradients)
         fingerprint.agree(self.ranks, lambda: _prepare(bare, self.ranks))
         copy_from_first(bare, self.ranks, _names_of_tables(bare))
+        mark_dense(bare, self.ranks)
         self._wrapped = bare
         if how is not None:
             self.wrap_dense(how)
@@ -104,6 +106,7 @@ class DistributedModelParallel(nn.Module):
         # DDP refuses a model that has nothing for it.
         if how is not None and self.ranks.size > 1 and any(p.requires_grad for p in dense):
             self._wrapped = how.wrap(bare, self.ranks, ignored)
+            mark_dense(bare, self.ranks)
 
     @property
     def module(self) -> nn.Module:

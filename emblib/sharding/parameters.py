@@ -1,11 +1,30 @@
-"""The parameters of the parts of tables that a rank holds, by the names of the whole tables."""
+"""The parameters of the parts of tables that a rank holds, and the norm of their gradients."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
 from emblib.collections.handles import TableHandle
+from emblib.collections.optimizers import clipping
+from emblib.collections.optimizers.clipping import GradientShare
+from emblib.sharding.exchange import start_all_gather
+from emblib.sharding.groups_of_ranks import Ranks
+
+
+@dataclass(frozen=True)
+class HeldHandle:
+    """The handle of a part of a table, and what this rank has of the gradients of its parameters.
+
+    `first` is the gradient of its first parameter: slices of a tensor train have their first core
+    for themselves, and the others in common. `others` is that of the others.
+    """
+
+    table: str
+    handle: TableHandle
+    first: GradientShare
+    others: GradientShare
 
 
 class HeldParameters(nn.Module):
@@ -16,22 +35,23 @@ class HeldParameters(nn.Module):
     in them.
     """
 
-    def __init__(self, handles: Sequence[tuple[str, TableHandle]]) -> None:
+    def __init__(self, handles: Sequence[HeldHandle], ranks: Ranks) -> None:
         super().__init__()
-        self._handles = tuple(handles)
+        self._handles, self._ranks = tuple(handles), ranks
         self.bind()
 
     def bind(self) -> None:
         """Have the parameters that the handles have now."""
         seen: dict[str, int] = {}
         self._parameters.clear()
-        for table, handle in self._handles:
-            number = seen.get(table, 0)
-            seen[table] = number + 1
-            name = table if not number else f"{table}#{number}"
-            for key, parameter in handle.named_parameters():
+        for held in self._handles:
+            number = seen.get(held.table, 0)
+            seen[held.table] = number + 1
+            name = held.table if not number else f"{held.table}#{number}"
+            for i, (key, parameter) in enumerate(held.handle.named_parameters()):
                 # Under dotted names, which register_parameter would refuse.
                 self._parameters[f"{name}.{key}"] = parameter
+                _mark(parameter, held.others if i else held.first, self._ranks)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         return self  # the kernels move what they have
@@ -41,3 +61,79 @@ class HeldParameters(nn.Module):
 
     def _load_from_state_dict(self, *arguments: Any) -> None:
         return None
+
+
+def mark_dense(module: nn.Module, ranks: Ranks) -> None:
+    """Note that all ranks have the same gradients of what is not in sharded collections.
+
+    A rank without a part of a table knows by these that its model is over ranks.
+    """
+    for parameter in module.parameters():
+        if not clipping.is_marked(parameter):
+            _mark(parameter, GradientShare.REPLICA, ranks)
+
+
+def _mark(parameter: Tensor, share: GradientShare, ranks: Ranks) -> None:
+    if ranks.size > 1:
+        clipping.mark_gradient(parameter, share, _RankPeers(ranks))
+
+
+class _RankPeers:
+    """The ranks that have the other parts, as `clipping.clip_grad_norm_` asks them."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+
+    def gather_numbers(self, numbers: Tensor) -> Tensor:
+        """Return the numbers of all ranks, `[W, n]`."""
+        ranks = self._ranks
+        sizes = [numbers.numel()] * ranks.size
+        every = start_all_gather(numbers.to(ranks.device), sizes, ranks).wait()
+        return every.view(ranks.size, -1)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _RankPeers) and other._ranks.group is self._ranks.group
+
+    def __hash__(self) -> int:
+        return hash(self._ranks.group)
+
+
+def clip_grad_norm_(
+    parameters: nn.Module | Tensor | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    *,
+    error_if_nonfinite: bool = False,
+) -> Tensor:
+    """Scale gradients so that their norm over all ranks is at most `max_norm`; return the norm.
+
+    Like `torch.nn.utils.clip_grad_norm_`, which knows the parts of tables on its own rank only: of
+    a model whose tables are in parts and have dense gradients, it would scale every rank's copy of
+    the dense part by another factor. Here parts count on the rank that has them and everything else
+    once, so that the result is that of the whole model in one process. All ranks call this, once
+    the gradients of the dense part are averaged. Tables with a fused optimizer have no gradients
+    here: their `max_gradient` clips.
+
+    Args:
+        parameters: a model, or parameters of one that `DistributedModelParallel` or `shard` made.
+            Give the model where the dense part was wrapped by hand after `shard`.
+        max_norm: the bound.
+        norm_type: of the norm; `inf` for the largest value.
+        error_if_nonfinite: raise, on every rank, where the norm is infinite or NaN.
+    """
+    peers = None
+    if isinstance(parameters, nn.Module):
+        peers = _peers_in(parameters)
+        parameters = parameters.parameters()
+    return clipping.clip_grad_norm_(
+        parameters, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite, peers=peers
+    )
+
+
+def _peers_in(model: nn.Module) -> _RankPeers | None:
+    # A rank may have no parameter at all, and the others wait for it.
+    for module in model.modules():
+        ranks = getattr(module, "ranks", None)
+        if isinstance(ranks, Ranks) and ranks.size > 1:
+            return _RankPeers(ranks)
+    return None

@@ -14,6 +14,7 @@ from emblib.sharding import boxes, fingerprint
 from emblib.sharding.boxes import Rule, TableSharding, World
 from emblib.sharding.groups_of_ranks import Ranks
 from emblib.sharding.layout import shape_of
+from emblib.sharding.parameters import mark_dense
 from emblib.sharding.plan import ModulePlan, ShardingPlan, construct_plan
 from emblib.sharding.sharded_bags import ShardedEmbeddingBagCollection
 from emblib.sharding.sharded_sequences import ShardedEmbeddingCollection
@@ -106,6 +107,7 @@ def shard(
         if one.source is module:
             return sharded
         _replace(module, one.source, sharded)
+    mark_dense(module, ranks)
     return module
 
 

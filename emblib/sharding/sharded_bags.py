@@ -23,6 +23,7 @@ from emblib.sharding.sharded_tables import (
     in_this_grad_mode,
 )
 from emblib.sharding.wire import Wire
+from emblib.tables.outside import outside_graphs
 
 
 class ShardedEmbeddingBagCollection(StateOfTables, ShardedTables):
@@ -68,7 +69,7 @@ class ShardedEmbeddingBagCollection(StateOfTables, ShardedTables):
         )
         self.wire, self.gradients = settings.wire, settings.gradients
         self.combination = Combination(self.layout, ranks, self.wire, self.scale)
-        self.embedding_bags = HeldParameters(self.handles())
+        self.embedding_bags = HeldParameters(self.handles(), ranks)
         self._names = [feature.name for feature in self.layout.features]
         self._dims = [feature.dim for feature in self.layout.features]
 
@@ -85,6 +86,7 @@ class ShardedEmbeddingBagCollection(StateOfTables, ShardedTables):
         """Whether lookups are weighted."""
         return self._is_weighted
 
+    @outside_graphs
     def forward(self, features: KeyedJaggedTensor) -> LazyAwaitable[KeyedTensor]:
         """Pooled embeddings `[B, sum D]`, float32, in the order of the tables."""
         return self.compute_and_output_dist(self.input_dist(features).wait().wait())

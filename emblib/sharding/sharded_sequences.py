@@ -25,6 +25,7 @@ from emblib.sharding.sharded_tables import (
     in_this_grad_mode,
 )
 from emblib.sharding.wire import Wire
+from emblib.tables.outside import outside_graphs
 
 
 class ShardedEmbeddingCollection(StateOfTables):
@@ -75,7 +76,8 @@ class ShardedEmbeddingCollection(StateOfTables):
             )
             for (_, width), configs in classes.items()
         )
-        self.embeddings = HeldParameters([h for one in self._equal() for h in one.handles()])
+        handles = [held for one in self._equal() for held in one.handles()]
+        self.embeddings = HeldParameters(handles, self.ranks)
         self._places = self._find_places()
 
     def _find_places(self) -> list[tuple[int, int, str]]:
@@ -155,6 +157,7 @@ class ShardedEmbeddingCollection(StateOfTables):
         """Both."""
         return self.output_dist(self.compute(received), received)
 
+    @outside_graphs
     def forward(self, features: KeyedJaggedTensor) -> LazyAwaitable[dict[str, JaggedTensor]]:
         """By feature, in the order of the tables, one vector an id: float32 `[L, dim]`."""
         return self.compute_and_output_dist(self.input_dist(features).wait().wait())

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from emblib.collections.configs import Dynamic
 from emblib.collections.grouping import group
 from emblib.collections.groups import TableGroups
-from emblib.collections.handles import TableHandle
+from emblib.collections.optimizers.clipping import GradientShare
 from emblib.collections.optimizers.in_backward import trained_configs
 from emblib.collections.slices import TableSlice
 from emblib.jagged import KeyedJaggedTensor
@@ -33,6 +33,7 @@ from emblib.sharding.layout import (
     with_kind,
     with_synchronised_copies,
 )
+from emblib.sharding.parameters import HeldHandle
 from emblib.sharding.tensor_train import share_cores
 from emblib.sharding.wire import Wire, wire_of
 from emblib.specs import Choice, Pooling
@@ -228,9 +229,18 @@ class ShardedTables(nn.Module):
             for index, part in enumerate(parts)
         ]
 
-    def handles(self) -> list[tuple[str, TableHandle]]:
-        """The handle of each part that is here, with the name of its table."""
-        return [(part.table, part.groups.handles[part.index]) for part in self.parts()]
+    def handles(self) -> list[HeldHandle]:
+        """The handle of each part that is here."""
+        held = []
+        for part in self.parts():
+            first = others = GradientShare.SHARD
+            if self.copies is not None and part.groups is self.copies.groups:
+                first = others = GradientShare.REPLICA
+            elif self.ranks.rank != min(box.rank for box in self._boxes()[part.table].boxes):
+                others = GradientShare.COUNTED_ELSEWHERE  # cores that all slices have
+            handle = part.groups.handles[part.index]
+            held.append(HeldHandle(part.table, handle, first, others))
+        return held
 
     def kept_as(self, table: str) -> Config:
         """The configuration of a table as it is kept, which a plan may have changed."""

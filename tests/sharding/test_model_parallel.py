@@ -114,6 +114,25 @@ def test_it_trains_as_the_whole_model(case: Case) -> None:
         torch.testing.assert_close(value, expected[name], msg=lambda text, n=name: f"{n}: {text}")
 
 
+# Compiled
+
+
+def _compiled(ranks: Ranks, case: Case) -> tuple[list[Tensor], list[Tensor], bool]:
+    """Losses of a model and of the same one compiled, and whether their values are the same."""
+    batches = [make_batch(10 * ranks.rank + i, SIZE) for i in range(STEPS)]
+    model, again = case.model(ranks), case.model(ranks)
+    losses = list(plain_loop(model, batches, STEPS))
+    found = list(plain_loop(torch.compile(again, backend="eager"), batches, STEPS))
+    values, same = values_of(model), values_of(again)
+    return losses, found, all(torch.equal(values[key], same[key]) for key in values)
+
+
+def test_compiling_it_breaks_the_graph_at_its_tables() -> None:
+    for losses, found, same in worlds.run(2, _compiled, Case((0,) * 2)):
+        assert torch.equal(torch.stack(losses), torch.stack(found))
+        assert same
+
+
 # Names
 
 

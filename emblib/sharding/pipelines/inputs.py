@@ -19,6 +19,7 @@ from emblib.sharding.awaitable import Awaitable
 from emblib.sharding.dense_part import unwrapped
 from emblib.sharding.pipelines.batches import Path, follow, path_to, same_input
 from emblib.sharding.pipelines.lanes import Lane, Staged
+from emblib.tables.outside import outside_graphs
 
 Inputs = Callable[[Any], Mapping[Any, Any]]
 """Gives the inputs of a batch: {path of the module in the model, or the module: jagged tensor}.
@@ -206,7 +207,7 @@ def _forwards(forwards: Mapping[Any, Callable[..., Any]]) -> Iterator[None]:
     """Give modules another `forward` while this lasts; their hooks run as ever."""
     before = {module: module.__dict__.get("forward") for module in forwards}
     for module, forward in forwards.items():
-        module.__dict__["forward"] = forward
+        module.__dict__["forward"] = outside_graphs(forward)
     try:
         yield
     finally:

@@ -1,0 +1,150 @@
+"""Gradients of a model over ranks are clipped by one norm: that of the whole model."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from emblib.collections import EmbeddingBagCollection, EmbeddingBagConfig, Plain, TensorTrain
+from emblib.collections.optimizers import (
+    GradientClipping,
+    GradientClippingOptimizer,
+    KeyedOptimizerWrapper,
+)
+from emblib.jagged import KeyedJaggedTensor
+from emblib.sharding import DistributedModelParallel, clip_grad_norm_
+from emblib.sharding.boxes import data_parallel, row_wise, table_wise
+from emblib.sharding.groups_of_ranks import Ranks
+from tests.sharding import worlds
+
+TRAIN = TensorTrain((2,), (4, 6), (2, 2))
+TABLES = ("r", "t", "d", "tt")
+EXAMPLES, ROWS, STEPS, BOUND = 8, 24, 2, 0.25
+
+
+class Net(nn.Module):
+    """Tables without a fused optimizer, and a dense part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        tables = [
+            EmbeddingBagConfig(ROWS, 4, name, kind=TRAIN if name == "tt" else Plain())
+            for name in TABLES
+        ]
+        self.sparse = EmbeddingBagCollection(tables)
+        self.dense = nn.Linear(16, 2)
+
+    def forward(self, ids: KeyedJaggedTensor) -> Tensor:
+        """A loss whose gradients are larger than the bound."""
+        return (self.dense(self.sparse(ids).values()) * 10).square().mean()
+
+
+def batch(step: int, rank: int, size: int) -> KeyedJaggedTensor:
+    """The examples of a rank: consecutive ones of all."""
+    ids = torch.randint(ROWS, (4, EXAMPLES), generator=torch.Generator().manual_seed(step))
+    # Rank 0 alone has these, so that the norms of the ranks' own gradients differ much.
+    ids[:, : EXAMPLES // 4] = 1
+    own = ids.chunk(size, dim=1)[rank].reshape(-1)
+    return KeyedJaggedTensor(list(TABLES), own, lengths=torch.ones_like(own))
+
+
+def train(model: nn.Module, rank: int, size: int, way: str, norm_type: float) -> list[float]:
+    """Steps of SGD with clipped gradients; the norms."""
+    named = dict(model.named_parameters())
+    plain = KeyedOptimizerWrapper(named, partial(torch.optim.SGD, lr=0.1))
+    clipping = GradientClippingOptimizer(plain, GradientClipping.NORM, BOUND, norm_type)
+    norms = []
+    for step in range(STEPS):
+        plain.zero_grad()
+        model(batch(step, rank, size)).backward()
+        if way == "model":
+            norms.append(clip_grad_norm_(model, BOUND, norm_type))
+        elif way == "parameters":
+            norms.append(clip_grad_norm_(model.parameters(), BOUND, norm_type))
+        elif way == "torch":
+            norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), BOUND, norm_type))
+        (clipping if way == "optimizer" else plain).step()
+    return [float(norm) for norm in norms]
+
+
+Found = tuple[list[float], dict[str, Tensor]]
+
+
+def _over_ranks(ranks: Ranks, wrap: str, way: str, norm_type: float) -> Found:
+    copied = row_wise() if wrap == "fully_shard" else data_parallel()
+    # The last rank of four has no part of a table but the rows.
+    rules = {"r": row_wise(), "t": table_wise(0), "d": copied, "tt": row_wise([0, ranks.size // 2])}
+    if ranks.size == 1:
+        rules["tt"] = table_wise(0)
+    model = DistributedModelParallel(Net(), ranks, plan={"sparse": rules}, wrap=wrap)
+    norms = train(model, ranks.rank, ranks.size, way, norm_type)
+    state = model.state_dict()
+    return norms, {
+        name: value.full_tensor() if hasattr(value, "full_tensor") else value.clone()
+        for name, value in state.items()
+    }
+
+
+def whole(norm_type: float) -> Found:
+    """The model in one process, with torch's own function."""
+    model = Net()
+    norms = train(model, 0, 1, "torch", norm_type)
+    assert min(norms) > 2 * BOUND  # it is clipped
+    return norms, dict(model.state_dict())
+
+
+def assert_same(found: list[Found], expected: Found) -> None:
+    """Each rank has what the whole model has, and all ranks the same bits."""
+    for norms, state in found:
+        if norms:
+            torch.testing.assert_close(norms, expected[0])
+            assert norms == found[0][0]
+        for name, value in expected[1].items():
+            torch.testing.assert_close(state[name], value, msg=lambda text, n=name: f"{n}: {text}")
+            assert torch.equal(state[name], found[0][1][name]), name
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("way", "norm_type"), [("optimizer", 2.0), ("model", 2.0), ("parameters", float("inf"))]
+)
+def test_one_norm_of_the_whole_model(size: int, way: str, norm_type: float) -> None:
+    found = worlds.run(size, _over_ranks, "ddp", way, norm_type)
+    assert_same(found, whole(norm_type))
+
+
+def test_one_norm_with_a_dense_part_in_parts() -> None:
+    found = worlds.run(2, _over_ranks, "fully_shard", "model", 2.0)
+    assert_same(found, whole(2.0))
+
+
+def _no_part(ranks: Ranks) -> list[float]:
+    """A model of one table: the second rank has no parameter at all, or a dense one alone."""
+    norms = []
+    for model in (EmbeddingBagCollection([EmbeddingBagConfig(ROWS, 4, "t")]), Net()):
+        path = "sparse" if isinstance(model, Net) else ""
+        rules = {name: table_wise(0) for name in (TABLES if path else ("t",))}
+        model = DistributedModelParallel(model, ranks, plan={path: rules})
+        if path:
+            model(batch(0, ranks.rank, ranks.size)).backward()
+            norms.append(float(clip_grad_norm_(model.parameters(), BOUND)))
+        else:
+            ids = KeyedJaggedTensor(["t"], torch.tensor([1]), lengths=torch.tensor([1]))
+            model(ids).values().sum().backward()
+            norms.append(float(clip_grad_norm_(model, BOUND)))
+    bad = torch.full((3,), float("nan"))
+    for parameter in model.parameters():
+        parameter.grad = bad[0].expand_as(parameter) if ranks.rank == 0 else None
+    with pytest.raises(RuntimeError, match="of all ranks have a norm of nan"):
+        clip_grad_norm_(model, BOUND, error_if_nonfinite=True)
+    with pytest.raises(ValueError, match="norm_type must be positive over ranks"):
+        clip_grad_norm_(model, BOUND, 0)
+    return norms
+
+
+def test_a_rank_without_a_part_takes_part() -> None:
+    first, second = worlds.run(2, _no_part)
+    assert first == second
+    assert first[0] == 2.0  # one row of 4, the mean over two ranks of 1 each
