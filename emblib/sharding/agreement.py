@@ -7,6 +7,7 @@ import torch
 from emblib.sharding.awaitable import Awaitable, Deferred, NoWait
 from emblib.sharding.exchange import start_all_to_all
 from emblib.sharding.groups_of_ranks import Ranks, sends_from_hosts, subgroup
+from emblib.sharding.shared_memory import Content
 
 
 class Agreement:
@@ -26,7 +27,7 @@ class Agreement:
             return NoWait([list(numbers)])
         size, sizes = self._ranks.size, [len(numbers)] * self._ranks.size
         own = torch.tensor([*numbers] * size, dtype=torch.int64)
-        pending = start_all_to_all(own, sizes, sizes, self._ranks)
+        pending = start_all_to_all(own, sizes, sizes, self._ranks, content=Content.NUMBERS)
         return Deferred(lambda: pending.wait().view(size, -1).tolist())
 
 

@@ -21,6 +21,7 @@ from emblib.sharding.distribute import Received
 from emblib.sharding.exchange import start_all_gather
 from emblib.sharding.groups_of_ranks import Ranks
 from emblib.sharding.layout import Layout, RankLayout, Unit
+from emblib.sharding.shared_memory import Content
 from emblib.sharding.wire import CodedPending, Wire
 
 
@@ -105,7 +106,8 @@ class Combination(nn.Module):
         of_copies = received.bags[len(units.units) :]
         copied = self._elements(self._copied_widths, of_copies) if of_copies else []
         rows = local.detach().reshape(-1)
-        pending = CodedPending(rows, sent, pieces.came, self._ranks, self._wire.forward)
+        codec = self._wire.forward
+        pending = CodedPending(rows, sent, pieces.came, self._ranks, codec, Content.ROWS)
         lengths = inputs.lengths if self._divides else None
         shape = self._shape(received)
         step = _Step(pieces, lengths, sent, copied, shape, pending)
@@ -281,10 +283,14 @@ class Combination(nn.Module):
         )
         if not everywhere and pieces.copied and self._scale != 1.0:
             flat[total:] /= self._scale  # DistributedDataParallel makes the mean of these
-        pending = CodedPending(flat[:total], pieces.came, step.sent, self._ranks, codec)
+        pending = CodedPending(
+            flat[:total], pieces.came, step.sent, self._ranks, codec, Content.GRADIENTS
+        )
         copies = flat[total:]
         if everywhere:
-            copies = start_all_gather(copies, step.copies_of, self._ranks).wait()
+            copies = start_all_gather(
+                copies, step.copies_of, self._ranks, content=Content.GRADIENTS
+            ).wait()
         return pending.wait(), copies
 
 

@@ -20,6 +20,7 @@ from emblib.sharding.awaitable import Awaitable, Deferred
 from emblib.sharding.exchange import DifferentiableAllToAll, Pending, start_all_to_all
 from emblib.sharding.groups_of_ranks import Ranks
 from emblib.sharding.layout import Blocks, Layout
+from emblib.sharding.shared_memory import Content
 
 # Of a header: ids for this rank, those of replicated tables among them, kind of batch, whether
 # units differ in their bags; then the bags of each unit.
@@ -193,7 +194,7 @@ class Distribution(nn.Module):
         sizes = [_HEADER + len(features) for features in self._features]
         came = [sizes[self._ranks.rank]] * self._ranks.size
         sent = torch.tensor(header, device=inputs.ids.device)
-        pending = start_all_to_all(sent, sizes, came, self._ranks)
+        pending = start_all_to_all(sent, sizes, came, self._ranks, content=Content.SIZES)
         return Deferred(partial(self._send, inputs, batch, pending))
 
     # The batch in the order of sending
@@ -310,7 +311,8 @@ class Distribution(nn.Module):
         num_bags = [sum(header[_HEADER:]) for header in headers]
         sizes = [a + b for a, b in zip(batch.num_bags, batch.num_ids, strict=True)]
         came = [a + b for a, b in zip(num_bags, num_ids, strict=True)]
-        ids = start_all_to_all(torch.cat(_interleaved(batch)), sizes, came, self._ranks)
+        payload = torch.cat(_interleaved(batch))
+        ids = start_all_to_all(payload, sizes, came, self._ranks, content=Content.IDS)
         weights = None
         if batch.weights is not None:
             weights = DifferentiableAllToAll(batch.weights, batch.num_ids, num_ids, self._ranks)

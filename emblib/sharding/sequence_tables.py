@@ -20,6 +20,7 @@ from emblib.sharding.exchange import start_all_gather
 from emblib.sharding.groups_of_ranks import Ranks
 from emblib.sharding.layout import Config
 from emblib.sharding.sharded_tables import GradientReduction, ShardedTables
+from emblib.sharding.shared_memory import Content
 from emblib.sharding.wire import CodedPending, Wire
 
 Rows = tuple[Tensor, Tensor | None]
@@ -113,6 +114,7 @@ class SequenceTables(ShardedTables):
             [n * width for n in way.came],
             self.ranks,
             self.exchange.wire.forward,
+            Content.ROWS,
         )
         stand_in = None
         if self.copies is not None and self.copies.synchronised and torch.is_grad_enabled():
@@ -239,6 +241,7 @@ class _Placed(torch.autograd.Function):
             [n * width for n in way.sent],
             ranks,
             tables.exchange.wire.backward,
+            Content.GRADIENTS,
         )
         copies = of_stand_in = None
         if ctx.has_copies:
@@ -248,7 +251,10 @@ class _Placed(torch.autograd.Function):
             if scale != 1.0:
                 copies.mul_(scale)
             came_sizes = [n * tables.dim for n in way.copied]
-            of_stand_in = start_all_gather(copies.view(-1), came_sizes, ranks).wait()
+            flat = copies.view(-1)
+            of_stand_in = start_all_gather(
+                flat, came_sizes, ranks, content=Content.GRADIENTS
+            ).wait()
             of_stand_in = of_stand_in.view(-1, tables.dim).index_select(0, way.copies_order)
             copies = None
         came = pending.wait().view(-1, width)

@@ -17,6 +17,7 @@ waits.
 from __future__ import annotations
 
 import ctypes
+import enum
 import mmap
 import os
 import struct
@@ -39,11 +40,36 @@ from emblib.sharding.failures import is_gone
 from emblib.sharding.groups_of_ranks import Ranks, sends_from_hosts
 
 _ENTRIES = 1024  # all-to-alls that a board remembers
+_ENTRY_WORDS = 3  # of an entry, before where the parts begin: number, slab, content
 _SLABS = 256
 _LEAST_BYTES = 1 << 14  # of a slab
 _LARGE_BYTES = 1 << 18  # worth more than one thread
 _LOOK_SECONDS = 0.1  # between two looks whether the others live, and at signals of this process
 _POSTED, _CLOSED, _NAME, _MARKS = 0, 1, 2, 8  # words of a board
+
+
+class Content(enum.IntEnum):
+    """What an all-to-all sends. Ranks that send unlike things have lost step with each other."""
+
+    VALUES = 0
+    SIZES = 1
+    IDS = 2
+    WEIGHTS = 3
+    ROWS = 4
+    GRADIENTS = 5
+    NUMBERS = 6
+
+    @property
+    def words(self) -> str:
+        """Its name in a message."""
+        return {
+            Content.SIZES: "the sizes of a batch",
+            Content.IDS: "the ids of a batch",
+            Content.WEIGHTS: "the weights of ids",
+            Content.ROWS: "rows",
+            Content.GRADIENTS: "gradients of rows",
+            Content.NUMBERS: "numbers of a pipeline",
+        }.get(self, "values")
 
 
 class _Memory:
@@ -55,12 +81,12 @@ class _Memory:
         self.bytes = torch.frombuffer(self.map, dtype=torch.uint8)
         self.signals = self.bytes[: self.board_bytes(size)].view(torch.int64)
         self._size = size
-        self._entry = struct.Struct(f"={2 + 2 * size}q")
+        self._entry = struct.Struct(f"={_ENTRY_WORDS + 2 * size}q")
 
     @staticmethod
     def board_bytes(size: int) -> int:
         """Of the board of one of `size` ranks, in whole pages."""
-        words = _MARKS + _SLABS * size + _ENTRIES * (2 + 2 * size)
+        words = _MARKS + _SLABS * size + _ENTRIES * (_ENTRY_WORDS + 2 * size)
         return _pages(8 * words)
 
     def mark_of(self, slab: int, rank: int) -> int:
@@ -70,19 +96,27 @@ class _Memory:
     def _entry_at(self, number: int) -> int:
         return 8 * self.mark_of(_SLABS, 0) + number % _ENTRIES * self._entry.size
 
-    def post(self, number: int, slab: int, firsts: Sequence[int], sizes: Sequence[int]) -> None:
+    def post(
+        self,
+        number: int,
+        slab: int,
+        content: Content,
+        firsts: Sequence[int],
+        sizes: Sequence[int],
+    ) -> None:
         """Tell of an all-to-all whose data are in place: rank r has `sizes[r]` from `firsts[r]`."""
-        self._entry.pack_into(self.map, self._entry_at(number), number, slab, *firsts, *sizes)
+        entry = (number, slab, content, *firsts, *sizes)
+        self._entry.pack_into(self.map, self._entry_at(number), *entry)
         signal_set_(self.signals, _POSTED, number + 1)
 
-    def read(self, number: int, rank: int) -> tuple[int, int, int]:
-        """The slab, and where in the file the part of `rank` begins and how large it is."""
-        found, slab, *parts = self._entry.unpack_from(self.map, self._entry_at(number))
+    def read(self, number: int, rank: int) -> tuple[int, Content, int, int]:
+        """The slab, what is in it, and where the part of `rank` begins and how large it is."""
+        found, slab, content, *parts = self._entry.unpack_from(self.map, self._entry_at(number))
         if found != number:
             raise RuntimeError(
                 f"an all-to-all was waited for after {_ENTRIES} later ones had been started"
             )
-        return slab, parts[rank], parts[self._size + rank]
+        return slab, Content(content), parts[rank], parts[self._size + rank]
 
 
 class _Peer(NamedTuple):
@@ -138,7 +172,12 @@ class Link:
         return sum(slab.nbytes for slab in self._slabs)
 
     def start(
-        self, sent: Tensor, sizes: Sequence[int], received: Tensor, came: Sequence[int]
+        self,
+        sent: Tensor,
+        sizes: Sequence[int],
+        received: Tensor,
+        came: Sequence[int],
+        content: Content = Content.VALUES,
     ) -> Transfer:
         """Send the parts of `sent`; those for this rank go to `received`. Both are contiguous."""
         each, rank = sent.element_size(), self._rank
@@ -151,19 +190,26 @@ class Link:
         _copy(self._memory.bytes, slab.first + first, sent, first + sizes[rank], outward - first)
         others = (n if r != rank else 0 for r, n in enumerate(sizes))
         firsts = list(accumulate(others, initial=slab.first))[:-1]
-        self._memory.post(number, place, firsts, sizes)
+        self._memory.post(number, place, content, firsts, sizes)
         _copy(received, sum(came[:rank]), sent, first, sizes[rank])
-        return Transfer(self, number, received, came)
+        return Transfer(self, number, received, came, content)
 
-    def start_all_gather(self, sent: Tensor, received: Tensor, came: Sequence[int]) -> Transfer:
+    def start_all_gather(
+        self,
+        sent: Tensor,
+        received: Tensor,
+        came: Sequence[int],
+        content: Content = Content.VALUES,
+    ) -> Transfer:
         """Send all of `sent` to every rank, also to this one."""
         came = [n * sent.element_size() for n in came]
         self._check(sent, sent.nbytes, sent.nbytes, received, came)
         number, place, slab = self._next_slab(sent.nbytes)
         _copy(self._memory.bytes, slab.first, sent, 0, sent.nbytes)
-        self._memory.post(number, place, [slab.first] * len(came), [sent.nbytes] * len(came))
+        firsts, sizes = [slab.first] * len(came), [sent.nbytes] * len(came)
+        self._memory.post(number, place, content, firsts, sizes)
         _copy(received, sum(came[: self._rank]), sent, 0, sent.nbytes)
-        return Transfer(self, number, received, came)
+        return Transfer(self, number, received, came, content)
 
     def _check(
         self, sent: Tensor, nbytes: int, own: int, received: Tensor, came: Sequence[int]
@@ -210,11 +256,13 @@ class Link:
         words, at = self._memory.words, self._memory.mark_of(place, 0)
         return all(words[at + peer.rank] > slab.number for peer in self._peers)
 
-    def receive(self, number: int, received: Tensor, came: Sequence[int]) -> None:
+    def receive(self, number: int, received: Tensor, came: Sequence[int], content: Content) -> None:
         """Wait for the parts of the others and copy them."""
         for peer in self._peers:
             self._await(peer, number)
-            slab, first, nbytes = peer.memory.read(number, self._rank)
+            slab, sent, first, nbytes = peer.memory.read(number, self._rank)
+            if sent is not content:
+                raise _out_of_step(peer.rank, sent, self._rank, content)
             if nbytes != came[peer.rank]:
                 raise RuntimeError(
                     f"rank {peer.rank} sent {nbytes} bytes where rank {self._rank} "
@@ -266,12 +314,29 @@ class Link:
                 )
 
 
+def _out_of_step(peer: int, sent: Content, rank: int, expected: Content) -> RuntimeError:
+    """Return the error of ranks that send unlike things."""
+    message = (
+        f"rank {peer} sent {sent.words} where rank {rank} expected {expected.words}: the ranks of "
+        "a process group must call the same collectives in the same order"
+    )
+    if Content.GRADIENTS in (sent, expected):
+        absent = peer if expected is Content.GRADIENTS else rank
+        message += (
+            f". The last loss of rank {absent} left out the output of a sharded collection, which "
+            "that of the other rank used: every rank's loss must use it, if only times 0"
+        )
+    return RuntimeError(message)
+
+
 class Transfer:
     """An all-to-all under way."""
 
-    def __init__(self, link: Link, number: int, received: Tensor, came: Sequence[int]) -> None:
+    def __init__(
+        self, link: Link, number: int, received: Tensor, came: Sequence[int], content: Content
+    ) -> None:
         self._link: Link | None = link
-        self._call = number, received, came
+        self._call = number, received, came, content
         self._error: BaseException | None = None
 
     def wait(self) -> None:

@@ -9,6 +9,7 @@ from torch import Tensor
 from emblib.sharding.codecs import FP32, Codec
 from emblib.sharding.exchange import start_all_to_all
 from emblib.sharding.groups_of_ranks import Ranks
+from emblib.sharding.shared_memory import Content
 
 
 @dataclass(frozen=True)
@@ -52,11 +53,16 @@ class CodedPending:
         received_sizes: Sequence[int],
         ranks: Ranks,
         codec: Codec,
+        content: Content,
     ) -> None:
         self._codec, self._sizes, self._dtype = codec, list(received_sizes), values.dtype
         payload = codec.encode(values, list(sizes))
         self._pending = start_all_to_all(
-            payload, codec.payload_splits(sizes), codec.payload_splits(received_sizes), ranks
+            payload,
+            codec.payload_splits(sizes),
+            codec.payload_splits(received_sizes),
+            ranks,
+            content=content,
         )
 
     def wait(self) -> Tensor:

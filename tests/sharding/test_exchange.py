@@ -1,0 +1,134 @@
+"""Exchanges that ranks or threads do not do in one order are refused, not mixed up."""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from emblib.collections import EmbeddingBagCollection, EmbeddingBagConfig
+from emblib.jagged import KeyedJaggedTensor
+from emblib.optim import SGD
+from emblib.sharding.boxes import row_wise
+from emblib.sharding.exchange import start_all_gather, start_all_to_all
+from emblib.sharding.groups_of_ranks import Ranks, subgroup
+from emblib.sharding.shard import shard
+from tests.sharding import worlds
+
+
+def in_thread(function: Callable[[], Any]) -> Any:
+    """What it returned or raised in a thread of its own, which has ended."""
+    found: list[Any] = []
+
+    def call() -> None:
+        try:
+            found.append(function())
+        except RuntimeError as error:
+            found.append(error)
+
+    thread = threading.Thread(target=call, name="second")
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+def _of_its_own(ranks: Ranks) -> Ranks:
+    """The same ranks in a group that the test may leave unfit."""
+    return Ranks(subgroup(ranks), shared_memory=ranks.shared_memory)
+
+
+def _two_threads(ranks: Ranks) -> None:
+    ranks = _of_its_own(ranks)
+    sent, sizes = torch.arange(ranks.size), [1] * ranks.size
+
+    def exchange() -> list[int]:
+        return start_all_to_all(sent, sizes, sizes, ranks).wait().tolist()
+
+    expected = [ranks.rank] * ranks.size
+    # One after the other they may.
+    assert exchange() == in_thread(exchange) == exchange() == expected
+    # Nobody will wait for the exchange of a thread that has ended.
+    left = in_thread(lambda: start_all_to_all(sent, sizes, sizes, ranks))
+    assert exchange() == expected
+    assert left.wait().tolist() == expected
+    pending = start_all_gather(sent[:1], sizes, ranks)
+    for attempt in (lambda: in_thread(exchange), lambda: in_thread(exchange)):
+        message = str(attempt())
+        assert "threads 'MainThread' and 'second' exchange over one process group" in message
+        assert "give every thread a process group of its own" in message
+    assert pending.wait().tolist() == [0] * ranks.size
+    # What the other thread has sent or not is unknown.
+    with pytest.raises(RuntimeError, match="exchange over one process group"):
+        exchange()
+
+
+@pytest.mark.parametrize("size", [2, worlds.OVER_GLOO])
+def test_two_threads_over_one_group_are_refused(size: int) -> None:
+    worlds.run(size, _two_threads)
+
+
+def _model(ranks: Ranks, dim: int) -> Any:
+    torch.manual_seed(dim)
+    tables = EmbeddingBagCollection([EmbeddingBagConfig(20, dim, "t")], optimizer=SGD(0.1))
+    return shard(tables, {"": {"t": row_wise()}}, ranks)
+
+
+def _step(model: Any, step: int, rank: int) -> Tensor:
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    ids = torch.randint(20, (6,), generator=generator)
+    return model(KeyedJaggedTensor(["t"], ids, lengths=torch.tensor([1, 2, 3]))).values()
+
+
+def _trained(ranks: Ranks, *, at_once: bool) -> list[Tensor]:
+    models = [_model(_of_its_own(ranks), dim) for dim in (4, 12)]
+
+    def train(model: Any) -> None:
+        for step in range(20):
+            _step(model, step, ranks.rank).square().sum().backward()
+
+    threads = [threading.Thread(target=train, args=(model,)) for model in models]
+    for thread in threads:
+        thread.start()
+        if not at_once:
+            thread.join()
+    for thread in threads:
+        thread.join()
+    return [p.detach().clone() for model in models for p in model.parameters()]
+
+
+def _threads_with_groups(ranks: Ranks) -> None:
+    for one, other in zip(
+        _trained(ranks, at_once=True), _trained(ranks, at_once=False), strict=True
+    ):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("size", [2, worlds.OVER_GLOO])
+def test_threads_with_groups_of_their_own_train_at_once(size: int) -> None:
+    worlds.run(size, _threads_with_groups)
+
+
+def _left_out(ranks: Ranks) -> str:
+    ranks = _of_its_own(ranks)
+    model = _model(ranks, 4)
+    output = _step(model, 0, ranks.rank)
+
+    def go_on() -> None:
+        if ranks.rank == 0:
+            output.sum().backward()
+        else:
+            _step(model, 1, ranks.rank)  # its loss had no output of the model in it
+
+    with pytest.raises(RuntimeError) as raised:
+        go_on()
+    return str(raised.value)
+
+
+def test_a_loss_without_the_embeddings_is_told_at_once() -> None:
+    first, second = worlds.run(2, _left_out)
+    assert "rank 1 sent the sizes of a batch where rank 0 expected gradients of rows" in first
+    assert "rank 0 sent gradients of rows where rank 1 expected the sizes of a batch" in second
+    for message in (first, second):
+        assert "The last loss of rank 1 left out the output of a sharded collection" in message
