@@ -30,6 +30,7 @@ OPS = ("find", "use_", "misses", "grow_", "place_", "erase_", "expire_")
 
 # Keys at the ends of the range and around zero; -1 is also the greatest unsigned one.
 EDGE_KEYS = (*range(-4, 5), -(2**63), -(2**63) + 1, 2**63 - 2, 2**63 - 1)
+HASH_KEYS = (0x123456789ABCDEF, -(2**63), -77)
 BATCH_SIZES = (0, 1, 31, 32, 33, 100)
 
 
@@ -63,11 +64,15 @@ def on(device: torch.device, op: Op) -> Op:
 
 @dataclass(frozen=True)
 class Tables:
-    """The tables: (buckets, most buckets, load in 1024ths) of each, and who gives way."""
+    """The tables: (buckets, most buckets, load in 1024ths) of each, and who gives way.
+
+    `hash_keys` are the numbers that their hashes depend on, 0 for tables beyond them.
+    """
 
     sizes: tuple[tuple[int, int, int], ...] = ((1, 3, 819), (2, 2, 1024))
     order: str = "lru"
     newcomer: str = "wins"
+    hash_keys: tuple[int, ...] = ()
 
     @property
     def scored(self) -> bool:
@@ -76,7 +81,9 @@ class Tables:
 
     def model(self) -> HashModel:
         """Empty tables for the reference."""
-        return HashModel([HashTable(*size) for size in self.sizes], self.order, self.newcomer)
+        keys = (*self.hash_keys, *(0 for _ in self.sizes))
+        tables = [HashTable(*size, key) for size, key in zip(self.sizes, keys, strict=False)]
+        return HashModel(tables, self.order, self.newcomer)
 
     def index(self, seed: int = 0) -> list[Tensor]:
         """The same for the ops; entries mean nothing yet and hold keys that may be asked for."""
@@ -239,7 +246,7 @@ class Twin:
             assert mine.tolist() == theirs.tolist()
         for t, table in enumerate(self.model.tables):
             there = [(slot, e.key) for slot, e in enumerate(table.slots) if e is not None]
-            assert all(slot // SLOTS in addresses(key, table.buckets) for slot, key in there)
+            assert all(slot // SLOTS in table.addresses(key) for slot, key in there)
             self.rows.check(t, [slot for slot, _ in there], [key for _, key in there])
 
     def find(self, batch: Batch) -> Tensor:
@@ -346,6 +353,19 @@ def keys_in(bucket: int, buckets: int, count: int) -> list[int]:
     """The first keys from 0 on, both of whose buckets are this one."""
     found = (key for key in range(10**6) if addresses(key, buckets) == (bucket, bucket))
     return [next(found) for _ in range(count)]
+
+
+def crowd(count: int, buckets: int = 1 << 12) -> list[int]:
+    """Distinct keys that belong into two buckets of a table without a hash key.
+
+    It may have any number of buckets from 8 up to `buckets`, a power of 2.
+    """
+    golden, first, second = 0x9E3779B97F4A7C15, 5, 7
+    # The low bits of a mix choose the first bucket, bits 33 and on of its product the second.
+    low = first * golden % buckets
+    products = (low | second << 33 | number * buckets for number in range(count))
+    assert count * buckets <= 1 << 33
+    return [unmix(product * pow(golden, -1, 2**64) % 2**64) for product in products]
 
 
 def unmix(mixed: int) -> int:

@@ -1,5 +1,6 @@
-// The hash of keys that finds their bucket in a dynamic table and, applied twice, the rank that
-// holds them.
+// The hash of keys. Applied twice it gives the rank that holds a key, the same for everyone.
+// Applied to a key and a random number of the table it gives the buckets, see HashTable::hash:
+// whoever chooses keys could else fill one bucket with them.
 #pragma once
 
 #include "core/portability.h"

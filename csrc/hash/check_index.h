@@ -59,7 +59,9 @@ struct HashIndex {
   HashTable table(int64_t t) const {
     const int64_t first_slot = field(t, kFirstBucket) * kSlots;
     const int64_t buckets = field(t, kBuckets);
-    return {tags + first_slot, entries + first_slot * words, words, buckets, address_mask(buckets)};
+    return {
+        tags + first_slot, entries + first_slot * words, words,
+        buckets,           address_mask(buckets),        static_cast<uint64_t>(field(t, kHashKey))};
   }
 
   void check_table(const char* op, int64_t t) const {

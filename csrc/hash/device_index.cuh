@@ -27,7 +27,9 @@ struct DeviceIndex {
   }
   EMB_DEVICE HashTable table(int t) const {
     const int64_t first_slot = field(t, kFirstBucket) * kSlots, buckets = field(t, kBuckets);
-    return {tags + first_slot, entries + first_slot * words, words, buckets, address_mask(buckets)};
+    return {
+        tags + first_slot, entries + first_slot * words, words,
+        buckets,           address_mask(buckets),        static_cast<uint64_t>(field(t, kHashKey))};
   }
 };
 
@@ -42,6 +44,14 @@ EMB_DEVICE int lane_in_warp() { return static_cast<int>(threadIdx.x % simt::kWar
 
 EMB_DEVICE void add_to(int64_t* sum, int64_t n) {
   atomicAdd(reinterpret_cast<unsigned long long*>(sum), static_cast<unsigned long long>(n));
+}
+
+// The same up to the largest number, for n >= 0. Whoever makes the sum wrap puts it right, and does
+// so after all that wrapped: what is added in between is not lost, as the sum is at its end anyway.
+EMB_DEVICE void add_uses_to(int64_t* sum, int64_t n) {
+  auto* words = reinterpret_cast<unsigned long long*>(sum);
+  const auto before = static_cast<int64_t>(atomicAdd(words, static_cast<unsigned long long>(n)));
+  if (count_overflows(before, n)) atomicExch(words, static_cast<unsigned long long>(INT64_MAX));
 }
 
 // Which of the 32 tags of a bucket equal a byte, as a mask.
@@ -69,7 +79,7 @@ EMB_DEVICE int64_t find_in_bucket(const HashTable& table, int64_t bucket, uint8_
 }
 
 EMB_DEVICE int64_t find_slot(const HashTable& table, int64_t key) {
-  const uint64_t mixed = mix(static_cast<uint64_t>(key));
+  const uint64_t mixed = table.hash(key);
   const int64_t slot = find_in_bucket(table, table.first(mixed), tag_of(mixed), key);
   if (slot != kNoSlot) return slot;
   return find_in_bucket(table, table.second(mixed), tag_of(mixed), key);

@@ -40,12 +40,12 @@ EMB_DEVICE void use_entry(const KeyUse& use, int64_t stamp, int64_t* entry, int6
   if (!counts_uses(use.order)) {
     if (entry != nullptr) entry[kScore] = given;
   } else if (use.counts != nullptr) {
-    if (entry != nullptr) add_to(entry + kScore, use.counts[position]);
+    if (entry != nullptr) add_uses_to(entry + kScore, use.counts[position]);
   } else {
     const unsigned same =
         __match_any_sync(simt::kFullMask, reinterpret_cast<unsigned long long>(entry));
     const bool leads = __ffs(static_cast<int>(same)) - 1 == lane_in_warp();
-    if (entry != nullptr && leads) add_to(entry + kScore, __popc(same));
+    if (entry != nullptr && leads) add_uses_to(entry + kScore, __popc(same));
   }
 }
 

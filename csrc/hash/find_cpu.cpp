@@ -8,6 +8,7 @@
 #include <tuple>
 
 #include "core/parallel.h"
+#include "hash/batch_key.h"
 #include "hash/check_misses.h"
 #include "hash/isa_cpu.h"
 
@@ -78,26 +79,27 @@ class MissSet {
       : ids_(ids),
         first_(first),
         mask_(std::bit_ceil(static_cast<uint64_t>(2 * most + 1)) - 1),
+        hash_key_(batch_hash_key()),
         numbers_(new int32_t[mask_ + 1]) {
     std::memset(numbers_.get(), 0xff, (mask_ + 1) * sizeof(int32_t));
   }
 
-  void ask_for(int64_t key) const {
-    __builtin_prefetch(&numbers_[mix(static_cast<uint64_t>(key)) & mask_], 1);
-  }
+  void ask_for(int64_t key) const { __builtin_prefetch(&numbers_[place(key)], 1); }
 
   // The number of `key`; `next`, which then is its number, where it is new.
   int32_t find_or_add(int64_t key, int32_t next) {
-    for (uint64_t i = mix(static_cast<uint64_t>(key)) & mask_;; i = (i + 1) & mask_) {
+    for (uint64_t i = place(key);; i = (i + 1) & mask_) {
       if (numbers_[i] < 0) return numbers_[i] = next;
       if (ids_[first_[numbers_[i]]] == key) return numbers_[i];
     }
   }
 
  private:
+  uint64_t place(int64_t key) const { return mix(static_cast<uint64_t>(key) ^ hash_key_) & mask_; }
+
   const int64_t* ids_;
   const int64_t* first_;
-  uint64_t mask_;
+  uint64_t mask_, hash_key_;
   std::unique_ptr<int32_t[]> numbers_;
 };
 
@@ -123,8 +125,7 @@ int64_t add_misses(const HashBatch& batch, int64_t segment, const int64_t* slots
     const int32_t number = set->find_or_add(batch.ids[i], static_cast<int32_t>(count));
     if (number == count) out.totals[count++] = 0;
     out.groups[i] = number;
-    const uint64_t uses = counts == nullptr ? 1 : static_cast<uint64_t>(counts[i]);
-    out.totals[number] = static_cast<int64_t>(static_cast<uint64_t>(out.totals[number]) + uses);
+    out.totals[number] = add_uses(out.totals[number], counts == nullptr ? 1 : counts[i]);
   }
   return count;
 }

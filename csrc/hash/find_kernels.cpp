@@ -54,7 +54,7 @@ EMB_HD void hash_keys(const HashTable& table, const int64_t* ids, int64_t begin,
   const int size = static_cast<int>(n - begin < kChunk ? n - begin : kChunk);
   const int at = Probes::at(begin);  // chunks do not wrap around
   for (int i = 0; i < size; ++i) {
-    const uint64_t mixed = mix(static_cast<uint64_t>(ids[begin + i]));
+    const uint64_t mixed = table.hash(ids[begin + i]);
     p->first[at + i] = address(first_hash(mixed), buckets, mask);
     p->second[at + i] = address(second_hash(mixed), buckets, mask);
     p->tag[at + i] = tag_of(mixed);
@@ -109,7 +109,11 @@ EMB_HD void use_entry(const HashUse& use, int64_t* entry, int64_t position) {
     return __atomic_store_n(entry + kScore, use.given, __ATOMIC_RELAXED);
   }
   const int64_t count = use.counts == nullptr ? 1 : use.counts[position];
-  __atomic_fetch_add(entry + kScore, count, __ATOMIC_RELAXED);
+  // Whoever makes the sum wrap puts it right after that, so in the end it is.
+  const int64_t before = __atomic_fetch_add(entry + kScore, count, __ATOMIC_RELAXED);
+  if (count_overflows(before, count)) {
+    __atomic_store_n(entry + kScore, INT64_MAX, __ATOMIC_RELAXED);
+  }
 }
 
 // Asks for the line at which looking for the noted keys goes on.

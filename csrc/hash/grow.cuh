@@ -132,7 +132,7 @@ EMB_DEVICE void fill_child(const Growth& growth, int t, int64_t child, int64_t o
   const int64_t parent = address(static_cast<uint64_t>(child), old, old_mask);
   const int64_t from = parent * kSlots + lane_in_warp();
   const uint8_t tag = table.tags[from];
-  const uint64_t mixed = mix(static_cast<uint64_t>(table.entry(from)[kKey]));
+  const uint64_t mixed = table.hash(table.entry(from)[kKey]);
   const bool is_first = address(first_hash(mixed), old, old_mask) == parent;
   const bool moves =
       tag != kEmptyTag && (is_first ? table.first(mixed) : table.second(mixed)) == child;

@@ -22,8 +22,17 @@ inline constexpr int kPreferFirst = 16;  // with more free slots than these a fi
 inline constexpr int64_t kNoSlot = -1;
 
 // A row of the tensor `tables`: where the buckets of a table begin, how many it has and may have,
-// its keys, and the load, in 1024ths of its slots, beyond which it grows.
-enum TableField : int { kFirstBucket, kBuckets, kMostBuckets, kSize, kMostLoad, kTableFields };
+// its keys, the load, in 1024ths of its slots, beyond which it grows, and the number that its hash
+// depends on.
+enum TableField : int {
+  kFirstBucket,
+  kBuckets,
+  kMostBuckets,
+  kSize,
+  kMostLoad,
+  kHashKey,
+  kTableFields
+};
 
 // A row of the tensor `entries`, int64: the third word is there where the order needs it.
 enum EntryField : int { kKey, kStamp, kScore };
@@ -49,6 +58,16 @@ EMB_HD constexpr bool has_scores(Order order) {
 }
 EMB_HD constexpr bool counts_uses(Order order) {
   return order == Order::kLfu || order == Order::kLruLfu;
+}
+
+// Counts of uses stop at the largest number: one that wrapped would make the hottest key the first
+// to be evicted. `more` is >= 0; what else a caller passes wraps.
+EMB_HD bool count_overflows(int64_t count, int64_t more) {
+  return more > 0 && count > INT64_MAX - more;
+}
+EMB_HD int64_t add_uses(int64_t count, int64_t more) {
+  if (count_overflows(count, more)) return INT64_MAX;
+  return static_cast<int64_t>(static_cast<uint64_t>(count) + static_cast<uint64_t>(more));
 }
 
 // The smallest mask of ones that covers [0, buckets).

@@ -12,7 +12,10 @@ struct HashTable {
   int64_t words;  // of an entry
   int64_t buckets;
   uint64_t mask;
+  uint64_t hash_key;
 
+  // Random to those who do not know the key of the table; its buckets and tag follow from this.
+  EMB_HD uint64_t hash(int64_t key) const { return mix(static_cast<uint64_t>(key) ^ hash_key); }
   EMB_HD int64_t* entry(int64_t slot) const { return entries + slot * words; }
   EMB_HD int64_t first(uint64_t mixed) const { return address(first_hash(mixed), buckets, mask); }
   EMB_HD int64_t second(uint64_t mixed) const { return address(second_hash(mixed), buckets, mask); }

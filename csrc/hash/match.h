@@ -51,7 +51,7 @@ EMB_HD int64_t find_in(const HashTable& table, int64_t bucket, uint8_t tag, int6
 }
 
 EMB_HD int64_t find_key(const HashTable& table, int64_t key) {
-  const uint64_t mixed = mix(static_cast<uint64_t>(key));
+  const uint64_t mixed = table.hash(key);
   const uint8_t tag = tag_of(mixed);
   const int64_t slot = find_in(table, table.first(mixed), tag, key);
   return slot != kNoSlot ? slot : find_in(table, table.second(mixed), tag, key);

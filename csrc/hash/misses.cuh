@@ -5,6 +5,7 @@
 #pragma once
 
 #include "group/segments.cuh"
+#include "hash/batch_key.h"
 #include "hash/device_index.cuh"
 
 namespace emb::cuda {
@@ -15,6 +16,7 @@ struct KeyCells {
   uint32_t mask;      // of them
   int32_t* tables;    // by position; -1 where its key takes no part
   uint32_t* cell_of;  // by position
+  uint64_t hash_key;
 };
 
 struct MissOutput {
@@ -53,7 +55,7 @@ inline int64_t num_cells(int64_t n) {
     if (t < 0) continue;
     const auto position = static_cast<int32_t>(i);
     const int64_t key = ids[i];
-    auto cell = static_cast<uint32_t>(mix(static_cast<uint64_t>(key) + mix(t)));
+    auto cell = static_cast<uint32_t>(mix((static_cast<uint64_t>(key) ^ keys.hash_key) + mix(t)));
     for (;; ++cell) {
       cell &= keys.mask;
       int32_t other = keys.cells[cell];
@@ -109,12 +111,12 @@ inline int64_t num_cells(int64_t n) {
     const int32_t group = i < n && keys.tables[i] >= 0 ? keys.cells[keys.cell_of[i]] : -1;
     if (i < n) out.groups[i] = group;
     if (counts != nullptr) {
-      if (group >= 0) add_to(out.totals + group, counts[i]);
+      if (group >= 0) add_uses_to(out.totals + group, counts[i]);
       continue;
     }
     const unsigned same = __match_any_sync(simt::kFullMask, group);
     const bool leads = __ffs(static_cast<int>(same)) - 1 == lane_in_warp();
-    if (group >= 0 && leads) add_to(out.totals + group, __popc(same));
+    if (group >= 0 && leads) add_uses_to(out.totals + group, __popc(same));
   }
 }
 
@@ -150,7 +152,7 @@ KeyCells launch_cells(Work& work, const KeyBatch& batch, int num_tables, const i
   const int64_t cells = num_cells(batch.n);
   const KeyCells keys{work.template scratch<int32_t>(cells), static_cast<uint32_t>(cells - 1),
                       work.template scratch<int32_t>(batch.n),
-                      work.template scratch<uint32_t>(batch.n)};
+                      work.template scratch<uint32_t>(batch.n), batch_hash_key()};
   const unsigned blocks = key_blocks(launcher, batch.n);
   launcher(hash_part_kernel, blocks, kTileThreads, batch, num_tables, slots, there, keys);
   launcher(hash_claim_kernel, blocks, kTileThreads, batch.ids, batch.n, keys);

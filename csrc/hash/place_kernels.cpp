@@ -59,7 +59,7 @@ struct Buckets {
 };
 
 EMB_HD Buckets buckets_of(const HashPlacing& placing, int64_t miss) {
-  const uint64_t mixed = mix(static_cast<uint64_t>(placing.key(miss)));
+  const uint64_t mixed = placing.table.hash(placing.key(miss));
   return {placing.table.first(mixed), placing.table.second(mixed)};
 }
 
@@ -119,7 +119,7 @@ EMB_HD void fill(const HashPlacing& placing, int64_t miss, int64_t slot, PlaceSt
     evicted[kStamp] = entry[kStamp];
     evicted[kScore] = has_scores(placing.order) ? entry[kScore] : 0;
   }
-  table.tags[slot] = tag_of(mix(static_cast<uint64_t>(placing.key(miss))));
+  table.tags[slot] = tag_of(table.hash(placing.key(miss)));
   entry[kKey] = placing.key(miss);
   entry[kStamp] = placing.stamp;
   if (has_scores(placing.order)) entry[kScore] = placing.score(miss);
@@ -181,7 +181,7 @@ EMB_HD void split_bucket(const HashTable& table, const HashTable& before, int64_
   uint32_t used = ~match(table.tags + bucket * kSlots, kEmptyTag);
   for (; used != 0; used &= used - 1) {
     const int64_t slot = bucket * kSlots + lowest(used);
-    const uint64_t mixed = mix(static_cast<uint64_t>(table.entry(slot)[kKey]));
+    const uint64_t mixed = table.hash(table.entry(slot)[kKey]);
     const bool is_first = before.first(mixed) == bucket;
     const int64_t target = is_first ? table.first(mixed) : table.second(mixed);
     if (target == bucket) continue;

@@ -113,7 +113,7 @@ EMB_DEVICE bool choose_bucket(const Placing& placing, int64_t place, int t, bool
     own = newcomer(placing, place, t);
     const HashTable table = placing.index.table(t);
     const int64_t base = placing.index.field(t, kFirstBucket);
-    const uint64_t mixed = mix(static_cast<uint64_t>(own.key));
+    const uint64_t mixed = table.hash(own.key);
     first = base + table.first(mixed);
     second = base + table.second(mixed);
     const int in_first = free_slots(placing, first);
@@ -161,7 +161,7 @@ EMB_DEVICE void write_entry(const Placing& placing, int t, int64_t bucket, int w
     evicted[kStamp] = entry[kStamp];
     evicted[kScore] = has_scores(placing.order) ? entry[kScore] : 0;
   }
-  placing.index.tags[slot] = tag_of(mix(static_cast<uint64_t>(of.key)));
+  placing.index.tags[slot] = tag_of(placing.index.table(t).hash(of.key));
   entry[kKey] = of.key;
   entry[kStamp] = of.stamp;
   if (has_scores(placing.order)) entry[kScore] = of.score;

@@ -15,6 +15,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from emblib.collections.grouping import Unmade
 from emblib.collections.kernels import PartTables
 from emblib.dynamic import DynamicEmbeddingBags
+from emblib.dynamic.hash_index import HASH_KEYS
 from emblib.dynamic.saving import routing
 from emblib.ops import lookups
 from emblib.optim import Optimizer
@@ -233,6 +234,8 @@ class DynamicHandle(TableHandle):
         destination[f"{prefix}clock"] = kernel.index.clock.cpu().clone()
         for key, value in kernel._others().items():
             destination[prefix + key] = value
+        hash_keys = f"{prefix}index.{HASH_KEYS}"
+        destination[hash_keys] = destination[hash_keys][self.index : self.index + 1]
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *arguments: Any) -> None:
         """Keys, and what is saved with them, replace those that are there."""

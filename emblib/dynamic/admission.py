@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from emblib.dynamic.hash_index import HashIndex
+from emblib.dynamic.hash_index import HASH_KEYS, HashIndex
 from emblib.dynamic.keys import mix
 from emblib.dynamic.saving import routing
 from emblib.dynamic_specs import DynamicSpec, Eviction, ExactCounter, Frequency, Sketch
@@ -77,7 +77,11 @@ class _Counter(nn.Module):
     numbers: Tensor
 
     def __init__(
-        self, chosen: Sequence[int], specs: Sequence[DynamicSpec], device: torch.device
+        self,
+        chosen: Sequence[int],
+        specs: Sequence[DynamicSpec],
+        device: torch.device,
+        hash_keys: Sequence[int],
     ) -> None:
         super().__init__()
         counters = []
@@ -86,7 +90,7 @@ class _Counter(nn.Module):
             assert isinstance(counter, ExactCounter)
             counters.append(DynamicSpec(counter.capacity, 1, eviction=Eviction.LFU))
         tail = DynamicSpec(1, 1, eviction=Eviction.LFU)
-        self.index = HashIndex([*counters, tail], device=device)
+        self.index = HashIndex([*counters, tail], device, [*(hash_keys[t] for t in chosen), 0])
         table_of = torch.full((len(specs) + 1,), len(chosen))
         table_of[list(chosen)] = torch.arange(len(chosen))
         self.register_buffer("table_of", table_of.to(device), persistent=False)
@@ -166,12 +170,14 @@ class _Counter(nn.Module):
     ) -> None:
         super()._load_from_state_dict(state_dict, prefix, *arguments)
         missing, unexpected = arguments[2], arguments[3]
+        hash_keys = state_dict.get(f"{prefix}index.{HASH_KEYS}", self.index.hash_keys)
         for number in range(self.numbers.numel() - 1):
             names = [f"{prefix}{number}.{what}" for what in ("keys", "counts")]
             absent = [name for name in names if name not in state_dict]
             missing.extend(absent)
             unexpected[:] = [name for name in unexpected if name not in names]
             if not absent:
+                self.index.empty(number, int(hash_keys[number]))
                 self.set_counts(number, *(state_dict[name] for name in names))
 
 
@@ -217,7 +223,8 @@ class _Sketches(nn.Module):
         unused = self.counters.numel() - 1
         places = torch.where(rows < depth, begin + rows * width + column, unused)
         seen = torch.where(rows < depth, self.counters[places].long(), threshold).amin(0)
-        counts = torch.minimum(seen + missing.totals, threshold)
+        # No sum above the threshold, which may wrap where totals are near the largest number.
+        counts = seen + torch.minimum(missing.totals, threshold - seen)
         raised = counts.to(self.counters.dtype).expand(self.depth, -1)
         self.counters.scatter_reduce_(0, places.flatten(), raised.flatten(), "amax")
         self.counters[unused:].zero_()
@@ -239,19 +246,26 @@ class Admission(nn.Module):
     Args:
         specs: the tables; those without `admission` take every key.
         device: where the counts are.
+        hash_keys: of the tables, see `HashIndex`; left out, 0 for all.
     """
 
     thresholds: Tensor
 
-    def __init__(self, specs: Sequence[DynamicSpec], device: torch.device) -> None:
+    def __init__(
+        self,
+        specs: Sequence[DynamicSpec],
+        device: torch.device,
+        hash_keys: Sequence[int] | None = None,
+    ) -> None:
         super().__init__()
         self.specs = tuple(specs)
+        hash_keys = [0] * len(self.specs) if hash_keys is None else hash_keys
         exact, sketched = (
             [t for t, spec in enumerate(specs) if _counts_with(spec, kind)]
             for kind in (ExactCounter, Sketch)
         )
         self._exact_tables = exact
-        self.counter = _Counter(exact, specs, device) if exact else None
+        self.counter = _Counter(exact, specs, device, hash_keys) if exact else None
         self.sketches = _Sketches(sketched, specs, device) if sketched else None
         thresholds = [s.admission.threshold if s.admission else 0 for s in specs]
         # Entries past the last miss have no table, and whether they may enter no meaning.

@@ -12,7 +12,7 @@ from emblib.dynamic.arguments import check_batch, check_replicas
 from emblib.dynamic.expiry import Expiry
 from emblib.dynamic.first_rows import FirstRows
 from emblib.dynamic.hash_index import HashIndex
-from emblib.dynamic.keys import as_keys
+from emblib.dynamic.keys import as_keys, hash_key_of
 from emblib.dynamic.lookup import Reads, Unmoved
 from emblib.dynamic.rows import check_capacity
 from emblib.dynamic.scores import Scores
@@ -50,7 +50,8 @@ class DynamicEmbeddingBags(DynamicTraining):
         pooling: SUM, MEAN, or NONE for one vector a lookup (needs one dim for all features).
         feature_tables: the table of each feature; left out, feature i reads table i.
         precision: dtypes of weights, output and optimizer state, and how updates are rounded.
-        seed: of the first values of rows, in [0, 2^63).
+        seed: of the first values of rows and of the hash of keys, in [0, 2^63). Where strangers
+            choose the keys, one that they do not know keeps them from crowding into few buckets.
         device: where the kernels run.
     """
 
@@ -99,11 +100,12 @@ class DynamicEmbeddingBags(DynamicTraining):
                              "fused optimizer")  # fmt: skip
 
     def _make_parts(self, device: torch.device) -> None:
-        self.index = HashIndex(self.tables, device)
+        hash_keys = [hash_key_of(self.seed, name) for name in self.table_names]
+        self.index = HashIndex(self.tables, device, hash_keys)
         self._register_rows(device)
         self.first_rows = FirstRows(self.rows, self.seed, device)
         admits = any(spec.admission is not None for spec in self.tables)
-        self.admission = Admission(self.tables, device) if admits else None
+        self.admission = Admission(self.tables, device, hash_keys) if admits else None
         self.scores = Scores(self.tables, device) if self._by_scores else None
         self._expiry = Expiry(self.tables)
         self._may_grow = any(spec.buckets < spec.most_buckets for spec in self.tables)

@@ -15,6 +15,8 @@ from emblib.ops import hash as hash_ops
 from emblib.ops.hash import COUNTERS, SCORED, TABLE_FIELDS, Keys, Misses, Placed
 
 _BUCKETS, _SIZE = TABLE_FIELDS.index("buckets"), TABLE_FIELDS.index("size")
+_HASH_KEY = TABLE_FIELDS.index("hash_key")
+HASH_KEYS = "hash_keys"  # the name in state dicts
 _KEY, _STAMP, _SCORE = range(3)  # words of an entry
 
 
@@ -64,6 +66,9 @@ class HashIndex(nn.Module):
         specs: capacity, growth and eviction of each table; dims and what else concerns values have
             no part. All must agree in eviction and newcomer.
         device: where it lives.
+        hash_keys: by table, the number that its hash depends on, any 64 bits (signed); see
+            `emblib.dynamic.keys.hash_key_of`. Left out, 0 for all: then anyone can make keys that
+            all belong into one bucket.
 
     Nothing here is locked: the module that has an index holds its lock around every call.
 
@@ -77,10 +82,14 @@ class HashIndex(nn.Module):
     counters: Tensor
 
     def __init__(
-        self, specs: Sequence[DynamicSpec], device: torch.device | str | None = None
+        self,
+        specs: Sequence[DynamicSpec],
+        device: torch.device | str | None = None,
+        hash_keys: Sequence[int] | None = None,
     ) -> None:
         super().__init__()
         self.specs = tuple(specs)
+        self._hash_keys = [0] * len(self.specs) if hash_keys is None else list(hash_keys)
         kinds = {(spec.eviction.order, spec.newcomer.value) for spec in self.specs}
         if len(kinds) > 1:
             words = sorted({spec.eviction.value for spec in self.specs})
@@ -130,12 +139,46 @@ class HashIndex(nn.Module):
             self.tags[first : first + in_use].zero_()
             self._use(t, 0, spec.buckets * SLOTS)
         rows = [
-            (first // SLOTS, spec.buckets, spec.most_buckets, 0, spec.most_load)
-            for first, spec in zip(self._first_slots, self.specs, strict=False)
+            (first // SLOTS, spec.buckets, spec.most_buckets, 0, spec.most_load, hash_key)
+            for first, spec, hash_key in zip(
+                self._first_slots, self.specs, self._hash_keys, strict=False
+            )
         ]
         self.tables.copy_(torch.tensor(rows, dtype=torch.int64).view(-1, len(TABLE_FIELDS)))
         self.clock.zero_()
         self.counters.zero_()
+
+    @property
+    def hash_keys(self) -> Tensor:
+        """By table, the number that its hash depends on, int64 `[T]`, on the CPU."""
+        return torch.tensor(self._hash_keys, dtype=torch.int64)
+
+    def hash_key(self, table: int) -> int:
+        """The number that the hash of a table depends on."""
+        return self._hash_keys[table]
+
+    def empty(self, table: int, hash_key: int | None = None) -> None:
+        """Remove all keys of a table, which stays as large as it is.
+
+        Args:
+            table: its number.
+            hash_key: what its hash depends on from now on; None leaves that as it is.
+        """
+        self.version += 1
+        self.table_tags(table).zero_()
+        self.tables[table, _SIZE] = 0
+        if hash_key is not None:
+            self._hash_keys[table] = hash_key
+            self.tables[table, _HASH_KEY] = hash_key
+
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
+        """What the hashes depend on; the module that has the index saves and loads the keys."""
+        destination[prefix + HASH_KEYS] = self.hash_keys
+
+    def _load_from_state_dict(self, *arguments: Any) -> None:
+        """Nothing: only tables without keys can take another hash key, see `empty`."""
 
     def _use(self, table: int, before: int, rows: int) -> None:
         """Rows of a table come into use."""
@@ -340,8 +383,8 @@ class HashIndex(nn.Module):
         Raises:
             ValueError: it is not, before anything is changed.
         """
-        theirs = snapshot["tables"]
-        fixed = [i for i in range(len(TABLE_FIELDS)) if i not in (_BUCKETS, _SIZE)]
+        theirs = _with_hash_keys(snapshot["tables"])
+        fixed = [i for i in range(len(TABLE_FIELDS)) if i not in (_BUCKETS, _SIZE, _HASH_KEY)]
         words = {tensor.shape[1] for tensor in snapshot["entries"]} or {self.entries.shape[1]}
         if (
             theirs.shape != self.tables.shape
@@ -360,8 +403,10 @@ class HashIndex(nn.Module):
             first = self._first_slots[t]
             self.tags[first : first + rows] = snapshot["tags"][t].to(self.tags.device)
             self.entries[first : first + rows] = snapshot["entries"][t].to(self.tags.device)
-        for name in ("tables", "clock", "counters"):
+        for name in ("clock", "counters"):
             getattr(self, name).copy_(snapshot[name])
+        self.tables.copy_(theirs)
+        self._hash_keys = theirs[:, _HASH_KEY].tolist()
 
     def __deepcopy__(self, memo: dict[int, object]) -> "HashIndex":
         other = HashIndex(copy.deepcopy(self.specs, memo), self.tags.device)
@@ -376,6 +421,13 @@ class HashIndex(nn.Module):
         """Capacities and eviction."""
         capacities = ", ".join(f"{spec.capacity}" for spec in self.specs)
         return f"capacity=({capacities}), order={self.order}, newcomer={self.newcomer}"
+
+
+def _with_hash_keys(tables: Tensor) -> Tensor:
+    """The `tables` of a snapshot; those of earlier versions had no hash key, which is 0."""
+    if tables.dim() == 2 and tables.shape[1] == _HASH_KEY:
+        return nn.functional.pad(tables, (0, 1))
+    return tables
 
 
 def _rebuild(

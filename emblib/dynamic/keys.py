@@ -1,5 +1,7 @@
 """Keys as numbers: the dtypes they come in, and their hash."""
 
+import hashlib
+
 import torch
 from torch import Tensor
 
@@ -11,6 +13,15 @@ _SECOND = 0xC4CEB9FE1A85EC53 - (1 << 64)
 def _fold(x: Tensor, bits: int) -> Tensor:
     """`x ^ x >> bits` of unsigned numbers."""
     return x ^ (x >> bits & (1 << 64 - bits) - 1)
+
+
+def hash_key_of(seed: int, name: str) -> int:
+    """The number that the hash of a table's keys depends on, signed 64 bits, from seed and name.
+
+    Who does not know the seed can make no keys that crowd into one bucket.
+    """
+    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
 
 
 def mix(x: Tensor) -> Tensor:

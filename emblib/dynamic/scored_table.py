@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from emblib import ops
 from emblib.dynamic import arena
-from emblib.dynamic.hash_index import HashIndex, Inserted, ValueRows
+from emblib.dynamic.hash_index import HASH_KEYS, HashIndex, Inserted, ValueRows
 from emblib.dynamic.key_status import of_insertion
-from emblib.dynamic.keys import as_keys
+from emblib.dynamic.keys import as_keys, hash_key_of
 from emblib.dynamic.scored_rows import Insertion, TableRows, is_last, latest_of
 from emblib.dynamic_specs import SLOTS, DynamicSpec, Eviction
 from emblib.ops import hash as hash_ops
@@ -37,7 +37,7 @@ class ScoredTable(nn.Module):
         spec: capacity, dim, growth, eviction, newcomer, and what a new row starts with where no
             values are given. `admission` and `ttl` have no part.
         dtype: of the values.
-        seed: of new rows.
+        seed: of new rows and of the hash of keys, see `DynamicEmbeddingBags`.
         device: where it lives.
 
     Attributes:
@@ -65,7 +65,7 @@ class ScoredTable(nn.Module):
         # Given scores rank like counts followed by stamps; that order takes a score by key.
         self._given = spec.eviction in (Eviction.STEP, Eviction.CUSTOM)
         kept = {**vars(spec), "eviction": Eviction.LRU_LFU if self._given else spec.eviction}
-        self.index = HashIndex([DynamicSpec(**kept)], device)
+        self.index = HashIndex([DynamicSpec(**kept)], device, [hash_key_of(seed, "")])
         device = self.index.tags.device
         values = arena.reserve(spec.rows * spec.dim, dtype, device)
         self.register_buffer("values", values.view(spec.rows, spec.dim), persistent=False)
@@ -386,6 +386,8 @@ class ScoredTable(nn.Module):
         if not absent:
             *parts, tick = (state_dict[name].to(self.values.device) for name in names)
             self.clear()
+            hash_keys = state_dict.get(f"{prefix}index.{HASH_KEYS}")
+            self.index.empty(0, None if hash_keys is None else int(hash_keys))
             self.reserve(parts[0].numel())
             self.load(TableRows(*parts))
             self.index.set_tick(int(tick))

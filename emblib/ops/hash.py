@@ -4,7 +4,8 @@
 - `tags` uint8 `[S]`: 0 for an empty slot, else 8 bits of a hash of its key. 32 slots are a bucket
 - `entries` int64 `[S, 2]` or `[S, 3]`: key, stamp (tick of the last use) and, for orders other than
   "none" and "lru", score
-- `tables` int64 `[T, 5]`: `TABLE_FIELDS`; the load is in 1024ths, size is the number of keys
+- `tables` int64 `[T, 6]`: `TABLE_FIELDS`; the load is in 1024ths, size is the number of keys, the
+  hash of a table's keys depends on its `hash_key`
 - `clock` int64 `[1]`: the tick, one more with every batch that is used
 - `counters` int64 `[T, 8]`: `COUNTERS`
 
@@ -15,8 +16,8 @@ the first bucket of its table, -1 for none: rows of values are numbered alike.
 A key may be in two buckets. Of a full one the entry that is least in `order` gives way: by stamp
 and key ("lru"), score and key ("lfu"), score, stamp and key ("lru_lfu", "assigned"); with "none"
 nothing does. Scores are counts of uses (lfu, lru_lfu) or given by the caller. What the batch itself
-used never gives way to it. With newcomer "competes" a key that would be less than all it could
-replace is refused, with "wins" it is not. The ops take the numbers of both in
+used never gives way to it. Counts stop at 2^63 - 1. With newcomer "competes" a key that would be
+less than all it could replace is refused, with "wins" it is not. The ops take the numbers of both in
 `emblib.ops.codes`.
 
 A step of training is `use_`, which finds and stamps what is there; `misses`, the distinct keys that
@@ -39,7 +40,7 @@ from torch import Tensor
 from emblib.ops import codes
 
 SLOTS = 32
-TABLE_FIELDS = ("first_bucket", "buckets", "most_buckets", "size", "most_load")
+TABLE_FIELDS = ("first_bucket", "buckets", "most_buckets", "size", "most_load", "hash_key")
 COUNTERS = (
     "lookups",
     "hits",

@@ -35,6 +35,7 @@ COUNTERS = (
     "erased",
 )
 NEW, EVICTING, REFUSED, NOT_ADMITTED = 2, 3, 4, 5  # status of a miss
+MOST_USES = 2**63 - 1  # where the uses of a key stop being counted
 
 Batch = Sequence[tuple[int, int]]  # (table, key) of each position
 
@@ -47,14 +48,19 @@ def mix(key: int) -> int:
     return x ^ x >> 33
 
 
-def tag_of(key: int) -> int:
+def hash_of(key: int, hash_key: int) -> int:
+    """The hash of a key in a table whose own number is `hash_key`; both are 64 bits of any sign."""
+    return mix((key ^ hash_key) % 2**64)
+
+
+def tag_of(key: int, hash_key: int = 0) -> int:
     """The byte, 1 to 255, that says a slot may hold the key."""
-    return 1 + ((mix(key) >> 40 & 0xFFFF) * 255 >> 16)
+    return 1 + ((hash_of(key, hash_key) >> 40 & 0xFFFF) * 255 >> 16)
 
 
-def addresses(key: int, buckets: int) -> tuple[int, int]:
+def addresses(key: int, buckets: int, hash_key: int = 0) -> tuple[int, int]:
     """The two buckets of a key, by linear hashing (Litwin, 1980); they may be the same."""
-    mixed, mask = mix(key), 2 ** (buckets - 1).bit_length() - 1
+    mixed, mask = hash_of(key, hash_key), 2 ** (buckets - 1).bit_length() - 1
     hashes = (mixed & 0x7FFFFFFF, (mixed * 0x9E3779B97F4A7C15 % 2**64) >> 33)
     first, second = (h & mask if h & mask < buckets else h & mask >> 1 for h in hashes)
     return first, second
@@ -110,6 +116,7 @@ class HashTable:
     buckets: int
     most: int
     load: int  # 1024ths of the slots, beyond which it grows
+    hash_key: int = 0  # what its hash depends on
     slots: list[Entry | None] = field(default_factory=list)
     counters: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTERS, 0))
 
@@ -125,9 +132,13 @@ class HashTable:
         """The slots of a bucket."""
         return self.slots[number * SLOTS : (number + 1) * SLOTS]
 
+    def addresses(self, key: int) -> tuple[int, int]:
+        """The two buckets of a key."""
+        return addresses(key, self.buckets, self.hash_key)
+
     def find(self, key: int) -> int:
         """The slot of a key, -1 if it is not there."""
-        for number in addresses(key, self.buckets):
+        for number in self.addresses(key):
             for way, entry in enumerate(self.bucket(number)):
                 if entry is not None and entry.key == key:
                     return number * SLOTS + way
@@ -145,8 +156,8 @@ class HashTable:
         for slot, entry in enumerate(self.slots[: old * SLOTS]):
             if entry is None:
                 continue
-            which = 0 if addresses(entry.key, old)[0] == slot // SLOTS else 1
-            bucket = addresses(entry.key, self.buckets)[which]
+            first, _ = addresses(entry.key, old, self.hash_key)
+            bucket = self.addresses(entry.key)[0 if first == slot // SLOTS else 1]
             if bucket != slot // SLOTS:
                 moved[slot] = bucket * SLOTS + self.bucket(bucket).index(None)
                 self.slots[moved[slot]], self.slots[slot] = entry, None
@@ -181,7 +192,7 @@ class HashModel:
             assert entry is not None, "a key was found there"
             entry.stamp = self.tick
             if self.order in ("lfu", "lru_lfu"):
-                entry.score += count
+                entry.score = min(entry.score + count, MOST_USES)
             elif self.order == "assigned":
                 entry.score = given[t]
         return slots
@@ -193,7 +204,7 @@ class HashModel:
             if slot < 0:
                 miss = found[t].setdefault(key, Miss(key, []))
                 miss.positions.append(position)
-                miss.total += count
+                miss.total = min(miss.total + count, MOST_USES)
         return [list(misses.values()) for misses in found]
 
     def grow(self, misses: Sequence[Sequence[Miss]]) -> list[dict[int, int]]:
@@ -242,7 +253,7 @@ class HashModel:
 
     def _choose(self, table: HashTable, newcomer: Entry) -> tuple[int, bool] | None:
         """The bucket a missing key turns to, and whether to replace an entry there; or None."""
-        first, second = addresses(newcomer.key, table.buckets)
+        first, second = table.addresses(newcomer.key)
         free = [table.bucket(number).count(None) for number in (first, second)]
         if any(free):
             return (first if free[0] > PREFER_FIRST or free[0] >= free[1] else second), False
@@ -315,16 +326,20 @@ class HashModel:
         """`[tags, entries, tables, clock, counters]`; words of empty slots are 0."""
         words = 3 if self.order in ("lfu", "lru_lfu", "assigned") else 2
         slots = [entry for table in self.tables for entry in table.slots]
-        tags = [0 if e is None else tag_of(e.key) for e in slots]
+        tags = [
+            0 if e is None else tag_of(e.key, table.hash_key)
+            for table in self.tables
+            for e in table.slots
+        ]
         entries = [[0] * 3 if e is None else [e.key, e.stamp, e.score] for e in slots]
         rows, first = [], 0
         for x in self.tables:
-            rows.append((first, x.buckets, x.most, x.size, x.load))
+            rows.append((first, x.buckets, x.most, x.size, x.load, x.hash_key))
             first += x.most
         return [
             torch.tensor(tags, dtype=torch.uint8),
             torch.tensor(entries).view(-1, 3)[:, :words].contiguous(),
-            torch.tensor(rows).view(-1, 5),
+            torch.tensor(rows).view(-1, 6),
             torch.tensor([self.tick]),
             torch.tensor([list(x.counters.values()) for x in self.tables]).view(-1, len(COUNTERS)),
         ]
@@ -334,14 +349,14 @@ class HashModel:
         """The model of what the tensors hold."""
         tags, entries, rows, clock, counters = (tensor.tolist() for tensor in index)
         tables = []
-        for (first, buckets, most, _, load), counts in zip(rows, counters, strict=True):
+        for (first, buckets, most, _, load, hash_key), counts in zip(rows, counters, strict=True):
             window = slice(first * SLOTS, (first + most) * SLOTS)
             slots = [
                 Entry(*words) if tag else None
                 for tag, words in zip(tags[window], entries[window], strict=True)
             ]
             by_name = dict(zip(COUNTERS, counts, strict=True))
-            tables.append(HashTable(buckets, most, load, slots, by_name))
+            tables.append(HashTable(buckets, most, load, hash_key, slots, by_name))
         model = cls(tables, order, newcomer)
         (model.tick,) = clock
         return model

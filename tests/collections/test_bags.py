@@ -208,7 +208,15 @@ def test_state_dicts() -> None:
         *(f"embedding_bags.t1.cores.{k}" for k in range(3)),
         *(
             f"embedding_bags.t2.{key}"
-            for key in ("keys", "stamps", "weight", "exp_avg", "exp_avg_sq", "clock")
+            for key in (
+                "keys",
+                "stamps",
+                "weight",
+                "exp_avg",
+                "exp_avg_sq",
+                "clock",
+                "index.hash_keys",
+            )
         ),
     ]
     assert state["embedding_bags.t0.weight"].shape == (IDS + 32, 4)

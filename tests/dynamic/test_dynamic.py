@@ -13,6 +13,7 @@ from emblib import (
     Debug,
     DynamicEmbeddingBags,
     DynamicSpec,
+    Eviction,
     ExactCounter,
     Frequency,
     KeyCheck,
@@ -21,6 +22,9 @@ from emblib import (
     TableSpec,
     optim,
 )
+from emblib.dynamic.hash_index import HashIndex
+from emblib.ops.hash import Keys
+from tests.hash_cases import crowd
 
 NONE = Pooling.NONE
 
@@ -329,3 +333,32 @@ _ENSEMBLE = optim.EnsembleRowwiseAdagrad(0.1)
 _EXTERNAL = optim.External()
 _GROWING = DynamicSpec(320, 4, initial_capacity=32)
 _NAMED, _WIDE = DynamicSpec(32, 4, name="a"), DynamicSpec(32, 8)
+
+
+def test_keys_made_for_one_bucket_find_places(device: torch.device) -> None:
+    """The hash depends on a number of the table, which follows from its seed and name."""
+    keys = torch.tensor(crowd(2_000))
+    bare = HashIndex([DynamicSpec(10_000, 1, eviction=Eviction.NONE)], device)
+    assert int((bare.insert(Keys.of(keys.to(device))).slots >= 0).sum()) == 64, "as they were made"
+    for name, seed in (("a", 0), ("b", 0), ("a", 1)):
+        spec = DynamicSpec(10_000, 4, name=name, eviction=Eviction.NONE)
+        table = _one(spec, device, seed=seed)
+        table(*_each(keys, device))
+        assert table.stats()[name]["refused"] == 0
+    one, other, third = (
+        _one(DynamicSpec(64, 4, name=name), device, seed=seed)
+        for name, seed in (("a", 0), ("b", 0), ("a", 1))
+    )
+    assert len({table.index.hash_key(0) for table in (one, other, third)}) == 3
+    assert one.index.hash_key(0) == _one(DynamicSpec(128, 8, name="a"), device).index.hash_key(0)
+
+
+def test_hot_keys_stay_when_their_counts_are_full(device: torch.device) -> None:
+    table = _one(DynamicSpec(32, 4, eviction=Eviction.LFU), device)
+    hot = torch.full((32,), 2**62, device=device)
+    for _ in range(3):
+        table(*_each(list(range(32)), device), counts=hot)
+    table(*_each([50], device), counts=hot[:1])
+    table(*_each([51], device))
+    assert set(range(1, 32)) <= set(table.table_entries(0).keys.tolist())
+    assert int(table.table_entries(0).scores.max()) == 2**63 - 1

@@ -9,8 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from emblib import DynamicEmbeddingBags, Eviction, Precision, optim
+from emblib import DynamicEmbeddingBags, DynamicSpec, Eviction, Precision, optim
+from emblib.dynamic.hash_index import HashIndex
 from emblib.dynamic.saving.dumps import DumpError
+from emblib.ops.hash import Keys
 from tests.dynamic.dynamic_cases import (
     EVICTIONS,
     admitting,
@@ -77,6 +79,7 @@ def test_what_a_state_dict_has() -> None:
     assert {key: tuple(value.shape) for key, value in state.items()} == {
         "hyper": tuple(module.hyper.shape),
         "clock": (1,),
+        "index.hash_keys": (2,),
         "items.keys": (rows,),
         "items.stamps": (rows,),
         "items.scores": (rows,),
@@ -288,3 +291,47 @@ def test_a_snapshot_of_other_tables_is_refused(tmp_path: Path) -> None:
     assert_same_states(before, other.state_dict())
     with pytest.raises(DumpError, match="holds a snapshot"):
         other.load_dump(tmp_path)
+
+
+def _seeded(seed: int) -> DynamicEmbeddingBags:
+    specs = [DynamicSpec(128, 4, name=name) for name in ("items", "users")]
+    return DynamicEmbeddingBags(specs, optim.SGD(0.1), feature_tables=[0, 1, 0], seed=seed)
+
+
+def test_the_hash_of_keys_is_kept(tmp_path: Path) -> None:
+    """So that the keys that share buckets share them after a reload, whatever the seed is."""
+    module = trained(_seeded(1))
+    module.dump(tmp_path)
+    saved = module.state_dict()
+    assert saved["index.hash_keys"].tolist() == [module.index.hash_key(t) for t in range(2)]
+    for load in (lambda o: o.load_state_dict(saved), lambda o: o.load_dump(tmp_path)):
+        other = _seeded(2)
+        assert not torch.equal(other.index.hash_keys, module.index.hash_keys)
+        load(other)
+        assert_same_content(module, other)
+        other.clear()
+        assert torch.equal(other.index.hash_keys, module.index.hash_keys)
+    assert torch.equal(copy.deepcopy(module).index.hash_keys, module.index.hash_keys)
+    with pytest.raises(RuntimeError, match=r"hash_keys must be int64, one a table = \[2\]"):
+        other.load_state_dict({**saved, "index.hash_keys": torch.zeros(3, dtype=torch.int64)})
+
+
+def test_checkpoints_from_before_hash_keys_are_loaded() -> None:
+    """Entries are placed by the table's own; slots are those of key 0."""
+    module, other = trained(_seeded(1)), _seeded(2)
+    state = dict(module.state_dict())
+    del state["index.hash_keys"]
+    own = other.index.hash_keys
+    other.load_state_dict(state)
+    assert torch.equal(other.index.hash_keys, own)
+    for t in range(2):
+        assert other.size(t) == module.size(t)
+        assert int(other.find(t, state[f"{other.table_names[t]}.keys"]).min()) >= 0
+    spec = DynamicSpec(128, 1)
+    first, second = HashIndex([spec]), HashIndex([spec], hash_keys=[5])
+    keys = Keys.of(torch.arange(100))
+    first.insert(keys)
+    snapshot = first.snapshot()
+    second.restore({**snapshot, "tables": snapshot["tables"][:, :5]})
+    assert second.hash_key(0) == 0
+    assert torch.equal(first.find(keys), second.find(keys))

@@ -1,12 +1,13 @@
 """Dumps of dynamic tables in directories, and copies that follow by what changed."""
 
 import re
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
 
-from emblib import DynamicEmbeddingBags, Eviction, optim
+from emblib import DynamicEmbeddingBags, DynamicSpec, Eviction, optim
 from emblib.dynamic.saving import entries as of_entries
 from emblib.dynamic.saving import routing
 from emblib.dynamic.saving.dumps import DumpError, Part, Progress
@@ -160,6 +161,43 @@ def test_a_copy_follows_by_changes(eviction: Eviction, tmp_path: Path) -> None:
     assert (copy.index.tick, copy.step) == (module.index.tick, module.step)
     if eviction is not Eviction.NONE:
         assert module.stats()["items"]["evicted"] > 0
+
+
+@pytest.mark.parametrize(
+    ("capacity", "seeds"), [(1024, (0, 0)), (1056, (0, 0)), (8 * 33 * 32, (3, 4))]
+)
+def test_a_copy_as_large_as_a_full_table_loses_no_key(
+    capacity: int, seeds: tuple[int, int]
+) -> None:
+    """Whatever the number of buckets, and where the copy began with another hash."""
+    module, copy = (
+        DynamicEmbeddingBags([DynamicSpec(capacity, 4)], optim.Adagrad(0.1), seed=seed)
+        for seed in seeds
+    )
+    module.track_removals()
+    since, size = 0, capacity // 12
+    generator = torch.Generator().manual_seed(0)
+    for number in range(30):
+        ids = torch.randint(0, 5 * capacity, (size,), generator=generator)
+        (module(ids, torch.arange(size + 1)) * ids[:, None].sin()).sum().backward()
+        if number % 3 == 2:
+            changes = module.changes(since)
+            since = changes.until
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                (loaded,) = copy.apply_changes(changes).values()
+            assert (loaded.left_out, loaded.displaced) == (0, 0)
+            assert_same_content(module, copy)
+    assert module.size(0) == capacity
+
+
+def test_a_copy_that_is_too_small_says_what_it_loses() -> None:
+    module, copy = make(capacities=(256, 256)), make(capacities=(64, 256))
+    module.track_removals()
+    train(module, *range(8), distinct=400)
+    with pytest.warns(UserWarning, match=r"copy had no place .* lost are \{'items': \d+\}"):
+        loaded = copy.apply_changes(module.changes(0))
+    assert loaded["items"].left_out == module.size(0) - 64 > 0
 
 
 def test_keys_that_expire_are_told(tmp_path: Path) -> None:

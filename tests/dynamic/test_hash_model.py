@@ -13,7 +13,7 @@ from emblib.dynamic.hash_index import HashIndex, ValueRows
 from emblib.dynamic_specs import DynamicSpec, Eviction, Newcomer
 from emblib.ops.hash import Keys, Misses
 from emblib.reference.hash import SLOTS, HashModel, HashTable
-from tests.hash_cases import EDGE_KEYS, Batch
+from tests.hash_cases import EDGE_KEYS, HASH_KEYS, Batch
 
 TABLES = 2
 POOL = 300
@@ -66,7 +66,7 @@ class IndexMachine(RuleBasedStateMachine):
             )
             for buckets, most in sizes
         ]
-        self._start(HashIndex(self.specs))
+        self._start(HashIndex(self.specs, hash_keys=HASH_KEYS[:TABLES]))
 
     def _start(self, index: HashIndex) -> None:
         """An empty index and its model."""
@@ -75,7 +75,10 @@ class IndexMachine(RuleBasedStateMachine):
         self._empty_model()
 
     def _empty_model(self) -> None:
-        each = [HashTable(x.buckets, x.most_buckets, x.most_load) for x in self.specs]
+        each = [
+            HashTable(x.buckets, x.most_buckets, x.most_load, key)
+            for x, key in zip(self.specs, HASH_KEYS, strict=False)
+        ]
         self.model = HashModel(each, self.index.order, self.index.newcomer)
 
     def _layout(self) -> Tensor:
@@ -193,7 +196,7 @@ class IndexMachine(RuleBasedStateMachine):
         """What is exported and inserted again, into tables as they were made, with its stamps."""
         exports = [self.index.export(t) for t in range(TABLES)]
         tick = self.index.tick
-        self._start(HashIndex(self.specs))
+        self._start(HashIndex(self.specs, hash_keys=HASH_KEYS[:TABLES]))
         self.insert(
             Batch.of(*((t, found.keys.tolist()) for t, found in enumerate(exports))),
             (0, 0), None, None,

@@ -94,9 +94,11 @@ def test_a_full_table_has_a_place_for_every_entry(buckets: int) -> None:
     assert_same(loading.export(there), given)
     slots = there.index.find(keys_of(given.keys, 1))
     assert torch.equal(slots.sort().values, torch.arange(count))
-    of = cuckoo.buckets_of(given.keys, buckets)
+    of = cuckoo.buckets_of(given.keys, buckets, there.index.hash_key(1))
     assert bool((of == slots // 32).any(0).all())
-    assert torch.equal(there.index.table_tags(1)[slots], cuckoo.tags_of(given.keys))
+    assert torch.equal(
+        there.index.table_tags(1)[slots], cuckoo.tags_of(given.keys, there.index.hash_key(1))
+    )
     # Training goes on: what is new displaces, what is there is found.
     some = torch.cat([given.keys[:16], entry_cases.keys(28, seed=99)[20:]])
     inserted = there.index.insert(keys_of(some, 1), rows=there.rows)
@@ -109,7 +111,7 @@ def test_only_what_no_arrangement_has_room_for_stays_out() -> None:
     given = make(33 * 32, seed=33)
     there = target(33 * 32)
     done = loading.replace(there, given)
-    of = cuckoo.buckets_of(given.keys, 33)
+    of = cuckoo.buckets_of(given.keys, 33, there.index.hash_key(1))
     keys_of_bucket = torch.bincount(torch.cat([of[0], of[1][of[0] != of[1]]]), minlength=33)
     assert done.left_out == int((32 - keys_of_bucket).clamp(min=0).sum()) > 0
 
@@ -117,15 +119,15 @@ def test_only_what_no_arrangement_has_room_for_stays_out() -> None:
 def test_rooms_with_few_holes_are_filled() -> None:
     """From nothing, and from a state in which all that is left is far from where it is wanted."""
     keys = entry_cases.keys(4096)
-    slots = cuckoo.make_room(keys, torch.full_like(keys, -1), 128)
+    slots = cuckoo.make_room(keys, torch.full_like(keys, -1), 128, 0)
     assert torch.equal(slots.sort().values, torch.arange(4096))
-    again = cuckoo.make_room(keys, torch.where(slots % 32 == 5, -1, slots), 128)
+    again = cuckoo.make_room(keys, torch.where(slots % 32 == 5, -1, slots), 128, 0)
     assert torch.equal(again.sort().values, torch.arange(4096))
 
 
 def test_more_keys_than_slots_leave_the_last_out() -> None:
     keys = entry_cases.keys(300)
-    slots = cuckoo.make_room(keys, torch.full_like(keys, -1), 8)
+    slots = cuckoo.make_room(keys, torch.full_like(keys, -1), 8, 0)
     taken = slots[slots >= 0]
     assert taken.numel() == taken.unique().numel() == 256
 

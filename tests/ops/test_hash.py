@@ -11,7 +11,19 @@ from emblib.ops.codes import HASH_ORDER, NEWCOMER
 from emblib.reference import hash as reference
 from emblib.reference.hash import NEW, REFUSED, SLOTS, Miss
 from tests.conftest import DEVICES
-from tests.hash_cases import EDGE_KEYS, OPS, Batch, Draws, Op, Tables, Twin, keys_in, on, unmix
+from tests.hash_cases import (
+    EDGE_KEYS,
+    HASH_KEYS,
+    OPS,
+    Batch,
+    Draws,
+    Op,
+    Tables,
+    Twin,
+    keys_in,
+    on,
+    unmix,
+)
 
 devices = st.sampled_from([torch.device(device) for device in DEVICES])
 orders = st.sampled_from(reference.ORDERS)
@@ -23,6 +35,7 @@ tables = st.builds(
     sizes=st.lists(sizes, min_size=1, max_size=3).map(tuple),
     order=orders,
     newcomer=st.sampled_from(["wins", "competes"]),
+    hash_keys=st.lists(st.integers(-(2**63), 2**63 - 1), max_size=3).map(tuple),
 )
 scored = pytest.mark.parametrize("order", ["lfu", "lru_lfu", "assigned"])
 
@@ -53,7 +66,7 @@ def test_calls_do_what_the_model_does(
 @pytest.mark.parametrize("newcomer", ["wins", "competes"])
 @pytest.mark.parametrize("order", reference.ORDERS)
 def test_long_run(device: torch.device, order: str, newcomer: str) -> None:
-    tables = Tables(((1, 4, 700), (2, 2, 819), (3, 3, 1024)), order, newcomer)
+    tables = Tables(((1, 4, 700), (2, 2, 819), (3, 3, 1024)), order, newcomer, HASH_KEYS)
     twin = Twin(tables, _ops(device))
     draws = Draws(3, keys=400, most=200, seed=5)
     for _ in range(50):
@@ -273,6 +286,24 @@ def test_scores_are_kept_with_the_entry(device: torch.device, order: str) -> Non
     assert twin.index[1][slot].tolist() == [2, 6, score]
 
 
+@pytest.mark.parametrize("order", ["lfu", "lru_lfu"])
+def test_counts_stop_at_the_largest(device: torch.device, order: str) -> None:
+    """In one batch, over batches and from several threads; a count that wrapped would go first."""
+    twin = Twin(Tables(((1, 1, 1024),), order), _ops(device))
+    most, half = 2**63 - 1, 2**62
+    for hot in ([1, 1, 1, 2], [2, 2, 2, 3]):
+        batch = Batch.of((0, [*hot, *range(10, 39)]))
+        batch.counts = torch.tensor([half, half, half, most - 1, *[1] * 29])
+        twin.train(batch)
+    many = Batch.of((0, [3] * 5000))
+    many.counts = torch.full((5000,), 2**52)
+    twin.train(many)
+    scores = {e.key: e.score for e in twin.model.tables[0].slots if e is not None}
+    assert [scores[key] for key in (1, 2, 3)] == [most] * 3
+    twin.train(Batch.of((0, range(100, 129))))
+    assert {1, 2, 3} <= {e.key for e in twin.model.tables[0].slots if e is not None}
+
+
 # Growth
 
 
@@ -310,7 +341,7 @@ def test_growth_needs_no_rows(device: torch.device) -> None:
     _, _, _, ends = ops["misses"](*batch.keys, slots, None, 1)
     layout = torch.empty(1, 0, 2, dtype=torch.int64)
     ops["grow_"](index, [], layout, *batch.keys, slots, ends, None)
-    assert index[2].tolist() == [[0, 8, 8, 0, 819]]
+    assert index[2].tolist() == [[0, 8, 8, 0, 819, 0]]
 
 
 # Hashes

@@ -122,7 +122,8 @@ struct World {
              filled({kTables, emb::kHashCounters}, ScalarType::Long, 0)};
     int64_t first = 0;
     for (int64_t t = 0; t < kTables; ++t) {
-      const int64_t row[] = {first, plan.buckets[t], plan.most[t], 0, 600 + 200 * t};
+      const int64_t row[] = {first, plan.buckets[t], plan.most[t],
+                             0,     600 + 200 * t,   0x5DEECE66D * t};
       std::copy_n(row, emb::kTableFields,
                   index[2].mutable_data_ptr<int64_t>() + t * emb::kTableFields);
       for (int64_t p = 0; p < 2; ++p) {

@@ -10,7 +10,16 @@ from emblib.dynamic_specs import DynamicSpec
 from emblib.ops import initial
 from emblib.ops.codes import HASH_ORDER
 from emblib.reference.hash import NEW, ORDERS, SLOTS, Entry, addresses
-from tests.hash_cases import BATCH_SIZES, EDGE_KEYS, Batch, Draws, Tables, Twin, unmix
+from tests.hash_cases import (
+    BATCH_SIZES,
+    EDGE_KEYS,
+    HASH_KEYS,
+    Batch,
+    Draws,
+    Tables,
+    Twin,
+    unmix,
+)
 from tests.ops.test_initial import INITIALIZERS, SEED
 from tests.simt.emulated_hash import OPS, initial_rows_
 
@@ -18,7 +27,7 @@ from tests.simt.emulated_hash import OPS, initial_rows_
 @pytest.mark.parametrize("newcomer", ["wins", "competes"])
 @pytest.mark.parametrize("order", ORDERS)
 def test_calls_do_what_the_model_does(order: str, newcomer: str) -> None:
-    tables = Tables(((1, 7, 700), (2, 2, 819), (3, 5, 1024)), order, newcomer)
+    tables = Tables(((1, 7, 700), (2, 2, 819), (3, 5, 1024)), order, newcomer, HASH_KEYS)
     twin = Twin(tables, OPS)
     draws = Draws(3, keys=700, most=300, seed=len(order))
     for _ in range(25):
@@ -89,6 +98,17 @@ def test_crowds_at_one_bucket(order: str, newcomer: str) -> None:
     twin.erase(Batch.of((0, own)))
     _train(twin, crowd[::-1], 16)
     assert None not in table.bucket(3)
+
+
+@pytest.mark.parametrize("order", ["lfu", "lru_lfu"])
+def test_counts_stop_at_the_largest(order: str) -> None:
+    """Within a warp and over warps, of keys that are there and of missing ones."""
+    twin = Twin(Tables(((1, 1, 1024),), order), OPS)
+    for counts in ([2**62] * 300, [2**63 - 1] * 300, None):
+        batch = Batch.of((0, [1, 2, 3] * 100))
+        batch.counts = None if counts is None else torch.tensor(counts)
+        twin.train(batch)
+    assert [e.score for e in twin.model.tables[0].slots if e is not None] == [2**63 - 1] * 3
 
 
 @pytest.mark.parametrize("buckets", [1, 2, 3, 5, 8, 13])

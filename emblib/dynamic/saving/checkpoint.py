@@ -5,7 +5,8 @@ are the same bytes and fit tables of any capacity, number of buckets and dtype. 
 are among them, so what would be evicted next is the same after a reload: `<table>.keys`,
 `<table>.stamps`, `<table>.scores` where the order of eviction has any, `<table>.weight` and
 `<table>.<state>`, each with one row a key, on the CPU; `hyper`, the numbers of the optimizer, and
-`clock`, the tick.
+`clock`, the tick; `index.hash_keys`, the number by table that its hash depends on, so that the
+same keys evict each other after a reload. Without it tables keep their own.
 """
 
 import warnings
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from emblib.dynamic.hash_index import HASH_KEYS
 from emblib.dynamic.saving import loading, routing, snapshots
 from emblib.dynamic.saving.dump_tables import rows_at_a_time
 from emblib.dynamic.saving.dumps import Report
@@ -28,7 +30,7 @@ from emblib.tables import checkpoint
 from emblib.tables.bounds import caller_level
 from emblib.tables.locks import atomic
 
-_CLOCK, _HYPER = "clock", "hyper"
+_CLOCK, _HYPER, _HASH_KEYS = "clock", "hyper", f"index.{HASH_KEYS}"
 
 
 class DynamicCheckpoint(DynamicState):
@@ -36,10 +38,15 @@ class DynamicCheckpoint(DynamicState):
 
     removals: RemovalLog | None = None
 
-    def _target(self, table: int) -> Target:
+    def _target(self, table: int, hash_key: int | None = None) -> Target:
         return Target(
-            *(self.index, table, self.table_names[table], self.table_rows(table)),
-            *(self.value_rows(), self.tables[table].initial_state),
+            index=self.index,
+            table=table,
+            name=self.table_names[table],
+            views=self.table_rows(table),
+            rows=self.value_rows(),
+            initial_state=self.tables[table].initial_state,
+            hash_key=hash_key,
         )
 
     @atomic
@@ -52,17 +59,29 @@ class DynamicCheckpoint(DynamicState):
 
     @atomic
     def set_table_entries(
-        self, table: int | str, entries: Entries, report: Report | None = None
+        self,
+        table: int | str,
+        entries: Entries,
+        report: Report | None = None,
+        *,
+        hash_key: int | None = None,
     ) -> Loaded:
         """Let a table have these entries and no others; the best of them where not all fit.
 
         Rows are converted to the dtypes of the table; entries with the weight alone leave states at
         their first value. The clock goes on from the largest stamp at least.
 
+        Args:
+            table: its number or name.
+            entries: what it has then.
+            report: called as rows are written.
+            hash_key: `index.hash_key` of the table that the entries are of, so that keys evict each
+                other here as they would there; None keeps that of this table.
+
         Raises:
             ValueError: entries that do not fit, before anything is changed.
         """
-        return loading.replace(self._target(self.table_number(table)), entries, report)
+        return loading.replace(self._target(self.table_number(table), hash_key), entries, report)
 
     def _restart_removals(self) -> None:
         if self.removals is not None:
@@ -88,6 +107,8 @@ class DynamicCheckpoint(DynamicState):
         """As of any module; where `strict` refuses keys, it does before anything is written."""
         if strict:
             names = dict.fromkeys([*self._state_names(), *self._others()], self.hyper)
+            if _HASH_KEYS not in state_dict:  # as in those of earlier versions
+                del names[_HASH_KEYS]
             checkpoint.check_keys(names, state_dict)
         return super().load_state_dict(state_dict, strict, assign)
 
@@ -111,10 +132,11 @@ class DynamicCheckpoint(DynamicState):
             self._check_numbers(given.get(_HYPER))
             for t, entries in found.items():
                 loading.check(self._target(t), entries)
+            hash_keys = self._hash_keys_of(found, given.get(_HASH_KEYS))
         except (ValueError, TypeError) as error:
             error_messages.append(f"{prefix}: {error}")
             return
-        self._take(found, int(given.get(_CLOCK, 0)), given.get(_HYPER))
+        self._take(found, int(given.get(_CLOCK, 0)), given.get(_HYPER), hash_keys=hash_keys)
 
     def _state_names(self) -> list[str]:
         kinds = ["keys", "stamps", *self.table_rows(0)] if self.tables else []
@@ -150,6 +172,21 @@ class DynamicCheckpoint(DynamicState):
                 "can be loaded"
             )
 
+    def _hash_keys_of(self, found: Mapping[int, Entries], saved: Tensor | None) -> dict[int, int]:
+        """The hash keys of tables, of those that were saved; none where none were.
+
+        They are those of all tables of a module, or of the tables that were found.
+        """
+        if saved is None or not found:
+            return {}
+        tables = range(len(self.tables)) if saved.numel() == len(self.tables) else list(found)
+        if saved.dtype != torch.int64 or saved.dim() != 1 or saved.numel() != len(tables):
+            raise ValueError(
+                f"{_HASH_KEYS} must be int64, one a table = [{len(tables)}], got {saved.dtype} "
+                f"{list(saved.shape)}; without it tables keep their own"
+            )
+        return dict(zip(tables, saved.tolist(), strict=True))
+
     @atomic
     def _take(
         self,
@@ -157,10 +194,13 @@ class DynamicCheckpoint(DynamicState):
         clock: int,
         numbers: Tensor | None,
         report: Report | None = None,
+        *,
+        hash_keys: Mapping[int, int] | None = None,
     ) -> dict[str, Loaded]:
         """Replace tables, clock and numbers; says what was left out."""
+        keys = {} if hash_keys is None else hash_keys
         loaded = {
-            self.table_names[t]: self.set_table_entries(t, entries, report)
+            self.table_names[t]: self.set_table_entries(t, entries, report, hash_key=keys.get(t))
             for t, entries in found.items()
         }
         newest = [entries.newest_stamp() for entries in found.values()]

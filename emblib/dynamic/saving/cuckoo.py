@@ -4,6 +4,8 @@ Training gives a key one of its two buckets and never moves it for another's sak
 evicts has no free slots, while one that takes as many keys at once keeps a few of them out: both
 their buckets are full, and there is room elsewhere. A load therefore moves what it has placed
 (Dietzfelbinger and Weidling, 2007: tables of buckets with two choices can be filled nearly wholly).
+Most find room by a few moves at random, many at a time; for the others the shortest chain of moves
+to an empty slot is searched, as in a maximum matching, so none stays out that could have a place.
 """
 
 import torch
@@ -13,34 +15,35 @@ from emblib.dynamic.keys import GOLDEN, mix
 from emblib.ops.hash import SLOTS
 
 _AT_ONCE = 1 << 12  # entries that look for a place in one round
-_PATIENCE = 300  # rounds without an entry more
+_PATIENCE = 50  # rounds without an entry more
 
 
-def buckets_of(keys: Tensor, buckets: int) -> Tensor:
+def buckets_of(keys: Tensor, buckets: int, hash_key: int) -> Tensor:
     """The two buckets of each key in a table of so many, int64 `[2, N]`; see csrc/hash/hash.h."""
-    mixed = mix(keys)
+    mixed = mix(keys ^ hash_key)
     hashes = torch.stack([mixed & 0x7FFFFFFF, mixed * GOLDEN >> 33 & 0x7FFFFFFF])
     mask = (1 << (buckets - 1).bit_length()) - 1
     folded = hashes & mask
     return torch.where(folded < buckets, folded, folded & mask >> 1)
 
 
-def tags_of(keys: Tensor) -> Tensor:
+def tags_of(keys: Tensor, hash_key: int) -> Tensor:
     """The byte in `tags` that says a slot may hold the key."""
-    return (1 + ((mix(keys) >> 40 & 0xFFFF) * 255 >> 16)).to(torch.uint8)
+    return (1 + ((mix(keys ^ hash_key) >> 40 & 0xFFFF) * 255 >> 16)).to(torch.uint8)
 
 
-def make_room(keys: Tensor, slots: Tensor, buckets: int) -> Tensor:
+def make_room(keys: Tensor, slots: Tensor, buckets: int, hash_key: int) -> Tensor:
     """Slots of entries that are all a table has, with as many as possible in a place.
 
     Args:
         keys: int64 `[N]`, distinct, the ones that matter most first.
         slots: int64 `[N]`, of each in one of its buckets, or -1.
         buckets: of the table.
+        hash_key: of the table.
 
     Which entries stay out, if any, and where the others are follows from the input alone.
     """
-    room = _Room(buckets_of(keys, buckets), slots.clone(), buckets)
+    room = _Room(buckets_of(keys, buckets, hash_key), slots.clone(), buckets)
     waiting = (slots < 0).nonzero().view(-1)
     idle = step = 0
     while waiting.numel() and idle < _PATIENCE and int(room.free.sum()):
@@ -54,6 +57,10 @@ def make_room(keys: Tensor, slots: Tensor, buckets: int) -> Tensor:
         else:
             idle = 0
         waiting = torch.cat([left, rest])
+    for entry in waiting.sort().values.tolist():
+        if not int(room.free.sum()):
+            break
+        room.search(entry)
     return room.slots
 
 
@@ -66,6 +73,9 @@ class _Room:
         there = (slots >= 0).nonzero().view(-1)
         self._holder.view(-1)[slots[there]] = there
         self.free = (self._holder < 0).sum(1)
+        # Buckets from which no chain of moves leads to an empty slot: none ever will, as nothing
+        # that is outside of them moves in.
+        self._closed = torch.zeros(buckets, dtype=torch.bool)
 
     def settle(self, waiting: Tensor, step: int) -> Tensor:
         """Give places to some of those that wait, by one move each at most; bool by entry."""
@@ -99,6 +109,36 @@ class _Room:
         # So that it is the other bucket's turn when they come back.
         self._of[:, waiting] = self._of[:, waiting].flip(0)
         return torch.cat([gone, waiting[~once]])
+
+    def search(self, entry: int) -> None:
+        """Give a place to one that waits, by the shortest chain of moves, if there is any."""
+        seen, mover = self._closed.clone(), torch.full_like(self.free, -1)
+        frontier = self._of[:, entry].unique()
+        frontier = frontier[~seen[frontier]]
+        mover[frontier] = entry  # who comes into a bucket where it is on the chain
+        while frontier.numel():
+            seen[frontier] = True
+            empty = frontier[self.free[frontier] > 0]
+            if empty.numel():
+                self._shift(int(empty[0]), mover, entry)
+                return
+            members = self._holder[frontier].view(-1)
+            reached = self._other(members)
+            fresh = ~seen[reached]
+            mover.scatter_reduce_(0, reached[fresh], members[fresh], "amin", include_self=False)
+            frontier = reached[fresh].unique()
+        self._closed = seen
+
+    def _shift(self, bucket: int, mover: Tensor, entry: int) -> None:
+        """Let every entry of a chain take the slot that the one before it leaves."""
+        mine = int(mover[bucket])
+        slot = bucket * SLOTS + int((self._holder[bucket] < 0).int().argmax())
+        self.free[bucket] -= 1
+        while mine != entry:
+            left = int(self.slots[mine])
+            self._hold(torch.tensor([mine]), torch.tensor([slot]))
+            slot, mine = left, int(mover[left // SLOTS])
+        self._hold(torch.tensor([entry]), torch.tensor([slot]))
 
     def _other(self, entries: Tensor) -> Tensor:
         """The bucket of each that it is not in."""

@@ -31,6 +31,7 @@ class Target(NamedTuple):
         views: rows by slot, `weight` first, then states; as many as the table may have.
         rows: the same as the index moves them when the table grows; None where it does not.
         initial_state: what states are where entries come without them.
+        hash_key: what the hash of a table that is replaced depends on then; None: what it does now.
     """
 
     index: HashIndex
@@ -39,6 +40,7 @@ class Target(NamedTuple):
     views: Mapping[str, Tensor]
     rows: ValueRows | None = None
     initial_state: float = 0.0
+    hash_key: int | None = None
 
 
 class Loaded(NamedTuple):
@@ -103,21 +105,21 @@ def _check_rows(target: Target, entries: Entries) -> None:
 def replace(target: Target, entries: Entries, report: Report | None = None) -> Loaded:
     """Let a table have these entries and no others; the best of them where not all fit.
 
-    The best are those that would be evicted last. A table takes as many as it has rows, but for a
-    few: where a bucket is that of fewer keys than it has slots, or too far from where keys wait.
+    The best are those that would be evicted last. A table takes as many as it has rows, unless some
+    of its buckets are those of fewer keys than they have slots.
     """
     check(target, entries)
     index, table = target.index, target.table
-    index.version += 1
-    index.table_tags(table).zero_()
-    index.tables[table, _SIZE] = 0
+    index.empty(table, target.hash_key)
     return _put(target, entries, report, _place_anew)
 
 
 def put(target: Target, entries: Entries, report: Report | None = None) -> Loaded:
     """Write entries over those of a table that have their keys, and add the others.
 
-    Those that find no free slot take the place of what the table would evict.
+    Where both buckets of a key are full, entries move to their other buckets, so that a table which
+    follows another one of its size has room for all that this has. What still finds no place takes
+    that of what the table would evict.
     """
     check(target, entries)
     return _put(target, entries, report, _place_among)
@@ -156,12 +158,13 @@ def _place_anew(target: Target, entries: Entries) -> tuple[Tensor, int]:
         _place_some(index, table, part.to(device), "none")[0] for part in keys.split(_AT_ONCE)
     ])  # fmt: skip
     if bool((slots < 0).any()):
-        slots = cuckoo.make_room(keys, slots, index.buckets(table))
+        hash_key = index.hash_key(table)
+        slots = cuckoo.make_room(keys, slots, index.buckets(table), hash_key)
         there = slots >= 0
         at = slots[there].to(device)
         tags = index.table_tags(table)
         tags.zero_()
-        tags[at] = cuckoo.tags_of(keys[there]).to(device)
+        tags[at] = cuckoo.tags_of(keys[there], hash_key).to(device)
         index.table_entries(table)[at, 0] = keys[there].to(device)
         index.tables[table, _SIZE] = int(there.sum())
     placed = torch.full_like(order, -1)
@@ -180,12 +183,46 @@ def _place_among(target: Target, entries: Entries) -> tuple[Tensor, int]:
     for part in missing.split(_AT_ONCE):
         slots[part] = _place_some(index, table, entries.keys[part].to(device), "none")[0]
     refused = missing[slots[missing] < 0]
+    if refused.numel() and index.size(table) < index.capacity(table):
+        displaced = _rearrange(target, entries.keys[refused])
+        slots = index.find(Keys.of(entries.keys.to(device), table)).cpu()
+        refused = refused[slots[refused] < 0]
     for part in refused.split(_AT_ONCE) if index.order != "none" else ():
         placed, number = _place_some(index, table, entries.keys[part].to(device), index.order)
         slots[part], displaced = placed, displaced + number
     if displaced:  # among them may be entries that were found above
         slots = index.find(Keys.of(entries.keys.to(device), table)).cpu()
     return slots, displaced
+
+
+def _rearrange(target: Target, refused: Tensor) -> int:
+    """Move entries to their other buckets until keys that were refused have slots as well.
+
+    Returns how many entries of the table have none any more, because not all could be placed.
+    """
+    index, table = target.index, target.table
+    there = index.export(table)
+    device, held = there.keys.device, there.slots.numel()
+    keys = torch.cat([there.keys.cpu(), refused])
+    before = torch.cat([there.slots.cpu(), torch.full_like(refused, -1)])
+    hash_key = index.hash_key(table)
+    after = cuckoo.make_room(keys, before, index.buckets(table), hash_key)
+    moved = ((before >= 0) & (after >= 0) & (after != before)).nonzero().view(-1)
+    source, goal = before[moved].to(device), after[moved].to(device)
+    entries, tags = index.table_entries(table), index.table_tags(table)
+    with torch.no_grad():
+        for view in (entries, *target.views.values()):
+            view[goal] = view[source]  # the right side is a copy, so slots may change places
+    placed = (after >= 0).nonzero().view(-1)
+    tags.zero_()
+    tags[after[placed].to(device)] = cuckoo.tags_of(keys[placed], hash_key).to(device)
+    new = placed[placed >= held]
+    at = after[new].to(device)
+    entries[at, 0] = keys[new].to(device)
+    entries[at, 1] = index.tick
+    index.tables[table, _SIZE] = placed.numel()
+    index.version += 1
+    return int((after[:held] < 0).sum())
 
 
 def _place_some(index: HashIndex, table: int, keys: Tensor, order: str) -> tuple[Tensor, int]:

@@ -1,5 +1,6 @@
 """Dumps of dynamic tables in directories, what changed since a tick, and DynamicEmb's files."""
 
+import warnings
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from emblib.dynamic.hash_index import HASH_KEYS
 from emblib.dynamic.saving import dump_tables, dynamicemb_files, loading, routing
 from emblib.dynamic.saving.checkpoint import DynamicCheckpoint
 from emblib.dynamic.saving.dump_tables import Header, Table
@@ -15,7 +17,11 @@ from emblib.dynamic.saving.dumps import Part, Report
 from emblib.dynamic.saving.dynamicemb_files import Foreign
 from emblib.dynamic.saving.entries import WEIGHT, Changes
 from emblib.dynamic.saving.loading import Loaded, Target
+from emblib.tables.bounds import caller_level
 from emblib.tables.locks import atomic
+
+_HASH_KEYS = f"index.{HASH_KEYS}"
+
 
 
 class ChangeSet(NamedTuple):
@@ -26,12 +32,14 @@ class ChangeSet(NamedTuple):
         until: the tick to ask from the next time.
         tables: by name.
         numbers: of the optimizer.
+        hash_keys: of the tables, int64 `[T]`, which a copy without keys takes; None leaves its own.
     """
 
     since: int
     until: int
     tables: dict[str, Changes]
     numbers: Tensor
+    hash_keys: Tensor | None = None
 
 
 class DynamicDumps(DynamicCheckpoint):
@@ -77,7 +85,9 @@ class DynamicDumps(DynamicCheckpoint):
         header = Header(
             str(tick) if identity is None else identity, tick, since, self.hyper.tolist()
         )
-        others = {} if since is not None else self._others()
+        others = self._others()
+        if since is not None:
+            others = {_HASH_KEYS: others[_HASH_KEYS]}
         dump_tables.write(directory, dumped, header, part, report, others)
         return tick
 
@@ -110,7 +120,10 @@ class DynamicDumps(DynamicCheckpoint):
         numbers = torch.tensor(dump.numbers, dtype=torch.float64)
         if dump.since is not None:
             changed = {n: Changes(t.entries, t.removed) for n, t in dump.tables.items()}
-            return self.apply_changes(ChangeSet(dump.since, dump.clock, changed, numbers), report)
+            hash_keys = dump.others.get(_HASH_KEYS)
+            return self.apply_changes(
+                ChangeSet(dump.since, dump.clock, changed, numbers, hash_keys), report
+            )
         if sorted(dump.tables) != sorted(self.table_names):
             raise ValueError(
                 f"the dump has the tables {sorted(dump.tables)}, this module {self.table_names}; "
@@ -120,8 +133,9 @@ class DynamicDumps(DynamicCheckpoint):
         found = {self.table_number(n): table.entries for n, table in dump.tables.items()}
         for t, entries in found.items():
             loading.check(self._target(t), entries)
+        own = self._hash_keys_of(found, dump.others.get(_HASH_KEYS))
         self._set_others(dump.others)
-        return self._take(found, dump.clock, numbers, report)
+        return self._take(found, dump.clock, numbers, report, hash_keys=own)
 
     # Changes
 
@@ -144,7 +158,7 @@ class DynamicDumps(DynamicCheckpoint):
         for t, name in enumerate(self.table_names):
             removed = self._absent(t, self.removals.since(t, since))
             tables[name] = Changes(self.table_entries(t, since), removed)
-        return ChangeSet(since, self.index.tick, tables, self.hyper.clone())
+        return ChangeSet(since, self.index.tick, tables, self.hyper.clone(), self.index.hash_keys)
 
     def _absent(self, table: int, keys: Tensor) -> Tensor:
         """Those of the keys that the table has not."""
@@ -157,6 +171,10 @@ class DynamicDumps(DynamicCheckpoint):
     @atomic
     def apply_changes(self, changes: ChangeSet, report: Report | None = None) -> dict[str, Loaded]:
         """Follow the tables that `changes` are of; the last ones may be applied again.
+
+        A copy of the same capacities and the same `index.hash_keys` (that is, of the same seed and
+        table names, or which began by loading these tables) has place for all keys. Any that is
+        lost is counted in a warning.
 
         Raises:
             ValueError: these tables have not reached the tick that changes are told from, or are
@@ -177,14 +195,26 @@ class DynamicDumps(DynamicCheckpoint):
         targets = {name: self._target(self.table_number(name)) for name in changes.tables}
         for name, target in targets.items():
             loading.check(target, changes.tables[name].upserts)
+        numbers = {self.table_number(name): changes.tables[name].upserts for name in targets}
+        hash_keys = self._hash_keys_of(numbers, changes.hash_keys)
         counters = self.index.counters.clone()
         loaded = {}
         for name, target in targets.items():
+            if not self.size(target.table):
+                self.index.empty(target.table, hash_keys.get(target.table))
             loaded[name] = self._change(target, changes.tables[name], report)
         self.index.counters.copy_(counters)
         self.index.set_tick(max(self.index.tick, changes.until))
         self.hyper.copy_(changes.numbers)
         self._restart_removals()
+        lost = {n: done.left_out + done.displaced for n, done in loaded.items()}
+        if any(lost.values()):
+            warnings.warn(
+                "emblib: a copy had no place for all keys of the tables that it follows; lost are "
+                f"{ {name: count for name, count in lost.items() if count} }: give it the capacity "
+                "and the seed of those tables, or load them whole",
+                stacklevel=caller_level(),
+            )
         return loaded
 
     # DynamicEmb's files

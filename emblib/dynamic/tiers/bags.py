@@ -22,7 +22,7 @@ from emblib.dynamic.tiers.lower_tier import LowerTier
 from emblib.dynamic.tiers.options import TierMode, Tiers, TierStats
 from emblib.dynamic.tiers.row_store import BATCH
 from emblib.dynamic_specs import DynamicSpec, Newcomer
-from emblib.ops.hash import TABLE_FIELDS, Keys, Misses
+from emblib.ops.hash import Keys, Misses
 from emblib.optim import External, Optimizer
 from emblib.specs import Pooling, Precision
 from emblib.tables.locks import atomic
@@ -228,18 +228,21 @@ class TieredEmbeddingBags(DynamicEmbeddingBags):
 
     @atomic
     def set_table_entries(
-        self, table: int | str, entries: Entries, report: Report | None = None
+        self,
+        table: int | str,
+        entries: Entries,
+        report: Report | None = None,
+        *,
+        hash_key: int | None = None,
     ) -> Loaded:
         """As in `DynamicEmbeddingBags`; all entries go to the lower tier, the fast one is empty."""
         table = self.table_number(table)
         loading.check(self._target(table), entries)
-        lower, index = self._below(), self.index
+        lower = self._below()
         with torch.no_grad():
             lower.forget_copies()
             lower.store.clear(table)
-            index.version += 1
-            index.table_tags(table).zero_()
-            index.tables[table, TABLE_FIELDS.index("size")] = 0
+            self.index.empty(table, hash_key)
         return self._load_below(table, entries, report)
 
     def _load_below(self, table: int, entries: Entries, report: Report | None) -> Loaded:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from emblib.dynamic import arena
 from emblib.dynamic.hash_index import HashIndex
+from emblib.dynamic.keys import hash_key_of
 from emblib.dynamic.tiers.row_store import BATCH, Found, Rows, StoredTable, check_row
 from emblib.dynamic_specs import DynamicSpec, Eviction
 from emblib.ops import hash as hash_ops
@@ -18,12 +19,18 @@ class HostRows:
     """A `RowStore` in memory, of at most `capacity` rows a table, e.g. `HostRows(1_000_000)`.
 
     What finds its table full displaces the least row by `eviction` (see `Eviction`; STEP and CUSTOM
-    rank by score), which leaves for good. Nothing outlives the process.
+    rank by score), which leaves for good. Nothing outlives the process. `seed` is that of the hash
+    of keys, see `DynamicEmbeddingBags`.
     """
 
     def __init__(
-        self, capacity: int | Sequence[int], eviction: Eviction | str = Eviction.LRU
+        self,
+        capacity: int | Sequence[int],
+        eviction: Eviction | str = Eviction.LRU,
+        *,
+        seed: int = 0,
     ) -> None:
+        self.seed = check_count("seed", seed, least=0)
         self.capacity = (
             check_count("capacity", capacity)
             if isinstance(capacity, int)
@@ -57,7 +64,10 @@ class HostRows:
         order = Eviction.LRU_LFU if scored else self.eviction  # by score, then stamp
         specs = [DynamicSpec(size, 1, eviction=order) for size in sizes]
         self._tables = list(tables)
-        self._indices = [HashIndex([spec], "cpu") for spec in specs]
+        self._indices = [
+            HashIndex([spec], "cpu", [hash_key_of(self.seed, table.name)])
+            for spec, table in zip(specs, tables, strict=True)
+        ]
         self._values, self._scores = [], []
         for spec, table in zip(specs, tables, strict=True):
             # Of any table, also where they are no part of the order here.

@@ -1,5 +1,7 @@
 """Which place each key of a store has: a map from int64 keys to small numbers, used again."""
 
+import secrets
+
 import torch
 from torch import Tensor
 
@@ -28,7 +30,8 @@ class KeyPlaces:
         spec = DynamicSpec(
             capacity, 1, initial_capacity=min(1024, capacity), eviction=Eviction.NONE
         )
-        self._index = HashIndex([spec], "cpu")
+        # No place depends on the hash, so it is another one each time.
+        self._index = HashIndex([spec], "cpu", [secrets.randbits(64) - (1 << 63)])
         self._by_slot = arena.reserve(spec.rows, torch.int64, torch.device("cpu"))
         self._crowded: dict[int, int] = {}  # keys both of whose buckets are full
 
