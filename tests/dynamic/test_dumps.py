@@ -4,11 +4,13 @@ import errno
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from emblib.dynamic.saving import dump_tables, dumps, entries
+from emblib import DynamicEmbeddingBags, DynamicSpec
+from emblib.dynamic.saving import dump_tables, dumps, entries, snapshots
 from emblib.dynamic.saving.dump_tables import Header
 from emblib.dynamic.saving.dumps import DumpError, Part, Progress, Writer
 from tests.dynamic import dump_kills
@@ -235,5 +237,113 @@ def test_a_manifest_without_its_beginning_is_refused(key: str, tmp_path: Path) -
     content = json.loads(path.read_text())["content"]
     del content[key]
     path.write_text(json.dumps({"content": content, "checksum": dumps._checksum(content)}))
-    with pytest.raises(DumpError, match="is damaged"):
+    with pytest.raises(DumpError, match=f"lacks {key!r}"):
         dump_tables.read(tmp_path)
+
+
+def rewrite(path: Path, where: list[Any], value: object) -> None:
+    """Change an entry of a manifest, and its checksum; `...` for the value deletes it."""
+    saved = json.loads(path.read_text())
+    tree = saved["content"]
+    for step in where[:-1]:
+        tree = tree[step]
+    if value is ...:
+        del tree[where[-1]]
+    else:
+        tree[where[-1]] = value
+    saved["checksum"] = dumps._checksum(saved["content"])
+    path.write_text(json.dumps(saved))
+
+
+TABLE: list[Any] = ["tables", 0]
+WRONG: list[tuple[list[Any], list[object]]] = [
+    (["part"], [..., 3, [0], [0, 1, 2], [1, 1], [-1, 1], [0.0, 1], [True, 1], [0, "1"], [0, 2]]),
+    (["format"], [..., "1", None]),
+    (["byteorder"], [..., 1]),
+    (["identity"], [..., 7]),
+    (["clock"], [..., "5", -1, 2**62, 10**30, 1.5]),
+    (["since"], [..., "5", -1, [1]]),
+    (["numbers"], [..., 3, ["x"], [None]]),
+    (["others"], [..., [], {"x": 3}, {"x": {}}]),
+    (["tables"], [..., {}, [3], [{}]]),
+    ([*TABLE, "name"], [..., 3, ["items"]]),
+    ([*TABLE, "order"], [..., 3]),
+    ([*TABLE, "arrays"], [..., [], {}]),
+    ([*TABLE, "arrays", "keys"], [..., "x", {}]),
+    ([*TABLE, "arrays", "stamps"], [...]),
+    ([*TABLE, "rows"], [..., 3, {"weight": 3}]),
+    ([*TABLE, "removed"], [..., 3, {}]),
+]
+WRONG_ARRAYS: list[tuple[str, list[object]]] = [
+    ("file", [..., 3, "other.bin", "../x.bin", "part_00000_of_00001.\0"]),
+    ("dtype", [..., 3, "nn", "quint8", "complex64", "float32"]),
+    ("shape", [..., 3, [-1], ["x"], [10**30], [2**40, 2**40], [], [1.5], [500, 1]]),
+    ("crc32", ["x", None]),
+]
+
+
+def test_malformed_manifests_are_refused(tmp_path: Path) -> None:
+    """Whatever they say, and with the right checksum: the error names the file and the field."""
+    write(tmp_path)
+    path = tmp_path / "part_00000_of_00001.json"
+    whole = path.read_text()
+    for where, values in WRONG:
+        for value in values:
+            rewrite(path, where, value)
+            with pytest.raises(DumpError, match=path.name) as raised:
+                dump_tables.read(tmp_path)
+            assert "malformed" in str(raised.value) or "is no array" in str(raised.value)
+            path.write_text(whole)
+    for entry, values in WRONG_ARRAYS:
+        for value in values:
+            rewrite(path, [*TABLE, "arrays", "keys", entry], value)
+            with pytest.raises(DumpError, match=r"part_00000_of_00001\."):
+                dump_tables.read(tmp_path)
+            path.write_text(whole)
+    for text in ("[]", "3", '{"content": []}', '{"content": {}}', "[" * 100_000, '"' + "x" * 9):
+        path.write_text(text)
+        with pytest.raises(DumpError, match=path.name):
+            dump_tables.read_header(tmp_path)
+
+
+def test_arrays_that_do_not_fit_each_other_are_refused(tmp_path: Path) -> None:
+    write(tmp_path)
+    path = tmp_path / "part_00000_of_00001.json"
+    arrays = json.loads(path.read_text())["content"]["tables"][0]
+    for column, other in (("stamps", arrays["removed"]), ("keys", arrays["removed"])):
+        whole = path.read_text()
+        rewrite(path, [*TABLE, "arrays", column], other)
+        with pytest.raises(DumpError, match="malformed: table 'items'"):
+            dump_tables.read(tmp_path)
+        path.write_text(whole)
+
+
+def test_a_claim_of_many_parts_costs_no_memory(tmp_path: Path) -> None:
+    write(tmp_path)
+    path = tmp_path / "part_00000_of_00001.json"
+    rewrite(path, ["part"], [0, 10**12])
+    path.rename(tmp_path / f"part_00000_of_{10**12}.json")
+    with pytest.raises(DumpError, match=rf"of {10**12} parts those of ranks \[1, 2"):
+        dump_tables.read(tmp_path)
+
+
+def test_malformed_snapshots_are_refused(tmp_path: Path) -> None:
+    snapshots.write(tmp_path, {"a": [torch.arange(3), None]})
+    path = tmp_path / "part_00000_of_00001.json"
+    whole = path.read_text()
+    for where, value in (
+        (["tree"], 3),
+        (["tree"], {}),
+        (["tree"], {"set": {}}),
+        (["tree"], {"dict": []}),
+        (["tree", "dict", "a"], {"list": 3}),
+        (["tree", "dict", "a", "list", 0], {"tensor": 3}),
+        (["tree", "dict", "a", "list", 0, "tensor"], {}),
+    ):
+        rewrite(path, where, value)
+        with pytest.raises(DumpError, match=path.name):
+            snapshots.read(tmp_path)
+        path.write_text(whole)
+    module = DynamicEmbeddingBags([DynamicSpec(32, 4)])
+    with pytest.raises(DumpError, match="the snapshot lacks"):
+        module.load_snapshot(tmp_path)

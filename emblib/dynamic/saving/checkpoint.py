@@ -21,7 +21,7 @@ from torch import Tensor
 from emblib.dynamic.hash_index import HASH_KEYS
 from emblib.dynamic.saving import loading, routing, snapshots
 from emblib.dynamic.saving.dump_tables import rows_at_a_time
-from emblib.dynamic.saving.dumps import Report
+from emblib.dynamic.saving.dumps import DumpError, Report
 from emblib.dynamic.saving.entries import Entries, Rows
 from emblib.dynamic.saving.loading import Loaded, Target
 from emblib.dynamic.saving.removals import RemovalLog
@@ -30,6 +30,8 @@ from emblib.tables import checkpoint
 from emblib.tables.bounds import caller_level
 from emblib.tables.locks import atomic
 
+_SNAPSHOT = {"index", "rows", "hyper", "admission", "scores"}
+_INDEX = {"tables", "clock", "counters", "tags", "entries"}
 _CLOCK, _HYPER, _HASH_KEYS = "clock", "hyper", f"index.{HASH_KEYS}"
 
 
@@ -275,7 +277,15 @@ class DynamicCheckpoint(DynamicState):
             DumpError: there is no whole snapshot, or it is damaged.
             ValueError: it is of other tables.
         """
-        self.restore(snapshots.read(directory))
+        snapshot = snapshots.read(directory)
+        for name, wanted in (("", _SNAPSHOT), ("index", _INDEX)):
+            tree = snapshot.get(name) if name and isinstance(snapshot, dict) else snapshot
+            missing = sorted(wanted - set(tree if isinstance(tree, dict) else ()))
+            if missing:
+                raise DumpError(
+                    f"{directory} is malformed: {name or 'the snapshot'} lacks {missing}"
+                )
+        self.restore(snapshot)
 
 
 def _columns(entries: Entries) -> dict[str, Rows]:

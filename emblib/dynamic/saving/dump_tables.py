@@ -16,10 +16,12 @@ from emblib.dynamic.saving.dumps import (
     Progress,
     Report,
     Writer,
+    field,
     read_parts,
 )
 from emblib.dynamic.saving.entries import Entries, Rows
 
+_NEVER = 1 << 62  # no clock comes to that
 _PIECE = 1 << 24  # bytes of rows that are gathered at a time
 
 
@@ -134,8 +136,8 @@ def read(directory: str | Path, rank: int = 0, world_size: int = 1) -> Dump:
         DumpError: there is no whole dump, or it is damaged.
     """
     parts = read_parts(directory)
-    if "tree" in parts[0].content:
-        raise DumpError(f"{directory} holds a snapshot, not a dump of entries; use load_snapshot")
+    for part in parts:
+        _check(part)
     for part in parts:
         part.verify()
     names = list(dict.fromkeys(t["name"] for part in parts for t in part.content["tables"]))
@@ -156,11 +158,47 @@ def read_header(directory: str | Path) -> Header:
         DumpError: there is no whole dump of tables.
     """
     parts = read_parts(directory)
-    if "tree" in parts[0].content:
-        raise DumpError(f"{directory} holds a snapshot, not a dump of entries")
+    for part in parts:
+        _check(part)
     first = parts[0].content
     clock = max(part.content["clock"] for part in parts)
     return Header(first["identity"], clock, first["since"], first["numbers"])
+
+
+def _check(part: PartReader) -> None:
+    """Raise DumpError where a manifest is not one that `write` makes, whatever its checksum says.
+
+    Which arrays the entries of a table need is checked when they are read.
+    """
+    path, content = part.path, part.content
+    if "tree" in content:
+        raise DumpError(f"{path.parent} holds a snapshot, not a dump of entries; use load_snapshot")
+    field(path, content, "identity", str)
+    clock = field(path, content, "clock", int)
+    since = field(path, content, "since", int, type(None))
+    numbers = field(path, content, "numbers", list)
+    if not 0 <= clock < _NEVER or not 0 <= (since or 0) < _NEVER:
+        raise DumpError(f"{path} is malformed: 'clock' and 'since' are ticks in [0, 2^62), are "
+                        f"{clock} and {since}")  # fmt: skip
+    if not all(type(number) in (int, float) for number in numbers):
+        raise DumpError(f"{path} is malformed: 'numbers' must be a list of numbers")
+    for value in field(path, content, "others", dict).values():
+        part.array(value)
+    for table in field(path, content, "tables", list):
+        name = field(path, table, "name", str)
+        field(path, table, "order", str)
+        arrays = field(path, table, "arrays", dict)
+        columns = [field(path, arrays, column, dict) for column in ("keys", "stamps")]
+        columns += [field(path, table, "removed", dict), *arrays.values()]
+        for array in map(part.array, columns):
+            if array.dtype != torch.int64 or array.dim() != 1:
+                raise DumpError(
+                    f"{path} is malformed: 'arrays' and 'removed' of table {name!r} must be int64, "
+                    f"one number a key, one is {array.dtype} {list(array.shape)}"
+                )
+        for key, value in field(path, table, "rows", dict).items():
+            if not part.array(value).dim():
+                raise DumpError(f"{path} is malformed: {key!r} of table {name!r} has no rows")
 
 
 def _read_table(parts: Sequence[PartReader], name: str, rank: int, world_size: int) -> Table:
@@ -171,11 +209,17 @@ def _read_table(parts: Sequence[PartReader], name: str, rank: int, world_size: i
                 continue
             arrays = {key: part.array(value) for key, value in table["arrays"].items()}
             rows = {key: part.array(value) for key, value in table["rows"].items()}
-            found.append(
-                Entries(arrays["keys"], arrays["stamps"], arrays.get("scores"), rows)
-                .owned(rank, world_size)
-            )  # fmt: skip
+            columns = (arrays["keys"], arrays["stamps"], arrays.get("scores"))
+            try:
+                entries = Entries(*columns, rows)
+            except (ValueError, TypeError) as error:
+                raise DumpError(f"{part.path} is malformed: table {name!r}: {error}") from error
+            found.append(entries.owned(rank, world_size))
             gone = part.array(table["removed"])
             removed.append(gone[routing.owner(gone, world_size) == rank])
             order = table["order"]
-    return Table(name, order, of_entries.concatenate(found), torch.cat(removed))
+    try:
+        whole = of_entries.concatenate(found)
+    except ValueError as error:
+        raise DumpError(f"{parts[0].path.parent} is malformed: table {name!r}: {error}") from error
+    return Table(name, order, whole, torch.cat(removed))

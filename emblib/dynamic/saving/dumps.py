@@ -12,6 +12,7 @@ ranks that were cut short at different dumps are not taken for one.
 """
 
 import contextlib
+import itertools
 import json
 import mmap
 import os
@@ -28,6 +29,8 @@ from torch import Tensor
 from emblib.tables.files import flush_directory, lock, make_directory, replace_json
 
 _FORMAT = 1
+_DTYPES = ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8",
+           "bool")  # fmt: skip
 _PIECE = 1 << 24  # bytes that are copied, checked or written at a time
 
 
@@ -56,6 +59,26 @@ class Progress(NamedTuple):
 
 
 Report = Callable[[Progress], None]
+
+
+def field(path: Path, tree: Any, name: str, *kinds: type) -> Any:
+    """Return an entry of a manifest, of one of some types: a checksum says nothing of those.
+
+    Raises:
+        DumpError: the manifest at `path` has no such entry in `tree`.
+    """
+    wanted = " or ".join(kind.__name__ for kind in kinds)
+    if not isinstance(tree, dict):
+        raise DumpError(f"{path} is malformed: there is {_short(tree)} where {name!r} must be")
+    if name not in tree:
+        raise DumpError(f"{path} is malformed: it lacks {name!r}, which must be {wanted}")
+    if type(tree[name]) not in kinds:
+        raise DumpError(f"{path} is malformed: {name!r} must be {wanted}, is {_short(tree[name])}")
+    return tree[name]
+
+
+def _short(value: Any) -> str:
+    return repr(value)[:60]
 
 
 class Writer:
@@ -207,14 +230,26 @@ class PartReader:
         self.path = path
         try:
             saved = json.loads(path.read_text())
-            self.content: dict[str, Any] = saved["content"]
-            right = saved["checksum"] == _checksum(self.content)
-            stands_for = self.content["format"], self.content["byteorder"]
-            self.part = Part(*self.content["part"])
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, RecursionError) as error:
             raise DumpError(f"{path} is damaged: it cannot be read ({error})") from error
-        if not right:
+        self.content: dict[str, Any] = field(path, saved, "content", dict)
+        if field(path, saved, "checksum", int) != _checksum(self.content):
             raise DumpError(f"{path} is damaged: its checksum is wrong")
+        stands_for = tuple(
+            field(path, self.content, name, kind)
+            for name, kind in (("format", int), ("byteorder", str))
+        )
+        part = field(path, self.content, "part", list)
+        if [type(number) for number in part] != [int, int] or not 0 <= part[0] < part[1]:
+            raise DumpError(
+                f"{path} is malformed: 'part' must be a rank and a number of ranks above it, is "
+                f"{_short(part)}"
+            )
+        self.part = Part(*part)
+        if path.name != f"{self.part.name}.json":
+            raise DumpError(
+                f"{path} is malformed: its 'part' is {part}, which would be {self.part.name}.json"
+            )
         if stands_for != (_FORMAT, sys.byteorder):
             raise DumpError(
                 f"{path} is of format {stands_for[0]}, {stands_for[1]}-endian;"
@@ -229,10 +264,13 @@ class PartReader:
         """
         try:
             name, shape = description["file"], description["shape"]
+            if description["dtype"] not in _DTYPES or type(description["crc32"]) is not int:
+                raise ValueError("no such dtype or checksum")
             dtype: torch.dtype = getattr(torch, description["dtype"])
             nbytes = torch.empty(shape, dtype=dtype, device="meta").numel() * dtype.itemsize
             of_part = os.path.basename(name) == name and name.startswith(self.part.name)
-        except (KeyError, TypeError, AttributeError, RuntimeError) as error:
+            of_part = of_part and "\0" not in name
+        except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
             raise DumpError(f"{self.path} is damaged: {description} is no array") from error
         if not of_part:
             raise DumpError(f"{self.path} is damaged: {name!r} is no file of {self.part.name}")
@@ -278,11 +316,13 @@ def read_parts(directory: str | Path) -> list[PartReader]:
         raise DumpError(f"{directory} holds no whole dump; name the directory of one")
     parts = [PartReader(path) for path in paths]
     world_size = parts[0].part.world_size
-    missing = sorted(set(range(world_size)) - {part.part.rank for part in parts})
+    there = {part.part.rank for part in parts}
+    # No more than a few are counted: a damaged manifest may claim any number of them.
+    missing = list(itertools.islice((r for r in range(world_size) if r not in there), 8))
     if missing:
         raise DumpError(
             f"{directory} holds part of a dump: of {world_size} parts those of ranks "
-            f"{missing[:8]} are missing, so it was cut short; take an older one"
+            f"{missing} are missing, so it was cut short; take an older one"
         )
     if len(parts) > world_size:
         raise DumpError(

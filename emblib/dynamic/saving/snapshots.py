@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from emblib.dynamic.saving.dumps import DumpError, PartReader, Writer, read_parts
+from emblib.dynamic.saving.dumps import DumpError, PartReader, Writer, field, read_parts
 
 
 def write(directory: str | Path, tree: Any) -> None:
@@ -41,10 +41,13 @@ def read(directory: str | Path) -> Any:
     return _read(part, part.content["tree"])
 
 
-def _read(part: PartReader, tree: dict[str, Any]) -> Any:
-    ((kind, value),) = tree.items()
+def _read(part: PartReader, tree: Any) -> Any:
+    kind = next(iter(tree)) if isinstance(tree, dict) and len(tree) == 1 else ""
     if kind == "dict":
-        return {name: _read(part, branch) for name, branch in value.items()}
+        branches = field(part.path, tree, kind, dict)
+        return {name: _read(part, branch) for name, branch in branches.items()}
     if kind == "list":
-        return [_read(part, branch) for branch in value]
-    return None if kind == "none" else part.array(value)
+        return [_read(part, branch) for branch in field(part.path, tree, kind, list)]
+    if kind == "none":
+        return None
+    return part.array(field(part.path, tree, "tensor", dict))
