@@ -246,7 +246,7 @@ class DynamicEmbeddingBags(DynamicTraining):
         batch = batch._replace(
             indices=reads.indices, slots=reads.slots, beside=reads.beside, session=step
         )
-        step.batch = batch
+        step.batch = batch._replace(session=None)  # no cycle: it ends with the graph
         if isinstance(self.optimizer, External):
             return lookups.lookup(
                 self.weights, batch, self.optimizer, sample_weights, self.output_dtype

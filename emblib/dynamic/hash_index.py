@@ -1,6 +1,7 @@
 """Where the keys of T dynamic tables are; what `emblib.ops.hash` calls an index, as a module."""
 
 import copy
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -50,6 +51,15 @@ class Inserted(NamedTuple):
     placed: Placed | None = None
 
 
+class Arrivals(NamedTuple):
+    """Keys that were inserted by the call after which `version` was that of the index."""
+
+    version: int
+    keys: Keys
+    misses: Misses
+    placed: Placed
+
+
 class Exported(NamedTuple):
     """Entries of one table by ascending slot, int64 `[N]` each; scores may be None."""
 
@@ -73,6 +83,7 @@ class HashIndex(nn.Module):
     Nothing here is locked: the module that has an index holds its lock around every call.
 
     `version` counts the calls after which slots may be others: insertions, removals, restores.
+    What `watch` names is told by `arrivals` which keys were inserted since, as long as it lives.
     """
 
     tags: Tensor
@@ -99,6 +110,9 @@ class HashIndex(nn.Module):
             )
         self.order, self.newcomer = kinds.pop() if kinds else ("none", "wins")
         self.version = 0
+        self._watchers: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
+        self._arrivals: list[Arrivals] = []
+        self._emptied = [0] * len(self.specs)  # the last version in which a table was emptied
         self._grows = any(spec.buckets < spec.most_buckets for spec in self.specs)
         device = torch.empty(0, device=device).device
         ops.require_kernels(device)
@@ -133,6 +147,7 @@ class HashIndex(nn.Module):
     def clear(self) -> None:
         """Forget all keys, counters and ticks; tables have their initial capacity again."""
         self.version += 1
+        self._emptied = [self.version] * len(self.specs)
         for t, spec in enumerate(self.specs):
             first = self._first_slots[t]
             in_use = max(self.buckets(t), spec.buckets) * SLOTS
@@ -165,6 +180,7 @@ class HashIndex(nn.Module):
             hash_key: what its hash depends on from now on; None leaves that as it is.
         """
         self.version += 1
+        self._emptied[table] = self.version
         self.table_tags(table).zero_()
         self.tables[table, _SIZE] = 0
         if hash_key is not None:
@@ -228,7 +244,27 @@ class HashIndex(nn.Module):
                 *(admitted, given, codes.HASH_ORDER[self.order], codes.NEWCOMER[self.newcomer]),
             )
         )
+        self._note(keys, misses, placed)
         return Inserted(hash_ops.spread(slots, placed.slots, misses.groups), misses, placed)
+
+    def watch(self, watcher: object) -> None:
+        """Keep what is inserted from now on for `arrivals`, as long as `watcher` lives."""
+        self._watchers[watcher] = self.version
+
+    def _note(self, keys: Keys, misses: Misses, placed: Placed) -> None:
+        """Keep the insertion for the watchers, and no longer those that all of them came after."""
+        since = min(self._watchers.values(), default=self.version)
+        self._arrivals = [old for old in self._arrivals if old.version > since]
+        if self._watchers:
+            self._arrivals.append(Arrivals(self.version, keys, misses, placed))
+
+    def arrivals(self, version: int) -> list[Arrivals]:
+        """What was inserted after `version`; a watcher must have been named at it or before."""
+        return [arrival for arrival in self._arrivals if arrival.version > version]
+
+    def emptied_since(self, version: int) -> Tensor:
+        """By table, whether all its keys were removed or replaced at once after `version`."""
+        return torch.tensor([at > version for at in self._emptied], device=self.tags.device)
 
     def _grow(
         self,

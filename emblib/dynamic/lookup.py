@@ -5,9 +5,9 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from emblib.dynamic.hash_index import HashIndex, Inserted
+from emblib.dynamic.hash_index import Arrivals, HashIndex, Inserted
 from emblib.ops import lookups, tbe
-from emblib.ops.hash import Keys, Misses
+from emblib.ops.hash import EVICTING, NEW, Keys, Misses
 from emblib.tables.locks import ModuleLock
 
 
@@ -44,7 +44,8 @@ class Step:
     """A batch from its forward to its backward (a session of `emblib.ops.lookups`).
 
     Rows move when a table grows, and keys leave. So what forward found is looked up again if the
-    index has changed since: what has gone by then is not updated, and counted in `lost`.
+    index has changed since: what has left in between is not updated, even if it has come again, and
+    counted in `lost`.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class Step:
         self.lock = lock
         self._index, self._keys, self._slots, self._reads = index, keys, slots, reads
         self._version, self._lost = index.version, lost
+        index.watch(self)
         self.batch: lookups.Lookup | None = None
         self.weighted = False  # whether sample weights get a gradient
 
@@ -77,11 +79,19 @@ class Step:
         if self.weighted:
             check_unmoved(self)
         if self.is_stale():
-            slots = torch.where(slots < 0, -1, self.find())
+            slots = torch.where((slots < 0) | self._has_left(), -1, self.find())
             self._lost += ((self._slots >= 0) & (slots < 0)).sum()
             indices = slots if self._reads.slots is None else self._where_read(slots)
         groups = tbe.group(batch.features, slots, batch.offsets, batch.total_rows, batch.bag_layout)
         return lookups.RowPlaces(groups, None, self._reads.slots, indices)
+
+    def _has_left(self) -> Tensor:
+        """Whether the row of each position was another's in between; bool `[L]`."""
+        emptied = self._index.emptied_since(self._version)
+        left = emptied[tables_of(self._keys)] if emptied.numel() else self._slots < 0
+        for arrival in self._index.arrivals(self._version):
+            left |= _are_among(self._keys, arrival)
+        return left
 
     def _where_read(self, slots: Tensor) -> Tensor:
         assert self._reads.slots is not None
@@ -114,6 +124,23 @@ def check_unmoved(step: Step) -> None:
             "the gradient of per_sample_weights needs the rows that forward read, but keys may "
             "have come and gone since; run backward before the next training forward"
         )
+
+
+def _are_among(keys: Keys, arrival: Arrivals) -> Tensor:
+    """Whether each key is one of those that were inserted; bool `[L]`."""
+    first, status, ends = arrival.misses.first, arrival.placed.status, arrival.misses.ends
+    numbers = torch.arange(first.numel(), device=first.device)
+    placed = (status == NEW) | (status == EVICTING)
+    ids = arrival.keys.ids[first[placed]]
+    tables = torch.searchsorted(ends[1:], numbers, right=True)[placed]
+    same = torch.isin(keys.ids, ids)
+    some = same.nonzero().view(-1)
+    if some.numel():  # the same id may be in another table
+        own = torch.stack([tables_of(keys)[some], keys.ids[some]], 1)
+        both = torch.cat([own, torch.stack([tables, ids], 1)])
+        numbers = torch.unique(both, dim=0, return_inverse=True)[1]
+        same[some] = torch.isin(numbers[: some.numel()], numbers[some.numel() :])
+    return same
 
 
 def tables_of(keys: Keys) -> Tensor:

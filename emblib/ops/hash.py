@@ -51,6 +51,7 @@ COUNTERS = (
     "expired",
     "erased",
 )
+MOST_USES = 2**63 - 1  # where the uses of a key stop being counted
 ORDERS = tuple(codes.HASH_ORDER)
 SCORED = ("lfu", "lru_lfu", "assigned")
 

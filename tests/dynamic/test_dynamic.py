@@ -237,6 +237,51 @@ def test_backward_after_another_forward(device: torch.device, change: str) -> No
     assert float(rows.sum()) == -2.0 * (20 - gone), "and no other row was updated"
 
 
+@pytest.mark.parametrize("change", ["evict", "erase", "clear", "load"])
+def test_a_key_that_left_and_came_again_gets_no_update(device: torch.device, change: str) -> None:
+    """Its row is a new one; the same id in another table has not left."""
+    specs = [DynamicSpec(rows, 2, initializer=Constant(0.0)) for rows in (32, 64)]
+    table = DynamicEmbeddingBags(
+        specs, optim.SGD(lr=1.0), pooling=NONE, feature_tables=[0, 1], device=device
+    )
+    ids = torch.arange(8, device=device)
+    first = table(ids.repeat(2), torch.arange(17, device=device))
+    saved = table.state_dict()
+    if change == "evict":
+        for start in (100, 200):
+            alone = torch.arange(start, start + 32, device=device)
+            table(alone, torch.tensor([*range(33)] + [32] * 32, device=device))
+    elif change == "erase":
+        table.erase(0, ids)
+    elif change == "clear":
+        table.clear()
+    else:
+        table.load_state_dict(saved)
+    offsets = torch.tensor([*range(5), *[4] * 4], device=device)
+    kept = table(ids[:4], offsets)  # into table 0 again
+    assert int((table.find(0, ids[:4]) >= 0).sum()) == 4
+    first.sum().backward()
+    both = change in ("clear", "load")
+    assert not table.table_rows(0)["weight"].any(), "neither those that came again nor others"
+    assert float(table.table_rows(1)["weight"].sum()) == (0 if both else -16)
+    assert int(table.lost) == (16 if both else 8)
+    kept.sum().backward()
+    assert float(table.table_rows(0)["weight"].sum()) == -8
+
+
+def test_what_came_in_is_kept_only_for_batches_that_wait(device: torch.device) -> None:
+    table = _one(DynamicSpec(320, 2), device)
+    waiting = table(*_each([1], device))
+    for start in range(0, 200, 20):
+        table(*_each(torch.arange(start, start + 20), device)).sum().backward()
+    assert len(table.index.arrivals(0)) == 10
+    waiting.sum().backward()
+    del waiting
+    for start in range(200, 300, 20):
+        table(*_each(torch.arange(start, start + 20), device)).sum().backward()
+    assert len(table.index.arrivals(0)) <= 1
+
+
 def test_a_key_that_had_no_row_in_forward_gets_no_update(device: torch.device) -> None:
     table = _one(DynamicSpec(32, 2, eviction="none", initializer=Constant(0.0)), device)
     table(*_each(torch.arange(32), device))

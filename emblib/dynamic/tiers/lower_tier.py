@@ -147,7 +147,8 @@ class LowerTier:
         ends, totals = misses.ends.tolist(), misses.totals
         for t, found in enumerate(self._found):
             at = (ends[t] + found.positions).to(totals.device)
-            totals[at] += found.rows.scores.to(totals.device)
+            below = found.rows.scores.to(totals.device)
+            totals[at] = below + torch.minimum(totals[at], hash_ops.MOST_USES - below)
 
     # Once it has them
 
