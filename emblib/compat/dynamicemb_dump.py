@@ -1,6 +1,6 @@
 """DynamicEmb's functions over whole models: dump and load, scores, and what changed."""
 
-import json
+import contextlib
 import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,9 +9,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from emblib.compat.dynamicemb_tables import BatchedDynamicEmbeddingTablesV2, check_group
+from emblib.compat.dynamicemb_tables import BatchedDynamicEmbeddingTablesV2, agree
+from emblib.dynamic.saving import dynamicemb_files
+from emblib.dynamic.saving.dumps import Part
+from emblib.dynamic.saving.dynamicemb_files import Foreign
+from emblib.sharding.groups_of_ranks import Ranks
 
 Scores = int | Mapping[str, Mapping[str, int]]
+_Named = tuple[Path, BatchedDynamicEmbeddingTablesV2, str]  # directory and name of a table
 
 
 def modules_of(model: nn.Module) -> Iterator[tuple[str, str, BatchedDynamicEmbeddingTablesV2]]:
@@ -65,12 +70,12 @@ def incremental_dump(
 ) -> tuple[dict[str, dict[str, tuple[Tensor, Tensor]]], dict[str, dict[str, int]]]:
     """Keys and rows with a score of at least the threshold, and the thresholds of the next call.
 
-    Both are by path of the module and name of the table.
+    Both are by path of the module and name of the table. Keys are those of all ranks of `pg`, which
+    all call this; None is all processes.
     """
-    check_group(pg)
     found, scores = {}, {}
     for path, module, thresholds in _by_module(model, score_threshold):
-        found[path], scores[path] = module.incremental_dump(thresholds)
+        found[path], scores[path] = module.incremental_dump(thresholds, pg)
     return found, scores
 
 
@@ -85,20 +90,55 @@ def DynamicEmbDump(
 ) -> None:
     """Write the tables of a model in DynamicEmb's files, a directory a module.
 
+    All ranks of `pg` call this; each writes what its own tables have, as
+    `<table>_emb_keys.rank_<r>.world_size_<W>` and so on. What is there already stays until every
+    rank has written its files, so there must be room for both.
+
     Args:
-        path: made if it is not there.
+        path: made if it is not there; all ranks must see it.
         model: all its `BatchedDynamicEmbeddingTablesV2` are written.
         table_names: by module (name or path) the tables to write; None is all.
         optim: whether optimizer states are written.
         counter: whether what admission counted is written.
-        pg: must be None.
+        pg: the ranks; None is all processes, or this one where none were initialised.
         allow_overwrite: whether `path` may have something in it.
 
     Raises:
         FileExistsError: it has, or is no directory.
+        RuntimeError: another rank failed; what was there is as it was.
     """
-    check_group(pg)
-    root = Path(path)
+    ranks, root = Ranks.of(pg), Path(path)
+    tables = list(_tables_of(root, model, table_names))
+    _check_same(ranks, root, tables)
+    with _together(ranks):
+        _check_target(root, allow_overwrite=allow_overwrite)
+    with _together(ranks):
+        root.mkdir(parents=True, exist_ok=True)
+        for directory, _, name in tables if ranks.rank == 0 else ():
+            dynamicemb_files.discard(directory, name)
+    part, left_out = Part(ranks.rank, ranks.size), _left_out(states=optim, counts=counter)
+    try:
+        with _together(ranks):
+            for directory, module, name in tables:
+                module.bags.stage_dynamicemb(
+                    directory,
+                    name,
+                    module.opt_args(name),
+                    part=part,
+                    leave_out=left_out,
+                    uses_first=module.uses_first(name),
+                )
+        with _together(ranks):
+            for directory, _, name in tables if ranks.rank == 0 else ():
+                dynamicemb_files.commit(directory, name, ranks.size)
+    except BaseException:
+        for directory, _, name in tables:
+            dynamicemb_files.discard(directory, name)
+        raise
+
+
+def _check_target(root: Path, *, allow_overwrite: bool) -> None:
+    """Raise FileExistsError where nothing may be written."""
     if root.exists() and not root.is_dir():
         raise FileExistsError(f"{root} is not a directory; give another path")
     if root.is_dir() and os.listdir(root) and not allow_overwrite:
@@ -106,10 +146,28 @@ def DynamicEmbDump(
             f"{root} has files in it, which a dump may overwrite; give another path, or "
             "allow_overwrite=True"
         )
-    left_out = _left_out(states=optim, counts=counter)
-    for directory, module, name in _tables_of(root, model, table_names):
-        arguments = module.opt_args(name)
-        module.bags.dump_dynamicemb(directory, name, arguments, leave_out=left_out)
+
+
+def _check_same(ranks: Ranks, root: Path, tables: Sequence[_Named]) -> None:
+    """Raise ValueError on every rank where ranks would write or read other tables."""
+    own = (str(root), [(str(directory), name) for directory, _, name in tables])
+    for rank, theirs in enumerate(ranks.gather_objects(own)):
+        if theirs != own:
+            raise ValueError(
+                f"all ranks must give the same path and tables; rank {ranks.rank} gives {own}, "
+                f"rank {rank} {theirs}"
+            )
+
+
+@contextlib.contextmanager
+def _together(ranks: Ranks) -> Iterator[None]:
+    """Leave when all ranks have come to the end; raise on all of them what went wrong on any."""
+    error = None
+    try:
+        yield
+    except Exception as raised:
+        error = raised
+    agree(ranks, error)
 
 
 def DynamicEmbLoad(
@@ -122,23 +180,51 @@ def DynamicEmbLoad(
 ) -> None:
     """Read what DynamicEmb dumped, there or here, on any number of ranks.
 
-    With `optim` the numbers of the optimizer are loaded too, as there: learning rate and step.
+    All ranks of `pg` call this. If as many ranks load as dumped, each reads its own files, else all
+    files, and takes the keys that `dist_type` sends to it. With `optim` the numbers of the
+    optimizer are loaded too, as there: learning rate and step. All files of all tables are read and
+    checked before the first table is changed, on any rank.
 
     Raises:
+        DumpError: a file is missing or damaged; on every rank, and nothing is changed.
         ValueError: the dump is of another optimizer, score strategy or way of routing keys.
+        RuntimeError: another rank failed; nothing is changed.
     """
-    check_group(pg)
-    found = []
-    for directory, module, name in _tables_of(Path(path), model, table_names):
-        file = directory / f"{name}_opt_args.json"
-        saved = json.loads(file.read_text()) if file.exists() else {}
-        module.check_opt_args(name, saved, with_optimizer=bool(optim))
-        found.append((directory, module, name, saved))
-    for directory, module, name, saved in found:
-        module.bags.load_dynamicemb(
-            directory, name, leave_out=_left_out(states=optim, counts=counter)
-        )
+    ranks, found = Ranks.of(pg), []
+    tables = list(_tables_of(Path(path), model, table_names))
+    _check_same(ranks, Path(path), tables)
+    left_out = _left_out(states=optim, counts=counter)
+    with _together(ranks):
+        for directory, module, name in tables:
+            saved = dynamicemb_files.arguments_of(directory, name)
+            module.check_opt_args(name, saved, with_optimizer=bool(optim))
+            found.append((module, name, saved, _read(ranks, directory, module, name, left_out)))
+    for module, name, saved, table in found:
+        module.bags.take_dynamicemb(name, table)
         module.take_opt_args(name, saved, with_optimizer=bool(optim))
+
+
+def _read(
+    ranks: Ranks,
+    directory: Path,
+    module: BatchedDynamicEmbeddingTablesV2,
+    name: str,
+    left_out: Sequence[str],
+) -> Foreign:
+    """What a rank takes of a table."""
+    own = dynamicemb_files.world_size(directory, name) == ranks.size
+    found = module.bags.read_dynamicemb(
+        directory,
+        name,
+        rank=ranks.rank if own else None,
+        leave_out=left_out,
+        uses_first=module.uses_first(name),
+    )
+    if own or ranks.size == 1:
+        return found
+    dist_type = str(found.arguments.get("dist_type", module.dist_type(name)))
+    owner = dynamicemb_files.owner
+    return found.owned(lambda keys: owner(keys, ranks.size, dist_type) == ranks.rank)
 
 
 def _left_out(**wanted: bool | None) -> list[str]:

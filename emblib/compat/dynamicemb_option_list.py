@@ -215,19 +215,22 @@ FUNCTIONS = (
     Option(
         "DynamicEmbDump",
         "",
-        "Writes every table of the modules in `model` in DynamicEmb's files, rows as float32. `pg` "
-        "must be None",
+        "Writes every table of the modules in `model` in DynamicEmb's files, rows as float32; each "
+        "rank of `pg` its own (None: all processes). What is written over stays until all ranks "
+        "have written",
     ),
     Option(
         "DynamicEmbLoad",
         "",
         "Reads such files, of any number of ranks and any `dist_type` but continuous, whose keys "
-        "are not in the files; every key comes back once",
+        "are not in the files; every key comes back once, on the rank that `dist_type` sends it "
+        "to. A missing or damaged file raises on all ranks of `pg` before anything is changed",
     ),
     Option(
         "incremental_dump",
         "",
-        "Keys and rows whose score is at least the threshold, and the thresholds of the next call. "
+        "Keys and rows of all ranks whose score is at least the threshold, and the thresholds of "
+        "the next call. "
         "The score of TIMESTAMP and (TIMESTAMP, LFU) is the step of the last use, that of "
         "NO_EVICTION too (there: the row)",
     ),

@@ -19,7 +19,8 @@ the import and keep the code. Every option has its effect or raises with the rea
 hint there and has none here is named as such. DynamicEmb needs CUDA and was not run beside this:
 what is said of it (*there*) was read in its source.
 
-Not here: its planner and sharders, its inference tables, and tables of several ranks.
+Not here: its planner and sharders, and its inference tables. A module has the keys that its process
+looks up; routing them to ranks is the caller's, and dumps have the files of all ranks.
 
 This page is written by `python -m emblib.compat.dynamicemb_options docs/dynamicemb.md`.
 """

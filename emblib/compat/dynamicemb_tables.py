@@ -26,6 +26,7 @@ from emblib.compat.fbgemm_types import (
     EmbOptimType,
     WeightDecayMode,
 )
+from emblib.sharding.groups_of_ranks import Ranks
 
 
 class BatchedDynamicEmbeddingTablesV2(nn.Module):
@@ -267,14 +268,19 @@ class BatchedDynamicEmbeddingTablesV2(nn.Module):
     ) -> tuple[dict[str, tuple[Tensor, Tensor]], dict[str, int]]:
         """Keys and rows with a score of at least the threshold, and the scores of the next batch.
 
-        Keys are sorted, rows are `[N, D]`; both are on the CPU.
+        Keys are sorted, rows are `[N, D]`; both are on the CPU. They are those of all ranks of
+        `pg`, which all call this; None is all processes.
         """
-        check_group(pg)
+        ranks = Ranks.of(pg)
         found: dict[str, tuple[Tensor, Tensor]] = {}
         for name, threshold in named_thresholds.items():
             if name not in self._names:
                 raise ValueError(f"no table is called {name!r}, there are {self._names}")
-            found[name] = self._rows_since(self._names.index(name), threshold)
+            mine = self._rows_since(self._names.index(name), threshold)
+            every = ranks.gather_objects(mine)
+            keys, rows = (torch.cat(parts) for parts in zip(*every, strict=True))
+            order = keys.argsort()
+            found[name] = (keys[order], rows[order])
         scores = self.get_score()
         return found, {name: scores[name] for name in named_thresholds if name in scores}
 
@@ -282,8 +288,16 @@ class BatchedDynamicEmbeddingTablesV2(nn.Module):
         found = self.bags.table_entries(table)
         scores = found.stamps if found.scores is None or self._is_timed(table) else found.scores
         chosen = (scores >= threshold).nonzero().view(-1)
-        chosen = chosen[found.keys[chosen].argsort()]
         return found.keys[chosen], found.rows["weight"][chosen].cpu()
+
+    def uses_first(self, table: str) -> bool:
+        """Whether files have the uses of a key before the time, as (LFU, TIMESTAMP) says."""
+        strategy = self._options[self._names.index(table)].score_strategy
+        return isinstance(strategy, tuple) and strategy[0] is DynamicEmbScoreStrategy.LFU
+
+    def dist_type(self, table: str) -> str:
+        """How ids are routed to ranks."""
+        return self._options[self._names.index(table)].dist_type
 
     def _is_timed(self, table: int) -> bool:
         return _is_compound(self._options[table].score_strategy)
@@ -316,10 +330,11 @@ def _names(names: list[str] | None, count: int) -> list[str]:
     return names
 
 
-def check_group(pg: Any) -> None:
-    """Raise NotImplementedError where tables of several ranks are meant."""
-    if pg is not None:
-        raise NotImplementedError(
-            "tables are those of one process, so pg must be None; each rank of a larger job calls "
-            "this with a path of its own"
-        )
+def agree(ranks: Ranks, error: Exception | None) -> None:
+    """Raise on every rank what went wrong on any; all ranks call this."""
+    told = ranks.gather_objects(None if error is None else f"{type(error).__name__}: {error}")
+    if error is not None:
+        raise error
+    for rank, message in enumerate(told):
+        if message is not None:
+            raise RuntimeError(f"rank {rank} failed, so nothing was changed here: {message}")

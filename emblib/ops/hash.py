@@ -17,8 +17,8 @@ A key may be in two buckets. Of a full one the entry that is least in `order` gi
 and key ("lru"), score and key ("lfu"), score, stamp and key ("lru_lfu", "assigned"); with "none"
 nothing does. Scores are counts of uses (lfu, lru_lfu) or given by the caller. What the batch itself
 used never gives way to it. Counts stop at 2^63 - 1. With newcomer "competes" a key that would be
-less than all it could replace is refused, with "wins" it is not. The ops take the numbers of both in
-`emblib.ops.codes`.
+less than all it could replace is refused, with "wins" it is not. The ops take the numbers of both
+in `emblib.ops.codes`.
 
 A step of training is `use_`, which finds and stamps what is there; `misses`, the distinct keys that
 are not; `grow_`, which splits as many buckets as `wanted_buckets` says for them; `place_`, which

@@ -1,6 +1,9 @@
 """DynamicEmb's functions over whole models: files, scores, and what changed since a score."""
 
+import errno
 import json
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +25,11 @@ from emblib.compat.dynamicemb import (
     incremental_dump,
     set_score,
 )
+from emblib.dynamic.saving import dynamicemb_files
+from emblib.dynamic.saving.dumps import DumpError
+from emblib.sharding.groups_of_ranks import Ranks
 from tests.compat.dynamicemb_cases import keys_of, look_up, one_table, options, rows_of
+from tests.sharding import worlds
 
 Score = DynamicEmbScoreStrategy
 
@@ -211,14 +218,199 @@ def test_steps_go_on_after_a_reload(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
-def test_groups_of_ranks_are_refused(tmp_path: Path) -> None:
-    for call in (
-        lambda: DynamicEmbDump(str(tmp_path), trained(), pg="group"),
-        lambda: DynamicEmbLoad(str(tmp_path), trained(), pg="group"),
-        lambda: incremental_dump(trained(), 0, pg="group"),
-    ):
-        with pytest.raises(NotImplementedError, match="pg must be None"):
-            call()
+# Ranks
+
+
+def _model(**changes: Any) -> Model:
+    return Model(optimizer=EmbOptimType.EXACT_ADAGRAD, max_capacity=128, **changes)
+
+
+def _of_rank(ranks: Ranks, keys: Any) -> list[int]:
+    """The keys that DynamicEmb's "roundrobin" sends to a rank."""
+    return [key for key in keys if key % 2**64 % ranks.size == ranks.rank]
+
+
+def _group(ranks: Ranks) -> Any:
+    """Their group; None where they are all processes, as it means."""
+    return None if ranks.size in (1, worlds.RANKS) else ranks.group
+
+
+def _content(model: Model) -> dict[str, list[Any]]:
+    """Keys, rows and optimizer states of both tables."""
+    content = {}
+    for name, module in model.sparse.named_children():
+        keys = keys_of(module)
+        slots = module.bags.find(0, torch.tensor(keys, dtype=torch.int64))
+        rows = module.bags.table_rows(0)
+        content[name] = [keys, *(rows[kind][slots].tolist() for kind in ("weight", "sum"))]
+    return content
+
+
+def dumps(ranks: Ranks, path: str, rounds: int) -> dict[str, list[Any]]:
+    """Dump over the same path so often; what the last dump had of this rank."""
+    model = _model(learning_rate=0.25)
+    for number in range(rounds):
+        train(model.sparse.users, _of_rank(ranks, range(-20, 20 + number)))
+        train(model.sparse.items, _of_rank(ranks, range(100, 120 + number)))
+        DynamicEmbDump(path, model, optim=True, pg=_group(ranks), allow_overwrite=number > 0)
+    found, _ = incremental_dump(model, 0, _group(ranks))
+    assert found["model.sparse.users"]["u"][0].tolist() == list(range(-20, 20 + rounds - 1))
+    return _content(model)
+
+
+def loads(ranks: Ranks, path: str) -> dict[str, list[Any]]:
+    model = _model()
+    train(model.sparse.users, [500 + ranks.rank])
+    DynamicEmbLoad(path, model, optim=True, pg=_group(ranks))
+    assert model.sparse.users.bags.learning_rate == 0.25
+    return _content(model)
+
+
+def refuses(ranks: Ranks, path: str, message: str) -> None:
+    """No rank changes any table."""
+    model = _model()
+    train(model.sparse.users, [500])
+    train(model.sparse.items, [501])
+    before = _content(model)
+    with pytest.raises((DumpError, RuntimeError), match=message):
+        DynamicEmbLoad(path, model, optim=True, pg=_group(ranks))
+    assert _content(model) == before
+    assert model.sparse.users.bags.learning_rate == 0.01
+
+
+@pytest.mark.parametrize("size", [2, worlds.RANKS])
+def test_every_rank_has_its_files(size: int, tmp_path: Path) -> None:
+    """Also where a dump is written over; any number of ranks finds every key once."""
+    path = str(tmp_path / "dump")
+    dumped = worlds.run(size, dumps, path, 2)
+    folder = tmp_path / "dump" / "model.sparse.users"
+    assert sorted(p.name for p in folder.iterdir()) == [
+        *(
+            f"u_emb_{kind}.rank_{rank}.world_size_{size}"
+            for kind in ("keys", "opt_values", "scores", "values")
+            for rank in range(size)
+        ),
+        "u_opt_args.json",
+    ]
+    assert worlds.run(size, loads, path) == dumped
+    wanted = {
+        name: {key: rest for part in dumped for key, *rest in zip(*part[name], strict=True)}
+        for name in ("users", "items")
+    }
+    for parts in (worlds.run(3, loads, path), [loads(Ranks.single(), path)]):
+        for name, rows in wanted.items():
+            found = {key: rest for part in parts for key, *rest in zip(*part[name], strict=True)}
+            assert found == rows
+            assert sum(len(part[name][0]) for part in parts) == len(rows)
+        for rank, part in enumerate(parts):
+            assert {key % 2**64 % len(parts) for key in part["users"][0]} == {rank}
+
+
+def test_what_one_rank_lacks_no_rank_loads(tmp_path: Path) -> None:
+    path = tmp_path / "dump"
+    worlds.run(2, dumps, str(path), 1)
+    for item in ("opt_values", "scores", "values", "keys"):
+        lacking = path / "model.sparse.items" / f"i_emb_{item}.rank_1.world_size_2"
+        data = lacking.read_bytes()
+        lacking.unlink()
+        message = "the dump is not whole" if item == "keys" else rf"{lacking.name} is missing"
+        worlds.run(2, refuses, str(path), message)
+        lacking.write_bytes(data[:-8])
+        worlds.run(2, refuses, str(path), "cut short|load without states")
+        lacking.write_bytes(data)
+    worlds.run(2, loads, str(path))
+
+
+def test_a_damaged_table_leaves_all_as_they_are(tmp_path: Path) -> None:
+    dumps(Ranks.single(), str(tmp_path), 1)
+    values = tmp_path / "model.sparse.items" / "i_emb_values.rank_0.world_size_1"
+    values.write_bytes(values.read_bytes()[:-4])
+    refuses(Ranks.single(), str(tmp_path), "has 79 values for 20 keys of 'i'")
+    values.unlink()
+    refuses(Ranks.single(), str(tmp_path), "has 0 values for 20 keys of 'i'")
+
+
+def fails_to_write_over(ranks: Ranks, path: str, before: list[Any]) -> None:
+    """The disk of the last rank is full once it has written some files."""
+    model = _model()
+    train(model.sparse.users, [7])
+    write = dynamicemb_files._write_rows
+
+    def full(path: Path, *arguments: Any) -> None:
+        if ranks.rank == ranks.size - 1 and "i_emb_opt_values" in path.name:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(path, *arguments)
+
+    dynamicemb_files._write_rows = full
+    try:
+        with pytest.raises((OSError, RuntimeError), match="No space left on device"):
+            DynamicEmbDump(path, model, optim=True, pg=_group(ranks), allow_overwrite=True)
+    finally:
+        dynamicemb_files._write_rows = write
+    assert loads(ranks, path) == before[ranks.rank]
+
+
+def test_a_full_disk_leaves_the_old_dump(tmp_path: Path) -> None:
+    alone, by_two = tmp_path / "1", tmp_path / "2"
+    one, two = [dumps(Ranks.single(), str(alone), 1)], worlds.run(2, dumps, str(by_two), 1)
+    files = sorted(tmp_path.rglob("*"))
+    fails_to_write_over(Ranks.single(), str(alone), one)
+    worlds.run(2, fails_to_write_over, str(by_two), two)
+    assert sorted(tmp_path.rglob("*")) == files
+
+
+def test_a_rename_that_fails_leaves_the_old_dump(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = dumps(Ranks.single(), str(tmp_path), 1)
+    files, rename = sorted(tmp_path.rglob("*")), os.rename
+
+    def fails(source: Path, goal: Path) -> None:
+        if goal.name.startswith("u_emb_values") and source.parent.name == ".u.new":
+            raise OSError(errno.EIO, "Input/output error")
+        rename(source, goal)
+
+    monkeypatch.setattr(os, "rename", fails)
+    with pytest.raises(OSError, match="Input/output error"):
+        DynamicEmbDump(str(tmp_path), Model(), allow_overwrite=True)
+    monkeypatch.undo()
+    shutil.rmtree(tmp_path / "model.sparse.users" / ".u.old")
+    assert sorted(tmp_path.rglob("*")) == files
+    assert loads(Ranks.single(), str(tmp_path)) == before
+
+
+def test_ranks_that_dump_other_tables_are_told(tmp_path: Path) -> None:
+    with pytest.raises(worlds.RankError, match="must give the same path and tables"):
+        worlds.run(2, dumps_by_rank, str(tmp_path))
+    with pytest.raises(TypeError, match="process group"):
+        DynamicEmbDump(str(tmp_path), trained(), pg="group")
+
+
+def dumps_by_rank(ranks: Ranks, path: str) -> None:
+    DynamicEmbDump(f"{path}/{ranks.rank}", Model(), pg=_group(ranks))
+
+
+@pytest.mark.parametrize("first", [Score.TIMESTAMP, Score.LFU])
+def test_columns_of_scores_are_in_the_order_of_the_strategy(first: Score, tmp_path: Path) -> None:
+    second = Score.LFU if first is Score.TIMESTAMP else Score.TIMESTAMP
+    strategy = (first, second)
+    model = Model(score_strategy=strategy)
+    for ids in ([1, 2, 2], [3], [4]):
+        look_up(model.sparse.users, ids)
+    DynamicEmbDump(str(tmp_path), model)
+    folder = tmp_path / "model.sparse.users"
+    keys = numbers(folder / "u_emb_keys.rank_0.world_size_1", torch.int64)
+    scores = numbers(folder / "u_emb_scores.rank_0.world_size_1", torch.int64).view(-1, 2)
+    uses, time = scores.unbind(1) if first is Score.LFU else scores.flip(1).unbind(1)
+    assert dict(zip(keys.tolist(), uses.tolist(), strict=True)) == {1: 1, 2: 2, 3: 1, 4: 1}
+    assert dict(zip(keys.tolist(), time.tolist(), strict=True)) == {1: 1, 2: 1, 3: 2, 4: 3}
+    other = Model(score_strategy=strategy)
+    DynamicEmbLoad(str(tmp_path), other)
+    for a, b in zip(model.sparse.children(), other.sparse.children(), strict=True):
+        ours, theirs = a.bags.table_entries(0).sorted(), b.bags.table_entries(0).sorted()
+        assert torch.equal(ours.keys, theirs.keys)
+        assert torch.equal(ours.scores, theirs.scores)
+        assert torch.equal(ours.stamps, theirs.stamps)
 
 
 def test_a_model_without_tables_is_told(tmp_path: Path) -> None:

@@ -11,14 +11,17 @@ A table `t` of a directory is, for every rank of W, raw little-endian numbers wi
 - `t_counter_keys...`, `t_counter_frequencies...`: int64, what was counted towards admission
 - `t_opt_args.json`: numbers of the optimizer, `evict_strategy`, `dist_type`, `step_score`
 
-Nothing there says what was cut short, so reading compares the sizes of all files of a table, and
-writing puts the keys in their place last: DynamicEmb refuses a table that has values and none.
+Nothing there says what was cut short. So reading compares the sizes of all files of a table and
+refuses where one of a rank is missing; writing stages all files of all ranks in `.t.new`, and only
+then moves the old ones to `.t.old` and the new ones into their place, the keys last: without them
+DynamicEmb refuses the table.
 """
 
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+import shutil
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,8 +29,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from emblib.dynamic.keys import GOLDEN, mix
 from emblib.dynamic.saving.dump_tables import rows_at_a_time
-from emblib.dynamic.saving.dumps import DumpError
+from emblib.dynamic.saving.dumps import DumpError, Part
 from emblib.dynamic.saving.entries import WEIGHT, Entries, Rows
 from emblib.tables.files import flush_directory, replacing
 
@@ -55,8 +59,31 @@ class Foreign:
     arguments: Mapping[str, Any] = field(default_factory=dict)
     counts: tuple[Tensor, Tensor] | None = None
 
+    def owned(self, mine: Callable[[Tensor], Tensor]) -> "Foreign":
+        """What of it belongs to a rank; `mine` says which of some keys do, bool by key."""
+        chosen = mine(self.entries.keys).nonzero().view(-1)
+        counts = self.counts
+        if counts is not None:
+            kept = mine(counts[0])
+            counts = (counts[0][kept], counts[1][kept])
+        return Foreign(self.entries.view(chosen), self.arguments, counts)
 
-def write(directory: str | Path, name: str, order: str, table: Foreign, clock: int) -> None:
+
+@dataclass(frozen=True)
+class Layout:
+    """How a table of DynamicEmb's is laid out beyond its dims.
+
+    Args:
+        order: of eviction: none, lru, lfu, lru_lfu or assigned.
+        uses_first: whether the first of two columns of scores are the uses, as with the strategy
+            (LFU, TIMESTAMP); else it is the time.
+    """
+
+    order: str
+    uses_first: bool = False
+
+
+def write(directory: str | Path, name: str, layout: Layout, table: Foreign, clock: int) -> None:
     """Write a table as the only rank of one; every number of ranks can load that.
 
     Their loader keeps the keys with `key % W == rank` where the number of ranks differs, as their
@@ -64,60 +91,130 @@ def write(directory: str | Path, name: str, order: str, table: Foreign, clock: i
 
     Args:
         directory: made if it is not there (its parents too).
-        name: of the table; its files are replaced if there are any.
-        order: of eviction: none, lru, lfu, lru_lfu or assigned.
+        name: of the table; its files are replaced if there are any, once all new ones are written.
+        layout: of the table.
         table: `arguments` are written beside those that follow from the order. They load a state
             of the optimizer only if `lr` and what else the optimizer has is there.
         clock: the tick from which ages count.
     """
-    directory = Path(directory).expanduser()
-    directory.mkdir(parents=True, exist_ok=True)
-    entries = table.entries
-    files = {"emb_values": [entries.rows[WEIGHT]]}
+    discard(directory, name)
+    try:
+        stage(directory, name, layout, table, clock)
+        commit(directory, name, 1)
+    except BaseException:
+        discard(directory, name)
+        raise
+
+
+def stage(
+    directory: str | Path,
+    name: str,
+    layout: Layout,
+    table: Foreign,
+    clock: int,
+    *,
+    part: Part = Part(),  # noqa: B008
+) -> None:
+    """Write the files of a rank beside those of the table, for `commit`; see `write`."""
+    entries, order = table.entries, layout.order
+    staged = _staged(directory, name)
+    staged.mkdir(parents=True, exist_ok=True)
+
+    def path(item: str) -> Path:
+        return staged / _file(name, item, *part)
+
+    _write_numbers(path("emb_keys"), entries.keys)
+    _write_rows(path("emb_values"), [entries.rows[WEIGHT]], len(entries))
     states = [rows for key, rows in entries.rows.items() if key != WEIGHT]
     if states:
-        files["emb_opt_values"] = states
-    for old in _files_of(directory, name):
-        os.unlink(directory / old)
-    flush_directory(directory)
-    for item, rows in files.items():
-        _write_rows(directory / _file(name, item), rows, len(entries))
-    _write_numbers(directory / _file(name, "emb_scores"), _scores(entries, order, clock))
+        _write_rows(path("emb_opt_values"), states, len(entries))
+    _write_numbers(path("emb_scores"), _scores(entries, layout, clock))
     if table.counts is not None:
-        _write_numbers(directory / _file(name, "counter_keys"), table.counts[0])
-        _write_numbers(directory / _file(name, "counter_frequencies"), table.counts[1])
-    arguments = {"dist_type": "roundrobin", **table.arguments}
-    if order in _STRATEGIES:
-        arguments.setdefault("evict_strategy", _STRATEGIES[order])
-    (directory / f"{name}_opt_args.json").write_text(json.dumps(arguments, indent=4))
+        _write_numbers(path("counter_keys"), table.counts[0])
+        _write_numbers(path("counter_frequencies"), table.counts[1])
+    if part.rank == 0:
+        arguments = {"dist_type": "roundrobin", **table.arguments}
+        if order in _STRATEGIES:
+            arguments.setdefault("evict_strategy", _STRATEGIES[order])
+        with replacing(staged / f"{name}_opt_args.json") as file:
+            file.write(json.dumps(arguments, indent=4).encode())
+    flush_directory(staged)
+
+
+def commit(directory: str | Path, name: str, world_size: int) -> None:
+    """Let what all ranks staged take the place of the files of a table; one of the ranks calls it.
+
+    Raises:
+        DumpError: a rank's files are not there; the old ones stay.
+    """
+    directory, staged = Path(directory).expanduser(), _staged(directory, name)
+    for rank in range(world_size):
+        if not (staged / _file(name, "emb_keys", rank, world_size)).exists():
+            raise DumpError(
+                f"{staged} has no files of rank {rank} of {world_size}: all ranks must write to "
+                "one directory, on a file system that all of them see"
+            )
+    replaced = directory / f".{name}.old"
+    shutil.rmtree(replaced, ignore_errors=True)
+    old, new = _files_of(directory, name), _files_of(staged, name)
+    replaced.mkdir()
+    done: list[tuple[Path, Path]] = []
+    try:
+        for source, goal, names in ((directory, replaced, old), (staged, directory, new[::-1])):
+            for file in names:
+                os.rename(source / file, goal / file)
+                done.append((source / file, goal / file))
+            flush_directory(directory)
+    except OSError:
+        for source_file, goal_file in reversed(done):
+            os.rename(goal_file, source_file)
+        raise
+    shutil.rmtree(replaced)
+    shutil.rmtree(staged)
     flush_directory(directory)
-    _write_numbers(directory / _file(name, "emb_keys"), entries.keys)
-    flush_directory(directory)
+
+
+def discard(directory: str | Path, name: str) -> None:
+    """Delete what was staged of a table and not committed, if anything."""
+    shutil.rmtree(_staged(directory, name), ignore_errors=True)
+
+
+def _staged(directory: str | Path, name: str) -> Path:
+    return Path(directory).expanduser() / f".{name}.new"
 
 
 def read(
-    directory: str | Path, name: str, dim: int, states: Mapping[str, int], order: str
+    directory: str | Path,
+    name: str,
+    dim: int,
+    states: Mapping[str, int],
+    layout: Layout,
+    *,
+    rank: int | None = None,
 ) -> Foreign:
-    """All entries of a table, of all ranks; rows are mapped, not read.
+    """The entries of a table; rows are mapped, not read.
 
     Args:
         directory: of the collection, not of the whole dump.
         name: of the table.
         dim: of the table, which no file says.
         states: width of each optimizer state, in order; empty to leave them.
-        order: of the table that will take the entries. Ages become stamps 1, 2, ... from the oldest
-            to the newest, and the newest have the largest.
+        layout: of the table that will take the entries. Ages become stamps 1, 2, ... from the
+            oldest to the newest, and the newest have the largest.
+        rank: whose files are read; None: those of all ranks, one after the other.
 
     Raises:
-        DumpError: a file is missing or too short, or states are of another optimizer.
+        DumpError: a file of any rank is missing, one is too short, or states are of another
+            optimizer.
     """
     directory = Path(directory).expanduser()
-    keys, world_size = _ranks(directory, name)
-    values = _read_all(directory, name, "emb_values", world_size, torch.float32)
-    scores = _read_all(directory, name, "emb_scores", world_size, torch.int64)
-    kept = _read_all(directory, name, "emb_opt_values", world_size, torch.float32)
-    if kept is None:
-        kept = _read_all(directory, name, "opt_values", world_size, torch.float32)
+    of = _Files(directory, name, world_size(directory, name), rank)
+    keys, values = of.read("emb_keys", torch.int64), of.read("emb_values", torch.float32)
+    scores = of.read("emb_scores", torch.int64)
+    kept = of.read("emb_opt_values", torch.float32) if states else None
+    if kept is None and states:
+        kept = of.read("opt_values", torch.float32)
+    assert keys is not None
     if values is None or values.numel() != keys.numel() * dim:
         found = 0 if values is None else values.numel()
         raise DumpError(
@@ -127,12 +224,19 @@ def read(
     rows: dict[str, Rows] = {WEIGHT: values.view(-1, dim)}
     if states and kept is not None:
         rows.update(_split_states(kept, keys.numel(), states, name))
-    arguments = _arguments(directory / f"{name}_opt_args.json")
-    strategy = arguments.get("evict_strategy", _STRATEGIES.get(order))
+    arguments = arguments_of(directory, name)
+    strategy = arguments.get("evict_strategy", _STRATEGIES.get(layout.order))
     ages = str(strategy).endswith("KLru")
-    stamps, ranked = _ranks_of_scores(scores, keys.numel(), order, ages=ages, name=name)
-    counted = _read_all(directory, name, "counter_keys", world_size, torch.int64)
-    times = _read_all(directory, name, "counter_frequencies", world_size, torch.int64)
+    stamps, ranked = _ranks_of_scores(scores, keys.numel(), layout, ages=ages, name=name)
+    counted = of.read("counter_keys", torch.int64)
+    times = of.read("counter_frequencies", torch.int64)
+    if (counted is None) != (times is None) or (
+        counted is not None and times is not None and counted.shape != times.shape
+    ):
+        raise DumpError(
+            f"{directory} has {_length(counted)} keys of an admission counter of {name!r} and "
+            f"{_length(times)} counts; the dump is not whole"
+        )
     return Foreign(
         Entries(keys, stamps, ranked, rows),
         arguments,
@@ -145,18 +249,20 @@ def _file(table: str, item: str, rank: int = 0, world_size: int = 1) -> str:
 
 
 def _files_of(directory: Path, table: str) -> list[str]:
-    """The files of a table, the keys first."""
+    """The files of a table that are there, the keys first."""
     items = "emb_keys|emb_values|emb_scores|(emb_)?opt_values|counter_(keys|frequencies)"
-    pattern = re.compile(rf"{re.escape(table)}_({items})\.rank_\d+\.world_size_\d+")
+    ends = rf"({items})\.rank_\d+\.world_size_\d+|opt_args\.json"
+    pattern = re.compile(rf"{re.escape(table)}_({ends})")
     found = [name for name in os.listdir(directory) if pattern.fullmatch(name)]
     return sorted(found, key=lambda name: "_emb_keys." not in name)
 
 
-def _scores(entries: Entries, order: str, clock: int) -> Tensor:
-    if order == "lru":
+def _scores(entries: Entries, layout: Layout, clock: int) -> Tensor:
+    if layout.order == "lru":
         return clock - entries.stamps
-    if order == "lru_lfu" and entries.scores is not None:
-        return torch.stack([entries.stamps, entries.scores], 1)
+    if layout.order == "lru_lfu" and entries.scores is not None:
+        columns = [entries.stamps, entries.scores]
+        return torch.stack(columns[::-1] if layout.uses_first else columns, 1)
     return torch.zeros_like(entries.keys) if entries.scores is None else entries.scores
 
 
@@ -186,41 +292,101 @@ def _write_pieces(path: Path, pieces: Any) -> None:
                 file.write(data)
 
 
-def _ranks(directory: Path, name: str) -> tuple[Tensor, int]:
-    """The keys of all ranks, one after the other, and how many ranks there are."""
+def world_size(directory: str | Path, name: str) -> int:
+    """How many ranks dumped a table.
+
+    Raises:
+        DumpError: there is none, or the keys of a rank are missing.
+    """
+    directory = Path(directory).expanduser()
     pattern = re.compile(rf"{re.escape(name)}_emb_keys\.rank_(\d+)\.world_size_(\d+)")
     names = os.listdir(directory) if directory.is_dir() else []
     ranks = [match.groups() for file in names if (match := pattern.fullmatch(file))]
     if not ranks:
-        raise DumpError(f"{directory} has no keys of a table {name!r}; name the directory of its "
-                        "collection")  # fmt: skip
-    sizes = {int(world_size) for _, world_size in ranks}
-    world_size = max(sizes)
-    if len(sizes) > 1 or len(ranks) != world_size:
-        raise DumpError(f"{directory} has {len(ranks)} files of keys of {name!r}, of "
-                        f"{sorted(sizes)} ranks; the dump is not whole")  # fmt: skip
-    keys = _read_all(directory, name, "emb_keys", world_size, torch.int64)
-    assert keys is not None
-    return keys, world_size
+        raise DumpError(
+            f"{directory} has no keys of a table {name!r}; name the directory of its collection"
+            + _hint(directory, name)
+        )
+    sizes = {int(size) for _, size in ranks}
+    largest = max(sizes)
+    if len(sizes) > 1 or {int(rank) for rank, _ in ranks} != set(range(largest)):
+        raise DumpError(
+            f"{directory} has {len(ranks)} files of keys of {name!r}, of {sorted(sizes)} ranks; "
+            "the dump is not whole" + _hint(directory, name)
+        )
+    return largest
 
 
-def _read_all(
-    directory: Path, name: str, item: str, world_size: int, dtype: torch.dtype
-) -> Tensor | None:
-    """The numbers of all ranks, one after the other; None where a rank has no file."""
-    paths = [directory / _file(name, item, rank, world_size) for rank in range(world_size)]
-    if not all(path.exists() for path in paths):
-        return None
-    parts = []
-    for path in paths:
-        nbytes = path.stat().st_size
-        if nbytes % dtype.itemsize:
-            raise DumpError(f"{path} has {nbytes} bytes, which are no {dtype} numbers; it is cut "
-                            "short")  # fmt: skip
-        count = nbytes // dtype.itemsize
-        parts.append(torch.from_file(str(path), size=count, dtype=dtype) if count else
-                     torch.empty(0, dtype=dtype))  # fmt: skip
-    return parts[0] if world_size == 1 else torch.cat(parts)
+def _hint(directory: Path, name: str) -> str:
+    replaced = directory / f".{name}.old"
+    if not replaced.is_dir():
+        return ""
+    return f". Writing over a dump was cut short there; the old one's files are in {replaced}"
+
+
+def owner(keys: Tensor, world_size: int, dist_type: str) -> Tensor:
+    """The rank that DynamicEmb's routers of a `dist_type` send each key to, int64."""
+    if dist_type == "hash_roundrobin":
+        keys = mix(keys - GOLDEN)  # theirs is without our addition
+    elif dist_type != "roundrobin":
+        raise ValueError(f"keys follow from dist_type roundrobin and hash_roundrobin, got "
+                         f"{dist_type!r}; load on as many ranks as dumped")  # fmt: skip
+    # Of keys as unsigned numbers: a negative one stands for 2^64 more.
+    return (keys % world_size + (keys < 0) * (2**64 % world_size)) % world_size
+
+
+def arguments_of(directory: str | Path, name: str) -> dict[str, Any]:
+    """What was saved beside a table; nothing where there is no file of it.
+
+    Raises:
+        DumpError: the file is damaged.
+    """
+    return _arguments(Path(directory).expanduser() / f"{name}_opt_args.json")
+
+
+@dataclass(frozen=True)
+class _Files:
+    """The files of a table, of `rank` or, where that is None, of all ranks."""
+
+    directory: Path
+    name: str
+    world_size: int
+    rank: int | None
+
+    def read(self, item: str, dtype: torch.dtype) -> Tensor | None:
+        """The numbers of the ranks, one after the other; None where no rank has a file.
+
+        Raises:
+            DumpError: some ranks have a file and others have not, whichever are read.
+        """
+        ranks = range(self.world_size)
+        paths = [self.directory / _file(self.name, item, r, self.world_size) for r in ranks]
+        missing = [path for path in paths if not path.exists()]
+        if len(missing) == len(paths):
+            return None
+        if missing:
+            raise DumpError(
+                f"{missing[0]} is missing, of {self.world_size} ranks {len(missing)} have no such "
+                "file; the dump is not whole, take another one"
+            )
+        if self.rank is not None:
+            return _numbers(paths[self.rank], dtype)
+        parts = [_numbers(path, dtype) for path in paths]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _numbers(path: Path, dtype: torch.dtype) -> Tensor:
+    nbytes = path.stat().st_size
+    if nbytes % dtype.itemsize:
+        raise DumpError(f"{path} has {nbytes} bytes, which are no {dtype} numbers; it is cut short")
+    count = nbytes // dtype.itemsize
+    if not count:
+        return torch.empty(0, dtype=dtype)
+    return torch.from_file(str(path), size=count, dtype=dtype)
+
+
+def _length(numbers: Tensor | None) -> int:
+    return 0 if numbers is None else numbers.numel()
 
 
 def _split_states(
@@ -254,18 +420,19 @@ def _arguments(path: Path) -> dict[str, Any]:
 
 
 def _ranks_of_scores(
-    scores: Tensor | None, count: int, order: str, *, ages: bool, name: str
+    scores: Tensor | None, count: int, layout: Layout, *, ages: bool, name: str
 ) -> tuple[Tensor, Tensor | None]:
     """Stamps and scores of entries; a stamp is 1 where nothing tells when a key was used.
 
     Whatever the strategy there, what gave way first there does so here.
     """
-    ones = torch.ones(count, dtype=torch.int64)
+    order, ones = layout.order, torch.ones(count, dtype=torch.int64)
     needs_scores = order in ("lfu", "lru_lfu", "assigned")
     if scores is None:
         return ones, ones if needs_scores else None
     if count and scores.numel() == 2 * count:
-        time, uses = scores.view(count, 2).unbind(1)
+        columns = scores.view(count, 2).unbind(1)
+        time, uses = columns[::-1] if layout.uses_first else columns
         return _dense(time), uses.clone() if needs_scores else None
     if scores.numel() != count:
         raise DumpError(f"{name!r} has {scores.numel()} scores for {count} keys; it is cut short")

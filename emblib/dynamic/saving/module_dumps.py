@@ -14,14 +14,13 @@ from emblib.dynamic.saving import dump_tables, dynamicemb_files, loading, routin
 from emblib.dynamic.saving.checkpoint import DynamicCheckpoint
 from emblib.dynamic.saving.dump_tables import Header, Table
 from emblib.dynamic.saving.dumps import Part, Report
-from emblib.dynamic.saving.dynamicemb_files import Foreign
+from emblib.dynamic.saving.dynamicemb_files import Foreign, Layout
 from emblib.dynamic.saving.entries import WEIGHT, Changes
 from emblib.dynamic.saving.loading import Loaded, Target
 from emblib.tables.bounds import caller_level
 from emblib.tables.locks import atomic
 
 _HASH_KEYS = f"index.{HASH_KEYS}"
-
 
 
 class ChangeSet(NamedTuple):
@@ -231,25 +230,56 @@ class DynamicDumps(DynamicCheckpoint):
         """Write a table as NVIDIA's DynamicEmb does, see `emblib.dynamic.saving.dynamicemb_files`.
 
         Args:
-            directory: of the collection.
+            directory: of the collection. Files of the table that are there stay until the new ones
+                are written, so there must be room for both.
             table: its number or name.
             arguments: for `<table>_opt_args.json`; left out, the learning rate.
             leave_out: "states" of the optimizer, "counts" of keys that were not admitted yet.
         """
-        _check_left_out(leave_out)
         t = self.table_number(table)
-        entries = self.table_entries(t).sorted()
+        foreign = self._foreign(t, arguments, leave_out)
+        layout = Layout(self.index.order)
+        dynamicemb_files.write(directory, self.table_names[t], layout, foreign, self.index.tick)
+
+    @atomic
+    def stage_dynamicemb(
+        self,
+        directory: str | Path,
+        table: int | str,
+        arguments: Mapping[str, Any],
+        *,
+        part: Part,
+        leave_out: Collection[str] = (),
+        uses_first: bool = False,
+    ) -> None:
+        """Write one rank's part as `dump_dynamicemb` does, beside what is there.
+
+        It replaces that once `dynamicemb_files.commit` is called for the parts of all ranks.
+        """
+        t = self.table_number(table)
+        dynamicemb_files.stage(
+            directory,
+            self.table_names[t],
+            Layout(self.index.order, uses_first),
+            self._foreign(t, arguments, leave_out),
+            self.index.tick,
+            part=part,
+        )
+
+    def _foreign(
+        self, table: int, arguments: Mapping[str, Any] | None, leave_out: Collection[str]
+    ) -> Foreign:
+        """A table as DynamicEmb has it."""
+        _check_left_out(leave_out)
+        entries = self.table_entries(table).sorted()
         if "states" in leave_out:
             entries = replace(entries, rows={WEIGHT: entries.rows[WEIGHT]})
         counts = None
-        if "counts" not in leave_out and self._counts_exactly(t):
+        if "counts" not in leave_out and self._counts_exactly(table):
             assert self.admission is not None
-            counts = self.admission.counts(t)
+            counts = self.admission.counts(table)
         told = {"lr": float(self.hyper[0])} if arguments is None else arguments
-        dynamicemb_files.write(
-            *(directory, self.table_names[t], self.index.order),
-            *(Foreign(entries, told, counts), self.index.tick),
-        )
+        return Foreign(entries, told, counts)
 
     @atomic
     def load_dynamicemb(
@@ -273,18 +303,49 @@ class DynamicDumps(DynamicCheckpoint):
         Raises:
             DumpError: files are missing or cut short, or are of another dim or optimizer.
         """
+        found = self.read_dynamicemb(directory, table, leave_out=leave_out)
+        return self.take_dynamicemb(
+            table, found.owned(lambda keys: routing.owner(keys, part.world_size) == part.rank)
+        )
+
+    @atomic
+    def read_dynamicemb(
+        self,
+        directory: str | Path,
+        table: int | str,
+        *,
+        rank: int | None = None,
+        leave_out: Collection[str] = (),
+        uses_first: bool = False,
+    ) -> Foreign:
+        """What `load_dynamicemb` would load, checked, for `take_dynamicemb`; changes nothing.
+
+        Raises:
+            DumpError: as there.
+            ValueError: the entries do not fit the table.
+        """
         _check_left_out(leave_out)
         t = self.table_number(table)
         views = [] if "states" in leave_out else list(self.table_rows(t).items())[1:]
-        widths = {name: view.shape[1] if view.dim() > 1 else 1 for name, view in views}
         found = dynamicemb_files.read(
-            directory, self.table_names[t], self.tables[t].dim, widths, self.index.order
+            directory,
+            self.table_names[t],
+            self.tables[t].dim,
+            {name: view.shape[1] if view.dim() > 1 else 1 for name, view in views},
+            Layout(self.index.order, uses_first),
+            rank=rank,
         )
-        loaded = self.set_table_entries(t, found.entries.owned(*part))
-        if found.counts is not None and "counts" not in leave_out and self._counts_exactly(t):
+        loading.check(self._target(t), found.entries)
+        return replace(found, counts=None) if "counts" in leave_out else found
+
+    @atomic
+    def take_dynamicemb(self, table: int | str, found: Foreign) -> Loaded:
+        """Let a table be what `read_dynamicemb` found."""
+        t = self.table_number(table)
+        loaded = self.set_table_entries(t, found.entries)
+        if found.counts is not None and self._counts_exactly(t):
             assert self.admission is not None
-            mine = routing.owner(found.counts[0], part.world_size) == part.rank
-            self.admission.set_counts(t, found.counts[0][mine], found.counts[1][mine])
+            self.admission.set_counts(t, found.counts[0], found.counts[1])
         return loaded
 
     def _counts_exactly(self, table: int) -> bool:
