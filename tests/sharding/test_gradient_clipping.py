@@ -120,13 +120,13 @@ def test_one_norm_with_a_dense_part_in_parts() -> None:
     assert_same(found, whole(2.0))
 
 
-def _no_part(ranks: Ranks) -> list[float]:
+def _no_part(ranks: Ranks, wrap: str) -> list[float]:
     """A model of one table: the second rank has no parameter at all, or a dense one alone."""
     norms = []
     for model in (EmbeddingBagCollection([EmbeddingBagConfig(ROWS, 4, "t")]), Net()):
         path = "sparse" if isinstance(model, Net) else ""
         rules = {name: table_wise(0) for name in (TABLES if path else ("t",))}
-        model = DistributedModelParallel(model, ranks, plan={path: rules})
+        model = DistributedModelParallel(model, ranks, plan={path: rules}, wrap=wrap)
         if path:
             model(batch(0, ranks.rank, ranks.size)).backward()
             norms.append(float(clip_grad_norm_(model.parameters(), BOUND)))
@@ -134,9 +134,9 @@ def _no_part(ranks: Ranks) -> list[float]:
             ids = KeyedJaggedTensor(["t"], torch.tensor([1]), lengths=torch.tensor([1]))
             model(ids).values().sum().backward()
             norms.append(float(clip_grad_norm_(model, BOUND)))
-    bad = torch.full((3,), float("nan"))
-    for parameter in model.parameters():
-        parameter.grad = bad[0].expand_as(parameter) if ranks.rank == 0 else None
+    for name, parameter in model.named_parameters():
+        if name.startswith("sparse"):
+            parameter.grad = torch.full_like(parameter, float("nan"))
     with pytest.raises(RuntimeError, match="of all ranks have a norm of nan"):
         clip_grad_norm_(model, BOUND, error_if_nonfinite=True)
     with pytest.raises(ValueError, match="norm_type must be positive over ranks"):
@@ -144,7 +144,8 @@ def _no_part(ranks: Ranks) -> list[float]:
     return norms
 
 
-def test_a_rank_without_a_part_takes_part() -> None:
-    first, second = worlds.run(2, _no_part)
+@pytest.mark.parametrize("wrap", ["ddp", "fully_shard"])
+def test_a_rank_without_a_part_takes_part(wrap: str) -> None:
+    first, second = worlds.run(2, _no_part, wrap)
     assert first == second
     assert first[0] == 2.0  # one row of 4, the mean over two ranks of 1 each
