@@ -7,10 +7,12 @@ had since; and for each name any file it named since the directory's last sync. 
 legal but one kind: what was written after a file was cut is there only if the cut is.
 """
 
+import contextlib
 import itertools
 import os
 import random
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -48,7 +50,9 @@ class Recorder:
     def start(self, patch: pytest.MonkeyPatch) -> None:
         """Take what is there as being on the disk, and follow all calls from now on."""
         self.look("start")
-        self._sync_all()
+        self._names = self._names[-1:]
+        self._contents = {number: states[-1:] for number, states in self._contents.items()}
+        self.points.clear()
         for name in _CALLS:
             self._follow(patch, name)
         self._follow(patch, "sync_file", lambda handle, path: self._sync(path))
@@ -109,10 +113,6 @@ class Recorder:
 
     def _sync_names(self) -> None:
         self._names = self._names[-1:]
-
-    def _sync_all(self) -> None:
-        self._names = self._names[-1:]
-        self._contents = {number: states[-1:] for number, states in self._contents.items()}
 
     def _add(self, label: str) -> None:
         every = {name for names in self._names for name in names}
@@ -265,3 +265,11 @@ def put(outcome: dict[str, bytes], directory: Path) -> None:
     directory.mkdir(parents=True)
     for name, data in outcome.items():
         (directory / name).write_bytes(data)
+
+
+@contextlib.contextmanager
+def in_memory() -> Iterator[Path]:
+    """A directory in memory, if there is such: what reaches a disk is reckoned, not measured."""
+    root = "/dev/shm" if os.path.ismount("/dev/shm") else None
+    with tempfile.TemporaryDirectory(dir=root) as name:
+        yield Path(name)

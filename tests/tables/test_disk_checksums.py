@@ -77,6 +77,17 @@ def test_a_flipped_bit_anywhere_is_refused(name: str, verify: Verify, tmp_path: 
     verify_all(tmp_path, verify)
 
 
+def test_a_number_that_changed_in_the_manifest_is_refused(tmp_path: Path) -> None:
+    """It is JSON as before, and a learning rate of another module would not be noticed."""
+    store = open_store(tmp_path)
+    fill(store)
+    store.close()
+    path = tmp_path / "store.json"
+    path.write_text(path.read_text().replace("0.1", "0.5"))
+    with pytest.raises(RuntimeError, match=r"store\.json cannot be read.* match its checksum"):
+        open_store(tmp_path)
+
+
 def test_an_error_names_file_page_rows_and_ways_out(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     fill(store)

@@ -1,5 +1,6 @@
 """A DiskStore after power failures: every order in which writes may have reached the disk."""
 
+import contextlib
 import itertools
 import warnings
 from collections.abc import Iterator
@@ -12,10 +13,26 @@ from torch import Tensor
 
 from emblib import TableSpec
 from emblib.optim import State
+from emblib.tables import journal
 from emblib.tables.disk import DiskStore
-from tests.tables.power_loss import Point, Recorder, Replay
+from emblib.tables.durable_files import ChecksumError
+from tests.tables.power_loss import (
+    Point,
+    Recorder,
+    Replay,
+    every_outcome,
+    in_memory,
+    put,
+)
 
 Images = list[Tensor]
+
+
+@pytest.fixture
+def memory_path() -> Iterator[Path]:
+    """A directory in memory, if there is such: thousands of stores are opened in it."""
+    with in_memory() as path:
+        yield path
 
 
 class Expected(NamedTuple):
@@ -31,13 +48,13 @@ class History:
 
     def __init__(self, directory: Path, tables: list[TableSpec], patch: pytest.MonkeyPatch) -> None:
         self.tables, self.commits = tables, {}
+        self.epoch, self.overwritten, self.recovering = 0, False, False
         self.recorder = Recorder(directory)
         self.recorder.on_sync = self._on_sync
         self.recorder.expected = Expected(0)
         directory.mkdir(parents=True)
         self.recorder.start(patch)
         self.store = self.open(directory)
-        self.epoch = 0
         self._note(0)
         self.generator = torch.Generator().manual_seed(0)
 
@@ -53,10 +70,10 @@ class History:
         self.commits[epoch] = self.images(self.store)
 
     def _on_sync(self, path: Path) -> None:
-        """From when the journal is on the disk as a whole, a commit can be undone or completed."""
+        """Commits and recoveries first sync the journal; from then on all can be undone."""
         expected = self.recorder.expected
         assert isinstance(expected, Expected)
-        if expected.under_way and path.name == "journal":
+        if (expected.under_way or self.recovering) and not self.overwritten:
             self.recorder.expected = expected._replace(may_refuse=False)
 
     def write(self, *rows: int) -> None:
@@ -84,20 +101,30 @@ class History:
     def overwrite(self) -> None:
         """New bytes everywhere, without a journal."""
         self.recorder.expect(Expected(self.epoch, may_refuse=self.epoch > 0))
+        self.overwritten = True
         with self.store.writing_everything():
             for tensor in (self.store.weights, *self.store.states):
                 tensor.copy_(self.random(tensor.numel()))
                 self.recorder.look("overwritten")
 
-    def commit(self, *, bulk: bool = False) -> None:
+    def commit(self) -> None:
         """A commit, and what must be found from then on."""
         self._note(self.epoch + 1)
-        expected = Expected(self.epoch, under_way=True, may_refuse=True)
-        if bulk and self.epoch == 0:
-            expected = expected._replace(may_refuse=False)
+        expected = Expected(self.epoch, under_way=True, may_refuse=self.epoch > 0)
         self.recorder.expect(expected)
         self.store.commit([float(self.epoch + 1)])
         self.epoch += 1
+        self.overwritten = False
+        self.recorder.expect(Expected(self.epoch))
+
+    def end_and_recover(self) -> None:
+        """The process ends, not the machine; the next one goes back to the last commit."""
+        self.store.close()
+        self.recorder.expect(Expected(self.epoch, may_refuse=True))
+        self.recovering = True
+        self.store = self.open(self.recorder.directory)
+        self.recovering = False
+        assert all(map(torch.equal, self.images(self.store), self.commits[self.epoch]))
         self.recorder.expect(Expected(self.epoch))
 
     def judge(self, directory: Path, expected: object, label: str) -> str:
@@ -131,21 +158,78 @@ def failures(history: History, directory: Path, **options: int) -> tuple[Replay,
     return Replay(directory, history.judge, **options), history.recorder.points
 
 
-def test_every_order_of_writes_of_a_small_store(tmp_path: Path) -> None:
-    tables = [TableSpec(3, 4, "a"), TableSpec(2, 8, "b")]
+def trained(directory: Path, tables: list[TableSpec], patch: pytest.MonkeyPatch) -> History:
+    """A new store, its first commit, and two epochs more."""
+    history = History(directory, tables, patch)
+    history.overwrite()
+    history.commit()
+    last = sum(spec.rows for spec in tables) - 1
+    history.write(0, last)
+    history.write(1)
+    history.commit()
+    history.write(last)
+    return history
+
+
+SMALL = [TableSpec(3, 4, "a"), TableSpec(2, 8, "b")]
+
+
+def test_every_order_of_writes_of_a_small_store(memory_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        history = History(tmp_path / "live", tables, patch)
-        history.overwrite()
-        history.commit(bulk=True)
-        history.write(0, 4)
-        history.write(1)
-        history.commit()
+        history = trained(memory_path / "live", SMALL, patch)
+        history.end_and_recover()
         history.write(4)
         history.commit()
-        replay, points = failures(history, tmp_path / "replayed", most=3000)
+        replay, points = failures(history, memory_path / "replayed", most=3000)
     with pytest.MonkeyPatch.context() as patch:
         replay.run(points, patch)
-    print(len(points), replay.done)
     assert "sampled" not in replay.done
     assert all(replay.done[f"commit {n}"] for n in range(4))
     assert replay.done["refused"]
+
+
+@pytest.mark.parametrize("samples", [4, pytest.param(150, marks=pytest.mark.slow)])
+def test_orders_of_writes_of_a_store_of_several_pages(samples: int, memory_path: Path) -> None:
+    """Torn pages among them: each sector of a page for itself."""
+    with pytest.MonkeyPatch.context() as patch:
+        history = trained(memory_path / "live", [TableSpec(70, 32, "a")], patch)
+        history.write(*range(3, 70, 5))
+        history.commit()
+        history.overwrite()
+        history.commit()
+        replay, points = failures(history, memory_path / "replayed", most=samples, samples=samples)
+    with pytest.MonkeyPatch.context() as patch:
+        replay.run(points, patch)
+    assert replay.done["sampled"] > 20
+    assert all(replay.done[f"commit {n}"] for n in range(5))
+    assert replay.done["refused"]
+
+
+def test_power_that_fails_again_while_the_store_recovers(memory_path: Path) -> None:
+    """What could be led back to a commit still can, however far the recovery came."""
+    with pytest.MonkeyPatch.context() as patch:
+        history = trained(memory_path / "live", SMALL, patch)
+        _, points = failures(history, memory_path)
+    kept = points[-1]
+    assert kept.expected == Expected(2, may_refuse=True)
+    outcomes = every_outcome(kept, 512, 3000)
+    assert outcomes is not None
+    recovered, recoveries = 0, []
+    for number, outcome in enumerate(outcomes):
+        directory = memory_path / str(number)
+        put(outcome, directory)
+        recorder = Recorder(directory, expected=Expected(2))
+        with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            patch.setattr(journal, "machine_start", lambda: b"after the first".ljust(36))
+            recorder.start(patch)
+            with contextlib.suppress(ChecksumError):
+                history.open(directory).close()
+                recoveries += recorder.points
+                recovered += 1
+        recorder.close()
+    assert 1 < recovered < len(outcomes)
+    replay = Replay(memory_path / "replayed", history.judge, most=3000)
+    with pytest.MonkeyPatch.context() as patch:
+        replay.run(recoveries, patch)
+    assert replay.done.keys() == {"exhaustive", "commit 2"}

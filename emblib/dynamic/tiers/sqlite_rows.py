@@ -1,7 +1,8 @@
 """Rows behind dynamic tables in an SQLite database: one file, readable by other programs.
 
-Table t of a module is `rows_<t>(key, stamp, score, value)`. All that happens between two commits is
-one transaction, so SQLite itself leads back to the last one. Rows of the tier above are kept in
+Table t of a module is `rows_<t>(key, stamp, score, value, checksum)`; the last is the CRC-32 of the
+others, since SQLite has no checksums of its pages. All that happens between two commits is one
+transaction, so SQLite itself leads back to the last one. Rows of the tier above are kept in
 `above_<t>` by a commit and join the others when the database is opened again.
 
 The database is in WAL mode: other connections read what was committed last, at any time.
@@ -11,7 +12,9 @@ import contextlib
 import ctypes
 import os
 import sqlite3
+import struct
 import sys
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,19 +30,28 @@ from emblib.dynamic.tiers.row_store import (
     check_row,
     matched,
 )
+from emblib.specs import Verify
+from emblib.tables.durable_files import ChecksumError
 from emblib.tables.locks import call_in_forks
 
 _AT_ONCE = 512  # keys of a query
-_FORMAT = "1"
+_FORMAT = "2"
+_UNCHECKED = "1"  # the format before rows had checksums
+_COLUMNS = "key, stamp, score, value, checksum"
+_WORDS = struct.Struct("<qqq")
+_Record = tuple[int, int, int, bytes, int]
 
 
 class SqliteRows:
     """A `RowStore` in an SQLite file, e.g. `SqliteRows("~/tables.db")`; takes any number of rows.
 
     A row that moves costs tens of microseconds: it suits tables whose fast tier takes most lookups.
+    A row is verified against its checksum when it is read, with `verify="open"` all are when the
+    database is opened, with "off" none.
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, verify: Verify | str = Verify.TOUCH) -> None:
+        self._verify = Verify(verify)
         self._connection: sqlite3.Connection | None = None
         self._process = -1
         self.path = Path(path).expanduser()
@@ -63,6 +75,7 @@ class SqliteRows:
         Raises:
             BlockingIOError: the database is open for writing elsewhere.
             ValueError: it holds tables of another layout.
+            ChecksumError: a row is not as it was written.
         """
         self.close()
         self._tables = list(tables)
@@ -95,7 +108,8 @@ class SqliteRows:
         wanted = {"format": _FORMAT, "byteorder": sys.byteorder}
         wanted |= {f"table {t}": f"{s.name} {s.row_bytes}" for t, s in enumerate(self._tables)}
         layout = {name: value for name, value in saved.items() if name != "note"}
-        if layout and layout != wanted:
+        unchecked = layout == {**wanted, "format": _UNCHECKED}
+        if layout and layout != wanted and not unchecked:
             raise ValueError(
                 f"{self.path} holds tables of another layout: {layout}, asked for are {wanted}; "
                 "name another file"
@@ -103,13 +117,28 @@ class SqliteRows:
         self.note = saved.get("note", "")
         run("INSERT OR IGNORE INTO emblib VALUES ('note', '')")
         for name, value in wanted.items():
-            run("INSERT OR IGNORE INTO emblib VALUES (?, ?)", (name, value))
-        columns = "(key INTEGER PRIMARY KEY, stamp INTEGER, score INTEGER, value BLOB NOT NULL)"
+            run("INSERT OR REPLACE INTO emblib VALUES (?, ?)", (name, value))
+        columns = (
+            "(key INTEGER PRIMARY KEY, stamp INTEGER, score INTEGER, value BLOB NOT NULL, "
+            "checksum INTEGER)"
+        )
         for t in range(len(self._tables)):
             for kind in ("rows", "above"):
                 run(f"CREATE TABLE IF NOT EXISTS {kind}_{t} {columns}")
+                if unchecked:
+                    self._add_checksums(f"{kind}_{t}")
             run(f"INSERT OR REPLACE INTO rows_{t} SELECT * FROM above_{t}")
             run(f"DELETE FROM above_{t}")
+            if self._verify is Verify.OPEN:
+                for _ in self.iterate(t):
+                    pass
+
+    def _add_checksums(self, name: str) -> None:
+        """Give checksums to rows that an earlier version wrote."""
+        assert self._connection is not None
+        self._connection.create_function("emblib_checksum", 4, _checksum, deterministic=True)
+        self._run(f"ALTER TABLE {name} ADD COLUMN checksum INTEGER")
+        self._run(f"UPDATE {name} SET checksum = emblib_checksum(key, stamp, score, value)")
 
     def _run(self, statement: str, values: Sequence[Any] = ()) -> sqlite3.Cursor:
         if self._connection is None or self._process != os.getpid():
@@ -141,7 +170,7 @@ class SqliteRows:
         try:
             with self._checked():
                 self._connection.executemany(
-                    f"INSERT OR REPLACE INTO {kind}_{table} VALUES (?, ?, ?, ?)", _records(rows)
+                    f"INSERT OR REPLACE INTO {kind}_{table} VALUES (?, ?, ?, ?, ?)", _records(rows)
                 )
         except sqlite3.Error:
             self._run("ROLLBACK TO batch")
@@ -151,16 +180,27 @@ class SqliteRows:
 
     def read(self, table: int, keys: Tensor) -> Found:
         """See `RowStore`."""
-        width = self._tables[table].row_bytes
         keys = keys.detach().to("cpu", torch.int64)
-        found: list[tuple[int, int, int, bytes]] = []
+        found: list[_Record] = []
         for part in keys.unique().split(_AT_ONCE):
             values = part.tolist()
             values += values[-1:] * (_AT_ONCE - len(values))  # the same statement every time
             marks = ",".join("?" * len(values))
-            query = f"SELECT key, stamp, score, value FROM rows_{table} WHERE key IN ({marks})"
+            query = f"SELECT {_COLUMNS} FROM rows_{table} WHERE key IN ({marks})"
             found += self._run(query, values) if part.numel() else ()
-        return matched(keys, _rows(found, width))
+        return matched(keys, self._rows(table, found))
+
+    def _rows(self, table: int, records: Sequence[_Record]) -> Rows:
+        """Records as rows, verified."""
+        if self._verify is not Verify.OFF:
+            for *words, checksum in records:
+                if checksum != _checksum(*words):
+                    raise ChecksumError(
+                        f"{self.path} is damaged: the row of key {words[0]} of table "
+                        f"{self._tables[table].name!r} is not as it was written; load a checkpoint "
+                        'into another file, or take the rows as they are with verify="off"'
+                    )
+        return _rows(records, self._tables[table].row_bytes)
 
     def lift(self, table: int, keys: Tensor) -> None:
         """See `RowStore`."""
@@ -193,9 +233,9 @@ class SqliteRows:
 
     def iterate(self, table: int, batch: int = BATCH) -> Iterator[Rows]:
         """See `RowStore`; by ascending key."""
-        cursor = self._run(f"SELECT key, stamp, score, value FROM rows_{table} ORDER BY key")
+        cursor = self._run(f"SELECT {_COLUMNS} FROM rows_{table} ORDER BY key")
         while records := cursor.fetchmany(batch):
-            yield _rows(records, self._tables[table].row_bytes)
+            yield self._rows(table, records)
 
     def size(self, table: int) -> int:
         """See `RowStore`."""
@@ -232,7 +272,11 @@ class SqliteRows:
         )
 
 
-def _records(rows: Rows) -> Iterator[tuple[int, int, int, memoryview]]:
+def _checksum(key: int, stamp: int, score: int, value: bytes | memoryview) -> int:
+    return zlib.crc32(value, zlib.crc32(_WORDS.pack(key, stamp, score)))
+
+
+def _records(rows: Rows) -> Iterator[tuple[int, int, int, memoryview, int]]:
     width = rows.values.shape[1]
     for part in rows.split():
         data = bytearray(part.values.numel())
@@ -241,10 +285,11 @@ def _records(rows: Rows) -> Iterator[tuple[int, int, int, memoryview]]:
         view = memoryview(data)
         words = zip(part.keys.tolist(), part.stamps.tolist(), part.scores.tolist(), strict=True)
         for i, (key, stamp, score) in enumerate(words):
-            yield key, stamp, score, view[i * width : (i + 1) * width]
+            value = view[i * width : (i + 1) * width]
+            yield key, stamp, score, value, _checksum(key, stamp, score, value)
 
 
-def _rows(records: Sequence[tuple[int, int, int, bytes]], width: int) -> Rows:
+def _rows(records: Sequence[_Record], width: int) -> Rows:
     if not records:
         return Rows.none(width)
     words = torch.tensor([record[:3] for record in records], dtype=torch.int64).T.contiguous()
