@@ -41,6 +41,7 @@ class Expected(NamedTuple):
     acknowledged: int  # -1: nothing, 0: a new store
     under_way: bool = False
     may_refuse: bool = False
+    refusal: str = ""  # what a refusal must say
 
 
 class History:
@@ -103,6 +104,9 @@ class History:
         self.recorder.expect(Expected(self.epoch, may_refuse=self.epoch > 0))
         self.overwritten = True
         with self.store.writing_everything():
+            if self.epoch:
+                refusal = "part old, part new"
+                self.recorder.expect(Expected(self.epoch, may_refuse=True, refusal=refusal))
             for tensor in (self.store.weights, *self.store.states):
                 tensor.copy_(self.random(tensor.numel()))
                 self.recorder.look("overwritten")
@@ -137,7 +141,7 @@ class History:
                 store = self.open(directory)
             store.check_all()
         except (RuntimeError, ValueError) as error:
-            if not expected.may_refuse:
+            if not expected.may_refuse or expected.refusal not in str(error):
                 raise AssertionError(f"refused {where}") from error
             return "refused"
         found = 0 if store.created else int(store.committed_numbers[0])
@@ -180,11 +184,13 @@ def test_every_order_of_writes_of_a_small_store(memory_path: Path) -> None:
         history.end_and_recover()
         history.write(4)
         history.commit()
+        history.overwrite()
+        history.commit()
         replay, points = failures(history, memory_path / "replayed", most=3000)
     with pytest.MonkeyPatch.context() as patch:
         replay.run(points, patch)
     assert "sampled" not in replay.done
-    assert all(replay.done[f"commit {n}"] for n in range(4))
+    assert all(replay.done[f"commit {n}"] for n in range(5))
     assert replay.done["refused"]
 
 

@@ -193,10 +193,10 @@ class SqliteRows:
     def _rows(self, table: int, records: Sequence[_Record]) -> Rows:
         """Records as rows, verified."""
         if self._verify is not Verify.OFF:
-            for *words, checksum in records:
-                if checksum != _checksum(*words):
+            for key, stamp, score, value, checksum in records:
+                if checksum != _checksum(key, stamp, score, value):
                     raise ChecksumError(
-                        f"{self.path} is damaged: the row of key {words[0]} of table "
+                        f"{self.path} is damaged: the row of key {key} of table "
                         f"{self._tables[table].name!r} is not as it was written; load a checkpoint "
                         'into another file, or take the rows as they are with verify="off"'
                     )
