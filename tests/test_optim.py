@@ -9,6 +9,8 @@ import torch
 
 from emblib import optim
 from emblib.ops.codes import OPTIMIZER
+from emblib.ops import lookups
+from emblib.optim.counters import LAST_STEP
 from emblib.reference import optim as reference
 from tests.optimizer_cases import CASES
 
@@ -114,3 +116,54 @@ def test_largest_count_goes_to_hyper() -> None:
     assert hyper[-1] == 1.0
     optim.count_largest_(optimizer, 5, hyper, counters)
     assert hyper[-1] == 8.0
+
+
+LAST_FLOAT = 2**24 + 0x7F7FFFFF - 0x4B800000  # the step that the largest float stands for
+STEPS = [0, 1, 2**24 - 1, 2**24, 2**24 + 1, 2**29, LAST_FLOAT, LAST_FLOAT + 1, LAST_STEP]
+
+
+def test_steps_of_rows_are_exact_beyond_2_to_the_24() -> None:
+    steps = torch.tensor(STEPS)
+    codes = optim.encode_steps(steps)
+    assert codes.dtype == torch.float32
+    assert bool(codes.isfinite().all())
+    assert codes[:4].tolist() == [float(step) for step in STEPS[:4]], "as checkpoints have them"
+    assert optim.decode_steps(codes).tolist() == STEPS
+    assert optim.decode_steps(optim.encode_steps(steps[-1:] + 9)).tolist() == STEPS[-1:]
+
+
+@pytest.mark.parametrize("start", [2**24 + 1, LAST_FLOAT])
+@pytest.mark.parametrize("name", ["adagradw_-1.0", "cowclip", "global_decay"])
+def test_rows_know_their_last_step_however_late(name: str, start: int) -> None:
+    torch.manual_seed(0)
+    optimizer = CASES[name]
+    weights, grads = torch.randn(4, 3), torch.randn(4, 3)
+    states = [torch.rand(4) for _ in optimizer.states]
+    states[1] = optim.encode_steps(start - torch.tensor([1, 2, 3, 7]))
+    want_weights, want_states = weights.double(), [state.double() for state in states]
+    hyper = optimizer.hyper()
+    for step in (start, start + 1):
+        hyper[1] = step
+        torch.ops.emblib.update_rows_(weights, states, hyper, optimizer.name, grads)
+        want_weights, want_states = reference.step_rows(
+            optimizer.name, want_weights, grads.double(), want_states, hyper
+        )
+        assert optim.decode_steps(states[1]).tolist() == [step] * 4
+        torch.testing.assert_close(weights.double(), want_weights, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("bound", [0.1, 0.3, 1.0, 3.3, 0.0, 1e-42, 1e30])
+def test_no_clipped_gradient_exceeds_its_bound(dtype: torch.dtype, bound: float) -> None:
+    grad = torch.tensor([-5.0, -0.05, 0.0, 0.05, 5.0, float("inf")], dtype=dtype)
+    clipped = lookups.clipped(grad, optim.SGD(0.1, max_gradient=bound))
+    assert clipped.dtype == dtype
+    assert float(clipped.double().abs().max()) <= bound
+    inside = grad.double().abs() <= bound
+    assert torch.equal(clipped[inside], grad[inside])
+    largest = torch.tensor(min(bound, torch.finfo(dtype).max)).to(dtype).double()
+    info = torch.finfo(dtype)
+    assert (
+        float(clipped[-1].double())
+        >= float(largest) * (1 - info.eps) - info.smallest_normal * info.eps
+    )

@@ -5,6 +5,7 @@
 #pragma once
 
 #include "optim/functor.h"
+#include "optim/step_number.h"
 
 namespace emb {
 
@@ -91,16 +92,17 @@ struct RowwiseAdagradMaxNorm : RowwiseNorms {
 EMB_HD float log_of_keep(double decay) { return decay < 1.0 ? as_float(log1p(-decay)) : -1e30f; }
 
 // Weight decay whose missed steps are made up for when a row is seen again. Own numbers: eps,
-// max_norm, rate, least factor, first step. States: sum, step of the last update.
+// max_norm, rate, least factor, first step. States: sum, step of the last update (step_number.h).
 struct RowwiseAdagradGlobalDecay : RowwiseNorms {
   static constexpr const char* kName = "rowwise_adagrad_global_decay";
   static constexpr int kNumbers = 5, kRowStates = 2;
-  float now, log_keep, least, keep_now;
+  int64_t now;
+  float log_keep, least, keep_now;
   bool started;
 
   EMB_HD explicit RowwiseAdagradGlobalDecay(const double* hyper)
       : RowwiseNorms(hyper),
-        now(as_float(hyper[kStep])),
+        now(static_cast<int64_t>(hyper[kStep])),
         log_keep(log_of_keep(hyper[kLearningRate] * hyper[kOwn + 2])),
         least(as_float(hyper[kOwn + 3])),
         keep_now(as_float(1.0 - hyper[kLearningRate] * hyper[kOwn + 2])),
@@ -109,11 +111,12 @@ struct RowwiseAdagradGlobalDecay : RowwiseNorms {
     states[0] += sums[0] / dim;
     float missed = 1.0f;
     if (started) {
-      if (states[1] > 0.0f && now - states[1] > 1.0f) {
-        missed = expf((now - states[1] - 1.0f) * log_keep);
+      const int64_t previous = decode_step(states[1]);
+      if (previous > 0 && now - previous > 1) {
+        missed = expf(static_cast<float>(now - previous - 1) * log_keep);
         missed = missed > least ? missed : least;
       }
-      states[1] = now;
+      states[1] = encode_step(now);
     }
     return limited({adagrad_scale(lr, states[0], eps), missed * keep_now}, sums);
   }
@@ -121,17 +124,20 @@ struct RowwiseAdagradGlobalDecay : RowwiseNorms {
 
 // How often a row was seen, each time counting less with a half-life of so many steps.
 struct SeenRows : RowwiseNorms {
-  float now, halflife, forget;
+  int64_t now;
+  float halflife, forget;
 
   EMB_HD SeenRows(const double* hyper, double half)
       : RowwiseNorms(hyper),
-        now(as_float(hyper[kStep])),
+        now(static_cast<int64_t>(hyper[kStep])),
         halflife(as_float(half)),
         forget(half > 0.0 ? as_float(log(2.0) / half) : 0.0f) {}
 
  protected:
   // Steps since the row was seen last; 1 for a row that was never seen.
-  EMB_HD float gap(float previous) const { return previous == 0.0f ? 1.0f : now - previous; }
+  EMB_HD float gap(float previous) const {
+    return previous == 0.0f ? 1.0f : static_cast<float>(now - decode_step(previous));
+  }
   EMB_HD float count(float counter, float previous) const {
     if (halflife == 0.0f) return 1.0f;
     return halflife < 0.0f ? counter + 1.0f : 1.0f + expf(-gap(previous) * forget) * counter;
@@ -152,7 +158,7 @@ struct RowwiseAdagradCowClip : SeenRows {
   EMB_HD RowScale begin_row(float* states, const float* sums, float dim) const {
     states[0] += sums[0] / dim;
     states[2] = count(states[2], states[1]);
-    states[1] = now;
+    states[1] = encode_step(now);
     const float allowed = coefficient * sqrtf(sums[2]);
     const float most = states[2] * (allowed > lower_bound ? allowed : lower_bound);
     const float norm = sqrtf(sums[0]);
@@ -171,7 +177,7 @@ struct RowwiseAdagradCounter : SeenRows {
   enum CounterDecay { kNoDecay = 0, kCoupled = 1, kDecoupled = 2, kAdagradW = 3 };
   enum TailRate { kPlainRate = -1, kRaised = 0, kLowered = 1, kOfCount = 2 };
   int decay, tail_rate;
-  float rate, first_step, bound, threshold, largest, log_keep;
+  float rate, since, bound, threshold, largest, log_keep;
   bool adjusting;
 
   EMB_HD explicit RowwiseAdagradCounter(const double* hyper)
@@ -179,7 +185,7 @@ struct RowwiseAdagradCounter : SeenRows {
         decay(static_cast<int>(hyper[kOwn + 3])),
         tail_rate(static_cast<int>(hyper[kOwn + 7])),
         rate(as_float(hyper[kOwn + 4])),
-        first_step(as_float(hyper[kOwn + 5])),
+        since(as_float(hyper[kStep] - hyper[kOwn + 5])),
         bound(as_float(hyper[kOwn + 6])),
         threshold(as_float(hyper[kOwn + 9] > 0.0 ? floor(hyper[kOwn + 8] * hyper[kOwn + 10])
                                                  : hyper[kOwn + 8])),
@@ -194,7 +200,7 @@ struct RowwiseAdagradCounter : SeenRows {
     const float counter = count(states[2], states[1]), previous = states[1];
     const float plain = adagrad_scale(lr, states[0], eps);
     states[2] = counter;
-    states[1] = now;
+    states[1] = encode_step(now);
     RowScale scale{plain, 1.0f};
     if (!adjusting) return limited(scale, sums);
     if (tail_rate != kPlainRate && counter > threshold) scale.step = of_tail(plain, counter);
@@ -206,7 +212,7 @@ struct RowwiseAdagradCounter : SeenRows {
       if (halflife == -2.0f) {
         scale.step = adagrad_scale(lr * counter < bound ? lr * counter : bound, states[0], eps);
       }
-      const float since = now - first_step, steps = gap(previous);
+      const float steps = gap(previous);
       const float missed = (steps < since ? steps : since) - 1.0f;
       const float lazy = missed == 0.0f ? 1.0f : expf(missed * log_keep);
       scale.step *= lazy;

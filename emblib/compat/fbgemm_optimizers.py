@@ -105,6 +105,13 @@ def _check_options(a: SimpleNamespace) -> None:
             f"weight_decay_mode of {kind.name} must be one of {[m.name for m in sorted(modes)]}, "
             f"got {mode.name}"
         )
+    rowwise = kind is EmbOptimType.EXACT_ROWWISE_ADAGRAD
+    if rowwise and mode is WeightDecayMode.NONE and a.weight_decay != 0.0:
+        raise ValueError(
+            f"weight_decay={a.weight_decay} has no part in {kind.name} with "
+            "weight_decay_mode=WeightDecayMode.NONE: leave it out, or choose a mode that has it, "
+            "e.g. WeightDecayMode.L2 or WeightDecayMode.DECOUPLE"
+        )
     wanted = {
         "counter_based_regularization": mode is WeightDecayMode.COUNTER,
         "cowclip_regularization": mode is WeightDecayMode.COWCLIP,

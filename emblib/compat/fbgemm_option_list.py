@@ -120,7 +120,7 @@ LOOKUPS = (
         "`bounds_check`",
         "FATAL, WARNING, IGNORE, NONE; V2_* mean the same. Nothing outside a table is read in "
         "any mode, index -1 is skipped, and the caller's tensors stay as they are (FBGEMM "
-        "rewrites them)",
+        "rewrites them). On the CPU, WARNING too raises for offsets that leave out ids or bags",
         cuda="yes; WARNING counts in `bounds_violations`",
     ),
     Option(
@@ -218,7 +218,8 @@ OPTIMIZER = (
     Option(
         "weight_decay",
         "`weight_decay=L2(...)` or `Decoupled(...)`",
-        "See the table of optimizers; raises with one that has none (FBGEMM ignores it)",
+        "See the table of optimizers; raises with one that has none, and with "
+        "EXACT_ROWWISE_ADAGRAD and weight_decay_mode NONE (FBGEMM ignores it)",
         cpu="yes (FBGEMM: mostly ignored)",
     ),
     Option(

@@ -26,7 +26,15 @@ from emblib.optim.base import (
     WeightDecay,
     check_learning_rate,
 )
-from emblib.optim.counters import Counter, CowClip, GlobalDecay, Share, TailRate
+from emblib.optim.counters import (
+    Counter,
+    CowClip,
+    GlobalDecay,
+    Share,
+    TailRate,
+    decode_steps,
+    encode_steps,
+)
 from emblib.optim.gradient import LARS, SGD, External, Gradient
 
 FUSED: dict[str, type[Optimizer]] = {
@@ -74,5 +82,7 @@ __all__ = [
     "WeightDecay",
     "check_learning_rate",
     "count_largest_",
+    "decode_steps",
+    "encode_steps",
     "ensemble_",
 ]

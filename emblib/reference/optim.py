@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from emblib.optim import HYPER_HEAD
+from emblib.optim import HYPER_HEAD, decode_steps, encode_steps
 from emblib.reference.rounding import round_stochastically, words
 
 States = list[Tensor]
@@ -92,11 +92,12 @@ def _max_norm(rows: Rows) -> tuple[Tensor, States]:
 def _global_decay(rows: Rows) -> tuple[Tensor, States]:
     _, max_norm, rate, least, start = rows.numbers
     sums, previous = rows.states
-    keep, missed = torch.ones_like(sums), rows.step - previous - 1
+    steps = decode_steps(previous).double()
+    keep, missed = torch.ones_like(sums), rows.step - steps - 1
     if rows.step >= start:
         lazy = (max(1 - rows.lr * rate, 0.0) ** missed.clamp(min=0)).clamp(min=least)
-        keep = torch.where((previous > 0) & (missed > 0), lazy, keep)
-        previous = torch.full_like(previous, rows.step)
+        keep = torch.where((steps > 0) & (missed > 0), lazy.to(keep), keep)
+        previous = _now(rows, previous)
     total = sums + rows.g.square().mean(1)
     kept = _scaled(keep * (1 - rows.lr * rate), rows.kept)
     new = kept - _scaled(_scale(rows, total), rows.g)
@@ -105,8 +106,13 @@ def _global_decay(rows: Rows) -> tuple[Tensor, States]:
 
 def _gap(rows: Rows) -> Tensor:
     """Steps since the last update; 1 for rows that had none."""
-    previous = rows.states[1]
-    return torch.where(previous == 0, 1.0, rows.step - previous)
+    previous = decode_steps(rows.states[1]).double()
+    return torch.where(previous == 0, 1.0, rows.step - previous).to(rows.states[1].dtype)
+
+
+def _now(rows: Rows, like: Tensor) -> Tensor:
+    """The state `prev_iter` of rows that are updated at this step."""
+    return encode_steps(torch.full_like(like, rows.step, dtype=torch.int64)).to(like)
 
 
 def _count(rows: Rows, halflife: float) -> Tensor:
@@ -122,7 +128,7 @@ def _cowclip(rows: Rows) -> tuple[Tensor, States]:
     most, norm = count * (coefficient * _norm(rows.w)).clamp(min=lower), _norm(rows.g)
     clip = torch.where(norm > most, _ratio(1.0, norm) * most, 1.0)
     new = rows.kept - _scaled(clip * _scale(rows, total), rows.g)
-    return _limited(new, max_norm), [total, torch.full_like(total, rows.step), count]
+    return _limited(new, max_norm), [total, _now(rows, total), count]
 
 
 def _tail_scale(rows: Rows, plain: Tensor, count: Tensor) -> Tensor:
@@ -157,7 +163,7 @@ def _counter(rows: Rows) -> tuple[Tensor, States]:
             lazy = torch.where(missed == 0, 1.0, max(1 - rows.lr * rate, 0.0) ** missed)
             step, keep = step * lazy, (1 - rate * rows.lr) * lazy
     new = _scaled(keep, rows.kept) - _scaled(step, rows.g)
-    return _limited(new, max_norm), [total, torch.full_like(total, rows.step), count]
+    return _limited(new, max_norm), [total, _now(rows, total), count]
 
 
 def _moments(rows: Rows, square: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -51,6 +51,11 @@ def test_an_unknown_argument_raises() -> None:
         ({"output_dtype": SparseType.INT8}, NotImplementedError, "output_dtype"),
         ({"optimizer": OptimType.SHAMPOO}, NotImplementedError, "SHAMPOO"),
         ({"weight_decay": 0.1}, ValueError, "weight_decay"),
+        (
+            {"optimizer": OptimType.EXACT_ROWWISE_ADAGRAD, "weight_decay": 0.1},
+            ValueError,
+            "no part in EXACT_ROWWISE_ADAGRAD with weight_decay_mode=WeightDecayMode.NONE",
+        ),
         ({"optimizer": OptimType.ADAM, "max_norm": 1.0}, ValueError, "max_norm"),
         ({"weight_decay_mode": WeightDecayMode.L2}, ValueError, "weight_decay_mode"),
         (
