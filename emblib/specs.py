@@ -44,8 +44,10 @@ class BoundsCheck(Choice):
     """What happens to indices and offsets that are out of bounds.
 
     In every mode the kernels repair as they read (index -1 is skipped, any other invalid index
-    reads row 0, offsets are clamped), so nothing is ever read outside a table. The mode says what
-    you are told: FATAL raises before anything is written, WARNING warns, IGNORE repairs silently.
+    reads row 0, or zeros from a table without rows, offsets are clamped), so nothing is ever read
+    outside a table. The mode says what you are told: FATAL raises before anything is written,
+    WARNING warns, IGNORE repairs silently. Offsets that do not begin with 0, or that lack the last
+    entry, would leave out ids or a bag: on the CPU, WARNING raises ValueError for them.
     NONE looks at nothing first: it is IGNORE for offsets that never decrease, and memory-safe but
     otherwise unspecified for others.
     """
@@ -87,7 +89,11 @@ class Placement(Choice):
 
 @dataclass(frozen=True)
 class TableSpec:
-    """A plain table of `rows` vectors of length `dim`."""
+    """A plain table of `rows` vectors of length `dim`.
+
+    One of no rows, such as the part of a small table that some rank has, is a table that every
+    index is out of bounds of.
+    """
 
     rows: int
     dim: int
@@ -95,7 +101,8 @@ class TableSpec:
     placement: Placement = Placement.DEVICE
 
     def __post_init__(self) -> None:
-        _set_counts(self, "rows", "dim")
+        _set_counts(self, "rows", least=0)
+        _set_counts(self, "dim")
         object.__setattr__(self, "placement", Placement(self.placement))
         if not isinstance(self.name, str) or "." in self.name:
             raise ValueError(f"name must be a string without dots, got {self.name!r}")
@@ -291,7 +298,7 @@ def check_count(name: str, value: SupportsIndex, *, least: int = 1) -> int:
     return number
 
 
-def _set_counts(spec: Any, *names: str) -> None:
+def _set_counts(spec: Any, *names: str, least: int = 1) -> None:
     """Check fields of a frozen dataclass, and make plain ints of what NumPy may have given."""
     for name in names:
-        object.__setattr__(spec, name, check_count(name, getattr(spec, name)))
+        object.__setattr__(spec, name, check_count(name, getattr(spec, name), least=least))

@@ -494,6 +494,8 @@ def _blocks(
     blocks, first, element = [], 0, 0
     for dim, group in itertools.groupby(tables, key=lambda spec: spec.dim):
         rows = sum(spec.rows for spec in group)
+        if rows == 0:
+            continue
         elements = slice(element, element + rows * dim)
         tensors = [weights[elements], *(t[first : first + rows] if s.per_row else t[elements]
                                         for s, t in states)]  # fmt: skip

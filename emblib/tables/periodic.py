@@ -89,6 +89,8 @@ def decay_rows(
 
     `prev_iter` float32 `[R]` by linear row. A factor is float32; skipped lookups have 1.
     """
+    if prev_iter.numel() == 0:  # tables without rows, of which nothing is read
+        return batch, torch.ones(batch.indices.numel(), device=prev_iter.device)
     groups = lookups.groups_of(batch)
     inverse = group.group_inverse(groups.segments, groups.lookups, groups.count)
     scale = decay.scale(prev_iter[groups.rows], hyper[1] + 1, hyper[0])

@@ -240,7 +240,13 @@ def test_bad_choices_are_refused(
 
 @pytest.mark.parametrize(
     ("rows", "dim", "error"),
-    [(0, 4, ValueError), (3, -1, ValueError), (3.0, 4, TypeError), (True, 4, TypeError)],
+    [
+        (-1, 4, ValueError),
+        (3, 0, ValueError),
+        (3, -1, ValueError),
+        (3.0, 4, TypeError),
+        (True, 4, TypeError),
+    ],
 )
 def test_bad_specs_are_refused(rows: Any, dim: Any, error: type[Exception]) -> None:
     with pytest.raises(error, match="must be"):
