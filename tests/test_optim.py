@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from emblib import optim
-from emblib.ops.codes import OPTIMIZER
 from emblib.ops import lookups
+from emblib.ops.codes import OPTIMIZER
 from emblib.optim.counters import LAST_STEP
 from emblib.reference import optim as reference
 from tests.optimizer_cases import CASES
@@ -144,7 +144,7 @@ def test_rows_know_their_last_step_however_late(name: str, start: int) -> None:
     hyper = optimizer.hyper()
     for step in (start, start + 1):
         hyper[1] = step
-        torch.ops.emblib.update_rows_(weights, states, hyper, optimizer.name, grads)
+        torch.ops.emblib.update_rows_(weights, states, hyper, OPTIMIZER[optimizer.name], grads)
         want_weights, want_states = reference.step_rows(
             optimizer.name, want_weights, grads.double(), want_states, hyper
         )

@@ -1,6 +1,7 @@
 // Bounds check of indices and offsets. Offsets are repaired into a new array (clamped to [0, L],
 // never decreasing, the last equal to L): a running maximum, in two kernels. What was wrong is
-// counted on the device; in the fatal mode the kernel fails as an assert does.
+// counted on the device; in the fatal mode the kernel fails as an assert does. A first offset above
+// 0 is counted too, though nothing repairs it: what comes before it would be in no bag.
 #pragma once
 
 #include "core/bag_map.h"
@@ -88,15 +89,14 @@ EMB_DEVICE int32_t max_of_threads_before(int32_t value) {
   for (int64_t i = first; i < first + kEach && i <= args.num_bags; ++i) {
     floor = larger(floor, clamped_offset(args, i));
     if (i == args.num_bags && i > 0) floor = static_cast<int32_t>(args.num_lookups);
-    bad += floor != args.offsets[i];
+    bad += floor != args.offsets[i] || (i == 0 && floor > 0);
     args.repaired[i] = floor;
   }
   bad = __reduce_add_sync(simt::kFullMask, bad);
   if (bad == 0) return;
   if (args.fatal) {
     simt::trap(
-        "bounds_check: offsets must start at 0 or above, not decrease, and end at the number of "
-        "indices; BoundsCheck.WARNING repairs them instead");
+        "bounds_check: offsets must start at 0, not decrease, and end at the number of indices");
   }
   if (threadIdx.x % simt::kWarp == 0) {
     atomicAdd(&args.violations[1], static_cast<unsigned long long>(bad));

@@ -1,5 +1,7 @@
 // Offsets as the CPU kernels want them: int32, clamped to [0, L], never decreasing, the last equal
-// to L. The usual case, all valid, is one branch-free loop; the rest runs only where it is not.
+// to L. The usual case, all valid, is one branch-free loop; the rest runs only where it is not. A
+// first offset above 0 is invalid as well, though nothing repairs it: what comes before it would be
+// in no bag.
 #pragma once
 
 #include <algorithm>
@@ -15,18 +17,18 @@ namespace emb {
 template <class I>
 bool copy_if_valid(const I* given, int64_t num_bags, int64_t num_lookups, int32_t* fixed) {
   using U = std::make_unsigned_t<I>;
-  U signs = static_cast<U>(given[0]);
+  U signs = 0;
   for (int64_t i = 0; i < num_bags; ++i) {
     signs |=
         static_cast<U>(given[i + 1]) | (static_cast<U>(given[i + 1]) - static_cast<U>(given[i]));
     fixed[i] = static_cast<int32_t>(given[i]);
   }
   fixed[num_bags] = static_cast<int32_t>(given[num_bags]);
-  return static_cast<I>(signs) >= 0 &&
+  return static_cast<I>(signs) >= 0 && given[0] == 0 &&
          (num_bags == 0 || static_cast<int64_t>(given[num_bags]) == num_lookups);
 }
 
-// Returns how many offsets had to change; raises at the first one when `fatal`.
+// Returns how many offsets are invalid; raises at the first one when `fatal`.
 inline int64_t repair_offsets(IndexArray given, int64_t num_bags, int64_t num_lookups, bool fatal,
                               int32_t* fixed) {
   const bool valid =
@@ -38,11 +40,14 @@ inline int64_t repair_offsets(IndexArray given, int64_t num_bags, int64_t num_lo
   for (int64_t i = 0; i <= num_bags; ++i) {
     floor = std::max(floor, std::min(given[i], num_lookups));
     if (i == num_bags && num_bags > 0) floor = num_lookups;
-    STD_TORCH_CHECK(floor == given[i] || !fatal,
-                    "bounds_check: offsets must start at 0 or above, not decrease, and end at the "
-                    "number of indices = ",
-                    num_lookups, "; got ", given[i], " at position ", i);
-    bad += floor != given[i];
+    const bool valid_here = floor == given[i] && (i > 0 || floor == 0);
+    STD_TORCH_CHECK(valid_here || !fatal,
+                    "bounds_check: offsets must start at 0, not decrease, and end at the number of "
+                    "indices = ",
+                    num_lookups, "; got ", given[i], " at position ", i,
+                    " (a module made with include_last_offset=False takes offsets without the last "
+                    "entry, as nn.EmbeddingBag does)");
+    bad += !valid_here;
     fixed[i] = static_cast<int32_t>(floor);
   }
   return bad;

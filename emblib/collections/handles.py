@@ -19,7 +19,7 @@ from emblib.dynamic.hash_index import HASH_KEYS
 from emblib.dynamic.saving import routing
 from emblib.ops import lookups
 from emblib.optim import Optimizer
-from emblib.tables import QuantizedEmbeddingBags, TTEmbeddingBag
+from emblib.tables import QuantizedEmbeddingBags, TTEmbeddingBag, parameters
 from emblib.tt import layout_entry
 
 # Set by torch's own _apply_optimizer_in_backward, whose hook stays on a parameter that is moved.
@@ -59,6 +59,16 @@ class TableHandle(nn.Module):
     def attach(self, kernel: nn.Module, index: int) -> None:
         """Become the handle of table `index` of `kernel`."""
         self._of = (kernel, index)  # in a tuple, so that it is no module of this one
+
+    def set_trained(self, parameter: nn.Parameter, *, trained: bool) -> None:
+        """Train the table from the next forward on, or leave it as it is."""
+        if lookups.is_fused(self.kernel.optimizer) or isinstance(self.kernel, PartTables):
+            self.kernel.set_table_trained(self.index, trained=trained)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self.__dict__.get("_parameters", {}):
+            parameters.refuse_replacement(name, value)
+        super().__setattr__(name, value)
 
     @property
     def kernel(self) -> Any:
@@ -174,9 +184,11 @@ class TTHandle(TableHandle):
 
     def bind(self) -> None:
         """Mark the cores."""
-        for core in self.cores:
-            core.requires_grad_(True)
-            mark(core, self, self.kernel.optimizer)
+        kernel: TTEmbeddingBag = self.kernel
+        for k, core in enumerate(self.cores):
+            core.requires_grad_(k not in kernel._frozen_cores)
+            mark(core, self, kernel.optimizer)
+        kernel._own_parameters()
 
 
 class DynamicHandle(TableHandle):
@@ -187,6 +199,8 @@ class DynamicHandle(TableHandle):
     tables are saved here and not with the optimizer: they mean nothing without the keys.
     """
 
+    weight: nn.Parameter
+
     def bind(self) -> None:
         """Let `weight` be the view of the rows, by slot."""
         kernel: Any = self.kernel
@@ -195,8 +209,8 @@ class DynamicHandle(TableHandle):
             bind(self, "weight", view, kernel.optimizer)
             return
         if not lookups.is_fused(kernel.optimizer):
-            self.weight = kernel.weights
-            mark(self.weight, self, kernel.optimizer)
+            self._parameters["weight"] = kernel.weights
+            mark(kernel.weights, self, kernel.optimizer)
             return
         view = kernel.rows.views(kernel.planes(), self.index)["weight"]
         bind(self, "weight", view, kernel.optimizer)
@@ -214,6 +228,7 @@ class DynamicHandle(TableHandle):
         if lookups.is_fused(kernel.optimizer):
             self._parameters["weight"] = weight
         else:
+            parameters.disown(weight)
             weight.data = kernel.weights.data
             kernel.weights = weight
 
@@ -345,7 +360,7 @@ def bind(handle: TableHandle, name: str, view: Tensor, optimizer: Optimizer) -> 
     """Let a parameter be `view`: the same parameter where torch can let it follow."""
     parameter = handle._parameters.get(name)
     if parameter is not None and torch._has_compatible_shallow_copy_type(parameter, view):
-        parameter.data = view
+        parameters.set_data(parameter, view)
     else:
         if parameter is not None and is_marked_by_torch(parameter):
             raise RuntimeError(
@@ -354,8 +369,12 @@ def bind(handle: TableHandle, name: str, view: Tensor, optimizer: Optimizer) -> 
                 "apply it after to_empty(), or use emblib.collections.optimizers."
                 "apply_optimizer_in_backward"
             )
-        parameter = nn.Parameter(view)
+        trained = handle.index not in getattr(handle.kernel, "_untrained", ())
+        parameter = nn.Parameter(view, requires_grad=trained)
         handle.register_parameter(name, parameter)
+    parameters.own(parameter, handle, parameters.ViewParameter)
+    if not isinstance(handle.kernel, Unmade):
+        handle.set_trained(parameter, trained=parameter.requires_grad)
     mark(parameter, handle, optimizer)
 
 

@@ -53,6 +53,8 @@ class DynamicEmbeddingBags(DynamicTraining):
         seed: of the first values of rows and of the hash of keys, in [0, 2^63). Where strangers
             choose the keys, one that they do not know keeps them from crowding into few buckets.
         device: where the kernels run.
+        include_last_offset: False for offsets without their last entry, the number of indices, as
+            `nn.EmbeddingBag` takes them.
     """
 
     tables: tuple[DynamicSpec, ...]
@@ -71,10 +73,12 @@ class DynamicEmbeddingBags(DynamicTraining):
         precision: Precision | None = None,
         seed: int = 0,
         device: torch.device | str | None = None,
+        include_last_offset: bool = True,
     ) -> None:
         super().__init__(
             *(tables, optimizer, pooling, feature_tables, precision, BoundsCheck.WARNING)
         )
+        self.include_last_offset = include_last_offset
         self.seed = check_count("seed", seed, least=0)
         self._check_arguments()
         device = torch.empty(0, device=device).device
@@ -181,6 +185,8 @@ class DynamicEmbeddingBags(DynamicTraining):
             ValueError: `batch_sizes` that do not fit; offsets that do not begin with 0; counts
                 below 0; weights without pooling.
         """
+        if lookups.is_fused(self.optimizer):
+            self._check_in_place(self.weights)
         ids = as_keys(indices)
         check_batch(ids, per_sample_weights, counts, self.pooling)
         keys, batch = self._batch(ids, offsets, batch_sizes)
@@ -190,6 +196,7 @@ class DynamicEmbeddingBags(DynamicTraining):
         self, ids: Tensor, offsets: Tensor, batch_sizes: Sequence[Sequence[int]] | None
     ) -> tuple[Keys, lookups.Lookup]:
         """The batch as keys by table, and as bags whose rows are not known yet."""
+        offsets = self._with_last_offset(ids, offsets)
         bag_layout, columns = self._bag_layout(offsets, batch_sizes, ids.device)
         features = len(self.feature_tables)
         offsets = self._check_bounds(self._no_indices(ids), offsets, self.features, bag_layout)
@@ -233,10 +240,16 @@ class DynamicEmbeddingBags(DynamicTraining):
         counts: Tensor | None,
     ) -> Tensor:
         """A break in a compiled graph: an index is state, and its rows move."""
-        if not (self.training and torch.is_grad_enabled()):
+        if not (self.training and torch.is_grad_enabled()) or self._frozen:
             with torch.no_grad():
                 reads = self.first_rows.searched(keys, self._search(keys))
             return self._read(keys, batch, reads, sample_weights)
+        if self._untrained:
+            raise RuntimeError(
+                f"of the dynamic tables {self.table_names}, which are one kernel, "
+                f"{[self.table_names[t] for t in sorted(self._untrained)]} are frozen: a training "
+                "forward inserts the keys of all; freeze all of them, or look up in evaluation mode"
+            )
         check_replicas(self.index.tags, self.weights)
         with torch.no_grad():
             inserted = self._train(keys, counts)

@@ -4,6 +4,7 @@
 those of `emblib.ops.tbe`.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
@@ -14,6 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from emblib.ops import codes, tbe
+from emblib.ops.scaled_gradients import refuse_scaled_gradients
 from emblib.optim import HYPER_HEAD, NUMBERS, External, Gradient, Optimizer
 from emblib.specs import Pooling
 
@@ -55,6 +57,8 @@ class Lookup(NamedTuple):
     slots: Tensor | None = None
     sample_features: Tensor | None = None
     """`features` as the gradient of the sample weights sees them; None if it sees all."""
+    trained_features: Tensor | None = None
+    """`features` as the update sees them; None if it sees all."""
     session: Session | None = None
     beside: Tensor | None = None
     """Rows that `slots` name where there is no cache; they are read, and never updated."""
@@ -107,6 +111,10 @@ class FusedLookup(torch.autograd.Function):
     `anchor` is a scalar that requires grad: it ties the output to autograd while the weights, which
     backward mutates, stay out of it. `row_weights` are the sample weights by which the gradient of
     a row is scaled: other than those of the output where rows decay before they are read.
+
+    The gradient of `sample_weights` is that at the rows as backward finds them, before its own
+    update: where another backward has updated them since forward, as with two lookups in one loss,
+    it is FBGEMM's.
     """
 
     @staticmethod
@@ -122,11 +130,7 @@ class FusedLookup(torch.autograd.Function):
         """`[B, columns]`, `[columns]` with a bag layout, or `[L, columns]` for NONE."""
         _save(ctx, batch, sample_weights, row_weights)
         ctx.tiers, ctx.optimizer = tiers, optimizer
-        # A compiled graph cannot compare versions.
-        weighted = sample_weights is not None and sample_weights.requires_grad
-        compiling = torch.compiler.is_compiling()
-        ctx.versions = _versions(tiers.weights) if weighted and not compiling else None
-        if not compiling and _for_update.get():
+        if not torch.compiler.is_compiling() and _for_update.get():
             return torch.zeros((), dtype=tiers.output_dtype, device=anchor.device).expand(
                 _shape(batch)
             )
@@ -146,6 +150,8 @@ class FusedLookup(torch.autograd.Function):
     def _update(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         batch, _, row_weights = _saved(ctx)
         tiers, optimizer = ctx.tiers, ctx.optimizer
+        if ctx.needs_input_grad[0]:
+            refuse_scaled_gradients()
         places = None if batch.session is None else batch.session.before_update()
         if places is None:
             # Slots of a batch without a session are not of a cache, which would have changed.
@@ -154,16 +160,13 @@ class FusedLookup(torch.autograd.Function):
         grad = clipped(grad, optimizer)
         sample_grad = None
         if ctx.needs_input_grad[4]:
-            if ctx.versions is not None and ctx.versions != _versions(tiers.weights):
-                raise RuntimeError(
-                    "the gradient of per_sample_weights needs the weights that forward read, but "
-                    "another backward has updated them since; run backward before the next one"
-                )
             located = batch._replace(slots=places.slots)
             if places.indices is not None:
                 located = located._replace(indices=places.indices)
             sample_grad = _sample_weight_grad(grad, tiers.weights, located)
         if ctx.needs_input_grad[0]:
+            if batch.trained_features is not None:
+                places = _of_trained_tables(batch, places)
             tiers.hyper[1].add_(1)
             _update(tiers, optimizer.name, grad, batch, places, row_weights)
             if _may_move(tiers.hyper):
@@ -171,6 +174,19 @@ class FusedLookup(torch.autograd.Function):
         if batch.session is not None:
             batch.session.after_update()
         return None, None, None, None, sample_grad, None
+
+
+def _of_trained_tables(batch: Lookup, places: RowPlaces) -> RowPlaces:
+    """Leave out the rows of tables that are frozen; nothing is read back from the device."""
+    assert batch.trained_features is not None
+    known, row_slots = places.groups, places.row_slots
+    groups = groups_of(batch._replace(features=batch.trained_features))
+    if row_slots is not None and row_slots.numel() > 0:
+        number = torch.arange(known.rows.numel(), device=known.rows.device)
+        rows = torch.where(number < known.count, known.rows, torch.iinfo(torch.int64).max)
+        found = torch.searchsorted(rows, groups.rows)
+        row_slots = row_slots[found.clamp(max=row_slots.numel() - 1)]
+    return places._replace(groups=groups, row_slots=row_slots)
 
 
 def fused_lookup(
@@ -315,8 +331,21 @@ def scaled(sample_weights: Tensor | None, scales: Tensor | None) -> Tensor | Non
 
 def clipped(grad: Tensor, optimizer: Optimizer) -> Tensor:
     """The gradient of the output within the bounds that the optimizer sets."""
-    bound = optimizer.max_gradient
-    return grad if bound is None else grad.clamp(-bound, bound)
+    if optimizer.max_gradient is None:
+        return grad
+    bound = largest_within(optimizer.max_gradient, grad.dtype)
+    return grad.clamp(-bound, bound)
+
+
+def largest_within(bound: float, dtype: torch.dtype) -> float:
+    """Return the largest number of `dtype` that is <= `bound` (>= 0).
+
+    To nearest, as a clamp rounds its bounds, would let values through that exceed it.
+    """
+    info = torch.finfo(dtype)
+    _, exponent = math.frexp(bound)  # bound < 2 ** exponent
+    spacing = max(info.eps * 2.0 ** (exponent - 1), info.smallest_normal * info.eps)
+    return min(math.floor(bound / spacing) * spacing, info.max)
 
 
 def is_fused(optimizer: Optimizer) -> bool:
@@ -335,10 +364,6 @@ def _readable(weights: Sequence[Tensor], batch: Lookup) -> Sequence[Tensor]:
         return weights
     none = batch.beside.new_empty(0)
     return [*weights, *(none for _ in range(3 - len(weights))), batch.beside]
-
-
-def _versions(tensors: Sequence[Tensor]) -> tuple[int, ...]:
-    return tuple(tensor._version for tensor in tensors)
 
 
 def _update(

@@ -35,6 +35,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from emblib.ops import codes, lookups, tbe
+from emblib.ops.scaled_gradients import refuse_scaled_gradients
 from emblib.optim import Optimizer
 from emblib.specs import Pooling
 
@@ -209,9 +210,13 @@ class FusedLookup(torch.autograd.Function):
         """Apply the optimizer to every core; gradient of `sample_weights` if asked."""
         made, sample_weights, _ = _saved(ctx)
         cores, batch = ctx.cores, ctx.batch
+        if ctx.needs_input_grad[0]:
+            refuse_scaled_gradients()
         sample_grad = None
         if ctx.needs_input_grad[6]:
             sample_grad = _sample_weight_grad(grad, made, batch)
+        if not ctx.needs_input_grad[0]:
+            return None, None, None, None, None, None, sample_grad, None
         if ctx.versions and ctx.versions != [core._version for core in cores]:
             # Another backward pass has moved the cores: values kept from forward no longer fit.
             _, prefixes = _ops.tt_rows(

@@ -90,7 +90,8 @@ class _StandIn(torch.autograd.Function):
                 weights = weights.detach().requires_grad_(ctx.needs_input_grad[1])
             with lookups.for_update():
                 rows = ctx.look_up(weights)
-            rows.backward(grad.reshape(rows.shape).to(rows.dtype))
+            if rows.requires_grad:  # frozen tables have nothing to do
+                rows.backward(grad.reshape(rows.shape).to(rows.dtype))
         return None, None if weights is None else weights.grad, None, None
 
 

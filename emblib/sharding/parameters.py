@@ -11,6 +11,7 @@ from emblib.collections.optimizers import clipping
 from emblib.collections.optimizers.clipping import GradientShare
 from emblib.sharding.exchange import start_all_gather
 from emblib.sharding.groups_of_ranks import Ranks
+from emblib.tables.parameters import refuse_replacement
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,11 @@ class HeldParameters(nn.Module):
                 # Under dotted names, which register_parameter would refuse.
                 self._parameters[f"{name}.{key}"] = parameter
                 _mark(parameter, held.others if i else held.first, self._ranks)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self.__dict__.get("_parameters", {}):
+            refuse_replacement(name, value)
+        super().__setattr__(name, value)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         return self  # the kernels move what they have

@@ -1,5 +1,6 @@
 """What every table with a fused optimizer has: hyper-parameters, bounds checks, fixed dtypes."""
 
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -11,7 +12,20 @@ from emblib import ops
 from emblib.ops import lookups
 from emblib.optim import FUSED, SGD, Counter, External, Optimizer, check_learning_rate
 from emblib.specs import BoundsCheck, Pooling, check_count, check_float_dtype
-from emblib.tables.bounds import CheckedBatches
+from emblib.tables import parameters
+from emblib.tables.bounds import CheckedBatches, caller_level
+
+
+def warn_of_dtype(fn: Callable[[Tensor], Tensor], argument: str) -> None:
+    """Warn where a function of `nn.Module._apply` would change the dtype of a table."""
+    asked = fn(torch.empty(0, dtype=torch.float32)).dtype
+    if asked != torch.float32:
+        warnings.warn(
+            f"emblib: tables keep their dtypes, {asked} is ignored; choose them when making one: "
+            f"{argument}, in a collection data_type= of the configuration",
+            stacklevel=caller_level(),
+        )
+
 
 _FIELDS = 8  # of a row of `features`, see csrc/core/dtype.h
 
@@ -20,9 +34,11 @@ class FusedTable(CheckedBatches, nn.Module):
     """Base of the tables: an optimizer whose numbers live in `hyper`, on the device.
 
     The weights of a fused table never have a `.grad`: backward applies the optimizer to them at
-    once. So neither `torch.optim` nor gradient clipping, accumulation or loss scaling reaches them,
-    and `requires_grad_` has no effect; freeze a table with `torch.no_grad()` or a learning rate of
-    0. `state_dict` holds the optimizer's numbers as well, and loading one restores them.
+    once. So neither `torch.optim` nor gradient clipping or accumulation reaches them, and gradients
+    that a `GradScaler` has scaled are refused. `requires_grad_(False)`, of the module or of one it
+    is in, freezes the tables: from the next forward on there is no update, and no step is counted;
+    `requires_grad_(True)` goes on with training. `state_dict` holds the optimizer's numbers as
+    well, and loading one restores them.
 
     `anchor` is a scalar that requires grad; it ties outputs to autograd while the weights, which
     backward mutates in place, stay out of it.
@@ -33,6 +49,8 @@ class FusedTable(CheckedBatches, nn.Module):
     anchor: Tensor
     bounds_violations: Tensor
     _layout: list[tuple[int, ...]]
+    _frozen: bool = False
+    """Whether `requires_grad_(False)` was called of the weights: nothing is updated."""
 
     def __init__(
         self,
@@ -76,8 +94,39 @@ class FusedTable(CheckedBatches, nn.Module):
         """The optimizer's numbers before the first step, on the CPU."""
         return self.optimizer.hyper()
 
+    def _own_parameters(self) -> None:
+        """Be told of changes to the parameters that backward updates."""
+        if lookups.is_fused(self.optimizer):
+            for parameter in self.parameters(recurse=True):
+                parameters.own(parameter, self, parameters.TableParameter)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """As of any module; a parameter that backward updates is this module's from then on."""
+        super().register_parameter(name, param)
+        if param is not None and lookups.is_fused(self.optimizer):
+            parameters.own(param, self, parameters.TableParameter)
+
+    def set_trained(self, parameter: nn.Parameter, *, trained: bool) -> None:
+        """Train the tables of a parameter from the next forward on, or leave them as they are."""
+        self._frozen = not trained
+
+    def _check_in_place(self, parameter: Any) -> None:
+        """Raise RuntimeError where a wrapper has put memory of its own in the place of ours."""
+        if parameters.is_replaced(parameter):
+            raise RuntimeError(
+                "the weights of a table with a fused optimizer were replaced, as fully_shard does: "
+                "updates would go to a copy. Use emblib.sharding.DistributedModelParallel, with "
+                'wrap="fully_shard" for the dense part, or give fully_shard the parameters of '
+                "tables as ignored_params; write values with load_state_dict"
+            )
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._own_parameters()
+
     def _restore(self) -> None:
         """What follows from the construction alone, on the device where the table is now."""
+        self._own_parameters()
         device = self.hyper.device
         layout = torch.tensor(self._layout, dtype=torch.int64).view(-1, _FIELDS)
         if self.features.device == device and self.anchor.requires_grad and self.anchor.is_leaf:
@@ -152,6 +201,7 @@ class FusedTable(CheckedBatches, nn.Module):
         self.hyper[1].fill_(step)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        warn_of_dtype(fn, "precision=Precision(weights=...)")
         super()._apply(ops.keep_dtype(fn), recurse)
         self._restore()
         return self

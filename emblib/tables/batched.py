@@ -54,6 +54,8 @@ class TableBatchedEmbeddingBags(TieredTables):
         bounds_check: what happens to invalid indices and offsets, see `BoundsCheck`.
         cache: of the MANAGED_CACHING and DISK tables; where there are none it has no part.
         device: where the kernels run.
+        include_last_offset: False for offsets without their last entry, the number of indices, as
+            `nn.EmbeddingBag` takes them.
 
     Weights start uniform in +-1/sqrt(rows) of their table, as DLRM's do; DISK tables that are there
     already start as their last `flush` left them.
@@ -75,8 +77,10 @@ class TableBatchedEmbeddingBags(TieredTables):
         bounds_check: BoundsCheck = BoundsCheck.WARNING,
         cache: Cache | None = None,
         device: torch.device | str | None = None,
+        include_last_offset: bool = True,
     ) -> None:
         super().__init__(tables, optimizer, pooling, feature_tables, precision, bounds_check)
+        self.include_last_offset = include_last_offset
         self.cache = Cache() if cache is None else cache
         self._check_arguments()
         periodic.check(self.optimizer, self.tables, self.pooling)
@@ -140,7 +144,7 @@ class TableBatchedEmbeddingBags(TieredTables):
 
     def _draw(self, table: int, weight: Tensor) -> None:
         """First values of a table."""
-        bound = 1.0 / math.sqrt(self.tables[table].rows)
+        bound = 1.0 / math.sqrt(max(self.tables[table].rows, 1))
         ops.random.fill_uniform_(weight, -bound, bound, ops.random.new_seed())
 
     def forward(
@@ -172,6 +176,8 @@ class TableBatchedEmbeddingBags(TieredTables):
             RuntimeError: wrong dtype, device or number of offsets; out of bounds in mode FATAL.
             ValueError: `batch_sizes` that do not fit; weights without pooling.
         """
+        if "weights" in self._parameters and lookups.is_fused(self.optimizer):
+            self._check_in_place(self._parameters["weights"])
         wants = _Wants(per_sample_weights, feature_requires_grad, total_unique_indices)
         if torch.compiler.is_compiling() and self._breaks_graphs():
             return self._look_up_eagerly(Given(indices, offsets), batch_sizes, wants)
@@ -186,6 +192,7 @@ class TableBatchedEmbeddingBags(TieredTables):
         self, indices: Tensor, offsets: Tensor, batch_sizes: Sequence[Sequence[int]] | None
     ) -> lookups.Lookup:
         """The batch as the kernels take it: repaired offsets, and the layout of its bags."""
+        offsets = self._with_last_offset(indices, offsets)
         bag_layout, columns = self._bag_layout(offsets, batch_sizes, indices.device)
         offsets = self._check_bounds(indices, offsets, self.features, bag_layout)
         return lookups.Lookup(
@@ -200,7 +207,7 @@ class TableBatchedEmbeddingBags(TieredTables):
             masked = self._masked_features(wants.feature_requires_grad)
             batch = batch._replace(sample_features=masked)
         sample_weights, tiers = wants.sample_weights, self._tiers()
-        if self._is_periodic and torch.is_grad_enabled():
+        if self._is_periodic and torch.is_grad_enabled() and not self._frozen:
             with self._lock:
                 self._before_forward(tiers)
         if isinstance(self.optimizer, External):
@@ -221,9 +228,14 @@ class TableBatchedEmbeddingBags(TieredTables):
         decay, factors = periodic.global_decay(self.optimizer), None
         if decay is not None:
             batch, factors = periodic.decay_rows(decay, batch, self.hyper, self.state_prev_iter)
-        if torch.is_grad_enabled():
+        trains = torch.is_grad_enabled() and not self._frozen
+        weighted = sample_weights is not None and sample_weights.requires_grad
+        if trains or (weighted and torch.is_grad_enabled()):
+            if trains and self._untrained:
+                batch = batch._replace(trained_features=self._trained_features())
+            anchor = self.anchor if trains else self.anchor.detach()
             return lookups.fused_lookup(
-                self.anchor, tiers, self.optimizer, batch, sample_weights, factors
+                anchor, tiers, self.optimizer, batch, sample_weights, factors
             )
         weights = lookups.scaled(sample_weights, factors)
         out = lookups.lookup_only(tiers.weights, batch, weights, self.output_dtype)
@@ -266,6 +278,11 @@ class TableBatchedEmbeddingBags(TieredTables):
         periodic.before_forward(self.optimizer, self._forwards, tiers, self._views())
 
     state_prev_iter: Tensor  # of GlobalDecay
+
+    def _trained_features(self) -> Tensor:
+        """The features with no rows where a table is frozen: its lookups are not grouped."""
+        trained = [float(t not in self._untrained) for t in self.feature_tables]
+        return self._masked_features(torch.tensor(trained, device=self.features.device))
 
     def _masked_features(self, requires_grad: Tensor) -> Tensor:
         """The features with no rows where no gradient is wanted: lookups there are skipped."""

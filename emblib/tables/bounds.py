@@ -23,12 +23,38 @@ def caller_level() -> int:
 _OURS = ("emblib.", "torch.nn.modules.", "torch._dynamo.")
 
 
+def _check_form(offsets: list[int], num_indices: int, *, one_feature: bool) -> None:
+    """Raise ValueError for offsets that leave out ids or a bag, whatever else is wrong with them.
+
+    Only with one feature is the number of offsets the same without the last one.
+    """
+    if offsets[0] > 0:
+        raise ValueError(
+            f"offsets must begin with 0, got {offsets[0]}: no bag would have the ids before it; "
+            "leave them out of the indices (are they offsets, not lengths?)"
+        )
+    if one_feature and max(offsets) < num_indices:
+        raise ValueError(
+            f"offsets must end with the number of indices, {num_indices}, got {offsets[-1]}: the "
+            "last bag would be lost; append it, or make the module with include_last_offset=False, "
+            "which takes offsets in the form of nn.EmbeddingBag (are they offsets, not lengths?)"
+        )
+
+
 class CheckedBatches:
     """What a module of tables says of a batch before it is looked up."""
 
     features: Tensor
     bounds_violations: Tensor
     bounds_check: BoundsCheck
+    include_last_offset: bool = True
+    """Whether offsets end with the number of indices; `nn.EmbeddingBag` leaves that entry out."""
+
+    def _with_last_offset(self, indices: Tensor, offsets: Tensor) -> Tensor:
+        """Append the number of indices where the module takes offsets without it."""
+        if self.include_last_offset:
+            return offsets
+        return torch.cat([offsets, offsets.new_full((1,), indices.numel())])
 
     def _check_bounds(
         self,
@@ -37,7 +63,12 @@ class CheckedBatches:
         features: Tensor,
         bag_layout: Tensor | None = None,
     ) -> Tensor:
-        """Offsets repaired as `bounds_check` says; on CUDA violations are only counted."""
+        """Offsets repaired as `bounds_check` says; on CUDA violations are only counted.
+
+        Raises:
+            RuntimeError: another device; out of bounds in mode FATAL.
+            ValueError: in mode WARNING, offsets of another form: what would be lost are whole bags.
+        """
         if indices.device != self.features.device or offsets.device != self.features.device:
             raise RuntimeError(
                 f"indices and offsets must be on the device of the table, {self.features.device}, "
@@ -46,22 +77,24 @@ class CheckedBatches:
         if self.bounds_check is BoundsCheck.NONE:
             return offsets
         mode = self.bounds_check
-        offsets, violations = tbe.check_bounds(
+        repaired, violations = tbe.check_bounds(
             indices, offsets, features, bag_layout, codes.BOUNDS_CHECK[mode.value]
         )
         if mode is not BoundsCheck.WARNING:
-            return offsets
+            return repaired
         if violations.is_cuda or torch.compiler.is_compiling():
             self.bounds_violations.add_(violations)
-            return offsets
+            return repaired
         bad_indices, bad_offsets = violations.tolist()
         if bad_indices or bad_offsets:
+            one_feature = features.size(0) == 1 and bag_layout is None
+            _check_form(offsets.tolist(), indices.numel(), one_feature=one_feature)
             self.bounds_violations.add_(violations)
             warnings.warn(
                 self._told_of_bounds(bad_indices, bad_offsets),
                 stacklevel=caller_level(),
             )
-        return offsets
+        return repaired
 
     def _told_of_bounds(self, bad_indices: int, bad_offsets: int) -> str:
         return (

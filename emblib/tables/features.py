@@ -121,6 +121,15 @@ class FeatureTables(FusedTable):
         for state, tensor in zip(self.optimizer.states, states, strict=True):
             self.register_buffer(f"state_{state.name}", tensor, persistent=persistent)
 
+    _untrained: frozenset[int] = frozenset()
+    """The tables that backward leaves as they are, where each has a parameter of its own."""
+
+    def set_table_trained(self, table: int, *, trained: bool) -> None:
+        """Train a table from the next forward on, or leave it as it is."""
+        others = self._untrained - {table}
+        self._untrained = others if trained else others | {table}
+        self._frozen = len(self._untrained) == len(self.tables)
+
     def _states(self) -> list[Tensor]:
         return [getattr(self, f"state_{state.name}") for state in self.optimizer.states]
 

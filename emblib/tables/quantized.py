@@ -10,6 +10,7 @@ from emblib import ops
 from emblib.ops import codes, quant
 from emblib.specs import BoundsCheck, Placement, Pooling, TableSpec, check_float_dtype
 from emblib.tables import checkpoint
+from emblib.tables.base import warn_of_dtype
 from emblib.tables.batched import TableBatchedEmbeddingBags
 from emblib.tables.bounds import CheckedBatches
 from emblib.tables.features import check_features
@@ -56,6 +57,8 @@ class QuantizedEmbeddingBags(CheckedBatches, nn.Module):
         output_dtype: float32, float16 or bfloat16.
         bounds_check: what happens to invalid indices and offsets, see `BoundsCheck`.
         device: where the kernels run.
+        include_last_offset: False for offsets without their last entry, the number of indices, as
+            `nn.EmbeddingBag` takes them.
 
     Raises:
         ValueError: other bits, another placement, tables of one name, different dims without
@@ -75,8 +78,10 @@ class QuantizedEmbeddingBags(CheckedBatches, nn.Module):
         output_dtype: torch.dtype = torch.float32,
         bounds_check: BoundsCheck = BoundsCheck.WARNING,
         device: torch.device | str | None = None,
+        include_last_offset: bool = True,
     ) -> None:
         super().__init__()
+        self.include_last_offset = include_last_offset
         self.tables = (tables,) if isinstance(tables, TableSpec) else tuple(tables)
         self.bits, self.pooling = bits, Pooling(pooling)
         self.feature_tables = tuple(
@@ -262,6 +267,7 @@ class QuantizedEmbeddingBags(CheckedBatches, nn.Module):
                     "torch.no_grad(), or give per_sample_weights.detach()"
                 )
             per_sample_weights = per_sample_weights.detach()
+        offsets = self._with_last_offset(indices, offsets)
         bag_layout, columns = None, self.columns
         if batch_sizes is not None:
             bags = max(offsets.numel() - 1, 0)
@@ -279,6 +285,7 @@ class QuantizedEmbeddingBags(CheckedBatches, nn.Module):
         return {"weights": self.values.nbytes + self.scales.nbytes}
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        warn_of_dtype(fn, "bits= for the rows and output_dtype= for the output")
         super()._apply(ops.keep_dtype(fn), recurse)
         self.features = self._features(self.values.device)
         return self

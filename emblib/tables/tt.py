@@ -35,6 +35,8 @@ class TTEmbeddingBag(FusedTable):
         output_dtype: float32, float16 or bfloat16. Cores and sums are float32 in any case.
         bounds_check: what happens to invalid indices and offsets, see `BoundsCheck`.
         device: where the cores live.
+        include_last_offset: False for offsets without their last entry, the number of indices, as
+            `nn.EmbeddingBag` takes them.
 
     Threads may read a module at the same time; updates at the same time may be lost
     (docs/threads.md).
@@ -57,8 +59,10 @@ class TTEmbeddingBag(FusedTable):
         output_dtype: torch.dtype = torch.float32,
         bounds_check: BoundsCheck = BoundsCheck.WARNING,
         device: torch.device | str | None = None,
+        include_last_offset: bool = True,
     ) -> None:
         super().__init__(optimizer, pooling, output_dtype, bounds_check)
+        self.include_last_offset = include_last_offset
         if periodic.is_periodic(self.optimizer) or periodic.global_decay(self.optimizer):
             raise ValueError(
                 f"{self.optimizer} looks at rows of a plain table; a tensor-train table has none: "
@@ -93,6 +97,7 @@ class TTEmbeddingBag(FusedTable):
                 self.register_buffer(
                     f"state_{state.name}_{k}", torch.zeros(size, dtype=torch.float32, device=device)
                 )
+        self._own_parameters()
         self._layout = [
             (0, 0, math.prod(spec.row_factors), spec.dim, 0, 0, 0, 0),  # what the keys range over
             (0, 0, spec.rows, spec.dim, 0, 0, 0, 0),  # what the indices may be
@@ -115,6 +120,24 @@ class TTEmbeddingBag(FusedTable):
         super()._load_from_state_dict(state_dict, prefix, *arguments)
         if f"{prefix}cores.0" in state_dict and f"{prefix}{layout_entry.NAME}" in missing:
             missing.remove(f"{prefix}{layout_entry.NAME}")  # the shapes of the cores say as much
+
+    def set_trained(self, parameter: nn.Parameter, *, trained: bool) -> None:
+        """Train the cores from the next forward on, or leave them: all, or none."""
+        self._frozen_cores = frozenset(
+            k
+            for k, core in enumerate(self.cores)
+            if (not trained if core is parameter else k in self._frozen_cores)
+        )
+        self._frozen = bool(self._frozen_cores)
+
+    _frozen_cores: frozenset[int] = frozenset()
+
+    def _check_frozen(self) -> None:
+        if 0 < len(self._frozen_cores) < len(self.cores):
+            raise RuntimeError(
+                f"cores {sorted(self._frozen_cores)} of {len(self.cores)} are frozen: a tensor "
+                "train is trained whole, so call requires_grad_ for all its cores"
+            )
 
     def _core_layout(self, device: torch.device) -> Layout:
         spec = self.spec
@@ -145,16 +168,21 @@ class TTEmbeddingBag(FusedTable):
         Raises:
             RuntimeError: wrong dtype, device or number of offsets; out of bounds in mode FATAL.
         """
+        self._check_frozen()
+        offsets = self._with_last_offset(indices, offsets)
         offsets = self._check_bounds(indices, offsets, self.features[1:])
         batch = self._batch(indices, offsets, self.pooling, self.output_dtype)
-        if not torch.is_grad_enabled():
+        weighted = per_sample_weights is not None and per_sample_weights.requires_grad
+        if not torch.is_grad_enabled() or (self._frozen and not weighted):
             return tt.lookup(self._core_list(), batch, per_sample_weights)
         if not lookups.is_fused(self.optimizer):
             return tt.DenseLookup.apply(
                 batch, per_sample_weights, self.share_gradients, *self.cores
             )
+        for core in self.cores:
+            self._check_in_place(core)
         return tt.FusedLookup.apply(
-            self.anchor,
+            self.anchor.detach() if self._frozen else self.anchor,
             self._core_list(),
             self._states(),
             self.hyper,

@@ -14,6 +14,7 @@ from emblib.compat.fbgemm import (
     OptimType,
     WeightDecayMode,
 )
+from tests.compat.peer import fbgemm
 from tests.compat.small import CACHED, HOST, INDICES, OFFSETS, make, step
 
 
@@ -164,3 +165,25 @@ def test_in_place_averages_go_on_after_a_checkpoint() -> None:
     torch.testing.assert_close(step(other), step(module))
     with pytest.raises(ValueError, match="even dims"):
         make(dim=3, **options)
+
+
+def test_two_weighted_lookups_in_one_loss_train_as_in_fbgemm() -> None:
+    """The second backward finds the rows as the first one has left them."""
+
+    def train(library: Any) -> list[torch.Tensor]:
+        place = (library.EmbeddingLocation.HOST, library.ComputeDevice.CPU)
+        module = library.SplitTableBatchedEmbeddingBagsCodegen(
+            [(10, 4, *place)], optimizer=library.OptimType.EXACT_SGD, learning_rate=0.5
+        )
+        module.split_embedding_weights()[0].copy_(torch.arange(40.0).view(10, 4) / 10)
+        weights = [torch.full((5,), value, requires_grad=True) for value in (0.5, 0.25)]
+        batch = torch.tensor([1, 2, 3, 2, 5]), torch.tensor([0, 2, 5])
+        first, second = (module(*batch, w) for w in weights)
+        (first + 2 * second).sum().backward()
+        grads = [w.grad for w in weights if w.grad is not None]
+        return [*grads, module.split_embedding_weights()[0]]
+
+    got, want = train(ours), train(fbgemm())
+    assert len(got) == 3
+    for mine, theirs in zip(got, want, strict=True):
+        torch.testing.assert_close(mine, theirs)

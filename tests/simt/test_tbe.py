@@ -196,7 +196,7 @@ def test_bounds_check(case: Case) -> None:
     repaired, violations = emulated.bounds_check(*given, BOUNDS_CHECK["warning"])
     want = reference.repair_offsets(data.offsets, data.indices.numel())
     assert torch.equal(repaired.long(), want)
-    assert violations[1] == (want != data.offsets).sum()
+    assert violations[1] == (want != data.offsets).sum() + (data.offsets[:1] > 0).sum()
     if want.numel() < 2:
         return
     bag = reference.bag_of_lookup(want, data.indices.numel())
@@ -206,7 +206,7 @@ def test_bounds_check(case: Case) -> None:
     bad = ((index < -1) | (index >= rows)) & (bag >= 0)
     assert violations[0] == bad.sum()
     if violations[1] > 0:
-        with pytest.raises(RuntimeError, match="bounds_check: offsets must start at 0 or above"):
+        with pytest.raises(RuntimeError, match="bounds_check: offsets must start at 0"):
             emulated.bounds_check(*given, BOUNDS_CHECK["fatal"])
     if violations[0] > 0:
         with pytest.raises(RuntimeError, match="bounds_check: indices must be in"):
@@ -232,7 +232,17 @@ def test_bounds_check_many_bags() -> None:
     )
     want = reference.repair_offsets(offsets, 9000)
     assert torch.equal(repaired.long(), want)
-    assert violations.tolist() == [0, (want != offsets).sum()]
+    assert violations.tolist() == [0, (want != offsets).sum() + (offsets[0] > 0)]
+
+
+@pytest.mark.parametrize(("first", "bad"), [(0, 0), (3, 1), (-1, 1)])
+def test_bounds_check_counts_ids_before_the_first_bag(first: int, bad: int) -> None:
+    features = torch.tensor([[0, 0, 10, 4, 0, 0, 0, 0]])
+    given = (torch.arange(8), torch.tensor([first, 4, 8]), features, None)
+    assert emulated.bounds_check(*given, BOUNDS_CHECK["warning"])[1].tolist() == [0, bad]
+    if bad:
+        with pytest.raises(RuntimeError, match="bounds_check: offsets must start at 0"):
+            emulated.bounds_check(*given, BOUNDS_CHECK["fatal"])
 
 
 def test_hot_row_of_many_chunks_is_deterministic() -> None:

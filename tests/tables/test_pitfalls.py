@@ -43,7 +43,7 @@ def test_a_checkpoint_of_other_tables_is_refused() -> None:
 def test_a_checkpoint_of_another_tt_table_is_refused() -> None:
     spec = TTSpec(rows=60, dim=8, ranks=(2, 2))
     other = TTEmbeddingBag(TTSpec(rows=50, dim=8, ranks=(2, 2), row_factors=spec.row_factors))
-    with pytest.raises(RuntimeError, match="the checkpoint is of other tables"):
+    with pytest.raises(RuntimeError, match="differs in rows"):
         other.load_state_dict(TTEmbeddingBag(spec).state_dict())
 
 
@@ -59,12 +59,22 @@ def test_tt_from_meta_by_loading() -> None:
         assert torch.equal(other.to_dense(), saved.to_dense())
 
 
-def test_sample_weight_gradients_at_updated_weights_are_refused() -> None:
+def test_two_weighted_lookups_in_one_loss_are_two_updates() -> None:
+    """The gradient of the weights of the first lookup, whose backward comes last, is FBGEMM's."""
     module = small(optim.SGD(1.0))
-    first, second = (torch.ones(5, requires_grad=True) for _ in range(2))
-    out = module(INDICES, OFFSETS, first) + module(INDICES, OFFSETS, second)
-    with pytest.raises(RuntimeError, match="needs the weights that forward read"):
-        out.sum().backward()
+    first, second = (torch.full((5,), 0.5, requires_grad=True) for _ in range(2))
+    outs = [module(INDICES, OFFSETS, weights) for weights in (first, second)]
+    before = [weights.clone() for weights in module.table_weights()]
+    (outs[0] + outs[1]).sum().backward()
+    assert module.step == 2
+
+    def row_sums(tables: list[Tensor]) -> Tensor:
+        return torch.cat([tables[0][INDICES[:3]].sum(1), tables[1][INDICES[3:]].sum(1)])
+
+    once = small(optim.SGD(1.0))
+    once(INDICES, OFFSETS, first.detach()).sum().backward()
+    torch.testing.assert_close(second.grad, row_sums(before))
+    torch.testing.assert_close(first.grad, row_sums(once.table_weights()))
 
 
 def test_two_forwards_without_weights_are_two_updates() -> None:
@@ -179,7 +189,7 @@ def test_the_warning_points_at_the_caller() -> None:
         return caught
 
     assert call(OFFSETS) == []
-    (warning,) = call(torch.tensor([1, 1, 2, 0, 2]))  # lengths, not offsets
+    (warning,) = call(torch.tensor([0, 2, 1, 0, 2]))  # lengths, not offsets
     assert "offsets, not lengths" in str(warning.message)
     assert warning.filename == __file__
 

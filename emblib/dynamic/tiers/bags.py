@@ -69,6 +69,7 @@ class TieredEmbeddingBags(DynamicEmbeddingBags):
         precision: Precision | None = None,
         seed: int = 0,
         device: torch.device | str | None = None,
+        include_last_offset: bool = True,
     ) -> None:
         if not isinstance(tiers, Tiers):
             raise TypeError(f"tiers must be Tiers, e.g. Tiers(HostRows(1_000_000)), got {tiers!r}")
@@ -90,6 +91,7 @@ class TieredEmbeddingBags(DynamicEmbeddingBags):
             precision=precision,
             seed=seed,
             device=device,
+            include_last_offset=include_last_offset,
         )
         self.lower = LowerTier(self, tiers)
         self.followers.append(self.lower)

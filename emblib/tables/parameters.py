@@ -1,0 +1,100 @@
+"""Parameters of tables that backward updates: what is done to them reaches the table, or raises."""
+
+import weakref
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+
+class Owner(Protocol):
+    """What has a parameter and is to know whether it is trained."""
+
+    def set_trained(self, parameter: nn.Parameter, *, trained: bool) -> None:
+        """Train the memory of the parameter from the next forward on, or leave it as it is."""
+
+
+_owners = WeakTensorKeyDictionary()  # of parameters, to weak references
+
+
+class TableParameter(nn.Parameter):
+    """A parameter without a gradient: `requires_grad` says whether its table is trained."""
+
+    def requires_grad_(self, requires_grad: Any = True) -> Any:
+        """Train the table from the next forward on, or leave it as it is."""
+        super().requires_grad_(requires_grad)
+        _tell_owner(self)
+        return self
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether the parameter asks for a gradient."""
+        return bool(Tensor.requires_grad.__get__(self))  # type: ignore[attr-defined]
+
+    @requires_grad.setter
+    def requires_grad(self, requires_grad: Any) -> None:
+        self.requires_grad_(requires_grad)
+
+
+class ViewParameter(TableParameter):
+    """A parameter that is a view of memory that several tables share, which lookups read."""
+
+    @property
+    def data(self) -> Tensor:
+        """The values."""
+        values: Tensor = Tensor.data.__get__(self)  # type: ignore[attr-defined]
+        return values
+
+    @data.setter
+    def data(self, values: Tensor) -> None:
+        raise RuntimeError(
+            "the parameter of a table is a view of the memory that lookups read, so .data = ... "
+            "would have no effect on them: write into it, under torch.no_grad(), with "
+            "parameter.copy_(values), or load a state dict"
+        )
+
+
+def set_data(parameter: nn.Parameter, values: Tensor) -> None:
+    """Let a parameter be a view of other memory."""
+    Tensor.data.__set__(parameter, values)  # type: ignore[attr-defined]
+
+
+def own(parameter: nn.Parameter, owner: Owner, kind: type[TableParameter]) -> None:
+    """Make a parameter, which stays the same object, one of `kind` that tells `owner`."""
+    if type(parameter) is not kind:
+        parameter.__class__ = kind
+    _owners[parameter] = weakref.ref(owner)
+
+
+def disown(parameter: nn.Parameter) -> None:
+    """Make it an ordinary parameter again."""
+    if isinstance(parameter, TableParameter):
+        _owners.pop(parameter, None)
+        unmarked: Any = parameter
+        unmarked.__class__ = nn.Parameter
+
+
+def _tell_owner(parameter: TableParameter) -> None:
+    reference = _owners.get(parameter)
+    owner = None if reference is None else reference()
+    if owner is not None:
+        owner.set_trained(parameter, trained=parameter.requires_grad)
+
+
+def refuse_replacement(name: str, value: Any) -> None:
+    """Raise RuntimeError for a parameter in the place of one whose memory lookups read."""
+    if not isinstance(value, nn.Parameter):
+        return
+    raise RuntimeError(
+        f"the parameter {name!r} of a table cannot be replaced, since lookups read the memory that "
+        "it is a view of: copy values into it under torch.no_grad(), or load a state dict; to "
+        "spread a model over ranks use emblib.sharding.DistributedModelParallel, with "
+        'wrap="fully_shard" for its dense part, or give fully_shard the parameters of tables as '
+        "ignored_params"
+    )
+
+
+def is_replaced(parameter: Any) -> bool:
+    """Whether something has put a parameter of its own in the place of a table's."""
+    return not torch.compiler.is_compiling() and not isinstance(parameter, TableParameter)

@@ -1,0 +1,205 @@
+"""What is done to parameters reaches the tables or raises: freezing, replacing, casting."""
+
+import copy
+import pickle
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from emblib import (
+    Cache,
+    DynamicEmbeddingBags,
+    DynamicSpec,
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    KeyedJaggedTensor,
+    Placement,
+    QuantizedEmbeddingBags,
+    TableBatchedEmbeddingBags,
+    TableSpec,
+    TTEmbeddingBag,
+    TTSpec,
+    optim,
+)
+from emblib.collections import Dynamic, Plain, TensorTrain
+
+ADAM = optim.Adam(0.1)
+BATCH = (torch.tensor([1, 2, 3, 4, 1]), torch.tensor([0, 2, 5]))
+FEATURES = KeyedJaggedTensor.from_lengths_sync(
+    ["f0", "f1"], torch.tensor([1, 2, 3, 1, 4]), torch.tensor([2, 0, 1, 2])
+)
+MODULES: dict[str, Callable[[], Any]] = {
+    "plain": lambda: TableBatchedEmbeddingBags([TableSpec(10, 8)], ADAM),
+    "cached": lambda: TableBatchedEmbeddingBags(
+        [TableSpec(10, 8, placement=Placement.MANAGED_CACHING)], ADAM
+    ),
+    "tt": lambda: TTEmbeddingBag(TTSpec(100, 8, (2,)), ADAM),
+    "dynamic": lambda: DynamicEmbeddingBags([DynamicSpec(32, 8)], ADAM),
+}
+every_module = pytest.mark.parametrize("name", list(MODULES))
+either = pytest.mark.parametrize("optimizer", [ADAM, None], ids=["fused", "dense gradients"])
+
+
+def collection(
+    optimizer: optim.Optimizer | None = ADAM, kind: Any = None, tables: int = 2
+) -> EmbeddingBagCollection:
+    torch.manual_seed(0)
+    return EmbeddingBagCollection(
+        [
+            EmbeddingBagConfig(10, 8, f"t{i}", (f"f{i}",), kind=Plain() if kind is None else kind)
+            for i in range(tables)
+        ],
+        optimizer=optimizer,
+    )
+
+
+def state_of(module: nn.Module) -> dict[str, Tensor]:
+    return {key: torch.as_tensor(value).clone() for key, value in module.state_dict().items()}
+
+
+def changed(before: dict[str, Tensor], module: nn.Module) -> list[str]:
+    after = state_of(module)
+    same = {k for k in before if before[k].shape == after[k].shape and before[k].equal(after[k])}
+    return sorted(before.keys() - same)
+
+
+@every_module
+def test_frozen_tables_are_not_trained(name: str) -> None:
+    module = MODULES[name]()
+    model = nn.Sequential(module)
+    module(*BATCH).sum().backward()
+    before = state_of(module)
+    model.requires_grad_(False)
+    out = module(*BATCH)
+    assert not out.requires_grad
+    weights = torch.ones(5, requires_grad=True)
+    module(*BATCH, weights).sum().backward()
+    assert weights.grad is not None
+    assert changed(before, module) == []
+    model.requires_grad_(True)
+    module(*BATCH).sum().backward()
+    assert changed(before, module)
+    assert module.step == 2
+
+
+@every_module
+def test_copies_of_frozen_tables_are_frozen_on_their_own(name: str) -> None:
+    module = MODULES[name]()
+    module.requires_grad_(False)
+    for other in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        assert not other(*BATCH).requires_grad
+        other.requires_grad_(True)
+        assert other(*BATCH).requires_grad
+    assert not module(*BATCH).requires_grad
+
+
+@pytest.mark.parametrize(
+    ("kind", "optimizer"),
+    [
+        (Plain(), ADAM),
+        (Plain(Placement.MANAGED_CACHING, Cache(sets=1)), ADAM),
+        (Plain(), optim.RowwiseAdagrad(0.1, global_decay=optim.GlobalDecay(0.1))),
+        (TensorTrain((2,)), ADAM),
+        (Plain(), None),
+    ],
+    ids=["plain", "cached", "global decay", "tensor train", "dense gradients"],
+)
+def test_one_table_of_a_collection_is_frozen(kind: Any, optimizer: Any) -> None:
+    frozen, whole = collection(optimizer, kind), collection(optimizer, kind)
+    whole.load_state_dict(frozen.state_dict())
+    frozen.embedding_bags["t0"].requires_grad_(False)
+    before = state_of(frozen)
+    for model in (frozen, whole):
+        torch_optimizer = None if optimizer else torch.optim.Adam(model.parameters(), 0.1)
+        for _ in range(2):
+            model(FEATURES).values().square().sum().backward()
+            if torch_optimizer is not None:
+                torch_optimizer.step()
+    moved = changed(before, frozen)
+    assert moved
+    assert all(".t1." in key for key in moved)
+    for key in moved:
+        torch.testing.assert_close(frozen.state_dict()[key], whole.state_dict()[key])
+    frozen.embedding_bags["t0"].requires_grad_(True)
+    frozen(FEATURES).values().square().sum().backward()
+    if optimizer is not None:
+        assert any(".t0." in key for key in changed(before, frozen))
+
+
+def test_a_frozen_table_stays_so_in_copies_and_with_another_optimizer() -> None:
+    model = collection()
+    model.embedding_bags["t0"].weight.requires_grad = False
+    copied = copy.deepcopy(model)
+    model.set_optimizers({"t0": optim.SGD(0.1), "t1": optim.SGD(0.1)})
+    for one in (copied, model):
+        before = state_of(one)
+        one(FEATURES).values().sum().backward()
+        assert changed(before, one) == ["embedding_bags.t1.weight"]
+
+
+def test_dynamic_tables_of_one_kernel_are_frozen_together() -> None:
+    model = collection(kind=Dynamic())
+    model.embedding_bags["t0"].requires_grad_(False)
+    with pytest.raises(RuntimeError, match="freeze all of them"):
+        model(FEATURES)
+    model.requires_grad_(False)
+    assert not model(FEATURES).values().requires_grad
+    assert model.groups.views(0)["weight"].shape[1] == 8
+
+
+def test_cores_are_frozen_together() -> None:
+    table = MODULES["tt"]()
+    table.cores[0].requires_grad_(False)
+    with pytest.raises(RuntimeError, match=r"cores \[0\] of 2 are frozen"):
+        table(*BATCH)
+
+
+@either
+@pytest.mark.parametrize("kind", [Plain(), Dynamic()], ids=["plain", "dynamic"])
+def test_memory_that_lookups_would_not_read_is_refused(optimizer: Any, kind: Any) -> None:
+    model = collection(optimizer, kind, tables=1)
+    handle = model.embedding_bags["t0"]
+    weight = handle.weight
+    if optimizer is not None or isinstance(kind, Plain):
+        with pytest.raises(RuntimeError, match=r"copy_\(values\)"):
+            weight.data = torch.zeros_like(weight)
+    with pytest.raises(RuntimeError, match="cannot be replaced"):
+        handle.weight = nn.Parameter(torch.zeros_like(weight))
+    with torch.no_grad():
+        weight.fill_(2.0)
+    assert handle.weight is weight
+    assert bool((model.groups.views(0)["weight"] == 2).all())
+
+
+def test_the_weights_of_a_module_may_be_replaced() -> None:
+    table = TableBatchedEmbeddingBags([TableSpec(10, 8)], optim.SGD(0.1))
+    table.weights.data = torch.ones(80)
+    assert table(*BATCH)[0].tolist() == [2.0] * 8
+    table.weights = nn.Parameter(torch.zeros(80))
+    table(*BATCH).sum().backward()
+    assert float(table.weights.detach().sum()) < 0
+
+
+@pytest.mark.parametrize(
+    "make",
+    [*MODULES.values(), collection, lambda: QuantizedEmbeddingBags([TableSpec(10, 8)])],
+    ids=[*MODULES, "collection", "quantized"],
+)
+def test_other_dtypes_are_told_to_have_no_effect(make: Callable[[], nn.Module]) -> None:
+    model = nn.Sequential(make(), nn.Linear(8, 1))
+    dtypes = {key: value.dtype for key, value in model[0].state_dict().items()}
+    for convert in (model.half, lambda: model.to(torch.bfloat16), model.double):
+        with pytest.warns(UserWarning, match=r"tables keep their dtypes.*ignored") as told:
+            convert()
+        assert len(told) == 1
+        assert told[0].filename == __file__
+    assert {key: value.dtype for key, value in model[0].state_dict().items()} == dtypes
+    assert next(model[1].parameters()).dtype is torch.float64
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.float()
+        model.to("cpu")

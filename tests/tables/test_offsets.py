@@ -1,0 +1,89 @@
+"""Offsets of another form than the modules take: ids and bags are never dropped silently."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.testing import assert_close
+
+from emblib import (
+    BoundsCheck,
+    DynamicEmbeddingBags,
+    DynamicSpec,
+    QuantizedEmbeddingBags,
+    TableBatchedEmbeddingBags,
+    TableSpec,
+    TTEmbeddingBag,
+    TTSpec,
+    optim,
+)
+
+IDS = torch.tensor([1, 2, 3, 4, 5])
+MODULES: dict[str, Callable[..., Any]] = {
+    "plain": lambda **options: TableBatchedEmbeddingBags([TableSpec(10, 8)], **options),
+    "tt": lambda **options: TTEmbeddingBag(TTSpec(100, 8, (2,)), **options),
+    "quantized": lambda **options: QuantizedEmbeddingBags([TableSpec(10, 8)], **options),
+    "dynamic": lambda bounds_check=None, **options: DynamicEmbeddingBags(
+        [DynamicSpec(32, 8)], **options
+    ),
+}
+kinds = pytest.mark.parametrize("kind", list(MODULES))
+checks = pytest.mark.parametrize("check", [BoundsCheck.FATAL, BoundsCheck.WARNING], ids=str)
+
+
+@kinds
+@checks
+def test_ids_before_the_first_bag_are_refused(kind: str, check: BoundsCheck) -> None:
+    with pytest.raises((ValueError, RuntimeError), match=r"offsets must (begin with|start at) 0"):
+        MODULES[kind](bounds_check=check)(IDS, torch.tensor([2, 4, 5]))
+
+
+@kinds
+@checks
+def test_offsets_without_the_last_entry_are_refused(kind: str, check: BoundsCheck) -> None:
+    with pytest.raises((ValueError, RuntimeError), match="include_last_offset=False"):
+        MODULES[kind](bounds_check=check)(IDS, torch.tensor([0, 2, 3]))
+
+
+@kinds
+def test_offsets_without_the_last_entry_work_where_asked_for(kind: str) -> None:
+    torch.manual_seed(0)
+    whole, start = MODULES[kind](), MODULES[kind](include_last_offset=False)
+    start.load_state_dict(whole.state_dict())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        out = start(IDS, torch.tensor([0, 2, 3], dtype=torch.int32))
+        assert_close(out, whole(IDS, torch.tensor([0, 2, 3, 5])))
+    assert out.shape == (3, 8)
+
+
+def test_include_last_offset_means_what_it_means_in_torch() -> None:
+    table = TableBatchedEmbeddingBags([TableSpec(10, 4)], include_last_offset=False)
+    weights, offsets = table.table_weights()[0], torch.tensor([0, 0, 4])
+    peer = nn.EmbeddingBag.from_pretrained(weights.clone(), mode="sum")
+    assert_close(table(IDS, offsets), peer(IDS, offsets))
+
+
+def test_features_of_a_module_that_leaves_out_the_last_offset() -> None:
+    tables = [TableSpec(10, 4), TableSpec(10, 2)]
+    table = TableBatchedEmbeddingBags(tables, optim.SGD(0.1), include_last_offset=False)
+    table.prefetch(IDS, torch.tensor([0, 2, 3, 4]))
+    assert table(IDS, torch.tensor([0, 2, 3, 4])).shape == (2, 6)
+
+
+def test_ignore_repairs_without_a_word() -> None:
+    table = TableBatchedEmbeddingBags([TableSpec(10, 4)], bounds_check=BoundsCheck.IGNORE)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        out = table(IDS, torch.tensor([2, 4]))
+    assert_close(out, table.table_weights()[0][3:6].sum(0, keepdim=True))
+
+
+def test_a_refused_batch_changes_nothing() -> None:
+    table = TableBatchedEmbeddingBags([TableSpec(10, 4)], optim.SGD(0.1))
+    with pytest.raises(ValueError, match="begin with 0"):
+        table(IDS, torch.tensor([1, 5]))
+    assert table.bounds_violations.tolist() == [0, 0]
