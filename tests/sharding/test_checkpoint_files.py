@@ -1,6 +1,8 @@
 """Directories of checkpoints, saves in the background, single files, and what errors tell."""
 
 import copy
+import os
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,28 @@ def test_whole_or_as_before_wherever_a_writer_is_killed(tmp_path: Path) -> None:
         line.split() for line in run_alone(checkpoint_kills, "calls", tmp_path).splitlines()
     )
     assert all(int(count) > 0 for count in told.values()), told
+
+
+def test_on_the_disk_before_it_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows and the names of their files reach the disk, then the metadata, then its name."""
+    calls: list[str] = []
+    fsync, replace = os.fsync, os.replace
+
+    def record_fsync(handle: int) -> None:
+        status = os.fstat(handle)
+        calls.append("directory" if stat.S_ISDIR(status.st_mode) else f"file of {status.st_size}")
+        fsync(handle)
+
+    def record_replace(*args: Any) -> None:
+        calls.append("replace")
+        replace(*args)
+
+    monkeypatch.setattr(os, "fsync", record_fsync)
+    monkeypatch.setattr(os, "replace", record_replace)
+    checkpoints.save({"t": numbers(10, 4)}, tmp_path, ALONE)
+    rows, metadata = ((next(tmp_path.glob(g))).stat().st_size for g in ("*.distcp", ".metadata"))
+    saved = [f"file of {rows}", "directory", f"file of {metadata}", "replace", "directory"]
+    assert calls == saved
 
 
 def test_no_whole_checkpoint(tmp_path: Path) -> None:
