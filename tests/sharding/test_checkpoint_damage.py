@@ -258,6 +258,8 @@ def save_and_damage(ranks: Ranks, path: Path) -> str:
     boxes = [Box(r, (r * 3, r * 3 + 3), (0, 4)) for r in range(ranks.size)]
     whole = numbers(3 * ranks.size, 4)
     checkpoints.save({"t": spread(whole, boxes, ranks)}, path, ranks)
+    checkpoints.save({"n": numbers(3)}, path / "one", ranks)  # one rank writes it
+    assert len(list((path / "one").iterdir())) == 2
     found = {"t": spread(torch.zeros(3 * ranks.size, 4), boxes, ranks)}
     checkpoints.load(found, path, ranks)
     assert_is(found["t"], whole)

@@ -90,13 +90,17 @@ class Writer(dcp.FileSystemWriter):
         The metadata is written here, and not by torch, whose versions differ in which object they
         write and in what has reached the disk before it is renamed.
         """
-        metadata.storage_data, files = {}, {}
+        metadata.storage_data = {}
+        files: dict[str, FileSums] = {}
         for result in (result for of_rank in results for result in of_rank):
             if result.index == _SUMS:
                 files.update(result.storage_data)
             else:
                 metadata.storage_data[result.index] = result.storage_data
         metadata.storage_meta = self.storage_meta()
+        # Ranks that write nothing have an empty file.
+        named = {info.relative_path for info in metadata.storage_data.values()}
+        files = {name: sums for name, sums in files.items() if name in named}
         directory = Path(self.path)
         flush_directory(directory)
         with replacing(directory / METADATA) as file:
