@@ -66,6 +66,7 @@ TORCH_HEADERS = {
     "csrc/cache/check_cache.h",
     "csrc/cache/check_memory.h",
     "csrc/core/check.h",
+    "csrc/core/entry.h",
     "csrc/core/feature_bags.h",
     "csrc/core/launch.h",
     "csrc/core/parallel.h",

@@ -83,7 +83,7 @@ def _registered_in(pattern: str, dispatch_key: str) -> set[str]:
     for path in (ROOT / "csrc").glob(pattern):
         block = rf"STABLE_TORCH_LIBRARY_IMPL\(emblib, {dispatch_key}, m\) \{{(.*?)\n?\}}\n"
         for body in re.findall(block, path.read_text(), re.DOTALL):
-            names.update(re.findall(r'm\.impl\("(\w+)"', body))
+            names.update(re.findall(r"EMB_IMPL\(m, [\w:]+, (\w+)\)", body))
     return names
 
 

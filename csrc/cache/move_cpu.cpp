@@ -98,6 +98,6 @@ void cache_flush_(std::vector<Tensor> weights, std::vector<Tensor> states, const
 }  // namespace emb
 
 STABLE_TORCH_LIBRARY_IMPL(emblib, CPU, m) {
-  m.impl("cache_move_", TORCH_BOX(&emb::cache_move_));
-  m.impl("cache_flush_", TORCH_BOX(&emb::cache_flush_));
+  EMB_IMPL(m, emb, cache_move_);
+  EMB_IMPL(m, emb, cache_flush_);
 }

@@ -52,6 +52,6 @@ void cache_flush_(std::vector<Tensor> weights, std::vector<Tensor> states, const
 }  // namespace emb::cuda
 
 STABLE_TORCH_LIBRARY_IMPL(emblib, CUDA, m) {
-  m.impl("cache_move_", TORCH_BOX(&emb::cuda::cache_move_));
-  m.impl("cache_flush_", TORCH_BOX(&emb::cuda::cache_flush_));
+  EMB_IMPL(m, emb::cuda, cache_move_);
+  EMB_IMPL(m, emb::cuda, cache_flush_);
 }

@@ -202,8 +202,8 @@ std::tuple<Tensor, Tensor> cache_plan_(Tensor tags, Tensor stamps, std::optional
                   end_of_rows(table, num_tables) - first_row, ", got ", counts->numel());
   STD_TORCH_CHECK(state.cache.sets > 0 || batch.first == batch.count, op,
                   ": a cache needs at least one set");
-  Tensor row_slots = torch::stable::new_empty(rows, {rows.numel()}, ScalarType::Int);
-  Tensor evicted = torch::stable::new_empty(rows, {rows.numel()}, ScalarType::Long);
+  Tensor row_slots = allocate(rows, {rows.numel()}, ScalarType::Int);
+  Tensor evicted = allocate(rows, {rows.numel()}, ScalarType::Long);
   const auto* now = clock.const_data_ptr<int64_t>();
   CachePlanArgs args{state.cache,
                      now[0],
@@ -235,7 +235,7 @@ Tensor cache_locate(const Tensor& tags, const Tensor& tables, const Tensor& rows
   const CachedRows batch = check_batch(op, tables, rows, nullptr, count);
   STD_TORCH_CHECK(args.cache.sets > 0 || batch.first == batch.count, op,
                   ": a cache needs at least one set");
-  Tensor row_slots = torch::stable::new_empty(rows, {rows.numel()}, ScalarType::Int);
+  Tensor row_slots = allocate(rows, {rows.numel()}, ScalarType::Int);
   args.cache.tags = const_cast<int64_t*>(tags.const_data_ptr<int64_t>());  // read only
   args.rows = batch.rows;
   args.row_slots = row_slots.mutable_data_ptr<int32_t>();
@@ -270,7 +270,7 @@ Tensor cache_lookup_slots(const Tensor& row_slots, const Tensor& segments, const
     signs |= position[j] | (static_cast<int32_t>(n) - 1 - position[j]);
   }
   STD_TORCH_CHECK(signs >= 0, op, ": segments and lookups must come from one call of tbe_group");
-  Tensor slots = torch::stable::new_empty(row_slots, {n}, ScalarType::Int);
+  Tensor slots = allocate(row_slots, {n}, ScalarType::Int);
   auto* out = slots.mutable_data_ptr<int32_t>();
   for (int64_t j = 0; j < segment[0]; ++j) out[position[j]] = -1;
   parallel_balanced(
@@ -288,7 +288,7 @@ Tensor cache_lookup_slots(const Tensor& row_slots, const Tensor& segments, const
 }  // namespace emb
 
 STABLE_TORCH_LIBRARY_IMPL(emblib, CPU, m) {
-  m.impl("cache_plan_", TORCH_BOX(&emb::cache_plan_));
-  m.impl("cache_locate", TORCH_BOX(&emb::cache_locate));
-  m.impl("cache_lookup_slots", TORCH_BOX(&emb::cache_lookup_slots));
+  EMB_IMPL(m, emb, cache_plan_);
+  EMB_IMPL(m, emb, cache_locate);
+  EMB_IMPL(m, emb, cache_lookup_slots);
 }

@@ -17,10 +17,10 @@ struct GroupScratch {
   Tensor sets, segments, permutation, count;
 
   GroupScratch(const Tensor& like, int64_t n)
-      : sets(torch::stable::new_empty(like, {n}, ScalarType::Int)),
-        segments(torch::stable::new_empty(like, {n + 1}, ScalarType::Int)),
-        permutation(torch::stable::new_empty(like, {n}, ScalarType::Int)),
-        count(torch::stable::new_empty(like, {1}, ScalarType::Int)) {}
+      : sets(allocate(like, {n}, ScalarType::Int)),
+        segments(allocate(like, {n + 1}, ScalarType::Int)),
+        permutation(allocate(like, {n}, ScalarType::Int)),
+        count(allocate(like, {1}, ScalarType::Int)) {}
 
   GroupOutput output() const {
     return {sets.mutable_data_ptr(),           false,   segments.mutable_data_ptr<int32_t>(),
@@ -43,8 +43,8 @@ std::tuple<Tensor, Tensor> cache_plan_(Tensor tags, Tensor stamps, std::optional
   STD_TORCH_CHECK(state.cache.sets > 0, op, ": a cache needs at least one set");
   const int64_t n = rows.numel();
   const CudaLauncher launcher(tags);
-  Tensor row_slots = torch::stable::new_empty(rows, {n}, ScalarType::Int);
-  Tensor evicted = torch::stable::new_empty(rows, {n}, ScalarType::Long);
+  Tensor row_slots = allocate(rows, {n}, ScalarType::Int);
+  Tensor evicted = allocate(rows, {n}, ScalarType::Long);
   const CachePlan plan{state.cache,
                        clock.const_data_ptr<int64_t>(),
                        state.counters,
@@ -75,7 +75,7 @@ Tensor cache_locate(const Tensor& tags, const Tensor& tables, const Tensor& rows
   check_features(op, tables);
   check_same_device(op, "tables", tables, tags);
   STD_TORCH_CHECK(plan.cache.sets > 0, op, ": a cache needs at least one set");
-  Tensor row_slots = torch::stable::new_empty(rows, {rows.numel()}, ScalarType::Int);
+  Tensor row_slots = allocate(rows, {rows.numel()}, ScalarType::Int);
   plan.cache.tags = const_cast<int64_t*>(tags.const_data_ptr<int64_t>());  // read only
   plan.tables = feature_array(tables);
   plan.num_tables = static_cast<int>(tables.size(0));
@@ -95,7 +95,7 @@ Tensor cache_lookup_slots(const Tensor& row_slots, const Tensor& segments, const
   check_one(op, "segments", segments, ScalarType::Int, n + 1, row_slots);
   check_one(op, "lookups", lookups, ScalarType::Int, n, row_slots);
   check_one(op, "count", count, ScalarType::Int, 1, row_slots);
-  Tensor slots = torch::stable::new_empty(row_slots, {n}, ScalarType::Int);
+  Tensor slots = allocate(row_slots, {n}, ScalarType::Int);
   launch_lookup_slots(CudaLauncher(row_slots), row_slots.const_data_ptr<int32_t>(),
                       segments.const_data_ptr<int32_t>(), lookups.const_data_ptr<int32_t>(),
                       count.const_data_ptr<int32_t>(), n, slots.mutable_data_ptr<int32_t>());
@@ -106,7 +106,7 @@ Tensor cache_lookup_slots(const Tensor& row_slots, const Tensor& segments, const
 }  // namespace emb::cuda
 
 STABLE_TORCH_LIBRARY_IMPL(emblib, CUDA, m) {
-  m.impl("cache_plan_", TORCH_BOX(&emb::cuda::cache_plan_));
-  m.impl("cache_locate", TORCH_BOX(&emb::cuda::cache_locate));
-  m.impl("cache_lookup_slots", TORCH_BOX(&emb::cuda::cache_lookup_slots));
+  EMB_IMPL(m, emb::cuda, cache_plan_);
+  EMB_IMPL(m, emb::cuda, cache_locate);
+  EMB_IMPL(m, emb::cuda, cache_lookup_slots);
 }

@@ -13,6 +13,7 @@
 
 #include "core/bag_map.h"
 #include "core/dtype.h"
+#include "core/entry.h"
 #include "core/place.h"
 
 namespace emb {

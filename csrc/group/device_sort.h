@@ -25,9 +25,8 @@ template <class Key>
 class DeviceSort {
  public:
   DeviceSort(const torch::stable::Tensor& like, int64_t n, int64_t limit, int32_t* sorted_positions)
-      : scratch_(torch::stable::new_empty(
-            like, {n * static_cast<int64_t>(2 * sizeof(Key) + sizeof(int32_t)) + 16},
-            torch::headeronly::ScalarType::Byte)) {
+      : scratch_(allocate(like, {n * static_cast<int64_t>(2 * sizeof(Key) + sizeof(int32_t)) + 16},
+                          torch::headeronly::ScalarType::Byte)) {
     auto* keys = static_cast<Key*>(scratch_.mutable_data_ptr());
     auto* positions = reinterpret_cast<int32_t*>(keys + 2 * n);
     // Once sorted, the input is not needed any more: the runs take its place.

@@ -19,8 +19,8 @@ class DeviceWork {
 
   template <class T>
   T* scratch(int64_t n) {
-    kept_.push_back(torch::stable::new_empty(like_, {n * static_cast<int64_t>(sizeof(T))},
-                                             torch::headeronly::ScalarType::Byte));
+    kept_.push_back(allocate(like_, {n * static_cast<int64_t>(sizeof(T))},
+                             torch::headeronly::ScalarType::Byte));
     return reinterpret_cast<T*>(kept_.back().mutable_data_ptr());
   }
 

@@ -19,8 +19,8 @@ template <class Algorithm>
 void with_scratch(const torch::stable::Tensor& like, const Algorithm& run) {
   size_t bytes = 0;
   check_cuda(run(nullptr, bytes), "sizing CUB's scratch");
-  torch::stable::Tensor scratch = torch::stable::new_empty(
-      like, {static_cast<int64_t>(bytes > 0 ? bytes : 1)}, ScalarType::Byte);
+  torch::stable::Tensor scratch =
+      allocate(like, {static_cast<int64_t>(bytes > 0 ? bytes : 1)}, ScalarType::Byte);
   check_cuda(run(scratch.mutable_data_ptr(), bytes), "CUB");
 }
 
@@ -66,10 +66,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> group(const Tensor& keys, int64_t num
   const CudaLauncher launcher(keys);
   const Tensor input = torch::stable::contiguous(keys);
   const int64_t n = keys.numel();
-  Tensor unique = torch::stable::new_empty(keys, {n});
-  Tensor segments = torch::stable::new_empty(keys, {n + 1}, ScalarType::Int);
-  Tensor permutation = torch::stable::new_empty(keys, {n}, ScalarType::Int);
-  Tensor count = torch::stable::new_empty(keys, {1}, ScalarType::Int);
+  Tensor unique = allocate(keys, {n});
+  Tensor segments = allocate(keys, {n + 1}, ScalarType::Int);
+  Tensor permutation = allocate(keys, {n}, ScalarType::Int);
+  Tensor count = allocate(keys, {1}, ScalarType::Int);
   const GroupOutput out{unique.mutable_data_ptr(),
                         unique.scalar_type() == ScalarType::Long,
                         segments.mutable_data_ptr<int32_t>(),
@@ -97,7 +97,7 @@ Tensor group_inverse(const Tensor& segments, const Tensor& permutation, const Te
                   ": segments must have one entry more than permutation = ", n + 1, ", got ",
                   segments.numel());
   const CudaLauncher launcher(permutation);
-  Tensor inverse = torch::stable::new_empty(permutation, {n});
+  Tensor inverse = allocate(permutation, {n});
   launch_inverse(launcher, segments.const_data_ptr<int32_t>(),
                  permutation.const_data_ptr<int32_t>(), count.const_data_ptr<int32_t>(), n,
                  inverse.mutable_data_ptr<int32_t>());
@@ -108,6 +108,6 @@ Tensor group_inverse(const Tensor& segments, const Tensor& permutation, const Te
 }  // namespace emb::cuda
 
 STABLE_TORCH_LIBRARY_IMPL(emblib, CUDA, m) {
-  m.impl("group", TORCH_BOX(&emb::cuda::group));
-  m.impl("group_inverse", TORCH_BOX(&emb::cuda::group_inverse));
+  EMB_IMPL(m, emb::cuda, group);
+  EMB_IMPL(m, emb::cuda, group_inverse);
 }

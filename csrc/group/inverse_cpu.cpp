@@ -22,7 +22,7 @@ Tensor group_inverse(const Tensor& segments, const Tensor& permutation, const Te
   STD_TORCH_CHECK(segments.numel() == n + 1 && count.numel() == 1, op,
                   ": segments must have one entry more than permutation = ", n + 1, ", got ",
                   segments.numel());
-  Tensor inverse = torch::stable::new_empty(permutation, {n});
+  Tensor inverse = allocate(permutation, {n});
   const int32_t *segment = segments.const_data_ptr<int32_t>(),
                 *position = permutation.const_data_ptr<int32_t>();
   int32_t* out = inverse.mutable_data_ptr<int32_t>();
@@ -50,6 +50,4 @@ Tensor group_inverse(const Tensor& segments, const Tensor& permutation, const Te
 }  // namespace
 }  // namespace emb
 
-STABLE_TORCH_LIBRARY_IMPL(emblib, CPU, m) {
-  m.impl("group_inverse", TORCH_BOX(&emb::group_inverse));
-}
+STABLE_TORCH_LIBRARY_IMPL(emblib, CPU, m) { EMB_IMPL(m, emb, group_inverse); }

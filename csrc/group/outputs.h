@@ -10,10 +10,10 @@ struct GroupTensors {
   Tensor unique, segments, permutation, count;
 
   GroupTensors(const Tensor& like, int64_t n, ScalarType unique_type)
-      : unique(torch::stable::new_empty(like, {n}, unique_type)),
-        segments(torch::stable::new_empty(like, {n + 1}, ScalarType::Int)),
-        permutation(torch::stable::new_empty(like, {n}, ScalarType::Int)),
-        count(torch::stable::new_empty(like, {1}, ScalarType::Int)) {}
+      : unique(allocate(like, {n}, unique_type)),
+        segments(allocate(like, {n + 1}, ScalarType::Int)),
+        permutation(allocate(like, {n}, ScalarType::Int)),
+        count(allocate(like, {1}, ScalarType::Int)) {}
 
   GroupOutput output() const {
     return {unique.mutable_data_ptr(), unique.scalar_type() == ScalarType::Long,

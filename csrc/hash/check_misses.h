@@ -61,10 +61,10 @@ struct MissTensors {
   Tensor first, groups, totals, ends;
 
   MissTensors(const Tensor& ids, int64_t num_tables)
-      : first(torch::stable::new_empty(ids, {ids.numel()})),
-        groups(torch::stable::new_empty(ids, {ids.numel()}, ScalarType::Int)),
-        totals(torch::stable::new_empty(ids, {ids.numel()})),
-        ends(torch::stable::new_empty(ids, {num_tables + 1})) {}
+      : first(allocate(ids, {ids.numel()})),
+        groups(allocate(ids, {ids.numel()}, ScalarType::Int)),
+        totals(allocate(ids, {ids.numel()})),
+        ends(allocate(ids, {num_tables + 1})) {}
 
   std::tuple<Tensor, Tensor, Tensor, Tensor> all() const { return {first, groups, totals, ends}; }
 };

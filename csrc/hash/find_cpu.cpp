@@ -37,7 +37,7 @@ Tensor hash_find(std::vector<Tensor> tensors, const Tensor& ids, const Tensor& s
   call.check_contents();
   const HashIndex& index = call.index;
   const HashBatch& batch = call.batch;
-  Tensor slots = torch::stable::new_empty(ids, {batch.n});
+  Tensor slots = allocate(ids, {batch.n});
   int64_t* out = slots.mutable_data_ptr<int64_t>();
   const HashFindKernels& kernels = hash_find_kernels();
   parallel_segments(batch, [&](int64_t f, int64_t begin, int64_t end) {
@@ -56,7 +56,7 @@ Tensor hash_use_(std::vector<Tensor> tensors, const Tensor& ids, const Tensor& s
   const HashBatch& batch = call.batch;
   const HashScoring scoring(call.op, index, order, given, ids);
   const int64_t* uses = optional_longs(call.op, "counts", counts, batch.n, ids);
-  Tensor slots = torch::stable::new_empty(ids, {batch.n});
+  Tensor slots = allocate(ids, {batch.n});
   int64_t* out = slots.mutable_data_ptr<int64_t>();
   const int64_t stamp = ++*index.clock;
   const HashFindKernels& kernels = hash_find_kernels();
@@ -168,7 +168,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> hash_misses(const Tensor& ids, const 
 }  // namespace emb
 
 STABLE_TORCH_LIBRARY_IMPL(emblib, CPU, m) {
-  m.impl("hash_find", TORCH_BOX(&emb::hash_find));
-  m.impl("hash_use_", TORCH_BOX(&emb::hash_use_));
-  m.impl("hash_misses", TORCH_BOX(&emb::hash_misses));
+  EMB_IMPL(m, emb, hash_find);
+  EMB_IMPL(m, emb, hash_use_);
+  EMB_IMPL(m, emb, hash_misses);
 }

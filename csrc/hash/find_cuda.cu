@@ -17,7 +17,7 @@ namespace {
 Tensor hash_find(std::vector<Tensor> tensors, const Tensor& ids, const Tensor& starts,
                  const Tensor& tables) {
   const HashCall call("hash_find", tensors, ids, starts, tables);
-  Tensor slots = torch::stable::new_empty(ids, {call.batch.n});
+  Tensor slots = allocate(ids, {call.batch.n});
   launch_hash_find(CudaLauncher(ids), device_index(call), key_batch(call),
                    slots.mutable_data_ptr<int64_t>());
   return slots;
@@ -30,7 +30,7 @@ Tensor hash_use_(std::vector<Tensor> tensors, const Tensor& ids, const Tensor& s
   const HashScoring scoring(call.op, call.index, order, given, ids);
   const int64_t n = call.batch.n;
   const KeyUse use{scoring.order, optional_longs(call.op, "counts", counts, n, ids), scoring.given};
-  Tensor slots = torch::stable::new_empty(ids, {n});
+  Tensor slots = allocate(ids, {n});
   launch_hash_use(CudaLauncher(ids), device_index(call), key_batch(call), use,
                   slots.mutable_data_ptr<int64_t>());
   return slots;
@@ -58,7 +58,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> hash_misses(const Tensor& ids, const 
 }  // namespace emb::cuda
 
 STABLE_TORCH_LIBRARY_IMPL(emblib, CUDA, m) {
-  m.impl("hash_find", TORCH_BOX(&emb::cuda::hash_find));
-  m.impl("hash_use_", TORCH_BOX(&emb::cuda::hash_use_));
-  m.impl("hash_misses", TORCH_BOX(&emb::cuda::hash_misses));
+  EMB_IMPL(m, emb::cuda, hash_find);
+  EMB_IMPL(m, emb::cuda, hash_use_);
+  EMB_IMPL(m, emb::cuda, hash_misses);
 }

@@ -107,6 +107,4 @@ void hash_initial_rows_(std::vector<Tensor> planes, const Tensor& layout, const 
 }  // namespace
 }  // namespace emb
 
-STABLE_TORCH_LIBRARY_IMPL(emblib, CPU, m) {
-  m.impl("hash_initial_rows_", TORCH_BOX(&emb::hash_initial_rows_));
-}
+STABLE_TORCH_LIBRARY_IMPL(emblib, CPU, m) { EMB_IMPL(m, emb, hash_initial_rows_); }

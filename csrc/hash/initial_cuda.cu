@@ -37,6 +37,4 @@ void hash_initial_rows_(std::vector<Tensor> planes, const Tensor& layout, const 
 }  // namespace
 }  // namespace emb::cuda
 
-STABLE_TORCH_LIBRARY_IMPL(emblib, CUDA, m) {
-  m.impl("hash_initial_rows_", TORCH_BOX(&emb::cuda::hash_initial_rows_));
-}
+STABLE_TORCH_LIBRARY_IMPL(emblib, CUDA, m) { EMB_IMPL(m, emb::cuda, hash_initial_rows_); }

@@ -128,9 +128,9 @@ std::tuple<Tensor, Tensor, Tensor> hash_place_(std::vector<Tensor> tensors, cons
     STD_TORCH_CHECK(firsts[i] >= 0 && firsts[i] < n, op, ": first must be positions in ids, got ",
                     firsts[i], " for ", n, " ids");
   }
-  Tensor slots = torch::stable::new_empty(ids, {n});
-  Tensor status = torch::stable::new_zeros(ids, {n}, ScalarType::Byte);
-  Tensor evicted = torch::stable::new_zeros(ids, {n, 3});
+  Tensor slots = allocate(ids, {n});
+  Tensor status = allocate_zeros(ids, {n}, ScalarType::Byte);
+  Tensor evicted = allocate_zeros(ids, {n, 3});
   int64_t* places = slots.mutable_data_ptr<int64_t>();
   auto* statuses = static_cast<uint8_t*>(status.mutable_data_ptr());
   std::fill(places, places + n, kNoSlot);
@@ -164,6 +164,6 @@ std::tuple<Tensor, Tensor, Tensor> hash_place_(std::vector<Tensor> tensors, cons
 }  // namespace emb
 
 STABLE_TORCH_LIBRARY_IMPL(emblib, CPU, m) {
-  m.impl("hash_grow_", TORCH_BOX(&emb::hash_grow_));
-  m.impl("hash_place_", TORCH_BOX(&emb::hash_place_));
+  EMB_IMPL(m, emb, hash_grow_);
+  EMB_IMPL(m, emb, hash_place_);
 }

@@ -56,9 +56,9 @@ std::tuple<Tensor, Tensor, Tensor> hash_place_(std::vector<Tensor> tensors, cons
   const HashScoring scoring(op, index, order, given, ids);
   const int64_t n = ids.numel();
   check_num_keys(op, n);
-  Tensor slots = torch::stable::new_empty(ids, {n});
-  Tensor status = torch::stable::new_empty(ids, {n}, ScalarType::Byte);
-  Tensor evicted = torch::stable::new_empty(ids, {n, 3});
+  Tensor slots = allocate(ids, {n});
+  Tensor status = allocate(ids, {n}, ScalarType::Byte);
+  Tensor evicted = allocate(ids, {n, 3});
   Placing placing{};
   placing.index = device_index(op, index);
   placing.order = scoring.order;
@@ -80,6 +80,6 @@ std::tuple<Tensor, Tensor, Tensor> hash_place_(std::vector<Tensor> tensors, cons
 }  // namespace emb::cuda
 
 STABLE_TORCH_LIBRARY_IMPL(emblib, CUDA, m) {
-  m.impl("hash_grow_", TORCH_BOX(&emb::cuda::hash_grow_));
-  m.impl("hash_place_", TORCH_BOX(&emb::cuda::hash_place_));
+  EMB_IMPL(m, emb::cuda, hash_grow_);
+  EMB_IMPL(m, emb::cuda, hash_place_);
 }

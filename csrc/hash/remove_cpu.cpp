@@ -16,7 +16,7 @@ Tensor hash_erase_(std::vector<Tensor> tensors, const Tensor& ids, const Tensor&
   call.check_contents();
   const HashIndex& index = call.index;
   const HashBatch& batch = call.batch;
-  Tensor slots = torch::stable::new_empty(ids, {batch.n});
+  Tensor slots = allocate(ids, {batch.n});
   int64_t* out = slots.mutable_data_ptr<int64_t>();
   for (int64_t f = 0; f < batch.segments; ++f) {
     const int64_t t = batch.tables[f], begin = batch.starts[f], n = batch.starts[f + 1] - begin;
@@ -45,7 +45,7 @@ Tensor hash_expire_(std::vector<Tensor> tensors, int64_t t, int64_t first_bucket
   index.check_tables(op);
   index.check_table(op, t);
   check_window(op, index.field(t, kMostBuckets), first_bucket, num_buckets);
-  Tensor removed = torch::stable::new_zeros(tensors[0], {num_buckets * kSlots}, ScalarType::Bool);
+  Tensor removed = allocate_zeros(tensors[0], {num_buckets * kSlots}, ScalarType::Bool);
   bool* out = static_cast<bool*>(removed.mutable_data_ptr());
   const HashTable table = index.table(t);
   const int64_t begin = first_bucket * kSlots;
@@ -66,6 +66,6 @@ Tensor hash_expire_(std::vector<Tensor> tensors, int64_t t, int64_t first_bucket
 }  // namespace emb
 
 STABLE_TORCH_LIBRARY_IMPL(emblib, CPU, m) {
-  m.impl("hash_erase_", TORCH_BOX(&emb::hash_erase_));
-  m.impl("hash_expire_", TORCH_BOX(&emb::hash_expire_));
+  EMB_IMPL(m, emb, hash_erase_);
+  EMB_IMPL(m, emb, hash_expire_);
 }

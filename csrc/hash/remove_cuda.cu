@@ -13,7 +13,7 @@ namespace {
 Tensor hash_erase_(std::vector<Tensor> tensors, const Tensor& ids, const Tensor& starts,
                    const Tensor& tables) {
   const HashCall call("hash_erase_", tensors, ids, starts, tables);
-  Tensor slots = torch::stable::new_empty(ids, {call.batch.n});
+  Tensor slots = allocate(ids, {call.batch.n});
   DeviceWork work(ids);
   launch_erase(work, device_index(call), key_batch(call), slots.mutable_data_ptr<int64_t>());
   return slots;
@@ -26,7 +26,7 @@ Tensor hash_expire_(std::vector<Tensor> tensors, int64_t t, int64_t first_bucket
   index.check_table(op, t);
   // How many buckets the table has is known on the device.
   check_window(op, index.slots / kSlots, first_bucket, num_buckets);
-  Tensor removed = torch::stable::new_empty(tensors[0], {num_buckets * kSlots}, ScalarType::Bool);
+  Tensor removed = allocate(tensors[0], {num_buckets * kSlots}, ScalarType::Bool);
   const ExpireWindow window{static_cast<int>(t), first_bucket, num_buckets, before};
   launch_expire(CudaLauncher(tensors[0]), device_index(op, index), window,
                 static_cast<bool*>(removed.mutable_data_ptr()));
@@ -37,6 +37,6 @@ Tensor hash_expire_(std::vector<Tensor> tensors, int64_t t, int64_t first_bucket
 }  // namespace emb::cuda
 
 STABLE_TORCH_LIBRARY_IMPL(emblib, CUDA, m) {
-  m.impl("hash_erase_", TORCH_BOX(&emb::cuda::hash_erase_));
-  m.impl("hash_expire_", TORCH_BOX(&emb::cuda::hash_expire_));
+  EMB_IMPL(m, emb::cuda, hash_erase_);
+  EMB_IMPL(m, emb::cuda, hash_expire_);
 }

@@ -32,6 +32,4 @@ void advise_huge_pages_(Tensor tensor) {
 }  // namespace
 }  // namespace emb
 
-STABLE_TORCH_LIBRARY_IMPL(emblib, CPU, m) {
-  m.impl("advise_huge_pages_", TORCH_BOX(&emb::advise_huge_pages_));
-}
+STABLE_TORCH_LIBRARY_IMPL(emblib, CPU, m) { EMB_IMPL(m, emb, advise_huge_pages_); }

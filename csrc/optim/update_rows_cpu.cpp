@@ -58,4 +58,4 @@ void update_rows_(Tensor weights, std::vector<Tensor> states, const Tensor& hype
 }  // namespace
 }  // namespace emb
 
-STABLE_TORCH_LIBRARY_IMPL(emblib, CPU, m) { m.impl("update_rows_", TORCH_BOX(&emb::update_rows_)); }
+STABLE_TORCH_LIBRARY_IMPL(emblib, CPU, m) { EMB_IMPL(m, emb, update_rows_); }

@@ -29,6 +29,4 @@ void update_rows_(Tensor weights, std::vector<Tensor> states, const Tensor& hype
 }  // namespace
 }  // namespace emb::cuda
 
-STABLE_TORCH_LIBRARY_IMPL(emblib, CUDA, m) {
-  m.impl("update_rows_", TORCH_BOX(&emb::cuda::update_rows_));
-}
+STABLE_TORCH_LIBRARY_IMPL(emblib, CUDA, m) { EMB_IMPL(m, emb::cuda, update_rows_); }

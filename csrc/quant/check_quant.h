@@ -55,12 +55,12 @@ inline Pooling check_quant_lookup(const char* op, const Tensor& values, const Te
 inline Tensor new_quant_output(const Tensor& features, const Tensor& indices, const Tensor& offsets,
                                bool variable, Pooling pooling, int64_t columns, ScalarType dtype) {
   if (pooling == Pooling::kNone) {
-    return torch::stable::new_empty(indices, {indices.numel(), columns}, dtype);
+    return allocate(indices, {indices.numel(), columns}, dtype);
   }
-  if (variable) return torch::stable::new_empty(indices, {columns}, dtype);
+  if (variable) return allocate(indices, {columns}, dtype);
   const int64_t num_features = features.size(0);
   const int64_t batch = num_features > 0 ? (offsets.numel() - 1) / num_features : 0;
-  return torch::stable::new_empty(indices, {batch, columns}, dtype);
+  return allocate(indices, {batch, columns}, dtype);
 }
 
 }  // namespace emb

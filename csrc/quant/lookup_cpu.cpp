@@ -114,4 +114,4 @@ Tensor quant_lookup(const Tensor& values, const Tensor& scales, const Tensor& fe
 }  // namespace
 }  // namespace emb
 
-STABLE_TORCH_LIBRARY_IMPL(emblib, CPU, m) { m.impl("quant_lookup", TORCH_BOX(&emb::quant_lookup)); }
+STABLE_TORCH_LIBRARY_IMPL(emblib, CPU, m) { EMB_IMPL(m, emb, quant_lookup); }

@@ -66,6 +66,6 @@ Tensor quant_lookup(const Tensor& values, const Tensor& scales, const Tensor& fe
 }  // namespace emb::cuda
 
 STABLE_TORCH_LIBRARY_IMPL(emblib, CUDA, m) {
-  m.impl("quantize_rows_", TORCH_BOX(&emb::cuda::quantize_rows_));
-  m.impl("quant_lookup", TORCH_BOX(&emb::cuda::quant_lookup));
+  EMB_IMPL(m, emb::cuda, quantize_rows_);
+  EMB_IMPL(m, emb::cuda, quant_lookup);
 }

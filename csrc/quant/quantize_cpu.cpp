@@ -47,6 +47,4 @@ void quantize_rows_(Tensor values, Tensor scales, const Tensor& weights, int64_t
 }  // namespace
 }  // namespace emb
 
-STABLE_TORCH_LIBRARY_IMPL(emblib, CPU, m) {
-  m.impl("quantize_rows_", TORCH_BOX(&emb::quantize_rows_));
-}
+STABLE_TORCH_LIBRARY_IMPL(emblib, CPU, m) { EMB_IMPL(m, emb, quantize_rows_); }

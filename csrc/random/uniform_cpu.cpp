@@ -47,6 +47,4 @@ void fill_uniform_(Tensor tensor, double low, double high, int64_t seed) {
 }  // namespace
 }  // namespace emb
 
-STABLE_TORCH_LIBRARY_IMPL(emblib, CPU, m) {
-  m.impl("fill_uniform_", TORCH_BOX(&emb::fill_uniform_));
-}
+STABLE_TORCH_LIBRARY_IMPL(emblib, CPU, m) { EMB_IMPL(m, emb, fill_uniform_); }

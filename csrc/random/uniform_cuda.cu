@@ -19,6 +19,4 @@ void fill_uniform_(Tensor tensor, double low, double high, int64_t seed) {
 }  // namespace
 }  // namespace emb::cuda
 
-STABLE_TORCH_LIBRARY_IMPL(emblib, CUDA, m) {
-  m.impl("fill_uniform_", TORCH_BOX(&emb::cuda::fill_uniform_));
-}
+STABLE_TORCH_LIBRARY_IMPL(emblib, CUDA, m) { EMB_IMPL(m, emb::cuda, fill_uniform_); }

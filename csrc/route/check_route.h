@@ -98,7 +98,7 @@ struct SegmentInputs {
   Tensor new_output(int64_t total) const {
     std::vector<int64_t> sizes{total};
     for (int64_t d = 1; d < values.dim(); ++d) sizes.push_back(values.size(d));
-    return torch::stable::new_empty(values, sizes);
+    return allocate(values, sizes);
   }
 };
 

@@ -122,7 +122,7 @@ Tensor combine(const Tensor& source, const Tensor& targets, const Tensor& pieces
   const Dtype from = float_dtype(op, "source", in.flat.scalar_type());
   const Dtype to = float_dtype(op, "dtype", dtype);
   check_targets(op, in, out_numel, in.flat.numel());
-  Tensor out = torch::stable::new_empty(in.flat, {out_numel}, dtype);
+  Tensor out = allocate(in.flat, {out_numel}, dtype);
   const CombineArgs args{
       in.flat.const_data_ptr(), out.mutable_data_ptr(), in.pieces,
       in.length_array(),        in.row_data(),          static_cast<float>(scale)};
@@ -139,7 +139,7 @@ Tensor spread(const Tensor& grad, const Tensor& targets, const Tensor& pieces,
   const Dtype to = float_dtype(op, "dtype", dtype);
   STD_TORCH_CHECK(source_numel >= 0, op, ": source_numel must not be negative, got ", source_numel);
   check_targets(op, in, in.flat.numel(), source_numel);
-  Tensor out = torch::stable::new_empty(in.flat, {source_numel}, dtype);
+  Tensor out = allocate(in.flat, {source_numel}, dtype);
   int64_t named = 0;
   for (int64_t t = 0; t < in.num_targets; ++t) {
     const Target& x = in.targets[t];
@@ -159,6 +159,6 @@ Tensor spread(const Tensor& grad, const Tensor& targets, const Tensor& pieces,
 }  // namespace emb
 
 STABLE_TORCH_LIBRARY_IMPL(emblib, CPU, m) {
-  m.impl("combine", TORCH_BOX(&emb::combine));
-  m.impl("spread", TORCH_BOX(&emb::spread));
+  EMB_IMPL(m, emb, combine);
+  EMB_IMPL(m, emb, spread);
 }

@@ -33,7 +33,7 @@ Tensor combine(const Tensor& source, const Tensor& targets, const Tensor& pieces
   const Dtype to = float_dtype(op, "dtype", dtype);
   STD_TORCH_CHECK(out_numel >= 0, op, ": out_numel must not be negative, got ", out_numel);
   const CudaLauncher launcher(in.flat);
-  Tensor out = torch::stable::new_empty(in.flat, {out_numel}, dtype);
+  Tensor out = allocate(in.flat, {out_numel}, dtype);
   DeviceCombine work = device_combine(in, out, scale);
   work.source_numel = in.flat.numel();
   work.out_numel = out_numel;
@@ -50,7 +50,7 @@ Tensor spread(const Tensor& grad, const Tensor& targets, const Tensor& pieces,
   const Dtype to = float_dtype(op, "dtype", dtype);
   STD_TORCH_CHECK(source_numel >= 0, op, ": source_numel must not be negative, got ", source_numel);
   const CudaLauncher launcher(in.flat);
-  Tensor out = torch::stable::new_empty(in.flat, {source_numel}, dtype);
+  Tensor out = allocate(in.flat, {source_numel}, dtype);
   torch::stable::zero_(out);
   DeviceCombine work = device_combine(in, out, scale);
   work.source_numel = source_numel;
@@ -63,6 +63,6 @@ Tensor spread(const Tensor& grad, const Tensor& targets, const Tensor& pieces,
 }  // namespace emb::cuda
 
 STABLE_TORCH_LIBRARY_IMPL(emblib, CUDA, m) {
-  m.impl("combine", TORCH_BOX(&emb::cuda::combine));
-  m.impl("spread", TORCH_BOX(&emb::cuda::spread));
+  EMB_IMPL(m, emb::cuda, combine);
+  EMB_IMPL(m, emb::cuda, spread);
 }

@@ -84,7 +84,7 @@ Tensor route_lengths(const Tensor& ids, const Tensor& offsets, const Tensor& fir
   const int64_t bags = in.routing.units[in.routing.num_units];
   STD_TORCH_CHECK(num_bags == bags, op, ": num_bags must be the bags of all units, ", bags,
                   ", got ", num_bags);
-  Tensor out = torch::stable::new_empty(in.ids, {num_bags});
+  Tensor out = allocate(in.ids, {num_bags});
   RouteArgs args = route_args(in);
   args.out = out.mutable_data_ptr();
   STD_TORCH_CHECK(run(args, route_table().count[in.id_array().is_int64]), op,
@@ -107,10 +107,9 @@ std::tuple<Tensor, Tensor, Tensor> route_ids(const Tensor& ids, const Tensor& of
   STD_TORCH_CHECK(start_tensor.numel() == bags + 1 && start[0] == 0 && start[bags] == total, op,
                   ": starts must have ", bags + 1, " entries that run from 0 to total = ", total,
                   ": the sums of what route_lengths returns");
-  Tensor out = torch::stable::new_empty(in.ids, {total});
-  Tensor positions = torch::stable::new_empty(in.ids, {total}, ScalarType::Long);
-  Tensor carried =
-      torch::stable::new_empty(in.ids, {given.data != nullptr ? total : 0}, ScalarType::Float);
+  Tensor out = allocate(in.ids, {total});
+  Tensor positions = allocate(in.ids, {total}, ScalarType::Long);
+  Tensor carried = allocate(in.ids, {given.data != nullptr ? total : 0}, ScalarType::Float);
   RouteArgs args = route_args(in);
   args.out = out.mutable_data_ptr();
   args.starts = start;
@@ -127,6 +126,6 @@ std::tuple<Tensor, Tensor, Tensor> route_ids(const Tensor& ids, const Tensor& of
 }  // namespace emb
 
 STABLE_TORCH_LIBRARY_IMPL(emblib, CPU, m) {
-  m.impl("route_lengths", TORCH_BOX(&emb::route_lengths));
-  m.impl("route_ids", TORCH_BOX(&emb::route_ids));
+  EMB_IMPL(m, emb, route_lengths);
+  EMB_IMPL(m, emb, route_ids);
 }

@@ -27,7 +27,7 @@ Tensor route_lengths(const Tensor& ids, const Tensor& offsets, const Tensor& fir
   const RouteInputs in(op, ids, offsets, first_bags, features, blocks, copies, units);
   STD_TORCH_CHECK(num_bags >= 0, op, ": num_bags must not be negative, got ", num_bags);
   const CudaLauncher launcher(in.ids);
-  Tensor out = torch::stable::new_empty(in.ids, {num_bags});
+  Tensor out = allocate(in.ids, {num_bags});
   torch::stable::zero_(out);
   DeviceRoute route = device_route(in, num_bags);
   route.out = out.mutable_data_ptr();
@@ -47,12 +47,11 @@ std::tuple<Tensor, Tensor, Tensor> route_ids(const Tensor& ids, const Tensor& of
   STD_TORCH_CHECK(start_tensor.numel() >= 1, op,
                   ": starts must have one entry more than units have bags, got none");
   const CudaLauncher launcher(in.ids);
-  Tensor out = torch::stable::new_empty(in.ids, {total});
-  Tensor positions = torch::stable::new_empty(in.ids, {total}, ScalarType::Long);
-  Tensor carried =
-      torch::stable::new_empty(in.ids, {given.data != nullptr ? total : 0}, ScalarType::Float);
+  Tensor out = allocate(in.ids, {total});
+  Tensor positions = allocate(in.ids, {total}, ScalarType::Long);
+  Tensor carried = allocate(in.ids, {given.data != nullptr ? total : 0}, ScalarType::Float);
   const int64_t bags = start_tensor.numel() - 1;
-  Tensor used = torch::stable::new_empty(in.ids, {bags}, ScalarType::Int);
+  Tensor used = allocate(in.ids, {bags}, ScalarType::Int);
   torch::stable::zero_(used);
   DeviceRoute route = device_route(in, bags);
   route.out = out.mutable_data_ptr();
@@ -74,7 +73,7 @@ Tensor gather_segments(const Tensor& values, const Tensor& starts, const Tensor&
   STD_TORCH_CHECK(count <= kMaxLookups, op, ": at most 2^31 - 1 segments a call, got ", count);
   const CudaLauncher launcher(in.values);
   Tensor out = in.new_output(total);
-  Tensor scratch = torch::stable::new_empty(in.values, {count + tiles + 1}, ScalarType::Long);
+  Tensor scratch = allocate(in.values, {count + tiles + 1}, ScalarType::Long);
   int64_t* sums = scratch.mutable_data_ptr<int64_t>();
   const Segments segments{index_array(in.starts),
                           in.order.const_data_ptr<int64_t>(),
@@ -92,7 +91,7 @@ Tensor gather_segments(const Tensor& values, const Tensor& starts, const Tensor&
 }  // namespace emb::cuda
 
 STABLE_TORCH_LIBRARY_IMPL(emblib, CUDA, m) {
-  m.impl("route_lengths", TORCH_BOX(&emb::cuda::route_lengths));
-  m.impl("route_ids", TORCH_BOX(&emb::cuda::route_ids));
-  m.impl("gather_segments", TORCH_BOX(&emb::cuda::gather_segments));
+  EMB_IMPL(m, emb::cuda, route_lengths);
+  EMB_IMPL(m, emb::cuda, route_ids);
+  EMB_IMPL(m, emb::cuda, gather_segments);
 }

@@ -73,6 +73,4 @@ Tensor gather_segments(const Tensor& values, const Tensor& starts, const Tensor&
 }  // namespace
 }  // namespace emb
 
-STABLE_TORCH_LIBRARY_IMPL(emblib, CPU, m) {
-  m.impl("gather_segments", TORCH_BOX(&emb::gather_segments));
-}
+STABLE_TORCH_LIBRARY_IMPL(emblib, CPU, m) { EMB_IMPL(m, emb, gather_segments); }

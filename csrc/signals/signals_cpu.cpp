@@ -90,6 +90,6 @@ int64_t signal_wait(const Tensor& words, int64_t at, int64_t least, double secon
 }  // namespace emb
 
 STABLE_TORCH_LIBRARY_IMPL(emblib, CPU, m) {
-  m.impl("signal_set_", TORCH_BOX(&emb::signal_set_));
-  m.impl("signal_wait", TORCH_BOX(&emb::signal_wait));
+  EMB_IMPL(m, emb, signal_set_);
+  EMB_IMPL(m, emb, signal_wait);
 }

@@ -64,9 +64,9 @@ std::tuple<Tensor, Tensor> bounds_check(const Tensor& indices, const Tensor& off
   const Tensor offset_tensor = torch::stable::contiguous(offsets);
   const IndexArray ids = index_array(index_tensor);
 
-  Tensor repaired = torch::stable::new_empty(offsets, {num_bags + 1}, ScalarType::Int);
+  Tensor repaired = allocate(offsets, {num_bags + 1}, ScalarType::Int);
   int32_t* fixed = repaired.mutable_data_ptr<int32_t>();
-  Tensor violations = torch::stable::new_zeros(offsets, {2}, ScalarType::Long);
+  Tensor violations = allocate_zeros(offsets, {2}, ScalarType::Long);
   int64_t* counts = violations.mutable_data_ptr<int64_t>();
   counts[1] = repair_offsets(index_array(offset_tensor), num_bags, num_lookups, fatal, fixed);
 
@@ -88,4 +88,4 @@ std::tuple<Tensor, Tensor> bounds_check(const Tensor& indices, const Tensor& off
 }  // namespace
 }  // namespace emb
 
-STABLE_TORCH_LIBRARY_IMPL(emblib, CPU, m) { m.impl("bounds_check", TORCH_BOX(&emb::bounds_check)); }
+STABLE_TORCH_LIBRARY_IMPL(emblib, CPU, m) { EMB_IMPL(m, emb, bounds_check); }

@@ -67,7 +67,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> tbe_group(const Tensor& featu
   repair_offsets(index_array(offset_tensor), feature_bags.num_bags(), indices.numel(), false,
                  fixed.data());
   GroupTensors result(indices, indices.numel(), ScalarType::Long);
-  Tensor sorted_bags = torch::stable::new_empty(indices, {indices.numel()}, ScalarType::Int);
+  Tensor sorted_bags = allocate(indices, {indices.numel()}, ScalarType::Int);
   const auto run = [&](auto group) {
     group(feature, feature_bags, index_array(index_tensor), fixed, total_rows, result.output(),
           sorted_bags.mutable_data_ptr<int32_t>());
@@ -83,4 +83,4 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> tbe_group(const Tensor& featu
 }  // namespace
 }  // namespace emb
 
-STABLE_TORCH_LIBRARY_IMPL(emblib, CPU, m) { m.impl("tbe_group", TORCH_BOX(&emb::tbe_group)); }
+STABLE_TORCH_LIBRARY_IMPL(emblib, CPU, m) { EMB_IMPL(m, emb, tbe_group); }

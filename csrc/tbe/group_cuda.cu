@@ -38,12 +38,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> tbe_group(const Tensor& featu
   const CudaLauncher launcher(indices);
   const Tensor index_tensor = torch::stable::contiguous(indices);
   const Tensor offset_tensor = torch::stable::contiguous(offsets);
-  Tensor rows = torch::stable::new_empty(indices, {n}, ScalarType::Long);
-  Tensor segments = torch::stable::new_empty(indices, {n + 1}, ScalarType::Int);
-  Tensor lookups = torch::stable::new_empty(indices, {n}, ScalarType::Int);
-  Tensor bags = torch::stable::new_empty(indices, {n}, ScalarType::Int);
-  Tensor count = torch::stable::new_empty(indices, {1}, ScalarType::Int);
-  Tensor bag_of = torch::stable::new_empty(indices, {n}, ScalarType::Int);
+  Tensor rows = allocate(indices, {n}, ScalarType::Long);
+  Tensor segments = allocate(indices, {n + 1}, ScalarType::Int);
+  Tensor lookups = allocate(indices, {n}, ScalarType::Int);
+  Tensor bags = allocate(indices, {n}, ScalarType::Int);
+  Tensor count = allocate(indices, {1}, ScalarType::Int);
+  Tensor bag_of = allocate(indices, {n}, ScalarType::Int);
   const LookupKeys in{feature_array(features), index_array(index_tensor),
                       Bags{index_array(offset_tensor), offsets.numel() - 1, n}, map,
                       bag_of.mutable_data_ptr<int32_t>()};
@@ -66,6 +66,4 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> tbe_group(const Tensor& featu
 }  // namespace
 }  // namespace emb::cuda
 
-STABLE_TORCH_LIBRARY_IMPL(emblib, CUDA, m) {
-  m.impl("tbe_group", TORCH_BOX(&emb::cuda::tbe_group));
-}
+STABLE_TORCH_LIBRARY_IMPL(emblib, CUDA, m) { EMB_IMPL(m, emb::cuda, tbe_group); }

@@ -58,8 +58,8 @@ Tensor new_output(const LookupInputs& in, int64_t columns, ScalarType dtype) {
   const int64_t lines = none                ? in.indices.numel()
                         : num_features == 0 ? 0
                                             : in.bags.count / num_features;
-  Tensor out = variable && !none ? torch::stable::new_empty(in.indices, {columns}, dtype)
-                                 : torch::stable::new_empty(in.indices, {lines, columns}, dtype);
+  Tensor out = variable && !none ? allocate(in.indices, {columns}, dtype)
+                                 : allocate(in.indices, {lines, columns}, dtype);
   // The places of a variable batch may overlap and leave gaps, whatever their sum is.
   const bool complete =
       in.bags.count > 0 && (none ? in.bags.begin(0) == 0 : !variable && covered == columns);
@@ -105,4 +105,4 @@ Tensor tbe_lookup(std::vector<Tensor> weights, const Tensor& features, const Ten
 }  // namespace
 }  // namespace emb
 
-STABLE_TORCH_LIBRARY_IMPL(emblib, CPU, m) { m.impl("tbe_lookup", TORCH_BOX(&emb::tbe_lookup)); }
+STABLE_TORCH_LIBRARY_IMPL(emblib, CPU, m) { EMB_IMPL(m, emb, tbe_lookup); }

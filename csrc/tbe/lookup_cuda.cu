@@ -77,9 +77,8 @@ Tensor tbe_lookup(std::vector<Tensor> weights, const Tensor& features, const Ten
   }
   const bool none = args.pooling == Pooling::kNone;
   const int64_t lines = none ? indices.numel() : lookup.batch();
-  Tensor out = bag_layout && !none
-                   ? torch::stable::new_empty(indices, {columns}, output_dtype)
-                   : torch::stable::new_empty(indices, {lines, columns}, output_dtype);
+  Tensor out = bag_layout && !none ? allocate(indices, {columns}, output_dtype)
+                                   : allocate(indices, {lines, columns}, output_dtype);
   args.output = out.mutable_data_ptr();
   args.output_type = output_type;
   if (args.bags.count == 0) {
@@ -102,7 +101,7 @@ Tensor tbe_sample_weight_grad(const Tensor& grad, std::vector<Tensor> weights,
                   ": grad must have B = ", lookup.batch(), " rows, got ", grad.size(0));
   check_same_device(op, "grad", grad, indices);
   const Tensor grad_tensor = torch::stable::contiguous(grad);
-  Tensor out = torch::stable::new_zeros(grad, {indices.numel()}, ScalarType::Float);
+  Tensor out = allocate_zeros(grad, {indices.numel()}, ScalarType::Float);
   const SampleWeightArgs args{lookup.args, grad_tensor.const_data_ptr(),
                               float_dtype(op, "grad", grad.scalar_type()),
                               out.mutable_data_ptr<float>()};
@@ -123,9 +122,9 @@ std::tuple<Tensor, Tensor> bounds_check(const Tensor& indices, const Tensor& off
   const int64_t num_bags = offsets.numel() - 1;
   const Tensor index_tensor = torch::stable::contiguous(indices);
   const Tensor offset_tensor = torch::stable::contiguous(offsets);
-  Tensor repaired = torch::stable::new_empty(offsets, {num_bags + 1}, ScalarType::Int);
-  Tensor violations = torch::stable::new_zeros(offsets, {2}, ScalarType::Long);
-  Tensor tile_max = torch::stable::new_empty(offsets, {offset_tiles(num_bags)}, ScalarType::Int);
+  Tensor repaired = allocate(offsets, {num_bags + 1}, ScalarType::Int);
+  Tensor violations = allocate_zeros(offsets, {2}, ScalarType::Long);
+  Tensor tile_max = allocate(offsets, {offset_tiles(num_bags)}, ScalarType::Int);
   const BoundsArgs args{index_array(index_tensor),
                         index_array(offset_tensor),
                         feature_array(features),
@@ -144,7 +143,7 @@ std::tuple<Tensor, Tensor> bounds_check(const Tensor& indices, const Tensor& off
 }  // namespace emb::cuda
 
 STABLE_TORCH_LIBRARY_IMPL(emblib, CUDA, m) {
-  m.impl("tbe_lookup", TORCH_BOX(&emb::cuda::tbe_lookup));
-  m.impl("tbe_sample_weight_grad", TORCH_BOX(&emb::cuda::tbe_sample_weight_grad));
-  m.impl("bounds_check", TORCH_BOX(&emb::cuda::bounds_check));
+  EMB_IMPL(m, emb::cuda, tbe_lookup);
+  EMB_IMPL(m, emb::cuda, tbe_sample_weight_grad);
+  EMB_IMPL(m, emb::cuda, bounds_check);
 }

@@ -56,7 +56,7 @@ Tensor tbe_sample_weight_grad(const Tensor& grad, std::vector<Tensor> weights,
   STD_TORCH_CHECK(map.places || grad.size(0) == batch, op, ": grad must have B = ", batch,
                   " rows, got ", grad.size(0));
   const Tensor grad_tensor = torch::stable::contiguous(grad);
-  Tensor out = torch::stable::new_zeros(grad, {indices.numel()}, ScalarType::Float);
+  Tensor out = allocate_zeros(grad, {indices.numel()}, ScalarType::Float);
   const Feature* feature = feature_array(features);
   const auto* gradient = static_cast<const char*>(grad_tensor.const_data_ptr());
   float* result = out.mutable_data_ptr<float>();
@@ -78,6 +78,4 @@ Tensor tbe_sample_weight_grad(const Tensor& grad, std::vector<Tensor> weights,
 }  // namespace
 }  // namespace emb
 
-STABLE_TORCH_LIBRARY_IMPL(emblib, CPU, m) {
-  m.impl("tbe_sample_weight_grad", TORCH_BOX(&emb::tbe_sample_weight_grad));
-}
+STABLE_TORCH_LIBRARY_IMPL(emblib, CPU, m) { EMB_IMPL(m, emb, tbe_sample_weight_grad); }

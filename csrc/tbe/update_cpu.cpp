@@ -253,7 +253,7 @@ Tensor tbe_row_grads(const Tensor& grad, const Tensor& features, const Tensor& r
     STD_TORCH_CHECK(feature[f].dim == dim, op, ": all features must have dim ", dim, ", feature ",
                     f, " has ", feature[f].dim);
   }
-  Tensor out = torch::stable::new_empty(grad, {gradient.num_lookups, dim}, ScalarType::Float);
+  Tensor out = allocate(grad, {gradient.num_lookups, dim}, ScalarType::Float);
   float* result = out.mutable_data_ptr<float>();
   UpdateArgs args(gradient.args());
   gradient.check_groups(op, args.grads);
@@ -320,6 +320,6 @@ void tbe_update_(std::vector<Tensor> weights, std::vector<Tensor> states, const 
 }  // namespace emb
 
 STABLE_TORCH_LIBRARY_IMPL(emblib, CPU, m) {
-  m.impl("tbe_row_grads", TORCH_BOX(&emb::tbe_row_grads));
-  m.impl("tbe_update_", TORCH_BOX(&emb::tbe_update_));
+  EMB_IMPL(m, emb, tbe_row_grads);
+  EMB_IMPL(m, emb, tbe_update_);
 }

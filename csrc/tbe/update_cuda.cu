@@ -73,11 +73,10 @@ class Backward {
   void run(const CudaLauncher& launcher, const RowStepArgs& step) {
     const int64_t chunks = most_chunks(args_.num_lookups);
     if (chunks > 0) {
-      partials_ =
-          torch::stable::new_empty(grad_, {chunks, args_.partial_stride}, ScalarType::Float);
-      first_chunk_ = torch::stable::new_empty(grad_, {args_.num_lookups}, ScalarType::Int);
+      partials_ = allocate(grad_, {chunks, args_.partial_stride}, ScalarType::Float);
+      first_chunk_ = allocate(grad_, {args_.num_lookups}, ScalarType::Int);
       // The tasks, two words each, and their number.
-      tasks_ = torch::stable::new_empty(grad_, {2 * chunks + 1}, ScalarType::Int);
+      tasks_ = allocate(grad_, {2 * chunks + 1}, ScalarType::Int);
       args_.partials = partials_->mutable_data_ptr<float>();
       args_.first_chunk = first_chunk_->mutable_data_ptr<int32_t>();
       args_.tasks = static_cast<ChunkTask*>(tasks_->mutable_data_ptr());
@@ -151,7 +150,7 @@ Tensor tbe_row_grads(const Tensor& grad, const Tensor& features, const Tensor& r
   STD_TORCH_CHECK(dim > 0, op, ": dim must be positive, got ", dim);
   Backward backward(op, grad, features, {rows, segments, lookups, bags, count}, offsets, bag_layout,
                     sample_weights, pooling);
-  Tensor out = torch::stable::new_zeros(grad, {lookups.numel(), dim}, ScalarType::Float);
+  Tensor out = allocate_zeros(grad, {lookups.numel(), dim}, ScalarType::Float);
   RowStepArgs step;
   step.tiers[0].weights = out.mutable_data_ptr();
   backward.run(CudaLauncher(grad), step);
@@ -162,6 +161,6 @@ Tensor tbe_row_grads(const Tensor& grad, const Tensor& features, const Tensor& r
 }  // namespace emb::cuda
 
 STABLE_TORCH_LIBRARY_IMPL(emblib, CUDA, m) {
-  m.impl("tbe_update_", TORCH_BOX(&emb::cuda::tbe_update_));
-  m.impl("tbe_row_grads", TORCH_BOX(&emb::cuda::tbe_row_grads));
+  EMB_IMPL(m, emb::cuda, tbe_update_);
+  EMB_IMPL(m, emb::cuda, tbe_row_grads);
 }

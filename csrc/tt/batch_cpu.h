@@ -65,6 +65,7 @@ struct TtBatch {
         num_rights(plan.counts[2]),
         left(shape.left()),
         right(shape.right()) {
+    check_plan_contents(op, plan, shape);
     for (const Tensor& core : core_tensors) cores.push_back(core.const_data_ptr<float>());
   }
 

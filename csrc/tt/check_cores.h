@@ -55,7 +55,7 @@ inline TtShape tt_shape(const char* op, const std::vector<Tensor>& cores,
                   op, ": cores, row_factors and dim_factors must have one length, got ",
                   cores.size(), ", ", row_factors.size(), " and ", dim_factors.size());
   constexpr int64_t kMaxWidth = int64_t{1} << 30;
-  int64_t rank = 1;
+  int64_t rank = 1, dim = 1;
   for (int k = 0; k < shape.cores; ++k) {
     const Tensor& core = cores[k];
     check_dtype(op, "each core", core, ScalarType::Float, "float32");
@@ -65,15 +65,18 @@ inline TtShape tt_shape(const char* op, const std::vector<Tensor>& cores,
     STD_TORCH_CHECK(core.size(0) == shape.p[k], op, ": core ", k, " must have row_factors[", k,
                     "] = ", shape.p[k], " rows, got ", core.size(0));
     const int64_t q = dim_factors[k], width = core.size(1);
-    STD_TORCH_CHECK(q >= 1 && width >= 1 && width <= kMaxWidth && width % (rank * q) == 0, op,
-                    ": core ", k, " has ", width,
-                    " columns, which is no multiple of rank * q = ", rank, " * ", q);
+    STD_TORCH_CHECK(
+        q >= 1 && width >= 1 && width <= kMaxWidth && q <= width && width % (rank * q) == 0, op,
+        ": core ", k, " has ", width, " columns, which is no multiple of rank * q = ", rank, " * ",
+        q);
     shape.q[k] = static_cast<int>(q);
     shape.ranks[k] = static_cast<int>(rank);
     rank = width / (rank * q);
+    dim = dim <= kMaxWidth ? dim * q : dim;
   }
   STD_TORCH_CHECK(rank == 1, op, ": the last core must end with rank 1, its width implies ", rank);
   shape.ranks[shape.cores] = 1;
+  STD_TORCH_CHECK(dim <= kMaxWidth, op, ": dim_factors must multiply to at most 2^30, got ", dim);
   return shape;
 }
 
@@ -93,6 +96,42 @@ inline TtPlan tt_plan_of(const char* op, const std::vector<Tensor>& tensors) {
     data[i] = tensors[i].const_data_ptr<int32_t>();
   }
   return {capacity, data[0], data[1], data[2], data[3], data[4], data[5], data[6], data[7]};
+}
+
+// Distinct ids of halves, ascending and below `ids`, and the rows of each: segments that begin with
+// row 0 and end with row `rows`. Each has a row.
+inline bool halves_fit(const int32_t* halves, const int32_t* segments, int64_t count, int64_t ids,
+                       int64_t rows) {
+  bool fit = count <= rows && (count > 0 || rows == 0) && segments[0] == 0;
+  if (!fit) return false;
+  for (int64_t u = 0; u < count; ++u) {
+    fit &= halves[u] >= 0 && halves[u] < ids && segments[u] < segments[u + 1];
+  }
+  for (int64_t u = 1; u < count; ++u) fit &= halves[u - 1] < halves[u];
+  return fit && segments[count] == rows;
+}
+
+// What a plan says, where it can be read: the kernels follow it without looking. A few comparisons
+// for each row, which takes thousands of multiplications.
+inline void check_plan_contents(const char* op, const TtPlan& plan, const TtShape& shape) {
+  const int64_t rows = plan.counts[0], lefts = plan.counts[1], rights = plan.counts[2];
+  bool fit = rows >= 0 && rows <= plan.capacity && lefts >= 0 && rights >= 0 &&
+             halves_fit(plan.lefts, plan.left_segments, lefts, shape.left().ids(), rows) &&
+             halves_fit(plan.rights, plan.right_segments, rights, shape.right().ids(), rows);
+  for (int64_t u = 0; fit && u < lefts; ++u) {
+    for (int32_t j = plan.left_segments[u]; j < plan.left_segments[u + 1]; ++j) {
+      fit &= plan.row_lefts[j] == u;
+    }
+  }
+  for (int64_t v = 0; fit && v < rights; ++v) {
+    int64_t before = -1;
+    for (int32_t t = plan.right_segments[v]; fit && t < plan.right_segments[v + 1]; ++t) {
+      const int64_t row = plan.right_rows[t];
+      fit = row > before && row < rows && plan.row_rights[row] == v;
+      before = row;
+    }
+  }
+  STD_TORCH_CHECK(fit, op, ": plan must be what tt_plan returned for these row_factors");
 }
 
 // The checks of `tt_core_grads` beyond cores and plan; `num_rows` is the least there must be.

@@ -224,8 +224,8 @@ std::vector<Tensor> tt_core_grads(std::vector<Tensor> cores, std::vector<Tensor>
   for (size_t k = 0; k <= last; ++k) {
     // The inner core of the left pair is written in full, the others are added to.
     grads.push_back(k == 1 && batch.left.pair && batch.num_rows > 0
-                        ? torch::stable::empty_like(cores[k])
-                        : torch::stable::new_zeros(cores[k], {cores[k].size(0), cores[k].size(1)}));
+                        ? allocate(cores[k], {cores[k].size(0), cores[k].size(1)})
+                        : allocate_zeros(cores[k], {cores[k].size(0), cores[k].size(1)}));
   }
   if (batch.num_rows == 0) return grads;
   const auto data = [&](size_t k) { return grads[k].mutable_data_ptr<float>(); };
@@ -240,6 +240,4 @@ std::vector<Tensor> tt_core_grads(std::vector<Tensor> cores, std::vector<Tensor>
 }  // namespace
 }  // namespace emb
 
-STABLE_TORCH_LIBRARY_IMPL(emblib, CPU, m) {
-  m.impl("tt_core_grads", TORCH_BOX(&emb::tt_core_grads));
-}
+STABLE_TORCH_LIBRARY_IMPL(emblib, CPU, m) { EMB_IMPL(m, emb, tt_core_grads); }

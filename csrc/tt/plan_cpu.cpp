@@ -18,7 +18,7 @@ Tensor tt_keys(const Tensor& indices, int64_t rows, std::vector<int64_t> row_fac
   const TtKeyMap key_of = tt_table_shape("tt_keys", indices, rows, row_factors).key_map();
   const Tensor input = torch::stable::contiguous(indices);
   const int64_t n = indices.numel();
-  Tensor keys = torch::stable::new_empty(indices, {n}, ScalarType::Long);
+  Tensor keys = allocate(indices, {n}, ScalarType::Long);
   const IndexArray ids = index_array(input);
   int64_t* out = keys.mutable_data_ptr<int64_t>();
   const auto cost = [](int64_t i) { return i; };
@@ -38,7 +38,7 @@ struct PlanTensors {
   explicit PlanTensors(const Tensor& like) {
     const int64_t n = like.numel();
     for (const int64_t size : {n, n + 1, n, n, n + 1, n, n, int64_t{3}}) {
-      tensors.push_back(torch::stable::new_empty(like, {size}, ScalarType::Int));
+      tensors.push_back(allocate(like, {size}, ScalarType::Int));
     }
     for (size_t i = 0; i < kTtPlanTensors; ++i) data[i] = tensors[i].mutable_data_ptr<int32_t>();
   }
@@ -94,9 +94,12 @@ std::vector<Tensor> tt_plan(const Tensor& keys, const Tensor& count,
   PlanTensors plan(keys);
   const int64_t rights = shape.right().ids();
   const int64_t* key = keys.const_data_ptr<int64_t>();
-  STD_TORCH_CHECK(m == 0 || (key[0] >= 0 && key[m - 1] / rights < shape.left().ids()), op,
-                  ": keys must be ascending, as tbe_group returns them, and below the product of "
-                  "row_factors");
+  bool ascending = true;
+  for (int64_t j = 1; j < m; ++j) ascending &= key[j - 1] < key[j];
+  STD_TORCH_CHECK(
+      m == 0 || (ascending && key[0] >= 0 && key[m - 1] / rights < shape.left().ids()), op,
+      ": keys must be distinct and ascending, as tbe_group returns them, and below the product of "
+      "row_factors");
   const int64_t lefts = find_lefts(key, m, rights, plan);
   const int64_t distinct_rights = find_rights(key, m, rights, plan);
   const int64_t used[] = {lefts, lefts + 1, m, distinct_rights, distinct_rights + 1, m, m};
@@ -112,6 +115,6 @@ std::vector<Tensor> tt_plan(const Tensor& keys, const Tensor& count,
 }  // namespace emb
 
 STABLE_TORCH_LIBRARY_IMPL(emblib, CPU, m) {
-  m.impl("tt_keys", TORCH_BOX(&emb::tt_keys));
-  m.impl("tt_plan", TORCH_BOX(&emb::tt_plan));
+  EMB_IMPL(m, emb, tt_keys);
+  EMB_IMPL(m, emb, tt_plan);
 }

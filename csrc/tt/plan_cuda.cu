@@ -16,7 +16,7 @@ Tensor tt_keys(const Tensor& indices, int64_t rows, std::vector<int64_t> row_fac
   const CudaLauncher launcher(indices);
   const Tensor input = torch::stable::contiguous(indices);
   const int64_t n = indices.numel();
-  Tensor keys = torch::stable::new_empty(indices, {n}, ScalarType::Long);
+  Tensor keys = allocate(indices, {n}, ScalarType::Long);
   launch_tt_keys(launcher,
                  {index_array(input), n, rows, shape.key_map(), keys.mutable_data_ptr<int64_t>()});
   return keys;
@@ -43,10 +43,10 @@ std::vector<Tensor> tt_plan(const Tensor& keys, const Tensor& count,
   const int64_t n = keys.numel();
   std::vector<Tensor> plan;
   for (const int64_t size : {n, n + 1, n, n, n + 1, n, n, int64_t{3}}) {
-    plan.push_back(torch::stable::new_empty(keys, {size}, ScalarType::Int));
+    plan.push_back(allocate(keys, {size}, ScalarType::Int));
   }
   const auto data = [&](size_t i) { return plan[i].mutable_data_ptr<int32_t>(); };
-  const Tensor left_rows = torch::stable::new_empty(keys, {n}, ScalarType::Int);
+  const Tensor left_rows = allocate(keys, {n}, ScalarType::Int);
   const DeviceSort<uint32_t> left(keys, n, shape.left().ids(),
                                   left_rows.mutable_data_ptr<int32_t>());
   const DeviceSort<uint32_t> right(keys, n, shape.right().ids(), data(6));
@@ -64,6 +64,6 @@ std::vector<Tensor> tt_plan(const Tensor& keys, const Tensor& count,
 }  // namespace emb::cuda
 
 STABLE_TORCH_LIBRARY_IMPL(emblib, CUDA, m) {
-  m.impl("tt_keys", TORCH_BOX(&emb::cuda::tt_keys));
-  m.impl("tt_plan", TORCH_BOX(&emb::cuda::tt_plan));
+  EMB_IMPL(m, emb::cuda, tt_keys);
+  EMB_IMPL(m, emb::cuda, tt_plan);
 }

@@ -16,8 +16,8 @@ std::tuple<Tensor, Tensor> tt_rows(std::vector<Tensor> cores, std::vector<Tensor
   const TtBatch batch(op, cores, plan, row_factors, dim_factors);
   STD_TORCH_CHECK(kept >= 0, op, ": kept must be >= 0, got ", kept);
   const TtHalf &left = batch.left, &right = batch.right;
-  Tensor rows = torch::stable::new_empty(cores[0], {batch.plan.capacity, batch.shape.dim()});
-  Tensor prefixes = torch::stable::new_empty(cores[0], {kept, left.value_size()});
+  Tensor rows = allocate(cores[0], {batch.plan.capacity, batch.shape.dim()});
+  Tensor prefixes = allocate(cores[0], {kept, left.value_size()});
   if (batch.num_rows == 0) return {rows, prefixes};
 
   const TtRights rights(batch);
@@ -50,4 +50,4 @@ std::tuple<Tensor, Tensor> tt_rows(std::vector<Tensor> cores, std::vector<Tensor
 }  // namespace
 }  // namespace emb
 
-STABLE_TORCH_LIBRARY_IMPL(emblib, CPU, m) { m.impl("tt_rows", TORCH_BOX(&emb::tt_rows)); }
+STABLE_TORCH_LIBRARY_IMPL(emblib, CPU, m) { EMB_IMPL(m, emb, tt_rows); }

@@ -28,7 +28,7 @@ class Scratch {
 
   float* operator()(int64_t floats) {
     if (floats == 0) return nullptr;
-    held_.push_back(torch::stable::new_empty(like_, {floats}, ScalarType::Float));
+    held_.push_back(allocate(like_, {floats}, ScalarType::Float));
     return held_.back().mutable_data_ptr<float>();
   }
   TtRightMemory right(const TtBatch& batch) {
@@ -50,8 +50,8 @@ std::tuple<Tensor, Tensor> tt_rows(std::vector<Tensor> cores, std::vector<Tensor
   STD_TORCH_CHECK(kept >= 0, op, ": kept must be >= 0, got ", kept);
   const CudaLauncher launcher(cores[0]);
   const TtHalf left = batch.shape.left();
-  Tensor rows = torch::stable::new_empty(cores[0], {batch.plan.capacity, batch.shape.dim()});
-  Tensor prefixes = torch::stable::new_empty(cores[0], {kept, left.value_size()});
+  Tensor rows = allocate(cores[0], {batch.plan.capacity, batch.shape.dim()});
+  Tensor prefixes = allocate(cores[0], {kept, left.value_size()});
   if (batch.plan.capacity == 0) return {rows, prefixes};
   Scratch scratch(cores[0]);
   const TtRightMemory memory = scratch.right(batch);
@@ -80,7 +80,7 @@ std::vector<Tensor> tt_core_grads(std::vector<Tensor> cores, std::vector<Tensor>
   std::vector<Tensor> grads;
   float* data[kMaxCores] = {};
   for (size_t k = 0; k < cores.size(); ++k) {
-    grads.push_back(torch::stable::new_zeros(cores[k], {cores[k].size(0), cores[k].size(1)}));
+    grads.push_back(allocate_zeros(cores[k], {cores[k].size(0), cores[k].size(1)}));
     data[k] = grads[k].mutable_data_ptr<float>();
   }
   if (batch.plan.capacity == 0) return grads;
@@ -108,6 +108,6 @@ std::vector<Tensor> tt_core_grads(std::vector<Tensor> cores, std::vector<Tensor>
 }  // namespace emb::cuda
 
 STABLE_TORCH_LIBRARY_IMPL(emblib, CUDA, m) {
-  m.impl("tt_rows", TORCH_BOX(&emb::cuda::tt_rows));
-  m.impl("tt_core_grads", TORCH_BOX(&emb::cuda::tt_core_grads));
+  EMB_IMPL(m, emb::cuda, tt_rows);
+  EMB_IMPL(m, emb::cuda, tt_core_grads);
 }

@@ -234,7 +234,8 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     text = str(error)
-    return any(s in text for s in ("can't allocate", "bad_alloc", "Cannot allocate memory"))
+    ways = ("can't allocate", "bad_alloc", "Cannot allocate memory", "out of memory")
+    return any(way in text for way in ways)
 
 
 def _limit_memory(limit: int | None) -> None:

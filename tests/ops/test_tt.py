@@ -334,3 +334,52 @@ def test_groups_skip_pruned_lookups() -> None:
     groups = tbe.group(features, keys, torch.tensor([0, 2, 4]), 60)
     inverse = ops.group_inverse(groups.segments, groups.lookups, groups.count)
     assert inverse.tolist() == [-1, 0, 0, -1]
+
+
+# Which tensor of a plan, which entry of it, and what it says instead.
+WRONG_PLANS = [
+    *((k, 0, value) for k in range(7) for value in (-1, 1 << 29, 2**31 - 1, -(2**31))),
+    *((k, 1, value) for k in range(8) for value in (-1, 1 << 29)),
+    *((7, k, value) for k in range(3) for value in (0, 3, 99)),
+]
+
+
+@pytest.mark.parametrize("factors", [([3, 4, 5], [2, 2, 2]), ([3, 2, 2, 3], [2, 2, 2, 1])])
+def test_plans_that_no_batch_has_are_refused(factors: tuple[list[int], list[int]]) -> None:
+    p, q = factors
+    case = Case(tuple(p), tuple(q), (2,) * (len(p) - 1), 12)
+    cores, ids = case.cores(seeded(8)), torch.randperm(math.prod(p), generator=seeded(9))[:12]
+    made, _, _ = make(cores, case, ids, kept=2)
+    grads = torch.ones(12, math.prod(q))
+    right = ops.tt_core_grads(cores, list(made.plan), made.prefixes, grads, p, q)
+    for tensor, entry, value in WRONG_PLANS:
+        plan = [part.clone() for part in made.plan]
+        if plan[tensor][entry] == value:
+            continue
+        plan[tensor][entry] = value
+        for call in (
+            lambda plan=plan: ops.tt_rows(cores, plan, p, q, 2),
+            lambda plan=plan: ops.tt_core_grads(cores, plan, made.prefixes, grads, p, q),
+        ):
+            with pytest.raises(RuntimeError, match="plan must be what tt_plan returned"):
+                call()
+    again = ops.tt_core_grads(cores, list(made.plan), made.prefixes, grads, p, q)
+    assert all(torch.equal(a, b) for a, b in zip(right, again, strict=True))
+
+
+def test_keys_out_of_order_are_refused() -> None:
+    for keys in ([5, 3, 40], [5, 5, 6], [-1, 2, 3], [1, 2, 60]):
+        with pytest.raises(RuntimeError, match="distinct and ascending"):
+            ops.tt_plan(torch.tensor(keys), torch.tensor([3], dtype=torch.int32), [3, 4, 5])
+
+
+def test_factors_that_overflow_are_refused() -> None:
+    core, plan = (
+        torch.ones(1, 65_536),
+        ops.tt_plan(torch.zeros(1).long(), torch.ones(1).int(), [1, 1]),
+    )
+    with pytest.raises(RuntimeError, match="multiply to at most"):
+        ops.tt_rows([core, core], plan, [1, 1], [65_536, 65_536], 0)
+    ranks = [torch.ones(1, 4), torch.ones(1, 4)]
+    with pytest.raises(RuntimeError, match="no multiple of rank"):
+        ops.tt_rows(ranks, plan, [1, 1], [1, 2**62], 0)

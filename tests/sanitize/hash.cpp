@@ -19,8 +19,6 @@ namespace {
 
 constexpr int64_t kTables = 2;
 constexpr int64_t kWidths[] = {12, 3};  // bytes a row, by plane
-const char* const kOrders[] = {"none", "lru", "lfu", "lru_lfu", "assigned"};
-
 template <class Function>
 auto op(const char* name) {
   return reinterpret_cast<Function*>(torch::stable::registered_ops().at(name));
@@ -28,15 +26,15 @@ auto op(const char* name) {
 
 const auto find = op<Tensor(Tensors, const Tensor&, const Tensor&, const Tensor&)>;
 const auto erase = op<Tensor(Tensors, const Tensor&, const Tensor&, const Tensor&)>;
-const auto use = op<Tensor(Tensors, const Tensor&, const Tensor&, const Tensor&, Optional, Optional,
-                           std::string)>;
+const auto use =
+    op<Tensor(Tensors, const Tensor&, const Tensor&, const Tensor&, Optional, Optional, int64_t)>;
 const auto misses = op<std::tuple<Tensor, Tensor, Tensor, Tensor>(
     const Tensor&, const Tensor&, const Tensor&, const Tensor&, Optional, int64_t)>;
 const auto grow = op<void(Tensors, Tensors, const Tensor&, const Tensor&, const Tensor&,
                           const Tensor&, Tensor, const Tensor&, Optional)>;
-const auto place = op<std::tuple<Tensor, Tensor, Tensor>(Tensors, const Tensor&, const Tensor&,
-                                                         const Tensor&, const Tensor&, Optional,
-                                                         Optional, std::string, std::string)>;
+const auto place =
+    op<std::tuple<Tensor, Tensor, Tensor>(Tensors, const Tensor&, const Tensor&, const Tensor&,
+                                          const Tensor&, Optional, Optional, int64_t, int64_t)>;
 const auto expire = op<Tensor(Tensors, int64_t, int64_t, int64_t, int64_t)>;
 
 Tensor longs(const std::vector<int64_t>& values) {
@@ -59,7 +57,8 @@ struct Step {
 
 struct Plan {
   int64_t buckets[kTables], most[kTables];
-  std::string order, newcomer;
+  emb::Order order;
+  int64_t newcomer;
   std::vector<Step> steps;
 };
 
@@ -70,8 +69,8 @@ Plan draw(std::mt19937_64& random, int64_t most_buckets, int64_t most_keys, int6
     plan.most[t] = 1 + below(most_buckets);
     plan.buckets[t] = 1 + below(below(2) != 0 ? plan.most[t] : 1);
   }
-  plan.order = kOrders[below(5)];
-  plan.newcomer = below(2) != 0 ? "wins" : "competes";
+  plan.order = static_cast<emb::Order>(below(5));
+  plan.newcomer = below(2);
   const int64_t pool = most_buckets * 48;
   for (int64_t step = 0; step < steps; ++step) {
     const int64_t n = below(3) != 0 ? below(most_keys + 1) : most_keys;
@@ -115,7 +114,7 @@ struct World {
 
   explicit World(const Plan& plan) {
     const int64_t slots = (plan.most[0] + plan.most[1]) * emb::kSlots;
-    const bool scored = plan.order != "none" && plan.order != "lru";
+    const bool scored = emb::has_scores(plan.order);
     index = {filled({slots}, ScalarType::Byte, 0),
              filled({slots, scored ? 3 : 2}, ScalarType::Long, 0x5a),
              Tensor({kTables, emb::kTableFields}, ScalarType::Long), longs({0}),
@@ -145,14 +144,15 @@ void train(World& world, const Plan& plan, const Step& step, Record* record) {
   const auto& [ids, starts, tables, counts, given, chosen, kind] = step;
   const Optional uses = kind % 2 != 0 ? Optional(counts) : std::nullopt;
   const Optional admitted = kind % 3 != 0 ? Optional(chosen) : std::nullopt;
-  const Tensor slots = use("hash_use_")(world.index, ids, starts, tables, uses, given, plan.order);
+  const Tensor slots = use("hash_use_")(world.index, ids, starts, tables, uses, given,
+                                        static_cast<int64_t>(plan.order));
   const auto found = misses("hash_misses")(ids, starts, tables, slots, uses, kTables);
   const auto& [first, groups, totals, ends] = found;
   record->add(slots);
   grow("hash_grow_")(world.index, world.rows, world.layout, ids, starts, tables, slots, ends,
                      admitted);
   const auto placed = place("hash_place_")(world.index, ids, first, totals, ends, admitted, given,
-                                           plan.order, plan.newcomer);
+                                           static_cast<int64_t>(plan.order), plan.newcomer);
   record->add(slots);
   record->add(found);
   record->add(placed);

@@ -60,7 +60,9 @@ class Tensor {
   }
   int64_t element_size() const { return size_of(type_); }
   int64_t nbytes() const { return numel() * element_size(); }
+  int64_t stride(int64_t) const { return 1; }
   bool is_contiguous() const { return true; }
+  const Tensor* get() const { return this; }
   ScalarType scalar_type() const { return type_; }
   Device device() const { return {}; }
   const void* const_data_ptr() const { return data_.get(); }
@@ -90,6 +92,10 @@ inline Tensor new_zeros(const Tensor& like, std::vector<int64_t> sizes,
   Tensor tensor = new_empty(like, std::move(sizes), type);
   std::fill_n(tensor.mutable_data_ptr<uint8_t>(), tensor.nbytes(), uint8_t{0});
   return tensor;
+}
+
+inline void zero_(Tensor& tensor) {
+  std::fill_n(tensor.mutable_data_ptr<uint8_t>(), tensor.nbytes(), uint8_t{0});
 }
 
 inline int& thread_count() {
@@ -125,6 +131,17 @@ struct Library {
 };
 
 }  // namespace torch::stable
+
+// Tensors here have exactly the memory they need.
+inline int aoti_torch_get_storage_size(const torch::stable::Tensor* tensor, int64_t* nbytes) {
+  *nbytes = tensor->nbytes();
+  return 0;
+}
+
+inline int aoti_torch_get_storage_offset(const torch::stable::Tensor*, int64_t* offset) {
+  *offset = 0;
+  return 0;
+}
 
 #define TORCH_BOX(function) (function)
 #define STABLE_TORCH_LIBRARY_IMPL(name, key, m)              \

@@ -1,0 +1,124 @@
+// The way into every op: `EMB_IMPL(m, emb, tbe_lookup)` registers a function of that name. What no
+// op can do without, whatever its arguments mean, happens here: tensors whose storage is smaller
+// than they are are refused, and an allocation that fails says so.
+#pragma once
+
+#include <dlfcn.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/util/Exception.h>
+
+#include <new>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace emb {
+
+// What torch said of the call into it that just failed; "" before torch 2.13, which keeps it to
+// itself.
+inline std::string words_of_torch() {
+  using Getter = const char* (*)();
+  static const auto get =
+      reinterpret_cast<Getter>(dlsym(RTLD_DEFAULT, "torch_exception_get_what_without_backtrace"));
+  const char* words = get == nullptr ? nullptr : get();
+  return words == nullptr ? "" : words;
+}
+
+struct AllocationError : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+// torch's `new_empty`, which does not say why it failed.
+inline torch::stable::Tensor allocate(
+    const torch::stable::Tensor& like, std::vector<int64_t> sizes,
+    std::optional<torch::headeronly::ScalarType> type = std::nullopt) {
+  try {
+    return torch::stable::new_empty(like, sizes, type);
+  } catch (const std::runtime_error&) {
+    std::string shape;
+    for (const int64_t size : sizes) shape += (shape.empty() ? "" : ", ") + std::to_string(size);
+    const std::string words = words_of_torch();
+    throw AllocationError("can't allocate memory for a tensor of [" + shape + "] elements" +
+                          (words.empty() ? "" : ": " + words));
+  }
+}
+
+inline torch::stable::Tensor allocate_zeros(
+    const torch::stable::Tensor& like, std::vector<int64_t> sizes,
+    std::optional<torch::headeronly::ScalarType> type = std::nullopt) {
+  torch::stable::Tensor tensor = allocate(like, std::move(sizes), type);
+  torch::stable::zero_(tensor);
+  return tensor;
+}
+
+// That the elements lie inside the storage, which `untyped_storage().resize_()` may have shrunk
+// since the tensor was made.
+inline void check_storage(const char* op, int argument, const torch::stable::Tensor& tensor) {
+  const int64_t numel = tensor.numel();
+  if (numel == 0) return;
+  int64_t bytes = 0, offset = 0, last = numel - 1;
+  if (aoti_torch_get_storage_size(tensor.get(), &bytes) != 0 ||
+      aoti_torch_get_storage_offset(tensor.get(), &offset) != 0) {
+    STD_TORCH_CHECK(false, op, ": argument ", argument, " is a tensor without a storage");
+  }
+  if (!tensor.is_contiguous()) {
+    last = 0;
+    for (int64_t d = 0; d < tensor.dim(); ++d) last += (tensor.size(d) - 1) * tensor.stride(d);
+  }
+  const int64_t needed = (offset + last + 1) * static_cast<int64_t>(tensor.element_size());
+  STD_TORCH_CHECK(needed <= bytes, op, ": argument ", argument, " of the schema needs ", needed,
+                  " bytes, but its storage has ", bytes,
+                  "; it was resized or freed since the tensor was made (FSDP does so between "
+                  "uses): give the storage its size back before the call");
+}
+
+inline void check_storage(const char* op, int argument,
+                          const std::optional<torch::stable::Tensor>& tensor) {
+  if (tensor) check_storage(op, argument, *tensor);
+}
+
+inline void check_storage(const char* op, int argument,
+                          const std::vector<torch::stable::Tensor>& tensors) {
+  for (const torch::stable::Tensor& tensor : tensors) check_storage(op, argument, tensor);
+}
+
+template <class Value>
+void check_storage(const char*, int, const Value&) {}
+
+template <auto function, class Name>
+struct Entry;
+
+template <class Result, class... Arguments, Result (*function)(Arguments...), class Name>
+struct Entry<function, Name> {
+  static Result call(Arguments... arguments) {
+    const char* op = Name::get();
+    int argument = 0;
+    (check_storage(op, argument++, arguments), ...);
+    try {
+      return function(std::forward<Arguments>(arguments)...);
+    } catch (const AllocationError& error) {
+      throw std::runtime_error(std::string(op) + ": " + error.what());
+    } catch (const std::runtime_error& error) {
+      const std::string text = error.what(), words = words_of_torch();
+      if (text.find("API call failed") == std::string::npos || words.empty()) throw;
+      throw std::runtime_error(std::string(op) + ": " + words + " (" + text + ")");
+    } catch (const std::bad_alloc&) {
+      throw std::runtime_error(std::string(op) +
+                               ": can't allocate memory for its work (std::bad_alloc)");
+    }
+  }
+};
+
+}  // namespace emb
+
+#define EMB_IMPL(library, space, name)                                       \
+  do {                                                                       \
+    struct Name {                                                            \
+      static const char* get() { return #name; }                             \
+    };                                                                       \
+    library.impl(#name, TORCH_BOX((&emb::Entry<&space::name, Name>::call))); \
+  } while (false)

@@ -1,0 +1,100 @@
+"""What every op does before it looks at its arguments: storages, and memory that there is not."""
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import emblib
+from emblib import optim
+from emblib.ops.codes import POOLING
+from experiments.run.process import is_out_of_memory
+from tests.fuzz.calls import CALLS
+
+ops = torch.ops.emblib
+
+
+def _resized(tensor: Tensor, nbytes: int) -> Tensor:
+    tensor = tensor.clone()
+    tensor.untyped_storage().resize_(nbytes)
+    return tensor
+
+
+def _places(arguments: tuple[Any, ...]) -> list[tuple[int, int | None]]:
+    """Every tensor with elements: the argument, and where in a list of tensors it is."""
+    found: list[tuple[int, int | None]] = []
+    for at, argument in enumerate(arguments):
+        if isinstance(argument, Tensor) and argument.numel():
+            found.append((at, None))
+        if isinstance(argument, list):
+            lists = [k for k, a in enumerate(argument) if isinstance(a, Tensor) and a.numel()]
+            found += [(at, k) for k in lists]
+    return found
+
+
+@pytest.mark.parametrize("op", sorted(CALLS))
+def test_a_storage_that_was_given_back_is_refused(op: str) -> None:
+    arguments = CALLS[op](random.Random(3)).arguments
+    for at, k in _places(arguments):
+        for kept in (0, 1):
+            changed = list(arguments)
+            if k is None:
+                changed[at] = _resized(changed[at], kept)
+            else:
+                changed[at] = list(changed[at])
+                changed[at][k] = _resized(changed[at][k], kept)
+            message = rf"{op}: argument {at} of the schema needs \d+ bytes, but its storage has"
+            with pytest.raises(RuntimeError, match=message):
+                getattr(ops, op)(*changed)
+
+
+def test_views_are_refused_by_what_they_reach() -> None:
+    base = torch.arange(10, dtype=torch.int64)
+    view, reversed_view = base[8:], base.view(5, 2)[:, 1]
+    base.untyped_storage().resize_(9 * 8)
+    for keys in (view, reversed_view):
+        with pytest.raises(RuntimeError, match="its storage has 72"):
+            ops.group(keys, 10)
+    assert ops.group(base[:9], 10)[3].item() == 9
+
+
+def test_a_module_whose_weights_were_given_back() -> None:
+    module = emblib.TableBatchedEmbeddingBags([emblib.TableSpec(1000, 8)], optim.SGD(0.1))
+    batch = (torch.tensor([1, 2]), torch.tensor([0, 2]))
+    out = module(*batch)
+    nbytes = module.weights.untyped_storage().nbytes()
+    module.weights.untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match=r"tbe_lookup: argument 0 .* resized or freed"):
+        module(*batch)
+    with pytest.raises(RuntimeError, match=r"tbe_update_: argument 0 .* resized or freed"):
+        out.sum().backward()
+    module.weights.untyped_storage().resize_(nbytes)
+    with torch.no_grad():
+        module.weights.zero_()
+    assert not module(*batch).any()
+
+
+def test_memory_that_there_is_not() -> None:
+    features = torch.tensor([[0, 0, 1, 4, 0, 0, 0, 0]])
+    lookups = (torch.zeros(2, dtype=torch.int64), torch.tensor([0, 2]))
+    rest = (None, None, None, POOLING["sum"], 2**45, torch.float32)
+    with pytest.raises(RuntimeError, match=r"tbe_lookup: can't allocate .*1, 35184372088832") as e:
+        ops.tbe_lookup([torch.zeros(4)], features, *lookups, *rest)
+    assert is_out_of_memory(e.value)
+    assert "API call failed" not in str(e.value)
+    with pytest.raises(RuntimeError, match="can't allocate") as e:
+        ops.tt_rows(
+            [torch.ones(1, 2), torch.ones(1, 2)],
+            ops.tt_plan(torch.zeros(1, dtype=torch.int64), torch.ones(1).int(), [1, 1]),
+            [1, 1],
+            [1, 1],
+            2**50,
+        )
+    assert is_out_of_memory(e.value)
+
+
+def test_harness_knows_the_words_of_a_gpu() -> None:
+    assert is_out_of_memory(RuntimeError("CUDA out of memory. Tried to allocate 2 GiB"))
+    assert not is_out_of_memory(RuntimeError("tbe_lookup: indices must be int32 or int64"))
