@@ -12,13 +12,13 @@ from experiments.report.data import Run
 
 HIT_RATE_POINTS = 0.005  # half a percentage point, as the gate has it
 TIME_TOLERANCE = 0.25
-TOO_FEW = "too few rounds for an interval: give it more time (--timing), or a quieter machine"
+TOO_FEW = "one process gives no interval: measure in more of them (--timing standard)"
 RULE = (
     "A ratio of times holds if the interval measured again meets the claimed one widened by the "
     "tolerance on both sides, and does not say the opposite (slower where the claim, with its "
     "interval, says faster). A hit rate holds within half a percentage point. Bytes are exact. "
     "Claims are compared only where the batches were the same, and a ratio only where there were "
-    "rounds enough for an interval."
+    "two processes or more, which an interval takes."
 )
 
 

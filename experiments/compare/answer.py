@@ -49,6 +49,8 @@ def _gain(
     why = _because(machine, base) + _share(row, first)
     if found.lo <= 1 <= found.hi:
         why += "; the interval contains 1, so no difference is shown"
+    elif not math.isfinite(found.lo):
+        why += "; from one process of a machine, which gives no interval"
     return (
         f"On {title}{sized}, a step of {row['name']} does {times(found)} the lookups per second "
         f"on {machine.label} that it does on {base.label}{why}."

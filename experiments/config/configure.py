@@ -112,6 +112,9 @@ def _settle(config: Config) -> None:
     if not names:
         raise UsageError("timing.modes must name at least one mode, e.g. timing.modes=[hot]")
     config.timing.modes = [Mode(name) for name in names]
+    case = config.cases.get(config.report.headline)
+    if config.workload.law is Law.trace and case is not None and case.workload.law is not Law.trace:
+        config.report.headline = ""  # the answer is about the file that was named
 
 
 def parse(overrides: Sequence[str]) -> list[Override]:

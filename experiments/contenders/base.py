@@ -43,6 +43,7 @@ class Task:
     tt_tables: int = 0  # how many of the largest tables TT compresses
     row_factors: tuple[int, ...] = ()
     dim_factors: tuple[int, ...] = ()
+    shrunk: bool = False  # tables have fewer rows than the experiment asks for
     cache: float = 0.2  # with a cache only: its size as a fraction of all rows
     directory: str = ""  # on disk only: where the tables live; empty: a temporary directory
 

@@ -20,7 +20,7 @@ from experiments.contenders.base import (
     touched,
 )
 from experiments.contenders.tables import OPTIMIZERS
-from experiments.contenders.tt import expect_tt, tt_spec
+from experiments.contenders.tt import expect_tt, tt_specs
 from experiments.work.workload import Batch
 
 Prepared = tuple[Tensor, Tensor, Tensor]
@@ -120,7 +120,7 @@ class ReferenceTT(Contender):
             raise Unsupported("the reference TT contender compresses every table; raise tt.tables")
         self.rule = OPTIMIZERS[task.optimizer](task.lr)
         self.hyper = self.rule.hyper(task.device)
-        self.specs = [tt_spec(task, s) for s in task.shapes]
+        self.specs = tt_specs(task, task.shapes)
         self.cores: list[list[Tensor]] = []
         self.states: list[list[list[Tensor]]] = []
         generator = torch.Generator(task.device).manual_seed(0)

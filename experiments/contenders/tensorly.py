@@ -13,7 +13,7 @@ from torch.nn import functional
 import emblib
 from experiments.config.schema import Optimizer
 from experiments.contenders.base import Contender, State, Task, Unsupported
-from experiments.contenders.tt import expect_tt, tt_spec
+from experiments.contenders.tt import expect_tt, tt_specs
 from experiments.work.workload import Batch
 
 
@@ -36,7 +36,7 @@ class FactorizedTables(Contender):
             raise Unsupported("this contender compresses every table; raise tt.tables")
         if task.optimizer is Optimizer.rowwise_adagrad:
             raise Unsupported("torch.optim has no row-wise Adagrad")
-        self.specs = [tt_spec(task, s) for s in task.shapes]
+        self.specs = tt_specs(task, task.shapes)
         self.modules = [_embedding(spec, task.device) for spec in self.specs]
         generator = torch.Generator(task.device).manual_seed(0)
         for module in self.modules:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import emblib
+from experiments.contenders import Unsupported
 from experiments.contenders.base import (
     Contender,
     State,
@@ -46,12 +47,8 @@ class TTTables(Contender):
         self.compressed = largest(task.shapes, task.tt_tables)
         self.plain = [i for i in range(len(task.shapes)) if i not in self.compressed]
         self.modules = [
-            emblib.TTEmbeddingBag(
-                tt_spec(task, task.shapes[i]),
-                OPTIMIZERS[task.optimizer](task.lr),
-                device=task.device,
-            )
-            for i in self.compressed
+            emblib.TTEmbeddingBag(spec, OPTIMIZERS[task.optimizer](task.lr), device=task.device)
+            for spec in tt_specs(task, [task.shapes[i] for i in self.compressed])
         ]
         rest = dataclasses.replace(task, shapes=tuple(task.shapes[i] for i in self.plain))
         self.rest = BatchedTables(rest) if self.plain else None
@@ -119,11 +116,24 @@ class TTTables(Contender):
         return torch.cat([*outputs, output], dim=1), after + cores
 
 
-def tt_spec(task: Task, shape: TableShape) -> emblib.TTSpec:
-    """The task's rank and factors for one table; factors that are not given are emblib's choice.
+def tt_specs(task: Task, shapes: Sequence[TableShape]) -> list[emblib.TTSpec]:
+    """Return the task's tensor trains; factors that are not given are emblib's choice.
 
-    A small table gets a lower rank where the full one exceeds what its cores can use.
+    A small table gets a lower rank where the full one exceeds what its cores can use. Where no
+    table can use the rank, the contender would be measured under a name that is not its own, so it
+    is refused; not so where the tables were shrunk, which the report says.
     """
+    specs = [_tt_spec(task, shape) for shape in shapes]
+    usable = max((rank for spec in specs for rank in spec.ranks), default=task.rank)
+    if usable < task.rank and not task.shrunk:
+        raise Unsupported(
+            f"rank {task.rank} is more than the cores of these tables can use, which is {usable}: "
+            f"choose sweep.rank and tt.ranks up to {usable}"
+        )
+    return specs
+
+
+def _tt_spec(task: Task, shape: TableShape) -> emblib.TTSpec:
     cores = len(task.dim_factors) or cores_for(shape.dim)
     factors = emblib.TTSpec(
         shape.rows, shape.dim, (1,) * (cores - 1), task.row_factors, task.dim_factors

@@ -12,7 +12,6 @@ from experiments.config.schema import OPERATIONS, Kind
 from experiments.results import metrics
 from experiments.results.store import Record
 from experiments.timing import stats
-from experiments.timing.comparison import Effect
 
 YARDSTICK = "find_slots"  # of the subject at the same load: what ratios are to
 PHASE = "insert"  # what a table that grows is timed at
@@ -34,21 +33,27 @@ def frame(records: Sequence[Record], subject: str) -> pd.DataFrame:
         if record.get("kind") == Kind.keys.value:
             key = record["cell"], record["arm"], metrics.mode_of(record)
             groups.setdefault(key, []).append(record)
-    rows = []
+    pairs: dict[tuple[str, str], list[tuple[list[Record], list[Record]]]] = {}
+    measured = []
     for (cell, _, mode), group in groups.items():
         base = groups.get((cell, f"{subject}@{group[0]['load']:g}", mode), [])
         phases = next((list(r["samples"]) for r in group if r["samples"]), [])
-        rows += [_row(group, phase, base) for phase in phases or [""]]
+        for phase in phases or [""]:
+            pairs.setdefault((mode, phase), []).append((group, as_yardstick(base, phase)))
+            measured.append((group, mode, phase, base))
+    pools = {key: metrics.Pools.of(found, key[1]) for key, found in pairs.items()}
+    rows = [_row(group, phase, base, pools[mode, phase]) for group, mode, phase, base in measured]
     return pd.DataFrame(rows)
 
 
-def _row(group: Sequence[Record], phase: str, base: Sequence[Record]) -> dict[str, Any]:
+def _row(
+    group: Sequence[Record], phase: str, base: Sequence[Record], pools: metrics.Pools
+) -> dict[str, Any]:
+    taken = metrics.good(group)
     wrong = any(r["status"] == "wrong" for r in group)
-    taken = [] if wrong else [r for r in group if r["status"] == "ok"]
     record = taken[0] if taken else group[0]
-    time = metrics.summarise_processes([metrics.seconds(r, phase) for r in taken])
-    sound = [] if any(r["status"] == "wrong" for r in base) else base
-    effect = against(taken, phase, [r for r in sound if r["status"] == "ok"])
+    time = metrics.summarise_processes([metrics.seconds(r, phase) for r in taken], pools.times)
+    effect = metrics.ratio(taken, as_yardstick(metrics.good(base), phase), phase, pools.ratios)
     names = ("section", "cell", "contender", "arm", "label", "load", "rows_scale", "lookups")
     return {
         **{name: record[name] for name in names},
@@ -76,14 +81,13 @@ def _row(group: Sequence[Record], phase: str, base: Sequence[Record]) -> dict[st
     }
 
 
-def against(taken: Sequence[Record], phase: str, base: Sequence[Record]) -> Effect:
-    """Time of a phase ÷ time of the yardstick, as metrics.ratio has it for equal phases."""
-    renamed = [
+def as_yardstick(base: Sequence[Record], phase: str) -> list[Record]:
+    """Return the records with the yardstick's samples in the place of a phase's."""
+    return [
         r | {"samples": {phase: r["samples"].get(YARDSTICK, [])}}
         for r in base
         if r["samples"].get(YARDSTICK)
     ]
-    return metrics.ratio(taken, renamed, phase)
 
 
 def growth(records: Sequence[Record]) -> pd.DataFrame:

@@ -37,7 +37,7 @@ def write_report(path: Path) -> Summary:
     """Write every derived file of the run in `path` from its raw records."""
     from experiments.report import pages
     from experiments.report.calibration import calibrations
-    from experiments.report.stories import story
+    from experiments.report.stories import sentences
 
     run = Run.read(path)
     if run.kind in (Kind.gate, Kind.noise, Kind.power):
@@ -66,7 +66,7 @@ def write_report(path: Path) -> Summary:
     store.write("report.md", pages.markdown(run, [[f for f, _ in part] for part in drawn]))
     store.write("index.html", pages.page(run, drawn))
     bad = sum(r["status"] in BROKEN for r in run.records)
-    return Summary(" ".join(story(run).answer(run)), bad)
+    return Summary(" ".join(sentences(run)), bad)
 
 
 def _figures(run: Run) -> list[list[tuple[Figure, Run]]]:

@@ -49,7 +49,8 @@ class Run:
         """From the files that store.RunStore wrote."""
         config = OmegaConf.load(path / "config.yaml")
         assert isinstance(config, DictConfig)
-        records = read_records(path)
+        # In the order of the experiment, not in that of their measuring.
+        records = sorted(read_records(path), key=lambda r: int(r.get("cell_number", 0)))
         return cls(
             path,
             config,

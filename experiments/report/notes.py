@@ -50,15 +50,17 @@ REPLAYED = (
 )
 ONE_PROCESS = (
     "A ratio is taken within each round, between each side's faster sample, so that what slows "
-    "the machine for a moment does not count or slows both sides; shown are the median ratio and "
-    "its 95 % order-statistic interval. The interval covers the noise of this run only: another "
-    "process, another day or another machine can differ by more, so one process gives no verdict."
+    "the machine for a moment does not count or slows both sides; shown is the median over the "
+    "rounds. Processes differ by more than the rounds within one do, so one process gives neither "
+    "an interval nor a verdict: timing.replicates=3 gives both."
 )
 PROCESSES = (
     "A ratio is taken within each round, between each side's faster sample, so that what slows "
     "the machine for a moment does not count or slows both sides; a process's ratio is the median "
     "over its rounds. Shown are the mean over the processes (of logarithms) and its 95 % Student-t "
-    "interval: processes differ by more than the rounds within one do."
+    "interval: processes differ by more than the rounds within one do. Two processes take the "
+    "spread between processes from all cells of the run, or their own if that is larger; one "
+    "process has no interval."
 )
 VERDICTS = (
     f"Verdicts need {PROCESSES_FOR_A_VERDICT} processes. 'slower' and 'faster': the interval "
@@ -98,8 +100,7 @@ def notices(run: Run) -> list[str]:
     found = []
     if run.smoke:
         found.append(
-            "Smoke run: tables, batches and rounds are capped to see whether everything works. "
-            "The times below mean nothing."
+            "Tables, batches and rounds are capped to see whether everything works (timing=smoke)."
         )
     else:
         found += [*_scaled(run), *_noise(run)]
@@ -158,8 +159,14 @@ def _unfinished(run: Run) -> list[str]:
     if short:
         found.append(
             f"{len(short)} of {text.several(len(passes), 'cell')} were measured in fewer than the "
-            f"planned {text.several(run.planned, 'process', 'processes')} (fewest: {min(short)}); "
-            "their intervals say so."
+            f"planned {text.several(run.planned, 'process', 'processes')} (fewest: {min(short)}). "
+            "One process gives no interval; two take the spread of the run's other cells."
+        )
+    left_out = int(run.info.get("cells_left_out", 0))
+    if left_out:
+        found.append(
+            f"{left_out} of {text.several(run.info['cells'], 'cell')} were not measured: the time "
+            "of the run (timing.total_seconds) was used up. The same command goes on with them."
         )
     return found
 

@@ -8,7 +8,17 @@ from collections.abc import Sequence
 
 from experiments.config.schema import Kind
 from experiments.config.sweep import SWEEP
-from experiments.report import answer, caching, notes, outcomes, shell, tables, text, traces
+from experiments.report import (
+    answer,
+    caching,
+    notes,
+    outcomes,
+    shell,
+    stories,
+    tables,
+    text,
+    traces,
+)
 from experiments.report.data import Run
 from experiments.report.figures import subtitle
 from experiments.report.stories import story
@@ -55,7 +65,7 @@ def published_lines(run: Run, section: str) -> list[str]:
 
 def markdown(run: Run, figures: Sequence[Sequence[Figure]]) -> str:
     """The report for a terminal, an issue or a repository page; `figures` are those by mode."""
-    sentences = story(run).answer(run)
+    sentences = stories.sentences(run)
     lines = [f"# {run.config.name}", "", f"**{sentences[0]}** {' '.join(sentences[1:])}", ""]
     lines += [f"*Question: {run.info.get('question', '')}*", ""]
     lines += [f"> **{n}**\n" for n in notes.notices(run)]
@@ -96,7 +106,7 @@ def _markdown_section(run: Run, section: str) -> list[str]:
 
 def page(run: Run, drawn: Sequence[Drawn]) -> str:
     """index.html; `drawn` are the figures of each mode."""
-    sentences = story(run).answer(run)
+    sentences = stories.sentences(run)
     parts = [shell.paragraph(str(run.config.name), "eyebrow")]
     parts += [f"<h1>{html.escape(sentences[0])}</h1>"]
     parts += [shell.tiles(answer.tiles(run))] if run.kind is Kind.time else []

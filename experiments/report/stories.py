@@ -60,6 +60,15 @@ STORIES = {
 }
 
 
+SMOKE = "Smoke run: its tables, batches and rounds are too small for its numbers to mean anything."
+
+
+def sentences(run: Run) -> list[str]:
+    """Return the answer of a run's report; of a smoke run, first that it is none."""
+    found = story(run).answer(run)
+    return [SMOKE, *found] if run.smoke else found
+
+
 def story(run: Run) -> Story:
     """The story of a run's kind."""
     return STORIES[run.kind]

@@ -76,9 +76,9 @@ def times(value: float) -> str:
 
 
 def interval(lo: float, hi: float) -> str:
-    """'[1.9, 2.3]', or that there were too few rounds for one."""
+    """'[1.9, 2.3]', or that one process gives none."""
     if missing(lo) or missing(hi):
-        return "[too few rounds]"
+        return "[one process]"
     return f"[{digits(lo)}, {digits(hi)}]"
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from omegaconf import OmegaConf
+
 from experiments.config.schema import Law
 from experiments.config.sweep import SWEEP
 from experiments.report import text
@@ -39,17 +41,25 @@ NOTES = (
 
 def subject(run: Run) -> Record | None:
     """What the answer is about: the user's own trace, else the headline case."""
-    records = frames.looked_at(run.records)
-    for section in (SWEEP, str(run.config.report.headline)):
-        for record in records:
+    sections = [SWEEP] if _names_a_file(run) else [SWEEP, str(run.config.report.headline)]
+    for section in sections:
+        for record in frames.looked_at(run.records):
             if record["section"] == section:
                 return record
-    return records[0] if records else None
+    return None
+
+
+def _names_a_file(run: Run) -> bool:
+    return str(OmegaConf.select(run.config, "workload.law", default="")) == Law.trace.value
 
 
 def answer(run: Run) -> list[str]:
     """Repetition, concentration and what a cache could serve; then the fit, then the others."""
     record = subject(run)
+    if record is None and _names_a_file(run):
+        failed = next((r for r in run.failures() if r["section"] == SWEEP), None)
+        reason = failed["reason"] if failed else "the run ended before"
+        return [f"No answer: the trace {run.config.workload.file} was not analysed ({reason})."]
     if record is None:
         return ["No answer: no lookups were looked at before the run ended."]
     return [_headline(run, record), *_skew(record), *_others(run, record)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import pandas as pd
@@ -12,7 +13,7 @@ import pandas as pd
 from experiments.config.schema import PHASES, Kind, Mode
 from experiments.results.store import Record
 from experiments.timing import comparison, stats
-from experiments.timing.comparison import Effect
+from experiments.timing.comparison import Effect, Pool
 from experiments.timing.stats import Summary
 
 INDEX_BYTES = 8  # int64 ids and offsets
@@ -71,11 +72,36 @@ def frame(records: Sequence[Record], baseline: str) -> pd.DataFrame:
     for record in records:
         if record.get("kind", Kind.time.value) == Kind.time.value:
             groups.setdefault((record["cell"], record["arm"], mode_of(record)), []).append(record)
+    pairs: dict[str, list[tuple[list[Record], list[Record]]]] = {}
+    for (cell, _, mode), group in groups.items():
+        pairs.setdefault(mode, []).append((group, groups.get((cell, baseline, mode), [])))
+    pools = {(mode, phase): Pools.of(pairs[mode], phase) for mode in pairs for phase in PHASES}
     rows = []
     for (cell, _, mode), group in groups.items():
         base = groups.get((cell, baseline, mode), [])
-        rows += [_row(group, phase, base) for phase in PHASES]
+        rows += [_row(group, phase, base, pools[mode, phase]) for phase in PHASES]
     return pd.DataFrame(rows)
+
+
+@dataclass(frozen=True)
+class Pools:
+    """How processes differ in one mode and phase of a run: for cells that have only two."""
+
+    times: Pool | None
+    ratios: Pool | None
+
+    @classmethod
+    def of(cls, pairs: Sequence[tuple[Sequence[Record], Sequence[Record]]], phase: str) -> Pools:
+        """Pool the arms of a run, each given with its baseline."""
+        taken = [(good(group), good(base)) for group, base in pairs]
+        ratios = [process_logs(arm, base, phase) for arm, base in taken if arm and arm != base]
+        return cls(comparison.pool(process_medians(arm, phase) for arm, _ in taken),
+                   comparison.pool(ratios))  # fmt: skip
+
+
+def good(group: Sequence[Record]) -> list[Record]:
+    """Return the processes of an arm that count: none once one of them was wrong."""
+    return [r for r in group if r["status"] == "ok"] if _status(group) == "ok" else []
 
 
 def mode_of(record: Record) -> str:
@@ -83,14 +109,15 @@ def mode_of(record: Record) -> str:
     return str(record.get("mode", Mode.hot.value))
 
 
-def _row(group: Sequence[Record], phase: str, base: Sequence[Record]) -> dict[str, Any]:
+def _row(
+    group: Sequence[Record], phase: str, base: Sequence[Record], pools: Pools
+) -> dict[str, Any]:
     record = next((r for r in group if r["status"] == "ok"), group[0])
-    status = _status(group)
-    taken = [r for r in group if r["status"] == "ok"] if status == "ok" else []
+    status, taken = _status(group), good(group)
     sampled = [seconds(r, phase) for r in taken]
-    time, ends = summarise_processes(sampled), stats.tail([s for each in sampled for s in each])
-    sound = base if base and _status(base) == "ok" else []  # once wrong, it is no baseline
-    effect = ratio(taken, [r for r in sound if r["status"] == "ok"], phase)
+    time = summarise_processes(sampled, pools.times)
+    ends = stats.tail([s for each in sampled for s in each])
+    effect = ratio(taken, good(base), phase, pools.ratios)
     judged = effect.processes >= PROCESSES_FOR_A_VERDICT
     identity = {k: record[k] for k in ("section", "cell", "contender", "rank", "arm", "label")}
     unique = record["unique_rows"] or math.nan
@@ -144,7 +171,7 @@ def _status(group: Sequence[Record]) -> str:
     found = [r["status"] for r in group]
     if "wrong" in found:
         return "wrong"
-    return "ok" if "ok" in found else str(found[0])
+    return "ok" if "ok" in found else str(found[0]) if found else "missing"
 
 
 def _flags(group: Sequence[Record]) -> list[str]:
@@ -156,25 +183,40 @@ def _flags(group: Sequence[Record]) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def summarise_processes(samples: Sequence[Sequence[float]]) -> Summary:
-    """All samples of all processes; from two processes on, the interval is over their medians.
+def summarise_processes(samples: Sequence[Sequence[float]], others: Pool | None = None) -> Summary:
+    """Summarise all samples of all processes; the interval is over the processes' medians.
 
-    It is widened to the median of all samples where processes with many of those pull that away.
+    One process gives no interval: what it could give covers the noise within it, which is smaller
+    than what processes differ by. The interval is widened to the median of all samples where
+    processes with many of those pull that away.
     """
     whole = stats.summarise([s for taken in samples for s in taken])
     medians = [stats.summarise(taken).median for taken in samples if taken]
-    if len(medians) < 2:
-        return whole
-    spread = comparison.combine([math.log(m) for m in medians])
+    spread = comparison.combine([math.log(m) for m in medians], others)
+    if math.isnan(spread.lo):
+        return dataclasses.replace(whole, lo=math.nan, hi=math.nan)
     lo, hi = min(spread.lo, whole.median), max(spread.hi, whole.median)
     return dataclasses.replace(whole, lo=lo, hi=hi)
 
 
-def ratio(arm: Sequence[Record], base: Sequence[Record], phase: str) -> Effect:
+def process_medians(arm: Sequence[Record], phase: str) -> list[float]:
+    """Return the log of the median time of each process that has samples."""
+    sampled = [seconds(r, phase) for r in arm]
+    return [math.log(stats.summarise(taken).median) for taken in sampled if taken]
+
+
+def ratio(
+    arm: Sequence[Record], base: Sequence[Record], phase: str, others: Pool | None = None
+) -> Effect:
     """arm / base: within each process the median over rounds, over processes mean and t-interval.
 
-    With one process the interval is the order statistic within it, and means that process only.
+    One process gives no interval; `others` is what two processes use, see `comparison.combine`.
     """
+    return comparison.combine(process_logs(arm, base, phase), others)
+
+
+def process_logs(arm: Sequence[Record], base: Sequence[Record], phase: str) -> list[float]:
+    """Return the log of arm / base of each process that measured both in a common round."""
     others = {replicate_of(r): r for r in base}
     pairs = [
         (best_of_rounds(r, phase), best_of_rounds(others[replicate_of(r)], phase))
@@ -182,10 +224,7 @@ def ratio(arm: Sequence[Record], base: Sequence[Record], phase: str) -> Effect:
         if replicate_of(r) in others
     ]
     pairs = [(own, other) for own, other in pairs if own.keys() & other.keys()]
-    if len(pairs) == 1:
-        within = stats.paired_ratio(*pairs[0])
-        return Effect(within.median, within.lo, within.hi, 1, math.nan)
-    return comparison.combine([comparison.process_effect(own, other) for own, other in pairs])
+    return [comparison.process_effect(own, other) for own, other in pairs]
 
 
 def replicate_of(record: Record) -> int:

@@ -157,6 +157,7 @@ def task_of(cell: Cell, arm: Arm, session: Session) -> Task:
         tt_tables=cell.tt.tables,
         row_factors=tuple(cell.tt.row_factors) if explicit else (),
         dim_factors=tuple(cell.tt.dim_factors),
+        shrunk=cell.rows_scale < 1.0,
         cache=arm.cache,
         directory=cell.cache.directory,
     )

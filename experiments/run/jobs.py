@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from experiments.config.schema import Config, Kind, Rerun
-from experiments.config.sweep import Cell
+from experiments.config.schema import AXES, Config, Kind, Rerun
+from experiments.config.sweep import SWEEP, Cell
 from experiments.results.identity import point_key
 from experiments.results.store import Record, read_records
 
 START_SECONDS = 1.5  # a process, its imports and its first batches, on a machine of two cores
+BLOCK = 4  # cells whose processes take turns
 TIMED = (Kind.time, Kind.keys, Kind.growth, Kind.sharding)  # kinds of cells whose samples are times
 # Without a new request these are not tried again: the outcome would be the same. What is missing
 # has another point_key once it is installed.
@@ -27,6 +29,7 @@ class Job:
     cell: Cell
     replicate: int
     order: int  # its place in the run
+    number: int = 0  # of the cell, in the order of the experiment
 
     def key(self, config: Config) -> tuple[str, int]:
         """The same in every run that asks for the same."""
@@ -48,27 +51,47 @@ def seconds_of(cell: Cell, config: Config) -> float:
 
 
 def passes(cells: Sequence[Cell], config: Config) -> Iterator[list[Job]]:
-    """Every cell once, then the answer's cells to their end, then every other cell once more, ...
+    """Measure the answer's cells to their end, then the other cells block by block.
 
-    So a run that ends early has all cells, and its answer in full. The first pass keeps the order
-    of the experiment; later ones are shuffled, so that what drifts over a run does not always meet
-    the same cells.
+    Each list is a pass: some cells once, each in a process of its own. The cells of a block take
+    turns until all of them have all their processes, so a run that is short of time ends with fewer
+    cells and not with fewer processes per cell, of which one says nothing of its own error. Passes
+    after the first are shuffled, so that what drifts does not always meet the same cells.
     """
     headline = config.report.headline
     answer = [cell for cell in cells if headline and cell.section == headline]
-    others = [cell for cell in cells if cell not in answer]
-    most = max((replicates(c, config) for c in cells), default=0)
-    plan = [[(cell, 0) for cell in cells]]
-    plan += [[(cell, number) for number in range(1, most) for cell in answer]]
-    plan += [[(cell, number) for cell in others] for number in range(1, most)]
+    others = _axes_in_turn([cell for cell in cells if cell not in answer])
+    blocks = [answer, *(others[at : at + BLOCK] for at in range(0, len(others), BLOCK))]
+    numbers = {cell.key: number for number, cell in enumerate(cells)}
     order = 0
-    for number, wanted in enumerate(plan):
-        chosen = [(c, r) for c, r in wanted if r < replicates(c, config)]
-        if number:
-            random.Random(config.seed + number).shuffle(chosen)
-        if chosen:
-            yield [Job(c, r, order + place) for place, (c, r) in enumerate(chosen)]
+    for block in blocks:
+        for replicate in range(max((replicates(c, config) for c in block), default=0)):
+            chosen = [cell for cell in block if replicate < replicates(cell, config)]
+            if replicate:
+                random.Random(config.seed + order).shuffle(chosen)
+            yield [
+                Job(cell, replicate, order + place, numbers[cell.key])
+                for place, cell in enumerate(chosen)
+            ]
             order += len(chosen)
+
+
+def _axes_in_turn(cells: Sequence[Cell]) -> list[Cell]:
+    """Order cells so that stopping anywhere leaves out values of every axis alike.
+
+    Cases come first, then the base point of the sweep, then the axes in turn: both ends of each,
+    then what lies between.
+    """
+    cases = [cell for cell in cells if cell.section != SWEEP]
+    swept = [cell for cell in cells if cell.section == SWEEP]
+    lines: dict[tuple[str, ...], list[Cell]] = {}
+    for cell in swept[1:]:
+        base = swept[0].workload
+        axes = tuple(a for a in AXES if getattr(cell.workload, a) != getattr(base, a))
+        lines.setdefault(axes, []).append(cell)
+    ends_first = [[line[0], *line[:0:-1][:1], *line[1:-1]] for line in lines.values()]
+    turns = itertools.chain.from_iterable(itertools.zip_longest(*ends_first))
+    return [*cases, *swept[:1], *(cell for cell in turns if cell is not None)]
 
 
 Done = Mapping[tuple[str, int], list[Record]]

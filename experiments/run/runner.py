@@ -23,7 +23,7 @@ from experiments.report import text, write_report
 from experiments.results.store import Record, RunStore
 from experiments.run import kinds, plan
 from experiments.run.cell import fit_memory
-from experiments.run.jobs import Done, Job, done_before, passes
+from experiments.run.jobs import Done, Job, done_before, passes, replicates
 from experiments.run.progress import Display, outcome_line, where
 from experiments.run.session import Session
 from experiments.run.worker import measure_job, survey
@@ -95,9 +95,6 @@ def finish(
         print(f"{why}; there is no report, '{again}' makes it of what was kept", file=sys.stderr)
         return 1 if isinstance(error, OSError) else 130
     print(f"\n{summary.answer}\n")
-    timing = config.timing
-    if timing.max_rows or timing.max_batch or timing.max_cells:
-        print("smoke run: everything is small, its numbers mean nothing")
     outcomes = extra["outcomes"]
     failures = sum(outcomes.get(name, 0) for name in FAILURES)
     if failures:
@@ -144,6 +141,8 @@ class Work:
         self.walls: dict[str, float] = {}  # what the cell's last process took
         self.outcomes: Counter[str] = Counter()
         self.jobs = self.reused = self.left_out = 0
+        self.remaining: dict[str, int] = {}  # processes to come of the cells that were begun
+        self.not_begun: set[str] = set()  # cells for which there was no time
 
     def do(self, cells: Sequence[Cell]) -> str:
         """'finished', 'interrupted' or what else ended it; what was measured is in the store."""
@@ -182,11 +181,29 @@ class Work:
         self.jobs += 1
 
     def _fits(self, job: Job) -> bool:
-        """The first pass always does; later ones while the run's time lasts."""
-        total = self.session.config.timing.total_seconds
-        if not job.replicate or not total or job.key(self.session.config) in self.earlier:
+        """Decide at the first process of a cell: a cell that is begun gets all its processes.
+
+        The answer's cells always fit, and every cell of a run of one process per cell.
+        """
+        key, config = job.cell.key, self.session.config
+        if key not in self.remaining and key not in self.not_begun:
+            if self._has_time(job):
+                self.remaining[key] = replicates(job.cell, config)
+            else:
+                self.not_begun.add(key)
+        if key in self.remaining:
+            self.remaining[key] -= 1
+        return key in self.remaining
+
+    def _has_time(self, job: Job) -> bool:
+        config = self.session.config
+        total, wanted = config.timing.total_seconds, replicates(job.cell, config)
+        answers = bool(config.report.headline) and job.cell.section == config.report.headline
+        known = job.key(config) in self.earlier
+        if not total or wanted == 1 or answers or known or not self.walls:
             return True
-        expected = self.walls.get(job.cell.key, 0.0)
+        typical = sum(self.walls.values()) / len(self.walls)
+        expected = typical * (wanted + sum(self.remaining.values()))
         return time.monotonic() - self.started + expected <= total
 
     def _records(self, job: Job) -> list[Record]:
@@ -194,13 +211,17 @@ class Work:
         old = self.earlier.get((key, replicate))
         if old is not None and self._same_tables(job.cell, old[0]["rows_scale"]):
             self.reused += 1
-            here = {"run_id": self.session.run_id, "order": job.order}
+            here = {"run_id": self.session.run_id, "order": job.order, "cell_number": job.number}
             return [{"reused_from": r["run_id"], **r, **here} for r in old]
         if job.cell.key not in self.fitted:
             ranked = self.session.over_ranks_of(job.cell)
             self.fitted[job.cell.key] = fit_memory(job.cell, ranked)
         cell = self.fitted[job.cell.key]
-        identity = {"point_key": key, "context_id": self.context_id}
+        identity = {
+            "point_key": key,
+            "context_id": self.context_id,
+            "cell_number": job.number,
+        }
         session = dataclasses.replace(
             self.session.over_ranks_of(cell),
             replicate=replicate,
@@ -249,6 +270,7 @@ class Work:
         """For run.json."""
         return {
             "cells": len(cells),
+            "cells_left_out": len(self.not_begun),
             "jobs": self.jobs,
             "reused": self.reused,
             "outcomes": dict(self.outcomes),

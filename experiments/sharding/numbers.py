@@ -12,7 +12,6 @@ from experiments.config.schema import Kind, Scaling
 from experiments.results import metrics
 from experiments.results.store import Record
 from experiments.timing.comparison import Effect
-from experiments.timing.stats import Summary
 
 STEP, COMPUTE = "step", "local"
 OURS = "sharded_"  # contenders of emblib's that are spread over ranks; what follows is the type
@@ -69,19 +68,26 @@ def frame(records: Sequence[Record]) -> pd.DataFrame:
         if record.get("kind") == Kind.sharding.value:
             key = record["cell"], record["arm"], metrics.mode_of(record)
             groups.setdefault(key, []).append(record)
-    rows = []
+    pairs: dict[tuple[str, str], list[tuple[list[Record], list[Record]]]] = {}
+    measured = []
     for (cell, arm, mode), group in groups.items():
         base = groups.get((cell, counterpart(arm), mode), [])
         phases = next((list(r["samples"]) for r in group if r["samples"]), [STEP])
-        rows += [_row(group, phase, base) for phase in phases]
+        for phase in phases:
+            pairs.setdefault((mode, phase), []).append((group, base))
+            measured.append((group, mode, phase, base))
+    pools = {key: metrics.Pools.of(found, key[1]) for key, found in pairs.items()}
+    rows = [_row(group, phase, base, pools[mode, phase]) for group, mode, phase, base in measured]
     return pd.DataFrame(rows)
 
 
-def _row(group: Sequence[Record], phase: str, base: Sequence[Record]) -> dict[str, Any]:
-    taken = sound(group)
+def _row(
+    group: Sequence[Record], phase: str, base: Sequence[Record], pools: metrics.Pools
+) -> dict[str, Any]:
+    taken = metrics.good(group)
     record = taken[0] if taken else group[0]
-    time = _time(taken, phase)
-    effect = metrics.ratio(taken, sound(base), phase)
+    time = metrics.summarise_processes([metrics.seconds(r, phase) for r in taken], pools.times)
+    effect = metrics.ratio(taken, metrics.good(base), phase, pools.ratios)
     names = ("section", "cell", "contender", "arm", "label", "rows_scale", "lookups")
     return {
         **{name: record[name] for name in names},
@@ -109,21 +115,12 @@ def _ratio(effect: Effect) -> dict[str, float]:
     return {"ratio": effect.ratio, "ratio_lo": effect.lo, "ratio_hi": effect.hi}
 
 
-def _time(taken: Sequence[Record], phase: str) -> Summary:
-    return metrics.summarise_processes([metrics.seconds(r, phase) for r in taken])
-
-
 def status_of(group: Sequence[Record]) -> str:
     """Once wrong is wrong; else what any process made of it."""
     found = [str(r["status"]) for r in group]
     if "wrong" in found:
         return "wrong"
     return "ok" if "ok" in found else next(iter(found), "missing")
-
-
-def sound(group: Sequence[Record]) -> list[Record]:
-    """The records with samples, none of an arm that was wrong."""
-    return [r for r in group if r["status"] == "ok"] if status_of(group) == "ok" else []
 
 
 def steps(rows: pd.DataFrame) -> pd.DataFrame:

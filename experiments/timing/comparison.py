@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache
@@ -48,16 +48,47 @@ def process_effect(arm: Mapping[int, float], base: Mapping[int, float]) -> float
     return statistics.median(math.log(arm[r] / base[r]) for r in common)
 
 
-def combine(logs: Sequence[float]) -> Effect:
-    """Over processes; no interval below two."""
+@dataclass(frozen=True)
+class Pool:
+    """How processes differ, over many comparisons of one run.
+
+    Attributes:
+        spread: the standard deviation of the logs within comparisons.
+        freedom: its degrees of freedom, the processes of each comparison less one, summed.
+    """
+
+    spread: float
+    freedom: int
+
+
+def pool(comparisons: Iterable[Sequence[float]]) -> Pool | None:
+    """Pool the variance of logs within comparisons; None where none has two processes."""
+    several = [logs for logs in comparisons if len(logs) >= LEAST_PROCESSES]
+    freedom = sum(len(logs) - 1 for logs in several)
+    if not freedom:
+        return None
+    squares = sum((len(logs) - 1) * statistics.variance(logs) for logs in several)
+    return Pool(math.sqrt(squares / freedom), freedom)
+
+
+def combine(logs: Sequence[float], others: Pool | None = None) -> Effect:
+    """Return the mean over processes with its 95 % t-interval; no interval below two.
+
+    Two processes say little of how processes differ: the interval from their own spread has one
+    degree of freedom and is most often far too wide, sometimes far too narrow. With `others`, the
+    spread of the run's other comparisons, two processes take the larger of both spreads, with the
+    degrees of freedom of the pool.
+    """
     n = len(logs)
     if not n:
         return Effect(math.nan, math.nan, math.nan, 0, math.nan)
     mean = statistics.fmean(logs)
     if n < LEAST_PROCESSES:
         return Effect(math.exp(mean), math.nan, math.nan, n, math.nan)
-    spread = statistics.stdev(logs)
-    half = t_quantile(n - 1) * spread / math.sqrt(n)
+    spread, freedom = statistics.stdev(logs), n - 1
+    if n == LEAST_PROCESSES and others is not None and others.freedom > freedom:
+        spread, freedom = max(spread, others.spread), others.freedom
+    half = t_quantile(freedom) * spread / math.sqrt(n)
     return Effect(math.exp(mean), math.exp(mean - half), math.exp(mean + half), n, spread)
 
 

@@ -57,7 +57,7 @@ def test_a_time_is_reproduced_on_the_same_device_only(run: Run) -> None:
     row = run.table[(run.table["arm"] == "tt-32") & (run.table["section"] == "fbtt_readme")]
     step = row[row["phase"] == "step"].iloc[0]
     assert found.ours == pytest.approx(1e6 * step["median_s"] / 10240)
-    assert found.lo < found.ours < found.hi
+    assert math.isnan(found.lo)  # one process gives no interval
     elsewhere = judge(run, device="h100_sxm5")
     assert elsewhere.verdict is Verdict.NOT_RUN
     assert elsewhere.reason == "another device: theirs is of NVIDIA H100 SXM5 80 GB"

@@ -39,8 +39,16 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config.report.figures = False
     OmegaConf.save(config, target / "config.yaml")
     cells = list(dict.fromkeys(r["cell"] for r in read_records(FIRST_SCHEMA)))[:CELLS]
-    write_points(target, [r for r in read_records(FIRST_SCHEMA) if r["cell"] in cells])
+    records = [r for r in read_records(FIRST_SCHEMA) if r["cell"] in cells]
+    write_points(target, [*records, *(as_second_process(r) for r in records)])
     return target
+
+
+def as_second_process(record: Record) -> Record:
+    """The first schema has one process per cell, and an interval takes two that differ."""
+    factor = 1.02 if record["contender"] == "tt" else 1.0
+    taken = {k: [[n, factor * s] for n, s in v] for k, v in record["samples"].items()}
+    return {**record, "replicate": 1, "samples": taken}
 
 
 def write_points(folder: Path, records: list[Record]) -> None:
@@ -285,7 +293,7 @@ def test_what_was_not_measured_says_why() -> None:
     for value in (2.0, 9.0):
         (finding,) = compare([ratio(2, 1.9, 2.1)], [ratio(value, NAN, NAN)], {}, 0.25)
         assert finding.outcome is Outcome.unmeasured
-        assert finding.reason.startswith("too few rounds")
+        assert finding.reason.startswith("one process gives no interval")
 
 
 # Measuring again

@@ -82,7 +82,7 @@ def test_a_machine_that_is_20_times_as_fast_is_said_to_be_that(gpu: Path) -> Non
         if math.isfinite(gain.lo):
             assert gain.lo <= 20 <= gain.hi
     said = answer.sentences(found, rows)
-    assert said[0].startswith("On the Criteo-Kaggle tables, a step of TT rank 16 does 20.0× [")
+    assert said[0].startswith("On the Criteo-Kaggle tables, a step of TT rank 16 does 20.0× the")
     assert "its memory copies 52.8× as much" in said[0]  # 2800 GB/s ÷ 53.0 GB/s
     assert said[1].startswith("The time of TT rank 16 as a multiple of TBE's is ")
 
@@ -226,7 +226,17 @@ def test_two_runs_of_one_machine_have_names_of_their_own(tmp_path: Path) -> None
     names = [m.label for m in machines.read([CPU, later])]
     assert names == [f"AMD EPYC, 2 threads ({t})" for t in ("2026-11-21 10:07", "2027-01-02 03:04")]
     said = answer.sentences(*rows_of(CPU, later))
-    assert "1.00× [" in said[0]
+    assert "does 1.00× the lookups" in said[0]
+    assert said[0].endswith("from one process of a machine, which gives no interval.")
+
+
+def test_an_interval_that_contains_1_shows_no_difference(tmp_path: Path) -> None:
+    runs = [make(tmp_path / name) for name in ("one", "other")]
+    for run in runs:  # a second process, 2 % slower
+        records = [json.loads(line) for line in (run / "points.jsonl").read_text().splitlines()]
+        records += [{**faster(1 / 1.02)(r), "replicate": 1} for r in records]
+        (run / "points.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    said = answer.sentences(*rows_of(*runs))
     assert said[0].endswith("the interval contains 1, so no difference is shown.")
 
 

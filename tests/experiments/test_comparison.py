@@ -51,6 +51,29 @@ def test_one_process_pairs_its_rounds() -> None:
         comparison.process_effect({1: 1.0}, {2: 1.0})
 
 
+def test_two_processes_with_the_spread_of_the_run_cover_as_often_as_they_say() -> None:
+    """12 cells of 3 processes and one of 2, equal in truth; noise of 2 % between processes."""
+    rng, runs = random.Random(11), 1500
+    covered, widths, own_widths = 0, [], []
+    for _ in range(runs):
+        others = [[rng.gauss(0, 0.02) for _ in range(3)] for _ in range(12)]
+        logs = [rng.gauss(0, 0.02) for _ in range(2)]
+        effect = comparison.combine(logs, comparison.pool([*others, logs]))
+        covered += effect.lo <= 1 <= effect.hi
+        widths.append(effect.hi / effect.lo)
+        alone = comparison.combine(logs)
+        own_widths.append(alone.hi / alone.lo)
+    assert 0.94 <= covered / runs <= 0.99
+    assert statistics.median(widths) - 1 < (statistics.median(own_widths) - 1) / 2
+    assert min(widths) > 1.02 > min(own_widths)  # a lucky pair looks no more precise
+
+
+def test_three_processes_keep_their_own_spread() -> None:
+    logs, wild = [0.0, 0.01, 0.02], comparison.pool([[0.0, 1.0]] * 9)
+    assert comparison.combine(logs, wild) == comparison.combine(logs)
+    assert comparison.pool([[0.1], []]) is None
+
+
 def test_processes_make_the_interval() -> None:
     logs = [math.log(r) for r in (1.08, 1.10, 1.12, 1.09, 1.11)]
     effect = comparison.combine(logs)

@@ -189,3 +189,11 @@ def test_tensor_trains_have_the_same_cores() -> None:
     pytest.importorskip("tltorch")
     sizes = {name: build(name, task()).nbytes() for name in ("tt", "tensorly", "reference_tt")}
     assert sizes["tensorly"] == sizes["tt"] == sizes["reference_tt"]
+
+
+@pytest.mark.parametrize("name", ["tt", "reference_tt"])
+def test_a_rank_that_no_table_can_use_is_not_measured_under_its_name(name: str) -> None:
+    high = dataclasses.replace(task(), rank=1000)
+    with pytest.raises(Unsupported, match=r"rank 1000 is more than .* can use, which is \d+"):
+        build(name, high)
+    build(name, dataclasses.replace(high, shrunk=True))  # the report says that tables were shrunk

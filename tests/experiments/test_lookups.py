@@ -14,11 +14,12 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from omegaconf import OmegaConf
 
 from experiments.caches import ideal
 from experiments.config.schema import CacheConfig, Config, Kind, Law, WorkloadConfig
 from experiments.config.sweep import Cell, arms_of
-from experiments.report import Run, notes, traces, write_report
+from experiments.report import Run, notes, stories, traces, write_report
 from experiments.run.session import Session
 from experiments.traces import analysis, frames, reuse, skew
 from experiments.traces.analysis import Lookups
@@ -262,13 +263,29 @@ def test_a_trace_of_ones_own_is_what_the_answer_is_about(run: Path) -> None:
     with (run / "points.jsonl").open("a") as file:
         file.write(json.dumps(own) + "\n")
     summary = write_report(run)
-    assert summary.answer.startswith("Of the lookups of the trace clicks.pt (1 table, ")
+    assert summary.answer.startswith(stories.SMOKE)
+    assert " Of the lookups of the trace clicks.pt (1 table, " in summary.answer
     assert "For comparison, at best it would serve" in summary.answer
 
 
 def test_nothing_looked_at_yet(run: Path) -> None:
     (run / "points.jsonl").write_text("")
-    assert write_report(run).answer.startswith("No answer")
+    assert "No answer: no lookups were looked at" in write_report(run).answer
+
+
+def test_a_trace_that_failed_is_not_answered_for_by_other_lookups(run: Path) -> None:
+    """The built-in laws were looked at, the user's file had too few batches."""
+    config = OmegaConf.load(run / "config.yaml")
+    config.workload.law, config.workload.file = "trace", "clicks.pt"
+    OmegaConf.save(config, run / "config.yaml")
+    lost = json.loads((run / "points.jsonl").read_text().splitlines()[-1])
+    reason = "clicks.pt has 2 batches of 2 samples; at least 4 are needed"
+    lost |= {"section": "sweep", "cell": "sweep own", "status": "unsupported", "reason": reason}
+    with (run / "points.jsonl").open("a") as file:
+        file.write(json.dumps(lost) + "\n")
+    answer = write_report(run).answer
+    assert f"No answer: the trace clicks.pt was not analysed ({reason})." in answer
+    assert "lookups into" not in answer
 
 
 def test_the_report_says_when_lookups_were_folded(run: Path) -> None:

@@ -68,7 +68,8 @@ def test_the_first_sentence_is_made_of_measured_numbers(
     subject = rows.loc[(run.subject.key, "step")]
     baseline = rows.loc[(run.baseline.key, "step")]
     markdown = (run.path / "report.md").read_text().splitlines()
-    first = markdown[2].split("**")[1]
+    assert markdown[2].startswith("**Smoke run: ")  # and no claim in bold
+    first = markdown[2]
     for number in (
         text.times(subject["ratio"]),
         text.interval(subject["ratio_lo"], subject["ratio_hi"]),
@@ -153,7 +154,7 @@ def test_numbers_as_people_read_them() -> None:
     assert text.size(2_160_804_928) == "2.16 GB"
     assert text.size(None) == text.NONE
     assert text.times(float("nan")) == text.NONE
-    assert text.interval(1.0, float("nan")) == "[too few rounds]"
+    assert text.interval(1.0, float("nan")) == "[one process]"
     assert text.fraction(187.04) == "1/187"
     assert text.fraction(0.5) == "2.00×"
 
@@ -268,7 +269,30 @@ def test_one_process_gives_none(tmp_path: Path) -> None:
     run = Run.read(make_run(tmp_path, Recipe(words=SMALL, replicates=1)))
     assert "process" not in answer.answer(run)[0]
     assert "verdict" not in section_table(run, "criteo").heads
-    assert any("one process gives no verdict" in t for t in notes.how_to_read(run))
+    assert any("neither an interval nor a verdict" in t for t in notes.how_to_read(run))
+
+
+def test_one_process_has_no_interval_and_two_take_that_of_the_run(tmp_path: Path) -> None:
+    """Cells with fewer processes must not look more precise than those with all of them."""
+    path = make_run(tmp_path, Recipe(words=SMALL))
+    records = lines(path)
+    cells = list(dict.fromkeys(r["cell"] for r in records))
+    few = {cells[0]: 1, cells[1]: 2}
+    kept = [r for r in records if r["replicate"] < few.get(r["cell"], 3)]
+    (path / "points.jsonl").write_text("".join(json.dumps(r) + "\n" for r in kept))
+    run = Run.read(path)
+    table = run.table[run.table["arm"] != run.baseline.key]
+    width = table["ratio_hi"] / table["ratio_lo"]
+    assert table[table["cell"] == cells[0]][["ratio_lo", "ratio_hi"]].isna().all().all()
+    assert run.table[run.table["cell"] == cells[0]][["lo_s", "hi_s"]].isna().all().all()
+    two, three = (width[table["cell"] == cell] for cell in cells[1:3])
+    # An interval from the spread of two processes alone is 12.7 of its deviations to either side.
+    assert 1 < two.median() < 1.5
+    assert three.notna().all()
+    said = " ".join(notes.notices(run))
+    assert "their intervals say so" not in said
+    assert "One process gives no interval" in said
+    assert "[one process]" in answer.answer(run)[0]
 
 
 def test_an_open_question_says_what_could_have_been_seen(tmp_path: Path) -> None:
@@ -292,6 +316,13 @@ def test_an_open_question_says_what_could_have_been_seen(tmp_path: Path) -> None
     run = Run.read(path)
     seen = f"{100 * _rows(run, 'torch')['visible']:.1f} %"
     assert f"; unsure: 3 processes show differences from {seen} on)" in answer.answer(run)[0]
+
+
+def test_cells_that_there_was_no_time_for_are_admitted(tmp_path: Path) -> None:
+    path = make_run(tmp_path, Recipe(words=SMALL))
+    info = json.loads((path / "run.json").read_text()) | {"cells_left_out": 3, "cells": 7}
+    (path / "run.json").write_text(json.dumps(info))
+    assert "3 of 7 cells were not measured" in " ".join(notes.notices(Run.read(path)))
 
 
 def test_a_pass_that_the_budget_cut_off_is_admitted(tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ FATES = {
     "tbe": ("ok", ""),
     "torch": ("error", "crashed (SIGSEGV)"),
     "managed": ("oom", "SIGKILL"),
-    "cached_lru": ("timeout", "no sign of life for 5 s while building"),
+    "cached_lru": ("timeout", "no sign of life for 15 s while building"),
     "cached_lfu": ("oom", "allocate"),
     "disk_lru": ("error", "ValueError: no such luck | <here> (children.py:"),
 }
@@ -61,7 +61,7 @@ def test_what_befalls_one_contender_is_its_row_and_the_others_are_measured(
 ) -> None:
     monkeypatch.setattr(worker, "TARGET", "tests.experiments.children:serve_with_faults")
     names = ",".join(FATES)
-    status, path = run(tmp_path, f"contenders=[{names}]", "timing.limit_seconds=5")
+    status, path = run(tmp_path, f"contenders=[{names}]", "timing.limit_seconds=15")
     assert status == 5
     found = {r["contender"]: r for r in read_records(path)}
     assert found.keys() == FATES.keys()
@@ -74,7 +74,7 @@ def test_what_befalls_one_contender_is_its_row_and_the_others_are_measured(
     assert read_json(path, "run.json")["outcomes"] == outcomes
     report = (path / "report.md").read_text()
     assert all(fate in report for fate, _ in FATES.values())
-    assert "no such luck \\| <here>" in report
+    assert "no such luck \\| &lt;here>" in report
     assert "no such luck | &lt;here&gt;" in (path / "index.html").read_text()
 
 
@@ -224,15 +224,24 @@ def test_a_dry_run_shows_the_cells_and_writes_nothing(
     assert not list(tmp_path.iterdir())
 
 
-def test_later_passes_end_with_the_time_of_the_run(
+def test_a_run_short_of_time_has_fewer_cells_and_not_fewer_processes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    _, path = run(tmp_path, "timing.replicates=3", "timing.total_seconds=0.001")
-    assert {r["replicate"] for r in read_records(path)} == {0}
-    assert "no time for 2 of 3 processes" in capsys.readouterr().out
-    _, path = run(tmp_path, "timing.replicates=3", "timing.total_seconds=0")
-    assert {r["replicate"] for r in read_records(path)} == {0, 1, 2}
-    assert read_json(path, "run.json")["reused"] == 1
+    words = ("timing.replicates=2", "sweep.D=[8,16]", "timing.max_cells=3")
+    _, path = run(tmp_path, *words, "timing.total_seconds=0.001")
+    records = read_records(path)
+    assert len({r["cell"] for r in records}) == 1
+    assert {r["replicate"] for r in records} == {0, 1}
+    left_out = read_json(path, "run.json")["cells_left_out"]
+    assert left_out >= 1
+    assert f"no time for {2 * left_out} of" in capsys.readouterr().out
+    _, path = run(tmp_path, *words, "timing.total_seconds=0")
+    by_cell: dict[str, set[int]] = {}
+    for record in read_records(path):
+        by_cell.setdefault(record["cell"], set()).add(record["replicate"])
+    assert len(by_cell) == 1 + left_out
+    assert all(replicates == {0, 1} for replicates in by_cell.values())
+    assert read_json(path, "run.json")["reused"] == 2
 
 
 def test_who_ran_out_of_time_is_tried_again_under_another_limit(
@@ -241,11 +250,11 @@ def test_who_ran_out_of_time_is_tried_again_under_another_limit(
     with monkeypatch.context() as patch:
         patch.setattr(worker, "TARGET", "tests.experiments.children:serve_with_faults")
         words = ("contenders=[tbe,cached_lru]", "timing.modes=[hot,wall]")
-        status, first = run(tmp_path, *words, "timing.limit_seconds=5")
+        status, first = run(tmp_path, *words, "timing.limit_seconds=15")
         assert status == 5
     lost = [(r["arm"], r["mode"]) for r in read_records(first) if r["status"] == "timeout"]
     assert lost == [("cached_lru@0.2", "hot"), ("cached_lru@0.2", "wall")]  # a row of every mode
-    _, path = run(tmp_path, *words, "timing.limit_seconds=5")
+    _, path = run(tmp_path, *words, "timing.limit_seconds=15")
     assert read_json(path, "run.json")["reused"] == 1
     _, path = run(tmp_path, *words, "timing.limit_seconds=60")
     assert read_json(path, "run.json")["outcomes"] == {"ok": 4}

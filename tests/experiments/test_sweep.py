@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from experiments.config import configure
@@ -16,7 +18,7 @@ from experiments.config.schema import (
     TTConfig,
 )
 from experiments.config.sweep import SWEEP, arms_of, condition, expand
-from experiments.run.jobs import passes
+from experiments.run.jobs import BLOCK, passes
 from experiments.run.kinds import MEASURES
 
 
@@ -89,22 +91,41 @@ def test_conditions_compute_and_nothing_else() -> None:
             condition(text)
 
 
-def test_passes_have_every_cell_first_and_then_the_answer_to_its_end() -> None:
+def test_cells_get_all_their_processes_block_by_block_and_the_answer_first() -> None:
     config = Config(
         cases={"a": CaseConfig(), "b": CaseConfig()},
-        sweep=SweepConfig(D=[16, 32]),
+        sweep=SweepConfig(D=[16, 32, 48], B=[8, 64]),
         timing=TimingConfig(replicates=3),
     )
     config.report.headline = "b"
     cells = expand(config)
-    first, answer, second, third = passes(cells, config)
-    assert [job.cell for job in first] == cells
-    assert sorted((job.cell.section, job.replicate) for job in answer) == [("b", 1), ("b", 2)]
-    for number, jobs in ((1, second), (2, third)):
-        assert {job.replicate for job in jobs} == {number}
-        assert {job.cell.key for job in jobs} == {c.key for c in cells if c.section != "b"}
-    every = [job.order for jobs in (first, answer, second, third) for job in jobs]
+    found = list(passes(cells, config))
+    answer, others = found[:3], found[3:]
+    assert [[(j.cell.section, j.replicate) for j in jobs] for jobs in answer] == [
+        [("b", 0)], [("b", 1)], [("b", 2)]
+    ]  # fmt: skip
+    for block in range(0, len(others), 3):
+        keys = [{job.cell.key for job in jobs} for jobs in others[block : block + 3]]
+        assert keys[0] == keys[1] == keys[2]
+        assert len(keys[0]) <= BLOCK
+    begun = [job.cell for jobs in others for job in jobs if job.replicate == 0]
+    assert [c.section for c in begun[:2]] == ["a", SWEEP]
+    # After the base point the axes take turns, both ends of each before what lies between.
+    base = begun[1].workload
+    swept = [(c.workload.D, c.workload.B) for c in begun[2:]]
+    assert swept == [(16, base.B), (base.D, 8), (48, base.B), (base.D, 64), (32, base.B)]
+    every = [job.order for jobs in found for job in jobs]
     assert every == list(range(3 * len(cells)))
+    assert all(cells[job.number] == job.cell for jobs in found for job in jobs)
+
+
+def test_a_named_trace_is_what_the_answer_is_about(tmp_path: Path) -> None:
+    words = ["+experiment=tt_vs_tbe", "device=cpu"]
+    assert configure.load(words).report.headline == "criteo"
+    (tmp_path / "ids.csv").write_text("a\n" + "1\n" * 4)
+    file = ("workload=trace", f"workload.file={tmp_path / 'ids.csv'}", "sweep.L=[]", "sweep.s=[]")
+    traced = configure.load([*words, *file])
+    assert traced.report.headline == ""  # the sweep, whose workload is the file
 
 
 def test_zip_takes_values_together() -> None:
