@@ -66,7 +66,9 @@ def test_a_scaler_of_a_class_of_its_own_is_seen() -> None:
     class OwnScaler(GradScaler):
         pass
 
-    scaler, module = OwnScaler("cpu"), MODULES["plain"]()
+    module = MODULES["plain"]()
+    module(*BATCH).sum().backward()
+    scaler = OwnScaler("cpu")
     with pytest.raises(RuntimeError, match="GradScaler"):
         scaler.scale(module(*BATCH).sum()).backward()
 
