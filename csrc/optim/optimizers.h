@@ -25,7 +25,7 @@ struct OptimizerList {
     return ((index == i++ ? (visit(TypeTag<Opts>{}), true) : false) || ...);
   }
 
-  static constexpr const char* kNames[] = {Opts::kName...};
+  static constexpr const char* kNames[kCount] = {Opts::kName...};
 
   static constexpr size_t most_bytes() {
     size_t most = 0;
