@@ -5,6 +5,7 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include "core/entry.h"
 #include "core/launch.h"
 #include "group/segments.cuh"
 

@@ -7,6 +7,7 @@
 
 #include <vector>
 
+#include "core/entry.h"
 #include "group/device_sort.h"
 
 namespace emb::cuda {
