@@ -9,6 +9,7 @@
 #   EMBLIB_CUDA=AUTO|ON|OFF    build the CUDA library (default AUTO: where nvcc, a CUDA build of torch
 #                  and a GPU are found); TORCH_CUDA_ARCH_LIST="8.0;9.0+PTX", JOBS=n
 #   ARGS="..."     passed on by run, test and gpu-test
+#   FUZZ_SECONDS=n      how long nightly calls the native ops with wrong arguments (default 3600)
 #   WORKERS=n      processes that share the tests (default 2; 0: none but one)
 # pip's own variables work as usual; without a network: PIP_NO_INDEX=1 PIP_FIND_LINKS=wheels make ...
 
@@ -23,6 +24,7 @@ EXTRAS ?= harness,launchers,test,lint
 EMBLIB_CUDA ?= AUTO
 ARGS ?=
 WORKERS ?= 2
+FUZZ_SECONDS ?= 3600
 export PYTHON VENV TORCH TORCH_VERSION EXTRAS EMBLIB_CUDA JOBS
 
 STATE := $(if $(VENV),$(VENV),build)/.make
@@ -53,8 +55,10 @@ gate: native ## is the working tree slower than BASE=origin/main? (exit status: 
 micro: native ## time single operations with pytest-benchmark
 	@$(BIN)/python run.py +experiment=micro $(ARGS)
 
-nightly: native ## every experiment and pages of all reports (ARGS="timing=quick")
-	@VENV="$(VENV)" scripts/nightly.sh $(ARGS)
+nightly: native ## every experiment and pages of all reports (ARGS="timing=quick"); an hour of fuzzing
+	@status=0; VENV="$(VENV)" scripts/nightly.sh $(ARGS) || status=$$?; \
+	  EMBLIB_FUZZ_SECONDS=$(FUZZ_SECONDS) EMBLIB_FUZZ_SEED=$$(date +%F) \
+	  $(BIN)/python -m pytest -q tests/fuzz || status=$$?; exit $$status
 
 tyres: native ## does everything work here? smoke runs, a bundle of them, its verification
 	@VENV="$(VENV)" scripts/kick_the_tyres.sh $(ARGS)

@@ -35,6 +35,7 @@ LONG = {
     "sharding/test_restarts.py": 90,
     "simt/test_compile.py": 70,
     "experiments/test_runner.py": 65,
+    "fuzz/test_fuzz.py": 70,
     "sharding/test_failures.py": 60,
     "sanitize/test_hash.py": 50,
     "experiments/test_pages_in_chromium.py": 45,

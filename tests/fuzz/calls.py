@@ -288,7 +288,8 @@ def _update_rows(draw: random.Random) -> Call:
     weights, grads = torch.randn(rows, width), torch.randn(rows, width)
     grads[::3] = 0.0
     states = [
-        torch.rand(rows) if state.per_row else torch.rand(rows, width) for state in optimizer.states
+        torch.rand(rows) * (state.name != "prev_iter") if state.per_row else torch.rand(rows, width)
+        for state in optimizer.states
     ]
     want = [weights.double(), *(state.double() for state in states)]
 
@@ -407,7 +408,7 @@ def _quant_lookup(draw: random.Random) -> Call:
 
 
 def _advise_huge_pages(draw: random.Random) -> Call:
-    tensor = torch.arange(draw.choice([0, 1, 3_000_000]))
+    tensor = torch.arange(draw.choice([0, 1, 300_000]))
 
     def check(arguments: Arguments, _: Any) -> None:
         assert torch.equal(arguments[0], torch.arange(tensor.numel()))

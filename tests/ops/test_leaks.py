@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+import emblib
 from tests.fuzz.calls import CALLS
 
 CALLS_COUNTED = 10_000
@@ -90,3 +91,37 @@ def test_refused_calls_leave_nothing_behind(op: str) -> None:
             function(*arguments)
 
     assert left_behind(refused, CALLS_COUNTED // 20) < BUDGET
+
+
+def _bags() -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randint(0, 100, (40,)), torch.arange(0, 41, 4)
+
+
+def _tables(placement: emblib.Placement) -> torch.nn.Module:
+    spec = emblib.TableSpec(100, 8, placement=placement)
+    return emblib.TableBatchedEmbeddingBags([spec], emblib.optim.RowwiseAdagrad(0.1))
+
+
+MODULES: dict[str, Callable[[], torch.nn.Module]] = {
+    "plain": lambda: _tables(emblib.Placement.DEVICE),
+    "cached": lambda: _tables(emblib.Placement.MANAGED_CACHING),
+    "tensor_train": lambda: emblib.TTEmbeddingBag(
+        emblib.TTSpec(100, 8, (4, 4)), emblib.optim.SGD(0.1)
+    ),
+    "dynamic": lambda: emblib.DynamicEmbeddingBags(
+        [emblib.DynamicSpec(64, 8)], emblib.optim.Adam(0.1)
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", MODULES)
+def test_training_steps_leave_nothing_behind(kind: str) -> None:
+    torch.manual_seed(0)
+    module = MODULES[kind]()
+
+    def step() -> None:
+        indices, offsets = _bags()
+        module(indices, offsets).sum().backward()
+
+    assert left_behind(step, 3_000) < 4 * BUDGET

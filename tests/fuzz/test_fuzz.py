@@ -1,0 +1,51 @@
+"""Every op survives what callers pass by mistake; valid calls do what the references say.
+
+EMBLIB_FUZZ_SECONDS=3600 pytest tests/fuzz    how long, over all ops; a minute if not set
+EMBLIB_FUZZ_SEED=7                            other calls; the same seed draws the same ones
+"""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.fuzz.calls import CALLS
+
+ROOT = Path(__file__).resolve().parents[2]
+SECONDS = float(os.environ.get("EMBLIB_FUZZ_SECONDS", "60"))
+SEED = os.environ.get("EMBLIB_FUZZ_SEED", "0")
+BATCH = 60
+GROUPS = 6  # ops per test: a process takes seconds to start
+
+
+def test_every_op_has_calls() -> None:
+    names = [n.partition("::") for n in torch._C._dispatch_get_all_op_names()]
+    loaded = {name.partition(".")[0] for namespace, _, name in names if namespace == "emblib"}
+    assert set(CALLS) == loaded
+
+
+def _run(ops: str, first: int) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "tests.fuzz.batch", ops, SEED, str(first), str(BATCH)]
+    limit = {"OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": "2"}
+    return subprocess.run(
+        command, cwd=ROOT, env=os.environ | limit, capture_output=True, text=True, check=False
+    )
+
+
+@pytest.mark.parametrize("group", range(GROUPS))
+def test_calls_right_and_wrong(group: int) -> None:
+    ops = sorted(CALLS)[group::GROUPS]
+    end, first = time.monotonic() + SECONDS / GROUPS, 0
+    while first == 0 or time.monotonic() < end:
+        done = _run(",".join(ops), first)
+        if done.returncode:
+            lines = [line for line in done.stderr.splitlines() if line.startswith("call ")]
+            op, seed, number = lines[-1].split()[1:]
+            again = f"python -m tests.fuzz.batch {op} {seed} {number} 1"
+            text = f"exit status {done.returncode}; to see it again: {again}\n{done.stderr[-4000:]}"
+            pytest.fail(text, pytrace=False)
+        first += BATCH
