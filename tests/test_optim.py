@@ -156,7 +156,7 @@ def test_rows_know_their_last_step_however_late(name: str, start: int) -> None:
 @pytest.mark.parametrize("bound", [0.1, 0.3, 1.0, 3.3, 0.0, 1e-42, 1e30])
 def test_no_clipped_gradient_exceeds_its_bound(dtype: torch.dtype, bound: float) -> None:
     grad = torch.tensor([-5.0, -0.05, 0.0, 0.05, 5.0, float("inf")], dtype=dtype)
-    clipped = lookups.clipped(grad, optim.SGD(0.1, max_gradient=bound))
+    clipped = lookups.clipped(grad, lookups.UpdateRule.of(optim.SGD(0.1, max_gradient=bound)))
     assert clipped.dtype == dtype
     assert float(clipped.double().abs().max()) <= bound
     inside = grad.double().abs() <= bound

@@ -105,6 +105,24 @@ def groups_of(batch: Lookup) -> tbe.Groups:
     )
 
 
+class UpdateRule(NamedTuple):
+    """What backward needs of an optimizer, as values that every version of torch can trace.
+
+    torch 2.10 makes a dataclass that is passed to a Function again from symbols, which the checks
+    of the dataclass refuse.
+    """
+
+    name: str
+    max_gradient: float | None
+    gradient: Gradient | None
+
+    @classmethod
+    def of(cls, optimizer: Optimizer) -> "UpdateRule":
+        """Return the rule of an optimizer."""
+        gradient = optimizer.gradient if isinstance(optimizer, External) else None
+        return cls(optimizer.name, optimizer.max_gradient, gradient)
+
+
 class FusedLookup(torch.autograd.Function):
     """Lookup whose backward updates weights and states in place, with no weight gradient.
 
@@ -122,14 +140,14 @@ class FusedLookup(torch.autograd.Function):
         ctx: Any,
         anchor: Tensor,
         tiers: Tiers,
-        optimizer: Optimizer,
+        rule: UpdateRule,
         batch: Lookup,
         sample_weights: Tensor | None,
         row_weights: Tensor | None,
     ) -> Tensor:
         """`[B, columns]`, `[columns]` with a bag layout, or `[L, columns]` for NONE."""
         _save(ctx, batch, sample_weights, row_weights)
-        ctx.tiers, ctx.optimizer = tiers, optimizer
+        ctx.tiers, ctx.rule = tiers, rule
         if not torch.compiler.is_compiling() and _for_update.get():
             return torch.zeros((), dtype=tiers.output_dtype, device=anchor.device).expand(
                 _shape(batch)
@@ -149,7 +167,7 @@ class FusedLookup(torch.autograd.Function):
     @staticmethod
     def _update(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         batch, _, row_weights = _saved(ctx)
-        tiers, optimizer = ctx.tiers, ctx.optimizer
+        tiers, rule = ctx.tiers, ctx.rule
         if ctx.needs_input_grad[0]:
             refuse_scaled_gradients()
         places = None if batch.session is None else batch.session.before_update()
@@ -157,7 +175,7 @@ class FusedLookup(torch.autograd.Function):
             # Slots of a batch without a session are not of a cache, which would have changed.
             slots = batch.slots if batch.session is None else None
             places = RowPlaces(groups_of(batch), slots=slots)
-        grad = clipped(grad, optimizer)
+        grad = clipped(grad, rule)
         sample_grad = None
         if ctx.needs_input_grad[4]:
             located = batch._replace(slots=places.slots)
@@ -168,7 +186,7 @@ class FusedLookup(torch.autograd.Function):
             if batch.trained_features is not None:
                 places = _of_trained_tables(batch, places)
             tiers.hyper[1].add_(1)
-            _update(tiers, optimizer.name, grad, batch, places, row_weights)
+            _update(tiers, rule.name, grad, batch, places, row_weights)
             if _may_move(tiers.hyper):
                 torch.autograd.graph.increment_version(tiers.weights)
         if batch.session is not None:
@@ -203,7 +221,8 @@ def fused_lookup(
     """
     row_weights = None if sample_weights is None else sample_weights.detach()
     weights = scaled(sample_weights, decay)
-    return FusedLookup.apply(anchor, tiers, optimizer, batch, weights, row_weights)
+    rule = UpdateRule.of(optimizer)
+    return FusedLookup.apply(anchor, tiers, rule, batch, weights, row_weights)
 
 
 class ExternalLookup(torch.autograd.Function):
@@ -216,7 +235,7 @@ class ExternalLookup(torch.autograd.Function):
         batch: Lookup,
         sample_weights: Tensor | None,
         output_dtype: torch.dtype,
-        optimizer: External,
+        rule: UpdateRule,
         unique: int | None,
     ) -> Tensor:
         """`[B, columns]`, `[columns]` with a bag layout, or `[L, columns]` for NONE."""
@@ -224,10 +243,8 @@ class ExternalLookup(torch.autograd.Function):
         # forbid an optimizer step between two backwards.
         weighted = sample_weights is not None and sample_weights.requires_grad
         _save(ctx, batch, sample_weights, weights if weighted else None)
-        ctx.shape, ctx.dtype, ctx.optimizer, ctx.unique = (
-            *(weights.shape, weights.dtype),
-            *(optimizer, unique),
-        )
+        ctx.shape, ctx.dtype = weights.shape, weights.dtype
+        ctx.rule, ctx.unique = rule, unique
         return lookup_only([weights.view(-1)], batch, sample_weights, output_dtype)
 
     @staticmethod
@@ -244,14 +261,14 @@ class ExternalLookup(torch.autograd.Function):
     def _gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         batch, sample_weights, weights = _saved(ctx)
         weight_grad = sample_grad = None
-        grad = clipped(grad, ctx.optimizer)
+        grad = clipped(grad, ctx.rule)
         places = None if batch.session is None else batch.session.before_update()
         if places is not None:
             batch = batch._replace(indices=places.indices, slots=places.slots)
         if ctx.needs_input_grad[2]:
             sample_grad = _sample_weight_grad(grad, [weights.view(-1)], batch)
         if ctx.needs_input_grad[0]:
-            make = _dense_grad if ctx.optimizer.gradient is Gradient.DENSE else _sparse_grad
+            make = _dense_grad if ctx.rule.gradient is Gradient.DENSE else _sparse_grad
             groups = groups_of(batch) if places is None else places.groups
             weight_grad = make(ctx, grad, batch, groups, sample_weights)
         return weight_grad, None, sample_grad, None, None, None
@@ -305,7 +322,8 @@ def lookup(
     """Pool each bag; `weights` gets a gradient where it requires one."""
     if not torch.is_grad_enabled():
         return lookup_only([weights.view(-1)], batch, sample_weights, output_dtype)
-    return ExternalLookup.apply(weights, batch, sample_weights, output_dtype, optimizer, unique)
+    rule = UpdateRule.of(optimizer)
+    return ExternalLookup.apply(weights, batch, sample_weights, output_dtype, rule, unique)
 
 
 def lookup_only(
@@ -329,11 +347,11 @@ def scaled(sample_weights: Tensor | None, scales: Tensor | None) -> Tensor | Non
     return sample_weights * scales
 
 
-def clipped(grad: Tensor, optimizer: Optimizer) -> Tensor:
-    """The gradient of the output within the bounds that the optimizer sets."""
-    if optimizer.max_gradient is None:
+def clipped(grad: Tensor, rule: UpdateRule) -> Tensor:
+    """Return the gradient of the output within the bounds that the optimizer sets."""
+    if rule.max_gradient is None:
         return grad
-    bound = largest_within(optimizer.max_gradient, grad.dtype)
+    bound = largest_within(rule.max_gradient, grad.dtype)
     return grad.clamp(-bound, bound)
 
 

@@ -36,7 +36,6 @@ from torch.autograd.function import once_differentiable
 
 from emblib.ops import codes, lookups, tbe
 from emblib.ops.scaled_gradients import refuse_scaled_gradients
-from emblib.optim import Optimizer
 from emblib.specs import Pooling
 
 _ops = torch.ops.emblib
@@ -189,7 +188,7 @@ class FusedLookup(torch.autograd.Function):
         cores: list[Tensor],
         states: list[list[Tensor]],
         hyper: Tensor,
-        optimizer: Optimizer,
+        rule: lookups.UpdateRule,
         batch: Lookup,
         sample_weights: Tensor | None,
         share: ShareGradients | None,
@@ -199,7 +198,7 @@ class FusedLookup(torch.autograd.Function):
         made = make_rows(cores, batch, 0 if compiling else kept_prefixes(batch, cores))
         ctx.cores = cores
         ctx.versions = [] if compiling else [core._version for core in cores]
-        ctx.states, ctx.hyper, ctx.optimizer, ctx.batch = states, hyper, optimizer, batch
+        ctx.states, ctx.hyper, ctx.rule, ctx.batch = states, hyper, rule, batch
         ctx.share = share
         _save(ctx, made, sample_weights, ())
         return pool(made, batch, sample_weights)
@@ -223,13 +222,13 @@ class FusedLookup(torch.autograd.Function):
                 cores, made.plan, batch.row_factors, batch.dim_factors, made.prefixes.size(0)
             )
             made = made._replace(prefixes=prefixes)
-        grad = lookups.clipped(grad, ctx.optimizer)
+        grad = lookups.clipped(grad, ctx.rule)
         core_grads = _core_grads(grad, made, batch, sample_weights, cores)
-        states, hyper, optimizer = ctx.states, ctx.hyper, ctx.optimizer
+        states, hyper, rule = ctx.states, ctx.hyper, ctx.rule
         if ctx.share is None:
-            _update(cores, states, hyper, optimizer, core_grads)
+            _update(cores, states, hyper, rule, core_grads)
         else:
-            ctx.share(core_grads, partial(_update, cores, states, hyper, optimizer))
+            ctx.share(core_grads, partial(_update, cores, states, hyper, rule))
         return None, None, None, None, None, None, sample_grad, None
 
 
@@ -237,13 +236,13 @@ def _update(
     cores: Sequence[Tensor],
     states: Sequence[list[Tensor]],
     hyper: Tensor,
-    optimizer: Optimizer,
+    rule: lookups.UpdateRule,
     grads: Sequence[Tensor],
 ) -> None:
     """One step of the optimizer on every core."""
     hyper[1].add_(1)
     for core, state, grad in zip(cores, states, grads, strict=True):
-        _ops.update_rows_(core, state, hyper, codes.OPTIMIZER[optimizer.name], grad)
+        _ops.update_rows_(core, state, hyper, codes.OPTIMIZER[rule.name], grad)
     torch.autograd.graph.increment_version(cores)
 
 

@@ -186,7 +186,7 @@ class TTEmbeddingBag(FusedTable):
             self._core_list(),
             self._states(),
             self.hyper,
-            self.optimizer,
+            lookups.UpdateRule.of(self.optimizer),
             batch,
             per_sample_weights,
             self.share_gradients,

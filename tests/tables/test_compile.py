@@ -4,7 +4,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import is_dataclass, replace
 from typing import Any
 
 import pytest
@@ -24,6 +24,7 @@ from emblib import (
     TableSpec,
     optim,
 )
+from emblib.ops import lookups
 from tests import optimizer_cases
 from tests.tbe_cases import CASES, OPTIMIZERS, Case
 
@@ -393,3 +394,16 @@ def test_options_of_forward_and_precision() -> None:
         twins.step(*batch(case, seed), feature_requires_grad=wanted)
     twins.check_same()
     assert twins.graphs == 1
+
+
+def test_functions_are_passed_no_dataclass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch 2.10 makes a dataclass again from symbols ("must be real number, not Proxy")."""
+    passed: list[Any] = []
+    for function in (lookups.FusedLookup, lookups.ExternalLookup):
+        apply = function.apply
+        monkeypatch.setattr(function, "apply", lambda *a, f=apply: (passed.extend(a), f(*a))[1])
+    for optimizer in (optim.Adam(0.1, max_gradient=0.5), optim.External()):
+        bags = TableBatchedEmbeddingBags([TableSpec(10, 4)], optimizer)
+        bags(torch.tensor([1]), torch.tensor([0, 1])).sum().backward()
+    assert len(passed) > 6
+    assert not [value for value in passed if is_dataclass(value)]
