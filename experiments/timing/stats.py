@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 CONFIDENCE = 0.95
@@ -86,3 +86,16 @@ def settled(noise: Sequence[float]) -> bool:
     if len(noise) < SETTLED_WINDOW:
         return False
     return max(last) - min(last) <= SETTLED_WITHIN * quantile(sorted(last), 0.5)
+
+
+def paired_ratio(arm: Mapping[int, float], baseline: Mapping[int, float]) -> Summary:
+    """arm / baseline by round: the median of per-round log ratios, exponentiated, its interval.
+
+    Only rounds in which both ran count: what slows the whole machine for a moment then slows both
+    sides of a pair and cancels.
+    """
+    logs = [math.log(arm[r] / baseline[r]) for r in sorted(arm.keys() & baseline.keys())]
+    s = summarise(logs)
+    return Summary(
+        s.n, math.exp(s.median), math.exp(s.q25), math.exp(s.q75), math.exp(s.lo), math.exp(s.hi)
+    )
