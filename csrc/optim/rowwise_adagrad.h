@@ -96,13 +96,12 @@ EMB_HD float log_of_keep(double decay) { return decay < 1.0 ? as_float(log1p(-de
 struct RowwiseAdagradGlobalDecay : RowwiseNorms {
   static constexpr const char* kName = "rowwise_adagrad_global_decay";
   static constexpr int kNumbers = 5, kRowStates = 2;
-  int64_t now;
-  float log_keep, least, keep_now;
+  float now, log_keep, least, keep_now;
   bool started;
 
   EMB_HD explicit RowwiseAdagradGlobalDecay(const double* hyper)
       : RowwiseNorms(hyper),
-        now(static_cast<int64_t>(hyper[kStep])),
+        now(encode_step(hyper[kStep])),
         log_keep(log_of_keep(hyper[kLearningRate] * hyper[kOwn + 2])),
         least(as_float(hyper[kOwn + 3])),
         keep_now(as_float(1.0 - hyper[kLearningRate] * hyper[kOwn + 2])),
@@ -111,12 +110,12 @@ struct RowwiseAdagradGlobalDecay : RowwiseNorms {
     states[0] += sums[0] / dim;
     float missed = 1.0f;
     if (started) {
-      const int64_t previous = decode_step(states[1]);
-      if (previous > 0 && now - previous > 1) {
-        missed = expf(static_cast<float>(now - previous - 1) * log_keep);
-        missed = missed > least ? missed : least;
+      if (states[1] != 0.0f && now != states[1]) {
+        const float steps = steps_between(states[1], now);
+        missed = expf((steps - 1.0f) * log_keep);
+        missed = fminf(1.0f, missed > least ? missed : least);
       }
-      states[1] = encode_step(now);
+      states[1] = now;
     }
     return limited({adagrad_scale(lr, states[0], eps), missed * keep_now}, sums);
   }
@@ -124,19 +123,18 @@ struct RowwiseAdagradGlobalDecay : RowwiseNorms {
 
 // How often a row was seen, each time counting less with a half-life of so many steps.
 struct SeenRows : RowwiseNorms {
-  int64_t now;
-  float halflife, forget;
+  float now, halflife, forget;
 
   EMB_HD SeenRows(const double* hyper, double half)
       : RowwiseNorms(hyper),
-        now(static_cast<int64_t>(hyper[kStep])),
+        now(encode_step(hyper[kStep])),
         halflife(as_float(half)),
         forget(half > 0.0 ? as_float(log(2.0) / half) : 0.0f) {}
 
  protected:
   // Steps since the row was seen last; 1 for a row that was never seen.
   EMB_HD float gap(float previous) const {
-    return previous == 0.0f ? 1.0f : static_cast<float>(now - decode_step(previous));
+    return previous == 0.0f ? 1.0f : steps_between(previous, now);
   }
   EMB_HD float count(float counter, float previous) const {
     if (halflife == 0.0f) return 1.0f;
@@ -158,7 +156,7 @@ struct RowwiseAdagradCowClip : SeenRows {
   EMB_HD RowScale begin_row(float* states, const float* sums, float dim) const {
     states[0] += sums[0] / dim;
     states[2] = count(states[2], states[1]);
-    states[1] = encode_step(now);
+    states[1] = now;
     const float allowed = coefficient * sqrtf(sums[2]);
     const float most = states[2] * (allowed > lower_bound ? allowed : lower_bound);
     const float norm = sqrtf(sums[0]);
@@ -200,7 +198,7 @@ struct RowwiseAdagradCounter : SeenRows {
     const float counter = count(states[2], states[1]), previous = states[1];
     const float plain = adagrad_scale(lr, states[0], eps);
     states[2] = counter;
-    states[1] = encode_step(now);
+    states[1] = now;
     RowScale scale{plain, 1.0f};
     if (!adjusting) return limited(scale, sums);
     if (tail_rate != kPlainRate && counter > threshold) scale.step = of_tail(plain, counter);

@@ -8,34 +8,26 @@ from torch import Tensor
 from emblib.optim.base import L2, AdagradW, Decoupled, WeightDecay, check_number
 from emblib.specs import Choice
 
-_LAST_PLAIN, _BITS_OF_LAST_PLAIN, _BITS_OF_INFINITY = 1 << 24, 0x4B800000, 0x7F800000
-_SKIPPED = 0x00800001  # bit patterns of infinity, NaNs and -0
-LAST_STEP = _LAST_PLAIN + 0xFF7FFFFF - _SKIPPED - _BITS_OF_LAST_PLAIN
-"""The last step that `prev_iter` tells from the next, about 3.0e9; it stays there."""
+_LAST_PLAIN, _BITS_OF_LAST_PLAIN, _BITS_OF_LARGEST = 1 << 24, 0x4B800000, 0x7F7FFFFF
+LAST_STEP = _LAST_PLAIN + _BITS_OF_LARGEST - _BITS_OF_LAST_PLAIN
+"""The last step that `prev_iter` tells from the next, about 8.9e8; it stays there."""
 
 
 def decode_steps(prev_iter: Tensor) -> Tensor:
     """Return the steps, int64, that a state `prev_iter` stands for (csrc/optim/step_number.h).
 
     Up to 2^24 the float32 values are the steps; from there on each step is the next float, so that
-    one float a row counts exactly.
+    one float per row counts exactly.
     """
     code = prev_iter.to(torch.float32)
-    bits = code.view(torch.int32).long() & 0xFFFFFFFF
-    bits = torch.where(bits > _BITS_OF_INFINITY, bits - _SKIPPED, bits)
-    plain = code.clamp(0, _LAST_PLAIN).long()
-    return torch.where(bits > _BITS_OF_LAST_PLAIN, bits - _BITS_OF_LAST_PLAIN + _LAST_PLAIN, plain)
+    beyond = (code.view(torch.int32) - _BITS_OF_LAST_PLAIN).clamp(min=0)
+    return code.clamp(0, _LAST_PLAIN).long() + torch.where(code > 0, beyond, 0)
 
 
 def encode_steps(steps: Tensor) -> Tensor:
     """Return the float32 state `prev_iter` of steps >= 0, see `decode_steps`."""
-    steps = steps.long().clamp(max=LAST_STEP)
-    bits = (steps - _LAST_PLAIN).clamp(min=0) + _BITS_OF_LAST_PLAIN
-    bits = torch.where(bits >= _BITS_OF_INFINITY, bits + _SKIPPED, bits)
-    signed = torch.where(bits >= 1 << 31, bits - (1 << 32), bits)
-    return torch.where(
-        steps <= _LAST_PLAIN, steps.to(torch.float32), signed.to(torch.int32).view(torch.float32)
-    )
+    bits = (steps.clamp(_LAST_PLAIN, LAST_STEP) - _LAST_PLAIN + _BITS_OF_LAST_PLAIN).to(torch.int32)
+    return torch.where(steps <= _LAST_PLAIN, steps.to(torch.float32), bits.view(torch.float32))
 
 
 class TailRate(Choice):
@@ -118,7 +110,7 @@ class GlobalDecay:
     Args:
         rate: of the decay.
         start: the first step that it holds for.
-        lower_bound: the least factor that missed steps make in one go.
+        lower_bound: the least factor that missed steps make in one go, at most 1.
     """
 
     rate: float
@@ -128,14 +120,16 @@ class GlobalDecay:
     def __post_init__(self) -> None:
         check_number("rate", self.rate)
         check_number("lower_bound", self.lower_bound)
+        if self.lower_bound > 1.0:
+            raise ValueError(f"lower_bound is a factor <= 1, got {self.lower_bound}")
 
     def scale(self, prev_iter: Tensor, step: Tensor | int, lr: Tensor | float) -> Tensor:
         """What rows last updated at step `prev_iter` are multiplied by when read at `step`.
 
         `max(lower_bound, (1 - lr * rate) ** (step - previous - 1))`, and 1 for rows never updated
         and for steps before `start`; in the dtype of `prev_iter`, which `decode_steps` reads.
-        `step` is that of the update that
-        the forward pass precedes. Nothing is read back from the device.
+        `step` is that of the update that the forward pass precedes. Nothing is read back from the
+        device.
         """
         now = torch.as_tensor(step, dtype=torch.float64, device=prev_iter.device)
         rate = torch.as_tensor(lr, dtype=torch.float64, device=prev_iter.device) * self.rate
