@@ -146,7 +146,8 @@ def _build(cell: Cell, outcomes: dict[str, Outcome], session: Session) -> dict[s
 def fill(table: KeyTable, calls: Calls) -> int:
     """Put keys in until as many are there as were asked for; how many that took.
 
-    A full table takes more: some of the last ones evict others before every slot is taken.
+    A full table takes more: some of the last ones evict others before every slot is taken. Those
+    that the calls use, the last ones, are put in once more then, as some of them gave way.
     """
     wanted, put = table.task.resident, 0
     for _ in range(TOPPED + -(-wanted // FILL)):
@@ -156,6 +157,9 @@ def fill(table: KeyTable, calls: Calls) -> int:
         keys = calls.space.run(put, min(FILL, max(missing, 1)))
         table.fill(keys, values_of(keys, table.task.dim))
         put += len(keys)
+    if put > wanted:
+        used = calls.space.run(put - calls.known, calls.known)
+        table.fill(used, values_of(used, table.task.dim))
     return put
 
 

@@ -21,7 +21,7 @@ from experiments.caches.cell import cache_cell, trace_of
 from experiments.config import configure
 from experiments.config.schema import CacheConfig, Config, Kind, TimingConfig, WorkloadConfig
 from experiments.config.sweep import IDEALS, Cell, arms_of, expand
-from experiments.report import Run, write_report
+from experiments.report import Run, stories, write_report
 from experiments.report.caching import at_headline, percent
 from experiments.run.cell import Session
 from experiments.work.workload import WAYS, cache_sets, make_pool, table_shapes
@@ -132,11 +132,12 @@ def test_the_first_sentence_is_made_of_counted_numbers(smoke_runs: Mapping[str, 
     rows = at_headline(run)
     assert rows is not None
     by_name = rows.set_index("contender")
-    first = (run.path / "report.md").read_text().splitlines()[2].split("**")[1]
+    first = (run.path / "report.md").read_text().splitlines()[2]
+    assert first.startswith(f"**{stories.SMOKE}**")  # and no claim in bold
     for name in ("cached_lru", "cached_lfu", "offline"):
         assert percent(by_name["lookup_hit_rate"][name]) in first
     page = (run.path / "index.html").read_text()
-    assert re.search(r"<h1>With [\d.]+ % of the rows in the cache", page)
+    assert re.search(r"<p>With [\d.]+ % of the rows in the cache", page)
     assert "Belady" in page
     assert {"hit_rate.svg", "throughput.svg", "hit_rates.csv"} <= {
         p.name for p in run.path.iterdir()
@@ -154,7 +155,7 @@ def test_a_run_that_was_interrupted_has_a_report(
     records.write_text("".join(x for x in lines if json.loads(x).get("kind", "time") == kept))
     summary = write_report(path)
     start = "No answer yet" if kept == "time" else "With "
-    assert summary.answer.startswith(start)
+    assert summary.answer.startswith(f"{stories.SMOKE} {start}")
     assert "Throughput" in (path / "report.md").read_text() or kept == "cache"
 
 
