@@ -3,7 +3,6 @@
 import errno
 import os
 import random
-import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,6 +18,7 @@ from emblib.sharding.plan import ShardingPlan
 from emblib.sharding.planner.defaults import CPU
 from emblib.tables.files import saving
 from emblib.trace.file import LookupTrace, TracedFeature
+from tests.sync_calls import record_syncs
 
 
 def plan(rows: int) -> ShardingPlan:
@@ -108,21 +108,10 @@ def test_on_the_disk_before_its_name(
 ) -> None:
     """The content reaches the disk, then the name is given, then that reaches the disk."""
     save, load = FORMATS[name]
-    calls: list[str] = []
-    fsync, replace = os.fsync, os.replace
-
-    def record_fsync(handle: int) -> None:
-        calls.append("directory" if stat.S_ISDIR(os.fstat(handle).st_mode) else "file")
-        fsync(handle)
-
-    def record_replace(*args: Any) -> None:
-        calls.append("replace")
-        replace(*args)
-
-    monkeypatch.setattr(os, "fsync", record_fsync)
-    monkeypatch.setattr(os, "replace", record_replace)
+    calls = record_syncs(monkeypatch)
     save(1, tmp_path / "file")
-    assert calls == ["file", "replace", "directory"]
+    size = (tmp_path / "file").stat().st_size
+    assert calls == [f"file of {size}", "replace", "directory"]
     assert load(tmp_path / "file") == 1
 
 

@@ -35,7 +35,7 @@ from torch import Tensor
 
 from emblib.optim import State
 from emblib.specs import TableSpec, Verify, check_float_dtype
-from emblib.tables.durable_files import SyncError, seal, unseal
+from emblib.tables.durable_files import SyncGuard, seal, unseal
 from emblib.tables.files import (
     LOCK,
     MappedFile,
@@ -114,7 +114,7 @@ class DiskStore:
         self.directory = Path(directory).expanduser()
         self._layout = _layout_of(tables, dtype, states, state_dtype)
         self._verify = verify
-        self._broken = ""  # the sync that failed
+        self._syncs = SyncGuard(self.directory)
         self._rows = sum(spec.rows for spec in tables)
         make_directory(self.directory, _WHAT)
         if not (self.directory / _STORE).exists():
@@ -297,7 +297,7 @@ class DiskStore:
         for index, local in self._by_block(rows):
             for sums, tensor in zip(self._sums, self._blocks[index].tensors, strict=True):
                 sums.change(_pages(tensor, local))
-        with self._guarded():
+        with self._syncs.watch():
             for index, local in self._by_block(rows):
                 self._journal.begin(self._epoch)
                 for part in self._journal.append(index, local):
@@ -317,7 +317,7 @@ class DiskStore:
         """
         self._check_usable()
         numbers = [float(number) for number in numbers]
-        with self._guarded():
+        with self._syncs.watch():
             self._renew_sums()
             # Rows and checksums must not be replaced on the disk before what leads back to them.
             self._journal.sync()
@@ -370,7 +370,7 @@ class DiskStore:
         """
         self._check_usable()
         if not self._whole:
-            with self._guarded():
+            with self._syncs.watch():
                 self._write_store(self._epoch, self.committed_numbers, "overwriting")
                 flush_directory(self.directory)
             self._whole = True
@@ -394,22 +394,7 @@ class DiskStore:
                 "it is closed; a forked process may only read its tensors, and looking rows up "
                 "moves them: look up in the process that has the module"
             )
-        if self._broken:
-            raise RuntimeError(
-                f"the tables in {self.directory} cannot be written to any more: a sync failed "
-                f"({self._broken}), and the system may report the next one as a success though "
-                "what was to be written is lost. Open the directory in a new module: it goes back "
-                "to the last flush"
-            )
-
-    @contextlib.contextmanager
-    def _guarded(self) -> Iterator[None]:
-        """Around syncs: after one that failed, the store refuses to write."""
-        try:
-            yield
-        except SyncError as error:
-            self._broken = str(error)
-            raise
+        self._syncs.check()
 
     def _sync_files(self) -> None:
         for file in self._files:

@@ -5,10 +5,12 @@ a power failure may leave of them. Changes through a mapping need no call; they 
 `sync_map` and `sync_file` like all others.
 """
 
+import contextlib
 import json
 import mmap
 import os
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,33 @@ class SyncError(OSError):
     Linux marks pages as clean when their write-back fails and reports the failure once. So the
     store that gets this error must not sync again; it is opened anew and recovers.
     """
+
+
+class SyncGuard:
+    """Refuses further changes of what a directory holds after a sync of it failed."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._failure = ""
+
+    def check(self) -> None:
+        """Raise RuntimeError if a sync failed."""
+        if self._failure:
+            raise RuntimeError(
+                f"{self._directory} cannot be written to any more: a sync failed "
+                f"({self._failure}), and the system may report the next one as a success though "
+                "what was to be written is lost. Open the directory in a new module: it goes back "
+                "to the last commit"
+            )
+
+    @contextlib.contextmanager
+    def watch(self) -> Iterator[None]:
+        """Remember a `SyncError` that passes."""
+        try:
+            yield
+        except SyncError as error:
+            self._failure = str(error)
+            raise
 
 
 class ChecksumError(RuntimeError):

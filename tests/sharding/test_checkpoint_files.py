@@ -1,8 +1,6 @@
 """Directories of checkpoints, saves in the background, single files, and what errors tell."""
 
 import copy
-import os
-import stat
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +19,7 @@ from emblib.sharding.checkpoints.row_states import averaged
 from emblib.sharding.groups_of_ranks import Ranks
 from tests.sharding import checkpoint_kills, worlds
 from tests.sharding.checkpoint_worlds import assert_is, numbers, spread
+from tests.sync_calls import record_syncs
 from tests.tables.kills import run_alone
 
 ALONE = Ranks.single()
@@ -37,20 +36,7 @@ def test_whole_or_as_before_wherever_a_writer_is_killed(tmp_path: Path) -> None:
 
 def test_on_the_disk_before_it_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows and the names of their files reach the disk, then the metadata, then its name."""
-    calls: list[str] = []
-    fsync, replace = os.fsync, os.replace
-
-    def record_fsync(handle: int) -> None:
-        status = os.fstat(handle)
-        calls.append("directory" if stat.S_ISDIR(status.st_mode) else f"file of {status.st_size}")
-        fsync(handle)
-
-    def record_replace(*args: Any) -> None:
-        calls.append("replace")
-        replace(*args)
-
-    monkeypatch.setattr(os, "fsync", record_fsync)
-    monkeypatch.setattr(os, "replace", record_replace)
+    calls = record_syncs(monkeypatch)
     checkpoints.save({"t": numbers(10, 4)}, tmp_path, ALONE)
     rows, metadata = ((next(tmp_path.glob(g))).stat().st_size for g in ("*.distcp", ".metadata"))
     saved = [f"file of {rows}", "directory", f"file of {metadata}", "replace", "directory"]

@@ -155,7 +155,7 @@ def test_what_changed_gets_new_checksums_and_nothing_else_is_journaled(tmp_path:
         changed = {at // 4 for at in range(len(new)) if new[at] != old[at]}
         assert changed == {row * 32 // 4096 for row in rows}
         old = new
-        copy = tmp_path.with_name("copy")
+        copy = tmp_path.with_name(f"{tmp_path.name}_copy")
         shutil.copytree(tmp_path, copy, ignore=lambda *_: ["lock"])
         open_store(copy, Verify.OPEN).close()
         shutil.rmtree(copy)
@@ -287,7 +287,7 @@ def test_what_users_write_to_tables_is_in_the_next_checksums(tmp_path: Path) -> 
         module.flush()
         weights, states = module.table_weights()[0].clone(), module.table_optimizer_states()[0]
         states = {key: state.clone() for key, state in states.items()}
-        copy = tmp_path.with_name("copy")
+        copy = tmp_path.with_name(f"{tmp_path.name}_copy")
         shutil.copytree(tmp_path, copy, ignore=lambda *_: ["lock"])
         other = module_on_disk(copy, "open")
         assert torch.equal(other.table_weights()[0], weights)

@@ -160,7 +160,7 @@ def test_a_commit_that_finds_no_room_leaves_the_last_one(
     store.protect(torch.arange(20, 30))
     write_rows([store.weights, *store.states], torch.arange(20, 30), seed=5)
     after = everything(store)
-    copy = tmp_path.with_name("copy")
+    copy = tmp_path.with_name(f"{tmp_path.name}_copy")
     shutil.copytree(tmp_path, copy)
     assert same(open_store(copy), before)
     store.commit([8.0])

@@ -11,7 +11,6 @@ Places that were given since then need no journal: opening cuts them off. Checks
 verified and journaled as those of `DiskStore` are.
 """
 
-import contextlib
 import json
 import os
 import sys
@@ -25,7 +24,7 @@ from torch import Tensor
 from emblib.dynamic.tiers.row_files import Shelf
 from emblib.dynamic.tiers.row_store import BATCH, Found, Rows, StoredTable, check_row
 from emblib.specs import Verify
-from emblib.tables.durable_files import SyncError, seal, unseal
+from emblib.tables.durable_files import SyncGuard, seal, unseal
 from emblib.tables.files import (
     LOCK,
     close_in_forks,
@@ -54,11 +53,11 @@ class DiskRows:
 
     def __init__(self, directory: str | Path, verify: Verify | str = Verify.TOUCH) -> None:
         self._verify = Verify(verify)
-        self._broken = ""  # the sync that failed
         self._shelves: list[Shelf] = []
         self._lock: int | None = None
         self._process = -1
         self.directory = Path(directory).expanduser()
+        self._syncs = SyncGuard(self.directory)
         self.note = ""
         self._tables: list[StoredTable] = []
         close_in_forks(self)
@@ -73,7 +72,7 @@ class DiskRows:
             ChecksumError: a page is not as the last commit left it.
         """
         self.close()
-        self._broken = ""
+        self._syncs = SyncGuard(self.directory)
         self._tables = list(tables)
         make_directory(self.directory, _WHAT)
         if not (self.directory / _STORE).exists():
@@ -176,31 +175,13 @@ class DiskRows:
             )
         return self._shelves[table]
 
-    def _check_syncs(self) -> None:
-        if self._broken:
-            raise RuntimeError(
-                f"the rows in {self.directory} cannot be written to any more: a sync failed "
-                f"({self._broken}), and the system may report the next one as a success though "
-                "what was to be written is lost. Open the directory in a new module: it goes back "
-                "to the last flush"
-            )
-
-    @contextlib.contextmanager
-    def _guarded(self) -> Iterator[None]:
-        """Around syncs: after one that failed, the store refuses to write."""
-        try:
-            yield
-        except SyncError as error:
-            self._broken = str(error)
-            raise
-
     def _protect(self, table: int, places: Tensor) -> None:
         """Journal places as they were at the last commit, once between two commits."""
-        self._check_syncs()
+        self._syncs.check()
         shelf = self._shelves[table]
         places = places[shelf.journaled[places] == 0]
         if places.numel():
-            with self._guarded():
+            with self._syncs.watch():
                 self._journal.begin(self._epoch)
                 self._journal.blocks = self._blocks()
                 for part in self._journal.append(table, places):
@@ -299,8 +280,8 @@ class DiskRows:
         return was_above
 
     def _commit(self, note: str) -> None:
-        self._check_syncs()
-        with self._guarded():
+        self._syncs.check()
+        with self._syncs.watch():
             for t, shelf in enumerate(self._shelves):
                 for kind, pages, fresh in shelf.sums_to_renew():
                     self._journal_sums(t, kind, pages)
