@@ -4,6 +4,7 @@
 // meant.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 
