@@ -14,6 +14,7 @@ from emblib.optim import FUSED, SGD, Counter, External, Optimizer, check_learnin
 from emblib.specs import BoundsCheck, Pooling, check_count, check_float_dtype
 from emblib.tables import parameters
 from emblib.tables.bounds import CheckedBatches, caller_level
+from emblib.tables.locks import ModuleLock, atomic
 
 
 def warn_of_dtype(fn: Callable[[Tensor], Tensor], argument: str) -> None:
@@ -60,6 +61,7 @@ class FusedTable(CheckedBatches, nn.Module):
         bounds_check: BoundsCheck,
     ) -> None:
         super().__init__()
+        self._lock = ModuleLock()  # for what changes more than the weights of a lookup's own rows
         self.optimizer = SGD(0.01) if optimizer is None else optimizer
         if not isinstance(self.optimizer, Optimizer):
             choices = ", ".join(cls.__name__ for cls in (*FUSED.values(), External))
@@ -156,6 +158,7 @@ class FusedTable(CheckedBatches, nn.Module):
         """Of the fused optimizer (reads the device)."""
         return float(self.hyper[0])
 
+    @atomic
     def set_learning_rate(self, lr: float) -> None:
         """Takes effect from the next backward on; kernels read it from `hyper` on the device."""
         if not lookups.is_fused(self.optimizer):
@@ -163,6 +166,7 @@ class FusedTable(CheckedBatches, nn.Module):
         check_learning_rate(lr)
         self.hyper[0].fill_(lr)  # a kernel's argument, where `hyper[0] = lr` may copy from the host
 
+    @atomic
     def set_hyper(self, **changes: Any) -> None:
         """Change numbers of the optimizer: any fields of its dataclass, e.g. `eps=1e-6`.
 
@@ -185,16 +189,18 @@ class FusedTable(CheckedBatches, nn.Module):
             )
         self.optimizer = changed
         values = self._initial_hyper()
-        values[1] = self.hyper[1]
         if isinstance(getattr(changed, "counter", None), Counter):
-            values[-1] = self.hyper[-1]  # the largest count is found out, not given
-        self.hyper.copy_(values)
+            values = values[:-1]  # the largest count is found out, not given
+        # The step stays: another thread may be counting it.
+        for numbers in (slice(0, 1), slice(2, len(values))):
+            self.hyper[numbers].copy_(values[numbers])
 
     @property
     def step(self) -> int:
         """Number of updates so far (reads the device)."""
         return int(self.hyper[1])
 
+    @atomic
     def set_step(self, step: int) -> None:
         """Continue counting from `step` (>= 0): what bias corrections and row counters see."""
         step = check_count("step", step, least=0)

@@ -11,7 +11,6 @@ from emblib.optim import NUMBERS, External, Gradient, Optimizer
 from emblib.specs import BoundsCheck, Pooling, Precision, brief
 from emblib.tables import checkpoint
 from emblib.tables.base import FusedTable
-from emblib.tables.locks import ModuleLock
 from emblib.tables.variable_batch import variable_batch
 
 
@@ -64,7 +63,6 @@ class FeatureTables(FusedTable):
                 f"{precision!r}"
             )
         super().__init__(optimizer, pooling, precision.output, bounds_check)
-        self._lock = ModuleLock()  # for what changes more than the weights of a lookup's own rows
         self.precision = precision
         self.tables = (tables,) if isinstance(tables, self.spec_kind.type) else tuple(tables)
         self.feature_tables = (

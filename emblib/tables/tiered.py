@@ -35,6 +35,7 @@ class TieredTables(FeatureTables):
         super()._restore()
         self._forwards = 0 if self.hyper.is_meta else self.step
 
+    @atomic
     def set_step(self, step: int) -> None:
         """Continue counting from `step` (>= 0): what bias corrections and row counters see."""
         super().set_step(step)
@@ -61,10 +62,10 @@ class TieredTables(FeatureTables):
     def _writing(self) -> Iterator[None]:
         """Around what overwrites tables behind the back of the cache."""
         with self._lock:
-            if self._prefetcher is not None:
-                self._prefetcher.reset()
             self._memory.wait_for_kernels(self.hyper.device)
             with self._memory.writing_everything(self.hyper):
+                if self._prefetcher is not None:  # not before: a full disk must lose no update
+                    self._prefetcher.reset()
                 yield
 
     def prefetch(

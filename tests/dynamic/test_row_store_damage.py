@@ -319,6 +319,53 @@ def test_a_flipped_bit_in_a_database_is_told(tmp_path: Path) -> None:
     store.close()
 
 
+def change_in_file(path: Path, old: bytes, new: bytes) -> None:
+    data = path.read_bytes()
+    assert data.count(old) == 1
+    path.write_bytes(data.replace(old, new))
+
+
+def test_a_changed_note_or_layout_of_a_database_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "rows.db"
+    store = SqliteRows(path)
+    store.open(TABLES)
+    store.flush([[], []], '{"lr": 0.125}')
+    store.close()
+    for old, new in ((b"0.125", b"0.925"), (b"table 1b 40", b"table 1b 41")):
+        change_in_file(path, old, new)
+        for verify in ("touch", "open"):
+            with pytest.raises(ChecksumError, match="layout and the numbers of the optimizer"):
+                SqliteRows(path, verify).open(TABLES)
+        change_in_file(path, new, old)
+    change_in_file(path, b"0.125", b"0.925")
+    taken = SqliteRows(path, "off")
+    taken.open(TABLES)
+    assert taken.note == '{"lr": 0.925}'
+    taken.flush([[], []], taken.note)
+    taken.close()
+    store.open(TABLES)
+    assert store.note == '{"lr": 0.925}'
+    store.close()
+
+
+def test_a_row_of_a_database_does_not_expire_by_a_damaged_stamp(tmp_path: Path) -> None:
+    path = tmp_path / "rows.db"
+    rows = random_rows(range(50), 40, seed=1)
+    store = SqliteRows(path)
+    store.open(TABLES)
+    store.put(1, rows)
+    store.flush([[], []], "")
+    store.close()
+    with sqlite3.connect(path) as other:
+        other.execute("UPDATE rows_1 SET stamp = -5 WHERE key = 7")
+    other.close()
+    store.open(TABLES)
+    with pytest.raises(ChecksumError, match="the row of key 7 of table 'b' is not"):
+        store.expire(1, 0)
+    assert store.size(1) == 50
+    store.close()
+
+
 def test_a_database_without_checksums_gets_them(tmp_path: Path) -> None:
     path = tmp_path / "rows.db"
     store = SqliteRows(path)
@@ -329,6 +376,7 @@ def test_a_database_without_checksums_gets_them(tmp_path: Path) -> None:
     store.close()
     with sqlite3.connect(path) as before:
         before.execute("UPDATE emblib SET value = '1' WHERE name = 'format'")
+        before.execute("DELETE FROM emblib WHERE name = 'checksum'")
         for name in ("rows_0", "rows_1", "above_0", "above_1"):
             before.execute(f"ALTER TABLE {name} DROP COLUMN checksum")
     before.close()

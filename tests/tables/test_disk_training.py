@@ -1,5 +1,7 @@
 """Tables on disk behind a small cache: trained as in memory, flushed without a loss, and killed."""
 
+import errno
+import os
 import resource
 from dataclasses import replace
 from pathlib import Path
@@ -79,6 +81,30 @@ def test_drawing_anew_is_committed(tmp_path: Path) -> None:
     assert not torch.equal(before, after)
     del module
     assert torch.equal(make(SMALL, tmp_path).table_weights()[0], after)
+
+
+@pytest.mark.parametrize("write", ["load_state_dict", "reset_parameters"])
+def test_a_full_disk_refuses_new_rows_and_keeps_the_old(
+    write: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, plain = make(SMALL, tmp_path), make(SMALL, None)
+    plain.load_state_dict(module.state_dict())
+    other = {key: value.clone() for key, value in module.state_dict().items()}
+    for step in range(1, 4):  # the last updates are in the cache alone
+        train(module, SMALL, step)
+        train(plain, SMALL, step)
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", full)
+        with pytest.raises(OSError, match="No space"):
+            getattr(module, write)(*([other] if write == "load_state_dict" else []))
+    assert same_bits(module, plain)
+    module.flush()
+    del module
+    assert same_bits(make(SMALL, tmp_path), plain)
 
 
 def test_opening_writes_nothing(tmp_path: Path) -> None:

@@ -192,6 +192,39 @@ def test_emptying_the_cache_beside_training_loses_no_update(
     assert torch.equal(module.table_weights()[0], serial.table_weights()[0])
 
 
+@pytest.mark.parametrize("placement", [Placement.DEVICE, Placement.MANAGED_CACHING])
+def test_new_numbers_beside_training_lose_no_step(tmp_path: Path, placement: Placement) -> None:
+    module = make(tmp_path, placement, optimizer=optim.Adam(0.1))
+    done = threading.Event()
+
+    def steps() -> None:
+        try:
+            for step in range(200):
+                train(module, drawn(step))
+        finally:
+            done.set()
+
+    def change() -> None:
+        while not done.is_set():
+            module.set_hyper(eps=1e-6)
+
+    together(steps, change)
+    assert module.step == 200
+
+
+@pytest.mark.parametrize("change", ["set_learning_rate", "set_step", "set_hyper"])
+def test_numbers_of_a_cached_table_wait_for_its_lock(tmp_path: Path, change: str) -> None:
+    module = make(tmp_path)
+    arguments: dict[str, object] = {"lr": 0.25} if change != "set_step" else {"step": 7}
+    with held_elsewhere(module._lock):
+        thread = threading.Thread(target=getattr(module, change), kwargs=arguments)
+        thread.start()
+        thread.join(0.05)
+        assert (module.learning_rate, module.step) == (0.5, 0)
+    thread.join()
+    assert (module.learning_rate, module.step) != (0.5, 0)
+
+
 def test_batches_may_be_prefetched_and_trained_by_different_threads(tmp_path: Path) -> None:
     module, serial = (make(tmp_path, optimizer=optim.SGD(1.0)) for _ in range(2))
     widen(module)

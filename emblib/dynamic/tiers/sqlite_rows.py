@@ -1,9 +1,10 @@
 """Rows behind dynamic tables in an SQLite database: one file, readable by other programs.
 
 Table t of a module is `rows_<t>(key, stamp, score, value, checksum)`; the last is the CRC-32 of the
-others, since SQLite has no checksums of its pages. All that happens between two commits is one
-transaction, so SQLite itself leads back to the last one. Rows of the tier above are kept in
-`above_<t>` by a commit and join the others when the database is opened again.
+others, since SQLite has no checksums of its pages. Layout and note, in `emblib`, have one together.
+All that happens between two commits is one transaction, so SQLite itself leads back to the last
+one. Rows of the tier above are kept in `above_<t>` by a commit and join the others when the
+database is opened again.
 
 The database is in WAL mode: other connections read what was committed last, at any time.
 """
@@ -31,12 +32,13 @@ from emblib.dynamic.tiers.row_store import (
     matched,
 )
 from emblib.specs import Verify
-from emblib.tables.durable_files import ChecksumError
+from emblib.tables.durable_files import ChecksumError, json_checksum
 from emblib.tables.locks import call_in_forks
 
 _AT_ONCE = 512  # keys of a query
 _FORMAT = "2"
 _UNCHECKED = "1"  # the format before rows had checksums
+_CHECKSUM = "checksum"  # of the other entries
 _COLUMNS = "key, stamp, score, value, checksum"
 _WORDS = struct.Struct("<qqq")
 _Record = tuple[int, int, int, bytes, int]
@@ -57,6 +59,7 @@ class SqliteRows:
         self.path = Path(path).expanduser()
         self.note = ""
         self._tables: list[StoredTable] = []
+        self._entries: dict[str, str] = {}  # format and layout
         call_in_forks(self)
 
     def after_fork(self) -> None:
@@ -105,19 +108,21 @@ class SqliteRows:
         run = self._run
         run("CREATE TABLE IF NOT EXISTS emblib (name TEXT PRIMARY KEY, value TEXT NOT NULL)")
         saved = dict(run("SELECT name, value FROM emblib"))
+        checksum = saved.pop(_CHECKSUM, None)
+        unchecked = saved.get("format") == _UNCHECKED
+        if saved and not unchecked and self._verify is not Verify.OFF:
+            self._verify_entries(saved, checksum)
         wanted = {"format": _FORMAT, "byteorder": sys.byteorder}
         wanted |= {f"table {t}": f"{s.name} {s.row_bytes}" for t, s in enumerate(self._tables)}
         layout = {name: value for name, value in saved.items() if name != "note"}
-        unchecked = layout == {**wanted, "format": _UNCHECKED}
-        if layout and layout != wanted and not unchecked:
+        if layout and layout | {"format": _FORMAT if unchecked else saved["format"]} != wanted:
             raise ValueError(
                 f"{self.path} holds tables of another layout: {layout}, asked for are {wanted}; "
                 "name another file"
             )
         self.note = saved.get("note", "")
-        run("INSERT OR IGNORE INTO emblib VALUES ('note', '')")
-        for name, value in wanted.items():
-            run("INSERT OR REPLACE INTO emblib VALUES (?, ?)", (name, value))
+        self._entries = wanted
+        self._write_entries(self.note)
         columns = (
             "(key INTEGER PRIMARY KEY, stamp INTEGER, score INTEGER, value BLOB NOT NULL, "
             "checksum INTEGER)"
@@ -132,6 +137,19 @@ class SqliteRows:
             if self._verify is Verify.OPEN:
                 for _ in self.iterate(t):
                     pass
+
+    def _verify_entries(self, saved: dict[str, str], checksum: str | None) -> None:
+        if checksum != str(json_checksum(saved)):
+            raise ChecksumError(
+                f"{self.path} is damaged: its layout and the numbers of the optimizer are not as "
+                "they were written; load a checkpoint into another file, or take them as they are "
+                'with verify="off"'
+            )
+
+    def _write_entries(self, note: str) -> None:
+        entries = {**self._entries, "note": note}
+        for name, value in {**entries, _CHECKSUM: str(json_checksum(entries))}.items():
+            self._run("INSERT OR REPLACE INTO emblib VALUES (?, ?)", (name, value))
 
     def _add_checksums(self, name: str) -> None:
         """Give checksums to rows that an earlier version wrote."""
@@ -228,12 +246,17 @@ class SqliteRows:
 
     def expire(self, table: int, before: int) -> Tensor:
         """See `RowStore`."""
-        gone = self._run(f"DELETE FROM rows_{table} WHERE stamp < ? RETURNING key", (before,))
-        return torch.tensor([key for (key,) in gone.fetchall()], dtype=torch.int64)
+        parts = self._read_in_parts(f"rows_{table} WHERE stamp < {int(before)}", table, BATCH)
+        gone = [torch.empty(0, dtype=torch.int64), *(rows.keys for rows in parts)]
+        self._run(f"DELETE FROM rows_{table} WHERE stamp < ?", (before,))
+        return torch.cat(gone)
 
     def iterate(self, table: int, batch: int = BATCH) -> Iterator[Rows]:
         """See `RowStore`; by ascending key."""
-        cursor = self._run(f"SELECT {_COLUMNS} FROM rows_{table} ORDER BY key")
+        return self._read_in_parts(f"rows_{table} ORDER BY key", table, batch)
+
+    def _read_in_parts(self, source: str, table: int, batch: int) -> Iterator[Rows]:
+        cursor = self._run(f"SELECT {_COLUMNS} FROM {source}")
         while records := cursor.fetchmany(batch):
             yield self._rows(table, records)
 
@@ -251,7 +274,7 @@ class SqliteRows:
             self._run(f"DELETE FROM above_{t}")
             for rows in parts:
                 self._write("above", t, check_row(self._tables[t], rows))
-        self._run("UPDATE emblib SET value = ? WHERE name = 'note'", (note,))
+        self._write_entries(note)
         self._run("COMMIT")
         self.note = note
         self._run("BEGIN IMMEDIATE")
