@@ -15,6 +15,11 @@ of its counters, and a batch raises none beyond what its keys now have. So a cou
 where all counters of a key are shared, but never too small. Counters stop at the threshold. A
 sketch forgets nothing by itself: with `halve_every` each counter is halved once in that many
 batches, a part of them in every batch, which lets rare keys fade.
+
+Which counters a key has follows from the hash key of its table, as its bucket does. So who does not
+know the seed cannot choose keys that share their counters, each of which would seem frequent. State
+dicts keep the hash keys beside the counters, which mean nothing under others; those of earlier
+versions lack them, and their sketches go on with 0.
 """
 
 import math
@@ -33,6 +38,7 @@ from emblib.ops import hash as hash_ops
 
 _FIRST_BUCKET = hash_ops.TABLE_FIELDS.index("first_bucket")
 _LOW_31 = 0x7FFFFFFF
+_LAYOUT_HASH_KEY = 4
 
 
 class Missing(NamedTuple):
@@ -189,18 +195,24 @@ class _Sketches(nn.Module):
     layout: Tensor
 
     def __init__(
-        self, chosen: Sequence[int], specs: Sequence[DynamicSpec], device: torch.device
+        self,
+        chosen: Sequence[int],
+        specs: Sequence[DynamicSpec],
+        device: torch.device,
+        hash_keys: Sequence[int],
     ) -> None:
         super().__init__()
         self._periods: list[tuple[int, int, int]] = []  # begin, end, counters a batch
-        layout = torch.zeros(len(specs) + 1, 4, dtype=torch.int64)  # begin, width, depth, threshold
+        # By table: begin, width, depth, threshold, hash key.
+        layout = torch.zeros(len(specs) + 1, 5, dtype=torch.int64)
         begin, most = 0, 0
         for t in chosen:
             frequency = _frequency(specs[t])
             sketch = frequency.counter
             assert isinstance(sketch, Sketch)
             size = sketch.width * sketch.depth
-            layout[t] = torch.tensor([begin, sketch.width, sketch.depth, frequency.threshold])
+            sizes = begin, sketch.width, sketch.depth
+            layout[t] = torch.tensor([*sizes, frequency.threshold, hash_keys[t]])
             if sketch.halve_every is not None:
                 self._periods.append((begin, size, math.ceil(size / sketch.halve_every)))
             begin, most = begin + size, max(most, frequency.threshold)
@@ -215,8 +227,8 @@ class _Sketches(nn.Module):
     def add(self, missing: Missing) -> Tensor:
         """Count the misses; the count of each, at most the threshold, 0 for other tables."""
         self._fade()
-        begin, width, depth, threshold = self.layout[missing.tables].unbind(1)
-        mixed = mix(missing.keys)
+        begin, width, depth, threshold, hash_key = self.layout[missing.tables].unbind(1)
+        mixed = mix(missing.keys ^ hash_key)
         low, high = mixed & _LOW_31, mixed >> 33 & _LOW_31 | 1
         rows = torch.arange(self.depth, device=mixed.device)[:, None]
         column = ((low + rows * high & _LOW_31) * width) >> 31
@@ -238,6 +250,34 @@ class _Sketches(nn.Module):
             places = torch.where(places < size, begin + places, self.counters.numel() - 1)
             self.counters[places] = self.counters[places] // 2
         self.batches += 1
+
+    @property
+    def hash_keys(self) -> Tensor:
+        """By table, the number that its hash depends on, int64 `[T]`; 0 for those not counted."""
+        return self.layout[:-1, _LAYOUT_HASH_KEY].cpu().clone()
+
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[prefix + HASH_KEYS] = self.hash_keys
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *arguments: Any
+    ) -> None:
+        name, (unexpected, errors) = prefix + HASH_KEYS, arguments[3:]
+        own = self.layout[:-1, _LAYOUT_HASH_KEY]
+        saved = state_dict.get(name, torch.zeros_like(own))
+        if saved.dtype != torch.int64 or saved.shape != own.shape:
+            errors.append(
+                f"{name} must be int64, one per table = {list(own.shape)}, got {saved.dtype} "
+                f"{list(saved.shape)}"
+            )
+            return
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
+        unexpected[:] = [key for key in unexpected if key != name]
+        if f"{prefix}counters" in state_dict:
+            own.copy_(saved)
 
 
 class Admission(nn.Module):
@@ -266,7 +306,7 @@ class Admission(nn.Module):
         )
         self._exact_tables = exact
         self.counter = _Counter(exact, specs, device, hash_keys) if exact else None
-        self.sketches = _Sketches(sketched, specs, device) if sketched else None
+        self.sketches = _Sketches(sketched, specs, device, hash_keys) if sketched else None
         thresholds = [s.admission.threshold if s.admission else 0 for s in specs]
         # Entries past the last miss have no table, and whether they may enter no meaning.
         tensor = torch.tensor([*thresholds, 0], dtype=torch.int64, device=device)

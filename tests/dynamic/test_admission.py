@@ -8,8 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from emblib.dynamic.admission import Admission, Missing, missing_of
+from emblib.dynamic.keys import hash_key_of
 from emblib.dynamic_specs import DynamicSpec, ExactCounter, Frequency, Sketch
 from emblib.ops.hash import Keys, Misses
+from tests.hash_cases import unmix
 
 EDGES = [0, -1, -4, 4, -(2**63), 2**63 - 1]
 BATCH = list[tuple[int, int]]  # (table, key) of each position, table after table
@@ -158,12 +160,13 @@ def test_state_goes_with_the_module(device: torch.device) -> None:
 class CountMin:
     """A sketch as its definition reads, one key after the other within a state of the batch."""
 
-    def __init__(self, width: int, depth: int, threshold: int) -> None:
+    def __init__(self, width: int, depth: int, threshold: int, hash_key: int) -> None:
         self.width, self.depth, self.threshold = width, depth, threshold
+        self.hash_key = hash_key
         self.rows = [[0] * width for _ in range(depth)]
 
     def columns(self, key: int) -> list[int]:
-        x = (key + 0x9E3779B97F4A7C15) % 2**64
+        x = ((key ^ self.hash_key) + 0x9E3779B97F4A7C15) % 2**64
         x = (x ^ x >> 33) * 0xFF51AFD7ED558CCD % 2**64
         x = (x ^ x >> 33) * 0xC4CEB9FE1A85EC53 % 2**64
         x ^= x >> 33
@@ -187,8 +190,10 @@ class CountMin:
 def test_sketches_are_count_min(threshold: int, each: int, device: torch.device) -> None:
     """Narrow enough to err, in two tables of different shapes."""
     shapes = [(53, 3), (31, 4)]
-    models = [CountMin(*shape, threshold) for shape in shapes]
-    admission = Admission([spec(Sketch(*shape), threshold) for shape in shapes], device)
+    hash_keys = [5, -(2**63)]
+    models = [CountMin(*shape, threshold, k) for shape, k in zip(shapes, hash_keys, strict=True)]
+    specs = [spec(Sketch(*shape), threshold) for shape in shapes]
+    admission = Admission(specs, device, hash_keys)
     seen: Counter[tuple[int, int]] = Counter()
     too_early = 0
     for batch in random_batches(2, (0, 1), 200, 14, 120):
@@ -206,6 +211,52 @@ def test_sketches_are_count_min(threshold: int, each: int, device: torch.device)
     assert sketches is not None
     flat = [count for model in models for row in model.rows for count in row]
     assert sketches.counters[:-1].tolist() == flat
+
+
+def sharing_counters() -> list[int]:
+    """2,000 keys that share all their counters of a `Sketch(1 << 16)` whose hash key is 0."""
+    mixed = [1 << 33 | low << 31 | t for t in range(500) for low in range(4)]
+    return [unmix(x) for x in mixed]
+
+
+def test_keys_made_to_share_counters_are_told_apart(device: torch.device) -> None:
+    """Each is seen once; where the hash key is known they count as one key."""
+    specs = [spec(Sketch(1 << 16), 10)]
+    hash_keys = [hash_key_of(12345, "a")]
+    for admission, least, most in (
+        (Admission(specs, device), 1_000, 2_000),
+        (Admission(specs, device, hash_keys), 0, 0),
+    ):
+        admitted = 0
+        for start in range(0, 2_000, 50):
+            batch = [(0, key) for key in sharing_counters()[start : start + 50]]
+            admitted += sum(admitted_of(admission, batch, device).values())
+        assert least <= admitted <= most
+
+
+def test_sketches_keep_their_hash_keys(device: torch.device) -> None:
+    """They are saved with the counters; those of earlier versions were hashed with 0."""
+    specs = [spec(None), spec(Sketch(256)), spec(Sketch(64))]
+    first = Admission(specs, device, [1, 2, 3])
+    batch = [(t, key) for t in (1, 2) for key in (*EDGES, *EDGES)]
+    admitted_of(first, batch, device)
+    state = first.state_dict()
+    assert state["sketches.hash_keys"].tolist() == [0, 2, 3]
+    for load in (lambda a: a.load_state_dict(state), lambda a: a.restore(first.snapshot())):
+        second = Admission(specs, device, [4, 5, 6])
+        load(second)
+        assert torch.equal(second.sketches.hash_keys, first.sketches.hash_keys)
+        assert set(admitted_of(second, batch, device).values()) == {True}
+    before = Admission(specs, device)
+    admitted_of(before, batch, device)
+    old = dict(before.state_dict())
+    del old["sketches.hash_keys"]
+    second = Admission(specs, device, [4, 5, 6])
+    second.load_state_dict(old)
+    assert second.state_dict()["sketches.hash_keys"].tolist() == [0, 0, 0]
+    assert set(admitted_of(second, batch, device).values()) == {True}
+    with pytest.raises(RuntimeError, match=r"sketches.hash_keys must be int64, one per table"):
+        second.load_state_dict({**state, "sketches.hash_keys": torch.zeros(2)})
 
 
 def test_counters_are_halved_once_in_a_while(device: torch.device) -> None:

@@ -327,6 +327,11 @@ def test_checkpoints_from_before_hash_keys_are_loaded() -> None:
     for t in range(2):
         assert other.size(t) == module.size(t)
         assert int(other.find(t, state[f"{other.table_names[t]}.keys"]).min()) >= 0
+    counting = admitting()
+    state = dict(counting.state_dict())
+    del state["admission.sketches.hash_keys"]
+    counting.load_state_dict(state)
+    assert counting.state_dict()["admission.sketches.hash_keys"].tolist() == [0, 0]
     spec = DynamicSpec(128, 1)
     first, second = HashIndex([spec]), HashIndex([spec], hash_keys=[5])
     keys = Keys.of(torch.arange(100))

@@ -107,6 +107,19 @@ def test_with_collections_that_are_not_sharded(plan: str, tmp_path: Path) -> Non
     assert_same(states, FusedOptimizer.of(end).state_dict(), rounding)
 
 
+def test_sketches_of_older_checkpoints_go_on_with_hash_key_0(tmp_path: Path) -> None:
+    """Their counters were hashed without one, and have none beside them."""
+    name = "admission.sketches.hash_keys"
+    saved, other = (models.source({"sketched": ("table", 0)}, seed) for seed in (0, 1))
+    tree = {k: v for k, v in saved.state_dict().items() if not k.endswith(name)}
+    checkpoints.save({"model": tree}, tmp_path, ALONE)
+    (own,) = (v for k, v in other.state_dict().items() if k.endswith(name))
+    checkpoints.load({"model": other}, tmp_path, ALONE)
+    (loaded,) = (v for k, v in other.state_dict().items() if k.endswith(name))
+    assert own.tolist() != [0]
+    assert loaded.tolist() == [0]
+
+
 @pytest.mark.parametrize("plan", PLANS)
 def test_one_file(plan: str, tmp_path: Path) -> None:
     """Whole tables for `torch.load`, and from there into one process and into other ranks."""

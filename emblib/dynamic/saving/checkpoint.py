@@ -33,6 +33,7 @@ from emblib.tables.locks import atomic
 _SNAPSHOT = {"index", "rows", "hyper", "admission", "scores"}
 _INDEX = {"tables", "clock", "counters", "tags", "entries"}
 _CLOCK, _HYPER, _HASH_KEYS = "clock", "hyper", f"index.{HASH_KEYS}"
+_SKETCH_HASH_KEYS = f"admission.sketches.{HASH_KEYS}"
 
 
 class DynamicCheckpoint(DynamicState):
@@ -109,8 +110,9 @@ class DynamicCheckpoint(DynamicState):
         """As of any module; where `strict` refuses keys, it does before anything is written."""
         if strict:
             names = dict.fromkeys([*self._state_names(), *self._others()], self.hyper)
-            if _HASH_KEYS not in state_dict:  # as in those of earlier versions
-                del names[_HASH_KEYS]
+            for name in (_HASH_KEYS, _SKETCH_HASH_KEYS):
+                if name not in state_dict:  # as in those of earlier versions
+                    names.pop(name, None)
             checkpoint.check_keys(names, state_dict)
         return super().load_state_dict(state_dict, strict, assign)
 

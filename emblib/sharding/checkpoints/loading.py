@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from emblib.dynamic.hash_index import HASH_KEYS
 from emblib.sharding.checkpoints.keyed import KeyReader, is_keyed
 from emblib.sharding.checkpoints.saving import NOTES, Group
 from emblib.sharding.checkpoints.sharded_table import KeyedRows, RowStates
@@ -126,7 +127,7 @@ class _Loading:
             read(notes, self.reader, Ranks.single())
             told = json.loads(bytes(notes[NOTES].tolist()))
             self.cuts = {name: tuple(cuts) for name, cuts in told["cuts"].items()}
-        every = self._checked_layouts(list(leaves(self.tree)))
+        every = self._checked_layouts(self._without_new_hash_keys(list(leaves(self.tree))))
         missing = sorted(leaf.name for leaf in every if leaf.name not in self.saved)
         if missing and strict:
             raise CheckpointError(
@@ -153,6 +154,21 @@ class _Loading:
                 parameter = own.get(steps[2], steps[2])
                 room = _room_of_state(parameters.get(parameter), self.saved[name])
                 states.setdefault(parameter, {})[steps[3]] = room
+
+    def _without_new_hash_keys(self, every: list[Leaf]) -> list[Leaf]:
+        """Return the leaves, without hash keys of sketches where a checkpoint has only counters.
+
+        Those were counted without one: they would say nothing under the hash key of this model.
+        """
+        older = {
+            leaf.name: leaf for leaf in every
+            if leaf.name.endswith(f".sketches.{HASH_KEYS}")
+            and leaf.name not in self.saved
+            and _beside(leaf.name, "counters") in self.saved
+        }  # fmt: skip
+        for leaf in older.values():
+            del leaf.container[leaf.key]
+        return [leaf for leaf in every if leaf.name not in older]
 
     def _checked_layouts(self, every: list[Leaf]) -> list[Leaf]:
         """Return the leaves, without layouts of tensor trains that an older checkpoint has not.
