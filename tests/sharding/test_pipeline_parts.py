@@ -271,6 +271,131 @@ def test_every_epoch_of_persistent_workers() -> None:
     assert [len(list(pipeline.run(loader))) for _ in range(3)] == [6, 6, 6]
 
 
+def _stopped(pipeline: TrainPipelineBase, loader: Any, steps: int, epochs: int = 3) -> list[float]:
+    """The outputs of epochs that are left after some steps."""
+    found = []
+    for _ in range(epochs):
+        iterator = iter(loader)
+        for _ in range(steps):
+            try:
+                found.append(pipeline.progress(iterator).nan_to_num().item())
+            except StopIteration:
+                break
+    return found
+
+
+class Wrapper:
+    """Another iterator around the same one; state is deeper than its own attributes."""
+
+    def __init__(self, inner: SameIterator) -> None:
+        self.inner, self.itself = inner, self
+
+    def __iter__(self) -> Iterator[Tensor]:
+        iter(self.inner)
+        return self
+
+    def __next__(self) -> Tensor:
+        return next(self.inner)
+
+
+# Of epochs of 1.0 to 6.0 that are left after 5 steps, with 1 to 3 batches read ahead.
+STOPPED = {
+    "TrainPipelineBase": [1, 2, 3, 4, 5, 6, 1, 2, 3, 4, 5, 1, 2, 3, 4],
+    "TrainPipelineSparseDist": [1, 2, 3, 4, 5, 6, 1, 2, 3, 4, 5, 6, 1, 2, 3],
+    "PrefetchTrainPipelineSparseDist": [1, 2, 3, 4, 5, 6, 1, 2, 3, 4, 5, 6, 1, 2, 3],
+}
+
+
+@pytest.mark.parametrize("ends", [Longest(), Shortest(), Equal()])
+@pytest.mark.parametrize("name", STOPPED)
+def test_epochs_of_one_iterator_that_are_left_where_the_end_was_read_ahead(
+    name: str, ends: Any
+) -> None:
+    for loader in (SameIterator(6), Wrapper(SameIterator(6))):
+        pipeline = getattr(pipelines, name)(Line().eval(), None, ends=ends)
+        assert _stopped(pipeline, loader, 5) == STOPPED[name]
+
+
+def test_epochs_of_persistent_workers_that_are_left_where_the_end_was_read_ahead() -> None:
+    values = torch.arange(1.0, 7.0)[:, None]
+    loader = DataLoader(values, 1, num_workers=1, persistent_workers=True)
+    name = "TrainPipelineSparseDist"
+    pipeline = getattr(pipelines, name)(Line().eval(), None)
+    assert _stopped(pipeline, loader, 5) == STOPPED[name]
+
+
+class RestartsItself(SameIterator):
+    """Begins again after StopIteration, as NVIDIA DALI's iterators may."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return self
+
+    def __next__(self) -> Tensor:
+        try:
+            return super().__next__()
+        except StopIteration:
+            self.next = 0
+            raise
+
+
+class EndsOnce(SameIterator):
+    """Reads a queue: who asks after the end waits forever, here for an error."""
+
+    def __next__(self) -> Tensor:
+        if self.next > self.count:
+            raise AssertionError("asked after the end")
+        try:
+            return super().__next__()
+        except StopIteration:
+            self.next += 1
+            raise
+
+
+def test_an_iterator_is_not_asked_again_after_its_end() -> None:
+    for loader in (RestartsItself(4), EndsOnce(4)):
+        loader.next = 0
+        for name in STOPPED:
+            pipeline = getattr(pipelines, name)(Line().eval(), None)
+            assert _stopped(pipeline, loader, 99, epochs=1) == [1, 2, 3, 4]
+            loader.next = 0
+
+
+# By rank, of 4 and 7 batches of which 3 are trained per epoch; 0: an empty batch. Where the end of
+# rank 0 was read ahead, rank 1 trains what it has read until then, or drops it (`Shortest`).
+LEFT = [
+    [
+        [1, 2, 3, 4, 1, 2, 3, 1, 2],
+        [1, 2, 3, 4, 0, 1, 2, 3, 1],
+        [1, 2, 3, 4, 0, 0, 1, 2, 3],
+        [1, 2, 3, 4, 1, 2, 3, 1, 2],
+        [1, 2, 3, 4, 1, 2, 3, 4, 1],
+        [1, 2, 3, 4, 1, 2, 3, 4, 1],
+    ],
+    [
+        [1, 2, 3, 4, 1, 2, 3, 1, 2],
+        [1, 2, 3, 4, 5, 1, 2, 3, 1],
+        [1, 2, 3, 4, 5, 6, 1, 2, 3],
+        [1, 2, 3, 4, 1, 2, 3, 1, 2],
+        [1, 2, 3, 4, 1, 2, 3, 4, 1],
+        [1, 2, 3, 4, 1, 2, 3, 4, 1],
+    ],
+]
+
+
+def _left_epochs_over_ranks(ranks: Ranks) -> list[list[float]]:
+    """Rank 0 reads the end ahead before the others do, and alone sees its iterator reset."""
+    found = []
+    for ends in (Longest(), Shortest()):
+        for name in STOPPED:
+            pipeline = getattr(pipelines, name)(Line().eval(), None, ends=ends, ranks=ranks)
+            found.append(_stopped(pipeline, SameIterator(4 + 3 * ranks.rank), 3))
+    return found
+
+
+def test_left_epochs_over_ranks_of_unlike_lengths() -> None:
+    assert worlds.run(2, _left_epochs_over_ranks) == LEFT
+
+
 def _epochs_of_one_iterator(ranks: Ranks) -> list[list[int]]:
     loader = SameIterator(2 + ranks.rank)
     counts = []

@@ -113,7 +113,7 @@ class TrainPipelineBase:
             slot = self._slots.popleft()
             if self._loader.settle(slot):
                 return slot
-            if slot.epoch == self._loader.epoch:
+            if self._loader.is_last(slot, self._slots[-1]):
                 # No rank has one after the last; what each said of those is heard and forgotten.
                 while self._slots:
                     self._loader.settle(self._slots.popleft())

@@ -79,7 +79,7 @@ class Slot:
 
 
 # What a rank says of itself with every batch.
-_HAS, _EXAMPLES, _KNOWS = range(3)
+_HAS, _EXAMPLES, _KNOWS, _EPOCH = range(4)
 
 
 class Loader:
@@ -95,11 +95,12 @@ class Loader:
         self._lane = Lane(device)
         self._batches: Iterator[Any] | None = None
         self._is_out = False
+        self._attributes_at_end: list[Any] = []  # of the iterator, once it is out
         self._empty: Any = None  # an empty batch, on the host; None until there was a batch
 
     def read(self, batches: Iterator[Any]) -> None:
-        """Take batches from here from now on."""
-        if batches is not self._batches:
+        """Take batches from here from now on; another iterator, or one reset, is a new epoch."""
+        if batches is not self._batches or (self._is_out and self._was_reset()):
             self.begin(batches)
 
     def begin(self, batches: Iterator[Any]) -> None:
@@ -117,13 +118,24 @@ class Loader:
 
     def end(self) -> None:
         """Forget the iterator of an epoch that is drained on all ranks."""
-        self._batches = None
+        self._batches, self._attributes_at_end = None, []
+
+    def is_last(self, slot: Slot, newest: Slot) -> bool:
+        """Whether the epoch ends with a slot that does not run: no rank has begun another since.
+
+        A rank that was out sees that its iterator was reset, one that was not does not; all decide
+        by what every rank has said of its epoch with `newest`, the slot read last.
+        """
+        if slot.heard is None or newest.heard is None:
+            return slot.epoch == self.epoch
+        then, now = slot.heard.wait(), newest.heard.wait()
+        return all(a[_EPOCH] == b[_EPOCH] for a, b in zip(then, now, strict=True))
 
     def fetch(self) -> Slot:
         """The next batch, on its way to the device; the other ranks hear of it."""
         batch = self._next()
         examples = 0 if batch is None else examples_of(batch)
-        said = (int(batch is not None), examples, int(self._empty is not None))
+        said = (int(batch is not None), examples, int(self._empty is not None), self.epoch)
         heard = None if self._agreement is None else self._agreement.gather(said)
         staged = None if batch is None else self._copy(batch)
         return Slot(self.epoch, staged, examples, heard)
@@ -135,11 +147,22 @@ class Loader:
         try:
             batch = next(self._batches)
         except StopIteration:
-            self._is_out = True
+            self._is_out, self._attributes_at_end = True, _attributes(self._batches)
             return None
         if self._empty is None and isinstance(self.ends, Longest):
             self._empty = self.ends.empty(batch)
         return batch
+
+    def _was_reset(self) -> bool:
+        """Whether someone changed the iterator since it was out, as `iter` of its loader does.
+
+        Asking it for a batch would show that too. But not every iterator raises StopIteration
+        twice: one restarts by itself, and one waits for a queue to which nothing comes any more.
+        """
+        now = _attributes(self._batches)
+        return len(now) != len(self._attributes_at_end) or any(
+            a is not b for a, b in zip(now, self._attributes_at_end, strict=True)
+        )
 
     def _copy(self, batch: Any) -> Staged[Any]:
         ready = None
@@ -169,6 +192,19 @@ class Loader:
             if self._empty is None:
                 self._empty = next(empty for empty in known if empty is not None)
         return have > 0
+
+
+def _attributes(iterator: Any) -> list[Any]:
+    """Return the attributes of an iterator, and of iterators among them: it may wrap another."""
+    found: list[Any] = []
+    waiting, seen = [iterator], {id(iterator)}
+    while waiting:
+        values = list(getattr(waiting.pop(), "__dict__", {}).values())
+        found += values
+        inner = [v for v in values if hasattr(type(v), "__next__") and id(v) not in seen]
+        waiting += inner
+        seen.update(map(id, inner))
+    return found
 
 
 def _on_host(batch: Any) -> Any:
