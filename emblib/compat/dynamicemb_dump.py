@@ -5,10 +5,11 @@ import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from emblib.compat.dynamicemb_saved import Saved
 from emblib.compat.dynamicemb_tables import BatchedDynamicEmbeddingTablesV2, agree
 from emblib.dynamic.saving import dynamicemb_files
 from emblib.dynamic.saving.dumps import Part
@@ -92,7 +93,10 @@ def DynamicEmbDump(
 
     All ranks of `pg` call this; each writes what its own tables have, as
     `<table>_emb_keys.rank_<r>.world_size_<W>` and so on. What is there already stays until every
-    rank has written its files, so there must be room for both.
+    rank has written its files, so there must be room for both. Then the files of all tables are
+    replaced together: after a failure or an interrupt all tables are those of the old dump or all
+    those of the new one. If the process is killed in between, `DynamicEmbLoad` refuses what is
+    there; the old files are in `.<table>.old` then.
 
     Args:
         path: made if it is not there; all ranks must see it.
@@ -105,17 +109,19 @@ def DynamicEmbDump(
 
     Raises:
         FileExistsError: it has, or is no directory.
+        OSError: a file could not be written or moved; what was there is as it was.
         RuntimeError: another rank failed; what was there is as it was.
     """
     ranks, root = Ranks.of(pg), Path(path)
     tables = list(_tables_of(root, model, table_names))
+    names = [(directory, name) for directory, _, name in tables]
     _check_same(ranks, root, tables)
     with _together(ranks):
         _check_target(root, allow_overwrite=allow_overwrite)
     with _together(ranks):
         root.mkdir(parents=True, exist_ok=True)
-        for directory, _, name in tables if ranks.rank == 0 else ():
-            dynamicemb_files.discard(directory, name)
+        _discard(ranks, names)
+    written_by = dynamicemb_files.dump_argument([_label(*table) for table in names])
     part, left_out = Part(ranks.rank, ranks.size), _left_out(states=optim, counts=counter)
     try:
         with _together(ranks):
@@ -123,18 +129,28 @@ def DynamicEmbDump(
                 module.bags.stage_dynamicemb(
                     directory,
                     name,
-                    module.opt_args(name),
+                    {**module.opt_args(name), **written_by},
                     part=part,
                     leave_out=left_out,
                     uses_first=module.uses_first(name),
                 )
         with _together(ranks):
-            for directory, _, name in tables if ranks.rank == 0 else ():
-                dynamicemb_files.commit(directory, name, ranks.size)
+            if ranks.rank == 0:
+                dynamicemb_files.commit(names, ranks.size)
     except BaseException:
-        for directory, _, name in tables:
-            dynamicemb_files.discard(directory, name)
+        _discard(ranks, names)
         raise
+
+
+def _discard(ranks: Ranks, names: Sequence[tuple[Path, str]]) -> None:
+    """Delete what was staged. Rank 0 does: it alone knows whether files are being moved."""
+    for directory, name in names if ranks.rank == 0 else ():
+        dynamicemb_files.discard(directory, name)
+
+
+def _label(directory: Path, name: str) -> str:
+    """Name a table within a dump."""
+    return f"{directory.name}/{name}"
 
 
 def _check_target(root: Path, *, allow_overwrite: bool) -> None:
@@ -160,14 +176,23 @@ def _check_same(ranks: Ranks, root: Path, tables: Sequence[_Named]) -> None:
 
 
 @contextlib.contextmanager
-def _together(ranks: Ranks) -> Iterator[None]:
+def _together(ranks: Ranks, outcome: str = "nothing was changed here") -> Iterator[None]:
     """Leave when all ranks have come to the end; raise on all of them what went wrong on any."""
     error = None
     try:
         yield
     except Exception as raised:
         error = raised
-    agree(ranks, error)
+    agree(ranks, error, outcome)
+
+
+class _Found(NamedTuple):
+    """What was read of a table, and checked."""
+
+    module: BatchedDynamicEmbeddingTablesV2
+    name: str
+    saved: Saved
+    entries: Foreign
 
 
 def DynamicEmbLoad(
@@ -182,26 +207,36 @@ def DynamicEmbLoad(
 
     All ranks of `pg` call this. If as many ranks load as dumped, each reads its own files, else all
     files, and takes the keys that `dist_type` sends to it. With `optim` the numbers of the
-    optimizer are loaded too, as there: learning rate and step. All files of all tables are read and
-    checked before the first table is changed, on any rank.
+    optimizer are loaded too, as there: learning rate and step. All files of all tables, also the
+    numbers in `<table>_opt_args.json`, are read and checked before the first table is changed, on
+    any rank.
 
     Raises:
-        DumpError: a file is missing or damaged; on every rank, and nothing is changed.
-        ValueError: the dump is of another optimizer, score strategy or way of routing keys.
-        RuntimeError: another rank failed; nothing is changed.
+        DumpError: a file is missing or damaged, or tables are of different dumps; nothing is
+            changed.
+        ValueError: the dump is of another optimizer, score strategy or way of routing keys; nothing
+            is changed.
+        RuntimeError: another rank failed; the message says whether tables were changed, which only
+            happens where a rank runs out of memory.
     """
-    ranks, found = Ranks.of(pg), []
+    ranks = Ranks.of(pg)
     tables = list(_tables_of(Path(path), model, table_names))
     _check_same(ranks, Path(path), tables)
     left_out = _left_out(states=optim, counts=counter)
+    found, arguments = [], {}
     with _together(ranks):
         for directory, module, name in tables:
-            saved = dynamicemb_files.arguments_of(directory, name)
-            module.check_opt_args(name, saved, with_optimizer=bool(optim))
-            found.append((module, name, saved, _read(ranks, directory, module, name, left_out)))
-    for module, name, saved, table in found:
-        module.bags.take_dynamicemb(name, table)
-        module.take_opt_args(name, saved, with_optimizer=bool(optim))
+            file = dynamicemb_files.arguments_path(directory, name)
+            content = dynamicemb_files.arguments_of(directory, name)
+            arguments[_label(directory, name)] = (file, content)
+            saved = module.check_opt_args(name, file, content, with_optimizer=bool(optim))
+            entries = _read(ranks, directory, module, name, left_out)
+            found.append(_Found(module, name, saved, entries))
+        dynamicemb_files.check_one_dump(arguments)
+    with _together(ranks, "some tables were changed already: load again"):
+        for table in found:
+            table.module.bags.take_dynamicemb(table.name, table.entries)
+            table.module.take_opt_args(table.name, table.saved)
 
 
 def _read(

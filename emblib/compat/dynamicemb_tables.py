@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -248,20 +249,37 @@ class BatchedDynamicEmbeddingTablesV2(nn.Module):
             saved["step_score"] = self.get_score()[table]
         return saved
 
-    def take_opt_args(self, table: str, saved: Mapping[str, Any], *, with_optimizer: bool) -> None:
-        """Go on with what was saved: the step of STEP, and the optimizer's numbers if asked for."""
-        options = self._options[self._names.index(table)]
-        if "step_score" in saved and options.score_strategy is DynamicEmbScoreStrategy.STEP:
-            self.bags.set_step_score(table, saved["step_score"])
-        if with_optimizer:
-            saved_with.take_numbers(self.bags, saved)
+    def check_opt_args(
+        self, table: str, path: Path, content: Mapping[str, Any], *, with_optimizer: bool
+    ) -> saved_with.Saved:
+        """Check what was saved beside a table, for `take_opt_args`; change nothing.
 
-    def check_opt_args(self, table: str, saved: Mapping[str, Any], *, with_optimizer: bool) -> None:
-        """Raise ValueError where what was saved is of another kind of table."""
+        Args:
+            table: its name.
+            path: of the file, for errors.
+            content: of the file.
+            with_optimizer: whether the numbers of the optimizer are wanted.
+
+        Raises:
+            DumpError: an entry is missing, of the wrong type or out of range.
+            ValueError: it was saved beside another kind of table.
+        """
         options = self._options[self._names.index(table)]
-        saved_with.check_saved(
-            table, saved, saved_with.opt_args(self.bags, options), with_optimizer
+        saved_with.check_kind(
+            table, path, content, saved_with.opt_args(self.bags, options), with_optimizer
         )
+        counts_steps = options.score_strategy is DynamicEmbScoreStrategy.STEP
+        rule = self.bags.optimizer if with_optimizer else None
+        return saved_with.checked(path, content, rule, counts_steps=counts_steps)
+
+    def take_opt_args(self, table: str, saved: saved_with.Saved) -> None:
+        """Go on from what `check_opt_args` returned."""
+        if saved.step_score is not None:
+            self.bags.set_step_score(table, saved.step_score)
+        if saved.hyper:
+            self.bags.set_hyper(**saved.hyper)
+        if saved.step is not None:
+            self.bags.set_step(saved.step)
 
     def incremental_dump(
         self, named_thresholds: Mapping[str, int], pg: Any = None
@@ -330,11 +348,11 @@ def _names(names: list[str] | None, count: int) -> list[str]:
     return names
 
 
-def agree(ranks: Ranks, error: Exception | None) -> None:
-    """Raise on every rank what went wrong on any; all ranks call this."""
+def agree(ranks: Ranks, error: Exception | None, outcome: str) -> None:
+    """Raise on every rank what went wrong on any, and the outcome; all ranks call this."""
     told = ranks.gather_objects(None if error is None else f"{type(error).__name__}: {error}")
     if error is not None:
         raise error
     for rank, message in enumerate(told):
         if message is not None:
-            raise RuntimeError(f"rank {rank} failed, so nothing was changed here: {message}")
+            raise RuntimeError(f"rank {rank} failed, {outcome}: {message}")

@@ -85,7 +85,9 @@ def test_a_dump_has_their_files(tmp_path: Path) -> None:
         0: 3, 1: 2, -1: 2, 2: 1, -2: 1, 3: 0, -3: 0, 7: 0,
     }  # fmt: skip
     assert numbers(folder / f"u_emb_opt_values.{part}", torch.float32).numel() == keys.numel()
-    assert json.loads((folder / "u_opt_args.json").read_text()) == {
+    saved = json.loads((folder / "u_opt_args.json").read_text())
+    assert saved.pop("emblib_dump")["tables"] == ["model.sparse.users/u", "model.sparse.items/i"]
+    assert saved == {
         "opt_type": "exact_row_wise_adagrad",
         "lr": 0.01,
         "eps": 0.25,
@@ -374,9 +376,182 @@ def test_a_rename_that_fails_leaves_the_old_dump(
     with pytest.raises(OSError, match="Input/output error"):
         DynamicEmbDump(str(tmp_path), Model(), allow_overwrite=True)
     monkeypatch.undo()
-    shutil.rmtree(tmp_path / "model.sparse.users" / ".u.old")
     assert sorted(tmp_path.rglob("*")) == files
     assert loads(Ranks.single(), str(tmp_path)) == before
+
+
+@pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_tables_are_replaced_together(
+    when: str, error: type[BaseException], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever file cannot be moved, or is the last one before an interrupt."""
+    before = dumps(Ranks.single(), str(tmp_path), 1)
+    files, rename, model = contents(tmp_path), os.rename, _model(learning_rate=0.25)
+    train(model.sparse.items, [3])
+    moves, failing = 0, -1
+
+    def fails(source: Path, goal: Path) -> None:
+        nonlocal moves
+        moves += 1
+        if moves == failing and when == "before":
+            raise error
+        rename(source, goal)
+        if moves == failing and when == "after":
+            raise error
+
+    monkeypatch.setattr(os, "rename", fails)
+    for number in range(1, 1 + 2 * 2 * 5):  # out and in, two tables, five files
+        moves, failing = 0, number
+        with pytest.raises(error):
+            DynamicEmbDump(str(tmp_path), model, optim=True, allow_overwrite=True)
+        assert contents(tmp_path) == files
+    assert loads(Ranks.single(), str(tmp_path)) == before
+    moves, failing = 0, -1
+    DynamicEmbDump(str(tmp_path), model, optim=True, allow_overwrite=True)
+    assert moves == 2 * 2 * 5
+    assert loads(Ranks.single(), str(tmp_path)) == _content(model)
+
+
+def contents(path: Path) -> dict[str, bytes]:
+    return {
+        str(p.relative_to(path)): p.read_bytes() if p.is_file() else b"" for p in path.rglob("*")
+    }
+
+
+def test_a_kill_leaves_no_mixture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before every move, what a process that is killed there leaves is looked at."""
+    before = dumps(Ranks.single(), str(tmp_path / "dump"), 1)
+    rename, model, left = os.rename, _model(learning_rate=0.25), []
+    train(model.sparse.users, range(30))
+    train(model.sparse.items, range(110, 130))
+
+    def copies(source: Path, goal: Path) -> None:
+        left.append(tmp_path / str(len(left)))
+        shutil.copytree(tmp_path / "dump", left[-1])
+        rename(source, goal)
+
+    monkeypatch.setattr(os, "rename", copies)
+    DynamicEmbDump(str(tmp_path / "dump"), model, optim=True, allow_overwrite=True)
+    monkeypatch.undo()
+    assert loads(Ranks.single(), str(left[0])) == before
+    for path in left[1:]:
+        refuses(Ranks.single(), str(path), r"has no keys of a table .* cut short")
+    assert loads(Ranks.single(), str(tmp_path / "dump")) == _content(model)
+
+
+def test_files_of_two_dumps_are_refused(tmp_path: Path) -> None:
+    """Tables that one call wrote are loaded with each other, or one at a time."""
+    first, second = tmp_path / "1", tmp_path / "2"
+    dumps(Ranks.single(), str(first), 1)
+    dumps(Ranks.single(), str(second), 2)
+    shutil.copytree(second / "model.sparse.items", first / "model.sparse.items", dirs_exist_ok=True)
+    refuses(Ranks.single(), str(first), r"u_opt_args.json and .* are of different dumps")
+    model = _model()
+    for names in ({"users": ["u"]}, {"items": ["i"]}):
+        DynamicEmbLoad(str(first), model, names)
+    assert len(keys_of(model.sparse.items)) == 21
+    file = first / "model.sparse.items" / "i_opt_args.json"
+    saved = json.loads(file.read_text())
+    for entry, message in (
+        (3, "'emblib_dump' must be dict"),
+        ({"tables": []}, "lacks 'id'"),
+        ({"id": "1"}, "lacks 'tables'"),
+        ({"id": "1", "tables": [["i"]]}, "must be names"),
+    ):
+        file.write_text(json.dumps({**saved, "emblib_dump": entry}))
+        refuses(Ranks.single(), str(first), message)
+    del saved["emblib_dump"]  # as DynamicEmb writes it, but beside a table that is not its own
+    file.write_text(json.dumps(saved))
+    refuses(Ranks.single(), str(first), "are of different dumps")
+
+
+def test_tables_may_be_dumped_one_after_the_other(tmp_path: Path) -> None:
+    """Also one of them over a dump of all, and all without an id, as DynamicEmb has it."""
+    model = _model(learning_rate=0.25)
+    for number in range(2):
+        for names in ({"users": ["u"]}, {"items": ["i"]}, None)[number:]:
+            train(model.sparse.users, [number])
+            DynamicEmbDump(str(tmp_path), model, names, optim=True, allow_overwrite=True)
+            if names != {"users": ["u"]}:
+                assert loads(Ranks.single(), str(tmp_path))["items"] == _content(model)["items"]
+    train(model.sparse.items, [77])
+    DynamicEmbDump(str(tmp_path), model, {"items": ["i"]}, optim=True, allow_overwrite=True)
+    assert loads(Ranks.single(), str(tmp_path)) == _content(model)
+    for file in tmp_path.rglob("*.json"):
+        saved = json.loads(file.read_text())
+        del saved["emblib_dump"]
+        file.write_text(json.dumps(saved))
+    assert loads(Ranks.single(), str(tmp_path)) == _content(model)
+
+
+DAMAGED: list[tuple[dict[str, Any], str]] = [
+    ({"lr": None}, "'lr'"),
+    ({"lr": "abc"}, "'lr'"),
+    ({"lr": -1}, "'lr'"),
+    ({"lr": 10**400}, "'lr'"),
+    ({"lr": float("nan")}, "'lr'"),
+    ({"lr": True}, "'lr'"),
+    ({"eps": [1]}, "'eps'"),
+    ({"eps": -1.0}, "'eps'"),
+    ({"iters": -5}, "'iters'"),
+    ({"iters": None}, "'iters'"),
+    ({"iters": 1.5}, "'iters'"),
+    ({"iters": 2**60}, "'iters'"),
+    ({"beta1": 2.0}, "'beta1'"),
+    ({"beta1": ...}, "'beta1'"),
+    ({"beta2": ...}, "'beta2'"),
+    ({"weight_decay": -1}, "'weight_decay'"),
+    ({"weight_decay": {}}, "'weight_decay'"),
+    ({"step_score": "x"}, "'step_score'"),
+    ({"step_score": 2**63}, "'step_score'"),
+    ({"dist_type": 5}, "'dist_type'"),
+    ({"opt_type": None}, "'opt_type'"),
+    ({"evict_strategy": 7}, "'evict_strategy'"),
+]
+
+
+@pytest.mark.parametrize(("damage", "field"), DAMAGED, ids=[str(d)[:40] for d, _ in DAMAGED])
+def test_damaged_numbers_leave_all_as_they_are(
+    damage: dict[str, Any], field: str, tmp_path: Path
+) -> None:
+    """Those of the last table, whose file and entry the error names."""
+    arguments: dict[str, Any] = {"optimizer": EmbOptimType.ADAM, "score_strategy": Score.STEP}
+    DynamicEmbDump(str(tmp_path), trained(learning_rate=0.5, **arguments), optim=True)
+    file = tmp_path / "model.sparse.items" / "i_opt_args.json"
+    saved = {**json.loads(file.read_text()), **damage}
+    file.write_text(json.dumps({key: value for key, value in saved.items() if value is not ...}))
+    model = Model(**arguments)
+    train(model.sparse.users, [500])
+    states = {key: value.clone() for key, value in model.state_dict().items()}
+    rules = [module.bags.optimizer for module in model.sparse.children()]
+    with pytest.raises(DumpError, match=rf"i_opt_args.json is malformed: .*{field}"):
+        DynamicEmbLoad(str(tmp_path), model, optim=True)
+    assert [module.bags.optimizer for module in model.sparse.children()] == rules
+    for key, value in model.state_dict().items():
+        assert torch.equal(value, states[key]), key
+    if field != "'step_score'" and field[1:-1] not in ("dist_type", "evict_strategy"):
+        DynamicEmbLoad(str(tmp_path), model)  # what is not wanted may be whatever it is
+
+
+def fails_to_take(ranks: Ranks, path: str) -> None:
+    """The last rank runs out of memory when it writes to its second table."""
+    model = _model()
+    if ranks.rank == ranks.size - 1:
+
+        def full(*arguments: Any) -> None:
+            raise MemoryError("no memory")
+
+        model.sparse.items.bags.take_dynamicemb = full
+    with pytest.raises((MemoryError, RuntimeError), match=r"no memory") as told:
+        DynamicEmbLoad(path, model, pg=_group(ranks))
+    if ranks.rank < ranks.size - 1:
+        assert "rank 1 failed, some tables were changed already: load again" in str(told.value)
+
+
+def test_what_one_rank_cannot_write_all_ranks_are_told(tmp_path: Path) -> None:
+    worlds.run(2, dumps, str(tmp_path), 1)
+    worlds.run(2, fails_to_take, str(tmp_path))
 
 
 def test_ranks_that_dump_other_tables_are_told(tmp_path: Path) -> None:

@@ -12,16 +12,23 @@ A table `t` of a directory is, for every rank of W, raw little-endian numbers wi
 - `t_opt_args.json`: numbers of the optimizer, `evict_strategy`, `dist_type`, `step_score`
 
 Nothing there says what was cut short. So reading compares the sizes of all files of a table and
-refuses where one of a rank is missing; writing stages all files of all ranks in `.t.new`, and only
-then moves the old ones to `.t.old` and the new ones into their place, the keys last: without them
-DynamicEmb refuses the table.
+refuses where one of a rank is missing; writing stages the files of all tables and ranks in
+`.t.new`. Only then it moves the old files of all tables to `.t.old`, and after that the new ones
+into their place. Keys are moved out first and in last: without them a table is refused, also by
+DynamicEmb. So a process that is killed leaves the old tables, the new ones, or tables that are
+refused.
+
+`t_opt_args.json` has one entry more, `emblib_dump`: an id of the call that wrote the table, and
+all tables that it wrote. Loading compares them, see `check_one_dump`; DynamicEmb ignores the entry.
 """
 
+import contextlib
 import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,6 +39,7 @@ from torch import Tensor
 from emblib.dynamic.keys import GOLDEN, mix
 from emblib.dynamic.saving.dump_tables import rows_at_a_time
 from emblib.dynamic.saving.dumps import DumpError, Part
+from emblib.dynamic.saving.dumps import field as entry_of
 from emblib.dynamic.saving.entries import WEIGHT, Entries, Rows
 from emblib.tables.files import flush_directory, replacing
 
@@ -100,7 +108,7 @@ def write(directory: str | Path, name: str, layout: Layout, table: Foreign, cloc
     discard(directory, name)
     try:
         stage(directory, name, layout, table, clock)
-        commit(directory, name, 1)
+        commit([(directory, name)], 1)
     except BaseException:
         discard(directory, name)
         raise
@@ -141,37 +149,96 @@ def stage(
     flush_directory(staged)
 
 
-def commit(directory: str | Path, name: str, world_size: int) -> None:
-    """Let what all ranks staged take the place of the files of a table; one of the ranks calls it.
+def commit(tables: Sequence[tuple[str | Path, str]], world_size: int) -> None:
+    """Replace the files of tables by those that all ranks staged; one rank calls this.
+
+    Whatever ends it early, also an interrupt: all tables have their old files again, or all have
+    the new ones.
+
+    Args:
+        tables: directory and name of each.
+        world_size: the number of ranks that staged files.
 
     Raises:
         DumpError: a rank's files are not there; the old ones stay.
+        OSError: a file could not be moved; the old ones are back.
     """
-    directory, staged = Path(directory).expanduser(), _staged(directory, name)
-    for rank in range(world_size):
-        if not (staged / _file(name, "emb_keys", rank, world_size)).exists():
-            raise DumpError(
-                f"{staged} has no files of rank {rank} of {world_size}: all ranks must write to "
-                "one directory, on a file system that all of them see"
-            )
-    replaced = directory / f".{name}.old"
-    shutil.rmtree(replaced, ignore_errors=True)
-    old, new = _files_of(directory, name), _files_of(staged, name)
-    replaced.mkdir()
-    done: list[tuple[Path, Path]] = []
+    moves = [_Move.of(Path(directory).expanduser(), name) for directory, name in tables]
+    for move in moves:
+        for rank in range(world_size):
+            if _file(move.name, "emb_keys", rank, world_size) not in move.new:
+                raise DumpError(
+                    f"{move.staged} has no files of rank {rank} of {world_size}: all ranks must "
+                    "write to one directory, on a file system that all of them see"
+                )
+    for move in moves:
+        shutil.rmtree(move.replaced, ignore_errors=True)
+        move.replaced.mkdir()
     try:
-        for source, goal, names in ((directory, replaced, old), (staged, directory, new[::-1])):
-            for file in names:
-                os.rename(source / file, goal / file)
-                done.append((source / file, goal / file))
-            flush_directory(directory)
-    except OSError:
-        for source_file, goal_file in reversed(done):
-            os.rename(goal_file, source_file)
+        for step in (_Move.take_old, _Move.put_values, _Move.put_keys):
+            for move in moves:
+                step(move)
+            for move in moves:
+                flush_directory(move.directory)
+    except BaseException:
+        for undo in (_Move.remove_new, _Move.put_back_old):
+            for move in moves:
+                undo(move)
         raise
-    shutil.rmtree(replaced)
-    shutil.rmtree(staged)
-    flush_directory(directory)
+    for move in moves:
+        shutil.rmtree(move.replaced, ignore_errors=True)
+        shutil.rmtree(move.staged, ignore_errors=True)
+        flush_directory(move.directory)
+
+
+@dataclass(frozen=True)
+class _Move:
+    """The files of one table that `commit` replaces, `old`, and those it puts there, `new`."""
+
+    directory: Path
+    name: str
+    staged: Path
+    replaced: Path
+    old: Sequence[str]
+    new: Sequence[str]
+
+    @classmethod
+    def of(cls, directory: Path, name: str) -> "_Move":
+        staged = _staged(directory, name)
+        old, new = (_files_of(each, name) if each.is_dir() else () for each in (directory, staged))
+        return cls(directory, name, staged, directory / f".{name}.old", old, new)
+
+    def take_old(self) -> None:
+        for file in self.old:
+            os.rename(self.directory / file, self.replaced / file)
+
+    def put_values(self) -> None:
+        self._put(file for file in self.new if not _is_keys(file))
+
+    def put_keys(self) -> None:
+        self._put(file for file in self.new if _is_keys(file))
+
+    def _put(self, files: Iterator[str]) -> None:
+        for file in files:
+            os.rename(self.staged / file, self.directory / file)
+
+    def remove_new(self) -> None:
+        """Delete the new files that were put in place; an old one of the same name is not there.
+
+        Errors are passed over: more of the old files come back then.
+        """
+        for file in self.new:
+            if file not in self.old or (self.replaced / file).exists():
+                with contextlib.suppress(OSError):
+                    (self.directory / file).unlink(missing_ok=True)
+
+    def put_back_old(self) -> None:
+        for file in reversed(self.old):
+            with contextlib.suppress(OSError):
+                if (self.replaced / file).exists():
+                    os.rename(self.replaced / file, self.directory / file)
+        with contextlib.suppress(OSError):
+            self.replaced.rmdir()  # stays where a file could not be put back
 
 
 def discard(directory: str | Path, name: str) -> None:
@@ -254,7 +321,11 @@ def _files_of(directory: Path, table: str) -> list[str]:
     ends = rf"({items})\.rank_\d+\.world_size_\d+|opt_args\.json"
     pattern = re.compile(rf"{re.escape(table)}_({ends})")
     found = [name for name in os.listdir(directory) if pattern.fullmatch(name)]
-    return sorted(found, key=lambda name: "_emb_keys." not in name)
+    return sorted(found, key=lambda name: not _is_keys(name))
+
+
+def _is_keys(file: str) -> bool:
+    return "_emb_keys." in file
 
 
 def _scores(entries: Entries, layout: Layout, clock: int) -> Tensor:
@@ -341,7 +412,58 @@ def arguments_of(directory: str | Path, name: str) -> dict[str, Any]:
     Raises:
         DumpError: the file is damaged.
     """
-    return _arguments(Path(directory).expanduser() / f"{name}_opt_args.json")
+    return _arguments(arguments_path(directory, name))
+
+
+def arguments_path(directory: str | Path, name: str) -> Path:
+    """Return the path of the file that `arguments_of` reads."""
+    return Path(directory).expanduser() / f"{name}_opt_args.json"
+
+
+_DUMP = "emblib_dump"
+
+
+def dump_argument(tables: Sequence[str]) -> dict[str, Any]:
+    """Return the entry of `t_opt_args.json` by which `check_one_dump` knows tables of one call.
+
+    Args:
+        tables: all that the call writes, by names that differ.
+    """
+    return {_DUMP: {"id": uuid.uuid4().hex, "tables": list(tables)}}
+
+
+def check_one_dump(arguments: Mapping[str, tuple[Path, Mapping[str, Any]]]) -> None:
+    """Refuse tables that one call wrote together, where some of them are of another call.
+
+    A table that was written without the others later is accepted. So are tables without the entry,
+    as DynamicEmb writes them, unless a call that wrote another of the tables wrote them too.
+
+    Args:
+        arguments: path and content of the `t_opt_args.json` of each table that is loaded, by the
+            name that it has in `dump_argument`.
+
+    Raises:
+        DumpError: the tables are of different dumps, or the entry is malformed.
+    """
+    written: dict[str, tuple[str | None, list[Any]]] = {}
+    for table, (path, content) in arguments.items():
+        written[table] = (None, [])
+        if _DUMP in content:
+            entry = entry_of(path, content, _DUMP, dict)
+            together = entry_of(path, entry, "tables", list)
+            if not all(type(other) is str for other in together):
+                raise DumpError(f"{path} is malformed: 'tables' of {_DUMP!r} must be names")
+            written[table] = (entry_of(path, entry, "id", str), together)
+    for table, (identity, together) in written.items():
+        for other in together:
+            found, others = written.get(other, (identity, []))
+            if found != identity and (found is None or table in others):
+                raise DumpError(
+                    f"{arguments[table][0]} and {arguments[other][0]} are of different dumps, "
+                    f"{identity} and {found}, but one call wrote both tables: a copy of the dump "
+                    "was cut short, or files of two dumps were mixed; take another dump, or load "
+                    "one table at a time with table_names"
+                )
 
 
 @dataclass(frozen=True)
@@ -412,7 +534,7 @@ def _arguments(path: Path) -> dict[str, Any]:
         return {}
     try:
         arguments = json.loads(path.read_text())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DumpError(f"{path} is damaged: it cannot be read ({error})") from error
     if not isinstance(arguments, dict):
         raise DumpError(f"{path} is damaged: it holds no arguments")
