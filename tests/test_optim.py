@@ -118,6 +118,18 @@ def test_largest_count_goes_to_hyper() -> None:
     assert hyper[-1] == 8.0
 
 
+def test_beyond_the_last_step_rows_are_read_as_they_are() -> None:
+    decay, previous = optim.GlobalDecay(0.5), optim.encode_steps(torch.tensor([LAST_STEP] * 2))
+    previous[1] = 0.0
+    for step in (LAST_STEP, LAST_STEP + 1, LAST_STEP + 2, 2**30, 2**52):
+        assert decay.scale(previous, step, 0.2).tolist() == [1.0, 1.0]
+    waited = optim.encode_steps(torch.tensor([LAST_STEP - 3]))
+    torch.testing.assert_close(decay.scale(waited, 2**30, 0.2), torch.tensor([0.9**2]))
+    starts_later = optim.GlobalDecay(0.5, start=2**30)
+    assert starts_later.scale(waited, 2**30 - 1, 0.2).item() == 1.0
+    torch.testing.assert_close(starts_later.scale(waited, 2**30, 0.2), torch.tensor([0.9**2]))
+
+
 STEPS = [0, 1, 2**24 - 1, 2**24, 2**24 + 1, 2**29, LAST_STEP - 1, LAST_STEP]
 
 
@@ -131,14 +143,14 @@ def test_steps_of_rows_are_exact_beyond_2_to_the_24() -> None:
     assert optim.decode_steps(optim.encode_steps(steps[-1:] + 9)).tolist() == STEPS[-1:]
 
 
-@pytest.mark.parametrize("start", [2**24 + 1, LAST_STEP - 1])
+@pytest.mark.parametrize("start", [2**24 + 1, LAST_STEP - 1, LAST_STEP + 1000])
 @pytest.mark.parametrize("name", ["adagradw_-1.0", "cowclip", "global_decay"])
 def test_rows_know_their_last_step_however_late(name: str, start: int) -> None:
     torch.manual_seed(0)
     optimizer = CASES[name]
     weights, grads = torch.randn(4, 3), torch.randn(4, 3)
     states = [torch.rand(4) for _ in optimizer.states]
-    states[1] = optim.encode_steps(start - torch.tensor([1, 2, 3, 7]))
+    states[1] = optim.encode_steps(min(start, LAST_STEP) - torch.tensor([1, 2, 3, 7]))
     want_weights, want_states = weights.double(), [state.double() for state in states]
     hyper = optimizer.hyper()
     for step in (start, start + 1):
@@ -147,7 +159,7 @@ def test_rows_know_their_last_step_however_late(name: str, start: int) -> None:
         want_weights, want_states = reference.step_rows(
             optimizer.name, want_weights, grads.double(), want_states, hyper
         )
-        assert optim.decode_steps(states[1]).tolist() == [step] * 4
+        assert optim.decode_steps(states[1]).tolist() == [min(step, LAST_STEP)] * 4
         torch.testing.assert_close(weights.double(), want_weights, rtol=1e-4, atol=1e-5)
 
 

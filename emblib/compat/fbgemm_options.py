@@ -89,7 +89,9 @@ _OPTIMIZERS = """\
 All run on CPU and CUDA, with every pooling, with variable batch sizes and, but for what is said
 above, with every placement; NONE on tables in the memory of the device. States are in FBGEMM's
 order; with counters `prev_iter [R]` and `row_counter [R]` follow, with global decay
-`prev_iter [R]`. *native*: the kinds of `weight_decay` that the class of `emblib.optim` takes.
+`prev_iter [R]`. Up to 2^24, as far as FBGEMM's floats count, the values of `prev_iter` are the
+steps; `emblib.optim.decode_steps` reads later ones. *native*: the kinds of `weight_decay` that the
+class of `emblib.optim` takes.
 """
 
 

@@ -153,7 +153,10 @@ class TableViews(nn.Module):
         return int(mode) == CounterWeightDecayMode.ADAGRADW
 
     def get_optimizer_buffer(self, state: str) -> Tensor:
-        """A state of all tables in the memory of the device, by its name or FBGEMM's."""
+        """A state of all tables in the memory of the device, by its name or FBGEMM's.
+
+        Steps beyond 2^24 in `prev_iter` are encoded: `optim.decode_steps` reads them.
+        """
         self._require_fused("get_optimizer_buffer")
         kept = {state.name for state in self.bags.optimizer.states}
         names = [name for name in STATE_ORDER if name in kept]
@@ -169,7 +172,10 @@ class TableViews(nn.Module):
 
     @property
     def prev_iter_dev(self) -> Tensor:
-        """The step of each row's last update, where the optimizer keeps it."""
+        """The step of each row's last update, where the optimizer keeps it.
+
+        A view: up to 2^24 the values are the steps; `optim.decode_steps` reads any.
+        """
         return self.get_optimizer_buffer("prev_iter")
 
     @property

@@ -128,13 +128,14 @@ class GlobalDecay:
 
         `max(lower_bound, (1 - lr * rate) ** (step - previous - 1))`, and 1 for rows never updated
         and for steps before `start`; in the dtype of `prev_iter`, which `decode_steps` reads.
-        `step` is that of the update that the forward pass precedes. Nothing is read back from the
-        device.
+        `step` is that of the update that the forward pass precedes. From `LAST_STEP` on, where
+        `prev_iter` stays, no missed steps are counted, as in the update. Nothing is read back from
+        the device.
         """
         now = torch.as_tensor(step, dtype=torch.float64, device=prev_iter.device)
         rate = torch.as_tensor(lr, dtype=torch.float64, device=prev_iter.device) * self.rate
         previous = decode_steps(prev_iter)
-        missed = now - previous - 1
+        missed = now.clamp(max=LAST_STEP) - previous - 1
         factor = ((1 - rate).clamp(min=0) ** missed.clamp(min=0)).clamp(min=self.lower_bound)
         holds = (previous > 0) & (missed > 0) & (now >= self.start)
         return torch.where(holds, factor, 1.0).to(prev_iter.dtype)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from emblib.optim import HYPER_HEAD, decode_steps, encode_steps
+from emblib.optim.counters import LAST_STEP
 from emblib.reference.rounding import round_stochastically, words
 
 States = list[Tensor]
@@ -93,7 +94,7 @@ def _global_decay(rows: Rows) -> tuple[Tensor, States]:
     _, max_norm, rate, least, start = rows.numbers
     sums, previous = rows.states
     steps = decode_steps(previous).double()
-    keep, missed = torch.ones_like(sums), rows.step - steps - 1
+    keep, missed = torch.ones_like(sums), min(rows.step, LAST_STEP) - steps - 1
     if rows.step >= start:
         lazy = (max(1 - rows.lr * rate, 0.0) ** missed.clamp(min=0)).clamp(min=least)
         keep = torch.where((steps > 0) & (missed > 0), lazy.to(keep), keep)
@@ -107,7 +108,9 @@ def _global_decay(rows: Rows) -> tuple[Tensor, States]:
 def _gap(rows: Rows) -> Tensor:
     """Steps since the last update; 1 for rows that had none."""
     previous = decode_steps(rows.states[1]).double()
-    return torch.where(previous == 0, 1.0, rows.step - previous).to(rows.states[1].dtype)
+    return torch.where(previous == 0, 1.0, min(rows.step, LAST_STEP) - previous).to(
+        rows.states[1].dtype
+    )
 
 
 def _now(rows: Rows, like: Tensor) -> Tensor:
