@@ -186,7 +186,11 @@ class FusedLookup(torch.autograd.Function):
             if batch.trained_features is not None:
                 places = _of_trained_tables(batch, places)
             tiers.hyper[1].add_(1)
-            _update(tiers, rule.name, grad, batch, places, row_weights)
+            try:
+                _update(tiers, rule.name, grad, batch, places, row_weights)
+            except BaseException:
+                tiers.hyper[1].sub_(1)  # steps are updates: out of memory is none
+                raise
             if _may_move(tiers.hyper):
                 torch.autograd.graph.increment_version(tiers.weights)
         if batch.session is not None:

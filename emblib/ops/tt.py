@@ -241,8 +241,15 @@ def _update(
 ) -> None:
     """One step of the optimizer on every core."""
     hyper[1].add_(1)
-    for core, state, grad in zip(cores, states, grads, strict=True):
-        _ops.update_rows_(core, state, hyper, codes.OPTIMIZER[rule.name], grad)
+    updated = 0
+    try:
+        for core, state, grad in zip(cores, states, grads, strict=True):
+            _ops.update_rows_(core, state, hyper, codes.OPTIMIZER[rule.name], grad)
+            updated += 1
+    except BaseException:
+        if not updated:  # else cores have taken this step
+            hyper[1].sub_(1)
+        raise
     torch.autograd.graph.increment_version(cores)
 
 

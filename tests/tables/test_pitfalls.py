@@ -12,6 +12,8 @@ from torch import Tensor
 from emblib import (
     BoundsCheck,
     Cache,
+    DynamicEmbeddingBags,
+    DynamicSpec,
     Pooling,
     Precision,
     StochasticRounding,
@@ -75,6 +77,43 @@ def test_two_weighted_lookups_in_one_loss_are_two_updates() -> None:
     once(INDICES, OFFSETS, first.detach()).sum().backward()
     torch.testing.assert_close(second.grad, row_sums(before))
     torch.testing.assert_close(first.grad, row_sums(once.table_weights()))
+
+
+MAKERS: dict[str, Callable[[], Any]] = {
+    "plain": lambda: small(optim.Adagrad(0.1)),
+    "tt": lambda: TTEmbeddingBag(TTSpec(100, 8, (2,)), optim.Adagrad(0.1)),
+    "dynamic": lambda: DynamicEmbeddingBags([DynamicSpec(32, 8)], optim.Adagrad(0.1)),
+}
+
+
+@pytest.mark.parametrize("kind", list(MAKERS))
+def test_an_update_that_raises_is_no_step(kind: str) -> None:
+    module = MAKERS[kind]()
+    module(INDICES, OFFSETS).sum().backward()
+    names = [name for name in dict(module.named_buffers()) if name.startswith("state_sum")]
+    kept = {name: getattr(module, name).clone() for name in names}
+    for name in names:
+        getattr(module, name).resize_(0)
+    loss = module(INDICES, OFFSETS).sum()
+    with pytest.raises(RuntimeError, match="state"):
+        loss.backward()
+    assert module.step == 1
+    for name in names:
+        getattr(module, name).resize_(kept[name].shape).copy_(kept[name])
+    module(INDICES, OFFSETS).sum().backward()
+    assert module.step == 2
+
+
+def test_a_step_that_some_cores_have_taken_counts() -> None:
+    module = MAKERS["tt"]()
+    first, state = module.cores[0].detach().clone(), module.state_sum_1
+    loss = module(INDICES, OFFSETS).sum()
+    module.state_sum_1.resize_(0)
+    with pytest.raises(RuntimeError, match="state"):
+        loss.backward()
+    assert not torch.equal(first, module.cores[0])
+    assert state.numel() == 0
+    assert module.step == 1
 
 
 def test_two_forwards_without_weights_are_two_updates() -> None:
