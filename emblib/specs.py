@@ -46,8 +46,10 @@ class BoundsCheck(Choice):
     In every mode the kernels repair as they read (index -1 is skipped, any other invalid index
     reads row 0, or zeros from a table without rows, offsets are clamped), so nothing is ever read
     outside a table. The mode says what you are told: FATAL raises before anything is written,
-    WARNING warns, IGNORE repairs silently. Offsets that do not begin with 0, or that lack the last
-    entry, would leave out ids or a bag: on the CPU, WARNING raises ValueError for them.
+    WARNING warns, IGNORE repairs silently. Inside `torch.compile` and on CUDA, WARNING counts in
+    the module's `bounds_violations` instead. Offsets that do not begin with 0, or that lack the
+    last entry, would leave out ids or a bag: on the CPU, compiled or not, WARNING raises
+    RuntimeError for them; on CUDA it counts them too.
     NONE looks at nothing first: it is IGNORE for offsets that never decrease, and memory-safe but
     otherwise unspecified for others.
     """

@@ -64,8 +64,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> tbe_group(const Tensor& featu
   const Tensor index_tensor = torch::stable::contiguous(indices);
   const Tensor offset_tensor = torch::stable::contiguous(offsets);
   std::vector<int32_t> fixed(offsets.numel());
-  repair_offsets(index_array(offset_tensor), feature_bags.num_bags(), indices.numel(), false,
-                 fixed.data());
+  repair_offsets(index_array(offset_tensor), feature_bags.num_bags(), indices.numel(),
+                 BoundsMode::kIgnore, false, fixed.data());
   GroupTensors result(indices, indices.numel(), ScalarType::Long);
   Tensor sorted_bags = allocate(indices, {indices.numel()}, ScalarType::Int);
   const auto run = [&](auto group) {

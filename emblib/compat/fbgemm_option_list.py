@@ -120,7 +120,8 @@ LOOKUPS = (
         "`bounds_check`",
         "FATAL, WARNING, IGNORE, NONE; V2_* mean the same. Nothing outside a table is read in "
         "any mode, index -1 is skipped, and the caller's tensors stay as they are (FBGEMM "
-        "rewrites them). On the CPU, WARNING too raises for offsets that leave out ids or bags",
+        "rewrites them). On the CPU, compiled or not, WARNING too raises for offsets that leave "
+        "out ids or bags",
         cuda="yes; WARNING counts in `bounds_violations`",
     ),
     Option(

@@ -179,11 +179,11 @@ class DynamicEmbeddingBags(DynamicTraining):
                 before; left out, 1 each. Eviction by counts and admission see it.
 
         Raises:
-            RuntimeError: wrong dtype, device or number of offsets; a key that found no place in a
-                table with `KeyCheck.ERROR`.
+            RuntimeError: wrong dtype, device or number of offsets; offsets that would leave out
+                ids or a bag, on the CPU; a key that found no place in a table with
+                `KeyCheck.ERROR`.
             TypeError: indices of another dtype.
-            ValueError: `batch_sizes` that do not fit; offsets that do not begin with 0; counts
-                below 0; weights without pooling.
+            ValueError: `batch_sizes` that do not fit; counts below 0; weights without pooling.
         """
         if lookups.is_fused(self.optimizer):
             self._check_in_place(self.weights)
@@ -206,11 +206,6 @@ class DynamicEmbeddingBags(DynamicTraining):
             starts = offsets[:: (offsets.numel() - 1) // features]
         else:
             starts = offsets.expand(features + 1)
-        if starts.numel() and not starts.is_cuda and int(starts[0]):
-            raise ValueError(
-                f"offsets must begin with 0, got {int(starts[0])}; leave out the ids before the "
-                "first bag"
-            )
         keys = Keys(ids.contiguous(), starts.long().contiguous(), self.feature_table)
         return keys, lookups.Lookup(
             *(self.features, ids, offsets, bag_layout, self.pooling),

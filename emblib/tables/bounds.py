@@ -23,24 +23,6 @@ def caller_level() -> int:
 _OURS = ("emblib.", "torch.nn.modules.", "torch._dynamo.")
 
 
-def _check_form(offsets: list[int], num_indices: int, *, one_feature: bool) -> None:
-    """Raise ValueError for offsets that leave out ids or a bag, whatever else is wrong with them.
-
-    Only with one feature is the number of offsets the same without the last one.
-    """
-    if offsets[0] > 0:
-        raise ValueError(
-            f"offsets must begin with 0, got {offsets[0]}: no bag would have the ids before it; "
-            "leave them out of the indices (are they offsets, not lengths?)"
-        )
-    if one_feature and max(offsets) < num_indices:
-        raise ValueError(
-            f"offsets must end with the number of indices, {num_indices}, got {offsets[-1]}: the "
-            "last bag would be lost; append it, or make the module with include_last_offset=False, "
-            "which takes offsets in the form of nn.EmbeddingBag (are they offsets, not lengths?)"
-        )
-
-
 class CheckedBatches:
     """What a module of tables says of a batch before it is looked up."""
 
@@ -63,11 +45,11 @@ class CheckedBatches:
         features: Tensor,
         bag_layout: Tensor | None = None,
     ) -> Tensor:
-        """Offsets repaired as `bounds_check` says; on CUDA violations are only counted.
+        """Return the offsets repaired as `bounds_check` says; on CUDA WARNING only counts.
 
         Raises:
-            RuntimeError: another device; out of bounds in mode FATAL.
-            ValueError: in mode WARNING, offsets of another form: what would be lost are whole bags.
+            RuntimeError: another device; out of bounds in mode FATAL; in mode WARNING on the CPU,
+                offsets that would leave out ids or a bag, in compiled graphs too.
         """
         if indices.device != self.features.device or offsets.device != self.features.device:
             raise RuntimeError(
@@ -87,8 +69,6 @@ class CheckedBatches:
             return repaired
         bad_indices, bad_offsets = violations.tolist()
         if bad_indices or bad_offsets:
-            one_feature = features.size(0) == 1 and bag_layout is None
-            _check_form(offsets.tolist(), indices.numel(), one_feature=one_feature)
             self.bounds_violations.add_(violations)
             warnings.warn(
                 self._told_of_bounds(bad_indices, bad_offsets),

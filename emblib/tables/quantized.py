@@ -159,8 +159,9 @@ class QuantizedEmbeddingBags(CheckedBatches, nn.Module):
         output_dtype: torch.dtype | None = None,
         bounds_check: BoundsCheck = BoundsCheck.WARNING,
         device: torch.device | str | None = None,
+        include_last_offset: bool | None = None,
     ) -> "QuantizedEmbeddingBags":
-        """The rows of `source`, quantised.
+        """Quantise the rows of `source`.
 
         Args:
             source: `TableBatchedEmbeddingBags`, `TTEmbeddingBag`, `nn.EmbeddingBag` (sum or mean)
@@ -170,6 +171,8 @@ class QuantizedEmbeddingBags(CheckedBatches, nn.Module):
             output_dtype: left out, that of the source's output, or float32.
             bounds_check: as in the constructor.
             device: left out, that of the source.
+            include_last_offset: as in the constructor; left out, that of a source whose bags are
+                given by offsets, else True.
 
         Raises:
             TypeError: another source.
@@ -184,6 +187,11 @@ class QuantizedEmbeddingBags(CheckedBatches, nn.Module):
             output_dtype=found.output_dtype if output_dtype is None else output_dtype,
             bounds_check=bounds_check,
             device=found.device if device is None else device,
+            include_last_offset=(
+                getattr(source, "include_last_offset", True)
+                if include_last_offset is None
+                else include_last_offset
+            ),
         )
         for table, weights in enumerate(found.weights()):
             made.write_rows(table, weights)

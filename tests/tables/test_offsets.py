@@ -13,6 +13,9 @@ from emblib import (
     BoundsCheck,
     DynamicEmbeddingBags,
     DynamicSpec,
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    KeyedJaggedTensor,
     QuantizedEmbeddingBags,
     TableBatchedEmbeddingBags,
     TableSpec,
@@ -37,15 +40,48 @@ checks = pytest.mark.parametrize("check", [BoundsCheck.FATAL, BoundsCheck.WARNIN
 @kinds
 @checks
 def test_ids_before_the_first_bag_are_refused(kind: str, check: BoundsCheck) -> None:
-    with pytest.raises((ValueError, RuntimeError), match=r"offsets must (begin with|start at) 0"):
+    with pytest.raises(RuntimeError, match=r"offsets must (begin with|start at) 0"):
         MODULES[kind](bounds_check=check)(IDS, torch.tensor([2, 4, 5]))
 
 
 @kinds
 @checks
 def test_offsets_without_the_last_entry_are_refused(kind: str, check: BoundsCheck) -> None:
-    with pytest.raises((ValueError, RuntimeError), match="include_last_offset=False"):
+    with pytest.raises(RuntimeError, match=r"append it.*KeyedJagged.*include_last_offset=False"):
         MODULES[kind](bounds_check=check)(IDS, torch.tensor([0, 2, 3]))
+
+
+@pytest.mark.parametrize(
+    ("offsets", "says"), [([2, 4, 5], "must begin with 0, got 2"), ([0, 2, 3], "bag would be lost")]
+)
+@kinds
+def test_compiled_modules_refuse_another_form(kind: str, offsets: list[int], says: str) -> None:
+    compiled = torch.compile(MODULES[kind](), backend="aot_eager")
+    assert compiled(IDS, torch.tensor([0, 2, 3, 5])).shape == (3, 8)
+    with pytest.raises(RuntimeError, match=says):
+        compiled(IDS, torch.tensor(offsets))
+
+
+def test_offsets_that_end_below_another_entry_are_clamped_as_wrong_numbers() -> None:
+    table = TableBatchedEmbeddingBags([TableSpec(10, 8)])
+    with pytest.warns(UserWarning, match="1 offsets out of bounds"):
+        out = table(IDS, torch.tensor([0, 5, 3]))
+    assert_close(out, table(IDS, torch.tensor([0, 5, 5])))
+
+
+def test_a_feature_of_a_variable_batch_that_lacks_ids_is_clamped() -> None:
+    """The number of bags is given there, so that a missing last offset is noticed by it."""
+    table = TableBatchedEmbeddingBags([TableSpec(10, 8)])
+    with pytest.warns(UserWarning, match="1 offsets out of bounds"):
+        out = table(IDS, torch.tensor([0, 2, 3]), batch_sizes=[[2]])
+    assert_close(out.view(2, 8), table(IDS, torch.tensor([0, 2, 5])))
+
+
+def test_a_collection_says_what_its_batch_lacks() -> None:
+    collection = EmbeddingBagCollection([EmbeddingBagConfig(10, 8, "a", ["f"])])
+    batch = KeyedJaggedTensor(["f"], IDS, offsets=torch.tensor([0, 2, 3]))
+    with pytest.raises(RuntimeError, match="in a KeyedJaggedTensor it never is"):
+        collection(batch)
 
 
 @kinds
@@ -84,6 +120,6 @@ def test_ignore_repairs_without_a_word() -> None:
 
 def test_a_refused_batch_changes_nothing() -> None:
     table = TableBatchedEmbeddingBags([TableSpec(10, 4)], optim.SGD(0.1))
-    with pytest.raises(ValueError, match="begin with 0"):
+    with pytest.raises(RuntimeError, match="begin with 0"):
         table(IDS, torch.tensor([1, 5]))
     assert table.bounds_violations.tolist() == [0, 0]

@@ -68,6 +68,21 @@ def test_keeps_what_the_source_says() -> None:
     assert (other.output_dtype, other.values.device.type) == (torch.float16, "meta")
 
 
+def test_keeps_the_form_of_the_offsets_of_the_source() -> None:
+    ids, starts, whole = torch.tensor([1, 4, 2]), torch.tensor([0, 2]), torch.tensor([0, 2, 3])
+    options: Any = {"include_last_offset": False}
+    plain = TableBatchedEmbeddingBags([TableSpec(5, 4)], **options)
+    tt = TTEmbeddingBag(TTSpec(30, 8, ranks=(4,)), **options)
+    for source in (plain, tt, nn.EmbeddingBag(5, 4, mode="sum")):
+        made = QuantizedEmbeddingBags.from_float(source)
+        assert made(ids, starts).shape == source(ids, starts).shape
+        other = QuantizedEmbeddingBags.from_float(source, include_last_offset=True)
+        assert torch.equal(other(ids, whole), made(ids, starts))
+    rows = QuantizedEmbeddingBags.from_float(plain.table_weights()[0], **options)
+    assert rows(ids, starts).size(0) == 2
+    assert QuantizedEmbeddingBags.from_float({"a": torch.zeros(2, 2)}).include_last_offset
+
+
 def test_other_sources() -> None:
     weights = torch.randn(20, 6)
     ids, offsets = torch.tensor([1, 19, 4]), torch.tensor([0, 2, 3])
