@@ -1,8 +1,9 @@
 """One batch of fuzzed calls: `python -m tests.fuzz.batch OP,.. SEED FIRST COUNT`.
 
-Every second call is valid and must do what the references say, with guard pages around its inputs.
-The others are broken and may be refused or answered, but must end, touch nothing outside their
-tensors and change no argument that the schema does not name as an output. The number of each call
+Two calls of five are valid and must do what the references say. The others are broken and may be
+refused or answered, but must end, touch nothing outside their tensors and change no argument that
+the schema does not name as an output. All arguments lie between guard pages, except tensors whose
+storage was resized; results, and what an op allocates for itself, do not. The number of each call
 is written to stderr first, so that the one that kills the process is known.
 """
 
@@ -38,17 +39,17 @@ def _readable(tensor: Tensor) -> bool:
 
 
 def _copies(argument: Any) -> list[Tensor]:
-    tensors = argument if isinstance(argument, list) else [argument]
-    return [t.clone() for t in tensors if isinstance(t, Tensor) and _readable(t)]
+    return [tensor.clone() for tensor in readable_tensors(argument)]
 
 
-def _tensors(argument: Any) -> list[Tensor]:
+def readable_tensors(argument: Any) -> list[Tensor]:
+    """Return the tensors of an argument that lie within their storage."""
     tensors = argument if isinstance(argument, list) else [argument]
     return [t for t in tensors if isinstance(t, Tensor) and _readable(t)]
 
 
 def _addresses(argument: Any) -> set[int]:
-    return {tensor.untyped_storage().data_ptr() for tensor in _tensors(argument)}
+    return {tensor.untyped_storage().data_ptr() for tensor in readable_tensors(argument)}
 
 
 def run_one(op: str, seed: str) -> None:
@@ -72,7 +73,7 @@ def run_one(op: str, seed: str) -> None:
     for k, (argument, before, output) in enumerate(zip(arguments, kept, written, strict=True)):
         if output or _addresses(argument) & shared:
             continue
-        for now, then in zip(_tensors(argument), before, strict=True):
+        for now, then in zip(readable_tensors(argument), before, strict=True):
             same = torch.equal(torch.nan_to_num(now), torch.nan_to_num(then))
             assert same, f"argument {k} changed, which is no output"
 

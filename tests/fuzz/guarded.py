@@ -32,3 +32,11 @@ def guarded(tensor: Tensor, *, before: bool = False) -> Tensor:
     start = PAGE if before else PAGE + room - nbytes
     copy = torch.frombuffer(memory, dtype=tensor.dtype, count=tensor.numel(), offset=start)
     return copy.view(tensor.shape).copy_(tensor)
+
+
+def guarded_view(tensor: Tensor) -> Tensor:
+    """Return a copy with the same strides, a guard page behind the memory that it strides over."""
+    storage = tensor.as_strided(
+        (tensor.untyped_storage().nbytes() // tensor.element_size(),), (1,), 0
+    )
+    return guarded(storage).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())

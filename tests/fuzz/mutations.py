@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.fuzz.guarded import guarded
+from tests.fuzz.guarded import guarded, guarded_view
 
 INTERESTING = (
     *(-(2**63), -(2**62), -(2**40), -(2**31) - 1, -(2**31), -7, -2, -1, 0, 1, 2, 3, 31, 32, 33),
@@ -94,17 +94,19 @@ MUTATIONS: tuple[Callable[[random.Random, Tensor], Tensor], ...] = (
 
 
 def _mutated(draw: random.Random, argument: Any) -> Any:
+    """Return an argument with one thing wrong, its tensors between guard pages."""
     if isinstance(argument, Tensor):
         mutate = draw.choice(MUTATIONS)
         result = mutate(draw, argument)
-        exact = mutate not in (resized_storage, not_contiguous)
-        return guarded(result, before=draw.random() < 0.3) if exact else result
+        if mutate is resized_storage:  # the storage is what is wrong: a copy would be right
+            return result
+        return guarded_view(result) if mutate is not_contiguous else protect(draw, result)
     if isinstance(argument, list) and argument:
-        changed = list(argument)
+        changed = [protect(draw, a) for a in argument]
         if draw.random() < 0.2:
             return changed[:-1] if draw.random() < 0.5 else [*changed, changed[-1]]
         at = draw.randrange(len(changed))
-        changed[at] = _mutated(draw, changed[at])
+        changed[at] = _mutated(draw, argument[at])
         return changed
     if argument is None or isinstance(argument, bool | float | torch.dtype):
         return argument
@@ -121,11 +123,13 @@ def protect(draw: random.Random, argument: Any) -> Any:
 
 
 def broken(draw: random.Random, arguments: tuple[Any, ...]) -> list[Any]:
-    """The arguments with one or two of them wrong."""
-    changed = list(arguments)
-    count = min(draw.choice([1, 1, 1, 2]), len(changed))
-    for at in draw.sample(range(len(changed)), count):
-        changed[at] = _mutated(draw, changed[at])
+    """Return the arguments with one or two of them wrong, all between guard pages.
+
+    An op that believes a wrong plan writes beyond the tensors that are right.
+    """
+    count = min(draw.choice([1, 1, 1, 2]), len(arguments))
+    wrong = set(draw.sample(range(len(arguments)), count))
+    changed = [(_mutated if at in wrong else protect)(draw, a) for at, a in enumerate(arguments)]
     if draw.random() < 0.1:  # aliases: one tensor for two arguments
         tensors = [k for k, a in enumerate(changed) if isinstance(a, Tensor)]
         if len(tensors) > 1:

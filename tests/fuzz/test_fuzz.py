@@ -5,6 +5,7 @@ EMBLIB_FUZZ_SEED=7                            other calls; the same seed draws t
 """
 
 import os
+import random
 import subprocess
 import sys
 import time
@@ -13,7 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.fuzz.batch import readable_tensors
 from tests.fuzz.calls import CALLS
+from tests.fuzz.mutations import broken
 
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS = float(os.environ.get("EMBLIB_FUZZ_SECONDS", "60"))
@@ -26,6 +29,18 @@ def test_every_op_has_calls() -> None:
     names = [n.partition("::") for n in torch._C._dispatch_get_all_op_names()]
     loaded = {name.partition(".")[0] for namespace, _, name in names if namespace == "emblib"}
     assert set(CALLS) == loaded
+
+
+def test_broken_calls_are_between_guard_pages() -> None:
+    """All arguments, the right ones too: an op that believes a wrong plan writes beyond those."""
+    for op in sorted(CALLS):
+        for number in range(5):
+            draw = random.Random(f"{op} {number}")
+            torch.manual_seed(number)
+            for argument in broken(draw, CALLS[op](draw).arguments):
+                for tensor in readable_tensors(argument):
+                    malloced = tensor.untyped_storage().resizable()
+                    assert tensor.numel() == 0 or not malloced, f"{op} {number}"
 
 
 def _run(ops: str, first: int) -> subprocess.CompletedProcess[str]:
