@@ -75,6 +75,7 @@ class EmbeddingBagCollection(TableCollection):
 
         Raises:
             KeyError: a feature of a table is not there.
+            RuntimeError: a parameter was replaced, as by `torch.func.functional_call`.
             ValueError: the collection is weighted and the batch is not, or features differ in their
                 bags and the batch has no inverse indices.
         """

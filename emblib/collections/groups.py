@@ -11,12 +11,13 @@ from torch import Tensor, nn
 
 from emblib.collections import handles, kernels, pieces
 from emblib.collections.grouping import Unmade, group, make_kernel
-from emblib.collections.handles import TableHandle
+from emblib.collections.handles import DynamicHandle, PlainHandle, TableHandle
 from emblib.collections.pieces import GroupInfo, Piece
 from emblib.collections.slices import TableSlice
 from emblib.dynamic import DynamicEmbeddingBags
 from emblib.optim import Optimizer
 from emblib.specs import Pooling, check_float_dtype
+from emblib.tables import parameters
 from emblib.tables.locks import ModuleLock
 
 __all__ = ["GroupInfo", "TableGroups"]
@@ -133,6 +134,8 @@ class TableGroups(nn.Module):
         ]
         self.active = [info for info in self.groups if info.units]
         self.is_one = len(self.active) == 1 and not pieces.needs_work(self.active[0])
+        views = [h for h in self.handles if isinstance(h, PlainHandle | DynamicHandle)]
+        self._views = parameters.registered(views)
         # Not `self._only = ...`, which would make it a module of this one.
         object.__setattr__(self, "_only", self.active[0].module if self.is_one else None)
 
@@ -161,8 +164,12 @@ class TableGroups(nn.Module):
 
         Where units of an output that is not pooled differ in dim it is one vector, id after id.
         Without units it is `[0, 0]`.
+
+        Raises:
+            RuntimeError: a parameter of a table was replaced.
         """
         if self._only is not None:
+            parameters.check_registered(self._views)
             out: Tensor = self._only(ids, offsets, weights, batch_sizes=batch_sizes)
             return out
         outs = self.outputs(ids, offsets, weights, batch_sizes=batch_sizes, id_counts=id_counts)
@@ -189,6 +196,7 @@ class TableGroups(nn.Module):
         id_counts: Sequence[int] | None = None,
     ) -> list[Tensor]:
         """The output of each group that has units, as `forward` would return it for that group."""
+        parameters.check_registered(self._views)
         parts = self._take_prefetched(ids)
         if parts is None:
             parts = pieces.split(self.active, ids, offsets, batch_sizes, id_counts)
@@ -348,7 +356,7 @@ class TableGroups(nn.Module):
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_prefetched": []}
+        return {**self.__dict__, "_prefetched": [], "_views": []}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

@@ -50,6 +50,7 @@ class EmbeddingCollection(TableCollection):
 
         Raises:
             KeyError: a feature of a table is not there.
+            RuntimeError: a parameter was replaced, as by `torch.func.functional_call`.
         """
         batch = features if self._fits(features) else self._ordered(features)
         vectors = self._vectors(batch)

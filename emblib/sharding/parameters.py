@@ -11,7 +11,7 @@ from emblib.collections.optimizers import clipping
 from emblib.collections.optimizers.clipping import GradientShare
 from emblib.sharding.exchange import start_all_gather
 from emblib.sharding.groups_of_ranks import Ranks
-from emblib.tables.parameters import refuse_replacement
+from emblib.tables.parameters import check_registered, refuse_replacement, registered
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,11 @@ class HeldParameters(nn.Module):
                 # Under dotted names, which register_parameter would refuse.
                 self._parameters[f"{name}.{key}"] = parameter
                 _mark(parameter, held.others if i else held.first, self._ranks)
+        self._views = registered([self])
+
+    def check(self) -> None:
+        """Raise RuntimeError where a parameter was replaced: lookups would ignore the other."""
+        check_registered(self._views)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in self.__dict__.get("_parameters", {}):

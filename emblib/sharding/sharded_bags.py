@@ -89,6 +89,7 @@ class ShardedEmbeddingBagCollection(StateOfTables, ShardedTables):
     @outside_graphs
     def forward(self, features: KeyedJaggedTensor) -> LazyAwaitable[KeyedTensor]:
         """Pooled embeddings `[B, sum D]`, float32, in the order of the tables."""
+        self.embedding_bags.check()
         return self.compute_and_output_dist(self.input_dist(features).wait().wait())
 
     def compute(self, received: Received) -> tuple[Tensor, Tensor | None]:

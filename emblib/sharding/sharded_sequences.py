@@ -160,6 +160,7 @@ class ShardedEmbeddingCollection(StateOfTables):
     @outside_graphs
     def forward(self, features: KeyedJaggedTensor) -> LazyAwaitable[dict[str, JaggedTensor]]:
         """By feature, in the order of the tables, one vector an id: float32 `[L, dim]`."""
+        self.embeddings.check()
         return self.compute_and_output_dist(self.input_dist(features).wait().wait())
 
     def _output(

@@ -1,7 +1,8 @@
 """Parameters of tables that backward updates: what is done to them reaches the table, or raises."""
 
 import weakref
-from typing import Any, Protocol
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -84,14 +85,46 @@ def _tell_owner(parameter: TableParameter) -> None:
 
 def refuse_replacement(name: str, value: Any) -> None:
     """Raise RuntimeError for a parameter in the place of one whose memory lookups read."""
-    if not isinstance(value, nn.Parameter):
+    if isinstance(value, nn.Parameter):
+        _refuse(name)
+
+
+class Registered(NamedTuple):
+    """A parameter as a module has it registered."""
+
+    registry: Mapping[str, nn.Parameter | None]
+    name: str
+    parameter: nn.Parameter | None
+
+
+def registered(modules: Iterable[nn.Module]) -> list[Registered]:
+    """Return the parameters that these modules have now, without those of modules below."""
+    return [
+        Registered(module._parameters, name, parameter)
+        for module in modules
+        for name, parameter in module._parameters.items()
+    ]
+
+
+def check_registered(views: Iterable[Registered]) -> None:
+    """Raise RuntimeError where a parameter was replaced, as `torch.func.functional_call` does.
+
+    Lookups read the memory that the parameter was a view of, and would ignore the other.
+    """
+    if torch.compiler.is_compiling():
         return
+    for registry, name, parameter in views:
+        if registry.get(name) is not parameter:
+            _refuse(name)
+
+
+def _refuse(name: str) -> NoReturn:
     raise RuntimeError(
         f"the parameter {name!r} of a table cannot be replaced, since lookups read the memory that "
-        "it is a view of: copy values into it under torch.no_grad(), or load a state dict; to "
-        "spread a model over ranks use emblib.sharding.DistributedModelParallel, with "
-        'wrap="fully_shard" for its dense part, or give fully_shard the parameters of tables as '
-        "ignored_params"
+        "it is a view of: copy values into it under torch.no_grad(), or load a state dict, also "
+        "instead of torch.func.functional_call; to spread a model over ranks use "
+        'emblib.sharding.DistributedModelParallel, with wrap="fully_shard" for its dense part, or '
+        "give fully_shard the parameters of tables as ignored_params"
     )
 
 

@@ -16,6 +16,8 @@ from emblib import (
     DynamicSpec,
     EmbeddingBagCollection,
     EmbeddingBagConfig,
+    EmbeddingCollection,
+    EmbeddingConfig,
     KeyedJaggedTensor,
     Placement,
     QuantizedEmbeddingBags,
@@ -173,6 +175,41 @@ def test_memory_that_lookups_would_not_read_is_refused(optimizer: Any, kind: Any
         weight.fill_(2.0)
     assert handle.weight is weight
     assert bool((model.groups.views(0)["weight"] == 2).all())
+
+
+@either
+@pytest.mark.parametrize("kind", [Plain(), Dynamic(), None], ids=["plain", "dynamic", "sequence"])
+def test_weights_of_functional_call_are_refused(optimizer: Any, kind: Any) -> None:
+    model: Any = collection(optimizer, kind, tables=1)
+    if kind is None:
+        config = EmbeddingConfig(10, 8, "t0", ("f0",))
+        model = EmbeddingCollection([config], optimizer=optimizer)
+    features = KeyedJaggedTensor(["f0"], torch.tensor([1, 2]), lengths=torch.tensor([1, 1]))
+    ((name, own),) = model.named_parameters()
+    for given in (torch.zeros_like(own), own.detach().clone().requires_grad_()):
+        with pytest.raises(RuntimeError, match="functional_call"):
+            torch.func.functional_call(model, {name: given}, (features,))
+    torch.func.functional_call(model, {name: own}, (features,))
+    module, key = model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
+    module._parameters[key] = nn.Parameter(torch.zeros_like(own))
+    with pytest.raises(RuntimeError, match="cannot be replaced"):
+        model(features)
+    module._parameters[key] = own
+    for one in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model)), model.to("cpu")):
+        one(features)
+
+
+def test_cores_of_functional_call_are_refused_or_used() -> None:
+    features = KeyedJaggedTensor(["f0"], torch.tensor([1, 2]), lengths=torch.tensor([1, 1]))
+    for optimizer in (ADAM, None):
+        model = collection(optimizer, TensorTrain((2,)), tables=1)
+        given = {name: torch.zeros_like(core) for name, core in model.named_parameters()}
+        if optimizer is None:
+            out = torch.func.functional_call(model, given, (features,)).values()
+            assert not out.detach().any()
+            continue
+        with pytest.raises(RuntimeError, match="were replaced"):
+            torch.func.functional_call(model, given, (features,))
 
 
 def test_the_weights_of_a_module_may_be_replaced() -> None:
