@@ -17,6 +17,21 @@ from emblib.tt.initializers import INITIALIZERS, Layout
 from emblib.tt.shapes import check_ranks
 
 _DENSE_CHUNK = 1 << 18  # rows made at a time by to_dense
+_ASSIGN = "assign_to_params_buffers"  # of a module's metadata, by load_state_dict(assign=True)
+
+
+class Cores(nn.ParameterList):
+    """The cores, which stay the parameters they are when a state dict is loaded."""
+
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, local_metadata: Any, *arguments: Any
+    ) -> None:
+        super()._load_from_state_dict(state_dict, prefix, _copying(local_metadata), *arguments)
+
+
+def _copying(metadata: dict[str, Any]) -> dict[str, Any]:
+    """Return the metadata of a load that copies values, whatever `assign` says."""
+    return {key: value for key, value in metadata.items() if key != _ASSIGN}
 
 
 class TTEmbeddingBag(FusedTable):
@@ -47,7 +62,7 @@ class TTEmbeddingBag(FusedTable):
     gets the gradients of the cores in every backward pass, for those that parts have in common.
     """
 
-    cores: nn.ParameterList
+    cores: Cores
 
     def __init__(
         self,
@@ -85,7 +100,7 @@ class TTEmbeddingBag(FusedTable):
     def _allocate(self, device: torch.device) -> None:
         spec, fused = self.spec, lookups.is_fused(self.optimizer)
         shapes = self._core_layout(device).shapes()
-        self.cores = nn.ParameterList(
+        self.cores = Cores(
             nn.Parameter(
                 torch.empty(shape, dtype=torch.float32, device=device), requires_grad=not fused
             )
@@ -112,12 +127,19 @@ class TTEmbeddingBag(FusedTable):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *arguments: Any
     ) -> None:
-        """Load the states, and let the cores, which are loaded next, be loaded if they fit."""
+        """Load the states, and let the cores, which are loaded next, be loaded if they fit.
+
+        Values are copied, with `assign=True` too: what is on `meta` gets memory where they are.
+        """
+        metadata, *rest = arguments
         missing: list[str] = arguments[2]
         errors: list[str] = arguments[4]
         if not layout_entry.may_load(state_dict, prefix, self.spec, self.cores, errors):
             return
-        super()._load_from_state_dict(state_dict, prefix, *arguments)
+        keys = [f"{prefix}cores.{k}" for k in range(len(self.cores))]
+        if self.hyper.is_meta and metadata.get(_ASSIGN) and all(key in state_dict for key in keys):
+            self.to_empty(device=state_dict[keys[0]].device)
+        super()._load_from_state_dict(state_dict, prefix, _copying(metadata), *rest)
         if f"{prefix}cores.0" in state_dict and f"{prefix}{layout_entry.NAME}" in missing:
             missing.remove(f"{prefix}{layout_entry.NAME}")  # the shapes of the cores say as much
 

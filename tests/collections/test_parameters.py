@@ -199,6 +199,20 @@ def test_weights_of_functional_call_are_refused(optimizer: Any, kind: Any) -> No
         one(features)
 
 
+@either
+def test_cores_are_loaded_with_assign(optimizer: Any) -> None:
+    first, second = (collection(optimizer, TensorTrain((2,)), tables=1) for _ in range(2))
+    own = list(second.parameters())
+    with torch.no_grad():
+        for core in first.parameters():
+            core.add_(1.0)
+    second.load_state_dict(first.state_dict(), assign=True)
+    assert all(a is b for a, b in zip(own, second.parameters(), strict=True))
+    features = KeyedJaggedTensor(["f0"], torch.tensor([1, 2]), lengths=torch.tensor([1, 1]))
+    assert torch.equal(first(features).values(), second(features).values())
+    second(features).values().sum().backward()
+
+
 def test_cores_of_functional_call_are_refused_or_used() -> None:
     features = KeyedJaggedTensor(["f0"], torch.tensor([1, 2]), lengths=torch.tensor([1, 1]))
     for optimizer in (ADAM, None):

@@ -2,12 +2,13 @@
 
 import io
 import math
+import operator
 import warnings
 from collections.abc import Iterator
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import emblib
 from emblib import optim
@@ -299,6 +300,60 @@ def test_state_dict_round_trip_continues_bit_for_bit(optimizer: optim.Optimizer)
         assert torch.equal(a, b)
     names = [state.name for state in optimizer.states]
     assert [list(states) for states in first.core_optimizer_states()] == [names] * 3
+
+
+@pytest.mark.parametrize("optimizer", [optim.Adagrad(0.1), optim.External()], ids=repr)
+@pytest.mark.parametrize("on_meta", [False, True], ids=["made", "meta"])
+def test_assign_copies_and_training_goes_on(
+    optimizer: optim.Optimizer, on_meta: bool, device: torch.device
+) -> None:
+    saved = TTEmbeddingBag(SPEC, optimizer)
+    saved(*batch()).sum().backward()
+    with torch.device("meta" if on_meta else device):
+        loaded = nn.ModuleList([TTEmbeddingBag(SPEC, optimizer)])
+    before = [*loaded.parameters(), loaded[0].hyper]
+    state = {f"0.{key}": value.clone() for key, value in saved.state_dict().items()}
+    loaded.load_state_dict(state, assign=True)
+    table = loaded[0]
+    assert on_meta or all(map(operator.is_, before, [*loaded.parameters(), table.hyper]))
+    for module in (saved, table):
+        module.zero_grad()
+        module(*batch()).sum().backward()
+    assert table.step == saved.step
+    for key, value in saved.state_dict().items():
+        assert torch.equal(value, table.state_dict()[key]), key
+        assert value.device == table.state_dict()[key].device
+    if isinstance(optimizer, optim.External):
+        for core, other in zip(saved.cores, table.cores, strict=True):
+            assert torch.equal(core.grad, other.grad)
+    elif on_meta:
+        assert not any(torch.equal(state[f"0.cores.{k}"], table.cores[k]) for k in range(2))
+
+
+def test_a_refused_load_with_assign_leaves_a_table_that_trains() -> None:
+    first, second = (
+        TTEmbeddingBag(TTSpec(1000, 64, ranks, (10, 10, 10), dims), optim.Adagrad(0.1))
+        for ranks, dims in (((2, 8), (8, 4, 2)), ((4, 4), (4, 4, 4)))
+    )
+    before = [core.detach().clone() for core in second.cores]
+    for strict in (True, False):
+        with pytest.raises(RuntimeError, match="another tensor train"):
+            second.load_state_dict(first.state_dict(), strict=strict, assign=True)
+    assert all(map(torch.equal, before, second.cores))
+    second(*batch()).sum().backward()
+    assert not all(map(torch.equal, before, second.cores))
+
+
+@pytest.mark.filterwarnings("ignore:for .*cores:UserWarning")  # torch's, of copies to meta
+def test_parts_of_a_state_dict_leave_a_table_on_meta() -> None:
+    saved = TTEmbeddingBag(SPEC, optim.Adagrad(0.1)).state_dict()
+    with torch.device("meta"):
+        table = TTEmbeddingBag(SPEC, optim.Adagrad(0.1))
+    del saved["cores.1"]
+    with pytest.raises(RuntimeError, match="Missing key"):
+        table.load_state_dict(saved, assign=True)
+    assert table.hyper.is_meta
+    assert table.cores[0].is_meta
 
 
 def test_half_and_double_keep_the_dtype_of_cores() -> None:
