@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from emblib.dynamic.hash_index import HASH_KEYS, HashIndex
 from emblib.dynamic.keys import mix
-from emblib.dynamic.saving import routing
+from emblib.dynamic.saving import routing, snapshots
 from emblib.dynamic_specs import DynamicSpec, Eviction, ExactCounter, Frequency, Sketch
 from emblib.ops import hash as hash_ops
 
@@ -369,6 +369,20 @@ class Admission(nn.Module):
             "sketches": sketches and {name: part.clone() for name, part in sketches.items()},
         }
 
+    def check_snapshot(self, snapshot: Any) -> None:
+        """Raise ValueError unless `restore` takes a snapshot."""
+        parts = snapshots.check_entries("admission", snapshot, ("counter", "sketches"))
+        for name, own in (("counter", self.counter), ("sketches", self.sketches)):
+            snapshots.check_presence(f"admission.{name}", parts[name], own)
+        if self.counter is not None:
+            self.counter.index.check_snapshot(parts["counter"])
+        if self.sketches is not None:
+            _check_state("admission.sketches", parts["sketches"], self.sketches.state_dict())
+
+    def check_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Raise ValueError unless `load_state_dict` takes a state as a whole."""
+        _check_state("admission", state, self.state_dict())
+
     def restore(self, snapshot: Mapping[str, Any]) -> None:
         """Become what `snapshot` was taken of."""
         if self.counter is not None:
@@ -383,6 +397,23 @@ class Admission(nn.Module):
         if self.sketches is not None:
             self.sketches.counters.zero_()
             self.sketches.batches.zero_()
+
+
+def _check_state(name: str, state: Any, own: Mapping[str, Tensor]) -> None:
+    """Raise ValueError unless a state fits a module with the state `own`.
+
+    Exact counters have any number of keys; states of earlier versions lack hash keys.
+    """
+    wanted = dict(own)
+    given = snapshots.check_entries(name, state, ())
+    for key in own:
+        stem, _, last = key.rpartition(".")
+        if last == HASH_KEYS and key not in given:
+            del wanted[key]
+        elif last in ("keys", "counts"):
+            keys = snapshots.check_entries(name, given, [f"{stem}.keys"])[f"{stem}.keys"]
+            wanted[key] = snapshots.check_tensor(f"{name}.{stem}.keys", keys, torch.int64, (None,))
+    snapshots.check_state(name, given, wanted)
 
 
 def _frequency(spec: DynamicSpec) -> Frequency:

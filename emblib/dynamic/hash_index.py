@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from emblib import ops
 from emblib.dynamic import arena
+from emblib.dynamic.saving import snapshots
 from emblib.dynamic_specs import SLOTS, DynamicSpec
 from emblib.ops import codes
 from emblib.ops import hash as hash_ops
@@ -18,6 +19,7 @@ from emblib.ops.hash import COUNTERS, SCORED, TABLE_FIELDS, Keys, Misses, Placed
 _BUCKETS, _SIZE = TABLE_FIELDS.index("buckets"), TABLE_FIELDS.index("size")
 _HASH_KEY = TABLE_FIELDS.index("hash_key")
 HASH_KEYS = "hash_keys"  # the name in state dicts
+_PARTS = ("tables", "clock", "counters", "tags", "entries")  # of a snapshot
 _KEY, _STAMP, _SCORE = range(3)  # words of an entry
 
 
@@ -413,25 +415,49 @@ class HashIndex(nn.Module):
             "entries": [self.table_entries(t).cpu().clone() for t in range(len(self.specs))],
         }
 
-    def restore(self, snapshot: Mapping[str, Any]) -> None:
-        """Become what `snapshot` was taken of; it must be of tables of the same capacities.
+    def check_snapshot(self, snapshot: Any) -> list[int]:
+        """Check that `restore` takes a snapshot, and return how many slots each table has there.
 
         Raises:
-            ValueError: it is not, before anything is changed.
+            ValueError: it is of tables of other capacities, loads or eviction, or malformed.
         """
-        theirs = _with_hash_keys(snapshot["tables"])
+        parts = snapshots.check_entries("index", snapshot, _PARTS)
+        tables = snapshots.check_tensor("index.tables", parts["tables"], torch.int64, (None, None))
+        theirs = _with_hash_keys(tables)
         fixed = [i for i in range(len(TABLE_FIELDS)) if i not in (_BUCKETS, _SIZE, _HASH_KEY)]
-        words = {tensor.shape[1] for tensor in snapshot["entries"]} or {self.entries.shape[1]}
-        if (
-            theirs.shape != self.tables.shape
-            or theirs[:, fixed].tolist() != self.tables[:, fixed].tolist()
-            or words != {self.entries.shape[1]}
-        ):
+        same = theirs.shape == self.tables.shape
+        if not same or theirs[:, fixed].tolist() != self.tables[:, fixed].tolist():
             raise ValueError(
                 "a snapshot restores tables of the same capacities, loads and eviction only; its "
                 f"{TABLE_FIELDS} are {theirs.tolist()}, this index has {self.tables.tolist()}; "
                 "load a state_dict instead, which fits any capacity"
             )
+        buckets = theirs[:, _BUCKETS].tolist()
+        for count, spec in zip(buckets, self.specs, strict=True):
+            if not 0 < count <= spec.most_buckets:
+                raise ValueError(
+                    f"index.tables has {count} buckets of a table, of which there are 1 to "
+                    f"{spec.most_buckets}"
+                )
+        for name in ("clock", "counters"):
+            own: Tensor = getattr(self, name)
+            snapshots.check_tensor(f"index.{name}", parts[name], own.dtype, own.shape)
+        for name, shape in (("tags", ()), ("entries", self.entries.shape[1:])):
+            own = getattr(self, name)
+            found = snapshots.check_list(f"index.{name}", parts[name], len(buckets), "table")
+            for tensor, count in zip(found, buckets, strict=True):
+                wanted = (count * SLOTS, *shape)
+                snapshots.check_tensor(f"index.{name}", tensor, own.dtype, wanted)
+        return [count * SLOTS for count in buckets]
+
+    def restore(self, snapshot: Mapping[str, Any]) -> None:
+        """Become what `snapshot` was taken of; it must be of tables of the same capacities.
+
+        Raises:
+            ValueError: it is not, or is malformed, before anything is changed.
+        """
+        self.check_snapshot(snapshot)
+        theirs = _with_hash_keys(snapshot["tables"])
         self.clear()
         for t in range(len(self.specs)):
             rows = int(theirs[t, _BUCKETS]) * SLOTS

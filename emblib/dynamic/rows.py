@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from emblib.dynamic import arena
+from emblib.dynamic.saving import snapshots
 from emblib.dynamic.saving.entries import WEIGHT
 from emblib.dynamic_specs import SLOTS, Constant, DynamicSpec
 from emblib.ops import initial
@@ -166,6 +167,16 @@ class RowLayout:
             [view[:rows].detach().clone() for view in self.views(planes, t).values()]
             for t, rows in enumerate(capacities)
         ]
+
+    def check_snapshot(self, snapshot: Any, capacities: Sequence[int]) -> None:
+        """Raise ValueError unless `restore` takes a snapshot of tables of these rows in use."""
+        tables = snapshots.check_list("rows", snapshot, len(self.specs), "table")
+        for t, (parts, rows) in enumerate(zip(tables, capacities, strict=True)):
+            what = f"rows of table {t}"
+            parts = snapshots.check_list(what, parts, len(self.planes), f"entry of {self.planes}")
+            for p, (name, dtype) in enumerate(zip(self.planes, self.dtypes, strict=True)):
+                shape = (rows,) if self._per_row[p] else (rows, self.width(t, p))
+                snapshots.check_tensor(f"{name} of table {t}", parts[p], dtype, shape)
 
     def restore(self, planes: Sequence[Tensor], snapshot: Sequence[Sequence[Tensor]]) -> None:
         """Write the rows of a snapshot into planes none of which is in use yet."""

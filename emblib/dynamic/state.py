@@ -11,11 +11,14 @@ from emblib.dynamic.key_questions import KeyQuestions, copied
 from emblib.dynamic.keys import as_keys
 from emblib.dynamic.lookup import Reads, Step
 from emblib.dynamic.rows import RowLayout
+from emblib.dynamic.saving import snapshots
 from emblib.dynamic_specs import DynamicSpec
 from emblib.ops.hash import Keys
 from emblib.specs import Precision
 from emblib.tables.features import FeatureTables
 from emblib.tables.locks import atomic
+
+_SNAPSHOT = ("index", "rows", "hyper", "admission", "scores")
 
 
 class DynamicState(KeyQuestions, FeatureTables):
@@ -126,9 +129,28 @@ class DynamicState(KeyQuestions, FeatureTables):
             "scores": None if self.scores is None else copied(self.scores.state_dict()),
         }
 
+    def _check_snapshot(self, snapshot: Any) -> None:
+        """Raise ValueError unless all parts of a snapshot fit this module."""
+        parts = snapshots.check_entries("the snapshot", snapshot, _SNAPSHOT)
+        capacities = self.index.check_snapshot(parts["index"])
+        self.rows.check_snapshot(parts["rows"], capacities)
+        snapshots.check_tensor("hyper", parts["hyper"], self.hyper.dtype, self.hyper.shape)
+        for name, own in (("admission", self.admission), ("scores", self.scores)):
+            snapshots.check_presence(name, parts[name], own)
+        if self.admission is not None:
+            self.admission.check_snapshot(parts["admission"])
+        if self.scores is not None:
+            snapshots.check_state("scores", parts["scores"], self.scores.state_dict())
+
     @atomic
     def restore(self, snapshot: Mapping[str, Any]) -> None:
-        """Become what `snapshot` was taken of, byte for byte."""
+        """Become what `snapshot` was taken of, byte for byte.
+
+        Raises:
+            ValueError: it is of tables of other dims, capacities, loads or eviction, of another
+                optimizer, precision or admission, or malformed; nothing is changed.
+        """
+        self._check_snapshot(snapshot)
         with torch.no_grad():
             self.index.restore(snapshot["index"])
             self.rows.restore(self.planes(), snapshot["rows"])

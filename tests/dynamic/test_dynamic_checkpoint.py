@@ -2,17 +2,31 @@
 
 import copy
 import io
+import json
 import warnings
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from emblib import DynamicEmbeddingBags, DynamicSpec, Eviction, Precision, optim
+from emblib import (
+    DynamicEmbeddingBags,
+    DynamicSpec,
+    Eviction,
+    ExactCounter,
+    Frequency,
+    Precision,
+    Sketch,
+    optim,
+)
 from emblib.dynamic.hash_index import HashIndex
+from emblib.dynamic.saving import dumps
 from emblib.dynamic.saving.dumps import DumpError
-from emblib.ops.hash import Keys
+from emblib.ops.hash import TABLE_FIELDS, Keys
 from tests.dynamic.dynamic_cases import (
     EVICTIONS,
     admitting,
@@ -291,6 +305,165 @@ def test_a_snapshot_of_other_tables_is_refused(tmp_path: Path) -> None:
     assert_same_states(before, other.state_dict())
     with pytest.raises(DumpError, match="holds a snapshot"):
         other.load_dump(tmp_path)
+
+
+ONE = [DynamicSpec(256, 4, name="items")]
+COUNTED = [replace(ONE[0], admission=Frequency(2, ExactCounter(64)))]
+SKETCHED = [replace(ONE[0], admission=Frequency(2, Sketch(64)))]
+SCORED = [replace(ONE[0], eviction=Eviction.STEP)]
+HALF = Precision(weights=torch.float16)
+OTHERS: list[tuple[str, list[DynamicSpec], dict[str, Any], str]] = [
+    ("dim", [replace(ONE[0], dim=8)], {}, r"weight of table 0 must be torch.float32 \[256, 8\]"),
+    ("capacity", [replace(ONE[0], capacity=512)], {}, "same capacities"),
+    ("tables", [*ONE, replace(ONE[0], name="users")], {}, "same capacities"),
+    ("eviction", SCORED, {}, "index.entries must be"),
+    ("no state", ONE, {"optimizer": optim.SGD(0.1)}, "must be a list of 1"),
+    ("one state", ONE, {"optimizer": optim.Adagrad(0.1)}, "must be a list of 2"),
+    ("state per row", ONE, {"optimizer": optim.PartialRowwiseAdam(0.1)}, "exp_avg_sq of table 0"),
+    ("hyper", ONE, {"optimizer": optim.LAMB(0.1)}, r"hyper must be torch.float64 \[9\]"),
+    ("precision", ONE, {"precision": HALF}, "weight of table 0 must be torch.float16"),
+    ("counter", COUNTED, {}, "admission: there is none in the snapshot, some in this module"),
+    ("sketch", SKETCHED, {}, "admission: there is none in the snapshot, some in this module"),
+]
+
+
+def _one(specs: list[DynamicSpec], **more: Any) -> DynamicEmbeddingBags:
+    module = DynamicEmbeddingBags(specs, **{"optimizer": optim.Adam(0.1), **more})
+    for step in range(3):
+        ids = torch.arange(40) * (step + 1) + 1000 * len(more)
+        offsets = torch.linspace(0, 40, 2 * len(specs) + 1).long()
+        module(ids, offsets).square().sum().backward()
+    return module
+
+
+def _refuses(module: DynamicEmbeddingBags, source: Any, message: str) -> None:
+    """Neither a snapshot nor a directory with one changes anything."""
+    before, states = copy.deepcopy(module), copy.deepcopy(module.state_dict())
+    if isinstance(source, Path):
+        with pytest.raises(DumpError, match=message) as told:
+            module.load_snapshot(source)
+        assert isinstance(told.value, ValueError)
+        assert str(source) in str(told.value)
+    else:
+        with pytest.raises(ValueError, match=message):
+            module.restore(source)
+    assert_same_bytes(before, module)
+    assert_same_states(states, module.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("specs", "more", "message"), [other[1:] for other in OTHERS], ids=[o[0] for o in OTHERS]
+)
+def test_a_snapshot_that_does_not_fit_changes_nothing(
+    specs: list[DynamicSpec], more: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    module, other = _one(ONE), _one(specs, **more)
+    module.dump_snapshot(tmp_path)
+    _refuses(other, module.snapshot(), message)
+    _refuses(other, tmp_path, message)
+
+
+def test_a_snapshot_with_another_admission_is_refused() -> None:
+    _refuses(_one(ONE), _one(COUNTED).snapshot(), "there is some in the snapshot, none in this")
+    _refuses(_one(SKETCHED), _one(COUNTED).snapshot(), "admission.counter: there is some")
+    _refuses(_one(COUNTED), _one(SKETCHED).snapshot(), "admission.counter: there is none")
+
+
+def _nodes(tree: Any, *path: Any) -> Iterator[tuple[Any, ...]]:
+    """The paths of all entries of a snapshot."""
+    branches: Any = ()
+    if isinstance(tree, dict):
+        branches = tree.items()
+    elif isinstance(tree, list):
+        branches = enumerate(tree)
+    for name, branch in branches:
+        yield (*path, name)
+        yield from _nodes(branch, *path, name)
+
+
+def _spoilt(value: Any) -> Iterator[Any]:
+    """What a damaged manifest can make of an entry; `...` deletes it."""
+    yield from (..., {}, [], 3, *([] if value is None else [None]))
+    if isinstance(value, Tensor):
+        yield from (value[None], value[..., 0], value[:0], value.to(torch.int16))
+    elif isinstance(value, list):
+        yield from (value[:-1], [*value, value[-1]])
+
+
+def test_malformed_snapshots_change_nothing() -> None:
+    """Whichever entry is missing, or is something else."""
+    specs = [*COUNTED, replace(SKETCHED[0], name="users")]
+    module, other = (
+        _one([replace(spec, eviction=Eviction.STEP) for spec in specs]) for _ in range(2)
+    )
+    snapshot = module.snapshot()
+    before, states = copy.deepcopy(other), copy.deepcopy(other.state_dict())
+    paths = list(_nodes(snapshot))
+    assert len(paths) == 38
+    for *path, last in paths:
+        parent = snapshot
+        for name in path:
+            parent = parent[name]
+        value = parent[last]
+        for wrong in _spoilt(value):
+            if last == "hash_keys" and wrong is ...:  # as in snapshots of earlier versions
+                continue
+            kept = dict(parent) if isinstance(parent, dict) else list(parent)
+            if wrong is ...:
+                del parent[last]
+            else:
+                parent[last] = wrong
+            with pytest.raises(ValueError, match=r"lacks|must be|there is|same cap"):
+                other.restore(snapshot)
+            parent.clear()
+            parent.update(kept) if isinstance(parent, dict) else parent.extend(kept)
+    for buckets in (-1, 0, 9):
+        snapshot["index"]["tables"][1, TABLE_FIELDS.index("buckets")] = buckets
+        with pytest.raises(ValueError, match=f"has {buckets} buckets"):
+            other.restore(snapshot)
+    snapshot["scores"]["more"] = torch.zeros(1)
+    assert_same_bytes(before, other)
+    assert_same_states(states, other.state_dict())
+    snapshot["index"]["tables"][1, TABLE_FIELDS.index("buckets")] = 8
+    with pytest.raises(ValueError, match=r"scores has \['more'\]"):
+        other.restore(snapshot)
+    del snapshot["scores"]["more"]
+    other.restore(snapshot)
+    assert_same_states(module.state_dict(), other.state_dict())
+
+
+def test_what_a_dump_lacks_of_admission_and_scores_changes_nothing(tmp_path: Path) -> None:
+    specs = [*COUNTED, replace(SKETCHED[0], name="users")]
+    specs = [replace(spec, eviction=Eviction.STEP) for spec in specs]
+    module, other = _one(specs), _one(specs, seed=1)
+    states = copy.deepcopy(other.state_dict())
+    module.dump(tmp_path)
+    file = tmp_path / "part_00000_of_00001.json"
+    text = file.read_text()
+    names = set(json.loads(text)["content"]["others"])
+    assert names == {"index.hash_keys", "admission.counter.index.hash_keys",
+                     "admission.counter.0.keys", "admission.counter.0.counts",
+                     "admission.sketches.counters", "admission.sketches.batches",
+                     "admission.sketches.hash_keys",
+                     "scores.values", "scores.is_set"}  # fmt: skip
+    for name in sorted(names):
+        if name.endswith("hash_keys"):  # earlier versions have none
+            continue
+        saved = json.loads(text)["content"]
+        described = saved["others"][name]
+        for wrong in (..., {**described, "shape": [1, *described["shape"]]}):
+            saved["others"] = {**json.loads(text)["content"]["others"], name: wrong}
+            if wrong is ...:
+                del saved["others"][name]
+            file.write_text(json.dumps({"content": saved, "checksum": dumps._checksum(saved)}))
+            with pytest.raises(DumpError, match=r"lacks|must be"):
+                other.load_dump(tmp_path)
+            assert_same_states(states, other.state_dict())
+    file.write_text(text)
+    with pytest.raises(DumpError, match="admission has"):
+        _one([COUNTED[0], replace(ONE[0], name="users")]).load_dump(tmp_path)
+    other.load_dump(tmp_path)
+    assert_same_states(module.state_dict(), other.state_dict())
 
 
 def _seeded(seed: int) -> DynamicEmbeddingBags:

@@ -281,6 +281,8 @@ def test_bad_arguments_are_told(tmp_path: Path) -> None:
         module.__getstate__()
     with pytest.raises(RuntimeError, match="state_dict"):
         module.snapshot()
+    with pytest.raises(RuntimeError, match="does not fit"):
+        module.restore({})
     with pytest.raises(BlockingIOError, match="one owner"):
         TieredEmbeddingBags(spec, Tiers(DiskRows(tmp_path / "rows")))
     module.close()

@@ -9,8 +9,9 @@ are among them, so what would be evicted next is the same after a reload: `<tabl
 same keys evict each other after a reload. Without it tables keep their own.
 """
 
+import contextlib
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +22,7 @@ from torch import Tensor
 from emblib.dynamic.hash_index import HASH_KEYS
 from emblib.dynamic.saving import loading, routing, snapshots
 from emblib.dynamic.saving.dump_tables import rows_at_a_time
-from emblib.dynamic.saving.dumps import DumpError, Report
+from emblib.dynamic.saving.dumps import DumpMismatchError, Report
 from emblib.dynamic.saving.entries import Entries, Rows
 from emblib.dynamic.saving.loading import Loaded, Target
 from emblib.dynamic.saving.removals import RemovalLog
@@ -30,8 +31,6 @@ from emblib.tables import checkpoint
 from emblib.tables.bounds import caller_level
 from emblib.tables.locks import atomic
 
-_SNAPSHOT = {"index", "rows", "hyper", "admission", "scores"}
-_INDEX = {"tables", "clock", "counters", "tags", "entries"}
 _CLOCK, _HYPER, _HASH_KEYS = "clock", "hyper", f"index.{HASH_KEYS}"
 _SKETCH_HASH_KEYS = f"admission.sketches.{HASH_KEYS}"
 
@@ -237,12 +236,28 @@ class DynamicCheckpoint(DynamicState):
         }
 
     @atomic
-    def _set_others(self, others: Mapping[str, Tensor]) -> None:
+    def _set_others(self, others: Mapping[str, Tensor], directory: str | Path) -> None:
+        """Load the modules within this one; those that a dump has nothing of stay as they are.
+
+        Raises:
+            DumpError: what the dump in `directory` has does not fit, before anything is changed.
+        """
+        given = {
+            child: {
+                key.removeprefix(f"{child}."): value
+                for key, value in others.items()
+                if key.startswith(f"{child}.")
+            }
+            for child, _ in self.named_children()
+        }
+        with _naming(directory):
+            if self.admission is not None and given["admission"]:
+                self.admission.check_state_dict(given["admission"])
+            if self.scores is not None and given["scores"]:
+                snapshots.check_state("scores", given["scores"], self.scores.state_dict())
         for child, module in self.named_children():
-            prefix = f"{child}."
-            given = {k.removeprefix(prefix): v for k, v in others.items() if k.startswith(prefix)}
-            if given:
-                module.load_state_dict(given)
+            if given[child]:
+                module.load_state_dict(given[child])
 
     @property
     def _names_in_checkpoints(self) -> SimpleNamespace:
@@ -263,7 +278,8 @@ class DynamicCheckpoint(DynamicState):
         """Become what `snapshot` was taken of, byte for byte.
 
         Raises:
-            ValueError: it is of tables of other capacities, loads or eviction.
+            ValueError: it is of tables of other dims, capacities, loads or eviction, of another
+                optimizer, precision or admission, or malformed; nothing is changed.
         """
         super().restore(snapshot)
         self._restart_removals()
@@ -276,18 +292,21 @@ class DynamicCheckpoint(DynamicState):
         """Become what `dump_snapshot` was called of, byte for byte.
 
         Raises:
-            DumpError: there is no whole snapshot, or it is damaged.
-            ValueError: it is of other tables.
+            DumpError: there is no whole snapshot, it is damaged, or it is of another module (then
+                the error is a ValueError too); nothing is changed.
         """
         snapshot = snapshots.read(directory)
-        for name, wanted in (("", _SNAPSHOT), ("index", _INDEX)):
-            tree = snapshot.get(name) if name and isinstance(snapshot, dict) else snapshot
-            missing = sorted(wanted - set(tree if isinstance(tree, dict) else ()))
-            if missing:
-                raise DumpError(
-                    f"{directory} is malformed: {name or 'the snapshot'} lacks {missing}"
-                )
-        self.restore(snapshot)
+        with _naming(directory):
+            self.restore(snapshot)
+
+
+@contextlib.contextmanager
+def _naming(directory: str | Path) -> Iterator[None]:
+    """Turn a ValueError of a check into an error that names the directory."""
+    try:
+        yield
+    except ValueError as error:
+        raise DumpMismatchError(f"{directory} does not fit this module: {error}") from error
 
 
 def _columns(entries: Entries) -> dict[str, Rows]:

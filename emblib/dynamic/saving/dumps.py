@@ -38,6 +38,10 @@ class DumpError(RuntimeError):
     """There is no whole dump in the directory, or it is damaged."""
 
 
+class DumpMismatchError(DumpError, ValueError):
+    """A dump does not fit the module that loads it: it is of other tables, or it is damaged."""
+
+
 class Part(NamedTuple):
     """Whose part of a dump it is."""
 

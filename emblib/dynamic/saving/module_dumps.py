@@ -133,7 +133,7 @@ class DynamicDumps(DynamicCheckpoint):
         for t, entries in found.items():
             loading.check(self._target(t), entries)
         own = self._hash_keys_of(found, dump.others.get(_HASH_KEYS))
-        self._set_others(dump.others)
+        self._set_others(dump.others, directory)
         return self._take(found, dump.clock, numbers, report, hash_keys=own)
 
     # Changes

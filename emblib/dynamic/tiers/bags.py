@@ -1,7 +1,7 @@
 """Dynamic tables in two tiers: fast memory in front of a store of any size."""
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -288,6 +288,13 @@ class TieredEmbeddingBags(DynamicEmbeddingBags):
         raise RuntimeError(
             "a snapshot is slot by slot, and rows of the lower tier have no slots; take state_dict "
             "instead, which has the rows of both tiers"
+        )
+
+    def restore(self, snapshot: Mapping[str, Any]) -> None:
+        """Not there either: keys of the lower tier would stay beside those of the snapshot."""
+        raise RuntimeError(
+            "a snapshot is of a module without a lower tier and does not fit one with it; load a "
+            "state_dict or a dump instead"
         )
 
     def __getstate__(self) -> dict[str, Any]:
