@@ -153,13 +153,16 @@ def subgroup(
     members = range(ranks.size) if members is None else members
     # torch names groups by counters of each process, which differ where processes have made unlike
     # numbers of groups, and members that look for each other under unlike names wait forever. So
-    # they meet under a name that they agree on here. It is for gloo alone: its constructor is
-    # public, and takes the store.
+    # they meet under a name that they agree on here, in the store of all processes: torch prefixes
+    # that of a group with its name for it. It is for gloo alone: its constructor is public, and
+    # takes the store.
     name = ranks.gather_objects(uuid.uuid4().hex)[0]
     if ranks.rank not in members:
         return None
     _register_host_backend()
-    store = dist.PrefixStore(f"emblib/subgroup/{name}", ranks.group.get_group_store())
+    world = dist.group.WORLD
+    assert world is not None
+    store = dist.PrefixStore(f"emblib/subgroup/{name}", world.get_group_store())
     return dist.new_group(
         [ranks.global_rank(rank) for rank in members],
         backend=_HOST_BACKEND,

@@ -5,6 +5,7 @@ import pickle
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import partial
 
 import pytest
@@ -148,6 +149,24 @@ def _subgroups(ranks: Ranks) -> tuple[int, int]:
 
 def test_subgroups_meet_whatever_torch_calls_them() -> None:
     assert worlds.run(3, _subgroups) == [(2, 0), (1, 1), (2, 2)]
+
+
+def _nested_subgroups(ranks: Ranks) -> list[int]:
+    """Of subgroups of subgroups, where rank 0 has made more groups than the others."""
+    if ranks.rank == 0:
+        for _ in range(3):
+            dist.new_group([0], use_local_synchronization=True)
+    short = timedelta(seconds=10)
+    outer = Ranks(subgroup(ranks, timeout=short))
+    inner = Ranks(subgroup(outer, timeout=short))
+    innermost = subgroup(inner, [2, 0], timeout=short)
+    if innermost is not None:
+        assert sorted(Ranks(innermost).gather_objects(ranks.rank)) == [0, 2]
+    return inner.gather_objects(ranks.rank)
+
+
+def test_subgroups_of_subgroups_meet_too() -> None:
+    assert worlds.run(3, _nested_subgroups) == [[0, 1, 2]] * 3
 
 
 def test_no_subgroup_without_a_group() -> None:
