@@ -4,12 +4,12 @@ import torch
 from torch import Tensor, nn
 
 from emblib.dynamic.hash_index import Inserted
-from emblib.dynamic.lookup import Reads, tables_of
+from emblib.dynamic.lookup import Reads
 from emblib.dynamic.rows import RowLayout
 from emblib.dynamic_specs import Constant
 from emblib.ops import hash as hash_ops
 from emblib.ops import initial
-from emblib.ops.hash import Keys
+from emblib.ops.hash import Keys, tables_of
 
 
 class FirstRows(nn.Module):

@@ -14,9 +14,24 @@ from emblib.dynamic.saving import snapshots
 from emblib.dynamic_specs import SLOTS, DynamicSpec
 from emblib.ops import codes
 from emblib.ops import hash as hash_ops
-from emblib.ops.hash import COUNTERS, SCORED, TABLE_FIELDS, Keys, Misses, Placed
+from emblib.ops.hash import (
+    COUNTERS,
+    EVICTING,
+    HIT,
+    NEW,
+    SCORED,
+    TABLE_FIELDS,
+    Keys,
+    Misses,
+    Placed,
+    tables_of,
+)
 
 _BUCKETS, _SIZE = TABLE_FIELDS.index("buckets"), TABLE_FIELDS.index("size")
+_FIRST_BUCKET, _MOST_BUCKETS = (
+    TABLE_FIELDS.index("first_bucket"),
+    TABLE_FIELDS.index("most_buckets"),
+)
 _HASH_KEY = TABLE_FIELDS.index("hash_key")
 HASH_KEYS = "hash_keys"  # the name in state dicts
 _PARTS = ("tables", "clock", "counters", "tags", "entries")  # of a snapshot
@@ -54,7 +69,7 @@ class Inserted(NamedTuple):
 
 
 class Arrivals(NamedTuple):
-    """Keys that were inserted by the call after which `version` was that of the index."""
+    """Misses of the insertion after which `version` was that of the index, and their fate."""
 
     version: int
     keys: Keys
@@ -85,7 +100,12 @@ class HashIndex(nn.Module):
     Nothing here is locked: the module that has an index holds its lock around every call.
 
     `version` counts the calls after which slots may be others: insertions, removals, restores.
-    What `watch` names is told by `arrivals` which keys were inserted since, as long as it lives.
+
+    `has_left` tells what `watch` names, as long as it lives, which keys left since it began. That
+    needs the version at which each slot was given to its key. It is written behind the times and
+    only where somebody watches from before: an insertion is kept until the next one, which drops
+    it where nobody does. So training steps that end before the next one begins cost nothing, and
+    no watcher makes the index keep more than one insertion and 8 bytes per slot.
     """
 
     tags: Tensor
@@ -113,7 +133,9 @@ class HashIndex(nn.Module):
         self.order, self.newcomer = kinds.pop() if kinds else ("none", "wins")
         self.version = 0
         self._watchers: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
-        self._arrivals: list[Arrivals] = []
+        self._last: Arrivals | None = None  # not yet in `_arrived`
+        self._arrived: Tensor | None = None  # by slot the version at which its key came; a spare
+        self._arrived_layout: Tensor | None = None  # of it as a plane, see `ValueRows`
         self._emptied = [0] * len(self.specs)  # the last version in which a table was emptied
         self._grows = any(spec.buckets < spec.most_buckets for spec in self.specs)
         device = torch.empty(0, device=device).device
@@ -150,6 +172,7 @@ class HashIndex(nn.Module):
         """Forget all keys, counters and ticks; tables have their initial capacity again."""
         self.version += 1
         self._emptied = [self.version] * len(self.specs)
+        self._last = self._arrived = self._arrived_layout = None
         for t, spec in enumerate(self.specs):
             first = self._first_slots[t]
             in_use = max(self.buckets(t), spec.buckets) * SLOTS
@@ -204,6 +227,8 @@ class HashIndex(nn.Module):
         arena.use(self.tags, first, before, rows)
         words = self.entries.shape[1]
         arena.use(self.entries.view(-1), first * words, before * words, rows * words)
+        if self._arrived is not None:
+            arena.use(self._arrived, first, before, rows)
 
     def find(self, keys: Keys) -> Tensor:
         """The slots of all positions, int64 `[L]`, -1 for none; changes nothing."""
@@ -231,6 +256,7 @@ class HashIndex(nn.Module):
         The rows of keys that gave way are still what they were; those of new keys are whatever was
         in their slots.
         """
+        self._settle_last()
         self.version += 1
         index = self.tensors()
         slots = hash_ops.hash_use_(index, *keys, counts, given, codes.HASH_ORDER[self.order])
@@ -246,27 +272,72 @@ class HashIndex(nn.Module):
                 *(admitted, given, codes.HASH_ORDER[self.order], codes.NEWCOMER[self.newcomer]),
             )
         )
-        self._note(keys, misses, placed)
+        if self._watchers:
+            self._last = Arrivals(self.version, keys, misses, placed)
         return Inserted(hash_ops.spread(slots, placed.slots, misses.groups), misses, placed)
 
     def watch(self, watcher: object) -> None:
-        """Keep what is inserted from now on for `arrivals`, as long as `watcher` lives."""
+        """Let `has_left` know what leaves from now on, as long as `watcher` lives."""
         self._watchers[watcher] = self.version
 
-    def _note(self, keys: Keys, misses: Misses, placed: Placed) -> None:
-        """Keep the insertion for the watchers, and no longer those that all of them came after."""
-        since = min(self._watchers.values(), default=self.version)
-        self._arrivals = [old for old in self._arrivals if old.version > since]
+    def has_left(self, keys: Keys, slots: Tensor, version: int) -> Tensor:
+        """Return which keys were not there all the time since `version`; bool `[L]`.
+
+        Args:
+            keys: a batch.
+            slots: where its keys are now; of those that are nowhere, or in rows behind those of
+                their table, nothing is said but whether their table was emptied.
+            version: at which a watcher that lives began.
+        """
+        self._settle_last()
+        emptied = [at > version for at in self._emptied]
+        left = torch.full_like(slots, all(emptied), dtype=torch.bool)
+        if any(emptied) and not all(emptied):
+            left |= torch.tensor(emptied, device=slots.device)[tables_of(keys)]
+        if self._arrived is not None:
+            left |= self._arrived[self._positions(keys, slots)] > version
+        return left
+
+    def has_come(self, table: int, slots: Tensor) -> None:
+        """Note that a call other than `insert` placed keys in these slots; -1 for none."""
+        self._settle_last()
         if self._watchers:
-            self._arrivals.append(Arrivals(self.version, keys, misses, placed))
+            at = slots[slots >= 0].to(self.tags.device) + self._first_slots[table]
+            self._versions_by_slot()[at] = self.version
 
-    def arrivals(self, version: int) -> list[Arrivals]:
-        """What was inserted after `version`; a watcher must have been named at it or before."""
-        return [arrival for arrival in self._arrivals if arrival.version > version]
+    def _settle_last(self) -> None:
+        """Forget the last insertion; write its version by slot if somebody watches from before."""
+        last, self._last = self._last, None
+        oldest = next(iter(self._watchers.values()), self.version)  # the first to begin
+        if last is None or oldest >= last.version or not last.keys.ids.numel():
+            return
+        keys, groups = last.keys, last.misses.groups
+        status = last.placed.status[groups.clamp(min=0).long()]
+        came = (status == NEW) | (status == EVICTING)
+        # Rows that came up from a lower tier are hits by now: they have never left.
+        known = (groups >= 0) & (came | (status == HIT))
+        at = self._positions(keys, torch.where(known, self.find(keys), -1))
+        self._versions_by_slot().scatter_(0, at, torch.where(came, last.version, 0))
+        assert self._arrived is not None
+        self._arrived[-1:].zero_()
 
-    def emptied_since(self, version: int) -> Tensor:
-        """By table, whether all its keys were removed or replaced at once after `version`."""
-        return torch.tensor([at > version for at in self._emptied], device=self.tags.device)
+    def _positions(self, keys: Keys, slots: Tensor) -> Tensor:
+        """Return where in `_arrived` the slot of each key is, the spare one for those without."""
+        tables = tables_of(keys)
+        rows = self.tables[:, _MOST_BUCKETS][tables] * SLOTS
+        at = self.tables[:, _FIRST_BUCKET][tables] * SLOTS + slots
+        return torch.where((slots >= 0) & (slots < rows), at, self._first_slots[-1])
+
+    def _versions_by_slot(self) -> Tensor:
+        if self._arrived is None:
+            device = self.tags.device
+            self._arrived = arena.reserve(self._first_slots[-1] + 1, torch.int64, device)
+            size = self._arrived.itemsize
+            layout = [[[first * size, size]] for first in self._first_slots[:-1]]
+            self._arrived_layout = torch.tensor(layout, device=device)
+            for t, first in enumerate(self._first_slots[:-1]):
+                arena.use(self._arrived, first, 0, self.capacity(t))
+        return self._arrived
 
     def _grow(
         self,
@@ -298,6 +369,9 @@ class HashIndex(nn.Module):
             layout = torch.zeros((len(self.specs), 0, 2), dtype=torch.int64, device=slots.device)
         else:
             layout = rows.layout
+        if self._arrived is not None and self._arrived_layout is not None:
+            planes = [*planes, self._arrived]
+            layout = torch.cat([layout, self._arrived_layout], 1)
         hash_ops.hash_grow_(self.tensors(), planes, layout, *keys, slots, ends, admitted)
 
     def _announce(self, table: int, keys: int, rows: ValueRows | None) -> None:
@@ -371,6 +445,14 @@ class HashIndex(nn.Module):
         first = self._first_slots[table]
         return self.entries[first : first + self.capacity(table)]
 
+    def views_by_slot(self, table: int) -> list[Tensor]:
+        """Return what the index has by slot of a table, but its tags, as views."""
+        first = self._first_slots[table]
+        views = [self.table_entries(table)]
+        if self._arrived is not None:
+            views.append(self._arrived[first : first + self.capacity(table)])
+        return views
+
     def buckets(self, table: int) -> int:
         """Buckets in use (reads the device)."""
         return int(self.tables[table, _BUCKETS])
@@ -403,7 +485,8 @@ class HashIndex(nn.Module):
     def nbytes(self) -> int:
         """Bytes of the slots in use."""
         slots = sum(self.capacity(t) for t in range(len(self.specs)))
-        return slots * (1 + self.entries.shape[1] * self.entries.itemsize)
+        words = self.entries.shape[1] + (self._arrived is not None)
+        return slots * (1 + words * self.entries.itemsize)
 
     def snapshot(self) -> dict[str, Any]:
         """All there is, slot by slot, on the CPU; only the buckets in use."""

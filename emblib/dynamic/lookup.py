@@ -5,9 +5,9 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from emblib.dynamic.hash_index import Arrivals, HashIndex, Inserted
+from emblib.dynamic.hash_index import HashIndex, Inserted
 from emblib.ops import lookups, tbe
-from emblib.ops.hash import EVICTING, NEW, Keys, Misses
+from emblib.ops.hash import Keys, Misses
 from emblib.tables.locks import ModuleLock
 
 
@@ -45,7 +45,7 @@ class Step:
 
     Rows move when a table grows, and keys leave. So what forward found is looked up again if the
     index has changed since: what has left in between is not updated, even if it has come again, and
-    counted in `lost`.
+    counted in `lost`. It watches the index while its graph exists, which may go backward again.
     """
 
     def __init__(
@@ -79,19 +79,13 @@ class Step:
         if self.weighted:
             check_unmoved(self)
         if self.is_stale():
-            slots = torch.where((slots < 0) | self._has_left(), -1, self.find())
+            found = self.find()
+            left = self._index.has_left(self._keys, found, self._version)
+            slots = torch.where((slots < 0) | left, -1, found)
             self._lost += ((self._slots >= 0) & (slots < 0)).sum()
             indices = slots if self._reads.slots is None else self._where_read(slots)
         groups = tbe.group(batch.features, slots, batch.offsets, batch.total_rows, batch.bag_layout)
         return lookups.RowPlaces(groups, None, self._reads.slots, indices)
-
-    def _has_left(self) -> Tensor:
-        """Whether the row of each position was another's in between; bool `[L]`."""
-        emptied = self._index.emptied_since(self._version)
-        left = emptied[tables_of(self._keys)] if emptied.numel() else self._slots < 0
-        for arrival in self._index.arrivals(self._version):
-            left |= _are_among(self._keys, arrival)
-        return left
 
     def _where_read(self, slots: Tensor) -> Tensor:
         assert self._reads.slots is not None
@@ -124,27 +118,3 @@ def check_unmoved(step: Step) -> None:
             "the gradient of per_sample_weights needs the rows that forward read, but keys may "
             "have come and gone since; run backward before the next training forward"
         )
-
-
-def _are_among(keys: Keys, arrival: Arrivals) -> Tensor:
-    """Whether each key is one of those that were inserted; bool `[L]`."""
-    first, status, ends = arrival.misses.first, arrival.placed.status, arrival.misses.ends
-    numbers = torch.arange(first.numel(), device=first.device)
-    placed = (status == NEW) | (status == EVICTING)
-    ids = arrival.keys.ids[first[placed]]
-    tables = torch.searchsorted(ends[1:], numbers, right=True)[placed]
-    same = torch.isin(keys.ids, ids)
-    some = same.nonzero().view(-1)
-    if some.numel():  # the same id may be in another table
-        own = torch.stack([tables_of(keys)[some], keys.ids[some]], 1)
-        both = torch.cat([own, torch.stack([tables, ids], 1)])
-        numbers = torch.unique(both, dim=0, return_inverse=True)[1]
-        same[some] = torch.isin(numbers[: some.numel()], numbers[some.numel() :])
-    return same
-
-
-def tables_of(keys: Keys) -> Tensor:
-    """The table of each position, int64 `[L]`."""
-    positions = torch.arange(keys.ids.numel(), device=keys.ids.device)
-    segments = torch.searchsorted(keys.starts[1:], positions, right=True)
-    return keys.tables[segments.clamp_(max=keys.tables.numel() - 1)]

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from emblib.dynamic.hash_index import Inserted
-from emblib.dynamic.lookup import tables_of
-from emblib.ops.hash import Keys, Misses
+from emblib.ops.hash import Keys, Misses, tables_of
 
 
 class OutsideStates:

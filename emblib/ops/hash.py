@@ -71,6 +71,13 @@ class Keys(NamedTuple):
         return cls(ids.contiguous(), starts, tables)
 
 
+def tables_of(keys: Keys) -> Tensor:
+    """Return the table of each position, int64 `[L]`."""
+    positions = torch.arange(keys.ids.numel(), device=keys.ids.device)
+    segments = torch.searchsorted(keys.starts[1:], positions, right=True)
+    return keys.tables[segments.clamp_(max=keys.tables.numel() - 1)]
+
+
 class Misses(NamedTuple):
     """The distinct missing keys of a batch, ordered by table and first position.
 

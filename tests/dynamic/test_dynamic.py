@@ -1,5 +1,6 @@
 """What a module of dynamic tables does with keys: rows for new ones, and what has none reads."""
 
+import gc
 import warnings
 from dataclasses import replace
 from typing import Any
@@ -22,7 +23,8 @@ from emblib import (
     TableSpec,
     optim,
 )
-from emblib.dynamic.hash_index import HashIndex
+from emblib.dynamic.hash_index import Arrivals, HashIndex
+from emblib.dynamic.saving import loading
 from emblib.ops.hash import Keys
 from tests.hash_cases import crowd
 
@@ -269,17 +271,120 @@ def test_a_key_that_left_and_came_again_gets_no_update(device: torch.device, cha
     assert float(table.table_rows(0)["weight"].sum()) == -8
 
 
-def test_what_came_in_is_kept_only_for_batches_that_wait(device: torch.device) -> None:
+def test_a_graph_that_is_kept_makes_the_index_keep_no_batches(device: torch.device) -> None:
+    """Nor its backward look at them one by one."""
     table = _one(DynamicSpec(320, 2), device)
-    waiting = table(*_each([1], device))
+    held = [table(*_each([1], device))]
+    held[0].sum().backward(retain_graph=True)
+    for waits in (False, True):
+        if waits:
+            held.append(table(*_each([2], device)))
+        before, sizes = set(), set()
+        for start in range(0, 400, 20):
+            table(*_each(torch.arange(start, start + 20), device)).sum().backward()
+            gc.collect()
+            alive = {id(o) for o in gc.get_objects() if type(o) is Arrivals}
+            sizes.add(len(alive - before))
+            before |= alive
+        assert max(sizes) <= 1
+        assert len({id(o) for o in gc.get_objects() if type(o) is Arrivals}) <= 1
+    held[-1].sum().backward()
+
+
+def test_training_steps_that_do_not_overlap_write_no_versions(device: torch.device) -> None:
+    """The graph of the step before is often still there."""
+    table = _one(DynamicSpec(64, 2), device)
+    usual = table.index.nbytes()
     for start in range(0, 200, 20):
-        table(*_each(torch.arange(start, start + 20), device)).sum().backward()
-    assert len(table.index.arrivals(0)) == 10
-    waiting.sum().backward()
-    del waiting
-    for start in range(200, 300, 20):
-        table(*_each(torch.arange(start, start + 20), device)).sum().backward()
-    assert len(table.index.arrivals(0)) <= 1
+        out = table(*_each(torch.arange(start, start + 20), device))
+        out.sum().backward()
+    assert table.index.nbytes() == usual
+    waits = out
+    for start in range(0, 60, 20):
+        out = table(*_each(torch.arange(start, start + 20), device))
+    assert table.index.nbytes() == usual + 8 * 64
+    table.clear()
+    assert table.index.nbytes() == usual
+    del waits
+
+
+@pytest.mark.parametrize("grows", [False, True])
+def test_what_left_in_between_is_what_a_model_says(device: torch.device, grows: bool) -> None:
+    """Many steps overlap, in two tables that evict, erase, grow and are filled otherwise."""
+    spec = {"initial_capacity": 32} if grows else {}
+    specs = [DynamicSpec(rows, 1, initializer=Constant(0.0), **spec) for rows in (96, 320)]
+    table = DynamicEmbeddingBags(
+        specs, optim.SGD(lr=1.0), pooling=NONE, feature_tables=[0, 1], device=device
+    )
+    generator = torch.Generator().manual_seed(int(grows))
+    born: dict[tuple[int, int], int] = {}  # in which step each key that is there came
+    waiting: list[tuple[Tensor, list[tuple[int, int]], list[int]]] = []
+    lost = updated = 0
+    for step in range(150):
+        ids = torch.randint(0, 150 if step % 50 < 25 else 400, (40,), generator=generator)
+        out = table(ids.to(device), torch.arange(41, device=device))
+        there = {(t, k) for t in (0, 1) for k in table.table_entries(t).keys.tolist()}
+        born = {key: born.get(key, step) for key in there}
+        keys = [(int(i >= 20), k) for i, k in enumerate(ids.tolist())]
+        waiting.append((out, keys, [born.get(key, -1) for key in keys]))
+        if step % 7 == 0:
+            gone = ids[:3]
+            table.erase(0, gone)
+            for key in gone.tolist():
+                born.pop((0, key), None)
+        if step % 11 == 0:
+            entries = table.table_entries(1)
+            loading.put(table._target(1), entries.take(torch.arange(len(entries)).flip(0)))
+        while waiting and torch.rand((), generator=generator) < 0.45:
+            which = int(torch.randint(len(waiting), (), generator=generator))
+            out, keys, came = waiting.pop(which)
+            weights = [table.table_rows(t)["weight"].clone() for t in (0, 1)]
+            out.sum().backward()
+            want = [torch.zeros_like(w) for w in weights]
+            for key, at in zip(keys, came, strict=True):
+                if at < 0:
+                    continue
+                if born.get(key) != at:
+                    lost += 1
+                    continue
+                updated += 1
+                want[key[0]][table.find(key[0], torch.tensor([key[1]]))] -= 1
+            for t in (0, 1):
+                assert torch.equal(table.table_rows(t)["weight"] - weights[t], want[t])
+            assert int(table.lost) == lost
+    assert lost > 200
+    assert updated > 200
+
+
+def test_keys_that_came_again_by_a_call_of_their_own_get_no_update(device: torch.device) -> None:
+    """In whatever slots; keys that these calls move to their other buckets have not left."""
+    spec = DynamicSpec(1024, 1, eviction="none", initializer=Constant(0.0))
+    table = _one(spec, device, optimizer=optim.SGD(lr=1.0), seed=0)
+    ids = torch.arange(900, device=device)
+    table(*_each(ids, device))
+    waits = table(*_each(ids, device))
+    there = table.find(0, ids) >= 0
+    before = table.find(0, ids)
+    entries = table.table_entries(0)
+    table.erase(0, ids[:5])
+    table(*_each(torch.arange(1000, 1003), device))  # of later steps
+    table.erase(0, torch.arange(1000, 1003))
+    gone = torch.isin(entries.keys, ids[:5].cpu()).nonzero().view(-1)
+    kept = entries.take(gone)
+    new = replace(kept, keys=kept.keys + 5000)
+    loading.put(table._target(0), kept)
+    loading.put(table._target(0), new)
+    more = entries.take(torch.arange(len(entries)))
+    filler = replace(more, keys=more.keys + 9000).take(torch.arange(1024 - table.size(0)))
+    loading.put(table._target(0), filler)
+    assert table.size(0) == 1024
+    after = table.find(0, ids)
+    assert bool(((before != after) & there)[5:].any()), "some had to move"
+    waits.sum().backward()
+    rows = table.table_rows(0)["weight"][:, 0]
+    want = torch.where(there & (ids >= 5), -1.0, 0.0)
+    assert torch.equal(rows[after[there]], want[there])
+    assert int(table.lost) == 5
 
 
 def test_a_key_that_had_no_row_in_forward_gets_no_update(device: torch.device) -> None:

@@ -182,6 +182,7 @@ def _place_among(target: Target, entries: Entries) -> tuple[Tensor, int]:
     displaced = 0
     for part in missing.split(_AT_ONCE):
         slots[part] = _place_some(index, table, entries.keys[part].to(device), "none")[0]
+        index.has_come(table, slots[part])
     refused = missing[slots[missing] < 0]
     if refused.numel() and index.size(table) < index.capacity(table):
         displaced = _rearrange(target, entries.keys[refused])
@@ -189,6 +190,7 @@ def _place_among(target: Target, entries: Entries) -> tuple[Tensor, int]:
         refused = refused[slots[refused] < 0]
     for part in refused.split(_AT_ONCE) if index.order != "none" else ():
         placed, number = _place_some(index, table, entries.keys[part].to(device), index.order)
+        index.has_come(table, placed)
         slots[part], displaced = placed, displaced + number
     if displaced:  # among them may be entries that were found above
         slots = index.find(Keys.of(entries.keys.to(device), table)).cpu()
@@ -211,7 +213,7 @@ def _rearrange(target: Target, refused: Tensor) -> int:
     source, goal = before[moved].to(device), after[moved].to(device)
     entries, tags = index.table_entries(table), index.table_tags(table)
     with torch.no_grad():
-        for view in (entries, *target.views.values()):
+        for view in (*index.views_by_slot(table), *target.views.values()):
             view[goal] = view[source]  # the right side is a copy, so slots may change places
     placed = (after >= 0).nonzero().view(-1)
     tags.zero_()
@@ -222,6 +224,7 @@ def _rearrange(target: Target, refused: Tensor) -> int:
     entries[at, 1] = index.tick
     index.tables[table, _SIZE] = placed.numel()
     index.version += 1
+    index.has_come(table, at)
     return int((after[:held] < 0).sum())
 
 

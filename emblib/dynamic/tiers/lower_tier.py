@@ -21,13 +21,12 @@ import torch
 from torch import Tensor
 
 from emblib.dynamic.hash_index import Inserted
-from emblib.dynamic.lookup import tables_of
 from emblib.dynamic.saving.entries import Entries
 from emblib.dynamic.tiers.options import Tiers, TierStats
 from emblib.dynamic.tiers.row_stage import StagedRows
 from emblib.dynamic.tiers.row_store import BATCH, Found, Rows, StoredTable
 from emblib.ops import hash as hash_ops
-from emblib.ops.hash import Keys, Misses
+from emblib.ops.hash import Keys, Misses, tables_of
 
 if TYPE_CHECKING:
     from emblib.dynamic.bags import DynamicEmbeddingBags
