@@ -80,7 +80,13 @@ class TensorTrain:
 
 @dataclass(frozen=True)
 class Dynamic:
-    """Rows for keys of any value; `num_embeddings` is the capacity. Fields are `DynamicSpec`'s."""
+    """Rows for keys of any value; `num_embeddings` is the capacity. Fields are `DynamicSpec`'s.
+
+    `seed` is that of `DynamicEmbeddingBags`; where strangers choose the keys, give one that they do
+    not know. Tables of unequal seeds do not share a kernel. None: first values are those of seed 0,
+    and keys are hashed by a seed that the collection draws from torch's generator, the same on all
+    ranks that have parts of the table.
+    """
 
     initial_capacity: int | None = None
     max_load: float = 0.8
@@ -92,14 +98,17 @@ class Dynamic:
     admission: Frequency | None = None
     ttl: int | None = None
     check: KeyCheck = KeyCheck.IGNORE
+    seed: int | None = field(default=None, repr=False)  # a secret, which no log should have
 
     def __post_init__(self) -> None:
+        if self.seed is not None:
+            object.__setattr__(self, "seed", check_count("seed", self.seed, least=0))
         for name, choice in (("eviction", Eviction), ("newcomer", Newcomer), ("check", KeyCheck)):
             object.__setattr__(self, name, choice(getattr(self, name)))
 
     def spec(self, rows: int, dim: int, name: str) -> DynamicSpec:
         """Of a table of this kind."""
-        given = {f.name: getattr(self, f.name) for f in fields(self)}
+        given = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "seed"}
         return DynamicSpec(rows, dim, name=name, **given)
 
 

@@ -77,7 +77,7 @@ def _key(
     # Counters and scores belong to a module, and so do the states that an optimizer has outside.
     order = kind.eviction.order
     alone = kind.admission is not None or order in _ASSIGNED or isinstance(update, External)
-    rules = (order, kind.newcomer, number if alone else -1)
+    rules = (order, kind.newcomer, kind.seed, number if alone else -1)
     return ("dynamic", config.data_type, update, rules, dim)
 
 
@@ -132,13 +132,16 @@ def make_kernel(
         return Unmade(parts, optimizer)
     specs: list[Any] = [part.named(name) for part, name in zip(parts, names, strict=True)]
     assert all(isinstance(spec, DynamicSpec) for spec in specs)
+    assert isinstance(kind, Dynamic)
     return DynamicEmbeddingBags(
         specs,
         optimizer,
         pooling=pooling,
         feature_tables=reads,
         precision=Precision(weights=config.data_type),
+        seed=kind.seed,
         device=device,
+        hash_seeds=seeds if kind.seed is None else None,
     )
 
 

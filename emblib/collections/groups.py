@@ -43,7 +43,8 @@ class TableGroups(nn.Module):
             dense ones, for an optimizer of torch.optim.
         device: where the tables are.
         seeds: of first values by table; left out, drawn from torch's generator. With equal seeds an
-            element starts the same however its table is divided.
+            element starts the same however its table is divided. Of dynamic tables it is the seed
+            of the hash, unless their kind has one.
         bags: what a bag of every unit becomes, SUM or MEAN. Over parts of a table it must be the
             sum: who adds them up divides.
 

@@ -223,7 +223,8 @@ class DynamicHandle(TableHandle):
         entries = given.kernel.table_entries(given.index)
         rows = {"weight": entries.rows["weight"]}
         kernel, weight = self.kernel, given.weight
-        kernel.set_table_entries(self.index, replace(entries, rows=rows))
+        hash_key = given.kernel.index.hash_key(given.index)
+        kernel.set_table_entries(self.index, replace(entries, rows=rows), hash_key=hash_key)
         weight.grad = None
         if lookups.is_fused(kernel.optimizer):
             self._parameters["weight"] = weight

@@ -12,7 +12,7 @@ from emblib.dynamic.arguments import check_batch, check_replicas
 from emblib.dynamic.expiry import Expiry
 from emblib.dynamic.first_rows import FirstRows
 from emblib.dynamic.hash_index import HashIndex
-from emblib.dynamic.keys import as_keys, hash_key_of
+from emblib.dynamic.keys import as_keys, hash_keys_of
 from emblib.dynamic.lookup import Reads, Unmoved
 from emblib.dynamic.rows import check_capacity
 from emblib.dynamic.scores import Scores
@@ -52,9 +52,12 @@ class DynamicEmbeddingBags(DynamicTraining):
         precision: dtypes of weights, output and optimizer state, and how updates are rounded.
         seed: of the first values of rows and of the hash of keys, in [0, 2^63). Where strangers
             choose the keys, one that they do not know keeps them from crowding into few buckets.
+            None: first values are those of seed 0, and the hash is by a seed that is drawn from
+            torch's generator.
         device: where the kernels run.
         include_last_offset: False for offsets without their last entry, the number of indices, as
             `nn.EmbeddingBag` takes them.
+        hash_seeds: of the hash of keys alone, one per table; left out, `seed`.
     """
 
     tables: tuple[DynamicSpec, ...]
@@ -71,15 +74,16 @@ class DynamicEmbeddingBags(DynamicTraining):
         pooling: Pooling = Pooling.SUM,
         feature_tables: Sequence[int] | None = None,
         precision: Precision | None = None,
-        seed: int = 0,
+        seed: int | None = None,
         device: torch.device | str | None = None,
         include_last_offset: bool = True,
+        hash_seeds: Sequence[int] | None = None,
     ) -> None:
         super().__init__(
             *(tables, optimizer, pooling, feature_tables, precision, BoundsCheck.WARNING)
         )
         self.include_last_offset = include_last_offset
-        self.seed = check_count("seed", seed, least=0)
+        self.seed = 0 if seed is None else check_count("seed", seed, least=0)
         self._check_arguments()
         device = torch.empty(0, device=device).device
         check_device(device)
@@ -87,7 +91,7 @@ class DynamicEmbeddingBags(DynamicTraining):
 
         self.rows = self._row_layout()
         self._layout = self._feature_rows(self.rows.feature)
-        self._make_parts(device)
+        self._make_parts(device, hash_keys_of(seed, self.table_names, hash_seeds))
         self.reset_parameters()
 
     def _check_arguments(self) -> None:
@@ -103,8 +107,7 @@ class DynamicEmbeddingBags(DynamicTraining):
                              "the rows of a table that grows: leave initial_capacity out, or use a "
                              "fused optimizer")  # fmt: skip
 
-    def _make_parts(self, device: torch.device) -> None:
-        hash_keys = [hash_key_of(self.seed, name) for name in self.table_names]
+    def _make_parts(self, device: torch.device, hash_keys: list[int]) -> None:
         self.index = HashIndex(self.tables, device, hash_keys)
         self._register_rows(device)
         self.first_rows = FirstRows(self.rows, self.seed, device)

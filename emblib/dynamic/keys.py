@@ -1,9 +1,13 @@
 """Keys as numbers: the dtypes they come in, and their hash."""
 
 import hashlib
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+
+from emblib.ops.random import new_seed
+from emblib.specs import check_count
 
 GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
 _FIRST = 0xFF51AFD7ED558CCD - (1 << 64)
@@ -22,6 +26,27 @@ def hash_key_of(seed: int, name: str) -> int:
     """
     digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
+
+
+def hash_keys_of(
+    seed: int | None, names: Sequence[str], hash_seeds: Sequence[int] | None = None
+) -> list[int]:
+    """Return the hash key of each table.
+
+    Args:
+        seed: of all tables; None draws one from torch's generator.
+        names: of the tables.
+        hash_seeds: one per table, instead of `seed`.
+
+    Raises:
+        ValueError: another number of seeds than of tables, or one below 0.
+    """
+    if hash_seeds is None:
+        hash_seeds = [new_seed() if seed is None else seed] * len(names)
+    if len(hash_seeds) != len(names):
+        raise ValueError(f"hash_seeds must be one per table = {len(names)}, got {len(hash_seeds)}")
+    seeds = [check_count("hash_seeds", one, least=0) for one in hash_seeds]
+    return [hash_key_of(one, name) for one, name in zip(seeds, names, strict=True)]
 
 
 def mix(x: Tensor) -> Tensor:

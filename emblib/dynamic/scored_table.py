@@ -14,13 +14,13 @@ from emblib import ops
 from emblib.dynamic import arena
 from emblib.dynamic.hash_index import HASH_KEYS, HashIndex, Inserted, ValueRows
 from emblib.dynamic.key_status import of_insertion
-from emblib.dynamic.keys import as_keys, hash_key_of
+from emblib.dynamic.keys import as_keys, hash_keys_of
 from emblib.dynamic.scored_rows import Insertion, TableRows, is_last, latest_of
 from emblib.dynamic_specs import SLOTS, DynamicSpec, Eviction
 from emblib.ops import hash as hash_ops
 from emblib.ops.hash import Keys, Misses
 from emblib.ops.initial import initial_rows_, rule_of
-from emblib.specs import check_float_dtype
+from emblib.specs import check_count, check_float_dtype
 from emblib.tables.locks import ModuleLock, atomic
 
 
@@ -51,7 +51,7 @@ class ScoredTable(nn.Module):
         spec: DynamicSpec,
         *,
         dtype: torch.dtype = torch.float32,
-        seed: int = 0,
+        seed: int | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
@@ -61,11 +61,12 @@ class ScoredTable(nn.Module):
             )
         check_float_dtype("dtype", dtype)
         self._lock = ModuleLock()
-        self.spec, self.dtype, self.seed = spec, dtype, seed
+        self.spec, self.dtype = spec, dtype
+        self.seed = 0 if seed is None else check_count("seed", seed, least=0)
         # Given scores rank like counts followed by stamps; that order takes a score by key.
         self._given = spec.eviction in (Eviction.STEP, Eviction.CUSTOM)
         kept = {**vars(spec), "eviction": Eviction.LRU_LFU if self._given else spec.eviction}
-        self.index = HashIndex([DynamicSpec(**kept)], device, [hash_key_of(seed, "")])
+        self.index = HashIndex([DynamicSpec(**kept)], device, hash_keys_of(seed, [""]))
         device = self.index.tags.device
         values = arena.reserve(spec.rows * spec.dim, dtype, device)
         self.register_buffer("values", values.view(spec.rows, spec.dim), persistent=False)

@@ -145,7 +145,8 @@ class ShardedTables(nn.Module):
             return [u for g in group(slices, reads, optimizer, pooling) for u in g.units]
 
         layout = lay_out(self.configs, self._boxes(), ranks.size, arrange, pooled=pooled)
-        seeds = transfer.common_seeds(map(TableSlice.whole, self.configs), ranks)
+        wholes = map(TableSlice.whole, self.configs)
+        seeds = transfer.common_seeds(wholes, source.groups, ranks)
         own, replicated = layout.ranks[ranks.rank], layout.replicated
 
         def make(parts: Sequence[Part], blocks: Mapping[str, tuple[int, int]]) -> TableGroups:

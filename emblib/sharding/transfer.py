@@ -15,9 +15,21 @@ from emblib.dynamic.saving.routing import owner
 from emblib.sharding.groups_of_ranks import Ranks, invoke_on_rank_and_broadcast_result
 
 
-def common_seeds(slices: Iterable[TableSlice], ranks: Ranks) -> Mapping[str, int]:
-    """A seed of first values for each table, the same on all ranks."""
-    return invoke_on_rank_and_broadcast_result(ranks, 0, fresh_seeds, list(slices))
+def common_seeds(
+    slices: Iterable[TableSlice], source: TableGroups, ranks: Ranks
+) -> Mapping[str, int]:
+    """Return a seed for each table, the same on all ranks: of first values, and of hashes.
+
+    Those of dynamic tables are the ones of `source` on rank 0, so that their keys go on being
+    hashed as they were.
+    """
+    parts = list(slices)
+
+    def seeds() -> dict[str, int]:
+        dynamic = [p.config.name for p in parts if isinstance(p.config.kind, Dynamic)]
+        return fresh_seeds(parts) | {name: source.seeds[name] for name in dynamic}
+
+    return invoke_on_rank_and_broadcast_result(ranks, 0, seeds)
 
 
 @torch.no_grad()

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 from emblib import (
     Cache,
     Dynamic,
+    DynamicEmbeddingBags,
     EmbeddingBagCollection,
     EmbeddingBagConfig,
     EmbeddingConfig,
@@ -21,6 +23,7 @@ from emblib import (
     TensorTrain,
     optim,
 )
+from emblib.dynamic.keys import hash_key_of
 from tests.collections.cases import IDS, bag_configs, batch, dense, expected, features_of
 
 MIXES = [
@@ -341,3 +344,63 @@ def test_wrong_use() -> None:
     assert collection.is_weighted()
     assert collection.embedding_bag_configs() == configs
     assert "t0: 56 x 4" in repr(collection)
+
+
+def _dynamic(seed: int | None = None, device: str | None = None) -> EmbeddingBagCollection:
+    """Two tables that share a kernel, of features of their names."""
+    kind = Dynamic(eviction="none", seed=seed)
+    configs = [EmbeddingBagConfig(10_000, 4, name, kind=kind) for name in ("users", "ads")]
+    return EmbeddingBagCollection(configs, optimizer=optim.SGD(0.1), device=device)
+
+
+def _hash_keys(collection: EmbeddingBagCollection) -> list[int]:
+    handles = collection.handles().values()
+    return [handle.kernel.index.hash_key(handle.index) for handle in handles]
+
+
+def test_hash_keys_follow_from_torchs_generator_or_from_a_seed_of_the_kind() -> None:
+    def made(drawn: int, **options: Any) -> list[int]:
+        torch.manual_seed(drawn)
+        return _hash_keys(_dynamic(**options))
+
+    public = [hash_key_of(0, name) for name in ("users", "ads")]
+    assert made(1) == made(1)
+    assert len({*made(1), *made(2), *public}) == 6
+    assert made(1, seed=5) == made(2, seed=5) == [hash_key_of(5, n) for n in ("users", "ads")]
+    assert "5" not in repr(Dynamic(seed=5)), "it may be a secret"
+    torch.manual_seed(1)
+    on_meta = _dynamic(device="meta")
+    torch.manual_seed(2)
+    assert _hash_keys(on_meta.to_empty(device="cpu")) == made(1)
+    with pytest.raises(ValueError, match="seed must be >= 0"):
+        Dynamic(seed=-1)
+
+
+def test_tables_of_unequal_seeds_are_those_of_modules_of_their_own() -> None:
+    configs = [
+        EmbeddingBagConfig(64, 4, name, kind=Dynamic(seed=seed))
+        for name, seed in (("a", 5), ("b", 6), ("c", 5))
+    ]
+    one = EmbeddingBagCollection(configs, optimizer=optim.SGD(0.1))
+    assert len(one.groups.groups) == 2
+    keys = torch.arange(30)
+    out = one(KeyedJaggedTensor(["a", "b", "c"], keys, lengths=torch.ones_like(keys)))
+    for at, config in enumerate(configs):
+        alone = DynamicEmbeddingBags([config.spec()], optim.SGD(0.1), seed=config.kind.seed)
+        mine = alone(keys[10 * at : 10 * at + 10], torch.arange(11))
+        assert torch.equal(out[config.name], mine)
+        assert alone.index.hash_key(0) == _hash_keys(one)[at]
+
+
+def test_hash_keys_go_with_the_tables() -> None:
+    """Into copies, state dicts, collections for inference, and kernels of another optimizer."""
+    one, other = _dynamic(), _dynamic()
+    own = _hash_keys(one)
+    assert own != _hash_keys(other)
+    assert _hash_keys(copy.deepcopy(one)) == own
+    assert _hash_keys(pickle.loads(pickle.dumps(one))) == own
+    assert _hash_keys(one.quantized()) == own
+    other.load_state_dict(one.state_dict())
+    assert _hash_keys(other) == own
+    other.set_optimizers(dict.fromkeys(other.handles(), optim.Adam(0.1)))
+    assert _hash_keys(other) == own

@@ -41,6 +41,7 @@ def make(
         optim.PartialRowwiseAdam(0.1) if optimizer is None else optimizer,
         feature_tables=[0, 1, 0],
         precision=precision,
+        seed=0,  # hashes alike in every process
         device=device,
     )
     if eviction is Eviction.CUSTOM:
@@ -55,7 +56,7 @@ def admitting(counted: int = 64) -> DynamicEmbeddingBags:
         DynamicSpec(256, 4, name=name, admission=Frequency(3, counter))
         for name, counter in zip(("items", "users"), counters, strict=True)
     ]
-    return DynamicEmbeddingBags(specs, optim.Adam(0.1), feature_tables=[0, 1, 0])
+    return DynamicEmbeddingBags(specs, optim.Adam(0.1), feature_tables=[0, 1, 0], seed=0)
 
 
 def batch(step: int, distinct: int = 150, length: int = 60) -> tuple[Tensor, Tensor]:

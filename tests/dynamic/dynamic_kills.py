@@ -38,7 +38,7 @@ class Phase(IntEnum):
 def make() -> DynamicEmbeddingBags:
     """Room for all keys there will be, but not from the beginning."""
     spec = DynamicSpec(1 << 16, 4, name="items", initial_capacity=32, initializer=Uniform(-1, 1))
-    return DynamicEmbeddingBags([spec], optim.RowwiseAdagrad(0.1), feature_tables=[0, 0, 0])
+    return DynamicEmbeddingBags([spec], optim.RowwiseAdagrad(0.1), feature_tables=[0, 0, 0], seed=0)
 
 
 def step(module: DynamicEmbeddingBags) -> None:

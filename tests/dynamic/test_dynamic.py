@@ -20,10 +20,12 @@ from emblib import (
     KeyCheck,
     Normal,
     Pooling,
+    ScoredTable,
     TableSpec,
     optim,
 )
 from emblib.dynamic.hash_index import Arrivals, HashIndex
+from emblib.dynamic.keys import hash_key_of
 from emblib.dynamic.saving import loading
 from emblib.ops.hash import Keys
 from tests.hash_cases import crowd
@@ -500,7 +502,43 @@ def test_keys_made_for_one_bucket_find_places(device: torch.device) -> None:
         for name, seed in (("a", 0), ("b", 0), ("a", 1))
     )
     assert len({table.index.hash_key(0) for table in (one, other, third)}) == 3
-    assert one.index.hash_key(0) == _one(DynamicSpec(128, 8, name="a"), device).index.hash_key(0)
+    same = _one(DynamicSpec(128, 8, name="a"), device, seed=0)
+    assert one.index.hash_key(0) == same.index.hash_key(0)
+
+
+def test_the_hash_is_by_a_seed_of_torchs_generator_or_one_that_is_given(
+    device: torch.device,
+) -> None:
+    """First values are those of seed 0 where none is given, and of one given for both."""
+    specs = [DynamicSpec(64, 4, name=name) for name in "ab"]
+
+    def hashed(drawn: int, **options: Any) -> list[int]:
+        torch.manual_seed(drawn)
+        module = DynamicEmbeddingBags(specs, device=device, **options)
+        return module.index.hash_keys.tolist()
+
+    assert hashed(1) == hashed(1)
+    every = [*hashed(1), *hashed(2), *(hash_key_of(0, name) for name in "ab")]
+    assert len(set(every)) == 6
+    assert hashed(1, seed=5) == hashed(2, seed=5) == [hash_key_of(5, name) for name in "ab"]
+    given = hashed(1, seed=5, hash_seeds=[7, 8])
+    assert given == [hash_key_of(7, "a"), hash_key_of(8, "b")]
+    ids = torch.arange(3, device=device), torch.arange(4, device=device)
+    by_seed = [
+        _one(specs[0], device, **options)(*ids)
+        for options in ({}, {"seed": 0}, {"hash_seeds": [9]}, {"seed": 9})
+    ]
+    assert torch.equal(by_seed[0], by_seed[1])
+    assert torch.equal(by_seed[0], by_seed[2])
+    assert not torch.equal(by_seed[0], by_seed[3])
+    for wrong, said in (([1], r"one per table = 2, got 1"), ([1, -1], "hash_seeds must be >= 0")):
+        with pytest.raises(ValueError, match=said):
+            DynamicEmbeddingBags(specs, device=device, hash_seeds=wrong)
+    scored = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        scored.append(ScoredTable(specs[0], device=device).index.hash_key(0))
+    assert scored[0] == scored[1] != scored[2]
 
 
 def test_hot_keys_stay_when_their_counts_are_full(device: torch.device) -> None:

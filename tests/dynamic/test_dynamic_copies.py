@@ -21,7 +21,7 @@ def _each(ids: list[int] | Tensor, device: torch.device) -> tuple[Tensor, Tensor
 def _one(
     spec: DynamicSpec, device: torch.device, optimizer: optim.Optimizer | None = None
 ) -> DynamicEmbeddingBags:
-    return DynamicEmbeddingBags([spec], optimizer, device=device)
+    return DynamicEmbeddingBags([spec], optimizer, seed=0, device=device)
 
 
 def _trained(device: torch.device) -> DynamicEmbeddingBags:

@@ -94,6 +94,19 @@ def test_what_is_not_by_key_is_the_largest_or_the_first() -> None:
     }
 
 
+def test_counts_by_unlike_hashes_are_not_merged() -> None:
+    """They have nothing in common; hash keys and counts of the first part stay together."""
+    parts = [
+        {"a.hash_keys": torch.tensor([1]), "a.counts": torch.tensor([1, 5]), "b.n": torch.ones(1)},
+        {"a.hash_keys": torch.tensor([2]), "a.counts": torch.tensor([2, 0]), "b.n": torch.ones(1)},
+    ]
+    joined = state_dict_parts.combine(parts, 0, 2)
+    assert joined["a.hash_keys"].tolist() == [1]
+    assert joined["a.counts"].tolist() == [1, 5]
+    parts[1]["a.hash_keys"][0] = 1
+    assert state_dict_parts.combine(parts, 0, 2)["a.counts"].tolist() == [2, 5]
+
+
 def test_distributed_checkpoint_of_one_process(tmp_path: Path) -> None:
     module, other = trained(make()), trained(make(), 3)
     dcp.save(dict(module.state_dict()), checkpoint_id=tmp_path, no_dist=True)

@@ -236,8 +236,8 @@ def test_prefetched_rows_are_in_memory() -> None:
 def test_prefetch_changes_nothing_of_a_last_tier_that_is_full() -> None:
     states = []
     for ahead in (0, 3):
-        tiers = Tiers(HostRows(64))
-        module = TieredEmbeddingBags(specs((32, 32)), tiers, feature_tables=(0, 1, 0))
+        tiers = Tiers(HostRows(64, seed=0))
+        module = TieredEmbeddingBags(specs((32, 32)), tiers, feature_tables=(0, 1, 0), seed=0)
         for step in range(12):
             for coming in range(step + 1, step + 1 + ahead):
                 module.prefetch(*batch(coming))

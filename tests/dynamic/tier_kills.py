@@ -48,7 +48,8 @@ def tables(*capacities: int) -> list[DynamicSpec]:
 def make(kind: str, directory: Path) -> TieredEmbeddingBags:
     """Opened if it is there."""
     directory.mkdir(exist_ok=True)
-    return TieredEmbeddingBags(tables(96, 64), Tiers(FILES[kind](directory)), optim.Adam(0.01))
+    store = Tiers(FILES[kind](directory))
+    return TieredEmbeddingBags(tables(96, 64), store, optim.Adam(0.01), seed=0)
 
 
 def batch(step: int) -> tuple[Tensor, Tensor]:
@@ -104,7 +105,7 @@ def writer(kind: str, directory: Path, board: Board, last_put: int = 0) -> Calla
 def run(kind: str, directory: Path, seed: int, rounds: int) -> Counter[str]:
     """Kill, open, compare with the same steps in one large table, and go on from there."""
     chance, board, done = random.Random(seed), Board(), Counter[str]()
-    plain = DynamicEmbeddingBags(tables(8192, 8192), optim.Adam(0.01))
+    plain = DynamicEmbeddingBags(tables(8192, 8192), optim.Adam(0.01), seed=0)
     for number in range(rounds):
         board.write(plain.step, 0)
         target = list(Phase)[number % len(Phase)]

@@ -12,7 +12,8 @@ from torch import nn
 
 import emblib
 from emblib import optim, sharding
-from emblib.collections.configs import Plain
+from emblib.collections.configs import Dynamic, Plain
+from emblib.dynamic_specs import Frequency, Sketch
 from emblib.sharding import boxes
 from emblib.sharding.groups_of_ranks import Ranks
 from emblib.specs import Placement, Pooling
@@ -48,6 +49,34 @@ def keeps_what_was_trained(ranks: Ranks, output: str) -> None:
 @pytest.mark.parametrize("output", ["pooled", "sequence"])
 def test_weights_states_and_steps_are_kept(output: str) -> None:
     worlds.run(3, keeps_what_was_trained, output)
+
+
+def hash_keys(ranks: Ranks, plan: str, device: str) -> dict[str, list[int]]:
+    """By table those of the source and of the parts here, with another seed on every rank."""
+    torch.manual_seed(7 + 100 * ranks.rank)
+    configs = tables(SUM, kind=Dynamic(admission=Frequency(2, Sketch(64))))
+    source = emblib.EmbeddingBagCollection(configs, device=device, optimizer=optim.SGD(0.1))
+    sharded = make_sharded(Case(configs, (plan,) * len(configs)), ranks, source)
+    if device == "meta":
+        source.to_empty(device="cpu")
+    found: dict[str, list[int]] = {}
+    for name, handle in source.handles().items():
+        found[name] = [handle.kernel.index.hash_key(handle.index)] if ranks.rank == 0 else []
+    for part in sharded.parts():
+        kernel, table = part.groups.module_of(part.index)
+        sketches = kernel.state_dict()["admission.sketches.hash_keys"].tolist()
+        found[part.table] += [kernel.index.hash_key(table), sketches[table]]
+    return found
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_ranks_hash_the_keys_of_a_table_alike(device: str) -> None:
+    """As the collection of rank 0 did."""
+    for plan in ("tw", "rw"):
+        by_rank = worlds.run(3, hash_keys, plan, device)
+        by_table = {name: {k for found in by_rank for k in found[name]} for name in by_rank[0]}
+        assert all(len(keys) == 1 for keys in by_table.values())
+        assert len(set.union(*by_table.values())) == len(by_table)
 
 
 def first_values(ranks: Ranks, plan: Any) -> dict[str, torch.Tensor]:

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from emblib.dynamic.saving import routing
 
+_HASH_KEYS = "hash_keys"
 _PART = re.compile(r"part_(\d+)_of_(\d+)\.(.*)", re.DOTALL)
 
 
@@ -93,20 +94,37 @@ def combine(parts: Sequence[Mapping[str, Tensor]], rank: int, world_size: int) -
 
     Rows by key are those of the keys it owns. Of other integers, clocks and counts among them, the
     largest is taken, element by element: a count is never less than that of the rank which saw the
-    key. Of floating-point numbers, those of the optimizer, it is the first part's.
+    key. Of floating-point numbers, those of the optimizer, it is the first part's; so it is of hash
+    keys that are not the same in all parts, and of what lies beside them: counts by other hashes
+    have nothing in common.
     """
     joined: dict[str, Tensor] = {}
     by_key = {stem for part in parts for stem in _stems(part)}
+    unlike = _stems_of_unlike_hashes(parts)
     for key in dict.fromkeys(key for part in parts for key in part):
         stem = f"{key.rpartition('.')[0]}."
         found = [part for part in parts if key in part]
         if stem in by_key and all(_is_by_key(part, stem, key) for part in found):
             joined[key] = torch.cat([_owned(part, stem, key, rank, world_size) for part in found])
-        elif found[0][key].dtype.is_floating_point:
+        elif found[0][key].dtype.is_floating_point or stem in unlike:
             joined[key] = found[0][key]
         else:
             joined[key] = _largest(part[key] for part in found)
     return joined
+
+
+def _stems_of_unlike_hashes(parts: Sequence[Mapping[str, Tensor]]) -> set[str]:
+    """Return the beginnings of names beside which parts have different hash keys."""
+    found: dict[str, list[Tensor]] = {}
+    for part in parts:
+        for key, value in part.items():
+            if key.endswith(f".{_HASH_KEYS}"):
+                found.setdefault(key, []).append(value)
+    return {
+        key.removesuffix(_HASH_KEYS)
+        for key, values in found.items()
+        if any(value.tolist() != values[0].tolist() for value in values)
+    }
 
 
 def resized(state: Mapping[str, Any], metadata: Mapping[str, Any]) -> dict[str, Any]:

@@ -67,7 +67,7 @@ class TieredEmbeddingBags(DynamicEmbeddingBags):
         pooling: Pooling = Pooling.SUM,
         feature_tables: Sequence[int] | None = None,
         precision: Precision | None = None,
-        seed: int = 0,
+        seed: int | None = None,
         device: torch.device | str | None = None,
         include_last_offset: bool = True,
     ) -> None:

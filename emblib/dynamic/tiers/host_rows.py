@@ -7,7 +7,7 @@ from torch import Tensor
 
 from emblib.dynamic import arena
 from emblib.dynamic.hash_index import HashIndex
-from emblib.dynamic.keys import hash_key_of
+from emblib.dynamic.keys import hash_keys_of
 from emblib.dynamic.tiers.row_store import BATCH, Found, Rows, StoredTable, check_row
 from emblib.dynamic_specs import DynamicSpec, Eviction
 from emblib.ops import hash as hash_ops
@@ -20,7 +20,7 @@ class HostRows:
 
     What finds its table full displaces the least row by `eviction` (see `Eviction`; STEP and CUSTOM
     rank by score), which leaves for good. Nothing outlives the process. `seed` is that of the hash
-    of keys, see `DynamicEmbeddingBags`.
+    of keys, see `DynamicEmbeddingBags`; None draws one from torch's generator.
     """
 
     def __init__(
@@ -28,9 +28,9 @@ class HostRows:
         capacity: int | Sequence[int],
         eviction: Eviction | str = Eviction.LRU,
         *,
-        seed: int = 0,
+        seed: int | None = None,
     ) -> None:
-        self.seed = check_count("seed", seed, least=0)
+        self.seed = None if seed is None else check_count("seed", seed, least=0)
         self.capacity = (
             check_count("capacity", capacity)
             if isinstance(capacity, int)
@@ -64,9 +64,10 @@ class HostRows:
         order = Eviction.LRU_LFU if scored else self.eviction  # by score, then stamp
         specs = [DynamicSpec(size, 1, eviction=order) for size in sizes]
         self._tables = list(tables)
+        hash_keys = hash_keys_of(self.seed, [table.name for table in tables])
         self._indices = [
-            HashIndex([spec], "cpu", [hash_key_of(self.seed, table.name)])
-            for spec, table in zip(specs, tables, strict=True)
+            HashIndex([spec], "cpu", [hash_key])
+            for spec, hash_key in zip(specs, hash_keys, strict=True)
         ]
         self._values, self._scores = [], []
         for spec, table in zip(specs, tables, strict=True):
