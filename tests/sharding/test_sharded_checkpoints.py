@@ -166,3 +166,37 @@ def test_sequences(rule: str, tmp_path: Path) -> None:
     end = models.sequences(None, rule)
     checkpoints.load(models.state_of(end), tmp_path / "three", ALONE)
     assert_same(start.state_dict(), end.state_dict())
+
+
+EMPTY = {"keyed": ("rows", None), "counted": ("table", 1), "plain": ("rows", None)}
+
+
+def load_empty(ranks: Ranks, path: Path) -> dict[str, Any]:
+    """Load a checkpoint into tables that have keys."""
+    model = models.make(ranks, EMPTY, seed=1)
+    models.train(model, EMPTY, range(3), ranks)
+    checkpoints.load(models.state_of(model), path, ranks)
+    return models.whole(model)
+
+
+def save_empty(ranks: Ranks, path: Path) -> dict[str, Any]:
+    """Save tables before their first step, and load them as they are."""
+    model = models.make(ranks, EMPTY)
+    checkpoints.save(models.state_of(model), path, ranks)
+    checkpoints.load(models.state_of(model), path, ranks)
+    return models.whole(model)
+
+
+def test_dynamic_tables_without_keys(tmp_path: Path) -> None:
+    """From ranks to ranks and to one process, and from there."""
+    saved, *_ = worlds.run(2, save_empty, tmp_path / "ranks")
+    alone = models.source(EMPTY)
+    state = {"model": alone, "optimizer": FusedOptimizer.of(alone)}
+    checkpoints.save(state, tmp_path / "one", ALONE)
+    for path in (tmp_path / "ranks", tmp_path / "one"):
+        checkpoints.load(state, path, ALONE)
+        for world in (1, 2, 3):
+            loaded, *_ = worlds.run(world, load_empty, path)
+            assert_same(saved, loaded)
+    names = [name for name in models.flat(saved) if name.endswith("keyed.keys")]
+    assert [models.flat(saved)[name].shape for name in names] == [(0,)]

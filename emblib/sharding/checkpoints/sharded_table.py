@@ -92,7 +92,12 @@ class ShardedTable(Tensor):
         return torch.empty(0, dtype=self.dtype, device=self.device)
 
     def pieces(self) -> list[tuple[tuple[int, ...], Tensor]]:
-        """Offsets and values of what this rank has, cut into pieces; without empty ones."""
+        """Offsets and values of what this rank has, cut into pieces; without empty ones.
+
+        A tensor without values has one empty piece, since metadata knows a tensor by its pieces.
+        """
+        if 0 in self.size():
+            return [((0,) * self.dim(), self.parts[0])] if 0 in self.parts else []
         return [
             (offsets, self.parts[i][start - self.boxes[i].rows[0] :][: sizes[0]])
             for i in self.parts

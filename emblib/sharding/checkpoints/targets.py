@@ -70,7 +70,7 @@ class RowStateTarget(Target):
             for i, span in enumerate(self._spans)
             if rows[0] <= span[0] and span[1] <= rows[1]
         ]
-        whole = torch.cat(found) if found else torch.empty(0)
+        whole = torch.cat(found) if found else torch.empty(0, self._width)
         if self._cuts is None:
             return whole.view(-1)
         return row_states.averaged(whole, self._cuts, columns or (0, self._cuts[-1]))
