@@ -1,13 +1,16 @@
 """Directories of checkpoints, saves in the background, single files, and what errors tell."""
 
 import copy
+import errno
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -15,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from emblib.sharding import checkpoints
 from emblib.sharding.boxes import Box
 from emblib.sharding.checkpoints import CheckpointError, RowStates, ShardedTable, sharded_table
+from emblib.sharding.checkpoints.checksums import SummingStream
 from emblib.sharding.checkpoints.row_states import averaged
 from emblib.sharding.groups_of_ranks import Ranks
 from tests.sharding import checkpoint_kills, worlds
@@ -77,6 +81,28 @@ def test_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = {"t": spread(torch.zeros(10, 4), HALVES, ALONE)}
     checkpoints.load(found, tmp_path, ALONE)
     assert_is(found["t"], numbers(10, 4))
+
+
+@pytest.mark.parametrize("boxes", [1, 2])
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_tables_without_rows(boxes: int, tmp_path: Path) -> None:
+    """They are in the metadata, as tensors without rows are, and torch loads them."""
+    tables = [Box(0, (0, 0), (2 * i, 2 * i + 2)) for i in range(boxes)]
+    table = spread(torch.zeros(0, 2 * boxes), tables, ALONE)
+    states = RowStates(
+        (0, boxes),
+        [Box(0, (0, 0), (i, i + 1)) for i in range(boxes)],
+        {i: torch.zeros(0, 1) for i in range(boxes)},
+        ALONE,
+        torch.float32,
+    )
+    states.cuts = tuple(range(0, 2 * boxes + 1, 2))
+    checkpoints.save({"t": table, "s": states, "u": numbers(2)}, tmp_path, ALONE)
+    found = {"t": spread(torch.zeros(0, 2 * boxes), tables[::-1], ALONE), "u": torch.zeros(2)}
+    checkpoints.load({**found, "s": states}, tmp_path, ALONE)
+    assert torch.equal(found["u"], numbers(2))
+    checkpoints.load({"t": torch.zeros(0, 2 * boxes), "s": torch.zeros(0)}, tmp_path, ALONE)
+    dcp.load({"t": torch.zeros(0, 2 * boxes)}, checkpoint_id=tmp_path, no_dist=True)
 
 
 def test_other_tables_are_told_before_anything_is_read(tmp_path: Path) -> None:
@@ -212,6 +238,42 @@ def test_saves_in_the_background_tell_of_failures(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no directory")
     for told in worlds.run(2, fail_in_background, tmp_path):
         assert "Error" in told
+
+
+def fail_on_rank_1(ranks: Ranks, path: Path) -> list[str]:
+    """Save while the disk of rank 1 is full, at once and in the background."""
+    state = {
+        "a": spread(numbers(4, 4), [Box(r, (r * 2, r * 2 + 2), (0, 4)) for r in (0, 1)], ranks)
+    }
+    checkpoints.save(state, path, ranks)
+    told = []
+    with pytest.MonkeyPatch.context() as patch:
+        if ranks.rank == 1:
+            full = OSError(errno.ENOSPC, "No space left on device")
+            patch.setattr(SummingStream, "write", mock.Mock(side_effect=full))
+        for save in (
+            lambda: checkpoints.save(state, path, ranks),
+            lambda: checkpoints.async_save(state, path, ranks).result(),
+        ):
+            try:
+                save()
+            except Exception as error:  # as a training loop does
+                told.append(f"{type(error).__name__}: {error}")
+    checkpoints.load(state, path, ranks)
+    checkpoints.save(state, path, ranks)
+    return told
+
+
+def test_failures_of_a_rank_are_errors_of_all(tmp_path: Path) -> None:
+    message = "CheckpointError: OSError: [Errno 28] No space left on device"
+    assert worlds.run(2, fail_on_rank_1, tmp_path) == [[message] * 2] * 2
+
+
+def test_interrupts_stay_what_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch wraps them, in what no `except Exception` catches."""
+    monkeypatch.setattr(SummingStream, "write", mock.Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(CheckpointException):
+        checkpoints.save({"a": numbers(3)}, tmp_path, ALONE)
 
 
 def export(ranks: Ranks, path: Path) -> Tensor | None:

@@ -17,13 +17,15 @@ from emblib.sharding.checkpoints.state_trees import CheckpointError
 
 VERSION = 1
 BLOCK_BYTES = 1 << 22
+# Torch reads the end of an item, then its beginning: an item that spans two blocks needs both.
+_RECENT_BLOCKS = 4
 _FORMAT = "emblib.checkpoint"
 # The last byte differs by two bits from that of a pickle, so that one flipped bit does not turn a
 # footer into metadata without one.
 _MAGIC = b"emblib \n"
 _TAIL = struct.Struct("<QI8s")  # bytes of the JSON text, CRC-32 of all before it, magic
 _END_OF_PICKLE = b"."
-_WAY_OUT = "load another checkpoint, e.g. an older one"
+WAY_OUT = "load another checkpoint, e.g. an older one"
 
 
 @dataclass
@@ -56,12 +58,26 @@ def split(data: bytes, path: Path) -> tuple[bytes, dict[str, FileSums] | None]:
     if data.endswith(_END_OF_PICKLE):
         return data, None
     if not data.endswith(_MAGIC) or len(data) < _TAIL.size:
-        raise CheckpointError(f"{path} is damaged: its end is missing; {_WAY_OUT}")
+        raise CheckpointError(f"{path} is damaged: its end is missing; {WAY_OUT}")
     length, crc, _ = _TAIL.unpack(data[-_TAIL.size :])
     if zlib.crc32(memoryview(data)[: 8 - _TAIL.size]) != crc:
-        raise CheckpointError(f"{path} is damaged: its checksum is wrong; {_WAY_OUT}")
+        raise CheckpointError(f"{path} is damaged: its checksum is wrong; {WAY_OUT}")
     start = len(data) - _TAIL.size - length
-    content: dict[str, Any] = json.loads(data[start : -_TAIL.size])
+    try:
+        if start < 0:
+            raise ValueError(f"it has {length} bytes")
+        return data[:start], _files(json.loads(data[start : -_TAIL.size]), path)
+    except CheckpointError:
+        raise
+    except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"{path} is damaged: what follows its metadata cannot be read "
+            f"({type(error).__name__}: {error}); {WAY_OUT}"
+        ) from error
+
+
+def _files(content: dict[str, Any], path: Path) -> dict[str, FileSums]:
+    """Return the sums of the files that a footer has; raise errors of any kind for no footer."""
     if (content["format"], content["version"]) != (_FORMAT, VERSION):
         raise CheckpointError(
             f"{path} is of {content['format']} version {content['version']}, this emblib reads "
@@ -72,7 +88,14 @@ def split(data: bytes, path: Path) -> tuple[bytes, dict[str, FileSums] | None]:
             f"{path} has checksums of blocks of {content['block_bytes']} bytes, this emblib reads "
             f"{BLOCK_BYTES}: load it with the emblib that saved it"
         )
-    return data[:start], {name: FileSums(**sums) for name, sums in content["files"].items()}
+    files = {name: FileSums(**sums) for name, sums in content["files"].items()}
+    for name, sums in files.items():
+        numbers = [sums.nbytes, *sums.crc32]
+        if any(type(number) is not int or number < 0 for number in numbers):
+            raise ValueError(f"sums of {name} are no numbers")
+        if len(sums.crc32) != -(-sums.nbytes // BLOCK_BYTES):
+            raise ValueError(f"{name} has {sums.nbytes} bytes and {len(sums.crc32)} checksums")
+    return files
 
 
 class SummingStream:
@@ -107,11 +130,11 @@ class CheckedStream(io.RawIOBase):
         super().__init__()
         self._file, self._path, self._sums = file, path, sums
         self._at = 0
-        self._number, self._block = -1, memoryview(b"")
+        self._blocks: dict[int, memoryview] = {}  # by number, the last one read at the end
         size = file.seek(0, io.SEEK_END)
         if size != sums.nbytes:
             raise CheckpointError(
-                f"{path} is damaged: it has {size} bytes, {sums.nbytes} were saved; {_WAY_OUT}"
+                f"{path} is damaged: it has {size} bytes, {sums.nbytes} were saved; {WAY_OUT}"
             )
 
     def readable(self) -> bool:
@@ -149,14 +172,18 @@ class CheckedStream(io.RawIOBase):
         return done
 
     def _checked(self, number: int) -> memoryview:
-        if number != self._number:
+        """Return a block, which is read and compared unless it is among the last ones."""
+        block = self._blocks.pop(number, None)
+        if block is None:
             start = number * BLOCK_BYTES
             self._file.seek(start)
-            data = self._file.read(BLOCK_BYTES)
-            if zlib.crc32(data) != self._sums.crc32[number]:
+            block = memoryview(self._file.read(BLOCK_BYTES))
+            if zlib.crc32(block) != self._sums.crc32[number]:
                 raise CheckpointError(
-                    f"{self._path} is damaged: bytes {start} to {start + len(data)} have another "
-                    f"checksum than when they were saved; {_WAY_OUT}"
+                    f"{self._path} is damaged: bytes {start} to {start + len(block)} have another "
+                    f"checksum than when they were saved; {WAY_OUT}"
                 )
-            self._number, self._block = number, memoryview(data)
-        return self._block
+            if len(self._blocks) == _RECENT_BLOCKS:
+                del self._blocks[next(iter(self._blocks))]
+        self._blocks[number] = block
+        return block

@@ -4,7 +4,7 @@ The format is that of torch.distributed.checkpoint: files that its metadata name
 gives its files names of their own, so that an older checkpoint in the directory stands until the
 new metadata is renamed into the place of the old; then files that no metadata names are deleted.
 The file of the metadata also has checksums of all files (`checksums.py`), and it is unpickled
-without running what it names (`unpickling.py`).
+without running what it names (`unpickling.py`), as are values that are no tensors (`values.py`).
 """
 
 import contextlib
@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from emblib.sharding.checkpoints import checksums, unpickling
+from emblib.sharding.checkpoints import checksums, unpickling, values
 from emblib.sharding.checkpoints.checksums import CheckedStream, FileSums, SummingStream
 from emblib.sharding.checkpoints.state_trees import CheckpointError
 from emblib.sharding.groups_of_ranks import Ranks
@@ -153,6 +153,33 @@ class Reader(dcp.FileSystemReader):
         self.metadata = unpickling.read_metadata(pickled, file)
         self.has_checksums = sums is not None
         self.fs = _CheckedFiles(sums)
+        self._check_extents(sums)
+
+    def _check_extents(self, sums: dict[str, FileSums] | None) -> None:
+        """Raise CheckpointError if the metadata places something beyond the end of a file."""
+        ends: dict[str, int] = {}
+        for info in self.metadata.storage_data.values():
+            end = info.offset + info.length
+            ends[info.relative_path] = max(end, ends.get(info.relative_path, 0))
+        for name, end in ends.items():
+            path = Path(self.path) / name
+            if sums is not None:
+                size = sums[name].nbytes if name in sums else -1
+            elif path.is_file():
+                size = path.stat().st_size
+            else:
+                continue  # told when it is read
+            if end > size:
+                raise CheckpointError(
+                    f"{Path(self.path) / METADATA} is damaged: it places something at the bytes "
+                    f"up to {end} of {name}, which has {max(size, 0)}; {checksums.WAY_OUT}"
+                )
+
+    def read_data(self, plan: dcp.LoadPlan, planner: dcp.LoadPlanner) -> Future[None]:
+        """Read in the order of the file, so that each block is read and compared once."""
+        stored = self.metadata.storage_data
+        items = sorted(plan.items, key=lambda item: stored[item.storage_index].offset)
+        return super().read_data(dataclasses.replace(plan, items=items), planner)
 
     def read_metadata(self, *args: Any, **options: Any) -> Metadata:
         """Return what the checkpoint holds."""
@@ -169,12 +196,16 @@ class _Planner(dcp.DefaultLoadPlanner):
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Put one value into the state dict."""
         name = read_item.dest_index.fqn
-        self.original_state_dict[name] = unpickling.read_value(value, name, self._path)
+        self.original_state_dict[name] = values.read_value(value, name, self._path)
 
 
 def write(state: dict[str, Any], path: Path, ranks: Ranks) -> None:
-    """Save a nested state dict; all ranks call this."""
-    with _quiet():
+    """Save a nested state dict; all ranks call this.
+
+    Raises:
+        CheckpointError: a rank failed, e.g. as its disk is full.
+    """
+    with _quiet(), _errors_of_ranks():
         dcp.save(
             state,
             storage_writer=Writer(path),
@@ -189,22 +220,34 @@ def read(state: dict[str, Any], reader: Reader, ranks: Ranks) -> None:
     Raises:
         CheckpointError: what is read is damaged, or a value names classes that are not admitted.
     """
-    with _quiet():
-        try:
-            dcp.load(
-                state,
-                storage_reader=reader,
-                planner=_Planner(Path(reader.path)),
-                process_group=ranks.group,
-                no_dist=ranks.group is None,
-            )
-        except CheckpointException as error:
-            told = [
-                str(failure) if isinstance(failure, CheckpointError) else
-                f"{type(failure).__name__}: {failure}"
-                for failure, _ in error.failures.values()
-            ]  # fmt: skip
-            raise CheckpointError("; ".join(dict.fromkeys(told))) from error
+    with _quiet(), _errors_of_ranks():
+        dcp.load(
+            state,
+            storage_reader=reader,
+            planner=_Planner(Path(reader.path)),
+            process_group=ranks.group,
+            no_dist=ranks.group is None,
+        )
+
+
+@contextlib.contextmanager
+def _errors_of_ranks() -> Iterator[None]:
+    """Raise CheckpointError for torch's CheckpointException, which `except Exception` lets pass.
+
+    Torch wraps interrupts of the user, too; these stay what they are.
+    """
+    try:
+        yield
+    except CheckpointException as error:
+        failures = [failure for failure, _ in error.failures.values()]
+        if not all(isinstance(failure, Exception) for failure in failures):
+            raise
+        said = [
+            str(failure) if isinstance(failure, CheckpointError) else
+            f"{type(failure).__name__}: {failure}"
+            for failure in failures
+        ]  # fmt: skip
+        raise CheckpointError("; ".join(dict.fromkeys(said))) from error
 
 
 @contextlib.contextmanager

@@ -151,6 +151,7 @@ def is_keyed(name: str, saved: Mapping[str, Any]) -> bool:
     rows = getattr(saved[name], "size", None)
     return (
         keys is not None
+        and hasattr(keys, "properties")
         and name.rpartition(".")[2] != _NOT_BY_KEY
         and rows is not None
         and len(keys.size) == 1

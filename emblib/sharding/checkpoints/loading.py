@@ -1,9 +1,10 @@
 """Loading nested state dicts, whatever plan and number of ranks saved them."""
 
+import itertools
 import json
 import re
 import warnings
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterable, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
 
@@ -123,10 +124,10 @@ class _Loading:
         self._add_what_optimizers_begin_with_later(metadata.planner_data or {})
         self.cuts: dict[str, tuple[int, ...]] = {}
         if NOTES in self.saved:
+            self._check_whole([NOTES])
             notes = {NOTES: torch.empty(self.saved[NOTES].size, dtype=torch.uint8)}
             read(notes, self.reader, Ranks.single())
-            told = json.loads(bytes(notes[NOTES].tolist()))
-            self.cuts = {name: tuple(cuts) for name, cuts in told["cuts"].items()}
+            self.cuts = self._cuts(bytes(notes[NOTES].flatten().tolist()))
         every = self._checked_layouts(self._without_new_hash_keys(list(leaves(self.tree))))
         missing = sorted(leaf.name for leaf in every if leaf.name not in self.saved)
         if missing and strict:
@@ -137,6 +138,39 @@ class _Loading:
             )
         self.leaves = [leaf for leaf in every if leaf.name in self.saved]
         self._check_sizes()
+
+    def _check_whole(self, names: Iterable[str]) -> None:
+        """Raise CheckpointError unless the chunks of tensors fill them.
+
+        The metadata says how much memory to make for these, and files have what chunks have.
+        """
+        from emblib.sharding.checkpoints.unpickling import is_whole
+
+        lacking = sorted(name for name in names if not is_whole(self.saved[name]))
+        if lacking:
+            raise CheckpointError(
+                f"{self.path} is damaged: it does not have all of {', '.join(lacking[:5])}; load "
+                "another checkpoint, e.g. an older one"
+            )
+
+    def _cuts(self, notes: bytes) -> dict[str, tuple[int, ...]]:
+        """Return where tables are cut, by the names of their states."""
+        try:
+            cuts = {name: tuple(edges) for name, edges in json.loads(notes)["cuts"].items()}
+            for name, edges in cuts.items():
+                if any(type(edge) is not int for edge in edges) or edges[:1] != (0,):
+                    raise ValueError(f"cuts of {name} are {edges}")
+                if any(start >= end for start, end in itertools.pairwise(edges)):
+                    raise ValueError(f"cuts of {name} are {edges}")
+                size = tuple(getattr(self.saved.get(name), "size", ()))
+                if len(size) != 2 or size[1] != len(edges) - 1:
+                    raise ValueError(f"cuts of {name}, of the size {size}, are {edges}")
+        except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"{self.path}: the entry {NOTES!r} is no note of emblib.sharding.checkpoints "
+                f"({type(error).__name__}: {error})"
+            ) from error
+        return cuts
 
     def _add_what_optimizers_begin_with_later(self, paths: Mapping[str, tuple[Any, ...]]) -> None:
         """Room for states that a `torch.optim` optimizer has from its first step on."""
@@ -149,11 +183,24 @@ class _Loading:
             for name, steps in paths.items():
                 if name in held or steps[:2] != (key, "state") or len(steps) != 4:
                     continue
+                if name not in self.saved:
+                    continue
                 # Numbers of parameters are text in a checkpoint.
                 own = {str(known): known for known in parameters}
                 parameter = own.get(steps[2], steps[2])
-                room = _room_of_state(parameters.get(parameter), self.saved[name])
+                room = self._room_of_state(parameters.get(parameter), name)
                 states.setdefault(parameter, {})[steps[3]] = room
+
+    def _room_of_state(self, parameter: Tensor | None, name: str) -> Tensor | None:
+        """Room for a state, spread as its parameter is if of its size; None for no tensor."""
+        saved = self.saved[name]
+        if not hasattr(saved, "properties"):
+            return None
+        dtype = saved.properties.dtype
+        if parameter is not None and parameter.size() == saved.size:
+            return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+        self._check_whole([name])
+        return torch.empty(saved.size, dtype=dtype)
 
     def _without_new_hash_keys(self, every: list[Leaf]) -> list[Leaf]:
         """Return the leaves, without hash keys of sketches where a checkpoint has only counters.
@@ -179,11 +226,9 @@ class _Loading:
         from emblib.sharding.checkpoints.files import read
 
         layouts = {leaf.name: leaf for leaf in every if _is_layout(leaf)}
-        found = {
-            name: torch.empty(self.saved[name].size, dtype=torch.int64)
-            for name in layouts
-            if hasattr(self.saved.get(name), "properties")
-        }
+        known = [name for name in layouts if hasattr(self.saved.get(name), "properties")]
+        self._check_whole(known)
+        found = {name: torch.empty(self.saved[name].size, dtype=torch.int64) for name in known}
         if found:
             read(found, self.reader, Ranks.single())
         # Older checkpoints have cores without one.
@@ -208,6 +253,7 @@ class _Loading:
 
     def _check_sizes(self) -> None:
         wrong = []
+        self._check_whole(leaf.name for leaf in self.leaves if is_keyed(leaf.name, self.saved))
         for leaf in self.leaves:
             size, value = self._size(leaf), leaf.value
             if size is None:
@@ -274,16 +320,6 @@ def _parameters(optimizer: Any) -> dict[Any, Tensor]:
     if isinstance(named, dict):
         return named
     return dict(enumerate(p for group in optimizer.param_groups for p in group["params"]))
-
-
-def _room_of_state(parameter: Tensor | None, saved: Any) -> Tensor | None:
-    """Room for a state, spread as its parameter is if of its size; None for what is no tensor."""
-    if not hasattr(saved, "properties"):
-        return None
-    dtype = saved.properties.dtype
-    if parameter is not None and parameter.size() == saved.size:
-        return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
-    return torch.empty(saved.size, dtype=dtype)
 
 
 def _room(value: KeyedRows, size: torch.Size, spans: Mapping[int, tuple[int, int]]) -> KeyedRows:

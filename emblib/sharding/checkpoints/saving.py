@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from emblib.sharding.checkpoints import unpickling
 from emblib.sharding.checkpoints.gathering import whole_state
 from emblib.sharding.checkpoints.sharded_table import KeyedRows, RowStates, ShardedTable
 from emblib.sharding.checkpoints.state_trees import agreed, leaves, mapped, resolved
+from emblib.sharding.checkpoints.values import checked_values
 from emblib.sharding.groups_of_ranks import Ranks, subgroup
 from emblib.tables.files import save_archive, saving
 
@@ -32,12 +32,14 @@ def save(state: Mapping[str, Any], path: str | Path, ranks: Group = None) -> Non
 
     Args:
         state: modules, optimizers, nested state dicts of tensors, and small values, by name:
-            numbers, text, and whatever else `torch.load` admits by itself.
+            numbers, text, and whatever else `torch.load` admits by itself. Numpy's scalars become
+            Python's numbers.
         path: made if it is not there; on a file system that all ranks share.
         ranks: who saves; by default all processes, or this one alone.
 
     Raises:
         TypeError: a value would not be loaded, as it needs a class that may run code.
+        CheckpointError: a rank could not write, e.g. to a full disk; `path` holds what it held.
     """
     from emblib.sharding.checkpoints.files import write
 
@@ -69,19 +71,13 @@ def export(state: Mapping[str, Any], path: str | Path, ranks: Group = None) -> N
     without. Unsharded modules load what is in it, and so do sharded ones.
     """
     ranks = Ranks.of(ranks)
-    whole = whole_state(agreed(ranks, lambda: _checked(resolved(state))), ranks)
+    whole = whole_state(agreed(ranks, lambda: checked_values(resolved(state))), ranks)
     agreed(ranks, lambda: _write_file(whole, Path(path)) if ranks.rank == 0 else None)
 
 
-def _checked(content: dict[str, Any]) -> dict[str, Any]:
-    """Return the content, unless it has a value that could not be loaded."""
-    unpickling.check_values(content)
-    return content
-
-
 def _with_notes(content: dict[str, Any]) -> dict[str, Any]:
-    """The content, and where the tables are cut whose states go by columns."""
-    _checked(content)
+    """Return the content, checked, and where the tables are cut whose states go by columns."""
+    content = checked_values(content)
     if NOTES in content:
         raise ValueError(
             f"{NOTES!r} is the name of what a checkpoint tells of itself: take another"

@@ -1,19 +1,32 @@
-"""Reading the pickles of a checkpoint without running what they name.
+"""Reading the metadata of a checkpoint, a pickle, without running what it names.
 
-The metadata of torch.distributed.checkpoint is a pickle, and so is every value that is no tensor.
-Only the classes that these need are admitted; a file that names anything else is refused.
+Only the names of the classes that metadata needs are admitted, and the pickle gets stand-ins of
+them: opcodes may set attributes of whatever they reach, a class or a function included. Real
+metadata is then made from the stand-ins, field by field.
 """
 
+import copyreg
 import io
+import math
 import pickle
-from collections.abc import Callable, Mapping
-from pathlib import Path, PurePath
-from typing import Any
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
 
 import torch
-from torch import Tensor
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
-from emblib.sharding.checkpoints.state_trees import CheckpointError, leaves
+from emblib.sharding.checkpoints.state_trees import CheckpointError
+
+T = TypeVar("T")
 
 _CHECKPOINT = "torch.distributed.checkpoint"
 _ADMITTED = {
@@ -31,30 +44,24 @@ _ADMITTED = {
     "torch": {"Size"},
     "torch.serialization": {"_get_layout"},
 }
+_MAX_COUNT = (1 << 63) - 1
 _PATHS = {"pathlib", "pathlib._local"}
-_PLAIN = {bool, float, int, str, type(None)}
 _DAMAGE = (
     pickle.UnpicklingError, ArithmeticError, AttributeError, EOFError, LookupError, MemoryError,
     RuntimeError, TypeError, ValueError,
 )  # fmt: skip
 
 
-def read_metadata(data: bytes, path: Path) -> Any:
+def read_metadata(data: bytes, path: Path) -> Metadata:
     """Return the metadata of torch.distributed.checkpoint that `data`, of the file `path`, holds.
 
     Raises:
         CheckpointError: the pickle names a class or function that metadata does not need, or is no
             metadata.
     """
-    from torch.distributed.checkpoint.filesystem import _StorageInfo
-    from torch.distributed.checkpoint.metadata import (
-        BytesStorageMetadata,
-        Metadata,
-        TensorStorageMetadata,
-    )
-
     try:
-        metadata = _MetadataUnpickler(data, path).load()
+        copyreg.clear_extension_cache()  # its entries would be used without `find_class`
+        return _metadata(_MetadataUnpickler(data, path).load())
     except CheckpointError:
         raise
     except _DAMAGE as error:
@@ -62,36 +69,55 @@ def read_metadata(data: bytes, path: Path) -> Any:
             f"{path} is damaged: it cannot be read ({type(error).__name__}: {error}); load another "
             "checkpoint, e.g. an older one"
         ) from error
-    kinds = (BytesStorageMetadata, TensorStorageMetadata)
-    if not (
-        isinstance(metadata, Metadata)
-        and all(isinstance(value, kinds) for value in metadata.state_dict_metadata.values())
-        and all(isinstance(value, _StorageInfo) for value in metadata.storage_data.values())
-    ):
-        raise CheckpointError(f"{path} is no metadata of torch.distributed.checkpoint")
-    for info in metadata.storage_data.values():
-        if PurePath(info.relative_path).name != info.relative_path:
-            raise CheckpointError(
-                f"{path} names the file {info.relative_path!r}; all files of a checkpoint are in "
-                "its directory: load only checkpoints of those you trust"
-            )
-    return metadata
+
+
+class _StandIn:
+    """An instance of a class, or a result of a function, that metadata names.
+
+    It keeps the arguments and the state that the pickle gives it. The subclass of a name is made
+    for one load.
+    """
+
+    __slots__ = ("arguments", "state")
+    name: ClassVar[str]
+    arguments: tuple[Any, ...]
+    state: Any
+
+    def __new__(cls, *arguments: Any) -> "_StandIn":
+        """Keep the arguments."""
+        made = super().__new__(cls)
+        made.arguments, made.state = arguments, {}
+        return made
+
+    def __setstate__(self, *states: Any) -> None:
+        """Keep the state.
+
+        Raises:
+            UnpicklingError: it is the state of the class itself.
+        """
+        if len(states) != 1:
+            raise pickle.UnpicklingError("it sets attributes of a class")
+        (self.state,) = states
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """Admits what metadata of torch.distributed.checkpoint is made of, and nothing else."""
+    """Admits the names in metadata of torch.distributed.checkpoint, and gives stand-ins for them.
+
+    Data types are the only real objects; they have no attributes that can be set.
+    """
 
     def __init__(self, data: bytes, path: Path) -> None:
         super().__init__(io.BytesIO(data))
         self._path = path
+        self._made: dict[str, type[_StandIn]] = {}
 
     def find_class(self, module: str, name: str) -> Any:
-        if name in _ADMITTED.get(module, ()):
-            return super().find_class(module, name)
+        if name in _ADMITTED.get(module, ()) or (module in _PATHS and name.endswith("Path")):
+            if name not in self._made:
+                self._made[name] = type(name, (_StandIn,), {"__slots__": (), "name": name})
+            return self._made[name]
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
-        if module in _PATHS and name.endswith("Path"):
-            return _joined_path  # where the checkpoint was saved, of which nothing depends
         raise CheckpointError(
             f"{self._path} names {module}.{name}, which metadata of a checkpoint does not need and "
             "which may run code, so it is not loaded: load only checkpoints of those you trust; "
@@ -99,51 +125,119 @@ class _MetadataUnpickler(pickle.Unpickler):
         )
 
 
-def _joined_path(*parts: str) -> str:
-    return str(PurePath(*parts))
+# From stand-ins to metadata. Fields that this version of torch does not know, and those on which
+# loading does not depend, are left out.
 
 
-def read_value(data: io.BytesIO, name: str, path: Path) -> Any:
-    """Return the value called `name` that is no tensor, of the checkpoint `path`.
-
-    Raises:
-        CheckpointError: it needs a class that `torch.load` does not admit by itself.
-    """
-    try:
-        return torch.load(data, weights_only=True)
-    except Exception as error:  # whatever the reader of torch comes across
-        if unsafe := _unsafe(data):
-            raise CheckpointError(
-                f"{path}: {name} is not loaded: it names {unsafe}, which may run code; if you "
-                "trust the checkpoint, call torch.serialization.add_safe_globals first"
-            ) from error
-        said = str(error).partition("\n")[0]
-        raise CheckpointError(f"{path}: {name} is damaged: {said}") from error
-
-
-def check_values(state: Mapping[str, Any]) -> None:
-    """Raise TypeError for a value that could be saved, and then not be loaded."""
-    for leaf in leaves(dict(state)):
-        if isinstance(leaf.value, Tensor) or type(leaf.value) in _PLAIN:
-            continue
-        data = io.BytesIO()
-        torch.save(leaf.value, data)
-        try:
-            torch.load(io.BytesIO(data.getvalue()), weights_only=True)
-        except pickle.UnpicklingError as error:
-            raise TypeError(
-                f"values of a checkpoint must be tensors, numbers, text, or lists and dicts of "
-                f"these, since loading others may run code; {leaf.name} is a "
-                f"{type(leaf.value).__name__} and needs {_unsafe(data) or 'more than that'}: save "
-                "what it is made of, or call torch.serialization.add_safe_globals before saving "
-                "and loading"
-            ) from error
+def _metadata(value: Any) -> Metadata:
+    fields = _fields(value, "Metadata")
+    storage = {
+        _index(key): _storage_info(info)
+        for key, info in _of_type(dict, fields["storage_data"], "storage_data").items()
+    }
+    tree = _of_type(dict, fields["state_dict_metadata"], "state_dict_metadata")
+    entries = {
+        _of_type(str, name, "the name of an entry"): _entry(name, entry, storage)
+        for name, entry in tree.items()
+    }
+    # A planner of another library may keep what it likes there.
+    found = fields.get("planner_data")
+    paths = {
+        name: steps
+        for name, steps in (found.items() if type(found) is dict else ())
+        if type(name) is str and type(steps) is tuple
+        if all(type(step) in (int, str) for step in steps)
+    }
+    return Metadata(entries, paths, storage)
 
 
-def _unsafe(data: io.BytesIO) -> str:
-    """Return the classes and functions of a saved value that `torch.load` does not admit."""
-    find: Callable[..., list[str]] = torch.serialization.get_unsafe_globals_in_checkpoint
-    try:
-        return ", ".join(sorted(find(io.BytesIO(data.getvalue()))))
-    except Exception:  # it is damaged beyond that
-        return ""
+def _entry(
+    name: str, value: Any, storage: Mapping[MetadataIndex, _StorageInfo]
+) -> BytesStorageMetadata | TensorStorageMetadata:
+    if getattr(type(value), "name", None) == "BytesStorageMetadata":
+        if MetadataIndex(name) not in storage:
+            raise ValueError(f"it does not say where {name} is")
+        return BytesStorageMetadata()
+    fields = _fields(value, "TensorStorageMetadata")
+    properties = getattr(_stand_in(fields["properties"], "TensorProperties"), "state", None)
+    dtype = properties["dtype"] if type(properties) is dict else properties[0]  # type: ignore[index]
+    dtype = _of_type(torch.dtype, dtype, "the dtype of a tensor")
+    size = _size(fields["size"])
+    chunks = [_chunk(chunk) for chunk in _of_type(list, fields["chunks"], "chunks")]
+    for chunk in chunks:
+        if not len(size) == len(chunk.offsets) == len(chunk.sizes) or any(
+            offset + length > whole
+            for offset, length, whole in zip(chunk.offsets, chunk.sizes, size, strict=True)
+        ):
+            raise ValueError(f"{name} of {tuple(size)} has the chunk {chunk}")
+        info = storage.get(MetadataIndex(name, chunk.offsets))
+        if info is None:
+            raise ValueError(f"it does not say where the chunk {chunk} of {name} is")
+        nbytes = math.prod(chunk.sizes) * dtype.itemsize
+        if not info.transform_descriptors and nbytes > info.length:
+            raise ValueError(f"{name} has {nbytes} bytes in {info.length} bytes of a file")
+    return TensorStorageMetadata(TensorProperties(dtype), size, chunks)
+
+
+def _chunk(value: Any) -> ChunkStorageMetadata:
+    fields = _fields(value, "ChunkStorageMetadata")
+    return ChunkStorageMetadata(_size(fields["offsets"]), _size(fields["sizes"]))
+
+
+def _index(value: Any) -> MetadataIndex:
+    fields = _fields(value, "MetadataIndex")
+    offset = fields.get("offset")
+    name = _of_type(str, fields["fqn"], "the name of an entry")
+    return MetadataIndex(name, None if offset is None else _size(offset))
+
+
+def _storage_info(value: Any) -> _StorageInfo:
+    fields = _fields(value, "_StorageInfo")
+    name = _of_type(str, fields["relative_path"], "the name of a file")
+    if "/" in name or "\\" in name or name in ("", ".", ".."):
+        raise ValueError(
+            f"it names the file {name!r}, but all files of a checkpoint are in its directory: load "
+            "only checkpoints of those you trust"
+        )
+    transforms = fields.get("transform_descriptors") or ()
+    if type(transforms) not in (list, tuple) or any(type(item) is not str for item in transforms):
+        raise ValueError(f"transform_descriptors of {name} are no names")
+    where = _count(fields["offset"], "the offset"), _count(fields["length"], "the length")
+    return _StorageInfo(name, *where, tuple(transforms) or None)
+
+
+def _size(value: Any) -> torch.Size:
+    arguments = _stand_in(value, "Size").arguments
+    numbers = _of_type(tuple, arguments[0] if arguments else (), "a size")
+    for number in numbers:
+        _count(number, "a size")
+    return torch.Size(numbers)
+
+
+def _count(value: Any, what: str) -> int:
+    if type(value) is not int or not 0 <= value <= _MAX_COUNT:
+        raise ValueError(f"{what} is {value!r}")
+    return value
+
+
+def _stand_in(value: Any, name: str) -> _StandIn:
+    if not isinstance(value, _StandIn) or value.name != name:
+        raise TypeError(f"it has a {type(value).__name__} in the place of a {name}")
+    return value
+
+
+def _fields(value: Any, name: str) -> dict[str, Any]:
+    return _of_type(dict, _stand_in(value, name).state, name)
+
+
+def _of_type(kind: type[T], value: Any, what: str) -> T:
+    if type(value) is not kind:
+        raise TypeError(f"{what} must be a {kind.__name__}, got a {type(value).__name__}")
+    return value
+
+
+def is_whole(entry: Any) -> bool:
+    """Whether `entry` of metadata is a tensor that its chunks fill: memory can be made for it."""
+    return isinstance(entry, TensorStorageMetadata) and (
+        sum(math.prod(chunk.sizes) for chunk in entry.chunks) == math.prod(entry.size)
+    )

@@ -1,0 +1,135 @@
+"""Values of a checkpoint that are no tensors: which are saved, and how they are read.
+
+Each is a pickle of `torch.save`, read as `torch.load(weights_only=True)` does, which runs nothing
+that it names.
+"""
+
+import io
+import pickle
+import struct
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from emblib.sharding.checkpoints.state_trees import CheckpointError, leaves, mapped
+
+_PLAIN = {bool, float, int, str, type(None)}
+# The library does without numpy, so its classes are known by their names.
+_NUMPY_SCALARS = {"bool", "bool_", "number", "str_", "bytes_"}
+_NUMPY_CODES = {
+    "b1": "?", "i1": "b", "i2": "h", "i4": "i", "i8": "q",
+    "u1": "B", "u2": "H", "u4": "I", "u8": "Q",
+    "f2": "e", "f4": "f", "f8": "d", "c8": "ff", "c16": "dd",
+}  # fmt: skip
+
+
+def read_value(data: io.BytesIO, name: str, path: Path) -> Any:
+    """Return the value called `name` that is no tensor, of the checkpoint `path`.
+
+    Numpy's numbers, which an earlier emblib saved, become Python's.
+
+    Raises:
+        CheckpointError: it needs a class that `torch.load` does not admit by itself.
+    """
+    try:
+        return torch.load(data, weights_only=True)
+    except Exception as error:  # whatever the reader of torch comes across
+        unsafe = _unsafe(data)
+        cause = error
+        if unsafe and unsafe <= _NUMPY_NAMES.keys():
+            try:
+                return _with_numbers_of_numpy(data)
+            except Exception as failure:
+                unsafe, cause = set(), failure
+        if unsafe:
+            raise CheckpointError(
+                f"{path}: {name} is not loaded: it names {', '.join(sorted(unsafe))}, which may "
+                "run code; if you trust the checkpoint, call torch.serialization.add_safe_globals "
+                "first"
+            ) from error
+        said = str(cause).partition("\n")[0]
+        raise CheckpointError(f"{path}: {name} is damaged: {said}") from cause
+
+
+class _NumpyType:
+    """A stand-in of `numpy.dtype`, whose own state, if forged, reads and writes any memory."""
+
+    def __init__(self, code: str, *options: Any) -> None:
+        self.code, self.order = code, "<"
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        self.order = state[1]
+
+
+def _number_of_numpy(kind: _NumpyType, data: bytes) -> Any:
+    """Return the Python number that a pickled scalar of numpy is."""
+    code = _NUMPY_CODES.get(kind.code)
+    if code is None:
+        raise ValueError(f"it has a scalar of numpy's dtype {kind.code!r}, which is no number")
+    numbers = struct.unpack((">" if kind.order == ">" else "<") + code, data)
+    return numbers[0] if len(numbers) == 1 else complex(*numbers)
+
+
+_NUMPY_NAMES: dict[str, Callable[..., Any]] = {
+    "numpy.dtype": _NumpyType,
+    "numpy.core.multiarray.scalar": _number_of_numpy,
+    "numpy._core.multiarray.scalar": _number_of_numpy,
+}
+
+
+def _with_numbers_of_numpy(data: io.BytesIO) -> Any:
+    names: list[Any] = [(function, name) for name, function in _NUMPY_NAMES.items()]
+    with torch.serialization.safe_globals(names):
+        return torch.load(io.BytesIO(data.getvalue()), weights_only=True)
+
+
+def plain_numbers(value: Any) -> Any:
+    """Return a value of a state with Python's numbers and texts in the place of numpy's.
+
+    A schedule that computes with numpy leaves its scalars in the state of an optimizer.
+    """
+    if any(c.__module__ == "numpy" and c.__name__ in _NUMPY_SCALARS for c in type(value).__mro__):
+        return value.item()
+    if type(value) is dict:
+        return {plain_numbers(key): plain_numbers(item) for key, item in value.items()}
+    if type(value) in (list, tuple, set, frozenset):
+        return type(value)(plain_numbers(item) for item in value)
+    return value
+
+
+def checked_values(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `state` with Python's numbers for numpy's.
+
+    Raises:
+        TypeError: a value could be saved, and then not be loaded.
+    """
+    result: dict[str, Any] = mapped(state, plain_numbers)
+    for leaf in leaves(result):
+        if isinstance(leaf.value, Tensor) or type(leaf.value) in _PLAIN:
+            continue
+        data = io.BytesIO()
+        torch.save(leaf.value, data)
+        try:
+            torch.load(io.BytesIO(data.getvalue()), weights_only=True)
+        except pickle.UnpicklingError as error:
+            needed = ", ".join(sorted(_unsafe(data))) or "more than that"
+            raise TypeError(
+                f"values of a checkpoint must be tensors, numbers, text, or lists and dicts of "
+                f"these, since loading others may run code; {leaf.name} is a "
+                f"{type(leaf.value).__name__} and needs {needed}: save "
+                "what it is made of, or call torch.serialization.add_safe_globals before saving "
+                "and loading"
+            ) from error
+    return result
+
+
+def _unsafe(data: io.BytesIO) -> set[str]:
+    """Return the classes and functions of a saved value that `torch.load` does not admit."""
+    find: Callable[..., list[str]] = torch.serialization.get_unsafe_globals_in_checkpoint
+    try:
+        return set(find(io.BytesIO(data.getvalue())))
+    except Exception:  # it is damaged beyond that
+        return set()
