@@ -16,7 +16,10 @@ from emblib.optim import Optimizer
 
 
 class DataType(Enum):
-    """What rows are stored as; equal to the dtype that a configuration has for it."""
+    """What rows are stored as; equal to the dtype that a configuration has for it.
+
+    A configuration of quantised rows has the INT8 or INT4 itself.
+    """
 
     FP32 = "FP32"
     FP16 = "FP16"
@@ -30,20 +33,28 @@ class DataType(Enum):
     def __hash__(self) -> int:
         return hash(_DTYPES.get(self.value, self.value))
 
+    @property
+    def itemsize(self) -> float:
+        """Bytes per value, as of a dtype."""
+        return _BITS[self] / 8 if self in _BITS else data_type_to_dtype(self).itemsize
+
 
 PoolingType = Pooling
 """How rows of a bag become one: what configurations have, so that `==` and `is` find it."""
 
 _DTYPES = {"FP32": torch.float32, "FP16": torch.float16, "BF16": torch.bfloat16}
 _BITS = {DataType.INT8: 8, DataType.INT4: 4}
+_TYPES = {bits: data_type for data_type, bits in _BITS.items()}
 
 
-def data_type_to_dtype(data_type: DataType) -> torch.dtype:
-    """The dtype of values that are not quantised.
+def data_type_to_dtype(data_type: DataType | torch.dtype) -> torch.dtype:
+    """The dtype of values that are not quantised; a dtype is its own.
 
     Raises:
         ValueError: a quantised type, which has none.
     """
+    if isinstance(data_type, torch.dtype):
+        return data_type
     found = _DTYPES.get(DataType(data_type).value)
     if found is None:
         raise ValueError(f"{data_type} is quantised and has no dtype; use one of {list(_DTYPES)}")
@@ -69,9 +80,18 @@ def _shared(
     if data_type in _BITS:
         kind = Quantized(_BITS[DataType(data_type)]) if kind is None else kind
         data_type = torch.float32
-    dtype = data_type if isinstance(data_type, torch.dtype) else data_type_to_dtype(data_type)
     kind = Plain() if kind is None else kind
-    return {"data_type": dtype, "feature_names": tuple(feature_names), "kind": kind}
+    return {
+        "data_type": data_type_to_dtype(data_type),
+        "feature_names": tuple(feature_names),
+        "kind": kind,
+    }
+
+
+def _set_quantised_type(config: Any) -> None:
+    """Let the data type of a configuration whose rows are quantised be INT8 or INT4."""
+    if isinstance(config.kind, Quantized):
+        object.__setattr__(config, "data_type", _TYPES[config.kind.bits])
 
 
 class EmbeddingBagConfig(emblib_collections.EmbeddingBagConfig):
@@ -109,6 +129,7 @@ class EmbeddingBagConfig(emblib_collections.EmbeddingBagConfig):
                 data_type, feature_names, kind, num_embeddings_post_pruning, need_pos=need_pos
             ),
         )
+        _set_quantised_type(self)
 
 
 class EmbeddingConfig(emblib_collections.EmbeddingConfig):
@@ -141,3 +162,4 @@ class EmbeddingConfig(emblib_collections.EmbeddingConfig):
                 data_type, feature_names, kind, num_embeddings_post_pruning, need_pos=need_pos
             ),
         )
+        _set_quantised_type(self)

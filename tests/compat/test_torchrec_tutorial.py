@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import emblib.compat.torchrec as torchrec
+from emblib.collections import Plain
 from emblib.compat.torchrec import (
     CombinedOptimizer,
     DataType,
@@ -129,6 +131,32 @@ def test_data_types_are_those_that_were_asked_for() -> None:
     assert {DataType.BF16: 2, torch.float32: 4}[config.data_type] == 4
     assert ebc.embedding_bag_configs()[0].data_type == DataType.BF16
     assert DataType.INT8 not in (None, DataType.INT4, torch.float32)
+    assert torchrec.data_type_to_dtype(config.data_type) is torch.float32
+
+
+@pytest.mark.parametrize("config", [torchrec.EmbeddingBagConfig, torchrec.EmbeddingConfig])
+@pytest.mark.parametrize(
+    ("asked", "other", "size"),
+    [(DataType.INT8, DataType.INT4, 1), (DataType.INT4, DataType.INT8, 0.5)],
+)
+def test_quantised_data_types_are_those_that_were_asked_for(
+    config: Any, asked: DataType, other: DataType, size: float
+) -> None:
+    made = config(name="t", embedding_dim=8, num_embeddings=100, data_type=asked)
+    for one in (made, dataclasses.replace(made, name="u"), copy.deepcopy(made)):
+        assert one.data_type == asked
+        assert one.data_type not in (other, DataType.FP32, torch.float32)
+        assert one.data_type.itemsize == size
+    plain = dataclasses.replace(made, kind=Plain())
+    assert plain.data_type == DataType.FP32
+    assert dataclasses.replace(plain, kind=made.kind).data_type == asked
+    with pytest.raises(ValueError, match="quantised and has no dtype"):
+        torchrec.data_type_to_dtype(made.data_type)
+    if config is torchrec.EmbeddingBagConfig:
+        ebc = torchrec.EmbeddingBagCollection(tables=[made])
+        assert ebc.embedding_bag_configs()[0].data_type == asked
+        features = KeyedJaggedTensor(["t"], torch.arange(4), lengths=torch.tensor([1, 3]))
+        assert ebc(features).values().shape == (2, 8)
 
 
 # Awaitables
