@@ -368,10 +368,10 @@ def test_keys_that_came_again_by_a_call_of_their_own_get_no_update(device: torch
     there = table.find(0, ids) >= 0
     before = table.find(0, ids)
     entries = table.table_entries(0)
-    table.erase(0, ids[:5])
+    table.erase(0, ids[:300])
     table(*_each(torch.arange(1000, 1003), device))  # of later steps
     table.erase(0, torch.arange(1000, 1003))
-    gone = torch.isin(entries.keys, ids[:5].cpu()).nonzero().view(-1)
+    gone = torch.isin(entries.keys, ids[:300].cpu()).nonzero().view(-1)
     kept = entries.take(gone)
     new = replace(kept, keys=kept.keys + 5000)
     loading.put(table._target(0), kept)
@@ -381,12 +381,28 @@ def test_keys_that_came_again_by_a_call_of_their_own_get_no_update(device: torch
     loading.put(table._target(0), filler)
     assert table.size(0) == 1024
     after = table.find(0, ids)
-    assert bool(((before != after) & there)[5:].any()), "some had to move"
+    assert bool(((before != after) & there)[:300].any()), "some had to move"
     waits.sum().backward()
     rows = table.table_rows(0)["weight"][:, 0]
-    want = torch.where(there & (ids >= 5), -1.0, 0.0)
+    want = torch.where(there & (ids >= 300), -1.0, 0.0)
     assert torch.equal(rows[after[there]], want[there])
-    assert int(table.lost) == 5
+    assert int(table.lost) == int(there[:300].sum())
+
+
+def test_what_came_again_before_the_table_grew_gets_no_update(device: torch.device) -> None:
+    """It is known by its slot, which is another one then."""
+    spec = DynamicSpec(640, 1, initial_capacity=64, initializer=Constant(0.0))
+    table = _one(spec, device, optimizer=optim.SGD(lr=1.0), seed=0)
+    ids = torch.arange(40, device=device)
+    waits = table(*_each(ids, device))
+    table.erase(0, ids[:20])
+    for batch in (ids[:20], ids[:1], torch.arange(100, 600)):
+        table(*_each(batch, device))
+    assert table.capacity(0) > 64
+    waits.sum().backward()
+    rows = table.table_rows(0)["weight"][table.find(0, ids), 0]
+    assert rows.tolist() == [0.0] * 20 + [-1.0] * 20
+    assert int(table.lost) == 20
 
 
 def test_a_key_that_had_no_row_in_forward_gets_no_update(device: torch.device) -> None:

@@ -80,6 +80,20 @@ def test_weights_of_samples_get_their_gradient() -> None:
     pair.compare()
 
 
+def test_keys_that_went_down_and_up_have_not_left() -> None:
+    """Into slots that were new keys' in between."""
+    module = TieredEmbeddingBags(
+        [DynamicSpec(32, 1, initializer=Constant(0.0))], Tiers(HostRows(512)), optim.SGD(1.0)
+    )
+    ids, offsets = torch.arange(32), torch.arange(33)
+    waits = module(ids, offsets)
+    for some in (ids + 100, ids, ids[:1]):
+        module(some, offsets[: some.numel() + 1])
+    waits.sum().backward()
+    assert int(module.lost) == 0
+    assert module.eval()(ids, offsets).view(-1).tolist() == [-1.0] * 32
+
+
 def test_a_key_that_was_below_was_there() -> None:
     module = TieredEmbeddingBags([DynamicSpec(32, 4)], Tiers(HostRows(4096)))
     ids, offsets = torch.arange(200), torch.tensor([0, 200])
