@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from emblib.ops import codes, tbe
-from emblib.ops.scaled_gradients import refuse_scaled_gradients
+from emblib.ops.scaled_gradients import counted_step, refuse_scaled_gradients
 from emblib.optim import HYPER_HEAD, NUMBERS, External, Gradient, Optimizer
 from emblib.specs import Pooling
 
@@ -185,7 +185,7 @@ class FusedLookup(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             if batch.trained_features is not None:
                 places = _of_trained_tables(batch, places)
-            tiers.hyper[1].add_(1)
+            tiers.hyper[1].add_(counted_step(tiers.hyper, grad))
             try:
                 _update(tiers, rule.name, grad, batch, places, row_weights)
             except BaseException:

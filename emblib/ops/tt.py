@@ -35,7 +35,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from emblib.ops import codes, lookups, tbe
-from emblib.ops.scaled_gradients import refuse_scaled_gradients
+from emblib.ops.scaled_gradients import counted_step, refuse_scaled_gradients
 from emblib.specs import Pooling
 
 _ops = torch.ops.emblib
@@ -240,7 +240,7 @@ def _update(
     grads: Sequence[Tensor],
 ) -> None:
     """One step of the optimizer on every core."""
-    hyper[1].add_(1)
+    hyper[1].add_(counted_step(hyper, grads[0]))
     updated = 0
     try:
         for core, state, grad in zip(cores, states, grads, strict=True):
