@@ -186,6 +186,8 @@ class TTHandle(TableHandle):
         """Mark the cores."""
         kernel: TTEmbeddingBag = self.kernel
         for k, core in enumerate(self.cores):
+            marked: Any = core
+            marked.flag_tells = True
             core.requires_grad_(k not in kernel._frozen_cores)
             mark(core, self, kernel.optimizer)
         kernel._own_parameters()

@@ -1,5 +1,6 @@
 """Parameters of tables that backward updates: what is done to them reaches the table, or raises."""
 
+import warnings
 import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, NoReturn, Protocol
@@ -7,6 +8,8 @@ from typing import Any, NamedTuple, NoReturn, Protocol
 import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
+
+from emblib.tables.bounds import caller_level
 
 
 class Owner(Protocol):
@@ -20,10 +23,30 @@ _owners = WeakTensorKeyDictionary()  # of parameters, to weak references
 
 
 class TableParameter(nn.Parameter):
-    """A parameter without a gradient: `requires_grad` says whether its table is trained."""
+    """A parameter without a gradient: setting `requires_grad` freezes its table or trains it.
+
+    Tables of collections begin with True. Those of bare modules begin with False, and are trained:
+    with True `DistributedDataParallel` would wait for gradients that never come. So until it has
+    been True, a flag that was saved says nothing; setting it on a frozen table is warned of.
+    """
+
+    flag_tells = False
+    """Whether the flag says that the table is trained: it does once it has been True."""
+    _frozen_untold = False
 
     def requires_grad_(self, requires_grad: Any = True) -> Any:
         """Train the table from the next forward on, or leave it as it is."""
+        if requires_grad or self.requires_grad:
+            self.flag_tells = True
+        elif not self.flag_tells:
+            if self._frozen_untold:
+                warnings.warn(
+                    "emblib: requires_grad_(False) of a frozen table leaves it frozen: the flag of "
+                    "a bare table is False while it is trained too, so one that was saved before "
+                    "freezing cannot restore it; call requires_grad_(True) to train the table",
+                    stacklevel=caller_level(),
+                )
+            self._frozen_untold = True
         super().requires_grad_(requires_grad)
         _tell_owner(self)
         return self
@@ -40,6 +63,8 @@ class TableParameter(nn.Parameter):
 
 class ViewParameter(TableParameter):
     """A parameter that is a view of memory that several tables share, which lookups read."""
+
+    flag_tells = True
 
     @property
     def data(self) -> Tensor:

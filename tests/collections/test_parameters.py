@@ -89,6 +89,46 @@ def test_frozen_tables_are_not_trained(name: str) -> None:
 
 
 @every_module
+def test_flags_that_cannot_restore_a_table_are_told(name: str) -> None:
+    module = MODULES[name]()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        flags = [parameter.requires_grad for parameter in module.parameters()]
+        module.requires_grad_(False)
+    for parameter, flag in zip(module.parameters(), flags, strict=True):
+        with pytest.warns(UserWarning, match=r"call requires_grad_\(True\)") as told:
+            parameter.requires_grad = flag
+        assert told[0].filename == __file__
+    assert not module(*BATCH).requires_grad
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        module.requires_grad_(True)
+        flags = [parameter.requires_grad for parameter in module.parameters()]
+        module.requires_grad_(False)
+        module.requires_grad_(False)
+        for parameter, flag in zip(module.parameters(), flags, strict=True):
+            parameter.requires_grad = flag
+    assert module(*BATCH).requires_grad
+
+
+@pytest.mark.parametrize("kind", [Plain(), TensorTrain((2,)), Dynamic()], ids=str)
+def test_saved_flags_restore_tables_of_collections(kind: Any) -> None:
+    model = collection(kind=kind)
+    flags = [parameter.requires_grad for parameter in model.parameters()]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.requires_grad_(False)
+        copied = copy.deepcopy(model).to("cpu")
+        for one in (model, copied):
+            one.requires_grad_(False)
+            one.requires_grad_(False)
+            assert not one(FEATURES).values().requires_grad
+            for parameter, flag in zip(one.parameters(), flags, strict=True):
+                parameter.requires_grad_(flag)
+            assert one(FEATURES).values().requires_grad
+
+
+@every_module
 def test_copies_of_frozen_tables_are_frozen_on_their_own(name: str) -> None:
     module = MODULES[name]()
     module.requires_grad_(False)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from emblib import optim
+from emblib import TableBatchedEmbeddingBags, TableSpec, TTEmbeddingBag, TTSpec, optim
 from emblib.collections import EmbeddingBagCollection, EmbeddingBagConfig
 from emblib.collections.feature_processors import PositionWeightedProcessor
 from emblib.jagged import KeyedJaggedTensor
@@ -322,3 +322,29 @@ def test_replicated_tables_without_an_optimizer_are_dense() -> None:
 def test_wrong_words_are_told() -> None:
     with pytest.raises(ValueError, match=r"wrap must be 'ddp', 'fully_shard', 'none', .*'fsdp'"):
         DistributedModelParallel(nn.Linear(DENSE, 1), Ranks.single(), plan={}, wrap="fsdp")
+
+
+class _OverBareTables(nn.Module):
+    def __init__(self, tables: nn.Module) -> None:
+        super().__init__()
+        self.tables, self.over = tables, nn.Linear(8, 1)
+
+    def forward(self, indices: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        return self.over(self.tables(indices, offsets))
+
+
+def _wrap_bare_tables(ranks: Ranks) -> list[int]:
+    sgd, steps = optim.SGD(0.1), []
+    for tables in (
+        TableBatchedEmbeddingBags([TableSpec(10, 8)], sgd),
+        TTEmbeddingBag(TTSpec(100, 8, (2,)), sgd),
+    ):
+        model = DistributedDataParallel(_OverBareTables(tables))
+        for _ in range(3):
+            model(torch.tensor([1, 2]), torch.tensor([0, 1, 2])).sum().backward()
+        steps.append(tables.step)
+    return steps
+
+
+def test_ddp_waits_for_no_gradient_of_bare_tables() -> None:
+    assert worlds.run(2, _wrap_bare_tables) == [[3, 3]] * 2
