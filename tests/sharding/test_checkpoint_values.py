@@ -58,13 +58,21 @@ def assert_plain(found: Any, wanted: Any) -> None:
 @pytest.mark.parametrize("kind", SCALARS)
 def test_scalars_of_numpy(kind: str, tmp_path: Path) -> None:
     scalar, wanted = SCALARS[kind]
-    state: dict[str, Any] = {"v": scalar, "in": {"a": [scalar], "b": (1, ({"k": scalar}, {2}))}}
+    state: dict[str, Any] = {
+        "v": scalar,
+        "in": {"a": [scalar], "b": (1, ({"k": scalar}, [scalar], {2}))},
+    }
     checkpoints.save(state, tmp_path, ALONE)
     found: dict[str, Any] = {"v": 0, "in": {"a": [], "b": 0}}
     checkpoints.load(found, tmp_path, ALONE)
-    for value in (found["v"], found["in"]["a"][0], found["in"]["b"][1][0]["k"]):
+    for value in (
+        found["v"],
+        found["in"]["a"][0],
+        found["in"]["b"][1][0]["k"],
+        found["in"]["b"][1][1][0],
+    ):
         assert_plain(value, wanted)
-    assert found["in"]["b"] == (1, ({"k": wanted}, {2}))
+    assert found["in"]["b"] == (1, ({"k": wanted}, [wanted], {2}))
 
 
 def test_texts_of_numpy(tmp_path: Path) -> None:
