@@ -182,6 +182,14 @@ def _check_that_tables_are_sharded(module: nn.Module) -> None:
         for name, parameter in module.named_parameters()
         if name not in inside and hasattr(parameter, "_in_backward_optimizers")
     ]
+    paths = tuple(f"{path}." if path else "" for path in collections_of(module))
+    outside = [name for name in alone if not name.startswith(paths)]
+    if outside:
+        raise ValueError(
+            f"{outside} have an optimizer in backward and are of no collection, so every rank "
+            "would step them by its own gradients: give the parameters of the collections alone to "
+            "_apply_optimizer_in_backward, and the others to an optimizer in the training loop"
+        )
     if alone:
         raise ValueError(
             "parameters that backward updates must be of collections in the plan, or every rank "

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from inspect import isfunction
 from typing import Any
 
 from torch import nn
@@ -87,7 +88,8 @@ def shard(
     Raises:
         ValueError: a path that is no collection, a plan for another number of ranks, two plans for
             one collection, or ranks that were given other plans, tables or settings.
-        TypeError: a subclass of a collection that does something else than its base class.
+        TypeError: a collection with more than its class has: methods that a subclass or the
+            instance changes, other modules or parameters, hooks.
         RuntimeError: another rank failed.
     """
     ranks = Ranks.of(ranks)
@@ -99,6 +101,7 @@ def shard(
             _description(module, plan, chosen, optimizer),
         ),
     )
+    made = []
     for one in chosen:
         sharded = one.make(
             *(one.source, one.plan, ranks), wire=wire, gradients=gradients, optimizer=optimizer
@@ -106,6 +109,9 @@ def shard(
         sharded.train(one.source.training)
         if one.source is module:
             return sharded
+        made.append(sharded)
+    # Not before all are made: a model whose last collection fails stays as it was.
+    for one, sharded in zip(chosen, made, strict=True):
         _replace(module, one.source, sharded)
     mark_dense(module, ranks)
     return module
@@ -210,8 +216,9 @@ def sharded_form(source: nn.Module, path: str = "") -> Any:
     """Return the class of the sharded form of a collection, which is at `path` of its model.
 
     Raises:
-        TypeError: no collection, or a subclass with methods of its own in place of the
-            collection's, which the sharded form does not have.
+        TypeError: no collection, or something that the sharded form does not have: a subclass or
+            an instance with methods of its own in place of the collection's, modules, parameters
+            or buffers besides its tables, or hooks.
     """
     kind = type(source)
     base = next((base for base in kind.__mro__ if base in SHARDED), None)
@@ -222,14 +229,45 @@ def sharded_form(source: nn.Module, path: str = "") -> Any:
     changed = sorted({
         name for cls in between for name in vars(cls)
         if hasattr(base, name) and (not name.startswith("__") or name == "__call__")
-    })  # fmt: skip
+    } - _HARMLESS)  # fmt: skip
     if changed:
         raise TypeError(
             f"the collection{f' at {path!r}' if path else ''} is a {kind.__name__}, a subclass of "
             f"{base.__name__} that changes {', '.join(changed)}, which its sharded form would not "
             "do: put the collection into a module that does it, or leave it out of the plan"
         )
+    _check_instance(source, base, path)
     return SHARDED[base]
+
+
+_HARMLESS = {"extra_repr"}
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
+def _check_instance(source: Any, base: type[nn.Module], path: str) -> None:
+    """Raise TypeError for what was put on a collection and its sharded form would lack."""
+    where = f"the collection{f' at {path!r}' if path else ''}"
+    methods = sorted(
+        name for name in vars(source) if isfunction(getattr(base, name, None))
+    )  # fmt: skip
+    if methods:
+        raise TypeError(
+            f"{where} has {', '.join(methods)} set on the instance, which its sharded form would "
+            "not have: put the collection into a module that does it, or set it after sharding"
+        )
+    tables = {source.handles_name, "groups"}
+    others = sorted({*source._modules, *source._parameters, *source._buffers} - tables)
+    if others:
+        raise TypeError(
+            f"{where} has {', '.join(others)} besides its tables, which its sharded form would not "
+            "have: put the collection into a module that has them"
+        )
+    hooks = [name for name in _HOOKS if getattr(source, name)]
+    if hooks:
+        raise TypeError(
+            f"{where} has hooks ({', '.join(hooks)}), which its sharded form would not have: "
+            "register them after sharding, or on a module around the collection"
+        )
 
 
 def _configs(collection: Any) -> Any:

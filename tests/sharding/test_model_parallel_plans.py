@@ -235,6 +235,17 @@ def test_tables_that_the_plan_leaves_out_are_told() -> None:
         worlds.run(2, _left_out)
 
 
+def _dense_in_backward(ranks: Ranks) -> None:
+    net = Net()
+    _apply_optimizer_in_backward(torch.optim.SGD, net.top.parameters(), {"lr": 0.1})
+    with pytest.raises(ValueError, match=r"\['top.weight', 'top.bias'\] have an optimizer.*alone"):
+        DistributedModelParallel(net, ranks, plan=rules(2))
+
+
+def test_an_optimizer_in_backward_of_the_dense_part_is_refused() -> None:
+    worlds.run(2, _dense_in_backward)
+
+
 def test_the_optimizer_of_the_dense_part_has_no_tables() -> None:
     model = Case((0,)).model(Ranks.single())
     optimizer = dense_optimizer(model)

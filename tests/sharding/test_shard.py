@@ -344,5 +344,80 @@ def contradictions(ranks: Ranks) -> None:
         sharding.DistributedModelParallel(model, ranks)
 
 
+class _WithMore(_Named):
+    """Has a module besides its tables."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__(case)
+        self.extra = nn.Linear(2, 2)
+
+
+class _Shown(_Named):
+    """Says something else of itself, which nothing depends on."""
+
+    def extra_repr(self) -> str:
+        return "shown"
+
+
+def _with_forward() -> _Named:
+    made: Any = make_named()
+    made.forward = lambda features: features
+    return made
+
+
+def _with_buffer() -> _Named:
+    made = make_named()
+    made.register_buffer("count", torch.zeros(1))
+    return made
+
+
+def _with_hook(name: str) -> _Named:
+    made = make_named()
+    getattr(made, name)(lambda *args: None)
+    return made
+
+
+def on_the_instance(ranks: Ranks) -> None:
+    for source, says in (
+        (_with_forward(), r"at 'a\.bags' has forward set on the instance"),
+        (_WithMore(CASE), r"at 'a\.bags' has extra besides its tables"),
+        (_with_buffer(), r"at 'a\.bags' has count besides its tables"),
+        (_with_hook("register_forward_hook"), r"at 'a\.bags' has hooks \(_forward_hooks\)"),
+        (_with_hook("register_forward_pre_hook"), r"hooks \(_forward_pre_hooks\)"),
+        (_with_hook("register_full_backward_hook"), r"hooks \(_backward_hooks\)"),
+        (_with_hook("register_full_backward_pre_hook"), r"hooks \(_backward_pre_hooks\)"),
+    ):
+        model = nn.ModuleDict({"a": nn.ModuleDict({"bags": source})})
+        with pytest.raises(TypeError, match=says):
+            sharding.shard(model, {"a.bags": EVERY}, ranks)
+        assert model["a"]["bags"] is source  # type: ignore[index]
+    shown = sharding.shard(_Shown(CASE), {"": EVERY}, ranks)
+    assert isinstance(shown, sharding.ShardedEmbeddingBagCollection)
+
+
+def test_what_the_sharded_form_would_lack_is_refused() -> None:
+    worlds.run(2, on_the_instance)
+
+
+def _no_memory(*args: Any, **kwargs: Any) -> Any:
+    raise MemoryError("none left")
+
+
+def one_fails_late(ranks: Ranks) -> None:
+    """The second collection cannot be made, when the first has been."""
+    clicks = make_source(Case(sequences(tables(SUM)), MIXED))
+    model = nn.ModuleDict({"bags": make_named(), "clicks": clicks})
+    before = dict(model.named_children())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sharding.ShardedEmbeddingCollection, "__init__", _no_memory)
+        with pytest.raises(MemoryError):
+            sharding.shard(model, {"bags": EVERY, "clicks": EVERY}, ranks)
+    assert dict(model.named_children()) == before
+
+
+def test_a_model_is_as_it_was_where_a_collection_fails() -> None:
+    worlds.run(2, one_fails_late)
+
+
 def test_what_cannot_be_sharded_rightly_is_refused_by_its_path() -> None:
     worlds.run(2, contradictions)
