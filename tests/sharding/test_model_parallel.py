@@ -339,7 +339,7 @@ def _wrap_bare_tables(ranks: Ranks) -> list[int]:
         TableBatchedEmbeddingBags([TableSpec(10, 8)], sgd),
         TTEmbeddingBag(TTSpec(100, 8, (2,)), sgd),
     ):
-        model = DistributedDataParallel(_OverBareTables(tables))
+        model = DistributedDataParallel(_OverBareTables(tables), process_group=ranks.group)
         for _ in range(3):
             model(torch.tensor([1, 2]), torch.tensor([0, 1, 2])).sum().backward()
         steps.append(tables.step)
