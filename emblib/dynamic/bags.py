@@ -13,7 +13,7 @@ from emblib.dynamic.expiry import Expiry
 from emblib.dynamic.first_rows import FirstRows
 from emblib.dynamic.hash_index import HashIndex
 from emblib.dynamic.keys import as_keys, hash_keys_of
-from emblib.dynamic.lookup import Reads, Unmoved
+from emblib.dynamic.lookup import Reading, Reads
 from emblib.dynamic.rows import check_capacity
 from emblib.dynamic.scores import Scores
 from emblib.dynamic.state import check_device
@@ -272,8 +272,7 @@ class DynamicEmbeddingBags(DynamicTraining):
         """A lookup that trains no row; sample weights get their gradient."""
         batch = batch._replace(indices=reads.indices, slots=reads.slots, beside=reads.beside)
         if sample_weights is not None and torch.is_grad_enabled():
-            # Of a step that updates nothing only its age is asked.
-            batch = batch._replace(session=Unmoved(batch, self._step(keys, reads.indices, reads)))
+            batch = batch._replace(session=Reading(batch, self._step(keys, reads.indices, reads)))
             return lookups.fused_lookup(
                 self.anchor.detach(), self._tiers(), self.optimizer, batch, sample_weights
             )

@@ -74,18 +74,33 @@ class Step:
 
     def before_update(self) -> lookups.RowPlaces:
         """The rows that are updated, and those that are read."""
-        batch, slots, indices = self.batch, self._slots, self._reads.indices
+        batch = self.batch
         assert batch is not None
-        if self.weighted:
-            check_unmoved(self)
-        if self.is_stale():
-            found = self.find()
-            left = self._index.has_left(self._keys, found, self._version)
-            slots = torch.where((slots < 0) | left, -1, found)
-            self._lost += ((self._slots >= 0) & (slots < 0)).sum()
-            indices = slots if self._reads.slots is None else self._where_read(slots)
+        slots, indices = self.locate()
         groups = tbe.group(batch.features, slots, batch.offsets, batch.total_rows, batch.bag_layout)
         return lookups.RowPlaces(groups, None, self._reads.slots, indices)
+
+    def locate(self) -> tuple[Tensor, Tensor]:
+        """Return where the rows of forward are now, -1 for none, and what its lookups read.
+
+        Raises:
+            RuntimeError: sample weights get a gradient, which needs a row that has left.
+        """
+        if not self.is_stale():
+            return self._slots, self._reads.indices
+        found = self.find()
+        left = self._index.has_left(self._keys, found, self._version)
+        slots = torch.where((self._slots < 0) | left, -1, found)
+        lost = (self._slots >= 0) & (slots < 0)
+        if self._reads.slots is not None:
+            lost &= self._reads.slots < 0  # others were read beside the table
+        if self.weighted and bool(lost.any()):
+            raise RuntimeError(
+                "the gradient of per_sample_weights needs the rows that forward read, but keys of "
+                "the batch have left the table since; run backward before the next training forward"
+            )
+        self._lost += lost.sum()
+        return slots, slots if self._reads.slots is None else self._where_read(slots)
 
     def _where_read(self, slots: Tensor) -> Tensor:
         assert self._reads.slots is not None
@@ -95,26 +110,18 @@ class Step:
         """Nothing is left to do."""
 
 
-class Unmoved:
+class Reading:
     """A batch whose rows are read again in backward, and not updated."""
 
     def __init__(self, batch: lookups.Lookup, step: Step) -> None:
         self.lock = step.lock
         self._batch, self._step = batch, step
+        step.weighted = True
 
     def before_update(self) -> lookups.RowPlaces:
-        """The rows as forward found them."""
-        check_unmoved(self._step)
-        return lookups.RowPlaces(lookups.groups_of(self._batch), slots=self._batch.slots)
+        """The rows that forward read, where they are now."""
+        _, indices = self._step.locate()
+        return lookups.RowPlaces(lookups.groups_of(self._batch), None, self._batch.slots, indices)
 
     def after_update(self) -> None:
         """Nothing is left to do."""
-
-
-def check_unmoved(step: Step) -> None:
-    """Raise RuntimeError where rows may have moved or gone to other keys since a forward."""
-    if step.is_stale():
-        raise RuntimeError(
-            "the gradient of per_sample_weights needs the rows that forward read, but keys may "
-            "have come and gone since; run backward before the next training forward"
-        )

@@ -284,6 +284,32 @@ def test_gradient_of_sample_weights(device: torch.device) -> None:
     assert table.step == 1
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_sample_weights_of_two_lookups_in_one_loss(device: torch.device, training: bool) -> None:
+    """Where no key left, the second backward reads the rows that the first one has updated."""
+    spec = DynamicSpec(64, 4, initial_capacity=32, missing=0.5)
+    table = DynamicEmbeddingBags([spec], optim.SGD(lr=0.1), device=device)
+    ids, offsets = torch.arange(4, device=device), torch.arange(0, 5, 2, device=device)
+    table(ids, offsets).sum().backward()
+    rows = table.table_rows(0)["weight"][table.find(0, ids)].clone()
+    table.train(training)
+    weights = [torch.full((4,), value, device=device, requires_grad=True) for value in (1.0, 2.0)]
+    first, second = (table(ids, offsets, given) for given in weights)
+    table.train()
+    table(torch.arange(100, 140, device=device), torch.tensor([0, 40], device=device))  # it grows
+    second.backward(torch.full_like(second, 3.0))
+    torch.testing.assert_close(weights[1].grad, 3.0 * rows.sum(1))
+    if training:
+        rows -= 0.1 * 2.0 * 3.0
+    first.backward(torch.full_like(first, 3.0))
+    torch.testing.assert_close(weights[0].grad, 3.0 * rows.sum(1))
+    if training:
+        rows -= 0.1 * 1.0 * 3.0
+    now = table.table_rows(0)["weight"][table.find(0, ids)]
+    torch.testing.assert_close(now, rows)
+    assert int(table.lost) == 0
+
+
 def test_same_bytes_on_any_number_of_threads(thread_counts: list[int]) -> None:
     """Growth, then eviction; index and rows."""
     results: list[Any] = []

@@ -294,3 +294,25 @@ def test_kills_lead_back_to_the_last_flush(kind: str, tmp_path: Path) -> None:
     done = run_alone(tier_kills, kind, tmp_path)
     assert "DEMOTING" in done
     assert "steps" in done
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_gradient_of_sample_weights_of_rows_that_went_below(training: bool) -> None:
+    module = TieredEmbeddingBags([DynamicSpec(32, 4)], Tiers(HostRows(1000)), optim.SGD(0.1))
+    ids, offsets = torch.arange(4), torch.arange(0, 5, 2)
+    module(ids, offsets).sum().backward()
+    module.eval()
+    rows = module(ids, torch.arange(5)).detach().clone()
+    module.train(training)
+    weights = torch.full((4,), 2.0, requires_grad=True)
+    out = module(ids, offsets, weights)
+    module.train()
+    for first in (100, 140, 180):
+        module(torch.arange(first, first + 30), torch.tensor([0, 30])).sum().backward()
+    assert module.find(0, ids).tolist() == [-1] * 4, "not above any more"
+    out.backward(torch.full_like(out, 3.0))
+    torch.testing.assert_close(weights.grad, 3.0 * rows.sum(1))
+    module.eval()
+    change = module(ids, torch.arange(5)).detach() - rows
+    torch.testing.assert_close(change, torch.full_like(rows, -0.6 if training else 0.0))
+    assert int(module.lost) == 0
