@@ -421,3 +421,21 @@ def test_a_model_is_as_it_was_where_a_collection_fails() -> None:
 
 def test_what_cannot_be_sharded_rightly_is_refused_by_its_path() -> None:
     worlds.run(2, contradictions)
+
+
+def replaces_parameters(ranks: Ranks, output: str) -> None:
+    configs = tables(SUM) if output == "pooled" else sequences(tables(SUM))
+    case = Case(configs, MIXED, optimizer=optim.SGD(0.1))
+    model = make_sharded(case, ranks, make_source(case))
+    held: dict[str, Any] = model.get_submodule(model.handles_name)._parameters
+    for name, parameter in list(held.items()):
+        held[name] = torch.zeros_like(parameter)
+        with pytest.raises(RuntimeError, match="cannot be replaced"):
+            model(batch(case, 0, 4))
+        held[name] = parameter
+    model(batch(case, 0, 4)).wait()
+
+
+@pytest.mark.parametrize("output", ["pooled", "sequence"])
+def test_replaced_parameters_are_refused(output: str) -> None:
+    worlds.run(2, replaces_parameters, output)

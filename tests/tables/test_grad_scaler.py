@@ -39,6 +39,14 @@ def _no_scaler_of_other_tests() -> Iterator[None]:
     gc.collect()
 
 
+class OwnScaler(GradScaler):
+    """Scales without anything of its base class."""
+
+    def scale(self, outputs: Any) -> Any:
+        self._scale = torch.tensor(8.0)
+        return outputs * self._scale
+
+
 def weights_of(module: Any) -> list[Tensor]:
     return [parameter.detach().clone() for parameter in module.parameters()]
 
@@ -67,22 +75,17 @@ def test_a_scaler_after_one_that_is_gone_is_seen() -> None:
 
 
 def test_a_scaler_of_a_class_of_its_own_is_seen() -> None:
-    class OwnScaler(GradScaler):
+    class PlainScaler(GradScaler):
         pass
 
     module = MODULES["plain"]()
     module(*BATCH).sum().backward()
-    scaler = OwnScaler("cpu")
+    scaler = PlainScaler("cpu")
     with pytest.raises(RuntimeError, match="GradScaler"):
         scaler.scale(module(*BATCH).sum()).backward()
 
 
 def test_a_scaler_that_scales_in_its_own_way_is_seen() -> None:
-    class OwnScaler(GradScaler):
-        def scale(self, outputs: Any) -> Any:
-            self._scale = torch.tensor(8.0)
-            return outputs * self._scale
-
     module, scaler = MODULES["plain"](), OwnScaler("cpu")
     with pytest.raises(RuntimeError, match="GradScaler"):
         scaler.scale(module(*BATCH).sum()).backward()
@@ -114,9 +117,12 @@ def test_a_scaler_after_a_warm_up_that_imported_it_is_seen() -> None:
 
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda s: pickle.loads(pickle.dumps(s))])
-def test_copies_of_scalers_are_scalers_of_their_own(duplicate: Callable[[Any], Any]) -> None:
-    module, scaler = MODULES["plain"](), GradScaler("cpu")
-    scaler.scale(torch.ones(()))
+@pytest.mark.parametrize("kind", [GradScaler, OwnScaler])
+def test_copies_of_scalers_are_scalers_of_their_own(
+    kind: type[GradScaler], duplicate: Callable[[Any], Any]
+) -> None:
+    module, scaler = MODULES["plain"](), kind("cpu")
+    GradScaler.scale(scaler, torch.ones(()))
     other = duplicate(scaler)
     del scaler
     module(*BATCH).sum().backward()
