@@ -64,6 +64,15 @@ class TableParameter(nn.Parameter):
 class ViewParameter(TableParameter):
     """A parameter that is a view of memory that several tables share, which lookups read."""
 
+    def __getattr__(self, name: str) -> Any:
+        if name == "_optimizer_classes":  # what torch's _apply_optimizer_in_backward appends to
+            raise AttributeError(
+                "backward updates this table by an optimizer that it already has; give "
+                "apply_optimizer_in_backward the parameters of a collection made with "
+                "optimizer=None, once"
+            )
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
     flag_tells = True
 
     @property

@@ -253,3 +253,12 @@ def test_the_optimizer_of_the_dense_part_has_no_tables() -> None:
     assert sorted(names[id(p)] for p in optimizer.param_groups[0]["params"]) == sorted(
         ["bottom.weight", "bottom.bias", "top.weight", "top.bias"]
     )
+
+
+def test_a_second_optimizer_by_torch_is_refused() -> None:
+    table = EmbeddingBagConfig(10, 8, "t", ("f",))
+    parameter = next(EmbeddingBagCollection([table], optimizer=optim.SGD(0.1)).parameters())
+    with pytest.raises(AttributeError, match="by an optimizer that it already has"):
+        _apply_optimizer_in_backward(torch.optim.SGD, [parameter], {"lr": 0.1})
+    with pytest.raises(AttributeError, match="'ViewParameter' object has no attribute 'x'"):
+        _ = parameter.x  # type: ignore[attr-defined]
