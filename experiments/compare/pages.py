@@ -173,7 +173,7 @@ def markdown(found: Comparison, figures: Sequence[Figure]) -> str:
     for title, words in _lists(found):
         lines += [f"## {title}", "", *[f"- {w}" for w in words], ""]
     lines += ["## Where the theoretical figures come from", "", sources_table(found).markdown(), ""]
-    lines += ["## Reproduce", "", *[f"    {line}" for line in _commands(found)], ""]
+    lines += ["## Reproduce", "", text.Code("\n".join(_commands(found))), ""]
     return text.markdown_document(lines)
 
 

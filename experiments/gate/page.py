@@ -90,7 +90,7 @@ def markdown(page: Page, environment: dict[str, Any], *, figures: bool = True) -
         for figure in section.figures if figures else ():
             lines += [f"![{figure.title}]({figure.name}.png)", "", figure.caption, ""]
     lines += ["## How to read this", "", *(f"- {t}" for t in page.how), ""]
-    lines += ["## Reproduce", "", f"    {environment.get('command', '')}", ""]
+    lines += ["## Reproduce", "", text.Code(environment.get("command", "")), ""]
     return text.markdown_document([*lines, subtitle(environment), ""])
 
 

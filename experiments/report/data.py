@@ -14,6 +14,7 @@ from experiments.caches import rates
 from experiments.config.schema import AXES, Kind, Mode
 from experiments.config.sweep import SWEEP, Arm, variants_of
 from experiments.hashing import numbers
+from experiments.report import text
 from experiments.results.metrics import frame, mode_of, replicate_of
 from experiments.results.store import Record, read_json, read_records
 from experiments.work.laws import law_words
@@ -51,11 +52,15 @@ class Run:
         assert isinstance(config, DictConfig)
         # In the order of the experiment, not in that of their measuring.
         records = sorted(read_records(path), key=lambda r: int(r.get("cell_number", 0)))
+        info = read_json(path, "run.json")
+        for labelled in (info, *records):
+            for name in {"question", "title", "label"} & labelled.keys():
+                labelled[name] = text.one_line(str(labelled[name]))
         return cls(
             path,
             config,
             read_json(path, "environment.json"),
-            read_json(path, "run.json"),
+            info,
             records,
             frame(records, str(config.report.baseline)),
             rates.frame(records),

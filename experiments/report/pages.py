@@ -83,7 +83,7 @@ def markdown(run: Run, figures: Sequence[Sequence[Figure]]) -> str:
     lines += ["", failed.markdown()] if failed.rows else []
     lines += ["", "## How to read this", ""]
     lines += [f"- {t}" for t in (*notes.how_to_read(run), *story(run).notes)]
-    lines += ["", "## Reproduce", "", f"    {run.environment.get('command', '')}", ""]
+    lines += ["", "## Reproduce", "", text.Code(run.environment.get("command", "")), ""]
     lines += [subtitle(run), "", tables.environment_table(run).markdown(), ""]
     flags = tables.flags_table(run)
     lines += [flags.markdown(), ""] if flags.rows else []

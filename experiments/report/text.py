@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import textwrap
 from collections.abc import Iterable
 from typing import Any
 
@@ -14,25 +15,36 @@ NONE = "–"
 _UNSAFE_LINK = re.compile(r"\]\((?!(?:[\w./-]+|https?://[^\s()]*)\))")
 
 
+class Code(str):
+    """Code in a Markdown page, to follow a heading: it is shown as it is.
+
+    Only what the page itself marks is code. Whether a line of a label would be, by its indentation,
+    depends on the lists and paragraphs that other labels open.
+    """
+
+    __slots__ = ()
+
+
 def markdown_document(lines: Iterable[str]) -> str:
     """Join the lines of a Markdown page so that no label can put HTML into it.
 
     Labels, error messages and commands come from configurations and other people's runs. The pages
-    use no HTML of their own, so every `<` outside a code block is written as `&lt;`, and links to
-    anything but files and web addresses are broken.
+    use no HTML of their own, so every `<` outside `Code` is written as `&lt;`, however it is
+    indented, and links to anything but files and web addresses are broken.
     """
-    safe: list[str] = []
-    code = True  # whether an indented line here would be a code block
-    for line in "\n".join(lines).split("\n"):
-        indented = line.startswith("    ")
-        code = (code and indented) or not line.strip()
-        safe.append(line if indented and code else inert(line))
-    return "\n".join(safe)
+    return "\n".join(
+        textwrap.indent(line, "    ") if isinstance(line, Code) else inert(line) for line in lines
+    )
 
 
 def inert(line: str) -> str:
-    """Return a line of Markdown without HTML and without links to scripts."""
-    return _UNSAFE_LINK.sub(r"]\\(", line.replace("<", "&lt;"))
+    """Return a line of Markdown without HTML, link definitions and links to scripts."""
+    return _UNSAFE_LINK.sub(r"]\\(", line.replace("<", "&lt;").replace("]:", r"]\:"))
+
+
+def one_line(label: str) -> str:
+    """Return a label without line breaks, with which it could open lists or headings."""
+    return " ".join(line.strip() for line in label.splitlines())
 
 
 def missing(value: Any) -> bool:

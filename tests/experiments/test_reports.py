@@ -167,7 +167,8 @@ def test_tables_escape_what_would_break_them() -> None:
 
 
 def test_markdown_keeps_no_html_from_labels(tmp_path: Path) -> None:
-    path = make_run(tmp_path / "run", Recipe(environment={"command": "run.py a<script>b"}))
+    recipe = Recipe(words=SMALL, environment={"command": "run.py a<script>b"})
+    path = make_run(tmp_path / "run", recipe)
     samples = (path / "points.jsonl").read_text()
     bad = "TBE <script>alert(1)</script> [x](javascript:alert(1))\\n\\n<img src=x onerror=y>"
     (path / "points.jsonl").write_text(samples.replace('"label": "TBE"', f'"label": "{bad}"'))
@@ -179,9 +180,31 @@ def test_markdown_keeps_no_html_from_labels(tmp_path: Path) -> None:
     assert re.search(r"^    run\.py a<script>b$", page, re.MULTILINE)
 
 
-def test_markdown_escapes_paragraphs_that_look_like_code() -> None:
-    page = text.markdown_document(["a", "    <b>", "", "    <code>", "", "[x](y.png) [z](data:q)"])
-    assert page.split("\n") == ["a", "    &lt;b>", "", "    <code>", "", r"[x](y.png) [z]\(data:q)"]
+def test_labels_cannot_make_lists_whose_indented_lines_are_html(tmp_path: Path) -> None:
+    path = make_run(tmp_path / "run", Recipe(words=(*SMALL, "report.figures=false")))
+    bad = "x\n\n- y\n\n    <script>alert(1)</script>\n[z]: javascript:alert(1)\n"
+    info = json.loads((path / "run.json").read_text())
+    (path / "run.json").write_text(json.dumps(info | {"question": bad}))
+    points = [json.loads(line) for line in (path / "points.jsonl").read_text().splitlines()]
+    lines = [json.dumps(point | {"title": bad, "label": bad}) for point in points]
+    (path / "points.jsonl").write_text("\n".join(lines) + "\n")
+    write_report(path)
+    page = (path / "report.md").read_text()
+    assert r"*Question: x  - y  &lt;script>alert(1)&lt;/script> [z]\: javascript:alert(1)*" in page
+    assert "<" not in page
+    assert "]:" not in page
+    assert "\n- y" not in page
+
+
+def test_markdown_shows_as_code_only_what_the_page_marks() -> None:
+    lines = ["- a", "", "    <b>", "[x](y.png) [z](data:q)", "## R", "", text.Code("c <d>\n<e>")]
+    want = ["- a", "", "    &lt;b>", r"[x](y.png) [z]\(data:q)", "## R", "", "    c <d>", "    <e>"]
+    assert text.markdown_document(lines).split("\n") == want
+
+
+@pytest.mark.parametrize("link", ["[x]: data:q", "> - [x]:\ndata:q", "[x](\ndata:q)"])
+def test_markdown_defines_no_links(link: str) -> None:
+    assert not re.search(r"\][(:]", text.markdown_document([link]))
 
 
 def test_results_csv_is_the_table(smoke_runs: Mapping[str, Path]) -> None:
