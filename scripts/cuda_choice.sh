@@ -7,11 +7,14 @@ set -euo pipefail
 here=$(dirname "$0")
 # shellcheck source=scripts/gpu.sh
 . "$here/gpu.sh"
+# shellcheck source=scripts/compiler.sh
+. "$here/compiler.sh"
 
 case ${EMBLIB_CUDA:-AUTO} in
   ON | OFF) echo "$EMBLIB_CUDA EMBLIB_CUDA=$EMBLIB_CUDA" ;;
   AUTO)
-    if ! command -v "${CUDACXX:-nvcc}" > /dev/null; then
+    split_compiler "${CUDACXX:-nvcc}"
+    if ! "${compiler[@]}" --version > /dev/null 2>&1; then
       echo "OFF no CUDA compiler (nvcc) on PATH"
     elif [ ! -s "$1/torch_cuda" ]; then
       echo "OFF torch is a CPU build"

@@ -9,6 +9,8 @@ state=$1
 here=$(dirname "$0")
 # shellcheck source=scripts/gpu.sh
 . "$here/gpu.sh"
+# shellcheck source=scripts/compiler.sh
+. "$here/compiler.sh"
 
 say() { echo "emblib: $*"; }
 fail() { echo "error: $*" >&2; exit 1; }
@@ -27,14 +29,16 @@ preflight() {
     "$PYTHON" -c 'import ensurepip, venv' 2>/dev/null ||
       fail "$PYTHON cannot create environments (on Debian: apt-get install python3-venv)"
   fi
-  local compiler=${CXX:-c++}
-  command -v "$compiler" >/dev/null ||
-    fail "no C++ compiler '$compiler' on PATH; install one (on Debian: apt-get install g++) or name it: make CXX=clang++"
+  local compiler
+  split_compiler "${CXX:-c++}"
+  command -v "${compiler[0]-}" >/dev/null ||
+    fail "no C++ compiler '${compiler[*]}' on PATH; install one (on Debian: apt-get install g++) or name it: make CXX=clang++"
   printf '#include <bit>\n#include <concepts>\nint main() { return std::popcount(0u); }\n' |
-    "$compiler" -std=c++20 -x c++ -fsyntax-only - 2>/dev/null ||
-    fail "'$compiler' does not compile C++20; install a newer one or name it: make CXX=g++-12"
+    "${compiler[@]}" -std=c++20 -x c++ -fsyntax-only - 2>/dev/null ||
+    fail "'${compiler[*]}' does not compile C++20; install a newer one or name it: make CXX=g++-12"
   if [ "${EMBLIB_CUDA:-AUTO}" = ON ]; then
-    command -v "${CUDACXX:-nvcc}" >/dev/null ||
+    split_compiler "${CUDACXX:-nvcc}"
+    "${compiler[@]}" --version >/dev/null 2>&1 ||
       fail "EMBLIB_CUDA=ON needs nvcc: put it on PATH, name it with CUDACXX=, or leave EMBLIB_CUDA out"
   fi
 }

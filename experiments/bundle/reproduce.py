@@ -38,7 +38,7 @@ def reproduce(description: Mapping[str, Any]) -> str:
     lines += [f"- {note}" for note in description["notes"]]
     lines += ["", "## First: does it work at all?", ""]
     lines += [
-        "Linux, Python 3.11 to 3.13, a C++20 compiler; for the CUDA runs nvcc and an NVIDIA GPU. "
+        "Linux, Python 3.11 or later, a C++20 compiler; for the CUDA runs nvcc and an NVIDIA GPU. "
         "Results of a CPU need no GPU. In the source tree (where it is older than the script, in "
         "a newer checkout):",
         "",

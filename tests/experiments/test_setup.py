@@ -89,8 +89,12 @@ def machine(tmp_path: Path) -> Machine:
         ({"PYTHON": "no-such-python"}, "no 'no-such-python' on PATH"),
         ({"TOO_OLD": "1"}, "emblib needs Python >= 3.11"),
         ({"CXX": "no-such-compiler"}, "no C++ compiler 'no-such-compiler' on PATH"),
+        ({"CXX": "no-such-compiler -O1"}, "no C++ compiler 'no-such-compiler -O1' on PATH"),
+        ({"CXX": "env no-such-compiler"}, "'env no-such-compiler' does not compile C++20"),
+        ({"CXX": " "}, "no C++ compiler '' on PATH"),
         ({"CXX": "false"}, "'false' does not compile C++20"),
         ({"EMBLIB_CUDA": "ON", "CUDACXX": "no-such-nvcc"}, "EMBLIB_CUDA=ON needs nvcc"),
+        ({"EMBLIB_CUDA": "ON", "CUDACXX": "env no-such-nvcc"}, "EMBLIB_CUDA=ON needs nvcc"),
     ],
 )
 def test_what_is_missing_is_named_before_anything_is_installed(
@@ -101,6 +105,19 @@ def test_what_is_missing_is_named_before_anything_is_installed(
     assert message in done.stderr
     assert machine.calls.read_text() == ""
     assert not (machine.folder / "venv").exists()
+
+
+@pytest.mark.parametrize("compiler", ["env c++", "c++ -O1", "{folder}/my c++"])
+def test_a_compiler_may_be_a_command_with_words(machine: Machine, compiler: str) -> None:
+    machine.install("my c++", '#!/usr/bin/env bash\nexec c++ "$@"\n')
+    machine.install("nvcc", "#!/usr/bin/env bash\n")
+    done = machine.run(
+        "environment.sh",
+        CXX=compiler.format(folder=machine.folder),
+        EMBLIB_CUDA="ON",
+        CUDACXX="env nvcc -lineinfo",
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_machine_without_a_gpu_gets_a_cpu_build(machine: Machine) -> None:
@@ -145,7 +162,9 @@ def test_a_torch_that_was_asked_for_is_installed_as_it_is(machine: Machine) -> N
         (GPU, "13.0", {}, "ON nvcc, torch for CUDA 13.0 and a GPU found"),
         (NO_GPU, "13.0", {}, "OFF no NVIDIA GPU found"),
         (GPU, "", {}, "OFF torch is a CPU build"),
+        (GPU, "13.0", {"CUDACXX": "env nvcc"}, "ON nvcc, torch for CUDA 13.0 and a GPU found"),
         (GPU, "13.0", {"CUDACXX": "no-such-nvcc"}, "OFF no CUDA compiler (nvcc) on PATH"),
+        (GPU, "13.0", {"CUDACXX": "env no-such-nvcc"}, "OFF no CUDA compiler (nvcc) on PATH"),
         (NO_GPU, "", {"EMBLIB_CUDA": "ON"}, "ON EMBLIB_CUDA=ON"),
         (GPU, "13.0", {"EMBLIB_CUDA": "OFF"}, "OFF EMBLIB_CUDA=OFF"),
     ],
