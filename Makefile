@@ -10,7 +10,7 @@
 #                  and a GPU are found); TORCH_CUDA_ARCH_LIST="8.0;9.0+PTX", JOBS=n
 #   ARGS="..."     passed on by run, test and gpu-test
 #   FUZZ_SECONDS=n      how long nightly calls the native ops with wrong arguments (default 3600)
-#   WORKERS=n      processes that share the tests (default 2; 0: none but one)
+#   WORKERS=n      processes that share the tests (default 3: many tests wait; 0: none but one)
 # pip's own variables work as usual; without a network: PIP_NO_INDEX=1 PIP_FIND_LINKS=wheels make ...
 
 .DEFAULT_GOAL := help
@@ -23,7 +23,7 @@ TORCH_VERSION := 2.13.0
 EXTRAS ?= harness,launchers,test,lint
 EMBLIB_CUDA ?= AUTO
 ARGS ?=
-WORKERS ?= 2
+WORKERS ?= 3
 FUZZ_SECONDS ?= 3600
 export PYTHON VENV TORCH TORCH_VERSION EXTRAS EMBLIB_CUDA JOBS
 
