@@ -13,6 +13,7 @@ import random
 import resource
 import sys
 import warnings
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from tests.fuzz.calls import CALLS
 from tests.fuzz.mutations import broken, protect
 
 SECONDS = 60  # for a call
-MEMORY = 8 << 30  # address space of the process
+MEMORY = 2 << 30  # address space for the calls, beyond what torch takes
 REFUSED = (RuntimeError, ValueError, TypeError, OverflowError, NotImplementedError)
 
 
@@ -83,7 +84,9 @@ def main(ops: list[str], seed: str, first: int, count: int) -> None:
     faulthandler.enable()
     torch.set_num_threads(2)
     # What a broken call asks for by the terabyte is refused; what fits must not take minutes.
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    limit = pages * resource.getpagesize() + MEMORY
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     for number in range(first, first + count):
         for op in ops:
             print(f"call {op} {seed} {number}", file=sys.stderr, flush=True)
