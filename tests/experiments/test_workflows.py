@@ -16,7 +16,7 @@ from experiments.paths import ROOT
 
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 SCRIPTS = sorted((ROOT / "scripts").glob("*.sh"))
-SOURCED = ("gpu.sh", "lib.sh")
+SOURCED = ("compiler.sh", "gpu.sh", "lib.sh")
 # The only expressions a command or its variables may see: set by GitHub or by people who may push.
 TRUSTED = re.compile(
     r"github\.(sha|ref|repository|event_name|event\.pull_request\.number|event\.label\.name)"
