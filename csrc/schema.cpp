@@ -116,10 +116,6 @@ STABLE_TORCH_LIBRARY(emblib, m) {
       " Tensor grads) -> ()");
   m.def("advise_huge_pages_(Tensor(a!) tensor) -> ()");
 
-  // Signals between processes that share memory.
-  m.def("signal_set_(Tensor(a!) words, int at, int value) -> ()");
-  m.def("signal_wait(Tensor words, int at, int least, float seconds) -> int");
-
   // Counter-based random numbers.
   m.def("fill_uniform_(Tensor(a!) tensor, float low, float high, int seed) -> ()");
 }

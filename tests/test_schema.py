@@ -12,7 +12,7 @@ import torch
 from emblib.ops import codes
 from emblib.reference import cache as row_cache
 from emblib.reference import hash as key_table
-from emblib.reference import initial, quant, random, route, signals, tbe, tt
+from emblib.reference import initial, quant, random, route, tbe, tt
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -52,16 +52,12 @@ REFERENCES: dict[str, Callable[..., object] | str] = {
     "quant_lookup": quant.lookup,
     "update_rows_": tt.update_rows_,
     "advise_huge_pages_": "changes no value",
-    "signal_set_": signals.signal_set_,
-    "signal_wait": signals.signal_wait,
     "fill_uniform_": random.uniform,
 }
 
 # Ops without a CUDA kernel, and why.
 CPU_ONLY = {
     "advise_huge_pages_": "the memory of a GPU has no page size to ask for",
-    "signal_set_": "processes of one machine share host memory",
-    "signal_wait": "processes of one machine share host memory",
 }
 
 

@@ -5,9 +5,8 @@ from collections.abc import Sequence
 import torch
 
 from emblib.sharding.awaitable import Awaitable, Deferred, NoWait
-from emblib.sharding.exchange import start_all_to_all
+from emblib.sharding.exchange import Content, start_all_to_all
 from emblib.sharding.groups_of_ranks import Ranks, sends_from_hosts, subgroup
-from emblib.sharding.shared_memory import Content
 
 
 class Agreement:

@@ -18,10 +18,9 @@ from torch.autograd.function import once_differentiable
 from emblib.ops import route
 from emblib.sharding.awaitable import Awaitable, Deferred
 from emblib.sharding.distribute import Received
-from emblib.sharding.exchange import start_all_gather
+from emblib.sharding.exchange import Content, start_all_gather
 from emblib.sharding.groups_of_ranks import Ranks
 from emblib.sharding.layout import Layout, RankLayout, Unit
-from emblib.sharding.shared_memory import Content
 from emblib.sharding.wire import CodedPending, Wire
 
 

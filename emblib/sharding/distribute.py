@@ -17,10 +17,9 @@ from emblib.jagged.offsets import running_sums
 from emblib.jagged.segments import bounds_of
 from emblib.ops import route
 from emblib.sharding.awaitable import Awaitable, Deferred
-from emblib.sharding.exchange import DifferentiableAllToAll, Pending, start_all_to_all
+from emblib.sharding.exchange import Content, DifferentiableAllToAll, Pending, start_all_to_all
 from emblib.sharding.groups_of_ranks import Ranks
 from emblib.sharding.layout import Blocks, Layout
-from emblib.sharding.shared_memory import Content
 
 # Of a header: ids for this rank, those of replicated tables among them, kind of batch, whether
 # units differ in their bags; then the bags of each unit.

@@ -1,11 +1,16 @@
-"""The collective of a step: an all-to-all of uneven parts, under way while others work.
+"""All-to-alls of uneven shards, in flight while the caller goes on.
 
-Everything that sharded collections send goes through here: ids to the ranks that hold their rows,
-pooled or single rows back, gradients the way of the rows. Its parts may be empty and uneven on
-every backend, its sums happen where they are wanted, in float32 and in rank order, and it takes any
-payload. Gradients that all ranks want alike, of copies of tables, are gathered in the same way.
+Everything that sharded collections send goes through here: ids to the ranks that store their rows,
+pooled or single rows back, gradients to the ranks that store the rows. Every backend takes empty
+and uneven shards and any payload; the receiver sums, in float32 and in rank order. Gradients of
+replicated tables, which every rank needs, are gathered.
+
+Collectives pair up by their order in a process group. Over gloo a rank that calls another
+collective than the others makes gloo abort the process, so ranks on CPUs first exchange what each
+is about to send, and raise on all ranks where that disagrees.
 """
 
+import enum
 import threading
 import weakref
 from collections.abc import Sequence
@@ -17,7 +22,30 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from emblib.sharding.groups_of_ranks import Ranks
-from emblib.sharding.shared_memory import Content, link_of
+
+
+class Content(enum.IntEnum):
+    """What a collective sends; ranks compare it before they send."""
+
+    VALUES = 0
+    SIZES = 1
+    IDS = 2
+    WEIGHTS = 3
+    ROWS = 4
+    GRADIENTS = 5
+    NUMBERS = 6
+
+    @property
+    def description(self) -> str:
+        """Describe the content in an error message."""
+        return {
+            Content.SIZES: "the sizes of a batch",
+            Content.IDS: "the ids of a batch",
+            Content.WEIGHTS: "the weights of ids",
+            Content.ROWS: "rows",
+            Content.GRADIENTS: "gradients of rows",
+            Content.NUMBERS: "numbers of a pipeline",
+        }.get(self, "values")
 
 
 class Pending:
@@ -55,10 +83,11 @@ def start_all_to_all(
     """Send part r of `sent` (flat; `sizes[r]` elements) to rank r.
 
     `received` is where the parts of the others go, one after another by rank; made if not given.
-    `content` says what is sent; ranks that share memory compare it.
+    On CPUs the call returns when all ranks have made it, after comparing `content` and sizes.
 
     Raises:
-        RuntimeError: another thread has an exchange over this process group in flight.
+        RuntimeError: another thread has an exchange over this process group in flight, or the ranks
+            disagree about what is exchanged.
     """
     sent = sent.contiguous()
     if received is None:
@@ -66,10 +95,11 @@ def start_all_to_all(
     if ranks.size == 1:
         return Pending(received.copy_(sent))
     turn = _take_turn(ranks) if sent.device.type == "cpu" else None
-    link = link_of(ranks) if sent.device.type == "cpu" else None
-    if link is not None:
-        under_way = link.start(sent, sizes, received, received_sizes, content)
-        return Pending(received, under_way, turn=turn)
+    if turn is not None:
+        each = sent.element_size()
+        _check_in_step(
+            content, [n * each for n in sizes], [n * each for n in received_sizes], ranks
+        )
     work = dist.all_to_all_single(
         received, sent, list(received_sizes), list(sizes), group=ranks.group, async_op=True
     )
@@ -85,9 +115,8 @@ def start_all_gather(
     if ranks.size == 1:
         return Pending(received.copy_(part))
     turn = _take_turn(ranks) if part.device.type == "cpu" else None
-    link = link_of(ranks) if part.device.type == "cpu" else None
-    if link is not None:
-        return Pending(received, link.start_all_gather(part, received, sizes, content), turn=turn)
+    if turn is not None:
+        _check_in_step(content, [part.nbytes] * ranks.size, _nbytes(sizes, part.dtype), ranks)
     parts = list(received.split(list(sizes)))
     parts[ranks.rank].copy_(part)
     # Gloo gathers equal parts only.
@@ -96,6 +125,52 @@ def start_all_gather(
         for rank, own in enumerate(parts)
     ]
     return Pending(received, _Together(works), turn=turn)
+
+
+def _nbytes(sizes: Sequence[int], dtype: torch.dtype) -> list[int]:
+    return [size * dtype.itemsize for size in sizes]
+
+
+def _check_in_step(
+    content: Content, nbytes: Sequence[int], received_nbytes: Sequence[int], ranks: Ranks
+) -> None:
+    """Raise RuntimeError on every rank unless all ranks agree about the next collective.
+
+    This rank sends `nbytes[r]` bytes of `content` to rank r and expects `received_nbytes[r]`.
+    """
+    header = torch.tensor([content, *nbytes, *received_nbytes], dtype=torch.int64)
+    gathered = header.new_empty(ranks.size * len(header))
+    dist.all_gather_into_tensor(gathered, header, group=ranks.group)
+    headers = gathered.view(ranks.size, -1)
+    contents, sent, expected = headers.split([1, ranks.size, ranks.size], dim=1)
+    differs = (contents != contents.T) | (expected != sent.T)  # [receiver, sender]
+    if not differs.any():
+        return
+    # The sender first that concerns this rank, else any: ranks that agree must not wait either.
+    row = ranks.rank if differs[ranks.rank].any() else int(differs.any(dim=1).nonzero()[0])
+    peer = int(differs[row].nonzero()[0])
+    if contents[row] != contents[peer]:
+        raise _out_of_step(peer, Content(int(contents[peer])), row, Content(int(contents[row])))
+    raise RuntimeError(
+        f"rank {peer} sent {int(sent[peer, row])} bytes where rank {row} expected "
+        f"{int(expected[row, peer])}: the ranks of a process group must call the same collectives "
+        "in the same order, with sizes that agree"
+    )
+
+
+def _out_of_step(peer: int, sent: Content, rank: int, expected: Content) -> RuntimeError:
+    """Return the error for ranks that send different contents."""
+    message = (
+        f"rank {peer} sent {sent.description} where rank {rank} expected {expected.description}: "
+        "the ranks of a process group must call the same collectives in the same order"
+    )
+    if Content.GRADIENTS in (sent, expected):
+        absent = peer if expected is Content.GRADIENTS else rank
+        message += (
+            f". The last loss of rank {absent} left out the output of a sharded collection, which "
+            "that of the other rank used: every rank's loss must use it, if only times 0"
+        )
+    return RuntimeError(message)
 
 
 class _Turn:

@@ -194,7 +194,6 @@ def settings_of(ranks: Ranks, **settings: Any) -> dict[str, Any]:
         **settings,
         "local_size": ranks.local_size,
         "device": ranks.device.type,
-        "shared_memory": ranks.shared_memory,
         **versions(),
     }
 

@@ -24,9 +24,7 @@ class Ranks:
     several processes, as each would train alone: initialise first (`with launched()` does), or use
     `Ranks.single()`. `local_size`, the ranks of one node, is the last side of such a mesh, else
     what torchrun says (LOCAL_WORLD_SIZE), and at most `size`. `device` is the current GPU for a
-    group over NCCL and the CPU otherwise. With `shared_memory` CPU processes that are all on one
-    machine exchange ids and rows past the process group, through memory that they share
-    (`emblib.sharding.shared_memory`); the first `Ranks` of a group to send decides.
+    group over NCCL and the CPU otherwise.
 
     Copying one gives itself: a process group is not a value. It cannot be pickled for that reason.
     """
@@ -36,7 +34,6 @@ class Ranks:
     local_size: int
     device: torch.device
     group: dist.ProcessGroup | None
-    shared_memory: bool
 
     def __init__(
         self,
@@ -44,7 +41,6 @@ class Ranks:
         *,
         local_size: int | None = None,
         device: torch.device | str | None = None,
-        shared_memory: bool = True,
     ) -> None:
         if isinstance(group, dist.DeviceMesh):
             local_size = local_size or (group.size(-1) if group.ndim > 1 else None)
@@ -53,7 +49,7 @@ class Ranks:
             group = dist.group.WORLD
         if group is None:
             _check_not_launched()
-        self.group, self.shared_memory = group, shared_memory
+        self.group = group
         self.rank, self.size = (0, 1) if group is None else (_rank_in(group), group.size())
         if local_size is None:
             local_size = min(int(os.environ.get("LOCAL_WORLD_SIZE", self.size)), self.size)
@@ -75,7 +71,7 @@ class Ranks:
         """This process alone, without a process group, whatever is initialised."""
         ranks = cls.__new__(cls)
         ranks.rank, ranks.size, ranks.local_size, ranks.group = 0, 1, 1, None
-        ranks.device, ranks.shared_memory = torch.device(device), False
+        ranks.device = torch.device(device)
         return ranks
 
     @classmethod

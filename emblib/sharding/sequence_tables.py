@@ -16,11 +16,10 @@ from emblib.optim import Optimizer
 from emblib.sharding.awaitable import Awaitable, Deferred
 from emblib.sharding.boxes import TableSharding
 from emblib.sharding.distribute import Received
-from emblib.sharding.exchange import start_all_gather
+from emblib.sharding.exchange import Content, start_all_gather
 from emblib.sharding.groups_of_ranks import Ranks
 from emblib.sharding.layout import Config
 from emblib.sharding.sharded_tables import GradientReduction, ShardedTables
-from emblib.sharding.shared_memory import Content
 from emblib.sharding.wire import CodedPending, Wire
 
 Rows = tuple[Tensor, Tensor | None]

@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 
 from emblib.sharding.codecs import FP32, Codec
-from emblib.sharding.exchange import start_all_to_all
+from emblib.sharding.exchange import Content, start_all_to_all
 from emblib.sharding.groups_of_ranks import Ranks
-from emblib.sharding.shared_memory import Content
 
 
 @dataclass(frozen=True)

@@ -31,11 +31,6 @@ def world() -> tuple[int, int]:
     return dist.get_rank(), dist.get_world_size()
 
 
-def another_group() -> dist.ProcessGroup:
-    """All ranks once more, over gloo; a collective."""
-    return dist.new_group(backend="gloo")
-
-
 def fill_pieces(pieces: Sequence[Piece]) -> None:
     """Noise; copies of a table get the same."""
     for piece in pieces:

@@ -25,7 +25,6 @@ from experiments.config.schema import Optimizer as Kind
 from experiments.contenders.base import Contender, State, Task, Unsupported, expect_tables
 from experiments.contenders.pieces import (
     Piece,
-    another_group,
     fill_pieces,
     over_ranks,
     touched_rows,
@@ -135,10 +134,9 @@ class Spread(Bags):
     """One sharding type for every table, over all ranks."""
 
     cuts_rows = False  # whether a row may be on several ranks
-    shared_memory = True
 
     def _module(self) -> tuple[Any, list[Piece]]:
-        ranks = ranks_of(self.task.device, shared_memory=self.shared_memory)
+        ranks = ranks_of(self.task.device)
         if self.cuts_rows and ranks.size > 1 and self.task.optimizer is Kind.rowwise_adagrad:
             raise Unsupported(
                 "row-wise Adagrad has one sum for each part of a row: parts by columns train "
@@ -211,15 +209,12 @@ class Spread(Bags):
         return list(found.values())
 
 
-def ranks_of(device: torch.device, *, shared_memory: bool = True) -> Ranks:
+def ranks_of(device: torch.device) -> Ranks:
     """All ranks; where there are enough, as nodes of NODE."""
     _, size = world()
     if size == 1:
         return Ranks.single(device)
-    # Whether ranks share memory is a matter of their group.
-    group = None if shared_memory else another_group()
-    local_size = Spread.node_of(size)
-    return Ranks(group, local_size=local_size, device=device, shared_memory=shared_memory)
+    return Ranks(local_size=Spread.node_of(size), device=device)
 
 
 class DataParallel(Spread):
@@ -256,26 +251,6 @@ class RowWise(Spread):
     def place(share: float, world: World) -> Rule:
         """On all."""
         return boxes.row_wise()
-
-
-class TableWiseOverGloo(TableWise):
-    """As ranks of several machines exchange."""
-
-    together = True
-    shared_memory = False
-
-    name = "sharded_table_wise_gloo"
-    label = "sharded, table-wise, gloo"
-
-
-class RowWiseOverGloo(RowWise):
-    """As ranks of several machines exchange."""
-
-    together = True
-    shared_memory = False
-
-    name = "sharded_row_wise_gloo"
-    label = "sharded, row-wise, gloo"
 
 
 class ColumnWise(Spread):

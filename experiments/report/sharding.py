@@ -18,9 +18,8 @@ NOTES = (
     numbers.FORMULA,
     "Ratios are TorchRec's time ÷ that of emblib's counterpart in the same processes, paired in "
     "each round: 2× means that emblib's step takes half the time. Both work on the same batches in "
-    "the same processes; a rank's gradients are divided by the number of ranks. TorchRec exchanges "
-    "over gloo; emblib's ranks of one machine do through shared memory, but for those named after "
-    "gloo, whose ratio is their time ÷ that through shared memory.",
+    "the same processes; a rank's gradients are divided by the number of ranks. On CPUs "
+    "both exchange over gloo.",
     "Every contender's first output and first update are checked against plain PyTorch, on all "
     "ranks together, before anything is timed.",
     "Predictions are those of the planner's cost model, from constants that the same ranks "

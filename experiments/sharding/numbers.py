@@ -15,7 +15,6 @@ from experiments.timing.comparison import Effect
 
 STEP, COMPUTE = "step", "local"
 OURS = "sharded_"  # contenders of emblib's that are spread over ranks; what follows is the type
-GLOO = "_gloo"  # ends the names of those that exchange over gloo where others share memory
 PARTS = {  # what is timed of a step besides the whole of it
     "input": "distribute ids",
     "local": "look up and update",
@@ -33,12 +32,7 @@ FORMULA = (
 
 
 def counterpart(contender: str) -> str:
-    """The contender that one is compared with; empty: there is none.
-
-    Another library's with emblib's of the same type, over gloo with through shared memory.
-    """
-    if contender.startswith(OURS) and contender.endswith(GLOO):
-        return contender.removesuffix(GLOO)
+    """Return emblib's contender of the same sharding type; empty where there is none."""
     if contender in ("torchrec_fused", "torchrec_unsharded"):
         return "collection"
     kind = contender.removeprefix("torchrec_")

@@ -271,8 +271,6 @@ def test_the_report_beside_torchrec_gives_the_multiple(smoke_runs: Mapping[str, 
         "torchrec_row_wise",
         "torchrec_fused",
         "torchrec_unsharded",
-        "sharded_table_wise_gloo",
-        "sharded_row_wise_gloo",
     }
 
 

@@ -378,7 +378,7 @@ def _spread(draw: random.Random) -> Call:
     return Call("spread", (grad, targets, pieces, rows, lengths, size, dtype, 2.0), check)
 
 
-# Quantised tables, memory, signals, random numbers
+# Quantised tables, memory, random numbers
 
 
 def _quantize_rows(draw: random.Random) -> Call:
@@ -416,24 +416,6 @@ def _advise_huge_pages(draw: random.Random) -> Call:
     return Call("advise_huge_pages_", (tensor,), check)
 
 
-def _signal_set(draw: random.Random) -> Call:
-    words, at, value = torch.zeros(4, dtype=torch.int64), draw.randrange(4), draw.randint(0, 2**40)
-
-    def check(arguments: Arguments, _: Any) -> None:
-        assert arguments[0].tolist() == [value if k == at else 0 for k in range(4)]
-
-    return Call("signal_set_", (words, at, value), check)
-
-
-def _signal_wait(draw: random.Random) -> Call:
-    at = draw.randrange(4)
-
-    def check(_: Arguments, got: Any) -> None:
-        assert got == at + 7
-
-    return Call("signal_wait", (torch.arange(7, 11), at, draw.randint(0, at + 7), 0.0), check)
-
-
 def _fill_uniform(draw: random.Random) -> Call:
     tensor, seed = (
         torch.zeros(draw.choice([0, 1, 5, 300]), dtype=draw.choice(FLOATS)),
@@ -469,7 +451,5 @@ CALLS: dict[str, Callable[[random.Random], Call]] = {
     "quant_lookup": _quant_lookup,
     "update_rows_": _update_rows,
     "advise_huge_pages_": _advise_huge_pages,
-    "signal_set_": _signal_set,
-    "signal_wait": _signal_wait,
     "fill_uniform_": _fill_uniform,
 }

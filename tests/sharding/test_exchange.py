@@ -1,4 +1,4 @@
-"""Exchanges that ranks or threads do not do in one order are refused, not mixed up."""
+"""Exchanges of every dtype and size; those that ranks or threads call out of order are refused."""
 
 import threading
 from collections.abc import Callable
@@ -36,7 +36,7 @@ def in_thread(function: Callable[[], Any]) -> Any:
 
 def _of_its_own(ranks: Ranks) -> Ranks:
     """The same ranks in a group that the test may leave unfit."""
-    return Ranks(subgroup(ranks), shared_memory=ranks.shared_memory)
+    return Ranks(subgroup(ranks))
 
 
 def _two_threads(ranks: Ranks) -> None:
@@ -64,7 +64,7 @@ def _two_threads(ranks: Ranks) -> None:
         exchange()
 
 
-@pytest.mark.parametrize("size", [2, worlds.OVER_GLOO])
+@pytest.mark.parametrize("size", [2, 3])
 def test_two_threads_over_one_group_are_refused(size: int) -> None:
     worlds.run(size, _two_threads)
 
@@ -105,7 +105,7 @@ def _threads_with_groups(ranks: Ranks) -> None:
         assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("size", [2, worlds.OVER_GLOO])
+@pytest.mark.parametrize("size", [2, 3])
 def test_threads_with_groups_of_their_own_train_at_once(size: int) -> None:
     worlds.run(size, _threads_with_groups)
 
@@ -132,3 +132,57 @@ def test_a_loss_without_the_embeddings_is_told_at_once() -> None:
     assert "rank 0 sent gradients of rows where rank 1 expected the sizes of a batch" in second
     for message in (first, second):
         assert "The last loss of rank 1 left out the output of a sharded collection" in message
+
+
+DTYPES = [torch.float32, torch.float16, torch.uint8, torch.int32, torch.int64, torch.bfloat16]
+
+
+def _sizes(world: int, seed: int) -> list[list[int]]:
+    """Return what rank r sends to rank s, the same on all ranks; a third is empty."""
+    largest = (10, 1000, 300_000)[seed % 3]
+    random = torch.Generator().manual_seed(seed)
+    found = torch.randint(-largest // 2, largest + 1, (world, world), generator=random)
+    return found.clamp(min=0).tolist()
+
+
+def _sent(rank: int, sizes: list[list[int]], seed: int) -> Tensor:
+    random = torch.Generator().manual_seed(1000 * seed + rank)
+    values = torch.randint(0, 100, (sum(sizes[rank]),), generator=random)
+    return values.to(DTYPES[seed % len(DTYPES)])
+
+
+def _exchange_all(ranks: Ranks) -> None:
+    """Start exchanges of all sizes and dtypes, then wait for them in reverse order."""
+    pending = []
+    for seed in range(18):
+        sizes = _sizes(ranks.size, seed)
+        sent = [_sent(rank, sizes, seed) for rank in range(ranks.size)]
+        shards = [values.split(row)[ranks.rank] for values, row in zip(sent, sizes, strict=True)]
+        received_sizes = [len(shard) for shard in shards]
+        own = sent[ranks.rank]
+        got = start_all_to_all(own, sizes[ranks.rank], received_sizes, ranks)
+        pending.append((got, torch.cat(shards)))
+        gathered = start_all_gather(own, [len(values) for values in sent], ranks)
+        pending.append((gathered, torch.cat(sent)))
+    for got, expected in reversed(pending):
+        assert torch.equal(got.wait(), expected)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_every_rank_receives_what_was_sent(size: int) -> None:
+    worlds.run(size, _exchange_all)
+
+
+def _disagree_about_sizes(ranks: Ranks) -> str:
+    """Rank 0 expects fewer bytes than rank 1 sends; rank 2 has no part in it."""
+    sent, sizes = torch.zeros(8 * ranks.size), [8] * ranks.size
+    expected = [8, 4, 8] if ranks.rank == 0 else sizes
+    with pytest.raises(RuntimeError) as raised:
+        start_all_to_all(sent, sizes, expected, _of_its_own(ranks))
+    return str(raised.value)
+
+
+def test_sizes_that_disagree_raise_on_all_ranks() -> None:
+    for message in worlds.run(3, _disagree_about_sizes):
+        assert "rank 1 sent 32 bytes where rank 0 expected 16" in message
+        assert "the same collectives in the same order" in message

@@ -5,8 +5,7 @@ returned, by rank. The function is one of a module (also the test's own), since 
 it; arguments and results are pickled, and the seed is the same on all ranks. An error of a rank is
 raised with its traceback. The processes have imported torch and emblib once and were forked after
 that, so that another world costs a tenth of a second; one is made whenever a test has left the last
-one unfit. Three ranks exchange over gloo, as those of several machines do, two and four through
-memory that they share.
+one unfit.
 """
 
 from __future__ import annotations
@@ -35,7 +34,6 @@ from typing import Any
 from experiments.run.orphans import killed_with_parent
 
 RANKS = 4
-OVER_GLOO = 3  # ranks that send over the process group; others do through memory that they share
 PATIENCE_SECONDS = 120.0  # for a whole call; the machine of a test may be busy
 COLLECTIVE_SECONDS = 60.0
 GRACE_SECONDS = 1.0  # for the others to fail too, once a rank has
@@ -253,10 +251,7 @@ def _meet(meeting: str, rank: int) -> Sequence[Any]:
         "gloo", f"file://{meeting}", rank=rank, world_size=RANKS, timeout=patience
     )
     groups = [dist.new_group(list(range(size)), patience) for size in range(1, RANKS + 1)]
-    return [
-        Ranks(group, shared_memory=size != OVER_GLOO) if rank < size else None
-        for size, group in enumerate(groups, 1)
-    ]
+    return [Ranks(group) if rank < size else None for size, group in enumerate(groups, 1)]
 
 
 def _serve(pipe: Connection, rank: int, worlds: Sequence[Any]) -> None:
