@@ -8,15 +8,16 @@ import torch
 
 import emblib
 from emblib.sharding import DistributedModelParallel, checkpoints
+from experiments import front_page
+from tests.bench import cpu_peers
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", *sorted(
-    str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md")
-))  # fmt: skip
+DOCS = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md"))
+PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "reports/README.md", *DOCS)
 
 
 def examples() -> list[str]:
-    """The two of the README, each short."""
+    """Return the two examples of the README, which are short."""
     found = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     for example in found:
         statements = [s for s in example.splitlines() if s.strip() and not s.startswith("#")]
@@ -67,3 +68,51 @@ def test_links_lead_somewhere(page: str) -> None:
     links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", (ROOT / page).read_text())
     missing = [link for link in links if not ((ROOT / page).parent / link).exists()]
     assert not missing
+
+
+def test_the_index_links_to_every_page() -> None:
+    links = re.findall(r"\]\(([^)#:]+)\)", (ROOT / "docs/README.md").read_text())
+    assert {f"docs/{link}" for link in links} >= set(DOCS) - {"docs/README.md"}
+    assert "](docs/README.md)" in (ROOT / "README.md").read_text()
+
+
+def test_the_front_page_shows_the_committed_ratios() -> None:
+    readme = (ROOT / "README.md").read_text()
+    assert front_page.rendered(readme) == readme, (
+        "update it: python -c 'from experiments import front_page; front_page.write()'"
+    )
+    with pytest.raises(ValueError, match="once each"):
+        front_page.rendered("no markers")
+
+
+def test_the_front_page_names_the_measured_shapes() -> None:
+    for name, case in cpu_peers.CASES.items():
+        distribution = "uniform" if case.zipf is None else f"Zipf {case.zipf}"
+        numbers = (case.tables, case.rows, case.dim, case.batch, case.pooling)
+        found = re.findall(
+            r"\d[\d,]*(?= (?:table|rows|columns|bags|ids?\b))", front_page.SHAPES[name]
+        )
+        assert tuple(int(n.replace(",", "")) for n in found) == numbers
+        assert front_page.SHAPES[name].endswith(distribution)
+
+
+def test_the_headline_claims_only_what_was_measured() -> None:
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    claims = re.search(
+        r"FBGEMM takes ([\d.]+) to ([\d.]+) times as long for a training step in fp32 and "
+        r"([\d.]+) to ([\d.]+) times in fp16",
+        readme,
+    )
+    measured = front_page.ratios()
+    for dtype, claimed in (("fp32", claims.groups()[:2]), ("fp16", claims.groups()[2:])):
+        ratios = [measured["step", dtype, "sgd", shape, 1] for shape in front_page.SHAPES]
+        medians = sorted(ratio.median for ratio in ratios)
+        assert claimed == (f"{medians[0]:.2f}", f"{medians[-1]:.2f}")
+        assert min(ratio.lo for ratio in ratios) > 1
+
+
+def test_a_tie_a_loss_and_a_contradiction_are_marked() -> None:
+    tie, loss, win = ([0.9] * 10 + [1.1] * 11, [0.8] * 21, [2.0] * 21)
+    assert front_page.cell(front_page.summarise(tie), None) == "1.10× (tie)"
+    assert front_page.cell(front_page.summarise(loss), 0.8) == "0.80× (slower)"
+    assert front_page.cell(front_page.summarise(win), 1.5) == "2.00× †"
