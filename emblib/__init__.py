@@ -33,7 +33,11 @@ from emblib.dynamic import (
     TierMode,
     Tiers,
 )
-from emblib.dynamic_specs import (
+from emblib.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor, KTRegroupAsDict
+from emblib.specs import (
+    BoundsCheck,
+    Cache,
+    CachePolicy,
     Constant,
     Debug,
     DynamicSpec,
@@ -41,24 +45,18 @@ from emblib.dynamic_specs import (
     ExactCounter,
     Frequency,
     KeyCheck,
+    MultiPass,
     Newcomer,
     Normal,
-    Sketch,
-    TruncatedNormal,
-    Uniform,
-)
-from emblib.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor, KTRegroupAsDict
-from emblib.specs import (
-    BoundsCheck,
-    Cache,
-    CachePolicy,
-    MultiPass,
     Placement,
     Pooling,
     Precision,
+    Sketch,
     StochasticRounding,
     TableSpec,
+    TruncatedNormal,
     TTSpec,
+    Uniform,
     Verify,
 )
 from emblib.tables import QuantizedEmbeddingBags, TableBatchedEmbeddingBags, TTEmbeddingBag

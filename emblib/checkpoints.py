@@ -6,19 +6,21 @@ What most need are methods of `emblib.DynamicEmbeddingBags`: `state_dict`, `dump
 what spreads a checkpoint over ranks.
 """
 
+from emblib.dynamic.keys import owner
+from emblib.dynamic.saving.checkpoint import ChangeSet
 from emblib.dynamic.saving.dump_tables import Header, read_header
 from emblib.dynamic.saving.dumps import DumpError, Part, Progress
-from emblib.dynamic.saving.entries import Changes, Entries, concatenate
-from emblib.dynamic.saving.loading import Loaded
-from emblib.dynamic.saving.module_dumps import ChangeSet
-from emblib.dynamic.saving.routing import owner
-from emblib.dynamic.saving.state_dict_parts import (
+from emblib.dynamic.saving.entries import (
+    Changes,
+    Entries,
     as_part,
     combine,
+    concatenate,
     empty_parts,
     join_parts,
     resized,
 )
+from emblib.dynamic.saving.loading import Loaded
 
 __all__ = [
     "ChangeSet",

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from emblib.ops.quant import row_bytes
-from emblib.reference import quant as reference
+from emblib.reference import quant
 from tests.simt.cases import Case, Data
 
 
@@ -23,7 +23,7 @@ def pack(data: Data, bits: int) -> Packed:
     case, values, scales, begin, places = data.case, [], [], 0, []
     weights = data.weights.float().split([r * d for r, d in zip(case.rows, case.dims, strict=True)])
     for flat, rows, dim in zip(weights, case.rows, case.dims, strict=True):
-        packed, scale = reference.quantize_rows(flat.view(rows, dim), bits)
+        packed, scale = quant.quantize_rows(flat.view(rows, dim), bits)
         places.append(begin)
         begin += packed.numel()
         values.append(packed.flatten())
@@ -44,8 +44,8 @@ def rows_fit(feature: list[int], bits: int, total: int) -> bool:
 def expected(data: Data, packed: Packed, bits: int) -> Tensor:
     """The reference's answer in float64."""
     weights = data.sample_weights
-    return reference.lookup(
-        reference.Packed(packed.values, packed.scales.double(), bits),
+    return quant.lookup(
+        quant.Packed(packed.values, packed.scales.double(), bits),
         *(packed.features, data.indices, data.offsets),
         *(None if weights is None else weights.double(), data.case.pooling, data.columns),
         data.extras,

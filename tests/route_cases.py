@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from emblib.ops.route import Routing
-from emblib.reference import route as reference
+from emblib.reference import route
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Problem(NamedTuple):
     @property
     def starts(self) -> Tensor:
         """Sums of the reference's lengths, in the dtype of the offsets."""
-        lengths = reference.route_lengths(self.ids, self.offsets, *self.routing)
+        lengths = route.route_lengths(self.ids, self.offsets, *self.routing)
         return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).to(self.offsets.dtype)
 
 

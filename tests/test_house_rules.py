@@ -32,7 +32,6 @@ MOST_BOOLS = 1
 LAYERS = (
     ("emblib.tt",),
     ("emblib.specs",),
-    ("emblib.dynamic_specs",),
     ("emblib.optim",),
     ("emblib.reference", "emblib.ops"),
     ("emblib.tables",),

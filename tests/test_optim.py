@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from emblib import optim
-from emblib.ops import lookups
+from emblib.ops import autograd
 from emblib.ops.codes import OPTIMIZER
-from emblib.optim.counters import LAST_STEP
+from emblib.optim.adagrad import LAST_STEP
 from emblib.reference import optim as reference
 from tests.optimizer_cases import CASES
 
@@ -167,7 +167,7 @@ def test_rows_know_their_last_step_however_late(name: str, start: int) -> None:
 @pytest.mark.parametrize("bound", [0.1, 0.3, 1.0, 3.3, 0.0, 1e-42, 1e30])
 def test_no_clipped_gradient_exceeds_its_bound(dtype: torch.dtype, bound: float) -> None:
     grad = torch.tensor([-5.0, -0.05, 0.0, 0.05, 5.0, float("inf")], dtype=dtype)
-    clipped = lookups.clipped(grad, lookups.UpdateRule.of(optim.SGD(0.1, max_gradient=bound)))
+    clipped = autograd.clipped(grad, autograd.UpdateRule.of(optim.SGD(0.1, max_gradient=bound)))
     assert clipped.dtype == dtype
     assert float(clipped.double().abs().max()) <= bound
     inside = grad.double().abs() <= bound

@@ -12,11 +12,11 @@ import torch
 
 import emblib
 from emblib.sharding import checkpoints
-from emblib.sharding.boxes import Box, ShardingType, TableSharding, World
-from emblib.sharding.groups_of_ranks import Ranks
 from emblib.sharding.plan import ShardingPlan
-from emblib.sharding.planner.defaults import CPU
-from emblib.tables.files import saving
+from emblib.sharding.planner.calibration import CPU
+from emblib.sharding.ranks import Ranks
+from emblib.sharding.sharding_types import Box, ShardingType, TableSharding, World
+from emblib.tables.durable_files import saving
 from emblib.trace.file import LookupTrace, TracedFeature
 from tests.sync_calls import record_syncs
 

@@ -11,8 +11,8 @@ import torch
 
 from emblib.ops import codes
 from emblib.reference import cache as row_cache
+from emblib.reference import hash, quant, random, route, tbe, tt
 from emblib.reference import hash as key_table
-from emblib.reference import initial, quant, random, route, tbe, tt
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -33,7 +33,7 @@ REFERENCES: dict[str, Callable[..., object] | str] = {
     "hash_place_": key_table.HashModel.place,
     "hash_erase_": key_table.HashModel.erase,
     "hash_expire_": key_table.HashModel.expire,
-    "hash_initial_rows_": initial.initial_rows_,
+    "hash_initial_rows_": hash.initial_rows_,
     "tt_keys": tt.keys,
     "tt_plan": "which halves the rows share: only how tt_rows saves work, checked by its result",
     "tt_rows": tt.rows,

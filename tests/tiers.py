@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from emblib.reference import tbe as reference
+from emblib.reference import tbe
 
 
 class Spread(NamedTuple):
@@ -20,11 +20,11 @@ def _rows_looked_up(
     features: Tensor, indices: Tensor, offsets: Tensor, bag_layout: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """The feature of each lookup and its row in the table, -1 for none."""
-    offsets = reference.repair_offsets(offsets, indices.numel())
-    bag = reference.bag_of_lookup(offsets, indices.numel())
+    offsets = tbe.repair_offsets(offsets, indices.numel())
+    bag = tbe.bag_of_lookup(offsets, indices.numel())
     if features.size(0) == 0 or offsets.numel() < 2:
         return torch.zeros_like(bag), torch.full_like(bag, -1)
-    feature = reference.feature_of_bag(features, offsets, bag_layout)[bag.clamp(min=0)]
+    feature = tbe.feature_of_bag(features, offsets, bag_layout)[bag.clamp(min=0)]
     index, rows = indices.long(), features[feature, 2]
     row = torch.where((index >= 0) & (index < rows) | (index == -1), index, 0)
     return feature, torch.where((bag >= 0) & (rows > 0), row, -1)

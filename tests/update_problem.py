@@ -7,7 +7,7 @@ from torch import Tensor
 
 from emblib.ops.codes import OPTIMIZER, POOLING
 from emblib.optim import Optimizer, State
-from emblib.reference import tbe as reference
+from emblib.reference import tbe
 
 CACHE = 3
 
@@ -126,13 +126,13 @@ class Problem:
         result[slots:] = slots + 7
         return result
 
-    def groups(self) -> reference.Groups:
+    def groups(self) -> tbe.Groups:
         """Lookups by row."""
         keys = self.features[self.feature_of, 1] + self.indices
         order = keys.argsort(stable=True)
         rows, counts = keys[order].unique_consecutive(return_counts=True)
         segments = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
-        return reference.Groups(rows, segments, order, self.bag_of[order])
+        return tbe.Groups(rows, segments, order, self.bag_of[order])
 
     def padded_groups(self) -> tuple[Tensor, ...]:
         """The same as `tbe_group` returns it."""
@@ -161,7 +161,7 @@ class Problem:
         weights = [w.clone() for w in self.weights]
         states = [s.clone() for s in self.states]
         rest = (self.weight_grads(), self.features, self.groups(), self.row_slots)
-        reference.update_(weights, states, self.hyper, self.optimizer.name, *rest)
+        tbe.update_(weights, states, self.hyper, self.optimizer.name, *rest)
         return [*weights, *states]
 
     def arguments(self, weights: list[Tensor], states: list[Tensor]) -> tuple[object, ...]:

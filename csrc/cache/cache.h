@@ -13,7 +13,7 @@ inline constexpr int kWays = 32;
 inline constexpr int64_t kNoRow = -1;         // the tag of an empty way, and its word
 inline constexpr int64_t kNothingMoves = -2;  // in `evicted`; -1 there is an empty way
 
-// Columns of `counters`; what each counts is said in emblib/tables/row_cache.py.
+// Columns of `counters`; what each counts is said in emblib/tables/cache.py.
 enum Counter : int {
   kCalls,
   kLookups,

@@ -28,7 +28,7 @@ struct Routing {
   int64_t num_features, num_blocks, num_copies, num_units;
 };
 
-// The block in [0, blocks) that holds a key; as emblib/dynamic/saving/routing.py has it.
+// The block in [0, blocks) that holds a key; as emblib/dynamic/keys.py has it.
 EMB_HD int64_t owner(int64_t key, int64_t blocks) {
   const uint64_t route = mix(mix(static_cast<uint64_t>(key)));
   return static_cast<int64_t>((route >> 32) * static_cast<uint64_t>(blocks) >> 32);

@@ -1,6 +1,5 @@
 """Collections: tables of any kind behind keyed features, in as few kernels as their kinds allow."""
 
-from emblib.collections.bags import EmbeddingBagCollection
 from emblib.collections.configs import (
     Dynamic,
     EmbeddingBagConfig,
@@ -17,8 +16,8 @@ from emblib.collections.feature_processors import (
     PositionWeightedProcessor,
 )
 from emblib.collections.groups import GroupInfo, TableGroups
-from emblib.collections.sequences import EmbeddingCollection
-from emblib.collections.slices import TableSlice
+from emblib.collections.kernels import TableSlice
+from emblib.collections.modules import EmbeddingBagCollection, EmbeddingCollection
 
 __all__ = [
     "Dynamic",

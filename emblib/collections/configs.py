@@ -10,22 +10,20 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from emblib.dynamic_specs import (
+from emblib.optim import Optimizer
+from emblib.specs import (
+    Cache,
     DynamicSpec,
     Eviction,
     Frequency,
     Initializer,
     KeyCheck,
     Newcomer,
-    Uniform,
-)
-from emblib.optim import Optimizer
-from emblib.specs import (
-    Cache,
     Placement,
     Pooling,
     TableSpec,
     TTSpec,
+    Uniform,
     check_count,
     check_float_dtype,
 )

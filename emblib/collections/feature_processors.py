@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from emblib.collections.bags import EmbeddingBagCollection
+from emblib.collections.modules import EmbeddingBagCollection
 from emblib.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 

@@ -3,22 +3,132 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from emblib.collections import handles, kernels, pieces
-from emblib.collections.grouping import Unmade, group, make_kernel
+from emblib.collections import handles, kernels
+from emblib.collections.configs import Kind
 from emblib.collections.handles import DynamicHandle, PlainHandle, TableHandle
-from emblib.collections.pieces import GroupInfo, Piece
-from emblib.collections.slices import TableSlice
+from emblib.collections.kernels import TableSlice, Unmade, group, make_kernel
 from emblib.dynamic import DynamicEmbeddingBags
 from emblib.optim import Optimizer
 from emblib.specs import Pooling, check_float_dtype
-from emblib.tables import parameters
+from emblib.tables import TTEmbeddingBag, parameters
 from emblib.tables.locks import ModuleLock
+
+
+@dataclass(frozen=True)
+class GroupInfo:
+    """One kernel: the units that it looks up, in its order, and its module."""
+
+    units: tuple[int, ...]
+    slices: tuple[int, ...]
+    module: Any
+    kind: Kind
+
+
+class Piece(NamedTuple):
+    """What one group looks up of a batch: ids `[first, last)` of it, and their offsets."""
+
+    info: GroupInfo
+    first: int
+    last: int
+    ids: Tensor
+    offsets: Tensor
+    batch_sizes: Sequence[Sequence[int]] | None
+
+
+def split(
+    groups: Sequence[GroupInfo],
+    ids: Tensor,
+    offsets: Tensor,
+    batch_sizes: Sequence[Sequence[int]] | None,
+    id_counts: Sequence[int] | None,
+) -> list[Piece]:
+    """The part of a batch that each group with units looks up."""
+    if len(groups) == 1:
+        whole = Piece(groups[0], 0, ids.numel(), ids, offsets, batch_sizes)
+        return [whole]
+    ends = _bag_ends(groups, offsets, batch_sizes)
+    if id_counts is None:
+        splits = [int(offsets[end]) for end in ends] if ids.is_cpu else offsets[ends].tolist()
+    else:
+        splits = [0, *accumulate(id_counts)]
+    pieces, unit = [], 0
+    for g, info in enumerate(groups):
+        first, last = splits[g], splits[g + 1]
+        own = offsets[ends[g] : ends[g + 1] + 1]
+        sizes = None
+        if batch_sizes is not None:
+            sizes = batch_sizes[unit : unit + len(info.units)]
+            unit += len(info.units)
+        own = own - first if first else own
+        pieces.append(Piece(info, first, last, ids[first:last], own, sizes))
+    return pieces
+
+
+def _bag_ends(
+    groups: Sequence[GroupInfo], offsets: Tensor, batch_sizes: Sequence[Sequence[int]] | None
+) -> list[int]:
+    """The first bag of each group, and the number of bags."""
+    units = [0, *accumulate(len(info.units) for info in groups)]
+    if batch_sizes is None:
+        batch = (offsets.numel() - 1) // max(units[-1], 1)
+        return [batch * unit for unit in units]
+    bags = [0, *accumulate(sum(sizes) for sizes in batch_sizes)]
+    return [bags[unit] for unit in units]
+
+
+def look_up(piece: Piece, weights: Tensor | None, pooling: Pooling) -> Tensor:
+    """The output of one group for its piece."""
+    info, ids, offsets, sizes = piece.info, piece.ids, piece.offsets, piece.batch_sizes
+    if not isinstance(info.module, TTEmbeddingBag):
+        out: Tensor = info.module(ids, offsets, weights, batch_sizes=sizes)
+        return out
+    out = info.module(ids, offsets, weights)
+    if pooling is Pooling.NONE:
+        return out
+    units, dim = len(info.units), out.shape[1]
+    if sizes is None:
+        return out.view(units, -1, dim).transpose(0, 1).reshape(-1, units * dim)
+    if units == 1:
+        return out.view(-1)
+    blocks, ranks = out.split([size for of_unit in sizes for size in of_unit]), len(sizes[0])
+    by_rank = [blocks[u * ranks + r] for r in range(ranks) for u in range(units)]
+    return torch.cat(by_rank).view(-1)
+
+
+def by_rank(
+    groups: Sequence[GroupInfo],
+    dims: Sequence[int],
+    outs: Sequence[Tensor],
+    batch_sizes: Sequence[Sequence[int]],
+) -> Tensor:
+    """Outputs of variable batches, each rank after rank, as one that is rank after rank."""
+    pieces, unit = [], 0
+    for info, out in zip(groups, outs, strict=True):
+        sizes = batch_sizes[unit : unit + len(info.units)]
+        unit += len(info.units)
+        widths = [dims[u] for u in info.units]
+        by_rank = zip(*sizes, strict=True)
+        lengths = [sum(n * d for n, d in zip(of_rank, widths, strict=True)) for of_rank in by_rank]
+        pieces.append(out.split(lengths))
+    return torch.cat([piece for of_rank in zip(*pieces, strict=True) for piece in of_rank])
+
+
+def is_cached(module: Any) -> bool:
+    """Whether tables of a module stand behind a cache."""
+    return getattr(module, "row_cache", None) is not None
+
+
+def needs_work(info: GroupInfo) -> bool:
+    """Whether a lookup is more than a call of the module: a tensor train knows one feature."""
+    return isinstance(info.module, TTEmbeddingBag)
+
 
 __all__ = ["GroupInfo", "TableGroups"]
 
@@ -134,7 +244,7 @@ class TableGroups(nn.Module):
             for g, kernel in zip(self._groupings, self._kernels, strict=True)
         ]
         self.active = [info for info in self.groups if info.units]
-        self.is_one = len(self.active) == 1 and not pieces.needs_work(self.active[0])
+        self.is_one = len(self.active) == 1 and not needs_work(self.active[0])
         views = [h for h in self.handles if isinstance(h, PlainHandle | DynamicHandle)]
         self._views = parameters.registered(views)
         # Not `self._only = ...`, which would make it a module of this one.
@@ -184,7 +294,7 @@ class TableGroups(nn.Module):
         return (
             torch.cat(outs, 1)
             if batch_sizes is None
-            else pieces.by_rank(self.active, self.dims, outs, batch_sizes)
+            else by_rank(self.active, self.dims, outs, batch_sizes)
         )
 
     def outputs(
@@ -200,11 +310,11 @@ class TableGroups(nn.Module):
         parameters.check_registered(self._views)
         parts = self._take_prefetched(ids)
         if parts is None:
-            parts = pieces.split(self.active, ids, offsets, batch_sizes, id_counts)
+            parts = split(self.active, ids, offsets, batch_sizes, id_counts)
         outs = []
         for part in parts:
             own = None if weights is None else weights[part.first : part.last]
-            outs.append(pieces.look_up(part, own, self.pooling))
+            outs.append(look_up(part, own, self.pooling))
         return outs
 
     def set_output_dtype(self, dtype: torch.dtype) -> None:
@@ -298,16 +408,16 @@ class TableGroups(nn.Module):
         `forward` must then get the same tensors, batches in the same order, as with
         `TableBatchedEmbeddingBags.prefetch`. Without cached tables this does nothing.
         """
-        cached = [info.module for info in self.active if pieces.is_cached(info.module)]
+        cached = [info.module for info in self.active if is_cached(info.module)]
         if not cached:
             return
         if self._only is not None:
             self._only.prefetch(ids, offsets, batch_sizes=batch_sizes)
             return
-        parts = pieces.split(self.active, ids, offsets, batch_sizes, id_counts)
+        parts = split(self.active, ids, offsets, batch_sizes, id_counts)
         with self._lock:
             for part in parts:
-                if pieces.is_cached(part.info.module):
+                if is_cached(part.info.module):
                     module = part.info.module
                     module.prefetch(part.ids, part.offsets, batch_sizes=part.batch_sizes)
             self._prefetched.append((ids, parts))

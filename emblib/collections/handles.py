@@ -12,12 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from emblib.collections.grouping import Unmade
-from emblib.collections.kernels import PartTables
-from emblib.dynamic import DynamicEmbeddingBags
+from emblib.collections.kernels import PartTables, Unmade
+from emblib.dynamic import DynamicEmbeddingBags, keys
 from emblib.dynamic.hash_index import HASH_KEYS
-from emblib.dynamic.saving import routing
-from emblib.ops import lookups
+from emblib.ops import autograd
 from emblib.optim import Optimizer
 from emblib.tables import QuantizedEmbeddingBags, TTEmbeddingBag, parameters
 from emblib.tt import layout_entry
@@ -62,7 +60,7 @@ class TableHandle(nn.Module):
 
     def set_trained(self, parameter: nn.Parameter, *, trained: bool) -> None:
         """Train the table from the next forward on, or leave it as it is."""
-        if lookups.is_fused(self.kernel.optimizer) or isinstance(self.kernel, PartTables):
+        if autograd.is_fused(self.kernel.optimizer) or isinstance(self.kernel, PartTables):
             self.kernel.set_table_trained(self.index, trained=trained)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -85,7 +83,7 @@ class TableHandle(nn.Module):
 
     def fused_parameters(self) -> dict[str, nn.Parameter]:
         """The parameters by name, if backward updates them."""
-        return dict(self.named_parameters()) if lookups.is_fused(self.kernel.optimizer) else {}
+        return dict(self.named_parameters()) if autograd.is_fused(self.kernel.optimizer) else {}
 
     def take_over(self, given: Any) -> None:
         """Have the weights and the parameters of another handle of such a table."""
@@ -210,7 +208,7 @@ class DynamicHandle(TableHandle):
             view = torch.empty(kernel.shapes[self.index], device="meta")
             bind(self, "weight", view, kernel.optimizer)
             return
-        if not lookups.is_fused(kernel.optimizer):
+        if not autograd.is_fused(kernel.optimizer):
             self._parameters["weight"] = kernel.weights
             mark(kernel.weights, self, kernel.optimizer)
             return
@@ -228,7 +226,7 @@ class DynamicHandle(TableHandle):
         hash_key = given.kernel.index.hash_key(given.index)
         kernel.set_table_entries(self.index, replace(entries, rows=rows), hash_key=hash_key)
         weight.grad = None
-        if lookups.is_fused(kernel.optimizer):
+        if autograd.is_fused(kernel.optimizer):
             self._parameters["weight"] = weight
         else:
             parameters.disown(weight)
@@ -246,7 +244,7 @@ class DynamicHandle(TableHandle):
         columns = {"keys": entries.keys, "stamps": entries.stamps, **entries.rows}
         if entries.scores is not None:
             columns["scores"] = entries.scores
-        order = routing.canonical_order(entries.keys)
+        order = keys.canonical_order(entries.keys)
         for key, rows in columns.items():
             destination[prefix + key] = rows[order].cpu()
         destination[f"{prefix}clock"] = kernel.index.clock.cpu().clone()
@@ -385,7 +383,7 @@ def mark(parameter: nn.Parameter, handle: TableHandle, optimizer: Optimizer) -> 
     """Say of a parameter what it is of, and whether backward updates it."""
     _handles[parameter] = weakref.ref(handle)
     marked: Any = parameter
-    if lookups.is_fused(optimizer):
+    if autograd.is_fused(optimizer):
         marked._in_backward_optimizers = [optimizer]
         for name in _MARKS_OF_TORCH & marked.__dict__.keys():
             delattr(marked, name)

@@ -23,7 +23,7 @@ from emblib import (
     Uniform,
     optim,
 )
-from emblib.compat import dynamicemb_types as types
+from emblib.compat import dynamicemb_types
 from emblib.compat.dynamicemb_types import (
     DynamicEmbCheckMode,
     DynamicEmbEvictStrategy,
@@ -54,12 +54,12 @@ _CHECKS = {
 }
 
 
-def eviction(strategy: types.ScoreStrategy) -> Eviction:
+def eviction(strategy: dynamicemb_types.ScoreStrategy) -> Eviction:
     """Of a score strategy."""
     return Eviction.LRU_LFU if isinstance(strategy, tuple) else _EVICTIONS[strategy][0]
 
 
-def evict_strategy(strategy: types.ScoreStrategy) -> DynamicEmbEvictStrategy:
+def evict_strategy(strategy: dynamicemb_types.ScoreStrategy) -> DynamicEmbEvictStrategy:
     """DynamicEmb's name for what a score strategy evicts by."""
     return DynamicEmbEvictStrategy.LFU if isinstance(strategy, tuple) else _EVICTIONS[strategy][1]
 
@@ -112,14 +112,15 @@ def _check(options: DynamicEmbTableOptions, name: str) -> None:
             f"{evict_strategy(options.score_strategy).name}; got {asked.name}; leave it out"
         )
     width = options.bucket_capacity
-    if width == types.MAX_BUCKET_CAPACITY:
+    if width == dynamicemb_types.MAX_BUCKET_CAPACITY:
         raise NotImplementedError(
             "bucket_capacity MAX_BUCKET_CAPACITY asks for the least key of the whole table to give "
             "way; here it is the least of the 64 slots that a key may have"
         )
-    if width <= 0 or width % types.BUCKET_ALIGNMENT:
+    if width <= 0 or width % dynamicemb_types.BUCKET_ALIGNMENT:
         raise ValueError(
-            f"bucket_capacity must be a multiple of {types.BUCKET_ALIGNMENT}, got {width}"
+            f"bucket_capacity must be a multiple of {dynamicemb_types.BUCKET_ALIGNMENT}, "
+            f"got {width}"
         )
 
 
@@ -150,12 +151,12 @@ def _admission(options: DynamicEmbTableOptions, initial: Any, name: str) -> Freq
             "admit_strategy and admission_counter need each other, table "
             f"{name!r} has only the {'strategy' if counter is None else 'counter'}"
         )
-    if not isinstance(strategy, types.FrequencyAdmissionStrategy):
+    if not isinstance(strategy, dynamicemb_types.FrequencyAdmissionStrategy):
         raise NotImplementedError(
             "admit_strategy must be a FrequencyAdmissionStrategy(threshold), got "
             f"{type(strategy).__name__}: keys are admitted on the device, without asking Python"
         )
-    if not isinstance(counter, types.KVCounter):
+    if not isinstance(counter, dynamicemb_types.KVCounter):
         raise NotImplementedError(
             f"admission_counter must be a KVCounter(capacity), got {type(counter).__name__}"
         )

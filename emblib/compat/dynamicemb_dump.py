@@ -9,12 +9,11 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from emblib.compat.dynamicemb_saved import Saved
-from emblib.compat.dynamicemb_tables import BatchedDynamicEmbeddingTablesV2, agree
+from emblib.compat.dynamicemb_tables import BatchedDynamicEmbeddingTablesV2, Saved, agree
 from emblib.dynamic.saving import dynamicemb_files
 from emblib.dynamic.saving.dumps import Part
 from emblib.dynamic.saving.dynamicemb_files import Foreign
-from emblib.sharding.groups_of_ranks import Ranks
+from emblib.sharding.ranks import Ranks
 
 Scores = int | Mapping[str, Mapping[str, int]]
 _Named = tuple[Path, BatchedDynamicEmbeddingTablesV2, str]  # directory and name of a table

@@ -1,7 +1,8 @@
 """DynamicEmb's module of batched tables over `emblib.DynamicEmbeddingBags`."""
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,10 +10,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from emblib import DynamicEmbeddingBags, Pooling, TieredEmbeddingBags, optim
-from emblib.compat import dynamicemb_arguments as arguments
-from emblib.compat import dynamicemb_memory as memory
-from emblib.compat import dynamicemb_saved as saved_with
+from emblib import (
+    DynamicEmbeddingBags,
+    DynamicSpec,
+    Eviction,
+    HostRows,
+    Pooling,
+    TieredEmbeddingBags,
+    TierMode,
+    Tiers,
+    optim,
+)
+from emblib.compat import dynamicemb_arguments
+from emblib.compat.dynamicemb_arguments import evict_strategy
 from emblib.compat.dynamicemb_types import (
     COMPOUND,
     DynamicEmbPoolingMode,
@@ -27,7 +37,197 @@ from emblib.compat.fbgemm_types import (
     EmbOptimType,
     WeightDecayMode,
 )
-from emblib.sharding.groups_of_ranks import Ranks
+from emblib.dynamic.saving.dumps import DumpError, field
+from emblib.sharding.ranks import Ranks
+
+
+def split(
+    options: Sequence[DynamicEmbTableOptions],
+    specs: Sequence[DynamicSpec],
+    rule: optim.Optimizer,
+    device: torch.device,
+) -> tuple[list[DynamicSpec], Tiers | None]:
+    """The tables as the device has them, and what is behind them if they do not fit there.
+
+    Both tiers together have max_capacity rows. On a CPU, local_hbm_for_values = 0 sets no limit.
+
+    Raises:
+        ValueError: too little memory for a bucket, or none for a cache.
+        NotImplementedError: no memory of a GPU; tables without eviction that do not fit.
+    """
+    rows = [_rows_there(o, s, rule, device) for o, s in zip(options, specs, strict=True)]
+    if all(there >= s.rows for there, s in zip(rows, specs, strict=True)):
+        return list(specs), None
+    for there, s in zip(rows, specs, strict=True):
+        if s.eviction is Eviction.NONE:
+            raise NotImplementedError(
+                f"table {s.name!r} has NO_EVICTION and {s.rows} rows, of which {there} are in "
+                "local_hbm_for_values: rows that do not fit would have to give way; make it larger"
+            )
+    behind = [max(s.rows - there, 1) for there, s in zip(rows, specs, strict=True)]
+    mode = TierMode.CACHING if options[0].caching else TierMode.HYBRID
+    fast = [
+        replace(s, capacity=there, initial_capacity=min(s.initial_capacity or there, there))
+        for there, s in zip(rows, specs, strict=True)
+    ]
+    return fast, Tiers(HostRows(behind, specs[0].eviction), mode)
+
+
+def _rows_there(
+    options: DynamicEmbTableOptions,
+    spec: DynamicSpec,
+    rule: optim.Optimizer,
+    device: torch.device,
+) -> int:
+    """How many rows of a table are in the memory of the device."""
+    width = (options.embedding_dtype or torch.float32).itemsize
+    states = sum(4 * (1 if state.per_row else spec.dim) for state in rule.states)
+    row_bytes = spec.dim * width + states
+    given = options.local_hbm_for_values or options.global_hbm_for_values
+    if not given and not options.caching:
+        if device.type == "cpu":
+            return spec.rows
+        raise NotImplementedError(
+            f"table {spec.name!r} has local_hbm_for_values = 0, which keeps all rows in host "
+            f"memory; give it at least the {row_bytes * 32} bytes of a bucket, and at most the "
+            f"{row_bytes * spec.rows} bytes of all rows"
+        )
+    rows = given // row_bytes // 32 * 32
+    if rows < 1:
+        raise ValueError(
+            f"local_hbm_for_values of table {spec.name!r} is {given} bytes"
+            f"{' with caching' if options.caching else ''}, a bucket of 32 rows takes "
+            f"{row_bytes * 32}; give it more"
+        )
+    return min(rows, spec.rows)
+
+
+_SAVED = {optim.SGD: "sgd", optim.Adam: "adam", optim.Adagrad: "exact_adagrad",
+          optim.RowwiseAdagrad: "exact_row_wise_adagrad"}  # fmt: skip
+
+
+def opt_args(bags: DynamicEmbeddingBags, options: DynamicEmbTableOptions) -> dict[str, Any]:
+    """What DynamicEmb saves of an optimizer and a table, by its names."""
+    rule: Any = bags.optimizer
+    saved: dict[str, Any] = {"opt_type": _SAVED[type(rule)], "lr": bags.learning_rate}
+    if isinstance(rule, optim.Adam):
+        decay = rule.weight_decay.rate if rule.weight_decay else 0.0
+        saved |= {"iters": bags.step, "beta1": rule.betas[0], "beta2": rule.betas[1]}
+        saved |= {"eps": rule.eps, "weight_decay": decay}
+    elif not isinstance(rule, optim.SGD):
+        state = bags.tables[0].initial_state
+        saved |= {"eps": rule.eps, "initial_accumulator_value": state}
+    if not isinstance(options.score_strategy, tuple):
+        name = evict_strategy(options.score_strategy).name.title()
+        saved["evict_strategy"] = f"EvictStrategy.K{name}"
+    saved["dist_type"] = options.dist_type
+    return saved
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What a table and its optimizer go on from; all of it is checked.
+
+    Attributes:
+        hyper: changes for `set_hyper`.
+        step: for `set_step`; None leaves it.
+        step_score: for `set_step_score`; None leaves it.
+    """
+
+    hyper: Mapping[str, Any]
+    step: int | None
+    step_score: int | None
+
+
+def check_kind(
+    table: str,
+    path: Path,
+    content: Mapping[str, Any],
+    ours: Mapping[str, Any],
+    with_optimizer: bool,
+) -> None:
+    """Check that a table was dumped by one of the same kind.
+
+    Raises:
+        DumpError: an entry of the file at `path` is no name.
+        ValueError: the table is of another kind.
+    """
+    names = ["evict_strategy", *(["opt_type"] if with_optimizer else [])]
+    for name in names:
+        if name not in content or name not in ours:
+            continue
+        saved = field(path, content, name, str)
+        if saved != ours[name]:
+            raise ValueError(
+                f"{name} of table {table!r} is {saved} in the dump and {ours[name]} here; "
+                "load into a table of the same options"
+                + (", or with optim=False" if name == "opt_type" else "")
+            )
+    if "dist_type" in content and field(path, content, "dist_type", str) == "continuous":
+        raise ValueError(
+            f"table {table!r} was dumped with dist_type continuous, whose files have remainders of "
+            "keys in place of the keys; dump it with another dist_type"
+        )
+
+
+def checked(
+    path: Path, content: Mapping[str, Any], rule: Any, *, counts_steps: bool = False
+) -> Saved:
+    """Read the numbers of the file at `path` that a table takes.
+
+    Args:
+        path: of the file, for errors.
+        content: of the file.
+        rule: the optimizer of the table; None leaves out its numbers.
+        counts_steps: whether the table has a score that counts steps.
+
+    Raises:
+        DumpError: a number is missing, of the wrong type or out of range.
+    """
+    hyper = {} if rule is None else _hyper(path, content, rule)
+    step = score = None
+    if rule is not None and "iters" in content:
+        step = _whole(path, content, "iters", 0, 2**53)
+    if counts_steps and "step_score" in content:
+        score = _whole(path, content, "step_score", -(2**63), 2**63 - 1)
+    return Saved(hyper, step, score)
+
+
+def _hyper(path: Path, content: Mapping[str, Any], rule: Any) -> dict[str, Any]:
+    def number(name: str) -> float:
+        return float(field(path, content, name, int, float))
+
+    def decay() -> dict[str, Any]:
+        rate = number("weight_decay") if "weight_decay" in content else 0.0
+        return {"weight_decay": optim.Decoupled(rate) if rate else None}
+
+    parsers: dict[tuple[str, ...], Callable[[], dict[str, Any]]] = {
+        ("lr",): lambda: {"lr": number("lr")}
+    }
+    if not isinstance(rule, optim.SGD):
+        parsers["eps",] = lambda: {"eps": number("eps")}
+    if isinstance(rule, optim.Adam):
+        parsers["beta1", "beta2"] = lambda: {"betas": (number("beta1"), number("beta2"))}
+        parsers["weight_decay", "beta1"] = decay
+    hyper: dict[str, Any] = {}
+    for names, parse in parsers.items():
+        if not any(name in content for name in names):
+            continue
+        try:
+            change = parse()
+            replace(rule, **change)  # which checks ranges
+        except (TypeError, ValueError, OverflowError) as error:
+            words = " and ".join(map(repr, names))
+            raise DumpError(f"{path} is malformed: {words}: {error}") from error
+        hyper |= change
+    return hyper
+
+
+def _whole(path: Path, content: Mapping[str, Any], name: str, least: int, most: int) -> int:
+    number: int = field(path, content, name, int)
+    if not least <= number <= most:
+        raise DumpError(f"{path} is malformed: {name!r} must be in [{least}, {most}], is {number}")
+    return number
 
 
 class BatchedDynamicEmbeddingTablesV2(nn.Module):
@@ -76,26 +276,26 @@ class BatchedDynamicEmbeddingTablesV2(nn.Module):
         self.prefetch_pipeline = prefetch_pipeline
         self.bags = self._make(given)
         for options in self._options:
-            options.evict_strategy = arguments.evict_strategy(options.score_strategy)
+            options.evict_strategy = dynamicemb_arguments.evict_strategy(options.score_strategy)
             if options.init_capacity is None:
                 options.init_capacity = options.max_capacity
 
     def _make(self, a: SimpleNamespace) -> DynamicEmbeddingBags:
-        optimizer, state = arguments.optimizer(a), a.initial_accumulator_value
+        optimizer, state = dynamicemb_arguments.optimizer(a), a.initial_accumulator_value
         if not self._options[0].training:
             optimizer, state = optim.SGD(a.learning_rate), 0.0  # which keeps no state
         specs = [
-            arguments.spec(options, name, state)
+            dynamicemb_arguments.spec(options, name, state)
             for options, name in zip(self._options, self._names, strict=True)
         ]
-        device = arguments.device(a.device, self._options)
+        device = dynamicemb_arguments.device(a.device, self._options)
         tiers = None
         if not a.enforce_hbm:
-            specs, tiers = memory.split(self._options, specs, optimizer, device)
+            specs, tiers = split(self._options, specs, optimizer, device)
         given: dict[str, Any] = {
-            "pooling": arguments.POOLINGS[self.pooling_mode],
+            "pooling": dynamicemb_arguments.POOLINGS[self.pooling_mode],
             "feature_tables": a.feature_table_map,
-            "precision": arguments.precision(a),
+            "precision": dynamicemb_arguments.precision(a),
             "seed": int(torch.randint(2**53, ())),
             "device": device,
         }
@@ -244,14 +444,14 @@ class BatchedDynamicEmbeddingTablesV2(nn.Module):
     def opt_args(self, table: str) -> dict[str, Any]:
         """What DynamicEmb saves beside a table, as it is now (reads the device)."""
         options = self._options[self._names.index(table)]
-        saved = saved_with.opt_args(self.bags, options)
+        saved = opt_args(self.bags, options)
         if options.score_strategy is DynamicEmbScoreStrategy.STEP:
             saved["step_score"] = self.get_score()[table]
         return saved
 
     def check_opt_args(
         self, table: str, path: Path, content: Mapping[str, Any], *, with_optimizer: bool
-    ) -> saved_with.Saved:
+    ) -> Saved:
         """Check what was saved beside a table, for `take_opt_args`; change nothing.
 
         Args:
@@ -265,14 +465,12 @@ class BatchedDynamicEmbeddingTablesV2(nn.Module):
             ValueError: it was saved beside another kind of table.
         """
         options = self._options[self._names.index(table)]
-        saved_with.check_kind(
-            table, path, content, saved_with.opt_args(self.bags, options), with_optimizer
-        )
+        check_kind(table, path, content, opt_args(self.bags, options), with_optimizer)
         counts_steps = options.score_strategy is DynamicEmbScoreStrategy.STEP
         rule = self.bags.optimizer if with_optimizer else None
-        return saved_with.checked(path, content, rule, counts_steps=counts_steps)
+        return checked(path, content, rule, counts_steps=counts_steps)
 
-    def take_opt_args(self, table: str, saved: saved_with.Saved) -> None:
+    def take_opt_args(self, table: str, saved: Saved) -> None:
         """Go on from what `check_opt_args` returned."""
         if saved.step_score is not None:
             self.bags.set_step_score(table, saved.step_score)

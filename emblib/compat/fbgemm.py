@@ -13,6 +13,7 @@ there is not: TorchScript, INT8 tables, and the tensors inside FBGEMM's cache.
 
 import contextlib
 import functools
+import itertools
 import logging
 import uuid
 from collections.abc import Sequence
@@ -20,19 +21,21 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from emblib import TableBatchedEmbeddingBags
-from emblib.compat import fbgemm_arguments as arguments
-from emblib.compat import fbgemm_optimizers as optimizers
-from emblib.compat.fbgemm_cache import CacheCounters, prefetch_passes
-from emblib.compat.fbgemm_dense import DenseTableBatchedEmbeddingBagsCodegen
-from emblib.compat.fbgemm_events import Events, Timer
+from emblib import Pooling, Precision, TableBatchedEmbeddingBags, TableSpec, optim
+from emblib.compat import fbgemm_arguments
+from emblib.compat import fbgemm_arguments as optimizers
+from emblib.compat.fbgemm_arguments import float_dtype
 from emblib.compat.fbgemm_reporting import (
+    CacheCounters,
+    Events,
     StdLogStatsReporter,
     StdLogStatsReporterConfig,
     TBEStatsReporter,
     TBEStatsReporterConfig,
+    Timer,
+    prefetch_passes,
 )
 from emblib.compat.fbgemm_tables import TableViews
 from emblib.compat.fbgemm_types import (
@@ -60,8 +63,157 @@ from emblib.compat.fbgemm_types import (
     UserEnabledConfigDefinition,
     UVMCacheStatsIndex,
     WeightDecayMode,
+    as_member,
 )
-from emblib.compat.fbgemm_writeback import keep_first_lookups
+
+_logger = logging.getLogger(__name__)
+
+
+class DenseTableBatchedEmbeddingBagsCodegen(nn.Module):
+    """Table batched embeddings with a dense gradient, as FBGEMM's class of this name.
+
+    `weights` is one flat parameter for any optimizer of `torch.optim`; it starts normal.
+    """
+
+    def __init__(
+        self,
+        embedding_specs: list[tuple[int, int]],
+        feature_table_map: list[int] | None = None,
+        weights_precision: SparseType = SparseType.FP32,
+        pooling_mode: PoolingMode = PoolingMode.SUM,
+        use_cpu: bool = False,
+        output_dtype: SparseType = SparseType.FP32,
+        use_mtia: bool = False,
+    ) -> None:
+        super().__init__()
+        if use_mtia:
+            raise NotImplementedError("MTIA is an accelerator emblib has no kernels for")
+        if not use_cpu and not torch.cuda.is_available():
+            raise RuntimeError("this module is for a GPU, and torch sees none; pass use_cpu=True")
+        self.embedding_specs = list(embedding_specs)
+        self.pooling_mode = as_member(PoolingMode, pooling_mode)
+        self.weights_precision = as_member(SparseType, weights_precision)
+        output = as_member(SparseType, output_dtype)
+        self.output_dtype: int = output.as_int()
+        self.use_cpu = use_cpu
+        self.uuid = str(uuid.uuid4())
+        self.bags = TableBatchedEmbeddingBags(
+            [TableSpec(rows, dim) for rows, dim in embedding_specs],
+            optim.External(gradient=optim.Gradient.DENSE),
+            pooling=Pooling(self.pooling_mode.name.lower()),
+            feature_tables=feature_table_map,
+            precision=Precision(
+                weights=float_dtype("weights_precision", self.weights_precision),
+                output=float_dtype("output_dtype", output),
+            ),
+            device="cpu" if use_cpu else "cuda",
+        )
+        self.bags.weights = nn.Parameter(self.bags.weights.detach().view(-1))
+        self.current_device = self.bags.weights.device
+        dims = [self.embedding_specs[t][1] for t in self.bags.feature_tables]
+        self.total_D = sum(dims)
+        self.max_D = max(dims)
+        offsets = torch.tensor([0, *itertools.accumulate(dims)], dtype=torch.int32)
+        self.register_buffer("D_offsets", offsets.to(self.current_device), persistent=False)
+        with torch.no_grad():
+            self.weights.normal_()
+
+    @property
+    def weights(self) -> nn.Parameter:
+        """All tables, one after the other."""
+        return self.bags.weights
+
+    def log(self, msg: str) -> None:
+        """Log at level INFO with the module's id."""
+        _logger.info("[TBE=%s] %s", self.uuid, msg)
+
+    def forward(
+        self,
+        indices: Tensor,
+        offsets: Tensor,
+        per_sample_weights: Tensor | None = None,
+        feature_requires_grad: Tensor | None = None,
+        batch_size_per_feature_per_rank: list[list[int]] | None = None,
+    ) -> Tensor:
+        """Look up and pool, see `emblib.TableBatchedEmbeddingBags.forward`."""
+        return self.bags(
+            indices,
+            offsets,
+            None if per_sample_weights is None else per_sample_weights.float(),
+            batch_sizes=batch_size_per_feature_per_rank,
+            feature_requires_grad=feature_requires_grad,
+        )
+
+    def split_embedding_weights(self) -> list[Tensor]:
+        """The tables as views `[rows, dim]`."""
+        return self.bags.table_weights()
+
+    def init_embedding_weights_uniform(self, min_val: float, max_val: float) -> None:
+        """Draw all weights, with torch's generator."""
+        with torch.no_grad():
+            for weights in self.split_embedding_weights():
+                weights.uniform_(min_val, max_val)
+
+
+def keep_first_lookups(
+    output: Tensor,
+    indices: Tensor,
+    offsets: Tensor,
+    feature_tables: Sequence[int],
+    dims: Sequence[int] | None,
+    *,
+    first_feature_only: bool,
+) -> None:
+    """Let the gradient of `output` be zero but for the first lookup of each row of each table.
+
+    Args:
+        output: what the module returned: `[B, sum D]`, or `[L, D]` for pooling NONE.
+        indices: `[L]`.
+        offsets: `[F * B + 1]`.
+        feature_tables: the table of each feature.
+        dims: the columns of each feature; None for pooling NONE.
+        first_feature_only: only lookups of the first feature act.
+
+    Raises:
+        ValueError: pooled bags of more than one lookup, whose gradients are not one row's.
+    """
+    if not output.requires_grad:
+        return
+    lengths = offsets.diff()
+    bag = torch.repeat_interleave(torch.arange(lengths.numel(), device=lengths.device), lengths)
+    if dims is not None and lengths.numel() and int(lengths.max()) > 1:
+        raise ValueError(
+            "use_writeback_bwd_prehook needs bags of at most one lookup, got one of "
+            f"{int(lengths.max())}; look the rows up one a bag, or with PoolingMode.NONE"
+        )
+    features = len(feature_tables)
+    feature = bag // max(lengths.numel() // max(features, 1), 1)
+    table = torch.tensor(list(feature_tables), device=indices.device)[feature]
+    rows = torch.stack([table, indices.long()])
+    keep = _first_of_each(rows)
+    if first_feature_only:
+        keep &= feature == 0
+    if dims is None:
+        mask = keep.unsqueeze(1)
+    else:
+        of_bag = torch.zeros(lengths.numel(), dtype=torch.bool, device=keep.device)
+        of_bag[bag] = keep
+        columns = torch.tensor(list(dims), device=keep.device)
+        mask = of_bag.view(features, -1).t().repeat_interleave(columns, dim=1)
+    output.register_hook(lambda grad: torch.where(mask, grad, 0))
+
+
+def _first_of_each(rows: Tensor) -> Tensor:
+    """For columns of `rows`, whether each is the first of its value."""
+    keep = torch.zeros(rows.size(1), dtype=torch.bool, device=rows.device)
+    if rows.size(1) == 0:
+        return keep
+    values, group = torch.unique(rows, dim=1, return_inverse=True)
+    position = torch.arange(rows.size(1), device=rows.device)
+    first = position.new_full((values.size(1),), rows.size(1))
+    keep[first.scatter_reduce(0, group, position, "amin")] = True
+    return keep
+
 
 __all__ = [
     "BoundsCheckMode",
@@ -161,17 +313,17 @@ class SplitTableBatchedEmbeddingBagsCodegen(TableViews):
     ) -> None:
         given = {key: value for key, value in locals().items() if key not in ("self", "__class__")}
         super().__init__()
-        self._build(arguments.normalise(given))
+        self._build(fbgemm_arguments.normalise(given))
 
     def _build(self, a: SimpleNamespace) -> None:
         self.bags = TableBatchedEmbeddingBags(
-            arguments.tables(a),
+            fbgemm_arguments.tables(a),
             optimizers.optimizer(a),
-            pooling=arguments.pooling(a),
+            pooling=fbgemm_arguments.pooling(a),
             feature_tables=a.feature_table_map,
-            precision=arguments.precision(a),
-            bounds_check=arguments.bounds_check(a),
-            cache=arguments.cache(a),
+            precision=fbgemm_arguments.precision(a),
+            bounds_check=fbgemm_arguments.bounds_check(a),
+            cache=fbgemm_arguments.cache(a),
             device=a.device,
         )
         with torch.no_grad():

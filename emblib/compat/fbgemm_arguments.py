@@ -2,7 +2,8 @@
 
 import operator
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import fields, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,16 +18,25 @@ from emblib import (
     Pooling,
     Precision,
     StochasticRounding,
+    TableBatchedEmbeddingBags,
     TableSpec,
+    optim,
 )
 from emblib.compat.fbgemm_types import (
     BoundsCheckMode,
     CacheAlgorithm,
     ComputeDevice,
+    CounterBasedRegularizationDefinition,
+    CounterWeightDecayMode,
+    CowClipDefinition,
+    EmainplaceModeDefinition,
     EmbeddingLocation,
     EmbOptimType,
+    EnsembleModeDefinition,
+    LearningRateMode,
     PoolingMode,
     SparseType,
+    StepMode,
     UserEnabledConfigDefinition,
     WeightDecayMode,
     as_member,
@@ -240,3 +250,292 @@ def cache(a: SimpleNamespace) -> Cache | None:
         if passes is None
         else MultiPass(passes.num_passes, passes.min_splitable_pass_size),
     )
+
+
+_DEFAULTS = {
+    "eps": 1.0e-8,
+    "momentum": 0.9,
+    "eta": 0.001,
+    "beta1": 0.9,
+    "beta2": 0.999,
+    "weight_decay": 0.0,
+    "max_norm": 0.0,
+    "learning_rate": 0.01,
+}
+_ADAM = ("learning_rate", "eps", "beta1", "beta2", "weight_decay")
+_ADAGRAD = ("learning_rate", "eps")
+_USES = {
+    EmbOptimType.EXACT_SGD: ("learning_rate",),
+    EmbOptimType.EXACT_ADAGRAD: _ADAGRAD,
+    EmbOptimType.EXACT_ROWWISE_ADAGRAD: (*_ADAGRAD, "weight_decay", "max_norm"),
+    EmbOptimType.ENSEMBLE_ROWWISE_ADAGRAD: _ADAGRAD,
+    EmbOptimType.EMAINPLACE_ROWWISE_ADAGRAD: _ADAGRAD,
+    EmbOptimType.ADAM: _ADAM,
+    EmbOptimType.PARTIAL_ROWWISE_ADAM: _ADAM,
+    EmbOptimType.LAMB: _ADAM,
+    EmbOptimType.PARTIAL_ROWWISE_LAMB: _ADAM,
+    EmbOptimType.LARS_SGD: ("learning_rate", "momentum", "eta", "weight_decay"),
+    EmbOptimType.NONE: (),
+}
+SUPPORTED = tuple(_USES)
+# Asked for and not given would change what is learned; the other numbers merely have no part.
+_MUST_ACT = ("weight_decay", "max_norm")
+_OPTIONS_OF = {
+    "counter_based_regularization": "weight_decay_mode=WeightDecayMode.COUNTER",
+    "cowclip_regularization": "weight_decay_mode=WeightDecayMode.COWCLIP",
+    "global_weight_decay": "weight_decay_mode=WeightDecayMode.DECOUPLE_GLOBAL",
+    "ensemble_mode": "optimizer=OptimType.ENSEMBLE_ROWWISE_ADAGRAD",
+    "emainplace_mode": "optimizer=OptimType.EMAINPLACE_ROWWISE_ADAGRAD",
+}
+
+
+def optimizer(a: SimpleNamespace) -> optim.Optimizer:
+    """The optimizer that the arguments of the module describe.
+
+    Raises:
+        NotImplementedError: an optimizer or an option that emblib does not have.
+        ValueError: an option that would have no effect although it should.
+    """
+    if a.optimizer not in _USES:
+        raise NotImplementedError(
+            f"optimizer {a.optimizer.name} is not supported; those that are: "
+            f"{', '.join(kind.name for kind in _USES)}"
+        )
+    _check_inert_numbers(a)
+    _check_options(a)
+    common: dict[str, Any] = {}
+    if a.gradient_clipping:
+        common["max_gradient"] = a.max_gradient
+    if a.optimizer is EmbOptimType.NONE:
+        return optim.External(gradient=optim.Gradient.SPARSE, **common)
+    return _MAKERS[a.optimizer](a, {"lr": a.learning_rate, **common})
+
+
+def _check_inert_numbers(a: SimpleNamespace) -> None:
+    """Numbers that were given and that the optimizer does not have."""
+    for name in _DEFAULTS.keys() - set(_USES[a.optimizer]):
+        if getattr(a, name) == _DEFAULTS[name]:
+            continue
+        what = f"{name}={getattr(a, name)} has no part in {a.optimizer.name}"
+        if name in _MUST_ACT:
+            raise ValueError(f"{what}: leave it out, or choose an optimizer that has it")
+        warnings.warn(f"emblib: {what}", stacklevel=5)
+
+
+def _check_options(a: SimpleNamespace) -> None:
+    """Objects that belong to a mode or an optimizer, and modes that need one."""
+    mode, kind = a.weight_decay_mode, a.optimizer
+    modes = {WeightDecayMode.NONE}
+    if kind is EmbOptimType.EXACT_ROWWISE_ADAGRAD:
+        modes = set(WeightDecayMode)
+    elif "weight_decay" in _USES[kind]:
+        modes.add(WeightDecayMode.DECOUPLE)
+    if mode not in modes:
+        raise ValueError(
+            f"weight_decay_mode of {kind.name} must be one of {[m.name for m in sorted(modes)]}, "
+            f"got {mode.name}"
+        )
+    rowwise = kind is EmbOptimType.EXACT_ROWWISE_ADAGRAD
+    if rowwise and mode is WeightDecayMode.NONE and a.weight_decay != 0.0:
+        raise ValueError(
+            f"weight_decay={a.weight_decay} has no part in {kind.name} with "
+            "weight_decay_mode=WeightDecayMode.NONE: leave it out, or choose a mode that has it, "
+            "e.g. WeightDecayMode.L2 or WeightDecayMode.DECOUPLE"
+        )
+    wanted = {
+        "counter_based_regularization": mode is WeightDecayMode.COUNTER,
+        "cowclip_regularization": mode is WeightDecayMode.COWCLIP,
+        "global_weight_decay": mode is WeightDecayMode.DECOUPLE_GLOBAL,
+        "ensemble_mode": None if kind is EmbOptimType.ENSEMBLE_ROWWISE_ADAGRAD else False,
+        "emainplace_mode": None if kind is EmbOptimType.EMAINPLACE_ROWWISE_ADAGRAD else False,
+    }
+    for name, needed in wanted.items():
+        given = getattr(a, name) is not None
+        if needed is not None and given is not needed:
+            raise ValueError(f"{name} goes with {_OPTIONS_OF[name]}, got one without the other")
+    extra = a.extra_optimizer_config
+    if extra.use_rowwise_bias_correction:
+        raise NotImplementedError(
+            "use_rowwise_bias_correction is not supported: bias corrections follow the step of the "
+            "module"
+        )
+    writeback = extra.writeback_first_feature_only or extra.precompute_writeback
+    if writeback and not extra.use_writeback_bwd_prehook:
+        raise ValueError("writeback_first_feature_only and precompute_writeback are options of "
+                         "use_writeback_bwd_prehook")  # fmt: skip
+    if extra.use_writeback_bwd_prehook and kind is not EmbOptimType.EXACT_SGD:
+        raise ValueError(f"use_writeback_bwd_prehook is of EXACT_SGD, got {kind.name}")
+
+
+def _decay(kind: Callable[[float], Any], a: SimpleNamespace) -> Any:
+    return kind(a.weight_decay) if a.weight_decay else None
+
+
+def _rowwise_adagrad(a: SimpleNamespace, common: dict[str, Any]) -> optim.Optimizer:
+    """All modes of weight decay."""
+    common |= {"eps": a.eps, "max_norm": a.max_norm}
+    mode = a.weight_decay_mode
+    if mode is WeightDecayMode.L2:
+        common["weight_decay"] = _decay(optim.L2, a)
+    elif mode is WeightDecayMode.DECOUPLE:
+        common["weight_decay"] = _decay(optim.Decoupled, a)
+    elif mode is WeightDecayMode.DECOUPLE_GLOBAL:
+        given = a.global_weight_decay
+        common["global_decay"] = optim.GlobalDecay(
+            a.weight_decay, given.start_iter, given.lower_bound
+        )
+    elif mode is WeightDecayMode.COUNTER:
+        common["counter"] = _counter(a.counter_based_regularization)
+        common["weight_decay"] = _counter_decay(a, a.counter_based_regularization)
+    elif mode is WeightDecayMode.COWCLIP:
+        clip = a.cowclip_regularization
+        common["counter"] = optim.CowClip(
+            clip.counter_halflife, clip.weight_norm_coefficient, clip.lower_bound
+        )
+        common["weight_decay"] = _counter_decay(a, clip)
+    return optim.RowwiseAdagrad(**common)
+
+
+def _counter(given: CounterBasedRegularizationDefinition) -> optim.Counter:
+    if int(given.grad_sum_decay) != -1:
+        raise NotImplementedError(
+            "grad_sum_decay must be GradSumDecay.NO_DECAY: FBGEMM's kernels have no rule for "
+            f"another, got {given.grad_sum_decay!r}"
+        )
+    tail = given.tail_id_threshold
+    return optim.Counter(
+        halflife=given.counter_halflife,
+        start=given.adjustment_iter,
+        bound=given.adjustment_ub,
+        tail={
+            LearningRateMode.EQUAL: optim.TailRate.EQUAL,
+            LearningRateMode.TAIL_ID_LR_INCREASE: optim.TailRate.RAISED,
+            LearningRateMode.TAIL_ID_LR_DECREASE: optim.TailRate.LOWERED,
+            LearningRateMode.COUNTER_SGD: optim.TailRate.OF_COUNT,
+        }[as_member(LearningRateMode, given.learning_rate_mode)],
+        threshold=optim.Share(tail.val) if tail.is_ratio else tail.val,
+        update_every=given.max_counter_update_freq,
+    )
+
+
+def _counter_decay(
+    a: SimpleNamespace, given: CounterBasedRegularizationDefinition | CowClipDefinition
+) -> Any:
+    """The kind of decay is one of its own with counters."""
+    mode = as_member(CounterWeightDecayMode, given.counter_weight_decay_mode)
+    if mode is CounterWeightDecayMode.NONE:
+        return None
+    kinds: dict[CounterWeightDecayMode, Callable[[float], Any]] = {
+        CounterWeightDecayMode.L2: optim.L2,
+        CounterWeightDecayMode.DECOUPLE: optim.Decoupled,
+        CounterWeightDecayMode.ADAGRADW: optim.AdagradW,
+    }
+    return kinds[mode](a.weight_decay)
+
+
+def _adam(kind: type[Any]) -> Callable[[SimpleNamespace, dict[str, Any]], optim.Optimizer]:
+    def make(a: SimpleNamespace, common: dict[str, Any]) -> optim.Optimizer:
+        decay = _decay(optim.Decoupled, a)
+        return kind(**common, betas=(a.beta1, a.beta2), eps=a.eps, weight_decay=decay)
+
+    return make
+
+
+def _lars(a: SimpleNamespace, common: dict[str, Any]) -> optim.Optimizer:
+    decay = _decay(optim.L2, a)
+    return optim.LARS(**common, momentum=a.momentum, eta=a.eta, weight_decay=decay)
+
+
+def _ensemble(a: SimpleNamespace, common: dict[str, Any]) -> optim.Optimizer:
+    given = a.ensemble_mode or EnsembleModeDefinition()
+    clears = as_member(StepMode, given.step_mode) is StepMode.NONE
+    return optim.EnsembleRowwiseAdagrad(
+        **common,
+        eps=a.eps,
+        average_every=int(given.step_ema),
+        swap_every=int(given.step_swap),
+        start=int(given.step_start),
+        keep=given.step_ema_coef,
+        slow=optim.SlowWeights.CLEAR if clears else optim.SlowWeights.KEEP,
+    )
+
+
+_MAKERS: dict[EmbOptimType, Callable[[SimpleNamespace, dict[str, Any]], optim.Optimizer]] = {
+    EmbOptimType.EXACT_SGD: lambda a, common: optim.SGD(**common),
+    EmbOptimType.EXACT_ADAGRAD: lambda a, common: optim.Adagrad(**common, eps=a.eps),
+    EmbOptimType.EXACT_ROWWISE_ADAGRAD: _rowwise_adagrad,
+    EmbOptimType.EMAINPLACE_ROWWISE_ADAGRAD: lambda a, common: optim.RowwiseAdagrad(
+        **common, eps=a.eps
+    ),
+    EmbOptimType.ENSEMBLE_ROWWISE_ADAGRAD: _ensemble,
+    EmbOptimType.ADAM: _adam(optim.Adam),
+    EmbOptimType.PARTIAL_ROWWISE_ADAM: _adam(optim.PartialRowwiseAdam),
+    EmbOptimType.LAMB: _adam(optim.LAMB),
+    EmbOptimType.PARTIAL_ROWWISE_LAMB: _adam(optim.PartialRowwiseLAMB),
+    EmbOptimType.LARS_SGD: _lars,
+}
+
+_UPDATED = {"lr": "learning_rate", "eps": "eps", "beta1": "beta1", "beta2": "beta2",
+            "weight_decay": "weight_decay"}  # fmt: skip
+
+
+def update(bags: TableBatchedEmbeddingBags, a: SimpleNamespace, new: Mapping[str, float]) -> None:
+    """Change the arguments `a` and the optimizer of the module; those it lacks are kept in `a`."""
+    changed = SimpleNamespace(**vars(a))
+    changed.learning_rate = bags.learning_rate
+    for name, value in new.items():
+        if name in _UPDATED:
+            setattr(changed, _UPDATED[name], value)
+        elif name == "lower_bound":
+            if changed.global_weight_decay is not None:
+                decay = replace(changed.global_weight_decay, lower_bound=value)
+                changed.global_weight_decay = decay
+        else:
+            raise NotImplementedError(
+                f"Setting hyper-parameter {name} is not supported; those that can be set: "
+                f"{', '.join((*_UPDATED, 'lower_bound'))}"
+            )
+    uses = _USES[a.optimizer]
+    inert = [name for name in new if name != "lower_bound" and _UPDATED[name] not in uses]
+    if "lower_bound" in new and a.weight_decay_mode is not WeightDecayMode.DECOUPLE_GLOBAL:
+        inert.append("lower_bound")
+    if inert:
+        warnings.warn(
+            f"emblib: {', '.join(inert)} have no part in {a.optimizer.name}", stacklevel=3
+        )
+    acting = SimpleNamespace(**vars(changed))
+    for name in _DEFAULTS.keys() - set(uses):
+        setattr(acting, name, _DEFAULTS[name])
+    made = optimizer(acting)
+    bags.set_hyper(**{field.name: getattr(made, field.name) for field in fields(made)})
+    vars(a).update(vars(changed))
+
+
+class InPlaceAverage:
+    """EMAINPLACE: now and then the second half of every row moves towards its first half."""
+
+    def __init__(self, mode: EmainplaceModeDefinition) -> None:
+        self.every = int(mode.step_ema)
+        self.start = int(mode.step_start)
+        self.share = mode.step_ema_coef
+        self.iterations = 0
+
+    def step(self, bags: TableBatchedEmbeddingBags) -> None:
+        """Before the lookup of a training step; after loading a checkpoint the count goes on."""
+        self.iterations = (self.iterations or bags.step) + 1
+        if self.iterations % self.every or self.iterations < self.start:
+            return
+        with torch.no_grad():
+            for weights in bags.table_weights():
+                half = weights.size(1) // 2
+                weights[:, half:].lerp_(weights[:, :half], self.share)
+
+
+def in_place_average(a: SimpleNamespace) -> InPlaceAverage | None:
+    """The averaging of EMAINPLACE_ROWWISE_ADAGRAD; None for other optimizers."""
+    if a.optimizer is not EmbOptimType.EMAINPLACE_ROWWISE_ADAGRAD:
+        return None
+    odd = [spec[1] for spec in a.embedding_specs if spec[1] % 2]
+    if odd:
+        raise ValueError(f"EMAINPLACE_ROWWISE_ADAGRAD needs even dims, got {odd}")
+    return InPlaceAverage(a.emainplace_mode or EmainplaceModeDefinition())

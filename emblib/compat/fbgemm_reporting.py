@@ -1,8 +1,24 @@
 """Statistics reporters with FBGEMM's names: what a module tells about its steps, and to whom."""
 
 import abc
+import contextlib
 import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor
+
+from emblib import TableBatchedEmbeddingBags
+from emblib.compat.fbgemm_types import (
+    MultiPassPrefetchConfig,
+    RecordCacheMetrics,
+    UVMCacheStatsIndex,
+)
 
 _logger = logging.getLogger(__name__)
 
@@ -107,3 +123,194 @@ class StdLogStatsReporterConfig(TBEStatsReporterConfig):
     def create_reporter(self) -> TBEStatsReporter | None:
         """The reporter, or None without an interval."""
         return StdLogStatsReporter(self.interval) if self.interval > 0 else None
+
+
+_NAMES = (
+    "calls",
+    "lookups",
+    "unique",
+    "unique_misses",
+    "conflict_unique_misses",
+    "conflict_misses",
+)
+_UNIQUE_MISSES = UVMCacheStatsIndex.num_unique_misses
+
+
+class CacheCounters:
+    """What FBGEMM's module counts, taken from the cache's own counts around each batch.
+
+    Nothing is asked of the device unless the module was made with an option that counts. `cached`:
+    whether there is a cache; `gathers`: whether gather_uvm_cache_stats was asked for.
+    """
+
+    def __init__(self, bags: TableBatchedEmbeddingBags, a: SimpleNamespace) -> None:
+        metrics = RecordCacheMetrics(*(a.record_cache_metrics or (False, False)))
+        self._bags = bags
+        self._batches, self._by_table = metrics
+        self.gathers = bool(a.gather_uvm_cache_stats)
+        self.cached = any(spec.placement.cached for spec in bags.tables)
+        counted = len(bags.tables) if self._by_table else 0
+        self.cache_miss_counter = torch.zeros(2, dtype=torch.int64)
+        self.table_wise_cache_miss = torch.zeros(counted, dtype=torch.int64)
+        self._last = torch.zeros(len(_NAMES), dtype=torch.int64)
+        self._logged = torch.zeros(len(_NAMES), dtype=torch.int64)
+
+    @property
+    def active(self) -> bool:
+        """Whether there is anything to count."""
+        return self.cached and (self.gathers or self._batches or self._by_table)
+
+    def _counts(self) -> Tensor:
+        """int64 `[1 + T, 6]`: of all tables, then of each."""
+        lines = torch.zeros(1 + len(self._bags.tables), len(_NAMES), dtype=torch.int64)
+        if self.cached:
+            stats = self._bags.cache_stats()
+            of_tables = [stats.tables.get(name) for name in self._bags.table_names]
+            for line, counts in zip(lines, (stats, *of_tables), strict=True):
+                if counts is not None:
+                    line.copy_(torch.tensor([getattr(counts, name) for name in _NAMES]))
+        return lines
+
+    @contextlib.contextmanager
+    def counting(self) -> Iterator[None]:
+        """Around what may bring one batch into the cache."""
+        if not self.active:
+            yield
+            return
+        before = self._counts()
+        yield
+        new = self._counts() - before
+        if not new[0, UVMCacheStatsIndex.num_calls]:
+            return  # the batch had been prefetched
+        self._last = new[0]
+        if self._batches:
+            missed = new[0, _UNIQUE_MISSES]
+            self.cache_miss_counter += torch.stack([(missed > 0).long(), missed])
+        if self._by_table:
+            self.table_wise_cache_miss += new[1:, _UNIQUE_MISSES]
+
+    def uvm_stats(self, *, local: bool) -> Tensor:
+        """int64 `[6]`, in the order of `UVMCacheStatsIndex`."""
+        if not self.gathers:
+            raise RuntimeError("make the module with gather_uvm_cache_stats=True to read them")
+        return self._last.clone() if local else self._counts()[0]
+
+    def reset(self) -> None:
+        """Count from zero."""
+        self.uvm_stats(local=True)
+        self._bags.reset_cache_stats()
+        self._last.zero_()
+        self._logged.zero_()
+
+    def per_call(self, *, local: bool) -> dict[str, float]:
+        """The counts since they were asked for like this, a call; or those of the last batch."""
+        counts = self.uvm_stats(local=local)
+        if not local:
+            counts, self._logged = counts - self._logged, counts
+        calls = max(1, int(counts[0]))
+        result = {"num_calls": float(counts[0])}
+        for index in list(UVMCacheStatsIndex)[1:]:
+            result[index.name] = float(counts[index]) / calls
+        return result
+
+
+def prefetch_passes(
+    multipass_prefetch_config: MultiPassPrefetchConfig | None,
+    input_tensor: Tensor,
+    output_tensor: Tensor,
+) -> Sequence[tuple[Tensor, Tensor, int]]:
+    """The parts of a prefetch: `(input, output, where it begins)`, which cover both in order."""
+    size = input_tensor.size(0)
+    config = multipass_prefetch_config
+    if config is None or config.num_passes == 1 or size <= config.num_passes:
+        return [(input_tensor, output_tensor, 0)]
+    part = max(-(-size // config.num_passes), config.min_splitable_pass_size)
+    starts = range(0, size, part)
+    return [(input_tensor[s : s + part], output_tensor[s : s + part], s) for s in starts]
+
+
+class Timer:
+    """Durations of pieces of work; on a GPU of what the stream did, reported once it is done."""
+
+    def __init__(self, report: Callable[[int, float], None]) -> None:
+        self._report = report
+        self._pending: deque[tuple[int, torch.cuda.Event, torch.cuda.Event]] = deque()
+
+    @contextlib.contextmanager
+    def recording(self, step: int, device: torch.device) -> Iterator[None]:
+        """Around the work of `step`, on the current stream."""
+        if device.type != "cuda":
+            start = time.perf_counter()
+            yield
+            self._report(step, 1e3 * (time.perf_counter() - start))
+            return
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        first.record()
+        yield
+        last.record()
+        self._pending.append((step, first, last))
+        self._lazy_report()
+
+    def _lazy_report(self) -> None:
+        """Report what is done, without waiting."""
+        while self._pending and self._pending[0][2].query():
+            step, first, last = self._pending.popleft()
+            self._report(step, first.elapsed_time(last))
+
+
+class Events:
+    """The reporter of one module: `step` is the number of forwards so far."""
+
+    def __init__(
+        self, reporter: TBEStatsReporter, names: tuple[str, str], counters: CacheCounters
+    ) -> None:
+        self.reporter = reporter
+        self.step = 0
+        self.prefetch_timer = Timer(partial(self._duration, "total_prefetch_duration"))
+        self.wait_timer = Timer(partial(self._duration, "bwd_wait_for_prefetch"))
+        self._names = names  # of the tables, of the module
+        self._counters = counters
+        self._last_counts = torch.zeros(len(UVMCacheStatsIndex), dtype=torch.int64)
+        self._last_step = 0
+
+    def _duration(self, event: str, step: int, milliseconds: float) -> None:
+        if self.reporter.should_report(step):
+            table, module = self._names
+            self.reporter.report_duration(step, event, milliseconds, table, module)
+
+    def _amount(self, event: str, amount: int) -> None:
+        table, module = self._names
+        self.reporter.report_data_amount(self.step, event, amount, table, module)
+
+    def tensor(self, event: str, data: Tensor) -> None:
+        """Bytes and elements of what goes in or comes out."""
+        if self.reporter.should_report(self.step):
+            self._amount(f"tbe.{event}_size", data.element_size() * data.numel())
+            self._amount(f"tbe.{event}_count", data.numel())
+
+    def memory(self, bags: TableBatchedEmbeddingBags) -> None:
+        """Bytes of the module in the memory of the device, and of the host."""
+        if not self.reporter.should_report(self.step):
+            return
+        tensors = [*bags.parameters(), *bags.buffers()]
+        near = sum(tensor.nbytes for tensor in tensors if tensor.is_cuda)
+        tables = bags.nbytes()
+        everything = sum(tensor.nbytes for tensor in tensors)
+        far = tables["weights"] + tables["optimizer_state"] - bags.weights.nbytes
+        far -= sum(getattr(bags, f"state_{state.name}").nbytes for state in bags.optimizer.states)
+        self._amount("tbe.total_hbm_usage", near)
+        self._amount("tbe.total_uvm_usage", everything - near + far)
+
+    def cache(self, indices: Tensor, row_bytes: int) -> None:
+        """A batch was brought in: its size, and the counts since the last, as bytes a step."""
+        self.tensor("prefetch_input", indices)
+        steps = self.step - self._last_step
+        if not (steps and self._counters.gathers and self.reporter.should_report(self.step)):
+            return
+        counts = self._counters.uvm_stats(local=False)
+        self._last_step = self.step
+        for index in UVMCacheStatsIndex:
+            since = int(counts[index] - self._last_counts[index])
+            name = f"tbe.prefetch.cache_stats_by_data_size.{index.name}"
+            self._amount(name, since * row_bytes // steps)
+        self._last_counts = counts

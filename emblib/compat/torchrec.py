@@ -43,32 +43,23 @@ from emblib.compat.torchrec_model import (
     EmbeddingBagCollectionSharder,
     EmbeddingCollection,
     EmbeddingCollectionSharder,
-    get_default_sharders,
-)
-from emblib.compat.torchrec_optim import (
-    LAMB,
-    LarsSGD,
-    PartialRowWiseAdam,
-    PartialRowWiseLAMB,
-    RowWiseAdagrad,
-    WarmupOptimizer,
-    apply_optimizer_in_backward,
-)
-from emblib.compat.torchrec_pipelines import (
     PrefetchTrainPipelineSparseDist,
     TrainPipelineBase,
     TrainPipelineSparseDist,
+    get_default_sharders,
 )
-from emblib.compat.torchrec_planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
 from emblib.compat.torchrec_sharding import (
     EmbeddingComputeKernel,
     EmbeddingModuleShardingPlan,
+    EmbeddingShardingPlanner,
     EnumerableShardingSpec,
+    ParameterConstraints,
     ParameterSharding,
     ShardingEnv,
     ShardingPlan,
     ShardingType,
     ShardMetadata,
+    Topology,
     apply_to_all,
     column_wise,
     construct_module_sharding_plan,
@@ -80,15 +71,22 @@ from emblib.compat.torchrec_sharding import (
     table_wise,
 )
 from emblib.compat.torchrec_types import (
+    LAMB,
     DataType,
     EmbeddingBagConfig,
     EmbeddingConfig,
+    LarsSGD,
+    PartialRowWiseAdam,
+    PartialRowWiseLAMB,
     PoolingType,
+    RowWiseAdagrad,
+    WarmupOptimizer,
+    apply_optimizer_in_backward,
     data_type_to_dtype,
 )
 from emblib.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor, KTRegroupAsDict
 from emblib.sharding import ShardedEmbeddingBagCollection, ShardedEmbeddingCollection
-from emblib.sharding.awaitable import Awaitable, LazyAwaitable, LazyNoWait, NoWait
+from emblib.sharding.exchange import Awaitable, LazyAwaitable, LazyNoWait, NoWait
 
 __all__ = [
     "LAMB",

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from emblib.sharding import Ranks, Wire, codecs, collectives
-from emblib.sharding.awaitable import Awaitable
+from emblib.sharding.exchange import Awaitable
 
 
 class CommType(Enum):

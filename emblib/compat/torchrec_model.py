@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -12,7 +12,6 @@ from torch import nn
 from emblib import collections as emblib_collections
 from emblib import sharding
 from emblib.compat.torchrec_comms import QuantizedCommCodecs, wire_of
-from emblib.compat.torchrec_optim import optimizer_of
 from emblib.compat.torchrec_sharding import (
     EmbeddingComputeKernel,
     ParameterSharding,
@@ -20,9 +19,9 @@ from emblib.compat.torchrec_sharding import (
     ShardingPlan,
     ShardingType,
 )
-from emblib.compat.torchrec_types import EmbeddingBagConfig, EmbeddingConfig
+from emblib.compat.torchrec_types import EmbeddingBagConfig, EmbeddingConfig, optimizer_of
 from emblib.optim import Optimizer
-from emblib.sharding import DDP, Ranks, Wire, World, fingerprint
+from emblib.sharding import DDP, Ranks, Wire, World, fingerprint, pipelines
 from emblib.sharding.shard import SHARDED, sharded_form
 
 
@@ -205,7 +204,7 @@ class DistributedModelParallel(sharding.DistributedModelParallel):
         init_parameters: bool = True,
         data_parallel_wrapper: Any = None,
     ) -> None:
-        from emblib.compat.torchrec_planner import EmbeddingShardingPlanner
+        from emblib.compat.torchrec_sharding import EmbeddingShardingPlanner
 
         env = ShardingEnv(Ranks()) if env is None else env
         ranks = ranks_of(env, device)
@@ -265,3 +264,54 @@ def _one(found: Sequence[Any]) -> Any:
             "optimizer by apply_optimizer_in_backward"
         )
     return said[0] if said else None
+
+
+class TrainPipelineBase(pipelines.TrainPipelineBase):
+    """The next batch is copied while one is trained."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Any,
+        device: torch.device | str | None = None,
+        custom_model_fwd: Callable[[Any], Any] | None = None,
+    ) -> None:
+        super().__init__(model, optimizer, device, forward=custom_model_fwd)
+
+
+class TrainPipelineSparseDist(pipelines.TrainPipelineSparseDist):
+    """And ids are sent ahead. Results are those of the plain loop to the bit."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Any,
+        device: torch.device | str | None = None,
+        execute_all_batches: bool = True,
+        custom_model_fwd: Callable[[Any], Any] | None = None,
+    ) -> None:
+        _check_all(execute_all_batches)
+        super().__init__(model, optimizer, device, forward=custom_model_fwd)
+
+
+class PrefetchTrainPipelineSparseDist(pipelines.PrefetchTrainPipelineSparseDist):
+    """And rows are brought into caches ahead."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Any,
+        device: torch.device | str | None = None,
+        execute_all_batches: bool = True,
+        custom_model_fwd: Callable[[Any], Any] | None = None,
+    ) -> None:
+        _check_all(execute_all_batches)
+        super().__init__(model, optimizer, device, forward=custom_model_fwd)
+
+
+def _check_all(every: object) -> None:
+    if not every:
+        raise ValueError(
+            "execute_all_batches must be True: batches that were read are trained; end the "
+            "iterator where training is to end"
+        )

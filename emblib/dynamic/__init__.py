@@ -5,16 +5,22 @@ looks them up and trains them; `training` is what one batch does to it. `saving`
 tables are kept and what stands behind them.
 """
 
-from emblib.dynamic.bags import DynamicEmbeddingBags
-from emblib.dynamic.key_status import KeyStatus
-from emblib.dynamic.scored_rows import Insertion, TableRows
-from emblib.dynamic.scored_table import ScoredTable
-from emblib.dynamic.tiers.bags import TieredEmbeddingBags
-from emblib.dynamic.tiers.disk_rows import DiskRows
-from emblib.dynamic.tiers.host_rows import HostRows
-from emblib.dynamic.tiers.options import TierMode, Tiers, TierStats
-from emblib.dynamic.tiers.row_store import Found, Rows, RowStore, StoredTable
-from emblib.dynamic.tiers.sqlite_rows import SqliteRows
+from emblib.dynamic.keys import KeyStatus
+from emblib.dynamic.module import DynamicEmbeddingBags
+from emblib.dynamic.scored_table import Insertion, ScoredTable, TableRows
+from emblib.dynamic.tiers.disk import DiskRows
+from emblib.dynamic.tiers.host import HostRows
+from emblib.dynamic.tiers.module import TieredEmbeddingBags
+from emblib.dynamic.tiers.sqlite import SqliteRows
+from emblib.dynamic.tiers.store import (
+    Found,
+    Rows,
+    RowStore,
+    StoredTable,
+    TierMode,
+    Tiers,
+    TierStats,
+)
 
 __all__ = [
     "DiskRows",

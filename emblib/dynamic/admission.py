@@ -30,13 +30,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from emblib.dynamic import keys as routing
 from emblib.dynamic.hash_index import HASH_KEYS, HashIndex
 from emblib.dynamic.keys import mix
-from emblib.dynamic.saving import routing, snapshots
-from emblib.dynamic_specs import DynamicSpec, Eviction, ExactCounter, Frequency, Sketch
-from emblib.ops import hash as hash_ops
+from emblib.dynamic.saving import dumps
+from emblib.ops import hash
+from emblib.specs import DynamicSpec, Eviction, ExactCounter, Frequency, Sketch
 
-_FIRST_BUCKET = hash_ops.TABLE_FIELDS.index("first_bucket")
+_FIRST_BUCKET = hash.TABLE_FIELDS.index("first_bucket")
 _LOW_31 = 0x7FFFFFFF
 _LAYOUT_HASH_KEY = 4
 
@@ -49,7 +50,7 @@ class Missing(NamedTuple):
     tables: Tensor
 
 
-def missing_of(ids: Tensor, misses: hash_ops.Misses) -> Missing:
+def missing_of(ids: Tensor, misses: hash.Misses) -> Missing:
     """The misses of a batch as keys; entries past their end have no table.
 
     On the CPU there are none of these: how many misses there are is known there without waiting.
@@ -66,7 +67,7 @@ def missing_of(ids: Tensor, misses: hash_ops.Misses) -> Missing:
 class _Picked(NamedTuple):
     """Some of the misses, moved together, as a batch of their own."""
 
-    batch: hash_ops.Keys
+    batch: hash.Keys
     totals: Tensor
     places: Tensor
     """Where each miss is now; the length of the batch for one that is not in it."""
@@ -119,7 +120,7 @@ class _Counter(nn.Module):
         sizes = torch.zeros_like(self.numbers).scatter_add_(0, counted, torch.ones_like(counted))
         ends = torch.cumsum(sizes, 0)
         starts = torch.cat([ends.new_zeros(1), ends])
-        return _Picked(hash_ops.Keys(moved[0], starts, self.numbers), moved[1], places)
+        return _Picked(hash.Keys(moved[0], starts, self.numbers), moved[1], places)
 
     def add(self, missing: Missing) -> Tensor:
         """Count the misses; the count of each so far, 0 for those of other tables."""
@@ -128,7 +129,7 @@ class _Counter(nn.Module):
         first_buckets = self.index.tables[:, _FIRST_BUCKET]
         positions = torch.arange(slots.numel(), device=slots.device)
         segments = torch.searchsorted(picked.batch.starts[1:], positions, right=True)
-        rows = first_buckets[segments] * hash_ops.SLOTS + slots.clamp(min=0)
+        rows = first_buckets[segments] * hash.SLOTS + slots.clamp(min=0)
         counts = torch.where(slots < 0, picked.totals, self.index.entries[:, 2][rows])
         return torch.cat([counts, counts.new_zeros(1)])[picked.places]
 
@@ -149,8 +150,8 @@ class _Counter(nn.Module):
         best = torch.argsort(counts, descending=True, stable=True)
         best = best[: self.index.capacity(number)]
         keys, counts = keys[best].to(device), counts[best].to(device)
-        self.index.erase(hash_ops.Keys.of(self.index.export(number).keys, number))
-        self.index.insert(hash_ops.Keys.of(keys, number), counts)
+        self.index.erase(hash.Keys.of(self.index.export(number).keys, number))
+        self.index.insert(hash.Keys.of(keys, number), counts)
 
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
@@ -312,7 +313,7 @@ class Admission(nn.Module):
         tensor = torch.tensor([*thresholds, 0], dtype=torch.int64, device=device)
         self.register_buffer("thresholds", tensor, persistent=False)
 
-    def admit(self, keys: hash_ops.Keys, misses: hash_ops.Misses) -> Tensor | None:
+    def admit(self, keys: hash.Keys, misses: hash.Misses) -> Tensor | None:
         """Count the misses of a batch; bool `[L]` by miss, or None where all may enter.
 
         It is what `HashIndex.insert` takes as `admit`.
@@ -371,9 +372,9 @@ class Admission(nn.Module):
 
     def check_snapshot(self, snapshot: Any) -> None:
         """Raise ValueError unless `restore` takes a snapshot."""
-        parts = snapshots.check_entries("admission", snapshot, ("counter", "sketches"))
+        parts = dumps.check_entries("admission", snapshot, ("counter", "sketches"))
         for name, own in (("counter", self.counter), ("sketches", self.sketches)):
-            snapshots.check_presence(f"admission.{name}", parts[name], own)
+            dumps.check_presence(f"admission.{name}", parts[name], own)
         if self.counter is not None:
             self.counter.index.check_snapshot(parts["counter"])
         if self.sketches is not None:
@@ -405,15 +406,15 @@ def _check_state(name: str, state: Any, own: Mapping[str, Tensor]) -> None:
     Exact counters have any number of keys; states of earlier versions lack hash keys.
     """
     wanted = dict(own)
-    given = snapshots.check_entries(name, state, ())
+    given = dumps.check_entries(name, state, ())
     for key in own:
         stem, _, last = key.rpartition(".")
         if last == HASH_KEYS and key not in given:
             del wanted[key]
         elif last in ("keys", "counts"):
-            keys = snapshots.check_entries(name, given, [f"{stem}.keys"])[f"{stem}.keys"]
-            wanted[key] = snapshots.check_tensor(f"{name}.{stem}.keys", keys, torch.int64, (None,))
-    snapshots.check_state(name, given, wanted)
+            keys = dumps.check_entries(name, given, [f"{stem}.keys"])[f"{stem}.keys"]
+            wanted[key] = dumps.check_tensor(f"{name}.{stem}.keys", keys, torch.int64, (None,))
+    dumps.check_state(name, given, wanted)
 
 
 def _frequency(spec: DynamicSpec) -> Frequency:

@@ -9,11 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from emblib import ops
-from emblib.dynamic import arena
-from emblib.dynamic.saving import snapshots
-from emblib.dynamic_specs import SLOTS, DynamicSpec
-from emblib.ops import codes
-from emblib.ops import hash as hash_ops
+from emblib.dynamic.saving import dumps
+from emblib.ops import codes, hash
 from emblib.ops.hash import (
     COUNTERS,
     EVICTING,
@@ -26,6 +23,8 @@ from emblib.ops.hash import (
     Placed,
     tables_of,
 )
+from emblib.specs import SLOTS, DynamicSpec
+from emblib.tables import memory
 
 _BUCKETS, _SIZE = TABLE_FIELDS.index("buckets"), TABLE_FIELDS.index("size")
 _FIRST_BUCKET, _MOST_BUCKETS = (
@@ -150,9 +149,9 @@ class HashIndex(nn.Module):
             self._first_slots.append(self._first_slots[-1] + spec.rows)
         words = 3 if self.order in SCORED else 2
         used = sum(spec.buckets for spec in self.specs) * SLOTS / max(slots, 1)
-        entries = arena.reserve(slots * words, torch.int64, device, used).view(slots, words)
+        entries = memory.reserve(slots * words, torch.int64, device, used).view(slots, words)
         num_tables = len(self.specs)
-        self._register("tags", arena.reserve(slots, torch.uint8, device, used))
+        self._register("tags", memory.reserve(slots, torch.uint8, device, used))
         self._register("entries", entries)
         for name, shape in (
             ("tables", (num_tables, len(TABLE_FIELDS))),
@@ -224,15 +223,15 @@ class HashIndex(nn.Module):
     def _use(self, table: int, before: int, rows: int) -> None:
         """Rows of a table come into use."""
         first = self._first_slots[table]
-        arena.use(self.tags, first, before, rows)
+        memory.use(self.tags, first, before, rows)
         words = self.entries.shape[1]
-        arena.use(self.entries.view(-1), first * words, before * words, rows * words)
+        memory.use(self.entries.view(-1), first * words, before * words, rows * words)
         if self._arrived is not None:
-            arena.use(self._arrived, first, before, rows)
+            memory.use(self._arrived, first, before, rows)
 
     def find(self, keys: Keys) -> Tensor:
         """The slots of all positions, int64 `[L]`, -1 for none; changes nothing."""
-        return hash_ops.hash_find(self.tensors(), *keys)
+        return hash.hash_find(self.tensors(), *keys)
 
     def insert(
         self,
@@ -259,22 +258,22 @@ class HashIndex(nn.Module):
         self._settle_last()
         self.version += 1
         index = self.tensors()
-        slots = hash_ops.hash_use_(index, *keys, counts, given, codes.HASH_ORDER[self.order])
+        slots = hash.hash_use_(index, *keys, counts, given, codes.HASH_ORDER[self.order])
         if not slots.is_cuda and (not slots.numel() or int(slots.min()) >= 0):
             return Inserted(slots)
-        misses = Misses(*hash_ops.hash_misses(*keys, slots, counts, len(self.specs)))
+        misses = Misses(*hash.hash_misses(*keys, slots, counts, len(self.specs)))
         admitted = None if admit is None else admit(keys, misses)
         if self._grows:
             self._grow(keys, slots, misses, admitted, rows)
         placed = Placed(
-            *hash_ops.hash_place_(
+            *hash.hash_place_(
                 *(index, keys.ids, misses.first, misses.totals, misses.ends),
                 *(admitted, given, codes.HASH_ORDER[self.order], codes.NEWCOMER[self.newcomer]),
             )
         )
         if self._watchers:
             self._last = Arrivals(self.version, keys, misses, placed)
-        return Inserted(hash_ops.spread(slots, placed.slots, misses.groups), misses, placed)
+        return Inserted(hash.spread(slots, placed.slots, misses.groups), misses, placed)
 
     def watch(self, watcher: object) -> None:
         """Let `has_left` know what leaves from now on, as long as `watcher` lives."""
@@ -331,12 +330,12 @@ class HashIndex(nn.Module):
     def _versions_by_slot(self) -> Tensor:
         if self._arrived is None:
             device = self.tags.device
-            self._arrived = arena.reserve(self._first_slots[-1] + 1, torch.int64, device)
+            self._arrived = memory.reserve(self._first_slots[-1] + 1, torch.int64, device)
             size = self._arrived.itemsize
             layout = [[[first * size, size]] for first in self._first_slots[:-1]]
             self._arrived_layout = torch.tensor(layout, device=device)
             for t, first in enumerate(self._first_slots[:-1]):
-                arena.use(self._arrived, first, 0, self.capacity(t))
+                memory.use(self._arrived, first, 0, self.capacity(t))
         return self._arrived
 
     def _grow(
@@ -372,12 +371,12 @@ class HashIndex(nn.Module):
         if self._arrived is not None and self._arrived_layout is not None:
             planes = [*planes, self._arrived]
             layout = torch.cat([layout, self._arrived_layout], 1)
-        hash_ops.hash_grow_(self.tensors(), planes, layout, *keys, slots, ends, admitted)
+        hash.hash_grow_(self.tensors(), planes, layout, *keys, slots, ends, admitted)
 
     def _announce(self, table: int, keys: int, rows: ValueRows | None) -> None:
         """Tell the arenas which rows come into use when a table grows for `keys` keys."""
         spec, before = self.specs[table], self.buckets(table)
-        wanted = hash_ops.wanted_buckets(keys, before, spec.most_buckets, spec.most_load)
+        wanted = hash.wanted_buckets(keys, before, spec.most_buckets, spec.most_load)
         if wanted > before:
             self._use(table, before * SLOTS, wanted * SLOTS)
             if rows is not None and rows.grows is not None:
@@ -399,7 +398,7 @@ class HashIndex(nn.Module):
     def erase(self, keys: Keys) -> Tensor:
         """Remove keys; the slots that this freed by position, int64 `[L]`, else -1."""
         self.version += 1
-        return hash_ops.hash_erase_(self.tensors(), *keys)
+        return hash.hash_erase_(self.tensors(), *keys)
 
     def expire(
         self, table: int, before: int, first_bucket: int = 0, num_buckets: int | None = None
@@ -411,7 +410,7 @@ class HashIndex(nn.Module):
         self.version += 1
         if num_buckets is None:
             num_buckets = self.specs[table].most_buckets - first_bucket
-        removed = hash_ops.hash_expire_(self.tensors(), table, first_bucket, num_buckets, before)
+        removed = hash.hash_expire_(self.tensors(), table, first_bucket, num_buckets, before)
         first = self._first_slots[table] + first_bucket * SLOTS
         return self.entries[first : first + removed.numel(), _KEY][removed]
 
@@ -504,8 +503,8 @@ class HashIndex(nn.Module):
         Raises:
             ValueError: it is of tables of other capacities, loads or eviction, or malformed.
         """
-        parts = snapshots.check_entries("index", snapshot, _PARTS)
-        tables = snapshots.check_tensor("index.tables", parts["tables"], torch.int64, (None, None))
+        parts = dumps.check_entries("index", snapshot, _PARTS)
+        tables = dumps.check_tensor("index.tables", parts["tables"], torch.int64, (None, None))
         theirs = _with_hash_keys(tables)
         fixed = [i for i in range(len(TABLE_FIELDS)) if i not in (_BUCKETS, _SIZE, _HASH_KEY)]
         same = theirs.shape == self.tables.shape
@@ -524,13 +523,13 @@ class HashIndex(nn.Module):
                 )
         for name in ("clock", "counters"):
             own: Tensor = getattr(self, name)
-            snapshots.check_tensor(f"index.{name}", parts[name], own.dtype, own.shape)
+            dumps.check_tensor(f"index.{name}", parts[name], own.dtype, own.shape)
         for name, shape in (("tags", ()), ("entries", self.entries.shape[1:])):
             own = getattr(self, name)
-            found = snapshots.check_list(f"index.{name}", parts[name], len(buckets), "table")
+            found = dumps.check_list(f"index.{name}", parts[name], len(buckets), "table")
             for tensor, count in zip(found, buckets, strict=True):
                 wanted = (count * SLOTS, *shape)
-                snapshots.check_tensor(f"index.{name}", tensor, own.dtype, wanted)
+                dumps.check_tensor(f"index.{name}", tensor, own.dtype, wanted)
         return [count * SLOTS for count in buckets]
 
     def restore(self, snapshot: Mapping[str, Any]) -> None:

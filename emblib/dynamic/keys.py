@@ -2,11 +2,14 @@
 
 import hashlib
 from collections.abc import Sequence
+from enum import IntEnum
 
 import torch
 from torch import Tensor
 
-from emblib.ops.random import new_seed
+from emblib.dynamic.hash_index import Inserted
+from emblib.ops import hash
+from emblib.ops.primitives import new_seed
 from emblib.specs import check_count
 
 GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
@@ -74,3 +77,54 @@ def as_keys(keys: Tensor) -> Tensor:
     if keys.dtype != torch.int64:
         raise TypeError(f"keys must be int64, uint64 or int32, got {keys.dtype}")
     return keys
+
+
+class KeyStatus(IntEnum):
+    """What became of a key.
+
+    ============  =================================================================
+    HIT           there before the batch
+    NEW           took an empty slot
+    EVICTING      took the slot of a key that gave way
+    REFUSED       found no place: all it could have are used by this batch, rank
+                  above it, or never give way
+    NOT_ADMITTED  not seen often enough yet
+    ============  =================================================================
+
+    All positions of a batch that hold one key have the same status.
+    """
+
+    HIT = hash.HIT
+    NEW = hash.NEW
+    EVICTING = hash.EVICTING
+    REFUSED = hash.REFUSED
+    NOT_ADMITTED = hash.NOT_ADMITTED
+
+
+def of_insertion(inserted: Inserted) -> Tensor:
+    """Of a batch that was inserted, uint8 `[L]` of `KeyStatus`."""
+    hits = torch.full_like(inserted.slots, KeyStatus.HIT, dtype=torch.uint8)
+    if inserted.misses is None or inserted.placed is None or not inserted.slots.numel():
+        return hits
+    groups = inserted.misses.groups
+    return torch.where(groups < 0, hits, inserted.placed.status[groups.clamp(min=0).long()])
+
+
+_SIGN = -(1 << 63)
+
+
+def route(keys: Tensor) -> Tensor:
+    """int64 that is ascending where the routes, 64-bit unsigned numbers, are; one to one."""
+    return mix(mix(as_keys(keys))) ^ _SIGN
+
+
+def owner(keys: Tensor, world_size: int) -> Tensor:
+    """The rank in `[0, world_size)` that holds each key; int64, not descending with its route."""
+    if not 0 < world_size < 1 << 31:
+        raise ValueError(f"world_size must be in [1, 2^31), got {world_size}")
+    return ((route(keys) ^ _SIGN) >> 32 & (1 << 32) - 1) * world_size >> 32
+
+
+def canonical_order(keys: Tensor) -> Tensor:
+    """The permutation that sorts keys by route: how all checkpoints are sorted."""
+    return torch.argsort(route(keys), stable=True)

@@ -1,24 +1,27 @@
 """Where the rows of dynamic tables lie: weights and optimizer states, by slot of the index.
 
 Each kind of value is one flat tensor, a plane, with the tables one after the other, each with room
-for its capacity; how much of that is in use follows the index (see `emblib.dynamic.arena`). This is
+for its capacity; how much of that is in use follows the index (see `emblib.tables.memory`). This is
 the layout of `emblib.ops.tbe`, so that lookups and updates are those of plain tables.
 """
 
 import zlib
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from emblib.dynamic import arena
-from emblib.dynamic.saving import snapshots
+from emblib.dynamic.hash_index import HashIndex, Inserted
+from emblib.dynamic.saving import dumps
 from emblib.dynamic.saving.entries import WEIGHT
-from emblib.dynamic_specs import SLOTS, Constant, DynamicSpec
-from emblib.ops import initial
+from emblib.ops import autograd, hash, tbe
+from emblib.ops import hash as initial
+from emblib.ops.hash import Keys, Misses, tables_of
 from emblib.optim import State
-from emblib.specs import Precision
+from emblib.specs import SLOTS, Constant, DynamicSpec, Precision
+from emblib.tables import memory
+from emblib.tables.locks import ModuleLock
 
 
 class RowLayout:
@@ -92,7 +95,7 @@ class RowLayout:
             self._first_rows if per_row else self._first_elements for per_row in self._per_row
         )
         return [
-            arena.reserve(first[-1], dtype, device, used / max(self.total_rows, 1))
+            memory.reserve(first[-1], dtype, device, used / max(self.total_rows, 1))
             for first, dtype in zip(firsts, self.dtypes, strict=True)
         ]
 
@@ -100,7 +103,7 @@ class RowLayout:
         """A table is about to have `now` rows in use, it had `before`."""
         for number, plane in enumerate(planes):
             width = self.width(table, number)
-            arena.use(plane, self.first(table, number), before * width, now * width)
+            memory.use(plane, self.first(table, number), before * width, now * width)
 
     def views(self, planes: Sequence[Tensor], table: int) -> dict[str, Tensor]:
         """The rows of a table by plane, `[rows, dim]` or `[rows]`, in use or not."""
@@ -170,13 +173,13 @@ class RowLayout:
 
     def check_snapshot(self, snapshot: Any, capacities: Sequence[int]) -> None:
         """Raise ValueError unless `restore` takes a snapshot of tables of these rows in use."""
-        tables = snapshots.check_list("rows", snapshot, len(self.specs), "table")
+        tables = dumps.check_list("rows", snapshot, len(self.specs), "table")
         for t, (parts, rows) in enumerate(zip(tables, capacities, strict=True)):
             what = f"rows of table {t}"
-            parts = snapshots.check_list(what, parts, len(self.planes), f"entry of {self.planes}")
+            parts = dumps.check_list(what, parts, len(self.planes), f"entry of {self.planes}")
             for p, (name, dtype) in enumerate(zip(self.planes, self.dtypes, strict=True)):
                 shape = (rows,) if self._per_row[p] else (rows, self.width(t, p))
-                snapshots.check_tensor(f"{name} of table {t}", parts[p], dtype, shape)
+                dumps.check_tensor(f"{name} of table {t}", parts[p], dtype, shape)
 
     def restore(self, planes: Sequence[Tensor], snapshot: Sequence[Sequence[Tensor]]) -> None:
         """Write the rows of a snapshot into planes none of which is in use yet."""
@@ -203,3 +206,205 @@ def check_capacity(specs: Sequence[DynamicSpec]) -> None:
                 f"a table has fewer than 2^31 buckets of {SLOTS} rows, got {spec.most_buckets}; "
                 "choose a smaller capacity"
             )
+
+
+class Follower(Protocol):
+    """What takes part in the training steps of a module, beside its index and its rows.
+
+    `admit` comes before keys get places, `leaving` when they have them, with the rows of keys that
+    gave way as they were, and `arriving` once all new rows hold their first values.
+    """
+
+    def admit(self, keys: Keys, misses: Misses) -> Tensor | None:
+        """Which of the missing keys may have a place, bool `[L]` by miss, or None for all."""
+
+    def leaving(self, keys: Keys, inserted: Inserted) -> None:
+        """Keys gave way (`inserted.placed.evicted`); the rows of new keys are still theirs."""
+
+    def arriving(self, keys: Keys, inserted: Inserted) -> None:
+        """New keys have their first values, which may be overwritten."""
+
+
+class Reads(NamedTuple):
+    """What the lookups of a batch read: rows of their tables, or rows beside them.
+
+    `indices` int64 `[L]` with -1 for nothing (zeros); where `slots` int32 `[L]` is not -1, that row
+    of `beside` is read in its place.
+    """
+
+    indices: Tensor
+    slots: Tensor | None = None
+    beside: Tensor | None = None
+
+
+class Step:
+    """A batch from its forward to its backward (a session of `emblib.ops.autograd`).
+
+    Rows move when a table grows, and keys leave. So what forward found is looked up again if the
+    index has changed since: what has left in between is not updated, even if it has come again, and
+    counted in `lost`. It watches the index while its graph exists, which may go backward again.
+    """
+
+    def __init__(
+        self,
+        lock: ModuleLock,
+        index: HashIndex,
+        keys: Keys,
+        slots: Tensor,
+        reads: Reads,
+        lost: Tensor,
+    ) -> None:
+        self.lock = lock
+        self._index, self._keys, self._slots, self._reads = index, keys, slots, reads
+        self._version, self._lost = index.version, lost
+        index.watch(self)
+        self.batch: autograd.Lookup | None = None
+        self.weighted = False  # whether sample weights get a gradient
+
+    def is_stale(self) -> bool:
+        """Whether rows may be elsewhere than forward found them."""
+        return self._index.version != self._version
+
+    def find(self) -> Tensor:
+        """Where the rows are now."""
+        return self._index.find(self._keys)
+
+    def before_update(self) -> autograd.RowPlaces:
+        """The rows that are updated, and those that are read."""
+        batch = self.batch
+        assert batch is not None
+        slots, indices = self.locate()
+        groups = tbe.group(batch.features, slots, batch.offsets, batch.total_rows, batch.bag_layout)
+        return autograd.RowPlaces(groups, None, self._reads.slots, indices)
+
+    def locate(self) -> tuple[Tensor, Tensor]:
+        """Return where the rows of forward are now, -1 for none, and what its lookups read.
+
+        Raises:
+            RuntimeError: sample weights get a gradient, which needs a row that has left.
+        """
+        if not self.is_stale():
+            return self._slots, self._reads.indices
+        found = self.find()
+        left = self._index.has_left(self._keys, found, self._version)
+        slots = torch.where((self._slots < 0) | left, -1, found)
+        lost = (self._slots >= 0) & (slots < 0)
+        if self._reads.slots is not None:
+            lost &= self._reads.slots < 0  # others were read beside the table
+        if self.weighted and bool(lost.any()):
+            raise RuntimeError(
+                "the gradient of per_sample_weights needs the rows that forward read, but keys of "
+                "the batch have left the table since; run backward before the next training forward"
+            )
+        self._lost += lost.sum()
+        return slots, slots if self._reads.slots is None else self._where_read(slots)
+
+    def _where_read(self, slots: Tensor) -> Tensor:
+        assert self._reads.slots is not None
+        return torch.where(self._reads.slots < 0, slots, 0)
+
+    def after_update(self) -> None:
+        """Nothing is left to do."""
+
+
+class Reading:
+    """A batch whose rows are read again in backward, and not updated."""
+
+    def __init__(self, batch: autograd.Lookup, step: Step) -> None:
+        self.lock = step.lock
+        self._batch, self._step = batch, step
+        step.weighted = True
+
+    def before_update(self) -> autograd.RowPlaces:
+        """The rows that forward read, where they are now."""
+        _, indices = self._step.locate()
+        return autograd.RowPlaces(autograd.groups_of(self._batch), None, self._batch.slots, indices)
+
+    def after_update(self) -> None:
+        """Nothing is left to do."""
+
+
+class FirstRows(nn.Module):
+    """Writes the rows of new keys, and says what keys without a row read.
+
+    Args:
+        layout: of the rows.
+        seed: of their values.
+        device: where they are.
+    """
+
+    places: Tensor
+    rules: Tensor
+    missing: Tensor
+    unadmitted_places: Tensor
+    unadmitted_rules: Tensor
+
+    def __init__(self, layout: RowLayout, seed: int, device: torch.device) -> None:
+        super().__init__()
+        self.seed = seed
+        specs = layout.specs
+        reads = [spec.admission.reads if spec.admission else None for spec in specs]
+        self._drawn = any(initializer is not None for initializer in reads)
+        self._zeros = not self._drawn and all(spec.missing == 0.0 for spec in specs)
+        rules = [
+            [initial.rule_of(Constant(spec.missing) if x is None else x, spec)]
+            for spec, x in zip(specs, reads, strict=True)
+        ]
+        missing = torch.tensor([spec.missing for spec in specs]).view(-1, 1)
+        missing = missing.expand(-1, layout.stride).to(layout.dtypes[0])
+        self._stride = layout.stride
+        for name, tensor in (
+            ("places", layout.initial_layout(device)),
+            ("rules", layout.initial_rules(device)),
+            ("missing", missing.contiguous().to(device)),
+            ("unadmitted_places", layout.beside_layout(0, device)),
+            ("unadmitted_rules", torch.tensor(rules, dtype=torch.float64).view(-1, 1, 7)),
+        ):
+            self.register_buffer(name, tensor.to(device), persistent=False)
+
+    def write_(self, planes: list[Tensor], keys: Keys, inserted: Inserted) -> None:
+        """First values into the rows of the keys that found a place."""
+        misses, placed = inserted.misses, inserted.placed
+        assert misses is not None
+        assert placed is not None
+        initial.initial_rows_(
+            *(planes, self.places, self.rules, keys.ids, misses.first, misses.ends),
+            *(placed.slots, self.seed),
+        )
+
+    def reads(self, keys: Keys, inserted: Inserted) -> Reads:
+        """What the lookups of a batch read."""
+        slots = inserted.slots
+        if self._zeros or inserted.misses is None:
+            return Reads(slots)
+        beside = torch.where(slots < 0, tables_of(keys), -1)
+        rows = self.missing.view(-1)
+        if self._drawn and inserted.placed is not None and slots.numel():
+            status, groups = inserted.placed.status, inserted.misses.groups
+            waiting = status == hash.NOT_ADMITTED
+            rows = torch.cat([rows, self._draw(keys, inserted, waiting)])
+            numbers = groups.clamp(min=0).long()
+            drawn = (groups >= 0) & waiting[numbers]
+            beside = torch.where(drawn, self.missing.size(0) + numbers, beside)
+        return Reads(slots.where(slots >= 0, 0), beside.to(torch.int32), rows)
+
+    def searched(self, keys: Keys, slots: Tensor) -> Reads:
+        """What the lookups of a batch read that was only searched."""
+        if self._zeros:
+            return Reads(slots)
+        beside = torch.where(slots < 0, tables_of(keys), -1).to(torch.int32)
+        return Reads(slots.where(slots >= 0, 0), beside, self.missing.view(-1))
+
+    def _draw(self, keys: Keys, inserted: Inserted, waiting: Tensor) -> Tensor:
+        """Rows by miss, those of waiting keys drawn as their tables say."""
+        assert inserted.misses is not None
+        count = waiting.numel()
+        rows = self.missing.new_zeros(count * self._stride)
+        places = self.unadmitted_places.clone()
+        places[:, :, 2].fill_(count)
+        numbers = torch.arange(count, device=rows.device)
+        initial.initial_rows_(
+            *([rows], places, self.unadmitted_rules, keys.ids, inserted.misses.first),
+            *(inserted.misses.ends, torch.where(waiting, numbers, -1), self.seed),
+        )
+        return rows

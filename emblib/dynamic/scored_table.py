@@ -5,23 +5,62 @@ after HierarchicalKV's (Apache-2.0); meanings are those of `emblib.ops.hash`, on
 """
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from emblib import ops
-from emblib.dynamic import arena
 from emblib.dynamic.hash_index import HASH_KEYS, HashIndex, Inserted, ValueRows
-from emblib.dynamic.key_status import of_insertion
-from emblib.dynamic.keys import as_keys, hash_keys_of
-from emblib.dynamic.scored_rows import Insertion, TableRows, is_last, latest_of
-from emblib.dynamic_specs import SLOTS, DynamicSpec, Eviction
-from emblib.ops import hash as hash_ops
-from emblib.ops.hash import Keys, Misses
-from emblib.ops.initial import initial_rows_, rule_of
-from emblib.specs import check_count, check_float_dtype
+from emblib.dynamic.keys import as_keys, hash_keys_of, of_insertion
+from emblib.ops import hash
+from emblib.ops.hash import Keys, Misses, initial_rows_, rule_of
+from emblib.specs import SLOTS, DynamicSpec, Eviction, check_count, check_float_dtype
+from emblib.tables import memory
 from emblib.tables.locks import ModuleLock, atomic
+
+
+class TableRows(NamedTuple):
+    """Rows of a `ScoredTable`: keys, stamps (tick of last use), scores int64 `[n]`; `[n, dim]`.
+
+    Scores are 0 where the order of eviction has none.
+    """
+
+    keys: Tensor
+    values: Tensor
+    stamps: Tensor
+    scores: Tensor
+
+
+class Insertion(NamedTuple):
+    """What became of the keys of a batch.
+
+    Attributes:
+        slots: int64 `[n]`, row of `ScoredTable.values`; -1 for keys that found no place.
+        status: uint8 `[n]`: `emblib.ops.hash.HIT`, `NEW`, `EVICTING` (another gave way) or
+            `REFUSED`.
+        evicted: what gave way, where it was asked for.
+    """
+
+    slots: Tensor
+    status: Tensor
+    evicted: TableRows | None = None
+
+
+def latest_of(groups: Tensor, count: int) -> Tensor:
+    """By group its last position, -1 for groups that nothing is in; groups of -1 do not count."""
+    positions = torch.arange(groups.numel(), device=groups.device)
+    latest = torch.full((count + 1,), -1, dtype=torch.int64, device=groups.device)
+    places = torch.where(groups < 0, count, groups.long())
+    return latest.scatter_reduce_(0, places, positions, "amax")[:count]
+
+
+def is_last(slots: Tensor) -> Tensor:
+    """Bool by position: it has a slot, which no later position has."""
+    _, groups = slots.unique(return_inverse=True)
+    latest = latest_of(groups, groups.numel())
+    here = latest[groups] == torch.arange(slots.numel(), device=slots.device)
+    return here & (slots >= 0)
 
 
 class ScoredTable(nn.Module):
@@ -68,16 +107,16 @@ class ScoredTable(nn.Module):
         kept = {**vars(spec), "eviction": Eviction.LRU_LFU if self._given else spec.eviction}
         self.index = HashIndex([DynamicSpec(**kept)], device, hash_keys_of(seed, [""]))
         device = self.index.tags.device
-        values = arena.reserve(spec.rows * spec.dim, dtype, device)
+        values = memory.reserve(spec.rows * spec.dim, dtype, device)
         self.register_buffer("values", values.view(spec.rows, spec.dim), persistent=False)
         self._use(0, 0, self.index.capacity(0))
 
     @property
     def _scored(self) -> bool:
-        return self.index.order in hash_ops.SCORED
+        return self.index.order in hash.SCORED
 
     def _use(self, table: int, before: int, rows: int) -> None:
-        arena.use(self.values.view(-1), 0, before * self.spec.dim, rows * self.spec.dim)
+        memory.use(self.values.view(-1), 0, before * self.spec.dim, rows * self.spec.dim)
 
     def _rows(self) -> ValueRows:
         layout = [[[0, self.spec.dim * self.values.itemsize]]]
@@ -245,7 +284,7 @@ class ScoredTable(nn.Module):
         placed = inserted.placed
         if placed is None:
             return self._no_rows()
-        gone = placed.status == hash_ops.EVICTING
+        gone = placed.status == hash.EVICTING
         keys, stamps, scores = placed.evicted[gone].unbind(1)
         return TableRows(keys, self.values[placed.slots[gone]], stamps, scores)
 

@@ -1,22 +1,219 @@
 """The state of a module of dynamic tables: index and rows, and how they move and are copied."""
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from emblib.dynamic.hash_index import HashIndex, ValueRows
-from emblib.dynamic.key_questions import KeyQuestions, copied
+from emblib.dynamic import keys as key_status
+from emblib.dynamic.admission import Admission
+from emblib.dynamic.hash_index import HashIndex, Inserted, ValueRows
 from emblib.dynamic.keys import as_keys
-from emblib.dynamic.lookup import Reads, Step
-from emblib.dynamic.rows import RowLayout
-from emblib.dynamic.saving import snapshots
-from emblib.dynamic_specs import DynamicSpec
+from emblib.dynamic.rows import Reads, RowLayout, Step
+from emblib.dynamic.saving import dumps
 from emblib.ops.hash import Keys
-from emblib.specs import Precision
-from emblib.tables.features import FeatureTables
-from emblib.tables.locks import atomic
+from emblib.specs import DynamicSpec, Eviction, Precision
+from emblib.tables.base import FeatureTables
+from emblib.tables.locks import ModuleLock, atomic
+
+_RANGE = (-(2**63), 2**63 - 1)
+
+
+class Scores(nn.Module):
+    """What the keys of the next batch are given as their score, by table.
+
+    STEP counts the training batches of its table, from 1 on. CUSTOM is what `set` was last told.
+    """
+
+    values: Tensor
+    is_set: Tensor
+    steps: Tensor
+
+    def __init__(self, specs: Sequence[DynamicSpec], device: torch.device) -> None:
+        super().__init__()
+        self._names = [spec.name or str(t) for t, spec in enumerate(specs)]
+        self._evictions = [spec.eviction for spec in specs]
+        self._unset = {t for t, e in enumerate(self._evictions) if e is Eviction.CUSTOM}
+        steps = [int(e is Eviction.STEP) for e in self._evictions]
+        tensor = torch.tensor(steps, dtype=torch.int64, device=device)
+        self.register_buffer("steps", tensor, persistent=False)
+        self.register_buffer("values", tensor.clone())
+        self.register_buffer("is_set", tensor.bool())
+
+    def given(self) -> Tensor:
+        """int64 `[T]`, of a batch that is about to be used; does not follow later changes.
+
+        Raises:
+            RuntimeError: a table with CUSTOM scores was never given one.
+        """
+        if self._unset:
+            names = [self._names[t] for t in sorted(self._unset)]
+            raise RuntimeError(
+                f"tables with Eviction.CUSTOM need a score before their first batch, got none for "
+                f"{names}; call set_score(...)"
+            )
+        return self.values.clone()
+
+    def advance(self) -> None:
+        """One training batch more."""
+        self.values += self.steps
+
+    def set(self, scores: int | Mapping[int, int]) -> None:
+        """Scores of CUSTOM tables from the next batch on: one for all of them, or by table.
+
+        Raises:
+            ValueError: not a CUSTOM table, or a score that is no int64.
+            TypeError: a score that is no int.
+        """
+        if not isinstance(scores, Mapping):
+            scores = {t: scores for t, e in enumerate(self._evictions) if e is Eviction.CUSTOM}
+            if not scores:
+                raise ValueError("scores are set for tables with Eviction.CUSTOM, and none has it")
+        for table in scores:
+            if self._evictions[table] is not Eviction.CUSTOM:
+                raise ValueError(
+                    f"only tables with Eviction.CUSTOM are given scores, table "
+                    f"{self._names[table]!r} has {self._evictions[table]}"
+                )
+        numbers = {table: _checked(score) for table, score in scores.items()}
+        for table, score in numbers.items():
+            self.values[table].fill_(score)
+            self.is_set[table].fill_(True)
+        self._unset -= set(scores)
+
+    def restart(self, steps: Mapping[int, int]) -> None:
+        """Go on from these numbers in STEP tables: what the next batch is given."""
+        for table in steps:
+            if self._evictions[table] is not Eviction.STEP:
+                raise ValueError(
+                    f"only tables with Eviction.STEP count steps, table {self._names[table]!r} has "
+                    f"{self._evictions[table]}"
+                )
+        numbers = {table: _checked(step) for table, step in steps.items()}
+        for table, step in numbers.items():
+            self.values[table].fill_(step)
+
+    def clear(self) -> None:
+        """Steps begin anew; what was set stays."""
+        for t, eviction in enumerate(self._evictions):
+            if eviction is Eviction.STEP:
+                self.values[t].fill_(1)
+
+    def get(self) -> list[int | None]:
+        """The score of the next batch by table (reads the device); None where there is none."""
+        return [
+            None if t in self._unset or eviction.order != "assigned" else value
+            for t, (eviction, value) in enumerate(
+                zip(self._evictions, self.values.tolist(), strict=True)
+            )
+        ]
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *arguments: Any
+    ) -> None:
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
+        known = self.is_set.tolist()
+        custom = [t for t, e in enumerate(self._evictions) if e is Eviction.CUSTOM]
+        self._unset = {t for t in custom if not known[t]}
+
+
+def _checked(score: Any) -> int:
+    """A score as an int; raise TypeError and ValueError unless it is an int64."""
+    if isinstance(score, bool) or not hasattr(score, "__index__"):
+        raise TypeError(f"a score must be an int, got {score!r}")
+    number = operator.index(score)
+    if not _RANGE[0] <= number <= _RANGE[1]:
+        raise ValueError(f"a score must be in [-2^63, 2^63), got {number}")
+    return number
+
+
+def copied(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors that no longer follow the module."""
+    return {name: tensor.clone() for name, tensor in state.items()}
+
+
+class KeyQuestions:
+    """A part of `DynamicEmbeddingBags`."""
+
+    index: HashIndex
+    scores: Scores | None
+    admission: Admission | None
+    last: Inserted | None
+    table_names: list[str]
+    _lock: ModuleLock
+
+    @property
+    def tick(self) -> int:
+        """How many training forwards there were (reads the device)."""
+        return self.index.tick
+
+    @atomic
+    def key_status(self) -> Tensor:
+        """What became of each id of the last training forward: uint8 `[L]` of `KeyStatus`.
+
+        Nothing is computed for it before it is asked.
+        """
+        if self.last is None:
+            raise RuntimeError(
+                "key_status tells of the last training forward, and there was none; call the "
+                "module in training mode, with gradients enabled, first"
+            )
+        return key_status.of_insertion(self.last)
+
+    @atomic
+    def set_score(self, score: int | Mapping[int, int] | Mapping[str, int]) -> None:
+        """The score of `Eviction.CUSTOM` tables from the next training forward on.
+
+        Every key that such a batch uses gets it; the keys with the lowest give way first.
+
+        Args:
+            score: an int64 for all those tables, or by number or name of the table.
+
+        Raises:
+            KeyError, IndexError: there is no such table.
+            ValueError: its eviction is another.
+            TypeError: not an int.
+        """
+        if self.scores is None:
+            raise ValueError("scores are set for tables with Eviction.CUSTOM, and none has it")
+        if isinstance(score, Mapping):
+            self.scores.set({self.table_number(table): value for table, value in score.items()})
+        else:
+            self.scores.set(score)
+
+    @atomic
+    def set_step_score(self, table: int | str, step: int) -> None:
+        """The score that a table with `Eviction.STEP` gives to its next batch; it counts on."""
+        if self.scores is None:
+            raise ValueError("steps are counted by tables with Eviction.STEP, and none has it")
+        self.scores.restart({self.table_number(table): step})
+
+    @atomic
+    def score(self, table: int | str) -> int | None:
+        """The score that a table gives to the next training batch (reads the device).
+
+        None where eviction is not by scores that are given, or none was set yet.
+        """
+        number = self.table_number(table)
+        return None if self.scores is None else self.scores.get()[number]
+
+    def table_number(self, table: int | str) -> int:
+        """Of a table by its number or name."""
+        names = self.table_names
+        if isinstance(table, str):
+            if table not in names:
+                raise KeyError(f"there is no table {table!r}; have {', '.join(names)}")
+            return names.index(table)
+        if isinstance(table, bool) or not hasattr(table, "__index__"):
+            raise TypeError(f"a table is given by number or name, got {table!r}")
+        if not 0 <= table < len(names):
+            raise IndexError(
+                f"table must be in [0, {len(names)}), the number of tables, got {table}"
+            )
+        return table
+
 
 _SNAPSHOT = ("index", "rows", "hyper", "admission", "scores")
 
@@ -131,16 +328,16 @@ class DynamicState(KeyQuestions, FeatureTables):
 
     def _check_snapshot(self, snapshot: Any) -> None:
         """Raise ValueError unless all parts of a snapshot fit this module."""
-        parts = snapshots.check_entries("the snapshot", snapshot, _SNAPSHOT)
+        parts = dumps.check_entries("the snapshot", snapshot, _SNAPSHOT)
         capacities = self.index.check_snapshot(parts["index"])
         self.rows.check_snapshot(parts["rows"], capacities)
-        snapshots.check_tensor("hyper", parts["hyper"], self.hyper.dtype, self.hyper.shape)
+        dumps.check_tensor("hyper", parts["hyper"], self.hyper.dtype, self.hyper.shape)
         for name, own in (("admission", self.admission), ("scores", self.scores)):
-            snapshots.check_presence(name, parts[name], own)
+            dumps.check_presence(name, parts[name], own)
         if self.admission is not None:
             self.admission.check_snapshot(parts["admission"])
         if self.scores is not None:
-            snapshots.check_state("scores", parts["scores"], self.scores.state_dict())
+            dumps.check_state("scores", parts["scores"], self.scores.state_dict())
 
     @atomic
     def restore(self, snapshot: Mapping[str, Any]) -> None:

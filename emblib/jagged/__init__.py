@@ -8,13 +8,12 @@ batch; `validate()` also reads the content.
 
 import torch
 
-from emblib.jagged import pytrees
-from emblib.jagged.jagged_tensor import JaggedTensor
+from emblib.jagged import keyed_tensor
+from emblib.jagged.jagged_tensor import JaggedTensor, lengths_from_offsets, offsets_from_lengths
 from emblib.jagged.keyed_jagged_tensor import KeyedJaggedTensor
 from emblib.jagged.keyed_tensor import KeyedTensor, KTRegroupAsDict
-from emblib.jagged.offsets import lengths_from_offsets, offsets_from_lengths
 
-pytrees.register()
+keyed_tensor.register()
 # So that batches saved with torch.save are read by torch.load as it is by default.
 torch.serialization.add_safe_globals([JaggedTensor, KeyedJaggedTensor, KeyedTensor])
 

@@ -6,17 +6,193 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from emblib.jagged import convert, dense
-from emblib.jagged.offsets import (
-    check_content,
-    check_reach,
-    flat_integers,
-    no_bags,
-    running_sums,
-    too_few_weights,
-    wrong_offsets,
-)
-from emblib.jagged.text import bags_text
+from emblib.jagged import convert
+
+
+def rows_of(values: Tensor, lengths: Tensor) -> list[Tensor]:
+    """The bags as views of `values`, one tensor each (reads `lengths` back)."""
+    return list(values.split(lengths.tolist()))
+
+
+def join(rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """`rows` one after the other, and their lengths, int32.
+
+    Raises:
+        ValueError: no rows, whose dtype nobody could tell.
+    """
+    if not rows:
+        raise ValueError("a list of bags must not be empty: use JaggedTensor.empty()")
+    values = torch.cat(list(rows))
+    lengths = [row.size(0) for row in rows]
+    return values, torch.tensor(lengths, dtype=torch.int32, device=values.device)
+
+
+def unpad(padded: Tensor, lengths: Tensor) -> Tensor:
+    """The first `lengths[b]` rows of each `padded[b]`, one after the other."""
+    if padded.dim() < 2 or padded.size(0) != lengths.numel():
+        raise ValueError(
+            f"padded must be [{lengths.numel()}, N, ...] for {lengths.numel()} lengths, got "
+            f"{list(padded.shape)}"
+        )
+    column = torch.arange(padded.size(1), device=padded.device)
+    return padded[column < lengths.unsqueeze(1)]
+
+
+def pad(values: Tensor, lengths: Tensor, offsets: Tensor, width: int, padding: float) -> Tensor:
+    """`[B, width, ...]`: bag b in row b, cut or filled with `padding` (reads nothing back)."""
+    shape = (lengths.numel(), width, *values.shape[1:])
+    if not values.size(0):
+        return values.new_full(shape, padding)
+    column = torch.arange(width, device=values.device)
+    position = offsets[:-1].unsqueeze(1) + column
+    # Positions behind the last value are of padding alone.
+    rows = values[position.clamp(max=values.size(0) - 1)]
+    inside = (column < lengths.unsqueeze(1)).reshape(*shape[:2], *([1] * (values.dim() - 1)))
+    return torch.where(inside, rows, rows.new_full((), padding))
+
+
+_INT32, _INT64 = torch.int32, torch.int64
+_MOST_INT32 = 2**31 - 1
+
+
+def offsets_from_lengths(lengths: Tensor) -> Tensor:
+    """Offsets `[N + 1]` of bags with `lengths` `[...]` (flattened), in the same integer dtype.
+
+    Raises:
+        ValueError: lengths that are not integers, or negative (reads the device).
+    """
+    if lengths.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"lengths must be int32 or int64, got {lengths.dtype}")
+    flat = lengths.flatten()
+    if flat.numel() and int(flat.min()) < 0:
+        raise ValueError(f"lengths must be >= 0, got {int(flat.min())}")
+    return running_sums(flat)
+
+
+def lengths_from_offsets(offsets: Tensor) -> Tensor:
+    """Lengths `[N]` of the bags between `offsets` `[N + 1]`."""
+    return offsets.diff()
+
+
+def running_sums(lengths: Tensor) -> Tensor:
+    """Offsets `[N + 1]` of `lengths` `[N]`, whatever they are: reads nothing back."""
+    # One pass into the place the sums belong: a third faster than cumsum and cat.
+    offsets = lengths.new_zeros(lengths.numel() + 1)
+    torch.cumsum(lengths, 0, dtype=lengths.dtype, out=offsets[1:])
+    return offsets
+
+
+def flat_integers(tensor: Tensor, name: str) -> Tensor:
+    """`tensor` as `[N]` of int32 or int64; an empty one of any dtype becomes int64.
+
+    Raises:
+        TypeError: another dtype, with elements.
+    """
+    if tensor.dtype not in (_INT32, _INT64):
+        if tensor.numel():
+            raise TypeError(
+                f"{name} must be int32 or int64, got {tensor.dtype}: convert it, e.g. "
+                f"{name}.to(torch.int64)"
+            )
+        tensor = tensor.to(_INT64)
+    return tensor.reshape(-1)
+
+
+def check_reach(tensor: Tensor, rows: int, name: str) -> None:
+    """Raise ValueError if int32 `tensor` cannot count `rows` values."""
+    if rows > _MOST_INT32 and tensor.dtype is _INT32:
+        raise ValueError(
+            f"int32 {name} count up to {_MOST_INT32} values, got {rows}: give {name}.long()"
+        )
+
+
+def no_tensor(name: str, given: object) -> TypeError:
+    """The error of a `name` that is no tensor."""
+    return TypeError(
+        f"{name} must be a tensor, got {type(given).__name__}: e.g. {name}=torch.tensor(...)"
+    )
+
+
+def no_bags(name: str) -> ValueError:
+    """The error of a `name` made without lengths and without offsets."""
+    return ValueError(f"{name} needs lengths or offsets, got neither")
+
+
+def too_few_weights(values: Tensor, weights: Tensor) -> ValueError:
+    """The error of weights that are not one a value."""
+    return ValueError(
+        f"weights must be one a value, got {weights.size(0)} for {values.size(0)} values"
+    )
+
+
+def wrong_offsets(offsets: Tensor, lengths: Tensor | None) -> ValueError:
+    """The error of offsets that are not one more than the bags."""
+    bags = "" if lengths is None else f" = {lengths.numel()} + 1"
+    return ValueError(
+        f"offsets must have one entry more than there are bags{bags}, got {offsets.numel()}"
+    )
+
+
+def check_content(values: Tensor, lengths: Tensor | None, offsets: Tensor | None) -> None:
+    """Raise ValueError unless the bags are `values`, one after the other (reads the device)."""
+    rows = values.size(0)
+    if offsets is not None:
+        steps = offsets.diff()
+        if not offsets.numel() or int(offsets[0]) != 0 or int(offsets[-1]) != rows:
+            ends = (int(offsets[0]), int(offsets[-1])) if offsets.numel() else "none"
+            raise ValueError(
+                f"offsets must go from 0 to the number of values = {rows}, they go from/to {ends}"
+            )
+        if steps.numel() and int(steps.min()) < 0:
+            bag = int(steps.argmin())
+            raise ValueError(
+                f"offsets must not fall, they do after bag {bag}: {offsets[bag : bag + 2].tolist()}"
+            )
+        if lengths is not None and not torch.equal(steps.to(lengths.dtype), lengths):
+            raise ValueError("lengths and offsets must tell of the same bags: give only one")
+    elif lengths is not None:
+        if lengths.numel() and int(lengths.min()) < 0:
+            raise ValueError(f"lengths must be >= 0, got {int(lengths.min())}")
+        if int(lengths.sum()) != rows:
+            raise ValueError(
+                f"lengths must add up to the number of values = {rows}, got {int(lengths.sum())}"
+            )
+
+
+_MOST_BAGS = 16
+_MOST_VALUES = 16
+
+
+def bags_text(values: Tensor, weights: Tensor | None, lengths: Tensor) -> str:
+    """`[[1, 2], [], [3]]`; with weights both, by name."""
+    text = _nested(values, lengths)
+    return text if weights is None else f"values: {text}, weights: {_nested(weights, lengths)}"
+
+
+def keyed_text(name: str, entries: dict[str, str]) -> str:
+    """One line a key."""
+    lines = "".join(f'    "{key}": {text},\n' for key, text in entries.items())
+    return f"{name}({{\n{lines}}})"
+
+
+def _nested(values: Tensor, lengths: Tensor) -> str:
+    shown = lengths[:_MOST_BAGS].tolist()
+    bags, start = [], 0
+    for length in shown:
+        entries = [_entry(v) for v in values[start : start + min(length, _MOST_VALUES)].tolist()]
+        more = [f"... ({length} in all)"] if length > _MOST_VALUES else []
+        bags.append(f"[{', '.join(entries + more)}]")
+        start += length
+    if lengths.numel() > len(shown):
+        bags.append(f"... ({lengths.numel()} bags in all)")
+    return f"[{', '.join(bags)}]"
+
+
+def _entry(value: float | list[float]) -> str:
+    if isinstance(value, list):
+        return f"[{', '.join(_entry(v) for v in value)}]"
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
 
 _INT32, _INT64 = torch.int32, torch.int64
 
@@ -112,7 +288,7 @@ class JaggedTensor:
         values: Sequence[Tensor], weights: Sequence[Tensor] | None = None
     ) -> "JaggedTensor":
         """Bags from a list of tensors, one each; lengths are int32."""
-        joined, lengths = dense.join(values)
+        joined, lengths = join(values)
         return JaggedTensor(joined, None if weights is None else torch.cat(list(weights)), lengths)
 
     @staticmethod
@@ -120,8 +296,8 @@ class JaggedTensor:
         values: Tensor, lengths: Tensor, weights: Tensor | None = None
     ) -> "JaggedTensor":
         """Bag b is the first `lengths[b]` entries of `values[b]`, with `values` `[B, N, ...]`."""
-        kept = None if weights is None else dense.unpad(weights, lengths)
-        return JaggedTensor(dense.unpad(values, lengths), kept, lengths)
+        kept = None if weights is None else unpad(weights, lengths)
+        return JaggedTensor(unpad(values, lengths), kept, lengths)
 
     @staticmethod
     def from_nested(nested: Tensor, weights: Tensor | None = None) -> "JaggedTensor":
@@ -191,11 +367,11 @@ class JaggedTensor:
 
     def to_dense(self) -> list[Tensor]:
         """One view of the values a bag (reads the lengths back)."""
-        return dense.rows_of(self._values, self.lengths())
+        return rows_of(self._values, self.lengths())
 
     def to_dense_weights(self) -> list[Tensor] | None:
         """One view of the weights a bag."""
-        return None if self._weights is None else dense.rows_of(self._weights, self.lengths())
+        return None if self._weights is None else rows_of(self._weights, self.lengths())
 
     def to_padded_dense(
         self, desired_length: int | None = None, padding_value: float = 0.0
@@ -218,7 +394,7 @@ class JaggedTensor:
         lengths = self.lengths()
         if width is None:
             width = int(lengths.max()) if lengths.numel() else 0
-        return dense.pad(values, lengths, self.offsets(), width, padding)
+        return pad(values, lengths, self.offsets(), width, padding)
 
     def to_nested(self) -> Tensor:
         """A `torch.nested` tensor of jagged layout `[B, j, ...]` of the values, sharing memory."""

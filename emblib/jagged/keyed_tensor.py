@@ -1,14 +1,68 @@
 """Pooled embeddings by feature: one matrix, its columns named."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.fx import _pytree as fx_pytree
+from torch.utils import _pytree as pytree
 
-from emblib.jagged import convert, regroup
-from emblib.jagged.segments import bounds_of, places_of
-from emblib.jagged.text import keyed_text
+from emblib.jagged import convert
+from emblib.jagged.jagged_tensor import JaggedTensor, keyed_text
+from emblib.jagged.keyed_bags import bounds_of, places_of
+from emblib.jagged.keyed_jagged_tensor import KeyedJaggedTensor
+
+
+class Pieces(Protocol):
+    """What is asked of a KeyedTensor."""
+
+    def keys(self) -> list[str]:
+        """The name of each piece."""
+        ...
+
+    def length_per_key(self) -> list[int]:
+        """The size of each piece."""
+        ...
+
+    def values(self) -> Tensor:
+        """All pieces in one tensor."""
+        ...
+
+    def key_dim(self) -> int:
+        """The dimension that the pieces share."""
+        ...
+
+
+def regroup(tensors: Sequence[Pieces], groups: Sequence[Sequence[str]]) -> list[Tensor]:
+    """For each group, the pieces of its keys side by side; errors are told at KeyedTensor.regroup.
+
+    Each tensor is split once, so that backward puts one gradient of it together.
+    """
+    dims = {tensor.key_dim() for tensor in tensors}
+    if len(dims) != 1:
+        raise ValueError(
+            f"regroup needs keyed tensors with the same key_dim, got {len(tensors)} with "
+            f"{sorted(dims)}"
+        )
+    dim = dims.pop()
+    pieces: dict[str, Tensor] = {}
+    twice: set[str] = set()
+    for tensor in tensors:
+        keys = tensor.keys()
+        if keys:
+            twice.update(pieces.keys() & keys)
+            found = tensor.values().split(tensor.length_per_key(), dim=dim)
+            pieces.update(zip(keys, found, strict=True))
+    try:
+        wanted = [[pieces[key] for key in group] for group in groups]
+    except KeyError as error:
+        raise KeyError(f"no key {error.args[0]!r}; there are {list(pieces)}") from None
+    if twice and (unclear := sorted(key for key in twice if any(key in group for group in groups))):
+        raise ValueError(f"each key must be of one KeyedTensor, several have {unclear}")
+    nothing = tensors[0].values().narrow(dim, 0, 0)
+    return [torch.cat(group or [nothing], dim=dim) for group in wanted]
 
 
 class KeyedTensor:
@@ -139,14 +193,14 @@ class KeyedTensor:
             KeyError: a key that none of them has.
             ValueError: a key that several have.
         """
-        return regroup.regroup(tensors, groups)
+        return regroup(tensors, groups)
 
     @staticmethod
     def regroup_as_dict(
         tensors: Sequence["KeyedTensor"], groups: Sequence[Sequence[str]], keys: Sequence[str]
     ) -> dict[str, Tensor]:
         """`regroup`, with a name for each group."""
-        return dict(zip(keys, regroup.regroup(tensors, groups), strict=True))
+        return dict(zip(keys, regroup(tensors, groups), strict=True))
 
     def as_type(self, kind: Any) -> Any:
         """The same tensor in another class with this constructor, e.g. torchrec.KeyedTensor."""
@@ -204,3 +258,96 @@ class KTRegroupAsDict(nn.Module):
     def forward(self, tensors: Sequence[KeyedTensor]) -> dict[str, Tensor]:
         """The pieces of each group side by side."""
         return KeyedTensor.regroup_as_dict(tensors, self.groups, self.keys)
+
+
+# Lists, not tuples: a saved structure comes back from JSON as lists.
+Context = list[Any]
+# The leaves of a node by the names of its attributes, and what they do not tell.
+Taken = tuple[dict[str, Any], Context]
+
+
+def _of_jagged(jagged: JaggedTensor) -> Taken:
+    leaves = {"_values": jagged._values, "_lengths": jagged.lengths()}
+    if jagged._weights is not None:
+        leaves["_weights"] = jagged._weights
+    return leaves, [jagged._weights is not None]
+
+
+def _to_jagged(leaves: Iterable[Any], context: Context) -> JaggedTensor:
+    values, lengths, *weights = leaves
+    return JaggedTensor._of(values, weights[0] if context[0] else None, lengths, None)
+
+
+def _of_keyed_jagged(batch: KeyedJaggedTensor) -> Taken:
+    leaves = {"_values": batch._values, "_lengths": batch.lengths()}
+    if batch._weights is not None:
+        leaves["_weights"] = batch._weights
+    inverse_keys = None
+    if batch._inverse is not None:
+        inverse_keys, leaves["_inverse"] = batch._inverse
+    # The stride is in the lengths, unless there are no features.
+    stride = None if batch._keys else batch._stride
+    return leaves, [batch._keys, batch._strides, stride, batch._weights is not None, inverse_keys]
+
+
+def _to_keyed_jagged(leaves: Iterable[Any], context: Context) -> KeyedJaggedTensor:
+    keys, strides, stride, weighted, inverse_keys = context
+    values, lengths, *rest = leaves
+    inverse = None if inverse_keys is None else (inverse_keys, rest[-1])
+    if stride is None:
+        # Leaves may be anything while a tree is mapped.
+        if strides is None:
+            stride = lengths.numel() // len(keys) if isinstance(lengths, Tensor) else 0
+        elif inverse is not None and isinstance(inverse[1], Tensor):
+            stride = inverse[1].size(-1)
+        else:
+            stride = max(map(sum, strides))
+    weights = rest[0] if weighted else None
+    of = KeyedJaggedTensor._of
+    return of(keys, values, weights, lengths, None, stride, inverse, strides)
+
+
+def _of_keyed(tensor: KeyedTensor) -> Taken:
+    return {"_values": tensor._values}, [tensor._keys, tensor._length_per_key, tensor._key_dim]
+
+
+def _to_keyed(leaves: Iterable[Any], context: Context) -> KeyedTensor:
+    keys, lengths, dim = context
+    (values,) = leaves
+    return KeyedTensor(keys, lengths, values, dim)
+
+
+def _flatten(take: Callable[[Any], Taken], node: Any) -> tuple[list[Any], Context]:
+    leaves, context = take(node)
+    return list(leaves.values()), context
+
+
+def _flatten_with_keys(
+    take: Callable[[Any], Taken], node: Any
+) -> tuple[list[tuple[pytree.KeyEntry, Any]], Context]:
+    leaves, context = take(node)
+    return [(pytree.GetAttrKey(name), leaf) for name, leaf in leaves.items()], context
+
+
+def _flatten_as(take: Callable[[Any], Taken], node: Any, spec: Any) -> list[Any]:
+    return list(take(node)[0].values())
+
+
+_NODES: tuple[tuple[type, Callable[[Any], Taken], Callable[[Iterable[Any], Any], Any]], ...] = (
+    (JaggedTensor, _of_jagged, _to_jagged),
+    (KeyedJaggedTensor, _of_keyed_jagged, _to_keyed_jagged),
+    (KeyedTensor, _of_keyed, _to_keyed),
+)
+
+
+def register() -> None:
+    """Make the three types nodes of torch's trees, of eager and traced ones."""
+    for kind, take, make in _NODES:
+        pytree.register_pytree_node(
+            kind,
+            partial(_flatten, take),
+            make,
+            serialized_type_name=f"emblib.{kind.__name__}",
+            flatten_with_keys_fn=partial(_flatten_with_keys, take),
+        )
+        fx_pytree.register_pytree_flatten_spec(kind, partial(_flatten_as, take))

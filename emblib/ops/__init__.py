@@ -86,17 +86,25 @@ def keep_dtype(fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     return move
 
 
-from emblib.ops import cache, group, hash, lookups, quant, random, route, tbe, tt  # noqa: E402
+from emblib.ops import (  # noqa: E402
+    autograd,
+    cache,
+    hash,
+    primitives,
+    quant,
+    route,
+    tbe,
+    tt,
+)
 
 __all__ = [
+    "autograd",
     "cache",
     "empty_table",
-    "group",
     "hash",
     "keep_dtype",
-    "lookups",
+    "primitives",
     "quant",
-    "random",
     "require_kernels",
     "route",
     "tbe",

@@ -32,12 +32,14 @@ Every op is deterministic: the same bytes on any number of threads, on any devic
 al., 1994), tags as in F14 and SwissTable.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from emblib.ops import codes
+from emblib.specs import Constant, Debug, DynamicSpec, Initializer, Normal, Uniform
 
 SLOTS = 32
 TABLE_FIELDS = ("first_bucket", "buckets", "most_buckets", "size", "most_load", "hash_key")
@@ -221,3 +223,40 @@ def _(index: list[Tensor], ids: Tensor, starts: Tensor, tables: Tensor) -> Tenso
 @torch.library.register_fake("emblib::hash_expire_")
 def _(index: list[Tensor], table: int, first_bucket: int, num_buckets: int, before: int) -> Tensor:
     return index[0].new_empty(num_buckets * SLOTS, dtype=torch.bool)
+
+
+initial_rows_ = torch.ops.emblib.hash_initial_rows_.default
+
+Rule = tuple[float, float, float, float, float, float, float]
+_INFINITE = float("inf")
+
+
+def rule_of(initializer: Initializer, spec: DynamicSpec) -> Rule:
+    """Kind, base, scale, first probability, span of probabilities, lowest, highest value."""
+    if isinstance(initializer, Uniform):
+        bound = spec.capacity**-0.5
+        low = -bound if initializer.low is None else initializer.low
+        high = bound if initializer.high is None else initializer.high
+        return (0.0, low, high - low, 0.0, 0.0, low, high)
+    if isinstance(initializer, Constant):
+        return (2.0, initializer.value, 0.0, 0.0, 0.0, 0.0, 0.0)
+    if isinstance(initializer, Debug):
+        return (3.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+    if isinstance(initializer, Normal):
+        return (1.0, initializer.mean, initializer.std, 0.0, 1.0, -_INFINITE, _INFINITE)
+    begin, end = initializer.probabilities
+    return (1.0, initializer.mean, initializer.std, begin, end - begin, *initializer.bounds)
+
+
+@torch.library.register_fake("emblib::hash_initial_rows_")
+def _(
+    planes: Sequence[Tensor],
+    layout: Tensor,
+    rules: Tensor,
+    ids: Tensor,
+    first: Tensor,
+    ends: Tensor,
+    slots: Tensor,
+    seed: int,
+) -> None:
+    return None

@@ -11,7 +11,7 @@ with F features, K blocks, U units and bags as `offsets` cuts the L ids:
   its feature that begins at or before it; the first begins at row 0. The holder gets
   `id - first_row`. An id outside `[0, rows)` goes as it is to the holder of row 0, whose lookup
   repairs it and tells of it as of any other; -1 goes to the first block. Rule 1 gives a key, as
-  it is, to the block that `emblib.dynamic.saving.routing.owner` names
+  it is, to the block that `emblib.dynamic.keys.owner` names
 - `copies` `[C]`: the units that get the ids of a block; each unit occurs once
 - `units` `[U + 1]`: the first bag of each unit in what is sent; a unit has as many bags as its
   feature, in their order

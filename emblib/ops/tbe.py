@@ -63,7 +63,9 @@ def output_shape(
 
 
 class Groups(NamedTuple):
-    """The lookups of a batch by row, as `tbe_group` returns them (padded; see `emblib.ops.group`).
+    """The lookups of a batch sorted by row, as `tbe_group` returns them.
+
+    Padded, see `emblib.ops.primitives`.
 
     `rows` int64 `[L]` linear row ids, `segments` int32 `[L + 1]`, `lookups` and `bags` int32 `[L]`
     (position and bag of each sorted lookup), `count` int32 `[1]`.

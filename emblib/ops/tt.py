@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from emblib.ops import codes, lookups, tbe
+from emblib.ops import autograd, codes, tbe
 from emblib.ops.scaled_gradients import counted_step, refuse_scaled_gradients
 from emblib.specs import Pooling
 
@@ -188,7 +188,7 @@ class FusedLookup(torch.autograd.Function):
         cores: list[Tensor],
         states: list[list[Tensor]],
         hyper: Tensor,
-        rule: lookups.UpdateRule,
+        rule: autograd.UpdateRule,
         batch: Lookup,
         sample_weights: Tensor | None,
         share: ShareGradients | None,
@@ -222,7 +222,7 @@ class FusedLookup(torch.autograd.Function):
                 cores, made.plan, batch.row_factors, batch.dim_factors, made.prefixes.size(0)
             )
             made = made._replace(prefixes=prefixes)
-        grad = lookups.clipped(grad, ctx.rule)
+        grad = autograd.clipped(grad, ctx.rule)
         core_grads = _core_grads(grad, made, batch, sample_weights, cores)
         states, hyper, rule = ctx.states, ctx.hyper, ctx.rule
         if ctx.share is None:
@@ -236,7 +236,7 @@ def _update(
     cores: Sequence[Tensor],
     states: Sequence[list[Tensor]],
     hyper: Tensor,
-    rule: lookups.UpdateRule,
+    rule: autograd.UpdateRule,
     grads: Sequence[Tensor],
 ) -> None:
     """One step of the optimizer on every core."""

@@ -8,34 +8,35 @@ functor's order. All states start at zero.
 
 from emblib.optim.adagrad import (
     Adagrad,
+    Counter,
+    CowClip,
     EnsembleRowwiseAdagrad,
+    GlobalDecay,
     RowwiseAdagrad,
+    Share,
     SlowWeights,
+    TailRate,
     count_largest_,
+    decode_steps,
+    encode_steps,
     ensemble_,
 )
 from emblib.optim.adam import LAMB, Adam, PartialRowwiseAdam, PartialRowwiseLAMB
 from emblib.optim.base import (
     HYPER_HEAD,
     L2,
+    LARS,
     NUMBERS,
+    SGD,
     AdagradW,
     Decoupled,
+    External,
+    Gradient,
     Optimizer,
     State,
     WeightDecay,
     check_learning_rate,
 )
-from emblib.optim.counters import (
-    Counter,
-    CowClip,
-    GlobalDecay,
-    Share,
-    TailRate,
-    decode_steps,
-    encode_steps,
-)
-from emblib.optim.gradient import LARS, SGD, External, Gradient
 
 FUSED: dict[str, type[Optimizer]] = {
     cls.functor: cls

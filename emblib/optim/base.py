@@ -7,6 +7,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from emblib.specs import Choice
+
 HYPER_HEAD = 5
 """Numbers of `hyper` before the optimizer's own: lr, step, L2, decay, seed (-1: to nearest)."""
 NUMBERS = {"lr": 0, "step": 1, "l2": 2, "decay": 3, "seed": 4}
@@ -134,3 +136,65 @@ def check_number(name: str, value: float) -> None:
 def check_learning_rate(lr: float) -> None:
     """Raise ValueError unless `lr` is a number >= 0 that is finite in float32."""
     check_number("the learning rate", lr)
+
+
+@dataclass(frozen=True)
+class SGD(Optimizer):
+    """`w -= lr * g`, once per distinct row."""
+
+    functor: ClassVar[str] = "sgd"
+
+
+@dataclass(frozen=True)
+class LARS(Optimizer):
+    """Momentum SGD whose learning rate follows the norms of row and gradient (You et al., 2017).
+
+    `a = lr * eta * |w| / (|g| + rate * |w|); m = momentum * m + a * (g + rate * w); w -= m`, with
+    the rate of `weight_decay=L2(rate)`. A row of zeros, which has no ratio, takes `a = lr`.
+    """
+
+    momentum: float = 0.9
+    eta: float = 0.001
+
+    functor: ClassVar[str] = "lars"
+    kept: ClassVar[tuple[State, ...]] = (State("momentum_buffer"),)
+    decays: ClassVar[tuple[type, ...]] = (L2,)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_number("eta", self.eta)
+        if not 0.0 <= self.momentum < 1.0:
+            raise ValueError(f"momentum must be in [0, 1), got {self.momentum}")
+
+    def parameters(self) -> tuple[float, ...]:
+        """`(momentum, eta, rate of the weight decay)`."""
+        return (self.momentum, self.eta, self._rate())
+
+    def _decay_head(self) -> tuple[float, float]:
+        return (0.0, 0.0)
+
+
+class Gradient(Choice):
+    """The form of a gradient that is handed out: SPARSE has the rows of the batch, DENSE all."""
+
+    SPARSE = "sparse"
+    DENSE = "dense"
+
+
+@dataclass(frozen=True)
+class External(Optimizer):
+    """No fused update: backward leaves a gradient for an optimizer of your own."""
+
+    lr: float = 0.0
+    gradient: Gradient = Gradient.SPARSE
+
+    functor: ClassVar[str] = "external"
+    decays: ClassVar[tuple[type, ...]] = ()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.lr != 0.0:
+            raise ValueError(
+                f"External has no learning rate, got {self.lr}; give it to your own optimizer"
+            )
+        object.__setattr__(self, "gradient", Gradient(self.gradient))

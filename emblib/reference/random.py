@@ -33,6 +33,6 @@ def philox_counters(seed: int, counters: Tensor) -> Tensor:
 
 
 def uniform(numel: int, low: float, high: float, seed: int) -> Tensor:
-    """`numel` numbers `low + (high - low) * u`, float64, as `emblib.ops.random` makes them."""
+    """`numel` numbers `low + (high - low) * u`, float64, as `emblib.ops.primitives` makes them."""
     words = philox(seed, torch.arange((numel + 3) // 4)).flatten()[:numel]
     return low + (high - low) * (words >> 8).double() * 2.0**-24

@@ -1,24 +1,9 @@
 """Collections spread over the ranks of a process group."""
 
-from emblib.sharding.boxes import (
-    Box,
-    ShardingType,
-    TableSharding,
-    World,
-    column_wise,
-    custom,
-    data_parallel,
-    grid,
-    row_wise,
-    table_column_wise,
-    table_row_wise,
-    table_wise,
-)
 from emblib.sharding.codecs import BF16, FP8, FP16, FP32, INT8
-from emblib.sharding.dense_part import DDP, FullyShard
-from emblib.sharding.failures import RankFailure, guarded
-from emblib.sharding.groups_of_ranks import Ranks
-from emblib.sharding.launched import launched
+from emblib.sharding.dense import DDP, FullyShard
+from emblib.sharding.exchange import Wire
+from emblib.sharding.failures import RankFailure, guarded, launched
 from emblib.sharding.model_parallel import DistributedModelParallel
 from emblib.sharding.parameters import clip_grad_norm_
 from emblib.sharding.pipelines import (
@@ -32,11 +17,25 @@ from emblib.sharding.pipelines import (
     empty_batch,
 )
 from emblib.sharding.plan import ShardingPlan
+from emblib.sharding.ranks import Ranks
 from emblib.sharding.shard import collections_of, construct_module_plan, shard
 from emblib.sharding.sharded_bags import ShardedEmbeddingBagCollection
 from emblib.sharding.sharded_sequences import ShardedEmbeddingCollection
 from emblib.sharding.sharded_tables import GradientReduction
-from emblib.sharding.wire import Wire
+from emblib.sharding.sharding_types import (
+    Box,
+    ShardingType,
+    TableSharding,
+    World,
+    column_wise,
+    custom,
+    data_parallel,
+    grid,
+    row_wise,
+    table_column_wise,
+    table_row_wise,
+    table_wise,
+)
 
 __all__ = [
     "BF16",

@@ -23,12 +23,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from emblib.sharding.awaitable import Awaitable
 from emblib.sharding.codecs import Codec
-from emblib.sharding.exchange import start_all_gather, start_all_to_all
-from emblib.sharding.groups_of_ranks import Ranks
+from emblib.sharding.exchange import Awaitable, Wire, start_all_gather, start_all_to_all
+from emblib.sharding.ranks import Ranks
 from emblib.sharding.sharded_tables import GradientReduction
-from emblib.sharding.wire import Wire
 from emblib.specs import Choice
 
 _AS_THEY_ARE = Wire()

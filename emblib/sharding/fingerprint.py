@@ -26,9 +26,9 @@ import torch
 from torch import Tensor
 
 from emblib.optim import Optimizer
-from emblib.sharding.boxes import TableSharding
-from emblib.sharding.groups_of_ranks import Ranks
 from emblib.sharding.plan import ranges
+from emblib.sharding.ranks import Ranks
+from emblib.sharding.sharding_types import TableSharding
 
 T = TypeVar("T")
 

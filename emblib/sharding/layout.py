@@ -11,8 +11,8 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from emblib.collections.configs import Dynamic, TensorTrain
-from emblib.collections.slices import TableSlice
-from emblib.sharding.boxes import Box, Span, TableShape, TableSharding
+from emblib.collections.kernels import TableSlice
+from emblib.sharding.sharding_types import Box, Span, TableShape, TableSharding
 from emblib.specs import Pooling
 
 Config = Any  # an EmbeddingBagConfig or EmbeddingConfig

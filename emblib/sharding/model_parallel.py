@@ -10,22 +10,21 @@ from torch import Tensor, nn
 
 from emblib.optim import Optimizer
 from emblib.sharding import fingerprint
-from emblib.sharding.boxes import World
-from emblib.sharding.copies import SynchronisedCopies
-from emblib.sharding.dense_part import (
+from emblib.sharding.dense import (
     Wrapping,
     copy_from_first,
     materialise,
     unwrapped,
     wrapping,
 )
-from emblib.sharding.groups_of_ranks import Ranks
+from emblib.sharding.exchange import Wire
 from emblib.sharding.parameters import mark_dense
 from emblib.sharding.pipelines.inputs import sharded_modules
 from emblib.sharding.plan import ShardingPlan
+from emblib.sharding.ranks import Ranks
 from emblib.sharding.shard import Rules, collections_of, shard
-from emblib.sharding.sharded_tables import GradientReduction
-from emblib.sharding.wire import Wire
+from emblib.sharding.sharded_tables import GradientReduction, SynchronisedCopies
+from emblib.sharding.sharding_types import World
 
 if TYPE_CHECKING:
     from emblib.collections.optimizers import FusedOptimizer

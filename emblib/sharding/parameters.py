@@ -7,10 +7,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from emblib.collections.handles import TableHandle
-from emblib.collections.optimizers import clipping
-from emblib.collections.optimizers.clipping import GradientShare
+from emblib.collections.optimizers import keyed
+from emblib.collections.optimizers.keyed import GradientShare
 from emblib.sharding.exchange import start_all_gather
-from emblib.sharding.groups_of_ranks import Ranks
+from emblib.sharding.ranks import Ranks
 from emblib.tables.parameters import check_registered, refuse_replacement, registered
 
 
@@ -80,13 +80,13 @@ def mark_dense(module: nn.Module, ranks: Ranks) -> None:
     A rank without a part of a table knows by these that its model is over ranks.
     """
     for parameter in module.parameters():
-        if not clipping.is_marked(parameter):
+        if not keyed.is_marked(parameter):
             _mark(parameter, GradientShare.REPLICA, ranks)
 
 
 def _mark(parameter: Tensor, share: GradientShare, ranks: Ranks) -> None:
     if ranks.size > 1:
-        clipping.mark_gradient(parameter, share, _RankPeers(ranks))
+        keyed.mark_gradient(parameter, share, _RankPeers(ranks))
 
 
 class _RankPeers:
@@ -136,7 +136,7 @@ def clip_grad_norm_(
     if isinstance(parameters, nn.Module):
         peers = _peers_in(parameters)
         parameters = parameters.parameters()
-    return clipping.clip_grad_norm_(
+    return keyed.clip_grad_norm_(
         parameters, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite, peers=peers
     )
 

@@ -9,8 +9,8 @@ from types import MappingProxyType
 from typing import Any
 
 from emblib.collections.configs import Plain, TensorTrain
-from emblib.sharding.boxes import Box, Rule, ShardingType, TableShape, TableSharding, World
-from emblib.tables.files import load_json, save_json
+from emblib.sharding.sharding_types import Box, Rule, ShardingType, TableShape, TableSharding, World
+from emblib.tables.durable_files import load_json, save_json
 
 ModulePlan = Mapping[str, TableSharding]
 """The sharding of each table of one collection, by name."""

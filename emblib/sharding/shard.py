@@ -9,18 +9,18 @@ from typing import Any
 from torch import nn
 
 from emblib.collections import EmbeddingBagCollection, EmbeddingCollection
-from emblib.collections.optimizers.in_backward import trained_configs
+from emblib.collections.optimizers.fused import trained_configs
 from emblib.optim import Optimizer
-from emblib.sharding import boxes, fingerprint
-from emblib.sharding.boxes import Rule, TableSharding, World
-from emblib.sharding.groups_of_ranks import Ranks
+from emblib.sharding import fingerprint, sharding_types
+from emblib.sharding.exchange import Wire, wire_of
 from emblib.sharding.layout import shape_of
 from emblib.sharding.parameters import mark_dense
 from emblib.sharding.plan import ModulePlan, ShardingPlan, construct_plan
+from emblib.sharding.ranks import Ranks
 from emblib.sharding.sharded_bags import ShardedEmbeddingBagCollection
 from emblib.sharding.sharded_sequences import ShardedEmbeddingCollection
 from emblib.sharding.sharded_tables import GradientReduction
-from emblib.sharding.wire import Wire, wire_of
+from emblib.sharding.sharding_types import Rule, TableSharding, World
 
 SHARDED: dict[type[nn.Module], type[nn.Module]] = {
     EmbeddingBagCollection: ShardedEmbeddingBagCollection,
@@ -29,10 +29,15 @@ SHARDED: dict[type[nn.Module], type[nn.Module]] = {
 """What each kind of collection becomes, and a subclass that changes no more than `__init__`."""
 
 _MAKE_RULES: tuple[Any, ...] = (
-    *(boxes.data_parallel, boxes.table_wise, boxes.row_wise, boxes.column_wise),
-    *(boxes.table_row_wise, boxes.table_column_wise, boxes.grid, boxes.custom),
+    sharding_types.data_parallel,
+    sharding_types.table_wise,
+    sharding_types.row_wise,
+    sharding_types.column_wise,
+    sharding_types.table_row_wise,
+    sharding_types.table_column_wise,
+    sharding_types.grid,
+    sharding_types.custom,
 )
-
 Rules = Mapping[str, Mapping[str, Rule | TableSharding]]
 
 

@@ -9,21 +9,20 @@ from torch import Tensor
 
 from emblib.jagged import KeyedJaggedTensor, KeyedTensor
 from emblib.optim import Optimizer
-from emblib.sharding.awaitable import Awaitable, LazyAwaitable, LazyDeferred
-from emblib.sharding.boxes import TableSharding
-from emblib.sharding.checkpoints.modules import StateOfTables
-from emblib.sharding.combine import Combination
-from emblib.sharding.distribute import Received
-from emblib.sharding.groups_of_ranks import Ranks
+from emblib.sharding.checkpoints.kinds import StateOfTables
+from emblib.sharding.exchange import Awaitable, LazyAwaitable, LazyDeferred, Wire
+from emblib.sharding.input_dist import Received
+from emblib.sharding.output_dist import Combination
 from emblib.sharding.parameters import HeldParameters
+from emblib.sharding.ranks import Ranks
 from emblib.sharding.sharded_tables import (
     GradientReduction,
     ShardedTables,
     agreed_settings,
     in_this_grad_mode,
 )
-from emblib.sharding.wire import Wire
-from emblib.tables.outside import outside_graphs
+from emblib.sharding.sharding_types import TableSharding
+from emblib.tables.graph_break import outside_graphs
 
 
 class ShardedEmbeddingBagCollection(StateOfTables, ShardedTables):

@@ -2,30 +2,282 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from emblib.collections.groups import TableGroups
 from emblib.jagged import JaggedTensor, KeyedJaggedTensor
+from emblib.jagged.jagged_tensor import running_sums
+from emblib.ops import route
 from emblib.optim import Optimizer
-from emblib.sharding.awaitable import Awaitable, Deferred, LazyAwaitable, LazyDeferred
-from emblib.sharding.boxes import TableSharding
-from emblib.sharding.checkpoints.modules import StateOfTables
-from emblib.sharding.distribute import Received
-from emblib.sharding.groups_of_ranks import Ranks
+from emblib.sharding.checkpoints.kinds import StateOfTables
+from emblib.sharding.exchange import (
+    Awaitable,
+    CodedPending,
+    Content,
+    Deferred,
+    LazyAwaitable,
+    LazyDeferred,
+    Wire,
+    start_all_gather,
+)
+from emblib.sharding.input_dist import Received
 from emblib.sharding.layout import Config
 from emblib.sharding.parameters import HeldParameters
-from emblib.sharding.sequence_tables import Rows, SequenceExchange, SequenceTables
+from emblib.sharding.ranks import Ranks
 from emblib.sharding.sharded_tables import (
     GradientReduction,
     HeldPart,
+    ShardedTables,
     agreed_settings,
     in_this_grad_mode,
 )
-from emblib.sharding.wire import Wire
-from emblib.tables.outside import outside_graphs
+from emblib.sharding.sharding_types import TableSharding
+from emblib.tables.graph_break import outside_graphs
+
+Rows = tuple[Tensor, Tensor | None]
+
+
+class SequenceExchange(NamedTuple):
+    """How vectors travel: in pieces of `width`."""
+
+    wire: Wire
+    width: int
+
+
+@dataclass(frozen=True)
+class _Way:
+    """One batch between its two all-to-alls, as indices of pieces of vectors.
+
+    `order` brings unit-major pieces into rank-major order, `index` says where a piece that comes
+    back goes in the output, seen as pieces; `copies` which vectors are those of copies.
+    `copies_order` brings vectors of copies of all ranks, rank-major, into unit-major order. `sent`,
+    `came` and `copied` count pieces and vectors by rank.
+    """
+
+    order: Tensor
+    index: Tensor
+    copies: Tensor | None
+    copies_order: Tensor
+    sent: list[int]
+    came: list[int]
+    copied: list[int]
+    total: int
+
+
+class SequenceTables(ShardedTables):
+    """Tables of one dim, in blocks of columns of one width."""
+
+    def __init__(
+        self,
+        source: Any,
+        configs: Sequence[Config],
+        plan: Mapping[str, TableSharding],
+        ranks: Ranks,
+        *,
+        optimizer: Optimizer | None,
+        gradients: GradientReduction,
+        exchange: SequenceExchange,
+    ) -> None:
+        super().__init__(
+            *(source, configs, plan, ranks),
+            pooled=False,
+            optimizer=optimizer,
+            gradients=gradients,
+        )
+        self.exchange = exchange
+        self.dim = configs[0].embedding_dim
+        every = [unit for rank in self.layout.ranks for unit in rank.all_units]
+        width, device = exchange.width, ranks.device
+        self._pieces = [unit.columns // width for unit in self._own.units]
+        self._equal = len({unit.columns for unit in every}) <= 1
+        tables = {
+            "anchor": torch.zeros(()),
+            "first": torch.tensor([u.box.columns[0] // width for u in every], dtype=torch.int64),
+            "pieces": torch.tensor([u.columns // width for u in every], dtype=torch.int64),
+        }
+        for name, tensor in tables.items():
+            self.register_buffer(name, tensor.to(device), persistent=False)
+
+    anchor: Tensor
+    first: Tensor
+    pieces: Tensor
+
+    def compute(self, received: Received) -> Rows:
+        """Vectors of units here, and of copies for this rank's own batch."""
+        copies = None if self.copies is None else self.copies(received.inputs)
+        rows = self.rows(received)
+        if not self._own.units:
+            rows = rows.new_empty(0, self.exchange.width)
+        return rows, copies
+
+    def output_dist(self, rows: Rows, received: Received) -> Awaitable[Tensor]:
+        """Vectors `[L, dim]` in the order of this rank's batch."""
+        local, copies = rows
+        if received.sent is None:
+            return Deferred(partial(self._at_home, local, received))
+        with torch.no_grad():
+            way = self._way(received)
+            width = self.exchange.width
+            sent = local.detach().reshape(-1, width).index_select(0, way.order)
+        pending = CodedPending(
+            sent.view(-1),
+            [n * width for n in way.sent],
+            [n * width for n in way.came],
+            self.ranks,
+            self.exchange.wire.forward,
+            Content.ROWS,
+        )
+        stand_in = None
+        if self.copies is not None and self.copies.synchronised and torch.is_grad_enabled():
+            stand_in = self.copies.stand_in(received, (sum(way.copied), self.dim))
+        return Deferred(partial(self._finish, local, copies, stand_in, way, pending))
+
+    def _at_home(self, local: Tensor, received: Received) -> Tensor:
+        """Vectors that went nowhere, from the order of the kernels to that of the batch."""
+        order = [unit.feature for unit in self._own.units]
+        if order == sorted(order):
+            return local
+        num_ids = received.inputs.num_ids()
+        pieces = local.split([num_ids[f] for f in order])
+        return torch.cat([pieces[order.index(f)] for f in range(len(order))])
+
+    def _finish(
+        self,
+        local: Tensor,
+        copies: Tensor | None,
+        stand_in: Tensor | None,
+        way: _Way,
+        pending: CodedPending,
+    ) -> Tensor:
+        anchor = self.anchor.detach().requires_grad_()
+        result: Tensor = _Placed.apply(anchor, local, copies, stand_in, way, pending, self)
+        return result
+
+    def _way(self, received: Received) -> _Way:
+        sent, inputs = received.sent, received.inputs
+        assert sent is not None
+        units = len(self._own.units)
+        counts, of_copies = received.segments[:, :units], received.segments[:, units:]
+        index = self.distribution.positions(received)
+        if self._equal and self.dim == self.exchange.width:
+            num_sent = received.num_ids
+            num_came = [n - sent.copied for n in sent.num_ids]
+        else:
+            counts = counts * counts.new_tensor(self._pieces)
+            num_sent = counts.sum(1).tolist()
+            index, num_came = self._pieces_of(index, received)
+        return _Way(
+            *(_transposed(counts.t(), sum(num_sent)), index, self._copies_index(received)),
+            *(_transposed(of_copies, received.copied), num_sent, num_came),
+            *(of_copies.sum(1).tolist(), inputs.ids.numel()),
+        )
+
+    def _pieces_of(self, index: Tensor, received: Received) -> tuple[Tensor, list[int]]:
+        """Where the pieces of vectors go, for ids that were at `index`; and pieces by rank."""
+        sent = received.sent
+        assert sent is not None
+        starts = torch.as_tensor(sent.unit_starts, device=index.device)
+        ids = starts.diff().long()
+        ends, copies = [0], self.layout.ranks[0].copies
+        is_own = torch.zeros_like(ids, dtype=torch.bool)
+        for rank in self.layout.ranks:
+            is_own[ends[-1] : ends[-1] + len(rank.units)] = True
+            ends.append(ends[-1] + len(rank.units) + len(copies))
+        ids = ids * is_own
+        first = torch.repeat_interleave(self.first, ids)
+        pieces = torch.repeat_interleave(self.pieces, ids)
+        begin = index * (self.dim // self.exchange.width) + first
+        ends_of = pieces.cumsum(0)
+        within = torch.arange(int(pieces.sum()), device=index.device)
+        within -= torch.repeat_interleave(ends_of - pieces, pieces)
+        by_unit = (ids * self.pieces).tolist()
+        came = [sum(by_unit[a:b]) for a, b in pairwise(ends)]
+        return torch.repeat_interleave(begin, pieces) + within, came
+
+    def _copies_index(self, received: Received) -> Tensor | None:
+        if self.copies is None:
+            return None
+        inputs = received.inputs
+        every = torch.arange(inputs.ids.numel(), device=inputs.ids.device)
+        return self.copies.of_features(inputs, every)
+
+
+def _transposed(counts: Tensor, total: int) -> Tensor:
+    """B-major order of `total` rows that are in segments of `counts` `[A, B]`, A-major."""
+    a, b = counts.shape
+    starts = running_sums(counts.reshape(-1).long())
+    order = torch.arange(a * b, device=counts.device).view(a, b).t().reshape(-1)
+    return route.gather_segments(torch.arange(total, device=counts.device), starts, order, total)
+
+
+class _Placed(torch.autograd.Function):
+    """Vectors that came, where they belong in the batch."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        anchor: Tensor,
+        local: Tensor,
+        copies: Tensor | None,
+        stand_in: Tensor | None,
+        way: _Way,
+        pending: CodedPending,
+        tables: SequenceTables,
+    ) -> Tensor:
+        """`[L, dim]`."""
+        width = tables.exchange.width
+        came = pending.wait().view(-1, width)
+        out = torch.empty(way.total, tables.dim, device=came.device)
+        out.view(-1, width).index_copy_(0, way.index, came.float())
+        if copies is not None and way.copies is not None:
+            out.index_copy_(0, way.copies, copies.float())
+        ctx.way, ctx.tables, ctx.rows = way, tables, local.shape
+        ctx.has_copies, ctx.everywhere = copies is not None, stand_in is not None
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Sends the gradients where the vectors were looked up."""
+        way, tables = ctx.way, ctx.tables
+        width, ranks = tables.exchange.width, tables.ranks
+        scale = tables.scale
+        grad = grad.contiguous()
+        sent = grad.view(-1, width).index_select(0, way.index)
+        if scale != 1.0:
+            sent.mul_(scale)
+        pending = CodedPending(
+            sent.view(-1),
+            [n * width for n in way.came],
+            [n * width for n in way.sent],
+            ranks,
+            tables.exchange.wire.backward,
+            Content.GRADIENTS,
+        )
+        copies = of_stand_in = None
+        if ctx.has_copies:
+            copies = grad.index_select(0, way.copies)
+        if ctx.everywhere:
+            assert copies is not None
+            if scale != 1.0:
+                copies.mul_(scale)
+            came_sizes = [n * tables.dim for n in way.copied]
+            flat = copies.view(-1)
+            of_stand_in = start_all_gather(
+                flat, came_sizes, ranks, content=Content.GRADIENTS
+            ).wait()
+            of_stand_in = of_stand_in.view(-1, tables.dim).index_select(0, way.copies_order)
+            copies = None
+        came = pending.wait().view(-1, width)
+        rows = torch.empty_like(came).index_copy_(0, way.order, came).view(ctx.rows)
+        return None, rows, copies, of_stand_in, None, None, None
 
 
 class ShardedEmbeddingCollection(StateOfTables):

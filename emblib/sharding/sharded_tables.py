@@ -1,27 +1,27 @@
 """The tables of one collection over ranks: what pooled and sequence collections have in common."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
-from emblib.collections.configs import Dynamic
-from emblib.collections.grouping import group
+from emblib.collections.configs import Dynamic, TensorTrain
 from emblib.collections.groups import TableGroups
-from emblib.collections.optimizers.clipping import GradientShare
-from emblib.collections.optimizers.in_backward import trained_configs
-from emblib.collections.slices import TableSlice
+from emblib.collections.kernels import TableSlice, fresh_seeds, group
+from emblib.collections.optimizers.fused import trained_configs
+from emblib.collections.optimizers.keyed import GradientShare
+from emblib.dynamic.keys import owner
 from emblib.jagged import KeyedJaggedTensor
-from emblib.ops import lookups
+from emblib.jagged.jagged_tensor import running_sums
+from emblib.ops import autograd, route
 from emblib.optim import Optimizer
-from emblib.sharding import fingerprint, transfer
-from emblib.sharding.awaitable import Awaitable, Deferred, NoWait
-from emblib.sharding.boxes import Box, TableSharding, World, table_wise
-from emblib.sharding.copies import SynchronisedCopies, reordered
-from emblib.sharding.distribute import Distribution, Inputs, Received
-from emblib.sharding.groups_of_ranks import Ranks
+from emblib.sharding import fingerprint
+from emblib.sharding.exchange import Awaitable, Deferred, NoWait, Wire, wire_of
+from emblib.sharding.input_dist import Distribution, Inputs, Received, ScaledGradient
 from emblib.sharding.layout import (
     Config,
     Layout,
@@ -34,9 +34,186 @@ from emblib.sharding.layout import (
     with_synchronised_copies,
 )
 from emblib.sharding.parameters import HeldHandle
+from emblib.sharding.ranks import Ranks, invoke_on_rank_and_broadcast_result
+from emblib.sharding.sharding_types import Box, TableSharding, World, table_wise
 from emblib.sharding.tensor_train import share_cores
-from emblib.sharding.wire import Wire, wire_of
 from emblib.specs import Choice, Pooling
+
+
+class SynchronisedCopies(nn.Module):
+    """The replicated tables of a collection.
+
+    With a fused optimizer the ids of all ranks are there before backward, which brings the
+    gradients: every rank then makes the same step on the whole batch, for any optimizer. Without
+    one, each rank has the gradient of its own batch on ordinary parameters, for
+    `DistributedDataParallel` to add up.
+    """
+
+    def __init__(
+        self, layout: Layout, groups: TableGroups, ranks: Ranks, *, synchronised: bool
+    ) -> None:
+        super().__init__()
+        self.groups, self.synchronised, self._world_size = groups, synchronised, ranks.size
+        self._units = layout.replicated.units
+        self._features = [unit.feature for unit in self._units]
+        order = torch.tensor(self._features, dtype=torch.int64)
+        self.register_buffer("order", order.to(ranks.device), persistent=False)
+        self.register_buffer("anchor", torch.zeros((), device=ranks.device), persistent=False)
+
+    order: Tensor
+    anchor: Tensor
+
+    def forward(self, inputs: Inputs) -> Tensor:
+        """Rows of this rank's own batch, `[B, columns]` or flat, or `[L, dim]` if not pooled."""
+        ids, offsets, weights = reordered(inputs, self._features, self.order)
+        sizes = [[inputs.bags[f]] for f in self._features] if inputs.is_variable else None
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.synchronised):
+            return self.groups(ids, offsets, weights, batch_sizes=sizes)
+
+    def of_features(self, inputs: Inputs, values: Tensor) -> Tensor:
+        """Of `values`, one an id of the batch, those of the features that read these tables."""
+        return reordered(inputs._replace(ids=values, weights=None), self._features, self.order)[0]
+
+    def stand_in(self, received: Received, shape: tuple[int, ...]) -> Tensor:
+        """What takes the gradients of all ranks' rows, of `shape`, and makes the step with them."""
+        bags = received.bags[len(received.bags) - len(self._units) :]
+        first = received.ids.numel() - received.copied
+        offsets = received.offsets[received.offsets.numel() - 1 - sum(map(sum, bags)) :] - first
+        sizes = bags if received.inputs.is_variable else None
+        ids, weights = received.ids[first:], received.weights
+        # All ranks make the gradient of the same weights, and where they came from it adds up.
+        if weights is not None:
+            weights = ScaledGradient.apply(weights[first:], 1.0 / self._world_size)
+
+        def look_up(weights: Tensor | None) -> Tensor:
+            return self.groups(ids, offsets, weights, batch_sizes=sizes)
+
+        anchor = self.anchor.detach().requires_grad_()
+        result: Tensor = _StandIn.apply(anchor, weights, look_up, shape)
+        return result
+
+
+class _StandIn(torch.autograd.Function):
+    """A tensor without memory whose gradient is that of a lookup made in backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, anchor: Tensor, weights: Tensor | None, look_up: Callable[..., Tensor], shape: Any
+    ) -> Tensor:
+        """Zeros of `shape`."""
+        ctx.look_up = look_up
+        ctx.save_for_backward(weights)
+        return anchor.detach().expand(shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Make the lookup, and let the optimizer have the gradient."""
+        (weights,) = ctx.saved_tensors
+        with torch.enable_grad():
+            if weights is not None:
+                weights = weights.detach().requires_grad_(ctx.needs_input_grad[1])
+            with autograd.for_update():
+                rows = ctx.look_up(weights)
+            if rows.requires_grad:  # frozen tables have nothing to do
+                rows.backward(grad.reshape(rows.shape).to(rows.dtype))
+        return None, None if weights is None else weights.grad, None, None
+
+
+def reordered(
+    inputs: Inputs, features: list[int], order: Tensor
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Ids, offsets and weights of some features of a batch; `order` holds the same numbers."""
+    bags = inputs.first_bags(range(len(inputs.bags)))
+    starts, num_ids = inputs.starts(), inputs.num_ids()
+    total = sum(num_ids[f] for f in features)
+    num_bags = sum(inputs.bags[f] for f in features)
+    lengths = route.gather_segments(inputs.lengths, bags, order, num_bags)
+    ids = route.gather_segments(inputs.ids, starts, order, total)
+    weights = inputs.weights
+    if weights is not None:
+        weights = route.gather_segments(weights, starts, order, total)
+    return ids, running_sums(lengths), weights
+
+
+def common_seeds(
+    slices: Iterable[TableSlice], source: TableGroups, ranks: Ranks
+) -> Mapping[str, int]:
+    """Return a seed for each table, the same on all ranks: of first values, and of hashes.
+
+    Those of dynamic tables are the ones of `source` on rank 0, so that their keys go on being
+    hashed as they were.
+    """
+    parts = list(slices)
+
+    def seeds() -> dict[str, int]:
+        dynamic = [p.config.name for p in parts if isinstance(p.config.kind, Dynamic)]
+        return fresh_seeds(parts) | {name: source.seeds[name] for name in dynamic}
+
+    return invoke_on_rank_and_broadcast_result(ranks, 0, seeds)
+
+
+@torch.no_grad()
+def fill(groups: TableGroups, source: TableGroups, blocks: Mapping[str, tuple[int, int]]) -> None:
+    """Write what `source`, which has whole tables, has into the parts that `groups` has of them.
+
+    A table that is kept as another kind than in the source starts anew. Of a dynamic table a part
+    takes the keys of its block: `blocks` says for each table which of how many it is.
+    """
+    if source.device.type == "meta":
+        return
+    whole = {part.config.name: i for i, part in enumerate(source.slices)}
+    views = source.all_views()
+    own = groups.all_views()
+    for i, part in enumerate(groups.slices):
+        name = part.config.name
+        from_module, from_table = source.module_of(whole[name])
+        to_module, to_table = groups.module_of(i)
+        kind = source.slices[whole[name]].config.kind
+        if isinstance(kind, Dynamic):
+            _fill_dynamic(from_module, from_table, to_module, to_table, blocks[name])
+        elif isinstance(kind, TensorTrain) == isinstance(part.config.kind, TensorTrain):
+            _fill_views(part, views[whole[name]], own[i])
+        trained = hasattr(to_module, "hyper") and hasattr(from_module, "hyper")
+        if trained and to_module.optimizer == from_module.optimizer:
+            to_module.hyper.copy_(from_module.hyper)
+
+
+def _fill_views(part: TableSlice, source: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
+    if isinstance(part.config.kind, TensorTrain):
+        for stem in {name.rsplit(".", 1)[0] for name in own.keys() & source.keys()}:
+            names = sorted(name for name in own if name.rsplit(".", 1)[0] == stem)
+            values = part.cores_of([source[name] for name in names])
+            for name, value in zip(names, values, strict=True):
+                own[name].copy_(value)
+        return
+    for name in own.keys() & source.keys():
+        own[name].copy_(part.part_of(source[name]))
+
+
+def _fill_dynamic(
+    source: Any, source_table: int, module: Any, table: int, block: tuple[int, int]
+) -> None:
+    number, count = block
+    entries = source.table_entries(source_table)
+    mine = (owner(entries.keys, count) == number).nonzero().view(-1)
+    module.set_table_entries(table, entries.take(mine))
+    module.index.set_tick(source.index.tick)
+
+
+@torch.no_grad()
+def equalise(groups: TableGroups, ranks: Ranks) -> None:
+    """Copies of tables become what rank 0 has."""
+    if ranks.size == 1:
+        return
+    tensors = [view for views in groups.all_views() for view in views.values()]
+    hypers = [info.module.hyper for info in groups.groups if hasattr(info.module, "hyper")]
+    for tensor in (*tensors, *hypers):
+        sent = tensor.contiguous()
+        dist.broadcast(sent, ranks.global_rank(0), group=ranks.group)
+        if sent is not tensor:
+            tensor.copy_(sent)
+
 
 Result = TypeVar("Result")
 
@@ -146,7 +323,7 @@ class ShardedTables(nn.Module):
 
         layout = lay_out(self.configs, self._boxes(), ranks.size, arrange, pooled=pooled)
         wholes = map(TableSlice.whole, self.configs)
-        seeds = transfer.common_seeds(wholes, source.groups, ranks)
+        seeds = common_seeds(wholes, source.groups, ranks)
         own, replicated = layout.ranks[ranks.rank], layout.replicated
 
         def make(parts: Sequence[Part], blocks: Mapping[str, tuple[int, int]]) -> TableGroups:
@@ -154,7 +331,7 @@ class ShardedTables(nn.Module):
             groups = TableGroups(
                 slices, reads, pooled=pooled, optimizer=optimizer, device=device, seeds=seeds
             )
-            transfer.fill(groups, source.groups, blocks)
+            fill(groups, source.groups, blocks)
             return groups
 
         def allocate() -> tuple[TableGroups, TableGroups | None]:
@@ -166,7 +343,7 @@ class ShardedTables(nn.Module):
         self.groups, copies = fingerprint.agree(ranks, allocate)
         self.copies = None
         if copies is not None:
-            transfer.equalise(copies, ranks)
+            equalise(copies, ranks)
             synchronised = _is_fused(copies) and ranks.size > 1
             if synchronised:
                 layout = with_synchronised_copies(layout)
@@ -388,7 +565,7 @@ def _check_dynamic(config: Config, sharding: TableSharding, world_size: int) -> 
 
 def _is_fused(groups: TableGroups) -> bool:
     """Whether backward applies the optimizers of all tables; of some alone is an error."""
-    fused = {lookups.is_fused(info.module.optimizer) for info in groups.groups}
+    fused = {autograd.is_fused(info.module.optimizer) for info in groups.groups}
     if len(fused) > 1:
         raise ValueError(
             "replicated tables of one collection must all have a fused optimizer, or none of them"

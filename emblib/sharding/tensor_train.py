@@ -25,10 +25,10 @@ from torch import Tensor
 
 from emblib.collections.configs import TensorTrain
 from emblib.collections.groups import TableGroups
-from emblib.ops import lookups
-from emblib.sharding.boxes import TableSharding
-from emblib.sharding.groups_of_ranks import Ranks
+from emblib.ops import autograd
 from emblib.sharding.layout import Config, Part, with_kind
+from emblib.sharding.ranks import Ranks
+from emblib.sharding.sharding_types import TableSharding
 
 Use = Callable[[list[Tensor]], None]
 
@@ -137,7 +137,7 @@ def share_cores(
             continue
         here = [i for i, part in enumerate(parts) if part.table == number]
         modules = [groups.module_of(i)[0] for i in here]
-        if len(here) > 1 and not all(lookups.is_fused(m.optimizer) for m in modules):
+        if len(here) > 1 and not all(autograd.is_fused(m.optimizer) for m in modules):
             raise ValueError(
                 f"rank {ranks.rank} has {len(here)} parts of tensor train {config.name!r}, whose "
                 "gradients only a fused optimizer can add up: give one, or at most one part a rank"

@@ -1,20 +1,90 @@
 """What every table with a fused optimizer has: hyper-parameters, bounds checks, fixed dtypes."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from emblib import ops
-from emblib.ops import lookups
-from emblib.optim import FUSED, SGD, Counter, External, Optimizer, check_learning_rate
-from emblib.specs import BoundsCheck, Pooling, check_count, check_float_dtype
+from emblib.ops import autograd, codes, tbe
+from emblib.optim import (
+    FUSED,
+    NUMBERS,
+    SGD,
+    Counter,
+    External,
+    Gradient,
+    Optimizer,
+    check_learning_rate,
+)
+from emblib.specs import BoundsCheck, Pooling, Precision, brief, check_count, check_float_dtype
 from emblib.tables import parameters
-from emblib.tables.bounds import CheckedBatches, caller_level
 from emblib.tables.locks import ModuleLock, atomic
+from emblib.tables.parameters import caller_level
+
+
+class CheckedBatches:
+    """What a module of tables says of a batch before it is looked up."""
+
+    features: Tensor
+    bounds_violations: Tensor
+    bounds_check: BoundsCheck
+    include_last_offset: bool = True
+    """Whether offsets end with the number of indices; `nn.EmbeddingBag` leaves that entry out."""
+
+    def _with_last_offset(self, indices: Tensor, offsets: Tensor) -> Tensor:
+        """Append the number of indices where the module takes offsets without it."""
+        if self.include_last_offset:
+            return offsets
+        return torch.cat([offsets, offsets.new_full((1,), indices.numel())])
+
+    def _check_bounds(
+        self,
+        indices: Tensor,
+        offsets: Tensor,
+        features: Tensor,
+        bag_layout: Tensor | None = None,
+    ) -> Tensor:
+        """Return the offsets repaired as `bounds_check` says; on CUDA WARNING only counts.
+
+        Raises:
+            RuntimeError: another device; out of bounds in mode FATAL; in mode WARNING on the CPU,
+                offsets that would leave out ids or a bag, in compiled graphs too.
+        """
+        if indices.device != self.features.device or offsets.device != self.features.device:
+            raise RuntimeError(
+                f"indices and offsets must be on the device of the table, {self.features.device}, "
+                f"got {indices.device} and {offsets.device}; move them with .to(device)"
+            )
+        if self.bounds_check is BoundsCheck.NONE:
+            return offsets
+        mode = self.bounds_check
+        repaired, violations = tbe.check_bounds(
+            indices, offsets, features, bag_layout, codes.BOUNDS_CHECK[mode.value]
+        )
+        if mode is not BoundsCheck.WARNING:
+            return repaired
+        if violations.is_cuda or torch.compiler.is_compiling():
+            self.bounds_violations.add_(violations)
+            return repaired
+        bad_indices, bad_offsets = violations.tolist()
+        if bad_indices or bad_offsets:
+            self.bounds_violations.add_(violations)
+            warnings.warn(
+                self._told_of_bounds(bad_indices, bad_offsets),
+                stacklevel=caller_level(),
+            )
+        return repaired
+
+    def _told_of_bounds(self, bad_indices: int, bad_offsets: int) -> str:
+        return (
+            f"emblib: {bad_indices} indices and {bad_offsets} offsets out of bounds; "
+            "such indices read row 0, such offsets are clamped (are they offsets, not lengths, "
+            "and in this order? bounds_check=BoundsCheck.FATAL raises instead)"
+        )
 
 
 def warn_of_dtype(fn: Callable[[Tensor], Tensor], argument: str) -> None:
@@ -98,14 +168,14 @@ class FusedTable(CheckedBatches, nn.Module):
 
     def _own_parameters(self) -> None:
         """Be told of changes to the parameters that backward updates."""
-        if lookups.is_fused(self.optimizer):
+        if autograd.is_fused(self.optimizer):
             for parameter in self.parameters(recurse=True):
                 parameters.own(parameter, self, parameters.TableParameter)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """As of any module; a parameter that backward updates is this module's from then on."""
         super().register_parameter(name, param)
-        if param is not None and lookups.is_fused(self.optimizer):
+        if param is not None and autograd.is_fused(self.optimizer):
             parameters.own(param, self, parameters.TableParameter)
 
     def set_trained(self, parameter: nn.Parameter, *, trained: bool) -> None:
@@ -161,7 +231,7 @@ class FusedTable(CheckedBatches, nn.Module):
     @atomic
     def set_learning_rate(self, lr: float) -> None:
         """Takes effect from the next backward on; kernels read it from `hyper` on the device."""
-        if not lookups.is_fused(self.optimizer):
+        if not autograd.is_fused(self.optimizer):
             raise RuntimeError("optim.External has no learning rate; set that of your optimizer")
         check_learning_rate(lr)
         self.hyper[0].fill_(lr)  # a kernel's argument, where `hyper[0] = lr` may copy from the host
@@ -177,7 +247,7 @@ class FusedTable(CheckedBatches, nn.Module):
             TypeError: no such field.
             ValueError: a value out of range, or one that makes it another kind of optimizer.
         """
-        if not lookups.is_fused(self.optimizer):
+        if not autograd.is_fused(self.optimizer):
             raise RuntimeError("optim.External has no numbers; set those of your optimizer")
         rate = self.learning_rate
         changed = replace(self.optimizer, **{"lr": rate, **changes})
@@ -211,3 +281,278 @@ class FusedTable(CheckedBatches, nn.Module):
         super()._apply(ops.keep_dtype(fn), recurse)
         self._restore()
         return self
+
+
+Views = list[dict[str, Tensor]]
+
+
+def table_names(names: Sequence[str]) -> list[str]:
+    """The name of each table in a state dict: its own, or `table_<i>` where it has none.
+
+    Raises:
+        ValueError: two tables of one name.
+    """
+    result = [name or f"table_{t}" for t, name in enumerate(names)]
+    for name in result:
+        if result.count(name) > 1:
+            raise ValueError(f"tables of a module must differ in name, got {name!r} twice")
+    return result
+
+
+def entries(names: Sequence[str], views: Views) -> Iterator[tuple[str, Tensor]]:
+    """Key and tensor of everything that belongs to a table; `views` has `weight` and the states."""
+    for name, tensors in zip(names, views, strict=True):
+        for key, tensor in tensors.items():
+            yield f"{name}.{key}", tensor
+
+
+def check_keys(targets: Mapping[str, Tensor], state_dict: Mapping[str, Any]) -> None:
+    """Raise RuntimeError where a key is missing or none of ours, before anything is written."""
+    missing = sorted(targets.keys() - state_dict.keys())
+    unexpected = sorted(state_dict.keys() - targets.keys())
+    if missing or unexpected:
+        raise RuntimeError(
+            f"the state dict must have the keys of this module: missing are {missing}, unexpected "
+            f"{unexpected}; strict=False loads what there is"
+        )
+
+
+def sources(
+    targets: Mapping[str, Tensor],
+    state_dict: Mapping[str, Any],
+    prefix: str,
+    missing_keys: list[str],
+    unexpected_keys: list[str],
+    error_messages: list[str],
+) -> dict[str, Tensor]:
+    """What of a state dict belongs into `targets`; fills lists as `_load_from_state_dict` does.
+
+    Nothing does if a shape is wrong: all are looked at before anything is written, so a checkpoint
+    of other tables leaves the module as it was.
+    """
+    given = [key.removeprefix(prefix) for key in state_dict if key.startswith(prefix)]
+    found = {key: state_dict[prefix + key] for key in given if key in targets}
+    errors = [
+        f"{prefix}{key}: the checkpoint is of another table or optimizer; it has shape "
+        f"{tuple(value.shape)}, this module's is {tuple(targets[key].shape)}; without this key and "
+        "with strict=False the rest can be loaded"
+        for key, value in found.items()
+        if value.shape != targets[key].shape
+    ]
+    missing_keys.extend(prefix + key for key in targets if key not in found)
+    unexpected_keys.extend(prefix + key for key in sorted(given) if key not in targets)
+    error_messages.extend(errors)
+    return {} if errors else found
+
+
+def own(tensors: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors, copied where they are the targets themselves."""
+    return {
+        key: tensor.clone() if tensor.data_ptr() == targets[key].data_ptr() else tensor
+        for key, tensor in tensors.items()
+    }
+
+
+class VariableBatch(NamedTuple):
+    """`bag_layout` int64 `[bags, 2]` of (feature, first element of the output); output elements."""
+
+    bag_layout: Tensor
+    columns: int
+
+
+def variable_batch(
+    batch_sizes: Sequence[Sequence[int]], dims: Sequence[int], num_bags: int, device: torch.device
+) -> VariableBatch:
+    """The layout of FBGEMM's variable batch embeddings.
+
+    Bags come feature-major, those of a feature rank after rank: `batch_sizes[f][r]` bags of feature
+    f from rank r. The output is one vector: rank after rank, for each rank feature after feature,
+    for each the rows of its bags, `dims[f]` elements each.
+
+    Raises:
+        ValueError: not one list a feature, lists of different lengths, a negative size, or sizes
+            that do not add up to `num_bags`.
+    """
+    if len(batch_sizes) != len(dims):
+        raise ValueError(
+            f"batch_sizes must have one list a feature = {len(dims)}, got {len(batch_sizes)}"
+        )
+    ranks = {len(sizes) for sizes in batch_sizes}
+    if len(ranks) > 1:
+        raise ValueError(
+            f"batch_sizes must have the same number of ranks for every feature, got {sorted(ranks)}"
+        )
+    sizes = [size for row in batch_sizes for size in row]
+    if any(size < 0 for size in sizes):
+        raise ValueError(f"batch_sizes must be >= 0, got {min(sizes)}")
+    if sum(sizes) != num_bags:
+        raise ValueError(
+            f"batch_sizes add up to {sum(sizes)} bags, but offsets has {num_bags} + 1 entries"
+        )
+    # Plain numbers so far, so that a compiled graph takes other sizes without being compiled anew.
+    columns = sum(dim * sum(row) for dim, row in zip(dims, batch_sizes, strict=True))
+    blocks = torch.tensor(sizes, dtype=torch.int64)
+    dim = torch.tensor(list(dims), dtype=torch.int64).unsqueeze(1)
+    shape = (len(dims), max(ranks, default=0))
+    elements = (blocks.view(shape) * dim).t().reshape(-1)  # rank-major, as in the output
+    starts = (elements.cumsum(0) - elements).view(shape[::-1]).t()  # of each block [F, ranks]
+    first_bag = blocks.cumsum(0) - blocks
+    # Bag i of a block with its first element at s and its first bag at b is at s + (i - b) * dim.
+    dim_of_block = dim.expand(shape).reshape(-1)
+    base = starts.reshape(-1) - first_bag * dim_of_block
+    feature = torch.arange(shape[0]).repeat_interleave(shape[1])
+    of_block = torch.stack([feature, base, dim_of_block], dim=1)
+    of_bag = of_block.repeat_interleave(blocks, dim=0, output_size=num_bags)
+    layout = of_bag[:, :2].clone()
+    layout[:, 1] += torch.arange(num_bags) * of_bag[:, 2]
+    return VariableBatch(layout.to(device, non_blocking=True), columns)
+
+
+class SpecKind(NamedTuple):
+    """The class of the specs of a kind of tables, one of them as code, and the way to others."""
+
+    type: type
+    example: str
+    otherwise: str
+
+
+def check_features(tables: Sequence[Any], feature_tables: Sequence[int], pooling: Pooling) -> None:
+    """Raise ValueError for features of tables that are not there, or of unlike dims for NONE."""
+    for f, t in enumerate(feature_tables):
+        if not 0 <= t < len(tables):
+            raise ValueError(
+                f"feature_tables[{f}] must be in [0, {len(tables)}), the number of tables, got {t}"
+            )
+    dims = sorted({spec.dim for spec in tables})
+    if len(dims) > 1 and pooling is Pooling.NONE:
+        raise ValueError(
+            f"pooling NONE needs one dim for all tables, got {dims}; make one module a dim"
+        )
+
+
+class FeatureTables(FusedTable):
+    """Base of modules of T tables that F features read, pooled into `[B, sum D]`.
+
+    The constructor checks the arguments that they have in common; the subclass then says where the
+    tables are and makes `_layout` of it with `_feature_rows`.
+    """
+
+    weights: nn.Parameter
+    tables: tuple[Any, ...]
+    spec_kind: ClassVar[SpecKind]
+
+    def __init__(
+        self,
+        tables: Sequence[Any],
+        optimizer: Optimizer | None,
+        pooling: Pooling,
+        feature_tables: Sequence[int] | None,
+        precision: Precision | None,
+        bounds_check: BoundsCheck,
+    ) -> None:
+        precision = Precision() if precision is None else precision
+        if not isinstance(precision, Precision):
+            raise TypeError(
+                "precision must be a Precision, e.g. Precision(weights=torch.float16), got "
+                f"{precision!r}"
+            )
+        super().__init__(optimizer, pooling, precision.output, bounds_check)
+        self.precision = precision
+        self.tables = (tables,) if isinstance(tables, self.spec_kind.type) else tuple(tables)
+        self.feature_tables = (
+            tuple(range(len(self.tables))) if feature_tables is None else tuple(feature_tables)
+        )
+        self._check_tables()
+        self.table_names = table_names([spec.name for spec in self.tables])
+        self._dims = [self.tables[t].dim for t in self.feature_tables]
+        self.columns = sum(self._dims)
+        if self.pooling is Pooling.NONE:
+            self.columns = max(self._dims, default=0)
+
+    def _check_tables(self) -> None:
+        kind = self.spec_kind
+        for t, spec in enumerate(self.tables):
+            if not isinstance(spec, kind.type):
+                raise TypeError(
+                    f"tables[{t}] must be a {kind.type.__name__}, e.g. {kind.example}, got "
+                    f"{spec!r}; {kind.otherwise}"
+                )
+        check_features(self.tables, self.feature_tables, self.pooling)
+        dims = sorted({spec.dim for spec in self.tables})
+        sparse = isinstance(self.optimizer, External) and (
+            self.optimizer.gradient is Gradient.SPARSE
+        )
+        if len(dims) > 1 and sparse:
+            raise ValueError(f"a sparse gradient is [rows, dim], so optim.External() needs one dim "
+                             f"for all tables, got {dims}; make one module a dim, or take "
+                             "External(gradient=Gradient.DENSE)")  # fmt: skip
+
+    def _feature_rows(
+        self, feature: Callable[[int, int], tuple[int, ...]]
+    ) -> list[tuple[int, ...]]:
+        """`_layout`, where `feature(table, column)` says where a table and its columns are."""
+        column, rows = 0, []
+        for t, dim in zip(self.feature_tables, self._dims, strict=True):
+            rows.append(feature(t, column))
+            column += 0 if self.pooling is Pooling.NONE else dim
+        return rows
+
+    def _register_planes(
+        self, weights: Tensor, states: Sequence[Tensor], *, persistent: bool = True
+    ) -> None:
+        """Weights `[sum rows * dim]` as a parameter, states as buffers: they move with the module.
+
+        Only `optim.External` leaves a gradient on the weights, which then are `[rows, dim]` where
+        there is one dim.
+        """
+        fused = autograd.is_fused(self.optimizer)
+        dims = {spec.dim for spec in self.tables}
+        if not fused and len(dims) == 1:
+            weights = weights.view(-1, *dims)
+        self.weights = nn.Parameter(weights, requires_grad=not fused)
+        for state, tensor in zip(self.optimizer.states, states, strict=True):
+            self.register_buffer(f"state_{state.name}", tensor, persistent=persistent)
+
+    _untrained: frozenset[int] = frozenset()
+    """The tables that backward leaves as they are, where each has a parameter of its own."""
+
+    def set_table_trained(self, table: int, *, trained: bool) -> None:
+        """Train a table from the next forward on, or leave it as it is."""
+        others = self._untrained - {table}
+        self._untrained = others if trained else others | {table}
+        self._frozen = len(self._untrained) == len(self.tables)
+
+    def _states(self) -> list[Tensor]:
+        return [getattr(self, f"state_{state.name}") for state in self.optimizer.states]
+
+    def _initial_hyper(self) -> Tensor:
+        hyper = super()._initial_hyper()
+        if self.precision.stochastic_rounding is not None:
+            hyper[NUMBERS["seed"]] = float(self.precision.stochastic_rounding.seed)
+        return hyper
+
+    def _bag_layout(
+        self, offsets: Tensor, batch_sizes: Sequence[Sequence[int]] | None, device: torch.device
+    ) -> tuple[Tensor | None, int]:
+        """Where each bag goes if batch sizes are unequal, and columns or elements of the output."""
+        if batch_sizes is None:
+            return None, self.columns
+        bags = max(offsets.numel() - 1, 0)
+        layout, elements = variable_batch(batch_sizes, self._dims, bags, device)
+        return layout, self.columns if self.pooling is Pooling.NONE else elements
+
+    def _size_of(self, spec: Any) -> str:
+        """What `extra_repr` says of a table."""
+        raise NotImplementedError
+
+    def extra_repr(self) -> str:
+        """Tables, optimizer and choices."""
+        sizes = ", ".join(
+            f"{name}: {self._size_of(spec)}"
+            for name, spec in zip(self.table_names[:4], self.tables, strict=False)
+        )
+        more = f", ... {len(self.tables)} tables" if len(self.tables) > 4 else ""
+        parts = [f"[{sizes}{more}]", brief(self.optimizer), f"pooling={self.pooling.value}"]
+        if self.precision != Precision():
+            parts.append(brief(self.precision))
+        return ", ".join(parts)

@@ -35,10 +35,10 @@ from torch import Tensor
 
 from emblib.optim import State
 from emblib.specs import TableSpec, Verify, check_float_dtype
-from emblib.tables.durable_files import SyncGuard, seal, unseal
-from emblib.tables.files import (
+from emblib.tables.durable_files import (
     LOCK,
     MappedFile,
+    SyncGuard,
     close_in_forks,
     flush_directory,
     lock,
@@ -47,6 +47,8 @@ from emblib.tables.files import (
     reading,
     refuse_strangers,
     replace_json,
+    seal,
+    unseal,
     zeros,
 )
 from emblib.tables.journal import Block, Journal, warn_of_restart

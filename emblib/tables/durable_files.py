@@ -6,13 +6,24 @@ a power failure may leave of them. Changes through a mapping need no call; they 
 """
 
 import contextlib
+import errno
+import fcntl
 import json
+import lzma
 import mmap
 import os
+import shutil
+import struct
+import uuid
+import weakref
+import zipfile
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, Protocol
+
+import torch
+from torch import Tensor
 
 _CHECKSUM = "checksum"
 
@@ -139,3 +150,272 @@ def unseal(content: dict[str, Any]) -> dict[str, Any]:
 def json_checksum(content: dict[str, Any]) -> int:
     """Return the CRC-32 of what JSON makes of `content`, whatever the order of its keys."""
     return zlib.crc32(json.dumps(content, sort_keys=True).encode())
+
+
+LOCK = "lock"
+_CRC = "crc32"
+_NEXT = ".new"  # what follows the name of a file that is being replaced
+
+
+class MappedFile:
+    """One mapped file: `count` numbers of a dtype, by its name."""
+
+    def __init__(self, path: Path, dtype: str, count: int) -> None:
+        self.path, self.count = path, count
+        self.dtype: torch.dtype = getattr(torch, dtype)
+        self.nbytes = count * self.dtype.itemsize
+        self.mapped: mmap.mmap | None = None
+
+    def create(self) -> None:
+        """All zeros, whatever was there; takes no room before it is written to."""
+        remove(self.path)
+        handle = open_file(self.path)
+        try:
+            resize(handle, self.nbytes)
+            sync_file(handle, self.path)
+        finally:
+            os.close(handle)
+
+    def fits(self) -> bool:
+        """Whether the file is there, and as long as it must be."""
+        return self.path.exists() and self.path.stat().st_size == self.nbytes
+
+    def map(self) -> Tensor:
+        """The file as a tensor."""
+        if not self.fits():
+            size = self.path.stat().st_size if self.path.exists() else None
+            found = "is missing" if size is None else f"has {size} bytes"
+            raise RuntimeError(
+                f"{self.path} {found}, its tables have {self.nbytes} bytes; delete the directory "
+                "and start from a checkpoint"
+            )
+        if not self.count:
+            return torch.empty(0, dtype=self.dtype)
+        with open(self.path, "r+b") as file:
+            self.mapped = mmap.mmap(file.fileno(), self.nbytes)
+        self.mapped.madvise(mmap.MADV_RANDOM)  # a row is a page or two: do not read its neighbours
+        return torch.frombuffer(self.mapped, dtype=self.dtype)
+
+    def sync(self) -> None:
+        """Return when what was written to the mapping is on the disk."""
+        if self.mapped is not None:
+            sync_map(self.mapped, self.path)
+
+    def alias(self) -> Tensor:
+        """Another tensor over the mapped file, with a version counter of its own."""
+        if self.mapped is None:
+            return torch.empty(0, dtype=self.dtype)
+        return torch.frombuffer(self.mapped, dtype=self.dtype)
+
+
+def zeros(count: int) -> Tensor:
+    """uint8 zeros that take memory and time only where they are written to; a fork has its own."""
+    if not count:
+        return torch.zeros(0, dtype=torch.uint8)
+    memory = mmap.mmap(-1, count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def make_directory(directory: Path, what: str) -> None:
+    """With its parents, unless it is there; `what` is to be in it, as errors say it."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OSError(
+            error.errno,
+            f"the directory of {what} cannot be made ({error.strerror})",
+            str(directory),
+        ) from error
+
+
+def refuse_strangers(directory: Path, what: str, known: str) -> None:
+    """Raise ValueError unless a directory is empty but for a lock and the beginnings of `known`."""
+    others = sorted(set(os.listdir(directory)) - {LOCK, known + _NEXT})
+    if others:
+        raise ValueError(
+            f"the directory of {what} must be empty or hold them already; {directory} "
+            f"holds {', '.join(others[:4])}{' and more' if len(others) > 4 else ''}: name "
+            "another one, e.g. a new one in it"
+        )
+
+
+def lock(path: Path, what: str, way_out: str = "end it, or delete the module that has them") -> int:
+    """The open lock file, which nobody else has while it is open; `what` is what it protects."""
+    try:
+        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise OSError(
+            error.errno,
+            f"{what} need a directory that can be written to ({error.strerror})",
+            str(path.parent),
+        ) from error
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        holder = os.pread(handle, 20, 0).decode(errors="replace").strip() or "unknown"
+        os.close(handle)
+        raise OSError(
+            error.errno,
+            f"{what} have one owner; these are open in process {holder} ({error.strerror}); "
+            f"{way_out}",
+            str(path.parent),
+        ) from error
+    with contextlib.suppress(OSError):  # whose it is serves messages alone; a full disk may not say
+        os.ftruncate(handle, 0)
+        os.pwrite(handle, str(os.getpid()).encode(), 0)
+    return handle
+
+
+def make_room(directory: Path, nbytes: int) -> None:
+    """Raise OSError unless `nbytes` fit: a mapping that finds no room ends the process."""
+    free = shutil.disk_usage(directory).free
+    if free < nbytes:
+        raise OSError(
+            errno.ENOSPC,
+            f"DISK tables of {nbytes} bytes do not fit, {free} are free; name another directory",
+            str(directory),
+        )
+
+
+@contextlib.contextmanager
+def replacing(path: Path, fresh: Path | None = None) -> Iterator[BinaryIO]:
+    """A file that takes the place of `path` on leaving: it is on the disk as a whole by then.
+
+    Args:
+        path: of the file that is replaced.
+        fresh: what it is called until then; by default a name that is the same every time, for
+            directories that have one writer.
+
+    Raises:
+        OSError: it could not be written; `path` is what it was.
+    """
+    fresh = path.with_name(path.name + _NEXT) if fresh is None else fresh
+    try:
+        with open(fresh, "wb") as file:
+            yield file
+            file.flush()
+            sync_file(file.fileno(), fresh)
+        rename(fresh, path)
+    except BaseException:
+        remove(fresh)
+        raise
+
+
+@contextlib.contextmanager
+def saving(path: str | Path) -> Iterator[BinaryIO]:
+    """Replace a file that users name and several processes may write: the last one wins.
+
+    On leaving, the file is on the disk as a whole, also under its name. What is written goes to a
+    file beside it, whose name no other writer uses.
+
+    Raises:
+        OSError: it could not be written; `path` is what it was.
+    """
+    target = Path(os.path.realpath(path))  # of a link, the file that it leads to
+    fresh = target.with_name(f".{target.name}.{os.getpid()}.{uuid.uuid4().hex[:8]}{_NEXT}")
+    with replacing(target, fresh) as file:
+        yield file
+    flush_directory(target.parent)
+
+
+def save_json(path: str | Path, text: str) -> None:
+    """Save the text of a JSON object with a checksum of it, its last entry `crc32`."""
+    crc = json_checksum(json.loads(text))
+    with saving(path) as file:
+        file.write(f'{text.rstrip()[:-1].rstrip()}, "{_CRC}": {crc}}}\n'.encode())
+
+
+def load_json(path: str | Path) -> str:
+    """Return the text that was given to `save_json`, or whatever else the file holds.
+
+    Raises:
+        ValueError: its checksum is wrong.
+    """
+    text = Path(path).read_text(errors="replace")
+    try:
+        content = json.loads(text)
+    except ValueError:
+        return text  # whose it is says what it must be
+    if not isinstance(content, dict) or _CRC not in content:
+        return text
+    saved = content.pop(_CRC)
+    if saved != json_checksum(content):
+        raise ValueError(
+            f"{path} is damaged: its checksum is wrong; save or copy it again. If it was edited, "
+            f"delete its entry {_CRC!r}"
+        )
+    return json.dumps(content)
+
+
+def save_archive(content: Any, file: BinaryIO) -> None:
+    """Write a file for `torch.load`, a zip archive, with a checksum of each part of it."""
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(True)
+    try:
+        torch.save(content, file)
+    finally:
+        torch.serialization.set_crc32_options(before)
+
+
+def check_archive(path: str | Path) -> None:
+    """Compare the checksums of a file of `torch.save`; `torch.load` does not.
+
+    Raises:
+        ValueError: one is wrong, or the file is no such archive; the message says which.
+    """
+    damage = (zipfile.BadZipFile, zlib.error, lzma.LZMAError, struct.error, EOFError, OSError,
+              RuntimeError, ValueError, LookupError)  # fmt: skip
+    with open(path, "rb") as file:
+        try:
+            with zipfile.ZipFile(file) as archive:
+                wrong = archive.testzip()
+        except damage as error:
+            raise ValueError(f"it is no whole archive of torch.save ({error})") from error
+    if wrong is not None:
+        raise ValueError(f"the checksum of its part {wrong} is wrong")
+
+
+def replace_json(path: Path, content: dict[str, Any]) -> None:
+    """Have a file hold `content`, or what it held."""
+    with replacing(path) as file:
+        file.write(json.dumps(content, indent=1).encode())
+
+
+@contextlib.contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Around taking apart what `replace_json` wrote; RuntimeError where that fails."""
+    try:
+        yield
+    except (ValueError, KeyError, TypeError) as error:
+        raise RuntimeError(
+            f"{path} cannot be read ({error}); it is written by emblib alone: delete the "
+            "directory and start from a checkpoint"
+        ) from error
+
+
+class Closable(Protocol):
+    """A store that is open in one process."""
+
+    def close(self) -> None:
+        """Let others open it."""
+
+
+_closed_by_forks: "weakref.WeakSet[Closable]" = weakref.WeakSet()
+
+
+def close_in_forks(store: Closable) -> None:
+    """Close a store in forked processes: they would keep its lock beyond their parent's end."""
+    _closed_by_forks.add(store)
+
+
+def _close_all() -> None:
+    for store in list(_closed_by_forks):
+        store.close()
+
+
+os.register_at_fork(after_in_child=_close_all)
+
+
+def flush_directory(directory: Path) -> None:
+    """Make names that were given to files survive the end of the machine."""
+    sync_directory(directory)

@@ -5,8 +5,12 @@ stays in host memory wherever the module goes, pinned where a GPU reads it; the 
 """
 
 import contextlib
+import mmap
+import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,7 +19,106 @@ from emblib import ops
 from emblib.optim import Optimizer
 from emblib.specs import Cache, Placement, Precision, TableSpec
 from emblib.tables.disk import DiskStore
-from emblib.tables.layout import DEVICE, DISK, HOST, TIERS, lay_out
+
+DEVICE, HOST, DISK, CACHE = range(4)  # memory tiers, in the order of the `weights` of an op
+TIERS = 4
+
+_TIER_OF = {
+    Placement.DEVICE: DEVICE,
+    Placement.HOST: DEVICE,
+    Placement.MANAGED: HOST,
+    Placement.MANAGED_CACHING: HOST,
+    Placement.DISK: DISK,
+}
+# Linear row ids ascend in this order: cached rows are the last ones, those on disk the very last.
+_ORDER = {
+    Placement.DEVICE: 0,
+    Placement.HOST: 0,
+    Placement.MANAGED: 1,
+    Placement.MANAGED_CACHING: 2,
+    Placement.DISK: 3,
+}
+
+
+class TablePlace(NamedTuple):
+    """A table in its tier: first element, first linear row, rows, dim, tier, first row state."""
+
+    weight_offset: int
+    row_base: int
+    rows: int
+    dim: int
+    tier: int
+    state_base: int
+    cache_stride: int
+
+    def feature(self, column: int) -> tuple[int, ...]:
+        """A row of the `features` tensor, for output columns from `column` on."""
+        return (*self[:4], column, *self[4:])
+
+
+@dataclass(frozen=True)
+class TableLayout:
+    """The places of the tables of a module, and how much each tier holds."""
+
+    places: tuple[TablePlace, ...]
+    elements: tuple[int, ...]  # by tier, without the cache
+    rows: tuple[int, ...]  # by tier, without the cache
+    total_rows: int
+    first_cached_row: int
+    first_disk_row: int
+    cache_stride: int  # elements between the rows of the cache; 0 if nothing is cached
+
+    @property
+    def cached_rows(self) -> int:
+        """Rows of all tables that stand behind a cache."""
+        return self.total_rows - self.first_cached_row
+
+    def by_row(self) -> list[tuple[int, ...]]:
+        """The places in `features` format by ascending linear row."""
+        return [p.feature(0) for p in sorted(self.places, key=lambda p: (p.row_base, p.rows))]
+
+
+def lay_out(tables: Sequence[TableSpec]) -> TableLayout:
+    """Tables of a tier one after the other in the order given, rows numbered by placement."""
+    elements, rows = [0] * (TIERS - 1), [0] * (TIERS - 1)
+    cached = [spec.dim for spec in tables if spec.placement.cached]
+    stride = -(-max(cached, default=0) // 4) * 4  # rows of the cache begin at 16 bytes, at least 8
+    starts: dict[int, tuple[int, int]] = {}
+    for t, spec in enumerate(tables):
+        tier = _TIER_OF[spec.placement]
+        starts[t] = elements[tier], rows[tier]
+        elements[tier] += spec.rows * spec.dim
+        rows[tier] += spec.rows
+    places: dict[int, TablePlace] = {}
+    row_base = 0
+    first: dict[int, int | None] = {2: None, 3: None}
+    for t in sorted(starts, key=lambda t: _ORDER[tables[t].placement]):
+        spec = tables[t]
+        order = _ORDER[spec.placement]
+        if order in first and first[order] is None:
+            first[order] = row_base
+        offset, state_base = starts[t]
+        places[t] = TablePlace(
+            weight_offset=offset,
+            row_base=row_base,
+            rows=spec.rows,
+            dim=spec.dim,
+            tier=_TIER_OF[spec.placement],
+            state_base=state_base,
+            cache_stride=stride if spec.placement.cached else 0,
+        )
+        row_base += spec.rows
+    first_disk = row_base if first[3] is None else first[3]
+    return TableLayout(
+        places=tuple(places[t] for t in range(len(tables))),
+        elements=tuple(elements),
+        rows=tuple(rows),
+        total_rows=row_base,
+        first_cached_row=first_disk if first[2] is None else first[2],
+        first_disk_row=first_disk,
+        cache_stride=stride,
+    )
+
 
 _NOT_ON_CUDA = {
     Placement.HOST: "a GPU does not read ordinary host memory; use MANAGED, which is pinned, or "
@@ -202,3 +305,53 @@ class Memory:
                 "its state_dict instead, or open the directory in the other process"
             )
         return self.__dict__
+
+
+_HUGE_PAGE = 2 << 20
+_NO_RESERVE = 0x4000 if sys.platform == "linux" else 0  # mmap's MAP_NORESERVE, of Linux
+
+
+def reserve(
+    numel: int, dtype: torch.dtype, device: torch.device, used_share: float = 0.0
+) -> Tensor:
+    """Zeros for `numel` elements; on the CPU, those of large tensors take no memory yet.
+
+    Where half of it or more is used from the start, all of it is asked for in huge pages: tables
+    that lie in it one after the other may each be smaller than such a page.
+    """
+    nbytes = numel * dtype.itemsize
+    if device.type != "cpu" or nbytes < _HUGE_PAGE:
+        return torch.zeros(numel, dtype=dtype, device=device)
+    size = -(-nbytes // _HUGE_PAGE) * _HUGE_PAGE
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
+    try:
+        memory = mmap.mmap(-1, size + _HUGE_PAGE, flags=flags)
+    except (OSError, OverflowError) as error:
+        raise MemoryError(
+            f"the system has no {nbytes} bytes of address space for a table: {error}; choose a "
+            "smaller capacity"
+        ) from error
+    # Huge pages begin at multiples of their size.
+    begin = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % _HUGE_PAGE
+    if used_share >= 0.5:
+        pages = torch.frombuffer(memory, dtype=torch.uint8, count=size, offset=begin)
+        torch.ops.emblib.advise_huge_pages_(pages)
+    return torch.frombuffer(memory, dtype=dtype, count=numel, offset=begin)
+
+
+def use(tensor: Tensor, first: int, before: int, now: int) -> None:
+    """Elements [first, first + now) of a reserved tensor are in use, [first, first + before) were.
+
+    Asks for huge pages where at least one is filled: a table that is small stays as small as it is,
+    whatever it may grow to.
+    """
+    if tensor.device.type != "cpu" or now <= before:
+        return
+    size = tensor.element_size()
+    address = tensor.data_ptr() + first * size
+    end = address + now * size
+    if end // _HUGE_PAGE == (address + before * size) // _HUGE_PAGE or now * size < _HUGE_PAGE:
+        return
+    # The page that the last row is in as well: it fills next.
+    last = min(-(-end // _HUGE_PAGE) * _HUGE_PAGE, tensor.data_ptr() + tensor.nbytes)
+    torch.ops.emblib.advise_huge_pages_(tensor[first : first + (last - address) // size])

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from emblib.specs import Verify
-from emblib.tables.durable_files import ChecksumError
-from emblib.tables.files import zeros
+from emblib.tables.durable_files import ChecksumError, zeros
 
 PAGE = 4096
 SUFFIX = ".crc"

@@ -1,15 +1,15 @@
 """Parameters of tables that backward updates: what is done to them reaches the table, or raises."""
 
+import sys
 import warnings
 import weakref
 from collections.abc import Iterable, Mapping
+from types import FrameType
 from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
-
-from emblib.tables.bounds import caller_level
 
 
 class Owner(Protocol):
@@ -165,3 +165,15 @@ def _refuse(name: str) -> NoReturn:
 def is_replaced(parameter: Any) -> bool:
     """Whether something has put a parameter of its own in the place of a table's."""
     return not torch.compiler.is_compiling() and not isinstance(parameter, TableParameter)
+
+
+def caller_level() -> int:
+    """The `stacklevel` at which a warning names the code that called the module."""
+    frame: FrameType | None = sys._getframe(1)
+    level = 1
+    while frame is not None and frame.f_globals.get("__name__", "").startswith(_OURS):
+        frame, level = frame.f_back, level + 1
+    return level
+
+
+_OURS = ("emblib.", "torch.nn.modules.", "torch._dynamo.")

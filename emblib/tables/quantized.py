@@ -9,13 +9,10 @@ from torch import Tensor, nn
 from emblib import ops
 from emblib.ops import codes, quant
 from emblib.specs import BoundsCheck, Placement, Pooling, TableSpec, check_float_dtype
-from emblib.tables import checkpoint
-from emblib.tables.base import warn_of_dtype
-from emblib.tables.batched import TableBatchedEmbeddingBags
-from emblib.tables.bounds import CheckedBatches
-from emblib.tables.features import check_features
+from emblib.tables import base
+from emblib.tables.base import CheckedBatches, check_features, variable_batch, warn_of_dtype
+from emblib.tables.tbe import TableBatchedEmbeddingBags
 from emblib.tables.tt import TTEmbeddingBag
-from emblib.tables.variable_batch import variable_batch
 
 _ALIGNMENT = 64  # of the bytes at which a table begins: a cache line
 _CHUNK = 1 << 16  # rows made floats at a time by to_dense
@@ -91,7 +88,7 @@ class QuantizedEmbeddingBags(CheckedBatches, nn.Module):
         self.bounds_check = BoundsCheck(bounds_check)
         check_float_dtype("output_dtype", output_dtype)
         self._check()
-        self.table_names = checkpoint.table_names([spec.name for spec in self.tables])
+        self.table_names = base.table_names([spec.name for spec in self.tables])
         device = torch.empty(0, device=device).device
         ops.require_kernels(device)
         self._make_places()
@@ -299,7 +296,7 @@ class QuantizedEmbeddingBags(CheckedBatches, nn.Module):
         return self
 
     def _targets(self) -> dict[str, Tensor]:
-        return dict(checkpoint.entries(self.table_names, self.table_views()))
+        return dict(base.entries(self.table_names, self.table_views()))
 
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
@@ -310,8 +307,8 @@ class QuantizedEmbeddingBags(CheckedBatches, nn.Module):
         self, state_dict: dict[str, Any], prefix: str, *arguments: Any
     ) -> None:
         targets = self._targets()
-        found = checkpoint.sources(targets, state_dict, prefix, *arguments[2:])
-        for key, value in checkpoint.own(found, targets).items():
+        found = base.sources(targets, state_dict, prefix, *arguments[2:])
+        for key, value in base.own(found, targets).items():
             targets[key].copy_(value)
 
     def extra_repr(self) -> str:

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from emblib import ops
-from emblib.ops import lookups, tt
+from emblib.ops import autograd, tt
 from emblib.optim import Optimizer
 from emblib.specs import BoundsCheck, Pooling, TTSpec, brief
-from emblib.tables import periodic
+from emblib.tables import optimizer_hooks
 from emblib.tables.base import FusedTable
 from emblib.tt import layout_entry
 from emblib.tt.initializers import INITIALIZERS, Layout
@@ -78,7 +78,9 @@ class TTEmbeddingBag(FusedTable):
     ) -> None:
         super().__init__(optimizer, pooling, output_dtype, bounds_check)
         self.include_last_offset = include_last_offset
-        if periodic.is_periodic(self.optimizer) or periodic.global_decay(self.optimizer):
+        if optimizer_hooks.is_periodic(self.optimizer) or optimizer_hooks.global_decay(
+            self.optimizer
+        ):
             raise ValueError(
                 f"{self.optimizer} looks at rows of a plain table; a tensor-train table has none: "
                 "use TableBatchedEmbeddingBags, or RowwiseAdagrad without counter and global_decay"
@@ -98,7 +100,7 @@ class TTEmbeddingBag(FusedTable):
         check_ranks(self.spec.ranks, self.spec.row_factors, self.spec.dim_factors)
 
     def _allocate(self, device: torch.device) -> None:
-        spec, fused = self.spec, lookups.is_fused(self.optimizer)
+        spec, fused = self.spec, autograd.is_fused(self.optimizer)
         shapes = self._core_layout(device).shapes()
         self.cores = Cores(
             nn.Parameter(
@@ -197,7 +199,7 @@ class TTEmbeddingBag(FusedTable):
         weighted = per_sample_weights is not None and per_sample_weights.requires_grad
         if not torch.is_grad_enabled() or (self._frozen and not weighted):
             return tt.lookup(self._core_list(), batch, per_sample_weights)
-        if not lookups.is_fused(self.optimizer):
+        if not autograd.is_fused(self.optimizer):
             return tt.DenseLookup.apply(
                 batch, per_sample_weights, self.share_gradients, *self.cores
             )
@@ -208,7 +210,7 @@ class TTEmbeddingBag(FusedTable):
             self._core_list(),
             self._states(),
             self.hyper,
-            lookups.UpdateRule.of(self.optimizer),
+            autograd.UpdateRule.of(self.optimizer),
             batch,
             per_sample_weights,
             self.share_gradients,

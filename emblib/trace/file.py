@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from emblib.tables.files import check_archive, save_archive, saving
+from emblib.tables.durable_files import check_archive, save_archive, saving
 
 FORMAT, VERSION = "emblib.trace", 1
 INTEGERS = (torch.uint8, torch.int16, torch.int32, torch.int64)  # narrowest first

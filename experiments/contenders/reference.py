@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from emblib.reference import tbe as reference_tbe
-from emblib.reference import tt as reference_tt
+from emblib.reference import tbe, tt
 from experiments.contenders.base import (
     Contender,
     State,
@@ -63,7 +62,7 @@ class ReferenceTables(Contender):
         return batch.indices.to(device), batch.offsets.to(device), batch.gradient.to(device)
 
     def _lookup(self, prepared: Prepared) -> Tensor:
-        return reference_tbe.lookup(
+        return tbe.lookup(
             self.weights, self.features, prepared[0], prepared[1], columns=self.columns
         )
 
@@ -76,9 +75,9 @@ class ReferenceTables(Contender):
         """Autograd to a dense gradient, then reference.tbe.update_."""
         (gradient,) = torch.autograd.grad(self._lookup(prepared), self.weights, prepared[2])
         self.hyper[1] += 1
-        groups = reference_tbe.group(self.features, prepared[0], prepared[1])
+        groups = tbe.group(self.features, prepared[0], prepared[1])
         with torch.no_grad():
-            reference_tbe.update_(
+            tbe.update_(
                 self.weights,
                 self.states,
                 self.hyper,
@@ -152,7 +151,7 @@ class ReferenceTT(Contender):
 
     def _lookup(self, prepared: Any) -> Tensor:
         outputs = [
-            reference_tt.lookup(c, s.rows, s.row_factors, s.dim_factors, i, o)
+            tt.lookup(c, s.rows, s.row_factors, s.dim_factors, i, o)
             for c, s, (i, o) in zip(self.cores, self.specs, prepared[0], strict=True)
         ]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
@@ -170,7 +169,7 @@ class ReferenceTT(Contender):
         self.hyper[1] += 1
         with torch.no_grad():
             for core, state, gradient in zip(leaves, states, gradients, strict=True):
-                reference_tt.update_rows_(core, state, self.hyper, self.rule.name, gradient)
+                tt.update_rows_(core, state, self.hyper, self.rule.name, gradient)
 
     def nbytes(self) -> dict[str, int]:
         """Cores and their state; what each lookup gathers is scratch and shows in the peak."""

@@ -17,10 +17,10 @@ from emblib.sharding import (
     ShardedEmbeddingBagCollection,
     TableSharding,
     World,
-    boxes,
     construct_module_plan,
+    sharding_types,
 )
-from emblib.sharding.boxes import Rule
+from emblib.sharding.sharding_types import Rule
 from experiments.config.schema import Optimizer as Kind
 from experiments.contenders.base import Contender, State, Task, Unsupported, expect_tables
 from experiments.contenders.pieces import (
@@ -226,7 +226,7 @@ class DataParallel(Spread):
     @staticmethod
     def place(share: float, world: World) -> Rule:
         """Everywhere."""
-        return boxes.data_parallel()
+        return sharding_types.data_parallel()
 
 
 class TableWise(Spread):
@@ -238,7 +238,7 @@ class TableWise(Spread):
     @staticmethod
     def place(share: float, world: World) -> Rule:
         """A share on each."""
-        return boxes.table_wise(int(share * world.size))
+        return sharding_types.table_wise(int(share * world.size))
 
 
 class RowWise(Spread):
@@ -250,7 +250,7 @@ class RowWise(Spread):
     @staticmethod
     def place(share: float, world: World) -> Rule:
         """On all."""
-        return boxes.row_wise()
+        return sharding_types.row_wise()
 
 
 class ColumnWise(Spread):
@@ -264,7 +264,7 @@ class ColumnWise(Spread):
     @staticmethod
     def place(share: float, world: World) -> Rule:
         """On all."""
-        return boxes.column_wise()
+        return sharding_types.column_wise()
 
 
 class TableRowWise(Spread):
@@ -276,7 +276,7 @@ class TableRowWise(Spread):
     @staticmethod
     def place(share: float, world: World) -> Rule:
         """A share on each node."""
-        return boxes.table_row_wise(int(share * (world.size // world.local_size)))
+        return sharding_types.table_row_wise(int(share * (world.size // world.local_size)))
 
 
 class TableColumnWise(Spread):
@@ -290,7 +290,7 @@ class TableColumnWise(Spread):
     @staticmethod
     def place(share: float, world: World) -> Rule:
         """A share on each node."""
-        return boxes.table_column_wise(int(share * (world.size // world.local_size)))
+        return sharding_types.table_column_wise(int(share * (world.size // world.local_size)))
 
 
 class Grid(Spread):
@@ -304,4 +304,4 @@ class Grid(Spread):
     @staticmethod
     def place(share: float, world: World) -> Rule:
         """On all nodes."""
-        return boxes.grid()
+        return sharding_types.grid()

@@ -7,8 +7,7 @@ import json
 import torch
 
 from emblib.sharding.planner import Calibration
-from emblib.sharding.planner.calibrate import calibrate
-from emblib.sharding.planner.measure import Sizes
+from emblib.sharding.planner.measure import Sizes, calibrate
 from experiments.config.sweep import Cell
 from experiments.contenders.sharded import ranks_of
 from experiments.results.store import Record

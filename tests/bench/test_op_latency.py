@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 import emblib
-from emblib.ops import cache, group
+from emblib.ops import cache, primitives
 from emblib.ops.codes import CACHE_POLICY, POOLING
 from emblib.ops.tbe import group as group_lookups
 from tests.bench.conftest import EXECUTIONS, Latency
@@ -134,9 +134,9 @@ def test_group(latency: Latency, lookups: int) -> None:
     rows = 100_000
     size = Size(1, rows, 1, lookups, 1)
     keys = Batches.of(size, latency.device).indices
-    unique, _, _, count = group.group(keys[0], rows)
+    unique, _, _, count = primitives.group(keys[0], rows)
     torch.testing.assert_close(unique[: int(count)], keys[0].unique())
-    latency("group", lambda n: group.group(keys[n], rows), lookups=lookups, E=rows)
+    latency("group", lambda n: primitives.group(keys[n], rows), lookups=lookups, E=rows)
 
 
 @pytest.mark.parametrize("rank", [8, 32])

@@ -171,7 +171,7 @@ CUTS = [((0, 50), (50, 131)), ((0, 131),), ((0, 1), (1, 130), (130, 131))]
 def test_first_values_do_not_depend_on_the_cut(
     rows: tuple, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("emblib.collections.slices._BLOCK", 40 * 8)
+    monkeypatch.setattr("emblib.collections.kernels._BLOCK", 40 * 8)
     for options in ({}, {"init_fn": torch.nn.init.normal_}, {"weight_init_min": 0.0}):
         config = EmbeddingBagConfig(131, 8, "t", data_type=dtype, **options)
         whole = TableGroups([TableSlice.whole(config)], [], pooled=True, seeds={"t": 7})

@@ -9,7 +9,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from emblib.compat import fbgemm as ours
+from emblib.compat import fbgemm
 
 Result = dict[str, list[Tensor]]
 
@@ -132,7 +132,7 @@ def names(library: types.ModuleType, given: dict[str, Any]) -> dict[str, Any]:
 
 def _name(library: types.ModuleType, value: Any) -> Any:
     kind = getattr(library, type(value).__name__, None)
-    if library is ours or kind is None:
+    if library is fbgemm or kind is None:
         return value
     if hasattr(value, "name"):
         return kind[value.name]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from emblib.compat import fbgemm as ours
+from emblib.compat import fbgemm
 from emblib.compat.fbgemm import (
     OptimType,
     SplitTableBatchedEmbeddingBagsCodegen,
@@ -24,11 +24,11 @@ def _batch(seed: int) -> tuple[Tensor, Tensor]:
     return torch.randint(0, 5000, (60,), generator=generator), torch.arange(0, 61, 10)
 
 
-@pytest.mark.parametrize("algorithm", list(ours.CacheAlgorithm))
+@pytest.mark.parametrize("algorithm", list(fbgemm.CacheAlgorithm))
 @pytest.mark.parametrize("ahead", [False, True])
-def test_a_cached_module_trains_as_another(algorithm: ours.CacheAlgorithm, ahead: bool) -> None:
+def test_a_cached_module_trains_as_another(algorithm: fbgemm.CacheAlgorithm, ahead: bool) -> None:
     options = {"optimizer": OptimType.ADAM, "learning_rate": 0.1}
-    passes = ours.MultiPassPrefetchConfig(num_passes=3, min_splitable_pass_size=7)
+    passes = fbgemm.MultiPassPrefetchConfig(num_passes=3, min_splitable_pass_size=7)
     cached = _cached(
         cache_algorithm=algorithm,
         multipass_prefetch_config=passes,
@@ -53,7 +53,7 @@ def test_a_cached_module_trains_as_another(algorithm: ours.CacheAlgorithm, ahead
 
 
 def test_cache_counts() -> None:
-    metrics = ours.RecordCacheMetrics(True, True)
+    metrics = fbgemm.RecordCacheMetrics(True, True)
     module = make(CACHED, gather_uvm_cache_stats=True, record_cache_metrics=metrics)
     index = UVMCacheStatsIndex
     step(module)
@@ -91,7 +91,7 @@ def test_cache_counts_are_logged(caplog: pytest.LogCaptureFixture) -> None:
 @pytest.mark.parametrize("passes", [1, 4])
 @pytest.mark.parametrize("least", [1, 30])
 def test_prefetch_passes_cover_the_batch(size: int, passes: int, least: int) -> None:
-    config = ours.MultiPassPrefetchConfig(passes, least)
+    config = fbgemm.MultiPassPrefetchConfig(passes, least)
     values = torch.arange(size)
     parts = SplitTableBatchedEmbeddingBagsCodegen.get_prefetch_passes(config, values, values)
     assert len(parts) <= max(passes, 1)
@@ -100,8 +100,8 @@ def test_prefetch_passes_cover_the_batch(size: int, passes: int, least: int) -> 
     assert all(part.numel() >= least for part, _, _ in parts[:-1])
 
 
-@pytest.mark.parametrize("algorithm", list(ours.CacheAlgorithm))
-def test_rows_of_batches_on_their_way_are_locked(algorithm: ours.CacheAlgorithm) -> None:
+@pytest.mark.parametrize("algorithm", list(fbgemm.CacheAlgorithm))
+def test_rows_of_batches_on_their_way_are_locked(algorithm: fbgemm.CacheAlgorithm) -> None:
     module = _cached(cache_algorithm=algorithm, prefetch_pipeline=True)
     rows = {seed: _batch(seed)[0].view(2, 30) for seed in (0, 1)}
 

@@ -8,7 +8,7 @@ import torch
 
 from emblib import Placement
 from emblib.compat import fbgemm as ours
-from emblib.compat import fbgemm_arguments as arguments
+from emblib.compat import fbgemm_arguments
 from emblib.compat.fbgemm import (
     ComputeDevice,
     EmbeddingLocation,
@@ -152,10 +152,10 @@ def test_state_that_leaves_the_gpu_takes_its_rows_along() -> None:
     }
     for optimizer, placements in expected.items():
         options = {"optimizer": optimizer, "uvm_non_rowwise_momentum": True}
-        tables = arguments.tables(arguments.normalise(given | options))
+        tables = fbgemm_arguments.tables(fbgemm_arguments.normalise(given | options))
         assert [spec.placement for spec in tables] == placements
-        nearby = arguments.normalise(given | options | {"enforce_hbm": True})
-        assert {spec.placement for spec in arguments.tables(nearby)} == {Placement.DEVICE}
+        nearby = fbgemm_arguments.normalise(given | options | {"enforce_hbm": True})
+        assert {spec.placement for spec in fbgemm_arguments.tables(nearby)} == {Placement.DEVICE}
 
 
 def test_names() -> None:

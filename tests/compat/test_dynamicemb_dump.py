@@ -27,7 +27,7 @@ from emblib.compat.dynamicemb import (
 )
 from emblib.dynamic.saving import dynamicemb_files
 from emblib.dynamic.saving.dumps import DumpError
-from emblib.sharding.groups_of_ranks import Ranks
+from emblib.sharding.ranks import Ranks
 from tests.compat.dynamicemb_cases import keys_of, look_up, one_table, options, rows_of
 from tests.sharding import worlds
 

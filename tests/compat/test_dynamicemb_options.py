@@ -22,7 +22,7 @@ from emblib import (
     Uniform,
     optim,
 )
-from emblib.compat import dynamicemb, dynamicemb_options
+from emblib.compat import dynamicemb, dynamicemb_option_list
 from emblib.compat.dynamicemb import (
     BUCKET_ALIGNMENT,
     MAX_BUCKET_CAPACITY,
@@ -48,13 +48,13 @@ Mode, Score, Evict = DynamicEmbInitializerMode, DynamicEmbScoreStrategy, Dynamic
 
 
 def test_the_page_is_current() -> None:
-    assert PAGE.read_text() == dynamicemb_options.page(), (
-        "write it anew: python -m emblib.compat.dynamicemb_options docs/dynamicemb.md"
+    assert PAGE.read_text() == dynamicemb_option_list.page(), (
+        "write it anew: python -m emblib.compat.dynamicemb_option_list docs/dynamicemb.md"
     )
 
 
 def test_every_option_and_function_is_explained() -> None:
-    explained = dynamicemb_options.names()
+    explained = dynamicemb_option_list.names()
     assert {field.name for field in fields(DynamicEmbTableOptions)} <= explained
     module = BatchedDynamicEmbeddingTablesV2
     for function in (module.__init__, module.forward):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from emblib.compat import fbgemm as ours
+from emblib.compat import fbgemm
 from emblib.compat.fbgemm import (
     EmbeddingLocation,
     OptimType,
@@ -38,7 +38,7 @@ def test_copies_are_independent(location: EmbeddingLocation) -> None:
         assert not torch.equal(other.split_embedding_weights()[0], after[0])
 
 
-class Reporter(ours.TBEStatsReporter):
+class Reporter(fbgemm.TBEStatsReporter):
     """Keeps what it is told, at every second step from the first on."""
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ class Reporter(ours.TBEStatsReporter):
 
 
 @dataclass(frozen=True)
-class ReporterConfig(ours.TBEStatsReporterConfig):
+class ReporterConfig(fbgemm.TBEStatsReporterConfig):
     """Makes a Reporter."""
 
     def create_reporter(self) -> Reporter:
@@ -99,13 +99,13 @@ def test_the_reporter_is_told_what_fbgemm_tells(gather: bool) -> None:
 
 def test_reporters_are_made_by_their_config(caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(ValueError, match="interval"):
-        make(stats_reporter_config=ours.TBEStatsReporterConfig(interval=1))
-    assert make(stats_reporter_config=ours.TBEStatsReporterConfig()).stats_reporter is None
-    module = make(stats_reporter_config=ours.StdLogStatsReporterConfig(interval=1))
+        make(stats_reporter_config=fbgemm.TBEStatsReporterConfig(interval=1))
+    assert make(stats_reporter_config=fbgemm.TBEStatsReporterConfig()).stats_reporter is None
+    module = make(stats_reporter_config=fbgemm.StdLogStatsReporterConfig(interval=1))
     with caplog.at_level("INFO"):
         step(module)
     assert "tbe.fwd_output_count: 48" in caplog.text
-    assert make(stats_reporter_config=ours.StdLogStatsReporterConfig()).stats_reporter is None
+    assert make(stats_reporter_config=fbgemm.StdLogStatsReporterConfig()).stats_reporter is None
 
 
 def test_it_compiles_into_one_graph() -> None:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import settings as profile
 from hypothesis import strategies as st
 
-from emblib.compat import fbgemm as ours
+from emblib.compat import fbgemm
 from emblib.compat.fbgemm import (
     CounterBasedRegularizationDefinition,
     CounterWeightDecayMode,
@@ -122,7 +122,7 @@ def check(setting: Setting, case: Case, before: exact.Before | None = None, **mo
     common = {"learning_rate": 0.1} | case.common | more
     expected = exact.train(setting, case.rule, case.states, before, **common, **case.exact)
     # Adagrad, Adam: a step is up to the learning rate wherever a gradient is almost nothing.
-    assert_same(train(ours, setting, **common, **case.ours), expected, rtol=1e-3, atol=1e-4)
+    assert_same(train(fbgemm, setting, **common, **case.ours), expected, rtol=1e-3, atol=1e-4)
 
 
 def many(**fixed: Any) -> Callable[..., Any]:
@@ -191,7 +191,7 @@ def test_ensemble(step_mode: StepMode, setting: Setting) -> None:
 def test_no_optimizer(setting: Setting) -> None:
     """The sparse gradient that is left is the gradient, of the distinct rows of the batch."""
     setting = replace(setting, dims=setting.dims[:1] * len(setting.dims), steps=1)
-    module = build(ours, setting, optimizer=OptimType.NONE, learning_rate=0.01)
+    module = build(fbgemm, setting, optimizer=OptimType.NONE, learning_rate=0.01)
     (batch,) = batches_of(setting)
     rows = exact.distinct_rows(setting, batch)
     module(
@@ -214,10 +214,10 @@ def test_no_optimizer(setting: Setting) -> None:
 def test_dense_module(setting: Setting) -> None:
     """Its gradients are those of autograd, with variable batch sizes and weighted means too."""
     setting = replace(setting, steps=1)
-    module = ours.DenseTableBatchedEmbeddingBagsCodegen(
+    module = fbgemm.DenseTableBatchedEmbeddingBagsCodegen(
         list(zip(setting.rows, setting.dims, strict=True)),
         feature_table_map=list(setting.features),
-        pooling_mode=ours.PoolingMode[setting.pooling],
+        pooling_mode=fbgemm.PoolingMode[setting.pooling],
         use_cpu=True,
     )
     for view, values in zip(module.split_embedding_weights(), weights_of(setting), strict=True):

@@ -7,16 +7,15 @@ import pytest
 import torch
 
 from emblib.compat import fbgemm as ours
-from emblib.compat import fbgemm_optimizers as optimizers
-from emblib.compat import fbgemm_options
+from emblib.compat import fbgemm_arguments, fbgemm_option_list
 from tests.compat.peer import fbgemm
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "options.md"
 
 
 def test_the_page_is_current() -> None:
-    assert PAGE.read_text() == fbgemm_options.page(), (
-        "write it anew: python -m emblib.compat.fbgemm_options docs/options.md"
+    assert PAGE.read_text() == fbgemm_option_list.page(), (
+        "write it anew: python -m emblib.compat.fbgemm_option_list docs/options.md"
     )
 
 
@@ -25,13 +24,13 @@ def _arguments(function: object) -> set[str]:
 
 
 def _assert_explained(module: type) -> None:
-    explained = {name.split(".")[0] for name in fbgemm_options.names()}
+    explained = {name.split(".")[0] for name in fbgemm_option_list.names()}
     assert _arguments(module.__init__) <= explained
-    words = " ".join(fbgemm_options.names())
+    words = " ".join(fbgemm_option_list.names())
     for argument in _arguments(module.forward):
         assert argument in words
     extra = ours.UserEnabledConfigDefinition.__dataclass_fields__
-    assert {f"extra_optimizer_config.{name}" for name in extra} <= fbgemm_options.names()
+    assert {f"extra_optimizer_config.{name}" for name in extra} <= fbgemm_option_list.names()
 
 
 def test_every_argument_is_explained() -> None:
@@ -43,12 +42,12 @@ def test_every_argument_of_the_peer_is_explained() -> None:
 
 
 def test_every_optimizer_has_a_line() -> None:
-    listed = {ours.OptimType[rule.fbgemm] for rule in fbgemm_options.RULES}
-    assert listed == set(optimizers.SUPPORTED)
+    listed = {ours.OptimType[rule.fbgemm] for rule in fbgemm_option_list.RULES}
+    assert listed == set(fbgemm_arguments.SUPPORTED)
 
 
-@pytest.mark.parametrize("rule", fbgemm_options.RULES, ids=lambda rule: rule.fbgemm)
-def test_states_are_as_listed(rule: fbgemm_options.Rule) -> None:
+@pytest.mark.parametrize("rule", fbgemm_option_list.RULES, ids=lambda rule: rule.fbgemm)
+def test_states_are_as_listed(rule: fbgemm_option_list.Rule) -> None:
     place = (ours.EmbeddingLocation.HOST, ours.ComputeDevice.CPU)
     kind = ours.OptimType[rule.fbgemm]
     module = ours.SplitTableBatchedEmbeddingBagsCodegen([(5, 4, *place)], optimizer=kind)

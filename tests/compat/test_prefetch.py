@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import settings as profile
 from hypothesis import strategies as st
 
-from emblib.compat import fbgemm as ours
+from emblib.compat import fbgemm
 from emblib.compat.fbgemm import CacheAlgorithm, MultiPassPrefetchConfig, OptimType
 from tests.compat.settings import Batch, Setting, batches_of, build, settings
 
@@ -45,11 +45,11 @@ class Pipeline:
         options = OPTIMIZERS[self.optimizer] | {
             "optimizer": OptimType[self.optimizer],
             "stochastic_rounding": self.rounding,
-            "bounds_check_mode": ours.BoundsCheckMode.IGNORE,
+            "bounds_check_mode": fbgemm.BoundsCheckMode.IGNORE,
         }
         torch.manual_seed(3)
         cached = build(
-            ours,
+            fbgemm,
             setting,
             self.locations(setting),
             cache_algorithm=self.algorithm,
@@ -57,7 +57,7 @@ class Pipeline:
             multipass_prefetch_config=self.passes,
             **options,
         )
-        return cached, build(ours, setting, **options)
+        return cached, build(fbgemm, setting, **options)
 
 
 PIPELINES = st.builds(

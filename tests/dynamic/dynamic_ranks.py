@@ -14,7 +14,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from emblib.dynamic.saving import routing, state_dict_parts
+from emblib.dynamic import keys
+from emblib.dynamic.saving import entries
 from tests.dynamic.dynamic_cases import admitting, assert_same_states, trained
 from tests.tables.kills import fork
 
@@ -26,8 +27,8 @@ def save(directory: Path, ranks: int, group: dist.ProcessGroup) -> None:
     rank = dist.get_rank()
     whole = trained(admitting(4096), 6).state_dict()
     mine = admitting(4096)
-    mine.load_state_dict(state_dict_parts.combine([whole], rank, ranks))
-    part = state_dict_parts.as_part(mine.state_dict(), rank, ranks)
+    mine.load_state_dict(entries.combine([whole], rank, ranks))
+    part = entries.as_part(mine.state_dict(), rank, ranks)
     dcp.save(part, checkpoint_id=directory / str(ranks), process_group=group)
 
 
@@ -35,12 +36,12 @@ def load(directory: Path, ranks: int, saved: int, group: dist.ProcessGroup) -> d
     """What a rank of `ranks` has after loading what `saved` ranks saved."""
     rank, path = dist.get_rank(), directory / str(saved)
     metadata = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
-    parts = state_dict_parts.empty_parts(metadata, rank, ranks)
+    parts = entries.empty_parts(metadata, rank, ranks)
     dcp.load(parts, checkpoint_id=path, process_group=group)
     mine = admitting(4096)
-    mine.load_state_dict(state_dict_parts.join_parts(parts, rank, ranks))
+    mine.load_state_dict(entries.join_parts(parts, rank, ranks))
     state = dict(mine.state_dict())
-    assert bool((routing.owner(state["items.keys"], ranks) == rank).all())
+    assert bool((keys.owner(state["items.keys"], ranks) == rank).all())
     return state
 
 
@@ -62,7 +63,7 @@ def work(directory: Path, rank: int) -> None:
             found: list[dict[str, Tensor] | None] = [None] * ranks
             dist.all_gather_object(found, mine, group)
             if rank == 0:
-                joined = state_dict_parts.combine([part for part in found if part], 0, 1)
+                joined = entries.combine([part for part in found if part], 0, 1)
                 assert_same_states(whole, joined)
                 print(f"{saved} -> {ranks}: same", flush=True)
         dist.barrier()

@@ -6,9 +6,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from emblib.dynamic.tiers.disk_rows import DiskRows
-from emblib.dynamic.tiers.row_store import Found, Rows, RowStore, StoredTable
-from emblib.dynamic.tiers.sqlite_rows import SqliteRows
+from emblib.dynamic.tiers.disk import DiskRows
+from emblib.dynamic.tiers.sqlite import SqliteRows
+from emblib.dynamic.tiers.store import Found, Rows, RowStore, StoredTable
 
 TABLES = [StoredTable("a", 12), StoredTable("b", 40)]
 EDGES = [-4, -3, -2, -1, 0, 1, 2, 3, 4, 2**63 - 1, -(2**63)]

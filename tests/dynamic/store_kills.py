@@ -15,8 +15,8 @@ from pathlib import Path
 
 import torch
 
-from emblib.dynamic.tiers.row_files import Shelf
-from emblib.dynamic.tiers.row_store import Rows, RowStore
+from emblib.dynamic.tiers.disk import Shelf
+from emblib.dynamic.tiers.store import Rows, RowStore
 from tests.dynamic.row_store_cases import FILES, TABLES, as_dict, contents, random_rows, take
 from tests.tables.kills import Board, SelfKill, killed_at_call, killed_in
 

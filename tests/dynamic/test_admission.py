@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from emblib.dynamic.admission import Admission, Missing, missing_of
 from emblib.dynamic.keys import hash_key_of
-from emblib.dynamic_specs import DynamicSpec, ExactCounter, Frequency, Sketch
 from emblib.ops.hash import Keys, Misses
+from emblib.specs import DynamicSpec, ExactCounter, Frequency, Sketch
 from tests.hash_cases import unmix
 
 EDGES = [0, -1, -4, 4, -(2**63), 2**63 - 1]

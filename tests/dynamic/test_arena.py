@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from emblib.dynamic import arena
+from emblib.tables import memory
 
 CPU = torch.device("cpu")
 STATUS = Path("/proc/self/statm")
@@ -21,7 +21,7 @@ def _resident_mb() -> float:
 @pytest.mark.parametrize("numel", [0, 1, 1000, 3_000_001])
 @pytest.mark.parametrize("used_share", [0.0, 1.0])
 def test_zeros(device: torch.device, dtype: torch.dtype, numel: int, used_share: float) -> None:
-    tensor = arena.reserve(numel, dtype, device, used_share)
+    tensor = memory.reserve(numel, dtype, device, used_share)
     assert (tensor.shape, tensor.dtype, tensor.device) == ((numel,), dtype, device)
     assert not tensor.any()
     tensor.fill_(3)
@@ -31,9 +31,9 @@ def test_zeros(device: torch.device, dtype: torch.dtype, numel: int, used_share:
 @pytest.mark.skipif(not STATUS.exists(), reason="needs /proc")
 def test_costs_what_is_written() -> None:
     before = _resident_mb()
-    tensor = arena.reserve(1 << 38, torch.float32, CPU)  # 1 TB
-    arena.use(tensor, 0, 0, 1000)
-    arena.use(tensor, 1 << 30, 0, 4_000_000)
+    tensor = memory.reserve(1 << 38, torch.float32, CPU)  # 1 TB
+    memory.use(tensor, 0, 0, 1000)
+    memory.use(tensor, 1 << 30, 0, 4_000_000)
     tensor[:1000] = 1.0
     tensor[1 << 30 : (1 << 30) + 4_000_000] = 2.0
     tensor[-1] = 3.0
@@ -51,18 +51,18 @@ def test_costs_what_is_written() -> None:
 def test_use_takes_any_range() -> None:
     """It is advice only: nothing is written, and no range is too small or at a wrong place."""
     for numel in (1, 1000, 5_000_000):
-        tensor = arena.reserve(numel, torch.float32, CPU)
+        tensor = memory.reserve(numel, torch.float32, CPU)
         for before, now in ((0, 0), (0, numel), (numel // 2, numel), (numel, numel // 2)):
-            arena.use(tensor, 0, before, now)
-        arena.use(tensor, numel // 3, 0, numel - numel // 3)
+            memory.use(tensor, 0, before, now)
+        memory.use(tensor, numel // 3, 0, numel - numel // 3)
         assert not tensor.any()
 
 
 def test_small_ones_are_ordinary_tensors() -> None:
-    tensor = arena.reserve(10, torch.float32, CPU)
+    tensor = memory.reserve(10, torch.float32, CPU)
     assert torch.equal(pickle.loads(pickle.dumps(tensor)), torch.zeros(10))
 
 
 def test_too_large_is_told() -> None:
     with pytest.raises(MemoryError, match="smaller capacity"):
-        arena.reserve(1 << 60, torch.float32, CPU)
+        memory.reserve(1 << 60, torch.float32, CPU)

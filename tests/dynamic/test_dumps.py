@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from emblib import DynamicEmbeddingBags, DynamicSpec
-from emblib.dynamic.saving import dump_tables, dumps, entries, snapshots
+from emblib.dynamic.saving import dump_tables, dumps, entries
+from emblib.dynamic.saving import dumps as snapshots
 from emblib.dynamic.saving.dump_tables import Header
 from emblib.dynamic.saving.dumps import DumpError, Part, Progress, Writer
 from tests.dynamic import dump_kills

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from emblib import DynamicEmbeddingBags, DynamicSpec, Eviction, optim
-from emblib.dynamic.saving import entries as of_entries
-from emblib.dynamic.saving import routing
+from emblib.dynamic import keys
+from emblib.dynamic.saving import entries
 from emblib.dynamic.saving.dumps import DumpError, Part, Progress
 from tests.dynamic import dynamic_kills
 from tests.dynamic.dynamic_cases import (
@@ -99,9 +99,9 @@ def test_every_key_is_with_one_rank(writers: int, readers: int, tmp_path: Path) 
         one = make(capacities=(256, 256))
         one.load_dump(tmp_path, part=Part(rank, readers))
         mine = one.table_entries("items")
-        assert bool((routing.owner(mine.keys, readers) == rank).all())
+        assert bool((keys.owner(mine.keys, readers) == rank).all())
         found.append(mine.sorted())
-    whole, wanted = of_entries.concatenate(found).sorted(), module.table_entries("items").sorted()
+    whole, wanted = entries.concatenate(found).sorted(), module.table_entries("items").sorted()
     for name in ("keys", "stamps"):
         assert torch.equal(getattr(whole, name), getattr(wanted, name))
     for name, rows in wanted.rows.items():

@@ -18,9 +18,9 @@ from emblib import (
     TableSpec,
     optim,
 )
-from emblib.ops.initial import rule_of
-from emblib.reference import initial as reference
-from emblib.tables import periodic
+from emblib.ops.hash import rule_of
+from emblib.reference import hash
+from emblib.tables import optimizer_hooks
 from tests.optimizer_cases import CASES
 
 EDGES = [0, 1, -1, -2, -3, -4, 4, 2**63 - 1, -(2**63)]
@@ -28,7 +28,8 @@ EDGES = [0, 1, -1, -2, -3, -4, 4, 2**63 - 1, -(2**63)]
 OPTIMIZERS = [
     name
     for name, optimizer in CASES.items()
-    if not periodic.is_periodic(optimizer) and periodic.global_decay(optimizer) is None
+    if not optimizer_hooks.is_periodic(optimizer)
+    and optimizer_hooks.global_decay(optimizer) is None
 ]
 ALL = [(name, Pooling.SUM) for name in OPTIMIZERS]
 FEW = [(name, pooling) for name in ("sgd", "adam") for pooling in (Pooling.MEAN, Pooling.NONE)]
@@ -39,7 +40,7 @@ def _first_rows(
     rule: tuple[float, ...], seed: int, stream: int, keys: tuple[int, ...], dim: int
 ) -> Tensor:
     """By the definition, which is slow."""
-    return torch.stack([reference.values(rule, seed, stream, key, dim) for key in keys]).float()
+    return torch.stack([hash.values(rule, seed, stream, key, dim) for key in keys]).float()
 
 
 class _Twins:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from emblib.dynamic.saving import dynamicemb_files as files
+from emblib.dynamic.saving import dynamicemb_files
 from emblib.dynamic.saving.dumps import DumpError
 from emblib.dynamic.saving.dynamicemb_files import Foreign, Layout
 from emblib.dynamic.saving.entries import Entries, best_first
@@ -35,7 +35,7 @@ def theirs(directory: Path, ranks: dict[int, list[int]], ages: dict[int, int]) -
 
 def test_their_files_of_two_ranks_are_read(tmp_path: Path) -> None:
     theirs(tmp_path, {0: [4, -6, 10], 1: [5]}, {4: 10**9, -6: 3, 10: 10**9, 5: 0})
-    found = files.read(tmp_path, "items", 2, {}, Layout("lru")).entries
+    found = dynamicemb_files.read(tmp_path, "items", 2, {}, Layout("lru")).entries
     assert found.keys.tolist() == [4, -6, 10, 5]
     assert torch.as_tensor(found.rows["weight"]).tolist() == [[4, -4], [-6, 6], [10, -10], [5, -5]]
     assert found.stamps.tolist() == [1, 2, 1, 3], "the oldest has the least stamp"
@@ -44,7 +44,9 @@ def test_their_files_of_two_ranks_are_read(tmp_path: Path) -> None:
 
 def test_what_is_written_has_their_names_and_numbers(tmp_path: Path) -> None:
     entries = make(20)
-    files.write(tmp_path, "items", Layout("lru"), Foreign(entries, {"lr": 0.1}), clock=60)
+    dynamicemb_files.write(
+        tmp_path, "items", Layout("lru"), Foreign(entries, {"lr": 0.1}), clock=60
+    )
     assert {path.name for path in tmp_path.iterdir()} == {
         "items_emb_keys.rank_0.world_size_1",
         "items_emb_values.rank_0.world_size_1",
@@ -72,8 +74,8 @@ def test_what_is_written_has_their_names_and_numbers(tmp_path: Path) -> None:
 def test_there_and_back(order: str, count: int, tmp_path: Path) -> None:
     given = make(count, scored=order in ("lfu", "lru_lfu", "assigned"))
     counts = (given.keys[:7] + 1, torch.arange(min(count, 7)))
-    files.write(tmp_path, "items", Layout(order), Foreign(given, {}, counts), clock=50)
-    found = files.read(tmp_path, "items", 6, ADAM, Layout(order))
+    dynamicemb_files.write(tmp_path, "items", Layout(order), Foreign(given, {}, counts), clock=50)
+    found = dynamicemb_files.read(tmp_path, "items", 6, ADAM, Layout(order))
     assert torch.equal(found.entries.keys, given.keys)
     assert_rows_tell_keys(found.entries)
     for name in ADAM:
@@ -92,20 +94,22 @@ def test_there_and_back(order: str, count: int, tmp_path: Path) -> None:
 
 
 def test_writing_again_replaces_all_of_a_table_and_nothing_else(tmp_path: Path) -> None:
-    files.write(tmp_path, "items_2", Layout("lru"), Foreign(make(3)), clock=50)
-    files.write(tmp_path, "items", Layout("lru"), Foreign(make(30)), clock=50)
+    dynamicemb_files.write(tmp_path, "items_2", Layout("lru"), Foreign(make(3)), clock=50)
+    dynamicemb_files.write(tmp_path, "items", Layout("lru"), Foreign(make(30)), clock=50)
     plain = make(5)
     plain = Entries(plain.keys, plain.stamps, None, {"weight": plain.rows["weight"]})
-    files.write(tmp_path, "items", Layout("lru"), Foreign(plain), clock=50)
-    assert list(files.read(tmp_path, "items", 6, ADAM, Layout("lru")).entries.rows) == ["weight"]
-    assert len(files.read(tmp_path, "items_2", 6, ADAM, Layout("lru")).entries) == 3
+    dynamicemb_files.write(tmp_path, "items", Layout("lru"), Foreign(plain), clock=50)
+    assert list(dynamicemb_files.read(tmp_path, "items", 6, ADAM, Layout("lru")).entries.rows) == [
+        "weight"
+    ]
+    assert len(dynamicemb_files.read(tmp_path, "items_2", 6, ADAM, Layout("lru")).entries) == 3
 
 
 def test_a_padded_state_and_the_earlier_name_are_read(tmp_path: Path) -> None:
     theirs(tmp_path, {0: [4, 5]}, {4: 0, 5: 0})
     padded = struct.pack("<8f", 1, 0, 0, 0, 2, 0, 0, 0)
     (tmp_path / "items_opt_values.rank_0.world_size_1").write_bytes(padded)
-    found = files.read(tmp_path, "items", 2, {"sum": 1}, Layout("lru")).entries
+    found = dynamicemb_files.read(tmp_path, "items", 2, {"sum": 1}, Layout("lru")).entries
     assert torch.as_tensor(found.rows["sum"]).tolist() == [1, 2]
 
 
@@ -123,12 +127,12 @@ def test_what_is_cut_short_is_refused(file: str, data: bytes, message: str, tmp_
     theirs(tmp_path, {0: [4, 5]}, {4: 0, 5: 0})
     (tmp_path / file).write_bytes(data)
     with pytest.raises(DumpError, match=message):
-        files.read(tmp_path, "items", 2, {"sum": 1}, Layout("lru"))
+        dynamicemb_files.read(tmp_path, "items", 2, {"sum": 1}, Layout("lru"))
 
 
 def test_a_table_that_is_not_there_is_told(tmp_path: Path) -> None:
     with pytest.raises(DumpError, match="no keys of a table 'items'"):
-        files.read(tmp_path, "items", 2, {}, Layout("lru"))
+        dynamicemb_files.read(tmp_path, "items", 2, {}, Layout("lru"))
 
 
 @pytest.mark.parametrize("strategy", ["KLru", "KLfu", "KCustomized"])
@@ -137,7 +141,7 @@ def test_what_gave_way_first_there_does_so_here(strategy: str, order: str, tmp_p
     theirs(tmp_path, {0: [4, 5, 6]}, {4: 9, 5: 1, 6: 4})
     told = {"evict_strategy": f"EvictStrategy.{strategy}"}
     (tmp_path / "items_opt_args.json").write_text(json.dumps(told))
-    found = files.read(tmp_path, "items", 2, {}, Layout(order)).entries
+    found = dynamicemb_files.read(tmp_path, "items", 2, {}, Layout(order)).entries
     best = found.keys[best_first(found, order)].tolist()
     assert best == ([5, 6, 4] if strategy == "KLru" else [4, 6, 5])
 
@@ -147,4 +151,4 @@ def test_arguments_that_are_damaged_are_refused(text: str, tmp_path: Path) -> No
     theirs(tmp_path, {0: [4]}, {4: 0})
     (tmp_path / "items_opt_args.json").write_text(text)
     with pytest.raises(DumpError, match="is damaged"):
-        files.read(tmp_path, "items", 2, {}, Layout("lru"))
+        dynamicemb_files.read(tmp_path, "items", 2, {}, Layout("lru"))

@@ -5,11 +5,11 @@ import pickle
 import pytest
 import torch
 
-from emblib.dynamic.expiry import Expiry
 from emblib.dynamic.hash_index import HashIndex
-from emblib.dynamic.scores import Scores
-from emblib.dynamic_specs import DynamicSpec, Eviction
+from emblib.dynamic.module import Expiry
+from emblib.dynamic.state import Scores
 from emblib.ops.hash import Keys
+from emblib.specs import DynamicSpec, Eviction
 
 
 @pytest.mark.parametrize("ttl", [1, 5, 8, 17, 100])

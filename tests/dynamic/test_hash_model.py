@@ -10,9 +10,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from torch import Tensor
 
 from emblib.dynamic.hash_index import HashIndex, ValueRows
-from emblib.dynamic_specs import DynamicSpec, Eviction, Newcomer
 from emblib.ops.hash import Keys, Misses
 from emblib.reference.hash import SLOTS, HashModel, HashTable
+from emblib.specs import DynamicSpec, Eviction, Newcomer
 from tests.hash_cases import EDGE_KEYS, HASH_KEYS, Batch
 
 TABLES = 2

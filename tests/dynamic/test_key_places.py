@@ -3,14 +3,14 @@
 import pytest
 import torch
 
-from emblib.dynamic.tiers import key_places
-from emblib.dynamic.tiers.key_places import KeyPlaces
+from emblib.dynamic.tiers import disk
+from emblib.dynamic.tiers.disk import KeyPlaces
 
 
 @pytest.mark.parametrize("least", [256, 1 << 16])
 def test_places_are_those_of_a_dict(least: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(key_places, "_LEAST", least)
-    monkeypatch.setattr(key_places, "_STEP", 4)
+    monkeypatch.setattr(disk, "_LEAST", least)
+    monkeypatch.setattr(disk, "_STEP", 4)
     random = torch.Generator().manual_seed(3)
     places, expected = KeyPlaces(), {}
     for count in (0, 1, 100, 150, 700, 3000, 9000):

@@ -4,12 +4,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from emblib.dynamic import key_status
+from emblib.dynamic import keys
 from emblib.dynamic.admission import Admission
 from emblib.dynamic.hash_index import HashIndex
-from emblib.dynamic.key_status import KeyStatus
-from emblib.dynamic_specs import DynamicSpec, Eviction, ExactCounter, Frequency, Newcomer
+from emblib.dynamic.keys import KeyStatus
 from emblib.ops.hash import Keys
+from emblib.specs import DynamicSpec, Eviction, ExactCounter, Frequency, Newcomer
 
 
 def batch(ids: list[int], device: torch.device) -> Keys:
@@ -30,9 +30,7 @@ def test_every_status_is_told(device: torch.device) -> None:
     index, admission = HashIndex([spec], device), Admission([spec], device)
 
     def insert(ids: list[int]) -> list[str]:
-        return names(
-            key_status.of_insertion(index.insert(batch(ids, device), admit=admission.admit))
-        )
+        return names(keys.of_insertion(index.insert(batch(ids, device), admit=admission.admit)))
 
     assert insert([5, 6, 5]) == ["NEW", "NOT_ADMITTED", "NEW"]
     assert insert([5, 6, 7]) == ["HIT", "NEW", "NOT_ADMITTED"]
@@ -51,5 +49,5 @@ def test_full_tables_refuse(eviction: Eviction, device: torch.device) -> None:
     """Where none gives way, and where a newcomer must have been used more often than another."""
     index = HashIndex([DynamicSpec(32, 4, eviction=eviction, newcomer=Newcomer.COMPETES)], device)
     index.insert(batch([*range(32)] * 2, device))
-    statuses = names(key_status.of_insertion(index.insert(batch([50, 3], device))))
+    statuses = names(keys.of_insertion(index.insert(batch([50, 3], device))))
     assert statuses == ["REFUSED", "HIT"]

@@ -11,14 +11,14 @@ from torch import Tensor
 
 from emblib.dynamic.hash_index import HashIndex, ValueRows
 from emblib.dynamic.rows import RowLayout
-from emblib.dynamic.saving import cuckoo, loading
 from emblib.dynamic.saving import entries as of_entries
+from emblib.dynamic.saving import loading
+from emblib.dynamic.saving import loading as cuckoo
 from emblib.dynamic.saving.entries import Entries
 from emblib.dynamic.saving.loading import Loaded, Target
-from emblib.dynamic_specs import DynamicSpec, Eviction
 from emblib.ops.hash import Keys
 from emblib.optim import PartialRowwiseAdam
-from emblib.specs import Precision
+from emblib.specs import DynamicSpec, Eviction, Precision
 from tests.dynamic import entry_cases
 from tests.dynamic.entry_cases import assert_rows_tell_keys, assert_same, make
 

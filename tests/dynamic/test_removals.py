@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from emblib.dynamic.saving.removals import RemovalLog
+from emblib.dynamic.saving.entries import RemovalLog
 
 
 def test_keys_are_told_from_a_tick_on() -> None:

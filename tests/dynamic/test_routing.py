@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from emblib.dynamic.saving import routing
+from emblib.dynamic import keys as routing
 from tests.dynamic import entry_cases
 
 MASK = (1 << 64) - 1

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from emblib.dynamic.tiers.disk_rows import DiskRows
-from emblib.dynamic.tiers.row_store import Rows, RowStore, StoredTable
-from emblib.dynamic.tiers.sqlite_rows import SqliteRows
+from emblib.dynamic.tiers.disk import DiskRows
+from emblib.dynamic.tiers.sqlite import SqliteRows
+from emblib.dynamic.tiers.store import Rows, RowStore, StoredTable
 from tests.dynamic import store_kills
 from tests.dynamic.row_store_cases import (
     EDGES,

@@ -11,10 +11,10 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from emblib.dynamic.tiers import row_files
-from emblib.dynamic.tiers.disk_rows import DiskRows
-from emblib.dynamic.tiers.row_store import StoredTable
-from emblib.dynamic.tiers.sqlite_rows import SqliteRows
+from emblib.dynamic.tiers import disk
+from emblib.dynamic.tiers.disk import DiskRows
+from emblib.dynamic.tiers.sqlite import SqliteRows
+from emblib.dynamic.tiers.store import StoredTable
 from emblib.specs import Verify
 from emblib.tables import journal
 from emblib.tables.durable_files import ChecksumError, SyncError
@@ -37,7 +37,7 @@ class History:
     """A store that is written to, with what each flush left."""
 
     def __init__(self, directory: Path, patch: pytest.MonkeyPatch) -> None:
-        patch.setattr(row_files, "_LEAST", 4)
+        patch.setattr(disk, "_LEAST", 4)
         directory.mkdir()
         self.recorder = Recorder(directory, expected=Expected(0))
         self.recorder.on_sync = self._on_sync

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from emblib.dynamic.tiers.host_rows import HostRows
-from emblib.dynamic.tiers.row_store import Rows, StoredTable
-from emblib.dynamic_specs import Eviction
+from emblib.dynamic.tiers.host import HostRows
+from emblib.dynamic.tiers.store import Rows, StoredTable
+from emblib.specs import Eviction
 from tests.dynamic.row_store_cases import EDGES, TABLES, as_dict, contents, random_rows, take
 
 EVICTIONS = [eviction for eviction in Eviction if eviction is not Eviction.NONE]

@@ -9,10 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from emblib.dynamic.scored_rows import TableRows
-from emblib.dynamic.scored_table import ScoredTable
-from emblib.dynamic_specs import Constant, DynamicSpec, Eviction, Newcomer
+from emblib.dynamic.scored_table import ScoredTable, TableRows
 from emblib.ops.hash import EVICTING, HIT, NEW, REFUSED
+from emblib.specs import Constant, DynamicSpec, Eviction, Newcomer
 
 DIM = 3
 EDGES = [-4, -3, -2, -1, 0, 1, 2, 3, 4, 2**63 - 1, -(2**63)]

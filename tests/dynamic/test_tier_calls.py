@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from emblib import DynamicEmbeddingBags, TieredEmbeddingBags, TierMode, Tiers, optim
-from emblib.dynamic_specs import Eviction, ExactCounter, Frequency
+from emblib.specs import Eviction, ExactCounter, Frequency
 from tests.dynamic.tier_cases import STORES, batch, specs
 
 OPTIMIZERS = (optim.Adam(0.1), optim.SGD(0.1), optim.RowwiseAdagrad(0.1))

@@ -11,11 +11,12 @@ from torch import Tensor
 from emblib import Precision, TieredEmbeddingBags, Tiers, optim
 from emblib.dynamic.saving.dumps import Progress
 from emblib.dynamic.saving.entries import Entries
-from emblib.dynamic.tiers import bags, row_stage
-from emblib.dynamic.tiers.disk_rows import DiskRows
-from emblib.dynamic.tiers.host_rows import HostRows
-from emblib.dynamic.tiers.row_store import Found, Rows
-from emblib.dynamic_specs import DynamicSpec
+from emblib.dynamic.tiers import module as bags
+from emblib.dynamic.tiers import store as row_stage
+from emblib.dynamic.tiers.disk import DiskRows
+from emblib.dynamic.tiers.host import HostRows
+from emblib.dynamic.tiers.store import Found, Rows
+from emblib.specs import DynamicSpec
 from tests.dynamic import tier_kills
 from tests.dynamic.tier_cases import STORES, Pair, batch, specs
 from tests.tables.kills import run_alone

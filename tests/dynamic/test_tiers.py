@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from emblib import KeyStatus, Pooling, Precision, TieredEmbeddingBags, TierMode, Tiers, optim
-from emblib.dynamic.tiers.host_rows import HostRows
-from emblib.dynamic_specs import Constant, DynamicSpec, Eviction, ExactCounter, Frequency, Sketch
+from emblib.dynamic.tiers.host import HostRows
+from emblib.specs import Constant, DynamicSpec, Eviction, ExactCounter, Frequency, Sketch
 from tests.dynamic.tier_cases import Pair, batch, specs
 
 

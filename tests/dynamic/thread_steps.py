@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from emblib import DynamicEmbeddingBags, DynamicSpec, TieredEmbeddingBags, Tiers, optim
-from emblib.dynamic.tiers.disk_rows import DiskRows
-from emblib.dynamic.tiers.host_rows import HostRows
-from emblib.dynamic.tiers.row_store import RowStore
-from emblib.dynamic.tiers.sqlite_rows import SqliteRows
-from emblib.dynamic_specs import Debug
+from emblib.dynamic.tiers.disk import DiskRows
+from emblib.dynamic.tiers.host import HostRows
+from emblib.dynamic.tiers.sqlite import SqliteRows
+from emblib.dynamic.tiers.store import RowStore
+from emblib.specs import Debug
 from tests.thread_cases import held_elsewhere, in_fork
 
 KEYS, DIM, LOOKUPS, STEP = 400, 4, 24, 1024.0

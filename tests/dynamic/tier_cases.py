@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from emblib import DynamicEmbeddingBags, TieredEmbeddingBags, TierMode, Tiers, optim
-from emblib.dynamic.tiers.disk_rows import DiskRows
-from emblib.dynamic.tiers.host_rows import HostRows
-from emblib.dynamic.tiers.row_store import RowStore
-from emblib.dynamic.tiers.sqlite_rows import SqliteRows
-from emblib.dynamic_specs import DynamicSpec, Normal
+from emblib.dynamic.tiers.disk import DiskRows
+from emblib.dynamic.tiers.host import HostRows
+from emblib.dynamic.tiers.sqlite import SqliteRows
+from emblib.dynamic.tiers.store import RowStore
+from emblib.specs import DynamicSpec, Normal
 
 KEYS, BAGS = 500, 8
 

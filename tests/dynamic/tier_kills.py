@@ -18,11 +18,10 @@ import torch
 from torch import Tensor
 
 from emblib import optim
-from emblib.dynamic.bags import DynamicEmbeddingBags
-from emblib.dynamic.tiers.bags import TieredEmbeddingBags
-from emblib.dynamic.tiers.options import Tiers
-from emblib.dynamic.tiers.row_store import Rows
-from emblib.dynamic_specs import DynamicSpec, Normal
+from emblib.dynamic.module import DynamicEmbeddingBags
+from emblib.dynamic.tiers.module import TieredEmbeddingBags
+from emblib.dynamic.tiers.store import Rows, Tiers
+from emblib.specs import DynamicSpec, Normal
 from tests.dynamic.row_store_cases import FILES
 from tests.tables.kills import Board, killed_at_call, killed_in
 

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from emblib.dynamic_specs import DynamicSpec, Normal, Uniform
 from emblib.ops.codes import CACHE_POLICY, HASH_ORDER, NEWCOMER
-from emblib.ops.initial import rule_of
-from emblib.reference import initial
+from emblib.ops.hash import rule_of
+from emblib.reference import hash
 from emblib.reference.cache import CacheModel, flush, move
 from emblib.reference.hash import HashModel
+from emblib.specs import DynamicSpec, Normal, Uniform
 from tests import cache_cases, hash_cases
 from tests.fuzz.call import FLOATS, Arguments, Call, close, drawn_seed, same
 
@@ -291,7 +291,7 @@ def _hash_initial_rows(draw: random.Random) -> Call:
     want = [plane.clone() for plane in planes]
 
     def check(arguments: Arguments, _: Any) -> None:
-        initial.initial_rows_(want, layout, rule_tensor, *rest)
+        hash.initial_rows_(want, layout, rule_tensor, *rest)
         for got, plane in zip(arguments[0], want, strict=True):
             close(got, plane)
 

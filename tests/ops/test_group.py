@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from emblib.ops.group import group, group_inverse
+from emblib.ops.primitives import group, group_inverse
 
 
 def check(keys: Tensor, num_keys: int) -> None:

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from emblib.ops import hash as hash_ops
+from emblib.ops import hash
 from emblib.ops.codes import HASH_ORDER, NEWCOMER
 from emblib.reference import hash as reference
 from emblib.reference.hash import NEW, REFUSED, SLOTS, Miss
@@ -41,7 +41,7 @@ scored = pytest.mark.parametrize("order", ["lfu", "lru_lfu", "assigned"])
 
 
 def _ops(device: torch.device | str = "cpu") -> dict[str, Op]:
-    return {name: on(torch.device(device), getattr(hash_ops, f"hash_{name}")) for name in OPS}
+    return {name: on(torch.device(device), getattr(hash, f"hash_{name}")) for name in OPS}
 
 
 def _keys(misses: list[list[Miss]], status: int) -> list[int]:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from emblib.ops import hash as hash_ops
+from emblib.ops import hash
 from emblib.ops.codes import HASH_ORDER, NEWCOMER
 from emblib.reference import hash as reference
 from tests.hash_cases import Batch, Rows, Tables, Twin
@@ -23,8 +23,8 @@ def _cases() -> dict[str, tuple[Any, ...]]:
     batch = Batch.of((0, range(10, 60)), (1, [1, 2, 90, 90]), given=[6, 7])
     batch.counts = torch.arange(1, 55)
     keys, rows, given = batch.keys, Rows(TABLES), batch.given
-    slots = hash_ops.hash_find(index, *keys)
-    first, _, totals, ends = hash_ops.hash_misses(*keys, slots, batch.counts, 2)
+    slots = hash.hash_find(index, *keys)
+    first, _, totals, ends = hash.hash_misses(*keys, slots, batch.counts, 2)
     admitted = torch.arange(54) % 5 != 0
     return {
         "hash_find": (index, *keys),
@@ -46,9 +46,9 @@ def test_opcheck() -> None:
 
 
 def test_constants_agree() -> None:
-    assert hash_ops.SLOTS == reference.SLOTS
-    assert (hash_ops.COUNTERS, hash_ops.ORDERS) == (reference.COUNTERS, reference.ORDERS)
-    assert len(hash_ops.TABLE_FIELDS) == TABLES.index()[2].size(1)
+    assert hash.SLOTS == reference.SLOTS
+    assert (hash.COUNTERS, hash.ORDERS) == (reference.COUNTERS, reference.ORDERS)
+    assert len(hash.TABLE_FIELDS) == TABLES.index()[2].size(1)
 
 
 @pytest.mark.parametrize(("most", "load"), [(1, 819), (3, 1024), (8, 819), (100, 700), (64, 1)])
@@ -56,9 +56,9 @@ def test_growth_is_foreseen(most: int, load: int) -> None:
     """Who reserves memory knows how many buckets there will be; more keys never make fewer."""
     before = 1
     for keys in range(most * 33):
-        sizes = [f.wanted_buckets(keys, 1, most, load) for f in (hash_ops, reference)]
+        sizes = [f.wanted_buckets(keys, 1, most, load) for f in (hash, reference)]
         assert before <= sizes[0] == sizes[1] <= most
-        assert hash_ops.wanted_buckets(keys, most, most, load) == most
+        assert hash.wanted_buckets(keys, most, most, load) == most
         before = sizes[0]
     assert before == most
 
@@ -186,7 +186,7 @@ def test_uses_stop_at_the_largest_number() -> None:
     """Sums of counts are numbers of 64 bits, as scores are."""
     keys = Batch.of((0, [5, 6, 5])).keys
     counts, slots = torch.tensor([2**63 - 1, 1, 2]), torch.full((3,), -1)
-    totals = hash_ops.hash_misses(*keys, slots, counts, 1)[2]
+    totals = hash.hash_misses(*keys, slots, counts, 1)[2]
     assert totals.tolist() == [2**63 - 1, 1, 0]
 
 
@@ -197,11 +197,11 @@ def test_growth_into_buckets_that_are_not_empty_stays_inside() -> None:
     misses = model.misses([(0, key) for key in range(32)], [-1] * 32, [1] * 32)
     model.place(misses, [0, 0])
     index = model.index()
-    index[0][hash_ops.SLOTS : 2 * hash_ops.SLOTS] = 7
+    index[0][hash.SLOTS : 2 * hash.SLOTS] = 7
     before = [tensor.clone() for tensor in index[:2]]
     batch = Batch.of((0, [99]))
     layout = torch.empty(2, 0, 2, dtype=torch.int64)
     ends = torch.tensor([0, 1, 1])
-    hash_ops.hash_grow_(index, [], layout, *batch.keys, torch.tensor([-1]), ends, None)
+    hash.hash_grow_(index, [], layout, *batch.keys, torch.tensor([-1]), ends, None)
     assert index[2][0].tolist() == [0, 2, 2, 32, 819, 0]
     assert all(torch.equal(a, b) for a, b in zip(index[:2], before, strict=True))

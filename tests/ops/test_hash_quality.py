@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from emblib.ops import hash as hash_ops
+from emblib.ops import hash
 from emblib.ops.codes import HASH_ORDER, NEWCOMER
 from tests.hash_cases import Batch, Tables
 
@@ -21,17 +21,17 @@ class Index:
         """Inserts distinct keys: which of the missing ones found a place, in order."""
         batch = Batch(ids, torch.tensor([0, len(ids)]), torch.tensor([0]))
         score, order = torch.tensor([given]), HASH_ORDER[self.tables.order]
-        slots = hash_ops.hash_use_(self.index, *batch.keys, None, score, order)
-        first, _, totals, ends = hash_ops.hash_misses(*batch.keys, slots, None, 1)
-        hash_ops.hash_grow_(self.index, *NO_ROWS, *batch.keys, slots, ends, None)
+        slots = hash.hash_use_(self.index, *batch.keys, None, score, order)
+        first, _, totals, ends = hash.hash_misses(*batch.keys, slots, None, 1)
+        hash.hash_grow_(self.index, *NO_ROWS, *batch.keys, slots, ends, None)
         ways = (None, score, order, NEWCOMER[self.tables.newcomer])
-        placed, _, _ = hash_ops.hash_place_(self.index, ids, first, totals, ends, *ways)
+        placed, _, _ = hash.hash_place_(self.index, ids, first, totals, ends, *ways)
         return placed[: int(ends[1])] >= 0
 
     def found(self, ids: Tensor) -> float:
         """The share of the keys that are there."""
         batch = Batch(ids, torch.tensor([0, len(ids)]), torch.tensor([0]))
-        return float((hash_ops.hash_find(self.index, *batch.keys) >= 0).double().mean())
+        return float((hash.hash_find(self.index, *batch.keys) >= 0).double().mean())
 
 
 def _random_keys(n: int, seed: int) -> Tensor:

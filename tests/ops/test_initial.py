@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from emblib.dynamic_specs import (
+from emblib.ops.hash import initial_rows_, rule_of
+from emblib.reference import hash
+from emblib.specs import (
     Constant,
     Debug,
     DynamicSpec,
@@ -21,8 +23,6 @@ from emblib.dynamic_specs import (
     TruncatedNormal,
     Uniform,
 )
-from emblib.ops.initial import initial_rows_, rule_of
-from emblib.reference import initial as reference
 
 ROOT = Path(__file__).resolve().parents[2]
 INITIALIZERS = [
@@ -70,7 +70,7 @@ def test_matches_reference(
     want = plane.cpu().clone()
     call = _call([plane], [[[2, stride, rows, dim, 77]]], [initializer], slots)
     initial_rows_(*call)
-    reference.initial_rows_([want], *(x.cpu() for x in call[1:-1]), SEED)
+    hash.initial_rows_([want], *(x.cpu() for x in call[1:-1]), SEED)
     assert_close(plane.cpu(), want, rtol=1e-5 if dtype is torch.float32 else 0.01, atol=1e-6)
     untouched = want == 9.0
     assert torch.equal(plane.cpu()[untouched], want[untouched]), "-1 and gaps are left alone"
@@ -82,7 +82,7 @@ def test_uniform_and_debug_are_exact(device: torch.device) -> None:
         want = plane.cpu().clone()
         call = _call([plane], [[[0, 8, 9, 8, 3]]], [initializer], list(range(9)))
         initial_rows_(*call)
-        reference.initial_rows_([want], *(x.cpu() for x in call[1:-1]), SEED)
+        hash.initial_rows_([want], *(x.cpu() for x in call[1:-1]), SEED)
         assert torch.equal(plane.cpu(), want)
 
 

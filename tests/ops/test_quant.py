@@ -11,7 +11,7 @@ from torch.testing import assert_close
 
 from emblib.ops.codes import POOLING
 from emblib.ops.quant import quant_lookup, quantize_rows_, row_bytes
-from emblib.reference import quant as reference
+from emblib.reference import quant
 from emblib.specs import Pooling
 from tests.quant_cases import expected, pack, tolerance
 from tests.simt.cases import CASES, VARIABLE_CASES, Case, Data
@@ -45,11 +45,11 @@ def test_rows_are_quantised(
     weights = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
     weights[1:3] *= 1e-3
     got = quantized(weights.to(device), bits)
-    want = reference.quantize_rows(weights, bits)
+    want = quant.quantize_rows(weights, bits)
     if device.type == "cpu":
         assert torch.equal(got[0], want[0])
         assert torch.equal(got[1], want[1])
-    rows = reference.dequantize_rows(got[0].cpu(), got[1].cpu().double(), shape[1], bits)
+    rows = quant.dequantize_rows(got[0].cpu(), got[1].cpu().double(), shape[1], bits)
     bound = got[1].cpu()[:, :1].double() * (0.5 + 1e-5) + 1e-7
     assert bool(((rows - weights.double()).abs() <= bound).all())
 
@@ -61,7 +61,7 @@ def test_extreme_rows(bits: int, device: torch.device) -> None:
         [[0.0] * 4, [-2.5] * 4, [-largest, largest, 0.0, 1.0], [1e-45, 0.0, 2e-45, 1e-40]]
     )
     values, scales = (tensor.cpu() for tensor in quantized(rows.to(device), bits))
-    back = reference.dequantize_rows(values, scales.double(), 4, bits)
+    back = quant.dequantize_rows(values, scales.double(), 4, bits)
     assert torch.equal(back[:2], rows[:2].double()), "rows of one value are exact"
     assert bool(torch.isfinite(scales).all())
     assert_close(back[2, :2], rows[2, :2].double(), rtol=1e-6, atol=0.0)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from emblib import optim
 from emblib.ops.codes import OPTIMIZER, POOLING
-from emblib.reference import rounding
+from emblib.reference import optim as rounding
 from tests.ops.test_update import PLACES, run
 from tests.simt.test_update import run as run_emulated
 from tests.update_problem import Problem

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
 
-from emblib.dynamic.saving import routing as saving
+from emblib.dynamic import keys as saving
 from emblib.ops import route
 from emblib.ops.route import Routing
 from emblib.reference import route as reference

@@ -14,9 +14,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from emblib.sharding import checkpoints
-from emblib.sharding.boxes import Box
 from emblib.sharding.checkpoints import CheckpointError, ShardedTable
-from emblib.sharding.groups_of_ranks import Ranks
+from emblib.sharding.ranks import Ranks
+from emblib.sharding.sharding_types import Box
 from tests.tables.kills import SelfKill, killed_at_call
 
 assert dcp  # so that no fork imports it

@@ -11,10 +11,15 @@ from emblib import optim
 from emblib.collections import EmbeddingBagCollection, EmbeddingCollection
 from emblib.collections.configs import Dynamic, EmbeddingBagConfig, EmbeddingConfig, TensorTrain
 from emblib.collections.optimizers import FusedOptimizer
-from emblib.dynamic_specs import Eviction, ExactCounter, Frequency, Sketch
 from emblib.jagged import KeyedJaggedTensor
 from emblib.sharding import checkpoints
-from emblib.sharding.boxes import (
+from emblib.sharding.checkpoints.sharded_table import whole_state
+from emblib.sharding.ranks import Ranks
+from emblib.sharding.shard import construct_module_plan
+from emblib.sharding.sharded_bags import ShardedEmbeddingBagCollection
+from emblib.sharding.sharded_sequences import ShardedEmbeddingCollection
+from emblib.sharding.sharded_tables import GradientReduction
+from emblib.sharding.sharding_types import (
     Rule,
     World,
     column_wise,
@@ -23,12 +28,7 @@ from emblib.sharding.boxes import (
     row_wise,
     table_wise,
 )
-from emblib.sharding.checkpoints.gathering import whole_state
-from emblib.sharding.groups_of_ranks import Ranks
-from emblib.sharding.shard import construct_module_plan
-from emblib.sharding.sharded_bags import ShardedEmbeddingBagCollection
-from emblib.sharding.sharded_sequences import ShardedEmbeddingCollection
-from emblib.sharding.sharded_tables import GradientReduction
+from emblib.specs import Eviction, ExactCounter, Frequency, Sketch
 
 BATCH = 12
 CONFIGS = {

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from emblib.sharding import checkpoints
-from emblib.sharding.boxes import Box
 from emblib.sharding.checkpoints import ShardedTable
-from emblib.sharding.groups_of_ranks import Ranks
+from emblib.sharding.ranks import Ranks
+from emblib.sharding.sharding_types import Box
 
 
 def numbers(rows: int, columns: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:

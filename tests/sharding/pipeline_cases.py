@@ -20,11 +20,11 @@ from emblib.collections.feature_processors import (
     PositionWeightedProcessor,
 )
 from emblib.jagged import KeyedJaggedTensor
-from emblib.sharding.boxes import column_wise, data_parallel, row_wise, table_wise
-from emblib.sharding.groups_of_ranks import Ranks
 from emblib.sharding.model_parallel import DistributedModelParallel
 from emblib.sharding.pipelines import empty_batch
 from emblib.sharding.pipelines.inputs import sharded_modules
+from emblib.sharding.ranks import Ranks
+from emblib.sharding.sharding_types import column_wise, data_parallel, row_wise, table_wise
 from emblib.specs import Pooling
 
 DENSE, DIM, ROWS = 3, 8, 40

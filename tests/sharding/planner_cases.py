@@ -10,13 +10,20 @@ from emblib import optim
 from emblib.collections import EmbeddingBagCollection, EmbeddingCollection
 from emblib.collections.configs import EmbeddingBagConfig, EmbeddingConfig
 from emblib.collections.groups import TableGroups
-from emblib.sharding.boxes import Rule, World, column_wise, data_parallel, row_wise, table_wise
-from emblib.sharding.groups_of_ranks import Ranks
 from emblib.sharding.layout import shape_of
 from emblib.sharding.plan import ShardingPlan, construct_plan
 from emblib.sharding.planner import Planner, Reservation, TableConstraints, Topology, Work
-from emblib.sharding.planner.validate import batch_of
+from emblib.sharding.planner.simulate import batch_of
 from emblib.sharding.planner.work import tables_of, works_of
+from emblib.sharding.ranks import Ranks
+from emblib.sharding.sharding_types import (
+    Rule,
+    World,
+    column_wise,
+    data_parallel,
+    row_wise,
+    table_wise,
+)
 
 MB = 1 << 20
 OPTIMIZERS = (optim.SGD(lr=0.1), optim.Adam(lr=0.1), optim.RowwiseAdagrad(lr=0.1))

@@ -19,9 +19,9 @@ from emblib.collections import EmbeddingBagCollection, EmbeddingBagConfig
 from emblib.collections.configs import Dynamic, TensorTrain
 from emblib.jagged import KeyedJaggedTensor
 from emblib.sharding import DistributedModelParallel, checkpoints
-from emblib.sharding.boxes import column_wise, row_wise, table_wise
-from emblib.sharding.groups_of_ranks import Ranks
-from emblib.sharding.launched import launched
+from emblib.sharding.failures import launched
+from emblib.sharding.ranks import Ranks
+from emblib.sharding.sharding_types import column_wise, row_wise, table_wise
 
 STEPS, SAVE_EVERY, BATCH = 12, 4, 6
 TABLES = {

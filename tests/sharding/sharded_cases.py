@@ -17,25 +17,25 @@ from torch import Tensor
 import emblib
 from emblib import JaggedTensor, KeyedJaggedTensor, optim
 from emblib.collections.configs import Dynamic, EmbeddingBagConfig, EmbeddingConfig, Plain
-from emblib.sharding import boxes, distribute
-from emblib.sharding.groups_of_ranks import Ranks
+from emblib.sharding import input_dist, sharding_types
+from emblib.sharding.exchange import Wire
 from emblib.sharding.layout import shape_of
 from emblib.sharding.plan import construct_plan
+from emblib.sharding.ranks import Ranks
 from emblib.sharding.sharded_bags import ShardedEmbeddingBagCollection
 from emblib.sharding.sharded_sequences import ShardedEmbeddingCollection
 from emblib.sharding.sharded_tables import GradientReduction
-from emblib.sharding.wire import Wire
 from emblib.specs import Pooling
 
 STEPS = 3
 WORDS = {
-    "dp": lambda world, i: boxes.data_parallel(),
-    "tw": lambda world, i: boxes.table_wise(i % world.size),
-    "rw": lambda world, i: boxes.row_wise(),
-    "cw": lambda world, i: boxes.column_wise(),
-    "twrw": lambda world, i: boxes.table_row_wise(i % (world.size // world.local_size)),
-    "twcw": lambda world, i: boxes.table_column_wise(i % (world.size // world.local_size)),
-    "grid": lambda world, i: boxes.grid(),
+    "dp": lambda world, i: sharding_types.data_parallel(),
+    "tw": lambda world, i: sharding_types.table_wise(i % world.size),
+    "rw": lambda world, i: sharding_types.row_wise(),
+    "cw": lambda world, i: sharding_types.column_wise(),
+    "twrw": lambda world, i: sharding_types.table_row_wise(i % (world.size // world.local_size)),
+    "twcw": lambda world, i: sharding_types.table_column_wise(i % (world.size // world.local_size)),
+    "grid": lambda world, i: sharding_types.grid(),
 }
 
 
@@ -161,9 +161,9 @@ def joined(batches: Sequence[KeyedJaggedTensor]) -> KeyedJaggedTensor:
 
 def plan_of(case: Case, ranks: Ranks) -> dict[str, Any]:
     """The case's words as boxes."""
-    world = boxes.World(ranks.size, case.local_size or ranks.local_size)
+    world = sharding_types.World(ranks.size, case.local_size or ranks.local_size)
     rules = {
-        config.name: WORDS[word](world, i) if isinstance(word, str) else boxes.custom(word)
+        config.name: WORDS[word](world, i) if isinstance(word, str) else sharding_types.custom(word)
         for i, (config, word) in enumerate(zip(case.configs, case.plan, strict=True))
     }
     return construct_plan({c.name: shape_of(c) for c in case.configs}, rules, world)
@@ -197,7 +197,7 @@ def flat(output: Any) -> Tensor:
 def train(ranks: Ranks, case: Case) -> str:
     """Several steps, compared with one process after each; returns what was compared."""
     # Batches are small here, and it shall not matter.
-    distribute._LEAST_SAVED = case.least_saved
+    input_dist._LEAST_SAVED = case.least_saved
     oracle = make_source(case)
     sharded = make_sharded(case, ranks, copy.deepcopy(oracle))
     compare_tables(sharded, oracle, 0.0)

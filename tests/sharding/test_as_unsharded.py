@@ -12,8 +12,8 @@ import torch
 
 from emblib import KeyedJaggedTensor, optim, sharding
 from emblib.collections.configs import Dynamic, Plain, Quantized, TensorTrain
-from emblib.sharding import boxes
-from emblib.sharding.groups_of_ranks import Ranks
+from emblib.sharding import sharding_types
+from emblib.sharding.ranks import Ranks
 from emblib.specs import Pooling
 from tests.sharding import worlds
 from tests.sharding.sharded_cases import (
@@ -219,16 +219,19 @@ def test_one_rank_may_replicate_dynamic_tables() -> None:
 
 def refused(ranks: Ranks) -> None:
     source = make_source(Case(tables(SUM, kind=Dynamic(), dims=(8,) * 4), MIXED))
-    rules: Any = {f"t{i}": boxes.table_wise(0) for i in range(4)}
+    rules: Any = {f"t{i}": sharding_types.table_wise(0) for i in range(4)}
     with pytest.raises(ValueError, match=r"t1: copies of a dynamic table.*table_wise"):
-        sharding.shard(source, {"": {**rules, "t1": boxes.data_parallel()}}, ranks)
-    plain = replace(boxes.table_wise(0)(boxes.TableShape(7, 8), boxes.World(2, 2)), kind=Plain())
+        sharding.shard(source, {"": {**rules, "t1": sharding_types.data_parallel()}}, ranks)
+    plain = replace(
+        sharding_types.table_wise(0)(sharding_types.TableShape(7, 8), sharding_types.World(2, 2)),
+        kind=Plain(),
+    )
     with pytest.raises(ValueError, match=r"t1: a plan cannot make .* change the kind"):
         sharding.shard(source, {"": {**rules, "t1": plain}}, ranks)
     one = make_source(Case(tables(SUM), MIXED, optimizer=None)).quantized()
     assert isinstance(one.configs[0].kind, Quantized)
     with pytest.raises(ValueError, match="not divided by columns"):
-        sharding.shard(one, {"": {**rules, "t0": boxes.column_wise()}}, ranks)
+        sharding.shard(one, {"": {**rules, "t0": sharding_types.column_wise()}}, ranks)
 
 
 def test_what_a_kind_of_table_cannot_be_is_told() -> None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from emblib.sharding.awaitable import (
+from emblib.sharding.exchange import (
     Awaitable,
     Deferred,
     LazyAwaitable,

@@ -17,9 +17,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from emblib.sharding import checkpoints
-from emblib.sharding.boxes import Box
 from emblib.sharding.checkpoints import CheckpointError, checksums
-from emblib.sharding.groups_of_ranks import Ranks
+from emblib.sharding.ranks import Ranks
+from emblib.sharding.sharding_types import Box
 from tests.sharding import worlds
 from tests.sharding.checkpoint_worlds import assert_is, numbers, spread
 

@@ -16,11 +16,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from emblib.sharding import checkpoints
-from emblib.sharding.boxes import Box
 from emblib.sharding.checkpoints import CheckpointError, RowStates, ShardedTable, sharded_table
 from emblib.sharding.checkpoints.checksums import SummingStream
-from emblib.sharding.checkpoints.row_states import averaged
-from emblib.sharding.groups_of_ranks import Ranks
+from emblib.sharding.checkpoints.sharded_table import averaged
+from emblib.sharding.ranks import Ranks
+from emblib.sharding.sharding_types import Box
 from tests.sharding import checkpoint_kills, worlds
 from tests.sharding.checkpoint_worlds import assert_is, numbers, spread
 from tests.sync_calls import record_syncs

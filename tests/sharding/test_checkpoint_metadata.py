@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from emblib.sharding import checkpoints
 from emblib.sharding.checkpoints import CheckpointError, checksums, unpickling
-from emblib.sharding.groups_of_ranks import Ranks
+from emblib.sharding.ranks import Ranks
 from tests.sharding.checkpoint_worlds import numbers
 
 ALONE = Ranks.single()

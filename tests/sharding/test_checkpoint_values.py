@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 
 from emblib.sharding import checkpoints
 from emblib.sharding.checkpoints import CheckpointError, values
-from emblib.sharding.groups_of_ranks import Ranks
+from emblib.sharding.ranks import Ranks
 
 ALONE = Ranks.single()
 SCALARS: dict[str, tuple[Any, Any]] = {

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from emblib.sharding.boxes import (
+from emblib.sharding.sharding_types import (
     Box,
     TableShape,
     World,

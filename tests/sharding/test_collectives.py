@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 from emblib.sharding import collectives
-from emblib.sharding.awaitable import Awaitable
 from emblib.sharding.codecs import BF16, FP8, FP16, INT8, Codec
 from emblib.sharding.collectives import GradientReduction
-from emblib.sharding.groups_of_ranks import Ranks
-from emblib.sharding.wire import Wire
+from emblib.sharding.exchange import Awaitable, Wire
+from emblib.sharding.ranks import Ranks
 from tests.sharding import worlds
 
 BATCHES = {

@@ -11,10 +11,10 @@ from torch import Tensor
 from emblib.collections import EmbeddingBagCollection, EmbeddingBagConfig
 from emblib.jagged import KeyedJaggedTensor
 from emblib.optim import SGD
-from emblib.sharding.boxes import row_wise
 from emblib.sharding.exchange import start_all_gather, start_all_to_all
-from emblib.sharding.groups_of_ranks import Ranks, subgroup
+from emblib.sharding.ranks import Ranks, subgroup
 from emblib.sharding.shard import shard
+from emblib.sharding.sharding_types import row_wise
 from tests.sharding import worlds
 
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from emblib.sharding import collectives, failures
 from emblib.sharding.failures import RankFailure, guarded
-from emblib.sharding.groups_of_ranks import Ranks
+from emblib.sharding.ranks import Ranks
 from tests.sharding import worlds
 
 CULPRIT = 2

@@ -27,16 +27,16 @@ from emblib.sharding import (
     ShardedEmbeddingBagCollection,
     ShardedEmbeddingCollection,
     Wire,
-    boxes,
     fingerprint,
     shard,
+    sharding_types,
 )
-from emblib.sharding.groups_of_ranks import Ranks
+from emblib.sharding.ranks import Ranks
 from emblib.specs import Cache, Placement, Pooling
 from tests.sharding import worlds
 
 ROWS, DIM = 1000, 8
-WORLD = boxes.World(2, 2)
+WORLD = sharding_types.World(2, 2)
 
 
 def _bags(**changes: Any) -> EmbeddingBagCollection:
@@ -62,7 +62,7 @@ def _bags(**changes: Any) -> EmbeddingBagCollection:
 
 
 def _plan(**rules: Any) -> dict[str, Any]:
-    return {"item": boxes.row_wise(), "country": boxes.table_wise(0), **rules}
+    return {"item": sharding_types.row_wise(), "country": sharding_types.table_wise(0), **rules}
 
 
 def _init_rows(weight: torch.Tensor) -> None:
@@ -133,11 +133,11 @@ SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
 }
 PLANS: dict[str, tuple[dict[str, Any], str]] = {
     "rule": (
-        {"country": boxes.row_wise()},
+        {"country": sharding_types.row_wise()},
         "table country: sharding is table_wise on rank 0 and row_wise on rank 1",
     ),
     "cut": (
-        {"item": boxes.custom([(0, (0, 501), (0, DIM)), (1, (501, ROWS), (0, DIM))])},
+        {"item": sharding_types.custom([(0, (0, 501), (0, DIM)), (1, (501, ROWS), (0, DIM))])},
         "table item: part 0 is [0:500, 0:8] held by rank 0 on rank 0 and [0:501, 0:8] held by",
     ),
     "kept as": (
@@ -149,9 +149,9 @@ PLANS: dict[str, tuple[dict[str, Any], str]] = {
 
 def _rules(given: dict[str, Any]) -> dict[str, Any]:
     """A plan; a kind stands for row_wise() with the table kept as that."""
-    shape = boxes.TableShape(ROWS, DIM)
+    shape = sharding_types.TableShape(ROWS, DIM)
     return _plan(**{
-        name: dataclasses.replace(boxes.row_wise()(shape, WORLD), kind=rule)
+        name: dataclasses.replace(sharding_types.row_wise()(shape, WORLD), kind=rule)
         if isinstance(rule, Plain) else rule
         for name, rule in given.items()
     })  # fmt: skip
@@ -196,9 +196,17 @@ def test_each_thing_that_ranks_were_given_otherwise_is_named() -> None:
 def _without_shard(ranks: Ranks) -> list[str]:
     """Of the sharded collections made directly; sequences have messages by their dims."""
     mine = ranks.rank == 2
-    plan = {"item": boxes.row_wise()(boxes.TableShape(ROWS, DIM), boxes.World(3, 3))}
+    plan = {
+        "item": sharding_types.row_wise()(
+            sharding_types.TableShape(ROWS, DIM), sharding_types.World(3, 3)
+        )
+    }
     rows = ROWS + 1 if mine else ROWS
-    cut = {"item": boxes.row_wise()(boxes.TableShape(rows, DIM), boxes.World(3, 3))}
+    cut = {
+        "item": sharding_types.row_wise()(
+            sharding_types.TableShape(rows, DIM), sharding_types.World(3, 3)
+        )
+    }
     bags = [EmbeddingBagConfig(rows, DIM, "item")]
     with pytest.raises(ValueError, match=r"1000 on ranks 0-1 and 1001 on rank 2") as caught:
         ShardedEmbeddingBagCollection(EmbeddingBagCollection(bags), cut, ranks)
@@ -207,7 +215,7 @@ def _without_shard(ranks: Ranks) -> list[str]:
     sequences = EmbeddingCollection([
         EmbeddingConfig(ROWS, dim, name) for dim, name in zip(dims, ("item", "other"), strict=True)
     ])  # fmt: skip
-    plan["other"] = boxes.TableSharding(boxes.ShardingType.DATA_PARALLEL)
+    plan["other"] = sharding_types.TableSharding(sharding_types.ShardingType.DATA_PARALLEL)
     with pytest.raises(ValueError, match="table other: embedding_dim is 8 on ranks 0-1") as caught:
         ShardedEmbeddingCollection(sequences, plan, ranks)
     return [*found, str(caught.value)]
@@ -227,7 +235,7 @@ class _Net(nn.Module):
 
 
 def _models(ranks: Ranks) -> dict[str, str]:
-    plan = {"bags": _plan(), "clicks": {"s": boxes.row_wise()}}
+    plan = {"bags": _plan(), "clicks": {"s": sharding_types.row_wise()}}
     mine = ranks.rank == 1
     plans: dict[str, Any] = {
         "plan": None if mine else plan,
@@ -272,8 +280,8 @@ def test_a_model_compares_its_plan_its_wrapping_and_its_dense_part() -> None:
 
 def _cut() -> dict[str, Any]:
     return {
-        "item": boxes.row_wise()(boxes.TableShape(ROWS, DIM), WORLD),
-        "country": boxes.table_wise(0)(boxes.TableShape(50, DIM), WORLD),
+        "item": sharding_types.row_wise()(sharding_types.TableShape(ROWS, DIM), WORLD),
+        "country": sharding_types.table_wise(0)(sharding_types.TableShape(50, DIM), WORLD),
     }
 
 
@@ -284,7 +292,7 @@ def _no_memory(*args: Any, **kwargs: Any) -> Any:
 def _one_fails(ranks: Ranks) -> dict[str, str]:
     """Only rank 1 has an argument that cannot be, or no memory: rank 0 must not wait for it."""
     mine = ranks.rank == 1
-    gone = _plan(item=boxes.table_wise(7)) if mine else _plan()
+    gone = _plan(item=sharding_types.table_wise(7)) if mine else _plan()
     wrap = "dpp" if mine else "ddp"
     wire: Any = "fp16" if mine else None
     made: dict[str, Callable[[], Any]] = {
@@ -503,7 +511,7 @@ def _may_differ(ranks: Ranks) -> int:
     sharded: Any = shard(_bags(), {"": _plan()}, ranks)
     # Copies become those of rank 0, whatever the others have.
     later: Any = _bags(rate_now=0.3 if ranks.rank == 0 else None)
-    copies = {name: boxes.data_parallel() for name in _plan()}
+    copies = {name: sharding_types.data_parallel() for name in _plan()}
     kernel = shard(later, {"": copies}, ranks).copies.groups.module_of(0)[0]  # type: ignore[union-attr]
     assert kernel.learning_rate == 0.3
     return len(sharded.parts())

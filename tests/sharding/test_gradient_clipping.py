@@ -14,8 +14,8 @@ from emblib.collections.optimizers import (
 )
 from emblib.jagged import KeyedJaggedTensor
 from emblib.sharding import DistributedModelParallel, clip_grad_norm_
-from emblib.sharding.boxes import data_parallel, row_wise, table_wise
-from emblib.sharding.groups_of_ranks import Ranks
+from emblib.sharding.ranks import Ranks
+from emblib.sharding.sharding_types import data_parallel, row_wise, table_wise
 from tests.sharding import worlds
 
 TRAIN = TensorTrain((2,), (4, 6), (2, 2))

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from emblib.sharding.exchange import start_all_to_all
-from emblib.sharding.groups_of_ranks import Ranks, sends_from_hosts, subgroup
+from emblib.sharding.ranks import Ranks, sends_from_hosts, subgroup
 from tests.sharding import worlds
 
 

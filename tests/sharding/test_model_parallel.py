@@ -13,8 +13,8 @@ from emblib.collections import EmbeddingBagCollection, EmbeddingBagConfig
 from emblib.collections.feature_processors import PositionWeightedProcessor
 from emblib.jagged import KeyedJaggedTensor
 from emblib.sharding import DDP, DistributedModelParallel, FullyShard
-from emblib.sharding.boxes import data_parallel, row_wise, table_wise
-from emblib.sharding.groups_of_ranks import Ranks
+from emblib.sharding.ranks import Ranks
+from emblib.sharding.sharding_types import data_parallel, row_wise, table_wise
 from tests.sharding import worlds
 from tests.sharding.pipeline_cases import (
     DENSE,

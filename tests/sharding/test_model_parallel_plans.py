@@ -17,9 +17,9 @@ from emblib.collections.optimizers import (
 )
 from emblib.jagged import KeyedJaggedTensor
 from emblib.sharding import DistributedModelParallel
-from emblib.sharding.boxes import World, row_wise, table_wise
-from emblib.sharding.groups_of_ranks import Ranks
 from emblib.sharding.plan import ShardingPlan
+from emblib.sharding.ranks import Ranks
+from emblib.sharding.sharding_types import World, row_wise, table_wise
 from tests.sharding import worlds
 from tests.sharding.pipeline_cases import (
     DIM,

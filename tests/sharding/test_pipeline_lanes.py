@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from emblib.sharding.pipelines import lanes
-from emblib.sharding.pipelines.lanes import Lane, Staged
+from emblib.sharding.pipelines import batches
+from emblib.sharding.pipelines.batches import Lane, Staged
 
 
 class Event:
@@ -67,8 +67,8 @@ def _streams(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "stream", on)
     monkeypatch.setattr(torch.cuda, "current_stream", current_stream)
-    monkeypatch.setattr(lanes, "leaves", lambda value: [value])
-    monkeypatch.setattr(lanes, "device_of", lambda leaf: leaf.device)
+    monkeypatch.setattr(batches, "leaves", lambda value: [value])
+    monkeypatch.setattr(batches, "device_of", lambda leaf: leaf.device)
 
 
 @pytest.mark.usefixtures("_streams")

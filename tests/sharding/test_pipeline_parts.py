@@ -11,7 +11,6 @@ from torch.utils.data import DataLoader
 
 from emblib.jagged import JaggedTensor, KeyedJaggedTensor
 from emblib.sharding import pipelines
-from emblib.sharding.groups_of_ranks import Ranks
 from emblib.sharding.pipelines import Equal, Longest, Progress, Shortest, TrainPipelineBase
 from emblib.sharding.pipelines.batches import (
     empty_batch,
@@ -21,8 +20,8 @@ from emblib.sharding.pipelines.batches import (
     same_input,
     to_device,
 )
-from emblib.sharding.pipelines.loading import Counted, Loader
-from emblib.sharding.pipelines.reporting import WINDOW, Meter
+from emblib.sharding.pipelines.loading import WINDOW, Counted, Loader, Meter
+from emblib.sharding.ranks import Ranks
 from tests.sharding import worlds
 
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from emblib.sharding import pipelines
-from emblib.sharding.groups_of_ranks import Ranks
 from emblib.sharding.pipelines import Shortest
+from emblib.sharding.ranks import Ranks
 from tests.sharding import worlds
 from tests.sharding.pipeline_cases import (
     Batch,

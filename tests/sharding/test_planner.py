@@ -11,7 +11,6 @@ from emblib.collections.configs import (
     Dynamic,
     EmbeddingBagConfig,
 )
-from emblib.sharding.boxes import ShardingType
 from emblib.sharding.layout import shape_of
 from emblib.sharding.plan import ShardingPlan
 from emblib.sharding.planner import (
@@ -24,9 +23,10 @@ from emblib.sharding.planner import (
 from emblib.sharding.planner.enumerate import Domain, Option, Unit, options_of
 from emblib.sharding.planner.estimate import Load
 from emblib.sharding.planner.feasible import _Search
-from emblib.sharding.planner.loads import Choice, Loads
-from emblib.sharding.planner.predict import predict
+from emblib.sharding.planner.report import predict
+from emblib.sharding.planner.search import Choice, Loads
 from emblib.sharding.planner.topology import Need, Pool
+from emblib.sharding.sharding_types import ShardingType
 from tests.sharding.planner_cases import MB, planner_of, random_works
 
 

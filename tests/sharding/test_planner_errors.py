@@ -13,8 +13,6 @@ from emblib.collections.configs import (
     Plain,
     TensorTrain,
 )
-from emblib.sharding.boxes import Box, ShardingType, TableSharding
-from emblib.sharding.groups_of_ranks import Ranks
 from emblib.sharding.plan import ShardingPlan
 from emblib.sharding.planner import (
     PlanError,
@@ -26,7 +24,9 @@ from emblib.sharding.planner import (
     Work,
     collective_plan,
 )
-from emblib.sharding.planner.predict import predict
+from emblib.sharding.planner.report import predict
+from emblib.sharding.ranks import Ranks
+from emblib.sharding.sharding_types import Box, ShardingType, TableSharding
 from emblib.specs import Placement
 from tests.sharding import worlds
 from tests.sharding.planner_cases import MB, planner_of, random_works

@@ -16,10 +16,9 @@ from emblib.collections.configs import (
     TensorTrain,
 )
 from emblib.collections.groups import TableGroups
-from emblib.collections.slices import TableSlice
-from emblib.dynamic_specs import Eviction, ExactCounter, Frequency, Sketch
-from emblib.sharding.planner.storage import table_bytes
-from emblib.specs import Cache, CachePolicy, Placement
+from emblib.collections.kernels import TableSlice
+from emblib.sharding.planner.estimate import table_bytes
+from emblib.specs import Cache, CachePolicy, Eviction, ExactCounter, Frequency, Placement, Sketch
 from tests.optimizer_cases import CASES
 from tests.sharding import worlds
 from tests.sharding.planner_cases import allocated, step_bytes

@@ -10,9 +10,8 @@ import pytest
 
 from emblib import optim
 from emblib.collections.configs import EmbeddingBagConfig, Plain, TensorTrain
-from emblib.sharding.boxes import ShardingType
 from emblib.sharding.codecs import BF16, INT8
-from emblib.sharding.groups_of_ranks import Ranks
+from emblib.sharding.exchange import Wire
 from emblib.sharding.planner import (
     Calibration,
     Planner,
@@ -23,15 +22,14 @@ from emblib.sharding.planner import (
     Work,
     simulate,
 )
-from emblib.sharding.planner import defaults as figures
-from emblib.sharding.planner.calibrate import calibrate
+from emblib.sharding.planner import calibration as figures
 from emblib.sharding.planner.calibration import at
 from emblib.sharding.planner.estimate import INPUT, LOOKUP, OUTPUT, UPDATE, CostModel
-from emblib.sharding.planner.measure import Sizes
-from emblib.sharding.planner.predict import Prediction
-from emblib.sharding.planner.simulate import table
-from emblib.sharding.planner.validate import Point, compare, rank_correlation
-from emblib.sharding.wire import Wire
+from emblib.sharding.planner.measure import Sizes, calibrate
+from emblib.sharding.planner.report import Prediction
+from emblib.sharding.planner.simulate import Point, compare, rank_correlation, table
+from emblib.sharding.ranks import Ranks
+from emblib.sharding.sharding_types import ShardingType
 from emblib.specs import Placement
 from tests.sharding import worlds
 from tests.sharding.planner_cases import collection, plan_of

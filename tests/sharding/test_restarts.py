@@ -16,8 +16,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from emblib.sharding.groups_of_ranks import Ranks
-from emblib.sharding.launched import launched, meet
+from emblib.sharding.failures import launched, meet
+from emblib.sharding.ranks import Ranks
 from tests.sharding import resumed, worlds
 
 MODULE = ["-m", "tests.sharding.resumed"]
@@ -155,7 +155,7 @@ def test_without_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
 
 _LEAVES_WORK_BEHIND = """
 import torch, torch.distributed as dist
-from emblib.sharding.launched import launched
+from emblib.sharding.failures import launched
 with launched() as ranks:
     values = torch.ones(4_000_000)
     for _ in range(100):

@@ -13,10 +13,9 @@ from torch import nn
 import emblib
 from emblib import optim, sharding
 from emblib.collections.configs import Dynamic, Plain
-from emblib.dynamic_specs import Frequency, Sketch
-from emblib.sharding import boxes
-from emblib.sharding.groups_of_ranks import Ranks
-from emblib.specs import Placement, Pooling
+from emblib.sharding import sharding_types
+from emblib.sharding.ranks import Ranks
+from emblib.specs import Frequency, Placement, Pooling, Sketch
 from tests.sharding import worlds
 from tests.sharding.sharded_cases import (
     Case,
@@ -175,7 +174,7 @@ def mean_is_sum_over_ranks(ranks: Ranks) -> None:
     for gradients in ("sum", "mean"):
         sharded = sharding.shard(
             copy.deepcopy(before),
-            {"": {c.name: boxes.row_wise() for c in case.configs}},
+            {"": {c.name: sharding_types.row_wise() for c in case.configs}},
             ranks,
             gradients=sharding.GradientReduction(gradients),
         )
@@ -197,9 +196,13 @@ def test_gradients_are_means_or_sums_over_ranks() -> None:
 
 def as_modules(ranks: Ranks) -> None:
     model = nn.Sequential(make_source(Case(tables(SUM), MIXED)), nn.Linear(4, 4))
-    rules = {f"t{i}": rule for i, rule in enumerate([
-        boxes.data_parallel(), boxes.row_wise(), boxes.table_wise(0), boxes.column_wise()
-    ])}  # fmt: skip
+    every_type = [
+        sharding_types.data_parallel(),
+        sharding_types.row_wise(),
+        sharding_types.table_wise(0),
+        sharding_types.column_wise(),
+    ]
+    rules = {f"t{i}": rule for i, rule in enumerate(every_type)}
     before = set(dict(model.named_parameters()))
     assert sharding.shard(model, {"0": rules}, ranks) is model
     after = set(dict(model.named_parameters()))
@@ -218,16 +221,16 @@ def test_parameters_keep_their_names_and_copies_work() -> None:
 
 def refusals(ranks: Ranks) -> None:
     source = make_source(Case(tables(SUM), MIXED))
-    every = {f"t{i}": boxes.table_wise(0) for i in range(4)}
+    every = {f"t{i}": sharding_types.table_wise(0) for i in range(4)}
     with pytest.raises(ValueError, match=r"no table is called \['t9'\]"):
-        sharding.shard(source, {"": {**every, "t9": boxes.row_wise()}}, ranks)
+        sharding.shard(source, {"": {**every, "t9": sharding_types.row_wise()}}, ranks)
     with pytest.raises(ValueError, match=r"without one are \['t3'\]"):
         sharding.shard(source, {"": {k: v for k, v in every.items() if k != "t3"}}, ranks)
     with pytest.raises(ValueError, match=r"a rank must be in \[0, 2\)"):
-        sharding.shard(source, {"": {**every, "t0": boxes.table_wise(2)}}, ranks)
+        sharding.shard(source, {"": {**every, "t0": sharding_types.table_wise(2)}}, ranks)
     with pytest.raises(ValueError, match="collections by their paths"):
         sharding.shard(source, {"ebc": every}, ranks)
-    half = boxes.custom([sharding.Box(0, (0, 5), (0, 8))])
+    half = sharding_types.custom([sharding.Box(0, (0, 5), (0, 8))])
     with pytest.raises(ValueError, match="must cover"):
         sharding.shard(source, {"": {**every, "t0": half}}, ranks)
     sharded = sharding.shard(source, {"": every}, ranks)
@@ -249,11 +252,12 @@ def cached(ranks: Ranks) -> None:
     """A plan may keep a table behind a cache; results stay the same."""
     case = Case(tables(SUM), ("rw",) * 4)
     source = make_source(case)
-    world = boxes.World(ranks.size, ranks.size)
-    kinds = [replace(rule, kind=Plain(Placement.MANAGED_CACHING)) for rule in (
-        boxes.row_wise()(boxes.TableShape(c.num_embeddings, c.embedding_dim), world)
-        for c in case.configs
-    )]  # fmt: skip
+    world = sharding_types.World(ranks.size, ranks.size)
+    shapes = [sharding_types.TableShape(c.num_embeddings, c.embedding_dim) for c in case.configs]
+    kinds = [
+        replace(sharding_types.row_wise()(shape, world), kind=Plain(Placement.MANAGED_CACHING))
+        for shape in shapes
+    ]
     plan = {"": {c.name: kind for c, kind in zip(case.configs, kinds, strict=True)}}
     models = [
         sharding.shard(copy.deepcopy(source), plan, ranks),
@@ -303,7 +307,7 @@ class _Scaled(_Named):
 
 
 CASE = Case(tables(SUM, MEAN), MIXED)
-EVERY = {f"t{i}": boxes.row_wise() for i in range(4)}
+EVERY = {f"t{i}": sharding_types.row_wise() for i in range(4)}
 
 
 def make_named() -> _Named:
@@ -331,7 +335,7 @@ def test_a_collection_at_several_paths_is_one_sharded_collection(path: str) -> N
 
 
 def contradictions(ranks: Ranks) -> None:
-    other = {**EVERY, "t0": boxes.table_wise(0)}
+    other = {**EVERY, "t0": sharding_types.table_wise(0)}
     with pytest.raises(ValueError, match=r"'clicked' and 'seen\.bags' are paths of one"):
         sharding.shard(_Twice(), {"clicked": EVERY, "seen.bags": other}, ranks)
     both = sharding.shard(_Twice(), {"clicked": EVERY, "seen.bags": EVERY}, ranks)

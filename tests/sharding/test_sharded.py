@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from emblib import optim
 from emblib.collections.configs import Dynamic, TensorTrain
-from emblib.sharding.boxes import Box, blocks
 from emblib.sharding.codecs import BF16, FP8, FP16, INT8
-from emblib.sharding.wire import Wire
+from emblib.sharding.exchange import Wire
+from emblib.sharding.sharding_types import Box, blocks
 from emblib.specs import Pooling
 from tests.sharding import worlds
 from tests.sharding.sharded_cases import WORDS, Case, sequences, tables, train

@@ -10,7 +10,7 @@ import torch
 from emblib.collections.optimizers import FusedOptimizer
 from emblib.jagged import KeyedJaggedTensor
 from emblib.sharding import checkpoints
-from emblib.sharding.groups_of_ranks import Ranks
+from emblib.sharding.ranks import Ranks
 from tests.sharding import checkpoint_models as models
 from tests.sharding import worlds
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 import emblib
 from emblib import optim
 from emblib.collections.configs import EmbeddingBagConfig, TensorTrain
-from emblib.sharding.boxes import Box
-from emblib.sharding.groups_of_ranks import Ranks
+from emblib.sharding.ranks import Ranks
+from emblib.sharding.sharding_types import Box
 from emblib.sharding.tensor_train import SharedCores, summed
 from emblib.specs import Pooling
 from tests.sharding import worlds

@@ -21,11 +21,11 @@ from emblib import (
     optim,
 )
 from emblib.sharding import checkpoints
-from emblib.sharding.boxes import World, row_wise
 from emblib.sharding.checkpoints import CheckpointError
-from emblib.sharding.groups_of_ranks import Ranks
+from emblib.sharding.ranks import Ranks
 from emblib.sharding.shard import construct_module_plan
 from emblib.sharding.sharded_bags import ShardedEmbeddingBagCollection
+from emblib.sharding.sharding_types import World, row_wise
 from emblib.tt import layout_entry
 from emblib.tt.shapes import check_ranks
 from tests.sharding import worlds

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from emblib.sharding.groups_of_ranks import Ranks, invoke_on_rank_and_broadcast_result
+from emblib.sharding.ranks import Ranks, invoke_on_rank_and_broadcast_result
 from tests.sharding import worlds
 
 

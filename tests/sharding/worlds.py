@@ -244,7 +244,7 @@ def _meet(meeting: str, rank: int) -> Sequence[Any]:
     """The first `size` ranks as `Ranks`, for each size that this one is of."""
     import torch.distributed as dist
 
-    from emblib.sharding.groups_of_ranks import Ranks
+    from emblib.sharding.ranks import Ranks
 
     patience = timedelta(seconds=COLLECTIVE_SECONDS)
     dist.init_process_group(

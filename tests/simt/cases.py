@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from emblib import optim
-from emblib.reference import tbe as reference
+from emblib.reference import tbe
 from emblib.specs import Pooling
 
 # One optimizer of each kind of state; tests/optimizer_cases.py has them all.
@@ -153,12 +153,12 @@ class Data:
 
     @property
     def repaired(self) -> Tensor:
-        return reference.repair_offsets(self.offsets, self.indices.numel()).to(self.case.offset)
+        return tbe.repair_offsets(self.offsets, self.indices.numel()).to(self.case.offset)
 
     @property
-    def extras(self) -> reference.Extras:
+    def extras(self) -> tbe.Extras:
         """What the reference is to know besides."""
-        return reference.Extras(bag_layout=self.bag_layout)
+        return tbe.Extras(bag_layout=self.bag_layout)
 
     @property
     def batch(self) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -168,7 +168,7 @@ class Data:
     def lookup(self, weights: Tensor, sample_weights: Tensor | None) -> Tensor:
         """The reference's answer, in the dtype of `weights`."""
         given = (self.features, self.indices, self.offsets, sample_weights)
-        return reference.lookup(weights, *given, self.case.pooling, self.columns, self.extras)
+        return tbe.lookup(weights, *given, self.case.pooling, self.columns, self.extras)
 
     def gradient(self) -> Tensor:
         """A gradient of the output, in its dtype."""

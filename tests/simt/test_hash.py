@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import torch
 
-from emblib.dynamic_specs import DynamicSpec
-from emblib.ops import initial
+from emblib.ops import hash
 from emblib.ops.codes import HASH_ORDER
 from emblib.reference.hash import NEW, ORDERS, SLOTS, Entry, addresses
+from emblib.specs import DynamicSpec
 from tests.hash_cases import (
     BATCH_SIZES,
     EDGE_KEYS,
@@ -166,7 +166,7 @@ def test_initial_rows_have_the_bits_of_the_cpu(dtype: torch.dtype) -> None:
         places.append([[elements, dim + 1, most, dim, t], [t * most, 1, most, 1, t]])
         elements += most * (dim + 1)
     initializers: Sequence[Any] = INITIALIZERS
-    rules = [[initial.rule_of(x, DynamicSpec(100, 8))] * 2 for x in initializers]
+    rules = [[hash.rule_of(x, DynamicSpec(100, 8))] * 2 for x in initializers]
     some = torch.Generator().manual_seed(3)
     ids = torch.randint(-(2**63), 2**63 - 1, (total + 9,), generator=some)
     slots = torch.cat([torch.randperm(most, generator=some)[:count] for count in counts])
@@ -176,7 +176,7 @@ def test_initial_rows_have_the_bits_of_the_cpu(dtype: torch.dtype) -> None:
     call = (*given, first, ends, slots, SEED)
     want = [torch.full((elements,), 9.0, dtype=dtype), torch.full((most * len(dims),), 9.0)]
     got = [plane.clone() for plane in want]
-    initial.initial_rows_(want, *call)
+    hash.initial_rows_(want, *call)
     initial_rows_(got, *call)
     for a, b in zip(got, want, strict=True):
         assert torch.equal(a, b)

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from emblib.reference import route as reference
+from emblib.reference import route
 from tests.route_cases import CASES, COMBININGS, Case, make, make_pieces, some_rows
 from tests.simt import emulated_route as emulated
 
@@ -16,10 +16,10 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 def test_route(name: str) -> None:
     problem = make(CASES[name])
     ids, offsets, routing, weights = problem
-    want = reference.route_lengths(ids, offsets, *routing)
+    want = route.route_lengths(ids, offsets, *routing)
     lengths = emulated.route_lengths(ids, offsets, *routing, num_bags=want.numel())
     assert torch.equal(lengths, want)
-    routed, positions, carried = reference.route_ids(ids, offsets, *routing, weights=weights)
+    routed, positions, carried = route.route_ids(ids, offsets, *routing, weights=weights)
     starts, total = problem.starts, routed.numel()
     found = emulated.route_ids(ids, offsets, *routing, starts=starts, total=total, weights=weights)
     assert carried is not None
@@ -65,7 +65,7 @@ def test_gather_segments(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     for order in ([0, 1, 2, 3, 4], [4, 2, 0, 2], [1], [], [3, 3, 3]):
         segments = torch.tensor(order, dtype=torch.int64)
         total = int((starts[1:] - starts[:-1])[segments].sum())
-        want = reference.gather_segments(values, starts, segments, total)
+        want = route.gather_segments(values, starts, segments, total)
         assert torch.equal(emulated.gather_segments(values, starts, segments, total), want)
 
 
@@ -78,7 +78,7 @@ def test_gather_many_segments() -> None:
         order = torch.randint(0, 400, (count,), generator=generator)
         values = torch.arange(int(starts[-1]), dtype=torch.int32)
         total = int(sizes[order].sum())
-        want = reference.gather_segments(values, starts, order, total)
+        want = route.gather_segments(values, starts, order, total)
         assert torch.equal(emulated.gather_segments(values, starts, order, total), want)
 
 
@@ -101,10 +101,10 @@ def test_combine_and_spread(name: str, dtype: torch.dtype, out: torch.dtype) -> 
     source, targets, pieces, lengths, numel = problem
     layout = targets, pieces, lengths
     result = emulated.combine(*problem, out)
-    assert_close(result, reference.combine(*problem, out), rtol=0, atol=0)
+    assert_close(result, route.combine(*problem, out), rtol=0, atol=0)
     grad = torch.randn(numel).to(out)
     back = emulated.spread(grad, *layout, source.numel(), dtype)
-    assert_close(back, reference.spread(grad, *layout, source.numel(), dtype), rtol=0, atol=0)
+    assert_close(back, route.spread(grad, *layout, source.numel(), dtype), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("name", COMBININGS)
@@ -112,11 +112,11 @@ def test_pieces_of_some_rows(name: str) -> None:
     problem, rows = some_rows(make_pieces(COMBININGS[name]))
     source, *layout, _ = problem
     result = emulated.combine(*problem, torch.float32, rows, 0.25)
-    want = reference.combine(*problem, torch.float32, rows, 0.25)
+    want = route.combine(*problem, torch.float32, rows, 0.25)
     assert_close(result, want, rtol=0, atol=0)
     size = source.numel()
     back = emulated.spread(result, *layout, size, torch.float32, rows, 0.25)
-    want = reference.spread(result, *layout, size, torch.float32, rows, 0.25)
+    want = route.spread(result, *layout, size, torch.float32, rows, 0.25)
     assert_close(back, want, rtol=0, atol=0)
 
 

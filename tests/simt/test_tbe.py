@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from emblib.ops.codes import BOUNDS_CHECK, OPTIMIZER, POOLING
-from emblib.reference import tbe as reference
+from emblib.reference import tbe
 from emblib.specs import Pooling
 from tests.simt import emulated
 from tests.simt.cases import CASES, HYPER, OPTIMIZERS, VARIABLE_CASES, Case, Data
@@ -76,7 +76,7 @@ def test_cache_of_another_dtype(case: Case, cache_dtype: torch.dtype) -> None:
     doubles = [tier.double() for tier in there.weights]
     given = (doubles, there.features, data.indices, data.offsets)
     rest = (case.pooling, data.columns, extras)
-    assert_close(got, reference.lookup(*given, data.sample_weights, *rest))
+    assert_close(got, tbe.lookup(*given, data.sample_weights, *rest))
     if case.pooling is Pooling.NONE or not case.tables:
         return
     grad = data.gradient()
@@ -84,7 +84,7 @@ def test_cache_of_another_dtype(case: Case, cache_dtype: torch.dtype) -> None:
         *(grad, there.weights, there.features, data.indices, data.repaired),
         *(there.slots, data.bag_layout, POOLING[case.pooling.value]),
     )
-    assert_close(got, reference.sample_weight_grad(grad.double(), *given, case.pooling, extras))
+    assert_close(got, tbe.sample_weight_grad(grad.double(), *given, case.pooling, extras))
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if c.broken], ids=str)
@@ -110,7 +110,7 @@ def test_tbe_group(case: Case, wide: bool, monkeypatch: pytest.MonkeyPatch) -> N
     data = Data(case)
     given = (data.features, *data.batch)
     rows, segments, lookups, bags, count = emulated.tbe_group(*given, data.total_rows)
-    want = reference.group(*given)
+    want = tbe.group(*given)
     unique, grouped = want.rows.numel(), want.lookups.numel()
     assert count.item() == unique
     assert torch.equal(rows[:unique], want.rows)
@@ -142,10 +142,8 @@ def test_update(case: Case, optimizer: str) -> None:
     grad, hyper = data.gradient(), torch.tensor(HYPER[optimizer], dtype=torch.float64)
     states = _states(data, optimizer)
     want, want_states = data.weights.double(), [s.double() for s in states]
-    groups = reference.group(data.features, *data.batch)
-    reference.update_(
-        want, want_states, hyper, optimizer, data.weight_grad(grad), data.features, groups
-    )
+    groups = tbe.group(data.features, *data.batch)
+    tbe.update_(want, want_states, hyper, optimizer, data.weight_grad(grad), data.features, groups)
     weights, before = data.weights.clone(), data.weights.clone()
     emulated.tbe_update_(
         *([weights], states, hyper, OPTIMIZER[optimizer], grad, data.features, *_groups(data)),
@@ -181,7 +179,7 @@ def test_sample_weight_grad(case: Case) -> None:
     want = torch.zeros(data.indices.numel())
     if data.features.numel() > 0:
         given = (data.weights.double(), data.features, data.indices, data.offsets)
-        want = reference.sample_weight_grad(grad.double(), *given, case.pooling, data.extras)
+        want = tbe.sample_weight_grad(grad.double(), *given, case.pooling, data.extras)
     batch = (data.indices, data.repaired, None, data.bag_layout)
     got = emulated.tbe_sample_weight_grad(
         *(grad, [data.weights], data.features, *batch, POOLING[case.pooling.value])
@@ -194,13 +192,13 @@ def test_bounds_check(case: Case) -> None:
     data = Data(case)
     given = (data.indices, data.offsets, data.features, data.bag_layout)
     repaired, violations = emulated.bounds_check(*given, BOUNDS_CHECK["warning"])
-    want = reference.repair_offsets(data.offsets, data.indices.numel())
+    want = tbe.repair_offsets(data.offsets, data.indices.numel())
     assert torch.equal(repaired.long(), want)
     assert violations[1] == (want != data.offsets).sum() + (data.offsets[:1] > 0).sum()
     if want.numel() < 2:
         return
-    bag = reference.bag_of_lookup(want, data.indices.numel())
-    feature = reference.feature_of_bag(data.features, want, data.bag_layout)
+    bag = tbe.bag_of_lookup(want, data.indices.numel())
+    feature = tbe.feature_of_bag(data.features, want, data.bag_layout)
     rows = data.features[feature[bag.clamp(min=0)], 2]
     index = data.indices.long()
     bad = ((index < -1) | (index >= rows)) & (bag >= 0)
@@ -230,7 +228,7 @@ def test_bounds_check_many_bags() -> None:
     repaired, violations = emulated.bounds_check(
         indices, offsets, features, None, BOUNDS_CHECK["ignore"]
     )
-    want = reference.repair_offsets(offsets, 9000)
+    want = tbe.repair_offsets(offsets, 9000)
     assert torch.equal(repaired.long(), want)
     assert violations.tolist() == [0, (want != offsets).sum() + (offsets[0] > 0)]
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from emblib.reference import tt as reference
+from emblib.reference import tt
 from tests.simt.library import Word, library
 
 
@@ -63,11 +63,11 @@ def make_batch(case: Case, seed: int = 0) -> Batch:
     ]
     high = case.below or math.prod(case.p)
     ids = torch.randint(0, high, (case.lookups,), generator=generator)
-    unique = reference.keys(ids, math.prod(case.p), case.p).unique()
+    unique = tt.keys(ids, math.prod(case.p), case.p).unique()
     keys = torch.zeros(case.lookups, dtype=torch.int64)
     keys[: unique.numel()] = unique
     count = torch.tensor([unique.numel()], dtype=torch.int32)
-    return Batch(cores, keys, count, reference.ids_of_keys(unique, case.p))
+    return Batch(cores, keys, count, tt.ids_of_keys(unique, case.p))
 
 
 def shape_words(case: Case) -> tuple[Word, ...]:
@@ -100,7 +100,7 @@ def test_keys(p: tuple[int, ...], dtype: torch.dtype) -> None:
     case = Case(p, (1,) * len(p), (1,) * (len(p) - 1), 0)
     is_int64 = dtype == torch.int64
     library().call("tt_keys", *shape_words(case), ids, is_int64, ids.numel(), rows, keys)
-    assert torch.equal(keys, reference.keys(ids, rows, p))
+    assert torch.equal(keys, tt.keys(ids, rows, p))
 
 
 @every_case()
@@ -126,12 +126,12 @@ def test_passes_match_the_reference(case: Case) -> None:
     rows = torch.full((case.lookups, dim), 1e30)
     library().call("tt_rows", *words, left_values, rows)
     double = [core.double() for core in batch.cores]
-    assert_near(rows[:count], reference.rows(double, batch.distinct, case.p, case.q))
+    assert_near(rows[:count], tt.rows(double, batch.distinct, case.p, case.q))
 
     row_grads = torch.randn(case.lookups, dim, generator=torch.Generator().manual_seed(1))
     grads = [torch.zeros_like(core) for core in batch.cores]
     library().call("tt_core_grads", *words, left_values, row_grads, *grads)
-    want = reference.core_grads(double, batch.distinct, row_grads[:count].double(), case.p, case.q)
+    want = tt.core_grads(double, batch.distinct, row_grads[:count].double(), case.p, case.q)
     for mine, wanted in zip(grads, want, strict=True):
         assert_near(mine, wanted)
 

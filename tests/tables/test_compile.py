@@ -24,7 +24,7 @@ from emblib import (
     TableSpec,
     optim,
 )
-from emblib.ops import lookups
+from emblib.ops import autograd
 from tests import optimizer_cases
 from tests.tbe_cases import CASES, OPTIMIZERS, Case
 
@@ -399,7 +399,7 @@ def test_options_of_forward_and_precision() -> None:
 def test_functions_are_passed_no_dataclass(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch 2.10 makes a dataclass again from symbols ("must be real number, not Proxy")."""
     passed: list[Any] = []
-    for function in (lookups.FusedLookup, lookups.ExternalLookup):
+    for function in (autograd.FusedLookup, autograd.ExternalLookup):
         apply = function.apply
         monkeypatch.setattr(function, "apply", lambda *a, f=apply: (passed.extend(a), f(*a))[1])
     for optimizer in (optim.Adam(0.1, max_gradient=0.5), optim.External()):

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from emblib import BoundsCheck, Pooling, TableBatchedEmbeddingBags, TableSpec, optim
-from emblib.ops import lookups
-from emblib.reference import tbe as reference
-from emblib.tables.variable_batch import variable_batch
+from emblib.ops import autograd
+from emblib.reference import tbe
+from emblib.tables.base import variable_batch
 
 TABLES = [TableSpec(30, 4), TableSpec(7, 6), TableSpec(20, 3)]
 FEATURES = (0, 1, 1, 2)
@@ -78,9 +78,9 @@ def test_variable_batch_with_weights_and_without_gradient(device: torch.device) 
     out = table(indices, offsets, scales, batch_sizes=SIZES)
     weights = table.weights.detach().clone()
     layout = variable_batch(SIZES, [4, 6, 6, 3], offsets.numel() - 1, device).bag_layout
-    extras = reference.Extras(bag_layout=layout)
+    extras = tbe.Extras(bag_layout=layout)
     wanted = scales.detach().clone().requires_grad_()
-    want = reference.lookup(
+    want = tbe.lookup(
         weights, table.features, indices, offsets, wanted, columns=out.numel(), extras=extras
     )
     assert_close(out.detach(), want.detach())
@@ -152,7 +152,7 @@ def test_lookups_for_the_sake_of_their_update(
         )
         weights = torch.linspace(0, 1, indices.numel(), device=device).requires_grad_()
         given = weights if weighted else None
-        with lookups.for_update() if for_update else nullcontext():
+        with autograd.for_update() if for_update else nullcontext():
             out = table(indices, offsets, given, batch_sizes=sizes)
         if for_update:
             assert out.untyped_storage().nbytes() == out.element_size()

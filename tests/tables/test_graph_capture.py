@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from emblib import BoundsCheck, Placement, TableBatchedEmbeddingBags, TableSpec, optim
-from emblib.ops import lookups
-from emblib.tables.periodic import is_periodic
+from emblib.ops import autograd
+from emblib.tables.optimizer_hooks import is_periodic
 from tests.optimizer_cases import CASES as OPTIMIZERS
 from tests.tbe_cases import CASES, Case
 
@@ -69,7 +69,7 @@ def waits(case: Case, optimizer: optim.Optimizer, **options: Any) -> Waits:
         weights.requires_grad_()
     grad = torch.ones_like(module(indices, offsets, weights, **options))
     # What asks for a value only where the value is at hand is not asked on a GPU.
-    with mock.patch.object(lookups, "_may_move", return_value=True), Waits() as seen:
+    with mock.patch.object(autograd, "_may_move", return_value=True), Waits() as seen:
         module(indices, offsets, weights, **options).backward(grad)
     return seen
 

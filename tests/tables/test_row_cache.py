@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from emblib.ops.lookups import Tiers
+from emblib.ops.autograd import Tiers
 from emblib.ops.tbe import Groups
 from emblib.optim import SGD, Adam, PartialRowwiseAdam
 from emblib.optim.base import Optimizer
 from emblib.specs import Cache, CachePolicy, Placement, Precision, TableSpec
-from emblib.tables.layout import lay_out
-from emblib.tables.row_cache import CacheStats, RowCache, number_of_sets
+from emblib.tables.cache import CacheStats, RowCache, number_of_sets
+from emblib.tables.memory import lay_out
 from tests.cache_cases import group
 
 TABLES = (

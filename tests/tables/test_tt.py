@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import emblib
 from emblib import optim
-from emblib.ops import lookups
-from emblib.reference import tt as reference
+from emblib.ops import autograd
+from emblib.reference import tt
 from emblib.specs import BoundsCheck, Pooling, TTSpec
 from emblib.tables import TTEmbeddingBag
 
@@ -47,7 +47,7 @@ def expected(
     weights: Tensor | None = None,
 ) -> Tensor:
     spec = table.spec
-    return reference.lookup(
+    return tt.lookup(
         cores,
         spec.rows,
         spec.row_factors,
@@ -107,7 +107,7 @@ def test_fused_update_matches_the_reference(optimizer: optim.Optimizer, pooling:
         hyper[1] = step
         with torch.no_grad():
             for core, state in zip(cores, states, strict=True):
-                reference.update_rows_(core, state, hyper, optimizer.name, core.grad)
+                tt.update_rows_(core, state, hyper, optimizer.name, core.grad)
                 core.grad = None
     assert table.step == 3
     # Adam divides by the root of tiny second moments, which magnifies rounding.
@@ -263,7 +263,7 @@ def test_to_dense_and_sizes(ranks: tuple[int, ...]) -> None:
     table = TTEmbeddingBag(TTSpec(100, 24, ranks), optim.RowwiseAdagrad(0.1))
     spec = table.spec
     dense = table.to_dense()
-    want = reference.to_dense(copies(table), 100, spec.row_factors, spec.dim_factors)
+    want = tt.to_dense(copies(table), 100, spec.row_factors, spec.dim_factors)
     assert dense.shape == (100, 24)
     torch.testing.assert_close(dense.double(), want.detach(), rtol=1e-5, atol=1e-6)
     values = sum(core.numel() for core in table.cores)
@@ -390,7 +390,7 @@ def test_compiles_without_graph_breaks(optimizer: optim.Optimizer) -> None:
         tables.append(table)
     for eager, compiled in zip(tables[0].cores, tables[1].cores, strict=True):
         assert torch.equal(eager, compiled)
-        assert (eager.grad is None) == lookups.is_fused(optimizer)
+        assert (eager.grad is None) == autograd.is_fused(optimizer)
 
 
 WRONG = {

@@ -5,20 +5,27 @@ of `torch.optim` names for the rest, and `CombinedOptimizer` makes one of both. 
 of torch, so that learning-rate schedulers work on them, with state dicts by name.
 """
 
-from emblib.collections.optimizers.clipping import GradientClipping, GradientClippingOptimizer
-from emblib.collections.optimizers.combined import CombinedOptimizer
-from emblib.collections.optimizers.fused import FusedOptimizer, FusedTable, HasFusedTables
-from emblib.collections.optimizers.fused_params import FusedParams, from_fused_params, from_torch
-from emblib.collections.optimizers.in_backward import (
+from emblib.collections.optimizers.fused import (
+    FusedOptimizer,
+    FusedParams,
+    FusedTable,
+    HasFusedTables,
     apply_optimizer_in_backward,
+    from_fused_params,
+    from_torch,
     in_backward_optimizer_filter,
 )
 from emblib.collections.optimizers.keyed import (
+    CombinedOptimizer,
+    GradientClipping,
+    GradientClippingOptimizer,
     KeyedOptimizer,
     KeyedOptimizerWrapper,
     OptimizerWrapper,
+    WarmupOptimizer,
+    WarmupPolicy,
+    WarmupStage,
 )
-from emblib.collections.optimizers.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
 
 __all__ = [
     "CombinedOptimizer",

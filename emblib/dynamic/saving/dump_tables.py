@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from emblib.dynamic import keys
 from emblib.dynamic.saving import entries as of_entries
-from emblib.dynamic.saving import routing, state_dict_parts
+from emblib.dynamic.saving import entries as state_dict_parts
 from emblib.dynamic.saving.dumps import (
     DumpError,
     Part,
@@ -78,9 +79,9 @@ def write(
 
 def _write_table(writer: Writer, table: Table, report: Report | None) -> dict[str, Any]:
     entries = table.entries
-    order = routing.canonical_order(entries.keys).cpu()
+    order = keys.canonical_order(entries.keys).cpu()
     removed = table.removed.cpu()
-    removed = removed[routing.canonical_order(removed)]
+    removed = removed[keys.canonical_order(removed)]
     columns = {"keys": entries.keys, "stamps": entries.stamps, "scores": entries.scores}
     arrays = {
         name: _write_array(writer, column.cpu()[order])
@@ -216,7 +217,7 @@ def _read_table(parts: Sequence[PartReader], name: str, rank: int, world_size: i
                 raise DumpError(f"{part.path} is malformed: table {name!r}: {error}") from error
             found.append(entries.owned(rank, world_size))
             gone = part.array(table["removed"])
-            removed.append(gone[routing.owner(gone, world_size) == rank])
+            removed.append(gone[keys.owner(gone, world_size) == rank])
             order = table["order"]
     try:
         whole = of_entries.concatenate(found)

@@ -41,7 +41,7 @@ from emblib.dynamic.saving.dump_tables import rows_at_a_time
 from emblib.dynamic.saving.dumps import DumpError, Part
 from emblib.dynamic.saving.dumps import field as entry_of
 from emblib.dynamic.saving.entries import WEIGHT, Entries, Rows
-from emblib.tables.files import flush_directory, replacing
+from emblib.tables.durable_files import flush_directory, replacing
 
 _STRATEGIES = {
     "lru": "EvictStrategy.KLru",

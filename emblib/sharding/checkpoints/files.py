@@ -28,8 +28,8 @@ from torch.futures import Future
 from emblib.sharding.checkpoints import checksums, unpickling, values
 from emblib.sharding.checkpoints.checksums import CheckedStream, FileSums, SummingStream
 from emblib.sharding.checkpoints.state_trees import CheckpointError
-from emblib.sharding.groups_of_ranks import Ranks
-from emblib.tables.files import flush_directory, replacing
+from emblib.sharding.ranks import Ranks
+from emblib.tables.durable_files import flush_directory, replacing
 
 METADATA = ".metadata"
 _DATA = "*.distcp"

@@ -1,7 +1,7 @@
 """Dynamic tables over ranks: rows by key, in the order in which every number of parts is a cut.
 
 Checkpoints have the entries of a dynamic table sorted by route
-(`emblib.dynamic.saving.routing`), and part k of K has the k-th K-th of the routes. So the table in
+(`emblib.dynamic.keys`), and part k of K has the k-th K-th of the routes. So the table in
 a checkpoint is its parts one after the other, whoever saved it, and a rank finds its part by
 bisection: it reads a few pieces of the keys, and then its own rows.
 """
@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from emblib.dynamic.saving import routing
-from emblib.sharding.boxes import Box, Span
+from emblib.dynamic import keys as routing
 from emblib.sharding.checkpoints.sharded_table import KeyedRows, ShardedTable
 from emblib.sharding.checkpoints.state_trees import Leaf
-from emblib.sharding.groups_of_ranks import Ranks
+from emblib.sharding.ranks import Ranks
+from emblib.sharding.sharding_types import Box, Span
 
 KEYS = "keys"
 _NOT_BY_KEY = "clock"  # lies beside the keys, too

@@ -2,25 +2,88 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from emblib.collections.configs import Dynamic, TensorTrain
-from emblib.collections.grouping import NO_UPDATE
 from emblib.collections.groups import TableGroups
-from emblib.collections.kernels import PartTables
-from emblib.collections.slices import TableSlice
-from emblib.collections.states import HYPER
-from emblib.ops import lookups
+from emblib.collections.kernels import NO_UPDATE, PartTables, TableSlice
+from emblib.collections.modules import HYPER, FusedTable
+from emblib.ops import autograd
 from emblib.optim import Optimizer
-from emblib.sharding.boxes import Box, TableSharding
-from emblib.sharding.checkpoints import keyed, row_states
-from emblib.sharding.checkpoints.entries import Entry
-from emblib.sharding.groups_of_ranks import Ranks
+from emblib.sharding.checkpoints import keyed, sharded_table
+from emblib.sharding.checkpoints.sharded_table import RowStates, ShardedTable
+from emblib.sharding.ranks import Ranks
+from emblib.sharding.sharding_types import Box, TableSharding
 from emblib.specs import TTSpec
 from emblib.tt import layout_entry
+
+
+@dataclass
+class Entry:
+    """One tensor of a table: how it is cut, and the memory of the boxes that are here.
+
+    `memory` has, by number in `boxes`, the tensors of a box: several where slices share one.
+    Without boxes every rank has the whole, which is number 0 then.
+    """
+
+    size: tuple[int, ...]
+    dtype: torch.dtype
+    boxes: tuple[Box, ...]
+    ranks: Ranks
+    memory: dict[int, list[Tensor]] = field(default_factory=dict)
+    cuts: tuple[int, ...] | None = None
+
+    def tensor(self) -> Tensor:
+        """Views of the memory, or copies of row states that are cut by columns."""
+        if not self.boxes:
+            return self.memory[0][0]
+        parts = {i: tensors[0] for i, tensors in self.memory.items()}
+        if self.cuts is None:
+            return ShardedTable(self.size, self.boxes, parts, self.ranks, self.dtype)
+        parts = {
+            i: part.view(-1, 1).expand(self.boxes[i].shape).contiguous()
+            for i, part in parts.items()
+        }
+        states = RowStates(self.size, self.boxes, parts, self.ranks, self.dtype)
+        states.cuts = self.cuts
+        return states
+
+    def parts_of(self, value: Tensor, name: str) -> dict[int, Tensor]:
+        """What of `value` goes to each box that is here: of what `tensor` gives, or of the whole.
+
+        Raises:
+            ValueError: it is of another size, or cut in another way.
+        """
+        return {i: self._part(value, i, name) for i in self.memory}
+
+    def write(self, parts: Mapping[int, Tensor]) -> None:
+        """Into the memory of the boxes, what `parts_of` gave."""
+        for i, part in parts.items():
+            for tensor in self.memory[i]:
+                if tensor.data_ptr() != part.data_ptr():
+                    tensor.copy_(part)
+
+    def _part(self, value: Tensor, number: int, name: str) -> Tensor:
+        size = self.size[:1] if self.cuts else self.size
+        if isinstance(value, ShardedTable):
+            if value.boxes != self.boxes or tuple(value.size()) != self.size:
+                raise ValueError(
+                    f"{name} is {value!r}, but its boxes here are {list(self.boxes)} of "
+                    f"{self.size}: load it with emblib.sharding.checkpoints.load"
+                )
+            part = value.parts[number]
+            return part[:, 0] if self.cuts else part
+        if tuple(value.shape) != size:
+            raise ValueError(f"{name} must be of shape {size}, got {tuple(value.shape)}")
+        if not self.boxes:
+            return value
+        box = self.boxes[number]
+        rows = value[slice(*box.rows)]
+        return rows if self.cuts or value.dim() == 1 else rows[:, slice(*box.columns)]
 
 
 class Held(Protocol):
@@ -55,7 +118,7 @@ class Table:
         self.ranks, self.name = tables.ranks, name
         self.config, self.sharding = tables.kept_as(name), tables.plan[name]
         self.optimizer: Optimizer = self.config.optimizer or tables.groups.optimizer or NO_UPDATE
-        self.is_fused = lookups.is_fused(self.optimizer)
+        self.is_fused = autograd.is_fused(self.optimizer)
         self.held = {0 if not self.boxes else self.boxes.index(p.box): p for p in held}
 
     @property
@@ -162,12 +225,12 @@ class Table:
         dtype = self.config.data_type if key in self.parameter_keys else torch.float32
         if key.split(".")[0] not in per_row:
             return Entry(size, dtype, boxes, self.ranks, tensors)
-        cuts = row_states.cuts_of(boxes)
+        cuts = sharded_table.cuts_of(boxes)
         if len(cuts) <= 2:
             narrow = tuple(box._replace(columns=(0, 1)) for box in boxes)
             return Entry(size[:1], dtype, narrow, self.ranks, tensors)
         by_stretch = tuple(
-            box._replace(columns=row_states.stretches(box.columns, cuts)) for box in boxes
+            box._replace(columns=sharded_table.stretches(box.columns, cuts)) for box in boxes
         )
         return Entry((size[0], len(cuts) - 1), dtype, by_stretch, self.ranks, tensors, cuts)
 
@@ -271,3 +334,175 @@ class DynamicTable(Table):
 
 
 KINDS = {TensorTrain: TensorTrainTable, Dynamic: DynamicTable}
+
+
+def module_state(tables: Tables) -> dict[str, Tensor]:
+    """The weights of all tables, and all that dynamic tables have; all ranks call this."""
+    return {
+        f"{table.name}.{key}": value
+        for table in _tables(tables)
+        for key, value in table.parameters().items()
+    }
+
+
+def load_module_state(tables: Tables, state: Mapping[str, Tensor]) -> None:
+    """Write what `module_state` gave, or whole tensors, into the tables that it has.
+
+    Raises:
+        ValueError: a tensor of another size, or spread over ranks in another way: `load` reads a
+            checkpoint in the way that is wanted here. Nothing is written to that table. Or cores of
+            another tensor train; nothing is written at all.
+    """
+    every = [
+        (table, {k.removeprefix(p): v for k, v in state.items() if k.startswith(p)})
+        for table in _tables(tables)
+        for p in (f"{table.name}.",)
+    ]
+    for table, given in every:
+        table.check_parameters(given)
+    for table, given in every:
+        table.set_parameters(given)
+
+
+def missing_names(tables: Tables, state: Mapping[str, Any]) -> list[str]:
+    """Names without which tables stay as they are."""
+    names = [f"{t.name}.{key}" for t in _tables(tables) for key in t.parameter_names()]
+    return sorted(name for name in names if name not in state)
+
+
+def known_prefixes(tables: Tables) -> tuple[str, ...]:
+    """How the names begin that are of some table."""
+    return tuple(f"{name}." for name in tables.plan)
+
+
+def optimizer_state(tables: Tables) -> dict[str, dict[str, Tensor]]:
+    """The states of fused optimizers, and their numbers, by the name of the parameter."""
+    return {
+        f"{table.name}.{parameter}": states
+        for table in _tables(tables)
+        for parameter, states in table.states().items()
+    }
+
+
+def load_optimizer_state(tables: Tables, state: Mapping[str, Mapping[str, Tensor]]) -> None:
+    """Write what `optimizer_state` gave, or whole tensors, into the tables.
+
+    Tables that share a kernel share its numbers: those of the table with the most steps are taken.
+    """
+    numbers: list[tuple[Any, Tensor]] = []
+    for table in _tables(tables):
+        for parameter in table.states():
+            given = state.get(f"{table.name}.{parameter}")
+            if given is None:
+                raise KeyError(f"the state of the optimizer lacks {table.name}.{parameter}")
+            table.set_states(parameter, given)
+            if HYPER in given:
+                mine = table.numbers.parts_of(given[HYPER], HYPER)
+                numbers += [(k, hyper) for k in table.kernels() for hyper in mine.values()]
+    newest: dict[int, tuple[Any, Tensor]] = {}
+    for kernel, hyper in numbers:
+        known = newest.get(id(kernel))
+        if known is None or float(hyper[1]) > float(known[1][1]):
+            newest[id(kernel)] = kernel, hyper
+    for kernel, hyper in newest.values():
+        kernel.hyper.copy_(hyper)
+        kernel.set_step(int(hyper[1]))
+
+
+def fused_tables(tables: Tables, prefix: str) -> list[FusedTable]:
+    """The tables with a fused optimizer, and of each what is here."""
+    return [
+        FusedTable(
+            table.optimizer,
+            tuple(f"{prefix}{table.name}.{name}" for name in table.fused_names()),
+            table.kernels(),
+            {f"{prefix}{table.name}.{key}": p for key, p in table.fused_parameters().items()},
+        )
+        for table in _tables(tables)
+        if table.is_fused
+    ]
+
+
+def _tables(tables: Tables) -> list[Table]:
+    held: dict[str, list[Held]] = {name: [] for name in tables.plan}
+    for part in tables.parts():
+        held[part.table].append(part)
+    return [
+        KINDS.get(type(tables.kept_as(name).kind), PlainTable)(tables, name, parts)
+        for name, parts in held.items()
+    ]
+
+
+class StateOfTables(nn.Module):
+    """Base of sharded collections: a state dict with the names of the collection they are made of.
+
+    Its values are `ShardedTable`s, and tensors where every rank has a copy. Loading takes them, and
+    whole tensors as an unsharded collection has them; each rank takes its part. Where there are
+    dynamic tables, all ranks call `state_dict` together.
+    """
+
+    handles_name: ClassVar[str]
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        # The kernels of a copy have made their parameters anew.
+        held: Any = self._modules[self.handles_name]
+        held.bind()
+
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
+        spread: Any = self
+        for key, value in module_state(spread).items():
+            destination[f"{prefix}{self.handles_name}.{key}"] = value
+
+    def _load_from_state_dict(
+        self, state_dict: Mapping[str, Tensor], prefix: str, *arguments: Any
+    ) -> None:
+        missing, unexpected, errors = arguments[2:]
+        own = f"{prefix}{self.handles_name}."
+        given = {k.removeprefix(own): v for k, v in state_dict.items() if k.startswith(own)}
+        spread: Any = self
+        lacking = missing_names(spread, given)
+        missing.extend(own + key for key in lacking)
+        # Children have no state: all that is here is the tables'.
+        known = known_prefixes(spread)
+        unexpected.extend(
+            key
+            for key in state_dict
+            if key.startswith(prefix) and not key.removeprefix(own).startswith(known)
+        )
+        try:
+            load_module_state(spread, given)
+        except (ValueError, RuntimeError) as error:
+            errors.append(f"{prefix}: {error}")
+
+    def fused_tables(self) -> Sequence[FusedTable]:
+        """The tables that backward updates: the same, in the same order, on every rank."""
+        spread: Any = self
+        return fused_tables(spread, f"{self.handles_name}.")
+
+    def optimizer_state(self) -> dict[str, dict[str, Tensor]]:
+        """States and numbers of fused optimizers, by the name of the parameter in the state dict.
+
+        Dynamic tables have their states in the state dict, beside the keys.
+        """
+        spread: Any = self
+        return {
+            f"{self.handles_name}.{parameter}": states
+            for parameter, states in optimizer_state(spread).items()
+        }
+
+    def load_optimizer_state(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Write what `optimizer_state` gave, or whole tensors as an unsharded collection has them.
+
+        Raises:
+            KeyError: a parameter or a state is missing.
+            ValueError: a tensor of another size, or spread over ranks in another way.
+        """
+        own = f"{self.handles_name}."
+        spread: Any = self
+        given = {
+            key.removeprefix(own): value for key, value in state.items() if key.startswith(own)
+        }
+        load_optimizer_state(spread, given)

@@ -11,12 +11,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from emblib.sharding.checkpoints.gathering import whole_state
-from emblib.sharding.checkpoints.sharded_table import KeyedRows, RowStates, ShardedTable
+from emblib.sharding.checkpoints.sharded_table import (
+    KeyedRows,
+    RowStates,
+    ShardedTable,
+    whole_state,
+)
 from emblib.sharding.checkpoints.state_trees import agreed, leaves, mapped, resolved
 from emblib.sharding.checkpoints.values import checked_values
-from emblib.sharding.groups_of_ranks import Ranks, subgroup
-from emblib.tables.files import save_archive, saving
+from emblib.sharding.ranks import Ranks, subgroup
+from emblib.tables.durable_files import save_archive, saving
 
 NOTES = "emblib"
 """The entry of a checkpoint that tells what its tensors do not: a JSON text, as bytes."""

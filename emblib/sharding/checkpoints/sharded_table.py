@@ -9,10 +9,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from emblib.sharding.boxes import Box
-from emblib.sharding.groups_of_ranks import Ranks
+from emblib.sharding.ranks import Ranks
+from emblib.sharding.sharding_types import Box, Span
 
 PIECE_BYTES = 1 << 26
 """Boxes are written and read in pieces of whole rows, of at most about this many bytes."""
@@ -110,8 +111,6 @@ class ShardedTable(Tensor):
 
         Where `rank` is given, the others get an empty tensor.
         """
-        from emblib.sharding.checkpoints.gathering import gathered
-
         return gathered(self, rank)
 
     # What torch.distributed.checkpoint asks for
@@ -222,7 +221,7 @@ class RowStates(ShardedTable):
 class KeyedRows(ShardedTable):
     """One row a key of a dynamic table, sorted by route: box k of K has the keys that part k owns.
 
-    See `emblib.dynamic.saving.routing`: the parts of a table, one after the other, are the table in
+    See `emblib.dynamic.keys`: the parts of a table, one after the other, are the table in
     the order that all checkpoints have, for any K.
     """
 
@@ -248,3 +247,100 @@ def pieces_of(box: Box, dims: int, itemsize: int) -> list[tuple[tuple[int, ...],
         ((start, box.columns[0])[:dims], (end - start, width)[:dims])
         for start, end in itertools.pairwise(starts)
     ]
+
+
+def cuts_of(boxes: Sequence[Box]) -> tuple[int, ...]:
+    """The columns at which any box begins or ends."""
+    return tuple(sorted({edge for box in boxes for edge in box.columns}))
+
+
+def stretches(columns: Span, cuts: Sequence[int]) -> Span:
+    """The numbers of the stretches between `cuts` that a span of columns is made of."""
+    return cuts.index(columns[0]), cuts.index(columns[1])
+
+
+def averaged(states: Tensor, cuts: Sequence[int], columns: Span) -> Tensor:
+    """The mean of `[R, stretches]` over a span of columns, `[R]`; exact where all are equal.
+
+    The mean is weighted by how many columns of the span a stretch has.
+    """
+    weights = [
+        max(min(end, columns[1]) - max(start, columns[0]), 0)
+        for start, end in itertools.pairwise(cuts)
+    ]
+    total = torch.zeros(states.shape[0], dtype=torch.float64, device=states.device)
+    for column, weight in enumerate(weights):
+        if weight:
+            total.add_(states[:, column], alpha=weight)
+    return (total / (columns[1] - columns[0])).to(states.dtype)
+
+
+def gathered(table: ShardedTable, rank: int | None = None) -> Tensor:
+    """The whole on the CPU, on `rank` or everywhere; the others get an empty tensor."""
+    ranks = table.ranks
+    target = 0 if rank is None else rank
+    whole = torch.empty(table.size() if ranks.rank == target else (0,), dtype=table.dtype)
+    for i, box in enumerate(table.boxes):
+        if ranks.rank not in (target, box.rank):
+            continue
+        for offsets, sizes in pieces_of(box, table.dim(), table.element_size()):
+            region = tuple(slice(a, a + n) for a, n in zip(offsets, sizes, strict=True))
+            if box.rank == ranks.rank:
+                first = offsets[0] - box.rows[0]
+                piece = table.parts[i][first : first + sizes[0]]
+                if ranks.rank == target:
+                    whole[region] = piece.cpu()
+                else:
+                    _send(piece, target, ranks)
+            else:
+                whole[region] = _received(sizes, table.dtype, box.rank, ranks)
+    if rank is None and ranks.size > 1:
+        return _told_to_all(whole, table, ranks)
+    return whole
+
+
+def whole_state(state: Any, ranks: Ranks, rank: int | None = 0) -> Any:
+    """`state` with whole tensors, on the CPU, in place of those spread over ranks; a collective.
+
+    States of one number a row are those of a table that is not cut by columns: see `row_states`.
+    Ranks other than `rank` get what is not spread, and empty tensors.
+    """
+    if isinstance(state, ShardedTable):
+        whole = state.full_tensor(rank)
+        if isinstance(state, RowStates) and whole.numel():
+            return averaged(whole, state.cuts, (0, state.cuts[-1]))
+        return whole
+    if isinstance(state, Mapping):
+        return {key: whole_state(value, ranks, rank) for key, value in state.items()}
+    if isinstance(state, list | tuple):
+        return type(state)(whole_state(value, ranks, rank) for value in state)
+    if not isinstance(state, Tensor):
+        return state
+    whole_of = getattr(state, "full_tensor", None)  # of a DTensor
+    return (state if whole_of is None else whole_of()).detach().to("cpu", copy=True)
+
+
+def _send(piece: Tensor, target: int, ranks: Ranks) -> None:
+    dist.send(_as_bytes(piece.to(ranks.device)), ranks.global_rank(target), group=ranks.group)
+
+
+def _received(sizes: tuple[int, ...], dtype: torch.dtype, source: int, ranks: Ranks) -> Tensor:
+    piece = torch.empty(sizes, dtype=dtype, device=ranks.device)
+    dist.recv(_as_bytes(piece), ranks.global_rank(source), group=ranks.group)
+    return piece.cpu()
+
+
+def _told_to_all(whole: Tensor, table: ShardedTable, ranks: Ranks) -> Tensor:
+    if ranks.rank:
+        whole = torch.empty(table.size(), dtype=table.dtype)
+    step = max(PIECE_BYTES // max(whole[:1].numel() * whole.element_size(), 1), 1)
+    for rows in whole.split(step):
+        piece = rows.to(ranks.device)
+        dist.broadcast(_as_bytes(piece), ranks.global_rank(0), group=ranks.group)
+        rows.copy_(piece)
+    return whole
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    """A view that every backend can send, whatever the dtype."""
+    return tensor.contiguous().view(-1).view(torch.uint8)

@@ -1,13 +1,12 @@
 """Training loops that overlap copies, the exchange of ids, prefetching and computing."""
 
-from emblib.sharding.pipelines.base import TrainPipelineBase
-from emblib.sharding.pipelines.batches import empty_batch
-from emblib.sharding.pipelines.loading import Ends, Equal, Longest, Shortest
-from emblib.sharding.pipelines.reporting import Progress
-from emblib.sharding.pipelines.sparse_dist import (
+from emblib.sharding.pipelines.base import (
     PrefetchTrainPipelineSparseDist,
+    TrainPipelineBase,
     TrainPipelineSparseDist,
 )
+from emblib.sharding.pipelines.batches import empty_batch
+from emblib.sharding.pipelines.loading import Ends, Equal, Longest, Progress, Shortest
 
 __all__ = [
     "Ends",

@@ -15,11 +15,10 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from emblib.sharding.awaitable import Awaitable
-from emblib.sharding.dense_part import unwrapped
-from emblib.sharding.pipelines.batches import Path, follow, path_to, same_input
-from emblib.sharding.pipelines.lanes import Lane, Staged
-from emblib.tables.outside import outside_graphs
+from emblib.sharding.dense import unwrapped
+from emblib.sharding.exchange import Awaitable
+from emblib.sharding.pipelines.batches import Lane, Path, Staged, follow, path_to, same_input
+from emblib.tables.graph_break import outside_graphs
 
 Inputs = Callable[[Any], Mapping[Any, Any]]
 """Gives the inputs of a batch: {path of the module in the model, or the module: jagged tensor}.

@@ -5,23 +5,53 @@ each batch that a rank reads it tells the others that it has one; by the time th
 the answers of the others are there.
 """
 
-from collections.abc import Callable, Iterator
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
-from emblib.sharding.agreement import Agreement
-from emblib.sharding.awaitable import Awaitable
-from emblib.sharding.groups_of_ranks import Ranks
+from emblib.sharding.exchange import Awaitable, Content, Deferred, NoWait, start_all_to_all
 from emblib.sharding.pipelines.batches import (
+    Lane,
+    Staged,
     device_of,
     empty_batch,
     examples_of,
     leaves,
     to_device,
 )
-from emblib.sharding.pipelines.lanes import Lane, Staged
+from emblib.sharding.ranks import Ranks, sends_from_hosts, subgroup
+
+
+class Agreement:
+    """Gathers small numbers of every rank in the background.
+
+    The numbers stay in the memory of the host, so that nobody waits for a GPU. A group that can
+    only send from GPUs gets a second one over gloo beside it; making this object is then collective
+    over the ranks.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = _on_hosts(ranks)
+
+    def gather(self, numbers: Sequence[int]) -> Awaitable[list[list[int]]]:
+        """The numbers of every rank, by rank; all ranks call this, with as many numbers each."""
+        if self._ranks.size == 1:
+            return NoWait([list(numbers)])
+        size, sizes = self._ranks.size, [len(numbers)] * self._ranks.size
+        own = torch.tensor([*numbers] * size, dtype=torch.int64)
+        pending = start_all_to_all(own, sizes, sizes, self._ranks, content=Content.NUMBERS)
+        return Deferred(lambda: pending.wait().view(size, -1).tolist())
+
+
+def _on_hosts(ranks: Ranks) -> Ranks:
+    """The same ranks, in a group that sends from the memory of the host."""
+    if ranks.group is None or sends_from_hosts(ranks.group):
+        return ranks
+    return Ranks(subgroup(ranks), local_size=ranks.local_size)
 
 
 @dataclass(frozen=True)
@@ -209,3 +239,96 @@ def _attributes(iterator: Any) -> list[Any]:
 
 def _on_host(batch: Any) -> Any:
     return to_device(batch, torch.device("cpu"))
+
+
+class Progress(NamedTuple):
+    """What the callback of a pipeline gets after every step.
+
+    Attributes:
+        step: steps done, this one among them.
+        own_examples: examples of this rank so far.
+        examples: examples of all ranks so far; None where the pipeline does not know (`Equal`).
+        elapsed_s: seconds from the beginning of the first step to the end of this one.
+        steps_per_s: over the last steps, at most `WINDOW` of them.
+        own_examples_per_s: likewise, of this rank.
+        examples_per_s: likewise, of all ranks.
+
+    The clock is the host's. A GPU may be behind by the steps that are enqueued; over a window of
+    steps that is little.
+    """
+
+    step: int
+    own_examples: int
+    examples: int | None
+    elapsed_s: float
+    steps_per_s: float
+    own_examples_per_s: float
+    examples_per_s: float | None
+
+    def __str__(self) -> str:
+        everywhere = self.examples_per_s is not None
+        rate = self.examples_per_s if everywhere else self.own_examples_per_s
+        count = self.examples if everywhere else self.own_examples
+        where = "" if everywhere else " (this rank)"
+        return (
+            f"step {self.step}: {count} examples in {self.elapsed_s:.1f} s, "
+            f"{self.steps_per_s:.2f} steps/s, {rate:.0f} examples/s{where}"
+        )
+
+
+WINDOW = 20
+
+
+class _Mark(NamedTuple):
+    time_s: float
+    step: int
+    own: int
+    all: int | None
+
+
+class Meter:
+    """Counts steps and examples."""
+
+    def __init__(self) -> None:
+        self._marks: deque[_Mark] = deque(maxlen=WINDOW + 1)
+        self._start_s = 0.0
+        self._is_paused = False
+
+    @property
+    def step(self) -> int:
+        """Steps done."""
+        return self._marks[-1].step if self._marks else 0
+
+    def begin(self) -> None:
+        """Called when a step begins; what passes between two steps counts as time of the second."""
+        if not self._marks:
+            self._start_s = time.perf_counter()
+            self._marks.append(_Mark(self._start_s, 0, 0, 0))
+        elif self._is_paused:
+            last = self._marks[-1]
+            self._marks.clear()
+            self._marks.append(last._replace(time_s=time.perf_counter()))
+        self._is_paused = False
+
+    def pause(self) -> None:
+        """Called when the batches are drained: time until the next step does not count."""
+        self._is_paused = True
+
+    def end(self, counted: Counted) -> Progress:
+        """Called when a step has ended."""
+        last = self._marks[-1]
+        everywhere = None if counted.all is None or last.all is None else last.all + counted.all
+        now = _Mark(time.perf_counter(), last.step + 1, last.own + counted.own, everywhere)
+        self._marks.append(now)
+        first = self._marks[0]
+        window_s = max(now.time_s - first.time_s, 1e-9)
+        known = None if now.all is None or first.all is None else (now.all - first.all) / window_s
+        return Progress(
+            now.step,
+            now.own,
+            now.all,
+            now.time_s - self._start_s,
+            (now.step - first.step) / window_s,
+            (now.own - first.own) / window_s,
+            known,
+        )

@@ -7,10 +7,10 @@ prediction.plan.save("plan.json")
 """
 
 from emblib.sharding.planner.calibration import Calibration
-from emblib.sharding.planner.errors import PlanError
 from emblib.sharding.planner.estimate import CostModel
+from emblib.sharding.planner.feasible import PlanError
 from emblib.sharding.planner.planner import Planner, collective_plan
-from emblib.sharding.planner.predict import Prediction
+from emblib.sharding.planner.report import Prediction
 from emblib.sharding.planner.simulate import Scaling, Simulated, simulate
 from emblib.sharding.planner.topology import Pool, Topology
 from emblib.sharding.planner.work import Reservation, TableConstraints, Work

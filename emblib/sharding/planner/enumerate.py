@@ -4,14 +4,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from emblib.collections.configs import Dynamic, Kind
-from emblib.collections.slices import TableSlice
+from emblib.collections.kernels import TableSlice
 from emblib.optim import SGD, Adagrad, Adam, External
-from emblib.sharding import boxes as rules
-from emblib.sharding.boxes import Box, Rule, ShardingType, TableSharding
+from emblib.sharding import sharding_types
 from emblib.sharding.layout import shape_of, with_kind
 from emblib.sharding.planner.estimate import INPUT, NOTHING, CostModel, Everywhere, Load
 from emblib.sharding.planner.topology import Need, Topology
 from emblib.sharding.planner.work import Work
+from emblib.sharding.sharding_types import Box, Rule, ShardingType, TableSharding
 from emblib.specs import Choice
 
 _BY_COLUMNS = frozenset(
@@ -88,19 +88,19 @@ class Option:
 
     def _rule(self, targets: tuple[int, ...]) -> Rule:
         if self.type is ShardingType.CUSTOM:
-            return rules.custom(self.fixed)
+            return sharding_types.custom(self.fixed)
         makers: dict[ShardingType, Rule] = {
-            ShardingType.DATA_PARALLEL: rules.data_parallel(),
-            ShardingType.ROW_WISE: rules.row_wise(),
-            ShardingType.COLUMN_WISE: rules.column_wise(targets),
-            ShardingType.GRID: rules.grid(targets),
+            ShardingType.DATA_PARALLEL: sharding_types.data_parallel(),
+            ShardingType.ROW_WISE: sharding_types.row_wise(),
+            ShardingType.COLUMN_WISE: sharding_types.column_wise(targets),
+            ShardingType.GRID: sharding_types.grid(targets),
         }
         if self.type in makers:
             return makers[self.type]
         one = {
-            ShardingType.TABLE_WISE: rules.table_wise,
-            ShardingType.TABLE_ROW_WISE: rules.table_row_wise,
-            ShardingType.TABLE_COLUMN_WISE: rules.table_column_wise,
+            ShardingType.TABLE_WISE: sharding_types.table_wise,
+            ShardingType.TABLE_ROW_WISE: sharding_types.table_row_wise,
+            ShardingType.TABLE_COLUMN_WISE: sharding_types.table_column_wise,
         }
         return one[self.type](targets[0])
 
@@ -243,21 +243,21 @@ def _rules(
 ) -> Iterator[tuple[Rule, Domain]]:
     """Rules with stand-in targets 0, 1, ..., which search replaces."""
     if sharding_type is ShardingType.TABLE_WISE:
-        yield rules.table_wise(0), Domain.RANK
+        yield sharding_types.table_wise(0), Domain.RANK
     elif sharding_type is ShardingType.ROW_WISE:
-        yield rules.row_wise(), Domain.WORLD
+        yield sharding_types.row_wise(), Domain.WORLD
     elif sharding_type is ShardingType.COLUMN_WISE:
         for parts in _column_counts(work, topology.world_size):
-            yield rules.column_wise(range(parts)), Domain.RANK
+            yield sharding_types.column_wise(range(parts)), Domain.RANK
     elif sharding_type is ShardingType.TABLE_ROW_WISE:
-        yield rules.table_row_wise(0), Domain.NODE
+        yield sharding_types.table_row_wise(0), Domain.NODE
     elif sharding_type is ShardingType.TABLE_COLUMN_WISE:
         least = work.constraints.min_partition
         if work.config.embedding_dim // topology.local_world_size >= least:
-            yield rules.table_column_wise(0), Domain.NODE
+            yield sharding_types.table_column_wise(0), Domain.NODE
     elif sharding_type is ShardingType.GRID:
         for parts in _column_counts(work, topology.num_nodes):
-            yield rules.grid(range(parts)), Domain.NODE
+            yield sharding_types.grid(range(parts)), Domain.NODE
 
 
 def _column_counts(work: Work, most: int) -> list[int]:

@@ -7,10 +7,9 @@ from torch import nn
 
 from emblib.sharding.plan import ShardingPlan
 from emblib.sharding.planner.enumerate import Option, options_of
-from emblib.sharding.planner.errors import check_room, no_plan
 from emblib.sharding.planner.estimate import FLOATS, CostModel, Sent
-from emblib.sharding.planner.feasible import any_plan, cut_to_fit
-from emblib.sharding.planner.predict import Prediction, predict
+from emblib.sharding.planner.feasible import any_plan, check_room, cut_to_fit, no_plan
+from emblib.sharding.planner.report import Prediction, predict
 from emblib.sharding.planner.search import Plan, Problem, best_of, starts
 from emblib.sharding.planner.topology import Pool, Topology
 from emblib.sharding.planner.work import (
@@ -23,8 +22,8 @@ from emblib.sharding.planner.work import (
 from emblib.specs import check_count
 
 if TYPE_CHECKING:
-    from emblib.sharding.groups_of_ranks import Ranks
-    from emblib.sharding.wire import Wire
+    from emblib.sharding.exchange import Wire
+    from emblib.sharding.ranks import Ranks
 
 
 class Planner:
@@ -134,7 +133,7 @@ class Planner:
 
 def collective_plan(module: nn.Module, planner: Planner, ranks: "Ranks") -> ShardingPlan:
     """The plan that rank 0 finds, on all ranks; an error there is raised on all."""
-    from emblib.sharding.groups_of_ranks import invoke_on_rank_and_broadcast_result
+    from emblib.sharding.ranks import invoke_on_rank_and_broadcast_result
 
     def planned() -> str:
         return planner.plan(module).to_json()

@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 import torch
 
-from emblib.sharding.boxes import World
-from emblib.sharding.planner import defaults
+from emblib.sharding.planner import calibration as defaults
 from emblib.sharding.planner.calibration import Calibration
+from emblib.sharding.sharding_types import World
 from emblib.specs import check_count
 
 

@@ -7,11 +7,11 @@ from typing import Any
 from torch import nn
 
 from emblib.collections.configs import Kind, Plain, TableConfig, TensorTrain
-from emblib.collections.optimizers.in_backward import trained_configs
+from emblib.collections.optimizers.fused import trained_configs
 from emblib.optim import Optimizer
-from emblib.sharding.boxes import ShardingType
 from emblib.sharding.planner.topology import Pool
 from emblib.sharding.shard import collections_of
+from emblib.sharding.sharding_types import ShardingType
 from emblib.specs import check_count
 
 

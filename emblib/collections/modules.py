@@ -1,0 +1,655 @@
+"""What collections of tables have in common: features, tables by name, first values, optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+
+from emblib.collections.configs import (
+    Dynamic,
+    EmbeddingBagConfig,
+    EmbeddingConfig,
+    Quantized,
+    TableConfig,
+)
+from emblib.collections.groups import TableGroups
+from emblib.collections.handles import TableHandle
+from emblib.collections.kernels import PartTables, TableSlice
+from emblib.dynamic import DynamicEmbeddingBags
+from emblib.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+from emblib.ops import autograd, route
+from emblib.optim import Optimizer
+from emblib.specs import Pooling
+from emblib.tables import TTEmbeddingBag
+
+HYPER = "hyper"
+Handles = Mapping[str, TableHandle]
+
+
+@dataclass(frozen=True)
+class FusedTable:
+    """A table that backward updates.
+
+    Args:
+        optimizer: what it was made with.
+        names: of its parameters, within the module that has it.
+        kernels: the modules that hold it here; none where others have all of it.
+        parameters: those that are here, by name.
+    """
+
+    optimizer: Optimizer
+    names: tuple[str, ...]
+    kernels: Sequence[Any]
+    parameters: Mapping[str, nn.Parameter] = field(default_factory=dict)
+
+
+def fused_tables(prefix: str, handles: Handles) -> list[FusedTable]:
+    """The tables that backward updates."""
+    found = []
+    for table, handle in handles.items():
+        parameters = handle.fused_parameters()
+        if parameters:
+            named = {f"{prefix}.{table}.{name}": p for name, p in parameters.items()}
+            optimizer = handle.kernel.optimizer
+            found.append(FusedTable(optimizer, tuple(named), [handle.kernel], named))
+    return found
+
+
+def optimizer_state(
+    groups: TableGroups, prefix: str, handles: Handles
+) -> dict[str, dict[str, Tensor]]:
+    """By the name of a parameter its states, as views, and a copy of the optimizer's numbers."""
+    return {
+        name: {**states, HYPER: kernel.hyper.clone()}
+        for name, kernel, states in _states(groups, prefix, handles)
+    }
+
+
+def _states(
+    groups: TableGroups, prefix: str, handles: Handles
+) -> Iterator[tuple[str, Any, dict[str, Tensor]]]:
+    """Name, kernel and states of each parameter that backward updates."""
+    every = groups.all_views() if handles else []
+    for views, (table, handle) in zip(every, handles.items(), strict=True):
+        kernel: Any = handle.kernel
+        if not autograd.is_fused(kernel.optimizer):
+            continue
+        for parameter in handle.fused_parameters():
+            # `cores.1` of a tensor train has the states `<state>.1`; those of a dynamic table are
+            # saved with its keys.
+            _, dot, number = parameter.rpartition(".")
+            states = {
+                state.name: views[f"{state.name}{dot}{number if dot else ''}"]
+                for state in kernel.optimizer.states
+                if not isinstance(kernel, DynamicEmbeddingBags)
+            }
+            yield f"{prefix}.{table}.{parameter}", kernel, states
+
+
+@torch.no_grad()
+def load_optimizer_state(
+    groups: TableGroups,
+    prefix: str,
+    handles: Handles,
+    state: Mapping[str, Mapping[str, Tensor]],
+) -> None:
+    """Write states and numbers; tables that share a kernel take the numbers of the most steps."""
+    every = list(_states(groups, prefix, handles))
+    for name, kernel, states in every:
+        _check(name, {**states, HYPER: kernel.hyper}, state.get(name))
+    newest: dict[int, tuple[Any, Tensor]] = {}
+    for name, kernel, states in every:
+        given = state[name]
+        for key, view in states.items():
+            view.copy_(given[key])
+        before = newest.get(id(kernel))
+        if before is None or float(given[HYPER][1]) > float(before[1][1]):
+            newest[id(kernel)] = kernel, given[HYPER]
+    for kernel, numbers in newest.values():
+        kernel.hyper.copy_(numbers)
+        kernel.set_step(int(numbers[1]))
+        if isinstance(kernel, PartTables):
+            with kernel._writing():
+                pass  # a store on disk commits what was written
+
+
+def _check(name: str, states: Mapping[str, Tensor], given: Mapping[str, Tensor] | None) -> None:
+    if given is None:
+        raise KeyError(f"the state of the optimizer lacks {name}")
+    missing = sorted(states.keys() - given.keys())
+    if missing:
+        raise KeyError(
+            f"the state of {name} lacks {missing}; it has {sorted(given)}: it is of another "
+            "optimizer"
+        )
+    for key, view in states.items():
+        if given[key].shape != view.shape:
+            raise ValueError(
+                f"{key} of {name} must have the shape {tuple(view.shape)}, got "
+                f"{tuple(given[key].shape)}: it is of another table or optimizer"
+            )
+
+
+class Unit:
+    """A feature as one table sees it: in the order of the configurations."""
+
+    __slots__ = ("feature", "name", "table")
+
+    def __init__(self, feature: str, table: int, name: str) -> None:
+        self.feature, self.table, self.name = feature, table, name
+
+
+def units_of(configs: Sequence[TableConfig]) -> list[Unit]:
+    """The features of all tables; one that several tables have is named `feature@table`."""
+    tables_of: dict[str, int] = {}
+    for config in configs:
+        for feature in config.feature_names:
+            tables_of[feature] = tables_of.get(feature, 0) + 1
+    return [
+        Unit(feature, t, feature if tables_of[feature] == 1 else f"{feature}@{config.name}")
+        for t, config in enumerate(configs)
+        for feature in config.feature_names
+    ]
+
+
+def _sequence_of(tables: Any, kind: type[TableConfig]) -> tuple[Any, ...]:
+    if isinstance(tables, TableConfig | str) or not isinstance(tables, Iterable):
+        raise TypeError(
+            f"tables must be a list of {kind.__name__}, also where it is one, got {tables!r}"
+        )
+    return tuple(tables)
+
+
+def _check_device(device: Any) -> None:
+    if isinstance(device, bool):  # TorchRec has is_weighted in this place
+        raise TypeError(
+            f"device must be None, a torch.device or its name, got {device}; is_weighted is given "
+            f"by name, is_weighted={device}"
+        )
+
+
+class TableCollection(nn.Module):
+    """Base of collections: tables by name, looked up by the features that read them.
+
+    `groups` does the lookups. The tables are listed, saved and loaded under `handles_name`, each
+    with the names of its kind, see `emblib.collections.handles`. What threads may do with a
+    collection is what they may do with its tables (docs/threads.md).
+    """
+
+    handles_name: ClassVar[str]
+    config_type: ClassVar[type[TableConfig]]
+    configs: tuple[Any, ...]
+    groups: TableGroups
+
+    def __init__(
+        self,
+        tables: Sequence[TableConfig],
+        device: torch.device | str | None,
+        optimizer: Optimizer | None,
+    ) -> None:
+        super().__init__()
+        self.configs = _sequence_of(tables, self.config_type)
+        self._check_tables()
+        _check_device(device)
+        if optimizer is not None and not isinstance(optimizer, Optimizer):
+            raise TypeError(
+                "optimizer must be None or one of emblib.optim, e.g. optim.SGD(lr=0.01), got "
+                f"{optimizer!r}; for one of torch.optim leave it out and give it the parameters"
+            )
+        self.optimizer = optimizer
+        self._units = units_of(self.configs)
+        self._take(self._make_groups(device, None))
+
+    def _check_tables(self) -> None:
+        kind, names = self.config_type, set()
+        for config in self.configs:
+            if not isinstance(config, kind):
+                raise TypeError(
+                    f"the tables of {type(self).__name__} must be of {kind.__name__}, got "
+                    f"{config!r}"
+                )
+            if config.name in names:
+                raise ValueError(
+                    f"tables of a collection must differ in name, got {config.name!r} twice"
+                )
+            names.add(config.name)
+
+    def _make_groups(
+        self, device: torch.device | str | None, seeds: Mapping[str, int] | None
+    ) -> TableGroups:
+        return TableGroups(
+            [TableSlice.whole(config) for config in self.configs],
+            [unit.table for unit in self._units],
+            pooled=self.config_type.pooled,
+            optimizer=self.optimizer,
+            device=device,
+            seeds=seeds,
+            bags=self._bags(),
+        )
+
+    def _bags(self) -> Pooling:
+        """What a bag becomes in the kernels."""
+        return Pooling.SUM
+
+    def _take(self, groups: TableGroups) -> None:
+        """Have these groups: handles first, so that parameters are listed by their names."""
+        handles = {c.name: h for c, h in zip(self.configs, groups.handles, strict=True)}
+        for name in (self.handles_name, "groups"):
+            self._modules.pop(name, None)
+        self.add_module(self.handles_name, nn.ModuleDict(handles))
+        self._own_handles()
+        self.groups = groups
+        self._wanted = [self._units[u].feature for u in groups.order]
+        self._permutation: tuple[list[str], list[int]] = ([], [])
+
+    def _own_handles(self) -> None:
+        for name, handle in self.handles().items():
+            handle.belong(self, name)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._own_handles()
+
+    # Batches
+
+    def _fits(self, features: Any) -> bool:
+        """Whether the kernels can take a batch as it comes."""
+        return isinstance(features, KeyedJaggedTensor) and features.keys() == self._wanted
+
+    def _ordered(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+        """The features that are read, in the order in which the kernels take them."""
+        batch = KeyedJaggedTensor.adopt(features)
+        keys, places = self._permutation
+        if keys != batch.keys():
+            index = batch.index_per_key()
+            missing = sorted(set(self._wanted) - index.keys())
+            if missing:
+                raise KeyError(
+                    f"the batch must have the features of all tables: missing are {missing}, there "
+                    f"are {batch.keys()}"
+                )
+            places = [index[feature] for feature in self._wanted]
+            self._permutation = (list(batch.keys()), places)
+        return batch.permute(places)
+
+    def _sample_weights(self, batch: KeyedJaggedTensor) -> Tensor:
+        weights = batch.weights_or_none()
+        if weights is None:
+            raise ValueError(
+                "this collection is weighted, so batches must have weights: make the "
+                "KeyedJaggedTensor with weights=..., or the collection with is_weighted=False"
+            )
+        return weights if weights.dtype is torch.float32 else weights.float()
+
+    def _id_counts(self, batch: KeyedJaggedTensor) -> list[int] | None:
+        """Ids of each group, where the host knows them."""
+        lengths = batch.length_per_key_or_none()
+        active = self.groups.active
+        if lengths is None or len(active) == 1:
+            return None
+        counts, unit = [], 0
+        for info in active:
+            counts.append(sum(lengths[unit : unit + len(info.units)]))
+            unit += len(info.units)
+        return counts
+
+    # Tables
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tables are."""
+        return self.groups.device
+
+    def handles(self) -> Mapping[str, TableHandle]:
+        """The handle of each table, by its name."""
+        found: Any = self._modules[self.handles_name]
+        return dict(found.items())
+
+    def reset_parameters(self, seeds: Mapping[str, int] | None = None) -> None:
+        """First values anew, from a seed a table; left out, from torch's generator.
+
+        Also what makes a collection usable that was made on `meta` and moved by `to_empty`.
+        """
+        self.groups.reset_parameters(seeds)
+
+    def set_optimizers(self, optimizers: Mapping[str, Optimizer | None]) -> None:
+        """Train these tables otherwise from now on; weights stay, optimizer states begin anew.
+
+        Kernels are made anew, which takes the memory of all tables once more until they are. The
+        parameters stay the same objects.
+
+        Args:
+            optimizers: by table; None for that of the collection.
+
+        Raises:
+            KeyError: there is no such table.
+        """
+        names = {config.name for config in self.configs}
+        unknown = sorted(optimizers.keys() - names)
+        if unknown:
+            raise KeyError(f"there are no tables {unknown}; there are {sorted(names)}")
+        before = self.groups
+        self.configs = tuple(
+            replace(config, optimizer=optimizers[config.name])
+            if config.name in optimizers
+            else config
+            for config in self.configs
+        )
+        groups = self._make_groups(before.device, before.seeds)
+        groups.set_output_dtype(before.output_dtype)
+        groups.take_over(before)
+        groups.train(self.training)
+        self._take(groups)
+
+    def quantized(self, bits: int = 8) -> Self:
+        """A collection for inference with the same rows: plain tables and tensor trains quantised.
+
+        Dynamic tables are copied as they are. The new collection is in evaluation mode.
+
+        Args:
+            bits: of a value, 8 or 4.
+        """
+        kept = (Dynamic, Quantized)
+        configs = [
+            config
+            if isinstance(config.kind, kept)
+            else replace(config, kind=Quantized(bits), optimizer=None)
+            for config in self.configs
+        ]
+        made = self._of(configs)
+        made.groups.set_output_dtype(self.groups.output_dtype)
+        handles, views = self.handles(), self.groups.all_views()
+        for s, (name, handle) in enumerate(made.handles().items()):
+            given = handles[name]
+            if isinstance(self.configs[s].kind, kept):
+                handle.load_state_dict(given.state_dict())
+            elif isinstance(given.kernel, TTEmbeddingBag):
+                handle.kernel.write_rows(handle.index, given.kernel.to_dense())
+            else:
+                handle.kernel.write_rows(handle.index, views[s]["weight"])
+        return made.eval()
+
+    def _of(self, configs: Sequence[Any]) -> Self:
+        """A collection of other tables that is like this one otherwise."""
+        raise NotImplementedError
+
+    # Fused optimizers, see emblib.collections.optimizers.HasFusedTables
+
+    def fused_tables(self) -> list[FusedTable]:
+        """The tables that backward updates."""
+        return fused_tables(self.handles_name, self.handles())
+
+    def optimizer_state(self) -> dict[str, dict[str, Tensor]]:
+        """By the name of a parameter its states as views, and `hyper`, the optimizer's numbers."""
+        return optimizer_state(self.groups, self.handles_name, self.handles())
+
+    def load_optimizer_state(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Take what `optimizer_state` gave.
+
+        Raises:
+            KeyError: a parameter or one of its states is missing.
+            ValueError: a state of another shape. In either case nothing is written.
+        """
+        load_optimizer_state(self.groups, self.handles_name, self.handles(), state)
+
+    def extra_repr(self) -> str:
+        """The tables."""
+        return ", ".join(
+            f"{c.name}: {c.num_embeddings} x {c.embedding_dim}" for c in self.configs[:4]
+        ) + (f", ... {len(self.configs)} tables" if len(self.configs) > 4 else "")
+
+
+class EmbeddingBagCollection(TableCollection):
+    """Looks up the features of a batch in its tables and pools the bags of each.
+
+    Tables may be of any kinds, dtypes and optimizers; those that agree share a kernel. Without an
+    `optimizer` tables leave dense gradients on their parameters, for `torch.optim`; with one, be it
+    that of the collection or that of a table, backward updates the rows of the batch at once and no
+    gradient is ever stored (see `TableBatchedEmbeddingBags`, and `emblib.collections.optimizers`
+    for learning rates and states).
+
+    State dicts have `embedding_bags.<table>.weight` for a plain table, `.cores.<k>` for a tensor
+    train, and `.keys`, `.weight` and what else there is by key for a dynamic one. The states of
+    fused optimizers are saved with `FusedOptimizer`, but for dynamic tables, where they go with
+    the keys.
+
+    Args:
+        tables: their configurations; the columns of the output follow their order.
+        device: where the tables are.
+        is_weighted: batches have weights, by which rows are scaled.
+        optimizer: one of `emblib.optim`, of tables whose configuration has none.
+    """
+
+    handles_name = "embedding_bags"
+    config_type = EmbeddingBagConfig
+    configs: tuple[EmbeddingBagConfig, ...]
+
+    def __init__(
+        self,
+        tables: Sequence[EmbeddingBagConfig],
+        device: torch.device | str | None = None,
+        *,
+        is_weighted: bool = False,
+        optimizer: Optimizer | None = None,
+    ) -> None:
+        self._weighted = is_weighted
+        super().__init__(tables, device, optimizer)
+
+    def _bags(self) -> Pooling:
+        """Means where all are, since that costs nothing; of a mixture sums, divided afterwards."""
+        means = [config.pooling is Pooling.MEAN for config in self.configs]
+        return Pooling.MEAN if means and all(means) else Pooling.SUM
+
+    def _take(self, groups: TableGroups) -> None:
+        super()._take(groups)
+        self._names = [unit.name for unit in self._units]
+        self._columns = list(groups.dims)
+        means = [self._divides(unit) for unit in self._units]
+        in_order = groups.order == list(range(len(self._units)))
+        self._arrangement = None if in_order and not any(means) else _Arrangement(groups, means)
+
+    def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
+        """`[B, sum of dims]`, float32: one piece a feature, in the order of the configurations.
+
+        A feature that several tables have gives one piece a table, `feature@table`. Features that
+        no table has are ignored. Where features differ in their bags (VBE), the pieces are those of
+        the whole batch, as the inverse indices of the batch say.
+
+        Raises:
+            KeyError: a feature of a table is not there.
+            RuntimeError: a parameter was replaced, as by `torch.func.functional_call`.
+            ValueError: the collection is weighted and the batch is not, or features differ in their
+                bags and the batch has no inverse indices.
+        """
+        batch = features if self._fits(features) else self._ordered(features)
+        if batch.variable_stride_per_key():
+            return KeyedTensor(self._names, self._columns, self._expanded(batch))
+        groups = self.groups
+        weights = self._sample_weights(batch) if self._weighted else None
+        if groups.is_one:
+            out = groups.forward(batch.values(), batch.offsets(), weights)
+        else:
+            counts = self._id_counts(batch)
+            out = groups.forward(batch.values(), batch.offsets(), weights, id_counts=counts)
+        if self._arrangement is not None:
+            out = self._arrangement(out, batch)
+        return KeyedTensor(self._names, self._columns, out)
+
+    def _divides(self, unit: Unit) -> bool:
+        """Whether the sums of a unit are still to be divided."""
+        is_mean = self.configs[unit.table].pooling is Pooling.MEAN
+        return is_mean and self.groups.pooling is Pooling.SUM
+
+    def _expanded(self, batch: KeyedJaggedTensor) -> Tensor:
+        """The output of a batch whose features differ in their bags."""
+        strides, groups = batch.stride_per_key(), self.groups
+        weights = self._sample_weights(batch) if self._weighted else None
+        out = groups(
+            *(batch.values(), batch.offsets(), weights),
+            batch_sizes=[[stride] for stride in strides],
+            id_counts=self._id_counts(batch),
+        )
+        keys, inverse = _inverse_of(batch)
+        dims = [groups.dims[u] for u in groups.order]
+        blocks = out.split([n * dim for n, dim in zip(strides, dims, strict=True)])
+        lengths = batch.lengths().split(strides)
+        pieces: list[Tensor] = [out] * len(dims)
+        for place, u in enumerate(groups.order):
+            unit, block = self._units[u], blocks[place].view(-1, dims[place])
+            if self._divides(unit):
+                block = block / lengths[place].clamp(min=1).unsqueeze(1)
+            if inverse is not None:
+                block = block.index_select(0, inverse[keys[unit.feature]])
+            pieces[u] = block
+        return torch.cat(pieces, 1)
+
+    def _of(self, configs: Sequence[EmbeddingBagConfig]) -> Self:
+        weighted, optimizer = self._weighted, self.optimizer
+        return type(self)(configs, self.device, is_weighted=weighted, optimizer=optimizer)
+
+    def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
+        """The tables."""
+        return list(self.configs)
+
+    def is_weighted(self) -> bool:
+        """Whether batches have weights."""
+        return self._weighted
+
+
+def _inverse_of(batch: KeyedJaggedTensor) -> tuple[dict[str, int], Tensor | None]:
+    """Rows of the inverse indices by feature; none where all features have equally many bags."""
+    given = batch.inverse_indices_or_none()
+    if given is not None:
+        return {key: row for row, key in enumerate(given[0])}, given[1]
+    if len(set(batch.stride_per_key())) > 1:
+        raise ValueError(
+            "features that differ in their bags need inverse indices to become one batch, got "
+            f"{batch.stride_per_key()} bags: make the KeyedJaggedTensor with inverse_indices="
+        )
+    return {}, None
+
+
+class _Arrangement:
+    """Brings the columns of a lookup into the order of the configurations, and divides means.
+
+    One pass of `emblib.ops.route.combine` over `[B, columns]`; its tables are kept for the last
+    batch size.
+    """
+
+    def __init__(self, groups: TableGroups, means: Sequence[bool]) -> None:
+        columns, column = groups.columns, 0
+        place_of = {u: place for place, u in enumerate(groups.order)}
+        targets, pieces = [], []
+        for u, dim in enumerate(groups.dims):
+            bags = place_of[u] if means[u] else -1
+            targets.append((column, columns, 0, dim, u, u + 1, bags))
+            pieces.append((groups.column_of[u], columns, -1))
+            column += dim
+        self._columns, self._divides = columns, any(means)
+        self._targets = torch.tensor(targets, dtype=torch.int64).view(-1, 7)
+        self._pieces = torch.tensor(pieces, dtype=torch.int64).view(-1, 3)
+        self._made: tuple[int, Tensor, Tensor] | None = None
+
+    def _tables(self, batch: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        made = self._made
+        if made is None or made[0] != batch or made[1].device != device:
+            targets = self._targets.clone()
+            targets[:, 2] = batch
+            divided = targets[:, 6] >= 0
+            targets[:, 6] = torch.where(divided, targets[:, 6] * batch, -1)
+            made = self._made = batch, targets.to(device), self._pieces.to(device)
+        return made[1], made[2]
+
+    def __call__(self, out: Tensor, batch: KeyedJaggedTensor) -> Tensor:
+        """`out` `[B, columns]` as the collection returns it."""
+        targets, pieces = self._tables(out.shape[0], out.device)
+        lengths = batch.lengths() if self._divides else None
+        flat = route.combine(out.view(-1), targets, pieces, lengths, out.numel(), out.dtype)
+        return flat.view(-1, self._columns)
+
+
+class EmbeddingCollection(TableCollection):
+    """Looks up every id of the features of a batch: one vector an id, as jagged as the ids are.
+
+    Kinds, optimizers and parameters are as in `EmbeddingBagCollection`; state dicts have
+    `embeddings.<table>.weight` and its like. Tables may differ in their dims.
+
+    Args:
+        tables: their configurations.
+        device: where the tables are.
+        need_indices: return the ids as the weights of the result.
+        optimizer: one of `emblib.optim`, of tables whose configuration has none.
+    """
+
+    handles_name = "embeddings"
+    config_type = EmbeddingConfig
+    configs: tuple[EmbeddingConfig, ...]
+
+    def __init__(
+        self,
+        tables: Sequence[EmbeddingConfig],
+        device: torch.device | str | None = None,
+        *,
+        need_indices: bool = False,
+        optimizer: Optimizer | None = None,
+    ) -> None:
+        self._need_indices = need_indices
+        super().__init__(tables, device, optimizer)
+
+    def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
+        """By feature (`feature@table` where several tables have it) the vectors `[L, D]`, float32.
+
+        The order is that of the configurations; features that no table has are ignored.
+
+        Raises:
+            KeyError: a feature of a table is not there.
+            RuntimeError: a parameter was replaced, as by `torch.func.functional_call`.
+        """
+        batch = features if self._fits(features) else self._ordered(features)
+        vectors = self._vectors(batch)
+        lengths = batch.lengths().split(batch.stride_per_key())
+        ids: Sequence[Tensor | None] = [None] * len(vectors)
+        if self._need_indices:
+            ids = batch.values().split(batch.length_per_key())
+        found = {}
+        for place in self._places:
+            name = self._names_in_order[place]
+            found[name] = JaggedTensor._of(vectors[place], ids[place], lengths[place], None)
+        return found
+
+    def _vectors(self, batch: KeyedJaggedTensor) -> Sequence[Tensor]:
+        """Of each unit, in the order of the kernels."""
+        groups, sizes = self.groups, batch.length_per_key()
+        values, offsets = batch.values(), batch.offsets()
+        strides = None
+        if batch.variable_stride_per_key():
+            strides = [[stride] for stride in batch.stride_per_key()]
+        if groups.is_one:
+            return groups.forward(values, offsets, batch_sizes=strides).split(sizes)
+        counts = self._id_counts(batch)
+        outs = groups.outputs(values, offsets, batch_sizes=strides, id_counts=counts)
+        vectors: list[Tensor] = []
+        for info, out in zip(groups.active, outs, strict=True):
+            vectors += out.split(sizes[len(vectors) : len(vectors) + len(info.units)])
+        return vectors
+
+    def _take(self, groups: TableGroups) -> None:
+        super()._take(groups)
+        self._names_in_order = [self._units[u].name for u in groups.order]
+        self._places = sorted(range(len(groups.order)), key=groups.order.__getitem__)
+
+    def _of(self, configs: Sequence[EmbeddingConfig]) -> Self:
+        indices, optimizer = self._need_indices, self.optimizer
+        return type(self)(configs, self.device, need_indices=indices, optimizer=optimizer)
+
+    def embedding_configs(self) -> list[EmbeddingConfig]:
+        """The tables."""
+        return list(self.configs)
+
+    def need_indices(self) -> bool:
+        """Whether the ids are returned."""
+        return self._need_indices

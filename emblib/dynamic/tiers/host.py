@@ -1,0 +1,154 @@
+"""Rows behind dynamic tables in the memory of the host: bounded, with an order of eviction."""
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from emblib.dynamic.hash_index import HashIndex
+from emblib.dynamic.keys import hash_keys_of
+from emblib.dynamic.tiers.store import BATCH, Found, Rows, StoredTable, check_row
+from emblib.ops import hash
+from emblib.ops.hash import Keys, Misses
+from emblib.specs import DynamicSpec, Eviction, check_count
+from emblib.tables import memory
+
+
+class HostRows:
+    """A `RowStore` in memory, of at most `capacity` rows a table, e.g. `HostRows(1_000_000)`.
+
+    What finds its table full displaces the least row by `eviction` (see `Eviction`; STEP and CUSTOM
+    rank by score), which leaves for good. Nothing outlives the process. `seed` is that of the hash
+    of keys, see `DynamicEmbeddingBags`; None draws one from torch's generator.
+    """
+
+    def __init__(
+        self,
+        capacity: int | Sequence[int],
+        eviction: Eviction | str = Eviction.LRU,
+        *,
+        seed: int | None = None,
+    ) -> None:
+        self.seed = None if seed is None else check_count("seed", seed, least=0)
+        self.capacity = (
+            check_count("capacity", capacity)
+            if isinstance(capacity, int)
+            else tuple(check_count("capacity", count) for count in capacity)
+        )
+        self.eviction = Eviction(eviction)
+        if self.eviction is Eviction.NONE:
+            raise ValueError(
+                "rows that come down must find a place, so HostRows needs an eviction; for tables "
+                "that only grow choose a larger capacity, or DiskRows or SqliteRows"
+            )
+        self.note = ""
+        self._tables: list[StoredTable] = []
+
+    def open(self, tables: Sequence[StoredTable]) -> None:
+        """See `RowStore`; tables that are there already are kept if they are the same."""
+        if self._tables:
+            if list(tables) != self._tables:
+                raise ValueError(
+                    f"this HostRows holds {self._tables}, asked for are {list(tables)}; make one "
+                    "for each module"
+                )
+            return
+        given = self.capacity
+        sizes = [given] * len(tables) if isinstance(given, int) else list(given)
+        if len(sizes) != len(tables):
+            raise ValueError(
+                f"capacity must be one number or one a table = {len(tables)}, got {len(sizes)}"
+            )
+        scored = self.eviction in (Eviction.STEP, Eviction.CUSTOM)
+        order = Eviction.LRU_LFU if scored else self.eviction  # by score, then stamp
+        specs = [DynamicSpec(size, 1, eviction=order) for size in sizes]
+        self._tables = list(tables)
+        hash_keys = hash_keys_of(self.seed, [table.name for table in tables])
+        self._indices = [
+            HashIndex([spec], "cpu", [hash_key])
+            for spec, hash_key in zip(specs, hash_keys, strict=True)
+        ]
+        self._values, self._scores = [], []
+        for spec, table in zip(specs, tables, strict=True):
+            # Of any table, also where they are no part of the order here.
+            self._scores.append(memory.reserve(spec.rows, torch.int64, torch.device("cpu")))
+            nbytes = spec.rows * table.row_bytes
+            plane = memory.reserve(nbytes, torch.uint8, torch.device("cpu"))
+            memory.use(plane, 0, 0, nbytes)
+            self._values.append(plane.view(spec.rows, table.row_bytes))
+
+    def _find(self, table: int, keys: Tensor) -> Tensor:
+        return self._indices[table].find(Keys.of(keys))
+
+    def _rows(self, table: int, slots: Tensor) -> Rows:
+        entries = self._indices[table].table_entries(0)[slots]
+        keys, stamps = entries[:, 0].clone(), entries[:, 1].clone()
+        return Rows(keys, stamps, self._scores[table][slots], self._values[table][slots])
+
+    def read(self, table: int, keys: Tensor) -> Found:
+        """See `RowStore`."""
+        slots = self._find(table, keys.detach().to("cpu", torch.int64))
+        at = (slots >= 0).nonzero().squeeze(1)
+        return Found(at, self._rows(table, slots[at]))
+
+    def lift(self, table: int, keys: Tensor) -> None:
+        """See `RowStore`."""
+        self._indices[table].erase(Keys.of(keys))
+
+    def put(self, table: int, rows: Rows) -> Rows:
+        """See `RowStore`."""
+        rows = check_row(self._tables[table], rows)
+        index, values = self._indices[table], self._values[table]
+        if not rows.keys.numel():
+            return rows
+        # So that every row that is here is older than those that come.
+        index.set_tick(max(index.tick, int(rows.stamps.max())))
+
+        def rank(keys: Keys, misses: Misses) -> None:
+            count = int(misses.ends[-1])
+            misses.totals[:count] = rows.scores[misses.first[:count]]
+
+        inserted = index.insert(Keys.of(rows.keys), torch.zeros_like(rows.keys), admit=rank)
+        slots, left = inserted.slots, Rows.none(values.shape[1])
+        if inserted.placed is not None:
+            placed = inserted.placed
+            gone = placed.status == hash.EVICTING
+            gone_slots = placed.slots[gone]
+            gave_way = Rows.of(placed.evicted[gone].T, values[gone_slots])
+            gave_way = gave_way._replace(scores=self._scores[table][gone_slots])
+            left = Rows.joined([gave_way, rows.at(slots < 0)], values.shape[1])
+        there = slots >= 0
+        slots, rows = slots[there], rows.at(there)
+        values[slots], self._scores[table][slots] = rows.values, rows.scores
+        scores = rows.scores if index.order in hash.SCORED else None
+        index.set_entries(0, slots, rows.stamps, scores)
+        return left
+
+    def erase(self, table: int, keys: Tensor) -> Tensor:
+        """See `RowStore`."""
+        return self._indices[table].erase(Keys.of(keys)) >= 0
+
+    def expire(self, table: int, before: int) -> Tensor:
+        """See `RowStore`."""
+        return self._indices[table].expire(0, before)
+
+    def iterate(self, table: int, batch: int = BATCH) -> Iterator[Rows]:
+        """See `RowStore`."""
+        for slots in self._indices[table].export(0).slots.split(batch):
+            if slots.numel():
+                yield self._rows(table, slots)
+
+    def size(self, table: int) -> int:
+        """See `RowStore`."""
+        return self._indices[table].size(0)
+
+    def clear(self, table: int) -> None:
+        """See `RowStore`."""
+        self._indices[table].clear()
+
+    def flush(self, above: Sequence[Iterable[Rows]], note: str) -> None:
+        """See `RowStore`: keeps the note."""
+        self.note = note
+
+    def close(self) -> None:
+        """See `RowStore`; the rows stay."""

@@ -1,0 +1,319 @@
+"""Rows behind dynamic tables in an SQLite database: one file, readable by other programs.
+
+Table t of a module is `rows_<t>(key, stamp, score, value, checksum)`; the last is the CRC-32 of the
+others, since SQLite has no checksums of its pages. Layout and note, in `emblib`, have one together.
+All that happens between two commits is one transaction, so SQLite itself leads back to the last
+one. Rows of the tier above are kept in `above_<t>` by a commit and join the others when the
+database is opened again.
+
+The database is in WAL mode: other connections read what was committed last, at any time.
+"""
+
+import contextlib
+import ctypes
+import os
+import sqlite3
+import struct
+import sys
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from emblib.dynamic.tiers.store import BATCH, Found, Rows, StoredTable, check_row, matched
+from emblib.specs import Verify
+from emblib.tables.durable_files import ChecksumError, json_checksum
+from emblib.tables.locks import call_in_forks
+
+_AT_ONCE = 512  # keys of a query
+_FORMAT = "2"
+_UNCHECKED = "1"  # the format before rows had checksums
+_CHECKSUM = "checksum"  # of the other entries
+_COLUMNS = "key, stamp, score, value, checksum"
+_WORDS = struct.Struct("<qqq")
+_Record = tuple[int, int, int, bytes, int]
+
+
+class SqliteRows:
+    """A `RowStore` in an SQLite file, e.g. `SqliteRows("~/tables.db")`; takes any number of rows.
+
+    A row that moves costs tens of microseconds: it suits tables whose fast tier takes most lookups.
+    A row is verified against its checksum when it is read, with `verify="open"` all are when the
+    database is opened, with "off" none.
+    """
+
+    def __init__(self, path: str | Path, verify: Verify | str = Verify.TOUCH) -> None:
+        self._verify = Verify(verify)
+        self._connection: sqlite3.Connection | None = None
+        self._process = -1
+        self.path = Path(path).expanduser()
+        self.note = ""
+        self._tables: list[StoredTable] = []
+        self._entries: dict[str, str] = {}  # format and layout
+        call_in_forks(self)
+
+    def after_fork(self) -> None:
+        """Leave the connection to the parent.
+
+        Closing it here would undo the parent's transaction in the memory that connections share, so
+        the child keeps it for good.
+        """
+        if self._connection is not None:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._connection))
+            self._connection = None
+
+    def open(self, tables: Sequence[StoredTable]) -> None:
+        """See `RowStore`.
+
+        Raises:
+            BlockingIOError: the database is open for writing elsewhere.
+            ValueError: it holds tables of another layout.
+            ChecksumError: a row is not as it was written.
+        """
+        self.close()
+        self._tables = list(tables)
+        connection = sqlite3.connect(
+            self.path, timeout=0, isolation_level=None, check_same_thread=False
+        )
+        try:
+            connection.execute("PRAGMA journal_mode=WAL")
+            connection.execute("PRAGMA synchronous=FULL")  # a commit survives the machine
+            connection.execute("BEGIN IMMEDIATE")
+        except sqlite3.OperationalError as error:
+            connection.close()
+            if "locked" not in str(error):
+                raise
+            raise BlockingIOError(
+                f"{self.path} has one owner, and is open for writing elsewhere; close the module "
+                "that has it, or name another file"
+            ) from error
+        self._connection, self._process = connection, os.getpid()
+        try:
+            self._make_tables()
+        except BaseException:
+            self.close()
+            raise
+
+    def _make_tables(self) -> None:
+        run = self._run
+        run("CREATE TABLE IF NOT EXISTS emblib (name TEXT PRIMARY KEY, value TEXT NOT NULL)")
+        saved = dict(run("SELECT name, value FROM emblib"))
+        checksum = saved.pop(_CHECKSUM, None)
+        unchecked = saved.get("format") == _UNCHECKED
+        if saved and not unchecked and self._verify is not Verify.OFF:
+            self._verify_entries(saved, checksum)
+        wanted = {"format": _FORMAT, "byteorder": sys.byteorder}
+        wanted |= {f"table {t}": f"{s.name} {s.row_bytes}" for t, s in enumerate(self._tables)}
+        layout = {name: value for name, value in saved.items() if name != "note"}
+        if layout and layout | {"format": _FORMAT if unchecked else saved["format"]} != wanted:
+            raise ValueError(
+                f"{self.path} holds tables of another layout: {layout}, asked for are {wanted}; "
+                "name another file"
+            )
+        self.note = saved.get("note", "")
+        self._entries = wanted
+        self._write_entries(self.note)
+        columns = (
+            "(key INTEGER PRIMARY KEY, stamp INTEGER, score INTEGER, value BLOB NOT NULL, "
+            "checksum INTEGER)"
+        )
+        for t in range(len(self._tables)):
+            for kind in ("rows", "above"):
+                run(f"CREATE TABLE IF NOT EXISTS {kind}_{t} {columns}")
+                if unchecked:
+                    self._add_checksums(f"{kind}_{t}")
+            run(f"INSERT OR REPLACE INTO rows_{t} SELECT * FROM above_{t}")
+            run(f"DELETE FROM above_{t}")
+            if self._verify is Verify.OPEN:
+                for _ in self.iterate(t):
+                    pass
+
+    def _verify_entries(self, saved: dict[str, str], checksum: str | None) -> None:
+        if checksum != str(json_checksum(saved)):
+            raise ChecksumError(
+                f"{self.path} is damaged: its layout and the numbers of the optimizer are not as "
+                "they were written; load a checkpoint into another file, or take them as they are "
+                'with verify="off"'
+            )
+
+    def _write_entries(self, note: str) -> None:
+        entries = {**self._entries, "note": note}
+        for name, value in {**entries, _CHECKSUM: str(json_checksum(entries))}.items():
+            self._run("INSERT OR REPLACE INTO emblib VALUES (?, ?)", (name, value))
+
+    def _add_checksums(self, name: str) -> None:
+        """Give checksums to rows that an earlier version wrote."""
+        assert self._connection is not None
+        self._connection.create_function("emblib_checksum", 4, _checksum, deterministic=True)
+        self._run(f"ALTER TABLE {name} ADD COLUMN checksum INTEGER")
+        self._run(f"UPDATE {name} SET checksum = emblib_checksum(key, stamp, score, value)")
+
+    def _run(self, statement: str, values: Sequence[Any] = ()) -> sqlite3.Cursor:
+        if self._connection is None or self._process != os.getpid():
+            raise RuntimeError(
+                f"{self.path} is used by the process that opened it and until it is closed; "
+                "open() it first"
+            )
+        with self._checked():
+            return self._connection.execute(statement, values)
+
+    @contextlib.contextmanager
+    def _checked(self) -> Iterator[None]:
+        """Where an error made SQLite undo the transaction, rows that moved since are not there."""
+        try:
+            yield
+        except sqlite3.Error as error:
+            if self._connection is None or self._connection.in_transaction:
+                raise
+            self.close()
+            raise RuntimeError(
+                f"{self.path} went back to its last flush ({error}), so it no longer fits the "
+                "tables in front of it; make room, open it in a new module and go on from there"
+            ) from error
+
+    def _write(self, kind: str, table: int, rows: Rows) -> None:
+        """All rows or none: a statement that fails takes the batch back."""
+        self._run("SAVEPOINT batch")
+        assert self._connection is not None
+        try:
+            with self._checked():
+                self._connection.executemany(
+                    f"INSERT OR REPLACE INTO {kind}_{table} VALUES (?, ?, ?, ?, ?)", _records(rows)
+                )
+        except sqlite3.Error:
+            self._run("ROLLBACK TO batch")
+            self._run("RELEASE batch")
+            raise
+        self._run("RELEASE batch")
+
+    def read(self, table: int, keys: Tensor) -> Found:
+        """See `RowStore`."""
+        keys = keys.detach().to("cpu", torch.int64)
+        found: list[_Record] = []
+        for part in keys.unique().split(_AT_ONCE):
+            values = part.tolist()
+            values += values[-1:] * (_AT_ONCE - len(values))  # the same statement every time
+            marks = ",".join("?" * len(values))
+            query = f"SELECT {_COLUMNS} FROM rows_{table} WHERE key IN ({marks})"
+            found += self._run(query, values) if part.numel() else ()
+        return matched(keys, self._rows(table, found))
+
+    def _rows(self, table: int, records: Sequence[_Record]) -> Rows:
+        """Records as rows, verified."""
+        if self._verify is not Verify.OFF:
+            for key, stamp, score, value, checksum in records:
+                if checksum != _checksum(key, stamp, score, value):
+                    raise ChecksumError(
+                        f"{self.path} is damaged: the row of key {key} of table "
+                        f"{self._tables[table].name!r} is not as it was written; load a checkpoint "
+                        'into another file, or take the rows as they are with verify="off"'
+                    )
+        return _rows(records, self._tables[table].row_bytes)
+
+    def lift(self, table: int, keys: Tensor) -> None:
+        """See `RowStore`."""
+        self._delete(table, keys)
+
+    def _delete(self, table: int, keys: Tensor) -> None:
+        self._run("SELECT 1")
+        assert self._connection is not None
+        with self._checked():
+            self._connection.executemany(
+                f"DELETE FROM rows_{table} WHERE key = ?", ((key,) for key in keys.tolist())
+            )
+
+    def put(self, table: int, rows: Rows) -> Rows:
+        """See `RowStore`; nothing leaves."""
+        self._write("rows", table, check_row(self._tables[table], rows))
+        return Rows.none(self._tables[table].row_bytes)
+
+    def erase(self, table: int, keys: Tensor) -> Tensor:
+        """See `RowStore`."""
+        here = torch.zeros(keys.numel(), dtype=torch.bool)
+        here[self.read(table, keys).positions] = True
+        self._delete(table, keys)
+        return here
+
+    def expire(self, table: int, before: int) -> Tensor:
+        """See `RowStore`."""
+        parts = self._read_in_parts(f"rows_{table} WHERE stamp < {int(before)}", table, BATCH)
+        gone = [torch.empty(0, dtype=torch.int64), *(rows.keys for rows in parts)]
+        self._run(f"DELETE FROM rows_{table} WHERE stamp < ?", (before,))
+        return torch.cat(gone)
+
+    def iterate(self, table: int, batch: int = BATCH) -> Iterator[Rows]:
+        """See `RowStore`; by ascending key."""
+        return self._read_in_parts(f"rows_{table} ORDER BY key", table, batch)
+
+    def _read_in_parts(self, source: str, table: int, batch: int) -> Iterator[Rows]:
+        cursor = self._run(f"SELECT {_COLUMNS} FROM {source}")
+        while records := cursor.fetchmany(batch):
+            yield self._rows(table, records)
+
+    def size(self, table: int) -> int:
+        """See `RowStore`."""
+        return int(self._run(f"SELECT count(*) FROM rows_{table}").fetchone()[0])
+
+    def clear(self, table: int) -> None:
+        """See `RowStore`."""
+        self._run(f"DELETE FROM rows_{table}")
+
+    def flush(self, above: Sequence[Iterable[Rows]], note: str) -> None:
+        """See `RowStore`."""
+        for t, parts in enumerate(above):
+            self._run(f"DELETE FROM above_{t}")
+            for rows in parts:
+                self._write("above", t, check_row(self._tables[t], rows))
+        self._write_entries(note)
+        self._run("COMMIT")
+        self.note = note
+        self._run("BEGIN IMMEDIATE")
+
+    def close(self) -> None:
+        """See `RowStore`."""
+        if self._connection is not None and self._process == os.getpid():
+            self._connection.close()
+        self._connection = None
+
+    def __del__(self) -> None:
+        self.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError(
+            f"the store in {self.path} has one owner and cannot be copied or pickled; make a "
+            "module with another store and load the state of this one into it"
+        )
+
+
+def _checksum(key: int, stamp: int, score: int, value: bytes | memoryview) -> int:
+    return zlib.crc32(value, zlib.crc32(_WORDS.pack(key, stamp, score)))
+
+
+def _records(rows: Rows) -> Iterator[tuple[int, int, int, memoryview, int]]:
+    width = rows.values.shape[1]
+    for part in rows.split():
+        data = bytearray(part.values.numel())
+        if data:
+            torch.frombuffer(data, dtype=torch.uint8).copy_(part.values.flatten())
+        view = memoryview(data)
+        words = zip(part.keys.tolist(), part.stamps.tolist(), part.scores.tolist(), strict=True)
+        for i, (key, stamp, score) in enumerate(words):
+            value = view[i * width : (i + 1) * width]
+            yield key, stamp, score, value, _checksum(key, stamp, score, value)
+
+
+def _rows(records: Sequence[_Record], width: int) -> Rows:
+    if not records:
+        return Rows.none(width)
+    words = torch.tensor([record[:3] for record in records], dtype=torch.int64).T.contiguous()
+    data = bytearray(b"".join(record[3] for record in records))
+    if len(data) != len(records) * width:
+        raise RuntimeError(
+            f"rows must be {width} bytes each, those of the database are not; it is written by "
+            "emblib alone"
+        )
+    values = torch.frombuffer(data, dtype=torch.uint8) if width else torch.empty(0)
+    return Rows.of(words, values.to(torch.uint8).view(len(records), width))

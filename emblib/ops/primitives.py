@@ -1,0 +1,49 @@
+"""Grouping by key: the primitive under every backward pass, cache and hash table.
+
+`group(keys[L], num_keys)` returns, all padded to static sizes so that nothing waits for the device:
+
+- `unique [L]` the distinct keys, ascending, dtype of `keys`; entries from `count` on are 0
+- `segments` int32 `[L + 1]`, group u is `permutation[segments[u] : segments[u + 1]]`; entries
+  after `count` repeat `segments[count]`, so that reading on finds empty groups
+- `permutation` int32 `[L]`, the stable order that sorts the keys
+- `count` int32 `[1]`, number of groups, on the device of `keys`
+
+Keys outside `[0, num_keys)` belong to no group and sort to the end. `group_inverse` gives the group
+of each input position, int32 `[L]`, -1 for none. Source: radix sort, most significant digit first
+on the CPU (see csrc/group/group_items.h), CUB's on CUDA.
+"""
+
+import torch
+from torch import Tensor
+
+group = torch.ops.emblib.group.default
+group_inverse = torch.ops.emblib.group_inverse.default
+
+
+@torch.library.register_fake("emblib::group")
+def _(keys: Tensor, num_keys: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    lookups = keys.numel()
+    return (
+        keys.new_empty(lookups),
+        keys.new_empty(lookups + 1, dtype=torch.int32),
+        keys.new_empty(lookups, dtype=torch.int32),
+        keys.new_empty(1, dtype=torch.int32),
+    )
+
+
+@torch.library.register_fake("emblib::group_inverse")
+def _(segments: Tensor, permutation: Tensor, count: Tensor) -> Tensor:
+    return torch.empty_like(permutation)
+
+
+fill_uniform_ = torch.ops.emblib.fill_uniform_.default
+
+
+def new_seed() -> int:
+    """A seed drawn from torch's default generator, so that `torch.manual_seed` fixes it."""
+    return int(torch.randint(2**63 - 1, (), device="cpu"))
+
+
+@torch.library.register_fake("emblib::fill_uniform_")
+def _(tensor: Tensor, low: float, high: float, seed: int) -> None:
+    return None

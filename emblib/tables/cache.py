@@ -1,0 +1,624 @@
+"""The software cache of a module: its tensors, what is in flight, and what was counted.
+
+`emblib.ops.cache` says what the ops do with these tensors; `emblib.tables.cache` says when.
+"""
+
+import math
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from emblib import ops
+from emblib.ops import autograd, codes, tbe
+from emblib.ops import cache as cache_ops
+from emblib.ops.autograd import Tiers
+from emblib.ops.tbe import Groups
+from emblib.optim import State
+from emblib.specs import Cache, CachePolicy, Precision
+from emblib.tables.locks import ModuleLock
+from emblib.tables.memory import Memory, TableLayout
+
+_MOST_SETS = (2**31 - 1) // cache_ops.WAYS  # slots are int32
+
+
+@dataclass(frozen=True)
+class CacheStats:
+    """What a cache was asked for and what it had, since it was made or the last reset.
+
+    A batch counts when its rows are brought in: once, by `prefetch` or else by `forward`; a batch
+    that is prefetched in several passes counts pass by pass. Lookups that are skipped (index -1)
+    and those of tables without a cache do not count. In brackets the name of the same number in
+    FBGEMM's `uvm_cache_stats`.
+
+    Attributes:
+        calls: batches [num_calls]; of a table: batches in which it was looked up.
+        lookups: lookups of cached tables [num_requested_indices].
+        unique: distinct rows of a batch, summed over batches [num_unique_indices].
+        unique_misses: distinct rows that were not in the cache when their batch came
+            [num_unique_misses]. All but the conflicting ones were then fetched.
+        conflict_unique_misses: distinct rows that were not in the cache and found no way in, as
+            their set was full of rows in flight or, LFU, of rows used more often
+            [num_conflict_unique_misses]. They are read and updated in place.
+        conflict_misses: lookups of such rows [num_conflict_misses].
+        lookup_misses: lookups of all rows that were not in the cache when their batch came.
+        write_backs: rows that gave way to another; of a table: rows of it that did.
+        tables: the same for each cached table, by name; empty in those.
+    """
+
+    calls: int
+    lookups: int
+    unique: int
+    unique_misses: int
+    conflict_unique_misses: int
+    conflict_misses: int
+    lookup_misses: int
+    write_backs: int
+    tables: Mapping[str, "CacheStats"] = field(default_factory=dict)
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of the lookups whose row was in the cache when its batch came; NaN without any."""
+        return _share(self.lookups - self.lookup_misses, self.lookups)
+
+    @property
+    def unique_hit_rate(self) -> float:
+        """Share of the distinct rows that were in the cache when their batch came."""
+        return _share(self.unique - self.unique_misses, self.unique)
+
+    def events(self) -> Iterator[tuple[str, int]]:
+        """The counters as `(counter, value)`, then as `(table.counter, value)`."""
+        for name in cache_ops.COUNTERS:
+            yield name, getattr(self, name)
+        for table, stats in self.tables.items():
+            for name in cache_ops.COUNTERS:
+                yield f"{table}.{name}", getattr(stats, name)
+
+
+assert tuple(f.name for f in fields(CacheStats))[:-1] == cache_ops.COUNTERS
+
+
+def _share(part: int, whole: int) -> float:
+    return part / whole if whole else math.nan
+
+
+@dataclass(frozen=True)
+class CacheLayout:
+    """What a cache holds: rows of `tables` in `sets` sets of 32, with their optimizer states.
+
+    `tables` are all tables of the module, by ascending linear row, in the format of `features`;
+    those with a cache_stride are cached. `names` are theirs.
+    """
+
+    sets: int
+    policy: CachePolicy
+    tables: tuple[tuple[int, ...], ...]
+    names: tuple[str, ...]
+    weights: torch.dtype
+    states: tuple[State, ...]
+    state_dtype: torch.dtype
+
+    @property
+    def stride(self) -> int:
+        """Elements between rows of the cache."""
+        return max(table[7] for table in self.tables)
+
+    @property
+    def cached_rows(self) -> int:
+        """Rows of all tables that are cached."""
+        return sum(table[2] for table in self.tables if table[7])
+
+    def state_dtypes(self) -> list[torch.dtype]:
+        """Of each state; those with one number a row are float32."""
+        return [torch.float32 if state.per_row else self.state_dtype for state in self.states]
+
+    @property
+    def bytes_per_set(self) -> int:
+        """Of rows, states, tags and stamps."""
+        slot = self.stride * self.weights.itemsize + 16
+        for state, dtype in zip(self.states, self.state_dtypes(), strict=True):
+            slot += dtype.itemsize * (1 if state.per_row else self.stride)
+        return slot * cache_ops.WAYS
+
+
+class RowCache(nn.Module):
+    """Rows of the cached tables of a module, with their optimizer state, in fast memory.
+
+    Holds no parameters, and nothing of it is saved: what it holds of a table belongs to the table,
+    and is written back by `flush`.
+
+    A batch is in flight from `enter` to `leave`. What it or a later batch uses is not evicted
+    meanwhile, so a batch that never leaves ends up with a cache that takes nothing in. Batches are
+    numbered on the device, so that nothing here waits for it and a captured graph may replay
+    `enter`, `plan` and `leave`. Nothing here is locked: the module that has it holds its lock.
+    """
+
+    weights: Tensor
+    tags: Tensor
+    stamps: Tensor
+    counts: Tensor | None
+    counters: Tensor
+    clock: Tensor
+    table_places: Tensor
+
+    def __init__(self, layout: CacheLayout, device: torch.device | str | None = None) -> None:
+        super().__init__()
+        self.layout = layout
+        device = torch.empty(0, device=device).device
+        shape = (layout.sets, cache_ops.WAYS)
+        slots = layout.sets * cache_ops.WAYS
+        lfu = layout.policy is CachePolicy.LFU
+        tensors = {
+            "weights": ops.empty_table((slots * layout.stride,), layout.weights, device),
+            "tags": ops.empty_table(shape, torch.int64, device),
+            "stamps": ops.empty_table(shape, torch.int64, device),
+            "counts": (
+                torch.empty(layout.cached_rows, dtype=torch.int32, device=device) if lfu else None
+            ),
+            "counters": torch.empty(
+                (len(layout.tables) + 1, len(cache_ops.COUNTERS)), dtype=torch.int64, device=device
+            ),
+            "clock": torch.empty(2, dtype=torch.int64, device=device),
+            "table_places": torch.empty((len(layout.tables), 8), dtype=torch.int64, device=device),
+        }
+        for state, dtype in zip(layout.states, layout.state_dtypes(), strict=True):
+            size = slots if state.per_row else slots * layout.stride
+            tensors[f"state_{state.name}"] = ops.empty_table((size,), dtype, device)
+        for name, tensor in tensors.items():
+            self.register_buffer(name, tensor, persistent=False)
+        self._start()
+
+    @classmethod
+    def of(
+        cls,
+        tables: TableLayout,
+        names: Sequence[str],
+        states: Sequence[State],
+        options: Cache,
+        precision: Precision,
+        device: torch.device | str | None = None,
+    ) -> "RowCache":
+        """The cache that `options` asks for; `names` of the tables in the order they were given."""
+        device = torch.empty(0, device=device).device
+        order = sorted(
+            range(len(tables.places)),
+            key=lambda t: (tables.places[t].row_base, tables.places[t].rows),
+        )
+        layout = CacheLayout(
+            sets=1,
+            policy=options.policy,
+            tables=tuple(tables.places[t].feature(0) for t in order),
+            names=tuple(names[t] for t in order),
+            weights=precision.weights if options.dtype is None else options.dtype,
+            states=tuple(states),
+            state_dtype=precision.states,
+        )
+        sets = number_of_sets(options, layout, device)
+        return cls(CacheLayout(**{**vars(layout), "sets": sets}), device)
+
+    def _start(self) -> None:
+        """Fill the tensors of a cache that was made, or moved off `meta`."""
+        self._now, self._in_flight, self._oldest = 0, set[int](), 1
+        places = torch.tensor(self.layout.tables, dtype=torch.int64).view(-1, 8)
+        self.table_places.copy_(places)
+        self.clock.copy_(torch.tensor([0, 1]))
+        self.reset()
+        self.reset_stats()
+
+    @property
+    def states(self) -> list[Tensor]:
+        """The optimizer states of the cached rows, in the order of the optimizer."""
+        return [getattr(self, f"state_{state.name}") for state in self.layout.states]
+
+    def enter(self) -> int:
+        """A new batch is in flight; its ticket is for `leave`. What is planned next is for it."""
+        self._now += 1
+        self._in_flight.add(self._now)
+        self.clock[0].add_(1)
+        return self._now
+
+    def leave(self, ticket: int) -> None:
+        """The batch is done with its rows: they may be evicted as far as it is concerned."""
+        self._in_flight.discard(ticket)
+        oldest = min(self._in_flight, default=self._now + 1)
+        # By how much, and not to what: replayed from a captured graph it is as true.
+        self.clock[1].add_(oldest - self._oldest)
+        self._oldest = oldest
+
+    def plan(self, groups: Groups) -> tuple[Tensor, Tensor]:
+        """Place the rows of the batch that entered last: `row_slots`, `evicted`, see the op.
+
+        `move` must follow before anything else looks at the cache.
+        """
+        return cache_ops.plan_(
+            self.tags,
+            self.stamps,
+            self.counts,
+            self.counters,
+            self.clock,
+            self.table_places,
+            groups.rows,
+            groups.segments,
+            groups.count,
+            codes.CACHE_POLICY[self.layout.policy.value],
+        )
+
+    def undo(self, row_slots: Tensor, evicted: Tensor) -> None:
+        """Take back what `plan` decided, where nothing was moved yet: slots hold what they held."""
+        taken = evicted != cache_ops.NOTHING_MOVES
+        self.tags.view(-1)[row_slots[taken].long()] = evicted[taken]
+
+    def move(self, tiers: Tiers, groups: Groups, row_slots: Tensor, evicted: Tensor) -> None:
+        """Do what `plan` said: write rows back that gave way, and fetch those that came."""
+        cache_ops.move_(
+            tiers.weights,
+            tiers.states,
+            tiers.hyper,
+            self.table_places,
+            groups.rows,
+            groups.count,
+            row_slots,
+            evicted,
+        )
+
+    def find(self, groups: Groups) -> Tensor:
+        """Int32 `[L]`: where the rows of a batch are now, as `row_slots` of `plan`."""
+        return cache_ops.locate(self.tags, self.table_places, groups.rows, groups.count)
+
+    def slots_of_lookups(self, groups: Groups, row_slots: Tensor) -> Tensor:
+        """Int32 `[L]`: the slot of every lookup, -1 for none."""
+        return cache_ops.lookup_slots(row_slots, groups.segments, groups.lookups, groups.count)
+
+    def flush(self, tiers: Tiers) -> None:
+        """Write all rows and states back to their tables; they stay in the cache."""
+        cache_ops.flush_(tiers.weights, tiers.states, tiers.hyper, self.table_places, self.tags)
+
+    def reset(self) -> None:
+        """Empty the cache, and forget which batches are in flight and how often rows were used."""
+        self.tags.fill_(cache_ops.EMPTY)
+        self.stamps.fill_(cache_ops.EMPTY)
+        if self.counts is not None:
+            self.counts.zero_()
+        self._in_flight.clear()
+        self.leave(0)
+
+    def stats(self) -> CacheStats:
+        """What was counted (reads the device)."""
+        *tables, whole = (
+            dict(zip(cache_ops.COUNTERS, line, strict=True)) for line in self.counters.tolist()
+        )
+        places = zip(self.layout.names, self.layout.tables, tables, strict=True)
+        cached = {name: CacheStats(**line) for name, place, line in places if place[7]}
+        return CacheStats(**whole, tables=cached)
+
+    def reset_stats(self) -> None:
+        """Count from zero."""
+        self.counters.zero_()
+
+    def nbytes(self) -> int:
+        """Bytes of rows, states, tags and counters."""
+        return sum(tensor.nbytes for tensor in self.buffers())
+
+    def extra_repr(self) -> str:
+        """Size and policy."""
+        slots = self.layout.sets * cache_ops.WAYS
+        return f"{slots} slots in {self.layout.sets} sets, {self.layout.policy.value}"
+
+    def _load_from_state_dict(self, *arguments: Any) -> None:
+        """Nothing of it is saved; keys that begin like its name are of a table of that name."""
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        unborn = self.tags.is_meta
+        super()._apply(ops.keep_dtype(fn), recurse)
+        if unborn and not self.tags.is_meta:
+            self._start()
+        return self
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        # Batches in flight belong to the original; nothing would let them go here.
+        self._in_flight = set()
+        self.leave(0)
+
+
+def number_of_sets(options: Cache, layout: CacheLayout, device: torch.device) -> int:
+    """As many as asked for; on a GPU no more than fit into its free memory less reserved_bytes."""
+    sets = options.sets or math.ceil(options.load_factor * layout.cached_rows / cache_ops.WAYS)
+    if device.type == "cuda":
+        free = torch.cuda.mem_get_info(device)[0] - options.reserved_bytes
+        sets = min(sets, free // layout.bytes_per_set)
+    return min(max(sets, 1), _MOST_SETS)
+
+
+class Given(NamedTuple):
+    """A batch as the caller knows it."""
+
+    indices: Tensor
+    offsets: Tensor
+
+    def versions(self) -> tuple[int, int]:
+        """How often each tensor was written to."""
+        return self.indices._version, self.offsets._version
+
+    def is_(self, other: "Given") -> bool:
+        """Whether both are the same tensors."""
+        return self.indices is other.indices and self.offsets is other.offsets
+
+    def fits(self, other: "Given") -> bool:
+        """Whether both may be one batch: equal, or, on a GPU, asserted there to be equal."""
+        for mine, theirs in zip(self, other, strict=True):
+            if mine is theirs:
+                continue
+            if mine.shape != theirs.shape or mine.dtype != theirs.dtype:
+                return False
+            if mine.is_cuda:
+                torch._assert_async((mine == theirs).all(), _ORDER)
+            elif not torch.equal(mine, theirs):
+                return False
+        return True
+
+
+_ORDER = "forward must get the batches in the order they were prefetched"
+
+
+class InFlight:
+    """A batch from prefetch to the end of its update; the `session` of its autograd graph."""
+
+    def __init__(self, owner: "Prefetcher") -> None:
+        self.owner = owner
+        self.lock = owner.lock
+        self.stream: torch.cuda.Stream | None = None  # of its last lookup
+        self.ticket: int | None = None  # `__del__` runs also where `enter` raises
+        self.ticket = owner.cache.enter()
+        self.version = -1
+        self._places: autograd.RowPlaces | None = None
+
+    def fill(self, groups: tbe.Groups, row_slots: Tensor) -> None:
+        """Remember where the rows of the batch are in the cache as it is now."""
+        self._places = autograd.RowPlaces(groups, row_slots)
+        self.version = self.owner.version
+
+    def places(self) -> autograd.RowPlaces:
+        """Where the rows are in the cache as it is now, and the slots of all lookups."""
+        owner, places = self.owner, self._places
+        assert places is not None
+        owner.wait_for_prefetch()
+        if self.version != owner.version:
+            places = autograd.RowPlaces(places.groups, owner.cache.find(places.groups))
+            owner.used()
+            self.version = owner.version
+        if places.slots is None:
+            assert places.row_slots is not None
+            slots = owner.cache.slots_of_lookups(places.groups, places.row_slots)
+            places = places._replace(slots=slots)
+        self._places = places
+        self.stream = _keep_on_this_stream(places)
+        return places
+
+    def before_update(self) -> autograd.RowPlaces:
+        """The rows; those that the update writes to the disk itself are protected there first."""
+        places = self.places()
+        self.owner.protect_conflicts(places)
+        return places
+
+    def after_update(self) -> None:
+        """The rows may be evicted from now on."""
+        self.leave()
+        self.owner.used()
+
+    def leave(self) -> None:
+        """Let the rows go."""
+        if self.ticket is not None:
+            self.owner.cache.leave(self.ticket)
+            self.ticket = None
+
+    def __del__(self) -> None:
+        """A graph was dropped without a backward."""
+        if self.ticket is not None:
+            self.owner.drop(self.ticket, self.stream)
+
+
+class Prefetcher:
+    """The cache of a module and the batches on their way, in the order they were prefetched.
+
+    `lock` is that of the module. Who calls `take` holds it until the lookup has read the rows; the
+    other calls enter it themselves.
+    """
+
+    def __init__(self, memory: Memory, cache: RowCache, options: Cache, lock: ModuleLock) -> None:
+        self.memory = memory
+        self.cache = cache
+        self.options = options
+        self.lock = lock
+        self.version = 0  # of what the cache holds
+        self._queue: deque[tuple[Given, tuple[int, int], InFlight]] = deque()
+        self._dropped: deque[tuple[int, torch.cuda.Stream | None]] = deque()  # graphs, to let go
+        self._filled: torch.cuda.Event | None = None  # after the last prefetch
+        self._used: torch.cuda.Event | None = None  # after the last find or update
+
+    def __getstate__(self) -> dict[str, object]:
+        # Batches on their way belong to the original; a copy brings theirs in when it gets them.
+        none: dict[str, object] = dict.fromkeys(("_filled", "_used"))
+        return {**self.__dict__, **none, "_queue": deque(), "_dropped": deque()}
+
+    def prefetch(self, batch: autograd.Lookup, tiers: autograd.Tiers, given: Given) -> None:
+        """Bring in the rows of a batch; `given` is what the caller will pass to forward."""
+        with self.lock:
+            self._queue.append((given, given.versions(), self._fill(batch, tiers)))
+
+    def take(self, batch: autograd.Lookup, tiers: autograd.Tiers, given: Given) -> autograd.Lookup:
+        """The batch with the slots of its lookups; its `session` keeps it in flight.
+
+        Without gradients, a batch that is not the next of those prefetched is one beside them.
+        """
+        beside = not torch.is_grad_enabled() and self._queue and not given.is_(self._queue[0][0])
+        if not self._queue or beside:
+            flight = self._fill(batch, tiers)
+        else:
+            expected, versions, flight = self._queue[0]
+            if expected.versions() != versions:
+                raise RuntimeError(
+                    "the next of the prefetched batches was written to since; give every batch "
+                    "that is on its way tensors of its own"
+                )
+            if not expected.fits(given):
+                raise RuntimeError(
+                    f"{_ORDER}: the next of {len(self._queue)} has {expected.indices.numel()} "
+                    f"lookups, got another one of {given.indices.numel()}; pass that one, or "
+                    "flush() and then reset_cache_states() to forget them"
+                )
+            self._queue.popleft()
+        return batch._replace(slots=flight.places().slots, session=flight)
+
+    def _fill(self, batch: autograd.Lookup, tiers: autograd.Tiers) -> InFlight:
+        if self.memory.disk is not None:
+            self.memory.disk.protect(_NO_ROWS)  # refused in a forked process, before rows move
+        self._let_go_of_dropped()
+        # One after the other, also where one batch is brought in beside those of another stream.
+        self.wait_for_prefetch()
+        if self._used is not None:
+            _wait_for(self._used)
+        flight = InFlight(self)
+        length, passes = batch.indices.numel(), self.options.passes
+        if passes is None or length < passes.min_lookups:
+            groups = autograd.groups_of(batch)
+            flight.fill(groups, self._bring_in(groups, tiers))
+        else:
+            size = -(-length // passes.passes)
+            for start in range(0, length, size):
+                self._bring_in(autograd.groups_of(_part(batch, start, start + size)), tiers)
+            groups = autograd.groups_of(batch)
+            flight.fill(groups, self.cache.find(groups))
+        if batch.indices.is_cuda:
+            self._filled = _event(batch.indices.device)
+        return flight
+
+    def _bring_in(self, groups: tbe.Groups, tiers: autograd.Tiers) -> Tensor:
+        if self.memory.disk is not None:
+            self.memory.disk.touch(self._disk_rows(groups))
+        row_slots, evicted = self.cache.plan(groups)
+        if self.memory.disk is not None:
+            first = self.memory.layout.first_disk_row
+            try:
+                self.memory.disk.protect(evicted[evicted >= first] - first)
+            except BaseException:
+                self.cache.undo(row_slots, evicted)
+                raise
+        self.cache.move(tiers, groups, row_slots, evicted)
+        self.version += 1
+        return row_slots
+
+    def _disk_rows(self, groups: tbe.Groups) -> Tensor:
+        """The rows of a batch that are on disk, counted from the first one there."""
+        rows = groups.rows[: int(groups.count)]
+        first = self.memory.layout.first_disk_row
+        return rows[rows >= first] - first
+
+    def wait_for_prefetch(self) -> None:
+        """Make the current stream wait for what prefetches on other streams have written."""
+        if self._filled is not None:
+            _wait_for(self._filled)
+
+    def used(self) -> None:
+        """Called after a find, an update or a flush was enqueued: the next prefetch waits for it.
+
+        And for all before it, which may have been on another stream.
+        """
+        if self.cache.weights.is_cuda:
+            if self._used is not None:
+                _wait_for(self._used)
+            self._used = _event(self.cache.weights.device)
+
+    def drop(self, ticket: int, stream: torch.cuda.Stream | None) -> None:
+        """Let a batch go whose graph was dropped; its last lookup was on `stream`.
+
+        Called by finalisers, in any thread and in the middle of anything: where the lock is not
+        free the next batch does it.
+        """
+        self._dropped.append((ticket, stream))
+        if self.lock.enter_if_free():
+            try:
+                self._let_go_of_dropped()
+            finally:
+                self.lock.__exit__()
+
+    def _let_go_of_dropped(self) -> None:
+        while self._dropped:
+            ticket, stream = self._dropped.popleft()
+            if stream is not None and not torch.cuda.is_current_stream_capturing():
+                _wait_for(stream.record_event())  # what was looked up may still be read
+            self.used()
+            self.cache.leave(ticket)
+
+    def protect_conflicts(self, places: autograd.RowPlaces) -> None:
+        """Journal the rows of a batch that are on disk and not in the cache."""
+        if self.memory.disk is None:
+            return
+        assert places.row_slots is not None
+        unique, first = int(places.groups.count), self.memory.layout.first_disk_row
+        rows, slots = places.groups.rows[:unique], places.row_slots[:unique]
+        in_place = (rows >= first) & (slots < 0)
+        self.memory.disk.protect(rows[in_place] - first)
+
+    def flush(self, tiers: autograd.Tiers) -> None:
+        """Write all cached rows back, and commit the disk tier; prefetched batches stay valid."""
+        with self.lock:
+            self.wait_for_prefetch()
+            disk, first = self.memory.disk, self.memory.layout.first_disk_row
+            if disk is not None:
+                rows = self.cache.tags[self.cache.tags >= first]
+                disk.protect(rows - first)
+            self.cache.flush(tiers)
+            self.used()
+            if disk is not None:
+                disk.commit(tiers.hyper.tolist())
+
+    def reset(self) -> None:
+        """Empty the cache and forget prefetched batches; nothing is written back."""
+        with self.lock:
+            self._queue.clear()
+            self.wait_for_prefetch()
+            self.cache.reset()
+            self.used()
+            self.version += 1
+
+
+_NO_ROWS = torch.empty(0, dtype=torch.int64)
+
+
+def _keep_on_this_stream(places: autograd.RowPlaces) -> torch.cuda.Stream | None:
+    """Tensors of a prefetch on another stream must not be reused while this one reads them."""
+    if not places.groups.rows.is_cuda:
+        return None
+    stream = torch.cuda.current_stream(places.groups.rows.device)
+    for tensor in (*places.groups, places.row_slots, places.slots):
+        if tensor is not None:
+            tensor.record_stream(stream)
+    return stream
+
+
+def _part(batch: autograd.Lookup, start: int, end: int) -> autograd.Lookup:
+    """Lookups [start, end) of a batch."""
+    end = min(end, batch.indices.numel())
+    offsets = batch.offsets.clamp(start, end) - start
+    return batch._replace(indices=batch.indices[start:end], offsets=offsets)
+
+
+def _event(device: torch.device) -> torch.cuda.Event | None:
+    """The current stream of a device as it is now, for others to wait for.
+
+    None while a CUDA graph is captured: its events mean nothing outside, and it is whoever captures
+    several streams who joins them.
+    """
+    if torch.cuda.is_current_stream_capturing():
+        return None
+    return torch.cuda.current_stream(device).record_event()
+
+
+def _wait_for(event: torch.cuda.Event) -> None:
+    """Make the current stream wait; a capture begins after all that was there before it."""
+    if not torch.cuda.is_current_stream_capturing():
+        torch.cuda.current_stream(event.device).wait_event(event)

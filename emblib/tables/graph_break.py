@@ -1,0 +1,31 @@
+"""Methods that torch.compile leaves alone, without its compiler for those who never compile."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+import torch
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def outside_graphs(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """`torch.compiler.disable`, but the compiler is not loaded for it.
+
+    `disable` imports it, which takes longer than all else of emblib together; without it there is
+    nothing to disable.
+    """
+
+    @functools.wraps(function)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        if torch.compiler.is_compiling() or "torch._dynamo" in sys.modules:
+            from emblib.tables import disabled_call
+
+            return disabled_call.call(function, *args, **kwargs)
+        return function(*args, **kwargs)
+
+    return call

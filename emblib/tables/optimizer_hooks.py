@@ -1,0 +1,98 @@
+"""What some optimizers want beside the kernels: before a step, or of the rows as they are read.
+
+All of it is plain tensor code on whole tables or on the rows of a batch, seldom or for few.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from emblib.ops import autograd, primitives, tbe
+from emblib.optim import (
+    EnsembleRowwiseAdagrad,
+    GlobalDecay,
+    Optimizer,
+    RowwiseAdagrad,
+    count_largest_,
+    ensemble_,
+)
+from emblib.optim.adagrad import Counter
+from emblib.specs import Placement, Pooling, TableSpec
+
+
+class KnownRows:
+    """The session of a batch whose rows were grouped before its lookup."""
+
+    lock = None
+
+    def __init__(self, groups: tbe.Groups) -> None:
+        self.groups = groups
+
+    def before_update(self) -> autograd.RowPlaces:
+        """The rows."""
+        return autograd.RowPlaces(self.groups)
+
+    def after_update(self) -> None:
+        """Nothing is left to do."""
+
+
+def global_decay(optimizer: Optimizer) -> GlobalDecay | None:
+    """The decay that applies to rows as they are read, if the optimizer has one."""
+    return optimizer.global_decay if isinstance(optimizer, RowwiseAdagrad) else None
+
+
+def is_periodic(optimizer: Optimizer) -> bool:
+    """Whether `before_forward` has anything to do."""
+    counted = isinstance(optimizer, RowwiseAdagrad) and isinstance(optimizer.counter, Counter)
+    return counted or isinstance(optimizer, EnsembleRowwiseAdagrad)
+
+
+def check(optimizer: Optimizer, tables: Sequence[TableSpec], pooling: Pooling) -> None:
+    """Raise ValueError where an optimizer cannot do its part for these tables."""
+    for spec in tables:
+        near = spec.placement in (Placement.DEVICE, Placement.HOST)
+        if global_decay(optimizer) is not None and not near:
+            raise ValueError(
+                "GlobalDecay looks at the state of every row that is read, so all tables must be "
+                f"on the device, got placement {spec.placement.value}"
+            )
+        if isinstance(optimizer, EnsembleRowwiseAdagrad) and spec.placement.cached:
+            raise ValueError(
+                "EnsembleRowwiseAdagrad rewrites whole tables, so none may be cached, got "
+                f"placement {spec.placement.value}; MANAGED may be"
+            )
+    if global_decay(optimizer) is not None and pooling is Pooling.NONE:
+        raise ValueError("GlobalDecay scales rows as they are pooled; use pooling SUM or MEAN")
+
+
+def before_forward(
+    optimizer: Optimizer, number: int, tiers: autograd.Tiers, views: Sequence[dict[str, Tensor]]
+) -> None:
+    """At training forward `number` (from 1): moving averages, and the largest count of all rows."""
+    if isinstance(optimizer, EnsembleRowwiseAdagrad):
+        now = number % optimizer.average_every == 0 or number % optimizer.swap_every == 0
+        if now and tiers.hyper.is_cuda and len(tiers.weights) > 1:
+            torch.cuda.synchronize()  # tables in host memory are rewritten by the host
+        weights = [tensors["weight"] for tensors in views]
+        ensemble_(optimizer, number, weights, [tensors["sparse_ema"] for tensors in views])
+    elif isinstance(optimizer, RowwiseAdagrad):
+        names = [state.name for state in optimizer.states]
+        counters = tiers.states[names.index("row_counter") :: len(names)]
+        count_largest_(optimizer, number, tiers.hyper, counters)
+
+
+def decay_rows(
+    decay: GlobalDecay, batch: autograd.Lookup, hyper: Tensor, prev_iter: Tensor
+) -> tuple[autograd.Lookup, Tensor]:
+    """The batch with its rows grouped, and for each lookup the factor its row has decayed by.
+
+    `prev_iter` float32 `[R]` by linear row. A factor is float32; skipped lookups have 1.
+    """
+    if prev_iter.numel() == 0:  # tables without rows, of which nothing is read
+        return batch, torch.ones(batch.indices.numel(), device=prev_iter.device)
+    groups = autograd.groups_of(batch)
+    inverse = primitives.group_inverse(groups.segments, groups.lookups, groups.count)
+    scale = decay.scale(prev_iter[groups.rows], hyper[1] + 1, hyper[0])
+    factors = torch.where(inverse >= 0, scale[inverse.clamp(min=0)], 1.0)
+    return batch._replace(session=KnownRows(groups)), factors.to(torch.float32)

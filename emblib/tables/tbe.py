@@ -1,0 +1,615 @@
+"""T plain tables in one kernel, with the optimizer fused into the backward pass."""
+
+import contextlib
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from emblib import ops
+from emblib.ops import autograd
+from emblib.optim import External, Gradient, Optimizer
+from emblib.specs import BoundsCheck, Cache, Placement, Pooling, Precision, TableSpec, brief
+from emblib.tables import base, optimizer_hooks
+from emblib.tables.base import FeatureTables, SpecKind
+from emblib.tables.cache import CacheStats, Given, Prefetcher, RowCache
+from emblib.tables.graph_break import outside_graphs
+from emblib.tables.locks import atomic
+from emblib.tables.memory import Memory
+
+
+@runtime_checkable
+class StatsReporter(Protocol):
+    """Receives numbers about a table at the steps it wants them."""
+
+    def should_report(self, iteration_step: int) -> bool:
+        """Whether this step is of interest; on the others nothing is measured."""
+
+    def report_duration(
+        self,
+        iteration_step: int,
+        event_name: str,
+        duration_ms: float,
+        embedding_id: str = "",
+        tbe_id: str = "",
+    ) -> None:
+        """`duration_ms` milliseconds that `event_name` took."""
+
+    def report_data_amount(
+        self,
+        iteration_step: int,
+        event_name: str,
+        data_bytes: int,
+        embedding_id: str = "",
+        tbe_id: str = "",
+    ) -> None:
+        """An amount: bytes, or a count where the event's name says so."""
+
+
+class Reporting:
+    """The reporter of one module, with the step it is at and the module's name in reports."""
+
+    def __init__(self, reporter: StatsReporter, tbe_id: str = "") -> None:
+        if not isinstance(reporter, StatsReporter):
+            raise TypeError(
+                "a statistics reporter must have should_report, report_duration and "
+                f"report_data_amount, got {reporter!r}"
+            )
+        self.reporter = reporter
+        self.tbe_id = tbe_id
+        self.step = 0
+
+    @property
+    def active(self) -> bool:
+        """Whether this step is reported."""
+        return bool(self.reporter.should_report(self.step))
+
+    @contextmanager
+    def timed(self, event: str, device: torch.device) -> Iterator[None]:
+        """Report the time of what runs inside; on CUDA the step is awaited, as it is measured."""
+        if not self.active:
+            yield
+            return
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        start = time.perf_counter()
+        yield
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        elapsed = 1e3 * (time.perf_counter() - start)
+        self.reporter.report_duration(self.step, event, elapsed, tbe_id=self.tbe_id)
+
+    def amount(self, event: str, amount: int, table: str = "") -> None:
+        """Report an amount, of the module or of one table."""
+        self.reporter.report_data_amount(
+            self.step, event, amount, embedding_id=table, tbe_id=self.tbe_id
+        )
+
+
+class TieredTables(FeatureTables):
+    """Base of modules whose tables are spread over memory tiers, some of them behind a cache.
+
+    The subclass makes `_memory`, `_prefetcher` and `row_cache` and says what a batch is.
+    """
+
+    row_cache: RowCache | None
+    _memory: Memory
+    _prefetcher: Prefetcher | None
+    _reporting: Reporting | None
+    _forwards: int  # training forwards so far, for optimizers that count them
+
+    def _restore(self) -> None:
+        super()._restore()
+        self._forwards = 0 if self.hyper.is_meta else self.step
+
+    @atomic
+    def set_step(self, step: int) -> None:
+        """Continue counting from `step` (>= 0): what bias corrections and row counters see."""
+        super().set_step(step)
+        self._forwards = step
+
+    def _batch(
+        self, indices: Tensor, offsets: Tensor, batch_sizes: Sequence[Sequence[int]] | None
+    ) -> autograd.Lookup:
+        raise NotImplementedError
+
+    def _tiers(self) -> autograd.Tiers:
+        """All memory of the module as the ops take it."""
+        weights, states = self._memory.beside(self.weights.detach(), self._states())
+        if self.row_cache is not None:
+            weights.append(self.row_cache.weights)
+            states.extend(self.row_cache.states)
+        return autograd.Tiers(weights, states, self.hyper, self.output_dtype)
+
+    def _views(self) -> list[dict[str, Tensor]]:
+        """For each table `weight` and its optimizer states, as they are kept, without the cache."""
+        return self._memory.views(self.weights.detach(), self._states())
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Around what overwrites tables behind the back of the cache."""
+        with self._lock:
+            self._memory.wait_for_kernels(self.hyper.device)
+            with self._memory.writing_everything(self.hyper):
+                if self._prefetcher is not None:  # not before: a full disk must lose no update
+                    self._prefetcher.reset()
+                yield
+
+    def prefetch(
+        self,
+        indices: Tensor,
+        offsets: Tensor,
+        *,
+        batch_sizes: Sequence[Sequence[int]] | None = None,
+    ) -> None:
+        """Bring the rows of a coming batch into the cache, on the current stream.
+
+        Batches may be prefetched any number ahead; `forward` must then get the same tensors in the
+        same order. Rows of batches on their way, from prefetch to the end of backward, are not
+        evicted. A batch that was not prefetched is when `forward` gets it. Without a cached table
+        this does nothing.
+        """
+        if self._prefetcher is not None:
+            self._prefetch(self._prefetcher, Given(indices, offsets), batch_sizes)
+
+    @outside_graphs
+    def _prefetch(
+        self,
+        prefetcher: Prefetcher,
+        given: Given,
+        batch_sizes: Sequence[Sequence[int]] | None,
+    ) -> None:
+        """A break in a compiled graph: batches on their way are known in Python."""
+        timed: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if self._reporting is not None:
+            timed = self._reporting.timed("tbe.prefetch_time", given.indices.device)
+        with torch.no_grad(), timed:
+            prefetcher.prefetch(self._batch(*given, batch_sizes), self._tiers(), given)
+
+    def flush(self) -> None:
+        """Write cached rows and their optimizer state back to their tables.
+
+        For DISK tables this is the point that a crash leads back to, see docs/placement.md.
+        """
+        if self._prefetcher is not None:
+            self._prefetcher.flush(self._tiers())
+
+    def reset_cache_states(self) -> None:
+        """Empty the cache without writing anything back: what it held of updates is lost."""
+        if self._prefetcher is not None:
+            self._prefetcher.reset()
+
+    def cache_stats(self) -> CacheStats:
+        """Requests, hits and misses since construction or the last reset (reads the device).
+
+        Raises:
+            RuntimeError: no table of the module is cached.
+        """
+        if self.row_cache is None:
+            raise RuntimeError(
+                "no table of this module is cached; placements MANAGED_CACHING and DISK are"
+            )
+        with self._lock:
+            return self.row_cache.stats()
+
+    @atomic
+    def reset_cache_stats(self) -> None:
+        """Count from zero."""
+        if self.row_cache is not None:
+            self.row_cache.reset_stats()
+
+    def set_stats_reporter(self, reporter: StatsReporter | None, tbe_id: str = "") -> None:
+        """Tell `reporter` durations and amounts of this module, as `tbe_id`; None ends it.
+
+        Events: `tbe.forward_time` and `tbe.prefetch_time` in milliseconds, `tbe.lookups`,
+        `tbe.weights_bytes` and `tbe.optimizer_state_bytes`, and for cached tables
+        `tbe.cache.<counter>` of `CacheStats`, whole and by table.
+        """
+        self._reporting = None if reporter is None else Reporting(reporter, tbe_id)
+
+    def _report(self, indices: Tensor) -> None:
+        reporting = self._reporting
+        assert reporting is not None
+        if reporting.active:
+            reporting.amount("tbe.lookups", indices.numel())
+            for name, nbytes in self.nbytes().items():
+                reporting.amount(f"tbe.{name}_bytes", nbytes)
+            if self.row_cache is not None:
+                stats = self.cache_stats()
+                for event, value in stats.events():
+                    reporting.amount(f"tbe.cache.{event}", value)
+        reporting.step += 1
+
+    def table_weights(self) -> list[Tensor]:
+        """The tables as `[rows, dim]` views: writing to one writes to the module.
+
+        For cached tables they are of what stands behind the cache, which is flushed and emptied
+        first; they go stale with the next batch.
+        """
+        with self._lock:
+            self._settle()
+            self._memory.verify()
+            return [views["weight"] for views in self._views()]
+
+    def table_optimizer_states(self) -> list[dict[str, Tensor]]:
+        """For each table its optimizer state by name, as views: `[rows, dim]`, or `[rows]`."""
+        with self._lock:
+            self._settle()
+            self._memory.verify()
+            views = self._views()
+        return [{k: v for k, v in tensors.items() if k != "weight"} for tensors in views]
+
+    @atomic
+    def _settle(self) -> None:
+        """Make the tables themselves current, and the cache empty so that it cannot go stale."""
+        if self._prefetcher is not None:
+            self.flush()
+            self._prefetcher.reset()
+        self._memory.wait_for_kernels(self.hyper.device)
+
+    def _checkpoint(self) -> dict[str, Tensor]:
+        self._memory.wait_for_kernels(self.hyper.device)
+        return {**dict(base.entries(self.table_names, self._views())), "hyper": self.hyper}
+
+    @atomic
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
+        self.flush()
+        self._memory.verify()
+        for key, tensor in self._checkpoint().items():
+            destination[prefix + key] = tensor
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """As of any module; where `strict` refuses keys, it does before anything is written."""
+        if strict:
+            base.check_keys(self._checkpoint(), state_dict)
+        return super().load_state_dict(state_dict, strict, assign)
+
+    @atomic
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *arguments: Any
+    ) -> None:
+        metadata, _, *lists = arguments
+        targets = self._checkpoint()
+        sources = base.sources(targets, state_dict, prefix, *lists)
+        if not sources:
+            return
+        if len(sources) < len(targets):
+            self._memory.verify()
+        if self._prefetcher is not None and len(sources) < len(targets):
+            # What is not in the checkpoint stays, also what of it is in the cache.
+            sources = base.own(sources, targets)
+            self.flush()
+        if self.hyper.is_meta and metadata.get("assign_to_params_buffers"):
+            self.to_empty(device=next(iter(sources.values())).device)
+        with torch.no_grad(), self._writing():
+            for key, target in self._checkpoint().items():
+                if key in sources:
+                    target.copy_(sources[key])
+        self._restore()
+
+    @property
+    def _tables_by_name(self) -> SimpleNamespace:
+        """The tables and their states by the names they have in state dicts."""
+        with self._lock:
+            self._memory.verify()
+        views = zip(self.table_names, self._views(), strict=True)
+        return SimpleNamespace(**{name: SimpleNamespace(**tensors) for name, tensors in views})
+
+    def _fqn_modifiers(self) -> dict[str, str]:
+        """Tells `torch.distributed.checkpoint.state_dict` where the first part of a key leads."""
+        return dict.fromkeys(self.table_names, "_tables_by_name")
+
+    @atomic
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        self._memory.check_device(fn(torch.empty(0)).device)
+        self._settle()
+        super()._apply(fn, recurse)
+        self._memory.follow(self.hyper.device)
+        return self
+
+    def nbytes(self) -> dict[str, int]:
+        """Bytes of `weights`, `optimizer_state`, and `cache` (rows, states and tags)."""
+        elsewhere = self._memory.nbytes()
+        states = sum(state.nbytes for state in self._states())
+        return {
+            "weights": self.weights.nbytes + elsewhere["weights"],
+            "optimizer_state": states + elsewhere["optimizer_state"],
+            "cache": 0 if self.row_cache is None else self.row_cache.nbytes(),
+        }
+
+
+class _Wants(NamedTuple):
+    """What the caller of forward asks for beside the batch."""
+
+    sample_weights: Tensor | None
+    feature_requires_grad: Tensor | None
+    unique: int | None
+
+
+class TableBatchedEmbeddingBags(TieredTables):
+    """Looks up F features in T tables at once and pools them into one `[B, sum D]` output.
+
+    Backward groups the lookups by row and applies `optimizer` to every distinct row of the batch,
+    reading and writing it once; no gradient of the weights is ever stored. Every backward is a
+    step of its own: two forwards in one loss are two updates, and gradients do not accumulate.
+    With `optim.External()` it leaves a gradient on `weights` instead, sparse or dense, for any
+    optimizer of `torch.optim`.
+
+    Tables may be larger than the device: `TableSpec.placement` says where each one is kept, and
+    `cache` what stands before those that are far away. Where a row is does not change a result
+    (stochastic rounding aside, whose random numbers follow the placement).
+
+    Threads may share a module: with a cached table every call is atomic, without one updates of the
+    same row at the same time may be lost (docs/threads.md).
+
+    Args:
+        tables: rows, dim, name and placement of each table.
+        optimizer: one of `emblib.optim`.
+        pooling: SUM, MEAN, or NONE for one vector a lookup (needs one dim for all features).
+        feature_tables: the table of each feature; left out, feature i reads table i.
+        precision: dtypes of weights, output and optimizer state, and how updates are rounded.
+        bounds_check: what happens to invalid indices and offsets, see `BoundsCheck`.
+        cache: of the MANAGED_CACHING and DISK tables; where there are none it has no part.
+        device: where the kernels run.
+        include_last_offset: False for offsets without their last entry, the number of indices, as
+            `nn.EmbeddingBag` takes them.
+
+    Weights start uniform in +-1/sqrt(rows) of their table, as DLRM's do; DISK tables that are there
+    already start as their last `flush` left them.
+    """
+
+    tables: tuple[TableSpec, ...]
+    spec_kind = SpecKind(
+        TableSpec, "TableSpec(rows=1000, dim=64)", "for a TTSpec use TTEmbeddingBag"
+    )
+
+    def __init__(
+        self,
+        tables: Sequence[TableSpec],
+        optimizer: Optimizer | None = None,
+        *,
+        pooling: Pooling = Pooling.SUM,
+        feature_tables: Sequence[int] | None = None,
+        precision: Precision | None = None,
+        bounds_check: BoundsCheck = BoundsCheck.WARNING,
+        cache: Cache | None = None,
+        device: torch.device | str | None = None,
+        include_last_offset: bool = True,
+    ) -> None:
+        super().__init__(tables, optimizer, pooling, feature_tables, precision, bounds_check)
+        self.include_last_offset = include_last_offset
+        self.cache = Cache() if cache is None else cache
+        self._check_arguments()
+        optimizer_hooks.check(self.optimizer, self.tables, self.pooling)
+        self._is_periodic = optimizer_hooks.is_periodic(self.optimizer)
+        device = torch.empty(0, device=device).device
+        ops.require_kernels(device)
+
+        self._memory = Memory(self.tables, self.optimizer, self.precision, self.cache, device)
+        places, self.total_rows = self._memory.layout.places, self._memory.layout.total_rows
+        self._layout = self._feature_rows(lambda t, column: places[t].feature(column))
+        self._register_memory(device)
+        self._make_cache(device)
+        self._reporting = None
+        self.reset_parameters()
+
+    def _check_arguments(self) -> None:
+        if not isinstance(self.cache, Cache):
+            raise TypeError(f"cache must be a Cache, e.g. Cache(sets=1024), got {self.cache!r}")
+        if not isinstance(self.optimizer, External):
+            return
+        if any(spec.placement not in (Placement.DEVICE, Placement.HOST) for spec in self.tables):
+            raise ValueError("optim.External leaves its gradient on a parameter, so all tables "
+                             "must be on the device; use a fused optimizer for others")  # fmt: skip
+
+    def _register_memory(self, device: torch.device) -> None:
+        """The device tier as parameter and buffers, so that they move with the module."""
+        self._register_planes(*self._memory.allocate_device(device))
+        self._register_common(device)
+
+    def _make_cache(self, device: torch.device) -> None:
+        layout = self._memory.layout
+        self.row_cache = self._prefetcher = None
+        if layout.cached_rows:
+            self.row_cache = RowCache.of(
+                *(layout, self.table_names, self.optimizer.states, self.cache),
+                *(self.precision, device),
+            )
+            self._prefetcher = Prefetcher(self._memory, self.row_cache, self.cache, self._lock)
+
+    def reset_parameters(self) -> None:
+        """Draw the weights anew; optimizer state, step and learning rate as at construction.
+
+        Also what makes a module usable that was made on `meta` and moved by `to_empty`. DISK tables
+        that were opened with rows in them keep those at construction, and are drawn anew when this
+        is called again.
+        """
+        opened = self._memory.take_opened()
+        # Opening changes nothing on disk, so a process that ends meanwhile spoils nothing.
+        writing = self._writing() if opened is None else contextlib.nullcontext()
+        with torch.no_grad(), writing:
+            self._reset_common()
+            if opened is not None:
+                self.hyper[: len(opened)] = torch.tensor(opened, dtype=torch.float64)
+            for t, (spec, views) in enumerate(zip(self.tables, self._views(), strict=True)):
+                if opened is not None and spec.placement is Placement.DISK:
+                    continue
+                weight, *states = views.values()
+                self._draw(t, weight)
+                for state in states:
+                    state.zero_()
+
+    def _draw(self, table: int, weight: Tensor) -> None:
+        """First values of a table."""
+        bound = 1.0 / math.sqrt(max(self.tables[table].rows, 1))
+        ops.primitives.fill_uniform_(weight, -bound, bound, ops.primitives.new_seed())
+
+    def forward(
+        self,
+        indices: Tensor,
+        offsets: Tensor,
+        per_sample_weights: Tensor | None = None,
+        *,
+        batch_sizes: Sequence[Sequence[int]] | None = None,
+        feature_requires_grad: Tensor | None = None,
+        total_unique_indices: int | None = None,
+    ) -> Tensor:
+        """Pooled embeddings `[B, sum D]`, or `[L, D]` for pooling NONE, in `precision.output`.
+
+        Args:
+            indices: int32 or int64 `[L]`, row of each lookup in the table of its feature; -1 skips.
+            offsets: int32 or int64 `[F * B + 1]`, feature-major: bag of feature f and sample b is
+                `indices[offsets[f * B + b] : offsets[f * B + b + 1]]`.
+            per_sample_weights: float32 `[L]`, scales each row; gets a gradient if it requires one.
+            batch_sizes: where features differ in batch size, `[F][ranks]`: the bags of feature f
+                from rank r, rank after rank. `offsets` then has one entry a bag and one more, and
+                the output is one vector: rank after rank, feature after feature, bag after bag.
+            feature_requires_grad: `[F]`; features with 0 give `per_sample_weights` no gradient.
+                Their rows are trained all the same.
+            total_unique_indices: for External(SPARSE), the number of distinct rows of the batch,
+                if it is known: the gradient is then made without asking the device for it.
+
+        Raises:
+            RuntimeError: wrong dtype, device or number of offsets; out of bounds in mode FATAL.
+            ValueError: `batch_sizes` that do not fit; weights without pooling.
+        """
+        if "weights" in self._parameters and autograd.is_fused(self.optimizer):
+            self._check_in_place(self._parameters["weights"])
+        wants = _Wants(per_sample_weights, feature_requires_grad, total_unique_indices)
+        if torch.compiler.is_compiling() and self._breaks_graphs():
+            return self._look_up_eagerly(Given(indices, offsets), batch_sizes, wants)
+        if self._reporting is None or torch.compiler.is_compiling():
+            return self._look_up(Given(indices, offsets), batch_sizes, wants)
+        with self._reporting.timed("tbe.forward_time", indices.device):
+            out = self._look_up(Given(indices, offsets), batch_sizes, wants)
+        self._report(indices)
+        return out
+
+    def _batch(
+        self, indices: Tensor, offsets: Tensor, batch_sizes: Sequence[Sequence[int]] | None
+    ) -> autograd.Lookup:
+        """The batch as the kernels take it: repaired offsets, and the layout of its bags."""
+        offsets = self._with_last_offset(indices, offsets)
+        bag_layout, columns = self._bag_layout(offsets, batch_sizes, indices.device)
+        offsets = self._check_bounds(indices, offsets, self.features, bag_layout)
+        return autograd.Lookup(
+            self.features, indices, offsets, bag_layout, self.pooling, self.total_rows, columns
+        )
+
+    def _look_up(
+        self, given: Given, batch_sizes: Sequence[Sequence[int]] | None, wants: _Wants
+    ) -> Tensor:
+        batch = self._batch(*given, batch_sizes)
+        if wants.feature_requires_grad is not None:
+            masked = self._masked_features(wants.feature_requires_grad)
+            batch = batch._replace(sample_features=masked)
+        sample_weights, tiers = wants.sample_weights, self._tiers()
+        if self._is_periodic and torch.is_grad_enabled() and not self._frozen:
+            with self._lock:
+                self._before_forward(tiers)
+        if isinstance(self.optimizer, External):
+            return autograd.lookup(
+                *(self._trained_weights(), batch, self.optimizer, sample_weights),
+                *(self.output_dtype, wants.unique),
+            )
+        if self._prefetcher is not None:
+            with self._lock:  # until the slots that a batch was given have been read
+                batch = self._prefetcher.take(batch, tiers, given)
+                return self._read(tiers, batch, sample_weights)
+        return self._read(tiers, batch, sample_weights)
+
+    def _read(
+        self, tiers: autograd.Tiers, batch: autograd.Lookup, sample_weights: Tensor | None
+    ) -> Tensor:
+        """Look a batch up whose rows are where `batch.slots` says, or in their tables."""
+        decay, factors = optimizer_hooks.global_decay(self.optimizer), None
+        if decay is not None:
+            batch, factors = optimizer_hooks.decay_rows(
+                decay, batch, self.hyper, self.state_prev_iter
+            )
+        trains = torch.is_grad_enabled() and not self._frozen
+        weighted = sample_weights is not None and sample_weights.requires_grad
+        if trains or (weighted and torch.is_grad_enabled()):
+            if trains and self._untrained:
+                batch = batch._replace(trained_features=self._trained_features())
+            anchor = self.anchor if trains else self.anchor.detach()
+            return autograd.fused_lookup(
+                anchor, tiers, self.optimizer, batch, sample_weights, factors
+            )
+        weights = autograd.scaled(sample_weights, factors)
+        out = autograd.lookup_only(tiers.weights, batch, weights, self.output_dtype)
+        if batch.session is not None:
+            batch.session.after_update()
+        return out
+
+    def _trained_weights(self) -> Tensor:
+        """What gets the gradient of `optim.External`."""
+        return self.weights
+
+    def _breaks_graphs(self) -> bool:
+        """Whether a lookup is more than tensor code of static shapes: see `_look_up_eagerly`."""
+        sparse = isinstance(self.optimizer, External) and (
+            self.optimizer.gradient is Gradient.SPARSE
+        )
+        return self._prefetcher is not None or self._is_periodic or sparse
+
+    @outside_graphs
+    def _look_up_eagerly(
+        self, given: Given, batch_sizes: Sequence[Sequence[int]] | None, wants: _Wants
+    ) -> Tensor:
+        """A break in a compiled graph: a cache has state in Python, and moves rows of tables.
+
+        In one graph with the update, Inductor would copy whole tables: both change them. Optimizers
+        with a periodic part count forwards in Python; a sparse gradient is as long as the batch has
+        rows, which no graph knows.
+        """
+        return self._look_up(given, batch_sizes, wants)
+
+    def _before_forward(self, tiers: autograd.Tiers) -> None:
+        if self.hyper.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"{type(self.optimizer).__name__} has a periodic part that counts forwards in "
+                "Python, where the replay of a CUDA graph does not pass; capture what is around "
+                "this module, or choose an optimizer without one"
+            )
+        self._forwards += 1
+        self._memory.verify()  # it looks at whole tables
+        optimizer_hooks.before_forward(self.optimizer, self._forwards, tiers, self._views())
+
+    state_prev_iter: Tensor  # of GlobalDecay
+
+    def _trained_features(self) -> Tensor:
+        """The features with no rows where a table is frozen: its lookups are not grouped."""
+        trained = [float(t not in self._untrained) for t in self.feature_tables]
+        return self._masked_features(torch.tensor(trained, device=self.features.device))
+
+    def _masked_features(self, requires_grad: Tensor) -> Tensor:
+        """The features with no rows where no gradient is wanted: lookups there are skipped."""
+        if requires_grad.shape != (len(self.feature_tables),):
+            raise ValueError(
+                "feature_requires_grad must have one entry a feature = "
+                f"{len(self.feature_tables)}, got shape {tuple(requires_grad.shape)}"
+            )
+        masked = self.features.clone()
+        masked[:, 2] *= (requires_grad != 0).to(masked)
+        return masked
+
+    def _size_of(self, spec: TableSpec) -> str:
+        place = "" if spec.placement is Placement.DEVICE else f" ({spec.placement.value})"
+        return f"{spec.rows} x {spec.dim}{place}"
+
+    def extra_repr(self) -> str:
+        """Tables, optimizer and choices."""
+        parts = [super().extra_repr()]
+        if self.row_cache is not None:
+            parts.append(brief(self.cache))
+        return ", ".join(parts)
