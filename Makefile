@@ -1,16 +1,16 @@
-# emblib: `make run` and `make test` do all the set-up on a machine that has Python and compilers.
+# emblib: `make run` and `make test` set everything up on a machine with Python and compilers.
 #
 #   VENV=dir       the environment to create and use (default .venv)
-#   VENV=          none: use and install into the environment of PYTHON as it is
-#   PYTHON=python  whose torch >= 2.10 is used where it has one; else torch is installed
+#   VENV=          empty: use the environment of PYTHON and install into it
+#   PYTHON=python  the Python to use; if it has torch >= 2.10, that torch is used, else torch is installed
 #   TORCH=spec     the torch to install, e.g. torch==2.13.0+cpu or a wheel (default: the version below,
 #                  a CPU build on a machine without an NVIDIA GPU)
 #   EXTRAS=a,b     extras of pyproject.toml to install (default harness,launchers,test,lint)
-#   EMBLIB_CUDA=AUTO|ON|OFF    build the CUDA library (default AUTO: where nvcc, a CUDA build of torch
+#   EMBLIB_CUDA=AUTO|ON|OFF    build the CUDA library (default AUTO: if nvcc, a CUDA build of torch
 #                  and a GPU are found); TORCH_CUDA_ARCH_LIST="8.0;9.0+PTX", JOBS=n
-#   ARGS="..."     passed on by run, test and gpu-test
-#   FUZZ_SECONDS=n      how long nightly calls the native ops with wrong arguments (default 3600)
-#   WORKERS=n      processes that share the tests (default 3: many tests wait; 0: none but one)
+#   ARGS="..."     arguments for run, test, gpu-test and the others that show ARGS below
+#   FUZZ_SECONDS=n      seconds that nightly calls the native ops with wrong arguments (default 3600)
+#   WORKERS=n      pytest-xdist processes for the tests (default 3: many tests wait; 0: no xdist)
 # pip's own variables work as usual; without a network: PIP_NO_INDEX=1 PIP_FIND_LINKS=wheels make ...
 
 .DEFAULT_GOAL := help
@@ -31,21 +31,21 @@ STATE := $(if $(VENV),$(VENV),build)/.make
 BIN = $$(cat $(STATE)/bin)
 SOURCES := $(shell find csrc -type f) pyproject.toml
 
-.PHONY: help run test lint format gpu-test gate micro nightly tyres native clean distclean force
+.PHONY: help run test lint format gpu-test gate micro nightly smoke native clean distclean force
 
-help: ## say what there is
+help: ## list the targets and variables
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 18
 	@sed -n 's/^#   \(.*\)/  \1/p' Makefile
 
-run: native ## measure TT against TBE, write a report (ARGS="timing=quick")
+run: native ## time tensor-train tables against plain tables, write a report (ARGS="timing=quick")
 	@$(BIN)/python run.py +experiment=tt_vs_tbe $(ARGS)
 
-# It starts hundreds of Pythons, each of which would else compile emblib and the harness anew.
+# The tests start hundreds of Python processes; each would compile emblib and the harness again.
 test: export PYTHONDONTWRITEBYTECODE =
 test: native ## the whole test suite, slow tests last (ARGS="-k lookup")
 	@$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
-gpu-test: native ## the tests that use a GPU; fails where torch sees none
+gpu-test: native ## the tests that use a GPU; fails if torch sees none
 	@$(BIN)/python -c "import torch, sys; sys.exit(None if torch.cuda.is_available() else 'gpu-test: torch sees no GPU')"
 	@$(BIN)/python -m pytest -q -k cuda $(ARGS)
 
@@ -55,13 +55,13 @@ gate: native ## is the working tree slower than BASE=origin/main? (exit status: 
 micro: native ## time single operations with pytest-benchmark
 	@$(BIN)/python run.py +experiment=micro $(ARGS)
 
-nightly: native ## every experiment and pages of all reports (ARGS="timing=quick"); an hour of fuzzing
+nightly: native ## every experiment, pages of all reports, an hour of fuzzing (ARGS="timing=quick")
 	@status=0; VENV="$(VENV)" scripts/nightly.sh $(ARGS) || status=$$?; \
 	  EMBLIB_FUZZ_SECONDS=$(FUZZ_SECONDS) EMBLIB_FUZZ_SEED=$$(date +%F) \
 	  $(BIN)/python -m pytest -q tests/fuzz || status=$$?; exit $$status
 
-tyres: native ## does everything work here? smoke runs, a bundle of them, its verification
-	@VENV="$(VENV)" scripts/kick_the_tyres.sh $(ARGS)
+smoke: native ## does everything work here? smoke runs, a bundle of them, its verification
+	@VENV="$(VENV)" scripts/smoke_test.sh $(ARGS)
 
 lint: $(STATE)/environment ## ruff, clang-format and mypy
 	@scripts/lint.sh $(BIN)
@@ -69,19 +69,19 @@ lint: $(STATE)/environment ## ruff, clang-format and mypy
 format: $(STATE)/environment ## apply ruff and clang-format
 	@scripts/format.sh $(BIN)
 
-native: $(STATE)/native ## set up the environment and build the native libraries
+native: $(STATE)/native ## set up the environment, build the native libraries
 
-clean: ## remove what was built
+clean: ## remove build outputs and caches
 	rm -rf build dist .benchmarks .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
 
-distclean: clean ## remove the environment as well
+distclean: clean ## also remove the environment
 	rm -rf .venv
 
 $(STATE)/environment: pyproject.toml scripts/environment.sh
 	@mkdir -p build && scripts/environment.sh $(STATE)
 
-# Rewritten only when a choice changes, so that the libraries are rebuilt exactly then.
+# Rewritten only if a setting changes, so that the libraries are rebuilt exactly then.
 $(STATE)/settings: $(STATE)/environment scripts/cuda_choice.sh force
 	@choice=$$(scripts/cuda_choice.sh $(STATE)) && \
 	  echo "$${choice%% *} $(TORCH_CUDA_ARCH_LIST) $$(command -v nvcc)" > $(STATE)/settings.new

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Decides whether the CUDA library is built: prints ON or OFF, then the reason.
 #   EMBLIB_CUDA=AUTO|ON|OFF scripts/cuda_choice.sh STATE
-# With AUTO only where it can run: nvcc, a CUDA build of torch and an NVIDIA GPU. Compiling the
-# kernels takes most of the time of a build, and a machine without a GPU gains nothing from it.
+# AUTO builds it only if it can run: with nvcc, a CUDA build of torch and an NVIDIA GPU. Compiling the
+# kernels takes most of the build time, and a machine without a GPU gains nothing from it.
 set -euo pipefail
 here=$(dirname "$0")
 # shellcheck source=scripts/gpu.sh

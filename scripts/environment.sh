@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Creates the Python environment of the Makefile: venv, torch, build tools, dependencies.
 #   VENV PYTHON TORCH TORCH_VERSION EXTRAS EMBLIB_CUDA scripts/environment.sh STATE
-# Writes STATE/bin (where the environment's python is), STATE/constraints (its torch, which no later
+# Writes STATE/bin (the folder of the environment's python), STATE/constraints (its torch, which no later
 # resolution may replace: another torch is gigabytes, and the libraries link to this one) and
 # STATE/torch_cuda (the CUDA version of that torch, empty for a CPU build).
 set -euo pipefail
@@ -20,9 +20,9 @@ assert (int(n[0]), int(n[1])) >= (2, 10), v
 print(v)' 2>/dev/null
 }
 
-# Everything that a build needs and pip cannot install is checked before anything is downloaded.
+# Check everything that a build needs and pip cannot install, before downloading anything.
 preflight() {
-  command -v "$PYTHON" >/dev/null || fail "no '$PYTHON' on PATH; give one: make PYTHON=/path/to/python3.11"
+  command -v "$PYTHON" >/dev/null || fail "no '$PYTHON' on PATH; name one: make PYTHON=/path/to/python3.11"
   "$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
     fail "emblib needs Python >= 3.11, $PYTHON is $("$PYTHON" -V 2>&1); e.g. make PYTHON=python3.12"
   if [ -n "$VENV" ] && [ ! -x "$VENV/bin/python" ]; then
@@ -39,7 +39,7 @@ preflight() {
   if [ "${EMBLIB_CUDA:-AUTO}" = ON ]; then
     split_compiler "${CUDACXX:-nvcc}"
     "${compiler[@]}" --version >/dev/null 2>&1 ||
-      fail "EMBLIB_CUDA=ON needs nvcc: put it on PATH, name it with CUDACXX=, or leave EMBLIB_CUDA out"
+      fail "EMBLIB_CUDA=ON needs nvcc: put it on PATH, name it with CUDACXX=, or unset EMBLIB_CUDA"
   fi
 }
 preflight
@@ -52,10 +52,10 @@ else
     if found=$(torch_of "$PYTHON"); then
       say "creating $VENV over the environment of $PYTHON, which has torch $found"
       "$PYTHON" -m venv --system-site-packages "$VENV"
-      # A venv made from a venv sees the packages of neither but the base's: name the parent's.
+      # A venv created from a venv sees the packages of the base only: add the parent's explicitly.
       "$PYTHON" -c 'import sysconfig; print(sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), sep="\n")' |
         sort -u > "$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/parent_environment.pth"
-      # The one that comes with a venv would hide the parent's, which torch may need.
+      # The setuptools of the new venv would hide the parent's, which torch may need.
       "$python" -m pip uninstall -qqy setuptools
     else
       say "creating $VENV with $("$PYTHON" -V)"
@@ -65,7 +65,7 @@ else
 fi
 pip() { "$python" -m pip --disable-pip-version-check "$@"; }
 
-# PyTorch's CPU builds are named VERSION+cpu. Not every registry has them; uv knows the one that does.
+# PyTorch's CPU builds are named VERSION+cpu. Not every registry has them; uv knows PyTorch's own index.
 install_cpu_torch() {
   pip install -qq "$1+cpu" 2>/dev/null && return
   [ -z "${PIP_NO_INDEX:-}" ] || return
@@ -101,7 +101,7 @@ echo "torch==$(torch_of "$python")" > "$state/constraints"
 "$python" -c 'import torch; print(torch.version.cuda or "", end="")' > "$state/torch_cuda"
 dirname "$python" > "$state/bin"
 
-say "installing build tools and dependencies beside $(cat "$state/constraints")"
+say "installing build tools and dependencies for $(cat "$state/constraints")"
 mapfile -t needs < <("$python" - "$EXTRAS" <<'PY'
 import sys, tomllib
 with open("pyproject.toml", "rb") as file:

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Is the working tree slower than a revision of it?
+# Checks whether the working tree is slower than a base revision.
 #   scripts/gate.sh [--advisory] [BASE] [key=value ...]
 #   BASE         any name of a commit; else GATE_BASE, else origin/main
-#   --advisory   what the gate finds is a warning (status 0); only a gate that breaks fails
-#   key=value    passed on, e.g. timing=smoke device=cpu
+#   --advisory   report findings as warnings (status 0); fail only if the gate itself fails
+#   key=value    settings of the run, e.g. timing=smoke device=cpu
 # The results are in build/perf/gate/*/. Exit status: that of the gate, see explain() below.
 set -euo pipefail
 . "$(dirname "$0")/lib.sh"
@@ -21,11 +21,11 @@ fi
 
 explain() {
   case $1 in
-    0) echo "no slowdown was found" ;;
-    1) echo "the gate itself broke" ;;
+    0) echo "no regression was found" ;;
+    1) echo "the gate itself failed" ;;
     2) echo "the gate was called wrongly" ;;
-    3) echo "a slowdown was found and confirmed" ;;
-    4) echo "unsure: more than it may be is too noisy to tell" ;;
+    3) echo "a regression was found and confirmed" ;;
+    4) echo "unsure: too many points are too noisy to decide" ;;
     5) echo "some points failed, or gave wrong results" ;;
     6) echo "nothing was comparable" ;;
     130) echo "interrupted" ;;
@@ -34,7 +34,7 @@ explain() {
 }
 
 if ! sha=$(git rev-parse --quiet --verify --end-of-options "$base^{commit}"); then
-  complain "'$base' is no commit here; fetch it (git fetch origin main; in a workflow: fetch-depth: 0)"
+  complain "'$base' is not a commit of this repository; fetch it (git fetch origin main; in a workflow: fetch-depth: 0)"
   exit 2
 fi
 if [ "$sha" = "$(git rev-parse HEAD)" ] && [ -z "$(git status --porcelain --untracked-files=no)" ]; then
@@ -54,9 +54,9 @@ status=0
 
 text="performance gate against $base: $(explain "$status") (exit status $status)"
 say "$text"
-# The gate writes its verdicts to the job's page itself; if it ended before that, this says so.
+# The gate writes its verdicts to the job's page itself; say so if it ended before that.
 if [ -z "$(find "$perf" -name gate.md -newer "$started" -print -quit)" ]; then
-  printf '### %s\n\nIt left no verdicts: the log of this step says what happened.\n' "$text" | summarise
+  printf '### %s\n\nIt wrote no verdicts: see the log of this step.\n' "$text" | summarise
 fi
 case $status in
   0) ;;

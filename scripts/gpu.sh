@@ -1,13 +1,13 @@
-# What tune_gpu.sh and restore_gpu.sh share; sourced.
+# Helpers of tune_gpu.sh and restore_gpu.sh; sourced.
 # shellcheck shell=bash
 
-# Outside the checkout, which a runner cleans: what was changed outlives a job that was killed.
-# shellcheck disable=SC2034  # used by those that source this
+# The record of changes lies outside the checkout, which a runner cleans, so that it survives a killed job.
+# shellcheck disable=SC2034  # used by the scripts that source this
 gpu_state=${EMBLIB_GPU_STATE:-${XDG_STATE_HOME:-${HOME:-/tmp}/.local/state}/emblib/gpu-state}
 
 have_gpu() { command -v nvidia-smi > /dev/null && [[ $(nvidia-smi -L 2> /dev/null) == "GPU "* ]]; }
 
-# EMBLIB_GPUS: indices or UUIDs, separated by commas; else all.
+# List the GPUs: EMBLIB_GPUS (indices or UUIDs, separated by commas), or all.
 gpus() {
   if [ -n "${EMBLIB_GPUS:-}" ]; then
     tr ',' '\n' <<< "$EMBLIB_GPUS"
@@ -16,7 +16,7 @@ gpus() {
   fi
 }
 
-# Values of one field, bare; 'unknown' where the driver does not say.
+# Print the value of one field without units; 'unknown' if the driver does not report it.
 ask() { # GPU|'' field
   local value
   value=$(nvidia-smi ${1:+-i "$1"} --query-gpu="$2" --format=csv,noheader,nounits 2> /dev/null) || value=unknown
@@ -24,8 +24,8 @@ ask() { # GPU|'' field
   echo "$value"
 }
 
-# As this user, else through sudo where that asks for no password. nvidia-smi says "not supported"
-# and "insufficient permissions" on standard output, and sometimes with status 0.
+# Change a setting as this user, or through sudo if that needs no password. nvidia-smi prints "not
+# supported" and "insufficient permissions" to standard output, sometimes with status 0.
 change() { # GPU option...
   local gpu=$1 words reason first=
   shift

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Checks everything and reports all that is wrong, not only the first.    scripts/lint.sh BIN
+# Runs every linter and formatter check, also after a failure.    scripts/lint.sh BIN
 set -uo pipefail
 bin=$1
 status=0

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Builds the native libraries into the environment (an editable install); only what changed is
-# compiled again.     EMBLIB_CUDA JOBS scripts/native.sh STATE
+# Builds the native libraries into the environment (an editable install); compiles only what changed.
+#   EMBLIB_CUDA JOBS scripts/native.sh STATE
 # The whole output goes to build/native.log; progress and errors are shown.
 set -euo pipefail
 state=$1
@@ -8,7 +8,7 @@ python=$(cat "$state/bin")/python
 log=build/native.log
 mkdir -p build
 
-# nvcc may take 2.5 GB: fewer jobs than processors where memory is short.
+# nvcc may take 2.5 GB: run fewer jobs than processors if memory is short.
 jobs=$(getconf _NPROCESSORS_ONLN)
 memory=$(awk '/MemAvailable/ { print int($2 / 2.5e6) }' /proc/meminfo 2>/dev/null || echo "$jobs")
 jobs=$((memory >= jobs ? jobs : memory > 1 ? memory : 1))
@@ -41,7 +41,7 @@ echo "emblib: $CMAKE_BUILD_PARALLEL_LEVEL jobs, log: $log"
 if ! "$python" -m pip --disable-pip-version-check install -v --no-deps --no-build-isolation \
     -e . 2>&1 | tee "$log" | show_progress; then
   grep -E -A 12 'FAILED:|error:|CMake Error' "$log" | head -60 >&2 || true
-  echo "error: the native build failed; all of its output is in $log" >&2
+  echo "error: the native build failed; its whole output is in $log" >&2
   exit 1
 fi
 touch "$state/native"

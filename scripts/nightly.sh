@@ -1,15 +1,16 @@
 #!/usr/bin/env bash
-# The full matrix: noise floor, every experiment, micro-benchmarks, and pages of all reports.
+# Runs the full matrix: noise floor, every experiment, micro-benchmarks, and pages of all reports.
 #   scripts/nightly.sh [key=value ...]         e.g. timing=smoke device=cpu
-#   EXPERIMENTS="a b"   these instead of all (the gate needs a base, and gate_power half an hour)
-# One that fails does not stop the others. Exit status: the worst of theirs.
+#   EXPERIMENTS="a b"   run these instead of all (all: without gate, which needs a base, and gate_power,
+#                       which takes half an hour)
+# Continues after a failed experiment. Exit status: the worst one.
 set -euo pipefail
 . "$(dirname "$0")/lib.sh"
 
 python=$(find_python)
 mkdir -p "$perf"
 take_the_machine
-"$python" -m experiments.doctor | tee "$perf/doctor.txt" || say "doctor found something"
+"$python" -m experiments.doctor | tee "$perf/doctor.txt" || say "the doctor reported problems"
 experiments=${EXPERIMENTS:-$("$python" - <<'PY'
 from experiments.config import configure
 names = set(configure.groups()["experiment"]) - {"gate", "gate_power"}

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Every report of a folder of runs as pages for a web server, and the answers on the job's page.
+# Writes every report of a folder of runs as pages for a web server, and the answers to the job's page.
 #   scripts/perf_report.sh [FOLDER] [OUT]      (default build/perf build/pages)
 set -euo pipefail
 . "$(dirname "$0")/lib.sh"

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Undoes what scripts/tune_gpu.sh did, and nothing else; safe to call at any time, any number of times.
-# Fails if something could not be undone, and remembers it: the next call tries again.
+# Undoes what scripts/tune_gpu.sh did, and nothing else; may be called at any time, any number of times.
+# Fails if something could not be undone, and records it: the next call tries again.
 set -euo pipefail
 . "$(dirname "$0")/gpu.sh"
 

@@ -23,7 +23,7 @@ LAYOUT = """\
 KICK = """\
 ```sh
 tar xzf source/{sha}.tar.gz && cd emblib-{sha}
-scripts/kick_the_tyres.sh                    # builds, runs everything at smoke size, minutes
+scripts/smoke_test.sh                        # builds, runs everything at smoke size, minutes
 python -m experiments.bundle verify BUNDLE.zip           # checksums; every number from its samples
 python -m experiments.bundle verify BUNDLE.zip --rerun   # measures again what is claimed
 ```

@@ -266,7 +266,7 @@ def test_a_gate_that_left_no_verdicts_is_on_the_jobs_page(
     gate: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
 ) -> None:
     assert gate("HEAD", STATUS="1").returncode == 1
-    assert "the gate itself broke (exit status 1)" in (tmp_path / "summary").read_text()
+    assert "the gate itself failed (exit status 1)" in (tmp_path / "summary").read_text()
 
 
 def test_a_runner_of_ones_own_keeps_its_noise_floor(
@@ -284,7 +284,7 @@ def test_a_base_that_is_no_commit_is_wrong_usage(
 ) -> None:
     done = gate(GATE_BASE=base)
     assert done.returncode == 2
-    assert "is no commit here" in done.stderr
+    assert "is not a commit of this repository" in done.stderr
     assert not (tmp_path / "calls").exists()
 
 

@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
-# Does it work here? Build, doctor, every experiment at smoke size, a bundle of them, its verification.
-#   scripts/kick_the_tyres.sh [key=value ...]     e.g. device=cpu
-# A few minutes, most of them compiling; no number of it means anything. Leaves build/tyres/.
+# Checks that everything works on this machine: builds, runs the doctor and every experiment at smoke
+# size, bundles the runs and verifies the bundle.
+#   scripts/smoke_test.sh [key=value ...]     e.g. device=cpu
+# Takes a few minutes, mostly for compiling. Its numbers are meaningless. Writes build/smoke/.
 set -euo pipefail
 . "$(dirname "$0")/lib.sh"
 
-PERF_FOLDER=build/tyres
+PERF_FOLDER=build/smoke
 perf=$PERF_FOLDER
 export PERF_FOLDER
 rm -rf "$perf"
@@ -16,7 +17,7 @@ python=$(find_python)
 status=0
 scripts/nightly.sh timing=smoke rerun=all "$@" || status=$?
 if ((status)); then
-  complain "not everything works here: the table above says which (exit status $status)"
+  complain "some experiments failed: see the table above (exit status $status)"
   exit "$status"
 fi
 mapfile -t runs < <(find "$perf" -name run.json -printf '%h\n' | sort)
