@@ -177,7 +177,7 @@ class Verify(Choice):
 
 
 @dataclass(frozen=True)
-class MultiPass:
+class MultiPassPrefetch:
     """Prefetch a large batch in parts: bounds the memory that grouping it takes.
 
     A batch of at least `min_lookups` lookups is prefetched in up to `passes` parts.
@@ -191,7 +191,7 @@ class MultiPass:
 
 
 @dataclass(frozen=True)
-class Cache:
+class CacheConfig:
     """The cache before the MANAGED_CACHING and DISK tables of a module: 32-way set-associative.
 
     Args:
@@ -212,7 +212,7 @@ class Cache:
     reserved_bytes: int = 0
     dtype: torch.dtype | None = None
     directory: str | Path | None = None
-    passes: MultiPass | None = None
+    passes: MultiPassPrefetch | None = None
     verify: Verify = Verify.TOUCH
 
     def __post_init__(self) -> None:
@@ -222,10 +222,12 @@ class Cache:
             raise ValueError(f"load_factor must be in (0, 1], got {self.load_factor}")
         for name in ("sets", "reserved_bytes"):
             object.__setattr__(self, name, check_count(name, getattr(self, name), least=0))
-        if self.passes is not None and not isinstance(self.passes, MultiPass):
-            raise TypeError(f"passes must be None or a MultiPass(passes=...), got {self.passes!r}")
+        if self.passes is not None and not isinstance(self.passes, MultiPassPrefetch):
+            raise TypeError(
+                f"passes must be None or a MultiPassPrefetch(passes=...), got {self.passes!r}"
+            )
         if self.dtype is not None:
-            check_float_dtype("Cache.dtype", self.dtype)
+            check_float_dtype("CacheConfig.dtype", self.dtype)
 
 
 @dataclass(frozen=True)
@@ -338,14 +340,14 @@ class Eviction(Choice):
         return "assigned" if self in (Eviction.STEP, Eviction.CUSTOM) else self.value
 
 
-class Newcomer(Choice):
-    """Whether a new key always displaces the least one (WINS), or only where it ranks above it."""
+class InsertPolicy(Choice):
+    """Whether a new key always evicts the lowest-ranked key or only where it ranks above it."""
 
-    WINS = "wins"
-    COMPETES = "competes"
+    ALWAYS_EVICT = "wins"
+    EVICT_IF_LOWER = "competes"
 
 
-class KeyCheck(Choice):
+class OnInsertFailure(Choice):
     """What you are told when a training step had keys that found no place.
 
     In every mode such a key reads `DynamicSpec.missing`, is not trained, and is counted. WARNING
@@ -457,7 +459,7 @@ class ExactCounter:
 
 
 @dataclass(frozen=True)
-class Sketch:
+class CountMinSketch:
     """A count-min sketch of `width` counters in each of `depth` rows: may count too much.
 
     With `halve_every` each counter is halved once in that many batches, so that keys which come
@@ -478,7 +480,7 @@ class Sketch:
 
 
 @dataclass(frozen=True)
-class Frequency:
+class FrequencyAdmission:
     """A key gets a row once it was seen `threshold` times, counting the batch at hand.
 
     Args:
@@ -489,14 +491,14 @@ class Frequency:
     """
 
     threshold: int
-    counter: ExactCounter | Sketch
+    counter: ExactCounter | CountMinSketch
     reads: Initializer | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "threshold", check_count("threshold", self.threshold))
-        if not isinstance(self.counter, ExactCounter | Sketch):
+        if not isinstance(self.counter, ExactCounter | CountMinSketch):
             raise TypeError(
-                "counter must be an ExactCounter(capacity) or a Sketch(width), got "
+                "counter must be an ExactCounter(capacity) or a CountMinSketch(width), got "
                 f"{self.counter!r}"
             )
         if self.reads is not None:
@@ -531,13 +533,13 @@ class DynamicSpec:
     initial_capacity: int | None = field(default=None, kw_only=True)
     max_load: float = field(default=0.8, kw_only=True)
     eviction: Eviction = field(default=Eviction.LRU, kw_only=True)
-    newcomer: Newcomer = field(default=Newcomer.WINS, kw_only=True)
+    newcomer: InsertPolicy = field(default=InsertPolicy.ALWAYS_EVICT, kw_only=True)
     initializer: Initializer = field(default=Uniform(), kw_only=True)
     initial_state: float = field(default=0.0, kw_only=True)
     missing: float = field(default=0.0, kw_only=True)
-    admission: Frequency | None = field(default=None, kw_only=True)
+    admission: FrequencyAdmission | None = field(default=None, kw_only=True)
     ttl: int | None = field(default=None, kw_only=True)
-    check: KeyCheck = field(default=KeyCheck.IGNORE, kw_only=True)
+    check: OnInsertFailure = field(default=OnInsertFailure.IGNORE, kw_only=True)
 
     def __post_init__(self) -> None:
         for name in ("capacity", "dim"):
@@ -554,15 +556,16 @@ class DynamicSpec:
         if not isinstance(self.name, str) or "." in self.name:
             raise ValueError(f"name must be a string without dots, got {self.name!r}")
         object.__setattr__(self, "eviction", Eviction(self.eviction))
-        object.__setattr__(self, "newcomer", Newcomer(self.newcomer))
-        object.__setattr__(self, "check", KeyCheck(self.check))
+        object.__setattr__(self, "newcomer", InsertPolicy(self.newcomer))
+        object.__setattr__(self, "check", OnInsertFailure(self.check))
         _check_finite(self, "max_load", "initial_state", "missing")
         if not 0.0 < self.max_load <= 1.0:
             raise ValueError(f"max_load must be in (0, 1], got {self.max_load}")
         _check_initializer("initializer", self.initializer)
-        if self.admission is not None and not isinstance(self.admission, Frequency):
+        if self.admission is not None and not isinstance(self.admission, FrequencyAdmission):
             raise TypeError(
-                f"admission must be None or a Frequency(threshold, counter), got {self.admission!r}"
+                "admission must be None or a FrequencyAdmission(threshold, counter), got "
+                f"{self.admission!r}"
             )
 
     @property

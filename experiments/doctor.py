@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from experiments.machine import hardware, software
-from experiments.machine.findings import Check, Finding, State, guarded
+from experiments.machine.findings import Check, Finding, State, detect_rank_failures
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -33,7 +33,11 @@ CHECKS: dict[str, Check] = {
 
 def examine(checks: Mapping[str, Check] = CHECKS) -> list[Finding]:
     """All findings, section by section."""
-    return [finding for section, check in checks.items() for finding in guarded(section, check)]
+    return [
+        finding
+        for section, check in checks.items()
+        for finding in detect_rank_failures(section, check)
+    ]
 
 
 def as_json(findings: Sequence[Finding]) -> str:

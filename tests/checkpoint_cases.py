@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from emblib import BoundsCheck, Cache, Placement, TableBatchedEmbeddingBags, TableSpec, optim
+from emblib import BoundsCheck, CacheConfig, Placement, TableBatchedEmbeddingBags, TableSpec, optim
 
 ROWS, DIMS = (40, 300, 200), (8, 5, 12)
 NAMES = ("user", "", "row_cache")
@@ -27,7 +27,7 @@ def make(
         for rows, dim, name, placement in zip(ROWS, DIMS, NAMES, placements, strict=True)
     ]
     options.pop("dim", None)
-    options = {"cache": Cache(sets=2), "bounds_check": BoundsCheck.IGNORE, **options}
+    options = {"cache": CacheConfig(sets=2), "bounds_check": BoundsCheck.IGNORE, **options}
     return TableBatchedEmbeddingBags(specs, optimizer or optim.Adam(0.1), **options)
 
 

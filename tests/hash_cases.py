@@ -18,8 +18,8 @@ from emblib.reference.hash import (
     NEW,
     SLOTS,
     HashModel,
-    HashTable,
     Miss,
+    ReferenceHashTable,
     addresses,
     mix,
     positions,
@@ -82,7 +82,9 @@ class Tables:
     def model(self) -> HashModel:
         """Empty tables for the reference."""
         keys = (*self.hash_keys, *(0 for _ in self.sizes))
-        tables = [HashTable(*size, key) for size, key in zip(self.sizes, keys, strict=False)]
+        tables = [
+            ReferenceHashTable(*size, key) for size, key in zip(self.sizes, keys, strict=False)
+        ]
         return HashModel(tables, self.order, self.newcomer)
 
     def index(self, seed: int = 0) -> list[Tensor]:

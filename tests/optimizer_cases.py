@@ -10,8 +10,8 @@ from emblib.optim import (
     Decoupled,
     GlobalDecay,
     Optimizer,
+    RelativeThreshold,
     RowwiseAdagrad,
-    Share,
     TailRate,
 )
 
@@ -38,10 +38,12 @@ _ADAGRADS: dict[str, Optimizer] = {
         0.1, eps=1e-4, counter=Counter(4.0, bound=0.5, tail=TailRate.RAISED, threshold=-1.0)
     ),
     "counter_lowered": RowwiseAdagrad(
-        0.1, eps=1e-4, counter=Counter(tail=TailRate.LOWERED, threshold=Share(1.5), start=1)
+        0.1,
+        eps=1e-4,
+        counter=Counter(tail=TailRate.LOWERED, threshold=RelativeThreshold(1.5), start=1),
     ),
     "counter_of_count": RowwiseAdagrad(
-        0.1, eps=1e-4, counter=Counter(tail=TailRate.OF_COUNT, bound=0.3, threshold=1.5)
+        0.1, eps=1e-4, counter=Counter(tail=TailRate.BY_COUNT, bound=0.3, threshold=1.5)
     ),
 }
 

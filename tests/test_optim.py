@@ -103,7 +103,7 @@ def test_ensemble_averages_and_swaps() -> None:
     optim.ensemble_(optimizer, 4, weights, slow)
     assert bool((slow[0] == 6).all())
     assert bool((weights[0] == 6).all())
-    cleared = replace(optimizer, slow=optim.SlowWeights.CLEAR)
+    cleared = replace(optimizer, slow=optim.EmaReset.CLEAR)
     optim.ensemble_(cleared, 4, weights, slow)
     assert not slow[0].any()
 

@@ -14,16 +14,16 @@ import emblib
 from emblib.sharding import checkpoints
 from emblib.sharding.plan import ShardingPlan
 from emblib.sharding.planner.calibration import CPU
-from emblib.sharding.ranks import Ranks
-from emblib.sharding.sharding_types import Box, ShardingType, TableSharding, World
+from emblib.sharding.ranks import RankGroup
+from emblib.sharding.sharding_types import ParameterSharding, Shard, ShardingType, World
 from emblib.tables.durable_files import saving
 from emblib.trace.file import LookupTrace, TracedFeature
 from tests.sync_calls import record_syncs
 
 
 def plan(rows: int) -> ShardingPlan:
-    boxes = (Box(0, (0, rows), (0, 4)), Box(1, (rows, 100), (0, 4)))
-    return ShardingPlan({"": {"t": TableSharding(ShardingType.ROW_WISE, boxes)}}, World(2, 2))
+    boxes = (Shard(0, (0, rows), (0, 4)), Shard(1, (rows, 100), (0, 4)))
+    return ShardingPlan({"": {"t": ParameterSharding(ShardingType.ROW_WISE, boxes)}}, World(2, 2))
 
 
 def trace(first: int) -> LookupTrace:
@@ -71,7 +71,7 @@ FORMATS = {
         _load_export,
     ),
 }
-ALONE = Ranks.single()
+ALONE = RankGroup.single()
 
 
 def _calibration(n: int) -> Any:

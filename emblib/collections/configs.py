@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 from emblib.optim import Optimizer
 from emblib.specs import (
-    Cache,
+    CacheConfig,
     DynamicSpec,
     Eviction,
-    Frequency,
+    FrequencyAdmission,
     Initializer,
-    KeyCheck,
-    Newcomer,
+    InsertPolicy,
+    OnInsertFailure,
     Placement,
     Pooling,
     TableSpec,
@@ -40,11 +40,11 @@ class Plain:
     """
 
     placement: Placement = Placement.DEVICE
-    cache: Cache | None = None
+    cache: CacheConfig | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "placement", Placement(self.placement))
-        if self.cache is not None and not isinstance(self.cache, Cache):
+        if self.cache is not None and not isinstance(self.cache, CacheConfig):
             raise TypeError(f"cache must be None or a Cache, got {self.cache!r}")
         if self.cache is not None and not self.placement.cached:
             raise ValueError(
@@ -89,19 +89,23 @@ class Dynamic:
     initial_capacity: int | None = None
     max_load: float = 0.8
     eviction: Eviction = Eviction.LRU
-    newcomer: Newcomer = Newcomer.WINS
+    newcomer: InsertPolicy = InsertPolicy.ALWAYS_EVICT
     initializer: Initializer = field(default=Uniform())
     initial_state: float = 0.0
     missing: float = 0.0
-    admission: Frequency | None = None
+    admission: FrequencyAdmission | None = None
     ttl: int | None = None
-    check: KeyCheck = KeyCheck.IGNORE
+    check: OnInsertFailure = OnInsertFailure.IGNORE
     seed: int | None = field(default=None, repr=False)  # a secret, which no log should have
 
     def __post_init__(self) -> None:
         if self.seed is not None:
             object.__setattr__(self, "seed", check_count("seed", self.seed, least=0))
-        for name, choice in (("eviction", Eviction), ("newcomer", Newcomer), ("check", KeyCheck)):
+        for name, choice in (
+            ("eviction", Eviction),
+            ("newcomer", InsertPolicy),
+            ("check", OnInsertFailure),
+        ):
             object.__setattr__(self, name, choice(getattr(self, name)))
 
     def spec(self, rows: int, dim: int, name: str) -> DynamicSpec:

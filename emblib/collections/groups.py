@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from emblib.collections import handles, kernels
 from emblib.collections.configs import Kind
 from emblib.collections.handles import DynamicHandle, PlainHandle, TableHandle
-from emblib.collections.kernels import TableSlice, Unmade, group, make_kernel
+from emblib.collections.kernels import MetaPlaceholder, TableSlice, group, make_kernel
 from emblib.dynamic import DynamicEmbeddingBags
 from emblib.optim import Optimizer
 from emblib.specs import Pooling, check_float_dtype
@@ -355,7 +355,7 @@ class TableGroups(nn.Module):
         return [by_kernel[g][k] for g, k in places]
 
     def _views_of(self, kernel: Any) -> list[dict[str, Tensor]]:
-        if isinstance(kernel, Unmade):
+        if isinstance(kernel, MetaPlaceholder):
             raise RuntimeError(
                 "dynamic tables have no memory on meta: move the module with to_empty(device=...)"
             )
@@ -438,7 +438,7 @@ class TableGroups(nn.Module):
         """Bytes of `weights`, `optimizer_state` and whatever else the kernels have, by name."""
         total: dict[str, int] = {}
         for kernel in self._kernels:
-            if not isinstance(kernel, Unmade):
+            if not isinstance(kernel, MetaPlaceholder):
                 any_kernel: Any = kernel
                 for name, count in any_kernel.nbytes().items():
                     total[name] = total.get(name, 0) + count
@@ -450,7 +450,7 @@ class TableGroups(nn.Module):
         super()._apply(fn, recurse)
         there = fn(torch.empty(0, device=self.device)).device
         for g, kernel in enumerate(self._kernels):
-            if isinstance(kernel, Unmade) and there.type != "meta":
+            if isinstance(kernel, MetaPlaceholder) and there.type != "meta":
                 self._kernels[g] = self._make(g, there)
                 self._kernels[g].train(self.training)
             else:

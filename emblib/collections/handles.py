@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from emblib.collections.kernels import PartTables, Unmade
+from emblib.collections.kernels import MetaPlaceholder, PartTables
 from emblib.dynamic import DynamicEmbeddingBags, keys
 from emblib.dynamic.hash_index import HASH_KEYS
 from emblib.ops import autograd
@@ -204,7 +204,7 @@ class DynamicHandle(TableHandle):
     def bind(self) -> None:
         """Let `weight` be the view of the rows, by slot."""
         kernel: Any = self.kernel
-        if isinstance(kernel, Unmade):
+        if isinstance(kernel, MetaPlaceholder):
             view = torch.empty(kernel.shapes[self.index], device="meta")
             bind(self, "weight", view, kernel.optimizer)
             return
@@ -217,7 +217,7 @@ class DynamicHandle(TableHandle):
 
     def take_over(self, given: DynamicHandle) -> None:
         """Copy keys and rows."""
-        if isinstance(self.kernel, Unmade):
+        if isinstance(self.kernel, MetaPlaceholder):
             self._parameters["weight"] = given.weight
             return
         entries = given.kernel.table_entries(given.index)
@@ -237,7 +237,7 @@ class DynamicHandle(TableHandle):
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
     ) -> None:
         kernel: Any = self.kernel
-        if isinstance(kernel, Unmade):
+        if isinstance(kernel, MetaPlaceholder):
             super()._save_to_state_dict(destination, prefix, keep_vars)
             return
         entries = kernel.table_entries(self.index)
@@ -256,7 +256,7 @@ class DynamicHandle(TableHandle):
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *arguments: Any) -> None:
         """Keys, and what is saved with them, replace those that are there."""
         _, _, missing, unexpected, errors = arguments
-        if self._is_on_meta(state_dict, prefix, errors) or isinstance(self.kernel, Unmade):
+        if self._is_on_meta(state_dict, prefix, errors) or isinstance(self.kernel, MetaPlaceholder):
             missing.append(f"{prefix}keys")
             return
         kernel: DynamicEmbeddingBags = self.kernel
@@ -374,7 +374,7 @@ def bind(handle: TableHandle, name: str, view: Tensor, optimizer: Optimizer) -> 
         parameter = nn.Parameter(view, requires_grad=trained)
         handle.register_parameter(name, parameter)
     parameters.own(parameter, handle, parameters.ViewParameter)
-    if not isinstance(handle.kernel, Unmade):
+    if not isinstance(handle.kernel, MetaPlaceholder):
         handle.set_trained(parameter, trained=parameter.requires_grad)
     mark(parameter, handle, optimizer)
 

@@ -18,7 +18,7 @@ from emblib.ops import primitives
 from emblib.ops.hash import SCORED
 from emblib.optim import External, Gradient, Optimizer
 from emblib.specs import (
-    Cache,
+    CacheConfig,
     Constant,
     DynamicSpec,
     Placement,
@@ -312,7 +312,7 @@ class PartTables(TableBatchedEmbeddingBags):
         optimizer: Optimizer,
         pooling: Pooling,
         seeds: Sequence[int],
-        cache: Cache | None,
+        cache: CacheConfig | None,
         device: torch.device,
     ) -> None:
         self._parts, self._seeds, self.parameters_by_table = list(parts), list(seeds), []
@@ -513,7 +513,7 @@ def _key(
 _ASSIGNED = frozenset({"assigned"} & set(SCORED))
 
 
-class Unmade(nn.Module):
+class MetaPlaceholder(nn.Module):
     """Stands for a kernel that cannot be on meta, until the collection leaves it."""
 
     def __init__(self, parts: Sequence[TableSlice], optimizer: Optimizer) -> None:
@@ -558,7 +558,7 @@ def make_kernel(
         _check_update(parts, optimizer)
         return PartTables(parts, names, reads, optimizer, pooling, seeds, kind.cache, device)
     if device.type == "meta":
-        return Unmade(parts, optimizer)
+        return MetaPlaceholder(parts, optimizer)
     specs: list[Any] = [part.named(name) for part, name in zip(parts, names, strict=True)]
     assert all(isinstance(spec, DynamicSpec) for spec in specs)
     assert isinstance(kind, Dynamic)

@@ -13,9 +13,9 @@ from emblib import (
     DynamicSpec,
     Eviction,
     ExactCounter,
-    Frequency,
-    KeyCheck,
+    FrequencyAdmission,
     Normal,
+    OnInsertFailure,
     Pooling,
     Precision,
     StochasticRounding,
@@ -48,9 +48,9 @@ POOLINGS = {
     DynamicEmbPoolingMode.NONE: Pooling.NONE,
 }
 _CHECKS = {
-    DynamicEmbCheckMode.ERROR: KeyCheck.ERROR,
-    DynamicEmbCheckMode.WARNING: KeyCheck.WARNING,
-    DynamicEmbCheckMode.IGNORE: KeyCheck.IGNORE,
+    DynamicEmbCheckMode.ERROR: OnInsertFailure.ERROR,
+    DynamicEmbCheckMode.WARNING: OnInsertFailure.WARNING,
+    DynamicEmbCheckMode.IGNORE: OnInsertFailure.IGNORE,
 }
 
 
@@ -142,7 +142,9 @@ def initializer(args: DynamicEmbInitializerArgs, capacity: int) -> Any:
             return Debug()
 
 
-def _admission(options: DynamicEmbTableOptions, initial: Any, name: str) -> Frequency | None:
+def _admission(
+    options: DynamicEmbTableOptions, initial: Any, name: str
+) -> FrequencyAdmission | None:
     strategy, counter = options.admit_strategy, options.admission_counter
     if strategy is None and counter is None:
         return None
@@ -168,17 +170,17 @@ def _admission(options: DynamicEmbTableOptions, initial: Any, name: str) -> Freq
     if strategy.initializer_args is not None:
         assert options.max_capacity is not None
         reads = initializer(strategy.initializer_args, options.max_capacity)
-    return Frequency(strategy.threshold, ExactCounter(counter.capacity), reads)
+    return FrequencyAdmission(strategy.threshold, ExactCounter(counter.capacity), reads)
 
 
-def _check_mode(options: DynamicEmbTableOptions) -> KeyCheck:
+def _check_mode(options: DynamicEmbTableOptions) -> OnInsertFailure:
     """What is asked for; a table without eviction tells at least when it is full.
 
     DynamicEmb's would grow on beyond max_capacity.
     """
     asked = _CHECKS[DynamicEmbCheckMode(options.safe_check_mode)]
     full = options.score_strategy is DynamicEmbScoreStrategy.NO_EVICTION
-    return KeyCheck.WARNING if full and asked is KeyCheck.IGNORE else asked
+    return OnInsertFailure.WARNING if full and asked is OnInsertFailure.IGNORE else asked
 
 
 def precision(a: SimpleNamespace) -> Precision:

@@ -13,7 +13,7 @@ from emblib.compat.dynamicemb_tables import BatchedDynamicEmbeddingTablesV2, Sav
 from emblib.dynamic.saving import dynamicemb_files
 from emblib.dynamic.saving.dumps import Part
 from emblib.dynamic.saving.dynamicemb_files import Foreign
-from emblib.sharding.ranks import Ranks
+from emblib.sharding.ranks import RankGroup
 
 Scores = int | Mapping[str, Mapping[str, int]]
 _Named = tuple[Path, BatchedDynamicEmbeddingTablesV2, str]  # directory and name of a table
@@ -111,7 +111,7 @@ def DynamicEmbDump(
         OSError: a file could not be written or moved; what was there is as it was.
         RuntimeError: another rank failed; what was there is as it was.
     """
-    ranks, root = Ranks.of(pg), Path(path)
+    ranks, root = RankGroup.of(pg), Path(path)
     tables = list(_tables_of(root, model, table_names))
     names = [(directory, name) for directory, _, name in tables]
     _check_same(ranks, root, tables)
@@ -141,7 +141,7 @@ def DynamicEmbDump(
         raise
 
 
-def _discard(ranks: Ranks, names: Sequence[tuple[Path, str]]) -> None:
+def _discard(ranks: RankGroup, names: Sequence[tuple[Path, str]]) -> None:
     """Delete what was staged. Rank 0 does: it alone knows whether files are being moved."""
     for directory, name in names if ranks.rank == 0 else ():
         dynamicemb_files.discard(directory, name)
@@ -163,7 +163,7 @@ def _check_target(root: Path, *, allow_overwrite: bool) -> None:
         )
 
 
-def _check_same(ranks: Ranks, root: Path, tables: Sequence[_Named]) -> None:
+def _check_same(ranks: RankGroup, root: Path, tables: Sequence[_Named]) -> None:
     """Raise ValueError on every rank where ranks would write or read other tables."""
     own = (str(root), [(str(directory), name) for directory, _, name in tables])
     for rank, theirs in enumerate(ranks.gather_objects(own)):
@@ -175,7 +175,7 @@ def _check_same(ranks: Ranks, root: Path, tables: Sequence[_Named]) -> None:
 
 
 @contextlib.contextmanager
-def _together(ranks: Ranks, outcome: str = "nothing was changed here") -> Iterator[None]:
+def _together(ranks: RankGroup, outcome: str = "nothing was changed here") -> Iterator[None]:
     """Leave when all ranks have come to the end; raise on all of them what went wrong on any."""
     error = None
     try:
@@ -218,7 +218,7 @@ def DynamicEmbLoad(
         RuntimeError: another rank failed; the message says whether tables were changed, which only
             happens where a rank runs out of memory.
     """
-    ranks = Ranks.of(pg)
+    ranks = RankGroup.of(pg)
     tables = list(_tables_of(Path(path), model, table_names))
     _check_same(ranks, Path(path), tables)
     left_out = _left_out(states=optim, counts=counter)
@@ -239,7 +239,7 @@ def DynamicEmbLoad(
 
 
 def _read(
-    ranks: Ranks,
+    ranks: RankGroup,
     directory: Path,
     module: BatchedDynamicEmbeddingTablesV2,
     name: str,

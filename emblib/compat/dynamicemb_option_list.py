@@ -66,7 +66,7 @@ TABLES = (
     ),
     Option(
         "safe_check_mode",
-        "`DynamicSpec(check=KeyCheck)`",
+        "`DynamicSpec(check=OnInsertFailure)`",
         "IGNORE, WARNING, ERROR when keys found no place (there: no effect). Such keys read what "
         "eval_initializer_args says and are not trained",
     ),
@@ -89,13 +89,13 @@ TABLES = (
     ),
     Option(
         "admit_strategy",
-        "`DynamicSpec(admission=Frequency(threshold))`",
+        "`DynamicSpec(admission=FrequencyAdmission(threshold))`",
         "FrequencyAdmissionStrategy; its initializer_args (None: those of the table) is what keys "
         "read until they are admitted. Other classes raise",
     ),
     Option(
         "admission_counter",
-        "`Frequency(counter=ExactCounter(capacity))`",
+        "`FrequencyAdmission(counter=ExactCounter(capacity))`",
         "KVCounter; a capacity each (there: buckets of the first for all). bucket_capacity is a "
         "hint, as above",
     ),

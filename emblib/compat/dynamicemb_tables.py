@@ -38,7 +38,7 @@ from emblib.compat.fbgemm_types import (
     WeightDecayMode,
 )
 from emblib.dynamic.saving.dumps import DumpError, field
-from emblib.sharding.ranks import Ranks
+from emblib.sharding.ranks import RankGroup
 
 
 def split(
@@ -129,9 +129,9 @@ class Saved:
     """What a table and its optimizer go on from; all of it is checked.
 
     Attributes:
-        hyper: changes for `set_hyper`.
+        hyper: changes for `set_hyperparameters`.
         step: for `set_step`; None leaves it.
-        step_score: for `set_step_score`; None leaves it.
+        step_score: for `set_eviction_step`; None leaves it.
     """
 
     hyper: Mapping[str, Any]
@@ -473,9 +473,9 @@ class BatchedDynamicEmbeddingTablesV2(nn.Module):
     def take_opt_args(self, table: str, saved: Saved) -> None:
         """Go on from what `check_opt_args` returned."""
         if saved.step_score is not None:
-            self.bags.set_step_score(table, saved.step_score)
+            self.bags.set_eviction_step(table, saved.step_score)
         if saved.hyper:
-            self.bags.set_hyper(**saved.hyper)
+            self.bags.set_hyperparameters(**saved.hyper)
         if saved.step is not None:
             self.bags.set_step(saved.step)
 
@@ -487,7 +487,7 @@ class BatchedDynamicEmbeddingTablesV2(nn.Module):
         Keys are sorted, rows are `[N, D]`; both are on the CPU. They are those of all ranks of
         `pg`, which all call this; None is all processes.
         """
-        ranks = Ranks.of(pg)
+        ranks = RankGroup.of(pg)
         found: dict[str, tuple[Tensor, Tensor]] = {}
         for name, threshold in named_thresholds.items():
             if name not in self._names:
@@ -546,7 +546,7 @@ def _names(names: list[str] | None, count: int) -> list[str]:
     return names
 
 
-def agree(ranks: Ranks, error: Exception | None, outcome: str) -> None:
+def agree(ranks: RankGroup, error: Exception | None, outcome: str) -> None:
     """Raise on every rank what went wrong on any, and the outcome; all ranks call this."""
     told = ranks.gather_objects(None if error is None else f"{type(error).__name__}: {error}")
     if error is not None:

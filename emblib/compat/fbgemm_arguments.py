@@ -11,9 +11,9 @@ import torch
 
 from emblib import (
     BoundsCheck,
-    Cache,
+    CacheConfig,
     CachePolicy,
-    MultiPass,
+    MultiPassPrefetch,
     Placement,
     Pooling,
     Precision,
@@ -234,13 +234,13 @@ def _state_dtype(a: SimpleNamespace) -> torch.dtype:
     return asked.pop() if asked else torch.float32
 
 
-def cache(a: SimpleNamespace) -> Cache | None:
+def cache(a: SimpleNamespace) -> CacheConfig | None:
     """The cache, or None where no table stands behind one."""
     if not any(spec.placement.cached for spec in tables(a)):
         return None
     passes = a.multipass_prefetch_config
     dtype = a.cache_precision
-    return Cache(
+    return CacheConfig(
         policy=CachePolicy(a.cache_algorithm.name.lower()),
         load_factor=a.cache_load_factor,
         sets=a.cache_sets,
@@ -248,7 +248,7 @@ def cache(a: SimpleNamespace) -> Cache | None:
         dtype=None if dtype is None else float_dtype("cache_precision", dtype),
         passes=None
         if passes is None
-        else MultiPass(passes.num_passes, passes.min_splitable_pass_size),
+        else MultiPassPrefetch(passes.num_passes, passes.min_splitable_pass_size),
     )
 
 
@@ -411,9 +411,9 @@ def _counter(given: CounterBasedRegularizationDefinition) -> optim.Counter:
             LearningRateMode.EQUAL: optim.TailRate.EQUAL,
             LearningRateMode.TAIL_ID_LR_INCREASE: optim.TailRate.RAISED,
             LearningRateMode.TAIL_ID_LR_DECREASE: optim.TailRate.LOWERED,
-            LearningRateMode.COUNTER_SGD: optim.TailRate.OF_COUNT,
+            LearningRateMode.COUNTER_SGD: optim.TailRate.BY_COUNT,
         }[as_member(LearningRateMode, given.learning_rate_mode)],
-        threshold=optim.Share(tail.val) if tail.is_ratio else tail.val,
+        threshold=optim.RelativeThreshold(tail.val) if tail.is_ratio else tail.val,
         update_every=given.max_counter_update_freq,
     )
 
@@ -456,7 +456,7 @@ def _ensemble(a: SimpleNamespace, common: dict[str, Any]) -> optim.Optimizer:
         swap_every=int(given.step_swap),
         start=int(given.step_start),
         keep=given.step_ema_coef,
-        slow=optim.SlowWeights.CLEAR if clears else optim.SlowWeights.KEEP,
+        slow=optim.EmaReset.CLEAR if clears else optim.EmaReset.KEEP,
     )
 
 
@@ -507,7 +507,7 @@ def update(bags: TableBatchedEmbeddingBags, a: SimpleNamespace, new: Mapping[str
     for name in _DEFAULTS.keys() - set(uses):
         setattr(acting, name, _DEFAULTS[name])
     made = optimizer(acting)
-    bags.set_hyper(**{field.name: getattr(made, field.name) for field in fields(made)})
+    bags.set_hyperparameters(**{field.name: getattr(made, field.name) for field in fields(made)})
     vars(a).update(vars(changed))
 
 

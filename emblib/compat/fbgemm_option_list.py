@@ -192,7 +192,7 @@ PRECISION = (
     ),
     Option(
         "cache_precision",
-        "`Cache(dtype=)`",
+        "`CacheConfig(dtype=)`",
         "Of the rows in the cache; None is that of the weights",
     ),
     Option(
@@ -302,12 +302,12 @@ OPTIMIZER = (
 )
 
 CACHE = (
-    Option("cache_algorithm", "`Cache(policy=)`", "LRU or LFU; 32 ways"),
-    Option("cache_load_factor", "`Cache(load_factor=)`", "Share of the cached tables' rows"),
-    Option("cache_sets", "`Cache(sets=)`", "Sets of 32 rows; 0 follows from the load factor"),
+    Option("cache_algorithm", "`CacheConfig(policy=)`", "LRU or LFU; 32 ways"),
+    Option("cache_load_factor", "`CacheConfig(load_factor=)`", "Share of the cached tables' rows"),
+    Option("cache_sets", "`CacheConfig(sets=)`", "Sets of 32 rows; 0 follows from the load factor"),
     Option(
         "cache_reserved_memory",
-        "`Cache(reserved_bytes=)`",
+        "`CacheConfig(reserved_bytes=)`",
         "Memory of the GPU to leave free when the cache is made",
         cpu="nothing to reserve",
     ),
@@ -319,7 +319,7 @@ CACHE = (
     ),
     Option(
         "multipass_prefetch_config",
-        "`Cache(passes=MultiPass(...))`",
+        "`CacheConfig(passes=MultiPassPrefetch(...))`",
         "A batch of min_splitable_pass_size lookups or more is prefetched in num_passes parts",
     ),
     Option(

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from emblib.sharding import Ranks, Wire, codecs, collectives
+from emblib.sharding import CommPrecision, RankGroup, codecs, collectives
 from emblib.sharding.exchange import Awaitable
 
 
@@ -106,7 +106,9 @@ def _codec(kind: CommType, scale: float | None, row: int | None, fp8: Any) -> co
             return codecs.FP32()
 
 
-def wire_of(registry: Mapping[str, QuantizedCommCodecs] | None, *, pooled: bool) -> Wire | None:
+def comm_precision_of(
+    registry: Mapping[str, QuantizedCommCodecs] | None, *, pooled: bool
+) -> CommPrecision | None:
     """The wire of a sharded collection, whose outputs travel in one all-to-all.
 
     Raises:
@@ -121,7 +123,7 @@ def wire_of(registry: Mapping[str, QuantizedCommCodecs] | None, *, pooled: bool)
             f"for {op.name}, got {sorted(registry)}"
         )
     found = registry[op.name]
-    return Wire(found.forward, found.backward)
+    return CommPrecision(found.forward, found.backward)
 
 
 # Whether backward divides by the number of ranks: of the collectives called by themselves, as
@@ -139,9 +141,9 @@ def set_gradient_division(val: bool) -> None:
     _division["on"] = bool(val)
 
 
-def _how(group: Any, codec: QuantizedCommCodecs | None) -> tuple[Ranks, dict[str, Any]]:
-    wire = Wire() if codec is None else Wire(codec.forward, codec.backward)
-    return Ranks.of(group), {"wire": wire, "gradients": "mean" if _division["on"] else "sum"}
+def _how(group: Any, codec: QuantizedCommCodecs | None) -> tuple[RankGroup, dict[str, Any]]:
+    wire = CommPrecision() if codec is None else CommPrecision(codec.forward, codec.backward)
+    return RankGroup.of(group), {"wire": wire, "gradients": "mean" if _division["on"] else "sum"}
 
 
 def alltoall_pooled(

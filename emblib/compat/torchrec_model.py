@@ -11,7 +11,7 @@ from torch import nn
 
 from emblib import collections as emblib_collections
 from emblib import sharding
-from emblib.compat.torchrec_comms import QuantizedCommCodecs, wire_of
+from emblib.compat.torchrec_comms import QuantizedCommCodecs, comm_precision_of
 from emblib.compat.torchrec_sharding import (
     EmbeddingComputeKernel,
     ParameterSharding,
@@ -21,7 +21,7 @@ from emblib.compat.torchrec_sharding import (
 )
 from emblib.compat.torchrec_types import EmbeddingBagConfig, EmbeddingConfig, optimizer_of
 from emblib.optim import Optimizer
-from emblib.sharding import DDP, Ranks, Wire, World, fingerprint, pipelines
+from emblib.sharding import DDP, CommPrecision, RankGroup, World, fingerprint, pipelines
 from emblib.sharding.shard import SHARDED, sharded_form
 
 
@@ -76,7 +76,7 @@ class _Sharder:
     ) -> None:
         self.fused_params = None if fused_params is None else dict(fused_params)
         self.optimizer = optimizer_of(fused_params)
-        self.wire = wire_of(qcomm_codecs_registry, pooled=self._pooled)
+        self.wire = comm_precision_of(qcomm_codecs_registry, pooled=self._pooled)
 
     def shard(
         self,
@@ -89,7 +89,7 @@ class _Sharder:
         """The sharded collection; its weights are those of `module`."""
         ranks = ranks_of(env, device)
 
-        def checked() -> dict[str, sharding.TableSharding]:
+        def checked() -> dict[str, sharding.ParameterSharding]:
             sharded_form(module, module_fqn or "")
             check_kernels(params, self.optimizer)
             return {name: parameter.to_emblib() for name, parameter in params.items()}
@@ -144,13 +144,13 @@ def check_kernels(params: Mapping[str, ParameterSharding], optimizer: Optimizer 
         )
 
 
-def ranks_of(env: ShardingEnv, device: torch.device | str | None) -> Ranks:
+def ranks_of(env: ShardingEnv, device: torch.device | str | None) -> RankGroup:
     """The ranks of `env`, with the tables on `device`."""
     if device is None or torch.device(device).type == env.ranks.device.type:
         return env.ranks
     if env.ranks.group is None:
-        return Ranks.single(device)
-    return Ranks(env.ranks.group, local_size=env.ranks.local_size, device=device)
+        return RankGroup.single(device)
+    return RankGroup(env.ranks.group, local_size=env.ranks.local_size, device=device)
 
 
 class DefaultDataParallelWrapper(DDP):
@@ -172,7 +172,7 @@ class DefaultDataParallelWrapper(DDP):
             }
         )
 
-    def wrap(self, module: nn.Module, ranks: Ranks, ignored: Collection[str]) -> nn.Module:
+    def wrap(self, module: nn.Module, ranks: RankGroup, ignored: Collection[str]) -> nn.Module:
         """As `DDP.wrap`; torch 2.13 warns of an option that has no other name for all it does."""
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", ".*broadcast_buffers", FutureWarning)
@@ -206,12 +206,14 @@ class DistributedModelParallel(sharding.DistributedModelParallel):
     ) -> None:
         from emblib.compat.torchrec_sharding import EmbeddingShardingPlanner
 
-        env = ShardingEnv(Ranks()) if env is None else env
+        env = ShardingEnv(RankGroup()) if env is None else env
         ranks = ranks_of(env, device)
         sharders = default_sharders() if sharders is None else list(sharders)
         world = World(ranks.size, ranks.local_size)
 
-        def checked() -> tuple[Optimizer | None, Wire | None, sharding.ShardingPlan | None]:
+        def checked() -> tuple[
+            Optimizer | None, CommPrecision | None, sharding.ShardingPlan | None
+        ]:
             if not init_parameters:
                 raise ValueError("init_parameters must be True: nothing is left on meta here")
             optimizer = _one([s.optimizer for s in sharders])

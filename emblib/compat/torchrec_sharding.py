@@ -13,7 +13,7 @@ from torch import nn
 
 from emblib import Placement, sharding
 from emblib.collections import Plain, TableConfig
-from emblib.sharding import Box, Ranks, TableSharding, World, planner
+from emblib.sharding import RankGroup, Shard, World, planner
 from emblib.sharding.planner.work import dense_bytes, works_of
 from emblib.sharding.ranks import invoke_on_rank_and_broadcast_result
 from emblib.sharding.sharding_types import Rule, TableShape
@@ -75,7 +75,7 @@ class ParameterSharding:
     ranks: list[int] | None = None
     sharding_spec: Any = None
 
-    def to_emblib(self) -> TableSharding:
+    def to_emblib(self) -> sharding.ParameterSharding:
         """As emblib says it.
 
         Raises:
@@ -89,16 +89,18 @@ class ParameterSharding:
         kind = sharding.ShardingType(ShardingType(self.sharding_type).value)
         keep = KINDS.get(self.compute_kernel)
         if kind is sharding.ShardingType.DATA_PARALLEL:
-            return TableSharding(kind, (), keep)
+            return sharding.ParameterSharding(kind, (), keep)
         if self.sharding_spec is None:
             raise ValueError(
                 f"{self.sharding_type} needs a sharding_spec: construct_module_sharding_plan makes "
                 "it from table_wise(rank), row_wise() and the like"
             )
-        return TableSharding(kind, tuple(map(_box, self.sharding_spec.shards)), keep)
+        return sharding.ParameterSharding(kind, tuple(map(_box, self.sharding_spec.shards)), keep)
 
     @classmethod
-    def of(cls, table: TableSharding, kernel: str, device_type: str) -> ParameterSharding:
+    def of(
+        cls, table: sharding.ParameterSharding, kernel: str, device_type: str
+    ) -> ParameterSharding:
         """From what emblib says."""
         keeps = {kind: name for name, kind in KINDS.items()}
         kernel = keeps.get(table.kind, kernel) if table.kind is not None else kernel
@@ -119,24 +121,24 @@ class ParameterSharding:
         return f"{self.sharding_type} ({self.compute_kernel}) on ranks {self.ranks or 'all'}"
 
 
-def _type_name(table: TableSharding) -> str:
+def _type_name(table: sharding.ParameterSharding) -> str:
     known = [kind.value for kind in ShardingType]
     # Parts of any other tiling are still parts: TorchRec has no word for it.
     return table.type.value if table.type.value in known else ShardingType.ROW_WISE.value
 
 
-def _box(shard: Any) -> Box:
+def _box(shard: Any) -> Shard:
     (row, column), (rows, columns) = shard.shard_offsets, shard.shard_sizes
     placement = shard.placement
     text = placement if isinstance(placement, str) else f"rank:{placement.rank()}/"
     rank = int(text.removeprefix("rank:").partition("/")[0])
-    return Box(rank, (row, row + rows), (column, column + columns))
+    return Shard(rank, (row, row + rows), (column, column + columns))
 
 
 class EmbeddingModuleShardingPlan(dict[str, ParameterSharding]):
     """The sharding of each table of one collection, by name."""
 
-    def to_emblib(self) -> dict[str, TableSharding]:
+    def to_emblib(self) -> dict[str, sharding.ParameterSharding]:
         """As emblib says it."""
         return {name: parameter.to_emblib() for name, parameter in self.items()}
 
@@ -171,14 +173,14 @@ class ShardingPlan:
 class ShardingEnv:
     """The ranks that a module is spread over."""
 
-    def __init__(self, ranks: Ranks) -> None:
+    def __init__(self, ranks: RankGroup) -> None:
         self.ranks = ranks
         self.world_size, self.rank, self.process_group = ranks.size, ranks.rank, ranks.group
 
     @classmethod
     def from_process_group(cls, pg: Any) -> ShardingEnv:
         """All ranks of a process group."""
-        return cls(Ranks.of(pg))
+        return cls(RankGroup.of(pg))
 
     @classmethod
     def from_local(cls, world_size: int, rank: int) -> ShardingEnv:
@@ -193,7 +195,7 @@ class ShardingEnv:
                 f"from_local is for world_size=1 and rank=0 here, got {world_size} and {rank}; "
                 "start several processes and use from_process_group"
             )
-        return cls(Ranks.single())
+        return cls(RankGroup.single())
 
 
 @dataclass(frozen=True)
@@ -222,7 +224,7 @@ def row_wise(
         return Placing(sharding.row_wise(), compute_kernel)
     sizes = list(sizes_placement[0])
 
-    def rule(shape: TableShape, world: World) -> TableSharding:
+    def rule(shape: TableShape, world: World) -> sharding.ParameterSharding:
         if len(sizes) > world.size or sum(sizes) != shape.rows:
             raise ValueError(
                 f"sizes must be at most one a rank = {world.size} and add up to {shape.rows} rows, "
@@ -230,11 +232,11 @@ def row_wise(
             )
         ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
         boxes = tuple(
-            Box(rank, (end - size, end), (0, shape.columns))
+            Shard(rank, (end - size, end), (0, shape.columns))
             for rank, (size, end) in enumerate(zip(sizes, ends, strict=True))
             if size
         )
-        return TableSharding(sharding.ShardingType.ROW_WISE, boxes)
+        return sharding.ParameterSharding(sharding.ShardingType.ROW_WISE, boxes)
 
     return Placing(rule, compute_kernel)
 
@@ -298,7 +300,7 @@ def construct_module_sharding_plan(
     Sizes are those of all processes unless they are given. A table is fused unless its kernel says
     otherwise: what optimizer it has is asked when it is sharded.
     """
-    ranks = Ranks() if world_size is None or local_size is None else None
+    ranks = RankGroup() if world_size is None or local_size is None else None
     size = world_size or (ranks.size if ranks else 1)
     world = World(size, local_size or (ranks.local_size if ranks else size))
     device = device_type or (str(ranks.device.type) if ranks else "cpu")
@@ -326,7 +328,7 @@ _GIB = 1 << 30
 
 
 class Topology:
-    """Ranks and their memory, by default that of this machine.
+    """RankGroup and their memory, by default that of this machine.
 
     `hbm_cap` and `ddr_cap` are bytes a rank may use of a GPU's memory and of the host's; on a CPU
     rows are in the latter. Left out, they are what the machine has: TorchRec assumes 32 and 128
@@ -416,7 +418,7 @@ class EmbeddingShardingPlanner:
         self._reservation = storage_reservation or planner.Reservation()
         self._constraints = {name: given.to_emblib() for name, given in (constraints or {}).items()}
 
-    def _native(self, ranks: Ranks) -> planner.Planner:
+    def _native(self, ranks: RankGroup) -> planner.Planner:
         topology = None if self._topology is None else self._topology.native
         if topology is None:
             topology = planner.Topology.detect(
@@ -428,14 +430,14 @@ class EmbeddingShardingPlanner:
 
     def plan(self, module: nn.Module, sharders: Sequence[Any] = ()) -> ShardingPlan:
         """The plan, made here; the optimizers of `sharders` count in its memory."""
-        native = self._native(Ranks())
+        native = self._native(RankGroup())
         return _told(native, module, sharders)
 
     def collective_plan(
         self, module: nn.Module, sharders: Sequence[Any] = (), pg: Any = None
     ) -> ShardingPlan:
         """The plan that rank 0 makes, on all ranks."""
-        ranks = Ranks.of(pg)
+        ranks = RankGroup.of(pg)
         native = self._native(ranks)
         found: ShardingPlan = invoke_on_rank_and_broadcast_result(
             ranks, 0, lambda: _told(native, module, sharders)

@@ -208,7 +208,8 @@ def optimizer_of(fused_params: Mapping[str, Any] | None) -> Optimizer | None:
     if unknown:
         raise ValueError(
             f"fused_params {unknown} have no effect here: say in the table's kind where its rows "
-            "are and what cache is before them, e.g. kind=Plain(Placement.MANAGED_CACHING, Cache())"
+            "are and what cache is before them, e.g. "
+            "kind=Plain(Placement.MANAGED_CACHING, CacheConfig())"
         )
     return found.optimizer
 

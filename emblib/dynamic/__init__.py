@@ -5,9 +5,9 @@ looks them up and trains them; `training` is what one batch does to it. `saving`
 tables are kept and what stands behind them.
 """
 
+from emblib.dynamic.hash_table import HashTable, Insertion, TableRows
 from emblib.dynamic.keys import KeyStatus
 from emblib.dynamic.module import DynamicEmbeddingBags
-from emblib.dynamic.scored_table import Insertion, ScoredTable, TableRows
 from emblib.dynamic.tiers.disk import DiskRows
 from emblib.dynamic.tiers.host import HostRows
 from emblib.dynamic.tiers.module import TieredEmbeddingBags
@@ -26,12 +26,12 @@ __all__ = [
     "DiskRows",
     "DynamicEmbeddingBags",
     "Found",
+    "HashTable",
     "HostRows",
     "Insertion",
     "KeyStatus",
     "RowStore",
     "Rows",
-    "ScoredTable",
     "SqliteRows",
     "StoredTable",
     "TableRows",

@@ -35,7 +35,7 @@ from emblib.dynamic.hash_index import HASH_KEYS, HashIndex
 from emblib.dynamic.keys import mix
 from emblib.dynamic.saving import dumps
 from emblib.ops import hash
-from emblib.specs import DynamicSpec, Eviction, ExactCounter, Frequency, Sketch
+from emblib.specs import CountMinSketch, DynamicSpec, Eviction, ExactCounter, FrequencyAdmission
 
 _FIRST_BUCKET = hash.TABLE_FIELDS.index("first_bucket")
 _LOW_31 = 0x7FFFFFFF
@@ -210,7 +210,7 @@ class _Sketches(nn.Module):
         for t in chosen:
             frequency = _frequency(specs[t])
             sketch = frequency.counter
-            assert isinstance(sketch, Sketch)
+            assert isinstance(sketch, CountMinSketch)
             size = sketch.width * sketch.depth
             sizes = begin, sketch.width, sketch.depth
             layout[t] = torch.tensor([*sizes, frequency.threshold, hash_keys[t]])
@@ -303,7 +303,7 @@ class Admission(nn.Module):
         hash_keys = [0] * len(self.specs) if hash_keys is None else hash_keys
         exact, sketched = (
             [t for t, spec in enumerate(specs) if _counts_with(spec, kind)]
-            for kind in (ExactCounter, Sketch)
+            for kind in (ExactCounter, CountMinSketch)
         )
         self._exact_tables = exact
         self.counter = _Counter(exact, specs, device, hash_keys) if exact else None
@@ -358,7 +358,8 @@ class Admission(nn.Module):
         if self.counter is None or table not in self._exact_tables:
             raise ValueError(
                 f"table {table} has no exact counter of keys, its admission is "
-                f"{self.specs[table].admission!r}; give it Frequency(threshold, ExactCounter(...))"
+                f"{self.specs[table].admission!r}; give it "
+                "FrequencyAdmission(threshold, ExactCounter(...))"
             )
         return self.counter
 
@@ -417,7 +418,7 @@ def _check_state(name: str, state: Any, own: Mapping[str, Tensor]) -> None:
     dumps.check_state(name, given, wanted)
 
 
-def _frequency(spec: DynamicSpec) -> Frequency:
+def _frequency(spec: DynamicSpec) -> FrequencyAdmission:
     assert spec.admission is not None
     return spec.admission
 

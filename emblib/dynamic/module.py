@@ -14,7 +14,7 @@ from emblib import ops
 from emblib.dynamic.admission import Admission
 from emblib.dynamic.hash_index import HashIndex, Inserted
 from emblib.dynamic.keys import as_keys, hash_keys_of
-from emblib.dynamic.rows import FirstRows, Follower, Reading, Reads, check_capacity
+from emblib.dynamic.rows import Reading, Reads, RowInitializer, TrainingHook, check_capacity
 from emblib.dynamic.saving.checkpoint import DynamicDumps
 from emblib.dynamic.saving.entries import RemovalLog
 from emblib.dynamic.state import Scores, check_device
@@ -25,7 +25,7 @@ from emblib.specs import (
     SLOTS,
     BoundsCheck,
     DynamicSpec,
-    KeyCheck,
+    OnInsertFailure,
     Pooling,
     Precision,
     brief,
@@ -181,10 +181,10 @@ class OutsideStates:
 class DynamicTraining(DynamicDumps):
     """Dynamic tables that take in the keys of batches."""
 
-    first_rows: FirstRows
+    first_rows: RowInitializer
     admission: Admission | None
     scores: Scores | None
-    followers: list[Follower]
+    followers: list[TrainingHook]
     removals: RemovalLog | None
     last: Inserted | None
     _expiry: Expiry
@@ -213,7 +213,7 @@ class DynamicTraining(DynamicDumps):
             self._expire()
         self.last = inserted
         if inserted.misses is not None and any(
-            spec.check is not KeyCheck.IGNORE for spec in self.tables
+            spec.check is not OnInsertFailure.IGNORE for spec in self.tables
         ):
             self._tell_refused(inserted)
         return inserted
@@ -262,7 +262,7 @@ class DynamicTraining(DynamicDumps):
         self.followers.append(OutsideStates(optimizer, self.weights, firsts))
 
     @atomic
-    def track_removals(self, most: int = 1 << 24) -> RemovalLog:
+    def track_evictions(self, most: int = 1 << 24) -> RemovalLog:
         """From now on keep which keys left and when, up to `most` of them a table."""
         if self.removals is None:
             self.removals = RemovalLog(len(self.tables), self.index.tick, most)
@@ -306,14 +306,14 @@ class DynamicTraining(DynamicDumps):
         ends = inserted.misses.ends.tolist()
         for t, spec in enumerate(self.tables):
             count = int(refused[ends[t] : ends[t + 1]].sum())
-            if not count or spec.check is KeyCheck.IGNORE:
+            if not count or spec.check is OnInsertFailure.IGNORE:
                 continue
             told = (
                 f"emblib: {count} keys found no place in table {self.table_names[t]!r} of capacity "
                 f"{spec.rows} (eviction {spec.eviction.value}): they read {spec.missing} and are "
                 "not trained; choose a larger capacity, or smaller batches"
             )
-            if spec.check is KeyCheck.ERROR:
+            if spec.check is OnInsertFailure.ERROR:
                 raise RuntimeError(told)
             warnings.warn(told, stacklevel=caller_level())
 
@@ -401,7 +401,7 @@ class DynamicEmbeddingBags(DynamicTraining):
     def _make_parts(self, device: torch.device, hash_keys: list[int]) -> None:
         self.index = HashIndex(self.tables, device, hash_keys)
         self._register_rows(device)
-        self.first_rows = FirstRows(self.rows, self.seed, device)
+        self.first_rows = RowInitializer(self.rows, self.seed, device)
         admits = any(spec.admission is not None for spec in self.tables)
         self.admission = Admission(self.tables, device, hash_keys) if admits else None
         self.scores = Scores(self.tables, device) if self._by_scores else None
@@ -475,7 +475,7 @@ class DynamicEmbeddingBags(DynamicTraining):
         Raises:
             RuntimeError: wrong dtype, device or number of offsets; offsets that would leave out
                 ids or a bag, on the CPU; a key that found no place in a table with
-                `KeyCheck.ERROR`.
+                `OnInsertFailure.ERROR`.
             TypeError: indices of another dtype.
             ValueError: `batch_sizes` that do not fit; counts below 0; weights without pooling.
         """

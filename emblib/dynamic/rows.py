@@ -208,7 +208,7 @@ def check_capacity(specs: Sequence[DynamicSpec]) -> None:
             )
 
 
-class Follower(Protocol):
+class TrainingHook(Protocol):
     """What takes part in the training steps of a module, beside its index and its rows.
 
     `admit` comes before keys get places, `leaving` when they have them, with the rows of keys that
@@ -269,13 +269,13 @@ class Step:
         """Where the rows are now."""
         return self._index.find(self._keys)
 
-    def before_update(self) -> autograd.RowPlaces:
+    def before_update(self) -> autograd.RowLocations:
         """The rows that are updated, and those that are read."""
         batch = self.batch
         assert batch is not None
         slots, indices = self.locate()
         groups = tbe.group(batch.features, slots, batch.offsets, batch.total_rows, batch.bag_layout)
-        return autograd.RowPlaces(groups, None, self._reads.slots, indices)
+        return autograd.RowLocations(groups, None, self._reads.slots, indices)
 
     def locate(self) -> tuple[Tensor, Tensor]:
         """Return where the rows of forward are now, -1 for none, and what its lookups read.
@@ -315,16 +315,18 @@ class Reading:
         self._batch, self._step = batch, step
         step.weighted = True
 
-    def before_update(self) -> autograd.RowPlaces:
+    def before_update(self) -> autograd.RowLocations:
         """The rows that forward read, where they are now."""
         _, indices = self._step.locate()
-        return autograd.RowPlaces(autograd.groups_of(self._batch), None, self._batch.slots, indices)
+        return autograd.RowLocations(
+            autograd.groups_of(self._batch), None, self._batch.slots, indices
+        )
 
     def after_update(self) -> None:
         """Nothing is left to do."""
 
 
-class FirstRows(nn.Module):
+class RowInitializer(nn.Module):
     """Writes the rows of new keys, and says what keys without a row read.
 
     Args:

@@ -184,7 +184,7 @@ class KeyQuestions:
             self.scores.set(score)
 
     @atomic
-    def set_step_score(self, table: int | str, step: int) -> None:
+    def set_eviction_step(self, table: int | str, step: int) -> None:
         """The score that a table with `Eviction.STEP` gives to its next batch; it counts on."""
         if self.scores is None:
             raise ValueError("steps are counted by tables with Eviction.STEP, and none has it")

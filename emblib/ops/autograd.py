@@ -20,7 +20,7 @@ from emblib.optim import HYPER_HEAD, NUMBERS, External, Gradient, Optimizer
 from emblib.specs import Pooling
 
 
-class RowPlaces(NamedTuple):
+class RowLocations(NamedTuple):
     """Which rows a batch has and where the cache holds them: slots of the groups and lookups."""
 
     groups: tbe.Groups
@@ -37,7 +37,7 @@ class Session(Protocol):
     def lock(self) -> AbstractContextManager[None] | None:
         """What other threads are kept out with from `before_update` to `after_update`, if any."""
 
-    def before_update(self) -> RowPlaces | None:
+    def before_update(self) -> RowLocations | None:
         """Called once, first thing in backward: the rows of the batch as they are now, if known."""
 
     def after_update(self) -> None:
@@ -174,7 +174,7 @@ class FusedLookup(torch.autograd.Function):
         if places is None:
             # Slots of a batch without a session are not of a cache, which would have changed.
             slots = batch.slots if batch.session is None else None
-            places = RowPlaces(groups_of(batch), slots=slots)
+            places = RowLocations(groups_of(batch), slots=slots)
         grad = clipped(grad, rule)
         sample_grad = None
         if ctx.needs_input_grad[4]:
@@ -198,7 +198,7 @@ class FusedLookup(torch.autograd.Function):
         return None, None, None, None, sample_grad, None
 
 
-def _of_trained_tables(batch: Lookup, places: RowPlaces) -> RowPlaces:
+def _of_trained_tables(batch: Lookup, places: RowLocations) -> RowLocations:
     """Leave out the rows of tables that are frozen; nothing is read back from the device."""
     assert batch.trained_features is not None
     known, row_slots = places.groups, places.row_slots
@@ -287,7 +287,7 @@ def _dense_grad(
     for name in ("lr", "seed"):
         hyper[NUMBERS[name]].fill_(-1.0)  # and no copy from the host, which would wait for the GPU
     tiers = Tiers([result.view(-1)], [], hyper, grad.dtype)
-    _update(tiers, "sgd", grad, batch, RowPlaces(groups), sample_weights)
+    _update(tiers, "sgd", grad, batch, RowLocations(groups), sample_weights)
     return result
 
 
@@ -393,7 +393,7 @@ def _update(
     optimizer: str,
     grad: Tensor,
     batch: Lookup,
-    places: RowPlaces,
+    places: RowLocations,
     sample_weights: Tensor | None,
 ) -> None:
     tbe.tbe_update_(

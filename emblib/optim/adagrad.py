@@ -52,14 +52,14 @@ class TailRate(Choice):
     EQUAL = "equal"
     RAISED = "raised"
     LOWERED = "lowered"
-    OF_COUNT = "of_count"
+    BY_COUNT = "of_count"
 
 
 @dataclass(frozen=True)
-class Share:
+class RelativeThreshold:
     """A threshold as a share of the largest count."""
 
-    of_largest: float
+    fraction_of_largest: float
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Counter:
         start: the first step after which decay and rates are adjusted; <= 0: from the beginning.
         bound: exponent, factor or bound of the adjustments.
         tail: learning rate of the rows above the threshold.
-        threshold: a count, or a `Share` of the largest.
+        threshold: a count, or a `RelativeThreshold` of the largest.
         update_every: steps after which the largest count is looked up anew.
     """
 
@@ -80,7 +80,7 @@ class Counter:
     start: int = -1
     bound: float = 1.0
     tail: TailRate = TailRate.EQUAL
-    threshold: float | Share = 0.0
+    threshold: float | RelativeThreshold = 0.0
     update_every: int = 1000
 
     def __post_init__(self) -> None:
@@ -89,12 +89,12 @@ class Counter:
     def parameters(self, decay: WeightDecay | None) -> tuple[float, ...]:
         """In the order of the functor, the largest count (1 at first) last."""
         kinds = {type(None): 0.0, L2: 1.0, Decoupled: 2.0, AdagradW: 3.0}
-        tails = (TailRate.RAISED, TailRate.LOWERED, TailRate.OF_COUNT)
+        tails = (TailRate.RAISED, TailRate.LOWERED, TailRate.BY_COUNT)
         tail = float(tails.index(self.tail)) if self.tail in tails else -1.0
         rate = 0.0 if decay is None else float(decay.rate)
         own = (self.halflife, kinds[type(decay)], rate, float(self.start), self.bound, tail)
-        if isinstance(self.threshold, Share):
-            return (*own, self.threshold.of_largest, 1.0, 1.0)
+        if isinstance(self.threshold, RelativeThreshold):
+            return (*own, self.threshold.fraction_of_largest, 1.0, 1.0)
         return (*own, self.threshold, 0.0, 1.0)
 
 
@@ -244,7 +244,7 @@ class RowwiseAdagrad(Optimizer):
         return (0.0, 0.0) if isinstance(self.counter, Counter) else super()._decay_head()
 
 
-class SlowWeights(Choice):
+class EmaReset(Choice):
     """What becomes of the moving average after a row of steps was added: KEEP it or CLEAR it."""
 
     KEEP = "keep"
@@ -269,7 +269,7 @@ class EnsembleRowwiseAdagrad(Optimizer):
     swap_every: int = 10000
     start: int = 0
     keep: float = 0.6
-    slow: SlowWeights = SlowWeights.KEEP
+    slow: EmaReset = EmaReset.KEEP
 
     functor: ClassVar[str] = "ensemble_rowwise_adagrad"
     kept: ClassVar[tuple[State, ...]] = (State("sparse_ema"), State("sum", per_row=True))
@@ -277,7 +277,7 @@ class EnsembleRowwiseAdagrad(Optimizer):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_number("eps", self.eps)
-        object.__setattr__(self, "slow", SlowWeights(self.slow))
+        object.__setattr__(self, "slow", EmaReset(self.slow))
         for name in ("average_every", "swap_every"):
             check_count(name, getattr(self, name))
         if not 0.0 <= self.keep <= 1.0:
@@ -308,7 +308,7 @@ def ensemble_(
                 ema.lerp_(fast.to(ema), 1.0 - keep)
             if swap:
                 fast.copy_(ema)
-            if average and optimizer.slow is SlowWeights.CLEAR:
+            if average and optimizer.slow is EmaReset.CLEAR:
                 ema.zero_()
 
 

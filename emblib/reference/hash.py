@@ -112,7 +112,7 @@ class Miss:
 
 
 @dataclass
-class HashTable:
+class ReferenceHashTable:
     """One table: `buckets` in use of the `most` that it has memory for."""
 
     buckets: int
@@ -169,7 +169,9 @@ class HashTable:
 class HashModel:
     """Tables that share a clock: the sequential program that every op is held to."""
 
-    def __init__(self, tables: Sequence[HashTable], order: str, newcomer: str = "wins") -> None:
+    def __init__(
+        self, tables: Sequence[ReferenceHashTable], order: str, newcomer: str = "wins"
+    ) -> None:
         self.tables = list(tables)
         self.order, self.newcomer = order, newcomer
         self.tick = 0
@@ -230,7 +232,7 @@ class HashModel:
                 table.counters["refused"] += miss.status == REFUSED
                 table.counters["not_admitted"] += miss.status == NOT_ADMITTED
 
-    def _round(self, table: HashTable, pending: list[Miss], score: int) -> list[Miss]:
+    def _round(self, table: ReferenceHashTable, pending: list[Miss], score: int) -> list[Miss]:
         """One round of a table's missing keys: the ones that are left for the next."""
         choosers: dict[tuple[int, bool], list[tuple[Miss, Entry]]] = {}
         for miss in pending:
@@ -253,7 +255,7 @@ class HashModel:
             return miss.total
         return given if self.order == "assigned" else 0
 
-    def _choose(self, table: HashTable, newcomer: Entry) -> tuple[int, bool] | None:
+    def _choose(self, table: ReferenceHashTable, newcomer: Entry) -> tuple[int, bool] | None:
         """The bucket a missing key turns to, and whether to replace an entry there; or None."""
         first, second = table.addresses(newcomer.key)
         free = [table.bucket(number).count(None) for number in (first, second)]
@@ -265,7 +267,7 @@ class HashModel:
             return None
         return min(ranked)[1], True
 
-    def _fill(self, table: HashTable, number: int, newcomer: tuple[Miss, Entry]) -> bool:
+    def _fill(self, table: ReferenceHashTable, number: int, newcomer: tuple[Miss, Entry]) -> bool:
         """Whether the bucket still has an empty slot for the newcomer, who takes the lowest."""
         miss, entry = newcomer
         if None not in table.bucket(number):
@@ -274,7 +276,9 @@ class HashModel:
         table.slots[miss.slot] = entry
         return True
 
-    def _replace(self, table: HashTable, number: int, newcomer: tuple[Miss, Entry]) -> bool:
+    def _replace(
+        self, table: ReferenceHashTable, number: int, newcomer: tuple[Miss, Entry]
+    ) -> bool:
         """Whether an entry of the bucket, as it is now, gives way to the newcomer."""
         miss, entry = newcomer
         victim = self._victim(table, number)
@@ -290,7 +294,7 @@ class HashModel:
         stamp = 0 if self.order == "lfu" else entry.stamp
         return entry.score if scored else 0, stamp, entry.key
 
-    def _victim(self, table: HashTable, number: int) -> Entry | None:
+    def _victim(self, table: ReferenceHashTable, number: int) -> Entry | None:
         """The entry of a bucket that gives way: the least that this batch did not use."""
         older = [e for e in table.bucket(number) if e is not None and e.stamp < self.tick]
         return None if self.order == "none" else min(older, key=self._rank, default=None)
@@ -358,7 +362,7 @@ class HashModel:
                 for tag, words in zip(tags[window], entries[window], strict=True)
             ]
             by_name = dict(zip(COUNTERS, counts, strict=True))
-            tables.append(HashTable(buckets, most, load, hash_key, slots, by_name))
+            tables.append(ReferenceHashTable(buckets, most, load, hash_key, slots, by_name))
         model = cls(tables, order, newcomer)
         (model.tick,) = clock
         return model

@@ -2,30 +2,30 @@
 
 from emblib.sharding.codecs import BF16, FP8, FP16, FP32, INT8
 from emblib.sharding.dense import DDP, FullyShard
-from emblib.sharding.exchange import Wire
-from emblib.sharding.failures import RankFailure, guarded, launched
+from emblib.sharding.exchange import CommPrecision
+from emblib.sharding.failures import RankFailure, detect_rank_failures, init_distributed
 from emblib.sharding.model_parallel import DistributedModelParallel
 from emblib.sharding.parameters import clip_grad_norm_
 from emblib.sharding.pipelines import (
-    Equal,
-    Longest,
+    AssumeEqual,
+    DrainAll,
     PrefetchTrainPipelineSparseDist,
     Progress,
-    Shortest,
+    StopAtShortest,
     TrainPipelineBase,
     TrainPipelineSparseDist,
     empty_batch,
 )
 from emblib.sharding.plan import ShardingPlan
-from emblib.sharding.ranks import Ranks
+from emblib.sharding.ranks import RankGroup
 from emblib.sharding.shard import collections_of, construct_module_plan, shard
 from emblib.sharding.sharded_bags import ShardedEmbeddingBagCollection
 from emblib.sharding.sharded_sequences import ShardedEmbeddingCollection
 from emblib.sharding.sharded_tables import GradientReduction
 from emblib.sharding.sharding_types import (
-    Box,
+    ParameterSharding,
+    Shard,
     ShardingType,
-    TableSharding,
     World,
     column_wise,
     custom,
@@ -44,25 +44,25 @@ __all__ = [
     "FP16",
     "FP32",
     "INT8",
-    "Box",
+    "AssumeEqual",
+    "CommPrecision",
     "DistributedModelParallel",
-    "Equal",
+    "DrainAll",
     "FullyShard",
     "GradientReduction",
-    "Longest",
+    "ParameterSharding",
     "PrefetchTrainPipelineSparseDist",
     "Progress",
     "RankFailure",
-    "Ranks",
+    "RankGroup",
+    "Shard",
     "ShardedEmbeddingBagCollection",
     "ShardedEmbeddingCollection",
     "ShardingPlan",
     "ShardingType",
-    "Shortest",
-    "TableSharding",
+    "StopAtShortest",
     "TrainPipelineBase",
     "TrainPipelineSparseDist",
-    "Wire",
     "World",
     "clip_grad_norm_",
     "collections_of",
@@ -70,10 +70,10 @@ __all__ = [
     "construct_module_plan",
     "custom",
     "data_parallel",
+    "detect_rank_failures",
     "empty_batch",
     "grid",
-    "guarded",
-    "launched",
+    "init_distributed",
     "row_wise",
     "shard",
     "table_column_wise",

@@ -24,12 +24,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from emblib.sharding.codecs import Codec
-from emblib.sharding.exchange import Awaitable, Wire, start_all_gather, start_all_to_all
-from emblib.sharding.ranks import Ranks
+from emblib.sharding.exchange import Awaitable, CommPrecision, start_all_gather, start_all_to_all
+from emblib.sharding.ranks import RankGroup
 from emblib.sharding.sharded_tables import GradientReduction
 from emblib.specs import Choice
 
-_AS_THEY_ARE = Wire()
+_AS_THEY_ARE = CommPrecision()
 
 
 class _Pattern(Choice):
@@ -53,7 +53,7 @@ class _Leg:
     sizes: tuple[int, ...]
     received: tuple[int, ...]
     codec: Codec
-    ranks: Ranks
+    ranks: RankGroup
 
     def start(self, values: Tensor) -> Any:
         """Send `values`, flat: `sum(sizes)` elements, or `sizes[0]` where all get a copy."""
@@ -139,9 +139,9 @@ def _exchange(
     values: Tensor,
     sizes: Sequence[int],
     received: Sequence[int],
-    ranks: Ranks,
+    ranks: RankGroup,
     *,
-    how: tuple[_Pattern, Wire, GradientReduction | str],
+    how: tuple[_Pattern, CommPrecision, GradientReduction | str],
 ) -> Awaitable[Tensor]:
     pattern, wire, gradients = how
     if not values.is_floating_point():
@@ -154,7 +154,7 @@ def _exchange(
     return _UnderWay(values, _Call(legs, GradientReduction(gradients)))
 
 
-def _check_ranks(name: str, given: Sequence[Any], ranks: Ranks) -> None:
+def _check_ranks(name: str, given: Sequence[Any], ranks: RankGroup) -> None:
     if len(given) != ranks.size:
         raise ValueError(f"{name} must have an entry for each of {ranks.size} ranks: got {given}")
 
@@ -171,9 +171,9 @@ def alltoall_pooled(
     values: Tensor,
     batch_sizes: Sequence[int],
     columns: Sequence[int],
-    ranks: Ranks,
+    ranks: RankGroup,
     *,
-    wire: Wire = _AS_THEY_ARE,
+    wire: CommPrecision = _AS_THEY_ARE,
     gradients: GradientReduction | str = GradientReduction.MEAN,
 ) -> Awaitable[Tensor]:
     """Pooled rows to the ranks whose examples they are of, next to those of the other ranks.
@@ -204,9 +204,9 @@ def alltoallv(
     values: Sequence[Tensor],
     batch_sizes: Sequence[int],
     columns: Sequence[Sequence[int]],
-    ranks: Ranks,
+    ranks: RankGroup,
     *,
-    wire: Wire = _AS_THEY_ARE,
+    wire: CommPrecision = _AS_THEY_ARE,
     gradients: GradientReduction | str = GradientReduction.MEAN,
     dtype: torch.dtype = torch.float32,
 ) -> Awaitable[list[Tensor]]:
@@ -242,9 +242,9 @@ def variable_batch_alltoall_pooled(
     batch_sizes: Sequence[Sequence[int]],
     batch_sizes_here: Sequence[int],
     columns: Sequence[Sequence[int]],
-    ranks: Ranks,
+    ranks: RankGroup,
     *,
-    wire: Wire = _AS_THEY_ARE,
+    wire: CommPrecision = _AS_THEY_ARE,
     gradients: GradientReduction | str = GradientReduction.MEAN,
 ) -> Awaitable[Tensor]:
     """Pooled rows where every feature has a batch size of its own; flat on both sides.
@@ -273,9 +273,9 @@ def alltoall_sequence(
     values: Tensor,
     sizes: Sequence[int],
     received_sizes: Sequence[int],
-    ranks: Ranks,
+    ranks: RankGroup,
     *,
-    wire: Wire = _AS_THEY_ARE,
+    wire: CommPrecision = _AS_THEY_ARE,
     gradients: GradientReduction | str = GradientReduction.MEAN,
 ) -> Awaitable[Tensor]:
     """Rows that are not pooled: `sizes[r]` of `values` [N, D] go to rank r.
@@ -294,9 +294,9 @@ def alltoall_sequence(
 
 def reduce_scatter_pooled(
     values: Sequence[Tensor],
-    ranks: Ranks,
+    ranks: RankGroup,
     *,
-    wire: Wire = _AS_THEY_ARE,
+    wire: CommPrecision = _AS_THEY_ARE,
     gradients: GradientReduction | str = GradientReduction.MEAN,
 ) -> Awaitable[Tensor]:
     """The sum over all ranks of what each has for this one: `values[r]` [B[r], D] is for rank r."""
@@ -308,9 +308,9 @@ def reduce_scatter_pooled(
 
 def reduce_scatter_base_pooled(
     values: Tensor,
-    ranks: Ranks,
+    ranks: RankGroup,
     *,
-    wire: Wire = _AS_THEY_ARE,
+    wire: CommPrecision = _AS_THEY_ARE,
     gradients: GradientReduction | str = GradientReduction.MEAN,
 ) -> Awaitable[Tensor]:
     """`reduce_scatter_v_pooled` where all ranks have B examples: [W * B, D] to [B, D]."""
@@ -326,9 +326,9 @@ def reduce_scatter_base_pooled(
 def reduce_scatter_v_pooled(
     values: Tensor,
     batch_sizes: Sequence[int],
-    ranks: Ranks,
+    ranks: RankGroup,
     *,
-    wire: Wire = _AS_THEY_ARE,
+    wire: CommPrecision = _AS_THEY_ARE,
     gradients: GradientReduction | str = GradientReduction.MEAN,
 ) -> Awaitable[Tensor]:
     """The sum over all ranks: `values` [sum B, D] to [B[rank], D]."""
@@ -342,10 +342,10 @@ def reduce_scatter_v_pooled(
 
 def all_gather_base_pooled(
     values: Tensor,
-    ranks: Ranks,
+    ranks: RankGroup,
     *,
     batch_sizes: Sequence[int] | None = None,
-    wire: Wire = _AS_THEY_ARE,
+    wire: CommPrecision = _AS_THEY_ARE,
     gradients: GradientReduction | str = GradientReduction.MEAN,
 ) -> Awaitable[Tensor]:
     """Rows of all ranks on every one: [B[rank], D] to [sum B, D]; backward adds them up.

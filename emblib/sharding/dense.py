@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from emblib.sharding.ranks import Ranks
+from emblib.sharding.ranks import RankGroup
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class DDP:
 
     options: Mapping[str, Any] = field(default_factory=dict)
 
-    def wrap(self, module: nn.Module, ranks: Ranks, ignored: Collection[str]) -> nn.Module:
+    def wrap(self, module: nn.Module, ranks: RankGroup, ignored: Collection[str]) -> nn.Module:
         """The module that averages the gradients of all but the parameters named."""
         # DDP also writes names of the module's own parameters with a dot before them.
         names = [*ignored, *(f".{name}" for name in ignored)]
@@ -44,7 +44,7 @@ class FullyShard:
     blocks: Callable[[nn.Module], Iterable[nn.Module]] | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
 
-    def wrap(self, module: nn.Module, ranks: Ranks, ignored: Collection[str]) -> nn.Module:
+    def wrap(self, module: nn.Module, ranks: RankGroup, ignored: Collection[str]) -> nn.Module:
         """The module itself, whose parameters but those named are now kept in parts."""
         from torch.distributed.device_mesh import DeviceMesh
         from torch.distributed.fsdp import fully_shard
@@ -119,7 +119,7 @@ def _tensors_of(part: nn.Module) -> list[Tensor]:
 
 
 @torch.no_grad()
-def copy_from_first(module: nn.Module, ranks: Ranks, ignored: Collection[str]) -> None:
+def copy_from_first(module: nn.Module, ranks: RankGroup, ignored: Collection[str]) -> None:
     """Every rank takes the values of rank 0 for all parameters and buffers but those named."""
     if ranks.size == 1:
         return

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from emblib.sharding.codecs import FP32, Codec
-from emblib.sharding.ranks import Ranks
+from emblib.sharding.ranks import RankGroup
 from emblib.tables.graph_break import outside_graphs
 
 
@@ -81,7 +81,7 @@ def start_all_to_all(
     sent: Tensor,
     sizes: Sequence[int],
     received_sizes: Sequence[int],
-    ranks: Ranks,
+    ranks: RankGroup,
     *,
     received: Tensor | None = None,
     content: Content = Content.VALUES,
@@ -113,7 +113,7 @@ def start_all_to_all(
 
 
 def start_all_gather(
-    part: Tensor, sizes: Sequence[int], ranks: Ranks, *, content: Content = Content.VALUES
+    part: Tensor, sizes: Sequence[int], ranks: RankGroup, *, content: Content = Content.VALUES
 ) -> Pending:
     """Send all of `part` (flat) to every rank; `sizes[r]` elements come from rank r."""
     part = part.contiguous()
@@ -138,7 +138,7 @@ def _nbytes(sizes: Sequence[int], dtype: torch.dtype) -> list[int]:
 
 
 def _check_in_step(
-    content: Content, nbytes: Sequence[int], received_nbytes: Sequence[int], ranks: Ranks
+    content: Content, nbytes: Sequence[int], received_nbytes: Sequence[int], ranks: RankGroup
 ) -> None:
     """Raise RuntimeError on every rank unless all ranks agree about the next collective.
 
@@ -199,7 +199,7 @@ _all_turns: weakref.WeakKeyDictionary[dist.ProcessGroup, _Turns] = weakref.WeakK
 _all_turns_lock = threading.Lock()
 
 
-def _take_turn(ranks: Ranks) -> _Turn:
+def _take_turn(ranks: RankGroup) -> _Turn:
     """Return what stands for an exchange in flight; raise where another thread has one.
 
     Exchanges pair up by their order in the group, which two threads would make another one on every
@@ -219,7 +219,7 @@ def _take_turn(ranks: Ranks) -> _Turn:
                     f"threads {other.thread.name!r} and {turn.thread.name!r} exchange over one "
                     "process group at the same time, which mixes up their messages: give every "
                     "thread a process group of its own (torch.distributed.new_group, made in the "
-                    "same order on all ranks, and Ranks(group)), or let one thread use it"
+                    "same order on all ranks, and RankGroup(group)), or let one thread use it"
                 )
         if turns.error:
             raise RuntimeError(turns.error)
@@ -244,7 +244,7 @@ class _AllToAll(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, sent: Tensor, pending: Pending, sizes: Any, received_sizes: Any, ranks: Ranks
+        ctx: Any, sent: Tensor, pending: Pending, sizes: Any, received_sizes: Any, ranks: RankGroup
     ) -> Tensor:
         """What was received; `sent` only ties it to autograd."""
         ctx.sizes, ctx.received_sizes, ctx.ranks = sizes, received_sizes, ranks
@@ -268,7 +268,7 @@ class DifferentiableAllToAll:
     """An all-to-all of values that may want gradients: starts at once, ends with `wait`."""
 
     def __init__(
-        self, sent: Tensor, sizes: Sequence[int], received_sizes: Sequence[int], ranks: Ranks
+        self, sent: Tensor, sizes: Sequence[int], received_sizes: Sequence[int], ranks: RankGroup
     ) -> None:
         self._sent = sent
         self._call = tuple(sizes), tuple(received_sizes), ranks
@@ -476,7 +476,7 @@ for _name in _ARITHMETIC:
 
 
 @dataclass(frozen=True)
-class Wire:
+class CommPrecision:
     """What rows are encoded as on their way (`forward`), and their gradients (`backward`).
 
     Sums are float32 whatever travels. Ids travel as they are.
@@ -489,21 +489,23 @@ class Wire:
         for name in ("forward", "backward"):
             if not isinstance(getattr(self, name), Codec):
                 raise TypeError(
-                    f"{name} of a Wire must be a codec, e.g. FP16(), got {getattr(self, name)!r}"
+                    f"{name} of a CommPrecision must be a codec, e.g. FP16(), "
+                    f"got {getattr(self, name)!r}"
                 )
 
 
-def wire_of(wire: Wire | None) -> Wire:
+def comm_precision_of(wire: CommPrecision | None) -> CommPrecision:
     """`wire`, or float32 both ways.
 
     Raises:
         TypeError: something else.
     """
-    if wire is not None and not isinstance(wire, Wire):
+    if wire is not None and not isinstance(wire, CommPrecision):
         raise TypeError(
-            f"wire must be None or a Wire, e.g. Wire(forward=FP16(), backward=BF16()), got {wire!r}"
+            "wire must be None or a CommPrecision, e.g. "
+            f"CommPrecision(forward=FP16(), backward=BF16()), got {wire!r}"
         )
-    return Wire() if wire is None else wire
+    return CommPrecision() if wire is None else wire
 
 
 class CodedPending:
@@ -514,7 +516,7 @@ class CodedPending:
         values: Tensor,
         sizes: Sequence[int],
         received_sizes: Sequence[int],
-        ranks: Ranks,
+        ranks: RankGroup,
         codec: Codec,
         content: Content,
     ) -> None:

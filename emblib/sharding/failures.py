@@ -1,8 +1,9 @@
 """A rank that dies: the others say which one it was, and end, so that the job starts again.
 
-A collective that fails because a process is gone names at most an address. Inside `guarded(ranks)`
-every rank gives a sign of life once a second through the store of its process group, and leaves its
-last words there when it fails itself. When a collective fails, those who are left read them, and
+A collective that fails because a process is gone names at most an address. Inside
+`detect_rank_failures(ranks)` every rank gives a sign of life once a second
+through the store of its process group, and leaves its last words there when it
+fails itself. When a collective fails, those who are left read them, and
 what they raise is a `RankFailure` that names the ranks at fault. Nothing is recovered in place: the
 process group is lost with a member. `torchrun --max-restarts` starts all ranks again, and the job
 goes on from its last checkpoint.
@@ -29,7 +30,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from emblib.sharding.ranks import Ranks
+from emblib.sharding.ranks import RankGroup
 
 _LOG = logging.getLogger(__name__)
 _LOOK_SECONDS = 0.05
@@ -54,12 +55,12 @@ class RankFailure(RuntimeError):
         return RankFailure, (str(self), self.ranks)
 
 
-class guarded:
-    """`with guarded(ranks): train()`: a collective that fails raises `RankFailure` in it.
+class detect_rank_failures:
+    """Raise `RankFailure` where a collective fails: `with detect_rank_failures(ranks): train()`.
 
     All ranks enter it, each at its own time, and stay for as long as they use collectives: around
-    the training loop, not in it. A rank that gives no sign of life for `patience_seconds` counts as
-    dead; one on this machine whose process is gone does at once. Where it is noticed while no
+    the training loop, not in it. A rank that gives no sign of life for `heartbeat_timeout_s` counts
+    as dead; one on this machine whose process is gone does at once. Where it is noticed while no
     collective has failed (a stopped process, a network that is down, NCCL, which waits for its
     timeout), it is logged.
 
@@ -67,19 +68,23 @@ class guarded:
     """
 
     def __init__(
-        self, ranks: Ranks, *, beat_seconds: float = 1.0, patience_seconds: float = 10.0
+        self,
+        ranks: RankGroup,
+        *,
+        heartbeat_interval_s: float = 1.0,
+        heartbeat_timeout_s: float = 10.0,
     ) -> None:
-        if not 0 < 2 * beat_seconds <= patience_seconds:
+        if not 0 < 2 * heartbeat_interval_s <= heartbeat_timeout_s:
             raise ValueError(
-                "patience_seconds must be at least two beats: got "
-                f"{patience_seconds} and beats of {beat_seconds} s"
+                "heartbeat_timeout_s must be at least two beats: got "
+                f"{heartbeat_timeout_s} and beats of {heartbeat_interval_s} s"
             )
-        self._ranks, self._beat, self._patience = ranks, beat_seconds, patience_seconds
+        self._ranks, self._beat, self._patience = ranks, heartbeat_interval_s, heartbeat_timeout_s
         self._roll: _Roll | None = None
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def __enter__(self) -> guarded:
+    def __enter__(self) -> detect_rank_failures:
         if self._ranks.size > 1:
             group = self._ranks.group
             assert group is not None
@@ -172,7 +177,7 @@ def is_of_a_collective(error: BaseException | None) -> bool:
 class _Roll:
     """What the ranks tell each other through the store."""
 
-    def __init__(self, ranks: Ranks, name: str) -> None:
+    def __init__(self, ranks: RankGroup, name: str) -> None:
         assert ranks.group is not None
         self._ranks = ranks
         store: Any = ranks.group.get_group_store()
@@ -319,13 +324,14 @@ _LOOK_SECONDS_launched = 0.02
 
 
 @contextmanager
-def launched(
-    backend: str | None = None, *, timeout_seconds: float = 600.0, patience_seconds: float = 10.0
-) -> Iterator[Ranks]:
-    """`with launched() as ranks:` what a training script does under torchrun.
+def init_distributed(
+    backend: str | None = None, *, timeout_seconds: float = 600.0, heartbeat_timeout_s: float = 10.0
+) -> Iterator[RankGroup]:
+    """`with init_distributed() as ranks:` what a training script does under torchrun.
 
-    Makes the process group of all processes and ends it; inside, collectives are `guarded`. Without
-    torchrun it is this process alone, so that the same script runs anywhere. A process group that
+    Makes the process group of all processes and ends it; inside, failing
+    collectives raise as in `detect_rank_failures`. Without torchrun
+    it is this process alone, so that the same script runs anywhere. A process group that
     is there already is used, and stays.
 
     Over NCCL for GPUs and gloo for the host where every rank of a node has a GPU, which becomes the
@@ -335,14 +341,16 @@ def launched(
     Args:
         backend: another one, as `torch.distributed.init_process_group` has them.
         timeout_seconds: for a collective, and for all ranks to come.
-        patience_seconds: without a sign of life for so long, a rank counts as dead.
+        heartbeat_timeout_s: without a sign of life for so long, a rank counts as dead.
     """
     own = not dist.is_initialized() and "RANK" in os.environ and "WORLD_SIZE" in os.environ
     if own:
         _join(backend, timedelta(seconds=timeout_seconds))
-    ranks = Ranks(device=None if dist.is_initialized() else _device_alone())
-    beat = min(1.0, patience_seconds / 5)
-    with guarded(ranks, beat_seconds=beat, patience_seconds=patience_seconds):
+    ranks = RankGroup(device=None if dist.is_initialized() else _device_alone())
+    beat = min(1.0, heartbeat_timeout_s / 5)
+    with detect_rank_failures(
+        ranks, heartbeat_interval_s=beat, heartbeat_timeout_s=heartbeat_timeout_s
+    ):
         yield ranks
     # After a failure the process ends, and waiting for the others would be in vain.
     if own:

@@ -27,8 +27,8 @@ from torch import Tensor
 
 from emblib.optim import Optimizer
 from emblib.sharding.plan import ranges
-from emblib.sharding.ranks import Ranks
-from emblib.sharding.sharding_types import TableSharding
+from emblib.sharding.ranks import RankGroup
+from emblib.sharding.sharding_types import ParameterSharding
 
 T = TypeVar("T")
 
@@ -47,7 +47,7 @@ _MAX_VALUES = 16  # of a tensor that a function reads; a larger one is told by i
 
 
 def agree(
-    ranks: Ranks,
+    ranks: RankGroup,
     prepare: Callable[[], T],
     describe: Callable[[T | None], Description] | None = None,
 ) -> T:
@@ -188,7 +188,7 @@ def _digest_of_sources() -> str:
 _SOURCES = _digest_of_sources()
 
 
-def settings_of(ranks: Ranks, **settings: Any) -> dict[str, Any]:
+def settings_of(ranks: RankGroup, **settings: Any) -> dict[str, Any]:
     """Return settings of a whole model or collection, those of the ranks and versions with them."""
     return {
         **settings,
@@ -201,7 +201,7 @@ def settings_of(ranks: Ranks, **settings: Any) -> dict[str, Any]:
 def collection_description(
     source: Any,
     configs: Sequence[Any],
-    plan: Mapping[str, TableSharding] | None,
+    plan: Mapping[str, ParameterSharding] | None,
     optimizer: Optimizer | None,
     path: str = "",
 ) -> dict[str, dict[str, Any]]:
@@ -248,7 +248,7 @@ def _values_of(kernel: Any, device: torch.device) -> dict[str, Any]:
     return {"is_on_meta": False, "now": {"lr": rate, "step": step, "hyper": others}}
 
 
-def _sharding(sharding: TableSharding) -> dict[str, Any]:
+def _sharding(sharding: ParameterSharding) -> dict[str, Any]:
     found = {"sharding": sharding.type, "kept_as": sharding.kind}
     for number, box in enumerate(sharding.boxes):
         (first, end), (left, right) = box.rows, box.columns

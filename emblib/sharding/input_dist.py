@@ -25,7 +25,7 @@ from emblib.sharding.exchange import (
     start_all_to_all,
 )
 from emblib.sharding.layout import Blocks, Layout
-from emblib.sharding.ranks import Ranks
+from emblib.sharding.ranks import RankGroup
 
 # Of a header: ids for this rank, those of replicated tables among them, kind of batch, whether
 # units differ in their bags; then the bags of each unit.
@@ -143,7 +143,7 @@ class Distribution(nn.Module):
     """Sends the ids of a batch where a layout wants them."""
 
     def __init__(
-        self, layout: Layout, blocks: Blocks, ranks: Ranks, scale: float, *, packs: bool
+        self, layout: Layout, blocks: Blocks, ranks: RankGroup, scale: float, *, packs: bool
     ) -> None:
         super().__init__()
         self._packs = packs

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from emblib.collections.configs import Dynamic, TensorTrain
 from emblib.collections.kernels import TableSlice
-from emblib.sharding.sharding_types import Box, Span, TableShape, TableSharding
+from emblib.sharding.sharding_types import ParameterSharding, Shard, Span, TableShape
 from emblib.specs import Pooling
 
 Config = Any  # an EmbeddingBagConfig or EmbeddingConfig
@@ -35,7 +35,7 @@ class Unit(NamedTuple):
     """What one rank looks up for one feature; `part` numbers the parts of tables on that rank."""
 
     feature: int
-    box: Box
+    box: Shard
     part: int
 
     @property
@@ -48,7 +48,7 @@ class Part(NamedTuple):
     """A part of a table that a rank holds."""
 
     table: int
-    box: Box
+    box: Shard
 
 
 class RankLayout(NamedTuple):
@@ -113,19 +113,19 @@ def features_of(configs: Sequence[Config], *, pooled: bool) -> tuple[Feature, ..
 
 def lay_out(
     configs: Sequence[Config],
-    plan: Mapping[str, TableSharding],
+    plan: Mapping[str, ParameterSharding],
     world_size: int,
     arrange: Arrange,
     *,
     pooled: bool,
 ) -> Layout:
-    """The layout of tables under a plan that `TableSharding.check` has passed."""
+    """The layout of tables under a plan that `ParameterSharding.check` has passed."""
     features = features_of(configs, pooled=pooled)
     parts: list[list[Part]] = [[] for _ in range(world_size)]
     copies: list[Part] = []
     for t, config in enumerate(configs):
         sharding = plan[config.name]
-        whole = Box(-1, (0, config.num_embeddings), (0, config.embedding_dim))
+        whole = Shard(-1, (0, config.num_embeddings), (0, config.embedding_dim))
         if sharding.is_replicated:
             copies.append(Part(t, whole))
         for box in sharding.boxes:
@@ -146,7 +146,7 @@ def with_synchronised_copies(layout: Layout) -> Layout:
 
 
 def slices_of(
-    configs: Sequence[Config], plan: Mapping[str, TableSharding], parts: Sequence[Part]
+    configs: Sequence[Config], plan: Mapping[str, ParameterSharding], parts: Sequence[Part]
 ) -> list[TableSlice]:
     """The parts of a rank as tables."""
     return [
@@ -161,7 +161,7 @@ def slices_of(
 
 def _rank_layout(
     configs: Sequence[Config],
-    plan: Mapping[str, TableSharding],
+    plan: Mapping[str, ParameterSharding],
     features: Sequence[Feature],
     parts: Sequence[Part],
     arrange: Arrange,

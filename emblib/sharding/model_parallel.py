@@ -17,11 +17,11 @@ from emblib.sharding.dense import (
     unwrapped,
     wrapping,
 )
-from emblib.sharding.exchange import Wire
+from emblib.sharding.exchange import CommPrecision
 from emblib.sharding.parameters import mark_dense
 from emblib.sharding.pipelines.inputs import sharded_modules
 from emblib.sharding.plan import ShardingPlan
-from emblib.sharding.ranks import Ranks
+from emblib.sharding.ranks import RankGroup
 from emblib.sharding.shard import Rules, collections_of, shard
 from emblib.sharding.sharded_tables import GradientReduction, SynchronisedCopies
 from emblib.sharding.sharding_types import World
@@ -69,11 +69,11 @@ class DistributedModelParallel(nn.Module):
         planner: Planner | None = None,
         optimizer: Optimizer | None = None,
         wrap: str | Wrapping | None = "ddp",
-        wire: Wire | None = None,
+        wire: CommPrecision | None = None,
         gradients: GradientReduction = GradientReduction.MEAN,
     ) -> None:
         super().__init__()
-        self.ranks = Ranks.of(ranks)
+        self.ranks = RankGroup.of(ranks)
         how = fingerprint.agree(
             self.ranks,
             lambda: wrapping(wrap),
@@ -165,7 +165,7 @@ def _dense_description(module: nn.Module) -> dict[str, dict[str, Any]]:
     return found
 
 
-def _prepare(module: nn.Module, ranks: Ranks) -> None:
+def _prepare(module: nn.Module, ranks: RankGroup) -> None:
     """Give the dense part memory on the device of this rank."""
     if ranks.size > 1:
         _check_that_tables_are_sharded(module)
@@ -217,7 +217,7 @@ def _names_of_dense_tables(module: nn.Module) -> set[str]:
     return {name for name, parameter in module.named_parameters() if parameter in shared}
 
 
-def _planned(module: nn.Module, planner: Planner | None, ranks: Ranks) -> ShardingPlan:
+def _planned(module: nn.Module, planner: Planner | None, ranks: RankGroup) -> ShardingPlan:
     from emblib.sharding.planner import Planner, Topology, collective_plan
 
     def default() -> Planner:

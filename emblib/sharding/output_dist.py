@@ -19,14 +19,14 @@ from emblib.ops import route
 from emblib.sharding.exchange import (
     Awaitable,
     CodedPending,
+    CommPrecision,
     Content,
     Deferred,
-    Wire,
     start_all_gather,
 )
 from emblib.sharding.input_dist import Received
 from emblib.sharding.layout import Layout, RankLayout, Unit
-from emblib.sharding.ranks import Ranks
+from emblib.sharding.ranks import RankGroup
 
 
 class _Pieces(NamedTuple):
@@ -63,7 +63,7 @@ class _Span(NamedTuple):
 class Combination(nn.Module):
     """Brings pooled rows back to the ranks whose bags they are of."""
 
-    def __init__(self, layout: Layout, ranks: Ranks, wire: Wire, scale: float) -> None:
+    def __init__(self, layout: Layout, ranks: RankGroup, wire: CommPrecision, scale: float) -> None:
         super().__init__()
         self._layout, self._ranks, self._wire, self._scale = layout, ranks, wire, scale
         self._places: list[RankLayout] = [*layout.ranks, layout.replicated]

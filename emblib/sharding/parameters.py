@@ -10,7 +10,7 @@ from emblib.collections.handles import TableHandle
 from emblib.collections.optimizers import keyed
 from emblib.collections.optimizers.keyed import GradientShare
 from emblib.sharding.exchange import start_all_gather
-from emblib.sharding.ranks import Ranks
+from emblib.sharding.ranks import RankGroup
 from emblib.tables.parameters import check_registered, refuse_replacement, registered
 
 
@@ -36,7 +36,7 @@ class HeldParameters(nn.Module):
     in them.
     """
 
-    def __init__(self, handles: Sequence[HeldHandle], ranks: Ranks) -> None:
+    def __init__(self, handles: Sequence[HeldHandle], ranks: RankGroup) -> None:
         super().__init__()
         self._handles, self._ranks = tuple(handles), ranks
         self.bind()
@@ -74,7 +74,7 @@ class HeldParameters(nn.Module):
         return None
 
 
-def mark_dense(module: nn.Module, ranks: Ranks) -> None:
+def mark_dense(module: nn.Module, ranks: RankGroup) -> None:
     """Note that all ranks have the same gradients of what is not in sharded collections.
 
     A rank without a part of a table knows by these that its model is over ranks.
@@ -84,7 +84,7 @@ def mark_dense(module: nn.Module, ranks: Ranks) -> None:
             _mark(parameter, GradientShare.REPLICA, ranks)
 
 
-def _mark(parameter: Tensor, share: GradientShare, ranks: Ranks) -> None:
+def _mark(parameter: Tensor, share: GradientShare, ranks: RankGroup) -> None:
     if ranks.size > 1:
         keyed.mark_gradient(parameter, share, _RankPeers(ranks))
 
@@ -92,7 +92,7 @@ def _mark(parameter: Tensor, share: GradientShare, ranks: Ranks) -> None:
 class _RankPeers:
     """The ranks that have the other parts, as `clipping.clip_grad_norm_` asks them."""
 
-    def __init__(self, ranks: Ranks) -> None:
+    def __init__(self, ranks: RankGroup) -> None:
         self._ranks = ranks
 
     def gather_numbers(self, numbers: Tensor) -> Tensor:
@@ -145,6 +145,6 @@ def _peers_in(model: nn.Module) -> _RankPeers | None:
     # A rank may have no parameter at all, and the others wait for it.
     for module in model.modules():
         ranks = getattr(module, "ranks", None)
-        if isinstance(ranks, Ranks) and ranks.size > 1:
+        if isinstance(ranks, RankGroup) and ranks.size > 1:
             return _RankPeers(ranks)
     return None

@@ -9,10 +9,17 @@ from types import MappingProxyType
 from typing import Any
 
 from emblib.collections.configs import Plain, TensorTrain
-from emblib.sharding.sharding_types import Box, Rule, ShardingType, TableShape, TableSharding, World
+from emblib.sharding.sharding_types import (
+    ParameterSharding,
+    Rule,
+    Shard,
+    ShardingType,
+    TableShape,
+    World,
+)
 from emblib.tables.durable_files import load_json, save_json
 
-ModulePlan = Mapping[str, TableSharding]
+ModulePlan = Mapping[str, ParameterSharding]
 """The sharding of each table of one collection, by name."""
 
 _VERSION = 1
@@ -105,7 +112,7 @@ class ShardingPlan:
 
 def construct_plan(
     shapes: Mapping[str, TableShape], rules: Mapping[str, Rule], world: World
-) -> dict[str, TableSharding]:
+) -> dict[str, ParameterSharding]:
     """The plan of one collection by a rule a table; every table needs one.
 
     Raises:
@@ -123,7 +130,7 @@ def construct_plan(
     return plan
 
 
-def _cells(sharding: TableSharding) -> tuple[str, str, str, str]:
+def _cells(sharding: ParameterSharding) -> tuple[str, str, str, str]:
     kind = "as configured" if sharding.kind is None else _brief(sharding.kind)
     if sharding.is_replicated:
         return sharding.type.value, kind, "all", "a copy each"
@@ -154,7 +161,7 @@ def _brief(kind: Any) -> str:
     return f"{type(kind).__name__}({', '.join(told)})"
 
 
-def _told(sharding: TableSharding) -> dict[str, Any]:
+def _told(sharding: ParameterSharding) -> dict[str, Any]:
     kind = sharding.kind
     if kind is not None and type(kind).__name__ not in _KINDS:
         raise ValueError(f"a plan can keep the kinds {sorted(_KINDS)}, got {kind!r}")
@@ -169,11 +176,11 @@ def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
     return {k: v.value if isinstance(v, Enum) else v for k, v in values.items()}
 
 
-def _read(told: Mapping[str, Any]) -> TableSharding:
+def _read(told: Mapping[str, Any]) -> ParameterSharding:
     kind: Any = None
     if told["kind"] is not None:
         values = {k: tuple(v) if isinstance(v, list) else v for k, v in told["kind"].items()}
         make: Any = _KINDS[str(values.pop("name"))]
         kind = make(**values)
-    boxes = tuple(Box(rank, (r0, r1), (c0, c1)) for rank, r0, r1, c0, c1 in told["boxes"])
-    return TableSharding(ShardingType(told["type"]), boxes, kind)
+    boxes = tuple(Shard(rank, (r0, r1), (c0, c1)) for rank, r0, r1, c0, c1 in told["boxes"])
+    return ParameterSharding(ShardingType(told["type"]), boxes, kind)

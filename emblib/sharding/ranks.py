@@ -15,16 +15,16 @@ import torch.distributed as dist
 T = TypeVar("T")
 
 
-class Ranks:
+class RankGroup:
     """`size` processes, of which this is number `rank`; those of a node have neighbouring numbers.
 
     `group` is a process group, a one-dimensional `DeviceMesh`, or a mesh of (nodes, ranks of a
     node) over all processes; by default all processes, or this process alone where
     `torch.distributed` has not been initialised. That is an error where torchrun has started
-    several processes, as each would train alone: initialise first (`with launched()` does), or use
-    `Ranks.single()`. `local_size`, the ranks of one node, is the last side of such a mesh, else
-    what torchrun says (LOCAL_WORLD_SIZE), and at most `size`. `device` is the current GPU for a
-    group over NCCL and the CPU otherwise.
+    several processes, as each would train alone: initialise first (`with init_distributed()`
+    does), or use `RankGroup.single()`. `local_size`, the ranks of one node, is the last side of
+    such a mesh, else what torchrun says (LOCAL_WORLD_SIZE), and at most `size`.
+    `device` is the current GPU for a group over NCCL and the CPU otherwise.
 
     Copying one gives itself: a process group is not a value. It cannot be pickled for that reason.
     """
@@ -67,7 +67,7 @@ class Ranks:
         self.device = _device_of(group) if device is None else torch.device(device)
 
     @classmethod
-    def single(cls, device: torch.device | str = "cpu") -> Ranks:
+    def single(cls, device: torch.device | str = "cpu") -> RankGroup:
         """This process alone, without a process group, whatever is initialised."""
         ranks = cls.__new__(cls)
         ranks.rank, ranks.size, ranks.local_size, ranks.group = 0, 1, 1, None
@@ -75,14 +75,14 @@ class Ranks:
         return ranks
 
     @classmethod
-    def of(cls, value: Ranks | dist.ProcessGroup | dist.DeviceMesh | None) -> Ranks:
-        """`value` itself if it is one, else `Ranks(value)`."""
-        if isinstance(value, Ranks):
+    def of(cls, value: RankGroup | dist.ProcessGroup | dist.DeviceMesh | None) -> RankGroup:
+        """`value` itself if it is one, else `RankGroup(value)`."""
+        if isinstance(value, RankGroup):
             return value
         if not isinstance(value, dist.ProcessGroup | dist.DeviceMesh | None):
             raise TypeError(
                 "ranks must be a Ranks, a process group, a DeviceMesh, or None for all processes, "
-                f"got {value!r}: with launched() as ranks gives them"
+                f"got {value!r}: with init_distributed() as ranks gives them"
             )
         return cls(value)
 
@@ -118,10 +118,10 @@ class Ranks:
         dist.all_gather_object(every, value, self.group)
         return every
 
-    def __copy__(self) -> Ranks:
+    def __copy__(self) -> RankGroup:
         return self
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Ranks:
+    def __deepcopy__(self, memo: dict[int, Any]) -> RankGroup:
         return self
 
     def __reduce__(self) -> Any:
@@ -134,11 +134,11 @@ class Ranks:
 
     def __repr__(self) -> str:
         nodes = f", {self.nodes} nodes" if self.nodes > 1 else ""
-        return f"Ranks(rank {self.rank} of {self.size}{nodes}, {self.device})"
+        return f"RankGroup(rank {self.rank} of {self.size}{nodes}, {self.device})"
 
 
 def subgroup(
-    ranks: Ranks, members: Sequence[int] | None = None, *, timeout: timedelta | None = None
+    ranks: RankGroup, members: Sequence[int] | None = None, *, timeout: timedelta | None = None
 ) -> dist.ProcessGroup | None:
     """Return a new gloo group of some of `ranks`, or of all of them; None on ranks outside it.
 
@@ -218,8 +218,8 @@ def _check_torch_names(options: Any, store: dist.Store) -> None:
 _WAIT_BY_NAME = {"TORCH_DISTRIBUTED_DEBUG": "DETAIL", "TORCH_DIST_INIT_BARRIER": "1"}
 
 
-def _single(device: str) -> Ranks:
-    return Ranks.single(device)
+def _single(device: str) -> RankGroup:
+    return RankGroup.single(device)
 
 
 def _check_not_launched() -> None:
@@ -229,8 +229,8 @@ def _check_not_launched() -> None:
         raise RuntimeError(
             f"this is process {rank} of {size} that torchrun started (RANK and WORLD_SIZE), and "
             "torch.distributed is not initialised, so each process would be rank 0 of 1 and train "
-            "alone: put the script into `with launched() as ranks:`, or call "
-            "torch.distributed.init_process_group() first; Ranks.single() is one process alone"
+            "alone: put the script into `with init_distributed() as ranks:`, or call "
+            "torch.distributed.init_process_group() first; RankGroup.single() is one process alone"
         )
 
 
@@ -272,7 +272,7 @@ class _Outcome(NamedTuple):
 
 
 def invoke_on_rank_and_broadcast_result(
-    ranks: Ranks, rank: int, function: Callable[..., T], *args: Any, **kwargs: Any
+    ranks: RankGroup, rank: int, function: Callable[..., T], *args: Any, **kwargs: Any
 ) -> T:
     """What `function(*args, **kwargs)` returns on `rank`, on every rank; all of them call this.
 

@@ -12,15 +12,15 @@ from emblib.collections import EmbeddingBagCollection, EmbeddingCollection
 from emblib.collections.optimizers.fused import trained_configs
 from emblib.optim import Optimizer
 from emblib.sharding import fingerprint, sharding_types
-from emblib.sharding.exchange import Wire, wire_of
+from emblib.sharding.exchange import CommPrecision, comm_precision_of
 from emblib.sharding.layout import shape_of
 from emblib.sharding.parameters import mark_dense
 from emblib.sharding.plan import ModulePlan, ShardingPlan, construct_plan
-from emblib.sharding.ranks import Ranks
+from emblib.sharding.ranks import RankGroup
 from emblib.sharding.sharded_bags import ShardedEmbeddingBagCollection
 from emblib.sharding.sharded_sequences import ShardedEmbeddingCollection
 from emblib.sharding.sharded_tables import GradientReduction
-from emblib.sharding.sharding_types import Rule, TableSharding, World
+from emblib.sharding.sharding_types import ParameterSharding, Rule, World
 
 SHARDED: dict[type[nn.Module], type[nn.Module]] = {
     EmbeddingBagCollection: ShardedEmbeddingBagCollection,
@@ -38,7 +38,7 @@ _MAKE_RULES: tuple[Any, ...] = (
     sharding_types.grid,
     sharding_types.custom,
 )
-Rules = Mapping[str, Mapping[str, Rule | TableSharding]]
+Rules = Mapping[str, Mapping[str, Rule | ParameterSharding]]
 
 
 def collections_of(module: nn.Module) -> dict[str, nn.Module]:
@@ -48,8 +48,8 @@ def collections_of(module: nn.Module) -> dict[str, nn.Module]:
 
 
 def construct_module_plan(
-    collection: nn.Module, rules: Mapping[str, Rule | TableSharding], world: World
-) -> dict[str, TableSharding]:
+    collection: nn.Module, rules: Mapping[str, Rule | ParameterSharding], world: World
+) -> dict[str, ParameterSharding]:
     """The plan of one collection from a rule for each of its tables, e.g. `row_wise()`.
 
     Raises:
@@ -59,7 +59,7 @@ def construct_module_plan(
     shapes = {}
     for config in configs:
         rule = rules.get(config.name)
-        kind = rule.kind if isinstance(rule, TableSharding) else None
+        kind = rule.kind if isinstance(rule, ParameterSharding) else None
         shapes[config.name] = shape_of(config, kind)
     made = {name: _as_rule(name, rule) for name, rule in rules.items()}
     return construct_plan(shapes, made, world)
@@ -68,10 +68,10 @@ def construct_module_plan(
 def shard(
     module: nn.Module,
     plan: ShardingPlan | Rules,
-    ranks: Ranks | None = None,
+    ranks: RankGroup | None = None,
     *,
     optimizer: Optimizer | None = None,
-    wire: Wire | None = None,
+    wire: CommPrecision | None = None,
     gradients: GradientReduction = GradientReduction.MEAN,
 ) -> nn.Module:
     """Replace every collection that the plan names by its sharded form, and return the model.
@@ -97,12 +97,12 @@ def shard(
             instance changes, other modules or parameters, hooks.
         RuntimeError: another rank failed.
     """
-    ranks = Ranks.of(ranks)
+    ranks = RankGroup.of(ranks)
     chosen = fingerprint.agree(
         ranks,
         lambda: _chosen(module, plan, ranks),
         lambda chosen: fingerprint.merged(
-            {"": fingerprint.settings_of(ranks, wire=wire_of(wire), gradients=gradients)},
+            {"": fingerprint.settings_of(ranks, wire=comm_precision_of(wire), gradients=gradients)},
             _description(module, plan, chosen, optimizer),
         ),
     )
@@ -128,11 +128,11 @@ class _Chosen:
 
     path: str
     source: Any
-    plan: dict[str, TableSharding]
+    plan: dict[str, ParameterSharding]
     make: Any
 
 
-def _chosen(module: nn.Module, plan: ShardingPlan | Rules, ranks: Ranks) -> list[_Chosen]:
+def _chosen(module: nn.Module, plan: ShardingPlan | Rules, ranks: RankGroup) -> list[_Chosen]:
     """Return the collections that a plan names; each once, however many paths it has.
 
     Raises:
@@ -292,8 +292,8 @@ def _modules_of(plan: Any) -> Mapping[str, Any]:
     return modules
 
 
-def _as_rule(name: str, rule: Rule | TableSharding) -> Callable[..., TableSharding]:
-    if isinstance(rule, TableSharding):
+def _as_rule(name: str, rule: Rule | ParameterSharding) -> Callable[..., ParameterSharding]:
+    if isinstance(rule, ParameterSharding):
         return lambda shape, world: rule
     if not callable(rule) or rule in _MAKE_RULES:
         raise TypeError(

@@ -10,18 +10,18 @@ from torch import Tensor
 from emblib.jagged import KeyedJaggedTensor, KeyedTensor
 from emblib.optim import Optimizer
 from emblib.sharding.checkpoints.kinds import StateOfTables
-from emblib.sharding.exchange import Awaitable, LazyAwaitable, LazyDeferred, Wire
+from emblib.sharding.exchange import Awaitable, CommPrecision, LazyAwaitable, LazyDeferred
 from emblib.sharding.input_dist import Received
 from emblib.sharding.output_dist import Combination
 from emblib.sharding.parameters import HeldParameters
-from emblib.sharding.ranks import Ranks
+from emblib.sharding.ranks import RankGroup
 from emblib.sharding.sharded_tables import (
     GradientReduction,
     ShardedTables,
     agreed_settings,
     in_this_grad_mode,
 )
-from emblib.sharding.sharding_types import TableSharding
+from emblib.sharding.sharding_types import ParameterSharding
 from emblib.tables.graph_break import outside_graphs
 
 
@@ -49,14 +49,14 @@ class ShardedEmbeddingBagCollection(StateOfTables, ShardedTables):
     def __init__(
         self,
         source: Any,
-        plan: Mapping[str, TableSharding],
-        ranks: Ranks | None = None,
+        plan: Mapping[str, ParameterSharding],
+        ranks: RankGroup | None = None,
         *,
-        wire: Wire | None = None,
+        wire: CommPrecision | None = None,
         gradients: GradientReduction = GradientReduction.MEAN,
         optimizer: Optimizer | None = None,
     ) -> None:
-        ranks = Ranks.of(ranks)
+        ranks = RankGroup.of(ranks)
         settings = agreed_settings(
             source, plan, ranks, wire=wire, gradients=gradients, optimizer=optimizer
         )

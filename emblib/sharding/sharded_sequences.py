@@ -20,25 +20,25 @@ from emblib.sharding.checkpoints.kinds import StateOfTables
 from emblib.sharding.exchange import (
     Awaitable,
     CodedPending,
+    CommPrecision,
     Content,
     Deferred,
     LazyAwaitable,
     LazyDeferred,
-    Wire,
     start_all_gather,
 )
 from emblib.sharding.input_dist import Received
 from emblib.sharding.layout import Config
 from emblib.sharding.parameters import HeldParameters
-from emblib.sharding.ranks import Ranks
+from emblib.sharding.ranks import RankGroup
 from emblib.sharding.sharded_tables import (
     GradientReduction,
-    HeldPart,
+    LocalShard,
     ShardedTables,
     agreed_settings,
     in_this_grad_mode,
 )
-from emblib.sharding.sharding_types import TableSharding
+from emblib.sharding.sharding_types import ParameterSharding
 from emblib.tables.graph_break import outside_graphs
 
 Rows = tuple[Tensor, Tensor | None]
@@ -47,7 +47,7 @@ Rows = tuple[Tensor, Tensor | None]
 class SequenceExchange(NamedTuple):
     """How vectors travel: in pieces of `width`."""
 
-    wire: Wire
+    wire: CommPrecision
     width: int
 
 
@@ -78,8 +78,8 @@ class SequenceTables(ShardedTables):
         self,
         source: Any,
         configs: Sequence[Config],
-        plan: Mapping[str, TableSharding],
-        ranks: Ranks,
+        plan: Mapping[str, ParameterSharding],
+        ranks: RankGroup,
         *,
         optimizer: Optimizer | None,
         gradients: GradientReduction,
@@ -300,15 +300,15 @@ class ShardedEmbeddingCollection(StateOfTables):
     def __init__(
         self,
         source: Any,
-        plan: Mapping[str, TableSharding],
-        ranks: Ranks | None = None,
+        plan: Mapping[str, ParameterSharding],
+        ranks: RankGroup | None = None,
         *,
-        wire: Wire | None = None,
+        wire: CommPrecision | None = None,
         gradients: GradientReduction = GradientReduction.MEAN,
         optimizer: Optimizer | None = None,
     ) -> None:
         super().__init__()
-        self.plan, self.ranks = dict(plan), Ranks.of(ranks)
+        self.plan, self.ranks = dict(plan), RankGroup.of(ranks)
         settings = agreed_settings(
             source, plan, self.ranks, wire=wire, gradients=gradients, optimizer=optimizer
         )
@@ -365,7 +365,7 @@ class ShardedEmbeddingCollection(StateOfTables):
         """Whether results have the ids as weights."""
         return self._need_indices
 
-    def parts(self) -> list[HeldPart]:
+    def parts(self) -> list[LocalShard]:
         """The parts of tables that are here, copies of replicated ones among them."""
         return [part for one in self._equal() for part in one.parts()]
 
@@ -437,7 +437,7 @@ def _by_feature(values: Tensor, received: Received) -> list[tuple[Tensor, Tensor
     return list(zip(values.split(counts), lengths, inputs.ids.split(counts), strict=True))
 
 
-def _width(config: Config, sharding: TableSharding) -> int:
+def _width(config: Config, sharding: ParameterSharding) -> int:
     """The largest that all blocks of columns are made of."""
     edges = (edge for box in sharding.boxes for edge in box.columns)
     return math.gcd(config.embedding_dim, *edges)

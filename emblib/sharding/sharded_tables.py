@@ -20,7 +20,7 @@ from emblib.jagged.jagged_tensor import running_sums
 from emblib.ops import autograd, route
 from emblib.optim import Optimizer
 from emblib.sharding import fingerprint
-from emblib.sharding.exchange import Awaitable, Deferred, NoWait, Wire, wire_of
+from emblib.sharding.exchange import Awaitable, CommPrecision, Deferred, NoWait, comm_precision_of
 from emblib.sharding.input_dist import Distribution, Inputs, Received, ScaledGradient
 from emblib.sharding.layout import (
     Config,
@@ -34,8 +34,8 @@ from emblib.sharding.layout import (
     with_synchronised_copies,
 )
 from emblib.sharding.parameters import HeldHandle
-from emblib.sharding.ranks import Ranks, invoke_on_rank_and_broadcast_result
-from emblib.sharding.sharding_types import Box, TableSharding, World, table_wise
+from emblib.sharding.ranks import RankGroup, invoke_on_rank_and_broadcast_result
+from emblib.sharding.sharding_types import ParameterSharding, Shard, World, table_wise
 from emblib.sharding.tensor_train import share_cores
 from emblib.specs import Choice, Pooling
 
@@ -50,7 +50,7 @@ class SynchronisedCopies(nn.Module):
     """
 
     def __init__(
-        self, layout: Layout, groups: TableGroups, ranks: Ranks, *, synchronised: bool
+        self, layout: Layout, groups: TableGroups, ranks: RankGroup, *, synchronised: bool
     ) -> None:
         super().__init__()
         self.groups, self.synchronised, self._world_size = groups, synchronised, ranks.size
@@ -137,7 +137,7 @@ def reordered(
 
 
 def common_seeds(
-    slices: Iterable[TableSlice], source: TableGroups, ranks: Ranks
+    slices: Iterable[TableSlice], source: TableGroups, ranks: RankGroup
 ) -> Mapping[str, int]:
     """Return a seed for each table, the same on all ranks: of first values, and of hashes.
 
@@ -202,7 +202,7 @@ def _fill_dynamic(
 
 
 @torch.no_grad()
-def equalise(groups: TableGroups, ranks: Ranks) -> None:
+def equalise(groups: TableGroups, ranks: RankGroup) -> None:
     """Copies of tables become what rank 0 has."""
     if ranks.size == 1:
         return
@@ -230,11 +230,11 @@ class GradientReduction(Choice):
 
 
 @dataclass(frozen=True)
-class HeldPart:
+class LocalShard:
     """A part of a table that this rank holds: slice `index` of `groups`."""
 
     table: str
-    box: Box
+    box: Shard
     groups: TableGroups
     index: int
 
@@ -245,16 +245,16 @@ class Settings:
 
     configs: tuple[Config, ...]
     optimizer: Optimizer | None
-    wire: Wire
+    wire: CommPrecision
     gradients: GradientReduction
 
 
 def agreed_settings(
     source: Any,
-    plan: Mapping[str, TableSharding],
-    ranks: Ranks,
+    plan: Mapping[str, ParameterSharding],
+    ranks: RankGroup,
     *,
-    wire: Wire | None,
+    wire: CommPrecision | None,
     gradients: GradientReduction,
     optimizer: Optimizer | None,
 ) -> Settings:
@@ -268,7 +268,7 @@ def agreed_settings(
     def checked() -> Settings:
         default = optimizer or source.optimizer
         how = GradientReduction(gradients)
-        return Settings(trained_configs(source), default, wire_of(wire), how)
+        return Settings(trained_configs(source), default, comm_precision_of(wire), how)
 
     def described(settings: Settings | None) -> fingerprint.Description:
         if settings is None:
@@ -301,8 +301,8 @@ class ShardedTables(nn.Module):
         self,
         source: Any,
         configs: Sequence[Config],
-        plan: Mapping[str, TableSharding],
-        ranks: Ranks,
+        plan: Mapping[str, ParameterSharding],
+        ranks: RankGroup,
         *,
         pooled: bool,
         optimizer: Optimizer | None,
@@ -370,7 +370,7 @@ class ShardedTables(nn.Module):
             sharding.check(config.name, shape, self.ranks.size)
             _check_dynamic(config, sharding, self.ranks.size)
 
-    def _boxes(self) -> dict[str, TableSharding]:
+    def _boxes(self) -> dict[str, ParameterSharding]:
         """The plan; a copy on the only rank is a table there."""
         if self.ranks.size > 1:
             return self.plan
@@ -396,13 +396,13 @@ class ShardedTables(nn.Module):
                 blocks[config.name] = (boxes.index(part.box), len(boxes))
         return blocks
 
-    def parts(self) -> list[HeldPart]:
+    def parts(self) -> list[LocalShard]:
         """The parts of tables that are here, copies of replicated ones among them."""
         held = [(self._own.parts, self.groups)]
         if self.copies is not None:
             held.append((self.layout.replicated.parts, self.copies.groups))
         return [
-            HeldPart(self.configs[part.table].name, part.box, groups, index)
+            LocalShard(self.configs[part.table].name, part.box, groups, index)
             for parts, groups in held
             for index, part in enumerate(parts)
         ]
@@ -547,7 +547,7 @@ def in_this_grad_mode(function: Callable[[], Result]) -> Callable[[], Result]:
     return call
 
 
-def _check_dynamic(config: Config, sharding: TableSharding, world_size: int) -> None:
+def _check_dynamic(config: Config, sharding: ParameterSharding, world_size: int) -> None:
     """Raise ValueError for what dynamic tables cannot be."""
     if sharding.kind is not None and isinstance(config.kind, Dynamic) != isinstance(
         sharding.kind, Dynamic

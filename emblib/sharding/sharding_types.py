@@ -19,7 +19,7 @@ from emblib.specs import Choice, check_count
 Span = tuple[int, int]
 
 
-class Box(NamedTuple):
+class Shard(NamedTuple):
     """The part `[rows[0]:rows[1], columns[0]:columns[1]]` of a table, and the rank it is on."""
 
     rank: int
@@ -77,7 +77,7 @@ class ShardingType(Choice):
 
 
 @dataclass(frozen=True)
-class TableSharding:
+class ParameterSharding:
     """How one table is spread: its boxes, or none where every rank has a copy (DATA_PARALLEL).
 
     Args:
@@ -88,7 +88,7 @@ class TableSharding:
     """
 
     type: ShardingType
-    boxes: tuple[Box, ...] = ()
+    boxes: tuple[Shard, ...] = ()
     kind: Any = None
 
     @property
@@ -118,20 +118,20 @@ class TableSharding:
             )
 
 
-Rule = Callable[[TableShape, World], TableSharding]
+Rule = Callable[[TableShape, World], ParameterSharding]
 """What the functions below return: makes the sharding of a table of some shape in some world."""
 
 
 def data_parallel() -> Rule:
     """A copy on every rank."""
-    return lambda shape, world: TableSharding(ShardingType.DATA_PARALLEL)
+    return lambda shape, world: ParameterSharding(ShardingType.DATA_PARALLEL)
 
 
 def table_wise(rank: int) -> Rule:
     """The whole table on one rank."""
 
-    def rule(shape: TableShape, world: World) -> TableSharding:
-        return TableSharding(ShardingType.TABLE_WISE, (Box(rank, *_whole(shape)),))
+    def rule(shape: TableShape, world: World) -> ParameterSharding:
+        return ParameterSharding(ShardingType.TABLE_WISE, (Shard(rank, *_whole(shape)),))
 
     return rule
 
@@ -139,8 +139,8 @@ def table_wise(rank: int) -> Rule:
 def row_wise(ranks: Sequence[int] | None = None) -> Rule:
     """Blocks of rows on `ranks`, or on all."""
 
-    def rule(shape: TableShape, world: World) -> TableSharding:
-        return TableSharding(ShardingType.ROW_WISE, _by_rows(shape, _ranks(ranks, world)))
+    def rule(shape: TableShape, world: World) -> ParameterSharding:
+        return ParameterSharding(ShardingType.ROW_WISE, _by_rows(shape, _ranks(ranks, world)))
 
     return rule
 
@@ -148,9 +148,9 @@ def row_wise(ranks: Sequence[int] | None = None) -> Rule:
 def column_wise(ranks: Sequence[int] | None = None, *, sizes: Sequence[int] | None = None) -> Rule:
     """Blocks of columns on `ranks`, or on all; `sizes` says how many columns each."""
 
-    def rule(shape: TableShape, world: World) -> TableSharding:
+    def rule(shape: TableShape, world: World) -> ParameterSharding:
         owners = _ranks(ranks, world)
-        return TableSharding(ShardingType.COLUMN_WISE, _by_columns(shape, owners, sizes))
+        return ParameterSharding(ShardingType.COLUMN_WISE, _by_columns(shape, owners, sizes))
 
     return rule
 
@@ -158,8 +158,8 @@ def column_wise(ranks: Sequence[int] | None = None, *, sizes: Sequence[int] | No
 def table_row_wise(node: int) -> Rule:
     """Blocks of rows on the ranks of one node."""
 
-    def rule(shape: TableShape, world: World) -> TableSharding:
-        return TableSharding(ShardingType.TABLE_ROW_WISE, _by_rows(shape, world.ranks_of(node)))
+    def rule(shape: TableShape, world: World) -> ParameterSharding:
+        return ParameterSharding(ShardingType.TABLE_ROW_WISE, _by_rows(shape, world.ranks_of(node)))
 
     return rule
 
@@ -167,9 +167,9 @@ def table_row_wise(node: int) -> Rule:
 def table_column_wise(node: int) -> Rule:
     """Blocks of columns on the ranks of one node."""
 
-    def rule(shape: TableShape, world: World) -> TableSharding:
+    def rule(shape: TableShape, world: World) -> ParameterSharding:
         boxes = _by_columns(shape, world.ranks_of(node))
-        return TableSharding(ShardingType.TABLE_COLUMN_WISE, boxes)
+        return ParameterSharding(ShardingType.TABLE_COLUMN_WISE, boxes)
 
     return rule
 
@@ -177,23 +177,23 @@ def table_column_wise(node: int) -> Rule:
 def grid(nodes: Sequence[int] | None = None) -> Rule:
     """Blocks of columns, one a node of `nodes` or of all; each cut by rows on the node's ranks."""
 
-    def rule(shape: TableShape, world: World) -> TableSharding:
+    def rule(shape: TableShape, world: World) -> ParameterSharding:
         chosen = range(-(-world.size // world.local_size)) if nodes is None else nodes
         columns = _by_columns(shape, tuple(chosen))
         boxes = tuple(
-            Box(rows.rank, rows.rows, block.columns)
+            Shard(rows.rank, rows.rows, block.columns)
             for block in columns
             for rows in _by_rows(shape, world.ranks_of(block.rank))
         )
-        return TableSharding(ShardingType.GRID, boxes)
+        return ParameterSharding(ShardingType.GRID, boxes)
 
     return rule
 
 
-def custom(boxes: Sequence[Box]) -> Rule:
+def custom(boxes: Sequence[Shard]) -> Rule:
     """These boxes, whatever they are."""
-    given = tuple(Box(*box) for box in boxes)
-    return lambda shape, world: TableSharding(ShardingType.CUSTOM, given)
+    given = tuple(Shard(*box) for box in boxes)
+    return lambda shape, world: ParameterSharding(ShardingType.CUSTOM, given)
 
 
 def blocks(size: int, parts: int, unit: int = 1) -> list[Span]:
@@ -211,16 +211,16 @@ def _ranks(ranks: Sequence[int] | None, world: World) -> tuple[int, ...]:
     return tuple(range(world.size)) if ranks is None else tuple(ranks)
 
 
-def _by_rows(shape: TableShape, ranks: Sequence[int]) -> tuple[Box, ...]:
+def _by_rows(shape: TableShape, ranks: Sequence[int]) -> tuple[Shard, ...]:
     spans = blocks(shape.rows, len(ranks), shape.row_unit)
     return tuple(
-        Box(rank, span, (0, shape.columns)) for rank, span in zip(ranks, spans, strict=False)
+        Shard(rank, span, (0, shape.columns)) for rank, span in zip(ranks, spans, strict=False)
     )
 
 
 def _by_columns(
     shape: TableShape, ranks: Sequence[int], sizes: Sequence[int] | None = None
-) -> tuple[Box, ...]:
+) -> tuple[Shard, ...]:
     # Blocks of whole 16 bytes where the width allows it: kernels read those fastest.
     unit = math.lcm(shape.column_unit, 4)
     unit = unit if shape.columns % unit == 0 else shape.column_unit
@@ -233,10 +233,12 @@ def _by_columns(
             )
         ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
         spans = list(zip([0, *ends[:-1]], ends, strict=True))
-    return tuple(Box(rank, (0, shape.rows), span) for rank, span in zip(ranks, spans, strict=False))
+    return tuple(
+        Shard(rank, (0, shape.rows), span) for rank, span in zip(ranks, spans, strict=False)
+    )
 
 
-def _check_box(name: str, box: Box, shape: TableShape, world_size: int) -> None:
+def _check_box(name: str, box: Shard, shape: TableShape, world_size: int) -> None:
     if not 0 <= box.rank < world_size:
         raise ValueError(f"table {name}: a rank must be in [0, {world_size}), got {box}")
     axes = (
@@ -254,13 +256,13 @@ def _check_box(name: str, box: Box, shape: TableShape, world_size: int) -> None:
             )
 
 
-def _overlapping(boxes: Sequence[Box]) -> bool:
+def _overlapping(boxes: Sequence[Shard]) -> bool:
     """Whether two boxes share a value; by a sweep over rows, as there may be thousands."""
     edges = sorted({edge for box in boxes for edge in box.rows})
-    by_start: dict[int, list[Box]] = {}
+    by_start: dict[int, list[Shard]] = {}
     for box in boxes:
         by_start.setdefault(box.rows[0], []).append(box)
-    active: list[Box] = []
+    active: list[Shard] = []
     for edge in edges:
         active = [box for box in active if box.rows[1] > edge] + by_start.get(edge, [])
         spans = sorted(box.columns for box in active)

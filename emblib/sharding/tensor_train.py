@@ -27,8 +27,8 @@ from emblib.collections.configs import TensorTrain
 from emblib.collections.groups import TableGroups
 from emblib.ops import autograd
 from emblib.sharding.layout import Config, Part, with_kind
-from emblib.sharding.ranks import Ranks
-from emblib.sharding.sharding_types import TableSharding
+from emblib.sharding.ranks import RankGroup
+from emblib.sharding.sharding_types import ParameterSharding
 
 Use = Callable[[list[Tensor]], None]
 
@@ -40,7 +40,7 @@ class SharedCores:
     parts once in a backward pass, also for an empty batch; the last of them waits for the others.
     """
 
-    def __init__(self, name: str, ranks: Ranks, holders: Sequence[int], parts: int) -> None:
+    def __init__(self, name: str, ranks: RankGroup, holders: Sequence[int], parts: int) -> None:
         self._name, self._ranks, self._holders, self._parts = name, ranks, tuple(holders), parts
         self._waiting: dict[int, tuple[list[Tensor], Use]] = {}
 
@@ -70,7 +70,7 @@ class SharedCores:
             use_([grads[0], *(flat.view(grad.shape) for flat, grad in shared)])
 
 
-def summed(values: Tensor, ranks: Ranks, holders: Sequence[int]) -> Tensor:
+def summed(values: Tensor, ranks: RankGroup, holders: Sequence[int]) -> Tensor:
     """The sum of `values`, flat and as long on each, over some ranks, of which this is one.
 
     It has the same bits on all of them.
@@ -94,7 +94,7 @@ def summed(values: Tensor, ranks: Ranks, holders: Sequence[int]) -> Tensor:
 
 
 def _swap(
-    ranks: Ranks, holders: Sequence[int], sent: Sequence[Tensor], received: Sequence[Tensor]
+    ranks: RankGroup, holders: Sequence[int], sent: Sequence[Tensor], received: Sequence[Tensor]
 ) -> None:
     """Send `sent[k]` to `holders[k]` and fill `received[k]` with what that sends.
 
@@ -117,8 +117,8 @@ def share_cores(
     groups: TableGroups,
     parts: Sequence[Part],
     configs: Sequence[Config],
-    plan: Mapping[str, TableSharding],
-    ranks: Ranks,
+    plan: Mapping[str, ParameterSharding],
+    ranks: RankGroup,
 ) -> None:
     """Make the parts of tensor trains in `groups` train the cores they have in common as one.
 

@@ -237,7 +237,7 @@ class FusedTable(CheckedBatches, nn.Module):
         self.hyper[0].fill_(lr)  # a kernel's argument, where `hyper[0] = lr` may copy from the host
 
     @atomic
-    def set_hyper(self, **changes: Any) -> None:
+    def set_hyperparameters(self, **changes: Any) -> None:
         """Change numbers of the optimizer: any fields of its dataclass, e.g. `eps=1e-6`.
 
         Takes effect from the next backward on; the step goes on, and so does a learning rate that

@@ -18,7 +18,7 @@ from emblib.ops import cache as cache_ops
 from emblib.ops.autograd import Tiers
 from emblib.ops.tbe import Groups
 from emblib.optim import State
-from emblib.specs import Cache, CachePolicy, Precision
+from emblib.specs import CacheConfig, CachePolicy, Precision
 from emblib.tables.locks import ModuleLock
 from emblib.tables.memory import Memory, TableLayout
 
@@ -177,7 +177,7 @@ class RowCache(nn.Module):
         tables: TableLayout,
         names: Sequence[str],
         states: Sequence[State],
-        options: Cache,
+        options: CacheConfig,
         precision: Precision,
         device: torch.device | str | None = None,
     ) -> "RowCache":
@@ -324,7 +324,7 @@ class RowCache(nn.Module):
         self.leave(0)
 
 
-def number_of_sets(options: Cache, layout: CacheLayout, device: torch.device) -> int:
+def number_of_sets(options: CacheConfig, layout: CacheLayout, device: torch.device) -> int:
     """As many as asked for; on a GPU no more than fit into its free memory less reserved_bytes."""
     sets = options.sets or math.ceil(options.load_factor * layout.cached_rows / cache_ops.WAYS)
     if device.type == "cuda":
@@ -374,20 +374,20 @@ class InFlight:
         self.ticket: int | None = None  # `__del__` runs also where `enter` raises
         self.ticket = owner.cache.enter()
         self.version = -1
-        self._places: autograd.RowPlaces | None = None
+        self._places: autograd.RowLocations | None = None
 
     def fill(self, groups: tbe.Groups, row_slots: Tensor) -> None:
         """Remember where the rows of the batch are in the cache as it is now."""
-        self._places = autograd.RowPlaces(groups, row_slots)
+        self._places = autograd.RowLocations(groups, row_slots)
         self.version = self.owner.version
 
-    def places(self) -> autograd.RowPlaces:
+    def places(self) -> autograd.RowLocations:
         """Where the rows are in the cache as it is now, and the slots of all lookups."""
         owner, places = self.owner, self._places
         assert places is not None
         owner.wait_for_prefetch()
         if self.version != owner.version:
-            places = autograd.RowPlaces(places.groups, owner.cache.find(places.groups))
+            places = autograd.RowLocations(places.groups, owner.cache.find(places.groups))
             owner.used()
             self.version = owner.version
         if places.slots is None:
@@ -398,7 +398,7 @@ class InFlight:
         self.stream = _keep_on_this_stream(places)
         return places
 
-    def before_update(self) -> autograd.RowPlaces:
+    def before_update(self) -> autograd.RowLocations:
         """The rows; those that the update writes to the disk itself are protected there first."""
         places = self.places()
         self.owner.protect_conflicts(places)
@@ -428,7 +428,9 @@ class Prefetcher:
     other calls enter it themselves.
     """
 
-    def __init__(self, memory: Memory, cache: RowCache, options: Cache, lock: ModuleLock) -> None:
+    def __init__(
+        self, memory: Memory, cache: RowCache, options: CacheConfig, lock: ModuleLock
+    ) -> None:
         self.memory = memory
         self.cache = cache
         self.options = options
@@ -553,7 +555,7 @@ class Prefetcher:
             self.used()
             self.cache.leave(ticket)
 
-    def protect_conflicts(self, places: autograd.RowPlaces) -> None:
+    def protect_conflicts(self, places: autograd.RowLocations) -> None:
         """Journal the rows of a batch that are on disk and not in the cache."""
         if self.memory.disk is None:
             return
@@ -589,7 +591,7 @@ class Prefetcher:
 _NO_ROWS = torch.empty(0, dtype=torch.int64)
 
 
-def _keep_on_this_stream(places: autograd.RowPlaces) -> torch.cuda.Stream | None:
+def _keep_on_this_stream(places: autograd.RowLocations) -> torch.cuda.Stream | None:
     """Tensors of a prefetch on another stream must not be reused while this one reads them."""
     if not places.groups.rows.is_cuda:
         return None

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from emblib import ops
 from emblib.optim import Optimizer
-from emblib.specs import Cache, Placement, Precision, TableSpec
+from emblib.specs import CacheConfig, Placement, Precision, TableSpec
 from emblib.tables.disk import DiskStore
 
 DEVICE, HOST, DISK, CACHE = range(4)  # memory tiers, in the order of the `weights` of an op
@@ -135,7 +135,7 @@ class Memory:
         tables: Sequence[TableSpec],
         optimizer: Optimizer,
         precision: Precision,
-        cache: Cache,
+        cache: CacheConfig,
         device: torch.device,
     ) -> None:
         self.tables = tuple(tables)
@@ -154,7 +154,7 @@ class Memory:
         if self.layout.rows[DISK]:
             if cache.directory is None:
                 raise ValueError(
-                    "DISK tables need a directory to live in: pass cache=Cache(directory=...)"
+                    "DISK tables need a directory to live in: pass cache=CacheConfig(directory=...)"
                 )
             on_disk = [spec for spec in tables if spec.placement is Placement.DISK]
             self._disk = DiskStore(

@@ -29,9 +29,9 @@ class KnownRows:
     def __init__(self, groups: tbe.Groups) -> None:
         self.groups = groups
 
-    def before_update(self) -> autograd.RowPlaces:
+    def before_update(self) -> autograd.RowLocations:
         """The rows."""
-        return autograd.RowPlaces(self.groups)
+        return autograd.RowLocations(self.groups)
 
     def after_update(self) -> None:
         """Nothing is left to do."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from emblib import ops
 from emblib.ops import autograd
 from emblib.optim import External, Gradient, Optimizer
-from emblib.specs import BoundsCheck, Cache, Placement, Pooling, Precision, TableSpec, brief
+from emblib.specs import BoundsCheck, CacheConfig, Placement, Pooling, Precision, TableSpec, brief
 from emblib.tables import base, optimizer_hooks
 from emblib.tables.base import FeatureTables, SpecKind
 from emblib.tables.cache import CacheStats, Given, Prefetcher, RowCache
@@ -381,13 +381,13 @@ class TableBatchedEmbeddingBags(TieredTables):
         feature_tables: Sequence[int] | None = None,
         precision: Precision | None = None,
         bounds_check: BoundsCheck = BoundsCheck.WARNING,
-        cache: Cache | None = None,
+        cache: CacheConfig | None = None,
         device: torch.device | str | None = None,
         include_last_offset: bool = True,
     ) -> None:
         super().__init__(tables, optimizer, pooling, feature_tables, precision, bounds_check)
         self.include_last_offset = include_last_offset
-        self.cache = Cache() if cache is None else cache
+        self.cache = CacheConfig() if cache is None else cache
         self._check_arguments()
         optimizer_hooks.check(self.optimizer, self.tables, self.pooling)
         self._is_periodic = optimizer_hooks.is_periodic(self.optimizer)
@@ -403,8 +403,10 @@ class TableBatchedEmbeddingBags(TieredTables):
         self.reset_parameters()
 
     def _check_arguments(self) -> None:
-        if not isinstance(self.cache, Cache):
-            raise TypeError(f"cache must be a Cache, e.g. Cache(sets=1024), got {self.cache!r}")
+        if not isinstance(self.cache, CacheConfig):
+            raise TypeError(
+                f"cache must be a Cache, e.g. CacheConfig(sets=1024), got {self.cache!r}"
+            )
         if not isinstance(self.optimizer, External):
             return
         if any(spec.placement not in (Placement.DEVICE, Placement.HOST) for spec in self.tables):

@@ -35,7 +35,7 @@ class Managed(BatchedTables):
         return emblib.TableBatchedEmbeddingBags(
             [emblib.TableSpec(s.rows, s.dim, placement=self.placement) for s in task.shapes],
             OPTIMIZERS[task.optimizer](task.lr),
-            cache=emblib.Cache(
+            cache=emblib.CacheConfig(
                 policy=self.policy, sets=cache_sets(task.shapes, task.cache), directory=folder
             ),
             device=task.device,

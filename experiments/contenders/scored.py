@@ -1,4 +1,4 @@
-"""emblib.ScoredTable: vectors by key, the least scored give way."""
+"""emblib.HashTable: vectors by key, the least scored give way."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Scored(KeyTable):
     """All slots from the beginning."""
 
     name = "scored"
-    label = "ScoredTable"
+    label = "HashTable"
     dense = True
     operations = (
         "find", "find_slots", "find_or_insert", "find_or_insert_slots", "insert_or_assign",
@@ -27,7 +27,7 @@ class Scored(KeyTable):
 
     def __init__(self, task: KeyTask) -> None:
         super().__init__(task)
-        self.table = emblib.ScoredTable(self._spec(), device=task.device)
+        self.table = emblib.HashTable(self._spec(), device=task.device)
 
     def _spec(self) -> emblib.DynamicSpec:
         return emblib.DynamicSpec(self.task.slots, self.task.dim, eviction=self.eviction)
@@ -79,7 +79,7 @@ class Growing(Scored):
     """A few slots at first; it takes more as it needs them."""
 
     name = "scored_growing"
-    label = "ScoredTable, growing"
+    label = "HashTable, growing"
 
     def _spec(self) -> emblib.DynamicSpec:
         return emblib.DynamicSpec(

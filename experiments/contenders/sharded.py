@@ -13,9 +13,9 @@ from emblib.collections import EmbeddingBagCollection, EmbeddingBagConfig, Table
 from emblib.jagged import KeyedJaggedTensor
 from emblib.optim import Optimizer
 from emblib.sharding import (
-    Ranks,
+    ParameterSharding,
+    RankGroup,
     ShardedEmbeddingBagCollection,
-    TableSharding,
     World,
     construct_module_plan,
     sharding_types,
@@ -161,7 +161,7 @@ class Spread(Bags):
         return module, pieces
 
     @classmethod
-    def plan(cls, task: Task, world: World) -> dict[str, TableSharding]:
+    def plan(cls, task: Task, world: World) -> dict[str, ParameterSharding]:
         """The sharding of each table by name."""
         tables = EmbeddingBagCollection(cls.configs(task), device="meta")
         names = [config.name for config in tables.embedding_bag_configs()]
@@ -209,12 +209,12 @@ class Spread(Bags):
         return list(found.values())
 
 
-def ranks_of(device: torch.device) -> Ranks:
+def ranks_of(device: torch.device) -> RankGroup:
     """All ranks; where there are enough, as nodes of NODE."""
     _, size = world()
     if size == 1:
-        return Ranks.single(device)
-    return Ranks(local_size=Spread.node_of(size), device=device)
+        return RankGroup.single(device)
+    return RankGroup(local_size=Spread.node_of(size), device=device)
 
 
 class DataParallel(Spread):

@@ -71,7 +71,7 @@ class Tiered(Dynamic):
     def counters(self) -> dict[str, int]:
         """What the fast tier had of the lookups, and of the distinct rows of each batch."""
         stats = self.module.tier_stats().values()
-        missed = sum(s.found_below + s.new for s in stats)
+        missed = sum(s.backing_hits + s.new for s in stats)
         return {
             "lookups": sum(s.lookups for s in stats),
             "lookup_hits": sum(s.hits for s in stats),

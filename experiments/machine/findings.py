@@ -34,7 +34,7 @@ class Finding:
 Check = Callable[[], list[Finding]]
 
 
-def guarded(section: str, check: Check) -> list[Finding]:
+def detect_rank_failures(section: str, check: Check) -> list[Finding]:
     """The findings of a check; a check that fails is a finding too, for the tool must not."""
     try:
         return check()

@@ -44,7 +44,7 @@ class Elsewhere(RuntimeError):
     """An arm failed on another rank, and so on this one."""
 
 
-class Ranks(Team):
+class RankGroup(Team):
     """One of several processes that measure the same cell and must not part ways."""
 
     def __init__(self, peers: Peers) -> None:
@@ -115,7 +115,7 @@ def told(error: Exception) -> tuple[str, bool]:
 class RankClock(Clock):
     """A clock that starts every sample on all ranks together and reads the slowest of them."""
 
-    def __init__(self, clock: Clock, ranks: Ranks) -> None:
+    def __init__(self, clock: Clock, ranks: RankGroup) -> None:
         self.inner, self.ranks, self.mode = clock, ranks, clock.mode
         self.fewest_seconds = clock.fewest_seconds
         self.log: dict[str, list[tuple[float, ...]]] = {}  # key of the work -> seconds by rank

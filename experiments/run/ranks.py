@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from experiments.results.store import Record
 from experiments.run import kinds
-from experiments.run.lockstep import Elsewhere, Ranks, told
+from experiments.run.lockstep import Elsewhere, RankGroup, told
 from experiments.run.orphans import killed_with_parent
 from experiments.run.process import note
 from experiments.run.worker import Orders
@@ -102,7 +102,7 @@ def _measure(orders: Orders, pipe: Connection) -> list[Record]:
     patience = datetime.timedelta(seconds=config.timing.limit_seconds or 1e6)
     dist.init_process_group("gloo", timeout=patience)
     try:
-        ranks = Ranks(TorchPeers())
+        ranks = RankGroup(TorchPeers())
         session = dataclasses.replace(orders.session, device=device, note=pipe.send, team=ranks)
         cell, kind = orders.cell, orders.cell.kind
         records = kinds.function(kinds.MEASURES[kind])(cell, session, orders.seconds)
@@ -120,7 +120,7 @@ def _keep_to_own_cores(rank: int, size: int) -> None:
             os.sched_setaffinity(0, own)
 
 
-def _by_rank(record: Record, ranks: Ranks) -> Record:
+def _by_rank(record: Record, ranks: RankGroup) -> Record:
     """Seconds of every rank for each sample, whose own value is that of the slowest."""
     clock = ranks.clocks.get(record["mode"])
     calls = record.get("executions", {})

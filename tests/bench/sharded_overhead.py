@@ -22,7 +22,7 @@ import torch.multiprocessing as multiprocessing
 
 import emblib
 from emblib import optim
-from emblib.sharding import Ranks, row_wise, shard, table_wise
+from emblib.sharding import RankGroup, row_wise, shard, table_wise
 from emblib.sharding.exchange import start_all_to_all
 
 TABLES, BAGS, DIM, ROWS = 26, 2, 64, 1000
@@ -48,7 +48,7 @@ def _rank(rank: int, size: int, port: int, rounds: int) -> None:
     address = f"tcp://127.0.0.1:{port}"
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=size)
     for plan in RULES:
-        steps = _steps(Ranks(), plan)
+        steps = _steps(RankGroup(), plan)
         walls, processor = _timed(steps, rounds)
         if rank == 0:
             print(f"{size} ranks, {plan}")
@@ -57,7 +57,7 @@ def _rank(rank: int, size: int, port: int, rounds: int) -> None:
     dist.destroy_process_group()
 
 
-def _steps(ranks: Ranks, plan: str) -> dict[str, Callable[[], None]]:
+def _steps(ranks: RankGroup, plan: str) -> dict[str, Callable[[], None]]:
     configs = [emblib.EmbeddingBagConfig(ROWS, DIM, f"t{i}", (f"f{i}",)) for i in range(TABLES)]
     collection = emblib.EmbeddingBagCollection(configs, optimizer=optim.SGD(0.01))
     rules = {c.name: RULES[plan](i * ranks.size // TABLES) for i, c in enumerate(configs)}

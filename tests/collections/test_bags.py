@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from emblib import (
-    Cache,
+    CacheConfig,
     Dynamic,
     DynamicEmbeddingBags,
     EmbeddingBagCollection,
@@ -250,7 +250,7 @@ def test_plain_tables_load_what_torch_saves() -> None:
 
 def test_cached_tables_are_saved_and_loaded_behind_the_cache() -> None:
     config = EmbeddingBagConfig(
-        *(2000, 4, "t"), kind=Plain(Placement.MANAGED_CACHING, Cache(sets=1))
+        *(2000, 4, "t"), kind=Plain(Placement.MANAGED_CACHING, CacheConfig(sets=1))
     )
     one = EmbeddingBagCollection([config], optimizer=optim.SGD(0.5))
     features = batch(["t"], 8)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from emblib import (
-    Cache,
+    CacheConfig,
     Dynamic,
     DynamicSpec,
     EmbeddingBagCollection,
@@ -109,7 +109,7 @@ def test_features_may_have_names_that_tables_may_not() -> None:
 
 def test_kinds_refuse() -> None:
     with pytest.raises(ValueError, match="MANAGED_CACHING and DISK"):
-        Plain(cache=Cache())
+        Plain(cache=CacheConfig())
     with pytest.raises(ValueError, match="bits must be 8 or 4"):
         Quantized(3)
     with pytest.raises(ValueError, match="init must be one of"):

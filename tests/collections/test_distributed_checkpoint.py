@@ -12,7 +12,7 @@ from emblib import (
     EmbeddingBagCollection,
     EmbeddingBagConfig,
     ExactCounter,
-    Frequency,
+    FrequencyAdmission,
     Quantized,
     optim,
 )
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:Us
 
 
 def test_every_kind(tmp_path: Path) -> None:
-    admitted = Dynamic(admission=Frequency(2, ExactCounter(64)))
+    admitted = Dynamic(admission=FrequencyAdmission(2, ExactCounter(64)))
     configs = [
         *bag_configs(("plain", "tt", "dynamic")),
         EmbeddingBagConfig(64, 4, "admitted", kind=admitted),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from emblib import (
-    Cache,
+    CacheConfig,
     EmbeddingBagConfig,
     EmbeddingConfig,
     Placement,
@@ -267,7 +267,7 @@ def test_kernels_are_no_modules_of_it() -> None:
 @pytest.mark.parametrize("more", [[], ["dynamic", "tt"]])
 def test_prefetched_batches_are_looked_up_from_the_cache(more: list[str]) -> None:
     """With other groups beside the cached one as well, and any number of batches ahead."""
-    far = Plain(Placement.MANAGED_CACHING, Cache(sets=2))
+    far = Plain(Placement.MANAGED_CACHING, CacheConfig(sets=2))
     configs = [EmbeddingBagConfig(900, 4, f"c{i}", kind=far) for i in range(2)]
     configs += bag_configs(more)
     one, two = (_groups(configs, optim.SGD(0.5)) for _ in range(2))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from emblib import (
-    Cache,
+    CacheConfig,
     DynamicEmbeddingBags,
     DynamicSpec,
     EmbeddingBagCollection,
@@ -143,7 +143,7 @@ def test_copies_of_frozen_tables_are_frozen_on_their_own(name: str) -> None:
     ("kind", "optimizer"),
     [
         (Plain(), ADAM),
-        (Plain(Placement.MANAGED_CACHING, Cache(sets=1)), ADAM),
+        (Plain(Placement.MANAGED_CACHING, CacheConfig(sets=1)), ADAM),
         (Plain(), optim.RowwiseAdagrad(0.1, global_decay=optim.GlobalDecay(0.1))),
         (TensorTrain((2,)), ADAM),
         (Plain(), None),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import emblib.compat.torchrec as ours
-from emblib.sharding import Ranks
+from emblib.sharding import RankGroup
 from tests.compat.peer import peer_module
 from tests.sharding import worlds
 
@@ -87,7 +87,7 @@ def test_state_dicts_go_both_ways() -> None:
 # Over two ranks
 
 
-def torchrec_sharded(ranks: Ranks, poolings: list[str], kinds: list[str]) -> Any:
+def torchrec_sharded(ranks: RankGroup, poolings: list[str], kinds: list[str]) -> Any:
     """TorchRec's sharded collection with the weights of `collection_of`, SGD in backward."""
     from torchrec.distributed import sharding_plan
     from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
@@ -123,7 +123,7 @@ def torchrec_sharded(ranks: Ranks, poolings: list[str], kinds: list[str]) -> Any
     return sharded
 
 
-def emblib_sharded(ranks: Ranks, poolings: list[str], kinds: list[str]) -> Any:
+def emblib_sharded(ranks: RankGroup, poolings: list[str], kinds: list[str]) -> Any:
     """Ours by the same words."""
     source = collection_of(ours, poolings)
     rules = {
@@ -148,7 +148,7 @@ def by_key(output: Any) -> dict[str, Tensor]:
     return {key: output[key].detach().clone() for key in keys}
 
 
-def _trained(ranks: Ranks, poolings: list[str], kinds: list[str]) -> dict[str, Any]:
+def _trained(ranks: RankGroup, poolings: list[str], kinds: list[str]) -> dict[str, Any]:
     """Output, and output after a step: theirs, ours, and what an unsharded collection gives."""
     found: dict[str, Any] = {}
     makers = {"theirs": (theirs, torchrec_sharded), "ours": (ours, emblib_sharded)}
@@ -164,7 +164,7 @@ def _trained(ranks: Ranks, poolings: list[str], kinds: list[str]) -> dict[str, A
     return found | {"whole": by_key(whole)}
 
 
-def _kept(ranks: Ranks) -> tuple[bool, bool, list[bool]]:
+def _kept(ranks: RankGroup) -> tuple[bool, bool, list[bool]]:
     """Whether `shard` keeps the weights, and whether `fused_params` of a plan by hand train."""
     source = collection_of(theirs, ["SUM"] * 3)
     first = source.embedding_bags["t0"].weight.detach().clone()
@@ -190,7 +190,7 @@ def _kept(ranks: Ranks) -> tuple[bool, bool, list[bool]]:
     return same and trained, untrained, dropped
 
 
-def _plan_of_torchrec(source: Any, ranks: Ranks) -> Any:
+def _plan_of_torchrec(source: Any, ranks: RankGroup) -> Any:
     from torchrec.distributed import sharding_plan
 
     return sharding_plan.construct_module_sharding_plan(
@@ -202,7 +202,7 @@ def _plan_of_torchrec(source: Any, ranks: Ranks) -> Any:
     )
 
 
-def _environment_of_torchrec(ranks: Ranks) -> Any:
+def _environment_of_torchrec(ranks: RankGroup) -> Any:
     from torchrec.distributed.types import ShardingEnv
 
     return ShardingEnv.from_process_group(ranks.group)

@@ -27,7 +27,7 @@ from emblib.compat.dynamicemb import (
 )
 from emblib.dynamic.saving import dynamicemb_files
 from emblib.dynamic.saving.dumps import DumpError
-from emblib.sharding.ranks import Ranks
+from emblib.sharding.ranks import RankGroup
 from tests.compat.dynamicemb_cases import keys_of, look_up, one_table, options, rows_of
 from tests.sharding import worlds
 
@@ -227,12 +227,12 @@ def _model(**changes: Any) -> Model:
     return Model(optimizer=EmbOptimType.EXACT_ADAGRAD, max_capacity=128, **changes)
 
 
-def _of_rank(ranks: Ranks, keys: Any) -> list[int]:
+def _of_rank(ranks: RankGroup, keys: Any) -> list[int]:
     """The keys that DynamicEmb's "roundrobin" sends to a rank."""
     return [key for key in keys if key % 2**64 % ranks.size == ranks.rank]
 
 
-def _group(ranks: Ranks) -> Any:
+def _group(ranks: RankGroup) -> Any:
     """Their group; None where they are all processes, as it means."""
     return None if ranks.size in (1, worlds.RANKS) else ranks.group
 
@@ -248,7 +248,7 @@ def _content(model: Model) -> dict[str, list[Any]]:
     return content
 
 
-def dumps(ranks: Ranks, path: str, rounds: int) -> dict[str, list[Any]]:
+def dumps(ranks: RankGroup, path: str, rounds: int) -> dict[str, list[Any]]:
     """Dump over the same path so often; what the last dump had of this rank."""
     model = _model(learning_rate=0.25)
     for number in range(rounds):
@@ -260,7 +260,7 @@ def dumps(ranks: Ranks, path: str, rounds: int) -> dict[str, list[Any]]:
     return _content(model)
 
 
-def loads(ranks: Ranks, path: str) -> dict[str, list[Any]]:
+def loads(ranks: RankGroup, path: str) -> dict[str, list[Any]]:
     model = _model()
     train(model.sparse.users, [500 + ranks.rank])
     DynamicEmbLoad(path, model, optim=True, pg=_group(ranks))
@@ -268,7 +268,7 @@ def loads(ranks: Ranks, path: str) -> dict[str, list[Any]]:
     return _content(model)
 
 
-def refuses(ranks: Ranks, path: str, message: str) -> None:
+def refuses(ranks: RankGroup, path: str, message: str) -> None:
     """No rank changes any table."""
     model = _model()
     train(model.sparse.users, [500])
@@ -299,7 +299,7 @@ def test_every_rank_has_its_files(size: int, tmp_path: Path) -> None:
         name: {key: rest for part in dumped for key, *rest in zip(*part[name], strict=True)}
         for name in ("users", "items")
     }
-    for parts in (worlds.run(3, loads, path), [loads(Ranks.single(), path)]):
+    for parts in (worlds.run(3, loads, path), [loads(RankGroup.single(), path)]):
         for name, rows in wanted.items():
             found = {key: rest for part in parts for key, *rest in zip(*part[name], strict=True)}
             assert found == rows
@@ -324,15 +324,15 @@ def test_what_one_rank_lacks_no_rank_loads(tmp_path: Path) -> None:
 
 
 def test_a_damaged_table_leaves_all_as_they_are(tmp_path: Path) -> None:
-    dumps(Ranks.single(), str(tmp_path), 1)
+    dumps(RankGroup.single(), str(tmp_path), 1)
     values = tmp_path / "model.sparse.items" / "i_emb_values.rank_0.world_size_1"
     values.write_bytes(values.read_bytes()[:-4])
-    refuses(Ranks.single(), str(tmp_path), "has 79 values for 20 keys of 'i'")
+    refuses(RankGroup.single(), str(tmp_path), "has 79 values for 20 keys of 'i'")
     values.unlink()
-    refuses(Ranks.single(), str(tmp_path), "has 0 values for 20 keys of 'i'")
+    refuses(RankGroup.single(), str(tmp_path), "has 0 values for 20 keys of 'i'")
 
 
-def fails_to_write_over(ranks: Ranks, path: str, before: list[Any]) -> None:
+def fails_to_write_over(ranks: RankGroup, path: str, before: list[Any]) -> None:
     """The disk of the last rank is full once it has written some files."""
     model = _model()
     train(model.sparse.users, [7])
@@ -361,9 +361,9 @@ def fails_to_write_over(ranks: Ranks, path: str, before: list[Any]) -> None:
 
 def test_a_full_disk_leaves_the_old_dump(tmp_path: Path) -> None:
     alone, by_two = tmp_path / "1", tmp_path / "2"
-    one, two = [dumps(Ranks.single(), str(alone), 1)], worlds.run(2, dumps, str(by_two), 1)
+    one, two = [dumps(RankGroup.single(), str(alone), 1)], worlds.run(2, dumps, str(by_two), 1)
     files = sorted(tmp_path.rglob("*"))
-    fails_to_write_over(Ranks.single(), str(alone), one)
+    fails_to_write_over(RankGroup.single(), str(alone), one)
     worlds.run(2, fails_to_write_over, str(by_two), two)
     assert sorted(tmp_path.rglob("*")) == files
 
@@ -371,7 +371,7 @@ def test_a_full_disk_leaves_the_old_dump(tmp_path: Path) -> None:
 def test_a_rename_that_fails_leaves_the_old_dump(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = dumps(Ranks.single(), str(tmp_path), 1)
+    before = dumps(RankGroup.single(), str(tmp_path), 1)
     files, rename = sorted(tmp_path.rglob("*")), os.rename
 
     def fails(source: Path, goal: Path) -> None:
@@ -384,7 +384,7 @@ def test_a_rename_that_fails_leaves_the_old_dump(
         DynamicEmbDump(str(tmp_path), Model(), allow_overwrite=True)
     monkeypatch.undo()
     assert sorted(tmp_path.rglob("*")) == files
-    assert loads(Ranks.single(), str(tmp_path)) == before
+    assert loads(RankGroup.single(), str(tmp_path)) == before
 
 
 @pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
@@ -393,9 +393,9 @@ def test_tables_are_replaced_together(
     when: str, error: type[BaseException], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whichever file cannot be moved, or is the last one before an interrupt."""
-    dumps(Ranks.single(), str(tmp_path), 1)
+    dumps(RankGroup.single(), str(tmp_path), 1)
     next(tmp_path.rglob("u_emb_opt_values*")).unlink()  # the new dump has a file more
-    before = loads(Ranks.single(), str(tmp_path))
+    before = loads(RankGroup.single(), str(tmp_path))
     files, rename, model = contents(tmp_path), os.rename, _model(learning_rate=0.25)
     train(model.sparse.items, [3])
     moves, failing = 0, -1
@@ -415,11 +415,11 @@ def test_tables_are_replaced_together(
         with pytest.raises(error):
             DynamicEmbDump(str(tmp_path), model, optim=True, allow_overwrite=True)
         assert contents(tmp_path) == files
-    assert loads(Ranks.single(), str(tmp_path)) == before
+    assert loads(RankGroup.single(), str(tmp_path)) == before
     moves, failing = 0, -1
     DynamicEmbDump(str(tmp_path), model, optim=True, allow_overwrite=True)
     assert moves == 4 + 5 + 2 * 5
-    assert loads(Ranks.single(), str(tmp_path)) == _content(model)
+    assert loads(RankGroup.single(), str(tmp_path)) == _content(model)
 
 
 def contents(path: Path) -> dict[str, bytes]:
@@ -430,7 +430,7 @@ def contents(path: Path) -> dict[str, bytes]:
 
 def test_a_kill_leaves_no_mixture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before every move, what a process that is killed there leaves is looked at."""
-    before = dumps(Ranks.single(), str(tmp_path / "dump"), 1)
+    before = dumps(RankGroup.single(), str(tmp_path / "dump"), 1)
     rename, model, left = os.rename, _model(learning_rate=0.25), []
     train(model.sparse.users, range(30))
     train(model.sparse.items, range(110, 130))
@@ -443,19 +443,19 @@ def test_a_kill_leaves_no_mixture(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(os, "rename", copies)
     DynamicEmbDump(str(tmp_path / "dump"), model, optim=True, allow_overwrite=True)
     monkeypatch.undo()
-    assert loads(Ranks.single(), str(left[0])) == before
+    assert loads(RankGroup.single(), str(left[0])) == before
     for path in left[1:]:
-        refuses(Ranks.single(), str(path), r"has no keys of a table .* cut short")
-    assert loads(Ranks.single(), str(tmp_path / "dump")) == _content(model)
+        refuses(RankGroup.single(), str(path), r"has no keys of a table .* cut short")
+    assert loads(RankGroup.single(), str(tmp_path / "dump")) == _content(model)
 
 
 def test_files_of_two_dumps_are_refused(tmp_path: Path) -> None:
     """Tables that one call wrote are loaded with each other, or one at a time."""
     first, second = tmp_path / "1", tmp_path / "2"
-    dumps(Ranks.single(), str(first), 1)
-    dumps(Ranks.single(), str(second), 2)
+    dumps(RankGroup.single(), str(first), 1)
+    dumps(RankGroup.single(), str(second), 2)
     shutil.copytree(second / "model.sparse.items", first / "model.sparse.items", dirs_exist_ok=True)
-    refuses(Ranks.single(), str(first), r"u_opt_args.json and .* are of different dumps")
+    refuses(RankGroup.single(), str(first), r"u_opt_args.json and .* are of different dumps")
     model = _model()
     for names in ({"users": ["u"]}, {"items": ["i"]}):
         DynamicEmbLoad(str(first), model, names)
@@ -469,10 +469,10 @@ def test_files_of_two_dumps_are_refused(tmp_path: Path) -> None:
         ({"id": "1", "tables": [["i"]]}, "must be names"),
     ):
         file.write_text(json.dumps({**saved, "emblib_dump": entry}))
-        refuses(Ranks.single(), str(first), message)
+        refuses(RankGroup.single(), str(first), message)
     del saved["emblib_dump"]  # as DynamicEmb writes it, but beside a table that is not its own
     file.write_text(json.dumps(saved))
-    refuses(Ranks.single(), str(first), "are of different dumps")
+    refuses(RankGroup.single(), str(first), "are of different dumps")
 
 
 def test_tables_may_be_dumped_one_after_the_other(tmp_path: Path) -> None:
@@ -483,15 +483,15 @@ def test_tables_may_be_dumped_one_after_the_other(tmp_path: Path) -> None:
             train(model.sparse.users, [number])
             DynamicEmbDump(str(tmp_path), model, names, optim=True, allow_overwrite=True)
             if names != {"users": ["u"]}:
-                assert loads(Ranks.single(), str(tmp_path))["items"] == _content(model)["items"]
+                assert loads(RankGroup.single(), str(tmp_path))["items"] == _content(model)["items"]
     train(model.sparse.items, [77])
     DynamicEmbDump(str(tmp_path), model, {"items": ["i"]}, optim=True, allow_overwrite=True)
-    assert loads(Ranks.single(), str(tmp_path)) == _content(model)
+    assert loads(RankGroup.single(), str(tmp_path)) == _content(model)
     for file in tmp_path.rglob("*.json"):
         saved = json.loads(file.read_text())
         del saved["emblib_dump"]
         file.write_text(json.dumps(saved))
-    assert loads(Ranks.single(), str(tmp_path)) == _content(model)
+    assert loads(RankGroup.single(), str(tmp_path)) == _content(model)
 
 
 DAMAGED: list[tuple[dict[str, Any], str]] = [
@@ -543,7 +543,7 @@ def test_damaged_numbers_leave_all_as_they_are(
         DynamicEmbLoad(str(tmp_path), model)  # what is not wanted may be whatever it is
 
 
-def fails_to_take(ranks: Ranks, path: str) -> None:
+def fails_to_take(ranks: RankGroup, path: str) -> None:
     """The last rank runs out of memory when it writes to its second table."""
     model = _model()
     if ranks.rank == ranks.size - 1:
@@ -570,7 +570,7 @@ def test_ranks_that_dump_other_tables_are_told(tmp_path: Path) -> None:
         DynamicEmbDump(str(tmp_path), trained(), pg="group")
 
 
-def dumps_by_rank(ranks: Ranks, path: str) -> None:
+def dumps_by_rank(ranks: RankGroup, path: str) -> None:
     DynamicEmbDump(f"{path}/{ranks.rank}", Model(), pg=_group(ranks))
 
 

@@ -14,9 +14,9 @@ from emblib import (
     Debug,
     Eviction,
     ExactCounter,
-    Frequency,
-    KeyCheck,
+    FrequencyAdmission,
     Normal,
+    OnInsertFailure,
     StochasticRounding,
     TruncatedNormal,
     Uniform,
@@ -128,7 +128,7 @@ def test_numbers_of_tables() -> None:
     )
     assert (spec.dim, spec.capacity, spec.initial_capacity, spec.max_load) == (7, 1000, 64, 0.7)
     assert (spec.missing, spec.initial_state, spec.name) == (-1.0, 0.5, "users")
-    assert spec.check is KeyCheck.WARNING
+    assert spec.check is OnInsertFailure.WARNING
     assert _spec(max_capacity=32, init_capacity=500).initial_capacity == 32
     assert _spec(max_capacity=32).initial_capacity == 32
 
@@ -141,9 +141,9 @@ def test_what_was_left_out_is_filled_in() -> None:
 def test_admission_options() -> None:
     rule = FrequencyAdmissionStrategy(4, _initial(Mode.CONSTANT, value=2.0))
     spec = _spec(admit_strategy=rule, admission_counter=KVCounter(100))
-    assert spec.admission == Frequency(4, ExactCounter(100), Constant(2.0))
+    assert spec.admission == FrequencyAdmission(4, ExactCounter(100), Constant(2.0))
     spec = _spec(admit_strategy=FrequencyAdmissionStrategy(4), admission_counter=KVCounter(100))
-    assert spec.admission == Frequency(4, ExactCounter(100), Debug())
+    assert spec.admission == FrequencyAdmission(4, ExactCounter(100), Debug())
 
 
 @pytest.mark.parametrize("dtype", [None, torch.float32, torch.float16, torch.bfloat16], ids=str)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 import emblib.compat.torchrec as ours
-from emblib.compat.torchrec_comms import wire_of
-from emblib.sharding import BF16, FP8, FP16, INT8, Ranks
+from emblib.compat.torchrec_comms import comm_precision_of
+from emblib.sharding import BF16, FP8, FP16, INT8, RankGroup
 from tests.compat.peer import peer_module
 from tests.sharding import worlds
 
@@ -22,7 +22,7 @@ def _tensor(*shape: int) -> Tensor:
     return torch.arange(float(torch.Size(shape).numel())).view(*shape).sin().requires_grad_()
 
 
-def _calls(module: Any, ranks: Ranks, group: Any) -> dict[str, tuple[Tensor, Any]]:
+def _calls(module: Any, ranks: RankGroup, group: Any) -> dict[str, tuple[Tensor, Any]]:
     """Each collective's input, and what it makes of it."""
     rank = ranks.rank
     pooled = _tensor(sum(SIZES), COLUMNS[rank])
@@ -51,7 +51,7 @@ def _calls(module: Any, ranks: Ranks, group: Any) -> dict[str, tuple[Tensor, Any
     }
 
 
-def _results(ranks: Ranks, name: str, gradients: str) -> dict[str, tuple[Tensor, Tensor]]:
+def _results(ranks: RankGroup, name: str, gradients: str) -> dict[str, tuple[Tensor, Tensor]]:
     module = import_module(name)
     division = gradients == "mean"
     module.set_gradient_division(division)
@@ -91,7 +91,7 @@ def test_the_registry_has_a_codec_for_each_direction() -> None:
     registry = ours.get_qcomm_codecs_registry(config)
     assert registry is not None
     assert set(registry) == {op.name for op in ours.CommOp}
-    wire = wire_of(registry, pooled=True)
+    wire = comm_precision_of(registry, pooled=True)
     assert wire is not None
     assert wire.forward == FP16(8.0)
     assert wire.backward == FP8(64, format="e5m2")

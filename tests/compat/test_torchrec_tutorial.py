@@ -35,7 +35,7 @@ from emblib.compat.torchrec import (
     row_wise,
     table_wise,
 )
-from emblib.sharding import Ranks
+from emblib.sharding import RankGroup
 from tests.compat.torchrec_cases import (
     DIM,
     PRODUCTS,
@@ -186,7 +186,7 @@ def test_a_lazy_awaitable_waits_when_it_is_used() -> None:
 # Plans and sharders
 
 
-def _planned(ranks: Ranks) -> None:
+def _planned(ranks: RankGroup) -> None:
     ebc = collection("meta")
     planner = EmbeddingShardingPlanner(
         topology=Topology(world_size=ranks.size, compute_device="cpu"),
@@ -209,7 +209,7 @@ def test_a_planner_plans_and_a_sharder_shards(size: int) -> None:
     worlds.run(size, _planned)
 
 
-def _hand_written(ranks: Ranks, last: int) -> None:
+def _hand_written(ranks: RankGroup, last: int) -> None:
     torch.manual_seed(3)
     ebc = collection()
     before = weights_of(ebc)
@@ -262,7 +262,7 @@ class Model(nn.Module):
         return out
 
 
-def _trained(ranks: Ranks) -> list[float]:
+def _trained(ranks: RankGroup) -> list[float]:
     torch.manual_seed(5)
     model = Model()
     apply_optimizer_in_backward(
@@ -302,7 +302,7 @@ def test_models_train_through_distributed_model_parallel() -> None:
     assert all(losses[2] < losses[0] for losses in both)
 
 
-def _by_default(ranks: Ranks) -> list[list[float]]:
+def _by_default(ranks: RankGroup) -> list[list[float]]:
     """The collection itself, without a plan."""
     torch.manual_seed(7)
     ebc = collection()
@@ -342,7 +342,7 @@ def test_a_sharder_refuses_what_it_would_not_do() -> None:
         EmbeddingBagCollectionSharder().shard(nn.Linear(2, 2), plan, ShardingEnv.from_local(1, 0))
 
 
-def _given_otherwise(ranks: Ranks) -> list[str]:
+def _given_otherwise(ranks: RankGroup) -> list[str]:
     """What ranks say of which the last was given something else."""
     last, env = ranks.rank == 1, ShardingEnv.from_process_group(ranks.group)
     plan = construct_module_sharding_plan(
@@ -382,7 +382,7 @@ def test_ranks_that_were_given_something_else_are_told() -> None:
         assert words in one[number]
 
 
-def _in_a_pipeline(ranks: Ranks, name: str) -> list[float]:
+def _in_a_pipeline(ranks: RankGroup, name: str) -> list[float]:
     """Losses of a loop by hand (no name), or of a pipeline: the same model, the same batches."""
     torch.manual_seed(9)
     sharder = EmbeddingBagCollectionSharder(fused_params={"learning_rate": 0.1})

@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 
 from emblib import (
+    CountMinSketch,
     DynamicEmbeddingBags,
     DynamicSpec,
     Eviction,
     ExactCounter,
-    Frequency,
+    FrequencyAdmission,
     Precision,
-    Sketch,
     Uniform,
     optim,
 )
@@ -51,9 +51,9 @@ def make(
 
 def admitting(counted: int = 64) -> DynamicEmbeddingBags:
     """One table that counts exactly, up to so many keys, and one with a sketch."""
-    counters = (ExactCounter(counted), Sketch(64))
+    counters = (ExactCounter(counted), CountMinSketch(64))
     specs = [
-        DynamicSpec(256, 4, name=name, admission=Frequency(3, counter))
+        DynamicSpec(256, 4, name=name, admission=FrequencyAdmission(3, counter))
         for name, counter in zip(("items", "users"), counters, strict=True)
     ]
     return DynamicEmbeddingBags(specs, optim.Adam(0.1), feature_tables=[0, 1, 0], seed=0)

@@ -72,17 +72,17 @@ def work(directory: Path, board: Board, dumps: int = 1 << 30) -> None:
     board.write(board.acknowledged, Phase.LOADING)
     watch_growth(board)
     module = make()
-    module.track_removals()
+    module.track_evictions()
     load(directory, module)
     since = module.index.tick - module.index.tick % (2 * WHOLE)
     for number in range(module.index.tick // 2, module.index.tick // 2 + dumps):
         # Dump n is after step 2 n, so that all can be told from the tick.
         board.write(board.acknowledged, Phase.DUMPING)
         if number % WHOLE == 0:
-            module.track_removals().restart(module.index.tick)
+            module.track_evictions().restart(module.index.tick)
             since = module.index.tick
         elif module.removals is not None and module.removals.reaches_back_to(0) > since:
-            module.track_removals().restart(since)  # nothing ever leaves this table
+            module.track_evictions().restart(since)  # nothing ever leaves this table
         dump(directory, module, number, since)
         board.write(module.index.tick, Phase.TRAINING)
         for _ in range(2):

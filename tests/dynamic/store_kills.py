@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from emblib.dynamic.tiers.disk import Shelf
+from emblib.dynamic.tiers.disk import RowFile
 from emblib.dynamic.tiers.store import Rows, RowStore
 from tests.dynamic.row_store_cases import FILES, TABLES, as_dict, contents, random_rows, take
 from tests.tables.kills import Board, SelfKill, killed_at_call, killed_in
@@ -160,7 +160,7 @@ def watch(kill: SelfKill) -> None:
         return
     for name in ("pwrite", "fsync", "replace", "ftruncate", "posix_fallocate"):
         kill.watch(os, name)
-    kill.watch(Shelf, "flush")
+    kill.watch(RowFile, "flush")
     kill.watch(torch.Tensor, "index_copy_")
 
 

@@ -10,15 +10,15 @@ from torch import Tensor, nn
 from emblib.dynamic.admission import Admission, Missing, missing_of
 from emblib.dynamic.keys import hash_key_of
 from emblib.ops.hash import Keys, Misses
-from emblib.specs import DynamicSpec, ExactCounter, Frequency, Sketch
+from emblib.specs import CountMinSketch, DynamicSpec, ExactCounter, FrequencyAdmission
 from tests.hash_cases import unmix
 
 EDGES = [0, -1, -4, 4, -(2**63), 2**63 - 1]
 BATCH = list[tuple[int, int]]  # (table, key) of each position, table after table
 
 
-def spec(counter: ExactCounter | Sketch | None, threshold: int = 3) -> DynamicSpec:
-    admission = None if counter is None else Frequency(threshold, counter)
+def spec(counter: ExactCounter | CountMinSketch | None, threshold: int = 3) -> DynamicSpec:
+    admission = None if counter is None else FrequencyAdmission(threshold, counter)
     return DynamicSpec(1024, 4, admission=admission)
 
 
@@ -75,8 +75,10 @@ def test_without_admission_nothing_is_asked(device: torch.device) -> None:
     assert admission.admit(keys, misses) is None
 
 
-@pytest.mark.parametrize("counter", [ExactCounter(4096), Sketch(1 << 16)], ids=type)
-def test_keys_enter_at_the_threshold(counter: ExactCounter | Sketch, device: torch.device) -> None:
+@pytest.mark.parametrize("counter", [ExactCounter(4096), CountMinSketch(1 << 16)], ids=type)
+def test_keys_enter_at_the_threshold(
+    counter: ExactCounter | CountMinSketch, device: torch.device
+) -> None:
     """Tables count apart from each other, and one without admission takes every key at once."""
     admission = Admission([spec(counter, 3), spec(None), spec(counter, 5)], device)
     seen: Counter[tuple[int, int]] = Counter()
@@ -103,7 +105,7 @@ def test_duplicates_of_a_batch_count_each(device: torch.device) -> None:
 
 
 def test_empty_batches_are_nothing(device: torch.device) -> None:
-    admission = Admission([spec(ExactCounter(64)), spec(Sketch(64))], device)
+    admission = Admission([spec(ExactCounter(64)), spec(CountMinSketch(64))], device)
     keys, misses = misses_of([], 2, device)
     admitted = admission.admit(keys, misses)
     assert admitted is not None
@@ -149,7 +151,7 @@ def test_only_the_largest_counts_are_taken_in(device: torch.device) -> None:
 
 
 def test_state_goes_with_the_module(device: torch.device) -> None:
-    specs = [spec(ExactCounter(64)), spec(Sketch(256))]
+    specs = [spec(ExactCounter(64)), spec(CountMinSketch(256))]
     first, second = Admission(specs, device), Admission(specs, device)
     batch = [(t, key) for t in (0, 1) for key in (*EDGES, *EDGES)]
     admitted_of(first, batch, device)
@@ -192,7 +194,7 @@ def test_sketches_are_count_min(threshold: int, each: int, device: torch.device)
     shapes = [(53, 3), (31, 4)]
     hash_keys = [5, -(2**63)]
     models = [CountMin(*shape, threshold, k) for shape, k in zip(shapes, hash_keys, strict=True)]
-    specs = [spec(Sketch(*shape), threshold) for shape in shapes]
+    specs = [spec(CountMinSketch(*shape), threshold) for shape in shapes]
     admission = Admission(specs, device, hash_keys)
     seen: Counter[tuple[int, int]] = Counter()
     too_early = 0
@@ -214,14 +216,14 @@ def test_sketches_are_count_min(threshold: int, each: int, device: torch.device)
 
 
 def sharing_counters() -> list[int]:
-    """2,000 keys that share all their counters of a `Sketch(1 << 16)` whose hash key is 0."""
+    """Return 2,000 keys that share all counters of a `CountMinSketch(1 << 16)` with hash key 0."""
     mixed = [1 << 33 | low << 31 | t for t in range(500) for low in range(4)]
     return [unmix(x) for x in mixed]
 
 
 def test_keys_made_to_share_counters_are_told_apart(device: torch.device) -> None:
     """Each is seen once; where the hash key is known they count as one key."""
-    specs = [spec(Sketch(1 << 16), 10)]
+    specs = [spec(CountMinSketch(1 << 16), 10)]
     hash_keys = [hash_key_of(12345, "a")]
     for admission, least, most in (
         (Admission(specs, device), 1_000, 2_000),
@@ -236,7 +238,7 @@ def test_keys_made_to_share_counters_are_told_apart(device: torch.device) -> Non
 
 def test_sketches_keep_their_hash_keys(device: torch.device) -> None:
     """They are saved with the counters; those of earlier versions were hashed with 0."""
-    specs = [spec(None), spec(Sketch(256)), spec(Sketch(64))]
+    specs = [spec(None), spec(CountMinSketch(256)), spec(CountMinSketch(64))]
     first = Admission(specs, device, [1, 2, 3])
     batch = [(t, key) for t in (1, 2) for key in (*EDGES, *EDGES)]
     admitted_of(first, batch, device)
@@ -261,7 +263,9 @@ def test_sketches_keep_their_hash_keys(device: torch.device) -> None:
 
 def test_counters_are_halved_once_in_a_while(device: torch.device) -> None:
     period = 7
-    admission = Admission([spec(Sketch(50, 2, period), 200), spec(Sketch(20, 2), 200)], device)
+    admission = Admission(
+        [spec(CountMinSketch(50, 2, period), 200), spec(CountMinSketch(20, 2), 200)], device
+    )
     sketches = admission.sketches
     assert sketches is not None
     sketches.counters.fill_(101)
@@ -276,9 +280,9 @@ def test_counters_are_halved_once_in_a_while(device: torch.device) -> None:
     assert (sketches.counters[:100] == 25).all()
 
 
-@pytest.mark.parametrize("counter", [ExactCounter(256), Sketch(97, 3, 5)], ids=type)
+@pytest.mark.parametrize("counter", [ExactCounter(256), CountMinSketch(97, 3, 5)], ids=type)
 def test_threads_do_not_matter(
-    counter: ExactCounter | Sketch, thread_counts: list[int], device: torch.device
+    counter: ExactCounter | CountMinSketch, thread_counts: list[int], device: torch.device
 ) -> None:
     def run(threads: int) -> list[Tensor]:
         torch.set_num_threads(threads)
@@ -298,14 +302,14 @@ def test_threads_do_not_matter(
 
 def test_sketches_are_checked() -> None:
     with pytest.raises(ValueError, match="width of Sketch must be below"):
-        Sketch(2**31)
+        CountMinSketch(2**31)
     with pytest.raises(ValueError, match="halve_every must be >= 1, got 0"):
-        Sketch(16, halve_every=0)
+        CountMinSketch(16, halve_every=0)
 
 
-@pytest.mark.parametrize("counter", [ExactCounter(128), Sketch(97, 3)], ids=type)
+@pytest.mark.parametrize("counter", [ExactCounter(128), CountMinSketch(97, 3)], ids=type)
 def test_entries_without_a_table_are_nothing(
-    counter: ExactCounter | Sketch, device: torch.device
+    counter: ExactCounter | CountMinSketch, device: torch.device
 ) -> None:
     """CUDA has as many entries as the batch has positions; the CPU only those of misses."""
     specs = [spec(None), spec(counter), spec(counter, 2)]

@@ -16,11 +16,11 @@ from emblib import (
     DynamicSpec,
     Eviction,
     ExactCounter,
-    Frequency,
-    KeyCheck,
+    FrequencyAdmission,
+    HashTable,
     Normal,
+    OnInsertFailure,
     Pooling,
-    ScoredTable,
     TableSpec,
     optim,
 )
@@ -95,7 +95,7 @@ def test_refused_keys_read_missing_and_are_not_trained(device: torch.device) -> 
 def test_a_key_without_a_row_never_meets_garbage(device: torch.device, missing: float) -> None:
     """Every plane begins as NaN; keys come, are evicted, refused, kept out; tables grow."""
     generator = torch.Generator().manual_seed(0)
-    admission = Frequency(2, ExactCounter(64), reads=Normal() if missing else None)
+    admission = FrequencyAdmission(2, ExactCounter(64), reads=Normal() if missing else None)
     specs = [
         DynamicSpec(96, 6, initial_capacity=32, missing=missing),
         DynamicSpec(32, 3, missing=missing, admission=admission),
@@ -164,7 +164,7 @@ def test_initial_state(device: torch.device) -> None:
 
 def test_admission_reads_and_learns_later(device: torch.device) -> None:
     for reads, want in ((None, 9.0), (Debug(), 77.0)):
-        admission = Frequency(3, ExactCounter(32), reads=reads)
+        admission = FrequencyAdmission(3, ExactCounter(32), reads=reads)
         spec = DynamicSpec(32, 4, initializer=Constant(1.0), missing=9.0, admission=admission)
         table = _one(spec, device)
         for _ in range(2):
@@ -424,7 +424,7 @@ def test_key_check_tells(device: torch.device) -> None:
     with pytest.warns(UserWarning, match="8 keys found no place in table 'users'") as caught:
         warned(*_each(ids, device))
     assert caught[0].filename == __file__
-    strict = _one(DynamicSpec(32, 2, eviction="none", check=KeyCheck.ERROR), device)
+    strict = _one(DynamicSpec(32, 2, eviction="none", check=OnInsertFailure.ERROR), device)
     with pytest.raises(RuntimeError, match="larger capacity, or smaller batches"):
         strict(*_each(ids, device))
     strict(*_each(strict.index.export(0).keys, device)).sum().backward()
@@ -444,7 +444,7 @@ def test_frequent_keys_stay(device: torch.device) -> None:
 
 def test_ttl(device: torch.device) -> None:
     table = _one(DynamicSpec(64, 2, ttl=8), device)
-    table.track_removals()
+    table.track_evictions()
     table(*_each([1, 2, 3], device))
     for _ in range(12):
         table(*_each([1], device)).sum().backward()
@@ -458,7 +458,7 @@ def test_ttl(device: torch.device) -> None:
 def test_removals_are_logged(device: torch.device) -> None:
     specs = [DynamicSpec(32, 2), DynamicSpec(32, 2)]
     table = DynamicEmbeddingBags(specs, device=device)
-    log = table.track_removals()
+    log = table.track_evictions()
     both = torch.cat([torch.arange(32), torch.arange(100, 132)]).to(device)
     table(both, torch.arange(65, device=device))
     table(both + 50, torch.arange(65, device=device))
@@ -548,7 +548,7 @@ def test_the_hash_is_by_a_seed_of_torchs_generator_or_one_that_is_given(
     scored = []
     for seed in (1, 1, 2):
         torch.manual_seed(seed)
-        scored.append(ScoredTable(specs[0], device=device).index.hash_key(0))
+        scored.append(HashTable(specs[0], device=device).index.hash_key(0))
     assert scored[0] == scored[1] != scored[2]
 
 

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from emblib import (
+    CountMinSketch,
     DynamicEmbeddingBags,
     DynamicSpec,
     Eviction,
     ExactCounter,
-    Frequency,
+    FrequencyAdmission,
     Precision,
-    Sketch,
     optim,
 )
 from emblib.dynamic.hash_index import HashIndex
@@ -71,7 +71,7 @@ def test_full_tables_are_loaded_as_a_whole(eviction: Eviction) -> None:
 
 def test_on_any_device(device: torch.device, tmp_path: Path) -> None:
     module, other = make(device=str(device)), make(capacities=(512, 512))
-    module.track_removals()
+    module.track_evictions()
     train(module, 0, 1, 2)
     other.load_state_dict(module.state_dict())
     assert_same_content(module, other)
@@ -308,8 +308,8 @@ def test_a_snapshot_of_other_tables_is_refused(tmp_path: Path) -> None:
 
 
 ONE = [DynamicSpec(256, 4, name="items")]
-COUNTED = [replace(ONE[0], admission=Frequency(2, ExactCounter(64)))]
-SKETCHED = [replace(ONE[0], admission=Frequency(2, Sketch(64)))]
+COUNTED = [replace(ONE[0], admission=FrequencyAdmission(2, ExactCounter(64)))]
+SKETCHED = [replace(ONE[0], admission=FrequencyAdmission(2, CountMinSketch(64)))]
 SCORED = [replace(ONE[0], eviction=Eviction.STEP)]
 HALF = Precision(weights=torch.float16)
 OTHERS: list[tuple[str, list[DynamicSpec], dict[str, Any], str]] = [

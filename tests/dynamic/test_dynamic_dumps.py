@@ -142,7 +142,7 @@ def test_a_damaged_dump_changes_nothing(tmp_path: Path) -> None:
 def test_a_copy_follows_by_changes(eviction: Eviction, tmp_path: Path) -> None:
     """Through training, eviction, erasure and growth; each dump of changes is read once."""
     module = make(eviction, (160, 96), initial_capacity=32)
-    module.track_removals()
+    module.track_evictions()
     train(module, 0, 1)
     since = module.dump(tmp_path / "whole")
     copy = make(eviction, (4096, 4096))
@@ -174,7 +174,7 @@ def test_a_copy_as_large_as_a_full_table_loses_no_key(
         DynamicEmbeddingBags([DynamicSpec(capacity, 4)], optim.Adagrad(0.1), seed=seed)
         for seed in seeds
     )
-    module.track_removals()
+    module.track_evictions()
     since, size = 0, capacity // 12
     generator = torch.Generator().manual_seed(0)
     for number in range(30):
@@ -193,7 +193,7 @@ def test_a_copy_as_large_as_a_full_table_loses_no_key(
 
 def test_a_copy_that_is_too_small_says_what_it_loses() -> None:
     module, copy = make(capacities=(256, 256)), make(capacities=(64, 256))
-    module.track_removals()
+    module.track_evictions()
     train(module, *range(8), distinct=400)
     with pytest.warns(UserWarning, match=r"copy had no place .* lost are \{'items': \d+\}"):
         loaded = copy.apply_changes(module.changes(0))
@@ -202,7 +202,7 @@ def test_a_copy_that_is_too_small_says_what_it_loses() -> None:
 
 def test_keys_that_expire_are_told(tmp_path: Path) -> None:
     module, copy = make(ttl=4), make()
-    module.track_removals()
+    module.track_evictions()
     train(module, 0)
     since = module.dump(tmp_path / "whole")
     copy.load_dump(tmp_path / "whole")
@@ -216,7 +216,7 @@ def test_keys_that_expire_are_told(tmp_path: Path) -> None:
 
 def test_changes_may_be_applied_again(tmp_path: Path) -> None:
     module, copy = make(capacities=(96, 96)), make(capacities=(4096, 4096))
-    module.track_removals()
+    module.track_evictions()
     train(module, 0, 1)
     copy.load_state_dict(module.state_dict())
     train(module, 2, 3, distinct=400)
@@ -229,7 +229,7 @@ def test_changes_may_be_applied_again(tmp_path: Path) -> None:
 
 def test_a_change_is_small() -> None:
     module = trained(make(capacities=(8192, 8192)))
-    module.track_removals()
+    module.track_evictions()
     train(module, 99)
     changed = module.changes(module.index.tick).tables["items"]
     ids, offsets = batch(99)
@@ -240,7 +240,7 @@ def test_a_change_is_small() -> None:
 
 def test_a_row_that_is_trained_after_its_dump_is_told_the_next_time() -> None:
     module, copy = make(), make()
-    module.track_removals()
+    module.track_evictions()
     out = module(*batch(1))
     copy.load_state_dict(module.state_dict())
     since = module.changes(0).until
@@ -251,9 +251,9 @@ def test_a_row_that_is_trained_after_its_dump_is_told_the_next_time() -> None:
 
 def test_a_gap_is_told_and_so_is_what_is_forgotten(tmp_path: Path) -> None:
     module, copy = make(capacities=(64, 64)), make()
-    with pytest.raises(RuntimeError, match=r"call track_removals\(\)"):
+    with pytest.raises(RuntimeError, match=r"call track_evictions\(\)"):
         module.changes(0)
-    module.track_removals(most=100)
+    module.track_evictions(most=100)
     train(module, 0)
     copy.load_state_dict(module.state_dict())
     train(module, *range(1, 7), distinct=4000)
@@ -270,7 +270,7 @@ def test_a_gap_is_told_and_so_is_what_is_forgotten(tmp_path: Path) -> None:
 
 def test_a_load_forgets_removals() -> None:
     module = make()
-    log = module.track_removals()
+    log = module.track_evictions()
     train(module, 0)
     module.erase(0, module.table_entries(0).keys)
     module.load_state_dict(trained(make()).state_dict())

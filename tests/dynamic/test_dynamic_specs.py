@@ -7,14 +7,14 @@ import pytest
 
 from emblib import (
     Constant,
+    CountMinSketch,
     DynamicSpec,
     Eviction,
     ExactCounter,
-    Frequency,
-    KeyCheck,
-    Newcomer,
+    FrequencyAdmission,
+    InsertPolicy,
     Normal,
-    Sketch,
+    OnInsertFailure,
     TruncatedNormal,
     Uniform,
 )
@@ -32,8 +32,8 @@ def test_rows_come_in_buckets(capacity: int, initial: int | None, rows: int, buc
 def test_words_become_members() -> None:
     spec = DynamicSpec(10, 4, eviction="lfu", newcomer="competes", check="error")
     assert spec.eviction is Eviction.LFU
-    assert spec.newcomer is Newcomer.COMPETES
-    assert spec.check is KeyCheck.ERROR
+    assert spec.newcomer is InsertPolicy.EVICT_IF_LOWER
+    assert spec.check is OnInsertFailure.ERROR
     orders = {e: e.order for e in Eviction}
     assert orders[Eviction.STEP] == orders[Eviction.CUSTOM] == "assigned"
     assert orders[Eviction.LRU] == "lru"
@@ -65,8 +65,8 @@ def test_truncated_normal_knows_its_share() -> None:
         (lambda: TruncatedNormal(low=4.0, high=5.0), "at least 0.001 of the distribution"),
         (lambda: Constant(math.inf), "value of Constant must be a finite number"),
         (lambda: ExactCounter(0), "capacity must be >= 1"),
-        (lambda: Sketch(0), "width must be >= 1"),
-        (lambda: Frequency(0, ExactCounter(1)), "threshold must be >= 1"),
+        (lambda: CountMinSketch(0), "width must be >= 1"),
+        (lambda: FrequencyAdmission(0, ExactCounter(1)), "threshold must be >= 1"),
     ],
 )
 def test_what_is_refused(make: Callable[[], object], message: str) -> None:
@@ -79,8 +79,8 @@ def test_what_is_refused(make: Callable[[], object], message: str) -> None:
     [
         (lambda: DynamicSpec(4, 4, initializer=0.0), "one of Uniform, Normal"),
         (lambda: DynamicSpec(4, 4, admission=3), r"Frequency\(threshold, counter\)"),
-        (lambda: Frequency(2, 100), r"an ExactCounter\(capacity\) or a Sketch"),
-        (lambda: Frequency(2, Sketch(8), reads=1.0), "reads must be an instance"),
+        (lambda: FrequencyAdmission(2, 100), r"an ExactCounter\(capacity\) or a Sketch"),
+        (lambda: FrequencyAdmission(2, CountMinSketch(8), reads=1.0), "reads must be an instance"),
         (lambda: DynamicSpec(4.0, 4), "capacity must be an int"),
     ],
 )

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from emblib.dynamic.hash_index import HashIndex, ValueRows
 from emblib.ops.hash import Keys, Misses
-from emblib.reference.hash import SLOTS, HashModel, HashTable
-from emblib.specs import DynamicSpec, Eviction, Newcomer
+from emblib.reference.hash import SLOTS, HashModel, ReferenceHashTable
+from emblib.specs import DynamicSpec, Eviction, InsertPolicy
 from tests.hash_cases import EDGE_KEYS, HASH_KEYS, Batch
 
 TABLES = 2
@@ -49,11 +49,11 @@ class IndexMachine(RuleBasedStateMachine):
     @initialize(
         sizes=st.lists(sizes, min_size=TABLES, max_size=TABLES),
         eviction=st.sampled_from(list(Eviction)),
-        newcomer=st.sampled_from(list(Newcomer)),
+        newcomer=st.sampled_from(list(InsertPolicy)),
         load=st.sampled_from([0.3, 0.8, 1.0]),
     )
     def make(
-        self, sizes: list[tuple[int, int]], eviction: Eviction, newcomer: Newcomer, load: float
+        self, sizes: list[tuple[int, int]], eviction: Eviction, newcomer: InsertPolicy, load: float
     ) -> None:
         self.specs = [
             DynamicSpec(
@@ -76,7 +76,7 @@ class IndexMachine(RuleBasedStateMachine):
 
     def _empty_model(self) -> None:
         each = [
-            HashTable(x.buckets, x.most_buckets, x.most_load, key)
+            ReferenceHashTable(x.buckets, x.most_buckets, x.most_load, key)
             for x, key in zip(self.specs, HASH_KEYS, strict=False)
         ]
         self.model = HashModel(each, self.index.order, self.index.newcomer)

@@ -1,10 +1,10 @@
-"""KeyPlaces against a dict, through removals and several sizes of its index."""
+"""SlotAllocator against a dict, through removals and several sizes of its index."""
 
 import pytest
 import torch
 
 from emblib.dynamic.tiers import disk
-from emblib.dynamic.tiers.disk import KeyPlaces
+from emblib.dynamic.tiers.disk import SlotAllocator
 
 
 @pytest.mark.parametrize("least", [256, 1 << 16])
@@ -12,7 +12,7 @@ def test_places_are_those_of_a_dict(least: int, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(disk, "_LEAST", least)
     monkeypatch.setattr(disk, "_STEP", 4)
     random = torch.Generator().manual_seed(3)
-    places, expected = KeyPlaces(), {}
+    places, expected = SlotAllocator(), {}
     for count in (0, 1, 100, 150, 700, 3000, 9000):
         keys = torch.randint(-(2**63), 2**63 - 1, (count,), generator=random).unique()
         new = torch.tensor([k for k in keys.tolist() if k not in expected], dtype=torch.int64)
@@ -25,7 +25,7 @@ def test_places_are_those_of_a_dict(least: int, monkeypatch: pytest.MonkeyPatch)
         assert places.find(held).tolist() == list(expected.values())
         assert places.find(gone).tolist() == [-1] * gone.numel()
         assert places.size == len(expected) == len(set(expected.values()))
-    again = KeyPlaces()
+    again = SlotAllocator()
     again.restore(held, places.find(held), places.high)
     assert again.find(held).tolist() == list(expected.values())
     assert again.add(gone).max() < places.high, "freed places are given first"
@@ -33,4 +33,4 @@ def test_places_are_those_of_a_dict(least: int, monkeypatch: pytest.MonkeyPatch)
 
 def test_an_index_reserves_little_before_it_is_filled() -> None:
     """Limits on a process's data count address space: stores of many tables must fit below."""
-    assert sum(t.nbytes for t in KeyPlaces()._index.tensors()) < 4 << 20
+    assert sum(t.nbytes for t in SlotAllocator()._index.tensors()) < 4 << 20

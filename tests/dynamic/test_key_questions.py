@@ -15,15 +15,15 @@ from torch.testing import assert_close
 
 from emblib import (
     Constant,
+    CountMinSketch,
     Debug,
     DynamicEmbeddingBags,
     DynamicSpec,
     Eviction,
     ExactCounter,
-    Frequency,
+    FrequencyAdmission,
     KeyStatus,
     Pooling,
-    Sketch,
     optim,
 )
 
@@ -53,16 +53,16 @@ def keys_of(module: DynamicEmbeddingBags, table: int = 0) -> set[int]:
     return set(module.index.export(table).keys.tolist())
 
 
-COUNTERS = [ExactCounter(256), Sketch(4096)]
+COUNTERS = [ExactCounter(256), CountMinSketch(4096)]
 
 
 @pytest.mark.parametrize("counter", COUNTERS, ids=type)
 def test_keys_learn_once_they_are_admitted(
-    counter: ExactCounter | Sketch, device: torch.device
+    counter: ExactCounter | CountMinSketch, device: torch.device
 ) -> None:
     """Against counting in Python; features 0 and 2 share a table, table 1 admits every key."""
     spec = DynamicSpec(
-        640, 2, initializer=Debug(), admission=Frequency(4, counter, reads=Constant(-9.0))
+        640, 2, initializer=Debug(), admission=FrequencyAdmission(4, counter, reads=Constant(-9.0))
     )
     module = module_of(
         spec,
@@ -92,13 +92,17 @@ def test_keys_learn_once_they_are_admitted(
 
 
 def test_counts_stand_for_uses(device: torch.device) -> None:
-    module = module_of(DynamicSpec(32, 2, admission=Frequency(5, COUNTERS[0])), device=device)
+    module = module_of(
+        DynamicSpec(32, 2, admission=FrequencyAdmission(5, COUNTERS[0])), device=device
+    )
     look_up(module, [1, 2], counts=torch.tensor([5, 4], device=device))
     assert statuses(module) == ["NEW", "NOT_ADMITTED"]
 
 
 def test_nothing_is_counted_in_evaluation(device: torch.device) -> None:
-    module = module_of(DynamicSpec(32, 2, admission=Frequency(2, COUNTERS[0])), device=device)
+    module = module_of(
+        DynamicSpec(32, 2, admission=FrequencyAdmission(2, COUNTERS[0])), device=device
+    )
     look_up(module, [1])
     module.eval()
     look_up(module, [1])
@@ -156,10 +160,10 @@ def test_steps_are_scores(device: torch.device) -> None:
     module = module_of(DynamicSpec(32, 2, name="a", eviction=Eviction.STEP), device=device)
     assert module.score("a") == 1
     look_up(module, range(16))
-    module.set_step_score(0, 100)
+    module.set_eviction_step(0, 100)
     look_up(module, range(16, 32))
     assert (module.score(0), module.tick) == (101, 2)
-    module.set_step_score(0, -5)  # the smaller number gives way, whatever came last
+    module.set_eviction_step(0, -5)  # the smaller number gives way, whatever came last
     look_up(module, [40, 41])
     look_up(module, [50, 51])
     assert keys_of(module) >= {*range(2, 32), 50, 51}
@@ -193,13 +197,13 @@ def test_scores_are_set_by_table(device: torch.device) -> None:
     with pytest.raises(ValueError, match="none has it"):
         plain.set_score(1)
     with pytest.raises(ValueError, match="none has it"):
-        plain.set_step_score(0, 1)
+        plain.set_eviction_step(0, 1)
 
 
 def _rich(device: torch.device) -> DynamicEmbeddingBags:
     """Counts of both kinds and scores, half-way."""
     module = module_of(
-        *(DynamicSpec(32, 2, eviction=Eviction.STEP, admission=Frequency(3, counter))
+        *(DynamicSpec(32, 2, eviction=Eviction.STEP, admission=FrequencyAdmission(3, counter))
           for counter in COUNTERS),
         device=device,
     )  # fmt: skip

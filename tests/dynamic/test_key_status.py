@@ -9,7 +9,7 @@ from emblib.dynamic.admission import Admission
 from emblib.dynamic.hash_index import HashIndex
 from emblib.dynamic.keys import KeyStatus
 from emblib.ops.hash import Keys
-from emblib.specs import DynamicSpec, Eviction, ExactCounter, Frequency, Newcomer
+from emblib.specs import DynamicSpec, Eviction, ExactCounter, FrequencyAdmission, InsertPolicy
 
 
 def batch(ids: list[int], device: torch.device) -> Keys:
@@ -26,7 +26,7 @@ def names(statuses: Tensor) -> list[str]:
 
 
 def test_every_status_is_told(device: torch.device) -> None:
-    spec = DynamicSpec(32, 4, admission=Frequency(2, ExactCounter(64)))
+    spec = DynamicSpec(32, 4, admission=FrequencyAdmission(2, ExactCounter(64)))
     index, admission = HashIndex([spec], device), Admission([spec], device)
 
     def insert(ids: list[int]) -> list[str]:
@@ -47,7 +47,9 @@ def test_every_status_is_told(device: torch.device) -> None:
 @pytest.mark.parametrize("eviction", [Eviction.NONE, Eviction.LFU])
 def test_full_tables_refuse(eviction: Eviction, device: torch.device) -> None:
     """Where none gives way, and where a newcomer must have been used more often than another."""
-    index = HashIndex([DynamicSpec(32, 4, eviction=eviction, newcomer=Newcomer.COMPETES)], device)
+    index = HashIndex(
+        [DynamicSpec(32, 4, eviction=eviction, newcomer=InsertPolicy.EVICT_IF_LOWER)], device
+    )
     index.insert(batch([*range(32)] * 2, device))
     statuses = names(keys.of_insertion(index.insert(batch([50, 3], device))))
     assert statuses == ["REFUSED", "HIT"]

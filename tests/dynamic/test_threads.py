@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from emblib import DynamicEmbeddingBags, DynamicSpec, Eviction, ScoredTable
+from emblib import DynamicEmbeddingBags, DynamicSpec, Eviction, HashTable
 from tests.dynamic import thread_steps
 from tests.dynamic.thread_steps import (
     DIM,
@@ -113,7 +113,7 @@ def test_two_threads_train_their_keys_in_two_tiers_as_one_does(tmp_path: Path, s
 
 def test_a_scored_table_is_written_and_read_by_many_threads() -> None:
     """Values are their key; what is found is that, whatever leaves and comes meanwhile."""
-    table = ScoredTable(DynamicSpec(64, DIM, eviction=Eviction.LRU))
+    table = HashTable(DynamicSpec(64, DIM, eviction=Eviction.LRU))
     Meeting().after(table.index, "insert")
     Meeting().after(table.index, "find")
 
@@ -155,7 +155,7 @@ def test_copies_have_locks_of_their_own() -> None:
     assert twin._lock is not module._lock
     with held_elsewhere(module._lock):
         train(twin, drawn(2))
-    table = ScoredTable(DynamicSpec(64, DIM))
+    table = HashTable(DynamicSpec(64, DIM))
     other = copy.deepcopy(table)
     with held_elsewhere(table._lock):
         other.insert_or_assign(torch.arange(3), torch.ones(3, DIM))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from emblib import DynamicEmbeddingBags, TieredEmbeddingBags, TierMode, Tiers, optim
-from emblib.specs import Eviction, ExactCounter, Frequency
+from emblib.specs import Eviction, ExactCounter, FrequencyAdmission
 from tests.dynamic.tier_cases import STORES, batch, specs
 
 OPTIMIZERS = (optim.Adam(0.1), optim.SGD(0.1), optim.RowwiseAdagrad(0.1))
@@ -28,7 +28,7 @@ class Calls:
         evictions = (Eviction.LRU, Eviction.LFU, Eviction.LRU_LFU, Eviction.NONE)
         self.rules: dict[str, object] = {"eviction": chance.choice(evictions), "missing": 0.5}
         if chance.random() < 0.3:
-            self.rules["admission"] = Frequency(chance.randrange(2, 4), ExactCounter(4096))
+            self.rules["admission"] = FrequencyAdmission(chance.randrange(2, 4), ExactCounter(4096))
         sizes = (1, 32, 64, 96, 300)
         self.capacities = (chance.choice(sizes), chance.choice(sizes))
         self.begins_small = chance.random() < 0.5

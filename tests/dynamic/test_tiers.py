@@ -7,7 +7,14 @@ import torch
 
 from emblib import KeyStatus, Pooling, Precision, TieredEmbeddingBags, TierMode, Tiers, optim
 from emblib.dynamic.tiers.host import HostRows
-from emblib.specs import Constant, DynamicSpec, Eviction, ExactCounter, Frequency, Sketch
+from emblib.specs import (
+    Constant,
+    CountMinSketch,
+    DynamicSpec,
+    Eviction,
+    ExactCounter,
+    FrequencyAdmission,
+)
 from tests.dynamic.tier_cases import Pair, batch, specs
 
 
@@ -41,8 +48,8 @@ def test_two_tiers_are_one_table(eviction: Eviction, mode: TierMode) -> None:
     pair.compare()
     stats = pair.small.tier_stats()
     assert all(line.left == 0 for line in stats.values())
-    assert all(line.found_below for line in stats.values())
-    assert stats["a"].served_below
+    assert all(line.backing_hits for line in stats.values())
+    assert stats["a"].served_in_place
     if eviction is not Eviction.NONE:
         assert all(line.promoted and line.demoted for line in stats.values())
     assert all(pair.small.index.size(t) < pair.big.size(t) for t in range(2))
@@ -105,12 +112,12 @@ def test_a_key_that_was_below_was_there() -> None:
 
 @pytest.mark.parametrize("mode", TierMode)
 @pytest.mark.parametrize(
-    "counter", [ExactCounter(2048), Sketch(4096, halve_every=3)], ids=["exact", "sketch"]
+    "counter", [ExactCounter(2048), CountMinSketch(4096, halve_every=3)], ids=["exact", "sketch"]
 )
 def test_admission_counts_only_keys_that_are_in_no_tier(
-    counter: ExactCounter | Sketch, mode: TierMode
+    counter: ExactCounter | CountMinSketch, mode: TierMode
 ) -> None:
-    admission = Frequency(3, counter, reads=Constant(2.0))
+    admission = FrequencyAdmission(3, counter, reads=Constant(2.0))
     pair = Pair(HostRows(4096, "lfu"), mode, admission=admission, eviction="lfu")
     for step in range(12):
         pair.train(step)
@@ -148,7 +155,7 @@ def test_copies_follow_by_changes() -> None:
     """What moves down is no removal; what is erased, or leaves the last tier, is."""
     source = TieredEmbeddingBags(specs((32, 32)), Tiers(HostRows(256)), feature_tables=(0, 1, 0))
     follower = TieredEmbeddingBags(specs((32, 64)), Tiers(HostRows(4096)), feature_tables=(0, 1, 0))
-    source.track_removals()
+    source.track_evictions()
     tick = source.tick
     for step in range(12):
         source(*batch(step)).sum().backward()

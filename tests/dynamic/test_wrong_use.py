@@ -60,7 +60,7 @@ def test_gradients_of_sample_weights_are_never_those_of_other_keys(training: boo
 
 def test_copies_that_follow_are_told_of_a_clear() -> None:
     table, copy = make(), make()
-    table.track_removals()
+    table.track_evictions()
     table(IDS, OFFSETS)
     copy.load_state_dict(table.state_dict())
     tick = table.tick
@@ -80,9 +80,9 @@ def test_no_tables() -> None:
 def test_scores_and_tables_are_whole_numbers() -> None:
     stepped, custom = make(eviction="step"), make(eviction="custom")
     with pytest.raises(TypeError, match=r"must be an int, got 1\.5"):
-        stepped.set_step_score("a", 1.5)  # type: ignore[arg-type]
+        stepped.set_eviction_step("a", 1.5)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="2\\^63"):
-        stepped.set_step_score("a", 2**63)
+        stepped.set_eviction_step("a", 2**63)
     assert stepped.score("a") == 1
     custom.set_score(int(np.int64(4)))
     custom.set_score(np.int64(5))  # type: ignore[arg-type]

@@ -12,7 +12,7 @@ import torch
 from experiments import doctor
 from experiments.machine import findings, hardware, preflight, software
 from experiments.machine.cpu import Cpu
-from experiments.machine.findings import Finding, State, guarded
+from experiments.machine.findings import Finding, State, detect_rank_failures
 from experiments.machine.nvml import Nvml
 from tests.experiments.fake_nvml import FakeNvml, healthy
 
@@ -62,7 +62,7 @@ def test_a_check_that_fails_is_a_finding() -> None:
     def check() -> list[Finding]:
         raise ValueError("no such file")
 
-    (found,) = guarded("Tools", check)
+    (found,) = detect_rank_failures("Tools", check)
     assert (found.state, found.found) == (State.broken, "ValueError: no such file")
     assert found.describe()["state"] == "broken"
 

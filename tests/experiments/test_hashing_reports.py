@@ -117,4 +117,4 @@ def test_a_case_with_loads_is_of_kind_keys_with_an_arm_for_each() -> None:
     }
     arms = next(cell.arms for cell in cells if cell.section == "dim_8")
     assert [arm.key for arm in arms] == ["scored@0.5", "scored@0.75", "scored@1"]
-    assert arms[0].label == "ScoredTable, load 0.5"
+    assert arms[0].label == "HashTable, load 0.5"

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from emblib.sharding import Ranks
+from emblib.sharding import RankGroup
 from emblib.sharding.planner import Calibration
 from experiments.config import configure
 from experiments.config.schema import Law, Optimizer, Scaling, WorkloadConfig
@@ -185,7 +185,7 @@ def _contender(name: str, optimizer: Optimizer = Optimizer.adagrad) -> tuple[Any
     return build(name, task), batches
 
 
-def _measured(ranks: Ranks, name: str) -> dict[str, int]:
+def _measured(ranks: RankGroup, name: str) -> dict[str, int]:
     contender, batches = _contender(name)
     verify(contender, batches[0])
     for work in contender.parts(contender.prepare(batches[1])).values():
@@ -203,7 +203,7 @@ def test_sharded_contenders_are_right_on_four_ranks(name: str) -> None:
     assert {f["weights"] for f in found} == {copies * 5 * 60 * 8 * 4}
 
 
-def _refused(ranks: Ranks) -> str:
+def _refused(ranks: RankGroup) -> str:
     try:
         _contender("sharded_grid", Optimizer.rowwise_adagrad)
     except Unsupported as error:
@@ -215,7 +215,7 @@ def test_parts_by_columns_do_not_pretend_to_be_whole_rows() -> None:
     assert all("otherwise than whole rows" in told for told in worlds.run(4, _refused))
 
 
-def _wrong(ranks: Ranks) -> str:
+def _wrong(ranks: RankGroup) -> str:
     contender, batches = _contender("sharded_row_wise")
     before = contender.observe(batches[0])
     if ranks.rank == 3:

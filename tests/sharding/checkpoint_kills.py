@@ -15,8 +15,8 @@ import torch.distributed.checkpoint as dcp
 
 from emblib.sharding import checkpoints
 from emblib.sharding.checkpoints import CheckpointError, ShardedTable
-from emblib.sharding.ranks import Ranks
-from emblib.sharding.sharding_types import Box
+from emblib.sharding.ranks import RankGroup
+from emblib.sharding.sharding_types import Shard
 from tests.tables.kills import SelfKill, killed_at_call
 
 assert dcp  # so that no fork imports it
@@ -27,12 +27,12 @@ WATCHED = ((os, "fsync"), (os, "replace"), (Path, "unlink"), (Path, "open"), (to
 def state(number: int) -> dict[str, object]:
     """That of checkpoint `number`; no two are alike."""
     rows = torch.full((ROWS, 3), float(number))
-    table = ShardedTable((ROWS, 3), [Box(0, (0, ROWS), (0, 3))], {0: rows}, _alone(), rows.dtype)
+    table = ShardedTable((ROWS, 3), [Shard(0, (0, ROWS), (0, 3))], {0: rows}, _alone(), rows.dtype)
     return {"table": table, "step": number}
 
 
-def _alone() -> Ranks:
-    return Ranks.single()
+def _alone() -> RankGroup:
+    return RankGroup.single()
 
 
 def check(path: Path, old: int, new: int) -> str:

@@ -14,7 +14,7 @@ from emblib.collections.optimizers import FusedOptimizer
 from emblib.jagged import KeyedJaggedTensor
 from emblib.sharding import checkpoints
 from emblib.sharding.checkpoints.sharded_table import whole_state
-from emblib.sharding.ranks import Ranks
+from emblib.sharding.ranks import RankGroup
 from emblib.sharding.shard import construct_module_plan
 from emblib.sharding.sharded_bags import ShardedEmbeddingBagCollection
 from emblib.sharding.sharded_sequences import ShardedEmbeddingCollection
@@ -28,7 +28,7 @@ from emblib.sharding.sharding_types import (
     row_wise,
     table_wise,
 )
-from emblib.specs import Eviction, ExactCounter, Frequency, Sketch
+from emblib.specs import CountMinSketch, Eviction, ExactCounter, FrequencyAdmission
 
 BATCH = 12
 CONFIGS = {
@@ -59,7 +59,7 @@ CONFIGS = {
         4,
         "counted",
         ["f5"],
-        kind=Dynamic(eviction=Eviction.LFU, admission=Frequency(2, ExactCounter(128))),
+        kind=Dynamic(eviction=Eviction.LFU, admission=FrequencyAdmission(2, ExactCounter(128))),
         optimizer=optim.RowwiseAdagrad(0.1),
     ),
     "sketched": EmbeddingBagConfig(
@@ -67,7 +67,7 @@ CONFIGS = {
         4,
         "sketched",
         ["f6"],
-        kind=Dynamic(admission=Frequency(2, Sketch(64))),
+        kind=Dynamic(admission=FrequencyAdmission(2, CountMinSketch(64))),
         optimizer=optim.SGD(0.1),
     ),
 }
@@ -91,7 +91,7 @@ def source(plan: Plan, seed: int = 0) -> EmbeddingBagCollection:
     return EmbeddingBagCollection([CONFIGS[name] for name in plan])
 
 
-def make(ranks: Ranks, plan: Plan, seed: int = 0) -> ShardedEmbeddingBagCollection:
+def make(ranks: RankGroup, plan: Plan, seed: int = 0) -> ShardedEmbeddingBagCollection:
     """The tables of a plan, of values that `seed` draws."""
     world = World(ranks.size, 2 if ranks.size % 2 == 0 else 1)
     rules: dict[str, Rule] = {
@@ -102,7 +102,7 @@ def make(ranks: Ranks, plan: Plan, seed: int = 0) -> ShardedEmbeddingBagCollecti
     return ShardedEmbeddingBagCollection(whole, sharding, ranks, gradients=GradientReduction.SUM)
 
 
-def batch(ranks: Ranks, plan: Plan, step: int) -> KeyedJaggedTensor:
+def batch(ranks: RankGroup, plan: Plan, step: int) -> KeyedJaggedTensor:
     """This rank's part of batch `step`, which is the same for any number of ranks."""
     generator = torch.Generator().manual_seed(1000 + step)
     bounds = [BATCH * r // ranks.size for r in range(ranks.size + 1)]
@@ -122,7 +122,7 @@ def batch(ranks: Ranks, plan: Plan, step: int) -> KeyedJaggedTensor:
     return KeyedJaggedTensor(features, torch.cat(ids), lengths=torch.cat(lengths))
 
 
-def train(model: Any, plan: Plan, steps: Sequence[int], ranks: Ranks) -> None:
+def train(model: Any, plan: Plan, steps: Sequence[int], ranks: RankGroup) -> None:
     for step in steps:
         out = model(batch(ranks, plan, step)).values()
         (out * torch.linspace(0.5, 1.5, out.shape[1])).pow(2).sum().backward()
@@ -139,7 +139,9 @@ def whole(model: ShardedEmbeddingBagCollection) -> dict[str, Any]:
     return result if model.ranks.rank == 0 else {}
 
 
-def train_and_save(ranks: Ranks, plan: Plan, path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+def train_and_save(
+    ranks: RankGroup, plan: Plan, path: Path
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """The whole state when it was saved after three steps, and after two more."""
     model = make(ranks, plan)
     train(model, plan, range(3), ranks)
@@ -150,7 +152,7 @@ def train_and_save(ranks: Ranks, plan: Plan, path: Path) -> tuple[dict[str, Any]
 
 
 def load_and_train(
-    ranks: Ranks, plan: Plan, path: Path, again: Path | None = None
+    ranks: RankGroup, plan: Plan, path: Path, again: Path | None = None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """The same from a checkpoint, in a model that has had other values and steps.
 
@@ -177,7 +179,7 @@ def flat(tree: Any, prefix: str = "") -> dict[str, Tensor]:
     }
 
 
-def save_export(ranks: Ranks, plan: Plan, path: Path) -> dict[str, Any]:
+def save_export(ranks: RankGroup, plan: Plan, path: Path) -> dict[str, Any]:
     """One file of a trained model; its state on rank 0."""
     model = make(ranks, plan)
     train(model, plan, range(2), ranks)
@@ -185,7 +187,7 @@ def save_export(ranks: Ranks, plan: Plan, path: Path) -> dict[str, Any]:
     return whole(model)
 
 
-def load_export(ranks: Ranks, plan: Plan, path: Path) -> dict[str, Any]:
+def load_export(ranks: RankGroup, plan: Plan, path: Path) -> dict[str, Any]:
     """The state on rank 0 of a model that was given whole tables."""
     model = make(ranks, plan, seed=1)
     found = torch.load(path)
@@ -194,7 +196,7 @@ def load_export(ranks: Ranks, plan: Plan, path: Path) -> dict[str, Any]:
     return whole(model)
 
 
-def sequences(ranks: Ranks | None, rule: str) -> Any:
+def sequences(ranks: RankGroup | None, rule: str) -> Any:
     """A collection that does not pool, over ranks or in one process."""
     configs = [
         EmbeddingConfig(19, 8, "wide", ["f0"], optimizer=optim.RowwiseAdagrad(0.1)),
@@ -209,7 +211,7 @@ def sequences(ranks: Ranks | None, rule: str) -> Any:
     return ShardedEmbeddingCollection(collection, plan, ranks)
 
 
-def load_sequences(ranks: Ranks, rule: str, path: Path, again: Path) -> dict[str, Any]:
+def load_sequences(ranks: RankGroup, rule: str, path: Path, again: Path) -> dict[str, Any]:
     """The state on rank 0 of what was loaded, which is saved again."""
     model = sequences(ranks, rule)
     checkpoints.load(state_of(model), path, ranks)

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from emblib.sharding import checkpoints
 from emblib.sharding.checkpoints import ShardedTable
-from emblib.sharding.ranks import Ranks
-from emblib.sharding.sharding_types import Box
+from emblib.sharding.ranks import RankGroup
+from emblib.sharding.sharding_types import Shard
 
 
 def numbers(rows: int, columns: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -18,7 +18,7 @@ def numbers(rows: int, columns: int = 0, dtype: torch.dtype = torch.float32) -> 
     return (torch.arange(rows * max(columns, 1)) + 1).view(shape).to(dtype)
 
 
-def spread(whole: Tensor, boxes: Sequence[Box], ranks: Ranks) -> ShardedTable:
+def spread(whole: Tensor, boxes: Sequence[Shard], ranks: RankGroup) -> ShardedTable:
     """The parts that a rank has of a whole."""
     parts = {
         i: whole[slice(*box.rows), slice(*box.columns)].clone()
@@ -36,7 +36,7 @@ def assert_is(table: ShardedTable, whole: Tensor) -> None:
         assert torch.equal(table.parts[i], part), table.boxes[i]
 
 
-def save(ranks: Ranks, path: Path, boxes: Sequence[Box], rows: int, columns: int) -> None:
+def save(ranks: RankGroup, path: Path, boxes: Sequence[Shard], rows: int, columns: int) -> None:
     """A table, a row state, a replicated tensor and a number."""
     state = {
         "model": {"table": spread(numbers(rows, columns), boxes, ranks), "dense": numbers(3, 4)},
@@ -46,7 +46,7 @@ def save(ranks: Ranks, path: Path, boxes: Sequence[Box], rows: int, columns: int
     checkpoints.save(state, path, ranks)
 
 
-def load(ranks: Ranks, path: Path, boxes: Sequence[Box], rows: int, columns: int) -> None:
+def load(ranks: RankGroup, path: Path, boxes: Sequence[Shard], rows: int, columns: int) -> None:
     """The same with other boxes."""
     state = {
         "model": {

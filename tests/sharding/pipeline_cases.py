@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from emblib import Cache, Placement, optim
+from emblib import CacheConfig, Placement, optim
 from emblib.collections import (
     EmbeddingBagCollection,
     EmbeddingBagConfig,
@@ -23,7 +23,7 @@ from emblib.jagged import KeyedJaggedTensor
 from emblib.sharding.model_parallel import DistributedModelParallel
 from emblib.sharding.pipelines import empty_batch
 from emblib.sharding.pipelines.inputs import sharded_modules
-from emblib.sharding.ranks import Ranks
+from emblib.sharding.ranks import RankGroup
 from emblib.sharding.sharding_types import column_wise, data_parallel, row_wise, table_wise
 from emblib.specs import Pooling
 
@@ -71,7 +71,7 @@ class Net(nn.Module):
 
     def __init__(self, *, cached: bool = False) -> None:
         super().__init__()
-        kind = Plain(Placement.MANAGED_CACHING, Cache(sets=1)) if cached else Plain()
+        kind = Plain(Placement.MANAGED_CACHING, CacheConfig(sets=1)) if cached else Plain()
         # Not a row-wise one: it has a number a row and block of columns. With a cache, tables of
         # one optimizer, since one kernel alone can prefetch.
         one = cached or self.pooled_optimizer is None
@@ -189,7 +189,7 @@ class Case:
     wrap: str = "ddp"
     cached: bool = False
 
-    def model(self, ranks: Ranks) -> DistributedModelParallel:
+    def model(self, ranks: RankGroup) -> DistributedModelParallel:
         """The model, the same on all ranks."""
         torch.manual_seed(5)
         plan, net = PLANS[self.plan](ranks.size), NETS[self.net](cached=self.cached)

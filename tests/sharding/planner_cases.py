@@ -15,7 +15,7 @@ from emblib.sharding.plan import ShardingPlan, construct_plan
 from emblib.sharding.planner import Planner, Reservation, TableConstraints, Topology, Work
 from emblib.sharding.planner.simulate import batch_of
 from emblib.sharding.planner.work import tables_of, works_of
-from emblib.sharding.ranks import Ranks
+from emblib.sharding.ranks import RankGroup
 from emblib.sharding.sharding_types import (
     Rule,
     World,
@@ -80,7 +80,7 @@ def plan_of(module: Any, world: int, way: str) -> ShardingPlan:
 
 
 def step_bytes(
-    ranks: Ranks, way: str, pooling_factor: float, dim: int, kind: str
+    ranks: RankGroup, way: str, pooling_factor: float, dim: int, kind: str
 ) -> tuple[int, float]:
     """Most bytes that are there at a time in a step, tables and batch included; and predicted."""
     tables, batch, pooled = 6, 512, kind == "pooled"
@@ -99,7 +99,7 @@ def step_bytes(
     return whole, planner.predict(module, plan).ranks[ranks.rank].nbytes.device
 
 
-def _sharded(module: Any, plan: ShardingPlan, ranks: Ranks, *, pooled: bool) -> Any:
+def _sharded(module: Any, plan: ShardingPlan, ranks: RankGroup, *, pooled: bool) -> Any:
     from emblib.sharding.sharded_bags import ShardedEmbeddingBagCollection
     from emblib.sharding.sharded_sequences import ShardedEmbeddingCollection
 

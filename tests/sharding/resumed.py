@@ -19,8 +19,8 @@ from emblib.collections import EmbeddingBagCollection, EmbeddingBagConfig
 from emblib.collections.configs import Dynamic, TensorTrain
 from emblib.jagged import KeyedJaggedTensor
 from emblib.sharding import DistributedModelParallel, checkpoints
-from emblib.sharding.failures import launched
-from emblib.sharding.ranks import Ranks
+from emblib.sharding.failures import init_distributed
+from emblib.sharding.ranks import RankGroup
 from emblib.sharding.sharding_types import column_wise, row_wise, table_wise
 
 STEPS, SAVE_EVERY, BATCH = 12, 4, 6
@@ -83,7 +83,7 @@ def die(*_: object) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def train(ranks: Ranks, directory: Path, deaths: Deaths) -> None:
+def train(ranks: RankGroup, directory: Path, deaths: Deaths) -> None:
     """From the newest checkpoint to the last step."""
     torch.manual_seed(0)
     plan = {"tables": {name: rule for name, (_, rule) in TABLES.items()}}
@@ -112,7 +112,7 @@ def train(ranks: Ranks, directory: Path, deaths: Deaths) -> None:
     checkpoints.export({"model": model, "dense": dense}, directory / "final.pt", ranks)
 
 
-def unharmed(ranks: Ranks, directory: Path) -> None:
+def unharmed(ranks: RankGroup, directory: Path) -> None:
     """The same in a world that nothing happens to."""
     train(ranks, directory, Deaths([], ranks.rank))
 
@@ -120,7 +120,7 @@ def unharmed(ranks: Ranks, directory: Path) -> None:
 def main() -> None:
     """See the module."""
     torch.set_num_threads(1)
-    with launched(timeout_seconds=60) as ranks:
+    with init_distributed(timeout_seconds=60) as ranks:
         train(ranks, Path(sys.argv[1]), Deaths(sys.argv[2:], ranks.rank))
 
 

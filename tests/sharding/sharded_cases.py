@@ -18,10 +18,10 @@ import emblib
 from emblib import JaggedTensor, KeyedJaggedTensor, optim
 from emblib.collections.configs import Dynamic, EmbeddingBagConfig, EmbeddingConfig, Plain
 from emblib.sharding import input_dist, sharding_types
-from emblib.sharding.exchange import Wire
+from emblib.sharding.exchange import CommPrecision
 from emblib.sharding.layout import shape_of
 from emblib.sharding.plan import construct_plan
-from emblib.sharding.ranks import Ranks
+from emblib.sharding.ranks import RankGroup
 from emblib.sharding.sharded_bags import ShardedEmbeddingBagCollection
 from emblib.sharding.sharded_sequences import ShardedEmbeddingCollection
 from emblib.sharding.sharded_tables import GradientReduction
@@ -50,7 +50,7 @@ class Case:
     weighted: bool = False
     local_size: int | None = None
     ids: torch.dtype = torch.int64
-    wire: Wire | None = None
+    wire: CommPrecision | None = None
     tolerance: float = 1e-6
     exact_output: bool = False
     variable: bool = False
@@ -159,7 +159,7 @@ def joined(batches: Sequence[KeyedJaggedTensor]) -> KeyedJaggedTensor:
     )
 
 
-def plan_of(case: Case, ranks: Ranks) -> dict[str, Any]:
+def plan_of(case: Case, ranks: RankGroup) -> dict[str, Any]:
     """The case's words as boxes."""
     world = sharding_types.World(ranks.size, case.local_size or ranks.local_size)
     rules = {
@@ -179,7 +179,7 @@ def make_source(case: Case) -> Any:
     return emblib.EmbeddingCollection(case.configs, optimizer=case.optimizer)
 
 
-def make_sharded(case: Case, ranks: Ranks, source: Any, gradients: str = "sum") -> Any:
+def make_sharded(case: Case, ranks: RankGroup, source: Any, gradients: str = "sum") -> Any:
     """It over ranks."""
     pooled = isinstance(case.configs[0], EmbeddingBagConfig)
     kind = ShardedEmbeddingBagCollection if pooled else ShardedEmbeddingCollection
@@ -194,7 +194,7 @@ def flat(output: Any) -> Tensor:
     return torch.cat([jt.values().reshape(-1) for jt in dict(output.items()).values()])
 
 
-def train(ranks: Ranks, case: Case) -> str:
+def train(ranks: RankGroup, case: Case) -> str:
     """Several steps, compared with one process after each; returns what was compared."""
     # Batches are small here, and it shall not matter.
     input_dist._LEAST_SAVED = case.least_saved

@@ -13,7 +13,7 @@ import torch
 from emblib import KeyedJaggedTensor, optim, sharding
 from emblib.collections.configs import Dynamic, Plain, Quantized, TensorTrain
 from emblib.sharding import sharding_types
-from emblib.sharding.ranks import Ranks
+from emblib.sharding.ranks import RankGroup
 from emblib.specs import Pooling
 from tests.sharding import worlds
 from tests.sharding.sharded_cases import (
@@ -34,13 +34,13 @@ ON_FIRST = tuple(((0, (0, rows), (0, dim)),) for rows, dim in ((13, 8), (7, 4), 
 MIXED = ("dp", "rw", "tw", "cw")
 
 
-def both(case: Case, ranks: Ranks, gradients: str = "sum") -> tuple[Any, Any]:
+def both(case: Case, ranks: RankGroup, gradients: str = "sum") -> tuple[Any, Any]:
     """The unsharded collection and its sharded form."""
     source = make_source(case)
     return source, make_sharded(case, ranks, copy.deepcopy(source), gradients)
 
 
-def invalid_ids(ranks: Ranks, plan: Any, kind: Any, *, pooled: bool) -> None:
+def invalid_ids(ranks: RankGroup, plan: Any, kind: Any, *, pooled: bool) -> None:
     """They give what they give in one process, and somebody is told."""
     dims = (8, 4, 8, 12) if kind is None else (8,) * 4
     configs = tables(SUM, MEAN, kind=kind, dims=dims)
@@ -79,13 +79,13 @@ def test_invalid_ids_are_repaired_and_told(plan: str, *, pooled: bool) -> None:
         worlds.run(2, _call, invalid_ids, (plan,) * 4, kind, {"pooled": pooled})
 
 
-def _call(ranks: Ranks, function: Any, *args: Any) -> Any:
+def _call(ranks: RankGroup, function: Any, *args: Any) -> Any:
     """`function(ranks, *args)` with the last of them as keywords."""
     *positional, named = args
     return function(ranks, *positional, **named)
 
 
-def weights_where_they_are_not_wanted(ranks: Ranks, *, pooled: bool) -> None:
+def weights_where_they_are_not_wanted(ranks: RankGroup, *, pooled: bool) -> None:
     configs = tables(SUM, MEAN)
     case = Case(configs if pooled else sequences(configs), MIXED)
     oracle, sharded = both(case, ranks)
@@ -93,7 +93,7 @@ def weights_where_they_are_not_wanted(ranks: Ranks, *, pooled: bool) -> None:
     torch.testing.assert_close(flat(sharded(own)), flat(oracle(own)))
 
 
-def weights_that_are_wanted(ranks: Ranks) -> None:
+def weights_that_are_wanted(ranks: RankGroup) -> None:
     case = Case(tables(SUM, MEAN), MIXED, weighted=True)
     oracle, sharded = both(case, ranks)
     own = batch(case, ranks.rank, 4)
@@ -110,7 +110,7 @@ def test_weights_count_where_the_collection_is_weighted() -> None:
         worlds.run(size, weights_that_are_wanted)
 
 
-def gradient_of_weights(ranks: Ranks, plan: Any, optimizer: Any, gradients: str) -> None:
+def gradient_of_weights(ranks: RankGroup, plan: Any, optimizer: Any, gradients: str) -> None:
     case = Case(tables(SUM, MEAN), plan, weighted=True, optimizer=optimizer)
     grads = []
     for collection in both(case, ranks, gradients):
@@ -130,7 +130,7 @@ def test_weights_get_gradients_on_every_rank(plan: Any, gradients: str) -> None:
         worlds.run(2, gradient_of_weights, plan, optimizer, gradients)
 
 
-def used_in_another_mode(ranks: Ranks, *, pooled: bool) -> None:
+def used_in_another_mode(ranks: RankGroup, *, pooled: bool) -> None:
     """Gradients are recorded as when the lookup was made, whenever its result is used first."""
     configs = tables(SUM)
     case = Case(configs if pooled else sequences(configs), MIXED)
@@ -152,7 +152,7 @@ def test_a_result_that_is_used_later_is_of_the_mode_of_its_lookup(*, pooled: boo
     worlds.run(2, _call, used_in_another_mode, {"pooled": pooled})
 
 
-def copied(ranks: Ranks, optimizer: Any, *, pooled: bool) -> None:
+def copied(ranks: RankGroup, optimizer: Any, *, pooled: bool) -> None:
     configs = tables(SUM, MEAN)
     case = Case(configs if pooled else sequences(configs), MIXED, optimizer=optimizer)
     oracle, sharded = both(case, ranks)
@@ -174,7 +174,7 @@ def test_a_copy_has_parameters_of_its_own(*, pooled: bool) -> None:
         worlds.run(2, _call, copied, optimizer, {"pooled": pooled})
 
 
-def quantised(ranks: Ranks, plan: Any, *, pooled: bool) -> None:
+def quantised(ranks: RankGroup, plan: Any, *, pooled: bool) -> None:
     configs = tables(SUM, MEAN, dims=(8,) * 4)
     case = Case(configs if pooled else sequences(configs), plan, optimizer=None)
     source = make_source(case).quantized()
@@ -193,7 +193,7 @@ def test_quantised_tables(*, pooled: bool) -> None:
             worlds.run(size, _call, quantised, plan, {"pooled": pooled})
 
 
-def unequal_bags(ranks: Ranks, plan: Any) -> None:
+def unequal_bags(ranks: RankGroup, plan: Any) -> None:
     case = Case(tables(SUM, MEAN), plan, variable=True)
     _, sharded = both(case, ranks)
     own = batch(case, ranks.rank, 4)
@@ -217,7 +217,7 @@ def test_one_rank_may_replicate_dynamic_tables() -> None:
     worlds.run(1, train, Case(sequences(configs), ("dp",) * 4))
 
 
-def refused(ranks: Ranks) -> None:
+def refused(ranks: RankGroup) -> None:
     source = make_source(Case(tables(SUM, kind=Dynamic(), dims=(8,) * 4), MIXED))
     rules: Any = {f"t{i}": sharding_types.table_wise(0) for i in range(4)}
     with pytest.raises(ValueError, match=r"t1: copies of a dynamic table.*table_wise"):

@@ -18,12 +18,12 @@ import torch.distributed.checkpoint as dcp
 
 from emblib.sharding import checkpoints
 from emblib.sharding.checkpoints import CheckpointError, checksums
-from emblib.sharding.ranks import Ranks
-from emblib.sharding.sharding_types import Box
+from emblib.sharding.ranks import RankGroup
+from emblib.sharding.sharding_types import Shard
 from tests.sharding import worlds
 from tests.sharding.checkpoint_worlds import assert_is, numbers, spread
 
-ALONE = Ranks.single()
+ALONE = RankGroup.single()
 
 
 class Runs:
@@ -278,9 +278,9 @@ def test_torch_loads_what_is_saved_with_checksums(tmp_path: Path) -> None:
     assert is_loaded(state)
 
 
-def save_and_damage(ranks: Ranks, path: Path) -> str:
+def save_and_damage(ranks: RankGroup, path: Path) -> str:
     """Every rank has a file of its own; that of rank 1 is damaged, and all ranks say so."""
-    boxes = [Box(r, (r * 3, r * 3 + 3), (0, 4)) for r in range(ranks.size)]
+    boxes = [Shard(r, (r * 3, r * 3 + 3), (0, 4)) for r in range(ranks.size)]
     whole = numbers(3 * ranks.size, 4)
     checkpoints.save({"t": spread(whole, boxes, ranks)}, path, ranks)
     checkpoints.save({"n": numbers(3)}, path / "one", ranks)  # one rank writes it

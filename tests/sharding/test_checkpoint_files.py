@@ -19,16 +19,16 @@ from emblib.sharding import checkpoints
 from emblib.sharding.checkpoints import CheckpointError, RowStates, ShardedTable, sharded_table
 from emblib.sharding.checkpoints.checksums import SummingStream
 from emblib.sharding.checkpoints.sharded_table import averaged
-from emblib.sharding.ranks import Ranks
-from emblib.sharding.sharding_types import Box
+from emblib.sharding.ranks import RankGroup
+from emblib.sharding.sharding_types import Shard
 from tests.sharding import checkpoint_kills, worlds
 from tests.sharding.checkpoint_worlds import assert_is, numbers, spread
 from tests.sync_calls import record_syncs
 from tests.tables.kills import run_alone
 
-ALONE = Ranks.single()
-WHOLE = (Box(0, (0, 10), (0, 4)),)
-HALVES = (Box(0, (0, 5), (0, 4)), Box(0, (5, 10), (0, 4)))
+ALONE = RankGroup.single()
+WHOLE = (Shard(0, (0, 10), (0, 4)),)
+HALVES = (Shard(0, (0, 5), (0, 4)), Shard(0, (5, 10), (0, 4)))
 
 
 def test_whole_or_as_before_wherever_a_writer_is_killed(tmp_path: Path) -> None:
@@ -87,11 +87,11 @@ def test_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 def test_tables_without_rows(boxes: int, tmp_path: Path) -> None:
     """They are in the metadata, as tensors without rows are, and torch loads them."""
-    tables = [Box(0, (0, 0), (2 * i, 2 * i + 2)) for i in range(boxes)]
+    tables = [Shard(0, (0, 0), (2 * i, 2 * i + 2)) for i in range(boxes)]
     table = spread(torch.zeros(0, 2 * boxes), tables, ALONE)
     states = RowStates(
         (0, boxes),
-        [Box(0, (0, 0), (i, i + 1)) for i in range(boxes)],
+        [Shard(0, (0, 0), (i, i + 1)) for i in range(boxes)],
         {i: torch.zeros(0, 1) for i in range(boxes)},
         ALONE,
         torch.float32,
@@ -121,7 +121,7 @@ def test_other_tables_are_told_before_anything_is_read(tmp_path: Path) -> None:
     assert state["v"].tolist() == [0]
 
 
-def dense(seed: int, ranks: Ranks) -> tuple[nn.Module, torch.optim.Adam]:
+def dense(seed: int, ranks: RankGroup) -> tuple[nn.Module, torch.optim.Adam]:
     """A model and its optimizer, spread over ranks if there are several."""
     torch.manual_seed(seed)
     model: nn.Module = nn.Linear(3, 4)
@@ -137,7 +137,7 @@ def train(model: nn.Module, optimizer: torch.optim.Adam, steps: int) -> None:
         optimizer.zero_grad()
 
 
-def go_on(ranks: Ranks, path: Path) -> Tensor:
+def go_on(ranks: RankGroup, path: Path) -> Tensor:
     """A model that goes on as one that was not saved; its whole weight, by way of one file."""
     model, optimizer = dense(0, ranks)
     train(model, optimizer, 2)
@@ -176,7 +176,7 @@ def test_states_by_columns() -> None:
 
 def row_states(cuts: tuple[int, ...], values: list[float]) -> RowStates:
     """A table of 3 rows in boxes by column, each with one number."""
-    boxes = [Box(0, (0, 3), (i, i + 1)) for i in range(len(values))]
+    boxes = [Shard(0, (0, 3), (i, i + 1)) for i in range(len(values))]
     parts = {i: torch.full((3, 1), value) for i, value in enumerate(values)}
     states = RowStates((3, len(values)), boxes, parts, ALONE, torch.float32)
     states.cuts = cuts
@@ -197,9 +197,9 @@ def test_states_by_columns_into_other_boxes(tmp_path: Path) -> None:
     assert [part[0].item() for part in state["s"].parts.values()] == [2.0, 2.0]
 
 
-def save_in_background(ranks: Ranks, path: Path) -> list[bool]:
+def save_in_background(ranks: RankGroup, path: Path) -> list[bool]:
     """Two saves; what they save changes at once, and collectives go on meanwhile."""
-    boxes = [Box(r, (r * 3, r * 3 + 3), (0, 4)) for r in range(ranks.size)]
+    boxes = [Shard(r, (r * 3, r * 3 + 3), (0, 4)) for r in range(ranks.size)]
     rows = 3 * ranks.size
     pending = []
     table = spread(numbers(rows, 4), boxes, ranks)
@@ -228,7 +228,7 @@ def test_saves_in_the_background(world: int, tmp_path: Path) -> None:
     assert worlds.run(world, save_in_background, tmp_path) == [[True, True]] * world
 
 
-def fail_in_background(ranks: Ranks, path: Path) -> str:
+def fail_in_background(ranks: RankGroup, path: Path) -> str:
     future = checkpoints.async_save({"a": torch.zeros(1)}, path / "file" / "in_it", ranks)
     error = future.exception()
     return f"{type(error).__name__}: {error}"
@@ -240,10 +240,10 @@ def test_saves_in_the_background_tell_of_failures(tmp_path: Path) -> None:
         assert "Error" in told
 
 
-def fail_on_rank_1(ranks: Ranks, path: Path) -> list[str]:
+def fail_on_rank_1(ranks: RankGroup, path: Path) -> list[str]:
     """Save while the disk of rank 1 is full, at once and in the background."""
     state = {
-        "a": spread(numbers(4, 4), [Box(r, (r * 2, r * 2 + 2), (0, 4)) for r in (0, 1)], ranks)
+        "a": spread(numbers(4, 4), [Shard(r, (r * 2, r * 2 + 2), (0, 4)) for r in (0, 1)], ranks)
     }
     checkpoints.save(state, path, ranks)
     told = []
@@ -276,8 +276,8 @@ def test_interrupts_stay_what_they_are(tmp_path: Path, monkeypatch: pytest.Monke
         checkpoints.save({"a": numbers(3)}, tmp_path, ALONE)
 
 
-def export(ranks: Ranks, path: Path) -> Tensor | None:
-    boxes = [Box(1 - r, (r * 3, r * 3 + 3), (0, 4)) for r in range(2)]
+def export(ranks: RankGroup, path: Path) -> Tensor | None:
+    boxes = [Shard(1 - r, (r * 3, r * 3 + 3), (0, 4)) for r in range(2)]
     whole = numbers(6, 4, torch.bfloat16)
     state = {"a": {"t": spread(whole, boxes, ranks)}, "b": [torch.ones(2)], "c": "text"}
     checkpoints.export(state, path, ranks)
@@ -328,8 +328,8 @@ def test_with_torch_distributed_checkpoint_itself(tmp_path: Path) -> None:
         assert torch.equal(found["t"], numbers(10, 4))
 
 
-def save_with_torch(ranks: Ranks, path: Path) -> None:
-    boxes = [Box(r, (r * 3, r * 3 + 3), (0, 4)) for r in range(ranks.size)]
+def save_with_torch(ranks: RankGroup, path: Path) -> None:
+    boxes = [Shard(r, (r * 3, r * 3 + 3), (0, 4)) for r in range(ranks.size)]
     table = spread(numbers(3 * ranks.size, 4), boxes, ranks)
     dcp.save({"t": table}, checkpoint_id=path, process_group=ranks.group)
     found = {"t": spread(torch.zeros(3 * ranks.size, 4), boxes, ranks)}

@@ -23,10 +23,10 @@ from torch.distributed.checkpoint.metadata import (
 
 from emblib.sharding import checkpoints
 from emblib.sharding.checkpoints import CheckpointError, checksums, unpickling
-from emblib.sharding.ranks import Ranks
+from emblib.sharding.ranks import RankGroup
 from tests.sharding.checkpoint_worlds import numbers
 
-ALONE = Ranks.single()
+ALONE = RankGroup.single()
 MODULE = "torch.distributed.checkpoint.metadata"
 EXTENSION = 0xE1
 

@@ -11,9 +11,9 @@ import torch.distributed.checkpoint as dcp
 
 from emblib.sharding import checkpoints
 from emblib.sharding.checkpoints import CheckpointError, values
-from emblib.sharding.ranks import Ranks
+from emblib.sharding.ranks import RankGroup
 
-ALONE = Ranks.single()
+ALONE = RankGroup.single()
 SCALARS: dict[str, tuple[Any, Any]] = {
     "double": (np.float64(0.1), 0.1),
     "float": (np.float32(0.1), float(np.float32(0.1))),

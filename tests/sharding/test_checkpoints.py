@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from emblib.sharding.sharding_types import (
-    Box,
+    Shard,
     TableShape,
     World,
     column_wise,
@@ -18,11 +18,11 @@ from tests.sharding import checkpoint_worlds, worlds
 
 ROWS, COLUMNS = 13, 6
 UNEVEN = (
-    Box(0, (0, 1), (0, 6)),
-    Box(0, (1, 7), (0, 5)),
-    Box(0, (1, 7), (5, 6)),
-    Box(0, (7, 13), (0, 2)),
-    Box(0, (7, 13), (2, 6)),
+    Shard(0, (0, 1), (0, 6)),
+    Shard(0, (1, 7), (0, 5)),
+    Shard(0, (1, 7), (5, 6)),
+    Shard(0, (7, 13), (0, 2)),
+    Shard(0, (7, 13), (2, 6)),
 )
 RULES = {
     "table_wise": lambda world: table_wise(world - 1),
@@ -33,7 +33,7 @@ RULES = {
 }
 
 
-def boxes_of(rule: str, world: int) -> tuple[Box, ...]:
+def boxes_of(rule: str, world: int) -> tuple[Shard, ...]:
     local_size = 2 if world % 2 == 0 else 1
     sharding = RULES[rule](world)(TableShape(ROWS, COLUMNS), World(world, local_size))
     sharding.check("table", TableShape(ROWS, COLUMNS), world)

@@ -13,8 +13,8 @@ from torch import Tensor
 from emblib.sharding import collectives
 from emblib.sharding.codecs import BF16, FP8, FP16, INT8, Codec
 from emblib.sharding.collectives import GradientReduction
-from emblib.sharding.exchange import Awaitable, Wire
-from emblib.sharding.ranks import Ranks
+from emblib.sharding.exchange import Awaitable, CommPrecision
+from emblib.sharding.ranks import RankGroup
 from tests.sharding import worlds
 
 BATCHES = {
@@ -54,7 +54,7 @@ def _variable(batch: Sequence[int], rank: int) -> list[list[int]]:
     return [[batch[rank] * (f + 1) for f in range(len(own))] for own in COLUMNS[: len(batch)]]
 
 
-def _variable_act(tensors: list[Tensor], batch: Sequence[int], ranks: Ranks, **how: Any) -> Any:
+def _variable_act(tensors: list[Tensor], batch: Sequence[int], ranks: RankGroup, **how: Any) -> Any:
     sizes = [_variable(batch, r)[ranks.rank] for r in range(ranks.size)]
     here = list(chain(*_variable(batch, ranks.rank)))
     columns = COLUMNS[: ranks.size]
@@ -68,7 +68,7 @@ def _variable_rows(batch: Sequence[int], owner: int) -> list[int]:
     return [sum(n * d for n, d in zip(row, COLUMNS[owner], strict=True)) for row in sizes]
 
 
-def _sequence_act(tensors: list[Tensor], batch: Sequence[int], ranks: Ranks, **how: Any) -> Any:
+def _sequence_act(tensors: list[Tensor], batch: Sequence[int], ranks: RankGroup, **how: Any) -> Any:
     sizes = [_rows_for(batch, ranks.rank, to) for to in range(ranks.size)]
     came = [_rows_for(batch, source, ranks.rank) for source in range(ranks.size)]
     return collectives.alltoall_sequence(tensors[0], sizes, came, ranks, **how)
@@ -169,7 +169,9 @@ def _as_list(out: Any) -> list[Tensor]:
     return out if isinstance(out, list) else [out]
 
 
-def _run(ranks: Ranks, name: str, batch: Sequence[int], wire: Wire, options: Any) -> None:
+def _run(
+    ranks: RankGroup, name: str, batch: Sequence[int], wire: CommPrecision, options: Any
+) -> None:
     gradients, dtype, kind = options
     case, rank = CASES[name], ranks.rank
     every = _all_inputs(case, batch, dtype, kind)
@@ -218,14 +220,14 @@ def test_exact(name: str, batch: tuple[int, ...], size: int) -> None:
     """Whole numbers, so that what is wanted does not depend on the order of sums."""
     for gradients in GradientReduction:
         options = gradients, torch.float32, "whole"
-        worlds.run(size, _run, name, batch[:size], Wire(), options)
+        worlds.run(size, _run, name, batch[:size], CommPrecision(), options)
 
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16], ids=str)
 def test_dtypes(name: str, dtype: torch.dtype) -> None:
     options = GradientReduction.SUM, dtype, "whole"
-    worlds.run(3, _run, name, BATCHES["uneven"][:3], Wire(), options)
+    worlds.run(3, _run, name, BATCHES["uneven"][:3], CommPrecision(), options)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -234,11 +236,15 @@ def test_dtypes(name: str, dtype: torch.dtype) -> None:
 )
 def test_codecs(name: str, codec: Codec) -> None:
     options = GradientReduction.MEAN, torch.float32, "normal"
-    for wire in (Wire(forward=codec), Wire(backward=codec), Wire(codec, codec)):
+    for wire in (
+        CommPrecision(forward=codec),
+        CommPrecision(backward=codec),
+        CommPrecision(codec, codec),
+    ):
         worlds.run(3, _run, name, BATCHES["uneven"][:3], wire, options)
 
 
-def _sum_bits(ranks: Ranks) -> None:
+def _sum_bits(ranks: RankGroup) -> None:
     every = [_numbers((4 * ranks.size, 5), r, torch.float32, "normal") for r in range(ranks.size)]
     out = collectives.reduce_scatter_base_pooled(every[ranks.rank], ranks).wait()
     parts = [e.split(4)[ranks.rank] for e in every]
@@ -253,7 +259,7 @@ def test_sums_are_in_rank_order() -> None:
     worlds.run(4, _sum_bits)
 
 
-def _reordered(ranks: Ranks) -> None:
+def _reordered(ranks: RankGroup) -> None:
     """Several under way at once, awaited and differentiated in another order."""
     values = [_numbers((2 * ranks.size, 3), i, torch.float32, "whole") for i in range(3)]
     leaves = [v.requires_grad_() for v in values]
@@ -269,7 +275,7 @@ def test_several_under_way() -> None:
     worlds.run(3, _reordered)
 
 
-def _frozen(ranks: Ranks) -> None:
+def _frozen(ranks: RankGroup) -> None:
     with torch.no_grad():
         out = collectives.all_gather_base_pooled(torch.ones(2, 2), ranks).wait()
     assert not out.requires_grad
@@ -281,7 +287,7 @@ def test_without_gradients() -> None:
 
 
 def test_wrong_use() -> None:
-    ranks = Ranks.single()
+    ranks = RankGroup.single()
     rows = torch.zeros(3, 2)
     with pytest.raises(ValueError, match=r"an entry for each of 1 ranks: got \[1, 2\]"):
         collectives.reduce_scatter_v_pooled(rows, [1, 2], ranks)

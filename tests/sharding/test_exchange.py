@@ -12,7 +12,7 @@ from emblib.collections import EmbeddingBagCollection, EmbeddingBagConfig
 from emblib.jagged import KeyedJaggedTensor
 from emblib.optim import SGD
 from emblib.sharding.exchange import start_all_gather, start_all_to_all
-from emblib.sharding.ranks import Ranks, subgroup
+from emblib.sharding.ranks import RankGroup, subgroup
 from emblib.sharding.shard import shard
 from emblib.sharding.sharding_types import row_wise
 from tests.sharding import worlds
@@ -34,12 +34,12 @@ def in_thread(function: Callable[[], Any]) -> Any:
     return found[0]
 
 
-def _of_its_own(ranks: Ranks) -> Ranks:
+def _of_its_own(ranks: RankGroup) -> RankGroup:
     """The same ranks in a group that the test may leave unfit."""
-    return Ranks(subgroup(ranks))
+    return RankGroup(subgroup(ranks))
 
 
-def _two_threads(ranks: Ranks) -> None:
+def _two_threads(ranks: RankGroup) -> None:
     ranks = _of_its_own(ranks)
     sent, sizes = torch.arange(ranks.size), [1] * ranks.size
 
@@ -69,7 +69,7 @@ def test_two_threads_over_one_group_are_refused(size: int) -> None:
     worlds.run(size, _two_threads)
 
 
-def _model(ranks: Ranks, dim: int) -> Any:
+def _model(ranks: RankGroup, dim: int) -> Any:
     torch.manual_seed(dim)
     tables = EmbeddingBagCollection([EmbeddingBagConfig(20, dim, "t")], optimizer=SGD(0.1))
     return shard(tables, {"": {"t": row_wise()}}, ranks)
@@ -81,7 +81,7 @@ def _step(model: Any, step: int, rank: int) -> Tensor:
     return model(KeyedJaggedTensor(["t"], ids, lengths=torch.tensor([1, 2, 3]))).values()
 
 
-def _trained(ranks: Ranks, *, at_once: bool) -> list[Tensor]:
+def _trained(ranks: RankGroup, *, at_once: bool) -> list[Tensor]:
     models = [_model(_of_its_own(ranks), dim) for dim in (4, 12)]
 
     def train(model: Any) -> None:
@@ -98,7 +98,7 @@ def _trained(ranks: Ranks, *, at_once: bool) -> list[Tensor]:
     return [p.detach().clone() for model in models for p in model.parameters()]
 
 
-def _threads_with_groups(ranks: Ranks) -> None:
+def _threads_with_groups(ranks: RankGroup) -> None:
     for one, other in zip(
         _trained(ranks, at_once=True), _trained(ranks, at_once=False), strict=True
     ):
@@ -110,7 +110,7 @@ def test_threads_with_groups_of_their_own_train_at_once(size: int) -> None:
     worlds.run(size, _threads_with_groups)
 
 
-def _left_out(ranks: Ranks) -> str:
+def _left_out(ranks: RankGroup) -> str:
     ranks = _of_its_own(ranks)
     model = _model(ranks, 4)
     output = _step(model, 0, ranks.rank)
@@ -151,7 +151,7 @@ def _sent(rank: int, sizes: list[list[int]], seed: int) -> Tensor:
     return values.to(DTYPES[seed % len(DTYPES)])
 
 
-def _exchange_all(ranks: Ranks) -> None:
+def _exchange_all(ranks: RankGroup) -> None:
     """Start exchanges of all sizes and dtypes, then wait for them in reverse order."""
     pending = []
     for seed in range(18):
@@ -173,7 +173,7 @@ def test_every_rank_receives_what_was_sent(size: int) -> None:
     worlds.run(size, _exchange_all)
 
 
-def _disagree_about_sizes(ranks: Ranks) -> str:
+def _disagree_about_sizes(ranks: RankGroup) -> str:
     """Rank 0 expects fewer bytes than rank 1 sends; rank 2 has no part in it."""
     sent, sizes = torch.zeros(8 * ranks.size), [8] * ranks.size
     expected = [8, 4, 8] if ranks.rank == 0 else sizes

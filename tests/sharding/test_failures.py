@@ -15,34 +15,34 @@ import torch
 import torch.distributed as dist
 
 from emblib.sharding import collectives, failures
-from emblib.sharding.failures import RankFailure, guarded
-from emblib.sharding.ranks import Ranks
+from emblib.sharding.failures import RankFailure, detect_rank_failures
+from emblib.sharding.ranks import RankGroup
 from tests.sharding import worlds
 
 CULPRIT = 2
 STOPPED_SECONDS = 5.0
 GRACE_SECONDS = 60.0  # what the others say is what is tested, however busy the machine is
-QUICK = {"beat_seconds": 0.1, "patience_seconds": 1.5}
+QUICK = {"heartbeat_interval_s": 0.1, "heartbeat_timeout_s": 1.5}
 
 
-def _train(ranks: Ranks, steps: int = 10**9) -> None:
+def _train(ranks: RankGroup, steps: int = 10**9) -> None:
     """Steps of collectives, forward and backward."""
     for _ in range(steps):
         rows = torch.ones(2 * ranks.size, 3, requires_grad=True)
         collectives.reduce_scatter_base_pooled(rows, ranks).wait().sum().backward()
 
 
-def _told(ranks: Ranks, act: str, seconds: float = 30.0) -> tuple[str, tuple[int, ...]]:
+def _told(ranks: RankGroup, act: str, seconds: float = 30.0) -> tuple[str, tuple[int, ...]]:
     """What a rank hears when CULPRIT does `act` after three steps."""
-    ranks = Ranks(dist.new_group(list(range(ranks.size)), timedelta(seconds=seconds)))
+    ranks = RankGroup(dist.new_group(list(range(ranks.size)), timedelta(seconds=seconds)))
     if ranks.rank == CULPRIT:
-        with suppress(ValueError), guarded(ranks, **QUICK):
+        with suppress(ValueError), detect_rank_failures(ranks, **QUICK):
             _train(ranks, 3)
             _ACTS[act]()
         if act == "fail":
             os._exit(1)  # as any program with an error that nobody catches
         return act, ()
-    with pytest.raises(RankFailure) as caught, guarded(ranks, **QUICK):
+    with pytest.raises(RankFailure) as caught, detect_rank_failures(ranks, **QUICK):
         _train(ranks)
     assert isinstance(caught.value.__cause__, RuntimeError)  # that of the collective
     return str(caught.value), caught.value.ranks
@@ -116,7 +116,7 @@ def test_the_culprit_is_named_after_the_timeout(act: str, words: str) -> None:
         assert words in text
 
 
-def _store_of_rank_zero(ranks: Ranks, port: int) -> str:
+def _store_of_rank_zero(ranks: RankGroup, port: int) -> str:
     """The process group that torch makes without torchrun: rank 0 holds its store."""
     dist.destroy_process_group()
     dist.init_process_group(
@@ -126,9 +126,9 @@ def _store_of_rank_zero(ranks: Ranks, port: int) -> str:
         world_size=ranks.size,
         timeout=timedelta(seconds=20),
     )
-    own = Ranks()
+    own = RankGroup()
     _train(own, 3)
-    with pytest.raises(RankFailure) as caught, guarded(own, **QUICK):
+    with pytest.raises(RankFailure) as caught, detect_rank_failures(own, **QUICK):
         _train(own, 3) if own.rank > 0 else _kill()
     assert caught.value.ranks == (0,)
     return str(caught.value)
@@ -153,11 +153,11 @@ class _Records(logging.Handler):
         self.texts.append(record.getMessage())
 
 
-def _watch(ranks: Ranks) -> list[str]:
+def _watch(ranks: RankGroup) -> list[str]:
     """Nobody is in a collective when a rank stops: the one before it tells."""
     records = _Records()
     failures._LOG.addHandler(records)
-    with guarded(ranks, **QUICK):
+    with detect_rank_failures(ranks, **QUICK):
         ranks.barrier()
         if ranks.rank == CULPRIT:
             time.sleep(0.5)  # its part of the barrier may still be on its way
@@ -177,12 +177,15 @@ def test_a_silent_rank_is_logged() -> None:
     assert "has given no sign of life for " in text
 
 
-def _nobody(ranks: Ranks) -> list[str]:
-    with pytest.raises(RuntimeError, match="by our own doing") as caught, guarded(ranks, **QUICK):
+def _nobody(ranks: RankGroup) -> list[str]:
+    with (
+        pytest.raises(RuntimeError, match="by our own doing") as caught,
+        detect_rank_failures(ranks, **QUICK),
+    ):
         raise RuntimeError("gloo: by our own doing")
-    with pytest.raises(KeyError), guarded(ranks, **QUICK):
+    with pytest.raises(KeyError), detect_rank_failures(ranks, **QUICK):
         raise KeyError("as before")
-    with guarded(ranks, **QUICK), guarded(ranks, **QUICK):
+    with detect_rank_failures(ranks, **QUICK), detect_rank_failures(ranks, **QUICK):
         _train(ranks, 2)
     return caught.value.__notes__
 
@@ -220,7 +223,7 @@ def test_a_process_nobody_waited_for_is_gone() -> None:
 
 
 def test_one_rank_and_wrong_use() -> None:
-    with pytest.raises(RuntimeError, match="gloo"), guarded(Ranks.single()):
+    with pytest.raises(RuntimeError, match="gloo"), detect_rank_failures(RankGroup.single()):
         raise RuntimeError("gloo")
     with pytest.raises(ValueError, match=r"at least two beats: got 1\.0 and beats of 1\.0 s"):
-        guarded(Ranks.single(), beat_seconds=1.0, patience_seconds=1.0)
+        detect_rank_failures(RankGroup.single(), heartbeat_interval_s=1.0, heartbeat_timeout_s=1.0)

@@ -22,17 +22,17 @@ from emblib.collections.groups import TableGroups
 from emblib.sharding import (
     BF16,
     DDP,
+    CommPrecision,
     DistributedModelParallel,
     GradientReduction,
     ShardedEmbeddingBagCollection,
     ShardedEmbeddingCollection,
-    Wire,
     fingerprint,
     shard,
     sharding_types,
 )
-from emblib.sharding.ranks import Ranks
-from emblib.specs import Cache, Placement, Pooling
+from emblib.sharding.ranks import RankGroup
+from emblib.specs import CacheConfig, Placement, Pooling
 from tests.sharding import worlds
 
 ROWS, DIM = 1000, 8
@@ -105,7 +105,7 @@ TABLES: dict[str, tuple[dict[str, Any], str]] = {
         "table item: feature_names is item on rank 0 and item, last on rank 1",
     ),
     "kind": (
-        {"kind": Plain(Placement.MANAGED_CACHING, Cache(sets=1))},
+        {"kind": Plain(Placement.MANAGED_CACHING, CacheConfig(sets=1))},
         "table item: kind.placement is device on rank 0 and managed_caching on rank 1",
     ),
     "first values": (
@@ -121,7 +121,10 @@ TABLES: dict[str, tuple[dict[str, Any], str]] = {
     "weights": ({"is_weighted": True}, "is_weighted is False on rank 0 and True on rank 1"),
 }
 SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
-    "wire": ({"wire": Wire(backward=BF16())}, "wire.backward is FP32 on rank 0 and BF16 on rank 1"),
+    "wire": (
+        {"wire": CommPrecision(backward=BF16())},
+        "wire.backward is FP32 on rank 0 and BF16 on rank 1",
+    ),
     "gradients": (
         {"gradients": GradientReduction.SUM},
         "gradients is mean on rank 0 and sum on rank 1",
@@ -164,7 +167,7 @@ def _told(call: Callable[[], Any]) -> str:
     return f"{type(caught.value).__name__}: {caught.value}"
 
 
-def _disagreements(ranks: Ranks) -> dict[str, str]:
+def _disagreements(ranks: RankGroup) -> dict[str, str]:
     """What this rank says in each case, by its name; the model is as it was then."""
     found = {}
     for name, (changes, _) in TABLES.items():
@@ -193,7 +196,7 @@ def test_each_thing_that_ranks_were_given_otherwise_is_named() -> None:
             assert "same on all ranks" in text
 
 
-def _without_shard(ranks: Ranks) -> list[str]:
+def _without_shard(ranks: RankGroup) -> list[str]:
     """Of the sharded collections made directly; sequences have messages by their dims."""
     mine = ranks.rank == 2
     plan = {
@@ -215,7 +218,7 @@ def _without_shard(ranks: Ranks) -> list[str]:
     sequences = EmbeddingCollection([
         EmbeddingConfig(ROWS, dim, name) for dim, name in zip(dims, ("item", "other"), strict=True)
     ])  # fmt: skip
-    plan["other"] = sharding_types.TableSharding(sharding_types.ShardingType.DATA_PARALLEL)
+    plan["other"] = sharding_types.ParameterSharding(sharding_types.ShardingType.DATA_PARALLEL)
     with pytest.raises(ValueError, match="table other: embedding_dim is 8 on ranks 0-1") as caught:
         ShardedEmbeddingCollection(sequences, plan, ranks)
     return [*found, str(caught.value)]
@@ -234,7 +237,7 @@ class _Net(nn.Module):
         self.top = nn.Linear(2 * DIM, width)
 
 
-def _models(ranks: Ranks) -> dict[str, str]:
+def _models(ranks: RankGroup) -> dict[str, str]:
     plan = {"bags": _plan(), "clicks": {"s": sharding_types.row_wise()}}
     mine = ranks.rank == 1
     plans: dict[str, Any] = {
@@ -289,7 +292,7 @@ def _no_memory(*args: Any, **kwargs: Any) -> Any:
     raise MemoryError("none left")
 
 
-def _one_fails(ranks: Ranks) -> dict[str, str]:
+def _one_fails(ranks: RankGroup) -> dict[str, str]:
     """Only rank 1 has an argument that cannot be, or no memory: rank 0 must not wait for it."""
     mine = ranks.rank == 1
     gone = _plan(item=sharding_types.table_wise(7)) if mine else _plan()
@@ -313,10 +316,10 @@ def _one_fails(ranks: Ranks) -> dict[str, str]:
 def test_an_error_of_one_rank_is_raised_on_all() -> None:
     others, own = worlds.run(2, _one_fails)
     for name, words in {
-        "plan": "ValueError: table item: a rank must be in [0, 2), got Box(rank=7",
+        "plan": "ValueError: table item: a rank must be in [0, 2), got Shard(rank=7",
         "path": "collections is (the model) on rank 0 and else on rank 1",
         "wrap": "wrap is DDP on rank 0 and dpp on rank 1",
-        "wire": "TypeError: wire must be None or a Wire",
+        "wire": "TypeError: wire must be None or a CommPrecision",
         "memory": "MemoryError: none left",
     }.items():
         assert words in own[name]
@@ -431,7 +434,7 @@ FUNCTIONS: dict[str, tuple[Any, Any, str]] = {
 }
 
 
-def _functions(ranks: Ranks) -> dict[str, str]:
+def _functions(ranks: RankGroup) -> dict[str, str]:
     found = {}
     for name, given in FUNCTIONS.items():
         bags = _bags(init_fn=given[ranks.rank], device="meta")
@@ -496,10 +499,10 @@ def test_functions_are_described_alike_by_every_process() -> None:
     assert "'0.code'" in told[0]
 
 
-def _may_differ(ranks: Ranks) -> int:
+def _may_differ(ranks: RankGroup) -> int:
     """Weights, directories and what a rank made for itself: nothing of it is compared."""
     torch.manual_seed(ranks.rank)
-    kind = Plain(Placement.DISK, Cache(sets=1, directory=f"{ranks.rank}/rows"))
+    kind = Plain(Placement.DISK, CacheConfig(sets=1, directory=f"{ranks.rank}/rows"))
     config = EmbeddingBagConfig(
         ROWS, DIM, "item", init_fn=partial(nn.init.uniform_, a=0.5), kind=kind
     )
@@ -525,4 +528,4 @@ def test_one_rank_describes_nothing() -> None:
     def fail(value: Any) -> Any:
         raise AssertionError
 
-    assert fingerprint.agree(Ranks.single(), lambda: 7, fail) == 7
+    assert fingerprint.agree(RankGroup.single(), lambda: 7, fail) == 7

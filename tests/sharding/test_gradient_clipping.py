@@ -14,7 +14,7 @@ from emblib.collections.optimizers import (
 )
 from emblib.jagged import KeyedJaggedTensor
 from emblib.sharding import DistributedModelParallel, clip_grad_norm_
-from emblib.sharding.ranks import Ranks
+from emblib.sharding.ranks import RankGroup
 from emblib.sharding.sharding_types import data_parallel, row_wise, table_wise
 from tests.sharding import worlds
 
@@ -72,7 +72,7 @@ def train(model: nn.Module, rank: int, size: int, way: str, norm_type: float) ->
 Found = tuple[list[float], dict[str, Tensor]]
 
 
-def _over_ranks(ranks: Ranks, wrap: str, way: str, norm_type: float) -> Found:
+def _over_ranks(ranks: RankGroup, wrap: str, way: str, norm_type: float) -> Found:
     copied = row_wise() if wrap == "fully_shard" else data_parallel()
     # The last rank of four has no part of a table but the rows.
     rules = {"r": row_wise(), "t": table_wise(0), "d": copied, "tt": row_wise([0, ranks.size // 2])}
@@ -120,7 +120,7 @@ def test_one_norm_with_a_dense_part_in_parts() -> None:
     assert_same(found, whole(2.0))
 
 
-def _no_part(ranks: Ranks, wrap: str) -> list[float]:
+def _no_part(ranks: RankGroup, wrap: str) -> list[float]:
     """A model of one table: the second rank has no parameter at all, or a dense one alone."""
     norms = []
     for model in (EmbeddingBagCollection([EmbeddingBagConfig(ROWS, 4, "t")]), Net()):

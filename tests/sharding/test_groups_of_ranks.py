@@ -14,12 +14,12 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from emblib.sharding.exchange import start_all_to_all
-from emblib.sharding.ranks import Ranks, sends_from_hosts, subgroup
+from emblib.sharding.ranks import RankGroup, sends_from_hosts, subgroup
 from tests.sharding import worlds
 
 
 def test_single() -> None:
-    ranks = Ranks.single()
+    ranks = RankGroup.single()
     assert (ranks.rank, ranks.size, ranks.local_size, ranks.group) == (0, 1, 1, None)
     assert (ranks.node, ranks.nodes, ranks.local_rank) == (0, 1, 0)
     assert ranks.device == torch.device("cpu")
@@ -29,22 +29,22 @@ def test_single() -> None:
     back = pickle.loads(pickle.dumps(ranks))
     assert (back.size, back.device) == (1, ranks.device)
     assert copy.deepcopy(ranks) is ranks
-    assert Ranks.of(ranks) is ranks
-    assert Ranks().size == 1  # nothing is initialised here
-    assert str(ranks) == "Ranks(rank 0 of 1, cpu)"
+    assert RankGroup.of(ranks) is ranks
+    assert RankGroup().size == 1  # nothing is initialised here
+    assert str(ranks) == "RankGroup(rank 0 of 1, cpu)"
 
 
-@pytest.mark.parametrize("make", [Ranks, partial(Ranks.of, None)])
+@pytest.mark.parametrize("make", [RankGroup, partial(RankGroup.of, None)])
 def test_processes_of_torchrun_do_not_train_alone(
-    make: Callable[[], Ranks], monkeypatch: pytest.MonkeyPatch
+    make: Callable[[], RankGroup], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "4")
     says = r"process 1 of 4 that torchrun started.*with launched\(\) as ranks.*init_process_group"
     with pytest.raises(RuntimeError, match=says):
         make()
-    assert Ranks.single().size == 1
-    assert pickle.loads(pickle.dumps(Ranks.single())).size == 1
+    assert RankGroup.single().size == 1
+    assert pickle.loads(pickle.dumps(RankGroup.single())).size == 1
     with worlds_of_one() as group:
         assert make().size == group.size() == 1  # initialised, whatever the environment says
     monkeypatch.setenv("WORLD_SIZE", "1")
@@ -66,16 +66,16 @@ def worlds_of_one() -> Iterator[dist.ProcessGroup]:
         dist.destroy_process_group()
 
 
-def _who(ranks: Ranks) -> tuple[int, ...]:
+def _who(ranks: RankGroup) -> tuple[int, ...]:
     return ranks.rank, ranks.size, ranks.local_size, ranks.node, ranks.nodes, ranks.local_rank
 
 
-def _of_the_group(ranks: Ranks, monkeypatch_local: str | None) -> tuple[int, ...]:
+def _of_the_group(ranks: RankGroup, monkeypatch_local: str | None) -> tuple[int, ...]:
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("LOCAL_WORLD_SIZE", raising=False)
         if monkeypatch_local is not None:
             patch.setenv("LOCAL_WORLD_SIZE", monkeypatch_local)
-        found = Ranks(ranks.group)
+        found = RankGroup(ranks.group)
     assert copy.deepcopy(found) is found
     assert copy.copy(found) is found
     with pytest.raises(pickle.PicklingError, match="save a state_dict"):
@@ -92,31 +92,35 @@ def test_nodes(local: str | None, sides: tuple[int, int]) -> None:
         assert found == (rank, 4, size, rank // size, nodes, rank % size)
 
 
-def _wrong(ranks: Ranks) -> None:
+def _wrong(ranks: RankGroup) -> None:
     with pytest.raises(ValueError, match=r"4 ranks are not whole nodes of 3: .*or 4 to treat"):
-        Ranks(ranks.group, local_size=3)
+        RankGroup(ranks.group, local_size=3)
     with pytest.raises(ValueError, match="1 to 4 here, and not 5"):
-        Ranks(ranks.group, local_size=5)
+        RankGroup(ranks.group, local_size=5)
     last = dist.new_group([2])
     if ranks.rank != 2:
         with pytest.raises(ValueError, match="this process is not in the group"):
-            Ranks(last)
+            RankGroup(last)
     else:
-        assert _who(Ranks(last)) == (0, 1, 1, 0, 1, 0)
-        assert Ranks(last).global_rank(0) == 2
+        assert _who(RankGroup(last)) == (0, 1, 1, 0, 1, 0)
+        assert RankGroup(last).global_rank(0) == 2
 
 
 def test_wrong_use() -> None:
     worlds.run(4, _wrong)
 
 
-def _meshes(ranks: Ranks) -> list[tuple[int, ...]]:
+def _meshes(ranks: RankGroup) -> list[tuple[int, ...]]:
     whole = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("node", "local"))
     flat = dist.init_device_mesh("cpu", (4,))
-    found = [_who(Ranks(whole)), _who(Ranks(flat, local_size=4)), _who(Ranks(whole["local"]))]
+    found = [
+        _who(RankGroup(whole)),
+        _who(RankGroup(flat, local_size=4)),
+        _who(RankGroup(whole["local"])),
+    ]
     swapped = dist.DeviceMesh("cpu", [[0, 2], [1, 3]], mesh_dim_names=("node", "local"))
     with pytest.raises(ValueError, match=r"must hold all 4 processes in order"):
-        Ranks(swapped)
+        RankGroup(swapped)
     return found
 
 
@@ -127,12 +131,12 @@ def test_device_meshes() -> None:
         assert local == (rank % 2, 2, 2, 0, 1, rank % 2)
 
 
-def _subgroups(ranks: Ranks) -> tuple[int, int]:
+def _subgroups(ranks: RankGroup) -> tuple[int, int]:
     with pytest.MonkeyPatch.context() as patch:
         # Whatever torch counts: here the processes count unlike numbers of groups.
         patch.setattr(distributed_c10d, "_hash_ranks_to_str", lambda _: f"{uuid.uuid4()}")
         some = subgroup(ranks, [0, 2])
-        every = Ranks(subgroup(ranks))
+        every = RankGroup(subgroup(ranks))
         patch.setenv("TORCH_DIST_INIT_BARRIER", "1")
         with pytest.raises(RuntimeError, match="TORCH_DIST_INIT_BARRIER=1 torch lets the members"):
             subgroup(ranks)
@@ -151,17 +155,17 @@ def test_subgroups_meet_whatever_torch_calls_them() -> None:
     assert worlds.run(3, _subgroups) == [(2, 0), (1, 1), (2, 2)]
 
 
-def _nested_subgroups(ranks: Ranks) -> list[int]:
+def _nested_subgroups(ranks: RankGroup) -> list[int]:
     """Of subgroups of subgroups, where rank 0 has made more groups than the others."""
     if ranks.rank == 0:
         for _ in range(3):
             dist.new_group([0], use_local_synchronization=True)
     short = timedelta(seconds=10)
-    outer = Ranks(subgroup(ranks, timeout=short))
-    inner = Ranks(subgroup(outer, timeout=short))
+    outer = RankGroup(subgroup(ranks, timeout=short))
+    inner = RankGroup(subgroup(outer, timeout=short))
     innermost = subgroup(inner, [2, 0], timeout=short)
     if innermost is not None:
-        assert sorted(Ranks(innermost).gather_objects(ranks.rank)) == [0, 2]
+        assert sorted(RankGroup(innermost).gather_objects(ranks.rank)) == [0, 2]
     return inner.gather_objects(ranks.rank)
 
 
@@ -171,4 +175,4 @@ def test_subgroups_of_subgroups_meet_too() -> None:
 
 def test_no_subgroup_without_a_group() -> None:
     with pytest.raises(ValueError, match="these ranks have none"):
-        subgroup(Ranks.single())
+        subgroup(RankGroup.single())

@@ -13,7 +13,7 @@ from emblib.collections import EmbeddingBagCollection, EmbeddingBagConfig
 from emblib.collections.feature_processors import PositionWeightedProcessor
 from emblib.jagged import KeyedJaggedTensor
 from emblib.sharding import DDP, DistributedModelParallel, FullyShard
-from emblib.sharding.ranks import Ranks
+from emblib.sharding.ranks import RankGroup
 from emblib.sharding.sharding_types import data_parallel, row_wise, table_wise
 from tests.sharding import worlds
 from tests.sharding.pipeline_cases import (
@@ -64,7 +64,7 @@ def _whole(size: int, net: str) -> tuple[list[Tensor], dict[str, Tensor]]:
     return losses, values
 
 
-def _sharded(ranks: Ranks, case: Case) -> tuple[list[Tensor], dict[Any, Tensor]]:
+def _sharded(ranks: RankGroup, case: Case) -> tuple[list[Tensor], dict[Any, Tensor]]:
     model = case.model(ranks)
     batches = [make_batch(10 * ranks.rank + i, SIZE) for i in range(STEPS)]
     losses = list(plain_loop(model, batches, STEPS))
@@ -117,7 +117,7 @@ def test_it_trains_as_the_whole_model(case: Case) -> None:
 # Compiled
 
 
-def _compiled(ranks: Ranks, case: Case) -> tuple[list[Tensor], list[Tensor], bool]:
+def _compiled(ranks: RankGroup, case: Case) -> tuple[list[Tensor], list[Tensor], bool]:
     """Losses of a model and of the same one compiled, and whether their values are the same."""
     batches = [make_batch(10 * ranks.rank + i, SIZE) for i in range(STEPS)]
     model, again = case.model(ranks), case.model(ranks)
@@ -136,7 +136,7 @@ def test_compiling_it_breaks_the_graph_at_its_tables() -> None:
 # Names
 
 
-def _names(ranks: Ranks, wrap: str) -> tuple[list[str], list[str], bool]:
+def _names(ranks: RankGroup, wrap: str) -> tuple[list[str], list[str], bool]:
     model = Case((0,) * ranks.size, wrap=wrap).model(ranks)
     return (
         sorted(model.state_dict()),
@@ -153,7 +153,7 @@ def test_names_are_those_of_the_model(wrap: str) -> None:
         assert found == (sorted(net.state_dict()), dense, True)
 
 
-def _loaded(ranks: Ranks, state: dict[str, Tensor]) -> dict[Any, Tensor]:
+def _loaded(ranks: RankGroup, state: dict[str, Tensor]) -> dict[Any, Tensor]:
     model = Case((0,) * ranks.size).model(ranks)
     model.load_state_dict(state)
     return values_of(model)
@@ -188,7 +188,7 @@ class Odd(nn.Module):
         return self.norm(self.dense(self.sparse(batch).values())).sum()
 
 
-def _first_values(ranks: Ranks, device: str) -> tuple[dict[str, Tensor], bool]:
+def _first_values(ranks: RankGroup, device: str) -> tuple[dict[str, Tensor], bool]:
     torch.manual_seed(ranks.rank)
     if device != "meta":
         model = Odd(device)
@@ -227,7 +227,9 @@ class Unready(nn.Module):
 def test_a_meta_module_that_cannot_be_made_is_told() -> None:
     model = nn.ModuleDict({"odd": Odd(), "unready": Unready()})
     with pytest.raises(RuntimeError, match=r"unready \(Unready\) is on the meta device and has no"):
-        DistributedModelParallel(model, Ranks.single(), plan={"odd.sparse": {"t": table_wise(0)}})
+        DistributedModelParallel(
+            model, RankGroup.single(), plan={"odd.sparse": {"t": table_wise(0)}}
+        )
 
 
 # The dense part
@@ -241,17 +243,17 @@ class Sparse(nn.Module):
         self.sparse = EmbeddingBagCollection([EmbeddingBagConfig(10, 4, "t")], optimizer=optimizer)
 
 
-def _wrapper(ranks: Ranks, wrap: Any, *, dense: bool) -> type:
+def _wrapper(ranks: RankGroup, wrap: Any, *, dense: bool) -> type:
     model: nn.Module = Odd() if dense else Sparse(optim.SGD(lr=0.1))
     made = DistributedModelParallel(model, ranks, plan={"sparse": {"t": row_wise()}}, wrap=wrap)
     return type(made._wrapped)
 
 
-def _dense_wrapper(ranks: Ranks, wrap: Any) -> type:
+def _dense_wrapper(ranks: RankGroup, wrap: Any) -> type:
     return _wrapper(ranks, wrap, dense=True)
 
 
-def _sparse_wrapper(ranks: Ranks, wrap: Any) -> type:
+def _sparse_wrapper(ranks: RankGroup, wrap: Any) -> type:
     return _wrapper(ranks, wrap, dense=False)
 
 
@@ -267,7 +269,7 @@ def _blocks(model: nn.Module) -> list[nn.Module]:
     return [model.bottom, model.top]
 
 
-def _in_blocks(ranks: Ranks) -> list[str]:
+def _in_blocks(ranks: RankGroup) -> list[str]:
     torch.manual_seed(5)
     wrap = FullyShard(_blocks, {"reshard_after_forward": True})
     model = DistributedModelParallel(Net(), ranks, plan=rules(2), wrap=wrap)
@@ -282,7 +284,7 @@ def test_fully_shard_in_blocks() -> None:
     )
 
 
-def _wrapped_later(ranks: Ranks) -> bool:
+def _wrapped_later(ranks: RankGroup) -> bool:
     torch.manual_seed(5)
     model = DistributedModelParallel(Net(), ranks, plan=rules(2), wrap="none")
     model.wrap_dense("ddp")
@@ -294,7 +296,7 @@ def test_the_dense_part_may_be_wrapped_later() -> None:
     assert worlds.run(2, _wrapped_later) == [True, True]
 
 
-def _dense_table(ranks: Ranks) -> tuple[Tensor, Tensor]:
+def _dense_table(ranks: RankGroup) -> tuple[Tensor, Tensor]:
     """A replicated table without a fused optimizer, trained by torch's."""
     torch.manual_seed(0)
     model = DistributedModelParallel(
@@ -321,7 +323,7 @@ def test_replicated_tables_without_an_optimizer_are_dense() -> None:
 
 def test_wrong_words_are_told() -> None:
     with pytest.raises(ValueError, match=r"wrap must be 'ddp', 'fully_shard', 'none', .*'fsdp'"):
-        DistributedModelParallel(nn.Linear(DENSE, 1), Ranks.single(), plan={}, wrap="fsdp")
+        DistributedModelParallel(nn.Linear(DENSE, 1), RankGroup.single(), plan={}, wrap="fsdp")
 
 
 class _OverBareTables(nn.Module):
@@ -333,7 +335,7 @@ class _OverBareTables(nn.Module):
         return self.over(self.tables(indices, offsets))
 
 
-def _wrap_bare_tables(ranks: Ranks) -> list[int]:
+def _wrap_bare_tables(ranks: RankGroup) -> list[int]:
     sgd, steps = optim.SGD(0.1), []
     for tables in (
         TableBatchedEmbeddingBags([TableSpec(10, 8)], sgd),

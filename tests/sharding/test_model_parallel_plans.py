@@ -18,7 +18,7 @@ from emblib.collections.optimizers import (
 from emblib.jagged import KeyedJaggedTensor
 from emblib.sharding import DistributedModelParallel
 from emblib.sharding.plan import ShardingPlan
-from emblib.sharding.ranks import Ranks
+from emblib.sharding.ranks import RankGroup
 from emblib.sharding.sharding_types import World, row_wise, table_wise
 from tests.sharding import worlds
 from tests.sharding.pipeline_cases import (
@@ -37,7 +37,7 @@ from tests.sharding.pipeline_cases import (
 SIZE = 3
 
 
-def _planned(ranks: Ranks) -> tuple[ShardingPlan, list[float]]:
+def _planned(ranks: RankGroup) -> tuple[ShardingPlan, list[float]]:
     torch.manual_seed(5)
     model = DistributedModelParallel(Net(), ranks)
     losses = list(plain_loop(model, [make_batch(ranks.rank, SIZE)], 1))
@@ -54,7 +54,7 @@ def test_a_model_without_a_plan_gets_one() -> None:
     }
 
 
-def _one_collection(ranks: Ranks) -> tuple[list[str], list[str], Tensor]:
+def _one_collection(ranks: RankGroup) -> tuple[list[str], list[str], Tensor]:
     torch.manual_seed(5)
     net = Net()
     batch = make_batch(1, SIZE)
@@ -71,7 +71,7 @@ def test_one_collection_is_a_model(size: int) -> None:
         torch.testing.assert_close(difference, torch.zeros_like(difference))
 
 
-def _scheduled(ranks: Ranks) -> list[tuple[bool, float]]:
+def _scheduled(ranks: RankGroup) -> list[tuple[bool, float]]:
     """Whether the tables moved, with the rate that they had, in each of some steps."""
     model = Case((0,) * ranks.size).model(ranks)
     fused = model.fused_optimizer
@@ -99,7 +99,7 @@ def test_the_rates_of_the_tables_follow_a_scheduler() -> None:
         assert [moved for moved, _ in found] == [False, True, False, True]
 
 
-def _given_before(ranks: Ranks, how: str) -> dict[Any, Tensor]:
+def _given_before(ranks: RankGroup, how: str) -> dict[Any, Tensor]:
     """Trained by one optimizer for all, by optimizers that the tables got in one way or another."""
     torch.manual_seed(5)
     adagrad = optim.RowwiseAdagrad(lr=0.1)
@@ -164,7 +164,7 @@ def test_ways_to_give_tables_an_optimizer_are_equal() -> None:
                 assert torch.equal(value, by_config[place]), (how, place)
 
 
-def _by_torch_alone(ranks: Ranks) -> list[tuple[str, ...]]:
+def _by_torch_alone(ranks: RankGroup) -> list[tuple[str, ...]]:
     """Error and notes of what torch may say of tables that they do not run."""
 
     def told(optimizer: Any, arguments: dict[str, Any], steps: int = 0) -> tuple[str, ...]:
@@ -225,7 +225,7 @@ def test_torch_steps_unsharded_tables_itself() -> None:
         unmade.to_empty(device="cpu")
 
 
-def _left_out(ranks: Ranks) -> None:
+def _left_out(ranks: RankGroup) -> None:
     DistributedModelParallel(Net(), ranks, plan={"bags": rules(2)["bags"]})
 
 
@@ -235,7 +235,7 @@ def test_tables_that_the_plan_leaves_out_are_told() -> None:
         worlds.run(2, _left_out)
 
 
-def _dense_in_backward(ranks: Ranks) -> None:
+def _dense_in_backward(ranks: RankGroup) -> None:
     net = Net()
     _apply_optimizer_in_backward(torch.optim.SGD, net.top.parameters(), {"lr": 0.1})
     with pytest.raises(ValueError, match=r"\['top.weight', 'top.bias'\] have an optimizer.*alone"):
@@ -247,7 +247,7 @@ def test_an_optimizer_in_backward_of_the_dense_part_is_refused() -> None:
 
 
 def test_the_optimizer_of_the_dense_part_has_no_tables() -> None:
-    model = Case((0,)).model(Ranks.single())
+    model = Case((0,)).model(RankGroup.single())
     optimizer = dense_optimizer(model)
     names = {id(p): n for n, p in model.named_parameters()}
     assert sorted(names[id(p)] for p in optimizer.param_groups[0]["params"]) == sorted(

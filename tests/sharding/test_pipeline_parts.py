@@ -11,7 +11,13 @@ from torch.utils.data import DataLoader
 
 from emblib.jagged import JaggedTensor, KeyedJaggedTensor
 from emblib.sharding import pipelines
-from emblib.sharding.pipelines import Equal, Longest, Progress, Shortest, TrainPipelineBase
+from emblib.sharding.pipelines import (
+    AssumeEqual,
+    DrainAll,
+    Progress,
+    StopAtShortest,
+    TrainPipelineBase,
+)
 from emblib.sharding.pipelines.batches import (
     empty_batch,
     examples_of,
@@ -21,7 +27,7 @@ from emblib.sharding.pipelines.batches import (
     to_device,
 )
 from emblib.sharding.pipelines.loading import WINDOW, Counted, Loader, Meter
-from emblib.sharding.ranks import Ranks
+from emblib.sharding.ranks import RankGroup
 from tests.sharding import worlds
 
 
@@ -134,7 +140,7 @@ def test_copies_of_the_object_are_the_same_input() -> None:
 # Loaders
 
 
-def _read(ranks: Ranks, counts: list[int], ends: Any) -> list[tuple[list[int], Counted]]:
+def _read(ranks: RankGroup, counts: list[int], ends: Any) -> list[tuple[list[int], Counted]]:
     """What a rank trains, with loaders of different lengths."""
     loader = Loader(ranks, ends, torch.device("cpu"))
     loader.read(iter([torch.full((ranks.rank + 1,), i) for i in range(counts[ranks.rank])]))
@@ -149,7 +155,7 @@ def _read(ranks: Ranks, counts: list[int], ends: Any) -> list[tuple[list[int], C
 
 @pytest.mark.parametrize("counts", [[2, 2], [1, 3], [0, 2], [2, 0, 1], [0, 0]])
 def test_the_longest_loader_decides(counts: list[int]) -> None:
-    found = worlds.run(len(counts), _read, counts, Longest())
+    found = worlds.run(len(counts), _read, counts, DrainAll())
     for rank, steps in enumerate(found):
         assert [batch for batch, _ in steps] == [
             [i] * (rank + 1) if i < counts[rank] else [] for i in range(max(counts))
@@ -160,12 +166,12 @@ def test_the_longest_loader_decides(counts: list[int]) -> None:
 
 
 def test_the_shortest_loader_decides() -> None:
-    found = worlds.run(3, _read, [3, 2, 4], Shortest())
+    found = worlds.run(3, _read, [3, 2, 4], StopAtShortest())
     assert [[batch[0] for batch, _ in steps] for steps in found] == [[0, 1]] * 3
 
 
 def test_equal_loaders_are_not_asked() -> None:
-    found = worlds.run(2, _read, [2, 2], Equal())
+    found = worlds.run(2, _read, [2, 2], AssumeEqual())
     assert [[counted for _, counted in steps] for steps in found] == [
         [Counted(rank + 1, None)] * 2 for rank in range(2)
     ]
@@ -176,7 +182,7 @@ def _two_empties(batch: Tensor) -> Tensor:
 
 
 def test_an_empty_batch_of_ones_own_making() -> None:
-    found = worlds.run(2, _read, [0, 1], Longest(_two_empties))
+    found = worlds.run(2, _read, [0, 1], DrainAll(_two_empties))
     assert found[0][0][0] == [-1, -1]
     assert found[0][0][1] == Counted(0, 2)
 
@@ -305,7 +311,7 @@ STOPPED = {
 }
 
 
-@pytest.mark.parametrize("ends", [Longest(), Shortest(), Equal()])
+@pytest.mark.parametrize("ends", [DrainAll(), StopAtShortest(), AssumeEqual()])
 @pytest.mark.parametrize("name", STOPPED)
 def test_epochs_of_one_iterator_that_are_left_where_the_end_was_read_ahead(
     name: str, ends: Any
@@ -360,7 +366,7 @@ def test_an_iterator_is_not_asked_again_after_its_end() -> None:
 
 
 # By rank, of 4 and 7 batches of which 3 are trained per epoch; 0: an empty batch. Where the end of
-# rank 0 was read ahead, rank 1 trains what it has read until then, or drops it (`Shortest`).
+# rank 0 was read ahead, rank 1 trains what it has read until then, or drops it (`StopAtShortest`).
 LEFT = [
     [
         [1, 2, 3, 4, 1, 2, 3, 1, 2],
@@ -381,10 +387,10 @@ LEFT = [
 ]
 
 
-def _left_epochs_over_ranks(ranks: Ranks) -> list[list[float]]:
+def _left_epochs_over_ranks(ranks: RankGroup) -> list[list[float]]:
     """Rank 0 reads the end ahead before the others do, and alone sees its iterator reset."""
     found = []
-    for ends in (Longest(), Shortest()):
+    for ends in (DrainAll(), StopAtShortest()):
         for name in STOPPED:
             pipeline = getattr(pipelines, name)(Line().eval(), None, ends=ends, ranks=ranks)
             found.append(_stopped(pipeline, SameIterator(4 + 3 * ranks.rank), 3))
@@ -395,11 +401,11 @@ def test_left_epochs_over_ranks_of_unlike_lengths() -> None:
     assert worlds.run(2, _left_epochs_over_ranks) == LEFT
 
 
-def _epochs_of_one_iterator(ranks: Ranks) -> list[list[int]]:
+def _epochs_of_one_iterator(ranks: RankGroup) -> list[list[int]]:
     loader = SameIterator(2 + ranks.rank)
     counts = []
-    for ends in (Longest(), Shortest(), Equal()):
-        loader.count = 2 if isinstance(ends, Equal) else loader.count
+    for ends in (DrainAll(), StopAtShortest(), AssumeEqual()):
+        loader.count = 2 if isinstance(ends, AssumeEqual) else loader.count
         pipeline = TrainPipelineBase(Line().eval(), None, ends=ends, ranks=ranks)
         counts.append([len(list(pipeline.run(loader))) for _ in range(3)])
     return counts

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from emblib.sharding import pipelines
-from emblib.sharding.pipelines import Shortest
-from emblib.sharding.ranks import Ranks
+from emblib.sharding.pipelines import StopAtShortest
+from emblib.sharding.ranks import RankGroup
 from tests.sharding import worlds
 from tests.sharding.pipeline_cases import (
     Batch,
@@ -30,7 +30,7 @@ PIPELINES = (
 Trained = tuple[list[Tensor], dict[Any, Tensor]]
 
 
-def _plainly(ranks: Ranks, case: Case) -> Trained:
+def _plainly(ranks: RankGroup, case: Case) -> Trained:
     model = case.model(ranks)
     batches = batches_of(ranks.rank, case.counts)
     losses = list(plain_loop(model, batches, max(case.counts)))
@@ -47,7 +47,7 @@ def _pipeline(name: str, model: Any, **options: Any) -> Any:
     return kind(model, dense_optimizer(model), forward=forward, **options)
 
 
-def _in_pipeline(ranks: Ranks, case: Case, name: str) -> Trained:
+def _in_pipeline(ranks: RankGroup, case: Case, name: str) -> Trained:
     model = case.model(ranks)
     pipeline = _pipeline(name, model)
     losses = list(pipeline.run(batches_of(ranks.rank, case.counts)))
@@ -84,7 +84,7 @@ def test_results_of_the_plain_loop(case: Case) -> None:
         assert_same(worlds.run(len(case.counts), _in_pipeline, case, name), expected)
 
 
-def _prepared(ranks: Ranks, case: Case, name: str) -> tuple[list[str], Trained]:
+def _prepared(ranks: RankGroup, case: Case, name: str) -> tuple[list[str], Trained]:
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         trained = _in_pipeline(ranks, case, name)
@@ -105,7 +105,7 @@ def test_an_input_that_the_model_makes(net: str, path: str, name: str) -> None:
         assert f"the input of {path} is not an object of the batch" in said[0]
 
 
-def _given_inputs(ranks: Ranks, case: Case, name: str) -> Trained:
+def _given_inputs(ranks: RankGroup, case: Case, name: str) -> Trained:
     model = case.model(ranks)
     seen = []
 
@@ -125,7 +125,7 @@ def test_inputs_that_the_caller_names(name: str) -> None:
     assert_same(worlds.run(2, _given_inputs, case, name), worlds.run(2, _plainly, case))
 
 
-def _interleaved(ranks: Ranks, case: Case, name: str) -> Trained:
+def _interleaved(ranks: RankGroup, case: Case, name: str) -> Trained:
     """Evaluates another batch with the same model between the steps."""
     model = case.model(ranks)
     pipeline = _pipeline(name, model)
@@ -143,7 +143,7 @@ def test_the_model_may_be_used_between_steps(name: str) -> None:
     assert_same(worlds.run(2, _interleaved, case, name), worlds.run(2, _plainly, case))
 
 
-def _epochs(ranks: Ranks, case: Case, name: str) -> Trained:
+def _epochs(ranks: RankGroup, case: Case, name: str) -> Trained:
     """The same batches, but with a new iterator after every second."""
     model = case.model(ranks)
     pipeline = _pipeline(name, model)
@@ -159,9 +159,9 @@ def test_one_epoch_after_another(name: str) -> None:
     assert_same(worlds.run(2, _epochs, case, name), worlds.run(2, _plainly, case))
 
 
-def _shortest(ranks: Ranks, case: Case, name: str) -> tuple[int, Trained]:
+def _shortest(ranks: RankGroup, case: Case, name: str) -> tuple[int, Trained]:
     model = case.model(ranks)
-    pipeline = _pipeline(name, model, ends=Shortest())
+    pipeline = _pipeline(name, model, ends=StopAtShortest())
     losses = list(pipeline.run(batches_of(ranks.rank, case.counts)))
     return pipeline.steps, (losses, values_of(model))
 
@@ -175,7 +175,7 @@ def test_until_the_first_is_out(name: str) -> None:
 
 def _order(name: str) -> list[str]:
     """What the pooled collection was asked, in order, with the number of the batch."""
-    model = Case((6,)).model(Ranks.single())
+    model = Case((6,)).model(RankGroup.single())
     batches = batches_of(0, (6,))
     bags, said = model.module.bags, []
     number = {batch.bags: i for i, batch in enumerate(batches)}
@@ -225,7 +225,7 @@ def _three(batch: Batch) -> Any:
 
 
 def test_caches_are_given_their_rows_ahead() -> None:
-    model = Case((4,), cached=True).model(Ranks.single())
+    model = Case((4,), cached=True).model(RankGroup.single())
     (info,) = model.module.bags.groups.groups
     given, prefetch = [], info.module.prefetch
 
@@ -249,7 +249,7 @@ def test_caches_are_given_their_rows_ahead() -> None:
     ],
 )
 def test_wrong_inputs_are_told(key: str, value: Any, says: str) -> None:
-    model = Case((1,)).model(Ranks.single())
+    model = Case((1,)).model(RankGroup.single())
     pipeline = _pipeline("TrainPipelineSparseDist", model, inputs=lambda batch: {key: value(batch)})
     with pytest.raises((ValueError, RuntimeError), match=says):
         list(pipeline.run(batches_of(0, (1,))))

@@ -25,8 +25,8 @@ from emblib.sharding.planner import (
     collective_plan,
 )
 from emblib.sharding.planner.report import predict
-from emblib.sharding.ranks import Ranks
-from emblib.sharding.sharding_types import Box, ShardingType, TableSharding
+from emblib.sharding.ranks import RankGroup
+from emblib.sharding.sharding_types import ParameterSharding, Shard, ShardingType
 from emblib.specs import Placement
 from tests.sharding import worlds
 from tests.sharding.planner_cases import MB, planner_of, random_works
@@ -73,13 +73,13 @@ def test_dense_parameters_are_reserved_for() -> None:
     assert room == (1 << 30) * 0.5 - 1000 - 4 * (100 * 10 + 10) * 4
 
 
-def _plan_together(ranks: Ranks) -> str:
+def _plan_together(ranks: RankGroup) -> str:
     model = _model()
     effort = 1000 if ranks.rank == 0 else 1
     return collective_plan(model, Planner(Topology(2), 64, effort=effort), ranks).to_json()
 
 
-def _fail_together(ranks: Ranks) -> tuple[str, ...]:
+def _fail_together(ranks: RankGroup) -> tuple[str, ...]:
     try:
         collective_plan(_model(), Planner(Topology(2, memory=1 << 16), 64), ranks)
     except PlanError as error:
@@ -214,8 +214,14 @@ def test_a_plan_for_another_world_is_refused() -> None:
 def test_any_boxes_can_be_predicted() -> None:
     config = EmbeddingBagConfig(1000, 64, "t")
     works = [Work("", config, optim.SGD(0.1), False, 16, 1.0)]
-    boxes = (Box(1, (0, 300), (0, 64)), Box(0, (300, 1000), (0, 16)), Box(1, (300, 1000), (16, 64)))
-    plan = ShardingPlan({"": {"t": TableSharding(ShardingType.CUSTOM, boxes)}}, Topology(2).world)
+    boxes = (
+        Shard(1, (0, 300), (0, 64)),
+        Shard(0, (300, 1000), (0, 16)),
+        Shard(1, (300, 1000), (16, 64)),
+    )
+    plan = ShardingPlan(
+        {"": {"t": ParameterSharding(ShardingType.CUSTOM, boxes)}}, Topology(2).world
+    )
     planner = planner_of(Topology(2))
     told = predict(works, plan, planner.model(works), planner.room())
     weights = [700 * 16 * 4, (300 * 64 + 700 * 48) * 4]

@@ -18,7 +18,15 @@ from emblib.collections.configs import (
 from emblib.collections.groups import TableGroups
 from emblib.collections.kernels import TableSlice
 from emblib.sharding.planner.estimate import table_bytes
-from emblib.specs import Cache, CachePolicy, Eviction, ExactCounter, Frequency, Placement, Sketch
+from emblib.specs import (
+    CacheConfig,
+    CachePolicy,
+    CountMinSketch,
+    Eviction,
+    ExactCounter,
+    FrequencyAdmission,
+    Placement,
+)
 from tests.optimizer_cases import CASES
 from tests.sharding import worlds
 from tests.sharding.planner_cases import allocated, step_bytes
@@ -29,16 +37,16 @@ KINDS: dict[str, Kind] = {
     "plain": Plain(),
     "host": Plain(Placement.MANAGED),
     "cached": Plain(CACHED),
-    "cached_lfu": Plain(CACHED, Cache(policy=CachePolicy.LFU, load_factor=0.5)),
-    "cached_half": Plain(CACHED, Cache(sets=20, dtype=torch.float16)),
+    "cached_lfu": Plain(CACHED, CacheConfig(policy=CachePolicy.LFU, load_factor=0.5)),
+    "cached_half": Plain(CACHED, CacheConfig(sets=20, dtype=torch.float16)),
     "tensor_train": TensorTrain((16, 16)),
     "tensor_train_8": TensorTrain((8, 8)),
     "tensor_train_2": TensorTrain((24,)),
     "dynamic": Dynamic(),
     "dynamic_lfu": Dynamic(eviction=Eviction.LFU),
     "dynamic_none": Dynamic(eviction=Eviction.NONE),
-    "admission": Dynamic(admission=Frequency(2, ExactCounter(5000))),
-    "sketch": Dynamic(admission=Frequency(300, Sketch(4096))),
+    "admission": Dynamic(admission=FrequencyAdmission(2, ExactCounter(5000))),
+    "sketch": Dynamic(admission=FrequencyAdmission(300, CountMinSketch(4096))),
 }
 TOLERANCE = 0.05
 
@@ -116,7 +124,7 @@ def test_quantised_tables(bits: int) -> None:
 
 
 def test_tables_on_disk_count_as_disk(tmp_path: Path) -> None:
-    kind = Plain(Placement.DISK, Cache(directory=tmp_path, load_factor=0.1))
+    kind = Plain(Placement.DISK, CacheConfig(directory=tmp_path, load_factor=0.1))
     config = EmbeddingBagConfig(ROWS, DIM, "t", kind=kind)
     need = table_bytes(TableSlice.whole(config), optim.Adam(0.1), "cpu")
     assert need.disk == 3 * ROWS * DIM * 4

@@ -11,7 +11,7 @@ import pytest
 from emblib import optim
 from emblib.collections.configs import EmbeddingBagConfig, Plain, TensorTrain
 from emblib.sharding.codecs import BF16, INT8
-from emblib.sharding.exchange import Wire
+from emblib.sharding.exchange import CommPrecision
 from emblib.sharding.planner import (
     Calibration,
     Planner,
@@ -28,7 +28,7 @@ from emblib.sharding.planner.estimate import INPUT, LOOKUP, OUTPUT, UPDATE, Cost
 from emblib.sharding.planner.measure import Sizes, calibrate
 from emblib.sharding.planner.report import Prediction
 from emblib.sharding.planner.simulate import Point, compare, rank_correlation, table
-from emblib.sharding.ranks import Ranks
+from emblib.sharding.ranks import RankGroup
 from emblib.sharding.sharding_types import ShardingType
 from emblib.specs import Placement
 from tests.sharding import worlds
@@ -66,7 +66,7 @@ def test_between_two_points_costs_are_linear() -> None:
     assert at(((10.0, 5.0),), 100.0) == 5.0
 
 
-def _calibrate(ranks: Ranks) -> Calibration:
+def _calibrate(ranks: RankGroup) -> Calibration:
     return calibrate(ranks, QUICK)
 
 
@@ -161,12 +161,12 @@ def test_tables_far_away_cost_more() -> None:
 def test_codecs_shorten_the_way() -> None:
     works = [_only(_work(1000, 64), ShardingType.TABLE_WISE)]
 
-    def output(wire: Wire | None) -> float:
+    def output(wire: CommPrecision | None) -> float:
         planner = Planner(Topology(2), 100, wire=wire)
         return planner.solve_works(works).phases["output"]
 
-    assert output(Wire(BF16(), BF16())) == pytest.approx(output(None) / 2)
-    assert output(Wire(INT8(64))) == pytest.approx(
+    assert output(CommPrecision(BF16(), BF16())) == pytest.approx(output(None) / 2)
+    assert output(CommPrecision(INT8(64))) == pytest.approx(
         output(None) * (1 + (64 + 4) / 256) / 2, rel=0.02
     )
 
@@ -260,7 +260,7 @@ def test_weak_and_strong_scaling() -> None:
 # Beside measurements
 
 
-def _compared(ranks: Ranks) -> list[Point]:
+def _compared(ranks: RankGroup) -> list[Point]:
     module = collection(3, 500, 16, pooled=True)
     planner = Planner(Topology(2), 32)
     plans = {way: plan_of(module, 2, way) for way in ("table_wise", "row_wise", "data_parallel")}

@@ -44,7 +44,7 @@ def test_plans(plan: Any, error: str) -> None:
 @pytest.mark.parametrize(
     ("options", "error"),
     [
-        ({"wire": "fp16"}, r"None or a Wire, e.g. Wire\(forward=FP16"),
+        ({"wire": "fp16"}, r"None or a CommPrecision, e.g. CommPrecision\(forward=FP16"),
         ({"ranks": 3}, "ranks must be a Ranks, a process group"),
         ({"wrap": "fsdp"}, "'fully_shard'"),
     ],

@@ -16,8 +16,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from emblib.sharding.failures import launched, meet
-from emblib.sharding.ranks import Ranks
+from emblib.sharding.failures import init_distributed, meet
+from emblib.sharding.ranks import RankGroup
 from tests.sharding import resumed, worlds
 
 MODULE = ["-m", "tests.sharding.resumed"]
@@ -148,15 +148,15 @@ def test_ranks_meet_in_a_used_store(tmp_path: Path) -> None:
 def test_without_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    with launched() as ranks:
+    with init_distributed() as ranks:
         assert (ranks.rank, ranks.size, ranks.group) == (0, 1, None)
     assert not dist.is_initialized()
 
 
 _LEAVES_WORK_BEHIND = """
 import torch, torch.distributed as dist
-from emblib.sharding.failures import launched
-with launched() as ranks:
+from emblib.sharding.failures import init_distributed
+with init_distributed() as ranks:
     values = torch.ones(4_000_000)
     for _ in range(100):
         work = ranks.group.allgather([[torch.empty_like(values)]], [values.clone()])
@@ -172,8 +172,8 @@ def test_ends_well_while_gloo_is_at_work() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def _inside(ranks: Ranks) -> tuple[int, int]:
-    with launched() as found:
+def _inside(ranks: RankGroup) -> tuple[int, int]:
+    with init_distributed() as found:
         assert dist.is_initialized()
     assert dist.is_initialized()  # it was there before
     return found.rank, found.size

@@ -14,8 +14,8 @@ import emblib
 from emblib import optim, sharding
 from emblib.collections.configs import Dynamic, Plain
 from emblib.sharding import sharding_types
-from emblib.sharding.ranks import Ranks
-from emblib.specs import Frequency, Placement, Pooling, Sketch
+from emblib.sharding.ranks import RankGroup
+from emblib.specs import CountMinSketch, FrequencyAdmission, Placement, Pooling
 from tests.sharding import worlds
 from tests.sharding.sharded_cases import (
     Case,
@@ -32,7 +32,7 @@ SUM, MEAN = Pooling.SUM, Pooling.MEAN
 MIXED = ("dp", "rw", "tw", "cw")
 
 
-def keeps_what_was_trained(ranks: Ranks, output: str) -> None:
+def keeps_what_was_trained(ranks: RankGroup, output: str) -> None:
     configs = tables(SUM, MEAN) if output == "pooled" else sequences(tables(SUM))
     case = Case(configs, MIXED, optimizer=optim.Adam(0.1))
     source = make_source(case)
@@ -50,10 +50,10 @@ def test_weights_states_and_steps_are_kept(output: str) -> None:
     worlds.run(3, keeps_what_was_trained, output)
 
 
-def hash_keys(ranks: Ranks, plan: str, device: str) -> dict[str, list[int]]:
+def hash_keys(ranks: RankGroup, plan: str, device: str) -> dict[str, list[int]]:
     """By table those of the source and of the parts here, with another seed on every rank."""
     torch.manual_seed(7 + 100 * ranks.rank)
-    configs = tables(SUM, kind=Dynamic(admission=Frequency(2, Sketch(64))))
+    configs = tables(SUM, kind=Dynamic(admission=FrequencyAdmission(2, CountMinSketch(64))))
     source = emblib.EmbeddingBagCollection(configs, device=device, optimizer=optim.SGD(0.1))
     sharded = make_sharded(Case(configs, (plan,) * len(configs)), ranks, source)
     if device == "meta":
@@ -78,7 +78,7 @@ def test_ranks_hash_the_keys_of_a_table_alike(device: str) -> None:
         assert len(set.union(*by_table.values())) == len(by_table)
 
 
-def first_values(ranks: Ranks, plan: Any) -> dict[str, torch.Tensor]:
+def first_values(ranks: RankGroup, plan: Any) -> dict[str, torch.Tensor]:
     """Of all tables, from meta, with another seed on every rank."""
     torch.manual_seed(7 + 100 * ranks.rank)
     case = Case(tables(SUM), plan)
@@ -112,7 +112,7 @@ def test_first_values_do_not_depend_on_the_plan() -> None:
         assert all(torch.equal(one[name], value) for one in copies)
 
 
-def gradient_of_weights(ranks: Ranks, plan: Any, gradients: str) -> None:
+def gradient_of_weights(ranks: RankGroup, plan: Any, gradients: str) -> None:
     case = Case(tables(SUM, MEAN), plan, weighted=True, optimizer=optim.SGD(0.0))
     source = make_source(case)
     sharded = make_sharded(case, ranks, copy.deepcopy(source), gradients)
@@ -135,7 +135,7 @@ def test_sample_weights_get_the_gradient_of_their_own_loss(plan: Any, gradients:
         worlds.run(size, gradient_of_weights, plan, gradients)
 
 
-def trains_with_torch(ranks: Ranks, plan: Any) -> None:
+def trains_with_torch(ranks: RankGroup, plan: Any) -> None:
     """Without a fused optimizer, gradients are on the parameters."""
     case = Case(tables(SUM, MEAN), plan, optimizer=None)
     source = make_source(case)
@@ -167,7 +167,7 @@ def test_torch_optimizers_train_the_parameters(plan: Any) -> None:
     worlds.run(2, trains_with_torch, plan)
 
 
-def mean_is_sum_over_ranks(ranks: Ranks) -> None:
+def mean_is_sum_over_ranks(ranks: RankGroup) -> None:
     case = Case(tables(SUM), MIXED)
     before = make_source(case)
     moved = []
@@ -194,7 +194,7 @@ def test_gradients_are_means_or_sums_over_ranks() -> None:
     worlds.run(3, mean_is_sum_over_ranks)
 
 
-def as_modules(ranks: Ranks) -> None:
+def as_modules(ranks: RankGroup) -> None:
     model = nn.Sequential(make_source(Case(tables(SUM), MIXED)), nn.Linear(4, 4))
     every_type = [
         sharding_types.data_parallel(),
@@ -219,7 +219,7 @@ def test_parameters_keep_their_names_and_copies_work() -> None:
     worlds.run(2, as_modules)
 
 
-def refusals(ranks: Ranks) -> None:
+def refusals(ranks: RankGroup) -> None:
     source = make_source(Case(tables(SUM), MIXED))
     every = {f"t{i}": sharding_types.table_wise(0) for i in range(4)}
     with pytest.raises(ValueError, match=r"no table is called \['t9'\]"):
@@ -230,7 +230,7 @@ def refusals(ranks: Ranks) -> None:
         sharding.shard(source, {"": {**every, "t0": sharding_types.table_wise(2)}}, ranks)
     with pytest.raises(ValueError, match="collections by their paths"):
         sharding.shard(source, {"ebc": every}, ranks)
-    half = sharding_types.custom([sharding.Box(0, (0, 5), (0, 8))])
+    half = sharding_types.custom([sharding.Shard(0, (0, 5), (0, 8))])
     with pytest.raises(ValueError, match="must cover"):
         sharding.shard(source, {"": {**every, "t0": half}}, ranks)
     sharded = sharding.shard(source, {"": every}, ranks)
@@ -248,7 +248,7 @@ def test_wrong_use_is_told_on_every_rank() -> None:
     worlds.run(2, refusals)
 
 
-def cached(ranks: Ranks) -> None:
+def cached(ranks: RankGroup) -> None:
     """A plan may keep a table behind a cache; results stay the same."""
     case = Case(tables(SUM), ("rw",) * 4)
     source = make_source(case)
@@ -315,7 +315,7 @@ def make_named() -> _Named:
     return _Named(CASE)
 
 
-def at_several_paths(ranks: Ranks, path: str) -> None:
+def at_several_paths(ranks: RankGroup, path: str) -> None:
     oracle = _Twice()
     model: Any = sharding.shard(
         copy.deepcopy(oracle), {path: EVERY}, ranks, gradients=sharding.GradientReduction.SUM
@@ -334,7 +334,7 @@ def test_a_collection_at_several_paths_is_one_sharded_collection(path: str) -> N
     worlds.run(2, at_several_paths, path)
 
 
-def contradictions(ranks: Ranks) -> None:
+def contradictions(ranks: RankGroup) -> None:
     other = {**EVERY, "t0": sharding_types.table_wise(0)}
     with pytest.raises(ValueError, match=r"'clicked' and 'seen\.bags' are paths of one"):
         sharding.shard(_Twice(), {"clicked": EVERY, "seen.bags": other}, ranks)
@@ -381,7 +381,7 @@ def _with_hook(name: str) -> _Named:
     return made
 
 
-def on_the_instance(ranks: Ranks) -> None:
+def on_the_instance(ranks: RankGroup) -> None:
     for source, says in (
         (_with_forward(), r"at 'a\.bags' has forward set on the instance"),
         (_WithMore(CASE), r"at 'a\.bags' has extra besides its tables"),
@@ -407,7 +407,7 @@ def _no_memory(*args: Any, **kwargs: Any) -> Any:
     raise MemoryError("none left")
 
 
-def one_fails_late(ranks: Ranks) -> None:
+def one_fails_late(ranks: RankGroup) -> None:
     """The second collection cannot be made, when the first has been."""
     clicks = make_source(Case(sequences(tables(SUM)), MIXED))
     model = nn.ModuleDict({"bags": make_named(), "clicks": clicks})
@@ -427,7 +427,7 @@ def test_what_cannot_be_sharded_rightly_is_refused_by_its_path() -> None:
     worlds.run(2, contradictions)
 
 
-def replaces_parameters(ranks: Ranks, output: str) -> None:
+def replaces_parameters(ranks: RankGroup, output: str) -> None:
     configs = tables(SUM) if output == "pooled" else sequences(tables(SUM))
     case = Case(configs, MIXED, optimizer=optim.SGD(0.1))
     model = make_sharded(case, ranks, make_source(case))

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from emblib import optim
 from emblib.collections.configs import Dynamic, TensorTrain
 from emblib.sharding.codecs import BF16, FP8, FP16, INT8
-from emblib.sharding.exchange import Wire
-from emblib.sharding.sharding_types import Box, blocks
+from emblib.sharding.exchange import CommPrecision
+from emblib.sharding.sharding_types import Shard, blocks
 from emblib.specs import Pooling
 from tests.sharding import worlds
 from tests.sharding.sharded_cases import WORDS, Case, sequences, tables, train
@@ -147,17 +147,17 @@ def test_tensor_trains_whole(plan: str, *, pooled: bool) -> None:
 @pytest.mark.parametrize("pooled", [True, False])
 def test_values_travel_in_fewer_bits(codec: Any, tolerance: float, *, pooled: bool) -> None:
     configs = tables(SUM, MEAN) if pooled else sequences(tables(SUM))
-    case = Case(configs, PLANS["mixed"], wire=Wire(codec, codec), tolerance=tolerance)
+    case = Case(configs, PLANS["mixed"], wire=CommPrecision(codec, codec), tolerance=tolerance)
     worlds.run(2, train, case)
 
 
 @st.composite
-def tilings(draw: Any, rows: int, columns: int, size: int) -> tuple[Box, ...]:
+def tilings(draw: Any, rows: int, columns: int, size: int) -> tuple[Shard, ...]:
     """Any: cut by rows and columns at any places, each box on any rank."""
     row_spans = draw(_cuts(rows))
     column_spans = draw(_cuts(columns))
     ranks = st.integers(0, size - 1)
-    return tuple(Box(draw(ranks), r, c) for r in row_spans for c in column_spans)
+    return tuple(Shard(draw(ranks), r, c) for r in row_spans for c in column_spans)
 
 
 def _cuts(length: int) -> st.SearchStrategy[list[tuple[int, int]]]:

@@ -10,11 +10,11 @@ import torch
 from emblib.collections.optimizers import FusedOptimizer
 from emblib.jagged import KeyedJaggedTensor
 from emblib.sharding import checkpoints
-from emblib.sharding.ranks import Ranks
+from emblib.sharding.ranks import RankGroup
 from tests.sharding import checkpoint_models as models
 from tests.sharding import worlds
 
-ALONE = Ranks.single()
+ALONE = RankGroup.single()
 MIXED = {
     "plain": ("rows", [3, 1, 0]),
     "moments": ("copies", None),
@@ -171,7 +171,7 @@ def test_sequences(rule: str, tmp_path: Path) -> None:
 EMPTY = {"keyed": ("rows", None), "counted": ("table", 1), "plain": ("rows", None)}
 
 
-def load_empty(ranks: Ranks, path: Path) -> dict[str, Any]:
+def load_empty(ranks: RankGroup, path: Path) -> dict[str, Any]:
     """Load a checkpoint into tables that have keys."""
     model = models.make(ranks, EMPTY, seed=1)
     models.train(model, EMPTY, range(3), ranks)
@@ -179,7 +179,7 @@ def load_empty(ranks: Ranks, path: Path) -> dict[str, Any]:
     return models.whole(model)
 
 
-def save_empty(ranks: Ranks, path: Path) -> dict[str, Any]:
+def save_empty(ranks: RankGroup, path: Path) -> dict[str, Any]:
     """Save tables before their first step, and load them as they are."""
     model = models.make(ranks, EMPTY)
     checkpoints.save(models.state_of(model), path, ranks)

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 import emblib
 from emblib import optim
 from emblib.collections.configs import EmbeddingBagConfig, TensorTrain
-from emblib.sharding.ranks import Ranks
-from emblib.sharding.sharding_types import Box
+from emblib.sharding.ranks import RankGroup
+from emblib.sharding.sharding_types import Shard
 from emblib.sharding.tensor_train import SharedCores, summed
 from emblib.specs import Pooling
 from tests.sharding import worlds
@@ -72,12 +72,12 @@ def test_several_parts_on_one_rank_and_any_order(size: int) -> None:
     """Four boxes of one table by rows and columns, on ranks that have one, two or none."""
     owners = (0, size - 1, size - 1, 0)
     spans = [((0, 24), (0, 8)), ((0, 24), (8, 16)), ((24, 60), (0, 8)), ((24, 60), (8, 16))]
-    boxes = tuple(Box(rank, *span) for rank, span in zip(owners, spans, strict=True))
+    boxes = tuple(Shard(rank, *span) for rank, span in zip(owners, spans, strict=True))
     case = Case(_tables(3), (boxes, "rw", "dp", "tw"), tolerance=2e-5)
     worlds.run(size, train, case)
 
 
-def _common_bits(ranks: Ranks, case: Case) -> list[list[bytes]]:
+def _common_bits(ranks: RankGroup, case: Case) -> list[list[bytes]]:
     """Cores 1 and on of the first table, as this rank has them after a training run."""
     torch.manual_seed(0)
     sharded = make_sharded(case, ranks, make_source(case))
@@ -103,7 +103,7 @@ def test_copies_of_cores_stay_equal_bit_by_bit() -> None:
     assert all(other == first for other in others)
 
 
-def _sums(ranks: Ranks, numel: int) -> Tensor:
+def _sums(ranks: RankGroup, numel: int) -> Tensor:
     values = torch.randn(numel, generator=torch.Generator().manual_seed(ranks.rank))
     return summed(values, ranks, range(ranks.size))
 
@@ -118,7 +118,7 @@ def test_sums_have_the_same_bits_on_all_ranks(numel: int, size: int) -> None:
         assert torch.equal(found, want)
 
 
-def _dense_gradients(ranks: Ranks, case: Case) -> list[Tensor]:
+def _dense_gradients(ranks: RankGroup, case: Case) -> list[Tensor]:
     """Gradients of the cores of the first table, which no optimizer of ours has taken."""
     sharded = make_sharded(case, ranks, make_source(case))
     sharded(_batch(torch.Generator().manual_seed(ranks.rank))).values().sum().backward()
@@ -135,7 +135,7 @@ def test_parts_without_a_fused_optimizer_have_summed_gradients() -> None:
     torch.testing.assert_close(torch.cat([grads[0] for grads in parts]), whole[0])
 
 
-def _whole_gradients(ranks: Ranks, case: Case) -> list[Tensor]:
+def _whole_gradients(ranks: RankGroup, case: Case) -> list[Tensor]:
     """The same in one process, for both batches."""
     source = make_source(case)
     for rank in range(2):
@@ -145,17 +145,17 @@ def _whole_gradients(ranks: Ranks, case: Case) -> list[Tensor]:
 
 
 def test_wrong_plans_are_refused() -> None:
-    boxes = (Box(0, (0, 24), (0, 16)), Box(0, (24, 60), (0, 16)))
+    boxes = (Shard(0, (0, 24), (0, 16)), Shard(0, (24, 60), (0, 16)))
     case = Case(_tables(3), (boxes, "tw", "tw", "tw"), optimizer=optim.External())
     with pytest.raises(worlds.RankError, match="only a fused optimizer can add up"):
         worlds.run(1, _dense_gradients, case)
-    uneven = (Box(0, (0, 20), (0, 16)), Box(0, (20, 60), (0, 16)))
+    uneven = (Shard(0, (0, 20), (0, 16)), Shard(0, (20, 60), (0, 16)))
     with pytest.raises(worlds.RankError, match=r"multiple"):
         worlds.run(1, _dense_gradients, Case(_tables(3), (uneven, "tw", "tw", "tw")))
 
 
 def test_half_a_backward_pass_is_told() -> None:
-    shared = SharedCores("t", Ranks.single(), [0], 2)
+    shared = SharedCores("t", RankGroup.single(), [0], 2)
     grads = [nn.Parameter(torch.ones(2, 2)).detach(), torch.ones(3)]
     used: list[list[Tensor]] = []
     shared.member(0)(grads, used.append)

@@ -22,7 +22,7 @@ from emblib import (
 )
 from emblib.sharding import checkpoints
 from emblib.sharding.checkpoints import CheckpointError
-from emblib.sharding.ranks import Ranks
+from emblib.sharding.ranks import RankGroup
 from emblib.sharding.shard import construct_module_plan
 from emblib.sharding.sharded_bags import ShardedEmbeddingBagCollection
 from emblib.sharding.sharding_types import World, row_wise
@@ -34,7 +34,7 @@ ONE = TTSpec(1000, 64, (2, 8), (10, 10, 10), (8, 4, 2))
 OTHER = TTSpec(1000, 64, (4, 4), (10, 10, 10), (4, 4, 4))  # its cores have the same shapes
 FEWER_ROWS = TTSpec(999, 64, (2, 8), (10, 10, 10), (8, 4, 2))
 TWO_CORES = TTSpec(60, 8, (3,), (10, 6), (4, 2))  # the shapes of two cores leave no choice
-ALONE = Ranks.single()
+ALONE = RankGroup.single()
 DIFFERENCES = [
     (ONE, OTHER, r"differs in dim_factors, ranks: saved are .*ranks=\(2, 8\), here are .*\(4, 4\)"),
     (ONE, FEWER_ROWS, r"differs in rows: saved are rows=1000.*here are rows=999"),
@@ -176,14 +176,14 @@ def test_whether_shapes_leave_a_choice() -> None:
 # Over ranks
 
 
-def sharded(spec: TTSpec, ranks: Ranks) -> ShardedEmbeddingBagCollection:
+def sharded(spec: TTSpec, ranks: RankGroup) -> ShardedEmbeddingBagCollection:
     whole = collection(spec)
     rules = {"plain": row_wise(), "t": row_wise()}
     plan = construct_module_plan(whole, rules, World(ranks.size, ranks.size))
     return ShardedEmbeddingBagCollection(whole, plan, ranks)
 
 
-def refuse_over_ranks(ranks: Ranks, path: Path) -> list[str]:
+def refuse_over_ranks(ranks: RankGroup, path: Path) -> list[str]:
     """What loads of other tensor trains say: of a checkpoint, an export, and a state dict."""
     saved, model = sharded(ONE, ranks), sharded(OTHER, ranks)
     checkpoints.save({"model": saved}, path / "dcp", ranks)

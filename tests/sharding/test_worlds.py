@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from emblib.sharding.ranks import Ranks, invoke_on_rank_and_broadcast_result
+from emblib.sharding.ranks import RankGroup, invoke_on_rank_and_broadcast_result
 from tests.sharding import worlds
 
 
-def _sum(ranks: Ranks, value: Tensor) -> tuple[int, int, Tensor]:
+def _sum(ranks: RankGroup, value: Tensor) -> tuple[int, int, Tensor]:
     mine = value * (ranks.rank + 1)
     dist.all_reduce(mine, group=ranks.group)
     return ranks.rank, ranks.size, mine
@@ -27,19 +27,19 @@ def test_results_by_rank(size: int) -> None:
         assert total.tolist() == [size * (size + 1) / 2, size * (size + 1)]
 
 
-def _fail(ranks: Ranks) -> None:
+def _fail(ranks: RankGroup) -> None:
     if ranks.rank == 1:
         raise ValueError("as asked")
     dist.barrier(ranks.group)
 
 
-def _die(ranks: Ranks) -> None:
+def _die(ranks: RankGroup) -> None:
     if ranks.rank == 2:
         os.kill(os.getpid(), signal.SIGKILL)
     dist.barrier(ranks.group)
 
 
-def _hang(ranks: Ranks) -> None:
+def _hang(ranks: RankGroup) -> None:
     while ranks.rank == 0:
         time.sleep(0.01)
 
@@ -61,11 +61,11 @@ def test_only_functions_of_a_module() -> None:
         worlds.run(5, _sum, torch.ones(1))
 
 
-def _from_rank(ranks: Ranks, leader: int) -> int:
+def _from_rank(ranks: RankGroup, leader: int) -> int:
     return invoke_on_rank_and_broadcast_result(ranks, leader, lambda: ranks.rank * 10)
 
 
-def _failing_on_rank(ranks: Ranks, leader: int) -> str:
+def _failing_on_rank(ranks: RankGroup, leader: int) -> str:
     def fail() -> None:
         raise KeyError("nothing there")
 
@@ -81,4 +81,4 @@ def test_invoke_on_rank_and_broadcast_result() -> None:
         assert "nothing there" in text
         assert ("raised on rank 1" in text) == (rank == 0)
     with pytest.raises(ValueError, match="must be one of 0 to 0"):
-        _from_rank(Ranks.single(), 1)
+        _from_rank(RankGroup.single(), 1)

@@ -241,17 +241,17 @@ def _be_rank(folder: str, number: int, rank: int) -> None:
 
 
 def _meet(meeting: str, rank: int) -> Sequence[Any]:
-    """The first `size` ranks as `Ranks`, for each size that this one is of."""
+    """The first `size` ranks as `RankGroup`, for each size that this one is of."""
     import torch.distributed as dist
 
-    from emblib.sharding.ranks import Ranks
+    from emblib.sharding.ranks import RankGroup
 
     patience = timedelta(seconds=COLLECTIVE_SECONDS)
     dist.init_process_group(
         "gloo", f"file://{meeting}", rank=rank, world_size=RANKS, timeout=patience
     )
     groups = [dist.new_group(list(range(size)), patience) for size in range(1, RANKS + 1)]
-    return [Ranks(group) if rank < size else None for size, group in enumerate(groups, 1)]
+    return [RankGroup(group) if rank < size else None for size, group in enumerate(groups, 1)]
 
 
 def _serve(pipe: Connection, rank: int, worlds: Sequence[Any]) -> None:

@@ -38,7 +38,7 @@ KeyBatch read_batch(Words* words) {
 // Calls `body(work, words)`.
 template <class Body>
 const char* worked(const int64_t* call, const Body& body) {
-  return guarded([&](const auto&) {
+  return detect_rank_failures([&](const auto&) {
     HostWork work;
     Words words(call);
     body(work, words);

@@ -8,7 +8,7 @@ using namespace emb::cuda;
 
 // out, numel, dtype, low and high (bits of doubles), seed
 extern "C" const char* simt_fill_uniform(const int64_t* call) {
-  return guarded([&](const auto& launcher) {
+  return detect_rank_failures([&](const auto& launcher) {
     Words words(call);
     auto* out = words.pointer<void>();
     const int64_t numel = words.number();

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from emblib import Cache, Placement, TableBatchedEmbeddingBags, TableSpec, optim
+from emblib import CacheConfig, Placement, TableBatchedEmbeddingBags, TableSpec, optim
 from tests.thread_cases import held_elsewhere, in_fork
 
 ROWS, DIM = 96, 8
@@ -23,7 +23,7 @@ def make(directory: Path, placement: Placement) -> TableBatchedEmbeddingBags:
     return TableBatchedEmbeddingBags(
         [TableSpec(ROWS, DIM, "t", placement)],
         optim.RowwiseAdagrad(0.5),
-        cache=Cache(sets=1, directory=directory if placement is Placement.DISK else None),
+        cache=CacheConfig(sets=1, directory=directory if placement is Placement.DISK else None),
     )
 
 

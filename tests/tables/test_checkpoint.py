@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from emblib import (
-    Cache,
+    CacheConfig,
     CachePolicy,
     Pooling,
     Precision,
@@ -49,7 +49,7 @@ def test_training_goes_on_bit_for_bit(optimizer: str) -> None:
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_a_checkpoint_fits_any_placement(optimizer: str, start: str, end: str) -> None:
     module = trained(PLACEMENTS[start], OPTIMIZERS[optimizer])
-    other = make(PLACEMENTS[end], OPTIMIZERS[optimizer], cache=Cache(CachePolicy.LFU, sets=1))
+    other = make(PLACEMENTS[end], OPTIMIZERS[optimizer], cache=CacheConfig(CachePolicy.LFU, sets=1))
     train(other, 7)
     other.load_state_dict(through_a_file(module.state_dict()))
     assert_goes_on(module, other)
@@ -68,7 +68,7 @@ def test_narrow_precision_and_rounding_are_part_of_it() -> None:
 def test_numbers_set_by_hand_are_part_of_it() -> None:
     module = trained()
     module.set_learning_rate(0.3)
-    module.set_hyper(betas=(0.5, 0.6))
+    module.set_hyperparameters(betas=(0.5, 0.6))
     module.set_step(77)
     other = make()
     other.load_state_dict(module.state_dict())

@@ -16,7 +16,7 @@ from torch.testing import assert_close
 
 from emblib import (
     BoundsCheck,
-    Cache,
+    CacheConfig,
     Placement,
     Precision,
     StochasticRounding,
@@ -176,7 +176,7 @@ def test_new_numbers_do_not_recompile() -> None:
         lambda module: module.set_learning_rate(0.5),
         lambda module: module.set_step(100),
         lambda module: module.hyper[0].mul_(0.9),
-        lambda module: module.set_hyper(betas=(0.5, 0.6), eps=1e-2),
+        lambda module: module.set_hyperparameters(betas=(0.5, 0.6), eps=1e-2),
     ]
     twins.step(*batch(PLAIN, 0))
     for change in changes:
@@ -280,7 +280,7 @@ def tiered(placements: tuple[Placement, ...]) -> TableBatchedEmbeddingBags:
         for t, (rows, placement) in enumerate(zip((50, 300), placements, strict=True))
     ]
     return TableBatchedEmbeddingBags(
-        specs, optim.Adam(0.1), cache=Cache(sets=2), bounds_check=BoundsCheck.IGNORE
+        specs, optim.Adam(0.1), cache=CacheConfig(sets=2), bounds_check=BoundsCheck.IGNORE
     )
 
 
@@ -361,7 +361,7 @@ def test_the_compiler_is_loaded_by_those_who_compile() -> None:
 import sys, torch, emblib
 module = emblib.TableBatchedEmbeddingBags(
     [emblib.TableSpec(50, 4, placement=emblib.Placement.MANAGED_CACHING)],
-    emblib.optim.SGD(0.5), cache=emblib.Cache(sets=1),
+    emblib.optim.SGD(0.5), cache=emblib.CacheConfig(sets=1),
 )
 batch = torch.arange(5), torch.arange(6)
 module.prefetch(*batch)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from emblib import Cache, Placement, TableBatchedEmbeddingBags, TableSpec, Verify, optim
+from emblib import CacheConfig, Placement, TableBatchedEmbeddingBags, TableSpec, Verify, optim
 from emblib.optim import State
 from emblib.tables.disk import DiskStore
 from emblib.tables.durable_files import ChecksumError
@@ -223,7 +223,7 @@ def module_on_disk(directory: Path, verify: str = "touch") -> TableBatchedEmbedd
     return TableBatchedEmbeddingBags(
         [TableSpec(4000, 16, "item", Placement.DISK)],
         optim.RowwiseAdagrad(lr=0.1),
-        cache=Cache(sets=2, directory=directory, verify=Verify(verify)),
+        cache=CacheConfig(sets=2, directory=directory, verify=Verify(verify)),
     )
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from emblib import Cache, Placement, TableBatchedEmbeddingBags, TableSpec, optim
+from emblib import CacheConfig, Placement, TableBatchedEmbeddingBags, TableSpec, optim
 from tests.tables import training_kills
 from tests.tables.kills import run_alone
 from tests.tables.training_kills import SETTINGS, make, same_bits, train
@@ -124,7 +124,7 @@ def test_two_modules_do_not_share_a_directory(tmp_path: Path) -> None:
         TableBatchedEmbeddingBags(
             [TableSpec(10, 4, placement=Placement.DISK)],
             optim.SGD(0.1),
-            cache=Cache(directory=tmp_path),
+            cache=CacheConfig(directory=tmp_path),
         )
     with pytest.raises(ValueError, match=r"Cache\(directory="):
         TableBatchedEmbeddingBags([TableSpec(10, 4, placement=Placement.DISK)])

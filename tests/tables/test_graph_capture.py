@@ -133,7 +133,7 @@ def test_tensors_that_a_graph_knows_stay_where_they_are() -> None:
     module.load_state_dict(state)
     module.set_learning_rate(0.3)
     module.set_step(5)
-    module.set_hyper(eps=1e-3)
+    module.set_hyperparameters(eps=1e-3)
     module.reset_parameters()
     module.to("cpu")
     assert addresses() == before

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from emblib import Cache, Placement, Pooling, TableBatchedEmbeddingBags, TableSpec, optim
+from emblib import CacheConfig, Placement, Pooling, TableBatchedEmbeddingBags, TableSpec, optim
 
 INDICES, OFFSETS = torch.tensor([0, 2, 2, 4]), torch.tensor([0, 1, 3, 4])
 
@@ -28,7 +28,7 @@ def test_numbers_change_while_training_goes_on(device: torch.device) -> None:
     module = make(optim.RowwiseAdagrad(0.5, eps=0.0), device=device)
     train(module)
     module.set_learning_rate(0.25)
-    module.set_hyper(eps=1.0, weight_decay=optim.L2(0.0))
+    module.set_hyperparameters(eps=1.0, weight_decay=optim.L2(0.0))
     assert (module.learning_rate, module.step) == (0.25, 1)
     before = module.table_weights()[0].clone()
     train(module)
@@ -43,13 +43,13 @@ def test_another_kind_of_optimizer_is_refused() -> None:
     module = make(optim.RowwiseAdagrad(0.5))
     for change in ({"counter": optim.Counter()}, {"max_norm": 0.01}):
         with pytest.raises(ValueError, match="make another kind of optimizer"):
-            module.set_hyper(**change)
+            module.set_hyperparameters(**change)
     with pytest.raises(TypeError, match="betas"):
-        module.set_hyper(betas=(0.9, 0.9))
+        module.set_hyperparameters(betas=(0.9, 0.9))
     with pytest.raises(ValueError, match="eps must be"):
-        module.set_hyper(eps=-1.0)
+        module.set_hyperparameters(eps=-1.0)
     with pytest.raises(RuntimeError, match="set those of your optimizer"):
-        make(optim.External()).set_hyper(lr=1.0)
+        make(optim.External()).set_hyperparameters(lr=1.0)
 
 
 def test_the_step_can_be_set() -> None:
@@ -164,7 +164,7 @@ class Recorder:
 
 def test_a_reporter_gets_what_happens() -> None:
     module = TableBatchedEmbeddingBags(
-        [TableSpec(6, 4, "t", Placement.MANAGED_CACHING)], optim.SGD(0.1), cache=Cache(sets=1)
+        [TableSpec(6, 4, "t", Placement.MANAGED_CACHING)], optim.SGD(0.1), cache=CacheConfig(sets=1)
     )
     recorder = Recorder()
     module.set_stats_reporter(recorder, tbe_id="mine")

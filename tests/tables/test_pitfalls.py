@@ -11,7 +11,7 @@ from torch import Tensor
 
 from emblib import (
     BoundsCheck,
-    Cache,
+    CacheConfig,
     DynamicEmbeddingBags,
     DynamicSpec,
     Pooling,
@@ -258,16 +258,16 @@ def test_sizes_may_be_numpy_ints() -> None:
     spec = TableSpec(np.int32(100_000_000), np.int64(64))
     assert type(spec.rows) is int
     assert spec.rows * spec.dim == 6_400_000_000
-    assert type(Cache(sets=np.int64(3)).sets) is int
+    assert type(CacheConfig(sets=np.int64(3)).sets) is int
 
 
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        (lambda: Cache(sets=1.5), TypeError, "sets must be an int"),
-        (lambda: Cache(passes=12), TypeError, "None or a MultiPass"),
-        (lambda: Cache(load_factor=0.0), ValueError, r"in \(0, 1\]"),
-        (lambda: Cache(policy="fifo"), ValueError, "'lru', 'lfu'"),
+        (lambda: CacheConfig(sets=1.5), TypeError, "sets must be an int"),
+        (lambda: CacheConfig(passes=12), TypeError, "None or a MultiPass"),
+        (lambda: CacheConfig(load_factor=0.0), ValueError, r"in \(0, 1\]"),
+        (lambda: CacheConfig(policy="fifo"), ValueError, "'lru', 'lfu'"),
         (lambda: TableSpec(3, 4, placement="uvm"), ValueError, "'managed_caching', 'disk'"),
         (lambda: TableSpec(3, 4, "a.b"), ValueError, "without dots"),
         (lambda: Precision(states=torch.float64), ValueError, "Precision.states must be float32"),

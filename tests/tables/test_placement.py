@@ -13,9 +13,9 @@ from torch.testing import assert_close
 
 from emblib import (
     BoundsCheck,
-    Cache,
+    CacheConfig,
     CachePolicy,
-    MultiPass,
+    MultiPassPrefetch,
     Placement,
     Pooling,
     Precision,
@@ -88,7 +88,7 @@ PLAIN = (Placement.DEVICE,) * 4
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_placement_changes_no_bit(optimizer: str, policy: CachePolicy, tmp_path: Path) -> None:
     plain = make(PLAIN, OPTIMIZERS[optimizer])
-    cache = Cache(policy, sets=2, directory=tmp_path)
+    cache = CacheConfig(policy, sets=2, directory=tmp_path)
     mixed = make(MIXED, OPTIMIZERS[optimizer], cache=cache)
     for seed in range(12):
         assert torch.equal(step(plain, seed), step(mixed, seed))
@@ -105,7 +105,7 @@ def test_placement_changes_no_bit(optimizer: str, policy: CachePolicy, tmp_path:
 @pytest.mark.parametrize("ahead", [1, 2, 4])
 def test_prefetching_ahead_changes_no_bit(ahead: int, tmp_path: Path) -> None:
     plain = make(PLAIN, optim.Adagrad(0.1))
-    mixed = make(MIXED, optim.Adagrad(0.1), cache=Cache(sets=3, directory=tmp_path))
+    mixed = make(MIXED, optim.Adagrad(0.1), cache=CacheConfig(sets=3, directory=tmp_path))
     for seed in range(ahead):
         mixed.prefetch(*batch(seed))
     for seed in range(15):
@@ -119,7 +119,9 @@ def test_prefetching_ahead_changes_no_bit(ahead: int, tmp_path: Path) -> None:
 
 def test_large_batches_are_prefetched_in_parts(tmp_path: Path) -> None:
     plain = make(PLAIN, optim.RowwiseAdagrad(0.1))
-    cache = Cache(sets=3, directory=tmp_path, passes=MultiPass(passes=4, min_lookups=20))
+    cache = CacheConfig(
+        sets=3, directory=tmp_path, passes=MultiPassPrefetch(passes=4, min_lookups=20)
+    )
     mixed = make(MIXED, optim.RowwiseAdagrad(0.1), cache=cache)
     for seed in range(6):
         assert torch.equal(step(plain, seed), step(mixed, seed))
@@ -127,7 +129,7 @@ def test_large_batches_are_prefetched_in_parts(tmp_path: Path) -> None:
 
 
 def test_batches_must_come_in_the_order_of_prefetch(tmp_path: Path) -> None:
-    module = make(cache=Cache(sets=3, directory=tmp_path))
+    module = make(cache=CacheConfig(sets=3, directory=tmp_path))
     module.prefetch(*batch(0))
     with pytest.raises(RuntimeError, match="in the order they were prefetched"):
         module(*batch(1))
@@ -135,7 +137,7 @@ def test_batches_must_come_in_the_order_of_prefetch(tmp_path: Path) -> None:
 
 
 def test_a_prefetched_batch_must_not_be_written_to(tmp_path: Path) -> None:
-    module = make(cache=Cache(sets=3, directory=tmp_path))
+    module = make(cache=CacheConfig(sets=3, directory=tmp_path))
     indices, offsets = batch(0)
     module.prefetch(indices, offsets)
     indices.zero_()
@@ -145,7 +147,7 @@ def test_a_prefetched_batch_must_not_be_written_to(tmp_path: Path) -> None:
 
 def test_evaluation_may_come_between_prefetch_and_forward(tmp_path: Path) -> None:
     plain = make(PLAIN, optim.SGD(0.1))
-    mixed = make(MIXED, optim.SGD(0.1), cache=Cache(sets=3, directory=tmp_path))
+    mixed = make(MIXED, optim.SGD(0.1), cache=CacheConfig(sets=3, directory=tmp_path))
     indices, offsets = batch(0)
     mixed.prefetch(indices, offsets)
     with torch.no_grad():
@@ -164,7 +166,7 @@ def test_a_cache_of_another_dtype(
     dtype: torch.dtype, cache_dtype: torch.dtype, tmp_path: Path
 ) -> None:
     plain = make(PLAIN, optim.SGD(0.01))
-    cache = Cache(sets=2, dtype=cache_dtype, directory=tmp_path)
+    cache = CacheConfig(sets=2, dtype=cache_dtype, directory=tmp_path)
     mixed = make(MIXED, optim.SGD(0.01), cache=cache, precision=Precision(dtype))
     for seed in range(5):
         assert_close(step(mixed, seed), step(plain, seed), rtol=3e-2, atol=3e-2)
@@ -174,7 +176,7 @@ def test_a_cache_of_another_dtype(
 
 def test_evaluation_reads_through_the_cache(tmp_path: Path) -> None:
     plain = make(PLAIN, optim.SGD(0.1))
-    mixed = make(MIXED, optim.SGD(0.1), cache=Cache(sets=2, directory=tmp_path))
+    mixed = make(MIXED, optim.SGD(0.1), cache=CacheConfig(sets=2, directory=tmp_path))
     for seed in range(6):
         with torch.no_grad():
             assert torch.equal(plain(*batch(seed + 50)), mixed(*batch(seed + 50)))
@@ -191,7 +193,7 @@ def test_sequence_pooling_and_sample_weights(tmp_path: Path) -> None:
             else make(placements, optim.SGD(0.1), pooling=pooling, cache=cache)
             for placements, cache in (
                 (PLAIN, None),
-                (MIXED, Cache(sets=2, directory=tmp_path / pooling.value)),
+                (MIXED, CacheConfig(sets=2, directory=tmp_path / pooling.value)),
             )
         ]
         for seed in range(4):
@@ -213,7 +215,7 @@ def test_sequence_pooling_and_sample_weights(tmp_path: Path) -> None:
 
 def test_state_dicts_fit_any_placement(tmp_path: Path) -> None:
     plain = make(PLAIN, optim.Adam(0.1))
-    mixed = make(MIXED, optim.Adam(0.1), cache=Cache(sets=2, directory=tmp_path))
+    mixed = make(MIXED, optim.Adam(0.1), cache=CacheConfig(sets=2, directory=tmp_path))
     for seed in range(3):
         step(plain, seed)
     buffer = io.BytesIO()
@@ -231,7 +233,7 @@ def test_state_dicts_fit_any_placement(tmp_path: Path) -> None:
 
 def test_copies_and_pickles() -> None:
     placements = (*MIXED[:3], Placement.MANAGED_CACHING)
-    module = make(placements, optim.Adagrad(0.1), cache=Cache(sets=2))
+    module = make(placements, optim.Adagrad(0.1), cache=CacheConfig(sets=2))
     step(module, 0)
     copies = [copy.deepcopy(module), pickle.loads(pickle.dumps(module))]
     for other in copies:
@@ -244,7 +246,7 @@ def test_copies_and_pickles() -> None:
 
 
 def test_a_disk_table_is_not_copied(tmp_path: Path) -> None:
-    module = make(cache=Cache(sets=2, directory=tmp_path))
+    module = make(cache=CacheConfig(sets=2, directory=tmp_path))
     with pytest.raises(RuntimeError, match="cannot be copied"):
         copy.deepcopy(module)
     with pytest.raises(RuntimeError, match="cannot be pickled"):
@@ -252,7 +254,7 @@ def test_a_disk_table_is_not_copied(tmp_path: Path) -> None:
 
 
 def test_a_disk_table_goes_on_where_it_was_flushed(tmp_path: Path) -> None:
-    first = make(optimizer=optim.Adam(0.1), cache=Cache(sets=2, directory=tmp_path))
+    first = make(optimizer=optim.Adam(0.1), cache=CacheConfig(sets=2, directory=tmp_path))
     for seed in range(3):
         step(first, seed)
     first.flush()
@@ -264,7 +266,7 @@ def test_a_disk_table_goes_on_where_it_was_flushed(tmp_path: Path) -> None:
         for t, (rows, dim, placement) in enumerate(zip(ROWS, DIMS, MIXED, strict=True))
     ]
     again = TableBatchedEmbeddingBags(
-        specs, optim.Adam(0.1), cache=Cache(sets=2, directory=tmp_path)
+        specs, optim.Adam(0.1), cache=CacheConfig(sets=2, directory=tmp_path)
     )
     assert torch.equal(again.table_weights()[3], want[3])
     for key, value in again.table_optimizer_states()[3].items():
@@ -278,7 +280,7 @@ def test_disk_needs_a_directory() -> None:
 
 
 def test_writing_to_a_view_is_seen(tmp_path: Path) -> None:
-    module = make(optimizer=optim.SGD(0.1), cache=Cache(sets=2, directory=tmp_path))
+    module = make(optimizer=optim.SGD(0.1), cache=CacheConfig(sets=2, directory=tmp_path))
     step(module, 0)
     for table in module.table_weights():
         table.fill_(1.0)
@@ -296,7 +298,7 @@ def test_stochastic_rounding_does_not_depend_on_the_cache(tmp_path: Path) -> Non
     ascending = (Placement.DEVICE, Placement.MANAGED, Placement.MANAGED_CACHING, Placement.DISK)
     plain = make(PLAIN, optim.SGD(0.01), precision=precision)
     for policy, sets in ((CachePolicy.LRU, 1), (CachePolicy.LFU, 3)):
-        cache = Cache(policy, sets=sets, directory=tmp_path / policy.value)
+        cache = CacheConfig(policy, sets=sets, directory=tmp_path / policy.value)
         far = make(ascending, optim.SGD(0.01), precision=precision, cache=cache)
         near = copy.deepcopy(plain)
         for seed in range(5):

@@ -13,7 +13,7 @@ from emblib.ops.autograd import Tiers
 from emblib.ops.tbe import Groups
 from emblib.optim import SGD, Adam, PartialRowwiseAdam
 from emblib.optim.base import Optimizer
-from emblib.specs import Cache, CachePolicy, Placement, Precision, TableSpec
+from emblib.specs import CacheConfig, CachePolicy, Placement, Precision, TableSpec
 from emblib.tables.cache import CacheStats, RowCache, number_of_sets
 from emblib.tables.memory import lay_out
 from tests.cache_cases import group
@@ -28,14 +28,14 @@ FIRST = LAYOUT.first_cached_row
 
 
 def make(
-    options: Cache | None = None,
+    options: CacheConfig | None = None,
     optimizer: Optimizer | None = None,
     precision: Precision | None = None,
     device: str = "cpu",
 ) -> RowCache:
     """The cache of TABLES."""
     optimizer = SGD(0.1) if optimizer is None else optimizer
-    options = Cache(sets=1) if options is None else options
+    options = CacheConfig(sets=1) if options is None else options
     precision = Precision() if precision is None else precision
     names = [spec.name for spec in TABLES]
     return RowCache.of(LAYOUT, names, optimizer.states, options, precision, device)
@@ -56,15 +56,15 @@ def bring_in(cache: RowCache, rows: Tensor) -> Tensor:
 
 
 def test_sizes_follow_the_options() -> None:
-    assert make(Cache(sets=3)).tags.shape == (3, 32)
-    assert make(Cache(load_factor=0.2)).layout.sets == 1
-    assert make(Cache(load_factor=1.0)).layout.sets == math.ceil(130 / 32)
-    cache = make(Cache(sets=2, dtype=torch.float16), PartialRowwiseAdam(0.1))
+    assert make(CacheConfig(sets=3)).tags.shape == (3, 32)
+    assert make(CacheConfig(load_factor=0.2)).layout.sets == 1
+    assert make(CacheConfig(load_factor=1.0)).layout.sets == math.ceil(130 / 32)
+    cache = make(CacheConfig(sets=2, dtype=torch.float16), PartialRowwiseAdam(0.1))
     assert cache.weights.dtype == torch.float16
     assert cache.weights.numel() == 64 * 8, "rows begin at multiples of 16 bytes in float32"
     assert [state.numel() for state in cache.states] == [64 * 8, 64]
     assert cache.counts is None
-    lfu = make(Cache(CachePolicy.LFU, sets=2), Adam(0.1), Precision(states=torch.bfloat16))
+    lfu = make(CacheConfig(CachePolicy.LFU, sets=2), Adam(0.1), Precision(states=torch.bfloat16))
     assert lfu.counts is not None
     assert lfu.counts.shape == (130,)
     assert [state.dtype for state in lfu.states] == [torch.bfloat16] * 2
@@ -72,22 +72,22 @@ def test_sizes_follow_the_options() -> None:
 
 
 def test_fits_into_the_memory_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = make(Cache(sets=2), PartialRowwiseAdam(0.1))
+    cache = make(CacheConfig(sets=2), PartialRowwiseAdam(0.1))
     slot = 8 * 4 + 16 + 8 * 4 + 4  # row, tag and stamp, element-wise and row-wise state
     assert cache.layout.bytes_per_set == 32 * slot
     cuda = torch.device("cuda")
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (100 * 32 * slot + 7, 0))
     for options, sets in (
-        (Cache(sets=99), 99),
-        (Cache(sets=500), 100),
-        (Cache(sets=500, reserved_bytes=60 * 32 * slot), 40),
-        (Cache(sets=500, reserved_bytes=10**9), 1),
-        (Cache(load_factor=1.0), 5),
+        (CacheConfig(sets=99), 99),
+        (CacheConfig(sets=500), 100),
+        (CacheConfig(sets=500, reserved_bytes=60 * 32 * slot), 40),
+        (CacheConfig(sets=500, reserved_bytes=10**9), 1),
+        (CacheConfig(load_factor=1.0), 5),
     ):
         assert number_of_sets(options, cache.layout, cuda) == sets
-    assert number_of_sets(Cache(sets=500), cache.layout, torch.device("cpu")) == 500
+    assert number_of_sets(CacheConfig(sets=500), cache.layout, torch.device("cpu")) == 500
     large = replace(cache.layout, tables=((0, 0, 2**45, 8, 0, 1, 0, 8),))
-    assert number_of_sets(Cache(), large, torch.device("cpu")) * 32 < 2**31
+    assert number_of_sets(CacheConfig(), large, torch.device("cpu")) * 32 < 2**31
 
 
 def test_counts_whole_and_by_table() -> None:
@@ -167,7 +167,7 @@ def test_find_knows_what_changed_since() -> None:
 
 
 def test_reset_forgets_everything_but_the_counters() -> None:
-    cache = make(Cache(CachePolicy.LFU, sets=1))
+    cache = make(CacheConfig(CachePolicy.LFU, sets=1))
     cache.enter()
     cache.plan(groups_of(FIRST + torch.arange(30)))
     cache.reset()
@@ -223,14 +223,16 @@ def test_copies_are_independent_and_nothing_is_in_flight_there() -> None:
 
 
 def test_keeps_its_dtypes_and_comes_off_meta_empty() -> None:
-    cache = make(Cache(CachePolicy.LFU, sets=2), Adam(0.1)).half()
+    cache = make(CacheConfig(CachePolicy.LFU, sets=2), Adam(0.1)).half()
     assert cache.weights.dtype == torch.float32
-    born = make(Cache(CachePolicy.LFU, sets=2), Adam(0.1), device="meta").to_empty(device="cpu")
-    for name, tensor in make(Cache(CachePolicy.LFU, sets=2), Adam(0.1)).named_buffers():
+    born = make(CacheConfig(CachePolicy.LFU, sets=2), Adam(0.1), device="meta").to_empty(
+        device="cpu"
+    )
+    for name, tensor in make(CacheConfig(CachePolicy.LFU, sets=2), Adam(0.1)).named_buffers():
         if name in {"tags", "stamps", "counts", "counters", "clock", "table_places"}:
             assert torch.equal(getattr(born, name), tensor), name
     assert (bring_in(born, FIRST + torch.arange(10))[:10] >= 0).all()
 
 
 def test_repr_says_how_large_it_is() -> None:
-    assert repr(make(Cache(sets=3))) == "RowCache(96 slots in 3 sets, lru)"
+    assert repr(make(CacheConfig(sets=3))) == "RowCache(96 slots in 3 sets, lru)"

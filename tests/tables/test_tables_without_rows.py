@@ -12,7 +12,7 @@ from torch.testing import assert_close
 
 from emblib import (
     BoundsCheck,
-    Cache,
+    CacheConfig,
     Placement,
     Pooling,
     QuantizedEmbeddingBags,
@@ -38,7 +38,10 @@ OPTIMIZERS: dict[str, Optimizer] = {
 
 
 def module(
-    rows: tuple[int, ...], optimizer: Optimizer, placement: Placement, cache: Cache | None = None
+    rows: tuple[int, ...],
+    optimizer: Optimizer,
+    placement: Placement,
+    cache: CacheConfig | None = None,
 ) -> TableBatchedEmbeddingBags:
     torch.manual_seed(0)
     specs = [TableSpec(count, 4, placement=placement) for count in rows]
@@ -62,7 +65,8 @@ def train(tables: TableBatchedEmbeddingBags) -> None:
 )
 def test_a_table_without_rows_among_others(placement: Placement, name: str, tmp_path: Path) -> None:
     caches = [
-        Cache(directory=tmp_path / str(t)) if placement is Placement.DISK else None for t in (0, 1)
+        CacheConfig(directory=tmp_path / str(t)) if placement is Placement.DISK else None
+        for t in (0, 1)
     ]
     got = module((10, 0, 12), OPTIMIZERS[name], placement, caches[0])
     want = module((10, 1, 12), OPTIMIZERS[name], placement, caches[1])
@@ -98,7 +102,9 @@ def test_a_module_without_any_row(name: str) -> None:
 def test_a_store_whose_last_tables_have_no_rows(tmp_path: Path) -> None:
     specs = [TableSpec(r, d, placement=Placement.DISK) for r, d in ((9, 4), (0, 8))]
     for _ in range(2):  # made, and opened again
-        tables = TableBatchedEmbeddingBags(specs, optim.Adam(0.1), cache=Cache(directory=tmp_path))
+        tables = TableBatchedEmbeddingBags(
+            specs, optim.Adam(0.1), cache=CacheConfig(directory=tmp_path)
+        )
         out = tables(torch.tensor([1]), torch.tensor([0, 1, 1]))
         out.sum().backward()
         tables.flush()

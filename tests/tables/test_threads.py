@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from emblib import (
-    Cache,
+    CacheConfig,
     CachePolicy,
     LookupTrace,
     Placement,
@@ -48,7 +48,9 @@ def make(
     module = TableBatchedEmbeddingBags(
         [TableSpec(ROWS, DIM, "t", placement)],
         optim.RowwiseAdagrad(0.5) if optimizer is None else optimizer,
-        cache=Cache(policy, sets=1, directory=directory if placement is Placement.DISK else None),
+        cache=CacheConfig(
+            policy, sets=1, directory=directory if placement is Placement.DISK else None
+        ),
     )
     start = torch.arange(ROWS, dtype=torch.float32)[:, None].expand(ROWS, DIM)
     with torch.no_grad(), module._writing():
@@ -206,7 +208,7 @@ def test_new_numbers_beside_training_lose_no_step(tmp_path: Path, placement: Pla
 
     def change() -> None:
         while not done.is_set():
-            module.set_hyper(eps=1e-6)
+            module.set_hyperparameters(eps=1e-6)
 
     together(steps, change)
     assert module.step == 200

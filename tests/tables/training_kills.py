@@ -19,7 +19,7 @@ from torch import Tensor
 
 from emblib import (
     BoundsCheck,
-    Cache,
+    CacheConfig,
     CachePolicy,
     Placement,
     Precision,
@@ -46,7 +46,7 @@ class Setting:
     sizes: tuple[tuple[int, int], ...]
     optimizer: optim.Optimizer
     precision: Precision
-    cache: Cache
+    cache: CacheConfig
     lookups: int
     flush_every: int
     rounds: int
@@ -60,7 +60,7 @@ SETTINGS = {
         sizes=((10**7, 16),),
         optimizer=optim.RowwiseAdagrad(0.1),
         precision=Precision(),
-        cache=Cache(load_factor=0.01),
+        cache=CacheConfig(load_factor=0.01),
         lookups=2000,
         flush_every=5,
         rounds=15,
@@ -73,7 +73,7 @@ SETTINGS = {
             states=torch.bfloat16,
             stochastic_rounding=StochasticRounding(7),
         ),
-        cache=Cache(CachePolicy.LFU, sets=3),
+        cache=CacheConfig(CachePolicy.LFU, sets=3),
         lookups=300,
         flush_every=3,
         rounds=45,
@@ -85,7 +85,7 @@ def make(setting: Setting, directory: Path | None) -> TableBatchedEmbeddingBags:
     """On disk, opened if it is there; in memory without a directory."""
     cache = setting.cache
     if directory is not None:
-        cache = Cache(cache.policy, cache.load_factor, cache.sets, directory=directory)
+        cache = CacheConfig(cache.policy, cache.load_factor, cache.sets, directory=directory)
     return TableBatchedEmbeddingBags(
         setting.tables(Placement.DEVICE if directory is None else Placement.DISK),
         setting.optimizer,

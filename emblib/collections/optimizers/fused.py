@@ -137,7 +137,7 @@ class FusedOptimizer(KeyedOptimizer):
                 if rate is not None:
                     kernel.set_learning_rate(rate)
                 if changes:
-                    kernel.set_hyper(**changes)
+                    kernel.set_hyperparameters(**changes)
             pushed.update(now)
 
     def step(self, closure: Any = None) -> Any:

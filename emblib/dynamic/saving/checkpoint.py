@@ -372,7 +372,7 @@ class DynamicDumps(DynamicCheckpoint):
         Args:
             directory: made if it is not there; may hold an older dump, which this one replaces.
             since: only what changed at this tick or later; what an earlier `dump` returned. Keys
-                that left are told as well, so `track_removals` must have been called before it.
+                that left are told as well, so `track_evictions` must have been called before it.
             part: rank and number of ranks; each writes its part, into one directory.
             identity: of all parts, which must agree; left out, the tick.
             report: called as rows are written.
@@ -453,12 +453,12 @@ class DynamicDumps(DynamicCheckpoint):
         The tick of a batch is told again: it may not have been trained when it was told first.
 
         Raises:
-            RuntimeError: `track_removals` was not called.
+            RuntimeError: `track_evictions` was not called.
             ValueError: keys that left then are not remembered any more.
         """
         if self.removals is None:
             raise RuntimeError(
-                "changes need to know which keys left; call track_removals() before the dump that "
+                "changes need to know which keys left; call track_evictions() before the dump that "
                 "they are changes of"
             )
         tables = {}

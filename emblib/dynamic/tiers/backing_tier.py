@@ -34,7 +34,7 @@ _COUNTERS = [field.name for field in fields(TierStats)][2:]
 
 
 class LowerTier:
-    """The lower tier of a module; a `Follower` of its training steps."""
+    """The lower tier of a module; a `TrainingHook` of its training steps."""
 
     def __init__(self, module: "DynamicEmbeddingBags", tiers: Tiers) -> None:
         self._module = weakref.ref(module)  # so that its end closes the store at once

@@ -63,7 +63,7 @@ _STEP = 16
 _ROOM = 0.75  # of an index, for keys: few find both of their buckets full below it
 
 
-class KeyPlaces:
+class SlotAllocator:
     """Places for keys: the ones freed last are given again first, then `high` and up."""
 
     def __init__(self) -> None:
@@ -198,7 +198,7 @@ class GrowingFile:
         os.close(self._handle)
 
 
-class Shelf:
+class RowFile:
     """One table in its files: where each key is, and which keys are above.
 
     A row that is lifted keeps its place, with the bytes of the last commit, until a commit says
@@ -223,7 +223,7 @@ class Shelf:
     def begin(self, committed: int) -> None:
         """Map what was there at the last commit, before it is rolled back to."""
         self.committed = committed
-        self.places = KeyPlaces()
+        self.places = SlotAllocator()
         self._resize(max(committed, _LEAST_row_files), begin=True)
 
     def add_sums(self, committed: int) -> None:
@@ -235,7 +235,7 @@ class Shelf:
         """Learn from the heads which key is where."""
         heads = self._words()[: self.committed]
         at = (heads[:, 0] != 0).nonzero().squeeze(1)
-        self.places = KeyPlaces()
+        self.places = SlotAllocator()
         self.places.restore(heads[at, 1], at, self.committed)
 
     def _resize(self, count: int, *, begin: bool = False) -> None:
@@ -398,7 +398,7 @@ class DiskRows:
 
     def __init__(self, directory: str | Path, verify: Verify | str = Verify.TOUCH) -> None:
         self._verify = Verify(verify)
-        self._shelves: list[Shelf] = []
+        self._shelves: list[RowFile] = []
         self._lock: int | None = None
         self._process = -1
         self.directory = Path(directory).expanduser()
@@ -436,7 +436,7 @@ class DiskRows:
             flush_directory(self.directory)
         places = self._read_store()
         for t, (table, committed) in enumerate(zip(self._tables, places, strict=True)):
-            shelf = Shelf(self.directory, t, table)
+            shelf = RowFile(self.directory, t, table)
             self._shelves.append(shelf)
             if self._unchecked or self._verify is Verify.OFF:
                 shelf.add_sums(committed)
@@ -512,7 +512,7 @@ class DiskRows:
         }
         replace_json(self.directory / _STORE, seal(content))
 
-    def _shelf(self, table: int) -> Shelf:
+    def _shelf(self, table: int) -> RowFile:
         if self._process != os.getpid():
             raise RuntimeError(
                 f"the store in {self.directory} is used by the process that opened it and until "

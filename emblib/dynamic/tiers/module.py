@@ -21,7 +21,7 @@ from emblib.dynamic.tiers.backing_tier import LowerTier
 from emblib.dynamic.tiers.store import BATCH, TierMode, Tiers, TierStats
 from emblib.ops.hash import Keys, Misses
 from emblib.optim import External, Optimizer
-from emblib.specs import DynamicSpec, Newcomer, Pooling, Precision
+from emblib.specs import DynamicSpec, InsertPolicy, Pooling, Precision
 from emblib.tables.graph_break import outside_graphs
 from emblib.tables.locks import atomic
 
@@ -79,7 +79,7 @@ class TieredEmbeddingBags(DynamicEmbeddingBags):
         self._device = torch.empty(0, device=device).device
         specs = (tables,) if isinstance(tables, DynamicSpec) else tables
         caching = tiers.mode is TierMode.CACHING
-        newcomer = Newcomer.WINS if caching else Newcomer.COMPETES
+        newcomer = InsertPolicy.ALWAYS_EVICT if caching else InsertPolicy.EVICT_IF_LOWER
         super().__init__(
             [replace(spec, newcomer=newcomer) for spec in specs],
             optimizer,

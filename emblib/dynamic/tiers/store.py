@@ -216,12 +216,12 @@ class TierStats:
 
     lookups: int
     hits: int
-    found_below: int
+    backing_hits: int
     staged: int
     new: int
     promoted: int
     demoted: int
-    served_below: int
+    served_in_place: int
     left: int
 
     @property

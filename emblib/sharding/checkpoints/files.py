@@ -28,7 +28,7 @@ from torch.futures import Future
 from emblib.sharding.checkpoints import checksums, unpickling, values
 from emblib.sharding.checkpoints.checksums import CheckedStream, FileSums, SummingStream
 from emblib.sharding.checkpoints.state_trees import CheckpointError
-from emblib.sharding.ranks import Ranks
+from emblib.sharding.ranks import RankGroup
 from emblib.tables.durable_files import flush_directory, replacing
 
 METADATA = ".metadata"
@@ -199,7 +199,7 @@ class _Planner(dcp.DefaultLoadPlanner):
         self.original_state_dict[name] = values.read_value(value, name, self._path)
 
 
-def write(state: dict[str, Any], path: Path, ranks: Ranks) -> None:
+def write(state: dict[str, Any], path: Path, ranks: RankGroup) -> None:
     """Save a nested state dict; all ranks call this.
 
     Raises:
@@ -214,7 +214,7 @@ def write(state: dict[str, Any], path: Path, ranks: Ranks) -> None:
         )
 
 
-def read(state: dict[str, Any], reader: Reader, ranks: Ranks) -> None:
+def read(state: dict[str, Any], reader: Reader, ranks: RankGroup) -> None:
     """Fill a flat state dict in place; all ranks call this.
 
     Raises:

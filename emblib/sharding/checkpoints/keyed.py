@@ -16,15 +16,15 @@ from torch import Tensor
 from emblib.dynamic import keys as routing
 from emblib.sharding.checkpoints.sharded_table import KeyedRows, ShardedTable
 from emblib.sharding.checkpoints.state_trees import Leaf
-from emblib.sharding.ranks import Ranks
-from emblib.sharding.sharding_types import Box, Span
+from emblib.sharding.ranks import RankGroup
+from emblib.sharding.sharding_types import Shard, Span
 
 KEYS = "keys"
 _NOT_BY_KEY = "clock"  # lies beside the keys, too
 
 
 def joined(
-    states: Mapping[int, Mapping[str, Tensor]], owners: Sequence[int], ranks: Ranks
+    states: Mapping[int, Mapping[str, Tensor]], owners: Sequence[int], ranks: RankGroup
 ) -> dict[str, Tensor]:
     """The state dict of a dynamic table from those of its parts; all ranks call this.
 
@@ -100,7 +100,7 @@ def _stem_of(name: str) -> str:
 
 
 def keyed_rows(
-    parts: Mapping[int, Mapping[str, Tensor]], owners: Sequence[int], ranks: Ranks
+    parts: Mapping[int, Mapping[str, Tensor]], owners: Sequence[int], ranks: RankGroup
 ) -> dict[str, KeyedRows]:
     """The rows by key of one table from its parts; all ranks call this.
 
@@ -121,7 +121,7 @@ def keyed_rows(
     result = {}
     for name, (dtype, (_, *shape)) in first.items():
         boxes = [
-            Box(rank, (start, start + count), (0, shape[0] if shape else 1))
+            Shard(rank, (start, start + count), (0, shape[0] if shape else 1))
             for rank, start, count in zip(owners, starts, counts, strict=True)
         ]
         mine = {number: columns[name] for number, columns in parts.items()}
@@ -211,11 +211,11 @@ class KeyReader:
         )
         start, end = chunk.offsets[0], chunk.offsets[0] + chunk.sizes[0]
         keys = torch.empty(end - start, dtype=torch.int64)
-        box = Box(0, (start, end), (0, 1))
+        box = Shard(0, (start, end), (0, 1))
         size = self._saved[name].size
         read(
-            {name: ShardedTable(size, [box], {0: keys}, Ranks.single(), torch.int64)},
+            {name: ShardedTable(size, [box], {0: keys}, RankGroup.single(), torch.int64)},
             self._reader,
-            Ranks.single(),
+            RankGroup.single(),
         )
         return start, keys

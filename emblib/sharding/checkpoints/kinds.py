@@ -16,8 +16,8 @@ from emblib.ops import autograd
 from emblib.optim import Optimizer
 from emblib.sharding.checkpoints import keyed, sharded_table
 from emblib.sharding.checkpoints.sharded_table import RowStates, ShardedTable
-from emblib.sharding.ranks import Ranks
-from emblib.sharding.sharding_types import Box, TableSharding
+from emblib.sharding.ranks import RankGroup
+from emblib.sharding.sharding_types import ParameterSharding, Shard
 from emblib.specs import TTSpec
 from emblib.tt import layout_entry
 
@@ -32,8 +32,8 @@ class Entry:
 
     size: tuple[int, ...]
     dtype: torch.dtype
-    boxes: tuple[Box, ...]
-    ranks: Ranks
+    boxes: tuple[Shard, ...]
+    ranks: RankGroup
     memory: dict[int, list[Tensor]] = field(default_factory=dict)
     cuts: tuple[int, ...] | None = None
 
@@ -90,7 +90,7 @@ class Held(Protocol):
     """A part of a table that is here: slice `index` of `groups`."""
 
     table: str
-    box: Box
+    box: Shard
     groups: TableGroups
     index: int
 
@@ -98,8 +98,8 @@ class Held(Protocol):
 class Tables(Protocol):
     """Tables over ranks: what is used of a sharded collection."""
 
-    ranks: Ranks
-    plan: Mapping[str, TableSharding]
+    ranks: RankGroup
+    plan: Mapping[str, ParameterSharding]
     groups: TableGroups
 
     def parts(self) -> Sequence[Held]:
@@ -122,7 +122,7 @@ class Table:
         self.held = {0 if not self.boxes else self.boxes.index(p.box): p for p in held}
 
     @property
-    def boxes(self) -> tuple[Box, ...]:
+    def boxes(self) -> tuple[Shard, ...]:
         """Of the table; none where every rank has a copy."""
         return self.sharding.boxes
 
@@ -144,7 +144,7 @@ class Table:
     def _shared(self, size: tuple[int, ...], dtype: torch.dtype, memory: list[Tensor]) -> Entry:
         """What every rank with a part has whole."""
         columns = (0, size[1] if len(size) > 1 else 1)
-        boxes = tuple(Box(rank, (0, size[0]), columns) for rank in self.sharding.ranks)
+        boxes = tuple(Shard(rank, (0, size[0]), columns) for rank in self.sharding.ranks)
         mine = {i for i, box in enumerate(boxes) if box.rank == self.ranks.rank} or {0}
         return Entry(size, dtype, boxes, self.ranks, dict.fromkeys(mine, memory) if memory else {})
 
@@ -217,7 +217,11 @@ class Table:
         raise NotImplementedError
 
     def _in_boxes(
-        self, size: tuple[int, int], boxes: tuple[Box, ...], key: str, memory: Mapping[int, Tensor]
+        self,
+        size: tuple[int, int],
+        boxes: tuple[Shard, ...],
+        key: str,
+        memory: Mapping[int, Tensor],
     ) -> Entry:
         """What lies in boxes of `size`: elements, or a number a row."""
         tensors = {i: [tensor] for i, tensor in memory.items()}
@@ -282,7 +286,7 @@ class TensorTrainTable(Table):
         per_row = any(state.name == name and state.per_row for state in self.optimizer.states)
         return self._shared(size[:1] if per_row else size, torch.float32, list(memory.values()))
 
-    def _core_box(self, box: Box) -> Box:
+    def _core_box(self, box: Shard) -> Shard:
         """Where the slice of a box is in the first core `[p, q * rank]`."""
         height, width = self._units
         rows = box.rows[0] // height, -(-box.rows[1] // height)
@@ -290,7 +294,7 @@ class TensorTrainTable(Table):
         # The factors may make more rows than the table has; the last slice has them.
         last = box.rows[1] == self.config.num_embeddings
         rows = (rows[0], self._sizes[0][0]) if last else rows
-        return Box(box.rank, rows, (columns[0] * self._rank, columns[1] * self._rank))
+        return Shard(box.rank, rows, (columns[0] * self._rank, columns[1] * self._rank))
 
 
 class DynamicTable(Table):

@@ -25,8 +25,8 @@ from emblib.sharding.checkpoints.state_trees import (
     leaves,
     resolved,
 )
-from emblib.sharding.ranks import Ranks
-from emblib.sharding.sharding_types import Box, Span
+from emblib.sharding.ranks import RankGroup
+from emblib.sharding.sharding_types import Shard, Span
 from emblib.tables.durable_files import check_archive
 from emblib.tt import layout_entry
 
@@ -60,11 +60,11 @@ class RowStateTarget(Target):
             spans = [value.boxes[i].rows for i in value.parts]
         # Boxes of a rank may share rows; what is read is cut so that each row is read once.
         self._spans = _disjoint(spans)
-        boxes = [Box(0, span, (0, self._width)) for span in self._spans]
+        boxes = [Shard(0, span, (0, self._width)) for span in self._spans]
         parts = {
             i: torch.empty(box.shape[: len(size)], dtype=value.dtype) for i, box in enumerate(boxes)
         }
-        super().__init__(leaf, ShardedTable(size, boxes, parts, Ranks.single(), value.dtype))
+        super().__init__(leaf, ShardedTable(size, boxes, parts, RankGroup.single(), value.dtype))
 
     def finish(self) -> None:
         """The mean of the stretches that a box is of, for each box."""
@@ -131,7 +131,7 @@ def load(
             "path must be a directory, got None: latest(...) gives None where there is no whole "
             "checkpoint, so load only what it found"
         )
-    ranks = Ranks.of(ranks)
+    ranks = RankGroup.of(ranks)
     loading = agreed(ranks, lambda: _Loading(state, Path(path), strict=strict))
     if not loading.reader.has_checksums and ranks.rank == 0:
         warnings.warn(
@@ -161,7 +161,7 @@ def latest(directory: str | Path, ranks: Group = None) -> Path | None:
         numbered = [(int(m[0]), p) for p in found if (m := re.search(r"\d+\Z", p.name))]
         return max(numbered)[1] if numbered else None
 
-    return Ranks.of(ranks).gather_objects(look())[0]
+    return RankGroup.of(ranks).gather_objects(look())[0]
 
 
 def load_export(path: str | Path) -> dict[str, Any]:
@@ -199,7 +199,7 @@ class _Loading:
         if NOTES in self.saved:
             self._check_whole([NOTES])
             notes = {NOTES: torch.empty(self.saved[NOTES].size, dtype=torch.uint8)}
-            read(notes, self.reader, Ranks.single())
+            read(notes, self.reader, RankGroup.single())
             self.cuts = self._cuts(bytes(notes[NOTES].flatten().tolist()))
         every = self._checked_layouts(self._without_new_hash_keys(list(leaves(self.tree))))
         missing = sorted(leaf.name for leaf in every if leaf.name not in self.saved)
@@ -303,7 +303,7 @@ class _Loading:
         self._check_whole(known)
         found = {name: torch.empty(self.saved[name].size, dtype=torch.int64) for name in known}
         if found:
-            read(found, self.reader, Ranks.single())
+            read(found, self.reader, RankGroup.single())
         # Older checkpoints have cores without one.
         lacking = {
             name for name in layouts.keys() - found.keys() if _beside(name, "cores.0") in self.saved
@@ -347,7 +347,7 @@ class _Loading:
                 f"{f'; and {len(wrong) - 5} more' if len(wrong) > 5 else ''}"
             )
 
-    def targets(self, ranks: Ranks) -> dict[str, Target]:
+    def targets(self, ranks: RankGroup) -> dict[str, Target]:
         """Where each value is read to, and how it gets from there to its place; a collective."""
         reader = KeyReader(self.reader, self.saved)
         keyed = [leaf for leaf in self.leaves if is_keyed(leaf.name, self.saved)]

@@ -19,13 +19,13 @@ from emblib.sharding.checkpoints.sharded_table import (
 )
 from emblib.sharding.checkpoints.state_trees import agreed, leaves, mapped, resolved
 from emblib.sharding.checkpoints.values import checked_values
-from emblib.sharding.ranks import Ranks, subgroup
+from emblib.sharding.ranks import RankGroup, subgroup
 from emblib.tables.durable_files import save_archive, saving
 
 NOTES = "emblib"
 """The entry of a checkpoint that tells what its tensors do not: a JSON text, as bytes."""
 
-Group = Ranks | dist.ProcessGroup | dist.DeviceMesh | None
+Group = RankGroup | dist.ProcessGroup | dist.DeviceMesh | None
 
 
 def save(state: Mapping[str, Any], path: str | Path, ranks: Group = None) -> None:
@@ -47,7 +47,7 @@ def save(state: Mapping[str, Any], path: str | Path, ranks: Group = None) -> Non
     """
     from emblib.sharding.checkpoints.files import write
 
-    ranks = Ranks.of(ranks)
+    ranks = RankGroup.of(ranks)
     content = agreed(ranks, lambda: _with_notes(resolved(state)))
     write(content, Path(path), ranks)
     ranks.barrier()
@@ -61,7 +61,7 @@ def async_save(state: Mapping[str, Any], path: str | Path, ranks: Group = None) 
     training. What was not written when the process ends is, unless it is killed; then `path` holds
     what it held before.
     """
-    ranks = Ranks.of(ranks)
+    ranks = RankGroup.of(ranks)
     content = agreed(ranks, lambda: mapped(_with_notes(resolved(state)), _copied))
     background = _background(ranks)
     return background.executor.submit(_write, content, Path(path), background.ranks)
@@ -74,7 +74,7 @@ def export(state: Mapping[str, Any], path: str | Path, ranks: Group = None) -> N
     what it was before. `load_export` reads it and compares its checksums; `torch.load` reads it
     without. Unsharded modules load what is in it, and so do sharded ones.
     """
-    ranks = Ranks.of(ranks)
+    ranks = RankGroup.of(ranks)
     whole = whole_state(agreed(ranks, lambda: checked_values(resolved(state))), ranks)
     agreed(ranks, lambda: _write_file(whole, Path(path)) if ranks.rank == 0 else None)
 
@@ -110,25 +110,27 @@ def _copied(value: Any) -> Any:
 class _Background(NamedTuple):
     """Who writes behind the back of training: one thread, and a group for it."""
 
-    ranks: Ranks
+    ranks: RankGroup
     executor: ThreadPoolExecutor
 
 
 _BACKGROUNDS: dict[Any, _Background] = {}
 
 
-def _background(ranks: Ranks) -> _Background:
+def _background(ranks: RankGroup) -> _Background:
     """Made at the first call for these ranks, which is a collective."""
     found = _BACKGROUNDS.get(ranks.group)
     if found is None:
         group = None if ranks.group is None else subgroup(ranks)
-        alone = Ranks.single() if group is None else Ranks(group, local_size=ranks.local_size)
+        alone = (
+            RankGroup.single() if group is None else RankGroup(group, local_size=ranks.local_size)
+        )
         found = _Background(alone, ThreadPoolExecutor(1, "emblib-checkpoint"))
         _BACKGROUNDS[ranks.group] = found
     return found
 
 
-def _write(content: dict[str, Any], path: Path, ranks: Ranks) -> None:
+def _write(content: dict[str, Any], path: Path, ranks: RankGroup) -> None:
     from emblib.sharding.checkpoints.files import write
 
     write(content, path, ranks)

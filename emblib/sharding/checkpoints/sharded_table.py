@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from emblib.sharding.ranks import Ranks
-from emblib.sharding.sharding_types import Box, Span
+from emblib.sharding.ranks import RankGroup
+from emblib.sharding.sharding_types import Shard, Span
 
 PIECE_BYTES = 1 << 26
 """Boxes are written and read in pieces of whole rows, of at most about this many bytes."""
@@ -33,17 +33,17 @@ class ShardedTable(Tensor):
         dtype: of the values; ranks without a part need to know it, too.
     """
 
-    boxes: tuple[Box, ...]
+    boxes: tuple[Shard, ...]
     parts: dict[int, Tensor]
-    ranks: Ranks
+    ranks: RankGroup
 
     @staticmethod
     def __new__(
         cls: type,
         size: Sequence[int],
-        boxes: Sequence[Box],
+        boxes: Sequence[Shard],
         parts: Mapping[int, Tensor],
-        ranks: Ranks,
+        ranks: RankGroup,
         dtype: torch.dtype,
     ) -> "ShardedTable":
         """A tensor without memory of its own."""
@@ -55,9 +55,9 @@ class ShardedTable(Tensor):
     def __init__(
         self,
         size: Sequence[int],
-        boxes: Sequence[Box],
+        boxes: Sequence[Shard],
         parts: Mapping[int, Tensor],
-        ranks: Ranks,
+        ranks: RankGroup,
         dtype: torch.dtype,
     ) -> None:
         self.boxes = tuple(boxes)
@@ -236,7 +236,9 @@ def _alike(one: Any, other: Any) -> bool:
     return isinstance(other, ShardedTable) and one.boxes == other.boxes
 
 
-def pieces_of(box: Box, dims: int, itemsize: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+def pieces_of(
+    box: Shard, dims: int, itemsize: int
+) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     """Offsets and sizes of the pieces of a box."""
     height, width = box.shape
     if not height or not width:
@@ -249,7 +251,7 @@ def pieces_of(box: Box, dims: int, itemsize: int) -> list[tuple[tuple[int, ...],
     ]
 
 
-def cuts_of(boxes: Sequence[Box]) -> tuple[int, ...]:
+def cuts_of(boxes: Sequence[Shard]) -> tuple[int, ...]:
     """The columns at which any box begins or ends."""
     return tuple(sorted({edge for box in boxes for edge in box.columns}))
 
@@ -299,7 +301,7 @@ def gathered(table: ShardedTable, rank: int | None = None) -> Tensor:
     return whole
 
 
-def whole_state(state: Any, ranks: Ranks, rank: int | None = 0) -> Any:
+def whole_state(state: Any, ranks: RankGroup, rank: int | None = 0) -> Any:
     """`state` with whole tensors, on the CPU, in place of those spread over ranks; a collective.
 
     States of one number a row are those of a table that is not cut by columns: see `row_states`.
@@ -320,17 +322,17 @@ def whole_state(state: Any, ranks: Ranks, rank: int | None = 0) -> Any:
     return (state if whole_of is None else whole_of()).detach().to("cpu", copy=True)
 
 
-def _send(piece: Tensor, target: int, ranks: Ranks) -> None:
+def _send(piece: Tensor, target: int, ranks: RankGroup) -> None:
     dist.send(_as_bytes(piece.to(ranks.device)), ranks.global_rank(target), group=ranks.group)
 
 
-def _received(sizes: tuple[int, ...], dtype: torch.dtype, source: int, ranks: Ranks) -> Tensor:
+def _received(sizes: tuple[int, ...], dtype: torch.dtype, source: int, ranks: RankGroup) -> Tensor:
     piece = torch.empty(sizes, dtype=dtype, device=ranks.device)
     dist.recv(_as_bytes(piece), ranks.global_rank(source), group=ranks.group)
     return piece.cpu()
 
 
-def _told_to_all(whole: Tensor, table: ShardedTable, ranks: Ranks) -> Tensor:
+def _told_to_all(whole: Tensor, table: ShardedTable, ranks: RankGroup) -> Tensor:
     if ranks.rank:
         whole = torch.empty(table.size(), dtype=table.dtype)
     step = max(PIECE_BYTES // max(whole[:1].numel() * whole.element_size(), 1), 1)

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from emblib.sharding.ranks import Ranks
+from emblib.sharding.ranks import RankGroup
 
 T = TypeVar("T")
 
@@ -86,7 +86,7 @@ def resolved(state: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def agreed(ranks: Ranks, function: Callable[[], T]) -> T:
+def agreed(ranks: RankGroup, function: Callable[[], T]) -> T:
     """What `function()` returns here; if it raises on any rank, every rank raises."""
     error: Exception | None = None
     value: Any = None

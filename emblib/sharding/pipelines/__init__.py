@@ -6,15 +6,15 @@ from emblib.sharding.pipelines.base import (
     TrainPipelineSparseDist,
 )
 from emblib.sharding.pipelines.batches import empty_batch
-from emblib.sharding.pipelines.loading import Ends, Equal, Longest, Progress, Shortest
+from emblib.sharding.pipelines.loading import AssumeEqual, DrainAll, Ends, Progress, StopAtShortest
 
 __all__ = [
+    "AssumeEqual",
+    "DrainAll",
     "Ends",
-    "Equal",
-    "Longest",
     "PrefetchTrainPipelineSparseDist",
     "Progress",
-    "Shortest",
+    "StopAtShortest",
     "TrainPipelineBase",
     "TrainPipelineSparseDist",
     "empty_batch",

@@ -16,8 +16,8 @@ from emblib.sharding.pipelines.inputs import (
     Inputs,
     sharded_modules,
 )
-from emblib.sharding.pipelines.loading import Ends, Loader, Longest, Meter, Progress, Slot
-from emblib.sharding.ranks import Ranks
+from emblib.sharding.pipelines.loading import DrainAll, Ends, Loader, Meter, Progress, Slot
+from emblib.sharding.ranks import RankGroup
 
 
 class TrainPipelineBase:
@@ -37,8 +37,8 @@ class TrainPipelineBase:
         optimizer: anything with `zero_grad` and `step`; None for a model in eval mode.
         device: where batches go; by default the device of the ranks.
         forward: takes a batch and gives (loss, output), or the loss alone; by default `model`.
-        ends: what happens where loaders are of different lengths over the ranks: `Longest()`,
-            `Shortest()` or `Equal()`.
+        ends: what happens where loaders are of different lengths over the ranks: `DrainAll()`,
+            `StopAtShortest()` or `AssumeEqual()`.
         on_progress: called after every step.
         ranks: those that train together; by default those of the model.
     """
@@ -55,7 +55,7 @@ class TrainPipelineBase:
         forward: Callable[[Any], Any] | None = None,
         ends: Ends | None = None,
         on_progress: Callable[[Progress], object] | None = None,
-        ranks: Ranks | None = None,
+        ranks: RankGroup | None = None,
     ) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"model must be a module, got {type(model).__name__}")
@@ -64,12 +64,12 @@ class TrainPipelineBase:
                 "optimizer must have zero_grad and step, or be None where the model is only run "
                 f"forward, in eval mode; got {optimizer!r}"
             )
-        ranks = _ranks_of(model) if ranks is None else Ranks.of(ranks)
+        ranks = _ranks_of(model) if ranks is None else RankGroup.of(ranks)
         self.model, self.optimizer = model, optimizer
         self.device = torch.device(ranks.device if device is None else device)
         self._forward = model if forward is None else forward
         self._on_progress = on_progress
-        self._loader = Loader(ranks, Longest() if ends is None else ends, self.device)
+        self._loader = Loader(ranks, DrainAll() if ends is None else ends, self.device)
         self._slots: deque[Slot] = deque()
         self._meter = Meter()
 
@@ -86,8 +86,8 @@ class TrainPipelineBase:
         one.
 
         Raises:
-            StopIteration: all ranks are drained (`Shortest`: one is); the next call may bring a new
-                iterator.
+            StopIteration: all ranks are drained (`StopAtShortest`: one is); the next call may bring
+                a new iterator.
         """
         self._meter.begin()
         self._loader.read(batches)
@@ -155,12 +155,12 @@ class TrainPipelineBase:
         """What else is set off between its forward and its backward."""
 
 
-def _ranks_of(model: nn.Module) -> Ranks:
+def _ranks_of(model: nn.Module) -> RankGroup:
     """The ranks of the model, or of the first sharded collection in it; else this process alone."""
     for module in (model, *sharded_modules(model).values()):
-        if isinstance(ranks := getattr(module, "ranks", None), Ranks):
+        if isinstance(ranks := getattr(module, "ranks", None), RankGroup):
             return ranks
-    return Ranks.single(next((p.device for p in model.parameters()), torch.device("cpu")))
+    return RankGroup.single(next((p.device for p in model.parameters()), torch.device("cpu")))
 
 
 def _loss_and_output(given: Any) -> tuple[Any, Any]:
@@ -206,7 +206,7 @@ class TrainPipelineSparseDist(TrainPipelineBase):
         forward: Callable[[Any], Any] | None = None,
         ends: Ends | None = None,
         on_progress: Callable[[Progress], object] | None = None,
-        ranks: Ranks | None = None,
+        ranks: RankGroup | None = None,
     ) -> None:
         super().__init__(
             model,

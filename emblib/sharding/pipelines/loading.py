@@ -23,7 +23,7 @@ from emblib.sharding.pipelines.batches import (
     leaves,
     to_device,
 )
-from emblib.sharding.ranks import Ranks, sends_from_hosts, subgroup
+from emblib.sharding.ranks import RankGroup, sends_from_hosts, subgroup
 
 
 class Agreement:
@@ -34,7 +34,7 @@ class Agreement:
     over the ranks.
     """
 
-    def __init__(self, ranks: Ranks) -> None:
+    def __init__(self, ranks: RankGroup) -> None:
         self._ranks = _on_hosts(ranks)
 
     def gather(self, numbers: Sequence[int]) -> Awaitable[list[list[int]]]:
@@ -47,15 +47,15 @@ class Agreement:
         return Deferred(lambda: pending.wait().view(size, -1).tolist())
 
 
-def _on_hosts(ranks: Ranks) -> Ranks:
+def _on_hosts(ranks: RankGroup) -> RankGroup:
     """The same ranks, in a group that sends from the memory of the host."""
     if ranks.group is None or sends_from_hosts(ranks.group):
         return ranks
-    return Ranks(subgroup(ranks), local_size=ranks.local_size)
+    return RankGroup(subgroup(ranks), local_size=ranks.local_size)
 
 
 @dataclass(frozen=True)
-class Longest:
+class DrainAll:
     """Train until no rank has a batch: a rank that is out computes with empty ones until then.
 
     `empty` makes an empty batch of any batch; by default all tensors lose their first dimension. A
@@ -66,16 +66,16 @@ class Longest:
 
 
 @dataclass(frozen=True)
-class Shortest:
+class StopAtShortest:
     """Stop where the first rank is out; what the others have read ahead is dropped."""
 
 
 @dataclass(frozen=True)
-class Equal:
+class AssumeEqual:
     """All ranks have as many batches, says the caller; nobody asks, and a wrong word hangs."""
 
 
-Ends = Longest | Shortest | Equal
+Ends = DrainAll | StopAtShortest | AssumeEqual
 """What happens at the end of loaders that need not be of one length."""
 
 
@@ -115,13 +115,15 @@ _HAS, _EXAMPLES, _KNOWS, _EPOCH = range(4)
 class Loader:
     """Reads batches, copies them to the device, and knows at which step all ranks are out."""
 
-    def __init__(self, ranks: Ranks, ends: Ends, device: torch.device) -> None:
-        if not isinstance(ends, Longest | Shortest | Equal):
-            raise TypeError(f"ends must be Longest(), Shortest() or Equal(), got {ends!r}")
+    def __init__(self, ranks: RankGroup, ends: Ends, device: torch.device) -> None:
+        if not isinstance(ends, DrainAll | StopAtShortest | AssumeEqual):
+            raise TypeError(
+                f"ends must be DrainAll(), StopAtShortest() or AssumeEqual(), got {ends!r}"
+            )
         self.ends = ends
         self.epoch = 0
         self._ranks, self._device = ranks, device
-        self._agreement = None if isinstance(ends, Equal) else Agreement(ranks)
+        self._agreement = None if isinstance(ends, AssumeEqual) else Agreement(ranks)
         self._lane = Lane(device)
         self._batches: Iterator[Any] | None = None
         self._is_out = False
@@ -179,7 +181,7 @@ class Loader:
         except StopIteration:
             self._is_out, self._attributes_at_end = True, _attributes(self._batches)
             return None
-        if self._empty is None and isinstance(self.ends, Longest):
+        if self._empty is None and isinstance(self.ends, DrainAll):
             self._empty = self.ends.empty(batch)
         return batch
 
@@ -215,7 +217,7 @@ class Loader:
             return slot.batch is not None
         said = slot.heard.wait()
         have = sum(numbers[_HAS] for numbers in said)
-        if isinstance(self.ends, Shortest):
+        if isinstance(self.ends, StopAtShortest):
             return have == len(said)
         if have and not all(numbers[_KNOWS] for numbers in said):
             known = self._ranks.gather_objects(_on_host(self._empty))
@@ -247,7 +249,7 @@ class Progress(NamedTuple):
     Attributes:
         step: steps done, this one among them.
         own_examples: examples of this rank so far.
-        examples: examples of all ranks so far; None where the pipeline does not know (`Equal`).
+        examples: examples of all ranks so far; None where it is unknown (`AssumeEqual`).
         elapsed_s: seconds from the beginning of the first step to the end of this one.
         steps_per_s: over the last steps, at most `WINDOW` of them.
         own_examples_per_s: likewise, of this rank.

@@ -11,7 +11,7 @@ from emblib.sharding.layout import shape_of, with_kind
 from emblib.sharding.planner.estimate import INPUT, NOTHING, CostModel, Everywhere, Load
 from emblib.sharding.planner.topology import Need, Topology
 from emblib.sharding.planner.work import Work
-from emblib.sharding.sharding_types import Box, Rule, ShardingType, TableSharding
+from emblib.sharding.sharding_types import ParameterSharding, Rule, Shard, ShardingType
 from emblib.specs import Choice
 
 _BY_COLUMNS = frozenset(
@@ -59,7 +59,7 @@ class Option:
     units: tuple[Unit, ...]
     everywhere: Everywhere
     penalty: int = 0
-    fixed: tuple[Box, ...] = ()
+    fixed: tuple[Shard, ...] = ()
     cuts_rows: bool = False
 
     @property
@@ -80,11 +80,11 @@ class Option:
                 total = total.plus(load.nbytes)
         return total
 
-    def sharding(self, work: Work, topology: Topology, targets: Sequence[int]) -> TableSharding:
+    def sharding(self, work: Work, topology: Topology, targets: Sequence[int]) -> ParameterSharding:
         """The boxes, given the rank or node of each unit."""
         shape = shape_of(work.config, self.kind)
         sharding = self._rule(tuple(targets))(shape, topology.world)
-        return TableSharding(sharding.type, sharding.boxes, self.kind)
+        return ParameterSharding(sharding.type, sharding.boxes, self.kind)
 
     def _rule(self, targets: tuple[int, ...]) -> Rule:
         if self.type is ShardingType.CUSTOM:
@@ -158,24 +158,24 @@ class Parts:
         self.config = with_kind(work.config, kind)
         self._loads: dict[tuple[int, int, float], Load] = {}
 
-    def shares(self, boxes: Sequence[Box]) -> list[float]:
+    def shares(self, boxes: Sequence[Shard]) -> list[float]:
         """Of the table's ids, by box: by rows, or where keys decide one for each block."""
         if isinstance(self.config.kind, Dynamic):
             return [1.0 / len({box.rows for box in boxes})] * len(boxes)
         return [box.shape[0] / self.config.num_embeddings for box in boxes]
 
-    def slice_of(self, box: Box) -> TableSlice:
+    def slice_of(self, box: Shard) -> TableSlice:
         """A box as a part of the table."""
         return TableSlice(self.config, box.rows, box.columns)
 
-    def load(self, box: Box, share: float) -> Load:
+    def load(self, box: Shard, share: float) -> Load:
         """What a box costs the rank that has it."""
         key = (*box.shape, share)
         if key not in self._loads:
             self._loads[key] = self.model.part(self.work, self.slice_of(box), share)
         return self._loads[key]
 
-    def everywhere(self, boxes: Sequence[Box]) -> Everywhere:
+    def everywhere(self, boxes: Sequence[Shard]) -> Everywhere:
         """What the boxes cost every rank."""
         columns = (box.shape[1] for box in boxes)
         return self.model.everywhere(self.work, zip(columns, self.shares(boxes), strict=True))
@@ -200,7 +200,7 @@ def _options(
 
 
 def option_of(
-    parts: Parts, sharding_type: ShardingType, boxes: Sequence[Box], domain: Domain, penalty: int
+    parts: Parts, sharding_type: ShardingType, boxes: Sequence[Shard], domain: Domain, penalty: int
 ) -> Option:
     """Boxes, priced; those of a domain RANK or NODE can be placed anew."""
     topology = parts.model.topology
@@ -219,7 +219,7 @@ def option_of(
     return Option(sharding_type, parts.kind, units, everywhere, penalty, fixed, cuts_rows)
 
 
-def _by_rank(boxes: Sequence[Box], loads: Sequence[Load], size: int) -> list[Load]:
+def _by_rank(boxes: Sequence[Shard], loads: Sequence[Load], size: int) -> list[Load]:
     """Loads by rank modulo `size`; of several boxes on one rank their sum."""
     members = [NOTHING] * size
     for box, load in zip(boxes, loads, strict=True):
@@ -268,7 +268,7 @@ def _column_counts(work: Work, most: int) -> list[int]:
 
 
 def _units(
-    boxes: Sequence[Box], loads: Sequence[Load], domain: Domain, topology: Topology
+    boxes: Sequence[Shard], loads: Sequence[Load], domain: Domain, topology: Topology
 ) -> Iterator[Unit]:
     """The boxes by what they are placed on; ranks without one get nothing."""
     if domain is Domain.RANK:

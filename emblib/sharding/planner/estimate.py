@@ -21,19 +21,19 @@ from emblib.sharding.planner.topology import Need, Pool, Topology
 from emblib.sharding.planner.work import Work
 from emblib.specs import (
     SLOTS,
-    Cache,
+    CacheConfig,
     CachePolicy,
+    CountMinSketch,
     DynamicSpec,
     ExactCounter,
     Placement,
     Precision,
-    Sketch,
     TableSpec,
     TTSpec,
 )
 
 if TYPE_CHECKING:
-    from emblib.sharding.exchange import Wire
+    from emblib.sharding.exchange import CommPrecision
 
 _WAYS = 32  # rows of a cache's set
 _SLOT = 16  # tag and stamp of a row in a cache
@@ -88,7 +88,7 @@ def _plain_bytes(
         far = spec.placement is Placement.MANAGED and device == "cuda"
         return Pool(0, table) if far else Pool(table)
     assert isinstance(kind, Plain)
-    cache = _cache_bytes(spec, kind.cache or Cache(), optimizer, dtype)
+    cache = _cache_bytes(spec, kind.cache or CacheConfig(), optimizer, dtype)
     if spec.placement is Placement.DISK:
         return Pool(cache, 0, table)
     # On the CPU the table is in the same memory as the cache before it.
@@ -96,7 +96,7 @@ def _plain_bytes(
 
 
 def _cache_bytes(
-    spec: TableSpec, cache: Cache, optimizer: Optimizer | None, dtype: torch.dtype
+    spec: TableSpec, cache: CacheConfig, optimizer: Optimizer | None, dtype: torch.dtype
 ) -> int:
     """A cache for this table alone; several that share one have rows as long as the longest."""
     dtype = cache.dtype or dtype
@@ -131,7 +131,7 @@ def _counter_bytes(spec: DynamicSpec) -> int:
     counter = spec.admission.counter
     if isinstance(counter, ExactCounter):
         return -(-counter.capacity // SLOTS) * SLOTS * (1 + 3 * 8)
-    assert isinstance(counter, Sketch)
+    assert isinstance(counter, CountMinSketch)
     threshold = spec.admission.threshold
     size = 1 if threshold < 2**8 else 4 if threshold < 2**31 else 8
     return counter.width * counter.depth * size
@@ -190,7 +190,7 @@ class Sent(NamedTuple):
     backward: float = 4.0
 
     @classmethod
-    def by(cls, wire: "Wire") -> "Sent":
+    def by(cls, wire: "CommPrecision") -> "Sent":
         """As the codecs of a wire have it."""
         rows = torch.zeros(_SAMPLE)
         codecs = wire.forward, wire.backward
@@ -385,7 +385,7 @@ class CostModel:
         # Behind a cache: the rows that are not in it, fetched before the lookup and written back.
         if writes:
             return 0.0
-        cache = kind.cache or Cache()
+        cache = kind.cache or CacheConfig()
         held = cache.sets * 32 / part.num_rows if cache.sets else cache.load_factor
         row = row_bytes(work.optimizer, part.dim, work.config.data_type.itemsize)
         return max(0.0, 1.0 - held) * 2 * row / rate / _NS

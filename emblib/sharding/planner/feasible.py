@@ -8,7 +8,7 @@ from emblib.sharding.planner.enumerate import Domain, Option, Parts, Unit, allow
 from emblib.sharding.planner.search import Choice, Loads, Plan, Problem, place
 from emblib.sharding.planner.topology import Need, Pool
 from emblib.sharding.planner.work import Work
-from emblib.sharding.sharding_types import Box, ShardingType
+from emblib.sharding.sharding_types import Shard, ShardingType
 
 _STEPS = 200_000  # placements that the search for any plan tries
 _DEEPEST = 400  # pieces; above it there is no such search, which is for few large tables
@@ -175,8 +175,8 @@ def _cut(loads: Loads, work: Work, problem: Problem) -> Choice | None:
     parts, shape = Parts(work, problem.model, None), shape_of(work.config)
     world, unit = problem.model.topology.world_size, shape.row_unit
 
-    def box(rank: int, begin: int, rows: int) -> Box:
-        return Box(rank, (begin, begin + rows), (0, shape.columns))
+    def box(rank: int, begin: int, rows: int) -> Shard:
+        return Shard(rank, (begin, begin + rows), (0, shape.columns))
 
     def nbytes(rows: int) -> float:
         return parts.load(box(0, 0, rows), rows / shape.rows).nbytes.device
@@ -192,7 +192,7 @@ def _cut(loads: Loads, work: Work, problem: Problem) -> Choice | None:
     common = equal.nbytes.device + equal.positions + pieces
     first, all_rows = nbytes(min(unit, shape.rows)), nbytes(shape.rows)
     slope = max((all_rows - first) / max(shape.rows - unit, 1), 1e-9)
-    boxes: list[Box] = []
+    boxes: list[Shard] = []
     begin = 0
     for rank in sorted(range(world), key=lambda r: (-free(r), r)):
         room = free(rank) - common

@@ -24,7 +24,7 @@ from emblib.sharding.plan import construct_plan
 from emblib.sharding.planner import calibration
 from emblib.sharding.planner.calibration import Calibration, Curve
 from emblib.sharding.planner.estimate import multiply_adds, row_bytes
-from emblib.sharding.ranks import Ranks
+from emblib.sharding.ranks import RankGroup
 from emblib.sharding.sharded_bags import ShardedEmbeddingBagCollection
 from emblib.sharding.sharding_types import (
     Rule,
@@ -234,7 +234,7 @@ def _units(device: torch.device, rounds: int) -> tuple[float, float]:
     """Seconds of a collection's step on next to nothing, and what one more table adds."""
 
     def step_of(tables: int) -> float:
-        step = tiny_step(Ranks.single(device), tables, table_wise(0))
+        step = tiny_step(RankGroup.single(device), tables, table_wise(0))
         return timed(lambda: step.forward().backward(step.gradient), device, rounds)
 
     one, more = step_of(1), step_of(_TABLES + 1)
@@ -248,7 +248,7 @@ class Tiny(NamedTuple):
     gradient: Tensor
 
 
-def tiny_step(ranks: Ranks, tables: int, *rules: Rule) -> Tiny:
+def tiny_step(ranks: RankGroup, tables: int, *rules: Rule) -> Tiny:
     """One id for each of some small tables, which are spread by the rules in turn."""
     names = [f"t{t}" for t in range(tables)]
     source = EmbeddingBagCollection(
@@ -325,13 +325,13 @@ _EXCHANGES = 4  # all-to-alls of a step: header, ids, rows, gradients
 _MESSAGE = 1 << 20  # elements to each rank
 
 
-def calibrate(ranks: Ranks | None = None, sizes: Sizes | None = None) -> Calibration:
+def calibrate(ranks: RankGroup | None = None, sizes: Sizes | None = None) -> Calibration:
     """The constants of this machine, and of the links between `ranks`, which all call this.
 
     Without other ranks the links keep the figures of `defaults`, as do host memory behind a GPU,
     and disks; `dataclasses.replace` puts in others that you know.
     """
-    ranks = Ranks.single() if ranks is None else ranks
+    ranks = RankGroup.single() if ranks is None else ranks
     sizes = Sizes() if sizes is None else sizes
     found = None
     if ranks.rank == 0:
@@ -356,7 +356,7 @@ def calibrate(ranks: Ranks | None = None, sizes: Sizes | None = None) -> Calibra
     )
 
 
-def _overheads(ranks: Ranks, step_s: float, rounds: int) -> tuple[float, float, float]:
+def _overheads(ranks: RankGroup, step_s: float, rounds: int) -> tuple[float, float, float]:
     """Of steps on next to nothing: of each all-to-all for each other rank, of copies, of blocks."""
     one_each = [table_wise(rank) for rank in range(ranks.size)]
     spread = _synchronised(ranks, tiny_step(ranks, ranks.size, *one_each), rounds)
@@ -368,7 +368,7 @@ def _overheads(ranks: Ranks, step_s: float, rounds: int) -> tuple[float, float, 
     return each, max(copied - spread, 0.0), max(cut - spread, 0.0)
 
 
-def _synchronised(ranks: Ranks, step: Tiny, rounds: int) -> float:
+def _synchronised(ranks: RankGroup, step: Tiny, rounds: int) -> float:
     """Seconds of a step that all ranks make together."""
     times = 10
 
@@ -385,7 +385,7 @@ def _synchronised(ranks: Ranks, step: Tiny, rounds: int) -> float:
     return min(once() for _ in range(rounds))
 
 
-def _links(ranks: Ranks, step_s: float, sizes: Sizes) -> tuple[float, ...]:
+def _links(ranks: RankGroup, step_s: float, sizes: Sizes) -> tuple[float, ...]:
     """Seconds of a message in a step on nothing, of copies, blocks, a byte on a link, a network.
 
     0 where there is no such link.
@@ -404,7 +404,7 @@ def _links(ranks: Ranks, step_s: float, sizes: Sizes) -> tuple[float, ...]:
     return tuple(told)
 
 
-def _exchange(ranks: Ranks, peers: Sequence[int], count: int, rounds: int) -> float:
+def _exchange(ranks: RankGroup, peers: Sequence[int], count: int, rounds: int) -> float:
     """Seconds of an all-to-all of `count` floats with each of `peers`, all ranks at once."""
     sizes = [count if r in peers else 0 for r in range(ranks.size)]
     sent = torch.ones(sum(sizes), device=ranks.device)

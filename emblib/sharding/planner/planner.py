@@ -22,8 +22,8 @@ from emblib.sharding.planner.work import (
 from emblib.specs import check_count
 
 if TYPE_CHECKING:
-    from emblib.sharding.exchange import Wire
-    from emblib.sharding.ranks import Ranks
+    from emblib.sharding.exchange import CommPrecision
+    from emblib.sharding.ranks import RankGroup
 
 
 class Planner:
@@ -47,7 +47,7 @@ class Planner:
         constraints: Mapping[str, TableConstraints] | None = None,
         *,
         reservation: Reservation | None = None,
-        wire: "Wire | None" = None,
+        wire: "CommPrecision | None" = None,
         effort: int = 60_000,
     ) -> None:
         self.topology = topology
@@ -131,7 +131,7 @@ class Planner:
         return ShardingPlan(modules, self.topology.world)  # type: ignore[arg-type]
 
 
-def collective_plan(module: nn.Module, planner: Planner, ranks: "Ranks") -> ShardingPlan:
+def collective_plan(module: nn.Module, planner: Planner, ranks: "RankGroup") -> ShardingPlan:
     """The plan that rank 0 finds, on all ranks; an error there is raised on all."""
     from emblib.sharding.ranks import invoke_on_rank_and_broadcast_result
 

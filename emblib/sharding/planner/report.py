@@ -11,7 +11,7 @@ from emblib.sharding.planner.feasible import size
 from emblib.sharding.planner.search import Choice, Loads
 from emblib.sharding.planner.topology import Need, Pool
 from emblib.sharding.planner.work import Work
-from emblib.sharding.sharding_types import ShardingType, TableSharding
+from emblib.sharding.sharding_types import ParameterSharding, ShardingType
 
 
 class RankPrediction(NamedTuple):
@@ -27,7 +27,7 @@ class TablePrediction(NamedTuple):
     """One table: how it is spread, bytes on all ranks together, and seconds of the slowest one."""
 
     work: Work
-    sharding: TableSharding
+    sharding: ParameterSharding
     nbytes: Need
     step_s: float
 
@@ -74,7 +74,7 @@ class Prediction:
         return report(self)
 
 
-def option_for(work: Work, sharding: TableSharding, model: CostModel) -> Option:
+def option_for(work: Work, sharding: ParameterSharding, model: CostModel) -> Option:
     """The option that a table's sharding is, whatever boxes it has."""
     parts = Parts(work, model, sharding.kind)
     if sharding.is_replicated:
@@ -109,7 +109,9 @@ def predict(
     return _prediction(plan, loads, tuple(tables), model)
 
 
-def _table(work: Work, sharding: TableSharding, option: Option, world_size: int) -> TablePrediction:
+def _table(
+    work: Work, sharding: ParameterSharding, option: Option, world_size: int
+) -> TablePrediction:
     members = [load for unit in option.units for load in unit.members]
     own = max((sum(load.seconds) for load in members), default=0.0)
     everywhere = sum(option.everywhere.seconds) + option.everywhere.arrange

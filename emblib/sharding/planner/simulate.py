@@ -20,7 +20,7 @@ from emblib.sharding.plan import ShardingPlan
 from emblib.sharding.planner.planner import Planner
 from emblib.sharding.planner.report import Prediction
 from emblib.sharding.planner.work import TableConstraints, Work, works_of
-from emblib.sharding.ranks import Ranks
+from emblib.sharding.ranks import RankGroup
 from emblib.sharding.sharding_types import ShardingType
 from emblib.specs import Choice
 
@@ -134,7 +134,7 @@ def compare(
     planner: Planner,
     module: nn.Module,
     plans: Mapping[str, ShardingPlan],
-    ranks: Ranks,
+    ranks: RankGroup,
     *,
     rounds: int = 30,
     seed: int = 0,
@@ -195,7 +195,7 @@ class _Step(NamedTuple):
 
 
 def _steps(
-    planner: Planner, module: nn.Module, plan: ShardingPlan, ranks: Ranks, seed: int
+    planner: Planner, module: nn.Module, plan: ShardingPlan, ranks: RankGroup, seed: int
 ) -> list[_Step]:
     works = works_of(module, planner.batch_size, planner.constraints)
     steps = []
@@ -209,7 +209,7 @@ def _steps(
     return steps
 
 
-def _sharded(source: Any, plan: Any, ranks: Ranks, *, pooled: bool) -> Any:
+def _sharded(source: Any, plan: Any, ranks: RankGroup, *, pooled: bool) -> Any:
     if pooled:
         from emblib.sharding.sharded_bags import ShardedEmbeddingBagCollection
 
@@ -226,7 +226,7 @@ def _outputs(result: Any) -> list[Tensor]:
     return [jagged.values() for jagged in result.values()]
 
 
-def _one(steps: Sequence[_Step], ranks: Ranks) -> float:
+def _one(steps: Sequence[_Step], ranks: RankGroup) -> float:
     """Seconds of a step, of the slowest rank."""
     ranks.barrier()
     if ranks.device.type == "cuda":

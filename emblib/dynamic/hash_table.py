@@ -21,7 +21,7 @@ from emblib.tables.locks import ModuleLock, atomic
 
 
 class TableRows(NamedTuple):
-    """Rows of a `ScoredTable`: keys, stamps (tick of last use), scores int64 `[n]`; `[n, dim]`.
+    """Rows of a `HashTable`: keys, stamps (tick of last use), scores int64 `[n]`; `[n, dim]`.
 
     Scores are 0 where the order of eviction has none.
     """
@@ -36,7 +36,7 @@ class Insertion(NamedTuple):
     """What became of the keys of a batch.
 
     Attributes:
-        slots: int64 `[n]`, row of `ScoredTable.values`; -1 for keys that found no place.
+        slots: int64 `[n]`, row of `HashTable.values`; -1 for keys that found no place.
         status: uint8 `[n]`: `emblib.ops.hash.HIT`, `NEW`, `EVICTING` (another gave way) or
             `REFUSED`.
         evicted: what gave way, where it was asked for.
@@ -63,7 +63,7 @@ def is_last(slots: Tensor) -> Tensor:
     return here & (slots >= 0)
 
 
-class ScoredTable(nn.Module):
+class HashTable(nn.Module):
     """Vectors for keys of any 64 bits, at most `spec.capacity`; the least scored give way.
 
     Batches may repeat keys. Values that are written go in order: the last of a key stays. `scores`
@@ -459,8 +459,8 @@ def _rebuild(
     device: str,
     index: dict[str, Any],
     values: Tensor,
-) -> ScoredTable:
-    table = ScoredTable(spec, dtype=dtype, seed=seed, device=device)
+) -> HashTable:
+    table = HashTable(spec, dtype=dtype, seed=seed, device=device)
     table.index.restore(index)
     table._use(0, 0, table.capacity())
     table.values[: values.shape[0]] = values

@@ -1,4 +1,4 @@
-"""ScoredTable: one bucket of it against a dict, larger ones against what must hold of any."""
+"""HashTable: one bucket of it against a dict, larger ones against what must hold of any."""
 
 import copy
 import io
@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from emblib.dynamic.scored_table import ScoredTable, TableRows
+from emblib.dynamic.hash_table import HashTable, TableRows
 from emblib.ops.hash import EVICTING, HIT, NEW, REFUSED
-from emblib.specs import Constant, DynamicSpec, Eviction, Newcomer
+from emblib.specs import Constant, DynamicSpec, Eviction, InsertPolicy
 
 DIM = 3
 EDGES = [-4, -3, -2, -1, 0, 1, 2, 3, 4, 2**63 - 1, -(2**63)]
@@ -56,7 +56,7 @@ class Model:
                 return REFUSED
             victim = min(old, key=lambda k: self.rank(k, *old[k][:2]))
             mine = self.rank(key, total, self.tick)
-            if self.spec.newcomer is Newcomer.COMPETES and mine < self.rank(
+            if self.spec.newcomer is InsertPolicy.EVICT_IF_LOWER and mine < self.rank(
                 victim, *old[victim][:2]
             ):
                 return REFUSED
@@ -70,7 +70,7 @@ def value_of(number: int) -> Tensor:
     return torch.randn(DIM, generator=torch.Generator().manual_seed(number))
 
 
-def contents(table: ScoredTable) -> dict[int, tuple[int, int, list[float]]]:
+def contents(table: HashTable) -> dict[int, tuple[int, int, list[float]]]:
     found = {}
     for rows in table.export(5):
         for key, value, stamp, score in zip(*(part.tolist() for part in rows), strict=True):
@@ -80,7 +80,7 @@ def contents(table: ScoredTable) -> dict[int, tuple[int, int, list[float]]]:
     return found
 
 
-def compare(table: ScoredTable, model: Model) -> None:
+def compare(table: HashTable, model: Model) -> None:
     scored = model.spec.eviction not in (Eviction.LRU, Eviction.NONE)
     wanted = {
         key: (score if scored else 0, stamp, value.tolist())
@@ -97,13 +97,13 @@ def scores_for(spec: DynamicSpec, chance: random.Random, count: int) -> Tensor |
     return None
 
 
-@pytest.mark.parametrize("newcomer", Newcomer)
+@pytest.mark.parametrize("newcomer", InsertPolicy)
 @pytest.mark.parametrize("eviction", Eviction)
-def test_one_bucket_is_the_model(eviction: Eviction, newcomer: Newcomer) -> None:
+def test_one_bucket_is_the_model(eviction: Eviction, newcomer: InsertPolicy) -> None:
     """Random calls with repeated keys; everything is compared after each."""
     chance = random.Random(f"{eviction}{newcomer}")
     spec = DynamicSpec(32, DIM, eviction=eviction, newcomer=newcomer, missing=7.0)
-    table, model, fresh = ScoredTable(spec), Model(spec), 0
+    table, model, fresh = HashTable(spec), Model(spec), 0
     pool = [*EDGES, *range(5, 60)]
     for _ in range(60):
         keys = chance.choices(pool, k=chance.choice([0, 1, 5, 31, 32, 33]))
@@ -153,7 +153,7 @@ def test_one_bucket_is_the_model(eviction: Eviction, newcomer: Newcomer) -> None
 
 
 def test_find_and_accumulate_and_scores() -> None:
-    table = ScoredTable(DynamicSpec(1000, 2, eviction="custom", missing=-1.0))
+    table = HashTable(DynamicSpec(1000, 2, eviction="custom", missing=-1.0))
     keys = torch.tensor([5, -1, 5, 2**63 - 1])
     table.insert_or_assign(keys, torch.arange(8.0).view(4, 2), torch.tensor([1, 2, 3, 4]))
     values, there = table.find(torch.tensor([5, 6]))
@@ -175,7 +175,7 @@ def test_find_and_accumulate_and_scores() -> None:
 
 def test_values_follow_their_keys_as_the_table_grows() -> None:
     spec = DynamicSpec(5000, 2, initial_capacity=32)
-    table = ScoredTable(spec)
+    table = HashTable(spec)
     keys = torch.randperm(3000)
     for part in keys.split(170):
         table.insert_or_assign(part, torch.stack([part, -part], dim=1).float())
@@ -183,7 +183,7 @@ def test_values_follow_their_keys_as_the_table_grows() -> None:
     values, there = table.find(keys)
     assert there.all()
     assert torch.equal(values, torch.stack([keys, -keys], dim=1).float())
-    reserved = ScoredTable(spec)
+    reserved = HashTable(spec)
     reserved.reserve(3000)
     assert reserved.capacity() == table.capacity()
 
@@ -191,22 +191,22 @@ def test_values_follow_their_keys_as_the_table_grows() -> None:
 def test_new_rows_start_as_their_key_says() -> None:
     """And not as the batch, the order or the capacity say."""
     keys = torch.arange(100)
-    small = ScoredTable(DynamicSpec(4096, 8), seed=3)
+    small = HashTable(DynamicSpec(4096, 8), seed=3)
     whole, _ = small.find_or_insert(keys)
-    again = ScoredTable(small.spec, seed=3)
+    again = HashTable(small.spec, seed=3)
     assert torch.equal(again.values[again.find_or_insert_slots(keys).slots], whole)
-    other = ScoredTable(DynamicSpec(4096, 8, initial_capacity=64), seed=3)
+    other = HashTable(DynamicSpec(4096, 8, initial_capacity=64), seed=3)
     parts = [other.find_or_insert(part)[0] for part in keys.flip(0).split(7)]
     assert torch.equal(whole, torch.cat(parts).flip(0))
-    assert not torch.equal(whole, ScoredTable(small.spec, seed=4).find_or_insert(keys)[0])
+    assert not torch.equal(whole, HashTable(small.spec, seed=4).find_or_insert(keys)[0])
     bound = 4096**-0.5
     assert whole.abs().max() <= bound
-    constant = ScoredTable(DynamicSpec(64, 8, initializer=Constant(2.5)), dtype=torch.bfloat16)
+    constant = HashTable(DynamicSpec(64, 8, initializer=Constant(2.5)), dtype=torch.bfloat16)
     assert (constant.find_or_insert(keys[:9])[0] == 2.5).all()
 
 
 def test_empty_rows_are_never_read() -> None:
-    table = ScoredTable(DynamicSpec(64, 4))
+    table = HashTable(DynamicSpec(64, 4))
     table.values.fill_(float("nan"))
     keys = torch.arange(200) - 100
     out, result = table.find_or_insert(keys)
@@ -221,12 +221,12 @@ def test_empty_rows_are_never_read() -> None:
 @pytest.mark.parametrize("eviction", Eviction)
 def test_rows_load_into_another_capacity(eviction: Eviction) -> None:
     chance = random.Random(5)
-    table = ScoredTable(DynamicSpec(640, DIM, eviction=eviction))
+    table = HashTable(DynamicSpec(640, DIM, eviction=eviction))
     for _ in range(5):
         keys = torch.randint(-400, 400, (200,))
         scores = scores_for(table.spec, chance, 200)
         table.insert_or_assign(keys, torch.randn(200, DIM), scores)
-    other = ScoredTable(DynamicSpec(5000, DIM, eviction=eviction, initial_capacity=32))
+    other = HashTable(DynamicSpec(5000, DIM, eviction=eviction, initial_capacity=32))
     other.reserve(table.size())
     for rows in table.export(50):
         other.load(rows)
@@ -237,12 +237,12 @@ def test_rows_load_into_another_capacity(eviction: Eviction) -> None:
 
 
 def test_saved_and_copied() -> None:
-    table = ScoredTable(DynamicSpec(320, DIM, eviction="lfu"))
+    table = HashTable(DynamicSpec(320, DIM, eviction="lfu"))
     table.insert_or_assign(torch.randint(0, 999, (500,)), torch.randn(500, DIM))
     file = io.BytesIO()
     torch.save(table.state_dict(), file)
     file.seek(0)
-    other = ScoredTable(DynamicSpec(3200, DIM, eviction="lfu"))
+    other = HashTable(DynamicSpec(3200, DIM, eviction="lfu"))
     other.load_state_dict(torch.load(file))
     twin = copy.deepcopy(table)
     assert contents(other) == contents(table) == contents(twin)
@@ -266,24 +266,24 @@ def test_saved_and_copied() -> None:
     ],
 )
 def test_bad_input_is_told_before_anything_changes(call: object, message: str) -> None:
-    table = ScoredTable(DynamicSpec(64, 3, eviction="custom"))
+    table = HashTable(DynamicSpec(64, 3, eviction="custom"))
     with pytest.raises((ValueError, TypeError), match=message):
         call(table)
     assert table.size() == table.index.tick == 0
 
 
 def test_tables_without_scores_take_none() -> None:
-    table = ScoredTable(DynamicSpec(64, 3))
+    table = HashTable(DynamicSpec(64, 3))
     with pytest.raises(ValueError, match="scores are for"):
         table.insert_or_assign(torch.tensor([1]), torch.zeros(1, 3), 5)
     with pytest.raises(ValueError, match="has no scores"):
         table.set_scores(torch.tensor([1]), 5)
     with pytest.raises(TypeError, match="must be a DynamicSpec"):
-        ScoredTable(64)  # type: ignore[arg-type]
+        HashTable(64)  # type: ignore[arg-type]
 
 
 def test_exported_rows_are_a_batch() -> None:
-    table = ScoredTable(DynamicSpec(64, 3))
+    table = HashTable(DynamicSpec(64, 3))
     assert list(table.export()) == []
     table.insert_or_assign(torch.tensor([3]), torch.ones(1, 3))
     (rows,) = table.export()
