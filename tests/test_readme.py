@@ -70,6 +70,22 @@ def test_links_lead_somewhere(page: str) -> None:
     assert not missing
 
 
+def anchors(page: Path) -> set[str]:
+    """Return the anchors that GitHub makes of the headings of a page."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_anchors_are_headings(page: str) -> None:
+    links = re.findall(r"\]\(([^)#:]*)#([^)]+)\)", (ROOT / page).read_text())
+    targets = [
+        (((ROOT / page).parent / link) if link else ROOT / page, name) for link, name in links
+    ]
+    missing = [name for path, name in targets if path.suffix == ".md" and name not in anchors(path)]
+    assert not missing
+
+
 def test_the_index_links_to_every_page() -> None:
     links = re.findall(r"\]\(([^)#:]+)\)", (ROOT / "docs/README.md").read_text())
     assert {f"docs/{link}" for link in links} >= set(DOCS) - {"docs/README.md"}
