@@ -40,7 +40,10 @@ def test_processes_of_torchrun_do_not_train_alone(
 ) -> None:
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "4")
-    says = r"process 1 of 4 that torchrun started.*with init_distributed\(\) as ranks.*init_process_group"
+    says = (
+        r"process 1 of 4 that torchrun started.*with init_distributed\(\) as ranks"
+        r".*init_process_group"
+    )
     with pytest.raises(RuntimeError, match=says):
         make()
     assert RankGroup.single().size == 1

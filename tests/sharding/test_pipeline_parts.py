@@ -425,7 +425,9 @@ def test_eval_mode_only_runs_forward() -> None:
 def test_wrong_use_is_told() -> None:
     with pytest.raises(TypeError, match=r"iter\(loader\), got list"):
         line()[1].progress([torch.ones(1)])  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"DrainAll\(\), StopAtShortest\(\) or AssumeEqual\(\), got 'longest'"):
+    with pytest.raises(
+        TypeError, match=r"DrainAll\(\), StopAtShortest\(\) or AssumeEqual\(\), got 'longest'"
+    ):
         line(ends="longest")
     with pytest.raises(TypeError, match="model must be a module, got int"):
         TrainPipelineBase(3, None)  # type: ignore[arg-type]
