@@ -2,19 +2,21 @@
 
 It sees emblib's public names only; emblib never imports it. Where what is:
 
-    cli, config       what was typed, checked; the schema of conf/; the cells of a sweep
-    work              tables, and batches of lookups into them: laws, trace files
-    contenders        what is measured, each behind the same face
+    cli, config       the command line, checked; the schema of conf/; the cells of a sweep
+    workloads         tables, and batches of lookups into them: distributions, trace files
+    contenders        the implementations that are measured, all with one interface
     timing            clocks, warm-up, the race, statistics and verdicts
-    machine           what a machine is and does: environment, flags, bandwidth, table of devices
+    machine           the machine: environment, flags, bandwidth, ceilings, telemetry
+    measure           one cell of each kind, measured in its own process (needs torch)
     run               jobs in fresh processes, from configuration to report; several ranks
-    caches, traces    cells in which nothing is timed: hit rates; what lookups are like
-    hashing, sharding cells of tables of keys; of collections over ranks, with predictions
-    gate, micro       kinds that lead a run themselves: two revisions; pytest-benchmark
-    results           records on disk, and the numbers made of them
-    report            figures, tables and pages of one run; compare: of several machines
-    bundle, launch    results as an archive; many runs at once
-    list, doctor, reference, gallery    small programs: `python -m experiments.NAME --help`
+    kinds             the kinds of experiments: their tables of numbers and their reports
+    gate              the kind that compares two revisions of emblib
+    results           records on disk, and the metrics computed from them
+    report            figures, tables and pages of one run
+    compare           the same for several machines, and for published figures
+    bundle            results as an archive that can be verified
+    launch            many runs at once, over Hydra's launchers
+    doctor, reference, gallery, micro    small programs: `python -m experiments.NAME --help`
 
 What it calls things. A *sample* is one timed execution of a *phase* (forward or step). An *arm* is
 a contender with its rank or its cache's size. A *round* takes every phase of every arm in random

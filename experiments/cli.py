@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
+import argparse
 import gc
+import math
 import os
+import re
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
-from experiments.config import configure
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from experiments import kinds, launch
+from experiments.config import configure, sweep
 from experiments.config.configure import UsageError
-from experiments.paths import CONF
+from experiments.config.schema import Config
+from experiments.contenders import registry
+from experiments.paths import CONF, REFERENCE
+from experiments.results.store import read_json
+from experiments.run import jobs
 
 HELP = """\
 Measure embedding tables and write a report.
@@ -78,14 +94,12 @@ def _main(arguments: Sequence[str]) -> int:
         print(HELP + "\n" + listing())
         return 0
     if "--list" in flags:
-        from experiments import list as everything
-
-        return everything.main(words)
+        return show_list(words)
     try:
         if {"-m", "--multirun"} & set(flags):
-            from experiments.launch import multirun
+            from experiments import launch
 
-            return multirun.run(arguments)
+            return launch.run(arguments)
         if flags:
             return _hydra(arguments)
         if not any(w.lstrip("+").startswith("experiment=") for w in words):
@@ -145,3 +159,203 @@ def _hydra(arguments: Sequence[str]) -> int:
             return 2  # Hydra could not compose what was typed, and has said so
         raise
     return status or 0
+
+
+UNKNOWN = "–"
+NEEDS_A_GPU = "needs a GPU"
+WIDTH = 110  # where it is not a terminal's
+UNBROKEN = 24  # characters that stay on one line
+
+
+@dataclass
+class Section:
+    """A table of the list."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: list[tuple[str, ...]] = field(default_factory=list)
+    note: str = ""
+
+
+# What there is
+
+
+def experiments() -> Section:
+    """Each with its question and what it costs at the preset that it chooses itself."""
+    section = Section(
+        "Experiments",
+        ("name and question", "kind", "cells", "at most"),
+        note="python run.py +experiment=NAME; dry_run=true shows the cells and what they need",
+    )
+    device = "cuda" if launch.list_gpus() else "cpu"  # auto would load torch to find out
+    for name in configure.groups()["experiment"]:
+        question = configure.question(name)
+        try:
+            config = configure.load([f"+experiment={name}", f"device={device}"])
+            kind, (cells, seconds) = config.kind.value, extent(config)
+        except UsageError as error:
+            kind, cells, seconds, question = "broken", UNKNOWN, UNKNOWN, str(error)
+        section.rows.append((f"{name}\n{question}", kind, cells, seconds))
+    return section
+
+
+def extent(config: Config) -> tuple[str, str]:
+    """Its cells, and how long they may take; unknown of an experiment that leads itself."""
+    if config.kind in kinds.RUNNERS:
+        return UNKNOWN, UNKNOWN
+    cells = sweep.expand(config)
+    total = sum(jobs.replicates(cell, config) * jobs.seconds_of(cell, config) for cell in cells)
+    return str(len(cells)), _duration(min(total, config.timing.total_seconds or math.inf))
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
+def contenders() -> Section:
+    """Each with whether it can run here."""
+    section = Section(
+        "Contenders",
+        ("name", "in reports", "one per", "here"),
+        note="contenders=[tbe,torch] chooses; CONTRIBUTING.md says how to add one",
+    )
+    variants = {"rank": "rank", "cache": "cache size", "": ""}
+    on_gpu = bool(launch.list_gpus())
+    for name, entry in registry.entries().items():
+        elsewhere = NEEDS_A_GPU * (entry.cuda_only and not on_gpu)
+        here = entry.missing() or elsewhere or "; ".join(entry.unknown_versions()) or "yes"
+        section.rows.append((name, entry.label, variants[entry.variants], here))
+    return section
+
+
+def workloads() -> Section:
+    """The group `workload`."""
+    return _group("Workloads", "workload", "workload=NAME, and workload.B=512 for a part of one")
+
+
+def presets() -> Section:
+    """The group `timing`."""
+    note = "timing=NAME, and timing.cell_seconds=5 for a part of one"
+    return _group("Timing presets", "timing", note)
+
+
+def _group(title: str, group: str, note: str) -> Section:
+    section = Section(title, ("name", "what it is"), note=note)
+    for name in configure.groups()[group]:
+        section.rows.append((name, summary(CONF / group / f"{name}.yaml")))
+    return section
+
+
+def summary(file: Path) -> str:
+    """The comment that a YAML file opens with."""
+    lines: list[str] = []
+    for line in file.read_text().splitlines():
+        if line.startswith("# @package"):
+            continue
+        if not line.startswith("#"):
+            break
+        lines.append(line.lstrip("# ").strip())
+    return " ".join(lines)
+
+
+def hardware() -> Section:
+    """The table of devices, in theory."""
+    from experiments.machine.ceilings import FIGURES, table
+
+    section = Section(
+        "Hardware",
+        ("name", *FIGURES.values()),
+        note="as their makers say, sources in conf/hardware; reports divide by the bandwidth",
+    )
+    for device in table():
+        figures = [device.figures.get(key) for key in FIGURES]
+        texts = [UNKNOWN if figure is None else f"{figure:,.4g}" for figure in figures]
+        section.rows.append((device.name, *texts))
+    return section
+
+
+def references(folder: Path = REFERENCE) -> Section:
+    """Runs that are committed."""
+    section = Section(
+        "Committed results",
+        ("device", "experiment", "torch", "emblib", "measured"),
+        note="in reports/reference; python -m experiments.reference keep RUN adds one",
+    )
+    for run in sorted(p.parent for p in folder.glob("*/*/points.jsonl")):
+        found: dict[str, Any] = read_json(run, "environment.json")
+        sha = (found.get("git") or {}).get("sha") or UNKNOWN
+        when = str(found.get("time_utc", UNKNOWN))[:10]
+        device = str(found.get("device", run.parent.name))
+        section.rows.append((device, run.name, str(found.get("torch", UNKNOWN)), sha, when))
+    return section
+
+
+SECTIONS: dict[str, Callable[[], Section]] = {
+    "experiments": experiments,
+    "contenders": contenders,
+    "workloads": workloads,
+    "presets": presets,
+    "hardware": hardware,
+    "references": references,
+}
+
+# How it is shown
+
+
+def show(names: Sequence[str] = (), console: Console | None = None) -> int:
+    """Print the sections of those names, or all, each as soon as it is known."""
+    if console is None:
+        console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
+    for number, name in enumerate(names or SECTIONS):
+        section = SECTIONS[name]()
+        if number:
+            console.print()
+        console.print(_heading(section))
+        console.print(_table(section) if section.rows else Text("  none yet", style="dim"))
+        if section.note:
+            console.print(Text(f"  {section.note}", style="dim"))
+    return 0
+
+
+def _heading(section: Section) -> Text:
+    return Text.assemble((section.title, "bold"), (f"  {len(section.rows)}", "dim"))
+
+
+def _table(section: Section) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 2, 0, 0), show_edge=False)
+    for number, title in enumerate(section.columns):
+        texts = [row[number] for row in section.rows]
+        figures = number > 0 and all(re.fullmatch(r"–|[\d,.]+( \w+)?", text) for text in texts)
+        table.add_column(
+            title,
+            justify="right" if figures else "left",
+            no_wrap=max(map(len, texts)) <= UNBROKEN,
+        )
+    for first, *others in section.rows:
+        name, _, below = first.partition("\n")
+        text = Text.assemble((name, "cyan"), (f"\n{below}" if below else "", "dim"))
+        table.add_row(text, *map(_cell, others))
+    return table
+
+
+def _cell(text: str) -> Text:
+    style = {"yes": "green", "broken": "red", UNKNOWN: "dim"}.get(text, "")
+    return Text(text, style="yellow" if text.startswith(("not installed", NEEDS_A_GPU)) else style)
+
+
+def show_list(arguments: Sequence[str] | None = None) -> int:
+    """Exit status 0, or 2 where a section is not known."""
+    parser = argparse.ArgumentParser(prog="python -m experiments.list", description=__doc__)
+    parser.add_argument(
+        "section",
+        nargs="*",
+        metavar="SECTION",
+        help=f"{', '.join(SECTIONS)}; all, if none is named",
+    )
+    chosen: list[str] = parser.parse_args(arguments).section
+    for name in chosen:
+        if name not in SECTIONS:
+            parser.error(f"no section '{name}'. There is: {', '.join(SECTIONS)}")
+    return show(chosen)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.paths import REFERENCE, ROOT
-from experiments.timing.stats import Summary, summarise
+from experiments.timing.statistics import Summary, summarise
 
 START, END = "<!-- peers:start -->", "<!-- peers:end -->"
 DEVICE = "amd-epyc-2-threads"

@@ -13,8 +13,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from experiments.config.schema import Kind
+from experiments.kinds import cache_report
 from experiments.paths import REFERENCE, ROOT
-from experiments.report import caching, text
+from experiments.report import text
 from experiments.report.data import Run
 
 START, END = "<!-- results:start -->", "<!-- results:end -->"
@@ -75,7 +76,7 @@ def _block(run: Run, path: Path) -> str:
     section = str(rows["section"].iloc[0])
     ran = _ran(run)
     if run.kind is Kind.cache:
-        return "\n".join([f"{ran}.", *caching.readme_lines(run), "", _link(path)])
+        return "\n".join([f"{ran}.", *cache_report.readme_lines(run), "", _link(path)])
     lines = [
         f"{ran}: {run.title(section)}, B = {int(rows['B'].iloc[0]):,}.",
         "",

@@ -29,24 +29,24 @@ def thread_counts() -> list[int]:
 # Files that take half a minute or more, and how long on two cores. Processes that share the tests
 # get whole files: the longest first among these, that none is alone with one at the end.
 LONG = {
-    "experiments/test_reports.py": 250,
+    "experiments/report/test_pages.py": 250,
     "simt/test_variants.py": 130,
-    "experiments/test_launchers.py": 100,
+    "experiments/test_launch.py": 100,
     "sharding/test_restarts.py": 90,
     "simt/test_compile.py": 70,
-    "experiments/test_runner.py": 65,
+    "experiments/run/test_runner.py": 65,
     "fuzz/test_fuzz.py": 70,
     "sharding/test_failures.py": 60,
     "sanitize/test_hash.py": 50,
-    "experiments/test_pages_in_chromium.py": 45,
-    "experiments/test_ranks.py": 40,
+    "experiments/report/test_pages_in_chromium.py": 45,
+    "experiments/run/test_ranks.py": 40,
     "test_house_rules.py": 40,
     "sharding/test_sharded_checkpoints.py": 40,
     "tables/test_disk_training.py": 35,
-    "experiments/test_bundle.py": 35,
-    "experiments/test_stranger.py": 30,
-    "experiments/test_gate_revisions.py": 30,
-    "experiments/test_anchors.py": 30,
+    "experiments/bundle/test_verify.py": 35,
+    "experiments/contenders/test_new_contender.py": 30,
+    "experiments/gate/test_revisions.py": 30,
+    "experiments/compare/test_published.py": 30,
 }
 
 

@@ -46,9 +46,8 @@ PEERS = {"fbgemm_gpu", "torchrec", "tensorly", "tltorch", "torch_tensorrt", "dyn
 PEERS_ALLOWED_IN = ("experiments/contenders/", "tests/bench/", "tests/compat/")
 DISTRIBUTED_ALLOWED_IN = (
     "emblib/sharding/",
-    "experiments/contenders/pieces.py",
+    "experiments/contenders/sharded.py",
     "experiments/contenders/torchrec.py",
-    "experiments/contenders/torchrec_sharded.py",
     "experiments/run/ranks.py",
     "tests/bench/sharded_overhead.py",
     "tests/collections/test_distributed_checkpoint.py",

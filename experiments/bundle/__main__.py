@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments.bundle import pack as packing
+from experiments.bundle import pack
 from experiments.bundle.archive import BundleError
 from experiments.bundle.claims import RULE, TIME_TOLERANCE, Finding, Outcome
 from experiments.config.configure import UsageError
@@ -62,8 +62,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _pack(parsed: argparse.Namespace) -> int:
-    with packing.scratch() as folder:
-        packed = packing.pack(parsed.runs, parsed.out, Path(folder))
+    with pack.scratch() as folder:
+        packed = pack.pack(parsed.runs, parsed.out, Path(folder))
     for note in packed.notes:
         print(f"note: {note}")
     size = text.size(packed.path.stat().st_size)
@@ -79,7 +79,7 @@ def _verify(parsed: argparse.Namespace) -> int:
         raise UsageError(f"--tolerance must be >= 0, got {parsed.tolerance}")
     if not parsed.bundle.is_file():
         raise UsageError(f"there is no file {parsed.bundle}")
-    with packing.scratch() as folder:
+    with pack.scratch() as folder:
         unpacked = Path(folder) / "bundle"
         checked = check(parsed.bundle, unpacked)
         for note in checked.notes:

@@ -24,12 +24,12 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("runs", metavar="RUN", nargs="+", type=Path)
     parser.add_argument("--out", type=Path, help="folder of the page; reports/compare/EXPERIMENT")
     parsed = parser.parse_args(arguments)
-    from experiments.compare import machines, write  # pandas and matplotlib load only for work
+    from experiments.compare import machines, pages
 
     words = " ".join(os.path.relpath(path) for path in parsed.runs)
     command = f"python -m experiments.compare {words}"
     try:
-        page = write.write(parsed.runs, parsed.out, command)
+        page = pages.write(parsed.runs, parsed.out, command)
     except machines.NotComparable as error:
         print(f"error: {error}", file=sys.stderr)
         return 2 if any(not path.is_dir() for path in parsed.runs) else 6

@@ -12,9 +12,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 from experiments.compare import machines as table
 from experiments.compare.machines import Machine, Roof
 from experiments.config.sweep import SWEEP, variants_of
-from experiments.report.palette import INK, colour_of, marker_of
-from experiments.report.plots import scales
-from experiments.report.style import Drawing, Figure, Panel
+from experiments.report.style import INK, Drawing, Figure, Panel, colour_of, marker_of, scales
 from experiments.results.metrics import WEIGHT_BYTES
 
 PHASES = ("step", "forward")

@@ -12,9 +12,8 @@ import pandas as pd
 
 from experiments.config.schema import AXES, Kind
 from experiments.config.sweep import SWEEP
-from experiments.machine import devices
-from experiments.machine.devices import Device
-from experiments.machine.roofs import Roofs
+from experiments.machine import ceilings
+from experiments.machine.ceilings import Device, Roofs
 from experiments.report.data import Run
 from experiments.results.metrics import WEIGHT_BYTES
 from experiments.results.store import POINTS, Record
@@ -70,7 +69,7 @@ def read(paths: Sequence[Path]) -> list[Machine]:
     labels = _labels(runs)
     return [
         Machine(
-            label, run.at(mode), devices.of_environment(run.environment),
+            label, run.at(mode), ceilings.of_environment(run.environment),
             Roofs.of(run.environment), mode,
         )
         for label, run, mode in zip(labels, runs, modes, strict=True)

@@ -11,9 +11,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from experiments.compare import anchors, published
-from experiments.compare.anchors import Finding, Verdict
-from experiments.compare.published import Figure, Source
+from experiments.compare import published
+from experiments.compare.published import Figure, Finding, Source, Verdict
 from experiments.paths import REFERENCE
 from experiments.report import text
 from experiments.report.data import Run
@@ -41,15 +40,15 @@ def findings(extra: Sequence[Path], folder: Path = REFERENCE) -> list[Finding]:
     for source in published.sources():
         beside: list[Run | None] = [*runs.get(source.experiment, [])]
         for each in beside or [None]:
-            found += anchors.findings(each, source)
+            found += published.findings(each, source)
     return found
 
 
 def markdown(found: Sequence[Finding]) -> str:
     """The whole page."""
-    counts = anchors.counted(found)
+    counts = published.counted(found)
     words = ", ".join(f"{n} {verdict.value}" for verdict, n in counts.items())
-    lines = [OPENING, f"**{len(found)} figures: {words}.**", "", anchors.RULE, ""]
+    lines = [OPENING, f"**{len(found)} figures: {words}.**", "", published.RULE, ""]
     sources = {f.source.key: f.source for f in found}
     for key, source in sources.items():
         lines += _block(source, [f for f in found if f.source.key == key])
@@ -57,17 +56,17 @@ def markdown(found: Sequence[Finding]) -> str:
 
 
 def _block(source: Source, found: Sequence[Finding]) -> list[str]:
-    from experiments.report import anchors as report
+    from experiments.kinds import anchor_report
 
     run = f"`python run.py +experiment={source.experiment}`. " if source.experiment else ""
     told = [f for f in found if f.verdict is not Verdict.NOT_RUN or f.ours == f.ours]
     silent = [f for f in found if f not in told]
     lines = [f"## {source.title}", "", f"[{source.source}]({source.url}). {run}{source.note}", ""]
     if told:
-        lines += [report.table(told).markdown(), ""]
+        lines += [anchor_report.table(told).markdown(), ""]
     for reason in dict.fromkeys(f.reason for f in silent):
         same = [f.figure for f in silent if f.reason == reason]
-        lines += [f"Not run here: {reason}. Theirs is of {anchors.theirs(same[0])}.", ""]
+        lines += [f"Not run here: {reason}. Theirs is of {published.theirs(same[0])}.", ""]
         lines += [*_listed(same), ""]
     return lines
 

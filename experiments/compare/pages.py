@@ -10,14 +10,103 @@ from pathlib import Path
 
 import pandas as pd
 
-from experiments.compare import answer, confounders, published
+from experiments.compare import confounders, figures, published
 from experiments.compare import machines as table
 from experiments.compare.confounders import Difference, Weight
-from experiments.compare.machines import Machine
-from experiments.machine import devices
-from experiments.report import shell, text
+from experiments.compare.machines import Machine, Speedup
+from experiments.config.sweep import SWEEP
+from experiments.machine import ceilings
+from experiments.paths import ROOT
+from experiments.report import shell, style, text
 from experiments.report.style import Figure
 from experiments.report.tables import Table, Value
+from experiments.results.metrics import WEIGHT_BYTES
+from experiments.results.store import RunStore
+
+WORDS = {
+    "gather": "its memory gathers {} as much",
+    "copy": "its memory copies {} as much",
+    "theory": "its makers promise {} the bandwidth",
+}
+
+
+def sentences(machines: Sequence[Machine], frame: pd.DataFrame) -> list[str]:
+    """Of the subject, on the headline's work: each machine against the first; then the baseline."""
+    place = table.headline(machines, frame)
+    arms = list(dict.fromkeys(frame[frame["role"] == place]["arm"]))
+    subject = machines[0].run.subject.key
+    chosen = subject if subject in arms else arms[0]
+    found = [_gain(machines, frame, place, chosen, number) for number in range(1, len(machines))]
+    baseline = machines[0].run.baseline.key
+    if baseline in arms and baseline != chosen:
+        found.append(_standing(machines, frame, place, chosen))
+    return found
+
+
+def _pick(frame: pd.DataFrame, place: str, arm: str, machine: int) -> pd.Series:
+    rows = frame[(frame["role"] == place) & (frame["arm"] == arm) & (frame["phase"] == "step")]
+    return rows[rows["machine"] == machine].iloc[0]
+
+
+def _gain(
+    machines: Sequence[Machine], frame: pd.DataFrame, place: str, arm: str, number: int
+) -> str:
+    row, first = _pick(frame, place, arm, number), _pick(frame, place, arm, 0)
+    found = table.speedup(row, first)
+    machine, base = machines[number], machines[0]
+    title = "the sweep's base point" if place.startswith(SWEEP) else base.run.title(place)
+    sized = "" if row["same"] else ", each with sizes of its own"
+    why = _because(machine, base) + _share(row, first)
+    if found.lo <= 1 <= found.hi:
+        why += "; the interval contains 1, so no difference is shown"
+    elif not math.isfinite(found.lo):
+        why += "; from one process of a machine, which gives no interval"
+    return (
+        f"On {title}{sized}, a step of {row['name']} does {times(found)} the lookups per second "
+        f"on {machine.label} that it does on {base.label}{why}."
+    )
+
+
+def times(found: Speedup) -> str:
+    """'5.2× [5.0, 5.4]'."""
+    shown = text.times(found.ratio)
+    if math.isfinite(found.lo) and math.isfinite(found.hi):
+        shown += f" {text.interval(found.lo, found.hi)}"
+    return shown
+
+
+def _because(machine: Machine, base: Machine) -> str:
+    """The best known ratio of bandwidths."""
+    width = WEIGHT_BYTES * float(base.run.config.workload.D)
+    ratios = table.bandwidth_ratios(machine, base, width)
+    for kind in ("gather", "copy", "theory"):
+        if math.isfinite(ratios[kind]):
+            return "; " + WORDS[kind].format(text.times(ratios[kind]))
+    return "; no bandwidth is known of both"
+
+
+def _share(row: pd.Series, first: pd.Series) -> str:
+    for roof in table.ROOFS:
+        here, there = float(row[roof.column]), float(first[roof.column])
+        if math.isfinite(here) and math.isfinite(there):
+            return (
+                f", and the step uses {text.digits(100 * here)} % of the {roof.words} "
+                f"against {text.digits(100 * there)} %"
+            )
+    return ""
+
+
+def _standing(machines: Sequence[Machine], frame: pd.DataFrame, place: str, arm: str) -> str:
+    """Whether contender against baseline is the same question on every machine."""
+    parts = []
+    for number, machine in enumerate(machines):
+        row = _pick(frame, place, arm, number)
+        shown = f"{text.times(row['ratio'])} {text.interval(row['ratio_lo'], row['ratio_hi'])}"
+        parts.append(f"{shown} on {machine.label}")
+    label = machines[0].run.baseline.label
+    name = _pick(frame, place, arm, 0)["name"]
+    return f"The time of {name} as a multiple of {label}'s is {', '.join(parts)}."
+
 
 STYLE = Path(__file__).parent / "compare.css"
 HOW_TO_READ = (
@@ -116,9 +205,7 @@ def rows_table(found: Comparison, phase: str) -> Table:
         line = [Value(str(place)), Value(str(by_machine[0]["name"]))]
         for row in by_machine[1:]:
             gain = table.speedup(row, by_machine[0])
-            line.append(
-                Value(answer.times(gain) + " (sizes differ)" * (not row["same"]), gain.ratio)
-            )
+            line.append(Value(times(gain) + " (sizes differ)" * (not row["same"]), gain.ratio))
         line += [Value(text.digits(row["rate"] / 1e6), row["rate"]) for row in by_machine]
         if known:
             line += [_number(100 * row[known.column], text.NONE) for row in by_machine]
@@ -136,11 +223,11 @@ def sources_table(found: Comparison) -> Table:
     """Where each theoretical figure was read."""
     lines = []
     for device in {m.device.key: m.device for m in found.machines if m.device}.values():
-        for key, words in devices.FIGURES.items():
+        for key, words in ceilings.FIGURES.items():
             shown = text.NONE
             if key in device.figures:
                 shown = f"{device.figures[key]:g}"
-            source = device.sources.get(key, devices.UNKNOWN)
+            source = device.sources.get(key, ceilings.UNKNOWN)
             lines.append([Value(device.name), Value(words), Value(shown), Value(source)])
     return Table(["device", "figure", "value", "source"], lines)
 
@@ -158,9 +245,9 @@ def published_lines(found: Comparison) -> list[str]:
 
 def markdown(found: Comparison, figures: Sequence[Figure]) -> str:
     """report.md."""
-    sentences = answer.sentences(found.machines, found.rows)
-    lines = [f"# {found.name} on {len(found.machines)} machines", "", f"**{sentences[0]}** "
-             f"{' '.join(sentences[1:])}", ""]  # fmt: skip
+    said = sentences(found.machines, found.rows)
+    lines = [f"# {found.name} on {len(found.machines)} machines", "", f"**{said[0]}** "
+             f"{' '.join(said[1:])}", ""]  # fmt: skip
     for difference in found.differences:
         strong = difference.weight is Weight.confounder
         lines += [f"> **{difference.sentence()}**" if strong else f"> {difference.sentence()}", ""]
@@ -194,11 +281,11 @@ def _commands(found: Comparison) -> list[str]:
 
 def page(found: Comparison, drawn: Sequence[tuple[Figure, Sequence[str]]]) -> str:
     """index.html; `drawn` are the figures with their panels as inline SVG."""
-    sentences = answer.sentences(found.machines, found.rows)
+    said = sentences(found.machines, found.rows)
     parts = [f"<style>{STYLE.read_text()}</style>"]
     parts += [shell.paragraph(f"{found.name} on {len(found.machines)} machines", "eyebrow")]
-    parts += [f"<h1>{html.escape(sentences[0])}</h1>"]
-    parts += [shell.paragraph(" ".join(sentences[1:]))] if sentences[1:] else []
+    parts += [f"<h1>{html.escape(said[0])}</h1>"]
+    parts += [shell.paragraph(" ".join(said[1:]))] if said[1:] else []
     question = found.machines[0].run.info.get("question", "")
     parts += [shell.paragraph(f"Question: {question}", "question")]
     for difference in found.differences:
@@ -219,3 +306,26 @@ def page(found: Comparison, drawn: Sequence[tuple[Figure, Sequence[str]]]) -> st
     commands = html.escape("\n".join(_commands(found)))
     parts += [shell.heading("Reproduce", "reproduce"), f"<pre>{commands}</pre>"]
     return shell.document(f"{found.name} compared · emblib", parts)
+
+
+FOLDER = ROOT / "reports" / "compare"
+
+
+def write(runs: Sequence[Path], folder: Path | None, command: str) -> Path:
+    """Everything; says the answer on the terminal and returns the page's path."""
+    found = Comparison.of(runs, command)
+    store = RunStore((folder or FOLDER / found.name).resolve())
+    store.write("compare.csv", found.rows.to_csv(index=False))
+    drawn = _draw(found, store)
+    store.write("report.md", markdown(found, [figure for figure, _ in drawn]))
+    written = store.write("index.html", page(found, drawn))
+    for difference in found.differences:
+        print(difference.sentence())
+    print("\n" + " ".join(sentences(found.machines, found.rows)))
+    return written
+
+
+def _draw(found: Comparison, store: RunStore) -> list[tuple[Figure, list[str]]]:
+    every = figures.figures(found.machines, found.rows)
+    with style.theme():
+        return [(f, style.draw(f, found.subtitle, store.path)) for f in every]

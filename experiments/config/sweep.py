@@ -6,7 +6,7 @@ import ast
 import dataclasses
 import itertools
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,41 @@ from experiments.config.schema import (
     TTConfig,
     WorkloadConfig,
 )
-from experiments.config.worlds import over_ranks
 from experiments.contenders import registry
+
+
+def over_ranks(cell: Cell, asked: ShardingConfig, config: Config) -> Iterator[Cell]:
+    """The cell in each world; alone both ways of scaling are one, and so are equal batches.
+
+    Contenders that know no ranks are left out of the worlds of several, and the other way round.
+    """
+    most = config.timing.max_ranks or max(asked.worlds)
+    seen = set()
+    for ranks in sorted({min(world, most) for world in asked.worlds}):
+        for scaling in asked.scaling[:1] if ranks == 1 else asked.scaling:
+            size = cell.workload.B
+            batch = max(1, size // ranks) if scaling is Scaling.strong else size
+            if (ranks, batch) in seen:
+                continue
+            seen.add((ranks, batch))
+            arms = tuple(a for a in cell.arms if registry.fits(a.contender, ranks))
+            workload = dataclasses.replace(cell.workload, B=batch)
+            if arms:
+                yield dataclasses.replace(
+                    cell,
+                    arms=arms,
+                    workload=workload,
+                    ranks=ranks,
+                    scaling=scaling,
+                    title=f"{cell.title}, {words(ranks, scaling, asked.scaling)}",
+                )
+
+
+def words(ranks: int, scaling: Scaling, asked: Iterable[Scaling]) -> str:
+    """The world as people call it; how it was scaled where that is a question."""
+    world = "1 rank" if ranks == 1 else f"{ranks} ranks"
+    return f"{world}, {scaling.value}" if ranks > 1 and len(list(asked)) > 1 else world
+
 
 SPREAD = (Kind.sharding, Kind.calibration)  # over ranks, as many as the cell asks for
 SWEEP = "sweep"  # section of the cells that come from `sweep:`; cases use their own names
@@ -189,7 +222,7 @@ def _resolved(cell: Cell) -> Cell:
 
     if cell.workload.law is not Law.trace:
         return cell
-    from experiments.work import trace_files  # loads torch, and most experiments do without
+    from experiments.workloads import trace_files
 
     try:
         workload = trace_files.resolve(cell.workload, sized=cell.kind is not Kind.trace)
@@ -282,7 +315,7 @@ def _capped(cell: Cell, config: Config) -> Cell:
     if batch and batch < workload.B:
         workload = dataclasses.replace(workload, B=batch)
     if rows:
-        from experiments.work.workload import table_rows  # loads torch
+        from experiments.workloads.workload import table_rows  # loads torch
 
         scale = min(1.0, rows / max(1, *table_rows(workload)))  # 0: a trace does not say
     plain = cell.section == SWEEP and not cell.ranks

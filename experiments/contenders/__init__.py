@@ -8,7 +8,7 @@ from experiments.contenders import registry
 
 if TYPE_CHECKING:
     from experiments.contenders.base import Contender, Task
-    from experiments.contenders.key_table import KeyTable, KeyTask
+    from experiments.contenders.keys import KeyTable, KeyTask
 
 __all__ = ["Contender", "Missing", "Task", "Unsupported", "build", "build_keyed"]
 

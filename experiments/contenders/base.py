@@ -12,7 +12,7 @@ from torch import Tensor
 
 from experiments.config.schema import Optimizer
 from experiments.contenders import Missing, Unsupported
-from experiments.work.workload import Batch, TableShape
+from experiments.workloads.workload import Batch, TableShape
 
 __all__ = [
     "Contender",

@@ -7,7 +7,7 @@ import torch
 from cykhash import Int64toInt64Map, Int64toInt64Map_from_buffers, Int64toInt64Map_to
 from torch import Tensor
 
-from experiments.contenders.key_table import KeyTable, KeyTask, Unsupported
+from experiments.contenders.keys import KeyTable, KeyTask, Unsupported
 
 Prepared = tuple[Tensor, Tensor]
 NOT_THERE = -1

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+import tempfile
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 import emblib
 from experiments.contenders.base import State, Task, touched
-from experiments.contenders.tables import OPTIMIZERS, OneModule
-from experiments.work.workload import Batch
+from experiments.contenders.tables import OPTIMIZERS, OneModule, Prepared
+from experiments.workloads.workload import Batch
 
 LOAD = 0.75  # rows ÷ slots: below where a key might find no place
 FILL = 1 << 18  # ids at a time when the tables are filled
@@ -67,3 +69,98 @@ class Dynamic(OneModule):
                 rows = self.module(ids.to(self.task.device), offsets)
             found.append(rows[:, columns[table] : columns[table + 1]].cpu().clone())
         return found
+
+
+MOST_BESIDE = 1 << 20  # rows of a batch that the fast tier does not have: its own limit on a CPU
+
+
+class Tiered(Dynamic):
+    """Rows that are not used for longest are in host memory; every one that is used moves up."""
+
+    name = "tiered_lru"
+    label = "two tiers, LRU"
+    variants = "cache"
+    module: emblib.TieredEmbeddingBags
+    eviction: ClassVar[emblib.Eviction] = emblib.Eviction.LRU
+    mode: ClassVar[emblib.TierMode] = emblib.TierMode.CACHING
+
+    def __init__(self, task: Task) -> None:
+        self.distinct: dict[int, int] = {}  # rows of a prepared batch, by the place of its ids
+        self.rows = 0
+        super().__init__(task)
+        self.reset_counters()
+
+    def _module(self) -> emblib.TieredEmbeddingBags:
+        shapes = self.task.shapes
+        return emblib.TieredEmbeddingBags(
+            [
+                emblib.DynamicSpec(
+                    math.ceil(self.task.cache * s.rows), s.dim, eviction=self.eviction
+                )
+                for s in shapes
+            ],
+            # No batch misses more rows than there are.
+            emblib.Tiers(self._store(), self.mode, min(MOST_BESIDE, max(s.rows for s in shapes))),
+            OPTIMIZERS[self.task.optimizer](self.task.lr),
+            device=self.task.device,
+        )
+
+    def _store(self) -> emblib.RowStore:
+        return emblib.HostRows(2 * max(s.rows for s in self.task.shapes))
+
+    def prepare(self, batch: Batch) -> Prepared:
+        """Its distinct rows are counted here, outside of what is timed."""
+        prepared = super().prepare(batch)
+        features = range(len(self.task.shapes))
+        self.distinct[prepared[0].data_ptr()] = sum(
+            len(batch.feature(f)[0].unique()) for f in features
+        )
+        return prepared
+
+    def visit(self, prepared: Prepared) -> None:
+        """A training forward: any other moves nothing."""
+        self.rows += self.distinct[prepared[0].data_ptr()]
+        self.module(prepared[0], prepared[1])
+
+    def step(self, prepared: Prepared) -> None:
+        """backward() updates the rows where they are."""
+        self.rows += self.distinct.get(prepared[0].data_ptr(), 0)
+        super().step(prepared)
+
+    def counters(self) -> dict[str, int]:
+        """What the fast tier had of the lookups, and of the distinct rows of each batch."""
+        stats = self.module.tier_stats().values()
+        missed = sum(s.backing_hits + s.new for s in stats)
+        return {
+            "lookups": sum(s.lookups for s in stats),
+            "lookup_hits": sum(s.hits for s in stats),
+            "rows": self.rows,
+            "row_hits": self.rows - missed,
+        }
+
+    def reset_counters(self) -> None:
+        """Count from zero; what the tiers hold stays."""
+        self.rows = 0
+        self.module.reset_stats()
+
+
+class TieredHybrid(Tiered):
+    """Rows move up where they are used more than what they would replace; others stay below."""
+
+    name = "tiered_hybrid"
+    label = "two tiers, LFU, hybrid"
+    eviction = emblib.Eviction.LFU
+    mode = emblib.TierMode.HYBRID
+
+
+class TieredDisk(Tiered):
+    """The lower tier is in files."""
+
+    name = "tiered_disk"
+    label = "two tiers, LRU, disk"
+
+    def _store(self) -> emblib.RowStore:
+        self.directory = tempfile.TemporaryDirectory(
+            prefix="emblib-", dir=self.task.directory or None
+        )
+        return emblib.DiskRows(self.directory.name)

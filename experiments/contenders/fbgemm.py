@@ -26,7 +26,7 @@ from experiments.contenders.base import (
     fill_,
     touched,
 )
-from experiments.work.workload import Batch
+from experiments.workloads.workload import Batch
 
 Prepared = tuple[Tensor, Tensor, Tensor]
 

@@ -20,7 +20,7 @@ from experiments.contenders.base import (
 )
 from experiments.contenders.tables import OPTIMIZERS
 from experiments.contenders.tt import expect_tt, tt_specs
-from experiments.work.workload import Batch
+from experiments.workloads.workload import Batch
 
 Prepared = tuple[Tensor, Tensor, Tensor]
 

@@ -14,7 +14,7 @@ import emblib
 from experiments.config.schema import Optimizer
 from experiments.contenders.base import Contender, State, Task, Unsupported
 from experiments.contenders.tt import expect_tt, tt_specs
-from experiments.work.workload import Batch
+from experiments.workloads.workload import Batch
 
 
 class FactorizedTables(Contender):

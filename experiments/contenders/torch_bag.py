@@ -15,7 +15,7 @@ from experiments.contenders.base import (
     fill_,
     touched,
 )
-from experiments.work.workload import Batch
+from experiments.workloads.workload import Batch
 
 Prepared = tuple[list[tuple[Tensor, Tensor]], Tensor]
 

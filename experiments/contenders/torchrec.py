@@ -5,21 +5,24 @@ from __future__ import annotations
 import atexit
 import logging
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torchrec
 from torch import Tensor, nn
+from torchrec.distributed import sharding_plan
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.sharding_plan import construct_module_sharding_plan, table_wise
 from torchrec.distributed.types import ShardingPlan
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
+from torchrec.modules.mc_modules import LFU_EvictionPolicy, MCHManagedCollisionModule
 from torchrec.optim import RowWiseAdagrad
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from experiments.config.schema import Optimizer
 from experiments.contenders.base import (
@@ -32,7 +35,9 @@ from experiments.contenders.base import (
     touched,
 )
 from experiments.contenders.fbgemm import check_dims, id_type
-from experiments.work.workload import Batch
+from experiments.contenders.keys import KeyTable, KeyTask
+from experiments.contenders.sharded import Piece, fill_pieces, over_ranks, touched_rows, world
+from experiments.workloads.workload import Batch
 
 # It warns whoever builds a sharded collection of a function that TorchRec itself calls.
 logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
@@ -245,3 +250,175 @@ def alone(device: torch.device) -> None:
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     atexit.register(dist.destroy_process_group)
+
+
+class Spread(Collection):
+    """Trained through DistributedModelParallel, the optimizer in backward, on every rank alike."""
+
+    def __init__(self, task: Task) -> None:
+        self.pieces: list[Piece] = []
+        super().__init__(task)
+        fill_pieces(self.pieces)
+
+    @abstractmethod
+    def _place(self, share: float, ranks: int) -> Callable[..., Any]:
+        """TorchRec's word for where a table lies; `share` in [0, 1) is its place among them."""
+
+    def _module(self) -> tuple[nn.Module, list[Tensor]]:
+        check_dims(self.task)
+        if not dist.is_initialized():
+            alone(self.task.device)
+        _, ranks = world()
+        collection = torchrec.EmbeddingBagCollection(
+            tables=self._configs(), device=torch.device("meta")
+        )
+        apply_optimizer_in_backward(
+            OPTIMIZERS[self.task.optimizer], collection.parameters(), self._options()
+        )
+        names = [config.name for config in self._configs()]
+        plan = sharding_plan.construct_module_sharding_plan(
+            collection,
+            {name: self._place(number / len(names), ranks) for number, name in enumerate(names)},
+            world_size=ranks,
+            local_size=ranks,
+            device_type=self.task.device.type,
+        )
+        # DistributedModelParallel shards the modules below the one that it is given.
+        module = DistributedModelParallel(
+            nn.Sequential(collection),
+            device=self.task.device,
+            plan=ShardingPlan({"0": plan}),
+            sharders=[EmbeddingBagCollectionSharder()],
+        )
+        for key, value in module.state_dict().items():
+            table = names.index(key.split(".")[-2])
+            for shard in value.local_shards():
+                row, column = shard.metadata.shard_offsets
+                self.pieces.append(Piece(table, row, column, shard.tensor))
+        return module, [piece.weights for piece in self.pieces]
+
+    def _states(self) -> Iterable[Mapping[str, Any]]:
+        """Of the optimizers in backward, all together."""
+        states: Iterable[Mapping[str, Any]] = self.module.fused_optimizer.state.values()
+        return states
+
+    def nbytes(self) -> dict[str, int]:
+        """Of all ranks."""
+        return over_ranks(super().nbytes())
+
+    def observe(self, batch: Batch) -> State:
+        """Touched rows, of whatever rank."""
+        return touched_rows(batch, self.task, self.pieces)
+
+
+class TableWise(Spread):
+    """Whole tables, an equal share of neighbours on each rank.
+
+    So its features keep their order, which otherwise goes by the rank of their table.
+    """
+
+    name = "torchrec_table_wise"
+    label = "TorchRec, table-wise"
+
+    def _place(self, share: float, ranks: int) -> Callable[..., Any]:
+        return sharding_plan.table_wise(rank=int(share * ranks), compute_kernel=FUSED)
+
+
+class RowWise(Spread):
+    """Rows of every table on every rank."""
+
+    name = "torchrec_row_wise"
+    label = "TorchRec, row-wise"
+
+    def _place(self, share: float, ranks: int) -> Callable[..., Any]:
+        return sharding_plan.row_wise(compute_kernel=FUSED)
+
+
+class ColumnWise(Spread):
+    """Columns of every table on every rank."""
+
+    name = "torchrec_column_wise"
+    label = "TorchRec, column-wise"
+
+    def _place(self, share: float, ranks: int) -> Callable[..., Any]:
+        return sharding_plan.column_wise(ranks=list(range(ranks)), compute_kernel=FUSED)
+
+
+# It warns whoever imports it of a function that TorchRec itself calls.
+logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
+
+FEATURE = "ids"
+INTERVAL = 10  # iterations from one eviction to the next
+FEWEST = 2  # rows: unknown ids share the last one
+
+PreparedIds = dict[str, JaggedTensor]
+
+
+class ManagedCollisions(KeyTable):
+    """Training notes every id and, each tenth time, admits and evicts by frequency; then it remaps.
+
+    An id that is not there gets the last row, which it shares with all others that are not.
+    """
+
+    name = "torchrec_mch"
+    label = "TorchRec managed collision"
+    requires = ("torchrec==1.8.0", "fbgemm-gpu-cpu==1.8.0 | fbgemm-gpu==1.8.0")
+    install = (
+        "pip install torchrec==1.8.0, or without CUDA: pip install --no-deps torchrec==1.8.0 && "
+        "pip install fbgemm-gpu-cpu==1.8.0 tensordict torchmetrics==1.0.3 tqdm pyre-extensions"
+    )
+    operations = ("find_slots", "find_or_insert_slots")
+    period = INTERVAL
+
+    def __init__(self, task: KeyTask) -> None:
+        super().__init__(task)
+        self.absent = max(FEWEST, task.resident + 1) - 1
+        self.parts: list[Tensor] = []
+        self.ready()
+
+    def ready(self) -> None:
+        """A module anew: the first batch that one trains on decides how many ids it can note."""
+        self.module = MCHManagedCollisionModule(
+            zch_size=self.absent + 1,
+            device=self.task.device,
+            eviction_policy=LFU_EvictionPolicy(),
+            eviction_interval=INTERVAL,
+        )
+        self.merged = 0
+
+    def fill(self, keys: Tensor, values: Tensor) -> None:
+        """The keys are kept until they are needed, since each merge would sort them all."""
+        self.parts.append(keys.to(self.task.device))
+
+    def _merge(self) -> None:
+        """As a checkpoint would be loaded: sorted ids, each with its row."""
+        if self.merged == len(self.parts):
+            return
+        keys = torch.cat(self.parts).unique()
+        state = self.module.state_dict()
+        state["_mch_sorted_raw_ids"][: len(keys)] = keys
+        state["_mch_counts"][: len(keys)] = 1
+        self.module.load_state_dict(state)
+        self.merged = len(self.parts)
+
+    def prepare(self, keys: Tensor, values: Tensor) -> PreparedIds:
+        """One feature."""
+        self._merge()
+        lengths = torch.ones(len(keys), dtype=torch.int64, device=self.task.device)
+        return {FEATURE: JaggedTensor(keys.to(self.task.device), lengths=lengths)}
+
+    def find_slots(self, prepared: PreparedIds) -> Tensor:
+        """The remap of evaluation."""
+        return self._told(self.module.remap(prepared))
+
+    def find_or_insert_slots(self, prepared: PreparedIds) -> Tensor:
+        """The remap of training."""
+        self.module.train()
+        return self._told(self.module(prepared))
+
+    def _told(self, remapped: PreparedIds) -> Tensor:
+        return remapped[FEATURE].values()
+
+    def nbytes(self) -> int:
+        """Ids, rows and counts."""
+        return sum(t.nbytes for t in self.module.state_dict().values())

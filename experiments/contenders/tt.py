@@ -21,7 +21,7 @@ from experiments.contenders.base import (
     split_gradient,
 )
 from experiments.contenders.tables import OPTIMIZERS, BatchedTables
-from experiments.work.workload import Batch, TableShape
+from experiments.workloads.workload import Batch, TableShape
 
 
 def largest(shapes: tuple[TableShape, ...], count: int) -> list[int]:

@@ -16,16 +16,15 @@ import torch
 from experiments.config.sweep import Cell
 from experiments.contenders import Contender, build
 from experiments.gate.points import Built, Point, Setup, Turn, with_optimizer
-from experiments.run.cell import VERIFY_BATCH, task_of
-from experiments.run.outcome import status_of
+from experiments.measure.outcome import status_of, verify
+from experiments.measure.timing import VERIFY_BATCH, task_of
 from experiments.run.process import note
 from experiments.run.session import Session
-from experiments.run.verify import verify
 from experiments.timing import memory
 from experiments.timing.clock import Clock, Work, clock_for
 from experiments.timing.passes import counting_pass
 from experiments.timing.warmup import warm_up
-from experiments.work.workload import Pool, make_pool, table_shapes
+from experiments.workloads.workload import Pool, make_pool, table_shapes
 
 Run = Callable[[int], object]
 

@@ -14,24 +14,23 @@ from omegaconf import OmegaConf
 
 from experiments.config.configure import UsageError
 from experiments.config.schema import Config
-from experiments.gate import begin, floor, page
-from experiments.gate.conduct import Conductor, Trial
-from experiments.gate.judge import Request, Rules, Stage
+from experiments.gate import pages, setup
+from experiments.gate.pairs import Conductor, Trial
+from experiments.gate.rules import Request, Rules, Stage
 from experiments.paths import ROOT
-from experiments.report import forest
-from experiments.report.palette import COLOURS
-from experiments.report.style import Figure
+from experiments.report import ratios
+from experiments.report.style import COLOURS, Figure
 from experiments.report.tables import Table, Value
 from experiments.results.store import RunStore, read_json, read_records
 from experiments.run.progress import Display
-from experiments.timing import comparison
+from experiments.timing import statistics
 
 SMOKE_PAIRS = 2
 HOW = (
     "Both processes of a pair run the same code, so every effect but 1 is noise: of memory, "
     "of the core, of what else the machine did.",
     f"MAD is the median distance from no effect. The gate's margin at a point is "
-    f"{comparison.NOISE_FACTOR:g}·MAD/√pairs, but no less than gate.min_effect; a point that needs "
+    f"{statistics.NOISE_FACTOR:g}·MAD/√pairs, but no less than gate.min_effect; a point that needs "
     "more than gate.most_margin is not gated.",
 )
 
@@ -40,18 +39,18 @@ def run(config: Config, *, question: str, words: Sequence[str]) -> int:
     """Measure, keep noise.json, report; returns the exit status."""
     try:
         if config.dry_run:
-            return begin.plan(config, f"{config.gate.floor_pairs} pairs of processes")
-        start = begin.start(config, words)
-        both, store = begin.one_revision(start, print), start.create()
+            return setup.plan(config, f"{config.gate.floor_pairs} pairs of processes")
+        start = setup.start(config, words)
+        both, store = setup.one_revision(start, print), start.create()
     except UsageError as error:
-        return begin.refuse(error)
+        return setup.refuse(error)
     began = time.monotonic()
     count = SMOKE_PAIRS if start.smoke else config.gate.floor_pairs
     names = [p.name for p in start.points]
     rules = Rules(count, count, dict.fromkeys(names, config.gate.min_effect))
     trial, status = Trial(), "finished"
     with Display(count) as display:
-        display.say(begin.heading(start, f"{count} pairs of processes"))
+        display.say(setup.heading(start, f"{count} pairs of processes"))
         conductor = Conductor(config, start.device, start.points, rules, both, store, display)
         try:
             while left := [n for n in names if n not in trial.evidence.lost]:
@@ -62,16 +61,16 @@ def run(config: Config, *, question: str, words: Sequence[str]) -> int:
         except KeyboardInterrupt:
             status = "interrupted"
     when = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    found = floor.content(start.environment, config, trial.evidence.first, when)
+    found = setup.content(start.environment, config, trial.evidence.first, when)
     place = store.write_json("noise.json", found)
     if status == "finished" and not start.smoke:
         kept = RunStore(ROOT / config.gate.noise)
-        place = kept.write_json(floor.name(start.environment, config), found)
+        place = kept.write_json(setup.name(start.environment, config), found)
     seconds = round(time.monotonic() - began, 1)
     store.write_json("run.json", {"experiment": config.name, "question": question,
                                   "status": status, "seconds": seconds})  # fmt: skip
     answer, where = write(store.path)
-    print(f"\n{answer}\n\nnoise floor: {page.folder_name(place)}\nreport: {where}")
+    print(f"\n{answer}\n\nnoise floor: {pages.folder_name(place)}\nreport: {where}")
     return 130 if status == "interrupted" else 5 if trial.failed else 0
 
 
@@ -83,7 +82,7 @@ def write(path: Path) -> tuple[str, str]:
     ]
     failed = {r["point"]: r for r in read_records(path) if r["status"] != "ok"}
     pairs, least = int(config.timing.replicates), float(config.gate.min_effect)
-    margins = {n: comparison.margin(least, p["mad"], pairs) for n, p in points.items()}
+    margins = {n: statistics.margin(least, p["mad"], pairs) for n, p in points.items()}
     answer = sentence(points, margins, pairs)
     notices = []
     if config.timing.max_rows:
@@ -91,7 +90,7 @@ def write(path: Path) -> tuple[str, str]:
     if read_json(path, "run.json").get("status") != "finished":
         notices.append("This run was interrupted; it is not kept as the machine's noise floor.")
     notices += [f"{n}: {r['status']} ({r['reason']})" for n, r in failed.items()]
-    sections = [page.Section("Noise by point", table=table(points, margins))]
+    sections = [pages.Section("Noise by point", table=table(points, margins))]
     lines = [
         _line(name, p["effects"], margins[name]) for name, p in points.items() if p["pairs"] > 1
     ]
@@ -100,13 +99,13 @@ def write(path: Path) -> tuple[str, str]:
             "Bars: 95 % interval of the mean over all pairs; small dots: single pairs. Grey: "
             "within the gate's margin. All of it is noise."
         )
-        drawn = forest.panel("A against A", lines, "time of one ÷ time of the other")
+        drawn = ratios.panel("A against A", lines, "time of one ÷ time of the other")
         funnel = Figure(
             "funnel", "What one revision seems to differ from itself", caption, "", [drawn]
         )
         sections[0].figures = [funnel]
-    report = page.Page(str(config.name), answer, (), (), notices, sections, HOW)
-    return answer, page.write(path, report)
+    report = pages.Page(str(config.name), answer, (), (), notices, sections, HOW)
+    return answer, pages.write(path, report)
 
 
 def sentence(
@@ -129,24 +128,24 @@ def table(points: Mapping[str, Mapping[str, Any]], margins: Mapping[str, float])
     """A row per point."""
     rows = []
     for name, p in points.items():
-        effect = comparison.combine(p["effects"])
+        effect = statistics.combine(p["effects"])
         rows.append(
             [
                 Value(name),
                 Value(str(p["pairs"]), p["pairs"]),
-                page.ratio(effect.ratio, effect.lo, effect.hi),
-                page.percent(p["mad"]),
-                page.percent(p["p95"]),
-                page.percent(margins[name]),
+                pages.ratio(effect.ratio, effect.lo, effect.hi),
+                pages.percent(p["mad"]),
+                pages.percent(p["p95"]),
+                pages.percent(margins[name]),
             ]
         )
     heads = ["point", "pairs", "A ÷ A [95\u00a0%]", "MAD", "95 % of pairs within", "margin"]
     return Table(heads, rows)
 
 
-def _line(name: str, effects: Sequence[float], margin: float) -> forest.Line:
-    effect = comparison.combine(effects)
-    return forest.Line(
+def _line(name: str, effects: Sequence[float], margin: float) -> ratios.Line:
+    effect = statistics.combine(effects)
+    return ratios.Line(
         name, effect.ratio, effect.lo, effect.hi, [math.exp(x) for x in effects],
         COLOURS["tbe"], margin, sure=not effect.lo <= 1 <= effect.hi,
     )  # fmt: skip

@@ -9,8 +9,8 @@ from typing import cast
 from omegaconf import OmegaConf
 
 from experiments.config.schema import Config, Kind
-from experiments.gate import noise, outputs, power, power_page
-from experiments.gate.conduct import Trial
+from experiments.gate import noise, pages, power
+from experiments.gate.pairs import Trial
 from experiments.gate.points import points_of
 from experiments.gate.verdicts import findings
 from experiments.results.store import RunStore, read_json, read_records
@@ -27,7 +27,7 @@ def write(path: Path) -> str:
     if config.kind is Kind.noise:
         return noise.write(path)[0]
     if config.kind is Kind.power:
-        return power_page.write(path)[0]
+        return power.write(path)[0]
     told, records = read_json(path, "gate.json"), read_records(path)
     rules = power.kept_rules(RunStore(path))
     if rules is None or not records:
@@ -38,4 +38,4 @@ def write(path: Path) -> str:
     found = findings(points_of(config), trial, rules, records)
     found = dataclasses.replace(found, interrupted=told["status"] == 130)
     facts = {k: v for k, v in told.items() if k not in DERIVED}
-    return outputs.write(path, found, facts, told["status"], summary=None)[0]
+    return pages.write_outputs(path, found, facts, told["status"], summary=None)[0]

@@ -10,12 +10,11 @@ from typing import Any
 
 from experiments.config.configure import UsageError
 from experiments.config.schema import Config
-from experiments.gate import begin, outputs, revisions
-from experiments.gate.begin import Start
-from experiments.gate.conduct import Conductor, Trial
-from experiments.gate.judge import RULES
-from experiments.gate.pair import Revisions, Side
+from experiments.gate import pages, revisions, setup
+from experiments.gate.pairs import Conductor, Revisions, Side, Trial
 from experiments.gate.revisions import BuildError
+from experiments.gate.rules import RULES
+from experiments.gate.setup import Start
 from experiments.gate.verdicts import Findings, findings
 from experiments.results.store import RunStore, read_records
 from experiments.run.progress import Display
@@ -26,17 +25,17 @@ def run(config: Config, *, question: str, words: Sequence[str]) -> int:
     began = time.monotonic()
     try:
         if config.dry_run:
-            return begin.plan(config, begin.pairs_of(config))
+            return setup.plan(config, setup.pairs_of(config))
         smoke = bool(config.timing.max_rows)
         name = revisions.base_name(config, smoke=smoke)
         base_sha, head_sha = revisions.resolve(name), revisions.resolve(config.gate.head)
-        start = begin.start(config, words)
+        start = setup.start(config, words)
         store = start.create()
     except UsageError as error:
-        return begin.refuse(error)
+        return setup.refuse(error)
     store.write_json(RULES, dataclasses.asdict(start.rules))
     with Display(len(start.points)) as display:
-        display.say(begin.heading(start, f"{config.gate.head} against {name}"))
+        display.say(setup.heading(start, f"{config.gate.head} against {name}"))
         found, facts = _compare(start, store, display, name, alike=base_sha == head_sha)
     status = found.status(strict=config.gate.strict)
     facts |= {"experiment": config.name, "seconds": round(time.monotonic() - began, 1)}
@@ -50,13 +49,13 @@ def run(config: Config, *, question: str, words: Sequence[str]) -> int:
             "exit": status,
         },
     )
-    answer, place = outputs.write(
+    answer, place = pages.write_outputs(
         store.path, found, facts, status, summary=os.environ.get("GITHUB_STEP_SUMMARY")
     )
     for line in found.lines:
-        print(outputs.describe(line))
+        print(pages.describe(line))
     print(f"\n{answer}\n")
-    print(f"exit status {status}: {outputs.MEANING[status]}" if status else "no objection")
+    print(f"exit status {status}: {pages.MEANING[status]}" if status else "no objection")
     print(f"report: {place}")
     return status
 

@@ -9,13 +9,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from experiments.gate.conduct import Trial, seconds_of
-from experiments.gate.judge import Rules, Ruling, rule
-from experiments.gate.pair import Side
+from experiments.gate.pairs import Side, Trial, seconds_of
 from experiments.gate.points import Built, Point
+from experiments.gate.rules import Rules, Ruling, rule
 from experiments.results.store import Record
-from experiments.timing import comparison
-from experiments.timing.comparison import Verdict
+from experiments.timing import statistics as comparison
+from experiments.timing.statistics import Verdict
 
 PEAK_SHARE, PEAK_BYTES = 0.01, 16 << 20  # what peak memory may grow by: it is not exact
 HIT_RATE = 0.005

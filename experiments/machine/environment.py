@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from experiments.machine.nvml import Nvml
+from experiments.machine.telemetry import Nvml
 from experiments.paths import ROOT
 
 # What libraries read to decide on threads, memory, instructions and launches.

@@ -12,7 +12,7 @@ import torch
 from experiments.config.configure import UsageError
 from experiments.machine.cpu import BUSY, Cpu, cores_of_others, own_seconds
 from experiments.machine.flags import MINOR, explain, remedy
-from experiments.machine.nvml import Nvml
+from experiments.machine.telemetry import Nvml
 
 HOT = 75  # degrees Celsius of an idle GPU
 LOOK_SECONDS = 0.15  # at what other processes do

@@ -6,9 +6,12 @@ that the samples of that time can be marked and taken again; `summary` is for th
 
 from __future__ import annotations
 
+import importlib
 import statistics
+import threading
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -147,8 +150,211 @@ def spread(values: Iterable[float]) -> list[float] | None:
 def telemetry_for(device: torch.device) -> Telemetry:
     """What can be watched here: the GPU through NVML where it answers, else the CPU."""
     if device.type == "cuda":
-        from experiments.machine.nvml import Nvml, NvmlTelemetry
+        pass
 
         nvml = Nvml.open(device)
         return NvmlTelemetry(nvml) if nvml else NoTelemetry()
     return CpuTelemetry()
+
+
+NVML_PERIOD = 0.1  # seconds between two looks; the driver renews power and clocks about as often
+VARIED = 0.02  # of the median clock; a wider range is worth a flag
+# Bits of nvmlDeviceGetCurrentClocksEventReasons that mean "slower than it could be". Idle, clocks
+# set by the user, sync boost and display clocks are states that somebody wants.
+SLOWED = {
+    0x04: "sw_power_cap",
+    0x08: "hw_slowdown",
+    0x20: "sw_thermal",
+    0x40: "hw_thermal",
+    0x80: "hw_power_brake",
+}
+
+
+def reasons(mask: int) -> list[str]:
+    """Names of the bits that mean a slowed GPU."""
+    return [name for bit, name in SLOWED.items() if mask & bit]
+
+
+class Nvml:
+    """One device; `library` is pynvml, or what tests put in its place."""
+
+    def __init__(self, library: Any, handle: Any) -> None:
+        self.library, self.handle = library, handle
+
+    @classmethod
+    def open(cls, device: torch.device | None = None, library: Any = None) -> Nvml | None:
+        """The device that torch means, found by its UUID; None where NVML does not answer."""
+        try:
+            library = library or importlib.import_module("pynvml")
+            library.nvmlInit()
+            return cls(library, _handle(library, device))
+        except Exception:  # absent, no driver, no permission: all mean that nothing can be seen
+            return None
+
+    def ask(self, question: str, *arguments: Any) -> Any:
+        """nvmlDevice<question>(handle, *arguments), or None."""
+        try:
+            return getattr(self.library, "nvmlDevice" + question)(self.handle, *arguments)
+        except Exception:  # this driver, or this device, has no answer
+            return None
+
+    def driver(self) -> str | None:
+        """Version of the driver."""
+        try:
+            return str(self.library.nvmlSystemGetDriverVersion())
+        except Exception:  # as in `ask`
+            return None
+
+    def mask(self) -> int | None:
+        """Why the clocks are what they are; older drivers know the question by another name."""
+        mask = self.ask("GetCurrentClocksEventReasons")
+        return self.ask("GetCurrentClocksThrottleReasons") if mask is None else mask
+
+    def sm_mhz(self) -> int | None:
+        """Clock of the multiprocessors now."""
+        return self.ask("GetClockInfo", self.library.NVML_CLOCK_SM)
+
+    def memory_mhz(self) -> int | None:
+        """Clock of the memory now."""
+        return self.ask("GetClockInfo", self.library.NVML_CLOCK_MEM)
+
+    def temperature(self) -> int | None:
+        """Degrees Celsius of the chip."""
+        return self.ask("GetTemperature", self.library.NVML_TEMPERATURE_GPU)
+
+    def watts(self) -> float | None:
+        """Power now."""
+        return _thousandth(self.ask("GetPowerUsage"))
+
+    def joules(self) -> float | None:
+        """Energy since the driver was loaded."""
+        return _thousandth(self.ask("GetTotalEnergyConsumption"))
+
+    def processes(self) -> dict[int, int | None] | None:
+        """Processes that compute on the device, and the bytes that each uses."""
+        found = self.ask("GetComputeRunningProcesses")
+        return None if found is None else {p.pid: p.usedGpuMemory for p in found}
+
+    def settings(self) -> dict[str, Any]:
+        """How the device is set up; what it does not tell is left out."""
+        lib = self.library
+        ecc, mig = self.ask("GetEccMode"), self.ask("GetMigMode")
+        found = {
+            "sm_mhz": self.sm_mhz(),
+            "sm_mhz_most": self.ask("GetMaxClockInfo", lib.NVML_CLOCK_SM),
+            "memory_mhz": self.memory_mhz(),
+            "memory_mhz_most": self.ask("GetMaxClockInfo", lib.NVML_CLOCK_MEM),
+            "temperature_c": self.temperature(),
+            "power_limit_w": _thousandth(self.ask("GetPowerManagementLimit")),
+            "power_limit_default_w": _thousandth(self.ask("GetPowerManagementDefaultLimit")),
+            "persistence": _truth(self.ask("GetPersistenceMode")),
+            "ecc": _truth(ecc[0] if ecc else None),
+            "mig": _truth(mig[0] if mig else None),
+            "reasons": None if (mask := self.mask()) is None else reasons(mask),
+        }
+        return {k: v for k, v in found.items() if v is not None}
+
+
+def _handle(library: Any, device: torch.device | None) -> Any:
+    if device is not None and device.type == "cuda":
+        uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
+        if uuid is not None:
+            try:
+                return library.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
+            except Exception:  # a slice of a GPU has a name of its own
+                return library.nvmlDeviceGetHandleByUUID(f"MIG-{uuid}")
+    return library.nvmlDeviceGetHandleByIndex(0)
+
+
+def _thousandth(value: int | None) -> float | None:
+    return None if value is None else value / 1e3
+
+
+def _truth(value: int | None) -> bool | None:
+    return None if value is None else bool(value)
+
+
+@dataclass
+class NvmlTelemetry:
+    """Looks at the device ten times a second while a race is on, from a thread of its own."""
+
+    nvml: Nvml
+    period: float = NVML_PERIOD
+    pause: Callable[[float], bool] | None = None  # waits; True ends the thread
+    sm: list[float] = field(default_factory=list)
+    memory: list[float] = field(default_factory=list)
+    heat: list[float] = field(default_factory=list)
+    watts: list[float] = field(default_factory=list)
+    seen: set[str] = field(default_factory=set)
+    energy: float | None = None
+
+    def __post_init__(self) -> None:
+        self._stopped = threading.Event()
+        self._lock = threading.Lock()
+        self._slowed: set[str] = set()  # since the last check
+        self._thread: threading.Thread | None = None
+        self._joules: float | None = None
+
+    def start(self) -> None:
+        """Begin to watch."""
+        self._joules = self.nvml.joules()
+        self._stopped.clear()
+        self._thread = threading.Thread(target=self._watch, name="nvml", daemon=True)
+        self._thread.start()
+
+    def _watch(self) -> None:
+        wait = self.pause or self._stopped.wait
+        while not wait(self.period):
+            self.look()
+
+    def look(self) -> None:
+        """One look at everything."""
+        mask = self.nvml.mask()
+        pairs = (
+            (self.sm, self.nvml.sm_mhz()),
+            (self.memory, self.nvml.memory_mhz()),
+            (self.heat, self.nvml.temperature()),
+            (self.watts, self.nvml.watts()),
+        )
+        with self._lock:
+            for values, value in pairs:
+                if value is not None:
+                    values.append(float(value))
+            self._slowed |= set(reasons(mask or 0))
+
+    def check(self) -> list[str]:
+        """What slowed the GPU since the last check, by the thread's looks and one of now."""
+        mask = self.nvml.mask()
+        with self._lock:
+            slowed = self._slowed | set(reasons(mask or 0))
+            self._slowed = set()
+            self.seen |= slowed
+        return sorted(slowed)
+
+    def stop(self) -> None:
+        """End the thread; a last look for those who were too fast for it."""
+        self._stopped.set()
+        if self._thread is not None:
+            self._thread.join(timeout=5.0)
+        self.look()
+        now = self.nvml.joules()
+        if now is not None and self._joules is not None:
+            self.energy = now - self._joules
+
+    def summary(self) -> dict[str, Any]:
+        """Clocks, heat and power as [least, median, most]; the race's energy; what slowed it."""
+        with self._lock:
+            found: dict[str, Any] = {
+                "sm_mhz": spread(self.sm),
+                "memory_mhz": spread(self.memory),
+                "temperature_c": spread(self.heat),
+                "power_w": spread(self.watts),
+                "energy_j": None if self.energy is None else round(self.energy, 3),
+                "throttle": sorted(self.seen) or None,
+            }
+        return {k: v for k, v in found.items() if v is not None}
+
+    def flags(self) -> list[str]:
+        """Whether the clocks moved. Throttling is the race's to tell: it knows the rounds."""
+        seen = spread(self.sm)
+        return ["clocks_varied"] if seen and seen[2] - seen[0] > VARIED * seen[1] else []

@@ -9,12 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from experiments.config.schema import Kind
-from experiments.hashing import numbers
-from experiments.micro.records import frame as latencies
+from experiments.kinds import keys, sharding, trace
+from experiments.kinds.micro import frame
 from experiments.report.data import Run
 from experiments.results.store import RunStore
-from experiments.sharding import numbers as steps
-from experiments.traces import frames
 
 if TYPE_CHECKING:
     from experiments.report.style import Figure
@@ -35,8 +33,8 @@ BROKEN = ("wrong", "error", "timeout")
 
 def write_report(path: Path) -> Summary:
     """Write every derived file of the run in `path` from its raw records."""
+    from experiments.kinds.calibration_report import calibrations
     from experiments.report import pages
-    from experiments.report.calibration import calibrations
     from experiments.report.stories import sentences
 
     run = Run.read(path)
@@ -51,17 +49,17 @@ def write_report(path: Path) -> Summary:
     if len(run.operations):
         store.write_table("operations", run.operations)
     if run.kind is Kind.growth:
-        store.write_table("growth", numbers.growth(run.records))
+        store.write_table("growth", keys.growth(run.records))
     if run.kind is Kind.calibration and (found := calibrations(run)):
         store.write("calibration.json", json.dumps(found[max(found)], indent=1) + "\n")
     if run.kind is Kind.sharding:
-        store.write_table("sharding", steps.frame(run.records))
-        store.write_table("predictions", steps.predictions(run.records))
+        store.write_table("sharding", sharding.frame(run.records))
+        store.write_table("predictions", sharding.predictions(run.records))
     if run.kind is Kind.trace:
-        store.write_table("tables", frames.tables(run.records))
-        store.write_table("ideal_hit_rates", frames.curves(run.records))
+        store.write_table("tables", trace.tables(run.records))
+        store.write_table("ideal_hit_rates", trace.curves(run.records))
     if run.kind is Kind.micro:
-        store.write_table("latency", latencies(run.records))
+        store.write_table("latency", frame(run.records))
     drawn = [_draw(figures) for figures in _figures(run)]
     store.write("report.md", pages.markdown(run, [[f for f, _ in part] for part in drawn]))
     store.write("index.html", pages.page(run, drawn))
@@ -71,7 +69,8 @@ def write_report(path: Path) -> Summary:
 
 def _figures(run: Run) -> list[list[tuple[Figure, Run]]]:
     """Of each mode, with what they show of the run; the first also has what is about all of it."""
-    from experiments.report import costs, outcomes
+    from experiments.report import figures as costs
+    from experiments.report import outcomes
     from experiments.report.stories import story
 
     if not run.config.report.figures:

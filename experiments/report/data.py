@@ -10,14 +10,13 @@ from typing import Any
 import pandas as pd
 from omegaconf import DictConfig, OmegaConf
 
-from experiments.caches import rates
 from experiments.config.schema import AXES, Kind, Mode
 from experiments.config.sweep import SWEEP, Arm, variants_of
-from experiments.hashing import numbers
+from experiments.kinds import cache, keys
 from experiments.report import text
 from experiments.results.metrics import frame, mode_of, replicate_of
 from experiments.results.store import Record, read_json, read_records
-from experiments.work.laws import law_words
+from experiments.workloads.distributions import law_words
 
 AXIS_NAMES = {
     "T": "tables T",
@@ -42,7 +41,7 @@ class Run:
     records: list[Record]
     table: pd.DataFrame = field(repr=False)  # metrics.frame: a row per timed record and phase
     traces: pd.DataFrame = field(repr=False)  # rates.frame: a row per trace through a cache
-    # numbers.frame: a row per table of keys and operation
+    # keys.frame: a row per table of keys and operation
     operations: pd.DataFrame = field(default_factory=pd.DataFrame, repr=False)
 
     @classmethod
@@ -63,8 +62,8 @@ class Run:
             info,
             records,
             frame(records, str(config.report.baseline)),
-            rates.frame(records),
-            numbers.frame(records, str(config.report.subject)),
+            cache.frame(records),
+            keys.frame(records, str(config.report.subject)),
         )
 
     @property

@@ -7,8 +7,7 @@ from matplotlib.patches import Rectangle
 
 from experiments.config.schema import Kind
 from experiments.report.data import Outcome, Run
-from experiments.report.palette import STATUS
-from experiments.report.style import Drawing, Figure, Panel
+from experiments.report.style import STATUS, Drawing, Figure, Panel
 from experiments.report.tables import Table, Value
 
 MEANING = {

@@ -8,17 +8,8 @@ from collections.abc import Sequence
 
 from experiments.config.schema import Kind
 from experiments.config.sweep import SWEEP
-from experiments.report import (
-    answer,
-    caching,
-    notes,
-    outcomes,
-    shell,
-    stories,
-    tables,
-    text,
-    traces,
-)
+from experiments.kinds import cache_report, trace_report
+from experiments.report import answer, notes, outcomes, shell, stories, tables, text
 from experiments.report.data import Run
 from experiments.report.figures import subtitle
 from experiments.report.stories import story
@@ -30,9 +21,9 @@ Drawn = Sequence[tuple[Figure, Sequence[str]]]  # figures with their panels as i
 def _table(run: Run, section: str) -> tables.Table | None:
     """None: the section has nothing to show in this mode."""
     if run.kind is Kind.trace:
-        return traces.section_table(run, section)
+        return trace_report.section_table(run, section)
     if len(run.traces) and (run.traces["section"] == section).any():
-        return caching.section_table(run, section)
+        return cache_report.section_table(run, section)
     return tables.section_table(run, section) if len(run.of(section)) else None
 
 

@@ -5,24 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from experiments.caches import rates
 from experiments.config.schema import Kind
-from experiments.hashing import numbers
-from experiments.report import (
-    anchors,
-    answer,
-    caching_figures,
-    calibration,
-    figures,
-    growth,
-    hashing,
-    micro,
-    sharding,
-    sharding_figures,
-    traces,
-    traces_figures,
+from experiments.kinds import (
+    anchor_report,
+    cache,
+    cache_report,
+    calibration_report,
+    growth_report,
+    keys,
+    keys_report,
+    micro_report,
+    sharding_report,
+    trace_report,
 )
-from experiments.report import caching as caches
+from experiments.report import answer, figures
 from experiments.report.data import Run
 from experiments.report.style import Figure
 from experiments.report.tables import Table
@@ -42,21 +38,34 @@ class Story:
 STORIES = {
     Kind.time: Story(answer.answer, figures.figures, (metrics.FORMULA,)),
     Kind.anchor: Story(
-        anchors.answer, anchors.figures, (*anchors.NOTES, metrics.FORMULA), anchors.tables
+        anchor_report.answer,
+        anchor_report.figures,
+        (*anchor_report.NOTES, metrics.FORMULA),
+        anchor_report.tables,
     ),
     Kind.cache: Story(
-        caches.answer, caching_figures.figures, (rates.FORMULA, *rates.IDEALS, metrics.FORMULA)
+        cache_report.answer, cache_report.figures, (cache.FORMULA, *cache.IDEALS, metrics.FORMULA)
     ),
-    Kind.keys: Story(hashing.answer, hashing.figures, (numbers.FORMULA,), hashing.tables),
-    Kind.growth: Story(growth.answer, growth.figures, growth.NOTES, growth.tables),
+    Kind.keys: Story(keys_report.answer, keys_report.figures, (keys.FORMULA,), keys_report.tables),
+    Kind.growth: Story(
+        growth_report.answer, growth_report.figures, growth_report.NOTES, growth_report.tables
+    ),
     Kind.calibration: Story(
-        calibration.answer, calibration.figures, calibration.NOTES, calibration.tables
+        calibration_report.answer,
+        calibration_report.figures,
+        calibration_report.NOTES,
+        calibration_report.tables,
     ),
     Kind.sharding: Story(
-        sharding.answer, sharding_figures.figures, sharding.NOTES, sharding.tables
+        sharding_report.answer,
+        sharding_report.figures,
+        sharding_report.NOTES,
+        sharding_report.tables,
     ),
-    Kind.trace: Story(traces.answer, traces_figures.figures, traces.NOTES),
-    Kind.micro: Story(micro.answer, micro.figures, micro.NOTES, micro.tables),
+    Kind.trace: Story(trace_report.answer, trace_report.figures, trace_report.NOTES),
+    Kind.micro: Story(
+        micro_report.answer, micro_report.figures, micro_report.NOTES, micro_report.tables
+    ),
 }
 
 

@@ -11,8 +11,8 @@ from typing import Any
 import pandas as pd
 
 from experiments.config.sweep import SWEEP
+from experiments.machine.ceilings import Roofs
 from experiments.machine.flags import explain, remedy
-from experiments.machine.roofs import Roofs
 from experiments.report import notes, text
 from experiments.report.answer import where
 from experiments.report.data import Run

@@ -18,11 +18,8 @@ from experiments.paths import ROOT
 
 # How a number comes about: a change here makes earlier samples another measurement.
 BENCH_SOURCES = (
-    *(
-        f"{package}/*.py"
-        for package in ("work", "timing", "contenders", "caches", "traces", "hashing", "sharding")
-    ),
-    *(f"run/{name}.py" for name in ("cell", "lockstep", "ranks", "session", "verify", "worker")),
+    *(f"{package}/*.py" for package in ("workloads", "timing", "contenders", "measure")),
+    *(f"run/{name}.py" for name in ("ranks", "session", "worker")),
     *("machine/cpu.py", "machine/telemetry.py"),
 )
 # Of a timing preset: what says how much is measured, not what.

@@ -12,9 +12,8 @@ import pandas as pd
 
 from experiments.config.schema import PHASES, Kind, Mode
 from experiments.results.store import Record
-from experiments.timing import comparison, stats
-from experiments.timing.comparison import Effect, Pool
-from experiments.timing.stats import Summary
+from experiments.timing import statistics
+from experiments.timing.statistics import Effect, Pool, Summary
 
 INDEX_BYTES = 8  # int64 ids and offsets
 WEIGHT_BYTES = 4  # float32
@@ -95,8 +94,8 @@ class Pools:
         """Pool the arms of a run, each given with its baseline."""
         taken = [(good(group), good(base)) for group, base in pairs]
         ratios = [process_logs(arm, base, phase) for arm, base in taken if arm and arm != base]
-        return cls(comparison.pool(process_medians(arm, phase) for arm, _ in taken),
-                   comparison.pool(ratios))  # fmt: skip
+        return cls(statistics.pool(process_medians(arm, phase) for arm, _ in taken),
+                   statistics.pool(ratios))  # fmt: skip
 
 
 def good(group: Sequence[Record]) -> list[Record]:
@@ -116,7 +115,7 @@ def _row(
     status, taken = _status(group), good(group)
     sampled = [seconds(r, phase) for r in taken]
     time = summarise_processes(sampled, pools.times)
-    ends = stats.tail([s for each in sampled for s in each])
+    ends = statistics.tail([s for each in sampled for s in each])
     effect = ratio(taken, good(base), phase, pools.ratios)
     judged = effect.processes >= PROCESSES_FOR_A_VERDICT
     identity = {k: record[k] for k in ("section", "cell", "contender", "rank", "arm", "label")}
@@ -143,8 +142,8 @@ def _row(
         "ratio": effect.ratio,
         "ratio_lo": effect.lo,
         "ratio_hi": effect.hi,
-        "verdict": comparison.verdict(effect, MARGIN).value if judged else "",
-        "visible": comparison.smallest_visible(effect, MARGIN) if judged else math.nan,
+        "verdict": statistics.verdict(effect, MARGIN).value if judged else "",
+        "visible": statistics.smallest_visible(effect, MARGIN) if judged else math.nan,
         "ns_per_lookup": 1e9 * time.median / record["lookups"],
         "lookups_per_s": record["lookups"] / time.median,
         "useful_gb_s": useful_bytes(record, phase) / time.median / 1e9,
@@ -190,9 +189,9 @@ def summarise_processes(samples: Sequence[Sequence[float]], others: Pool | None 
     than what processes differ by. The interval is widened to the median of all samples where
     processes with many of those pull that away.
     """
-    whole = stats.summarise([s for taken in samples for s in taken])
-    medians = [stats.summarise(taken).median for taken in samples if taken]
-    spread = comparison.combine([math.log(m) for m in medians], others)
+    whole = statistics.summarise([s for taken in samples for s in taken])
+    medians = [statistics.summarise(taken).median for taken in samples if taken]
+    spread = statistics.combine([math.log(m) for m in medians], others)
     if math.isnan(spread.lo):
         return dataclasses.replace(whole, lo=math.nan, hi=math.nan)
     lo, hi = min(spread.lo, whole.median), max(spread.hi, whole.median)
@@ -202,7 +201,7 @@ def summarise_processes(samples: Sequence[Sequence[float]], others: Pool | None 
 def process_medians(arm: Sequence[Record], phase: str) -> list[float]:
     """Return the log of the median time of each process that has samples."""
     sampled = [seconds(r, phase) for r in arm]
-    return [math.log(stats.summarise(taken).median) for taken in sampled if taken]
+    return [math.log(statistics.summarise(taken).median) for taken in sampled if taken]
 
 
 def ratio(
@@ -210,9 +209,9 @@ def ratio(
 ) -> Effect:
     """arm / base: within each process the median over rounds, over processes mean and t-interval.
 
-    One process gives no interval; `others` is what two processes use, see `comparison.combine`.
+    One process gives no interval; `others` is what two processes use, see `statistics.combine`.
     """
-    return comparison.combine(process_logs(arm, base, phase), others)
+    return statistics.combine(process_logs(arm, base, phase), others)
 
 
 def process_logs(arm: Sequence[Record], base: Sequence[Record], phase: str) -> list[float]:
@@ -224,7 +223,7 @@ def process_logs(arm: Sequence[Record], base: Sequence[Record], phase: str) -> l
         if replicate_of(r) in others
     ]
     pairs = [(own, other) for own, other in pairs if own.keys() & other.keys()]
-    return [comparison.process_effect(own, other) for own, other in pairs]
+    return [statistics.process_effect(own, other) for own, other in pairs]
 
 
 def replicate_of(record: Record) -> int:

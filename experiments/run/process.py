@@ -7,6 +7,7 @@ CUDA error or has lost its memory, nothing measured in it can be trusted; a dead
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import importlib
 import math
@@ -252,3 +253,21 @@ def _limit_memory(limit: int | None) -> None:
         resource.RLIMIT_DATA,
         (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard),
     )
+
+
+_PR_SET_PDEATHSIG = 1
+
+
+def killed_with_parent() -> None:
+    """SIGKILL when the parent ends, on Linux; for `preexec_fn`, and for a process to ask for."""
+    _signal_of_death(signal.SIGKILL)
+
+
+def asked_to_end_with_parent() -> None:
+    """SIGTERM when the parent ends, on Linux: a run then reports what it has measured."""
+    _signal_of_death(signal.SIGTERM)
+
+
+def _signal_of_death(number: signal.Signals) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)

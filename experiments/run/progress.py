@@ -9,11 +9,11 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from experiments.caches import rates
 from experiments.config.schema import Kind
 from experiments.config.sweep import Cell
+from experiments.kinds import cache
 from experiments.results.store import Record
-from experiments.timing import stats
+from experiments.timing import statistics
 
 
 class Display:
@@ -105,10 +105,10 @@ def outcome_line(records: Sequence[Record]) -> str:
         if record["status"] != "ok":
             parts.append(f"{record['label']}: {record['status']}")
         elif traced:
-            parts.append(f"{record['label']} {100 * rates.counted(record).lookups:.0f}")
+            parts.append(f"{record['label']} {100 * cache.counted(record).lookups:.0f}")
         else:
             seconds = [s for _, s in record["samples"]["step"]]
-            parts.append(f"{record['label']} {1e3 * stats.summarise(seconds).median:.3g} ms")
+            parts.append(f"{record['label']} {1e3 * statistics.summarise(seconds).median:.3g} ms")
     return ("% of lookups served: " if traced else "step: ") + " · ".join(parts)
 
 
@@ -117,5 +117,5 @@ def _keys(record: Record) -> str:
     if record["status"] != "ok":
         return f"{record['label']}: {record['status']}"
     name, taken = next(iter(record["samples"].items()))
-    rate = record["lookups"] / stats.summarise([s for _, s in taken]).median / 1e6
+    rate = record["lookups"] / statistics.summarise([s for _, s in taken]).median / 1e6
     return f"{record['label']} {name} {rate:.3g} M keys/s"

@@ -13,20 +13,65 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
+from rich.table import Column, Table
 
+from experiments import kinds
 from experiments.config.configure import UsageError, device_kind
 from experiments.config.schema import Config, Mode
 from experiments.config.sweep import Cell, expand
 from experiments.machine.flags import explain
+from experiments.measure.timing import dense_arms, fit_memory
 from experiments.paths import ROOT
 from experiments.report import text, write_report
 from experiments.results.store import Record, RunStore
-from experiments.run import kinds, plan
-from experiments.run.cell import fit_memory
-from experiments.run.jobs import Done, Job, done_before, passes, replicates
+from experiments.run.jobs import Done, Job, done_before, passes, replicates, seconds_of
 from experiments.run.progress import Display, outcome_line, where
 from experiments.run.session import Session
 from experiments.run.worker import measure_job, survey
+from experiments.timing import memory
+from experiments.workloads.workload import dense_bytes, table_shapes
+
+WIDTH = 120  # of the table where it is not a terminal's
+BUILD_BYTES_PER_SECOND = 0.5e9  # tables written and checked
+
+
+def show(cells: Sequence[Cell], config: Config, device: torch.device) -> int:
+    """Print the table of points; returns exit status 0."""
+    session = Session(config, device, "dry-run")
+    heads = ("contenders", "tables as fp32", "processes", "at most")
+    table = Table(Column("cell", no_wrap=True), *heads, box=None)
+    total = 0.0
+    for cell in cells:
+        fitted = fit_memory(cell, session.over_ranks_of(cell))
+        shapes = table_shapes(fitted.workload, scale=fitted.rows_scale)
+        seconds = estimate(fitted, config) * replicates(cell, config)
+        total += seconds
+        scaled = f" ({100 * fitted.rows_scale:.3g} % of the rows)" * (fitted.rows_scale < 1)
+        table.add_row(
+            where(fitted),
+            ", ".join(arm.key for arm in cell.arms),
+            text.size(dense_bytes(shapes)) + scaled,
+            str(replicates(cell, config)),
+            text.seconds(seconds),
+        )
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
+    console.print(table)
+    limit = config.timing.total_seconds
+    bound = f", cut to about {limit:g} s by timing.total_seconds" if 0 < limit < total else ""
+    console.print(
+        f"\n{text.count(len(cells), 'cell')}; about {text.seconds(total)} at most{bound}; "
+        f"{text.size(memory.available_bytes(device))} of memory free. Nothing was measured."
+    )
+    return 0
+
+
+def estimate(cell: Cell, config: Config) -> float:
+    """Seconds of one process with its tables, from above."""
+    shapes = table_shapes(cell.workload, scale=cell.rows_scale)
+    built = dense_arms(cell) * dense_bytes(shapes)
+    return seconds_of(cell, config) + built / BUILD_BYTES_PER_SECOND
+
 
 TIMED_SHARE = 0.6  # of a job's time; building and checking its contenders take the rest
 FAILURES = ("error", "timeout", "wrong")
@@ -45,7 +90,7 @@ def run(config: Config, *, question: str, words: Sequence[str]) -> int:
         if not cells:
             raise UsageError("nothing to measure: contenders, where or exclude leave no contender")
         if config.dry_run:
-            return plan.show(cells, config, device)
+            return show(cells, config, device)
         environment = survey(config, device, words)
         folder = ROOT / config.report.folder / config.name
         earlier = done_before(folder, config, environment["context_id"])

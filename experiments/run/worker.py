@@ -12,14 +12,14 @@ from typing import Any
 
 import torch
 
+from experiments import kinds
 from experiments.config.schema import Config, Kind, Mode
 from experiments.config.sweep import Arm, Cell
 from experiments.machine import bandwidth, environment, preflight
+from experiments.measure.outcome import Outcome, describe
 from experiments.results.identity import bench_version, context_of
 from experiments.results.store import Record
-from experiments.run import kinds
 from experiments.run.jobs import Job
-from experiments.run.outcome import Outcome, describe
 from experiments.run.process import Child, Died, Limits, note
 from experiments.run.session import Session
 from experiments.timing import memory

@@ -18,7 +18,7 @@ import torch
 
 from experiments.config.schema import Mode
 from experiments.machine.cpu import last_level_cache_bytes
-from experiments.timing import stats
+from experiments.timing import statistics
 from experiments.timing.clock import Clock, ColdClock, Work, clock_for
 from experiments.timing.cuda_clock import CudaClock, TorchGpu
 
@@ -45,7 +45,7 @@ def measure(clock: Clock, call: Callable[[], object], work: str, setting: str) -
     works = [Work(call, work)] * SAMPLES
     clock.read(works[:5])
     readings = clock.read(works)
-    s = stats.summarise([1e6 * r.seconds for r in readings])
+    s = statistics.summarise([1e6 * r.seconds for r in readings])
     exposed = sum(r.exposed for r in readings) / len(readings)
     return Line(work, setting, s.median, s.lo, s.hi, exposed)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from experiments.machine.nvml import Nvml
+from experiments.machine.telemetry import Nvml
 
 _STATUS = Path("/proc/self/status")
 _M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD = -3, -1

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from experiments.machine.cpu import Cpu
-from experiments.machine.nvml import Nvml
+from experiments.machine.telemetry import Nvml
 from experiments.timing.clock import Phase
 
 ENERGY_SECONDS = 2.0  # shorter windows hold too few of the driver's readings

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from experiments.config.schema import TimingConfig
-from experiments.timing import stats
+from experiments.timing import statistics
 from experiments.timing.clock import Clock, Phase, Work
 
 STEADY = 0.02  # medians of two passes in a row may differ by this much
@@ -87,7 +87,7 @@ class _Pass:
     whole: bool = True
 
     def medians(self) -> dict[str, float]:
-        return {phase: stats.summarise(s).median for phase, s in self.seconds.items() if s}
+        return {phase: statistics.summarise(s).median for phase, s in self.seconds.items() if s}
 
 
 def _pass(phases: Mapping[str, Phase], clock: Clock, pool: int, key: str, most: float) -> _Pass:

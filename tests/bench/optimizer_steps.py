@@ -29,7 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from experiments.timing import memory, stats
+from experiments.timing import memory, statistics
 from tests.bench.cpu_peers import CASES, ENVIRONMENT
 from tests.bench.optimizer_options import (
     OPTIONS,
@@ -135,7 +135,7 @@ def measure(work: Work, sgd: Emblib, buffers: Buffers, arguments: argparse.Names
 
 def summary(who: str, samples: dict[str, list[float]]) -> Row:
     """Times of a contender, and its ratio: ours to our SGD, a peer's to ours."""
-    taken = stats.summarise(samples[who])
+    taken = statistics.summarise(samples[who])
     base = "SGD" if who == "emblib" else "emblib"
     row: Row = {"contender": who, "status": "ok", "rounds": taken.n, "median_s": taken.median,
                 "q25_s": taken.q25, "q75_s": taken.q75, "ratio_to": base,
@@ -143,7 +143,7 @@ def summary(who: str, samples: dict[str, list[float]]) -> Row:
     if who == "emblib":  # what the peers' ratios are to is kept with our own row
         row["base_samples"] = samples.get(base, [])
     if samples.get(base):
-        ratio = stats.paired_ratio(*(dict(enumerate(samples[k])) for k in (who, base)))
+        ratio = statistics.paired_ratio(*(dict(enumerate(samples[k])) for k in (who, base)))
         row |= {"ratio": ratio.median, "ratio_q25": ratio.q25, "ratio_q75": ratio.q75,
                 "ratio_lo": ratio.lo, "ratio_hi": ratio.hi}  # fmt: skip
     return row

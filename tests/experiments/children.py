@@ -83,15 +83,16 @@ FAULTS: dict[str, Callable[[], object]] = {
 def serve_with_faults(pipe: Connection, orders: object) -> None:
     """experiments.run.worker.serve, where building some contenders ends badly."""
     from experiments.contenders import Contender, Task
-    from experiments.run import cell, worker
+    from experiments.measure import timing
+    from experiments.run import worker
 
-    real = cell.build
+    real = timing.build
 
     def build(name: str, task: Task) -> Contender:
         FAULTS.get(name, lambda: None)()
         return real(name, task)
 
-    cell.build = build
+    timing.build = build
     worker.serve(pipe, orders)
 
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from experiments import doctor
-from experiments.machine import findings, hardware, preflight, software
+from experiments.doctor import Finding, State, findings_of
+from experiments.machine import preflight
 from experiments.machine.cpu import Cpu
-from experiments.machine.findings import Finding, State, detect_rank_failures
-from experiments.machine.nvml import Nvml
+from experiments.machine.telemetry import Nvml
 from tests.experiments.fake_nvml import FakeNvml, healthy
 
 AVX2 = frozenset({"avx2", "fma", "f16c"})
@@ -62,7 +62,7 @@ def test_a_check_that_fails_is_a_finding() -> None:
     def check() -> list[Finding]:
         raise ValueError("no such file")
 
-    (found,) = detect_rank_failures("Tools", check)
+    (found,) = findings_of("Tools", check)
     assert (found.state, found.found) == (State.broken, "ValueError: no such file")
     assert found.describe()["state"] == "broken"
 
@@ -71,8 +71,8 @@ def test_a_package_that_is_missing_breaks_only_what_needs_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     lost = {"hydra-core", "pyarrow"}
-    monkeypatch.setattr(software, "installed", lambda name: None if name in lost else "1.0")
-    found = software.packages()
+    monkeypatch.setattr(doctor, "installed", lambda name: None if name in lost else "1.0")
+    found = doctor.packages()
     assert named(found, "hydra-core").state is State.broken
     assert named(found, "pyarrow").state is State.note
     assert named(found, "pyarrow").advice.startswith("pip install pyarrow")
@@ -95,7 +95,7 @@ def test_a_package_that_is_missing_breaks_only_what_needs_it(
 def test_kernels_are_those_that_the_library_chooses(
     flags: frozenset[str], wish: str | None, found: str, state: State
 ) -> None:
-    finding = software.Libraries(flags, wish).kernels()
+    finding = doctor.Libraries(flags, wish).kernels()
     assert found in finding.found
     assert finding.state is state
     assert bool(finding.advice) is (state is not State.ok)
@@ -105,31 +105,31 @@ def test_the_rule_is_that_of_the_library() -> None:
     """csrc/core/isa.h chooses; what it asks of a CPU must be what is written here."""
     text = (Path(__file__).parents[2] / "csrc/core/isa.h").read_text()
     asked = {part.partition('"')[0] for part in text.split('__builtin_cpu_supports("')[1:]}
-    assert asked == software.INSTRUCTIONS["avx512"]
-    assert software.INSTRUCTIONS["avx2"] == asked - {f for f in asked if f.startswith("avx512")}
+    assert asked == doctor.INSTRUCTIONS["avx512"]
+    assert doctor.INSTRUCTIONS["avx2"] == asked - {f for f in asked if f.startswith("avx512")}
 
 
 def test_a_lookup_is_checked_against_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = named(software.emblib_libraries(), "on cpu")
+    found = named(doctor.emblib_libraries(), "on cpu")
     assert (found.state, found.found) == (State.ok, "a lookup agrees with PyTorch")
     monkeypatch.setattr(torch, "allclose", lambda *a, **k: False)
-    found = named(software.emblib_libraries(), "on cpu")
+    found = named(doctor.emblib_libraries(), "on cpu")
     assert (found.state, found.advice) == (State.broken, "make native")
 
 
 def test_tools_for_a_gpu_are_missed_only_beside_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(software.shutil, "which", lambda name: None)
-    without, beside = software.tools(driver=False), software.tools(driver=True)
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
+    without, beside = doctor.tools(driver=False), doctor.tools(driver=True)
     assert named(without, "git").state is State.note
     assert named(without, "nvidia-smi").state is State.ok
     assert named(beside, "nvidia-smi").state is State.note
 
 
 def test_no_gpu_is_fine_unless_there_is_one() -> None:
-    assert hardware.no_gpu("2.13.0+cpu", None, driver=False).state is State.ok
-    found = hardware.no_gpu("2.13.0+cpu", None, driver=True)
+    assert doctor.no_gpu("2.13.0+cpu", None, driver=False).state is State.ok
+    found = doctor.no_gpu("2.13.0+cpu", None, driver=True)
     assert (found.state, found.advice.endswith("a torch built for CUDA")) == (State.note, True)
-    found = hardware.no_gpu("2.13.0+cu130", "13.0", driver=True)
+    found = doctor.no_gpu("2.13.0+cu130", "13.0", driver=True)
     assert "CUDA_VISIBLE_DEVICES" in found.advice
 
 
@@ -138,18 +138,18 @@ def test_a_gpu_is_described_with_what_would_make_it_steadier() -> None:
         name="H100", major=9, minor=0, total_memory=80_000_000_000, L2_cache_size=50 << 20
     )
     nvml = Nvml.open(None, FakeNvml(healthy() | {"GetPowerManagementLimit": 500_000}))
-    found = hardware.gpu(h100, nvml)
+    found = doctor.gpu(h100, nvml)
     assert {f.section for f in found} == {"GPU: H100"}
     assert named(found, "SM clock").found == "1980 MHz"
     assert named(found, "L2 cache").found == "50 MiB"
     assert named(found, "ECC").found == "on"
     assert [f.what for f in found if f.state is State.note] == ["power limit"]
-    blind = hardware.gpu(h100, None)
+    blind = doctor.gpu(h100, None)
     assert "nvidia-ml-py" in named(blind, "nvml absent").advice
 
 
 def test_the_processor_is_described_even_where_nothing_is_shown(tmp_path: Path) -> None:
-    found = hardware.processor(Cpu(tmp_path), sleep=lambda seconds: None)
+    found = doctor.processor(Cpu(tmp_path), sleep=lambda seconds: None)
     assert {f.state for f in found if f.what != "last-level cache"} == {State.ok}
     assert named(found, "governor").found == "not shown"
     assert "32 MiB is assumed" in named(found, "last-level cache").advice
@@ -160,7 +160,7 @@ def test_a_governor_that_saves_power_is_worth_a_word(tmp_path: Path) -> None:
     file = tmp_path / f"sys/devices/system/cpu/cpu{cpu.usable_cores()[0]}/cpufreq/scaling_governor"
     file.parent.mkdir(parents=True)
     file.write_text("powersave\n")
-    found = named(hardware.processor(cpu, sleep=lambda seconds: None), "governor")
+    found = named(doctor.processor(cpu, sleep=lambda seconds: None), "governor")
     assert (found.found, found.state) == ("powersave", State.note)
     assert "cpupower" in found.advice
     assert not preflight.check(
@@ -169,7 +169,7 @@ def test_a_governor_that_saves_power_is_worth_a_word(tmp_path: Path) -> None:
 
 
 def test_findings_are_plain_data() -> None:
-    assert findings.Finding("a", "b", "c").describe() == {
+    assert doctor.Finding("a", "b", "c").describe() == {
         "section": "a",
         "what": "b",
         "found": "c",

@@ -1,1 +1,0 @@
-"""Traces through caches: hit rates beside the best that any cache could do."""

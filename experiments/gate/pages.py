@@ -1,0 +1,339 @@
+"""What the pages of all three kinds share: figures, sentences, provenance, how to read them."""
+
+from __future__ import annotations
+
+import html
+import math
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from experiments.gate.rules import Ruling
+from experiments.gate.verdicts import Findings, Line, as_json
+from experiments.paths import ROOT
+from experiments.report import ratios as forest
+from experiments.report import shell, text
+from experiments.report.style import COLOURS, FASTER, SLOWER, Figure
+from experiments.report.tables import Table, Value
+from experiments.results.store import RunStore, read_json
+from experiments.timing.statistics import Verdict
+
+HOW = (
+    "Two processes, one with each revision, take turns: base head head base, or the other way "
+    "round, by coin. Each sample follows an execution that is not timed, because the other process "
+    "has just had the caches. Of the two samples of a block the faster counts; a pair of processes "
+    "says the median over its blocks of the logarithm of head ÷ base.",
+    "Both processes of a pair stay on one core, chosen at random, where they have one thread each; "
+    "which of the two starts first is random as well, and so is the order of the points.",
+    "Interval: 95 % Student-t over pairs of processes. SLOWER or FASTER: it leaves out 1 and the "
+    "effect is beyond the margin. SAME: all of it is within the margin. UNSURE: neither, even "
+    "after the most pairs that are allowed.",
+    "What looks slower or faster is measured again by as many new pairs, and counts only if they "
+    "say the same, at 5 % over all such points together (Holm). The effect shown is then that of "
+    "the second set: the first was chosen for its effect.",
+    "'visible from' is the smallest effect that would have been called: the margin and half the "
+    "interval.",
+)
+
+
+@dataclass
+class Section:
+    """A heading, words, a table, figures; each may be missing."""
+
+    title: str
+    words: Sequence[str] = ()
+    table: Table | None = None
+    figures: Sequence[Figure] = ()
+
+
+@dataclass
+class Page:
+    """A report before it is rendered, once as HTML and once as Markdown."""
+
+    name: str
+    answer: str
+    more: Sequence[str] = ()
+    tiles: Sequence[tuple[str, str, str]] = ()
+    notices: Sequence[str] = ()
+    sections: Sequence[Section] = field(default_factory=list)
+    how: Sequence[str] = HOW
+
+
+def write(path: Path, page: Page) -> str:
+    """index.html, report.md and the figures; returns the page's place as a user would type it."""
+    store, environment = RunStore(path), read_json(path, "environment.json")
+    drawn = {f.name: _draw(path, f, environment) for s in page.sections for f in s.figures}
+    store.write("report.md", markdown(page, environment))
+    store.write("index.html", _html(path, page, drawn, environment))
+    place = path / "index.html"
+    return str(place.relative_to(Path.cwd()) if place.is_relative_to(Path.cwd()) else place)
+
+
+def subtitle(environment: dict[str, Any]) -> str:
+    """Machine and software, in one line."""
+    git = environment.get("git") or {}
+    code = f"{git.get('sha', '')}{'-dirty' * bool(git.get('dirty'))}"
+    parts = [environment.get("device"), f"torch {environment.get('torch')}", code]
+    return " · ".join(str(p) for p in parts if p)
+
+
+def _draw(path: Path, figure: Figure, environment: dict[str, Any]) -> list[str]:
+    from experiments.report import style
+
+    with style.theme():
+        return style.draw(figure, subtitle(environment), path)
+
+
+def markdown(page: Page, environment: dict[str, Any], *, figures: bool = True) -> str:
+    """For a terminal, a pull request, a job's summary."""
+    lines = [f"# {page.name}", "", f"**{page.answer}** {' '.join(page.more)}", ""]
+    lines += [f"> **{n}**\n" for n in page.notices]
+    for section in page.sections:
+        lines += [f"## {section.title}", ""] + [x for w in section.words for x in (w, "")]
+        lines += [section.table.markdown(), ""] if section.table and section.table.rows else []
+        for figure in section.figures if figures else ():
+            lines += [f"![{figure.title}]({figure.name}.png)", "", figure.caption, ""]
+    lines += ["## How to read this", "", *(f"- {t}" for t in page.how), ""]
+    lines += ["## Reproduce", "", text.Code(environment.get("command", "")), ""]
+    return text.markdown_document([*lines, subtitle(environment), ""])
+
+
+def _html(path: Path, page: Page, drawn: dict[str, list[str]], environment: dict[str, Any]) -> str:
+    parts = [shell.paragraph(page.name, "eyebrow"), f"<h1>{html.escape(page.answer)}</h1>"]
+    parts += [shell.tiles(page.tiles)]
+    parts += [shell.paragraph(" ".join(page.more))] if page.more else []
+    parts += [shell.paragraph(n, "notice") for n in page.notices]
+    parts += [shell.paragraph(subtitle(environment), "meta"), shell.CONTENTS]
+    for number, section in enumerate(page.sections):
+        parts += [shell.heading(section.title, f"part-{number}")]
+        parts += [shell.paragraph(w) for w in section.words]
+        parts += [section.table.html()] if section.table and section.table.rows else []
+        parts += [shell.figure(f, drawn[f.name]) for f in section.figures]
+    parts += [shell.heading("How to read this", "how-to-read"), "<ul>"]
+    parts += [f"<li>{html.escape(t)}</li>" for t in page.how]
+    command = html.escape(str(environment.get("command", "")))
+    config = html.escape((path / "config.yaml").read_text())
+    parts += [
+        "</ul>",
+        shell.heading("Reproduce", "reproduce"),
+        f"<div class=command><pre>{command}</pre>"
+        "<button type=button class=copy>copy</button></div>",
+        f"<details><summary>Configuration that ran</summary><pre>{config}</pre></details>",
+        shell.paragraph(
+            "Beside this page: points.jsonl (raw samples), report.md, figures.", "meta"
+        ),
+    ]
+    return shell.document(f"{page.name} · emblib", parts)
+
+
+def ratio(value: float, lo: float, hi: float) -> Value:
+    """'1.083 [1.061, 1.106]': three decimals, for effects of a few per cent."""
+    if text.missing(value):
+        return Value(text.NONE)
+    return Value(f"{value:.3f} [{lo:.3f}, {hi:.3f}]", value)
+
+
+def percent(value: float | None) -> Value:
+    """'5.2 %'."""
+    if value is None or text.missing(value) or abs(value) == float("inf"):
+        return Value(text.NONE)
+    return Value(f"{100 * value:.3g} %", value)
+
+
+def folder_name(path: Path) -> str:
+    """Short where it is in the repository."""
+    return str(path.relative_to(ROOT) if path.is_relative_to(ROOT) else path)
+
+
+MEANING = {
+    0: "no slowdown was found",
+    3: "a slowdown was found and confirmed",
+    4: "unsure of a point, and gate.strict asks to be sure",
+    5: "a point failed in head",
+    6: "nothing was comparable",
+    130: "interrupted",
+}
+SHADES = {"SLOWER": SLOWER, "FASTER": FASTER}
+
+
+def write_outputs(
+    path: Path,
+    found: Findings,
+    facts: Mapping[str, Any],
+    status: int,
+    *,
+    summary: str | None = None,
+) -> tuple[str, str]:
+    """All of them, before anyone exits; (answer, place of the page). `summary` is added to."""
+    store, environment = RunStore(path), read_json(path, "environment.json")
+    answer = sentence(found, facts)
+    report = _page(found, facts, answer, status)
+    store.write("gate.md", markdown(report, environment, figures=False))
+    store.write_json(
+        "gate.json",
+        {
+            "status": status,
+            "meaning": MEANING[status],
+            "answer": answer,
+            **facts,
+            "points": [as_json(line) for line in found.lines],
+        },
+    )
+    store.write("junit.xml", junit(found, answer))
+    place = write(path, report)
+    if summary:
+        with open(summary, "a") as out:
+            out.write((path / "gate.md").read_text() + "\n")
+    return answer, place
+
+
+def sentence(found: Findings, facts: Mapping[str, Any]) -> str:
+    """The gate in one sentence."""
+    between = f"{facts['head']} against {facts['base']}"
+    if found.broken:
+        return f"{between}: nothing could be compared: {found.broken}"
+    bad = [x for x in found.lines if x.regression]
+    if bad:
+        worst = bad[0]
+        what = f"{worst.point}, {_effect(worst)}" if worst.state == "SLOWER" else worst.point
+        more = f" and {text.count(len(bad) - 1, 'other point')}" * (len(bad) > 1)
+        return f"{between} is worse at {what}{more}."
+    broken = found.having("MISSING", "FAILED")
+    if broken:
+        return f"{between}: {text.count(len(broken), 'point')} failed in head."
+    if not found.compared:
+        return f"{between}: nothing could be compared."
+    unsure, total = len(found.having("UNSURE")), len(found.compared)
+    faster = found.having("FASTER")
+    gain = f", {text.count(len(faster), 'point')} faster" * bool(faster)
+    doubt = f"; unsure of {unsure} of {total}" * bool(unsure)
+    return f"{between}: no slowdown was found at {text.count(total, 'point')}{gain}{doubt}."
+
+
+def _effect(line: Line) -> str:
+    if line.ruling is None:
+        return ""
+    effect = line.ruling.effect
+    return f"{effect.ratio:.3f}× [{effect.lo:.3f}, {effect.hi:.3f}]"
+
+
+def describe(line: Line) -> str:
+    """One line on the terminal."""
+    if line.ruling is None:
+        return f"{line.state:<8} {line.point}: {line.reason}"
+    ruling = line.ruling
+    sizes = f"{text.seconds(line.base_s)} → {text.seconds(line.head_s)}"
+    known = ruling.effect.processes > 1
+    effect = _effect(line) if known else f"{ruling.effect.ratio:.3f}×"
+    grown = "".join(f" · {x}" for x in line.grown)
+    return (
+        f"{line.state:<8} {effect} m={100 * ruling.margin:.1f}% {line.point} · {sizes} · "
+        f"k={_pairs(ruling)}{grown}"
+    )
+
+
+def _pairs(ruling: Ruling) -> str:
+    return f"{len(ruling.first)}" + f"+{len(ruling.second)}" * bool(ruling.second)
+
+
+def _page(found: Findings, facts: Mapping[str, Any], answer: str, status: int) -> Page:
+    notices = [f"Exit status {status}: {MEANING[status]}."] if status else []
+    notices += list(facts.get("notices", ()))
+    tiles = [
+        (
+            str(len(found.having(v.value))),
+            v.value.lower(),
+            _kind(v) if found.having(v.value) else "",
+        )
+        for v in (Verdict.SLOWER, Verdict.UNSURE, Verdict.FASTER, Verdict.SAME)
+    ]
+    sections = [Section("Points", table=table(found.lines), figures=_figures(found.lines))]
+    others = [f"{x.state.lower()}: {x.point} – {x.reason}" for x in found.lines if x.ruling is None]
+    others += [f"unsure: {x.point} – {x.reason}" for x in found.having("UNSURE")]
+    others += [f"{x.point}: {change}" for x in found.lines for change in (*x.grown, *x.shrunk)]
+    if others:
+        sections.append(Section("Also to know", others))
+    return Page(str(facts["experiment"]), answer, (), tiles, notices, sections)
+
+
+def _kind(verdict: Verdict) -> str:
+    return {Verdict.SLOWER: "bad", Verdict.FASTER: "good", Verdict.UNSURE: "open"}.get(verdict, "")
+
+
+def table(lines: Sequence[Line]) -> Table:
+    """A row per point that was compared."""
+    rows = []
+    for line in lines:
+        if line.ruling is None:
+            continue
+        effect = line.ruling.effect
+        rows.append(
+            [
+                Value(line.point),
+                Value(line.state + " (bytes or hits)" * (bool(line.grown))),
+                ratio(effect.ratio, effect.lo, effect.hi),
+                percent(line.ruling.margin),
+                percent(line.ruling.visible),
+                Value(text.seconds(line.base_s), line.base_s),
+                Value(text.seconds(line.head_s), line.head_s),
+                Value(_pairs(line.ruling)),
+                Value(line.words),
+            ]
+        )
+    heads = ["point", "verdict", "head ÷ base [95\u00a0%]", "margin", "visible from"]
+    return Table([*heads, "base", "head", "pairs", "what"], rows)
+
+
+def _figures(lines: Sequence[Line]) -> list[Figure]:
+    """The funnel: every ratio, sorted, over its margin."""
+    drawn = []
+    for line in sorted(lines, key=lambda x: -(x.ruling.effect.ratio if x.ruling else 0)):
+        if line.ruling is None:
+            continue
+        effect, found = line.ruling.effect, line.ruling.second or line.ruling.first
+        shade = SHADES.get(line.state, COLOURS["tbe"])
+        ratios = [math.exp(x) for x in found]
+        drawn.append(
+            forest.Line(
+                f"{line.point} · {line.state}",
+                effect.ratio,
+                effect.lo,
+                effect.hi,
+                ratios,
+                shade,
+                line.ruling.margin,
+                sure=line.state in SHADES,
+            )
+        )
+    if not drawn:
+        return []
+    caption = (
+        "Bars: 95 % interval over pairs of processes; small dots: single pairs. Grey: within the "
+        "margin, which does not count. Filled: slower or faster, confirmed. Right of 1: slower."
+    )
+    panel = forest.panel("Times", drawn, "head ÷ base")
+    return [Figure("funnel", "Every point", caption, f"{len(drawn)} points", [panel])]
+
+
+def junit(found: Findings, answer: str) -> str:
+    """One test case a point: a failure where it is worse, skipped where nothing can be said."""
+    suite = ElementTree.Element("testsuite", name="performance gate", tests=str(len(found.lines)))
+    failures = 0
+    for line in found.lines:
+        case = ElementTree.SubElement(suite, "testcase", classname="gate", name=line.point)
+        said = describe(line)
+        if line.regression or line.state in ("MISSING", "FAILED"):
+            failures += 1
+            ElementTree.SubElement(case, "failure", message=said, type=line.state).text = line.words
+        elif line.state not in ("SAME", "FASTER"):
+            ElementTree.SubElement(case, "skipped", message=f"{said} {line.reason}".strip())
+        ElementTree.SubElement(case, "system-out").text = said
+    if found.broken:
+        failures += 1
+        case = ElementTree.SubElement(suite, "testcase", classname="gate", name="build")
+        ElementTree.SubElement(case, "failure", message=answer, type="BUILD").text = found.broken
+        suite.set("tests", str(len(found.lines) + 1))
+    suite.set("failures", str(failures))
+    return ElementTree.tostring(suite, encoding="unicode", xml_declaration=True) + "\n"

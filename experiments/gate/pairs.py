@@ -1,0 +1,347 @@
+"""Two workers, base and head, in turns: what one pair of fresh processes says of every point."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+
+from experiments.config.schema import Config
+from experiments.gate import rules as judge
+from experiments.gate.points import Built, Point, Setup, Turn, Warm, Weigh
+from experiments.gate.rules import Evidence, Request, Rules, Stage
+from experiments.results.store import Record, RunStore
+from experiments.run.process import Child, Died, Limits
+from experiments.run.progress import Display
+from experiments.timing import statistics
+
+WORKER = "experiments.gate.worker:serve"
+FEWEST_SECONDS = 300e-6  # of a sample; calls that take less share one, as waking up costs 10e-6
+MOST_EXECUTIONS = 64
+PAIR_SEEDS = 1_000_003  # a prime between the seeds of two runs
+
+
+class Side(Enum):
+    """The revision that a change starts from, and the one with the change."""
+
+    base = "base"
+    head = "head"
+
+
+@dataclass(frozen=True)
+class Revisions:
+    """Where each side's `emblib/` is; "" for the one that is imported anyway."""
+
+    base: str = ""
+    head: str = ""
+
+    def of(self, side: Side) -> str:
+        """The folder of one of them."""
+        return self.base if side is Side.base else self.head
+
+
+@dataclass(frozen=True)
+class Job:
+    """One pair of processes: what it measures and how."""
+
+    points: Sequence[Point]
+    config: Config
+    device: str
+    number: int  # of the pair in its run: everything random about it follows from this
+    slow: float = 1.0  # of head
+    check: bool = False  # correctness, and what does not depend on the clock
+
+
+@dataclass
+class Taken:
+    """What a pair found at one point."""
+
+    base: list[list[float]] = field(default_factory=list)  # block -> its two samples
+    head: list[list[float]] = field(default_factory=list)
+    executions: int = 1
+    warm: dict[str, Any] = field(default_factory=dict)
+    weight: dict[str, dict[str, float]] = field(default_factory=dict)  # side -> what it needs
+
+    def of(self, side: Side) -> list[list[float]]:
+        """The samples of one side."""
+        return self.base if side is Side.base else self.head
+
+    def logs(self) -> list[float]:
+        """log(head / base) of each block, between the faster of two samples."""
+        pairs = zip(self.head, self.base, strict=True)
+        return [math.log(min(h) / min(b)) for h, b in pairs]
+
+    @property
+    def effect(self) -> float:
+        """Of this pair of processes."""
+        head, base = (dict(enumerate(map(min, side))) for side in (self.head, self.base))
+        return statistics.process_effect(head, base)
+
+
+@dataclass
+class Found:
+    """The outcome of a pair: what was measured, and what could not be."""
+
+    taken: dict[str, Taken] = field(default_factory=dict)
+    failed: dict[str, dict[Side, Built]] = field(default_factory=dict)
+
+    def fail(self, point: str, side: Side, status: str, reason: str) -> None:
+        """A point that one side cannot do is not measured on the other."""
+        self.failed.setdefault(point, {})[side] = Built(status, reason)
+        self.taken.pop(point, None)
+
+
+class Worker(Protocol):
+    """One side, as a pair uses it; tests have workers that only pretend."""
+
+    def send(self, message: Any) -> None:
+        """A message of points.py."""
+        ...
+
+    def receive(self) -> Any:
+        """Its answer; raises Died."""
+        ...
+
+
+Hire = Callable[[Side, str], Any]  # a worker of this revision's folder, as a context
+
+
+def hire(seconds: float, side: Side, package: str) -> Child:
+    """A worker in a fresh process."""
+    return Child(WORKER, (package,), limits=Limits(seconds or math.inf))
+
+
+def run_pair(job: Job, revisions: Revisions, employ: Hire | None = None) -> Found:
+    """Measure all points of the job. A crash costs the point it happened at; the rest goes on."""
+    found, points = Found(), list(job.points)
+    employ = employ or partial(hire, job.config.timing.limit_seconds)
+    while points:
+        try:
+            _attempt(dataclasses.replace(job, points=points), revisions, employ, found)
+            break
+        except Lost as loss:
+            names = [loss.point] if loss.point else [p.name for p in points]
+            for name in names:
+                found.fail(name, loss.side, loss.death.status, str(loss.death))
+        points = [p for p in points if p.name not in found.taken and p.name not in found.failed]
+    return found
+
+
+class Lost(Exception):
+    """A worker died; at a point, or before it came to one."""
+
+    def __init__(self, side: Side, point: str, death: Died) -> None:
+        super().__init__(str(death))
+        self.side, self.point, self.death = side, point, death
+
+
+class Team:
+    """Both workers of a pair, asked one at a time."""
+
+    def __init__(self, workers: Mapping[Side, Worker]) -> None:
+        self.workers = workers
+
+    def ask(self, side: Side, message: Any, point: str = "") -> Any:
+        """Its answer; raises Lost, with the point at which it died."""
+        worker = self.workers[side]
+        try:
+            worker.send(message)
+            return worker.receive()
+        except Died as death:
+            noted = str(getattr(worker, "note", "")).partition("|")[0]
+            raise Lost(side, point or noted, death) from None
+
+
+def _attempt(job: Job, revisions: Revisions, employ: Hire, found: Found) -> None:
+    """All points in one pair of processes, in random order."""
+    rng = random.Random(PAIR_SEEDS * job.config.seed + job.number)
+    order = rng.sample(list(Side), 2)  # who comes first gets the better memory
+    core = _a_core(job, rng)
+    with ExitStack() as stack:
+        team = Team({side: stack.enter_context(employ(side, revisions.of(side))) for side in order})
+        for side in order:
+            for name, built in team.ask(side, _setup(job, side, core)).items():
+                if built.status != "ok":
+                    found.fail(name, side, built.status, built.reason)
+        ready = [p.name for p in job.points if p.name not in found.failed]
+        for name in rng.sample(ready, len(ready)):
+            found.taken[name] = _measure(job, name, team, rng)
+        for worker in team.workers.values():
+            worker.send(None)
+
+
+def _setup(job: Job, side: Side, core: int | None) -> Setup:
+    seed, is_head = PAIR_SEEDS * job.config.seed + job.number, side is Side.head
+    return Setup(
+        job.points, job.config, job.device, seed,
+        slow=job.slow if is_head else 1.0, idle=1.0 if is_head else job.slow,
+        check=job.check, core=core,
+    )  # fmt: skip
+
+
+def _measure(job: Job, name: str, team: Team, rng: random.Random) -> Taken:
+    """Blocks of one point: base head head base, or the other way round, by coin."""
+    taken = Taken()
+    for side in rng.sample(list(Side), 2):
+        taken.warm[side.value] = team.ask(side, Warm(name), name)
+    seconds = min(w["execution_s"] for w in taken.warm.values())
+    if 0 < seconds < FEWEST_SECONDS:
+        taken.executions = min(MOST_EXECUTIONS, math.ceil(FEWEST_SECONDS / seconds))
+    pool = job.config.timing.pool
+    for block in range(job.config.timing.min_rounds):
+        outer, inner = rng.sample(list(Side), 2)
+        pair = (2 * block % pool, (2 * block + 1) % pool)  # the same batches on both sides
+        turn = partial(Turn, name, executions=taken.executions)
+        first = team.ask(outer, turn(pair[:1]), name)
+        middle = team.ask(inner, turn(pair), name)
+        last = team.ask(outer, turn(pair[1:]), name)
+        taken.of(outer).append([*first, *last])
+        taken.of(inner).append(list(middle))
+    if job.check:
+        for side in Side:
+            taken.weight[side.value] = team.ask(side, Weigh(name), name)
+    return taken
+
+
+def _a_core(job: Job, rng: random.Random) -> int | None:
+    """Where both workers stay: they take turns, so they do not compete, and cores differ."""
+    alone = job.config.device.threads == 1 and job.device == "cpu"
+    if not alone or not hasattr(os, "sched_getaffinity"):
+        return None
+    return rng.choice(sorted(os.sched_getaffinity(0)))
+
+
+Measure = Callable[[Job, Revisions], Found]
+
+
+@dataclass
+class Trial:
+    """One run of the gate's procedure: what it found so far."""
+
+    number: int = 0
+    slow: float = 1.0
+    attempt: int = 1
+    evidence: Evidence = field(default_factory=Evidence)
+    failed: dict[str, dict[Side, Built]] = field(default_factory=dict)
+    weights: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)
+
+    def remember(self, record: Record) -> None:
+        """What a stored record says, as when it was measured."""
+        if record["status"] == "ok":
+            stage = Stage(record["stage"])
+            self.evidence.add(stage, record["point"], record["effect"])
+            if record.get("weight"):
+                self.weights[record["point"]] = record["weight"]
+        else:
+            side = Side(record["side"])
+            built = Built(record["status"], record["reason"])
+            self.failed.setdefault(record["point"], {})[side] = built
+            self.evidence.lost.add(record["point"])
+
+
+@dataclass
+class Conductor:
+    """What the trials of a run share."""
+
+    config: Config
+    device: torch.device
+    points: Sequence[Point]
+    rules: Rules
+    revisions: Revisions
+    store: RunStore
+    display: Display
+    measure: Measure = run_pair
+    pairs: int = 0  # of processes so far; their seeds follow from it
+
+    def finish(self, trial: Trial) -> Trial:
+        """Measure until the rules are content."""
+        names = [p.name for p in self.points if p.name in self.rules.margins]
+        while request := judge.next_request(names, trial.evidence, self.rules):
+            self.step(trial, request)
+        return trial
+
+    def step(self, trial: Trial, request: Request) -> None:
+        """One pair of processes."""
+        started = time.monotonic()
+        first = trial.number == 0 and not trial.evidence.first
+        job = Job(
+            [p for p in self.points if p.name in request.points],
+            self.config,
+            str(self.device),
+            self.pairs,
+            slow=trial.slow,
+            check=first,
+        )
+        self.display.begin(f"{request.stage.value} set, {len(job.points)} points")
+        found = self.measure(job, self.revisions)
+        wall = round(time.monotonic() - started, 3)
+        records = self._records(trial, request, job, found, wall)
+        self.store.append(*records)
+        for record in records:
+            trial.remember(record)
+        self.pairs += 1
+
+    def _records(
+        self, trial: Trial, request: Request, job: Job, found: Found, wall: float
+    ) -> list[Record]:
+        """One per point that was measured, and one per side that could not do a point."""
+        mode = self.config.timing.modes[0].value
+        records = []
+        for point in job.points:
+            shared: dict[str, Any] = {
+                "run_id": self.store.path.name,
+                "experiment": self.config.name,
+                "kind": self.config.kind.value,
+                "point": point.name,
+                "section": point.cell.section,
+                "cell": point.cell.key,
+                "contender": point.arm.contender,
+                "arm": point.arm.key,
+                "phase": point.phase,
+                "mode": mode,
+                "trial": trial.number,
+                "attempt": trial.attempt,
+                "slow": trial.slow,
+                "stage": request.stage.value,
+                "pair": job.number,
+                "wall_s": wall,
+            }
+            for side, built in found.failed.get(point.name, {}).items():
+                lost = {"status": built.status, "reason": built.reason, "side": side.value}
+                records.append(shared | lost)
+            if point.name in found.taken and point.name not in found.failed:
+                records.append(shared | {"status": "ok"} | measured(found.taken[point.name]))
+        return records
+
+
+def measured(taken: Taken) -> dict[str, Any]:
+    """The samples of a pair at a point, and what follows from them."""
+    return {
+        "effect": taken.effect,
+        "executions": taken.executions,
+        "warm": taken.warm,
+        "weight": taken.weight,
+        "base_ns": _nanoseconds(taken.base),
+        "head_ns": _nanoseconds(taken.head),
+    }
+
+
+def _nanoseconds(blocks: Sequence[Sequence[float]]) -> list[list[int]]:
+    return [[round(1e9 * s) for s in block] for block in blocks]
+
+
+def seconds_of(records: Sequence[Record], point: str, side: Side) -> list[float]:
+    """The faster sample of every block, of all pairs."""
+    key = f"{side.value}_ns"
+    taken = [r[key] for r in records if r["point"] == point and r["status"] == "ok"]
+    return [min(block) / 1e9 for blocks in taken for block in blocks]

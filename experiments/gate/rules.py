@@ -1,0 +1,127 @@
+"""From the effects of pairs of processes to verdicts: what to measure next, and what is then so.
+
+Two sets of pairs, which share nothing. The first looks at every point, and for longer at those that
+it is unsure of. What it finds slower or faster is looked at again by a second set, as large, and
+only what that finds as well counts: as the second is not looked at before it is complete, looking
+longer at the first, or at many points, does not make false alarms more likely.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from experiments.timing import statistics
+from experiments.timing.statistics import Effect, Verdict
+
+ALPHA = 0.05  # of a false alarm in the second set, over all points together
+RULES = "rules.json"  # where a run keeps those that it is judged by
+CHANGES = (Verdict.SLOWER, Verdict.FASTER)
+
+
+class Stage(Enum):
+    """Which set of pairs a pair belongs to."""
+
+    first = "first"
+    second = "second"
+
+
+@dataclass(frozen=True)
+class Rules:
+    """How many pairs, and from where on a difference counts."""
+
+    pairs: int
+    most_pairs: int
+    margins: Mapping[str, float]  # of each gated point
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the next pair of processes measures."""
+
+    stage: Stage
+    points: tuple[str, ...]
+
+
+@dataclass
+class Evidence:
+    """Effects so far: point -> log(head / base) of each pair."""
+
+    first: dict[str, list[float]] = field(default_factory=dict)
+    second: dict[str, list[float]] = field(default_factory=dict)
+    lost: set[str] = field(default_factory=set)  # points that a side could not do
+
+    def add(self, stage: Stage, point: str, effect: float) -> None:
+        """What one more pair found."""
+        self.of(stage).setdefault(point, []).append(effect)
+
+    def of(self, stage: Stage) -> dict[str, list[float]]:
+        """One of the sets."""
+        return self.first if stage is Stage.first else self.second
+
+
+@dataclass(frozen=True)
+class Ruling:
+    """What is said of a point, on what grounds."""
+
+    verdict: Verdict
+    effect: Effect  # of the second set where there was one: the first was chosen for its effect
+    margin: float
+    visible: float  # the smallest effect that would have been called
+    screened: Verdict  # what the first set alone said
+    first: tuple[float, ...]
+    second: tuple[float, ...]
+    p: float = math.nan  # of the second set, adjusted for the number of points in it
+
+
+def next_request(points: Sequence[str], evidence: Evidence, rules: Rules) -> Request | None:
+    """What to measure next; None when all is known that will be."""
+    points = [p for p in points if p not in evidence.lost]
+    first = {p: evidence.first.get(p, []) for p in points}
+    new = [p for p in points if len(first[p]) < rules.pairs]
+    if new:
+        return Request(Stage.first, tuple(new))
+    said = {p: _said(first[p], rules.margins[p]) for p in points}
+    enough = rules.most_pairs if rules.pairs >= statistics.LEAST_PROCESSES else 0
+    unsure = [p for p in points if said[p] is Verdict.UNSURE and len(first[p]) < enough]
+    if unsure:
+        return Request(Stage.first, tuple(unsure))
+    doubted = [
+        p for p in points if said[p] in CHANGES and len(evidence.second.get(p, [])) < len(first[p])
+    ]
+    return Request(Stage.second, tuple(doubted)) if doubted else None
+
+
+def rule(points: Sequence[str], evidence: Evidence, rules: Rules) -> dict[str, Ruling]:
+    """Of every point that both sides could do."""
+    measured = [p for p in points if p not in evidence.lost and evidence.first.get(p)]
+    screened = {p: _said(evidence.first[p], rules.margins[p]) for p in measured}
+    again = [p for p in measured if screened[p] in CHANGES and evidence.second.get(p)]
+    direction = {Verdict.SLOWER: 1, Verdict.FASTER: -1}
+    chances = [statistics.p_value(evidence.second[p], direction[screened[p]]) for p in again]
+    adjusted = dict(zip(again, statistics.holm(chances), strict=True))
+    found = {}
+    for point in measured:
+        margin, first = rules.margins[point], evidence.first[point]
+        second = evidence.second.get(point, []) if point in adjusted else []
+        verdict, said = screened[point], _said(second, margin) if second else Verdict.UNSURE
+        if verdict in CHANGES and not (said is verdict and adjusted[point] <= ALPHA):
+            verdict = Verdict.UNSURE
+        effect = statistics.combine(second or first)
+        found[point] = Ruling(
+            verdict,
+            effect,
+            margin,
+            statistics.smallest_visible(effect, margin),
+            screened[point],
+            tuple(first),
+            tuple(second),
+            adjusted.get(point, math.nan),
+        )
+    return found
+
+
+def _said(logs: Sequence[float], margin: float) -> Verdict:
+    return statistics.verdict(statistics.combine(logs), margin)

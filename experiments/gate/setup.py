@@ -1,0 +1,223 @@
+"""How every run of the gate's kinds starts: device, points, store, environment, noise floor."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import OmegaConf
+
+from experiments.config.configure import UsageError
+from experiments.config.schema import Config
+from experiments.gate import revisions
+from experiments.gate.pairs import Revisions
+from experiments.gate.points import Point, points_of
+from experiments.gate.rules import Rules
+from experiments.paths import ROOT
+from experiments.report import text
+from experiments.results.identity import digest
+from experiments.results.store import Record, RunStore, read_json, read_records
+from experiments.run.runner import device_of
+from experiments.run.worker import survey
+from experiments.timing import statistics
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True)
+class Floor:
+    """What noise.json says."""
+
+    source: str  # file name
+    points: Mapping[str, Mapping[str, Any]]
+    measured: str  # when
+
+    def margin(self, point: str, least: float, pairs: int) -> float:
+        """Of a point, for an effect over so many pairs; of one that it does not know, the least."""
+        known = self.points.get(point)
+        return statistics.margin(least, known["mad"], pairs) if known else least
+
+
+def summarise(effects: Sequence[float]) -> dict[str, Any]:
+    """Of the effects of pairs that compare a revision with itself."""
+    ordered = sorted(abs(x) for x in effects)
+    return {
+        "pairs": len(effects),
+        "mad": statistics.median_deviation(effects),
+        "p95": statistics.quantile(ordered, 0.95),
+        "effects": [round(x, 6) for x in effects],
+    }
+
+
+def measures(config: Config) -> str:
+    """Equal where pairs are measured alike, so that a floor holds for a gate."""
+    timing, device = config.timing, config.device
+    return digest(
+        {
+            "cases": {k: dataclasses.asdict(c) for k, c in config.cases.items()},
+            "points": [dataclasses.asdict(p) for p in config.gate.points],
+            "modes": timing.modes,
+            "pool": timing.pool,
+            "warmup": [timing.warmup, timing.warmup_seconds, timing.warmup_cap],
+            "blocks": timing.min_rounds,
+            "caps": [timing.max_rows, timing.max_batch],
+            "threads": device.threads,
+            "device": device.kind,
+        }
+    )
+
+
+def key(environment: Mapping[str, Any]) -> dict[str, Any]:
+    """What must agree between the machine of a floor and that of a gate."""
+    gpu = environment.get("gpu") or {}
+    return {
+        "hardware_id": environment["hardware_id"],
+        "driver": gpu.get("driver"),
+        "torch": environment["torch"],
+        "threads": environment.get("threads"),
+    }
+
+
+def name(environment: Mapping[str, Any], config: Config) -> str:
+    """One file a machine and way of measuring."""
+    return f"{environment['hardware_id']}-{measures(config)[:8]}.json"
+
+
+def content(
+    environment: Mapping[str, Any],
+    config: Config,
+    effects: Mapping[str, Sequence[float]],
+    when: str,
+) -> dict[str, Any]:
+    """noise.json."""
+    return {
+        "schema": SCHEMA,
+        "machine": environment["device"],
+        "measured": when,
+        "key": key(environment),
+        "measures": measures(config),
+        "points": {point: summarise(found) for point, found in effects.items()},
+    }
+
+
+def read(folder: Path, environment: Mapping[str, Any], config: Config) -> Floor | None:
+    """The floor of this machine and way of measuring; None where there is none."""
+    source = folder / name(environment, config)
+    try:
+        found = json.loads(source.read_text())
+    except (OSError, json.JSONDecodeError):
+        return None
+    if found.get("schema") != SCHEMA or found["key"] != key(environment):
+        return None
+    return Floor(source.name, found["points"], found["measured"])
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a run knows before it measures."""
+
+    config: Config
+    device: torch.device
+    points: list[Point]
+    environment: dict[str, Any]
+    floor: Floor | None  # the noise of this machine, where it was measured
+
+    @property
+    def rules(self) -> Rules:
+        """Margins of the points that can be gated, and how many pairs."""
+        pairs = self.config.timing.replicates
+        margins = {p.name: self.margin(p) for p in self.points}
+        most = self.config.gate.most_margin
+        gated = {name: m for name, m in margins.items() if m <= most}
+        return Rules(pairs, max(pairs, self.config.gate.most_pairs), gated)
+
+    def margin(self, point: Point) -> float:
+        """What counts at this point."""
+        least = self.config.gate.min_effect
+        pairs = self.config.timing.replicates
+        return self.floor.margin(point.name, least, pairs) if self.floor else least
+
+    @property
+    def smoke(self) -> bool:
+        """Tiny sizes, to see whether it runs at all."""
+        timing = self.config.timing
+        return bool(timing.max_rows or timing.max_batch)
+
+    def create(self) -> RunStore:
+        """A fresh run directory; raises UsageError where it cannot be written."""
+        return RunStore.begin(self.config, self.environment)
+
+
+def start(config: Config, words: Sequence[str]) -> Start:
+    """Raises UsageError where the run cannot be."""
+    device = device_of(config)
+    points = points_of(config)
+    if config.gate.inject < 1:
+        raise UsageError(f"gate.inject must be >= 1, got {config.gate.inject:g}")
+    if config.gate.inject > 1 and device.type != "cpu":
+        raise UsageError("gate.inject keeps the host busy, which a GPU does not notice: device=cpu")
+    environment = survey(config, device, words)
+    known = read(ROOT / config.gate.noise, environment, config)
+    return Start(config, device, points, environment, known)
+
+
+def unfinished(start: Start) -> tuple[RunStore, list[Record]] | None:
+    """The latest run of the same configuration and machine that neither ended nor goes on."""
+    folder = ROOT / start.config.report.folder / start.config.name
+    wanted = OmegaConf.to_yaml(OmegaConf.structured(start.config))
+    for path in sorted(folder.glob("*/config.yaml"), reverse=True):
+        run = path.parent
+        same = read_json(run, "environment.json").get("context_id")
+        if read_json(run, "run.json").get("status") == "finished":
+            continue
+        if path.read_text() == wanted and same == start.environment["context_id"]:
+            store = RunStore(run)
+            if store.claim():
+                return store, read_records(run)
+    return None
+
+
+def one_revision(start: Start, say: Callable[[str], object]) -> Revisions:
+    """Head on both sides; raises UsageError where it does not build."""
+    try:
+        head = revisions.snapshot(start.config.gate.head, start.device.type, say)
+    except revisions.BuildError as error:
+        raise UsageError(str(error)) from error
+    return Revisions(str(head.folder), str(head.folder))
+
+
+def heading(start: Start, what: str) -> str:
+    """What runs where, in one line."""
+    environment = start.environment
+    margins = "margins from this machine's noise floor" if start.floor else "no noise floor here"
+    return (
+        f"{start.config.name} · {what} · {text.count(len(start.points), 'point')} · "
+        f"{environment['device']} · torch {environment['torch']} · {margins}"
+    )
+
+
+def plan(config: Config, what: str) -> int:
+    """A dry run: the points, and `what` happens at them; returns exit status 0."""
+    points = points_of(config)
+    for point in points:
+        print(f"  {point.name:<32} {point.words}")
+    print(f"\n{text.count(len(points), 'point')}, {what}. Nothing was measured.")
+    return 0
+
+
+def pairs_of(config: Config) -> str:
+    """How many processes a gate takes, for people."""
+    least, most = config.timing.replicates, max(config.timing.replicates, config.gate.most_pairs)
+    return f"{least} to {most} pairs of processes, and as many again to confirm what looks slower"
+
+
+def refuse(error: UsageError) -> int:
+    """Wrong usage: one line, exit status 2."""
+    print(f"error: {error}", file=sys.stderr)
+    return 2

@@ -1,0 +1,163 @@
+"""What the report of an anchor says: published figures beside ours, each with its verdict."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from matplotlib.axes import Axes
+from matplotlib.ticker import FuncFormatter
+
+from experiments.compare import published as anchors
+from experiments.compare.published import Finding, Verdict, shown
+from experiments.config.sweep import Arm
+from experiments.kinds import keys_report
+from experiments.report import answer as timed
+from experiments.report import figures as timed_figures
+from experiments.report import text
+from experiments.report.data import Run
+from experiments.report.style import INK, Drawing, Figure, Panel
+from experiments.report.tables import Table, Value
+
+NOTES = (
+    anchors.RULE,
+    "Published figures, with where they were read and what they are of, are in reports/published/. "
+    "An interval beside ours is that of the median; a figure that follows from sizes has none.",
+)
+LINE = 0.62  # inches of a published figure in the drawing
+FEWEST_LINES = 2.0
+NAMED = 3  # figures that a sentence names
+
+
+def answer(run: Run) -> list[str]:
+    """How many came out; then what a run of the kind `time` would say."""
+    found = anchors.of_run(run)
+    if not found:
+        return [f"No figure in reports/published names {run.config.name} as its experiment."]
+    counts = anchors.counted(found)
+    words = ", ".join(f"{n} {verdict.value}" for verdict, n in counts.items())
+    sentences = [f"Of {len(found)} published figures: {words}."]
+    for verdict in (Verdict.REPRODUCED, Verdict.DIFFERS):
+        named = [f"{f.figure.name} ({_pair(f)})" for f in found if f.verdict is verdict]
+        if named:
+            sentences.append(f"{verdict.value.capitalize()}: {'; '.join(named)}.")
+    beside = [f for f in found if f.verdict is Verdict.NOT_RUN and math.isfinite(f.ours)]
+    if beside:
+        named = [f"{f.figure.name} ({_pair(f)})" for f in beside[:NAMED]]
+        more = f"; {len(beside) - NAMED} more in the table" if len(beside) > NAMED else ""
+        sentences.append(f"Beside theirs but not to be judged by it: {'; '.join(named)}{more}.")
+    rest = timed.answer(run)
+    return sentences + ([] if rest[0].startswith("No answer") else rest)
+
+
+def _pair(finding: Finding) -> str:
+    figure = finding.figure
+    return f"{text.digits(finding.ours, 4)} for {shown(figure.value)} {figure.unit}"
+
+
+def tables(run: Run) -> list[tuple[str, str, Table]]:
+    """(title, words, table) of every publication that the run is beside."""
+    found = anchors.of_run(run)
+    sources = {f.source.key: f.source for f in found}
+    published = [
+        (
+            f"Published: {source.title}",
+            f"Source: {source.source}. {source.note}".strip(),
+            table([f for f in found if f.source.key == key]),
+        )
+        for key, source in sources.items()
+    ]
+    return [*published, *keys_report.tables(run)]
+
+
+def table(found: Sequence[Finding]) -> Table:
+    """A row per figure, verdicts that say something first; equal reasons are told once."""
+    order = list(Verdict)
+    rows = sorted(found, key=lambda f: (order.index(f.verdict), math.isnan(f.ours)))
+    heads = ["figure", "theirs", "ours", "unit", "verdict", "why", "theirs is of", "ours is of"]
+    return Table(heads, [_line(f) for f in rows])
+
+
+def _line(finding: Finding) -> list[Value]:
+    figure = finding.figure
+    ours = text.digits(finding.ours, 4)
+    if math.isfinite(finding.lo) and math.isfinite(finding.hi):
+        ours += f" [{text.digits(finding.lo)}, {text.digits(finding.hi)}]"
+    where = figure.ours
+    arm = f"{_label(where.arm)}, {finding.device}" if where and finding.device else text.NONE
+    return [
+        Value(figure.name),
+        Value(shown(figure.value), figure.value),
+        Value(ours, finding.ours),
+        Value(figure.unit),
+        Value(finding.verdict.value),
+        Value(finding.reason),
+        Value(anchors.theirs(figure)),
+        Value(arm),
+    ]
+
+
+def _label(arm: str) -> str:
+    name, _, load = arm.partition("@")
+    if load:
+        return Arm(name, load=float(load)).label
+    name, _, rank = arm.partition("-")
+    return Arm(name, int(rank) if rank else 0).label
+
+
+def figures(run: Run) -> list[Figure]:
+    """Ours beside theirs; then what a run of the kind `time` draws."""
+    pairs = [f for f in anchors.of_run(run) if f.verdict is not Verdict.NOT_RUN]
+    found = []
+    if pairs:
+        height = 1.2 + max(FEWEST_LINES, LINE * len(pairs))
+        panel = Panel("Ours on the scale of theirs", _beside(pairs), 9.0, height)
+        found.append(
+            Figure(
+                "published",
+                "Published figures and ours",
+                "Open diamonds: published. Dots: ours. Each line has its own unit and scale. Only "
+                "figures that could be judged are drawn; others would be divided across devices or "
+                "different work.",
+                "",
+                [panel],
+                columns=1,
+            )
+        )
+    return [*found, *timed_figures.figures(run), *keys_report.figures(run)]
+
+
+SHADES = {
+    Verdict.REPRODUCED: "#2e8540",
+    Verdict.DIFFERS: "#be123c",
+}
+
+
+def _beside(found: Sequence[Finding]) -> Drawing:
+    """Every pair on a line of its own, both numbers written out, on the scale of their ratio."""
+
+    def draw(axes: Axes) -> None:
+        for line, finding in enumerate(found):
+            shade = SHADES[finding.verdict]
+            ratio = finding.ours / finding.figure.value
+            axes.plot([1.0, ratio], [line, line], color=shade, lw=1.2)
+            axes.plot(1.0, line, "D", mfc="none", color=INK, ms=7)
+            axes.plot(ratio, line, "o", color=shade, ms=8)
+            words = f"{_pair(finding)}: {finding.verdict.value}"
+            axes.annotate(words, (min(1.0, ratio), line), (0, 9), textcoords="offset points",
+                          fontsize=9, color=shade)  # fmt: skip
+        axes.set_xscale("log")
+        low, high = axes.get_xlim()
+        axes.set_xlim(min(low, 0.8), max(high, 4.0))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:g}"))
+        axes.xaxis.set_minor_formatter(FuncFormatter(lambda v, _: ""))
+        axes.set_yticks(range(len(found)), [_short(f.figure.name) for f in found])
+        axes.set_ylim(len(found) - 0.4, -0.8)
+        axes.grid(visible=False, axis="y")
+        axes.set_xlabel("published = 1")
+
+    return draw
+
+
+def _short(name: str) -> str:
+    return name.replace(": ", ":\n").replace(", ", ",\n", 1) if len(name) > 34 else name

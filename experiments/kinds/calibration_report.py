@@ -1,0 +1,169 @@
+"""What the report of a calibration says and draws: the constants of the cost model, by world."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from matplotlib.axes import Axes
+
+from experiments.report import text
+from experiments.report.data import Run
+from experiments.report.style import COLOURS, WIDTH, Drawing, Figure, Panel
+from experiments.report.tables import Table, Value
+
+ROW = 256  # bytes: of D = 64 in float32
+CURVES = {  # constant -> (what it is, whose colour)
+    "lookup_near": ("a lookup, table in cache", "tbe"),
+    "lookup_far": ("a lookup, large table", "tt"),
+    "update_near": ("an update, table in cache", "torch"),
+    "update_far": ("an update, large table", "cached_lru"),
+    "bag": ("a bag", "reference_tbe"),
+    "bag_gradient": ("a bag's gradient", "reference_tt"),
+}
+SECONDS = {
+    "step_s": "a step that looks up nothing",
+    "unit_s": "one more part of a table, forward and backward",
+    "exchange_s": "an all-to-all of nothing between two ranks",
+    "message_s": "one more rank of it",
+}
+NANOSECONDS = {
+    "route_ns": "an id, sorted by destination",
+    "arrange_ns": "a byte of pooled rows, put in its place",
+    "hash_ns": "a key of a dynamic table, beside a plain row",
+    "tt_ns": "a multiply-add of a tensor-train row",
+}
+LINKS = {
+    "link_bytes_per_s": "between ranks of a node, all sending",
+    "network_bytes_per_s": "between nodes, all sending; on one host this is its own memory",
+}
+BETWEEN = ("exchange_s", "message_s", *LINKS)  # of several ranks
+NOTES = (
+    "Constants of the planner's cost model (docs/planner.md). What ranks compute is measured by "
+    "one of them while the others wait, what they send by all at once; each is the least of "
+    "several rounds, what the machine does and not what else ran on it.",
+    "calibration.json is what emblib.sharding.planner.Calibration.load reads: of the largest world "
+    "that was measured. What a world has no "
+    "links for keeps its default, as do exchanges of a rank that is alone: those are not measured.",
+)
+
+
+def calibrations(run: Run) -> dict[int, Mapping[str, Any]]:
+    """World size -> its constants."""
+    good = [r for r in run.records if r["status"] == "ok" and "calibration" in r]
+    return {int(r["world_size"]): r["calibration"] for r in good}
+
+
+def at(curve: Sequence[Sequence[float]], nbytes: float) -> float:
+    """Nanoseconds at so many bytes, linear between the two points beside it."""
+    for (x0, y0), (x1, y1) in itertools.pairwise(curve):
+        if x0 <= nbytes <= x1:
+            return float(y0 + (y1 - y0) * (nbytes - x0) / (x1 - x0))
+    return float(curve[0][1] if nbytes < curve[0][0] else curve[-1][1])
+
+
+def answer(run: Run) -> list[str]:
+    """A lookup, an update, a message; what differs with more ranks."""
+    found = calibrations(run)
+    if not found:
+        return ["No answer: the constants could not be measured."]
+    most = max(found)
+    costs = found[most]
+    near, far = (at(costs[f"lookup_{n}"], ROW) for n in ("near", "far"))
+    slow, fast = (at(costs[f"update_{n}"], ROW) for n in ("far", "near"))
+    sentences = [
+        f"On this machine a row of 64 floats costs {text.seconds(near * 1e-9)} to look up where "
+        f"its table is in cache and {text.seconds(far * 1e-9)} where it is far larger, "
+        f"{text.seconds(fast * 1e-9)} and {text.seconds(slow * 1e-9)} to update."
+    ]
+    if most > 1:
+        way = "link" if _has(run, most, "link_bytes_per_s") else "network"
+        rate = costs[f"{way}_bytes_per_s"] / 1e9
+        sentences.append(
+            f"In a world of {most} an all-to-all of nothing costs "
+            f"{text.seconds(costs['exchange_s'])} for each other rank, and each sends "
+            f"{text.digits(rate)} GB/s."
+        )
+    return sentences
+
+
+def tables(run: Run) -> Sequence[tuple[str, str, Table]]:
+    """A row per constant, a column per world."""
+    found = calibrations(run)
+    if not found:
+        return []
+    worlds = sorted(found)
+    heads = ["what", "constant", *(text.count(w, "rank") for w in worlds)]
+    lines = [
+        [Value(f"{what}, row of {ROW} bytes"), Value(name)]
+        + [_seconds(at(found[w][name], ROW) * 1e-9) for w in worlds]
+        for name, (what, _) in CURVES.items()
+    ]
+    for names, unit in ((NANOSECONDS, 1e-9), (SECONDS, 1.0)):
+        lines += [
+            [Value(what), Value(name)]
+            + [_seconds(found[w][name] * unit, measured=_has(run, w, name)) for w in worlds]
+            for name, what in names.items()
+        ]
+    lines += [
+        [Value(what), Value(name)]
+        + [_rate(found[w][name], measured=_has(run, w, name)) for w in worlds]
+        for name, what in LINKS.items()
+    ]
+    words = f"Constants: {found[worlds[-1]]['source']}."
+    return [("Constants of the cost model", words, Table(heads, lines))]
+
+
+def _has(run: Run, world: int, name: str) -> bool:
+    """Whether a world of so many ranks has what this constant is of; else it is a default."""
+    if name not in BETWEEN:
+        return True
+    nodes = next((r["nodes"] for r in run.records if r["world_size"] == world and "nodes" in r), 1)
+    if name == "network_bytes_per_s":
+        return bool(nodes > 1)
+    return bool(world > nodes if name == "link_bytes_per_s" else world > 1)
+
+
+def _seconds(value: float, *, measured: bool = True) -> Value:
+    return Value(text.seconds(value), value) if measured else Value("not measured", math.nan)
+
+
+def _rate(value: float, *, measured: bool) -> Value:
+    shown = f"{text.digits(value / 1e9)} GB/s"
+    return Value(shown, value) if measured else Value("not measured", math.nan)
+
+
+def figures(run: Run) -> list[Figure]:
+    """What a row costs by its bytes."""
+    found = calibrations(run)
+    if not found:
+        return []
+    costs = found[max(found)]
+    return [
+        Figure(
+            "costs_of_rows",
+            "What a row costs by its length",
+            "Of updates the optimizer's state counts as well. Down is better.",
+            str(costs["source"]),
+            [Panel("Time by bytes of a row", _curves(costs), 1.6 * WIDTH)],
+            columns=1,
+        )
+    ]
+
+
+def _curves(costs: Mapping[str, Any]) -> Drawing:
+    def draw(axes: Axes) -> None:
+        for name, (what, colour) in CURVES.items():
+            xs, ys = zip(*costs[name], strict=True)
+            axes.plot(xs, ys, marker="o", color=COLOURS[colour], label=what)
+        axes.set_xlabel("bytes of a row")
+        axes.set_ylabel("ns")
+        axes.set_xscale("log", base=2)
+        ticks = sorted({x for name in CURVES for x, _ in costs[name]})
+        axes.set_xticks(ticks, [f"{x:,.0f}" for x in ticks], fontsize=8)
+        axes.set_ylim(bottom=0)
+        axes.legend(fontsize=8, loc="best")
+
+    return draw

@@ -1,0 +1,126 @@
+"""What the report of tables that grow says and draws: the longest pause, and the memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.ticker import FuncFormatter
+
+from experiments.kinds.keys import PHASE, growth
+from experiments.report import text
+from experiments.report.data import Run
+from experiments.report.style import WIDTH, Drawing, Figure, Panel, colour_of
+from experiments.report.tables import Table, Value
+from experiments.results import metrics
+
+NOTES = (
+    "Every table gets the same new keys, call by call, all of them in turn; nothing is warmed up, "
+    "for a table grows only once. The longest call of a process is the pause that somebody would "
+    "have waited for; of several processes the middle one is given.",
+    "Memory is measured in a pass of its own, one table at a time: the most that was in use while "
+    "it grew, and what is in use in the end.",
+    "After it has grown, every key of a table is looked up: each must be there, in a slot of its "
+    "own, with its value. A table for which that is not so is listed as wrong.",
+)
+
+
+def answer(run: Run) -> list[str]:
+    """The subject's longest call beside its usual one, and the others'."""
+    rows = growth(run.records)
+    rows = rows[rows["status"] == "ok"] if len(rows) else rows
+    own = rows[rows["contender"] == run.subject.contender] if len(rows) else rows
+    if not len(own):
+        return [f"No answer: {run.subject.label} has no result."]
+    first = own.iloc[0]
+    sentences = [
+        f"While it grew to {first['keys_there']:,} keys, {first['label']} took "
+        f"{text.seconds(first['median_s'])} for a call of {first['lookups']:,} new keys and at "
+        f"most {_pause(first)}{_memory(first)}."
+    ]
+    others = rows[(rows["cell"] == first["cell"]) & (rows["arm"] != first["arm"])]
+    for _, row in others.iterrows():
+        sentences.append(
+            f"{row['label']}: {text.seconds(row['median_s'])}, at most {_pause(row)}{_memory(row)}."
+        )
+    return sentences
+
+
+def _pause(row: pd.Series) -> str:
+    return f"{text.seconds(row['longest_s'])} ({text.times(row['longest_s'] / row['median_s'])})"
+
+
+def _memory(row: pd.Series) -> str:
+    ratio = row["peak_over_kept"]
+    if text.missing(ratio):
+        return ""
+    return f", with at most {text.times(ratio)} the memory that it keeps"
+
+
+def tables(run: Run) -> Sequence[tuple[str, str, Table]]:
+    """A row per table."""
+    rows = growth(run.records)
+    heads = ["table", "keys", "a call", "99 %", "longest", "longest ÷ usual", "altogether"]
+    heads += ["million keys/s", "peak memory", "kept", "peak ÷ kept", "processes"]
+    lines = []
+    for _, row in rows.iterrows():
+        if row["status"] != "ok":
+            line = [Value(str(row["label"])), Value(str(row["status"]))]
+            lines.append(line + [Value(text.NONE)] * (len(heads) - 2))
+            continue
+        pause = row["longest_s"] / row["median_s"]
+        rate = row["keys_there"] / row["total_s"] / 1e6
+        lines.append(
+            [
+                Value(str(row["label"])),
+                Value(f"{row['keys_there']:,}", float(row["keys_there"])),
+                Value(text.seconds(row["median_s"]), row["median_s"]),
+                Value(text.seconds(row["p99_s"]), row["p99_s"]),
+                Value(text.seconds(row["longest_s"]), row["longest_s"]),
+                Value(text.times(pause), pause),
+                Value(text.seconds(row["total_s"]), row["total_s"]),
+                Value(text.digits(rate), rate),
+                Value(text.size(row["peak_bytes"]), row["peak_bytes"]),
+                Value(text.size(row["kept_bytes"]), row["kept_bytes"]),
+                Value(text.times(row["peak_over_kept"]), row["peak_over_kept"]),
+                Value(f"{row['processes']}", float(row["processes"])),
+            ]
+        )
+    sections = run.sections()
+    words = f"{run.sizes(sections[0])}." if sections else ""
+    return [("Tables that grow", words, Table(heads, lines))] if lines else []
+
+
+def figures(run: Run) -> list[Figure]:
+    """Every call of the first process of each table, on a logarithmic axis."""
+    records = [r for r in run.records if r["status"] == "ok" and not metrics.replicate_of(r)]
+    if not records:
+        return []
+    return [
+        Figure(
+            "growth",
+            "Time of each call while a table fills",
+            "One process. A table that moves everything at once shows spikes. Down is better.",
+            run.sizes(run.sections()[0]),
+            [Panel("Time of a call", _calls(records), 1.8 * WIDTH)],
+            columns=1,
+        )
+    ]
+
+
+def _calls(records: Sequence[dict[str, object]]) -> Drawing:
+    def draw(axes: Axes) -> None:
+        for record in records:
+            taken = metrics.seconds(record, PHASE)
+            keys = [float(str(record["lookups"])) * (n + 1) / 1e6 for n in range(len(taken))]
+            name = str(record["contender"])
+            axes.plot(keys, taken, color=colour_of(name), lw=1.0, label=str(record["label"]))
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: text.seconds(value)))
+        axes.yaxis.set_minor_formatter(FuncFormatter(lambda value, _: ""))
+        axes.set_xlabel("million keys in the table")
+        axes.set_ylabel("time of a call")
+        axes.legend(fontsize=8, loc="best")
+
+    return draw

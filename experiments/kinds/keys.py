@@ -1,0 +1,134 @@
+"""Records of the kinds keys and growth as tables of numbers; without torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import pandas as pd
+
+from experiments.config.schema import OPERATIONS, Kind
+from experiments.results import metrics
+from experiments.results.store import Record
+from experiments.timing import statistics
+
+YARDSTICK = "find_slots"  # of the subject at the same load: what ratios are to
+PHASE = "insert"  # what a table that grows is timed at
+
+FORMULA = (
+    "Keys per second are keys of a call ÷ its median time. Ratios are time ÷ the time of find* of "
+    "the subject at the same load, paired in each round: 3× means that find* does three times as "
+    "many keys in the same time. find copies the values of the keys, find* and find_or_insert* "
+    "give their slots. Calls that change a table are undone before the next one, outside of its "
+    "time; where the new keys do not fit, they take the places of others, as in a full table. Of a "
+    "table that evicts from time to time, a sample is the mean of as many calls as that is."
+)
+
+
+def frame(records: Sequence[Record], subject: str) -> pd.DataFrame:
+    """One row per arm, mode and operation of a cell, all its processes together."""
+    groups: dict[tuple[str, str, str], list[Record]] = {}
+    for record in records:
+        if record.get("kind") == Kind.keys.value:
+            key = record["cell"], record["arm"], metrics.mode_of(record)
+            groups.setdefault(key, []).append(record)
+    pairs: dict[tuple[str, str], list[tuple[list[Record], list[Record]]]] = {}
+    measured = []
+    for (cell, _, mode), group in groups.items():
+        base = groups.get((cell, f"{subject}@{group[0]['load']:g}", mode), [])
+        phases = next((list(r["samples"]) for r in group if r["samples"]), [])
+        for phase in phases or [""]:
+            pairs.setdefault((mode, phase), []).append((group, as_yardstick(base, phase)))
+            measured.append((group, mode, phase, base))
+    pools = {key: metrics.Pools.of(found, key[1]) for key, found in pairs.items()}
+    rows = [_row(group, phase, base, pools[mode, phase]) for group, mode, phase, base in measured]
+    return pd.DataFrame(rows)
+
+
+def _row(
+    group: Sequence[Record], phase: str, base: Sequence[Record], pools: metrics.Pools
+) -> dict[str, Any]:
+    taken = metrics.good(group)
+    wrong = any(r["status"] == "wrong" for r in group)
+    record = taken[0] if taken else group[0]
+    time = metrics.summarise_processes([metrics.seconds(r, phase) for r in taken], pools.times)
+    effect = metrics.ratio(taken, as_yardstick(metrics.good(base), phase), phase, pools.ratios)
+    names = ("section", "cell", "contender", "arm", "label", "load", "rows_scale", "lookups")
+    return {
+        **{name: record[name] for name in names},
+        "mode": metrics.mode_of(record),
+        "phase": phase,
+        "operation": OPERATIONS.get(phase, phase),
+        "status": "wrong" if wrong else record["status"],
+        "reason": record["reason"],
+        **record["params"],
+        "slots": record.get("slots", math.nan),
+        "keys_there": record.get("keys_there", math.nan),
+        "hits": record.get("hits", math.nan),
+        "median_s": time.median,
+        "q25_s": time.q25,
+        "q75_s": time.q75,
+        "lo_s": time.lo,
+        "hi_s": time.hi,
+        "samples": time.n,
+        "processes": len(taken),
+        "keys_per_s": record["lookups"] / time.median,
+        "ratio": effect.ratio,
+        "ratio_lo": effect.lo,
+        "ratio_hi": effect.hi,
+        "bytes": record.get("weights_bytes"),
+    }
+
+
+def as_yardstick(base: Sequence[Record], phase: str) -> list[Record]:
+    """Return the records with the yardstick's samples in the place of a phase's."""
+    return [
+        r | {"samples": {phase: r["samples"].get(YARDSTICK, [])}}
+        for r in base
+        if r["samples"].get(YARDSTICK)
+    ]
+
+
+def growth(records: Sequence[Record]) -> pd.DataFrame:
+    """One row per table that grew, all its processes together."""
+    groups: dict[tuple[str, str], list[Record]] = {}
+    for record in records:
+        if record.get("kind") == Kind.growth.value:
+            groups.setdefault((record["cell"], record["arm"]), []).append(record)
+    return pd.DataFrame([_grown(group) for group in groups.values()])
+
+
+def _grown(group: Sequence[Record]) -> dict[str, Any]:
+    wrong = any(r["status"] == "wrong" for r in group)
+    taken = [] if wrong else [r for r in group if r["status"] == "ok"]
+    record = taken[0] if taken else group[0]
+    each = [metrics.seconds(r, PHASE) for r in taken]
+    time = statistics.summarise([s for seconds in each for s in seconds])
+    ends = statistics.tail([s for seconds in each for s in seconds])
+    # The longest call of each process; of several processes the middle one.
+    longest = statistics.summarise([max(seconds) for seconds in each if seconds])
+    total = statistics.summarise([sum(seconds) for seconds in each if seconds])
+    peak, kept = (_middle(taken, name) for name in ("peak_bytes", "kept_bytes"))
+    names = ("section", "cell", "contender", "arm", "label", "lookups")
+    return {
+        **{name: record[name] for name in names},
+        **record["params"],
+        "status": "wrong" if wrong else record["status"],
+        "reason": record["reason"],
+        "keys_there": record.get("keys_there", math.nan),
+        "calls": len(each[0]) if each else 0,
+        "processes": len(taken),
+        "median_s": time.median,
+        "p99_s": ends.p99,
+        "longest_s": longest.median,
+        "total_s": total.median,
+        "peak_bytes": peak,
+        "kept_bytes": kept,
+        "peak_over_kept": peak / kept if kept and not math.isnan(peak) else math.nan,
+    }
+
+
+def _middle(taken: Sequence[Record], name: str) -> float:
+    found = [float(r[name]) for r in taken if r.get(name) is not None]
+    return statistics.summarise(found).median

@@ -1,0 +1,224 @@
+"""What the report of tables of keys says and draws: keys a second, by operation and load."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import pandas as pd
+from matplotlib.axes import Axes
+
+from experiments.config.schema import OPERATIONS
+from experiments.config.sweep import SWEEP
+from experiments.kinds.keys import YARDSTICK
+from experiments.report import text
+from experiments.report.data import Run
+from experiments.report.style import WIDTH, Drawing, Figure, Panel, colour_of, marker_of
+from experiments.report.tables import Table, Value
+
+CEILINGS = ("lines", "lines_huge")
+LINE = 0.3  # inches of a bar
+
+
+def good(run: Run) -> pd.DataFrame:
+    """Operations that have a time."""
+    rows = run.operations
+    return rows[rows["status"] == "ok"] if len(rows) else rows
+
+
+def answer(run: Run) -> list[str]:
+    """The subject's find* on the headline: how fast, beside each other, below which ceiling."""
+    rows = good(run)
+    rows = rows[rows["section"] == run.headline] if len(rows) else rows
+    own = rows[(rows["contender"] == run.subject.contender) & (rows["phase"] == YARDSTICK)] if len(
+        rows
+    ) else rows  # fmt: skip
+    if not len(own):
+        return [f"No answer: {run.subject.label} has no result on the headline workload."]
+    first = own.iloc[0]
+    beside = rows[(rows["load"] == first["load"]) & (rows["contender"] != first["contender"])]
+    said = [_beside(row) for _, row in beside.iterrows() if row["contender"] not in CEILINGS]
+    below = [_share(row) for _, row in beside.iterrows() if row["contender"] in CEILINGS]
+    sentence = (
+        f"On this machine find* of {_name(first)} does {_rate(first)} keys/s on "
+        f"{run.title(run.headline)} ({text.seconds(first['median_s'])} for "
+        f"{first['lookups']:,} keys, {first['keys_there']:,.0f} there)"
+    )
+    return [
+        sentence + (f": {', '.join(said)}." if said else "."),
+        *([f"That is {' and '.join(below)}."] if below else []),
+        *_along(run, rows),
+    ]
+
+
+def _name(row: pd.Series) -> str:
+    return str(row["label"]).partition(", load")[0]
+
+
+def _beside(row: pd.Series) -> str:
+    what = _name(row)
+    operation = "" if row["phase"] == YARDSTICK else f" ({row['operation']})"
+    return (
+        f"{text.times(row['ratio'])} {text.interval(row['ratio_lo'], row['ratio_hi'])} that of "
+        f"{what}{operation}"
+    )
+
+
+def _share(row: pd.Series) -> str:
+    what = _name(row)
+    return f"{text.digits(100 * row['ratio'])} % of {what} ({_rate(row)}/s)"
+
+
+def _rate(row: pd.Series) -> str:
+    return f"{text.digits(row['keys_per_s'] / 1e6)} M"
+
+
+def _along(run: Run, rows: pd.DataFrame) -> list[str]:
+    """How far the load matters, for the subject's operations."""
+    own = rows[rows["contender"] == run.subject.contender]
+    if own["load"].nunique() < 2:
+        return []
+    low, high = own["load"].min(), own["load"].max()
+    parts = []
+    for name, one in own.groupby("operation", sort=False):
+        ends = [one[one["load"] == load] for load in (low, high)]
+        if all(len(e) for e in ends):
+            parts.append(f"{name} from {_rate(ends[0].iloc[0])} to {_rate(ends[1].iloc[0])}")
+    return [f"From load {low:g} to {high:g}, keys/s go: {', '.join(parts)}."] if parts else []
+
+
+def tables(run: Run) -> Sequence[tuple[str, str, Table]]:
+    """One for each case and mode, and one for the sweep: a row per arm and operation."""
+    found = []
+    for mode in run.modes:
+        rows = run.at(mode).operations
+        for section in dict.fromkeys(rows["section"]) if len(rows) else ():
+            title = "The sweep" if section == SWEEP else run.title(section)
+            note = run.config.cases[section].note if section in run.config.cases else ""
+            words = f"{run.sizes(section)}. {note}".strip()
+            suffix = f", {mode}" * (len(run.modes) > 1)
+            own = rows[rows["section"] == section]
+            found.append((title[:1].upper() + title[1:] + suffix, words, _table(run, own)))
+    return found
+
+
+def _table(run: Run, rows: pd.DataFrame) -> Table:
+    varied = [a for a in ("D", "E", "B", "s") if rows[a].nunique() > 1]
+    yard = f"time ÷ find* of {run.subject.label} [95\u00a0%]"
+    heads = ["table", *varied, "operation", "time of a call", "M keys/s", "2³⁰ keys/s", yard]
+    heads += ["keys there", "hits", "memory"]
+    lines = []
+    for _, row in rows.iterrows():
+        line = [Value(str(row["label"])), *(Value(f"{row[a]:g}", float(row[a])) for a in varied)]
+        if row["status"] != "ok":
+            line += [Value(str(row["status"]))]
+            lines.append(line + [Value(text.NONE)] * (len(heads) - len(line)))
+            continue
+        line += [
+            Value(str(row["operation"])),
+            Value(text.seconds(row["median_s"]), row["median_s"]),
+            Value(text.digits(row["keys_per_s"] / 1e6), row["keys_per_s"]),
+            Value(text.digits(row["keys_per_s"] / 2**30), row["keys_per_s"]),
+            _ratio(run, row),
+            Value(f"{row['keys_there']:,.0f}", float(row["keys_there"])),
+            Value(f"{100 * row['hits']:.0f} %", float(row["hits"])),
+            Value(text.size(row["bytes"]), float(row["bytes"] or math.nan)),
+        ]
+        lines.append(line)
+    return Table(heads, lines)
+
+
+def _ratio(run: Run, row: pd.Series) -> Value:
+    if text.missing(row["ratio"]):
+        return Value(text.NONE)
+    if row["contender"] == run.subject.contender and row["phase"] == YARDSTICK:
+        return Value("1", 1.0)
+    shown = f"{text.times(row['ratio'])} {text.interval(row['ratio_lo'], row['ratio_hi'])}"
+    return Value(shown, float(row["ratio"]))
+
+
+def figures(run: Run) -> list[Figure]:
+    """Everybody on the headline; then the subject's operations against the load."""
+    rows = good(run)
+    if not len(rows):
+        return []
+    own = rows[rows["section"] == run.headline]
+    own = own if len(own) else rows[rows["section"] == rows["section"].iloc[0]]
+    found = [
+        Figure(
+            "keys_per_second",
+            "Keys per second",
+            "Bars: keys of a call ÷ its median time; lines: quartiles. The ceilings read one "
+            "random line of memory for each key and hold no keys. Right is better.",
+            run.sizes(str(own["section"].iloc[0])),
+            [Panel(run.title(str(own["section"].iloc[0])), _bars(own), 1.8 * WIDTH,
+                   1.0 + LINE * len(own))],
+            columns=1,
+        )
+    ]  # fmt: skip
+    panels = [
+        Panel(operation, _loads(part, legend=number == 0))
+        for number, (operation, part) in enumerate(_by_operation(run, rows))
+    ]
+    if panels:
+        found.append(
+            Figure(
+                "load",
+                "Keys per second against the load",
+                f"{run.subject.label}, by the dimension of its values. Up is better.",
+                "",
+                panels,
+            )
+        )
+    return found
+
+
+def _by_operation(run: Run, rows: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
+    own = rows[rows["contender"] == run.subject.contender]
+    several = own.groupby("cell")["load"].transform("nunique") > 1
+    own = own[several]
+    return [
+        (o, own[own["operation"] == o])
+        for o in OPERATIONS.values()
+        if (own["operation"] == o).any()
+    ]
+
+
+def _bars(rows: pd.DataFrame) -> Drawing:
+    def draw(axes: Axes) -> None:
+        rows_up = rows.sort_values("keys_per_s", ascending=False)
+        names = []
+        for place, (_, row) in enumerate(rows_up.iterrows()):
+            ceiling = row["contender"] in CEILINGS
+            axes.barh(
+                place, row["keys_per_s"] / 1e6, color=colour_of(str(row["contender"])),
+                hatch="//" if ceiling else None, height=0.7,
+            )  # fmt: skip
+            ends = [row["lookups"] / row[q] / 1e6 for q in ("q75_s", "q25_s")]
+            axes.plot(ends, [place, place], color="black", lw=1.2)
+            names.append(str(row["label"]) if ceiling else f"{row['label']}: {row['operation']}")
+        axes.set_yticks(range(len(names)), names)
+        axes.set_ylim(len(names) - 0.4, -0.6)
+        axes.set_xlabel("million keys per second")
+        axes.grid(visible=False, axis="y")
+
+    return draw
+
+
+def _loads(rows: pd.DataFrame, *, legend: bool) -> Drawing:
+    def draw(axes: Axes) -> None:
+        for number, (dim, line) in enumerate(rows.groupby("D")):
+            line = line.sort_values("load")
+            shade = 0.35 + 0.6 * (number + 1) / rows["D"].nunique()
+            axes.plot(
+                line["load"], line["keys_per_s"] / 1e6, marker=marker_of(f"{dim}"),
+                color=colour_of(str(line["contender"].iloc[0])), alpha=min(1.0, shade),
+                label=f"D={dim}",
+            )  # fmt: skip
+        axes.set_xlabel("keys there ÷ slots")
+        axes.set_ylabel("million keys per second")
+        axes.set_ylim(bottom=0)
+        if legend:
+            axes.legend(fontsize=8, loc="best")
+
+    return draw

@@ -1,0 +1,206 @@
+"""Records of the kind sharding as tables of numbers; without torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pandas as pd
+
+from experiments.config.schema import Kind, Scaling
+from experiments.results import metrics
+from experiments.results.store import Record
+from experiments.timing.statistics import Effect
+
+STEP, COMPUTE = "step", "local"
+OURS = "sharded_"  # contenders of emblib's that are spread over ranks; what follows is the type
+PARTS = {  # what is timed of a step besides the whole of it
+    "input": "distribute ids",
+    "local": "look up and update",
+    "output": "combine outputs",
+}
+SAME_BATCH = ("T", "E", "D", "L", "s", "q")
+
+FORMULA = (
+    "A sample is what the slowest rank took. Compute is the lookup and the update of the rows that "
+    "a rank holds, for ids that it has already, done by all ranks at once; communication is the "
+    "rest of the step: routing, sending both ways, waiting for other ranks, combining. Efficiency "
+    "compares with one rank: of weak scaling, the step of one rank ÷ the step of W; of strong "
+    "scaling, the step of one rank ÷ W ÷ the step of W."
+)
+
+
+def counterpart(contender: str) -> str:
+    """Return emblib's contender of the same sharding type; empty where there is none."""
+    if contender in ("torchrec_fused", "torchrec_unsharded"):
+        return "collection"
+    kind = contender.removeprefix("torchrec_")
+    return f"{OURS}{kind}" if kind != contender else ""
+
+
+def beside_torchrec(rows: pd.DataFrame) -> pd.DataFrame:
+    """Those of TorchRec's that were compared with emblib's."""
+    return rows[rows["ratio"].notna() & rows["contender"].str.startswith("torchrec_")]
+
+
+def type_of(contender: str) -> str:
+    """'row-wise' of a sharded contender, whoever's it is; its own name of others."""
+    for prefix in (OURS, "torchrec_"):
+        if contender.startswith(prefix):
+            return contender.removeprefix(prefix).replace("_", "-")
+    return contender
+
+
+def frame(records: Sequence[Record]) -> pd.DataFrame:
+    """One row per arm and mode of a cell and phase, all its processes together.
+
+    `ratio` is the time ÷ that of emblib's counterpart in the same cell, paired in each round.
+    """
+    groups: dict[tuple[str, str, str], list[Record]] = {}
+    for record in records:
+        if record.get("kind") == Kind.sharding.value:
+            key = record["cell"], record["arm"], metrics.mode_of(record)
+            groups.setdefault(key, []).append(record)
+    pairs: dict[tuple[str, str], list[tuple[list[Record], list[Record]]]] = {}
+    measured = []
+    for (cell, arm, mode), group in groups.items():
+        base = groups.get((cell, counterpart(arm), mode), [])
+        phases = next((list(r["samples"]) for r in group if r["samples"]), [STEP])
+        for phase in phases:
+            pairs.setdefault((mode, phase), []).append((group, base))
+            measured.append((group, mode, phase, base))
+    pools = {key: metrics.Pools.of(found, key[1]) for key, found in pairs.items()}
+    rows = [_row(group, phase, base, pools[mode, phase]) for group, mode, phase, base in measured]
+    return pd.DataFrame(rows)
+
+
+def _row(
+    group: Sequence[Record], phase: str, base: Sequence[Record], pools: metrics.Pools
+) -> dict[str, Any]:
+    taken = metrics.good(group)
+    record = taken[0] if taken else group[0]
+    time = metrics.summarise_processes([metrics.seconds(r, phase) for r in taken], pools.times)
+    effect = metrics.ratio(taken, metrics.good(base), phase, pools.ratios)
+    names = ("section", "cell", "contender", "arm", "label", "rows_scale", "lookups")
+    return {
+        **{name: record[name] for name in names},
+        **record["params"],
+        "type": type_of(record["contender"]),
+        "world_size": record["world_size"],
+        "scaling": record.get("scaling", Scaling.weak.value),
+        "mode": metrics.mode_of(record),
+        "phase": phase,
+        "status": status_of(group),
+        "reason": record["reason"],
+        "median_s": time.median,
+        "q25_s": time.q25,
+        "q75_s": time.q75,
+        "lo_s": time.lo,
+        "hi_s": time.hi,
+        "samples": time.n,
+        "processes": len(taken),
+        **_ratio(effect),
+        "weights_bytes": record["weights_bytes"],
+    }
+
+
+def _ratio(effect: Effect) -> dict[str, float]:
+    return {"ratio": effect.ratio, "ratio_lo": effect.lo, "ratio_hi": effect.hi}
+
+
+def status_of(group: Sequence[Record]) -> str:
+    """Once wrong is wrong; else what any process made of it."""
+    found = [str(r["status"]) for r in group]
+    if "wrong" in found:
+        return "wrong"
+    return "ok" if "ok" in found else next(iter(found), "missing")
+
+
+def steps(rows: pd.DataFrame) -> pd.DataFrame:
+    """One row per arm and cell: the step, what of it is compute, its efficiency over ranks.
+
+    Columns besides those of `frame`: compute_s, communication_s (NaN where the contender does not
+    tell its parts), base_s (the step of one rank on the same batch of each, or of all) and
+    efficiency.
+    """
+    if not len(rows):
+        return rows
+    good = rows[(rows["phase"] == STEP) & (rows["status"] == "ok")].copy()
+    compute = {
+        (r["cell"], r["arm"], r["mode"]): r["median_s"]
+        for _, r in rows[rows["phase"] == COMPUTE].iterrows()
+    }
+    keys = list(zip(good["cell"], good["arm"], good["mode"], strict=True))
+    good["compute_s"] = [compute.get(key, math.nan) for key in keys]
+    good["communication_s"] = (good["median_s"] - good["compute_s"]).clip(lower=0.0)
+    alone = good[good["world_size"] == 1]
+    base = {_identity(r, r["B"]): float(r["median_s"]) for _, r in alone.iterrows()}
+    good["base_s"] = [base.get(_identity(r, _batch(r)), math.nan) for _, r in good.iterrows()]
+    share = [1 if r["scaling"] == Scaling.weak.value else 1 / r["world_size"]
+             for _, r in good.iterrows()]  # fmt: skip
+    good["efficiency"] = good["base_s"] * share / good["median_s"]
+    return good
+
+
+def _identity(row: Mapping[Any, Any] | pd.Series, batch: int) -> tuple[Any, ...]:
+    names = ("section", "arm", "mode", *SAME_BATCH)
+    return (*(row[name] for name in names), batch)
+
+
+def _batch(row: Mapping[Any, Any] | pd.Series) -> int:
+    """The batch that one rank has where the row's is scaled to it."""
+    strong = row["scaling"] == Scaling.strong.value and row["world_size"] > 1
+    return int(row["B"] * row["world_size"] if strong else row["B"])
+
+
+def predictions(records: Sequence[Record]) -> pd.DataFrame:
+    """One row per arm and cell: predicted_s beside median_s, and per larger world without one.
+
+    The constants are those that the same process measured; of several processes the mean counts.
+    """
+    groups: dict[tuple[str, str, int, str], list[tuple[Record, Mapping[str, Any]]]] = {}
+    for record in records:
+        if record.get("kind") == Kind.sharding.value and record["status"] == "ok":
+            for told in record.get("predicted", []):
+                key = record["cell"], record["arm"], int(told["ranks"]), told["scaling"]
+                groups.setdefault(key, []).append((record, told))
+    rows = []
+    for (cell, arm, ranks, scaling), found in groups.items():
+        record = found[0][0]
+        here = ranks == record["world_size"]
+        times = [metrics.seconds(r, STEP) for r, _ in found]
+        rows.append(
+            {
+                "section": record["section"],
+                "cell": cell,
+                "arm": arm,
+                "contender": record["contender"],
+                "label": record["label"],
+                "type": type_of(record["contender"]),
+                "world_size": ranks,
+                "scaling": scaling,
+                "beyond": not here,
+                "predicted_s": _mean(found, "step_s"),
+                "predicted_compute_s": _mean(found, "compute_s"),
+                "median_s": metrics.summarise_processes(times).median if here else math.nan,
+                "batch": int(found[0][1]["batch"]),
+                **{a: record["params"][a] for a in SAME_BATCH},
+            }
+        )
+    return pd.DataFrame(rows)
+
+
+def _mean(found: Sequence[tuple[Record, Mapping[str, Any]]], name: str) -> float:
+    return sum(float(told[name]) for _, told in found) / len(found)
+
+
+def agreement(rows: pd.DataFrame) -> tuple[float, float, int]:
+    """Spearman's rank correlation of predicted and measured steps, the median factor between them
+    (>= 1), and how many points there are; of those that were measured."""
+    measured = rows[~rows["beyond"]] if len(rows) else rows
+    if len(measured) < 3:
+        return math.nan, math.nan, len(measured)
+    ranks = measured["predicted_s"].rank(), measured["median_s"].rank()
+    factor = (measured["predicted_s"] / measured["median_s"]).map(lambda x: max(x, 1 / x))
+    return float(ranks[0].corr(ranks[1])), float(factor.median()), len(measured)

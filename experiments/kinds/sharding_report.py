@@ -1,0 +1,445 @@
+"""What the report of sharded collections says: steps beside TorchRec's, over ranks, predicted."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Sequence
+
+import pandas as pd
+from matplotlib.axes import Axes
+
+from experiments.config.schema import Scaling
+from experiments.config.sweep import SWEEP
+from experiments.kinds import sharding
+from experiments.report import text
+from experiments.report.data import Run
+from experiments.report.style import COLOURS, INK, WIDTH, Drawing, Figure, Panel, plain_ticks
+from experiments.report.tables import Table, Value
+
+NOTES = (
+    sharding.FORMULA,
+    "Ratios are TorchRec's time ÷ that of emblib's counterpart in the same processes, paired in "
+    "each round: 2× means that emblib's step takes half the time. Both work on the same batches in "
+    "the same processes; a rank's gradients are divided by the number of ranks. On CPUs "
+    "both exchange over gloo.",
+    "Every contender's first output and first update are checked against plain PyTorch, on all "
+    "ranks together, before anything is timed.",
+    "Predictions are those of the planner's cost model, from constants that the same ranks "
+    "measured before anything else. Where there are more ranks than were measured they are "
+    "predictions and nothing else: nobody ran them. They take every rank to have a core of its "
+    "own and every link to be as those between the ranks that were measured; machines that are not "
+    "one host have a network that this was not checked on.",
+)
+
+
+def rows_of(run: Run) -> pd.DataFrame:
+    """Every arm's step, over all modes."""
+    return sharding.steps(sharding.frame(run.records))
+
+
+def answer(run: Run) -> list[str]:
+    """Against TorchRec where it was there; how the subject scales; how good predictions are."""
+    rows = rows_of(run)
+    if not len(rows):
+        return ["No answer: no contender has a result."]
+    said = [*_against(run, rows), *_scaling(run, rows), *_predicted(run)]
+    return said or [_fastest(rows)]
+
+
+def _against(run: Run, rows: pd.DataFrame) -> list[str]:
+    """The ratios of the headline, each with its times; then the range over all cells."""
+    judged = sharding.beside_torchrec(rows)
+    if not len(judged):
+        return []
+    section = run.headline if (judged["section"] == run.headline).any() else judged.iloc[0].section
+    first = judged[judged["section"] == section]
+    first = first[first["world_size"] == first["world_size"].max()]
+    first = first[first["cell"] == first["cell"].iloc[0]]
+    ours = {(r["cell"], r["arm"]): r["median_s"] for _, r in rows.iterrows()}
+    parts = [
+        f"{row['type']} {text.times(row['ratio'])} "
+        f"{text.interval(row['ratio_lo'], row['ratio_hi'])} "
+        f"({text.seconds(row['median_s'])} against "
+        f"{text.seconds(ours[row['cell'], sharding.counterpart(row['arm'])])})"
+        for _, row in first.iterrows()
+    ]
+    title = _cell_title(run, str(first["cell"].iloc[0]))
+    sentences = [
+        f"On this machine a step of TorchRec takes, as a multiple of emblib's on {title}: "
+        f"{', '.join(parts)}."
+    ]
+    if judged["cell"].nunique() > 1:
+        low, high = judged.loc[judged["ratio"].idxmin()], judged.loc[judged["ratio"].idxmax()]
+        sentences.append(
+            f"Over all cells the multiple runs from {text.times(low['ratio'])} ({low['label']} on "
+            f"{_cell_title(run, low['cell'])}) to {text.times(high['ratio'])} ({high['label']} on "
+            f"{_cell_title(run, high['cell'])})."
+        )
+    return sentences
+
+
+def _scaling(run: Run, rows: pd.DataFrame) -> list[str]:
+    """The subject and the best type, at the largest world, both ways of scaling."""
+    ours = rows[rows["contender"].str.startswith(sharding.OURS) & rows["base_s"].notna()]
+    largest = ours["world_size"].max() if len(ours) else 1
+    if not largest > 1 or not ours["compute_s"].notna().any():
+        return []
+    found = []
+    for scaling in Scaling:
+        last = ours[(ours["world_size"] == largest) & (ours["scaling"] == scaling.value)]
+        if not len(last):
+            continue
+        headline = last[last["section"] == run.headline]
+        last = headline if len(headline) else last
+        last = last[last["cell"] == last["cell"].iloc[0]]
+        best = last.loc[last["median_s"].idxmin()]
+        own = last[last["contender"] == run.subject.contender]
+        told = [best] if best["contender"] == run.subject.contender else [best, *_rows(own)]
+        words = " and ".join(_efficiency(row) for row in told)
+        found.append(
+            f"{scaling.value.capitalize()} scaling to {largest:.0f} ranks: {words}{_cores(run)}."
+        )
+    return found
+
+
+def _rows(rows: pd.DataFrame) -> list[pd.Series]:
+    return [row for _, row in rows.iterrows()]
+
+
+def _efficiency(row: pd.Series) -> str:
+    share = text.digits(100 * row["communication_s"] / row["median_s"], 2)
+    return (
+        f"{row['type']} takes {text.seconds(row['median_s'])} a step, an efficiency of "
+        f"{text.digits(100 * row['efficiency'], 2)} %, {share} % of it communication"
+    )
+
+
+def _cores(run: Run) -> str:
+    """That ranks had to share cores, where they had to."""
+    cores = (run.environment.get("cpu") or {}).get("usable_cores")
+    most = max(r["world_size"] for r in run.records)
+    return f" (on {cores} cores, which they share)" if cores and cores < most else ""
+
+
+def _predicted(run: Run) -> list[str]:
+    """How well the cost model told the measured steps, and what it says of the largest world."""
+    rows = sharding.predictions(run.records)
+    correlation, factor, points = sharding.agreement(rows)
+    if math.isnan(correlation):
+        return []
+    return [
+        f"The cost model's predictions of the {points} measured steps have a rank correlation of "
+        f"{text.digits(correlation, 2)} with them and are off by a factor of "
+        f"{text.digits(factor)} in the middle."
+    ]
+
+
+def _fastest(rows: pd.DataFrame) -> str:
+    row = rows.loc[rows["median_s"].idxmin()]
+    return f"The fastest step is that of {row['label']}: {text.seconds(row['median_s'])}."
+
+
+def _cell_title(run: Run, cell: str) -> str:
+    return next(str(r["title"]) for r in run.records if r["cell"] == cell)
+
+
+def tables(run: Run) -> Sequence[tuple[str, str, Table]]:
+    """A table of each section: a row per arm and world; then the predictions."""
+    rows, every = rows_of(run), sharding.frame(run.records)
+    found = []
+    for section in run.sections():
+        own = every[every["section"] == section]
+        for cell in dict.fromkeys(own["cell"]):
+            title = _cell_title(run, str(cell))
+            case = run.config.cases.get(section)
+            note = f" {case.note}" if case is not None and case.note else ""
+            line = f"{_sizes(run, str(cell))}.{note}"
+            table = _table(every[every["cell"] == cell], rows[rows["cell"] == cell])
+            found.append((title[:1].upper() + title[1:], line, table))
+    told = sharding.predictions(run.records)
+    if len(told):
+        words = "Of worlds that were not measured these are predictions, and nothing else."
+        found.append(("Predicted steps", words, _predictions(told)))
+    return found
+
+
+def _sizes(run: Run, cell: str) -> str:
+    record = next(r for r in run.records if r["cell"] == cell)
+    base = run.sizes(record["section"]) if record["section"] != SWEEP else ""
+    p = record["params"]
+    each = (
+        f"{record['features']} tables, {record['rows']:,} rows, D={p['D']}, B={p['B']:,} a rank, "
+        f"{record['lookups']:,} lookups a rank and batch"
+    )
+    return base if base and record["world_size"] == 1 else each
+
+
+def _table(every: pd.DataFrame, steps: pd.DataFrame) -> Table:
+    parts = [name for name in sharding.PARTS if (every["phase"] == name).any()]
+    compared = bool(steps["ratio"].notna().any()) if len(steps) else False
+    heads = ["contender", "forward", "step"]
+    heads += ["step ÷ emblib's [95\u00a0%]"] if compared else []
+    heads += ["efficiency", "compute", "communication"] if parts else ["efficiency"]
+    heads += [sharding.PARTS[name] for name in parts] + ["tables", "processes"]
+    lines = []
+    modes = every["mode"].nunique() > 1
+    for (arm, mode), own in every.groupby(["arm", "mode"], sort=False):
+        name = f"{own['label'].iloc[0]}{f', {mode}' * modes}"
+        times = {r["phase"]: r["median_s"] for _, r in own.iterrows()}
+        step = steps[(steps["arm"] == arm) & (steps["mode"] == mode)]
+        if not len(step):
+            line = [Value(name), Value(str(own["status"].iloc[0]))]
+            lines.append(line + [Value(text.NONE)] * (len(heads) - len(line)))
+            continue
+        row = step.iloc[0]
+        line = [Value(name), _time(times.get("forward")), _time(row["median_s"])]
+        line += [_ratio(row)] if compared else []
+        line += [_percent(row["efficiency"])]
+        line += [_time(row["compute_s"]), _time(row["communication_s"])] if parts else []
+        line += [_time(times.get(part)) for part in parts]
+        line += [Value(text.size(row["weights_bytes"]), float(row["weights_bytes"] or math.nan))]
+        lines.append([*line, Value(f"{row['processes']}", float(row["processes"]))])
+    return Table(heads, lines)
+
+
+def _time(value: float | None) -> Value:
+    if value is None or text.missing(value):
+        return Value(text.NONE)
+    return Value(text.seconds(value), value)
+
+
+def _percent(value: float) -> Value:
+    return Value(text.NONE) if text.missing(value) else Value(f"{100 * value:.0f} %", float(value))
+
+
+def _ratio(row: pd.Series) -> Value:
+    if text.missing(row["ratio"]):
+        return Value(text.NONE)
+    shown = f"{text.times(row['ratio'])} {text.interval(row['ratio_lo'], row['ratio_hi'])}"
+    return Value(shown, float(row["ratio"]))
+
+
+def _predictions(rows: pd.DataFrame) -> Table:
+    heads = ["contender", "batch a rank", "ranks", "scaling", "predicted step", "measured step"]
+    heads += ["predicted ÷ measured"]
+    rows = rows.sort_values(["section", "contender", "scaling", "world_size"])
+    lines = []
+    for _, row in rows.iterrows():
+        ratio = row["predicted_s"] / row["median_s"]
+        measured = Value("a prediction") if row["beyond"] else _time(row["median_s"])
+        lines.append(
+            [
+                Value(str(row["label"])),
+                Value(f"{row['batch']:,}", float(row["batch"])),
+                Value(f"{row['world_size']}", float(row["world_size"])),
+                Value(str(row["scaling"])),
+                _time(row["predicted_s"]),
+                measured,
+                Value(text.times(ratio), ratio if not math.isnan(ratio) else math.nan),
+            ]
+        )
+    return Table(heads, lines)
+
+
+BAR = 0.3  # inches of a bar
+TYPES = {  # each with a colour of the palette, whoever's contender it is
+    "data-parallel": "other_3",
+    "table-wise": "tbe",
+    "row-wise": "tt",
+    "column-wise": "torch",
+    "table-row-wise": "cached_lru",
+    "table-column-wise": "reference_tbe",
+    "grid": "reference_tt",
+}
+MARKERS = dict(zip(TYPES, "Xos^vDP", strict=True))
+
+
+def colour(kind: str) -> str:
+    """Of a sharding type; others by their name."""
+    names = list(COLOURS)
+    return COLOURS[TYPES.get(kind, names[zlib.crc32(kind.encode()) % len(names)])]
+
+
+def figures(run: Run) -> list[Figure]:
+    """Those that the run has the data for."""
+    rows = rows_of(run)
+    if not len(rows):
+        return []
+    told = sharding.predictions(run.records)
+    found = [_draw_against(run, rows), _over_ranks(run, rows, told), _split(run, rows)]
+    return [f for f in (*found, _draw_predicted(run, told)) if f.panels]
+
+
+def _draw_against(run: Run, rows: pd.DataFrame) -> Figure:
+    judged = sharding.beside_torchrec(rows).sort_values(["section", "world_size"], kind="stable")
+    height = 1.2 + BAR * len(judged)
+    panels = [Panel("TorchRec's step ÷ emblib's", _ratios(run, judged), 1.8 * WIDTH, height)]
+    return Figure(
+        "against_torchrec",
+        "TorchRec's step time as a multiple of emblib's",
+        "Points: paired ratios; lines: their 95 % intervals. Right of 1 emblib is faster.",
+        "Right of 1 emblib is faster; sizes are those of each line",
+        panels if len(judged) else [],
+        columns=1,
+    )
+
+
+def _ratios(run: Run, rows: pd.DataFrame) -> Drawing:
+    titles = {str(r["cell"]): str(r["title"]) for r in run.records}
+
+    def draw(axes: Axes) -> None:
+        names = []
+        for place, (_, row) in enumerate(rows.iterrows()):
+            shade = colour(str(row["type"]))
+            if not text.missing(row["ratio_lo"]):
+                axes.plot([row["ratio_lo"], row["ratio_hi"]], [place, place], color=shade, lw=2)
+            axes.plot([row["ratio"]], [place], "o", color=shade)
+            names.append(f"{titles[str(row['cell'])]}: {row['type']}")
+        axes.axvline(1.0, color=INK, lw=1.0, ls=(0, (4, 3)))
+        axes.set_yticks(range(len(names)), names, fontsize=8)
+        axes.set_ylim(len(names) - 0.4, -0.6)
+        axes.set_xscale("log")
+        axes.set_xlabel("TorchRec's step ÷ emblib's")
+        low, high = axes.get_xlim()
+        axes.set_xlim(min(low, 0.8), max(high, 2.5))
+        plain_ticks(axes.xaxis)
+        axes.grid(visible=False, axis="y")
+
+    return draw
+
+
+def _over_ranks(run: Run, rows: pd.DataFrame, told: pd.DataFrame) -> Figure:
+    ours = rows[rows["contender"].str.startswith(sharding.OURS)]
+    panels = []
+    for scaling in Scaling:
+        own = ours[(ours["scaling"] == scaling.value) | (ours["world_size"] == 1)]
+        if own["world_size"].nunique() < 2 or not (own["scaling"] == scaling.value).any():
+            continue
+        first = own["section"].iloc[0]
+        beyond = told[told["beyond"] & (told["scaling"] == scaling.value)] if len(told) else told
+        beyond = beyond[beyond["section"] == first] if len(beyond) else beyond
+        title = f"{scaling.value.capitalize()} scaling"
+        panels.append(Panel(title, _lines(own[own["section"] == first], beyond), 1.1 * WIDTH))
+    return Figure(
+        "scaling",
+        "Time of a step over ranks",
+        "Solid: measured. Dashed, hollow: predicted by the cost model, not measured. Down is "
+        "better; with weak scaling level is ideal, with strong scaling the dotted line.",
+        run.sizes(run.sections()[0]),
+        panels,
+    )
+
+
+def _lines(rows: pd.DataFrame, beyond: pd.DataFrame) -> Drawing:
+    def draw(axes: Axes) -> None:
+        for kind, own in rows.groupby("type", sort=False):
+            line = own.sort_values("world_size")
+            shade, marker = colour(str(kind)), MARKERS.get(str(kind), "h")
+            times = 1e3 * line["median_s"]
+            axes.plot(line["world_size"], times, color=shade, marker=marker, label=str(kind))
+            if len(beyond):
+                _dashed(axes, line.iloc[-1], beyond[beyond["type"] == kind], marker)
+        if (rows["scaling"] == Scaling.strong.value).any():
+            worlds = sorted(rows["world_size"].unique())
+            start = 1e3 * rows[rows["world_size"] == worlds[0]]["median_s"].min()
+            ideal = [start / w for w in worlds]
+            axes.plot(worlds, ideal, color=INK, lw=1.0, ls=(0, (1, 2)), label="ideal")
+        if len(beyond):
+            axes.plot([], [], "o", color=INK, mfc="none", ls=(0, (4, 3)), lw=1.2, label="predicted")
+        axes.set_xscale("log", base=2)
+        values = sorted({*rows["world_size"], *(beyond["world_size"] if len(beyond) else ())})
+        axes.set_xticks(values, [str(v) for v in values])
+        axes.set_yscale("log")
+        plain_ticks(axes.yaxis)
+        axes.set_xlabel("ranks")
+        axes.set_ylabel("ms a step")
+        axes.legend(fontsize=8, loc="best")
+
+    return draw
+
+
+def _dashed(axes: Axes, last: pd.Series, beyond: pd.DataFrame, marker: str) -> None:
+    """From the last measured point on, what is only predicted."""
+    more, shade = beyond.sort_values("world_size"), colour(str(last["type"]))
+    worlds = [last["world_size"], *more["world_size"]]
+    predicted = [1e3 * last["median_s"], *(1e3 * more["predicted_s"])]
+    axes.plot(worlds, predicted, color=shade, ls=(0, (4, 3)), lw=1.2)
+    axes.plot(worlds[1:], predicted[1:], marker, color=shade, mfc="none", ls="none")
+
+
+def _split(run: Run, rows: pd.DataFrame) -> Figure:
+    known = rows[rows["compute_s"].notna()]
+    if len(known):
+        known = known[known["section"] == known["section"].iloc[0]]
+    worlds = sorted(w for w in known["world_size"].unique()) if len(known) else []
+    panels = []
+    for world in worlds:
+        own = known[(known["world_size"] == world)]
+        own = own[own["scaling"] == own["scaling"].iloc[0]]
+        name = "1 rank" if world == 1 else f"{world} ranks"
+        panels.append(Panel(name, _bars(own), height=1.4 + BAR * len(own)))
+    return Figure(
+        "compute_and_communication",
+        "What a step consists of",
+        "Filled: lookup and update of the rows that a rank holds. Hatched: the rest of the step, "
+        "communication and waiting among it. Shorter is better.",
+        run.sizes(run.sections()[0]),
+        panels,
+    )
+
+
+def _bars(rows: pd.DataFrame) -> Drawing:
+    def draw(axes: Axes) -> None:
+        names = []
+        for place, (_, row) in enumerate(rows.iterrows()):
+            compute, rest = 1e3 * row["compute_s"], 1e3 * row["communication_s"]
+            shade = colour(str(row["type"]))
+            axes.barh(place, compute, color=shade, height=0.7)
+            axes.barh(
+                place, rest, left=compute, facecolor="none", edgecolor=shade, hatch="///",
+                height=0.7,
+            )  # fmt: skip
+            names.append(str(row["type"]))
+        axes.set_yticks(range(len(names)), names)
+        axes.set_ylim(len(names) - 0.4, -0.6)
+        axes.set_xlabel("ms a step (hatched: all but lookup and update)")
+        axes.grid(visible=False, axis="y")
+
+    return draw
+
+
+def _draw_predicted(run: Run, told: pd.DataFrame) -> Figure:
+    measured = told[~told["beyond"]] if len(told) else told
+    correlation, _, points = sharding.agreement(told)
+    words = "" if math.isnan(correlation) else f" Rank correlation {text.digits(correlation, 2)}."
+    return Figure(
+        "predicted",
+        "Predicted and measured steps",
+        f"{points} points; on the line a prediction is right.{words}",
+        run.sizes(run.sections()[0]),
+        [Panel("Predicted against measured", _points(measured), 1.3 * WIDTH)] if points else [],
+    )
+
+
+def _points(rows: pd.DataFrame) -> Drawing:
+    def draw(axes: Axes) -> None:
+        for (kind, world), own in rows.groupby(["type", "world_size"], sort=False):
+            axes.plot(
+                1e3 * own["median_s"], 1e3 * own["predicted_s"], MARKERS.get(str(kind), "h"),
+                color=colour(str(kind)), alpha=0.35 + 0.65 / float(str(world)),
+                label=str(kind) if world == rows["world_size"].min() else None,
+            )  # fmt: skip
+        both = 1e3 * pd.concat([rows["median_s"], rows["predicted_s"]])
+        ends = [both.min(), both.max()]
+        axes.plot(ends, ends, color=INK, lw=1.0, ls=(0, (4, 3)))
+        for axis, scale, name in (
+            (axes.xaxis, axes.set_xscale, "measured"),
+            (axes.yaxis, axes.set_yscale, "predicted"),
+        ):
+            scale("log")
+            plain_ticks(axis)
+            axis.set_label_text(f"{name} ms a step")
+        axes.legend(fontsize=8, loc="best")
+
+    return draw

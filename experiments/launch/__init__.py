@@ -1,1 +1,0 @@
-"""Several runs from one command: Hydra's launchers, and who may use which processor meanwhile."""

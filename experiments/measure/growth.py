@@ -1,0 +1,179 @@
+"""A cell of kind growth: tables of keys that fill from empty, the time of every call."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import mmap
+import random
+import time
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from experiments.config.sweep import Arm, Cell
+from experiments.contenders import build_keyed
+from experiments.contenders.keys import KeyTable, KeyTask
+from experiments.machine.telemetry import telemetry_for
+from experiments.measure.keys import FILL, KeySpace, values_of
+from experiments.measure.outcome import Outcome, Wrong, describe
+from experiments.results.store import Record
+from experiments.run.session import Session
+from experiments.timing import memory
+from experiments.workloads.workload import table_shapes
+
+FILLED = 0.75  # of the slots in the end
+PHASE = "insert"
+
+
+def growth_cell(cell: Cell, session: Session, seconds: float) -> list[Record]:
+    """One record per arm: the seconds of each call, and in a pass of its own the memory.
+
+    All arms take each call in turn, in random order. `seconds` does not end it: a table that is
+    filled halfway has not shown its longest pause.
+    """
+    gc.collect()
+    outcomes = {arm.key: Outcome(arm) for arm in cell.arms}
+    space = KeySpace(cell.workload.order, session.seed)
+    tables: dict[str, KeyTable] = {}
+    for arm in random.Random(session.seed).sample(cell.arms, len(cell.arms)):
+        try:
+            session.note(f"{arm.key}|building")
+            tables[arm.key] = _table(cell, arm, session)
+        except Exception as error:  # whatever it is becomes this contender's row
+            outcomes[arm.key].fail(error)
+    telemetry = telemetry_for(session.device)
+    telemetry.start()
+    try:
+        _race(cell, session, outcomes, tables, space)
+    finally:
+        telemetry.stop()
+    records = []
+    bytes_of = {key: table.nbytes() for key, table in tables.items()}
+    tables.clear()
+    for arm in cell.arms:
+        outcome = outcomes[arm.key]
+        outcome.measured.conclude(telemetry.flags(), telemetry.summary(), {"mode": "hot"})
+        record: Record = {"keys_there": calls_of(cell)[1], "threads": torch.get_num_threads()}
+        if outcome.status == "ok":
+            session.note(f"{arm.key}|weighing")
+            record |= _weigh(cell, arm, session, space)
+            record["weights_bytes"] = bytes_of[arm.key]
+        records.append(describe(cell, outcome, session) | record)
+    return records
+
+
+def calls_of(cell: Cell) -> tuple[int, int]:
+    """Keys of a call, and of all calls together."""
+    (shape,) = table_shapes(cell.workload, scale=cell.rows_scale)
+    size = cell.workload.B * cell.workload.L
+    return size, max(1, int(FILLED * shape.rows) // size) * size
+
+
+def _table(cell: Cell, arm: Arm, session: Session) -> KeyTable:
+    (shape,) = table_shapes(cell.workload, scale=cell.rows_scale)
+    first = max(1, round(cell.keys.first * shape.rows))
+    slots = max(shape.rows, calls_of(cell)[1])
+    task = KeyTask(slots, shape.dim, session.device, calls_of(cell)[1], first)
+    return build_keyed(arm.contender, task)
+
+
+def _race(
+    cell: Cell,
+    session: Session,
+    outcomes: dict[str, Outcome],
+    tables: dict[str, KeyTable],
+    space: KeySpace,
+) -> None:
+    """Every call through every table; samples are (number of the call, seconds)."""
+    size, total = calls_of(cell)
+    chance = random.Random(session.seed)
+    for key in tables:
+        outcomes[key].measured.samples = {PHASE: []}
+    for number in range(total // size):
+        keys = space.run(number * size, size)
+        going = [key for key in tables if outcomes[key].status == "ok"]
+        for key in chance.sample(going, len(going)):
+            session.note(f"{key}|call {number + 1}")
+            try:
+                taken = _call(tables[key], keys)
+            except Exception as error:
+                outcomes[key].fail(error)
+            else:
+                outcomes[key].measured.samples[PHASE].append((number, taken))
+    for key, table in tables.items():
+        if outcomes[key].status == "ok":
+            session.note(f"{key}|checking")
+            try:
+                _check(table, space, total)
+            except Exception as error:
+                outcomes[key].fail(error)
+            outcomes[key].measured.stop_reason = "filled"
+
+
+def _call(table: KeyTable, keys: Tensor) -> float:
+    """Seconds of putting new keys in, on an idle device."""
+    values = values_of(keys, table.task.dim).to(table.task.device)
+    keys = keys.to(table.task.device)
+    cuda = table.task.device.type == "cuda"
+    if cuda:
+        torch.cuda.synchronize(table.task.device)
+    start = time.perf_counter_ns()
+    table.fill(keys, values)
+    if cuda:
+        torch.cuda.synchronize(table.task.device)
+    return (time.perf_counter_ns() - start) / 1e9
+
+
+def _check(table: KeyTable, space: KeySpace, total: int) -> None:
+    """Every key is there, in a slot of its own, with its value."""
+    found = []
+    for first in range(0, total, FILL):
+        keys = space.run(first, min(FILL, total - first))
+        values = values_of(keys, table.task.dim)
+        found.append(table.find_slots(table.prepare(keys, values)).cpu())
+        if "find" in table.operations and not torch.equal(
+            table.find(table.prepare(keys, values)).cpu(), values
+        ):
+            raise Wrong("after growth a key has another value")
+    slots = torch.cat(found)
+    if (slots == table.absent).any():
+        raise Wrong(f"after growth {int((slots == table.absent).sum())} keys are not there")
+    if len(slots.unique()) < total:
+        raise Wrong("after growth two keys have one slot")
+
+
+def _weigh(cell: Cell, arm: Arm, session: Session, space: KeySpace) -> Record:
+    """The most memory while it grows, above what was before, and what it keeps in the end."""
+    size, total = calls_of(cell)
+    kept: list[KeyTable] = []
+
+    def grow() -> None:
+        table = _table(cell, arm, session)
+        for first in range(0, total, size):
+            keys = space.run(first, size)
+            table.fill(keys.to(session.device), values_of(keys, table.task.dim).to(session.device))
+        kept.append(table)
+
+    gc.collect()
+    before = _held(session.device)
+    measured = memory.measure(grow, session.device)
+    gc.collect()
+    held = _held(session.device)
+    known = before is not None and held is not None and "peak" in measured
+    after = held - before if known and before is not None and held is not None else None
+    kept.clear()
+    return {"memory": measured, "peak_bytes": measured.get("peak"), "kept_bytes": after}
+
+
+def _held(device: torch.device) -> int | None:
+    """Bytes in use now; None where nobody knows."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        return int(torch.cuda.memory_allocated(device))
+    try:
+        ctypes.CDLL(None).malloc_trim(0)  # else freed blocks would count as kept
+        return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+    except (OSError, AttributeError):
+        return None

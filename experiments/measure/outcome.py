@@ -1,0 +1,160 @@
+"""What became of one contender, as a record: whatever happens to it, there is one."""
+
+from __future__ import annotations
+
+import dataclasses
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from experiments.config.schema import Mode
+from experiments.config.sweep import Arm, Cell
+from experiments.contenders import Contender, Missing, Unsupported, registry
+from experiments.results.store import Record
+from experiments.run.process import Died, is_out_of_memory
+from experiments.run.session import Session
+from experiments.timing.clock import UnsupportedMode
+from experiments.timing.race import Measured
+from experiments.workloads.workload import Batch, Pool, dense_bytes, table_shapes
+
+RTOL = 1e-3  # of the largest element; float32 sums of a few thousand terms in another order
+ROUNDING = 5e-7  # of the largest weight: what an update loses when it is added to a float32 weight
+
+
+class Wrong(Exception):
+    """The contender computed something else; it is reported as wrong and not timed."""
+
+
+def verify(contender: Contender, batch: Batch) -> None:
+    """Run one forward and one step on a fresh contender; raise Wrong with the largest deviation."""
+    before = contender.observe(batch)
+    output, after = contender.expect(batch, before)
+    prepared = contender.prepare(batch)
+    _compare("forward", contender.forward(prepared), output, 0.0)
+    contender.step(prepared)
+    observed = contender.observe(batch)
+    for number, (start, got, want) in enumerate(zip(before, observed, after, strict=True)):
+        slack = ROUNDING * float(start.abs().max()) if start.numel() else 0.0
+        _compare(f"update of parameters {number}", got - start, want - start, slack)
+
+
+def _compare(what: str, got: Tensor, want: Tensor, slack: float) -> None:
+    got, want = got.detach().cpu().float(), want.float()
+    if got.shape != want.shape:
+        raise Wrong(f"{what}: shape {tuple(got.shape)}, reference has {tuple(want.shape)}")
+    scale = float(want.abs().max()) if want.numel() else 0.0
+    worst = float((got - want).abs().max()) if want.numel() else 0.0
+    if not worst <= RTOL * scale + slack:  # also catches NaN
+        raise Wrong(f"{what}: differs from the reference by up to {worst:.3g} of {scale:.3g}")
+    if not torch.isfinite(want).all():
+        raise Wrong(f"{what}: the reference itself is not finite")
+
+
+@dataclass
+class Outcome:
+    """What became of one arm, in one mode."""
+
+    arm: Arm
+    mode: Mode = Mode.hot
+    status: str = "ok"
+    reason: str = ""
+    measured: Measured = field(default_factory=Measured)
+    memory: dict[str, int] = field(default_factory=dict)
+    nbytes: dict[str, int] = field(default_factory=dict)
+    counters: dict[str, int] = field(default_factory=dict)
+
+    def fail(self, error: Exception) -> None:
+        """Classify; an unexpected error also says where it came from."""
+        self.status = status_of(error)
+        text = str(error).strip() or type(error).__name__
+        if self.status == "error" and not isinstance(error, Died):
+            tail = traceback.extract_tb(error.__traceback__)[-1:]
+            text = f"{type(error).__name__}: {text}" + "".join(
+                f" ({Path(f.filename).name}:{f.lineno})" for f in tail
+            )
+        self.reason = text
+
+
+def status_of(error: Exception) -> str:
+    """What a contender's row is called that ended so."""
+    if isinstance(error, Died):
+        return error.status
+    if isinstance(error, Missing):
+        return "missing"
+    if isinstance(error, Unsupported | UnsupportedMode):
+        return "unsupported"
+    if isinstance(error, Wrong):
+        return "wrong"
+    return "oom" if is_out_of_memory(error) else "error"
+
+
+def facts(pool: Pool) -> dict[str, Any]:
+    """What a record says about the batches."""
+    return {
+        "lookups": pool.lookups,
+        "unique_rows": pool.unique_rows,
+        "pool_sha256": pool.fingerprint,
+        "pool_batches": len(pool.batches),
+        "pool_folded": pool.folded,
+    }
+
+
+def describe(
+    cell: Cell, outcome: Outcome, session: Session, known: Mapping[str, Any] | None = None
+) -> Record:
+    """Everything about an arm and what became of it; `known` are the facts of its batches.
+
+    No contender need be alive for it: the parent describes what a dead child was at.
+    """
+    shapes = table_shapes(cell.workload, scale=cell.rows_scale)
+    arm, measured, work = outcome.arm, outcome.measured, cell.workload
+    params = {k: getattr(v, "value", v) for k, v in dataclasses.asdict(work).items()}
+    params["file"] = Path(work.file).name if work.file else ""  # its sha256 says which file it is
+    timed = measured.describe()
+    return {
+        "run_id": session.run_id,
+        **session.identity,
+        "replicate": session.replicate,
+        "order": session.order,
+        "experiment": session.config.name,
+        "kind": cell.kind.value,
+        "section": cell.section,
+        "title": cell.title,
+        "cell": cell.key,
+        "params": params,
+        "contender": arm.contender,
+        "rank": arm.rank,
+        "cache": arm.cache,
+        "arm": arm.key,
+        "label": arm.label,
+        "mode": outcome.mode.value,
+        "optimizer": session.config.optimizer.value,
+        "status": outcome.status,
+        "reason": outcome.reason,
+        **timed,
+        "flags": [*timed["flags"], *registry.unknown_versions(arm.contender)],
+        "packages": registry.packages(arm.contender),
+        "seed": session.seed,
+        "world_size": session.config.device.ranks,
+        "rows_scale": cell.rows_scale,
+        "features": len(shapes),
+        "columns": sum(s.dim for s in shapes),
+        "rows": sum(s.rows for s in shapes),
+        "lookups": len(shapes) * work.B * work.L,
+        "unique_rows": None,
+        "pool_sha256": None,
+        **(known or {}),
+        "dense_bytes": dense_bytes(shapes),
+        "weights_bytes": outcome.nbytes.get("weights"),
+        "optimizer_state_bytes": outcome.nbytes.get("optimizer_state"),
+        "cache_bytes": outcome.nbytes.get("cache", 0),
+        "peak_bytes": outcome.memory.get("peak"),
+        "memory": outcome.memory,
+        "samples": measured.samples,
+        "counters": outcome.counters,
+    }

@@ -1,0 +1,162 @@
+"""One cell in one process: build its contenders, check them, time them interleaved, weigh them."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import random
+from collections.abc import Callable, Mapping
+from functools import partial
+
+from experiments.config.schema import PHASES, Kind, TimingConfig
+from experiments.config.sweep import CALIBRATED, COMPUTED, LOOKUPS, SPREAD, Arm, Cell
+from experiments.contenders import Contender, Task, build, registry
+from experiments.machine.telemetry import telemetry_for
+from experiments.measure.outcome import Outcome, describe, facts, verify
+from experiments.results.store import Record
+from experiments.run.session import Session
+from experiments.timing import memory
+from experiments.timing.clock import clock_for
+from experiments.timing.passes import counting_pass, energy
+from experiments.timing.race import Phase, Race
+from experiments.workloads.workload import Pool, dense_bytes, make_pool, table_shapes
+
+PhasesOf = Callable[[Contender, Pool], dict[str, Phase]]
+VERIFY_BATCH = 32  # bags per table in the check, whose reference gathers every lookup's cores
+
+
+def dense_arms(cell: Cell) -> int:
+    """How many contenders of the cell hold its tables uncompressed."""
+    computed = COMPUTED | LOOKUPS | CALIBRATED
+    programs = [a.contender for a in cell.arms if a.contender not in computed]
+    return sum(registry.find(name).dense for name in programs)
+
+
+def fit_memory(cell: Cell, session: Session) -> Cell:
+    """Shrink the tables only if the uncompressed contenders would not fit in the free memory."""
+    shapes = table_shapes(cell.workload, scale=cell.rows_scale)
+    adagrad = session.config.optimizer.value == "adagrad"
+    wanted = max(1, dense_arms(cell)) * dense_bytes(shapes) * (2 if adagrad else 1)
+    if session.device.type == "cpu" and cell.kind not in SPREAD:
+        wanted *= session.config.device.ranks  # whose tables lie in the same memory
+    room = memory.available_bytes(session.device) * session.config.device.memory_share
+    if wanted <= room or cell.kind is Kind.trace:  # which makes no tables
+        return cell
+    return dataclasses.replace(cell, rows_scale=cell.rows_scale * room / wanted)
+
+
+def measure_cell(
+    cell: Cell, session: Session, seconds: float, phases_of: PhasesOf | None = None
+) -> list[Record]:
+    """One record per arm and mode; `seconds` is the budget for timing them all.
+
+    `phases_of` gives what is timed of a contender on a pool of batches: by default PHASES.
+    """
+    gc.collect()  # a failed contender's traceback keeps its tables alive in a cycle
+    config = session.config
+    shapes = table_shapes(cell.workload, scale=cell.rows_scale)
+    modes = config.timing.modes
+    timing = dataclasses.replace(config.timing, cell_seconds=seconds / len(modes))
+    if any(arm.cache for arm in cell.arms):
+        timing = dataclasses.replace(timing, pool=cell.cache.pool)
+    session.note("|making batches")
+    pool = make_pool(cell.workload, shapes, timing.pool, session.pool_seed)
+    known = facts(pool)
+    outcomes = {arm.key: Outcome(arm) for arm in cell.arms}
+    built = _build(cell, outcomes, session)
+    team = session.team
+    team.settle(outcomes)
+    built = {key: c for key, c in built.items() if outcomes[key].status == "ok"}
+    phases_of = phases_of or whole_steps
+    phases = {key: team.phases(key, phases_of(c, pool)) for key, c in built.items()}
+    records = []
+    ready = outcomes
+    for mode in modes:
+        outcomes = {k: dataclasses.replace(o, mode=mode) for k, o in ready.items()}
+        going = {k: phases[k] for k in built if outcomes[k].status == "ok"}
+        session.note("|timing")
+        race = Race(
+            going,
+            timing,
+            team.clock(clock_for(session.device, mode)),
+            session.seed,
+            lambda key: built[key].reset_counters(),
+            counters=lambda key: team.total(built[key].counters()),
+            telemetry=team.telemetry(telemetry_for(session.device)),
+            note=session.note,
+        )
+        for key, measured in (race.run() if going else {}).items():
+            outcomes[key].measured = measured
+            if measured.error:
+                outcomes[key].fail(measured.error)
+        for key in going:
+            if outcomes[key].status == "ok":
+                session.note(f"{key}|weighing")
+                _weigh(outcomes[key], built[key], phases[key], timing)
+        records += [describe(cell, o, session, known) for o in outcomes.values()]
+    return records
+
+
+def _weigh(
+    outcome: Outcome, contender: Contender, phases: Mapping[str, Phase], timing: TimingConfig
+) -> None:
+    """Memory, counters and energy: in passes of their own, after the timing."""
+    step, pool, device = phases["step"], timing.pool, contender.task.device
+    if contender.counters():
+        reset, counters = contender.reset_counters, contender.counters
+        outcome.counters = counting_pass(step, pool, reset, counters)
+    outcome.nbytes = contender.nbytes()
+    outcome.memory = memory.measure(partial(step, 0), device)
+    if timing.energy_seconds and (joules := energy(step, pool, device, timing.energy_seconds)):
+        outcome.measured.hardware["energy"] = joules
+
+
+def _build(cell: Cell, outcomes: dict[str, Outcome], session: Session) -> dict[str, Contender]:
+    """The contenders that exist and compute the right thing; the others' outcomes say why not.
+
+    In random order: memory that is allocated first can be better memory.
+    """
+    shapes = table_shapes(cell.workload, scale=cell.rows_scale)
+    small = dataclasses.replace(cell.workload, B=min(VERIFY_BATCH, cell.workload.B))
+    check = make_pool(small, shapes, 1, session.seed + 1).batches[0]
+    built: dict[str, Contender] = {}
+    for arm in random.Random(session.seed).sample(cell.arms, len(cell.arms)):
+        try:
+            session.note(f"{arm.key}|building")
+            contender = build(arm.contender, task_of(cell, arm, session))
+            session.note(f"{arm.key}|checking")
+            verify(contender, check)
+            built[arm.key] = contender
+        except Exception as error:  # whatever it is becomes this contender's row
+            outcomes[arm.key].fail(error)
+    return built
+
+
+def whole_steps(contender: Contender, pool: Pool) -> dict[str, Phase]:
+    """PHASES of a contender."""
+    prepared = [contender.prepare(batch) for batch in pool.batches]
+
+    def phase(name: str) -> Phase:
+        work = getattr(contender, name)
+        return lambda number: work(prepared[number])
+
+    return {name: phase(name) for name in PHASES}
+
+
+def task_of(cell: Cell, arm: Arm, session: Session) -> Task:
+    """What the contender of an arm is built for."""
+    # Factors fit the tables they were given for, not smaller ones.
+    explicit = cell.rows_scale == 1.0
+    return Task(
+        shapes=table_shapes(cell.workload, scale=cell.rows_scale),
+        optimizer=session.config.optimizer,
+        lr=session.config.lr,
+        device=session.device,
+        rank=arm.rank,
+        tt_tables=cell.tt.tables,
+        row_factors=tuple(cell.tt.row_factors) if explicit else (),
+        dim_factors=tuple(cell.tt.dim_factors),
+        shrunk=cell.rows_scale < 1.0,
+        cache=arm.cache,
+        directory=cell.cache.directory,
+    )

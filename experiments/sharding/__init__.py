@@ -1,1 +1,0 @@
-"""Collections over several ranks: whole steps and their parts, and what a cost model predicts."""

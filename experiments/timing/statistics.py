@@ -1,0 +1,271 @@
+"""Order statistics of raw samples: medians, quartiles, and distribution-free 95 % intervals."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from functools import cache
+
+CONFIDENCE = 0.95
+SETTLED_WINDOW, SETTLED_WITHIN = 32, 0.05
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A sample in five numbers; lo and hi bound the median with 95 % confidence (nan if n < 6)."""
+
+    n: int
+    median: float
+    q25: float
+    q75: float
+    lo: float
+    hi: float
+
+    @property
+    def precision(self) -> float:
+        """Half-width of the interval relative to the median; inf while there is no interval."""
+        width = (self.hi - self.lo) / 2
+        return width / abs(self.median) if self.median and math.isfinite(width) else math.inf
+
+    @property
+    def spread(self) -> float:
+        """Distance of the quartiles relative to the median: how noisy, whatever the number."""
+        return (self.q75 - self.q25) / abs(self.median) if self.median else math.inf
+
+
+def quantile(ordered: Sequence[float], p: float) -> float:
+    """Linear interpolation between order statistics (numpy's default)."""
+    at = p * (len(ordered) - 1)
+    low = math.floor(at)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (at - low)
+
+
+def interval_rank(n: int) -> int | None:
+    """Largest k with P(k-th smallest <= median <= k-th largest) >= 95 %; None if n is too small."""
+    tail, found = 0.0, None
+    for k in range(1, n // 2 + 1):
+        tail += math.comb(n, k - 1) / 2**n
+        if 1 - 2 * tail < CONFIDENCE:
+            break
+        found = k
+    return found
+
+
+def summarise(samples: Sequence[float]) -> Summary:
+    """Every sample counts; nothing is dropped."""
+    ordered = sorted(samples)
+    if not ordered:
+        return Summary(0, math.nan, math.nan, math.nan, math.nan, math.nan)
+    k = interval_rank(len(ordered))
+    lo, hi = (ordered[k - 1], ordered[-k]) if k else (math.nan, math.nan)
+    q25, median, q75 = (quantile(ordered, p) for p in (0.25, 0.5, 0.75))
+    return Summary(len(ordered), median, q25, q75, lo, hi)
+
+
+@dataclass(frozen=True)
+class Tail:
+    """What the median does not tell of a sample."""
+
+    least: float
+    p90: float
+    p99: float
+
+
+def tail(samples: Sequence[float]) -> Tail:
+    """The ends of a sample; nan where there is none."""
+    ordered = sorted(samples)
+    if not ordered:
+        return Tail(math.nan, math.nan, math.nan)
+    return Tail(ordered[0], quantile(ordered, 0.9), quantile(ordered, 0.99))
+
+
+def settled(noise: Sequence[float]) -> bool:
+    """The last 32 estimates of a noise, each from more samples than the last, agree to 5 %."""
+    last = noise[-SETTLED_WINDOW:]
+    if len(noise) < SETTLED_WINDOW:
+        return False
+    return max(last) - min(last) <= SETTLED_WITHIN * quantile(sorted(last), 0.5)
+
+
+def paired_ratio(arm: Mapping[int, float], baseline: Mapping[int, float]) -> Summary:
+    """arm / baseline by round: the median of per-round log ratios, exponentiated, its interval.
+
+    Only rounds in which both ran count: what slows the whole machine for a moment then slows both
+    sides of a pair and cancels.
+    """
+    logs = [math.log(arm[r] / baseline[r]) for r in sorted(arm.keys() & baseline.keys())]
+    s = summarise(logs)
+    return Summary(
+        s.n, math.exp(s.median), math.exp(s.q25), math.exp(s.q75), math.exp(s.lo), math.exp(s.hi)
+    )
+
+
+LEAST_PROCESSES = 2  # below which nothing is known of how processes differ
+NOISE_FACTOR = 3.0  # median deviations of an A/A effect that a margin is at least
+_BISECTIONS = 80  # halve an angle below the precision of a double
+
+
+@dataclass(frozen=True)
+class Effect:
+    """A ratio of times over processes: exp of the mean of their logs, its 95 % t-interval."""
+
+    ratio: float
+    lo: float
+    hi: float
+    processes: int
+    spread: float  # standard deviation of the logs
+
+
+class Verdict(Enum):
+    """What may be said of an effect."""
+
+    SLOWER = "SLOWER"
+    FASTER = "FASTER"
+    SAME = "SAME"
+    UNSURE = "UNSURE"
+
+
+def process_effect(arm: Mapping[int, float], base: Mapping[int, float]) -> float:
+    """Median over the rounds both have of log(arm / base)."""
+    common = sorted(arm.keys() & base.keys())
+    if not common:
+        raise ValueError("the arms have no round in common, so there is nothing to pair")
+    return statistics.median(math.log(arm[r] / base[r]) for r in common)
+
+
+@dataclass(frozen=True)
+class Pool:
+    """How processes differ, over many comparisons of one run.
+
+    Attributes:
+        spread: the standard deviation of the logs within comparisons.
+        freedom: its degrees of freedom, the processes of each comparison less one, summed.
+    """
+
+    spread: float
+    freedom: int
+
+
+def pool(comparisons: Iterable[Sequence[float]]) -> Pool | None:
+    """Pool the variance of logs within comparisons; None where none has two processes."""
+    several = [logs for logs in comparisons if len(logs) >= LEAST_PROCESSES]
+    freedom = sum(len(logs) - 1 for logs in several)
+    if not freedom:
+        return None
+    squares = sum((len(logs) - 1) * statistics.variance(logs) for logs in several)
+    return Pool(math.sqrt(squares / freedom), freedom)
+
+
+def combine(logs: Sequence[float], others: Pool | None = None) -> Effect:
+    """Return the mean over processes with its 95 % t-interval; no interval below two.
+
+    Two processes say little of how processes differ: the interval from their own spread has one
+    degree of freedom and is most often far too wide, sometimes far too narrow. With `others`, the
+    spread of the run's other comparisons, two processes take the larger of both spreads, with the
+    degrees of freedom of the pool.
+    """
+    n = len(logs)
+    if not n:
+        return Effect(math.nan, math.nan, math.nan, 0, math.nan)
+    mean = statistics.fmean(logs)
+    if n < LEAST_PROCESSES:
+        return Effect(math.exp(mean), math.nan, math.nan, n, math.nan)
+    spread, freedom = statistics.stdev(logs), n - 1
+    if n == LEAST_PROCESSES and others is not None and others.freedom > freedom:
+        spread, freedom = max(spread, others.spread), others.freedom
+    half = t_quantile(freedom) * spread / math.sqrt(n)
+    return Effect(math.exp(mean), math.exp(mean - half), math.exp(mean + half), n, spread)
+
+
+def verdict(effect: Effect, margin: float) -> Verdict:
+    """SLOWER: the interval is above 1 and the effect beyond the margin; SAME: all within it."""
+    if effect.lo > 1 and effect.ratio > 1 + margin:
+        return Verdict.SLOWER
+    if effect.hi < 1 and effect.ratio < 1 / (1 + margin):
+        return Verdict.FASTER
+    if effect.lo > 1 / (1 + margin) and effect.hi < 1 + margin:
+        return Verdict.SAME
+    return Verdict.UNSURE
+
+
+def smallest_visible(effect: Effect, margin: float) -> float:
+    """The relative effect that would have been called: the margin and half the interval."""
+    if effect.processes < LEAST_PROCESSES:
+        return math.inf
+    return margin + math.log(effect.hi / effect.lo) / 2
+
+
+def margin(min_effect: float, mad_aa: float, k: int) -> float:
+    """The effect that counts: the least of interest, or 3 median deviations of an A/A mean of k."""
+    return max(min_effect, NOISE_FACTOR * mad_aa / math.sqrt(k))
+
+
+def median_deviation(logs: Sequence[float]) -> float:
+    """Median distance from 0, which is what an A/A comparison should have found."""
+    return statistics.median(abs(x) for x in logs)
+
+
+def p_value(logs: Sequence[float], direction: int) -> float:
+    """One-sided: how likely a mean this far in `direction` (+1 or -1) is without an effect."""
+    n = len(logs)
+    if n < LEAST_PROCESSES:
+        return 1.0
+    mean, spread = direction * statistics.fmean(logs), statistics.stdev(logs)
+    if not spread:
+        return 0.0 if mean > 0 else 1.0
+    tail = t_outside(abs(mean) * math.sqrt(n) / spread, n - 1) / 2
+    return tail if mean > 0 else 1 - tail
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Adjusted for having looked at all of them, step down: reject where the result is <= alpha."""
+    order = sorted(range(len(p_values)), key=lambda i: p_values[i])
+    adjusted, worst = [0.0] * len(p_values), 0.0
+    for rank, index in enumerate(order):
+        worst = max(worst, min(1.0, (len(order) - rank) * p_values[index]))
+        adjusted[index] = worst
+    return adjusted
+
+
+def wilson(hits: int, trials: int) -> tuple[float, float]:
+    """95 % interval of a rate from so many hits in so many trials; (0, 1) without a trial."""
+    if not trials:
+        return 0.0, 1.0
+    z = statistics.NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
+    rate, z2 = hits / trials, z * z
+    centre = (rate + z2 / (2 * trials)) / (1 + z2 / trials)
+    spread = math.sqrt(rate * (1 - rate) / trials + z2 / (4 * trials * trials))
+    half = z * spread / (1 + z2 / trials)
+    # At the ends the bound is the rate itself, which rounding would miss by a hair.
+    return (centre - half if hits else 0.0), (centre + half if hits < trials else 1.0)
+
+
+def t_outside(t: float, freedom: int) -> float:
+    """Share of Student's distribution beyond ±t, by its finite sum for whole degrees of freedom."""
+    return max(0.0, 1 - _within(math.atan(t / math.sqrt(freedom)), freedom))
+
+
+@cache
+def t_quantile(freedom: int, confidence: float = CONFIDENCE) -> float:
+    """The t within ±which that share of Student's distribution lies."""
+    low, high = 0.0, math.pi / 2
+    for _ in range(_BISECTIONS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _within(middle, freedom) < confidence else (low, middle)
+    return math.sqrt(freedom) * math.tan((low + high) / 2)
+
+
+def _within(angle: float, freedom: int) -> float:
+    """Share within ±t, where t = sqrt(freedom) tan(angle)."""
+    cos, sin = math.cos(angle), math.sin(angle)
+    odd = freedom % 2
+    term = cos if odd else 1.0
+    total = term if freedom > 1 else 0.0
+    for j in range(2 + odd, freedom - 1 + odd, 2):
+        term *= cos * cos * (j - 1) / j
+        total += term
+    return 2 / math.pi * (angle + sin * total) if odd else sin * total

@@ -1,1 +1,0 @@
-"""What a trace of lookups is like: skew, repetition, working set, and what caches could serve."""

@@ -1,1 +1,0 @@
-"""The work that is measured: tables, and the lookups into them."""

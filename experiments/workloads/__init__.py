@@ -1,0 +1,1 @@
+"""The workloads that are measured: tables, and batches of lookups into them."""

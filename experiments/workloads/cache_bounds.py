@@ -1,0 +1,228 @@
+"""The best that caches could do: what no policy can beat on a trace, and the best fixed choice.
+
+A trace is a sequence of batches; a batch is a set of distinct rows, each with its lookups. That is
+how a cache in front of a table sees it: all rows of a batch are probed at once, before anything
+moves, so that a row is a hit or a miss with all its lookups; then any of the batch's rows may be
+taken in and any rows may give way. A cache holds only rows that have been looked up before, and it
+is not obliged to take in what it missed. The first `warm` batches fill it and are not counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+import numpy as np
+
+from experiments.workloads.distributions import Ids, Reals
+
+NEVER = np.iinfo(np.int64).max
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Batch b looks up rows[starts[b]:starts[b + 1]], which are distinct, so many times each."""
+
+    rows: Ids
+    lookups: Ids
+    starts: Ids  # [batches + 1]
+    warm: int  # batches that are not counted
+    places: Ids | None = None  # where in its batch each row is looked up first; None: ascending
+
+    @classmethod
+    def of(cls, batches: Sequence[Ids], warm: int) -> Trace:
+        """From the ids of each batch, in any order and with repetitions."""
+        sets = [np.unique(ids, return_index=True, return_counts=True) for ids in batches]
+        starts = np.cumsum([0, *(len(rows) for rows, _, _ in sets)])
+        rows, places, lookups = (
+            np.concatenate(parts).astype(np.int64) for parts in zip(*sets, strict=True)
+        )
+        return cls(rows, lookups, starts, warm, places)
+
+    @property
+    def batch(self) -> Ids:
+        """The batch of each access, [accesses]."""
+        return np.repeat(np.arange(len(self.starts) - 1), np.diff(self.starts))
+
+    def slices(self) -> Iterator[slice]:
+        """The accesses of each counted batch."""
+        for b in range(self.warm, len(self.starts) - 1):
+            yield slice(int(self.starts[b]), int(self.starts[b + 1]))
+
+    def following(self) -> Ids:
+        """The next access to the same row, [accesses]; NEVER for the last one."""
+        order = np.argsort(self.rows, kind="stable")
+        same = self.rows[order[1:]] == self.rows[order[:-1]]
+        following = np.full(len(self.rows), NEVER)
+        following[order[:-1][same]] = order[1:][same]
+        return following
+
+
+@dataclass(frozen=True)
+class Hits:
+    """What a cache served, batch by batch, of the counted ones."""
+
+    rows: list[int]  # distinct rows that were there
+    lookups: list[int]  # their lookups
+
+
+def served(trace: Trace, hit: Reals | Ids) -> Hits:
+    """Sums of a 0/1 mark of every access."""
+    marks = [(hit[s], trace.lookups[s]) for s in trace.slices()]
+    return Hits([int(h.sum()) for h, _ in marks], [int((h * n).sum()) for h, n in marks])
+
+
+def offline(trace: Trace, capacity: int) -> Hits:
+    """The most distinct rows that any cache of `capacity` rows could serve (Belady's MIN).
+
+    After each batch stay, of the rows that were held and those of the batch, the ones looked up
+    again soonest. Which of the rows that are due in the same batch stay makes no difference to the
+    number of rows served; those with more lookups do, so that these are served as well.
+    """
+    following = trace.following()
+    last = following == NEVER
+    due = np.where(last, NEVER, trace.batch[np.where(last, 0, following)])
+    weight = np.where(last, 0, trace.lookups[np.where(last, 0, following)])
+    # Sooner first, then more lookups: one number to select by.
+    urgency = np.where(last, NEVER, due * (int(trace.lookups.max(initial=0)) + 1) - weight)
+    size = int(trace.rows.max(initial=0)) + 1
+    held, value = np.zeros(size, bool), np.full(size, NEVER)
+    warm = slice(0, int(trace.starts[trace.warm]))
+    value[trace.rows[warm]] = urgency[warm]  # of several accesses the last stands
+    content = _soonest(np.unique(trace.rows[warm]), value, capacity)
+    held[content] = True
+    hit = np.zeros(len(trace.rows), np.int64)
+    for accesses in trace.slices():
+        rows = trace.rows[accesses]
+        there = held[rows]
+        hit[accesses] = there
+        value[rows] = urgency[accesses]
+        candidates = np.concatenate([content, rows[~there]])
+        held[content] = False
+        content = _soonest(candidates, value, capacity)
+        held[content] = True
+    return served(trace, hit)
+
+
+def _soonest(rows: Ids, value: Ids, capacity: int) -> Ids:
+    rows = rows[value[rows] != NEVER]
+    if len(rows) <= capacity:
+        return rows
+    return rows[np.argpartition(value[rows], capacity - 1)[:capacity]] if capacity else rows[:0]
+
+
+def static_top(trace: Trace, capacity: int) -> Hits:
+    """A cache that only ever takes in the `capacity` rows with most lookups in the whole trace."""
+    counts = np.bincount(trace.rows, trace.lookups)
+    chosen = np.zeros(len(counts), bool)
+    chosen[np.argsort(-counts, kind="stable")[:capacity]] = True
+    first = np.ones(len(trace.rows), bool)
+    following = trace.following()
+    first[following[following != NEVER]] = False
+    return served(trace, (chosen[trace.rows] & ~first).astype(np.int64))
+
+
+def most_lookups(trace: Trace, capacity: int, rounds: int = 400) -> float:
+    """No cache of `capacity` rows serves more lookups than this: an upper bound, nearly reached.
+
+    To serve a row in one batch it must be held since its last one. So a policy is a choice of such
+    intervals, at most `capacity` of them at any time, and the best one is a linear program. Its
+    dual has a price per batch and place; every choice of prices bounds the optimum from above, and
+    subgradient steps find good ones.
+    """
+    since, until, gain, many = _intervals(trace)
+    batches = len(trace.starts) - 1 - trace.warm
+    price = np.zeros(batches)
+    best = bound = float((gain * many).sum())
+    for number in range(rounds):
+        paid = np.concatenate([[0.0], np.cumsum(price)])
+        profit = gain - (paid[until] - paid[since])
+        chosen = many * (profit > 0)
+        bound = capacity * price.sum() + float((profit * chosen).sum())
+        best = min(best, bound)
+        change = np.bincount(since, chosen, batches + 1) - np.bincount(until, chosen, batches + 1)
+        over = np.cumsum(change)[:batches] - capacity
+        norm = float((over * over).sum())
+        if norm == 0.0:
+            break
+        reach = 1.0 / (1.0 + number / 20)
+        price = np.maximum(price + over * reach * 0.05 * max(best, 1.0) / norm, 0.0)
+    return best
+
+
+def _intervals(trace: Trace) -> tuple[Ids, Ids, Reals, Reals]:
+    """Gaps [since, until) to hold a row through, the lookups that brings, how many such rows."""
+    following = trace.following()
+    first = np.flatnonzero(following != NEVER)
+    second = following[first]
+    batch = trace.batch - trace.warm
+    counted = batch[second] >= 0
+    since = np.maximum(batch[first[counted]] + 1, 0)
+    until = batch[second[counted]] + 1
+    gain = trace.lookups[second[counted]]
+    kinds, many = np.unique(np.stack([since, until, gain]), axis=1, return_counts=True)
+    return kinds[0], kinds[1], kinds[2].astype(np.float64), many.astype(np.float64)
+
+
+def law_top(probabilities: Reals, capacity: int, lookups: int) -> tuple[float, float]:
+    """Expected hit rates per lookup and per distinct row when the likeliest rows are always there.
+
+    For batches of `lookups` independent draws; a row is in one with probability 1 - (1 - p)^n.
+    """
+    ordered = np.sort(probabilities)[::-1]
+    present = -np.expm1(lookups * np.log1p(-np.minimum(ordered, 1 - 1e-15)))
+    top = slice(0, capacity)
+    return float(ordered[top].sum()), float(present[top].sum() / present.sum())
+
+
+class Policy(Enum):
+    """What a row's rank is."""
+
+    exact_lru = "the batch of its last lookup"
+    exact_lfu = "its lookups since it was taken in"
+
+
+def run(trace: Trace, capacity: int, policy: Policy) -> Hits:
+    """The whole trace through the cache; hits of the counted batches.
+
+    Of a batch with more new rows than can be taken in, those that it looks up first are.
+    """
+    size = int(trace.rows.max(initial=0)) + 1
+    held = np.zeros(size, bool)
+    rank = np.zeros(size, np.int64)
+    hit = np.zeros(len(trace.rows), np.int64)
+    for batch, (start, end) in enumerate(zip(trace.starts, trace.starts[1:], strict=False)):
+        rows, lookups = trace.rows[start:end], trace.lookups[start:end]
+        there = held[rows]
+        hit[start:end] = there
+        new = rows[~there]
+        if trace.places is not None:
+            new = new[np.argsort(trace.places[start:end][~there])]
+        content = np.flatnonzero(held)
+        used = np.zeros(size, bool)
+        used[rows] = True
+        victims = content[~used[content]]
+        over = len(content) + len(new) - capacity
+        if over > 0:
+            gone = min(over, len(victims))
+            order = rank[victims] * size + victims
+            held[victims[np.argpartition(order, gone - 1)[:gone]] if gone else []] = False
+            new = new[: len(new) - (over - gone)]
+        held[new] = True
+        if policy is Policy.exact_lru:
+            rank[rows] = batch
+        else:
+            rank[rows] = np.where(there, rank[rows], 0) + lookups
+    return served(trace, hit)
+
+
+def samples(trace: Trace, hits: Hits) -> dict[str, list[int]]:
+    """Of the counted batches, as caches count them."""
+    accesses = list(trace.slices())
+    return {
+        "lookups": [int(trace.lookups[s].sum()) for s in accesses],
+        "lookup_hits": hits.lookups,
+        "rows": [s.stop - s.start for s in accesses],
+        "row_hits": hits.rows,
+    }

@@ -1,0 +1,141 @@
+"""Row ids as popular as in production: a law fitted to published counts of a 2022 trace.
+
+Meta's dlrm_datasets publish, beside their trace of 788 tables and one batch of 131,072 samples, how
+many rows were looked up once, twice, 3 to 4 times, ..., and what share of the lookups those rows
+have (embedding_bag/2022/locality_stats.txt). Two histograms of counts say how popular rows are, up
+to chance: a row that came twice may be twice as popular as one that came once, or only luckier. So
+the law is the mixture of Poisson rates under which counts like the published ones are expected. It
+can be drawn from without end, in batches of any size, and keeps meeting rows that it has not met
+before, as the trace does (a third of whose rows came once).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+
+from experiments.workloads.distributions import Ids, Reals
+
+SOURCE = "dlrm_datasets, embedding_bag/2022/locality_stats.txt, fbgemm_t788_bs131072_0.pt"
+TABLES, SAMPLES = 788, 131_072
+LOOKUPS, DISTINCT = 1_405_163_864, 110_259_238
+# Bin b holds the rows with more than EDGES[b] and at most EDGES[b + 1] lookups; the last is open.
+EDGES: tuple[int, ...] = (0, *(2**k for k in range(16)))
+ROWS_SHARE: tuple[float, ...] = (
+    0.342, 0.144, 0.149, 0.138, 0.112, 0.068, 0.029, 0.010, 0.004,
+    0.002, 0.001, 0.001, 0.000, 0.000, 0.000, 0.000, 0.000,
+)  # fmt: skip
+LOOKUPS_SHARE: tuple[float, ...] = (
+    0.027, 0.023, 0.040, 0.068, 0.105, 0.120, 0.099, 0.070, 0.059,
+    0.054, 0.040, 0.072, 0.064, 0.047, 0.021, 0.017, 0.076,
+)  # fmt: skip
+
+# Rates are expected lookups per published batch, half an octave apart. What the histograms leave
+# open is decided by the ends: rows rarer than one lookup in two batches count as never used, and
+# none comes more than once in a sample. (Then about 1,400 rows, fewer than two a table, have the
+# 7.6 % of the lookups that go to rows with more than 32,768.)
+SLOWEST, CLASSES = 0.5, 37
+TOLD = 0.004  # a share of rows below this is one digit; the share of lookups says more there
+FIT_ROUNDS = 4000
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Classes of rows, slowest first: lookups expected of a row per published batch, and how many
+    rows of that class there are for each row that the published batch looked up."""
+
+    rate: Reals
+    rows: Reals
+
+    @property
+    def rows_per_distinct(self) -> float:
+        """Rows of a table for each one that a published batch of it looks up."""
+        return float(self.rows.sum())
+
+
+@cache
+def rates() -> Rates:
+    """The fit: a maximum of the likelihood of the published shares (Richardson-Lucy steps)."""
+    rate = SLOWEST * 2.0 ** (np.arange(CLASSES) / 2)
+    bins = np.stack([bins_of(float(r)) for r in rate], axis=2)  # [rows or lookups, bins, classes]
+    rows, lookups = bins[0], bins[1] / (LOOKUPS / DISTINCT)
+    told = np.array(ROWS_SHARE) >= TOLD
+    seen = np.concatenate([rows[told], lookups])
+    wanted = np.concatenate([np.array(ROWS_SHARE)[told], np.array(LOOKUPS_SHARE)])
+    weight = np.full(CLASSES, 1e-3)
+    for _ in range(FIT_ROUNDS):
+        weight *= (wanted / (seen * weight).sum(1)) @ seen / seen.sum(0)
+    # Six digits, so that machines that add up in another order still draw the same ids.
+    return Rates(rate, np.array([float(f"{w:.6g}") for w in weight]))
+
+
+def bins_of(rate: float) -> Reals:
+    """[2, bins]: chance that a row of this rate falls in each bin, and its lookups there."""
+    spread = 12 * rate**0.5 + 12
+    counts = np.arange(max(1, int(rate - spread)), int(rate + spread) + 1)
+    logs = np.concatenate([[0.0], np.cumsum(np.log(np.arange(1, counts[-1] + 1)))])
+    chance = np.exp(counts * np.log(rate) - rate - logs[counts])
+    where = np.searchsorted(EDGES, counts) - 1
+    size = len(EDGES)
+    return np.stack([np.bincount(where, chance, size), np.bincount(where, chance * counts, size)])
+
+
+@dataclass(frozen=True)
+class Steps:
+    """The law on a table, most popular rows first: step k ends with rank `last[k]` (counted from 1)
+    and its rows, equally likely among themselves, have `mass[k]` of the lookups."""
+
+    last: Ids
+    mass: Reals
+
+
+@cache
+def steps(rows: int) -> Steps:
+    """The classes as ranks of a table with `rows` rows.
+
+    A rank has what the most popular `rank / rows` of all rows have beyond those before it: on a
+    small table the first row stands for a part of a class, or for several.
+    """
+    found = rates()
+    row_share = np.cumsum((found.rows / found.rows.sum())[::-1])
+    lookups = (found.rows * found.rate)[::-1]
+    lookup_share = np.cumsum(lookups / lookups.sum())
+    last = np.rint(row_share * rows).astype(np.int64)
+    last[-1] = rows
+    last = np.unique(last[last > 0])
+    until = np.interp(last / rows, np.append(0.0, row_share), np.append(0.0, lookup_share))
+    return Steps(last, np.diff(until / until[-1], prepend=0.0))
+
+
+def ranks(rng: np.random.Generator, count: int, rows: int) -> Ids:
+    """`count` ranks in 1..rows, independent draws from the law."""
+    law = steps(rows)
+    until = np.cumsum(law.mass)
+    u = rng.random(count) * until[-1]
+    step = np.minimum(np.searchsorted(until, u, side="right"), len(until) - 1)
+    first = np.concatenate([[0], law.last[:-1]])
+    within = (u - (until[step] - law.mass[step])) / law.mass[step]
+    size = law.last[step] - first[step]
+    return first[step] + 1 + np.clip((within * size).astype(np.int64), 0, size - 1)
+
+
+def probabilities(rows: int) -> Reals:
+    """The law itself, [rows], rank 1 first."""
+    law = steps(rows)
+    size = np.diff(law.last, prepend=0)
+    return np.repeat(law.mass / size, size)
+
+
+def published_lookups(rows: int) -> int:
+    """Lookups into a table of `rows` rows that are to it what the published batch is to its own."""
+    return round(rows / rates().rows_per_distinct * LOOKUPS / DISTINCT)
+
+
+def histograms(counts: Ids) -> tuple[Reals, Reals]:
+    """Share of the rows and of the lookups in each bin, of rows looked up `counts` > 0 times."""
+    where = np.searchsorted(EDGES, counts) - 1
+    rows = np.bincount(where, minlength=len(EDGES)) / max(1, len(counts))
+    lookups = np.bincount(where, counts, minlength=len(EDGES)) / max(1, int(counts.sum()))
+    return rows, lookups

@@ -1,0 +1,358 @@
+"""Numbers of a trace, from the ids of its batches; pure functions."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from experiments.workloads import cache_bounds, production
+from experiments.workloads.cache_bounds import Trace
+from experiments.workloads.distributions import Ids, Reals, integral
+
+NEVER = -1  # before the first lookup of a row there is none
+
+
+def stack_distances(rows: Ids) -> Ids:
+    """For each access, the distinct other rows since the last one to its row; NEVER for the first.
+
+    A cache of C rows that always gives up the least recently used one serves exactly the accesses
+    with a distance below C (Mattson et al. 1970), so that these numbers give its hit rate at every
+    size at once.
+
+    With p the previous access to the row of i: between them lie as many distinct rows as there are
+    accesses j < i, j > p whose own previous access is not after p. Those before p all qualify, so
+    it is the number of j < i with previous(j) <= p, less p + 1.
+    """
+    previous = _previous(rows)
+    earlier = _not_above_before(previous)
+    return np.where(previous < 0, NEVER, earlier - (previous + 1))
+
+
+def batch_distances(trace: Trace) -> Ids:
+    """The same for caches that probe a whole batch before anything moves, [accesses].
+
+    For each row of a batch: how many rows were used more recently than it before the batch began. A
+    cache of C rows that keeps the most recent ones has it if that is below C. Of the rows of one
+    batch those with more lookups count as more recent.
+    """
+    order = np.lexsort((trace.lookups, trace.batch))
+    previous = _previous(trace.rows[order])
+    ends = zip(trace.starts[:-1], trace.starts[1:], strict=True)
+    within = [_not_above_before(previous[a:b]) for a, b in ends]
+    earlier = _not_above_before(previous) - np.concatenate([*within, np.zeros(0, np.int64)])
+    found = np.empty(len(previous), np.int64)
+    found[order] = np.where(previous < 0, NEVER, earlier - (previous + 1))
+    return found
+
+
+def _previous(rows: Ids) -> Ids:
+    """The last access to the same row, -1 for the first."""
+    order = np.argsort(rows, kind="stable")
+    same = rows[order[1:]] == rows[order[:-1]]
+    found = np.full(len(rows), -1)
+    found[order[1:][same]] = order[:-1][same]
+    return found
+
+
+def _not_above_before(values: Ids) -> Ids:
+    """For each i, how many j < i have values[j] <= values[i].
+
+    All positions in ascending order of value are split by one bit of the position after another,
+    highest first, in place of a merge sort's merging. At each bit the positions of a block that
+    have it are after all that do not; those of the latter that come first in order are counted.
+    """
+    count = len(values)
+    found = np.zeros(count, np.int64)
+    order = np.argsort(values, kind="stable")
+    bits = max(count - 1, 0).bit_length()
+    starts = np.zeros(1, np.int64)  # of the blocks within `order`
+    for bit in range(bits - 1, -1, -1):
+        upper = (order >> bit) & 1
+        block = order >> (bit + 1)
+        before = np.cumsum(1 - upper) - (1 - upper)  # lower ones before this place, of all blocks
+        first = starts[block]
+        lower = before - before[first]
+        is_upper = upper == 1
+        found[order[is_upper]] += lower[is_upper]
+        # Stable partition of every block: its lower positions, then its upper ones.
+        total = np.append(before, before[-1] + 1 - upper[-1])
+        ends = np.append(starts[1:], count)
+        lowers = total[ends] - total[starts]
+        place = np.arange(count)
+        target = np.where(is_upper, first + lowers[block] + (place - first - lower), first + lower)
+        moved = np.empty_like(order)
+        moved[target] = order
+        order = moved
+        starts = np.minimum(np.arange(0, count, 1 << bit), count)
+    return found
+
+
+EXACT = 256  # masses of so many ranks are summed, those of the others integrated
+MOST_S = 4.0
+POINTS, ROUNDS, ZOOM = 11, 9, 0.45
+
+
+@dataclass(frozen=True)
+class Fit:
+    """The most likely law, and by how much the lookups still differ from it."""
+
+    s: float
+    q: float
+    misfit: float  # largest difference of the cumulative shares by rank, of the other half
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Rows with equal counts in one half, most popular first: ranks, and lookups of the other."""
+
+    last: Ids  # the block's last rank, from 1
+    lookups: Ids
+
+    @classmethod
+    def of(cls, ranking: Ids, judged: Ids, rows: int) -> Blocks:
+        """From each row's lookups in both halves; rows beyond those given have none in either."""
+        counts, where = np.unique(-ranking, return_inverse=True)
+        sizes = np.bincount(where, minlength=len(counts))
+        lookups = np.bincount(where, judged, minlength=len(counts)).astype(np.int64)
+        rest = rows - len(ranking)
+        if rest > 0 and len(counts) and counts[-1] == 0:
+            sizes[-1] += rest
+        elif rest > 0:
+            sizes, lookups = np.append(sizes, rest), np.append(lookups, 0)
+        return cls(np.cumsum(sizes), lookups)
+
+
+def fit(ranking: Ids, judged: Ids, rows: int) -> Fit | None:
+    """From each row's lookups in two halves of a trace; None where there are too few to tell."""
+    blocks = Blocks.of(ranking, judged, rows)
+    if len(blocks.last) < 3 or blocks.lookups.sum() < 100:
+        return None
+    low, high = np.array([0.0, 0.0]), np.array([MOST_S, np.log1p(rows)])
+    best = (0.0, 0.0)
+    for _ in range(ROUNDS):
+        s = np.linspace(low[0], high[0], POINTS)
+        log_q = np.linspace(low[1], high[1], POINTS)
+        likely = np.stack([_log_likelihood(blocks, s, float(np.expm1(t))) for t in log_q])
+        at = np.unravel_index(int(likely.argmax()), likely.shape)
+        best = (float(s[at[1]]), float(log_q[at[0]]))
+        half = (high - low) * ZOOM / 2
+        low = np.maximum(np.array(best) - half, 0.0)
+        high = np.array(best) + half
+    s_best, q_best = best[0], float(np.expm1(best[1]))
+    mass = masses(blocks, np.array([s_best]), q_best)[0]
+    seen = np.cumsum(blocks.lookups) / blocks.lookups.sum()
+    return Fit(s_best, q_best, float(np.abs(np.cumsum(mass) - seen).max()))
+
+
+def _log_likelihood(blocks: Blocks, s: Reals, q: float) -> Reals:
+    """[s]: of the judged lookups, up to a constant; rows of a block are equally likely."""
+    mass = masses(blocks, s, q)
+    size = np.diff(blocks.last, prepend=0)
+    return np.asarray((blocks.lookups * np.log(np.maximum(mass, 1e-300) / size)).sum(1))
+
+
+def masses(blocks: Blocks, s: Reals, q: float) -> Reals:
+    """[s, blocks]: what share of the law each block has."""
+    ranks = np.arange(1, EXACT + 1, dtype=np.float64)
+    exponent = s[:, None]
+    head = np.cumsum(np.exp(-exponent * np.log(ranks + q)), axis=1)
+    head = np.concatenate([np.zeros((len(s), 1)), head], axis=1)
+    until = head[:, np.minimum(blocks.last, EXACT)]
+    if blocks.last[-1] > EXACT:
+        ends = np.maximum(blocks.last, EXACT) + 0.5
+        tail = np.stack([integral(ends, float(x), q) for x in s])
+        start = np.array([integral(np.array(EXACT + 0.5), float(x), q) for x in s])
+        until = until + (tail - start[:, None])
+    return np.diff(until, axis=1, prepend=0.0) / until[:, -1:]
+
+
+SHARES = (0.1, 0.25, 0.5, 0.75, 0.9, 0.99)  # of the lookups: how many rows have them
+CURVE_POINTS = 48  # of a curve over sizes or ranks
+Numbers = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Lookups:
+    """Batches of ids of one table, or of several under one numbering; ids may be any integers."""
+
+    batches: Sequence[Ids]
+
+    @cached_property
+    def ids(self) -> Ids:
+        """All lookups, with rows numbered from 0 in order of their ids."""
+        whole = np.concatenate(self.batches) if self.batches else np.zeros(0, np.int64)
+        return np.unique(whole, return_inverse=True)[1].astype(np.int64)
+
+    @cached_property
+    def counts(self) -> Ids:
+        """Lookups of each row that has any."""
+        return np.bincount(self.ids)
+
+    @cached_property
+    def starts(self) -> Ids:
+        """Where each batch begins in `ids`, and the end."""
+        return np.cumsum([0, *(len(batch) for batch in self.batches)])
+
+    def slices(self) -> list[Ids]:
+        """`ids` batch by batch."""
+        return [self.ids[a:b] for a, b in zip(self.starts[:-1], self.starts[1:], strict=True)]
+
+    def trace(self, warm: int) -> cache_bounds.Trace:
+        """As caches see it; the first `warm` batches are not counted."""
+        return cache_bounds.Trace.of(self.slices(), warm)
+
+
+def samples(lookups: Lookups) -> dict[str, list[int]]:
+    """Batch by batch: lookups, distinct rows, and rows that no batch before had."""
+    seen = np.zeros(len(lookups.counts), bool)
+    found: dict[str, list[int]] = {"lookups": [], "rows": [], "new": []}
+    for ids in lookups.slices():
+        rows = np.unique(ids)
+        found["lookups"].append(len(ids))
+        found["rows"].append(len(rows))
+        found["new"].append(int((~seen[rows]).sum()))
+        seen[rows] = True
+    return found
+
+
+def table(lookups: Lookups, lengths: Ids, rows: int) -> Numbers:
+    """One table: repetition, concentration, skew. `rows` 0: as many as were looked up."""
+    counts = np.sort(lookups.counts)[::-1]
+    total = int(counts.sum())
+    per_batch = samples(lookups)
+    return {
+        "rows": rows or len(counts),
+        "rows_known": bool(rows),
+        "lookups": total,
+        "distinct": len(counts),
+        "batch_distinct_share": _share(sum(per_batch["rows"]), total),
+        "bag_mean": float(lengths.mean()) if len(lengths) else 0.0,
+        "bag_max": int(lengths.max(initial=0)),
+        "bags_empty": float((lengths == 0).mean()) if len(lengths) else 0.0,
+        "rows_of": {f"{share:g}": _rows_of(counts, share) for share in SHARES},
+        "once": _share(int((counts == 1).sum()), len(counts)),
+        "fit": fitted(lookups, rows or len(counts)),
+    }
+
+
+def fitted(lookups: Lookups, rows: int) -> Numbers | None:
+    """The zipf law that even batches rank and odd ones judge."""
+    parts = lookups.slices()
+    size = len(lookups.counts)
+    halves = []
+    for first in (0, 1):
+        own = parts[first::2]
+        ids = np.concatenate(own) if own else np.zeros(0, np.int64)
+        halves.append(np.bincount(ids, minlength=size))
+    found = fit(halves[0], halves[1], max(rows, size))
+    return None if found is None else dataclasses.asdict(found)
+
+
+def _rows_of(counts: Ids, share: float) -> int:
+    """The fewest rows that have this share of the lookups; `counts` descend."""
+    if not len(counts):
+        return 0
+    return int(np.searchsorted(np.cumsum(counts), share * counts.sum() - 1e-9)) + 1
+
+
+def _share(part: float, whole: float) -> float:
+    return part / whole if whole else math.nan
+
+
+def spectrum(lookups: Lookups) -> Numbers:
+    """Share of the rows and of the lookups by how often a row is looked up, in the bins of
+    `production.EDGES`."""
+    rows, share = production.histograms(lookups.counts)
+    return {"edges": list(production.EDGES), "rows": rows.tolist(), "lookups": share.tolist()}
+
+
+def ranked(lookups: Lookups) -> list[list[float]]:
+    """[rank, share of the lookups per row] along the rows by falling count, log-spaced."""
+    counts = np.sort(lookups.counts)[::-1]
+    if not len(counts):
+        return []
+    ends = _spaced(len(counts))
+    firsts = np.concatenate([[0], ends[:-1]])
+    until = np.concatenate([[0], np.cumsum(counts)])
+    share = (until[ends] - until[firsts]) / (ends - firsts) / counts.sum()
+    middle = np.sqrt((firsts + 1) * ends)
+    return [[float(m), float(v)] for m, v in zip(middle, share, strict=True)]
+
+
+def _spaced(last: int) -> Ids:
+    """Distinct whole numbers from 1 to `last`, evenly spaced in their logarithm."""
+    return np.unique(np.rint(np.geomspace(1, max(last, 1), CURVE_POINTS)).astype(np.int64))
+
+
+def distances(lookups: Lookups) -> Numbers:
+    """How many other rows are looked up between two lookups of a row, lookup by lookup.
+
+    Shares of all lookups: `reuse[b]` with distances from `edges[b]` to below `edges[b + 1]`, and
+    `first` without any. `within_batch` are lookups of a row that their batch has looked up before.
+    """
+    found = stack_distances(lookups.ids)
+    again = found[found != NEVER]
+    bits = int(again.max(initial=1)).bit_length()
+    edges = [0, *(2**k for k in range(bits + 1))]
+    inside = np.histogram(again, edges)[0]
+    total = len(found)
+    distinct = sum(len(np.unique(ids)) for ids in lookups.slices())
+    return {
+        "edges": edges,
+        "reuse": [_share(int(n), total) for n in inside],
+        "first": _share(total - len(again), total),
+        "within_batch": _share(total - distinct, total),
+        "median": float(np.median(again)) if len(again) else math.nan,
+    }
+
+
+def least_recently_used(
+    trace: cache_bounds.Trace, distance: Ids, sizes: Sequence[int]
+) -> list[Numbers]:
+    """Hit rates of a cache that keeps the most recently used rows, from `batch_distances`."""
+    counted = slice(int(trace.starts[trace.warm]), None)
+    near, weight = distance[counted], trace.lookups[counted]
+    there = near != NEVER
+    found = []
+    for size in sizes:
+        hit = there & (near < size)
+        rows, lookups = int(hit.sum()), int(weight[hit].sum())
+        found.append(_rates(size, lookups, rows, trace))
+    return found
+
+
+def _rates(size: int, lookups: int, rows: int, trace: cache_bounds.Trace) -> Numbers:
+    counted = slice(int(trace.starts[trace.warm]), None)
+    weight = trace.lookups[counted]
+    return {
+        "cache_rows": size,
+        "lookups": _share(lookups, int(weight.sum())),
+        "rows": _share(rows, len(weight)),
+    }
+
+
+def hit_rates(trace: cache_bounds.Trace, fractions: Sequence[float]) -> Numbers:
+    """What caches could serve of the counted batches, by size: LRU at any, ideals at `fractions` of
+    the distinct rows of the trace."""
+    distinct = len(np.unique(trace.rows))
+    sizes = sorted({max(1, round(f * distinct)) for f in fractions})
+    distance = batch_distances(trace)
+    every = sorted({*_spaced(distinct).tolist(), *sizes})
+    offline = [cache_bounds.offline(trace, size) for size in sizes]
+    static = [cache_bounds.static_top(trace, size) for size in sizes]
+    return {
+        "distinct": distinct,
+        "lru": least_recently_used(trace, distance, every),
+        "offline": [_summed(s, h, trace) for s, h in zip(sizes, offline, strict=True)],
+        "static_top": [_summed(s, h, trace) for s, h in zip(sizes, static, strict=True)],
+    }
+
+
+def _summed(size: int, hits: cache_bounds.Hits, trace: cache_bounds.Trace) -> Numbers:
+    return _rates(size, sum(hits.lookups), sum(hits.rows), trace)

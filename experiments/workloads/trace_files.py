@@ -1,0 +1,242 @@
+"""A trace file as a workload: which tables it has, its checksum, and batches of its samples."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import itertools
+from collections.abc import Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from zipfile import is_zipfile
+
+import numpy as np
+
+import emblib
+from experiments.config.schema import Format, Ids, Law, WorkloadConfig
+from experiments.workloads.trace_formats import (
+    READERS,
+    Bags,
+    Column,
+    Integers,
+    Reader,
+    TraceError,
+    readable,
+)
+
+__all__ = ["Ragged", "TraceError", "batches", "resolve"]
+
+SUFFIXES = {
+    ".parquet": Format.parquet,
+    ".pq": Format.parquet,
+    ".csv": Format.csv,
+    ".tsv": Format.criteo,
+    ".txt": Format.criteo,
+}
+TELL_LENGTH = 4096  # samples that say how long bags are on average
+
+
+@dataclasses.dataclass(frozen=True)
+class Ragged:
+    """One batch of one table: rows, and how many each sample has."""
+
+    ids: np.ndarray  # [lookups] int64
+    lengths: np.ndarray  # [B] int64
+    folded: int = 0  # ids that were outside the table
+
+
+def resolve(work: WorkloadConfig, *, sized: bool) -> WorkloadConfig:
+    """A workload with what its file says filled in; any other law's as it is.
+
+    `sized`: tables will be made, so that how many rows they have must be known.
+
+    Raises:
+        TraceError: no such file, another one than `sha256` asks for, or sizes that nobody knows.
+    """
+    if work.law is not Law.trace:
+        return work
+    path = _path(work)
+    found = _checksum(path, _stamp(path))
+    if work.sha256 and work.sha256 != found:
+        raise TraceError(
+            f"{path.name} is another file: its sha256 is {found}, workload.sha256 asks for "
+            f"{work.sha256}"
+        )
+    columns = _chosen(work)
+    if not columns:
+        raise TraceError(f"{path.name} has no tables")
+    sizes = work.sizes or [work.E or column.rows for column in columns]
+    if len(sizes) != len(columns):
+        raise TraceError(
+            f"workload.sizes must have one entry a table: {path.name} has {len(columns)}"
+            f"{' that were chosen' if work.columns or work.T else ''}, got {len(sizes)}"
+        )
+    if sized and not all(sizes):
+        missing = next(c.name for c, rows in zip(columns, sizes, strict=True) if not rows)
+        raise TraceError(
+            f"{path.name} does not say how many rows table {missing} has: give workload.E=N (an id "
+            "of N or more is then an error), or workload.E=N workload.ids=fold (rows are ids "
+            "modulo N)"
+        )
+    columns_named = [column.name for column in columns]
+    return dataclasses.replace(
+        work,
+        sha256=found,
+        columns=columns_named,
+        sizes=sizes,
+        T=len(columns),
+        E=max(sizes),
+        L=_mean_length(work, columns_named),
+    )
+
+
+def _mean_length(work: WorkloadConfig, names: Sequence[str]) -> int:
+    first = next(_blocks(work, names, TELL_LENGTH), None)
+    if first is None or not len(first[0].lengths):
+        raise TraceError(f"{Path(work.file).name} has no samples")
+    return max(1, round(float(np.mean([b.lengths.mean() for b in first]))))
+
+
+def batches(work: WorkloadConfig, sizes: Sequence[int], count: int) -> Iterator[list[Ragged]]:
+    """The first `count` batches of B consecutive samples, table by table; fewer if the file ends.
+
+    `sizes` are the rows to look up; 0 leaves ids as they are.
+
+    Raises:
+        TraceError: an id outside its table, unless they are folded.
+    """
+    names = work.columns or [column.name for column in _chosen(work)]
+    blocks = _blocks(work, names, work.B)
+    for batch in itertools.islice(_exactly(blocks, work.B), count):
+        yield [
+            _rows(bags, size, name, work)
+            for bags, size, name in zip(batch, sizes, names, strict=True)
+        ]
+
+
+def _exactly(blocks: Iterator[list[Bags]], size: int) -> Iterator[list[Bags]]:
+    """Blocks of `size` samples from blocks of any; what is left at the end is dropped."""
+    held: list[Bags] = []
+    for block in blocks:
+        held = [_join(pair) for pair in zip(held, block, strict=True)] if held else block
+        while len(held[0].lengths) >= size:
+            cuts = [_cut(bags, size) for bags in held]
+            yield [first for first, _ in cuts]
+            held = [rest for _, rest in cuts]
+
+
+def _join(pair: tuple[Bags, Bags]) -> Bags:
+    if not len(pair[0].lengths):
+        return pair[1]
+    return Bags(*(np.concatenate(parts) for parts in zip(*pair, strict=True)))
+
+
+def _cut(bags: Bags, samples: int) -> tuple[Bags, Bags]:
+    at = int(bags.lengths[:samples].sum())
+    return (
+        Bags(bags.ids[:at], bags.lengths[:samples]),
+        Bags(bags.ids[at:], bags.lengths[samples:]),
+    )
+
+
+def _rows(bags: Bags, size: int, name: str, work: WorkloadConfig) -> Ragged:
+    ids: Integers = bags.ids
+    outside = 0
+    if size and len(ids):
+        outside = int(((ids < 0) | (ids >= size)).sum())
+        if outside and work.ids is Ids.exact:
+            bad = ids[(ids < 0) | (ids >= size)][0]
+            raise TraceError(
+                f"{Path(work.file).name}: table {name} has {size:,} rows and the trace looks up id "
+                f"{bad}; give workload.E=N with N beyond the largest id, or workload.ids=fold for "
+                "ids modulo the rows"
+            )
+        if outside:
+            ids = np.mod(ids, np.asarray(size, ids.dtype if ids.itemsize == 8 else np.int64))
+    return Ragged(ids.astype(np.int64), bags.lengths, outside)
+
+
+def _path(work: WorkloadConfig) -> Path:
+    path = Path(work.file).expanduser()
+    if not path.is_file():
+        raise TraceError(f"workload.file: there is no file '{work.file}'")
+    return path.resolve()
+
+
+def _stamp(path: Path) -> tuple[int, int]:
+    stat = path.stat()
+    return stat.st_size, stat.st_mtime_ns
+
+
+@cache
+def _checksum(path: Path, stamp: tuple[int, int]) -> str:
+    return emblib.trace.sha256(path)
+
+
+def _chosen(work: WorkloadConfig) -> list[Column]:
+    """The named columns, or the first T, or all."""
+    with readable(_path(work)):
+        every = _open(work).columns()
+    names = [column.name for column in every]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise TraceError(f"{Path(work.file).name} has two tables named '{twice[0]}': rename one")
+    if work.columns:
+        by_name = {column.name: column for column in every}
+        for name in work.columns:
+            if name not in by_name:
+                near = difflib.get_close_matches(name, by_name, 1, 0.4)
+                hint = f" Did you mean '{near[0]}'?" if near else ""
+                raise TraceError(
+                    f"workload.columns: {Path(work.file).name} has no table '{name}'.{hint} There "
+                    f"is: {', '.join(list(by_name)[:30])}{', ...' * (len(by_name) > 30)}"
+                )
+        every = [by_name[name] for name in work.columns]
+    if len(every) < work.T:
+        raise TraceError(
+            f"workload.T must be at most {len(every)}, the tables of {Path(work.file).name}, got "
+            f"{work.T}; 0 means all"
+        )
+    return every[: work.T] if work.T else every
+
+
+def _open(work: WorkloadConfig) -> Reader:
+    path = _path(work)
+    with readable(path):
+        return _reader(path, _format(path, work.format), _stamp(path))
+
+
+def _blocks(work: WorkloadConfig, names: Sequence[str], size: int) -> Iterator[list[Bags]]:
+    with readable(_path(work)):
+        yield from _open(work).blocks(names, size)
+
+
+@cache
+def _reader(path: Path, kind: Format, stamp: tuple[int, int]) -> Reader:
+    return READERS[kind](path)
+
+
+def _format(path: Path, asked: Format) -> Format:
+    if asked is not Format.auto:
+        return asked
+    suffixes = [s for s in path.suffixes if s != ".gz"]
+    known = SUFFIXES.get(suffixes[-1] if suffixes else "")
+    if known is not None:
+        return known
+    if suffixes and suffixes[-1] in (".pt", ".pth"):
+        return Format.emblib if path.suffix != ".gz" and _recorded(path) else Format.dlrm
+    raise TraceError(
+        f"workload.format: the name of {path.name} does not tell its format; give one of "
+        f"{', '.join(f.value for f in Format if f is not Format.auto)}"
+    )
+
+
+def _recorded(path: Path) -> bool:
+    if not is_zipfile(path):
+        return False
+    try:
+        emblib.LookupTrace.load(path)
+    except ValueError as error:
+        if "is damaged" in str(error):
+            raise TraceError(str(error)) from error
+        return False
+    return True

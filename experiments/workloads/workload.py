@@ -1,0 +1,159 @@
+"""The work itself: which tables, and a seeded pool of distinct batches of lookups into them."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from experiments.config.schema import Ids, Law, Order, Tables, WorkloadConfig
+from experiments.workloads import distributions, production, trace_files
+
+# Rows of the 26 categorical features of Criteo-Kaggle ("Display Advertising Challenge") as the
+# public DLRM preprocessing counts them; together 33,762,577.
+CRITEO_KAGGLE: tuple[int, ...] = (
+    1460, 583, 10131227, 2202608, 305, 24, 12517, 633, 3, 93145, 5683, 8351593, 3194,
+    27, 14992, 5461306, 10, 5652, 2173, 4, 7046547, 18, 15, 286181, 105, 142572,
+)  # fmt: skip
+
+
+WAYS = 32  # rows of a set of emblib's cache
+
+
+@dataclass(frozen=True)
+class TableShape:
+    """One table, and so one feature, of a workload."""
+
+    rows: int
+    dim: int
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Feature-major lookups: bag f*B+b is indices[offsets[f*B+b]:offsets[f*B+b+1]]."""
+
+    indices: Tensor  # [L] int64
+    offsets: Tensor  # [F*B+1] int64
+    gradient: Tensor  # [B, sum D] float32, what the model would send back
+
+    def feature(self, feature: int) -> tuple[Tensor, Tensor]:
+        """Ids and bag starts (with the end) of one feature, offsets from 0."""
+        size = self.gradient.size(0)
+        offsets = self.offsets[feature * size : (feature + 1) * size + 1]
+        start, end = int(offsets[0]), int(offsets[-1])
+        return self.indices[start:end], offsets - start
+
+
+@dataclass(frozen=True)
+class Pool:
+    """The batches a cell cycles through, and what they contain."""
+
+    batches: tuple[Batch, ...]
+    lookups: int  # per batch; of a trace, whose batches differ, the mean
+    unique_rows: float  # mean per batch, counted per table
+    fingerprint: str  # sha256 of all ids, and of the offsets where bags differ
+    folded: int = 0  # lookups of a trace that were outside their table, in all batches
+
+
+def table_rows(workload: WorkloadConfig) -> tuple[int, ...]:
+    """Rows of each table: those of the public data set, those listed, or E each."""
+    if workload.tables is Tables.criteo_kaggle:
+        return CRITEO_KAGGLE
+    return tuple(workload.sizes) or (workload.E,) * workload.T
+
+
+def table_shapes(workload: WorkloadConfig, *, scale: float = 1.0) -> tuple[TableShape, ...]:
+    """The tables; `scale` < 1 shrinks every table's rows by that factor, to no less than one. Of a
+    trace that is only looked at, those of which nobody knows the size have 0 rows."""
+    rows = table_rows(workload)
+    return tuple(TableShape(max(1, int(r * scale)) if r else 0, workload.D) for r in rows)
+
+
+def dense_bytes(shapes: tuple[TableShape, ...]) -> int:
+    """Bytes of the same tables as plain float32."""
+    return sum(4 * s.rows * s.dim for s in shapes)
+
+
+def cache_sets(shapes: tuple[TableShape, ...], fraction: float) -> int:
+    """Sets of WAYS rows of a cache that holds `fraction` of all rows, rounded up."""
+    return max(1, math.ceil(fraction * sum(s.rows for s in shapes) / WAYS))
+
+
+def make_pool(
+    workload: WorkloadConfig, shapes: tuple[TableShape, ...], count: int, seed: int
+) -> Pool:
+    """`count` distinct batches; equal arguments give equal batches on every machine.
+
+    A trace gives its first batches, whatever the seed, and fewer where the file ends.
+    """
+    digest = hashlib.sha256()
+    batches, unique, folded = [], 0, 0
+    for number, parts in enumerate(_lookups(workload, shapes, count, seed)):
+        indices = np.concatenate([part.ids for part in parts])
+        unique += sum(len(np.unique(part.ids)) for part in parts)
+        folded += sum(part.folded for part in parts)
+        offsets = np.cumsum(np.concatenate([[0], *(part.lengths for part in parts)]))
+        digest.update(indices.tobytes())
+        if workload.law is Law.trace:
+            digest.update(offsets.tobytes())
+        width = sum(s.dim for s in shapes)
+        generator = torch.Generator().manual_seed(seed * 1_000_003 + number)
+        # Small gradients keep the weights near their start however many steps are timed.
+        gradient = torch.randn(workload.B, width, generator=generator) / workload.B
+        batches.append(Batch(torch.from_numpy(indices), torch.from_numpy(offsets), gradient))
+    if not batches:
+        raise trace_files.TraceError(
+            f"{workload.file} has fewer than {workload.B:,} samples, one batch: lower workload.B"
+        )
+    lookups = round(sum(b.indices.numel() for b in batches) / len(batches))
+    return Pool(tuple(batches), lookups, unique / len(batches), digest.hexdigest(), folded)
+
+
+def _lookups(
+    workload: WorkloadConfig, shapes: tuple[TableShape, ...], count: int, seed: int
+) -> Iterator[list[trace_files.Ragged]]:
+    """Batch by batch, for each table rows and how many each bag has."""
+    if workload.law is Law.trace:
+        smaller = [s.rows for s in shapes] != list(table_rows(workload))
+        if smaller:  # who asked for smaller tables asked for other rows
+            workload = dataclasses.replace(workload, ids=Ids.fold)
+        yield from trace_files.batches(workload, [s.rows for s in shapes], count)
+        return
+    lengths = np.full(workload.B, workload.L, np.int64)
+    for number in range(count):
+        rng = np.random.default_rng([seed, number])
+        drawn = [_feature_ids(rng, workload, s, seed + f) for f, s in enumerate(shapes)]
+        yield [trace_files.Ragged(ids, lengths) for ids in drawn]
+
+
+def _feature_ids(
+    rng: np.random.Generator, workload: WorkloadConfig, shape: TableShape, seed: int
+) -> distributions.Ids:
+    count = workload.B * workload.L
+    if workload.law is Law.uniform:
+        return rng.integers(0, shape.rows, count, dtype=np.int64)
+    if workload.law is Law.production:
+        ranks = production.ranks(rng, count, shape.rows)
+    else:
+        ranks = distributions.zipf_ranks(rng, count, shape.rows, workload.s, workload.q)
+    if workload.order is Order.ranked:
+        return ranks - 1
+    return distributions.permute(ranks, shape.rows, seed)
+
+
+def probabilities(workload: WorkloadConfig, rows: int) -> distributions.Reals | None:
+    """How likely each row of a table is, most popular first; None for a trace, which has no law."""
+    match workload.law:
+        case Law.uniform:
+            return distributions.zipf_probabilities(rows, 0.0)
+        case Law.zipf:
+            return distributions.zipf_probabilities(rows, workload.s, workload.q)
+        case Law.production:
+            return production.probabilities(rows)
+    return None

@@ -1,0 +1,155 @@
+"""Cells: which points an experiment has, and which contenders meet there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from experiments.config import configure
+from experiments.config.configure import UsageError
+from experiments.config.schema import (
+    CaseConfig,
+    Config,
+    Design,
+    Kind,
+    SweepConfig,
+    TimingConfig,
+    TTConfig,
+)
+from experiments.config.sweep import SWEEP, arms_of, condition, expand
+from experiments.kinds import MEASURES
+from experiments.run.jobs import BLOCK, passes
+
+
+def config(**changes: object) -> Config:
+    sweep = SweepConfig(D=[32, 64], L=[1, 20], rank=[8, 32])
+    usual = {"sweep": sweep, "contenders": ["tbe", "tt"], "tt": TTConfig(ranks=[16])}
+    return Config(**(usual | changes))  # type: ignore[arg-type]
+
+
+def test_one_at_a_time_varies_each_axis_alone_and_ranks_at_the_base() -> None:
+    cells = expand(config())
+    points = [(c.workload.D, c.workload.L, tuple(a.key for a in c.arms)) for c in cells]
+    assert points == [
+        (64, 20, ("tbe", "tt-8", "tt-16", "tt-32")),
+        (32, 20, ("tbe", "tt-16")),
+        (64, 1, ("tbe", "tt-16")),
+    ]
+
+
+def test_a_grid_has_every_combination() -> None:
+    cells = expand(config(design=Design.grid))
+    assert [(c.workload.D, c.workload.L) for c in cells] == [(32, 1), (32, 20), (64, 1), (64, 20)]
+    assert {tuple(a.key for a in c.arms) for c in cells} == {("tbe", "tt-8", "tt-16", "tt-32")}
+
+
+def test_where_excludes_arms_and_then_cells() -> None:
+    cells = expand(config(design=Design.grid, where=["rank <= D / 2 and L > 1"]))
+    assert [(c.workload.D, tuple(a.key for a in c.arms)) for c in cells] == [
+        (32, ("tbe", "tt-8", "tt-16")),
+        (64, ("tbe", "tt-8", "tt-16", "tt-32")),
+    ]
+
+
+def test_cases_come_first_and_an_empty_sweep_adds_nothing() -> None:
+    cells = expand(config(sweep=SweepConfig(), cases={"mine": CaseConfig(title="mine")}))
+    assert [c.section for c in cells] == ["mine"]
+
+
+def test_the_sweep_of_a_kind_of_whole_runs_is_timed() -> None:
+    kinds = {kind: {c.kind for c in expand(config(kind=kind, cases={}))} for kind in Kind}
+    own = (Kind.cache, Kind.trace, Kind.keys, Kind.growth, Kind.sharding, Kind.calibration)
+    counted = {kind: {kind} for kind in own}
+    assert kinds == {kind: {Kind.time} for kind in Kind} | counted
+    assert all(kind in MEASURES for found in kinds.values() for kind in found)
+
+
+def test_smoke_caps_shrink_batches_tables_and_the_sweep() -> None:
+    timing = TimingConfig(max_rows=1000, max_batch=4, max_cells=2)
+    cells = expand(config(timing=timing))
+    assert len(cells) == 2
+    assert {c.workload.B for c in cells} == {4}
+    assert cells[0].rows_scale == pytest.approx(0.001)
+
+
+def test_arms_have_ranks_for_tensor_trains_and_sizes_for_caches_only() -> None:
+    arms = arms_of(["tbe", "reference_tt", "cached_lru"], [4, 8], [0.003, 0.2])
+    assert [a.key for a in arms] == [
+        *("tbe", "reference_tt-4", "reference_tt-8", "cached_lru@0.003", "cached_lru@0.2"),
+    ]
+    assert [a.label for a in arms] == [
+        *("TBE", "reference TT rank 4", "reference TT rank 8", "LRU cache 0.3 %", "LRU cache 20 %"),
+    ]
+
+
+def test_conditions_compute_and_nothing_else() -> None:
+    assert condition("D * 2 >= 64 or not B == 1")({"D": 32, "B": 1})
+    assert not condition("1 < L < 10")({"L": 20})
+    for text in ("D.__class__", "open('x')", "D if B else L", "lambda: 1", "unknown > 1", "D >"):
+        with pytest.raises(UsageError, match="where, exclude: cannot read"):
+            condition(text)
+
+
+def test_cells_get_all_their_processes_block_by_block_and_the_answer_first() -> None:
+    config = Config(
+        cases={"a": CaseConfig(), "b": CaseConfig()},
+        sweep=SweepConfig(D=[16, 32, 48], B=[8, 64]),
+        timing=TimingConfig(replicates=3),
+    )
+    config.report.headline = "b"
+    cells = expand(config)
+    found = list(passes(cells, config))
+    answer, others = found[:3], found[3:]
+    assert [[(j.cell.section, j.replicate) for j in jobs] for jobs in answer] == [
+        [("b", 0)], [("b", 1)], [("b", 2)]
+    ]  # fmt: skip
+    for block in range(0, len(others), 3):
+        keys = [{job.cell.key for job in jobs} for jobs in others[block : block + 3]]
+        assert keys[0] == keys[1] == keys[2]
+        assert len(keys[0]) <= BLOCK
+    begun = [job.cell for jobs in others for job in jobs if job.replicate == 0]
+    assert [c.section for c in begun[:2]] == ["a", SWEEP]
+    # After the base point the axes take turns, both ends of each before what lies between.
+    base = begun[1].workload
+    swept = [(c.workload.D, c.workload.B) for c in begun[2:]]
+    assert swept == [(16, base.B), (base.D, 8), (48, base.B), (base.D, 64), (32, base.B)]
+    every = [job.order for jobs in found for job in jobs]
+    assert every == list(range(3 * len(cells)))
+    assert all(cells[job.number] == job.cell for jobs in found for job in jobs)
+
+
+def test_a_named_trace_is_what_the_answer_is_about(tmp_path: Path) -> None:
+    words = ["+experiment=tt_vs_tbe", "device=cpu"]
+    assert configure.load(words).report.headline == "criteo"
+    (tmp_path / "ids.csv").write_text("a\n" + "1\n" * 4)
+    file = ("workload=trace", f"workload.file={tmp_path / 'ids.csv'}", "sweep.L=[]", "sweep.s=[]")
+    traced = configure.load([*words, *file])
+    assert traced.report.headline == ""  # the sweep, whose workload is the file
+
+
+def test_zip_takes_values_together() -> None:
+    config = Config(sweep=SweepConfig(D=[16, 32], B=[8, 64]), design=Design.zip)
+    assert [(c.workload.D, c.workload.B) for c in expand(config)] == [(16, 8), (32, 64)]
+    config.sweep.B = [8]
+    with pytest.raises(UsageError, match=r"equally many .* there are 2 of D, 1 of B"):
+        expand(config)
+
+
+def test_exclude_leaves_out_what_meets_any_rule() -> None:
+    config = Config(sweep=SweepConfig(D=[16, 32], B=[8, 64]), design=Design.grid)
+    config.exclude = ["D == 16 and B == 8", "B > D"]
+    assert [(c.workload.D, c.workload.B) for c in expand(config)] == [(32, 8)]
+
+
+def test_points_that_a_cap_makes_equal_are_one() -> None:
+    timing = TimingConfig(max_batch=4)
+    cells = expand(config(sweep=SweepConfig(B=[8, 64], D=[32]), timing=timing))
+    assert [(c.workload.B, c.workload.D) for c in cells] == [(4, 64), (4, 32)]
+
+
+def test_a_smoke_run_says_the_batch_that_it_measured() -> None:
+    config = configure.load(["+experiment=tbe_vs_torch", "timing=smoke", "device=cpu"])
+    swept = [cell for cell in expand(config) if cell.section == SWEEP]
+    assert swept
+    assert all(f"B={cell.workload.B:,}," in cell.title for cell in swept)

@@ -1,0 +1,199 @@
+"""Every contender computes the same thing, and one that does not is found out."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from experiments.config.schema import Optimizer, WorkloadConfig
+from experiments.contenders import Task, Unsupported, build, registry
+from experiments.contenders.tables import BatchedTables
+from experiments.contenders.tt import TTTables
+from experiments.measure.outcome import Wrong, verify
+from experiments.workloads.workload import Batch, TableShape, make_pool
+
+# What peers call of torch that is deprecated is not for this suite to mend.
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+SHAPES = (TableShape(7, 8), TableShape(400, 8), TableShape(90, 8))
+WORK = WorkloadConfig(T=3, E=400, D=8, B=9, L=5, s=1.1)
+
+
+def task(optimizer: Optimizer = Optimizer.sgd, tt_tables: int = 3) -> Task:
+    return Task(SHAPES, optimizer, 0.05, torch.device("cpu"), rank=6, tt_tables=tt_tables)
+
+
+def batches(count: int = 1) -> tuple[Batch, ...]:
+    return make_pool(WORK, SHAPES, count, seed=2).batches
+
+
+CANNOT = {
+    ("torch", Optimizer.rowwise_adagrad): "no row-wise Adagrad",
+    ("torchrec_unsharded", Optimizer.rowwise_adagrad): "no row-wise Adagrad",
+    ("tensorly", Optimizer.rowwise_adagrad): "no row-wise Adagrad",
+    **{(f"fbgemm_{n}", o): "on CUDA only" for n in ("managed", "lru", "lfu") for o in Optimizer},
+}
+
+
+@pytest.mark.parametrize("optimizer", Optimizer)
+@pytest.mark.parametrize("name", registry.of_bags())
+def test_contenders_agree_with_plain_pytorch(name: str, optimizer: Optimizer) -> None:
+    if missing := registry.find(name).missing():
+        pytest.skip(missing)
+    if (name, optimizer) in CANNOT:
+        with pytest.raises(Unsupported, match=CANNOT[name, optimizer]):
+            build(name, task(optimizer))
+        return
+    contender = build(name, task(optimizer))
+    verify(contender, batches()[0])
+    # Enough tables that sorting them by name would not give them in order.
+    many = tuple(TableShape(30 + number, 8) for number in range(12))
+    work = dataclasses.replace(WORK, T=12, E=42)
+    wide = dataclasses.replace(task(optimizer, tt_tables=12), shapes=many)
+    verify(build(name, wide), make_pool(work, many, 1, seed=3).batches[0])
+
+
+@pytest.mark.parametrize("tt_tables", [1, 2])
+def test_tt_leaves_the_smaller_tables_plain(tt_tables: int) -> None:
+    contender = build("tt", task(tt_tables=tt_tables))
+    assert isinstance(contender, TTTables)
+    assert contender.compressed == {1: [1], 2: [1, 2]}[tt_tables]
+    verify(contender, batches()[0])
+
+
+def test_nbytes_of_plain_tables() -> None:
+    dense = (7 + 400 + 90) * 8 * 4
+    for name in ("tbe", "torch", "reference_tbe"):
+        own = build(name, task()).nbytes()
+        assert own.pop("cache", 0) == 0
+        assert own == {"weights": dense, "optimizer_state": 0}
+    for name in ("cached_lru", "disk_lfu"):  # rows and tags of 4 sets
+        own = build(name, task()).nbytes()
+        assert own["weights"] == dense
+        assert own["cache"] > 4 * 32 * 8 * 4
+    rowwise = build("tbe", task(Optimizer.rowwise_adagrad)).nbytes()
+    assert rowwise["optimizer_state"] == (7 + 400 + 90) * 4
+
+
+def test_nbytes_of_tt_are_those_of_its_cores_and_plain_tables() -> None:
+    contender = build("tt", task(tt_tables=1))
+    assert isinstance(contender, TTTables)
+    (module,) = contender.modules
+    ranks = (1, *module.spec.ranks, 1)
+    cores = sum(
+        p * a * q * b
+        for p, q, a, b in zip(
+            module.spec.row_factors, module.spec.dim_factors, ranks, ranks[1:], strict=False
+        )
+    )
+    assert contender.nbytes()["weights"] == 4 * (cores + (7 + 90) * 8)
+
+
+class Forgetful(BatchedTables):
+    """Never updates."""
+
+    def step(self, prepared: Any) -> None:
+        self.forward(prepared)
+
+
+class Careless(BatchedTables):
+    """Updates with a slightly wrong gradient."""
+
+    def step(self, prepared: Any) -> None:
+        super().step((prepared[0], prepared[1], prepared[2] * 1.01))
+
+
+class Shifted(BatchedTables):
+    """Looks up the row before."""
+
+    def prepare(self, batch: Batch) -> Any:
+        indices = (batch.indices - 1).clamp(min=0)
+        return super().prepare(dataclasses.replace(batch, indices=indices))
+
+
+class NotFinite(BatchedTables):
+    """Returns NaN."""
+
+    def forward(self, prepared: Any) -> torch.Tensor:
+        return super().forward(prepared) * torch.nan
+
+
+@pytest.mark.parametrize(
+    ("wrong", "what"),
+    [(Forgetful, "update"), (Careless, "update"), (Shifted, "forward"), (NotFinite, "forward")],
+)
+def test_a_wrong_contender_is_found_out(wrong: type[BatchedTables], what: str) -> None:
+    with pytest.raises(Wrong, match=what):
+        verify(wrong(task()), batches()[0])
+
+
+def test_fbgemm_is_asked_for_what_its_names_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its CUDA tables cannot be built here; what would be built them with can be seen."""
+    fbgemm = pytest.importorskip("experiments.contenders.fbgemm")
+    asked: list[tuple[list[Any], dict[str, Any]]] = []
+
+    class Fake:
+        def __init__(self, specs: list[Any], **options: Any) -> None:
+            asked.append((specs, options))
+
+        def split_embedding_weights(self) -> list[torch.Tensor]:
+            return [torch.empty(s.rows, s.dim) for s in SHAPES]
+
+    monkeypatch.setattr(fbgemm, "SplitTableBatchedEmbeddingBagsCodegen", Fake)
+    cuda = dataclasses.replace(task(), device=torch.device("cuda"), cache=0.3)
+    places = {"fbgemm": "DEVICE", "fbgemm_managed": "MANAGED", "fbgemm_lfu": "MANAGED_CACHING"}
+    for name, place in places.items():
+        build(name, cuda)
+        specs, options = asked.pop()
+        assert [s[:2] for s in specs] == [(s.rows, s.dim) for s in SHAPES]
+        assert {(s[2].name, s[3].name) for s in specs} == {(place, "CUDA")}
+        assert options["device"] == torch.device("cuda")
+    assert (options["cache_algorithm"].name, options["cache_load_factor"]) == ("LFU", 0.3)
+
+
+def test_fbgemm_gets_narrow_ids_while_they_can_count_all_rows() -> None:
+    fbgemm = pytest.importorskip("experiments.contenders.fbgemm")
+    assert fbgemm.id_type(task()) is torch.int32
+    huge = dataclasses.replace(task(), shapes=(TableShape(2**30, 4), TableShape(2**30, 4)))
+    assert fbgemm.id_type(huge) is torch.int64
+
+
+def test_fbgemm_says_which_dimensions_it_has() -> None:
+    pytest.importorskip("fbgemm_gpu")
+    odd = dataclasses.replace(task(), shapes=(TableShape(9, 6),))
+    with pytest.raises(Unsupported, match="D divisible by 4, got 6"):
+        build("fbgemm", odd)
+
+
+def test_torchrec_is_not_spread_over_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    torchrec = pytest.importorskip("experiments.contenders.torchrec")
+    monkeypatch.setattr(torchrec.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(torchrec.dist, "get_world_size", lambda: 4)
+    with pytest.raises(Unsupported, match="spread over 4"):
+        build("torchrec", task())
+    verify(build("torchrec_fused", task()), batches()[0])
+
+
+@pytest.mark.parametrize("tt_tables", [1, 2])
+def test_tensor_trains_that_compress_everything_say_so(tt_tables: int) -> None:
+    pytest.importorskip("tltorch")
+    for name in ("tensorly", "reference_tt"):
+        with pytest.raises(Unsupported, match="compresses every table"):
+            build(name, task(tt_tables=tt_tables))
+
+
+def test_tensor_trains_have_the_same_cores() -> None:
+    pytest.importorskip("tltorch")
+    sizes = {name: build(name, task()).nbytes() for name in ("tt", "tensorly", "reference_tt")}
+    assert sizes["tensorly"] == sizes["tt"] == sizes["reference_tt"]
+
+
+@pytest.mark.parametrize("name", ["tt", "reference_tt"])
+def test_a_rank_that_no_table_can_use_is_not_measured_under_its_name(name: str) -> None:
+    high = dataclasses.replace(task(), rank=1000)
+    with pytest.raises(Unsupported, match=r"rank 1000 is more than .* can use, which is \d+"):
+        build(name, high)
+    build(name, dataclasses.replace(high, shrunk=True))  # the report says that tables were shrunk

@@ -1,0 +1,323 @@
+"""The gate around its decisions: workers in turns, revisions, findings, exit status, files."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import pytest
+
+from experiments.config import configure
+from experiments.config.configure import UsageError
+from experiments.config.schema import Config
+from experiments.gate import pages, pairs, power, setup, verdicts
+from experiments.gate.pairs import Job, Revisions, Side, Trial, run_pair
+from experiments.gate.points import Built, Point, Setup, Turn, Warm, Weigh, points_of
+from experiments.gate.rules import Evidence, Rules
+from experiments.gate.verdicts import Findings, Line, findings
+from experiments.run.process import Died
+from experiments.timing.statistics import Verdict
+
+
+@pytest.fixture(scope="module")
+def config() -> Config:
+    return configure.load(["+experiment=gate", "device=cpu"])
+
+
+@pytest.fixture(scope="module")
+def points(config: Config) -> list[Point]:
+    return points_of(config)
+
+
+class Pretender:
+    """A worker with a pretended clock: head takes `ratio` times as long as base."""
+
+    def __init__(self, side: Side, log: list[tuple[Side, Any]], traits: Mapping[str, Any]) -> None:
+        self.side, self.log, self.traits = side, log, traits
+        self.message: Any = None
+        self.note = ""
+        self.count = itertools.count()
+
+    def __enter__(self) -> Pretender:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.log.append((self.side, "closed"))
+
+    def send(self, message: Any) -> None:
+        self.message = message
+        self.log.append((self.side, message))
+
+    def receive(self) -> Any:
+        message, bad = self.message, self.traits.get("bad", {}).get(self.side, {})
+        match message:
+            case Setup():
+                if self.traits.get("stillborn") is self.side:
+                    raise Died("error", "ImportError: no kernels")
+                return {p.name: bad.get(p.name, Built()) for p in message.points}
+            case Warm():
+                return {"execution_s": self.traits.get("execution", 1e-3)}
+            case Turn():
+                if self.traits.get("dies") == (self.side, message.point):
+                    raise Died("oom", "killed")
+                factor = self.traits.get("ratio", 1.0) if self.side is Side.head else 1.0
+                # Every fourth sample is disturbed ninefold.
+                return [
+                    1e-3 * factor * (9 if next(self.count) % 4 == 3 else 1) for _ in message.batches
+                ]
+            case Weigh():
+                return {"weights_bytes": 10.0}
+        raise AssertionError(message)
+
+
+def employ(log: list[tuple[Side, Any]], **traits: Any) -> pairs.Hire:
+    return lambda side, package: Pretender(side, log, traits)
+
+
+def test_turns_are_abba_on_the_same_batches(config: Config, points: list[Point]) -> None:
+    log: list[tuple[Side, Any]] = []
+    found = run_pair(Job(points[:1], config, "cpu", 3), Revisions(), employ(log, ratio=1.1))
+    turns = [(side, m) for side, m in log if isinstance(m, Turn)]
+    blocks = [turns[i : i + 3] for i in range(0, len(turns), 3)]
+    assert len(blocks) == config.timing.min_rounds
+    for first, middle, last in blocks:
+        assert first[0] is last[0] is not middle[0]
+        assert first[1].batches + last[1].batches == middle[1].batches
+    assert {b[0][0] for b in blocks} == set(Side)  # both orders happen
+    taken = found.taken[points[0].name]
+    assert taken.effect == pytest.approx(0.0953, abs=1e-3)
+    assert len(taken.logs()) == len(blocks)
+
+
+def test_order_and_first_come_are_random(config: Config, points: list[Point]) -> None:
+    starts, orders = set(), set()
+    for number in range(8):
+        log: list[tuple[Side, Any]] = []
+        run_pair(Job(points, config, "cpu", number), Revisions(), employ(log))
+        starts.add(next(side for side, m in log if isinstance(m, Setup)))
+        orders.add(tuple(dict.fromkeys(m.point for _, m in log if isinstance(m, Warm))))
+    assert starts == set(Side)
+    assert len(orders) > 4
+
+
+def test_short_calls_share_a_sample(config: Config, points: list[Point]) -> None:
+    log: list[tuple[Side, Any]] = []
+    run_pair(Job(points[:1], config, "cpu", 0), Revisions(), employ(log, execution=70e-6))
+    assert {m.executions for _, m in log if isinstance(m, Turn)} == {5}
+
+
+def test_a_slowed_head_and_an_idle_base(config: Config, points: list[Point]) -> None:
+    log: list[tuple[Side, Any]] = []
+    run_pair(Job(points[:1], config, "cpu", 0, slow=1.1), Revisions(), employ(log))
+    setups = {side: m for side, m in log if isinstance(m, Setup)}
+    assert (setups[Side.head].slow, setups[Side.head].idle) == (1.1, 1.0)
+    assert (setups[Side.base].slow, setups[Side.base].idle) == (1.0, 1.1)
+
+
+def test_a_crash_costs_one_point(config: Config, points: list[Point]) -> None:
+    log: list[tuple[Side, Any]] = []
+    job = Job(points, config, "cpu", 0)
+    run_pair(job, Revisions(), employ(log))
+    first = next(m.point for _, m in log if isinstance(m, Warm))
+    log.clear()
+    found = run_pair(job, Revisions(), employ(log, dies=(Side.head, first)))
+    assert set(found.taken) == {p.name for p in points} - {first}
+    assert found.failed == {first: {Side.head: Built("oom", "killed")}}
+    assert sum(1 for _, m in log if isinstance(m, Setup)) == 4  # two pairs of processes
+
+
+def test_a_worker_that_never_works_costs_all(config: Config, points: list[Point]) -> None:
+    log: list[tuple[Side, Any]] = []
+    job = Job(points, config, "cpu", 0)
+    found = run_pair(job, Revisions(), employ(log, stillborn=Side.base))
+    assert not found.taken
+    assert {side for sides in found.failed.values() for side in sides} == {Side.base}
+    assert len(found.failed) == len(points)
+
+
+def test_a_point_that_one_side_cannot_do_is_not_measured(
+    config: Config, points: list[Point]
+) -> None:
+    name = points[1].name
+    bad = {Side.base: {name: Built("unsupported", "too old")}}
+    found = run_pair(Job(points, config, "cpu", 0), Revisions(), employ([], bad=bad))
+    assert name not in found.taken
+    assert len(found.taken) == len(points) - 1
+
+
+def test_points_must_exist(config: Config) -> None:
+    for text, words in (
+        ("gate.points=[]", "is empty"),
+        ("gate.points=[{case: wide, phase: backward}]", "no phase 'backward'"),
+        ("gate.points=[{case: broad, phase: step}]", "no case 'broad'"),
+        ("gate.points=[{case: tt, phase: step}, {case: tt, phase: step}]", "is there twice"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            points_of(configure.load(["+experiment=gate", "device=cpu", text]))
+
+
+# Findings
+
+
+def line(state: str, **traits: Any) -> Line:
+    return Line("p", "words", state, **traits)
+
+
+@pytest.mark.parametrize(
+    ("lines", "strict", "status"),
+    [
+        ([line("SAME"), line("FASTER")], True, 0),
+        ([line("SAME"), line("UNSURE")], False, 0),
+        ([line("SAME"), line("UNSURE")], True, 4),
+        ([line("SAME"), line("NOISY")], True, 4),
+        ([line("SLOWER"), line("MISSING"), line("UNSURE")], True, 3),
+        ([line("SAME", grown=("weights bytes 1 → 2",))], False, 3),
+        ([line("SAME"), line("MISSING")], False, 5),
+        ([line("SAME"), line("FAILED")], False, 5),
+        ([line("NEW"), line("NEW")], False, 6),
+        ([], False, 6),
+    ],
+)
+def test_exit_status(lines: list[Line], status: int, strict: bool) -> None:
+    assert Findings(lines).status(strict=strict) == status
+
+
+def test_builds_that_fail_have_a_status_of_their_own() -> None:
+    assert Findings(broken="no compiler", broken_side=Side.base).status(strict=False) == 6
+    assert Findings(broken="no compiler", broken_side=Side.head).status(strict=False) == 5
+    assert Findings([line("SLOWER")], interrupted=True).status(strict=False) == 130
+
+
+def test_bytes_are_exact_and_peaks_nearly_so() -> None:
+    base = {"weights_bytes": 1000.0, "peak_bytes": 1e9, "hit_rate": 0.9}
+    assert verdicts.changes(base, dict(base)) == ([], [])
+    worse, better = verdicts.changes(base, {**base, "weights_bytes": 1001.0, "peak_bytes": 1.02e9})
+    assert [w.split()[0] for w in worse] == ["weights"]
+    assert not better
+    worse, _ = verdicts.changes(base, {**base, "peak_bytes": 1.03e9, "hit_rate": 0.89})
+    assert [w.split()[0] for w in worse] == ["hit", "peak"]
+    _, better = verdicts.changes(base, {**base, "weights_bytes": 900.0, "hit_rate": 0.95})
+    assert [b.split()[0] for b in better] == ["hit", "weights"]
+
+
+def made_up(points: list[Point]) -> tuple[Findings, Rules]:
+    """Slower, faster, same, unsure, missing, new, and one that is too noisy."""
+    slow, fast, same, unsure, missing, new, noisy = (p.name for p in points[:7])
+    rules = Rules(3, 3, {p.name: 0.05 for p in points[:7] if p.name != noisy})
+    first = {slow: [0.2, 0.21, 0.19], fast: [-0.2, -0.21, -0.19], same: [0.0, 0.01, -0.01]}
+    first[unsure] = [0.3, -0.3, 0.1]
+    failed = {
+        missing: {Side.head: Built("wrong", "differs")},
+        new: {Side.base: Built("error", "old")},
+    }
+    trial = Trial(
+        evidence=Evidence(first, {slow: first[slow], fast: first[fast]}, {missing, new}),
+        failed=failed,
+    )
+    return findings(points[:7], trial, rules, []), rules
+
+
+def test_findings_begin_with_what_is_worst(points: list[Point]) -> None:
+    found, _ = made_up(points)
+    assert [x.state for x in found.lines] == [
+        "SLOWER", "MISSING", "UNSURE", "NOISY", "FASTER", "SAME", "NEW",
+    ]  # fmt: skip
+    assert found.status(strict=False) == 3
+    assert all(x.reason for x in found.having("MISSING", "UNSURE", "NOISY", "NEW"))
+
+
+def test_files_of_a_gate(points: list[Point], config: Config, tmp_path: Path) -> None:
+    found, _ = made_up(points)
+    (tmp_path / "config.yaml").write_text("name: gate\n")
+    (tmp_path / "environment.json").write_text(json.dumps({"device": "a CPU", "torch": "2"}))
+    summary = tmp_path / "summary.md"
+    summary.write_text("before\n")
+    facts = {"base": "main", "head": "WORKTREE", "experiment": "gate", "notices": ["a notice"]}
+    answer, place = pages.write_outputs(tmp_path, found, facts, 3, summary=str(summary))
+    assert "is worse at" in answer
+    assert "1.221× [" in answer
+    assert Path(place).read_text().startswith("<!doctype html>")
+    text = (tmp_path / "gate.md").read_text()
+    assert "SLOWER" in text
+    assert "a notice" in text
+    assert summary.read_text() == "before\n" + text + "\n"
+    told = json.loads((tmp_path / "gate.json").read_text())
+    assert told["status"] == 3
+    assert told["points"][0]["second"] == [0.2, 0.21, 0.19]
+    suite = ElementTree.fromstring((tmp_path / "junit.xml").read_text())
+    assert suite.get("failures") == "2"
+    kinds = [next(c.tag for c in case) for case in suite]
+    assert kinds == [
+        "failure",
+        "failure",
+        "skipped",
+        "skipped",
+        "system-out",
+        "system-out",
+        "skipped",
+    ]
+
+
+# Noise floor and power
+
+
+ENVIRONMENT = {"hardware_id": "h", "torch": "2", "threads": 1, "device": "a CPU"}
+
+
+def test_a_floor_serves_its_own_machine_and_measuring(config: Config, tmp_path: Path) -> None:
+    found = setup.content(ENVIRONMENT, config, {"a": [0.1, -0.2, 0.12], "b": [0.001]}, "today")
+    (tmp_path / setup.name(ENVIRONMENT, config)).write_text(json.dumps(found))
+    known = setup.read(tmp_path, ENVIRONMENT, config)
+    assert known is not None
+    assert known.margin("a", 0.05, 5) == pytest.approx(3 * 0.12 / 5**0.5)
+    assert known.margin("b", 0.05, 5) == known.margin("unknown", 0.05, 5) == 0.05
+    assert setup.read(tmp_path, {**ENVIRONMENT, "torch": "3"}, config) is None
+    other = configure.load(["+experiment=gate", "device=cpu", "timing.min_rounds=7"])
+    assert setup.read(tmp_path, ENVIRONMENT, other) is None
+    (tmp_path / setup.name(ENVIRONMENT, config)).write_text("{")
+    assert setup.read(tmp_path, ENVIRONMENT, config) is None
+
+
+def test_slowed_trials_are_spread_among_the_others() -> None:
+    config = configure.load(["+experiment=gate_power", "gate.trials=20", "gate.slowed_trials=4"])
+    slows = power.schedule(config)
+    assert slows.count(1.1) == 4
+    assert slows.count(1.0) == 20
+    assert 1.1 in slows[:6]
+    assert 1.1 in slows[-6:]
+
+
+def test_trials_are_replayed_from_what_is_stored() -> None:
+    rules = Rules(3, 3, {"a": 0.05})
+    shared = {"status": "ok", "point": "a", "weight": {}}
+    records = [
+        {**shared, "trial": trial, "slow": slow, "stage": stage, "pair": n, "effect": effect}
+        for n, (trial, slow, stage, effect) in enumerate(
+            [(0, 1.0, "first", e) for e in (0.0, 0.01, -0.01)]
+            + [(1, 1.1, "first", e) for e in (0.1, 0.11, 0.09)]
+            + [(1, 1.1, "second", e) for e in (0.1, 0.11, 0.09)]
+        )
+    ]
+    trials = power.replay(records)
+    outcomes = [power.outcome(t, ["a"], rules) for t in trials.values()]
+    rates = power.compute_rates(outcomes)
+    assert rates["false_alarms"]["hits"] == 0
+    assert rates["false_alarms"]["of"] == 1
+    assert rates["caught"] == power.rate(1, 1)
+    assert rates["points"]["a"]["caught"]["of"] == 1
+    assert "ALARM" in power.line(outcomes[1])
+    lost = {"status": "error", "reason": "gone", "side": "head", "point": "a", "pair": 9}
+    again = power.replay([*records, {**lost, "trial": 1, "slow": 1.1, "stage": "second"}])
+    assert (again[1].attempt, again[1].slow, again[1].evidence.first) == (2, 1.1, {})
+    assert again[0].evidence == trials[0].evidence
+    assert Verdict.SAME.value.lower() in power.line(outcomes[0])

@@ -1,0 +1,77 @@
+"""What a run says about its machine, how it fits its memory, and what the terminal shows."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import socket
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+from experiments.config.schema import Config, Optimizer, WorkloadConfig
+from experiments.config.sweep import Arm, Cell
+from experiments.machine import environment
+from experiments.measure import timing
+from experiments.run.progress import Display
+from experiments.timing import memory
+
+CPU = torch.device("cpu")
+WORK = WorkloadConfig(T=1, E=1_000_000, D=25)  # 100 MB as float32
+
+
+def fitted(monkeypatch: pytest.MonkeyPatch, free: int, config: Config, *names: str) -> Cell:
+    monkeypatch.setattr(memory, "available_bytes", lambda _: free)
+    whole = Cell("x", "x", WORK, tuple(Arm(n) for n in names))
+    return timing.fit_memory(whole, timing.Session(config, CPU, "run"))
+
+
+def test_tables_shrink_only_as_far_as_memory_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = Config()
+    config.device.memory_share = 0.5
+    assert fitted(monkeypatch, 400_000_000, config, "tbe", "torch").rows_scale == 1.0
+    assert fitted(monkeypatch, 200_000_000, config, "tbe", "torch").rows_scale == 0.5
+    assert fitted(monkeypatch, 200_000_000, config, "tbe", "tt").rows_scale == 1.0
+    config.optimizer = Optimizer.adagrad  # its state is as large as the tables
+    assert fitted(monkeypatch, 200_000_000, config, "tbe", "torch").rows_scale == 0.25
+
+
+def test_available_memory_is_between_nothing_and_all_of_it() -> None:
+    total = environment.describe(CPU, [])["memory_bytes"]
+    assert 0 < memory.available_bytes(CPU) <= (total or 1 << 62)
+
+
+def test_the_environment_is_complete_and_names_nobody() -> None:
+    found = environment.describe(CPU, ["+experiment=x"])
+    written = json.dumps(found)
+    assert found["command"] == "python run.py +experiment=x"
+    for key in ("device", "cpu", "torch", "python", "threads", "git", "load_average", "huge_pages"):
+        assert key in found
+    assert found["threads"] == torch.get_num_threads()
+    host = socket.gethostname()
+    assert len(host) < 4 or host not in written
+    assert str(Path.home()) == "/" or str(Path.home()) not in written
+
+
+def test_without_a_terminal_a_finished_cell_is_one_line() -> None:
+    out = io.StringIO()
+    with Display(2, Console(file=out, soft_wrap=True)) as display:
+        display.begin("first")
+        display.finish("first [done]")
+        assert display.left().endswith("s left")
+        display.begin("second")
+        display.finish("second [done]")
+    assert out.getvalue().splitlines() == ["[1/2] first [done]", "[2/2] second [done]"]
+
+
+def test_explicit_factors_are_dropped_with_the_rows_they_were_made_for() -> None:
+    config = Config()
+    whole = Cell("x", "x", WORK, (Arm("tt", 4),))
+    whole.tt.row_factors[:] = [100, 100, 100]
+    session = timing.Session(config, CPU, "run")
+    assert timing.task_of(whole, whole.arms[0], session).row_factors == (100, 100, 100)
+    shrunk = dataclasses.replace(whole, rows_scale=0.1)
+    assert timing.task_of(shrunk, whole.arms[0], session).row_factors == ()

@@ -1,0 +1,341 @@
+"""Tables of keys: what calls are made of, what is timed, who is found out, what is made of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from experiments.config import configure
+from experiments.config.schema import KeysConfig, Law, Mode, Order, WorkloadConfig
+from experiments.contenders import registry
+from experiments.contenders.keys import KeyTable, KeyTask
+from experiments.machine import bandwidth
+from experiments.measure import keys as trace
+from experiments.measure.keys import (
+    Built,
+    CallClock,
+    Calls,
+    KeySpace,
+    Operation,
+    TimedCall,
+    fill,
+    values_of,
+    verify,
+)
+from experiments.measure.outcome import Wrong
+from experiments.run.session import Session
+from experiments.timing.clock import UnsupportedMode, Work
+from experiments.workloads import cache_bounds
+from experiments.workloads.cache_bounds import Trace
+
+CPU = torch.device("cpu")
+SPACE = KeySpace(Order.permuted, 3)
+WORK = WorkloadConfig(law=Law.uniform, B=50, L=2)
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+
+class Plain(KeyTable):
+    """A dict: what every table must agree with."""
+
+    operations = (
+        "find", "find_slots", "find_or_insert", "find_or_insert_slots", "insert_or_assign",
+        "insert_and_evict",
+    )  # fmt: skip
+    erases = True
+
+    def __init__(self, task: KeyTask) -> None:
+        super().__init__(task)
+        self.rows: dict[int, Tensor] = {}
+        self.slots: dict[int, int] = {}
+
+    def fill(self, keys: Tensor, values: Tensor) -> None:
+        self.insert_or_assign((keys, values))
+
+    def find_slots(self, prepared: Any) -> Tensor:
+        return torch.tensor([self.slots.get(k, -1) for k in prepared[0].tolist()])
+
+    def find(self, prepared: Any) -> Tensor:
+        zero = torch.zeros(self.task.dim)
+        return torch.stack([self.rows.get(k, zero) for k in prepared[0].tolist()])
+
+    def find_or_insert_slots(self, prepared: Any) -> Tensor:
+        self.find_or_insert((prepared[0], torch.zeros(len(prepared[0]), self.task.dim)))
+        return self.find_slots(prepared)
+
+    def find_or_insert(self, prepared: Any) -> Tensor:
+        for key, value in zip(prepared[0].tolist(), prepared[1], strict=True):
+            self._put(key, self.rows.get(key, value))
+        return self.find(prepared)
+
+    def insert_or_assign(self, prepared: Any) -> None:
+        for key, value in zip(prepared[0].tolist(), prepared[1], strict=True):
+            self._put(key, value)
+
+    def insert_and_evict(self, prepared: Any) -> Tensor:
+        self.insert_or_assign(prepared)
+        return torch.empty(0, dtype=torch.int64)
+
+    def erase(self, keys: Tensor) -> None:
+        for key in keys.tolist():
+            self.rows.pop(key, None)
+            self.slots.pop(key, None)
+
+    def size(self) -> int:
+        return len(self.rows)
+
+    def _put(self, key: int, value: Tensor) -> None:
+        self.rows[key] = value.clone()
+        self.slots.setdefault(key, len(self.slots))
+
+
+def task(slots: int = 640, resident: int = 480) -> KeyTask:
+    return KeyTask(slots, 4, CPU, resident)
+
+
+def filled(kind: type[KeyTable], resident: int = 480) -> KeyTable:
+    table = kind(task(resident=resident))
+    keys = SPACE.run(0, resident)
+    table.fill(keys, values_of(keys, 4))
+    return table
+
+
+# Keys and calls
+
+
+@pytest.mark.parametrize("order", Order)
+def test_different_numbers_have_different_keys(order: Order) -> None:
+    keys = KeySpace(order, 5).run(0, 100_000)
+    assert len(keys.unique()) == len(keys)
+    assert torch.equal(KeySpace(order, 5).run(40, 3), keys[40:43])
+    if order is Order.permuted:
+        assert (keys < 0).any()
+        assert not torch.equal(KeySpace(order, 6).run(0, 10), keys[:10])
+
+
+def test_values_tell_their_key() -> None:
+    keys = SPACE.run(0, 5000)
+    values = values_of(keys, 3)
+    assert values.shape == (5000, 3)
+    assert len(values[:, 0].unique()) > 4990
+    assert torch.equal(values[:, 2], values[:, 0] + 2)
+
+
+def test_calls_have_the_share_of_keys_that_are_there_and_new_ones_every_time() -> None:
+    calls = Calls(WORK, KeysConfig(hits=0.6), 480, 3, inserts=True)
+    there = set(calls.space.run(420, 60).tolist())  # the last ones, so that a full table has them
+    every = set(calls.space.run(0, 480).tolist())
+    first, second = calls.next(4), calls.next(0)
+    for call in (first, second):
+        assert len(call.keys) == 100
+        assert set(call.keys.tolist()) & every == there
+        assert set(call.keys.tolist()) - every == set(call.new.tolist())
+    assert not set(first.new.tolist()) & set(second.new.tolist())
+    assert first.keys.tolist() != second.keys.tolist()
+    assert torch.equal(first.values, values_of(first.keys, 4))
+    assert second.values.shape == (100, 0)
+
+
+def test_keys_that_are_only_looked_up_are_drawn_from_all() -> None:
+    reads = Calls(WORK, KeysConfig(hits=1.0), 480, 3, inserts=False)
+    seen = set(torch.cat([reads.next(0).keys for _ in range(50)]).tolist())
+    assert seen == set(reads.space.run(0, 480).tolist())
+    skewed = WorkloadConfig(law=Law.zipf, s=1.3, B=5000, L=1)
+    keys = Calls(skewed, KeysConfig(hits=1.0), 480, 3, inserts=False).next(0).keys
+    assert keys.unique(return_counts=True)[1].max() > 500
+
+
+# The clock
+
+
+class Slow(TimedCall):
+    """Preparing takes 1000, the call 7."""
+
+    def __init__(self, clock: list[int]) -> None:
+        self.clock = clock
+
+    def before(self, number: int) -> int:
+        self.clock[0] += 1000
+        return number
+
+    def call(self, ready: int) -> None:
+        self.clock[0] += 7
+
+
+def test_only_the_call_is_timed_and_the_rest_is_its_cost() -> None:
+    now = [0]
+    clock = CallClock(CPU, Mode.hot, lambda: now[0])
+    phase = clock.adapt(Slow(now), 4)
+    (reading,) = clock.read([Work(lambda: [phase(0), phase(1)])])
+    assert reading.seconds == pytest.approx(14e-9)
+    assert reading.cost == pytest.approx(2014e-9)
+    with pytest.raises(UnsupportedMode, match="no mode graph"):
+        CallClock(CPU, Mode.graph)
+
+
+def test_what_a_call_added_is_taken_out_before_the_next() -> None:
+    table = filled(Plain)
+    calls = Calls(WORK, KeysConfig(hits=0.6), 480, 3, inserts=True)
+    built = Built(table, calls)
+    operation = Operation(built, "insert_or_assign", 2)
+    for number in range(3):
+        ready = operation.before(number)
+        assert table.size() == 480
+        operation.call(ready)
+        assert table.size() == 520
+    reads = Operation(built, "find_slots", 2)
+    assert reads.before(0) is reads.before(0)  # made once
+    assert table.size() == 480
+
+
+# Who is right
+
+
+@pytest.mark.parametrize("name", [n for n, e in registry.entries().items() if e.keyed])
+def test_tables_of_keys_answer_what_was_put_in(name: str) -> None:
+    entry = registry.find(name)
+    if missing := entry.missing():
+        pytest.skip(missing)
+    table = entry.load()(task())
+    calls = Calls(WORK, KeysConfig(), 480, 3, inserts=True)
+    assert fill(table, calls) == 480
+    assert table.size() == 480
+    verify(table, calls.space, calls.space.run(0, 480))
+    table.ready()
+    assert table.size() == 480
+    assert table.nbytes() >= 480 * 8
+
+
+@pytest.mark.parametrize("name", ["scored", "scored_lfu"])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_full_table_takes_more_keys_than_it_has_slots(name: str, seed: int) -> None:
+    table = registry.find(name).load()(task(320, 320))
+    calls = Calls(WORK, KeysConfig(), 320, seed, inserts=True)
+    put = fill(table, calls)
+    assert put > 320
+    assert table.size() == 320
+    used = table.find_slots((calls.space.run(put - calls.known, calls.known), None))
+    assert (used >= 0).all()
+
+
+class Forgetful(Plain):
+    """Does not find the first key of a call."""
+
+    def find_slots(self, prepared: Any) -> Tensor:
+        slots = super().find_slots(prepared)
+        slots[0] = -1
+        return slots
+
+
+class Crowded(Plain):
+    """Two keys share a slot."""
+
+    def find_slots(self, prepared: Any) -> Tensor:
+        return super().find_slots(prepared) // 2
+
+
+class Inventive(Plain):
+    """Finds keys that are not there."""
+
+    def find_slots(self, prepared: Any) -> Tensor:
+        return super().find_slots(prepared).abs()
+
+
+class Stale(Plain):
+    """Assigns nothing to keys that are there."""
+
+    def insert_or_assign(self, prepared: Any) -> None:
+        self.find_or_insert(prepared)
+
+
+class Overwriting(Plain):
+    """Writes what it should only find."""
+
+    def find_or_insert(self, prepared: Any) -> Tensor:
+        self.insert_or_assign(prepared)
+        return self.find(prepared)
+
+
+class Keeping(Plain):
+    """Erases nothing."""
+
+    def erase(self, keys: Tensor) -> None:
+        pass
+
+
+class Lying(Plain):
+    """Says that keys gave way which are there."""
+
+    def insert_and_evict(self, prepared: Any) -> Tensor:
+        super().insert_and_evict(prepared)
+        evicted: Tensor = prepared[0][:1]
+        return evicted
+
+
+@pytest.mark.parametrize(
+    ("wrong", "what"),
+    [
+        (Forgetful, "is there is not found"), (Crowded, "one slot"), (Inventive, "not there is"),
+        (Stale, "find: values differ"), (Overwriting, "find_or_insert: values differ"),
+        (Keeping, "erase"), (Lying, "gave way is still there"),
+    ],
+)  # fmt: skip
+def test_a_wrong_table_is_found_out(wrong: type[KeyTable], what: str) -> None:
+    verify(filled(Plain), SPACE, SPACE.run(0, 480))
+    with pytest.raises(Wrong, match=what):
+        verify(filled(wrong), SPACE, SPACE.run(0, 480))
+
+
+# Ceilings and ideals
+
+
+def test_lines_hold_their_numbers_in_pages_as_asked() -> None:
+    for huge in (False, True):
+        found = bandwidth.Lines(1 << 20, huge=huge)
+        places = found.places(torch.tensor([0, -1, 2**62, 7]))
+        for read in (found.read, found.take):
+            assert torch.equal(read(places) * bandwidth.WORDS, places)
+        assert not huge or found.huge_share >= 0
+    measured = bandwidth.measure_random_lines(1 << 20, 0.0)
+    assert set(measured) == {str(bandwidth.page_bytes(huge=h)) for h in (False, True)}
+    assert all(m["million_lines_s"] > 0 for m in measured.values())
+
+
+def brute(batches: list[list[int]], capacity: int, policy: cache_bounds.Policy) -> list[int]:
+    """Hits of distinct rows, batch by batch: the program as it is defined, one key at a time."""
+    held: dict[int, list[int]] = {}  # row -> count, batch
+    found = []
+    for number, batch in enumerate(batches):
+        first = list(dict.fromkeys(batch))
+        found.append(sum(row in held for row in first))
+        for row in batch:
+            if row in held:
+                held[row][0] += 1
+                held[row][1] = number
+        for row in [r for r in first if r not in held]:
+            if len(held) >= capacity:
+                lru = policy is cache_bounds.Policy.exact_lru
+                victims = [(v[1 if lru else 0], k) for k, v in held.items() if v[1] < number]
+                if not victims:
+                    continue
+                del held[min(victims)[1]]
+            held[row] = [batch.count(row), number]
+    return found
+
+
+@pytest.mark.parametrize("policy", cache_bounds.Policy)
+def test_exact_caches_follow_the_program_and_so_does_a_table_of_one_bucket(
+    policy: cache_bounds.Policy,
+) -> None:
+    rng = np.random.default_rng(1)
+    batches = [rng.zipf(1.3, 24) % 90 for _ in range(60)] + [np.arange(70)] * 2
+    got = cache_bounds.run(Trace.of(batches, 0), 32, policy)
+    assert got.rows == brute([b.tolist() for b in batches], 32, policy)
+    config = configure.load(["+experiment=eviction_quality", "device=cpu"])
+    name = policy.name.replace("exact", "scored")
+    table = trace.run_keys(name, batches, 32, Session(config, CPU, "test"))
+    assert table["row_hits"] == got.rows
+    assert table["lookup_hits"] == got.lookups

@@ -1,0 +1,254 @@
+"""What the figures of a report draw, from made-up samples whose answers are known."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+
+import pytest
+from matplotlib import pyplot as plt
+from matplotlib.patches import Rectangle
+
+from experiments.config.sweep import Arm, Cell
+from experiments.machine import ceilings
+from experiments.report import Run, figures, outcomes, ratios, shell, style
+from experiments.report.style import Figure, Panel
+from experiments.report.tables import section_table
+from tests.experiments.made_up import BANDWIDTH, Recipe, make_run
+
+GRID = ("+experiment=tt_vs_tbe", "design=grid", "sweep.D=[16,32]", "sweep.B=[256,1024,4096]")
+ONE_AXIS = ("+experiment=tt_vs_tbe", "sweep.B=[]", "sweep.L=[]", "sweep.s=[]", "sweep.rank=[]")
+NOTHING = ("sweep.L=[]", "sweep.s=[]", "sweep.rank=[]")
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Three processes, one axis, two modes, an error of the compressed tables."""
+    recipe = Recipe(words=ONE_AXIS, modes=("hot", "cold"), error=0.4)
+    return Run.read(make_run(tmp_path_factory.mktemp("plain"), recipe))
+
+
+def _texts(panel: Panel) -> list[str]:
+    _, axes = plt.subplots()
+    panel.draw(axes)
+    found = [t.get_text() for t in axes.texts]
+    plt.close()
+    return found
+
+
+def test_every_figure_of_the_field_is_there_and_draws(plain: Run) -> None:
+    hot = plain.at("hot")
+    found = figures.figures(hot)
+    assert [f.name for f in found] == [
+        "cost_and_memory", "forest", "speedup", "sweep_throughput", "sweep_ratio", "sweep_memory",
+        "roofline", "published_fbtt_readme", "samples",
+    ]  # fmt: skip
+    with style.theme():
+        for figure in found:
+            assert figure.caption
+            assert figure.sizes
+            svg = style.inline_svg(figure.panels[0])
+            assert "<path" in svg
+
+
+def test_a_process_by_itself_and_all_together_are_the_same_ratio(plain: Run) -> None:
+    hot = plain.at("hot")
+    every = ratios.per_process(hot)
+    row = hot.table[(hot.table["arm"] == "tt-16") & (hot.table["phase"] == "step")].iloc[0]
+    own = every[
+        (every["cell"] == row["cell"]) & (every["arm"] == "tt-16") & (every["phase"] == "step")
+    ]
+    assert sorted(own["replicate"]) == [0, 1, 2]
+    mean = math.exp(sum(map(math.log, own["ratio"])) / 3)
+    assert mean == pytest.approx(row["ratio"])
+    assert row["ratio_lo"] < mean < row["ratio_hi"]
+
+
+def test_the_forest_is_sorted_and_open_where_one_is_inside(plain: Run) -> None:
+    (figure,) = ratios.figures(plain.at("hot"))
+    lines = ratios._lines(plain.at("hot"), "step")
+    assert [x.ratio for x in lines] == sorted(x.ratio for x in lines)
+    assert all(len(x.processes) == 3 for x in lines)
+    numbers = _texts(figure.panels[0])
+    assert len(numbers) == len(lines)
+    open_line = ratios.Line("a", 1.01, 0.99, 1.03, [], "#000000", sure=False)
+    _, axes = plt.subplots()
+    ratios.panel("", [open_line], "").draw(axes)
+    dot = next(x for x in axes.lines if x.get_marker() == "o")
+    assert dot.get_markerfacecolor() == "none"
+    plt.close()
+
+
+def test_the_heatmap_shows_axes_against_each_other_where_they_met(tmp_path: Path) -> None:
+    run = Run.read(make_run(tmp_path, Recipe(words=(*GRID, *NOTHING), replicates=1)))
+    (figure,) = ratios.heatmap_figures(run)
+    titles = [p.title for p in figure.panels]
+    assert titles == [
+        "TT rank 16, step", "TT rank 16, forward", "EmbeddingBag, step", "EmbeddingBag, forward"
+    ]  # fmt: skip
+    numbers = _texts(figure.panels[0])
+    assert len(numbers) == 6
+    assert all(0.1 < float(n.removesuffix("×")) < 0.6 for n in numbers)
+
+
+def test_the_heatmap_of_points_has_a_line_per_point(plain: Run) -> None:
+    (figure,) = ratios.heatmap_figures(plain.at("hot"))
+    assert [p.title for p in figure.panels] == ["Step", "Forward"]
+    _, axes = plt.subplots()
+    figure.panels[0].draw(axes)
+    assert [t.get_text() for t in axes.get_yticklabels()] == [
+        "base point", "D=16", "D=32", "D=128"
+    ]  # fmt: skip
+    plt.close()
+
+
+@pytest.mark.parametrize(("low", "high", "hatched"), [(0.9, 1.2, True), (1.1, 1.2, False)])
+def test_a_difference_that_may_be_none_is_hatched(low: float, high: float, hatched: bool) -> None:
+    row = {"status": "ok", "ratio": 1.15, "ratio_lo": low, "ratio_hi": high}
+    square = ratios._square(row, "column", "line")
+    assert square.speedup == pytest.approx(1 / 1.15)
+    _, axes = plt.subplots()
+    ratios._fill(axes, square, 0, 0)
+    hatches = [p.get_hatch() for p in axes.patches if isinstance(p, Rectangle)]
+    assert any(hatches) is hatched
+    plt.close()
+
+
+def test_the_roofs_are_drawn_with_the_theory_where_it_is_known(tmp_path: Path) -> None:
+    gpu = {"gpu": {"name": "NVIDIA H100 80GB HBM3"}}
+    run = Run.read(make_run(tmp_path, Recipe(words=ONE_AXIS, replicates=1, environment=gpu)))
+    device = ceilings.of_environment(run.environment)
+    assert device is not None
+    assert device.bandwidth_gb_s is not None
+    (figure,) = figures.roofline_figures(run)
+    words = _texts(figure.panels[0])
+    assert words == ["copy 50 GB/s", f"in theory {device.bandwidth_gb_s:,.4g} GB/s", "gather"]
+    assert f"Dotted: {device.name} in theory" in figure.caption
+
+
+def test_a_table_says_how_much_of_the_gather_bandwidth_a_step_gets(plain: Run) -> None:
+    hot = plain.at("hot")
+    table = section_table(hot, "criteo")
+    rows = hot.table[(hot.table["cell"] == hot.headline_cell()) & (hot.table["phase"] == "step")]
+    column = table.heads.index("of gather")
+    for line, (_, row) in zip(table.rows, rows.iterrows(), strict=True):
+        assert row["D"] == 16
+        share = row["distinct_gb_s"] / BANDWIDTH["gather_gb_s"]["64"]
+        assert line[column].key == pytest.approx(100 * share)
+
+
+def test_the_roof_is_the_copy_of_an_older_run(tmp_path: Path) -> None:
+    recipe = Recipe(words=ONE_AXIS, replicates=1, environment={"bandwidth": None})
+    run = Run.read(make_run(tmp_path, recipe))
+    assert "of gather" not in section_table(run, "criteo").heads
+    (figure,) = figures.roofline_figures(run)
+    assert "Roofs: copy of memory" in figure.caption
+    assert "copy 50 GB/s" in _texts(figure.panels[0])
+
+
+def test_no_roof_no_roofline(tmp_path: Path) -> None:
+    unknown = {"bandwidth": None, "copy_gb_s": None}
+    run = Run.read(make_run(tmp_path, Recipe(words=ONE_AXIS, replicates=1, environment=unknown)))
+    assert figures.roofline_figures(run) == []
+
+
+def test_error_stands_beside_time_where_it_is_known(plain: Run, tmp_path: Path) -> None:
+    (figure,) = figures.cost_figures(plain.at("hot"))
+    assert [p.title for p in figure.panels][-1] == "Error"
+    assert {"TT rank 8", "TT rank 16", "TT rank 32"} == set(_texts(figure.panels[-1]))
+    without = Run.read(make_run(tmp_path, Recipe(words=ONE_AXIS, replicates=1)))
+    (figure,) = figures.cost_figures(without)
+    assert len(figure.panels) == 2
+
+
+def test_modes_never_share_a_row_or_a_ratio(plain: Run) -> None:
+    assert plain.modes == ["hot", "cold"]
+    hot, cold = plain.at("hot"), plain.at("cold")
+    assert len(hot.table) == len(cold.table) == len(plain.table) // 2
+    assert set(cold.table["mode"]) == {"cold"}
+    assert hot.table["median_s"].median() < cold.table["median_s"].median()
+    (figure,) = figures.modes(plain)
+    assert figure.name == "modes"
+    assert figures.modes(hot) == []
+
+
+def _fate(arm: Arm, cell: Cell, process: int) -> tuple[str, str]:
+    if arm.contender == "torch":
+        return "oom", "needed 191 GiB, 139 free"
+    if arm.contender == "tt" and process == 1:
+        return "timeout", "silent for 120 s"
+    return "ok", ""
+
+
+def test_failures_are_a_map_and_a_table(tmp_path: Path) -> None:
+    run = Run.read(make_run(tmp_path, Recipe(words=ONE_AXIS, fate=_fate)))
+    (figure,) = outcomes.figures(run)
+    marks = _texts(figure.panels[0])
+    assert marks.count("oom") == sum(o.label == "EmbeddingBag" for o in run.outcomes())
+    assert {"✓", "½", "oom"} == set(marks)
+    table = outcomes.table(run)
+    partly = next(row for row in table.rows if row[3].shown == "partly")
+    assert [v.shown for v in partly[4:]] == ["2 of 3", "timeout: silent for 120 s"]
+    assert "oom" in outcomes.sentence(run)
+    assert "partly" in outcomes.sentence(run)
+
+
+def test_wrong_in_one_process_is_wrong(tmp_path: Path) -> None:
+    def fate(arm: Arm, cell: Cell, process: int) -> tuple[str, str]:
+        return ("wrong", "differs") if arm.contender == "tt" and process == 2 else ("ok", "")
+
+    run = Run.read(make_run(tmp_path, Recipe(words=ONE_AXIS, fate=fate)))
+    assert {o.status for o in run.outcomes() if o.label.startswith("TT")} == {"wrong"}
+
+
+def test_no_map_where_nothing_failed(plain: Run) -> None:
+    assert outcomes.figures(plain) == []
+    assert outcomes.sentence(plain).startswith("None: all ")
+
+
+def test_a_cell_alone_has_no_sweeps_and_no_map(tmp_path: Path) -> None:
+    words = ("+experiment=tt_vs_tbe", "sweep.D=[]", "sweep.B=[]", *NOTHING)
+    run = Run.read(make_run(tmp_path, Recipe(words=words, replicates=1)))
+    assert figures.sweep_figures(run) == []
+    assert ratios.heatmap_figures(run) == []
+    assert {f.name for f in figures.figures(run)} >= {"cost_and_memory", "forest", "roofline"}
+
+
+def test_strangers_get_a_colour_that_stays() -> None:
+    assert style.colour_of("fbgemm_tbe") == style.COLOURS["fbgemm"]
+    first = style.colour_of("somebody_elses")
+    assert first == style.colour_of("somebody_elses")
+    assert first in [style.COLOURS[name] for name in style.OTHERS]
+    assert style.marker_of("somebody_elses")
+
+
+def test_colours_differ_and_the_page_has_each_in_both_themes() -> None:
+    variables = style.variables()
+    assert len(variables) == len(style.COLOURS) + len(style.STATUS) + 4
+    css = (shell.ASSETS / "page.css").read_text()
+    for name in variables.values():
+        assert len(re.findall(rf"{name}: #", css)) == 2, name
+
+
+def test_drawings_have_names_of_their_own_and_words_that_are_text(plain: Run) -> None:
+    (figure,) = figures.cost_figures(plain.at("hot"))
+    with style.theme():
+        drawings = [style.inline_svg(p) for p in figure.panels]
+    names = [n for d in drawings for n in re.findall(r'\bid="([^"]+)"', d)]
+    assert len(names) == len(set(names))
+    for drawing in drawings:
+        used = re.findall(r"url\(#([^)]+)\)", drawing) + re.findall(r'href="#([^"]+)"', drawing)
+        assert used
+        assert set(used) <= set(re.findall(r'\bid="([^"]+)"', drawing))
+    assert "TT rank 16</text>" in drawings[0]
+    assert style.INK not in drawings[0]
+
+
+def test_a_page_lists_its_parts(plain: Run) -> None:
+    parts = [shell.CONTENTS, shell.heading("First", "first"), shell.heading("Second", "second")]
+    page = shell.document("a & b", parts)
+    assert '<a href="#first">First</a><a href="#second">Second</a>' in page
+    assert "<title>a &amp; b</title>" in page
+    drawn = Figure("f", "T", "c", "", [Panel("p", lambda axes: None, width=8.0)])
+    assert 'class="panel wide"' in shell.figure(drawn, ["<svg></svg>"])

@@ -1,0 +1,321 @@
+"""Clocks: what is inside a sample and what is not, on a machine and a GPU that only pretend."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from experiments.config.configure import UsageError
+from experiments.config.schema import Config, DeviceKind, Mode
+from experiments.run.runner import device_of
+from experiments.timing import clock, clock_check
+from experiments.timing.clock import ColdClock, Phase, UnsupportedMode, WallClock, Work, clock_for
+from experiments.timing.cuda_clock import CHUNK, GIVE_UP, CudaClock, TorchGpu
+from tests.experiments.fake_gpu import FakeGpu
+
+CPU = torch.device("cpu")
+
+
+def kernels(gpu: FakeGpu, seconds: float, count: int = 1) -> Work:
+    """Work of `count` launches."""
+
+    def call() -> None:
+        for _ in range(count):
+            gpu.kernel(seconds / count)
+
+    return Work(call, "a")
+
+
+def test_each_mode_of_the_cpu_has_its_clock() -> None:
+    assert isinstance(clock_for(CPU), WallClock)
+    assert isinstance(clock_for(CPU, Mode.wall), WallClock)
+    assert isinstance(clock_for(CPU, Mode.cold), ColdClock)
+    assert [clock_for(CPU, m).mode for m in (Mode.hot, Mode.cold, Mode.wall)] == [
+        Mode.hot,
+        Mode.cold,
+        Mode.wall,
+    ]
+    with pytest.raises(UnsupportedMode, match="device is cpu; use hot, cold or wall"):
+        clock_for(CPU, Mode.graph)
+
+
+def test_a_mode_that_the_device_lacks_is_a_usage_error() -> None:
+    config = Config()
+    config.device.kind, config.timing.modes = DeviceKind.cpu, [Mode.hot, Mode.graph]
+    with pytest.raises(UsageError, match="device is cpu; choose from hot, cold, wall"):
+        device_of(config)
+    config.timing.modes = [Mode.hot, Mode.cold, Mode.wall]
+    assert device_of(config) == CPU
+
+
+def test_a_cold_sample_begins_after_the_caches_were_emptied() -> None:
+    log = []
+    ticks: Iterator[int] = iter([0, 7_000_000_000, 9_000_000_000])
+    clock = ColdClock(lambda: log.append("flush"), lambda: next(ticks))
+    (reading,) = clock.read([Work(lambda: log.append("work"))])
+    assert log == ["flush", "work"]
+    assert (reading.seconds, reading.cost) == (2.0, 9.0)
+
+
+def test_the_flush_is_larger_than_the_cache_and_touches_all_of_it() -> None:
+    clock = ColdClock(now=lambda: 0)
+    buffer = clock.flush()
+    assert isinstance(buffer, torch.Tensor)
+    assert buffer.nbytes == clock.flush_bytes >= 2 << 20
+    assert buffer.min() == buffer.max() == 1.0  # every element was read and written
+    assert clock.describe() == {"mode": "cold", "flush_bytes": clock.flush_bytes}
+
+
+def test_behind_a_spin_launches_are_outside_the_time() -> None:
+    gpu = FakeGpu()
+    clock = CudaClock(gpu)
+    readings = clock.read([kernels(gpu, 8e-6, count=4) for _ in range(10)])
+    assert [r.seconds for r in readings] == pytest.approx([8e-6] * 10)
+    assert not any(r.exposed for r in readings)
+    assert [r.wall for r in readings] == pytest.approx([4 * gpu.launch] * 10)
+
+
+def test_without_a_spin_they_are_inside() -> None:
+    gpu = FakeGpu()
+    (reading,) = CudaClock(gpu, Mode.wall).read([kernels(gpu, 8e-6, count=4)])
+    assert reading.seconds == pytest.approx(4 * gpu.launch + 2e-6)  # the last kernel ends it
+    assert "spin" not in gpu.log
+    assert gpu.log[0] == "synchronise"  # begins on an idle GPU
+
+
+def test_a_short_spin_is_seen_and_made_longer() -> None:
+    gpu = FakeGpu(launch=40e-6)
+    clock = CudaClock(gpu)
+    clock.cycles_per_second()
+    readings = [clock.read([kernels(gpu, 20e-6, count=5)])[0] for _ in range(3)]
+    assert [r.exposed for r in readings] == [True, False, False]
+    assert readings[0].seconds > 25e-6
+    assert readings[1].seconds == pytest.approx(20e-6)
+    assert clock.ahead["a"] > 5 * gpu.launch
+    assert clock.describe()["spin_us"] == {"a": pytest.approx(300.0)}
+
+
+def test_work_that_waits_for_the_gpu_is_not_spun_for() -> None:
+    gpu = FakeGpu()
+    clock = CudaClock(gpu)
+
+    def call() -> None:
+        gpu.kernel(30e-6)
+        gpu.synchronise()
+
+    readings = [clock.read([Work(call, "a")])[0] for _ in range(GIVE_UP + 3)]
+    assert all(r.exposed for r in readings)
+    assert clock.ahead["a"] == 0.0
+    # No spin to wait for any more: the launch and the kernel.
+    assert readings[-1].seconds == pytest.approx(30e-6 + gpu.launch)
+    assert clock.read([Work(lambda: gpu.kernel(1e-6), "b")])[0].seconds == pytest.approx(1e-6)
+
+
+def test_the_caches_are_emptied_before_each_cold_sample_outside_its_time() -> None:
+    gpu = FakeGpu()
+    clock = CudaClock(gpu, Mode.cold)
+    clock.cycles_per_second()
+    gpu.log.clear()
+    readings = clock.read([kernels(gpu, 10e-6) for _ in range(3)])
+    assert [r.seconds for r in readings] == pytest.approx([10e-6] * 3)
+    assert gpu.log == ["flush", "spin"] * 3 + ["synchronise"]
+    assert all(r.cost > gpu.flush_seconds for r in readings)
+    assert clock.describe()["flush_bytes"] == gpu.flush_bytes
+
+
+def test_a_chunk_is_waited_for_once() -> None:
+    gpu = FakeGpu()
+    clock = CudaClock(gpu)
+    clock.cycles_per_second()
+    gpu.log.clear()
+    readings = clock.read([kernels(gpu, (1 + i) * 1e-6) for i in range(CHUNK + 5)])
+    assert gpu.log.count("synchronise") == 2
+    assert [r.seconds for r in readings] == pytest.approx(
+        [(1 + i) * 1e-6 for i in range(CHUNK + 5)]
+    )
+
+
+def test_costs_of_a_chunk_are_the_time_it_took() -> None:
+    gpu = FakeGpu()
+    clock = CudaClock(gpu, Mode.cold)
+    clock.cycles_per_second()
+    before = gpu.host
+    readings = clock.read([kernels(gpu, 1e-3), kernels(gpu, 1e-6)])
+    assert sum(r.cost for r in readings) == pytest.approx(gpu.host - before)
+    assert readings[0].cost > 1e-3 > readings[1].cost
+
+
+def test_the_spin_is_calibrated_by_the_gpu_and_not_by_the_host() -> None:
+    clock = CudaClock(FakeGpu(launch=1e-3, cycles_per_second=1.5e9))
+    assert clock.cycles_per_second() == pytest.approx(1.5e9)
+
+
+def test_graph_mode_captures_every_batch_once_and_replays_it() -> None:
+    gpu = FakeGpu()
+    clock = CudaClock(gpu, Mode.graph)
+    phase = clock.adapt(lambda number: [gpu.kernel(1e-6 * (1 + number)) for _ in range(3)], 4)
+    assert len(gpu.captured) == 4
+    readings = clock.read([Work(lambda n=n: phase(n)) for n in range(4)])
+    assert [r.seconds for r in readings] == pytest.approx([3e-6, 6e-6, 9e-6, 12e-6])
+    assert [r.wall for r in readings] == pytest.approx([gpu.launch] * 4)  # one launch each
+    assert len(gpu.captured) == 4
+
+
+def test_what_cannot_be_captured_is_unsupported_but_memory_is_memory() -> None:
+    def raising(error: Exception) -> Phase:
+        def phase(number: int) -> None:
+            raise error
+
+        return phase
+
+    clock = CudaClock(FakeGpu(), Mode.graph)
+    stuck = RuntimeError("operation not permitted when stream is capturing\nCompile with ...")
+    with pytest.raises(UnsupportedMode, match=r"captured as a CUDA graph: .* is capturing$"):
+        clock.adapt(raising(stuck), 2)
+    with pytest.raises(torch.OutOfMemoryError):
+        clock.adapt(raising(torch.OutOfMemoryError("needed 9 GiB")), 2)
+
+
+def test_other_modes_leave_the_phase_as_it_is() -> None:
+    def phase(number: int) -> None:
+        del number
+
+    for mode in (Mode.hot, Mode.cold, Mode.wall):
+        assert CudaClock(FakeGpu(), mode).adapt(phase, 4) is phase
+
+
+def test_a_clock_asks_for_work_as_late_as_it_can() -> None:
+    """A contender that fails is then not called again within a round."""
+    gpu, asked = FakeGpu(), []
+
+    def works() -> Iterator[Work]:
+        for number in range(3):
+            asked.append(number)
+            yield Work(lambda: asked.append("called"))
+
+    for each in (CudaClock(gpu), WallClock(), ColdClock(flush=lambda: None)):
+        asked.clear()
+        each.read(works())
+        assert asked == [0, "called", 1, "called", 2, "called"]
+
+
+class FakeTorchCuda:
+    """torch.cuda as far as TorchGpu uses it; every call is written down."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.log: list[str] = []
+        log = self.log
+
+        class Event:
+            def __init__(self, *, enable_timing: bool) -> None:
+                assert enable_timing
+
+            def record(self) -> None:
+                log.append("record")
+
+            def query(self) -> bool:
+                return False
+
+            def elapsed_time(self, end: Event) -> float:
+                assert isinstance(end, Event)
+                return 2.5
+
+        class Stream:
+            def __init__(self, device: object = None) -> None:
+                log.append("stream")
+
+            def wait_stream(self, other: Stream) -> None:
+                log.append("wait")
+
+        class Graph:
+            def replay(self) -> None:
+                log.append("replay")
+
+        @contextmanager
+        def region(name: str) -> Iterator[None]:
+            log.append(f"<{name}>")
+            yield
+            log.append(f"</{name}>")
+
+        answers = {
+            "Event": Event,
+            "Stream": Stream,
+            "CUDAGraph": Graph,
+            "current_stream": Stream,
+            "stream": lambda stream: region("side"),
+            "graph": lambda graph: region("graph"),
+            "_sleep": lambda cycles: log.append(f"sleep {cycles}"),
+            "synchronize": lambda device: log.append("synchronize"),
+            "get_device_properties": lambda device: SimpleNamespace(L2_cache_size=1024),
+        }
+        for name, answer in answers.items():
+            assert hasattr(torch.cuda, name)  # torch has what is replaced here
+            monkeypatch.setattr(torch.cuda, name, answer)
+
+
+def test_the_real_gpu_is_asked_as_torch_wants_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeTorchCuda(monkeypatch)
+    gpu = TorchGpu(CPU)  # where its buffer can be made
+    start, end = gpu.event(), gpu.event()
+    assert gpu.between(start, end) == 0.0025  # elapsed_time is in milliseconds
+    assert not gpu.reached(start)
+    gpu.spin(7)
+    gpu.synchronise()
+    assert fake.log == ["record", "record", "sleep 7", "synchronize"]
+    gpu.flush()
+    buffer = gpu._buffer
+    assert buffer is not None
+    assert (buffer.nbytes, int(buffer.max())) == (2048, 0)
+    gpu.flush()
+    assert gpu._buffer is buffer
+
+
+def test_a_capture_follows_three_calls_on_a_side_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeTorchCuda(monkeypatch)
+    replay = TorchGpu(CPU).capture(lambda: fake.log.append("work"))
+    assert [e for e in fake.log if e not in ("stream", "wait")] == [
+        *("<side>", "work", "work", "work", "</side>"),
+        *("<graph>", "work", "</graph>"),
+    ]
+    assert fake.log.count("wait") == 2
+    replay()
+    assert fake.log[-1] == "replay"
+
+
+def test_the_clock_check_times_a_gather_after_every_flush(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(clock_check, "last_level_cache_bytes", lambda: 1 << 20)
+    monkeypatch.setattr(clock, "last_level_cache_bytes", lambda: 1 << 20)
+    assert clock_check.main(["--device", "cpu", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [line["setting"] for line in found] == [
+        "hot",
+        *(f"flush of {x}x the cache" for x in ("0.25", "0.5", "1", "2", "4")),
+    ]
+    assert {line["work"] for line in found} == {"gather of 0.125 MiB"}
+    assert all(0 < line["low_us"] <= line["median_us"] <= line["high_us"] for line in found)
+    assert clock_check.main(["--device", "cpu"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == len(found)
+
+
+def test_the_clock_check_tries_every_spin(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = FakeGpu()
+    monkeypatch.setattr(clock_check, "TorchGpu", lambda device: gpu)
+    work = kernels(gpu, 4e-6, count=4).call
+    monkeypatch.setattr(clock_check, "_gather", lambda device, size: (work, f"{size}"))
+    found = clock_check.spins(torch.device("cuda"))
+    short = {line.setting: line for line in found if line.work == str(1 << 16)}
+    bare = short["spin of 0 µs at first"]
+    assert bare.exposed > 0.9
+    # Four launches of 5 µs and the last kernel, less what was left to do of the sample before.
+    assert bare.median_us == pytest.approx(20.0)
+    assert short["spin of 50 µs at first"].median_us == pytest.approx(4.0)
+    assert short["spin of 50 µs at first"].exposed == 0.0
+    assert short["graph"].median_us == pytest.approx(4.0)
+    assert short["wall"].median_us > bare.median_us
