@@ -23,6 +23,7 @@ TORCH_VERSION := 2.13.0
 EXTRAS ?= harness,launchers,test,lint
 EMBLIB_CUDA ?= AUTO
 ARGS ?=
+FILES ?=
 WORKERS ?= 3
 FUZZ_SECONDS ?= 3600
 export PYTHON VENV TORCH TORCH_VERSION EXTRAS EMBLIB_CUDA JOBS
@@ -31,7 +32,7 @@ STATE := $(if $(VENV),$(VENV),build)/.make
 BIN = $$(cat $(STATE)/bin)
 SOURCES := $(shell find csrc -type f) pyproject.toml
 
-.PHONY: help run test lint format gpu-test gate micro nightly smoke native clean distclean force
+.PHONY: help run test quick lint format gpu-test gate micro nightly smoke native clean distclean force
 
 help: ## list the targets and variables
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 18
@@ -42,8 +43,12 @@ run: native ## time tensor-train tables against plain tables, write a report (AR
 
 # The tests start hundreds of Python processes; each would compile emblib and the harness again.
 test: export PYTHONDONTWRITEBYTECODE =
-test: native ## the whole test suite, slow tests last (ARGS="-k lookup")
-	@$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
+test: native ## the whole test suite, slow tests last (ARGS="-k lookup"; FILES=path: the tests of a file)
+	@tests=$$($(if $(FILES),$(BIN)/python scripts/tests_of.py $(FILES),true)) && \
+	  $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder $$tests $(ARGS)
+
+quick: $(STATE)/native ## linters, house rules and tests of what differs from the last commit, in about a minute
+	@scripts/quick.sh $(BIN) $(ARGS)
 
 gpu-test: native ## the tests that use a GPU; fails if torch sees none
 	@$(BIN)/python -c "import torch, sys; sys.exit(None if torch.cuda.is_available() else 'gpu-test: torch sees no GPU')"

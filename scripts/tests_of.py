@@ -1,0 +1,133 @@
+"""Print the test files of changed or named source files: `scripts/tests_of.py [FILE ...]`.
+
+Without arguments the files are those that differ from the last commit, or, in a clean tree, those
+of the last commit. A test file stands for itself. The tests of `emblib/dynamic/keys.py` are
+`tests/dynamic/test_keys.py` and `tests/dynamic/test_keys_*.py`; where there are none, those that
+import the module, or all of `tests/dynamic`. C++ and CUDA files of a feature have the tests of its
+ops and of its emulated kernels. The tests of any other file (a page, a script, a configuration) are
+those that name it.
+
+Exits with 1 and a message for a named file that does not exist or has no tests.
+"""
+
+import re
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def main() -> None:
+    """Print one test file per line."""
+    named = [str(Path(name).resolve().relative_to(ROOT)) for name in sys.argv[1:]]
+    found: set[str] = set()
+    for name in named or changed_files():
+        tests = tests_of(name)
+        if named and not (ROOT / name).exists():
+            sys.exit(f"tests_of: {name} does not exist")
+        if named and not tests:
+            sys.exit(f"tests_of: no test file mirrors, imports or names {name}")
+        found |= tests
+    print("\n".join(sorted(found)))
+
+
+def changed_files() -> list[str]:
+    """Return the files that differ from the last commit, else those of the last commit."""
+    changed = _git("diff", "--name-only", "HEAD") + _git(
+        "ls-files", "--others", "--exclude-standard"
+    )
+    return changed or _git("diff", "--name-only", "HEAD~1", "HEAD")
+
+
+def tests_of(name: str) -> set[str]:
+    """Return the test files of one file, relative to the root of the repository."""
+    path = Path(name)
+    if path.parts[0] == "tests" and path.name.startswith("test_"):
+        return {name} if (ROOT / name).exists() else set()
+    if path.parts[0] == "csrc":
+        return _tests_of_feature(path)
+    if path.suffix == ".py" and path.parts[0] in {"emblib", "experiments"}:
+        return _mirrored(path) or _importing(_module(path)) or _of_room(path)
+    if path.suffix == ".py" and path.parts[0] == "tests":
+        return _importing(_module(path))
+    return {test for test in _test_files() if path.name in _text(test)}
+
+
+def _mirrored(path: Path) -> set[str]:
+    """Find tests/<room>/test_<file>.py; the rooms of `experiments` are below tests/experiments."""
+    room = path.parent if path.parts[0] == "experiments" else Path(*path.parts[1:-1])
+    stem = room.name if path.stem == "__init__" else path.stem
+    pattern = rf"{re.escape(str(Path('tests') / room))}/test_{re.escape(stem)}(_\w+)?\.py"
+    return {test for test in _test_files() if re.fullmatch(pattern, test)}
+
+
+def _of_room(path: Path) -> set[str]:
+    """Find all tests of the room, or those that name the module."""
+    top = "tests/experiments" if path.parts[0] == "experiments" else "tests"
+    room = path.parts[1] if len(path.parts) > 2 else path.stem
+    pattern = rf"{top}/({room}/(\w+/)*test_\w+|test_{room}(_\w+)?)\.py"
+    found = {test for test in _test_files() if re.fullmatch(pattern, test)}
+    return found or {test for test in _test_files() if re.search(rf"\b{path.stem}\b", _text(test))}
+
+
+def _importing(module: str) -> set[str]:
+    """Find the tests that import a module, or a name from it; helpers of tests count as tests."""
+    package, _, leaf = module.rpartition(".")
+    pattern = re.compile(
+        rf"^\s*(from {re.escape(module)} import|import {re.escape(module)}\b"
+        rf"|from {re.escape(package)} import .*\b{leaf}\b)",
+        re.MULTILINE,
+    )
+    found = {test for test in _test_files() if pattern.search(_text(test))}
+    helpers = {test for test in _helper_files() if pattern.search(_text(test))}
+    for helper in helpers:
+        found |= _importing(_module(Path(helper)))
+    return found
+
+
+def _tests_of_feature(path: Path) -> set[str]:
+    feature = path.parts[1] if len(path.parts) > 2 else path.stem
+    rooms = ("tests/ops", "tests/simt")
+    names = [f"{room}/test_{feature}{end}" for room in rooms for end in (".py", "_")]
+    found = {test for test in _test_files() if test.startswith(tuple(names))}
+    return found or {"tests/test_schema.py", "tests/simt/test_compile.py"}
+
+
+def _module(path: Path) -> str:
+    return ".".join(path.with_suffix("").parts).removesuffix(".__init__")
+
+
+@cache
+def _test_files() -> tuple[str, ...]:
+    return tuple(name for name in _python_tests() if Path(name).name.startswith("test_"))
+
+
+@cache
+def _helper_files() -> tuple[str, ...]:
+    return tuple(
+        name
+        for name in _python_tests()
+        if not Path(name).name.startswith(("test_", "__init__", "conftest"))
+    )
+
+
+@cache
+def _python_tests() -> tuple[str, ...]:
+    return tuple(str(path.relative_to(ROOT)) for path in sorted((ROOT / "tests").rglob("*.py")))
+
+
+@cache
+def _text(name: str) -> str:
+    return (ROOT / name).read_text()
+
+
+def _git(*arguments: str) -> list[str]:
+    command = ["git", "-C", str(ROOT), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return [name for name in done.stdout.splitlines() if name]
+
+
+if __name__ == "__main__":
+    main()
