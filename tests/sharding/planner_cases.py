@@ -1,6 +1,7 @@
 """Problems for the planner: random tables, and what a sharded step really allocates."""
 
 import random
+import time
 from typing import Any
 
 import torch
@@ -119,7 +120,7 @@ def _most_bytes(forward: Any, gradients: list[torch.Tensor]) -> int:
     Every rank makes as many steps, whatever its profiler missed.
     """
     complete = [
-        most for most, left in (_profiled(forward, gradients) for _ in range(6)) if not left
+        most for most, left in (_profiled(forward, gradients) for _ in range(8)) if not left
     ]
     assert complete, "no profile was complete"
     return max(complete)
@@ -131,6 +132,7 @@ def _profiled(forward: Any, gradients: list[torch.Tensor]) -> tuple[int, int]:
         outputs = forward()
         torch.autograd.backward(outputs, gradients)
         del outputs
+        time.sleep(0.02)  # until gloo's threads have freed what they sent
     assert profiler.profiler is not None
     events = profiler.profiler.kineto_results.events()
     changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")

@@ -20,9 +20,9 @@ from emblib import (
     TableSpec,
     optim,
 )
+from emblib.compat import fbgemm as ours
 from emblib.optim import Optimizer
 from tests.compat.peer import fbgemm
-from tests.compat.settings import ours
 from tests.optimizer_cases import CASES
 
 INDICES = torch.tensor([7, 3, 2, 2, 9])
