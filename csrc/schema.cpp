@@ -1,8 +1,8 @@
 // Every native operation of emblib. Kernels register beside their code (`*_cpu.cpp`, `*_cuda.cu`);
 // shapes and gradients are in emblib/ops; the meaning is emblib/reference. Terms: F features,
-// B batch, L lookups, U unique rows, D dim; `features` is int64 [F, 8], see Feature in
-// core/dtype.h; `bag_layout` int64 [bags, 2], see core/bag_map.h; `weights` are a list of memory
-// tiers and `slots` where the cache holds a row, see core/place.h.
+// B batch, L lookups, U unique rows, D dim; `features` is int64 [F, 8], see Feature,
+// `bag_layout` int64 [bags, 2], see BagPlace, `weights` a list of memory tiers, see Tier, and
+// `slots` the cache slots of rows, all in core/layout.h.
 #include <torch/csrc/stable/library.h>
 
 STABLE_TORCH_LIBRARY(emblib, m) {

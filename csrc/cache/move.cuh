@@ -3,7 +3,7 @@
 // comes, so it has read a column of the slot before it overwrites it and no lane waits for another.
 #pragma once
 
-#include "cache/move.h"
+#include "cache/args.h"
 #include "core/row_piece.cuh"
 #include "core/simt.cuh"
 

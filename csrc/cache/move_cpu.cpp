@@ -4,34 +4,16 @@
 
 #include <vector>
 
-#include "cache/check_memory.h"
-#include "cache/move_table.h"
+#include "cache/args.h"
+#include "cache/check.h"
 #include "core/isa.h"
 #include "core/parallel.h"
 
 namespace emb {
 
-namespace baseline {
-extern const CacheMoveTable kCacheMoveTable;
-}
-#if defined(EMB_X86)
-namespace avx2 {
-extern const CacheMoveTable kCacheMoveTable;
-}
-namespace avx512 {
-extern const CacheMoveTable kCacheMoveTable;
-}
-#endif
+EMB_SELECT_KERNELS(CacheMoveTable, kCacheMoveTable, move_table)
 
 namespace {
-
-const CacheMoveTable& move_table() {
-#if defined(EMB_X86)
-  return pick_isa(baseline::kCacheMoveTable, avx2::kCacheMoveTable, avx512::kCacheMoveTable);
-#else
-  return baseline::kCacheMoveTable;
-#endif
-}
 
 constexpr int64_t kGrain = 512;  // rows
 

@@ -1,14 +1,12 @@
 // Rows and their optimizer states on their way between the cache and the tier of their table, on
 // one CPU thread: a copy where the dtypes agree, a conversion otherwise.
-#include "cache/move_table.h"
+#include "cache/args.h"
 #include "core/vec.h"
 
 namespace emb::EMB_ISA {
 namespace {
 
 constexpr int kBlock = 8;  // rows whose lines are on their way before the first one is copied
-
-EMB_HD int64_t size_of(Dtype type) { return type == Dtype::kFloat ? 4 : 2; }
 
 EMB_HD char* address(const CacheMemory& memory, int tensor, const RowPlace& place) {
   const Stored& stored = memory.tensors[tensor][place.tier];

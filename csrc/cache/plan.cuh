@@ -3,7 +3,7 @@
 // `group`.
 #pragma once
 
-#include "cache/cache.h"
+#include "cache/args.h"
 #include "core/row_piece.cuh"
 #include "core/search.cuh"
 #include "core/simt.cuh"

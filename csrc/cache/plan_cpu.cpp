@@ -7,35 +7,17 @@
 #include <tuple>
 #include <vector>
 
-#include "cache/check_cache.h"
-#include "cache/plan_table.h"
+#include "cache/args.h"
+#include "cache/check.h"
 #include "core/isa.h"
 #include "core/parallel.h"
 #include "group/group_items.h"
 
 namespace emb {
 
-namespace baseline {
-extern const CachePlanTable kCachePlanTable;
-}
-#if defined(EMB_X86)
-namespace avx2 {
-extern const CachePlanTable kCachePlanTable;
-}
-namespace avx512 {
-extern const CachePlanTable kCachePlanTable;
-}
-#endif
+EMB_SELECT_KERNELS(CachePlanTable, kCachePlanTable, plan_table)
 
 namespace {
-
-const CachePlanTable& plan_table() {
-#if defined(EMB_X86)
-  return pick_isa(baseline::kCachePlanTable, avx2::kCachePlanTable, avx512::kCachePlanTable);
-#else
-  return baseline::kCachePlanTable;
-#endif
-}
 
 constexpr int64_t kGrain = 2048;  // rows, or misses
 

@@ -2,7 +2,7 @@
 // for a block of rows ahead. Of the words of a set a hit writes one line, and only a miss reads
 // them all, but no tags. Sets with misses come in ascending order, so admission walks through
 // memory.
-#include "cache/plan_table.h"
+#include "cache/args.h"
 #include "core/vec.h"
 
 namespace emb::EMB_ISA {

@@ -11,10 +11,9 @@
 #include <string>
 #include <vector>
 
-#include "core/bag_map.h"
 #include "core/dtype.h"
 #include "core/entry.h"
-#include "core/place.h"
+#include "core/layout.h"
 
 namespace emb {
 

@@ -1,6 +1,7 @@
-// One binary, several instruction sets: every `*_kernels.cpp` is compiled once per ISA into its own
-// namespace and exports a table of function pointers; this header picks the table for the machine
-// at hand. EMBLIB_ISA=baseline|avx2|avx512 in the environment asks for a lower one (tests use it).
+// One binary, several instruction sets: every `*_kernels.cpp` is compiled once per instruction set
+// into a namespace of that name and defines a table of function pointers there. This header
+// detects what the processor supports and selects the table. EMBLIB_ISA=baseline|avx2|avx512 in
+// the environment selects a lower instruction set (tests use it). Only `*_cpu.cpp` include it.
 #pragma once
 
 #include <cstdlib>
@@ -42,7 +43,7 @@ inline Isa cpu_isa() {
   return isa;
 }
 
-// `Table` is a struct of function pointers; the three arguments are its instances.
+// Return the instance of `Table`, a struct of function pointers, for this processor.
 template <class Table>
 const Table& pick_isa(const Table& baseline, const Table& avx2, const Table& avx512) {
   switch (cpu_isa()) {
@@ -56,3 +57,27 @@ const Table& pick_isa(const Table& baseline, const Table& avx2, const Table& avx
 }
 
 }  // namespace emb
+
+// Declare the instances of `Table` named `instance`, one per instruction set, and define `getter`,
+// which returns the one for this processor. Use it in namespace emb.
+#if defined(EMB_X86)
+#define EMB_SELECT_KERNELS(Table, instance, getter)                        \
+  namespace baseline {                                                     \
+  extern const Table instance;                                             \
+  }                                                                        \
+  namespace avx2 {                                                         \
+  extern const Table instance;                                             \
+  }                                                                        \
+  namespace avx512 {                                                       \
+  extern const Table instance;                                             \
+  }                                                                        \
+  static const Table& getter() {                                           \
+    return pick_isa(baseline::instance, avx2::instance, avx512::instance); \
+  }
+#else
+#define EMB_SELECT_KERNELS(Table, instance, getter) \
+  namespace baseline {                              \
+  extern const Table instance;                      \
+  }                                                 \
+  static const Table& getter() { return baseline::instance; }
+#endif

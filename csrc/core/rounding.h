@@ -5,7 +5,7 @@
 #pragma once
 
 #include "core/half.h"
-#include "core/philox.h"
+#include "core/random.h"
 
 namespace emb {
 

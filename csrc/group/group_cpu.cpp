@@ -1,11 +1,12 @@
 // `group` on the CPU: keys become items, see group_items.h.
 #include <torch/csrc/stable/library.h>
 
+#include <algorithm>
 #include <tuple>
 
 #include "core/check.h"
+#include "core/parallel.h"
 #include "group/group_items.h"
-#include "group/outputs.h"
 
 namespace emb {
 namespace {
@@ -39,7 +40,50 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> group(const Tensor& keys, int64_t num
   return {result.unique, result.segments, result.permutation, result.count};
 }
 
+// `group_inverse` on the CPU: for every input position the group it went to, -1 for none.
+
+constexpr int64_t kGrain = 1 << 14;
+
+Tensor group_inverse(const Tensor& segments, const Tensor& permutation, const Tensor& count) {
+  const char* op = "group_inverse";
+  for (const Tensor* tensor : {&segments, &permutation, &count}) {
+    check_dtype(op, "segments, permutation and count", *tensor, ScalarType::Int,
+                "int32, as group returns them");
+    STD_TORCH_CHECK(tensor->is_contiguous(), op, ": its arguments must be contiguous");
+  }
+  const int64_t n = permutation.numel();
+  STD_TORCH_CHECK(segments.numel() == n + 1 && count.numel() == 1, op,
+                  ": segments must have one entry more than permutation = ", n + 1, ", got ",
+                  segments.numel());
+  Tensor inverse = allocate(permutation, {n});
+  const int32_t *segment = segments.const_data_ptr<int32_t>(),
+                *position = permutation.const_data_ptr<int32_t>();
+  int32_t* out = inverse.mutable_data_ptr<int32_t>();
+  const int64_t groups = *count.const_data_ptr<int32_t>();
+  STD_TORCH_CHECK(groups >= 0 && groups <= n && (n == 0 || segment[groups] <= n), op,
+                  ": count and segments must come from one call of group, got count ", groups);
+  int32_t signs = groups > 0 ? segment[0] : 0;
+  for (int64_t g = 0; g < groups; ++g) signs |= segment[g + 1] - segment[g];
+  for (int64_t j = 0; j < n; ++j)
+    signs |= position[j] | (static_cast<int32_t>(n) - 1 - position[j]);
+  STD_TORCH_CHECK(signs >= 0, op, ": segments and permutation must come from one call of group");
+  parallel_balanced(
+      groups, kGrain, [&](int64_t g) { return int64_t{segment[g]}; },
+      [&](int64_t begin, int64_t end) {
+        for (int64_t g = begin; g < end; ++g) {
+          for (int32_t j = segment[g]; j < segment[g + 1]; ++j) {
+            out[position[j]] = static_cast<int32_t>(g);
+          }
+        }
+      });
+  for (int64_t j = n == 0 ? 0 : segment[groups]; j < n; ++j) out[position[j]] = -1;
+  return inverse;
+}
+
 }  // namespace
 }  // namespace emb
 
-STABLE_TORCH_LIBRARY_IMPL(emblib, CPU, m) { EMB_IMPL(m, emb, group); }
+STABLE_TORCH_LIBRARY_IMPL(emblib, CPU, m) {
+  EMB_IMPL(m, emb, group);
+  EMB_IMPL(m, emb, group_inverse);
+}

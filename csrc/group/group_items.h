@@ -13,6 +13,7 @@
 #include <utility>
 #include <vector>
 
+#include "core/check.h"
 #include "core/parallel.h"
 
 namespace emb {
@@ -207,5 +208,23 @@ void group_items(int64_t n, uint64_t limit, const std::vector<int64_t>& firsts, 
 
 // How many parts n items are worth.
 inline int64_t group_parts(int64_t n) { return std::clamp<int64_t>(n / 8192, 1, num_threads()); }
+
+// The tensors that a grouping returns on the CPU; shared by `group` and `tbe_group`.
+
+struct GroupTensors {
+  Tensor unique, segments, permutation, count;
+
+  GroupTensors(const Tensor& like, int64_t n, ScalarType unique_type)
+      : unique(allocate(like, {n}, unique_type)),
+        segments(allocate(like, {n + 1}, ScalarType::Int)),
+        permutation(allocate(like, {n}, ScalarType::Int)),
+        count(allocate(like, {1}, ScalarType::Int)) {}
+
+  GroupOutput output() const {
+    return {unique.mutable_data_ptr(), unique.scalar_type() == ScalarType::Long,
+            segments.mutable_data_ptr<int32_t>(), permutation.mutable_data_ptr<int32_t>(),
+            count.mutable_data_ptr<int32_t>()};
+  }
+};
 
 }  // namespace emb

@@ -7,7 +7,7 @@
 #include "core/row_piece.cuh"
 #include "core/search.cuh"
 #include "core/simt.cuh"
-#include "hash/hash_table.h"
+#include "hash/args.h"
 
 namespace emb::cuda {
 

@@ -6,8 +6,9 @@
 #include <cmath>
 #include <cstring>
 
+#include "core/dtype.h"
 #include "core/half.h"
-#include "core/philox.h"
+#include "core/random.h"
 
 namespace emb {
 
@@ -107,5 +108,20 @@ EMB_HD float plain_value(const InitialRule& rule, int64_t key) {
   }
   return static_cast<float>(static_cast<uint64_t>(key) % 100000);
 }
+
+// The kernel that writes the first values of one row on the CPU, and how it is reached.
+
+struct InitialRow {
+  void* out;
+  int64_t dim;
+  int64_t key, stream;
+  uint64_t seed;
+};
+
+using InitialFn = void (*)(const InitialRow& row, const InitialRule& rule);
+
+struct InitialTable {
+  InitialFn at[kDtypes];  // [dtype]
+};
 
 }  // namespace emb

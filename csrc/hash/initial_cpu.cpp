@@ -3,32 +3,14 @@
 
 #include "core/isa.h"
 #include "core/parallel.h"
-#include "hash/check_initial.h"
-#include "hash/initial_table.h"
+#include "hash/check.h"
+#include "hash/initial.h"
 
 namespace emb {
 
-namespace baseline {
-extern const InitialTable kInitialTable;
-}
-#if defined(EMB_X86)
-namespace avx2 {
-extern const InitialTable kInitialTable;
-}
-namespace avx512 {
-extern const InitialTable kInitialTable;
-}
-#endif
+EMB_SELECT_KERNELS(InitialTable, kInitialTable, initial_table)
 
 namespace {
-
-const InitialTable& initial_table() {
-#if defined(EMB_X86)
-  return pick_isa(baseline::kInitialTable, avx2::kInitialTable, avx512::kInitialTable);
-#else
-  return baseline::kInitialTable;
-#endif
-}
 
 constexpr int64_t kGrain = 4096;  // elements, or thereabouts
 
@@ -93,7 +75,7 @@ void hash_initial_rows_(std::vector<Tensor> planes, const Tensor& layout, const 
               const RowLayout& x = place[p];
               if (slot[i] < 0 || slot[i] >= x.rows) continue;
               const Plane& plane = memory[p % num_planes];
-              const int64_t size = plane.type == Dtype::kFloat ? 4 : 2;
+              const int64_t size = size_of(plane.type);
               table.at[static_cast<int>(plane.type)](
                   {plane.data + (x.offset + slot[i] * x.stride) * size, x.dim, key[position[i]],
                    x.stream, static_cast<uint64_t>(seed)},

@@ -1,7 +1,7 @@
 // The first values of one row on a CPU thread: 16 counters go through Philox side by side, and 64
 // words through what makes numbers of them, so that both vectorise.
 #include "core/vec.h"
-#include "hash/initial_table.h"
+#include "hash/initial.h"
 
 namespace emb::EMB_ISA {
 namespace {

@@ -3,7 +3,7 @@
 
 #include <bit>
 
-#include "hash/hash_table.h"
+#include "hash/args.h"
 
 #if !defined(EMB_ISA)
 #error "match.h needs EMB_ISA: include it from a *_kernels.cpp only"

@@ -5,7 +5,7 @@
 #pragma once
 
 #include "group/segments.cuh"
-#include "hash/batch_key.h"
+#include "hash/args.h"
 #include "hash/device_index.cuh"
 
 namespace emb::cuda {

@@ -1,12 +1,12 @@
 // From the arguments of an updating op to what its kernels take. The checks are those of the CPU
-// (check_states.h); `hyper` stays on the device, where a captured graph sees it change.
+// (check.h); `hyper` stays on the device, where a captured graph sees it change.
 #pragma once
 
 #include <vector>
 
 #include "core/launch.h"
-#include "optim/check_states.h"
-#include "optim/row_step.cuh"
+#include "optim/check.h"
+#include "optim/optimizer_step.cuh"
 
 namespace emb::cuda {
 

@@ -2,17 +2,12 @@
 // functor (functor.h says what it has), its place in `Optimizers` and in emblib/ops/codes.py.
 #pragma once
 
+#include "core/dtype.h"
 #include "optim/adam.h"
-#include "optim/gradient_step.h"
-#include "optim/lars.h"
 #include "optim/rowwise_adagrad.h"
+#include "optim/sgd.h"
 
 namespace emb {
-
-template <class T>
-struct TypeTag {
-  using type = T;
-};
 
 template <class... Opts>
 struct OptimizerList {

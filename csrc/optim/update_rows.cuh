@@ -3,7 +3,7 @@
 // state.
 #pragma once
 
-#include "optim/row_step.cuh"
+#include "optim/optimizer_step.cuh"
 
 namespace emb::cuda {
 

@@ -7,32 +7,14 @@
 #include "core/check.h"
 #include "core/isa.h"
 #include "core/parallel.h"
-#include "optim/check_states.h"
-#include "optim/update_rows_table.h"
+#include "optim/args.h"
+#include "optim/check.h"
 
 namespace emb {
 
-namespace baseline {
-extern const UpdateRowsTable kUpdateRowsTable;
-}
-#if defined(EMB_X86)
-namespace avx2 {
-extern const UpdateRowsTable kUpdateRowsTable;
-}
-namespace avx512 {
-extern const UpdateRowsTable kUpdateRowsTable;
-}
-#endif
+EMB_SELECT_KERNELS(UpdateRowsTable, kUpdateRowsTable, update_rows_table)
 
 namespace {
-
-const UpdateRowsTable& update_rows_table() {
-#if defined(EMB_X86)
-  return pick_isa(baseline::kUpdateRowsTable, avx2::kUpdateRowsTable, avx512::kUpdateRowsTable);
-#else
-  return baseline::kUpdateRowsTable;
-#endif
-}
 
 constexpr int64_t kGrain = 1 << 15;  // elements
 

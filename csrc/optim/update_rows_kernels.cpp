@@ -1,8 +1,8 @@
 // An optimizer over all rows of a matrix whose gradient is dense, on one CPU thread. A row whose
 // gradient is zero throughout took no part in the batch and keeps its weights and its state.
+#include "optim/args.h"
+#include "optim/optimizer_step_cpu.h"
 #include "optim/optimizers.h"
-#include "optim/step_row.h"
-#include "optim/update_rows_table.h"
 
 namespace emb::EMB_ISA {
 namespace {

@@ -5,9 +5,8 @@
 #include <optional>
 
 #include "core/launch.h"
-#include "quant/check_quant.h"
-#include "quant/lookup.cuh"
-#include "quant/quantize.cuh"
+#include "quant/check.h"
+#include "quant/quant.cuh"
 
 namespace emb::cuda {
 namespace {

@@ -3,20 +3,14 @@
 
 #include "core/dtype.h"
 #include "core/half.h"
-#include "core/philox.h"
+#include "core/random.h"
 #include "core/simt.cuh"
+#include "random/args.h"
 
 namespace emb::cuda {
 
-struct UniformFill {
-  void* out;
-  int64_t numel;
-  float low, span;
-  uint64_t seed;
-};
-
 template <class T>
-__global__ void fill_uniform_kernel(UniformFill fill) {
+__global__ void fill_uniform_kernel(UniformArgs fill) {
   const int64_t counters = (fill.numel + 3) / 4, stride = int64_t{gridDim.x} * blockDim.x;
   for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < counters; i += stride) {
     const Random4 random = philox(fill.seed, static_cast<uint64_t>(i));
@@ -31,7 +25,7 @@ __global__ void fill_uniform_kernel(UniformFill fill) {
 }
 
 template <class Launcher>
-void launch_fill_uniform(const Launcher& launcher, const UniformFill& fill, Dtype type) {
+void launch_fill_uniform(const Launcher& launcher, const UniformArgs& fill, Dtype type) {
   if (fill.numel == 0) return;
   constexpr int kThreads = 256;
   const int64_t wanted = (fill.numel + 4 * kThreads - 1) / (4 * kThreads);

@@ -4,32 +4,14 @@
 #include "core/check.h"
 #include "core/isa.h"
 #include "core/parallel.h"
-#include "random/check_range.h"
-#include "random/uniform_table.h"
+#include "random/args.h"
+#include "random/check.h"
 
 namespace emb {
 
-namespace baseline {
-extern const UniformTable kUniformTable;
-}
-#if defined(EMB_X86)
-namespace avx2 {
-extern const UniformTable kUniformTable;
-}
-namespace avx512 {
-extern const UniformTable kUniformTable;
-}
-#endif
+EMB_SELECT_KERNELS(UniformTable, kUniformTable, uniform_table)
 
 namespace {
-
-const UniformTable& uniform_table() {
-#if defined(EMB_X86)
-  return pick_isa(baseline::kUniformTable, avx2::kUniformTable, avx512::kUniformTable);
-#else
-  return baseline::kUniformTable;
-#endif
-}
 
 constexpr int64_t kGrain = 256;  // blocks
 

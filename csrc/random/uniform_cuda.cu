@@ -3,7 +3,7 @@
 
 #include "core/check.h"
 #include "core/launch.h"
-#include "random/check_range.h"
+#include "random/check.h"
 #include "random/uniform.cuh"
 
 namespace emb::cuda {
@@ -11,7 +11,7 @@ namespace {
 
 void fill_uniform_(Tensor tensor, double low, double high, int64_t seed) {
   const Dtype type = check_range("fill_uniform_", tensor, low, high);
-  const UniformFill fill{tensor.mutable_data_ptr(), tensor.numel(), static_cast<float>(low),
+  const UniformArgs fill{tensor.mutable_data_ptr(), tensor.numel(), static_cast<float>(low),
                          static_cast<float>(high - low), static_cast<uint64_t>(seed)};
   launch_fill_uniform(CudaLauncher(tensor), fill, type);
 }

@@ -1,8 +1,8 @@
 // Uniform random numbers on one CPU thread: 16 counters go through Philox side by side, one per
 // lane, so that the rounds vectorise.
-#include "core/philox.h"
+#include "core/random.h"
 #include "core/vec.h"
-#include "random/uniform_table.h"
+#include "random/args.h"
 
 namespace emb::EMB_ISA {
 namespace {

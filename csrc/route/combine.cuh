@@ -4,7 +4,7 @@
 
 #include "core/row_piece.cuh"
 #include "core/simt.cuh"
-#include "route/route.h"
+#include "route/args.h"
 
 namespace emb::cuda {
 

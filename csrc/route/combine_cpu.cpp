@@ -7,32 +7,14 @@
 
 #include "core/isa.h"
 #include "core/parallel.h"
-#include "route/check_layouts.h"
-#include "route/combine_table.h"
+#include "route/args.h"
+#include "route/check.h"
 
 namespace emb {
 
-namespace baseline {
-extern const CombineTable kCombineTable;
-}
-#if defined(EMB_X86)
-namespace avx2 {
-extern const CombineTable kCombineTable;
-}
-namespace avx512 {
-extern const CombineTable kCombineTable;
-}
-#endif
+EMB_SELECT_KERNELS(CombineTable, kCombineTable, combine_table)
 
 namespace {
-
-const CombineTable& combine_table() {
-#if defined(EMB_X86)
-  return pick_isa(baseline::kCombineTable, avx2::kCombineTable, avx512::kCombineTable);
-#else
-  return baseline::kCombineTable;
-#endif
-}
 
 constexpr int64_t kRows = 16;          // of a target, that a thread does at once
 constexpr int64_t kGrain = 32 * 1024;  // elements

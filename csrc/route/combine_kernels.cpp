@@ -3,7 +3,7 @@
 #include <type_traits>
 
 #include "core/vec.h"
-#include "route/combine_table.h"
+#include "route/args.h"
 
 namespace emb::EMB_ISA {
 namespace {
@@ -127,17 +127,20 @@ void spread_rows(const CombineArgs& args, const Target& target, int64_t begin, i
   }
 }
 
+constexpr CombineTable make_table() {
+  CombineTable table = {};
+  for_each_dtype([&]<class S>(TypeTag<S>, int in) {
+    for_each_dtype([&]<class O>(TypeTag<O>, int out) {
+      table.combine[in][out] = combine_rows<S, O>;
+      table.spread[in][out] = spread_rows<S, O>;
+    });
+  });
+  return table;
+}
+
 }  // namespace
 
 extern const CombineTable kCombineTable;
-const CombineTable kCombineTable = {
-    {{combine_rows<float, float>, combine_rows<float, half16>, combine_rows<float, bfloat16>},
-     {combine_rows<half16, float>, combine_rows<half16, half16>, combine_rows<half16, bfloat16>},
-     {combine_rows<bfloat16, float>, combine_rows<bfloat16, half16>,
-      combine_rows<bfloat16, bfloat16>}},
-    {{spread_rows<float, float>, spread_rows<float, half16>, spread_rows<float, bfloat16>},
-     {spread_rows<half16, float>, spread_rows<half16, half16>, spread_rows<half16, bfloat16>},
-     {spread_rows<bfloat16, float>, spread_rows<bfloat16, half16>,
-      spread_rows<bfloat16, bfloat16>}}};
+const CombineTable kCombineTable = make_table();
 
 }  // namespace emb::EMB_ISA

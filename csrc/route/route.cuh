@@ -5,7 +5,7 @@
 
 #include "core/row_piece.cuh"
 #include "core/simt.cuh"
-#include "route/route.h"
+#include "route/args.h"
 
 namespace emb::cuda {
 

@@ -9,32 +9,14 @@
 
 #include "core/isa.h"
 #include "core/parallel.h"
-#include "route/check_layouts.h"
-#include "route/route_table.h"
+#include "route/args.h"
+#include "route/check.h"
 
 namespace emb {
 
-namespace baseline {
-extern const RouteTable kRouteTable;
-}
-#if defined(EMB_X86)
-namespace avx2 {
-extern const RouteTable kRouteTable;
-}
-namespace avx512 {
-extern const RouteTable kRouteTable;
-}
-#endif
+EMB_SELECT_KERNELS(RouteTable, kRouteTable, route_table)
 
 namespace {
-
-const RouteTable& route_table() {
-#if defined(EMB_X86)
-  return pick_isa(baseline::kRouteTable, avx2::kRouteTable, avx512::kRouteTable);
-#else
-  return baseline::kRouteTable;
-#endif
-}
 
 constexpr int64_t kGrain = 8192;  // ids and bags
 

@@ -1,7 +1,7 @@
 // The ids of a range of bags of one feature, counted and moved on one CPU thread.
 #include <cstdint>
 
-#include "route/route_table.h"
+#include "route/args.h"
 
 namespace emb::EMB_ISA {
 namespace {

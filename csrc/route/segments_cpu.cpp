@@ -6,7 +6,7 @@
 #include <memory>
 
 #include "core/parallel.h"
-#include "route/check_route.h"
+#include "route/check.h"
 
 namespace emb {
 namespace {

@@ -4,8 +4,8 @@
 // 0 is counted too, though nothing repairs it: what comes before it would be in no bag.
 #pragma once
 
-#include "core/bag_map.h"
 #include "core/dtype.h"
+#include "core/layout.h"
 #include "core/row_piece.cuh"
 #include "core/search.cuh"
 #include "core/simt.cuh"

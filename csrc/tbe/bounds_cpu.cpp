@@ -9,7 +9,7 @@
 #include "core/check.h"
 #include "core/feature_bags.h"
 #include "core/parallel.h"
-#include "tbe/repair_offsets.h"
+#include "tbe/check.h"
 
 namespace emb {
 namespace {

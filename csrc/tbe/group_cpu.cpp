@@ -9,8 +9,7 @@
 #include "core/check.h"
 #include "core/feature_bags.h"
 #include "group/group_items.h"
-#include "group/outputs.h"
-#include "tbe/repair_offsets.h"
+#include "tbe/check.h"
 
 namespace emb {
 namespace {

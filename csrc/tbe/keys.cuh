@@ -2,8 +2,8 @@
 // to skip (index -1, or before the first bag) get the key that belongs to no group.
 #pragma once
 
-#include "core/bag_map.h"
 #include "core/dtype.h"
+#include "core/layout.h"
 #include "core/search.cuh"
 #include "group/segments.cuh"
 

@@ -5,10 +5,8 @@
 // longest bag), so all collectives name the full warp. Sums are in the order of the lookups.
 #pragma once
 
-#include "core/bag_map.h"
 #include "core/dtype.h"
-#include "core/gather.cuh"
-#include "core/place.h"
+#include "core/layout.h"
 #include "core/row_piece.cuh"
 #include "core/simt.cuh"
 
@@ -41,7 +39,7 @@ struct LookupArgs {
 // are read by kernels of their own.
 inline void set_tiers(const void* const (&data)[kTiers], const int64_t (&elements)[kTiers],
                       LookupArgs* args) {
-  const int64_t size = args->weight_type == Dtype::kFloat ? 4 : 2;
+  const int64_t size = size_of(args->weight_type);
   const bool one_dtype = args->cache_type == args->weight_type;
   uintptr_t lowest = 0;
   for (int tier = 0; tier < kTiers; ++tier) {
@@ -229,6 +227,334 @@ __global__ void __launch_bounds__(kLookupThreads, 4) sequence_kernel(LookupArgs 
         copy_rows<W, N, false>(args, lane, offset, first, base + lane.rank * N);
       }
     }
+  }
+}
+
+// Pooled lookup where bags are short (a lookup or a few each, as in click logs). Then rows of one
+// bag cannot fill the memory system, so a group of lanes takes four bags at once and has a row of
+// each in flight. Every lane of the warp looks after one bag's metadata and indices; the groups
+// fetch them by shuffles. A bag's rows are still added in order.
+
+inline constexpr int kBagsInFlight = 4;
+inline constexpr int kShortBagThreads = 128;
+
+// Where row `step` of each lane's bag starts, in elements from the weights, and its weight.
+struct StepRow {
+  int64_t offset = -1;
+  float weight = 0.0f;
+
+  EMB_DEVICE StepRow(const LookupArgs& args, const BagTask& task, const LookupId& id, int step) {
+    if (step >= task.length) return;
+    offset = row_offset(args, *task.feature, id);
+    if (offset < 0) return;
+    weight = args.sample_weights ? args.sample_weights[task.begin + step] : 1.0f;
+  }
+};
+
+// Sums this lane's columns of the group's bags; bag s of the group belongs to lane
+// s * groups + group.
+template <class W, int N, bool kVector>
+EMB_DEVICE void sum_short_bags(const LookupArgs& args, const BagTask& task, const LaneGroup& lane,
+                               int column, int longest, float (&sum)[kBagsInFlight][N]) {
+  const W* weights = static_cast<const W*>(args.weights) + column;
+  const auto id_at = [&](int i) {
+    return i < task.length ? LookupId(args, task.begin + i) : LookupId();
+  };
+  LookupId id = id_at(0);
+  for (int step = 0; step < longest; ++step) {
+    const StepRow mine(args, task, id, step);
+    id = id_at(step + 1);
+    Piece<W, N> piece[kBagsInFlight];
+#pragma unroll
+    for (int s = 0; s < kBagsInFlight; ++s) {
+      const int owner = s * lane.groups_in_warp() + lane.group;
+      const int64_t row = __shfl_sync(simt::kFullMask, mine.offset, owner);
+      const int valid = __shfl_sync(simt::kFullMask, task.dim, owner) - column;
+      if (row >= 0 && valid > 0) piece[s].template load<kVector>(weights + row, valid);
+    }
+#pragma unroll
+    for (int s = 0; s < kBagsInFlight; ++s) {
+      const int owner = s * lane.groups_in_warp() + lane.group;
+      const float weight = __shfl_sync(simt::kFullMask, mine.weight, owner);
+#pragma unroll
+      for (int e = 0; e < N; ++e) sum[s][e] += weight * piece[s][e];
+    }
+  }
+}
+
+// Writes this lane's columns of the group's bags.
+template <int N>
+EMB_DEVICE void write_short_bags(const LookupArgs& args, const BagTask& task, const LaneGroup& lane,
+                                 uint32_t bag, int column, float (&sum)[kBagsInFlight][N]) {
+  const int64_t place = task.dim > 0 ? args.map.element(bag, task.feature->column) : 0;
+  const bool mean = args.pooling == Pooling::kMean && task.length > 0;
+  const float scale = mean ? 1.0f / static_cast<float>(task.length) : 1.0f;
+#pragma unroll
+  for (int s = 0; s < kBagsInFlight; ++s) {
+    const int owner = s * lane.groups_in_warp() + lane.group;
+    const int64_t out = __shfl_sync(simt::kFullMask, place, owner) + column;
+    const int valid = __shfl_sync(simt::kFullMask, task.dim, owner) - column;
+    const float factor = __shfl_sync(simt::kFullMask, scale, owner);
+    if (valid <= 0) continue;
+#pragma unroll
+    for (int e = 0; e < N; ++e) sum[s][e] *= factor;
+    write_columns(args.output, args.output_type, out, valid, sum[s]);
+  }
+}
+
+// 72 registers a thread for float, where a lane sums 4 x 4 columns, and 96 for 4 x 8 of 16 bits.
+template <class W>
+__global__ void __launch_bounds__(kShortBagThreads, sizeof(W) == 4 ? 7 : 5)
+    short_bags_kernel(LookupArgs args, int lanes) {
+  constexpr int N = 16 / sizeof(W);
+  const LaneGroup lane(lanes);
+  const auto bags = static_cast<uint32_t>(args.bags.count);
+  const auto bags_of_warp = static_cast<uint32_t>(kBagsInFlight * lane.groups_in_warp());
+  const uint32_t stride = static_cast<uint32_t>(simt::warps_in_grid()) * bags_of_warp;
+  const uint32_t mine = threadIdx.x % simt::kWarp;
+  for (uint32_t first = static_cast<uint32_t>(simt::global_warp()) * bags_of_warp; first < bags;
+       first += stride) {
+    const uint32_t bag = mine < bags_of_warp ? first + mine : bags;
+    const BagTask task(args, bag);
+    const int longest = __reduce_max_sync(simt::kFullMask, task.length);
+    const int widest = __reduce_max_sync(simt::kFullMask, task.dim);
+    const bool vector = __all_sync(simt::kFullMask, has_whole_vectors<W>(args, *task.feature));
+    for (int base = static_cast<int>(blockIdx.y) * lanes * N; base < widest;
+         base += static_cast<int>(gridDim.y) * lanes * N) {
+      const int column = base + lane.rank * N;
+      float sum[kBagsInFlight][N] = {};
+      if (vector) {
+        sum_short_bags<W, N, true>(args, task, lane, column, longest, sum);
+      } else {
+        sum_short_bags<W, N, false>(args, task, lane, column, longest, sum);
+      }
+      write_short_bags(args, task, lane, bag, column, sum);
+    }
+  }
+}
+
+// Whether four bags at once are better than four rows of one.
+inline bool has_short_bags(const LookupArgs& args) {
+  return args.bags.num_lookups <= kBagsInFlight * args.bags.count;
+}
+
+// Pooled lookup where bags are long and few. A group of lanes a bag would leave most of the GPU
+// idle, so a block takes a bag: each of its groups sums a stretch of the lookups, then the
+// stretches are added in order.
+
+// One group's stretch of a bag that the whole block shares; stretches have `share` lookups but for
+// the last.
+EMB_DEVICE BagTask stretch_of(const BagTask& bag, int stretch, int share) {
+  BagTask part = bag;
+  const int rest = bag.length - stretch * share;
+  part.begin += stretch * share;
+  part.length = rest < 0 ? 0 : rest < share ? rest : share;
+  return part;
+}
+
+template <class W>
+__global__ void __launch_bounds__(kLookupThreads, 3) long_bags_kernel(LookupArgs args, int lanes) {
+  constexpr int N = 16 / sizeof(W);
+  __shared__ float stretch_sum[kLookupThreads][N];
+  const LaneGroup lane(lanes);
+  const int stretches = kLookupThreads / lanes;
+  const auto bags = static_cast<uint32_t>(args.bags.count);
+  for (uint32_t bag = blockIdx.x; bag < bags; bag += gridDim.x) {
+    const BagTask task(args, bag);
+    const int share = (task.length + stretches - 1) / stretches;
+    const BagTask part = stretch_of(task, static_cast<int>(threadIdx.x) / lanes, share);
+    const bool vector = has_whole_vectors<W>(args, *task.feature);
+    for (int base = static_cast<int>(blockIdx.y) * lanes * N; base < task.dim;
+         base += static_cast<int>(gridDim.y) * lanes * N) {
+      const int column = base + lane.rank * N;
+      float sum[N] = {};
+      if (vector) {
+        sum_bag<W, N, true>(args, part, lane, column, share, sum);
+      } else {
+        sum_bag<W, N, false>(args, part, lane, column, share, sum);
+      }
+#pragma unroll
+      for (int e = 0; e < N; ++e) stretch_sum[threadIdx.x][e] = sum[e];
+      __syncthreads();
+      if (static_cast<int>(threadIdx.x) < lanes) {
+        for (int s = 1; s < stretches; ++s) {
+#pragma unroll
+          for (int e = 0; e < N; ++e) sum[e] += stretch_sum[s * lanes + threadIdx.x][e];
+        }
+        write_bag(args, task, bag, column, sum);
+      }
+      __syncthreads();
+    }
+  }
+}
+
+// Whether blocks should share bags: they are long, and too few to give each warp of a GPU one. No
+// property of the device enters, so that a result has the same bits on every GPU.
+inline bool has_long_bags(const LookupArgs& args, int lanes) {
+  constexpr int64_t kLong = 64, kEnoughLanes = 1 << 17;
+  return args.bags.num_lookups >= kLong * args.bags.count && args.bags.count * lanes < kEnoughLanes;
+}
+
+// Lookup and gradient of the sample weights where the cache keeps rows in another dtype than the
+// tables. A warp takes a bag, row by row, and finds out the dtype of each as it reads it: correct
+// for every pair of dtypes, without the rows in flight that the other kernels have.
+
+struct SampleWeightArgs {
+  LookupArgs lookup;  // its output is not used
+  const void* grad;   // [B, columns], or [columns] in a variable batch
+  Dtype grad_type;
+  float* out;  // [L], zeroed
+};
+
+inline bool has_mixed_rows(const LookupArgs& args) {
+  return args.slots != nullptr && args.cache_type != args.weight_type;
+}
+
+inline constexpr int kMixedColumns = 4;  // of a lane
+
+// The row of lookup i; `data` is null for a lookup to skip.
+struct MixedRow {
+  const void* data = nullptr;
+  Dtype type = Dtype::kFloat;
+  int64_t element = 0;
+
+  EMB_DEVICE MixedRow(const LookupArgs& args, const Feature& feature, int64_t i) {
+    const int64_t row = repair_index(args.indices[i], feature.rows);
+    if (row < 0 || row >= feature.rows) return;
+    const RowPlace place = place_row(feature, row, valid_slot(args, feature, args.slots[i]));
+    const bool cached = place.tier == kCacheTier;
+    data = cached ? args.cache : args.weights;
+    type = cached ? args.cache_type : args.weight_type;
+    element = cached ? place.element : args.distance[place.tier] + place.element;
+  }
+
+  EMB_DEVICE void read(int column, int valid, float (&values)[kMixedColumns]) const {
+    read_columns(data, type, element + column, valid, values);
+  }
+};
+
+// Every lookup is a bag of its own where there is no pooling.
+EMB_DEVICE BagTask mixed_task(const LookupArgs& args, int64_t bag) {
+  if (args.pooling != Pooling::kNone) return BagTask(args, static_cast<uint32_t>(bag));
+  BagTask task(args, static_cast<uint32_t>(args.bags.count));
+  task.begin = static_cast<int>(bag);
+  task.dim = static_cast<int>(args.columns);
+  if (args.bags.count > 0 && bag >= args.bags.begin(0)) {
+    task.feature = args.features + feature_of_lookup(args.map, args.bags, args.num_features, bag);
+    task.length = 1;
+  }
+  return task;
+}
+
+[[maybe_unused]] static __global__ void __launch_bounds__(kLookupThreads)
+    mixed_lookup_kernel(LookupArgs args, int64_t bags) {
+  constexpr int N = kMixedColumns, kStripe = N * static_cast<int>(simt::kWarp);
+  const bool none = args.pooling == Pooling::kNone;
+  for (int64_t bag = simt::global_warp(); bag < bags; bag += simt::warps_in_grid()) {
+    const BagTask task = mixed_task(args, bag);
+    const int first = static_cast<int>(threadIdx.x % simt::kWarp) * N;
+    const int64_t place = none ? bag * args.columns
+                               : args.map.element(static_cast<uint32_t>(bag), task.feature->column);
+    const bool mean = args.pooling == Pooling::kMean && task.length > 0;
+    const float scale = mean ? 1.0f / static_cast<float>(task.length) : 1.0f;
+    for (int column = first; column < task.dim; column += kStripe) {
+      float sum[N] = {};
+      for (int64_t i = task.begin; i < task.begin + task.length; ++i) {
+        const MixedRow row(args, *task.feature, i);
+        if (row.data == nullptr) continue;
+        float values[N];
+        row.read(column, task.dim - column, values);
+        const float weight = args.sample_weights != nullptr ? args.sample_weights[i] : 1.0f;
+#pragma unroll
+        for (int e = 0; e < N; ++e) sum[e] += weight * values[e];
+      }
+#pragma unroll
+      for (int e = 0; e < N; ++e) sum[e] *= scale;
+      write_columns(args.output, args.output_type, place + column, task.dim - column, sum);
+    }
+  }
+}
+
+[[maybe_unused]] static __global__ void __launch_bounds__(kLookupThreads)
+    mixed_sample_weight_kernel(SampleWeightArgs args) {
+  constexpr int N = kMixedColumns, kStripe = N * static_cast<int>(simt::kWarp);
+  const LookupArgs& in = args.lookup;
+  for (int64_t bag = simt::global_warp(); bag < in.bags.count; bag += simt::warps_in_grid()) {
+    const BagTask task(in, static_cast<uint32_t>(bag));
+    const int first = static_cast<int>(threadIdx.x % simt::kWarp) * N;
+    const int64_t place = in.map.element(static_cast<uint32_t>(bag), task.feature->column);
+    const bool mean = in.pooling == Pooling::kMean && task.length > 0;
+    const float scale = mean ? 1.0f / static_cast<float>(task.length) : 1.0f;
+    for (int64_t i = task.begin; i < task.begin + task.length; ++i) {
+      const MixedRow row(in, *task.feature, i);
+      float dot = 0.0f;
+      for (int column = first; row.data != nullptr && column < task.dim; column += kStripe) {
+        float values[N], grad[N];
+        row.read(column, task.dim - column, values);
+        read_columns(args.grad, args.grad_type, place + column, task.dim - column, grad);
+#pragma unroll
+        for (int e = 0; e < N; ++e) dot += values[e] * grad[e];
+      }
+      dot = simt::group_sum(dot, static_cast<int>(simt::kWarp));
+      if (threadIdx.x % simt::kWarp == 0) args.out[i] = dot * scale;
+    }
+  }
+}
+
+template <class Launcher>
+void launch_mixed_lookup(const Launcher& launcher, const LookupArgs& args) {
+  const int64_t bags = args.pooling == Pooling::kNone ? args.bags.num_lookups : args.bags.count;
+  const int64_t warps = kLookupThreads / simt::kWarp;
+  launcher(mixed_lookup_kernel, blocks_for(bags, warps, launcher.blocks(256)), kLookupThreads, args,
+           bags);
+}
+
+template <class Launcher>
+void launch_mixed_sample_weights(const Launcher& launcher, const SampleWeightArgs& args) {
+  const int64_t warps = kLookupThreads / simt::kWarp;
+  launcher(mixed_sample_weight_kernel,
+           blocks_for(args.lookup.bags.count, warps, launcher.blocks(256)), kLookupThreads, args);
+}
+
+// Which kernel a lookup takes, and how many lanes a row and blocks a grid it gets. What the
+// features hold is known on the device only, so lanes follow the mean width; any choice gives the
+// same result.
+
+// `launcher` is a CudaLauncher or, in tests, a simt::HostLauncher.
+template <class W, class Launcher>
+void launch_lookup_of(const Launcher& launcher, const LookupArgs& args) {
+  constexpr int N = 16 / sizeof(W);
+  const int64_t mean_dim = mean_width(args);
+  const int lanes = lanes_for(mean_dim, N), groups = static_cast<int>(simt::kWarp) / lanes;
+  const unsigned stripes = blocks_for(mean_dim, lanes * N, 64);
+  const auto start = [&](auto kernel, int64_t items, int items_of_warp, int threads) {
+    const int64_t items_of_block = items_of_warp * (threads / static_cast<int>(simt::kWarp));
+    const unsigned blocks = blocks_for(items, items_of_block, launcher.blocks(256));
+    launcher(kernel, simt::Dim3(blocks, stripes), simt::Dim3(threads), args, lanes);
+  };
+  if (args.pooling == Pooling::kNone) {
+    start(sequence_kernel<W>, args.bags.num_lookups, simt::kWarp, kLookupThreads);
+  } else if (has_short_bags(args)) {
+    start(short_bags_kernel<W>, args.bags.count, groups * kBagsInFlight, kShortBagThreads);
+  } else if (has_long_bags(args, lanes)) {
+    const int warps = kLookupThreads / static_cast<int>(simt::kWarp);
+    start(long_bags_kernel<W>, args.bags.count * warps, 1, kLookupThreads);
+  } else {
+    start(pool_kernel<W>, args.bags.count, groups, kLookupThreads);
+  }
+}
+
+template <class Launcher>
+void launch_lookup(const Launcher& launcher, const LookupArgs& args) {
+  if (args.columns == 0) return;
+  if (has_mixed_rows(args)) {
+    launch_mixed_lookup(launcher, args);
+  } else if (args.weight_type == Dtype::kFloat) {
+    launch_lookup_of<float>(launcher, args);
+  } else if (args.weight_type == Dtype::kHalf) {
+    launch_lookup_of<half16>(launcher, args);
+  } else {
+    launch_lookup_of<bfloat16>(launcher, args);
   }
 }
 

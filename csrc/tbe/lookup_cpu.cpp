@@ -7,32 +7,14 @@
 #include <vector>
 
 #include "core/isa.h"
-#include "tbe/lookup_inputs.h"
-#include "tbe/lookup_table.h"
+#include "tbe/args.h"
+#include "tbe/check.h"
 
 namespace emb {
 
-namespace baseline {
-extern const LookupTable kLookupTable;
-}
-#if defined(EMB_X86)
-namespace avx2 {
-extern const LookupTable kLookupTable;
-}
-namespace avx512 {
-extern const LookupTable kLookupTable;
-}
-#endif
+EMB_SELECT_KERNELS(LookupTable, kLookupTable, lookup_table)
 
 namespace {
-
-const LookupTable& lookup_table() {
-#if defined(EMB_X86)
-  return pick_isa(baseline::kLookupTable, avx2::kLookupTable, avx512::kLookupTable);
-#else
-  return baseline::kLookupTable;
-#endif
-}
 
 LookupFn kernel_for(const TableRows& rows, Dtype weights, Dtype output) {
   const LookupTable& table = lookup_table();

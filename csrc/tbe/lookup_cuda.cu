@@ -9,7 +9,7 @@
 #include "core/check.h"
 #include "core/launch.h"
 #include "tbe/bounds.cuh"
-#include "tbe/launch_lookup.cuh"
+#include "tbe/lookup.cuh"
 #include "tbe/sample_weights.cuh"
 
 namespace emb::cuda {

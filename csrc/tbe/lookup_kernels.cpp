@@ -2,7 +2,7 @@
 // random rows, so all that matters is to keep enough of them in flight (software prefetch a fixed
 // number of lookups ahead, across bags) and to touch every line once: a bag's sum stays in
 // registers, in blocks of up to 8 vectors.
-#include "tbe/lookup_table.h"
+#include "tbe/args.h"
 #include "tbe/read_rows.h"
 
 namespace emb::EMB_ISA {
@@ -125,28 +125,17 @@ void mixed_lookup(const LookupArgs& args, int64_t first_bag, int64_t last_bag) {
   pool<O>(args, MixedRows(args.rows, args.scratch), first_bag, last_bag);
 }
 
-template <class W, class O>
-constexpr void fill(LookupTable* table, int weights, int output) {
-  table->at[0][weights][output][0] = lookup<W, O, int32_t>;
-  table->at[0][weights][output][1] = lookup<W, O, int64_t>;
-  table->at[1][weights][output][0] = cached_lookup<W, O, int32_t>;
-  table->at[1][weights][output][1] = cached_lookup<W, O, int64_t>;
-}
-
 constexpr LookupTable make_table() {
   LookupTable table = {};
-  fill<float, float>(&table, 0, 0);
-  fill<float, half16>(&table, 0, 1);
-  fill<float, bfloat16>(&table, 0, 2);
-  fill<half16, float>(&table, 1, 0);
-  fill<half16, half16>(&table, 1, 1);
-  fill<half16, bfloat16>(&table, 1, 2);
-  fill<bfloat16, float>(&table, 2, 0);
-  fill<bfloat16, half16>(&table, 2, 1);
-  fill<bfloat16, bfloat16>(&table, 2, 2);
-  table.mixed[0] = mixed_lookup<float>;
-  table.mixed[1] = mixed_lookup<half16>;
-  table.mixed[2] = mixed_lookup<bfloat16>;
+  for_each_dtype([&]<class O>(TypeTag<O>, int output) {
+    table.mixed[output] = mixed_lookup<O>;
+    for_each_dtype([&]<class W>(TypeTag<W>, int weights) {
+      table.at[0][weights][output][0] = lookup<W, O, int32_t>;
+      table.at[0][weights][output][1] = lookup<W, O, int64_t>;
+      table.at[1][weights][output][0] = cached_lookup<W, O, int32_t>;
+      table.at[1][weights][output][1] = cached_lookup<W, O, int64_t>;
+    });
+  });
   return table;
 }
 

@@ -4,7 +4,7 @@
 #pragma once
 
 #include "core/vec.h"
-#include "tbe/table_rows.h"
+#include "tbe/args.h"
 
 namespace emb::EMB_ISA {
 

@@ -4,7 +4,6 @@
 #pragma once
 
 #include "tbe/lookup.cuh"
-#include "tbe/mixed_rows.cuh"
 
 namespace emb::cuda {
 

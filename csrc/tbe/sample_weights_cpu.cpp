@@ -5,33 +5,14 @@
 #include <vector>
 
 #include "core/isa.h"
-#include "tbe/lookup_inputs.h"
-#include "tbe/sample_weights_table.h"
+#include "tbe/args.h"
+#include "tbe/check.h"
 
 namespace emb {
 
-namespace baseline {
-extern const SampleWeightTable kSampleWeightTable;
-}
-#if defined(EMB_X86)
-namespace avx2 {
-extern const SampleWeightTable kSampleWeightTable;
-}
-namespace avx512 {
-extern const SampleWeightTable kSampleWeightTable;
-}
-#endif
+EMB_SELECT_KERNELS(SampleWeightTable, kSampleWeightTable, sample_weight_table)
 
 namespace {
-
-const SampleWeightTable& sample_weight_table() {
-#if defined(EMB_X86)
-  return pick_isa(baseline::kSampleWeightTable, avx2::kSampleWeightTable,
-                  avx512::kSampleWeightTable);
-#else
-  return baseline::kSampleWeightTable;
-#endif
-}
 
 SampleWeightFn kernel_for(const TableRows& rows, Dtype weights, Dtype grad) {
   const SampleWeightTable& table = sample_weight_table();

@@ -1,7 +1,7 @@
 // Gradient of the sample weights on one CPU thread: for each lookup the dot product of its row and
 // the gradient of its bag.
+#include "tbe/args.h"
 #include "tbe/read_rows.h"
-#include "tbe/sample_weights_table.h"
 
 namespace emb::EMB_ISA {
 namespace {
@@ -54,26 +54,15 @@ void mixed_grads(const SampleWeightArgs& args, int64_t first_bag, int64_t last_b
   dot_bags<G>(args, MixedRows(args.rows, args.scratch), first_bag, last_bag);
 }
 
-template <class W, class G>
-constexpr void fill(SampleWeightTable* table, int weights, int grad) {
-  table->at[0][weights][grad] = sample_weight_grads<W, G>;
-  table->at[1][weights][grad] = cached_grads<W, G>;
-}
-
 constexpr SampleWeightTable make_table() {
   SampleWeightTable table = {};
-  fill<float, float>(&table, 0, 0);
-  fill<float, half16>(&table, 0, 1);
-  fill<float, bfloat16>(&table, 0, 2);
-  fill<half16, float>(&table, 1, 0);
-  fill<half16, half16>(&table, 1, 1);
-  fill<half16, bfloat16>(&table, 1, 2);
-  fill<bfloat16, float>(&table, 2, 0);
-  fill<bfloat16, half16>(&table, 2, 1);
-  fill<bfloat16, bfloat16>(&table, 2, 2);
-  table.mixed[0] = mixed_grads<float>;
-  table.mixed[1] = mixed_grads<half16>;
-  table.mixed[2] = mixed_grads<bfloat16>;
+  for_each_dtype([&]<class G>(TypeTag<G>, int grad) {
+    table.mixed[grad] = mixed_grads<G>;
+    for_each_dtype([&]<class W>(TypeTag<W>, int weights) {
+      table.at[0][weights][grad] = sample_weight_grads<W, G>;
+      table.at[1][weights][grad] = cached_grads<W, G>;
+    });
+  });
   return table;
 }
 

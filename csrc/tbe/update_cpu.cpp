@@ -10,32 +10,14 @@
 #include "core/feature_bags.h"
 #include "core/isa.h"
 #include "core/parallel.h"
-#include "optim/check_states.h"
-#include "tbe/update_table.h"
+#include "optim/check.h"
+#include "tbe/args.h"
 
 namespace emb {
 
-namespace baseline {
-extern const UpdateTable kUpdateTable;
-}
-#if defined(EMB_X86)
-namespace avx2 {
-extern const UpdateTable kUpdateTable;
-}
-namespace avx512 {
-extern const UpdateTable kUpdateTable;
-}
-#endif
+EMB_SELECT_KERNELS(UpdateTable, kUpdateTable, update_table)
 
 namespace {
-
-const UpdateTable& update_table() {
-#if defined(EMB_X86)
-  return pick_isa(baseline::kUpdateTable, avx2::kUpdateTable, avx512::kUpdateTable);
-#else
-  return baseline::kUpdateTable;
-#endif
-}
 
 constexpr int64_t kGrain = 512;
 

@@ -1,10 +1,9 @@
 // Backward of table-batched embeddings on one CPU thread: the gradients of a unique row are summed
 // in registers, then the optimizer reads and writes the row once. As in the forward the cost is
 // cache misses on random rows, so the rows of the next groups are fetched ahead, ready for writing.
-#include "optim/narrow_row.h"
+#include "optim/optimizer_step_cpu.h"
 #include "optim/optimizers.h"
-#include "optim/step_row.h"
-#include "tbe/update_table.h"
+#include "tbe/args.h"
 
 namespace emb::EMB_ISA {
 namespace {

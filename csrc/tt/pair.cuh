@@ -7,7 +7,7 @@
 
 #include "core/row_piece.cuh"
 #include "core/simt.cuh"
-#include "tt/shape.h"
+#include "tt/args.h"
 
 namespace emb::cuda {
 

@@ -2,10 +2,10 @@
 // are grouped by the sort of `group`, so the kernels here only make the keys of those sorts.
 #pragma once
 
-#include "core/dtype.h"
+#include "core/layout.h"
 #include "core/simt.cuh"
 #include "group/segments.cuh"
-#include "tt/shape.h"
+#include "tt/args.h"
 
 namespace emb::cuda {
 

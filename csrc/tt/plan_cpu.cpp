@@ -7,7 +7,7 @@
 
 #include "core/parallel.h"
 #include "group/group_items.h"
-#include "tt/check_cores.h"
+#include "tt/check.h"
 
 namespace emb {
 namespace {

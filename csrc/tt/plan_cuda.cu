@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "group/device_sort.h"
-#include "tt/check_cores.h"
+#include "tt/check.h"
 #include "tt/plan.cuh"
 
 namespace emb::cuda {

@@ -1,13 +1,12 @@
 // Random calls of the hash ops, on one thread and on several: the bytes must be the same, and the
 // sanitizer that this program is built with must have nothing to say. Prints what was done.
-#include "hash/hash.h"
-
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <random>
 #include <tuple>
 
+#include "hash/args.h"
 #include "stable_torch.h"
 
 using torch::stable::ScalarType;

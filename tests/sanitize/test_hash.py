@@ -18,8 +18,10 @@ COMPILER = os.environ.get("CXX", "g++")
 FLAGS = ["-std=c++20", "-O1", "-g1", "-pthread", "-fno-omit-frame-pointer", "-DEMB_ISA=baseline"]
 SOURCES = [
     HERE / "hash.cpp",
-    *(ROOT / "csrc" / "hash" / f"{name}_cpu.cpp" for name in ("find", "place", "remove")),
-    *(ROOT / "csrc" / "hash" / f"{name}_kernels.cpp" for name in ("find", "place")),
+    *(
+        ROOT / "csrc" / "hash" / name
+        for name in ("hash_cpu.cpp", "find_kernels.cpp", "insert_kernels.cpp")
+    ),
 ]
 
 

@@ -42,7 +42,7 @@ using namespace emb::cuda;
 // tags, stamps, counts, sets, policy, clock, counters, tables, number of tables, rows, segments,
 // count, n, row_slots, evicted
 extern "C" const char* simt_cache_plan(const int64_t* call) {
-  return detect_rank_failures([&](const auto& launcher) {
+  return return_errors([&](const auto& launcher) {
     Words words(call);
     CachePlan plan{};
     plan.cache.tags = words.pointer<int64_t>();
@@ -73,7 +73,7 @@ extern "C" const char* simt_cache_plan(const int64_t* call) {
 
 // tags, sets, tables, number of tables, rows, count, n, row_slots
 extern "C" const char* simt_cache_locate(const int64_t* call) {
-  return detect_rank_failures([&](const auto& launcher) {
+  return return_errors([&](const auto& launcher) {
     Words words(call);
     CachePlan plan{};
     plan.cache.tags = words.pointer<int64_t>();
@@ -89,7 +89,7 @@ extern "C" const char* simt_cache_locate(const int64_t* call) {
 
 // row_slots, segments, lookups, count, n, slots
 extern "C" const char* simt_cache_lookup_slots(const int64_t* call) {
-  return detect_rank_failures([&](const auto& launcher) {
+  return return_errors([&](const auto& launcher) {
     Words words(call);
     const auto* row_slots = words.pointer<const int32_t>();
     const auto* segments = words.pointer<const int32_t>();
@@ -102,7 +102,7 @@ extern "C" const char* simt_cache_lookup_slots(const int64_t* call) {
 
 // rows, row_slots, evicted, count, n, then read_memory's
 extern "C" const char* simt_cache_move(const int64_t* call) {
-  return detect_rank_failures([&](const auto& launcher) {
+  return return_errors([&](const auto& launcher) {
     Words words(call);
     emb::CacheMoves moves{};
     moves.rows = words.pointer<const int64_t>();
@@ -116,7 +116,7 @@ extern "C" const char* simt_cache_move(const int64_t* call) {
 
 // tags, number of slots, then read_memory's
 extern "C" const char* simt_cache_flush(const int64_t* call) {
-  return detect_rank_failures([&](const auto& launcher) {
+  return return_errors([&](const auto& launcher) {
     Words words(call);
     const auto* tags = words.pointer<const int64_t>();
     const int64_t slots = words.number();

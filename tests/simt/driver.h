@@ -35,7 +35,7 @@ class Words {
 
 // Runs `body`, returning what it threw.
 template <class Body>
-const char* detect_rank_failures(const Body& body) {
+const char* return_errors(const Body& body) {
   static std::string message;
   try {
     body(simt::HostLauncher{});

@@ -24,7 +24,7 @@ using namespace emb::cuda;
 
 // keys, is_int64, n, num_keys, wide, unique, segments, permutation, count
 extern "C" const char* simt_group(const int64_t* call) {
-  return detect_rank_failures([&](const auto& launcher) {
+  return return_errors([&](const auto& launcher) {
     Words words(call);
     const emb::IndexArray keys = words.indices();
     const int64_t n = words.number(), num_keys = words.number(), wide = words.number();
@@ -46,7 +46,7 @@ extern "C" const char* simt_group(const int64_t* call) {
 // features, indices, is_int64, offsets, is_int64, bag_layout, batch, bags, n, total_rows, wide,
 // rows, segments, lookups, sorted bags, count, scratch for bags
 extern "C" const char* simt_tbe_group(const int64_t* call) {
-  return detect_rank_failures([&](const auto& launcher) {
+  return return_errors([&](const auto& launcher) {
     Words words(call);
     LookupKeys in{};
     in.features = words.pointer<const emb::Feature>();
@@ -78,7 +78,7 @@ extern "C" const char* simt_tbe_group(const int64_t* call) {
 
 // segments, permutation, count, n, inverse
 extern "C" const char* simt_group_inverse(const int64_t* call) {
-  return detect_rank_failures([&](const auto& launcher) {
+  return return_errors([&](const auto& launcher) {
     Words words(call);
     const auto* segments = words.pointer<const int32_t>();
     const auto* permutation = words.pointer<const int32_t>();

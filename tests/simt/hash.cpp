@@ -2,8 +2,8 @@
 #include "hash/find.cuh"
 #include "hash/grow.cuh"
 #include "hash/initial.cuh"
+#include "hash/insert.cuh"
 #include "hash/misses.cuh"
-#include "hash/place.cuh"
 #include "hash/remove.cuh"
 #include "host_work.h"
 
@@ -38,7 +38,7 @@ KeyBatch read_batch(Words* words) {
 // Calls `body(work, words)`.
 template <class Body>
 const char* worked(const int64_t* call, const Body& body) {
-  return detect_rank_failures([&](const auto&) {
+  return return_errors([&](const auto&) {
     HostWork work;
     Words words(call);
     body(work, words);

@@ -2,8 +2,8 @@
 #include "hash/find.cuh"
 #include "hash/grow.cuh"
 #include "hash/initial.cuh"
+#include "hash/insert.cuh"
 #include "hash/misses.cuh"
-#include "hash/place.cuh"
 
 namespace emb::cuda {
 

@@ -5,11 +5,10 @@
 #include "group/segments.cuh"
 #include "optim/update_rows.cuh"
 #include "tbe/keys.cuh"
-#include "tbe/long_bags.cuh"
+#include "tbe/lookup.cuh"
 #include "tbe/sample_weights.cuh"
-#include "tbe/short_bags.cuh"
 #include "tbe/update.cuh"
-#include "tt/passes.cuh"
+#include "tt/forward_backward.cuh"
 #include "tt/plan.cuh"
 
 namespace emb::cuda {

@@ -1,7 +1,6 @@
 // The kernels of quantised tables, compiled alone to see what the compiler makes of them
 // (test_compile.py): none may keep registers in memory.
-#include "quant/lookup.cuh"
-#include "quant/quantize.cuh"
+#include "quant/quant.cuh"
 
 namespace emb::cuda {
 

@@ -97,7 +97,7 @@ using namespace emb::cuda;
 
 // x, n, sum, threads
 extern "C" const char* simt_sum(const int64_t* call) {
-  return detect_rank_failures([&](const auto& launcher) {
+  return return_errors([&](const auto& launcher) {
     Words words(call);
     const auto* x = words.pointer<const float>();
     const int64_t n = words.number();
@@ -108,7 +108,7 @@ extern "C" const char* simt_sum(const int64_t* call) {
 
 // x, out
 extern "C" const char* simt_collectives(const int64_t* call) {
-  return detect_rank_failures([&](const auto& launcher) {
+  return return_errors([&](const auto& launcher) {
     Words words(call);
     const auto* x = words.pointer<const int32_t>();
     launcher(collectives_kernel, 1, 32, x, words.pointer<int32_t>());
@@ -117,7 +117,7 @@ extern "C" const char* simt_collectives(const int64_t* call) {
 
 // x, value, out, threads
 extern "C" const char* simt_atomics(const int64_t* call) {
-  return detect_rank_failures([&](const auto& launcher) {
+  return return_errors([&](const auto& launcher) {
     Words words(call);
     auto* x = words.pointer<int32_t>();
     const auto value = static_cast<int32_t>(words.number());
@@ -128,7 +128,7 @@ extern "C" const char* simt_atomics(const int64_t* call) {
 
 // which
 extern "C" const char* simt_broken(const int64_t* call) {
-  return detect_rank_failures([&](const auto& launcher) {
+  return return_errors([&](const auto& launcher) {
     alignas(16) static char memory[32];
     switch (call[0]) {
       case 0:

@@ -1,13 +1,13 @@
 // Emulated kernels of quantised tables.
+#include "quant/quant.cuh"
+
 #include "driver.h"
-#include "quant/lookup.cuh"
-#include "quant/quantize.cuh"
 
 using namespace emb::cuda;
 
 // weights, dtype, values, scales, rows, dim, bits
 extern "C" const char* simt_quantize_rows(const int64_t* call) {
-  return detect_rank_failures([&](const auto& launcher) {
+  return return_errors([&](const auto& launcher) {
     Words words(call);
     QuantizeRows args{};
     args.weights = words.pointer<const void>();
@@ -24,7 +24,7 @@ extern "C" const char* simt_quantize_rows(const int64_t* call) {
 // values, scales, features, F, indices, is_int64, offsets, is_int64, L, bags, bag_layout, bags of a
 // fixed batch, columns, pooling, sample weights, output, dtype, bits
 extern "C" const char* simt_quant_lookup(const int64_t* call) {
-  return detect_rank_failures([&](const auto& launcher) {
+  return return_errors([&](const auto& launcher) {
     Words words(call);
     QuantArgs args{};
     args.values = words.pointer<const uint8_t>();

@@ -39,7 +39,7 @@ DeviceRoute read_route(Words* words, bool* is_int64) {
 using namespace emb::cuda;
 
 extern "C" const char* simt_route_lengths(const int64_t* call) {
-  return detect_rank_failures([&](const auto& launcher) {
+  return return_errors([&](const auto& launcher) {
     Words words(call);
     bool is_int64;
     const DeviceRoute route = read_route(&words, &is_int64);
@@ -49,7 +49,7 @@ extern "C" const char* simt_route_lengths(const int64_t* call) {
 
 // the route, starts, total, positions, weights, out_weights, used
 extern "C" const char* simt_route_ids(const int64_t* call) {
-  return detect_rank_failures([&](const auto& launcher) {
+  return return_errors([&](const auto& launcher) {
     Words words(call);
     bool is_int64;
     DeviceRoute route = read_route(&words, &is_int64);
@@ -65,7 +65,7 @@ extern "C" const char* simt_route_ids(const int64_t* call) {
 
 // starts, order, number of segments, of wanted ones, rows, sums, tiles, values, out, total, bytes
 extern "C" const char* simt_gather_segments(const int64_t* call) {
-  return detect_rank_failures([&](const auto& launcher) {
+  return return_errors([&](const auto& launcher) {
     Words words(call);
     Segments segments{};
     segments.starts = words.indices();
@@ -86,7 +86,7 @@ extern "C" const char* simt_gather_segments(const int64_t* call) {
 // their number, what 1024 of the scale are, in and its dtype, out and its dtype, elements of the
 // source, of the output
 extern "C" const char* simt_combine(const int64_t* call) {
-  return detect_rank_failures([&](const auto& launcher) {
+  return return_errors([&](const auto& launcher) {
     Words words(call);
     const bool forward = words.number() != 0;
     DeviceCombine work{};

@@ -1,7 +1,7 @@
 // Emulated forward of table-batched embeddings: lookup, bounds check, gradient of sample weights.
 #include "driver.h"
 #include "tbe/bounds.cuh"
-#include "tbe/launch_lookup.cuh"
+#include "tbe/lookup.cuh"
 #include "tbe/sample_weights.cuh"
 
 namespace emb::cuda {
@@ -50,7 +50,7 @@ using namespace emb::cuda;
 
 // read_lookup's, output, dtype
 extern "C" const char* simt_lookup(const int64_t* call) {
-  return detect_rank_failures([&](const auto& launcher) {
+  return return_errors([&](const auto& launcher) {
     Words words(call);
     LookupArgs args = read_lookup(&words);
     args.output = words.pointer<void>();
@@ -61,7 +61,7 @@ extern "C" const char* simt_lookup(const int64_t* call) {
 
 // read_lookup's, grad, dtype, out
 extern "C" const char* simt_sample_weight_grad(const int64_t* call) {
-  return detect_rank_failures([&](const auto& launcher) {
+  return return_errors([&](const auto& launcher) {
     Words words(call);
     SampleWeightArgs args{};
     args.lookup = read_lookup(&words);
@@ -74,7 +74,7 @@ extern "C" const char* simt_sample_weight_grad(const int64_t* call) {
 
 // indices, is_int64, offsets, is_int64, features, L, bags, read_map's, fatal, repaired, violations
 extern "C" const char* simt_bounds_check(const int64_t* call) {
-  return detect_rank_failures([&](const auto& launcher) {
+  return return_errors([&](const auto& launcher) {
     Words words(call);
     BoundsArgs args{};
     args.indices = words.indices();

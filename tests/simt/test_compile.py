@@ -17,7 +17,7 @@ NVCC = shutil.which("nvcc")
 ARCHITECTURES = ("sm_80", "sm_90")
 MOST_REGISTERS = 96
 # Ops of the CPU library whose kernels make no sense on a GPU.
-CPU_ONLY = {"advise_huge_pages_", "signal_set_", "signal_wait"}
+CPU_ONLY = {"advise_huge_pages_"}
 
 
 @cache

@@ -3,7 +3,7 @@
 
 #include "driver.h"
 #include "host_sort.h"
-#include "tt/passes.cuh"
+#include "tt/forward_backward.cuh"
 #include "tt/plan.cuh"
 
 namespace emb::cuda {
@@ -69,7 +69,7 @@ using namespace emb::cuda;
 
 // shape, ids, is_int64, n, rows, keys
 extern "C" const char* simt_tt_keys(const int64_t* call) {
-  return detect_rank_failures([&](const auto& launcher) {
+  return return_errors([&](const auto& launcher) {
     Words words(call);
     const emb::TtShape shape = read_shape(&words);
     TtKeysArgs args{};
@@ -84,7 +84,7 @@ extern "C" const char* simt_tt_keys(const int64_t* call) {
 
 // shape, keys, count, n, eight plan tensors
 extern "C" const char* simt_tt_plan(const int64_t* call) {
-  return detect_rank_failures([&](const auto& launcher) {
+  return return_errors([&](const auto& launcher) {
     Words words(call);
     const emb::TtShape shape = read_shape(&words);
     const auto* keys = words.pointer<const int64_t>();
@@ -106,7 +106,7 @@ extern "C" const char* simt_tt_plan(const int64_t* call) {
 
 // batch, left values, rows
 extern "C" const char* simt_tt_rows(const int64_t* call) {
-  return detect_rank_failures([&](const auto& launcher) {
+  return return_errors([&](const auto& launcher) {
     Words words(call);
     const TtBatch batch = read_batch(&words);
     auto* left_values = words.pointer<float>();
@@ -117,7 +117,7 @@ extern "C" const char* simt_tt_rows(const int64_t* call) {
 
 // batch, left values, row gradients, d core gradients
 extern "C" const char* simt_tt_core_grads(const int64_t* call) {
-  return detect_rank_failures([&](const auto& launcher) {
+  return return_errors([&](const auto& launcher) {
     Words words(call);
     const TtBatch batch = read_batch(&words);
     const auto* left_values = words.pointer<const float>();

@@ -63,7 +63,7 @@ using namespace emb::cuda;
 
 // mean_dim, read_step's, read_grads'
 extern "C" const char* simt_update(const int64_t* call) {
-  return detect_rank_failures([&](const auto& launcher) {
+  return return_errors([&](const auto& launcher) {
     Words words(call);
     const int64_t mean_dim = words.number();
     const RowStepArgs step = read_step(&words);
@@ -83,7 +83,7 @@ extern "C" const char* simt_update(const int64_t* call) {
 
 // read_step's, grads, rows, width
 extern "C" const char* simt_update_rows(const int64_t* call) {
-  return detect_rank_failures([&](const auto& launcher) {
+  return return_errors([&](const auto& launcher) {
     Words words(call);
     const RowStepArgs step = read_step(&words);
     const auto* grads = words.pointer<const float>();

@@ -1,0 +1,157 @@
+// `cache_plan_`, `cache_locate` and `cache_lookup_slots` on the GPU: probe, group the misses by
+// set, admit, count. Nothing waits for the device.
+#include <torch/csrc/stable/library.h>
+
+#include <optional>
+#include <tuple>
+#include <vector>
+
+#include "cache/check.h"
+#include "cache/move.cuh"
+#include "cache/plan.cuh"
+#include "core/launch.h"
+#include "group/device_sort.h"
+
+namespace emb::cuda {
+namespace {
+
+// What the grouping of the misses is written to.
+struct GroupScratch {
+  Tensor sets, segments, permutation, count;
+
+  GroupScratch(const Tensor& like, int64_t n)
+      : sets(allocate(like, {n}, ScalarType::Int)),
+        segments(allocate(like, {n + 1}, ScalarType::Int)),
+        permutation(allocate(like, {n}, ScalarType::Int)),
+        count(allocate(like, {1}, ScalarType::Int)) {}
+
+  GroupOutput output() const {
+    return {sets.mutable_data_ptr(),           false,   segments.mutable_data_ptr<int32_t>(),
+            count.mutable_data_ptr<int32_t>(), nullptr, nullptr};
+  }
+  MissGroups groups() const {
+    return {sets.const_data_ptr<int32_t>(), segments.const_data_ptr<int32_t>(),
+            permutation.const_data_ptr<int32_t>(), count.const_data_ptr<int32_t>()};
+  }
+};
+
+std::tuple<Tensor, Tensor> cache_plan_(Tensor tags, Tensor stamps, std::optional<Tensor> counts,
+                                       Tensor counters, const Tensor& clock, const Tensor& tables,
+                                       const Tensor& rows, const Tensor& segments,
+                                       const Tensor& count, int64_t policy) {
+  const char* op = "cache_plan_";
+  const PlanState state = check_plan(op, tags, stamps, counts, counters, clock, tables, policy);
+  check_rows(op, rows, count, tags);
+  check_segments(op, segments, rows);
+  STD_TORCH_CHECK(state.cache.sets > 0, op, ": a cache needs at least one set");
+  const int64_t n = rows.numel();
+  const CudaLauncher launcher(tags);
+  Tensor row_slots = allocate(rows, {n}, ScalarType::Int);
+  Tensor evicted = allocate(rows, {n}, ScalarType::Long);
+  const CachePlan plan{state.cache,
+                       clock.const_data_ptr<int64_t>(),
+                       state.counters,
+                       feature_array(tables),
+                       static_cast<int>(tables.size(0)),
+                       rows.const_data_ptr<int64_t>(),
+                       segments.const_data_ptr<int32_t>(),
+                       count.const_data_ptr<int32_t>(),
+                       n,
+                       row_slots.mutable_data_ptr<int32_t>(),
+                       evicted.mutable_data_ptr<int64_t>()};
+  const GroupScratch scratch(tags, n);
+  const DeviceSort<uint32_t> sort(tags, n, state.cache.sets,
+                                  scratch.permutation.mutable_data_ptr<int32_t>());
+  launch_probe(launcher, plan, sort.buffers());
+  if (n > 0) sort_keys(launcher, tags, sort.buffers());
+  launch_groups(launcher, sort.buffers(), scratch.output());
+  launch_admit(launcher, plan, scratch.groups());
+  return {row_slots, evicted};
+}
+
+Tensor cache_locate(const Tensor& tags, const Tensor& tables, const Tensor& rows,
+                    const Tensor& count) {
+  const char* op = "cache_locate";
+  CachePlan plan{};
+  plan.cache.sets = check_tags(op, tags);
+  check_rows(op, rows, count, tags);
+  check_features(op, tables);
+  check_same_device(op, "tables", tables, tags);
+  STD_TORCH_CHECK(plan.cache.sets > 0, op, ": a cache needs at least one set");
+  Tensor row_slots = allocate(rows, {rows.numel()}, ScalarType::Int);
+  plan.cache.tags = const_cast<int64_t*>(tags.const_data_ptr<int64_t>());  // read only
+  plan.tables = feature_array(tables);
+  plan.num_tables = static_cast<int>(tables.size(0));
+  plan.rows = rows.const_data_ptr<int64_t>();
+  plan.count = count.const_data_ptr<int32_t>();
+  plan.n = rows.numel();
+  plan.row_slots = row_slots.mutable_data_ptr<int32_t>();
+  launch_locate(CudaLauncher(tags), plan);
+  return row_slots;
+}
+
+Tensor cache_lookup_slots(const Tensor& row_slots, const Tensor& segments, const Tensor& lookups,
+                          const Tensor& count) {
+  const char* op = "cache_lookup_slots";
+  const int64_t n = lookups.numel();
+  check_cache_tensor(op, "row_slots", row_slots, ScalarType::Int, row_slots);
+  check_one(op, "segments", segments, ScalarType::Int, n + 1, row_slots);
+  check_one(op, "lookups", lookups, ScalarType::Int, n, row_slots);
+  check_one(op, "count", count, ScalarType::Int, 1, row_slots);
+  Tensor slots = allocate(row_slots, {n}, ScalarType::Int);
+  launch_lookup_slots(CudaLauncher(row_slots), row_slots.const_data_ptr<int32_t>(),
+                      segments.const_data_ptr<int32_t>(), lookups.const_data_ptr<int32_t>(),
+                      count.const_data_ptr<int32_t>(), n, slots.mutable_data_ptr<int32_t>());
+  return slots;
+}
+
+// `cache_move_` and `cache_flush_` on the GPU: checks and launch. The host tier is pinned memory,
+// which kernels read and write in place.
+
+CacheMemory device_memory(const char* op, std::vector<Tensor>& weights, std::vector<Tensor>& states,
+                          const Tensor& hyper, const Tensor& tables) {
+  CacheMemory memory = cache_memory(op, weights, states, hyper, tables);
+  check_same_device(op, "hyper", hyper, tables);
+  for (int tier = 0; tier < kTiers; ++tier) {
+    for (int k = 0; k < memory.num_tensors; ++k) {
+      const Tensor& tensor =
+          k == 0 ? weights[tier] : states[tier * (memory.num_tensors - 1) + k - 1];
+      void*& data = memory.tensors[k][tier].data;
+      if (data != nullptr) data = kernel_address(op, tensor, tables);
+    }
+  }
+  return memory;
+}
+
+void cache_move_(std::vector<Tensor> weights, std::vector<Tensor> states, const Tensor& hyper,
+                 const Tensor& tables, const Tensor& rows, const Tensor& count,
+                 const Tensor& row_slots, const Tensor& evicted) {
+  const char* op = "cache_move_";
+  const CacheMemory memory = device_memory(op, weights, states, hyper, tables);
+  check_rows(op, rows, count, tables);
+  check_one(op, "row_slots", row_slots, ScalarType::Int, rows.numel(), tables);
+  check_one(op, "evicted", evicted, ScalarType::Long, rows.numel(), tables);
+  const CacheMoves moves{rows.const_data_ptr<int64_t>(), row_slots.const_data_ptr<int32_t>(),
+                         evicted.const_data_ptr<int64_t>()};
+  launch_move(CudaLauncher(tables), memory, moves, count.const_data_ptr<int32_t>(), rows.numel());
+}
+
+void cache_flush_(std::vector<Tensor> weights, std::vector<Tensor> states, const Tensor& hyper,
+                  const Tensor& tables, const Tensor& tags) {
+  const char* op = "cache_flush_";
+  const CacheMemory memory = device_memory(op, weights, states, hyper, tables);
+  check_tags(op, tags);
+  check_same_device(op, "tags", tags, tables);
+  launch_flush(CudaLauncher(tables), memory, tags.const_data_ptr<int64_t>(), tags.numel());
+}
+
+}  // namespace
+}  // namespace emb::cuda
+
+STABLE_TORCH_LIBRARY_IMPL(emblib, CUDA, m) {
+  EMB_IMPL(m, emb::cuda, cache_plan_);
+  EMB_IMPL(m, emb::cuda, cache_locate);
+  EMB_IMPL(m, emb::cuda, cache_lookup_slots);
+  EMB_IMPL(m, emb::cuda, cache_move_);
+  EMB_IMPL(m, emb::cuda, cache_flush_);
+}

@@ -1,0 +1,140 @@
+// Checks of the arguments that the ops of the cache share.
+#pragma once
+
+#include <optional>
+#include <vector>
+
+#include "cache/args.h"
+#include "core/check.h"
+
+namespace emb {
+
+// Contiguous, of the dtype, on the device of `like`.
+inline void check_cache_tensor(const char* op, const char* name, const Tensor& tensor,
+                               ScalarType type, const Tensor& like) {
+  check_dtype(op, name, tensor, type, type == ScalarType::Int ? "int32" : "int64");
+  STD_TORCH_CHECK(tensor.is_contiguous(), op, ": ", name, " must be contiguous");
+  check_same_device(op, name, tensor, like);
+}
+
+// Number of sets.
+inline int64_t check_tags(const char* op, const Tensor& tags) {
+  check_cache_tensor(op, "tags", tags, ScalarType::Long, tags);
+  STD_TORCH_CHECK(tags.dim() == 2 && tags.size(1) == kWays, op, ": tags must be [sets, ", kWays,
+                  "], got ", tags.numel(), " values in ", tags.dim(), " dimensions");
+  STD_TORCH_CHECK(tags.numel() <= kMaxLookups, op, ": a cache has at most 2^31 - 1 slots, got ",
+                  tags.numel());
+  return tags.size(0);
+}
+
+inline void check_one(const char* op, const char* name, const Tensor& tensor, ScalarType type,
+                      int64_t numel, const Tensor& like) {
+  check_cache_tensor(op, name, tensor, type, like);
+  STD_TORCH_CHECK(tensor.numel() == numel, op, ": ", name, " must have ", numel, " entries, got ",
+                  tensor.numel());
+}
+
+// The distinct rows of a batch, as tbe_group returns them.
+inline void check_rows(const char* op, const Tensor& rows, const Tensor& count,
+                       const Tensor& like) {
+  STD_TORCH_CHECK(rows.numel() <= kMaxLookups, op, ": at most 2^31 - 1 rows a call, got ",
+                  rows.numel());
+  check_cache_tensor(op, "rows", rows, ScalarType::Long, like);
+  check_one(op, "count", count, ScalarType::Int, 1, like);
+}
+
+inline void check_segments(const char* op, const Tensor& segments, const Tensor& rows) {
+  check_one(op, "segments", segments, ScalarType::Int, rows.numel() + 1, rows);
+}
+
+struct PlanState {
+  CacheState cache;
+  int64_t* counters;
+};
+
+// All that `cache_plan_` changes, whatever the device; cache.first_row is left to the caller.
+inline PlanState check_plan(const char* op, Tensor& tags, Tensor& words,
+                            std::optional<Tensor>& counts, Tensor& counters, const Tensor& clock,
+                            const Tensor& tables, int64_t policy) {
+  const Policy parsed = parse_choice<Policy>(op, "policy", policy, kPolicies);
+  const int64_t sets = check_tags(op, tags);
+  check_one(op, "stamps", words, ScalarType::Long, tags.numel(), tags);
+  check_features(op, tables);
+  check_same_device(op, "tables", tables, tags);
+  check_one(op, "counters", counters, ScalarType::Long, (tables.size(0) + 1) * kCounters, tags);
+  check_one(op, "clock", clock, ScalarType::Long, 2, tags);
+  STD_TORCH_CHECK(parsed == Policy::kLru || counts.has_value(), op,
+                  ": policy lfu needs counts, int32 with one entry a cached row");
+  if (counts) check_cache_tensor(op, "counts", *counts, ScalarType::Int, tags);
+  return {{tags.mutable_data_ptr<int64_t>(), words.mutable_data_ptr<int64_t>(),
+           counts ? counts->mutable_data_ptr<int32_t>() : nullptr, sets, 0, parsed},
+          counters.mutable_data_ptr<int64_t>()};
+}
+
+// `tables`, where they can be read: ascending by row, those that are cached last, one after the
+// other, and with one stride.
+inline void check_tables(const char* op, const Tensor& tables) {
+  check_features(op, tables);
+  const Feature* table = feature_array(tables);
+  const int num_tables = static_cast<int>(tables.size(0));
+  int64_t stride = 0, end = -1;
+  for (int t = 0; t < num_tables; ++t) {
+    const Feature& x = table[t];
+    STD_TORCH_CHECK(x.rows >= 0 && x.row_base >= 0 && x.dim > 0 && x.row_base <= kAnyNumber &&
+                        x.rows <= kAnyNumber - x.row_base &&
+                        (t == 0 || x.row_base >= table[t - 1].row_base + table[t - 1].rows),
+                    op, ": tables must ascend by row_base and not overlap; table ", t, " does not");
+    if (x.cache_stride == 0 && stride == 0) continue;
+    STD_TORCH_CHECK(x.cache_stride >= x.dim && x.cache_stride <= kMaxLookups &&
+                        (stride == 0 || x.cache_stride == stride) && (end < 0 || x.row_base == end),
+                    op, ": the cached tables must be the last ones, follow each other without a ",
+                    "gap and have one cache_stride, at least their dim and below 2^31; table ", t,
+                    " does not");
+    stride = x.cache_stride;
+    end = x.row_base + x.rows;
+  }
+}
+
+// From the arguments of `cache_move_` and `cache_flush_` to the memory they work on.
+
+// `states` are tier-major, as many for every tier as `weights` has tensors. Whether a state has one
+// entry an element or a row shows in the cache, whose rows have at least four elements.
+inline CacheMemory cache_memory(const char* op, std::vector<Tensor>& weights,
+                                std::vector<Tensor>& states, const Tensor& hyper,
+                                const Tensor& tables) {
+  STD_TORCH_CHECK(weights.size() == kTiers, op, ": weights must be a list of ", kTiers,
+                  " tensors (device, host, disk, cache), got ", weights.size());
+  const auto num_states = static_cast<int>(states.size() / kTiers);
+  STD_TORCH_CHECK(states.size() % kTiers == 0 && num_states < kMostTensors, op,
+                  ": states must be a list of ", kTiers, " times at most ", kMostTensors - 1,
+                  " tensors, all of one tier after the other, got ", states.size());
+  check_dtype(op, "hyper", hyper, ScalarType::Double, "float64");
+  STD_TORCH_CHECK(hyper.is_contiguous() && hyper.numel() >= 5, op,
+                  ": hyper must have at least 5 entries (see emblib.optim), got ", hyper.numel());
+  check_features(op, tables);
+  CacheMemory memory{};
+  memory.tables = feature_array(tables);
+  memory.num_tables = static_cast<int>(tables.size(0));
+  memory.num_tensors = 1 + num_states;
+  memory.cache_elements = weights[kCacheTier].numel();
+  memory.cache_rows = INT64_MAX;
+  memory.hyper = hyper.const_data_ptr<double>();
+  for (int tier = 0; tier < kTiers; ++tier) {
+    for (int k = 0; k <= num_states; ++k) {
+      Tensor& tensor = k == 0 ? weights[tier] : states[tier * num_states + k - 1];
+      const char* name = k == 0 ? "weights" : "a state";
+      STD_TORCH_CHECK(tensor.is_contiguous(), op, ": ", name, " must be contiguous");
+      memory.tensors[k][tier] = {tensor.numel() == 0 ? nullptr : tensor.mutable_data_ptr(),
+                                 float_dtype(op, name, tensor.scalar_type())};
+      if (tier != kCacheTier || k == 0 || tensor.numel() == memory.cache_elements) continue;
+      STD_TORCH_CHECK(tensor.numel() < memory.cache_elements, op,
+                      ": a state in the cache must be as long as the weights there = ",
+                      memory.cache_elements, " or have one entry a slot, got ", tensor.numel());
+      memory.by_row |= 1u << k;
+      memory.cache_rows = tensor.numel() < memory.cache_rows ? tensor.numel() : memory.cache_rows;
+    }
+  }
+  return memory;
+}
+
+}  // namespace emb

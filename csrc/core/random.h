@@ -1,0 +1,52 @@
+// Hashing of 64-bit keys, and counter-based random numbers.
+#pragma once
+
+#include "core/portability.h"
+
+namespace emb {
+
+// Return the finaliser of MurmurHash3 of `x` (Appleby, 2011; public domain): every input bit flips
+// every output bit with a probability of about one half. Applied twice to a key it selects the rank
+// that owns the key, the same on all ranks. Applied to a key and a random number of the table it
+// selects the buckets, see HashTable::hash: without that number, an adversary could choose keys
+// that fill one bucket.
+EMB_HD uint64_t mix(uint64_t x) {
+  x += 0x9E3779B97F4A7C15u;  // 0 must not be a fixed point
+  x ^= x >> 33;
+  x *= 0xFF51AFD7ED558CCDu;
+  x ^= x >> 33;
+  x *= 0xC4CEB9FE1A85EC53u;
+  return x ^ x >> 33;
+}
+
+// Four random words of Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3",
+// 2011). They depend on the key and the counter alone, so any thread of any device computes them,
+// in any order, with the same result.
+struct Random4 {
+  uint32_t word[4];
+};
+
+// Return the words of counter (c0, c1, c2, c3) under the key `seed`.
+EMB_HD Random4 philox(uint64_t seed, uint32_t c0, uint32_t c1, uint32_t c2, uint32_t c3) {
+  uint32_t k0 = static_cast<uint32_t>(seed), k1 = static_cast<uint32_t>(seed >> 32);
+  for (int round = 0; round < 10; ++round) {
+    const uint64_t p0 = uint64_t{0xD2511F53u} * c0, p1 = uint64_t{0xCD9E8D57u} * c2;
+    c0 = static_cast<uint32_t>(p1 >> 32) ^ c1 ^ k0;
+    c2 = static_cast<uint32_t>(p0 >> 32) ^ c3 ^ k1;
+    c1 = static_cast<uint32_t>(p1);
+    c3 = static_cast<uint32_t>(p0);
+    k0 += 0x9E3779B9u;
+    k1 += 0xBB67AE85u;
+  }
+  return {{c0, c1, c2, c3}};
+}
+
+// Return words 4 * block to 4 * block + 3 of the stream of `seed`.
+EMB_HD Random4 philox(uint64_t seed, uint64_t block) {
+  return philox(seed, static_cast<uint32_t>(block), static_cast<uint32_t>(block >> 32), 0, 0);
+}
+
+// Map a word to one of 2^24 equidistant numbers in [0, 1), which float32 represents exactly.
+EMB_HD float unit(uint32_t word) { return static_cast<float>(word >> 8) * 0x1p-24f; }
+
+}  // namespace emb

@@ -1,0 +1,354 @@
+// The arguments of the hash ops, checked, as the kernels take them.
+#pragma once
+
+#include <optional>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "core/check.h"
+#include "hash/args.h"
+#include "hash/initial.h"
+
+namespace emb {
+
+// The list [tags, entries, tables, clock, counters].
+struct HashIndex {
+  uint8_t* tags;
+  int64_t* entries;
+  int64_t* tables;  // [T, kTableFields]
+  int64_t* clock;
+  int64_t* counters;  // [T, kHashCounters]
+  int64_t slots, words, num_tables;
+
+  HashIndex(const char* op, const std::vector<Tensor>& index) {
+    STD_TORCH_CHECK(index.size() == 5, op,
+                    ": index must be [tags, entries, tables, clock, counters], got ", index.size(),
+                    " tensors");
+    STD_TORCH_CHECK(index[0].scalar_type() == ScalarType::Byte && index[0].dim() == 1, op,
+                    ": tags must be uint8 [S]");
+    for (size_t i = 0; i < index.size(); ++i) {
+      STD_TORCH_CHECK(index[i].is_contiguous(), op, ": the tensors of index must be contiguous");
+      if (i > 0)
+        check_dtype(op, "the tensors of index but tags", index[i], ScalarType::Long, "int64");
+      check_same_device(op, "every tensor of index", index[i], index[0]);
+    }
+    slots = index[0].numel();
+    STD_TORCH_CHECK(index[1].dim() == 2 && index[1].size(0) == slots &&
+                        (index[1].size(1) == 2 || index[1].size(1) == 3),
+                    op, ": entries must be [S, 2] or, with scores, [S, 3] for S = ", slots);
+    words = index[1].size(1);
+    num_tables = index[2].dim() == 2 ? index[2].size(0) : -1;
+    STD_TORCH_CHECK(num_tables >= 0 && index[2].size(1) == kTableFields && index[3].numel() == 1 &&
+                        index[4].dim() == 2 && index[4].size(0) == num_tables &&
+                        index[4].size(1) == kHashCounters,
+                    op, ": tables must be [T, ", static_cast<int>(kTableFields),
+                    "], clock [1] and counters [T, ", static_cast<int>(kHashCounters), "]");
+    tags = static_cast<uint8_t*>(index[0].mutable_data_ptr());
+    entries = index[1].mutable_data_ptr<int64_t>();
+    tables = index[2].mutable_data_ptr<int64_t>();
+    clock = index[3].mutable_data_ptr<int64_t>();
+    counters = index[4].mutable_data_ptr<int64_t>();
+  }
+
+  int64_t& field(int64_t table, TableField field) const {
+    return tables[table * kTableFields + field];
+  }
+  int64_t& counter(int64_t table, HashCounter counter) const {
+    return counters[table * kHashCounters + counter];
+  }
+
+  // On the CPU only: reads `tables`.
+  HashTable table(int64_t t) const {
+    const int64_t first_slot = field(t, kFirstBucket) * kSlots;
+    const int64_t buckets = field(t, kBuckets);
+    return {
+        tags + first_slot, entries + first_slot * words, words,
+        buckets,           address_mask(buckets),        static_cast<uint64_t>(field(t, kHashKey))};
+  }
+
+  void check_table(const char* op, int64_t t) const {
+    STD_TORCH_CHECK(t >= 0 && t < num_tables, op, ": table must be in [0, ", num_tables, "), got ",
+                    t);
+  }
+
+  // That every table lies inside the memory, whatever the caller passes; on the CPU.
+  void check_tables(const char* op) const {
+    for (int64_t t = 0; t < num_tables; ++t) {
+      const int64_t first = field(t, kFirstBucket), most = field(t, kMostBuckets);
+      const int64_t buckets = field(t, kBuckets), load = field(t, kMostLoad);
+      const int64_t size = field(t, kSize);
+      STD_TORCH_CHECK(first >= 0 && buckets >= 1 && buckets <= most && most <= INT32_MAX &&
+                          first <= slots / kSlots - most && load >= 1 && load <= 1024 &&
+                          size >= 0 && size <= buckets * kSlots,
+                      op, ": table ", t, " lies outside the memory of the index; `tables` must ",
+                      "come from the module that owns it");
+    }
+  }
+};
+
+inline Order parse_order(const char* op, int64_t code, int64_t words) {
+  const auto order = parse_choice<Order>(op, "order", code, kOrders);
+  STD_TORCH_CHECK(!has_scores(order) || words == 3, op, ": order ", kOrders[code],
+                  " needs scores, so entries of 3 words, got ", words);
+  return order;
+}
+
+inline void check_num_tables(const char* op, int64_t num_tables) {
+  STD_TORCH_CHECK(num_tables >= 0 && num_tables <= kMaxLookups, op,
+                  ": num_tables must be in [0, 2^31), got ", num_tables);
+}
+
+inline void check_num_keys(const char* op, int64_t n) {
+  STD_TORCH_CHECK(n <= kMaxLookups, op, ": at most 2^31 - 1 keys a call, got ", n,
+                  "; split the batch");
+}
+
+// A batch of keys: segment f, ids [starts[f], starts[f + 1]), belongs to table tables[f].
+struct HashBatch {
+  const int64_t* ids;
+  const int64_t* starts;
+  const int64_t* tables;
+  int64_t n, segments;
+
+  HashBatch(const char* op, const Tensor& ids_, const Tensor& starts_, const Tensor& tables_) {
+    const auto check = [&](const char* name, const Tensor& tensor) {
+      check_dtype(op, name, tensor, ScalarType::Long, "int64");
+      STD_TORCH_CHECK(tensor.dim() == 1 && tensor.is_contiguous(), op, ": ", name,
+                      " must be contiguous and have 1 dimension");
+      check_same_device(op, name, tensor, ids_);
+    };
+    check("ids", ids_);
+    check("starts", starts_);
+    check("tables", tables_);
+    n = ids_.numel();
+    segments = tables_.numel();
+    check_num_keys(op, n);
+    STD_TORCH_CHECK(starts_.numel() == segments + 1, op,
+                    ": starts must have one entry more than tables, got ", starts_.numel(), " and ",
+                    segments);
+    ids = ids_.const_data_ptr<int64_t>();
+    starts = starts_.const_data_ptr<int64_t>();
+    tables = tables_.const_data_ptr<int64_t>();
+  }
+
+  // That segments cover the ids in order and name tables; on the CPU.
+  void check_segments(const char* op, int64_t num_tables) const {
+    STD_TORCH_CHECK(starts[0] == 0 && starts[segments] == n, op,
+                    ": starts must begin with 0 and end with the number of ids, ", n, ", got ",
+                    starts[0], " and ", starts[segments]);
+    for (int64_t f = 0; f < segments; ++f) {
+      STD_TORCH_CHECK(starts[f] <= starts[f + 1], op, ": starts must not decrease, got ",
+                      starts[f + 1], " after ", starts[f]);
+      STD_TORCH_CHECK(tables[f] >= 0 && tables[f] < num_tables, op, ": tables[", f,
+                      "] must be in [0, ", num_tables, "), got ", tables[f]);
+    }
+  }
+};
+
+// An int64 tensor that is as long as something else, or null.
+inline const int64_t* optional_longs(const char* op, const char* name,
+                                     const std::optional<Tensor>& tensor, int64_t length,
+                                     const Tensor& like) {
+  if (!tensor) return nullptr;
+  check_dtype(op, name, *tensor, ScalarType::Long, "int64");
+  check_same_device(op, name, *tensor, like);
+  STD_TORCH_CHECK(tensor->is_contiguous() && tensor->numel() == length, op, ": ", name,
+                  " must be contiguous with ", length, " entries, got ", tensor->numel());
+  return tensor->const_data_ptr<int64_t>();
+}
+
+// The index and the batch of an op on keys. On the CPU, where what tensors hold can be looked at,
+// `check_contents` follows.
+struct HashCall {
+  const char* op;
+  HashIndex index;
+  HashBatch batch;
+
+  HashCall(const char* op_, const std::vector<Tensor>& tensors, const Tensor& ids,
+           const Tensor& starts, const Tensor& tables)
+      : op(op_), index(op, tensors), batch(op, ids, starts, tables) {
+    check_same_device(op, "ids", ids, tensors[0]);
+  }
+
+  void check_contents() const {
+    index.check_tables(op);
+    batch.check_segments(op, index.num_tables);
+  }
+};
+
+// Whether a newcomer must rank above what gives way to it.
+inline bool competes(const char* op, int64_t newcomer) {
+  return parse_choice<Newcomer>(op, "newcomer", newcomer, kNewcomers) == Newcomer::kCompetes;
+}
+
+// By what entries rank, and what a use gives them.
+struct HashScoring {
+  Order order;
+  const int64_t* given;  // [T], for the order "assigned"
+
+  HashScoring(const char* op, const HashIndex& index, int64_t order_code,
+              const std::optional<Tensor>& given_, const Tensor& like)
+      : order(parse_order(op, order_code, index.words)),
+        given(optional_longs(op, "given", given_, index.num_tables, like)) {
+    STD_TORCH_CHECK(order != Order::kAssigned || given != nullptr, op,
+                    ": order assigned needs given, the score of the batch by table");
+  }
+
+  int64_t of(int64_t table) const { return given == nullptr ? 0 : given[table]; }  // on the CPU
+};
+
+// The buckets [first_bucket, first_bucket + num_buckets) of a table, of `most`.
+inline void check_window(const char* op, int64_t most, int64_t first_bucket, int64_t num_buckets) {
+  STD_TORCH_CHECK(first_bucket >= 0 && num_buckets >= 0 && first_bucket <= most - num_buckets, op,
+                  ": buckets [first_bucket, first_bucket + num_buckets) must lie in [0, ", most,
+                  "), got ", first_bucket, " and ", num_buckets);
+}
+
+// The missing keys of a batch, and the arrays of values that move with their entries, checked.
+
+// Misses [ends[t], ends[t + 1]) are those of table t, as hash_misses returns them.
+class Misses {
+ public:
+  Misses(const char* op, const HashIndex& index, const Tensor& ids, const Tensor& ends,
+         const std::optional<Tensor>& admitted)
+      : n_(ids.numel()),
+        tables_(index.num_tables),
+        ends_(optional_longs(op, "ends", ends, index.num_tables + 1, ids)) {
+    if (!admitted) return;
+    check_dtype(op, "admitted", *admitted, ScalarType::Bool, "bool");
+    check_same_device(op, "admitted", *admitted, ids);
+    STD_TORCH_CHECK(admitted->is_contiguous() && admitted->numel() == n_, op,
+                    ": admitted must be contiguous with one entry an id = ", n_, ", got ",
+                    admitted->numel());
+    admitted_ = static_cast<const bool*>(admitted->const_data_ptr());
+  }
+
+  // On the CPU.
+  void check_ends(const char* op) const {
+    int64_t previous = 0;
+    for (int64_t t = 0; t <= tables_; ++t) {
+      STD_TORCH_CHECK(ends_[t] >= previous && ends_[t] <= n_ && (t > 0 || ends_[t] == 0), op,
+                      ": ends must ascend from 0 to at most the number of ids, ", n_, ", got ",
+                      ends_[t], " after ", previous);
+      previous = ends_[t];
+    }
+  }
+
+  const int64_t* ends() const { return ends_; }
+  const bool* admitted() const { return admitted_; }
+
+  int64_t begin(int64_t table) const { return ends_[table]; }
+  int64_t end(int64_t table) const { return ends_[table + 1]; }
+  int64_t count() const { return ends_[tables_]; }
+  bool is_admitted(int64_t miss) const { return admitted_ == nullptr || admitted_[miss]; }
+  int64_t admitted_of(int64_t table) const {
+    int64_t sum = 0;
+    for (int64_t i = begin(table); i < end(table); ++i) sum += is_admitted(i);
+    return sum;
+  }
+
+ private:
+  int64_t n_, tables_;
+  const int64_t* ends_;
+  const bool* admitted_ = nullptr;
+};
+
+// What hash_misses returns, not yet written.
+struct MissTensors {
+  Tensor first, groups, totals, ends;
+
+  MissTensors(const Tensor& ids, int64_t num_tables)
+      : first(allocate(ids, {ids.numel()})),
+        groups(allocate(ids, {ids.numel()}, ScalarType::Int)),
+        totals(allocate(ids, {ids.numel()})),
+        ends(allocate(ids, {num_tables + 1})) {}
+
+  std::tuple<Tensor, Tensor, Tensor, Tensor> all() const { return {first, groups, totals, ends}; }
+};
+
+// Value planes: row_layout int64 [T, P, 2] holds, of each table and plane, the byte at which its
+// row 0 begins and the bytes of a row.
+struct RowPlanes {
+  int count;
+  std::vector<RowPlane> planes;  // [T, P], on the CPU
+
+  RowPlanes(const char* op, const HashIndex& index, const std::vector<Tensor>& rows,
+            const Tensor& row_layout)
+      : count(static_cast<int>(rows.size())) {
+    check_form(op, index, rows, row_layout);
+    const int64_t* layout = row_layout.const_data_ptr<int64_t>();
+    for (int64_t t = 0; t < index.num_tables; ++t) {
+      for (int p = 0; p < count; ++p, layout += 2) {
+        const int64_t most = index.field(t, kMostBuckets) * kSlots;
+        const int64_t nbytes = rows[p].numel() * rows[p].element_size();
+        STD_TORCH_CHECK(layout[0] >= 0 && layout[1] >= 0 && layout[0] <= nbytes &&
+                            (layout[1] == 0 || most <= (nbytes - layout[0]) / layout[1]),
+                        op, ": the rows of table ", t, " lie outside rows[", p, "]");
+        planes.push_back(
+            {static_cast<uint8_t*>(rows[p].mutable_data_ptr()) + layout[0], layout[1]});
+      }
+    }
+  }
+
+  static void check_form(const char* op, const HashIndex& index, const std::vector<Tensor>& rows,
+                         const Tensor& row_layout) {
+    check_dtype(op, "row_layout", row_layout, ScalarType::Long, "int64");
+    const auto planes = static_cast<int64_t>(rows.size());
+    STD_TORCH_CHECK(row_layout.dim() == 3 && row_layout.size(0) == index.num_tables &&
+                        row_layout.size(1) == planes && row_layout.size(2) == 2 &&
+                        row_layout.is_contiguous(),
+                    op, ": row_layout must be a contiguous [T, P, 2] for ", planes, " rows");
+    for (const Tensor& plane : rows) {
+      STD_TORCH_CHECK(plane.is_contiguous(), op, ": rows must be contiguous");
+    }
+  }
+
+  const RowPlane* of(int64_t table) const { return planes.data() + table * count; }
+};
+
+// Checks of `hash_initial_rows_`, shared by both backends.
+
+// The arguments, without what is in tensors that may be on a device.
+struct InitialInputs {
+  std::vector<Tensor>& planes;
+  const Tensor &layout, &rules, &ids, &first, &ends, &slots;
+
+  int64_t num_tables() const { return ends.numel() - 1; }
+  int64_t num_planes() const { return static_cast<int64_t>(planes.size()); }
+
+  void check(const char* op) const {
+    for (const Tensor* tensor : {&layout, &ids, &first, &ends, &slots}) {
+      check_dtype(op, "each of layout, ids, first, ends and slots", *tensor, ScalarType::Long,
+                  "int64");
+    }
+    check_dtype(op, "rules", rules, ScalarType::Double, "float64");
+    for (const Tensor* tensor : {&layout, &rules, &ids, &first, &ends, &slots}) {
+      STD_TORCH_CHECK(tensor->is_contiguous(), op, ": tensors must be contiguous");
+      check_same_device(op, "each tensor", *tensor, ids);
+    }
+    STD_TORCH_CHECK(ends.dim() == 1 && ends.numel() >= 1, op,
+                    ": ends must have tables + 1 entries, got ", ends.numel());
+    check_shape(op, "layout", layout, kLayoutFields);
+    check_shape(op, "rules", rules, kRuleFields);
+    STD_TORCH_CHECK(first.numel() == slots.numel(), op,
+                    ": slots must have one entry a missing key, as first has, = ", first.numel(),
+                    ", got ", slots.numel());
+    for (const Tensor& plane : planes) {
+      float_dtype(op, "each plane", plane.scalar_type());
+      STD_TORCH_CHECK(plane.is_contiguous(), op, ": planes must be contiguous");
+      check_same_device(op, "each plane", plane, ids);
+    }
+  }
+
+ private:
+  void check_shape(const char* op, const char* name, const Tensor& tensor, int64_t fields) const {
+    STD_TORCH_CHECK(tensor.dim() == 3 && tensor.size(0) == num_tables() &&
+                        tensor.size(1) == num_planes() && tensor.size(2) == fields,
+                    op, ": ", name, " must be [tables, planes, ", fields, "] = [", num_tables(),
+                    ", ", num_planes(), ", ", fields, "], got ", tensor.numel(), " values in ",
+                    tensor.dim(), " dimensions");
+  }
+};
+
+}  // namespace emb

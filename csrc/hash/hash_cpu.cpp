@@ -1,0 +1,387 @@
+// The hash index ops on the CPU: find and use keys, list the misses of a batch, grow tables, place
+// new keys, erase and expire.
+#include <torch/csrc/stable/library.h>
+
+#include <algorithm>
+#include <bit>
+#include <cstring>
+#include <memory>
+#include <numeric>
+#include <tuple>
+#include <vector>
+
+#include "core/isa.h"
+#include "core/parallel.h"
+#include "hash/args.h"
+#include "hash/check.h"
+
+namespace emb {
+
+EMB_SELECT_KERNELS(HashFindKernels, kHashFindKernels, hash_find_kernels)
+EMB_SELECT_KERNELS(HashPlaceKernels, kHashPlaceKernels, hash_place_kernels)
+
+namespace {
+
+constexpr int64_t kGrain = 2048;  // keys
+
+// Calls `body(segment, begin, end)` for ranges of ids of one segment each, in parallel.
+template <class Body>
+void parallel_segments(const HashBatch& batch, const Body& body) {
+  const auto cost = [](int64_t i) { return i; };
+  parallel_balanced(batch.n, kGrain, cost, [&](int64_t begin, int64_t end) {
+    const int64_t* after = std::upper_bound(batch.starts, batch.starts + batch.segments, begin);
+    for (int64_t f = after - batch.starts - 1; begin < end; ++f) {
+      const int64_t stop = std::min(end, batch.starts[f + 1]);
+      if (begin < stop) body(f, begin, stop);
+      begin = std::max(begin, stop);
+    }
+  });
+}
+
+Tensor hash_find(std::vector<Tensor> tensors, const Tensor& ids, const Tensor& starts,
+                 const Tensor& tables) {
+  const HashCall call("hash_find", tensors, ids, starts, tables);
+  call.check_contents();
+  const HashIndex& index = call.index;
+  const HashBatch& batch = call.batch;
+  Tensor slots = allocate(ids, {batch.n});
+  int64_t* out = slots.mutable_data_ptr<int64_t>();
+  const HashFindKernels& kernels = hash_find_kernels();
+  parallel_segments(batch, [&](int64_t f, int64_t begin, int64_t end) {
+    kernels.find(index.table(batch.tables[f]), batch.ids + begin, end - begin, nullptr,
+                 out + begin);
+  });
+  return slots;
+}
+
+Tensor hash_use_(std::vector<Tensor> tensors, const Tensor& ids, const Tensor& starts,
+                 const Tensor& tables, std::optional<Tensor> counts, std::optional<Tensor> given,
+                 int64_t order) {
+  const HashCall call("hash_use_", tensors, ids, starts, tables);
+  call.check_contents();
+  const HashIndex& index = call.index;
+  const HashBatch& batch = call.batch;
+  const HashScoring scoring(call.op, index, order, given, ids);
+  const int64_t* uses = optional_longs(call.op, "counts", counts, batch.n, ids);
+  Tensor slots = allocate(ids, {batch.n});
+  int64_t* out = slots.mutable_data_ptr<int64_t>();
+  const int64_t stamp = ++*index.clock;
+  const HashFindKernels& kernels = hash_find_kernels();
+  parallel_segments(batch, [&](int64_t f, int64_t begin, int64_t end) {
+    const int64_t t = batch.tables[f];
+    const HashUse use{scoring.order, stamp, scoring.of(t),
+                      uses == nullptr ? nullptr : uses + begin};
+    const int64_t hits =
+        kernels.find(index.table(t), batch.ids + begin, end - begin, &use, out + begin);
+    __atomic_fetch_add(&index.counter(t, kLookups), end - begin, __ATOMIC_RELAXED);
+    __atomic_fetch_add(&index.counter(t, kHits), hits, __ATOMIC_RELAXED);
+  });
+  return slots;
+}
+
+// The distinct missing keys of one table as they come, by open addressing over their numbers.
+class MissSet {
+ public:
+  MissSet(const int64_t* ids, const int64_t* first, int64_t most)
+      : ids_(ids),
+        first_(first),
+        mask_(std::bit_ceil(static_cast<uint64_t>(2 * most + 1)) - 1),
+        hash_key_(batch_hash_key()),
+        numbers_(new int32_t[mask_ + 1]) {
+    std::memset(numbers_.get(), 0xff, (mask_ + 1) * sizeof(int32_t));
+  }
+
+  void ask_for(int64_t key) const { __builtin_prefetch(&numbers_[place(key)], 1); }
+
+  // The number of `key`; `next`, which then is its number, where it is new.
+  int32_t find_or_add(int64_t key, int32_t next) {
+    for (uint64_t i = place(key);; i = (i + 1) & mask_) {
+      if (numbers_[i] < 0) return numbers_[i] = next;
+      if (ids_[first_[numbers_[i]]] == key) return numbers_[i];
+    }
+  }
+
+ private:
+  uint64_t place(int64_t key) const { return mix(static_cast<uint64_t>(key) ^ hash_key_) & mask_; }
+
+  const int64_t* ids_;
+  const int64_t* first_;
+  uint64_t mask_, hash_key_;
+  std::unique_ptr<int32_t[]> numbers_;
+};
+
+struct MissOutput {
+  int64_t* first;
+  int32_t* groups;
+  int64_t* totals;
+};
+
+// Adds the misses of a segment; `count` misses are there already. Returns how many there are then.
+int64_t add_misses(const HashBatch& batch, int64_t segment, const int64_t* slots,
+                   const int64_t* counts, int64_t count, const MissOutput& out, MissSet* set) {
+  constexpr int64_t kAhead = 16;
+  const int64_t end = batch.starts[segment + 1];
+  for (int64_t i = batch.starts[segment]; i < end; ++i) {
+    if (i + kAhead < end && slots[i + kAhead] < 0) set->ask_for(batch.ids[i + kAhead]);
+    if (slots[i] >= 0) {
+      out.groups[i] = -1;
+      continue;
+    }
+    // Before it is compared with: a new number's key must be readable.
+    out.first[count] = i;
+    const int32_t number = set->find_or_add(batch.ids[i], static_cast<int32_t>(count));
+    if (number == count) out.totals[count++] = 0;
+    out.groups[i] = number;
+    out.totals[number] = add_uses(out.totals[number], counts == nullptr ? 1 : counts[i]);
+  }
+  return count;
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> hash_misses(const Tensor& ids, const Tensor& starts,
+                                                       const Tensor& tables, const Tensor& slots,
+                                                       std::optional<Tensor> counts,
+                                                       int64_t num_tables) {
+  const char* op = "hash_misses";
+  const HashBatch batch(op, ids, starts, tables);
+  check_num_tables(op, num_tables);
+  batch.check_segments(op, num_tables);
+  const int64_t* places = optional_longs(op, "slots", slots, batch.n, ids);
+  const int64_t* uses = optional_longs(op, "counts", counts, batch.n, ids);
+  MissTensors found(ids, num_tables);
+  const MissOutput out{found.first.mutable_data_ptr<int64_t>(),
+                       found.groups.mutable_data_ptr<int32_t>(),
+                       found.totals.mutable_data_ptr<int64_t>()};
+  int64_t* end = found.ends.mutable_data_ptr<int64_t>();
+  std::vector<int64_t> missing(num_tables, 0);  // positions
+  for (int64_t f = 0; f < batch.segments; ++f) {
+    missing[batch.tables[f]] +=
+        std::count_if(places + batch.starts[f], places + batch.starts[f + 1],
+                      [](int64_t slot) { return slot < 0; });
+  }
+  int64_t count = end[0] = 0;
+  for (int64_t t = 0; t < num_tables; ++t) {
+    MissSet set(batch.ids, out.first, missing[t]);
+    for (int64_t f = 0; f < batch.segments; ++f) {
+      if (batch.tables[f] == t) count = add_misses(batch, f, places, uses, count, out, &set);
+    }
+    end[t + 1] = count;
+  }
+  std::fill(out.first + count, out.first + batch.n, 0);
+  std::fill(out.totals + count, out.totals + batch.n, 0);
+  return found.all();
+}
+
+// `hash_grow_` and `hash_place_` on the CPU.
+
+constexpr int64_t kKeyGrain = 1024, kBucketGrain = 256;
+
+// Buckets that `table` gains for its admitted misses; their number was `old`.
+void grow_table(const HashIndex& index, int64_t t, int64_t old, const RowPlane* planes,
+                int num_planes) {
+  const HashTable table = index.table(t);
+  const HashPlaceKernels& kernels = hash_place_kernels();
+  parallel_balanced(
+      table.buckets - old, kBucketGrain, [](int64_t i) { return i; },
+      [&](int64_t begin, int64_t end) {
+        kernels.split(table, old, planes, num_planes, old + begin, old + end);
+      });
+}
+
+void hash_grow_(std::vector<Tensor> tensors, std::vector<Tensor> rows, const Tensor& row_layout,
+                const Tensor& ids, const Tensor& starts, const Tensor& tables, Tensor slots,
+                const Tensor& ends, std::optional<Tensor> admitted) {
+  const HashCall call("hash_grow_", tensors, ids, starts, tables);
+  call.check_contents();
+  const char* op = call.op;
+  const HashIndex& index = call.index;
+  const HashBatch& batch = call.batch;
+  optional_longs(op, "slots", slots, batch.n, ids);
+  const Misses misses(op, index, ids, ends, admitted);
+  misses.check_ends(op);
+  const RowPlanes planes(op, index, rows, row_layout);
+  int64_t* places = slots.mutable_data_ptr<int64_t>();
+  std::vector<bool> grown(index.num_tables, false);
+  for (int64_t t = 0; t < index.num_tables; ++t) {
+    const int64_t old = index.field(t, kBuckets);
+    const int64_t wanted = wanted_buckets(index.field(t, kSize) + misses.admitted_of(t), old,
+                                          index.field(t, kMostBuckets), index.field(t, kMostLoad));
+    if (wanted == old) continue;
+    grown[t] = true;
+    index.field(t, kBuckets) = wanted;
+    grow_table(index, t, old, planes.of(t), planes.count);
+  }
+  for (int64_t f = 0; f < batch.segments; ++f) {
+    if (!grown[batch.tables[f]]) continue;
+    const int64_t begin = batch.starts[f];
+    hash_find_kernels().refresh(index.table(batch.tables[f]), batch.ids + begin,
+                                batch.starts[f + 1] - begin, places + begin);
+  }
+}
+
+// One round: `pending` [0, n) choose, then buckets take in parallel whom they can.
+void play_round(const HashPlacing& placing, const int64_t* pending, int64_t n, Choice* choices) {
+  const HashPlaceKernels& kernels = hash_place_kernels();
+  const auto each = [](int64_t i) { return i; };
+  parallel_balanced(n, kKeyGrain, each, [&](int64_t begin, int64_t end) {
+    kernels.choose(placing, pending + begin, end - begin, choices + begin);
+  });
+  const int64_t parts = std::clamp<int64_t>(n / kKeyGrain, 1, num_threads());
+  const int64_t buckets = placing.table.buckets;
+  parallel_tasks(parts, [&](int64_t part) {
+    kernels.settle(placing, pending, n, choices, buckets * part / parts,
+                   buckets * (part + 1) / parts);
+  });
+}
+
+// Places `pending`, the admitted misses of a table, in rounds.
+void place_all(const HashPlacing& placing, std::vector<int64_t> pending) {
+  const int64_t round = round_size(placing.table.buckets);
+  std::vector<Choice> choices(std::min<int64_t>(round, pending.size()));
+  size_t begin = 0;  // those before have their answer
+  while (begin < pending.size()) {
+    const int64_t n = std::min<int64_t>(round, pending.size() - begin);
+    play_round(placing, pending.data() + begin, n, choices.data());
+    // Those that got nothing stay in front of the others, in order.
+    int64_t left = n;
+    for (int64_t i = n - 1; i >= 0; --i) {
+      const int64_t miss = pending[begin + i];
+      if (choices[i].mode == Choice::kRefused) {
+        placing.status[miss] = static_cast<uint8_t>(PlaceStatus::kRefused);
+      } else if (placing.slots[miss] == kNoSlot) {
+        pending[begin + --left] = miss;
+      }
+    }
+    begin += left;
+  }
+}
+
+void count_statuses(const HashIndex& index, int64_t t, const uint8_t* status, int64_t n) {
+  int64_t counts[8] = {};
+  for (int64_t i = 0; i < n; ++i) ++counts[status[i] & 7];
+  const auto of = [&](PlaceStatus s) { return counts[static_cast<int>(s)]; };
+  index.counter(t, kInserted) += of(PlaceStatus::kNew) + of(PlaceStatus::kEvicting);
+  index.counter(t, kEvicted) += of(PlaceStatus::kEvicting);
+  index.counter(t, kRefused) += of(PlaceStatus::kRefused);
+  index.counter(t, kNotAdmitted) += of(PlaceStatus::kNotAdmitted);
+  index.field(t, kSize) += of(PlaceStatus::kNew);
+}
+
+std::tuple<Tensor, Tensor, Tensor> hash_place_(std::vector<Tensor> tensors, const Tensor& ids,
+                                               const Tensor& first, const Tensor& totals,
+                                               const Tensor& ends, std::optional<Tensor> admitted,
+                                               std::optional<Tensor> given, int64_t order,
+                                               int64_t newcomer) {
+  const char* op = "hash_place_";
+  const HashIndex index(op, tensors);
+  index.check_tables(op);
+  const HashScoring scoring(op, index, order, given, ids);
+  const bool must_compete = competes(op, newcomer);
+  const int64_t n = ids.numel();
+  check_num_keys(op, n);
+  const int64_t* keys = optional_longs(op, "ids", ids, n, ids);
+  const int64_t* firsts = optional_longs(op, "first", first, n, ids);
+  const int64_t* sums = optional_longs(op, "totals", totals, n, ids);
+  const Misses misses(op, index, ids, ends, admitted);
+  misses.check_ends(op);
+  for (int64_t i = 0; i < misses.count(); ++i) {
+    STD_TORCH_CHECK(firsts[i] >= 0 && firsts[i] < n, op, ": first must be positions in ids, got ",
+                    firsts[i], " for ", n, " ids");
+  }
+  Tensor slots = allocate(ids, {n});
+  Tensor status = allocate_zeros(ids, {n}, ScalarType::Byte);
+  Tensor evicted = allocate_zeros(ids, {n, 3});
+  int64_t* places = slots.mutable_data_ptr<int64_t>();
+  auto* statuses = static_cast<uint8_t*>(status.mutable_data_ptr());
+  std::fill(places, places + n, kNoSlot);
+  for (int64_t t = 0; t < index.num_tables; ++t) {
+    std::vector<int64_t> pending;
+    for (int64_t i = misses.begin(t); i < misses.end(t); ++i) {
+      if (misses.is_admitted(i)) {
+        pending.push_back(i);
+      } else {
+        statuses[i] = static_cast<uint8_t>(PlaceStatus::kNotAdmitted);
+      }
+    }
+    const HashPlacing placing{index.table(t),
+                              scoring.order,
+                              must_compete,
+                              *index.clock,
+                              scoring.of(t),
+                              keys,
+                              firsts,
+                              sums,
+                              places,
+                              statuses,
+                              evicted.mutable_data_ptr<int64_t>()};
+    place_all(placing, std::move(pending));
+    count_statuses(index, t, statuses + misses.begin(t), misses.end(t) - misses.begin(t));
+  }
+  return {slots, status, evicted};
+}
+
+// `hash_erase_` and `hash_expire_` on the CPU.
+
+Tensor hash_erase_(std::vector<Tensor> tensors, const Tensor& ids, const Tensor& starts,
+                   const Tensor& tables) {
+  const HashCall call("hash_erase_", tensors, ids, starts, tables);
+  call.check_contents();
+  const HashIndex& index = call.index;
+  const HashBatch& batch = call.batch;
+  Tensor slots = allocate(ids, {batch.n});
+  int64_t* out = slots.mutable_data_ptr<int64_t>();
+  for (int64_t f = 0; f < batch.segments; ++f) {
+    const int64_t t = batch.tables[f], begin = batch.starts[f], n = batch.starts[f + 1] - begin;
+    const HashTable table = index.table(t);
+    hash_find_kernels().find(table, batch.ids + begin, n, nullptr, out + begin);
+    int64_t erased = 0;
+    for (int64_t i = begin; i < begin + n; ++i) {
+      if (out[i] == kNoSlot) continue;
+      if (table.tags[out[i]] == kEmptyTag) {  // by an earlier position
+        out[i] = kNoSlot;
+        continue;
+      }
+      table.tags[out[i]] = kEmptyTag;
+      ++erased;
+    }
+    index.field(t, kSize) -= erased;
+    index.counter(t, kErased) += erased;
+  }
+  return slots;
+}
+
+Tensor hash_expire_(std::vector<Tensor> tensors, int64_t t, int64_t first_bucket,
+                    int64_t num_buckets, int64_t before) {
+  const char* op = "hash_expire_";
+  const HashIndex index(op, tensors);
+  index.check_tables(op);
+  index.check_table(op, t);
+  check_window(op, index.field(t, kMostBuckets), first_bucket, num_buckets);
+  Tensor removed = allocate_zeros(tensors[0], {num_buckets * kSlots}, ScalarType::Bool);
+  bool* out = static_cast<bool*>(removed.mutable_data_ptr());
+  const HashTable table = index.table(t);
+  const int64_t begin = first_bucket * kSlots;
+  const int64_t end = std::min(first_bucket + num_buckets, table.buckets) * kSlots;
+  int64_t expired = 0;
+  for (int64_t slot = begin; slot < end; ++slot) {
+    if (table.tags[slot] == kEmptyTag || table.entry(slot)[kStamp] >= before) continue;
+    table.tags[slot] = kEmptyTag;
+    out[slot - begin] = true;
+    ++expired;
+  }
+  index.field(t, kSize) -= expired;
+  index.counter(t, kExpired) += expired;
+  return removed;
+}
+
+}  // namespace
+}  // namespace emb
+
+STABLE_TORCH_LIBRARY_IMPL(emblib, CPU, m) {
+  EMB_IMPL(m, emb, hash_find);
+  EMB_IMPL(m, emb, hash_use_);
+  EMB_IMPL(m, emb, hash_misses);
+  EMB_IMPL(m, emb, hash_grow_);
+  EMB_IMPL(m, emb, hash_place_);
+  EMB_IMPL(m, emb, hash_erase_);
+  EMB_IMPL(m, emb, hash_expire_);
+}

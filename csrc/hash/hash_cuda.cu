@@ -1,0 +1,220 @@
+// The arguments of the hash ops as the kernels of the GPU take them. What tensors hold stays on the
+// device and is not looked at: tables and segments must come from the module that owns them.
+#include <torch/csrc/stable/library.h>
+
+#include <optional>
+#include <tuple>
+#include <vector>
+
+#include "core/launch.h"
+#include "group/device_sort.h"
+#include "hash/check.h"
+#include "hash/device_index.cuh"
+#include "hash/find.cuh"
+#include "hash/grow.cuh"
+#include "hash/initial.cuh"
+#include "hash/insert.cuh"
+#include "hash/misses.cuh"
+#include "hash/remove.cuh"
+
+namespace emb::cuda {
+
+// Where the last bucket ends, for any number of buckets that 32 bits count.
+inline constexpr int64_t kMostSlots = int64_t{kMaxLookups} * kSlots;
+
+inline DeviceIndex device_index(const char* op, const HashIndex& index) {
+  STD_TORCH_CHECK(reinterpret_cast<uintptr_t>(index.tags) % 16 == 0, op,
+                  ": tags must begin at a multiple of 16 bytes; do not slice them");
+  STD_TORCH_CHECK(index.slots <= kMostSlots && index.num_tables <= kMaxLookups, op,
+                  ": at most 2^31 - 1 buckets and tables, got ", index.slots / kSlots, " and ",
+                  index.num_tables);
+  return {index.tags,
+          index.entries,
+          index.tables,
+          index.clock,
+          index.counters,
+          index.words,
+          static_cast<int>(index.num_tables)};
+}
+
+inline KeyBatch key_batch(const char* op, const HashBatch& batch) {
+  STD_TORCH_CHECK(batch.segments <= kMaxLookups, op, ": at most 2^31 - 1 segments, got ",
+                  batch.segments);
+  return {batch.ids, batch.starts, batch.tables, batch.n, static_cast<int>(batch.segments)};
+}
+
+inline DeviceIndex device_index(const HashCall& call) { return device_index(call.op, call.index); }
+inline KeyBatch key_batch(const HashCall& call) { return key_batch(call.op, call.batch); }
+
+namespace {
+
+// `hash_find`, `hash_use_` and `hash_misses` on the GPU: checks and launch.
+
+Tensor hash_find(std::vector<Tensor> tensors, const Tensor& ids, const Tensor& starts,
+                 const Tensor& tables) {
+  const HashCall call("hash_find", tensors, ids, starts, tables);
+  Tensor slots = allocate(ids, {call.batch.n});
+  launch_hash_find(CudaLauncher(ids), device_index(call), key_batch(call),
+                   slots.mutable_data_ptr<int64_t>());
+  return slots;
+}
+
+Tensor hash_use_(std::vector<Tensor> tensors, const Tensor& ids, const Tensor& starts,
+                 const Tensor& tables, std::optional<Tensor> counts, std::optional<Tensor> given,
+                 int64_t order) {
+  const HashCall call("hash_use_", tensors, ids, starts, tables);
+  const HashScoring scoring(call.op, call.index, order, given, ids);
+  const int64_t n = call.batch.n;
+  const KeyUse use{scoring.order, optional_longs(call.op, "counts", counts, n, ids), scoring.given};
+  Tensor slots = allocate(ids, {n});
+  launch_hash_use(CudaLauncher(ids), device_index(call), key_batch(call), use,
+                  slots.mutable_data_ptr<int64_t>());
+  return slots;
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> hash_misses(const Tensor& ids, const Tensor& starts,
+                                                       const Tensor& tables, const Tensor& slots,
+                                                       std::optional<Tensor> counts,
+                                                       int64_t num_tables) {
+  const char* op = "hash_misses";
+  const HashBatch batch(op, ids, starts, tables);
+  check_num_tables(op, num_tables);
+  const int64_t* places = optional_longs(op, "slots", slots, batch.n, ids);
+  const int64_t* uses = optional_longs(op, "counts", counts, batch.n, ids);
+  MissTensors found(ids, num_tables);
+  const MissOutput out{
+      found.first.mutable_data_ptr<int64_t>(), found.totals.mutable_data_ptr<int64_t>(),
+      found.ends.mutable_data_ptr<int64_t>(), found.groups.mutable_data_ptr<int32_t>()};
+  DeviceWork work(ids);
+  launch_misses(work, key_batch(op, batch), static_cast<int>(num_tables), places, uses, out);
+  return found.all();
+}
+
+// `hash_grow_` and `hash_place_` on the GPU: checks and launch.
+
+DevicePlanes device_planes(const char* op, const HashIndex& index, std::vector<Tensor>& rows,
+                           const Tensor& row_layout, const Tensor& like) {
+  RowPlanes::check_form(op, index, rows, row_layout);
+  check_same_device(op, "row_layout", row_layout, like);
+  STD_TORCH_CHECK(rows.size() <= kMostPlanes, op, ": at most ", kMostPlanes,
+                  " planes of rows on a GPU, got ", rows.size());
+  DevicePlanes planes{};
+  planes.count = static_cast<int>(rows.size());
+  planes.layout = row_layout.const_data_ptr<int64_t>();
+  for (int p = 0; p < planes.count; ++p) {
+    planes.data[p] = static_cast<uint8_t*>(kernel_address(op, rows[p], like));
+  }
+  return planes;
+}
+
+void hash_grow_(std::vector<Tensor> tensors, std::vector<Tensor> rows, const Tensor& row_layout,
+                const Tensor& ids, const Tensor& starts, const Tensor& tables, Tensor slots,
+                const Tensor& ends, std::optional<Tensor> admitted) {
+  const HashCall call("hash_grow_", tensors, ids, starts, tables);
+  optional_longs(call.op, "slots", slots, call.batch.n, ids);
+  const Misses misses(call.op, call.index, ids, ends, admitted);
+  DeviceWork work(ids);
+  Growth growth{};
+  growth.index = device_index(call);
+  growth.planes = device_planes(call.op, call.index, rows, row_layout, ids);
+  growth.ends = misses.ends();
+  growth.admitted = misses.admitted();
+  launch_grow(work, growth, key_batch(call), slots.mutable_data_ptr<int64_t>(),
+              call.index.slots / kSlots);
+}
+
+std::tuple<Tensor, Tensor, Tensor> hash_place_(std::vector<Tensor> tensors, const Tensor& ids,
+                                               const Tensor& first, const Tensor& totals,
+                                               const Tensor& ends, std::optional<Tensor> admitted,
+                                               std::optional<Tensor> given, int64_t order,
+                                               int64_t newcomer) {
+  const char* op = "hash_place_";
+  const HashIndex index(op, tensors);
+  check_same_device(op, "ids", ids, tensors[0]);
+  const HashScoring scoring(op, index, order, given, ids);
+  const int64_t n = ids.numel();
+  check_num_keys(op, n);
+  Tensor slots = allocate(ids, {n});
+  Tensor status = allocate(ids, {n}, ScalarType::Byte);
+  Tensor evicted = allocate(ids, {n, 3});
+  Placing placing{};
+  placing.index = device_index(op, index);
+  placing.order = scoring.order;
+  placing.given = scoring.given;
+  placing.competes = competes(op, newcomer);
+  placing.ids = optional_longs(op, "ids", ids, n, ids);
+  placing.first = optional_longs(op, "first", first, n, ids);
+  placing.totals = optional_longs(op, "totals", totals, n, ids);
+  const Misses misses(op, index, ids, ends, admitted);
+  placing.slots = slots.mutable_data_ptr<int64_t>();
+  placing.status = static_cast<uint8_t*>(status.mutable_data_ptr());
+  placing.evicted = evicted.mutable_data_ptr<int64_t>();
+  DeviceWork work(ids);
+  launch_place(work, placing, MissQueue{misses.ends(), misses.admitted()}, n, index.slots / kSlots);
+  return {slots, status, evicted};
+}
+
+// `hash_erase_` and `hash_expire_` on the GPU: checks and launch.
+
+Tensor hash_erase_(std::vector<Tensor> tensors, const Tensor& ids, const Tensor& starts,
+                   const Tensor& tables) {
+  const HashCall call("hash_erase_", tensors, ids, starts, tables);
+  Tensor slots = allocate(ids, {call.batch.n});
+  DeviceWork work(ids);
+  launch_erase(work, device_index(call), key_batch(call), slots.mutable_data_ptr<int64_t>());
+  return slots;
+}
+
+Tensor hash_expire_(std::vector<Tensor> tensors, int64_t t, int64_t first_bucket,
+                    int64_t num_buckets, int64_t before) {
+  const char* op = "hash_expire_";
+  const HashIndex index(op, tensors);
+  index.check_table(op, t);
+  // How many buckets the table has is known on the device.
+  check_window(op, index.slots / kSlots, first_bucket, num_buckets);
+  Tensor removed = allocate(tensors[0], {num_buckets * kSlots}, ScalarType::Bool);
+  const ExpireWindow window{static_cast<int>(t), first_bucket, num_buckets, before};
+  launch_expire(CudaLauncher(tensors[0]), device_index(op, index), window,
+                static_cast<bool*>(removed.mutable_data_ptr()));
+  return removed;
+}
+
+// `hash_initial_rows_` on the GPU: checks and launch.
+
+void hash_initial_rows_(std::vector<Tensor> planes, const Tensor& layout, const Tensor& rules,
+                        const Tensor& ids, const Tensor& first, const Tensor& ends,
+                        const Tensor& slots, int64_t seed) {
+  const char* op = "hash_initial_rows_";
+  const InitialInputs in{planes, layout, rules, ids, first, ends, slots};
+  in.check(op);
+  STD_TORCH_CHECK(planes.size() <= kMostInitialPlanes, op, ": at most ", kMostInitialPlanes,
+                  " planes on a GPU, got ", planes.size());
+  InitialRows rows{};
+  for (const Tensor& plane : planes) {
+    rows.planes[rows.num_planes++] = {plane.mutable_data_ptr(),
+                                      float_dtype(op, "each plane", plane.scalar_type())};
+  }
+  rows.num_tables = static_cast<int>(in.num_tables());
+  rows.layout = static_cast<const RowLayout*>(layout.const_data_ptr());
+  rows.rules = static_cast<const InitialRule*>(rules.const_data_ptr());
+  rows.ids = ids.const_data_ptr<int64_t>();
+  rows.first = first.const_data_ptr<int64_t>();
+  rows.ends = ends.const_data_ptr<int64_t>();
+  rows.slots = slots.const_data_ptr<int64_t>();
+  rows.seed = static_cast<uint64_t>(seed);
+  launch_initial_rows(CudaLauncher(ids), rows, first.numel());
+}
+
+}  // namespace
+}  // namespace emb::cuda
+
+STABLE_TORCH_LIBRARY_IMPL(emblib, CUDA, m) {
+  EMB_IMPL(m, emb::cuda, hash_find);
+  EMB_IMPL(m, emb::cuda, hash_use_);
+  EMB_IMPL(m, emb::cuda, hash_misses);
+  EMB_IMPL(m, emb::cuda, hash_grow_);
+  EMB_IMPL(m, emb::cuda, hash_place_);
+  EMB_IMPL(m, emb::cuda, hash_erase_);
+  EMB_IMPL(m, emb::cuda, hash_expire_);
+  EMB_IMPL(m, emb::cuda, hash_initial_rows_);
+}

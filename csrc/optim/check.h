@@ -1,0 +1,120 @@
+// Checks the state tensors and the `hyper` vector of an optimizer against what its functor
+// declares, and sorts weights and states by memory tier. Shared by every op that updates weights.
+#pragma once
+
+#include <vector>
+
+#include "core/check.h"
+#include "optim/args.h"
+#include "optim/optimizers.h"
+
+namespace emb {
+
+// What an optimizer keeps and how long its `hyper` is.
+struct OptimizerShape {
+  const char* name = nullptr;
+  int element_states = 0, row_states = 0, hyper = 0;
+  bool counts_steps = false;
+
+  int states() const { return element_states + row_states; }
+};
+
+inline OptimizerShape optimizer_shape(const char* op, int64_t optimizer) {
+  OptimizerShape shape;
+  Optimizers::visit(parse_choice<int>(op, "optimizer", optimizer, Optimizers::kNames),
+                    [&](auto tag) {
+                      using Opt = typename decltype(tag)::type;
+                      shape = {Opt::kName, Opt::kElementStates, Opt::kRowStates,
+                               kOwn + Opt::kNumbers, Opt::kCountsSteps};
+                    });
+  return shape;
+}
+
+inline void check_hyper(const char* op, const OptimizerShape& shape, const Tensor& hyper) {
+  check_dtype(op, "hyper", hyper, ScalarType::Double, "float64");
+  STD_TORCH_CHECK(hyper.is_contiguous() && hyper.numel() == shape.hyper, op, ": ", shape.name,
+                  " needs a contiguous hyper vector of ", shape.hyper,
+                  " entries (see emblib.optim), got ", hyper.numel());
+  // Only the CPU may look inside: on a GPU the numbers are in device memory.
+  STD_TORCH_CHECK(
+      !hyper.is_cpu() || !shape.counts_steps || hyper.const_data_ptr<double>()[kStep] >= 1.0, op,
+      ": ", shape.name, " counts its steps from 1; hyper[1] must be >= 1 at the first update");
+}
+
+// The states of one tier, whose weights have `elements` elements; `rows` entries at least in those
+// that are by row.
+inline void check_tier_states(const char* op, const OptimizerShape& shape, const Tensor* states,
+                              int64_t rows, TierRows* tier) {
+  for (int i = 0; i < shape.states(); ++i) {
+    const bool by_row = i >= shape.element_states;  // element-wise states come first
+    const int64_t entries = by_row ? rows : tier->elements;
+    STD_TORCH_CHECK(states[i].is_contiguous() && states[i].numel() >= entries, op, ": state ", i,
+                    " of ", shape.name, " must be contiguous with ", entries, " entries, has ",
+                    states[i].numel());
+    if (by_row) {
+      check_dtype(op, "an optimizer state of one number a row", states[i], ScalarType::Float,
+                  "float32");
+      tier->row_states[i - shape.element_states] =
+          static_cast<float*>(states[i].mutable_data_ptr());
+      if (states[i].numel() < tier->rows) tier->rows = states[i].numel();
+    } else {
+      tier->state_types[i] = float_dtype(op, "an optimizer state", states[i].scalar_type());
+      tier->element_states[i] = states[i].mutable_data_ptr();
+    }
+  }
+}
+
+// `states` is tier-major: all of tier 0, then all of tier 1. `rows` is how many rows each tier of
+// tables has at least; the cache says itself how many it holds.
+inline void check_tiers(const char* op, int64_t optimizer, const std::vector<Tensor>& weights,
+                        const std::vector<Tensor>& states, const int64_t (&rows)[kTiers],
+                        TierRows (&tiers)[kTiers]) {
+  const TierWeights layout(op, weights);
+  const OptimizerShape shape = optimizer_shape(op, optimizer);
+  const auto wanted = static_cast<int>(weights.size()) * shape.states();
+  STD_TORCH_CHECK(static_cast<int>(states.size()) == wanted, op, ": ", shape.name, " keeps ",
+                  shape.states(), " state tensors for each of ", weights.size(),
+                  " tensors of weights, got ", states.size());
+  for (size_t t = 0; t < weights.size(); ++t) {
+    TierRows& tier = tiers[t];
+    tier.weights = weights[t].mutable_data_ptr();
+    tier.elements = weights[t].numel();
+    tier.weight_type = t == kCacheTier ? layout.cache_type : layout.type;
+    tier.rows = kAnyNumber;
+    check_tier_states(op, shape, states.data() + t * shape.states(), rows[t], &tier);
+  }
+}
+
+inline void check_row_slots(const char* op, const Tensor& row_slots, int64_t groups) {
+  check_dtype(op, "row_slots", row_slots, ScalarType::Int, "int32");
+  STD_TORCH_CHECK(row_slots.dim() == 1 && row_slots.is_contiguous() && row_slots.numel() >= groups,
+                  op, ": row_slots must be a contiguous vector with one entry a group = ", groups,
+                  " or more, got ", row_slots.numel());
+}
+
+// The arguments of `update_rows_`: two float32 matrices of one shape.
+inline void check_matrices(const char* op, const Tensor& weights, const Tensor& grads) {
+  check_dtype(op, "weights", weights, ScalarType::Float, "float32");
+  check_dtype(op, "grads", grads, ScalarType::Float, "float32");
+  STD_TORCH_CHECK(weights.dim() == 2 && weights.is_contiguous(), op,
+                  ": weights must be a contiguous matrix, got ", weights.dim(), " dimensions");
+  STD_TORCH_CHECK(
+      grads.dim() == 2 && grads.size(0) == weights.size(0) && grads.size(1) == weights.size(1), op,
+      ": grads must be [", weights.size(0), ", ", weights.size(1), "] like weights, got ",
+      grads.numel(), " values in ", grads.dim(), " dimensions");
+}
+
+// The weights and states of `update_rows_`, all float32: a tier of one matrix.
+inline TierRows check_matrix_states(const char* op, int64_t optimizer, const Tensor& weights,
+                                    const std::vector<Tensor>& states, const Tensor& hyper) {
+  check_hyper(op, optimizer_shape(op, optimizer), hyper);
+  TierRows tiers[kTiers];
+  const int64_t rows[kTiers] = {weights.size(0)};
+  check_tiers(op, optimizer, {weights}, states, rows, tiers);
+  for (const Tensor& state : states) {
+    check_dtype(op, "an optimizer state", state, ScalarType::Float, "float32");
+  }
+  return tiers[0];
+}
+
+}  // namespace emb

@@ -1,0 +1,165 @@
+// An optimizer's step on one row of floats, for the CPU kernels of every op that updates weights.
+// Only `*_kernels.cpp` may include it.
+#pragma once
+
+#include "core/dtype.h"
+#include "core/rounding.h"
+#include "core/vec.h"
+#include "optim/functor.h"
+
+namespace emb::EMB_ISA {
+
+// Arithmetic of a functor's sums on registers of floats.
+struct VecMath {
+  EMB_HD static Vec root(Vec x) {
+#if defined(__AVX512F__)
+    return _mm512_sqrt_ps(x);
+#elif defined(__AVX2__)
+    return _mm256_sqrt_ps(x);
+#else
+    for (int i = 0; i < kLanes; ++i) x[i] = sqrtf(x[i]);
+    return x;
+#endif
+  }
+  EMB_HD static Vec ratio(Vec a, Vec b) {
+    const auto none = b == Vec{};
+    return none ? Vec{} : a / (none ? broadcast(1.0f) : b);
+  }
+};
+
+// The rows an optimizer works on: weights, gradient and the states that it steps.
+struct RowViews {
+  float* __restrict w;
+  float* __restrict g;
+  float* __restrict first;
+  float* __restrict second;
+};
+
+// The sums that `begin_row` wants. Lanes past the end are zeros, which add nothing to any of them.
+template <class Opt>
+EMB_HD void row_sums(const Opt& opt, int64_t dim, const RowViews& row, float* sums) {
+  if constexpr (Opt::kSums > 0) {
+    Vec totals[Opt::kSums] = {};
+    const auto add = [&](const auto& read) {
+      const Vec w = Opt::kSumsOfGradient ? Vec{} : read(row.w);
+      const Vec m = Opt::kSumsOfGradient || Opt::kSteppedStates < 1 ? Vec{} : read(row.first);
+      const Vec v = Opt::kSumsOfGradient || Opt::kSteppedStates < 2 ? Vec{} : read(row.second);
+      opt.template add_sums<VecMath>(w, read(row.g), m, v, totals);
+    };
+    int64_t d = 0;
+    for (; d + kLanes <= dim; d += kLanes) {
+      add([d](const float* values) { return load(values + d); });
+    }
+    const int rest = static_cast<int>(dim - d);
+    if (rest > 0) {
+      add([d, rest](const float* values) { return load_first(values + d, rest); });
+    }
+    for (int k = 0; k < Opt::kSums; ++k) sums[k] = sum(totals[k]);
+  }
+}
+
+// `scale` is what Opt::begin_row returned; states that Opt does not step are not touched.
+template <class Opt>
+EMB_HD void step_row(const Opt& opt, int64_t dim, RowScale scale, const RowViews& row) {
+  float* __restrict w = row.w;
+  float* __restrict first = row.first;
+  float* __restrict second = row.second;
+  const float* __restrict g = row.g;
+  for (int64_t d = 0; d < dim; ++d) {
+    float s1 = Opt::kSteppedStates > 0 ? first[d] : 0.0f;
+    float s2 = Opt::kSteppedStates > 1 ? second[d] : 0.0f;
+    w[d] = opt.step(w[d], g[d], &s1, &s2, scale);
+    if constexpr (Opt::kSteppedStates > 0) first[d] = s1;
+    if constexpr (Opt::kSteppedStates > 1) second[d] = s2;
+  }
+}
+
+// The parts of weight decay before and after `begin_row`; rows are in the core's cache.
+EMB_HD void add_penalty(const WeightDecay& decay, int64_t dim, const RowViews& row) {
+  if (decay.l2 == 0.0f) return;
+  float* __restrict g = row.g;
+  const float* __restrict w = row.w;
+  for (int64_t d = 0; d < dim; ++d) g[d] += decay.l2 * w[d];
+}
+
+EMB_HD void decay_row(const WeightDecay& decay, int64_t dim, const RowViews& row) {
+  if (decay.keep == 1.0f) return;
+  float* __restrict w = row.w;
+  for (int64_t d = 0; d < dim; ++d) w[d] *= decay.keep;
+}
+
+// Rows stored in 16 bits: to floats and back, rounded to nearest or stochastically. Only
+// `*_kernels.cpp` may include it.
+
+template <class T>
+EMB_HD void widen_row(const T* row, int64_t dim, float* out) {
+  int64_t d = 0;
+  for (; d + kLanes <= dim; d += kLanes) store(out + d, load(row + d));
+  for (; d < dim; ++d) out[d] = to_float(row[d]);
+}
+
+template <class T>
+EMB_HD void narrow_row(const float* values, int64_t dim, T* row) {
+  int64_t d = 0;
+  for (; d + kLanes <= dim; d += kLanes) store(row + d, load(values + d));
+  for (; d < dim; ++d) row[d] = from_float<T>(values[d]);
+}
+
+// 16 counters go through Philox side by side, one a lane, for 64 columns.
+template <class T>
+inline void round_row(const float* __restrict values, int64_t dim, T* __restrict row,
+                      const Rounding& rounding, int64_t id, uint32_t tensor) {
+  constexpr int kCounters = 16, kColumns = 4 * kCounters;
+  const Rounding draw = rounding;  // of this function alone, so that stores leave it in registers
+  for (int64_t begin = 0; begin < dim; begin += kColumns) {
+    uint32_t words[4][kCounters], word[kColumns];
+    const auto block = static_cast<uint32_t>(begin / 4);
+    for (int i = 0; i < kCounters; ++i) {
+      const Random4 random = draw.words(id, block + static_cast<uint32_t>(i), tensor);
+      for (int w = 0; w < 4; ++w) words[w][i] = random.word[w];
+    }
+    for (int i = 0; i < kCounters; ++i) {
+      for (int w = 0; w < 4; ++w) word[4 * i + w] = words[w][i];
+    }
+    const auto round = [&](int64_t count) {
+      for (int64_t k = 0; k < count; ++k) {
+        row[begin + k] = round_randomly<T>(values[begin + k], word[k]);
+      }
+    };
+    // A length that is known vectorises without a remainder.
+    if (dim - begin >= kColumns) {
+      round(kColumns);
+    } else {
+      round(dim - begin);
+    }
+  }
+}
+
+[[gnu::noinline]] inline void widen_row(const void* data, Dtype type, int64_t element, int64_t dim,
+                                        float* out) {
+  if (type == Dtype::kHalf) {
+    widen_row(static_cast<const half16*>(data) + element, dim, out);
+  } else {
+    widen_row(static_cast<const bfloat16*>(data) + element, dim, out);
+  }
+}
+
+// `id` is the linear row and `tensor` which of its tensors it is (RoundedTensor).
+[[gnu::noinline]] inline void narrow_row(const float* values, int64_t dim, void* data, Dtype type,
+                                         int64_t element, const Rounding& rounding, int64_t id,
+                                         uint32_t tensor) {
+  const auto store_as = [&](auto* row) {
+    if (rounding.stochastic) {
+      round_row(values, dim, row + element, rounding, id, tensor);
+    } else {
+      narrow_row(values, dim, row + element);
+    }
+  };
+  if (type == Dtype::kHalf) {
+    store_as(static_cast<half16*>(data));
+  } else {
+    store_as(static_cast<bfloat16*>(data));
+  }
+}
+
+}  // namespace emb::EMB_ISA

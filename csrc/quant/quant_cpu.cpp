@@ -1,0 +1,125 @@
+// `quantize_rows_` on the CPU: checks, then rows in parallel.
+#include <torch/csrc/stable/library.h>
+
+#include <optional>
+
+#include "core/feature_bags.h"
+#include "core/isa.h"
+#include "core/parallel.h"
+#include "quant/args.h"
+#include "quant/check.h"
+
+namespace emb {
+
+EMB_SELECT_KERNELS(QuantizeTable, kQuantizeTable, quantize_table)
+
+namespace {
+
+constexpr int64_t kGrain = 4096;  // elements
+
+void quantize_rows_(Tensor values, Tensor scales, const Tensor& weights, int64_t bits) {
+  const Dtype type = check_quantize("quantize_rows_", values, scales, weights, bits);
+  const int64_t dim = weights.size(1);
+  const QuantizeArgs args{
+      weights.const_data_ptr(), static_cast<uint8_t*>(values.mutable_data_ptr()),
+      static_cast<RowScale*>(scales.mutable_data_ptr()), dim, static_cast<int>(bits)};
+  const QuantizeFn quantize = quantize_table().at[static_cast<int>(type)];
+  parallel_balanced(
+      weights.size(0), kGrain, [&](int64_t row) { return row * dim; },
+      [&](int64_t begin, int64_t end) { quantize(args, begin, end); });
+}
+
+}  // namespace
+
+// `quant_lookup` on the CPU: checks, allocation, and cutting the bags into equal parts.
+
+EMB_SELECT_KERNELS(QuantLookupTable, kQuantLookupTable, lookup_table)
+
+namespace {
+
+// That every feature lies inside the memory and the columns: what makes reads and writes safe
+// whatever the caller passes. Returns the columns that pooled features cover.
+int64_t check_tables(const Tensor& features, const Tensor& values, const Tensor& scales, int bits,
+                     Pooling pooling, int64_t columns) {
+  const Feature* feature = feature_array(features);
+  int64_t covered = 0;
+  for (int64_t f = 0; f < features.size(0); ++f) {
+    const Feature& x = feature[f];
+    const int64_t nbytes = x.dim > 0 ? packed_bytes(x.dim, bits) : 1;
+    const int64_t column = pooling == Pooling::kNone ? 0 : x.column;
+    STD_TORCH_CHECK(x.dim > 0 && x.rows >= 0 && x.weight_offset >= 0 && x.row_base >= 0 &&
+                        x.weight_offset <= values.numel() &&
+                        x.rows <= (values.numel() - x.weight_offset) / nbytes &&
+                        x.row_base <= scales.size(0) && x.rows <= scales.size(0) - x.row_base &&
+                        column >= 0 && x.dim <= columns && column <= columns - x.dim,
+                    "quant_lookup: feature ", f, " lies outside the values, the scales, or the ",
+                    "columns of the output; features must come from the module that owns them");
+    STD_TORCH_CHECK(pooling != Pooling::kNone || x.dim == columns,
+                    "quant_lookup: pooling none needs one dim for all features, got ", x.dim,
+                    " and ", columns);
+    covered += x.dim;
+  }
+  return covered;
+}
+
+Tensor quant_lookup(const Tensor& values, const Tensor& scales, const Tensor& features,
+                    const Tensor& indices_in, const Tensor& offsets_in,
+                    std::optional<Tensor> bag_layout, std::optional<Tensor> sample_weights,
+                    int64_t pooling_code, int64_t bits, int64_t columns, ScalarType output_dtype) {
+  const char* op = "quant_lookup";
+  const Dtype output_type = float_dtype(op, "output_dtype", output_dtype);
+  check_packed(op, values, scales, bits);
+  const Pooling pooling = check_quant_lookup(op, values, features, indices_in, offsets_in,
+                                             sample_weights, pooling_code);
+  const Tensor indices = torch::stable::contiguous(indices_in);
+  const Tensor offsets = torch::stable::contiguous(offsets_in);
+  if (sample_weights) sample_weights = torch::stable::contiguous(*sample_weights);
+  const FeatureBags feature_bags(op, features, offsets, bag_layout, pooling, columns);
+  const BagMap& map = feature_bags.map;
+  const bool none = pooling == Pooling::kNone, variable = map.places != nullptr && !none;
+  // In a variable batch every bag is checked against the elements of the output by itself.
+  const int64_t covered =
+      check_tables(features, values, scales, static_cast<int>(bits),
+                   variable ? Pooling::kSum : pooling, variable ? kAnyNumber : columns);
+  const Bags bags{index_array(offsets), feature_bags.num_bags(), indices.numel()};
+  Tensor out =
+      new_quant_output(features, indices, offsets, variable, pooling, columns, output_dtype);
+  const bool complete =
+      bags.count > 0 && (none ? bags.begin(0) == 0 : !variable && covered == columns);
+  if (!complete) torch::stable::zero_(out);
+  if (bags.count == 0) return out;
+  const Feature* feature = feature_array(features);
+  const auto* packed = static_cast<const uint8_t*>(values.const_data_ptr());
+  const auto* scale = static_cast<const RowScale*>(scales.const_data_ptr());
+  char* output = static_cast<char*>(out.mutable_data_ptr());
+  const bool wide = indices.scalar_type() == ScalarType::Long;
+  const QuantLookupFn look_up =
+      lookup_table().at[bits == 8 ? 0 : 1][static_cast<int>(output_type)][wide];
+  for_feature_bags(bags, feature_bags, [&](int64_t f, int64_t begin, int64_t end) {
+    const Feature& x = feature[f];
+    const bool fixed = !none && !variable;
+    const int64_t first = fixed ? map.element(static_cast<uint32_t>(begin), x.column) : 0;
+    const QuantLookupArgs args{packed + x.weight_offset,
+                               scale + x.row_base,
+                               x.rows,
+                               x.dim,
+                               indices.const_data_ptr(),
+                               bags,
+                               pooling,
+                               sample_weights ? sample_weights->const_data_ptr<float>() : nullptr,
+                               map.places,
+                               output + first * out.element_size(),
+                               columns,
+                               begin};
+    look_up(args, begin, end);
+  });
+  return out;
+}
+
+}  // namespace
+}  // namespace emb
+
+STABLE_TORCH_LIBRARY_IMPL(emblib, CPU, m) {
+  EMB_IMPL(m, emb, quantize_rows_);
+  EMB_IMPL(m, emb, quant_lookup);
+}

@@ -1,0 +1,237 @@
+// Quantises rows on one CPU thread: one pass for the ends of a row, one for its numbers.
+
+#include "core/half.h"
+#include "core/vec.h"
+#include "quant/args.h"
+
+namespace emb::EMB_ISA {
+namespace {
+
+template <class T>
+RowScale scale_of(const T* row, int64_t dim, int bits) {
+  float low = to_float(row[0]), high = low;
+  for (int64_t d = 1; d < dim; ++d) {
+    const float value = to_float(row[d]);
+    low = value < low ? value : low;
+    high = value > high ? value : high;
+  }
+  return row_scale(low, high, bits);
+}
+
+template <class T>
+void quantize(const QuantizeArgs& args, int64_t first_row, int64_t last_row) {
+  const int64_t dim = args.dim, nbytes = packed_bytes(dim, args.bits);
+  for (int64_t r = first_row; r < last_row; ++r) {
+    const T* row = static_cast<const T*>(args.rows) + r * dim;
+    uint8_t* out = args.values + r * nbytes;
+    const RowScale scale = scale_of(row, dim, args.bits);
+    args.scales[r] = scale;
+    if (args.bits == 8) {
+      for (int64_t d = 0; d < dim; ++d) out[d] = quantized(to_float(row[d]), scale, 8);
+      continue;
+    }
+    for (int64_t b = 0; b < nbytes; ++b) {
+      const uint8_t low = quantized(to_float(row[2 * b]), scale, 4);
+      const uint8_t high =
+          2 * b + 1 < dim ? quantized(to_float(row[2 * b + 1]), scale, 4) : uint8_t{0};
+      out[b] = static_cast<uint8_t>(low | high << 4);
+    }
+  }
+}
+
+}  // namespace
+
+extern const QuantizeTable kQuantizeTable;
+const QuantizeTable kQuantizeTable = {{quantize<float>, quantize<half16>, quantize<bfloat16>}};
+
+// Registers of floats from packed numbers, `kLanes` at a time. Only for `*_kernels.cpp`.
+
+template <int kBits>
+inline constexpr int kPackedBytes = kLanes * kBits / 8;
+
+#if defined(__AVX2__)
+
+// The two numbers of each of 8 bytes, in order.
+EMB_HD __m128i unpack_halves(__m128i bytes) {
+  const __m128i mask = _mm_set1_epi8(15);
+  const __m128i high = _mm_and_si128(_mm_srli_epi16(bytes, 4), mask);
+  return _mm_unpacklo_epi8(_mm_and_si128(bytes, mask), high);
+}
+
+#endif
+
+// `kLanes` numbers from `p` on, which need not be aligned.
+template <int kBits>
+EMB_HD Vec load_packed(const uint8_t* p) {
+#if defined(__AVX512F__)
+  __m128i bytes;
+  if constexpr (kBits == 8) {
+    bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  } else {
+    bytes = unpack_halves(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+  }
+  return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(bytes));
+#elif defined(__AVX2__)
+  __m128i bytes;
+  if constexpr (kBits == 8) {
+    bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
+  } else {
+    int32_t word;
+    __builtin_memcpy(&word, p, sizeof(word));
+    bytes = unpack_halves(_mm_cvtsi32_si128(word));
+  }
+  return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(bytes));
+#else
+  Vec v;
+  for (int i = 0; i < kLanes; ++i) {
+    v[i] = static_cast<float>(kBits == 8 ? p[i] : p[i / 2] >> (i % 2 * 4) & 15);
+  }
+  return v;
+#endif
+}
+
+// The first `n` (0 < n < kLanes) of them; no byte behind those is read, and the rest is no number
+// of the row.
+template <int kBits>
+EMB_HD Vec load_packed_first(const uint8_t* p, int n) {
+  uint8_t buffer[kPackedBytes<kBits>] = {};
+  const int bytes = (n * kBits + 7) / 8;
+  for (int i = 0; i < bytes; ++i) buffer[i] = p[i];
+  return load_packed<kBits>(buffer);
+}
+
+namespace {
+
+// Lookup in quantised tables on one CPU thread. As for plain tables, random rows are all that
+// costs: those of the next lookups are fetched ahead, across bags, and a bag's sum stays in
+// registers. Rows become floats before they are added: their offsets added up apart would cancel in
+// long bags.
+
+// How far ahead rows are fetched: a row is few lines, and its scale another one.
+constexpr int64_t kAhead = 16;
+
+template <int kBits, class I>
+struct PackedRows {
+  const QuantLookupArgs& args;
+  int64_t row_bytes, last;
+
+  EMB_HD int64_t row(int64_t i) const {
+    return repair_index(static_cast<const I*>(args.indices)[i], args.rows);
+  }
+  EMB_HD float weight(int64_t i) const {
+    return args.sample_weights ? args.sample_weights[i] : 1.0f;
+  }
+  EMB_HD const uint8_t* at(int64_t row, int64_t column) const {
+    return args.values + row * row_bytes + column * kBits / 8;
+  }
+  // Asks for columns [column, column + count) of the row of lookup i, if there is such a lookup.
+  EMB_HD void prefetch(int64_t i, int64_t column, int64_t count) const {
+    if (i >= last) return;
+    const int64_t r = row(i);
+    if (r < 0) return;
+    prefetch_row<false>(at(r, column), packed_bytes(count, kBits));
+    __builtin_prefetch(args.scales + r, 0, 3);
+  }
+};
+
+// Columns [column, column + kVectors * kLanes) of one bag.
+template <int kVectors, int kBits, class I, class O>
+EMB_HD void pool_block(const PackedRows<kBits, I>& rows, int64_t column, int64_t begin, int64_t end,
+                       float factor, O* out) {
+  Vec sums[kVectors] = {};
+  for (int64_t i = begin; i < end; ++i) {
+    rows.prefetch(i + kAhead, column, kVectors * kLanes);
+    const int64_t row = rows.row(i);
+    if (row < 0) continue;
+    const RowScale scale = rows.args.scales[row];
+    const float weight = rows.weight(i);
+    const Vec by = broadcast(weight * scale.scale), plus = broadcast(weight * scale.offset);
+    const uint8_t* source = rows.at(row, column);
+    for (int v = 0; v < kVectors; ++v) {
+      sums[v] += by * load_packed<kBits>(source + v * kPackedBytes<kBits>) + plus;
+    }
+  }
+  for (int v = 0; v < kVectors; ++v) {
+    store(out + column + v * kLanes, sums[v] * broadcast(factor));
+  }
+}
+
+template <int kBits, class I, class O>
+EMB_HD void pool_tail(const PackedRows<kBits, I>& rows, int64_t column, int64_t begin, int64_t end,
+                      float factor, O* out) {
+  const int rest = static_cast<int>(rows.args.dim - column);
+  Vec total = {};
+  for (int64_t i = begin; i < end; ++i) {
+    rows.prefetch(i + kAhead, column, rest);
+    const int64_t row = rows.row(i);
+    if (row < 0) continue;
+    const RowScale scale = rows.args.scales[row];
+    const float weight = rows.weight(i);
+    const Vec by = broadcast(weight * scale.scale), plus = broadcast(weight * scale.offset);
+    total += by * load_packed_first<kBits>(rows.at(row, column), rest) + plus;
+  }
+  store_first(out + column, total * broadcast(factor), rest);
+}
+
+template <int kBits, class I, class O>
+EMB_HD void pool_bag(const PackedRows<kBits, I>& rows, int64_t begin, int64_t end, float factor,
+                     O* out) {
+  const int64_t dim = rows.args.dim;
+  int64_t column = 0;
+  for (; dim - column >= 8 * kLanes; column += 8 * kLanes) {
+    pool_block<8>(rows, column, begin, end, factor, out);
+  }
+  if (dim - column >= 4 * kLanes) {
+    pool_block<4>(rows, column, begin, end, factor, out);
+    column += 4 * kLanes;
+  }
+  if (dim - column >= 2 * kLanes) {
+    pool_block<2>(rows, column, begin, end, factor, out);
+    column += 2 * kLanes;
+  }
+  if (dim - column >= kLanes) {
+    pool_block<1>(rows, column, begin, end, factor, out);
+    column += kLanes;
+  }
+  if (column < dim) pool_tail(rows, column, begin, end, factor, out);
+}
+
+template <int kBits, class O, class I>
+void lookup(const QuantLookupArgs& args, int64_t first_bag, int64_t last_bag) {
+  const int64_t first = args.bags.begin(first_bag), last = args.bags.end(last_bag - 1);
+  const PackedRows<kBits, I> rows{args, packed_bytes(args.dim, kBits), last};
+  for (int64_t i = first; i < first + kAhead; ++i) rows.prefetch(i, 0, args.dim);
+  O* out = static_cast<O*>(args.out);
+  if (args.pooling == Pooling::kNone) {  // every lookup is a bag of its own
+    for (int64_t i = first; i < last; ++i) {
+      pool_bag(rows, i, i + 1, 1.0f, out + i * args.out_stride);
+    }
+    return;
+  }
+  for (int64_t bag = first_bag; bag < last_bag; ++bag) {
+    const int64_t begin = args.bags.begin(bag), end = args.bags.end(bag);
+    const bool mean = args.pooling == Pooling::kMean && end > begin;
+    const float factor = mean ? 1.0f / static_cast<float>(end - begin) : 1.0f;
+    const int64_t place =
+        args.places ? args.places[bag].element : (bag - args.first_bag) * args.out_stride;
+    pool_bag(rows, begin, end, factor, out + place);
+  }
+}
+
+constexpr QuantLookupTable make_table() {
+  QuantLookupTable table = {};
+  for_each_dtype([&]<class O>(TypeTag<O>, int output) {
+    table.at[0][output][0] = lookup<8, O, int32_t>;
+    table.at[0][output][1] = lookup<8, O, int64_t>;
+    table.at[1][output][0] = lookup<4, O, int32_t>;
+    table.at[1][output][1] = lookup<4, O, int64_t>;
+  });
+  return table;
+}
+
+}  // namespace
+
+extern const QuantLookupTable kQuantLookupTable;
+const QuantLookupTable kQuantLookupTable = make_table();
+
+}  // namespace emb::EMB_ISA

@@ -1,0 +1,119 @@
+// Which unit gets an id, and where pooled rows come from: the layouts of emblib/ops/route.py as
+// structs, and the rules that CPU and CUDA share.
+#pragma once
+
+#include "core/layout.h"
+#include "core/random.h"
+
+namespace emb {
+
+enum RouteRule : int64_t { kByRange = 0, kByKey = 1 };
+
+// A row of `features`.
+struct RouteFeature {
+  int64_t first_block, num_blocks, rows, rule;
+};
+
+// A row of `blocks`.
+struct RouteBlock {
+  int64_t first_row, first_copy, num_copies;
+};
+
+struct Routing {
+  const int64_t* first_bags;
+  const RouteFeature* features;
+  const RouteBlock* blocks;
+  const int64_t* copies;
+  const int64_t* units;
+  int64_t num_features, num_blocks, num_copies, num_units;
+};
+
+// The block in [0, blocks) that holds a key; as emblib/dynamic/keys.py has it.
+EMB_HD int64_t owner(int64_t key, int64_t blocks) {
+  const uint64_t route = mix(mix(static_cast<uint64_t>(key)));
+  return static_cast<int64_t>((route >> 32) * static_cast<uint64_t>(blocks) >> 32);
+}
+
+// The last block in [0, count) that begins at or before `row`; the first one if none does.
+EMB_HD int64_t block_of_row(const RouteBlock* blocks, int64_t count, int64_t row) {
+  int64_t first = 0;
+  while (count > 1) {
+    const int64_t half = count / 2;
+    // No branch, which nothing would foresee.
+    first += half & -int64_t{blocks[first + half].first_row <= row};
+    count -= half;
+  }
+  return first;
+}
+
+struct RoutedId {
+  int64_t block;  // of its feature
+  int64_t id;     // as the holder of the block knows it
+};
+
+EMB_HD RoutedId route_id(const RouteFeature& feature, const RouteBlock* blocks, int64_t id) {
+  if (feature.rule == kByKey) return {owner(id, feature.num_blocks), id};
+  const int64_t row = repair_index(id, feature.rows);
+  if (row < 0) return {0, -1};
+  const int64_t block = block_of_row(blocks, feature.num_blocks, row);
+  // Whoever holds row 0 repairs an id that is outside as any other, and tells of it.
+  return {block, row == id ? row - blocks[block].first_row : id};
+}
+
+// A row of `targets`: [rows, width] elements of the output, rows `stride` apart.
+struct Target {
+  int64_t offset, stride, rows, width, first_piece, end_piece, first_bag;
+};
+
+// A row of `pieces`: as many elements of the source. Where `first_row` is not negative, entry
+// `first_row + i` of `rows` says which row of the piece belongs to row i of the target, -1 for
+// none.
+struct SourcePiece {
+  int64_t offset, stride, first_row;
+};
+
+inline constexpr int kFeatureWords = 4, kBlockWords = 3, kTargetWords = 7, kPieceWords = 3;
+
+// The kernels that count and move the ids of a range of bags on the CPU, and how they are reached.
+
+struct RouteArgs {
+  Routing routing;
+  const void* ids;
+  Bags bags;
+  void* out;  // lengths or ids, of the dtype of the ids
+  // Of `move` alone.
+  IndexArray starts;
+  int64_t total;
+  int64_t* positions;
+  const float* weights;
+  float* out_weights;
+  int64_t* scratch;  // three numbers a block of the feature that has most
+};
+
+// Bags [begin, end) of feature f. False where the arguments contradict each other: offsets that
+// descend, or starts that are not those of the ids.
+using RouteFn = bool (*)(const RouteArgs&, int64_t f, int64_t begin, int64_t end);
+
+struct RouteTable {
+  RouteFn count[2], move[2];  // [ids are int64]
+};
+
+// The kernels that add up pieces of rows on the CPU, and their adjoint, and how they are reached.
+
+struct CombineArgs {
+  const void* in;
+  void* out;
+  const SourcePiece* pieces;
+  IndexArray lengths;
+  const int32_t* rows;
+  float scale;
+};
+
+// Rows [begin, end) of a target.
+using CombineFn = void (*)(const CombineArgs&, const Target&, int64_t begin, int64_t end);
+
+struct CombineTable {
+  CombineFn combine[kDtypes][kDtypes], spread[kDtypes][kDtypes];  // [dtype of in][dtype of out]
+};
+
+}  // namespace emb

@@ -1,0 +1,269 @@
+// Checks of the routing ops, shared by both backends: the form of their tensors. What layouts say
+// is looked at on the CPU only, see check_routing and check_targets.
+#pragma once
+
+#include <algorithm>
+#include <vector>
+
+#include "core/check.h"
+#include "route/args.h"
+
+namespace emb {
+
+inline void check_words(const char* op, const char* name, const Tensor& tensor, int64_t words,
+                        const Tensor& like) {
+  check_dtype(op, name, tensor, ScalarType::Long, "int64");
+  const bool fits = words == 1 ? tensor.dim() == 1 : tensor.dim() == 2 && tensor.size(1) == words;
+  STD_TORCH_CHECK(fits && tensor.is_contiguous(), op, ": ", name, " must be a contiguous ",
+                  words == 1 ? "vector" : "matrix", " of ", words, " numbers a row");
+  check_same_device(op, name, tensor, like);
+}
+
+struct RouteInputs {
+  Tensor ids, offsets;
+  Routing routing;
+
+  RouteInputs(const char* op, const Tensor& ids_in, const Tensor& offsets_in,
+              const Tensor& first_bags, const Tensor& features, const Tensor& blocks,
+              const Tensor& copies, const Tensor& units)
+      : ids(torch::stable::contiguous(ids_in)), offsets(torch::stable::contiguous(offsets_in)) {
+    check_index_dtype(op, "ids", ids);
+    check_index_dtype(op, "offsets", offsets);
+    check_same_device(op, "offsets", offsets, ids);
+    STD_TORCH_CHECK(ids.numel() <= kMaxLookups && offsets.numel() <= kMaxLookups, op,
+                    ": at most 2^31 - 1 lookups and bags a call, got ", ids.numel(), " and ",
+                    offsets.numel() - 1, "; split the batch");
+    check_words(op, "first_bags", first_bags, 1, ids);
+    check_words(op, "features", features, kFeatureWords, ids);
+    check_words(op, "blocks", blocks, kBlockWords, ids);
+    check_words(op, "copies", copies, 1, ids);
+    check_words(op, "units", units, 1, ids);
+    STD_TORCH_CHECK(first_bags.numel() == features.size(0) + 1 && units.numel() >= 1 &&
+                        offsets.numel() >= 1 && copies.numel() == units.numel() - 1,
+                    op, ": first_bags, units and offsets have one entry more than there are ",
+                    "features, units and bags, and each unit is named once in copies; got ",
+                    first_bags.numel(), " for ", features.size(0), " features, ", units.numel(),
+                    " for ", copies.numel(), " copies");
+    routing = {first_bags.const_data_ptr<int64_t>(),
+               static_cast<const RouteFeature*>(features.const_data_ptr()),
+               static_cast<const RouteBlock*>(blocks.const_data_ptr()),
+               copies.const_data_ptr<int64_t>(),
+               units.const_data_ptr<int64_t>(),
+               features.size(0),
+               blocks.size(0),
+               copies.numel(),
+               units.numel() - 1};
+  }
+
+  IndexArray id_array() const { return index_array(ids); }
+  Bags bags() const { return {index_array(offsets), offsets.numel() - 1, ids.numel()}; }
+};
+
+// The weights that ids take along, null where there are none; and the form of `starts`.
+struct RouteWeights {
+  Tensor tensor;
+  const float* data = nullptr;
+
+  RouteWeights(const char* op, const RouteInputs& in, const Tensor& starts, int64_t total,
+               const std::optional<Tensor>& weights)
+      : tensor(weights ? torch::stable::contiguous(*weights) : in.ids) {
+    check_index_dtype(op, "starts", starts);
+    check_same_device(op, "starts", starts, in.ids);
+    STD_TORCH_CHECK(total >= 0, op, ": total must not be negative, got ", total);
+    if (!weights) return;
+    check_sample_weights(op, tensor, in.ids);
+    static constexpr float kNone = 0.0f;
+    data = tensor.numel() == 0 ? &kNone : tensor.const_data_ptr<float>();
+  }
+};
+
+// The tensors of `gather_segments`.
+struct SegmentInputs {
+  Tensor values, starts, order;
+  int64_t row_nbytes = 0;
+
+  SegmentInputs(const char* op, const Tensor& values_in, const Tensor& starts_in,
+                const Tensor& order_in, int64_t total)
+      : values(torch::stable::contiguous(values_in)),
+        starts(torch::stable::contiguous(starts_in)),
+        order(torch::stable::contiguous(order_in)) {
+    STD_TORCH_CHECK(values.dim() >= 1, op, ": values must have rows, got a scalar");
+    check_index_dtype(op, "starts", starts);
+    check_words(op, "order", order, 1, values);
+    check_same_device(op, "starts", starts, values);
+    STD_TORCH_CHECK(starts.numel() >= 1, op,
+                    ": starts must have one entry more than there are segments, got none");
+    STD_TORCH_CHECK(total >= 0, op, ": total must not be negative, got ", total);
+    row_nbytes = static_cast<int64_t>(values.element_size());
+    for (int64_t d = 1; d < values.dim(); ++d) row_nbytes *= values.size(d);
+  }
+
+  Tensor new_output(int64_t total) const {
+    std::vector<int64_t> sizes{total};
+    for (int64_t d = 1; d < values.dim(); ++d) sizes.push_back(values.size(d));
+    return allocate(values, sizes);
+  }
+};
+
+// The tensors of `combine` and `spread`.
+struct CombineInputs {
+  Tensor flat;
+  std::optional<Tensor> rows, lengths;
+  const Target* targets;
+  const SourcePiece* pieces;
+  int64_t num_targets, num_pieces;
+
+  CombineInputs(const char* op, const char* name, const Tensor& flat_in, const Tensor& target_rows,
+                const Tensor& piece_rows, const std::optional<Tensor>& rows_in,
+                const std::optional<Tensor>& lengths_in)
+      : flat(torch::stable::contiguous(flat_in)) {
+    STD_TORCH_CHECK(flat.dim() == 1, op, ": ", name, " must be flat, got ", flat.dim(),
+                    " dimensions; use .view(-1)");
+    check_words(op, "targets", target_rows, kTargetWords, flat);
+    check_words(op, "pieces", piece_rows, kPieceWords, flat);
+    if (rows_in) {
+      rows = torch::stable::contiguous(*rows_in);
+      check_dtype(op, "rows", *rows, ScalarType::Int, "int32");
+      check_same_device(op, "rows", *rows, flat);
+    }
+    if (lengths_in) {
+      lengths = torch::stable::contiguous(*lengths_in);
+      check_index_dtype(op, "lengths", *lengths);
+      check_same_device(op, "lengths", *lengths, flat);
+    }
+    targets = static_cast<const Target*>(target_rows.const_data_ptr());
+    pieces = static_cast<const SourcePiece*>(piece_rows.const_data_ptr());
+    num_targets = target_rows.size(0);
+    num_pieces = piece_rows.size(0);
+  }
+
+  int64_t num_rows() const { return rows ? rows->numel() : 0; }
+  const int32_t* row_data() const {
+    return num_rows() > 0 ? rows->const_data_ptr<int32_t>() : nullptr;
+  }
+  int64_t num_lengths() const { return lengths ? lengths->numel() : 0; }
+  IndexArray length_array() const { return lengths ? index_array(*lengths) : IndexArray{}; }
+};
+
+// What the layouts of the routing ops say, looked at where it costs nothing: on the CPU.
+
+inline void check_blocks(const char* op, const Routing& routing, const RouteFeature& feature,
+                         int64_t f) {
+  STD_TORCH_CHECK(feature.first_block >= 0 && feature.num_blocks >= 0 && feature.rows >= 0 &&
+                      feature.num_blocks <= routing.num_blocks &&
+                      feature.first_block <= routing.num_blocks - feature.num_blocks &&
+                      (feature.rule == kByRange || feature.rule == kByKey),
+                  op, ": feature ", f, " must name blocks in [0, ", routing.num_blocks,
+                  "), rows >= 0 and rule 0 or 1");
+  const RouteBlock* blocks = routing.blocks + feature.first_block;
+  for (int64_t k = 0; k < feature.num_blocks; ++k) {
+    STD_TORCH_CHECK(blocks[k].first_copy >= 0 && blocks[k].num_copies >= 0 &&
+                        blocks[k].num_copies <= routing.num_copies &&
+                        blocks[k].first_copy <= routing.num_copies - blocks[k].num_copies,
+                    op, ": block ", feature.first_block + k, " must name copies in [0, ",
+                    routing.num_copies, ")");
+    const int64_t before = k == 0 ? 0 : blocks[k - 1].first_row;
+    STD_TORCH_CHECK(feature.rule == kByKey ||
+                        (blocks[k].first_row >= before && blocks[k].first_row <= feature.rows &&
+                         (k > 0 || blocks[k].first_row == 0)),
+                    op, ": the blocks of feature ", f,
+                    " must begin at row 0 and ascend to at most ", feature.rows,
+                    " rows, but block ", k, " of it begins at ", blocks[k].first_row);
+  }
+}
+
+// That units have the bags of their features and each is named once.
+inline void check_units(const char* op, const Routing& routing) {
+  std::vector<bool> named(routing.num_units, false);
+  STD_TORCH_CHECK(routing.units[0] == 0, op, ": units must begin at bag 0, got ", routing.units[0]);
+  for (int64_t f = 0; f < routing.num_features; ++f) {
+    const RouteFeature& feature = routing.features[f];
+    const int64_t bags = routing.first_bags[f + 1] - routing.first_bags[f];
+    for (int64_t k = feature.first_block; k < feature.first_block + feature.num_blocks; ++k) {
+      const RouteBlock& block = routing.blocks[k];
+      for (int64_t c = block.first_copy; c < block.first_copy + block.num_copies; ++c) {
+        const int64_t unit = routing.copies[c];
+        STD_TORCH_CHECK(unit >= 0 && unit < routing.num_units && !named[unit], op,
+                        ": copies must name each unit in [0, ", routing.num_units,
+                        ") once, but block ", k, " names ", unit);
+        named[unit] = true;
+        STD_TORCH_CHECK(routing.units[unit + 1] - routing.units[unit] == bags, op, ": unit ", unit,
+                        " must have the ", bags, " bags of feature ", f, ", got ",
+                        routing.units[unit + 1] - routing.units[unit]);
+      }
+    }
+  }
+  for (int64_t unit = 0; unit < routing.num_units; ++unit) {
+    STD_TORCH_CHECK(named[unit], op, ": unit ", unit, " is not named in copies by any block");
+  }
+}
+
+inline void check_routing(const char* op, const RouteInputs& in) {
+  const Routing& routing = in.routing;
+  const Bags bags = in.bags();
+  const int64_t* first_bags = routing.first_bags;
+  STD_TORCH_CHECK(bags.offsets[0] == 0 && bags.offsets[bags.count] == bags.num_lookups, op,
+                  ": offsets must run from 0 to the number of ids, ", bags.num_lookups,
+                  ", but run from ", bags.offsets[0], " to ", bags.offsets[bags.count],
+                  " (lengths instead of offsets?)");
+  STD_TORCH_CHECK(first_bags[0] >= 0 && first_bags[routing.num_features] <= bags.count, op,
+                  ": first_bags must lie in [0, ", bags.count, "], the bags of offsets");
+  for (int64_t f = 0; f < routing.num_features; ++f) {
+    STD_TORCH_CHECK(first_bags[f] <= first_bags[f + 1], op,
+                    ": first_bags must ascend, but feature ", f, " begins at ", first_bags[f],
+                    " and the next at ", first_bags[f + 1]);
+    check_blocks(op, routing, routing.features[f], f);
+  }
+  check_units(op, routing);
+}
+
+// Whether `rows` rows of `width` from `offset` on, `stride` apart, are inside [0, numel).
+inline bool rows_fit(int64_t offset, int64_t stride, int64_t rows, int64_t width, int64_t numel) {
+  if (offset < 0 || rows < 0 || width < 0) return false;
+  if (rows == 0 || width == 0) return true;
+  if (width > numel || offset > numel - width) return false;
+  return rows == 1 || (stride >= width && (numel - width - offset) / stride >= rows - 1);
+}
+
+inline bool piece_fits(const CombineInputs& in, const SourcePiece& piece, const Target& target,
+                       int64_t source_numel) {
+  if (piece.first_row < 0) {
+    return rows_fit(piece.offset, piece.stride, target.rows, target.width, source_numel);
+  }
+  if (piece.first_row > in.num_rows() || target.rows > in.num_rows() - piece.first_row)
+    return false;
+  // Asking a tensor for its memory is a call into torch: not for every row.
+  const int32_t* rows = in.row_data() + piece.first_row;
+  int32_t last = -1;
+  for (int64_t i = 0; i < target.rows; ++i) last = std::max(last, rows[i]);
+  return rows_fit(piece.offset, piece.stride, last + int64_t{1}, target.width, source_numel);
+}
+
+// `out_numel` and `source_numel` as of `combine`.
+inline void check_targets(const char* op, const CombineInputs& in, int64_t out_numel,
+                          int64_t source_numel) {
+  int64_t covered = 0;
+  for (int64_t t = 0; t < in.num_targets; ++t) {
+    const Target& x = in.targets[t];
+    STD_TORCH_CHECK(rows_fit(x.offset, x.stride, x.rows, x.width, out_numel), op, ": target ", t,
+                    " of ", x.rows, " rows of ", x.width, " from ", x.offset, ", ", x.stride,
+                    " apart, does not lie in the ", out_numel, " elements of the output");
+    STD_TORCH_CHECK(
+        x.first_piece >= 0 && x.first_piece <= x.end_piece && x.end_piece <= in.num_pieces, op,
+        ": target ", t, " must name pieces in [0, ", in.num_pieces, ")");
+    STD_TORCH_CHECK(x.first_bag < 0 || (x.first_bag <= in.num_lengths() &&
+                                        x.rows <= in.num_lengths() - x.first_bag),
+                    op, ": target ", t, " divides by lengths from ", x.first_bag, " on, of ",
+                    in.num_lengths(), "; first_bag is -1 where nothing is divided");
+    for (int64_t p = x.first_piece; p < x.end_piece; ++p) {
+      STD_TORCH_CHECK(piece_fits(in, in.pieces[p], x, source_numel), op, ": piece ", p,
+                      " of target ", t, " does not lie in the ", source_numel,
+                      " elements of the source, or names entries that rows does not have");
+    }
+    covered += x.rows * x.width;
+  }
+  STD_TORCH_CHECK(covered == out_numel, op, ": targets must cover the output of ", out_numel,
+                  " elements, but have ", covered);
+}
+
+}  // namespace emb

@@ -1,0 +1,152 @@
+// Division of 32-bit numbers by a number that is fixed for a whole call: one multiplication instead
+// of a divide. With magic = ceil(2^64 / d) the high half of n * magic is n /
+// d for all n, d < 2^32 (Lemire, Kaser & Kurz, 2019).
+#pragma once
+
+#include "core/dtype.h"
+#include "core/layout.h"
+#include "core/portability.h"
+#include "optim/args.h"
+
+namespace emb {
+
+struct Divider {
+  uint64_t magic;
+
+  EMB_HD explicit Divider(uint32_t divisor) : magic(~uint64_t{0} / divisor + 1) {}
+
+  // d = 1 has a magic of 2^64, which wraps to 0.
+  EMB_HD uint32_t operator()(uint32_t n) const {
+    if (magic == 0) return n;
+#if defined(__CUDA_ARCH__)
+    return static_cast<uint32_t>(__umul64hi(magic, n));
+#else
+    return static_cast<uint32_t>(static_cast<unsigned __int128>(magic) * n >> 64);
+#endif
+  }
+};
+
+// The rows that the lookups of one feature read, on the CPU: those of its table, or of the cache
+// that stands before it. Torch-free; the entries fill it in, kernels read it.
+
+// Whether a table stands behind a cache, and whether that has another dtype than the table.
+enum class Caching : int { kNone = 0, kSame = 1, kMixed = 2 };
+
+struct TableRows {
+  const void* table;  // row 0 of the feature's table
+  int64_t rows, dim;
+  IndexArray indices;
+  Caching caching = Caching::kNone;
+  // All that follows only where there is a cache.
+  Dtype type = Dtype::kFloat, cache_type = Dtype::kFloat;
+  const void* cache = nullptr;
+  const int32_t* slots = nullptr;  // [L]
+  int64_t num_slots = 0, cache_stride = 0;
+};
+
+// The forward kernel of table-batched embeddings on the CPU: what it takes and how it is reached.
+// It works on a range of bags of one feature; lookup_cpu.cpp checks, allocates and cuts the work.
+
+struct LookupArgs {
+  TableRows rows;
+  Bags bags;
+  Pooling pooling;
+  const float* sample_weights;  // [L] or null
+  const BagPlace* places;       // of a variable batch, else null
+  // Output row of bag `first_bag`; of lookup 0 for NONE; element 0 in a variable batch.
+  void* out;
+  int64_t out_stride, first_bag;
+  float* scratch = nullptr;  // one row, where the cache has another dtype than the table
+};
+
+using LookupFn = void (*)(const LookupArgs&, int64_t first_bag, int64_t last_bag);
+
+struct LookupTable {
+  LookupFn at[2][kDtypes][kDtypes][2];  // [cached][weights dtype][output dtype][indices are int64]
+  LookupFn mixed[kDtypes];  // [output dtype], where the cache has another dtype than the table
+};
+
+// The gradient of sample weights on the CPU: what its kernel takes and how it is reached. It works
+// on a range of bags of one feature.
+
+struct SampleWeightArgs {
+  TableRows rows;
+  Bags bags;
+  Pooling pooling;
+  const BagPlace* places;  // of a variable batch, else null
+  const void* grad;        // row of bag `first_bag`; element 0 in a variable batch
+  int64_t grad_stride, first_bag;
+  float* out;                // [L]
+  float* scratch = nullptr;  // one row, where the cache has another dtype than the table
+};
+
+using SampleWeightFn = void (*)(const SampleWeightArgs&, int64_t first_bag, int64_t last_bag);
+
+struct SampleWeightTable {
+  SampleWeightFn at[2][kDtypes][kDtypes];  // [cached][weights dtype][gradient dtype]
+  SampleWeightFn mixed[kDtypes];           // [gradient dtype], where the cache has another dtype
+};
+
+// The backward kernels of table-batched embeddings on the CPU: what they take and how they are
+// reached. They work on a range of unique rows.
+
+// Lookups of one unique row summed in one go; longer segments are cut into chunks of this length,
+// whose partial sums are added in order. Fixed, so that the sum never depends on the thread count.
+inline constexpr int64_t kChunk = 1024;
+
+// Where the gradient of every sorted lookup is and how much it counts.
+struct GradArgs {
+  const void* grad;
+  int64_t grad_stride;  // elements of `element_size` bytes
+  int64_t element_size;
+  const Feature* features;
+  const BagPlace* places;  // of the bags of a variable batch; null in a fixed one
+  int64_t batch;           // bags a feature of a fixed batch
+  Divider by_batch;
+  const int32_t *segments, *lookups, *bags;
+  const float* bag_scale;       // [bags] 1 / length for MEAN, else null
+  const float* sample_weights;  // [L] or null
+  bool per_lookup;              // NONE: row i of grad belongs to lookup i
+  bool fetch_ahead;             // the gradient is too large to be in the cache already
+};
+
+// Segments longer than kChunk, ascending; the chunk sums of segment i are rows first_chunk[i] to
+// first_chunk[i + 1] of `partials`, each `stride` floats.
+struct LongSegments {
+  const int64_t *groups, *first_chunk;
+  int64_t count;
+  const float* partials;
+  int64_t stride;
+};
+
+struct UpdateArgs {
+  GradArgs grads;
+  LongSegments longs = {};
+  const int64_t* rows = nullptr;       // [U] linear row ids
+  const int32_t* row_slots = nullptr;  // [U] where the cache holds them, or null
+  TierRows tiers[kTiers] = {};
+  const double* hyper = nullptr;
+
+  explicit UpdateArgs(const GradArgs& gradients) : grads(gradients) {}
+};
+
+// Adds up the gradients of sorted lookups [begin, end).
+using SumFn = void (*)(const GradArgs&, int64_t begin, int64_t end, int64_t dim, float* sum);
+// Unique rows worked on at a time, while the next ones are on their way. Four rows of 256 to 512
+// bytes with their gradients fill the miss buffers; eight made the update 1.1-1.4x slower (Zen 4).
+inline constexpr int kRowBatch = 4;
+// Rows of scratch that a unique row may take: its gradient, and weights and states stored in 16
+// bits.
+inline constexpr int kScratchRows = 2 + kMostElementStates;
+// Updates unique rows [begin, end), none longer than `widest`; `scratch` has room for kRowBatch *
+// kScratchRows such rows.
+using UpdateFn = void (*)(const UpdateArgs&, SumFn, float* scratch, int64_t widest, int64_t begin,
+                          int64_t end);
+
+struct UpdateTable {
+  SumFn sum[kDtypes];                 // [gradient dtype]
+  UpdateFn (*update)(int optimizer);  // null if there is no such optimizer
+  void (*segment_sum)(const UpdateArgs&, SumFn, int64_t group, int64_t dim, float* sum);
+};
+
+}  // namespace emb

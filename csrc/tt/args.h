@@ -1,0 +1,185 @@
+// The algebra of a tensor-train table, shared by host and device. A row is a chain of cores,
+// G0[i0] G1[i1] ..; its cores are split into a left and a right half of one or two cores each, so
+// that a row is always one product, row[jl, jr] = sum_r left[jl, r] * right[jr, r], whatever the
+// number of cores. The right half is kept mirrored (axes of its cores reversed): then both halves
+// look alike and share all code.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "core/portability.h"
+
+namespace emb {
+
+inline constexpr int kMaxCores = 4;
+
+// One half: rows of an outer core [outer_rows][q_outer, inner_rank] times, in a pair, rows of an
+// inner core [inner_rows][inner_rank, q_inner, rank]. Its value is a matrix [q_outer q_inner,
+// rank]. The inner core is the large one; ids of a half are inner * outer_rows + outer, so that
+// ascending ids keep equal inner rows together.
+struct TtHalf {
+  bool pair;
+  int64_t outer_rows, inner_rows;
+  int q_outer, q_inner, inner_rank, rank;
+
+  EMB_HD int64_t ids() const { return outer_rows * inner_rows; }
+  EMB_HD int columns() const { return q_outer * q_inner; }
+  EMB_HD int64_t value_size() const { return int64_t{1} * columns() * rank; }
+  EMB_HD int64_t outer_size() const { return int64_t{1} * q_outer * inner_rank; }
+  EMB_HD int64_t inner_size() const { return int64_t{1} * inner_rank * q_inner * rank; }
+};
+
+// From row ids to keys: id of the left half, then of the right one.
+struct TtKeyMap {
+  int64_t rights, first, second;  // ids of right halves, rows of the first two cores
+  bool pair;
+
+  EMB_HD int64_t operator()(int64_t id) const {
+    if (!pair) return id;
+    const int64_t high = id / rights, low = id - high * rights;
+    return (high % second * first + high / second) * rights + low;
+  }
+};
+
+struct TtShape {
+  int cores;
+  int64_t p[kMaxCores];
+  int q[kMaxCores], ranks[kMaxCores + 1];
+
+  EMB_HD TtHalf left() const {
+    if (cores == 2) return {false, p[0], 1, q[0], 1, ranks[1], ranks[1]};
+    return {true, p[0], p[1], q[0], q[1], ranks[1], ranks[2]};
+  }
+  EMB_HD TtHalf right() const {
+    const int last = cores - 1;
+    if (cores < 4) return {false, p[last], 1, q[last], 1, ranks[last], ranks[last]};
+    return {true, p[3], p[2], q[3], q[2], ranks[3], ranks[2]};
+  }
+  EMB_HD int dim() const { return left().columns() * right().columns(); }
+
+  EMB_HD TtKeyMap key_map() const { return {right().ids(), p[0], p[1], cores > 2}; }
+};
+
+// A batch's plan as the kernels read it: pointers into the tensors that `tt_plan` returns.
+
+// The grouping of a batch's distinct rows by their halves, as `tt_plan` returns it. Rows j are in
+// key order, so the rows of left half u are [left_segments[u], left_segments[u + 1]); the rows of
+// right half v are right_rows[right_segments[v]], .., ascending. Entries after the counts mean
+// nothing.
+struct TtPlan {
+  int64_t capacity;  // rows the tensors have room for, L
+  const int32_t *lefts, *left_segments, *row_lefts;
+  const int32_t *rights, *right_segments, *row_rights, *right_rows;
+  const int32_t* counts;  // distinct rows M, left halves U, right halves V
+};
+
+inline constexpr size_t kTtPlanTensors = 8;
+
+// The tensor-train kernels of the CPU: what they take and how they are reached. Each works on a
+// range of halves on one thread; the `*_cpu.cpp` files check, allocate and cut the work. Indices u
+// count distinct left halves, v distinct right halves, j distinct rows; rows are sorted by left
+// half.
+
+// Left halves handled together: enough for the gradient of the inner core to run at full speed,
+// few enough that their values stay in the first cache.
+inline constexpr int64_t kTtBlock = 16;
+
+struct TtHalfCores {
+  TtHalf half;
+  const float* outer;  // [outer_rows][q_outer, inner_rank]
+  const float* inner;  // [inner_rows][inner_rank, q_inner, rank]; unused when not a pair
+  const int32_t* ids;  // distinct ids, ascending
+  bool mirrored;       // the right half: its columns come out as (inner, outer)
+};
+
+// Where the values of halves are: the first `num_kept` from the forward pass, the others either in
+// the core itself (`ids` given) or in a buffer that starts with half `first`.
+struct TtValues {
+  const float* kept;
+  int64_t num_kept;
+  const float* rest;
+  const int32_t* ids;
+  int64_t first, size;
+
+  EMB_HD const float* at(int64_t u) const {
+    if (u < num_kept) return kept + u * size;
+    return rest + (ids != nullptr ? ids[u] : u - first) * size;
+  }
+};
+
+struct TtRowsArgs {
+  TtHalfCores left;
+  int right_columns;
+  const float* right;      // [V][right columns, rank]
+  TtValues right_natural;  // [rank, right columns] each; only read when lanes run along the right
+  const int32_t *left_segments, *row_rights;
+  float* kept;  // values of the first `num_kept` left halves
+  int64_t num_kept;
+  float* rows;  // [M][dim]
+
+  // Lanes run along the wider half.
+  EMB_HD bool lanes_along_right() const { return right_columns >= left.half.columns(); }
+};
+
+// Gradients of one half. The inner core's are complete when a group has been walked through; the
+// outer core's are left per half (from `first` on) and summed afterwards, see sum_outer.
+struct TtHalfGrads {
+  float* inner;         // [inner_rows][inner_size]
+  float* outer_values;  // [..][outer_size]; not a pair: the core's own gradient, by id
+  int64_t first;
+};
+
+struct TtLeftGradsArgs {
+  TtHalfCores left;
+  int right_columns;
+  const float* right;
+  const int32_t *left_segments, *row_rights;
+  const float* row_grads;  // [M][dim]
+  TtHalfGrads grads;
+};
+
+struct TtRightGradsArgs {
+  TtValues left;
+  int left_columns, right_columns, rank;
+  const int32_t *segments, *rows, *row_lefts;
+  int32_t* cursors;  // [V] next entry of `rows` of each right half
+  int64_t row_end;   // rows from here on belong to a later wave
+  const float* row_grads;
+  float* grads;  // [V][right columns, rank]
+};
+
+// Adds outer_values of the halves members[starts[i]], .. to row i of the gradient.
+struct TtOuterSumArgs {
+  const float* outer_values;
+  int64_t size;
+  const int32_t *starts, *members;
+  float* grads;
+};
+
+// Reverses the axes of rows: row from_ids[i] of `from`, or i, becomes row to_ids[i] of `to`, or i.
+struct TtReverseArgs {
+  const float* from;  // [..][a, q, b]
+  float* to;          // [..][b, q, a]
+  const int32_t *from_ids, *to_ids;
+  int64_t a, q, b;
+};
+
+struct TtTable {
+  void (*expand)(const TtHalfCores&, float* values, float* scratch, int64_t begin, int64_t end);
+  void (*rows)(const TtRowsArgs&, float* scratch, int64_t begin, int64_t end);
+  void (*left_grads)(const TtLeftGradsArgs&, float* scratch, int64_t begin, int64_t end);
+  void (*right_grads)(const TtRightGradsArgs&, int64_t begin, int64_t end);
+  void (*contract)(const TtHalfCores&, const TtHalfGrads&, const float* value_grads, float* scratch,
+                   int64_t begin, int64_t end);
+  void (*sum_outer)(const TtOuterSumArgs&, int64_t begin, int64_t end);
+  void (*reverse)(const TtReverseArgs&, int64_t begin, int64_t end);
+};
+
+// Floats of scratch that any kernel above needs on one thread.
+inline int64_t tt_scratch_size(const TtHalf& half, int dim) {
+  return kTtBlock * (2 * half.value_size() + half.outer_size()) + half.inner_size() +
+         half.value_size() + dim;
+}
+
+}  // namespace emb
