@@ -103,7 +103,7 @@ class TableSpec:
     placement: Placement = Placement.DEVICE
 
     def __post_init__(self) -> None:
-        _set_counts(self, "rows", least=0)
+        _set_counts(self, "rows", minimum=0)
         _set_counts(self, "dim")
         object.__setattr__(self, "placement", Placement(self.placement))
         if not isinstance(self.name, str) or "." in self.name:
@@ -221,7 +221,7 @@ class CacheConfig:
         if not 0.0 < self.load_factor <= 1.0:
             raise ValueError(f"load_factor must be in (0, 1], got {self.load_factor}")
         for name in ("sets", "reserved_bytes"):
-            object.__setattr__(self, name, check_count(name, getattr(self, name), least=0))
+            object.__setattr__(self, name, check_count(name, getattr(self, name), minimum=0))
         if self.passes is not None and not isinstance(self.passes, MultiPassPrefetch):
             raise TypeError(
                 f"passes must be None or a MultiPassPrefetch(passes=...), got {self.passes!r}"
@@ -292,20 +292,20 @@ def check_float_dtype(name: str, dtype: torch.dtype) -> None:
         raise ValueError(f"{name} must be float32, float16 or bfloat16, got {dtype}")
 
 
-def check_count(name: str, value: SupportsIndex, *, least: int = 1) -> int:
-    """`value` as an int; raise TypeError if it is none, ValueError if it is below `least`."""
+def check_count(name: str, value: SupportsIndex, *, minimum: int = 1) -> int:
+    """`value` as an int; raise TypeError if it is none, ValueError if it is below `minimum`."""
     if isinstance(value, bool) or not isinstance(value, SupportsIndex):
         raise TypeError(f"{name} must be an int, got {value!r}")
     number = operator.index(value)
-    if number < least:
-        raise ValueError(f"{name} must be >= {least}, got {number}")
+    if number < minimum:
+        raise ValueError(f"{name} must be >= {minimum}, got {number}")
     return number
 
 
-def _set_counts(spec: Any, *names: str, least: int = 1) -> None:
+def _set_counts(spec: Any, *names: str, minimum: int = 1) -> None:
     """Check fields of a frozen dataclass, and make plain ints of what NumPy may have given."""
     for name in names:
-        object.__setattr__(spec, name, check_count(name, getattr(spec, name), least=least))
+        object.__setattr__(spec, name, check_count(name, getattr(spec, name), minimum=minimum))
 
 
 SLOTS = 32
@@ -569,14 +569,14 @@ class DynamicSpec:
             )
 
     @property
-    def most_buckets(self) -> int:
+    def max_buckets(self) -> int:
         """Buckets of a table of `capacity`."""
         return -(-self.capacity // SLOTS)
 
     @property
     def rows(self) -> int:
         """Rows for which memory is reserved: `capacity`, rounded up."""
-        return self.most_buckets * SLOTS
+        return self.max_buckets * SLOTS
 
     @property
     def buckets(self) -> int:
@@ -585,7 +585,7 @@ class DynamicSpec:
         return -(-capacity // SLOTS)
 
     @property
-    def most_load(self) -> int:
+    def max_load_1024ths(self) -> int:
         """`max_load` in 1024ths, as the index has it."""
         return max(1, round(self.max_load * 1024))
 

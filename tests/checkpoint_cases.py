@@ -88,7 +88,7 @@ class Model(nn.Module):
     def __init__(self, placements: tuple[Placement, ...]) -> None:
         super().__init__()
         self.tables = make(placements)
-        self.top = nn.Linear(self.tables.columns, 3)
+        self.top = nn.Linear(self.tables.output_dim, 3)
 
     def forward(self, indices: Tensor, offsets: Tensor) -> Tensor:
         return self.top(self.tables(indices, offsets))

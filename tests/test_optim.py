@@ -33,7 +33,7 @@ def test_states_and_numbers_fit_the_reference(name: str) -> None:
     rule = reference.OPTIMIZERS[optimizer.name]
     assert tuple(state.per_row for state in optimizer.states) == rule.per_row
     assert sorted(rule.per_row) == list(rule.per_row), "states as long as the row come first"
-    hyper = optimizer.hyper()
+    hyper = optimizer.hyperparams()
     assert hyper[:2].tolist() == [optimizer.lr, 0.0]
     assert hyper[4] == -1
     assert len(hyper) == optim.HYPER_HEAD + len(optimizer.parameters())
@@ -71,14 +71,18 @@ def test_wrong_numbers_are_refused(message: str) -> None:
 
 
 def test_weight_decay_has_its_place_in_hyper() -> None:
-    assert optim.SGD(1, weight_decay=optim.L2(0.5)).hyper()[2:4].tolist() == [0.5, 0.0]
-    assert optim.SGD(1, weight_decay=optim.Decoupled(0.5)).hyper()[2:4].tolist() == [0.0, 0.5]
-    assert optim.LAMB(1, weight_decay=optim.Decoupled(0.5)).hyper()[[2, 3, 8]].tolist() == [
+    assert optim.SGD(1, weight_decay=optim.L2(0.5)).hyperparams()[2:4].tolist() == [0.5, 0.0]
+    assert optim.SGD(1, weight_decay=optim.Decoupled(0.5)).hyperparams()[2:4].tolist() == [0.0, 0.5]
+    assert optim.LAMB(1, weight_decay=optim.Decoupled(0.5)).hyperparams()[[2, 3, 8]].tolist() == [
         0,
         0,
         0.5,
     ]
-    assert optim.LARS(1, weight_decay=optim.L2(0.5)).hyper()[[2, 3, 7]].tolist() == [0, 0, 0.5]
+    assert optim.LARS(1, weight_decay=optim.L2(0.5)).hyperparams()[[2, 3, 7]].tolist() == [
+        0,
+        0,
+        0.5,
+    ]
 
 
 def test_global_decay_scale() -> None:
@@ -110,7 +114,7 @@ def test_ensemble_averages_and_swaps() -> None:
 
 def test_largest_count_goes_to_hyper() -> None:
     optimizer = optim.RowwiseAdagrad(0.1, counter=optim.Counter(update_every=5))
-    hyper = optimizer.hyper()
+    hyper = optimizer.hyperparams()
     counters = [torch.tensor([1.0, 7.0]), torch.tensor([3.0]), torch.zeros(0)]
     optim.count_largest_(optimizer, 4, hyper, counters)
     assert hyper[-1] == 1.0
@@ -152,7 +156,7 @@ def test_rows_know_their_last_step_however_late(name: str, start: int) -> None:
     states = [torch.rand(4) for _ in optimizer.states]
     states[1] = optim.encode_steps(min(start, LAST_STEP) - torch.tensor([1, 2, 3, 7]))
     want_weights, want_states = weights.double(), [state.double() for state in states]
-    hyper = optimizer.hyper()
+    hyper = optimizer.hyperparams()
     for step in (start, start + 1):
         hyper[1] = step
         torch.ops.emblib.update_rows_(weights, states, hyper, OPTIMIZER[optimizer.name], grads)
@@ -167,7 +171,9 @@ def test_rows_know_their_last_step_however_late(name: str, start: int) -> None:
 @pytest.mark.parametrize("bound", [0.1, 0.3, 1.0, 3.3, 0.0, 1e-42, 1e30])
 def test_no_clipped_gradient_exceeds_its_bound(dtype: torch.dtype, bound: float) -> None:
     grad = torch.tensor([-5.0, -0.05, 0.0, 0.05, 5.0, float("inf")], dtype=dtype)
-    clipped = autograd.clipped(grad, autograd.UpdateRule.of(optim.SGD(0.1, max_gradient=bound)))
+    clipped = autograd.clip_gradient(
+        grad, autograd.UpdateRule.of(optim.SGD(0.1, max_gradient=bound))
+    )
     assert clipped.dtype == dtype
     assert float(clipped.double().abs().max()) <= bound
     inside = grad.double().abs() <= bound

@@ -42,8 +42,8 @@ class Problem:
 
     def __post_init__(self) -> None:
         self._random = torch.Generator().manual_seed(self.seed)
-        self.hyper = self.optimizer.hyper()
-        self.hyper[1], self.hyper[4] = self.step, self.rounding
+        self.hyperparams = self.optimizer.hyperparams()
+        self.hyperparams[1], self.hyperparams[4] = self.step, self.rounding
         self._place_tables()
         self._make_bags()
         slots, stride = 16, max(self.dims)
@@ -161,13 +161,13 @@ class Problem:
         weights = [w.clone() for w in self.weights]
         states = [s.clone() for s in self.states]
         rest = (self.weight_grads(), self.features, self.groups(), self.row_slots)
-        tbe.update_(weights, states, self.hyper, self.optimizer.name, *rest)
+        tbe.update_(weights, states, self.hyperparams, self.optimizer.name, *rest)
         return [*weights, *states]
 
     def arguments(self, weights: list[Tensor], states: list[Tensor]) -> tuple[object, ...]:
         """What `tbe_update_` takes."""
         return (
-            *(weights, states, self.hyper, OPTIMIZER[self.optimizer.name], self.grad),
+            *(weights, states, self.hyperparams, OPTIMIZER[self.optimizer.name], self.grad),
             self.features,
             *(*self.padded_groups(), self.offsets, self.row_slots, self.bag_layout, None),
             POOLING["sum"],

@@ -100,7 +100,7 @@ class Dynamic:
 
     def __post_init__(self) -> None:
         if self.seed is not None:
-            object.__setattr__(self, "seed", check_count("seed", self.seed, least=0))
+            object.__setattr__(self, "seed", check_count("seed", self.seed, minimum=0))
         for name, choice in (
             ("eviction", Eviction),
             ("newcomer", InsertPolicy),

@@ -148,7 +148,7 @@ class TableGroups(nn.Module):
     Args:
         slices: the parts of tables that are here.
         reads: the slice of each unit.
-        pooled: bags `[B, columns]`, or one vector an id.
+        pooled: bags `[B, output_dim]`, or one vector an id.
         optimizer: of tables whose configuration has none; None leaves gradients on the parameters,
             dense ones, for an optimizer of torch.optim.
         device: where the tables are.
@@ -160,7 +160,7 @@ class TableGroups(nn.Module):
 
     Attributes:
         order: the units as `forward` wants them.
-        columns: of the output.
+        output_dim: columns of the output.
         column_of: by unit, the column at which it begins in the output.
         dims: by unit, how many columns it has.
         groups: the kernels, with the units of each; `active` are those that have units.
@@ -216,7 +216,7 @@ class TableGroups(nn.Module):
         for u in self.order:
             self.column_of[u] = column
             column += 0 if self.pooling is Pooling.NONE else self.dims[u]
-        self.columns = max(self.dims, default=0) if self.pooling is Pooling.NONE else column
+        self.output_dim = max(self.dims, default=0) if self.pooling is Pooling.NONE else column
         self._places = {
             s: (g, k)
             for g, grouping in enumerate(self._groupings)
@@ -261,7 +261,7 @@ class TableGroups(nn.Module):
         batch_sizes: Sequence[Sequence[int]] | None = None,
         id_counts: Sequence[int] | None = None,
     ) -> Tensor:
-        """Pooled rows `[B, columns]`, or vectors `[L, D]` in the order of ids, in `output_dtype`.
+        """Return pooled rows `[B, output_dim]`, or vectors `[L, D]` in the order of ids.
 
         Args:
             ids: int32 or int64 `[L]`, unit after unit in the order `order`.

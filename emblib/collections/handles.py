@@ -46,7 +46,7 @@ class TableHandle(nn.Module):
         self._owner: Any = None
         self.attach(kernel, index)
 
-    def belong(self, owner: nn.Module, name: str) -> None:
+    def set_owner(self, owner: nn.Module, name: str) -> None:
         """Be the handle of the table called `name` in a collection."""
         self._owner, self.name = weakref.ref(owner), name
 

@@ -520,7 +520,7 @@ class MetaPlaceholder(nn.Module):
         super().__init__()
         self.shapes = [(part.num_rows, part.dim) for part in parts]
         self.optimizer, self.output_dtype = optimizer, torch.float32
-        self.anchor = torch.empty((), device="meta")
+        self.grad_anchor = torch.empty((), device="meta")
 
 
 def _check_update(parts: Sequence[TableSlice], optimizer: Optimizer) -> None:

@@ -64,7 +64,7 @@ def optimizer_state(
 ) -> dict[str, dict[str, Tensor]]:
     """By the name of a parameter its states, as views, and a copy of the optimizer's numbers."""
     return {
-        name: {**states, HYPER: kernel.hyper.clone()}
+        name: {**states, HYPER: kernel.hyperparams.clone()}
         for name, kernel, states in _states(groups, prefix, handles)
     }
 
@@ -100,7 +100,7 @@ def load_optimizer_state(
     """Write states and numbers; tables that share a kernel take the numbers of the most steps."""
     every = list(_states(groups, prefix, handles))
     for name, kernel, states in every:
-        _check(name, {**states, HYPER: kernel.hyper}, state.get(name))
+        _check(name, {**states, HYPER: kernel.hyperparams}, state.get(name))
     newest: dict[int, tuple[Any, Tensor]] = {}
     for name, kernel, states in every:
         given = state[name]
@@ -110,7 +110,7 @@ def load_optimizer_state(
         if before is None or float(given[HYPER][1]) > float(before[1][1]):
             newest[id(kernel)] = kernel, given[HYPER]
     for kernel, numbers in newest.values():
-        kernel.hyper.copy_(numbers)
+        kernel.hyperparams.copy_(numbers)
         kernel.set_step(int(numbers[1]))
         if isinstance(kernel, PartTables):
             with kernel._writing():
@@ -248,7 +248,7 @@ class TableCollection(nn.Module):
 
     def _own_handles(self) -> None:
         for name, handle in self.handles().items():
-            handle.belong(self, name)
+            handle.set_owner(self, name)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -541,7 +541,7 @@ class _Arrangement:
     """
 
     def __init__(self, groups: TableGroups, means: Sequence[bool]) -> None:
-        columns, column = groups.columns, 0
+        columns, column = groups.output_dim, 0
         place_of = {u: place for place, u in enumerate(groups.order)}
         targets, pieces = [], []
         for u, dim in enumerate(groups.dims):

@@ -44,7 +44,7 @@ class TableViews(nn.Module):
         self.embedding_specs = a.embedding_specs
         self.feature_table_map: list[int] = list(a.feature_table_map)
         self.dims: list[int] = [spec[1] for spec in a.embedding_specs]
-        self.current_device = self.bags.hyper.device
+        self.current_device = self.bags.hyperparams.device
         self.use_cpu = a.compute_device is ComputeDevice.CPU
         self.pooling_mode = a.pooling_mode
         self.weights_precision = a.weights_precision
@@ -181,7 +181,7 @@ class TableViews(nn.Module):
     @property
     def iter(self) -> Tensor:
         """Updates so far, `[1]`: a float64 view of the module's numbers, which may be written."""
-        return self.bags.hyper[1:2]
+        return self.bags.hyperparams[1:2]
 
     iter_cpu = iter
 
@@ -189,7 +189,7 @@ class TableViews(nn.Module):
     def max_counter(self) -> Tensor:
         """One more than the largest row_counter when it was last looked up, `[1]`."""
         counted = self._arguments.weight_decay_mode is WeightDecayMode.COUNTER
-        return self.bags.hyper[-1:] if counted else self.bags.hyper.new_ones(1)
+        return self.bags.hyperparams[-1:] if counted else self.bags.hyperparams.new_ones(1)
 
     @property
     def optimizer_args(self) -> SimpleNamespace:

@@ -29,7 +29,7 @@ from emblib.tables import memory
 _BUCKETS, _SIZE = TABLE_FIELDS.index("buckets"), TABLE_FIELDS.index("size")
 _FIRST_BUCKET, _MOST_BUCKETS = (
     TABLE_FIELDS.index("first_bucket"),
-    TABLE_FIELDS.index("most_buckets"),
+    TABLE_FIELDS.index("max_buckets"),
 )
 _HASH_KEY = TABLE_FIELDS.index("hash_key")
 HASH_KEYS = "hash_keys"  # the name in state dicts
@@ -136,7 +136,7 @@ class HashIndex(nn.Module):
         self._arrived: Tensor | None = None  # by slot the version at which its key came; a spare
         self._arrived_layout: Tensor | None = None  # of it as a plane, see `ValueRows`
         self._emptied = [0] * len(self.specs)  # the last version in which a table was emptied
-        self._grows = any(spec.buckets < spec.most_buckets for spec in self.specs)
+        self._grows = any(spec.buckets < spec.max_buckets for spec in self.specs)
         device = torch.empty(0, device=device).device
         ops.require_kernels(device)
         self._allocate(device)
@@ -178,7 +178,7 @@ class HashIndex(nn.Module):
             self.tags[first : first + in_use].zero_()
             self._use(t, 0, spec.buckets * SLOTS)
         rows = [
-            (first // SLOTS, spec.buckets, spec.most_buckets, 0, spec.most_load, hash_key)
+            (first // SLOTS, spec.buckets, spec.max_buckets, 0, spec.max_load_1024ths, hash_key)
             for first, spec, hash_key in zip(
                 self._first_slots, self.specs, self._hash_keys, strict=False
             )
@@ -376,7 +376,7 @@ class HashIndex(nn.Module):
     def _announce(self, table: int, keys: int, rows: ValueRows | None) -> None:
         """Tell the arenas which rows come into use when a table grows for `keys` keys."""
         spec, before = self.specs[table], self.buckets(table)
-        wanted = hash.wanted_buckets(keys, before, spec.most_buckets, spec.most_load)
+        wanted = hash.wanted_buckets(keys, before, spec.max_buckets, spec.max_load_1024ths)
         if wanted > before:
             self._use(table, before * SLOTS, wanted * SLOTS)
             if rows is not None and rows.grows is not None:
@@ -409,7 +409,7 @@ class HashIndex(nn.Module):
         """
         self.version += 1
         if num_buckets is None:
-            num_buckets = self.specs[table].most_buckets - first_bucket
+            num_buckets = self.specs[table].max_buckets - first_bucket
         removed = hash.hash_expire_(self.tensors(), table, first_bucket, num_buckets, before)
         first = self._first_slots[table] + first_bucket * SLOTS
         return self.entries[first : first + removed.numel(), _KEY][removed]
@@ -516,10 +516,10 @@ class HashIndex(nn.Module):
             )
         buckets = theirs[:, _BUCKETS].tolist()
         for count, spec in zip(buckets, self.specs, strict=True):
-            if not 0 < count <= spec.most_buckets:
+            if not 0 < count <= spec.max_buckets:
                 raise ValueError(
                     f"index.tables has {count} buckets of a table, of which there are 1 to "
-                    f"{spec.most_buckets}"
+                    f"{spec.max_buckets}"
                 )
         for name in ("clock", "counters"):
             own: Tensor = getattr(self, name)

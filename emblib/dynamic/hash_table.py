@@ -101,7 +101,7 @@ class HashTable(nn.Module):
         check_float_dtype("dtype", dtype)
         self._lock = ModuleLock()
         self.spec, self.dtype = spec, dtype
-        self.seed = 0 if seed is None else check_count("seed", seed, least=0)
+        self.seed = 0 if seed is None else check_count("seed", seed, minimum=0)
         # Given scores rank like counts followed by stamps; that order takes a score by key.
         self._given = spec.eviction in (Eviction.STEP, Eviction.CUSTOM)
         kept = {**vars(spec), "eviction": Eviction.LRU_LFU if self._given else spec.eviction}
@@ -449,7 +449,7 @@ class HashTable(nn.Module):
     def extra_repr(self) -> str:
         """Capacity, dim and eviction."""
         spec = self.spec
-        return f"capacity={spec.most_buckets * SLOTS}, dim={spec.dim}, {spec.eviction.value}"
+        return f"capacity={spec.max_buckets * SLOTS}, dim={spec.dim}, {spec.eviction.value}"
 
 
 def _rebuild(

@@ -48,7 +48,7 @@ def hash_keys_of(
         hash_seeds = [new_seed() if seed is None else seed] * len(names)
     if len(hash_seeds) != len(names):
         raise ValueError(f"hash_seeds must be one per table = {len(names)}, got {len(hash_seeds)}")
-    seeds = [check_count("hash_seeds", one, least=0) for one in hash_seeds]
+    seeds = [check_count("hash_seeds", one, minimum=0) for one in hash_seeds]
     return [hash_key_of(one, name) for one, name in zip(seeds, names, strict=True)]
 
 

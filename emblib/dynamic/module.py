@@ -33,7 +33,7 @@ from emblib.specs import (
 )
 from emblib.tables import optimizer_hooks
 from emblib.tables.base import SpecKind
-from emblib.tables.graph_break import outside_graphs
+from emblib.tables.graph_break import graph_break
 from emblib.tables.locks import atomic
 from emblib.tables.parameters import caller_level
 
@@ -121,7 +121,7 @@ class Expiry:
     """
 
     def __init__(self, specs: Sequence[DynamicSpec]) -> None:
-        self._tables = [(t, s.ttl, s.most_buckets) for t, s in enumerate(specs) if s.ttl]
+        self._tables = [(t, s.ttl, s.max_buckets) for t, s in enumerate(specs) if s.ttl]
 
     def __bool__(self) -> bool:
         """Whether any key ever expires."""
@@ -129,10 +129,10 @@ class Expiry:
 
     def sweeps(self, tick: int) -> Iterator[Sweep]:
         """Of the step with this number; run them once its keys have their places."""
-        for table, ttl, most_buckets in self._tables:
-            part = math.ceil(most_buckets / max(1, ttl // _SHARE))
-            first = tick % math.ceil(most_buckets / part) * part
-            yield Sweep(table, first, min(part, most_buckets - first), tick - ttl)
+        for table, ttl, max_buckets in self._tables:
+            part = math.ceil(max_buckets / max(1, ttl // _SHARE))
+            first = tick % math.ceil(max_buckets / part) * part
+            yield Sweep(table, first, min(part, max_buckets - first), tick - ttl)
 
 
 class OutsideStates:
@@ -241,7 +241,7 @@ class DynamicTraining(DynamicDumps):
             follower.arriving(keys, inserted)
 
     @atomic
-    def attach(self, optimizer: torch.optim.Optimizer) -> None:
+    def track_optimizer_state(self, optimizer: torch.optim.Optimizer) -> None:
         """Let the states that `optimizer` keeps for `weights` begin in zeros with every new key.
 
         For `optim.External`: an optimizer of torch.optim knows rows, not keys, so without this a
@@ -372,7 +372,7 @@ class DynamicEmbeddingBags(DynamicTraining):
             *(tables, optimizer, pooling, feature_tables, precision, BoundsCheck.WARNING)
         )
         self.include_last_offset = include_last_offset
-        self.seed = 0 if seed is None else check_count("seed", seed, least=0)
+        self.seed = 0 if seed is None else check_count("seed", seed, minimum=0)
         self._check_arguments()
         device = torch.empty(0, device=device).device
         check_device(device)
@@ -392,7 +392,7 @@ class DynamicEmbeddingBags(DynamicTraining):
                 f"{brief(self.optimizer)} looks at whole tables from time to time, which a dynamic "
                 "table has not; choose an optimizer without that part"
             )
-        grows = any(spec.buckets < spec.most_buckets for spec in self.tables)
+        grows = any(spec.buckets < spec.max_buckets for spec in self.tables)
         if isinstance(self.optimizer, External) and grows:
             raise ValueError("optim.External keeps its state outside, where it would not move with "
                              "the rows of a table that grows: leave initial_capacity out, or use a "
@@ -406,7 +406,7 @@ class DynamicEmbeddingBags(DynamicTraining):
         self.admission = Admission(self.tables, device, hash_keys) if admits else None
         self.scores = Scores(self.tables, device) if self._by_scores else None
         self._expiry = Expiry(self.tables)
-        self._may_grow = any(spec.buckets < spec.most_buckets for spec in self.tables)
+        self._may_grow = any(spec.buckets < spec.max_buckets for spec in self.tables)
         self.followers = []
         self.removals = None
         self.last = None
@@ -414,7 +414,7 @@ class DynamicEmbeddingBags(DynamicTraining):
         features = torch.tensor(self.feature_tables, dtype=torch.int64, device=device)
         self.register_buffer("feature_table", features, persistent=False)
         lost = torch.zeros(1, dtype=torch.int64, device=device)
-        self.register_buffer("lost", lost, persistent=False)
+        self.register_buffer("dropped_updates", lost, persistent=False)
         self._register_common(device)
 
     feature_table: Tensor
@@ -519,7 +519,7 @@ class DynamicEmbeddingBags(DynamicTraining):
             zeros = self._zeros = torch.zeros(2 * count, dtype=torch.int32, device=ids.device)
         return zeros[:count]
 
-    @outside_graphs
+    @graph_break
     @atomic
     def _look_up(
         self,
@@ -546,15 +546,15 @@ class DynamicEmbeddingBags(DynamicTraining):
             step = self._step(keys, inserted.slots, reads)
             step.weighted = sample_weights is not None and sample_weights.requires_grad
         batch = batch._replace(
-            indices=reads.indices, slots=reads.slots, beside=reads.beside, session=step
+            indices=reads.indices, slots=reads.slots, beside=reads.beside, hooks=step
         )
-        step.batch = batch._replace(session=None)  # no cycle: it ends with the graph
+        step.batch = batch._replace(hooks=None)  # no cycle: it ends with the graph
         if isinstance(self.optimizer, External):
             return autograd.lookup(
                 self.weights, batch, self.optimizer, sample_weights, self.output_dtype
             )
         return autograd.fused_lookup(
-            self.anchor, self._tiers(), self.optimizer, batch, sample_weights
+            self.grad_anchor, self._tiers(), self.optimizer, batch, sample_weights
         )
 
     def _read(
@@ -563,15 +563,17 @@ class DynamicEmbeddingBags(DynamicTraining):
         """A lookup that trains no row; sample weights get their gradient."""
         batch = batch._replace(indices=reads.indices, slots=reads.slots, beside=reads.beside)
         if sample_weights is not None and torch.is_grad_enabled():
-            batch = batch._replace(session=Reading(batch, self._step(keys, reads.indices, reads)))
+            batch = batch._replace(hooks=Reading(batch, self._step(keys, reads.indices, reads)))
             return autograd.fused_lookup(
-                self.anchor.detach(), self._tiers(), self.optimizer, batch, sample_weights
+                self.grad_anchor.detach(), self._tiers(), self.optimizer, batch, sample_weights
             )
-        return autograd.lookup_only(self._tiers().weights, batch, sample_weights, self.output_dtype)
+        return autograd.lookup_no_grad(
+            self._tiers().weights, batch, sample_weights, self.output_dtype
+        )
 
     def _tiers(self) -> autograd.Tiers:
         weights, *states = self.planes()
-        return autograd.Tiers([weights], states, self.hyper, self.output_dtype)
+        return autograd.Tiers([weights], states, self.hyperparams, self.output_dtype)
 
     def _size_of(self, spec: DynamicSpec) -> str:
         return f"{spec.capacity} x {spec.dim}"

@@ -201,9 +201,9 @@ class RowLayout:
 def check_capacity(specs: Sequence[DynamicSpec]) -> None:
     """Raise ValueError where the tables have more slots than an index can number."""
     for spec in specs:
-        if spec.most_buckets >= 1 << 31:
+        if spec.max_buckets >= 1 << 31:
             raise ValueError(
-                f"a table has fewer than 2^31 buckets of {SLOTS} rows, got {spec.most_buckets}; "
+                f"a table has fewer than 2^31 buckets of {SLOTS} rows, got {spec.max_buckets}; "
                 "choose a smaller capacity"
             )
 
@@ -238,11 +238,12 @@ class Reads(NamedTuple):
 
 
 class Step:
-    """A batch from its forward to its backward (a session of `emblib.ops.autograd`).
+    """A batch from its forward to its backward (the update hooks of `emblib.ops.autograd`).
 
     Rows move when a table grows, and keys leave. So what forward found is looked up again if the
     index has changed since: what has left in between is not updated, even if it has come again, and
-    counted in `lost`. It watches the index while its graph exists, which may go backward again.
+    counted in `dropped_updates`. It watches the index while its graph exists, which may go backward
+    again.
     """
 
     def __init__(

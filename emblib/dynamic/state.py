@@ -232,9 +232,9 @@ class DynamicState(KeyQuestions, FeatureTables):
         return RowLayout(self.tables, self.table_names, self.optimizer.states, self.precision)
 
     def _step(self, keys: Keys, slots: Tensor, reads: Reads) -> Step:
-        return Step(self._lock, self.index, keys, slots, reads, self.lost)
+        return Step(self._lock, self.index, keys, slots, reads, self.dropped_updates)
 
-    lost: Tensor
+    dropped_updates: Tensor
     """Positions whose key had left between their forward and their backward, so far."""
 
     def _register_rows(self, device: torch.device) -> None:
@@ -264,7 +264,7 @@ class DynamicState(KeyQuestions, FeatureTables):
 
     def keys_of(self, table: int, ids: Tensor) -> Keys:
         """Ids of one table as a batch."""
-        return Keys.of(as_keys(ids).to(self.hyper.device), self.table_number(table))
+        return Keys.of(as_keys(ids).to(self.hyperparams.device), self.table_number(table))
 
     @atomic
     def size(self, table: int) -> int:
@@ -321,7 +321,7 @@ class DynamicState(KeyQuestions, FeatureTables):
         return {
             "index": self.index.snapshot(),
             "rows": self.rows.snapshot(self.planes(), self._capacities()),
-            "hyper": self.hyper.clone(),
+            "hyper": self.hyperparams.clone(),
             "admission": None if self.admission is None else self.admission.snapshot(),
             "scores": None if self.scores is None else copied(self.scores.state_dict()),
         }
@@ -331,7 +331,7 @@ class DynamicState(KeyQuestions, FeatureTables):
         parts = dumps.check_entries("the snapshot", snapshot, _SNAPSHOT)
         capacities = self.index.check_snapshot(parts["index"])
         self.rows.check_snapshot(parts["rows"], capacities)
-        dumps.check_tensor("hyper", parts["hyper"], self.hyper.dtype, self.hyper.shape)
+        dumps.check_tensor("hyper", parts["hyper"], self.hyperparams.dtype, self.hyperparams.shape)
         for name, own in (("admission", self.admission), ("scores", self.scores)):
             dumps.check_presence(name, parts[name], own)
         if self.admission is not None:
@@ -351,7 +351,7 @@ class DynamicState(KeyQuestions, FeatureTables):
         with torch.no_grad():
             self.index.restore(snapshot["index"])
             self.rows.restore(self.planes(), snapshot["rows"])
-            self.hyper.copy_(snapshot["hyper"])
+            self.hyperparams.copy_(snapshot["hyper"])
             if self.admission is not None:
                 self.admission.restore(snapshot["admission"])
             if self.scores is not None:
@@ -359,7 +359,7 @@ class DynamicState(KeyQuestions, FeatureTables):
 
     @atomic
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        here = self.hyper.device
+        here = self.hyperparams.device
         there = fn(torch.empty(0, device=here)).device
         if here == there:
             return super()._apply(fn, recurse)
@@ -405,7 +405,7 @@ class DynamicState(KeyQuestions, FeatureTables):
     def __setstate__(self, state: dict[str, Any]) -> None:
         rows = state.pop("_rows_in_use")
         super().__setstate__(state)
-        device = self.hyper.device
+        device = self.hyperparams.device
         self._register_rows(device)
         self.rows.restore(self.planes(), rows)
 

@@ -30,7 +30,7 @@ class RowLocations(NamedTuple):
     """The rows that lookups read, where they are others by now than those of the batch."""
 
 
-class Session(Protocol):
+class UpdateHooks(Protocol):
     """What a module wants to do around the update of one batch, all of it under its `lock`."""
 
     @property
@@ -53,23 +53,23 @@ class Lookup(NamedTuple):
     bag_layout: Tensor | None
     pooling: Pooling
     total_rows: int
-    columns: int
+    output_dim: int
     slots: Tensor | None = None
     sample_features: Tensor | None = None
     """`features` as the gradient of the sample weights sees them; None if it sees all."""
     trained_features: Tensor | None = None
     """`features` as the update sees them; None if it sees all."""
-    session: Session | None = None
+    hooks: UpdateHooks | None = None
     beside: Tensor | None = None
     """Rows that `slots` name where there is no cache; they are read, and never updated."""
 
 
 class Tiers(NamedTuple):
-    """The memory of a module: `weights` and `states` by tier, `hyper`, and the output's dtype."""
+    """Memory of a module: `weights` and `states` by tier, hyperparameters, output dtype."""
 
     weights: list[Tensor]
     states: list[Tensor]
-    hyper: Tensor
+    hyperparams: Tensor
     output_dtype: torch.dtype
 
 
@@ -92,10 +92,10 @@ def for_update() -> Iterator[None]:
 def _shape(batch: Lookup) -> tuple[int, ...]:
     """Of the output."""
     if batch.pooling is Pooling.NONE:
-        return batch.indices.numel(), batch.columns
+        return batch.indices.numel(), batch.output_dim
     if batch.bag_layout is not None:
-        return (batch.columns,)
-    return (batch.offsets.numel() - 1) // batch.features.shape[0], batch.columns
+        return (batch.output_dim,)
+    return (batch.offsets.numel() - 1) // batch.features.shape[0], batch.output_dim
 
 
 def groups_of(batch: Lookup) -> tbe.Groups:
@@ -126,9 +126,10 @@ class UpdateRule(NamedTuple):
 class FusedLookup(torch.autograd.Function):
     """Lookup whose backward updates weights and states in place, with no weight gradient.
 
-    `anchor` is a scalar that requires grad: it ties the output to autograd while the weights, which
-    backward mutates, stay out of it. `row_weights` are the sample weights by which the gradient of
-    a row is scaled: other than those of the output where rows decay before they are read.
+    `grad_anchor` is a scalar that requires grad: it ties the output to autograd while the weights,
+    which backward mutates, stay out of it. `row_weights` are the sample weights by which the
+    gradient of a row is scaled; they differ from those of the output where rows decay before they
+    are read.
 
     The gradient of `sample_weights` is that at the rows as backward finds them, before its own
     update: where another backward has updated them since forward, as with two lookups in one loss,
@@ -138,27 +139,27 @@ class FusedLookup(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        anchor: Tensor,
+        grad_anchor: Tensor,
         tiers: Tiers,
         rule: UpdateRule,
         batch: Lookup,
         sample_weights: Tensor | None,
         row_weights: Tensor | None,
     ) -> Tensor:
-        """`[B, columns]`, `[columns]` with a bag layout, or `[L, columns]` for NONE."""
+        """`[B, output_dim]`, `[output_dim]` with a bag layout, or `[L, output_dim]` for NONE."""
         _save(ctx, batch, sample_weights, row_weights)
         ctx.tiers, ctx.rule = tiers, rule
         if not torch.compiler.is_compiling() and _for_update.get():
-            return torch.zeros((), dtype=tiers.output_dtype, device=anchor.device).expand(
+            return torch.zeros((), dtype=tiers.output_dtype, device=grad_anchor.device).expand(
                 _shape(batch)
             )
-        return lookup_only(tiers.weights, batch, sample_weights, tiers.output_dtype)
+        return lookup_no_grad(tiers.weights, batch, sample_weights, tiers.output_dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Apply the optimizer to every row of the batch; gradient of `sample_weights` if asked."""
-        lock = None if ctx.batch.session is None else ctx.batch.session.lock
+        lock = None if ctx.batch.hooks is None else ctx.batch.hooks.lock
         if lock is None:
             return FusedLookup._update(ctx, grad)
         with lock:
@@ -170,12 +171,12 @@ class FusedLookup(torch.autograd.Function):
         tiers, rule = ctx.tiers, ctx.rule
         if ctx.needs_input_grad[0]:
             refuse_scaled_gradients()
-        places = None if batch.session is None else batch.session.before_update()
+        places = None if batch.hooks is None else batch.hooks.before_update()
         if places is None:
-            # Slots of a batch without a session are not of a cache, which would have changed.
-            slots = batch.slots if batch.session is None else None
+            # Slots of a batch without hooks are not of a cache, which would have changed.
+            slots = batch.slots if batch.hooks is None else None
             places = RowLocations(groups_of(batch), slots=slots)
-        grad = clipped(grad, rule)
+        grad = clip_gradient(grad, rule)
         sample_grad = None
         if ctx.needs_input_grad[4]:
             located = batch._replace(slots=places.slots)
@@ -185,16 +186,16 @@ class FusedLookup(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             if batch.trained_features is not None:
                 places = _of_trained_tables(batch, places)
-            tiers.hyper[1].add_(counted_step(tiers.hyper, grad))
+            tiers.hyperparams[1].add_(counted_step(tiers.hyperparams, grad))
             try:
                 _update(tiers, rule.name, grad, batch, places, row_weights)
             except BaseException:
-                tiers.hyper[1].sub_(1)  # steps are updates: out of memory is none
+                tiers.hyperparams[1].sub_(1)  # steps are updates: out of memory is none
                 raise
-            if _may_move(tiers.hyper):
+            if _may_move(tiers.hyperparams):
                 torch.autograd.graph.increment_version(tiers.weights)
-        if batch.session is not None:
-            batch.session.after_update()
+        if batch.hooks is not None:
+            batch.hooks.after_update()
         return None, None, None, None, sample_grad, None
 
 
@@ -212,7 +213,7 @@ def _of_trained_tables(batch: Lookup, places: RowLocations) -> RowLocations:
 
 
 def fused_lookup(
-    anchor: Tensor,
+    grad_anchor: Tensor,
     tiers: Tiers,
     optimizer: Optimizer,
     batch: Lookup,
@@ -224,9 +225,9 @@ def fused_lookup(
     `decay` float32 `[L]` scales each row as it is read, see `optim.GlobalDecay`.
     """
     row_weights = None if sample_weights is None else sample_weights.detach()
-    weights = scaled(sample_weights, decay)
+    weights = multiply_weights(sample_weights, decay)
     rule = UpdateRule.of(optimizer)
-    return FusedLookup.apply(anchor, tiers, rule, batch, weights, row_weights)
+    return FusedLookup.apply(grad_anchor, tiers, rule, batch, weights, row_weights)
 
 
 class ExternalLookup(torch.autograd.Function):
@@ -242,20 +243,20 @@ class ExternalLookup(torch.autograd.Function):
         rule: UpdateRule,
         unique: int | None,
     ) -> Tensor:
-        """`[B, columns]`, `[columns]` with a bag layout, or `[L, columns]` for NONE."""
+        """`[B, output_dim]`, `[output_dim]` with a bag layout, or `[L, output_dim]` for NONE."""
         # The weights matter for the gradient of sample weights only; kept without need, they would
         # forbid an optimizer step between two backwards.
         weighted = sample_weights is not None and sample_weights.requires_grad
         _save(ctx, batch, sample_weights, weights if weighted else None)
         ctx.shape, ctx.dtype = weights.shape, weights.dtype
         ctx.rule, ctx.unique = rule, unique
-        return lookup_only([weights.view(-1)], batch, sample_weights, output_dtype)
+        return lookup_no_grad([weights.view(-1)], batch, sample_weights, output_dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """The gradient; a sparse one reads the number of rows from the device if it is not told."""
-        lock = None if ctx.batch.session is None else ctx.batch.session.lock
+        lock = None if ctx.batch.hooks is None else ctx.batch.hooks.lock
         if lock is None:
             return ExternalLookup._gradient(ctx, grad)
         with lock:
@@ -265,8 +266,8 @@ class ExternalLookup(torch.autograd.Function):
     def _gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         batch, sample_weights, weights = _saved(ctx)
         weight_grad = sample_grad = None
-        grad = clipped(grad, ctx.rule)
-        places = None if batch.session is None else batch.session.before_update()
+        grad = clip_gradient(grad, ctx.rule)
+        places = None if batch.hooks is None else batch.hooks.before_update()
         if places is not None:
             batch = batch._replace(indices=places.indices, slots=places.slots)
         if ctx.needs_input_grad[2]:
@@ -325,12 +326,12 @@ def lookup(
 ) -> Tensor:
     """Pool each bag; `weights` gets a gradient where it requires one."""
     if not torch.is_grad_enabled():
-        return lookup_only([weights.view(-1)], batch, sample_weights, output_dtype)
+        return lookup_no_grad([weights.view(-1)], batch, sample_weights, output_dtype)
     rule = UpdateRule.of(optimizer)
     return ExternalLookup.apply(weights, batch, sample_weights, output_dtype, rule, unique)
 
 
-def lookup_only(
+def lookup_no_grad(
     weights: Sequence[Tensor],
     batch: Lookup,
     sample_weights: Tensor | None,
@@ -340,18 +341,18 @@ def lookup_only(
     return tbe.tbe_lookup(
         *(_readable(weights, batch), batch.features, batch.indices, batch.offsets, batch.slots),
         *(batch.bag_layout, sample_weights, codes.POOLING[batch.pooling.value]),
-        *(batch.columns, output_dtype),
+        *(batch.output_dim, output_dtype),
     )
 
 
-def scaled(sample_weights: Tensor | None, scales: Tensor | None) -> Tensor | None:
+def multiply_weights(sample_weights: Tensor | None, scales: Tensor | None) -> Tensor | None:
     """The product of what is there of both."""
     if sample_weights is None or scales is None:
         return scales if sample_weights is None else sample_weights
     return sample_weights * scales
 
 
-def clipped(grad: Tensor, rule: UpdateRule) -> Tensor:
+def clip_gradient(grad: Tensor, rule: UpdateRule) -> Tensor:
     """Return the gradient of the output within the bounds that the optimizer sets."""
     if rule.max_gradient is None:
         return grad
@@ -397,7 +398,7 @@ def _update(
     sample_weights: Tensor | None,
 ) -> None:
     tbe.tbe_update_(
-        *(tiers.weights, tiers.states, tiers.hyper, codes.OPTIMIZER[optimizer]),
+        *(tiers.weights, tiers.states, tiers.hyperparams, codes.OPTIMIZER[optimizer]),
         *(grad, batch.features),
         *(*places.groups, batch.offsets, places.row_slots, batch.bag_layout, sample_weights),
         codes.POOLING[batch.pooling.value],

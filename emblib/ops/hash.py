@@ -42,7 +42,7 @@ from emblib.ops import codes
 from emblib.specs import Constant, Debug, DynamicSpec, Initializer, Normal, Uniform
 
 SLOTS = 32
-TABLE_FIELDS = ("first_bucket", "buckets", "most_buckets", "size", "most_load", "hash_key")
+TABLE_FIELDS = ("first_bucket", "buckets", "max_buckets", "size", "max_load", "hash_key")
 COUNTERS = (
     "lookups",
     "hits",
@@ -53,7 +53,7 @@ COUNTERS = (
     "expired",
     "erased",
 )
-MOST_USES = 2**63 - 1  # where the uses of a key stop being counted
+MAX_USES = 2**63 - 1  # where the uses of a key stop being counted
 ORDERS = tuple(codes.HASH_ORDER)
 SCORED = ("lfu", "lru_lfu", "assigned")
 

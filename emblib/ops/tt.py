@@ -177,14 +177,15 @@ class DenseLookup(torch.autograd.Function):
 class FusedLookup(torch.autograd.Function):
     """Lookup whose backward updates `cores` and `states` in place, with no gradient of the cores.
 
-    `anchor` is a scalar that requires grad: it ties the output to autograd while the cores, which
-    backward mutates, stay out of it. The gradient is that at the cores as backward finds them.
+    `grad_anchor` is a scalar that requires grad: it ties the output to autograd while the cores,
+    which backward mutates, stay out of it. The gradient is taken at the cores as
+    backward finds them.
     """
 
     @staticmethod
     def forward(
         ctx: Any,
-        anchor: Tensor,
+        grad_anchor: Tensor,
         cores: list[Tensor],
         states: list[list[Tensor]],
         hyper: Tensor,
@@ -198,7 +199,7 @@ class FusedLookup(torch.autograd.Function):
         made = make_rows(cores, batch, 0 if compiling else kept_prefixes(batch, cores))
         ctx.cores = cores
         ctx.versions = [] if compiling else [core._version for core in cores]
-        ctx.states, ctx.hyper, ctx.rule, ctx.batch = states, hyper, rule, batch
+        ctx.states, ctx.hyperparams, ctx.rule, ctx.batch = states, hyper, rule, batch
         ctx.share = share
         _save(ctx, made, sample_weights, ())
         return pool(made, batch, sample_weights)
@@ -222,9 +223,9 @@ class FusedLookup(torch.autograd.Function):
                 cores, made.plan, batch.row_factors, batch.dim_factors, made.prefixes.size(0)
             )
             made = made._replace(prefixes=prefixes)
-        grad = autograd.clipped(grad, ctx.rule)
+        grad = autograd.clip_gradient(grad, ctx.rule)
         core_grads = _core_grads(grad, made, batch, sample_weights, cores)
-        states, hyper, rule = ctx.states, ctx.hyper, ctx.rule
+        states, hyper, rule = ctx.states, ctx.hyperparams, ctx.rule
         if ctx.share is None:
             _update(cores, states, hyper, rule, core_grads)
         else:

@@ -103,7 +103,7 @@ class Optimizer:
         """The numbers that follow the head of the hyper vector."""
         return ()
 
-    def hyper(self, device: torch.device | str | None = None) -> Tensor:
+    def hyperparams(self, device: torch.device | str | None = None) -> Tensor:
         """Float64 `(lr, step = 0, L2, decay, seed = -1, *parameters)` on `device`."""
         head = (self.lr, 0.0, *self._decay_head(), -1.0)
         return torch.tensor((*head, *self.parameters()), dtype=torch.float64, device=device)

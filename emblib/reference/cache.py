@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 WAYS = 32
-MOST_LOOKUPS = 2**31 - 1  # where the lookups of a row stop being counted
+MAX_LOOKUPS = 2**31 - 1  # where the lookups of a row stop being counted
 CACHE_TIER = 3
 
 COUNTERS = (
@@ -78,7 +78,7 @@ class CacheModel:
         missing: dict[int, list[int]] = {}
         for row, times in batch.items():
             if self.policy == "lfu":
-                self.counts[row] = min(self.counts[row] + times, MOST_LOOKUPS)
+                self.counts[row] = min(self.counts[row] + times, MAX_LOOKUPS)
             number = set_of(row, len(self.sets))
             found = [w for w, way in enumerate(self.sets[number]) if way.row == row]
             if found:

@@ -37,7 +37,7 @@ COUNTERS = (
     "erased",
 )
 NEW, EVICTING, REFUSED, NOT_ADMITTED = 2, 3, 4, 5  # status of a miss
-MOST_USES = 2**63 - 1  # where the uses of a key stop being counted
+MAX_USES = 2**63 - 1  # where the uses of a key stop being counted
 
 Batch = Sequence[tuple[int, int]]  # (table, key) of each position
 
@@ -196,7 +196,7 @@ class HashModel:
             assert entry is not None, "a key was found there"
             entry.stamp = self.tick
             if self.order in ("lfu", "lru_lfu"):
-                entry.score = min(entry.score + count, MOST_USES)
+                entry.score = min(entry.score + count, MAX_USES)
             elif self.order == "assigned":
                 entry.score = given[t]
         return slots
@@ -208,7 +208,7 @@ class HashModel:
             if slot < 0:
                 miss = found[t].setdefault(key, Miss(key, []))
                 miss.positions.append(position)
-                miss.total = min(miss.total + count, MOST_USES)
+                miss.total = min(miss.total + count, MAX_USES)
         return [list(misses.values()) for misses in found]
 
     def grow(self, misses: Sequence[Sequence[Miss]]) -> list[dict[int, int]]:

@@ -27,7 +27,7 @@ from torch.autograd.function import once_differentiable
 
 from emblib.sharding.codecs import FP32, Codec
 from emblib.sharding.ranks import RankGroup
-from emblib.tables.graph_break import outside_graphs
+from emblib.tables.graph_break import graph_break
 
 
 class Content(enum.IntEnum):
@@ -369,7 +369,7 @@ class LazyAwaitable(Awaitable[T]):
     _result: Any
     _callbacks: list[Callable[[Any], Any]]
 
-    @outside_graphs
+    @graph_break
     def wait(self) -> T:
         """The result, as of `Awaitable`; what it waits for is no part of a compiled graph."""
         return super().wait()

@@ -241,7 +241,7 @@ def collection_description(
 
 def _values_of(kernel: Any, device: torch.device) -> dict[str, Any]:
     """Return where the first values come from, and the numbers of the optimizer as they are now."""
-    hyper = getattr(kernel, "hyper", None)
+    hyper = getattr(kernel, "hyperparams", None)
     if device.type == "meta" or not isinstance(hyper, Tensor):
         return {"is_on_meta": device.type == "meta"}
     rate, step, *others = hyper.tolist()

@@ -75,7 +75,7 @@ class Combination(nn.Module):
         self._divides = any(feature.is_mean for feature in layout.features)
         here = [unit.feature for unit in layout.ranks[0].units]
         self._in_order = not self._divides and here == list(range(len(layout.features)))
-        self.register_buffer("anchor", torch.zeros((), device=ranks.device), persistent=False)
+        self.register_buffer("grad_anchor", torch.zeros((), device=ranks.device), persistent=False)
         self._columns = {
             (rank, unit): column
             for rank, place in enumerate(self._places)
@@ -89,7 +89,7 @@ class Combination(nn.Module):
                 tensor = torch.tensor(table, dtype=torch.int64).view(-1, width)
                 self.register_buffer(f"{name}_{kind}", tensor.to(ranks.device), persistent=False)
 
-    anchor: Tensor
+    grad_anchor: Tensor
     constant_targets: Tensor
     constant_pieces: Tensor
     by_bag_targets: Tensor
@@ -140,8 +140,8 @@ class Combination(nn.Module):
         self, local: Tensor, copies: Tensor | None, stand_in: Tensor | None, step: _Step
     ) -> Tensor:
         # A rank without tables takes part in backward, too.
-        anchor = self.anchor.detach().requires_grad_()
-        result: Tensor = _Combined.apply(anchor, local, copies, stand_in, step, self)
+        grad_anchor = self.grad_anchor.detach().requires_grad_()
+        result: Tensor = _Combined.apply(grad_anchor, local, copies, stand_in, step, self)
         return result
 
     def shape_of_copies(self, received: Received) -> tuple[int, ...]:
@@ -304,7 +304,7 @@ class _Combined(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        anchor: Tensor,
+        grad_anchor: Tensor,
         local: Tensor,
         copies: Tensor | None,
         stand_in: Tensor | None,

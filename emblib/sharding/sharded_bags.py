@@ -22,7 +22,7 @@ from emblib.sharding.sharded_tables import (
     in_this_grad_mode,
 )
 from emblib.sharding.sharding_types import ParameterSharding
-from emblib.tables.graph_break import outside_graphs
+from emblib.tables.graph_break import graph_break
 
 
 class ShardedEmbeddingBagCollection(StateOfTables, ShardedTables):
@@ -85,7 +85,7 @@ class ShardedEmbeddingBagCollection(StateOfTables, ShardedTables):
         """Whether lookups are weighted."""
         return self._is_weighted
 
-    @outside_graphs
+    @graph_break
     def forward(self, features: KeyedJaggedTensor) -> LazyAwaitable[KeyedTensor]:
         """Pooled embeddings `[B, sum D]`, float32, in the order of the tables."""
         self.embedding_bags.check()

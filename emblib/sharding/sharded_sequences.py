@@ -39,7 +39,7 @@ from emblib.sharding.sharded_tables import (
     in_this_grad_mode,
 )
 from emblib.sharding.sharding_types import ParameterSharding
-from emblib.tables.graph_break import outside_graphs
+from emblib.tables.graph_break import graph_break
 
 Rows = tuple[Tensor, Tensor | None]
 
@@ -98,14 +98,14 @@ class SequenceTables(ShardedTables):
         self._pieces = [unit.columns // width for unit in self._own.units]
         self._equal = len({unit.columns for unit in every}) <= 1
         tables = {
-            "anchor": torch.zeros(()),
+            "grad_anchor": torch.zeros(()),
             "first": torch.tensor([u.box.columns[0] // width for u in every], dtype=torch.int64),
             "pieces": torch.tensor([u.columns // width for u in every], dtype=torch.int64),
         }
         for name, tensor in tables.items():
             self.register_buffer(name, tensor.to(device), persistent=False)
 
-    anchor: Tensor
+    grad_anchor: Tensor
     first: Tensor
     pieces: Tensor
 
@@ -156,8 +156,8 @@ class SequenceTables(ShardedTables):
         way: _Way,
         pending: CodedPending,
     ) -> Tensor:
-        anchor = self.anchor.detach().requires_grad_()
-        result: Tensor = _Placed.apply(anchor, local, copies, stand_in, way, pending, self)
+        grad_anchor = self.grad_anchor.detach().requires_grad_()
+        result: Tensor = _Placed.apply(grad_anchor, local, copies, stand_in, way, pending, self)
         return result
 
     def _way(self, received: Received) -> _Way:
@@ -223,7 +223,7 @@ class _Placed(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        anchor: Tensor,
+        grad_anchor: Tensor,
         local: Tensor,
         copies: Tensor | None,
         stand_in: Tensor | None,
@@ -409,7 +409,7 @@ class ShardedEmbeddingCollection(StateOfTables):
         """Both."""
         return self.output_dist(self.compute(received), received)
 
-    @outside_graphs
+    @graph_break
     def forward(self, features: KeyedJaggedTensor) -> LazyAwaitable[dict[str, JaggedTensor]]:
         """By feature, in the order of the tables, one vector an id: float32 `[L, dim]`."""
         self.embeddings.check()

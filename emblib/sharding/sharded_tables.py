@@ -58,10 +58,10 @@ class SynchronisedCopies(nn.Module):
         self._features = [unit.feature for unit in self._units]
         order = torch.tensor(self._features, dtype=torch.int64)
         self.register_buffer("order", order.to(ranks.device), persistent=False)
-        self.register_buffer("anchor", torch.zeros((), device=ranks.device), persistent=False)
+        self.register_buffer("grad_anchor", torch.zeros((), device=ranks.device), persistent=False)
 
     order: Tensor
-    anchor: Tensor
+    grad_anchor: Tensor
 
     def forward(self, inputs: Inputs) -> Tensor:
         """Rows of this rank's own batch, `[B, columns]` or flat, or `[L, dim]` if not pooled."""
@@ -88,8 +88,8 @@ class SynchronisedCopies(nn.Module):
         def look_up(weights: Tensor | None) -> Tensor:
             return self.groups(ids, offsets, weights, batch_sizes=sizes)
 
-        anchor = self.anchor.detach().requires_grad_()
-        result: Tensor = _StandIn.apply(anchor, weights, look_up, shape)
+        grad_anchor = self.grad_anchor.detach().requires_grad_()
+        result: Tensor = _StandIn.apply(grad_anchor, weights, look_up, shape)
         return result
 
 
@@ -98,12 +98,16 @@ class _StandIn(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, anchor: Tensor, weights: Tensor | None, look_up: Callable[..., Tensor], shape: Any
+        ctx: Any,
+        grad_anchor: Tensor,
+        weights: Tensor | None,
+        look_up: Callable[..., Tensor],
+        shape: Any,
     ) -> Tensor:
         """Zeros of `shape`."""
         ctx.look_up = look_up
         ctx.save_for_backward(weights)
-        return anchor.detach().expand(shape)
+        return grad_anchor.detach().expand(shape)
 
     @staticmethod
     @once_differentiable
@@ -174,9 +178,9 @@ def fill(groups: TableGroups, source: TableGroups, blocks: Mapping[str, tuple[in
             _fill_dynamic(from_module, from_table, to_module, to_table, blocks[name])
         elif isinstance(kind, TensorTrain) == isinstance(part.config.kind, TensorTrain):
             _fill_views(part, views[whole[name]], own[i])
-        trained = hasattr(to_module, "hyper") and hasattr(from_module, "hyper")
+        trained = hasattr(to_module, "hyperparams") and hasattr(from_module, "hyperparams")
         if trained and to_module.optimizer == from_module.optimizer:
-            to_module.hyper.copy_(from_module.hyper)
+            to_module.hyperparams.copy_(from_module.hyperparams)
 
 
 def _fill_views(part: TableSlice, source: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
@@ -207,7 +211,7 @@ def equalise(groups: TableGroups, ranks: RankGroup) -> None:
     if ranks.size == 1:
         return
     tensors = [view for views in groups.all_views() for view in views.values()]
-    hypers = [info.module.hyper for info in groups.groups if hasattr(info.module, "hyper")]
+    hypers = [info.module.hyperparams for info in groups.groups if hasattr(info.module, "hyper")]
     for tensor in (*tensors, *hypers):
         sent = tensor.contiguous()
         dist.broadcast(sent, ranks.global_rank(0), group=ranks.group)

@@ -111,13 +111,12 @@ class FusedTable(CheckedBatches, nn.Module):
     `requires_grad_(True)` goes on with training. `state_dict` holds the optimizer's numbers as
     well, and loading one restores them.
 
-    `anchor` is a scalar that requires grad; it ties outputs to autograd while the weights, which
-    backward mutates in place, stay out of it.
+    `grad_anchor` is a scalar that requires grad; it ties outputs to autograd while the weights,
+    which backward mutates in place, stay out of it.
     """
 
     features: Tensor
-    hyper: Tensor
-    anchor: Tensor
+    grad_anchor: Tensor
     bounds_violations: Tensor
     _layout: list[tuple[int, ...]]
     _frozen: bool = False
@@ -152,19 +151,19 @@ class FusedTable(CheckedBatches, nn.Module):
         """
         features = torch.empty(len(self._layout), _FIELDS, dtype=torch.int64, device=device)
         self.register_buffer("features", features)
-        self.register_buffer("hyper", self._initial_hyper().to(device))
-        anchor = torch.zeros((), device=device, requires_grad=True)
-        self.register_buffer("anchor", anchor, persistent=False)
+        self.register_buffer("hyper", self._initial_hyperparams().to(device))
+        grad_anchor = torch.zeros((), device=device, requires_grad=True)
+        self.register_buffer("grad_anchor", grad_anchor, persistent=False)
         counts = torch.zeros(2, dtype=torch.int64, device=device)
         self.register_buffer("bounds_violations", counts, persistent=False)
 
     def _reset_common(self) -> None:
-        self.hyper.copy_(self._initial_hyper())
+        self.hyperparams.copy_(self._initial_hyperparams())
         self._restore()
 
-    def _initial_hyper(self) -> Tensor:
+    def _initial_hyperparams(self) -> Tensor:
         """The optimizer's numbers before the first step, on the CPU."""
-        return self.optimizer.hyper()
+        return self.optimizer.hyperparams()
 
     def _own_parameters(self) -> None:
         """Be told of changes to the parameters that backward updates."""
@@ -199,13 +198,17 @@ class FusedTable(CheckedBatches, nn.Module):
     def _restore(self) -> None:
         """What follows from the construction alone, on the device where the table is now."""
         self._own_parameters()
-        device = self.hyper.device
+        device = self.hyperparams.device
         layout = torch.tensor(self._layout, dtype=torch.int64).view(-1, _FIELDS)
-        if self.features.device == device and self.anchor.requires_grad and self.anchor.is_leaf:
+        if (
+            self.features.device == device
+            and self.grad_anchor.requires_grad
+            and self.grad_anchor.is_leaf
+        ):
             self.features.copy_(layout)  # a captured CUDA graph knows it by its address
             return
         self.features = layout if device.type == "cpu" else layout.to(device)
-        self.anchor = torch.zeros((), device=device, requires_grad=True)
+        self.grad_anchor = torch.zeros((), device=device, requires_grad=True)
         self.bounds_violations = torch.zeros(2, dtype=torch.int64, device=device)
 
     def _load_from_state_dict(
@@ -224,9 +227,16 @@ class FusedTable(CheckedBatches, nn.Module):
         self._restore()
 
     @property
+    def hyperparams(self) -> Tensor:
+        """The numbers of the optimizer, float64 on the device; `hyper` in state dicts."""
+        hyperparams = self._buffers["hyper"]
+        assert hyperparams is not None
+        return hyperparams
+
+    @property
     def learning_rate(self) -> float:
         """Of the fused optimizer (reads the device)."""
-        return float(self.hyper[0])
+        return float(self.hyperparams[0])
 
     @atomic
     def set_learning_rate(self, lr: float) -> None:
@@ -234,7 +244,7 @@ class FusedTable(CheckedBatches, nn.Module):
         if not autograd.is_fused(self.optimizer):
             raise RuntimeError("optim.External has no learning rate; set that of your optimizer")
         check_learning_rate(lr)
-        self.hyper[0].fill_(lr)  # a kernel's argument, where `hyper[0] = lr` may copy from the host
+        self.hyperparams[0].fill_(lr)  # a kernel argument; `= lr` might copy from the host
 
     @atomic
     def set_hyperparameters(self, **changes: Any) -> None:
@@ -258,23 +268,23 @@ class FusedTable(CheckedBatches, nn.Module):
                 "weights into it"
             )
         self.optimizer = changed
-        values = self._initial_hyper()
+        values = self._initial_hyperparams()
         if isinstance(getattr(changed, "counter", None), Counter):
             values = values[:-1]  # the largest count is found out, not given
         # The step stays: another thread may be counting it.
         for numbers in (slice(0, 1), slice(2, len(values))):
-            self.hyper[numbers].copy_(values[numbers])
+            self.hyperparams[numbers].copy_(values[numbers])
 
     @property
     def step(self) -> int:
         """Number of updates so far (reads the device)."""
-        return int(self.hyper[1])
+        return int(self.hyperparams[1])
 
     @atomic
     def set_step(self, step: int) -> None:
         """Continue counting from `step` (>= 0): what bias corrections and row counters see."""
-        step = check_count("step", step, least=0)
-        self.hyper[1].fill_(step)
+        step = check_count("step", step, minimum=0)
+        self.hyperparams[1].fill_(step)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         warn_of_dtype(fn, "precision=Precision(weights=...)")
@@ -357,7 +367,7 @@ class VariableBatch(NamedTuple):
     """`bag_layout` int64 `[bags, 2]` of (feature, first element of the output); output elements."""
 
     bag_layout: Tensor
-    columns: int
+    output_numel: int
 
 
 def variable_batch(
@@ -390,7 +400,7 @@ def variable_batch(
             f"batch_sizes add up to {sum(sizes)} bags, but offsets has {num_bags} + 1 entries"
         )
     # Plain numbers so far, so that a compiled graph takes other sizes without being compiled anew.
-    columns = sum(dim * sum(row) for dim, row in zip(dims, batch_sizes, strict=True))
+    output_numel = sum(dim * sum(row) for dim, row in zip(dims, batch_sizes, strict=True))
     blocks = torch.tensor(sizes, dtype=torch.int64)
     dim = torch.tensor(list(dims), dtype=torch.int64).unsqueeze(1)
     shape = (len(dims), max(ranks, default=0))
@@ -405,7 +415,7 @@ def variable_batch(
     of_bag = of_block.repeat_interleave(blocks, dim=0, output_size=num_bags)
     layout = of_bag[:, :2].clone()
     layout[:, 1] += torch.arange(num_bags) * of_bag[:, 2]
-    return VariableBatch(layout.to(device, non_blocking=True), columns)
+    return VariableBatch(layout.to(device, non_blocking=True), output_numel)
 
 
 class SpecKind(NamedTuple):
@@ -465,9 +475,9 @@ class FeatureTables(FusedTable):
         self._check_tables()
         self.table_names = table_names([spec.name for spec in self.tables])
         self._dims = [self.tables[t].dim for t in self.feature_tables]
-        self.columns = sum(self._dims)
+        self.output_dim = sum(self._dims)
         if self.pooling is Pooling.NONE:
-            self.columns = max(self._dims, default=0)
+            self.output_dim = max(self._dims, default=0)
 
     def _check_tables(self) -> None:
         kind = self.spec_kind
@@ -525,8 +535,8 @@ class FeatureTables(FusedTable):
     def _states(self) -> list[Tensor]:
         return [getattr(self, f"state_{state.name}") for state in self.optimizer.states]
 
-    def _initial_hyper(self) -> Tensor:
-        hyper = super()._initial_hyper()
+    def _initial_hyperparams(self) -> Tensor:
+        hyper = super()._initial_hyperparams()
         if self.precision.stochastic_rounding is not None:
             hyper[NUMBERS["seed"]] = float(self.precision.stochastic_rounding.seed)
         return hyper
@@ -536,10 +546,10 @@ class FeatureTables(FusedTable):
     ) -> tuple[Tensor | None, int]:
         """Where each bag goes if batch sizes are unequal, and columns or elements of the output."""
         if batch_sizes is None:
-            return None, self.columns
+            return None, self.output_dim
         bags = max(offsets.numel() - 1, 0)
         layout, elements = variable_batch(batch_sizes, self._dims, bags, device)
-        return layout, self.columns if self.pooling is Pooling.NONE else elements
+        return layout, self.output_dim if self.pooling is Pooling.NONE else elements
 
     def _size_of(self, spec: Any) -> str:
         """What `extra_repr` says of a table."""

@@ -22,7 +22,7 @@ from emblib.specs import CacheConfig, CachePolicy, Precision
 from emblib.tables.locks import ModuleLock
 from emblib.tables.memory import Memory, TableLayout
 
-_MOST_SETS = (2**31 - 1) // cache_ops.WAYS  # slots are int32
+_MAX_SETS = (2**31 - 1) // cache_ops.WAYS  # slots are int32
 
 
 @dataclass(frozen=True)
@@ -256,7 +256,7 @@ class RowCache(nn.Module):
         cache_ops.move_(
             tiers.weights,
             tiers.states,
-            tiers.hyper,
+            tiers.hyperparams,
             self.table_places,
             groups.rows,
             groups.count,
@@ -274,7 +274,9 @@ class RowCache(nn.Module):
 
     def flush(self, tiers: Tiers) -> None:
         """Write all rows and states back to their tables; they stay in the cache."""
-        cache_ops.flush_(tiers.weights, tiers.states, tiers.hyper, self.table_places, self.tags)
+        cache_ops.flush_(
+            tiers.weights, tiers.states, tiers.hyperparams, self.table_places, self.tags
+        )
 
     def reset(self) -> None:
         """Empty the cache, and forget which batches are in flight and how often rows were used."""
@@ -330,10 +332,10 @@ def number_of_sets(options: CacheConfig, layout: CacheLayout, device: torch.devi
     if device.type == "cuda":
         free = torch.cuda.mem_get_info(device)[0] - options.reserved_bytes
         sets = min(sets, free // layout.bytes_per_set)
-    return min(max(sets, 1), _MOST_SETS)
+    return min(max(sets, 1), _MAX_SETS)
 
 
-class Given(NamedTuple):
+class BatchId(NamedTuple):
     """A batch as the caller knows it."""
 
     indices: Tensor
@@ -343,11 +345,11 @@ class Given(NamedTuple):
         """How often each tensor was written to."""
         return self.indices._version, self.offsets._version
 
-    def is_(self, other: "Given") -> bool:
+    def is_(self, other: "BatchId") -> bool:
         """Whether both are the same tensors."""
         return self.indices is other.indices and self.offsets is other.offsets
 
-    def fits(self, other: "Given") -> bool:
+    def fits(self, other: "BatchId") -> bool:
         """Whether both may be one batch: equal, or, on a GPU, asserted there to be equal."""
         for mine, theirs in zip(self, other, strict=True):
             if mine is theirs:
@@ -365,7 +367,7 @@ _ORDER = "forward must get the batches in the order they were prefetched"
 
 
 class InFlight:
-    """A batch from prefetch to the end of its update; the `session` of its autograd graph."""
+    """A batch from prefetch to the end of its update; the `hooks` of its autograd graph."""
 
     def __init__(self, owner: "Prefetcher") -> None:
         self.owner = owner
@@ -436,7 +438,7 @@ class Prefetcher:
         self.options = options
         self.lock = lock
         self.version = 0  # of what the cache holds
-        self._queue: deque[tuple[Given, tuple[int, int], InFlight]] = deque()
+        self._queue: deque[tuple[BatchId, tuple[int, int], InFlight]] = deque()
         self._dropped: deque[tuple[int, torch.cuda.Stream | None]] = deque()  # graphs, to let go
         self._filled: torch.cuda.Event | None = None  # after the last prefetch
         self._used: torch.cuda.Event | None = None  # after the last find or update
@@ -446,13 +448,15 @@ class Prefetcher:
         none: dict[str, object] = dict.fromkeys(("_filled", "_used"))
         return {**self.__dict__, **none, "_queue": deque(), "_dropped": deque()}
 
-    def prefetch(self, batch: autograd.Lookup, tiers: autograd.Tiers, given: Given) -> None:
+    def prefetch(self, batch: autograd.Lookup, tiers: autograd.Tiers, given: BatchId) -> None:
         """Bring in the rows of a batch; `given` is what the caller will pass to forward."""
         with self.lock:
             self._queue.append((given, given.versions(), self._fill(batch, tiers)))
 
-    def take(self, batch: autograd.Lookup, tiers: autograd.Tiers, given: Given) -> autograd.Lookup:
-        """The batch with the slots of its lookups; its `session` keeps it in flight.
+    def take(
+        self, batch: autograd.Lookup, tiers: autograd.Tiers, given: BatchId
+    ) -> autograd.Lookup:
+        """The batch with the slots of its lookups; its `hooks` keeps it in flight.
 
         Without gradients, a batch that is not the next of those prefetched is one beside them.
         """
@@ -473,7 +477,7 @@ class Prefetcher:
                     "flush() and then reset_cache_states() to forget them"
                 )
             self._queue.popleft()
-        return batch._replace(slots=flight.places().slots, session=flight)
+        return batch._replace(slots=flight.places().slots, hooks=flight)
 
     def _fill(self, batch: autograd.Lookup, tiers: autograd.Tiers) -> InFlight:
         if self.memory.disk is not None:
@@ -576,7 +580,7 @@ class Prefetcher:
             self.cache.flush(tiers)
             self.used()
             if disk is not None:
-                disk.commit(tiers.hyper.tolist())
+                disk.commit(tiers.hyperparams.tolist())
 
     def reset(self) -> None:
         """Empty the cache and forget prefetched batches; nothing is written back."""

@@ -1,4 +1,4 @@
-"""A break in a compiled graph; importing this loads torch's compiler, see `outside_graphs`."""
+"""A break in a compiled graph; importing this loads torch's compiler, see `graph_break`."""
 
 from __future__ import annotations
 

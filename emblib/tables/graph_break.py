@@ -13,7 +13,7 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 
-def outside_graphs(function: Callable[_P, _R]) -> Callable[_P, _R]:
+def graph_break(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """`torch.compiler.disable`, but the compiler is not loaded for it.
 
     `disable` imports it, which takes longer than all else of emblib together; without it there is

@@ -22,7 +22,7 @@ from emblib.specs import Placement, Pooling, TableSpec
 
 
 class KnownRows:
-    """The session of a batch whose rows were grouped before its lookup."""
+    """The hooks of a batch whose rows were grouped before its lookup."""
 
     lock = None
 
@@ -72,14 +72,14 @@ def before_forward(
     """At training forward `number` (from 1): moving averages, and the largest count of all rows."""
     if isinstance(optimizer, EnsembleRowwiseAdagrad):
         now = number % optimizer.average_every == 0 or number % optimizer.swap_every == 0
-        if now and tiers.hyper.is_cuda and len(tiers.weights) > 1:
+        if now and tiers.hyperparams.is_cuda and len(tiers.weights) > 1:
             torch.cuda.synchronize()  # tables in host memory are rewritten by the host
         weights = [tensors["weight"] for tensors in views]
         ensemble_(optimizer, number, weights, [tensors["sparse_ema"] for tensors in views])
     elif isinstance(optimizer, RowwiseAdagrad):
         names = [state.name for state in optimizer.states]
         counters = tiers.states[names.index("row_counter") :: len(names)]
-        count_largest_(optimizer, number, tiers.hyper, counters)
+        count_largest_(optimizer, number, tiers.hyperparams, counters)
 
 
 def decay_rows(
@@ -95,4 +95,4 @@ def decay_rows(
     inverse = primitives.group_inverse(groups.segments, groups.lookups, groups.count)
     scale = decay.scale(prev_iter[groups.rows], hyper[1] + 1, hyper[0])
     factors = torch.where(inverse >= 0, scale[inverse.clamp(min=0)], 1.0)
-    return batch._replace(session=KnownRows(groups)), factors.to(torch.float32)
+    return batch._replace(hooks=KnownRows(groups)), factors.to(torch.float32)

@@ -118,7 +118,7 @@ class QuantizedEmbeddingBags(CheckedBatches, nn.Module):
         self._bytes, self.total_rows = begin, first_row
         self._dims = [self.tables[t].dim for t in self.feature_tables]
         none = self.pooling is Pooling.NONE
-        self.columns = max(self._dims, default=0) if none else sum(self._dims)
+        self.output_dim = max(self._dims, default=0) if none else sum(self._dims)
         column, self._layout = 0, []
         for t in self.feature_tables:
             place = self._places[t]
@@ -273,7 +273,7 @@ class QuantizedEmbeddingBags(CheckedBatches, nn.Module):
                 )
             per_sample_weights = per_sample_weights.detach()
         offsets = self._with_last_offset(indices, offsets)
-        bag_layout, columns = None, self.columns
+        bag_layout, columns = None, self.output_dim
         if batch_sizes is not None:
             bags = max(offsets.numel() - 1, 0)
             bag_layout, elements = variable_batch(batch_sizes, self._dims, bags, indices.device)
@@ -336,12 +336,12 @@ class _Source(NamedTuple):
         """Raises TypeError for what nobody can quantise."""
         if isinstance(source, TableBatchedEmbeddingBags):
             specs = [TableSpec(s.rows, s.dim, s.name) for s in source.tables]
-            rest = (source.feature_tables, source.output_dtype, source.hyper.device)
+            rest = (source.feature_tables, source.output_dtype, source.hyperparams.device)
             return cls(specs, source.table_weights(), source.pooling, *rest)
         if isinstance(source, TTEmbeddingBag):
             spec = TableSpec(source.spec.rows, source.spec.dim, source.spec.name)
             return cls([spec], source, source.pooling, None, source.output_dtype,
-                       source.hyper.device)  # fmt: skip
+                       source.hyperparams.device)  # fmt: skip
         pooling = Pooling.SUM
         if isinstance(source, nn.Embedding):
             pooling, source = Pooling.NONE, source.weight

@@ -17,8 +17,8 @@ from emblib.optim import External, Gradient, Optimizer
 from emblib.specs import BoundsCheck, CacheConfig, Placement, Pooling, Precision, TableSpec, brief
 from emblib.tables import base, optimizer_hooks
 from emblib.tables.base import FeatureTables, SpecKind
-from emblib.tables.cache import CacheStats, Given, Prefetcher, RowCache
-from emblib.tables.graph_break import outside_graphs
+from emblib.tables.cache import BatchId, CacheStats, Prefetcher, RowCache
+from emblib.tables.graph_break import graph_break
 from emblib.tables.locks import atomic
 from emblib.tables.memory import Memory
 
@@ -105,7 +105,7 @@ class TieredTables(FeatureTables):
 
     def _restore(self) -> None:
         super()._restore()
-        self._forwards = 0 if self.hyper.is_meta else self.step
+        self._forwards = 0 if self.hyperparams.is_meta else self.step
 
     @atomic
     def set_step(self, step: int) -> None:
@@ -124,7 +124,7 @@ class TieredTables(FeatureTables):
         if self.row_cache is not None:
             weights.append(self.row_cache.weights)
             states.extend(self.row_cache.states)
-        return autograd.Tiers(weights, states, self.hyper, self.output_dtype)
+        return autograd.Tiers(weights, states, self.hyperparams, self.output_dtype)
 
     def _views(self) -> list[dict[str, Tensor]]:
         """For each table `weight` and its optimizer states, as they are kept, without the cache."""
@@ -134,8 +134,8 @@ class TieredTables(FeatureTables):
     def _writing(self) -> Iterator[None]:
         """Around what overwrites tables behind the back of the cache."""
         with self._lock:
-            self._memory.wait_for_kernels(self.hyper.device)
-            with self._memory.writing_everything(self.hyper):
+            self._memory.wait_for_kernels(self.hyperparams.device)
+            with self._memory.writing_everything(self.hyperparams):
                 if self._prefetcher is not None:  # not before: a full disk must lose no update
                     self._prefetcher.reset()
                 yield
@@ -155,13 +155,13 @@ class TieredTables(FeatureTables):
         this does nothing.
         """
         if self._prefetcher is not None:
-            self._prefetch(self._prefetcher, Given(indices, offsets), batch_sizes)
+            self._prefetch(self._prefetcher, BatchId(indices, offsets), batch_sizes)
 
-    @outside_graphs
+    @graph_break
     def _prefetch(
         self,
         prefetcher: Prefetcher,
-        given: Given,
+        given: BatchId,
         batch_sizes: Sequence[Sequence[int]] | None,
     ) -> None:
         """A break in a compiled graph: batches on their way are known in Python."""
@@ -250,11 +250,11 @@ class TieredTables(FeatureTables):
         if self._prefetcher is not None:
             self.flush()
             self._prefetcher.reset()
-        self._memory.wait_for_kernels(self.hyper.device)
+        self._memory.wait_for_kernels(self.hyperparams.device)
 
     def _checkpoint(self) -> dict[str, Tensor]:
-        self._memory.wait_for_kernels(self.hyper.device)
-        return {**dict(base.entries(self.table_names, self._views())), "hyper": self.hyper}
+        self._memory.wait_for_kernels(self.hyperparams.device)
+        return {**dict(base.entries(self.table_names, self._views())), "hyper": self.hyperparams}
 
     @atomic
     def _save_to_state_dict(
@@ -288,7 +288,7 @@ class TieredTables(FeatureTables):
             # What is not in the checkpoint stays, also what of it is in the cache.
             sources = base.own(sources, targets)
             self.flush()
-        if self.hyper.is_meta and metadata.get("assign_to_params_buffers"):
+        if self.hyperparams.is_meta and metadata.get("assign_to_params_buffers"):
             self.to_empty(device=next(iter(sources.values())).device)
         with torch.no_grad(), self._writing():
             for key, target in self._checkpoint().items():
@@ -313,7 +313,7 @@ class TieredTables(FeatureTables):
         self._memory.check_device(fn(torch.empty(0)).device)
         self._settle()
         super()._apply(fn, recurse)
-        self._memory.follow(self.hyper.device)
+        self._memory.follow(self.hyperparams.device)
         return self
 
     def nbytes(self) -> dict[str, int]:
@@ -327,7 +327,7 @@ class TieredTables(FeatureTables):
         }
 
 
-class _Wants(NamedTuple):
+class LookupArgs(NamedTuple):
     """What the caller of forward asks for beside the batch."""
 
     sample_weights: Tensor | None
@@ -441,7 +441,7 @@ class TableBatchedEmbeddingBags(TieredTables):
         with torch.no_grad(), writing:
             self._reset_common()
             if opened is not None:
-                self.hyper[: len(opened)] = torch.tensor(opened, dtype=torch.float64)
+                self.hyperparams[: len(opened)] = torch.tensor(opened, dtype=torch.float64)
             for t, (spec, views) in enumerate(zip(self.tables, self._views(), strict=True)):
                 if opened is not None and spec.placement is Placement.DISK:
                     continue
@@ -486,13 +486,13 @@ class TableBatchedEmbeddingBags(TieredTables):
         """
         if "weights" in self._parameters and autograd.is_fused(self.optimizer):
             self._check_in_place(self._parameters["weights"])
-        wants = _Wants(per_sample_weights, feature_requires_grad, total_unique_indices)
+        wants = LookupArgs(per_sample_weights, feature_requires_grad, total_unique_indices)
         if torch.compiler.is_compiling() and self._breaks_graphs():
-            return self._look_up_eagerly(Given(indices, offsets), batch_sizes, wants)
+            return self._look_up_eagerly(BatchId(indices, offsets), batch_sizes, wants)
         if self._reporting is None or torch.compiler.is_compiling():
-            return self._look_up(Given(indices, offsets), batch_sizes, wants)
+            return self._look_up(BatchId(indices, offsets), batch_sizes, wants)
         with self._reporting.timed("tbe.forward_time", indices.device):
-            out = self._look_up(Given(indices, offsets), batch_sizes, wants)
+            out = self._look_up(BatchId(indices, offsets), batch_sizes, wants)
         self._report(indices)
         return out
 
@@ -508,7 +508,7 @@ class TableBatchedEmbeddingBags(TieredTables):
         )
 
     def _look_up(
-        self, given: Given, batch_sizes: Sequence[Sequence[int]] | None, wants: _Wants
+        self, given: BatchId, batch_sizes: Sequence[Sequence[int]] | None, wants: LookupArgs
     ) -> Tensor:
         batch = self._batch(*given, batch_sizes)
         if wants.feature_requires_grad is not None:
@@ -536,21 +536,21 @@ class TableBatchedEmbeddingBags(TieredTables):
         decay, factors = optimizer_hooks.global_decay(self.optimizer), None
         if decay is not None:
             batch, factors = optimizer_hooks.decay_rows(
-                decay, batch, self.hyper, self.state_prev_iter
+                decay, batch, self.hyperparams, self.state_prev_iter
             )
         trains = torch.is_grad_enabled() and not self._frozen
         weighted = sample_weights is not None and sample_weights.requires_grad
         if trains or (weighted and torch.is_grad_enabled()):
             if trains and self._untrained:
                 batch = batch._replace(trained_features=self._trained_features())
-            anchor = self.anchor if trains else self.anchor.detach()
+            grad_anchor = self.grad_anchor if trains else self.grad_anchor.detach()
             return autograd.fused_lookup(
-                anchor, tiers, self.optimizer, batch, sample_weights, factors
+                grad_anchor, tiers, self.optimizer, batch, sample_weights, factors
             )
-        weights = autograd.scaled(sample_weights, factors)
-        out = autograd.lookup_only(tiers.weights, batch, weights, self.output_dtype)
-        if batch.session is not None:
-            batch.session.after_update()
+        weights = autograd.multiply_weights(sample_weights, factors)
+        out = autograd.lookup_no_grad(tiers.weights, batch, weights, self.output_dtype)
+        if batch.hooks is not None:
+            batch.hooks.after_update()
         return out
 
     def _trained_weights(self) -> Tensor:
@@ -564,9 +564,9 @@ class TableBatchedEmbeddingBags(TieredTables):
         )
         return self._prefetcher is not None or self._is_periodic or sparse
 
-    @outside_graphs
+    @graph_break
     def _look_up_eagerly(
-        self, given: Given, batch_sizes: Sequence[Sequence[int]] | None, wants: _Wants
+        self, given: BatchId, batch_sizes: Sequence[Sequence[int]] | None, wants: LookupArgs
     ) -> Tensor:
         """A break in a compiled graph: a cache has state in Python, and moves rows of tables.
 
@@ -577,7 +577,7 @@ class TableBatchedEmbeddingBags(TieredTables):
         return self._look_up(given, batch_sizes, wants)
 
     def _before_forward(self, tiers: autograd.Tiers) -> None:
-        if self.hyper.is_cuda and torch.cuda.is_current_stream_capturing():
+        if self.hyperparams.is_cuda and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 f"{type(self.optimizer).__name__} has a periodic part that counts forwards in "
                 "Python, where the replay of a CUDA graph does not pass; capture what is around "

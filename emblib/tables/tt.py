@@ -124,7 +124,7 @@ class TTEmbeddingBag(FusedTable):
 
     def _restore(self) -> None:
         super()._restore()
-        setattr(self, layout_entry.NAME, layout_entry.entry(self.spec).to(self.hyper.device))
+        setattr(self, layout_entry.NAME, layout_entry.entry(self.spec).to(self.hyperparams.device))
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *arguments: Any
@@ -139,7 +139,11 @@ class TTEmbeddingBag(FusedTable):
         if not layout_entry.may_load(state_dict, prefix, self.spec, self.cores, errors):
             return
         keys = [f"{prefix}cores.{k}" for k in range(len(self.cores))]
-        if self.hyper.is_meta and metadata.get(_ASSIGN) and all(key in state_dict for key in keys):
+        if (
+            self.hyperparams.is_meta
+            and metadata.get(_ASSIGN)
+            and all(key in state_dict for key in keys)
+        ):
             self.to_empty(device=state_dict[keys[0]].device)
         super()._load_from_state_dict(state_dict, prefix, _copying(metadata), *rest)
         if f"{prefix}cores.0" in state_dict and f"{prefix}{layout_entry.NAME}" in missing:
@@ -206,10 +210,10 @@ class TTEmbeddingBag(FusedTable):
         for core in self.cores:
             self._check_in_place(core)
         return tt.FusedLookup.apply(
-            self.anchor.detach() if self._frozen else self.anchor,
+            self.grad_anchor.detach() if self._frozen else self.grad_anchor,
             self._core_list(),
             self._states(),
-            self.hyper,
+            self.hyperparams,
             autograd.UpdateRule.of(self.optimizer),
             batch,
             per_sample_weights,

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from emblib.reference.tbe import repair_offsets
 from emblib.tables import TableBatchedEmbeddingBags, TTEmbeddingBag
-from emblib.tables.graph_break import outside_graphs
+from emblib.tables.graph_break import graph_break
 from emblib.tables.locks import ModuleLock
 from emblib.trace.file import INTEGERS, LookupTrace, TracedFeature
 
@@ -309,7 +309,7 @@ class _Hook:
         self.name, self.read, self.recorded, self.left = name, read, recorded, calls or math.inf
         self.lock = lock
 
-    @outside_graphs
+    @graph_break
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.left <= 0:
             return

@@ -50,7 +50,7 @@ class ReferenceTables(Contender):
         )
         self.weights = fill_(torch.empty(sum(sizes), device=task.device), 0).requires_grad_()
         self.rule = OPTIMIZERS[task.optimizer](task.lr)
-        self.hyper = self.rule.hyper(task.device)
+        self.hyperparams = self.rule.hyperparams(task.device)
         self.states = [
             torch.zeros(sum(rows) if s.per_row else sum(sizes), device=task.device)
             for s in self.rule.states
@@ -74,13 +74,13 @@ class ReferenceTables(Contender):
     def step(self, prepared: Prepared) -> None:
         """Autograd to a dense gradient, then reference.tbe.update_."""
         (gradient,) = torch.autograd.grad(self._lookup(prepared), self.weights, prepared[2])
-        self.hyper[1] += 1
+        self.hyperparams[1] += 1
         groups = tbe.group(self.features, prepared[0], prepared[1])
         with torch.no_grad():
             tbe.update_(
                 self.weights,
                 self.states,
-                self.hyper,
+                self.hyperparams,
                 self.rule.name,
                 gradient,
                 self.features,
@@ -118,7 +118,7 @@ class ReferenceTT(Contender):
         if len(task.shapes) > task.tt_tables:
             raise Unsupported("the reference TT contender compresses every table; raise tt.tables")
         self.rule = OPTIMIZERS[task.optimizer](task.lr)
-        self.hyper = self.rule.hyper(task.device)
+        self.hyperparams = self.rule.hyperparams(task.device)
         self.specs = tt_specs(task, task.shapes)
         self.cores: list[list[Tensor]] = []
         self.states: list[list[list[Tensor]]] = []
@@ -166,10 +166,10 @@ class ReferenceTT(Contender):
         leaves = [c for cores in self.cores for c in cores]
         gradients = torch.autograd.grad(self._lookup(prepared), leaves, prepared[1])
         states = [s for table in self.states for s in table]
-        self.hyper[1] += 1
+        self.hyperparams[1] += 1
         with torch.no_grad():
             for core, state, gradient in zip(leaves, states, gradients, strict=True):
-                tt.update_rows_(core, state, self.hyper, self.rule.name, gradient)
+                tt.update_rows_(core, state, self.hyperparams, self.rule.name, gradient)
 
     def nbytes(self) -> dict[str, int]:
         """Cores and their state; what each lookup gathers is scratch and shows in the peak."""

@@ -57,7 +57,7 @@ def test_equals_every_table_alone(kinds: tuple[str, ...], optimizer: str) -> Non
     for _ in range(3):
         ids, offsets = _batch(len(reads), size)
         out = groups(ids, offsets)
-        assert out.shape == (size, groups.columns)
+        assert out.shape == (size, groups.output_dim)
         (out * torch.arange(1, out.shape[1] + 1)).sum().backward()
         for t, single in enumerate(alone):
             mine = [u for u in range(len(reads)) if reads[u] == t]

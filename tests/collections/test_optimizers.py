@@ -39,7 +39,7 @@ class Model(nn.Module):
     def __init__(self, optimizer: optim.Optimizer | None, kinds: tuple[str, ...] = KINDS) -> None:
         super().__init__()
         self.sparse = EmbeddingBagCollection(bag_configs(kinds), optimizer=optimizer)
-        columns = self.sparse.groups.columns
+        columns = self.sparse.groups.output_dim
         self.over = nn.Linear(columns, 1)
 
     def forward(self, features: KeyedJaggedTensor) -> torch.Tensor:

@@ -74,7 +74,7 @@ def train(module: DynamicEmbeddingBags, *steps: int, distinct: int = 150) -> Non
         if any(spec.eviction is Eviction.CUSTOM for spec in module.tables):
             module.set_score(step // 2 + 1)
         ids, offsets = batch(step, distinct)
-        out = module(ids.to(module.hyper.device), offsets.to(module.hyper.device))
+        out = module(ids.to(module.hyperparams.device), offsets.to(module.hyperparams.device))
         weights = torch.linspace(-1, 1, out.shape[1]).to(out) * (1 + step % 3)
         (out * weights + out.square()).sum().backward()
 
@@ -119,4 +119,4 @@ def assert_same_bytes(one: DynamicEmbeddingBags, other: DynamicEmbeddingBags) ->
         for mine, its in zip(one.table_rows(t).values(), other.table_rows(t).values(), strict=True):
             assert torch.equal(mine[there], its[there])
     assert torch.equal(one.index.clock, other.index.clock)
-    assert torch.equal(one.hyper, other.hyper)
+    assert torch.equal(one.hyperparams, other.hyperparams)

@@ -237,7 +237,7 @@ def test_backward_after_another_forward(device: torch.device, change: str) -> No
     assert (rows[slots[slots >= 0]] == -1.0).all()
     gone = int((slots < 0).sum())
     assert gone == {"evict": 8, "grow": 0, "erase": 3, "none": 0}[change]
-    assert int(table.lost) == gone
+    assert int(table.dropped_updates) == gone
     assert float(rows.sum()) == -2.0 * (20 - gone), "and no other row was updated"
 
 
@@ -268,7 +268,7 @@ def test_a_key_that_left_and_came_again_gets_no_update(device: torch.device, cha
     both = change in ("clear", "load")
     assert not table.table_rows(0)["weight"].any(), "neither those that came again nor others"
     assert float(table.table_rows(1)["weight"].sum()) == (0 if both else -16)
-    assert int(table.lost) == (16 if both else 8)
+    assert int(table.dropped_updates) == (16 if both else 8)
     kept.sum().backward()
     assert float(table.table_rows(0)["weight"].sum()) == -8
 
@@ -348,7 +348,7 @@ def test_what_left_in_between_is_what_a_model_says(device: torch.device, grows: 
                 want[key[0]][table.find(key[0], torch.tensor([key[1]]))] -= 1
             for t in (0, 1):
                 assert torch.equal(table.table_rows(t)["weight"] - weights[t], want[t])
-            assert int(table.lost) == lost
+            assert int(table.dropped_updates) == lost
     assert lost > 200
     assert updated > 200
 
@@ -381,7 +381,7 @@ def test_keys_that_came_again_by_a_call_of_their_own_get_no_update(device: torch
     rows = table.table_rows(0)["weight"][:, 0]
     want = torch.where(there & (ids >= 300), -1.0, 0.0)
     assert torch.equal(rows[after[there]], want[there])
-    assert int(table.lost) == int(there[:300].sum())
+    assert int(table.dropped_updates) == int(there[:300].sum())
 
 
 def test_what_came_again_before_the_table_grew_gets_no_update(device: torch.device) -> None:
@@ -397,7 +397,7 @@ def test_what_came_again_before_the_table_grew_gets_no_update(device: torch.devi
     waits.sum().backward()
     rows = table.table_rows(0)["weight"][table.find(0, ids), 0]
     assert rows.tolist() == [0.0] * 20 + [-1.0] * 20
-    assert int(table.lost) == 20
+    assert int(table.dropped_updates) == 20
 
 
 def test_a_key_that_had_no_row_in_forward_gets_no_update(device: torch.device) -> None:
@@ -409,7 +409,7 @@ def test_a_key_that_had_no_row_in_forward_gets_no_update(device: torch.device) -
         table(*_each([99], device))
     refused.sum().backward()
     assert not table.table_rows(0)["weight"].any()
-    assert int(table.lost) == 0
+    assert int(table.dropped_updates) == 0
 
 
 def test_key_check_tells(device: torch.device) -> None:
@@ -452,7 +452,7 @@ def test_ttl(device: torch.device) -> None:
     assert table.stats()["table_0"]["expired"] == 2
     assert table.removals is not None
     assert table.removals.since(0, 0).tolist() == [2, 3]
-    assert int(table.lost) == 0
+    assert int(table.dropped_updates) == 0
 
 
 def test_removals_are_logged(device: torch.device) -> None:

@@ -91,7 +91,7 @@ def test_what_a_state_dict_has() -> None:
     state = module.state_dict()
     rows, users = module.size(0), module.size(1)
     assert {key: tuple(value.shape) for key, value in state.items()} == {
-        "hyper": tuple(module.hyper.shape),
+        "hyper": tuple(module.hyperparams.shape),
         "clock": (1,),
         "index.hash_keys": (2,),
         "items.keys": (rows,),

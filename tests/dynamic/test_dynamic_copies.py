@@ -54,7 +54,7 @@ def _same(a: DynamicEmbeddingBags, b: DynamicEmbeddingBags, device: torch.device
         used = one["index"]["tags"][t] != 0
         for mine, theirs in zip(one["rows"][t], two["rows"][t], strict=True):
             assert torch.equal(mine[used.to(mine.device)], theirs[used.to(mine.device)])
-    assert torch.equal(a.hyper, b.hyper)
+    assert torch.equal(a.hyperparams, b.hyperparams)
 
 
 @pytest.mark.parametrize("how", ["deepcopy", "pickle", "save", "snapshot", "half", "train"])

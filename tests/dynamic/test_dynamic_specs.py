@@ -26,7 +26,7 @@ from emblib import (
 )
 def test_rows_come_in_buckets(capacity: int, initial: int | None, rows: int, buckets: int) -> None:
     spec = DynamicSpec(capacity, 8, initial_capacity=initial)
-    assert (spec.rows, spec.most_buckets, spec.buckets) == (rows, rows // 32, buckets)
+    assert (spec.rows, spec.max_buckets, spec.buckets) == (rows, rows // 32, buckets)
 
 
 def test_words_become_members() -> None:
@@ -78,8 +78,8 @@ def test_what_is_refused(make: Callable[[], object], message: str) -> None:
     ("make", "message"),
     [
         (lambda: DynamicSpec(4, 4, initializer=0.0), "one of Uniform, Normal"),
-        (lambda: DynamicSpec(4, 4, admission=3), r"Frequency\(threshold, counter\)"),
-        (lambda: FrequencyAdmission(2, 100), r"an ExactCounter\(capacity\) or a Sketch"),
+        (lambda: DynamicSpec(4, 4, admission=3), r"FrequencyAdmission\(threshold, counter\)"),
+        (lambda: FrequencyAdmission(2, 100), r"an ExactCounter\(capacity\) or a CountMinSketch"),
         (lambda: FrequencyAdmission(2, CountMinSketch(8), reads=1.0), "reads must be an instance"),
         (lambda: DynamicSpec(4.0, 4), "capacity must be an int"),
     ],

@@ -55,7 +55,7 @@ class _Twins:
             pooling=dynamic.pooling,
             feature_tables=dynamic.feature_tables,
             precision=dynamic.precision,
-            device=dynamic.hyper.device,
+            device=dynamic.hyperparams.device,
         )
         streams = dynamic.first_rows.places[:, 0, 4].tolist()
         for spec, stream, weight in zip(
@@ -207,7 +207,7 @@ def test_states_of_an_outside_optimizer_begin_anew(device: torch.device) -> None
         for capacity in (32, 320)
     )
     optimizers = [torch.optim.Adagrad(m.parameters(), lr=0.1) for m in (small, large)]
-    small.attach(optimizers[0])
+    small.track_optimizer_state(optimizers[0])
     for step in range(8):
         # Other keys every time, so that all of them find their row as first drawn.
         ids = (step * 100 + torch.randperm(64, generator=generator)[:32]).to(device)
@@ -225,7 +225,7 @@ def test_states_of_an_outside_optimizer_begin_anew(device: torch.device) -> None
     rows = [m.table_rows(0)["weight"].detach()[m.find(0, keys)] for m in (small, large)]
     torch.testing.assert_close(*rows)
     with pytest.raises(ValueError, match="among its own"):
-        small.attach(optimizers[1])
+        small.track_optimizer_state(optimizers[1])
 
 
 def test_variable_batch_sizes(device: torch.device) -> None:
@@ -308,7 +308,7 @@ def test_sample_weights_of_two_lookups_in_one_loss(device: torch.device, trainin
         rows -= 0.1 * 1.0 * 3.0
     now = table.table_rows(0)["weight"][table.find(0, ids)]
     torch.testing.assert_close(now, rows)
-    assert int(table.lost) == 0
+    assert int(table.dropped_updates) == 0
 
 
 def test_same_bytes_on_any_number_of_threads(thread_counts: list[int]) -> None:

@@ -76,7 +76,7 @@ class IndexMachine(RuleBasedStateMachine):
 
     def _empty_model(self) -> None:
         each = [
-            ReferenceHashTable(x.buckets, x.most_buckets, x.most_load, key)
+            ReferenceHashTable(x.buckets, x.max_buckets, x.max_load_1024ths, key)
             for x, key in zip(self.specs, HASH_KEYS, strict=False)
         ]
         self.model = HashModel(each, self.index.order, self.index.newcomer)
@@ -152,8 +152,8 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule(table=tables, first=st.integers(0, 6), buckets=st.integers(0, 7), age=st.integers(0, 4))
     def expire(self, table: int, first: int, buckets: int, age: int) -> None:
-        first = min(first, self.specs[table].most_buckets)
-        window = (first, min(buckets, self.specs[table].most_buckets - first))
+        first = min(first, self.specs[table].max_buckets)
+        window = (first, min(buckets, self.specs[table].max_buckets - first))
         slots = [e for e in self.model.tables[table].slots]
         before = self.model.tick - age
         gone = self.index.expire(table, before, *window)

@@ -153,7 +153,7 @@ def test_rows_that_expire_are_not_trained(device: torch.device) -> None:
     late.sum().backward()
     rows = module.table_rows(0)["weight"][module.find(0, torch.tensor([21, 22]))]
     assert_close(rows, torch.ones_like(rows))
-    assert int(module.lost) == 1
+    assert int(module.dropped_updates) == 1
 
 
 def test_steps_are_scores(device: torch.device) -> None:

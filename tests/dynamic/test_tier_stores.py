@@ -316,4 +316,4 @@ def test_gradient_of_sample_weights_of_rows_that_went_below(training: bool) -> N
     module.eval()
     change = module(ids, torch.arange(5)).detach() - rows
     torch.testing.assert_close(change, torch.full_like(rows, -0.6 if training else 0.0))
-    assert int(module.lost) == 0
+    assert int(module.dropped_updates) == 0

@@ -97,7 +97,7 @@ def test_keys_that_went_down_and_up_have_not_left() -> None:
     for some in (ids + 100, ids, ids[:1]):
         module(some, offsets[: some.numel() + 1])
     waits.sum().backward()
-    assert int(module.lost) == 0
+    assert int(module.dropped_updates) == 0
     assert module.eval()(ids, offsets).view(-1).tolist() == [-1.0] * 32
 
 

@@ -283,7 +283,7 @@ def _update_rows(draw: random.Random) -> Call:
     torch.manual_seed(drawn_seed(draw))
     optimizer = OPTIMIZER_CASES[draw.choice(list(OPTIMIZER_CASES))]
     rows, width = draw.choice([0, 1, 7]), draw.choice([1, 4, 9])
-    hyper = optimizer.hyper()
+    hyper = optimizer.hyperparams()
     hyper[1] = 3.0
     weights, grads = torch.randn(rows, width), torch.randn(rows, width)
     grads[::3] = 0.0

@@ -121,7 +121,7 @@ def test_small_steps_add_up(dtype: torch.dtype) -> None:
     for seed in (-1.0, 11.0):
         weights = torch.full((rows * dim,), 1.5, dtype=dtype)
         features = torch.tensor([[0, 0, rows, dim, 0, 0, 0, 0]])
-        hyper = optim.SGD(spacing / 8).hyper()
+        hyper = optim.SGD(spacing / 8).hyperparams()
         hyper[4] = seed
         index = torch.arange(rows)
         offsets = torch.arange(rows + 1)

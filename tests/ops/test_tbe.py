@@ -27,7 +27,7 @@ def expected(
     weights = module.weights.detach().double().flatten().requires_grad_()
     scales = None if sample_weights is None else sample_weights.detach().double().requires_grad_()
     out = reference.lookup(
-        weights, module.features, indices, offsets, scales, module.pooling, module.columns
+        weights, module.features, indices, offsets, scales, module.pooling, module.output_dim
     )
     return out, weights, scales
 
@@ -59,7 +59,13 @@ def train(case: Case, optimizer: optim.Optimizer, device: Any, steps: int = 3) -
         groups = reference.group(module.features, indices, offsets)
         weights = want_weights.detach()
         reference.update_(
-            weights, states, module.hyper, optimizer.name, weight_grad, module.features, groups
+            weights,
+            states,
+            module.hyperparams,
+            optimizer.name,
+            weight_grad,
+            module.features,
+            groups,
         )
         assert_close(module.weights.detach().flatten().double(), weights, **tolerance(case))
         for state, want_state in zip(module._states(), states, strict=True):
@@ -259,14 +265,14 @@ def _opcheck_arguments(device: torch.device) -> dict[str, tuple[Any, ...]]:
     indices, offsets, scales = case.batch_of(device)
     weights, features = module.weights.detach(), module.features
     groups = tuple(tbe.group(features, indices, offsets, module.total_rows))
-    grad = torch.randn(case.batch, module.columns, device=device)
-    hyper = OPTIMIZERS["adam"].hyper(device)
+    grad = torch.randn(case.batch, module.output_dim, device=device)
+    hyper = OPTIMIZERS["adam"].hyperparams(device)
     hyper[1] = 1.0
     return {
         "bounds_check": (indices, offsets, features, None, BOUNDS_CHECK["warning"]),
         "tbe_lookup": (
             [weights], features, indices, offsets, None, None, scales, POOLING["sum"],
-            module.columns, torch.float16,
+            module.output_dim, torch.float16,
         ),
         "tbe_group": (features, indices, offsets, None, module.total_rows),
         "tbe_row_grads": (grad, features, *groups, offsets, None, scales, POOLING["mean"], 16),

@@ -31,7 +31,7 @@ def test_matches_the_reference(kind: str, name: str, shape: tuple[int, int]) -> 
     states = [_state(kept, shape, generator) for kept in optimizer.states]
     want, want_states = weights.double(), [s.double() for s in states]
     for step in (1.0, 2.0, 3.0):
-        hyper = optimizer.hyper()
+        hyper = optimizer.hyperparams()
         hyper[1] = step
         grads = torch.randn(shape, generator=generator)
         grads[::3] = 0.0  # untouched: state and weights stay, even with eps 0
@@ -47,7 +47,9 @@ def test_untouched_rows_with_eps_zero_stay_finite(kind: str) -> None:
     weights, states = torch.ones(4, 3), [torch.zeros(4, 3)]
     grads = torch.zeros(4, 3)
     grads[1, 2] = 2.0
-    UPDATES[kind](weights, states, optim.Adagrad(0.5, eps=0.0).hyper(), OPTIMIZER["adagrad"], grads)
+    UPDATES[kind](
+        weights, states, optim.Adagrad(0.5, eps=0.0).hyperparams(), OPTIMIZER["adagrad"], grads
+    )
     want = torch.ones(4, 3)
     want[1, 2] = 0.5
     assert torch.equal(weights, want)
@@ -68,7 +70,7 @@ def test_wrong_input_is_refused(change: dict[str, Any], message: str) -> None:
     arguments: dict[str, Any] = {
         "weights": torch.zeros(4, 3),
         "states": [torch.zeros(4, 3)],
-        "hyper": optim.Adagrad(0.5).hyper(),
+        "hyper": optim.Adagrad(0.5).hyperparams(),
         "optimizer": OPTIMIZER["adagrad"],
         "grads": torch.ones(4, 3),
     }

@@ -23,7 +23,7 @@ def _at_step(hyper: Tensor, step: int) -> list[float]:
     return hyper.tolist()
 
 
-HYPER = {name: _at_step(optimizer.hyper(), 3) for name, optimizer in OPTIMIZERS.items()}
+HYPER = {name: _at_step(optimizer.hyperparams(), 3) for name, optimizer in OPTIMIZERS.items()}
 
 
 @dataclass(frozen=True)

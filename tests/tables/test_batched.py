@@ -191,7 +191,7 @@ def test_dtype_is_chosen_once_and_device_moves(device: torch.device) -> None:
     )
     assert module.weights.dtype == torch.float16
     assert module.state_sum.dtype == torch.float32
-    assert module.hyper.dtype == torch.float64
+    assert module.hyperparams.dtype == torch.float64
     assert module.weights.device.type == device.type
     one_step(module)
 

@@ -89,7 +89,7 @@ def test_keys_and_shapes() -> None:
         "row_cache.weight": (200, 12),
         "row_cache.exp_avg": (200, 12),
         "row_cache.exp_avg_sq": (200,),
-        "hyper": (module.hyper.numel(),),
+        "hyper": (module.hyperparams.numel(),),
     }
     assert all(tensor.is_contiguous() for tensor in module.state_dict().values())
 
@@ -254,8 +254,8 @@ def test_a_module_that_has_moved_is_copied_like_any_other() -> None:
     module = trained(TIERED)
     twin = copy.deepcopy(module)
     module._apply(torch.clone)
-    assert module.anchor.is_leaf
-    assert module.anchor.requires_grad
+    assert module.grad_anchor.is_leaf
+    assert module.grad_anchor.requires_grad
     assert_goes_on(copy.deepcopy(module), twin)
 
 

@@ -164,7 +164,7 @@ class Model(nn.Module):
     def __init__(self, tables: TableBatchedEmbeddingBags) -> None:
         super().__init__()
         self.tables = tables
-        self.top = nn.Linear(tables.columns, 1)
+        self.top = nn.Linear(tables.output_dim, 1)
 
     def forward(self, indices: Tensor, offsets: Tensor) -> Tensor:
         return self.top(self.tables(indices, offsets)).square().mean()
@@ -175,7 +175,7 @@ def test_new_numbers_do_not_recompile() -> None:
     changes: list[Callable[[TableBatchedEmbeddingBags], None]] = [
         lambda module: module.set_learning_rate(0.5),
         lambda module: module.set_step(100),
-        lambda module: module.hyper[0].mul_(0.9),
+        lambda module: module.hyperparams[0].mul_(0.9),
         lambda module: module.set_hyperparameters(betas=(0.5, 0.6), eps=1e-2),
     ]
     twins.step(*batch(PLAIN, 0))

@@ -97,7 +97,7 @@ def test_other_sources() -> None:
     assert (one(ids, offsets)[1] - weights[4]).abs().max() <= room
     named = QuantizedEmbeddingBags.from_float({"a": weights, "b": weights[:3, :2]}, 4)
     assert named.table_names == ["a", "b"]
-    assert named.columns == 8
+    assert named.output_dim == 8
     tt = TTEmbeddingBag(TTSpec(30, 8, ranks=(4,)))
     quantised = QuantizedEmbeddingBags.from_float(tt)
     assert (quantised.to_dense(0) - tt.to_dense()).abs().max() <= bound(tt.to_dense(), 8) + 1e-6

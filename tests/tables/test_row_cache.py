@@ -182,7 +182,7 @@ def test_reset_forgets_everything_but_the_counters() -> None:
 def test_move_and_flush_carry_rows_and_states() -> None:
     optimizer = PartialRowwiseAdam(0.1)
     cache = make(optimizer=optimizer)
-    hyper = optimizer.hyper()
+    hyper = optimizer.hyperparams()
     generator = torch.Generator().manual_seed(1)
     weights = [torch.rand(n, generator=generator) for n in LAYOUT.elements]
     states = [

@@ -103,7 +103,7 @@ def test_fused_update_matches_the_reference(optimizer: optim.Optimizer, pooling:
         grad = torch.randn_like(out)
         out.backward(grad)
         expected(table, cores, indices, offsets).backward(grad.double())
-        hyper = optimizer.hyper()
+        hyper = optimizer.hyperparams()
         hyper[1] = step
         with torch.no_grad():
             for core, state in zip(cores, states, strict=True):
@@ -311,11 +311,11 @@ def test_assign_copies_and_training_goes_on(
     saved(*batch()).sum().backward()
     with torch.device("meta" if on_meta else device):
         loaded = nn.ModuleList([TTEmbeddingBag(SPEC, optimizer)])
-    before = [*loaded.parameters(), loaded[0].hyper]
+    before = [*loaded.parameters(), loaded[0].hyperparams]
     state = {f"0.{key}": value.clone() for key, value in saved.state_dict().items()}
     loaded.load_state_dict(state, assign=True)
     table = loaded[0]
-    assert on_meta or all(map(operator.is_, before, [*loaded.parameters(), table.hyper]))
+    assert on_meta or all(map(operator.is_, before, [*loaded.parameters(), table.hyperparams]))
     for module in (saved, table):
         module.zero_grad()
         module(*batch()).sum().backward()
@@ -352,14 +352,14 @@ def test_parts_of_a_state_dict_leave_a_table_on_meta() -> None:
     del saved["cores.1"]
     with pytest.raises(RuntimeError, match="Missing key"):
         table.load_state_dict(saved, assign=True)
-    assert table.hyper.is_meta
+    assert table.hyperparams.is_meta
     assert table.cores[0].is_meta
 
 
 def test_half_and_double_keep_the_dtype_of_cores() -> None:
     table = TTEmbeddingBag(SPEC, optim.Adagrad(0.1)).half().double()
     assert all(core.dtype == torch.float32 for core in table.cores)
-    assert table.hyper.dtype == torch.float64
+    assert table.hyperparams.dtype == torch.float64
     table(*batch()).sum().backward()
 
 

@@ -65,7 +65,7 @@ class FusedOptimizer(KeyedOptimizer):
             self._kernels.append(list(kernels.values()))
             self._names.append([prefix + name for prefix, t in tables for name in t.names])
             numbers = _numbers(optimizer)
-            if any(kernel.anchor.is_meta for kernel in kernels.values()):
+            if any(kernel.grad_anchor.is_meta for kernel in kernels.values()):
                 raise RuntimeError(
                     "the numbers of tables on meta cannot be read: make the FusedOptimizer after "
                     "to_empty(device=...) and reset_parameters()"

@@ -97,7 +97,7 @@ class DynamicCheckpoint(DynamicState):
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
     ) -> None:
-        destination[prefix + _HYPER] = self.hyper
+        destination[prefix + _HYPER] = self.hyperparams
         destination[prefix + _CLOCK] = self.index.clock.cpu().clone()
         for t, name in enumerate(self.table_names):
             entries = self.table_entries(t)
@@ -110,7 +110,7 @@ class DynamicCheckpoint(DynamicState):
     ) -> Any:
         """As of any module; where `strict` refuses keys, it does before anything is written."""
         if strict:
-            names = dict.fromkeys([*self._state_names(), *self._others()], self.hyper)
+            names = dict.fromkeys([*self._state_names(), *self._others()], self.hyperparams)
             for name in (_HASH_KEYS, _SKETCH_HASH_KEYS):
                 if name not in state_dict:  # as in those of earlier versions
                     names.pop(name, None)
@@ -170,11 +170,11 @@ class DynamicCheckpoint(DynamicState):
         return found
 
     def _check_numbers(self, numbers: Tensor | None) -> None:
-        if numbers is not None and numbers.shape != self.hyper.shape:
+        if numbers is not None and numbers.shape != self.hyperparams.shape:
             raise ValueError(
-                f"hyper has {numbers.numel()} numbers, this optimizer has {self.hyper.numel()}: "
-                "the checkpoint is of another one; without this key and with strict=False the rest "
-                "can be loaded"
+                f"hyper has {numbers.numel()} numbers, this optimizer has "
+                f"{self.hyperparams.numel()}: the checkpoint is of another one; without this key "
+                "and with strict=False the rest can be loaded"
             )
 
     def _hash_keys_of(self, found: Mapping[int, Entries], saved: Tensor | None) -> dict[int, int]:
@@ -215,7 +215,7 @@ class DynamicCheckpoint(DynamicState):
         else:
             self.index.set_tick(max([clock, self.index.tick, *newest]))
         if numbers is not None:
-            self.hyper.copy_(numbers)
+            self.hyperparams.copy_(numbers)
         self._restart_removals()
         left_out = {name: done.left_out for name, done in loaded.items() if done.left_out}
         if left_out:
@@ -390,7 +390,7 @@ class DynamicDumps(DynamicCheckpoint):
             tables = self.changes(since).tables
         dumped = [Table(name, self.index.order, *found) for name, found in tables.items()]
         header = Header(
-            str(tick) if identity is None else identity, tick, since, self.hyper.tolist()
+            str(tick) if identity is None else identity, tick, since, self.hyperparams.tolist()
         )
         others = self._others()
         if since is not None:
@@ -465,7 +465,9 @@ class DynamicDumps(DynamicCheckpoint):
         for t, name in enumerate(self.table_names):
             removed = self._absent(t, self.removals.since(t, since))
             tables[name] = Changes(self.table_entries(t, since), removed)
-        return ChangeSet(since, self.index.tick, tables, self.hyper.clone(), self.index.hash_keys)
+        return ChangeSet(
+            since, self.index.tick, tables, self.hyperparams.clone(), self.index.hash_keys
+        )
 
     def _absent(self, table: int, keys: Tensor) -> Tensor:
         """Those of the keys that the table has not."""
@@ -512,7 +514,7 @@ class DynamicDumps(DynamicCheckpoint):
             loaded[name] = self._change(target, changes.tables[name], report)
         self.index.counters.copy_(counters)
         self.index.set_tick(max(self.index.tick, changes.until))
-        self.hyper.copy_(changes.numbers)
+        self.hyperparams.copy_(changes.numbers)
         self._restart_removals()
         lost = {n: done.left_out + done.displaced for n, done in loaded.items()}
         if any(lost.values()):
@@ -586,7 +588,7 @@ class DynamicDumps(DynamicCheckpoint):
         if "counts" not in leave_out and self._counts_exactly(table):
             assert self.admission is not None
             counts = self.admission.counts(table)
-        told = {"lr": float(self.hyper[0])} if arguments is None else arguments
+        told = {"lr": float(self.hyperparams[0])} if arguments is None else arguments
         return Foreign(entries, told, counts)
 
     @atomic

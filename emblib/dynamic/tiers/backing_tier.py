@@ -79,7 +79,7 @@ class LowerTier:
                 "state_dict from a module that fits"
             )
         module.index.set_tick(int(note["tick"]))
-        module.hyper.copy_(torch.tensor(note["hyper"], dtype=torch.float64))
+        module.hyperparams.copy_(torch.tensor(note["hyper"], dtype=torch.float64))
 
     def reset_stats(self) -> None:
         """Count from zero."""
@@ -145,7 +145,7 @@ class LowerTier:
         for t, found in enumerate(self._found):
             at = (ends[t] + found.positions).to(totals.device)
             below = found.rows.scores.to(totals.device)
-            totals[at] = below + torch.minimum(totals[at], hash.MOST_USES - below)
+            totals[at] = below + torch.minimum(totals[at], hash.MAX_USES - below)
 
     # Once it has them
 
@@ -292,12 +292,12 @@ class LowerTier:
             yield plane[first : first + rows * width].view(rows, width)
 
     def _gather(self, table: int, slots: Tensor) -> Tensor:
-        slots = slots.to(self.module.hyper.device)
+        slots = slots.to(self.module.hyperparams.device)
         parts = [part[slots].view(torch.uint8) for part in self._parts(table)]
         return torch.cat(parts, dim=1).cpu()
 
     def _scatter(self, table: int, slots: Tensor, values: Tensor) -> None:
-        at, slots = 0, slots.to(self.module.hyper.device)
+        at, slots = 0, slots.to(self.module.hyperparams.device)
         for part in self._parts(table):
             width = part.shape[1] * part.itemsize
             mine = values[:, at : at + width].contiguous().view(part.dtype)
@@ -350,7 +350,7 @@ class LowerTier:
         """Commit both tiers."""
         self.settle()
         module = self.module
-        numbers = {"tick": module.index.tick, "hyper": module.hyper.tolist()}
+        numbers = {"tick": module.index.tick, "hyper": module.hyperparams.tolist()}
         note = json.dumps({"planes": self._planes(), **numbers})
         self.store.flush([self.above(t) for t in range(len(self._widths))], note)
 

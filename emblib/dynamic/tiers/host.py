@@ -29,7 +29,7 @@ class HostRows:
         *,
         seed: int | None = None,
     ) -> None:
-        self.seed = None if seed is None else check_count("seed", seed, least=0)
+        self.seed = None if seed is None else check_count("seed", seed, minimum=0)
         self.capacity = (
             check_count("capacity", capacity)
             if isinstance(capacity, int)

@@ -22,7 +22,7 @@ from emblib.dynamic.tiers.store import BATCH, TierMode, Tiers, TierStats
 from emblib.ops.hash import Keys, Misses
 from emblib.optim import External, Optimizer
 from emblib.specs import DynamicSpec, InsertPolicy, Pooling, Precision
-from emblib.tables.graph_break import outside_graphs
+from emblib.tables.graph_break import graph_break
 from emblib.tables.locks import atomic
 
 
@@ -123,7 +123,9 @@ class TieredEmbeddingBags(DynamicEmbeddingBags):
         """What gives way moves down; the lower tier tells what leaves."""
 
     def _step(self, keys: Keys, slots: Tensor, reads: Reads) -> Step:
-        return _Step(self._below(), self._lock, self.index, keys, slots, reads, self.lost)
+        return _Step(
+            self._below(), self._lock, self.index, keys, slots, reads, self.dropped_updates
+        )
 
     def _expire(self) -> None:
         super()._expire()
@@ -134,7 +136,7 @@ class TieredEmbeddingBags(DynamicEmbeddingBags):
                 if self.removals is not None:
                     self.removals.tell(sweep.table, gone, tick)
 
-    @outside_graphs
+    @graph_break
     def prefetch(
         self,
         indices: Tensor,

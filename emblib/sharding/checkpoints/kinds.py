@@ -138,8 +138,8 @@ class Table:
     @property
     def numbers(self) -> Entry:
         """Of the optimizer, which every rank with a part has."""
-        size = (self.optimizer.hyper().numel(),)
-        return self._shared(size, torch.float64, [kernel.hyper for kernel in self.kernels()])
+        size = (self.optimizer.hyperparams().numel(),)
+        return self._shared(size, torch.float64, [kernel.hyperparams for kernel in self.kernels()])
 
     def _shared(self, size: tuple[int, ...], dtype: torch.dtype, memory: list[Tensor]) -> Entry:
         """What every rank with a part has whole."""
@@ -409,7 +409,7 @@ def load_optimizer_state(tables: Tables, state: Mapping[str, Mapping[str, Tensor
         if known is None or float(hyper[1]) > float(known[1][1]):
             newest[id(kernel)] = kernel, hyper
     for kernel, hyper in newest.values():
-        kernel.hyper.copy_(hyper)
+        kernel.hyperparams.copy_(hyper)
         kernel.set_step(int(hyper[1]))
 
 

@@ -18,7 +18,7 @@ from torch import nn
 from emblib.sharding.dense import unwrapped
 from emblib.sharding.exchange import Awaitable
 from emblib.sharding.pipelines.batches import Lane, Path, Staged, follow, path_to, same_input
-from emblib.tables.graph_break import outside_graphs
+from emblib.tables.graph_break import graph_break
 
 Inputs = Callable[[Any], Mapping[Any, Any]]
 """Gives the inputs of a batch: {path of the module in the model, or the module: jagged tensor}.
@@ -206,7 +206,7 @@ def _forwards(forwards: Mapping[Any, Callable[..., Any]]) -> Iterator[None]:
     """Give modules another `forward` while this lasts; their hooks run as ever."""
     before = {module: module.__dict__.get("forward") for module in forwards}
     for module, forward in forwards.items():
-        module.__dict__["forward"] = outside_graphs(forward)
+        module.__dict__["forward"] = graph_break(forward)
     try:
         yield
     finally:

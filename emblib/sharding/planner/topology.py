@@ -99,7 +99,7 @@ class Topology:
             check_count("memory", value)
         object.__setattr__(self, "memory", memory)
         for name in ("host_memory", "disk"):
-            check_count(name, getattr(self, name), least=0)
+            check_count(name, getattr(self, name), minimum=0)
         if self.device not in ("cpu", "cuda"):
             raise ValueError(f"device must be 'cpu' or 'cuda', got {self.device!r}")
         if self.processors is not None:

@@ -109,7 +109,7 @@ class Reservation:
     def __post_init__(self) -> None:
         if not 0.0 <= self.share < 1.0:
             raise ValueError(f"share must be in [0, 1), got {self.share}")
-        check_count("nbytes", self.nbytes, least=0)
+        check_count("nbytes", self.nbytes, minimum=0)
         check_count("batches", self.batches)
         if not self.dense_copies >= 0:
             raise ValueError(f"dense_copies must be >= 0, got {self.dense_copies}")
