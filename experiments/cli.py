@@ -25,7 +25,7 @@ from experiments.config.configure import UsageError
 from experiments.config.schema import Config
 from experiments.contenders import registry
 from experiments.paths import CONF, REFERENCE
-from experiments.results.store import read_json
+from experiments.results.store import read_json, runs_in
 from experiments.run import jobs
 
 HELP = """\
@@ -283,7 +283,7 @@ def references(folder: Path = REFERENCE) -> Section:
         ("device", "experiment", "torch", "emblib", "measured"),
         note="in reports/reference; python -m experiments.reference keep RUN adds one",
     )
-    for run in sorted(p.parent for p in folder.glob("*/*/points.jsonl")):
+    for run in runs_in(folder, "*/*"):
         found: dict[str, Any] = read_json(run, "environment.json")
         sha = (found.get("git") or {}).get("sha") or UNKNOWN
         when = str(found.get("time_utc", UNKNOWN))[:10]

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from experiments.paths import REFERENCE, ROOT
+from experiments.paths import REFERENCE
 from experiments.timing.statistics import Summary, summarise
 
 START, END = "<!-- peers:start -->", "<!-- peers:end -->"
@@ -123,9 +123,3 @@ def rendered(readme: str, folder: Path = REFERENCE / DEVICE) -> str:
     before, rest = readme.split(START)
     block = table(ratios(folder), second_opinions(folder))
     return f"{before}{START}\n{block}\n{END}{rest.split(END)[1]}"
-
-
-def write() -> None:
-    """Bring the table in README.md up to date."""
-    path = ROOT / "README.md"
-    path.write_text(rendered(path.read_text()))

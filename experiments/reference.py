@@ -12,19 +12,21 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from experiments import front_page
 from experiments.config.schema import Kind
 from experiments.kinds import cache_report
 from experiments.paths import REFERENCE, ROOT
 from experiments.report import text
 from experiments.report.data import Run
+from experiments.results.store import POINTS, has_records, pack_records, runs_in
 
 START, END = "<!-- results:start -->", "<!-- results:end -->"
-KEPT = ("*.yaml", "*.json", "*.jsonl", "*.csv", "*.md", "*.png")
+KEPT = ("*.yaml", "*.json", "*.jsonl", "*.xz", "*.csv", "*.md", "*.png")
 TABLES = (Kind.time, Kind.cache)  # in the README; of other runs it has the answer
 
 
 def keep(run_directory: Path, folder: Path = REFERENCE) -> Path:
-    """Copy a run to reports/reference/<device>/<experiment>, raw samples and figures included."""
+    """Copy a run to reports/reference/<device>/<experiment>, its raw samples compressed."""
     run = Run.read(run_directory)
     if run.smoke or run.info.get("status") != "finished":
         raise ValueError("only a finished run at full size can be a reference")
@@ -36,13 +38,14 @@ def keep(run_directory: Path, folder: Path = REFERENCE) -> Path:
     for pattern in KEPT:
         for source in sorted(run_directory.glob(pattern)):
             shutil.copy2(source, target / source.name)
+    if (target / POINTS).is_file():
+        pack_records(target)
     return target
 
 
 def results(folder: Path = REFERENCE) -> str:
     """The README's block: headline tables or answers of all references, with their provenance."""
-    paths = [points.parent for points in sorted(folder.glob("*/*/points.jsonl"))]
-    runs = [(Run.read(path), path) for path in paths]
+    runs = [(Run.read(path), path) for path in runs_in(folder, "*/*")]
     blocks = [_block(run, path) for run, path in runs if _has_table(run)]
     lines = [_line(run, path) for run, path in runs if not _has_table(run)]
     blocks += ["\n".join(lines)] if lines else []
@@ -114,21 +117,21 @@ def rendered(readme: str, folder: Path = REFERENCE) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Exit 1 when `check` finds that the README does not say what the references say."""
+    """Run `keep`, `write` or `check`; exit 1 if README.md differs from the references."""
     parser = argparse.ArgumentParser(prog="python -m experiments.reference", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("keep", help="make a run a reference").add_argument("run", type=Path)
-    commands.add_parser("write", help="put the table into README.md")
-    commands.add_parser("check", help="is README.md's table up to date?")
+    commands.add_parser("write", help="put the tables into README.md")
+    commands.add_parser("check", help="are README.md's tables up to date?")
     parsed = parser.parse_args(arguments)
     if parsed.command == "keep":
-        if not all((parsed.run / name).is_file() for name in ("config.yaml", "points.jsonl")):
-            parser.error(f"{parsed.run} is no run: it has no config.yaml with a points.jsonl")
+        if not (parsed.run / "config.yaml").is_file() or not has_records(parsed.run):
+            parser.error(f"{parsed.run} is not a run: it has no config.yaml with a points.jsonl")
         print(keep(parsed.run).relative_to(ROOT))
         return 0
     path = ROOT / "README.md"
     readme = path.read_text()
-    expected = rendered(readme)
+    expected = front_page.rendered(rendered(readme))
     if parsed.command == "write":
         path.write_text(expected)
     elif readme != expected:

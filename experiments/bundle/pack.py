@@ -25,6 +25,7 @@ from experiments.paths import CONF, ROOT
 from experiments.report import text, write_report
 from experiments.report.data import Run
 from experiments.report.stories import STORIES
+from experiments.results.store import POINTS, has_records, unpack_records
 
 LAYOUT = """\
 | place | what |
@@ -97,7 +98,7 @@ def _run(run: Mapping[str, Any]) -> list[str]:
 
 
 VERSION = 1
-NEEDED = ("config.yaml", "environment.json", "points.jsonl")
+NEEDED = ("config.yaml", "environment.json")
 # Made of the samples again while packing; of the last two kinds other files have the content.
 DERIVED = ("*.png", "index.html", "report.md", "results.csv", "hit_rates.csv", ".*")
 DOUBLE = (".svg", ".parquet")
@@ -158,6 +159,7 @@ def pack(directories: Sequence[Path], out: Path, folder: Path) -> Packed:
 def _place(directory: Path, taken: Sequence[str]) -> str:
     """runs/<experiment>/<run>, numbered where two runs have the same name."""
     missing = [name for name in NEEDED if not (directory / name).is_file()]
+    missing += [] if has_records(directory) else [POINTS]
     if missing:
         raise BundleError(f"{directory} is not a run: it has no {', '.join(missing)}")
     experiment = str(OmegaConf.load(directory / "config.yaml").name)
@@ -179,8 +181,10 @@ def _rebuilt(directory: Path, target: Path) -> Run:
         run = Run.read(directory)
         if run.kind not in STORIES:
             shutil.copytree(directory, target, ignore=shutil.ignore_patterns(".*"))
+            unpack_records(target)
             return dataclasses.replace(run, path=target)
         shutil.copytree(directory, target, ignore=shutil.ignore_patterns(*DERIVED))
+        unpack_records(target)
         write_report(target)
         return Run.read(target)
     except Exception as error:

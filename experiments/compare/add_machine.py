@@ -16,6 +16,7 @@ from pathlib import Path
 
 from experiments.config import configure
 from experiments.paths import REFERENCE, ROOT
+from experiments.results.store import runs_in
 
 Command = Callable[[list[str]], int]
 
@@ -27,7 +28,7 @@ def experiments_to_run(words: Sequence[str], folder: Path = REFERENCE) -> list[s
     for name in named:
         if name not in known:
             raise configure.UsageError(f"no experiment '{name}'. There is: {', '.join(known)}")
-    there = sorted({path.parent.name for path in folder.glob("*/*/points.jsonl")})
+    there = sorted({path.name for path in runs_in(folder, "*/*")})
     found = named or [name for name in there if name in known]
     if not found:
         raise configure.UsageError(f"which experiments? There is: {', '.join(known)}")
@@ -36,8 +37,7 @@ def experiments_to_run(words: Sequence[str], folder: Path = REFERENCE) -> list[s
 
 def others(kept: Path, folder: Path = REFERENCE) -> list[Path]:
     """References of the same experiment on other machines, the oldest device first by name."""
-    found = (path.parent for path in sorted(folder.glob(f"*/{kept.name}/points.jsonl")))
-    return [path for path in found if path != kept]
+    return [path for path in runs_in(folder, f"*/{kept.name}") if path != kept]
 
 
 def _python(words: list[str]) -> int:

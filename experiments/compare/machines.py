@@ -16,7 +16,7 @@ from experiments.machine import ceilings
 from experiments.machine.ceilings import Device, Roofs
 from experiments.report.data import Run
 from experiments.results.metrics import WEIGHT_BYTES
-from experiments.results.store import POINTS, Record
+from experiments.results.store import POINTS, Record, has_records
 
 # Of a record: what makes two cells the same work wherever they are done.
 WORK = ("params", "features", "rows", "rows_scale", "optimizer", "lookups")
@@ -55,7 +55,7 @@ def read(paths: Sequence[Path]) -> list[Machine]:
     if len(paths) < 2:
         raise NotComparable("a comparison needs two runs or more, e.g. two of reports/reference/")
     for path in paths:
-        if not (path / POINTS).is_file():
+        if not has_records(path):
             raise NotComparable(f"{path} is no run: it has no {POINTS}")
     runs = [Run.read(path) for path in paths]
     names = list(dict.fromkeys(str(run.config.name) for run in runs))

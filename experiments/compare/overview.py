@@ -16,6 +16,7 @@ from experiments.compare.published import Figure, Finding, Source, Verdict
 from experiments.paths import REFERENCE
 from experiments.report import text
 from experiments.report.data import Run
+from experiments.results.store import runs_in
 
 PAGE = published.FOLDER / "README.md"
 OPENING = """\
@@ -30,7 +31,7 @@ in `reports/reference/`. How to add a figure or a run:
 
 def findings(extra: Sequence[Path], folder: Path = REFERENCE) -> list[Finding]:
     """Each source beside every run of its experiment; beside none where there is none."""
-    paths = [path.parent for path in sorted(folder.glob("*/*/points.jsonl"))]
+    paths = runs_in(folder, "*/*")
     runs: dict[str, list[Run]] = {}
     for path in [*paths, *extra]:
         if (path / "config.yaml").is_file():

@@ -34,8 +34,16 @@ NOTES = (
 
 
 def rows_of(run: Run) -> pd.DataFrame:
-    """Every arm's step, over all modes."""
-    return sharding.steps(sharding.frame(run.records))
+    """Return every arm's step, over all modes; ranks that share cores have no efficiency."""
+    rows = sharding.steps(sharding.frame(run.records))
+    cores = _usable_cores(run)
+    if cores and len(rows):
+        rows.loc[rows["world_size"] > cores, "efficiency"] = math.nan
+    return rows
+
+
+def _usable_cores(run: Run) -> int | None:
+    return (run.environment.get("cpu") or {}).get("usable_cores")
 
 
 def answer(run: Run) -> list[str]:
@@ -109,17 +117,24 @@ def _rows(rows: pd.DataFrame) -> list[pd.Series]:
 
 def _efficiency(row: pd.Series) -> str:
     share = text.digits(100 * row["communication_s"] / row["median_s"], 2)
+    efficiency = (
+        ""
+        if text.missing(row["efficiency"])
+        else (f", an efficiency of {text.digits(100 * row['efficiency'], 2)} %")
+    )
     return (
-        f"{row['type']} takes {text.seconds(row['median_s'])} a step, an efficiency of "
-        f"{text.digits(100 * row['efficiency'], 2)} %, {share} % of it communication"
+        f"{row['type']} takes {text.seconds(row['median_s'])} per step{efficiency}, "
+        f"{share} % of it communication"
     )
 
 
 def _cores(run: Run) -> str:
-    """That ranks had to share cores, where they had to."""
-    cores = (run.environment.get("cpu") or {}).get("usable_cores")
-    most = max(r["world_size"] for r in run.records)
-    return f" (on {cores} cores, which they share)" if cores and cores < most else ""
+    """Say that ranks shared cores, if they did."""
+    cores = _usable_cores(run)
+    largest = max(r["world_size"] for r in run.records)
+    if not cores or cores >= largest:
+        return ""
+    return f" ({largest} ranks share {cores} cores, so this is no measure of scaling)"
 
 
 def _predicted(run: Run) -> list[str]:

@@ -50,7 +50,8 @@ def device_name(device: torch.device) -> str:
     """The processor that does the work."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"{_cpu()['model']}, {torch.get_num_threads()} threads"
+    threads = torch.get_num_threads()
+    return f"{_cpu()['model']}, {threads} thread{'s' * (threads > 1)}"
 
 
 def git_state() -> dict[str, Any]:

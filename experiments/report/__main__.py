@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from experiments.results.store import POINTS
+from experiments.results.store import POINTS, has_records
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -20,7 +20,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="a run's directory")
     status = 0
     for path in parser.parse_args(arguments).runs:
-        if not (path / "config.yaml").is_file() or not (path / POINTS).is_file():
+        if not (path / "config.yaml").is_file() or not has_records(path):
             print(
                 f"error: {path} is not a run: it has no config.yaml with a {POINTS} beside it. "
                 "Runs are in reports/runs/<experiment>/<time>-<pid>, references in "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,14 @@ AXIS_NAMES = {
     "q": "zipf offset q",
     "rank": "TT rank",
 }
+
+
+def _environment(path: Path) -> dict[str, Any]:
+    """Read environment.json; a device of one thread is named "1 thread" in older files, too."""
+    found = read_json(path, "environment.json")
+    if "device" in found:
+        found["device"] = re.sub(r"\b1 threads\b", "1 thread", str(found["device"]))
+    return found
 
 
 @dataclass(frozen=True)
@@ -58,7 +67,7 @@ class Run:
         return cls(
             path,
             config,
-            read_json(path, "environment.json"),
+            _environment(path),
             info,
             records,
             frame(records, str(config.report.baseline)),

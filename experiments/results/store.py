@@ -7,6 +7,7 @@ import fcntl
 import importlib.util
 import itertools
 import json
+import lzma
 import os
 import weakref
 from collections.abc import Mapping
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 SCHEMA_VERSION = 2  # 1: one process per cell, no replicate, mode, point_key
 POINTS = "points.jsonl"
+PACKED_POINTS = "points.jsonl.xz"  # the same, compressed: the form of committed references
 Record = dict[str, Any]
 
 
@@ -131,11 +133,40 @@ def _whole_lines(descriptor: int) -> int:
     return end
 
 
-def read_records(path: Path) -> list[Record]:
-    """All complete lines of a run's points.jsonl; a torn last line is ignored."""
+def has_records(path: Path) -> bool:
+    """Return whether a directory holds a run's records, plain or compressed."""
+    return (path / POINTS).is_file() or (path / PACKED_POINTS).is_file()
+
+
+def runs_in(folder: Path, pattern: str) -> list[Path]:
+    """Return the directories that match `pattern` below `folder` and hold a run's records."""
+    return [path for path in sorted(folder.glob(pattern)) if has_records(path)]
+
+
+def pack_records(path: Path) -> None:
+    """Compress a finished run's points.jsonl to points.jsonl.xz."""
     source = path / POINTS
+    (path / PACKED_POINTS).write_bytes(lzma.compress(source.read_bytes()))
+    source.unlink()
+
+
+def unpack_records(path: Path) -> None:
+    """Undo `pack_records`; a directory with a plain points.jsonl stays as it is."""
+    packed = path / PACKED_POINTS
+    if packed.is_file():
+        (path / POINTS).write_bytes(lzma.decompress(packed.read_bytes()))
+        packed.unlink()
+
+
+def read_records(path: Path) -> list[Record]:
+    """Return all complete records of a run, plain or compressed; ignore a torn last line."""
+    source = path / POINTS
+    if not source.exists() and has_records(path):
+        source = path / PACKED_POINTS
     records = []
-    lines = source.read_text(errors="replace").split("\n") if source.exists() else []
+    data = source.read_bytes() if source.exists() else b""
+    data = lzma.decompress(data) if source.name == PACKED_POINTS else data
+    lines = data.decode(errors="replace").split("\n")
     for number, line in enumerate(lines):
         if not line:
             continue

@@ -70,7 +70,7 @@ def _ratio(row: Row | None) -> str:
 
 
 def figure(rows: Sequence[Row], path: Path) -> None:
-    """Peers' time over ours, and our time over our SGD, as `path`.png and .svg."""
+    """Plot the peers' time ÷ emblib's, and emblib's time ÷ its SGD, to `path`.png."""
     import matplotlib.pyplot as plt
 
     from experiments.report.style import theme
@@ -99,8 +99,6 @@ def figure(rows: Sequence[Row], path: Path) -> None:
         grid[-1][0].set_xlabel("time of the peer ÷ time of emblib (above 1 emblib is faster)")
         grid[-1][1].set_xlabel("time of the option ÷ SGD, both emblib")
         canvas.savefig(path.with_suffix(".png"), dpi=150)
-        canvas.set_layout_engine("none")
-        canvas.savefig(path.with_suffix(".svg"), metadata={"Date": None})
         plt.close(canvas)
 
 

@@ -8,7 +8,7 @@ option, our module with plain SGD, and every peer that has the option. Each roun
 the same new indices, in random order, after writing 64 MB to evict the caches. Ratios are taken
 within a round; shown are their median over the rounds and its 95 % order-statistic interval.
 Weights and states are written once before, so that no page is touched for the first time while the
-clock runs. Writes optimizer_steps.csv, .json (raw samples), .md and .png/.svg to --out.
+clock runs. Writes optimizer_steps.csv, .json (raw samples), .md and .png to --out.
 """
 
 import argparse

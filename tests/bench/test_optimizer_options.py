@@ -73,5 +73,5 @@ def test_a_contender_that_cannot_is_a_row_of_the_report(tmp_path: Path) -> None:
     assert f"{line} needs 9 GB |" in table
     optimizer_steps.write(rows, tmp_path)
     written = {p.name for p in tmp_path.iterdir()}
-    assert written == {f"optimizer_steps.{end}" for end in ("csv", "json", "md", "png", "svg")}
+    assert written == {f"optimizer_steps.{end}" for end in ("csv", "json", "md", "png")}
     assert len((tmp_path / "optimizer_steps.csv").read_text().splitlines()) == 4

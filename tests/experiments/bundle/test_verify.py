@@ -20,7 +20,7 @@ from experiments.bundle.__main__ import main
 from experiments.bundle.archive import BundleError
 from experiments.bundle.claims import Claim, Measure, Outcome, compare, holds
 from experiments.paths import ROOT
-from experiments.results.store import read_records
+from experiments.results.store import pack_records, read_records
 from tests.experiments import FIRST_SCHEMA
 
 CELLS = 3
@@ -102,6 +102,14 @@ def test_a_bundle_has_what_a_stranger_needs(bundle: Path, run: Path) -> None:
 
 def test_the_same_runs_make_the_same_bytes(bundle: Path, run: Path, tmp_path: Path) -> None:
     assert main(["pack", str(run), "-o", str(tmp_path / "y.zip")]) == 0
+    assert (tmp_path / "y.zip").read_bytes() == bundle.read_bytes()
+
+
+def test_compressed_samples_make_the_same_bundle(bundle: Path, run: Path, tmp_path: Path) -> None:
+    packed = tmp_path / run.name
+    shutil.copytree(run, packed)
+    pack_records(packed)
+    assert main(["pack", str(packed), "-o", str(tmp_path / "y.zip")]) == 0
     assert (tmp_path / "y.zip").read_bytes() == bundle.read_bytes()
 
 

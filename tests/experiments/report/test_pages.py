@@ -23,6 +23,7 @@ from experiments.report import Run, answer, notes, text, write_report
 from experiments.report.__main__ import main
 from experiments.report.stories import STORIES
 from experiments.report.tables import Table, Value, flags_table, section_table
+from experiments.results.store import runs_in
 from tests.experiments.made_up import Recipe, lines, make_run
 
 EXPERIMENTS = configure.groups()["experiment"]
@@ -372,12 +373,12 @@ def test_every_mode_has_its_own_tables_and_the_answer_names_it(tmp_path: Path) -
     assert page.count("<details>") == 3
 
 
-@pytest.mark.parametrize("reference_run", sorted(reference.REFERENCE.glob("*/*/points.jsonl")))
+@pytest.mark.parametrize("reference_run", runs_in(reference.REFERENCE, "*/*"))
 def test_committed_references_of_any_schema_go_on_rendering(
     reference_run: Path, tmp_path: Path
 ) -> None:
     path = tmp_path / "run"
-    shutil.copytree(reference_run.parent, path)
+    shutil.copytree(reference_run, path)
     config = path / "config.yaml"
     config.write_text(config.read_text().replace("figures: true", "figures: false"))
     assert main([str(path)]) == 0

@@ -10,7 +10,16 @@ from pathlib import Path
 import pytest
 
 import experiments
-from experiments.results.store import SCHEMA_VERSION, RunStore, read_records
+from experiments.results.store import (
+    POINTS,
+    SCHEMA_VERSION,
+    RunStore,
+    has_records,
+    pack_records,
+    read_records,
+    runs_in,
+    unpack_records,
+)
 from experiments.run.process import Child
 
 
@@ -38,6 +47,22 @@ def test_a_torn_line_longer_than_any_buffer_is_cut_off(tmp_path: Path) -> None:
     points.write_bytes(b"y" * 10_000)
     store.append({"number": 3})
     assert [r["number"] for r in read_records(tmp_path)] == [3]
+
+
+def test_compressed_records_read_the_same_and_unpack_to_the_same_bytes(tmp_path: Path) -> None:
+    run = tmp_path / "a-device" / "an-experiment"
+    RunStore(run).append(*({"number": n, "samples": [0.1 * n] * 50} for n in range(20)))
+    plain, records = (run / POINTS).read_bytes(), read_records(run)
+    pack_records(run)
+    assert not (run / POINTS).exists()
+    assert has_records(run)
+    assert not has_records(run.parent)
+    assert runs_in(tmp_path, "*/*") == [run]
+    assert read_records(run) == records
+    unpack_records(run)
+    unpack_records(run)  # nothing left to do
+    assert [path.name for path in run.iterdir()] == [POINTS]
+    assert (run / POINTS).read_bytes() == plain
 
 
 def test_lines_of_many_writers_stay_whole(tmp_path: Path) -> None:
