@@ -15,7 +15,7 @@ FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class Choice(Enum):
-    """An enum of lower-case words; an unknown one is answered with those there are."""
+    """An enum of lower-case words; an unknown value is answered with the valid ones."""
 
     @classmethod
     def _missing_(cls, value: object) -> None:
@@ -24,7 +24,7 @@ class Choice(Enum):
 
 
 class Pooling(Choice):
-    """How the rows of a bag become one vector; NONE keeps one vector a lookup.
+    """How the rows of a bag become one vector; NONE keeps one vector per lookup.
 
     TorchRec writes the words in capitals, which `Pooling("MEAN")` takes as well.
     """
@@ -61,7 +61,7 @@ class BoundsCheck(Choice):
 
 
 class Placement(Choice):
-    """Where the rows of a table are kept.
+    """The memory in which the rows of a table are stored.
 
     ======================  ==========================  ============================
     placement               module on the CPU           module on a GPU
@@ -85,16 +85,16 @@ class Placement(Choice):
 
     @property
     def cached(self) -> bool:
-        """Whether a software cache stands before the table."""
+        """Return whether the table is behind a software cache."""
         return self in (Placement.MANAGED_CACHING, Placement.DISK)
 
 
 @dataclass(frozen=True)
 class TableSpec:
-    """A plain table of `rows` vectors of length `dim`.
+    """A dense table of `rows` vectors of length `dim`.
 
-    One of no rows, such as the part of a small table that some rank has, is a table that every
-    index is out of bounds of.
+    Every index is out of bounds of a table without rows, such as the shard of a small table on some
+    rank.
     """
 
     rows: int
@@ -112,7 +112,7 @@ class TableSpec:
 
 @dataclass(frozen=True)
 class StochasticRounding:
-    """Round values that are stored in 16 bits up or down at random, so that they stay unbiased.
+    """Round values that are stored in 16 bits up or down at random, without bias.
 
     The numbers come from a counter (Philox) that is a function of `seed`, step, row and column:
     the same on any number of threads, on any device, and with any cache. Rows are numbered over the
@@ -157,7 +157,7 @@ class Precision:
 
 
 class CachePolicy(Choice):
-    """Which row gives way: the one not used for longest (LRU) or used least often (LFU)."""
+    """Which row is evicted: the least recently used (LRU) or least frequently used (LFU)."""
 
     LRU = "lru"
     LFU = "lfu"
@@ -178,7 +178,7 @@ class Verify(Choice):
 
 @dataclass(frozen=True)
 class MultiPassPrefetch:
-    """Prefetch a large batch in parts: bounds the memory that grouping it takes.
+    """Prefetch a large batch in several passes, which bounds the memory for grouping it.
 
     A batch of at least `min_lookups` lookups is prefetched in up to `passes` parts.
     """
@@ -192,7 +192,7 @@ class MultiPassPrefetch:
 
 @dataclass(frozen=True)
 class CacheConfig:
-    """The cache before the MANAGED_CACHING and DISK tables of a module: 32-way set-associative.
+    """The cache of the MANAGED_CACHING and DISK tables of a module: 32-way set-associative.
 
     Args:
         policy: which row gives way.
@@ -232,7 +232,7 @@ class CacheConfig:
 
 @dataclass(frozen=True)
 class TTSpec:
-    """A table of `rows` vectors of length `dim`, kept as 2 to 4 tensor-train cores.
+    """A table of `rows` vectors of length `dim`, stored as 2 to 4 tensor-train cores.
 
     `ranks` are the inner ranks (one less than there are cores). `row_factors` must multiply to at
     least `rows` and `dim_factors` to exactly `dim`; left out, `emblib.tt.shapes` chooses them.
@@ -272,12 +272,12 @@ class TTSpec:
 
     @property
     def full_ranks(self) -> tuple[int, ...]:
-        """The ranks with the 1 at both ends: core k is `[p_k, R_k * q_k * R_{k+1}]`."""
+        """Return the ranks with the 1 at both ends: core k is `[p_k, R_k * q_k * R_{k+1}]`."""
         return (1, *self.ranks, 1)
 
 
 def brief(choice: Any) -> str:
-    """A dataclass as it would be written: only what differs from its defaults."""
+    """Format a dataclass as a constructor call with the arguments that differ from defaults."""
     given = [
         f"{f.name}={getattr(choice, f.name)!r}"
         for f in fields(choice)
@@ -293,7 +293,7 @@ def check_float_dtype(name: str, dtype: torch.dtype) -> None:
 
 
 def check_count(name: str, value: SupportsIndex, *, minimum: int = 1) -> int:
-    """`value` as an int; raise TypeError if it is none, ValueError if it is below `minimum`."""
+    """Return `value` as an int; raise TypeError for others, ValueError below `minimum`."""
     if isinstance(value, bool) or not isinstance(value, SupportsIndex):
         raise TypeError(f"{name} must be an int, got {value!r}")
     number = operator.index(value)
@@ -303,7 +303,7 @@ def check_count(name: str, value: SupportsIndex, *, minimum: int = 1) -> int:
 
 
 def _set_counts(spec: Any, *names: str, minimum: int = 1) -> None:
-    """Check fields of a frozen dataclass, and make plain ints of what NumPy may have given."""
+    """Check fields of a frozen dataclass, and convert NumPy integers to plain ints."""
     for name in names:
         object.__setattr__(spec, name, check_count(name, getattr(spec, name), minimum=minimum))
 
@@ -336,7 +336,7 @@ class Eviction(Choice):
 
     @property
     def order(self) -> str:
-        """The order by which the index ranks its entries."""
+        """Return the order by which the index ranks its entries."""
         return "assigned" if self in (Eviction.STEP, Eviction.CUSTOM) else self.value
 
 
@@ -415,7 +415,7 @@ class TruncatedNormal:
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """`low` and `high`, as given or left out."""
+        """Return `low` and `high`, by default two deviations around the mean."""
         return (
             self.mean - 2.0 * self.std if self.low is None else self.low,
             self.mean + 2.0 * self.std if self.high is None else self.high,
@@ -423,7 +423,7 @@ class TruncatedNormal:
 
     @property
     def probabilities(self) -> tuple[float, float]:
-        """How much of the normal distribution lies below `low` and below `high`."""
+        """Return the probability mass below `low` and below `high`."""
         low, high = (
             0.5 * math.erfc((self.mean - x) / (self.std * math.sqrt(2.0))) for x in self.bounds
         )
@@ -570,23 +570,23 @@ class DynamicSpec:
 
     @property
     def max_buckets(self) -> int:
-        """Buckets of a table of `capacity`."""
+        """Return the number of buckets at full capacity."""
         return -(-self.capacity // SLOTS)
 
     @property
     def rows(self) -> int:
-        """Rows for which memory is reserved: `capacity`, rounded up."""
+        """Return the number of rows for which memory is reserved: `capacity`, rounded up."""
         return self.max_buckets * SLOTS
 
     @property
     def buckets(self) -> int:
-        """Buckets to begin with."""
+        """Return the initial number of buckets."""
         capacity = self.capacity if self.initial_capacity is None else self.initial_capacity
         return -(-capacity // SLOTS)
 
     @property
     def max_load_1024ths(self) -> int:
-        """`max_load` in 1024ths, as the index has it."""
+        """Return `max_load` in 1024ths, as the index stores it."""
         return max(1, round(self.max_load * 1024))
 
 

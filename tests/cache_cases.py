@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from emblib.ops.codes import CACHE_POLICY
-from emblib.reference.cache import COUNTERS, WAYS, CacheModel, Memory, Plan
+from emblib.reference.cache import COUNTERS, WAYS, CacheMemory, CacheModel, CachePlan
 
 Op = Callable[..., Any]
 Groups = tuple[Tensor, Tensor, Tensor, Tensor]  # rows, segments, lookups, count
@@ -114,7 +114,7 @@ class Twin:
         self.model = CacheModel(trace.sets, trace.policy, ranges)
         self.now, self.in_flight = 0, deque[int]()
 
-    def plan(self, lookups: Tensor, groups: Groups) -> tuple[Plan, Tensor, Tensor]:
+    def plan(self, lookups: Tensor, groups: Groups) -> tuple[CachePlan, Tensor, Tensor]:
         """Both place a batch; afterwards they must agree about everything."""
         self.now += 1
         self.in_flight.append(self.now)
@@ -131,7 +131,9 @@ class Twin:
         self.compare()
         return plan, row_slots, evicted
 
-    def _compare_plan(self, plan: Plan, groups: Groups, slots: Tensor, evicted: Tensor) -> None:
+    def _compare_plan(
+        self, plan: CachePlan, groups: Groups, slots: Tensor, evicted: Tensor
+    ) -> None:
         unique = int(groups[3])
         for row, slot, old in zip(
             groups[0][:unique].tolist(), slots.tolist(), evicted.tolist(), strict=False
@@ -194,10 +196,10 @@ class Store:
         return Store(weights, [tensor.clone() for tensor in self.states], self.tables)
 
     @property
-    def memory(self) -> Memory:
+    def memory(self) -> CacheMemory:
         """The same tensors for the reference."""
         states = [self.states[2 * tier : 2 * tier + 2] for tier in range(4)]
-        return Memory(self.weights, states, self.tables)
+        return CacheMemory(self.weights, states, self.tables)
 
     def same(self, other: "Store", *, tiers: int = 4) -> bool:
         """Whether the first tiers hold the same bits."""

@@ -126,13 +126,13 @@ class Problem:
         result[slots:] = slots + 7
         return result
 
-    def groups(self) -> tbe.Groups:
+    def groups(self) -> tbe.RowGroups:
         """Lookups by row."""
         keys = self.features[self.feature_of, 1] + self.indices
         order = keys.argsort(stable=True)
         rows, counts = keys[order].unique_consecutive(return_counts=True)
         segments = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
-        return tbe.Groups(rows, segments, order, self.bag_of[order])
+        return tbe.RowGroups(rows, segments, order, self.bag_of[order])
 
     def padded_groups(self) -> tuple[Tensor, ...]:
         """The same as `tbe_group` returns it."""

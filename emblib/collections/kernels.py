@@ -30,7 +30,7 @@ from emblib.specs import (
 )
 from emblib.tables import QuantizedEmbeddingBags, TableBatchedEmbeddingBags, TTEmbeddingBag
 from emblib.tables.locks import atomic
-from emblib.tt.initializers import INITIALIZERS, Layout
+from emblib.tt.initializers import INITIALIZERS, CoreLayout
 from emblib.tt.shapes import check_ranks
 
 _BLOCK = 1 << 22  # elements that are drawn at a time
@@ -239,7 +239,7 @@ def draw_cores(part: TableSlice, cores: list[Tensor], seed: int) -> None:
     assert isinstance(config.kind, TensorTrain)
     if cores[0].is_meta:
         return
-    layout = Layout(whole.row_factors, whole.dim_factors, whole.full_ranks, torch.device("cpu"))
+    layout = CoreLayout(whole.row_factors, whole.dim_factors, whole.full_ranks, torch.device("cpu"))
     with _seeded(layout.device, seed):
         values = INITIALIZERS[config.kind.init](layout, 1.0 / math.sqrt(3.0 * whole.rows))
     for core, value in zip(cores, part.cores_of(values), strict=True):

@@ -546,7 +546,7 @@ class DynamicEmbeddingBags(DynamicTraining):
             step = self._step(keys, inserted.slots, reads)
             step.weighted = sample_weights is not None and sample_weights.requires_grad
         batch = batch._replace(
-            indices=reads.indices, slots=reads.slots, beside=reads.beside, hooks=step
+            indices=reads.indices, slots=reads.slots, default_rows=reads.beside, hooks=step
         )
         step.batch = batch._replace(hooks=None)  # no cycle: it ends with the graph
         if isinstance(self.optimizer, External):
@@ -561,7 +561,7 @@ class DynamicEmbeddingBags(DynamicTraining):
         self, keys: Keys, batch: autograd.Lookup, reads: Reads, sample_weights: Tensor | None
     ) -> Tensor:
         """A lookup that trains no row; sample weights get their gradient."""
-        batch = batch._replace(indices=reads.indices, slots=reads.slots, beside=reads.beside)
+        batch = batch._replace(indices=reads.indices, slots=reads.slots, default_rows=reads.beside)
         if sample_weights is not None and torch.is_grad_enabled():
             batch = batch._replace(hooks=Reading(batch, self._step(keys, reads.indices, reads)))
             return autograd.fused_lookup(

@@ -24,7 +24,7 @@ def _load() -> None:
 
 
 def _find(name: str) -> Path | None:
-    """The shared library `name`: beside the package, or where an editable install put it."""
+    """Find the shared library `name`: next to the package, or where an editable install put it."""
     import emblib
 
     for folder in (_PACKAGE, *(Path(p) for p in emblib.__path__)):
@@ -65,7 +65,7 @@ def require_kernels(device: torch.device) -> None:
 
 
 def empty_table(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Uninitialised memory for a table; on the CPU in huge pages where the system allows."""
+    """Allocate uninitialised memory for a table; on the CPU in huge pages where possible."""
     table = torch.empty(shape, dtype=dtype, device=device)
     if device.type == "cpu":
         torch.ops.emblib.advise_huge_pages_(table)
@@ -73,7 +73,7 @@ def empty_table(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 
 
 def keep_dtype(fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """`fn` of `nn.Module._apply`, but a change of dtype moves between devices only.
+    """Wrap `fn` of `nn.Module._apply` so that a change of dtype only moves between devices.
 
     The dtypes of a table are chosen when it is made: `model.half()` must neither round the
     optimizer state nor turn a float32 table into another one.

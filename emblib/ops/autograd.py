@@ -21,7 +21,7 @@ from emblib.specs import Pooling
 
 
 class RowLocations(NamedTuple):
-    """Which rows a batch has and where the cache holds them: slots of the groups and lookups."""
+    """The rows of a batch and where the cache holds them: slots of groups and lookups."""
 
     groups: tbe.Groups
     row_slots: Tensor | None = None
@@ -31,21 +31,21 @@ class RowLocations(NamedTuple):
 
 
 class UpdateHooks(Protocol):
-    """What a module wants to do around the update of one batch, all of it under its `lock`."""
+    """Callbacks of a module around the update of one batch, all called under its `lock`."""
 
     @property
     def lock(self) -> AbstractContextManager[None] | None:
-        """What other threads are kept out with from `before_update` to `after_update`, if any."""
+        """Return the lock to hold from `before_update` to `after_update`, if any."""
 
     def before_update(self) -> RowLocations | None:
-        """Called once, first thing in backward: the rows of the batch as they are now, if known."""
+        """Return the current rows of the batch, if known; called once, first in backward."""
 
     def after_update(self) -> None:
-        """Called once the rows are written."""
+        """Run after the rows have been written."""
 
 
 class Lookup(NamedTuple):
-    """One batch on its way through a module: what backward needs to know again."""
+    """One batch, with all that its backward needs."""
 
     features: Tensor
     indices: Tensor
@@ -60,8 +60,8 @@ class Lookup(NamedTuple):
     trained_features: Tensor | None = None
     """`features` as the update sees them; None if it sees all."""
     hooks: UpdateHooks | None = None
-    beside: Tensor | None = None
-    """Rows that `slots` name where there is no cache; they are read, and never updated."""
+    default_rows: Tensor | None = None
+    """Rows that `slots` refer to where there is no cache; read, never updated."""
 
 
 class Tiers(NamedTuple):
@@ -78,9 +78,9 @@ _for_update = ContextVar("for_update", default=False)
 
 @contextmanager
 def for_update() -> Iterator[None]:
-    """Lookups in it are made for the sake of their backward.
+    """Make lookups inside for their backward alone: fused ones return zeros without memory.
 
-    What a fused one gives are zeros without memory: its update reads no values.
+    The update of such a lookup reads no values of the output.
     """
     before = _for_update.set(True)
     try:
@@ -90,7 +90,7 @@ def for_update() -> Iterator[None]:
 
 
 def _shape(batch: Lookup) -> tuple[int, ...]:
-    """Of the output."""
+    """Return the shape of the output of a lookup."""
     if batch.pooling is Pooling.NONE:
         return batch.indices.numel(), batch.output_dim
     if batch.bag_layout is not None:
@@ -99,17 +99,17 @@ def _shape(batch: Lookup) -> tuple[int, ...]:
 
 
 def groups_of(batch: Lookup) -> tbe.Groups:
-    """The rows of a batch."""
+    """Group the lookups of a batch by row."""
     return tbe.group(
         batch.features, batch.indices, batch.offsets, batch.total_rows, batch.bag_layout
     )
 
 
 class UpdateRule(NamedTuple):
-    """What backward needs of an optimizer, as values that every version of torch can trace.
+    """The fields of an optimizer that backward needs, as values that torch can trace.
 
-    torch 2.10 makes a dataclass that is passed to a Function again from symbols, which the checks
-    of the dataclass refuse.
+    torch 2.10 rebuilds a dataclass that is passed to a Function from symbols, which the checks of
+    the dataclass refuse.
     """
 
     name: str
@@ -124,7 +124,7 @@ class UpdateRule(NamedTuple):
 
 
 class FusedLookup(torch.autograd.Function):
-    """Lookup whose backward updates weights and states in place, with no weight gradient.
+    """Look up; backward updates weights and states in place, without a weight gradient.
 
     `grad_anchor` is a scalar that requires grad: it ties the output to autograd while the weights,
     which backward mutates, stay out of it. `row_weights` are the sample weights by which the
@@ -146,7 +146,7 @@ class FusedLookup(torch.autograd.Function):
         sample_weights: Tensor | None,
         row_weights: Tensor | None,
     ) -> Tensor:
-        """`[B, output_dim]`, `[output_dim]` with a bag layout, or `[L, output_dim]` for NONE."""
+        """Return `[B, output_dim]`, `[output_dim]` with a bag layout, `[L, dim]` for NONE."""
         _save(ctx, batch, sample_weights, row_weights)
         ctx.tiers, ctx.rule = tiers, rule
         if not torch.compiler.is_compiling() and _for_update.get():
@@ -200,7 +200,7 @@ class FusedLookup(torch.autograd.Function):
 
 
 def _of_trained_tables(batch: Lookup, places: RowLocations) -> RowLocations:
-    """Leave out the rows of tables that are frozen; nothing is read back from the device."""
+    """Drop the rows of frozen tables; nothing is read back from the device."""
     assert batch.trained_features is not None
     known, row_slots = places.groups, places.row_slots
     groups = groups_of(batch._replace(features=batch.trained_features))
@@ -231,7 +231,7 @@ def fused_lookup(
 
 
 class ExternalLookup(torch.autograd.Function):
-    """Lookup that leaves `weights` a gradient: sparse COO, one entry a distinct row, or dense."""
+    """Look up; backward leaves `weights` a gradient: sparse COO of the distinct rows, or dense."""
 
     @staticmethod
     def forward(
@@ -243,7 +243,7 @@ class ExternalLookup(torch.autograd.Function):
         rule: UpdateRule,
         unique: int | None,
     ) -> Tensor:
-        """`[B, output_dim]`, `[output_dim]` with a bag layout, or `[L, output_dim]` for NONE."""
+        """Return `[B, output_dim]`, `[output_dim]` with a bag layout, `[L, dim]` for NONE."""
         # The weights matter for the gradient of sample weights only; kept without need, they would
         # forbid an optimizer step between two backwards.
         weighted = sample_weights is not None and sample_weights.requires_grad
@@ -255,7 +255,7 @@ class ExternalLookup(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """The gradient; a sparse one reads the number of rows from the device if it is not told."""
+        """Return the gradient; a sparse one reads an unknown number of rows from the device."""
         lock = None if ctx.batch.hooks is None else ctx.batch.hooks.lock
         if lock is None:
             return ExternalLookup._gradient(ctx, grad)
@@ -282,7 +282,7 @@ class ExternalLookup(torch.autograd.Function):
 def _dense_grad(
     ctx: Any, grad: Tensor, batch: Lookup, groups: tbe.Groups, sample_weights: Tensor | None
 ) -> Tensor:
-    """A gradient of all weights is what one step of SGD at a rate of -1 makes of zeros."""
+    """Form the gradient of all weights: one SGD step at rate -1 from zeros."""
     result = grad.new_zeros(ctx.shape, dtype=ctx.dtype)
     hyper = grad.new_zeros(HYPER_HEAD, dtype=torch.float64)
     for name in ("lr", "seed"):
@@ -324,7 +324,7 @@ def lookup(
     output_dtype: torch.dtype = torch.float32,
     unique: int | None = None,
 ) -> Tensor:
-    """Pool each bag; `weights` gets a gradient where it requires one."""
+    """Pool each bag; `weights` gets a gradient if it requires one."""
     if not torch.is_grad_enabled():
         return lookup_no_grad([weights.view(-1)], batch, sample_weights, output_dtype)
     rule = UpdateRule.of(optimizer)
@@ -346,14 +346,14 @@ def lookup_no_grad(
 
 
 def multiply_weights(sample_weights: Tensor | None, scales: Tensor | None) -> Tensor | None:
-    """The product of what is there of both."""
+    """Multiply two optional weight tensors; None counts as ones."""
     if sample_weights is None or scales is None:
         return scales if sample_weights is None else sample_weights
     return sample_weights * scales
 
 
 def clip_gradient(grad: Tensor, rule: UpdateRule) -> Tensor:
-    """Return the gradient of the output within the bounds that the optimizer sets."""
+    """Clamp the gradient of the output to the bounds of the optimizer."""
     if rule.max_gradient is None:
         return grad
     bound = largest_within(rule.max_gradient, grad.dtype)
@@ -372,21 +372,21 @@ def largest_within(bound: float, dtype: torch.dtype) -> float:
 
 
 def is_fused(optimizer: Optimizer) -> bool:
-    """Whether backward applies `optimizer` itself."""
+    """Return whether backward applies `optimizer` itself."""
     return not isinstance(optimizer, External)
 
 
 def _may_move(hyper: Tensor) -> bool:
-    """Whether an update changes weights; at a rate of 0 none does, as `gradcheck` relies on."""
+    """Return whether an update changes weights; at rate 0 it does not, as `gradcheck` needs."""
     return torch.compiler.is_compiling() or hyper.is_cuda or bool(hyper[0] != 0)
 
 
 def _readable(weights: Sequence[Tensor], batch: Lookup) -> Sequence[Tensor]:
-    """The tiers of a lookup: with the rows beside the tables in the place of a cache."""
-    if batch.beside is None:
+    """Return the tiers of a lookup, with `default_rows` in the place of a cache."""
+    if batch.default_rows is None:
         return weights
-    none = batch.beside.new_empty(0)
-    return [*weights, *(none for _ in range(3 - len(weights))), batch.beside]
+    none = batch.default_rows.new_empty(0)
+    return [*weights, *(none for _ in range(3 - len(weights))), batch.default_rows]
 
 
 def _update(
@@ -414,7 +414,7 @@ def _sample_weight_grad(grad: Tensor, weights: Sequence[Tensor], batch: Lookup) 
 
 
 def _save(ctx: Any, batch: Lookup, *tensors: Tensor | None) -> None:
-    """Keeps a batch for backward; autograd complains if its tensors are overwritten before that."""
+    """Save a batch for backward; autograd complains if its tensors are overwritten before that."""
     ctx.save_for_backward(batch.indices, batch.offsets, batch.bag_layout, batch.slots, *tensors)
     placeholder = batch.features
     ctx.batch = batch._replace(

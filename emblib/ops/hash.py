@@ -59,7 +59,7 @@ SCORED = ("lfu", "lru_lfu", "assigned")
 
 
 class Keys(NamedTuple):
-    """A batch of keys, see the top of this file."""
+    """A batch of keys; the module docstring explains segments."""
 
     ids: Tensor
     starts: Tensor
@@ -67,7 +67,7 @@ class Keys(NamedTuple):
 
     @classmethod
     def of(cls, ids: Tensor, table: int = 0) -> "Keys":
-        """A batch of ids, int64 `[L]`, that all are of one table."""
+        """Make a batch of ids, int64 `[L]`, that all belong to one table."""
         starts = torch.tensor([0, ids.numel()], device=ids.device)
         tables = torch.full((1,), table, dtype=torch.int64, device=ids.device)
         return cls(ids.contiguous(), starts, tables)
@@ -124,7 +124,7 @@ hash_expire_ = torch.ops.emblib.hash_expire_.default
 
 
 def wanted_buckets(keys: int, buckets: int, most: int, load: int) -> int:
-    """How many buckets `hash_grow_` gives a table that had `buckets`, for so many keys.
+    """Return the number of buckets that `hash_grow_` gives a table for this many keys.
 
     A level of 2^n buckets is split while the keys that fill them to `load` become a quarter more.
     """
@@ -232,7 +232,7 @@ _INFINITE = float("inf")
 
 
 def rule_of(initializer: Initializer, spec: DynamicSpec) -> Rule:
-    """Kind, base, scale, first probability, span of probabilities, lowest, highest value."""
+    """Encode an initializer as kind, base, scale, first probability, span, lowest, highest."""
     if isinstance(initializer, Uniform):
         bound = spec.capacity**-0.5
         low = -bound if initializer.low is None else initializer.low

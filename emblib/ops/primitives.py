@@ -40,7 +40,7 @@ fill_uniform_ = torch.ops.emblib.fill_uniform_.default
 
 
 def new_seed() -> int:
-    """A seed drawn from torch's default generator, so that `torch.manual_seed` fixes it."""
+    """Draw a seed from torch's default generator, so that `torch.manual_seed` fixes it."""
     return int(torch.randint(2**63 - 1, (), device="cpu"))
 
 

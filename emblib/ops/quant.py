@@ -28,7 +28,7 @@ quant_lookup = torch.ops.emblib.quant_lookup.default
 
 
 def row_bytes(dim: int, bits: int) -> int:
-    """Bytes of the numbers of a row."""
+    """Return the bytes of the packed numbers of a row."""
     return -(-dim * bits // 8)
 
 

@@ -59,7 +59,7 @@ class Routing(NamedTuple):
 
 
 def gather_segments(values: Tensor, starts: Tensor, order: Tensor, total: int) -> Tensor:
-    """Segments `order` of `values`; differentiable, gradients add up where segments repeat."""
+    """Concatenate segments `order` of `values`; differentiable, repeats accumulate."""
     if values.requires_grad and torch.is_grad_enabled():
         return _GatherSegments.apply(values, starts, order, total)
     return _ops.gather_segments(values, starts, order, total)
@@ -68,7 +68,7 @@ def gather_segments(values: Tensor, starts: Tensor, order: Tensor, total: int) -
 def route_lengths(
     ids: Tensor, offsets: Tensor, *routing: Tensor, num_bags: int | None = None
 ) -> Tensor:
-    """How many ids of each bag go to each unit; without `num_bags`, `units[U]` is read."""
+    """Count the ids of each bag per unit; without `num_bags`, `units[U]` is read."""
     if num_bags is None:
         num_bags = int(routing[4][-1])
     return _ops.route_lengths(ids, offsets, *routing, num_bags)
@@ -82,7 +82,7 @@ def route_ids(
     total: int,
     weights: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The ids of all units, where each comes from, and the `weights` `[L]` they take along."""
+    """Route ids to units; return ids, source positions and the `weights` `[L]` they carry."""
     if weights is None:
         routed, positions, _ = _ops.route_ids(ids, offsets, *routing, starts, total, None)
         return routed, positions, None
@@ -101,7 +101,7 @@ def combine(
     rows: Tensor | None = None,
     scale: float = 1.0,
 ) -> Tensor:
-    """Sums, or means, of pieces of `source`, `[out_numel]`; differentiable, any number of times."""
+    """Sum or average pieces of `source` to `[out_numel]`; differentiable any number of times."""
     if source.requires_grad and torch.is_grad_enabled():
         return _Combine.apply(source, targets, pieces, lengths, out_numel, dtype, rows, scale)
     return _ops.combine(source, targets, pieces, rows, lengths, out_numel, dtype, scale)
@@ -117,7 +117,7 @@ def spread(
     rows: Tensor | None = None,
     scale: float = 1.0,
 ) -> Tensor:
-    """What `combine` passes back to its source, `[source_numel]`; differentiable."""
+    """Apply the adjoint of `combine`, to `[source_numel]`; differentiable."""
     if grad.requires_grad and torch.is_grad_enabled():
         return _Spread.apply(grad, targets, pieces, lengths, source_numel, dtype, rows, scale)
     return _ops.spread(grad, targets, pieces, rows, lengths, source_numel, dtype, scale)

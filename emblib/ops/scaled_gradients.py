@@ -20,7 +20,7 @@ _Scalers = weakref.WeakValueDictionary[int, GradScaler]
 
 
 def _recording(method: Callable[..., Any], scalers: _Scalers) -> Callable[..., Any]:
-    """Return a method of `GradScaler` that records its scaler as well."""
+    """Wrap a method of `GradScaler` to record its scaler as well."""
 
     @functools.wraps(method)
     def record(self: GradScaler, *arguments: Any, **options: Any) -> Any:
@@ -33,7 +33,7 @@ def _recording(method: Callable[..., Any], scalers: _Scalers) -> Callable[..., A
 
 
 def _record_scalers() -> _Scalers:
-    """Let every `GradScaler` be recorded once it is made, copied or loaded; return the record.
+    """Record every `GradScaler` when it is made, copied or loaded; return the record.
 
     Methods that scale record those that were made before: of the base class, and of the subclasses
     there are. Nothing is wrapped twice, also where this module is loaded again.

@@ -54,7 +54,7 @@ def output_shape(
     *,
     variable: bool,
 ) -> tuple[int, ...]:
-    """The shape of a lookup's output, `variable` where there is a `bag_layout`."""
+    """Return the shape of a lookup's output; `variable` where there is a `bag_layout`."""
     if pooling == codes.POOLING["none"]:
         return indices.numel(), columns
     if variable:

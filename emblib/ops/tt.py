@@ -7,7 +7,7 @@ csrc/tt/shape.h):
 
 - `tt_keys(indices, rows, row_factors)` int64 `[L]`: sort keys whose neighbours share cores; -1
   stays, any other id outside the table becomes that of row 0
-- `tt_plan(keys, count, row_factors)`: eight int32 tensors, `Plan`: which halves the rows share
+- `tt_plan(keys, count, row_factors)`: eight int32 tensors, `TTPlan`: which halves the rows share
 - `tt_rows(cores, plan, row_factors, dim_factors, kept)`: rows `[L, D]` in key order, those from M
   on unspecified, and the values of the first `kept` left halves, `[kept, Q_l * rank]`, for
   backward
@@ -45,8 +45,8 @@ _ops = torch.ops.emblib
 _KEPT_BYTES_CPU = 6 << 20
 
 
-class Plan(NamedTuple):
-    """Distinct rows by their halves (int32; padded to L): see csrc/tt/check_cores.h.
+class TTPlan(NamedTuple):
+    """Distinct rows by their halves (int32; padded to L): see csrc/tt.
 
     `lefts`, `rights` distinct ids; `left_segments` over rows, `right_segments` over `right_rows`;
     `row_lefts`, `row_rights` the halves of each row; `counts` distinct rows, lefts and rights.
@@ -62,8 +62,8 @@ class Plan(NamedTuple):
     counts: Tensor
 
 
-class Lookup(NamedTuple):
-    """One batch for one table; `features` describes it as a plain one of prod(row_factors) rows."""
+class TTLookup(NamedTuple):
+    """One batch for one table; `features` describe it as a dense one of prod(row_factors) rows."""
 
     rows: int
     row_factors: tuple[int, ...]
@@ -76,39 +76,39 @@ class Lookup(NamedTuple):
 
 
 class ShareGradients(Protocol):
-    """Adds up the gradients of cores that several parts of a table, each a lookup, have in common.
+    """Sums the gradients of cores that several lookups, slices of one table, share.
 
-    Calls `use` once with what the cores of this part are to be updated with: when it has that,
-    which may be after the backward passes of other parts.
+    `use` is called once, with the gradients to update the cores of this slice with: when they are
+    known, which may be after the backward passes of other slices.
     """
 
     def __call__(self, grads: list[Tensor], use: Callable[[list[Tensor]], None]) -> None:
-        """`grads` are those of this part's lookups."""
+        """Add `grads`, those of this slice, and pass the sums to `use`."""
         ...
 
 
 class Made(NamedTuple):
-    """What a forward pass has made: the grouping, the rows, and where each lookup finds its own."""
+    """The results of a forward pass: groups, rows, and the row of each lookup."""
 
     groups: tbe.Groups
-    plan: Plan
+    plan: TTPlan
     rows: Tensor
     prefixes: Tensor
     inverse: Tensor
 
 
-def make_rows(cores: Sequence[Tensor], batch: Lookup, kept: int) -> Made:
+def make_rows(cores: Sequence[Tensor], batch: TTLookup, kept: int) -> Made:
     """Group the lookups and make the distinct rows, keeping `kept` left-half values."""
     keys = _ops.tt_keys(batch.indices, batch.rows, batch.row_factors)
     total = math.prod(batch.row_factors)
     groups = tbe.group(batch.features, keys, batch.offsets, total)
-    plan = Plan(*_ops.tt_plan(groups.rows, groups.count, batch.row_factors))
+    plan = TTPlan(*_ops.tt_plan(groups.rows, groups.count, batch.row_factors))
     rows, prefixes = _ops.tt_rows(cores, plan, batch.row_factors, batch.dim_factors, kept)
     inverse = _ops.group_inverse(groups.segments, groups.lookups, groups.count)
     return Made(groups, plan, rows, prefixes, inverse)
 
 
-def pool(made: Made, batch: Lookup, sample_weights: Tensor | None) -> Tensor:
+def pool(made: Made, batch: TTLookup, sample_weights: Tensor | None) -> Tensor:
     """Pool the rows made for a batch: `[B, D]`, or `[L, D]` for NONE."""
     return _ops.tbe_lookup(
         [made.rows.view(-1)],
@@ -124,13 +124,15 @@ def pool(made: Made, batch: Lookup, sample_weights: Tensor | None) -> Tensor:
     )
 
 
-def lookup(cores: Sequence[Tensor], batch: Lookup, sample_weights: Tensor | None = None) -> Tensor:
+def lookup(
+    cores: Sequence[Tensor], batch: TTLookup, sample_weights: Tensor | None = None
+) -> Tensor:
     """Pool each bag; no gradients."""
     return pool(make_rows(cores, batch, 0), batch, sample_weights)
 
 
-def kept_prefixes(batch: Lookup, cores: Sequence[Tensor]) -> int:
-    """How many left-half values a forward pass keeps for its backward pass."""
+def kept_prefixes(batch: TTLookup, cores: Sequence[Tensor]) -> int:
+    """Return how many left-half values a forward pass keeps for its backward pass."""
     if len(cores) == 2:
         return 0  # the left half is the first core itself
     most = min(batch.indices.numel(), math.prod(batch.row_factors[:2]))
@@ -139,18 +141,18 @@ def kept_prefixes(batch: Lookup, cores: Sequence[Tensor]) -> int:
     return min(most, _KEPT_BYTES_CPU // (4 * _left_value_size(cores, batch.dim_factors)))
 
 
-class DenseLookup(torch.autograd.Function):
-    """Lookup with a dense gradient for every core."""
+class DenseTTLookup(torch.autograd.Function):
+    """Look up; backward returns a dense gradient per core."""
 
     @staticmethod
     def forward(
         ctx: Any,
-        batch: Lookup,
+        batch: TTLookup,
         sample_weights: Tensor | None,
         share: ShareGradients | None,
         *cores: Tensor,
     ) -> Tensor:
-        """`[B, D]`, or `[L, D]` for NONE."""
+        """Return `[B, D]`, or `[L, D]` for NONE."""
         made = make_rows(cores, batch, kept_prefixes(batch, cores))
         ctx.batch, ctx.share = batch, share
         _save(ctx, made, sample_weights, cores)
@@ -159,7 +161,7 @@ class DenseLookup(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients of cores and, if asked, of `sample_weights`."""
+        """Return the gradients of cores and, if asked, of `sample_weights`."""
         made, sample_weights, cores = _saved(ctx)
         core_grads: Sequence[Tensor | None] = [None] * len(cores)
         if any(ctx.needs_input_grad[3:]):
@@ -174,8 +176,8 @@ class DenseLookup(torch.autograd.Function):
         return None, sample_grad, None, *core_grads
 
 
-class FusedLookup(torch.autograd.Function):
-    """Lookup whose backward updates `cores` and `states` in place, with no gradient of the cores.
+class FusedTTLookup(torch.autograd.Function):
+    """Look up; backward updates `cores` and `states` in place, without a core gradient.
 
     `grad_anchor` is a scalar that requires grad: it ties the output to autograd while the cores,
     which backward mutates, stay out of it. The gradient is taken at the cores as
@@ -190,11 +192,11 @@ class FusedLookup(torch.autograd.Function):
         states: list[list[Tensor]],
         hyper: Tensor,
         rule: autograd.UpdateRule,
-        batch: Lookup,
+        batch: TTLookup,
         sample_weights: Tensor | None,
         share: ShareGradients | None,
     ) -> Tensor:
-        """`[B, D]`, or `[L, D]` for NONE."""
+        """Return `[B, D]`, or `[L, D]` for NONE."""
         compiling = torch.compiler.is_compiling()  # a compiled graph cannot compare versions
         made = make_rows(cores, batch, 0 if compiling else kept_prefixes(batch, cores))
         ctx.cores = cores
@@ -240,7 +242,7 @@ def _update(
     rule: autograd.UpdateRule,
     grads: Sequence[Tensor],
 ) -> None:
-    """One step of the optimizer on every core."""
+    """Apply one step of the optimizer to every core."""
     hyper[1].add_(counted_step(hyper, grads[0]))
     updated = 0
     try:
@@ -257,7 +259,7 @@ def _update(
 def _core_grads(
     grad: Tensor,
     made: Made,
-    batch: Lookup,
+    batch: TTLookup,
     sample_weights: Tensor | None,
     cores: Sequence[Tensor],
 ) -> list[Tensor]:
@@ -276,7 +278,7 @@ def _core_grads(
     )
 
 
-def _sample_weight_grad(grad: Tensor, made: Made, batch: Lookup) -> Tensor:
+def _sample_weight_grad(grad: Tensor, made: Made, batch: TTLookup) -> Tensor:
     return _ops.tbe_sample_weight_grad(
         grad,
         [made.rows.view(-1)],
@@ -290,7 +292,7 @@ def _sample_weight_grad(grad: Tensor, made: Made, batch: Lookup) -> Tensor:
 
 
 def _save(ctx: Any, made: Made, sample_weights: Tensor | None, cores: Sequence[Tensor]) -> None:
-    """Keeps what backward reads; rows and inverse only where sample weights want a gradient."""
+    """Save what backward reads; rows and inverse only if sample weights need a gradient."""
     if sample_weights is None or not sample_weights.requires_grad:
         made = made._replace(rows=made.rows[:0], inverse=made.inverse[:0])
     ctx.save_for_backward(
@@ -299,12 +301,12 @@ def _save(ctx: Any, made: Made, sample_weights: Tensor | None, cores: Sequence[T
 
 
 def _saved(ctx: Any) -> tuple[Made, Tensor | None, Sequence[Tensor]]:
-    groups, plan = len(tbe.Groups._fields), len(Plan._fields)
+    groups, plan = len(tbe.Groups._fields), len(TTPlan._fields)
     tensors = ctx.saved_tensors
     rows, prefixes, inverse, sample_weights = tensors[groups + plan : groups + plan + 4]
     made = Made(
         tbe.Groups(*tensors[:groups]),
-        Plan(*tensors[groups : groups + plan]),
+        TTPlan(*tensors[groups : groups + plan]),
         rows,
         prefixes,
         inverse,
@@ -312,15 +314,15 @@ def _saved(ctx: Any) -> tuple[Made, Tensor | None, Sequence[Tensor]]:
     return made, sample_weights, tensors[groups + plan + 4 :]
 
 
-def _row_features(batch: Lookup) -> Tensor:
-    """The made rows as a plain table of L rows; written on the device, nothing is copied to it."""
+def _row_features(batch: TTLookup) -> Tensor:
+    """Describe the made rows as a dense table of L rows, without a host-to-device copy."""
     features = batch.features.clone()
     features[:, 2] = batch.indices.numel()
     return features
 
 
 def _left_value_size(cores: Sequence[Tensor], dim_factors: Sequence[int]) -> int:
-    """Floats of the value of one left half: its columns times the rank it ends with."""
+    """Return the floats per left half: its columns times the rank at its end."""
     rank = cores[0].size(1) // dim_factors[0]
     if len(cores) == 2:
         return cores[0].size(1)

@@ -57,7 +57,7 @@ class TailRate(Choice):
 
 @dataclass(frozen=True)
 class RelativeThreshold:
-    """A threshold as a share of the largest count."""
+    """A threshold relative to the largest count."""
 
     fraction_of_largest: float
 
@@ -87,7 +87,7 @@ class Counter:
         object.__setattr__(self, "tail", TailRate(self.tail))
 
     def parameters(self, decay: WeightDecay | None) -> tuple[float, ...]:
-        """In the order of the functor, the largest count (1 at first) last."""
+        """Return the numbers in the functor's order, the largest count (1 at first) last."""
         kinds = {type(None): 0.0, L2: 1.0, Decoupled: 2.0, AdagradW: 3.0}
         tails = (TailRate.RAISED, TailRate.LOWERED, TailRate.BY_COUNT)
         tail = float(tails.index(self.tail)) if self.tail in tails else -1.0
@@ -135,7 +135,7 @@ class GlobalDecay:
             raise ValueError(f"lower_bound is a factor <= 1, got {self.lower_bound}")
 
     def scale(self, prev_iter: Tensor, step: Tensor | int, lr: Tensor | float) -> Tensor:
-        """What rows last updated at step `prev_iter` are multiplied by when read at `step`.
+        """Return the factors of rows last updated at step `prev_iter` when read at `step`.
 
         `max(lower_bound, (1 - lr * rate) ** (step - previous - 1))`, and 1 for rows never updated
         and for steps before `start`; in the dtype of `prev_iter`, which `decode_steps` reads.
@@ -166,7 +166,7 @@ class Adagrad(Optimizer):
         check_number("eps", self.eps)
 
     def parameters(self) -> tuple[float, ...]:
-        """`(eps,)`."""
+        """Return `(eps,)`."""
         return (self.eps,)
 
 
@@ -208,7 +208,7 @@ class RowwiseAdagrad(Optimizer):
 
     @property
     def name(self) -> str:
-        """The plain functor, or the one of the variant that is asked for."""
+        """Return the name of the plain functor or of the requested variant."""
         if isinstance(self.counter, Counter):
             return "rowwise_adagrad_counter"
         if isinstance(self.counter, CowClip):
@@ -219,14 +219,14 @@ class RowwiseAdagrad(Optimizer):
 
     @property
     def states(self) -> tuple[State, ...]:
-        """`sum`; with a global decay or a counter the step of the last update; the count."""
+        """Return `sum`, then `prev_iter` with a global decay or counter, then `row_counter`."""
         previous, count = State("prev_iter", per_row=True), State("row_counter", per_row=True)
         if self.counter is not None:
             return (*self.kept, previous, count)
         return self.kept if self.global_decay is None else (*self.kept, previous)
 
     def parameters(self) -> tuple[float, ...]:
-        """`(eps,)`, and with any variant max_norm and the numbers of the variant."""
+        """Return `(eps,)`, and for a variant max_norm and the numbers of the variant."""
         if self.name == "rowwise_adagrad":
             return (self.eps,)
         norms = (self.eps, self.max_norm)
@@ -245,7 +245,7 @@ class RowwiseAdagrad(Optimizer):
 
 
 class EmaReset(Choice):
-    """What becomes of the moving average after a row of steps was added: KEEP it or CLEAR it."""
+    """Whether to KEEP or CLEAR the moving average after it took in the weights."""
 
     KEEP = "keep"
     CLEAR = "clear"
@@ -253,7 +253,7 @@ class EmaReset(Choice):
 
 @dataclass(frozen=True)
 class EnsembleRowwiseAdagrad(Optimizer):
-    """Row-wise Adagrad with a moving average of the weights that replaces them now and then.
+    """Row-wise Adagrad with a moving average of the weights that periodically replaces them.
 
     Args:
         eps: added to the root.
@@ -284,7 +284,7 @@ class EnsembleRowwiseAdagrad(Optimizer):
             raise ValueError(f"keep must be in [0, 1], got {self.keep}")
 
     def parameters(self) -> tuple[float, ...]:
-        """`(eps,)`."""
+        """Return `(eps,)`."""
         return (self.eps,)
 
 
@@ -294,7 +294,7 @@ def ensemble_(
     weights: Sequence[Tensor],
     slow: Sequence[Tensor],
 ) -> None:
-    """What happens at forward number `step` (from 1): weights enter the averages, or become them.
+    """Update the averages, or replace weights by them, at forward number `step` (from 1).
 
     `weights` and `slow` are views of the tables and of their states `sparse_ema`.
     """
@@ -315,7 +315,7 @@ def ensemble_(
 def count_largest_(
     optimizer: RowwiseAdagrad, step: int, hyper: Tensor, counters: Sequence[Tensor]
 ) -> None:
-    """At every `Counter.update_every`-th step: the largest count of all rows, plus one, to `hyper`.
+    """Write the largest row count plus one to `hyperparams` every `update_every` steps.
 
     `counters` are the states `row_counter`; only those in host memory make a GPU wait.
     """

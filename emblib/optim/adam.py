@@ -31,13 +31,13 @@ class Adam(Optimizer):
             raise ValueError(f"betas must be a tuple of two numbers in [0, 1), got {self.betas}")
 
     def parameters(self) -> tuple[float, ...]:
-        """`(beta1, beta2, eps)`."""
+        """Return `(beta1, beta2, eps)`."""
         return (*self.betas, self.eps)
 
 
 @dataclass(frozen=True)
 class PartialRowwiseAdam(Adam):
-    """Adam whose second moment is one number a row, of the mean of `g*g`."""
+    """Adam whose second moment is one number per row, of the mean of `g*g`."""
 
     functor: ClassVar[str] = "partial_rowwise_adam"
     kept: ClassVar[tuple[State, ...]] = _PARTIAL
@@ -55,7 +55,7 @@ class LAMB(Adam):
     decays: ClassVar[tuple[type, ...]] = (Decoupled,)
 
     def parameters(self) -> tuple[float, ...]:
-        """`(beta1, beta2, eps, rate of the weight decay)`."""
+        """Return `(beta1, beta2, eps, rate of the weight decay)`."""
         return (*super().parameters(), self._rate())
 
     def _decay_head(self) -> tuple[float, float]:
@@ -64,7 +64,7 @@ class LAMB(Adam):
 
 @dataclass(frozen=True)
 class PartialRowwiseLAMB(LAMB):
-    """LAMB whose second moment is one number a row, of the mean of `g*g`."""
+    """LAMB whose second moment is one number per row, of the mean of `g*g`."""
 
     functor: ClassVar[str] = "partial_rowwise_lamb"
     kept: ClassVar[tuple[State, ...]] = _PARTIAL

@@ -16,7 +16,7 @@ NUMBERS = {"lr": 0, "step": 1, "l2": 2, "decay": 3, "seed": 4}
 
 @dataclass(frozen=True)
 class State:
-    """One state tensor: `per_row` has one entry a row, otherwise it is as long as the row."""
+    """One state tensor: `per_row` has one entry per row, otherwise it is as long as the row."""
 
     name: str
     per_row: bool = False
@@ -34,7 +34,7 @@ class L2:
 
 @dataclass(frozen=True)
 class Decoupled:
-    """Decoupled weight decay: `w -= lr * rate * w`, beside the step (LAMB: within its ratio)."""
+    """Decoupled weight decay: `w -= lr * rate * w`, outside the step (LAMB: in its ratio)."""
 
     rate: float
 
@@ -44,7 +44,7 @@ class Decoupled:
 
 @dataclass(frozen=True)
 class AdagradW:
-    """Decoupled decay of `RowwiseAdagrad(counter=Counter())`, which makes up for missed steps.
+    """Decoupled decay of `RowwiseAdagrad(counter=Counter())` that makes up for missed steps.
 
     A row that is seen again after n steps is decayed n times. With `Counter(halflife=-1)` the step
     grows with the square root of the count, with -2 with the count itself, up to `Counter.bound`.
@@ -91,25 +91,25 @@ class Optimizer:
 
     @property
     def name(self) -> str:
-        """Of the functor that runs it."""
+        """Return the name of the functor that runs it."""
         return self.functor
 
     @property
     def states(self) -> tuple[State, ...]:
-        """What it keeps: states as long as a row first, then those of one number a row."""
+        """Return the states: those as long as a row first, then those of one number per row."""
         return self.kept
 
     def parameters(self) -> tuple[float, ...]:
-        """The numbers that follow the head of the hyper vector."""
+        """Return the numbers that follow the head of the hyperparameters."""
         return ()
 
     def hyperparams(self, device: torch.device | str | None = None) -> Tensor:
-        """Float64 `(lr, step = 0, L2, decay, seed = -1, *parameters)` on `device`."""
+        """Return float64 `(lr, step = 0, L2, decay, seed = -1, *parameters)` on `device`."""
         head = (self.lr, 0.0, *self._decay_head(), -1.0)
         return torch.tensor((*head, *self.parameters()), dtype=torch.float64, device=device)
 
     def _decay_head(self) -> tuple[float, float]:
-        """Rates of the two kinds of decay that happen around a functor."""
+        """Return the rates of the two kinds of decay outside a functor."""
         decay = self.weight_decay
         return (
             decay.rate if isinstance(decay, L2) else 0.0,
@@ -117,7 +117,7 @@ class Optimizer:
         )
 
     def _rate(self) -> float:
-        """The rate of a decay that happens within the functor."""
+        """Return the rate of a decay inside the functor."""
         return 0.0 if self.weight_decay is None else float(self.weight_decay.rate)
 
 
@@ -167,7 +167,7 @@ class LARS(Optimizer):
             raise ValueError(f"momentum must be in [0, 1), got {self.momentum}")
 
     def parameters(self) -> tuple[float, ...]:
-        """`(momentum, eta, rate of the weight decay)`."""
+        """Return `(momentum, eta, rate of the weight decay)`."""
         return (self.momentum, self.eta, self._rate())
 
     def _decay_head(self) -> tuple[float, float]:
@@ -175,7 +175,7 @@ class LARS(Optimizer):
 
 
 class Gradient(Choice):
-    """The form of a gradient that is handed out: SPARSE has the rows of the batch, DENSE all."""
+    """The form of an external gradient: SPARSE has the rows of the batch, DENSE all rows."""
 
     SPARSE = "sparse"
     DENSE = "dense"
@@ -183,7 +183,7 @@ class Gradient(Choice):
 
 @dataclass(frozen=True)
 class External(Optimizer):
-    """No fused update: backward leaves a gradient for an optimizer of your own."""
+    """No fused update: backward leaves a gradient for an optimizer of `torch.optim`."""
 
     lr: float = 0.0
     gradient: Gradient = Gradient.SPARSE

@@ -29,35 +29,35 @@ COUNTERS = (
 
 
 def mix64(x: int) -> int:
-    """The finaliser of MurmurHash3 (Appleby, 2011): every bit of x moves every bit of the hash."""
+    """Apply the finaliser of MurmurHash3 (Appleby, 2011): every bit of x affects every bit."""
     x = (x ^ x >> 33) * 0xFF51AFD7ED558CCD % 2**64
     x = (x ^ x >> 33) * 0xC4CEB9FE1A85EC53 % 2**64
     return x ^ x >> 33
 
 
 def set_of(row: int, sets: int) -> int:
-    """The one set a linear row can be in: the high half of the hash, scaled to `[0, sets)`."""
+    """Return the set of a linear row: the high half of its hash, scaled to `[0, sets)`."""
     return (mix64(row) >> 32) * sets >> 32
 
 
 @dataclass
 class Way:
-    """One place of a set: the linear row it holds, if any, and the batch that last used it."""
+    """One way of a set: the linear row that it holds, if any, and the batch that last used it."""
 
     row: int | None = None
     stamp: int = 0
 
 
 @dataclass
-class Plan:
-    """By row of a batch: its slot (`set * 32 + way`, None: stays in its tier), whom it replaces."""
+class CachePlan:
+    """Per row of a batch its slot (`set * 32 + way`; None: in its tier) and the row it evicts."""
 
     slots: dict[int, int | None] = field(default_factory=dict)
     brought_in: dict[int, int | None] = field(default_factory=dict)  # row -> row written back
 
 
 class CacheModel:
-    """The cache of tables whose linear rows are `ranges`, one `(first, rows)` a table."""
+    """The cache of tables whose linear rows are `ranges`, one `(first, rows)` per table."""
 
     def __init__(self, sets: int, policy: str, ranges: Sequence[tuple[int, int]]) -> None:
         self.sets = [[Way() for _ in range(WAYS)] for _ in range(sets)]
@@ -67,14 +67,14 @@ class CacheModel:
         self.tables = [dict.fromkeys(COUNTERS, 0) for _ in ranges]
         self.whole = dict.fromkeys(COUNTERS, 0)
 
-    def plan(self, lookups: Iterable[int], now: int, oldest: int) -> Plan:
-        """Places a batch, number `now`; `lookups` may repeat rows and name rows of no table here.
+    def plan(self, lookups: Iterable[int], now: int, oldest: int) -> CachePlan:
+        """Plan batch number `now`; `lookups` may repeat rows and name rows outside these tables.
 
-        `oldest` is the number of the oldest batch in flight, at most `now`: rows last used by it or
-        by a later one do not give way.
+        `oldest` is the number of the oldest batch in flight, at most `now`: rows last used by that
+        batch or a later one are not evicted.
         """
         batch = Counter(row for row in lookups if self._table(row) >= 0)
-        plan = Plan()
+        plan = CachePlan()
         missing: dict[int, list[int]] = {}
         for row, times in batch.items():
             if self.policy == "lfu":
@@ -91,8 +91,8 @@ class CacheModel:
         self._count(batch, plan, {row for rows in missing.values() for row in rows})
         return plan
 
-    def _admit(self, number: int, rows: list[int], clock: tuple[int, int], plan: Plan) -> None:
-        """The missing rows of one set take its ways, both in the order of the policy."""
+    def _admit(self, number: int, rows: list[int], clock: tuple[int, int], plan: CachePlan) -> None:
+        """Give the missing rows of one set its ways, both in the order of the policy."""
         now, oldest = clock
         lfu, ways = self.policy == "lfu", self.sets[number]
         rows.sort(key=lambda row: (-self.counts[row], row) if lfu else row)
@@ -110,7 +110,7 @@ class CacheModel:
             way.row, way.stamp = row, now
 
     def _order(self, way: Way) -> tuple[int, ...]:
-        """What gives way first: nothing, then the row used least often (LFU) or longest ago."""
+        """Rank ways for eviction: empty ones, then by use (LFU), then by age."""
         if way.row is None:
             return (0, 0, 0)
         return (1, self.counts[way.row] if self.policy == "lfu" else 0, way.stamp)
@@ -121,7 +121,7 @@ class CacheModel:
                 return t
         return -1
 
-    def _count(self, batch: Counter[int], plan: Plan, missing: set[int]) -> None:
+    def _count(self, batch: Counter[int], plan: CachePlan, missing: set[int]) -> None:
         for t in {self._table(row) for row in batch}:
             self.tables[t]["calls"] += 1
         self.whole["calls"] += 1
@@ -140,22 +140,22 @@ class CacheModel:
                 self.whole["write_backs"] += 1
 
     def locate(self, row: int) -> int | None:
-        """The slot of a row now, None if it is not in the cache."""
+        """Return the current slot of a row, None if it is not in the cache."""
         number = set_of(row, len(self.sets))
         found = [w for w, way in enumerate(self.sets[number]) if way.row == row]
         return number * WAYS + found[0] if found else None
 
 
 @dataclass
-class Memory:
-    """The tensors behind a cache: `weights[tier]` and `states[tier][k]`, `tables` as the op's."""
+class CacheMemory:
+    """The tensors behind a cache: `weights[tier]`, `states[tier][k]` and the op's `tables`."""
 
     weights: Sequence[Tensor]
     states: Sequence[Sequence[Tensor]]
     tables: Tensor
 
     def _places(self, row: int, slot: int) -> list[tuple[Tensor, Tensor]]:
-        """For the weights and each state of a row: where its table keeps it, and its slot."""
+        """Return per tensor of a row its view in the table's tier and its view in the cache."""
         offset, first, _, dim, _, tier, state_base, stride = next(
             line for line in self.tables.tolist() if line[1] <= row < line[1] + line[2]
         )
@@ -171,18 +171,18 @@ class Memory:
         return pairs
 
     def fetch(self, row: int, slot: int) -> None:
-        """Copies a row and its states into the cache, rounding to nearest where it is narrower."""
+        """Copy a row and its states into the cache, rounding to nearest where it is narrower."""
         for home, cached in self._places(row, slot):
             cached.copy_(home)
 
     def write_back(self, row: int, slot: int) -> None:
-        """Copies a row and its states from the cache, rounding to nearest where that is wider."""
+        """Copy a row and its states from the cache, rounding to nearest where that is wider."""
         for home, cached in self._places(row, slot):
             home.copy_(cached)
 
 
-def move(memory: Memory, plan: Plan) -> None:
-    """Every row of the plan is fetched, once the one whose slot it gets is written back."""
+def move(memory: CacheMemory, plan: CachePlan) -> None:
+    """Fetch every row of the plan, after writing back the row that it evicts."""
     for row, old in plan.brought_in.items():
         slot = plan.slots[row]
         assert slot is not None, "who is brought in has a slot"
@@ -191,8 +191,8 @@ def move(memory: Memory, plan: Plan) -> None:
         memory.fetch(row, slot)
 
 
-def flush(memory: Memory, model: CacheModel) -> None:
-    """Writes every row of the cache back; it stays in the cache."""
+def flush(memory: CacheMemory, model: CacheModel) -> None:
+    """Write every row of the cache back; it stays in the cache."""
     for number, ways in enumerate(model.sets):
         for w, way in enumerate(ways):
             if way.row is not None:

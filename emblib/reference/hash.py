@@ -43,7 +43,7 @@ Batch = Sequence[tuple[int, int]]  # (table, key) of each position
 
 
 def mix(key: int) -> int:
-    """The finaliser of MurmurHash3 (Appleby, 2011), moved so that 0 is no fixed point."""
+    """Apply the finaliser of MurmurHash3 (Appleby, 2011), shifted so that 0 is no fixed point."""
     x = (key + 0x9E3779B97F4A7C15) % 2**64
     x = (x ^ x >> 33) * 0xFF51AFD7ED558CCD % 2**64
     x = (x ^ x >> 33) * 0xC4CEB9FE1A85EC53 % 2**64
@@ -51,17 +51,17 @@ def mix(key: int) -> int:
 
 
 def hash_of(key: int, hash_key: int) -> int:
-    """The hash of a key in a table whose own number is `hash_key`; both are 64 bits of any sign."""
+    """Hash a key in a table with the number `hash_key`; both are 64 bits of any sign."""
     return mix((key ^ hash_key) % 2**64)
 
 
 def tag_of(key: int, hash_key: int = 0) -> int:
-    """The byte, 1 to 255, that says a slot may hold the key."""
+    """Return the byte, 1 to 255, by which a slot shows that it may hold the key."""
     return 1 + ((hash_of(key, hash_key) >> 40 & 0xFFFF) * 255 >> 16)
 
 
 def addresses(key: int, buckets: int, hash_key: int = 0) -> tuple[int, int]:
-    """The two buckets of a key, by linear hashing (Litwin, 1980); they may be the same."""
+    """Return the two buckets of a key, by linear hashing (Litwin, 1980); they may be equal."""
     mixed, mask = hash_of(key, hash_key), 2 ** (buckets - 1).bit_length() - 1
     hashes = (mixed & 0x7FFFFFFF, (mixed * 0x9E3779B97F4A7C15 % 2**64) >> 33)
     first, second = (h & mask if h & mask < buckets else h & mask >> 1 for h in hashes)
@@ -69,12 +69,12 @@ def addresses(key: int, buckets: int, hash_key: int = 0) -> tuple[int, int]:
 
 
 def round_size(buckets: int) -> int:
-    """How many missing keys choose their buckets by one state of a table."""
+    """Return how many missing keys choose their buckets by one state of a table."""
     return max(1, buckets // 2)
 
 
 def wanted_buckets(keys: int, buckets: int, most: int, load: int) -> int:
-    """How many buckets hold so many keys at `load` 1024ths: no fewer than now, at most `most`.
+    """Return the buckets for this many keys at `load` 1024ths: at least now, at most `most`.
 
     Buckets that are not yet split get twice the keys of those that are. So a level of 2^n buckets
     is split while the keys that fill them to the load become a quarter more, and then nothing is
@@ -90,8 +90,8 @@ def wanted_buckets(keys: int, buckets: int, most: int, load: int) -> int:
 
 
 @dataclass(eq=False)
-class Entry:
-    """What a slot says of the key it holds."""
+class HashEntry:
+    """The contents of an occupied slot."""
 
     key: int
     stamp: int
@@ -100,7 +100,7 @@ class Entry:
 
 @dataclass
 class Miss:
-    """A key of a batch that was not there, and what became of it."""
+    """A key of a batch that was missing, and the result of its insertion."""
 
     key: int
     positions: list[int]
@@ -108,7 +108,7 @@ class Miss:
     admitted: bool = True
     slot: int = -1
     status: int = NOT_ADMITTED
-    evicted: Entry | None = None
+    evicted: HashEntry | None = None
 
 
 @dataclass
@@ -119,7 +119,7 @@ class ReferenceHashTable:
     most: int
     load: int  # 1024ths of the slots, beyond which it grows
     hash_key: int = 0  # what its hash depends on
-    slots: list[Entry | None] = field(default_factory=list)
+    slots: list[HashEntry | None] = field(default_factory=list)
     counters: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTERS, 0))
 
     def __post_init__(self) -> None:
@@ -127,19 +127,19 @@ class ReferenceHashTable:
 
     @property
     def size(self) -> int:
-        """Keys that are there."""
+        """Return the number of keys."""
         return sum(entry is not None for entry in self.slots)
 
-    def bucket(self, number: int) -> list[Entry | None]:
-        """The slots of a bucket."""
+    def bucket(self, number: int) -> list[HashEntry | None]:
+        """Return the slots of a bucket."""
         return self.slots[number * SLOTS : (number + 1) * SLOTS]
 
     def addresses(self, key: int) -> tuple[int, int]:
-        """The two buckets of a key."""
+        """Return the two buckets of a key."""
         return addresses(key, self.buckets, self.hash_key)
 
     def find(self, key: int) -> int:
-        """The slot of a key, -1 if it is not there."""
+        """Return the slot of a key, -1 if it is missing."""
         for number in self.addresses(key):
             for way, entry in enumerate(self.bucket(number)):
                 if entry is not None and entry.key == key:
@@ -147,12 +147,12 @@ class ReferenceHashTable:
         return -1
 
     def remove(self, slot: int, counter: str) -> None:
-        """Empties a slot and counts why."""
+        """Empty a slot and count why."""
         self.slots[slot] = None
         self.counters[counter] += 1
 
     def grow(self, keys: int) -> dict[int, int]:
-        """Splits buckets until `keys` keys are few enough; old slot -> new slot of what moved."""
+        """Split buckets until `keys` keys fit the load; return old to new slots of moved keys."""
         old, self.buckets = self.buckets, wanted_buckets(keys, self.buckets, self.most, self.load)
         moved: dict[int, int] = {}
         for slot, entry in enumerate(self.slots[: old * SLOTS]):
@@ -167,7 +167,7 @@ class ReferenceHashTable:
 
 
 class HashModel:
-    """Tables that share a clock: the sequential program that every op is held to."""
+    """Tables that share a clock: the sequential definition of every op."""
 
     def __init__(
         self, tables: Sequence[ReferenceHashTable], order: str, newcomer: str = "wins"
@@ -179,11 +179,11 @@ class HashModel:
     # A batch
 
     def find(self, batch: Batch) -> list[int]:
-        """The slot of every position's key, -1 where it is not there."""
+        """Return the slot of every position's key, -1 if it is missing."""
         return [self.tables[t].find(key) for t, key in batch]
 
     def use(self, batch: Batch, counts: Sequence[int], given: Sequence[int]) -> list[int]:
-        """Finds, and notes the use of what is there; `given` is the score by table (assigned)."""
+        """Find keys and record their use; `given` is the score by table (assigned)."""
         self.tick += 1
         slots = self.find(batch)
         for (t, _), slot, count in zip(batch, slots, counts, strict=True):
@@ -202,7 +202,7 @@ class HashModel:
         return slots
 
     def misses(self, batch: Batch, slots: Sequence[int], counts: Sequence[int]) -> list[list[Miss]]:
-        """Table by table, the distinct keys without a slot, by the position they come first."""
+        """Return per table the distinct keys without a slot, by the position they come first."""
         found: list[dict[int, Miss]] = [{} for _ in self.tables]
         for position, ((t, key), slot, count) in enumerate(zip(batch, slots, counts, strict=True)):
             if slot < 0:
@@ -212,14 +212,14 @@ class HashModel:
         return [list(misses.values()) for misses in found]
 
     def grow(self, misses: Sequence[Sequence[Miss]]) -> list[dict[int, int]]:
-        """Every table gets room for its admitted misses; by table, the slots that moved."""
+        """Grow every table for its admitted misses; return per table the slots that moved."""
         return [
             table.grow(table.size + sum(miss.admitted for miss in missing))
             for table, missing in zip(self.tables, misses, strict=True)
         ]
 
     def place(self, misses: Sequence[Sequence[Miss]], given: Sequence[int]) -> None:
-        """Every miss gets a slot, free or of another key, or is refused; the misses say which."""
+        """Insert or refuse every miss, into a free slot or by eviction; set the status of each."""
         for table, missing, score in zip(self.tables, misses, given, strict=True):
             pending = [miss for miss in missing if miss.admitted]
             while pending:
@@ -233,10 +233,10 @@ class HashModel:
                 table.counters["not_admitted"] += miss.status == NOT_ADMITTED
 
     def _round(self, table: ReferenceHashTable, pending: list[Miss], score: int) -> list[Miss]:
-        """One round of a table's missing keys: the ones that are left for the next."""
-        choosers: dict[tuple[int, bool], list[tuple[Miss, Entry]]] = {}
+        """Run one round of a table's missing keys; return those left for the next."""
+        choosers: dict[tuple[int, bool], list[tuple[Miss, HashEntry]]] = {}
         for miss in pending:
-            entry = Entry(miss.key, self.tick, self._first_score(miss, score))
+            entry = HashEntry(miss.key, self.tick, self._first_score(miss, score))
             choice = self._choose(table, entry)
             if choice is None:
                 miss.status = REFUSED
@@ -255,8 +255,8 @@ class HashModel:
             return miss.total
         return given if self.order == "assigned" else 0
 
-    def _choose(self, table: ReferenceHashTable, newcomer: Entry) -> tuple[int, bool] | None:
-        """The bucket a missing key turns to, and whether to replace an entry there; or None."""
+    def _choose(self, table: ReferenceHashTable, newcomer: HashEntry) -> tuple[int, bool] | None:
+        """Return a missing key's bucket and whether it must evict there; None if it is refused."""
         first, second = table.addresses(newcomer.key)
         free = [table.bucket(number).count(None) for number in (first, second)]
         if any(free):
@@ -267,8 +267,10 @@ class HashModel:
             return None
         return min(ranked)[1], True
 
-    def _fill(self, table: ReferenceHashTable, number: int, newcomer: tuple[Miss, Entry]) -> bool:
-        """Whether the bucket still has an empty slot for the newcomer, who takes the lowest."""
+    def _fill(
+        self, table: ReferenceHashTable, number: int, newcomer: tuple[Miss, HashEntry]
+    ) -> bool:
+        """Put the newcomer into the lowest empty slot of the bucket; False if there is none."""
         miss, entry = newcomer
         if None not in table.bucket(number):
             return False
@@ -277,9 +279,9 @@ class HashModel:
         return True
 
     def _replace(
-        self, table: ReferenceHashTable, number: int, newcomer: tuple[Miss, Entry]
+        self, table: ReferenceHashTable, number: int, newcomer: tuple[Miss, HashEntry]
     ) -> bool:
-        """Whether an entry of the bucket, as it is now, gives way to the newcomer."""
+        """Evict an entry of the bucket, as it is now, for the newcomer; False if refused."""
         miss, entry = newcomer
         victim = self._victim(table, number)
         if victim is None or self._gives_up(entry, self._rank(victim)):
@@ -288,24 +290,24 @@ class HashModel:
         miss.evicted, table.slots[miss.slot] = victim, entry
         return True
 
-    def _rank(self, entry: Entry) -> tuple[int, int, int]:
-        """What orders entries: the least gives way first."""
+    def _rank(self, entry: HashEntry) -> tuple[int, int, int]:
+        """Return the sort key of entries: the least is evicted first."""
         scored = self.order in ("lfu", "lru_lfu", "assigned")
         stamp = 0 if self.order == "lfu" else entry.stamp
         return entry.score if scored else 0, stamp, entry.key
 
-    def _victim(self, table: ReferenceHashTable, number: int) -> Entry | None:
-        """The entry of a bucket that gives way: the least that this batch did not use."""
+    def _victim(self, table: ReferenceHashTable, number: int) -> HashEntry | None:
+        """Return the bucket's eviction candidate: the least entry that this batch did not use."""
         older = [e for e in table.bucket(number) if e is not None and e.stamp < self.tick]
         return None if self.order == "none" else min(older, key=self._rank, default=None)
 
-    def _gives_up(self, newcomer: Entry, victim: tuple[int, int, int]) -> bool:
+    def _gives_up(self, newcomer: HashEntry, victim: tuple[int, int, int]) -> bool:
         return self.newcomer == "competes" and self._rank(newcomer) < victim
 
     # Calls of their own
 
     def erase(self, batch: Batch) -> list[int]:
-        """Removes keys: the slot that each position freed, -1 where its key was not there (now)."""
+        """Remove keys; return the slot that each position freed, -1 where its key is missing."""
         freed = []
         for t, key in batch:
             freed.append(self.tables[t].find(key))
@@ -314,9 +316,9 @@ class HashModel:
         return freed
 
     def expire(self, t: int, window: tuple[int, int], before: int) -> list[int]:
-        """Removes what was last used before `before` from a window (first bucket, buckets).
+        """Remove keys last used before `before` from a window (first bucket, buckets).
 
-        Returns the slots of the table that are free now, ascending.
+        Returns the slots of the table that became free, ascending.
         """
         table, (first, buckets) = self.tables[t], window
         slots = range(first * SLOTS, min(first + buckets, table.buckets) * SLOTS)
@@ -329,7 +331,7 @@ class HashModel:
     # As tensors
 
     def index(self) -> list[Tensor]:
-        """`[tags, entries, tables, clock, counters]`; words of empty slots are 0."""
+        """Return `[tags, entries, tables, clock, counters]`; words of empty slots are 0."""
         words = 3 if self.order in ("lfu", "lru_lfu", "assigned") else 2
         slots = [entry for table in self.tables for entry in table.slots]
         tags = [
@@ -352,13 +354,13 @@ class HashModel:
 
     @classmethod
     def of(cls, index: Sequence[Tensor], order: str, newcomer: str = "wins") -> "HashModel":
-        """The model of what the tensors hold."""
+        """Make the model of the tensors of an index."""
         tags, entries, rows, clock, counters = (tensor.tolist() for tensor in index)
         tables = []
         for (first, buckets, most, _, load, hash_key), counts in zip(rows, counters, strict=True):
             window = slice(first * SLOTS, (first + most) * SLOTS)
             slots = [
-                Entry(*words) if tag else None
+                HashEntry(*words) if tag else None
                 for tag, words in zip(tags[window], entries[window], strict=True)
             ]
             by_name = dict(zip(COUNTERS, counts, strict=True))
@@ -369,7 +371,7 @@ class HashModel:
 
 
 def positions(ids: Tensor, starts: Tensor, segment_tables: Tensor) -> list[tuple[int, int]]:
-    """The batch of `emblib.ops.hash.Keys`: segment f is `ids[starts[f]:starts[f + 1]]`."""
+    """Return the batch of `emblib.ops.hash.Keys`: segment f is `ids[starts[f]:starts[f + 1]]`."""
     lengths = starts.diff()
     tables = segment_tables.repeat_interleave(lengths)
     return list(zip(tables.tolist(), ids.tolist(), strict=True))
@@ -380,7 +382,7 @@ UNIFORM, NORMAL, CONSTANT, DEBUG = range(4)
 
 
 def values(rule: Sequence[float], seed: int, stream: int, key: int, dim: int) -> Tensor:
-    """The row of a key, float64 `[dim]`; `rule` as `emblib.ops.hash.rule_of` has it."""
+    """Return the row of a key, float64 `[dim]`; `rule` is that of `emblib.ops.hash.rule_of`."""
     kind, base, scale, first, span, low, high = rule
     if kind == CONSTANT:
         return torch.full((dim,), base, dtype=torch.float64)
@@ -406,7 +408,7 @@ def initial_rows_(
     slots: Tensor,
     seed: int,
 ) -> None:
-    """Writes the rows of missing keys that got a slot, in all planes."""
+    """Write the rows of missing keys that got a slot, in all row buffers."""
     for table in range(ends.numel() - 1):
         for miss in range(int(ends[table]), int(ends[table + 1])):
             slot, key = int(slots[miss]), int(ids[first[miss]])

@@ -17,7 +17,7 @@ from emblib.reference.random import philox_counters
 
 
 def words(seed: int, rows: Tensor, dim: int, step: int, tensor: int) -> Tensor:
-    """A random word for each element, int64 `[U, dim]`, of the linear rows `rows [U]`."""
+    """Return a random word per element, int64 `[U, dim]`, of the linear rows `rows [U]`."""
     blocks = torch.arange((dim + 3) // 4)
     row, block = torch.meshgrid(rows.cpu().long(), blocks, indexing="ij")
     counters = torch.stack(
@@ -32,7 +32,7 @@ def words(seed: int, rows: Tensor, dim: int, step: int, tensor: int) -> Tensor:
 
 
 def round_stochastically(values: Tensor, dtype: torch.dtype, words: Tensor) -> Tensor:
-    """`values` (as float32) rounded up or down at random to `dtype`; exact where it is float32.
+    """Round `values` (as float32) up or down at random to `dtype`; float32 stays exact.
 
     The chance of either neighbour is proportional to how near it is. A finite value becomes
     infinite only where rounding to nearest makes it so.
@@ -70,8 +70,8 @@ States = list[Tensor]
 
 
 @dataclass(frozen=True)
-class Rows:
-    """Some rows on their way through an optimizer.
+class RowBatch:
+    """A batch of rows during an optimizer step.
 
     `w`, `g` `[U, D]`: weights, and gradient with the L2 penalty; `kept` are the weights after the
     decoupled decay; `states` as the optimizer lists them, `numbers` its own part of `hyper`.
@@ -86,11 +86,11 @@ class Rows:
     numbers: tuple[float, ...]
 
 
-Rule = Callable[[Rows], tuple[Tensor, States]]
+Rule = Callable[[RowBatch], tuple[Tensor, States]]
 
 
 def _ratio(a: Tensor | float, b: Tensor) -> Tensor:
-    """`a / b`, and 0 where `b` is 0."""
+    """Return `a / b`, and 0 where `b` is 0."""
     return torch.where(b == 0, 0.0, a / torch.where(b == 0, 1.0, b))
 
 
@@ -102,46 +102,46 @@ def _scaled(scale: Tensor, x: Tensor) -> Tensor:
     return scale.unsqueeze(1) * x
 
 
-def _sgd(rows: Rows) -> tuple[Tensor, States]:
+def _sgd(rows: RowBatch) -> tuple[Tensor, States]:
     return rows.kept - rows.lr * rows.g, []
 
 
-def _adagrad(rows: Rows) -> tuple[Tensor, States]:
+def _adagrad(rows: RowBatch) -> tuple[Tensor, States]:
     total = rows.states[0] + rows.g * rows.g
     return rows.kept - _ratio(rows.lr * rows.g, total.sqrt() + rows.numbers[0]), [total]
 
 
-def _scale(rows: Rows, total: Tensor, lr: float | Tensor | None = None) -> Tensor:
-    """Adagrad's step size a row."""
+def _scale(rows: RowBatch, total: Tensor, lr: float | Tensor | None = None) -> Tensor:
+    """Return Adagrad's step size per row."""
     return _ratio(rows.lr if lr is None else lr, total.sqrt() + rows.numbers[0])
 
 
-def _rowwise_adagrad(rows: Rows) -> tuple[Tensor, States]:
+def _rowwise_adagrad(rows: RowBatch) -> tuple[Tensor, States]:
     total = rows.states[0] + rows.g.square().mean(1)
     return rows.kept - _scaled(_scale(rows, total), rows.g), [total]
 
 
-def _ensemble_rowwise_adagrad(rows: Rows) -> tuple[Tensor, States]:
+def _ensemble_rowwise_adagrad(rows: RowBatch) -> tuple[Tensor, States]:
     slow, total = rows.states
-    plain = Rows(rows.w, rows.kept, rows.g, [total], rows.lr, rows.step, rows.numbers)
+    plain = RowBatch(rows.w, rows.kept, rows.g, [total], rows.lr, rows.step, rows.numbers)
     new, states = _rowwise_adagrad(plain)
     return new, [slow, *states]
 
 
 def _limited(new: Tensor, max_norm: float) -> Tensor:
-    """Rows with a norm of at most `max_norm`, where that is positive."""
+    """Scale rows to a norm of at most `max_norm`, if that is positive."""
     norm = _norm(new)
     if max_norm <= 0:
         return new
     return _scaled(torch.where(norm > max_norm, _ratio(max_norm, norm), 1.0), new)
 
 
-def _max_norm(rows: Rows) -> tuple[Tensor, States]:
+def _max_norm(rows: RowBatch) -> tuple[Tensor, States]:
     new, states = _rowwise_adagrad(rows)
     return _limited(new, rows.numbers[1]), states
 
 
-def _global_decay(rows: Rows) -> tuple[Tensor, States]:
+def _global_decay(rows: RowBatch) -> tuple[Tensor, States]:
     _, max_norm, rate, least, start = rows.numbers
     sums, previous = rows.states
     steps = decode_steps(previous).double()
@@ -156,27 +156,27 @@ def _global_decay(rows: Rows) -> tuple[Tensor, States]:
     return _limited(new, max_norm), [total, previous]
 
 
-def _gap(rows: Rows) -> Tensor:
-    """Steps since the last update; 1 for rows that had none."""
+def _gap(rows: RowBatch) -> Tensor:
+    """Return the steps since the last update; 1 for rows that had none."""
     previous = decode_steps(rows.states[1]).double()
     return torch.where(previous == 0, 1.0, min(rows.step, LAST_STEP) - previous).to(
         rows.states[1].dtype
     )
 
 
-def _now(rows: Rows, like: Tensor) -> Tensor:
-    """The state `prev_iter` of rows that are updated at this step."""
+def _now(rows: RowBatch, like: Tensor) -> Tensor:
+    """Return the state `prev_iter` of rows that are updated at this step."""
     return encode_steps(torch.full_like(like, rows.step, dtype=torch.int64)).to(like)
 
 
-def _count(rows: Rows, halflife: float) -> Tensor:
+def _count(rows: RowBatch, halflife: float) -> Tensor:
     counter = rows.states[2]
     if halflife == 0:
         return torch.ones_like(counter)
     return counter + 1 if halflife < 0 else 1 + 0.5 ** (_gap(rows) / halflife) * counter
 
 
-def _cowclip(rows: Rows) -> tuple[Tensor, States]:
+def _cowclip(rows: RowBatch) -> tuple[Tensor, States]:
     _, max_norm, halflife, coefficient, lower = rows.numbers
     total, count = rows.states[0] + rows.g.square().mean(1), _count(rows, halflife)
     most, norm = count * (coefficient * _norm(rows.w)).clamp(min=lower), _norm(rows.g)
@@ -185,8 +185,8 @@ def _cowclip(rows: Rows) -> tuple[Tensor, States]:
     return _limited(new, max_norm), [total, _now(rows, total), count]
 
 
-def _tail_scale(rows: Rows, plain: Tensor, count: Tensor) -> Tensor:
-    """The step size of rows seen often."""
+def _tail_scale(rows: RowBatch, plain: Tensor, count: Tensor) -> Tensor:
+    """Return the step size of frequently seen rows."""
     bound, tail, threshold, share, largest = rows.numbers[6:11]
     ratio = (largest / (count + 1)) if tail == 0 else (count + 1) / largest
     special = plain * (ratio**bound).clamp(*((1, 10) if tail == 0 else (0.1, 1)))
@@ -196,7 +196,7 @@ def _tail_scale(rows: Rows, plain: Tensor, count: Tensor) -> Tensor:
     return torch.where(count > limit, special, plain) if tail >= 0 else plain
 
 
-def _counter(rows: Rows) -> tuple[Tensor, States]:
+def _counter(rows: RowBatch) -> tuple[Tensor, States]:
     _, max_norm, halflife, decay, rate, start, bound = rows.numbers[:7]
     penalised = rows.g + rate * rows.w if decay == 1 else rows.g
     total, count = rows.states[0] + penalised.square().mean(1), _count(rows, halflife)
@@ -220,8 +220,8 @@ def _counter(rows: Rows) -> tuple[Tensor, States]:
     return _limited(new, max_norm), [total, _now(rows, total), count]
 
 
-def _moments(rows: Rows, square: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Both moments, the first one without bias, and what it is divided by."""
+def _moments(rows: RowBatch, square: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return both moments, the first one without bias, and its denominator."""
     beta1, beta2, eps = rows.numbers[:3]
     m = beta1 * rows.states[0] + (1 - beta1) * rows.g
     v = beta2 * rows.states[1] + (1 - beta2) * square
@@ -229,35 +229,35 @@ def _moments(rows: Rows, square: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor
     return m, v, m / (1 - beta1**rows.step), denominator
 
 
-def _adam(rows: Rows) -> tuple[Tensor, States]:
+def _adam(rows: RowBatch) -> tuple[Tensor, States]:
     m, v, m_hat, denominator = _moments(rows, rows.g.square())
     return rows.kept - rows.lr * _ratio(m_hat, denominator), [m, v]
 
 
-def _partial_rowwise_adam(rows: Rows) -> tuple[Tensor, States]:
+def _partial_rowwise_adam(rows: RowBatch) -> tuple[Tensor, States]:
     m, v, m_hat, denominator = _moments(rows, rows.g.square().mean(1))
     return rows.kept - rows.lr * _ratio(m_hat, denominator.unsqueeze(1)), [m, v]
 
 
-def _trusted(rows: Rows, direction: Tensor) -> Tensor:
-    """LAMB's step along `direction`: as long as the row, or plain where a norm is zero."""
+def _trusted(rows: RowBatch, direction: Tensor) -> Tensor:
+    """Apply LAMB's step along `direction`: as long as the row, or plain where a norm is zero."""
     r = direction + rows.numbers[3] * rows.w
     w_norm, r_norm = _norm(rows.w), _norm(r)
     ratio = torch.where(w_norm > 0, _ratio(w_norm, r_norm), 1.0)
     return rows.kept - _scaled(rows.lr * torch.where(r_norm > 0, ratio, 1.0), r)
 
 
-def _lamb(rows: Rows) -> tuple[Tensor, States]:
+def _lamb(rows: RowBatch) -> tuple[Tensor, States]:
     m, v, m_hat, denominator = _moments(rows, rows.g.square())
     return _trusted(rows, _ratio(m_hat, denominator)), [m, v]
 
 
-def _partial_rowwise_lamb(rows: Rows) -> tuple[Tensor, States]:
+def _partial_rowwise_lamb(rows: RowBatch) -> tuple[Tensor, States]:
     m, v, m_hat, denominator = _moments(rows, rows.g.square().mean(1))
     return _trusted(rows, _ratio(m_hat, denominator.unsqueeze(1))), [m, v]
 
 
-def _lars(rows: Rows) -> tuple[Tensor, States]:
+def _lars(rows: RowBatch) -> tuple[Tensor, States]:
     momentum, eta, decay = rows.numbers
     norm = _norm(rows.w)
     denominator = _norm(rows.g) + decay * norm
@@ -269,7 +269,7 @@ def _lars(rows: Rows) -> tuple[Tensor, States]:
 
 @dataclass(frozen=True)
 class Reference:
-    """A rule, and for each state whether it is one number a row."""
+    """A rule, and per state whether it has one number per row."""
 
     rule: Rule
     per_row: tuple[bool, ...] = ()
@@ -295,17 +295,17 @@ OPTIMIZERS = {
 def step_rows(
     optimizer: str, w: Tensor, g: Tensor, states: Sequence[Tensor], hyper: Tensor
 ) -> tuple[Tensor, States]:
-    """New weights and states of rows `w [U, D]` with gradient `g`, in the dtype of `g`."""
+    """Return new weights and states of rows `w [U, D]` with gradient `g`, in the dtype of `g`."""
     lr, step, l2, decay, _, *numbers = hyper.tolist()
     w, local = w.to(g.dtype), [state.to(g.dtype) for state in states]
-    rows = Rows(w, w * (1 - lr * decay), g + l2 * w, local, lr, step, tuple(numbers))
+    rows = RowBatch(w, w * (1 - lr * decay), g + l2 * w, local, lr, step, tuple(numbers))
     return OPTIMIZERS[optimizer].rule(rows)
 
 
 def store(
     target: Tensor, at: Tensor, values: Tensor, hyper: Tensor, ids: Tensor, tensor: int
 ) -> None:
-    """Write `values` to `target[at]`, rounded as `hyper` says; `ids` are the linear rows."""
+    """Write `values` to `target[at]`, rounded as `hyper` selects; `ids` are the linear rows."""
     seed = int(hyper[HYPER_HEAD - 1])
     narrow = target.dtype in (torch.float16, torch.bfloat16)
     if seed >= 0 and narrow and values.dim() == 2:

@@ -13,7 +13,7 @@ from emblib.specs import Pooling
 
 
 def quantize_rows(weights: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Packed numbers uint8 `[R, bytes]` and scales float32 `[R, 2]` of `weights` `[R, D]`."""
+    """Pack `weights` `[R, D]` to numbers uint8 `[R, bytes]` and scales float32 `[R, 2]`."""
     rows, levels = weights.float(), 2**bits - 1
     low, high = rows.amin(1, keepdim=True), rows.amax(1, keepdim=True)
     scale = high / levels - low / levels
@@ -26,14 +26,14 @@ def quantize_rows(weights: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 
 
 def dequantize_rows(values: Tensor, scales: Tensor, dim: int, bits: int) -> Tensor:
-    """Rows `[R, D]` of packed numbers `[R, bytes]`, in the dtype of `scales`."""
+    """Unpack numbers `[R, bytes]` to rows `[R, D]`, in the dtype of `scales`."""
     if bits == 4:
         values = torch.stack([values & 15, values >> 4], dim=2).flatten(1)
     return values[:, :dim].to(scales.dtype) * scales[:, :1] + scales[:, 1:]
 
 
 class Packed(NamedTuple):
-    """The tables of a module: numbers and scales, one after the other, and bits a number."""
+    """The tables of a module: numbers and scales, one after the other, and bits per number."""
 
     values: Tensor
     scales: Tensor
@@ -50,7 +50,7 @@ def lookup(
     columns: int = 0,
     extras: tbe.Extras = tbe.NO_EXTRAS,
 ) -> Tensor:
-    """Pool each bag of the rows as floats, in the dtype of the scales."""
+    """Pool each bag of the dequantised rows, in the dtype of the scales."""
     values, scales, bits = packed
     tables, plain, begin = [], features.clone(), 0
     for f, (offset, row_base, rows, dim, *_) in enumerate(features.tolist()):

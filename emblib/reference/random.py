@@ -9,20 +9,20 @@ _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 
 
 def _multiply(a: int, b: Tensor) -> tuple[Tensor, Tensor]:
-    """High and low word of the product of two 32-bit numbers; no int64 overflow on the way."""
+    """Return high and low word of the product of two 32-bit numbers, without int64 overflow."""
     low, high = a * (b & 0xFFFF), a * (b >> 16)
     middle = high + (low >> 16)
     return middle >> 16, ((middle & 0xFFFF) << 16) | (low & 0xFFFF)
 
 
 def philox(seed: int, blocks: Tensor) -> Tensor:
-    """The four random words, int64 `[N, 4]` in [0, 2^32), of each block `[N]`."""
+    """Return the four random words, int64 `[N, 4]` in [0, 2^32), of each block `[N]`."""
     zero = torch.zeros_like(blocks)
     return philox_counters(seed, torch.stack([blocks & _MASK, blocks >> 32, zero, zero], dim=1))
 
 
 def philox_counters(seed: int, counters: Tensor) -> Tensor:
-    """The same for counters of four words each, `[N, 4]` in [0, 2^32)."""
+    """Return the random words of counters of four words each, `[N, 4]` in [0, 2^32)."""
     c = list(counters.unbind(1))
     keys = [seed & _MASK, seed >> 32 & _MASK]
     for _ in range(10):
@@ -33,6 +33,6 @@ def philox_counters(seed: int, counters: Tensor) -> Tensor:
 
 
 def uniform(numel: int, low: float, high: float, seed: int) -> Tensor:
-    """`numel` numbers `low + (high - low) * u`, float64, as `emblib.ops.primitives` makes them."""
+    """Return `numel` values `low + (high - low) * u`, float64, as `emblib.ops.primitives` does."""
     words = philox(seed, torch.arange((numel + 3) // 4)).flatten()[:numel]
     return low + (high - low) * (words >> 8).double() * 2.0**-24

@@ -12,7 +12,7 @@ _FACTORS = (0xFF51AFD7ED558CCD - (1 << 64), 0xC4CEB9FE1A85EC53 - (1 << 64))
 
 
 def gather_segments(values: Tensor, starts: Tensor, order: Tensor, total: int) -> Tensor:
-    """Segments `order` of `values`, one after the other; `total` rows in all."""
+    """Concatenate segments `order` of `values`, `total` rows in all."""
     pieces = [values[int(starts[s]) : int(starts[s + 1])] for s in order.tolist()]
     out = torch.cat([values[:0], *pieces])
     if out.size(0) != total:
@@ -21,7 +21,7 @@ def gather_segments(values: Tensor, starts: Tensor, order: Tensor, total: int) -
 
 
 def _mix(x: Tensor) -> Tensor:
-    """The finaliser of MurmurHash3 behind an addition; shifts are those of unsigned numbers."""
+    """Apply the finaliser of MurmurHash3 after an addition; shifts are unsigned."""
     x = x + _GOLDEN
     for factor in _FACTORS:
         x = (x ^ (x >> 33 & (1 << 31) - 1)) * factor
@@ -29,12 +29,12 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def owners(keys: Tensor, num_blocks: int) -> Tensor:
-    """Rule 1: the block in `[0, num_blocks)` of each key."""
+    """Apply rule 1: return the block in `[0, num_blocks)` of each key."""
     return (_mix(_mix(keys.long())) >> 32 & (1 << 32) - 1) * num_blocks >> 32
 
 
 def places(ids: Tensor, feature: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """The block of each id of one feature, int64, and the id as that block knows it."""
+    """Return the block of each id of one feature, int64, and the id within that block."""
     first, count, rows, rule = feature.tolist()
     if rule == 1:
         return first + owners(ids, count), ids
@@ -47,7 +47,7 @@ def places(ids: Tensor, feature: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor
 
 
 def _routes(ids: Tensor, offsets: Tensor, routing: tuple[Tensor, ...]) -> list[tuple[Tensor, ...]]:
-    """For each unit: the lookups it gets, the bags of those, its own bags, and the ids it gets."""
+    """Return per unit its lookups, the bags of those, its bags, and its ids."""
     first_bags, features, blocks, copies, units = routing
     none = ids.new_empty(0, dtype=torch.int64)
     found: list[tuple[Tensor, ...]] = [(none, none, none, ids[:0])] * (units.numel() - 1)
@@ -67,7 +67,7 @@ def _routes(ids: Tensor, offsets: Tensor, routing: tuple[Tensor, ...]) -> list[t
 
 
 def route_lengths(ids: Tensor, offsets: Tensor, *routing: Tensor) -> Tensor:
-    """How many ids of each bag go to each unit."""
+    """Count the ids of each bag per unit."""
     found = _routes(ids, offsets, routing)
     counts = [torch.bincount(bag, minlength=bags.numel()) for _, bag, bags, _ in found]
     return torch.cat([ids[:0], *counts]).to(ids.dtype)
@@ -76,7 +76,7 @@ def route_lengths(ids: Tensor, offsets: Tensor, *routing: Tensor) -> Tensor:
 def route_ids(
     ids: Tensor, offsets: Tensor, *routing: Tensor, weights: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The ids of all units, where each comes from, and the weights they take along."""
+    """Return the ids of all units, their source positions and the weights they carry."""
     found = _routes(ids, offsets, routing)
     positions = torch.cat(
         [ids.new_empty(0, dtype=torch.int64), *(lookups for lookups, *_ in found)]
@@ -86,7 +86,7 @@ def route_ids(
 
 
 def _rows(flat: Tensor, offset: int, stride: int, rows: int, width: int) -> Tensor:
-    """A view of `rows` rows that begin `stride` elements apart."""
+    """View `rows` rows that begin `stride` elements apart."""
     return flat.as_strided((rows, width), (stride, 1), flat.storage_offset() + offset)
 
 
@@ -97,7 +97,7 @@ def _divisor(lengths: Tensor | None, first_bag: int, rows: int) -> Tensor | floa
 
 
 def _named(rows: Tensor | None, first_row: int, count: int) -> tuple[Tensor, Tensor]:
-    """The rows of a target for which a piece has some, and those."""
+    """Return the rows of a target for which a piece has rows, and those rows."""
     every = torch.arange(count)
     if first_row < 0 or rows is None:
         return every, every
@@ -119,7 +119,7 @@ def combine(
     rows: Tensor | None = None,
     scale: float = 1.0,
 ) -> Tensor:
-    """Every target the sum of its pieces, in float32; means divided by the lengths of bags."""
+    """Sum the pieces of every target in float32; means are divided by the lengths of bags."""
     out = source.new_zeros(out_numel, dtype=dtype)
     for offset, stride, count, width, first, end, first_bag in targets.tolist():
         total = source.new_zeros((count, width), dtype=torch.float32)
@@ -142,7 +142,7 @@ def spread(
     rows: Tensor | None = None,
     scale: float = 1.0,
 ) -> Tensor:
-    """The adjoint of `combine`: every piece gets what its target has, divided the same way."""
+    """Apply the adjoint of `combine`: every piece gets its target's values, divided alike."""
     out = grad.new_zeros(source_numel, dtype=dtype)
     for offset, stride, count, width, first, end, first_bag in targets.tolist():
         share = _rows(grad, offset, stride, count, width).float()

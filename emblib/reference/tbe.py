@@ -19,7 +19,7 @@ CACHE = 3  # the memory tier of the software cache, in the order of `weights`
 
 
 class Extras(NamedTuple):
-    """What only some batches have: the cache slot of each lookup, and where each bag's row goes."""
+    """Optional inputs of a batch: the cache slot of each lookup, and each bag's output position."""
 
     slots: Tensor | None = None
     bag_layout: Tensor | None = None
@@ -28,7 +28,7 @@ class Extras(NamedTuple):
 NO_EXTRAS = Extras()
 
 
-class Groups(NamedTuple):
+class RowGroups(NamedTuple):
     """Lookups by row: `rows [U]` ascending, `segments [U + 1]` into `lookups`, the bag of each."""
 
     rows: Tensor
@@ -38,7 +38,7 @@ class Groups(NamedTuple):
 
 
 def repair_offsets(offsets: Tensor, num_lookups: int) -> Tensor:
-    """Offsets clamped to `[0, L]`, made non-decreasing, the last one equal to L."""
+    """Clamp offsets to `[0, L]`, make them non-decreasing and the last one L."""
     repaired = offsets.long().clamp(0, num_lookups).cummax(0).values
     if repaired.numel() > 1:
         repaired[-1] = num_lookups
@@ -46,13 +46,13 @@ def repair_offsets(offsets: Tensor, num_lookups: int) -> Tensor:
 
 
 def bag_of_lookup(offsets: Tensor, num_lookups: int) -> Tensor:
-    """The bag of each lookup, int64 `[L]`; -1 before the first bag."""
+    """Return the bag of each lookup, int64 `[L]`; -1 before the first bag."""
     positions = torch.arange(num_lookups, device=offsets.device)
     return torch.searchsorted(offsets[:-1].long().contiguous(), positions, right=True) - 1
 
 
 def feature_of_bag(features: Tensor, offsets: Tensor, bag_layout: Tensor | None = None) -> Tensor:
-    """The feature of each bag, int64 `[bags]`: as many bags each unless a layout says otherwise."""
+    """Return the feature of each bag, int64 `[bags]`: equally many, or by the layout."""
     if bag_layout is not None:
         return bag_layout[:, 0]
     bags = torch.arange(offsets.numel() - 1, device=offsets.device)
@@ -62,7 +62,7 @@ def feature_of_bag(features: Tensor, offsets: Tensor, bag_layout: Tensor | None 
 def _locate(
     features: Tensor, indices: Tensor, offsets: Tensor, bag_layout: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Bag, feature and repaired index of each lookup; index -1 marks one to skip."""
+    """Return bag, feature and repaired index of each lookup; index -1 marks one to skip."""
     bag = bag_of_lookup(offsets, indices.numel())
     if features.size(0) == 0 or offsets.numel() < 2:
         return bag, torch.zeros_like(bag), torch.full_like(bag, -1)
@@ -81,7 +81,7 @@ def _tiers(weights: Tensor | Sequence[Tensor]) -> list[Tensor]:
 def _rows(
     tiers: Sequence[Tensor], feature: Sequence[int], index: Tensor, slots: Tensor | None
 ) -> Tensor:
-    """Rows of a table, those that a slot holds from the cache."""
+    """Return rows of a table, from the cache where a slot holds them."""
     offset, _, rows, dim, _, tier, _, stride = feature
     values = tiers[tier][offset : offset + rows * dim].view(rows, dim)[index]
     if slots is None or stride == 0 or len(tiers) <= CACHE:
@@ -139,8 +139,8 @@ def lookup(
 
 def group(
     features: Tensor, indices: Tensor, offsets: Tensor, bag_layout: Tensor | None = None
-) -> Groups:
-    """Group the lookups by linear row id (`row_base + index`), stable; skipped ones left out."""
+) -> RowGroups:
+    """Group the lookups by linear row id (`row_base + index`), stably; skipped ones are dropped."""
     offsets = repair_offsets(offsets, indices.numel())
     bag, feature, index = _locate(features, indices, offsets, bag_layout)
     kept = (index >= 0).nonzero().squeeze(1)
@@ -148,7 +148,7 @@ def group(
     order = keys.argsort(stable=True)
     rows, counts = keys[order].unique_consecutive(return_counts=True)
     segments = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
-    return Groups(rows, segments, kept[order], bag[kept[order]])
+    return RowGroups(rows, segments, kept[order], bag[kept[order]])
 
 
 def sample_weight_grad(
@@ -160,7 +160,7 @@ def sample_weight_grad(
     pooling: Pooling = Pooling.SUM,
     extras: Extras = NO_EXTRAS,
 ) -> Tensor:
-    """Gradient of `lookup` in its sample weights, `[L]`: row times gradient of its bag."""
+    """Return the gradient of `lookup` in its sample weights, `[L]`."""
     tiers = [tier.detach() for tier in _tiers(weights)]
     ones = torch.ones(indices.numel(), dtype=tiers[0].dtype, device=indices.device)
     columns = grad.size(-1)
@@ -177,7 +177,7 @@ def update_(
     optimizer: str,
     weight_grad: Tensor | Sequence[Tensor],
     features: Tensor,
-    groups: Groups,
+    groups: RowGroups,
     row_slots: Tensor | None = None,
 ) -> None:
     """Apply `optimizer` to the rows in `groups`, given the dense gradient of the flat weights.

@@ -19,7 +19,7 @@ from emblib.specs import Pooling
 
 
 def ranks(cores: Sequence[Tensor], dim_factors: Sequence[int]) -> tuple[int, ...]:
-    """The ranks `1, R_1, .., 1` that the widths of the cores imply."""
+    """Return the ranks `1, R_1, .., 1` that the widths of the cores imply."""
     full = [1]
     for core, q in zip(cores, dim_factors, strict=True):
         full.append(core.size(1) // (full[-1] * q))
@@ -27,7 +27,7 @@ def ranks(cores: Sequence[Tensor], dim_factors: Sequence[int]) -> tuple[int, ...
 
 
 def digits(ids: Tensor, row_factors: Sequence[int]) -> list[Tensor]:
-    """Mixed-radix digits of `ids`, most significant first."""
+    """Return the mixed-radix digits of `ids`, most significant first."""
     found = []
     for factor in reversed(row_factors):
         found.append(ids % factor)
@@ -38,7 +38,7 @@ def digits(ids: Tensor, row_factors: Sequence[int]) -> list[Tensor]:
 def rows(
     cores: Sequence[Tensor], ids: Tensor, row_factors: Sequence[int], dim_factors: Sequence[int]
 ) -> Tensor:
-    """Rows `ids` of the table, `[L, D]`."""
+    """Return rows `ids` of the table, `[L, D]`."""
     full = ranks(cores, dim_factors)
     chain = cores[0].new_ones(ids.numel(), 1, 1)
     columns = 1
@@ -52,13 +52,13 @@ def rows(
 def to_dense(
     cores: Sequence[Tensor], num_rows: int, row_factors: Sequence[int], dim_factors: Sequence[int]
 ) -> Tensor:
-    """The whole table, `[num_rows, D]`."""
+    """Return the whole table, `[num_rows, D]`."""
     ids = torch.arange(num_rows, device=cores[0].device)
     return rows(cores, ids, row_factors, dim_factors)
 
 
 def keys(indices: Tensor, num_rows: int, row_factors: Sequence[int]) -> Tensor:
-    """Sort keys of ids, int64 `[L]`: digits in the order that makes neighbours share their work.
+    """Return sort keys of ids, int64 `[L]`, whose neighbours share their work.
 
     The digits of the first two cores come first and swapped (the large middle core leads), the
     others follow; two cores keep their order. -1 stays -1, any other id outside the table becomes
@@ -77,7 +77,7 @@ def keys(indices: Tensor, num_rows: int, row_factors: Sequence[int]) -> Tensor:
 
 
 def ids_of_keys(sort_keys: Tensor, row_factors: Sequence[int]) -> Tensor:
-    """The inverse of `keys` for rows of the table."""
+    """Invert `keys` for rows of the table."""
     order = list(range(len(row_factors)))
     if len(order) > 2:
         order[:2] = [1, 0]
@@ -95,7 +95,7 @@ def core_grads(
     row_factors: Sequence[int],
     dim_factors: Sequence[int],
 ) -> list[Tensor]:
-    """Gradients of all cores, given those of rows `ids`."""
+    """Return the gradients of all cores, given those of rows `ids`."""
     with torch.enable_grad():
         leaves = [core.detach().to(row_grads.dtype).requires_grad_() for core in cores]
         out = rows(leaves, ids, row_factors, dim_factors)

@@ -27,7 +27,7 @@ from emblib.tables.parameters import caller_level
 
 
 class CheckedBatches:
-    """What a module of tables says of a batch before it is looked up."""
+    """Base of the modules that check the indices and offsets of a batch before its lookup."""
 
     features: Tensor
     bounds_violations: Tensor
@@ -102,7 +102,7 @@ _FIELDS = 8  # of a row of `features`, see csrc/core/dtype.h
 
 
 class FusedTable(CheckedBatches, nn.Module):
-    """Base of the tables: an optimizer whose numbers live in `hyper`, on the device.
+    """Base of the tables with a fused optimizer, whose numbers are a tensor on the device.
 
     The weights of a fused table never have a `.grad`: backward applies the optimizer to them at
     once. So neither `torch.optim` nor gradient clipping or accumulation reaches them, and gradients
@@ -144,7 +144,7 @@ class FusedTable(CheckedBatches, nn.Module):
         self.output_dtype = output_dtype
 
     def _register_common(self, device: torch.device) -> None:
-        """The buffers every table has; the step and the learning rate are part of the state.
+        """Register the buffers of every table, the step and the learning rate among them.
 
         `features` tells the kernels where the tables are. It is saved, so that a checkpoint of
         other tables is refused, but what it holds always comes from `_layout`.
@@ -162,17 +162,17 @@ class FusedTable(CheckedBatches, nn.Module):
         self._restore()
 
     def _initial_hyperparams(self) -> Tensor:
-        """The optimizer's numbers before the first step, on the CPU."""
+        """Return the optimizer's numbers before the first step, on the CPU."""
         return self.optimizer.hyperparams()
 
     def _own_parameters(self) -> None:
-        """Be told of changes to the parameters that backward updates."""
+        """Mark the parameters that backward updates, to be notified when they are frozen."""
         if autograd.is_fused(self.optimizer):
             for parameter in self.parameters(recurse=True):
                 parameters.own(parameter, self, parameters.TableParameter)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """As of any module; a parameter that backward updates is this module's from then on."""
+        """Register a parameter; one that backward updates is marked as owned by this module."""
         super().register_parameter(name, param)
         if param is not None and autograd.is_fused(self.optimizer):
             parameters.own(param, self, parameters.TableParameter)
@@ -182,7 +182,7 @@ class FusedTable(CheckedBatches, nn.Module):
         self._frozen = not trained
 
     def _check_in_place(self, parameter: Any) -> None:
-        """Raise RuntimeError where a wrapper has put memory of its own in the place of ours."""
+        """Raise RuntimeError where a wrapper has replaced the memory of a parameter."""
         if parameters.is_replaced(parameter):
             raise RuntimeError(
                 "the weights of a table with a fused optimizer were replaced, as fully_shard does: "
@@ -196,7 +196,7 @@ class FusedTable(CheckedBatches, nn.Module):
         self._own_parameters()
 
     def _restore(self) -> None:
-        """What follows from the construction alone, on the device where the table is now."""
+        """Recompute, on the current device, what follows from the construction alone."""
         self._own_parameters()
         device = self.hyperparams.device
         layout = torch.tensor(self._layout, dtype=torch.int64).view(-1, _FIELDS)
@@ -228,19 +228,19 @@ class FusedTable(CheckedBatches, nn.Module):
 
     @property
     def hyperparams(self) -> Tensor:
-        """The numbers of the optimizer, float64 on the device; `hyper` in state dicts."""
+        """Return the numbers of the optimizer, float64 on the device; `hyper` in state dicts."""
         hyperparams = self._buffers["hyper"]
         assert hyperparams is not None
         return hyperparams
 
     @property
     def learning_rate(self) -> float:
-        """Of the fused optimizer (reads the device)."""
+        """Return the learning rate of the fused optimizer (reads the device)."""
         return float(self.hyperparams[0])
 
     @atomic
     def set_learning_rate(self, lr: float) -> None:
-        """Takes effect from the next backward on; kernels read it from `hyper` on the device."""
+        """Set the learning rate, from the next backward on."""
         if not autograd.is_fused(self.optimizer):
             raise RuntimeError("optim.External has no learning rate; set that of your optimizer")
         check_learning_rate(lr)
@@ -250,8 +250,8 @@ class FusedTable(CheckedBatches, nn.Module):
     def set_hyperparameters(self, **changes: Any) -> None:
         """Change numbers of the optimizer: any fields of its dataclass, e.g. `eps=1e-6`.
 
-        Takes effect from the next backward on; the step goes on, and so does a learning rate that
-        is not among the changes. What kind of optimizer it is cannot change.
+        Takes effect from the next backward on. The step goes on, and so does a learning rate that
+        is not among the changes. The kind of the optimizer cannot change.
 
         Raises:
             TypeError: no such field.
@@ -277,12 +277,12 @@ class FusedTable(CheckedBatches, nn.Module):
 
     @property
     def step(self) -> int:
-        """Number of updates so far (reads the device)."""
+        """Return the number of updates so far (reads the device)."""
         return int(self.hyperparams[1])
 
     @atomic
     def set_step(self, step: int) -> None:
-        """Continue counting from `step` (>= 0): what bias corrections and row counters see."""
+        """Continue counting from `step` (>= 0), which bias corrections and row counters use."""
         step = check_count("step", step, minimum=0)
         self.hyperparams[1].fill_(step)
 
@@ -297,7 +297,7 @@ Views = list[dict[str, Tensor]]
 
 
 def table_names(names: Sequence[str]) -> list[str]:
-    """The name of each table in a state dict: its own, or `table_<i>` where it has none.
+    """Return the name of each table in a state dict: its own, or `table_<i>` without one.
 
     Raises:
         ValueError: two tables of one name.
@@ -310,14 +310,14 @@ def table_names(names: Sequence[str]) -> list[str]:
 
 
 def entries(names: Sequence[str], views: Views) -> Iterator[tuple[str, Tensor]]:
-    """Key and tensor of everything that belongs to a table; `views` has `weight` and the states."""
+    """Yield key and tensor of all entries of the tables; `views` has `weight` and the states."""
     for name, tensors in zip(names, views, strict=True):
         for key, tensor in tensors.items():
             yield f"{name}.{key}", tensor
 
 
 def check_keys(targets: Mapping[str, Tensor], state_dict: Mapping[str, Any]) -> None:
-    """Raise RuntimeError where a key is missing or none of ours, before anything is written."""
+    """Raise RuntimeError where keys are missing or unexpected, before anything is written."""
     missing = sorted(targets.keys() - state_dict.keys())
     unexpected = sorted(state_dict.keys() - targets.keys())
     if missing or unexpected:
@@ -335,10 +335,11 @@ def sources(
     unexpected_keys: list[str],
     error_messages: list[str],
 ) -> dict[str, Tensor]:
-    """What of a state dict belongs into `targets`; fills lists as `_load_from_state_dict` does.
+    """Select the entries of a state dict that `targets` names, as `_load_from_state_dict` does.
 
-    Nothing does if a shape is wrong: all are looked at before anything is written, so a checkpoint
-    of other tables leaves the module as it was.
+    Missing keys, unexpected keys and errors are appended to the lists. Shapes are all compared
+    before anything is written: one wrong shape selects nothing, so a checkpoint of other tables
+    leaves the module as it was.
     """
     given = [key.removeprefix(prefix) for key in state_dict if key.startswith(prefix)]
     found = {key: state_dict[prefix + key] for key in given if key in targets}
@@ -356,7 +357,7 @@ def sources(
 
 
 def own(tensors: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors, copied where they are the targets themselves."""
+    """Return the tensors, copied where they share memory with their targets."""
     return {
         key: tensor.clone() if tensor.data_ptr() == targets[key].data_ptr() else tensor
         for key, tensor in tensors.items()
@@ -364,7 +365,7 @@ def own(tensors: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> dict[st
 
 
 class VariableBatch(NamedTuple):
-    """`bag_layout` int64 `[bags, 2]` of (feature, first element of the output); output elements."""
+    """Layout of a batch with unequal batch sizes per feature."""
 
     bag_layout: Tensor
     output_numel: int
@@ -373,7 +374,7 @@ class VariableBatch(NamedTuple):
 def variable_batch(
     batch_sizes: Sequence[Sequence[int]], dims: Sequence[int], num_bags: int, device: torch.device
 ) -> VariableBatch:
-    """The layout of FBGEMM's variable batch embeddings.
+    """Make the layout of FBGEMM's variable batch embeddings.
 
     Bags come feature-major, those of a feature rank after rank: `batch_sizes[f][r]` bags of feature
     f from rank r. The output is one vector: rank after rank, for each rank feature after feature,
@@ -419,7 +420,7 @@ def variable_batch(
 
 
 class SpecKind(NamedTuple):
-    """The class of the specs of a kind of tables, one of them as code, and the way to others."""
+    """The class of a module's table specs, an example, and a hint for other specs."""
 
     type: type
     example: str
@@ -427,7 +428,7 @@ class SpecKind(NamedTuple):
 
 
 def check_features(tables: Sequence[Any], feature_tables: Sequence[int], pooling: Pooling) -> None:
-    """Raise ValueError for features of tables that are not there, or of unlike dims for NONE."""
+    """Raise ValueError for features of missing tables, or of different dims without pooling."""
     for f, t in enumerate(feature_tables):
         if not 0 <= t < len(tables):
             raise ValueError(
@@ -500,7 +501,7 @@ class FeatureTables(FusedTable):
     def _feature_rows(
         self, feature: Callable[[int, int], tuple[int, ...]]
     ) -> list[tuple[int, ...]]:
-        """`_layout`, where `feature(table, column)` says where a table and its columns are."""
+        """Make `_layout` of `feature(table, column)`, a row of `features`, for every feature."""
         column, rows = 0, []
         for t, dim in zip(self.feature_tables, self._dims, strict=True):
             rows.append(feature(t, column))
@@ -527,7 +528,7 @@ class FeatureTables(FusedTable):
     """The tables that backward leaves as they are, where each has a parameter of its own."""
 
     def set_table_trained(self, table: int, *, trained: bool) -> None:
-        """Train a table from the next forward on, or leave it as it is."""
+        """Train a table from the next forward on, or freeze it."""
         others = self._untrained - {table}
         self._untrained = others if trained else others | {table}
         self._frozen = len(self._untrained) == len(self.tables)
@@ -544,7 +545,7 @@ class FeatureTables(FusedTable):
     def _bag_layout(
         self, offsets: Tensor, batch_sizes: Sequence[Sequence[int]] | None, device: torch.device
     ) -> tuple[Tensor | None, int]:
-        """Where each bag goes if batch sizes are unequal, and columns or elements of the output."""
+        """Return where each bag goes with unequal batch sizes, and the size of the output."""
         if batch_sizes is None:
             return None, self.output_dim
         bags = max(offsets.numel() - 1, 0)
@@ -552,11 +553,11 @@ class FeatureTables(FusedTable):
         return layout, self.output_dim if self.pooling is Pooling.NONE else elements
 
     def _size_of(self, spec: Any) -> str:
-        """What `extra_repr` says of a table."""
+        """Describe a table for `extra_repr`."""
         raise NotImplementedError
 
     def extra_repr(self) -> str:
-        """Tables, optimizer and choices."""
+        """Describe tables, optimizer and options."""
         sizes = ", ".join(
             f"{name}: {self._size_of(spec)}"
             for name, spec in zip(self.table_names[:4], self.tables, strict=False)

@@ -27,7 +27,7 @@ _MAX_SETS = (2**31 - 1) // cache_ops.WAYS  # slots are int32
 
 @dataclass(frozen=True)
 class CacheStats:
-    """What a cache was asked for and what it had, since it was made or the last reset.
+    """Counters of a cache since construction or the last reset.
 
     A batch counts when its rows are brought in: once, by `prefetch` or else by `forward`; a batch
     that is prefetched in several passes counts pass by pass. Lookups that are skipped (index -1)
@@ -61,16 +61,16 @@ class CacheStats:
 
     @property
     def hit_rate(self) -> float:
-        """Share of the lookups whose row was in the cache when its batch came; NaN without any."""
+        """Return the fraction of lookups that hit the cache; NaN without lookups."""
         return _share(self.lookups - self.lookup_misses, self.lookups)
 
     @property
     def unique_hit_rate(self) -> float:
-        """Share of the distinct rows that were in the cache when their batch came."""
+        """Return the fraction of distinct rows that hit the cache; NaN without lookups."""
         return _share(self.unique - self.unique_misses, self.unique)
 
     def events(self) -> Iterator[tuple[str, int]]:
-        """The counters as `(counter, value)`, then as `(table.counter, value)`."""
+        """Yield the counters as `(counter, value)`, then as `(table.counter, value)`."""
         for name in cache_ops.COUNTERS:
             yield name, getattr(self, name)
         for table, stats in self.tables.items():
@@ -87,7 +87,7 @@ def _share(part: int, whole: int) -> float:
 
 @dataclass(frozen=True)
 class CacheLayout:
-    """What a cache holds: rows of `tables` in `sets` sets of 32, with their optimizer states.
+    """Sizes of a cache: rows of `tables` in `sets` sets of 32, with their optimizer states.
 
     `tables` are all tables of the module, by ascending linear row, in the format of `features`;
     those with a cache_stride are cached. `names` are theirs.
@@ -103,21 +103,21 @@ class CacheLayout:
 
     @property
     def stride(self) -> int:
-        """Elements between rows of the cache."""
+        """Return the number of elements between rows of the cache."""
         return max(table[7] for table in self.tables)
 
     @property
     def cached_rows(self) -> int:
-        """Rows of all tables that are cached."""
+        """Return the number of rows of all cached tables."""
         return sum(table[2] for table in self.tables if table[7])
 
     def state_dtypes(self) -> list[torch.dtype]:
-        """Of each state; those with one number a row are float32."""
+        """Return the dtype of each state; states of one number per row are float32."""
         return [torch.float32 if state.per_row else self.state_dtype for state in self.states]
 
     @property
     def bytes_per_set(self) -> int:
-        """Of rows, states, tags and stamps."""
+        """Return the bytes of rows, states, tags and stamps per set."""
         slot = self.stride * self.weights.itemsize + 16
         for state, dtype in zip(self.states, self.state_dtypes(), strict=True):
             slot += dtype.itemsize * (1 if state.per_row else self.stride)
@@ -181,7 +181,9 @@ class RowCache(nn.Module):
         precision: Precision,
         device: torch.device | str | None = None,
     ) -> "RowCache":
-        """The cache that `options` asks for; `names` of the tables in the order they were given."""
+        """Make the cache that `options` ask for; `names` are those of the tables in the given
+        order.
+        """
         device = torch.empty(0, device=device).device
         order = sorted(
             range(len(tables.places)),
@@ -210,18 +212,18 @@ class RowCache(nn.Module):
 
     @property
     def states(self) -> list[Tensor]:
-        """The optimizer states of the cached rows, in the order of the optimizer."""
+        """Return the optimizer states of the cached rows, in the order of the optimizer."""
         return [getattr(self, f"state_{state.name}") for state in self.layout.states]
 
     def enter(self) -> int:
-        """A new batch is in flight; its ticket is for `leave`. What is planned next is for it."""
+        """Start a batch and return its ticket for `leave`; the next plan is for this batch."""
         self._now += 1
         self._in_flight.add(self._now)
         self.clock[0].add_(1)
         return self._now
 
     def leave(self, ticket: int) -> None:
-        """The batch is done with its rows: they may be evicted as far as it is concerned."""
+        """End a batch: it no longer protects its rows from eviction."""
         self._in_flight.discard(ticket)
         oldest = min(self._in_flight, default=self._now + 1)
         # By how much, and not to what: replayed from a captured graph it is as true.
@@ -229,7 +231,7 @@ class RowCache(nn.Module):
         self._oldest = oldest
 
     def plan(self, groups: Groups) -> tuple[Tensor, Tensor]:
-        """Place the rows of the batch that entered last: `row_slots`, `evicted`, see the op.
+        """Assign slots to the rows of the batch that entered last: `row_slots`, `evicted`.
 
         `move` must follow before anything else looks at the cache.
         """
@@ -247,12 +249,12 @@ class RowCache(nn.Module):
         )
 
     def undo(self, row_slots: Tensor, evicted: Tensor) -> None:
-        """Take back what `plan` decided, where nothing was moved yet: slots hold what they held."""
+        """Undo a `plan` before any row has moved: the slots keep their old rows."""
         taken = evicted != cache_ops.NOTHING_MOVES
         self.tags.view(-1)[row_slots[taken].long()] = evicted[taken]
 
     def move(self, tiers: Tiers, groups: Groups, row_slots: Tensor, evicted: Tensor) -> None:
-        """Do what `plan` said: write rows back that gave way, and fetch those that came."""
+        """Execute a plan: write evicted rows back and fetch the missing ones."""
         cache_ops.move_(
             tiers.weights,
             tiers.states,
@@ -265,11 +267,11 @@ class RowCache(nn.Module):
         )
 
     def find(self, groups: Groups) -> Tensor:
-        """Int32 `[L]`: where the rows of a batch are now, as `row_slots` of `plan`."""
+        """Return the current slot of each distinct row, int32 `[L]`, as `row_slots` of `plan`."""
         return cache_ops.locate(self.tags, self.table_places, groups.rows, groups.count)
 
     def slots_of_lookups(self, groups: Groups, row_slots: Tensor) -> Tensor:
-        """Int32 `[L]`: the slot of every lookup, -1 for none."""
+        """Return the slot of every lookup, int32 `[L]`, -1 for none."""
         return cache_ops.lookup_slots(row_slots, groups.segments, groups.lookups, groups.count)
 
     def flush(self, tiers: Tiers) -> None:
@@ -279,7 +281,7 @@ class RowCache(nn.Module):
         )
 
     def reset(self) -> None:
-        """Empty the cache, and forget which batches are in flight and how often rows were used."""
+        """Empty the cache, and forget batches in flight and usage counts."""
         self.tags.fill_(cache_ops.EMPTY)
         self.stamps.fill_(cache_ops.EMPTY)
         if self.counts is not None:
@@ -288,7 +290,7 @@ class RowCache(nn.Module):
         self.leave(0)
 
     def stats(self) -> CacheStats:
-        """What was counted (reads the device)."""
+        """Return the counters (reads the device)."""
         *tables, whole = (
             dict(zip(cache_ops.COUNTERS, line, strict=True)) for line in self.counters.tolist()
         )
@@ -297,20 +299,20 @@ class RowCache(nn.Module):
         return CacheStats(**whole, tables=cached)
 
     def reset_stats(self) -> None:
-        """Count from zero."""
+        """Reset all counters to zero."""
         self.counters.zero_()
 
     def nbytes(self) -> int:
-        """Bytes of rows, states, tags and counters."""
+        """Return the bytes of rows, states, tags and counters."""
         return sum(tensor.nbytes for tensor in self.buffers())
 
     def extra_repr(self) -> str:
-        """Size and policy."""
+        """Describe size and policy."""
         slots = self.layout.sets * cache_ops.WAYS
         return f"{slots} slots in {self.layout.sets} sets, {self.layout.policy.value}"
 
     def _load_from_state_dict(self, *arguments: Any) -> None:
-        """Nothing of it is saved; keys that begin like its name are of a table of that name."""
+        """Load nothing: keys with this prefix belong to a table of the same name."""
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         unborn = self.tags.is_meta
@@ -327,7 +329,7 @@ class RowCache(nn.Module):
 
 
 def number_of_sets(options: CacheConfig, layout: CacheLayout, device: torch.device) -> int:
-    """As many as asked for; on a GPU no more than fit into its free memory less reserved_bytes."""
+    """Return the requested number of sets, on a GPU at most what its free memory takes."""
     sets = options.sets or math.ceil(options.load_factor * layout.cached_rows / cache_ops.WAYS)
     if device.type == "cuda":
         free = torch.cuda.mem_get_info(device)[0] - options.reserved_bytes
@@ -336,21 +338,21 @@ def number_of_sets(options: CacheConfig, layout: CacheLayout, device: torch.devi
 
 
 class BatchId(NamedTuple):
-    """A batch as the caller knows it."""
+    """The tensors by which `forward` recognises a prefetched batch."""
 
     indices: Tensor
     offsets: Tensor
 
     def versions(self) -> tuple[int, int]:
-        """How often each tensor was written to."""
+        """Return how often each tensor was written to."""
         return self.indices._version, self.offsets._version
 
     def is_(self, other: "BatchId") -> bool:
-        """Whether both are the same tensors."""
+        """Return whether both are the same tensor objects."""
         return self.indices is other.indices and self.offsets is other.offsets
 
     def fits(self, other: "BatchId") -> bool:
-        """Whether both may be one batch: equal, or, on a GPU, asserted there to be equal."""
+        """Return whether both may be one batch: equal, or, on a GPU, asserted there to be equal."""
         for mine, theirs in zip(self, other, strict=True):
             if mine is theirs:
                 continue
@@ -384,7 +386,7 @@ class InFlight:
         self.version = self.owner.version
 
     def places(self) -> autograd.RowLocations:
-        """Where the rows are in the cache as it is now, and the slots of all lookups."""
+        """Locate the rows of the batch in the cache as it is now, and the slots of all lookups."""
         owner, places = self.owner, self._places
         assert places is not None
         owner.wait_for_prefetch()
@@ -401,13 +403,13 @@ class InFlight:
         return places
 
     def before_update(self) -> autograd.RowLocations:
-        """The rows; those that the update writes to the disk itself are protected there first."""
+        """Return the rows; journal those that the update writes to the disk tier itself."""
         places = self.places()
         self.owner.protect_conflicts(places)
         return places
 
     def after_update(self) -> None:
-        """The rows may be evicted from now on."""
+        """Release the rows for eviction."""
         self.leave()
         self.owner.used()
 
@@ -418,7 +420,7 @@ class InFlight:
             self.ticket = None
 
     def __del__(self) -> None:
-        """A graph was dropped without a backward."""
+        """Release the rows where a graph is dropped without a backward."""
         if self.ticket is not None:
             self.owner.drop(self.ticket, self.stream)
 
@@ -456,7 +458,7 @@ class Prefetcher:
     def take(
         self, batch: autograd.Lookup, tiers: autograd.Tiers, given: BatchId
     ) -> autograd.Lookup:
-        """The batch with the slots of its lookups; its `hooks` keeps it in flight.
+        """Return the batch with the slots of its lookups; its `hooks` keep it in flight.
 
         Without gradients, a batch that is not the next of those prefetched is one beside them.
         """
@@ -518,7 +520,7 @@ class Prefetcher:
         return row_slots
 
     def _disk_rows(self, groups: tbe.Groups) -> Tensor:
-        """The rows of a batch that are on disk, counted from the first one there."""
+        """Return the rows of a batch on disk, counted from the first row there."""
         rows = groups.rows[: int(groups.count)]
         first = self.memory.layout.first_disk_row
         return rows[rows >= first] - first
@@ -614,7 +616,7 @@ def _part(batch: autograd.Lookup, start: int, end: int) -> autograd.Lookup:
 
 
 def _event(device: torch.device) -> torch.cuda.Event | None:
-    """The current stream of a device as it is now, for others to wait for.
+    """Record the current stream of a device, for other streams to wait for.
 
     None while a CUDA graph is captured: its events mean nothing outside, and it is whoever captures
     several streams who joins them.

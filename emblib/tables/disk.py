@@ -199,7 +199,7 @@ class DiskStore:
             warn_of_restart(self.directory)
 
     def _read_store(self) -> None:
-        """Number and numbers of the last commit; a store without one begins anew."""
+        """Read the last commit; a store without one starts empty."""
         path = self.directory / _STORE
         self._roots = [0] * (1 + len(self._layout["states"]))
         if not path.exists():
@@ -227,7 +227,7 @@ class DiskStore:
             )
 
     def touch(self, rows: Tensor) -> None:
-        """Verify the pages of rows that are about to be read, unless they were before.
+        """Verify the pages of rows that are about to be read, unless verified before.
 
         Args:
             rows: as of `protect`.
@@ -245,7 +245,7 @@ class DiskStore:
         self._touched[rows] = 1
 
     def check_all(self) -> None:
-        """Verify all pages that were not verified yet.
+        """Verify all pages that have not been verified yet.
 
         Raises:
             ChecksumError: a page is not as the last commit left it.
@@ -267,7 +267,7 @@ class DiskStore:
         return rows
 
     def _by_block(self, rows: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """For each block that has some of `rows`, which ascend: its index, and rows within it."""
+        """Yield each block with some of `rows` (ascending): its index and the rows within it."""
         if not rows.numel():
             return
         firsts = torch.tensor([block.first for block in self._blocks])
@@ -365,7 +365,7 @@ class DiskStore:
 
     @contextlib.contextmanager
     def writing_everything(self) -> Iterator[None]:
-        """Around writing most of the tables: nothing is journaled until the next commit.
+        """Write most of the tables inside: nothing is journaled until the next commit.
 
         That commit completes it. A store whose process ends before refuses to be opened, unless it
         had no commit yet: then it is opened as new.
@@ -420,7 +420,7 @@ def _layout_of(
     states: Sequence[State],
     state_dtype: torch.dtype,
 ) -> dict[str, Any]:
-    """What must be the same when the store is opened again."""
+    """Describe what must be the same when the store is opened again."""
 
     def word(kept: torch.dtype) -> str:
         return str(kept).removeprefix("torch.")
@@ -469,7 +469,7 @@ def _describe(tables: Sequence[TableSpec], widths: Sequence[int], begin: int, en
 
 
 def _pages(tensor: Tensor, rows: Tensor) -> Tensor:
-    """The pages of a file that rows of a block lie on; `tensor` is the block's part of the file."""
+    """Return the file pages of rows of a block; `tensor` is the block's slice of the file."""
     width = tensor.shape[1]
     return pages_of(rows * width + int(tensor.storage_offset()), width)
 

@@ -167,7 +167,7 @@ class MappedFile:
         self.mapped: mmap.mmap | None = None
 
     def create(self) -> None:
-        """All zeros, whatever was there; takes no room before it is written to."""
+        """Make a file of zeros, replacing any other; it takes no space before it is written to."""
         remove(self.path)
         handle = open_file(self.path)
         try:
@@ -177,11 +177,11 @@ class MappedFile:
             os.close(handle)
 
     def fits(self) -> bool:
-        """Whether the file is there, and as long as it must be."""
+        """Return whether the file exists and has its length."""
         return self.path.exists() and self.path.stat().st_size == self.nbytes
 
     def map(self) -> Tensor:
-        """The file as a tensor."""
+        """Map the file and return it as a tensor."""
         if not self.fits():
             size = self.path.stat().st_size if self.path.exists() else None
             found = "is missing" if size is None else f"has {size} bytes"
@@ -240,7 +240,7 @@ def refuse_strangers(directory: Path, what: str, known: str) -> None:
 
 
 def lock(path: Path, what: str, way_out: str = "end it, or delete the module that has them") -> int:
-    """The open lock file, which nobody else has while it is open; `what` is what it protects."""
+    """Lock a file exclusively and return its handle; `what` names what it protects."""
     try:
         handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
@@ -279,7 +279,7 @@ def make_room(directory: Path, nbytes: int) -> None:
 
 @contextlib.contextmanager
 def replacing(path: Path, fresh: Path | None = None) -> Iterator[BinaryIO]:
-    """A file that takes the place of `path` on leaving: it is on the disk as a whole by then.
+    """Yield a file that replaces `path` on leaving, completely synced to the disk.
 
     Args:
         path: of the file that is replaced.
@@ -383,7 +383,7 @@ def replace_json(path: Path, content: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Around taking apart what `replace_json` wrote; RuntimeError where that fails."""
+    """Parse the output of `replace_json` inside; failures raise RuntimeError."""
     try:
         yield
     except (ValueError, KeyError, TypeError) as error:

@@ -14,7 +14,7 @@ _R = TypeVar("_R")
 
 
 def graph_break(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """`torch.compiler.disable`, but the compiler is not loaded for it.
+    """Run a method uncompiled, as `torch.compiler.disable`, without loading the compiler.
 
     `disable` imports it, which takes longer than all else of emblib together; without it there is
     nothing to disable.

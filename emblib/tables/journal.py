@@ -46,7 +46,7 @@ class Block(NamedTuple):
 
     @property
     def row_bytes(self) -> int:
-        """What a row takes in a record: its number and its bytes everywhere."""
+        """Return the bytes of a row in a record: its number and its bytes in all files."""
         return 8 + sum(t.shape[1] for t in self.tensors)
 
 
@@ -101,7 +101,7 @@ class Journal:
         return data
 
     def _append(self, data: bytes | bytearray) -> None:
-        """All of `data` at the end, or none of it."""
+        """Append all of `data`, or none of it."""
         rest, at = memoryview(data), self._end
         try:
             while rest:
@@ -220,7 +220,7 @@ def _body(block: Block, rows: int, data: memoryview) -> tuple[Tensor, list[Tenso
 
 
 def machine_start() -> bytes:
-    """An id that the machine gets when it starts; zeros where it has none."""
+    """Return an id that the machine gets at boot; zeros where it has none."""
     with contextlib.suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_bytes().strip().ljust(36, b"\0")[:36]
     return bytes(36)

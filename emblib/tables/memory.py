@@ -52,7 +52,7 @@ class TablePlace(NamedTuple):
     cache_stride: int
 
     def feature(self, column: int) -> tuple[int, ...]:
-        """A row of the `features` tensor, for output columns from `column` on."""
+        """Return a row of the `features` tensor, for output columns from `column` on."""
         return (*self[:4], column, *self[4:])
 
 
@@ -70,16 +70,16 @@ class TableLayout:
 
     @property
     def cached_rows(self) -> int:
-        """Rows of all tables that stand behind a cache."""
+        """Return the number of rows of all cached tables."""
         return self.total_rows - self.first_cached_row
 
     def by_row(self) -> list[tuple[int, ...]]:
-        """The places in `features` format by ascending linear row."""
+        """Return the tables in `features` format by ascending linear row."""
         return [p.feature(0) for p in sorted(self.places, key=lambda p: (p.row_base, p.rows))]
 
 
 def lay_out(tables: Sequence[TableSpec]) -> TableLayout:
-    """Tables of a tier one after the other in the order given, rows numbered by placement."""
+    """Lay out the tables of a tier one after the other, rows numbered by placement."""
     elements, rows = [0] * (TIERS - 1), [0] * (TIERS - 1)
     cached = [spec.dim for spec in tables if spec.placement.cached]
     stride = -(-max(cached, default=0) // 4) * 4  # rows of the cache begin at 16 bytes, at least 8
@@ -169,7 +169,7 @@ class Memory:
                 self._opened = list(self._disk.committed_numbers)
 
     def check_device(self, device: torch.device) -> None:
-        """Raise ValueError if a table cannot be where it is to be with the module on `device`."""
+        """Raise ValueError if a table cannot be in its tier with the module on `device`."""
         for spec in self.tables:
             if device.type == "cuda" and spec.placement in _NOT_ON_CUDA:
                 raise ValueError(
@@ -180,7 +180,7 @@ class Memory:
                 raise ValueError("DISK tables are files; a module on meta cannot have them")
 
     def _allocate(self, tier: int, device: torch.device, *, pinned: bool = False) -> list[Tensor]:
-        """Weights, then the optimizer states of a tier, uninitialised."""
+        """Allocate weights, then the optimizer states of a tier, uninitialised."""
         make = partial(torch.empty, pin_memory=True) if pinned else ops.empty_table
         elements, rows = self.layout.elements[tier], self.layout.rows[tier]
         tensors = [make((elements,), dtype=self.precision.weights, device=device)]
@@ -191,7 +191,7 @@ class Memory:
         return tensors
 
     def allocate_device(self, device: torch.device) -> tuple[Tensor, list[Tensor]]:
-        """Weights and states of the device tier."""
+        """Allocate weights and states of the device tier."""
         weights, *states = self._allocate(DEVICE, device)
         return weights, states
 
@@ -201,14 +201,14 @@ class Memory:
             self._host = [t if t.is_pinned() else t.pin_memory() for t in self._host]
 
     def wait_for_kernels(self, device: torch.device) -> None:
-        """Before the host reads or writes its tier, which kernels on a GPU work on in place."""
+        """Wait for the kernels of a GPU before the host accesses the host tier."""
         if self._host is not None and device.type == "cuda":
             torch.cuda.synchronize(device)
 
-    def beside(self, weights: Tensor, states: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """Weights and states of all tiers but the cache, given those of the device tier.
+    def all_tiers(self, weights: Tensor, states: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """Return weights and states of all tiers but the cache, given those of the device tier.
 
-        Tiers that are not there are empty tensors; trailing ones are left out.
+        Unused tiers are empty tensors; trailing ones are omitted.
         """
         all_weights, all_states = [weights.view(-1)], list(states)
         for tier in range(DEVICE + 1, self._last_tier + 1):
@@ -230,11 +230,11 @@ class Memory:
         return [weights, *(torch.empty(0, dtype=dtype) for dtype in kept)]
 
     def views(self, weights: Tensor, states: list[Tensor]) -> list[dict[str, Tensor]]:
-        """For each table `weight` `[R, D]` and its states by name, `[R, D]` or `[R]`."""
+        """Return per table `weight` `[R, D]` and its states by name, `[R, D]` or `[R]`."""
         return [self.view(t, weights, states) for t in range(len(self.tables))]
 
     def view(self, table: int, weights: Tensor, states: list[Tensor]) -> dict[str, Tensor]:
-        """`views` of one table."""
+        """Return the `views` of one table."""
         place = self.layout.places[table]
         if place.tier == DISK and self._disk is not None:
             tensors = self._disk.user_tensors
@@ -251,23 +251,23 @@ class Memory:
         return views
 
     def verify(self) -> None:
-        """Verify all pages of the disk tier that were not verified yet, before all is read."""
+        """Verify all pages of the disk tier that have not been verified yet."""
         if self._disk is not None:
             self._disk.check_all()
 
     @property
     def disk(self) -> DiskStore | None:
-        """The store of the DISK tables, if there are any."""
+        """Return the store of the DISK tables, if there are any."""
         return self._disk
 
     def take_opened(self) -> list[float] | None:
-        """The optimizer's numbers of a store that held tables when it was opened; once."""
+        """Return the optimizer's numbers of an opened, non-empty store; once."""
         opened, self._opened = self._opened, None
         return opened
 
     @contextlib.contextmanager
     def writing_everything(self, hyper: Tensor) -> Iterator[None]:
-        """Around what overwrites whole tables; the disk tier is committed at the end."""
+        """Overwrite whole tables inside; the disk tier is committed at the end."""
         if self._disk is None:
             yield
             return
@@ -276,7 +276,7 @@ class Memory:
         self._disk.commit(hyper.tolist())
 
     def nbytes(self) -> dict[str, int]:
-        """Bytes of weights and states outside the device tier."""
+        """Return the bytes of weights and states outside the device tier."""
         tensors = [self._tier(tier) for tier in (HOST, DISK) if self.layout.rows[tier]]
         return {
             "weights": sum(t[0].nbytes for t in tensors),
@@ -314,7 +314,7 @@ _NO_RESERVE = 0x4000 if sys.platform == "linux" else 0  # mmap's MAP_NORESERVE, 
 def reserve(
     numel: int, dtype: torch.dtype, device: torch.device, used_share: float = 0.0
 ) -> Tensor:
-    """Zeros for `numel` elements; on the CPU, those of large tensors take no memory yet.
+    """Reserve zeros for `numel` elements; large tensors on the CPU take no memory yet.
 
     Where half of it or more is used from the start, all of it is asked for in huge pages: tables
     that lie in it one after the other may each be smaller than such a page.
@@ -340,7 +340,7 @@ def reserve(
 
 
 def use(tensor: Tensor, first: int, before: int, now: int) -> None:
-    """Elements [first, first + now) of a reserved tensor are in use, [first, first + before) were.
+    """Request huge pages for the part of a reserved tensor that came into use.
 
     Asks for huge pages where at least one is filled: a table that is small stays as small as it is,
     whatever it may grow to.

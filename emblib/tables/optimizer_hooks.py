@@ -22,7 +22,7 @@ from emblib.specs import Placement, Pooling, TableSpec
 
 
 class KnownRows:
-    """The hooks of a batch whose rows were grouped before its lookup."""
+    """The update hooks of a batch whose rows were grouped before its lookup."""
 
     lock = None
 
@@ -30,26 +30,26 @@ class KnownRows:
         self.groups = groups
 
     def before_update(self) -> autograd.RowLocations:
-        """The rows."""
+        """Return the rows."""
         return autograd.RowLocations(self.groups)
 
     def after_update(self) -> None:
-        """Nothing is left to do."""
+        """Do nothing."""
 
 
 def global_decay(optimizer: Optimizer) -> GlobalDecay | None:
-    """The decay that applies to rows as they are read, if the optimizer has one."""
+    """Return the decay that applies to rows as they are read, if the optimizer has one."""
     return optimizer.global_decay if isinstance(optimizer, RowwiseAdagrad) else None
 
 
 def is_periodic(optimizer: Optimizer) -> bool:
-    """Whether `before_forward` has anything to do."""
+    """Return whether `before_forward` has anything to do."""
     counted = isinstance(optimizer, RowwiseAdagrad) and isinstance(optimizer.counter, Counter)
     return counted or isinstance(optimizer, EnsembleRowwiseAdagrad)
 
 
 def check(optimizer: Optimizer, tables: Sequence[TableSpec], pooling: Pooling) -> None:
-    """Raise ValueError where an optimizer cannot do its part for these tables."""
+    """Raise ValueError for an optimizer that these tables do not support."""
     for spec in tables:
         near = spec.placement in (Placement.DEVICE, Placement.HOST)
         if global_decay(optimizer) is not None and not near:
@@ -69,7 +69,7 @@ def check(optimizer: Optimizer, tables: Sequence[TableSpec], pooling: Pooling) -
 def before_forward(
     optimizer: Optimizer, number: int, tiers: autograd.Tiers, views: Sequence[dict[str, Tensor]]
 ) -> None:
-    """At training forward `number` (from 1): moving averages, and the largest count of all rows."""
+    """Update moving averages and the largest row count at training forward `number` (from 1)."""
     if isinstance(optimizer, EnsembleRowwiseAdagrad):
         now = number % optimizer.average_every == 0 or number % optimizer.swap_every == 0
         if now and tiers.hyperparams.is_cuda and len(tiers.weights) > 1:
@@ -85,7 +85,7 @@ def before_forward(
 def decay_rows(
     decay: GlobalDecay, batch: autograd.Lookup, hyper: Tensor, prev_iter: Tensor
 ) -> tuple[autograd.Lookup, Tensor]:
-    """The batch with its rows grouped, and for each lookup the factor its row has decayed by.
+    """Group the rows of a batch and return the decay factor of each lookup.
 
     `prev_iter` float32 `[R]` by linear row. A factor is float32; skipped lookups have 1.
     """

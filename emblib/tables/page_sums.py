@@ -68,7 +68,7 @@ def check_upgrade(directory: Path, verify: Verify) -> None:
 
 @contextlib.contextmanager
 def explained(*, interrupted: bool) -> Iterator[None]:
-    """Around verifying a store at opening: after the end of the machine, errors say so."""
+    """Verify a store at opening inside: after a machine restart, errors say so."""
     try:
         yield
     except ChecksumError as error:
@@ -246,7 +246,7 @@ def _extended(flags: Tensor, count: int) -> Tensor:
 
 
 def _in_holes(path: Path, pages: Tensor) -> Tensor:
-    """Whether each of `pages`, ascending, lies in a hole of the file; False where in doubt."""
+    """Return whether each of `pages`, ascending, lies in a hole of the file; False if unknown."""
     first, last = int(pages[0]), int(pages[-1])
     data = torch.zeros(last - first + 1, dtype=torch.bool)
     handle = os.open(path, os.O_RDONLY)

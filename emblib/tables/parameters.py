@@ -13,10 +13,10 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 
 class Owner(Protocol):
-    """What has a parameter and is to know whether it is trained."""
+    """An object that is notified when one of its parameters is frozen or trained again."""
 
     def set_trained(self, parameter: nn.Parameter, *, trained: bool) -> None:
-        """Train the memory of the parameter from the next forward on, or leave it as it is."""
+        """Train the memory of the parameter from the next forward on, or freeze it."""
 
 
 _owners = WeakTensorKeyDictionary()  # of parameters, to weak references
@@ -35,7 +35,7 @@ class TableParameter(nn.Parameter):
     _frozen_untold = False
 
     def requires_grad_(self, requires_grad: Any = True) -> Any:
-        """Train the table from the next forward on, or leave it as it is."""
+        """Train the table from the next forward on, or freeze it."""
         if requires_grad or self.requires_grad:
             self.flag_tells = True
         elif not self.flag_tells:
@@ -53,7 +53,7 @@ class TableParameter(nn.Parameter):
 
     @property
     def requires_grad(self) -> bool:
-        """Whether the parameter asks for a gradient."""
+        """Return whether the parameter requires a gradient."""
         return bool(Tensor.requires_grad.__get__(self))  # type: ignore[attr-defined]
 
     @requires_grad.setter
@@ -77,7 +77,7 @@ class ViewParameter(TableParameter):
 
     @property
     def data(self) -> Tensor:
-        """The values."""
+        """Return the values."""
         values: Tensor = Tensor.data.__get__(self)  # type: ignore[attr-defined]
         return values
 
@@ -91,19 +91,19 @@ class ViewParameter(TableParameter):
 
 
 def set_data(parameter: nn.Parameter, values: Tensor) -> None:
-    """Let a parameter be a view of other memory."""
+    """Make a parameter a view of other memory."""
     Tensor.data.__set__(parameter, values)  # type: ignore[attr-defined]
 
 
 def own(parameter: nn.Parameter, owner: Owner, kind: type[TableParameter]) -> None:
-    """Make a parameter, which stays the same object, one of `kind` that tells `owner`."""
+    """Convert a parameter in place to `kind`, which notifies `owner`."""
     if type(parameter) is not kind:
         parameter.__class__ = kind
     _owners[parameter] = weakref.ref(owner)
 
 
 def disown(parameter: nn.Parameter) -> None:
-    """Make it an ordinary parameter again."""
+    """Convert a parameter back to an ordinary one."""
     if isinstance(parameter, TableParameter):
         _owners.pop(parameter, None)
         unmarked: Any = parameter
@@ -118,13 +118,13 @@ def _tell_owner(parameter: TableParameter) -> None:
 
 
 def refuse_replacement(name: str, value: Any) -> None:
-    """Raise RuntimeError for a parameter in the place of one whose memory lookups read."""
+    """Raise RuntimeError where a table's parameter would be replaced by another one."""
     if isinstance(value, nn.Parameter):
         _refuse(name)
 
 
 class Registered(NamedTuple):
-    """A parameter as a module has it registered."""
+    """A parameter in the registry of its module."""
 
     registry: Mapping[str, nn.Parameter | None]
     name: str
@@ -132,7 +132,7 @@ class Registered(NamedTuple):
 
 
 def registered(modules: Iterable[nn.Module]) -> list[Registered]:
-    """Return the parameters that these modules have now, without those of modules below."""
+    """Return the parameters of these modules, without those of submodules."""
     return [
         Registered(module._parameters, name, parameter)
         for module in modules
@@ -163,12 +163,12 @@ def _refuse(name: str) -> NoReturn:
 
 
 def is_replaced(parameter: Any) -> bool:
-    """Whether something has put a parameter of its own in the place of a table's."""
+    """Return whether a parameter has been replaced by one that is not a table's."""
     return not torch.compiler.is_compiling() and not isinstance(parameter, TableParameter)
 
 
 def caller_level() -> int:
-    """The `stacklevel` at which a warning names the code that called the module."""
+    """Return the `stacklevel` at which a warning names the code that called the module."""
     frame: FrameType | None = sys._getframe(1)
     level = 1
     while frame is not None and frame.f_globals.get("__name__", "").startswith(_OURS):

@@ -28,12 +28,12 @@ class _Place(NamedTuple):
     row_bytes: int
 
     def values(self, values: Tensor) -> Tensor:
-        """Its numbers `[rows, row_bytes]` in those of the module, as a view."""
+        """View the table's numbers `[rows, row_bytes]` in those of the module."""
         size = self.rows * self.row_bytes
         return values[self.begin : self.begin + size].view(self.rows, self.row_bytes)
 
     def scales(self, scales: Tensor) -> Tensor:
-        """Its `[rows, 2]` in those of the module, as a view."""
+        """View the table's scales `[rows, 2]` in those of the module."""
         return scales[self.first_row : self.first_row + self.rows]
 
 
@@ -142,7 +142,7 @@ class QuantizedEmbeddingBags(CheckedBatches, nn.Module):
         return torch.tensor(self._layout, dtype=torch.int64, device=device).view(-1, 8)
 
     def reset_parameters(self) -> None:
-        """Make all rows zeros; also what makes a module usable that `to_empty` moved from meta."""
+        """Zero all rows; also initialises a module that `to_empty` moved from meta."""
         self.values.zero_()
         self.scales.zero_()
         self.bounds_violations.zero_()
@@ -226,14 +226,14 @@ class QuantizedEmbeddingBags(CheckedBatches, nn.Module):
         )
 
     def table_views(self) -> list[dict[str, Tensor]]:
-        """For each table its packed `values` and its `scales` (scale, offset), as views."""
+        """Return per table the packed `values` and the `scales` (scale, offset), as views."""
         return [
             {"values": place.values(self.values), "scales": place.scales(self.scales)}
             for place in self._places
         ]
 
     def to_dense(self, table: int) -> Tensor:
-        """A table as float32 `[rows, dim]`."""
+        """Dequantise a table to float32 `[rows, dim]`."""
         place = self._places[table]
         out = self.scales.new_empty(place.rows, place.dim)
         device = out.device
@@ -256,7 +256,7 @@ class QuantizedEmbeddingBags(CheckedBatches, nn.Module):
         *,
         batch_sizes: Sequence[Sequence[int]] | None = None,
     ) -> Tensor:
-        """Pooled embeddings `[B, sum D]`, or `[L, D]` for pooling NONE, in `output_dtype`.
+        """Pool embeddings to `[B, sum D]`, or `[L, D]` for pooling NONE, in `output_dtype`.
 
         Arguments are those of `TableBatchedEmbeddingBags`.
 
@@ -286,7 +286,7 @@ class QuantizedEmbeddingBags(CheckedBatches, nn.Module):
         )
 
     def nbytes(self) -> dict[str, int]:
-        """Bytes of the `weights`: numbers, scales and offsets."""
+        """Return the bytes of the `weights`: numbers, scales and offsets."""
         return {"weights": self.values.nbytes + self.scales.nbytes}
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
@@ -312,7 +312,7 @@ class QuantizedEmbeddingBags(CheckedBatches, nn.Module):
             targets[key].copy_(value)
 
     def extra_repr(self) -> str:
-        """Tables and choices."""
+        """Describe tables and options."""
         sizes = ", ".join(
             f"{name}: {spec.rows} x {spec.dim}"
             for name, spec in zip(self.table_names[:4], self.tables, strict=False)
@@ -322,7 +322,7 @@ class QuantizedEmbeddingBags(CheckedBatches, nn.Module):
 
 
 class _Source(NamedTuple):
-    """What there is to quantise."""
+    """The tables to quantise, and how they are looked up."""
 
     specs: list[TableSpec]
     tensors: list[Tensor] | TTEmbeddingBag
@@ -363,7 +363,7 @@ class _Source(NamedTuple):
         return cls(specs, tensors, pooling, None, torch.float32, tensors[0].device)
 
     def weights(self) -> Iterator[Tensor]:
-        """The rows of each table as floats, one table at a time."""
+        """Yield the rows of each table as floats, one table at a time."""
         if isinstance(self.tensors, list):
             yield from self.tensors
         else:

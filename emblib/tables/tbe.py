@@ -25,10 +25,10 @@ from emblib.tables.memory import Memory
 
 @runtime_checkable
 class StatsReporter(Protocol):
-    """Receives numbers about a table at the steps it wants them."""
+    """Receives measurements of a table at the steps it selects."""
 
     def should_report(self, iteration_step: int) -> bool:
-        """Whether this step is of interest; on the others nothing is measured."""
+        """Return whether to report this step; on other steps nothing is measured."""
 
     def report_duration(
         self,
@@ -38,7 +38,7 @@ class StatsReporter(Protocol):
         embedding_id: str = "",
         tbe_id: str = "",
     ) -> None:
-        """`duration_ms` milliseconds that `event_name` took."""
+        """Report the duration of an event, in milliseconds."""
 
     def report_data_amount(
         self,
@@ -48,11 +48,11 @@ class StatsReporter(Protocol):
         embedding_id: str = "",
         tbe_id: str = "",
     ) -> None:
-        """An amount: bytes, or a count where the event's name says so."""
+        """Report an amount: bytes, or a count where the event's name says so."""
 
 
 class Reporting:
-    """The reporter of one module, with the step it is at and the module's name in reports."""
+    """A module's reporter, with its current step and its name in reports."""
 
     def __init__(self, reporter: StatsReporter, tbe_id: str = "") -> None:
         if not isinstance(reporter, StatsReporter):
@@ -66,12 +66,12 @@ class Reporting:
 
     @property
     def active(self) -> bool:
-        """Whether this step is reported."""
+        """Return whether this step is reported."""
         return bool(self.reporter.should_report(self.step))
 
     @contextmanager
     def timed(self, event: str, device: torch.device) -> Iterator[None]:
-        """Report the time of what runs inside; on CUDA the step is awaited, as it is measured."""
+        """Time and report what runs inside; on CUDA this synchronises."""
         if not self.active:
             yield
             return
@@ -85,14 +85,14 @@ class Reporting:
         self.reporter.report_duration(self.step, event, elapsed, tbe_id=self.tbe_id)
 
     def amount(self, event: str, amount: int, table: str = "") -> None:
-        """Report an amount, of the module or of one table."""
+        """Report an amount of the module or of one table."""
         self.reporter.report_data_amount(
             self.step, event, amount, embedding_id=table, tbe_id=self.tbe_id
         )
 
 
 class TieredTables(FeatureTables):
-    """Base of modules whose tables are spread over memory tiers, some of them behind a cache.
+    """Base of modules whose tables are in several memory tiers, some behind a cache.
 
     The subclass makes `_memory`, `_prefetcher` and `row_cache` and says what a batch is.
     """
@@ -119,20 +119,20 @@ class TieredTables(FeatureTables):
         raise NotImplementedError
 
     def _tiers(self) -> autograd.Tiers:
-        """All memory of the module as the ops take it."""
-        weights, states = self._memory.beside(self.weights.detach(), self._states())
+        """Return all memory of the module as the ops take it."""
+        weights, states = self._memory.all_tiers(self.weights.detach(), self._states())
         if self.row_cache is not None:
             weights.append(self.row_cache.weights)
             states.extend(self.row_cache.states)
         return autograd.Tiers(weights, states, self.hyperparams, self.output_dtype)
 
     def _views(self) -> list[dict[str, Tensor]]:
-        """For each table `weight` and its optimizer states, as they are kept, without the cache."""
+        """Return per table `weight` and its optimizer states in their tier, without the cache."""
         return self._memory.views(self.weights.detach(), self._states())
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
-        """Around what overwrites tables behind the back of the cache."""
+        """Overwrite tables inside, bypassing the cache, which is emptied."""
         with self._lock:
             self._memory.wait_for_kernels(self.hyperparams.device)
             with self._memory.writing_everything(self.hyperparams):
@@ -164,7 +164,7 @@ class TieredTables(FeatureTables):
         given: BatchId,
         batch_sizes: Sequence[Sequence[int]] | None,
     ) -> None:
-        """A break in a compiled graph: batches on their way are known in Python."""
+        """Prefetch outside compiled graphs: batches in flight are tracked in Python."""
         timed: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if self._reporting is not None:
             timed = self._reporting.timed("tbe.prefetch_time", given.indices.device)
@@ -180,12 +180,12 @@ class TieredTables(FeatureTables):
             self._prefetcher.flush(self._tiers())
 
     def reset_cache_states(self) -> None:
-        """Empty the cache without writing anything back: what it held of updates is lost."""
+        """Empty the cache without writing back: updates that it holds are dropped."""
         if self._prefetcher is not None:
             self._prefetcher.reset()
 
     def cache_stats(self) -> CacheStats:
-        """Requests, hits and misses since construction or the last reset (reads the device).
+        """Return requests, hits and misses since the last reset (reads the device).
 
         Raises:
             RuntimeError: no table of the module is cached.
@@ -199,12 +199,12 @@ class TieredTables(FeatureTables):
 
     @atomic
     def reset_cache_stats(self) -> None:
-        """Count from zero."""
+        """Reset the counters of the cache to zero."""
         if self.row_cache is not None:
             self.row_cache.reset_stats()
 
     def set_stats_reporter(self, reporter: StatsReporter | None, tbe_id: str = "") -> None:
-        """Tell `reporter` durations and amounts of this module, as `tbe_id`; None ends it.
+        """Report durations and amounts of this module to `reporter`, as `tbe_id`; None stops it.
 
         Events: `tbe.forward_time` and `tbe.prefetch_time` in milliseconds, `tbe.lookups`,
         `tbe.weights_bytes` and `tbe.optimizer_state_bytes`, and for cached tables
@@ -226,10 +226,9 @@ class TieredTables(FeatureTables):
         reporting.step += 1
 
     def table_weights(self) -> list[Tensor]:
-        """The tables as `[rows, dim]` views: writing to one writes to the module.
+        """Return the tables as `[rows, dim]` views: writing to one writes to the module.
 
-        For cached tables they are of what stands behind the cache, which is flushed and emptied
-        first; they go stale with the next batch.
+        The cache is flushed and emptied first. Views of cached tables go stale with the next batch.
         """
         with self._lock:
             self._settle()
@@ -237,7 +236,7 @@ class TieredTables(FeatureTables):
             return [views["weight"] for views in self._views()]
 
     def table_optimizer_states(self) -> list[dict[str, Tensor]]:
-        """For each table its optimizer state by name, as views: `[rows, dim]`, or `[rows]`."""
+        """Return per table its optimizer state by name, as views `[rows, dim]` or `[rows]`."""
         with self._lock:
             self._settle()
             self._memory.verify()
@@ -246,7 +245,7 @@ class TieredTables(FeatureTables):
 
     @atomic
     def _settle(self) -> None:
-        """Make the tables themselves current, and the cache empty so that it cannot go stale."""
+        """Write the cache back to the tables and empty it, so that it cannot go stale."""
         if self._prefetcher is not None:
             self.flush()
             self._prefetcher.reset()
@@ -268,7 +267,7 @@ class TieredTables(FeatureTables):
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """As of any module; where `strict` refuses keys, it does before anything is written."""
+        """Load a state dict; with `strict`, keys are checked before anything is written."""
         if strict:
             base.check_keys(self._checkpoint(), state_dict)
         return super().load_state_dict(state_dict, strict, assign)
@@ -298,14 +297,14 @@ class TieredTables(FeatureTables):
 
     @property
     def _tables_by_name(self) -> SimpleNamespace:
-        """The tables and their states by the names they have in state dicts."""
+        """Return the tables and their states by their names in state dicts."""
         with self._lock:
             self._memory.verify()
         views = zip(self.table_names, self._views(), strict=True)
         return SimpleNamespace(**{name: SimpleNamespace(**tensors) for name, tensors in views})
 
     def _fqn_modifiers(self) -> dict[str, str]:
-        """Tells `torch.distributed.checkpoint.state_dict` where the first part of a key leads."""
+        """Map the first part of a key for `torch.distributed.checkpoint.state_dict`."""
         return dict.fromkeys(self.table_names, "_tables_by_name")
 
     @atomic
@@ -317,7 +316,7 @@ class TieredTables(FeatureTables):
         return self
 
     def nbytes(self) -> dict[str, int]:
-        """Bytes of `weights`, `optimizer_state`, and `cache` (rows, states and tags)."""
+        """Return the bytes of `weights`, `optimizer_state`, and `cache` (rows, states and tags)."""
         elsewhere = self._memory.nbytes()
         states = sum(state.nbytes for state in self._states())
         return {
@@ -328,7 +327,7 @@ class TieredTables(FeatureTables):
 
 
 class LookupArgs(NamedTuple):
-    """What the caller of forward asks for beside the batch."""
+    """The optional arguments of `forward`."""
 
     sample_weights: Tensor | None
     feature_requires_grad: Tensor | None
@@ -414,7 +413,7 @@ class TableBatchedEmbeddingBags(TieredTables):
                              "must be on the device; use a fused optimizer for others")  # fmt: skip
 
     def _register_memory(self, device: torch.device) -> None:
-        """The device tier as parameter and buffers, so that they move with the module."""
+        """Register the device tier as parameter and buffers: they move with the module."""
         self._register_planes(*self._memory.allocate_device(device))
         self._register_common(device)
 
@@ -499,7 +498,7 @@ class TableBatchedEmbeddingBags(TieredTables):
     def _batch(
         self, indices: Tensor, offsets: Tensor, batch_sizes: Sequence[Sequence[int]] | None
     ) -> autograd.Lookup:
-        """The batch as the kernels take it: repaired offsets, and the layout of its bags."""
+        """Return the batch as the kernels take it: repaired offsets and bag layout."""
         offsets = self._with_last_offset(indices, offsets)
         bag_layout, columns = self._bag_layout(offsets, batch_sizes, indices.device)
         offsets = self._check_bounds(indices, offsets, self.features, bag_layout)
@@ -554,11 +553,11 @@ class TableBatchedEmbeddingBags(TieredTables):
         return out
 
     def _trained_weights(self) -> Tensor:
-        """What gets the gradient of `optim.External`."""
+        """Return the parameter that gets the gradient of `optim.External`."""
         return self.weights
 
     def _breaks_graphs(self) -> bool:
-        """Whether a lookup is more than tensor code of static shapes: see `_look_up_eagerly`."""
+        """Return whether a lookup needs Python state: see `_look_up_eagerly`."""
         sparse = isinstance(self.optimizer, External) and (
             self.optimizer.gradient is Gradient.SPARSE
         )
@@ -568,7 +567,7 @@ class TableBatchedEmbeddingBags(TieredTables):
     def _look_up_eagerly(
         self, given: BatchId, batch_sizes: Sequence[Sequence[int]] | None, wants: LookupArgs
     ) -> Tensor:
-        """A break in a compiled graph: a cache has state in Python, and moves rows of tables.
+        """Look up outside compiled graphs: a cache has Python state and moves rows.
 
         In one graph with the update, Inductor would copy whole tables: both change them. Optimizers
         with a periodic part count forwards in Python; a sparse gradient is as long as the batch has
@@ -590,12 +589,12 @@ class TableBatchedEmbeddingBags(TieredTables):
     state_prev_iter: Tensor  # of GlobalDecay
 
     def _trained_features(self) -> Tensor:
-        """The features with no rows where a table is frozen: its lookups are not grouped."""
+        """Return `features` without rows for frozen tables: their lookups are not grouped."""
         trained = [float(t not in self._untrained) for t in self.feature_tables]
         return self._masked_features(torch.tensor(trained, device=self.features.device))
 
     def _masked_features(self, requires_grad: Tensor) -> Tensor:
-        """The features with no rows where no gradient is wanted: lookups there are skipped."""
+        """Return `features` without rows where no gradient is wanted; these are skipped."""
         if requires_grad.shape != (len(self.feature_tables),):
             raise ValueError(
                 "feature_requires_grad must have one entry a feature = "
@@ -610,7 +609,7 @@ class TableBatchedEmbeddingBags(TieredTables):
         return f"{spec.rows} x {spec.dim}{place}"
 
     def extra_repr(self) -> str:
-        """Tables, optimizer and choices."""
+        """Describe tables, optimizer and options."""
         parts = [super().extra_repr()]
         if self.row_cache is not None:
             parts.append(brief(self.cache))

@@ -13,7 +13,7 @@ from emblib.specs import BoundsCheck, Pooling, TTSpec, brief
 from emblib.tables import optimizer_hooks
 from emblib.tables.base import FusedTable
 from emblib.tt import layout_entry
-from emblib.tt.initializers import INITIALIZERS, Layout
+from emblib.tt.initializers import INITIALIZERS, CoreLayout
 from emblib.tt.shapes import check_ranks
 
 _DENSE_CHUNK = 1 << 18  # rows made at a time by to_dense
@@ -167,9 +167,9 @@ class TTEmbeddingBag(FusedTable):
                 "train is trained whole, so call requires_grad_ for all its cores"
             )
 
-    def _core_layout(self, device: torch.device) -> Layout:
+    def _core_layout(self, device: torch.device) -> CoreLayout:
         spec = self.spec
-        return Layout(spec.row_factors, spec.dim_factors, spec.full_ranks, device)
+        return CoreLayout(spec.row_factors, spec.dim_factors, spec.full_ranks, device)
 
     def reset_parameters(self) -> None:
         """Draw the cores anew; optimizer state, step and learning rate as at construction."""
@@ -204,12 +204,12 @@ class TTEmbeddingBag(FusedTable):
         if not torch.is_grad_enabled() or (self._frozen and not weighted):
             return tt.lookup(self._core_list(), batch, per_sample_weights)
         if not autograd.is_fused(self.optimizer):
-            return tt.DenseLookup.apply(
+            return tt.DenseTTLookup.apply(
                 batch, per_sample_weights, self.share_gradients, *self.cores
             )
         for core in self.cores:
             self._check_in_place(core)
-        return tt.FusedLookup.apply(
+        return tt.FusedTTLookup.apply(
             self.grad_anchor.detach() if self._frozen else self.grad_anchor,
             self._core_list(),
             self._states(),
@@ -222,9 +222,9 @@ class TTEmbeddingBag(FusedTable):
 
     def _batch(
         self, indices: Tensor, offsets: Tensor, pooling: Pooling, output_dtype: torch.dtype
-    ) -> tt.Lookup:
+    ) -> tt.TTLookup:
         spec = self.spec
-        return tt.Lookup(
+        return tt.TTLookup(
             spec.rows,
             spec.row_factors,
             spec.dim_factors,
@@ -245,12 +245,12 @@ class TTEmbeddingBag(FusedTable):
         ]
 
     def core_optimizer_states(self) -> list[dict[str, Tensor]]:
-        """For each core its optimizer state by name: shaped like the core, or one entry a row."""
+        """Return per core its optimizer state by name: core-shaped, or one entry per row."""
         names = [state.name for state in self.optimizer.states]
         return [dict(zip(names, states, strict=True)) for states in self._states()]
 
     def to_dense(self) -> Tensor:
-        """The table as a plain `[rows, D]` matrix."""
+        """Return the table as a dense `[rows, D]` matrix."""
         chunks = []
         for start in range(0, self.spec.rows, _DENSE_CHUNK):
             end = min(start + _DENSE_CHUNK, self.spec.rows)
@@ -261,7 +261,7 @@ class TTEmbeddingBag(FusedTable):
         return torch.cat(chunks)
 
     def nbytes(self) -> dict[str, int]:
-        """Bytes of `weights` (all cores) and `optimizer_state`."""
+        """Return the bytes of `weights` (all cores) and `optimizer_state`."""
         return {
             "weights": sum(core.nbytes for core in self.cores),
             "optimizer_state": sum(state.nbytes for states in self._states() for state in states),
@@ -269,11 +269,11 @@ class TTEmbeddingBag(FusedTable):
 
     @property
     def compression(self) -> float:
-        """Values of the plain table over values of the cores."""
+        """Return the number of values of the dense table over those of the cores."""
         return self.spec.rows * self.spec.dim / sum(core.numel() for core in self.cores)
 
     def extra_repr(self) -> str:
-        """Sizes, optimizer and choices."""
+        """Describe sizes, optimizer and options."""
         spec = self.spec
         name = f"{spec.name}: " if spec.name else ""
         return (

@@ -18,7 +18,7 @@ INTEGERS = (torch.uint8, torch.int16, torch.int32, torch.int64)  # narrowest fir
 
 @dataclass(frozen=True)
 class TracedFeature:
-    """A feature of a trace: its name, the table it looks up, that table's size (0: not known)."""
+    """A feature of a trace: its name, its table, and the table's size (0: unknown)."""
 
     name: str
     table: str
@@ -99,7 +99,7 @@ class LookupTrace:
         return cls(features, tuple(content["ids"]), tuple(lengths))
 
     def _problem(self) -> str:
-        """What does not fit together; reads the lengths, not the ids."""
+        """Describe inconsistent parts, or return ""; reads the lengths, not the ids."""
         if not len(self.features) == len(self.ids) == len(self.lengths):
             return (
                 f"{len(self.features)} features, {len(self.ids)} ids, {len(self.lengths)} lengths"
@@ -113,7 +113,7 @@ class LookupTrace:
 
 
 class _Lengths(NamedTuple):
-    """Lengths as they are kept: a single value where all are the same."""
+    """Lengths as they are stored: a single value where all are equal."""
 
     values: Tensor
     samples: int
@@ -128,7 +128,7 @@ class _Lengths(NamedTuple):
 
 
 def sha256(path: str | Path) -> str:
-    """SHA-256 of a file's bytes, 64 hexadecimal digits."""
+    """Return the SHA-256 of a file's bytes, 64 hexadecimal digits."""
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         while block := file.read(1 << 20):

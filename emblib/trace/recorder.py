@@ -19,7 +19,7 @@ from emblib.trace.file import INTEGERS, LookupTrace, TracedFeature
 
 
 class Bags(NamedTuple):
-    """What one call looked up for one feature."""
+    """The lookups of one call for one feature."""
 
     feature: TracedFeature
     ids: Tensor
@@ -33,8 +33,10 @@ Found = tuple[str, nn.Module, Reading]
 
 
 def embeddings(roots: Sequence[nn.Module]) -> list[Found]:
-    """The outermost embeddings in some modules, each once, under the name that it has first; a
-    module that has none in it is one itself."""
+    """Return the outermost embeddings in the modules, each once, by its first name.
+
+    A module without embeddings in it counts as one itself.
+    """
     every: dict[int, Found] = {}
     for root in roots:
         for found in _outermost(root):
@@ -57,7 +59,7 @@ def _outermost(root: nn.Module) -> list[Found]:
 
 
 def distinct(names: Sequence[str]) -> list[str]:
-    """Names with a number where they are not unique."""
+    """Append a number to names that are not unique."""
     counts = {name: names.count(name) for name in names}
     return [f"{n}-{i}" if counts[n] > 1 else n for i, n in enumerate(names)]
 
@@ -81,7 +83,7 @@ def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], place: int, name: s
 
 
 def _one_each(ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Ids and lengths where dimension 0 counts the samples, nested tensors' as well."""
+    """Return ids and lengths where dimension 0 counts the samples, also of nested tensors."""
     if ids.is_nested:
         rows = [row.reshape(-1) for row in ids.unbind()]
         return torch.cat(rows), torch.tensor([row.numel() for row in rows])
@@ -170,7 +172,7 @@ def _split(
 
 
 def _configurations(module: nn.Module) -> list[Any]:
-    """What a collection says of its tables, by TorchRec's names for it."""
+    """Return the table configurations of a collection, by TorchRec's attribute names."""
     for attribute in ("embedding_bag_configs", "embedding_configs"):
         found = getattr(module, attribute, None)
         if found is not None:
@@ -272,7 +274,7 @@ class TraceRecorder:
 
     @property
     def trace(self) -> LookupTrace:
-        """What was recorded until now.
+        """Return the lookups recorded so far.
 
         Raises:
             ValueError: nothing was.
@@ -291,12 +293,12 @@ class TraceRecorder:
         )
 
     def save(self, path: str | Path) -> str:
-        """Write what was recorded until now; returns the file's SHA-256."""
+        """Write the lookups recorded so far; return the file's SHA-256."""
         return self.trace.save(path)
 
 
 class _Hook:
-    """What one embedding calls; a copy of the embedding, or one from a file, calls nothing."""
+    """Records the calls of one embedding; copied or unpickled, it records nothing."""
 
     def __init__(
         self,
@@ -321,19 +323,19 @@ class _Hook:
             for bags in every:
                 self.recorded.setdefault(bags.feature.name, []).append(bags)
 
-    def __reduce__(self) -> tuple[type[_Nothing], tuple[()]]:
-        return _Nothing, ()
+    def __reduce__(self) -> tuple[type[_NoHook], tuple[()]]:
+        return _NoHook, ()
 
 
-class _Nothing:
-    """In place of a hook where a module was copied or saved."""
+class _NoHook:
+    """Replaces a hook in a copied or saved module."""
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         pass
 
 
 def _real_lookups(bags: Bags) -> Bags:
-    """On the CPU, without the lookups that look nothing up."""
+    """Move a call's lookups to the CPU, without negative ids."""
     ids = bags.ids.detach().reshape(-1).to("cpu", torch.int64)
     lengths = bags.lengths.detach().reshape(-1).to("cpu", torch.int64)
     real = ids >= 0
@@ -345,6 +347,6 @@ def _real_lookups(bags: Bags) -> Bags:
 
 
 def _narrow(values: Tensor) -> Tensor:
-    """In the narrowest integers that hold them; `values` are not negative."""
+    """Convert non-negative values to the narrowest integers that hold them."""
     largest = int(values.max()) if values.numel() else 0
     return values.to(next(dtype for dtype in INTEGERS if largest <= torch.iinfo(dtype).max))

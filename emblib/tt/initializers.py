@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 
-class Layout(NamedTuple):
+class CoreLayout(NamedTuple):
     """Sizes of the cores: core k is `[p[k], R[k] * q[k] * R[k + 1]]`."""
 
     row_factors: Sequence[int]
@@ -24,7 +24,7 @@ class Layout(NamedTuple):
     device: torch.device
 
     def shapes(self) -> list[tuple[int, int]]:
-        """Of the cores."""
+        """Return the shapes of the cores."""
         ranks = self.full_ranks
         return [
             (p, ranks[k] * q * ranks[k + 1])
@@ -32,19 +32,19 @@ class Layout(NamedTuple):
         ]
 
     def entry_std(self, std: float) -> float:
-        """The deviation of independent core entries that gives rows the deviation `std`."""
+        """Return the standard deviation of core entries that gives rows the deviation `std`."""
         cores = len(self.row_factors)
         return (std / math.sqrt(math.prod(self.full_ranks))) ** (1.0 / cores)
 
 
-def gaussian(layout: Layout, std: float) -> list[Tensor]:
-    """Normal entries."""
+def gaussian(layout: CoreLayout, std: float) -> list[Tensor]:
+    """Draw normal entries."""
     scale = layout.entry_std(std)
     return [torch.randn(shape, device=layout.device) * scale for shape in layout.shapes()]
 
 
-def uniform(layout: Layout, std: float) -> list[Tensor]:
-    """Entries uniform around zero."""
+def uniform(layout: CoreLayout, std: float) -> list[Tensor]:
+    """Draw entries uniform around zero."""
     bound = layout.entry_std(std) * math.sqrt(3.0)
     return [
         torch.empty(shape, device=layout.device).uniform_(-bound, bound)
@@ -52,8 +52,8 @@ def uniform(layout: Layout, std: float) -> list[Tensor]:
     ]
 
 
-def sampled_gaussian(layout: Layout, std: float) -> list[Tensor]:
-    """Normal entries without their middle, |z| >= 2: TT-Rec's scheme, with the scale it lacks.
+def sampled_gaussian(layout: CoreLayout, std: float) -> list[Tensor]:
+    """Draw normal entries with |z| >= 2: TT-Rec's scheme, with the scale that it lacks.
 
     Without entries near zero the rows, products of d entries, come closer to a normal distribution.
     """
@@ -73,8 +73,8 @@ _LEVELS = 15
 _JITTER = 0.01
 
 
-def approx_uniform(layout: Layout, std: float) -> list[Tensor]:
-    """Rows whose values are uniform around zero; the last rank must be at least 2.
+def approx_uniform(layout: CoreLayout, std: float) -> list[Tensor]:
+    """Make rows whose values are uniform around zero; the last rank must be at least 2.
 
     A uniform value is one of 15 levels plus a uniform step of one level's width. The last core
     holds the levels on odd places of the last bond, the core before it the steps on even places,
@@ -108,13 +108,13 @@ def approx_uniform(layout: Layout, std: float) -> list[Tensor]:
 
 
 def _one_place(shape: tuple[int, int], bond: int, parity: int, device: torch.device) -> Tensor:
-    """`[*shape, bond]` zeros with a one at a random place of the given parity."""
+    """Return zeros `[*shape, bond]` with a one at a random position of the given parity."""
     places = (bond + 1 - parity) // 2
     place = torch.randint(0, places, (*shape, 1), device=device) * 2 + parity
     return torch.zeros((*shape, bond), device=device).scatter_(2, place, 1.0)
 
 
-INITIALIZERS: dict[str, Callable[[Layout, float], list[Tensor]]] = {
+INITIALIZERS: dict[str, Callable[[CoreLayout, float], list[Tensor]]] = {
     "gaussian": gaussian,
     "sampled_gaussian": sampled_gaussian,
     "uniform": uniform,

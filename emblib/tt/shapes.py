@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 
 def row_factors(rows: int, cores: int) -> tuple[int, ...]:
-    """`cores` near-equal factors, descending, with the least product >= `rows` of this kind."""
+    """Choose `cores` near-equal factors, descending, whose product is at least `rows`."""
     factors = []
     for left in range(cores, 0, -1):
         factor = _ceil_root(rows, left)
@@ -20,7 +20,7 @@ def row_factors(rows: int, cores: int) -> tuple[int, ...]:
 
 
 def dim_factors(dim: int, cores: int) -> tuple[int, ...]:
-    """The most balanced exact factors of `dim`, ascending; 1 where a prime leaves no other choice.
+    """Choose the most balanced exact factors of `dim`, ascending; 1 if a prime forces it.
 
     Balanced means the least sum; among equals a last factor divisible by 4 wins, which suits vector
     registers. Ascending, because the work for a prefix grows with the first factors alone.
@@ -52,7 +52,7 @@ def check_ranks(
 
 
 def _ceil_root(value: int, degree: int) -> int:
-    """The smallest r with `r**degree >= value`."""
+    """Return the smallest r with `r**degree >= value`."""
     root = max(1, round(value ** (1.0 / degree)))
     while root**degree < value:
         root += 1
@@ -62,7 +62,7 @@ def _ceil_root(value: int, degree: int) -> int:
 
 
 def _factorisations(value: int, parts: int, least: int) -> Iterator[tuple[int, ...]]:
-    """All ascending tuples of `parts` factors >= `least` with product `value`."""
+    """Yield all ascending tuples of `parts` factors >= `least` with product `value`."""
     if parts == 1:
         if value >= least:
             yield (value,)

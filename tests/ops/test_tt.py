@@ -87,7 +87,7 @@ class Run(NamedTuple):
 def make(cores: list[Tensor], case: Case, ids: Tensor, kept: int) -> Run:
     total = math.prod(case.p)
     features = torch.tensor([[0, 0, total, math.prod(case.q), 0, 0, 0, 0]])
-    batch = tt.Lookup(
+    batch = tt.TTLookup(
         total,
         case.p,
         case.q,

@@ -8,7 +8,7 @@ import torch
 
 from emblib.ops import hash
 from emblib.ops.codes import HASH_ORDER
-from emblib.reference.hash import NEW, ORDERS, SLOTS, Entry, addresses
+from emblib.reference.hash import NEW, ORDERS, SLOTS, HashEntry, addresses
 from emblib.specs import DynamicSpec
 from tests.hash_cases import (
     BATCH_SIZES,
@@ -86,7 +86,7 @@ def test_crowds_at_one_bucket(order: str, newcomer: str) -> None:
         bucket, way = divmod(slot, SLOTS)
         key = unmix(way << 40 | bucket)
         stamp, score = (1, way) if bucket == 3 else (2, 50)
-        table.slots[slot] = Entry(key, stamp, score if order != "lru" else 0)
+        table.slots[slot] = HashEntry(key, stamp, score if order != "lru" else 0)
         twin.rows.write(0, slot, key)
     twin.index = twin.model.index()
     crowd = [unmix(high << 40 | 3) for high in range(100, 220)]
