@@ -1,9 +1,9 @@
-"""Checkpoints of dynamic tables, for those who write or read them by hand (docs/checkpoints.md).
+"""Building blocks of dynamic tables' checkpoints, for users who write or read them by hand.
 
-What most need are methods of `emblib.DynamicEmbeddingBags`: `state_dict`, `dump`, `load_dump`,
-`changes`, `apply_changes`, `table_entries`, `set_table_entries`, `dump_snapshot`,
-`load_snapshot`, `dump_dynamicemb` and `load_dynamicemb`. Here is what they take and return, and
-what spreads a checkpoint over ranks.
+Most users need only the methods of `emblib.DynamicEmbeddingBags`: `state_dict`, `dump`,
+`load_dump`, `changes`, `apply_changes`, `table_entries`, `set_table_entries`, `dump_snapshot`,
+`load_snapshot`, `dump_dynamicemb` and `load_dynamicemb`. This module has what they take and return,
+and what spreads a checkpoint over ranks. See docs/checkpoints.md.
 """
 
 from emblib.dynamic.keys import owner

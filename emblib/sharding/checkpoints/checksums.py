@@ -1,7 +1,7 @@
-"""Checksums of the files of a checkpoint, which follow the metadata in its file.
+"""Checksums of the files of a checkpoint, stored after the metadata in its file.
 
-`.metadata` is a pickle of torch.distributed.checkpoint, which reads nothing after it. There, a
-footer has the size of every file, a CRC-32 per block of it, and a checksum of the metadata itself:
+`.metadata` is a pickle of torch.distributed.checkpoint, which ignores bytes after it. A footer
+there has the size of every file, a CRC-32 per block of it, and a checksum of the metadata itself,
 so one rename commits all of them. Files are compared block by block as they are read.
 """
 
@@ -99,7 +99,7 @@ def _files(content: dict[str, Any], path: Path) -> dict[str, FileSums]:
 
 
 class SummingStream:
-    """A stream to write to, which computes the checksums of what it is given."""
+    """An output stream that computes the checksums of what is written to it."""
 
     def __init__(self, stream: Any) -> None:
         self._stream, self.sums = stream, FileSums()
@@ -124,7 +124,7 @@ class SummingStream:
 
 
 class CheckedStream(io.RawIOBase):
-    """A file to read, whose blocks are compared with their checksums before they are given out."""
+    """An input file whose blocks are compared with their checksums before they are returned."""
 
     def __init__(self, file: BinaryIO, path: Path, sums: FileSums) -> None:
         super().__init__()
@@ -156,7 +156,7 @@ class CheckedStream(io.RawIOBase):
         return self._at
 
     def readinto(self, buffer: Any) -> int:
-        """Fill `buffer`, or what the file has for it.
+        """Fill `buffer` as far as the file goes.
 
         Raises:
             CheckpointError: a block has another checksum than when it was saved.
@@ -172,7 +172,7 @@ class CheckedStream(io.RawIOBase):
         return done
 
     def _checked(self, number: int) -> memoryview:
-        """Return a block, which is read and compared unless it is among the last ones."""
+        """Return a block; read and compare it unless it is cached."""
         block = self._blocks.pop(number, None)
         if block is None:
             start = number * BLOCK_BYTES

@@ -1,10 +1,10 @@
-"""The directory of a checkpoint: whole or as it was before, however the writers end.
+"""Write and read the directory of a checkpoint: it is always complete, however the writers end.
 
-The format is that of torch.distributed.checkpoint: files that its metadata names. Here every save
-gives its files names of their own, so that an older checkpoint in the directory stands until the
-new metadata is renamed into the place of the old; then files that no metadata names are deleted.
-The file of the metadata also has checksums of all files (`checksums.py`), and it is unpickled
-without running what it names (`unpickling.py`), as are values that are no tensors (`values.py`).
+The format is that of torch.distributed.checkpoint: files that its metadata names. Every save gives
+its files new names, so that an older checkpoint in the directory stays valid until the new metadata
+replaces the old by a rename; afterwards, files that no metadata names are deleted. The file of the
+metadata also has checksums of all files (`checksums.py`). It is unpickled without running what it
+names (`unpickling.py`), as are values that are not tensors (`values.py`).
 """
 
 import contextlib
@@ -37,7 +37,7 @@ _SUMS = MetadataIndex("emblib.checksums")  # of what a rank wrote, among the res
 
 
 class _SummedFiles(FileSystem):
-    """Files whose checksums are computed as they are written."""
+    """A file system that computes checksums of files as they are written."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class _SummedFiles(FileSystem):
 
 
 class Writer(dcp.FileSystemWriter):
-    """Writes one checkpoint beside what the directory holds, then puts it in its place."""
+    """Write one checkpoint next to the directory's current one, then replace that."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -85,10 +85,10 @@ class Writer(dcp.FileSystemWriter):
         return future
 
     def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
-        """Commit, then delete what is not of this checkpoint.
+        """Commit, then delete files that do not belong to this checkpoint.
 
-        The metadata is written here, and not by torch, whose versions differ in which object they
-        write and in what has reached the disk before it is renamed.
+        The metadata is written here rather than by torch, whose versions differ in which object
+        they write and in what has reached the disk before the rename.
         """
         metadata.storage_data = {}
         files: dict[str, FileSums] = {}
@@ -112,7 +112,7 @@ class Writer(dcp.FileSystemWriter):
 
 
 class _CheckedFiles(FileSystem):
-    """Files that are compared with their checksums as they are read."""
+    """A file system that compares files with their checksums as they are read."""
 
     def __init__(self, sums: dict[str, FileSums] | None) -> None:
         super().__init__()
@@ -136,11 +136,11 @@ class _CheckedFiles(FileSystem):
 
 
 class Reader(dcp.FileSystemReader):
-    """Reads one checkpoint, whose metadata is read once, when this is made.
+    """Read one checkpoint; its metadata is read once, by the constructor.
 
     Raises:
-        CheckpointError: there is none, its writers were interrupted, it is damaged, or it names
-            classes that a checkpoint does not need.
+        CheckpointError: the checkpoint is missing, incomplete or damaged, or it names classes that
+            a checkpoint does not need.
     """
 
     def __init__(self, path: Path) -> None:
@@ -176,18 +176,18 @@ class Reader(dcp.FileSystemReader):
                 )
 
     def read_data(self, plan: dcp.LoadPlan, planner: dcp.LoadPlanner) -> Future[None]:
-        """Read in the order of the file, so that each block is read and compared once."""
+        """Read in file order, so that each block is read and compared once."""
         stored = self.metadata.storage_data
         items = sorted(plan.items, key=lambda item: stored[item.storage_index].offset)
         return super().read_data(dataclasses.replace(plan, items=items), planner)
 
     def read_metadata(self, *args: Any, **options: Any) -> Metadata:
-        """Return what the checkpoint holds."""
+        """Return the metadata of the checkpoint."""
         return self.metadata
 
 
 class _Planner(dcp.DefaultLoadPlanner):
-    """Puts values that are no tensors into a flat state dict, without running what they name."""
+    """Load values that are not tensors into a flat state dict, without running what they name."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -200,10 +200,10 @@ class _Planner(dcp.DefaultLoadPlanner):
 
 
 def write(state: dict[str, Any], path: Path, ranks: RankGroup) -> None:
-    """Save a nested state dict; all ranks call this.
+    """Save a nested state dict; a collective over `ranks`.
 
     Raises:
-        CheckpointError: a rank failed, e.g. as its disk is full.
+        CheckpointError: a rank failed, for example because its disk is full.
     """
     with _quiet(), _errors_of_ranks():
         dcp.save(
@@ -215,10 +215,10 @@ def write(state: dict[str, Any], path: Path, ranks: RankGroup) -> None:
 
 
 def read(state: dict[str, Any], reader: Reader, ranks: RankGroup) -> None:
-    """Fill a flat state dict in place; all ranks call this.
+    """Fill a flat state dict in place; a collective over `ranks`.
 
     Raises:
-        CheckpointError: what is read is damaged, or a value names classes that are not admitted.
+        CheckpointError: a file is damaged, or a value names classes that are not admitted.
     """
     with _quiet(), _errors_of_ranks():
         dcp.load(
@@ -232,9 +232,9 @@ def read(state: dict[str, Any], reader: Reader, ranks: RankGroup) -> None:
 
 @contextlib.contextmanager
 def _errors_of_ranks() -> Iterator[None]:
-    """Raise CheckpointError for torch's CheckpointException, which `except Exception` lets pass.
+    """Raise CheckpointError for torch's CheckpointException, which `except Exception` misses.
 
-    Torch wraps interrupts of the user, too; these stay what they are.
+    Torch also wraps keyboard interrupts; these are re-raised unchanged.
     """
     try:
         yield
@@ -252,7 +252,7 @@ def _errors_of_ranks() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without being told that one process is one process."""
+    """Suppress torch's warning that the process group has one process."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
         yield

@@ -1,9 +1,9 @@
-"""Dynamic tables over ranks: rows by key, in the order in which every number of parts is a cut.
+"""Checkpoint dynamic tables over ranks: rows by key, in an order that any number of shards can cut.
 
-Checkpoints have the entries of a dynamic table sorted by route
-(`emblib.dynamic.keys`), and part k of K has the k-th K-th of the routes. So the table in
-a checkpoint is its parts one after the other, whoever saved it, and a rank finds its part by
-bisection: it reads a few pieces of the keys, and then its own rows.
+Checkpoints store the entries of a dynamic table sorted by route (`emblib.dynamic.keys`), and shard
+k of K owns the k-th of K equal ranges of routes. The table in a checkpoint is therefore the
+concatenation of its shards, whatever plan saved it, and a rank finds its shard by bisection: it
+reads a few blocks of the keys, and then its own rows.
 """
 
 import bisect
@@ -26,11 +26,11 @@ _NOT_BY_KEY = "clock"  # lies beside the keys, too
 def joined(
     states: Mapping[int, Mapping[str, Tensor]], owners: Sequence[int], ranks: RankGroup
 ) -> dict[str, Tensor]:
-    """The state dict of a dynamic table from those of its parts; all ranks call this.
+    """Build the state dict of a dynamic table from those of its shards; a collective over `ranks`.
 
-    What has a row a key is spread over ranks as the parts are. Of everything else, clocks and
-    sketches of counts, all ranks get the largest values of all parts: a count is never less than
-    that of the part that saw the key.
+    Tensors with one row per key are spread over the ranks like the shards. Of everything else,
+    clocks and sketch counters, all ranks get the largest values of all shards: a count is never
+    less than that of the shard that saw the key.
     """
     by_key = {
         number: {stem: _by_route(state, stem) for stem in _stems(state)}
@@ -53,7 +53,7 @@ def joined(
 
 
 def part_of(state: Mapping[str, Tensor], number: int, count: int) -> dict[str, Tensor]:
-    """The state dict of part `number` of `count`, of one for all or of what `joined` gave."""
+    """Return the state dict of shard `number` of `count`, from a full or a joined one."""
     owned = {}
     for stem in _stems(state):
         keys = state[f"{stem}{KEYS}"]
@@ -77,7 +77,7 @@ def part_of(state: Mapping[str, Tensor], number: int, count: int) -> dict[str, T
 
 
 def _stems(state: Mapping[str, Tensor]) -> list[str]:
-    """Beginnings of the names of what has one row a key."""
+    """Return the name prefixes of the tensors that have one row per key."""
     return [key.removesuffix(KEYS) for key in state if key.rpartition(".")[2] == KEYS]
 
 
@@ -86,7 +86,7 @@ def _every_stem(by_key: Mapping[int, Mapping[str, Any]]) -> list[str]:
 
 
 def _by_route(state: Mapping[str, Tensor], stem: str) -> dict[str, Tensor]:
-    """What has a row a key of a stem, sorted by route."""
+    """Return the tensors of a name prefix that have one row per key, sorted by route."""
     order = routing.canonical_order(state[f"{stem}{KEYS}"].cpu())
     return {
         key.removeprefix(stem): value.cpu()[order]
@@ -102,16 +102,16 @@ def _stem_of(name: str) -> str:
 def keyed_rows(
     parts: Mapping[int, Mapping[str, Tensor]], owners: Sequence[int], ranks: RankGroup
 ) -> dict[str, KeyedRows]:
-    """The rows by key of one table from its parts; all ranks call this.
+    """Build the rows by key of one table from its shards; a collective over `ranks`.
 
     Args:
-        parts: by number, those of this rank: `keys` `[N]` and more with a row a key, sorted by
-            route.
-        owners: the rank of each part.
-        ranks: who has them.
+        parts: by number, the shards of this rank: `keys` `[N]` and other tensors with one row per
+            key, sorted by route.
+        owners: the rank of each shard.
+        ranks: the ranks that hold the shards.
 
     Raises:
-        ValueError: a part has keys of another one, who would look for them in vain.
+        ValueError: a shard has keys that another shard owns, where lookups would not find them.
     """
     told = ranks.gather_objects(_described(parts, len(owners)))
     known = {number: columns for mine in told for number, columns in mine.items()}
@@ -146,7 +146,7 @@ def _described(
 
 
 def is_keyed(name: str, saved: Mapping[str, Any]) -> bool:
-    """Whether a saved tensor has one row a key: `keys` of as many rows lies beside it."""
+    """Return whether a saved tensor has one row per key, as many as its `keys`."""
     keys = saved.get(_keys_beside(name))
     rows = getattr(saved[name], "size", None)
     return (
@@ -165,7 +165,7 @@ def _keys_beside(name: str) -> str:
 
 
 class KeyReader:
-    """Finds rows of a part in a checkpoint."""
+    """Find the rows of a shard in a checkpoint."""
 
     def __init__(self, reader: Any, saved: Mapping[str, Any]) -> None:
         self._reader, self._saved = reader, saved
@@ -173,7 +173,7 @@ class KeyReader:
         self._piece: tuple[str, int, Tensor] = ("", 0, torch.empty(0, dtype=torch.int64))
 
     def spans(self, leaf: Leaf) -> dict[int, Span]:
-        """For each part of the table on this rank, the rows that it has in the checkpoint."""
+        """Return the range of saved rows for each shard of the table on this rank."""
         if not isinstance(leaf.value, KeyedRows):
             return {}
         name, count = _keys_beside(leaf.name), len(leaf.value.boxes)
@@ -187,14 +187,14 @@ class KeyReader:
         return {number: found[number] for number in leaf.value.parts}
 
     def _begin(self, name: str, number: int, count: int) -> int:
-        """The first row of part `number` of `count`."""
+        """Return the first row of shard `number` of `count`."""
         rows = range(self._saved[name].size[0])
         return bisect.bisect_left(
             rows, number, key=lambda row: int(routing.owner(self._key(name, row), count))
         )
 
     def _key(self, name: str, row: int) -> Tensor:
-        """One key; the piece it is in is read, and kept for the next."""
+        """Return one key; the block that contains it is read and cached."""
         of, start, keys = self._piece
         if of != name or not start <= row < start + keys.numel():
             start, keys = self._read(name, row)

@@ -1,4 +1,4 @@
-"""Loading nested state dicts, whatever plan and number of ranks saved them."""
+"""Load nested state dicts, whatever plan and number of ranks saved them."""
 
 import itertools
 import json
@@ -32,23 +32,23 @@ from emblib.tt import layout_entry
 
 
 class Target:
-    """Read to `room`, which then is the value."""
+    """A tensor `room` that a saved value is read into and that becomes the value."""
 
     def __init__(self, leaf: Leaf, room: Any) -> None:
         self.leaf, self.room = leaf, room
 
     def finish(self) -> None:
-        """Put what was read in its place."""
+        """Replace the value by what was read."""
         self.leaf.replace(self.room)
 
 
 class RowStateTarget(Target):
-    """One number a row, saved and wanted of tables that may be cut by columns in different ways.
+    """A row-wise state, saved and loaded for tables that may be cut by columns in different ways.
 
     Args:
         leaf: a `RowStates`, a `ShardedTable` `[R]` or a tensor `[R]`.
-        size: as it was saved: `[R]`, or `[R, stretches]`.
-        cuts: the columns between which the stretches are; None where they were not cut.
+        size: the saved size: `[R]`, or `[R, intervals]`.
+        cuts: the columns between the saved intervals; None where the table was not cut.
     """
 
     def __init__(self, leaf: Leaf, size: torch.Size, cuts: Sequence[int] | None) -> None:
@@ -67,7 +67,7 @@ class RowStateTarget(Target):
         super().__init__(leaf, ShardedTable(size, boxes, parts, RankGroup.single(), value.dtype))
 
     def finish(self) -> None:
-        """The mean of the stretches that a box is of, for each box."""
+        """Store the mean over the intervals of each shard."""
         value = self.leaf.value
         if not isinstance(value, ShardedTable):
             value.copy_(self._rows((0, value.shape[0]), None))
@@ -81,7 +81,7 @@ class RowStateTarget(Target):
             part.copy_(rows.view(-1, *[1] * (part.dim() - 1)).expand_as(part))
 
     def _rows(self, rows: Span, columns: Span | None) -> Tensor:
-        """The numbers of a span of rows, for a span of columns or all."""
+        """Return the numbers of a span of rows, for a span of columns or for all."""
         found = [
             self.room.parts[i]
             for i, span in enumerate(self._spans)
@@ -94,7 +94,7 @@ class RowStateTarget(Target):
 
 
 def _disjoint(spans: Sequence[Span]) -> list[Span]:
-    """The spans between the edges of some spans that are within one of them."""
+    """Split overlapping spans at all their edges."""
     edges = sorted({edge for span in spans for edge in span})
     return [
         (start, end)
@@ -106,23 +106,24 @@ def _disjoint(spans: Sequence[Span]) -> list[Span]:
 def load(
     state: MutableMapping[str, Any], path: str | Path, ranks: Group = None, *, strict: bool = True
 ) -> None:
-    """Fill `state` from a checkpoint of `save`; all ranks call this.
+    """Fill `state` from a checkpoint written by `save`; a collective over `ranks`.
 
-    Modules and optimizers are given what they had. In nested dicts, tensors are filled in place and
-    other values replaced; so are tensors whose saved size is another one for a reason: rows of
-    dynamic tables. Every rank reads what it has of a table, whatever plan saved it.
+    Modules and optimizers get their saved state dicts. In nested dicts, tensors are filled in place
+    and other values are replaced; tensors whose saved size legitimately differs, rows of dynamic
+    tables, are replaced too. Every rank reads only its own shards of a table, whatever plan saved
+    it.
 
     Args:
-        state: as `save` took it, names and all.
+        state: as passed to `save`, with the same names.
         path: the directory.
-        ranks: who loads; by default all processes, or this one alone.
-        strict: False leaves what the checkpoint does not have as it is.
+        ranks: the ranks that load; by default all processes, or this process alone.
+        strict: False leaves values that the checkpoint lacks unchanged.
 
     Raises:
-        CheckpointError: there is no whole checkpoint, it lacks something, a tensor has another
-            size, or the metadata is damaged or names what may run code; nothing is changed then.
-            Or what is read has another checksum than when it was saved, or a value names what may
-            run code; then part of `state` may have been filled.
+        CheckpointError: the checkpoint is incomplete, it lacks a value, a tensor has another size,
+            or the metadata is damaged or names something that may run code; nothing is changed
+            then. Also where data has another checksum than when it was saved, or a value names
+            something that may run code; then part of `state` may have been filled.
     """
     from emblib.sharding.checkpoints.files import read
 
@@ -150,9 +151,9 @@ def load(
 
 
 def latest(directory: str | Path, ranks: Group = None) -> Path | None:
-    """The newest whole checkpoint of those in a directory, or None; all ranks call this.
+    """Return the newest complete checkpoint in a directory, or None; a collective over `ranks`.
 
-    That is the one with the greatest number at the end of its name, such as `step_1200`.
+    The newest is the one with the greatest number at the end of its name, such as `step_1200`.
     """
     from emblib.sharding.checkpoints.files import METADATA
 
@@ -165,10 +166,10 @@ def latest(directory: str | Path, ranks: Group = None) -> Path | None:
 
 
 def load_export(path: str | Path) -> dict[str, Any]:
-    """Return what `export` wrote, on the CPU; each rank that needs it calls this.
+    """Return what `export` wrote, on the CPU; not a collective.
 
     Raises:
-        CheckpointError: the file is damaged, or it names what may run code.
+        CheckpointError: the file is damaged, or it names something that may run code.
     """
     way_out = "load another one, or export it again"
     try:
@@ -184,7 +185,7 @@ def load_export(path: str | Path) -> dict[str, Any]:
 
 
 class _Loading:
-    """What is to be loaded: a tree with the state dicts of modules in it, and what was saved."""
+    """The values to load, a tree with resolved state dicts, and the saved metadata."""
 
     def __init__(self, state: MutableMapping[str, Any], path: Path, *, strict: bool) -> None:
         from emblib.sharding.checkpoints.files import Reader, read
@@ -215,7 +216,8 @@ class _Loading:
     def _check_whole(self, names: Iterable[str]) -> None:
         """Raise CheckpointError unless the chunks of tensors fill them.
 
-        The metadata says how much memory to make for these, and files have what chunks have.
+        The metadata determines how much memory is allocated; the files hold only what the chunks
+        have.
         """
         from emblib.sharding.checkpoints.unpickling import is_whole
 
@@ -227,7 +229,7 @@ class _Loading:
             )
 
     def _cuts(self, notes: bytes) -> dict[str, tuple[int, ...]]:
-        """Return where tables are cut, by the names of their states."""
+        """Return the column cuts of tables, by the names of their states."""
         try:
             cuts = {name: tuple(edges) for name, edges in json.loads(notes)["cuts"].items()}
             for name, edges in cuts.items():
@@ -246,7 +248,7 @@ class _Loading:
         return cuts
 
     def _add_what_optimizers_begin_with_later(self, paths: Mapping[str, tuple[Any, ...]]) -> None:
-        """Room for states that a `torch.optim` optimizer has from its first step on."""
+        """Allocate states that a `torch.optim` optimizer creates in its first step."""
         for key, value in self.state.items():
             if not isinstance(value, torch.optim.Optimizer):
                 continue
@@ -265,7 +267,7 @@ class _Loading:
                 states.setdefault(parameter, {})[steps[3]] = room
 
     def _room_of_state(self, parameter: Tensor | None, name: str) -> Tensor | None:
-        """Room for a state, spread as its parameter is if of its size; None for no tensor."""
+        """Allocate a state, sharded like its parameter if of its size; None for no tensor."""
         saved = self.saved[name]
         if not hasattr(saved, "properties"):
             return None
@@ -278,7 +280,7 @@ class _Loading:
     def _without_new_hash_keys(self, every: list[Leaf]) -> list[Leaf]:
         """Return the leaves, without hash keys of sketches where a checkpoint has only counters.
 
-        Those were counted without one: they would say nothing under the hash key of this model.
+        Those were counted without a hash key and mean nothing under the hash key of this model.
         """
         older = {
             leaf.name: leaf for leaf in every
@@ -291,10 +293,10 @@ class _Loading:
         return [leaf for leaf in every if leaf.name not in older]
 
     def _checked_layouts(self, every: list[Leaf]) -> list[Leaf]:
-        """Return the leaves, without layouts of tensor trains that an older checkpoint has not.
+        """Return the leaves, without layouts of tensor trains that an older checkpoint lacks.
 
         Raises:
-            CheckpointError: cores are of another tensor train than they are here.
+            CheckpointError: the saved cores belong to another tensor train.
         """
         from emblib.sharding.checkpoints.files import read
 
@@ -320,7 +322,7 @@ class _Loading:
         return [leaf for leaf in every if leaf.name not in lacking]
 
     def _size(self, leaf: Leaf) -> torch.Size | None:
-        """As it was saved; None for what is no tensor."""
+        """Return the saved size; None for values that are not tensors."""
         saved = self.saved[leaf.name]
         return saved.size if hasattr(saved, "properties") else None
 
@@ -348,7 +350,7 @@ class _Loading:
             )
 
     def targets(self, ranks: RankGroup) -> dict[str, Target]:
-        """Where each value is read to, and how it gets from there to its place; a collective."""
+        """Return the target that each value is read into; a collective."""
         reader = KeyReader(self.reader, self.saved)
         keyed = [leaf for leaf in self.leaves if is_keyed(leaf.name, self.saved)]
         mine = agreed(ranks, lambda: {leaf.name: reader.spans(leaf) for leaf in keyed})
@@ -368,7 +370,7 @@ class _Loading:
         return Target(leaf, value)
 
     def finish(self, targets: Mapping[str, Target]) -> None:
-        """Everything into its place, and state dicts into their modules."""
+        """Store everything that was read, and load the state dicts into their modules."""
         for target in targets.values():
             target.finish()
         for key, value in self.state.items():
@@ -388,7 +390,7 @@ def _beside(name: str, other: str) -> str:
 
 
 def _parameters(optimizer: Any) -> dict[Any, Tensor]:
-    """Parameters as the state dict of an optimizer calls them: by name, or by number."""
+    """Return parameters by the name or number that the optimizer's state dict has for them."""
     named = getattr(optimizer, "params", None)
     if isinstance(named, dict):
         return named
@@ -396,7 +398,7 @@ def _parameters(optimizer: Any) -> dict[Any, Tensor]:
 
 
 def _room(value: KeyedRows, size: torch.Size, spans: Mapping[int, tuple[int, int]]) -> KeyedRows:
-    """Room for the rows that the blocks of a table have of `size`."""
+    """Allocate memory for the saved rows of the blocks of a table."""
     boxes = [box._replace(rows=spans[block]) for block, box in enumerate(value.boxes)]
     parts = {
         block: torch.empty(boxes[block].shape[: value.dim()], dtype=value.dtype)

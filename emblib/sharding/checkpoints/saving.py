@@ -1,4 +1,4 @@
-"""Saving nested state dicts over ranks: at once or in the background, and as one plain file."""
+"""Save nested state dicts over ranks: synchronously, in the background, or as one plain file."""
 
 import copy
 import json
@@ -29,21 +29,21 @@ Group = RankGroup | dist.ProcessGroup | dist.DeviceMesh | None
 
 
 def save(state: Mapping[str, Any], path: str | Path, ranks: Group = None) -> None:
-    """Write `state` to the directory `path`; all ranks call this, and it is there when it returns.
+    """Write `state` to the directory `path`, durably; a collective over `ranks`.
 
-    The directory holds all of it then, or what it held before, whenever a writer is killed. Any
-    number of ranks loads it with any plan (`load`), and so does torch.distributed.checkpoint.
+    Whenever a writer is killed, the directory holds either the new checkpoint or the previous one.
+    Any number of ranks can load it with any plan (`load`), and so can torch.distributed.checkpoint.
 
     Args:
         state: modules, optimizers, nested state dicts of tensors, and small values, by name:
-            numbers, text, and whatever else `torch.load` admits by itself. Numpy's scalars become
-            Python's numbers.
-        path: made if it is not there; on a file system that all ranks share.
-        ranks: who saves; by default all processes, or this one alone.
+            numbers, text, and whatever else `torch.load(weights_only=True)` admits. NumPy scalars
+            become Python numbers.
+        path: created if missing; on a file system that all ranks share.
+        ranks: the ranks that save; by default all processes, or this process alone.
 
     Raises:
-        TypeError: a value would not be loaded, as it needs a class that may run code.
-        CheckpointError: a rank could not write, e.g. to a full disk; `path` holds what it held.
+        TypeError: a value could not be loaded again, because it needs a class that may run code.
+        CheckpointError: a rank could not write, e.g. to a full disk; `path` is unchanged.
     """
     from emblib.sharding.checkpoints.files import write
 
@@ -54,12 +54,12 @@ def save(state: Mapping[str, Any], path: str | Path, ranks: Group = None) -> Non
 
 
 def async_save(state: Mapping[str, Any], path: str | Path, ranks: Group = None) -> "Future[None]":
-    """Copy `state` to host memory, and write it while training goes on; all ranks call this.
+    """Copy `state` to host memory and write it in the background; a collective over `ranks`.
 
-    The future's `result()` waits, and raises what `save` would. Saves of the same ranks are written
-    one after the other, over a gloo group of their own, so that they do not meet the collectives of
-    training. What was not written when the process ends is, unless it is killed; then `path` holds
-    what it held before.
+    `result()` of the returned future waits and raises what `save` would raise. Saves of the same
+    ranks are written one after the other, over a gloo group of their own that does not interleave
+    with the collectives of training. Pending saves are completed when the process exits, unless it
+    is killed; then `path` is unchanged.
     """
     ranks = RankGroup.of(ranks)
     content = agreed(ranks, lambda: mapped(_with_notes(resolved(state)), _copied))
@@ -68,11 +68,11 @@ def async_save(state: Mapping[str, Any], path: str | Path, ranks: Group = None) 
 
 
 def export(state: Mapping[str, Any], path: str | Path, ranks: Group = None) -> None:
-    """Write `state` with whole tables as one file; all ranks call this.
+    """Write `state` with full tables as one file; a collective over `ranks`.
 
-    Rank 0 gathers the tables in its host memory and writes the file, which then is all of it or
-    what it was before. `load_export` reads it and compares its checksums; `torch.load` reads it
-    without. Unsharded modules load what is in it, and so do sharded ones.
+    Rank 0 gathers the tables in host memory and replaces the file atomically. `load_export` reads
+    it and compares its checksums; `torch.load` reads it without comparing. Both unsharded and
+    sharded modules load its content.
     """
     ranks = RankGroup.of(ranks)
     whole = whole_state(agreed(ranks, lambda: checked_values(resolved(state))), ranks)
@@ -80,7 +80,7 @@ def export(state: Mapping[str, Any], path: str | Path, ranks: Group = None) -> N
 
 
 def _with_notes(content: dict[str, Any]) -> dict[str, Any]:
-    """Return the content, checked, and where the tables are cut whose states go by columns."""
+    """Return the checked content, and the column cuts of tables with states per column."""
     content = checked_values(content)
     if NOTES in content:
         raise ValueError(
@@ -96,7 +96,7 @@ def _with_notes(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def _copied(value: Any) -> Any:
-    """A copy in host memory that training does not change."""
+    """Copy a value to host memory, so that training does not change it."""
     if isinstance(value, KeyedRows):
         return value  # made for this state dict
     if isinstance(value, ShardedTable):
@@ -108,7 +108,7 @@ def _copied(value: Any) -> Any:
 
 
 class _Background(NamedTuple):
-    """Who writes behind the back of training: one thread, and a group for it."""
+    """The thread that writes asynchronous saves, and its process group."""
 
     ranks: RankGroup
     executor: ThreadPoolExecutor
@@ -118,7 +118,7 @@ _BACKGROUNDS: dict[Any, _Background] = {}
 
 
 def _background(ranks: RankGroup) -> _Background:
-    """Made at the first call for these ranks, which is a collective."""
+    """Return the background writer of these ranks; a collective at the first call."""
     found = _BACKGROUNDS.get(ranks.group)
     if found is None:
         group = None if ranks.group is None else subgroup(ranks)

@@ -1,6 +1,6 @@
-"""A tensor whose values are spread over ranks as boxes: what state dicts of sharded modules hold.
+"""Tensors whose values are spread over ranks as shards: the values of sharded state dicts.
 
-`torch.distributed.checkpoint` asks a tensor for its chunks by three methods; `ShardedTable` has
+`torch.distributed.checkpoint` asks a tensor for its chunks by three methods. `ShardedTable` has
 them, so that what was saved with one plan and number of ranks loads into any other.
 """
 
@@ -20,17 +20,18 @@ PIECE_BYTES = 1 << 26
 
 
 class ShardedTable(Tensor):
-    """A `[rows, columns]` or `[rows]` tensor of which this rank has some boxes.
+    """A `[rows, columns]` or `[rows]` tensor of which this rank holds some shards.
 
-    It has the size of the whole and the memory of the parts. Nothing is computed with it: it can be
-    cloned, moved, saved with `torch.distributed.checkpoint`, and made whole by `full_tensor`.
+    It has the size of the full tensor and the memory of the local shards. It can be cloned, moved,
+    saved with `torch.distributed.checkpoint`, and gathered by `full_tensor`; all other operations
+    raise.
 
     Args:
-        size: of the whole.
-        boxes: of all ranks; they tile the whole. Columns are (0, 1) where it has no columns.
-        parts: the values of the boxes of this rank, by their number in `boxes`.
-        ranks: who has the boxes.
-        dtype: of the values; ranks without a part need to know it, too.
+        size: of the full tensor.
+        boxes: the shards of all ranks, which tile the tensor. Columns are (0, 1) where it has none.
+        parts: the values of this rank's shards, by their number in `boxes`.
+        ranks: the ranks that hold the shards.
+        dtype: of the values; ranks without a shard need it, too.
     """
 
     boxes: tuple[Shard, ...]
@@ -46,7 +47,7 @@ class ShardedTable(Tensor):
         ranks: RankGroup,
         dtype: torch.dtype,
     ) -> "ShardedTable":
-        """A tensor without memory of its own."""
+        """Create a tensor without memory of its own."""
         devices = {part.device for part in parts.values()} or {ranks.device}
         return torch.Tensor._make_wrapper_subclass(
             cls, tuple(size), dtype=dtype, device=sorted(devices, key=str)[0], requires_grad=False
@@ -80,11 +81,11 @@ class ShardedTable(Tensor):
     def with_parts(
         self, parts: Mapping[int, Tensor], dtype: torch.dtype | None = None
     ) -> "ShardedTable":
-        """The same boxes with other memory."""
+        """Return a tensor with the same shards and other memory."""
         return ShardedTable(self.size(), self.boxes, parts, self.ranks, dtype or self.dtype)
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "ShardedTable":
-        """The same boxes, each part made from the part that is here."""
+        """Apply `function` to every local shard and return a tensor of the results."""
         parts = {i: function(part) for i, part in self.parts.items()}
         dtypes = {part.dtype for part in parts.values()}
         return self.with_parts(parts, dtypes.pop() if dtypes else function(self._nothing()).dtype)
@@ -93,9 +94,9 @@ class ShardedTable(Tensor):
         return torch.empty(0, dtype=self.dtype, device=self.device)
 
     def pieces(self) -> list[tuple[tuple[int, ...], Tensor]]:
-        """Offsets and values of what this rank has, cut into pieces; without empty ones.
+        """Return offsets and values of this rank's non-empty blocks, in which metadata stores it.
 
-        A tensor without values has one empty piece, since metadata knows a tensor by its pieces.
+        A tensor without values has one empty block, since metadata knows a tensor by its blocks.
         """
         if 0 in self.size():
             return [((0,) * self.dim(), self.parts[0])] if 0 in self.parts else []
@@ -107,16 +108,16 @@ class ShardedTable(Tensor):
         ]
 
     def full_tensor(self, rank: int | None = None) -> Tensor:
-        """The whole, on the CPU, on `rank` or on every rank; all ranks of `ranks` call this.
+        """Gather the full tensor on the CPU, on `rank` or on every rank; a collective over `ranks`.
 
-        Where `rank` is given, the others get an empty tensor.
+        Where `rank` is set, the other ranks get an empty tensor.
         """
         return gathered(self, rank)
 
     # What torch.distributed.checkpoint asks for
 
     def __create_write_items__(self, fqn: str, value: object) -> list[Any]:
-        """One item a piece."""
+        """Return one item per block."""
         from torch.distributed.checkpoint.metadata import (
             ChunkStorageMetadata,
             MetadataIndex,
@@ -138,7 +139,7 @@ class ShardedTable(Tensor):
         ]
 
     def __create_chunk_list__(self) -> list[Any]:
-        """Where the pieces are in the whole."""
+        """Return the position of each block in the full tensor."""
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
         return [
@@ -147,7 +148,7 @@ class ShardedTable(Tensor):
         ]
 
     def __get_tensor_shard__(self, index: Any) -> Tensor:
-        """The piece that begins at `index.offset`."""
+        """Return the block that begins at `index.offset`."""
         for offsets, piece in self.pieces():
             if torch.Size(offsets) == index.offset:
                 return piece
@@ -157,7 +158,7 @@ class ShardedTable(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """Copies of all kinds; anything else would be of the whole, which is not here."""
+        """Run copies of all kinds; refuse other operations, which would need the full tensor."""
         aten = torch.ops.aten
         kwargs = kwargs or {}
         if func in _COPIES:
@@ -200,11 +201,11 @@ _COPIES = {
 
 
 class RowStates(ShardedTable):
-    """One number a row and column box: a row-wise state of a table that is cut by columns.
+    """A row-wise optimizer state of a table cut by columns: one number per row and column shard.
 
-    Each column box counts its own gradients, so the state has a column for each stretch of columns
-    that no box cuts: `cuts`, of the table, are where they begin, and the end. A box that spans
-    several has its number in each of them.
+    Each column shard accumulates its own gradients, so the state has one column per interval of
+    table columns that no shard cuts: `cuts` are the first columns of the intervals, and the end. A
+    shard that spans several intervals has its number in each of them.
     """
 
     cuts: tuple[int, ...]
@@ -212,23 +213,23 @@ class RowStates(ShardedTable):
     def with_parts(
         self, parts: Mapping[int, Tensor], dtype: torch.dtype | None = None
     ) -> "RowStates":
-        """The same boxes with other memory."""
+        """Return a tensor with the same shards and other memory."""
         new = RowStates(self.size(), self.boxes, parts, self.ranks, dtype or self.dtype)
         new.cuts = self.cuts
         return new
 
 
 class KeyedRows(ShardedTable):
-    """One row a key of a dynamic table, sorted by route: box k of K has the keys that part k owns.
+    """One row per key of a dynamic table, sorted by route: block k of K has the keys of shard k.
 
-    See `emblib.dynamic.keys`: the parts of a table, one after the other, are the table in
-    the order that all checkpoints have, for any K.
+    See `emblib.dynamic.keys`: the concatenated shards of a table are the table in the order of all
+    checkpoints, for any K.
     """
 
     def with_parts(
         self, parts: Mapping[int, Tensor], dtype: torch.dtype | None = None
     ) -> "KeyedRows":
-        """The same boxes with other memory."""
+        """Return a tensor with the same shards and other memory."""
         return KeyedRows(self.size(), self.boxes, parts, self.ranks, dtype or self.dtype)
 
 
@@ -239,7 +240,7 @@ def _alike(one: Any, other: Any) -> bool:
 def pieces_of(
     box: Shard, dims: int, itemsize: int
 ) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Offsets and sizes of the pieces of a box."""
+    """Return offsets and sizes of the blocks of a shard."""
     height, width = box.shape
     if not height or not width:
         return []
@@ -252,19 +253,19 @@ def pieces_of(
 
 
 def cuts_of(boxes: Sequence[Shard]) -> tuple[int, ...]:
-    """The columns at which any box begins or ends."""
+    """Return the columns at which any shard begins or ends."""
     return tuple(sorted({edge for box in boxes for edge in box.columns}))
 
 
 def stretches(columns: Span, cuts: Sequence[int]) -> Span:
-    """The numbers of the stretches between `cuts` that a span of columns is made of."""
+    """Return the numbers of the intervals between `cuts` that make up a span of columns."""
     return cuts.index(columns[0]), cuts.index(columns[1])
 
 
 def averaged(states: Tensor, cuts: Sequence[int], columns: Span) -> Tensor:
-    """The mean of `[R, stretches]` over a span of columns, `[R]`; exact where all are equal.
+    """Return the mean of `[R, intervals]` over a span of columns, `[R]`; exact where all are equal.
 
-    The mean is weighted by how many columns of the span a stretch has.
+    The mean is weighted by the number of the span's columns in each interval.
     """
     weights = [
         max(min(end, columns[1]) - max(start, columns[0]), 0)
@@ -278,7 +279,7 @@ def averaged(states: Tensor, cuts: Sequence[int], columns: Span) -> Tensor:
 
 
 def gathered(table: ShardedTable, rank: int | None = None) -> Tensor:
-    """The whole on the CPU, on `rank` or everywhere; the others get an empty tensor."""
+    """Gather the full tensor on the CPU, on `rank` or on all; others get an empty tensor."""
     ranks = table.ranks
     target = 0 if rank is None else rank
     whole = torch.empty(table.size() if ranks.rank == target else (0,), dtype=table.dtype)
@@ -302,10 +303,10 @@ def gathered(table: ShardedTable, rank: int | None = None) -> Tensor:
 
 
 def whole_state(state: Any, ranks: RankGroup, rank: int | None = 0) -> Any:
-    """`state` with whole tensors, on the CPU, in place of those spread over ranks; a collective.
+    """Return `state` with sharded tensors replaced by full tensors on the CPU; a collective.
 
-    States of one number a row are those of a table that is not cut by columns: see `row_states`.
-    Ranks other than `rank` get what is not spread, and empty tensors.
+    Row-wise states are those of a table that is not cut by columns: see `averaged`. Ranks other
+    than `rank` get the unsharded values, and empty tensors.
     """
     if isinstance(state, ShardedTable):
         whole = state.full_tensor(rank)
@@ -344,5 +345,5 @@ def _told_to_all(whole: Tensor, table: ShardedTable, ranks: RankGroup) -> Tensor
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
-    """A view that every backend can send, whatever the dtype."""
+    """Return a byte view, which every backend can send."""
     return tensor.contiguous().view(-1).view(torch.uint8)

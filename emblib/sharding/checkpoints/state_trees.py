@@ -1,4 +1,4 @@
-"""State dicts as trees: their leaves by the names torch.distributed.checkpoint gives them."""
+"""Walk nested state dicts as trees; leaves are named as torch.distributed.checkpoint names them."""
 
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any, NamedTuple, TypeVar
@@ -12,11 +12,11 @@ T = TypeVar("T")
 
 
 class CheckpointError(RuntimeError):
-    """There is no whole checkpoint, or it is of another model."""
+    """A checkpoint is missing, incomplete or damaged, or it belongs to another model."""
 
 
 class Leaf(NamedTuple):
-    """A value of a nested state dict, its dotted name, and where it is."""
+    """A value of a nested state dict, its dotted name, and the container that holds it."""
 
     name: str
     value: Any
@@ -24,12 +24,12 @@ class Leaf(NamedTuple):
     key: Any
 
     def replace(self, value: Any) -> None:
-        """Put another value in its place."""
+        """Replace the value in its container."""
         self.container[self.key] = value
 
 
 def leaves(tree: MutableMapping[Any, Any], prefix: str = "") -> Iterator[Leaf]:
-    """All values within dicts, and within lists that hold tensors or dicts."""
+    """Yield all values within dicts, and within lists that hold tensors or dicts."""
     for key, value in list(tree.items()):
         yield from _leaves_of(f"{prefix}{key}", value, tree, key)
 
@@ -46,7 +46,7 @@ def _leaves_of(name: str, value: Any, container: Any, key: Any) -> Iterator[Leaf
 
 
 def _is_whole(items: list[Any]) -> bool:
-    """Whether a list is one value: it has no tensors and, down to the bottom, no dicts."""
+    """Return whether a list is one value: it holds no tensors and, at any depth, no dicts."""
     return not any(
         isinstance(item, Tensor | Mapping) or (isinstance(item, list) and not _is_whole(item))
         for item in items
@@ -54,7 +54,7 @@ def _is_whole(items: list[Any]) -> bool:
 
 
 def mapped(tree: Any, function: Callable[[Any], Any]) -> Any:
-    """The same tree with every value made anew; dicts and lists are new, too."""
+    """Return a copy of the tree, in new dicts and lists, with `function` applied to every value."""
     if isinstance(tree, Mapping):
         return {key: mapped(value, function) for key, value in tree.items()}
     if isinstance(tree, list):
@@ -63,17 +63,17 @@ def mapped(tree: Any, function: Callable[[Any], Any]) -> Any:
 
 
 def is_stateful(value: Any) -> bool:
-    """Whether it gives and takes a state dict, as modules and optimizers do."""
+    """Return whether a value has `state_dict` and `load_state_dict`, as a module does."""
     return callable(getattr(value, "state_dict", None)) and callable(
         getattr(value, "load_state_dict", None)
     )
 
 
 def resolved(state: Mapping[str, Any]) -> dict[str, Any]:
-    """`state` with the state dicts of modules and optimizers in their place; dicts are new.
+    """Return a copy of `state` in which modules and optimizers are replaced by their state dicts.
 
     Raises:
-        TypeError: something else than a dict.
+        TypeError: `state` is not a dict.
     """
     if not isinstance(state, Mapping):
         raise TypeError(
@@ -87,7 +87,7 @@ def resolved(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def agreed(ranks: RankGroup, function: Callable[[], T]) -> T:
-    """What `function()` returns here; if it raises on any rank, every rank raises."""
+    """Return `function()` of this rank; if it raises on any rank, raise on every rank."""
     error: Exception | None = None
     value: Any = None
     try:
@@ -105,5 +105,5 @@ def agreed(ranks: RankGroup, function: Callable[[], T]) -> T:
 
 
 def is_tensor_of_size(value: Any, size: torch.Size) -> bool:
-    """Whether a value can take what was saved with this size as it is."""
+    """Return whether a value is a tensor of the size that was saved."""
     return isinstance(value, Tensor) and value.size() == size

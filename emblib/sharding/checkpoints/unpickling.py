@@ -1,8 +1,8 @@
-"""Reading the metadata of a checkpoint, a pickle, without running what it names.
+"""Read the metadata of a checkpoint, which is a pickle, without running what it names.
 
-Only the names of the classes that metadata needs are admitted, and the pickle gets stand-ins of
-them: opcodes may set attributes of whatever they reach, a class or a function included. Real
-metadata is then made from the stand-ins, field by field.
+Only the names of the classes that metadata needs are admitted, and the pickle gets placeholder
+classes for them: opcodes may set attributes of anything they reach, classes and functions included.
+Real metadata is then built from the placeholders, field by field.
 """
 
 import copyreg
@@ -53,10 +53,10 @@ _DAMAGE = (
 
 
 def read_metadata(data: bytes, path: Path) -> Metadata:
-    """Return the metadata of torch.distributed.checkpoint that `data`, of the file `path`, holds.
+    """Return the metadata of torch.distributed.checkpoint in `data`, read from the file `path`.
 
     Raises:
-        CheckpointError: the pickle names a class or function that metadata does not need, or is no
+        CheckpointError: the pickle names a class or function that metadata does not need, or is not
             metadata.
     """
     try:
@@ -72,10 +72,10 @@ def read_metadata(data: bytes, path: Path) -> Metadata:
 
 
 class _StandIn:
-    """An instance of a class, or a result of a function, that metadata names.
+    """A placeholder for an instance of a class, or a result of a function, that metadata names.
 
-    It keeps the arguments and the state that the pickle gives it. The subclass of a name is made
-    for one load.
+    It keeps the arguments and the state that the pickle gives it. The subclass for a name is
+    created per load.
     """
 
     __slots__ = ("arguments", "state")
@@ -93,7 +93,7 @@ class _StandIn:
         """Keep the state.
 
         Raises:
-            UnpicklingError: it is the state of the class itself.
+            UnpicklingError: the pickle sets the state of the class itself.
         """
         if len(states) != 1:
             raise pickle.UnpicklingError("it sets attributes of a class")
@@ -101,7 +101,7 @@ class _StandIn:
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """Admits the names in metadata of torch.distributed.checkpoint, and gives stand-ins for them.
+    """Admit the names in metadata of torch.distributed.checkpoint; return placeholders for them.
 
     Data types are the only real objects; they have no attributes that can be set.
     """
@@ -237,7 +237,7 @@ def _of_type(kind: type[T], value: Any, what: str) -> T:
 
 
 def is_whole(entry: Any) -> bool:
-    """Whether `entry` of metadata is a tensor that its chunks fill: memory can be made for it."""
+    """Return whether `entry` of metadata is a tensor that its chunks fill completely."""
     return isinstance(entry, TensorStorageMetadata) and (
         sum(math.prod(chunk.sizes) for chunk in entry.chunks) == math.prod(entry.size)
     )

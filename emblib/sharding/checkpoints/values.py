@@ -1,7 +1,7 @@
-"""Values of a checkpoint that are no tensors: which are saved, and how they are read.
+"""Save and read the values of a checkpoint that are not tensors.
 
-Each is a pickle of `torch.save`, read as `torch.load(weights_only=True)` does, which runs nothing
-that it names.
+Each is a pickle of `torch.save`, read as `torch.load(weights_only=True)` reads it, which runs
+nothing that the pickle names.
 """
 
 import io
@@ -27,12 +27,12 @@ _NUMPY_CODES = {
 
 
 def read_value(data: io.BytesIO, name: str, path: Path) -> Any:
-    """Return the value called `name` that is no tensor, of the checkpoint `path`.
+    """Return the non-tensor value called `name` of the checkpoint `path`.
 
-    Numpy's numbers, which an earlier emblib saved, become Python's.
+    NumPy scalars, which earlier versions of emblib saved, become Python numbers.
 
     Raises:
-        CheckpointError: it needs a class that `torch.load` does not admit by itself.
+        CheckpointError: the value needs a class that `torch.load` does not admit by itself.
     """
     try:
         return torch.load(data, weights_only=True)
@@ -55,7 +55,7 @@ def read_value(data: io.BytesIO, name: str, path: Path) -> Any:
 
 
 class _NumpyType:
-    """A stand-in of `numpy.dtype`, whose own state, if forged, reads and writes any memory."""
+    """Replace `numpy.dtype` in unpickling: a forged state of the real class reads any memory."""
 
     def __init__(self, code: str, *options: Any) -> None:
         self.code, self.order = code, "<"
@@ -65,7 +65,7 @@ class _NumpyType:
 
 
 def _number_of_numpy(kind: _NumpyType, data: bytes) -> Any:
-    """Return the Python number that a pickled scalar of numpy is."""
+    """Return a pickled NumPy scalar as a Python number."""
     code = _NUMPY_CODES.get(kind.code)
     if code is None:
         raise ValueError(f"it has a scalar of numpy's dtype {kind.code!r}, which is no number")
@@ -87,9 +87,9 @@ def _with_numbers_of_numpy(data: io.BytesIO) -> Any:
 
 
 def plain_numbers(value: Any) -> Any:
-    """Return a value of a state with Python's numbers and texts in the place of numpy's.
+    """Return a value of a state with NumPy scalars replaced by Python numbers and strings.
 
-    A schedule that computes with numpy leaves its scalars in the state of an optimizer.
+    A schedule that computes with NumPy leaves its scalars in the state of an optimizer.
     """
     if any(c.__module__ == "numpy" and c.__name__ in _NUMPY_SCALARS for c in type(value).__mro__):
         return value.item()
@@ -101,10 +101,10 @@ def plain_numbers(value: Any) -> Any:
 
 
 def checked_values(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `state` with Python's numbers for numpy's.
+    """Return `state` with NumPy scalars replaced by Python numbers.
 
     Raises:
-        TypeError: a value could be saved, and then not be loaded.
+        TypeError: a value could be saved but not loaded again.
     """
     result: dict[str, Any] = mapped(state, plain_numbers)
     for leaf in leaves(result):
