@@ -1,4 +1,4 @@
-"""Every option of FBGEMM's training module and what it is here: the data of `docs/options.md`."""
+"""Options of FBGEMM's training module and their counterparts: the data of `docs/options.md`."""
 
 import sys
 from pathlib import Path
@@ -12,7 +12,7 @@ YES = "yes"
 
 
 class Option(NamedTuple):
-    """One option: FBGEMM's name, emblib's, what it does, and where."""
+    """One option: FBGEMM's name, emblib's name, its effect, and its support per device."""
 
     fbgemm: str
     emblib: str
@@ -27,11 +27,15 @@ TABLES = (
         "`tables=[TableSpec(rows, dim, name, placement)]`",
         "Rows and dim of each table; any dim >= 1, not only multiples of 4",
     ),
-    Option("EmbeddingLocation.DEVICE", "`Placement.DEVICE`", "In the memory of the device"),
+    Option(
+        "EmbeddingLocation.DEVICE",
+        "`Placement.DEVICE`",
+        "In device memory",
+    ),
     Option(
         "EmbeddingLocation.HOST",
         "`Placement.HOST`",
-        "In the memory of the CPU",
+        "In CPU memory",
         cuda="raises: use MANAGED",
     ),
     Option(
@@ -44,7 +48,7 @@ TABLES = (
     Option(
         "EmbeddingLocation.MANAGED_CACHING",
         "`Placement.MANAGED_CACHING`",
-        "As MANAGED, behind a cache in the memory of the device",
+        "As MANAGED, behind a cache in device memory",
         cpu="yes; FBGEMM has no cache there",
     ),
     Option(
@@ -63,46 +67,51 @@ TABLES = (
     Option(
         "feature_table_map",
         "`feature_tables`",
-        "The table of each feature; a shared table gets one update a row and step",
+        "The table of each feature; a shared table gets one update per row and step",
     ),
     Option(
         "table_names",
         "`TableSpec.name`",
-        "Names in reports and in `state_dict`; a dot becomes `_`, a name met again gets its "
-        "table's number",
+        "Names in reports and in `state_dict`; a dot becomes `_`, and the number of the table "
+        "is appended to a repeated name",
     ),
-    Option("device", "`device`", "Where the kernels run"),
+    Option(
+        "device",
+        "`device`",
+        "The device of the kernels",
+    ),
     Option(
         "enforce_hbm",
         "`Placement.DEVICE` for all tables",
-        "Keeps tables on the device whatever their location says; there is then no cache",
+        "Stores all tables on the device whatever their location is; then there is no cache",
     ),
     Option(
         "uvm_non_rowwise_momentum",
         "`Placement.MANAGED`",
-        "Optimizer state as long as a row leaves the device. State lives beside its rows here, "
-        "so DEVICE tables with such state become MANAGED, rows and all; results are the same",
-        cpu="all memory is the host's",
+        "Moves optimizer state as long as a row off the device. Here state is stored with its "
+        "rows, so DEVICE tables with such state become MANAGED, including their rows; results "
+        "are the same",
+        cpu="all memory is host memory",
     ),
     Option(
         "uvm_host_mapped",
         "–",
-        "How host memory is made readable for the GPU there; here it is always pinned and "
+        "In FBGEMM, how host memory is made readable for the GPU; here it is always pinned and "
         "mapped, so both values mean the same",
-        cpu="all memory is the host's",
+        cpu="all memory is host memory",
     ),
     Option(
         "preallocated_host_buffers",
         "–",
-        "Buffers of the caller's to keep tables in",
+        "Caller-provided buffers for tables",
         cpu="raises",
         cuda="raises",
     ),
     Option(
         "embedding_shard_info",
         "–",
-        "Says of which larger tables these are parts; kept as an attribute. Only the input "
-        "multiplexer reads it, which raises",
+        "Describes the larger tables of which these are shards; kept as an attribute. Only the "
+        "input multiplexer reads it, which raises",
     ),
     Option(
         "is_qr_tbe",
@@ -117,64 +126,68 @@ LOOKUPS = (
     Option(
         "pooling_mode",
         "`pooling`",
-        "SUM, MEAN, or NONE for one vector a lookup. MEAN divides "
-        "by the number of lookups also where they are weighted (FBGEMM's CPU kernel for float16 "
-        "output does not, and its gradients do not)",
+        "SUM, MEAN, or NONE for one vector per lookup. MEAN divides by the number of lookups, "
+        "also if they are weighted (FBGEMM's CPU kernel for float16 output does not, and its "
+        "gradients do not)",
     ),
     Option(
         "bounds_check_mode",
         "`bounds_check`",
-        "FATAL, WARNING, IGNORE, NONE; V2_* mean the same. Nothing outside a table is read in "
-        "any mode, index -1 is skipped, and the caller's tensors stay as they are (FBGEMM "
-        "rewrites them). On the CPU, compiled or not, WARNING too raises for offsets that leave "
-        "out ids or bags",
+        "FATAL, WARNING, IGNORE, NONE; V2_* mean the same. No mode reads outside a table, "
+        "index -1 is skipped, and the caller's tensors are not changed (FBGEMM rewrites them). "
+        "On the CPU, compiled or not, WARNING also raises for offsets that omit ids or bags",
         cuda="yes; WARNING counts in `bounds_violations`",
     ),
     Option(
         "embedding_table_index_type",
         "–",
-        "torch.int32: indices are cast to it; torch.int64: they stay as they come, int32 or int64",
+        "torch.int32: indices are cast to it; torch.int64: indices are used as they are, int32 "
+        "or int64",
     ),
     Option(
-        "embedding_table_offset_type", "–", "Checked; offsets are read as they come, int32 or int64"
+        "embedding_table_offset_type",
+        "–",
+        "Checked; offsets are used as they are, int32 or int64",
     ),
     Option(
         "use_experimental_tbe",
         "–",
-        "Chooses between two forward kernels there; one kernel here, the same result",
+        "In FBGEMM, chooses between two forward kernels; here there is one kernel, with the "
+        "same result",
     ),
     Option(
         "forward: per_sample_weights",
         "`per_sample_weights`",
         "Scales rows and gets a gradient, for SUM and MEAN; cast to float32. With NONE it "
-        "raises (FBGEMM drops it)",
+        "raises (FBGEMM ignores it)",
     ),
     Option(
         "forward: feature_requires_grad",
         "`feature_requires_grad`",
-        "Features with 0 give per_sample_weights no gradient; their rows are trained all the same",
+        "Features with 0 give per_sample_weights no gradient; their rows are still trained",
     ),
     Option(
         "forward: batch_size_per_feature_per_rank",
         "`batch_sizes`",
-        "Batch size of each feature and rank; the output is one vector, rank-major. With every "
-        "optimizer",
+        "Batch size per feature and rank; the output is one vector, rank-major. Supported with "
+        "every optimizer",
     ),
     Option(
         "forward: total_unique_indices",
         "`total_unique_indices`",
-        "Distinct rows of the batch, for OptimType.NONE; may be left out here",
+        "Number of distinct rows of the batch, for OptimType.NONE; optional here",
     ),
     Option(
         "forward: hash_zch_identities, hash_zch_runtime_meta",
         "–",
-        "Read by raw embedding streaming only, which raises; alone they do nothing, as there",
+        "Used only by raw embedding streaming, which raises; alone they have no effect, as in "
+        "FBGEMM",
     ),
     Option(
         "forward: vbe_output, vbe_output_offsets",
         "–",
-        "Buffers of the caller's for the output",
-        cpu="raises, as there",
+        "Caller-provided buffers for the output",
+        cpu="raises, as in FBGEMM",
         cuda="raises",
     ),
 )
@@ -188,52 +201,72 @@ PRECISION = (
     Option(
         "output_dtype",
         "`Precision(output=)`",
-        "FP32, FP16, BF16; others raise. Sums are float32 in any case",
+        "FP32, FP16, BF16; others raise. Sums are always float32",
     ),
     Option(
         "cache_precision",
         "`CacheConfig(dtype=)`",
-        "Of the rows in the cache; None is that of the weights",
+        "Dtype of the rows in the cache; None means the dtype of the weights",
     ),
     Option(
         "stochastic_rounding",
         "`Precision(stochastic_rounding=StochasticRounding(seed))`",
-        "Of weights and state in 16 bits, unbiased and the same on any number of threads; the "
-        "seed is torch's at construction. Without effect on float32, as there",
+        "For weights and state in 16 bits, unbiased and the same on any number of threads; the "
+        "seed is drawn from torch at construction. No effect on float32, as in FBGEMM",
         cpu="yes (FBGEMM: ignored)",
     ),
     Option(
         "optimizer_state_dtypes",
         "`Precision(states=)`",
-        "FP32, FP16 or BF16 for state as long as a row, one for all; with any optimizer. State "
-        "of one number a row is float32 always",
+        "FP32, FP16 or BF16 for state as long as a row, one dtype for all; with any optimizer. "
+        "State with one number per row is always float32",
     ),
 )
 
 OPTIMIZER = (
-    Option("optimizer", "`optimizer`", "See the table of optimizers"),
+    Option(
+        "optimizer",
+        "`optimizer`",
+        "See the table of optimizers",
+    ),
     Option(
         "learning_rate",
         "`lr`",
-        "Read on the device: a new one neither synchronises nor "
-        "recompiles, and a captured graph sees it",
+        "Read on the device: a new value neither synchronises nor recompiles, and a captured "
+        "graph uses it",
     ),
-    Option("eps", "`eps`", "Of Adagrad, Adam and LAMB"),
-    Option("momentum", "`LARS(momentum=)`", "Of LARS_SGD"),
-    Option("eta", "`LARS(eta=)`", "Of LARS_SGD"),
-    Option("beta1, beta2", "`betas`", "Of Adam and LAMB"),
+    Option(
+        "eps",
+        "`eps`",
+        "For Adagrad, Adam and LAMB",
+    ),
+    Option(
+        "momentum",
+        "`LARS(momentum=)`",
+        "For LARS_SGD",
+    ),
+    Option(
+        "eta",
+        "`LARS(eta=)`",
+        "For LARS_SGD",
+    ),
+    Option(
+        "beta1, beta2",
+        "`betas`",
+        "For Adam and LAMB",
+    ),
     Option(
         "weight_decay",
         "`weight_decay=L2(...)` or `Decoupled(...)`",
-        "See the table of optimizers; raises with one that has none, and with "
+        "See the table of optimizers; raises with an optimizer that has none, and with "
         "EXACT_ROWWISE_ADAGRAD and weight_decay_mode NONE (FBGEMM ignores it)",
         cpu="yes (FBGEMM: mostly ignored)",
     ),
     Option(
         "weight_decay_mode",
         "`weight_decay`, `counter`, `global_decay`",
-        "Of EXACT_ROWWISE_ADAGRAD: NONE, L2, DECOUPLE, COUNTER, COWCLIP, DECOUPLE_GLOBAL. Of "
-        "the others NONE, and DECOUPLE where that is what they do",
+        "For EXACT_ROWWISE_ADAGRAD: NONE, L2, DECOUPLE, COUNTER, COWCLIP, DECOUPLE_GLOBAL. For "
+        "others NONE, and DECOUPLE if that is their behaviour",
     ),
     Option(
         "counter_based_regularization",
@@ -248,14 +281,13 @@ OPTIMIZER = (
     Option(
         "global_weight_decay",
         "`RowwiseAdagrad(global_decay=GlobalDecay(...))`",
-        "With WeightDecayMode.DECOUPLE_GLOBAL; SUM or MEAN pooling, tables in the memory of the "
-        "device",
+        "With WeightDecayMode.DECOUPLE_GLOBAL; SUM or MEAN pooling, tables in device memory",
         cpu="yes (FBGEMM: none)",
     ),
     Option(
         "max_norm",
         "`RowwiseAdagrad(max_norm=)`",
-        "Rows are scaled down to this norm after an update; of EXACT_ROWWISE_ADAGRAD, raises "
+        "Rows are scaled down to this norm after an update; for EXACT_ROWWISE_ADAGRAD, raises "
         "with others",
         cpu="yes (FBGEMM: ignored)",
     ),
@@ -267,70 +299,82 @@ OPTIMIZER = (
     Option(
         "ensemble_mode",
         "`EnsembleRowwiseAdagrad(...)`",
-        "Of ENSEMBLE_ROWWISE_ADAGRAD; tables in the memory of the device",
+        "For ENSEMBLE_ROWWISE_ADAGRAD; tables in device memory",
         cpu="yes (FBGEMM: none)",
     ),
     Option(
         "emainplace_mode",
         "in `emblib.compat.fbgemm`",
-        "Of EMAINPLACE_ROWWISE_ADAGRAD: every step_ema steps the second half of each row moves "
-        "towards the first",
+        "For EMAINPLACE_ROWWISE_ADAGRAD: every step_ema steps the second half of each row "
+        "moves towards the first",
     ),
     Option(
         "extra_optimizer_config.use_rowwise_bias_correction",
         "–",
-        "Adam's bias correction by the updates of the row",
+        "Adam's bias correction by the number of updates of the row",
         cpu="raises",
         cuda="raises",
     ),
     Option(
         "extra_optimizer_config.use_writeback_bwd_prehook",
         "in `emblib.compat.fbgemm`",
-        "Of EXACT_SGD: of the lookups of a row only the first one's gradient acts; bags of one "
+        "For EXACT_SGD: only the gradient of the first lookup of a row is applied; bags of one "
         "lookup",
     ),
     Option(
         "extra_optimizer_config.writeback_first_feature_only",
         "in `emblib.compat.fbgemm`",
-        "Only lookups of the first feature act",
+        "Only lookups of the first feature are applied",
     ),
     Option(
         "extra_optimizer_config.precompute_writeback",
         "–",
-        "When the lookups to keep are found; always in forward here",
+        "When the applied lookups are determined; here always in forward",
     ),
 )
 
 CACHE = (
-    Option("cache_algorithm", "`CacheConfig(policy=)`", "LRU or LFU; 32 ways"),
-    Option("cache_load_factor", "`CacheConfig(load_factor=)`", "Share of the cached tables' rows"),
-    Option("cache_sets", "`CacheConfig(sets=)`", "Sets of 32 rows; 0 follows from the load factor"),
+    Option(
+        "cache_algorithm",
+        "`CacheConfig(policy=)`",
+        "LRU or LFU; 32 ways",
+    ),
+    Option(
+        "cache_load_factor",
+        "`CacheConfig(load_factor=)`",
+        "Cache size as a share of the cached tables' rows",
+    ),
+    Option(
+        "cache_sets",
+        "`CacheConfig(sets=)`",
+        "Number of sets of 32 rows; 0: derived from the load factor",
+    ),
     Option(
         "cache_reserved_memory",
         "`CacheConfig(reserved_bytes=)`",
-        "Memory of the GPU to leave free when the cache is made",
+        "GPU memory to leave free when the cache is created",
         cpu="nothing to reserve",
     ),
     Option(
         "prefetch_pipeline",
         "–",
-        "There it locks rows that are in flight. They always are here, with both policies, so "
-        "prefetch may run ahead whatever this says",
+        "In FBGEMM, locks rows that are in flight. Here they are always locked, with both "
+        "policies, so prefetch may run ahead with either value",
     ),
     Option(
         "multipass_prefetch_config",
         "`CacheConfig(passes=MultiPassPrefetch(...))`",
-        "A batch of min_splitable_pass_size lookups or more is prefetched in num_passes parts",
+        "A batch with min_splitable_pass_size lookups or more is prefetched in num_passes passes",
     ),
     Option(
         "gather_uvm_cache_stats",
         "`cache_stats()`",
-        "Counted always here; the getters ask for the option, as there",
+        "Always counted here; the getters require the option, as in FBGEMM",
     ),
     Option(
         "record_cache_metrics",
         "`cache_stats()`",
-        "Batches with misses and distinct missed rows; of each table. Waits for the device",
+        "Batches with misses and distinct missed rows, per table. Waits for the device",
     ),
 )
 
@@ -338,10 +382,16 @@ REPORTING = (
     Option(
         "stats_reporter_config",
         "`set_stats_reporter(reporter)`",
-        "`create_reporter()` makes the reporter; it is told FBGEMM's events, the native module "
-        "has its own. One written for FBGEMM fits",
+        "`create_reporter()` creates the reporter; it receives FBGEMM's events, and reporters "
+        "written for FBGEMM work. The native module has its own events",
     ),
-    Option("tbe_input_multiplexer_config", "–", "Dumps inputs", cpu="raises", cuda="raises"),
+    Option(
+        "tbe_input_multiplexer_config",
+        "–",
+        "Dumps inputs",
+        cpu="raises",
+        cuda="raises",
+    ),
     Option(
         "enable_raw_embedding_streaming, res_params",
         "–",
@@ -362,7 +412,7 @@ GROUPS = {
 
 
 class Rule(NamedTuple):
-    """One optimizer: FBGEMM's name, the class in `emblib.optim`, its weight decay, FBGEMM's CPU."""
+    """One optimizer: FBGEMM's name, emblib's class, weight decay, support on FBGEMM's CPU."""
 
     fbgemm: str
     emblib: str
@@ -371,18 +421,18 @@ class Rule(NamedTuple):
     note: str = ""
 
     def optimizer(self) -> optim.Optimizer:
-        """One of them, as it is without options."""
+        """Return an instance with default options."""
         kind: Any = getattr(optim, self.emblib)
         return kind() if kind is optim.External else kind(lr=0.01)
 
     def states(self) -> list[str]:
-        """Its states with their shapes, in FBGEMM's order."""
+        """Return the names and shapes of its states, in FBGEMM's order."""
         kept = {state.name: state for state in self.optimizer().states}
         order = [name for name in STATE_ORDER if name in kept]
         return [f"{name} {'[R]' if kept[name].per_row else '[R, D]'}" for name in order]
 
     def line(self) -> tuple[str, ...]:
-        """Of the table."""
+        """Return its row of the table."""
         kinds = ", ".join(f"`{kind.__name__}`" for kind in self.optimizer().decays)
         return (
             option_pages.code(self.fbgemm),
@@ -401,7 +451,7 @@ RULES = (
         "EXACT_ROWWISE_ADAGRAD",
         "RowwiseAdagrad",
         "L2, decoupled, counter, CowClip, global",
-        "yes; L2 and decoupled only for tables that several features read, no global",
+        "yes; L2 and decoupled only for tables shared by several features, no global",
     ),
     Rule("ADAM", "Adam", "decoupled", "no"),
     Rule("PARTIAL_ROWWISE_ADAM", "PartialRowwiseAdam", "decoupled", "no"),
@@ -420,30 +470,30 @@ RULES = (
 )
 
 _INTRODUCTION = """\
-# Options: FBGEMM's, and what they are here
+# FBGEMM's options and their counterparts
 
-`emblib.compat.fbgemm` has the names, arguments and defaults of FBGEMM's
-`SplitTableBatchedEmbeddingBagsCodegen` over `emblib.TableBatchedEmbeddingBags`: change the import
-and keep the code. Every option has its effect or raises with the reason; none is dropped silently.
-Where FBGEMM's own CPU build drops or miscomputes one, the formula of its documentation holds here,
-and the tests say where (`tests/compat/`). CPU and CUDA are held to one reference;
-the CUDA kernels have run in emulation so far, not on a GPU.
+`emblib.compat.fbgemm` provides the names, arguments and defaults of FBGEMM's
+`SplitTableBatchedEmbeddingBagsCodegen` on top of `emblib.TableBatchedEmbeddingBags`: change the
+import and keep the code. Every option either works or raises with the reason; none is silently
+ignored. If FBGEMM's own CPU build ignores or miscomputes an option, emblib follows the formula of
+FBGEMM's documentation, and a test in `tests/compat/` documents the difference. CPU and CUDA are
+tested against one reference; the CUDA kernels have run in emulation so far, not on a GPU.
 
-This page is written by `python -m emblib.compat.fbgemm_option_list docs/options.md`.
+This page is generated by `python -m emblib.compat.fbgemm_option_list docs/options.md`.
 """
 
 _OPTIMIZERS = """\
-All run on CPU and CUDA, with every pooling, with variable batch sizes and, but for what is said
-above, with every placement; NONE on tables in the memory of the device. States are in FBGEMM's
-order; with counters `prev_iter [R]` and `row_counter [R]` follow, with global decay
-`prev_iter [R]`. Up to 2^24, as far as FBGEMM's floats count, the values of `prev_iter` are the
-steps; `emblib.optim.decode_steps` reads later ones. *native*: the kinds of `weight_decay` that the
-class of `emblib.optim` takes.
+All optimizers run on CPU and CUDA, with every pooling, with variable batch sizes and, with the
+exceptions above, with every placement; NONE requires tables in device memory. States are in
+FBGEMM's order; with counters, `prev_iter [R]` and `row_counter [R]` follow, with global decay
+`prev_iter [R]`. Up to 2^24, the limit of FBGEMM's floats, the values of `prev_iter` are the
+steps; `emblib.optim.decode_steps` decodes later ones. *native*: the kinds of `weight_decay` that
+the class of `emblib.optim` accepts.
 """
 
 
 def page() -> str:
-    """The text of the page."""
+    """Return the text of the page."""
     parts = [_INTRODUCTION]
     heads: tuple[str, ...] = ("FBGEMM", "emblib", "what it does", "CPU", "CUDA")
     parts += option_pages.groups(heads, GROUPS)
@@ -454,7 +504,7 @@ def page() -> str:
 
 
 def names() -> set[str]:
-    """FBGEMM's names that the page explains, one by one."""
+    """Return the FBGEMM names that the page explains."""
     options = (option for group in GROUPS.values() for option in group)
     return {name.strip() for option in options for name in option.fbgemm.split(",")}
 
