@@ -9,17 +9,14 @@ from emblib import (
     optim,
     reference,
     sharding,
+    storage,
     trace,
 )
 from emblib.collections import (
-    Dynamic,
     EmbeddingBagCollection,
     EmbeddingBagConfig,
     EmbeddingCollection,
     EmbeddingConfig,
-    Plain,
-    Quantized,
-    TensorTrain,
 )
 from emblib.dynamic import (
     DiskRows,
@@ -72,7 +69,6 @@ __all__ = [
     "CountMinSketch",
     "Debug",
     "DiskRows",
-    "Dynamic",
     "DynamicEmbeddingBags",
     "DynamicSpec",
     "EmbeddingBagCollection",
@@ -95,10 +91,8 @@ __all__ = [
     "Normal",
     "OnInsertFailure",
     "Placement",
-    "Plain",
     "Pooling",
     "Precision",
-    "Quantized",
     "QuantizedEmbeddingBags",
     "RowStore",
     "SqliteRows",
@@ -107,7 +101,6 @@ __all__ = [
     "TTSpec",
     "TableBatchedEmbeddingBags",
     "TableSpec",
-    "TensorTrain",
     "TierMode",
     "TieredEmbeddingBags",
     "Tiers",
@@ -124,5 +117,6 @@ __all__ = [
     "optim",
     "reference",
     "sharding",
+    "storage",
     "trace",
 ]

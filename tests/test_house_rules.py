@@ -37,6 +37,7 @@ LAYERS = (
     ("emblib.tables",),
     ("emblib.dynamic",),
     ("emblib.trace", "emblib.checkpoints", "emblib.jagged"),
+    ("emblib.storage",),
     ("emblib.collections",),
     ("emblib.sharding",),
 )

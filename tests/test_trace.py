@@ -141,7 +141,7 @@ class Collection(nn.Module):
         self.inside(features.values(), torch.zeros(1, dtype=torch.int64))
 
 
-class Plain(nn.Module):
+class Dense(nn.Module):
     """Nothing to know it by but its argument."""
 
     def forward(self, features: object) -> None: ...
@@ -159,12 +159,12 @@ def test_a_collection_is_recorded_once_by_its_features() -> None:
 
 
 def test_anything_that_is_called_with_keyed_features() -> None:
-    trace = recorded(Plain(), features=KEYED)
+    trace = recorded(Dense(), features=KEYED)
     assert [f.rows for f in trace.features] == [0, 0]
     assert bags(trace, 1) == [[], [1, 2]]
     with (
         pytest.raises(TypeError, match="must be called with a KeyedJaggedTensor"),
-        emblib.TraceRecorder(module := Plain()),
+        emblib.TraceRecorder(module := Dense()),
     ):
         module(torch.arange(3))
 

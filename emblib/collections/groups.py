@@ -1,8 +1,12 @@
-"""The tables that one place holds, in as few kernels as their kinds allow."""
+"""The tables of one rank in as few kernels as possible, and the lookup of a batch in them.
+
+Slices of tables that can share a kernel are a group. A *unit* is one feature that reads one slice;
+`TableGroups` takes the units of a batch group after group, and looks up each group in one call.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -10,15 +14,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from emblib.collections import handles, kernels
-from emblib.collections.configs import Kind
-from emblib.collections.handles import DynamicHandle, PlainHandle, TableHandle
-from emblib.collections.kernels import MetaPlaceholder, TableSlice, group, make_kernel
-from emblib.dynamic import DynamicEmbeddingBags
 from emblib.optim import Optimizer
 from emblib.specs import Pooling, check_float_dtype
-from emblib.tables import TTEmbeddingBag, parameters
+from emblib.storage import Storage, TableHandle, TableSlice
+from emblib.storage.base import NO_UPDATE
+from emblib.storage.initial_values import new_seeds
+from emblib.tables import parameters
 from emblib.tables.locks import ModuleLock
+
+__all__ = ["GroupInfo", "TableGroups"]
 
 
 @dataclass(frozen=True)
@@ -28,7 +32,7 @@ class GroupInfo:
     units: tuple[int, ...]
     slices: tuple[int, ...]
     module: Any
-    kind: Kind
+    storage: Storage
 
 
 class Piece(NamedTuple):
@@ -83,25 +87,6 @@ def _bag_ends(
     return [bags[unit] for unit in units]
 
 
-def look_up(piece: Piece, weights: Tensor | None, pooling: Pooling) -> Tensor:
-    """The output of one group for its piece."""
-    info, ids, offsets, sizes = piece.info, piece.ids, piece.offsets, piece.batch_sizes
-    if not isinstance(info.module, TTEmbeddingBag):
-        out: Tensor = info.module(ids, offsets, weights, batch_sizes=sizes)
-        return out
-    out = info.module(ids, offsets, weights)
-    if pooling is Pooling.NONE:
-        return out
-    units, dim = len(info.units), out.shape[1]
-    if sizes is None:
-        return out.view(units, -1, dim).transpose(0, 1).reshape(-1, units * dim)
-    if units == 1:
-        return out.view(-1)
-    blocks, ranks = out.split([size for of_unit in sizes for size in of_unit]), len(sizes[0])
-    by_rank = [blocks[u * ranks + r] for r in range(ranks) for u in range(units)]
-    return torch.cat(by_rank).view(-1)
-
-
 def by_rank(
     groups: Sequence[GroupInfo],
     dims: Sequence[int],
@@ -125,12 +110,39 @@ def is_cached(module: Any) -> bool:
     return getattr(module, "row_cache", None) is not None
 
 
-def needs_work(info: GroupInfo) -> bool:
-    """Whether a lookup is more than a call of the module: a tensor train knows one feature."""
-    return isinstance(info.module, TTEmbeddingBag)
+@dataclass(frozen=True)
+class Grouping:
+    """Slices that share a kernel, and the units that read them."""
+
+    slices: tuple[int, ...]
+    units: tuple[int, ...]
+    optimizer: Optimizer
 
 
-__all__ = ["GroupInfo", "TableGroups"]
+def group(
+    slices: Sequence[TableSlice],
+    reads: Sequence[int],
+    optimizer: Optimizer | None,
+    pooling: Pooling,
+) -> list[Grouping]:
+    """Return the groups in the order in which units first need them, those without units last."""
+    optimizers = [part.config.optimizer or optimizer or NO_UPDATE for part in slices]
+    keys: list[Hashable] = [
+        part.storage.group_key(part, i, optimizers[i], pooling) for i, part in enumerate(slices)
+    ]
+    names: dict[Hashable, set[str]] = {}
+    for i, part in enumerate(slices):
+        known = names.setdefault(keys[i], set())
+        if part.storage.is_keyed and part.config.name in known:
+            keys[i] = (keys[i], i)  # initial values of rows depend on the name of the table
+        known.add(part.config.name)
+    order = dict.fromkeys([keys[s] for s in reads] + keys)
+    result = []
+    for key in order:
+        members = tuple(i for i in range(len(slices)) if keys[i] == key)
+        units = tuple(u for u, s in enumerate(reads) if keys[s] == key)
+        result.append(Grouping(members, units, optimizers[members[0]]))
+    return result
 
 
 class TableGroups(nn.Module):
@@ -192,7 +204,7 @@ class TableGroups(nn.Module):
         self.pooling = Pooling(bags) if pooled else Pooling.NONE
         self.optimizer, self.output_dtype = optimizer, torch.float32
         self.device = torch.empty(0, device=device).device
-        self.seeds = dict(kernels.fresh_seeds(self.slices) if seeds is None else seeds)
+        self.seeds = dict(new_seeds(self.slices) if seeds is None else seeds)
         self._groupings = group(self.slices, self.reads, optimizer, self.pooling)
         self._prefetched: list[tuple[Tensor, list[Piece]]] = []
         self._lock = ModuleLock()  # of what is prefetched, in the same order here and in kernels
@@ -206,7 +218,8 @@ class TableGroups(nn.Module):
         parts = [self.slices[s] for s in grouping.slices]
         reads = [grouping.slices.index(self.reads[u]) for u in grouping.units]
         seeds = [self.seeds[part.config.name] for part in parts]
-        return make_kernel(parts, reads, grouping.optimizer, self.pooling, seeds, device)
+        make = parts[0].storage.make_kernel
+        return make(parts, reads, grouping.optimizer, self.pooling, seeds, device)
 
     def _lay_out(self) -> None:
         self.order = [u for grouping in self._groupings for u in grouping.units]
@@ -227,7 +240,7 @@ class TableGroups(nn.Module):
         self.handles: list[TableHandle] = []
         for s in range(len(self.slices)):
             g, k = self._places[s]
-            self.handles.append(handles.make_handle(self._kernels[g], k))
+            self.handles.append(self._storage_of(g).make_handle(self._kernels[g], k))
 
     def _bind(self) -> None:
         """What follows from where the memory of the kernels is now."""
@@ -235,18 +248,13 @@ class TableGroups(nn.Module):
             g, k = self._places[s]
             handle.attach(self._kernels[g], k)
             handle.bind()
-        for grouping, kernel in zip(self._groupings, self._kernels, strict=True):
-            if isinstance(kernel, kernels.PartTables):
-                of_kernel: list[Any] = [self.handles[s] for s in grouping.slices]
-                kernel.parameters_by_table = [handle.weight for handle in of_kernel]
         self.groups = [
-            GroupInfo(g.units, g.slices, kernel, self.slices[g.slices[0]].config.kind)
-            for g, kernel in zip(self._groupings, self._kernels, strict=True)
+            GroupInfo(grouping.units, grouping.slices, kernel, self._storage_of(g))
+            for g, (grouping, kernel) in enumerate(zip(self._groupings, self._kernels, strict=True))
         ]
         self.active = [info for info in self.groups if info.units]
-        self.is_one = len(self.active) == 1 and not needs_work(self.active[0])
-        views = [h for h in self.handles if isinstance(h, PlainHandle | DynamicHandle)]
-        self._views = parameters.registered(views)
+        self.is_one = len(self.active) == 1
+        self._views = parameters.registered([h for h in self.handles if h.checks_parameters])
         # Not `self._only = ...`, which would make it a module of this one.
         object.__setattr__(self, "_only", self.active[0].module if self.is_one else None)
 
@@ -314,7 +322,8 @@ class TableGroups(nn.Module):
         outs = []
         for part in parts:
             own = None if weights is None else weights[part.first : part.last]
-            outs.append(look_up(part, own, self.pooling))
+            module, sizes = part.info.module, part.batch_sizes
+            outs.append(module(part.ids, part.offsets, own, batch_sizes=sizes))
         return outs
 
     def set_output_dtype(self, dtype: torch.dtype) -> None:
@@ -342,34 +351,16 @@ class TableGroups(nn.Module):
         quantised one `values` and `scales`. A cache is flushed and emptied first. They go stale
         when the module moves.
         """
-        module, k = self.module_of(part)
-        if isinstance(module, kernels.PartTables):
-            module._settle()
-            return module.view_of(k)
-        return self._views_of(module)[k]
+        return self.handles[part].views()
 
     def all_views(self) -> list[dict[str, Tensor]]:
         """`views` of every slice."""
-        by_kernel = [self._views_of(kernel) for kernel in self._kernels]
+        by_kernel = [self._storage_of(g).views(k) for g, k in enumerate(self._kernels)]
         places = (self._places[s] for s in range(len(self.slices)))
         return [by_kernel[g][k] for g, k in places]
 
-    def _views_of(self, kernel: Any) -> list[dict[str, Tensor]]:
-        if isinstance(kernel, MetaPlaceholder):
-            raise RuntimeError(
-                "dynamic tables have no memory on meta: move the module with to_empty(device=...)"
-            )
-        if isinstance(kernel, kernels.PartTables):
-            kernel._settle()
-            return kernel._views()
-        if isinstance(kernel, DynamicEmbeddingBags):
-            return [kernel.table_rows(t) for t in range(len(kernel.tables))]
-        if isinstance(kernel, kernels.PartQuantized):
-            return kernel.table_views()
-        views = {f"cores.{k}": core.detach() for k, core in enumerate(kernel.cores)}
-        for k, states in enumerate(kernel.core_optimizer_states()):
-            views.update({f"{name}.{k}": state for name, state in states.items()})
-        return [views]
+    def _storage_of(self, number: int) -> Storage:
+        return self.slices[self._groupings[number].slices[0]].storage
 
     def parameters_of(self, part: int) -> dict[str, nn.Parameter]:
         """The parameters of a slice: `weight`, or `cores.0`, ... of a tensor train."""
@@ -377,22 +368,19 @@ class TableGroups(nn.Module):
 
     def reset_parameters(self, seeds: Mapping[str, int] | None = None) -> None:
         """First values anew, from a seed a table; states, steps and rates as at construction."""
-        self.seeds = dict(kernels.fresh_seeds(self.slices) if seeds is None else seeds)
-        for grouping, kernel in zip(self._groupings, self._kernels, strict=True):
-            if isinstance(kernel, kernels.PartTables | kernels.PartTT | kernels.PartQuantized):
-                names = [self.slices[s].config.name for s in grouping.slices]
-                kernel.redraw([self.seeds[name] for name in names])
-            elif isinstance(kernel, DynamicEmbeddingBags):
-                kernel.reset_parameters()
+        self.seeds = dict(new_seeds(self.slices) if seeds is None else seeds)
+        for g, (grouping, kernel) in enumerate(zip(self._groupings, self._kernels, strict=True)):
+            names = [self.slices[s].config.name for s in grouping.slices]
+            self._storage_of(g).reset(kernel, [self.seeds[name] for name in names])
 
     @torch.no_grad()
-    def take_over(self, given: TableGroups) -> None:
-        """Have the weights and the parameters of `given`, which is of the same slices.
+    def adopt(self, other: TableGroups) -> None:
+        """Take the weights and the parameter objects of `other`, which has the same slices.
 
-        Optimizer states stay as they are here. `given` is not to be used any more.
+        Optimizer states stay as they are here. `other` must not be used afterwards.
         """
-        for handle, other in zip(self.handles, given.handles, strict=True):
-            handle.take_over(other)
+        for handle, theirs in zip(self.handles, other.handles, strict=True):
+            handle.adopt(theirs)
         self._bind()
 
     def prefetch(
@@ -438,10 +426,9 @@ class TableGroups(nn.Module):
         """Bytes of `weights`, `optimizer_state` and whatever else the kernels have, by name."""
         total: dict[str, int] = {}
         for kernel in self._kernels:
-            if not isinstance(kernel, MetaPlaceholder):
-                any_kernel: Any = kernel
-                for name, count in any_kernel.nbytes().items():
-                    total[name] = total.get(name, 0) + count
+            any_kernel: Any = kernel
+            for name, count in any_kernel.nbytes().items():
+                total[name] = total.get(name, 0) + count
         return total
 
     # As a module
@@ -450,7 +437,7 @@ class TableGroups(nn.Module):
         super()._apply(fn, recurse)
         there = fn(torch.empty(0, device=self.device)).device
         for g, kernel in enumerate(self._kernels):
-            if isinstance(kernel, MetaPlaceholder) and there.type != "meta":
+            if self._storage_of(g).is_placeholder(kernel) and there.type != "meta":
                 self._kernels[g] = self._make(g, there)
                 self._kernels[g].train(self.training)
             else:

@@ -9,22 +9,13 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from emblib.collections.configs import (
-    Dynamic,
-    EmbeddingBagConfig,
-    EmbeddingConfig,
-    Quantized,
-    TableConfig,
-)
+from emblib.collections.configs import EmbeddingBagConfig, EmbeddingConfig, TableConfig
 from emblib.collections.groups import TableGroups
-from emblib.collections.handles import TableHandle
-from emblib.collections.kernels import PartTables, TableSlice
-from emblib.dynamic import DynamicEmbeddingBags
 from emblib.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from emblib.ops import autograd, route
 from emblib.optim import Optimizer
 from emblib.specs import Pooling
-from emblib.tables import TTEmbeddingBag
+from emblib.storage import Quantized, TableHandle, TableSlice
 
 HYPER = "hyper"
 Handles = Mapping[str, TableHandle]
@@ -79,14 +70,7 @@ def _states(
         if not autograd.is_fused(kernel.optimizer):
             continue
         for parameter in handle.fused_parameters():
-            # `cores.1` of a tensor train has the states `<state>.1`; those of a dynamic table are
-            # saved with its keys.
-            _, dot, number = parameter.rpartition(".")
-            states = {
-                state.name: views[f"{state.name}{dot}{number if dot else ''}"]
-                for state in kernel.optimizer.states
-                if not isinstance(kernel, DynamicEmbeddingBags)
-            }
+            states = handle.optimizer_states(parameter, views)
             yield f"{prefix}.{table}.{parameter}", kernel, states
 
 
@@ -109,12 +93,11 @@ def load_optimizer_state(
         before = newest.get(id(kernel))
         if before is None or float(given[HYPER][1]) > float(before[1][1]):
             newest[id(kernel)] = kernel, given[HYPER]
+    handle_of = {id(handle.kernel): handle for handle in handles.values()}
     for kernel, numbers in newest.values():
         kernel.hyperparams.copy_(numbers)
         kernel.set_step(int(numbers[1]))
-        if isinstance(kernel, PartTables):
-            with kernel._writing():
-                pass  # a store on disk commits what was written
+        handle_of[id(kernel)].commit()
 
 
 def _check(name: str, states: Mapping[str, Tensor], given: Mapping[str, Tensor] | None) -> None:
@@ -176,7 +159,7 @@ class TableCollection(nn.Module):
     """Base of collections: tables by name, looked up by the features that read them.
 
     `groups` does the lookups. The tables are listed, saved and loaded under `handles_name`, each
-    with the names of its kind, see `emblib.collections.handles`. What threads may do with a
+    with the names of its kind, see `emblib.storage`. What threads may do with a
     collection is what they may do with its tables (docs/threads.md).
     """
 
@@ -341,36 +324,33 @@ class TableCollection(nn.Module):
         )
         groups = self._make_groups(before.device, before.seeds)
         groups.set_output_dtype(before.output_dtype)
-        groups.take_over(before)
+        groups.adopt(before)
         groups.train(self.training)
         self._take(groups)
 
     def quantized(self, bits: int = 8) -> Self:
-        """A collection for inference with the same rows: plain tables and tensor trains quantised.
+        """Return a collection for inference with the same rows, quantised.
 
-        Dynamic tables are copied as they are. The new collection is in evaluation mode.
+        Hash tables are copied as they are. The new collection is in evaluation mode.
 
         Args:
             bits: of a value, 8 or 4.
         """
-        kept = (Dynamic, Quantized)
         configs = [
-            config
-            if isinstance(config.kind, kept)
-            else replace(config, kind=Quantized(bits), optimizer=None)
+            replace(config, storage=Quantized(bits), optimizer=None)
+            if config.storage.has_dense_rows
+            else config
             for config in self.configs
         ]
         made = self._of(configs)
         made.groups.set_output_dtype(self.groups.output_dtype)
-        handles, views = self.handles(), self.groups.all_views()
-        for s, (name, handle) in enumerate(made.handles().items()):
-            given = handles[name]
-            if isinstance(self.configs[s].kind, kept):
-                handle.load_state_dict(given.state_dict())
-            elif isinstance(given.kernel, TTEmbeddingBag):
-                handle.kernel.write_rows(handle.index, given.kernel.to_dense())
+        sources = self.handles()
+        for config, (name, handle) in zip(self.configs, made.handles().items(), strict=True):
+            source = sources[name]
+            if config.storage.has_dense_rows:
+                handle.kernel.write_rows(handle.index, source.dense_rows())
             else:
-                handle.kernel.write_rows(handle.index, views[s]["weight"])
+                handle.load_state_dict(source.state_dict())
         return made.eval()
 
     def _of(self, configs: Sequence[Any]) -> Self:

@@ -12,11 +12,12 @@ import torch
 from torch import nn
 
 from emblib import Placement, sharding
-from emblib.collections import Plain, TableConfig
+from emblib.collections import TableConfig
 from emblib.sharding import RankGroup, Shard, World, planner
 from emblib.sharding.planner.work import dense_bytes, works_of
 from emblib.sharding.ranks import invoke_on_rank_and_broadcast_result
 from emblib.sharding.sharding_types import Rule, TableShape
+from emblib.storage import Dense
 
 
 class ShardingType(Enum):
@@ -44,9 +45,9 @@ class EmbeddingComputeKernel(Enum):
     FUSED_UVM_CACHING = "fused_uvm_caching"
 
 
-KINDS = {
-    EmbeddingComputeKernel.FUSED_UVM.value: Plain(Placement.MANAGED),
-    EmbeddingComputeKernel.FUSED_UVM_CACHING.value: Plain(Placement.MANAGED_CACHING),
+STORAGES = {
+    EmbeddingComputeKernel.FUSED_UVM.value: Dense(Placement.MANAGED),
+    EmbeddingComputeKernel.FUSED_UVM_CACHING.value: Dense(Placement.MANAGED_CACHING),
 }
 
 
@@ -87,23 +88,25 @@ class ParameterSharding:
                 f"compute_kernel must be one of {', '.join(kernels)}, got {self.compute_kernel!r}"
             )
         kind = sharding.ShardingType(ShardingType(self.sharding_type).value)
-        keep = KINDS.get(self.compute_kernel)
+        storage = STORAGES.get(self.compute_kernel)
         if kind is sharding.ShardingType.DATA_PARALLEL:
-            return sharding.ParameterSharding(kind, (), keep)
+            return sharding.ParameterSharding(kind, (), storage)
         if self.sharding_spec is None:
             raise ValueError(
                 f"{self.sharding_type} needs a sharding_spec: construct_module_sharding_plan makes "
                 "it from table_wise(rank), row_wise() and the like"
             )
-        return sharding.ParameterSharding(kind, tuple(map(_box, self.sharding_spec.shards)), keep)
+        return sharding.ParameterSharding(
+            kind, tuple(map(_box, self.sharding_spec.shards)), storage
+        )
 
     @classmethod
     def of(
         cls, table: sharding.ParameterSharding, kernel: str, device_type: str
     ) -> ParameterSharding:
         """From what emblib says."""
-        keeps = {kind: name for name, kind in KINDS.items()}
-        kernel = keeps.get(table.kind, kernel) if table.kind is not None else kernel
+        kernels = {storage: name for name, storage in STORAGES.items()}
+        kernel = kernels.get(table.storage, kernel) if table.storage is not None else kernel
         if table.is_replicated:
             return cls(table.type.value, kernel)
         shards = [
@@ -392,7 +395,7 @@ class ParameterConstraints:
             options["min_partition"] = self.min_partition
         return planner.TableConstraints(
             sharding_types=named,
-            kinds=tuple(KINDS[k] for k in kernels if k in KINDS),
+            storages=tuple(STORAGES[k] for k in kernels if k in STORAGES),
             pooling_factor=factors[0] if len(factors) == 1 else factors,
             batch_size=self.batch_sizes[0] if self.batch_sizes else None,
             **options,

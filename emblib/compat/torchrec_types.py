@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from emblib import Pooling
 from emblib import collections as emblib_collections
-from emblib.collections import Plain, Quantized, optimizers
+from emblib.collections import optimizers
 from emblib.optim import (
     LAMB,
     LARS,
@@ -20,6 +20,7 @@ from emblib.optim import (
     PartialRowwiseLAMB,
     RowwiseAdagrad,
 )
+from emblib.storage import Dense, Quantized
 
 
 class DataType(Enum):
@@ -71,7 +72,7 @@ def data_type_to_dtype(data_type: DataType | torch.dtype) -> torch.dtype:
 def _shared(
     data_type: DataType | torch.dtype,
     feature_names: Sequence[str],
-    kind: Any,
+    storage: Any,
     pruned: int | None,
     *,
     need_pos: bool,
@@ -85,26 +86,26 @@ def _shared(
             "Collection with a PositionWeightedModule"
         )
     if data_type in _BITS:
-        kind = Quantized(_BITS[DataType(data_type)]) if kind is None else kind
+        storage = Quantized(_BITS[DataType(data_type)]) if storage is None else storage
         data_type = torch.float32
-    kind = Plain() if kind is None else kind
+    storage = Dense() if storage is None else storage
     return {
         "data_type": data_type_to_dtype(data_type),
         "feature_names": tuple(feature_names),
-        "kind": kind,
+        "storage": storage,
     }
 
 
 def _set_quantised_type(config: Any) -> None:
     """Let the data type of a configuration whose rows are quantised be INT8 or INT4."""
-    if isinstance(config.kind, Quantized):
-        object.__setattr__(config, "data_type", _TYPES[config.kind.bits])
+    if isinstance(config.storage, Quantized):
+        object.__setattr__(config, "data_type", _TYPES[config.storage.bits])
 
 
 class EmbeddingBagConfig(emblib_collections.EmbeddingBagConfig):
     """`emblib.collections.EmbeddingBagConfig` with TorchRec's arguments.
 
-    `kind` and `optimizer` are emblib's own: how rows are kept, and the optimizer of this table.
+    `storage` and `optimizer` are emblib's own: how rows are kept, and the optimizer of this table.
     """
 
     def __init__(
@@ -120,7 +121,7 @@ class EmbeddingBagConfig(emblib_collections.EmbeddingBagConfig):
         init_fn: Callable[[Tensor], Any] | None = None,
         need_pos: bool = False,
         pooling: PoolingType = PoolingType.SUM,
-        kind: Any = None,
+        storage: Any = None,
         optimizer: Optimizer | None = None,
     ) -> None:
         super().__init__(
@@ -133,7 +134,7 @@ class EmbeddingBagConfig(emblib_collections.EmbeddingBagConfig):
             optimizer=optimizer,
             pooling=pooling,
             **_shared(
-                data_type, feature_names, kind, num_embeddings_post_pruning, need_pos=need_pos
+                data_type, feature_names, storage, num_embeddings_post_pruning, need_pos=need_pos
             ),
         )
         _set_quantised_type(self)
@@ -154,7 +155,7 @@ class EmbeddingConfig(emblib_collections.EmbeddingConfig):
         num_embeddings_post_pruning: int | None = None,
         init_fn: Callable[[Tensor], Any] | None = None,
         need_pos: bool = False,
-        kind: Any = None,
+        storage: Any = None,
         optimizer: Optimizer | None = None,
     ) -> None:
         super().__init__(
@@ -166,7 +167,7 @@ class EmbeddingConfig(emblib_collections.EmbeddingConfig):
             init_fn=init_fn,
             optimizer=optimizer,
             **_shared(
-                data_type, feature_names, kind, num_embeddings_post_pruning, need_pos=need_pos
+                data_type, feature_names, storage, num_embeddings_post_pruning, need_pos=need_pos
             ),
         )
         _set_quantised_type(self)
@@ -207,9 +208,9 @@ def optimizer_of(fused_params: Mapping[str, Any] | None) -> Optimizer | None:
     unknown = sorted(found.rest.keys() - IDLE)
     if unknown:
         raise ValueError(
-            f"fused_params {unknown} have no effect here: say in the table's kind where its rows "
-            "are and what cache is before them, e.g. "
-            "kind=Plain(Placement.MANAGED_CACHING, CacheConfig())"
+            f"fused_params {unknown} have no effect here: the storage of a table selects the "
+            "memory of its rows and their cache, e.g. "
+            "storage=Dense(Placement.MANAGED_CACHING, CacheConfig())"
         )
     return found.optimizer
 

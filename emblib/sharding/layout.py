@@ -5,15 +5,13 @@ by unit, rank after rank, and pooled rows come back the same way. Every rank kno
 """
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from emblib.collections.configs import Dynamic, TensorTrain
-from emblib.collections.kernels import TableSlice
 from emblib.sharding.sharding_types import ParameterSharding, Shard, Span, TableShape
 from emblib.specs import Pooling
+from emblib.storage import Storage, TableSlice
 
 Config = Any  # an EmbeddingBagConfig or EmbeddingConfig
 Arrange = Callable[[Sequence[TableSlice], Sequence[int]], Sequence[int]]
@@ -80,22 +78,16 @@ class Layout(NamedTuple):
     replicated: RankLayout
 
 
-def shape_of(config: Config, kind: Any = None) -> TableShape:
-    """Rows and columns of a table, and where it can be cut."""
-    kind = config.kind if kind is None else kind
-    rows, columns = config.num_embeddings, config.embedding_dim
-    if isinstance(kind, TensorTrain):
-        spec = kind.spec(rows, columns, config.name)
-        units = math.prod(spec.row_factors[1:]), math.prod(spec.dim_factors[1:])
-        return TableShape(rows, columns, *units)
-    if isinstance(kind, Dynamic):
-        return TableShape(rows, columns, 1, columns)
-    return TableShape(rows, columns)
+def shape_of(config: Config, storage: Storage | None = None) -> TableShape:
+    """Return rows and columns of a table, and where it can be cut."""
+    config = with_storage(config, storage)
+    units = config.storage.cut_units(config)
+    return TableShape(config.num_embeddings, config.embedding_dim, units.rows, units.columns)
 
 
-def with_kind(config: Config, kind: Any) -> Config:
-    """The table kept as another kind; itself for None."""
-    return config if kind is None else dataclasses.replace(config, kind=kind)
+def with_storage(config: Config, storage: Storage | None) -> Config:
+    """Return the configuration with another storage; unchanged for None."""
+    return config if storage is None else dataclasses.replace(config, storage=storage)
 
 
 def features_of(configs: Sequence[Config], *, pooled: bool) -> tuple[Feature, ...]:
@@ -151,7 +143,7 @@ def slices_of(
     """The parts of a rank as tables."""
     return [
         TableSlice(
-            with_kind(configs[part.table], plan[configs[part.table].name].kind),
+            with_storage(configs[part.table], plan[configs[part.table].name].storage),
             part.box.rows,
             part.box.columns,
         )
@@ -207,9 +199,9 @@ def blocks_of(configs: Sequence[Config], layout: Layout) -> Blocks:
         config = configs[feature.table]
         spans = sorted(by_feature.get(f, {}).items())
         _check_rows(config.name, [rows for rows, _ in spans])
-        by_key = isinstance(config.kind, Dynamic)
         rows = config.num_embeddings
-        result.features.append((len(result.blocks), len(spans), rows, int(by_key)))
+        is_keyed = config.storage.is_keyed
+        result.features.append((len(result.blocks), len(spans), rows, int(is_keyed)))
         for (first_row, _), units in spans:
             result.blocks.append((first_row, len(result.copies), len(units)))
             result.copies.extend(units)

@@ -6,11 +6,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from emblib.collections.handles import TableHandle
 from emblib.collections.optimizers import keyed
 from emblib.collections.optimizers.keyed import GradientShare
 from emblib.sharding.exchange import start_all_gather
 from emblib.sharding.ranks import RankGroup
+from emblib.storage import TableHandle
 from emblib.tables.parameters import check_registered, refuse_replacement, registered
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from emblib.collections.configs import Plain, TensorTrain
 from emblib.sharding.sharding_types import (
     ParameterSharding,
     Rule,
@@ -17,13 +16,13 @@ from emblib.sharding.sharding_types import (
     TableShape,
     World,
 )
+from emblib.storage import Storage, kinds
 from emblib.tables.durable_files import load_json, save_json
 
 ModulePlan = Mapping[str, ParameterSharding]
 """The sharding of each table of one collection, by name."""
 
 _VERSION = 1
-_KINDS = {kind.__name__: kind for kind in (Plain, TensorTrain)}
 
 
 @dataclass(frozen=True)
@@ -131,14 +130,14 @@ def construct_plan(
 
 
 def _cells(sharding: ParameterSharding) -> tuple[str, str, str, str]:
-    kind = "as configured" if sharding.kind is None else _brief(sharding.kind)
+    storage = "as configured" if sharding.storage is None else _brief(sharding.storage)
     if sharding.is_replicated:
-        return sharding.type.value, kind, "all", "a copy each"
+        return sharding.type.value, storage, "all", "a copy each"
     shapes = [f"{rows} x {columns}" for rows, columns in (box.shape for box in sharding.boxes)]
     distinct = sorted(set(shapes), key=shapes.index)
     parts = ", ".join(f"{shapes.count(shape)} of {shape}" for shape in distinct[:3])
     more = f", ... {len(shapes)} in all" if len(distinct) > 3 else ""
-    return sharding.type.value, kind, ranges(sharding.ranks), parts + more
+    return sharding.type.value, storage, ranges(sharding.ranks), parts + more
 
 
 def ranges(ranks: Sequence[int], most: int | None = None) -> str:
@@ -153,22 +152,30 @@ def ranges(ranks: Sequence[int], most: int | None = None) -> str:
     return ", ".join([*told, "..."] if len(told) < len(runs) else told)
 
 
-def _brief(kind: Any) -> str:
+def _brief(storage: Storage) -> str:
+    choices: Any = storage
     values = [
-        getattr(kind, f.name) for f in fields(kind) if getattr(kind, f.name) not in (None, ())
+        getattr(storage, f.name)
+        for f in fields(choices)
+        if getattr(storage, f.name) not in (None, ())
     ]
-    told = (str(value.value if isinstance(value, Enum) else value) for value in values)
-    return f"{type(kind).__name__}({', '.join(told)})"
+    texts = (str(value.value if isinstance(value, Enum) else value) for value in values)
+    return f"{type(storage).__name__}({', '.join(texts)})"
+
+
+def _alternatives() -> dict[str, Any]:
+    return {name: kind for name, kind in kinds().items() if kind.is_alternative}
 
 
 def _told(sharding: ParameterSharding) -> dict[str, Any]:
-    kind = sharding.kind
-    if kind is not None and type(kind).__name__ not in _KINDS:
-        raise ValueError(f"a plan can keep the kinds {sorted(_KINDS)}, got {kind!r}")
+    storage = sharding.storage
+    if storage is not None and not storage.is_alternative:
+        names = sorted(kind.__name__ for kind in _alternatives().values())
+        raise ValueError(f"a plan can have the storages {names}, got {storage!r}")
     return {
         "type": sharding.type.value,
         "boxes": [[box.rank, *box.rows, *box.columns] for box in sharding.boxes],
-        "kind": None if kind is None else {"name": type(kind).__name__, **_plain(asdict(kind))},
+        "kind": None if storage is None else {"name": storage.plan_name, **_plain(asdict(storage))},
     }
 
 
@@ -177,10 +184,9 @@ def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read(told: Mapping[str, Any]) -> ParameterSharding:
-    kind: Any = None
+    storage: Any = None
     if told["kind"] is not None:
         values = {k: tuple(v) if isinstance(v, list) else v for k, v in told["kind"].items()}
-        make: Any = _KINDS[str(values.pop("name"))]
-        kind = make(**values)
+        storage = _alternatives()[str(values.pop("name"))](**values)
     boxes = tuple(Shard(rank, (r0, r1), (c0, c1)) for rank, r0, r1, c0, c1 in told["boxes"])
-    return ParameterSharding(ShardingType(told["type"]), boxes, kind)
+    return ParameterSharding(ShardingType(told["type"]), boxes, storage)

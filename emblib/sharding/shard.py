@@ -59,8 +59,8 @@ def construct_module_plan(
     shapes = {}
     for config in configs:
         rule = rules.get(config.name)
-        kind = rule.kind if isinstance(rule, ParameterSharding) else None
-        shapes[config.name] = shape_of(config, kind)
+        storage = rule.storage if isinstance(rule, ParameterSharding) else None
+        shapes[config.name] = shape_of(config, storage)
     made = {name: _as_rule(name, rule) for name, rule in rules.items()}
     return construct_plan(shapes, made, world)
 

@@ -9,12 +9,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from emblib.collections.configs import Dynamic, TensorTrain
-from emblib.collections.groups import TableGroups
-from emblib.collections.kernels import TableSlice, fresh_seeds, group
+from emblib.collections.groups import TableGroups, group
 from emblib.collections.optimizers.fused import trained_configs
 from emblib.collections.optimizers.keyed import GradientShare
-from emblib.dynamic.keys import owner
 from emblib.jagged import KeyedJaggedTensor
 from emblib.jagged.jagged_tensor import running_sums
 from emblib.ops import autograd, route
@@ -30,7 +27,7 @@ from emblib.sharding.layout import (
     lay_out,
     shape_of,
     slices_of,
-    with_kind,
+    with_storage,
     with_synchronised_copies,
 )
 from emblib.sharding.parameters import HeldHandle
@@ -38,6 +35,8 @@ from emblib.sharding.ranks import RankGroup, invoke_on_rank_and_broadcast_result
 from emblib.sharding.sharding_types import ParameterSharding, Shard, World, table_wise
 from emblib.sharding.tensor_train import share_cores
 from emblib.specs import Choice, Pooling
+from emblib.storage import TableSlice
+from emblib.storage.initial_values import new_seeds
 
 
 class SynchronisedCopies(nn.Module):
@@ -151,58 +150,35 @@ def common_seeds(
     parts = list(slices)
 
     def seeds() -> dict[str, int]:
-        dynamic = [p.config.name for p in parts if isinstance(p.config.kind, Dynamic)]
-        return fresh_seeds(parts) | {name: source.seeds[name] for name in dynamic}
+        keyed = [p.config.name for p in parts if p.storage.is_keyed]
+        return new_seeds(parts) | {name: source.seeds[name] for name in keyed}
 
     return invoke_on_rank_and_broadcast_result(ranks, 0, seeds)
 
 
 @torch.no_grad()
 def fill(groups: TableGroups, source: TableGroups, blocks: Mapping[str, tuple[int, int]]) -> None:
-    """Write what `source`, which has whole tables, has into the parts that `groups` has of them.
+    """Copy the weights and optimizer states of whole tables into the shards that `groups` has.
 
-    A table that is kept as another kind than in the source starts anew. Of a dynamic table a part
-    takes the keys of its block: `blocks` says for each table which of how many it is.
+    A table whose storage is of another kind than in the source keeps its initial values.
+
+    Args:
+        groups: shards of tables.
+        source: the whole tables.
+        blocks: for keyed tables, (number, count) of the block of keys that a shard owns.
     """
     if source.device.type == "meta":
         return
     whole = {part.config.name: i for i, part in enumerate(source.slices)}
-    views = source.all_views()
-    own = groups.all_views()
     for i, part in enumerate(groups.slices):
         name = part.config.name
-        from_module, from_table = source.module_of(whole[name])
-        to_module, to_table = groups.module_of(i)
-        kind = source.slices[whole[name]].config.kind
-        if isinstance(kind, Dynamic):
-            _fill_dynamic(from_module, from_table, to_module, to_table, blocks[name])
-        elif isinstance(kind, TensorTrain) == isinstance(part.config.kind, TensorTrain):
-            _fill_views(part, views[whole[name]], own[i])
-        trained = hasattr(to_module, "hyperparams") and hasattr(from_module, "hyperparams")
-        if trained and to_module.optimizer == from_module.optimizer:
-            to_module.hyperparams.copy_(from_module.hyperparams)
-
-
-def _fill_views(part: TableSlice, source: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
-    if isinstance(part.config.kind, TensorTrain):
-        for stem in {name.rsplit(".", 1)[0] for name in own.keys() & source.keys()}:
-            names = sorted(name for name in own if name.rsplit(".", 1)[0] == stem)
-            values = part.cores_of([source[name] for name in names])
-            for name, value in zip(names, values, strict=True):
-                own[name].copy_(value)
-        return
-    for name in own.keys() & source.keys():
-        own[name].copy_(part.part_of(source[name]))
-
-
-def _fill_dynamic(
-    source: Any, source_table: int, module: Any, table: int, block: tuple[int, int]
-) -> None:
-    number, count = block
-    entries = source.table_entries(source_table)
-    mine = (owner(entries.keys, count) == number).nonzero().view(-1)
-    module.set_table_entries(table, entries.take(mine))
-    module.index.set_tick(source.index.tick)
+        from_handle, to_handle = source.handles[whole[name]], groups.handles[i]
+        if type(source.slices[whole[name]].storage) is type(part.storage):
+            part.storage.copy_slice(part, from_handle, to_handle, blocks.get(name))
+        from_kernel, to_kernel = from_handle.kernel, to_handle.kernel
+        trained = hasattr(to_kernel, "hyperparams") and hasattr(from_kernel, "hyperparams")
+        if trained and to_kernel.optimizer == from_kernel.optimizer:
+            to_kernel.hyperparams.copy_(from_kernel.hyperparams)
 
 
 @torch.no_grad()
@@ -370,9 +346,9 @@ class ShardedTables(nn.Module):
             )
         for config in self.configs:
             sharding = self.plan[config.name]
-            shape = shape_of(config, sharding.kind)
+            shape = shape_of(config, sharding.storage)
             sharding.check(config.name, shape, self.ranks.size)
-            _check_dynamic(config, sharding, self.ranks.size)
+            _check_keyed(config, sharding, self.ranks.size)
 
     def _boxes(self) -> dict[str, ParameterSharding]:
         """The plan; a copy on the only rank is a table there."""
@@ -395,7 +371,7 @@ class ShardedTables(nn.Module):
         blocks, plan = {}, self._boxes()
         for part in parts:
             config = self.configs[part.table]
-            if isinstance(config.kind, Dynamic):
+            if config.storage.is_keyed:
                 boxes = sorted(plan[config.name].boxes, key=lambda box: box.rows)
                 blocks[config.name] = (boxes.index(part.box), len(boxes))
         return blocks
@@ -427,7 +403,7 @@ class ShardedTables(nn.Module):
     def kept_as(self, table: str) -> Config:
         """The configuration of a table as it is kept, which a plan may have changed."""
         config = next(config for config in self.configs if config.name == table)
-        return with_kind(config, self.plan[table].kind)
+        return with_storage(config, self.plan[table].storage)
 
     # One batch
 
@@ -551,18 +527,18 @@ def in_this_grad_mode(function: Callable[[], Result]) -> Callable[[], Result]:
     return call
 
 
-def _check_dynamic(config: Config, sharding: ParameterSharding, world_size: int) -> None:
-    """Raise ValueError for what dynamic tables cannot be."""
-    if sharding.kind is not None and isinstance(config.kind, Dynamic) != isinstance(
-        sharding.kind, Dynamic
-    ):
+def _check_keyed(config: Config, sharding: ParameterSharding, world_size: int) -> None:
+    """Raise ValueError for a plan that a hash table, or another keyed one, cannot have."""
+    is_keyed = config.storage.is_keyed
+    if sharding.storage is not None and is_keyed != sharding.storage.is_keyed:
         raise ValueError(
-            f"table {config.name}: a plan cannot make a table dynamic, or a dynamic one another, "
-            f"got {sharding.kind} for {config.kind}: change the kind of its configuration"
+            f"table {config.name}: a plan cannot make a table a hash table or a hash table another "
+            f"one, got {sharding.storage} for {config.storage}: change the storage of its "
+            "configuration"
         )
-    if isinstance(config.kind, Dynamic) and sharding.is_replicated and world_size > 1:
+    if is_keyed and sharding.is_replicated and world_size > 1:
         raise ValueError(
-            f"table {config.name}: copies of a dynamic table would each take in other keys, so it "
+            f"table {config.name}: replicas of a hash table would each insert other keys, so it "
             "cannot be data_parallel; use table_wise(rank), or row_wise() to divide its keys"
         )
 

@@ -83,13 +83,13 @@ class ParameterSharding:
     Args:
         type: the name of the way; what counts are the boxes.
         boxes: rectangles that tile the table; a rank may have several.
-        kind: None for the kind of the table's own configuration, or another one to keep it as, e.g.
-            `Plain(Placement.MANAGED_CACHING)`.
+        storage: None for the storage of the table's own configuration, or another one, e.g.
+            `Dense(Placement.MANAGED_CACHING)`.
     """
 
     type: ShardingType
     boxes: tuple[Shard, ...] = ()
-    kind: Any = None
+    storage: Any = None
 
     @property
     def ranks(self) -> tuple[int, ...]:

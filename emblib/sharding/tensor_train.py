@@ -23,10 +23,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from emblib.collections.configs import TensorTrain
 from emblib.collections.groups import TableGroups
 from emblib.ops import autograd
-from emblib.sharding.layout import Config, Part, with_kind
+from emblib.sharding.layout import Config, Part, with_storage
 from emblib.sharding.ranks import RankGroup
 from emblib.sharding.sharding_types import ParameterSharding
 
@@ -130,7 +129,7 @@ def share_cores(
     """
     for number, config in enumerate(configs):
         sharding = plan[config.name]
-        if not isinstance(with_kind(config, sharding.kind).kind, TensorTrain):
+        if not with_storage(config, sharding.storage).storage.shares_parameters:
             continue
         holders = sorted({box.rank for box in sharding.boxes})
         if len(sharding.boxes) < 2 or ranks.rank not in holders:

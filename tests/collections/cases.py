@@ -7,18 +7,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from emblib import (
-    Dynamic,
-    EmbeddingBagConfig,
-    EmbeddingConfig,
-    KeyedJaggedTensor,
-    Plain,
-    Pooling,
-    TensorTrain,
-    optim,
-)
+from emblib import EmbeddingBagConfig, EmbeddingConfig, KeyedJaggedTensor, Pooling, optim
+from emblib.storage import Dense, Hash, TensorTrain
 
-KINDS = {"plain": Plain(), "tt": TensorTrain((3, 2)), "dynamic": Dynamic()}
+KINDS = {"plain": Dense(), "tt": TensorTrain((3, 2)), "dynamic": Hash()}
 IDS = 24  # of every batch, below the rows of every table
 
 
@@ -35,7 +27,7 @@ def bag_configs(
             EmbeddingBagConfig(
                 *(IDS + 32 * (i + 1), 4 * (i % 3 + 1), f"t{i}", tuple(features)),
                 pooling=pooling,
-                kind=KINDS[kind],
+                storage=KINDS[kind],
                 **options,
             )
         )
@@ -45,7 +37,7 @@ def bag_configs(
 def sequence_configs(kinds: Sequence[str], dims: Sequence[int]) -> list[EmbeddingConfig]:
     """A table of each kind and dim."""
     return [
-        EmbeddingConfig(IDS + 32 * (i + 1), dim, f"t{i}", (f"f{i}", f"g{i}"), kind=KINDS[kind])
+        EmbeddingConfig(IDS + 32 * (i + 1), dim, f"t{i}", (f"f{i}", f"g{i}"), storage=KINDS[kind])
         for i, (kind, dim) in enumerate(zip(kinds, dims, strict=True))
     ]
 

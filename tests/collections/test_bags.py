@@ -10,7 +10,6 @@ from torch import nn
 
 from emblib import (
     CacheConfig,
-    Dynamic,
     DynamicEmbeddingBags,
     EmbeddingBagCollection,
     EmbeddingBagConfig,
@@ -18,12 +17,11 @@ from emblib import (
     KeyedJaggedTensor,
     KeyedTensor,
     Placement,
-    Plain,
     Pooling,
-    TensorTrain,
     optim,
 )
 from emblib.dynamic.keys import hash_key_of
+from emblib.storage import Dense, Hash, TensorTrain
 from tests.collections.cases import IDS, bag_configs, batch, dense, expected, features_of
 
 MIXES = [
@@ -146,7 +144,7 @@ def test_fused_steps_are_those_of_sgd(kinds: tuple[str, ...]) -> None:
     (torch.cat(list(pieces.values()), 1) * scale).sum().backward()
     torch.testing.assert_close(own, weights.grad, rtol=1e-4, atol=1e-5)
     for config in configs:
-        if isinstance(config.kind, TensorTrain):
+        if isinstance(config.storage, TensorTrain):
             continue  # its cores are trained, not its rows
         table = rows[config.name]
         after = dense(collection, config.name)
@@ -250,7 +248,7 @@ def test_plain_tables_load_what_torch_saves() -> None:
 
 def test_cached_tables_are_saved_and_loaded_behind_the_cache() -> None:
     config = EmbeddingBagConfig(
-        *(2000, 4, "t"), kind=Plain(Placement.MANAGED_CACHING, CacheConfig(sets=1))
+        *(2000, 4, "t"), storage=Dense(Placement.MANAGED_CACHING, CacheConfig(sets=1))
     )
     one = EmbeddingBagCollection([config], optimizer=optim.SGD(0.5))
     features = batch(["t"], 8)
@@ -317,7 +315,7 @@ def test_tables_with_optimizers_of_their_own() -> None:
 
 def test_dynamic_tables_take_any_id() -> None:
     collection = EmbeddingBagCollection(
-        [EmbeddingBagConfig(64, 4, "d", kind=Dynamic())], optimizer=optim.SGD(0.1)
+        [EmbeddingBagConfig(64, 4, "d", storage=Hash())], optimizer=optim.SGD(0.1)
     )
     ids = torch.tensor([-1, 2**62, -(2**63)])
     features = KeyedJaggedTensor(["d"], ids, None, torch.tensor([1, 2]))
@@ -348,8 +346,8 @@ def test_wrong_use() -> None:
 
 def _dynamic(seed: int | None = None, device: str | None = None) -> EmbeddingBagCollection:
     """Two tables that share a kernel, of features of their names."""
-    kind = Dynamic(eviction="none", seed=seed)
-    configs = [EmbeddingBagConfig(10_000, 4, name, kind=kind) for name in ("users", "ads")]
+    kind = Hash(eviction="none", seed=seed)
+    configs = [EmbeddingBagConfig(10_000, 4, name, storage=kind) for name in ("users", "ads")]
     return EmbeddingBagCollection(configs, optimizer=optim.SGD(0.1), device=device)
 
 
@@ -367,18 +365,18 @@ def test_hash_keys_follow_from_torchs_generator_or_from_a_seed_of_the_kind() -> 
     assert made(1) == made(1)
     assert len({*made(1), *made(2), *public}) == 6
     assert made(1, seed=5) == made(2, seed=5) == [hash_key_of(5, n) for n in ("users", "ads")]
-    assert "5" not in repr(Dynamic(seed=5)), "it may be a secret"
+    assert "5" not in repr(Hash(seed=5)), "it may be a secret"
     torch.manual_seed(1)
     on_meta = _dynamic(device="meta")
     torch.manual_seed(2)
     assert _hash_keys(on_meta.to_empty(device="cpu")) == made(1)
     with pytest.raises(ValueError, match="seed must be >= 0"):
-        Dynamic(seed=-1)
+        Hash(seed=-1)
 
 
 def test_tables_of_unequal_seeds_are_those_of_modules_of_their_own() -> None:
     configs = [
-        EmbeddingBagConfig(64, 4, name, kind=Dynamic(seed=seed))
+        EmbeddingBagConfig(64, 4, name, storage=Hash(seed=seed))
         for name, seed in (("a", 5), ("b", 6), ("c", 5))
     ]
     one = EmbeddingBagCollection(configs, optimizer=optim.SGD(0.1))
@@ -386,7 +384,7 @@ def test_tables_of_unequal_seeds_are_those_of_modules_of_their_own() -> None:
     keys = torch.arange(30)
     out = one(KeyedJaggedTensor(["a", "b", "c"], keys, lengths=torch.ones_like(keys)))
     for at, config in enumerate(configs):
-        alone = DynamicEmbeddingBags([config.spec()], optim.SGD(0.1), seed=config.kind.seed)
+        alone = DynamicEmbeddingBags([config.spec()], optim.SGD(0.1), seed=config.storage.seed)
         mine = alone(keys[10 * at : 10 * at + 10], torch.arange(11))
         assert torch.equal(out[config.name], mine)
         assert alone.index.hash_key(0) == _hash_keys(one)[at]

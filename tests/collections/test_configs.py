@@ -10,23 +10,19 @@ import torch
 
 from emblib import (
     CacheConfig,
-    Dynamic,
     DynamicSpec,
     EmbeddingBagCollection,
     EmbeddingBagConfig,
     EmbeddingConfig,
     KeyedJaggedTensor,
     Placement,
-    Plain,
     Pooling,
-    Quantized,
     TableSpec,
-    TensorTrain,
     TTSpec,
     Uniform,
     optim,
 )
-from emblib.collections import TableSlice
+from emblib.storage import Dense, Hash, Quantized, TableSlice, TensorTrain
 
 
 def test_defaults() -> None:
@@ -40,11 +36,11 @@ def test_defaults() -> None:
 
 
 def test_specs_of_kinds() -> None:
-    train = EmbeddingConfig(100, 8, "t", kind=TensorTrain([3, 2], init="uniform"))
+    train = EmbeddingConfig(100, 8, "t", storage=TensorTrain([3, 2], init="uniform"))
     assert train.spec() == TTSpec(100, 8, (3, 2), name="t")
-    keys = EmbeddingConfig(100, 8, "t", kind=Dynamic(eviction="lfu", ttl=3))
+    keys = EmbeddingConfig(100, 8, "t", storage=Hash(eviction="lfu", ttl=3))
     assert keys.spec() == DynamicSpec(100, 8, name="t", eviction="lfu", ttl=3)
-    far = EmbeddingConfig(100, 8, "t", kind=Plain("managed"))
+    far = EmbeddingConfig(100, 8, "t", storage=Dense("managed"))
     assert far.spec() == TableSpec(100, 8, "t", Placement.MANAGED)
 
 
@@ -62,16 +58,16 @@ def test_specs_of_kinds() -> None:
         ({"feature_names": ("f", "f")}, "must differ"),
         ({"pooling": "none"}, "must be SUM or MEAN"),
         ({"data_type": torch.int8}, "data_type of 't' must be float32"),
-        ({"kind": "plain"}, "kind of 't' must be"),
+        ({"storage": "plain"}, "storage of 't' must be"),
         ({"optimizer": "sgd"}, "optimizer of 't' must be None or one of"),
         ({"weight_init_min": 1.0}, "must be finite and in this order"),
         ({"weight_init_min": "0"}, "weight_init_min of 't' must be None or a number"),
         ({"init_fn": 3}, "init_fn of 't' must be None or a function"),
-        ({"weight_init_min": 0.0, "init_fn": torch.nn.init.zeros_}, "give one"),
-        ({"kind": TensorTrain((3, 2)), "weight_init_max": 1.0}, "TensorTrain(init=...)"),
-        ({"kind": TensorTrain((3, 2)), "data_type": torch.float16}, "cores are float32"),
-        ({"kind": Dynamic(), "init_fn": torch.nn.init.zeros_}, "Dynamic(initializer=...)"),
-        ({"kind": Quantized(), "optimizer": optim.SGD(0.1)}, "is not trained"),
+        ({"weight_init_min": 0.0, "init_fn": torch.nn.init.zeros_}, "set one"),
+        ({"storage": TensorTrain((3, 2)), "weight_init_max": 1.0}, "TensorTrain(init=...)"),
+        ({"storage": TensorTrain((3, 2)), "data_type": torch.float16}, "cores are float32"),
+        ({"storage": Hash(), "init_fn": torch.nn.init.zeros_}, "Hash(initializer=...)"),
+        ({"storage": Quantized(), "optimizer": optim.SGD(0.1)}, "is not trained"),
     ],
 )
 def test_refused(options: dict, error: str) -> None:
@@ -89,7 +85,7 @@ def test_refused(options: dict, error: str) -> None:
         ),
         (lambda table: EmbeddingBagCollection([table], True), "by name, is_weighted=True"),
         (
-            lambda table: EmbeddingBagCollection([replace(table, kind=Plain("managed"))]),
+            lambda table: EmbeddingBagCollection([replace(table, storage=Dense("managed"))]),
             "without an optimizer are {'t': 'Placement.MANAGED'}",
         ),
         (lambda table: EmbeddingBagCollection([table])(torch.ones(1)), "Tensor has no keys()"),
@@ -109,7 +105,7 @@ def test_features_may_have_names_that_tables_may_not() -> None:
 
 def test_kinds_refuse() -> None:
     with pytest.raises(ValueError, match="MANAGED_CACHING and DISK"):
-        Plain(cache=CacheConfig())
+        Dense(cache=CacheConfig())
     with pytest.raises(ValueError, match="bits must be 8 or 4"):
         Quantized(3)
     with pytest.raises(ValueError, match="init must be one of"):
@@ -124,7 +120,7 @@ def test_slices_are_tables_of_their_own() -> None:
     assert TableSlice.whole(config).is_whole
     with pytest.raises(ValueError, match="rows of a slice of 't' must be a range"):
         TableSlice(config, (10, 101), (0, 8))
-    keys = EmbeddingBagConfig(100, 8, "d", kind=Dynamic())
+    keys = EmbeddingBagConfig(100, 8, "d", storage=Hash())
     assert TableSlice(keys, (0, 50), (0, 8)).spec == DynamicSpec(
         50, 8, name="d", initializer=Uniform(-0.1, 0.1)
     )
@@ -134,12 +130,12 @@ def test_slices_are_tables_of_their_own() -> None:
 
 def test_slices_of_a_tensor_train_are_slices_of_its_first_core() -> None:
     kind = TensorTrain((3, 2), row_factors=(5, 4, 5), dim_factors=(2, 2, 2))
-    config = EmbeddingBagConfig(95, 8, "t", kind=kind)
+    config = EmbeddingBagConfig(95, 8, "t", storage=kind)
     part = TableSlice(config, (40, 95), (4, 8))
-    assert part.core_range() == ((2, 5), (1, 2))
+    assert kind.core_range(part) == ((2, 5), (1, 2))
     assert part.spec == TTSpec(55, 4, (3, 2), (3, 4, 5), (1, 2, 2), "t")
     cores = [torch.randn(5, 6), torch.randn(4, 12), torch.randn(5, 4)]
-    first, *others = part.cores_of(cores)
+    first, *others = kind.cores_of(part, cores)
     assert torch.equal(first, cores[0][2:5, 3:6])
     assert all(a is b for a, b in zip(others, cores[1:], strict=True))
     with pytest.raises(ValueError, match="must be multiples of 20"):

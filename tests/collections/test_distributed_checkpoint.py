@@ -8,26 +8,25 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
 from emblib import (
-    Dynamic,
     EmbeddingBagCollection,
     EmbeddingBagConfig,
     ExactCounter,
     FrequencyAdmission,
-    Quantized,
     optim,
 )
+from emblib.storage import Hash, Quantized
 from tests.collections.cases import bag_configs, batch, features_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
 
 def test_every_kind(tmp_path: Path) -> None:
-    admitted = Dynamic(admission=FrequencyAdmission(2, ExactCounter(64)))
+    admitted = Hash(admission=FrequencyAdmission(2, ExactCounter(64)))
     configs = [
         *bag_configs(("plain", "tt", "dynamic")),
-        EmbeddingBagConfig(64, 4, "admitted", kind=admitted),
-        EmbeddingBagConfig(64, 4, "stepped", kind=Dynamic(eviction="step")),
-        EmbeddingBagConfig(64, 4, "quantized", kind=Quantized()),
+        EmbeddingBagConfig(64, 4, "admitted", storage=admitted),
+        EmbeddingBagConfig(64, 4, "stepped", storage=Hash(eviction="step")),
+        EmbeddingBagConfig(64, 4, "quantized", storage=Quantized()),
     ]
     one, two = (EmbeddingBagCollection(configs, optimizer=optim.Adam(0.1)) for _ in range(2))
     features = batch(features_of(configs), 4)

@@ -9,16 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from emblib import (
-    CacheConfig,
-    EmbeddingBagConfig,
-    EmbeddingConfig,
-    Placement,
-    Plain,
-    TensorTrain,
-    optim,
-)
-from emblib.collections import TableConfig, TableGroups, TableSlice
+from emblib import CacheConfig, EmbeddingBagConfig, EmbeddingConfig, Placement, optim
+from emblib.collections import TableConfig, TableGroups
+from emblib.storage import Dense, TableSlice, TensorTrain
 from tests.collections.cases import IDS, OPTIMIZERS, bag_configs, sequence_configs
 
 MIXES = [("plain",), ("tt",), ("dynamic",), ("plain", "plain"), ("plain", "tt", "dynamic", "plain")]
@@ -171,7 +164,7 @@ CUTS = [((0, 50), (50, 131)), ((0, 131),), ((0, 1), (1, 130), (130, 131))]
 def test_first_values_do_not_depend_on_the_cut(
     rows: tuple, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("emblib.collections.kernels._BLOCK", 40 * 8)
+    monkeypatch.setattr("emblib.storage.initial_values._BLOCK", 40 * 8)
     for options in ({}, {"init_fn": torch.nn.init.normal_}, {"weight_init_min": 0.0}):
         config = EmbeddingBagConfig(131, 8, "t", data_type=dtype, **options)
         whole = TableGroups([TableSlice.whole(config)], [], pooled=True, seeds={"t": 7})
@@ -189,7 +182,7 @@ def test_first_values_do_not_depend_on_the_cut(
 
 def test_first_values_of_tensor_trains_do_not_depend_on_the_cut() -> None:
     kind = TensorTrain((2, 2), row_factors=(6, 4, 5), dim_factors=(2, 2, 2))
-    config = EmbeddingBagConfig(115, 8, "t", kind=kind)
+    config = EmbeddingBagConfig(115, 8, "t", storage=kind)
     whole = TableGroups([TableSlice.whole(config)], [], pooled=True, seeds={"t": 3})
     dense = whole.module_of(0)[0].to_dense()
     for rows in ((0, 60), (60, 115)):
@@ -260,15 +253,15 @@ def test_kernels_are_no_modules_of_it() -> None:
     assert not list(groups.parameters())
     groups.eval()
     assert not any(info.module.training for info in groups.groups)
-    assert "PartTables" in repr(groups)
+    assert "DenseKernel" in repr(groups)
     assert groups.nbytes()["weights"] > 0
 
 
 @pytest.mark.parametrize("more", [[], ["dynamic", "tt"]])
 def test_prefetched_batches_are_looked_up_from_the_cache(more: list[str]) -> None:
     """With other groups beside the cached one as well, and any number of batches ahead."""
-    far = Plain(Placement.MANAGED_CACHING, CacheConfig(sets=2))
-    configs = [EmbeddingBagConfig(900, 4, f"c{i}", kind=far) for i in range(2)]
+    far = Dense(Placement.MANAGED_CACHING, CacheConfig(sets=2))
+    configs = [EmbeddingBagConfig(900, 4, f"c{i}", storage=far) for i in range(2)]
     configs += bag_configs(more)
     one, two = (_groups(configs, optim.SGD(0.5)) for _ in range(2))
     batches = [_batch(len(one.reads), 3) for _ in range(4)]

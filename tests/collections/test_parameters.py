@@ -27,7 +27,7 @@ from emblib import (
     TTSpec,
     optim,
 )
-from emblib.collections import Dynamic, Plain, TensorTrain
+from emblib.storage import Dense, Hash, TensorTrain
 
 ADAM = optim.Adam(0.1)
 BATCH = (torch.tensor([1, 2, 3, 4, 1]), torch.tensor([0, 2, 5]))
@@ -47,12 +47,14 @@ either = pytest.mark.parametrize("optimizer", [ADAM, None], ids=["fused", "dense
 
 
 def collection(
-    optimizer: optim.Optimizer | None = ADAM, kind: Any = None, tables: int = 2
+    optimizer: optim.Optimizer | None = ADAM, storage: Any = None, tables: int = 2
 ) -> EmbeddingBagCollection:
     torch.manual_seed(0)
     return EmbeddingBagCollection(
         [
-            EmbeddingBagConfig(10, 8, f"t{i}", (f"f{i}",), kind=Plain() if kind is None else kind)
+            EmbeddingBagConfig(
+                10, 8, f"t{i}", (f"f{i}",), storage=Dense() if storage is None else storage
+            )
             for i in range(tables)
         ],
         optimizer=optimizer,
@@ -111,9 +113,9 @@ def test_flags_that_cannot_restore_a_table_are_told(name: str) -> None:
     assert module(*BATCH).requires_grad
 
 
-@pytest.mark.parametrize("kind", [Plain(), TensorTrain((2,)), Dynamic()], ids=str)
-def test_saved_flags_restore_tables_of_collections(kind: Any) -> None:
-    model = collection(kind=kind)
+@pytest.mark.parametrize("storage", [Dense(), TensorTrain((2,)), Hash()], ids=str)
+def test_saved_flags_restore_tables_of_collections(storage: Any) -> None:
+    model = collection(storage=storage)
     flags = [parameter.requires_grad for parameter in model.parameters()]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -140,18 +142,18 @@ def test_copies_of_frozen_tables_are_frozen_on_their_own(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "optimizer"),
+    ("storage", "optimizer"),
     [
-        (Plain(), ADAM),
-        (Plain(Placement.MANAGED_CACHING, CacheConfig(sets=1)), ADAM),
-        (Plain(), optim.RowwiseAdagrad(0.1, global_decay=optim.GlobalDecay(0.1))),
+        (Dense(), ADAM),
+        (Dense(Placement.MANAGED_CACHING, CacheConfig(sets=1)), ADAM),
+        (Dense(), optim.RowwiseAdagrad(0.1, global_decay=optim.GlobalDecay(0.1))),
         (TensorTrain((2,)), ADAM),
-        (Plain(), None),
+        (Dense(), None),
     ],
     ids=["plain", "cached", "global decay", "tensor train", "dense gradients"],
 )
-def test_one_table_of_a_collection_is_frozen(kind: Any, optimizer: Any) -> None:
-    frozen, whole = collection(optimizer, kind), collection(optimizer, kind)
+def test_one_table_of_a_collection_is_frozen(storage: Any, optimizer: Any) -> None:
+    frozen, whole = collection(optimizer, storage), collection(optimizer, storage)
     whole.load_state_dict(frozen.state_dict())
     frozen.embedding_bags["t0"].requires_grad_(False)
     before = state_of(frozen)
@@ -184,7 +186,7 @@ def test_a_frozen_table_stays_so_in_copies_and_with_another_optimizer() -> None:
 
 
 def test_dynamic_tables_of_one_kernel_are_frozen_together() -> None:
-    model = collection(kind=Dynamic())
+    model = collection(storage=Hash())
     model.embedding_bags["t0"].requires_grad_(False)
     with pytest.raises(RuntimeError, match="freeze all of them"):
         model(FEATURES)
@@ -201,12 +203,12 @@ def test_cores_are_frozen_together() -> None:
 
 
 @either
-@pytest.mark.parametrize("kind", [Plain(), Dynamic()], ids=["plain", "dynamic"])
-def test_memory_that_lookups_would_not_read_is_refused(optimizer: Any, kind: Any) -> None:
-    model = collection(optimizer, kind, tables=1)
+@pytest.mark.parametrize("storage", [Dense(), Hash()], ids=["plain", "dynamic"])
+def test_memory_that_lookups_would_not_read_is_refused(optimizer: Any, storage: Any) -> None:
+    model = collection(optimizer, storage, tables=1)
     handle = model.embedding_bags["t0"]
     weight = handle.weight
-    if optimizer is not None or isinstance(kind, Plain):
+    if optimizer is not None or isinstance(storage, Dense):
         with pytest.raises(RuntimeError, match=r"copy_\(values\)"):
             weight.data = torch.zeros_like(weight)
     with pytest.raises(RuntimeError, match="cannot be replaced"):
@@ -218,10 +220,10 @@ def test_memory_that_lookups_would_not_read_is_refused(optimizer: Any, kind: Any
 
 
 @either
-@pytest.mark.parametrize("kind", [Plain(), Dynamic(), None], ids=["plain", "dynamic", "sequence"])
-def test_weights_of_functional_call_are_refused(optimizer: Any, kind: Any) -> None:
-    model: Any = collection(optimizer, kind, tables=1)
-    if kind is None:
+@pytest.mark.parametrize("storage", [Dense(), Hash(), None], ids=["plain", "dynamic", "sequence"])
+def test_weights_of_functional_call_are_refused(optimizer: Any, storage: Any) -> None:
+    model: Any = collection(optimizer, storage, tables=1)
+    if storage is None:
         config = EmbeddingConfig(10, 8, "t0", ("f0",))
         model = EmbeddingCollection([config], optimizer=optimizer)
     features = KeyedJaggedTensor(["f0"], torch.tensor([1, 2]), lengths=torch.tensor([1, 1]))

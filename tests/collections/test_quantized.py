@@ -8,11 +8,11 @@ from emblib import (
     EmbeddingBagConfig,
     EmbeddingCollection,
     Pooling,
-    Quantized,
     QuantizedEmbeddingBags,
     optim,
 )
-from emblib.collections import TableGroups, TableSlice
+from emblib.collections import TableGroups
+from emblib.storage import Quantized, TableSlice
 from tests.collections.cases import (
     IDS,
     bag_configs,
@@ -43,7 +43,7 @@ def test_made_of_a_collection(bits: int, pooling: Pooling) -> None:
     wanted = expected(configs, rows, features, weighted=True)
     assert out.keys() == list(wanted)
     torch.testing.assert_close(out.values(), torch.cat(list(wanted.values()), 1))
-    assert [c.kind for c in small.configs if c.name != "t2"] == [Quantized(bits)] * 3
+    assert [c.storage for c in small.configs if c.name != "t2"] == [Quantized(bits)] * 3
     assert not small.training
 
 
@@ -63,9 +63,9 @@ def test_made_of_sequences() -> None:
 @pytest.mark.parametrize("bits", [8, 4])
 def test_saved_and_loaded(bits: int) -> None:
     configs = [
-        EmbeddingBagConfig(60, 6, "a", kind=Quantized(bits)),
+        EmbeddingBagConfig(60, 6, "a", storage=Quantized(bits)),
         EmbeddingBagConfig(60, 4, "b", optimizer=optim.SGD(0.1)),
-        EmbeddingBagConfig(70, 8, "c", ["c", "d"], kind=Quantized(bits)),
+        EmbeddingBagConfig(70, 8, "c", ["c", "d"], storage=Quantized(bits)),
     ]
     one, two = EmbeddingBagCollection(configs), EmbeddingBagCollection(configs)
     assert len(one.groups.groups) == 2
@@ -89,7 +89,7 @@ def test_saved_and_loaded(bits: int) -> None:
 
 def test_weights_of_a_plain_table_are_quantised_as_they_are_loaded() -> None:
     plain = EmbeddingBagCollection([EmbeddingBagConfig(60, 6, "a")])
-    small = EmbeddingBagCollection([EmbeddingBagConfig(60, 6, "a", kind=Quantized())])
+    small = EmbeddingBagCollection([EmbeddingBagConfig(60, 6, "a", storage=Quantized())])
     small.load_state_dict(plain.state_dict())
     weight = plain.state_dict()["embedding_bags.a.weight"]
     assert torch.equal(small.handles()["a"].kernel.to_dense(0), _rounded(weight, 8))
@@ -98,7 +98,7 @@ def test_weights_of_a_plain_table_are_quantised_as_they_are_loaded() -> None:
 
 
 def test_first_values_are_those_of_plain_tables() -> None:
-    config = EmbeddingBagConfig(100, 6, "a", kind=Quantized())
+    config = EmbeddingBagConfig(100, 6, "a", storage=Quantized())
     plain = EmbeddingBagConfig(100, 6, "a")
     kernels = [
         TableGroups([TableSlice.whole(c)], [], pooled=True, seeds={"a": 5}).module_of(0)[0]

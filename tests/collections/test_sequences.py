@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from emblib import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor, Plain, optim
+from emblib import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor, optim
+from emblib.storage import Dense
 from tests.collections.cases import batch, dense, features_of, sequence_configs
 
 
@@ -102,6 +103,6 @@ def test_state_dict_and_questions() -> None:
         assert torch.equal(jagged.values(), two(features)[key].values())
     assert two.embedding_configs() == configs
     assert not two.need_indices()
-    assert configs[0].kind == Plain()
+    assert configs[0].storage == Dense()
     with pytest.raises(KeyError, match=r"missing are \['f0', 'g0'\]"):
         two(batch(["f1", "g1"], 2))

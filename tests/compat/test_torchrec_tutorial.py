@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 import emblib.compat.torchrec as torchrec
-from emblib.collections import Plain
 from emblib.compat.torchrec import (
     CombinedOptimizer,
     DataType,
@@ -36,6 +35,7 @@ from emblib.compat.torchrec import (
     table_wise,
 )
 from emblib.sharding import RankGroup
+from emblib.storage import Dense
 from tests.compat.torchrec_cases import (
     DIM,
     PRODUCTS,
@@ -147,9 +147,9 @@ def test_quantised_data_types_are_those_that_were_asked_for(
         assert one.data_type == asked
         assert one.data_type not in (other, DataType.FP32, torch.float32)
         assert one.data_type.itemsize == size
-    plain = dataclasses.replace(made, kind=Plain())
+    plain = dataclasses.replace(made, storage=Dense())
     assert plain.data_type == DataType.FP32
-    assert dataclasses.replace(plain, kind=made.kind).data_type == asked
+    assert dataclasses.replace(plain, storage=made.storage).data_type == asked
     with pytest.raises(ValueError, match="quantised and has no dtype"):
         torchrec.data_type_to_dtype(made.data_type)
     if config is torchrec.EmbeddingBagConfig:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from emblib import optim
 from emblib.collections import EmbeddingBagCollection, EmbeddingCollection
-from emblib.collections.configs import Dynamic, EmbeddingBagConfig, EmbeddingConfig, TensorTrain
+from emblib.collections.configs import EmbeddingBagConfig, EmbeddingConfig
 from emblib.collections.optimizers import FusedOptimizer
 from emblib.jagged import KeyedJaggedTensor
 from emblib.sharding import checkpoints
@@ -29,6 +29,7 @@ from emblib.sharding.sharding_types import (
     table_wise,
 )
 from emblib.specs import CountMinSketch, Eviction, ExactCounter, FrequencyAdmission
+from emblib.storage import Hash, TensorTrain
 
 BATCH = 12
 CONFIGS = {
@@ -42,7 +43,7 @@ CONFIGS = {
         8,
         "cores",
         ["f3"],
-        kind=TensorTrain((3,), (6, 4), (4, 2)),
+        storage=TensorTrain((3,), (6, 4), (4, 2)),
         optimizer=optim.RowwiseAdagrad(0.1),
     ),
     "spare": EmbeddingBagConfig(
@@ -50,16 +51,16 @@ CONFIGS = {
         8,
         "spare",
         ["f7"],
-        kind=TensorTrain((3,), (6, 4), (4, 2)),
+        storage=TensorTrain((3,), (6, 4), (4, 2)),
         optimizer=optim.Adam(0.1),
     ),
-    "keyed": EmbeddingBagConfig(256, 4, "keyed", ["f4"], kind=Dynamic(), optimizer=optim.Adam(0.1)),
+    "keyed": EmbeddingBagConfig(256, 4, "keyed", ["f4"], storage=Hash(), optimizer=optim.Adam(0.1)),
     "counted": EmbeddingBagConfig(
         256,
         4,
         "counted",
         ["f5"],
-        kind=Dynamic(eviction=Eviction.LFU, admission=FrequencyAdmission(2, ExactCounter(128))),
+        storage=Hash(eviction=Eviction.LFU, admission=FrequencyAdmission(2, ExactCounter(128))),
         optimizer=optim.RowwiseAdagrad(0.1),
     ),
     "sketched": EmbeddingBagConfig(
@@ -67,7 +68,7 @@ CONFIGS = {
         4,
         "sketched",
         ["f6"],
-        kind=Dynamic(admission=FrequencyAdmission(2, CountMinSketch(64))),
+        storage=Hash(admission=FrequencyAdmission(2, CountMinSketch(64))),
         optimizer=optim.SGD(0.1),
     ),
 }
@@ -110,7 +111,7 @@ def batch(ranks: RankGroup, plan: Plan, step: int) -> KeyedJaggedTensor:
     lengths, ids = [], []
     for name in CONFIGS:
         counts = torch.randint(0, 4, (BATCH,), generator=generator)
-        is_dynamic = isinstance(CONFIGS[name].kind, Dynamic)
+        is_dynamic = isinstance(CONFIGS[name].storage, Hash)
         rows = 1 << 40 if is_dynamic else CONFIGS[name].num_embeddings
         values = torch.randint(rows, (int(counts.sum()),), generator=generator)
         if is_dynamic:

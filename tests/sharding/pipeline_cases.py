@@ -13,7 +13,6 @@ from emblib.collections import (
     EmbeddingBagConfig,
     EmbeddingCollection,
     EmbeddingConfig,
-    Plain,
 )
 from emblib.collections.feature_processors import (
     FeatureProcessedEmbeddingBagCollection,
@@ -26,6 +25,7 @@ from emblib.sharding.pipelines.inputs import sharded_modules
 from emblib.sharding.ranks import RankGroup
 from emblib.sharding.sharding_types import column_wise, data_parallel, row_wise, table_wise
 from emblib.specs import Pooling
+from emblib.storage import Dense
 
 DENSE, DIM, ROWS = 3, 8, 40
 
@@ -71,7 +71,7 @@ class Net(nn.Module):
 
     def __init__(self, *, cached: bool = False) -> None:
         super().__init__()
-        kind = Plain(Placement.MANAGED_CACHING, CacheConfig(sets=1)) if cached else Plain()
+        kind = Dense(Placement.MANAGED_CACHING, CacheConfig(sets=1)) if cached else Dense()
         # Not a row-wise one: it has a number a row and block of columns. With a cache, tables of
         # one optimizer, since one kernel alone can prefetch.
         one = cached or self.pooled_optimizer is None
@@ -79,16 +79,16 @@ class Net(nn.Module):
         self.bottom = nn.Linear(DENSE, DIM)
         self.bags = EmbeddingBagCollection(
             [
-                EmbeddingBagConfig(ROWS, DIM, "a", kind=kind),
+                EmbeddingBagConfig(ROWS, DIM, "a", storage=kind),
                 EmbeddingBagConfig(
-                    *(ROWS, DIM, "b"), pooling=Pooling.MEAN, kind=kind, optimizer=by_value
+                    *(ROWS, DIM, "b"), pooling=Pooling.MEAN, storage=kind, optimizer=by_value
                 ),
-                EmbeddingBagConfig(ROWS, DIM, "c", kind=kind),
+                EmbeddingBagConfig(ROWS, DIM, "c", storage=kind),
             ],
             optimizer=self.pooled_optimizer,
         )
         self.clicks = EmbeddingCollection(
-            [EmbeddingConfig(ROWS, DIM, "s", kind=kind)], optimizer=self.sequence_optimizer
+            [EmbeddingConfig(ROWS, DIM, "s", storage=kind)], optimizer=self.sequence_optimizer
         )
         self.top = nn.Linear(6 * DIM, 1)
 

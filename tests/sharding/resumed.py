@@ -16,12 +16,12 @@ from torch import Tensor, nn
 
 from emblib import optim
 from emblib.collections import EmbeddingBagCollection, EmbeddingBagConfig
-from emblib.collections.configs import Dynamic, TensorTrain
 from emblib.jagged import KeyedJaggedTensor
 from emblib.sharding import DistributedModelParallel, checkpoints
 from emblib.sharding.failures import init_distributed
 from emblib.sharding.ranks import RankGroup
 from emblib.sharding.sharding_types import column_wise, row_wise, table_wise
+from emblib.storage import Hash, TensorTrain
 
 STEPS, SAVE_EVERY, BATCH = 12, 4, 6
 TABLES = {
@@ -29,10 +29,10 @@ TABLES = {
     "table": (EmbeddingBagConfig(50, 4, "table", ["b", "c"]), table_wise(1)),
     "columns": (EmbeddingBagConfig(40, 12, "columns", ["a"]), column_wise()),
     "cores": (
-        EmbeddingBagConfig(24, 8, "cores", ["b"], kind=TensorTrain((3,), (6, 4), (4, 2))),
+        EmbeddingBagConfig(24, 8, "cores", ["b"], storage=TensorTrain((3,), (6, 4), (4, 2))),
         row_wise(),
     ),
-    "keyed": (EmbeddingBagConfig(512, 4, "keyed", ["d"], kind=Dynamic()), row_wise()),
+    "keyed": (EmbeddingBagConfig(512, 4, "keyed", ["d"], storage=Hash()), row_wise()),
 }
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import emblib
 from emblib import JaggedTensor, KeyedJaggedTensor, optim
-from emblib.collections.configs import Dynamic, EmbeddingBagConfig, EmbeddingConfig, Plain
+from emblib.collections.configs import EmbeddingBagConfig, EmbeddingConfig
 from emblib.sharding import input_dist, sharding_types
 from emblib.sharding.exchange import CommPrecision
 from emblib.sharding.layout import shape_of
@@ -26,6 +26,7 @@ from emblib.sharding.sharded_bags import ShardedEmbeddingBagCollection
 from emblib.sharding.sharded_sequences import ShardedEmbeddingCollection
 from emblib.sharding.sharded_tables import GradientReduction
 from emblib.specs import Pooling
+from emblib.storage import Dense, Hash
 
 STEPS = 3
 WORDS = {
@@ -57,14 +58,16 @@ class Case:
     least_saved: int = 0
 
 
-def tables(*poolings: Pooling, kind: Any = None, dims: Sequence[int] = (8, 4, 8, 12)) -> Any:
+def tables(*poolings: Pooling, storage: Any = None, dims: Sequence[int] = (8, 4, 8, 12)) -> Any:
     """Four tables of unlike dims: one of two features, one feature of two tables, few rows."""
-    kinds = [kind or Plain()] * 4
+    storages = [storage or Dense()] * 4
     pools = [poolings[i % len(poolings)] for i in range(4)]
     features = (("f0",), ("f1", "f2"), ("f0",), ("f3",))
     rows = (13, 7, 20, 3)
     return tuple(
-        EmbeddingBagConfig(rows[i], dims[i], f"t{i}", features[i], pooling=pools[i], kind=kinds[i])
+        EmbeddingBagConfig(
+            rows[i], dims[i], f"t{i}", features[i], pooling=pools[i], storage=storages[i]
+        )
         for i in range(4)
     )
 
@@ -72,7 +75,9 @@ def tables(*poolings: Pooling, kind: Any = None, dims: Sequence[int] = (8, 4, 8,
 def sequences(configs: Sequence[EmbeddingBagConfig]) -> tuple[EmbeddingConfig, ...]:
     """The same tables with one vector an id."""
     return tuple(
-        EmbeddingConfig(c.num_embeddings, c.embedding_dim, c.name, c.feature_names, kind=c.kind)
+        EmbeddingConfig(
+            c.num_embeddings, c.embedding_dim, c.name, c.feature_names, storage=c.storage
+        )
         for c in configs
     )
 
@@ -84,7 +89,7 @@ def batch(case: Case, number: int, size: int) -> KeyedJaggedTensor:
     rows = {key: 5 for key in keys}
     for config in case.configs:
         for key in config.feature_names:
-            many = isinstance(config.kind, Dynamic)
+            many = isinstance(config.storage, Hash)
             least = 1 << 40 if many else config.num_embeddings
             rows[key] = min(rows.get(key, least), least) if key != "f0" else 13
     sizes = [size] * len(keys)
@@ -251,14 +256,14 @@ def compare_tables(sharded: Any, oracle: Any, tolerance: float) -> None:
         slice_ = part.groups.slices[part.index]
         views = part.groups.views(part.index)
         want = oracle.groups.views(whole[part.table])
-        if isinstance(slice_.config.kind, Dynamic):
+        if isinstance(slice_.config.storage, Hash):
             _compare_entries(part, oracle, whole[part.table], tolerance)
             continue
         for name, view in views.items():
             if name.startswith("cores.") or name[-2:-1] == ".":
                 stem = name.rsplit(".", 1)[0]
                 names = sorted(n for n in want if n.rsplit(".", 1)[0] == stem)
-                cores = slice_.cores_of([want[n] for n in names])
+                cores = slice_.config.storage.cores_of(slice_, [want[n] for n in names])
                 _close(view, cores[names.index(name)], tolerance)
             else:
                 _close(view, slice_.part_of(want[name]), tolerance)

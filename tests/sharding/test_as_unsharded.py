@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from emblib import KeyedJaggedTensor, optim, sharding
-from emblib.collections.configs import Dynamic, Plain, Quantized, TensorTrain
 from emblib.sharding import sharding_types
 from emblib.sharding.ranks import RankGroup
 from emblib.specs import Pooling
+from emblib.storage import Dense, Hash, Quantized, TensorTrain
 from tests.sharding import worlds
 from tests.sharding.sharded_cases import (
     Case,
@@ -43,7 +43,7 @@ def both(case: Case, ranks: RankGroup, gradients: str = "sum") -> tuple[Any, Any
 def invalid_ids(ranks: RankGroup, plan: Any, kind: Any, *, pooled: bool) -> None:
     """They give what they give in one process, and somebody is told."""
     dims = (8, 4, 8, 12) if kind is None else (8,) * 4
-    configs = tables(SUM, MEAN, kind=kind, dims=dims)
+    configs = tables(SUM, MEAN, storage=kind, dims=dims)
     case = Case(configs if pooled else sequences(configs), plan)
     oracle, sharded = both(case, ranks)
     batches = []
@@ -211,25 +211,25 @@ def test_features_of_unlike_bags_need_inverse_indices() -> None:
 
 
 def test_one_rank_may_replicate_dynamic_tables() -> None:
-    configs = tables(SUM, MEAN, kind=Dynamic(), dims=(8,) * 4)
+    configs = tables(SUM, MEAN, storage=Hash(), dims=(8,) * 4)
     configs = tuple(replace(config, num_embeddings=4096) for config in configs)
     worlds.run(1, train, Case(configs, ("dp",) * 4))
     worlds.run(1, train, Case(sequences(configs), ("dp",) * 4))
 
 
 def refused(ranks: RankGroup) -> None:
-    source = make_source(Case(tables(SUM, kind=Dynamic(), dims=(8,) * 4), MIXED))
+    source = make_source(Case(tables(SUM, storage=Hash(), dims=(8,) * 4), MIXED))
     rules: Any = {f"t{i}": sharding_types.table_wise(0) for i in range(4)}
-    with pytest.raises(ValueError, match=r"t1: copies of a dynamic table.*table_wise"):
+    with pytest.raises(ValueError, match=r"t1: replicas of a hash table.*table_wise"):
         sharding.shard(source, {"": {**rules, "t1": sharding_types.data_parallel()}}, ranks)
     plain = replace(
         sharding_types.table_wise(0)(sharding_types.TableShape(7, 8), sharding_types.World(2, 2)),
-        kind=Plain(),
+        storage=Dense(),
     )
-    with pytest.raises(ValueError, match=r"t1: a plan cannot make .* change the kind"):
+    with pytest.raises(ValueError, match=r"t1: a plan cannot make .* change the storage"):
         sharding.shard(source, {"": {**rules, "t1": plain}}, ranks)
     one = make_source(Case(tables(SUM), MIXED, optimizer=None)).quantized()
-    assert isinstance(one.configs[0].kind, Quantized)
+    assert isinstance(one.configs[0].storage, Quantized)
     with pytest.raises(ValueError, match="not divided by columns"):
         sharding.shard(one, {"": {**rules, "t0": sharding_types.column_wise()}}, ranks)
 

@@ -17,7 +17,7 @@ from torch import nn
 
 from emblib import optim
 from emblib.collections import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection
-from emblib.collections.configs import EmbeddingConfig, Plain
+from emblib.collections.configs import EmbeddingConfig
 from emblib.collections.groups import TableGroups
 from emblib.sharding import (
     BF16,
@@ -33,6 +33,7 @@ from emblib.sharding import (
 )
 from emblib.sharding.ranks import RankGroup
 from emblib.specs import CacheConfig, Placement, Pooling
+from emblib.storage import Dense
 from tests.sharding import worlds
 
 ROWS, DIM = 1000, 8
@@ -104,9 +105,9 @@ TABLES: dict[str, tuple[dict[str, Any], str]] = {
         {"feature_names": ("item", "last")},
         "table item: feature_names is item on rank 0 and item, last on rank 1",
     ),
-    "kind": (
-        {"kind": Plain(Placement.MANAGED_CACHING, CacheConfig(sets=1))},
-        "table item: kind.placement is device on rank 0 and managed_caching on rank 1",
+    "storage": (
+        {"storage": Dense(Placement.MANAGED_CACHING, CacheConfig(sets=1))},
+        "table item: storage.placement is device on rank 0 and managed_caching on rank 1",
     ),
     "first values": (
         {"init_fn": _init_rows},
@@ -144,8 +145,8 @@ PLANS: dict[str, tuple[dict[str, Any], str]] = {
         "table item: part 0 is [0:500, 0:8] held by rank 0 on rank 0 and [0:501, 0:8] held by",
     ),
     "kept as": (
-        {"item": Plain(Placement.MANAGED)},
-        "table item: kept_as is None on rank 0 and Plain on rank 1",
+        {"item": Dense(Placement.MANAGED)},
+        "table item: storage is None on rank 0 and Dense on rank 1",
     ),
 }
 
@@ -154,8 +155,8 @@ def _rules(given: dict[str, Any]) -> dict[str, Any]:
     """A plan; a kind stands for row_wise() with the table kept as that."""
     shape = sharding_types.TableShape(ROWS, DIM)
     return _plan(**{
-        name: dataclasses.replace(sharding_types.row_wise()(shape, WORLD), kind=rule)
-        if isinstance(rule, Plain) else rule
+        name: dataclasses.replace(sharding_types.row_wise()(shape, WORLD), storage=rule)
+        if isinstance(rule, Dense) else rule
         for name, rule in given.items()
     })  # fmt: skip
 
@@ -502,9 +503,9 @@ def test_functions_are_described_alike_by_every_process() -> None:
 def _may_differ(ranks: RankGroup) -> int:
     """Weights, directories and what a rank made for itself: nothing of it is compared."""
     torch.manual_seed(ranks.rank)
-    kind = Plain(Placement.DISK, CacheConfig(sets=1, directory=f"{ranks.rank}/rows"))
+    kind = Dense(Placement.DISK, CacheConfig(sets=1, directory=f"{ranks.rank}/rows"))
     config = EmbeddingBagConfig(
-        ROWS, DIM, "item", init_fn=partial(nn.init.uniform_, a=0.5), kind=kind
+        ROWS, DIM, "item", init_fn=partial(nn.init.uniform_, a=0.5), storage=kind
     )
     fingerprint.agree(
         ranks,

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from emblib.collections import EmbeddingBagCollection, EmbeddingBagConfig, Plain, TensorTrain
+from emblib.collections import EmbeddingBagCollection, EmbeddingBagConfig
 from emblib.collections.optimizers import (
     GradientClipping,
     GradientClippingOptimizer,
@@ -16,6 +16,7 @@ from emblib.jagged import KeyedJaggedTensor
 from emblib.sharding import DistributedModelParallel, clip_grad_norm_
 from emblib.sharding.ranks import RankGroup
 from emblib.sharding.sharding_types import data_parallel, row_wise, table_wise
+from emblib.storage import Dense, TensorTrain
 from tests.sharding import worlds
 
 TRAIN = TensorTrain((2,), (4, 6), (2, 2))
@@ -30,7 +31,7 @@ class Net(nn.Module):
         super().__init__()
         torch.manual_seed(5)
         tables = [
-            EmbeddingBagConfig(ROWS, 4, name, kind=TRAIN if name == "tt" else Plain())
+            EmbeddingBagConfig(ROWS, 4, name, storage=TRAIN if name == "tt" else Dense())
             for name in TABLES
         ]
         self.sparse = EmbeddingBagCollection(tables)

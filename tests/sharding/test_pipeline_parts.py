@@ -48,7 +48,7 @@ class Frozen:
     note: str = "kept"
 
 
-class Plain:
+class Dense:
     def __init__(self) -> None:
         self.ids, self.scale = keyed(), torch.tensor(2.0)
 
@@ -71,7 +71,7 @@ NESTS = {
     "list": (lambda: [keyed(), torch.ones(2)], (0,)),
     "dict": (lambda: {"x": torch.ones(2), "ids": keyed()}, ("ids",)),
     "frozen dataclass": (lambda: Frozen(keyed(), torch.ones(2)), ("ids",)),
-    "object": (lambda: Plain(), ("ids",)),
+    "object": (lambda: Dense(), ("ids",)),
     "nested": (lambda: ({"a": Frozen(keyed(), torch.ones(2))},), (0, "a", "ids")),
 }
 

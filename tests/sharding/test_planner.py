@@ -7,10 +7,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from emblib import optim
-from emblib.collections.configs import (
-    Dynamic,
-    EmbeddingBagConfig,
-)
+from emblib.collections.configs import EmbeddingBagConfig
 from emblib.sharding.layout import shape_of
 from emblib.sharding.plan import ShardingPlan
 from emblib.sharding.planner import (
@@ -25,8 +22,9 @@ from emblib.sharding.planner.estimate import Load
 from emblib.sharding.planner.feasible import _Search
 from emblib.sharding.planner.report import predict
 from emblib.sharding.planner.search import Choice, Loads
-from emblib.sharding.planner.topology import Need, Pool
+from emblib.sharding.planner.topology import Need
 from emblib.sharding.sharding_types import ShardingType
+from emblib.storage import Hash, MemoryBytes
 from tests.sharding.planner_cases import MB, planner_of, random_works
 
 
@@ -155,7 +153,7 @@ def _exists(planner: Planner, works: Sequence[Work]) -> bool:
 def test_nodes_are_alike_where_each_of_their_ranks_is() -> None:
     """Else the search for any plan would try one of two nodes and give up."""
     model = planner_of(Topology(6, 2, memory=MB)).model(random_works(0, 2))
-    rooms = [Pool(MB * device) for device in (4, 1, 4, 3, 4, 1)]
+    rooms = [MemoryBytes(MB * device) for device in (4, 1, 4, 3, 4, 1)]
     search = _Search(Loads(model, rooms, weighted=False), [], [[0.0] * 4])
     members = (Load((0.0, 0.0, 0.0, 0.0), Need(10, 10)),) * 2
     assert list(search._targets(Unit(Domain.NODE, members), [])) == [0, 1]
@@ -254,7 +252,7 @@ def test_optimizers_that_see_whole_rows_are_not_cut_by_columns() -> None:
 
 
 def test_dynamic_tables_are_cut_by_keys_alone() -> None:
-    config = EmbeddingBagConfig(1000, 64, "t", kind=Dynamic())
+    config = EmbeddingBagConfig(1000, 64, "t", storage=Hash())
     work = Work("", config, optim.SGD(0.1), False, 16, 1.0)
     options = options_of(work, planner_of(Topology(4, 2)).model([work]))
     assert {option.type for option in options} == {

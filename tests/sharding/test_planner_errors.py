@@ -7,12 +7,7 @@ import torch
 
 from emblib import optim
 from emblib.collections import EmbeddingBagCollection, EmbeddingCollection
-from emblib.collections.configs import (
-    EmbeddingBagConfig,
-    EmbeddingConfig,
-    Plain,
-    TensorTrain,
-)
+from emblib.collections.configs import EmbeddingBagConfig, EmbeddingConfig
 from emblib.sharding.plan import ShardingPlan
 from emblib.sharding.planner import (
     PlanError,
@@ -28,6 +23,7 @@ from emblib.sharding.planner.report import predict
 from emblib.sharding.ranks import RankGroup
 from emblib.sharding.sharding_types import ParameterSharding, Shard, ShardingType
 from emblib.specs import Placement
+from emblib.storage import Dense, TensorTrain
 from tests.sharding import worlds
 from tests.sharding.planner_cases import MB, planner_of, random_works
 
@@ -97,8 +93,8 @@ def test_collective_plan() -> None:
 # Alternatives
 
 
-def _large(kinds: tuple[Plain | TensorTrain, ...], rows: int = 20_000) -> list[Work]:
-    constraints = TableConstraints(kinds=kinds)
+def _large(kinds: tuple[Dense | TensorTrain, ...], rows: int = 20_000) -> list[Work]:
+    constraints = TableConstraints(storages=kinds)
     small = Work("", EmbeddingBagConfig(1000, 64, "small"), optim.SGD(0.1), False, 16, 1.0,
                  constraints)  # fmt: skip
     config = EmbeddingBagConfig(rows, 64, "large")
@@ -108,18 +104,18 @@ def _large(kinds: tuple[Plain | TensorTrain, ...], rows: int = 20_000) -> list[W
 def test_a_tensor_train_where_a_table_does_not_fit() -> None:
     kind = TensorTrain((8, 8))
     tight = planner_of(Topology(2, memory=2 * MB)).solve_works(_large((kind,)))
-    kinds = [table.sharding.kind for table in tight.tables]
+    kinds = [table.sharding.storage for table in tight.tables]
     assert kinds == [None, kind]
     assert tight.fits
     roomy = planner_of(Topology(2, memory=20 * MB)).solve_works(_large((kind,)))
-    assert [table.sharding.kind for table in roomy.tables] == [None, None]
+    assert [table.sharding.storage for table in roomy.tables] == [None, None]
 
 
 def test_a_cached_placement_where_a_table_does_not_fit() -> None:
-    kind = Plain(Placement.MANAGED_CACHING)
+    kind = Dense(Placement.MANAGED_CACHING)
     topology = Topology(2, memory=3 * MB // 2, host_memory=64 * MB, device="cuda")
     found = planner_of(topology).solve_works(_large((kind,)))
-    assert [table.sharding.kind for table in found.tables] == [None, kind]
+    assert [table.sharding.storage for table in found.tables] == [None, kind]
     assert found.fits
     assert any(rank.nbytes.host for rank in found.ranks)
     assert "MANAGED_CACHING" not in str(found.plan)
@@ -128,7 +124,7 @@ def test_a_cached_placement_where_a_table_does_not_fit() -> None:
 
 def test_nothing_is_moved_to_the_host_unasked() -> None:
     topology = Topology(2, memory=MB, host_memory=1 << 40, device="cuda")
-    with pytest.raises(PlanError, match=r"kinds=\(Plain\(Placement.MANAGED_CACHING\)"):
+    with pytest.raises(PlanError, match=r"storages=\(Dense\(Placement.MANAGED_CACHING\)"):
         planner_of(topology).solve_works(_large(()))
 
 
@@ -180,9 +176,9 @@ def test_wrong_arguments() -> None:
         Topology(2, memory="16GB")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="must be a sequence, got 'row_wise'"):
         TableConstraints(sharding_types="row_wise")  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="kinds must be TensorTrain"):
-        TableConstraints(kinds=(TensorTrain,))  # type: ignore[arg-type]
-    assert TableConstraints(kinds=TensorTrain((4, 4))).kinds == (TensorTrain((4, 4)),)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="storages must be TensorTrain"):
+        TableConstraints(storages=(TensorTrain,))  # type: ignore[arg-type]
+    assert TableConstraints(storages=TensorTrain((4, 4))).storages == (TensorTrain((4, 4)),)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="'cpu' or 'cuda'"):
         Topology(2, device="tpu")
     with pytest.raises(ValueError, match="not there: \\['nope'\\]"):

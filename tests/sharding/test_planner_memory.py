@@ -7,17 +7,8 @@ import pytest
 import torch
 
 from emblib import optim
-from emblib.collections.configs import (
-    Dynamic,
-    EmbeddingBagConfig,
-    Kind,
-    Plain,
-    Quantized,
-    TensorTrain,
-)
+from emblib.collections.configs import EmbeddingBagConfig
 from emblib.collections.groups import TableGroups
-from emblib.collections.kernels import TableSlice
-from emblib.sharding.planner.estimate import table_bytes
 from emblib.specs import (
     CacheConfig,
     CachePolicy,
@@ -27,26 +18,27 @@ from emblib.specs import (
     FrequencyAdmission,
     Placement,
 )
+from emblib.storage import Dense, Hash, Quantized, Storage, TableSlice, TensorTrain
 from tests.optimizer_cases import CASES
 from tests.sharding import worlds
 from tests.sharding.planner_cases import allocated, step_bytes
 
 ROWS, DIM = 3000, 32
 CACHED = Placement.MANAGED_CACHING
-KINDS: dict[str, Kind] = {
-    "plain": Plain(),
-    "host": Plain(Placement.MANAGED),
-    "cached": Plain(CACHED),
-    "cached_lfu": Plain(CACHED, CacheConfig(policy=CachePolicy.LFU, load_factor=0.5)),
-    "cached_half": Plain(CACHED, CacheConfig(sets=20, dtype=torch.float16)),
+KINDS: dict[str, Storage] = {
+    "plain": Dense(),
+    "host": Dense(Placement.MANAGED),
+    "cached": Dense(CACHED),
+    "cached_lfu": Dense(CACHED, CacheConfig(policy=CachePolicy.LFU, load_factor=0.5)),
+    "cached_half": Dense(CACHED, CacheConfig(sets=20, dtype=torch.float16)),
     "tensor_train": TensorTrain((16, 16)),
     "tensor_train_8": TensorTrain((8, 8)),
     "tensor_train_2": TensorTrain((24,)),
-    "dynamic": Dynamic(),
-    "dynamic_lfu": Dynamic(eviction=Eviction.LFU),
-    "dynamic_none": Dynamic(eviction=Eviction.NONE),
-    "admission": Dynamic(admission=FrequencyAdmission(2, ExactCounter(5000))),
-    "sketch": Dynamic(admission=FrequencyAdmission(300, CountMinSketch(4096))),
+    "dynamic": Hash(),
+    "dynamic_lfu": Hash(eviction=Eviction.LFU),
+    "dynamic_none": Hash(eviction=Eviction.NONE),
+    "admission": Hash(admission=FrequencyAdmission(2, ExactCounter(5000))),
+    "sketch": Hash(admission=FrequencyAdmission(300, CountMinSketch(4096))),
 }
 TOLERANCE = 0.05
 
@@ -54,7 +46,7 @@ TOLERANCE = 0.05
 def _both(config: EmbeddingBagConfig, part: TableSlice, optimizer: Any) -> tuple[float, int]:
     """Predicted, and allocated."""
     groups = TableGroups([part], [0], pooled=True, optimizer=optimizer)
-    need = table_bytes(part, optimizer, "cpu")
+    need = part.storage.nbytes(part, optimizer, "cpu")
     gradients = 0
     if optimizer is None or isinstance(optimizer, optim.External):
         # A dense gradient is there once there was a backward.
@@ -73,7 +65,7 @@ def _both(config: EmbeddingBagConfig, part: TableSlice, optimizer: Any) -> tuple
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("optimizer", [optim.SGD(0.1), optim.RowwiseAdagrad(0.1), optim.Adam(0.1)])
 def test_tables_of_every_kind(kind: str, optimizer: Any) -> None:
-    config = EmbeddingBagConfig(ROWS, DIM, "t", kind=KINDS[kind])
+    config = EmbeddingBagConfig(ROWS, DIM, "t", storage=KINDS[kind])
     predicted, real = _both(config, TableSlice.whole(config), optimizer)
     assert predicted == pytest.approx(real, rel=TOLERANCE)
 
@@ -102,7 +94,7 @@ def test_tables_in_16_bits(dtype: torch.dtype, optimizer: Any) -> None:
 
 @pytest.mark.parametrize("kind", ["plain", "cached", "tensor_train_8"])
 def test_parts_of_tables(kind: str) -> None:
-    config = EmbeddingBagConfig(4096, DIM, "t", kind=KINDS[kind])
+    config = EmbeddingBagConfig(4096, DIM, "t", storage=KINDS[kind])
     rows, columns = (0, 2048), (16, 32)
     if kind == "tensor_train_8":
         spec: Any = config.spec()
@@ -115,31 +107,31 @@ def test_parts_of_tables(kind: str) -> None:
 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_quantised_tables(bits: int) -> None:
-    config = EmbeddingBagConfig(ROWS, DIM, "t", kind=Quantized(bits))
+    config = EmbeddingBagConfig(ROWS, DIM, "t", storage=Quantized(bits))
     part = TableSlice.whole(config)
     groups = TableGroups([part], [0], pooled=True)
-    assert sum(table_bytes(part, None, "cpu")) == pytest.approx(
+    assert sum(part.storage.nbytes(part, None, "cpu")) == pytest.approx(
         sum(allocated(kernel) for kernel in groups._kernels), rel=TOLERANCE
     )
 
 
 def test_tables_on_disk_count_as_disk(tmp_path: Path) -> None:
-    kind = Plain(Placement.DISK, CacheConfig(directory=tmp_path, load_factor=0.1))
-    config = EmbeddingBagConfig(ROWS, DIM, "t", kind=kind)
-    need = table_bytes(TableSlice.whole(config), optim.Adam(0.1), "cpu")
+    storage = Dense(Placement.DISK, CacheConfig(directory=tmp_path, load_factor=0.1))
+    config = EmbeddingBagConfig(ROWS, DIM, "t", storage=storage)
+    need = storage.nbytes(TableSlice.whole(config), optim.Adam(0.1), "cpu")
     assert need.disk == 3 * ROWS * DIM * 4
     predicted, real = _both(config, TableSlice.whole(config), optim.Adam(0.1))
     assert predicted == pytest.approx(real, rel=TOLERANCE)
 
 
 def test_tables_behind_a_gpu_count_as_host_memory() -> None:
-    config = EmbeddingBagConfig(ROWS, DIM, "t", kind=Plain(CACHED))
+    config = EmbeddingBagConfig(ROWS, DIM, "t", storage=Dense(CACHED))
     part, optimizer = TableSlice.whole(config), optim.RowwiseAdagrad(0.1)
-    on_gpu, on_cpu = (table_bytes(part, optimizer, device) for device in ("cuda", "cpu"))
+    on_gpu, on_cpu = (part.storage.nbytes(part, optimizer, device) for device in ("cuda", "cpu"))
     assert on_gpu.host == ROWS * (DIM + 1) * 4
     assert on_gpu.device + on_gpu.host == on_cpu.device
-    managed = EmbeddingBagConfig(ROWS, DIM, "t", kind=Plain(Placement.MANAGED))
-    assert table_bytes(TableSlice.whole(managed), optimizer, "cuda").device == 0
+    managed = EmbeddingBagConfig(ROWS, DIM, "t", storage=Dense(Placement.MANAGED))
+    assert managed.storage.nbytes(TableSlice.whole(managed), optimizer, "cuda").device == 0
 
 
 @pytest.mark.parametrize("way", ["table_wise", "on_rank_0", "row_wise", "column_wise"])

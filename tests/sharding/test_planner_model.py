@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from emblib import optim
-from emblib.collections.configs import EmbeddingBagConfig, Plain, TensorTrain
+from emblib.collections.configs import EmbeddingBagConfig
 from emblib.sharding.codecs import BF16, INT8
 from emblib.sharding.exchange import CommPrecision
 from emblib.sharding.planner import (
@@ -31,6 +31,7 @@ from emblib.sharding.planner.simulate import Point, compare, rank_correlation, t
 from emblib.sharding.ranks import RankGroup
 from emblib.sharding.sharding_types import ShardingType
 from emblib.specs import Placement
+from emblib.storage import Dense, TensorTrain
 from tests.sharding import worlds
 from tests.sharding.planner_cases import collection, plan_of
 
@@ -147,12 +148,12 @@ def test_tables_far_away_cost_more() -> None:
     topology = Topology(1, memory=1 << 34, host_memory=1 << 34, device="cuda")
     steps = {}
     for name, kind in (
-        ("device", Plain()),
-        ("managed", Plain(Placement.MANAGED)),
-        ("cached", Plain(Placement.MANAGED_CACHING)),
+        ("device", Dense()),
+        ("managed", Dense(Placement.MANAGED)),
+        ("cached", Dense(Placement.MANAGED_CACHING)),
         ("tensor_train", TensorTrain((16, 16))),
     ):
-        config = EmbeddingBagConfig(1_000_000, 64, "t", kind=kind)
+        config = EmbeddingBagConfig(1_000_000, 64, "t", storage=kind)
         work = Work("", config, optim.SGD(0.1), False, 4096, 10.0)
         steps[name] = Planner(topology, 4096).solve_works([work]).step_s
     assert steps["device"] < min(steps["managed"], steps["cached"], steps["tensor_train"])

@@ -12,10 +12,10 @@ from torch import nn
 
 import emblib
 from emblib import optim, sharding
-from emblib.collections.configs import Dynamic, Plain
 from emblib.sharding import sharding_types
 from emblib.sharding.ranks import RankGroup
 from emblib.specs import CountMinSketch, FrequencyAdmission, Placement, Pooling
+from emblib.storage import Dense, Hash
 from tests.sharding import worlds
 from tests.sharding.sharded_cases import (
     Case,
@@ -53,7 +53,7 @@ def test_weights_states_and_steps_are_kept(output: str) -> None:
 def hash_keys(ranks: RankGroup, plan: str, device: str) -> dict[str, list[int]]:
     """By table those of the source and of the parts here, with another seed on every rank."""
     torch.manual_seed(7 + 100 * ranks.rank)
-    configs = tables(SUM, kind=Dynamic(admission=FrequencyAdmission(2, CountMinSketch(64))))
+    configs = tables(SUM, storage=Hash(admission=FrequencyAdmission(2, CountMinSketch(64))))
     source = emblib.EmbeddingBagCollection(configs, device=device, optimizer=optim.SGD(0.1))
     sharded = make_sharded(Case(configs, (plan,) * len(configs)), ranks, source)
     if device == "meta":
@@ -255,7 +255,7 @@ def cached(ranks: RankGroup) -> None:
     world = sharding_types.World(ranks.size, ranks.size)
     shapes = [sharding_types.TableShape(c.num_embeddings, c.embedding_dim) for c in case.configs]
     kinds = [
-        replace(sharding_types.row_wise()(shape, world), kind=Plain(Placement.MANAGED_CACHING))
+        replace(sharding_types.row_wise()(shape, world), storage=Dense(Placement.MANAGED_CACHING))
         for shape in shapes
     ]
     plan = {"": {c.name: kind for c, kind in zip(case.configs, kinds, strict=True)}}

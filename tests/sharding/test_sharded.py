@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from emblib import optim
-from emblib.collections.configs import Dynamic, TensorTrain
 from emblib.sharding.codecs import BF16, FP8, FP16, INT8
 from emblib.sharding.exchange import CommPrecision
 from emblib.sharding.sharding_types import Shard, blocks
 from emblib.specs import Pooling
+from emblib.storage import Hash, TensorTrain
 from tests.sharding import worlds
 from tests.sharding.sharded_cases import WORDS, Case, sequences, tables, train
 
@@ -120,7 +120,7 @@ def test_int32_ids(plan: str, *, pooled: bool) -> None:
 @pytest.mark.parametrize("pooled", [True, False])
 @pytest.mark.parametrize("size", SIZES)
 def test_dynamic_tables(plan: str, size: int, *, pooled: bool) -> None:
-    configs = tables(SUM, MEAN, kind=Dynamic(), dims=(8, 8, 8, 8))
+    configs = tables(SUM, MEAN, storage=Hash(), dims=(8, 8, 8, 8))
     configs = tuple(_roomy(c) for c in configs)
     configs = configs if pooled else sequences(configs)
     worlds.run(size, train, Case(configs, PLANS[plan], optimizer=optim.Adam(0.1)))
@@ -135,7 +135,7 @@ def _roomy(config: Any) -> Any:
 @pytest.mark.parametrize("pooled", [True, False])
 @pytest.mark.parametrize("plan", ["tw", "dp"])
 def test_tensor_trains_whole(plan: str, *, pooled: bool) -> None:
-    configs = tables(SUM, MEAN, kind=TensorTrain((2, 2)), dims=(8, 8, 8, 8))
+    configs = tables(SUM, MEAN, storage=TensorTrain((2, 2)), dims=(8, 8, 8, 8))
     configs = configs if pooled else sequences(configs)
     worlds.run(3, train, Case(configs, PLANS[plan], tolerance=1e-5))
 

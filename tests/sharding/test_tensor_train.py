@@ -10,11 +10,12 @@ from torch import Tensor, nn
 
 import emblib
 from emblib import optim
-from emblib.collections.configs import EmbeddingBagConfig, TensorTrain
+from emblib.collections.configs import EmbeddingBagConfig
 from emblib.sharding.ranks import RankGroup
 from emblib.sharding.sharding_types import Shard
 from emblib.sharding.tensor_train import SharedCores, summed
 from emblib.specs import Pooling
+from emblib.storage import TensorTrain
 from tests.sharding import worlds
 from tests.sharding.sharded_cases import Case, make_sharded, make_source, sequences, train
 
@@ -35,9 +36,9 @@ OPTIMIZERS = {
 def _tables(cores: int) -> Any:
     kind = KINDS[cores]
     return (
-        EmbeddingBagConfig(60, 16, "t0", ("f0",), pooling=SUM, kind=kind),
-        EmbeddingBagConfig(57, 16, "t1", ("f1", "f2"), pooling=MEAN, kind=kind),
-        EmbeddingBagConfig(14, 16, "t2", ("f0",), pooling=SUM, kind=TensorTrain((2, 2))),
+        EmbeddingBagConfig(60, 16, "t0", ("f0",), pooling=SUM, storage=kind),
+        EmbeddingBagConfig(57, 16, "t1", ("f1", "f2"), pooling=MEAN, storage=kind),
+        EmbeddingBagConfig(14, 16, "t2", ("f0",), pooling=SUM, storage=TensorTrain((2, 2))),
         EmbeddingBagConfig(20, 8, "t3", ("f3",), pooling=SUM),
     )
 

@@ -15,7 +15,6 @@ from emblib import (
     EmbeddingBagCollection,
     EmbeddingBagConfig,
     KeyedJaggedTensor,
-    TensorTrain,
     TTEmbeddingBag,
     TTSpec,
     optim,
@@ -26,6 +25,7 @@ from emblib.sharding.ranks import RankGroup
 from emblib.sharding.shard import construct_module_plan
 from emblib.sharding.sharded_bags import ShardedEmbeddingBagCollection
 from emblib.sharding.sharding_types import World, row_wise
+from emblib.storage import TensorTrain
 from emblib.tt import layout_entry
 from emblib.tt.shapes import check_ranks
 from tests.sharding import worlds
@@ -51,7 +51,7 @@ def collection(spec: TTSpec) -> EmbeddingBagCollection:
     kind = TensorTrain(spec.ranks, spec.row_factors, spec.dim_factors)
     configs = [
         EmbeddingBagConfig(20, 4, "plain", ["p"]),
-        EmbeddingBagConfig(spec.rows, spec.dim, "t", ["f"], kind=kind),
+        EmbeddingBagConfig(spec.rows, spec.dim, "t", ["f"], storage=kind),
     ]
     return EmbeddingBagCollection(configs, optimizer=optim.Adagrad(0.1))
 

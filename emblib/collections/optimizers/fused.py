@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from emblib import optim
 from emblib.collections.configs import TableConfig
-from emblib.collections.handles import TableHandle, handle_of, is_marked_by_torch
 from emblib.collections.modules import FusedTable
 from emblib.collections.optimizers.keyed import KeyedOptimizer, State
 from emblib.optim import Optimizer
+from emblib.storage.handles import TableHandle, handle_of, is_marked_by_torch
 
 
 @runtime_checkable

@@ -1,6 +1,9 @@
-"""One table of a sharded collection by its kind: what of it is here, as tensors, and back."""
+"""The state dicts of sharded collections: each table as sharded tensors, and back into its shards.
 
-import math
+The storage of a table says which tensors it has and how they are cut (`TensorLayout`). Rows of
+keyed storage are saved by key instead (`KeyedTable`).
+"""
+
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
@@ -8,9 +11,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor, nn
 
-from emblib.collections.configs import Dynamic, TensorTrain
 from emblib.collections.groups import TableGroups
-from emblib.collections.kernels import NO_UPDATE, PartTables, TableSlice
 from emblib.collections.modules import HYPER, FusedTable
 from emblib.ops import autograd
 from emblib.optim import Optimizer
@@ -18,8 +19,7 @@ from emblib.sharding.checkpoints import keyed, sharded_table
 from emblib.sharding.checkpoints.sharded_table import RowStates, ShardedTable
 from emblib.sharding.ranks import RankGroup
 from emblib.sharding.sharding_types import ParameterSharding, Shard
-from emblib.specs import TTSpec
-from emblib.tt import layout_entry
+from emblib.storage.base import NO_UPDATE, Storage, TensorLayout
 
 
 @dataclass
@@ -110,15 +110,15 @@ class Tables(Protocol):
 
 
 class Table:
-    """A table of a collection, and what of it is here."""
-
-    parameter_keys: tuple[str, ...] = ("weight",)
+    """A table of a collection, and the shards of it that this rank holds."""
 
     def __init__(self, tables: Tables, name: str, held: Sequence[Held]) -> None:
         self.ranks, self.name = tables.ranks, name
         self.config, self.sharding = tables.kept_as(name), tables.plan[name]
         self.optimizer: Optimizer = self.config.optimizer or tables.groups.optimizer or NO_UPDATE
         self.is_fused = autograd.is_fused(self.optimizer)
+        self.storage: Storage = self.config.storage
+        self._layouts = self._layouts_of_views()
         self.held = {0 if not self.boxes else self.boxes.index(p.box): p for p in held}
 
     @property
@@ -149,15 +149,18 @@ class Table:
         return Entry(size, dtype, boxes, self.ranks, dict.fromkeys(mine, memory) if memory else {})
 
     def parameters(self) -> dict[str, Tensor]:
-        """What the state dict of the collection has of it."""
-        return {key: entry.tensor() for key, entry in self.entries(self.parameter_names()).items()}
+        """Return the entries of the collection's state dict."""
+        entries = self.entries(self.parameter_names())
+        tensors = {key: entry.tensor() for key, entry in entries.items()}
+        return {**self.storage.metadata_entries(self.config), **tensors}
 
     def parameter_names(self) -> Sequence[str]:
-        """Their names."""
-        return self.parameter_keys
+        """Return the names of the entries without which the table cannot be loaded."""
+        return tuple(self.storage.parameter_layouts(self.config))
 
     def check_parameters(self, given: Mapping[str, Tensor]) -> None:
         """Raise ValueError for parameters of another table, before those of any are written."""
+        self.storage.check_entries(self.config, given)
 
     def set_parameters(self, given: Mapping[str, Tensor]) -> None:
         """Write those that are given."""
@@ -193,9 +196,13 @@ class Table:
         return [parameter for parameter, *_ in self._states_by_parameter()]
 
     def _states_by_parameter(self) -> Iterator[tuple[str, list[str], list[str]]]:
-        """Parameter, names of its states, and what the views call them."""
-        names = [state.name for state in self.optimizer.states]
-        yield "weight", names, names
+        """Yield each parameter, the names of its optimizer states, and their names in the views."""
+        for parameter in self._fused_parameter_names():
+            views = self.storage.state_views(parameter, self.optimizer)
+            yield parameter, list(views), list(views.values())
+
+    def _fused_parameter_names(self) -> Sequence[str]:
+        return self.parameter_names()
 
     def _write(self, keys: Sequence[str], given: Mapping[str, Tensor]) -> None:
         with torch.no_grad():
@@ -203,101 +210,45 @@ class Table:
             parts = {k: e.parts_of(given[k], f"{self.name}.{k}") for k, e in entries.items()}
             for key, entry in entries.items():
                 entry.write(parts[key])
-        for kernel in self.kernels():
-            if isinstance(kernel, PartTables):
-                with kernel._writing():
-                    pass  # a store on disk commits what was written
+        for part in self.held.values():
+            part.groups.handles[part.index].commit()
 
     def entries(self, keys: Sequence[str]) -> dict[str, Entry]:
         """How these tensors are cut, and their memory."""
         views = {i: part.groups.views(part.index) for i, part in self.held.items()}
         return {key: self._entry(key, {i: v[key] for i, v in views.items()}) for key in keys}
 
-    def _entry(self, key: str, memory: Mapping[int, Tensor]) -> Entry:
-        raise NotImplementedError
+    def _layouts_of_views(self) -> dict[str, tuple[TensorLayout, bool]]:
+        """Return the layout of each view, and whether it has one number per row."""
+        per_row = {state.name: state.per_row for state in self.optimizer.states}
+        layouts = {}
+        for parameter, layout in self.storage.parameter_layouts(self.config).items():
+            layouts[parameter] = (layout, False)
+            for state, view in self.storage.state_views(parameter, self.optimizer).items():
+                layouts[view] = (layout._replace(dtype=torch.float32), per_row[state])
+        return layouts
 
-    def _in_boxes(
-        self,
-        size: tuple[int, int],
-        boxes: tuple[Shard, ...],
-        key: str,
-        memory: Mapping[int, Tensor],
-    ) -> Entry:
-        """What lies in boxes of `size`: elements, or a number a row."""
+    def _entry(self, key: str, memory: Mapping[int, Tensor]) -> Entry:
+        layout, is_per_row = self._layouts[key]
+        if layout.region is None:
+            size = layout.size[:1] if is_per_row else layout.size
+            return self._shared(size, layout.dtype, list(memory.values()))
+        boxes = tuple(Shard(box.rank, *layout.region(box.rows, box.columns)) for box in self.boxes)
         tensors = {i: [tensor] for i, tensor in memory.items()}
-        per_row = {state.name for state in self.optimizer.states if state.per_row}
-        dtype = self.config.data_type if key in self.parameter_keys else torch.float32
-        if key.split(".")[0] not in per_row:
-            return Entry(size, dtype, boxes, self.ranks, tensors)
+        if not is_per_row:
+            return Entry(layout.size, layout.dtype, boxes, self.ranks, tensors)
+        rows = layout.size[0]
         cuts = sharded_table.cuts_of(boxes)
         if len(cuts) <= 2:
             narrow = tuple(box._replace(columns=(0, 1)) for box in boxes)
-            return Entry(size[:1], dtype, narrow, self.ranks, tensors)
+            return Entry((rows,), layout.dtype, narrow, self.ranks, tensors)
         by_stretch = tuple(
             box._replace(columns=sharded_table.stretches(box.columns, cuts)) for box in boxes
         )
-        return Entry((size[0], len(cuts) - 1), dtype, by_stretch, self.ranks, tensors, cuts)
+        return Entry((rows, len(cuts) - 1), layout.dtype, by_stretch, self.ranks, tensors, cuts)
 
 
-class PlainTable(Table):
-    """Rows as they are."""
-
-    def _entry(self, key: str, memory: Mapping[int, Tensor]) -> Entry:
-        size = (self.config.num_embeddings, self.config.embedding_dim)
-        return self._in_boxes(size, self.boxes, key, memory)
-
-
-class TensorTrainTable(Table):
-    """Cores: the first in slices, the others whole on every rank with a part."""
-
-    def __init__(self, tables: Tables, name: str, held: Sequence[Held]) -> None:
-        super().__init__(tables, name, held)
-        spec = TableSlice.whole(self.config).spec
-        assert isinstance(spec, TTSpec)
-        ranks = spec.full_ranks
-        widths = [r * q * s for r, q, s in zip(ranks, spec.dim_factors, ranks[1:], strict=False)]
-        self._sizes = list(zip(spec.row_factors, widths, strict=True))
-        self._units = math.prod(spec.row_factors[1:]), math.prod(spec.dim_factors[1:])
-        self._rank = spec.ranks[0]
-        self._layout = layout_entry.entry(spec)
-        self.parameter_keys = tuple(f"cores.{k}" for k in range(len(self._sizes)))
-
-    def parameters(self) -> dict[str, Tensor]:
-        """The cores, and which tensor train they are of."""
-        return {layout_entry.NAME: self._layout.clone(), **super().parameters()}
-
-    def check_parameters(self, given: Mapping[str, Tensor]) -> None:
-        """Raise ValueError for cores of another tensor train."""
-        if not given.keys().isdisjoint(self.parameter_keys):
-            problem = layout_entry.difference(given.get(layout_entry.NAME), self._layout)
-            if problem:
-                raise ValueError(f"{self.name}.cores: {problem}")
-
-    def _states_by_parameter(self) -> Iterator[tuple[str, list[str], list[str]]]:
-        names = [state.name for state in self.optimizer.states]
-        for k, core in enumerate(self.parameter_keys):
-            yield core, names, [f"{name}.{k}" for name in names]
-
-    def _entry(self, key: str, memory: Mapping[int, Tensor]) -> Entry:
-        name, k = key.rsplit(".", 1)
-        size = self._sizes[int(k)]
-        if int(k) == 0:
-            return self._in_boxes(size, tuple(map(self._core_box, self.boxes)), key, memory)
-        per_row = any(state.name == name and state.per_row for state in self.optimizer.states)
-        return self._shared(size[:1] if per_row else size, torch.float32, list(memory.values()))
-
-    def _core_box(self, box: Shard) -> Shard:
-        """Where the slice of a box is in the first core `[p, q * rank]`."""
-        height, width = self._units
-        rows = box.rows[0] // height, -(-box.rows[1] // height)
-        columns = box.columns[0] // width, -(-box.columns[1] // width)
-        # The factors may make more rows than the table has; the last slice has them.
-        last = box.rows[1] == self.config.num_embeddings
-        rows = (rows[0], self._sizes[0][0]) if last else rows
-        return Shard(box.rank, rows, (columns[0] * self._rank, columns[1] * self._rank))
-
-
-class DynamicTable(Table):
+class KeyedTable(Table):
     """Entries by key, part k of K with the keys that it owns; states of the optimizer with them."""
 
     def _numbered(self) -> dict[int, Any]:
@@ -330,14 +281,8 @@ class DynamicTable(Table):
             count = max(len(self.boxes), 1)
             handle.load_state_dict(keyed.part_of(given, number, count))
 
-    def _states_by_parameter(self) -> Iterator[tuple[str, list[str], list[str]]]:
-        yield "weight", [], []
-
-    def _entry(self, key: str, memory: Mapping[int, Tensor]) -> Entry:
-        raise AssertionError(key)
-
-
-KINDS = {TensorTrain: TensorTrainTable, Dynamic: DynamicTable}
+    def _fused_parameter_names(self) -> Sequence[str]:
+        return ("weight",)
 
 
 def module_state(tables: Tables) -> dict[str, Tensor]:
@@ -432,7 +377,7 @@ def _tables(tables: Tables) -> list[Table]:
     for part in tables.parts():
         held[part.table].append(part)
     return [
-        KINDS.get(type(tables.kept_as(name).kind), PlainTable)(tables, name, parts)
+        (KeyedTable if tables.kept_as(name).storage.is_keyed else Table)(tables, name, parts)
         for name, parts in held.items()
     ]
 

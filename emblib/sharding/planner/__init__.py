@@ -12,15 +12,16 @@ from emblib.sharding.planner.feasible import PlanError
 from emblib.sharding.planner.planner import Planner, collective_plan
 from emblib.sharding.planner.report import Prediction
 from emblib.sharding.planner.simulate import Scaling, Simulated, simulate
-from emblib.sharding.planner.topology import Pool, Topology
+from emblib.sharding.planner.topology import Topology
 from emblib.sharding.planner.work import Reservation, TableConstraints, Work
+from emblib.storage import MemoryBytes
 
 __all__ = [
     "Calibration",
     "CostModel",
+    "MemoryBytes",
     "PlanError",
     "Planner",
-    "Pool",
     "Prediction",
     "Reservation",
     "Scaling",

@@ -3,21 +3,20 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from emblib.collections.configs import Dynamic, Kind
-from emblib.collections.kernels import TableSlice
 from emblib.optim import SGD, Adagrad, Adam, External
 from emblib.sharding import sharding_types
-from emblib.sharding.layout import shape_of, with_kind
+from emblib.sharding.layout import shape_of, with_storage
 from emblib.sharding.planner.estimate import INPUT, NOTHING, CostModel, Everywhere, Load
 from emblib.sharding.planner.topology import Need, Topology
 from emblib.sharding.planner.work import Work
 from emblib.sharding.sharding_types import ParameterSharding, Rule, Shard, ShardingType
 from emblib.specs import Choice
+from emblib.storage import Storage, TableSlice
 
 _BY_COLUMNS = frozenset(
     {ShardingType.COLUMN_WISE, ShardingType.TABLE_COLUMN_WISE, ShardingType.GRID}
 )
-_OF_DYNAMIC = (ShardingType.TABLE_WISE, ShardingType.ROW_WISE, ShardingType.TABLE_ROW_WISE)
+_OF_KEYED = (ShardingType.TABLE_WISE, ShardingType.ROW_WISE, ShardingType.TABLE_ROW_WISE)
 _ASKED_FOR = frozenset({ShardingType.GRID})
 
 
@@ -51,11 +50,11 @@ class Unit:
 class Option:
     """One way to spread a table, before it is said where.
 
-    `penalty` is 0 for the kind that the table is configured as, and n for the n-th alternative.
+    `penalty` is 0 for the configured storage, and n for the n-th alternative.
     """
 
     type: ShardingType
-    kind: Kind | None
+    storage: Storage | None
     units: tuple[Unit, ...]
     everywhere: Everywhere
     penalty: int = 0
@@ -82,9 +81,9 @@ class Option:
 
     def sharding(self, work: Work, topology: Topology, targets: Sequence[int]) -> ParameterSharding:
         """The boxes, given the rank or node of each unit."""
-        shape = shape_of(work.config, self.kind)
+        shape = shape_of(work.config, self.storage)
         sharding = self._rule(tuple(targets))(shape, topology.world)
-        return ParameterSharding(sharding.type, sharding.boxes, self.kind)
+        return ParameterSharding(sharding.type, sharding.boxes, self.storage)
 
     def _rule(self, targets: tuple[int, ...]) -> Rule:
         if self.type is ShardingType.CUSTOM:
@@ -106,16 +105,16 @@ class Option:
 
 
 def options_of(work: Work, model: CostModel) -> list[Option]:
-    """All ways that are allowed, those of the table's own kind first.
+    """All ways that are allowed, those of the configured storage first.
 
     Raises:
         ValueError: none is.
     """
     found = []
-    kinds: list[Kind | None] = [None, *work.constraints.kinds]
-    for penalty, kind in enumerate(kinds):
-        for sharding_type in allowed_types(work, model.topology, kind):
-            found += list(_options(work, model, sharding_type, kind, penalty))
+    storages: list[Storage | None] = [None, *work.constraints.storages]
+    for penalty, storage in enumerate(storages):
+        for sharding_type in allowed_types(work, model.topology, storage):
+            found += list(_options(work, model, sharding_type, storage, penalty))
     if not found:
         asked = [t.value for t in work.constraints.sharding_types or ()]
         raise ValueError(
@@ -131,12 +130,12 @@ def cuts_columns_exactly(work: Work) -> bool:
     return optimizer is None or type(optimizer) in (SGD, Adagrad, Adam, External)
 
 
-def allowed_types(work: Work, topology: Topology, kind: Kind | None) -> list[ShardingType]:
+def allowed_types(work: Work, topology: Topology, storage: Storage | None) -> list[ShardingType]:
     """The types that constraints allow; without any, those that leave results as they are."""
     chosen = work.constraints.sharding_types
     types = [t for t in ShardingType if chosen is None or t in chosen]
-    if isinstance(work.config.kind if kind is None else kind, Dynamic):
-        types = [t for t in types if t in _OF_DYNAMIC]
+    if with_storage(work.config, storage).storage.is_keyed:
+        types = [t for t in types if t in _OF_KEYED]
     if chosen is None:
         types = [t for t in types if t not in _ASKED_FOR]
         if not cuts_columns_exactly(work):
@@ -151,16 +150,16 @@ def allowed_types(work: Work, topology: Topology, kind: Kind | None) -> list[Sha
 
 
 class Parts:
-    """Prices boxes of one table kept as one kind; equal shapes are priced once."""
+    """Prices boxes of one table in one storage; equal shapes are priced once."""
 
-    def __init__(self, work: Work, model: CostModel, kind: Kind | None) -> None:
-        self.work, self.model, self.kind = work, model, kind
-        self.config = with_kind(work.config, kind)
+    def __init__(self, work: Work, model: CostModel, storage: Storage | None) -> None:
+        self.work, self.model, self.storage = work, model, storage
+        self.config = with_storage(work.config, storage)
         self._loads: dict[tuple[int, int, float], Load] = {}
 
     def shares(self, boxes: Sequence[Shard]) -> list[float]:
         """Of the table's ids, by box: by rows, or where keys decide one for each block."""
-        if isinstance(self.config.kind, Dynamic):
+        if self.config.storage.is_keyed:
             return [1.0 / len({box.rows for box in boxes})] * len(boxes)
         return [box.shape[0] / self.config.num_embeddings for box in boxes]
 
@@ -186,14 +185,14 @@ class Parts:
 
 
 def _options(
-    work: Work, model: CostModel, sharding_type: ShardingType, kind: Kind | None, penalty: int
+    work: Work, model: CostModel, sharding_type: ShardingType, storage: Storage | None, penalty: int
 ) -> Iterator[Option]:
-    parts, topology = Parts(work, model, kind), model.topology
+    parts, topology = Parts(work, model, storage), model.topology
     if sharding_type is ShardingType.DATA_PARALLEL:
-        yield Option(sharding_type, kind, (), parts.replicated(), penalty)
+        yield Option(sharding_type, storage, (), parts.replicated(), penalty)
         return
     for rule, domain in _rules(work, topology, sharding_type):
-        boxes = rule(shape_of(work.config, kind), topology.world).boxes
+        boxes = rule(shape_of(work.config, storage), topology.world).boxes
         if len(boxes) < 2 and sharding_type in (ShardingType.COLUMN_WISE, ShardingType.GRID):
             continue
         yield option_of(parts, sharding_type, boxes, domain, penalty)
@@ -216,7 +215,7 @@ def option_of(
         units = tuple(_units(boxes, loads, domain, topology))
     fixed = tuple(boxes) if sharding_type is ShardingType.CUSTOM else ()
     cuts_rows = any(box.shape[0] < parts.config.num_embeddings for box in boxes)
-    return Option(sharding_type, parts.kind, units, everywhere, penalty, fixed, cuts_rows)
+    return Option(sharding_type, parts.storage, units, everywhere, penalty, fixed, cuts_rows)
 
 
 def _by_rank(boxes: Sequence[Shard], loads: Sequence[Load], size: int) -> list[Load]:

@@ -11,136 +11,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from emblib.collections.configs import Dynamic, Kind, Plain, Quantized, TensorTrain
-from emblib.collections.kernels import TableSlice
-from emblib.ops import autograd
-from emblib.ops.hash import SCORED
-from emblib.optim import External, Gradient, Optimizer
-from emblib.sharding.planner.calibration import Curve, at
-from emblib.sharding.planner.topology import Need, Pool, Topology
+from emblib.sharding.planner.calibration import Calibration, Curve, at
+from emblib.sharding.planner.topology import Need, Topology
 from emblib.sharding.planner.work import Work
-from emblib.specs import (
-    SLOTS,
-    CacheConfig,
-    CachePolicy,
-    CountMinSketch,
-    DynamicSpec,
-    ExactCounter,
-    Placement,
-    Precision,
-    TableSpec,
-    TTSpec,
-)
+from emblib.storage import MemoryBytes, TableSlice
+from emblib.storage.base import is_fused
 
 if TYPE_CHECKING:
     from emblib.sharding.exchange import CommPrecision
-
-_WAYS = 32  # rows of a cache's set
-_SLOT = 16  # tag and stamp of a row in a cache
-_STATE = Precision().states.itemsize
-
-
-def table_bytes(part: TableSlice, optimizer: Optimizer | None, device: str) -> Pool:
-    """What the part takes where it is held, batches apart.
-
-    Without an optimizer, or with one whose gradients are dense, the gradient counts as well.
-    """
-    config, spec = part.config, part.spec
-    if isinstance(config.kind, Quantized):
-        return Pool(_quantized_bytes(spec.rows, spec.dim, config.kind.bits))
-    if isinstance(spec, TTSpec):
-        return Pool(_core_bytes(spec, optimizer))
-    if isinstance(spec, DynamicSpec):
-        itemsize = config.data_type.itemsize
-        return Pool(_dynamic_bytes(spec, optimizer, itemsize))
-    return _plain_bytes(spec, config.kind, optimizer, config.data_type, device)
-
-
-def state_bytes(optimizer: Optimizer | None, rows: int, dim: int, itemsize: int) -> int:
-    """Of the optimizer's state for this many rows, and of a dense gradient where there is one."""
-    if optimizer is None or _has_dense_gradient(optimizer):
-        return rows * dim * itemsize
-    return sum(
-        rows * (torch.float32.itemsize if s.per_row else dim * _STATE) for s in optimizer.states
-    )
-
-
-def row_bytes(optimizer: Optimizer | None, dim: int, itemsize: int) -> int:
-    """Of a row and its optimizer state: what an update of the row reads and writes."""
-    return dim * itemsize + (state_bytes(optimizer, 1, dim, itemsize) if is_fused(optimizer) else 0)
-
-
-def is_fused(optimizer: Optimizer | None) -> bool:
-    """Whether backward applies it."""
-    return optimizer is not None and autograd.is_fused(optimizer)
-
-
-def _has_dense_gradient(optimizer: Optimizer) -> bool:
-    return isinstance(optimizer, External) and optimizer.gradient is Gradient.DENSE
-
-
-def _plain_bytes(
-    spec: TableSpec, kind: Kind, optimizer: Optimizer | None, dtype: torch.dtype, device: str
-) -> Pool:
-    weights = spec.rows * spec.dim * dtype.itemsize
-    table = weights + state_bytes(optimizer, spec.rows, spec.dim, dtype.itemsize)
-    if not spec.placement.cached:
-        far = spec.placement is Placement.MANAGED and device == "cuda"
-        return Pool(0, table) if far else Pool(table)
-    assert isinstance(kind, Plain)
-    cache = _cache_bytes(spec, kind.cache or CacheConfig(), optimizer, dtype)
-    if spec.placement is Placement.DISK:
-        return Pool(cache, 0, table)
-    # On the CPU the table is in the same memory as the cache before it.
-    return Pool(cache, table) if device == "cuda" else Pool(cache + table)
-
-
-def _cache_bytes(
-    spec: TableSpec, cache: CacheConfig, optimizer: Optimizer | None, dtype: torch.dtype
-) -> int:
-    """A cache for this table alone; several that share one have rows as long as the longest."""
-    dtype = cache.dtype or dtype
-    stride = -(-spec.dim // 4) * 4
-    sets = max(cache.sets or math.ceil(cache.load_factor * spec.rows / _WAYS), 1)
-    slot = _SLOT + stride * dtype.itemsize + state_bytes(optimizer, 1, stride, dtype.itemsize)
-    counts = spec.rows * torch.int32.itemsize if cache.policy is CachePolicy.LFU else 0
-    return sets * _WAYS * slot + counts
-
-
-def _core_bytes(spec: TTSpec, optimizer: Optimizer | None) -> int:
-    ranks = spec.full_ranks
-    total = 0
-    for k, (p, q) in enumerate(zip(spec.row_factors, spec.dim_factors, strict=True)):
-        width = ranks[k] * q * ranks[k + 1]
-        total += p * width * torch.float32.itemsize
-        total += state_bytes(optimizer, p, width, torch.float32.itemsize)
-    return total
-
-
-def _dynamic_bytes(spec: DynamicSpec, optimizer: Optimizer | None, itemsize: int) -> int:
-    """Of a table that is full: all of its capacity, whatever it begins with."""
-    words = 3 if spec.eviction.order in SCORED else 2
-    rows = spec.rows
-    index = rows * (1 + words * 8)
-    values = rows * spec.dim * itemsize + state_bytes(optimizer, rows, spec.dim, itemsize)
-    return index + values + (_counter_bytes(spec) if spec.admission else 0)
-
-
-def _counter_bytes(spec: DynamicSpec) -> int:
-    assert spec.admission is not None
-    counter = spec.admission.counter
-    if isinstance(counter, ExactCounter):
-        return -(-counter.capacity // SLOTS) * SLOTS * (1 + 3 * 8)
-    assert isinstance(counter, CountMinSketch)
-    threshold = spec.admission.threshold
-    size = 1 if threshold < 2**8 else 4 if threshold < 2**31 else 8
-    return counter.width * counter.depth * size
-
-
-def _quantized_bytes(rows: int, dim: int, bits: int) -> int:
-    """Packed values, and a float32 scale and offset a row."""
-    return rows * (-(-dim * bits // 8) + 2 * torch.float32.itemsize)
-
 
 PHASES = ("input", "lookup", "output", "update")
 INPUT, LOOKUP, OUTPUT, UPDATE = range(4)
@@ -246,8 +124,8 @@ class CostModel:
         )
         # Ids and lengths of each batch under way, and rows on their way out or gradients back.
         io = self._moved * sent + self._copies_of(work) * _FLOAT * floats
-        updating = io + _GROUPING * ids * (not isinstance(part.config.kind, Quantized))
-        table = table_bytes(part, work.optimizer, self.topology.device)
+        updating = io + _GROUPING * ids * (part.storage.is_trained)
+        table = part.storage.nbytes(part, work.optimizer, self.device)
         return Load(_exact(seconds), _need(table, io, updating))
 
     def everywhere(self, work: Work, boxes: Iterable[tuple[int, float]]) -> Everywhere:
@@ -271,7 +149,9 @@ class CostModel:
         combining += numbers
         positions = self._moved * sent_ids * _ID
         arrange, positions = _on_grid(arrange * _NS), float(math.ceil(positions))
-        return Everywhere(NOTHING.seconds, arrange, _need(Pool(0), combining, given), positions)
+        return Everywhere(
+            NOTHING.seconds, arrange, _need(MemoryBytes(0), combining, given), positions
+        )
 
     @property
     def _moved(self) -> int:
@@ -294,11 +174,11 @@ class CostModel:
         rows_out = bags if work.config.pooled else ids
         floats = rows_out * work.config.embedding_dim
         lookup = self._lookup(work, part, ids, rows_out)
-        table = table_bytes(part, work.optimizer, self.topology.device)
+        table = part.storage.nbytes(part, work.optimizer, self.device)
         given = self.batches * (ids * _ID + bags * _ID) + 2 * _FLOAT * floats
         combining = given + (_FLOAT * floats if work.config.pooled else 0.0)
         updating = given + _GROUPING * ids
-        if isinstance(part.config.kind, Quantized):
+        if not part.storage.is_trained:
             seconds = 0.0, lookup, 0.0, 0.0
         elif not is_fused(work.optimizer):
             # The gradient of the whole table is summed over the ranks, there and back.
@@ -310,8 +190,7 @@ class CostModel:
             sent = (ids * (_ID + (_FLOAT if work.is_weighted else 0)) + bags * _ID) * world
             update = self._update(work, part, ids * world, rows_out * world)
             values = 0.0
-            if isinstance(part.config.kind, TensorTrain):
-                # An update of cores needs the rows, too.
+            if part.storage.updates_need_rows:
                 update += self._lookup(work, part, ids * world, rows_out * world)
                 values = _FLOAT * floats * world
             back = floats * world * self.wire.backward
@@ -326,12 +205,40 @@ class CostModel:
 
     # Lookups and updates
 
+    @property
+    def device(self) -> str:
+        """Return "cpu" or "cuda"."""
+        return self.topology.device
+
+    @property
+    def costs(self) -> Calibration:
+        """Return the constants of the machine."""
+        return self._costs
+
+    def lookup_row_ns(self, part: TableSlice, row_bytes: float, ids: float) -> float:
+        """Return the time to add one row to its bag, given the share of rows in cache."""
+        costs = self._costs
+        return self._mixed(costs.lookup_near, costs.lookup_far, part, row_bytes, ids)
+
+    def update_row_ns(self, part: TableSlice, row_bytes: float, ids: float) -> float:
+        """Return the time to update one row, given the share of rows in cache."""
+        costs = self._costs
+        return self._mixed(costs.update_near, costs.update_far, part, row_bytes, ids)
+
+    def cached_lookup_ns(self, row_bytes: float) -> float:
+        """Return the time to add one row to its bag where the table is in cache."""
+        return at(self._costs.lookup_near, row_bytes)
+
+    def cached_update_ns(self, row_bytes: float) -> float:
+        """Return the time to update one row where the table is in cache."""
+        return at(self._costs.update_near, row_bytes)
+
     def _mixed(
         self, near: Curve, far: Curve, part: TableSlice, row_nbytes: float, ids: float
     ) -> float:
-        """Nanoseconds of a row of a part that is in cache by some share only.
+        """Return the nanoseconds per row of a slice of which a share is in cache.
 
-        Parts on a rank share its cache as they share its lookups; all ranks look up as much.
+        Slices on a rank share its cache as they share its lookups; all ranks look up as much.
         """
         traffic = self.traffic / self.topology.world_size
         own = ids * part.dim
@@ -340,55 +247,18 @@ class CostModel:
         return share * at(near, row_nbytes) + (1.0 - share) * at(far, row_nbytes)
 
     def _lookup(self, work: Work, part: TableSlice, ids: float, rows_out: float) -> float:
-        costs, row = self._costs, part.dim * work.config.data_type.itemsize
-        spec = part.spec
-        if isinstance(spec, TTSpec):
-            each = at(costs.lookup_near, part.dim * _FLOAT)
-            making = _distinct(ids, spec.rows) * multiply_adds(spec) * costs.tt_ns
-        else:
-            each = self._mixed(costs.lookup_near, costs.lookup_far, part, row, ids)
-            making = ids * self._far_ns(work, part, reads=row, writes=0)
-            making += ids * costs.hash_ns * _is_dynamic(part)
+        costs = self._costs
+        rows = part.storage.lookup_ns(part, work.optimizer, ids, self)
         bags = rows_out * at(costs.bag, part.dim * _FLOAT)
-        return (ids * each + making + bags) * _NS + work.num_features * costs.unit_s / 2
+        return (rows + bags) * _NS + work.num_features * costs.unit_s / 2
 
     def _update(self, work: Work, part: TableSlice, ids: float, rows_out: float) -> float:
-        costs, itemsize = self._costs, work.config.data_type.itemsize
-        if isinstance(part.config.kind, Quantized):
-            return 0.0
-        spec = part.spec
-        row = row_bytes(work.optimizer, part.dim, itemsize)
-        if isinstance(spec, TTSpec):
-            each = at(costs.update_near, row)
-            # Gradients of all cores: each product is taken apart again, twice the work of making.
-            making = 2 * _distinct(ids, spec.rows) * multiply_adds(spec) * costs.tt_ns
-        else:
-            each = self._mixed(costs.update_near, costs.update_far, part, row, ids)
-            making = ids * self._far_ns(work, part, reads=row, writes=row)
-            if work.optimizer is None:
-                making += 2 * part.num_rows * part.dim * itemsize * costs.arrange_ns
-        bags = rows_out * at(costs.bag_gradient, part.dim * _FLOAT)
-        return (ids * each + making + bags) * _NS + work.num_features * costs.unit_s / 2
-
-    def _far_ns(self, work: Work, part: TableSlice, *, reads: float, writes: float) -> float:
-        """Nanoseconds an id spends on memory that is not the device's."""
-        kind = part.config.kind
-        if not isinstance(kind, Plain) or kind.placement in (Placement.DEVICE, Placement.HOST):
-            return 0.0
-        on_disk = kind.placement is Placement.DISK
-        if not on_disk and self.topology.device != "cuda":
+        if not part.storage.is_trained:
             return 0.0
         costs = self._costs
-        rate = costs.disk_bytes_per_s if on_disk else costs.host_bytes_per_s
-        if kind.placement is Placement.MANAGED:
-            return (reads + writes) / rate / _NS
-        # Behind a cache: the rows that are not in it, fetched before the lookup and written back.
-        if writes:
-            return 0.0
-        cache = kind.cache or CacheConfig()
-        held = cache.sets * 32 / part.num_rows if cache.sets else cache.load_factor
-        row = row_bytes(work.optimizer, part.dim, work.config.data_type.itemsize)
-        return max(0.0, 1.0 - held) * 2 * row / rate / _NS
+        rows = part.storage.update_ns(part, work.optimizer, ids, self)
+        bags = rows_out * at(costs.bag_gradient, part.dim * _FLOAT)
+        return (rows + bags) * _NS + work.num_features * costs.unit_s / 2
 
     # Steps
 
@@ -415,7 +285,7 @@ def _exact(seconds: Seconds) -> Seconds:
     return _on_grid(a), _on_grid(b), _on_grid(c), _on_grid(d)
 
 
-def _need(table: Pool, combining: float, updating: float) -> Need:
+def _need(table: MemoryBytes, combining: float, updating: float) -> Need:
     """Of a table, and of batches at two moments."""
     device, host, disk = table
     return Need(
@@ -433,21 +303,3 @@ def _filled(work: Work, share: float) -> float:
     ids = work.ids / work.num_features
     filled = 1.0 - (1.0 - share) ** ids if ids >= 1.0 else ids * share
     return 1.0 if filled > _MOST_BAGS else filled
-
-
-def _is_dynamic(part: TableSlice) -> bool:
-    return isinstance(part.config.kind, Dynamic)
-
-
-def _distinct(ids: float, rows: int) -> float:
-    """How many rows so many uniform ids have."""
-    return rows * -math.expm1(-ids / rows)
-
-
-def multiply_adds(spec: TTSpec) -> float:
-    """Of making one row from the left: core after core."""
-    ranks, total, width = spec.full_ranks, 0, spec.dim_factors[0]
-    for k in range(1, len(spec.dim_factors)):
-        total += width * ranks[k] * spec.dim_factors[k] * ranks[k + 1]
-        width *= spec.dim_factors[k]
-    return float(total)

@@ -2,13 +2,13 @@
 
 from collections.abc import Iterator, Sequence
 
-from emblib.collections.configs import Dynamic, Plain
 from emblib.sharding.layout import shape_of
 from emblib.sharding.planner.enumerate import Domain, Option, Parts, Unit, allowed_types, option_of
 from emblib.sharding.planner.search import Choice, Loads, Plan, Problem, place
-from emblib.sharding.planner.topology import Need, Pool
+from emblib.sharding.planner.topology import Need
 from emblib.sharding.planner.work import Work
 from emblib.sharding.sharding_types import Shard, ShardingType
+from emblib.storage import Dense, MemoryBytes
 
 _STEPS = 200_000  # placements that the search for any plan tries
 _DEEPEST = 400  # pieces; above it there is no such search, which is for few large tables
@@ -165,7 +165,7 @@ def cut_to_fit(problem: Problem, works: Sequence[Work]) -> Plan:
 
 
 def _can_cut(problem: Problem, work: Work) -> bool:
-    return not isinstance(work.config.kind, Dynamic) and ShardingType.CUSTOM in allowed_types(
+    return not work.config.storage.is_keyed and ShardingType.CUSTOM in allowed_types(
         work, problem.model.topology, None
     )
 
@@ -314,10 +314,12 @@ def _ways(
         more = -(-int(short) // int(room))
         ways.append(f"use {more} more rank{'s' if more > 1 else ''} or more, or ranks with more "
                     "memory")  # fmt: skip
-    if not largest.constraints.kinds and not isinstance(largest.config.kind, Dynamic):
-        ways.append(f"allow another kind, as TableConstraints(kinds=({_kinds(topology.device)},)) "
-                    f"for {largest.name}")  # fmt: skip
-    if largest.config.data_type.itemsize == 4 and largest.config.kind == Plain():
+    if not largest.constraints.storages and not largest.config.storage.is_keyed:
+        storages = _storages(topology.device)
+        ways.append(
+            f"allow another storage, as TableConstraints(storages=({storages},)) for {largest.name}"
+        )
+    if largest.config.data_type.itemsize == 4 and largest.config.storage == Dense():
         ways.append("keep tables in 16 bits (data_type=torch.bfloat16)")
     if largest.optimizer is not None and any(not s.per_row for s in largest.optimizer.states):
         ways.append("take an optimizer with one number a row, as RowwiseAdagrad")
@@ -325,13 +327,13 @@ def _ways(
     return ways
 
 
-def _kinds(device: str) -> str:
+def _storages(device: str) -> str:
     if device == "cuda":
-        return "Plain(Placement.MANAGED_CACHING), TensorTrain(ranks=(16, 16))"
+        return "Dense(Placement.MANAGED_CACHING), TensorTrain(ranks=(16, 16))"
     return "TensorTrain(ranks=(16, 16))"
 
 
-def check_room(room: Sequence[Pool], dense_nbytes: int) -> None:
+def check_room(room: Sequence[MemoryBytes], dense_nbytes: int) -> None:
     """Raise PlanError if the reservation leaves a rank nothing."""
     for rank, pool in enumerate(room):
         if pool.device <= 0:

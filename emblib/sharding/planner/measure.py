@@ -23,7 +23,6 @@ from emblib.sharding.exchange import start_all_to_all
 from emblib.sharding.plan import construct_plan
 from emblib.sharding.planner import calibration
 from emblib.sharding.planner.calibration import Calibration, Curve
-from emblib.sharding.planner.estimate import multiply_adds, row_bytes
 from emblib.sharding.ranks import RankGroup
 from emblib.sharding.sharded_bags import ShardedEmbeddingBagCollection
 from emblib.sharding.sharding_types import (
@@ -35,6 +34,8 @@ from emblib.sharding.sharding_types import (
     table_wise,
 )
 from emblib.specs import BoundsCheck, DynamicSpec, TableSpec, TTSpec
+from emblib.storage.base import row_bytes
+from emblib.storage.tensor_train import multiply_adds
 from emblib.tables import TableBatchedEmbeddingBags, TTEmbeddingBag
 
 _ROUNDS = 20

@@ -11,7 +11,7 @@ from emblib.sharding.planner.estimate import FLOATS, CostModel, Sent
 from emblib.sharding.planner.feasible import any_plan, check_room, cut_to_fit, no_plan
 from emblib.sharding.planner.report import Prediction, predict
 from emblib.sharding.planner.search import Plan, Problem, best_of, starts
-from emblib.sharding.planner.topology import Pool, Topology
+from emblib.sharding.planner.topology import Topology
 from emblib.sharding.planner.work import (
     Reservation,
     TableConstraints,
@@ -20,6 +20,7 @@ from emblib.sharding.planner.work import (
     works_of,
 )
 from emblib.specs import check_count
+from emblib.storage import MemoryBytes
 
 if TYPE_CHECKING:
     from emblib.sharding.exchange import CommPrecision
@@ -93,7 +94,7 @@ class Planner:
         """What prices these tables."""
         return CostModel(self.topology, self._sent, self.reservation.batches, works)
 
-    def room(self, dense_nbytes: int = 0) -> list[Pool]:
+    def room(self, dense_nbytes: int = 0) -> list[MemoryBytes]:
         """What tables and batches may take, by rank."""
         capacity = self.topology.capacity()
         return [self.reservation.left(pool, dense_nbytes) for pool in capacity]
@@ -103,7 +104,7 @@ class Planner:
         model: CostModel,
         works: Sequence[Work],
         options: Sequence[Sequence[Option]],
-        room: Sequence[Pool],
+        room: Sequence[MemoryBytes],
     ) -> Problem:
         weighted = any(work.is_weighted for work in works)
         return Problem(model, room, options, weighted, self.effort)

@@ -9,9 +9,10 @@ from emblib.sharding.planner.enumerate import Domain, Option, Parts, option_of
 from emblib.sharding.planner.estimate import PHASES, CostModel
 from emblib.sharding.planner.feasible import size
 from emblib.sharding.planner.search import Choice, Loads
-from emblib.sharding.planner.topology import Need, Pool
+from emblib.sharding.planner.topology import Need
 from emblib.sharding.planner.work import Work
 from emblib.sharding.sharding_types import ParameterSharding, ShardingType
+from emblib.storage import MemoryBytes
 
 
 class RankPrediction(NamedTuple):
@@ -19,7 +20,7 @@ class RankPrediction(NamedTuple):
 
     seconds: tuple[float, ...]
     nbytes: Need
-    room: Pool
+    room: MemoryBytes
     tables: int
 
 
@@ -76,9 +77,9 @@ class Prediction:
 
 def option_for(work: Work, sharding: ParameterSharding, model: CostModel) -> Option:
     """The option that a table's sharding is, whatever boxes it has."""
-    parts = Parts(work, model, sharding.kind)
+    parts = Parts(work, model, sharding.storage)
     if sharding.is_replicated:
-        return Option(ShardingType.DATA_PARALLEL, sharding.kind, (), parts.replicated())
+        return Option(ShardingType.DATA_PARALLEL, sharding.storage, (), parts.replicated())
     return option_of(parts, sharding.type, sharding.boxes, Domain.WORLD, 0)
 
 
@@ -86,7 +87,7 @@ def predict(
     works: Sequence[Work],
     plan: ShardingPlan,
     model: CostModel,
-    room: Sequence[Pool],
+    room: Sequence[MemoryBytes],
 ) -> Prediction:
     """What the model says of a plan.
 
@@ -138,7 +139,7 @@ def _prediction(
                 for seconds, common in zip(loads.seconds, loads.everywhere, strict=True)
             ),
             Need(*(taken[r] + c for taken, c in zip(loads.nbytes, loads.common, strict=True))),
-            Pool(*loads.room[r][1:]),
+            MemoryBytes(*loads.room[r][1:]),
             held[r],
         )
         for r in range(topology.world_size)
@@ -200,7 +201,7 @@ def _table_rows(tables: Sequence[TablePrediction]) -> list[list[str]]:
     )
     for table in shown:
         config, sharding = table.work.config, table.sharding
-        kind = "" if sharding.kind is None else f" as {type(sharding.kind).__name__}"
+        kind = "" if sharding.storage is None else f" as {type(sharding.storage).__name__}"
         rows.append(
             [
                 table.work.name,

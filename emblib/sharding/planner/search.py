@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 
 from emblib.sharding.planner.enumerate import Domain, Option, Unit
 from emblib.sharding.planner.estimate import INPUT, OUTPUT, PHASES, CostModel
-from emblib.sharding.planner.topology import Need, Pool
+from emblib.sharding.planner.topology import Need
 from emblib.sharding.sharding_types import ShardingType
+from emblib.storage import MemoryBytes
 
 Targets = tuple[int, ...]
 
@@ -34,7 +35,7 @@ class Loads:
         weighted: whether any collection sends weights.
     """
 
-    def __init__(self, model: CostModel, room: Sequence[Pool], *, weighted: bool) -> None:
+    def __init__(self, model: CostModel, room: Sequence[MemoryBytes], *, weighted: bool) -> None:
         self.model, self.topology = model, model.topology
         world = self.topology.world_size
         self.room = [(device, device, host, disk) for device, host, disk in room]
@@ -180,7 +181,7 @@ class Problem:
     """
 
     model: CostModel
-    room: Sequence[Pool]
+    room: Sequence[MemoryBytes]
     options: Sequence[Sequence[Option]]
     weighted: bool = False
     effort: int = 60_000

@@ -12,22 +12,11 @@ from emblib.sharding.planner import calibration as defaults
 from emblib.sharding.planner.calibration import Calibration
 from emblib.sharding.sharding_types import World
 from emblib.specs import check_count
-
-
-class Pool(NamedTuple):
-    """Bytes in the three places that a table can be."""
-
-    device: float
-    host: float = 0
-    disk: float = 0
-
-    def times(self, factor: float) -> "Pool":
-        """So many times as much."""
-        return Pool(*(factor * a for a in self))
+from emblib.storage import MemoryBytes
 
 
 class Need(NamedTuple):
-    """Bytes that something takes of a `Pool`, of the device's at the two moments when it is most.
+    """Bytes that tables and batches take, of the device's memory at the two moments of a peak.
 
     `combining` is when pooled rows have come back and are put together, `updating` when gradients
     have gone out and rows are updated; either must fit.
@@ -129,11 +118,11 @@ class Topology:
         """How many ranks of a node compute at a time."""
         return min(self.processors or self.local_world_size, self.local_world_size)
 
-    def capacity(self) -> list[Pool]:
+    def capacity(self) -> list[MemoryBytes]:
         """What each rank has."""
         memory = self.memory
         each = memory if isinstance(memory, tuple) else (memory,) * self.world_size
-        return [Pool(device, self.host_memory, self.disk) for device in each]
+        return [MemoryBytes(device, self.host_memory, self.disk) for device in each]
 
     def of_size(self, world_size: int, local_world_size: int | None = None) -> "Topology":
         """The same machines in another number, nodes as large as these unless said otherwise."""

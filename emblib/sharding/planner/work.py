@@ -6,13 +6,13 @@ from typing import Any
 
 from torch import nn
 
-from emblib.collections.configs import Kind, Plain, TableConfig, TensorTrain
+from emblib.collections.configs import TableConfig
 from emblib.collections.optimizers.fused import trained_configs
 from emblib.optim import Optimizer
-from emblib.sharding.planner.topology import Pool
 from emblib.sharding.shard import collections_of
 from emblib.sharding.sharding_types import ShardingType
 from emblib.specs import check_count
+from emblib.storage import MemoryBytes, Storage
 
 
 @dataclass(frozen=True)
@@ -22,15 +22,15 @@ class TableConstraints:
     Args:
         sharding_types: those allowed; left out, all that leave results as they are (see
             `docs/planner.md`).
-        kinds: other kinds that the table may be kept as where it does not fit as configured,
-            `TensorTrain(...)` or `Plain(Placement....)`, best first.
+        storages: other ways to store the table where it does not fit as configured,
+            `TensorTrain(...)` or `Dense(Placement....)`, best first.
         pooling_factor: ids of a bag on average; one number, or one a feature.
         batch_size: examples a rank, where they differ from the planner's.
         min_partition: fewest columns of a part that is cut by columns.
     """
 
     sharding_types: tuple[ShardingType, ...] | None = None
-    kinds: tuple[Kind, ...] = ()
+    storages: tuple[Storage, ...] = ()
     pooling_factor: float | tuple[float, ...] = 1.0
     batch_size: int | None = None
     min_partition: int = 16
@@ -46,13 +46,14 @@ class TableConstraints:
             if not types:
                 raise ValueError("sharding_types must name one at least; leave it out for any")
             object.__setattr__(self, "sharding_types", types)
-        kinds = (self.kinds,) if isinstance(self.kinds, Kind) else tuple(self.kinds)
-        if not all(isinstance(kind, Plain | TensorTrain) for kind in kinds):
+        storages = self.storages
+        storages = (storages,) if isinstance(storages, Storage) else tuple(storages)
+        if not all(isinstance(s, Storage) and s.is_alternative for s in storages):
             raise TypeError(
-                "kinds must be TensorTrain(ranks) or Plain(placement) each, e.g. "
-                f"(TensorTrain((16, 16)),), got {self.kinds!r}"
+                "storages must be TensorTrain(ranks) or Dense(placement) each, e.g. "
+                f"(TensorTrain((16, 16)),), got {self.storages!r}"
             )
-        object.__setattr__(self, "kinds", kinds)
+        object.__setattr__(self, "storages", storages)
         check_count("min_partition", self.min_partition)
         if self.batch_size is not None:
             check_count("batch_size", self.batch_size)
@@ -114,7 +115,7 @@ class Reservation:
         if not self.dense_copies >= 0:
             raise ValueError(f"dense_copies must be >= 0, got {self.dense_copies}")
 
-    def left(self, capacity: Pool, dense_bytes: int) -> Pool:
+    def left(self, capacity: MemoryBytes, dense_bytes: int) -> MemoryBytes:
         """What tables and batches may have of a rank's memory; below 0 where there is too little.
 
         Of host memory and disk the share alone is kept.

@@ -1,0 +1,445 @@
+"""How a table is stored: the interface that every kind of storage implements.
+
+A `Storage` describes how the rows of one table are kept and answers every question about it. A
+collection asks it to group tables, to make the kernel and the handles, and for views of the memory;
+sharding asks where the table can be cut; a checkpoint asks for the layout of its tensors; and the
+planner asks for bytes and time. A new kind of storage is one file with one subclass, and one call
+of `register`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from emblib.ops import autograd
+from emblib.optim import External, Gradient, Optimizer
+from emblib.specs import DynamicSpec, Pooling, Precision, TableSpec, TTSpec
+
+if TYPE_CHECKING:
+    from emblib.storage.handles import TableHandle
+
+Span = tuple[int, int]
+Spec = TableSpec | TTSpec | DynamicSpec
+
+NO_UPDATE = External(gradient=Gradient.DENSE)
+"""The optimizer of a table that has none: gradients are left to torch.optim."""
+
+
+class Table(Protocol):
+    """The configuration of one table, as its storage sees it (a `TableConfig`)."""
+
+    @property
+    def name(self) -> str:
+        """Return the name of the table."""
+
+    @property
+    def num_embeddings(self) -> int:
+        """Return the number of rows, or the capacity of a hash table."""
+
+    @property
+    def embedding_dim(self) -> int:
+        """Return the length of a row."""
+
+    @property
+    def data_type(self) -> torch.dtype:
+        """Return the dtype of the stored rows."""
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """Return the interval in which initial values are uniform."""
+
+    @property
+    def has_bounds(self) -> bool:
+        """Return whether the user set one of the bounds."""
+
+    @property
+    def init_fn(self) -> Callable[[Tensor], Any] | None:
+        """Return the function that writes the initial values, if there is one."""
+
+    @property
+    def optimizer(self) -> Optimizer | None:
+        """Return the optimizer of this table; None for that of its collection."""
+
+    @property
+    def storage(self) -> Storage:
+        """Return how the rows are stored."""
+
+    def spec(self) -> Any:
+        """Return the whole table as the table modules take it."""
+
+
+@dataclass(frozen=True)
+class TableSlice:
+    """Rows `[r0, r1)` and columns `[c0, c1)` of a table.
+
+    The rows of a hash table are capacity for keys, not a range of keys. A tensor train can be cut
+    only between slices of its first core, see `emblib.storage.TensorTrain`.
+    """
+
+    config: Table
+    rows: Span
+    columns: Span
+
+    @staticmethod
+    def whole(config: Table) -> TableSlice:
+        """Return the slice that is the whole table."""
+        return TableSlice(config, (0, config.num_embeddings), (0, config.embedding_dim))
+
+    def __post_init__(self) -> None:
+        sizes = (self.config.num_embeddings, self.config.embedding_dim)
+        for name, (begin, end), size in zip(
+            ("rows", "columns"), (self.rows, self.columns), sizes, strict=True
+        ):
+            if not 0 <= begin < end <= size:
+                raise ValueError(
+                    f"{name} of a slice of {self.config.name!r} must be a range that is not empty "
+                    f"within [0, {size}), got [{begin}, {end})"
+                )
+        self.storage.check_slice(self)
+
+    @property
+    def storage(self) -> Storage:
+        """Return how the rows are stored."""
+        return self.config.storage
+
+    @property
+    def is_whole(self) -> bool:
+        """Return whether the slice is the whole table."""
+        return (self.num_rows, self.dim) == (self.config.num_embeddings, self.config.embedding_dim)
+
+    @property
+    def has_all_columns(self) -> bool:
+        """Return whether the slice has whole rows."""
+        return self.columns == (0, self.config.embedding_dim)
+
+    @property
+    def num_rows(self) -> int:
+        """Return the number of rows."""
+        return self.rows[1] - self.rows[0]
+
+    @property
+    def dim(self) -> int:
+        """Return the number of columns."""
+        return self.columns[1] - self.columns[0]
+
+    @property
+    def spec(self) -> Any:
+        """Return the slice as a table of its own."""
+        return self.named(self.config.name)
+
+    def named(self, name: str) -> Any:
+        """Return the slice as a table of its own, called `name`."""
+        return self.storage.slice_spec(self, name)
+
+    def part_of(self, table: Tensor) -> Tensor:
+        """Return the view of a tensor `[rows, dim]` or `[rows]` of the whole table."""
+        part = table[self.rows[0] : self.rows[1]]
+        return part if part.dim() == 1 else part[:, self.columns[0] : self.columns[1]]
+
+
+class CutUnits(NamedTuple):
+    """Where a table may be cut: at multiples of `rows` rows and of `columns` columns."""
+
+    rows: int = 1
+    columns: int = 1
+
+
+class TensorLayout(NamedTuple):
+    """One tensor of a table in a checkpoint.
+
+    Args:
+        size: of the tensor of the whole table, `[rows, width]`.
+        dtype: of its elements.
+        region: maps rows and columns of a slice of the table to rows and columns of this tensor;
+            None for a tensor that every slice has in full.
+    """
+
+    size: tuple[int, int]
+    dtype: torch.dtype
+    region: Callable[[Span, Span], tuple[Span, Span]] | None
+
+
+def same_region(rows: Span, columns: Span) -> tuple[Span, Span]:
+    """Map a slice of a table to the same rows and columns of a tensor `[rows, dim]`."""
+    return rows, columns
+
+
+class MemoryBytes(NamedTuple):
+    """Bytes of the three memories that a table can be in."""
+
+    device: float
+    host: float = 0
+    disk: float = 0
+
+    def times(self, factor: float) -> MemoryBytes:
+        """Return `factor` times these bytes."""
+        return MemoryBytes(*(factor * count for count in self))
+
+
+class Rates(Protocol):
+    """What the planner's cost model tells a storage: times of a machine, in nanoseconds."""
+
+    @property
+    def device(self) -> str:
+        """Return "cpu" or "cuda"."""
+
+    @property
+    def costs(self) -> Any:
+        """Return the `Calibration`: `hash_ns`, `tt_ns`, `arrange_ns`, `disk_bytes_per_s`, ..."""
+
+    def lookup_row_ns(self, part: TableSlice, row_bytes: float, ids: float) -> float:
+        """Return the time to add one row to its bag, given the share of rows in cache."""
+
+    def update_row_ns(self, part: TableSlice, row_bytes: float, ids: float) -> float:
+        """Return the time to update one row, given the share of rows in cache."""
+
+    def cached_lookup_ns(self, row_bytes: float) -> float:
+        """Return the time to add one row to its bag where the table is in cache."""
+
+    def cached_update_ns(self, row_bytes: float) -> float:
+        """Return the time to update one row where the table is in cache."""
+
+
+class Storage:
+    """Base of storage kinds: frozen dataclasses whose fields are the choices of the user.
+
+    The defaults are those of a table whose rows are tensors `[rows, dim]` that can be cut anywhere.
+    A subclass implements `spec`, `make_kernel` and `make_handle`, and overrides what differs.
+    Kernels are modules that are called with `(ids, offsets, weights, batch_sizes=...)`, like
+    `TableBatchedEmbeddingBags`.
+    """
+
+    plan_name: ClassVar[str]
+    """Name of this kind in saved plans; unique."""
+    is_alternative: ClassVar[bool] = False
+    """Whether a plan may choose it in place of the configured storage."""
+    is_keyed: ClassVar[bool] = False
+    """Whether ids are keys: shards are then chosen by the hash of a key, not by its row."""
+    is_trained: ClassVar[bool] = True
+    """Whether backward can update the rows."""
+    shares_parameters: ClassVar[bool] = False
+    """Whether slices have parameters in common, whose gradients are summed over the slices."""
+    updates_need_rows: ClassVar[bool] = False
+    """Whether an update computes the rows again."""
+    has_dense_rows: ClassVar[bool] = True
+    """Whether `TableHandle.dense_rows` gives the rows as floats, e.g. to quantise them."""
+
+    # Configuration
+
+    def check_table(self, table: Table) -> None:
+        """Raise ValueError for a configuration that this storage cannot have."""
+
+    def spec(self, rows: int, dim: int, name: str) -> Any:
+        """Return a table of this storage as the table modules take it."""
+        return TableSpec(rows, dim, name)
+
+    def check_slice(self, part: TableSlice) -> None:
+        """Raise ValueError for a slice that this storage cannot be cut into."""
+
+    def slice_spec(self, part: TableSlice, name: str) -> Any:
+        """Return a slice as a table of its own."""
+        return self.spec(part.num_rows, part.dim, name)
+
+    # Kernels
+
+    def group_key(
+        self, part: TableSlice, number: int, optimizer: Optimizer, pooling: Pooling
+    ) -> Hashable:
+        """Return a key that is equal for slices that can share a kernel.
+
+        Args:
+            part: a slice.
+            number: its number among the slices of a rank; in the key, it keeps the slice alone.
+            optimizer: of the slice.
+            pooling: SUM or MEAN; NONE for one vector per id.
+        """
+        return number
+
+    def make_kernel(
+        self,
+        parts: Sequence[TableSlice],
+        reads: Sequence[int],
+        optimizer: Optimizer,
+        pooling: Pooling,
+        seeds: Sequence[int],
+        device: torch.device,
+    ) -> nn.Module:
+        """Return the module of slices with equal group keys.
+
+        Args:
+            parts: the slices.
+            reads: for each feature of the kernel, the slice that it reads.
+            optimizer: of the slices.
+            pooling: SUM or MEAN; NONE for one vector per id.
+            seeds: of the initial values, one per slice.
+            device: of the memory; may be meta.
+        """
+        raise NotImplementedError
+
+    def is_placeholder(self, kernel: nn.Module) -> bool:
+        """Return whether `kernel` only stands for one that cannot be on meta."""
+        return False
+
+    def make_handle(self, kernel: nn.Module, index: int) -> TableHandle:
+        """Return the module under which a collection lists table `index` of a kernel."""
+        raise NotImplementedError
+
+    def views(self, kernel: Any) -> list[dict[str, Tensor]]:
+        """Return parameters and optimizer states of each table of a kernel, as views."""
+        raise NotImplementedError
+
+    def reset(self, kernel: Any, seeds: Sequence[int]) -> None:
+        """Draw the initial values of all tables of a kernel again, one seed per table."""
+        raise NotImplementedError
+
+    # Sharding
+
+    def cut_units(self, table: Table) -> CutUnits:
+        """Return where a table may be cut."""
+        return CutUnits()
+
+    def copy_slice(
+        self, part: TableSlice, source: TableHandle, target: TableHandle, key_block: Span | None
+    ) -> None:
+        """Copy the slice `part` of the whole table `source` into `target`.
+
+        Args:
+            part: the slice that `target` has.
+            source: the whole table, of the same storage.
+            target: the table to write.
+            key_block: for keyed storage, (number, count) of the block of keys that `target` owns.
+        """
+        views, targets = source.views(), target.views()
+        for name in targets.keys() & views.keys():
+            targets[name].copy_(part.part_of(views[name]))
+
+    # Checkpoints
+
+    def parameter_layouts(self, table: Table) -> dict[str, TensorLayout]:
+        """Return the layout of each tensor that the state dict of a collection has."""
+        size = (table.num_embeddings, table.embedding_dim)
+        return {"weight": TensorLayout(size, table.data_type, same_region)}
+
+    def state_views(self, parameter: str, optimizer: Optimizer) -> dict[str, str]:
+        """Return for each optimizer state of a parameter its name in `views`.
+
+        States that are saved with the table and not with its optimizer are left out.
+        """
+        return {state.name: state.name for state in optimizer.states}
+
+    def metadata_entries(self, table: Table) -> dict[str, Tensor]:
+        """Return the entries of a state dict that describe the table and are not loaded into it."""
+        return {}
+
+    def check_entries(self, table: Table, entries: Mapping[str, Tensor]) -> None:
+        """Raise ValueError for entries of a state dict that are of another table."""
+
+    # Planner
+
+    def nbytes(self, part: TableSlice, optimizer: Optimizer | None, device: str) -> MemoryBytes:
+        """Return the bytes that a slice takes, batches apart.
+
+        Without an optimizer, or with one whose gradients are dense, the gradient counts as well.
+
+        Args:
+            part: the slice.
+            optimizer: of the table, if there is one.
+            device: "cpu" or "cuda".
+        """
+        itemsize = part.config.data_type.itemsize
+        states = state_bytes(optimizer, part.num_rows, part.dim, itemsize)
+        return MemoryBytes(part.num_rows * part.dim * itemsize + states)
+
+    def lookup_ns(
+        self, part: TableSlice, optimizer: Optimizer | None, ids: float, rates: Rates
+    ) -> float:
+        """Return the nanoseconds to look up `ids` rows of a slice."""
+        row = part.dim * part.config.data_type.itemsize
+        return ids * rates.lookup_row_ns(part, row, ids)
+
+    def update_ns(
+        self, part: TableSlice, optimizer: Optimizer | None, ids: float, rates: Rates
+    ) -> float:
+        """Return the nanoseconds to update `ids` rows of a slice."""
+        row = row_bytes(optimizer, part.dim, part.config.data_type.itemsize)
+        each = rates.update_row_ns(part, row, ids)
+        return ids * each + dense_gradient_ns(part, optimizer, rates)
+
+
+def distinct_names(names: Sequence[str]) -> list[str]:
+    """Return the names, with a number appended to those that occur again."""
+    taken: set[str] = set(names)
+    seen: set[str] = set()
+    result = []
+    for name in names:
+        unique, number = name, 1
+        while unique in seen or (unique != name and unique in taken):
+            number += 1
+            unique = f"{name}_{number}"
+        seen.add(unique)
+        result.append(unique)
+    return result
+
+
+Registered = TypeVar("Registered", bound=type[Storage])
+_registry: dict[str, type[Storage]] = {}
+
+
+def register(storage: Registered) -> Registered:
+    """Make a kind of storage known by its `plan_name`; usable as a decorator.
+
+    Raises:
+        ValueError: another kind has this name.
+    """
+    known = _registry.setdefault(storage.plan_name, storage)
+    if known is not storage:
+        raise ValueError(
+            f"{storage.__name__}.plan_name {storage.plan_name!r} is that of {known.__name__}"
+        )
+    return storage
+
+
+def kinds() -> dict[str, type[Storage]]:
+    """Return the registered kinds of storage by `plan_name`."""
+    return dict(_registry)
+
+
+# Bytes and time that several kinds of storage have in common
+
+_STATE = Precision().states.itemsize
+
+
+def is_fused(optimizer: Optimizer | None) -> bool:
+    """Return whether backward applies an optimizer."""
+    return optimizer is not None and autograd.is_fused(optimizer)
+
+
+def state_bytes(optimizer: Optimizer | None, rows: int, dim: int, itemsize: int) -> int:
+    """Return the bytes of the optimizer states of rows, and of a dense gradient if there is one."""
+    if optimizer is None or _has_dense_gradient(optimizer):
+        return rows * dim * itemsize
+    return sum(
+        rows * (torch.float32.itemsize if s.per_row else dim * _STATE) for s in optimizer.states
+    )
+
+
+def row_bytes(optimizer: Optimizer | None, dim: int, itemsize: int) -> int:
+    """Return the bytes of a row and its optimizer state, which an update reads and writes."""
+    return dim * itemsize + (state_bytes(optimizer, 1, dim, itemsize) if is_fused(optimizer) else 0)
+
+
+def dense_gradient_ns(part: TableSlice, optimizer: Optimizer | None, rates: Rates) -> float:
+    """Return the nanoseconds to make a dense gradient, which a table without optimizer has."""
+    if optimizer is not None:
+        return 0.0
+    itemsize = part.config.data_type.itemsize
+    return 2 * part.num_rows * part.dim * itemsize * float(rates.costs.arrange_ns)
+
+
+def _has_dense_gradient(optimizer: Optimizer) -> bool:
+    return isinstance(optimizer, External) and optimizer.gradient is Gradient.DENSE

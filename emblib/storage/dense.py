@@ -1,0 +1,361 @@
+"""Dense storage: every row is stored as it is, in device memory, host memory or a file."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from emblib.optim import External, Gradient, Optimizer
+from emblib.specs import CacheConfig, CachePolicy, Placement, Pooling, Precision, TableSpec
+from emblib.storage.base import (
+    MemoryBytes,
+    Rates,
+    Storage,
+    TableSlice,
+    dense_gradient_ns,
+    distinct_names,
+    row_bytes,
+    state_bytes,
+)
+from emblib.storage.handles import TableHandle, bind_view
+from emblib.storage.initial_values import draw
+from emblib.tables import TableBatchedEmbeddingBags
+from emblib.tables.locks import atomic
+
+_CACHE_WAYS = 32  # rows of one set of a cache
+_CACHE_SLOT = 16  # bytes of tag and stamp per cached row
+
+
+@dataclass(frozen=True)
+class Dense(Storage):
+    """Every row is stored as it is.
+
+    Args:
+        placement: the memory of the rows.
+        cache: of a placement that has one; tables of one collection with equal caches share it.
+    """
+
+    placement: Placement = Placement.DEVICE
+    cache: CacheConfig | None = None
+
+    plan_name: ClassVar[str] = "Plain"
+    is_alternative: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "placement", Placement(self.placement))
+        if self.cache is not None and not isinstance(self.cache, CacheConfig):
+            raise TypeError(f"cache must be None or a CacheConfig, got {self.cache!r}")
+        if self.cache is not None and not self.placement.cached:
+            raise ValueError(
+                f"cache is for the placements MANAGED_CACHING and DISK, got {self.placement}"
+            )
+
+    def spec(self, rows: int, dim: int, name: str) -> TableSpec:
+        """Return a table of this storage as the table modules take it."""
+        return TableSpec(rows, dim, name, self.placement)
+
+    # Kernels
+
+    def group_key(
+        self, part: TableSlice, number: int, optimizer: Optimizer, pooling: Pooling
+    ) -> Hashable:
+        """Return a key of what tables of one kernel have in common."""
+        # A sparse gradient is a matrix, so its tables must be equally wide.
+        is_sparse = isinstance(optimizer, External) and optimizer.gradient is Gradient.SPARSE
+        dim = part.dim if is_sparse or pooling is Pooling.NONE else 0
+        cached = (self.placement.cached, self.cache)
+        return ("dense", part.config.data_type, optimizer, cached, dim)
+
+    def make_kernel(
+        self,
+        parts: Sequence[TableSlice],
+        reads: Sequence[int],
+        optimizer: Optimizer,
+        pooling: Pooling,
+        seeds: Sequence[int],
+        device: torch.device,
+    ) -> nn.Module:
+        """Return the module of slices with equal group keys.
+
+        Raises:
+            ValueError: tables outside the device without an optimizer that backward applies.
+        """
+        _check_optimizer(parts, optimizer)
+        return DenseKernel(parts, reads, optimizer, pooling, seeds, self.cache, device)
+
+    def make_handle(self, kernel: nn.Module, index: int) -> TableHandle:
+        """Return the handle of a table, which has the parameter `weight`."""
+        return DenseHandle(self, kernel, index)
+
+    def views(self, kernel: Any) -> list[dict[str, Tensor]]:
+        """Return `weight` and the optimizer states of each table; flushes and empties caches."""
+        kernel._settle()
+        views: list[dict[str, Tensor]] = kernel._views()
+        return views
+
+    def reset(self, kernel: Any, seeds: Sequence[int]) -> None:
+        """Draw the initial values of all tables of a kernel again."""
+        kernel.redraw(seeds)
+
+    # Planner
+
+    def nbytes(self, part: TableSlice, optimizer: Optimizer | None, device: str) -> MemoryBytes:
+        """Return the bytes of rows, optimizer states and the cache, each in its memory."""
+        weights = part.num_rows * part.dim * part.config.data_type.itemsize
+        itemsize = part.config.data_type.itemsize
+        table = weights + state_bytes(optimizer, part.num_rows, part.dim, itemsize)
+        if not self.placement.cached:
+            in_host_memory = self.placement is Placement.MANAGED and device == "cuda"
+            return MemoryBytes(0, table) if in_host_memory else MemoryBytes(table)
+        cache = self._cache_bytes(part, optimizer)
+        if self.placement is Placement.DISK:
+            return MemoryBytes(cache, 0, table)
+        # On the CPU the table is in the same memory as its cache.
+        return MemoryBytes(cache, table) if device == "cuda" else MemoryBytes(cache + table)
+
+    def _cache_bytes(self, part: TableSlice, optimizer: Optimizer | None) -> int:
+        """Return the bytes of a cache of this table alone.
+
+        A cache that several tables share has rows as long as the longest.
+        """
+        cache = self.cache or CacheConfig()
+        dtype = cache.dtype or part.config.data_type
+        stride = -(-part.dim // 4) * 4
+        sets = max(cache.sets or math.ceil(cache.load_factor * part.num_rows / _CACHE_WAYS), 1)
+        states = state_bytes(optimizer, 1, stride, dtype.itemsize)
+        slot = _CACHE_SLOT + stride * dtype.itemsize + states
+        has_counts = cache.policy is CachePolicy.LFU
+        counts = part.num_rows * torch.int32.itemsize if has_counts else 0
+        return sets * _CACHE_WAYS * slot + counts
+
+    def lookup_ns(
+        self, part: TableSlice, optimizer: Optimizer | None, ids: float, rates: Rates
+    ) -> float:
+        """Return the nanoseconds to look up `ids` rows, fetched from slower memory if need be."""
+        row = part.dim * part.config.data_type.itemsize
+        each = rates.lookup_row_ns(part, row, ids)
+        return ids * each + ids * self._transfer_ns(part, optimizer, rates, row, 0)
+
+    def update_ns(
+        self, part: TableSlice, optimizer: Optimizer | None, ids: float, rates: Rates
+    ) -> float:
+        """Return the nanoseconds to update `ids` rows, written to slower memory if need be."""
+        row = row_bytes(optimizer, part.dim, part.config.data_type.itemsize)
+        each = rates.update_row_ns(part, row, ids)
+        making = ids * self._transfer_ns(part, optimizer, rates, row, row)
+        return ids * each + (making + dense_gradient_ns(part, optimizer, rates))
+
+    def _transfer_ns(
+        self,
+        part: TableSlice,
+        optimizer: Optimizer | None,
+        rates: Rates,
+        bytes_read: float,
+        bytes_written: float,
+    ) -> float:
+        """Return the nanoseconds per id of accesses to memory other than the device's."""
+        if self.placement in (Placement.DEVICE, Placement.HOST):
+            return 0.0
+        on_disk = self.placement is Placement.DISK
+        if not on_disk and rates.device != "cuda":
+            return 0.0
+        costs = rates.costs
+        rate = float(costs.disk_bytes_per_s if on_disk else costs.host_bytes_per_s)
+        if self.placement is Placement.MANAGED:
+            return (bytes_read + bytes_written) / rate / 1e-9
+        # Behind a cache: a lookup fetches the missing rows and writes others back.
+        if bytes_written:
+            return 0.0
+        cache = self.cache or CacheConfig()
+        cached = cache.sets * _CACHE_WAYS / part.num_rows if cache.sets else cache.load_factor
+        row = row_bytes(optimizer, part.dim, part.config.data_type.itemsize)
+        return max(0.0, 1.0 - cached) * 2 * row / rate / 1e-9
+
+
+def _check_optimizer(parts: Sequence[TableSlice], optimizer: Optimizer) -> None:
+    elsewhere = {
+        part.config.name: str(spec.placement)
+        for part in parts
+        if (spec := part.spec).placement not in (Placement.DEVICE, Placement.HOST)
+    }
+    if elsewhere and isinstance(optimizer, External):
+        raise ValueError(
+            "tables outside the device have no gradients to leave for torch.optim, so backward "
+            f"must update them; without an optimizer are {elsewhere}: give the collection or these "
+            "tables one of emblib.optim, e.g. optimizer=optim.SGD(lr=0.1)"
+        )
+
+
+class DenseKernel(TableBatchedEmbeddingBags):
+    """The tables of one kernel; with `optim.External`, each has a parameter that gets a gradient.
+
+    `weights` is a buffer here: the parameters that users see are views of it, see `DenseHandle`.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[TableSlice],
+        feature_tables: Sequence[int],
+        optimizer: Optimizer,
+        pooling: Pooling,
+        seeds: Sequence[int],
+        cache: CacheConfig | None,
+        device: torch.device,
+    ) -> None:
+        self._parts, self._seeds = list(parts), list(seeds)
+        self.table_parameters: list[Any] = [None] * len(parts)
+        names = distinct_names([part.config.name for part in parts])
+        super().__init__(
+            [part.named(name) for part, name in zip(parts, names, strict=True)],
+            optimizer,
+            pooling=pooling,
+            feature_tables=feature_tables,
+            precision=Precision(weights=parts[0].config.data_type),
+            cache=cache,
+            device=device,
+        )
+        weights = self._parameters.pop("weights")
+        assert weights is not None
+        self.register_buffer("weights", weights.detach(), persistent=False)
+        self._offsets = [
+            TableOffset(place.weight_offset, place.row_base, place.rows, place.dim)
+            for place in self._memory.layout.places
+        ]
+
+    def _draw(self, table: int, weight: Tensor) -> None:
+        draw(self._parts[table], weight, self._seeds[table])
+
+    @atomic
+    def view_of(self, table: int) -> dict[str, Tensor]:
+        """Return `weight` and optimizer states of a table; rows in a cache may be newer."""
+        self._memory.verify()  # the caller may read the views at any time
+        return self._memory.view(table, self.weights.detach(), self._states())
+
+    def redraw(self, seeds: Sequence[int]) -> None:
+        """Draw the initial values again, one seed per table."""
+        self._seeds = list(seeds)
+        self.reset_parameters()
+
+    def commit(self) -> None:
+        """Make durable what was written to the views: a store on disk commits it."""
+        with self._writing():
+            pass
+
+    def _trained_weights(self) -> Tensor:
+        if not torch.is_grad_enabled():
+            return self.weights
+        return JoinedTables.apply(self.weights, self._offsets, *self.table_parameters)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # The handles set the parameters again.
+        return {**self.__dict__, "table_parameters": [None] * len(self._parts)}
+
+
+class TableOffset(NamedTuple):
+    """Where a table lies in the weights of a module: first element, first row, size."""
+
+    begin: int
+    first_row: int
+    rows: int
+    dim: int
+
+
+class JoinedTables(torch.autograd.Function):
+    """The weights of a module as a function of its tables' parameters, which get the gradients.
+
+    `weights` is the memory that the parameters are views of; nothing is copied.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, weights: Tensor, offsets: Sequence[TableOffset], *tables: Any) -> Tensor:
+        """Return `weights`."""
+        ctx.offsets = offsets
+        return weights.detach()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradient of each table: views of a dense one, slices of a sparse one."""
+        split = _split_sparse if grad.is_sparse else _split_dense
+        return None, None, *split(grad, ctx.offsets)
+
+
+def _split_dense(grad: Tensor, offsets: Sequence[TableOffset]) -> list[Tensor]:
+    flat = grad.reshape(-1)
+    return [flat[t.begin : t.begin + t.rows * t.dim].view(t.rows, t.dim) for t in offsets]
+
+
+def _split_sparse(grad: Tensor, offsets: Sequence[TableOffset]) -> list[Tensor]:
+    """Split a sparse gradient; its rows ascend, so those of a table are neighbours."""
+    rows, values = grad._indices()[0], grad._values()
+    firsts = torch.tensor([t.first_row for t in offsets], device=rows.device)
+    counts = torch.tensor([t.rows for t in offsets], device=rows.device)
+    begins = torch.searchsorted(rows, torch.stack([firsts, firsts + counts])).tolist()
+    return [
+        torch.sparse_coo_tensor(
+            (rows[begin:end] - t.first_row).unsqueeze(0),
+            values[begin:end],
+            (t.rows, t.dim),
+            is_coalesced=True,
+            check_invariants=False,
+        )
+        for t, begin, end in zip(offsets, *begins, strict=True)
+    ]
+
+
+class DenseHandle(TableHandle):
+    """A dense table: the parameter `weight` `[rows, dim]`."""
+
+    weight: nn.Parameter
+
+    def bind(self) -> None:
+        """Make `weight` the view of the table."""
+        kernel: DenseKernel = self.kernel
+        bind_view(self, "weight", kernel.view_of(self.index)["weight"], kernel.optimizer)
+        kernel.table_parameters[self.index] = self.weight
+
+    def set_trained(self, parameter: nn.Parameter, *, trained: bool) -> None:
+        """Train or freeze the table, with any optimizer."""
+        self.kernel.set_table_trained(self.index, trained=trained)
+
+    def views(self) -> dict[str, Tensor]:
+        """Return `weight` and optimizer states; flushes and empties the cache."""
+        kernel: DenseKernel = self.kernel
+        kernel._settle()
+        return kernel.view_of(self.index)
+
+    def commit(self) -> None:
+        """Make durable what was written to the views."""
+        self.kernel.commit()
+
+    def adopt(self, other: DenseHandle) -> None:
+        """Copy the rows, and take the parameter object."""
+        other.kernel._settle()
+        with self.kernel._writing():
+            rows = self.kernel.view_of(self.index)["weight"]
+            rows.copy_(other.kernel.view_of(other.index)["weight"])
+        other.weight.grad = None
+        self._parameters["weight"] = other.weight
+
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
+        self.kernel.flush()
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *arguments: Any) -> None:
+        metadata, *rest = arguments
+        kernel: DenseKernel = self.kernel
+        if self._is_on_meta(state_dict, prefix, rest[-1]):
+            return
+        # The parameter stays the view that it is, whatever load_state_dict(assign=...) asks for.
+        metadata = {k: v for k, v in metadata.items() if k != "assign_to_params_buffers"}
+        kernel._settle()
+        with kernel._writing():
+            super()._load_from_state_dict(state_dict, prefix, metadata, *rest)

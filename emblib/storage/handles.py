@@ -1,0 +1,159 @@
+"""Handles: the modules under which a collection lists, saves and loads each of its tables."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from emblib.ops import autograd
+from emblib.optim import Optimizer
+from emblib.storage.base import Storage
+from emblib.tables import parameters
+
+# Set by torch's own _apply_optimizer_in_backward, whose hook stays on a parameter that is moved.
+_MARKS_OF_TORCH = frozenset({"_optimizer_classes", "_optimizer_kwargs"})
+_handles = WeakTensorKeyDictionary()  # from a parameter to a weak reference of its handle
+
+
+def handle_of(parameter: nn.Parameter) -> TableHandle | None:
+    """Return the handle of the table that a parameter belongs to, if it belongs to one."""
+    found = _handles.get(parameter)
+    return None if found is None else found()
+
+
+class TableHandle(nn.Module):
+    """One table of a collection, with its parameters and their names.
+
+    The memory belongs to the kernel that has the table, and the kernel moves it; parameters are
+    views of it. With a fused optimizer they require a gradient and never get one: backward applies
+    it at once. `_in_backward_optimizers` on a parameter tells this to code that collects parameters
+    for an optimizer.
+    """
+
+    name = ""
+    checks_parameters = True
+    """Whether lookups raise for a parameter that was replaced, since they would ignore it."""
+
+    def __init__(self, storage: Storage, kernel: nn.Module, index: int) -> None:
+        super().__init__()
+        self._storage = storage
+        self._owner: Any = None
+        self.attach(kernel, index)
+
+    def set_owner(self, owner: nn.Module, name: str) -> None:
+        """Become the handle of the table `name` of a collection."""
+        self._owner, self.name = weakref.ref(owner), name
+
+    def owner(self) -> Any:
+        """Return the collection of the table, if there is one."""
+        return None if self._owner is None else self._owner()
+
+    def attach(self, kernel: nn.Module, index: int) -> None:
+        """Become the handle of table `index` of `kernel`."""
+        self._of = (kernel, index)  # a tuple, so that the kernel is no child of this module
+
+    def set_trained(self, parameter: nn.Parameter, *, trained: bool) -> None:
+        """Train or freeze the table, from the next forward on."""
+        if autograd.is_fused(self.kernel.optimizer):
+            self.kernel.set_table_trained(self.index, trained=trained)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self.__dict__.get("_parameters", {}):
+            parameters.refuse_replacement(name, value)
+        super().__setattr__(name, value)
+
+    @property
+    def kernel(self) -> Any:
+        """Return the module that looks the table up."""
+        return self._of[0]
+
+    @property
+    def index(self) -> int:
+        """Return the number of the table in its kernel."""
+        return self._of[1]
+
+    def bind(self) -> None:
+        """Make the parameters views of the memory that the kernel has now."""
+
+    def views(self) -> dict[str, Tensor]:
+        """Return parameters and optimizer states by name, as views."""
+        return self._storage.views(self.kernel)[self.index]
+
+    def dense_rows(self) -> Tensor:
+        """Return the rows as floats `[rows, dim]`; only where `Storage.has_dense_rows`."""
+        return self.views()["weight"]
+
+    def commit(self) -> None:
+        """Make durable what was written to the views."""
+
+    def fused_parameters(self) -> dict[str, nn.Parameter]:
+        """Return the parameters by name if backward updates them, else nothing."""
+        return dict(self.named_parameters()) if autograd.is_fused(self.kernel.optimizer) else {}
+
+    def optimizer_states(self, parameter: str, views: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the optimizer states of a parameter, out of `views`."""
+        names = self._storage.state_views(parameter, self.kernel.optimizer)
+        return {state: views[name] for state, name in names.items()}
+
+    def adopt(self, other: Any) -> None:
+        """Take the weights and the parameter objects of another handle of the same table."""
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        return self  # the kernel moves its memory
+
+    def _is_on_meta(self, state_dict: Any, prefix: str, errors: list[str]) -> bool:
+        """Return whether there is no memory to load into, and append an error if so."""
+        present = any(key.startswith(prefix) for key in state_dict)
+        on_meta = present and any(parameter.is_meta for parameter in self.parameters())
+        if on_meta:
+            errors.append(
+                f"{prefix}: the table is on meta; call to_empty(device=...) of the model first"
+            )
+        return on_meta
+
+    def __getstate__(self) -> dict[str, Any]:
+        none = dict.fromkeys(self._parameters)
+        return {**self.__dict__, "_parameters": none, "_owner": None}
+
+
+def bind_view(handle: TableHandle, name: str, view: Tensor, optimizer: Optimizer) -> None:
+    """Make a parameter `view`; it stays the same object where torch can move it there."""
+    parameter = handle._parameters.get(name)
+    if parameter is not None and torch._has_compatible_shallow_copy_type(parameter, view):
+        parameters.set_data(parameter, view)
+    else:
+        if parameter is not None and is_marked_by_torch(parameter):
+            raise RuntimeError(
+                f"torch's own _apply_optimizer_in_backward was applied to table {handle.name!r} "
+                "while it was on another device, and its hook cannot follow to the new parameter: "
+                "apply it after to_empty(), or use emblib.collections.optimizers."
+                "apply_optimizer_in_backward"
+            )
+        trained = handle.index not in getattr(handle.kernel, "_untrained", ())
+        parameter = nn.Parameter(view, requires_grad=trained)
+        handle.register_parameter(name, parameter)
+    parameters.own(parameter, handle, parameters.ViewParameter)
+    handle.set_trained(parameter, trained=parameter.requires_grad)
+    mark(parameter, handle, optimizer)
+
+
+def mark(parameter: nn.Parameter, handle: TableHandle, optimizer: Optimizer) -> None:
+    """Register the handle of a parameter, and note on it whether backward updates it."""
+    _handles[parameter] = weakref.ref(handle)
+    marked: Any = parameter
+    if autograd.is_fused(optimizer):
+        marked._in_backward_optimizers = [optimizer]
+        for name in _MARKS_OF_TORCH & marked.__dict__.keys():
+            delattr(marked, name)
+    elif hasattr(marked, "_in_backward_optimizers") and not is_marked_by_torch(parameter):
+        del marked._in_backward_optimizers
+
+
+def is_marked_by_torch(parameter: nn.Parameter) -> bool:
+    """Return whether torch's own `_apply_optimizer_in_backward` gave it an optimizer."""
+    return "_optimizer_classes" in parameter.__dict__

@@ -1,0 +1,374 @@
+"""Hash storage: rows for 64-bit keys of any value, in bounded memory."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field, fields, replace
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from emblib.dynamic import DynamicEmbeddingBags, keys
+from emblib.dynamic.hash_index import HASH_KEYS
+from emblib.ops import autograd
+from emblib.ops.hash import SCORED
+from emblib.optim import External, Optimizer
+from emblib.specs import (
+    SLOTS,
+    Constant,
+    CountMinSketch,
+    DynamicSpec,
+    Eviction,
+    ExactCounter,
+    FrequencyAdmission,
+    Initializer,
+    InsertPolicy,
+    OnInsertFailure,
+    Pooling,
+    Precision,
+    Uniform,
+    check_count,
+)
+from emblib.storage.base import (
+    CutUnits,
+    MemoryBytes,
+    Rates,
+    Span,
+    Storage,
+    Table,
+    TableSlice,
+    TensorLayout,
+    dense_gradient_ns,
+    distinct_names,
+    row_bytes,
+    state_bytes,
+)
+from emblib.storage.handles import TableHandle, bind_view, mark
+from emblib.tables import parameters
+
+_WORD = 8  # bytes of a key, a stamp or a score
+
+
+@dataclass(frozen=True)
+class Hash(Storage):
+    """A hash table of rows by key; `num_embeddings` is its capacity. Fields are `DynamicSpec`'s.
+
+    Args:
+        seed: of the hash and of the initial values, as in `DynamicEmbeddingBags`. Where untrusted
+            users choose the keys, set one that they do not know. Tables with different seeds do
+            not share a kernel. None: initial values are those of seed 0, and keys are hashed by a
+            seed that the collection draws from torch's generator, the same on all ranks that have
+            shards of the table.
+    """
+
+    initial_capacity: int | None = None
+    max_load: float = 0.8
+    eviction: Eviction = Eviction.LRU
+    newcomer: InsertPolicy = InsertPolicy.ALWAYS_EVICT
+    initializer: Initializer = field(default=Uniform())
+    initial_state: float = 0.0
+    missing: float = 0.0
+    admission: FrequencyAdmission | None = None
+    ttl: int | None = None
+    check: OnInsertFailure = OnInsertFailure.IGNORE
+    seed: int | None = field(default=None, repr=False)  # a secret, which must not be logged
+
+    plan_name: ClassVar[str] = "Dynamic"
+    is_keyed: ClassVar[bool] = True
+    has_dense_rows: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        if self.seed is not None:
+            object.__setattr__(self, "seed", check_count("seed", self.seed, minimum=0))
+        for name, choice in (
+            ("eviction", Eviction),
+            ("newcomer", InsertPolicy),
+            ("check", OnInsertFailure),
+        ):
+            object.__setattr__(self, name, choice(getattr(self, name)))
+
+    # Configuration
+
+    def check_table(self, table: Table) -> None:
+        """Raise ValueError for a table with `init_fn`: rows are made when their keys are."""
+        if table.init_fn is not None:
+            raise ValueError(
+                f"a row of {table.name!r} gets its initial value when its key is inserted: use "
+                "storage=Hash(initializer=...), not init_fn"
+            )
+
+    def spec(self, rows: int, dim: int, name: str) -> DynamicSpec:
+        """Return a table of this storage as the table modules take it."""
+        choices = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "seed"}
+        return DynamicSpec(rows, dim, name=name, **choices)
+
+    def check_slice(self, part: TableSlice) -> None:
+        """Raise ValueError for a slice of columns."""
+        if not part.has_all_columns:
+            raise ValueError(
+                f"hash table {part.config.name!r} is not divided by columns, got columns "
+                f"{part.columns} of {part.config.embedding_dim}: every slice would have to insert "
+                "the same keys"
+            )
+
+    def slice_spec(self, part: TableSlice, name: str) -> DynamicSpec:
+        """Return a slice as a table of its own, with the initializer of the whole table."""
+        spec = self.spec(part.num_rows, part.dim, name)
+        if self.initializer != Uniform():
+            return spec
+        # Bounds of the whole table, so that they do not depend on how it is cut.
+        low, high = part.config.bounds
+        initializer = Uniform(low, high) if low < high else Constant(low)
+        return replace(spec, initializer=initializer)
+
+    # Kernels
+
+    def group_key(
+        self, part: TableSlice, number: int, optimizer: Optimizer, pooling: Pooling
+    ) -> Hashable:
+        """Return a key of what tables of one kernel have in common."""
+        dim = part.dim if pooling is Pooling.NONE else 0
+        # Counters and assigned scores belong to a module, and so do the states of an optimizer
+        # outside of it.
+        order = self.eviction.order
+        is_alone = (
+            self.admission is not None
+            or (order == "assigned" and order in SCORED)
+            or isinstance(optimizer, External)
+        )
+        rules = (order, self.newcomer, self.seed, number if is_alone else -1)
+        return ("hash", part.config.data_type, optimizer, rules, dim)
+
+    def make_kernel(
+        self,
+        parts: Sequence[TableSlice],
+        reads: Sequence[int],
+        optimizer: Optimizer,
+        pooling: Pooling,
+        seeds: Sequence[int],
+        device: torch.device,
+    ) -> nn.Module:
+        """Return the module of slices with equal group keys; on meta a placeholder for it."""
+        if device.type == "meta":
+            return MetaPlaceholder(parts, optimizer)
+        names = distinct_names([part.config.name for part in parts])
+        return DynamicEmbeddingBags(
+            [part.named(name) for part, name in zip(parts, names, strict=True)],
+            optimizer,
+            pooling=pooling,
+            feature_tables=reads,
+            precision=Precision(weights=parts[0].config.data_type),
+            seed=self.seed,
+            device=device,
+            hash_seeds=seeds if self.seed is None else None,
+        )
+
+    def is_placeholder(self, kernel: nn.Module) -> bool:
+        """Return whether `kernel` only stands for a hash table that cannot be on meta."""
+        return isinstance(kernel, MetaPlaceholder)
+
+    def make_handle(self, kernel: nn.Module, index: int) -> TableHandle:
+        """Return the handle of a table, which has the parameter `weight`."""
+        return HashHandle(self, kernel, index)
+
+    def views(self, kernel: Any) -> list[dict[str, Tensor]]:
+        """Return `weight` and the optimizer states of each table, by slot."""
+        if self.is_placeholder(kernel):
+            raise RuntimeError(
+                "hash tables have no memory on meta: move the module with to_empty(device=...)"
+            )
+        return [kernel.table_rows(t) for t in range(len(kernel.tables))]
+
+    def reset(self, kernel: Any, seeds: Sequence[int]) -> None:
+        """Remove all keys; optimizer state, step and learning rate as at construction."""
+        if not self.is_placeholder(kernel):
+            kernel.reset_parameters()
+
+    # Sharding and checkpoints
+
+    def cut_units(self, table: Table) -> CutUnits:
+        """Return that any number of rows can be cut off, and no columns."""
+        return CutUnits(1, table.embedding_dim)
+
+    def copy_slice(
+        self, part: TableSlice, source: TableHandle, target: TableHandle, key_block: Span | None
+    ) -> None:
+        """Copy the keys that `target` owns, with their rows."""
+        number, count = key_block or (0, 1)
+        entries = source.kernel.table_entries(source.index)
+        owned = (keys.owner(entries.keys, count) == number).nonzero().view(-1)
+        target.kernel.set_table_entries(target.index, entries.take(owned))
+        target.kernel.index.set_tick(source.kernel.index.tick)
+
+    def parameter_layouts(self, table: Table) -> dict[str, TensorLayout]:
+        """Return nothing: checkpoints have the rows by key, see `HashHandle`."""
+        return {}
+
+    def state_views(self, parameter: str, optimizer: Optimizer) -> dict[str, str]:
+        """Return nothing: the states of a row are saved with its key."""
+        return {}
+
+    # Planner
+
+    def nbytes(self, part: TableSlice, optimizer: Optimizer | None, device: str) -> MemoryBytes:
+        """Return the bytes of a full table: all of its capacity, whatever it starts with."""
+        spec, itemsize = part.spec, part.config.data_type.itemsize
+        words = 3 if spec.eviction.order in SCORED else 2
+        index = spec.rows * (1 + words * _WORD)
+        states = state_bytes(optimizer, spec.rows, spec.dim, itemsize)
+        values = spec.rows * spec.dim * itemsize + states
+        return MemoryBytes(index + values + _counter_bytes(spec.admission))
+
+    def lookup_ns(
+        self, part: TableSlice, optimizer: Optimizer | None, ids: float, rates: Rates
+    ) -> float:
+        """Return the nanoseconds to find `ids` keys and to look up their rows."""
+        each = rates.lookup_row_ns(part, part.dim * part.config.data_type.itemsize, ids)
+        return float(ids * each + ids * rates.costs.hash_ns)
+
+    def update_ns(
+        self, part: TableSlice, optimizer: Optimizer | None, ids: float, rates: Rates
+    ) -> float:
+        """Return the nanoseconds to update the rows of `ids` keys."""
+        row = row_bytes(optimizer, part.dim, part.config.data_type.itemsize)
+        each = rates.update_row_ns(part, row, ids)
+        return ids * each + dense_gradient_ns(part, optimizer, rates)
+
+
+def _counter_bytes(admission: FrequencyAdmission | None) -> int:
+    if admission is None:
+        return 0
+    counter = admission.counter
+    if isinstance(counter, ExactCounter):
+        return -(-counter.capacity // SLOTS) * SLOTS * (1 + 3 * _WORD)
+    assert isinstance(counter, CountMinSketch)
+    threshold = admission.threshold
+    size = 1 if threshold < 2**8 else 4 if threshold < 2**31 else 8
+    return counter.width * counter.depth * size
+
+
+class MetaPlaceholder(nn.Module):
+    """Stands for a kernel that cannot be on meta, until the collection leaves it."""
+
+    def __init__(self, parts: Sequence[TableSlice], optimizer: Optimizer) -> None:
+        super().__init__()
+        self.shapes = [(part.num_rows, part.dim) for part in parts]
+        self.optimizer, self.output_dtype = optimizer, torch.float32
+        self.grad_anchor = torch.empty((), device="meta")
+
+    def nbytes(self) -> dict[str, int]:
+        """Return nothing: there is no memory."""
+        return {}
+
+
+class HashHandle(TableHandle):
+    """A hash table: `weight` by slot; its state dict has the keys and everything stored with them.
+
+    Entries are `keys`, `stamps`, `weight`, `<optimizer state>` and whatever else eviction and
+    admission store, as in a state dict of `DynamicEmbeddingBags`. Optimizer states of hash tables
+    are saved here and not with the optimizer, since they mean nothing without the keys.
+    """
+
+    weight: nn.Parameter
+
+    @property
+    def _is_on_placeholder(self) -> bool:
+        return self._storage.is_placeholder(self.kernel)
+
+    def bind(self) -> None:
+        """Make `weight` the view of the rows, by slot."""
+        kernel: Any = self.kernel
+        if self._is_on_placeholder:
+            view = torch.empty(kernel.shapes[self.index], device="meta")
+            bind_view(self, "weight", view, kernel.optimizer)
+            return
+        if not autograd.is_fused(kernel.optimizer):
+            self._parameters["weight"] = kernel.weights
+            mark(kernel.weights, self, kernel.optimizer)
+            return
+        view = kernel.rows.views(kernel.planes(), self.index)["weight"]
+        bind_view(self, "weight", view, kernel.optimizer)
+
+    def set_trained(self, parameter: nn.Parameter, *, trained: bool) -> None:
+        """Train or freeze the table, once it has memory."""
+        if not self._is_on_placeholder:
+            super().set_trained(parameter, trained=trained)
+
+    def adopt(self, other: HashHandle) -> None:
+        """Copy keys and rows, and take the parameter object."""
+        if self._is_on_placeholder:
+            self._parameters["weight"] = other.weight
+            return
+        entries = other.kernel.table_entries(other.index)
+        rows = {"weight": entries.rows["weight"]}
+        kernel, weight = self.kernel, other.weight
+        hash_key = other.kernel.index.hash_key(other.index)
+        kernel.set_table_entries(self.index, replace(entries, rows=rows), hash_key=hash_key)
+        weight.grad = None
+        if autograd.is_fused(kernel.optimizer):
+            self._parameters["weight"] = weight
+        else:
+            parameters.disown(weight)
+            weight.data = kernel.weights.data
+            kernel.weights = weight
+
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
+        kernel: Any = self.kernel
+        if self._is_on_placeholder:
+            super()._save_to_state_dict(destination, prefix, keep_vars)
+            return
+        entries = kernel.table_entries(self.index)
+        columns = {"keys": entries.keys, "stamps": entries.stamps, **entries.rows}
+        if entries.scores is not None:
+            columns["scores"] = entries.scores
+        order = keys.canonical_order(entries.keys)
+        for key, rows in columns.items():
+            destination[prefix + key] = rows[order].cpu()
+        destination[f"{prefix}clock"] = kernel.index.clock.cpu().clone()
+        for key, value in kernel._others().items():
+            destination[prefix + key] = value
+        hash_keys = f"{prefix}index.{HASH_KEYS}"
+        destination[hash_keys] = destination[hash_keys][self.index : self.index + 1]
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *arguments: Any) -> None:
+        """Replace the keys, and everything stored with them."""
+        _, _, missing, unexpected, errors = arguments
+        if self._is_on_meta(state_dict, prefix, errors) or self._is_on_placeholder:
+            missing.append(f"{prefix}keys")
+            return
+        kernel: DynamicEmbeddingBags = self.kernel
+        entries = {k.removeprefix(prefix): v for k, v in state_dict.items() if k.startswith(prefix)}
+        names, table = self._names(), f"{kernel.table_names[self.index]}."
+        missing.extend(prefix + key for key in sorted(names - entries.keys()))
+        others = {key for key in entries if key.partition(".")[0] in kernel._modules and "." in key}
+        unexpected.extend(prefix + key for key in sorted(entries.keys() - names - others))
+        state: dict[str, Tensor] = {}
+        for key in (entries.keys() & names) | others:
+            is_shared = key == "clock" or key in others
+            state[key if is_shared else table + key] = entries[key]
+        try:
+            kernel.load_state_dict(state, strict=False)
+        except RuntimeError as error:
+            errors.append(f"{prefix}: {error}")
+
+    @property
+    def _names_in_checkpoints(self) -> SimpleNamespace:
+        """Return the entries of a state dict that are no parameters, as attributes."""
+        kernel: DynamicEmbeddingBags = self.kernel
+        others = {key.split(".")[0]: getattr(kernel, key.split(".")[0]) for key in kernel._others()}
+        return SimpleNamespace(**{**dict.fromkeys(self._names(), 0), **others})
+
+    def _fqn_modifiers(self) -> dict[str, str]:
+        """Tell `torch.distributed.checkpoint.state_dict` which attribute a key begins with."""
+        names = [name for name in vars(self._names_in_checkpoints) if name != "weight"]
+        return dict.fromkeys(names, "_names_in_checkpoints")
+
+    def _names(self) -> set[str]:
+        kernel: DynamicEmbeddingBags = self.kernel
+        table = f"{kernel.table_names[self.index]}."
+        names = {key for key in kernel._state_names() if key.startswith(table)}
+        return {"clock", *(key.removeprefix(table) for key in names)}

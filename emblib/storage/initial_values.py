@@ -1,0 +1,82 @@
+"""Initial values of the rows of a table, which do not depend on how the table is cut."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor
+
+from emblib.ops import primitives
+from emblib.storage.base import Table, TableSlice
+
+_BLOCK = 1 << 22  # elements that are drawn at a time
+
+
+def new_seeds(parts: Iterable[TableSlice]) -> dict[str, int]:
+    """Return a seed per table, drawn from torch's generator in the order of the tables."""
+    return {name: primitives.new_seed() for name in dict.fromkeys(p.config.name for p in parts)}
+
+
+@torch.no_grad()
+def draw(part: TableSlice, weight: Tensor, seed: int) -> None:
+    """Write the initial values of a slice of a dense table into `weight` `[rows, dim]`.
+
+    An element starts the same however the table is cut. `init_fn` makes the whole table, with
+    torch's generators seeded.
+    """
+    config = part.config
+    if weight.is_meta:
+        return
+    if config.init_fn is not None:
+        with seeded(weight.device, seed):
+            if part.is_whole:
+                config.init_fn(weight)
+                return
+            whole = torch.empty(
+                config.num_embeddings, config.embedding_dim, dtype=weight.dtype, device="cpu"
+            )
+            config.init_fn(whole)
+        weight.copy_(part.part_of(whole))
+        return
+    for rows, block_seed in _blocks(part, seed):
+        _draw_block(part, weight, rows, block_seed)
+
+
+@contextlib.contextmanager
+def seeded(device: torch.device, seed: int) -> Iterator[None]:
+    """Seed torch's generators, and restore their states at the end."""
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
+        torch.default_generator.manual_seed(seed)
+        for cuda in devices:
+            with torch.cuda.device(cuda):
+                torch.cuda.manual_seed(seed)
+        yield
+
+
+def _rows_of_block(config: Table) -> int:
+    return max(1, _BLOCK // config.embedding_dim)
+
+
+def _blocks(part: TableSlice, seed: int) -> Iterator[tuple[range, int]]:
+    """Yield the blocks of rows of the whole table that a slice meets, and the seed of each."""
+    step, rows = _rows_of_block(part.config), part.config.num_embeddings
+    for number in range(part.rows[0] // step, -(-part.rows[1] // step)):
+        block_seed = (seed + number * 0x9E3779B97F4A7C15) % (2**63 - 1)
+        yield range(number * step, min((number + 1) * step, rows)), block_seed
+
+
+def _draw_block(part: TableSlice, weight: Tensor, rows: range, seed: int) -> None:
+    begin, end = max(rows.start, part.rows[0]), min(rows.stop, part.rows[1])
+    target = weight[begin - part.rows[0] : end - part.rows[0]]
+    low, high = part.config.bounds
+    all_columns = part.dim == part.config.embedding_dim
+    if all_columns and begin == rows.start and target.is_contiguous():
+        # A value depends on its offset in the block.
+        primitives.fill_uniform_(target, low, high, seed)
+        return
+    block = target.new_empty(end - rows.start, part.config.embedding_dim)
+    primitives.fill_uniform_(block, low, high, seed)
+    target.copy_(block[begin - rows.start :, part.columns[0] : part.columns[1]])

@@ -1,0 +1,206 @@
+"""Quantised storage: rows of 8 or 4 bits per value, for inference."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from emblib.ops import quant
+from emblib.optim import Optimizer
+from emblib.specs import Pooling
+from emblib.storage.base import (
+    NO_UPDATE,
+    MemoryBytes,
+    Rates,
+    Storage,
+    Table,
+    TableSlice,
+    TensorLayout,
+    distinct_names,
+)
+from emblib.storage.handles import TableHandle
+from emblib.storage.initial_values import draw
+from emblib.tables import QuantizedEmbeddingBags
+
+_ROWS = 1 << 16  # rows that are drawn as floats at a time
+
+
+@dataclass(frozen=True)
+class Quantized(Storage):
+    """Rows of 8 or 4 bits per value, with a scale and an offset per row; they cannot be trained."""
+
+    bits: int = 8
+
+    plan_name: ClassVar[str] = "Quantized"
+    is_trained: ClassVar[bool] = False
+    has_dense_rows: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        if self.bits not in (4, 8):
+            raise ValueError(f"bits must be 8 or 4, got {self.bits!r}")
+
+    def check_table(self, table: Table) -> None:
+        """Raise ValueError for a table with an optimizer."""
+        if table.optimizer is not None:
+            raise ValueError(
+                f"a quantised table is not trained: optimizer of {table.name!r} must be None, got "
+                f"{table.optimizer!r}"
+            )
+
+    def check_slice(self, part: TableSlice) -> None:
+        """Raise ValueError for a slice of columns."""
+        if not part.has_all_columns:
+            raise ValueError(
+                f"quantised table {part.config.name!r} is not divided by columns, got columns "
+                f"{part.columns} of {part.config.embedding_dim}: a row has one scale"
+            )
+
+    # Kernels
+
+    def group_key(
+        self, part: TableSlice, number: int, optimizer: Optimizer, pooling: Pooling
+    ) -> Hashable:
+        """Return a key of what tables of one kernel have in common."""
+        return ("quantized", self.bits, part.dim if pooling is Pooling.NONE else 0)
+
+    def make_kernel(
+        self,
+        parts: Sequence[TableSlice],
+        reads: Sequence[int],
+        optimizer: Optimizer,
+        pooling: Pooling,
+        seeds: Sequence[int],
+        device: torch.device,
+    ) -> nn.Module:
+        """Return the module of slices with equal group keys."""
+        return QuantizedKernel(parts, reads, self.bits, pooling, seeds, device)
+
+    def make_handle(self, kernel: nn.Module, index: int) -> TableHandle:
+        """Return the handle of a table, which has no parameters."""
+        return QuantizedHandle(self, kernel, index)
+
+    def views(self, kernel: Any) -> list[dict[str, Tensor]]:
+        """Return `values` (packed) and `scales` (scale and offset) of each table."""
+        views: list[dict[str, Tensor]] = kernel.table_views()
+        return views
+
+    def reset(self, kernel: Any, seeds: Sequence[int]) -> None:
+        """Draw the initial values of all tables of a kernel again."""
+        kernel.redraw(seeds)
+
+    # Sharding, checkpoints, planner
+
+    def parameter_layouts(self, table: Table) -> dict[str, TensorLayout]:
+        """Return the packed values and the scales, which slices have row by row."""
+        rows, width = table.num_embeddings, quant.row_bytes(table.embedding_dim, self.bits)
+
+        def whole_rows(width: int) -> Any:
+            return lambda rows, columns: (rows, (0, width))
+
+        return {
+            "values": TensorLayout((rows, width), torch.uint8, whole_rows(width)),
+            "scales": TensorLayout((rows, 2), torch.float32, whole_rows(2)),
+        }
+
+    def nbytes(self, part: TableSlice, optimizer: Optimizer | None, device: str) -> MemoryBytes:
+        """Return the bytes of packed values, and of a float32 scale and offset per row."""
+        width = quant.row_bytes(part.dim, self.bits)
+        return MemoryBytes(part.num_rows * (width + 2 * torch.float32.itemsize))
+
+    def update_ns(
+        self, part: TableSlice, optimizer: Optimizer | None, ids: float, rates: Rates
+    ) -> float:
+        """Return 0: nothing is trained."""
+        return 0.0
+
+
+class QuantizedKernel(QuantizedEmbeddingBags):
+    """Quantised slices of tables; the initial values are those of dense tables, quantised."""
+
+    optimizer: Optimizer = NO_UPDATE  # nothing is trained
+
+    def __init__(
+        self,
+        parts: Sequence[TableSlice],
+        feature_tables: Sequence[int],
+        bits: int,
+        pooling: Pooling,
+        seeds: Sequence[int],
+        device: torch.device,
+    ) -> None:
+        self._parts, self._seeds = list(parts), list(seeds)
+        names = distinct_names([part.config.name for part in parts])
+        specs = [part.named(name) for part, name in zip(parts, names, strict=True)]
+        super().__init__(specs, bits, pooling=pooling, feature_tables=feature_tables, device=device)
+
+    def redraw(self, seeds: Sequence[int]) -> None:
+        """Draw the initial values again, one seed per table."""
+        self._seeds = list(seeds)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the initial values of all tables."""
+        super().reset_parameters()
+        if self.values.is_meta:
+            return
+        for table, (part, seed) in enumerate(zip(self._parts, self._seeds, strict=True)):
+            step = part.num_rows if part.config.init_fn is not None else _ROWS
+            for first in range(*part.rows, step):
+                some = replace(part, rows=(first, min(first + step, part.rows[1])))
+                weight = torch.empty(some.num_rows, some.dim, device=self.values.device)
+                draw(some, weight, seed)
+                self.write_rows(table, weight, first - part.rows[0])
+
+
+class QuantizedHandle(TableHandle):
+    """A quantised table: no parameters; its state dict has `values` and `scales`.
+
+    It also loads the `weight` `[rows, dim]` of a dense table, and quantises it.
+    """
+
+    def adopt(self, other: QuantizedHandle) -> None:
+        """Copy the rows."""
+        views = other.views()
+        for name, view in self.views().items():
+            view.copy_(views[name])
+
+    @property
+    def _names_in_checkpoints(self) -> SimpleNamespace:
+        return SimpleNamespace(**self.views())
+
+    def _fqn_modifiers(self) -> dict[str, str]:
+        """Tell `torch.distributed.checkpoint.state_dict` which attribute a key begins with."""
+        return dict.fromkeys(self.views(), "_names_in_checkpoints")
+
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
+        destination.update({prefix + name: view for name, view in self.views().items()})
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *arguments: Any) -> None:
+        _, _, missing, unexpected, errors = arguments
+        entries = {k.removeprefix(prefix): v for k, v in state_dict.items() if k.startswith(prefix)}
+        views = self.views()
+        if set(entries) == {"weight"}:
+            try:
+                self.kernel.write_rows(self.index, entries["weight"])
+            except ValueError as error:
+                errors.append(f"{prefix}weight: {error}")
+            return
+        missing.extend(prefix + name for name in sorted(views.keys() - entries.keys()))
+        unexpected.extend(prefix + name for name in sorted(entries.keys() - views.keys()))
+        known = {name: value for name, value in entries.items() if name in views}
+        wrong = [name for name, value in known.items() if value.shape != views[name].shape]
+        errors.extend(
+            f"{prefix}{name}: size mismatch: {tuple(known[name].shape)} is not that of the table, "
+            f"{tuple(views[name].shape)}"
+            for name in wrong
+        )
+        if not wrong:
+            for name, value in known.items():
+                views[name].copy_(value)

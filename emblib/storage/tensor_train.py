@@ -1,0 +1,414 @@
+"""Tensor-train storage: a row is a product of small cores.
+
+A row is a product of one slice of each core. The first factors of rows and columns, which are those
+of core 0, vary slowest: rows `[a * P, b * P)`, where P is the product of the other row factors, and
+columns `[c * Q, d * Q)` are a tensor train whose core 0 is the slice `[a:b, c * R_1 : d * R_1]` and
+whose other cores are those of the whole table. A slice of a table therefore has a slice of core 0,
+and a copy of every other core.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from emblib.optim import Optimizer
+from emblib.specs import Pooling, TTSpec
+from emblib.storage.base import (
+    CutUnits,
+    MemoryBytes,
+    Rates,
+    Span,
+    Storage,
+    Table,
+    TableSlice,
+    TensorLayout,
+    row_bytes,
+    state_bytes,
+)
+from emblib.storage.handles import TableHandle, mark
+from emblib.storage.initial_values import seeded
+from emblib.tables import TTEmbeddingBag
+from emblib.tt import layout_entry
+from emblib.tt.initializers import INITIALIZERS, CoreLayout
+from emblib.tt.shapes import check_ranks
+
+_FLOAT = torch.float32.itemsize
+
+
+@dataclass(frozen=True)
+class TensorTrain(Storage):
+    """Rows are products of 2 to 4 small cores, see `TTSpec`.
+
+    Args:
+        ranks: inner ranks, one fewer than cores.
+        row_factors: of the rows; left out, chosen by `emblib.tt.shapes`.
+        dim_factors: of the row length; left out, chosen by `emblib.tt.shapes`.
+        init: distribution of the initial values, as in `TTEmbeddingBag`.
+    """
+
+    ranks: tuple[int, ...]
+    row_factors: tuple[int, ...] = ()
+    dim_factors: tuple[int, ...] = ()
+    init: str = "gaussian"
+
+    plan_name: ClassVar[str] = "TensorTrain"
+    is_alternative: ClassVar[bool] = True
+    shares_parameters: ClassVar[bool] = True
+    updates_need_rows: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        for name in ("ranks", "row_factors", "dim_factors"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        if self.init not in INITIALIZERS:
+            raise ValueError(f"init must be one of {', '.join(INITIALIZERS)}, got {self.init!r}")
+
+    # Configuration
+
+    def check_table(self, table: Table) -> None:
+        """Raise ValueError for another dtype than float32, or initial values set elsewhere."""
+        if table.data_type is not torch.float32:
+            raise ValueError(
+                f"cores are float32: data_type of {table.name!r} must be torch.float32, got "
+                f"{table.data_type}"
+            )
+        if table.has_bounds or table.init_fn is not None:
+            raise ValueError(
+                f"the initial values of the cores of {table.name!r} follow from "
+                "storage=TensorTrain(init=...), which gives rows the deviation of the default "
+                "bounds; leave init_fn and bounds out"
+            )
+
+    def spec(self, rows: int, dim: int, name: str) -> TTSpec:
+        """Return a table of this storage as the table modules take it."""
+        return TTSpec(rows, dim, self.ranks, self.row_factors, self.dim_factors, name)
+
+    def check_slice(self, part: TableSlice) -> None:
+        """Raise ValueError for a slice that does not end between slices of core 0."""
+        if not part.is_whole:
+            self.core_range(part)
+
+    def slice_spec(self, part: TableSlice, name: str) -> TTSpec:
+        """Return a slice as a tensor train of its own."""
+        whole = part.config.spec()
+        if part.is_whole:
+            return replace(whole, name=name)
+        (p0, p1), (q0, q1) = self.core_range(part)
+        return TTSpec(
+            part.num_rows,
+            part.dim,
+            whole.ranks,
+            (p1 - p0, *whole.row_factors[1:]),
+            (q1 - q0, *whole.dim_factors[1:]),
+            name,
+        )
+
+    def cut_units(self, table: Table) -> CutUnits:
+        """Return the rows and columns of one slice of core 0."""
+        spec = table.spec()
+        return CutUnits(math.prod(spec.row_factors[1:]), math.prod(spec.dim_factors[1:]))
+
+    def core_range(self, part: TableSlice) -> tuple[Span, Span]:
+        """Return the ranges of the first row factor and of the first dim factor that a slice has.
+
+        The factors may make more rows than the table has; a slice at its end has those as well.
+
+        Raises:
+            ValueError: the slice does not end between slices of core 0.
+        """
+        spec = part.config.spec()
+        units = self.cut_units(part.config)
+        ends = part.config.num_embeddings, part.config.embedding_dim
+        factors = spec.row_factors[0], spec.dim_factors[0]
+        ranges = []
+        for name, (begin, end), unit, last, factor in zip(
+            ("rows", "columns"), (part.rows, part.columns), units, ends, factors, strict=True
+        ):
+            if begin % unit or (end % unit and end != last):
+                raise ValueError(
+                    f"{name} of a slice of tensor train {part.config.name!r} must be multiples of "
+                    f"{unit}, the product of the factors of all cores but the first, got "
+                    f"[{begin}, {end}) of {last}"
+                )
+            ranges.append((begin // unit, factor if end == last else end // unit))
+        return ranges[0], ranges[1]
+
+    def cores_of(self, part: TableSlice, cores: Sequence[Tensor]) -> list[Tensor]:
+        """Return what a slice has of the cores of the whole table: of core 0 a slice, all others.
+
+        `cores` may also be optimizer states, laid out like the cores or one number per core row.
+        """
+        (p0, p1), (q0, q1) = self.core_range(part)
+        first = cores[0][p0:p1]
+        if first.dim() == 2:
+            rank = part.config.spec().ranks[0]
+            first = first[:, q0 * rank : q1 * rank]
+        return [first, *cores[1:]]
+
+    # Kernels
+
+    def group_key(
+        self, part: TableSlice, number: int, optimizer: Optimizer, pooling: Pooling
+    ) -> Hashable:
+        """Return a key of this slice alone: a kernel has one tensor train."""
+        return ("tensor_train", number)
+
+    def make_kernel(
+        self,
+        parts: Sequence[TableSlice],
+        reads: Sequence[int],
+        optimizer: Optimizer,
+        pooling: Pooling,
+        seeds: Sequence[int],
+        device: torch.device,
+    ) -> nn.Module:
+        """Return the module of one slice, read by `len(reads)` features."""
+        return TTKernel(parts[0], len(reads), optimizer, pooling, seeds[0], device)
+
+    def make_handle(self, kernel: nn.Module, index: int) -> TableHandle:
+        """Return the handle of a table, which has the parameters `cores.0`, `cores.1`, ..."""
+        return TTHandle(self, kernel, index)
+
+    def views(self, kernel: Any) -> list[dict[str, Tensor]]:
+        """Return `cores.0`, `cores.1`, ... and the states `<state>.0`, `<state>.1`, ..."""
+        views = {f"cores.{k}": core.detach() for k, core in enumerate(kernel.cores)}
+        for k, states in enumerate(kernel.core_optimizer_states()):
+            views.update({f"{name}.{k}": state for name, state in states.items()})
+        return [views]
+
+    def reset(self, kernel: Any, seeds: Sequence[int]) -> None:
+        """Draw the cores again."""
+        (kernel.seed,) = seeds
+        kernel.reset_parameters()
+
+    # Sharding and checkpoints
+
+    def copy_slice(
+        self, part: TableSlice, source: TableHandle, target: TableHandle, key_block: Span | None
+    ) -> None:
+        """Copy what the slice has of the cores of `source`, and of their optimizer states."""
+        views, targets = source.views(), target.views()
+        stems = {name.rsplit(".", 1)[0] for name in targets.keys() & views.keys()}
+        for stem in stems:
+            names = sorted(name for name in targets if name.rsplit(".", 1)[0] == stem)
+            values = self.cores_of(part, [views[name] for name in names])
+            for name, value in zip(names, values, strict=True):
+                targets[name].copy_(value)
+
+    def parameter_layouts(self, table: Table) -> dict[str, TensorLayout]:
+        """Return the cores: slices have a region of core 0, and every other core in full."""
+        spec, units = table.spec(), self.cut_units(table)
+        ranks, rank = spec.full_ranks, spec.ranks[0]
+        widths = [r * q * s for r, q, s in zip(ranks, spec.dim_factors, ranks[1:], strict=False)]
+        sizes = list(zip(spec.row_factors, widths, strict=True))
+
+        def region(rows: Span, columns: Span) -> tuple[Span, Span]:
+            first = rows[0] // units.rows
+            # The factors may make more rows than the table has; the last slice has them.
+            at_end = rows[1] == table.num_embeddings
+            last = sizes[0][0] if at_end else -(-rows[1] // units.rows)
+            left, right = columns[0] // units.columns, -(-columns[1] // units.columns)
+            return (first, last), (left * rank, right * rank)
+
+        return {
+            f"cores.{k}": TensorLayout(size, torch.float32, None if k else region)
+            for k, size in enumerate(sizes)
+        }
+
+    def state_views(self, parameter: str, optimizer: Optimizer) -> dict[str, str]:
+        """Return `<state>.<k>` for each state of `cores.<k>`."""
+        number = parameter.rpartition(".")[2]
+        return {state.name: f"{state.name}.{number}" for state in optimizer.states}
+
+    def metadata_entries(self, table: Table) -> dict[str, Tensor]:
+        """Return the entry that tells which tensor train the cores are of."""
+        return {layout_entry.NAME: layout_entry.entry(table.spec())}
+
+    def check_entries(self, table: Table, entries: Mapping[str, Tensor]) -> None:
+        """Raise ValueError for cores of another tensor train."""
+        if not entries.keys().isdisjoint(self.parameter_layouts(table)):
+            expected = layout_entry.entry(table.spec())
+            problem = layout_entry.difference(entries.get(layout_entry.NAME), expected)
+            if problem:
+                raise ValueError(f"{table.name}.cores: {problem}")
+
+    # Planner
+
+    def nbytes(self, part: TableSlice, optimizer: Optimizer | None, device: str) -> MemoryBytes:
+        """Return the bytes of the cores and their optimizer states."""
+        spec, total = part.spec, 0
+        ranks = spec.full_ranks
+        for k, (p, q) in enumerate(zip(spec.row_factors, spec.dim_factors, strict=True)):
+            width = ranks[k] * q * ranks[k + 1]
+            total += p * width * _FLOAT
+            total += state_bytes(optimizer, p, width, _FLOAT)
+        return MemoryBytes(total)
+
+    def lookup_ns(
+        self, part: TableSlice, optimizer: Optimizer | None, ids: float, rates: Rates
+    ) -> float:
+        """Return the nanoseconds to compute the distinct rows of `ids`, and to look them up."""
+        each = rates.cached_lookup_ns(part.dim * _FLOAT)
+        making = _distinct(ids, part.num_rows) * multiply_adds(part.spec) * rates.costs.tt_ns
+        return float(ids * each + making)
+
+    def update_ns(
+        self, part: TableSlice, optimizer: Optimizer | None, ids: float, rates: Rates
+    ) -> float:
+        """Return the nanoseconds to update the cores with the gradients of `ids` rows."""
+        row = row_bytes(optimizer, part.dim, part.config.data_type.itemsize)
+        each = rates.cached_update_ns(row)
+        # The gradients of all cores take twice the work of making the rows.
+        making = 2 * _distinct(ids, part.num_rows) * multiply_adds(part.spec) * rates.costs.tt_ns
+        return float(ids * each + making)
+
+
+def multiply_adds(spec: TTSpec) -> float:
+    """Return the multiply-adds of making one row from the left, core after core."""
+    ranks, total, width = spec.full_ranks, 0, spec.dim_factors[0]
+    for k in range(1, len(spec.dim_factors)):
+        total += width * ranks[k] * spec.dim_factors[k] * ranks[k + 1]
+        width *= spec.dim_factors[k]
+    return float(total)
+
+
+def _distinct(ids: float, rows: int) -> float:
+    """Return the expected number of distinct rows among uniform ids."""
+    return rows * -math.expm1(-ids / rows)
+
+
+class TTKernel(TTEmbeddingBag):
+    """A slice of a tensor-train table, read by any number of features."""
+
+    def __init__(
+        self,
+        part: TableSlice,
+        num_features: int,
+        optimizer: Optimizer,
+        pooling: Pooling,
+        seed: int,
+        device: torch.device,
+    ) -> None:
+        self._part, self._num_features, self.seed = part, num_features, seed
+        storage: Any = part.storage
+        self._storage: TensorTrain = storage
+        super().__init__(part.spec, optimizer, pooling=pooling, init=storage.init, device=device)
+
+    def forward(
+        self,
+        indices: Tensor,
+        offsets: Tensor,
+        per_sample_weights: Tensor | None = None,
+        *,
+        batch_sizes: Sequence[Sequence[int]] | None = None,
+    ) -> Tensor:
+        """Look up the bags of all features, one after another.
+
+        Args:
+            indices: int32 or int64 `[L]`, feature after feature.
+            offsets: int32 or int64 `[num_features * B + 1]`, of the bags in this order.
+            per_sample_weights: float32 `[L]`, scales each row.
+            batch_sizes: `[num_features][ranks]`, where features differ in batch size.
+
+        Returns:
+            Pooled rows `[B, num_features * D]`; with batch sizes one vector, rank after rank and
+            for each rank feature after feature; `[L, D]` for pooling NONE.
+        """
+        out = super().forward(indices, offsets, per_sample_weights)
+        features, dim = self._num_features, out.shape[1]
+        if self.pooling is Pooling.NONE:
+            return out
+        if batch_sizes is None:
+            if features == 1:
+                return out
+            return out.view(features, -1, dim).transpose(0, 1).reshape(-1, features * dim)
+        if features == 1:
+            return out.view(-1)
+        blocks = out.split([size for sizes in batch_sizes for size in sizes])
+        ranks = len(batch_sizes[0])
+        by_rank = [blocks[f * ranks + r] for r in range(ranks) for f in range(features)]
+        return torch.cat(by_rank).view(-1)
+
+    def _check_ranks(self) -> None:
+        # Which ranks are of use depends on the whole table, not on how it is cut.
+        whole = self._part.config.spec()
+        check_ranks(whole.ranks, whole.row_factors, whole.dim_factors)
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw the cores again; optimizer state, step and learning rate as at construction."""
+        if not self.cores[0].is_meta:
+            whole = self._part.config.spec()
+            cpu = torch.device("cpu")
+            layout = CoreLayout(whole.row_factors, whole.dim_factors, whole.full_ranks, cpu)
+            with seeded(cpu, self.seed):
+                values = INITIALIZERS[self.init](layout, 1.0 / math.sqrt(3.0 * whole.rows))
+            for core, value in zip(
+                self.cores, self._storage.cores_of(self._part, values), strict=True
+            ):
+                core.copy_(value)
+        for states in self._states():
+            for state in states:
+                state.zero_()
+        self._reset_common()
+
+
+class TTHandle(TableHandle):
+    """A tensor-train table: `cores.0`, `cores.1`, ...; its state dict has its layout as well."""
+
+    checks_parameters = False  # the cores are the memory, not views of it
+
+    def attach(self, kernel: nn.Module, index: int) -> None:
+        """Become the handle of `kernel`, which has one table."""
+        super().attach(kernel, index)
+        assert isinstance(kernel, TTEmbeddingBag)
+        self.cores = kernel.cores
+
+    def bind(self) -> None:
+        """Mark the cores as those of this table."""
+        kernel: TTEmbeddingBag = self.kernel
+        for k, core in enumerate(self.cores):
+            marked: Any = core
+            marked.flag_tells = True
+            core.requires_grad_(k not in kernel._frozen_cores)
+            mark(core, self, kernel.optimizer)
+        kernel._own_parameters()
+
+    def dense_rows(self) -> Tensor:
+        """Return the rows that the cores make, `[rows, dim]`."""
+        rows: Tensor = self.kernel.to_dense()
+        return rows
+
+    def adopt(self, other: TTHandle) -> None:
+        """Take the cores."""
+        self.cores = self.kernel.cores = other.cores
+        for core in self.cores:
+            core.grad = None
+
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}{layout_entry.NAME}"] = layout_entry.entry(self.kernel.spec)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *arguments: Any) -> None:
+        unexpected, errors = arguments[-2:]
+        self._is_on_meta(state_dict, prefix, errors)
+        layout_entry.may_load(state_dict, prefix, self.kernel.spec, self.cores, errors)
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
+        if f"{prefix}{layout_entry.NAME}" in unexpected:
+            unexpected.remove(f"{prefix}{layout_entry.NAME}")
+
+    @property
+    def _names_in_checkpoints(self) -> SimpleNamespace:
+        return SimpleNamespace(**{layout_entry.NAME: layout_entry.entry(self.kernel.spec)})
+
+    def _fqn_modifiers(self) -> dict[str, str]:
+        """Tell `torch.distributed.checkpoint.state_dict` which attribute a key begins with."""
+        return {layout_entry.NAME: "_names_in_checkpoints"}
