@@ -30,7 +30,7 @@ NO_UPDATE = External(gradient=Gradient.DENSE)
 """The optimizer of a table that has none: gradients are left to torch.optim."""
 
 
-class Table(Protocol):
+class TableDescription(Protocol):
     """The configuration of one table, as its storage sees it (a `TableConfig`)."""
 
     @property
@@ -81,12 +81,12 @@ class TableSlice:
     only between slices of its first core, see `emblib.storage.TensorTrain`.
     """
 
-    config: Table
+    config: TableDescription
     rows: Span
     columns: Span
 
     @staticmethod
-    def whole(config: Table) -> TableSlice:
+    def whole(config: TableDescription) -> TableSlice:
         """Return the slice that is the whole table."""
         return TableSlice(config, (0, config.num_embeddings), (0, config.embedding_dim))
 
@@ -231,7 +231,7 @@ class Storage:
 
     # Configuration
 
-    def check_table(self, table: Table) -> None:
+    def check_table(self, table: TableDescription) -> None:
         """Raise ValueError for a configuration that this storage cannot have."""
 
     def spec(self, rows: int, dim: int, name: str) -> Any:
@@ -299,7 +299,7 @@ class Storage:
 
     # Sharding
 
-    def cut_units(self, table: Table) -> CutUnits:
+    def cut_units(self, table: TableDescription) -> CutUnits:
         """Return where a table may be cut."""
         return CutUnits()
 
@@ -320,7 +320,7 @@ class Storage:
 
     # Checkpoints
 
-    def parameter_layouts(self, table: Table) -> dict[str, TensorLayout]:
+    def parameter_layouts(self, table: TableDescription) -> dict[str, TensorLayout]:
         """Return the layout of each tensor that the state dict of a collection has."""
         size = (table.num_embeddings, table.embedding_dim)
         return {"weight": TensorLayout(size, table.data_type, same_region)}
@@ -332,11 +332,11 @@ class Storage:
         """
         return {state.name: state.name for state in optimizer.states}
 
-    def metadata_entries(self, table: Table) -> dict[str, Tensor]:
+    def metadata_entries(self, table: TableDescription) -> dict[str, Tensor]:
         """Return the entries of a state dict that describe the table and are not loaded into it."""
         return {}
 
-    def check_entries(self, table: Table, entries: Mapping[str, Tensor]) -> None:
+    def check_entries(self, table: TableDescription, entries: Mapping[str, Tensor]) -> None:
         """Raise ValueError for entries of a state dict that are of another table."""
 
     # Planner

@@ -37,7 +37,7 @@ from emblib.storage.base import (
     Rates,
     Span,
     Storage,
-    Table,
+    TableDescription,
     TableSlice,
     TensorLayout,
     dense_gradient_ns,
@@ -91,7 +91,7 @@ class Hash(Storage):
 
     # Configuration
 
-    def check_table(self, table: Table) -> None:
+    def check_table(self, table: TableDescription) -> None:
         """Raise ValueError for a table with `init_fn`: rows are made when their keys are."""
         if table.init_fn is not None:
             raise ValueError(
@@ -188,7 +188,7 @@ class Hash(Storage):
 
     # Sharding and checkpoints
 
-    def cut_units(self, table: Table) -> CutUnits:
+    def cut_units(self, table: TableDescription) -> CutUnits:
         """Return that any number of rows can be cut off, and no columns."""
         return CutUnits(1, table.embedding_dim)
 
@@ -202,7 +202,7 @@ class Hash(Storage):
         target.kernel.set_table_entries(target.index, entries.take(owned))
         target.kernel.index.set_tick(source.kernel.index.tick)
 
-    def parameter_layouts(self, table: Table) -> dict[str, TensorLayout]:
+    def parameter_layouts(self, table: TableDescription) -> dict[str, TensorLayout]:
         """Return nothing: checkpoints have the rows by key, see `HashHandle`."""
         return {}
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from emblib.ops import primitives
-from emblib.storage.base import Table, TableSlice
+from emblib.storage.base import TableDescription, TableSlice
 
 _BLOCK = 1 << 22  # elements that are drawn at a time
 
@@ -56,7 +56,7 @@ def seeded(device: torch.device, seed: int) -> Iterator[None]:
         yield
 
 
-def _rows_of_block(config: Table) -> int:
+def _rows_of_block(config: TableDescription) -> int:
     return max(1, _BLOCK // config.embedding_dim)
 
 

@@ -18,7 +18,7 @@ from emblib.storage.base import (
     MemoryBytes,
     Rates,
     Storage,
-    Table,
+    TableDescription,
     TableSlice,
     TensorLayout,
     distinct_names,
@@ -44,7 +44,7 @@ class Quantized(Storage):
         if self.bits not in (4, 8):
             raise ValueError(f"bits must be 8 or 4, got {self.bits!r}")
 
-    def check_table(self, table: Table) -> None:
+    def check_table(self, table: TableDescription) -> None:
         """Raise ValueError for a table with an optimizer."""
         if table.optimizer is not None:
             raise ValueError(
@@ -95,7 +95,7 @@ class Quantized(Storage):
 
     # Sharding, checkpoints, planner
 
-    def parameter_layouts(self, table: Table) -> dict[str, TensorLayout]:
+    def parameter_layouts(self, table: TableDescription) -> dict[str, TensorLayout]:
         """Return the packed values and the scales, which slices have row by row."""
         rows, width = table.num_embeddings, quant.row_bytes(table.embedding_dim, self.bits)
 

@@ -26,7 +26,7 @@ from emblib.storage.base import (
     Rates,
     Span,
     Storage,
-    Table,
+    TableDescription,
     TableSlice,
     TensorLayout,
     row_bytes,
@@ -71,7 +71,7 @@ class TensorTrain(Storage):
 
     # Configuration
 
-    def check_table(self, table: Table) -> None:
+    def check_table(self, table: TableDescription) -> None:
         """Raise ValueError for another dtype than float32, or initial values set elsewhere."""
         if table.data_type is not torch.float32:
             raise ValueError(
@@ -109,7 +109,7 @@ class TensorTrain(Storage):
             name,
         )
 
-    def cut_units(self, table: Table) -> CutUnits:
+    def cut_units(self, table: TableDescription) -> CutUnits:
         """Return the rows and columns of one slice of core 0."""
         spec = table.spec()
         return CutUnits(math.prod(spec.row_factors[1:]), math.prod(spec.dim_factors[1:]))
@@ -201,7 +201,7 @@ class TensorTrain(Storage):
             for name, value in zip(names, values, strict=True):
                 targets[name].copy_(value)
 
-    def parameter_layouts(self, table: Table) -> dict[str, TensorLayout]:
+    def parameter_layouts(self, table: TableDescription) -> dict[str, TensorLayout]:
         """Return the cores: slices have a region of core 0, and every other core in full."""
         spec, units = table.spec(), self.cut_units(table)
         ranks, rank = spec.full_ranks, spec.ranks[0]
@@ -226,11 +226,11 @@ class TensorTrain(Storage):
         number = parameter.rpartition(".")[2]
         return {state.name: f"{state.name}.{number}" for state in optimizer.states}
 
-    def metadata_entries(self, table: Table) -> dict[str, Tensor]:
+    def metadata_entries(self, table: TableDescription) -> dict[str, Tensor]:
         """Return the entry that tells which tensor train the cores are of."""
         return {layout_entry.NAME: layout_entry.entry(table.spec())}
 
-    def check_entries(self, table: Table, entries: Mapping[str, Tensor]) -> None:
+    def check_entries(self, table: TableDescription, entries: Mapping[str, Tensor]) -> None:
         """Raise ValueError for cores of another tensor train."""
         if not entries.keys().isdisjoint(self.parameter_layouts(table)):
             expected = layout_entry.entry(table.spec())
