@@ -20,9 +20,8 @@ from rich.table import Table
 from rich.text import Text
 
 from experiments import kinds, launch
-from experiments.config import configure, sweep
-from experiments.config.configure import UsageError
-from experiments.config.schema import Config
+from experiments.config import configure
+from experiments.config.schema import Config, UsageError
 from experiments.contenders import registry
 from experiments.paths import CONF, REFERENCE
 from experiments.results.store import read_json, runs_in
@@ -192,7 +191,7 @@ def experiments() -> Section:
         question = configure.question(name)
         try:
             config = configure.load([f"+experiment={name}", f"device={device}"])
-            kind, (cells, seconds) = config.kind.value, extent(config)
+            kind, (cells, seconds) = config.kind, extent(config)
         except UsageError as error:
             kind, cells, seconds, question = "broken", UNKNOWN, UNKNOWN, str(error)
         section.rows.append((f"{name}\n{question}", kind, cells, seconds))
@@ -201,9 +200,9 @@ def experiments() -> Section:
 
 def extent(config: Config) -> tuple[str, str]:
     """Its cells, and how long they may take; unknown of an experiment that leads itself."""
-    if config.kind in kinds.RUNNERS:
+    if kinds.find(config.kind).leads:
         return UNKNOWN, UNKNOWN
-    cells = sweep.expand(config)
+    cells = kinds.expand(config)
     total = sum(jobs.replicates(cell, config) * jobs.seconds_of(cell, config) for cell in cells)
     return str(len(cells)), _duration(min(total, config.timing.total_seconds or math.inf))
 

@@ -29,10 +29,9 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
+from experiments import kinds
 from experiments.config import configure
-from experiments.config.configure import UsageError
-from experiments.config.schema import Config, DeviceKind
-from experiments.config.sweep import SPREAD
+from experiments.config.schema import Config, DeviceKind, UsageError
 from experiments.paths import CONF, ROOT
 from experiments.results.store import RunStore
 from experiments.run.process import asked_to_end_with_parent
@@ -346,7 +345,7 @@ def _processors(config: DictConfig | Config) -> Iterator[dict[str, str]]:
 
 def _ranks(config: DictConfig | Config) -> int:
     """The most that work at once: of experiments over ranks, in the largest world."""
-    if getattr(config.kind, "value", config.kind) not in [kind.value for kind in SPREAD]:
+    if not kinds.find(str(config.kind)).over_ranks:
         return int(config.device.ranks)
     asked = [config.sharding, *(case.sharding for case in config.cases.values())]
     return max(int(world) for sharding in asked for world in sharding.worlds)

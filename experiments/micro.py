@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from experiments.config.configure import UsageError
+from experiments.config.schema import UsageError
 from experiments.kinds.micro import take
 from experiments.paths import ROOT
 from experiments.report import write_report

@@ -13,8 +13,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from experiments import front_page
-from experiments.config.schema import Kind
-from experiments.kinds import cache_report
 from experiments.paths import REFERENCE, ROOT
 from experiments.report import text
 from experiments.report.data import Run
@@ -22,7 +20,6 @@ from experiments.results.store import POINTS, has_records, pack_records, runs_in
 
 START, END = "<!-- results:start -->", "<!-- results:end -->"
 KEPT = ("*.yaml", "*.json", "*.jsonl", "*.xz", "*.csv", "*.md", "*.png")
-TABLES = (Kind.time, Kind.cache)  # in the README; of other runs it has the answer
 
 
 def keep(run_directory: Path, folder: Path = REFERENCE) -> Path:
@@ -45,18 +42,18 @@ def keep(run_directory: Path, folder: Path = REFERENCE) -> Path:
 
 def results(folder: Path = REFERENCE) -> str:
     """The README's block: headline tables or answers of all references, with their provenance."""
-    runs = [(Run.read(path), path) for path in runs_in(folder, "*/*")]
-    blocks = [_block(run, path) for run, path in runs if _has_table(run)]
-    lines = [_line(run, path) for run, path in runs if not _has_table(run)]
-    blocks += ["\n".join(lines)] if lines else []
+    blocks, answers = [], []
+    for path in runs_in(folder, "*/*"):
+        run = Run.read(path)
+        lines = run.kind.readme_lines(run, _ran(run), _link(path))
+        if lines is None:
+            answers.append(_line(run, path))
+        else:
+            blocks.append("\n".join(lines))
+    blocks += ["\n".join(answers)] if answers else []
     return text.markdown_document(
         ["\n\n".join(blocks) or "No reference results are committed yet."]
     )
-
-
-def _has_table(run: Run) -> bool:
-    """Where nothing was timed there is only the answer."""
-    return run.kind in TABLES and not run.table.empty
 
 
 def _ran(run: Run) -> str:
@@ -71,36 +68,6 @@ def _line(run: Run, path: Path) -> str:
     """What the run's report says in bold, which is its answer."""
     answer = re.search(r"\*\*(.+?)\*\*", (path / "report.md").read_text())
     return f"- {_ran(run)}: {answer[1] if answer else 'no answer.'} {_link(path)}"
-
-
-def _block(run: Run, path: Path) -> str:
-    cell = run.headline_cell()
-    rows = run.table[run.table["cell"] == cell]
-    section = str(rows["section"].iloc[0])
-    ran = _ran(run)
-    if run.kind is Kind.cache:
-        return "\n".join([f"{ran}.", *cache_report.readme_lines(run), "", _link(path)])
-    lines = [
-        f"{ran}: {run.title(section)}, B = {int(rows['B'].iloc[0]):,}.",
-        "",
-        f"| contender | forward | step | step ÷ {run.baseline.label} | parameters | compression |",
-        "| --- | ---: | ---: | ---: | ---: | ---: |",
-    ]
-    for _, pair in rows.groupby("arm", sort=False):
-        phases = {str(r["phase"]): r for _, r in pair.iterrows()}
-        step, forward = phases["step"], phases["forward"]
-        if step["status"] != "ok":
-            lines.append(f"| {step['label']} | {step['status']} | – | – | – | – |")
-            continue
-        ratio = f"{text.times(step['ratio'])} {text.interval(step['ratio_lo'], step['ratio_hi'])}"
-        lines.append(
-            f"| {step['label']} | {text.seconds(forward['median_s'])} "
-            f"| {text.seconds(step['median_s'])} "
-            f"| {'1' if step['arm'] == run.baseline.key else ratio} "
-            f"| {text.size(step['weights_bytes'])} | {text.times(step['compression'])} |"
-        )
-    lines += ["", f"Step = forward + backward + update. {_link(path)}"]
-    return "\n".join(lines)
 
 
 def _link(path: Path) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 from experiments.bundle import pack
 from experiments.bundle.archive import BundleError
 from experiments.bundle.claims import RULE, TIME_TOLERANCE, Finding, Outcome
-from experiments.config.configure import UsageError
+from experiments.config.schema import UsageError
 from experiments.report import text
 
 STATUS = """\

@@ -24,7 +24,6 @@ from experiments.bundle.claims import RULE, TIME_TOLERANCE, Measure, claims_of
 from experiments.paths import CONF, ROOT
 from experiments.report import text, write_report
 from experiments.report.data import Run
-from experiments.report.stories import STORIES
 from experiments.results.store import POINTS, has_records, unpack_records
 
 LAYOUT = """\
@@ -127,9 +126,9 @@ def pack(directories: Sequence[Path], out: Path, folder: Path) -> Packed:
         for path in sorted(files):
             contents[f"{name}/{path.relative_to(run.path).as_posix()}"] = path.read_bytes()
         runs.append(describe(name, run))
-        if run.kind not in STORIES:
+        if run.kind.rebuilds:
             notes.append(
-                f"{name}: what follows from its samples is the {run.kind.value}'s own work, "
+                f"{name}: what follows from its samples is the {run.kind.name}'s own work, "
                 "and only its checksums are verified."
             )
     for path in sorted(CONF.rglob("*.yaml")):
@@ -179,7 +178,7 @@ def _rebuilt(directory: Path, target: Path) -> Run:
     """
     try:
         run = Run.read(directory)
-        if run.kind not in STORIES:
+        if run.kind.rebuilds:
             shutil.copytree(directory, target, ignore=shutil.ignore_patterns(".*"))
             unpack_records(target)
             return dataclasses.replace(run, path=target)
@@ -200,7 +199,7 @@ def describe(name: str, run: Run) -> dict[str, Any]:
     return {
         "folder": name,
         "experiment": str(run.config.name),
-        "kind": run.kind.value,
+        "kind": run.kind.name,
         "question": run.info.get("question", ""),
         "status": run.info.get("status"),
         "smoke": run.smoke,

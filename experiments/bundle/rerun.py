@@ -20,8 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 from experiments.bundle.archive import BundleError
 from experiments.bundle.claims import Claim, Finding, Outcome, claims_of, compare
 from experiments.config import configure
-from experiments.config.configure import UsageError
-from experiments.config.schema import Config, Rerun
+from experiments.config.schema import Config, Rerun, UsageError
 from experiments.paths import CONF, ROOT
 from experiments.report.data import Run
 

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from experiments.config import configure
+from experiments.config import configure, schema
 from experiments.paths import REFERENCE, ROOT
 from experiments.results.store import runs_in
 
@@ -27,11 +27,11 @@ def experiments_to_run(words: Sequence[str], folder: Path = REFERENCE) -> list[s
     named = [word.removeprefix("+experiment=") for word in words]
     for name in named:
         if name not in known:
-            raise configure.UsageError(f"no experiment '{name}'. There is: {', '.join(known)}")
+            raise schema.UsageError(f"no experiment '{name}'. There is: {', '.join(known)}")
     there = sorted({path.name for path in runs_in(folder, "*/*")})
     found = named or [name for name in there if name in known]
     if not found:
-        raise configure.UsageError(f"which experiments? There is: {', '.join(known)}")
+        raise schema.UsageError(f"which experiments? There is: {', '.join(known)}")
     return found
 
 
@@ -90,7 +90,7 @@ def main(arguments: Sequence[str]) -> int:
         chosen = experiments_to_run(names)
         for name in chosen:
             configure.load([f"+experiment={name}", *settings])
-    except configure.UsageError as error:
+    except schema.UsageError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return add(chosen, settings)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pandas as pd
 
-from experiments.config.schema import AXES, Kind
+from experiments.config.schema import AXES
 from experiments.config.sweep import SWEEP
 from experiments.machine import ceilings
 from experiments.machine.ceilings import Device, Roofs
@@ -63,7 +63,7 @@ def read(paths: Sequence[Path]) -> list[Machine]:
         raise NotComparable(
             f"these runs ask different questions ({', '.join(names)}): take runs of one experiment"
         )
-    if any(run.kind is Kind.trace for run in runs):
+    if not all(run.kind.comparable for run in runs):
         raise NotComparable(f"{names[0]} looks at ids only: a machine makes no difference to it")
     modes = _modes(runs)
     labels = _labels(runs)
@@ -133,7 +133,7 @@ def rows(machines: Sequence[Machine]) -> pd.DataFrame:
 
 
 def _rows(number: int, machine: Machine) -> list[dict[str, Any]]:
-    records = [r for r in machine.run.records if r.get("kind", "time") == Kind.time.value]
+    records = [r for r in machine.run.records if r.get("kind", "time") == "time"]
     first = {r["cell"]: r for r in reversed(records)}
     sweep = [r for r in first.values() if r["section"] == SWEEP]
     base = next((r for r in records if r["section"] == SWEEP), sweep[0] if sweep else None)

@@ -16,28 +16,25 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from experiments import kinds
 from experiments.config.schema import (
     OPERATIONS,
     CacheConfig,
     CaseConfig,
     Config,
     DeviceKind,
-    Kind,
     Law,
     Mode,
     ShardingConfig,
     Tables,
+    UsageError,
     WorkloadConfig,
 )
-from experiments.config.sweep import EXACT, SPREAD
 from experiments.contenders import registry
+from experiments.kinds.base import check_keyed
 from experiments.paths import CONF
 
 NOT_GROUPS = ("hardware",)  # conf/hardware is a table of devices, nothing that a run chooses
-
-
-class UsageError(Exception):
-    """What was typed cannot be run; the message is one line and says what to type instead."""
 
 
 def device_kind(kind: DeviceKind) -> str:
@@ -225,6 +222,7 @@ def _one_line(error: Exception) -> str:
 
 def check_values(config: Config) -> None:
     """Rules between values that types cannot say."""
+    kind = _kind(config)
     points: dict[str, Config | CaseConfig] = {"": config}
     points |= {f"cases.{k}.": c for k, c in config.cases.items()}
     contenders = _contenders()
@@ -232,9 +230,12 @@ def check_values(config: Config) -> None:
         tt = point.tt
         _check_workload(prefix, point.workload)
         _check_cache(prefix, point.cache)
-        _check_keys(prefix, point, config.kind)
+        _check_keys(prefix, point)
+        if point is not config or kind.keyed is not None:  # else the cases are what is measured
+            wanted = bool(point.keys.loads) or bool(kind.keyed)
+            check_keyed(prefix, point.contenders, wanted=wanted)
         _check_worlds(prefix, point.sharding)
-        computed = EXACT if not prefix and config.kind is Kind.cache else ()
+        computed = () if prefix else kind.choices
         for name in point.contenders:
             if name not in (*contenders, *computed):
                 near = difflib.get_close_matches(name, contenders, 1, 0.3)
@@ -256,21 +257,33 @@ def check_values(config: Config) -> None:
                 f"sweep.{axis} changes nothing about a trace: leave it out with 'sweep.{axis}=[]'"
             )
     _check_amounts(config)
-    if config.device.ranks > 1 and config.kind is not Kind.time:
-        raise UsageError(
-            f"device.ranks: only kind=time has ranks, this is {config.kind.value}"
-            f"{'; say sharding.worlds' * (config.kind in SPREAD)}"
-        )
     if config.lr <= 0:
         raise UsageError(f"lr must be > 0, got {config.lr}")
-    cached = (*registry.cached(), *EXACT)
-    if config.kind is Kind.cache and not set(config.contenders) <= set(cached):
-        raise UsageError(f"contenders: traces (kind=cache) are for {', '.join(cached)}")
+    kind.check(config)
     headline = config.report.headline
     if headline and headline not in config.cases:
         raise UsageError(
             f"report.headline: no case '{headline}'. There is: {', '.join(config.cases) or 'none'}"
         )
+
+
+def _kind(config: Config) -> kinds.Kind:
+    """Return the kind; its `options` are checked and settled."""
+    if config.kind not in kinds.KINDS:
+        near = difflib.get_close_matches(config.kind, kinds.KINDS, 1, 0.4)
+        hint = f" Did you mean 'kind={near[0]}'?" if near else ""
+        raise UsageError(f"no kind '{config.kind}'.{hint} There is: {', '.join(kinds.KINDS)}")
+    kind = kinds.find(config.kind)
+    if kind.options is None:
+        if config.options:
+            raise UsageError(f"options: kind={config.kind} has none, got {list(config.options)}")
+        return kind
+    try:
+        settled = OmegaConf.merge(OmegaConf.structured(kind.options), config.options)
+    except OmegaConfBaseException as error:
+        raise UsageError(f"options.{_one_line(error)}") from error
+    config.options = cast(dict[str, Any], OmegaConf.to_container(settled))
+    return kind
 
 
 def _check_amounts(config: Config) -> None:
@@ -315,8 +328,7 @@ def _check_worlds(prefix: str, sharding: ShardingConfig) -> None:
         raise UsageError(f"{prefix}sharding.worlds and .scaling must name at least one each")
 
 
-def _check_keys(prefix: str, point: Config | CaseConfig, kind: Kind) -> None:
-    """Tables of keys and those of bags are measured in different ways."""
+def _check_keys(prefix: str, point: Config | CaseConfig) -> None:
     keys = point.keys
     if any(not 0 < load <= 1 for load in keys.loads):
         raise UsageError(f"{prefix}keys.loads must be in (0, 1], got {keys.loads}")
@@ -330,14 +342,6 @@ def _check_keys(prefix: str, point: Config | CaseConfig, kind: Kind) -> None:
             raise UsageError(
                 f"{prefix}keys.operations: no operation '{name}'. There is: {', '.join(OPERATIONS)}"
             )
-    if isinstance(point, Config) and point.kind in (Kind.cache, Kind.anchor):
-        return  # traces go through both; of an anchor the cases are what is measured
-    wanted = bool(keys.loads) or kind is Kind.growth
-    for name in point.contenders:
-        if wanted is not registry.keyed(name) and name in registry.names():
-            a = "a table of keys" if registry.keyed(name) else "no table of keys"
-            where = "where keys.loads names loads, or in kind=growth"
-            raise UsageError(f"{prefix}contenders: {name} is {a}; those are measured {where}")
 
 
 def _check_workload(prefix: str, workload: WorkloadConfig) -> None:

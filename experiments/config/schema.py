@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 # Sweepable workload fields; `rank` is the contenders' axis.
 AXES = ("T", "E", "D", "B", "L", "s", "q")
@@ -18,28 +19,8 @@ OPERATIONS = {  # what is timed of a table of keys, as HierarchicalKV calls it
 }
 
 
-class Kind(Enum):
-    """What a point of the sweep is: contenders timed together, a trace run through caches, or ids
-    that are only looked at."""
-
-    time = "time"
-    cache = "cache"
-    trace = "trace"
-    keys = "keys"  # operations on tables of keys, timed together
-    growth = "growth"  # tables of keys that fill from empty, call by call
-    sharding = "sharding"  # collections spread over ranks: whole steps, and their parts
-    calibration = "calibration"  # what lookups, updates and messages cost on this machine
-    anchor = "anchor"  # of a whole run: its cases are timed, and set beside published figures
-    gate = "gate"  # of a whole run: two revisions of emblib take turns on its cases
-    noise = "noise"  # of a whole run: how far a revision seems to differ from itself
-    power = "power"  # of a whole run: how often the gate errs
-    micro = "micro"  # of a whole run: single calls of operations, timed by pytest-benchmark
-
-    @property
-    def of_cells(self) -> Kind:
-        """How the cells of a run's sweep are measured: a kind of whole runs has timed ones."""
-        own = (Kind.cache, Kind.trace, Kind.keys, Kind.growth, Kind.sharding, Kind.calibration)
-        return self if self in own else Kind.time
+class UsageError(Exception):
+    """The command line cannot be run; the message is one line and says what to type instead."""
 
 
 class Tables(Enum):
@@ -324,7 +305,7 @@ class Config:
     """A whole run."""
 
     name: str = ""
-    kind: Kind = Kind.time
+    kind: str = "time"  # a name in experiments/kinds
     seed: int = 1
     rerun: Rerun = Rerun.none
     dry_run: bool = False  # print the cells with their memory and time, measure nothing
@@ -346,3 +327,4 @@ class Config:
     device: DeviceConfig = field(default_factory=DeviceConfig)
     gate: GateConfig = field(default_factory=GateConfig)
     report: ReportConfig = field(default_factory=ReportConfig)
+    options: dict[str, Any] = field(default_factory=dict)  # of the kind, if it has any of its own

@@ -6,7 +6,7 @@ import ast
 import dataclasses
 import itertools
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -18,50 +18,14 @@ from experiments.config.schema import (
     Config,
     Design,
     KeysConfig,
-    Kind,
     Law,
     Scaling,
-    ShardingConfig,
     TTConfig,
+    UsageError,
     WorkloadConfig,
 )
 from experiments.contenders import registry
 
-
-def over_ranks(cell: Cell, asked: ShardingConfig, config: Config) -> Iterator[Cell]:
-    """The cell in each world; alone both ways of scaling are one, and so are equal batches.
-
-    Contenders that know no ranks are left out of the worlds of several, and the other way round.
-    """
-    most = config.timing.max_ranks or max(asked.worlds)
-    seen = set()
-    for ranks in sorted({min(world, most) for world in asked.worlds}):
-        for scaling in asked.scaling[:1] if ranks == 1 else asked.scaling:
-            size = cell.workload.B
-            batch = max(1, size // ranks) if scaling is Scaling.strong else size
-            if (ranks, batch) in seen:
-                continue
-            seen.add((ranks, batch))
-            arms = tuple(a for a in cell.arms if registry.fits(a.contender, ranks))
-            workload = dataclasses.replace(cell.workload, B=batch)
-            if arms:
-                yield dataclasses.replace(
-                    cell,
-                    arms=arms,
-                    workload=workload,
-                    ranks=ranks,
-                    scaling=scaling,
-                    title=f"{cell.title}, {words(ranks, scaling, asked.scaling)}",
-                )
-
-
-def words(ranks: int, scaling: Scaling, asked: Iterable[Scaling]) -> str:
-    """The world as people call it; how it was scaled where that is a question."""
-    world = "1 rank" if ranks == 1 else f"{ranks} ranks"
-    return f"{world}, {scaling.value}" if ranks > 1 and len(list(asked)) > 1 else world
-
-
-SPREAD = (Kind.sharding, Kind.calibration)  # over ranks, as many as the cell asks for
 SWEEP = "sweep"  # section of the cells that come from `sweep:`; cases use their own names
 
 # Computed from a trace; they are no programs to time.
@@ -128,10 +92,14 @@ class Cell:
     rows_scale: float = 1.0  # < 1 where memory or a smoke run asked for smaller tables
     note: str = ""
     cache: CacheConfig = field(default_factory=CacheConfig)
-    kind: Kind = Kind.time
+    kind: str = "time"
     keys: KeysConfig = field(default_factory=KeysConfig)
     ranks: int = 0  # 0: those of the run
     scaling: Scaling = Scaling.weak
+
+    def with_arms(self, *arms: Arm) -> Cell:
+        """Return the cell with other arms."""
+        return replace(self, arms=arms)
 
     @property
     def key(self) -> str:
@@ -163,9 +131,9 @@ def arms_of(
     return tuple(arm for name in contenders for arm in variants(name))
 
 
-def expand(config: Config) -> list[Cell]:
-    """Cases first, so that an interrupted run has its headline; then the sweep."""
-    cells = [
+def case_cells(config: Config, kind_of: Callable[[CaseConfig], str]) -> list[Cell]:
+    """Return a cell per case; `kind_of` says of which kind."""
+    return [
         Cell(
             key,
             c.title or key,
@@ -174,58 +142,24 @@ def expand(config: Config) -> list[Cell]:
             c.tt,
             note=c.note,
             cache=c.cache,
-            kind=_kind_of(c, config),
+            kind=kind_of(c),
             keys=c.keys,
         )
         for key, c in config.cases.items()
     ]
-    if config.kind is Kind.trace:
-        looked_at = arms_of(list(LOOKUPS), [], [])
-        cells = [replace(c, arms=looked_at, cache=config.cache, kind=config.kind) for c in cells]
-    swept = list(_swept(config))
-    if config.kind is Kind.calibration:
-        alone = arms_of(list(CALIBRATED), [], [])
-        cells, swept = ([replace(c, arms=alone) for c in part] for part in (cells, swept))
-    if config.kind in SPREAD:
-        asked = {key: case.sharding for key, case in config.cases.items()}
-        cells = _over_ranks(cells, config, asked)
-        swept = _over_ranks(swept, config, asked)
-    limit = config.timing.max_cells
-    swept = swept[:limit] if limit else swept
-    # Of traces the user's own comes first; cases are what it is compared with.
-    every = swept + cells if config.kind is Kind.trace else cells + swept
-    found: dict[str, Cell] = {}
-    for cell in [_capped(_resolved(cell), config) for cell in every]:
-        # Points that only a cap makes equal are one: their samples would count as more processes.
-        found.setdefault(cell.key, cell)
-    return list(found.values())
 
 
-def _over_ranks(
-    cells: Sequence[Cell], config: Config, asked: dict[str, ShardingConfig]
-) -> list[Cell]:
-    """Each in the worlds of its case, or of the experiment."""
-    spread = (over_ranks(c, asked.get(c.section, config.sharding), config) for c in cells)
-    return [cell for worlds in spread for cell in worlds]
+def resolve(cell: Cell, *, sized: bool) -> Cell:
+    """Add what a trace file says of its tables; raises UsageError where the file cannot be used.
 
-
-def _kind_of(case: CaseConfig, config: Config) -> Kind:
-    """How a case is measured: by default its contenders are timed."""
-    if case.keys.loads:
-        return Kind.keys
-    return config.kind if config.kind in (Kind.growth, *SPREAD) else Kind.time
-
-
-def _resolved(cell: Cell) -> Cell:
-    """With what a trace file says of its tables; raises UsageError where that cannot be used."""
-    from experiments.config.configure import UsageError
-
+    `sized`: tables are made, so that the number of their rows must be known.
+    """
     if cell.workload.law is not Law.trace:
         return cell
     from experiments.workloads import trace_files
 
     try:
-        workload = trace_files.resolve(cell.workload, sized=cell.kind is not Kind.trace)
+        workload = trace_files.resolve(cell.workload, sized=sized)
     except trace_files.TraceError as error:
         raise UsageError(str(error)) from error
     title = _title(workload) if cell.section == SWEEP else cell.title
@@ -238,7 +172,10 @@ def axes_of(config: Config) -> dict[str, list[Any]]:
     return {axis: v for axis, v in values.items() if v}
 
 
-def _swept(config: Config) -> Iterator[Cell]:
+def swept_cells(
+    config: Config, kind: str, names: Sequence[str], loads: Sequence[float]
+) -> Iterator[Cell]:
+    """Yield the cells of the sweep; `names` are the contenders, `loads` those of hash tables."""
     axes = axes_of(config)
     # A trace that was named is meant to be measured, beside whatever cases there are.
     if not axes and config.cases and config.workload.law is not Law.trace:
@@ -257,9 +194,6 @@ def _swept(config: Config) -> Iterator[Cell]:
     seen: set[str] = set()
     keep = [condition(text) for text in config.where]
     drop = [condition(text) for text in config.exclude]
-    names = [*config.contenders, *(IDEALS if config.kind is Kind.cache else ())]
-    names = list(LOOKUPS) if config.kind is Kind.trace else names
-    loads = config.keys.loads if config.kind is Kind.keys else ()
     for point, cell_ranks in points_ranks:
         workload = dataclasses.replace(base, **point)
         arms = tuple(
@@ -274,7 +208,7 @@ def _swept(config: Config) -> Iterator[Cell]:
             arms,
             config.tt,
             cache=config.cache,
-            kind=config.kind.of_cells,
+            kind=kind,
             keys=config.keys,
         )
         if arms and cell.key not in seen:
@@ -284,7 +218,7 @@ def _swept(config: Config) -> Iterator[Cell]:
 
 def _zipped(axes: dict[str, list[Any]]) -> list[dict[str, Any]]:
     """First values together, second values together, ...; raises UsageError unless equally many."""
-    from experiments.config.configure import UsageError
+    from experiments.config.schema import UsageError
 
     if len({len(values) for values in axes.values()}) > 1:
         counts = ", ".join(f"{len(values)} of {axis}" for axis, values in axes.items())
@@ -308,8 +242,8 @@ def _values(workload: WorkloadConfig) -> dict[str, Any]:
     return {axis: getattr(workload, axis) for axis in AXES}
 
 
-def _capped(cell: Cell, config: Config) -> Cell:
-    """Smaller tables and batches where the timing preset caps them (smoke)."""
+def cap(cell: Cell, config: Config) -> Cell:
+    """Return the cell with smaller tables and batches where the timing preset caps them (smoke)."""
     rows, batch = config.timing.max_rows, config.timing.max_batch
     workload, scale = cell.workload, 1.0
     if batch and batch < workload.B:
@@ -339,7 +273,7 @@ _COMPARE: dict[type, Callable[[Any, Any], Any]] = {
 
 def condition(text: str) -> Condition:
     """A rule of `where` or `exclude` such as "rank <= D or L == 1": axes, numbers, logic."""
-    from experiments.config.configure import UsageError
+    from experiments.config.schema import UsageError
 
     try:
         tree = ast.parse(text, mode="eval").body

@@ -12,8 +12,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from experiments.config.configure import UsageError
-from experiments.config.schema import Config
+from experiments.config.schema import Config, UsageError
 from experiments.gate import pages, setup
 from experiments.gate.pairs import Conductor, Trial
 from experiments.gate.rules import Request, Rules, Stage

@@ -301,7 +301,7 @@ class Conductor:
             shared: dict[str, Any] = {
                 "run_id": self.store.path.name,
                 "experiment": self.config.name,
-                "kind": self.config.kind.value,
+                "kind": self.config.kind,
                 "point": point.name,
                 "section": point.cell.section,
                 "cell": point.cell.key,

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from experiments.config.configure import UsageError
-from experiments.config.schema import PHASES, Config, Optimizer
-from experiments.config.sweep import SWEEP, Arm, Cell, expand
+from experiments.config.schema import PHASES, Config, Optimizer, UsageError
+from experiments.config.sweep import SWEEP, Arm, Cell
+from experiments.kinds import expand
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from omegaconf import OmegaConf
 
-from experiments.config.configure import UsageError
-from experiments.config.schema import Config
+from experiments.config.schema import Config, UsageError
 from experiments.gate import pages, setup
 from experiments.gate import rules as judge
 from experiments.gate.pairs import Conductor, Trial

@@ -8,7 +8,7 @@ from typing import cast
 
 from omegaconf import OmegaConf
 
-from experiments.config.schema import Config, Kind
+from experiments.config.schema import Config
 from experiments.gate import noise, pages, power
 from experiments.gate.pairs import Trial
 from experiments.gate.points import points_of
@@ -24,9 +24,9 @@ def write(path: Path) -> str:
     config = cast(
         Config, OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), stored))
     )
-    if config.kind is Kind.noise:
+    if config.kind == "noise":
         return noise.write(path)[0]
-    if config.kind is Kind.power:
+    if config.kind == "power":
         return power.write(path)[0]
     told, records = read_json(path, "gate.json"), read_records(path)
     rules = power.kept_rules(RunStore(path))

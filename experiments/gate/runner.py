@@ -8,8 +8,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from experiments.config.configure import UsageError
-from experiments.config.schema import Config
+from experiments.config.schema import Config, UsageError
 from experiments.gate import pages, revisions, setup
 from experiments.gate.pairs import Conductor, Revisions, Side, Trial
 from experiments.gate.revisions import BuildError

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from omegaconf import OmegaConf
 
-from experiments.config.configure import UsageError
-from experiments.config.schema import Config
+from experiments.config.schema import Config, UsageError
 from experiments.gate import revisions
 from experiments.gate.pairs import Revisions
 from experiments.gate.points import Point, points_of

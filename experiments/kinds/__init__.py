@@ -1,34 +1,51 @@
-"""What an experiment can be made of: how a cell of a kind is measured, or a whole run is led."""
+"""The kinds of experiments. `run`, `report` and `config` know a kind only as a `Kind` object."""
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable
-from typing import Any
+import functools
 
-from experiments.config.schema import Kind
+from experiments.config.schema import Config
+from experiments.config.sweep import Cell, cap, resolve
+from experiments.kinds.base import Kind, load
 
-# (cell, session, seconds) -> records, in a process of its own.
-MEASURES = {
-    Kind.time: "experiments.measure.timing:measure_cell",
-    Kind.cache: "experiments.measure.cache:cache_cell",
-    Kind.trace: "experiments.measure.trace:trace_cell",
-    Kind.keys: "experiments.measure.keys:keys_cell",
-    Kind.growth: "experiments.measure.growth:growth_cell",
-    Kind.sharding: "experiments.measure.sharding:sharding_cell",
-    Kind.calibration: "experiments.measure.sharding:calibration_cell",
-}
-# (config, *, question, words) -> exit status: kinds that lead their processes themselves.
-RUNNERS: dict[Kind, str] = {
-    Kind.gate: "experiments.gate.runner:run",
-    Kind.noise: "experiments.gate.noise:run",
-    Kind.power: "experiments.gate.power:run",
-    Kind.micro: "experiments.kinds.micro:run",
+# A kind is imported when an experiment asks for it.
+KINDS = {
+    "time": "experiments.kinds.timing:Timing",
+    "anchor": "experiments.kinds.timing:Anchor",
+    "cache": "experiments.kinds.cache:Cache",
+    "trace": "experiments.kinds.trace:Trace",
+    "keys": "experiments.kinds.keys:Keys",
+    "growth": "experiments.kinds.keys:Growth",
+    "sharding": "experiments.kinds.sharding:Sharding",
+    "calibration": "experiments.kinds.sharding:Calibration",
+    "gate": "experiments.kinds.gate:Gate",
+    "noise": "experiments.kinds.gate:Noise",
+    "power": "experiments.kinds.gate:Power",
+    "micro": "experiments.kinds.micro:Micro",
 }
 
+__all__ = ["KINDS", "Kind", "expand", "find"]
 
-def function(place: str) -> Callable[..., Any]:
-    """'module:name' imported."""
-    module, _, name = place.partition(":")
-    found: Callable[..., Any] = getattr(importlib.import_module(module), name)
-    return found
+
+@functools.cache
+def find(name: str) -> Kind:
+    """Return the kind of that name; raises KeyError where there is none."""
+    kind: Kind = load(KINDS[name])()
+    return kind
+
+
+def expand(config: Config) -> list[Cell]:
+    """Return the cells of a run.
+
+    Cases come first, so that an interrupted run has its headline. A cell of which a cap makes
+    another one is dropped: its samples would count as more processes.
+    """
+    kind = find(config.kind)
+    cases, swept = kind.cells(config)
+    swept = swept[: config.timing.max_cells or None]
+    found: dict[str, Cell] = {}
+    for cell in swept + cases if kind.swept_first else cases + swept:
+        sized = resolve(cell, sized=find(cell.kind).makes_tables)
+        capped = cap(sized, config)
+        found.setdefault(capped.key, capped)
+    return list(found.values())

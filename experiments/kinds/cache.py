@@ -1,16 +1,24 @@
-"""Traces through caches as numbers: hit rates of a record, and a table of all of them."""
+"""The kind `cache`: traces of lookups through caches of every size, beside the ideal ones."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import pandas as pd
 
-from experiments.config.schema import Kind
+from experiments.config.schema import Config, UsageError
+from experiments.config.sweep import EXACT, IDEALS
+from experiments.contenders import registry
+from experiments.kinds.base import Kind
+from experiments.results import metrics
 from experiments.results.store import Record
+
+if TYPE_CHECKING:
+    from experiments.report.data import Run
+    from experiments.report.tables import Table
 
 FORMULA = (
     "A cache is probed with all distinct rows of a batch before any row moves, so that a row is a "
@@ -19,7 +27,7 @@ FORMULA = (
     "rows, batch by batch; this is the one that says how many rows must be moved. Both are over "
     "the counted batches, after those that fill the cache."
 )
-IDEALS = (
+NOTES_ON_IDEALS = (
     "'Offline optimum' is Belady's MIN on batches: of the rows it holds and those of the batch it "
     "keeps the ones looked up again soonest. No cache of that size serves more distinct rows of "
     "this trace. Among rows due in the same batch it keeps those with more lookups.",
@@ -29,6 +37,56 @@ IDEALS = (
     "always there, as in an endless trace. It can lie above the others where a trace is too short "
     "for every popular row to have been looked up once.",
 )
+
+
+class Cache(Kind):
+    """How much of the lookups does a cache of a given size serve?"""
+
+    name = "cache"
+    extra_arms = tuple(IDEALS)
+    choices = tuple(EXACT)
+    keyed: ClassVar[bool | None] = None  # a trace goes through tables of both sorts
+    measures = "experiments.measure.cache:cache_cell"
+    timed = False
+    has_modes = False
+    report = "experiments.kinds.cache_report"
+    notes = (FORMULA, *NOTES_ON_IDEALS, metrics.FORMULA)
+    done = "None: all {count} measurements ran, and what was timed agreed with the reference."
+
+    def check(self, config: Config) -> None:
+        """Only contenders with a cache are measured."""
+        super().check(config)
+        cached = (*registry.cached(), *EXACT)
+        if not set(config.contenders) <= set(cached):
+            raise UsageError(f"contenders: traces (kind=cache) are for {', '.join(cached)}")
+
+    def progress(self, records: Sequence[Record]) -> str:
+        """Return the hit rates at the middle size."""
+        sizes = sorted({r["cache_rows"] for r in records if "cache_rows" in r})
+        middle = sizes[(len(sizes) - 1) // 2] if sizes else None
+        return "% of lookups served: " + " · ".join(
+            f"{r['label']}: {r['status']}" if r["status"] != "ok"
+            else f"{r['label']} {100 * counted(r).lookups:.0f}"
+            for r in records
+            if r.get("cache_rows", middle) == middle
+        )  # fmt: skip
+
+    def frames(self, records: Sequence[Record], settings: Any) -> dict[str, pd.DataFrame]:
+        """Return hit_rates.csv: a row per trace, contender and size."""
+        return {"hit_rates": frame(records)}
+
+    def section_table(self, run: Run, section: str) -> Table | None:
+        """Return hit rates where there are any, else times."""
+        if not len(run.traces) or not (run.traces["section"] == section).any():
+            return super().section_table(run, section)
+        found: Table = self._report().section_table(run, section)
+        return found
+
+    def readme_lines(self, run: Run, command: str, link: str) -> list[str] | None:
+        """Return hit rates and times of the headline."""
+        if run.table.empty:
+            return None
+        return [f"{command}.", *self._report().readme_lines(run), "", link]
 
 
 @dataclass(frozen=True)
@@ -53,7 +111,7 @@ def _share(total: dict[str, int], of: str) -> float:
 
 def frame(records: Sequence[Record]) -> pd.DataFrame:
     """One row per trace, contender and size; failed ones without numbers."""
-    traced = [r for r in records if r.get("kind") == Kind.cache.value]
+    traced = [r for r in records if r.get("kind") == Cache.name]
     return pd.DataFrame([_row(r) for r in traced])
 
 

@@ -1,14 +1,15 @@
-"""Records of the kinds keys and growth as tables of numbers; without torch."""
+"""The kinds `keys` and `growth`: operations on hash tables timed together, and tables that fill."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import pandas as pd
 
-from experiments.config.schema import OPERATIONS, Kind
+from experiments.config.schema import OPERATIONS
+from experiments.kinds.base import KEYS, Kind, median_of
 from experiments.results import metrics
 from experiments.results.store import Record
 from experiments.timing import statistics
@@ -26,11 +27,56 @@ FORMULA = (
 )
 
 
+class Keys(Kind):
+    """How many keys per second does each operation of a hash table process?"""
+
+    name = KEYS
+    measures = "experiments.measure.keys:keys_cell"
+    report = "experiments.kinds.keys_report"
+    notes = (FORMULA,)
+
+    def progress(self, records: Sequence[Record]) -> str:
+        """Return the rate of each table's first operation."""
+        return " · ".join(_rate_of(record) for record in records)
+
+    def frames(self, records: Sequence[Record], settings: Any) -> dict[str, pd.DataFrame]:
+        """Return operations.csv: a row per table, mode and operation."""
+        return {"operations": frame(records, str(settings.subject))}
+
+
+class Growth(Kind):
+    """How long does a growing hash table pause, and how much memory does it take?"""
+
+    name = "growth"
+    case_kind = "growth"
+    keyed: ClassVar[bool | None] = True
+    measures = "experiments.measure.growth:growth_cell"
+    has_modes = False
+    report = "experiments.kinds.growth_report"
+
+    def progress(self, records: Sequence[Record]) -> str:
+        """Return the rate at which each table was filled."""
+        return " · ".join(_rate_of(record) for record in records)
+
+    def frames(self, records: Sequence[Record], settings: Any) -> dict[str, pd.DataFrame]:
+        """Return growth.csv: a row per table."""
+        return {"growth": growth(records)}
+
+
+def _rate_of(record: Record) -> str:
+    """Return million keys per second of a table's first operation."""
+    if record["status"] != "ok":
+        return f"{record['label']}: {record['status']}"
+    name = next(iter(record["samples"]))
+    rate = record["lookups"] / median_of(record, name) / 1e6
+    return f"{record['label']} {name} {rate:.3g} M keys/s"
+
+
 def frame(records: Sequence[Record], subject: str) -> pd.DataFrame:
     """One row per arm, mode and operation of a cell, all its processes together."""
     groups: dict[tuple[str, str, str], list[Record]] = {}
     for record in records:
-        if record.get("kind") == Kind.keys.value:
+        if record.get("kind") == Keys.name:
             key = record["cell"], record["arm"], metrics.mode_of(record)
             groups.setdefault(key, []).append(record)
     pairs: dict[tuple[str, str], list[tuple[list[Record], list[Record]]]] = {}
@@ -94,7 +140,7 @@ def growth(records: Sequence[Record]) -> pd.DataFrame:
     """One row per table that grew, all its processes together."""
     groups: dict[tuple[str, str], list[Record]] = {}
     for record in records:
-        if record.get("kind") == Kind.growth.value:
+        if record.get("kind") == Growth.name:
             groups.setdefault((record["cell"], record["arm"]), []).append(record)
     return pd.DataFrame([_grown(group) for group in groups.values()])
 

@@ -1,4 +1,4 @@
-"""The JSON of pytest-benchmark as records of the store, and these as a table."""
+"""The kind `micro`: single calls of operations, timed by pytest-benchmark."""
 
 from __future__ import annotations
 
@@ -18,14 +18,29 @@ from typing import Any
 
 import pandas as pd
 
-from experiments.config.configure import UsageError, device_kind
-from experiments.config.schema import Config, Kind, Mode
+from experiments.config.configure import device_kind
+from experiments.config.schema import Config, Mode, UsageError
+from experiments.kinds.base import TIME, Kind
 from experiments.paths import ROOT
 from experiments.results.metrics import summarise_processes
 from experiments.results.store import Record, RunStore
 
 AXES = ("T", "E", "D", "B", "L", "rank", "optimizer", "slots")
 FAILED = re.compile(r"^(FAILED|ERROR) (\S+::.+?)(?: - (.*))?$")
+
+
+class Micro(Kind):
+    """How long does one call of each operation take?"""
+
+    name = "micro"
+    swept_kind = TIME
+    leads = "experiments.kinds.micro:run"
+    report = "experiments.kinds.micro_report"
+    side_by_side = False
+
+    def frames(self, records: Sequence[Record], settings: Any) -> dict[str, pd.DataFrame]:
+        """Return latency.csv: a row per benchmark."""
+        return {"latency": frame(records)}
 
 
 def records_of(
@@ -75,7 +90,7 @@ def _common(identity: Mapping[str, Any], replicate: int, name: str, group: str) 
         **identity,
         "replicate": replicate,
         "experiment": "micro",
-        "kind": Kind.micro.value,
+        "kind": Micro.name,
         "section": group,
         "title": group,
         "cell": short,
@@ -96,7 +111,7 @@ def frame(records: Sequence[Record]) -> pd.DataFrame:
     """One row a benchmark, its processes together: seconds of one call."""
     groups: dict[str, list[Record]] = {}
     for record in records:
-        if record.get("kind") == Kind.micro.value:
+        if record.get("kind") == Micro.name:
             groups.setdefault(record["cell"], []).append(record)
     return pd.DataFrame([_row(group) for group in groups.values()])
 
@@ -221,7 +236,7 @@ def take(path: Path, folder: Path) -> Path:
     if not benchmarks:
         raise UsageError(f"{path} has no benchmarks in it: was --benchmark-enable left out?")
     store = RunStore.create(folder, "micro")
-    store.write_config(dataclasses.replace(Config(), name="micro", kind=Kind.micro))
+    store.write_config(dataclasses.replace(Config(), name="micro", kind=Micro.name))
     environment = found.get("emblib") or {
         "time_utc": found.get("datetime"),
         "device": (found.get("machine_info", {}).get("cpu") or {}).get("brand_raw"),

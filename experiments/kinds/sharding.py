@@ -1,17 +1,25 @@
-"""Records of the kind sharding as tables of numbers; without torch."""
+"""The kinds `sharding` (collections over ranks) and `calibration` (constants of the cost model)."""
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import pandas as pd
 
-from experiments.config.schema import Kind, Scaling
+from experiments.config.schema import CaseConfig, Config, Scaling
+from experiments.config.sweep import Cell
+from experiments.contenders import registry
+from experiments.kinds.base import KEYS, Kind
 from experiments.results import metrics
 from experiments.results.store import Record
 from experiments.timing.statistics import Effect
+
+if TYPE_CHECKING:
+    from experiments.report.data import Run
 
 STEP, COMPUTE = "step", "local"
 OURS = "sharded_"  # contenders of emblib's that are spread over ranks; what follows is the type
@@ -29,6 +37,84 @@ FORMULA = (
     "compares with one rank: of weak scaling, the step of one rank ÷ the step of W; of strong "
     "scaling, the step of one rank ÷ W ÷ the step of W."
 )
+
+
+class OverRanks(Kind):
+    """A kind whose cells are measured in every world of `sharding.worlds`."""
+
+    over_ranks: ClassVar[bool] = True
+
+    def kind_of_case(self, case: CaseConfig) -> str:
+        """Return this kind, unless the case is about hash tables."""
+        return KEYS if case.keys.loads else self.name
+
+    def spread(self, cell: Cell, config: Config) -> Iterator[Cell]:
+        """Yield the cell in each world; on one rank both ways of scaling are the same cell.
+
+        Contenders that do not know ranks are left out of worlds of several ranks, and vice versa.
+        """
+        case = config.cases.get(cell.section)
+        asked = case.sharding if case else config.sharding
+        max_ranks = config.timing.max_ranks or max(asked.worlds)
+        seen = set()
+        for ranks in sorted({min(world, max_ranks) for world in asked.worlds}):
+            for scaling in asked.scaling[:1] if ranks == 1 else asked.scaling:
+                size = cell.workload.B
+                batch = max(1, size // ranks) if scaling is Scaling.strong else size
+                arms = tuple(a for a in cell.arms if registry.fits(a.contender, ranks))
+                if (ranks, batch) in seen or not arms:
+                    continue
+                seen.add((ranks, batch))
+                yield replace(
+                    cell,
+                    arms=arms,
+                    workload=replace(cell.workload, B=batch),
+                    ranks=ranks,
+                    scaling=scaling,
+                    title=f"{cell.title}, {world_title(ranks, scaling, asked.scaling)}",
+                )
+
+
+def world_title(ranks: int, scaling: Scaling, asked: Iterable[Scaling]) -> str:
+    """Return "2 ranks", and how they were scaled where that is a question."""
+    world = "1 rank" if ranks == 1 else f"{ranks} ranks"
+    return f"{world}, {scaling.value}" if ranks > 1 and len(list(asked)) > 1 else world
+
+
+class Sharding(OverRanks):
+    """What does a step cost over ranks, and what does the cost model predict?"""
+
+    name = "sharding"
+    measures = "experiments.measure.sharding:sharding_cell"
+    report = "experiments.kinds.sharding_report"
+    verdicts = True
+
+    def frames(self, records: Sequence[Record], settings: Any) -> dict[str, pd.DataFrame]:
+        """Return sharding.csv and predictions.csv."""
+        return {"sharding": frame(records), "predictions": predictions(records)}
+
+
+class Calibration(OverRanks):
+    """What do lookups, updates and messages cost on this machine?"""
+
+    name = "calibration"
+    only_arm = "constants"
+    measures = "experiments.measure.sharding:calibration_cell"
+    timed = False
+    has_modes = False
+    report = "experiments.kinds.calibration_report"
+    side_by_side = False
+    done = "None: the constants of {count} worlds were measured."
+
+    def progress(self, records: Sequence[Record]) -> str:
+        """Return whether it worked."""
+        done = any(record["status"] == "ok" for record in records)
+        return "calibrated" if done else super().progress(records)
+
+    def write_files(self, run: Run) -> Mapping[str, str]:
+        """Return calibration.json, which `emblib.sharding.planner.Calibration` loads."""
+        found = self._report().calibrations(run)
+        return {"calibration.json": json.dumps(found[max(found)], indent=1) + "\n"} if found else {}
 
 
 def counterpart(contender: str) -> str:
@@ -59,7 +145,7 @@ def frame(records: Sequence[Record]) -> pd.DataFrame:
     """
     groups: dict[tuple[str, str, str], list[Record]] = {}
     for record in records:
-        if record.get("kind") == Kind.sharding.value:
+        if record.get("kind") == Sharding.name:
             key = record["cell"], record["arm"], metrics.mode_of(record)
             groups.setdefault(key, []).append(record)
     pairs: dict[tuple[str, str], list[tuple[list[Record], list[Record]]]] = {}
@@ -161,7 +247,7 @@ def predictions(records: Sequence[Record]) -> pd.DataFrame:
     """
     groups: dict[tuple[str, str, int, str], list[tuple[Record, Mapping[str, Any]]]] = {}
     for record in records:
-        if record.get("kind") == Kind.sharding.value and record["status"] == "ok":
+        if record.get("kind") == Sharding.name and record["status"] == "ok":
             for told in record.get("predicted", []):
                 key = record["cell"], record["arm"], int(told["ranks"]), told["scaling"]
                 groups.setdefault(key, []).append((record, told))

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from experiments.config.configure import UsageError
+from experiments.config.schema import UsageError
 from experiments.machine.cpu import BUSY, Cpu, cores_of_others, own_seconds
 from experiments.machine.flags import MINOR, explain, remedy
 from experiments.machine.telemetry import Nvml

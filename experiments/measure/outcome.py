@@ -122,7 +122,7 @@ def describe(
         "replicate": session.replicate,
         "order": session.order,
         "experiment": session.config.name,
-        "kind": cell.kind.value,
+        "kind": cell.kind,
         "section": cell.section,
         "title": cell.title,
         "cell": cell.key,

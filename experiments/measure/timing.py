@@ -8,8 +8,9 @@ import random
 from collections.abc import Callable, Mapping
 from functools import partial
 
-from experiments.config.schema import PHASES, Kind, TimingConfig
-from experiments.config.sweep import CALIBRATED, COMPUTED, LOOKUPS, SPREAD, Arm, Cell
+from experiments import kinds
+from experiments.config.schema import PHASES, TimingConfig
+from experiments.config.sweep import CALIBRATED, COMPUTED, LOOKUPS, Arm, Cell
 from experiments.contenders import Contender, Task, build, registry
 from experiments.machine.telemetry import telemetry_for
 from experiments.measure.outcome import Outcome, describe, facts, verify
@@ -37,10 +38,11 @@ def fit_memory(cell: Cell, session: Session) -> Cell:
     shapes = table_shapes(cell.workload, scale=cell.rows_scale)
     adagrad = session.config.optimizer.value == "adagrad"
     wanted = max(1, dense_arms(cell)) * dense_bytes(shapes) * (2 if adagrad else 1)
-    if session.device.type == "cpu" and cell.kind not in SPREAD:
+    kind = kinds.find(cell.kind)
+    if session.device.type == "cpu" and not kind.over_ranks:
         wanted *= session.config.device.ranks  # whose tables lie in the same memory
     room = memory.available_bytes(session.device) * session.config.device.memory_share
-    if wanted <= room or cell.kind is Kind.trace:  # which makes no tables
+    if wanted <= room or not kind.makes_tables:
         return cell
     return dataclasses.replace(cell, rows_scale=cell.rows_scale * room / wanted)
 

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from experiments.config.schema import Kind
-from experiments.kinds import keys, sharding, trace
-from experiments.kinds.micro import frame
 from experiments.report.data import Run
 from experiments.results.store import RunStore
 
@@ -33,52 +29,36 @@ BROKEN = ("wrong", "error", "timeout")
 
 def write_report(path: Path) -> Summary:
     """Write every derived file of the run in `path` from its raw records."""
-    from experiments.kinds.calibration_report import calibrations
     from experiments.report import pages
-    from experiments.report.stories import sentences
 
     run = Run.read(path)
-    if run.kind in (Kind.gate, Kind.noise, Kind.power):
-        from experiments.gate import rebuild
-
-        return Summary(rebuild.write(path), sum(r["status"] in BROKEN for r in run.records))
+    bad = sum(r["status"] in BROKEN for r in run.records)
+    if (answer := run.kind.rebuild(path)) is not None:
+        return Summary(answer, bad)
     store = RunStore(path)
-    store.write_table("results", run.table)
-    if len(run.traces):
-        store.write_table("hit_rates", run.traces)
-    if len(run.operations):
-        store.write_table("operations", run.operations)
-    if run.kind is Kind.growth:
-        store.write_table("growth", keys.growth(run.records))
-    if run.kind is Kind.calibration and (found := calibrations(run)):
-        store.write("calibration.json", json.dumps(found[max(found)], indent=1) + "\n")
-    if run.kind is Kind.sharding:
-        store.write_table("sharding", sharding.frame(run.records))
-        store.write_table("predictions", sharding.predictions(run.records))
-    if run.kind is Kind.trace:
-        store.write_table("tables", trace.tables(run.records))
-        store.write_table("ideal_hit_rates", trace.curves(run.records))
-    if run.kind is Kind.micro:
-        store.write_table("latency", frame(run.records))
+    own = {"results", *run.kind.frames([], run.config.report)}
+    for name, table in run.frames.items():
+        if len(table) or name in own:
+            store.write_table(name, table)
+    for name, content in run.kind.write_files(run).items():
+        store.write(name, content)
     drawn = [_draw(figures) for figures in _figures(run)]
     store.write("report.md", pages.markdown(run, [[f for f, _ in part] for part in drawn]))
     store.write("index.html", pages.page(run, drawn))
-    bad = sum(r["status"] in BROKEN for r in run.records)
-    return Summary(" ".join(sentences(run)), bad)
+    return Summary(" ".join(pages.sentences(run)), bad)
 
 
 def _figures(run: Run) -> list[list[tuple[Figure, Run]]]:
     """Of each mode, with what they show of the run; the first also has what is about all of it."""
     from experiments.report import figures as costs
     from experiments.report import outcomes
-    from experiments.report.stories import story
 
     if not run.config.report.figures:
         return [[] for _ in run.modes]
     found = []
     for mode in run.modes:
         part = run.at(mode)
-        figures = story(run).figures(part)
+        figures = run.kind.figures(part)
         if mode == run.modes[0]:
             whole = [(f, run) for f in (*costs.modes(run), *outcomes.figures(run))]
             found.append([*((f, part) for f in figures), *whole])

@@ -11,11 +11,12 @@ from typing import Any
 import pandas as pd
 from omegaconf import DictConfig, OmegaConf
 
-from experiments.config.schema import AXES, Kind, Mode
+from experiments.config.schema import AXES, Mode
 from experiments.config.sweep import SWEEP, Arm, variants_of
-from experiments.kinds import cache, keys
+from experiments.kinds import Kind, find
+from experiments.kinds.base import TIME
 from experiments.report import text
-from experiments.results.metrics import frame, mode_of, replicate_of
+from experiments.results.metrics import mode_of, replicate_of
 from experiments.results.store import Record, read_json, read_records
 from experiments.workloads.distributions import law_words
 
@@ -48,10 +49,7 @@ class Run:
     environment: dict[str, Any]
     info: dict[str, Any]
     records: list[Record]
-    table: pd.DataFrame = field(repr=False)  # metrics.frame: a row per timed record and phase
-    traces: pd.DataFrame = field(repr=False)  # rates.frame: a row per trace through a cache
-    # keys.frame: a row per table of keys and operation
-    operations: pd.DataFrame = field(default_factory=pd.DataFrame, repr=False)
+    frames: dict[str, pd.DataFrame] = field(repr=False)  # by the names of their CSV files
 
     @classmethod
     def read(cls, path: Path) -> Run:
@@ -64,16 +62,30 @@ class Run:
         for labelled in (info, *records):
             for name in {"question", "title", "label"} & labelled.keys():
                 labelled[name] = text.one_line(str(labelled[name]))
-        return cls(
-            path,
-            config,
-            _environment(path),
-            info,
-            records,
-            frame(records, str(config.report.baseline)),
-            cache.frame(records),
-            keys.frame(records, str(config.report.subject)),
-        )
+        own = OmegaConf.select(config, "kind", default=TIME)
+        frames: dict[str, pd.DataFrame] = {}
+        for kind in dict.fromkeys((TIME, *(r.get("kind", TIME) for r in records), str(own))):
+            frames |= find(kind).frames(records, config.report)
+        return cls(path, config, _environment(path), info, records, frames)
+
+    def frame(self, name: str) -> pd.DataFrame:
+        """Return the table of numbers of that name; empty where no cell is of its kind."""
+        return self.frames.get(name, pd.DataFrame())
+
+    @property
+    def table(self) -> pd.DataFrame:
+        """Return the results: a row per timed cell, contender, mode and phase."""
+        return self.frame("results")
+
+    @property
+    def traces(self) -> pd.DataFrame:
+        """Return the hit rates: a row per trace, contender and size."""
+        return self.frame("hit_rates")
+
+    @property
+    def operations(self) -> pd.DataFrame:
+        """Return the operations of hash tables: a row per table, mode and operation."""
+        return self.frame("operations")
 
     @property
     def modes(self) -> list[str]:
@@ -81,17 +93,20 @@ class Run:
         return list(dict.fromkeys(mode_of(r) for r in self.records)) or [Mode.hot.value]
 
     def at(self, mode: str) -> Run:
-        """The part of the run that was measured in one mode: modes never share a figure or table.
+        """Return the part of the run that was measured in one mode.
 
-        Traces through caches have no mode; they stay with the first.
+        Modes never share a figure or a table. What has no mode stays with the first one.
         """
-        table, traces, operations = self.table, self.traces, self.operations
+
+        def part(table: pd.DataFrame) -> pd.DataFrame:
+            if "mode" in table:
+                return table[table["mode"] == mode]
+            return table if mode == self.modes[0] else table[:0]
+
         return dataclasses.replace(
             self,
             records=[r for r in self.records if mode_of(r) == mode],
-            table=table[table["mode"] == mode] if len(table) else table,
-            traces=traces if mode == self.modes[0] else traces[:0],
-            operations=operations[operations["mode"] == mode] if len(operations) else operations,
+            frames={name: part(table) for name, table in self.frames.items()},
         )
 
     @property
@@ -109,8 +124,8 @@ class Run:
 
     @property
     def kind(self) -> Kind:
-        """What its sweep is made of; runs from before there were traces do not say."""
-        return Kind[str(OmegaConf.select(self.config, "kind", default=Kind.time.value))]
+        """Return the kind of the run; the oldest runs do not say."""
+        return find(str(OmegaConf.select(self.config, "kind", default=TIME)))
 
     @property
     def smoke(self) -> bool:
@@ -152,7 +167,7 @@ class Run:
         record = next(r for r in self.records if r["section"] == section)
         p, tables = record["params"], record["features"]
         law = law_words(p)
-        base = "Base point: " if section == SWEEP and self.kind is not Kind.trace else ""
+        base = "Base point: " if section == SWEEP and not self.kind.swept_first else ""
         return (
             f"{base}{tables} table{'s' * (tables > 1)}, "
             f"{record['rows']:,} rows, D={p['D']}, B={p['B']:,}, "
@@ -174,7 +189,7 @@ class Run:
         """Cell -> processes that measured it."""
         seen: dict[str, set[int]] = {}
         for record in self.records:
-            if record.get("kind", Kind.time.value) in (Kind.time.value, Kind.sharding.value):
+            if find(record.get("kind", TIME)).verdicts:
                 seen.setdefault(record["cell"], set()).add(replicate_of(record))
         return {cell: len(processes) for cell, processes in seen.items()}
 

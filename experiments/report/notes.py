@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from experiments.config.schema import PHASES, Kind, Mode
+from experiments.config.schema import PHASES, Mode
 from experiments.machine.flags import MINOR, explain
 from experiments.report import text
 from experiments.report.data import Run
@@ -72,7 +72,7 @@ VERDICTS = (
 
 def how_to_read(run: Run) -> list[str]:
     """What applies to this run of what there is to know."""
-    if run.kind in (Kind.trace, Kind.micro, Kind.calibration):  # nothing is timed side by side
+    if not run.kind.side_by_side:
         return []
     found = [HOW_TO_READ[0]]
     found += [MODES[mode] for mode in run.modes if mode in MODES]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 
-from experiments.config.schema import Kind
 from experiments.report.data import Outcome, Run
 from experiments.report.style import STATUS, Drawing, Figure, Panel
 from experiments.report.tables import Table, Value
@@ -108,11 +107,4 @@ def sentence(run: Run) -> str:
         return (
             f"{len(bad)} of {len(outcomes)} measurements have no result, or not all of it: {words}."
         )
-    if run.kind is Kind.calibration:
-        return f"None: the constants of {len(outcomes)} worlds were measured."
-    if run.kind is Kind.trace:
-        return f"None: all {len(outcomes)} sets of lookups were read."
-    ran = f"None: all {len(outcomes)} measurements ran"
-    if len(run.traces):
-        return f"{ran}, and what was timed agreed with the reference."
-    return f"{ran} and agreed with the reference."
+    return run.kind.done.format(count=len(outcomes))

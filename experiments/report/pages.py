@@ -6,30 +6,27 @@ import html
 import re
 from collections.abc import Sequence
 
-from experiments.config.schema import Kind
 from experiments.config.sweep import SWEEP
-from experiments.kinds import cache_report, trace_report
-from experiments.report import answer, notes, outcomes, shell, stories, tables, text
+from experiments.report import notes, outcomes, shell, tables, text
 from experiments.report.data import Run
 from experiments.report.figures import subtitle
-from experiments.report.stories import story
 from experiments.report.style import Figure
 
 Drawn = Sequence[tuple[Figure, Sequence[str]]]  # figures with their panels as inline SVG
 
 
-def _table(run: Run, section: str) -> tables.Table | None:
-    """None: the section has nothing to show in this mode."""
-    if run.kind is Kind.trace:
-        return trace_report.section_table(run, section)
-    if len(run.traces) and (run.traces["section"] == section).any():
-        return cache_report.section_table(run, section)
-    return tables.section_table(run, section) if len(run.of(section)) else None
+SMOKE = "Smoke run: its tables, batches and rounds are too small for its numbers to mean anything."
+
+
+def sentences(run: Run) -> list[str]:
+    """Return the answer of a run's report; of a smoke run, first that it is none."""
+    found = run.kind.answer(run)
+    return [SMOKE, *found] if run.smoke else found
 
 
 def section_heading(run: Run, section: str) -> tuple[str, str]:
     """Title and one line on the workload."""
-    swept = section == SWEEP and run.kind is not Kind.trace
+    swept = section == SWEEP and not run.kind.swept_first
     title = "The sweep" if swept else run.title(section)
     record = next(r for r in run.records if r["section"] == section)
     line = run.sizes(section)
@@ -56,11 +53,11 @@ def published_lines(run: Run, section: str) -> list[str]:
 
 def markdown(run: Run, figures: Sequence[Sequence[Figure]]) -> str:
     """The report for a terminal, an issue or a repository page; `figures` are those by mode."""
-    sentences = stories.sentences(run)
-    lines = [f"# {run.config.name}", "", f"**{sentences[0]}** {' '.join(sentences[1:])}", ""]
+    said = sentences(run)
+    lines = [f"# {run.config.name}", "", f"**{said[0]}** {' '.join(said[1:])}", ""]
     lines += [f"*Question: {run.info.get('question', '')}*", ""]
     lines += [f"> **{n}**\n" for n in notes.notices(run)]
-    for title, words, table in story(run).tables(run):
+    for title, words, table in run.kind.tables(run):
         lines += [f"## {title}", "", words, "", table.markdown(), ""]
     for mode, drawn in zip(run.modes, figures, strict=True):
         part = run.at(mode)
@@ -73,7 +70,7 @@ def markdown(run: Run, figures: Sequence[Sequence[Figure]]) -> str:
     failed = outcomes.table(run)
     lines += ["", failed.markdown()] if failed.rows else []
     lines += ["", "## How to read this", ""]
-    lines += [f"- {t}" for t in (*notes.how_to_read(run), *story(run).notes)]
+    lines += [f"- {t}" for t in (*notes.how_to_read(run), *run.kind.how_to_read())]
     lines += ["", "## Reproduce", "", text.Code(run.environment.get("command", "")), ""]
     lines += [subtitle(run), "", tables.environment_table(run).markdown(), ""]
     flags = tables.flags_table(run)
@@ -87,7 +84,7 @@ def _markdown_figure(figure: Figure) -> list[str]:
 
 
 def _markdown_section(run: Run, section: str) -> list[str]:
-    table = _table(run, section)
+    table = run.kind.section_table(run, section)
     if table is None:
         return []
     title, line = section_heading(run, section)
@@ -97,15 +94,16 @@ def _markdown_section(run: Run, section: str) -> list[str]:
 
 def page(run: Run, drawn: Sequence[Drawn]) -> str:
     """index.html; `drawn` are the figures of each mode."""
-    sentences = stories.sentences(run)
+    said = sentences(run)
     parts = [shell.paragraph(str(run.config.name), "eyebrow")]
-    parts += [f"<h1>{html.escape(sentences[0])}</h1>"]
-    parts += [shell.tiles(answer.tiles(run))] if run.kind is Kind.time else []
-    parts += [shell.paragraph(" ".join(sentences[1:]))] if sentences[1:] else []
+    parts += [f"<h1>{html.escape(said[0])}</h1>"]
+    tiles = run.kind.tiles(run)
+    parts += [shell.tiles(tiles)] if tiles else []
+    parts += [shell.paragraph(" ".join(said[1:]))] if said[1:] else []
     parts += [shell.paragraph(f"Question: {run.info.get('question', '')}", "question")]
     parts += [shell.paragraph(n, "notice") for n in notes.notices(run)]
     parts += [shell.paragraph(subtitle(run), "meta"), shell.CONTENTS]
-    for title, words, table in story(run).tables(run):
+    for title, words, table in run.kind.tables(run):
         name = re.sub(r"\W+", "-", title.lower()).strip("-")
         parts += [shell.heading(title, name), shell.paragraph(words, "line"), table.html()]
     for mode, figures in zip(run.modes, drawn, strict=True):
@@ -114,7 +112,9 @@ def page(run: Run, drawn: Sequence[Drawn]) -> str:
     failed = outcomes.table(run)
     parts += [failed.html()] if failed.rows else []
     parts += [shell.heading("How to read this", "how-to-read"), "<ul>"]
-    parts += [f"<li>{html.escape(t)}</li>" for t in (*notes.how_to_read(run), *story(run).notes)]
+    parts += [
+        f"<li>{html.escape(t)}</li>" for t in (*notes.how_to_read(run), *run.kind.how_to_read())
+    ]
     parts += ["</ul>", _provenance(run)]
     return shell.document(f"{run.config.name} · emblib", parts)
 
@@ -142,7 +142,7 @@ def _mode(run: Run, mode: str, figures: Drawn) -> list[str]:
 
 
 def _section(run: Run, section: str) -> str:
-    table = _table(run, section)
+    table = run.kind.section_table(run, section)
     if table is None:
         return ""
     title, line = section_heading(run, section)

@@ -209,3 +209,26 @@ def flatten(tree: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:
             shown = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
             found.append((name, shown))
     return found
+
+
+def readme_table(run: Run) -> list[str]:
+    """Return the headline's table as it stands in the README."""
+    lines = [
+        f"| contender | forward | step | step ÷ {run.baseline.label} | parameters | compression |",
+        "| --- | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    rows = run.table[run.table["cell"] == run.headline_cell()]
+    for _, pair in rows.groupby("arm", sort=False):
+        phases = {str(r["phase"]): r for _, r in pair.iterrows()}
+        step, forward = phases["step"], phases["forward"]
+        if step["status"] != "ok":
+            lines.append(f"| {step['label']} | {step['status']} | – | – | – | – |")
+            continue
+        ratio = f"{text.times(step['ratio'])} {text.interval(step['ratio_lo'], step['ratio_hi'])}"
+        lines.append(
+            f"| {step['label']} | {text.seconds(forward['median_s'])} "
+            f"| {text.seconds(step['median_s'])} "
+            f"| {'1' if step['arm'] == run.baseline.key else ratio} "
+            f"| {text.size(step['weights_bytes'])} | {text.times(step['compression'])} |"
+        )
+    return lines

@@ -10,7 +10,7 @@ from typing import Any
 
 import pandas as pd
 
-from experiments.config.schema import PHASES, Kind, Mode
+from experiments.config.schema import PHASES, Mode
 from experiments.results.store import Record
 from experiments.timing import statistics
 from experiments.timing.statistics import Effect, Pool, Summary
@@ -69,7 +69,7 @@ def frame(records: Sequence[Record], baseline: str) -> pd.DataFrame:
     """
     groups: dict[tuple[str, str, str], list[Record]] = {}
     for record in records:
-        if record.get("kind", Kind.time.value) == Kind.time.value:
+        if record.get("kind", "time") == "time":
             groups.setdefault((record["cell"], record["arm"], mode_of(record)), []).append(record)
     pairs: dict[str, list[tuple[list[Record], list[Record]]]] = {}
     for (cell, _, mode), group in groups.items():

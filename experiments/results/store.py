@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import OmegaConf
 
-from experiments.config.configure import UsageError
-from experiments.config.schema import Config
+from experiments.config.schema import Config, UsageError
 from experiments.paths import ROOT
 
 if TYPE_CHECKING:

@@ -8,14 +8,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from experiments.config.schema import AXES, Config, Kind, Rerun
+from experiments import kinds
+from experiments.config.schema import AXES, Config, Rerun
 from experiments.config.sweep import SWEEP, Cell
 from experiments.results.identity import point_key
 from experiments.results.store import Record, read_records
 
 START_SECONDS = 1.5  # a process, its imports and its first batches, on a machine of two cores
 BLOCK = 4  # cells whose processes take turns
-TIMED = (Kind.time, Kind.keys, Kind.growth, Kind.sharding)  # kinds of cells whose samples are times
 # Without a new request these are not tried again: the outcome would be the same. What is missing
 # has another point_key once it is installed.
 GOOD = ("ok", "unsupported", "missing")
@@ -38,12 +38,12 @@ class Job:
 
 def replicates(cell: Cell, config: Config) -> int:
     """Fresh processes that the cell asks for; what a trace counts is the same in each."""
-    return config.timing.replicates if cell.kind in TIMED else 1
+    return config.timing.replicates if kinds.find(cell.kind).timed else 1
 
 
 def seconds_of(cell: Cell, config: Config) -> float:
     """Of one process, from above: a rule of thumb, not a measurement; tables cost time besides."""
-    if cell.kind not in TIMED:
+    if not kinds.find(cell.kind).timed:
         return START_SECONDS
     timing = config.timing
     warm = len(cell.arms) * timing.warmup_seconds

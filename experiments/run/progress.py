@@ -9,11 +9,9 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from experiments.config.schema import Kind
+from experiments import kinds
 from experiments.config.sweep import Cell
-from experiments.kinds import cache
 from experiments.results.store import Record
-from experiments.timing import statistics
 
 
 class Display:
@@ -87,35 +85,5 @@ def where(cell: Cell) -> str:
 
 
 def outcome_line(records: Sequence[Record]) -> str:
-    """Each contender's median step or hit rate, or what became of it."""
-    parts = []
-    if all(r.get("kind") == Kind.trace.value and r["status"] == "ok" for r in records):
-        found = [r["analysis"]["distinct"] for r in records]
-        return f"distinct rows: {', '.join(f'{n:,}' for n in found)}"
-    if any(r.get("kind") == Kind.calibration.value and r["status"] == "ok" for r in records):
-        return "calibrated"
-    if any(r.get("kind") in (Kind.keys.value, Kind.growth.value) for r in records):
-        return " · ".join(map(_keys, records))
-    traced = any(record.get("kind") == Kind.cache.value for record in records)
-    if traced:  # one size stands for all
-        sizes = sorted({r["cache_rows"] for r in records if "cache_rows" in r})
-        middle = sizes[(len(sizes) - 1) // 2] if sizes else None
-        records = [r for r in records if r.get("cache_rows", middle) == middle]
-    for record in records:
-        if record["status"] != "ok":
-            parts.append(f"{record['label']}: {record['status']}")
-        elif traced:
-            parts.append(f"{record['label']} {100 * cache.counted(record).lookups:.0f}")
-        else:
-            seconds = [s for _, s in record["samples"]["step"]]
-            parts.append(f"{record['label']} {1e3 * statistics.summarise(seconds).median:.3g} ms")
-    return ("% of lookups served: " if traced else "step: ") + " · ".join(parts)
-
-
-def _keys(record: Record) -> str:
-    """Million keys a second of a table's first operation."""
-    if record["status"] != "ok":
-        return f"{record['label']}: {record['status']}"
-    name, taken = next(iter(record["samples"].items()))
-    rate = record["lookups"] / statistics.summarise([s for _, s in taken]).median / 1e6
-    return f"{record['label']} {name} {rate:.3g} M keys/s"
+    """Return what a job found, or what became of it, in the words of its kind."""
+    return kinds.find(str(records[0]["kind"])).progress(records)

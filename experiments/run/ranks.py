@@ -286,8 +286,7 @@ def _measure(orders: Orders, pipe: Connection) -> list[Record]:
     try:
         ranks = RankSync(TorchPeers())
         session = dataclasses.replace(orders.session, device=device, note=pipe.send, team=ranks)
-        cell, kind = orders.cell, orders.cell.kind
-        records = kinds.function(kinds.MEASURES[kind])(cell, session, orders.seconds)
+        records = kinds.find(orders.cell.kind).measure(orders.cell, session, orders.seconds)
     finally:
         dist.destroy_process_group()
     return [record | _by_rank(record, ranks) for record in records]

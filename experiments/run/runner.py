@@ -17,9 +17,9 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from experiments import kinds
-from experiments.config.configure import UsageError, device_kind
-from experiments.config.schema import Config, Mode
-from experiments.config.sweep import Cell, expand
+from experiments.config.configure import device_kind
+from experiments.config.schema import Config, Mode, UsageError
+from experiments.config.sweep import Cell
 from experiments.machine.flags import explain
 from experiments.measure.timing import dense_arms, fit_memory
 from experiments.paths import ROOT
@@ -81,12 +81,12 @@ def run(config: Config, *, question: str, words: Sequence[str]) -> int:
     """Measure and report; returns the exit status (see cli.HELP)."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # a scheduler's Ctrl-C
-    if config.kind in kinds.RUNNERS:
-        leader = kinds.function(kinds.RUNNERS[config.kind])
-        return int(leader(config, question=question, words=words))
+    kind = kinds.find(config.kind)
+    if kind.leads:
+        return kind.lead(config, question=question, words=words)
     try:
         device = device_of(config)
-        cells = [cell for cell in expand(config) if cell.arms]
+        cells = [cell for cell in kinds.expand(config) if cell.arms]
         if not cells:
             raise UsageError("nothing to measure: contenders, where or exclude leave no contender")
         if config.dry_run:
@@ -159,7 +159,7 @@ def heading(config: Config, cells: Sequence[Cell], environment: dict[str, Any]) 
     processes = text.count(config.timing.replicates, "process", "processes")
     if config.device.ranks > 1:
         processes += f" × {config.device.ranks} ranks"
-    left_out = len(expand(dataclasses.replace(config, where=[], exclude=[]))) - len(cells)
+    left_out = len(kinds.expand(dataclasses.replace(config, where=[], exclude=[]))) - len(cells)
     ruled_out = f" ({left_out} left out by where and exclude)" * bool(left_out)
     flags = environment["preflight"]["flags"]
     warning = f"\nnot at its best for measuring: {', '.join(map(explain, flags))}" * bool(flags)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from experiments import kinds
-from experiments.config.schema import Config, Kind, Mode
+from experiments.config.schema import Config, Mode
 from experiments.config.sweep import Arm, Cell
 from experiments.machine import bandwidth, environment, preflight
 from experiments.measure.outcome import Outcome, describe
@@ -26,7 +26,6 @@ from experiments.timing import memory
 
 MEMORY_LIMIT = 0.95  # of what is free: the limit is there so that the machine lives on
 BANDWIDTH_SECONDS = 1.5  # for all ceilings together
-MODED = (Kind.time, Kind.keys, Kind.sharding)  # kinds of cells that are measured in modes
 TARGET = "experiments.run.worker:serve"
 
 
@@ -50,9 +49,8 @@ def serve(pipe: Connection, orders: Orders) -> None:
         torch.set_num_threads(config.device.threads)
     memory.keep_freed_blocks()
     session = dataclasses.replace(orders.session, note=note)
-    measure = kinds.function(kinds.MEASURES[orders.cell.kind])
     note("|starting")
-    pipe.send(measure(orders.cell, session, orders.seconds))
+    pipe.send(kinds.find(orders.cell.kind).measure(orders.cell, session, orders.seconds))
 
 
 def measure_job(
@@ -107,7 +105,7 @@ def _culprit(cell: Cell, noted: str) -> Arm | None:
 
 def _lost(cell: Cell, arm: Arm, death: Died, session: Session) -> list[Record]:
     """A row of every mode: what the process had measured before its death went with it."""
-    modes = session.config.timing.modes if cell.kind in MODED else [Mode.hot]
+    modes = session.config.timing.modes if kinds.find(cell.kind).has_modes else [Mode.hot]
     lost = [Outcome(arm, mode) for mode in modes]
     for outcome in lost:
         outcome.fail(death)

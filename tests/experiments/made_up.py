@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from experiments.config import configure
-from experiments.config.sweep import Arm, Cell, expand
+from experiments.config.sweep import Arm, Cell
+from experiments.kinds import expand
 from experiments.results.store import RunStore
 
 FACTORS = {"tbe": 1.0, "torch": 2.0, "tt": 3.0, "reference_tt": 40.0}

@@ -18,8 +18,7 @@ from typing import Any
 if __name__ == "__main__":
     from experiments import cli
     from experiments.config import configure
-    from experiments.config.schema import Kind
-    from experiments.report import pages, stories, style  # noqa: F401
+    from experiments.report import pages, style  # noqa: F401
     from experiments.run import process, runner  # noqa: F401
 
 
@@ -28,7 +27,7 @@ def _run(words: list[str], output: Path, errors: Path) -> None:
         with path.open("wb") as file:
             os.dup2(file.fileno(), standard)
     server: Any = forkserver._forkserver
-    if configure.load(words).kind in (Kind.gate, Kind.noise, Kind.power):
+    if configure.load(words).kind in ("gate", "noise", "power"):
         server.__init__()  # one of its own: the gate's children choose which emblib they load
     else:  # not started by this process, and it serves it as it does the one that started it
         server.ensure_running = lambda: None

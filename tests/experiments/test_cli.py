@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from experiments import cli, kinds, launch
-from experiments.config import configure, sweep
+from experiments.config import configure
 from experiments.contenders import registry
 from experiments.paths import ROOT
 from experiments.run import runner
@@ -153,18 +153,18 @@ def test_every_experiment_has_its_question_and_cells() -> None:
     for name, (text, kind, cells, seconds) in rows.items():
         config = configure.load([f"+experiment={name}", "device=cpu"])
         assert configure.question(name) in text
-        assert kind == config.kind.value
-        if config.kind in kinds.RUNNERS:
+        assert kind == config.kind
+        if kinds.find(config.kind).leads:
             assert (cells, seconds) == ("–", "–")
         else:
-            assert int(cells) == len(sweep.expand(config))
+            assert int(cells) == len(kinds.expand(config))
             assert float(seconds.split()[0]) > 0
 
 
 def test_the_time_follows_the_preset() -> None:
     words = ["+experiment=tbe_vs_torch", "device=cpu", "timing.modes=[hot]"]
     own = [*words, "timing.replicates=4", "timing.cell_seconds=8.5", "timing.total_seconds=0"]
-    cells = len(sweep.expand(configure.load(own)))
+    cells = len(kinds.expand(configure.load(own)))
     assert cli.extent(configure.load(own)) == (str(cells), f"{cells * 40 / 60:.0f} min")
     limited = configure.load([*own, "timing.total_seconds=30"])
     assert cli.extent(limited) == (str(cells), "30 s")

@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from experiments.config import configure
-from experiments.config.configure import UsageError
-from experiments.config.schema import Config, Optimizer
+from experiments.config.schema import Config, Optimizer, UsageError
 from experiments.config.sweep import Arm, Cell
 from experiments.contenders import Missing, Task, build, registry
 from experiments.contenders.registry import REQUIREMENT, RegistryError

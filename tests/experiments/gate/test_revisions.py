@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments.config.configure import UsageError
-from experiments.config.schema import Config
+from experiments.config.schema import Config, UsageError
 from experiments.gate import revisions, worker
 from experiments.paths import ROOT
 

@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 
 from experiments.config import configure
-from experiments.config.configure import UsageError
-from experiments.config.schema import Config
+from experiments.config.schema import Config, UsageError
 from experiments.gate import pages, pairs, power, setup, verdicts
 from experiments.gate.pairs import Job, Revisions, Side, Trial, run_pair
 from experiments.gate.points import Built, Point, Setup, Turn, Warm, Weigh, points_of

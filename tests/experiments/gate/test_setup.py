@@ -9,7 +9,7 @@ import torch
 
 from experiments import cli
 from experiments.config import configure
-from experiments.config.configure import UsageError
+from experiments.config.schema import UsageError
 from experiments.gate import setup
 from experiments.gate.setup import Start
 

@@ -99,7 +99,7 @@ def test_somebody_elses_json_becomes_a_run(
     table = pd.read_csv(folder / "latency.csv")
     assert list(table["median_s"]) == pytest.approx([5e-5, 2e-5, 2e-3])
     assert "step[cpu-sgd]" in (folder / "report.md").read_text()
-    assert Run.read(folder).kind.value == "micro"
+    assert Run.read(folder).kind.name == "micro"
     assert (folder / "latency.png").stat().st_size > 10_000
 
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from experiments.config.configure import UsageError
+from experiments.config.schema import UsageError
 from experiments.machine import flags, preflight, telemetry
 from experiments.machine.cpu import Cpu, Ticks, cores_of_others, last_level_cache_bytes
 from experiments.machine.telemetry import Nvml, NvmlTelemetry, reasons

@@ -17,13 +17,13 @@ import torch
 
 from emblib.reference.cache import CacheModel
 from experiments.config import configure
-from experiments.config.schema import CacheConfig, Config, Kind, TimingConfig, WorkloadConfig
-from experiments.config.sweep import IDEALS, Cell, arms_of, expand
-from experiments.kinds import cache
+from experiments.config.schema import CacheConfig, Config, TimingConfig, WorkloadConfig
+from experiments.config.sweep import IDEALS, Cell, arms_of
+from experiments.kinds import cache, expand
 from experiments.kinds.cache_report import at_headline, percent
 from experiments.measure.cache import cache_cell, trace_of
 from experiments.measure.timing import Session
-from experiments.report import Run, stories, write_report
+from experiments.report import Run, pages, write_report
 from experiments.workloads import cache_bounds
 from experiments.workloads.workload import WAYS, cache_sets, make_pool, table_shapes
 
@@ -33,7 +33,7 @@ CACHE = CacheConfig(fractions=[0.05, 0.3], warm_batches=4, batches=5)
 
 def cell(*contenders: str, **changes: object) -> Cell:
     arms = arms_of([*contenders, *IDEALS], [], CACHE.fractions)
-    plain = Cell("sweep", "a trace", WORK, arms, cache=CACHE, kind=Kind.cache)
+    plain = Cell("sweep", "a trace", WORK, arms, cache=CACHE, kind="cache")
     return dataclasses.replace(plain, **changes)
 
 
@@ -108,7 +108,7 @@ def test_cache_sets_round_up_and_are_never_none() -> None:
 def test_cells_of_the_experiment() -> None:
     config = configure.load(["+experiment=cache_hit_rate", "device=cpu", "sweep.s=[0.5,1.05]"])
     cells = expand(config)
-    assert [c.kind for c in cells] == [Kind.time, Kind.cache, Kind.cache]
+    assert [c.kind for c in cells] == ["time", "cache", "cache"]
     assert [c.workload.s for c in cells] == [1.05, 1.05, 0.5]
     assert {a.key for a in cells[0].arms} >= {"tbe", "cached_lru@0.01", "disk_lru@0.3"}
     assert {a.contender for a in cells[1].arms} == {"cached_lru", "cached_lfu", *IDEALS}
@@ -134,7 +134,7 @@ def test_the_first_sentence_is_made_of_counted_numbers(smoke_runs: Mapping[str, 
     assert rows is not None
     by_name = rows.set_index("contender")
     first = (run.path / "report.md").read_text().splitlines()[2]
-    assert first.startswith(f"**{stories.SMOKE}**")  # and no claim in bold
+    assert first.startswith(f"**{pages.SMOKE}**")  # and no claim in bold
     for name in ("cached_lru", "cached_lfu", "offline"):
         assert percent(by_name["lookup_hit_rate"][name]) in first
     page = (run.path / "index.html").read_text()
@@ -156,7 +156,7 @@ def test_a_run_that_was_interrupted_has_a_report(
     records.write_text("".join(x for x in lines if json.loads(x).get("kind", "time") == kept))
     summary = write_report(path)
     start = "No answer yet" if kept == "time" else "With "
-    assert summary.answer.startswith(f"{stories.SMOKE} {start}")
+    assert summary.answer.startswith(f"{pages.SMOKE} {start}")
     assert "Throughput" in (path / "report.md").read_text() or kept == "cache"
 
 

@@ -15,9 +15,9 @@ from emblib.sharding.planner import Calibration
 from experiments import launch
 from experiments.config import configure
 from experiments.config.schema import Law, Optimizer, Scaling, WorkloadConfig
-from experiments.config.sweep import Cell, expand
+from experiments.config.sweep import Cell
 from experiments.contenders import Task, Unsupported, build, registry
-from experiments.kinds import sharding, sharding_report
+from experiments.kinds import expand, sharding, sharding_report
 from experiments.kinds.calibration_report import at
 from experiments.measure.outcome import Wrong, verify
 from experiments.report import Run, text
@@ -56,7 +56,7 @@ def test_contenders_that_know_no_ranks_are_in_worlds_of_one() -> None:
 def test_a_case_has_worlds_of_its_own_and_a_smoke_run_few_ranks() -> None:
     found = cells("+experiment=sharded_vs_torchrec")
     arms = {(c.workload.T, c.ranks): len(c.arms) for c in found if c.section == "sweep"}
-    assert arms == {(26, 1): 7, (26, 2): 6, (10, 1): 7, (10, 2): 6}
+    assert arms == {(26, 1): 7, (26, 2): 4, (10, 1): 7, (10, 2): 4}
     words = ("cases.small.sharding.worlds=[2]",)
     own = cells("+experiment=sharded_vs_torchrec", *words)
     assert {c.ranks for c in own if c.section == "small"} == {2}

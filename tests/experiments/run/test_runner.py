@@ -16,7 +16,7 @@ import torch
 
 from experiments import cli
 from experiments.config import configure
-from experiments.config.sweep import expand
+from experiments.kinds import expand
 from experiments.paths import ROOT
 from experiments.results import identity
 from experiments.results.store import Record, RunStore, read_json, read_records

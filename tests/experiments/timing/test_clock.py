@@ -10,8 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from experiments.config.configure import UsageError
-from experiments.config.schema import Config, DeviceKind, Mode
+from experiments.config.schema import Config, DeviceKind, Mode, UsageError
 from experiments.run.runner import device_of
 from experiments.timing import clock, clock_check
 from experiments.timing.clock import ColdClock, Phase, UnsupportedMode, WallClock, Work, clock_for

@@ -16,12 +16,12 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from experiments.config.schema import CacheConfig, Config, Kind, Law, WorkloadConfig
+from experiments.config.schema import CacheConfig, Config, Law, WorkloadConfig
 from experiments.config.sweep import Cell, arms_of
 from experiments.kinds import trace as frames
 from experiments.kinds import trace_report
 from experiments.measure.trace import trace_cell
-from experiments.report import Run, notes, stories, write_report
+from experiments.report import Run, notes, pages, write_report
 from experiments.run.session import Session
 from experiments.workloads import cache_bounds, distributions, trace_analysis
 from experiments.workloads.trace_analysis import Lookups
@@ -185,7 +185,7 @@ WORK = WorkloadConfig(law=Law.production, T=2, E=3000, D=1, B=64, L=14)
 
 def cell(**changes: Any) -> Cell:
     plain = Cell("production", "ids", WORK, arms_of(["lookups"], [], []), cache=CACHE)
-    return dataclasses.replace(plain, kind=Kind.trace, **changes)
+    return dataclasses.replace(plain, kind="trace", **changes)
 
 
 def session() -> Session:
@@ -267,7 +267,7 @@ def test_a_trace_of_ones_own_is_what_the_answer_is_about(run: Path) -> None:
     with (run / "points.jsonl").open("a") as file:
         file.write(json.dumps(own) + "\n")
     summary = write_report(run)
-    assert summary.answer.startswith(stories.SMOKE)
+    assert summary.answer.startswith(pages.SMOKE)
     assert " Of the lookups of the trace clicks.pt (1 table, " in summary.answer
     assert "For comparison, at best it would serve" in summary.answer
 

@@ -16,9 +16,8 @@ from torch import nn
 
 import emblib
 from experiments.config import configure
-from experiments.config.configure import UsageError
-from experiments.config.schema import Config, Format, Ids, Kind, Law, WorkloadConfig
-from experiments.config.sweep import expand
+from experiments.config.schema import Config, Format, Ids, Law, UsageError, WorkloadConfig
+from experiments.kinds import expand
 from experiments.workloads import trace_files, workload
 from experiments.workloads.trace_files import TraceError
 
@@ -181,7 +180,7 @@ def test_a_trace_that_is_only_looked_at_keeps_its_ids_where_sizes_are_unknown(
     pool = workload.make_pool(work, workload.table_shapes(work, scale=0.5), 1, seed=1)
     assert pool.batches[0].indices.tolist() == [1, 2, 3, 7, 7, 5]
     assert pool.folded == 0
-    config = Config(kind=Kind.trace, workload=of(dlrm(tmp_path), E=0, T=0))
+    config = Config(kind="trace", workload=of(dlrm(tmp_path), E=0, T=0))
     config.timing.max_rows = 100
     assert [cell.rows_scale for cell in expand(config)] == [1.0]
 
@@ -369,7 +368,7 @@ def test_cells_of_a_trace_have_its_tables(tmp_path: Path) -> None:
     assert cell.title == "2 tables of the trace lookups.pt (D=4, B=2, L≈1)"
     with pytest.raises(UsageError, match="does not say how many rows"):
         expand(Config(workload=of(text(tmp_path), E=0), contenders=["tbe"]))
-    (cell,) = expand(Config(kind=Kind.trace, workload=of(text(tmp_path), E=0)))
+    (cell,) = expand(Config(kind="trace", workload=of(text(tmp_path), E=0)))
     assert [arm.key for arm in cell.arms] == ["lookups"]
 
 

@@ -1,0 +1,31 @@
+"""The kinds `gate`, `noise` and `power`: two revisions of emblib, measured in turns.
+
+They lead their processes and write their reports themselves (`experiments/gate`).
+"""
+
+from __future__ import annotations
+
+from experiments.kinds.base import TIME, Kind
+
+
+class Gate(Kind):
+    """Is one revision of emblib slower than another?"""
+
+    name = "gate"
+    swept_kind = TIME
+    leads = "experiments.gate.runner:run"
+    rebuilds = "experiments.gate.rebuild:write"
+
+
+class Noise(Gate):
+    """How far does a revision seem to differ from itself on this machine?"""
+
+    name = "noise"
+    leads = "experiments.gate.noise:run"
+
+
+class Power(Gate):
+    """How often does the gate err?"""
+
+    name = "power"
+    leads = "experiments.gate.power:run"
