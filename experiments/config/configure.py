@@ -139,7 +139,7 @@ def check_keys(overrides: Sequence[str]) -> None:
         key = override.key_or_group
         if key in choices:
             _check_choice(key, override, choices[key])
-        elif key not in known:
+        elif key not in known and not key.startswith("options."):  # which the kind checks
             raise UsageError(_unknown_key(key, override, known, choices))
         elif override.is_add():
             raise UsageError(f"'{key}' exists already: write '{text.lstrip('+')}' without '+'")

@@ -5,13 +5,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from experiments.config.schema import Optimizer
-from experiments.contenders import Missing, Unsupported
+from experiments.contenders.registry import Missing, Unsupported, find
 from experiments.workloads.workload import Batch, TableShape
 
 __all__ = [
@@ -20,6 +20,7 @@ __all__ = [
     "State",
     "Task",
     "Unsupported",
+    "build",
     "expect_tables",
     "fill_",
     "first_update",
@@ -51,18 +52,8 @@ class Task:
 class Contender(ABC):
     """Built with a Task; `prepare` lays a batch out as the contender likes it, never timed.
 
-    What it states of itself without being built is explained in registry.py.
+    Its name, label and other facts are in contenders.yaml.
     """
-
-    name: ClassVar[str]
-    label: ClassVar[str]
-    variants: ClassVar[str] = ""
-    dense: ClassVar[bool] = False
-    alone: ClassVar[bool] = False
-    together: ClassVar[bool] = False
-    cuda_only: ClassVar[bool] = False
-    requires: ClassVar[tuple[str, ...]] = ()
-    install: ClassVar[str] = ""
 
     def __init__(self, task: Task) -> None:
         self.task = task
@@ -108,6 +99,12 @@ class Contender(ABC):
     @abstractmethod
     def expect(self, batch: Batch, before: State) -> tuple[Tensor, State]:
         """By plain PyTorch: the output, and `observe` after one step from fresh optimizer state."""
+
+
+def build(name: str, task: Task) -> Contender:
+    """Make the contender; raises Unsupported with the reason where it cannot do the task."""
+    contender: Contender = find(name).load()(task)
+    return contender
 
 
 def touched(batch: Batch, task: Task) -> list[Tensor]:

@@ -18,10 +18,6 @@ MOST_LOAD = 0.77
 class Cykhash(KeyTable):
     """A key's slot is the number of keys before it."""
 
-    name = "cykhash"
-    label = "cykhash"
-    requires = ("cykhash==2.0.1",)
-
     def __init__(self, task: KeyTask) -> None:
         super().__init__(task)
         if task.device.type != "cpu":

@@ -21,9 +21,6 @@ FILL = 1 << 18  # ids at a time when the tables are filled
 class Dynamic(OneModule):
     """One module for every table; all rows are there before anything is timed."""
 
-    name = "dynamic"
-    label = "dynamic"
-    dense = True
     module: emblib.DynamicEmbeddingBags
 
     def __init__(self, task: Task) -> None:
@@ -77,9 +74,6 @@ MOST_BESIDE = 1 << 20  # rows of a batch that the fast tier does not have: its o
 class Tiered(Dynamic):
     """Rows that are not used for longest are in host memory; every one that is used moves up."""
 
-    name = "tiered_lru"
-    label = "two tiers, LRU"
-    variants = "cache"
     module: emblib.TieredEmbeddingBags
     eviction: ClassVar[emblib.Eviction] = emblib.Eviction.LRU
     mode: ClassVar[emblib.TierMode] = emblib.TierMode.CACHING
@@ -147,17 +141,12 @@ class Tiered(Dynamic):
 class TieredHybrid(Tiered):
     """Rows move up where they are used more than what they would replace; others stay below."""
 
-    name = "tiered_hybrid"
-    label = "two tiers, LFU, hybrid"
     eviction = emblib.Eviction.LFU
     mode = emblib.TierMode.HYBRID
 
 
 class TieredDisk(Tiered):
     """The lower tier is in files."""
-
-    name = "tiered_disk"
-    label = "two tiers, LRU, disk"
 
     def _store(self) -> emblib.RowStore:
         self.directory = tempfile.TemporaryDirectory(

@@ -45,11 +45,6 @@ class Fbgemm(Contender):
     check stays at its default, to warn, which is emblib's default too.
     """
 
-    name = "fbgemm"
-    label = "FBGEMM TBE"
-    dense = True
-    requires = ("fbgemm-gpu-cpu==1.8.0 | fbgemm-gpu==1.8.0",)
-
     def __init__(self, task: Task) -> None:
         super().__init__(task)
         check_dims(task)
@@ -134,10 +129,6 @@ def id_type(task: Task) -> torch.dtype:
 class FbgemmManaged(Fbgemm):
     """Its tables in host memory, read by its kernels where they are."""
 
-    name = "fbgemm_managed"
-    label = "FBGEMM managed, no cache"
-    cuda_only = True
-
     def _module(self) -> Any:
         _need_cuda(self.task)
         return self._tables(EmbeddingLocation.MANAGED)
@@ -149,10 +140,6 @@ class FbgemmLRU(Fbgemm):
     What the cache serves is not counted: counting costs FBGEMM a kernel in every step.
     """
 
-    name = "fbgemm_lru"
-    label = "FBGEMM LRU cache"
-    cuda_only = True
-    variants = "cache"
     algorithm: ClassVar[CacheAlgorithm] = CacheAlgorithm.LRU
 
     def _module(self) -> Any:
@@ -172,8 +159,6 @@ class FbgemmLRU(Fbgemm):
 class FbgemmLFU(FbgemmLRU):
     """The same with the other policy."""
 
-    name = "fbgemm_lfu"
-    label = "FBGEMM LFU cache"
     algorithm = CacheAlgorithm.LFU
 
 

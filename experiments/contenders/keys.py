@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 import emblib
-from experiments.contenders import Missing, Unsupported
+from experiments.contenders.registry import Missing, Unsupported, find
 from experiments.machine.bandwidth import Lines
 
-__all__ = ["KeyTable", "KeyTask", "Missing", "Unsupported"]
+__all__ = ["KeyTable", "KeyTask", "Missing", "Unsupported", "build_keyed"]
 
 
 @dataclass(frozen=True)
@@ -35,14 +35,6 @@ class KeyTable(ABC):
     float32 [keys, dim].
     """
 
-    name: ClassVar[str]
-    label: ClassVar[str]
-    variants: ClassVar[str] = ""
-    keyed: ClassVar[bool] = True
-    dense: ClassVar[bool] = False
-    cuda_only: ClassVar[bool] = False
-    requires: ClassVar[tuple[str, ...]] = ()
-    install: ClassVar[str] = ""
     operations: ClassVar[tuple[str, ...]] = ("find_slots",)
     erases: ClassVar[bool] = False
     period: ClassVar[int] = 1  # calls after which it has done all that it does from time to time
@@ -100,15 +92,18 @@ class KeyTable(ABC):
         return 0
 
 
+def build_keyed(name: str, task: KeyTask) -> KeyTable:
+    """Make the table of keys; raises Unsupported with the reason where it cannot do the task."""
+    table: KeyTable = find(name).load()(task)
+    return table
+
+
 Prepared = tuple[Tensor, Tensor]
 
 
 class Scored(KeyTable):
     """All slots from the beginning."""
 
-    name = "scored"
-    label = "HashTable"
-    dense = True
     operations = (
         "find", "find_slots", "find_or_insert", "find_or_insert_slots", "insert_or_assign",
         "insert_and_evict",
@@ -169,9 +164,6 @@ class Scored(KeyTable):
 class Growing(Scored):
     """A few slots at first; it takes more as it needs them."""
 
-    name = "scored_growing"
-    label = "HashTable, growing"
-
     def _spec(self) -> emblib.DynamicSpec:
         return emblib.DynamicSpec(
             self.task.slots, self.task.dim, initial_capacity=self.task.first or None
@@ -181,16 +173,10 @@ class Growing(Scored):
 class ScoredLRU(Scored):
     """As a cache: of its two buckets, the key that was not used for longest gives way."""
 
-    name = "scored_lru"
-    label = "LRU table"
-    variants = "cache"
-
 
 class ScoredLFU(ScoredLRU):
     """The key with the fewest uses gives way."""
 
-    name = "scored_lfu"
-    label = "LFU table"
     eviction = emblib.Eviction.LFU
 
 
@@ -199,9 +185,6 @@ PreparedQueries = tuple[Tensor, Tensor]
 
 class SortedKeys(KeyTable):
     """All keys in one ascending tensor; a row's number is where its key is. Read only."""
-
-    name = "sorted_keys"
-    label = "torch.unique + searchsorted"
 
     def __init__(self, task: KeyTask) -> None:
         super().__init__(task)
@@ -238,8 +221,6 @@ ENTRY_BYTES = 17  # of a slot: a key, what decides who gives way, and a tag
 class RandomLines(KeyTable):
     """As many bytes as the keys of a table take; each key reads one line of them."""
 
-    name = "lines"
-    label = "random lines, small pages"
     ceiling = True
     huge: ClassVar[bool] = False
 
@@ -269,6 +250,4 @@ class RandomLines(KeyTable):
 class RandomHugeLines(RandomLines):
     """The same in huge pages."""
 
-    name = "lines_huge"
-    label = "random lines, huge pages"
     huge = True

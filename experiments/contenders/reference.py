@@ -28,10 +28,6 @@ Prepared = tuple[Tensor, Tensor, Tensor]
 class ReferenceTables(Contender):
     """Flat weights, dense gradient, one update per distinct row."""
 
-    name = "reference_tbe"
-    label = "reference TBE"
-    dense = True
-
     def __init__(self, task: Task) -> None:
         super().__init__(task)
         rows = [s.rows for s in task.shapes]
@@ -108,10 +104,6 @@ class ReferenceTables(Contender):
 
 class ReferenceTT(Contender):
     """Each lookup's cores gathered and multiplied by torch.bmm; touched slices updated."""
-
-    name = "reference_tt"
-    label = "reference TT"
-    variants = "rank"
 
     def __init__(self, task: Task) -> None:
         super().__init__(task)

@@ -1,24 +1,13 @@
-"""Contenders by name, read from their files without importing them: a typo is found before torch.
+"""Contenders by name, from `contenders.yaml`: names and facts are known before torch is imported.
 
-A contender is a class in a file of this folder, or of a folder named in EMBLIB_CONTENDERS, with a
-`name` of its own. What else the harness must know before it is built, the class states as literals:
-
-    label       what people call it
-    variants    "rank": one arm for each of tt.ranks; "cache": one for each of cache.fractions
-    cuda_only   whether it has no way to run on a CPU
-    keyed       whether it is a table of keys (key_table.py), which the kinds `keys`, `growth` and
-                `cache` measure, not one of bags
-    alone       whether it knows no ranks, so that experiments over ranks measure it without others
-    together    whether it is the same as another one in a world of one rank, and left out of it
-    dense       whether it holds the tables uncompressed, so that their size must fit in memory
-    requires    the packages it needs, exactly as known to work: ("fbgemm-gpu-cpu==1.8.0",);
-                "a==1 | b==1" where either will do
-    install     what to type, where `pip install` of those is not it
+The environment variable EMBLIB_CONTENDERS names further folders (several: as in PATH) with a
+`contenders.yaml` and the files that it names. The keys of an entry are explained at the top of this
+folder's `contenders.yaml`.
 """
 
 from __future__ import annotations
 
-import ast
+import dataclasses
 import functools
 import hashlib
 import importlib
@@ -28,35 +17,37 @@ import os
 import re
 import sys
 import zlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import yaml
+
 HERE = Path(__file__).parent
+TABLE = "contenders.yaml"
 VARIANTS = ("", "rank", "cache")
-FACTS: dict[str, type] = {
-    "name": str,
-    "label": str,
-    "variants": str,
-    "keyed": bool,
-    "dense": bool,
-    "alone": bool,
-    "together": bool,
-    "cuda_only": bool,
-    "requires": tuple,
-    "install": str,
-}
+NAME = re.compile(r"[a-z][a-z0-9_]*")
+TARGET = re.compile(r"(\w+):(\w+)")
 REQUIREMENT = re.compile(r"([A-Za-z0-9._-]+)==([A-Za-z0-9._+!-]+)")
 
 
 class RegistryError(Exception):
-    """A contender's file says something that the harness cannot use; the message says where."""
+    """A table of contenders cannot be used; the message says which entry and why."""
+
+
+class Unsupported(Exception):
+    """This contender cannot do this task; the message says why, in its row of the report."""
+
+
+class Missing(Unsupported):
+    """This contender needs a package that is not installed; the message says what to type."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """What a contender's file says of it."""
+    """What the table says of a contender."""
 
     name: str
     label: str
@@ -66,13 +57,12 @@ class Entry:
     keyed: bool = False
     dense: bool = False
     alone: bool = False
-    together: bool = False
     cuda_only: bool = False
     requires: tuple[str, ...] = ()
     install: str = ""
 
     def missing(self) -> str:
-        """Why it cannot run here and what to type, or nothing."""
+        """Return what is not installed and what to type; empty where it can run."""
         if all(_installed(requirement) for requirement in self.requires):
             return ""
         wanted = [requirement.replace(" | ", " (or ") for requirement in self.requires]
@@ -80,12 +70,12 @@ class Entry:
         return f"not installed: {self.install or 'pip install ' + ' '.join(wanted)}"
 
     def versions(self) -> dict[str, str]:
-        """Installed version of each package it needs."""
+        """Return the installed version of each package it needs."""
         found = (_installed(requirement) for requirement in self.requires)
         return dict(pair for pair in found if pair)
 
     def unknown_versions(self) -> list[str]:
-        """Installed packages whose version is not the one that is known to work, for people."""
+        """Describe installed packages whose version is not the one known to work."""
         known = {
             name: version for text in self.requires for name, version in REQUIREMENT.findall(text)
         }
@@ -96,57 +86,61 @@ class Entry:
         ]
 
     def load(self) -> type[Any]:
-        """The class itself; imports its file, and so whatever that imports."""
-        module = _module(self.file)
-        found: type[Any] = getattr(module, self.cls)
+        """Import the class; raises Missing where a package is not installed or does not load."""
+        if reason := self.missing():
+            raise Missing(reason)
+        try:
+            found: type[Any] = getattr(_module(self.file), self.cls)
+        except (ImportError, OSError) as error:  # OSError: a shared library that does not load
+            if not self.requires:
+                raise
+            here = ", ".join(f"{package} {version}" for package, version in self.versions().items())
+            raise Missing(
+                f"{here} does not load here ({error}); known to work: {', '.join(self.requires)}"
+            ) from error
         return found
 
 
-def folders() -> list[Path]:
-    """Where contenders are: here, and in the folders named in EMBLIB_CONTENDERS."""
-    extra = os.environ.get("EMBLIB_CONTENDERS", "").split(os.pathsep)
-    return [HERE, *(Path(folder) for folder in extra if folder)]
-
-
 def entries() -> dict[str, Entry]:
-    """Every contender by name, in the order of the files."""
-    return _entries(tuple(folders()))
+    """Return every contender by name, in the order of the tables."""
+    extra = os.environ.get("EMBLIB_CONTENDERS", "").split(os.pathsep)
+    return _entries((HERE, *(Path(folder) for folder in extra if folder)))
 
 
 def names() -> tuple[str, ...]:
-    """Every name that `contenders:` may have."""
+    """Return every name that `contenders` may have."""
     return tuple(entries())
 
 
 def find(name: str) -> Entry:
-    """The contender of that name."""
+    """Return the contender of that name; raises RegistryError where there is none."""
     if name not in entries():
         raise RegistryError(f"no contender '{name}'. There is: {', '.join(names())}")
     return entries()[name]
 
 
 def label(name: str) -> str:
-    """For people; a contender that is not here any more is called by its name."""
+    """Return the label; a contender that no longer exists is called by its name."""
     return entries()[name].label if name in entries() else name
 
 
 def variants(name: str) -> str:
-    """Of what it has several arms: "rank", "cache", or nothing."""
+    """Return what the contender has an arm for each of: "rank", "cache", or nothing."""
     return entries()[name].variants if name in entries() else ""
 
 
 def packages(name: str) -> dict[str, str]:
-    """Installed version of each package that the contender needs."""
+    """Return the installed version of each package that the contender needs."""
     return entries()[name].versions() if name in entries() else {}
 
 
 def unknown_versions(name: str) -> list[str]:
-    """Packages of the contender whose version is not the one that is known to work."""
+    """Describe packages of the contender whose version is not the one known to work."""
     return entries()[name].unknown_versions() if name in entries() else []
 
 
 def identity(name: str) -> dict[str, str]:
-    """What else than the repository's own files decides what the contender is."""
+    """Return what decides, besides this repository's files, which program the contender is."""
     found = packages(name)
     if name in entries() and entries()[name].file.parent != HERE:
         text = entries()[name].file.read_bytes()
@@ -155,144 +149,71 @@ def identity(name: str) -> dict[str, str]:
 
 
 def keyed(name: str) -> bool:
-    """Whether it is a table of keys; what is not known is not."""
+    """Return whether the contender is a table of keys; an unknown one is not."""
     return name in entries() and entries()[name].keyed
 
 
 def fits(name: str, ranks: int) -> bool:
-    """Whether it is measured in a world of so many ranks; what is not known is."""
-    entry = entries().get(name)
-    return entry is None or not (entry.together if ranks == 1 else entry.alone)
+    """Return whether the contender is measured in a world of so many ranks."""
+    return ranks == 1 or name not in entries() or not entries()[name].alone
 
 
 def of_bags() -> tuple[str, ...]:
-    """Those that look bags up, which the kind `time` measures."""
+    """Return the contenders that look up bags, which the kind `time` measures."""
     return tuple(name for name, entry in entries().items() if not entry.keyed)
 
 
 def cached() -> tuple[str, ...]:
-    """Those with a cache, which a trace can be run through."""
+    """Return the contenders with a cache, which a trace can be run through."""
     return tuple(name for name, entry in entries().items() if entry.variants == "cache")
 
 
 @functools.cache
-def _entries(places: tuple[Path, ...]) -> dict[str, Entry]:
-    classes: dict[str, _Class] = {}
-    for folder in places:
-        if not folder.is_dir():
-            raise RegistryError(f"EMBLIB_CONTENDERS: no folder {folder}")
-        for file in sorted(folder.glob("*.py")):
-            for found in _classes(file):
-                # The first of a name wins as a base, and only a class with a `name` is listed.
-                classes.setdefault(found.key, found)
-    by_name: dict[str, Entry] = {}
-    for found in classes.values():
-        if "name" not in found.facts:
-            continue
-        entry = _entry(found, classes)
-        if entry.name in by_name:
-            other = by_name[entry.name]
-            raise RegistryError(
-                f"{found.place}: the name '{entry.name}' is taken by {other.cls} in "
-                f"{other.file.name}; choose another"
-            )
-        by_name[entry.name] = entry
-    return by_name
-
-
-@dataclass(frozen=True)
-class _Class:
-    """A class as its source has it."""
-
-    file: Path
-    line: int
-    name: str
-    bases: tuple[str, ...]
-    facts: dict[str, Any]
-
-    @property
-    def key(self) -> str:
-        return f"{self.file}:{self.name}"
-
-    @property
-    def place(self) -> str:
-        return f"{self.file.parent.name}/{self.file.name}:{self.line} {self.name}"
-
-
-def _classes(file: Path) -> list[_Class]:
-    try:
-        tree = ast.parse(file.read_text(), str(file))
-    except SyntaxError as error:
-        place = f"{file.parent.name}/{file.name}:{error.lineno}"
-        raise RegistryError(f"{place}: {error.msg}") from error
-    return [
-        _Class(
-            file,
-            node.lineno,
-            node.name,
-            tuple(ast.unparse(base).rpartition(".")[2] for base in node.bases),
-            _facts(file, node),
-        )
-        for node in tree.body
-        if isinstance(node, ast.ClassDef)
-    ]
-
-
-def _facts(file: Path, node: ast.ClassDef) -> dict[str, Any]:
-    facts = {}
-    for statement in node.body:
-        match statement:
-            case ast.Assign(targets=[ast.Name(id=key)], value=value) if key in FACTS:
-                pass
-            case ast.AnnAssign(target=ast.Name(id=key), value=ast.expr() as value) if key in FACTS:
-                pass
-            case _:
-                continue
-        place = f"{file.parent.name}/{file.name}:{statement.lineno} {node.name}.{key}"
+def _entries(folders: tuple[Path, ...]) -> dict[str, Entry]:
+    found: dict[str, Entry] = {}
+    for folder in folders:
+        path = folder / TABLE
         try:
-            facts[key] = ast.literal_eval(value)
-        except ValueError as error:
-            raise RegistryError(
-                f"{place} must be a literal: it is read without running the file"
-            ) from error
-        if not isinstance(facts[key], FACTS[key]):
-            raise RegistryError(f"{place} must be a {FACTS[key].__name__}, got {facts[key]!r}")
-    return facts
+            table = yaml.safe_load(path.read_text()) or {}
+        except FileNotFoundError as error:
+            raise RegistryError(f"EMBLIB_CONTENDERS: there is no {path}") from error
+        except yaml.YAMLError as error:
+            raise RegistryError(f"{path}: {' '.join(str(error).split())}") from error
+        for name, facts in table.items():
+            if name.startswith("_"):
+                continue
+            if name in found:
+                raise RegistryError(f"{path}: the name '{name}' is taken; choose another")
+            found[name] = _entry(folder, name, facts)
+    return found
 
 
-def _entry(found: _Class, classes: dict[str, _Class]) -> Entry:
-    facts = _inherited(found, classes) | {"name": found.facts["name"]}
-    if not re.fullmatch(r"[a-z][a-z0-9_]*", facts["name"]):
-        raise RegistryError(
-            f"{found.place}: name must be lower-case letters, digits and _, got {facts['name']!r}"
-        )
-    if "label" not in found.facts:
-        raise RegistryError(f"{found.place} has a name but no label, which people read")
+def _entry(folder: Path, name: str, facts: Mapping[str, Any]) -> Entry:
+    where = f"{folder.name}/{TABLE}: {name}"
+    if not NAME.fullmatch(name):
+        raise RegistryError(f"{where}: a name is lower-case letters, digits and _")
+    facts = dict(facts)
+    target = TARGET.fullmatch(str(facts.pop("class", "")))
+    if not target or not facts.get("label"):
+        raise RegistryError(f"{where} needs a class, as in 'file:Class', and a label")
+    facts["requires"] = tuple(facts.get("requires", ()))
+    fields = {f.name: f for f in dataclasses.fields(Entry)}
+    for key, value in facts.items():
+        if key not in fields or key in ("name", "file", "cls"):
+            raise RegistryError(f"{where}: no fact '{key}'")
+        if key != "label" and type(value) is not type(fields[key].default):
+            wanted = type(fields[key].default).__name__
+            raise RegistryError(f"{where}: {key} must be a {wanted}, got {value!r}")
     if facts.get("variants", "") not in VARIANTS:
-        raise RegistryError(
-            f"{found.place}: variants must be one of {VARIANTS}, got {facts['variants']!r}"
-        )
-    for text in facts.get("requires", ()):
+        raise RegistryError(f"{where}: variants must be one of {VARIANTS}")
+    for text in facts["requires"]:
         if not all(REQUIREMENT.fullmatch(part) for part in str(text).split(" | ")):
-            raise RegistryError(
-                f"{found.place}: requires must be like ('package==1.2.3',), got {text!r}"
-            )
-    return Entry(file=found.file, cls=found.name, **facts)
-
-
-def _inherited(found: _Class, classes: dict[str, _Class]) -> dict[str, Any]:
-    """Its facts over those of its bases, which are looked for in its own file first."""
-    facts: dict[str, Any] = {}
-    for base in reversed(found.bases):
-        same = [c for c in classes.values() if c.name == base and c.key != found.key]
-        own = [c for c in same if c.file == found.file]
-        for parent in (own or same)[:1]:
-            facts |= _inherited(parent, classes)
-    return facts | found.facts
+            raise RegistryError(f"{where}: requires must be like ['package==1.2.3'], got {text!r}")
+    return Entry(name=name, file=folder / f"{target[1]}.py", cls=target[2], **facts)
 
 
 def _installed(requirement: str) -> tuple[str, str] | None:
-    """(package, version) of the first alternative that is installed."""
+    """Return (package, version) of the first alternative that is installed."""
     for alternative in requirement.split(" | "):
         package = alternative.partition("==")[0]
         try:

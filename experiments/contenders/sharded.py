@@ -98,7 +98,6 @@ NODE = 2  # ranks that count as one node, where a sharding type asks for nodes
 class Bags(Contender):
     """What the collections have in common."""
 
-    dense = True
     module: Any
 
     def __init__(self, task: Task) -> None:
@@ -170,10 +169,6 @@ class Bags(Contender):
 
 class WholeBags(Bags):
     """Not sharded: every table in this process."""
-
-    alone = True
-    name = "collection"
-    label = "EmbeddingBagCollection"
 
     def _module(self) -> tuple[Any, list[Piece]]:
         module = EmbeddingBagCollection(
@@ -278,9 +273,6 @@ def ranks_of(device: torch.device) -> RankGroup:
 class DataParallel(Spread):
     """A copy of every table on every rank."""
 
-    name = "sharded_data_parallel"
-    label = "sharded, data-parallel"
-
     @staticmethod
     def place(share: float, world: World) -> Rule:
         """Everywhere."""
@@ -290,9 +282,6 @@ class DataParallel(Spread):
 class TableWise(Spread):
     """Whole tables, an equal share of neighbours on each rank."""
 
-    name = "sharded_table_wise"
-    label = "sharded, table-wise"
-
     @staticmethod
     def place(share: float, world: World) -> Rule:
         """A share on each."""
@@ -301,9 +290,6 @@ class TableWise(Spread):
 
 class RowWise(Spread):
     """Rows of every table on every rank."""
-
-    name = "sharded_row_wise"
-    label = "sharded, row-wise"
 
     @staticmethod
     def place(share: float, world: World) -> Rule:
@@ -316,9 +302,6 @@ class ColumnWise(Spread):
 
     cuts_rows = True
 
-    name = "sharded_column_wise"
-    label = "sharded, column-wise"
-
     @staticmethod
     def place(share: float, world: World) -> Rule:
         """On all."""
@@ -327,9 +310,6 @@ class ColumnWise(Spread):
 
 class TableRowWise(Spread):
     """Rows of a table on the ranks of one node each."""
-
-    name = "sharded_table_row_wise"
-    label = "sharded, table-row-wise"
 
     @staticmethod
     def place(share: float, world: World) -> Rule:
@@ -342,9 +322,6 @@ class TableColumnWise(Spread):
 
     cuts_rows = True
 
-    name = "sharded_table_column_wise"
-    label = "sharded, table-column-wise"
-
     @staticmethod
     def place(share: float, world: World) -> Rule:
         """A share on each node."""
@@ -355,9 +332,6 @@ class Grid(Spread):
     """Columns of a table on the nodes, and of each its rows on the node's ranks."""
 
     cuts_rows = True
-
-    name = "sharded_grid"
-    label = "sharded, grid"
 
     @staticmethod
     def place(share: float, world: World) -> Rule:

@@ -58,9 +58,6 @@ class OneModule(Contender):
 class BatchedTables(OneModule):
     """emblib: one module for every table."""
 
-    name = "tbe"
-    label = "TBE"
-    dense = True
     module: emblib.TableBatchedEmbeddingBags
 
     def _module(self) -> emblib.TableBatchedEmbeddingBags:
@@ -87,8 +84,6 @@ class BatchedTables(OneModule):
 class Managed(BatchedTables):
     """In host memory: on a GPU its kernels read the rows where they are."""
 
-    name = "managed"
-    label = "managed, no cache"
     placement: ClassVar[emblib.Placement] = emblib.Placement.MANAGED
     policy: ClassVar[emblib.CachePolicy] = emblib.CachePolicy.LRU
 
@@ -118,9 +113,6 @@ class Managed(BatchedTables):
 class CachedLRU(Managed):
     """In host memory, behind a cache in the memory of the device."""
 
-    name = "cached_lru"
-    label = "LRU cache"
-    variants = "cache"
     placement = emblib.Placement.MANAGED_CACHING
 
     def counters(self) -> dict[str, int]:
@@ -142,22 +134,16 @@ class CachedLRU(Managed):
 class CachedLFU(CachedLRU):
     """The same with the other policy."""
 
-    name = "cached_lfu"
-    label = "LFU cache"
     policy = emblib.CachePolicy.LFU
 
 
 class DiskLRU(CachedLRU):
     """In a memory-mapped file, behind a cache in memory."""
 
-    name = "disk_lru"
-    label = "disk, LRU cache"
     placement = emblib.Placement.DISK
 
 
 class DiskLFU(DiskLRU):
     """The same with the other policy."""
 
-    name = "disk_lfu"
-    label = "disk, LFU cache"
     policy = emblib.CachePolicy.LFU

@@ -25,11 +25,6 @@ class FactorizedTables(Contender):
     shapes, their gradients are dense and torch.optim updates them.
     """
 
-    name = "tensorly"
-    label = "TensorLy-Torch"
-    variants = "rank"
-    requires = ("tensorly-torch==0.5.0", "tensorly==0.10.0")
-
     def __init__(self, task: Task) -> None:
         super().__init__(task)
         if len(task.shapes) > task.tt_tables:

@@ -23,10 +23,6 @@ Prepared = tuple[list[tuple[Tensor, Tensor]], Tensor]
 class TorchBags(Contender):
     """What most models use today; the outputs are concatenated as the model needs them."""
 
-    name = "torch"
-    label = "EmbeddingBag"
-    dense = True
-
     def __init__(self, task: Task) -> None:
         super().__init__(task)
         if task.optimizer is Optimizer.rowwise_adagrad:

@@ -55,13 +55,6 @@ FUSED = "fused"  # the compute kernel that is FBGEMM's tables with the optimizer
 class Collection(Contender):
     """What TorchRec's collections have in common: one feature for each table."""
 
-    dense = True
-    requires = ("torchrec==1.8.0", "fbgemm-gpu-cpu==1.8.0 | fbgemm-gpu==1.8.0")
-    install = (
-        "pip install torchrec==1.8.0, or without CUDA: pip install --no-deps torchrec==1.8.0 && "
-        "pip install fbgemm-gpu-cpu==1.8.0 tensordict torchmetrics==1.0.3 tqdm pyre-extensions"
-    )
-
     def __init__(self, task: Task) -> None:
         super().__init__(task)
         self.keys = [f"f{number:05}" for number in range(len(task.shapes))]  # as state dicts sort
@@ -142,10 +135,6 @@ class Sharded(Collection):
     In a process group of one. Its input and output distribution then send nothing, but run.
     """
 
-    alone = True
-    name = "torchrec"
-    label = "TorchRec"
-
     def _module(self) -> tuple[nn.Module, list[Tensor]]:
         check_dims(self.task)
         device = self.task.device
@@ -182,10 +171,6 @@ class Sharded(Collection):
 class Fused(Collection):
     """TorchRec's FusedEmbeddingBagCollection: FBGEMM's tables behind its interface, no sharding."""
 
-    alone = True
-    name = "torchrec_fused"
-    label = "TorchRec fused EBC"
-
     def _module(self) -> tuple[nn.Module, list[Tensor]]:
         check_dims(self.task)
         module = FusedEmbeddingBagCollection(
@@ -208,10 +193,6 @@ class Unsharded(Collection):
     Every row of every table gets a gradient and an update, so that a step reads and writes whole
     tables. Not how TorchRec is meant to be trained, but what its class does by itself.
     """
-
-    alone = True
-    name = "torchrec_unsharded"
-    label = "TorchRec EBC, unsharded"
 
     def _module(self) -> tuple[nn.Module, list[Tensor]]:
         if self.task.optimizer is Optimizer.rowwise_adagrad:
@@ -317,9 +298,6 @@ class TableWise(Spread):
     So its features keep their order, which otherwise goes by the rank of their table.
     """
 
-    name = "torchrec_table_wise"
-    label = "TorchRec, table-wise"
-
     def _place(self, share: float, ranks: int) -> Callable[..., Any]:
         return sharding_plan.table_wise(rank=int(share * ranks), compute_kernel=FUSED)
 
@@ -327,18 +305,12 @@ class TableWise(Spread):
 class RowWise(Spread):
     """Rows of every table on every rank."""
 
-    name = "torchrec_row_wise"
-    label = "TorchRec, row-wise"
-
     def _place(self, share: float, ranks: int) -> Callable[..., Any]:
         return sharding_plan.row_wise(compute_kernel=FUSED)
 
 
 class ColumnWise(Spread):
     """Columns of every table on every rank."""
-
-    name = "torchrec_column_wise"
-    label = "TorchRec, column-wise"
 
     def _place(self, share: float, ranks: int) -> Callable[..., Any]:
         return sharding_plan.column_wise(ranks=list(range(ranks)), compute_kernel=FUSED)
@@ -360,13 +332,6 @@ class ManagedCollisions(KeyTable):
     An id that is not there gets the last row, which it shares with all others that are not.
     """
 
-    name = "torchrec_mch"
-    label = "TorchRec managed collision"
-    requires = ("torchrec==1.8.0", "fbgemm-gpu-cpu==1.8.0 | fbgemm-gpu==1.8.0")
-    install = (
-        "pip install torchrec==1.8.0, or without CUDA: pip install --no-deps torchrec==1.8.0 && "
-        "pip install fbgemm-gpu-cpu==1.8.0 tensordict torchmetrics==1.0.3 tqdm pyre-extensions"
-    )
     operations = ("find_slots", "find_or_insert_slots")
     period = INTERVAL
 

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 import emblib
-from experiments.contenders import Unsupported
 from experiments.contenders.base import (
     Contender,
     State,
@@ -20,6 +19,7 @@ from experiments.contenders.base import (
     pool_rows,
     split_gradient,
 )
+from experiments.contenders.registry import Unsupported
 from experiments.contenders.tables import OPTIMIZERS, BatchedTables
 from experiments.workloads.workload import Batch, TableShape
 
@@ -37,10 +37,6 @@ def cores_for(dim: int) -> int:
 
 class TTTables(Contender):
     """The output's columns are the plain tables' first, then each compressed table's."""
-
-    name = "tt"
-    label = "TT"
-    variants = "rank"
 
     def __init__(self, task: Task) -> None:
         super().__init__(task)

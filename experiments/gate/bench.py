@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from experiments.config.sweep import Cell
-from experiments.contenders import Contender, build
+from experiments.contenders.base import Contender, build
 from experiments.gate.points import Built, Point, Setup, Turn, with_optimizer
 from experiments.measure.outcome import status_of, verify
 from experiments.measure.timing import VERIFY_BATCH, task_of

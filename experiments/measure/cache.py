@@ -8,7 +8,9 @@ from typing import Any
 import numpy as np
 
 from experiments.config.sweep import COMPUTED, EXACT, Cell
-from experiments.contenders import Contender, Unsupported, build, registry
+from experiments.contenders import registry
+from experiments.contenders.base import Contender, build
+from experiments.contenders.registry import Unsupported
 from experiments.measure.keys import run_keys
 from experiments.measure.outcome import Outcome, describe, facts
 from experiments.measure.timing import task_of

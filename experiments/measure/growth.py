@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from experiments.config.sweep import Arm, Cell
-from experiments.contenders import build_keyed
-from experiments.contenders.keys import KeyTable, KeyTask
+from experiments.contenders.keys import KeyTable, KeyTask, build_keyed
 from experiments.machine.telemetry import telemetry_for
 from experiments.measure.keys import FILL, KeySpace, values_of
 from experiments.measure.outcome import Outcome, Wrong, describe

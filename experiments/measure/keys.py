@@ -18,8 +18,7 @@ from torch import Tensor
 
 from experiments.config.schema import KeysConfig, Law, Mode, Order, WorkloadConfig
 from experiments.config.sweep import Arm, Cell
-from experiments.contenders import build_keyed
-from experiments.contenders.keys import KeyTable, KeyTask
+from experiments.contenders.keys import KeyTable, KeyTask, build_keyed
 from experiments.machine.bandwidth import WORDS
 from experiments.machine.telemetry import telemetry_for
 from experiments.measure.outcome import Outcome, Wrong, describe

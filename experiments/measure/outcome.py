@@ -14,7 +14,9 @@ from torch import Tensor
 
 from experiments.config.schema import Mode
 from experiments.config.sweep import Arm, Cell
-from experiments.contenders import Contender, Missing, Unsupported, registry
+from experiments.contenders import registry
+from experiments.contenders.base import Contender
+from experiments.contenders.registry import Missing, Unsupported
 from experiments.results.store import Record
 from experiments.run.process import Died, is_out_of_memory
 from experiments.run.session import Session

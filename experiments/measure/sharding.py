@@ -18,7 +18,8 @@ from emblib.sharding.planner import Calibration
 from emblib.sharding.planner.measure import Sizes, calibrate
 from experiments.config.schema import Scaling
 from experiments.config.sweep import Cell
-from experiments.contenders import Contender, Task, registry
+from experiments.contenders import registry
+from experiments.contenders.base import Contender, Task
 from experiments.contenders.sharded import ranks_of
 from experiments.kinds.sharding import OURS
 from experiments.measure.outcome import Outcome, describe

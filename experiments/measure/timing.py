@@ -11,7 +11,8 @@ from functools import partial
 from experiments import kinds
 from experiments.config.schema import PHASES, TimingConfig
 from experiments.config.sweep import CALIBRATED, COMPUTED, LOOKUPS, Arm, Cell
-from experiments.contenders import Contender, Task, build, registry
+from experiments.contenders import registry
+from experiments.contenders.base import Contender, Task, build
 from experiments.machine.telemetry import telemetry_for
 from experiments.measure.outcome import Outcome, describe, facts, verify
 from experiments.results.store import Record

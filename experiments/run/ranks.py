@@ -30,8 +30,7 @@ from experiments.machine.telemetry import Telemetry
 from experiments.measure.outcome import Outcome
 from experiments.results.store import Record
 from experiments.run.process import is_out_of_memory, killed_with_parent, note
-from experiments.run.session import Team
-from experiments.run.worker import Orders
+from experiments.run.session import Orders, Team
 from experiments.timing import memory
 from experiments.timing.clock import Clock, Phase, Reading, Work
 

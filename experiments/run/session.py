@@ -86,3 +86,12 @@ class Session:
     def pool_seed(self) -> int:
         """Each rank has batches of its own; whatever else is drawn, all ranks draw alike."""
         return self.seed + RANK_STEP * self.team.rank
+
+
+@dataclass(frozen=True)
+class Orders:
+    """What a child is sent off with."""
+
+    cell: Cell
+    session: Session
+    seconds: float  # for timing

@@ -6,7 +6,6 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -19,9 +18,10 @@ from experiments.machine import bandwidth, environment, preflight
 from experiments.measure.outcome import Outcome, describe
 from experiments.results.identity import bench_version, context_of
 from experiments.results.store import Record
+from experiments.run import ranks
 from experiments.run.jobs import Job
 from experiments.run.process import Child, Died, Limits, note
-from experiments.run.session import Session
+from experiments.run.session import Orders, Session
 from experiments.timing import memory
 
 MEMORY_LIMIT = 0.95  # of what is free: the limit is there so that the machine lives on
@@ -29,21 +29,10 @@ BANDWIDTH_SECONDS = 1.5  # for all ceilings together
 TARGET = "experiments.run.worker:serve"
 
 
-@dataclass(frozen=True)
-class Orders:
-    """What a child is sent off with."""
-
-    cell: Cell
-    session: Session
-    seconds: float  # for timing
-
-
 def serve(pipe: Connection, orders: Orders) -> None:
     """The child: measure the cell, send its records."""
     config = orders.session.config
     if config.device.ranks > 1:
-        from experiments.run import ranks
-
         return ranks.lead(pipe, orders)
     if config.device.threads:
         torch.set_num_threads(config.device.threads)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 
@@ -122,6 +125,226 @@ class ColdClock(Clock):
         return {"mode": self.mode.value, "flush_bytes": self.flush_bytes}
 
 
+CHUNK = 64  # samples between two synchronisations
+SPIN_SECONDS = 50e-6  # at first
+MOST_SPIN_SECONDS = 20e-3
+GIVE_UP = 4  # longer spins in a row that did not help: the work itself waits for the GPU
+CALIBRATION_CYCLES = 2_000_000
+
+
+class Gpu(Protocol):
+    """What the clock needs of a device; tests pretend one."""
+
+    flush_bytes: int
+
+    def now(self) -> float:
+        """Seconds on the host's clock."""
+        ...
+
+    def event(self) -> Any:
+        """An event recorded behind all that was launched."""
+        ...
+
+    def reached(self, event: Any) -> bool:
+        """Whether the GPU has come to the event."""
+        ...
+
+    def between(self, start: Any, end: Any) -> float:
+        """Seconds from one event that was reached to another."""
+        ...
+
+    def spin(self, cycles: int) -> None:
+        """Launch a kernel that does nothing for so many cycles."""
+        ...
+
+    def flush(self) -> None:
+        """Launch what empties the caches."""
+        ...
+
+    def synchronise(self) -> None:
+        """Wait until the GPU is idle."""
+        ...
+
+    def capture(self, work: Callable[[], object]) -> Callable[[], object]:
+        """What replays `work` as one CUDA graph."""
+        ...
+
+
+class TorchGpu:
+    """The real one, on the current stream of `device`."""
+
+    def __init__(self, device: torch.device, flush: float = FLUSH) -> None:
+        self.device = device
+        properties = torch.cuda.get_device_properties(device)
+        self.flush_bytes = int(flush * properties.L2_cache_size)
+        self._buffer: torch.Tensor | None = None
+
+    def now(self) -> float:
+        """perf_counter."""
+        return time.perf_counter()
+
+    def event(self) -> torch.cuda.Event:
+        """A timing event, recorded."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def reached(self, event: torch.cuda.Event) -> bool:
+        """Asks without waiting."""
+        return event.query()
+
+    def between(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        """elapsed_time is in milliseconds."""
+        return start.elapsed_time(end) / 1e3
+
+    def spin(self, cycles: int) -> None:
+        """torch's own spinning kernel."""
+        torch.cuda._sleep(cycles)
+
+    def flush(self) -> None:
+        """Write a buffer of twice the L2 cache, which is made when it is first wanted."""
+        if self._buffer is None:
+            self._buffer = torch.empty(self.flush_bytes, dtype=torch.uint8, device=self.device)
+        self._buffer.zero_()
+
+    def synchronise(self) -> None:
+        """All streams."""
+        torch.cuda.synchronize(self.device)
+
+    def capture(self, work: Callable[[], object]) -> Callable[[], object]:
+        """Three eager calls on a side stream, as torch asks for, and then the capture."""
+        stream = torch.cuda.Stream(self.device)
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                work()
+        torch.cuda.current_stream(self.device).wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            work()
+        return graph.replay
+
+
+@dataclass
+class _Pending:
+    """A sample that is launched and not yet read."""
+
+    start: Any
+    end: Any
+    wall: float
+    exposed: bool
+
+
+class CudaClock(Clock):
+    """Modes hot, cold and graph launch behind a spin; wall starts each call on an idle GPU."""
+
+    def __init__(self, gpu: Gpu, mode: Mode = Mode.hot, spin: float = SPIN_SECONDS) -> None:
+        self.gpu, self.mode, self.spin = gpu, mode, spin
+        if mode is Mode.wall:
+            self.fewest_seconds = 0.0  # the second of two calls would not wait for its launch
+        self.ahead: dict[str, float] = {}  # key -> seconds to spin
+        self.in_vain: Counter[str] = Counter()  # key -> longer spins in a row without effect
+        self._rate = 0.0
+
+    def time(self, work: Callable[[], object]) -> float:
+        """One sample, waited for."""
+        return self.read([Work(work)])[0].seconds
+
+    def read(self, works: Iterable[Work]) -> list[Reading]:
+        """In chunks: the GPU is waited for once in 64 samples, in wall mode after each."""
+        readings: list[Reading] = []
+        pending: list[_Pending] = []
+        begun = self.gpu.now()
+        for work in works:
+            if self.mode is Mode.wall:
+                readings.append(self._alone(work))
+                continue
+            pending.append(self._launch(work))
+            if len(pending) == CHUNK:
+                readings += self._collect(pending, begun)
+                pending, begun = [], self.gpu.now()
+        return readings + self._collect(pending, begun)
+
+    def _alone(self, work: Work) -> Reading:
+        """From an idle GPU to an idle GPU, by the host's clock."""
+        begun = self.gpu.now()
+        self.gpu.synchronise()
+        start = self.gpu.now()
+        work.call()
+        returned = self.gpu.now()
+        self.gpu.synchronise()
+        end = self.gpu.now()
+        return Reading(end - start, returned - start, end - begun)
+
+    def _launch(self, work: Work) -> _Pending:
+        gpu, ahead = self.gpu, self.ahead.get(work.key, self.spin)
+        if self.mode is Mode.cold:
+            gpu.flush()
+        if ahead:
+            gpu.spin(int(ahead * self.cycles_per_second()))
+        start = gpu.event()
+        called = gpu.now()
+        work.call()
+        wall = gpu.now() - called
+        end = gpu.event()
+        exposed = gpu.reached(start)
+        if ahead:
+            self._learn(work.key, ahead, wall, exposed=exposed)
+        return _Pending(start, end, wall, exposed)
+
+    def _learn(self, key: str, ahead: float, wall: float, *, exposed: bool) -> None:
+        """Spin longer after a sample that was exposed; not at all for work that waits anyway."""
+        if not exposed:
+            self.in_vain[key] = 0
+            return
+        self.in_vain[key] += 1
+        longer = min(MOST_SPIN_SECONDS, max(2 * ahead, 1.5 * wall))
+        self.ahead[key] = 0.0 if self.in_vain[key] >= GIVE_UP else longer
+
+    def _collect(self, pending: list[_Pending], begun: float) -> list[Reading]:
+        if not pending:
+            return []
+        self.gpu.synchronise()
+        seconds = [self.gpu.between(p.start, p.end) for p in pending]
+        extra = max(0.0, self.gpu.now() - begun - sum(seconds)) / len(pending)
+        return [
+            Reading(s, p.wall, s + extra, p.exposed) for s, p in zip(seconds, pending, strict=True)
+        ]
+
+    def cycles_per_second(self) -> float:
+        """How fast the spinning kernel counts, measured once."""
+        if not self._rate:
+            self.gpu.spin(CALIBRATION_CYCLES)  # raises the clocks
+            start = self.gpu.event()
+            self.gpu.spin(CALIBRATION_CYCLES)
+            end = self.gpu.event()
+            self.gpu.synchronise()
+            self._rate = CALIBRATION_CYCLES / max(1e-9, self.gpu.between(start, end))
+        return self._rate
+
+    def adapt(self, phase: Phase, pool: int) -> Phase:
+        """In graph mode one captured graph per batch; the phase itself otherwise."""
+        if self.mode is not Mode.graph:
+            return phase
+        try:
+            graphs = [self.gpu.capture(partial(phase, number)) for number in range(pool)]
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            first = str(error).partition("\n")[0]
+            raise UnsupportedMode(f"cannot be captured as a CUDA graph: {first}") from error
+        return lambda number: graphs[number]()
+
+    def describe(self) -> dict[str, object]:
+        """The flush and the spins that were found long enough, in microseconds."""
+        found: dict[str, object] = {"mode": self.mode.value}
+        if self.mode is Mode.cold:
+            found["flush_bytes"] = self.gpu.flush_bytes
+        if self.mode is not Mode.wall:
+            found["spin_us"] = {k: round(1e6 * s, 1) for k, s in sorted(self.ahead.items())}
+        return found
+
+
 def clock_for(device: torch.device, mode: Mode = Mode.hot) -> Clock:
     """The clock that tells the truth on `device` in this mode.
 
@@ -130,8 +353,6 @@ def clock_for(device: torch.device, mode: Mode = Mode.hot) -> Clock:
     from the call on an idle device until it is finished, launches included; on a CPU this is hot.
     """
     if device.type == "cuda":
-        from experiments.timing.cuda_clock import CudaClock, TorchGpu
-
         return CudaClock(TorchGpu(device), mode)
     if mode is Mode.graph:
         raise UnsupportedMode(

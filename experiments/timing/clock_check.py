@@ -19,8 +19,7 @@ import torch
 from experiments.config.schema import Mode
 from experiments.machine.cpu import last_level_cache_bytes
 from experiments.timing import statistics
-from experiments.timing.clock import Clock, ColdClock, Work, clock_for
-from experiments.timing.cuda_clock import CudaClock, TorchGpu
+from experiments.timing.clock import Clock, ColdClock, CudaClock, TorchGpu, Work, clock_for
 
 FLUSHES = (0.25, 0.5, 1.0, 2.0, 4.0)  # times the last-level cache
 SPINS = (0.0, 10e-6, 50e-6, 200e-6)

@@ -82,7 +82,7 @@ FAULTS: dict[str, Callable[[], object]] = {
 
 def serve_with_faults(pipe: Connection, orders: object) -> None:
     """experiments.run.worker.serve, where building some contenders ends badly."""
-    from experiments.contenders import Contender, Task
+    from experiments.contenders.base import Contender, Task
     from experiments.measure import timing
     from experiments.run import worker
 

@@ -301,16 +301,11 @@ def test_slurm_gets_an_array_of_jobs(tmp_path: Path) -> None:
 
 FAILING = '''"""A contender whose every step fails."""
 
-from typing import ClassVar
-
 from experiments.contenders.torch_bag import TorchBags
 
 
 class Failing(TorchBags):
     """A bad one."""
-
-    name: ClassVar[str] = "failing"
-    label: ClassVar[str] = "failing"
 
     def step(self, prepared):
         raise ValueError("always")
@@ -322,6 +317,8 @@ def test_the_exit_status_is_the_worst_of_the_jobs(tmp_path: Path) -> None:
     """And those behind a failed one run nevertheless."""
     (tmp_path / "contenders").mkdir()
     (tmp_path / "contenders" / "failing.py").write_text(FAILING)
+    entry = 'failing: {class: "failing:Failing", label: failing}'
+    (tmp_path / "contenders" / "contenders.yaml").write_text(entry)
     environment = os.environ | {"EMBLIB_CONTENDERS": str(tmp_path / "contenders")}
     words = ["contenders=[tbe,failing],[tbe,torch]", A]
     done = launch_runs(tmp_path / "runs", *words, env=environment)

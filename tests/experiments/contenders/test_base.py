@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from experiments.config.schema import Optimizer, WorkloadConfig
-from experiments.contenders import Task, Unsupported, build, registry
+from experiments.contenders import registry
+from experiments.contenders.base import Task, build
+from experiments.contenders.registry import Unsupported
 from experiments.contenders.tables import BatchedTables
 from experiments.contenders.tt import TTTables
 from experiments.measure.outcome import Wrong, verify

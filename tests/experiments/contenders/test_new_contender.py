@@ -14,13 +14,9 @@ import pytest
 from experiments.paths import ROOT
 from experiments.results.store import read_records
 
+TABLE = "experiments/contenders/contenders.yaml"
 NEEDS = """
-class Absent(OneMatrix):
-    \"\"\"Needs something that nobody has.\"\"\"
-
-    name = "absent"
-    label = "absent"
-    requires = ("emblib-no-such-package==1.0",)
+absent: {class: "one_matrix:OneMatrix", label: absent, requires: ["emblib-no-such-package==1.0"]}
 """
 
 
@@ -30,9 +26,16 @@ def files_of_the_page() -> dict[str, str]:
     return dict(re.findall(r"^`([\w/]+\.(?:py|yaml))`:\n\n```\w+\n(.*?)^```$", page, re.M | re.S))
 
 
+def line_of_the_page() -> str:
+    """Return what the page tells its reader to add to the table of contenders."""
+    page = (ROOT / "docs" / "peers.md").read_text()
+    (line,) = re.findall(rf"^At the end of `{TABLE}`:\n\n```yaml\n(.*?)^```$", page, re.M | re.S)
+    return str(line)
+
+
 @pytest.fixture(scope="module")
 def harness(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the harness with the page's files in it, and nothing else changed."""
+    """A copy of the harness with the page's files and line in it."""
     folder = tmp_path_factory.mktemp("harness")
     ignored = shutil.ignore_patterns("__pycache__")
     for name in ("experiments", "conf"):
@@ -42,6 +45,8 @@ def harness(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for path, text in files_of_the_page().items():
         assert not (folder / path).exists(), f"{path} is taken"
         (folder / path).write_text(text)
+    with (folder / TABLE).open("a") as table:
+        table.write(line_of_the_page())
     return folder
 
 
@@ -87,12 +92,9 @@ def test_the_new_experiment_is_listed_and_its_names_are_checked(harness: Path) -
 def test_what_is_not_installed_is_a_row_and_the_others_are_measured(
     harness: Path, tmp_path: Path
 ) -> None:
-    (tmp_path / "absent.py").write_text(
-        (harness / "experiments/contenders/one_matrix.py")
-        .read_text()
-        .replace('"one_matrix"', '"second_matrix"')
-        + NEEDS
-    )
+    shutil.copy(harness / "experiments/contenders/one_matrix.py", tmp_path)
+    second = line_of_the_page().replace("one_matrix:", "second_matrix:", 1)
+    (tmp_path / "contenders.yaml").write_text(second + NEEDS)
     words = [
         "contenders=[tbe,second_matrix,absent]",
         "sweep.T=[]",

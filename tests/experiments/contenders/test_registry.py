@@ -14,8 +14,10 @@ import torch
 from experiments.config import configure
 from experiments.config.schema import Config, Optimizer, UsageError
 from experiments.config.sweep import Arm, Cell
-from experiments.contenders import Missing, Task, build, registry
-from experiments.contenders.registry import REQUIREMENT, RegistryError
+from experiments.contenders import registry
+from experiments.contenders.base import Contender, Task, build
+from experiments.contenders.keys import KeyTable
+from experiments.contenders.registry import REQUIREMENT, Missing, RegistryError
 from experiments.measure.outcome import Outcome, describe
 from experiments.paths import ROOT
 from experiments.results.identity import point_key
@@ -36,14 +38,18 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def write(folder: Path, body: str, *, bases: str = "", top: str = "") -> None:
-    """A contender in a file of its own; the registry remembers a folder, so one file a test."""
-    lines = [
-        f"class Mine({bases}):",
-        '    """First line."""',
-        *(f"    {x}" for x in body.split("; ")),
-    ]
-    (folder / "mine.py").write_text("\n".join([top, *lines, ""]))
+def write(folder: Path, facts: str, *, bases: str = "", top: str = "") -> None:
+    """Write a contender and its table; the registry remembers a folder, so one table per test."""
+    (folder / "mine.py").write_text(f'{top}\nclass Mine({bases}):\n    """First line."""\n')
+    (folder / "contenders.yaml").write_text(facts)
+
+
+def entry(facts: str = "") -> str:
+    """Return a table with one usable contender and further facts of it."""
+    return f'mine: {{class: "mine:Mine", label: "My own"{facts and ", " + facts}}}'
+
+
+OTHER_PYTEST = entry('requires: ["pytest==0.1"]')
 
 
 def test_names_are_known_without_torch() -> None:
@@ -57,24 +63,14 @@ def test_names_are_known_without_torch() -> None:
 
 
 @pytest.mark.parametrize("name", registry.names())
-def test_what_is_read_from_a_file_is_what_its_class_has(name: str) -> None:
+def test_every_class_of_the_table_is_what_the_table_says(name: str) -> None:
     entry = registry.find(name)
     if missing := entry.missing():
         pytest.skip(missing)
-    cls = entry.load()
-    read = (entry.name, entry.label, entry.variants, entry.dense, entry.requires, entry.install)
-    own = (cls.name, cls.label, cls.variants, cls.dense, cls.requires, cls.install)
-    assert read == own
+    assert issubclass(entry.load(), KeyTable if entry.keyed else Contender)
 
 
-def test_facts_are_inherited_but_a_name_and_a_label_are_not() -> None:
-    assert registry.find("disk_lfu").variants == registry.find("cached_lru").variants == "cache"
-    assert registry.find("disk_lfu").dense
-    assert registry.find("torchrec").requires == registry.find("torchrec_fused").requires
-    assert "Collection" not in {entry.cls for entry in registry.entries().values()}
-
-
-def test_arms_follow_what_the_files_say() -> None:
+def test_arms_follow_what_the_table_says() -> None:
     assert registry.variants("tensorly") == "rank"
     assert {"cached_lru", "disk_lfu", "fbgemm_lru"} <= set(registry.cached())
     assert not {"tbe", "tt", "fbgemm"} & set(registry.cached())
@@ -89,52 +85,53 @@ def test_a_contender_of_an_old_run_is_still_called_something() -> None:
 
 def test_a_folder_of_ones_own_is_read_too(folder: Path) -> None:
     top = "from experiments.contenders.tables import BatchedTables"
-    write(folder, 'name = "mine"; label = "My own"', bases="BatchedTables", top=top)
-    entry = registry.find("mine")
-    assert (entry.label, entry.dense) == ("My own", True)
+    write(folder, entry("dense: true"), bases="BatchedTables", top=top)
+    mine = registry.find("mine")
+    assert (mine.label, mine.dense) == ("My own", True)
     assert type(build("mine", TASK)).__name__ == "Mine"
     assert Arm("mine").label == "My own"
 
 
 @pytest.mark.parametrize(
-    ("body", "complaint"),
+    ("facts", "complaint"),
     [
-        ('name = "mine"', "mine.py:2 Mine has a name but no label"),
-        ('name = "Mine-1"; label = "x"', "lower-case letters"),
-        ('name = "tbe"; label = "x"', "'tbe' is taken by BatchedTables in tables.py"),
-        ('name = "mi" + "ne"; label = "x"', r"mine.py:4 Mine.name must be a literal"),
-        ('name = "mine"; label = "x"; dense = 1', "Mine.dense must be a bool, got 1"),
-        ('name = "mine"; label = "x"; variants = "size"', "variants must be one of"),
-        ('name = "mine"; label = "x"; requires = ("numpy>=1",)', "requires must be like"),
-        ("name = = 1", "mine.py:4: invalid syntax"),
+        ('mine: {class: "mine:Mine"}', "contenders.yaml: mine needs a class.*and a label"),
+        ('mine: {class: "Mine", label: "x"}', "mine needs a class"),
+        ('Mine-1: {class: "mine:Mine", label: "x"}', "lower-case letters"),
+        ('tbe: {class: "mine:Mine", label: "x"}', "the name 'tbe' is taken"),
+        (entry("dense: 1"), "mine: dense must be a bool, got 1"),
+        (entry("heavy: true"), "mine: no fact 'heavy'"),
+        (entry('variants: "size"'), "variants must be one of"),
+        (entry('requires: ["numpy>=1"]'), "requires must be like"),
+        ("mine: {", "contenders.yaml: while parsing"),
     ],
 )
-def test_a_file_that_cannot_be_used_is_an_error_with_its_place(
-    folder: Path, body: str, complaint: str
+def test_a_table_that_cannot_be_used_is_an_error_with_its_place(
+    folder: Path, facts: str, complaint: str
 ) -> None:
-    write(folder, body)
+    write(folder, facts)
     with pytest.raises(UsageError, match=complaint):
         configure.load(["+experiment=tbe_vs_torch"])
 
 
 def test_a_folder_that_is_not_there_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EMBLIB_CONTENDERS", "no/such/folder")
-    with pytest.raises(RegistryError, match="EMBLIB_CONTENDERS: no folder no/such/folder"):
+    with pytest.raises(RegistryError, match="EMBLIB_CONTENDERS: there is no no/such/folder"):
         registry.entries()
 
 
 @pytest.mark.parametrize(
     ("requires", "install", "says"),
     [
-        ("('not-here==1.2', )", "", "not installed: pip install not-here==1.2"),
-        ("('a-b==1 | c==2', )", "", "not installed: pip install a-b==1 (or c==2)"),
-        ("('a-b==1', )", "conda install a-b", "not installed: conda install a-b"),
+        ("['not-here==1.2']", "", "not installed: pip install not-here==1.2"),
+        ("['a-b==1 | c==2']", "", "not installed: pip install a-b==1 (or c==2)"),
+        ("['a-b==1']", "conda install a-b", "not installed: conda install a-b"),
     ],
 )
 def test_a_missing_package_is_a_row_with_what_to_type(
     folder: Path, requires: str, install: str, says: str
 ) -> None:
-    write(folder, f'name = "mine"; label = "x"; requires = {requires}; install = "{install}"')
+    write(folder, entry(f'requires: {requires}, install: "{install}"'))
     with pytest.raises(Missing) as error:
         build("mine", TASK)
     assert str(error.value) == says
@@ -144,14 +141,13 @@ def test_a_missing_package_is_a_row_with_what_to_type(
 
 
 def test_one_of_two_alternatives_is_enough(folder: Path) -> None:
-    write(folder, f'name = "mine"; label = "x"; requires = ("a-b==1 | pytest=={PYTEST}",)')
-    entry = registry.find("mine")
-    assert (entry.missing(), entry.versions()) == ("", {"pytest": PYTEST})
+    write(folder, entry(f'requires: ["a-b==1 | pytest=={PYTEST}"]'))
+    mine = registry.find("mine")
+    assert (mine.missing(), mine.versions()) == ("", {"pytest": PYTEST})
 
 
 def test_a_package_that_does_not_load_is_said_with_the_version_that_does(folder: Path) -> None:
-    body = 'name = "mine"; label = "x"; requires = ("pytest==0.1",)'
-    write(folder, body, top="raise ImportError('undefined symbol')")
+    write(folder, OTHER_PYTEST, top="raise ImportError('undefined symbol')")
     with pytest.raises(
         Missing, match=rf"pytest {PYTEST} does not load here \(undefined symbol\).*pytest==0.1"
     ):
@@ -159,13 +155,13 @@ def test_a_package_that_does_not_load_is_said_with_the_version_that_does(folder:
 
 
 def test_an_error_of_ones_own_file_is_no_missing_package(folder: Path) -> None:
-    write(folder, 'name = "mine"; label = "x"', top="import not_here_at_all")
+    write(folder, entry(), top="import not_here_at_all")
     with pytest.raises(ModuleNotFoundError, match="not_here_at_all"):
         build("mine", TASK)
 
 
 def test_another_version_is_measured_and_said(folder: Path) -> None:
-    write(folder, 'name = "mine"; label = "x"; requires = ("pytest==0.1",)')
+    write(folder, OTHER_PYTEST)
     cell = Cell("sweep", "", Config().workload, (Arm("mine"),))
     record = describe(cell, Outcome(Arm("mine")), Session(Config(), torch.device("cpu"), "run"))
     assert record["packages"] == {"pytest": PYTEST}
@@ -178,8 +174,7 @@ def test_a_point_is_another_with_another_version_or_another_file(
     def key() -> str:
         return point_key(Cell("sweep", "", Config().workload, (Arm("mine"),)), Config())
 
-    body = 'name = "mine"; label = "x"; requires = ("pytest==0.1",)'
-    write(folder, body)
+    write(folder, OTHER_PYTEST)
     first = key()
     assert key() == first
     (folder / "mine.py").write_text((folder / "mine.py").read_text() + "\n# edited\n")

@@ -16,7 +16,9 @@ from experiments import launch
 from experiments.config import configure
 from experiments.config.schema import Law, Optimizer, Scaling, WorkloadConfig
 from experiments.config.sweep import Cell
-from experiments.contenders import Task, Unsupported, build, registry
+from experiments.contenders import registry
+from experiments.contenders.base import Task, build
+from experiments.contenders.registry import Unsupported
 from experiments.kinds import expand, sharding, sharding_report
 from experiments.kinds.calibration_report import at
 from experiments.measure.outcome import Wrong, verify

@@ -277,7 +277,6 @@ CONTENDERS = '''"""Contenders that do something to rank 1."""
 
 import os
 import signal
-from typing import ClassVar
 
 from experiments.contenders.torch_bag import TorchBags
 
@@ -285,8 +284,6 @@ from experiments.contenders.torch_bag import TorchBags
 class FailsInStep(TorchBags):
     """Whose third step fails there."""
 
-    name: ClassVar[str] = "fails_in_step"
-    label: ClassVar[str] = "fails in step"
     calls = 0
 
     def step(self, prepared):
@@ -299,8 +296,6 @@ class FailsInStep(TorchBags):
 class Dies(TorchBags):
     """Whose third step is its last there."""
 
-    name: ClassVar[str] = "dies"
-    label: ClassVar[str] = "dies"
     calls = 0
 
     def step(self, prepared):
@@ -309,6 +304,12 @@ class Dies(TorchBags):
             os.kill(os.getpid(), signal.SIGKILL)
         super().step(prepared)
 '''
+
+
+TABLE = """
+fails_in_step: {class: "harmful:FailsInStep", label: fails in step}
+dies: {class: "harmful:Dies", label: dies}
+"""
 
 
 def test_a_death_is_that_of_the_arm_the_dead_rank_was_at(
@@ -343,6 +344,7 @@ def test_what_a_rank_sends_is_of_a_module_that_others_can_import(
 def test_two_ranks_under_torchrun(tmp_path: Path) -> None:
     """A failure and a death on rank 1 are rows; the rest is measured on both ranks."""
     (tmp_path / "harmful.py").write_text(CONTENDERS)
+    (tmp_path / "contenders.yaml").write_text(TABLE)
     words = ["+experiment=tbe_vs_torch", "timing=smoke", "device=cpu", "device.ranks=2"]
     words += ["timing.max_cells=1", "contenders=[tbe,fails_in_step,dies]"]
     done = subprocess.run(

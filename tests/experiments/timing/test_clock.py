@@ -13,8 +13,18 @@ import torch
 from experiments.config.schema import Config, DeviceKind, Mode, UsageError
 from experiments.run.runner import device_of
 from experiments.timing import clock, clock_check
-from experiments.timing.clock import ColdClock, Phase, UnsupportedMode, WallClock, Work, clock_for
-from experiments.timing.cuda_clock import CHUNK, GIVE_UP, CudaClock, TorchGpu
+from experiments.timing.clock import (
+    CHUNK,
+    GIVE_UP,
+    ColdClock,
+    CudaClock,
+    Phase,
+    TorchGpu,
+    UnsupportedMode,
+    WallClock,
+    Work,
+    clock_for,
+)
 from tests.experiments.fake_gpu import FakeGpu
 
 CPU = torch.device("cpu")
