@@ -133,6 +133,7 @@ def test_the_source_distribution_is_what_a_build_needs(tmp_path: Path) -> None:
         archive = tmp_path / build.build_sdist(str(tmp_path))
     with tarfile.open(archive) as source:
         names = {name.partition("/")[2] for name in source.getnames()}
+    assert archive.name == f"emblib-{emblib.__version__}.tar.gz"
     assert names >= {"pyproject.toml", "LICENSE", "csrc/schema.cpp", "emblib/__init__.py"}
     folders = {name.partition("/")[0] for name in names if "/" in name}
     assert folders == {"csrc", "docs", "emblib"}
