@@ -249,7 +249,7 @@ def _values_of(kernel: Any, device: torch.device) -> dict[str, Any]:
 
 
 def _sharding(sharding: ParameterSharding) -> dict[str, Any]:
-    found = {"sharding": sharding.type, "storage": sharding.storage}
+    found = {"sharding": sharding.type, "planned_storage": sharding.storage}
     for number, box in enumerate(sharding.boxes):
         (first, end), (left, right) = box.rows, box.columns
         found[f"part {number}"] = f"[{first}:{end}, {left}:{right}] held by rank {box.rank}"

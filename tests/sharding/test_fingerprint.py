@@ -146,7 +146,7 @@ PLANS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "kept as": (
         {"item": Dense(Placement.MANAGED)},
-        "table item: storage is None on rank 0 and Dense on rank 1",
+        "table item: planned_storage is None on rank 0 and Dense on rank 1",
     ),
 }
 

@@ -1,0 +1,186 @@
+"""A storage kind of a few lines, defined here: it works wherever tables of other kinds do."""
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from emblib import (
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    KeyedJaggedTensor,
+    Pooling,
+    optim,
+    storage,
+)
+from emblib.collections.optimizers import FusedOptimizer
+from emblib.optim import Optimizer
+from emblib.sharding import RankGroup, checkpoints, planner, shard, sharding_types
+from emblib.storage import MemoryBytes, TableHandle, TableSlice
+from emblib.storage.base import state_bytes
+from emblib.storage.handles import bind_view
+from emblib.tables import TableBatchedEmbeddingBags
+from tests.sharding import worlds
+
+ROWS, DIM, BATCH = 24, 8, 6
+
+
+@dataclasses.dataclass(frozen=True)
+class Modulo(storage.Storage):
+    """A few rows that ids share: id i reads row i % buckets. It can be cut by columns."""
+
+    buckets: int = 4
+    plan_name: ClassVar[str] = "Modulo"
+
+    def cut_units(self, table: storage.TableDescription) -> storage.CutUnits:
+        return storage.CutUnits(table.num_embeddings, 4)
+
+    def parameter_layouts(self, table: Any) -> dict[str, storage.TensorLayout]:
+        size = (self.buckets, table.embedding_dim)
+
+        def region(rows: Any, columns: Any) -> Any:
+            return (0, self.buckets), columns
+
+        return {"weight": storage.TensorLayout(size, torch.float32, region)}
+
+    def make_kernel(
+        self,
+        parts: Sequence[TableSlice],
+        reads: Sequence[int],
+        optimizer: Optimizer,
+        pooling: Pooling,
+        seeds: Sequence[int],
+        device: torch.device,
+    ) -> nn.Module:
+        kernel = ModuloKernel(
+            [self.spec(self.buckets, part.dim, part.config.name) for part in parts],
+            optimizer,
+            pooling=pooling,
+            feature_tables=reads,
+            device=device,
+        )
+        self.reset(kernel, seeds)
+        return kernel
+
+    def make_handle(self, kernel: nn.Module, index: int) -> TableHandle:
+        return ModuloHandle(self, kernel, index)
+
+    def views(self, kernel: Any) -> list[dict[str, Tensor]]:
+        views: list[dict[str, Tensor]] = kernel._views()
+        return views
+
+    def reset(self, kernel: Any, seeds: Sequence[int]) -> None:
+        for views in self.views(kernel):
+            views["weight"].fill_(0.5)
+
+    def copy_slice(self, part: TableSlice, source: Any, target: Any, key_block: Any) -> None:
+        for name, view in target.views().items():
+            whole = source.views()[name]
+            view.copy_(whole if whole.dim() == 1 else whole[:, slice(*part.columns)])
+
+    def nbytes(self, part: TableSlice, optimizer: Any, device: str) -> MemoryBytes:
+        states = state_bytes(optimizer, self.buckets, part.dim, 4)
+        return MemoryBytes(self.buckets * part.dim * 4 + states)
+
+
+class ModuloKernel(TableBatchedEmbeddingBags):
+    """Looks up the bucket of each id."""
+
+    def forward(self, indices: Tensor, *arguments: Any, **options: Any) -> Tensor:
+        buckets = self.tables[0].rows
+        return super().forward(torch.remainder(indices, buckets), *arguments, **options)
+
+
+class ModuloHandle(TableHandle):
+    """The parameter `weight` `[buckets, dim]`."""
+
+    def bind(self) -> None:
+        bind_view(self, "weight", self.views()["weight"], self.kernel.optimizer)
+
+
+storage.register(Modulo)
+
+
+# Its use
+
+
+def collection() -> EmbeddingBagCollection:
+    kinds = {"a": Modulo(), "b": storage.Dense()}
+    return EmbeddingBagCollection(
+        [EmbeddingBagConfig(ROWS, DIM, name, storage=kind) for name, kind in kinds.items()],
+        optimizer=optim.Adagrad(lr=0.1),
+    )
+
+
+def batch(rank: int = 0, size: int = BATCH) -> KeyedJaggedTensor:
+    values = (torch.arange(2 * size) * 7 + rank * 5) % ROWS
+    return KeyedJaggedTensor(["a", "b"], values, lengths=torch.ones(2 * size, dtype=torch.int64))
+
+
+def output(model: nn.Module, rank: int = 0) -> Tensor:
+    found = model(batch(rank))
+    values: Tensor = (found.wait() if hasattr(found, "wait") else found).values()
+    return values
+
+
+def trained(model: nn.Module, rank: int = 0) -> Tensor:
+    for _ in range(3):
+        out = output(model, rank)
+        out.square().sum().backward()
+    return out.detach()
+
+
+def test_it_works_in_a_collection() -> None:
+    model = collection()
+    out = trained(model)
+    ids = batch().values()[:BATCH] % 4
+    same = ids.unsqueeze(0) == ids.unsqueeze(1)
+    equal = (out[:, None, :DIM] == out[None, :, :DIM]).all(2)
+    assert bool((equal >= same).all()), "ids of one bucket read one row"
+    assert list(model.state_dict()) == ["embedding_bags.a.weight", "embedding_bags.b.weight"]
+    other = collection()
+    other.load_state_dict(model.state_dict())
+    FusedOptimizer.of(other).load_state_dict(FusedOptimizer.of(model).state_dict())
+    assert torch.equal(trained(other), trained(model))
+
+
+def state_of(model: nn.Module) -> dict[str, Any]:
+    """Return what a checkpoint has."""
+    return {"model": model, "optimizer": FusedOptimizer.of(model)}
+
+
+def _sharded(ranks: RankGroup, path: str) -> None:
+    torch.manual_seed(3)
+    source = collection()
+    trained(source)
+    rules: Any = {"a": sharding_types.column_wise(), "b": sharding_types.row_wise()}
+    model = shard(source, {"": rules}, ranks)
+    expected = source(batch(ranks.rank)).values()
+    assert torch.allclose(output(model, ranks.rank), expected)
+    trained(model, ranks.rank)
+    checkpoints.save(state_of(model), path, ranks)
+    rules = {"a": sharding_types.table_wise(1), "b": sharding_types.column_wise()}
+    other = shard(collection(), {"": rules}, ranks)
+    checkpoints.load(state_of(other), path, ranks)
+    for _ in range(2):
+        first, second = trained(model, ranks.rank), trained(other, ranks.rank)
+        assert torch.allclose(first, second)
+
+
+def test_it_works_over_ranks_and_in_checkpoints(tmp_path: Path) -> None:
+    worlds.run(2, _sharded, str(tmp_path))
+
+
+def test_the_planner_knows_its_bytes_and_where_it_can_be_cut() -> None:
+    model = collection()
+    found = planner.Planner(planner.Topology(2), batch_size=64)
+    box = found.plan(model)[""]["a"].boxes[0]
+    assert box.rows == (0, ROWS), "rows cannot be cut"
+    part = TableSlice.whole(model.configs[0])
+    assert part.storage.nbytes(part, model.optimizer, "cpu").device == 2 * 4 * DIM * 4
+    by_rows = {"a": planner.TableConstraints(sharding_types=("row_wise",))}  # type: ignore[arg-type]
+    plan = planner.Planner(planner.Topology(2), 64, by_rows).plan(model)
+    assert len(plan[""]["a"].boxes) == 1
