@@ -14,7 +14,7 @@ from torch import nn
 from emblib import Placement, sharding
 from emblib.collections import TableConfig
 from emblib.sharding import RankGroup, Shard, World, planner
-from emblib.sharding.planner.work import dense_bytes, works_of
+from emblib.sharding.planner.work import dense_bytes, workloads_of
 from emblib.sharding.ranks import invoke_on_rank_and_broadcast_result
 from emblib.sharding.sharding_types import Rule, TableShape
 from emblib.storage import Dense
@@ -452,13 +452,13 @@ def _told(native: planner.Planner, module: nn.Module, sharders: Sequence[Any]) -
     """Solve it with the optimizers that the sharders will give."""
     works = [
         dataclasses.replace(work, optimizer=work.optimizer or _optimizer_of(module, work, sharders))
-        for work in works_of(module, native.batch_size, native.constraints)
+        for work in workloads_of(module, native.batch_size, native.constraints)
     ]
-    found = native.solve_works(works, dense_bytes(module))
+    found = native.solve_workloads(works, dense_bytes(module))
     return plan_of(found.plan, native.topology.device, str(found))
 
 
-def _optimizer_of(module: nn.Module, work: planner.Work, sharders: Sequence[Any]) -> Any:
+def _optimizer_of(module: nn.Module, work: planner.TableWorkload, sharders: Sequence[Any]) -> Any:
     collection = module.get_submodule(work.path)
     fitting = [s.optimizer for s in sharders if isinstance(collection, s.module_type)]
     return fitting[0] if fitting else None

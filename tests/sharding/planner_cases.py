@@ -13,9 +13,9 @@ from emblib.collections.configs import EmbeddingBagConfig, EmbeddingConfig
 from emblib.collections.groups import TableGroups
 from emblib.sharding.layout import shape_of
 from emblib.sharding.plan import ShardingPlan, construct_plan
-from emblib.sharding.planner import Planner, Reservation, TableConstraints, Topology, Work
+from emblib.sharding.planner import Planner, Reservation, TableConstraints, TableWorkload, Topology
 from emblib.sharding.planner.simulate import batch_of
-from emblib.sharding.planner.work import tables_of, works_of
+from emblib.sharding.planner.work import tables_of, workloads_of
 from emblib.sharding.ranks import RankGroup
 from emblib.sharding.sharding_types import (
     Rule,
@@ -30,12 +30,12 @@ MB = 1 << 20
 OPTIMIZERS = (optim.SGD(lr=0.1), optim.Adam(lr=0.1), optim.RowwiseAdagrad(lr=0.1))
 
 
-def planner_of(topology: Topology, effort: int = 1500) -> Planner:
+def planner_of(topology: Topology, max_trials: int = 1500) -> Planner:
     """A planner that reserves nothing and tries less than it could."""
-    return Planner(topology, 256, reservation=Reservation(share=0.0), effort=effort)
+    return Planner(topology, 256, reservation=Reservation(share=0.0), max_trials=max_trials)
 
 
-def random_works(seed: int, count: int, batch: int = 256) -> list[Work]:
+def random_works(seed: int, count: int, batch: int = 256) -> list[TableWorkload]:
     """Tables of 100 to a million rows, looked up once or often."""
     chance = random.Random(seed)
     works = []
@@ -44,7 +44,7 @@ def random_works(seed: int, count: int, batch: int = 256) -> list[Work]:
             int(10 ** chance.uniform(2, 6)), chance.choice([8, 16, 32, 64, 128]), f"t{t}"
         )
         ids = chance.choice([0.5, 1.0, 1.0, 3.0, 20.0])
-        works.append(Work("", config, chance.choice(OPTIMIZERS), False, batch, ids))
+        works.append(TableWorkload("", config, chance.choice(OPTIMIZERS), False, batch, ids))
     return works
 
 
@@ -90,7 +90,7 @@ def step_bytes(
     topology = Topology(ranks.size, memory=1 << 33)
     planner = Planner(topology, batch, constraints, reservation=Reservation(share=0.0))
     plan = plan_of(module, ranks.size, way)
-    kjt = batch_of(works_of(module, batch, constraints), ranks.rank)
+    kjt = batch_of(workloads_of(module, batch, constraints), ranks.rank)
     sharded = _sharded(module, plan, ranks, pooled=pooled)
     gradients = [torch.ones_like(out) for out in _tensors(sharded(kjt))]
     torch.autograd.backward(_tensors(sharded(kjt)), gradients)

@@ -14,15 +14,15 @@ from emblib.sharding.planner import (
     PlanError,
     Planner,
     TableConstraints,
+    TableWorkload,
     Topology,
-    Work,
 )
 from emblib.sharding.planner.enumerate import Domain, Option, Unit, options_of
 from emblib.sharding.planner.estimate import Load
 from emblib.sharding.planner.feasible import _Search
 from emblib.sharding.planner.report import predict
-from emblib.sharding.planner.search import Choice, Loads
-from emblib.sharding.planner.topology import Need
+from emblib.sharding.planner.search import Choice, RankCosts
+from emblib.sharding.planner.topology import MemoryNeed
 from emblib.sharding.sharding_types import ShardingType
 from emblib.storage import Hash, MemoryBytes
 from tests.sharding.planner_cases import MB, planner_of, random_works
@@ -42,9 +42,9 @@ def _topology(seed: int, memory: int = 1 << 33) -> Topology:
 # Never worse than greedy table-wise placing
 
 
-def _greedy_table_wise(planner: Planner, works: Sequence[Work]) -> ShardingPlan | None:
+def _greedy_table_wise(planner: Planner, works: Sequence[TableWorkload]) -> ShardingPlan | None:
     """Longest processing time first: each table whole, on the rank that has least to do."""
-    model, room = planner.model(works), planner.room()
+    model, free_memory = planner.model(works), planner.free_memory()
     whole = [
         next(o for o in options_of(work, model) if o.type is ShardingType.TABLE_WISE)
         for work in works
@@ -56,7 +56,11 @@ def _greedy_table_wise(planner: Planner, works: Sequence[Work]) -> ShardingPlan 
     ranks: dict[int, int] = {}
     for t in order:
         load = whole[t].units[0].members[0]
-        free = [r for r in range(world) if taken[r] + load.nbytes.device + common <= room[r].device]
+        free = [
+            r
+            for r in range(world)
+            if taken[r] + load.nbytes.device + common <= free_memory[r].device
+        ]
         if not free:
             return None
         ranks[t] = min(free, key=lambda r: spent[r])
@@ -75,12 +79,12 @@ def test_never_worse_than_greedy_table_wise(batch: int) -> None:
     for seed in range(batch * 25, batch * 25 + 25):
         works = random_works(seed, 1 + seed % 17)
         planner = planner_of(_topology(seed))
-        found = planner.solve_works(works)
+        found = planner.solve_workloads(works)
         assert found.fits
         greedy = _greedy_table_wise(planner, works)
         if greedy is None:
             continue
-        other = predict(works, greedy, planner.model(works), planner.room())
+        other = predict(works, greedy, planner.model(works), planner.free_memory())
         assert found.step_s <= other.step_s * (1 + 1e-9), seed
         compared += 1
         better += found.step_s < other.step_s * 0.999
@@ -94,20 +98,20 @@ def test_tight_memory_is_never_exceeded() -> None:
         works = random_works(seed, 3 + seed % 9)
         planner = planner_of(_topology(seed, memory=(8 + 3 * (seed % 7) ** 2) * MB))
         try:
-            found = planner.solve_works(works)
+            found = planner.solve_workloads(works)
         except PlanError:
             continue
         planned += 1
         assert found.fits
         for rank in found.ranks:
-            assert rank.nbytes.device <= rank.room.device
+            assert rank.nbytes.device <= rank.free_memory.device
     assert planned > 10
 
 
 # Feasible wherever there is a plan
 
 
-def _small_problem(seed: int) -> tuple[Planner, list[Work]]:
+def _small_problem(seed: int) -> tuple[Planner, list[TableWorkload]]:
     """2 to 4 tables on 2 or 3 ranks that hardly fit, which may be spread in two ways."""
     chance = random.Random(seed)
     world = chance.choice([2, 3])
@@ -116,25 +120,28 @@ def _small_problem(seed: int) -> tuple[Planner, list[Work]]:
     for t in range(chance.randint(2, 4)):
         types = tuple(sorted(set(chance.choices(ways, k=2)), key=ways.index))
         config = EmbeddingBagConfig(chance.randint(1000, 9000), 64, f"t{t}")
-        works.append(Work("", config, optim.SGD(0.1), False, 16, 1.0,
-                          TableConstraints(sharding_types=types)))  # fmt: skip
+        works.append(
+            TableWorkload(
+                "", config, optim.SGD(0.1), False, 16, 1.0, TableConstraints(sharding_types=types)
+            )
+        )
     whole = sum(work.config.num_embeddings * 64 * 4 for work in works)
     memory = tuple(int(whole / world * chance.uniform(0.8, 1.3)) + MB // 8 for _ in range(world))
     topology = Topology(world, memory=memory)
     return planner_of(topology), works
 
 
-def _all_choices(option: Option, loads: Loads) -> Iterator[Choice]:
+def _all_choices(option: Option, loads: RankCosts) -> Iterator[Choice]:
     places = [range(loads.num_targets(unit)) for unit in option.units]
     for targets in itertools.product(*places):
         if len(set(targets)) == len(targets) or option.units[0].domain is Domain.WORLD:
             yield Choice(option, targets)
 
 
-def _exists(planner: Planner, works: Sequence[Work]) -> bool:
+def _exists(planner: Planner, works: Sequence[TableWorkload]) -> bool:
     """By trying everything."""
     model = planner.model(works)
-    loads = Loads(model, planner.room(), weighted=False)
+    loads = RankCosts(model, planner.free_memory(), weighted=False)
     choices = [
         [c for option in options_of(work, model) for c in _all_choices(option, loads)]
         for work in works
@@ -154,8 +161,8 @@ def test_nodes_are_alike_where_each_of_their_ranks_is() -> None:
     """Else the search for any plan would try one of two nodes and give up."""
     model = planner_of(Topology(6, 2, memory=MB)).model(random_works(0, 2))
     rooms = [MemoryBytes(MB * device) for device in (4, 1, 4, 3, 4, 1)]
-    search = _Search(Loads(model, rooms, weighted=False), [], [[0.0] * 4])
-    members = (Load((0.0, 0.0, 0.0, 0.0), Need(10, 10)),) * 2
+    search = _Search(RankCosts(model, rooms, weighted=False), [], [[0.0] * 4])
+    members = (Load((0.0, 0.0, 0.0, 0.0), MemoryNeed(10, 10)),) * 2
     assert list(search._targets(Unit(Domain.NODE, members), [])) == [0, 1]
     assert list(search._targets(Unit(Domain.RANK, members[:1]), [])) == [0, 1, 2, 3]
 
@@ -166,7 +173,7 @@ def test_feasible_wherever_a_plan_exists() -> None:
         planner, works = _small_problem(seed)
         exists = _exists(planner, works)
         try:
-            found = planner.solve_works(works)
+            found = planner.solve_workloads(works)
         except PlanError:
             assert not exists, seed
         else:
@@ -177,8 +184,8 @@ def test_feasible_wherever_a_plan_exists() -> None:
 
 
 def test_rows_are_cut_to_the_room_where_nothing_else_fits() -> None:
-    works = [Work("", EmbeddingBagConfig(10_000, 64, "t"), optim.SGD(0.1), False, 16, 1.0)]
-    found = planner_of(Topology(2, memory=(2 * MB // 3, 2 * MB))).solve_works(works)
+    works = [TableWorkload("", EmbeddingBagConfig(10_000, 64, "t"), optim.SGD(0.1), False, 16, 1.0)]
+    found = planner_of(Topology(2, memory=(2 * MB // 3, 2 * MB))).solve_workloads(works)
     sharding = found.tables[0].sharding
     assert found.fits
     assert sharding.type is ShardingType.CUSTOM
@@ -192,7 +199,7 @@ def test_rows_are_cut_to_the_room_where_nothing_else_fits() -> None:
 
 def test_the_same_problem_gives_the_same_plan() -> None:
     works = random_works(3, 30)
-    plans = [planner_of(Topology(4, 2)).solve_works(works).plan.to_json() for _ in range(2)]
+    plans = [planner_of(Topology(4, 2)).solve_workloads(works).plan.to_json() for _ in range(2)]
     assert plans[0] == plans[1]
 
 
@@ -200,10 +207,12 @@ def test_the_same_problem_gives_the_same_plan() -> None:
 def test_a_thousand_tables_on_sixty_four_ranks() -> None:
     planner = Planner(Topology(64, 8, memory=1 << 36, device="cuda"), 1024)
     works = random_works(0, 1000, batch=1024)
-    found = planner.solve_works(works)
+    found = planner.solve_workloads(works)
     greedy = _greedy_table_wise(planner, works)
     assert greedy is not None
-    assert found.step_s <= predict(works, greedy, planner.model(works), planner.room()).step_s
+    assert (
+        found.step_s <= predict(works, greedy, planner.model(works), planner.free_memory()).step_s
+    )
 
 
 # Boxes
@@ -217,12 +226,19 @@ def test_plans_tile_their_tables_and_cost_what_the_search_said(seed: int) -> Non
         if sharding_type is ShardingType.CUSTOM:
             continue
         limited = [
-            Work(w.path, w.config, optim.SGD(0.1), False, w.batch, w.ids,
-                 TableConstraints(sharding_types=(sharding_type, ShardingType.TABLE_WISE)))
+            TableWorkload(
+                w.path,
+                w.config,
+                optim.SGD(0.1),
+                False,
+                w.batch,
+                w.ids,
+                TableConstraints(sharding_types=(sharding_type, ShardingType.TABLE_WISE)),
+            )
             for w in works
-        ]  # fmt: skip
+        ]
         model = planner_of(topology).model(limited)
-        loads = Loads(model, topology.capacity(), weighted=False)
+        loads = RankCosts(model, topology.capacity(), weighted=False)
         shardings = {}
         for t, work in enumerate(limited):
             options = [o for o in options_of(work, model) if o.type is sharding_type]
@@ -243,7 +259,7 @@ def test_plans_tile_their_tables_and_cost_what_the_search_said(seed: int) -> Non
 
 def test_optimizers_that_see_whole_rows_are_not_cut_by_columns() -> None:
     def found(optimizer: optim.Optimizer) -> set[ShardingType]:
-        work = Work("", EmbeddingBagConfig(100, 64, "t"), optimizer, False, 16, 1.0)
+        work = TableWorkload("", EmbeddingBagConfig(100, 64, "t"), optimizer, False, 16, 1.0)
         return {option.type for option in options_of(work, planner_of(Topology(4)).model([work]))}
 
     assert ShardingType.COLUMN_WISE in found(optim.Adam(0.1))
@@ -253,7 +269,7 @@ def test_optimizers_that_see_whole_rows_are_not_cut_by_columns() -> None:
 
 def test_dynamic_tables_are_cut_by_keys_alone() -> None:
     config = EmbeddingBagConfig(1000, 64, "t", storage=Hash())
-    work = Work("", config, optim.SGD(0.1), False, 16, 1.0)
+    work = TableWorkload("", config, optim.SGD(0.1), False, 16, 1.0)
     options = options_of(work, planner_of(Topology(4, 2)).model([work]))
     assert {option.type for option in options} == {
         ShardingType.TABLE_WISE,

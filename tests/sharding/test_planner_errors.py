@@ -15,8 +15,8 @@ from emblib.sharding.planner import (
     Prediction,
     Reservation,
     TableConstraints,
+    TableWorkload,
     Topology,
-    Work,
     collective_plan,
 )
 from emblib.sharding.planner.report import predict
@@ -65,14 +65,14 @@ def test_a_model_with_two_collections() -> None:
 
 def test_dense_parameters_are_reserved_for() -> None:
     planner = Planner(Topology(1, memory=1 << 30), 64, reservation=Reservation(0.5, 1000, 4.0))
-    room = planner.solve(_model()).ranks[0].room.device
-    assert room == (1 << 30) * 0.5 - 1000 - 4 * (100 * 10 + 10) * 4
+    free_memory = planner.solve(_model()).ranks[0].free_memory.device
+    assert free_memory == (1 << 30) * 0.5 - 1000 - 4 * (100 * 10 + 10) * 4
 
 
 def _plan_together(ranks: RankGroup) -> str:
     model = _model()
-    effort = 1000 if ranks.rank == 0 else 1
-    return collective_plan(model, Planner(Topology(2), 64, effort=effort), ranks).to_json()
+    max_trials = 1000 if ranks.rank == 0 else 1
+    return collective_plan(model, Planner(Topology(2), 64, max_trials=max_trials), ranks).to_json()
 
 
 def _fail_together(ranks: RankGroup) -> tuple[str, ...]:
@@ -93,28 +93,29 @@ def test_collective_plan() -> None:
 # Alternatives
 
 
-def _large(kinds: tuple[Dense | TensorTrain, ...], rows: int = 20_000) -> list[Work]:
+def _large(kinds: tuple[Dense | TensorTrain, ...], rows: int = 20_000) -> list[TableWorkload]:
     constraints = TableConstraints(storages=kinds)
-    small = Work("", EmbeddingBagConfig(1000, 64, "small"), optim.SGD(0.1), False, 16, 1.0,
-                 constraints)  # fmt: skip
+    small = TableWorkload(
+        "", EmbeddingBagConfig(1000, 64, "small"), optim.SGD(0.1), False, 16, 1.0, constraints
+    )
     config = EmbeddingBagConfig(rows, 64, "large")
-    return [small, Work("", config, optim.SGD(0.1), False, 16, 1.0, constraints)]
+    return [small, TableWorkload("", config, optim.SGD(0.1), False, 16, 1.0, constraints)]
 
 
 def test_a_tensor_train_where_a_table_does_not_fit() -> None:
     kind = TensorTrain((8, 8))
-    tight = planner_of(Topology(2, memory=2 * MB)).solve_works(_large((kind,)))
+    tight = planner_of(Topology(2, memory=2 * MB)).solve_workloads(_large((kind,)))
     kinds = [table.sharding.storage for table in tight.tables]
     assert kinds == [None, kind]
     assert tight.fits
-    roomy = planner_of(Topology(2, memory=20 * MB)).solve_works(_large((kind,)))
+    roomy = planner_of(Topology(2, memory=20 * MB)).solve_workloads(_large((kind,)))
     assert [table.sharding.storage for table in roomy.tables] == [None, None]
 
 
 def test_a_cached_placement_where_a_table_does_not_fit() -> None:
     kind = Dense(Placement.MANAGED_CACHING)
     topology = Topology(2, memory=3 * MB // 2, host_memory=64 * MB, device="cuda")
-    found = planner_of(topology).solve_works(_large((kind,)))
+    found = planner_of(topology).solve_workloads(_large((kind,)))
     assert [table.sharding.storage for table in found.tables] == [None, kind]
     assert found.fits
     assert any(rank.nbytes.host for rank in found.ranks)
@@ -125,7 +126,7 @@ def test_a_cached_placement_where_a_table_does_not_fit() -> None:
 def test_nothing_is_moved_to_the_host_unasked() -> None:
     topology = Topology(2, memory=MB, host_memory=1 << 40, device="cuda")
     with pytest.raises(PlanError, match=r"storages=\(Dense\(Placement.MANAGED_CACHING\)"):
-        planner_of(topology).solve_works(_large(()))
+        planner_of(topology).solve_workloads(_large(()))
 
 
 # Errors
@@ -134,7 +135,7 @@ def test_nothing_is_moved_to_the_host_unasked() -> None:
 def test_an_error_says_what_is_short_and_what_to_do() -> None:
     works = random_works(1, 4)
     with pytest.raises(PlanError) as caught:
-        planner_of(Topology(2, memory=MB)).solve_works(works)
+        planner_of(Topology(2, memory=MB)).solve_workloads(works)
     error = caught.value
     largest = max(works, key=lambda w: w.config.num_embeddings * w.config.embedding_dim)
     assert largest.name in str(error)
@@ -150,13 +151,13 @@ def test_an_error_names_the_table_that_fits_nowhere() -> None:
     config = EmbeddingBagConfig(100_000, 64, "giant")
     small = EmbeddingBagConfig(1000, 64, "small")
     works = [
-        Work("", small, optim.SGD(0.1), False, 16, 1.0),
-        Work("", config, optim.SGD(0.1), False, 16, 1.0, EXACTLY_TABLE_WISE),
+        TableWorkload("", small, optim.SGD(0.1), False, 16, 1.0),
+        TableWorkload("", config, optim.SGD(0.1), False, 16, 1.0, EXACTLY_TABLE_WISE),
     ]
     with pytest.raises(
         PlanError, match=r"giant .* fits nowhere.*allow row_wise for giant"
     ) as caught:
-        planner_of(Topology(4, memory=16 * MB)).solve_works(works)
+        planner_of(Topology(4, memory=16 * MB)).solve_workloads(works)
     assert caught.value.tables == ("giant",)
     assert caught.value.short == pytest.approx(100_000 * 64 * 4 - 16 * MB, rel=0.01)
 
@@ -164,7 +165,7 @@ def test_an_error_names_the_table_that_fits_nowhere() -> None:
 def test_a_reservation_that_leaves_nothing() -> None:
     planner = Planner(Topology(2, memory=MB), 16, reservation=Reservation(nbytes=2 * MB))
     with pytest.raises(PlanError, match="nothing is left for tables on rank 0"):
-        planner.solve_works(random_works(0, 2))
+        planner.solve_workloads(random_works(0, 2))
 
 
 def test_wrong_arguments() -> None:
@@ -198,18 +199,18 @@ def test_wrong_arguments() -> None:
 
 def test_a_plan_for_another_world_is_refused() -> None:
     works = random_works(0, 2)
-    found: Prediction = planner_of(Topology(2)).solve_works(works)
+    found: Prediction = planner_of(Topology(2)).solve_workloads(works)
     planner = planner_of(Topology(4))
     with pytest.raises(ValueError, match="plan anew"):
-        predict(works, found.plan, planner.model(works), planner.room())
+        predict(works, found.plan, planner.model(works), planner.free_memory())
     lacking = ShardingPlan({"": {"t0": found.plan[""]["t0"]}}, found.plan.world)
     with pytest.raises(ValueError, match="says nothing of table t1"):
-        predict(works, lacking, planner_of(Topology(2)).model(works), planner.room()[:2])
+        predict(works, lacking, planner_of(Topology(2)).model(works), planner.free_memory()[:2])
 
 
 def test_any_boxes_can_be_predicted() -> None:
     config = EmbeddingBagConfig(1000, 64, "t")
-    works = [Work("", config, optim.SGD(0.1), False, 16, 1.0)]
+    works = [TableWorkload("", config, optim.SGD(0.1), False, 16, 1.0)]
     boxes = (
         Shard(1, (0, 300), (0, 64)),
         Shard(0, (300, 1000), (0, 16)),
@@ -219,7 +220,7 @@ def test_any_boxes_can_be_predicted() -> None:
         {"": {"t": ParameterSharding(ShardingType.CUSTOM, boxes)}}, Topology(2).world
     )
     planner = planner_of(Topology(2))
-    told = predict(works, plan, planner.model(works), planner.room())
+    told = predict(works, plan, planner.model(works), planner.free_memory())
     weights = [700 * 16 * 4, (300 * 64 + 700 * 48) * 4]
     for rank, least in zip(told.ranks, weights, strict=True):
         assert least < rank.nbytes.device < least + 100_000

@@ -18,8 +18,8 @@ from emblib.sharding.planner import (
     Reservation,
     Scaling,
     TableConstraints,
+    TableWorkload,
     Topology,
-    Work,
     simulate,
 )
 from emblib.sharding.planner import calibration as figures
@@ -90,20 +90,22 @@ def test_calibration_of_one_rank_and_of_links() -> None:
 # What follows from them
 
 
-def _work(rows: int, dim: int, ids: float = 1.0, optimizer: optim.Optimizer | None = None) -> Work:
+def _work(
+    rows: int, dim: int, ids: float = 1.0, optimizer: optim.Optimizer | None = None
+) -> TableWorkload:
     config = EmbeddingBagConfig(rows, dim, "t")
-    return Work("", config, optimizer or optim.SGD(0.1), False, 100, ids)
+    return TableWorkload("", config, optimizer or optim.SGD(0.1), False, 100, ids)
 
 
-def _seconds(work: Work, topology: Topology, **changes: Any) -> list[float]:
+def _seconds(work: TableWorkload, topology: Topology, **changes: Any) -> list[float]:
     costs = dataclasses.replace(topology.costs, **changes)
     topology = dataclasses.replace(topology, calibration=costs)
     planner = Planner(topology, 100, reservation=Reservation(share=0.0))
-    told = planner.solve_works([_only(work, ShardingType.TABLE_WISE)])
+    told = planner.solve_workloads([_only(work, ShardingType.TABLE_WISE)])
     return [max(rank.seconds[phase] for rank in told.ranks) for phase in range(4)]
 
 
-def _only(work: Work, *types: ShardingType) -> Work:
+def _only(work: TableWorkload, *types: ShardingType) -> TableWorkload:
     return dataclasses.replace(work, constraints=TableConstraints(sharding_types=types))
 
 
@@ -136,7 +138,7 @@ def test_ranks_that_share_a_core_wait_for_each_other() -> None:
 
     def phases(processors: int | None) -> dict[str, float]:
         topology = Topology(4, processors=processors)
-        return Planner(topology, 100).solve_works(spread).phases
+        return Planner(topology, 100).solve_workloads(spread).phases
 
     alone, together = phases(None), phases(1)
     assert together["lookup"] == pytest.approx(4 * alone["lookup"])
@@ -154,8 +156,8 @@ def test_tables_far_away_cost_more() -> None:
         ("tensor_train", TensorTrain((16, 16))),
     ):
         config = EmbeddingBagConfig(1_000_000, 64, "t", storage=kind)
-        work = Work("", config, optim.SGD(0.1), False, 4096, 10.0)
-        steps[name] = Planner(topology, 4096).solve_works([work]).step_s
+        work = TableWorkload("", config, optim.SGD(0.1), False, 4096, 10.0)
+        steps[name] = Planner(topology, 4096).solve_workloads([work]).step_s
     assert steps["device"] < min(steps["managed"], steps["cached"], steps["tensor_train"])
 
 
@@ -164,7 +166,7 @@ def test_codecs_shorten_the_way() -> None:
 
     def output(wire: CommPrecision | None) -> float:
         planner = Planner(Topology(2), 100, wire=wire)
-        return planner.solve_works(works).phases["output"]
+        return planner.solve_workloads(works).phases["output"]
 
     assert output(CommPrecision(BF16(), BF16())) == pytest.approx(output(None) / 2)
     assert output(CommPrecision(INT8(64))) == pytest.approx(
@@ -175,7 +177,7 @@ def test_codecs_shorten_the_way() -> None:
 def test_weights_are_sent_too() -> None:
     plain = _only(_work(1000, 64), ShardingType.TABLE_WISE)
     weighted = dataclasses.replace(plain, is_weighted=True)
-    one, other = (Planner(Topology(2), 100).solve_works([work]) for work in (plain, weighted))
+    one, other = (Planner(Topology(2), 100).solve_workloads([work]) for work in (plain, weighted))
     assert other.phases["input"] > one.phases["input"]
     assert other.phases["overhead"] > one.phases["overhead"]
 
@@ -190,7 +192,7 @@ def _planned() -> Prediction:
         )
         for t in range(2)
     ]
-    return Planner(Topology(2, memory=1 << 30), 100).solve_works(works)
+    return Planner(Topology(2, memory=1 << 30), 100).solve_workloads(works)
 
 
 def test_a_report_reads_as_tables() -> None:
@@ -216,7 +218,7 @@ def test_a_report_of_many_tables_shows_the_slowest() -> None:
         dataclasses.replace(_only(_work(1000, 8 + 8 * t), ShardingType.TABLE_WISE), path=f"m{t}")
         for t in range(60)
     ]
-    text = str(Planner(Topology(32), 100, effort=200).solve_works(works))
+    text = str(Planner(Topology(32), 100, max_trials=200).solve_workloads(works))
     assert "m59.t" in text
     assert "m0.t " not in text
     assert "... 20 faster ones" in text
@@ -242,7 +244,7 @@ def test_phases_add_up() -> None:
 
 def test_weak_and_strong_scaling() -> None:
     module = collection(4, 1000, 32, pooled=True)
-    planner = Planner(Topology(4, 2), 64, effort=500)
+    planner = Planner(Topology(4, 2), 64, max_trials=500)
     weak = simulate(planner, module, [2, 4, 16])
     assert [(s.world_size, s.batch_size) for s in weak] == [(2, 64), (4, 64), (16, 64)]
     assert weak[1].prediction == planner.solve(module)

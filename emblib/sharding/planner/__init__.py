@@ -1,4 +1,4 @@
-"""The planner: how the tables of a model are best spread over ranks, and what a step then takes.
+"""The planner: find a sharding plan for a model and predict what a step under it takes.
 
 planner = Planner(Topology.detect(world_size=8), batch_size=4096)
 prediction = planner.solve(model)
@@ -13,7 +13,7 @@ from emblib.sharding.planner.planner import Planner, collective_plan
 from emblib.sharding.planner.report import Prediction
 from emblib.sharding.planner.simulate import Scaling, Simulated, simulate
 from emblib.sharding.planner.topology import Topology
-from emblib.sharding.planner.work import Reservation, TableConstraints, Work
+from emblib.sharding.planner.work import Reservation, TableConstraints, TableWorkload
 from emblib.storage import MemoryBytes
 
 __all__ = [
@@ -27,8 +27,8 @@ __all__ = [
     "Scaling",
     "Simulated",
     "TableConstraints",
+    "TableWorkload",
     "Topology",
-    "Work",
     "collective_plan",
     "simulate",
 ]

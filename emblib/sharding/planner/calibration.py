@@ -1,7 +1,13 @@
-"""What things cost on a machine: the constants of the cost model, as data that can be kept.
+"""The constants of the cost model for one machine, which can be saved and loaded.
 
-`docs/planner.md` says how the model uses them, `measure.calibrate` measures them. Curves are pairs
-of (bytes, nanoseconds), ascending; between two of them costs are linear.
+`docs/planner.md` describes how the model uses them, `measure.calibrate` measures them. Curves are
+pairs of (bytes, nanoseconds), ascending in bytes and interpolated linearly.
+
+The defaults are `CPU`, measured by `calibrate` on two virtual cores of an AMD EPYC with 32 MiB of
+L3 cache, between two processes that shared memory, and rounded, with round figures for network and
+disk; and `CUDA`, data-sheet figures of an NVIDIA H100 SXM5 (3,350 GB/s of memory, 450 GB/s of
+NVLink and 64 GB/s of PCIe 5 in each direction, 400 Gbit/s of network per GPU) with round figures
+for launches and latencies. The CUDA figures were not measured.
 """
 
 import bisect
@@ -22,30 +28,30 @@ _VERSION = 1
 
 @dataclass(frozen=True)
 class Calibration:
-    """The constants, for one rank of one kind of machine. Times are for float32 outputs.
+    """Constants of the cost model for one rank of one kind of machine, for float32 outputs.
 
     Args:
-        source: where the figures come from, as a report tells it.
-        lookup_near: ns to add one row to its bag, by bytes of the row, where the table is in cache.
-        lookup_far: the same where it is far larger.
-        update_near: ns that backward takes for one id, by bytes of the row and its optimizer state.
-        update_far: the same for a large table.
-        bag: ns to begin and write one pooled row, by its bytes.
+        source: origin of the figures, shown in reports.
+        lookup_near: ns to add one row to its bag, by bytes per row, where the table is in cache.
+        lookup_far: the same for a table much larger than the cache.
+        update_near: ns of backward per id, by bytes of the row and its optimizer state.
+        update_far: the same for a table much larger than the cache.
+        bag: ns to initialise and write one pooled row, by its bytes.
         bag_gradient: ns to read the gradient of one pooled row, by its bytes.
         near_bytes: size up to which a table is in cache.
-        unit_s: seconds for each part of a table that a rank looks up, forward and backward.
-        route_ns: ns for an id to be sorted by destination.
-        arrange_ns: ns for a byte of pooled rows to be put in its place, on the way out or back.
-        hash_ns: ns for a key of a dynamic table to be found, beside what a plain row costs.
-        tt_ns: ns for a multiply-add of making a tensor-train row.
-        host_bytes_per_s: what a GPU reads of host memory.
-        disk_bytes_per_s: what a cache before DISK tables reads.
-        link_bytes_per_s: what a rank sends to the ranks of its node, all of them sending.
-        network_bytes_per_s: what a rank sends to other nodes.
-        exchange_s: seconds of an all-to-all of nothing between two ranks.
-        message_s: more of them for every further rank.
-        copies_s: more seconds of a step with tables that are replicated.
-        blocks_s: more seconds of a step with tables that are cut by rows.
+        unit_s: seconds per shard that a rank looks up, forward and backward.
+        route_ns: ns to sort one id by destination.
+        arrange_ns: ns per byte of pooled rows to be reordered, forward or backward.
+        hash_ns: ns to find one key of a dynamic table, in addition to the cost of a dense row.
+        tt_ns: ns per multiply-add of computing a tensor-train row.
+        host_bytes_per_s: rate at which a GPU reads host memory.
+        disk_bytes_per_s: rate at which the cache of a DISK table reads.
+        link_bytes_per_s: rate at which a rank sends within its node while all ranks send.
+        network_bytes_per_s: rate at which a rank sends to other nodes.
+        exchange_s: seconds of an empty all-to-all between two ranks.
+        message_s: additional seconds per further rank.
+        copies_s: additional seconds of a step with replicated tables.
+        blocks_s: additional seconds of a step with tables that are cut by rows.
         step_s: seconds of a step that looks up nothing: Python, dispatch, autograd.
     """
 
@@ -86,15 +92,15 @@ class Calibration:
                 object.__setattr__(self, f.name, _checked_curve(f.name, value))
 
     def to_json(self) -> str:
-        """The constants as text."""
+        """Return the constants as JSON."""
         return json.dumps({"version": _VERSION, **asdict(self)}, indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> "Calibration":
-        """What `to_json` told.
+        """Parse the JSON of `to_json`.
 
         Raises:
-            ValueError: no such text, or constants that are missing or unknown.
+            ValueError: the text is not of `to_json`, or constants are missing or unknown.
         """
         data = json.loads(text)
         if not isinstance(data, dict) or data.get("version") != _VERSION:
@@ -114,7 +120,7 @@ class Calibration:
         return cls(**values)
 
     def save(self, path: str | Path) -> None:
-        """Write it as JSON, all of it or nothing, with a checksum."""
+        """Write the constants as JSON with a checksum, atomically."""
         save_json(path, self.to_json())
 
     @classmethod
@@ -122,13 +128,13 @@ class Calibration:
         """Read what `save` wrote.
 
         Raises:
-            ValueError: it is damaged, or something else.
+            ValueError: the file is damaged or not a calibration.
         """
         return cls.from_json(load_json(path))
 
 
 def at(curve: Curve, nbytes: float) -> float:
-    """Nanoseconds at this many bytes; beyond the ends as at the first, and as the last slope."""
+    """Interpolate a curve, in ns; constant before its first point, the last slope beyond."""
     first, last = curve[0], curve[-1]
     if nbytes <= first[0] or len(curve) == 1:
         return first[1]
@@ -148,7 +154,7 @@ def _checked_curve(name: str, points: Any) -> Curve:
 
 
 def _streamed(bytes_per_s: float, *, times: float) -> Curve:
-    """Rows that are limited by memory alone: whole sectors of 32 bytes, `times` each."""
+    """Return the curve of rows limited by memory bandwidth: `times` sectors of 32 bytes each."""
     return tuple((float(n), times * n / bytes_per_s * 1e9) for n in (32, 4096))
 
 

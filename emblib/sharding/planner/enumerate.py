@@ -1,4 +1,4 @@
-"""The ways a table can be spread: each as pieces that go to a rank, to a node, or to all."""
+"""Enumerate the ways to shard a table, as units placed on a rank, a node or all ranks."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -7,8 +7,8 @@ from emblib.optim import SGD, Adagrad, Adam, External
 from emblib.sharding import sharding_types
 from emblib.sharding.layout import shape_of, with_storage
 from emblib.sharding.planner.estimate import INPUT, NOTHING, CostModel, Everywhere, Load
-from emblib.sharding.planner.topology import Need, Topology
-from emblib.sharding.planner.work import Work
+from emblib.sharding.planner.topology import MemoryNeed, Topology
+from emblib.sharding.planner.work import TableWorkload
 from emblib.sharding.sharding_types import ParameterSharding, Rule, Shard, ShardingType
 from emblib.specs import Choice
 from emblib.storage import Storage, TableSlice
@@ -21,7 +21,7 @@ _ASKED_FOR = frozenset({ShardingType.GRID})
 
 
 class Domain(Choice):
-    """What a piece is placed on: any one RANK, any one NODE, or the WORLD."""
+    """The target of a unit: any RANK, any NODE, or the WORLD."""
 
     RANK = "rank"
     NODE = "node"
@@ -30,10 +30,10 @@ class Domain(Choice):
 
 @dataclass(frozen=True)
 class Unit:
-    """A piece that is placed as one: a load for each rank of its domain, in their order.
+    """A group of shards placed together: one load per rank of its domain, in rank order.
 
-    Of one that goes to the WORLD, what all ranks have alike is in `Option.everywhere`; its members
-    are what the ranks from `first` on have beside that, or below 0 less.
+    For the domain WORLD, `Option.everywhere` has the cost that all ranks share; `members` are the
+    additional costs (negative for less) of the ranks from `first` on.
     """
 
     domain: Domain
@@ -42,13 +42,13 @@ class Unit:
 
     @property
     def seconds(self) -> float:
-        """All of it."""
+        """Return the seconds of all members together."""
         return sum(sum(load.seconds) for load in self.members)
 
 
 @dataclass(frozen=True)
 class Option:
-    """One way to spread a table, before it is said where.
+    """One way to shard a table, before its units are placed.
 
     `penalty` is 0 for the configured storage, and n for the n-th alternative.
     """
@@ -63,24 +63,26 @@ class Option:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether ranks exchange anything for it in a step."""
+        """Return whether ranks exchange anything for the table in a step."""
         return self.type is not ShardingType.DATA_PARALLEL or self.everywhere.seconds[INPUT] > 0
 
     def seconds(self, world_size: int) -> float:
-        """What all ranks together spend."""
+        """Return the seconds of all ranks together."""
         own = sum(unit.seconds for unit in self.units)
         return own + world_size * (sum(self.everywhere.seconds) + self.everywhere.arrange)
 
-    def nbytes(self, world_size: int) -> Need:
-        """Bytes on all ranks together."""
-        total = Need(0, 0).plus(self.everywhere.nbytes, world_size)
+    def nbytes(self, world_size: int) -> MemoryNeed:
+        """Return the bytes on all ranks together."""
+        total = MemoryNeed(0, 0).plus(self.everywhere.nbytes, world_size)
         for unit in self.units:
             for load in unit.members:
                 total = total.plus(load.nbytes)
         return total
 
-    def sharding(self, work: Work, topology: Topology, targets: Sequence[int]) -> ParameterSharding:
-        """The boxes, given the rank or node of each unit."""
+    def sharding(
+        self, work: TableWorkload, topology: Topology, targets: Sequence[int]
+    ) -> ParameterSharding:
+        """Return the sharding, given the rank or node of each unit."""
         shape = shape_of(work.config, self.storage)
         sharding = self._rule(tuple(targets))(shape, topology.world)
         return ParameterSharding(sharding.type, sharding.boxes, self.storage)
@@ -104,11 +106,11 @@ class Option:
         return one[self.type](targets[0])
 
 
-def options_of(work: Work, model: CostModel) -> list[Option]:
-    """All ways that are allowed, those of the configured storage first.
+def options_of(work: TableWorkload, model: CostModel) -> list[Option]:
+    """Return all allowed options, those of the configured storage first.
 
     Raises:
-        ValueError: none is.
+        ValueError: the constraints allow no option.
     """
     found = []
     storages: list[Storage | None] = [None, *work.constraints.storages]
@@ -124,14 +126,19 @@ def options_of(work: Work, model: CostModel) -> list[Option]:
     return found
 
 
-def cuts_columns_exactly(work: Work) -> bool:
-    """Whether the optimizer does the same to a row in parts: it looks at one element at a time."""
+def cuts_columns_exactly(work: TableWorkload) -> bool:
+    """Return whether the optimizer updates column shards exactly as it updates the full row.
+
+    That holds for optimizers that look at one element at a time.
+    """
     optimizer = work.optimizer
     return optimizer is None or type(optimizer) in (SGD, Adagrad, Adam, External)
 
 
-def allowed_types(work: Work, topology: Topology, storage: Storage | None) -> list[ShardingType]:
-    """The types that constraints allow; without any, those that leave results as they are."""
+def allowed_types(
+    work: TableWorkload, topology: Topology, storage: Storage | None
+) -> list[ShardingType]:
+    """Return the types that the constraints allow, by default those that change no result."""
     chosen = work.constraints.sharding_types
     types = [t for t in ShardingType if chosen is None or t in chosen]
     if with_storage(work.config, storage).storage.is_keyed:
@@ -150,42 +157,46 @@ def allowed_types(work: Work, topology: Topology, storage: Storage | None) -> li
 
 
 class Parts:
-    """Prices boxes of one table in one storage; equal shapes are priced once."""
+    """Compute the cost of shards of one table with one storage; equal shapes are computed once."""
 
-    def __init__(self, work: Work, model: CostModel, storage: Storage | None) -> None:
+    def __init__(self, work: TableWorkload, model: CostModel, storage: Storage | None) -> None:
         self.work, self.model, self.storage = work, model, storage
         self.config = with_storage(work.config, storage)
         self._loads: dict[tuple[int, int, float], Load] = {}
 
     def shares(self, boxes: Sequence[Shard]) -> list[float]:
-        """Of the table's ids, by box: by rows, or where keys decide one for each block."""
+        """Return each shard's share of the ids: by rows, or equal where keys select the block."""
         if self.config.storage.is_keyed:
             return [1.0 / len({box.rows for box in boxes})] * len(boxes)
         return [box.shape[0] / self.config.num_embeddings for box in boxes]
 
     def slice_of(self, box: Shard) -> TableSlice:
-        """A box as a part of the table."""
+        """Return a shard as a slice of the table."""
         return TableSlice(self.config, box.rows, box.columns)
 
     def load(self, box: Shard, share: float) -> Load:
-        """What a box costs the rank that has it."""
+        """Return the cost of a shard for the rank that holds it."""
         key = (*box.shape, share)
         if key not in self._loads:
             self._loads[key] = self.model.part(self.work, self.slice_of(box), share)
         return self._loads[key]
 
     def everywhere(self, boxes: Sequence[Shard]) -> Everywhere:
-        """What the boxes cost every rank."""
+        """Return the cost of the shards for every rank."""
         columns = (box.shape[1] for box in boxes)
         return self.model.everywhere(self.work, zip(columns, self.shares(boxes), strict=True))
 
     def replicated(self) -> Everywhere:
-        """What a copy everywhere costs every rank."""
+        """Return the cost of a replicated table for every rank."""
         return self.model.replicated(self.work, TableSlice.whole(self.config))
 
 
 def _options(
-    work: Work, model: CostModel, sharding_type: ShardingType, storage: Storage | None, penalty: int
+    work: TableWorkload,
+    model: CostModel,
+    sharding_type: ShardingType,
+    storage: Storage | None,
+    penalty: int,
 ) -> Iterator[Option]:
     parts, topology = Parts(work, model, storage), model.topology
     if sharding_type is ShardingType.DATA_PARALLEL:
@@ -201,7 +212,7 @@ def _options(
 def option_of(
     parts: Parts, sharding_type: ShardingType, boxes: Sequence[Shard], domain: Domain, penalty: int
 ) -> Option:
-    """Boxes, priced; those of a domain RANK or NODE can be placed anew."""
+    """Build an option from shards; units with the domain RANK or NODE can be placed again."""
     topology = parts.model.topology
     loads = [parts.load(b, s) for b, s in zip(boxes, parts.shares(boxes), strict=True)]
     everywhere = parts.everywhere(boxes)
@@ -219,7 +230,7 @@ def option_of(
 
 
 def _by_rank(boxes: Sequence[Shard], loads: Sequence[Load], size: int) -> list[Load]:
-    """Loads by rank modulo `size`; of several boxes on one rank their sum."""
+    """Sum loads by rank modulo `size`."""
     members = [NOTHING] * size
     for box, load in zip(boxes, loads, strict=True):
         before = members[box.rank % size]
@@ -228,7 +239,7 @@ def _by_rank(boxes: Sequence[Shard], loads: Sequence[Load], size: int) -> list[L
 
 
 def _apart(members: Sequence[Load]) -> tuple[Load, Unit]:
-    """What the first rank has as common to all, and a unit of what the last ones have otherwise."""
+    """Split loads into the cost that all ranks share and a unit of the last ranks' differences."""
     common, first = members[0], len(members)
     while first > 0 and members[first - 1] != common:
         first -= 1
@@ -238,9 +249,9 @@ def _apart(members: Sequence[Load]) -> tuple[Load, Unit]:
 
 
 def _rules(
-    work: Work, topology: Topology, sharding_type: ShardingType
+    work: TableWorkload, topology: Topology, sharding_type: ShardingType
 ) -> Iterator[tuple[Rule, Domain]]:
-    """Rules with stand-in targets 0, 1, ..., which search replaces."""
+    """Yield rules with placeholder targets 0, 1, ..., which the search replaces."""
     if sharding_type is ShardingType.TABLE_WISE:
         yield sharding_types.table_wise(0), Domain.RANK
     elif sharding_type is ShardingType.ROW_WISE:
@@ -259,8 +270,8 @@ def _rules(
             yield sharding_types.grid(range(parts)), Domain.NODE
 
 
-def _column_counts(work: Work, most: int) -> list[int]:
-    """2, 4, 8, ... parts, and as many as there can be."""
+def _column_counts(work: TableWorkload, most: int) -> list[int]:
+    """Return the numbers of column shards to try: powers of two, and the largest one."""
     most = min(most, work.config.embedding_dim // work.constraints.min_partition)
     counts = [2**k for k in range(1, most.bit_length()) if 2**k <= most]
     return sorted({*counts, most} - {0, 1})
@@ -269,7 +280,7 @@ def _column_counts(work: Work, most: int) -> list[int]:
 def _units(
     boxes: Sequence[Shard], loads: Sequence[Load], domain: Domain, topology: Topology
 ) -> Iterator[Unit]:
-    """The boxes by what they are placed on; ranks without one get nothing."""
+    """Group shards by rank or node; ranks of a node without a shard get an empty load."""
     if domain is Domain.RANK:
         for load in loads:
             yield Unit(domain, (load,))

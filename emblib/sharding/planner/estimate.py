@@ -1,8 +1,9 @@
-"""The cost model: seconds and bytes that a part of a table costs the rank that holds it.
+"""The cost model: seconds and bytes of a shard for the rank that holds it.
 
-`docs/planner.md` derives the formulas. A step has four phases in which ranks wait for the slowest:
-ids go out (INPUT), rows are looked up (LOOKUP), rows come back and their gradients go out again
-(OUTPUT), rows are updated (UPDATE). What every rank does alike, whatever the plan, is ARRANGE.
+`docs/planner.md` derives the formulas. A step has four phases, in each of which ranks wait for the
+slowest: ids are sent (INPUT), rows are looked up (LOOKUP), rows are sent back and later their
+gradients (OUTPUT), rows are updated (UPDATE). Work that every rank does whatever the plan is
+ARRANGE.
 """
 
 import math
@@ -12,8 +13,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from emblib.sharding.planner.calibration import Calibration, Curve, at
-from emblib.sharding.planner.topology import Need, Topology
-from emblib.sharding.planner.work import Work
+from emblib.sharding.planner.topology import MemoryNeed, Topology
+from emblib.sharding.planner.work import TableWorkload
 from emblib.storage import MemoryBytes, TableSlice
 from emblib.storage.base import is_fused
 
@@ -29,47 +30,48 @@ _FLOAT = 4
 _GROUPING = 20  # bytes an id takes while the lookups of a batch are grouped by row
 _NS = 1e-9
 _SAMPLE = 4096
-_MOST_BAGS = 0.75  # as `emblib.sharding.input_dist` has it
+_MAX_BAGS = 0.75  # as `emblib.sharding.input_dist` has it
 _NUMBER = 4  # bytes of the number of a row that is sent
 
 
 class Load(NamedTuple):
-    """What a part costs the rank that holds it."""
+    """The cost of a shard for the rank that holds it."""
 
     seconds: Seconds
-    nbytes: Need
+    nbytes: MemoryNeed
 
     def plus(self, other: "Load", factor: int) -> "Load":
-        """This and the other, or without the other (factor -1)."""
+        """Add `factor` times another load; -1 subtracts it."""
         (a, b, c, d), (e, f, g, h) = self.seconds, other.seconds
         seconds = a + factor * e, b + factor * f, c + factor * g, d + factor * h
         return Load(seconds, self.nbytes.plus(other.nbytes, factor))
 
 
 class Everywhere(NamedTuple):
-    """What a table costs every rank, by phase, and `arrange` beside the phases.
+    """The cost of a table for every rank: seconds by phase, `arrange` in addition, and bytes.
 
-    `positions` are bytes that ranks keep of where ids came from, once any table is cut by rows.
+    `positions` are the bytes that ranks keep for the original positions of ids, once any table is
+    cut by rows.
     """
 
     seconds: Seconds
     arrange: float
-    nbytes: Need
+    nbytes: MemoryNeed
     positions: float = 0.0
 
 
-NOTHING = Load((0.0, 0.0, 0.0, 0.0), Need(0, 0))
+NOTHING = Load((0.0, 0.0, 0.0, 0.0), MemoryNeed(0, 0))
 
 
 class Sent(NamedTuple):
-    """Bytes that a float takes on its way: of pooled rows, and of their gradients."""
+    """Bytes that a float takes in transit: of pooled rows, and of their gradients."""
 
     forward: float = 4.0
     backward: float = 4.0
 
     @classmethod
     def by(cls, wire: "CommPrecision") -> "Sent":
-        """As the codecs of a wire have it."""
+        """Measure the encoded size of floats with the codecs of a `CommPrecision`."""
         rows = torch.zeros(_SAMPLE)
         codecs = wire.forward, wire.backward
         return cls(*(codec.encode(rows, [_SAMPLE]).nbytes / _SAMPLE for codec in codecs))
@@ -79,13 +81,13 @@ FLOATS = Sent()
 
 
 class CostModel:
-    """Prices parts of tables on a topology.
+    """Compute costs of shards on a topology.
 
     Args:
-        topology: whose constants are used.
-        sent: what a float takes on its way.
+        topology: provides the constants.
+        sent: bytes per float in transit.
         batches: distributed batches that are in memory at a time.
-        works: the tables that are priced together; they share the cache of a rank.
+        works: the tables that are planned together; they share the cache of a rank.
     """
 
     def __init__(
@@ -93,7 +95,7 @@ class CostModel:
         topology: Topology,
         sent: Sent = FLOATS,
         batches: int = 1,
-        works: Iterable[Work] = (),
+        works: Iterable[TableWorkload] = (),
     ) -> None:
         self.topology, self.wire, self.batches = topology, sent, batches
         every = sum(work.batch * work.ids * work.config.embedding_dim for work in works)
@@ -108,8 +110,8 @@ class CostModel:
 
     # Parts
 
-    def part(self, work: Work, part: TableSlice, share: float) -> Load:
-        """Of a part that gets this share of the table's ids."""
+    def part(self, work: TableWorkload, part: TableSlice, share: float) -> Load:
+        """Return the cost of a shard that gets the given share of the table's ids."""
         world = self.topology.world_size
         ids = work.batch * world * work.ids * share
         bags = work.batch * world * work.num_features * _filled(work, share)
@@ -128,8 +130,11 @@ class CostModel:
         table = part.storage.nbytes(part, work.optimizer, self.device)
         return Load(_exact(seconds), _need(table, io, updating))
 
-    def everywhere(self, work: Work, boxes: Iterable[tuple[int, float]]) -> Everywhere:
-        """Of a table in parts, their columns and shares: what each rank sends and puts together."""
+    def everywhere(self, work: TableWorkload, boxes: Iterable[tuple[int, float]]) -> Everywhere:
+        """Return the cost of a sharded table for every rank: what it sends and combines.
+
+        `boxes` are the columns and id share of each shard.
+        """
         bags, ids = work.batch * work.num_features, work.batch * work.ids
         sent = sent_ids = pieces = numbers = 0.0
         for columns, share in boxes:
@@ -155,20 +160,20 @@ class CostModel:
 
     @property
     def _moved(self) -> int:
-        """Batches whose ids are in memory once more than the caller has them."""
+        """Return the batches whose ids are in memory in addition to the caller's copy."""
         return self.batches if self.topology.world_size > 1 else self.batches - 1
 
-    def _copies_of(self, work: Work) -> int:
-        """Pooled rows are sent as they lie; those of single ids are put in order, twice.
+    def _copies_of(self, work: TableWorkload) -> int:
+        """Return how often output rows are copied: pooled rows are sent as is, others reordered.
 
-        Where there is one rank, pooled rows are the output.
+        With one rank, pooled rows are the output.
         """
         if not work.config.pooled:
             return 2
         return 1 if self.topology.world_size > 1 else 0
 
-    def replicated(self, work: Work, part: TableSlice) -> Everywhere:
-        """Of a table that every rank has: it looks its own batch up, and updates with all."""
+    def replicated(self, work: TableWorkload, part: TableSlice) -> Everywhere:
+        """Return the cost of a replicated table: lookups of its own batch, updates of all."""
         world = self.topology.world_size
         bags, ids = work.batch * work.num_features, work.batch * work.ids
         rows_out = bags if work.config.pooled else ids
@@ -236,9 +241,10 @@ class CostModel:
     def _mixed(
         self, near: Curve, far: Curve, part: TableSlice, row_nbytes: float, ids: float
     ) -> float:
-        """Return the nanoseconds per row of a slice of which a share is in cache.
+        """Return the ns per row of a shard that is partly in cache.
 
-        Slices on a rank share its cache as they share its lookups; all ranks look up as much.
+        The shards of a rank share its cache in proportion to their lookups; all ranks look up
+        equally much.
         """
         traffic = self.traffic / self.topology.world_size
         own = ids * part.dim
@@ -246,13 +252,13 @@ class CostModel:
         share = min(1.0, held / max(part.num_rows * row_nbytes, 1.0))
         return share * at(near, row_nbytes) + (1.0 - share) * at(far, row_nbytes)
 
-    def _lookup(self, work: Work, part: TableSlice, ids: float, rows_out: float) -> float:
+    def _lookup(self, work: TableWorkload, part: TableSlice, ids: float, rows_out: float) -> float:
         costs = self._costs
         rows = part.storage.lookup_ns(part, work.optimizer, ids, self)
         bags = rows_out * at(costs.bag, part.dim * _FLOAT)
         return (rows + bags) * _NS + work.num_features * costs.unit_s / 2
 
-    def _update(self, work: Work, part: TableSlice, ids: float, rows_out: float) -> float:
+    def _update(self, work: TableWorkload, part: TableSlice, ids: float, rows_out: float) -> float:
         if not part.storage.is_trained:
             return 0.0
         costs = self._costs
@@ -263,7 +269,7 @@ class CostModel:
     # Steps
 
     def exchanges_s(self, *, weighted: bool) -> float:
-        """Seconds that the all-to-alls of a step take for any batch."""
+        """Return the seconds of a step's all-to-alls that do not depend on the batch."""
         costs, world = self._costs, self.topology.world_size
         if world == 1:
             return 0.0
@@ -285,21 +291,21 @@ def _exact(seconds: Seconds) -> Seconds:
     return _on_grid(a), _on_grid(b), _on_grid(c), _on_grid(d)
 
 
-def _need(table: MemoryBytes, combining: float, updating: float) -> Need:
-    """Of a table, and of batches at two moments."""
+def _need(table: MemoryBytes, combining: float, updating: float) -> MemoryNeed:
+    """Add the memory of a table to that of batches in the two phases of a step."""
     device, host, disk = table
-    return Need(
+    return MemoryNeed(
         float(math.ceil(device + combining)), float(math.ceil(device + updating)), host, disk
     )
 
 
-def _filled(work: Work, share: float) -> float:
-    """The share of a table's bags that has ids in a part; the others are not sent, if many.
+def _filled(work: TableWorkload, share: float) -> float:
+    """Return the share of a table's bags with ids in a shard; empty bags are not sent if many.
 
-    All are counted as sent where most are.
+    All bags count as sent where most are.
     """
     if share >= 1.0 or not work.config.pooled:
         return 1.0
     ids = work.ids / work.num_features
     filled = 1.0 - (1.0 - share) ** ids if ids >= 1.0 else ids * share
-    return 1.0 if filled > _MOST_BAGS else filled
+    return 1.0 if filled > _MAX_BAGS else filled

@@ -1,12 +1,12 @@
-"""Plans for tables that hardly fit: a search for any plan at all, and cuts that follow the room."""
+"""Plans for tables that hardly fit: any feasible plan, and shards sized by free memory."""
 
 from collections.abc import Iterator, Sequence
 
 from emblib.sharding.layout import shape_of
 from emblib.sharding.planner.enumerate import Domain, Option, Parts, Unit, allowed_types, option_of
-from emblib.sharding.planner.search import Choice, Loads, Plan, Problem, place
-from emblib.sharding.planner.topology import Need
-from emblib.sharding.planner.work import Work
+from emblib.sharding.planner.search import Choice, Plan, Problem, RankCosts, place
+from emblib.sharding.planner.topology import MemoryNeed
+from emblib.sharding.planner.work import TableWorkload
 from emblib.sharding.sharding_types import Shard, ShardingType
 from emblib.storage import Dense, MemoryBytes
 
@@ -15,10 +15,10 @@ _DEEPEST = 400  # pieces; above it there is no such search, which is for few lar
 
 
 def any_plan(problem: Problem) -> Plan:
-    """A plan that fits, by trying all placements; empty if there is none, or none was found.
+    """Search all placements for a plan that fits; return an empty plan if none was found.
 
-    Complete as long as it ends within its bound, which problems of a few tables do. Ranks that have
-    the same room are tried once.
+    The search is exhaustive unless it reaches its step limit, which problems of a few tables do
+    not. Ranks with equal free memory are tried once.
     """
     world = problem.model.topology.world_size
     pieces = sum(max(len(o.units) for o in options) for options in problem.options)
@@ -35,7 +35,7 @@ def any_plan(problem: Problem) -> Plan:
         for t in order
     ]
     remaining = [
-        [sum(row[pool] for row in least[i:]) for pool in range(len(Need._fields))]
+        [sum(row[pool] for row in least[i:]) for pool in range(len(MemoryNeed._fields))]
         for i in range(len(least) + 1)
     ]
     search = _Search(loads, [options[t] for t in order], remaining)
@@ -51,11 +51,11 @@ def _largest(option: Option) -> float:
 
 
 class _Search:
-    """Depth first over tables, options, and targets of units."""
+    """A depth-first search over tables, options, and targets of units."""
 
     def __init__(
         self,
-        loads: Loads,
+        loads: RankCosts,
         options: Sequence[Sequence[Option]],
         remaining: Sequence[Sequence[float]],
     ) -> None:
@@ -64,7 +64,7 @@ class _Search:
         self.steps = 0
 
     def table(self, number: int) -> bool:
-        """Place the tables from this one on; whether all are."""
+        """Place the tables from this number on; return whether all were placed."""
         if number == len(self.options):
             return True
         if any(
@@ -107,15 +107,17 @@ class _Search:
             if target in taken:
                 continue
             if unit.domain is not Domain.WORLD:
-                alike = self._room_of(unit, target)
+                alike = self._free_memory_key(unit, target)
                 if alike in seen or not self.loads.fits(unit, target):
                     continue
                 seen.add(alike)
             yield target
 
-    def _room_of(self, unit: Unit, target: int) -> tuple[object, ...]:
-        """What makes two targets the same: the room of each rank of a node; of a rank its own, and
-        that of the others of its node, whichever has it.
+    def _free_memory_key(self, unit: Unit, target: int) -> tuple[object, ...]:
+        """Return a key that is equal for interchangeable targets.
+
+        For a node it is the free memory of its ranks; for a rank its own and, in any order, that of
+        the other ranks of its node.
         """
         local, rank = self.loads.topology.local_world_size, self.loads.first_rank(unit, target)
         node = rank // local * local
@@ -125,13 +127,13 @@ class _Search:
         return self._free_of(rank), tuple(sorted(ranks))
 
     def _free_of(self, rank: int) -> tuple[float, ...]:
-        room = self.loads.room[rank]
+        free_memory = self.loads.free_memory[rank]
         return tuple(
-            round(r - taken[rank]) for r, taken in zip(room, self.loads.nbytes, strict=True)
+            round(r - taken[rank]) for r, taken in zip(free_memory, self.loads.nbytes, strict=True)
         )
 
     def _free(self) -> list[float]:
-        """Bytes that are left on all ranks together."""
+        """Return the free bytes of all ranks together."""
         world = len(self.loads.totals)
         free = zip(*(self._free_of(rank) for rank in range(world)), strict=True)
         return [
@@ -139,13 +141,13 @@ class _Search:
         ]
 
 
-# Cuts that follow the room
+# Row cuts sized by free memory
 
 
-def cut_to_fit(problem: Problem, works: Sequence[Work]) -> Plan:
-    """A plan in which tables that fit nowhere are cut into unequal blocks of rows; empty if none.
+def cut_to_fit(problem: Problem, works: Sequence[TableWorkload]) -> Plan:
+    """Cut tables that fit nowhere into unequal blocks of rows; return an empty plan if that fails.
 
-    Tables that may not be cut go first, then the others, the largest first.
+    Tables that must not be cut are placed first, then the others, the largest first.
     """
     world = problem.model.topology.world_size
     size = {t: min(max(o.nbytes(world)) for o in opts) for t, opts in enumerate(problem.options)}
@@ -164,14 +166,14 @@ def cut_to_fit(problem: Problem, works: Sequence[Work]) -> Plan:
     return [plan[t] for t in sorted(plan)]
 
 
-def _can_cut(problem: Problem, work: Work) -> bool:
+def _can_cut(problem: Problem, work: TableWorkload) -> bool:
     return not work.config.storage.is_keyed and ShardingType.CUSTOM in allowed_types(
         work, problem.model.topology, None
     )
 
 
-def _cut(loads: Loads, work: Work, problem: Problem) -> Choice | None:
-    """Blocks of rows as long as each rank has room for, the roomiest ranks first."""
+def _cut(loads: RankCosts, work: TableWorkload, problem: Problem) -> Choice | None:
+    """Cut a table into blocks of rows sized by the free memory of each rank, the largest first."""
     parts, shape = Parts(work, problem.model, None), shape_of(work.config)
     world, unit = problem.model.topology.world_size, shape.row_unit
 
@@ -183,7 +185,7 @@ def _cut(loads: Loads, work: Work, problem: Problem) -> Choice | None:
 
     def free(rank: int) -> float:
         taken = (loads.nbytes[pool][rank] + loads.common[pool] for pool in (0, 1))
-        return loads.room[rank][0] - max(taken)
+        return loads.free_memory[rank][0] - max(taken)
 
     # What every rank holds for a table in so many pieces, before any row: a row of each piece for
     # every bag at most.
@@ -195,10 +197,12 @@ def _cut(loads: Loads, work: Work, problem: Problem) -> Choice | None:
     boxes: list[Shard] = []
     begin = 0
     for rank in sorted(range(world), key=lambda r: (-free(r), r)):
-        room = free(rank) - common
-        rows = unit + int((room - first) / slope) // unit * unit if room >= first else 0
+        free_memory = free(rank) - common
+        rows = (
+            unit + int((free_memory - first) / slope) // unit * unit if free_memory >= first else 0
+        )
         rows = min(rows, shape.rows - begin)
-        while rows > 0 and nbytes(rows) > room:
+        while rows > 0 and nbytes(rows) > free_memory:
             rows -= unit if rows % unit == 0 else rows % unit
         if rows > 0:
             boxes.append(box(rank, begin, rows))
@@ -211,16 +215,16 @@ def _cut(loads: Loads, work: Work, problem: Problem) -> Choice | None:
     return place(loads, option)
 
 
-_MOST_NAMES = 5
+_MAX_NAMES = 5
 
 
 class PlanError(ValueError):
     """No plan fits.
 
     Attributes:
-        tables: those that fit nowhere even alone, else all, the largest first.
-        short: bytes that are missing at least, on all ranks together.
-        ways: what would make it fit, one sentence each.
+        tables: tables that do not fit even alone, else all tables; the largest first.
+        short: a lower bound of the missing bytes on all ranks together.
+        ways: changes that would make the tables fit, one sentence each.
     """
 
     def __init__(
@@ -234,21 +238,21 @@ class PlanError(ValueError):
 
 
 def size(nbytes: float) -> str:
-    """`1.50 GiB`."""
+    """Format bytes: `1.50 GiB`."""
     for unit, scale in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if abs(nbytes) >= scale:
             return f"{nbytes / scale:.2f} {unit}"
     return f"{nbytes:.0f} B"
 
 
-def no_plan(problem: Problem, works: Sequence[Work]) -> PlanError:
-    """The error for a problem that no plan was found for."""
+def no_plan(problem: Problem, works: Sequence[TableWorkload]) -> PlanError:
+    """Build the error for a problem without a plan."""
     world = problem.model.topology.world_size
     needs = [min(max(o.nbytes(world)) for o in options) for options in problem.options]
     order = sorted(range(len(works)), key=lambda t: (-needs[t], t))
-    room = [max(0.0, pool.device) for pool in problem.room]
+    free_memory = [max(0.0, pool.device) for pool in problem.free_memory]
     alone = [t for t in order if not _fits_alone(problem, t)]
-    have, need = sum(room), sum(needs)
+    have, need = sum(free_memory), sum(needs)
     if alone:
         short = max(_short_alone(problem, t) for t in alone)
         what = (
@@ -262,16 +266,16 @@ def no_plan(problem: Problem, works: Sequence[Work]) -> PlanError:
         short = 0.0
         what = (
             f"all tables need {size(need)} at least, which is there in all, but no way was found "
-            "to divide them so that each piece has room"
+            "to divide them so that each shard fits"
         )
     chosen = alone or order
-    ways = _ways(problem, works, chosen, short, max(room))
+    ways = _ways(problem, works, chosen, short, max(free_memory))
     ranks = f"{world} ranks" if world > 1 else "1 rank"
     message = (
-        f"no plan fits: {what}. There are {ranks} with {size(min(room))}"
-        f"{f' to {size(max(room))}' if max(room) > min(room) else ''} each for tables and batches "
-        f"(after the reservation). Largest: {_names(works, needs, order)}. Ways out: "
-        + "; ".join(ways)
+        f"no plan fits: {what}. There are {ranks} with {size(min(free_memory))}"
+        f"{f' to {size(max(free_memory))}' if max(free_memory) > min(free_memory) else ''} each "
+        "for tables and batches (after the reservation). "
+        f"Largest: {_names(works, needs, order)}. Ways out: {'; '.join(ways)}"
     )
     return PlanError(message, [works[t].name for t in chosen], int(short), ways)
 
@@ -282,9 +286,9 @@ def _fits_alone(problem: Problem, t: int) -> bool:
 
 
 def _short_alone(problem: Problem, t: int) -> float:
-    """Bytes that the best option of a table exceeds the roomiest ranks by."""
+    """Return the bytes by which the best option of a table exceeds the ranks with most memory."""
     best: list[float] = []
-    roomiest = sorted((pool.device for pool in problem.room), reverse=True)
+    roomiest = sorted((pool.device for pool in problem.free_memory), reverse=True)
     for option in problem.options[t]:
         common = option.everywhere.nbytes.device
         pieces = [m.nbytes.device for unit in option.units for m in unit.members] or [0.0]
@@ -294,14 +298,18 @@ def _short_alone(problem: Problem, t: int) -> float:
     return min(best)
 
 
-def _names(works: Sequence[Work], needs: Sequence[float], tables: Sequence[int]) -> str:
-    told = ", ".join(f"{works[t].name} ({size(needs[t])})" for t in tables[:_MOST_NAMES])
-    more = len(tables) - _MOST_NAMES
+def _names(works: Sequence[TableWorkload], needs: Sequence[float], tables: Sequence[int]) -> str:
+    told = ", ".join(f"{works[t].name} ({size(needs[t])})" for t in tables[:_MAX_NAMES])
+    more = len(tables) - _MAX_NAMES
     return told + (f" and {more} more" if more > 0 else "")
 
 
 def _ways(
-    problem: Problem, works: Sequence[Work], tables: Sequence[int], short: float, room: float
+    problem: Problem,
+    works: Sequence[TableWorkload],
+    tables: Sequence[int],
+    short: float,
+    free_memory: float,
 ) -> list[str]:
     topology = problem.model.topology
     largest = works[tables[0]]
@@ -310,10 +318,11 @@ def _ways(
     types = largest.constraints.sharding_types
     if types is not None and rows not in types and topology.world_size > 1:
         ways.append(f"allow {rows.value} for {largest.name}, which cuts it into equal parts")
-    if short > 0 and room > 0:
-        more = -(-int(short) // int(room))
-        ways.append(f"use {more} more rank{'s' if more > 1 else ''} or more, or ranks with more "
-                    "memory")  # fmt: skip
+    if short > 0 and free_memory > 0:
+        more = -(-int(short) // int(free_memory))
+        ways.append(
+            f"use {more} more rank{'s' if more > 1 else ''} or more, or ranks with more memory"
+        )
     if not largest.constraints.storages and not largest.config.storage.is_keyed:
         storages = _storages(topology.device)
         ways.append(
@@ -333,12 +342,14 @@ def _storages(device: str) -> str:
     return "TensorTrain(ranks=(16, 16))"
 
 
-def check_room(room: Sequence[MemoryBytes], dense_nbytes: int) -> None:
-    """Raise PlanError if the reservation leaves a rank nothing."""
-    for rank, pool in enumerate(room):
+def check_free_memory(free_memory: Sequence[MemoryBytes], dense_nbytes: int) -> None:
+    """Raise PlanError if the reservation leaves a rank no memory."""
+    for rank, pool in enumerate(free_memory):
         if pool.device <= 0:
-            ways = ("reserve less: Reservation(share=..., nbytes=..., dense_copies=...)",
-                    "give ranks more memory")  # fmt: skip
+            ways = (
+                "reserve less: Reservation(share=..., nbytes=..., dense_copies=...)",
+                "give ranks more memory",
+            )
             raise PlanError(
                 f"nothing is left for tables on rank {rank}: the reservation, with "
                 f"{size(dense_nbytes)} of dense parameters, takes {size(-pool.device)} more than "

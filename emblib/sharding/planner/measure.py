@@ -1,6 +1,6 @@
-"""Measures what one rank computes: the constants of lookups, updates and what is around them.
+"""Measure the constants of the cost model on this machine.
 
-Times are the least of several rounds: what the machine does, not what else ran on it.
+Times are the minimum over several rounds, to exclude other load on the machine.
 """
 
 import time
@@ -50,14 +50,14 @@ _TABLES = 64
 
 @dataclass(frozen=True)
 class Sizes:
-    """How large the tables are that stand for far ones; smaller ones measure faster and worse."""
+    """Sizes of the tables that exceed the cache; smaller ones are faster and less exact."""
 
     large_bytes: int = 1 << 27
     rounds: int = _ROUNDS
 
 
 def timed(function: Callable[[], object], device: torch.device, rounds: int) -> float:
-    """Seconds of a call: the least of some rounds, each of as many calls as take 5 ms."""
+    """Return the seconds of a call: the minimum over rounds that each last 5 ms."""
 
     def once(times: int) -> float:
         wait(device)
@@ -73,7 +73,7 @@ def timed(function: Callable[[], object], device: torch.device, rounds: int) -> 
 
 
 def wait(device: torch.device) -> None:
-    """Until the device has done what it was given."""
+    """Synchronise with the device."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -82,7 +82,7 @@ def wait(device: torch.device) -> None:
 
 
 def computing(device: torch.device, sizes: Sizes) -> Calibration:
-    """The constants of one rank; those of links are the defaults."""
+    """Measure the constants of one rank; those of links keep their defaults."""
     base = calibration.CUDA if device.type == "cuda" else calibration.CPU
     fixed = _kernel(device, sizes.rounds)
     step, unit = _units(device, sizes.rounds)
@@ -121,7 +121,7 @@ def _name(device: torch.device) -> str:
 
 @dataclass(frozen=True)
 class _Costs:
-    """Nanoseconds of an id and of a bag, forward and backward."""
+    """Nanoseconds per id and per bag, forward and backward."""
 
     id_ns: float
     bag_ns: float
@@ -130,9 +130,9 @@ class _Costs:
 
 
 class _Rows:
-    """Measures lookups and updates in one table of some size.
+    """Measure lookups and updates in one table of a given size.
 
-    `fixed` are the seconds of forward and of backward that are there for any batch.
+    `fixed` are the seconds of forward and of backward that do not depend on the batch.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class _Rows:
         self._known: dict[tuple[int, str], _Costs] = {}
 
     def costs(self, dim: int, optimizer: Optimizer) -> _Costs:
-        """Of rows of `dim`."""
+        """Measure rows of `dim` columns."""
         key = dim, type(optimizer).__name__
         if key not in self._known:
             rows = max(self.nbytes // row_bytes(optimizer, dim, 4), 32)
@@ -163,7 +163,7 @@ class _Rows:
         return self._known[key]
 
     def _step(self, table: TableBatchedEmbeddingBags, rows: int, ids: int) -> tuple[float, float]:
-        """Seconds of forward, and of backward with the update."""
+        """Measure the seconds of forward, and of backward with the update."""
         offsets = torch.arange(_BAGS + 1, device=self.device) * ids
         batches = cycle(
             [torch.randint(rows, (_BAGS * ids,), device=self.device) for _ in range(_VARIANTS)]
@@ -172,11 +172,11 @@ class _Rows:
         return _timed_step(lambda: table(next(batches), offsets), grad, self.device, self.rounds)
 
     def lookups(self) -> Curve:
-        """ns of an id by bytes of the row."""
+        """Return the curve of ns per id by bytes per row."""
         return _line({4.0 * d: self.costs(d, SGD(0.1)).id_ns for d in _DIMS})
 
     def updates(self) -> Curve:
-        """ns of an id's update by bytes of the row and its state."""
+        """Return the curve of ns per updated id by bytes of the row and its state."""
         points = {4.0 * d: self.costs(d, SGD(0.1)).update_ns for d in _DIMS}
         for d in _STATEFUL:
             optimizer = Adam(0.1)
@@ -184,18 +184,18 @@ class _Rows:
         return _line(points)
 
     def bags(self) -> Curve:
-        """ns of a bag by bytes of its row."""
+        """Return the curve of ns per bag by bytes of its row."""
         return _line({4.0 * d: self.costs(d, SGD(0.1)).bag_ns for d in _DIMS})
 
     def bag_gradients(self) -> Curve:
-        """The same for its gradient."""
+        """Return the curve of ns per bag gradient by bytes of its row."""
         return _line({4.0 * d: self.costs(d, SGD(0.1)).gradient_ns for d in _DIMS})
 
 
 def _line(points: dict[float, float]) -> Curve:
-    """The straight line nearest to some points, where it neither falls nor begins below 0.
+    """Fit a straight line that neither falls nor begins below 0.
 
-    Nearest by relative distance: small rows cost little, and are as many.
+    The fit minimises relative distances: small rows cost little and count as much.
     """
     weights = {x: 1.0 / max(y, 1.0) ** 2 for x, y in points.items()}
     total = sum(weights.values())
@@ -212,7 +212,7 @@ def _line(points: dict[float, float]) -> Curve:
 def _timed_step(
     forward: Callable[[], Tensor], grad: Tensor, device: torch.device, rounds: int
 ) -> tuple[float, float]:
-    """Seconds of forward without gradients, and of what backward adds to it."""
+    """Measure the seconds of forward without gradients, and of what backward adds."""
     whole = timed(lambda: forward().backward(grad), device, rounds)
     with torch.no_grad():
         first = timed(forward, device, rounds)
@@ -220,7 +220,7 @@ def _timed_step(
 
 
 def _kernel(device: torch.device, rounds: int) -> tuple[float, float]:
-    """Seconds of forward and backward of one table on next to nothing."""
+    """Measure the seconds of forward and backward of one table on a minimal batch."""
     module = TableBatchedEmbeddingBags(
         [TableSpec(64, 8)], SGD(0.1), bounds_check=BoundsCheck.NONE, device=device
     )
@@ -232,7 +232,7 @@ def _kernel(device: torch.device, rounds: int) -> tuple[float, float]:
 
 
 def _units(device: torch.device, rounds: int) -> tuple[float, float]:
-    """Seconds of a collection's step on next to nothing, and what one more table adds."""
+    """Measure a collection's step on a minimal batch, and what one more table adds."""
 
     def step_of(tables: int) -> float:
         step = tiny_step(RankGroup.single(device), tables, table_wise(0))
@@ -243,14 +243,14 @@ def _units(device: torch.device, rounds: int) -> tuple[float, float]:
 
 
 class Tiny(NamedTuple):
-    """A collection whose lookups cost nothing, and the gradient of its output."""
+    """A collection with minimal lookups, and the gradient of its output."""
 
     forward: Callable[[], Tensor]
     gradient: Tensor
 
 
 def tiny_step(ranks: RankGroup, tables: int, *rules: Rule) -> Tiny:
-    """One id for each of some small tables, which are spread by the rules in turn."""
+    """Build a step with one id for each of several small tables, sharded by the rules in turn."""
     names = [f"t{t}" for t in range(tables)]
     source = EmbeddingBagCollection(
         [EmbeddingBagConfig(64, 8, name) for name in names], device="meta", optimizer=SGD(0.1)
@@ -267,7 +267,7 @@ def tiny_step(ranks: RankGroup, tables: int, *rules: Rule) -> Tiny:
 
 
 def _routing(device: torch.device, rounds: int) -> tuple[float, float]:
-    """ns of an id that is sorted into four blocks of rows, and of a byte that `combine` moves."""
+    """Measure the ns to sort an id into four blocks of rows, and per byte that `combine` moves."""
     rows, bags, width = 1 << 20, 1 << 15, 64
     ids = torch.randint(rows, (bags,), device=device)
     offsets = torch.arange(bags + 1, device=device)
@@ -299,7 +299,7 @@ def _routing(device: torch.device, rounds: int) -> tuple[float, float]:
 
 
 def _hashing(device: torch.device, rounds: int, plain_ns: float) -> float:
-    """ns that a key which is there takes more than a row."""
+    """Measure the ns to find an existing key, in addition to the cost of a dense row."""
     keys, dim = 1 << 14, 64
     module = DynamicEmbeddingBags([DynamicSpec(2 * keys, dim)], SGD(0.1), device=device)
     ids = torch.randperm(keys, device=device)
@@ -312,7 +312,7 @@ def _hashing(device: torch.device, rounds: int, plain_ns: float) -> float:
 
 
 def _multiply_add(device: torch.device, rounds: int) -> float:
-    """ns of one, in the rows of a tensor train."""
+    """Measure the ns per multiply-add of computing tensor-train rows."""
     spec = TTSpec(1 << 18, 64, (16, 16))
     module = TTEmbeddingBag(spec, SGD(0.1), bounds_check=BoundsCheck.NONE, device=device)
     ids = torch.randperm(spec.rows, device=device)[:_BAGS]
@@ -327,10 +327,10 @@ _MESSAGE = 1 << 20  # elements to each rank
 
 
 def calibrate(ranks: RankGroup | None = None, sizes: Sizes | None = None) -> Calibration:
-    """The constants of this machine, and of the links between `ranks`, which all call this.
+    """Measure the constants of this machine and of the links between `ranks`; a collective.
 
-    Without other ranks the links keep the figures of `defaults`, as do host memory behind a GPU,
-    and disks; `dataclasses.replace` puts in others that you know.
+    With one rank, the links keep the defaults, as do host memory behind a GPU and disks; replace
+    them with `dataclasses.replace` where you know better figures.
     """
     ranks = RankGroup.single() if ranks is None else ranks
     sizes = Sizes() if sizes is None else sizes
@@ -358,7 +358,7 @@ def calibrate(ranks: RankGroup | None = None, sizes: Sizes | None = None) -> Cal
 
 
 def _overheads(ranks: RankGroup, step_s: float, rounds: int) -> tuple[float, float, float]:
-    """Of steps on next to nothing: of each all-to-all for each other rank, of copies, of blocks."""
+    """Measure seconds per all-to-all and further rank, of replication, and of row cuts."""
     one_each = [table_wise(rank) for rank in range(ranks.size)]
     spread = _synchronised(ranks, tiny_step(ranks, ranks.size, *one_each), rounds)
     copied = _synchronised(
@@ -370,7 +370,7 @@ def _overheads(ranks: RankGroup, step_s: float, rounds: int) -> tuple[float, flo
 
 
 def _synchronised(ranks: RankGroup, step: Tiny, rounds: int) -> float:
-    """Seconds of a step that all ranks make together."""
+    """Measure the seconds of a step that all ranks make together."""
     times = 10
 
     def once() -> float:
@@ -387,7 +387,7 @@ def _synchronised(ranks: RankGroup, step: Tiny, rounds: int) -> float:
 
 
 def _links(ranks: RankGroup, step_s: float, sizes: Sizes) -> tuple[float, ...]:
-    """Seconds of a message in a step on nothing, of copies, blocks, a byte on a link, a network.
+    """Measure seconds of an empty message, replication, row cuts, and a byte on each link.
 
     0 where there is no such link.
     """
@@ -406,7 +406,7 @@ def _links(ranks: RankGroup, step_s: float, sizes: Sizes) -> tuple[float, ...]:
 
 
 def _exchange(ranks: RankGroup, peers: Sequence[int], count: int, rounds: int) -> float:
-    """Seconds of an all-to-all of `count` floats with each of `peers`, all ranks at once."""
+    """Measure an all-to-all of `count` floats with each of `peers`, by all ranks at once."""
     sizes = [count if r in peers else 0 for r in range(ranks.size)]
     sent = torch.ones(sum(sizes), device=ranks.device)
     received = torch.empty_like(sent)

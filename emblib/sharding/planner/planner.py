@@ -1,4 +1,4 @@
-"""The planner: from a model and a machine to a plan."""
+"""The planner: from a model and a machine to a sharding plan."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -8,16 +8,16 @@ from torch import nn
 from emblib.sharding.plan import ShardingPlan
 from emblib.sharding.planner.enumerate import Option, options_of
 from emblib.sharding.planner.estimate import FLOATS, CostModel, Sent
-from emblib.sharding.planner.feasible import any_plan, check_room, cut_to_fit, no_plan
+from emblib.sharding.planner.feasible import any_plan, check_free_memory, cut_to_fit, no_plan
 from emblib.sharding.planner.report import Prediction, predict
 from emblib.sharding.planner.search import Plan, Problem, best_of, starts
 from emblib.sharding.planner.topology import Topology
 from emblib.sharding.planner.work import (
     Reservation,
     TableConstraints,
-    Work,
+    TableWorkload,
     dense_bytes,
-    works_of,
+    workloads_of,
 )
 from emblib.specs import check_count
 from emblib.storage import MemoryBytes
@@ -28,17 +28,17 @@ if TYPE_CHECKING:
 
 
 class Planner:
-    """Finds a plan that fits and whose step is predicted to be short.
+    """Find a plan that fits into memory and has a short predicted step.
 
     Args:
         topology: the machine.
-        batch_size: examples a rank.
-        constraints: of tables, by name, or `path.name` where collections share names.
-        reservation: memory that is not for tables; left out, `Reservation()`.
-        wire: how rows and gradients are encoded on their way.
-        effort: how many placements the search tries; more takes longer.
+        batch_size: examples per rank.
+        constraints: of tables, by name, or by `path.name` where collections share names.
+        reservation: memory that is not for tables; by default `Reservation()`.
+        wire: codecs of rows and gradients in transit.
+        max_trials: the number of placements that the search tries; more takes longer.
 
-    The same arguments give the same plan: no clock and no chance has a part in it.
+    The search is deterministic: the same arguments give the same plan on any machine.
     """
 
     def __init__(
@@ -49,71 +49,71 @@ class Planner:
         *,
         reservation: Reservation | None = None,
         wire: "CommPrecision | None" = None,
-        effort: int = 60_000,
+        max_trials: int = 60_000,
     ) -> None:
         self.topology = topology
         self.batch_size = check_count("batch_size", batch_size)
         self.constraints = dict(constraints or {})
         self.reservation = Reservation() if reservation is None else reservation
-        self.effort = check_count("effort", effort)
+        self.max_trials = check_count("max_trials", max_trials)
         self.wire = wire
         self._sent = FLOATS if wire is None else Sent.by(wire)
 
     def plan(self, module: nn.Module) -> ShardingPlan:
-        """The plan for all collections in a model.
+        """Return the plan for all collections of a model.
 
         Raises:
-            PlanError: none fits.
-            ValueError: constraints that no sharding type satisfies, or no collections.
+            PlanError: no plan fits.
+            ValueError: no sharding type satisfies the constraints, or the model has no collections.
         """
         return self.solve(module).plan
 
     def solve(self, module: nn.Module) -> Prediction:
-        """The plan, with what is predicted of it; `str()` of that is a report."""
-        works = works_of(module, self.batch_size, self.constraints)
-        return self.solve_works(works, dense_bytes(module))
+        """Return the plan and its prediction, which `str()` formats as a report."""
+        works = workloads_of(module, self.batch_size, self.constraints)
+        return self.solve_workloads(works, dense_bytes(module))
 
-    def solve_works(self, works: Sequence[Work], dense_nbytes: int = 0) -> Prediction:
-        """The same for tables that are in no model."""
-        room = self.room(dense_nbytes)
-        check_room(room, dense_nbytes)
+    def solve_workloads(self, works: Sequence[TableWorkload], dense_nbytes: int = 0) -> Prediction:
+        """Return the plan and its prediction for tables that belong to no model."""
+        free_memory = self.free_memory(dense_nbytes)
+        check_free_memory(free_memory, dense_nbytes)
         model = self.model(works)
         options = [options_of(work, model) for work in works]
-        problem = self._problem(model, works, options, room)
+        problem = self._problem(model, works, options, free_memory)
         plan = self._search(problem, works)
         if not plan:
             raise no_plan(problem, works)
-        return predict(works, self._boxes(works, plan), model, room)
+        return predict(works, self._boxes(works, plan), model, free_memory)
 
     def predict(self, module: nn.Module, plan: ShardingPlan) -> Prediction:
-        """What the model says of a plan, wherever it comes from."""
-        works = works_of(module, self.batch_size, self.constraints)
-        return predict(works, plan, self.model(works), self.room(dense_bytes(module)))
+        """Predict a step under any plan."""
+        works = workloads_of(module, self.batch_size, self.constraints)
+        return predict(works, plan, self.model(works), self.free_memory(dense_bytes(module)))
 
-    def model(self, works: Sequence[Work]) -> CostModel:
-        """What prices these tables."""
+    def model(self, works: Sequence[TableWorkload]) -> CostModel:
+        """Return the cost model for these tables."""
         return CostModel(self.topology, self._sent, self.reservation.batches, works)
 
-    def room(self, dense_nbytes: int = 0) -> list[MemoryBytes]:
-        """What tables and batches may take, by rank."""
+    def free_memory(self, dense_nbytes: int = 0) -> list[MemoryBytes]:
+        """Return the memory for tables and batches, by rank."""
         capacity = self.topology.capacity()
         return [self.reservation.left(pool, dense_nbytes) for pool in capacity]
 
     def _problem(
         self,
         model: CostModel,
-        works: Sequence[Work],
+        works: Sequence[TableWorkload],
         options: Sequence[Sequence[Option]],
-        room: Sequence[MemoryBytes],
+        free_memory: Sequence[MemoryBytes],
     ) -> Problem:
         weighted = any(work.is_weighted for work in works)
-        return Problem(model, room, options, weighted, self.effort)
+        return Problem(model, free_memory, options, weighted, self.max_trials)
 
-    def _search(self, problem: Problem, works: Sequence[Work]) -> Plan:
-        """Kinds as configured if that fits in any way; alternatives only where it does not."""
+    def _search(self, problem: Problem, works: Sequence[TableWorkload]) -> Plan:
+        """Search with the configured storage; with alternatives only where that does not fit."""
         own = [[o for o in options if not o.penalty] for options in problem.options]
         alternatives = any(len(a) < len(b) for a, b in zip(own, problem.options, strict=True))
-        first = self._problem(problem.model, works, own, problem.room)
+        first = self._problem(problem.model, works, own, problem.free_memory)
         found = starts(first) if all(own) else []
         if not found:
             found = [p for p in (any_plan(first), cut_to_fit(first, works)) if p]
@@ -124,7 +124,7 @@ class Planner:
         found = starts(problem) or [p for p in (any_plan(problem),) if p]
         return best_of(problem, found) if found else []
 
-    def _boxes(self, works: Sequence[Work], plan: Plan) -> ShardingPlan:
+    def _boxes(self, works: Sequence[TableWorkload], plan: Plan) -> ShardingPlan:
         modules: dict[str, dict[str, object]] = {}
         for work, choice in zip(works, plan, strict=True):
             sharding = choice.option.sharding(work, self.topology, choice.targets)
@@ -133,7 +133,7 @@ class Planner:
 
 
 def collective_plan(module: nn.Module, planner: Planner, ranks: "RankGroup") -> ShardingPlan:
-    """The plan that rank 0 finds, on all ranks; an error there is raised on all."""
+    """Plan on rank 0 and return the plan on all ranks; an error is raised on all ranks."""
     from emblib.sharding.ranks import invoke_on_rank_and_broadcast_result
 
     def planned() -> str:

@@ -1,4 +1,4 @@
-"""A prediction as tables that people read."""
+"""Predict a step under a plan, and format the prediction."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,37 +8,37 @@ from emblib.sharding.plan import ShardingPlan, ranges
 from emblib.sharding.planner.enumerate import Domain, Option, Parts, option_of
 from emblib.sharding.planner.estimate import PHASES, CostModel
 from emblib.sharding.planner.feasible import size
-from emblib.sharding.planner.search import Choice, Loads
-from emblib.sharding.planner.topology import Need
-from emblib.sharding.planner.work import Work
+from emblib.sharding.planner.search import Choice, RankCosts
+from emblib.sharding.planner.topology import MemoryNeed
+from emblib.sharding.planner.work import TableWorkload
 from emblib.sharding.sharding_types import ParameterSharding, ShardingType
 from emblib.storage import MemoryBytes
 
 
 class RankPrediction(NamedTuple):
-    """One rank: seconds by phase, what all do alike included; bytes taken, and what there is."""
+    """One rank: seconds by phase, shared work included; memory needed and available."""
 
     seconds: tuple[float, ...]
-    nbytes: Need
-    room: MemoryBytes
+    nbytes: MemoryNeed
+    free_memory: MemoryBytes
     tables: int
 
 
 class TablePrediction(NamedTuple):
-    """One table: how it is spread, bytes on all ranks together, and seconds of the slowest one."""
+    """One table: its sharding, bytes on all ranks together, and seconds on the slowest rank."""
 
-    work: Work
+    work: TableWorkload
     sharding: ParameterSharding
-    nbytes: Need
+    nbytes: MemoryNeed
     step_s: float
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a step under a plan will take.
+    """The predicted step under a plan.
 
-    `phases` has the seconds of `PHASES` until the slowest rank is done, `arrange` for what every
-    rank does with rows and ids whatever the plan, and `overhead`; they add up to `step_s`.
+    `phases` has the seconds of `PHASES` until the slowest rank is done, `arrange` for work that
+    every rank does whatever the plan, and `overhead`; they add up to `step_s`.
     """
 
     plan: ShardingPlan
@@ -49,34 +49,36 @@ class Prediction:
 
     @property
     def step_s(self) -> float:
-        """Seconds of a step: lookups, exchanges and updates; the dense part is not in it."""
+        """Return the seconds of a step: lookups, exchanges and updates, without the dense part."""
         return sum(self.phases.values())
 
     @property
     def compute_s(self) -> float:
-        """Of that, what ranks do by themselves."""
+        """Return the seconds that ranks compute."""
         return self.step_s - self.exchange_s - self.phases["overhead"]
 
     @property
     def exchange_s(self) -> float:
-        """Of that, what is on the way."""
+        """Return the seconds that ranks exchange data."""
         return self.phases["input"] + self.phases["output"]
 
     @property
     def fits(self) -> bool:
-        """Whether every rank has room for what it holds."""
+        """Return whether every rank has enough memory."""
         return all(
             need <= have or not need
             for rank in self.ranks
-            for need, have in zip((rank.nbytes.device, *rank.nbytes[2:]), rank.room, strict=True)
+            for need, have in zip(
+                (rank.nbytes.device, *rank.nbytes[2:]), rank.free_memory, strict=True
+            )
         )
 
     def __str__(self) -> str:
         return report(self)
 
 
-def option_for(work: Work, sharding: ParameterSharding, model: CostModel) -> Option:
-    """The option that a table's sharding is, whatever boxes it has."""
+def option_for(work: TableWorkload, sharding: ParameterSharding, model: CostModel) -> Option:
+    """Return the option of a given sharding, which may be any tiling."""
     parts = Parts(work, model, sharding.storage)
     if sharding.is_replicated:
         return Option(ShardingType.DATA_PARALLEL, sharding.storage, (), parts.replicated())
@@ -84,12 +86,12 @@ def option_for(work: Work, sharding: ParameterSharding, model: CostModel) -> Opt
 
 
 def predict(
-    works: Sequence[Work],
+    works: Sequence[TableWorkload],
     plan: ShardingPlan,
     model: CostModel,
-    room: Sequence[MemoryBytes],
+    free_memory: Sequence[MemoryBytes],
 ) -> Prediction:
-    """What the model says of a plan.
+    """Predict a step under a plan.
 
     Raises:
         ValueError: the plan is for another world, or lacks a table.
@@ -98,7 +100,7 @@ def predict(
         raise ValueError(
             f"the plan is for {plan.world}, the topology has {model.topology.world}: plan anew"
         )
-    loads = Loads(model, room, weighted=any(work.is_weighted for work in works))
+    loads = RankCosts(model, free_memory, weighted=any(work.is_weighted for work in works))
     tables = []
     for work in works:
         sharding = plan.modules.get(work.path, {}).get(work.config.name)
@@ -111,7 +113,7 @@ def predict(
 
 
 def _table(
-    work: Work, sharding: ParameterSharding, option: Option, world_size: int
+    work: TableWorkload, sharding: ParameterSharding, option: Option, world_size: int
 ) -> TablePrediction:
     members = [load for unit in option.units for load in unit.members]
     own = max((sum(load.seconds) for load in members), default=0.0)
@@ -121,7 +123,7 @@ def _table(
 
 
 def _prediction(
-    plan: ShardingPlan, loads: Loads, tables: tuple[TablePrediction, ...], model: CostModel
+    plan: ShardingPlan, loads: RankCosts, tables: tuple[TablePrediction, ...], model: CostModel
 ) -> Prediction:
     topology = model.topology
     crowd = topology.local_world_size / topology.computing
@@ -138,8 +140,10 @@ def _prediction(
                 seconds[r] + common
                 for seconds, common in zip(loads.seconds, loads.everywhere, strict=True)
             ),
-            Need(*(taken[r] + c for taken, c in zip(loads.nbytes, loads.common, strict=True))),
-            MemoryBytes(*loads.room[r][1:]),
+            MemoryNeed(
+                *(taken[r] + c for taken, c in zip(loads.nbytes, loads.common, strict=True))
+            ),
+            MemoryBytes(*loads.free_memory[r][1:]),
             held[r],
         )
         for r in range(topology.world_size)
@@ -147,12 +151,12 @@ def _prediction(
     return Prediction(plan, phases, ranks, tables, topology.costs.source)
 
 
-_MOST_TABLES = 40
-_MOST_RANKS = 16
+_MAX_TABLES = 40
+_MAX_RANKS = 16
 
 
 def report(prediction: Prediction) -> str:
-    """The plan, table by table and rank by rank, and what limits it."""
+    """Format a plan by table and by rank, and the phase that limits it."""
     world = prediction.plan.world
     nodes = -(-world.size // world.local_size)
     lines = [
@@ -179,7 +183,7 @@ def _ms(seconds: float) -> str:
 
 
 def _grid(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Columns side by side, the first two to the left, numbers to the right."""
+    """Format rows in columns: the first two aligned left, numbers aligned right."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     told = []
     for number, row in enumerate(rows):
@@ -195,10 +199,8 @@ def _grid(rows: Sequence[Sequence[str]]) -> list[str]:
 
 def _table_rows(tables: Sequence[TablePrediction]) -> list[list[str]]:
     rows = [["table", "sharding", "ranks", "rows", "dim", "ids/example", "memory", "ms"]]
-    slowest = sorted(tables, key=lambda table: -table.step_s)[:_MOST_TABLES]
-    shown = (
-        [table for table in tables if table in slowest] if len(tables) > _MOST_TABLES else tables
-    )
+    slowest = sorted(tables, key=lambda table: -table.step_s)[:_MAX_TABLES]
+    shown = [table for table in tables if table in slowest] if len(tables) > _MAX_TABLES else tables
     for table in shown:
         config, sharding = table.work.config, table.sharding
         kind = "" if sharding.storage is None else f" as {type(sharding.storage).__name__}"
@@ -221,18 +223,23 @@ def _table_rows(tables: Sequence[TablePrediction]) -> list[list[str]]:
 
 def _rank_rows(prediction: Prediction) -> list[list[str]]:
     used = [i for i in (2, 3) if any(rank.nbytes[i] for rank in prediction.ranks)]
-    heads = ["rank", "tables", "memory", "of", *(Need._fields[i] for i in used)]
+    heads = ["rank", "tables", "memory", "of", *(MemoryNeed._fields[i] for i in used)]
     rows = [[*heads, *(f"{name} ms" for name in PHASES)]]
     order = list(range(len(prediction.ranks)))
-    if len(order) > _MOST_RANKS:
+    if len(order) > _MAX_RANKS:
         order.sort(key=lambda r: -sum(prediction.ranks[r].seconds))
-        order = sorted(order[:_MOST_RANKS])
+        order = sorted(order[:_MAX_RANKS])
     for r in order:
         rank = prediction.ranks[r]
         far = [size(rank.nbytes[i]) for i in used]
         rows.append(
             [
-                *(str(r), str(rank.tables), size(rank.nbytes.device), size(rank.room.device)),
+                *(
+                    str(r),
+                    str(rank.tables),
+                    size(rank.nbytes.device),
+                    size(rank.free_memory.device),
+                ),
                 *far,
                 *map(_ms, rank.seconds),
             ]
@@ -257,12 +264,15 @@ def _phases(prediction: Prediction) -> list[str]:
         lines.append(f"Longest: {longest}, on all ranks alike.")
     fullest = max(
         range(len(prediction.ranks)),
-        key=lambda r: prediction.ranks[r].nbytes.device / max(prediction.ranks[r].room.device, 1.0),
+        key=lambda r: (
+            prediction.ranks[r].nbytes.device / max(prediction.ranks[r].free_memory.device, 1.0)
+        ),
     )
     rank = prediction.ranks[fullest]
-    share = rank.nbytes.device / max(rank.room.device, 1.0)
+    share = rank.nbytes.device / max(rank.free_memory.device, 1.0)
     lines.append(
-        f"Fullest: rank {fullest}, {share:.0%} of {size(rank.room.device)} after the reservation."
+        f"Fullest: rank {fullest}, {share:.0%} of {size(rank.free_memory.device)} "
+        "after the reservation."
     )
     if not prediction.fits:
         lines.append("The plan does NOT fit.")

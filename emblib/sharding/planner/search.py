@@ -1,8 +1,8 @@
-"""The search for a plan: several greedy starts, then local moves. No chance and no clock in it.
+"""Search for a plan: several greedy starts, then local moves; deterministic.
 
-Tables go, the costliest first, where they fit and make the step longer by least. From the better
-starts, tables of the slowest ranks are then moved, spread in another way or swapped as long as
-that helps. Every plan that greedy table-wise placing finds is a start, so none is worse than it.
+Tables are placed in order of decreasing cost, each where it fits and lengthens the step least. From
+the better starts, tables of the slowest ranks are moved, sharded differently or swapped as long as
+that shortens the step. Greedy table-wise placement is one of the starts, so no plan is worse.
 """
 
 import operator
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from emblib.sharding.planner.enumerate import Domain, Option, Unit
 from emblib.sharding.planner.estimate import INPUT, OUTPUT, PHASES, CostModel
-from emblib.sharding.planner.topology import Need
+from emblib.sharding.planner.topology import MemoryNeed
 from emblib.sharding.sharding_types import ShardingType
 from emblib.storage import MemoryBytes
 
@@ -26,26 +26,28 @@ class Choice:
     targets: Targets
 
 
-class Loads:
-    """What the choices so far cost each rank; choices are added and taken away.
+class RankCosts:
+    """The costs by rank of the choices so far; choices can be added and removed.
 
     Args:
-        model: prices what is there for any batch.
-        room: bytes that tables and batches may take, by rank.
+        model: provides the costs that do not depend on the batch.
+        free_memory: bytes for tables and batches, by rank.
         weighted: whether any collection sends weights.
     """
 
-    def __init__(self, model: CostModel, room: Sequence[MemoryBytes], *, weighted: bool) -> None:
+    def __init__(
+        self, model: CostModel, free_memory: Sequence[MemoryBytes], *, weighted: bool
+    ) -> None:
         self.model, self.topology = model, model.topology
         world = self.topology.world_size
-        self.room = [(device, device, host, disk) for device, host, disk in room]
-        self._rooms = list(zip(*self.room, strict=True))
+        self.free_memory = [(device, device, host, disk) for device, host, disk in free_memory]
+        self._free_columns = list(zip(*self.free_memory, strict=True))
         self.seconds = [[0.0] * world for _ in PHASES]
         self.totals = [0.0] * world
-        self.nbytes = [[0.0] * world for _ in Need._fields]
+        self.nbytes = [[0.0] * world for _ in MemoryNeed._fields]
         self.everywhere = [0.0] * len(PHASES)
         self.arrange = 0.0
-        self.common = [0.0] * len(Need._fields)
+        self.common = [0.0] * len(MemoryNeed._fields)
         self.cut = 0
         self._positions = self._counted = 0.0
         self.penalty = 0
@@ -56,19 +58,19 @@ class Loads:
     # Changes
 
     def first_rank(self, unit: Unit, target: int) -> int:
-        """The rank of a unit's first member."""
+        """Return the rank of a unit's first member."""
         if unit.domain is Domain.RANK:
             return target
         return target * self.topology.local_world_size if unit.domain is Domain.NODE else unit.first
 
     def num_targets(self, unit: Unit) -> int:
-        """Ranks or nodes that a unit can be placed on."""
+        """Return the number of ranks or nodes that a unit can be placed on."""
         if unit.domain is Domain.RANK:
             return self.topology.world_size
         return self.topology.num_nodes if unit.domain is Domain.NODE else 1
 
     def move(self, unit: Unit, target: int, sign: int) -> None:
-        """Add a unit (sign 1), or take it away (-1)."""
+        """Add a unit (sign 1) or remove it (sign -1)."""
         rank = self.first_rank(unit, target)
         combining, updating, host, disk = self.nbytes
         first, second, third, fourth = self.seconds
@@ -87,13 +89,13 @@ class Loads:
             rank += 1
 
     def add(self, choice: Choice, sign: int = 1) -> None:
-        """Add a table, or take it away (-1)."""
+        """Add a table (sign 1) or remove it (sign -1)."""
         for unit, target in zip(choice.option.units, choice.targets, strict=True):
             self.move(unit, target, sign)
         self.add_common(choice.option, sign)
 
     def add_common(self, option: Option, sign: int = 1) -> None:
-        """Add what an option costs all ranks alike."""
+        """Add what an option costs every rank."""
         everywhere = option.everywhere
         for phase, seconds in enumerate(everywhere.seconds):
             self.everywhere[phase] += sign * seconds
@@ -113,26 +115,26 @@ class Loads:
     # Questions
 
     def fits(self, unit: Unit, target: int) -> bool:
-        """Whether the ranks of a target have room for a unit, besides what they have."""
+        """Return whether the ranks of a target have enough free memory for a unit."""
         rank = self.first_rank(unit, target)
         for _, nbytes in unit.members:
-            room = self.room[rank]
+            free_memory = self.free_memory[rank]
             for pool, need in enumerate(nbytes):
-                if need and self.nbytes[pool][rank] + self.common[pool] + need > room[pool]:
+                if need and self.nbytes[pool][rank] + self.common[pool] + need > free_memory[pool]:
                     return False
             rank += 1
         return True
 
     def common_fits(self) -> bool:
-        """Whether what is on all ranks alike fits on each, beside what it has."""
+        """Return whether what all ranks share fits on each of them."""
         return all(
-            common + max(map(operator.sub, self.nbytes[pool], self._rooms[pool])) <= 0
+            common + max(map(operator.sub, self.nbytes[pool], self._free_columns[pool])) <= 0
             for pool, common in enumerate(self.common)
             if common
         )
 
     def phase(self, number: int) -> float:
-        """Seconds until the slowest rank is done with a phase, what all do alike included."""
+        """Return the seconds until the slowest rank has finished a phase."""
         topology, seconds = self.topology, self.seconds[number]
         local, computing = topology.local_world_size, topology.computing
         common = self.everywhere[number]
@@ -147,7 +149,7 @@ class Loads:
         return max(slowest + common, (busiest + local * common) / computing)
 
     def step_s(self) -> float:
-        """Predicted seconds of a step."""
+        """Return the predicted seconds of a step."""
         topology = self.topology
         crowd = topology.local_world_size / topology.computing
         phases = sum(self.phase(n) for n in range(len(PHASES)))
@@ -155,7 +157,7 @@ class Loads:
 
     @property
     def overhead_s(self) -> float:
-        """Seconds that are there for any batch."""
+        """Return the seconds that do not depend on the batch."""
         costs = self.topology.costs
         exchanges = self._exchanges_s if self.sharded else 0.0
         blocks = costs.blocks_s if self.cut else 0.0
@@ -163,7 +165,7 @@ class Loads:
         return costs.step_s + exchanges + blocks + copies
 
     def spread(self) -> float:
-        """Sum of squares of what ranks spend: among equal steps the even one is better."""
+        """Return the sum of squares of the ranks' seconds: among equal steps, even is better."""
         return sum(map(operator.mul, self.totals, self.totals))
 
 
@@ -174,25 +176,25 @@ _EPSILON = 1e-9
 
 @dataclass
 class Problem:
-    """Tables with their options, and the room there is.
+    """Tables with their options, and the free memory by rank.
 
-    `effort` bounds how many placements are tried, so that a search ends in bounded time and in the
-    same plan on any machine.
+    `max_trials` limits the number of placements that are tried, so that the search takes bounded
+    time and finds the same plan on any machine.
     """
 
     model: CostModel
-    room: Sequence[MemoryBytes]
+    free_memory: Sequence[MemoryBytes]
     options: Sequence[Sequence[Option]]
     weighted: bool = False
-    effort: int = 60_000
+    max_trials: int = 60_000
     tried: int = field(default=0, init=False)
 
-    def loads(self) -> Loads:
-        """Nothing placed yet."""
-        return Loads(self.model, self.room, weighted=self.weighted)
+    def loads(self) -> RankCosts:
+        """Return the costs of an empty plan."""
+        return RankCosts(self.model, self.free_memory, weighted=self.weighted)
 
-    def loads_of(self, choices: Iterable[Choice]) -> Loads:
-        """These placed."""
+    def loads_of(self, choices: Iterable[Choice]) -> RankCosts:
+        """Return the costs of a plan."""
         loads = self.loads()
         for choice in choices:
             loads.add(choice)
@@ -200,16 +202,16 @@ class Problem:
 
     @property
     def exhausted(self) -> bool:
-        """Whether the effort is spent."""
-        return self.tried >= self.effort
+        """Return whether the search has used all its trials."""
+        return self.tried >= self.max_trials
 
 
 Plan = list[Choice]
 Score = tuple[int, float, float]
 
 
-def score(loads: Loads) -> Score:
-    """Less is better: alternatives taken, then seconds, then unevenness."""
+def score(loads: RankCosts) -> Score:
+    """Rank plans: by alternatives used, then by seconds, then by imbalance; less is better."""
     return loads.penalty, loads.step_s(), loads.spread()
 
 
@@ -224,10 +226,10 @@ def _better(new: Score, old: Score) -> bool:
 # Where one table goes
 
 
-def place(loads: Loads, option: Option, order: Sequence[int] | None = None) -> Choice | None:
-    """The option with every unit on the least loaded rank or node with room; None if one has none.
+def place(loads: RankCosts, option: Option, order: Sequence[int] | None = None) -> Choice | None:
+    """Place every unit on the least loaded rank or node with memory; None if there is none.
 
-    `order` ranks to try before the least loaded ones. `loads` is as before afterwards.
+    `order` ranks to try before the least loaded ones. `loads` is left unchanged.
     """
     targets: list[int] = []
     loads.add_common(option)
@@ -247,10 +249,10 @@ def place(loads: Loads, option: Option, order: Sequence[int] | None = None) -> C
 
 
 def _target(
-    loads: Loads, unit: Unit, taken: Sequence[int], order: Sequence[int] | None
+    loads: RankCosts, unit: Unit, taken: Sequence[int], order: Sequence[int] | None
 ) -> int | None:
     if unit.domain is Domain.WORLD:
-        return 0  # whether its ranks have room is asked once for all of them
+        return 0  # whether its ranks have free_memory is asked once for all of them
     if unit.domain is Domain.RANK:
         spent = loads.totals
     else:
@@ -268,10 +270,12 @@ def _target(
 # Starts
 
 
-def greedy(problem: Problem, order: Sequence[int], key: Callable[[Loads, Option], float]) -> Plan:
-    """Tables in this order, each by the option of least `key` once it is placed.
+def greedy(
+    problem: Problem, order: Sequence[int], key: Callable[[RankCosts, Option], float]
+) -> Plan:
+    """Place tables in this order, each by the option with the smallest `key` after placement.
 
-    Ends early, with fewer choices than tables, where one fits nowhere.
+    Stops early, with fewer choices than tables, where a table fits nowhere.
     """
     loads, plan = problem.loads(), dict[int, Choice]()
     for t in order:
@@ -293,9 +297,9 @@ def greedy(problem: Problem, order: Sequence[int], key: Callable[[Loads, Option]
 
 
 def table_wise(problem: Problem) -> Plan:
-    """Every table whole, the costliest first, on the rank that has least to do and has room.
+    """Place every table whole, in order of decreasing cost, on the least loaded rank with memory.
 
-    A table that fits on none goes as its first option that does; empty if there is no such one.
+    A table that fits on no rank takes its first option that fits; empty if there is none.
     """
     world = problem.model.topology.world_size
     ranked = [
@@ -315,7 +319,7 @@ def table_wise(problem: Problem) -> Plan:
 
 
 def starts(problem: Problem) -> list[Plan]:
-    """Greedy plans that fit, by different orders and rules."""
+    """Return greedy plans that fit, by different orders and rules."""
     options, world = problem.options, problem.model.topology.world_size
     tables = range(len(options))
     cost = {t: min(option.seconds(world) for option in options[t]) for t in tables}
@@ -323,7 +327,7 @@ def starts(problem: Problem) -> list[Plan]:
     by_cost = sorted(tables, key=lambda t: (-cost[t], t))
     by_size = sorted(tables, key=lambda t: (-size[t], t))
 
-    def step(loads: Loads, option: Option) -> float:
+    def step(loads: RankCosts, option: Option) -> float:
         # The mean decides while the slowest rank is not concerned.
         mean = sum(loads.totals) / world + sum(loads.everywhere) + loads.arrange
         return loads.step_s() + mean + option.penalty
@@ -335,7 +339,7 @@ def starts(problem: Problem) -> list[Plan]:
     ]
     if not any(found):
 
-        def small(loads: Loads, option: Option) -> float:
+        def small(loads: RankCosts, option: Option) -> float:
             return option.penalty * 1e15 + max(option.nbytes(world))
 
         found.append(greedy(problem, by_size, small))
@@ -346,7 +350,7 @@ def starts(problem: Problem) -> list[Plan]:
 
 
 def improve(problem: Problem, plan: Plan) -> Plan:
-    """The plan after all moves that helped, until none does or the effort is spent."""
+    """Apply moves that shorten the step until none does or the trials are used up."""
     plan = list(plan)
     loads = problem.loads_of(plan)
     _sweep(problem, plan, loads, range(len(plan)))
@@ -356,8 +360,8 @@ def improve(problem: Problem, plan: Plan) -> Plan:
     return plan
 
 
-def _sweep(problem: Problem, plan: Plan, loads: Loads, tables: Iterable[int]) -> bool:
-    """Give each table its best choice, the others as they are."""
+def _sweep(problem: Problem, plan: Plan, loads: RankCosts, tables: Iterable[int]) -> bool:
+    """Give each table its best choice while the others stay; return whether any changed."""
     moved = False
     for t in tables:
         if problem.exhausted:
@@ -366,7 +370,7 @@ def _sweep(problem: Problem, plan: Plan, loads: Loads, tables: Iterable[int]) ->
     return moved
 
 
-def _choose_anew(problem: Problem, plan: Plan, loads: Loads, t: int) -> bool:
+def _choose_anew(problem: Problem, plan: Plan, loads: RankCosts, t: int) -> bool:
     before, old = score(loads), plan[t]
     loads.add(old, -1)
     best, best_score = old, before
@@ -383,8 +387,8 @@ def _choose_anew(problem: Problem, plan: Plan, loads: Loads, t: int) -> bool:
     return best is not old
 
 
-def _placings(loads: Loads, option: Option) -> list[Choice]:
-    """Placings on the ranks that are least loaded in all, and in each phase."""
+def _placings(loads: RankCosts, option: Option) -> list[Choice]:
+    """Return placements on the ranks that are least loaded in total and in each phase."""
     first = place(loads, option)
     if first is None:
         return []
@@ -405,21 +409,21 @@ def _placings(loads: Loads, option: Option) -> list[Choice]:
     return list(found.values())
 
 
-def _by_load(loads: Loads, unit: Unit, seconds: Sequence[float]) -> list[int]:
+def _by_load(loads: RankCosts, unit: Unit, seconds: Sequence[float]) -> list[int]:
     if unit.domain is Domain.NODE:
         local = loads.topology.local_world_size
         seconds = [max(seconds[n : n + local]) for n in range(0, len(seconds), local)]
     return sorted(range(len(seconds)), key=seconds.__getitem__)
 
 
-def _slow_ranks(loads: Loads) -> list[int]:
-    """The slowest rank in all, and of each phase."""
+def _slow_ranks(loads: RankCosts) -> list[int]:
+    """Return the slowest rank in total and in each phase."""
     series = [loads.totals, *loads.seconds]
     return list(dict.fromkeys(max(range(len(s)), key=s.__getitem__) for s in series))
 
 
-def _on(loads: Loads, choice: Choice, rank: int) -> float:
-    """Seconds that a table takes on a rank."""
+def _on(loads: RankCosts, choice: Choice, rank: int) -> float:
+    """Return the seconds of a table on a rank."""
     total = 0.0
     for unit, target in zip(choice.option.units, choice.targets, strict=True):
         member = rank - loads.first_rank(unit, target)
@@ -428,14 +432,14 @@ def _on(loads: Loads, choice: Choice, rank: int) -> float:
     return total
 
 
-def _heaviest(loads: Loads, plan: Plan, rank: int) -> list[int]:
-    """Tables that take a rank's time, the most first."""
+def _heaviest(loads: RankCosts, plan: Plan, rank: int) -> list[int]:
+    """Return the tables on a rank in order of decreasing time."""
     spent = [(-_on(loads, choice, rank), t) for t, choice in enumerate(plan)]
     return [t for seconds, t in sorted(spent)[:_HEAVIEST] if seconds < 0]
 
 
-def _relieve(problem: Problem, plan: Plan, loads: Loads) -> bool:
-    """Choose anew for tables of the slowest ranks, and those that burden all ranks."""
+def _relieve(problem: Problem, plan: Plan, loads: RankCosts) -> bool:
+    """Choose again for tables of the slowest ranks, and for those that cost all ranks most."""
     tables: dict[int, None] = {}
     for rank in _slow_ranks(loads):
         tables.update(dict.fromkeys(_heaviest(loads, plan, rank)))
@@ -447,8 +451,8 @@ def _relieve(problem: Problem, plan: Plan, loads: Loads) -> bool:
     return _sweep(problem, plan, loads, tables)
 
 
-def _swap(problem: Problem, plan: Plan, loads: Loads) -> bool:
-    """Exchange a table of a slow rank for one of a rank that is not."""
+def _swap(problem: Problem, plan: Plan, loads: RankCosts) -> bool:
+    """Swap a table of a slow rank with one of another rank."""
     single = {
         t: c.targets[0]
         for t, c in enumerate(plan)
@@ -468,8 +472,8 @@ def _swap(problem: Problem, plan: Plan, loads: Loads) -> bool:
     return False
 
 
-def _swapped(plan: Plan, loads: Loads, a: int, b: int) -> bool:
-    """Exchange the ranks of two tables if that is better; whether it was."""
+def _swapped(plan: Plan, loads: RankCosts, a: int, b: int) -> bool:
+    """Swap the ranks of two tables if that shortens the step; return whether it did."""
     before = score(loads)
     old = plan[a], plan[b]
     new = Choice(old[0].option, old[1].targets), Choice(old[1].option, old[0].targets)
@@ -490,13 +494,13 @@ def _swapped(plan: Plan, loads: Loads, a: int, b: int) -> bool:
 
 
 def best_of(problem: Problem, plans: Sequence[Plan]) -> Plan:
-    """The best plan that moves lead to from the better starts."""
+    """Improve the better starts and return the best plan."""
     ranked = sorted(plans, key=lambda plan: score(problem.loads_of(plan)))
     kept = ranked[:2]
     improved = []
-    whole = problem.effort
+    whole = problem.max_trials
     for number, plan in enumerate(kept, start=1):
-        problem.effort = whole * number // len(kept)
+        problem.max_trials = whole * number // len(kept)
         improved.append(improve(problem, plan))
-    problem.effort = whole
+    problem.max_trials = whole
     return min([*improved, ranked[0]], key=lambda plan: score(problem.loads_of(plan)))

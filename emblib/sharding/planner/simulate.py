@@ -1,8 +1,7 @@
-"""Larger and smaller clusters than there are: the cost model's predictions for them.
+"""Predict steps of larger and smaller clusters, and compare predictions with measurements.
 
-Everything here is predicted. The constants come from `Topology.calibration`; beyond the world that
-was calibrated, the cost of a message is taken to grow with the number of ranks, and bandwidth to
-stay what it was.
+The constants come from `Topology.calibration`. Beyond the calibrated world, the cost of a message
+is assumed to grow with the number of ranks, and bandwidth to stay constant.
 """
 
 import copy
@@ -19,21 +18,21 @@ from emblib.jagged import KeyedJaggedTensor
 from emblib.sharding.plan import ShardingPlan
 from emblib.sharding.planner.planner import Planner
 from emblib.sharding.planner.report import Prediction
-from emblib.sharding.planner.work import TableConstraints, Work, works_of
+from emblib.sharding.planner.work import TableConstraints, TableWorkload, workloads_of
 from emblib.sharding.ranks import RankGroup
 from emblib.sharding.sharding_types import ShardingType
 from emblib.specs import Choice
 
 
 class Scaling(Choice):
-    """What stays the same when there are more ranks: the batch of all together, or of each."""
+    """What is constant as ranks are added: the global batch (STRONG) or each rank's (WEAK)."""
 
     STRONG = "strong"
     WEAK = "weak"
 
 
 class Simulated(NamedTuple):
-    """A world that was not run: its ranks, the examples of each, and what is predicted."""
+    """A world that was not run: its ranks, the examples per rank, and the prediction."""
 
     world_size: int
     batch_size: int
@@ -41,7 +40,7 @@ class Simulated(NamedTuple):
 
     @property
     def examples_per_s(self) -> float:
-        """Of all ranks, the dense part apart."""
+        """Return the examples per second of all ranks, without the dense part."""
         return self.world_size * self.batch_size / self.prediction.step_s
 
 
@@ -53,13 +52,13 @@ def simulate(
     scaling: Scaling = Scaling.WEAK,
     sharding: ShardingType | None = None,
 ) -> list[Simulated]:
-    """What steps of a model would take in other worlds of the same machines.
+    """Predict steps of a model in other worlds of the same machines.
 
-    Plans are found anew for each, with all tables spread as `sharding` where it is given.
+    Each world is planned separately, or with all tables sharded as `sharding`.
 
     Raises:
-        ValueError: ranks that are not whole nodes; or, with STRONG, that do not divide the batch.
-        PlanError: tables that do not fit.
+        ValueError: ranks do not fill whole nodes, or, with STRONG, do not divide the batch.
+        PlanError: the tables do not fit.
     """
     return [
         _world(planner, module, world_size, Scaling(scaling), sharding)
@@ -85,7 +84,7 @@ def _world(
         batch = whole // world_size
     constraints = dict(planner.constraints)
     if sharding is not None:
-        for work in works_of(module, batch, constraints):
+        for work in workloads_of(module, batch, constraints):
             given = constraints.get(work.name, constraints.get(work.config.name))
             constraints[work.name] = replace(
                 given or TableConstraints(), sharding_types=(sharding,)
@@ -96,13 +95,13 @@ def _world(
         constraints,
         reservation=planner.reservation,
         wire=planner.wire,
-        effort=planner.effort,
+        max_trials=planner.max_trials,
     )
     return Simulated(world_size, batch, there.solve(module))
 
 
 def table(simulated: Sequence[Simulated]) -> str:
-    """Worlds as lines: ranks, examples a rank, predicted step, what of it is on the way, rate."""
+    """Format worlds as lines: ranks, examples per rank, predicted step, exchange, and rate."""
     rows = [("ranks", "examples/rank", "step ms", "exchange ms", "examples/s")]
     for world_size, batch, prediction in simulated:
         rate = world_size * batch / prediction.step_s
@@ -118,7 +117,7 @@ def table(simulated: Sequence[Simulated]) -> str:
 
 
 class Point(NamedTuple):
-    """One plan: seconds of a step as predicted, and as measured in each round."""
+    """One plan: predicted seconds of a step, and measured seconds per round."""
 
     name: str
     predicted_s: float
@@ -126,7 +125,7 @@ class Point(NamedTuple):
 
     @property
     def measured_s(self) -> float:
-        """The least: what the machine does, not what else ran on it."""
+        """Return the minimum over rounds, to exclude other load on the machine."""
         return min(self.samples_s)
 
 
@@ -139,7 +138,7 @@ def compare(
     rounds: int = 30,
     seed: int = 0,
 ) -> list[Point]:
-    """Measure steps of a model's collections under plans; the same on every rank."""
+    """Measure steps of a model's collections under plans; every rank returns the same points."""
     steps = {}
     for name, plan in plans.items():
         steps[name] = _steps(planner, module, plan, ranks, seed)
@@ -154,14 +153,14 @@ def compare(
 
 
 def rank_correlation(points: Sequence[Point]) -> float:
-    """Spearman's, of predictions with measurements."""
+    """Return Spearman's rank correlation of predictions with measurements."""
     predicted = _ranked([point.predicted_s for point in points])
     measured = _ranked([point.measured_s for point in points])
     return statistics.correlation(predicted, measured)
 
 
-def batch_of(works: Sequence[Work], seed: int) -> KeyedJaggedTensor:
-    """Uniform ids for the tables of one collection, as many as they were said to get."""
+def batch_of(works: Sequence[TableWorkload], seed: int) -> KeyedJaggedTensor:
+    """Draw uniform ids for the tables of one collection, as many as their workloads say."""
     generator = torch.Generator().manual_seed(seed)
     keys, values, lengths = [], [], []
     for work in works:
@@ -180,7 +179,7 @@ def batch_of(works: Sequence[Work], seed: int) -> KeyedJaggedTensor:
 
 
 def _lengths(mean: float, batch: int, generator: torch.Generator) -> Tensor:
-    """`mean` ids a bag: where that is no whole number, some bags have one more."""
+    """Return bag lengths with the given mean: its floor, and one more for some bags."""
     whole = int(mean)
     more = torch.rand(batch, generator=generator) < mean - whole
     return whole + more.long()
@@ -197,7 +196,7 @@ class _Step(NamedTuple):
 def _steps(
     planner: Planner, module: nn.Module, plan: ShardingPlan, ranks: RankGroup, seed: int
 ) -> list[_Step]:
-    works = works_of(module, planner.batch_size, planner.constraints)
+    works = workloads_of(module, planner.batch_size, planner.constraints)
     steps = []
     for path in dict.fromkeys(work.path for work in works):
         own = [work for work in works if work.path == path]
@@ -220,14 +219,14 @@ def _sharded(source: Any, plan: Any, ranks: RankGroup, *, pooled: bool) -> Any:
 
 
 def _outputs(result: Any) -> list[Tensor]:
-    """The tensors of a KeyedTensor, or of a dict of JaggedTensors."""
+    """Return the tensors of a KeyedTensor, or of a dict of JaggedTensors."""
     if hasattr(result, "length_per_key"):
         return [result.values()]
     return [jagged.values() for jagged in result.values()]
 
 
 def _one(steps: Sequence[_Step], ranks: RankGroup) -> float:
-    """Seconds of a step, of the slowest rank."""
+    """Measure the seconds of a step on the slowest rank."""
     ranks.barrier()
     if ranks.device.type == "cuda":
         torch.cuda.synchronize(ranks.device)
@@ -242,6 +241,6 @@ def _one(steps: Sequence[_Step], ranks: RankGroup) -> float:
 
 
 def _ranked(values: Sequence[float]) -> list[float]:
-    """Positions in order, equal values sharing theirs."""
+    """Return ranks of values; equal values share their mean rank."""
     order = sorted(values)
     return [order.index(v) + (order.count(v) - 1) / 2 for v in values]

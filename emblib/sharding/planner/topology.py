@@ -1,4 +1,4 @@
-"""The machine a plan is for: ranks, nodes, memory, and what things cost there."""
+"""The machine that a plan is for: ranks, nodes, memory and costs."""
 
 import os
 from collections.abc import Sequence
@@ -15,11 +15,11 @@ from emblib.specs import check_count
 from emblib.storage import MemoryBytes
 
 
-class Need(NamedTuple):
-    """Bytes that tables and batches take, of the device's memory at the two moments of a peak.
+class MemoryNeed(NamedTuple):
+    """Bytes needed of a `Pool`; of device memory at the two peaks of a step.
 
-    `combining` is when pooled rows have come back and are put together, `updating` when gradients
-    have gone out and rows are updated; either must fit.
+    `combining` is the peak when returned rows are combined, `updating` the peak when gradients have
+    been sent and rows are updated; each must fit.
     """
 
     combining: float
@@ -29,12 +29,12 @@ class Need(NamedTuple):
 
     @property
     def device(self) -> float:
-        """Most bytes of the device's memory."""
+        """Return the peak of device memory."""
         return max(self.combining, self.updating)
 
-    def plus(self, other: "Need", factor: float = 1) -> "Need":
-        """This and `factor` times the other."""
-        return Need(*(a + factor * b for a, b in zip(self, other, strict=True)))
+    def plus(self, other: "MemoryNeed", factor: float = 1) -> "MemoryNeed":
+        """Add `factor` times another need."""
+        return MemoryNeed(*(a + factor * b for a, b in zip(self, other, strict=True)))
 
 
 _GIB = 1 << 30
@@ -45,17 +45,17 @@ class Topology:
     """Ranks, their memory, and the constants of the cost model.
 
     Args:
-        world_size: ranks in all.
-        local_world_size: ranks of one node, which divides `world_size`; left out, all of them.
-        memory: bytes of the memory that the kernels of a rank work in: of its GPU, or its share of
-            the host's on the CPU. One number, or one a rank.
-        host_memory: bytes of host memory a rank may use beside that; 0 on the CPU, where it is the
-            same memory.
-        disk: bytes of disk a rank may use.
+        world_size: number of ranks.
+        local_world_size: ranks per node, a divisor of `world_size`; by default all of them.
+        memory: bytes of the memory that the kernels of a rank use: of its GPU, or on the CPU its
+            share of host memory. One number, or one per rank.
+        host_memory: additional bytes of host memory per rank; 0 on the CPU, where `memory` is the
+            host's.
+        disk: bytes of disk per rank.
         device: "cpu" or "cuda".
-        processors: how many ranks of a node compute at a time; left out, all of them. Fewer than
-            there are ranks where several share a core.
-        calibration: the constants; left out, `defaults` of the device.
+        processors: ranks of a node that compute at the same time; by default all of them. Fewer
+            where several ranks share a core.
+        calibration: the constants; by default those of the device.
     """
 
     world_size: int
@@ -99,33 +99,33 @@ class Topology:
 
     @property
     def world(self) -> World:
-        """Ranks and nodes as rules take them."""
+        """Return the ranks and nodes as sharding rules take them."""
         return World(self.world_size, self.local_world_size)
 
     @property
     def costs(self) -> Calibration:
-        """The constants."""
+        """Return the constants of the cost model."""
         assert self.calibration is not None
         return self.calibration
 
     @property
     def num_nodes(self) -> int:
-        """Nodes in all."""
+        """Return the number of nodes."""
         return self.world_size // self.local_world_size
 
     @property
     def computing(self) -> int:
-        """How many ranks of a node compute at a time."""
+        """Return how many ranks of a node compute at the same time."""
         return min(self.processors or self.local_world_size, self.local_world_size)
 
     def capacity(self) -> list[MemoryBytes]:
-        """What each rank has."""
+        """Return the memory of each rank."""
         memory = self.memory
         each = memory if isinstance(memory, tuple) else (memory,) * self.world_size
         return [MemoryBytes(device, self.host_memory, self.disk) for device in each]
 
     def of_size(self, world_size: int, local_world_size: int | None = None) -> "Topology":
-        """The same machines in another number, nodes as large as these unless said otherwise."""
+        """Return a topology of another number of the same machines, by default in equal nodes."""
         local = local_world_size or min(self.local_world_size, world_size)
         memory = self.memory if isinstance(self.memory, int) else min(self.memory)
         return replace(self, world_size=world_size, local_world_size=local, memory=memory)
@@ -139,10 +139,10 @@ class Topology:
         device: str | None = None,
         calibration: Calibration | None = None,
     ) -> "Topology":
-        """This machine, taken to be like those of the other ranks.
+        """Describe this machine, and assume that the other ranks have equal ones.
 
         Memory is that of the current GPU, or the host's (a container's limit, where there is one)
-        divided by the ranks of a node. Nothing is assumed of the disk: say `disk=` to use it.
+        divided by the ranks per node. Disk is 0: set `disk=` to use it.
         """
         if device is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -151,7 +151,8 @@ class Topology:
         if device == "cuda":
             memory = int(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
             return cls(
-                *(world_size, local),
+                world_size,
+                local,
                 memory=memory,
                 host_memory=host,
                 device=device,
@@ -159,11 +160,11 @@ class Topology:
             )
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         at_a_time = max(1, (cores or 1) // torch.get_num_threads())
-        return cls(*(world_size, local), memory=host, processors=at_a_time, calibration=calibration)
+        return cls(world_size, local, memory=host, processors=at_a_time, calibration=calibration)
 
 
 def host_bytes() -> int:
-    """Memory of this machine, or what its container may use of it."""
+    """Return the memory of this machine, or the limit of its container."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for name in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         try:

@@ -1,4 +1,4 @@
-"""What the planner is told of a model: its tables, and how much each is looked up."""
+"""The planner's view of a model: its tables, and how much each is looked up."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,16 +17,15 @@ from emblib.storage import MemoryBytes, Storage
 
 @dataclass(frozen=True)
 class TableConstraints:
-    """What the planner may do with a table, and what it cannot know of it.
+    """Limits on how the planner may shard a table, and facts about its lookups.
 
     Args:
-        sharding_types: those allowed; left out, all that leave results as they are (see
-            `docs/planner.md`).
-        storages: other ways to store the table where it does not fit as configured,
-            `TensorTrain(...)` or `Dense(Placement....)`, best first.
-        pooling_factor: ids of a bag on average; one number, or one a feature.
-        batch_size: examples a rank, where they differ from the planner's.
-        min_partition: fewest columns of a part that is cut by columns.
+        sharding_types: allowed types; by default all that change no result (see `docs/planner.md`).
+        kinds: alternative storages where the table does not fit as configured, `TensorTrain(...)`
+            or `Plain(Placement....)`, in order of preference.
+        pooling_factor: mean ids per bag; one number, or one per feature.
+        batch_size: examples per rank, where they differ from the planner's.
+        min_partition: minimum number of columns of a column shard.
     """
 
     sharding_types: tuple[ShardingType, ...] | None = None
@@ -64,10 +63,10 @@ class TableConstraints:
 
 
 @dataclass(frozen=True)
-class Work:
-    """One table of one collection and what a step does with it.
+class TableWorkload:
+    """One table of one collection and its lookups in a step.
 
-    `batch` examples a rank, `ids` looked up by one of them in all features of the table.
+    `batch` examples per rank, each with `ids` ids in all features of the table together.
     """
 
     path: str
@@ -80,12 +79,12 @@ class Work:
 
     @property
     def name(self) -> str:
-        """Of the table, with the path of its collection where it has one."""
+        """Return the table's name, with the path of its collection if any."""
         return f"{self.path}.{self.config.name}" if self.path else self.config.name
 
     @property
     def num_features(self) -> int:
-        """Features that read the table."""
+        """Return the number of features that read the table."""
         return len(self.config.feature_names)
 
 
@@ -94,12 +93,12 @@ class Reservation:
     """Memory that is not for tables.
 
     Args:
-        share: of the memory of every rank: allocator, kernels, what nothing here knows of.
-        nbytes: of the memory of every rank.
-        dense_copies: how often the dense parameters of the model are there: weights, gradients and
-            two moments by default.
-        batches: batches that are under way at a time: 1 in a plain loop, 2 where the next one is
-            distributed meanwhile.
+        share: fraction of the memory of every rank, for the allocator, kernels and all else.
+        nbytes: bytes of the memory of every rank.
+        dense_copies: number of copies of the dense parameters: by default weights, gradients and
+            two moments.
+        batches: batches in flight: 1 in a plain loop, 2 where the next batch is distributed during
+            a step.
     """
 
     share: float = 0.1
@@ -116,9 +115,9 @@ class Reservation:
             raise ValueError(f"dense_copies must be >= 0, got {self.dense_copies}")
 
     def left(self, capacity: MemoryBytes, dense_bytes: int) -> MemoryBytes:
-        """What tables and batches may have of a rank's memory; below 0 where there is too little.
+        """Return the memory for tables and batches, negative where the reservation is too large.
 
-        Of host memory and disk the share alone is kept.
+        Of host memory and disk only `share` is reserved.
         """
         kept = capacity.times(1.0 - self.share)
         return kept._replace(device=kept.device - self.nbytes - self.dense_copies * dense_bytes)
@@ -129,13 +128,13 @@ def tables_of(collection: Any) -> Sequence[TableConfig]:
     return trained_configs(collection)
 
 
-def works_of(
+def workloads_of(
     module: nn.Module, batch_size: int, constraints: Mapping[str, TableConstraints]
-) -> list[Work]:
-    """The tables of a model. Constraints go by the table's name, or by `path.name`.
+) -> list[TableWorkload]:
+    """Return the workloads of a model's tables; constraints are by table name or `path.name`.
 
     Raises:
-        ValueError: no collections, or constraints of a table that is not there.
+        ValueError: the model has no collections, or constraints name an unknown table.
     """
     works, known = [], set()
     for path, collection in collections_of(module).items():
@@ -151,14 +150,15 @@ def works_of(
         )
     unknown = constraints.keys() - known
     if unknown:
-        raise ValueError(f"constraints for tables that are not there: {sorted(unknown)}; "
-                         f"have {sorted(known)}")  # fmt: skip
+        raise ValueError(
+            f"constraints for tables that are not there: {sorted(unknown)}; have {sorted(known)}"
+        )
     return works
 
 
 def _work(
     path: str, collection: Any, config: TableConfig, given: TableConstraints, batch_size: int
-) -> Work:
+) -> TableWorkload:
     factors, features = given.pooling_factor, len(config.feature_names)
     if isinstance(factors, tuple | list) and len(factors) != features:
         raise ValueError(
@@ -167,7 +167,7 @@ def _work(
         )
     ids = sum(factors) if isinstance(factors, tuple | list) else factors * features
     weighted = getattr(collection, "is_weighted", None)
-    return Work(
+    return TableWorkload(
         path,
         config,
         config.optimizer
@@ -181,7 +181,7 @@ def _work(
 
 
 def dense_bytes(module: nn.Module) -> int:
-    """Bytes of the parameters and buffers that belong to no collection."""
+    """Return the bytes of parameters and buffers outside collections."""
     sparse = {
         id(t) for c in collections_of(module).values() for t in (*c.parameters(), *c.buffers())
     }
