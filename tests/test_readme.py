@@ -1,5 +1,6 @@
 """README.md says what is true: its example runs, its sizes hold, its links lead somewhere."""
 
+import importlib
 import re
 from pathlib import Path
 
@@ -68,6 +69,57 @@ def test_links_lead_somewhere(page: str) -> None:
     links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", (ROOT / page).read_text())
     missing = [link for link in links if not ((ROOT / page).parent / link).exists()]
     assert not missing
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_named_files_and_modules_exist(page: str) -> None:
+    text = re.sub(r"^ *```.*?^ *```", "", (ROOT / page).read_text(), flags=re.DOTALL | re.MULTILINE)
+    code = re.findall(r"`([^`\n]+)`", text)
+    paths = {
+        path
+        for words in code
+        for path in re.findall(rf"^(?:{'|'.join(ROOMS)})/[\w./]+\.\w+$", words)
+        if path not in MADE_UP
+    }
+    assert not [path for path in sorted(paths) if not (ROOT / path).exists()]
+    for words in code:
+        for name in re.findall(r"\bemblib(?:\.\w+)+", words):
+            assert resolves(name), name
+
+
+def test_the_files_of_the_architecture_exist() -> None:
+    text = (ROOT / "docs/architecture.md").read_text()
+    paths = re.findall(r"`([\w./]+\.(?:py|cpp|cuh|cu|jsonl|md|html))`", text)
+    assert len(paths) > 30
+    written = {"points.jsonl", "report.md", "index.html"}  # by a run
+    rooms = ("", "emblib/", "experiments/", "csrc/", "csrc/tbe/", "emblib/tables/")
+    missing = [
+        path
+        for path in paths
+        if path not in written and not any((ROOT / room / path).exists() for room in rooms)
+    ]
+    assert not missing
+
+
+ROOMS = ("emblib", "experiments", "tests", "csrc", "conf", "scripts", "docs", "reports")
+# Files that a page tells its reader to write.
+MADE_UP = {"experiments/contenders/one_matrix.py", "conf/experiment/stacking.yaml"}
+
+
+def resolves(name: str) -> bool:
+    """Return whether a dotted name is a module or an attribute of one."""
+    parts = name.split(".")
+    for length in range(len(parts), 0, -1):
+        try:
+            found: object = importlib.import_module(".".join(parts[:length]))
+        except ImportError:
+            continue
+        for attribute in parts[length:]:
+            if not hasattr(found, attribute):
+                return False
+            found = getattr(found, attribute)
+        return True
+    return False
 
 
 def anchors(page: Path) -> set[str]:
