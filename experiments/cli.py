@@ -1,4 +1,4 @@
-"""What `python run.py ...` does: check the words, then run; usage errors exit 2 with one line."""
+"""`python run.py ...`: check the command line, then run; usage errors exit 2 with one line."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ machine, far steadier on a shared one.
 
 
 def listing() -> str:
-    """Experiments with their questions, and the choices of every other group."""
+    """Return the experiments with their questions, and the choices of every other group."""
     choices = configure.groups()
     told = [(name, configure.question(name)) for name in choices.pop("experiment")]
     options = [(group, ", ".join(names)) for group, names in choices.items()]
@@ -118,7 +118,7 @@ def _main(arguments: Sequence[str]) -> int:
 
 
 def _hydra(arguments: Sequence[str]) -> int:
-    """Hydra's own flags (-m, --cfg, ...) go to Hydra, after the same check of the keys."""
+    """Pass Hydra's own flags (-m, --cfg, ...) on, after the same check of the keys."""
     import hydra
     from omegaconf import DictConfig
 
@@ -180,7 +180,7 @@ class Section:
 
 
 def experiments() -> Section:
-    """Each with its question and what it costs at the preset that it chooses itself."""
+    """List the experiments with their questions and costs at their default presets."""
     section = Section(
         "Experiments",
         ("name and question", "kind", "cells", "at most"),
@@ -199,7 +199,7 @@ def experiments() -> Section:
 
 
 def extent(config: Config) -> tuple[str, str]:
-    """Its cells, and how long they may take; unknown of an experiment that leads itself."""
+    """Return the cells and time limit; unknown for an experiment that runs its own procedure."""
     if kinds.find(config.kind).leads:
         return UNKNOWN, UNKNOWN
     cells = kinds.expand(config)
@@ -214,7 +214,7 @@ def _duration(seconds: float) -> str:
 
 
 def contenders() -> Section:
-    """Each with whether it can run here."""
+    """List the contenders and whether they can run here."""
     section = Section(
         "Contenders",
         ("name", "in reports", "one per", "here"),
@@ -230,12 +230,12 @@ def contenders() -> Section:
 
 
 def workloads() -> Section:
-    """The group `workload`."""
+    """List the group `workload`."""
     return _group("Workloads", "workload", "workload=NAME, and workload.B=512 for a part of one")
 
 
 def presets() -> Section:
-    """The group `timing`."""
+    """List the group `timing`."""
     note = "timing=NAME, and timing.cell_seconds=5 for a part of one"
     return _group("Timing presets", "timing", note)
 
@@ -248,7 +248,7 @@ def _group(title: str, group: str, note: str) -> Section:
 
 
 def summary(file: Path) -> str:
-    """The comment that a YAML file opens with."""
+    """Return the opening comment of a YAML file."""
     lines: list[str] = []
     for line in file.read_text().splitlines():
         if line.startswith("# @package"):
@@ -260,7 +260,7 @@ def summary(file: Path) -> str:
 
 
 def hardware() -> Section:
-    """The table of devices, in theory."""
+    """List the table of devices, with theoretical figures."""
     from experiments.machine.ceilings import FIGURES, table
 
     section = Section(
@@ -276,7 +276,7 @@ def hardware() -> Section:
 
 
 def references(folder: Path = REFERENCE) -> Section:
-    """Runs that are committed."""
+    """List the committed runs."""
     section = Section(
         "Committed results",
         ("device", "experiment", "torch", "emblib", "measured"),
@@ -304,7 +304,7 @@ SECTIONS: dict[str, Callable[[], Section]] = {
 
 
 def show(names: Sequence[str] = (), console: Console | None = None) -> int:
-    """Print the sections of those names, or all, each as soon as it is known."""
+    """Print the named sections, or all, each as soon as it is complete."""
     if console is None:
         console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
     for number, name in enumerate(names or SECTIONS):
@@ -345,7 +345,7 @@ def _cell(text: str) -> Text:
 
 
 def show_list(arguments: Sequence[str] | None = None) -> int:
-    """Exit status 0, or 2 where a section is not known."""
+    """Print the list; return 0, or 2 for an unknown section."""
     parser = argparse.ArgumentParser(prog="python -m experiments.list", description=__doc__)
     parser.add_argument(
         "section",

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class State(Enum):
-    """How a finding is to be read."""
+    """The severity of a finding."""
 
     ok = "ok"
     note = "note"  # worth knowing, or could be better
@@ -52,7 +52,7 @@ class Finding:
     advice: str = ""
 
     def describe(self) -> dict[str, Any]:
-        """For --json."""
+        """Return a dict for --json."""
         return asdict(self) | {"state": self.state.value}
 
 
@@ -60,7 +60,7 @@ Check = Callable[[], list[Finding]]
 
 
 def findings_of(section: str, check: Check) -> list[Finding]:
-    """The findings of a check; a check that fails is a finding too, for the tool must not."""
+    """Return the findings of a check; a check that fails becomes a finding."""
     try:
         return check()
     except Exception as error:
@@ -94,7 +94,7 @@ INSTRUCTIONS = {
 
 
 def packages() -> list[Finding]:
-    """Python, what the harness needs, and what it can use."""
+    """Check Python, required packages and optional ones."""
     section = "Packages"
     found = [Finding(section, "python", platform.python_version())]
     for name in NEEDED:
@@ -115,7 +115,7 @@ def packages() -> list[Finding]:
 
 
 def installed(package: str) -> str | None:
-    """Its version."""
+    """Return the version of a package."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -123,7 +123,7 @@ def installed(package: str) -> str | None:
 
 
 def tools(*, driver: bool | None = None) -> list[Finding]:
-    """Programs beside Python; none is needed to measure, and some only where there is a GPU."""
+    """Check external programs; none is required, and some are for GPUs only."""
     driver = DRIVER.exists() if driver is None else driver
     found = []
     for name, use in TOOLS.items():
@@ -137,7 +137,7 @@ def tools(*, driver: bool | None = None) -> list[Finding]:
 
 
 def contenders() -> list[Finding]:
-    """Who can run here."""
+    """Check which contenders can run here."""
     from experiments.contenders import registry
 
     found = []
@@ -159,13 +159,13 @@ def contenders() -> list[Finding]:
 
 @dataclass(frozen=True)
 class Libraries:
-    """emblib's native code, as it is asked about."""
+    """emblib's native libraries."""
 
     cpu_flags: frozenset[str]
     wish: str | None  # of EMBLIB_ISA
 
     def kernels(self) -> Finding:
-        """Which CPU kernels are chosen: by the CPU, bounded by EMBLIB_ISA."""
+        """Return the selected CPU kernels: by the CPU, limited by EMBLIB_ISA."""
         best = next((n for n, f in INSTRUCTIONS.items() if f <= self.cpu_flags), "baseline")
         order = ["baseline", *reversed(INSTRUCTIONS)]
         what = "CPU kernels"
@@ -187,7 +187,7 @@ class Libraries:
 
 
 def emblib_libraries() -> list[Finding]:
-    """Whether emblib loads, with which kernels, and whether they compute."""
+    """Check whether emblib loads, with which kernels, and whether they compute."""
     try:
         import torch
 
@@ -216,7 +216,7 @@ def emblib_libraries() -> list[Finding]:
 
 
 def _computes(device: torch.device) -> Finding:
-    """A small lookup against plain PyTorch."""
+    """Compare a small lookup with plain PyTorch."""
     import torch
 
     import emblib
@@ -257,7 +257,7 @@ SETTINGS = {
 def processor(
     cpu: Cpu | None = None, sleep: Callable[[float], object] = time.sleep
 ) -> list[Finding]:
-    """The CPU, its clocks, who else uses it."""
+    """Check the CPU, its clocks, and the load of other processes."""
     cpu = cpu or Cpu()
     before, own = cpu.ticks(), own_seconds()
     sleep(LOOK_SECONDS)
@@ -285,7 +285,7 @@ def processor(
 
 
 def _row(what: str, found: str | None, advice: str = "") -> Finding:
-    """What the system hides is worth a note only where something follows from it."""
+    """Build a finding; unknown values are noted only where something follows from them."""
     if found is not None:
         return Finding("Processor", what, found)
     return Finding("Processor", what, "not shown", State.note if advice else State.ok, advice)
@@ -323,7 +323,7 @@ def _counter(what: str, count: int | None) -> Finding:
 
 
 def memory(cpu: Cpu | None = None) -> list[Finding]:
-    """How much there is, and in which pages."""
+    """Check the memory and its page sizes."""
     import torch
 
     from experiments.timing.memory import available_bytes, resettable_peak
@@ -350,7 +350,7 @@ def memory(cpu: Cpu | None = None) -> list[Finding]:
 
 
 def gpus() -> list[Finding]:
-    """What torch sees, and what NVML says of each."""
+    """Check the GPUs that torch sees, with what NVML reports of each."""
     import torch
 
     if not torch.cuda.is_available():
@@ -365,7 +365,7 @@ def gpus() -> list[Finding]:
 
 
 def no_gpu(version: str, cuda: str | None, *, driver: bool) -> Finding:
-    """Why torch sees none: there is none, or this torch is not for it."""
+    """Explain why torch sees no GPU: there is none, or torch is built without CUDA."""
     why = f"built for CUDA {cuda}, finds no device" if cuda else "a build for the CPU"
     found = f"{version}: {why}"
     if not driver:
@@ -377,7 +377,7 @@ def no_gpu(version: str, cuda: str | None, *, driver: bool) -> Finding:
 
 
 def gpu(properties: Any, nvml: Nvml | None) -> list[Finding]:
-    """One device: what it is, how it is set, what would make it steadier."""
+    """Check one GPU: model, settings, and what would make it steadier."""
     from experiments.machine.preflight import gpu_flags
 
     section = f"GPU: {properties.name}"
@@ -396,7 +396,7 @@ def gpu(properties: Any, nvml: Nvml | None) -> list[Finding]:
 
 
 def permissions(folder: Path = ROOT) -> list[Finding]:
-    """Rights and room."""
+    """Check permissions and free disk space."""
     section = "Permissions"
     root = hasattr(os, "geteuid") and os.geteuid() == 0
     free = shutil.disk_usage(folder).free
@@ -439,19 +439,19 @@ CHECKS: dict[str, Check] = {
 
 
 def examine(checks: Mapping[str, Check] = CHECKS) -> list[Finding]:
-    """All findings, section by section."""
+    """Return all findings by section."""
     return [finding for section, check in checks.items() for finding in findings_of(section, check)]
 
 
 def as_json(findings: Sequence[Finding]) -> str:
-    """For other programs."""
+    """Return the findings as JSON."""
     broken = [f.what for f in findings if f.state is State.broken]
     found = {"broken": broken, "findings": [f.describe() for f in findings]}
     return json.dumps(found, indent=1, ensure_ascii=False)
 
 
 def show(findings: Sequence[Finding], width: int | None = None) -> None:
-    """A table a section, and at the end what to do."""
+    """Print one table per section, then what to do."""
     from rich.console import Console
 
     console = Console(highlight=False, width=width)
@@ -469,7 +469,7 @@ def show(findings: Sequence[Finding], width: int | None = None) -> None:
 
 
 def _print(console: Console, title: str, rows: Sequence[tuple[str, str, str]]) -> None:
-    """A title, and below it (mark, what, words) line by line."""
+    """Print a title, and (mark, name, text) line by line."""
     from rich.padding import Padding
     from rich.table import Table
     from rich.text import Text
@@ -498,7 +498,7 @@ def _verdict(findings: Sequence[Finding]) -> str:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """The exit status: 0, or 1 where something needed is broken."""
+    """Run all checks; return 0, or 1 where something required is broken."""
     parser = argparse.ArgumentParser(
         prog="python -m experiments.doctor",
         description="What is installed and works here, and what would make measurements better.",

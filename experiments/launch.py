@@ -1,7 +1,7 @@
-"""`python run.py -m +experiment=a,b ...`: every job a `python run.py` of its own, wherever it runs.
+"""`python run.py -m +experiment=a,b ...`: run every job as its own `python run.py`.
 
-Hydra's launcher decides where and when: one after another (basic), in a pool of processes
-(joblib), as local or SLURM jobs (submitit). How a job ended is in the multirun's folder, always.
+Hydra's launcher decides where and when: one after another (basic), in a pool of processes (joblib),
+as local or SLURM jobs (submitit). The multirun's folder records how each job ended.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ GPUS = "EMBLIB_GPUS"  # devices that jobs may use, where the launcher changes CU
 
 
 class NotEnough(ValueError):
-    """A job asks for more processors than there are."""
+    """A job needs more processors than there are."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ CPU = Slot("cpu")
 
 
 def list_gpus() -> list[Slot]:
-    """The GPUs that this process may use; its environment restricts what nvidia-smi lists."""
+    """Return the GPUs that this process may use, by nvidia-smi and the environment."""
     listed = listed_by(_nvidia_smi())
     allowed = os.environ.get(GPUS, os.environ.get("CUDA_VISIBLE_DEVICES"))
     if allowed is None:
@@ -66,7 +66,7 @@ def list_gpus() -> list[Slot]:
 
 
 def listed_by(text: str) -> list[str]:
-    """UUIDs in the output of `nvidia-smi -L`; of a GPU that is split (MIG) those of its parts."""
+    """Parse the UUIDs in `nvidia-smi -L`; for a GPU split by MIG those of its instances."""
     found: list[str] = []
     for uuid in re.findall(r"UUID: ((?:GPU|MIG)-[\w/.-]+)", text):
         if uuid.startswith("MIG") and found and found[-1].startswith("GPU"):
@@ -76,7 +76,7 @@ def listed_by(text: str) -> list[str]:
 
 
 def _name(entry: str, listed: Sequence[str]) -> str:
-    """An entry's UUID: indices are renumbered in containers and jobs, UUIDs are not."""
+    """Return the UUID of an entry: unlike indices, UUIDs are the same in containers and jobs."""
     if entry.isdigit():
         return listed[int(entry)] if int(entry) < len(listed) else f"gpu-{entry}"
     return next((uuid for uuid in listed if uuid.startswith(entry)), entry)
@@ -91,7 +91,7 @@ def _nvidia_smi() -> str:
 
 
 def lock_folder() -> Path:
-    """One per user and machine."""
+    """Return the folder of the locks, one per user and machine."""
     return Path(tempfile.gettempdir()) / f"emblib-slots-{os.getuid()}"
 
 
@@ -102,9 +102,9 @@ def hold(
     folder: Path,
     pause: Callable[[], object] = lambda: time.sleep(WAIT_SECONDS),
 ) -> Iterator[list[Slot]]:
-    """Any `count` of the slots, as soon as so many are free at once; `pause` passes the time.
+    """Lock any `count` of the slots as soon as that many are free at once; `pause` waits.
 
-    All or none: a job that kept one of two GPUs while it waits could wait for ever.
+    All or none: a job that held one of two GPUs while waiting could wait forever.
     """
     if count > len(slots):
         raise NotEnough(f"the job needs {count} GPUs side by side and there are {len(slots)}")
@@ -154,7 +154,7 @@ PATIENCE_MINUTES = 7 * 24 * 60  # submitit_local counts the time that a job wait
 
 @dataclass(frozen=True)
 class Plan:
-    """A command line taken apart."""
+    """A parsed command line."""
 
     launcher: str
     hydra_words: tuple[str, ...]  # as typed, the launcher's own settings among them
@@ -163,7 +163,7 @@ class Plan:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Start the jobs, wait for all; returns the worst of their exit statuses."""
+    """Start the jobs and wait for all; return the worst of their exit statuses."""
     plan = read(arguments)
     configs = [configure.load(words) for words in plan.jobs]
     folder = RunStore.create(ROOT / configs[0].report.folder, "multirun").path
@@ -179,7 +179,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def worst(statuses: Sequence[int]) -> int:
-    """The one that a script must know of."""
+    """Return the most severe exit status."""
     known = [s if s in WORST_FIRST else 1 for s in statuses]
     return min(known, key=WORST_FIRST.index)
 
@@ -188,7 +188,7 @@ def worst(statuses: Sequence[int]) -> int:
 
 
 def read(arguments: Sequence[str]) -> Plan:
-    """Everything that can be wrong with it is wrong before the first job starts."""
+    """Parse the command line; every usage error is raised before the first job starts."""
     flags = {a for a in arguments if a.startswith("-")} - {"-m", "--multirun"}
     if flags:
         raise UsageError(f"-m goes with no other flag, got {' '.join(sorted(flags))}")
@@ -210,7 +210,7 @@ def read(arguments: Sequence[str]) -> Plan:
 
 
 def _jobs(words: Sequence[str]) -> Iterator[tuple[str, ...]]:
-    """All combinations of what has commas, as Hydra's sweeper makes them."""
+    """Return all combinations of comma-separated values, as Hydra's sweeper makes them."""
     choices = []
     for override in configure.parse(words):
         key = override.get_key_element()
@@ -247,7 +247,7 @@ def _installed(plugin: str) -> bool:
 
 
 def _launch(plan: Plan, folder: Path) -> int:
-    """Hydra's part; a status of its own where it ends otherwise than by the last job."""
+    """Run Hydra's part; return a status of its own where Hydra fails."""
     configure.register()
     words = [*plan.words, *plan.hydra_words, *_settings(plan, folder)]
     local = plan.launcher != "submitit_slurm"  # elsewhere other GPUs may be there
@@ -268,7 +268,7 @@ def _launch(plan: Plan, folder: Path) -> int:
 
 
 def _settings(plan: Plan, folder: Path) -> list[str]:
-    """What the launchers leave open, unless it was typed."""
+    """Return defaults of launchers that were not typed."""
     settings = {
         "hydra.sweep.dir": str(folder),
         "hydra.sweep.subdir": ".",
@@ -300,7 +300,7 @@ def _environment(values: dict[str, str]) -> Iterator[None]:
 
 
 def job(composed: DictConfig) -> None:
-    """Wait for a processor, run, write down how it ended."""
+    """Wait for a processor, run, and record how the job ended."""
     at = HydraConfig.get()
     folder, number = Path(at.runtime.output_dir) / JOBS, int(at.job.num)
     words = [str(word) for word in at.overrides.task]
@@ -330,7 +330,7 @@ def job(composed: DictConfig) -> None:
 
 @contextmanager
 def _processors(config: DictConfig | Config) -> Iterator[dict[str, str]]:
-    """The environment of a job that is alone on its processors; a smoke run need not be alone."""
+    """Return the environment of a job that has processors to itself; smoke runs may share them."""
     kind, ranks = DeviceKind(config.device.kind), _ranks(config)
     gpus = [] if kind is DeviceKind.cpu else list_gpus()
     if gpus:
@@ -344,7 +344,7 @@ def _processors(config: DictConfig | Config) -> Iterator[dict[str, str]]:
 
 
 def _ranks(config: DictConfig | Config) -> int:
-    """The most that work at once: of experiments over ranks, in the largest world."""
+    """Return the largest number of concurrent ranks."""
     if not kinds.find(str(config.kind)).over_ranks:
         return int(config.device.ranks)
     asked = [config.sharding, *(case.sharding for case in config.cases.values())]
@@ -352,7 +352,7 @@ def _ranks(config: DictConfig | Config) -> int:
 
 
 def _run(words: Sequence[str], environment: dict[str, str], log: Path | None) -> int:
-    """`python run.py WORDS`; with `log` all that it says goes there. Its end is waited for."""
+    """Run `python run.py WORDS` to its end; with `log`, its output goes there."""
     command = [sys.executable, str(ROOT / "run.py"), *words]
     with log.open("ab") if log else nullcontext() as output:
         child = subprocess.Popen(
@@ -374,7 +374,7 @@ def _run(words: Sequence[str], environment: dict[str, str], log: Path | None) ->
 
 
 def _as_a_job() -> None:
-    """SLURM warns all processes of a job with a signal that only submitit knows how to take."""
+    """Set up signal handling: SLURM warns all processes of a job with submitit's signal."""
     asked_to_end_with_parent()
     for number in (signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
@@ -384,7 +384,7 @@ def _as_a_job() -> None:
 
 
 def read_end(folder: Path, number: int) -> dict[str, Any]:
-    """How a job ended; one that could not say so counts as a tool that broke."""
+    """Return how a job ended; a job without a record counts as a failure of the tool."""
     file = folder / JOBS / f"{number}.json"
     end: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
     if end.get("status") is None:
@@ -396,7 +396,7 @@ def read_end(folder: Path, number: int) -> dict[str, Any]:
 
 
 class Watcher(threading.Thread):
-    """Prints a line for every job that has ended while the launcher waits for all."""
+    """Print a line for every job that has ended while the launcher waits for all."""
 
     def __init__(self, folder: Path, plan: Plan) -> None:
         super().__init__(daemon=True)
@@ -412,7 +412,7 @@ class Watcher(threading.Thread):
         self.join()
 
     def run(self) -> None:
-        """Looks once a second."""
+        """Look once per second."""
         while not self.over.wait(LOOK_SECONDS):
             for number in list(self.left):
                 end = read_end(self.folder, number)
@@ -420,7 +420,7 @@ class Watcher(threading.Thread):
                     self._tell(number, end)
 
     def tell_rest(self) -> None:
-        """Lines for those of which nothing was heard in time."""
+        """Print lines for the jobs that were not reported yet."""
         for number in list(self.left):
             self._tell(number, read_end(self.folder, number))
 

@@ -1,4 +1,4 @@
-"""`python -m experiments.micro RUN.json`: results of pytest-benchmark into the store."""
+"""`python -m experiments.micro RUN.json`: store results of pytest-benchmark."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from experiments.report import write_report
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Exit status 2 for a file that cannot be read."""
+    """Store the results; return 2 for a file that cannot be read."""
     parser = argparse.ArgumentParser(prog="python -m experiments.micro", description=__doc__)
     parser.add_argument("json", type=Path, nargs="+", help="of pytest --benchmark-json=FILE")
     parser.add_argument("--folder", type=Path, default=ROOT / "reports" / "runs")

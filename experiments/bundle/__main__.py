@@ -128,7 +128,7 @@ def _rerun(
 
 
 def _machines(run: dict[str, Any], here: dict[str, Any]) -> None:
-    """What is not the same, so that nobody wonders about a ratio."""
+    """Print how the two machines differ."""
     pairs = {
         "device": (run["device"], here.get("device")),
         "torch": (run["torch"], here.get("torch")),

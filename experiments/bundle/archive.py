@@ -1,4 +1,4 @@
-"""A zip file with checksums: the same content gives the same bytes, and nothing else is read."""
+"""Zip files with checksums: equal content gives equal bytes, and unlisted content is refused."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ TOO_LARGE = f"it would unpack to more than {MOST_BYTES >> 30} GiB"
 
 
 class BundleError(Exception):
-    """The file is no bundle, or not the bundle that was packed; the message says how it differs."""
+    """The file is not a bundle, or differs from the packed one as the message says."""
 
 
 def write(path: Path, contents: Mapping[str, bytes]) -> str:
-    """Contents and checksums, as `sha256sum -c` reads them; returns the sums' own checksum."""
+    """Write contents and checksums (as `sha256sum -c` reads them); return the sums' checksum."""
     lines = [f"{hashlib.sha256(data).hexdigest()}  {name}" for name, data in contents.items()]
     sums = "\n".join(sorted(lines, key=lambda line: line[66:])) + "\n"
     if sum(map(len, contents.values())) + len(sums) > MOST_BYTES:
@@ -51,7 +51,7 @@ def write(path: Path, contents: Mapping[str, bytes]) -> str:
 
 
 def read(path: Path) -> dict[str, bytes]:
-    """Everything in a bundle, each file with its checksum as packed; raises BundleError."""
+    """Return the files of a bundle after comparing their checksums; raise BundleError."""
     if not path.is_file():
         raise BundleError(f"there is no file {path}")
     try:
@@ -66,7 +66,7 @@ def read(path: Path) -> dict[str, bytes]:
 
 
 def _check_names(entries: list[zipfile.ZipInfo]) -> None:
-    """Plain files at relative places, each once, of a size that can be meant."""
+    """Check that names are relative, unique and plain, and that sizes are plausible."""
     counts = Counter(entry.filename for entry in entries)
     if twice := sorted(name for name, n in counts.items() if n > 1):
         raise BundleError(f"{twice[0]} is in it twice")
@@ -104,7 +104,7 @@ def _check_sums(contents: Mapping[str, bytes]) -> None:
 
 
 def unpack(contents: Mapping[str, bytes], folder: Path) -> None:
-    """Into a folder; the names were checked when they were read."""
+    """Write the files, whose names `read` has checked, into a folder."""
     for name, data in contents.items():
         target = folder / name
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""What a run claims that another machine can confirm: ratios, hit rates and bytes, never times."""
+"""The claims of a run that another machine can confirm: ratios, hit rates, bytes; no times."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RULE = (
 
 
 class Measure(Enum):
-    """What kind of number a claim is about; each has a tolerance of its own."""
+    """The kind of number of a claim, each with its tolerance."""
 
     ratio = "ratio of times"
     hit_rate = "hit rate"
@@ -31,7 +31,7 @@ class Measure(Enum):
 
 
 class Outcome(Enum):
-    """What measuring again said of a claim."""
+    """The result of measuring a claim again."""
 
     holds = "holds"
     differs = "differs"
@@ -51,18 +51,18 @@ class Claim:
 
     @property
     def key(self) -> tuple[str, str]:
-        """Finds the same claim in another run."""
+        """Return the key of the same claim in another run."""
         return self.about, self.what
 
     def plain(self) -> dict[str, Any]:
-        """As JSON has it: an interval that does not exist is null."""
+        """Return a dict for JSON; a missing interval is null."""
         values = asdict(self) | {"measure": self.measure.name}
         return {k: None if isinstance(v, float) and math.isnan(v) else v for k, v in values.items()}
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A claim, and what became of it."""
+    """A claim and its outcome."""
 
     claim: Claim
     outcome: Outcome
@@ -71,7 +71,7 @@ class Finding:
 
 
 def claims_of(run: Run) -> list[Claim]:
-    """Everything a run claims, in the order it was measured."""
+    """Return all claims of a run in the order of measurement."""
     found = [] if run.smoke else [*_ratios(run), *_hit_rates(run)]
     return [*found, *_bytes(run)]
 
@@ -116,7 +116,7 @@ def _bytes(run: Run) -> list[Claim]:
 def compare(
     old: Sequence[Claim], new: Sequence[Claim], why_not: Mapping[str, str], tolerance: float
 ) -> list[Finding]:
-    """Each old claim beside the new one; `why_not` says what happened to those without."""
+    """Pair old claims with new ones; `why_not` explains missing ones."""
     again = {claim.key: claim for claim in new}
     found = []
     for claim in old:
@@ -133,7 +133,7 @@ def compare(
 
 
 def holds(claim: Claim, again: Claim, tolerance: float) -> bool:
-    """By RULE."""
+    """Return whether a claim holds by RULE."""
     if claim.measure is Measure.nbytes:
         return claim.value == again.value
     if claim.measure is Measure.hit_rate:

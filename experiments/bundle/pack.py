@@ -1,4 +1,4 @@
-"""Runs to a bundle: results rebuilt from their samples, configuration, source, commands, sums."""
+"""Pack runs into a bundle: rebuilt results, configuration, source, commands, checksums."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ python -m experiments.bundle verify BUNDLE.zip --rerun   # measures again what i
 
 
 def reproduce(description: Mapping[str, Any]) -> str:
-    """The page, from bundle.json."""
+    """Render REPRODUCE.md from bundle.json."""
     runs = description["runs"]
     sha = next((str(r["code"]["sha"]) for r in runs if r["code"].get("sha")), "COMMIT")
     lines = ["# How to check and reproduce these results", "", "## What is here", "", LAYOUT]
@@ -105,7 +105,7 @@ DOUBLE = (".svg", ".parquet")
 
 @dataclass(frozen=True)
 class Packed:
-    """What was packed."""
+    """The result of packing."""
 
     path: Path
     bundle_id: str  # the checksum of the checksums
@@ -115,7 +115,7 @@ class Packed:
 
 
 def pack(directories: Sequence[Path], out: Path, folder: Path) -> Packed:
-    """Bundle the runs; `folder` is scratch space, in which their reports are built anew."""
+    """Pack the runs; `folder` is scratch space, in which their reports are rebuilt."""
     contents: dict[str, bytes] = {}
     runs: list[dict[str, Any]] = []
     notes: list[str] = []
@@ -156,7 +156,7 @@ def pack(directories: Sequence[Path], out: Path, folder: Path) -> Packed:
 
 
 def _place(directory: Path, taken: Sequence[str]) -> str:
-    """runs/<experiment>/<run>, numbered where two runs have the same name."""
+    """Return runs/<experiment>/<run>, numbered where two runs have the same name."""
     missing = [name for name in NEEDED if not (directory / name).is_file()]
     missing += [] if has_records(directory) else [POINTS]
     if missing:
@@ -172,9 +172,9 @@ def _place(directory: Path, taken: Sequence[str]) -> str:
 
 
 def _rebuilt(directory: Path, target: Path) -> Run:
-    """A copy whose derived files are this harness's own, so that `verify` can ask for the same.
+    """Copy a run with derived files written by this harness, which `verify` can reproduce.
 
-    Kinds whose runs write their reports themselves (the gate's) are copied as they are.
+    Kinds whose runs write their own reports (the gate's) are copied as they are.
     """
     try:
         run = Run.read(directory)
@@ -194,7 +194,7 @@ def _rebuilt(directory: Path, target: Path) -> Run:
 
 
 def describe(name: str, run: Run) -> dict[str, Any]:
-    """A run as bundle.json has it."""
+    """Return a run's entry of bundle.json."""
     environment = run.environment
     return {
         "folder": name,
@@ -215,7 +215,7 @@ def describe(name: str, run: Run) -> dict[str, Any]:
 
 
 def _source(sha: str) -> bytes | None:
-    """The commit as a compressed tar file; None where git does not know it."""
+    """Return the commit as a compressed tar file; None where git does not have it."""
     command = ["git", "archive", "--format=tar", f"--prefix=emblib-{sha}/", "--end-of-options", sha]
     try:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, timeout=60, check=True)
@@ -234,7 +234,7 @@ def _untraceable(sha: str, *, known: bool) -> str:
 
 
 def _packages() -> str:
-    """What is installed where the bundle was packed; the runs' own versions are with the runs."""
+    """Return the packages installed where the bundle is packed."""
     found = {(d.name or "?", d.version) for d in importlib.metadata.distributions()}
     lines = sorted(f"{name}=={version}" for name, version in found)
     return "# Installed where the bundle was packed.\n" + "\n".join(lines) + "\n"
@@ -242,7 +242,7 @@ def _packages() -> str:
 
 @cache
 def harness() -> str:
-    """A hash of the code that turns samples into numbers and words."""
+    """Return a hash of the code that turns samples into numbers and text."""
     found = hashlib.sha256()
     folder = ROOT / "experiments"
     for path in sorted(folder.rglob("*.py")):
@@ -251,5 +251,5 @@ def harness() -> str:
 
 
 def scratch() -> tempfile.TemporaryDirectory[str]:
-    """Where reports are rebuilt."""
+    """Return the folder in which reports are rebuilt."""
     return tempfile.TemporaryDirectory(prefix="emblib-bundle-")

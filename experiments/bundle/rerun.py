@@ -1,6 +1,6 @@
-"""Measures a bundle's runs again, from the configurations in it, and compares what they claim.
+"""Measure a bundle's runs again from their configurations, and compare their claims.
 
-`python -m experiments.bundle.rerun CONFIG FOLDER [PRESET]` measures one, in a process of its own.
+`python -m experiments.bundle.rerun CONFIG FOLDER [PRESET]` measures one in its own process.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from experiments.report.data import Run
 
 @dataclass(frozen=True)
 class Again:
-    """A run measured again, or why it could not be."""
+    """A run measured again, or the reason why not."""
 
     findings: list[Finding]
     run: Run | None = None
@@ -35,7 +35,7 @@ class Again:
 
 
 def configuration(path: Path, folder: Path, preset: str = "") -> Config:
-    """The configuration of a packed run, to be measured into `folder`; raises BundleError."""
+    """Return the configuration of a packed run for `folder`; raise BundleError."""
     configure.register()
     packed = OmegaConf.load(path)
     assert isinstance(packed, DictConfig)
@@ -64,7 +64,7 @@ def configuration(path: Path, folder: Path, preset: str = "") -> Config:
 def measure_again(
     entry: Mapping[str, Any], packed: Path, folder: Path, *, tolerance: float, preset: str = ""
 ) -> Again:
-    """One run of a bundle in a new process, and its claims beside the packed ones."""
+    """Measure one run in a new process and compare its claims with the packed ones."""
     old = Run.read(packed)
     claims = claims_of(old)
     if not claims:
@@ -90,7 +90,7 @@ def measure_again(
 
 
 def old_kind(run: Run) -> Any:
-    """What the configuration asked for; 'auto' is cuda only where there is one."""
+    """Return the device that the configuration means; 'auto' is cuda only where there is one."""
     return configure.DeviceKind[str(run.config.device.kind)]
 
 
@@ -99,7 +99,7 @@ def _all(claims: Sequence[Claim], reason: str) -> list[Finding]:
 
 
 def unmeasured(run: Run) -> dict[str, str]:
-    """What a claim is about -> why this run has no number for it."""
+    """Return, by claim, why this run has no number for it."""
     found = {}
     for record in run.failures():
         reason = f"{record['status']}: {record['reason']}"
@@ -109,7 +109,7 @@ def unmeasured(run: Run) -> dict[str, str]:
 
 
 def different_work(old: Run, new: Run) -> set[str]:
-    """Cells whose batches differ although the seed is the same."""
+    """Return cells whose batches differ although the seed is the same."""
     known = {(r["cell"], r["seed"]): r["pool_sha256"] for r in old.records if r.get("pool_sha256")}
     return {
         r["cell"]
@@ -120,7 +120,7 @@ def different_work(old: Run, new: Run) -> set[str]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """One configuration, measured."""
+    """Measure one configuration."""
     path, folder, preset = Path(arguments[0]), Path(arguments[1]), "".join(arguments[2:])
     try:
         config = configuration(path, folder, preset)

@@ -1,4 +1,4 @@
-"""Does every number of a bundle follow from its samples?"""
+"""Verify that every number of a bundle follows from its samples."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SHOWN = 60  # characters of a difference
 
 
 class _Words(HTMLParser):
-    """The text of a page, piece by piece, without its figures."""
+    """Collect the text of a page without its figures."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,9 +52,9 @@ class _Words(HTMLParser):
 
 
 def page_problems(packed: Path, rebuilt: Path) -> list[str]:
-    """What the report of a run says and the one made of its samples does not; both without figures.
+    """Return differences between a run's report and the one rebuilt from its samples.
 
-    `rebuilt` has another config.yaml, which its page quotes: that it draws no figures.
+    Figures are left out, and `rebuilt` quotes a config.yaml that draws none.
     """
     found = []
     for name in ("report.md", "index.html"):
@@ -109,7 +109,7 @@ FACTS = ("experiment", "device", "cuda", "torch", "code", "seconds")  # of a run
 
 @dataclass
 class Checked:
-    """What was looked at, what is wrong, and what a reader should know besides."""
+    """The numbers that were checked, the problems, and notes for the reader."""
 
     description: dict[str, Any]
     numbers: int = 0
@@ -118,7 +118,7 @@ class Checked:
 
 
 def check(path: Path, folder: Path) -> Checked:
-    """Unpack into `folder`, with every checksum compared, and rebuild; raises BundleError."""
+    """Unpack into `folder`, compare checksums and rebuild; raise BundleError."""
     contents = archive.read(path)
     description = _description(contents)
     try:
@@ -146,7 +146,7 @@ def check(path: Path, folder: Path) -> Checked:
 
 
 def _description(contents: Mapping[str, bytes]) -> dict[str, Any]:
-    """bundle.json, whose runs are known to be inside of the bundle."""
+    """Return bundle.json after checking that its runs are inside the bundle."""
     if "bundle.json" not in contents:
         raise BundleError("it has no bundle.json: not a bundle")
     try:
@@ -167,7 +167,7 @@ def _description(contents: Mapping[str, bytes]) -> dict[str, Any]:
 
 
 def _strangers(contents: Mapping[str, bytes], runs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Files that nothing accounts for: a bundle has runs, what they need, and no more."""
+    """Return files that belong to no run."""
     alone = {archive.SUMS, "bundle.json", "REPRODUCE.md", "LICENSE", "environment/packages.txt"}
     alone |= {f"source/{(run['code'] or {}).get('sha')}.tar.gz" for run in runs}
     folders = ("conf/", *(f"{run['folder']}/" for run in runs))
@@ -207,7 +207,7 @@ def _check_run(
 
 
 def _facts(entry: Mapping[str, Any], run: Run) -> list[str]:
-    """What bundle.json says of a run besides its claims, against the run's own files."""
+    """Compare a run's entry of bundle.json with the run's own files."""
     rebuilt = json.loads(json.dumps(describe(str(entry["folder"]), run)))
     return [
         f"bundle.json says {name} is {entry.get(name)}, the run says {rebuilt.get(name)}"
@@ -217,7 +217,7 @@ def _facts(entry: Mapping[str, Any], run: Run) -> list[str]:
 
 
 def _claims(entry: Mapping[str, Any], run: Run, checked: Checked, *, words: bool) -> list[str]:
-    """Claims that the samples do not make; by the same harness also those that were left out."""
+    """Return claims that the samples do not support; with the same harness also omitted ones."""
     now = {(c["about"], c["what"]): c for c in (claim.plain() for claim in claims_of(run))}
     problems = []
     for claim in entry["claims"]:
@@ -232,7 +232,7 @@ def _claims(entry: Mapping[str, Any], run: Run, checked: Checked, *, words: bool
 
 
 def _rebuilt(folder: Path, target: Path) -> Path:
-    """Another directory with the run's samples, and all tables that follow from them."""
+    """Return a directory with the run's samples and all tables rebuilt from them."""
     shutil.copytree(
         folder, target, ignore=shutil.ignore_patterns("*.csv", "*.png", "*.md", "*.html")
     )
@@ -244,7 +244,7 @@ def _rebuilt(folder: Path, target: Path) -> Path:
 
 
 def _table(path: Path) -> pd.DataFrame:
-    """Empty for a file without columns."""
+    """Read a table; empty for a file without columns."""
     try:
         return pd.read_csv(path)
     except pd.errors.EmptyDataError:
@@ -252,7 +252,7 @@ def _table(path: Path) -> pd.DataFrame:
 
 
 def differences(packed: pd.DataFrame, rebuilt: pd.DataFrame) -> tuple[list[str], int]:
-    """In words, at most a few; and how many numbers were compared."""
+    """Describe a few differences, and count the compared numbers."""
     if len(packed) != len(rebuilt):
         return [f"{len(packed)} rows, but the samples give {len(rebuilt)}"], 0
     columns = [c for c in packed.columns if c in rebuilt.columns]

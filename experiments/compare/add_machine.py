@@ -1,9 +1,9 @@
-"""This machine into the references: `python -m experiments.compare.add_machine [EXPERIMENT ...]`.
+"""Add this machine to the references: `python -m experiments.compare.add_machine [EXPERIMENT ...]`.
 
-Runs the experiments (those that have a reference already, where none is named), keeps the finished
-runs as references, puts them into README.md and reports/published/README.md, and compares each with
-the references of other machines. Words with `=` go to every run, e.g. timing=paper.
-Exit status: 0 done, 1 a run or a page did not end well, 2 wrong usage.
+Runs the experiments (by default those that have a reference), stores the finished runs as
+references, updates README.md and reports/published/README.md, and compares each with the references
+of other machines. Arguments with `=` go to every run, e.g. timing=paper.
+Exit status: 0 done, 1 a run or a page failed, 2 wrong usage.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Command = Callable[[list[str]], int]
 
 
 def experiments_to_run(words: Sequence[str], folder: Path = REFERENCE) -> list[str]:
-    """Those named, or those that other machines have; raises UsageError for an unknown name."""
+    """Return the named experiments, or other machines'; raise UsageError for unknown ones."""
     known = configure.groups()["experiment"]
     named = [word.removeprefix("+experiment=") for word in words]
     for name in named:
@@ -36,7 +36,7 @@ def experiments_to_run(words: Sequence[str], folder: Path = REFERENCE) -> list[s
 
 
 def others(kept: Path, folder: Path = REFERENCE) -> list[Path]:
-    """References of the same experiment on other machines, the oldest device first by name."""
+    """Return references of the same experiment on other machines, by device name."""
     return [path for path in runs_in(folder, f"*/{kept.name}") if path != kept]
 
 
@@ -47,12 +47,12 @@ def _python(words: list[str]) -> int:
 
 
 def newest(name: str, runs: Path) -> Path:
-    """The run that was started last."""
+    """Return the run that was started last."""
     return max((runs / name).iterdir(), key=lambda path: path.stat().st_mtime)
 
 
 def add(names: Sequence[str], settings: Sequence[str], call: Command = _python) -> int:
-    """Run, keep, compare; the exit status is the worst of them."""
+    """Run, store and compare; return the worst exit status."""
     from experiments import reference
 
     runs, worst = ROOT / "reports" / "runs", 0
@@ -80,7 +80,7 @@ def add(names: Sequence[str], settings: Sequence[str], call: Command = _python) 
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The command line."""
+    """Run the command line."""
     if {"-h", "--help"} & set(arguments):
         print(__doc__)
         return 0

@@ -1,1 +1,1 @@
-"""The gate: is one revision of emblib slower than another? Two builds, in turns, many times."""
+"""The gate: decide whether one revision of emblib is slower than another, in paired processes."""

@@ -1,4 +1,4 @@
-"""The points of one worker: built, checked, warmed, timed sample by sample, weighed."""
+"""The points of one worker: build, verify, warm up and time them, and count their bytes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Run = Callable[[int], object]
 
 @dataclass
 class Ready:
-    """A point that can be timed."""
+    """A point that is built and can be timed."""
 
     contender: Contender
     run: Run  # on batch number n of the pool
@@ -40,7 +40,7 @@ class Ready:
 
 
 class Bench:
-    """What a worker does; one message, one method."""
+    """The work of one worker process: one method per message."""
 
     def __init__(self, setup: Setup, now: Callable[[], int] = time.perf_counter_ns) -> None:
         self.setup, self.now = setup, now
@@ -54,7 +54,7 @@ class Bench:
         memory.keep_freed_blocks()
 
     def build(self) -> dict[str, Built]:
-        """All points; one that cannot be built says why, and the others go on."""
+        """Build all points; a point that cannot be built reports why, and the others go on."""
         found = {}
         for point in self.setup.points:
             note(f"{point.name}|building")
@@ -88,7 +88,7 @@ class Bench:
         return Ready(contender, clock.adapt(run, len(prepared)), step, clock)
 
     def _pool(self, cell: Cell) -> Pool:
-        """The batches of a case, which all its points share."""
+        """Return the batches of a case, which all its points share."""
         if cell.key not in self.pools:
             shapes = table_shapes(cell.workload, scale=cell.rows_scale)
             count = self.setup.config.timing.pool
@@ -96,12 +96,12 @@ class Bench:
         return self.pools[cell.key]
 
     def settle(self) -> None:
-        """No garbage collection from here on."""
+        """Switch garbage collection off."""
         gc.freeze()
         gc.disable()
 
     def warm(self, name: str) -> dict[str, Any]:
-        """Warm the point up; what one execution takes, and how warm it is."""
+        """Warm up the point; return the time of one execution and whether it is warm."""
         ready, timing = self.ready[name], self.setup.config.timing
         note(f"{name}|warming up")
         counters = ready.contender.counters
@@ -111,10 +111,11 @@ class Bench:
         return {"execution_s": warm.typical.get(name, 0.0), **warm.describe()}
 
     def turn(self, turn: Turn) -> list[float]:
-        """One sample per batch, each after the same executions once more, which do not count.
+        """Take one sample per batch, each after one uncounted execution.
 
-        The other worker has just had the caches, and the scheduler may have to wake this one: a
-        first execution would measure that. Every sample gets one, so that all are alike.
+        The other worker has just filled the caches, and the scheduler may have to wake this
+        process; a first execution would measure that. Every sample has such an execution, so all
+        are alike.
         """
         ready, taken = self.ready[turn.point], []
         for batch in turn.batches:
@@ -138,7 +139,7 @@ class Bench:
             pass
 
     def weigh(self, name: str) -> dict[str, float]:
-        """What a revision needs, whatever the time; each is better when it is less, hits apart."""
+        """Measure what does not depend on time; less is better, except for hit rates."""
         ready = self.ready[name]
         found: dict[str, float] = {f"{k}_bytes": v for k, v in ready.contender.nbytes().items()}
         counters = ready.contender.counters

@@ -1,4 +1,4 @@
-"""The noise floor: every point of the gate against itself in many pairs of processes."""
+"""The noise floor: compare every point of the gate with itself in many pairs of processes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ HOW = (
 
 
 def run(config: Config, *, question: str, words: Sequence[str]) -> int:
-    """Measure, keep noise.json, report; returns the exit status."""
+    """Measure, save noise.json and report; return the exit status."""
     try:
         if config.dry_run:
             return setup.plan(config, f"{config.gate.floor_pairs} pairs of processes")
@@ -74,7 +74,7 @@ def run(config: Config, *, question: str, words: Sequence[str]) -> int:
 
 
 def write(path: Path) -> tuple[str, str]:
-    """All files that follow from the stored pairs; (answer, place of the page)."""
+    """Write all files that follow from the stored pairs; return (answer, path of the page)."""
     config = OmegaConf.load(path / "config.yaml")
     points: Mapping[str, Mapping[str, Any]] = json.loads((path / "noise.json").read_text())[
         "points"
@@ -110,7 +110,7 @@ def write(path: Path) -> tuple[str, str]:
 def sentence(
     points: Mapping[str, Mapping[str, Any]], margins: Mapping[str, float], pairs: int
 ) -> str:
-    """How large the noise is, and what that means for the gate."""
+    """Describe the noise floor and what it means for the gate."""
     if not points:
         return "No point could be measured."
     worst = max(points, key=lambda n: points[n]["mad"])
@@ -124,7 +124,7 @@ def sentence(
 
 
 def table(points: Mapping[str, Mapping[str, Any]], margins: Mapping[str, float]) -> Table:
-    """A row per point."""
+    """Return one row per point."""
     rows = []
     for name, p in points.items():
         effect = statistics.combine(p["effects"])

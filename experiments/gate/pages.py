@@ -1,4 +1,4 @@
-"""What the pages of all three kinds share: figures, sentences, provenance, how to read them."""
+"""Pages of the gate's kinds: figures, sentences, provenance, and how to read them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ HOW = (
 
 @dataclass
 class Section:
-    """A heading, words, a table, figures; each may be missing."""
+    """A heading with text, a table and figures, each of which may be missing."""
 
     title: str
     words: Sequence[str] = ()
@@ -50,7 +50,7 @@ class Section:
 
 @dataclass
 class Page:
-    """A report before it is rendered, once as HTML and once as Markdown."""
+    """A report before it is rendered as HTML and as Markdown."""
 
     name: str
     answer: str
@@ -62,7 +62,7 @@ class Page:
 
 
 def write(path: Path, page: Page) -> str:
-    """index.html, report.md and the figures; returns the page's place as a user would type it."""
+    """Write index.html, report.md and the figures; return the page's path as users type it."""
     store, environment = RunStore(path), read_json(path, "environment.json")
     drawn = {f.name: _draw(path, f, environment) for s in page.sections for f in s.figures}
     store.write("report.md", markdown(page, environment))
@@ -72,7 +72,7 @@ def write(path: Path, page: Page) -> str:
 
 
 def subtitle(environment: dict[str, Any]) -> str:
-    """Machine and software, in one line."""
+    """Describe machine and software in one line."""
     git = environment.get("git") or {}
     code = f"{git.get('sha', '')}{'-dirty' * bool(git.get('dirty'))}"
     parts = [environment.get("device"), f"torch {environment.get('torch')}", code]
@@ -87,7 +87,7 @@ def _draw(path: Path, figure: Figure, environment: dict[str, Any]) -> list[str]:
 
 
 def markdown(page: Page, environment: dict[str, Any], *, figures: bool = True) -> str:
-    """For a terminal, a pull request, a job's summary."""
+    """Render for a terminal, a pull request or a job summary."""
     lines = [f"# {page.name}", "", f"**{page.answer}** {' '.join(page.more)}", ""]
     lines += [f"> **{n}**\n" for n in page.notices]
     for section in page.sections:
@@ -129,21 +129,21 @@ def _html(path: Path, page: Page, drawn: dict[str, list[str]], environment: dict
 
 
 def ratio(value: float, lo: float, hi: float) -> Value:
-    """'1.083 [1.061, 1.106]': three decimals, for effects of a few per cent."""
+    """Format '1.083 [1.061, 1.106]': three decimals, for effects of a few per cent."""
     if text.missing(value):
         return Value(text.NONE)
     return Value(f"{value:.3f} [{lo:.3f}, {hi:.3f}]", value)
 
 
 def percent(value: float | None) -> Value:
-    """'5.2 %'."""
+    """Format '5.2 %'."""
     if value is None or text.missing(value) or abs(value) == float("inf"):
         return Value(text.NONE)
     return Value(f"{100 * value:.3g} %", value)
 
 
 def folder_name(path: Path) -> str:
-    """Short where it is in the repository."""
+    """Return a path, relative to the repository where it is inside."""
     return str(path.relative_to(ROOT) if path.is_relative_to(ROOT) else path)
 
 
@@ -166,7 +166,7 @@ def write_outputs(
     *,
     summary: str | None = None,
 ) -> tuple[str, str]:
-    """All of them, before anyone exits; (answer, place of the page). `summary` is added to."""
+    """Write all outputs, append to `summary`, and return (answer, path of the page)."""
     store, environment = RunStore(path), read_json(path, "environment.json")
     answer = sentence(found, facts)
     report = _page(found, facts, answer, status)
@@ -190,7 +190,7 @@ def write_outputs(
 
 
 def sentence(found: Findings, facts: Mapping[str, Any]) -> str:
-    """The gate in one sentence."""
+    """State the result of the gate in one sentence."""
     between = f"{facts['head']} against {facts['base']}"
     if found.broken:
         return f"{between}: nothing could be compared: {found.broken}"
@@ -220,7 +220,7 @@ def _effect(line: Line) -> str:
 
 
 def describe(line: Line) -> str:
-    """One line on the terminal."""
+    """Format one finding as a line for the terminal."""
     if line.ruling is None:
         return f"{line.state:<8} {line.point}: {line.reason}"
     ruling = line.ruling
@@ -263,7 +263,7 @@ def _kind(verdict: Verdict) -> str:
 
 
 def table(lines: Sequence[Line]) -> Table:
-    """A row per point that was compared."""
+    """Return one row per compared point."""
     rows = []
     for line in lines:
         if line.ruling is None:
@@ -287,7 +287,7 @@ def table(lines: Sequence[Line]) -> Table:
 
 
 def _figures(lines: Sequence[Line]) -> list[Figure]:
-    """The funnel: every ratio, sorted, over its margin."""
+    """Draw the funnel: every ratio, sorted, with its margin."""
     drawn = []
     for line in sorted(lines, key=lambda x: -(x.ruling.effect.ratio if x.ruling else 0)):
         if line.ruling is None:
@@ -318,7 +318,7 @@ def _figures(lines: Sequence[Line]) -> list[Figure]:
 
 
 def junit(found: Findings, answer: str) -> str:
-    """One test case a point: a failure where it is worse, skipped where nothing can be said."""
+    """Return one test case per point: failed where it is worse, skipped where undecided."""
     suite = ElementTree.Element("testsuite", name="performance gate", tests=str(len(found.lines)))
     failures = 0
     for line in found.lines:

@@ -1,4 +1,4 @@
-"""Two workers, base and head, in turns: what one pair of fresh processes says of every point."""
+"""Pairs of workers, base and head, measured alternately in fresh processes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PAIR_SEEDS = 1_000_003  # a prime between the seeds of two runs
 
 
 class Side(Enum):
-    """The revision that a change starts from, and the one with the change."""
+    """The two sides: base is the revision that a change starts from, head has the change."""
 
     base = "base"
     head = "head"
@@ -40,19 +40,19 @@ class Side(Enum):
 
 @dataclass(frozen=True)
 class Revisions:
-    """Where each side's `emblib/` is; "" for the one that is imported anyway."""
+    """The folder of `emblib/` for each side; "" for the package that is imported by default."""
 
     base: str = ""
     head: str = ""
 
     def of(self, side: Side) -> str:
-        """The folder of one of them."""
+        """Return the folder of a side."""
         return self.base if side is Side.base else self.head
 
 
 @dataclass(frozen=True)
 class Job:
-    """One pair of processes: what it measures and how."""
+    """One pair of processes: its points and settings."""
 
     points: Sequence[Point]
     config: Config
@@ -64,7 +64,7 @@ class Job:
 
 @dataclass
 class Taken:
-    """What a pair found at one point."""
+    """The samples of a pair at one point."""
 
     base: list[list[float]] = field(default_factory=list)  # block -> its two samples
     head: list[list[float]] = field(default_factory=list)
@@ -73,43 +73,43 @@ class Taken:
     weight: dict[str, dict[str, float]] = field(default_factory=dict)  # side -> what it needs
 
     def of(self, side: Side) -> list[list[float]]:
-        """The samples of one side."""
+        """Return the samples of one side."""
         return self.base if side is Side.base else self.head
 
     def logs(self) -> list[float]:
-        """log(head / base) of each block, between the faster of two samples."""
+        """Return log(head / base) of each block, from the faster of two samples."""
         pairs = zip(self.head, self.base, strict=True)
         return [math.log(min(h) / min(b)) for h, b in pairs]
 
     @property
     def effect(self) -> float:
-        """Of this pair of processes."""
+        """Return the effect in this pair of processes."""
         head, base = (dict(enumerate(map(min, side))) for side in (self.head, self.base))
         return statistics.process_effect(head, base)
 
 
 @dataclass
 class Found:
-    """The outcome of a pair: what was measured, and what could not be."""
+    """The outcome of a pair: the samples, and the points that could not be measured."""
 
     taken: dict[str, Taken] = field(default_factory=dict)
     failed: dict[str, dict[Side, Built]] = field(default_factory=dict)
 
     def fail(self, point: str, side: Side, status: str, reason: str) -> None:
-        """A point that one side cannot do is not measured on the other."""
+        """Record a point that one side cannot run; it is not measured on the other either."""
         self.failed.setdefault(point, {})[side] = Built(status, reason)
         self.taken.pop(point, None)
 
 
 class Worker(Protocol):
-    """One side, as a pair uses it; tests have workers that only pretend."""
+    """The interface of one side, as a pair uses it."""
 
     def send(self, message: Any) -> None:
-        """A message of points.py."""
+        """Send a message of points.py."""
         ...
 
     def receive(self) -> Any:
-        """Its answer; raises Died."""
+        """Receive the answer; raise Died."""
         ...
 
 
@@ -117,12 +117,12 @@ Hire = Callable[[Side, str], Any]  # a worker of this revision's folder, as a co
 
 
 def hire(seconds: float, side: Side, package: str) -> Child:
-    """A worker in a fresh process."""
+    """Start a worker in a fresh process."""
     return Child(WORKER, (package,), limits=Limits(seconds or math.inf))
 
 
 def run_pair(job: Job, revisions: Revisions, employ: Hire | None = None) -> Found:
-    """Measure all points of the job. A crash costs the point it happened at; the rest goes on."""
+    """Measure all points of the job. A crash costs only the point it happened at."""
     found, points = Found(), list(job.points)
     employ = employ or partial(hire, job.config.timing.limit_seconds)
     while points:
@@ -138,7 +138,7 @@ def run_pair(job: Job, revisions: Revisions, employ: Hire | None = None) -> Foun
 
 
 class Lost(Exception):
-    """A worker died; at a point, or before it came to one."""
+    """A worker died, at a point or before the first one."""
 
     def __init__(self, side: Side, point: str, death: Died) -> None:
         super().__init__(str(death))
@@ -146,13 +146,13 @@ class Lost(Exception):
 
 
 class Team:
-    """Both workers of a pair, asked one at a time."""
+    """Both workers of a pair, which run one at a time."""
 
     def __init__(self, workers: Mapping[Side, Worker]) -> None:
         self.workers = workers
 
     def ask(self, side: Side, message: Any, point: str = "") -> Any:
-        """Its answer; raises Lost, with the point at which it died."""
+        """Return a worker's answer; raise Lost with the point at which it died."""
         worker = self.workers[side]
         try:
             worker.send(message)
@@ -163,7 +163,7 @@ class Team:
 
 
 def _attempt(job: Job, revisions: Revisions, employ: Hire, found: Found) -> None:
-    """All points in one pair of processes, in random order."""
+    """Measure all points in one pair of processes, in random order."""
     rng = random.Random(PAIR_SEEDS * job.config.seed + job.number)
     order = rng.sample(list(Side), 2)  # who comes first gets the better memory
     core = _a_core(job, rng)
@@ -190,7 +190,7 @@ def _setup(job: Job, side: Side, core: int | None) -> Setup:
 
 
 def _measure(job: Job, name: str, team: Team, rng: random.Random) -> Taken:
-    """Blocks of one point: base head head base, or the other way round, by coin."""
+    """Measure the blocks of one point: base head head base, or the reverse, at random."""
     taken = Taken()
     for side in rng.sample(list(Side), 2):
         taken.warm[side.value] = team.ask(side, Warm(name), name)
@@ -214,7 +214,7 @@ def _measure(job: Job, name: str, team: Team, rng: random.Random) -> Taken:
 
 
 def _a_core(job: Job, rng: random.Random) -> int | None:
-    """Where both workers stay: they take turns, so they do not compete, and cores differ."""
+    """Choose the core of both workers: they alternate, so they do not compete, and cores differ."""
     alone = job.config.device.threads == 1 and job.device == "cpu"
     if not alone or not hasattr(os, "sched_getaffinity"):
         return None
@@ -226,7 +226,7 @@ Measure = Callable[[Job, Revisions], Found]
 
 @dataclass
 class Trial:
-    """One run of the gate's procedure: what it found so far."""
+    """One run of the gate's procedure, with its results so far."""
 
     number: int = 0
     slow: float = 1.0
@@ -236,7 +236,7 @@ class Trial:
     weights: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)
 
     def remember(self, record: Record) -> None:
-        """What a stored record says, as when it was measured."""
+        """Add a stored record as if it had just been measured."""
         if record["status"] == "ok":
             stage = Stage(record["stage"])
             self.evidence.add(stage, record["point"], record["effect"])
@@ -264,14 +264,14 @@ class Conductor:
     pairs: int = 0  # of processes so far; their seeds follow from it
 
     def finish(self, trial: Trial) -> Trial:
-        """Measure until the rules are content."""
+        """Measure until the rules request no more."""
         names = [p.name for p in self.points if p.name in self.rules.margins]
         while request := judge.next_request(names, trial.evidence, self.rules):
             self.step(trial, request)
         return trial
 
     def step(self, trial: Trial, request: Request) -> None:
-        """One pair of processes."""
+        """Run one pair of processes."""
         started = time.monotonic()
         first = trial.number == 0 and not trial.evidence.first
         job = Job(
@@ -294,7 +294,7 @@ class Conductor:
     def _records(
         self, trial: Trial, request: Request, job: Job, found: Found, wall: float
     ) -> list[Record]:
-        """One per point that was measured, and one per side that could not do a point."""
+        """Return one record per measured point, and one per side that could not run a point."""
         mode = self.config.timing.modes[0].value
         records = []
         for point in job.points:
@@ -325,7 +325,7 @@ class Conductor:
 
 
 def measured(taken: Taken) -> dict[str, Any]:
-    """The samples of a pair at a point, and what follows from them."""
+    """Build the record of a pair's samples at a point."""
     return {
         "effect": taken.effect,
         "executions": taken.executions,
@@ -341,7 +341,7 @@ def _nanoseconds(blocks: Sequence[Sequence[float]]) -> list[list[int]]:
 
 
 def seconds_of(records: Sequence[Record], point: str, side: Side) -> list[float]:
-    """The faster sample of every block, of all pairs."""
+    """Return the faster sample of every block, over all pairs."""
     key = f"{side.value}_ns"
     taken = [r[key] for r in records if r["point"] == point and r["status"] == "ok"]
     return [min(block) / 1e9 for blocks in taken for block in blocks]

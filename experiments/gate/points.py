@@ -1,4 +1,4 @@
-"""What is gated, and what a worker is told: plain data that two processes send each other."""
+"""The gated points, and the messages to workers: plain data that processes exchange."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ class Point:
 
     @property
     def words(self) -> str:
-        """For people: what runs, at which sizes."""
+        """Describe what runs, at which sizes."""
         w = self.cell.workload
         sizes = f"T={w.T} E={w.E:,} D={w.D} B={w.B:,} L={w.L}"
         return f"{self.arm.label} {self.phase}, {self.optimizer.value}, {sizes}"
 
 
 def points_of(config: Config) -> list[Point]:
-    """The points of gate.points; raises UsageError where one names what there is not."""
+    """Return the points of gate.points; raise UsageError where one names something unknown."""
     cells = {c.section: c for c in expand(config) if c.section != SWEEP}
     wanted = config.gate.points
     if not wanted:
@@ -72,14 +72,14 @@ class Setup:
 
 @dataclass(frozen=True)
 class Warm:
-    """Run a point until it is warm; the answer is what one execution then takes."""
+    """Run a point until it is warm; answered by the time of one execution."""
 
     point: str
 
 
 @dataclass(frozen=True)
 class Turn:
-    """Time a point on these batches, one sample each; the answer is their seconds."""
+    """Time a point on these batches, one sample each; answered by their seconds."""
 
     point: str
     batches: tuple[int, ...]
@@ -88,26 +88,26 @@ class Turn:
 
 @dataclass(frozen=True)
 class Weigh:
-    """Bytes, peak and hit rate of a point: what does not depend on the clock."""
+    """Count bytes, peak memory and hit rate of a point."""
 
     point: str
 
 
 @dataclass(frozen=True)
 class Built:
-    """What became of a point in one worker; `status` as in a run's records."""
+    """The result of building a point in one worker; `status` as in a run's records."""
 
     status: str = "ok"
     reason: str = ""
 
 
 def with_optimizer(config: Config, point: Point) -> Config:
-    """The configuration as a point wants it."""
+    """Return the configuration with the optimizer of a point."""
     return dataclasses.replace(config, optimizer=point.optimizer)
 
 
 def describe(point: Point) -> dict[str, Any]:
-    """For records and JSON."""
+    """Return a dict for records and JSON."""
     workload = dataclasses.asdict(point.cell.workload)
     return {
         "point": point.name,

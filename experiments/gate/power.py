@@ -1,7 +1,7 @@
-"""How often the gate errs: whole gates of a revision against itself, and against a slowed self.
+"""The error rates of the gate: whole gates of a revision against itself, and against a slowed copy.
 
-Every trial is the gate's whole procedure with processes of its own; no pair is used twice, so the
-trials are as independent as the machine lets them be. A run that was ended goes on where it was.
+Every trial is the gate's whole procedure in processes of its own; no pair is used twice, so trials
+are as independent as the machine permits. An interrupted run can be resumed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from experiments.timing.statistics import Verdict
 
 
 def run(config: Config, *, question: str, words: Sequence[str]) -> int:
-    """All trials, then the report; returns the exit status."""
+    """Run all trials, then the report; return the exit status."""
     try:
         if config.dry_run:
             trials = f"{len(schedule(config))} trials of a gate"
@@ -61,7 +61,7 @@ def run(config: Config, *, question: str, words: Sequence[str]) -> int:
 
 
 def schedule(config: Config) -> list[float]:
-    """How much each trial slows head; slowed ones are spread evenly among the others."""
+    """Return how much each trial slows head; slowed trials are spread evenly among the others."""
     gate, smoke = config.gate, bool(config.timing.max_rows)
     still, slow = (min(n, 1) if smoke else n for n in (gate.trials, gate.slowed_trials))
     total = still + slow
@@ -70,13 +70,13 @@ def schedule(config: Config) -> list[float]:
 
 
 def kept_rules(store: RunStore) -> Rules | None:
-    """Those that a run began with: it is judged by the same to its end."""
+    """Return the rules that a run began with, which apply until its end."""
     kept = read_json(store.path, RULES)
     return Rules(kept["pairs"], kept["most_pairs"], kept["margins"]) if kept else None
 
 
 def complete(path: Path) -> list[dict[str, Any]]:
-    """The outcomes of the trials of a run directory that came to their end."""
+    """Return the outcomes of the completed trials of a run directory."""
     rules = kept_rules(RunStore(path))
     if rules is None:
         return []
@@ -87,7 +87,7 @@ def complete(path: Path) -> list[dict[str, Any]]:
 
 
 def _trials(conductor: Conductor, done: dict[int, Trial]) -> str:
-    """'finished', 'interrupted', or 'incomplete' where a process failed: that trial is not one."""
+    """Return 'finished', 'interrupted', or 'incomplete': a process failed, the trial is void."""
     display, rules, failures = conductor.display, conductor.rules, 0
     names = list(rules.margins)
     try:
@@ -112,7 +112,7 @@ def _trials(conductor: Conductor, done: dict[int, Trial]) -> str:
 
 
 def replay(records: Sequence[Record]) -> dict[int, Trial]:
-    """The trials of stored records, finished or not; without those in which a process failed."""
+    """Return the trials of stored records, without those in which a process failed."""
     trials: dict[int, Trial] = {}
     for record in records:
         number, attempt = record["trial"], record.get("attempt", 1)
@@ -127,7 +127,7 @@ def replay(records: Sequence[Record]) -> dict[int, Trial]:
 
 
 def outcome(trial: Trial, names: Sequence[str], rules: Rules) -> dict[str, Any]:
-    """What one gate would have said."""
+    """Return the decision of one gate."""
     rulings = judge.rule(names, trial.evidence, rules)
     by_verdict: dict[str, list[str]] = defaultdict(list)
     for name, ruling in rulings.items():
@@ -147,7 +147,7 @@ def outcome(trial: Trial, names: Sequence[str], rules: Rules) -> dict[str, Any]:
 
 
 def line(found: Mapping[str, Any]) -> str:
-    """A trial on the terminal."""
+    """Format a trial for the terminal."""
     slowed = f"slowed {found['slow']:g}×" if found["slow"] > 1 else "A/A"
     counts = ", ".join(
         f"{len(found[v.value.lower()])} {v.value.lower()}"
@@ -159,7 +159,7 @@ def line(found: Mapping[str, Any]) -> str:
 
 
 def compute_rates(trials: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Of complete trials: false alarms, and what was caught, with Wilson intervals."""
+    """Return false-alarm and detection rates of complete trials, with Wilson intervals."""
     still = [t for t in trials if t["slow"] == 1]
     slowed = [t for t in trials if t["slow"] > 1]
     seen = [n for t in slowed for n in t["effects"]]
@@ -187,7 +187,7 @@ def compute_rates(trials: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def rate(hits: int, trials: int) -> dict[str, Any]:
-    """With its 95 % interval."""
+    """Return a rate with its 95 % interval."""
     lo, hi = comparison.wilson(hits, trials)
     share = hits / trials if trials else None
     return {"hits": hits, "of": trials, "rate": share, "lo": lo, "hi": hi}
@@ -207,7 +207,7 @@ STILL, SLOWED = COLOURS["tbe"], COLOURS["tt"]
 
 
 def write(path: Path, info: Mapping[str, Any] | None = None) -> tuple[str, str]:
-    """All files that follow from the stored pairs; (answer, place of the page)."""
+    """Write all files that follow from the stored pairs; return (answer, path of the page)."""
     store, trials = RunStore(path), complete(path)
     kept = dict(info or read_json(path, "run.json"))
     rates = compute_rates(trials)
@@ -218,7 +218,7 @@ def write(path: Path, info: Mapping[str, Any] | None = None) -> tuple[str, str]:
 
 
 def sentence(rates: Mapping[str, Any], trials: Sequence[Mapping[str, Any]]) -> str:
-    """Both rates."""
+    """State both rates."""
     if not trials:
         return "No trial came to its end."
     slow = max((t["slow"] for t in trials), default=1.0)
@@ -233,7 +233,7 @@ def sentence(rates: Mapping[str, Any], trials: Sequence[Mapping[str, Any]]) -> s
 
 
 def in_words(rate: Mapping[str, Any]) -> str:
-    """'0 of 200 (0 %, 95 % interval 0 to 1.9 %)'."""
+    """Format '0 of 200 (0 %, 95 % interval 0 to 1.9 %)'."""
     if not rate["of"]:
         return "0 of 0"
     lo, hi = (f"{100 * rate[k]:.3g}" for k in ("lo", "hi"))
@@ -289,7 +289,7 @@ def _tile(rate: Mapping[str, Any], what: str) -> tuple[str, str, str]:
 
 
 def rate_table(rates: Mapping[str, Any]) -> Table:
-    """A row per point."""
+    """Return one row per point."""
     rows = [
         [Value(name), *_cells(found["false_alarms"]), *_cells(found["caught"])]
         for name, found in rates["points"].items()
@@ -305,7 +305,7 @@ def _cells(rate: Mapping[str, Any]) -> list[Value]:
 
 
 def figure(trials: Sequence[Mapping[str, Any]], margins: Mapping[str, float]) -> Figure:
-    """A strip per point: the effect that each trial's first set found."""
+    """Draw a strip per point: the effect that each trial's first set found."""
     panel = Panel("First set of pairs", _strips(trials, margins), 8.0, 0.55 * len(margins) + 1.2)
     return Figure(
         "trials",

@@ -1,8 +1,8 @@
-"""A revision of emblib as a folder that a worker can import it from, its libraries built.
+"""Check out a revision of emblib into a folder and build its native libraries.
 
-Sources come from git, or from the working tree; native libraries are kept by the content of their
-sources, so that two revisions which differ in Python only have the same ones. Where both revisions
-have the same native sources, the libraries that are installed serve both and nothing is compiled.
+Sources come from git or from the working tree. Native libraries are cached by the content of their
+sources, so that revisions which differ only in Python share them. Where both revisions have the
+sources of the installed libraries, these serve both and nothing is compiled.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ DEFAULT_BASES = ("origin/main", "HEAD")
 
 
 class BuildError(Exception):
-    """A revision cannot be built; the message is what the compiler said."""
+    """A revision cannot be built; the message has the compiler's error."""
 
 
 @dataclass(frozen=True)
 class Revision:
-    """A state of the sources."""
+    """One state of the sources."""
 
     name: str  # as it was asked for
     sha: str  # of the commit; WORKTREE for the working tree
@@ -42,12 +42,12 @@ class Revision:
 
     @property
     def words(self) -> str:
-        """For people."""
+        """Describe the revision in a few words."""
         return self.name if self.sha in (WORKTREE, self.name) else f"{self.name} ({self.sha[:12]})"
 
 
 def git(*arguments: str) -> bytes:
-    """What git prints; raises UsageError with its last line."""
+    """Return the output of git; raise UsageError with the last line of its error."""
     try:
         done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True)
     except OSError as error:
@@ -59,7 +59,7 @@ def git(*arguments: str) -> bytes:
 
 
 def resolve(name: str) -> str:
-    """The commit that git calls so; raises UsageError."""
+    """Resolve a name to a commit; raise UsageError."""
     if name == WORKTREE:
         return WORKTREE
     try:
@@ -72,7 +72,7 @@ def resolve(name: str) -> str:
 
 
 def base_name(config: Config, *, smoke: bool) -> str:
-    """What gate.base means where it is empty."""
+    """Return the default of gate.base."""
     if config.gate.base:
         return config.gate.base
     if smoke:
@@ -87,7 +87,7 @@ def base_name(config: Config, *, smoke: bool) -> str:
 
 
 def checkout(name: str, home: Path = HOME) -> Revision:
-    """The sources of a revision in a folder of their own, which is made only once."""
+    """Check out the sources of a revision into a folder of their own, once."""
     sha = resolve(name)
     mark = sha[:12] if sha != WORKTREE else f"worktree-{_digest(ROOT)}"
     folder = home / mark
@@ -108,7 +108,7 @@ def checkout(name: str, home: Path = HOME) -> Revision:
 
 
 def _sources(root: Path) -> Iterator[Path]:
-    """All files of emblib and csrc that are not built, in order."""
+    """Return all source files of emblib and csrc, sorted."""
     for part in PARTS:
         for path in sorted((root / part).rglob("*")):
             built = path.suffix in (".so", ".pyc") or "__pycache__" in path.parts
@@ -126,7 +126,7 @@ def _digest(root: Path, part: str = "") -> str:
 
 
 def installed() -> list[Path]:
-    """The native libraries that `import emblib` uses here."""
+    """Return the native libraries that `import emblib` uses here."""
     spec = importlib.util.find_spec("emblib")
     folders = [Path(p) for p in (spec.submodule_search_locations or [])] if spec else []
     found = {p.name: p for folder in reversed(folders) for p in folder.glob("libemblib_*.so")}
@@ -137,7 +137,7 @@ Say = Callable[[str], object]  # told what takes long
 
 
 def prepare(base: Revision, head: Revision, device: str, say: Say, home: Path = HOME) -> None:
-    """Give both their native libraries; raises BuildError, which names the revision."""
+    """Provide both revisions with native libraries; raise BuildError, which names the revision."""
     natives = {r.sha: _digest(r.folder, "csrc/") for r in (base, head)}
     same = len(set(natives.values())) == 1
     libraries = installed() if same and natives[head.sha] == _digest(ROOT, "csrc/") else []
@@ -154,14 +154,14 @@ def prepare(base: Revision, head: Revision, device: str, say: Say, home: Path = 
 
 
 def snapshot(name: str, device: str, say: Say) -> Revision:
-    """A revision that is compared with itself; what is edited meanwhile does not get into it."""
+    """Copy the working tree, so that later edits do not affect a comparison with itself."""
     revision = checkout(name)
     prepare(revision, revision, device, say)
     return revision
 
 
 def _key(revision: Revision, cuda: str) -> str:
-    """Equal where a build would give the same: sources, torch, compiler, settings."""
+    """Return a key of everything that determines a build: sources, torch, compiler, settings."""
     settings = [cuda, *(os.environ.get(k, "") for k in ("TORCH_CUDA_ARCH_LIST", "CXX"))]
     compiler = _first_line([os.environ.get("CXX", "c++"), "--version"])
     torch = importlib.util.find_spec("torch")
@@ -179,7 +179,7 @@ def _first_line(command: list[str]) -> str:
 def build(revision: Revision, home: Path, device: str, say: Say) -> list[Path]:
     """Compile a revision's libraries, or find those of an earlier build of the same sources.
 
-    CUDA kernels take long to compile, and are left out where the gate runs on the CPU.
+    CUDA kernels take long to compile and are left out where the gate runs on the CPU.
     """
     cuda = "OFF" if device == "cpu" else os.environ.get("EMBLIB_CUDA") or "AUTO"
     folder = home / _key(revision, cuda)
@@ -214,7 +214,7 @@ def build(revision: Revision, home: Path, device: str, say: Say) -> list[Path]:
 
 
 def _jobs() -> int:
-    """Processors, or as many as memory is there for; nvcc may take 2.5 GB."""
+    """Return the number of processors, or fewer where memory is short; nvcc may take 2.5 GB."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         free = next(int(x.split()[1]) for x in lines if x.startswith("MemAvailable"))
@@ -224,7 +224,7 @@ def _jobs() -> int:
 
 
 def _complaint(log: Path) -> str:
-    """What a build's output first says to be wrong."""
+    """Return the first error in a build's output."""
     lines = [x.strip() for x in log.read_text(errors="replace").splitlines() if x.strip()]
     for mark in ("error:", "CMake Error", "FAILED:"):
         for number, line in enumerate(lines):

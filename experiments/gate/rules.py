@@ -1,9 +1,9 @@
-"""From the effects of pairs of processes to verdicts: what to measure next, and what is then so.
+"""The decision rules of the gate: what to measure next, and the verdict on each point.
 
-Two sets of pairs, which share nothing. The first looks at every point, and for longer at those that
-it is unsure of. What it finds slower or faster is looked at again by a second set, as large, and
-only what that finds as well counts: as the second is not looked at before it is complete, looking
-longer at the first, or at many points, does not make false alarms more likely.
+There are two independent sets of pairs. The first covers every point, with more pairs for points
+that it cannot decide. What it finds slower or faster is measured again by a second set of the same
+size, and only what the second set confirms counts. The second set is evaluated only when complete,
+so longer measurement in the first set, or many points, do not make false alarms more likely.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ CHANGES = (Verdict.SLOWER, Verdict.FASTER)
 
 
 class Stage(Enum):
-    """Which set of pairs a pair belongs to."""
+    """The set that a pair belongs to."""
 
     first = "first"
     second = "second"
@@ -30,7 +30,7 @@ class Stage(Enum):
 
 @dataclass(frozen=True)
 class Rules:
-    """How many pairs, and from where on a difference counts."""
+    """The numbers of pairs, and the margins."""
 
     pairs: int
     most_pairs: int
@@ -39,7 +39,7 @@ class Rules:
 
 @dataclass(frozen=True)
 class Request:
-    """What the next pair of processes measures."""
+    """The points that the next pair of processes measures."""
 
     stage: Stage
     points: tuple[str, ...]
@@ -47,24 +47,24 @@ class Request:
 
 @dataclass
 class Evidence:
-    """Effects so far: point -> log(head / base) of each pair."""
+    """The effects so far: point -> log(head / base) of each pair."""
 
     first: dict[str, list[float]] = field(default_factory=dict)
     second: dict[str, list[float]] = field(default_factory=dict)
     lost: set[str] = field(default_factory=set)  # points that a side could not do
 
     def add(self, stage: Stage, point: str, effect: float) -> None:
-        """What one more pair found."""
+        """Add the effects of one pair."""
         self.of(stage).setdefault(point, []).append(effect)
 
     def of(self, stage: Stage) -> dict[str, list[float]]:
-        """One of the sets."""
+        """Return the evidence of one set."""
         return self.first if stage is Stage.first else self.second
 
 
 @dataclass(frozen=True)
 class Ruling:
-    """What is said of a point, on what grounds."""
+    """The verdict on a point, with its grounds."""
 
     verdict: Verdict
     effect: Effect  # of the second set where there was one: the first was chosen for its effect
@@ -77,7 +77,7 @@ class Ruling:
 
 
 def next_request(points: Sequence[str], evidence: Evidence, rules: Rules) -> Request | None:
-    """What to measure next; None when all is known that will be."""
+    """Return what to measure next; None when the procedure is complete."""
     points = [p for p in points if p not in evidence.lost]
     first = {p: evidence.first.get(p, []) for p in points}
     new = [p for p in points if len(first[p]) < rules.pairs]
@@ -95,7 +95,7 @@ def next_request(points: Sequence[str], evidence: Evidence, rules: Rules) -> Req
 
 
 def rule(points: Sequence[str], evidence: Evidence, rules: Rules) -> dict[str, Ruling]:
-    """Of every point that both sides could do."""
+    """Decide every point that both sides could run."""
     measured = [p for p in points if p not in evidence.lost and evidence.first.get(p)]
     screened = {p: _said(evidence.first[p], rules.margins[p]) for p in measured}
     again = [p for p in measured if screened[p] in CHANGES and evidence.second.get(p)]

@@ -1,4 +1,4 @@
-"""The gate from configuration to exit status: build, take turns, confirm, report, then exit."""
+"""Run the gate from configuration to exit status: build, measure, confirm, report."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from experiments.run.progress import Display
 
 
 def run(config: Config, *, question: str, words: Sequence[str]) -> int:
-    """Compare two revisions; returns the exit status (see cli.HELP)."""
+    """Compare two revisions; return the exit status (see cli.HELP)."""
     began = time.monotonic()
     try:
         if config.dry_run:
@@ -62,7 +62,7 @@ def run(config: Config, *, question: str, words: Sequence[str]) -> int:
 def _compare(
     start: Start, store: RunStore, display: Display, name: str, *, alike: bool
 ) -> tuple[Findings, dict[str, Any]]:
-    """Everything between the build and the verdicts; whatever happens there are findings."""
+    """Run everything between build and verdicts; whatever happens becomes findings."""
     facts: dict[str, Any] = {
         "base": name,
         "head": start.config.gate.head,
@@ -89,7 +89,7 @@ def _compare(
 def _build(
     config: Config, device: str, display: Display, name: str, facts: dict[str, Any]
 ) -> Revisions:
-    """Where both are."""
+    """Build both revisions and return their folders."""
     base = revisions.checkout(name)
     head = revisions.checkout(config.gate.head)
     facts |= {"base": base.words, "head": head.words}

@@ -1,4 +1,4 @@
-"""How every run of the gate's kinds starts: device, points, store, environment, noise floor."""
+"""Start a run of the gate's kinds: device, points, store, environment, noise floor."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ SCHEMA = 1
 
 @dataclass(frozen=True)
 class Floor:
-    """What noise.json says."""
+    """The noise floor in noise.json."""
 
     source: str  # file name
     points: Mapping[str, Mapping[str, Any]]
     measured: str  # when
 
     def margin(self, point: str, least: float, pairs: int) -> float:
-        """Of a point, for an effect over so many pairs; of one that it does not know, the least."""
+        """Return a point's margin for an effect over `k` pairs; the minimum for an unknown one."""
         known = self.points.get(point)
         return statistics.margin(least, known["mad"], pairs) if known else least
 
 
 def summarise(effects: Sequence[float]) -> dict[str, Any]:
-    """Of the effects of pairs that compare a revision with itself."""
+    """Summarise the effects of pairs that compare a revision with itself."""
     ordered = sorted(abs(x) for x in effects)
     return {
         "pairs": len(effects),
@@ -55,7 +55,7 @@ def summarise(effects: Sequence[float]) -> dict[str, Any]:
 
 
 def measures(config: Config) -> str:
-    """Equal where pairs are measured alike, so that a floor holds for a gate."""
+    """Return a key of how pairs are measured; a floor applies to gates with the same key."""
     timing, device = config.timing, config.device
     return digest(
         {
@@ -73,7 +73,7 @@ def measures(config: Config) -> str:
 
 
 def key(environment: Mapping[str, Any]) -> dict[str, Any]:
-    """What must agree between the machine of a floor and that of a gate."""
+    """Return what must agree between the machines of a floor and of a gate."""
     gpu = environment.get("gpu") or {}
     return {
         "hardware_id": environment["hardware_id"],
@@ -84,7 +84,7 @@ def key(environment: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def name(environment: Mapping[str, Any], config: Config) -> str:
-    """One file a machine and way of measuring."""
+    """Return the file name for a machine and way of measuring."""
     return f"{environment['hardware_id']}-{measures(config)[:8]}.json"
 
 
@@ -94,7 +94,7 @@ def content(
     effects: Mapping[str, Sequence[float]],
     when: str,
 ) -> dict[str, Any]:
-    """noise.json."""
+    """Return the content of noise.json."""
     return {
         "schema": SCHEMA,
         "machine": environment["device"],
@@ -106,7 +106,7 @@ def content(
 
 
 def read(folder: Path, environment: Mapping[str, Any], config: Config) -> Floor | None:
-    """The floor of this machine and way of measuring; None where there is none."""
+    """Return the floor for this machine and way of measuring; None where there is none."""
     source = folder / name(environment, config)
     try:
         found = json.loads(source.read_text())
@@ -129,7 +129,7 @@ class Start:
 
     @property
     def rules(self) -> Rules:
-        """Margins of the points that can be gated, and how many pairs."""
+        """Return the numbers of pairs, and the margins of points that can be gated."""
         pairs = self.config.timing.replicates
         margins = {p.name: self.margin(p) for p in self.points}
         most = self.config.gate.most_margin
@@ -137,24 +137,24 @@ class Start:
         return Rules(pairs, max(pairs, self.config.gate.most_pairs), gated)
 
     def margin(self, point: Point) -> float:
-        """What counts at this point."""
+        """Return the margin of this point."""
         least = self.config.gate.min_effect
         pairs = self.config.timing.replicates
         return self.floor.margin(point.name, least, pairs) if self.floor else least
 
     @property
     def smoke(self) -> bool:
-        """Tiny sizes, to see whether it runs at all."""
+        """Return whether sizes are tiny, only to test that everything runs."""
         timing = self.config.timing
         return bool(timing.max_rows or timing.max_batch)
 
     def create(self) -> RunStore:
-        """A fresh run directory; raises UsageError where it cannot be written."""
+        """Create a run directory; raise UsageError where it cannot be written."""
         return RunStore.begin(self.config, self.environment)
 
 
 def start(config: Config, words: Sequence[str]) -> Start:
-    """Raises UsageError where the run cannot be."""
+    """Prepare a run; raise UsageError where it cannot run."""
     device = device_of(config)
     points = points_of(config)
     if config.gate.inject < 1:
@@ -167,7 +167,7 @@ def start(config: Config, words: Sequence[str]) -> Start:
 
 
 def unfinished(start: Start) -> tuple[RunStore, list[Record]] | None:
-    """The latest run of the same configuration and machine that neither ended nor goes on."""
+    """Return the latest interrupted run of the same configuration and machine."""
     folder = ROOT / start.config.report.folder / start.config.name
     wanted = OmegaConf.to_yaml(OmegaConf.structured(start.config))
     for path in sorted(folder.glob("*/config.yaml"), reverse=True):
@@ -183,7 +183,7 @@ def unfinished(start: Start) -> tuple[RunStore, list[Record]] | None:
 
 
 def one_revision(start: Start, say: Callable[[str], object]) -> Revisions:
-    """Head on both sides; raises UsageError where it does not build."""
+    """Use head on both sides; raise UsageError where it does not build."""
     try:
         head = revisions.snapshot(start.config.gate.head, start.device.type, say)
     except revisions.BuildError as error:
@@ -192,7 +192,7 @@ def one_revision(start: Start, say: Callable[[str], object]) -> Revisions:
 
 
 def heading(start: Start, what: str) -> str:
-    """What runs where, in one line."""
+    """Describe what runs where, in one line."""
     environment = start.environment
     margins = "margins from this machine's noise floor" if start.floor else "no noise floor here"
     return (
@@ -202,7 +202,7 @@ def heading(start: Start, what: str) -> str:
 
 
 def plan(config: Config, what: str) -> int:
-    """A dry run: the points, and `what` happens at them; returns exit status 0."""
+    """Print a dry run: the points and what is done with them; return exit status 0."""
     points = points_of(config)
     for point in points:
         print(f"  {point.name:<32} {point.words}")
@@ -211,12 +211,12 @@ def plan(config: Config, what: str) -> int:
 
 
 def pairs_of(config: Config) -> str:
-    """How many processes a gate takes, for people."""
+    """Describe how many processes a gate takes."""
     least, most = config.timing.replicates, max(config.timing.replicates, config.gate.most_pairs)
     return f"{least} to {most} pairs of processes, and as many again to confirm what looks slower"
 
 
 def refuse(error: UsageError) -> int:
-    """Wrong usage: one line, exit status 2."""
+    """Print one line for wrong usage; return exit status 2."""
     print(f"error: {error}", file=sys.stderr)
     return 2

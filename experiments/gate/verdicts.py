@@ -1,4 +1,4 @@
-"""A gate's findings and its exit status: times, bytes, hit rates, and what was not compared."""
+"""The findings and the exit status of a gate: times, bytes, hit rates, what was left out."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FINE, REGRESSION, UNSURE, FAILED, NOTHING = 0, 3, 4, 5, 6
 
 @dataclass(frozen=True)
 class Line:
-    """What the gate says of a point."""
+    """The finding for one point."""
 
     point: str
     words: str
@@ -39,13 +39,13 @@ class Line:
 
     @property
     def regression(self) -> bool:
-        """Slower, found twice; or more bytes, or fewer hits."""
+        """Return whether it is slower, confirmed, or needs more bytes, or has fewer hits."""
         return self.state == Verdict.SLOWER.value or bool(self.grown)
 
 
 @dataclass
 class Findings:
-    """Everything that a gate found."""
+    """All findings of a gate."""
 
     lines: list[Line] = field(default_factory=list)
     broken: str = ""  # why nothing could be compared
@@ -53,16 +53,16 @@ class Findings:
     interrupted: bool = False
 
     def having(self, *states: str) -> list[Line]:
-        """Lines in one of these states."""
+        """Return the lines in one of these states."""
         return [x for x in self.lines if x.state in states]
 
     @property
     def compared(self) -> list[Line]:
-        """Points of which there is a verdict."""
+        """Return the points with a verdict."""
         return self.having(*(v.value for v in Verdict))
 
     def status(self, *, strict: bool) -> int:
-        """The exit status: what is worst to miss comes first."""
+        """Return the exit status; the most severe finding decides."""
         if self.interrupted:
             return 130
         if self.broken:
@@ -84,7 +84,7 @@ ORDER = ("SLOWER", "MISSING", "FAILED", "UNSURE", "NOISY", "FASTER", "SAME", "NE
 def findings(
     points: Sequence[Point], trial: Trial, rules: Rules, records: Sequence[Record]
 ) -> Findings:
-    """Of a trial that is complete, or of one that was interrupted. Worst first, then by effect."""
+    """Return the findings of a complete or interrupted trial, worst first, then by effect."""
     names = [p.name for p in points if p.name in rules.margins]
     rulings = rule(names, trial.evidence, rules)
     lines = []
@@ -106,7 +106,7 @@ def _size(line: Line) -> float:
 
 
 def _failed(point: Point, failed: Mapping[Side, Built]) -> Line:
-    """Head cannot: a failure. Only base cannot: something new. Neither is asked to: not here."""
+    """Classify a failure: of head, new (only base cannot run it), or unavailable on both."""
     head, base = failed.get(Side.head), failed.get(Side.base)
     built = head or base or Built("error", "no reason was given")
     reason = f"{built.status}: {built.reason}"
@@ -130,7 +130,7 @@ def _judged(point: Point, ruling: Ruling, trial: Trial, records: Sequence[Record
 
 
 def advice(ruling: Ruling) -> str:
-    """What to do about a point that the gate is unsure of."""
+    """Suggest what to do about an undecided point."""
     if ruling.effect.processes < comparison.LEAST_PROCESSES:
         return "one pair of processes gives no verdict; raise timing.replicates"
     if ruling.screened in (Verdict.SLOWER, Verdict.FASTER):
@@ -142,7 +142,7 @@ def advice(ruling: Ruling) -> str:
 
 
 def changes(base: Mapping[str, float], head: Mapping[str, float]) -> tuple[list[str], list[str]]:
-    """Deterministic numbers that became worse, and better: bytes exactly, the others nearly so."""
+    """Return deterministic numbers that became worse and better; bytes compare exactly."""
     worse, better = [], []
     for key in sorted(base.keys() & head.keys()):
         before, after = base[key], head[key]
@@ -164,7 +164,7 @@ def _median(values: Sequence[float]) -> float:
 
 
 def as_json(line: Line) -> dict[str, Any]:
-    """For gate.json; numbers that are not there are null."""
+    """Return the content of gate.json; missing numbers are null."""
     found: dict[str, Any] = {
         "point": line.point,
         "words": line.words,

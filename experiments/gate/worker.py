@@ -1,7 +1,7 @@
-"""A worker of the gate: one revision of emblib in one process, which times what it is told to.
+"""A worker of the gate: one revision of emblib in one process, which times points on request.
 
-This file and what it imports at its top know nothing of emblib: the first thing that a worker does
-is to make sure that it gets the revision it was started for, and no other that is installed.
+This file and its top-level imports do not use emblib: the first thing that a worker does is to make
+sure that `import emblib` gives the revision it was started for, and not an installed one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class WrongRevision(Exception):
 
 
 def serve(pipe: Connection, package: str) -> None:
-    """Import emblib from the folder `package` ("": whichever is found), then do as told."""
+    """Import emblib from the folder `package` ("" for the default), then answer messages."""
     prefer(package)
     from experiments.gate.bench import Bench
     from experiments.gate.points import Turn, Warm, Weigh
@@ -40,10 +40,10 @@ def serve(pipe: Connection, package: str) -> None:
 
 
 def prefer(package: str) -> None:
-    """Have `import emblib` find the one in this folder; raises WrongRevision where it does not.
+    """Make `import emblib` find the package in this folder; raise WrongRevision where it does not.
 
     An editable install puts a finder in front of all folders, which would give every worker the
-    working tree, and the gate would compare it with itself.
+    working tree, so that the gate would compare it with itself.
     """
     if not package:
         return
@@ -58,7 +58,7 @@ def prefer(package: str) -> None:
 
 
 def _yields(finder: Any, folder: str) -> bool:
-    """Whether a finder of modules looks in sys.path, knows no emblib, or knows the right one."""
+    """Return whether a finder searches sys.path, does not know emblib, or knows the right one."""
     if finder is PathFinder or not hasattr(finder, "find_spec"):
         return True
     spec = finder.find_spec("emblib", None)

@@ -1,1 +1,1 @@
-"""The machine under the numbers."""
+"""The machine: hardware, software, ceilings, telemetry and flags."""

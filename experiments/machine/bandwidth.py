@@ -1,9 +1,9 @@
-"""What the memory of this machine can do: copies, and rows gathered from random places.
+"""Measure the memory bandwidth of this machine: copies, and rows gathered from random positions.
 
-These are the ceilings that contenders are held against, measured in the same run on the same
-threads. Each is the best of several: a ceiling is not a contender, and what disturbs it only lowers
-it. All count bytes read plus bytes written. Rows are gathered in two ways, of which the better
-counts: moved to an output as large as themselves, and summed by 32 into one that is hardly written.
+These are the ceilings that contenders are compared with, measured in the same run on the same
+threads. Each is the best of several calls, since disturbances only lower a ceiling. Bandwidth
+counts bytes read plus bytes written. Rows are gathered in two ways, of which the better counts:
+copied to an output of their size, and summed by 32 into a small output.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MAPS = Path("/proc/self/smaps_rollup")
 
 
 class Lines:
-    """Memory of `nbytes` in pages as asked for; line n begins with the number n."""
+    """Memory of `nbytes` in pages of the requested size; line n begins with the number n."""
 
     def __init__(self, nbytes: int, *, huge: bool) -> None:
         self.count = max(1, nbytes // LINE)
@@ -48,21 +48,21 @@ class Lines:
         self.huge_share = max(0.0, min(1.0, (huge_bytes() - before) / room))
 
     def places(self, keys: Tensor) -> Tensor:
-        """The word to read for each key, in a line that only the key says."""
+        """Return the index of the word to read for each key."""
         return keys.remainder(self.count) * WORDS
 
     def read(self, places: Tensor) -> Tensor:
-        """A word of each line, on as many threads as torch has."""
+        """Read a word of each line, on torch's threads."""
         return torch.index_select(torch.from_numpy(self.words), 0, places)
 
     def take(self, places: Tensor) -> Tensor:
-        """The same by NumPy, on one thread and mostly faster there."""
+        """Read the same with NumPy, on one thread, where it is mostly faster."""
         out = np.empty(places.numel(), np.int64)
         return torch.from_numpy(np.take(self.words, places.numpy(), out=out, mode="clip"))
 
 
 def page_bytes(*, huge: bool) -> int:
-    """Of a small page, or of a huge one where the system has them."""
+    """Return the size of a small page, or of a huge page where the system has them."""
     try:
         return int(HUGE.read_text()) if huge else mmap.PAGESIZE
     except (OSError, ValueError):
@@ -70,7 +70,7 @@ def page_bytes(*, huge: bool) -> int:
 
 
 def huge_bytes() -> int:
-    """Of this process's memory, how much is in huge pages; 0 where the system does not say."""
+    """Return how much of this process's memory is in huge pages; 0 where unknown."""
     try:
         found = re.search(r"^AnonHugePages:\s+(\d+) kB", MAPS.read_text(), re.MULTILINE)
     except OSError:
@@ -79,9 +79,9 @@ def huge_bytes() -> int:
 
 
 def measure_random_lines(nbytes: int, seconds: float) -> dict[str, dict[str, float]]:
-    """By the bytes of a page: million lines a second, and the share of the memory in huge pages.
+    """Return million lines per second and the share of huge pages, by page size.
 
-    The better of two ways to read, the best of several calls: a ceiling is not a contender.
+    The better of two ways to read, the best of several calls.
     """
     found = {}
     for huge in (False, True):
@@ -112,11 +112,10 @@ SMALL_TABLE = 32 << 20  # where nobody has time
 
 
 def measure(device: torch.device, seconds: float = 1.5) -> dict[str, Any]:
-    """{"copy_gb_s": .., "gather_gb_s": {"64": ..}, ..}, keyed by the bytes of a row.
+    """Return {"copy_gb_s": .., "gather_gb_s": {"64": ..}, ..}, keyed by bytes per row.
 
-    On a CPU also "random_lines", keyed by the bytes of a page: see py.
-
-    Without any `seconds` the table is small and the numbers are those of a cache.
+    On a CPU also "random_lines", keyed by bytes per page, see `measure_random_lines`. Without
+    `seconds` the table is small and the numbers are those of a cache.
     """
     size = table_bytes(device) if seconds else SMALL_TABLE
     flat = torch.ones(size // 4, device=device)
@@ -138,7 +137,7 @@ def measure(device: torch.device, seconds: float = 1.5) -> dict[str, Any]:
 
 
 def table_bytes(device: torch.device) -> int:
-    """Far more than the caches hold, as far as memory goes."""
+    """Return a size far above the caches, as memory permits."""
     if device.type == "cuda":
         cache = int(torch.cuda.get_device_properties(device).L2_cache_size)
         wanted = max(1 << 30, BEYOND_CACHE * cache)
@@ -148,15 +147,16 @@ def table_bytes(device: torch.device) -> int:
 
 
 def copy_bandwidth(source: torch.Tensor, seconds: float = 0.3) -> float:
-    """Bytes read plus bytes written per second by a copy of `source`."""
+    """Return bytes read plus bytes written per second by a copy of `source`."""
     target = torch.zeros_like(source)
     return 2 * source.nbytes / best(lambda: target.copy_(source), source.device, seconds)
 
 
 def gather_bandwidth(flat: torch.Tensor, row_bytes: int, seconds: float = 0.3) -> float:
-    """Bytes read plus bytes written per second by the better gather of random rows of `flat`.
+    """Return bytes read plus bytes written per second by the better gather of rows of `flat`.
 
-    An eighth as many rows as there are, so that hardly one is read twice. Ids are not counted.
+    It gathers an eighth as many random rows as there are, so that few are read twice. Ids are not
+    counted.
     """
     table = flat.view(-1, row_bytes // flat.element_size())
     rows = table.size(0)
@@ -171,7 +171,7 @@ def gather_bandwidth(flat: torch.Tensor, row_bytes: int, seconds: float = 0.3) -
 
 
 def launch_seconds(device: torch.device) -> float:
-    """From a call on an idle GPU until its almost empty kernel is done."""
+    """Return the time from a call on an idle GPU until its almost empty kernel has ended."""
     one = torch.zeros(1, device=device)
     return best(lambda: one.add_(1.0), device, 0.01)
 
@@ -182,7 +182,7 @@ def best(
     seconds: float,
     now: Callable[[], float] = time.perf_counter,
 ) -> float:
-    """The shortest time of at least three calls, of as many as fit in `seconds`."""
+    """Return the shortest time of at least three calls, of as many as fit into `seconds`."""
     shortest, deadline, runs = float("inf"), now() + seconds, 0
     while runs < FEWEST or now() < deadline:
         _synchronise(device)

@@ -1,4 +1,4 @@
-"""What a machine's memory can do, as its own run measured it: the roofs under its contenders."""
+"""Memory ceilings: measured by the run on its machine, and theoretical from the device table."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from experiments.paths import CONF
 
 @dataclass(frozen=True)
 class Roofs:
-    """Measured bandwidth in GB/s, bytes read plus bytes written; gathers by the bytes of a row."""
+    """Measured bandwidth in GB/s, bytes read plus bytes written; gathers by bytes per row."""
 
     copy_gb_s: float = math.nan
     gather_gb_s: tuple[tuple[int, float], ...] = ()
 
     @classmethod
     def of(cls, environment: Mapping[str, Any]) -> Roofs:
-        """From environment.json; runs from before gathers were measured have the copy only."""
+        """Read from environment.json; early runs have the copy bandwidth only."""
         found = environment.get("bandwidth") or {}
         copied = found.get("copy_gb_s") or environment.get("copy_gb_s")
         gathered = {int(k): float(v) for k, v in (found.get("gather_gb_s") or {}).items()}
         return cls(float(copied) if copied else math.nan, tuple(sorted(gathered.items())))
 
     def gather(self, row_bytes: float) -> float:
-        """For rows of about that size: the nearest that was measured, by ratio."""
+        """Return the bandwidth for the measured row size that is nearest by ratio."""
         if not self.gather_gb_s:
             return math.nan
         _, found = min(self.gather_gb_s, key=lambda pair: abs(math.log(pair[0] / row_bytes)))
@@ -50,7 +50,7 @@ UNKNOWN = "unknown"
 
 @dataclass(frozen=True)
 class Device:
-    """One model of a GPU or CPU; a figure that no source gives is absent, never another model's."""
+    """One model of a GPU or CPU; figures without a source are absent."""
 
     key: str  # the file's name
     name: str
@@ -67,22 +67,22 @@ class Device:
 
     @property
     def bandwidth_gb_s(self) -> float | None:
-        """Of its memory, in theory."""
+        """Return the theoretical memory bandwidth."""
         return self.figures.get("bandwidth_gb_s")
 
     @property
     def cache_bytes(self) -> float | None:
-        """Of its last cache before memory."""
+        """Return the size of the last-level cache."""
         size = self.figures.get("cache_mb")
         return None if size is None else 1e6 * size
 
     def is_called(self, name: str) -> bool:
-        """Whether a driver's name means this device."""
+        """Return whether a driver's name means this device."""
         return any(pattern.fullmatch(name.strip()) for pattern in self._patterns)
 
 
 def read(path: Path) -> Device:
-    """One file of the table; raises ValueError that says what is wrong with it."""
+    """Read one file of the table; raise ValueError that describes the fault."""
     raw = cast(dict[str, Any], OmegaConf.to_container(OmegaConf.load(path)))
     unknown = sorted(set(raw) - {"name", "kind", "names", "note", *FIGURES})
     if unknown:
@@ -107,18 +107,18 @@ def read(path: Path) -> Device:
 
 @cache
 def table(folder: Path = FOLDER) -> tuple[Device, ...]:
-    """Every device, GPUs first, by name."""
+    """Return every device, GPUs first, by name."""
     found = [read(path) for path in sorted(folder.glob("*.yaml"))]
     return tuple(sorted(found, key=lambda d: (d.kind != "gpu", d.name)))
 
 
 def find(name: str, folder: Path = FOLDER) -> Device | None:
-    """The device that a driver calls `name`, if the table has it."""
+    """Return the device that a driver calls `name`, or None."""
     return next((device for device in table(folder) if device.is_called(name)), None)
 
 
 def of_environment(environment: Mapping[str, Any], folder: Path = FOLDER) -> Device | None:
-    """The device that a run was measured on, from its environment.json."""
+    """Return the device of a run, from its environment.json."""
     gpu, cpu = environment.get("gpu") or {}, environment.get("cpu") or {}
     name = gpu.get("name") or cpu.get("model")
     return find(str(name), folder) if name else None

@@ -23,12 +23,12 @@ class Ticks:
 
 @dataclass(frozen=True)
 class Cpu:
-    """Reads below `root`; tests give it a tree of their own."""
+    """Read the CPU's files below `root`, which tests replace."""
 
     root: Path = Path("/")
 
     def last_level_cache(self) -> int | None:
-        """Bytes of all last-level caches that the usable cores share; None where unknown."""
+        """Return the bytes of all last-level caches of the usable cores; None where unknown."""
         found: dict[str, int] = {}
         for core in self.usable_cores():
             level = self._highest_cache(core)
@@ -37,7 +37,7 @@ class Cpu:
         return sum(found.values()) or None
 
     def _highest_cache(self, core: int) -> tuple[str, int] | None:
-        """Which cores share the outermost cache of a core, and its size."""
+        """Return the cores that share the outermost cache of a core, and its size."""
         best = None
         folder = self.root / f"sys/devices/system/cpu/cpu{core}/cache"
         for index in sorted(folder.glob("index*")):
@@ -50,23 +50,23 @@ class Cpu:
         return best[1:] if best else None
 
     def usable_cores(self) -> list[int]:
-        """The cores that this process may run on."""
+        """Return the cores that this process may run on."""
         if hasattr(os, "sched_getaffinity"):
             return sorted(os.sched_getaffinity(0))
         return list(range(os.cpu_count() or 1))
 
     def model(self) -> str | None:
-        """As its maker calls it."""
+        """Return the model name."""
         text = self._text(self.root / "proc/cpuinfo") or ""
         found = re.search(r"^model name\s*: (.*)", text, re.MULTILINE)
         return found[1].strip() if found else None
 
     def governor(self) -> str | None:
-        """Frequency governor of the first usable core; None where the system hides it."""
+        """Return the frequency governor of the first usable core; None where unknown."""
         return self._text(self._core() / "cpufreq/scaling_governor")
 
     def boost(self) -> bool | None:
-        """Whether the frequency may rise above the nominal one; None where unknown."""
+        """Return whether the frequency may exceed the nominal one; None where unknown."""
         system = self.root / "sys/devices/system/cpu"
         if (turbo := self._text(system / "intel_pstate/no_turbo")) is not None:
             return turbo == "0"
@@ -74,7 +74,7 @@ class Cpu:
         return None if boost is None else boost == "1"
 
     def mhz(self) -> float | None:
-        """Mean frequency of the usable cores now; None where unknown."""
+        """Return the present mean frequency of the usable cores; None where unknown."""
         usable = set(self.usable_cores())
         found, core = [], -1
         for line in (self._text(self.root / "proc/cpuinfo") or "").splitlines():
@@ -86,7 +86,7 @@ class Cpu:
         return sum(found) / len(found) if found else None
 
     def ticks(self) -> Ticks | None:
-        """What the system did with its time; None where it does not say."""
+        """Return how the system spent its time; None where unknown."""
         first = (self._text(self.root / "proc/stat") or "").partition("\n")[0].split()
         if len(first) < 9 or first[0] != "cpu":
             return None
@@ -96,7 +96,7 @@ class Cpu:
         return Ticks(busy + idle + waiting + stolen, busy, stolen)
 
     def throttled(self) -> int | None:
-        """How often the usable cores were slowed for their heat; None where nobody counts."""
+        """Return how often the usable cores were throttled for heat; None where not counted."""
         counts = [
             self._number(
                 self.root / f"sys/devices/system/cpu/cpu{core}/thermal_throttle/core_throttle_count"
@@ -107,7 +107,7 @@ class Cpu:
         return sum(known) if known else None
 
     def joules(self) -> float | None:
-        """Energy of all packages since some moment, modulo their counters; None where hidden."""
+        """Return the energy counter of all packages; None where unavailable."""
         folders = (self.root / "sys/class/powercap").glob("intel-rapl:*")
         packages = [f for f in folders if f.name.count(":") == 1]
         counts = [self._number(folder / "energy_uj") for folder in packages]
@@ -115,30 +115,30 @@ class Cpu:
         return sum(known) / 1e6 if known and len(known) == len(counts) else None
 
     def load(self) -> float | None:
-        """Mean number of runnable processes in the last minute."""
+        """Return the mean number of runnable processes in the last minute."""
         text = self._text(self.root / "proc/loadavg")
         return float(text.split()[0]) if text else None
 
     def hypervisor(self) -> bool:
-        """Whether this is a virtual machine."""
+        """Return whether this is a virtual machine."""
         flags = re.search(
             r"^flags\s*:(.*)", self._text(self.root / "proc/cpuinfo") or "", re.MULTILINE
         )
         return bool(flags and "hypervisor" in flags[1].split())
 
     def huge_pages(self) -> str | None:
-        """always, madvise or never; None where the system hides it."""
+        """Return always, madvise or never; None where unknown."""
         text = self._text(self.root / "sys/kernel/mm/transparent_hugepage/enabled") or ""
         chosen = re.search(r"\[(\w+)\]", text)
         return chosen[1] if chosen else None
 
     def smt(self) -> bool | None:
-        """Whether cores run two threads each; None where unknown."""
+        """Return whether cores run two threads each; None where unknown."""
         text = self._text(self.root / "sys/devices/system/cpu/smt/active")
         return None if text is None else text == "1"
 
     def quota(self) -> float | None:
-        """How many cores' worth of time a container may use; None without a limit."""
+        """Return a container's limit in cores; None without one."""
         group = self.root / "sys/fs/cgroup"
         words = (self._text(group / "cpu.max") or "").split()
         if len(words) == 2 and words[0] != "max":
@@ -166,15 +166,15 @@ class Cpu:
 
 
 def own_seconds() -> float:
-    """CPU time of this process so far, all threads."""
+    """Return the CPU time of this process, all threads."""
     times = os.times()
     return times.user + times.system
 
 
 def cores_of_others(before: Ticks | None, after: Ticks | None, own: float) -> float | None:
-    """How many cores everybody else kept busy between two looks, in which this process used `own`.
+    """Return how many cores other processes kept busy between two readings.
 
-    None where nobody tells, and for a while so short that the clock ticks are too coarse for it.
+    None where unknown, and for intervals too short for the resolution of clock ticks.
     """
     if before is None or after is None:
         return None
@@ -185,5 +185,5 @@ def cores_of_others(before: Ticks | None, after: Ticks | None, own: float) -> fl
 
 
 def last_level_cache_bytes() -> int:
-    """Of the usable cores; a likely size where the system does not say."""
+    """Return the last-level cache of the usable cores; a likely size where unknown."""
     return Cpu().last_level_cache() or LIKELY_CACHE

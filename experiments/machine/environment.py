@@ -1,4 +1,4 @@
-"""The machine: what must be known to understand a number."""
+"""Describe the machine and the software: everything needed to interpret a number."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ VARIABLES = (
 
 
 def describe(device: torch.device, words: list[str]) -> dict[str, Any]:
-    """Everything about the machine and the software; no host name, no user, no absolute path."""
+    """Describe machine and software; no host name, no user, no absolute path."""
     return {
         "time_utc": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": "python run.py " + " ".join(words),
@@ -47,7 +47,7 @@ def describe(device: torch.device, words: list[str]) -> dict[str, Any]:
 
 
 def device_name(device: torch.device) -> str:
-    """The processor that does the work."""
+    """Return the name of the processor that computes."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     threads = torch.get_num_threads()
@@ -55,7 +55,7 @@ def device_name(device: torch.device) -> str:
 
 
 def git_state() -> dict[str, Any]:
-    """Commit and whether the tree differs from it."""
+    """Return the commit, and whether the working tree differs from it."""
     sha = _git("rev-parse", "--short=12", "HEAD")
     changed = _git("status", "--porcelain", "--untracked-files=no")
     return {"sha": sha or None, "dirty": None if sha is None else bool(changed)}
@@ -91,7 +91,7 @@ def _gpu(device: torch.device) -> dict[str, Any] | None:
 
 
 def _nvml(device: torch.device) -> dict[str, Any]:
-    """Driver, clocks, temperature and limits where nvidia-ml-py is installed and may ask."""
+    """Return driver, clocks, temperature and limits where NVML is available."""
     nvml = Nvml.open(device)
     if nvml is None:
         return {"nvml": "unavailable"}

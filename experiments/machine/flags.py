@@ -1,4 +1,4 @@
-"""Flags: what a reader must know about the machine a number comes from, and what to do about it."""
+"""Flags: what a reader must know about the machine of a number, and how to fix it."""
 
 from __future__ import annotations
 
@@ -67,10 +67,10 @@ MINOR = ("virtual", "nvml_absent", "persistence_off")
 
 
 def explain(flag: str) -> str:
-    """The meaning in half a sentence; an unknown flag stands for itself."""
+    """Explain a flag in half a sentence; an unknown flag stands for itself."""
     return EXPLAINED[flag][0] if flag in EXPLAINED else flag
 
 
 def remedy(flag: str) -> str:
-    """What would help; empty for an unknown flag."""
+    """Return what would help; empty for an unknown flag."""
     return EXPLAINED[flag][1] if flag in EXPLAINED else ""

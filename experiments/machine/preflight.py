@@ -1,4 +1,4 @@
-"""Before measuring: is this machine fit for it? What is not becomes a flag of the run."""
+"""Check before measuring whether the machine is fit; what is not becomes a flag of the run."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ LOOK_SECONDS = 0.15  # at what other processes do
 
 @dataclass(frozen=True)
 class Preflight:
-    """What was found."""
+    """The result of the check."""
 
     flags: tuple[str, ...]
     details: dict[str, Any] = field(default_factory=dict)
 
     @property
     def fit(self) -> bool:
-        """Whether a strict run may start."""
+        """Return whether a strict run may start."""
         return not any(flag not in MINOR for flag in self.flags)
 
     def describe(self) -> dict[str, Any]:
-        """For environment.json."""
+        """Return a dict for environment.json."""
         return {"flags": list(self.flags), "fit": self.fit, **self.details}
 
 
 def demand(found: Mapping[str, Any]) -> None:
-    """Raise UsageError, with what would help, where a `describe()` says the machine is not fit."""
+    """Raise UsageError with remedies where a `describe()` reports an unfit machine."""
     if not found["fit"]:
         reasons = [f for f in found["flags"] if f not in MINOR]
         told = "; ".join(f"{explain(f)} ({remedy(f)})" for f in reasons)
@@ -54,7 +54,7 @@ def check(
     threads: int | None = None,
     sleep: Callable[[float], object] = time.sleep,
 ) -> Preflight:
-    """Look at the CPU, and at the GPU where the device is one."""
+    """Check the CPU, and the GPU where it is the device."""
     flags, details = _cpu(cpu or Cpu(), threads or torch.get_num_threads(), sleep)
     if device.type == "cuda":
         nvml = nvml or Nvml.open(device)
@@ -90,7 +90,7 @@ def _cpu(
 
 
 def gpu_flags(nvml: Nvml | None) -> tuple[list[str], dict[str, Any]]:
-    """What is wrong with a GPU, and how it is set."""
+    """Return the flags and settings of a GPU."""
     if nvml is None:
         return ["nvml_absent"], {}
     found = nvml.settings()

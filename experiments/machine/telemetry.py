@@ -1,7 +1,7 @@
-"""What the machine does while it is measured: clocks, heat, power, throttling, stolen time.
+"""Watch the machine during a measurement: clocks, heat, power, throttling, stolen time.
 
-A `Telemetry` watches one race. `check` tells what slowed the machine since it was last asked, so
-that the samples of that time can be marked and taken again; `summary` is for the record.
+A `Telemetry` watches one race. `check` returns what slowed the machine since the last check, so
+that the affected samples can be marked and repeated; `summary` is for the record.
 """
 
 from __future__ import annotations
@@ -23,53 +23,53 @@ STOLEN = 0.01  # a larger share of the time for other virtual machines is worth 
 
 
 class Telemetry(Protocol):
-    """Watches between `start` and `stop`."""
+    """The interface: watch between `start` and `stop`."""
 
     def start(self) -> None:
-        """Begin to watch."""
+        """Start watching."""
         ...
 
     def check(self) -> list[str]:
-        """Why the machine was slowed since the last check; empty where it was not."""
+        """Return why the machine was slowed since the last check; empty where it was not."""
         ...
 
     def stop(self) -> None:
-        """Watch no longer."""
+        """Stop watching."""
         ...
 
     def summary(self) -> dict[str, Any]:
-        """What was seen, for the record."""
+        """Return the observations for the record."""
         ...
 
     def flags(self) -> list[str]:
-        """What a reader must know of it."""
+        """Return the flags of the race."""
         ...
 
 
 class NoTelemetry:
-    """Where nothing can be seen, and in tests."""
+    """No observation, for systems without counters and for tests."""
 
     def start(self) -> None:
-        """Nothing to begin."""
+        """Do nothing."""
 
     def check(self) -> list[str]:
-        """Nothing is ever seen."""
+        """Return nothing."""
         return []
 
     def stop(self) -> None:
-        """Nothing to end."""
+        """Do nothing."""
 
     def summary(self) -> dict[str, Any]:
-        """Nothing was seen."""
+        """Return nothing."""
         return {}
 
     def flags(self) -> list[str]:
-        """Nothing to tell."""
+        """Return nothing."""
         return []
 
 
 class CpuTelemetry:
-    """Load, frequency, stolen time and throttling of the CPU, as its kernel counts them."""
+    """Watch load, frequency, stolen time and throttling of the CPU by the kernel's counters."""
 
     def __init__(
         self,
@@ -87,13 +87,13 @@ class CpuTelemetry:
         self._looked = 0.0
 
     def start(self) -> None:
-        """Count from now."""
+        """Read the counters."""
         self.throttles = self.cpu.throttled()
         self._first, self._own = self.cpu.ticks(), self.own()
         self._look()
 
     def check(self) -> list[str]:
-        """Cores that were slowed for their heat; the rest is looked at now and then."""
+        """Return thermal throttling since the last check; sample the rest now and then."""
         if self.now() - self._looked > PERIOD:
             self._look()
         count = self.cpu.throttled()
@@ -112,7 +112,7 @@ class CpuTelemetry:
             self.mhz.append(mhz)
 
     def stop(self) -> None:
-        """Look once more."""
+        """Read the counters again."""
         self._look()
         first, last = self._first, self.cpu.ticks()
         self.others = cores_of_others(first, last, self.own() - self._own)
@@ -120,7 +120,7 @@ class CpuTelemetry:
             self.stolen = (last.stolen - first.stolen) / (last.total - first.total)
 
     def summary(self) -> dict[str, Any]:
-        """Load and MHz as [least, median, most], the share of stolen time, what others took."""
+        """Return load and MHz as [min, median, max], the share of stolen time, and others' load."""
         found: dict[str, Any] = {"load": spread(self.load), "cpu_mhz": spread(self.mhz)}
         if self.stolen is not None:
             found["stolen"] = round(self.stolen, 4)
@@ -131,7 +131,7 @@ class CpuTelemetry:
         return {k: v for k, v in found.items() if v is not None}
 
     def flags(self) -> list[str]:
-        """Whether the time was not this process's own."""
+        """Return flags for stolen time and other processes."""
         found = {
             "stolen_time": (self.stolen or 0.0) > STOLEN,
             "busy": (self.others or 0.0) > BUSY,
@@ -140,7 +140,7 @@ class CpuTelemetry:
 
 
 def spread(values: Iterable[float]) -> list[float] | None:
-    """[least, median, most]; None of nothing."""
+    """Return [min, median, max]; None for no values."""
     known = sorted(values)
     if not known:
         return None
@@ -148,7 +148,7 @@ def spread(values: Iterable[float]) -> list[float] | None:
 
 
 def telemetry_for(device: torch.device) -> Telemetry:
-    """What can be watched here: the GPU through NVML where it answers, else the CPU."""
+    """Return the available telemetry: the GPU's through NVML, else the CPU's."""
     if device.type == "cuda":
         pass
 
@@ -171,19 +171,19 @@ SLOWED = {
 
 
 def reasons(mask: int) -> list[str]:
-    """Names of the bits that mean a slowed GPU."""
+    """Return the names of the bits that mean a slowed GPU."""
     return [name for bit, name in SLOWED.items() if mask & bit]
 
 
 class Nvml:
-    """One device; `library` is pynvml, or what tests put in its place."""
+    """One GPU; `library` is pynvml or a test double."""
 
     def __init__(self, library: Any, handle: Any) -> None:
         self.library, self.handle = library, handle
 
     @classmethod
     def open(cls, device: torch.device | None = None, library: Any = None) -> Nvml | None:
-        """The device that torch means, found by its UUID; None where NVML does not answer."""
+        """Find torch's device by its UUID; None where NVML is unavailable."""
         try:
             library = library or importlib.import_module("pynvml")
             library.nvmlInit()
@@ -192,51 +192,51 @@ class Nvml:
             return None
 
     def ask(self, question: str, *arguments: Any) -> Any:
-        """nvmlDevice<question>(handle, *arguments), or None."""
+        """Return nvmlDevice<question>(handle, *arguments), or None."""
         try:
             return getattr(self.library, "nvmlDevice" + question)(self.handle, *arguments)
         except Exception:  # this driver, or this device, has no answer
             return None
 
     def driver(self) -> str | None:
-        """Version of the driver."""
+        """Return the version of the driver."""
         try:
             return str(self.library.nvmlSystemGetDriverVersion())
         except Exception:  # as in `ask`
             return None
 
     def mask(self) -> int | None:
-        """Why the clocks are what they are; older drivers know the question by another name."""
+        """Return the clock event reasons, under either of their names."""
         mask = self.ask("GetCurrentClocksEventReasons")
         return self.ask("GetCurrentClocksThrottleReasons") if mask is None else mask
 
     def sm_mhz(self) -> int | None:
-        """Clock of the multiprocessors now."""
+        """Return the clock of the multiprocessors."""
         return self.ask("GetClockInfo", self.library.NVML_CLOCK_SM)
 
     def memory_mhz(self) -> int | None:
-        """Clock of the memory now."""
+        """Return the clock of the memory."""
         return self.ask("GetClockInfo", self.library.NVML_CLOCK_MEM)
 
     def temperature(self) -> int | None:
-        """Degrees Celsius of the chip."""
+        """Return the chip's temperature in degrees Celsius."""
         return self.ask("GetTemperature", self.library.NVML_TEMPERATURE_GPU)
 
     def watts(self) -> float | None:
-        """Power now."""
+        """Return the present power."""
         return _thousandth(self.ask("GetPowerUsage"))
 
     def joules(self) -> float | None:
-        """Energy since the driver was loaded."""
+        """Return the energy since the driver was loaded."""
         return _thousandth(self.ask("GetTotalEnergyConsumption"))
 
     def processes(self) -> dict[int, int | None] | None:
-        """Processes that compute on the device, and the bytes that each uses."""
+        """Return the processes that compute on the device, and the bytes that each uses."""
         found = self.ask("GetComputeRunningProcesses")
         return None if found is None else {p.pid: p.usedGpuMemory for p in found}
 
     def settings(self) -> dict[str, Any]:
-        """How the device is set up; what it does not tell is left out."""
+        """Return the device's settings, without those that are unavailable."""
         lib = self.library
         ecc, mig = self.ask("GetEccMode"), self.ask("GetMigMode")
         found = {
@@ -276,7 +276,7 @@ def _truth(value: int | None) -> bool | None:
 
 @dataclass
 class NvmlTelemetry:
-    """Looks at the device ten times a second while a race is on, from a thread of its own."""
+    """Sample the device ten times per second in a thread while a race runs."""
 
     nvml: Nvml
     period: float = NVML_PERIOD
@@ -296,7 +296,7 @@ class NvmlTelemetry:
         self._joules: float | None = None
 
     def start(self) -> None:
-        """Begin to watch."""
+        """Start the thread."""
         self._joules = self.nvml.joules()
         self._stopped.clear()
         self._thread = threading.Thread(target=self._watch, name="nvml", daemon=True)
@@ -308,7 +308,7 @@ class NvmlTelemetry:
             self.look()
 
     def look(self) -> None:
-        """One look at everything."""
+        """Take one sample of everything."""
         mask = self.nvml.mask()
         pairs = (
             (self.sm, self.nvml.sm_mhz()),
@@ -323,7 +323,7 @@ class NvmlTelemetry:
             self._slowed |= set(reasons(mask or 0))
 
     def check(self) -> list[str]:
-        """What slowed the GPU since the last check, by the thread's looks and one of now."""
+        """Return what slowed the GPU since the last check, by the samples and a new one."""
         mask = self.nvml.mask()
         with self._lock:
             slowed = self._slowed | set(reasons(mask or 0))
@@ -332,7 +332,7 @@ class NvmlTelemetry:
         return sorted(slowed)
 
     def stop(self) -> None:
-        """End the thread; a last look for those who were too fast for it."""
+        """Stop the thread and take a last sample, for short races."""
         self._stopped.set()
         if self._thread is not None:
             self._thread.join(timeout=5.0)
@@ -342,7 +342,7 @@ class NvmlTelemetry:
             self.energy = now - self._joules
 
     def summary(self) -> dict[str, Any]:
-        """Clocks, heat and power as [least, median, most]; the race's energy; what slowed it."""
+        """Return clocks, heat and power as [min, median, max], energy, and throttling."""
         with self._lock:
             found: dict[str, Any] = {
                 "sm_mhz": spread(self.sm),
@@ -355,6 +355,6 @@ class NvmlTelemetry:
         return {k: v for k, v in found.items() if v is not None}
 
     def flags(self) -> list[str]:
-        """Whether the clocks moved. Throttling is the race's to tell: it knows the rounds."""
+        """Return whether clocks moved; the race reports throttling, as it knows the rounds."""
         seen = spread(self.sm)
         return ["clocks_varied"] if seen and seen[2] - seen[0] > VARIED * seen[1] else []

@@ -15,7 +15,7 @@ SETTLED_WINDOW, SETTLED_WITHIN = 32, 0.05
 
 @dataclass(frozen=True)
 class Summary:
-    """A sample in five numbers; lo and hi bound the median with 95 % confidence (nan if n < 6)."""
+    """A five-number summary; lo and hi bound the median with 95 % confidence (nan if n < 6)."""
 
     n: int
     median: float
@@ -26,18 +26,18 @@ class Summary:
 
     @property
     def precision(self) -> float:
-        """Half-width of the interval relative to the median; inf while there is no interval."""
+        """Return the half-width of the interval relative to the median; inf without an interval."""
         width = (self.hi - self.lo) / 2
         return width / abs(self.median) if self.median and math.isfinite(width) else math.inf
 
     @property
     def spread(self) -> float:
-        """Distance of the quartiles relative to the median: how noisy, whatever the number."""
+        """Return the interquartile range relative to the median."""
         return (self.q75 - self.q25) / abs(self.median) if self.median else math.inf
 
 
 def quantile(ordered: Sequence[float], p: float) -> float:
-    """Linear interpolation between order statistics (numpy's default)."""
+    """Interpolate linearly between order statistics (numpy's default)."""
     at = p * (len(ordered) - 1)
     low = math.floor(at)
     high = min(low + 1, len(ordered) - 1)
@@ -45,7 +45,7 @@ def quantile(ordered: Sequence[float], p: float) -> float:
 
 
 def interval_rank(n: int) -> int | None:
-    """Largest k with P(k-th smallest <= median <= k-th largest) >= 95 %; None if n is too small."""
+    """Return the largest k with P(k-th smallest <= median <= k-th largest) >= 95 %, or None."""
     tail, found = 0.0, None
     for k in range(1, n // 2 + 1):
         tail += math.comb(n, k - 1) / 2**n
@@ -56,7 +56,7 @@ def interval_rank(n: int) -> int | None:
 
 
 def summarise(samples: Sequence[float]) -> Summary:
-    """Every sample counts; nothing is dropped."""
+    """Summarise a sample; no value is dropped."""
     ordered = sorted(samples)
     if not ordered:
         return Summary(0, math.nan, math.nan, math.nan, math.nan, math.nan)
@@ -68,7 +68,7 @@ def summarise(samples: Sequence[float]) -> Summary:
 
 @dataclass(frozen=True)
 class Tail:
-    """What the median does not tell of a sample."""
+    """The tails of a sample."""
 
     least: float
     p90: float
@@ -76,7 +76,7 @@ class Tail:
 
 
 def tail(samples: Sequence[float]) -> Tail:
-    """The ends of a sample; nan where there is none."""
+    """Return the tails of a sample; nan for an empty one."""
     ordered = sorted(samples)
     if not ordered:
         return Tail(math.nan, math.nan, math.nan)
@@ -84,7 +84,7 @@ def tail(samples: Sequence[float]) -> Tail:
 
 
 def settled(noise: Sequence[float]) -> bool:
-    """The last 32 estimates of a noise, each from more samples than the last, agree to 5 %."""
+    """Return whether the last 32 estimates of the noise, from growing samples, agree to 5 %."""
     last = noise[-SETTLED_WINDOW:]
     if len(noise) < SETTLED_WINDOW:
         return False
@@ -92,9 +92,9 @@ def settled(noise: Sequence[float]) -> bool:
 
 
 def paired_ratio(arm: Mapping[int, float], baseline: Mapping[int, float]) -> Summary:
-    """arm / baseline by round: the median of per-round log ratios, exponentiated, its interval.
+    """Return arm / baseline: exp of the median of per-round log ratios, with its interval.
 
-    Only rounds in which both ran count: what slows the whole machine for a moment then slows both
+    Only rounds in which both ran count, so that what slows the machine for a moment slows both
     sides of a pair and cancels.
     """
     logs = [math.log(arm[r] / baseline[r]) for r in sorted(arm.keys() & baseline.keys())]
@@ -111,7 +111,7 @@ _BISECTIONS = 80  # halve an angle below the precision of a double
 
 @dataclass(frozen=True)
 class Effect:
-    """A ratio of times over processes: exp of the mean of their logs, its 95 % t-interval."""
+    """A ratio of times over processes: exp of the mean of their logs, with its 95 % t-interval."""
 
     ratio: float
     lo: float
@@ -121,7 +121,7 @@ class Effect:
 
 
 class Verdict(Enum):
-    """What may be said of an effect."""
+    """The conclusion about an effect."""
 
     SLOWER = "SLOWER"
     FASTER = "FASTER"
@@ -130,7 +130,7 @@ class Verdict(Enum):
 
 
 def process_effect(arm: Mapping[int, float], base: Mapping[int, float]) -> float:
-    """Median over the rounds both have of log(arm / base)."""
+    """Return the median of log(arm / base) over the rounds that both have."""
     common = sorted(arm.keys() & base.keys())
     if not common:
         raise ValueError("the arms have no round in common, so there is nothing to pair")
@@ -139,11 +139,11 @@ def process_effect(arm: Mapping[int, float], base: Mapping[int, float]) -> float
 
 @dataclass(frozen=True)
 class Pool:
-    """How processes differ, over many comparisons of one run.
+    """The variation between processes, over the comparisons of one run.
 
     Attributes:
         spread: the standard deviation of the logs within comparisons.
-        freedom: its degrees of freedom, the processes of each comparison less one, summed.
+        freedom: its degrees of freedom: the processes of each comparison less one, summed.
     """
 
     spread: float
@@ -163,10 +163,9 @@ def pool(comparisons: Iterable[Sequence[float]]) -> Pool | None:
 def combine(logs: Sequence[float], others: Pool | None = None) -> Effect:
     """Return the mean over processes with its 95 % t-interval; no interval below two.
 
-    Two processes say little of how processes differ: the interval from their own spread has one
-    degree of freedom and is most often far too wide, sometimes far too narrow. With `others`, the
-    spread of the run's other comparisons, two processes take the larger of both spreads, with the
-    degrees of freedom of the pool.
+    The interval of two processes from their own spread has one degree of freedom and is mostly far
+    too wide, sometimes far too narrow. With `others`, the spread of the run's other comparisons,
+    two processes use the larger of both spreads, with the degrees of freedom of the pool.
     """
     n = len(logs)
     if not n:
@@ -182,7 +181,7 @@ def combine(logs: Sequence[float], others: Pool | None = None) -> Effect:
 
 
 def verdict(effect: Effect, margin: float) -> Verdict:
-    """SLOWER: the interval is above 1 and the effect beyond the margin; SAME: all within it."""
+    """Return SLOWER if the interval is above 1 and the effect beyond the margin, or SAME."""
     if effect.lo > 1 and effect.ratio > 1 + margin:
         return Verdict.SLOWER
     if effect.hi < 1 and effect.ratio < 1 / (1 + margin):
@@ -193,14 +192,14 @@ def verdict(effect: Effect, margin: float) -> Verdict:
 
 
 def smallest_visible(effect: Effect, margin: float) -> float:
-    """The relative effect that would have been called: the margin and half the interval."""
+    """Return the smallest detectable relative effect: the margin plus half the interval."""
     if effect.processes < LEAST_PROCESSES:
         return math.inf
     return margin + math.log(effect.hi / effect.lo) / 2
 
 
 def margin(min_effect: float, mad_aa: float, k: int) -> float:
-    """The effect that counts: the least of interest, or 3 median deviations of an A/A mean of k."""
+    """Return the margin: the least of interest, or 3 median deviations of an A/A mean of k."""
     return max(min_effect, NOISE_FACTOR * mad_aa / math.sqrt(k))
 
 
