@@ -1,9 +1,9 @@
-"""Batches of bags of different lengths: jagged tensors, by key or alone, and pooled rows by key.
+"""Batches of bags of different lengths: jagged tensors, keyed or not, and pooled rows by key.
 
-`JaggedTensor` holds the bags of one feature, `KeyedJaggedTensor` those of several, `KeyedTensor`
-what pooling makes of them. They are TorchRec's types by their constructors and methods; what is
-laid out how is told at each. Structure is checked when one is made, at no cost that grows with the
-batch; `validate()` also reads the content.
+`JaggedTensor` has the bags of one feature, `KeyedJaggedTensor` those of several features, and
+`KeyedTensor` their pooled rows. Constructors and methods are those of TorchRec's types.
+Constructors check sizes and dtypes, at a cost that does not grow with the batch; `validate()` also
+reads the content.
 """
 
 import torch
@@ -14,7 +14,7 @@ from emblib.jagged.keyed_jagged_tensor import KeyedJaggedTensor
 from emblib.jagged.keyed_tensor import KeyedTensor, KTRegroupAsDict
 
 keyed_tensor.register()
-# So that batches saved with torch.save are read by torch.load as it is by default.
+# So that torch.load reads saved batches with its defaults (weights_only=True).
 torch.serialization.add_safe_globals([JaggedTensor, KeyedJaggedTensor, KeyedTensor])
 
 __all__ = [

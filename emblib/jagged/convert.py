@@ -1,6 +1,6 @@
-"""From `torch.nested` tensors of jagged layout, and from other libraries' jagged types.
+"""Convert `torch.nested` tensors and the jagged types of other libraries.
 
-Those are known by what they can do, TorchRec's accessors, and not by their class.
+Other types are recognised by TorchRec's accessors, not by their class.
 """
 
 from typing import Any
@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Parts = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
+JaggedTensors = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
 """values, weights, lengths, offsets"""
 
 
-def of_nested(nested: Tensor, weights: Tensor | None) -> Parts:
-    """The parts of jagged `nested` `[B, j, ...]`, and `weights` of the same raggedness.
+def tensors_of_nested(nested: Tensor, weights: Tensor | None) -> JaggedTensors:
+    """Return the tensors of jagged `nested` `[B, j, ...]`, and of `weights` of the same lengths.
 
     Raises:
         TypeError: another layout, or raggedness in another dimension.
@@ -22,16 +22,16 @@ def of_nested(nested: Tensor, weights: Tensor | None) -> Parts:
     values, lengths, offsets = _ragged(nested)
     if weights is None:
         return values, None, lengths, offsets
-    kept, their_lengths, their_offsets = _ragged(weights)
-    mine = offsets.diff() if lengths is None else lengths
-    theirs = their_offsets.diff() if their_lengths is None else their_lengths
-    if not torch.equal(mine, theirs):
-        raise ValueError("weights must be as ragged as the values: their lengths differ")
-    return values, kept, lengths, offsets
+    weight_values, their_lengths, their_offsets = _ragged(weights)
+    own_lengths = offsets.diff() if lengths is None else lengths
+    other_lengths = their_offsets.diff() if their_lengths is None else their_lengths
+    if not torch.equal(own_lengths, other_lengths):
+        raise ValueError("weights must have the lengths of the values")
+    return values, weight_values, lengths, offsets
 
 
 def _ragged(nested: Any) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Values without holes, lengths if they had some, offsets."""
+    """Return values without holes, lengths if there were holes, and offsets."""
     if not nested.is_nested or nested.layout is not torch.jagged:
         kind = f"a {'nested ' if nested.is_nested else ''}tensor of layout {nested.layout}"
         raise TypeError(
@@ -44,7 +44,7 @@ def _ragged(nested: Any) -> tuple[Tensor, Tensor | None, Tensor]:
     values, offsets, lengths = nested.values(), nested.offsets(), nested.lengths()
     if lengths is None:
         return values, None, offsets
-    # A view into a larger tensor: only what belongs to a bag is kept.
+    # A view into a larger tensor: copy only the values of the bags.
     packed = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
     first = torch.repeat_interleave(offsets[:-1] - packed[:-1], lengths)
     return values[first + torch.arange(first.numel(), device=values.device)], lengths, packed
@@ -64,8 +64,8 @@ def _ask(other: Any, name: str, otherwise: Any = None) -> Any:
     return accessor() if callable(accessor) else otherwise
 
 
-def jagged_parts(other: Any) -> Parts:
-    """What an object like a JaggedTensor holds.
+def jagged_tensors(other: Any) -> JaggedTensors:
+    """Return the tensors of an object like a JaggedTensor.
 
     Raises:
         TypeError: no `values()` or no `lengths()`.
@@ -75,7 +75,7 @@ def jagged_parts(other: Any) -> Parts:
 
 
 def keyed_jagged_arguments(other: Any) -> dict[str, Any]:
-    """What an object like a KeyedJaggedTensor holds, as arguments of the constructor.
+    """Return the contents of an object like a KeyedJaggedTensor, as constructor arguments.
 
     Raises:
         TypeError: no `keys()`, `values()` or `lengths()`.
@@ -100,7 +100,7 @@ def keyed_jagged_arguments(other: Any) -> dict[str, Any]:
 
 
 def keyed_arguments(other: Any) -> dict[str, Any]:
-    """What an object like a KeyedTensor holds, as arguments of the constructor.
+    """Return the contents of an object like a KeyedTensor, as constructor arguments.
 
     Raises:
         TypeError: no `keys()`, `length_per_key()` or `values()`.

@@ -1,4 +1,4 @@
-"""The bags of one feature."""
+"""`JaggedTensor`: the bags of one feature, and functions on lengths, offsets and padding."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,207 +8,24 @@ from torch import Tensor
 
 from emblib.jagged import convert
 
-
-def rows_of(values: Tensor, lengths: Tensor) -> list[Tensor]:
-    """The bags as views of `values`, one tensor each (reads `lengths` back)."""
-    return list(values.split(lengths.tolist()))
-
-
-def join(rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """`rows` one after the other, and their lengths, int32.
-
-    Raises:
-        ValueError: no rows, whose dtype nobody could tell.
-    """
-    if not rows:
-        raise ValueError("a list of bags must not be empty: use JaggedTensor.empty()")
-    values = torch.cat(list(rows))
-    lengths = [row.size(0) for row in rows]
-    return values, torch.tensor(lengths, dtype=torch.int32, device=values.device)
-
-
-def unpad(padded: Tensor, lengths: Tensor) -> Tensor:
-    """The first `lengths[b]` rows of each `padded[b]`, one after the other."""
-    if padded.dim() < 2 or padded.size(0) != lengths.numel():
-        raise ValueError(
-            f"padded must be [{lengths.numel()}, N, ...] for {lengths.numel()} lengths, got "
-            f"{list(padded.shape)}"
-        )
-    column = torch.arange(padded.size(1), device=padded.device)
-    return padded[column < lengths.unsqueeze(1)]
-
-
-def pad(values: Tensor, lengths: Tensor, offsets: Tensor, width: int, padding: float) -> Tensor:
-    """`[B, width, ...]`: bag b in row b, cut or filled with `padding` (reads nothing back)."""
-    shape = (lengths.numel(), width, *values.shape[1:])
-    if not values.size(0):
-        return values.new_full(shape, padding)
-    column = torch.arange(width, device=values.device)
-    position = offsets[:-1].unsqueeze(1) + column
-    # Positions behind the last value are of padding alone.
-    rows = values[position.clamp(max=values.size(0) - 1)]
-    inside = (column < lengths.unsqueeze(1)).reshape(*shape[:2], *([1] * (values.dim() - 1)))
-    return torch.where(inside, rows, rows.new_full((), padding))
-
-
 _INT32, _INT64 = torch.int32, torch.int64
-_MOST_INT32 = 2**31 - 1
-
-
-def offsets_from_lengths(lengths: Tensor) -> Tensor:
-    """Offsets `[N + 1]` of bags with `lengths` `[...]` (flattened), in the same integer dtype.
-
-    Raises:
-        ValueError: lengths that are not integers, or negative (reads the device).
-    """
-    if lengths.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"lengths must be int32 or int64, got {lengths.dtype}")
-    flat = lengths.flatten()
-    if flat.numel() and int(flat.min()) < 0:
-        raise ValueError(f"lengths must be >= 0, got {int(flat.min())}")
-    return running_sums(flat)
-
-
-def lengths_from_offsets(offsets: Tensor) -> Tensor:
-    """Lengths `[N]` of the bags between `offsets` `[N + 1]`."""
-    return offsets.diff()
-
-
-def running_sums(lengths: Tensor) -> Tensor:
-    """Offsets `[N + 1]` of `lengths` `[N]`, whatever they are: reads nothing back."""
-    # One pass into the place the sums belong: a third faster than cumsum and cat.
-    offsets = lengths.new_zeros(lengths.numel() + 1)
-    torch.cumsum(lengths, 0, dtype=lengths.dtype, out=offsets[1:])
-    return offsets
-
-
-def flat_integers(tensor: Tensor, name: str) -> Tensor:
-    """`tensor` as `[N]` of int32 or int64; an empty one of any dtype becomes int64.
-
-    Raises:
-        TypeError: another dtype, with elements.
-    """
-    if tensor.dtype not in (_INT32, _INT64):
-        if tensor.numel():
-            raise TypeError(
-                f"{name} must be int32 or int64, got {tensor.dtype}: convert it, e.g. "
-                f"{name}.to(torch.int64)"
-            )
-        tensor = tensor.to(_INT64)
-    return tensor.reshape(-1)
-
-
-def check_reach(tensor: Tensor, rows: int, name: str) -> None:
-    """Raise ValueError if int32 `tensor` cannot count `rows` values."""
-    if rows > _MOST_INT32 and tensor.dtype is _INT32:
-        raise ValueError(
-            f"int32 {name} count up to {_MOST_INT32} values, got {rows}: give {name}.long()"
-        )
-
-
-def no_tensor(name: str, given: object) -> TypeError:
-    """The error of a `name` that is no tensor."""
-    return TypeError(
-        f"{name} must be a tensor, got {type(given).__name__}: e.g. {name}=torch.tensor(...)"
-    )
-
-
-def no_bags(name: str) -> ValueError:
-    """The error of a `name` made without lengths and without offsets."""
-    return ValueError(f"{name} needs lengths or offsets, got neither")
-
-
-def too_few_weights(values: Tensor, weights: Tensor) -> ValueError:
-    """The error of weights that are not one a value."""
-    return ValueError(
-        f"weights must be one a value, got {weights.size(0)} for {values.size(0)} values"
-    )
-
-
-def wrong_offsets(offsets: Tensor, lengths: Tensor | None) -> ValueError:
-    """The error of offsets that are not one more than the bags."""
-    bags = "" if lengths is None else f" = {lengths.numel()} + 1"
-    return ValueError(
-        f"offsets must have one entry more than there are bags{bags}, got {offsets.numel()}"
-    )
-
-
-def check_content(values: Tensor, lengths: Tensor | None, offsets: Tensor | None) -> None:
-    """Raise ValueError unless the bags are `values`, one after the other (reads the device)."""
-    rows = values.size(0)
-    if offsets is not None:
-        steps = offsets.diff()
-        if not offsets.numel() or int(offsets[0]) != 0 or int(offsets[-1]) != rows:
-            ends = (int(offsets[0]), int(offsets[-1])) if offsets.numel() else "none"
-            raise ValueError(
-                f"offsets must go from 0 to the number of values = {rows}, they go from/to {ends}"
-            )
-        if steps.numel() and int(steps.min()) < 0:
-            bag = int(steps.argmin())
-            raise ValueError(
-                f"offsets must not fall, they do after bag {bag}: {offsets[bag : bag + 2].tolist()}"
-            )
-        if lengths is not None and not torch.equal(steps.to(lengths.dtype), lengths):
-            raise ValueError("lengths and offsets must tell of the same bags: give only one")
-    elif lengths is not None:
-        if lengths.numel() and int(lengths.min()) < 0:
-            raise ValueError(f"lengths must be >= 0, got {int(lengths.min())}")
-        if int(lengths.sum()) != rows:
-            raise ValueError(
-                f"lengths must add up to the number of values = {rows}, got {int(lengths.sum())}"
-            )
-
-
-_MOST_BAGS = 16
-_MOST_VALUES = 16
-
-
-def bags_text(values: Tensor, weights: Tensor | None, lengths: Tensor) -> str:
-    """`[[1, 2], [], [3]]`; with weights both, by name."""
-    text = _nested(values, lengths)
-    return text if weights is None else f"values: {text}, weights: {_nested(weights, lengths)}"
-
-
-def keyed_text(name: str, entries: dict[str, str]) -> str:
-    """One line a key."""
-    lines = "".join(f'    "{key}": {text},\n' for key, text in entries.items())
-    return f"{name}({{\n{lines}}})"
-
-
-def _nested(values: Tensor, lengths: Tensor) -> str:
-    shown = lengths[:_MOST_BAGS].tolist()
-    bags, start = [], 0
-    for length in shown:
-        entries = [_entry(v) for v in values[start : start + min(length, _MOST_VALUES)].tolist()]
-        more = [f"... ({length} in all)"] if length > _MOST_VALUES else []
-        bags.append(f"[{', '.join(entries + more)}]")
-        start += length
-    if lengths.numel() > len(shown):
-        bags.append(f"... ({lengths.numel()} bags in all)")
-    return f"[{', '.join(bags)}]"
-
-
-def _entry(value: float | list[float]) -> str:
-    if isinstance(value, list):
-        return f"[{', '.join(_entry(v) for v in value)}]"
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
-
-
-_INT32, _INT64 = torch.int32, torch.int64
+_MAX_INT32 = 2**31 - 1
+_MAX_BAGS = 16
+_MAX_VALUES = 16
 
 
 class JaggedTensor:
     """B bags of values: bag b is `values[offsets[b]:offsets[b + 1]]`.
 
     Args:
-        values: `[L]` ids or `[L, ...]` rows of all bags, one after the other.
-        weights: `[L, ...]`, one a value.
-        lengths: int32 or int64 `[B]`. Of lengths and offsets one is enough, the other is made when
-            it is asked for.
+        values: `[L]` ids or `[L, ...]` rows of all bags, concatenated.
+        weights: `[L, ...]`, one per value.
+        lengths: int32 or int64 `[B]`. One of lengths and offsets suffices; the other is computed on
+            first use.
         offsets: int32 or int64 `[B + 1]`, from 0 to L.
 
     Raises:
-        ValueError: neither lengths nor offsets, or sizes that do not go together.
+        ValueError: neither lengths nor offsets, or sizes that do not match.
         TypeError: lengths or offsets that are not integers.
     """
 
@@ -224,13 +41,13 @@ class JaggedTensor:
         if lengths is not None:
             if lengths.dtype is not _INT64 or lengths.dim() != 1:
                 lengths = flat_integers(lengths, "lengths")
-                check_reach(lengths, values.size(0), "lengths")
+                check_int32_range(lengths, values.size(0), "lengths")
         elif offsets is None:
             raise no_bags("a JaggedTensor")
         if offsets is not None:
             if offsets.dtype is not _INT64 or offsets.dim() != 1:
                 offsets = flat_integers(offsets, "offsets")
-                check_reach(offsets, values.size(0), "offsets")
+                check_int32_range(offsets, values.size(0), "offsets")
             bags = offsets.numel() - 1
             if bags < 0 or (lengths is not None and lengths.numel() != bags):
                 raise wrong_offsets(offsets, lengths)
@@ -245,7 +62,7 @@ class JaggedTensor:
     def _of(
         cls, values: Tensor, weights: Tensor | None, lengths: Tensor | None, offsets: Tensor | None
     ) -> "JaggedTensor":
-        """What is known to be right already."""
+        """Construct from arguments that are known to be valid."""
         made = cls.__new__(cls)
         made._values = values
         made._weights = weights
@@ -253,7 +70,7 @@ class JaggedTensor:
         made._offsets = offsets
         return made
 
-    # Ways to make one
+    # Construction
 
     @staticmethod
     def empty(
@@ -264,7 +81,7 @@ class JaggedTensor:
         weights_dtype: torch.dtype | None = None,
         lengths_dtype: torch.dtype = torch.int32,
     ) -> "JaggedTensor":
-        """No bags and no values."""
+        """Return an object without bags and values."""
         weights = torch.empty(0, dtype=weights_dtype, device=device) if is_weighted else None
         lengths = torch.empty(0, dtype=lengths_dtype, device=device)
         values = torch.empty(0, dtype=values_dtype, device=device)
@@ -274,9 +91,9 @@ class JaggedTensor:
     def empty_like(
         jagged: "JaggedTensor", device: torch.device | str | None = None
     ) -> "JaggedTensor":
-        """No bags, in the dtypes of `jagged`; with a `device`, its shapes too, unfilled.
+        """Return no bags, in the dtypes of `jagged`.
 
-        The second is a place on that device for `copy_`.
+        With a `device`, return uninitialised tensors of its sizes there, as a target for `copy_`.
         """
         if device is not None:
             return jagged._mapped(lambda t: torch.empty_like(t, device=device))
@@ -287,7 +104,7 @@ class JaggedTensor:
     def from_dense(
         values: Sequence[Tensor], weights: Sequence[Tensor] | None = None
     ) -> "JaggedTensor":
-        """Bags from a list of tensors, one each; lengths are int32."""
+        """Concatenate a list of bags, one tensor each; lengths are int32."""
         joined, lengths = join(values)
         return JaggedTensor(joined, None if weights is None else torch.cat(list(weights)), lengths)
 
@@ -295,97 +112,99 @@ class JaggedTensor:
     def from_dense_lengths(
         values: Tensor, lengths: Tensor, weights: Tensor | None = None
     ) -> "JaggedTensor":
-        """Bag b is the first `lengths[b]` entries of `values[b]`, with `values` `[B, N, ...]`."""
+        """Take the first `lengths[b]` entries of `values[b]` `[N, ...]` as bag b."""
         kept = None if weights is None else unpad(weights, lengths)
         return JaggedTensor(unpad(values, lengths), kept, lengths)
 
     @staticmethod
     def from_nested(nested: Tensor, weights: Tensor | None = None) -> "JaggedTensor":
-        """The bags of a `torch.nested` tensor of jagged layout `[B, j, ...]`, sharing its memory.
+        """Take the bags of a `torch.nested` tensor of jagged layout, sharing its memory.
 
-        `weights`: another one of the same raggedness.
+        Args:
+            nested: `[B, j, ...]`.
+            weights: another nested tensor of the same lengths.
         """
-        return JaggedTensor(*convert.of_nested(nested, weights))
+        return JaggedTensor(*convert.tensors_of_nested(nested, weights))
 
     @staticmethod
     def adopt(other: Any) -> "JaggedTensor":
-        """What any object with TorchRec's accessors holds, e.g. a torchrec.JaggedTensor."""
-        return JaggedTensor(*convert.jagged_parts(other))
+        """Convert an object with TorchRec's accessors, e.g. a torchrec.JaggedTensor."""
+        return JaggedTensor(*convert.jagged_tensors(other))
 
-    # What is in it
+    # Contents
 
     def values(self) -> Tensor:
-        """`[L, ...]`, bag after bag."""
+        """Return the values `[L, ...]`, bag after bag."""
         return self._values
 
     def weights(self) -> Tensor:
-        """`[L, ...]`; ValueError where there are none."""
+        """Return the weights `[L, ...]`; raise ValueError if there are none."""
         if self._weights is None:
             raise ValueError("this JaggedTensor has no weights: make it with weights=...")
         return self._weights
 
     def weights_or_none(self) -> Tensor | None:
-        """`[L, ...]` if there are weights."""
+        """Return the weights `[L, ...]` if there are any."""
         return self._weights
 
     def lengths(self) -> Tensor:
-        """`[B]`, made of the offsets the first time."""
+        """Return the lengths `[B]`, computed from the offsets on first use."""
         if self._lengths is None:
             assert self._offsets is not None
             self._lengths = self._offsets.diff()
         return self._lengths
 
     def lengths_or_none(self) -> Tensor | None:
-        """`[B]` if they were given or asked for."""
+        """Return the lengths `[B]` if they were given or computed."""
         return self._lengths
 
     def offsets(self) -> Tensor:
-        """`[B + 1]`, made of the lengths the first time."""
+        """Return the offsets `[B + 1]`, computed from the lengths on first use."""
         if self._offsets is None:
             assert self._lengths is not None
             self._offsets = running_sums(self._lengths)
         return self._offsets
 
     def offsets_or_none(self) -> Tensor | None:
-        """`[B + 1]` if they were given or asked for."""
+        """Return the offsets `[B + 1]` if they were given or computed."""
         return self._offsets
 
     def device(self) -> torch.device:
-        """Where the values are."""
+        """Return the device of the values."""
         return self._values.device
 
     def size_in_bytes(self) -> int:
-        """Of all the tensors it holds."""
+        """Return the bytes of all tensors."""
         return sum(t.numel() * t.element_size() for t in self._tensors())
 
     def validate(self) -> "JaggedTensor":
-        """Itself, after its content was read; ValueError where bags are not the values' bags."""
+        """Read and check the content; return self, or raise ValueError."""
         check_content(self._values, self._lengths, self._offsets)
         return self
 
-    # As other things
+    # Conversion
 
     def to_dense(self) -> list[Tensor]:
-        """One view of the values a bag (reads the lengths back)."""
+        """Return one view of the values per bag; reads the lengths from the device."""
         return rows_of(self._values, self.lengths())
 
     def to_dense_weights(self) -> list[Tensor] | None:
-        """One view of the weights a bag."""
+        """Return one view of the weights per bag."""
         return None if self._weights is None else rows_of(self._weights, self.lengths())
 
     def to_padded_dense(
         self, desired_length: int | None = None, padding_value: float = 0.0
     ) -> Tensor:
-        """`[B, N, ...]`: each bag cut or filled up to N = `desired_length`.
+        """Return `[B, N, ...]`: each bag cut or padded to N = `desired_length`.
 
-        Left out, N is the longest length, which is read back.
+        Left out, N is the longest length, which is read from the device.
         """
         return self._padded(self._values, desired_length, padding_value)
 
     def to_padded_dense_weights(
         self, desired_length: int | None = None, padding_value: float = 0.0
     ) -> Tensor | None:
-        """The weights as `to_padded_dense` gives the values."""
+        """Return the weights as `to_padded_dense` returns the values."""
         if self._weights is None:
             return None
         return self._padded(self._weights, desired_length, padding_value)
@@ -397,11 +216,11 @@ class JaggedTensor:
         return pad(values, lengths, self.offsets(), width, padding)
 
     def to_nested(self) -> Tensor:
-        """A `torch.nested` tensor of jagged layout `[B, j, ...]` of the values, sharing memory."""
+        """Return a `torch.nested` tensor of jagged layout `[B, j, ...]`, sharing memory."""
         return torch.nested.nested_tensor_from_jagged(self._values, self.offsets())
 
     def as_type(self, kind: Any) -> Any:
-        """The same tensors in another class with this constructor, e.g. torchrec.JaggedTensor."""
+        """Construct another class with the same arguments, e.g. torchrec.JaggedTensor."""
         return kind(
             values=self._values,
             weights=self._weights,
@@ -412,20 +231,20 @@ class JaggedTensor:
     # Devices
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> "JaggedTensor":
-        """On `device`."""
+        """Copy to `device`."""
         return self._mapped(lambda t: t.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> "JaggedTensor":
-        """In page-locked memory, from where copies to a GPU need not wait."""
+        """Copy to page-locked memory, so that copies to a GPU can be asynchronous."""
         return self._mapped(lambda t: t.pin_memory())
 
     def record_stream(self, stream: Any) -> None:
-        """Keep the memory until what `stream` has to do is done."""
+        """Keep the memory until the work queued on `stream` is done."""
         for tensor in self._tensors():
             tensor.record_stream(stream)
 
     def copy_(self, other: "JaggedTensor", *, non_blocking: bool = False) -> "JaggedTensor":
-        """Overwrite every tensor it holds with that of `other`, of equal sizes."""
+        """Overwrite every tensor with that of `other`, of equal sizes."""
         if self._weights is None and other._weights is not None:
             raise ValueError("other has weights and this JaggedTensor has none: make it with some")
         self._values.copy_(other._values, non_blocking=non_blocking)
@@ -460,3 +279,181 @@ class JaggedTensor:
         weighted = "" if self._weights is None else ", weighted"
         values = f"{list(self._values.shape)} {self._values.dtype}{weighted}, {self.device()}"
         return f"JaggedTensor({self.lengths().numel()} bags, {values})"
+
+
+def rows_of(values: Tensor, lengths: Tensor) -> list[Tensor]:
+    """Return the bags as views of `values`, one tensor each; reads `lengths` from the device."""
+    return list(values.split(lengths.tolist()))
+
+
+def join(rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Return the rows concatenated, and their lengths, int32.
+
+    Raises:
+        ValueError: no rows, so that there is no dtype.
+    """
+    if not rows:
+        raise ValueError("a list of bags must not be empty: use JaggedTensor.empty()")
+    values = torch.cat(list(rows))
+    lengths = [row.size(0) for row in rows]
+    return values, torch.tensor(lengths, dtype=torch.int32, device=values.device)
+
+
+def unpad(padded: Tensor, lengths: Tensor) -> Tensor:
+    """Return the first `lengths[b]` rows of each `padded[b]`, concatenated."""
+    if padded.dim() < 2 or padded.size(0) != lengths.numel():
+        raise ValueError(
+            f"padded must be [{lengths.numel()}, N, ...] for {lengths.numel()} lengths, got "
+            f"{list(padded.shape)}"
+        )
+    column = torch.arange(padded.size(1), device=padded.device)
+    return padded[column < lengths.unsqueeze(1)]
+
+
+def pad(values: Tensor, lengths: Tensor, offsets: Tensor, width: int, padding: float) -> Tensor:
+    """Return `[B, width, ...]`: bag b in row b, cut or filled with `padding`."""
+    shape = (lengths.numel(), width, *values.shape[1:])
+    if not values.size(0):
+        return values.new_full(shape, padding)
+    column = torch.arange(width, device=values.device)
+    position = offsets[:-1].unsqueeze(1) + column
+    # Positions after the last value are padding.
+    rows = values[position.clamp(max=values.size(0) - 1)]
+    inside = (column < lengths.unsqueeze(1)).reshape(*shape[:2], *([1] * (values.dim() - 1)))
+    return torch.where(inside, rows, rows.new_full((), padding))
+
+
+def offsets_from_lengths(lengths: Tensor) -> Tensor:
+    """Return offsets `[N + 1]` of bags with `lengths` `[...]` (flattened), in the same dtype.
+
+    Raises:
+        ValueError: lengths that are not integers, or negative; reads the device.
+    """
+    if lengths.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"lengths must be int32 or int64, got {lengths.dtype}")
+    flat = lengths.flatten()
+    if flat.numel() and int(flat.min()) < 0:
+        raise ValueError(f"lengths must be >= 0, got {int(flat.min())}")
+    return running_sums(flat)
+
+
+def lengths_from_offsets(offsets: Tensor) -> Tensor:
+    """Return the lengths `[N]` of bags with `offsets` `[N + 1]`."""
+    return offsets.diff()
+
+
+def running_sums(lengths: Tensor) -> Tensor:
+    """Return offsets `[N + 1]` of unchecked `lengths` `[N]`, without reading the device."""
+    # One pass into the result: a third faster than cumsum and cat.
+    offsets = lengths.new_zeros(lengths.numel() + 1)
+    torch.cumsum(lengths, 0, dtype=lengths.dtype, out=offsets[1:])
+    return offsets
+
+
+def flat_integers(tensor: Tensor, name: str) -> Tensor:
+    """Return a tensor as `[N]` of int32 or int64; an empty tensor of any dtype becomes int64.
+
+    Raises:
+        TypeError: another dtype, with elements.
+    """
+    if tensor.dtype not in (_INT32, _INT64):
+        if tensor.numel():
+            raise TypeError(
+                f"{name} must be int32 or int64, got {tensor.dtype}: convert it, e.g. "
+                f"{name}.to(torch.int64)"
+            )
+        tensor = tensor.to(_INT64)
+    return tensor.reshape(-1)
+
+
+def check_int32_range(tensor: Tensor, rows: int, name: str) -> None:
+    """Raise ValueError if int32 `tensor` cannot count `rows` values."""
+    if rows > _MAX_INT32 and tensor.dtype is _INT32:
+        raise ValueError(
+            f"int32 {name} count up to {_MAX_INT32} values, got {rows}: give {name}.long()"
+        )
+
+
+def no_tensor(name: str, given: object) -> TypeError:
+    """Return the error for an argument that is not a tensor."""
+    return TypeError(
+        f"{name} must be a tensor, got {type(given).__name__}: e.g. {name}=torch.tensor(...)"
+    )
+
+
+def no_bags(name: str) -> ValueError:
+    """Return the error for an object constructed without lengths and offsets."""
+    return ValueError(f"{name} needs lengths or offsets, got neither")
+
+
+def too_few_weights(values: Tensor, weights: Tensor) -> ValueError:
+    """Return the error for weights that are not one per value."""
+    return ValueError(
+        f"weights must be one per value, got {weights.size(0)} for {values.size(0)} values"
+    )
+
+
+def wrong_offsets(offsets: Tensor, lengths: Tensor | None) -> ValueError:
+    """Return the error for offsets that are not one more than the bags."""
+    bags = "" if lengths is None else f" = {lengths.numel()} + 1"
+    return ValueError(
+        f"offsets must have one entry more than there are bags{bags}, got {offsets.numel()}"
+    )
+
+
+def check_content(values: Tensor, lengths: Tensor | None, offsets: Tensor | None) -> None:
+    """Raise ValueError unless the bags cover `values` in order; reads the device."""
+    rows = values.size(0)
+    if offsets is not None:
+        steps = offsets.diff()
+        if not offsets.numel() or int(offsets[0]) != 0 or int(offsets[-1]) != rows:
+            ends = (int(offsets[0]), int(offsets[-1])) if offsets.numel() else "none"
+            raise ValueError(
+                f"offsets must go from 0 to the number of values = {rows}, they go from/to {ends}"
+            )
+        if steps.numel() and int(steps.min()) < 0:
+            bag = int(steps.argmin())
+            raise ValueError(
+                f"offsets must not decrease, they do after bag {bag}: "
+                f"{offsets[bag : bag + 2].tolist()}"
+            )
+        if lengths is not None and not torch.equal(steps.to(lengths.dtype), lengths):
+            raise ValueError("lengths and offsets must describe the same bags: give only one")
+    elif lengths is not None:
+        if lengths.numel() and int(lengths.min()) < 0:
+            raise ValueError(f"lengths must be >= 0, got {int(lengths.min())}")
+        if int(lengths.sum()) != rows:
+            raise ValueError(
+                f"lengths must add up to the number of values = {rows}, got {int(lengths.sum())}"
+            )
+
+
+def bags_text(values: Tensor, weights: Tensor | None, lengths: Tensor) -> str:
+    """Format bags as `[[1, 2], [], [3]]`; with weights, format both by name."""
+    text = _nested(values, lengths)
+    return text if weights is None else f"values: {text}, weights: {_nested(weights, lengths)}"
+
+
+def keyed_text(name: str, entries: dict[str, str]) -> str:
+    """Format one line per key."""
+    lines = "".join(f'    "{key}": {text},\n' for key, text in entries.items())
+    return f"{name}({{\n{lines}}})"
+
+
+def _nested(values: Tensor, lengths: Tensor) -> str:
+    shown = lengths[:_MAX_BAGS].tolist()
+    bags, start = [], 0
+    for length in shown:
+        entries = [_entry(v) for v in values[start : start + min(length, _MAX_VALUES)].tolist()]
+        more = [f"... ({length} in all)"] if length > _MAX_VALUES else []
+        bags.append(f"[{', '.join(entries + more)}]")
+        start += length
+    if lengths.numel() > len(shown):
+        bags.append(f"... ({lengths.numel()} bags in all)")
+    return f"[{', '.join(bags)}]"
+
+
+def _entry(value: float | list[float]) -> str:
+    if isinstance(value, list):
+        return f"[{', '.join(_entry(v) for v in value)}]"
+    return f"{value:.6g}" if isinstance(value, float) else str(value)

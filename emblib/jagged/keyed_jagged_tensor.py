@@ -1,144 +1,183 @@
-"""The bags of several features: a batch of a recommender system's sparse inputs."""
+"""`KeyedJaggedTensor`: the bags of several features, the sparse inputs of a recommender."""
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from emblib.jagged import convert
-from emblib.jagged.jagged_tensor import JaggedTensor, bags_text, keyed_text
-from emblib.jagged.keyed_bags import InverseIndices, KeyedBags, Strides, is_run, span
+from emblib.jagged.jagged_tensor import (
+    JaggedTensor,
+    bags_text,
+    check_content,
+    check_int32_range,
+    flat_integers,
+    keyed_text,
+    no_bags,
+    no_tensor,
+    running_sums,
+    too_few_weights,
+    wrong_offsets,
+)
+from emblib.jagged.keyed_layout import (
+    InverseIndices,
+    Strides,
+    bags_per_key,
+    bounds_of,
+    check_inverse,
+    concat_arguments,
+    dict_arguments,
+    is_run,
+    list_of_keys,
+    lists_of,
+    positions_of,
+    refuse_stride,
+    span,
+)
 from emblib.ops.route import gather_segments
 
-
-def _join_weights(weights: Sequence[Tensor | None]) -> Tensor | None:
-    present = [tensor for tensor in weights if tensor is not None]
-    if not present:
-        return None
-    if len(present) != len(weights):
-        raise ValueError(
-            f"weights must be in all or in none, got them in {len(present)} of {len(weights)}"
-        )
-    return torch.cat(present)
+_INT64 = torch.int64
 
 
-def dict_arguments(
-    jagged: Mapping[str, JaggedTensor], *, force_variable_stride: bool
-) -> dict[str, Any]:
-    """Of one JaggedTensor a feature.
+class KeyedJaggedTensor:
+    """The sparse inputs of a batch: a bag of values for each of F features of each of B examples.
 
-    Raises:
-        ValueError: none at all, or weights in some of them only.
-    """
-    if not jagged:
-        raise ValueError("from_jt_dict needs a feature, got none: use KeyedJaggedTensor.empty()")
-    lengths = [one.lengths() for one in jagged.values()]
-    strides = [one.numel() for one in lengths]
-    varied = force_variable_stride or len(set(strides)) > 1
-    return {
-        "keys": list(jagged),
-        "values": torch.cat([one.values() for one in jagged.values()]),
-        "weights": _join_weights([one.weights_or_none() for one in jagged.values()]),
-        "lengths": torch.cat(lengths),
-        "stride_per_key_per_rank": [[stride] for stride in strides] if varied else None,
-    }
+    Key-major: bag `f * B + b` is that of feature f and example b, and is
+    `values[offsets[f * B + b]:offsets[f * B + b + 1]]`. B is called the stride. Where
+    features differ in it (variable batch sizes, e.g. because equal examples were merged),
+    `stride_per_key_per_rank` has the bags of each feature, and `inverse_indices` the bag of each
+    example of the whole batch.
 
-
-def concat_arguments(batches: Sequence[KeyedBags]) -> dict[str, Any]:
-    """Of several batches of the same examples.
-
-    Raises:
-        ValueError: no batches, different strides, or weights in some of them only.
-    """
-    if not batches:
-        raise ValueError("concat needs a batch, got none: use KeyedJaggedTensor.empty()")
-    # A batch without features has no examples to differ in.
-    strides = {batch.stride() for batch in batches if batch.keys()}
-    varied = any(batch.variable_stride_per_key() for batch in batches)
-    merged = any(batch.inverse_indices_or_none() is not None for batch in batches)
-    if len(strides) > 1 and (not varied or merged):
-        raise ValueError(f"batches must have the same stride, got {sorted(strides)}")
-    return {
-        "keys": [key for batch in batches for key in batch.keys()],  # noqa: SIM118
-        "values": torch.cat([batch.values() for batch in batches]),
-        "weights": _join_weights([batch.weights_or_none() for batch in batches]),
-        "lengths": torch.cat([batch.lengths() for batch in batches]),
-        "stride": None if varied else max(strides, default=0),
-        "stride_per_key_per_rank": _join_strides(batches) if varied else None,
-        "inverse_indices": _join_inverse(batches) if merged else None,
-    }
-
-
-def _join_strides(batches: Sequence[KeyedBags]) -> list[list[int]]:
-    ranks = {len(row) for batch in batches for row in batch.stride_per_key_per_rank()}
-    if len(ranks) > 1 or (ranks != {1} and not all(b.variable_stride_per_key() for b in batches)):
-        raise ValueError(
-            "batches of variable stride must tell of the same number of ranks, got "
-            f"{[len(row) for b in batches for row in b.stride_per_key_per_rank()[:1]]}: give all "
-            "of them stride_per_key_per_rank"
-        )
-    joined: list[list[int]] = []
-    for batch in batches:
-        own = batch.stride_per_key_per_rank()
-        joined += own or [[stride] for stride in batch.stride_per_key()]
-    return joined
-
-
-def _join_inverse(batches: Sequence[KeyedBags]) -> InverseIndices:
-    keys: list[str] = []
-    rows: list[Tensor] = []
-    for batch in batches:
-        own, inverse = batch.keys(), batch.inverse_indices_or_none()
-        if inverse is None:
-            if batch.variable_stride_per_key():
-                raise ValueError(
-                    "inverse_indices must be in all batches of variable stride or in none, "
-                    f"{batch!r} has none"
-                )
-            # Every example is a bag of its own.
-            every = torch.arange(batch.stride(), device=batch.device())
-            rows.append(every.expand(len(own), -1))
-        elif inverse[0] == own:
-            rows.append(inverse[1])
-        else:
-            place = {key: i for i, key in enumerate(inverse[0])}
-            rows.append(inverse[1][[place[key] for key in own]])
-        keys += own
-    return keys, torch.cat(rows)
-
-
-class KeyedJaggedTensor(KeyedBags):
-    """F features of B examples each: a bag of values for every feature of every example.
-
-    Key-major: bag `f * B + b` is that of feature f and example b, and lies at
-    `values[offsets[f * B + b]:offsets[f * B + b + 1]]`. B is called the stride. Where features
-    differ in it (VBE, e.g. because equal examples were merged), `stride_per_key_per_rank` says how
-    many bags each has, and `inverse_indices` which of them each example of the whole batch means.
-
-    What is told on the host (`length_per_key` and its like) is read back from the device once, and
-    goes along to what is made of this object. Tensors are not copied. Overwrite the lengths of one
-    that was asked for these numbers or its offsets with `copy_` only.
+    `length_per_key` and other numbers on the host are read from the device once, and are passed on
+    to objects made from this one. Tensors are not copied. After these numbers or the offsets were
+    read, overwrite the lengths only with `copy_`.
 
     Args:
         keys: the name of each feature.
-        values: `[L]` ids or `[L, ...]` rows of all bags, one after the other.
-        weights: `[L, ...]`, one a value.
-        lengths: int32 or int64 `[F * B]`. Of lengths and offsets one is enough, the other is made
-            when it is asked for.
+        values: `[L]` ids or `[L, ...]` rows of all bags, concatenated.
+        weights: `[L, ...]`, one per value.
+        lengths: int32 or int64 `[F * B]`. One of lengths and offsets suffices; the other is
+            computed on first use.
         offsets: int32 or int64 `[F * B + 1]`, from 0 to L.
-        stride: B; left out, it is as many bags as there are per key.
-        stride_per_key_per_rank: `[F][R]` on the host, where features differ in their bags.
-        inverse_indices: keys and int64 `[F, B]`, the bag of each feature that an example means.
+        stride: B; left out, the number of bags per key.
+        stride_per_key_per_rank: bags `[F][R]` on the host, where features differ in them.
+        inverse_indices: keys and int64 `[F, B]`, the bag of each feature and example.
 
     Raises:
-        ValueError: neither lengths nor offsets, or sizes that do not go together.
+        ValueError: neither lengths nor offsets, or sizes that do not match.
         TypeError: lengths or offsets that are not integers.
     """
 
-    __slots__ = ()
+    __slots__ = (
+        "__weakref__",
+        "_index",
+        "_inverse",
+        "_keys",
+        "_length_per_key",
+        "_lengths",
+        "_offset_per_key",
+        "_offsets",
+        "_stride",
+        "_stride_per_key",
+        "_strides",
+        "_values",
+        "_weights",
+    )
 
-    # Ways to make one
+    def __init__(
+        self,
+        keys: Sequence[str],
+        values: Tensor,
+        weights: Tensor | None = None,
+        lengths: Tensor | None = None,
+        offsets: Tensor | None = None,
+        stride: int | None = None,
+        stride_per_key_per_rank: Strides | None = None,
+        inverse_indices: InverseIndices | None = None,
+    ) -> None:
+        # On the path of every step: as few tensor attributes as possible.
+        self._keys = keys if type(keys) is list else list_of_keys(keys)
+        if not isinstance(values, Tensor):
+            raise no_tensor("values", values)
+        if lengths is not None:
+            if not isinstance(lengths, Tensor):
+                raise no_tensor("lengths", lengths)
+            if lengths.dtype is not _INT64 or lengths.dim() != 1:
+                lengths = flat_integers(lengths, "lengths")
+                check_int32_range(lengths, values.size(0), "lengths")
+            bags = lengths.numel()
+        elif offsets is None:
+            raise no_bags("a KeyedJaggedTensor")
+        if offsets is not None:
+            if offsets.dtype is not _INT64 or offsets.dim() != 1:
+                offsets = flat_integers(offsets, "offsets")
+                check_int32_range(offsets, values.size(0), "offsets")
+            ends = offsets.numel() - 1
+            if ends < 0 or (lengths is not None and ends != bags):
+                raise wrong_offsets(offsets, lengths)
+            bags = ends
+        if weights is not None and weights.size(0) != values.size(0):
+            raise too_few_weights(values, weights)
+        self._values = values
+        self._weights = weights
+        self._lengths = lengths
+        self._offsets = offsets
+        self._inverse = inverse_indices
+        self._strides: list[list[int]] | None = None
+        self._stride_per_key: list[int] | None = None
+        self._index: dict[str, int] | None = None
+        self._length_per_key: list[int] | None = None
+        self._offset_per_key: list[int] | None = None
+        if stride_per_key_per_rank is None:
+            count = len(self._keys)
+            if stride is None:
+                stride = bags // count if count else 0
+            if stride * count != bags:
+                refuse_stride(stride, count, bags)
+            self._stride = stride
+        else:
+            self._vary(lists_of(stride_per_key_per_rank), bags, stride)
+
+    def _vary(self, strides: list[list[int]], bags: int, stride: int | None) -> None:
+        """Set strides that differ by feature; the batch size is that of the inverse indices."""
+        self._strides = strides
+        self._stride_per_key = bags_per_key(strides, len(self._keys), bags)
+        if stride is None:
+            if self._inverse is not None:
+                stride = self._inverse[1].size(-1)
+            else:
+                stride = max(self._stride_per_key, default=0)
+        self._stride = stride
+
+    @classmethod
+    def _of(
+        cls,
+        keys: list[str],
+        values: Tensor,
+        weights: Tensor | None,
+        lengths: Tensor | None,
+        offsets: Tensor | None,
+        stride: int,
+        inverse: InverseIndices | None = None,
+        strides: list[list[int]] | None = None,
+    ) -> "KeyedJaggedTensor":
+        """Construct from arguments that are known to be valid."""
+        made = cls.__new__(cls)
+        made._keys = keys
+        made._values = values
+        made._weights = weights
+        made._lengths = lengths
+        made._offsets = offsets
+        made._inverse = inverse
+        made._stride = stride
+        made._strides = strides
+        made._stride_per_key = None if strides is None else [sum(row) for row in strides]
+        made._index = made._length_per_key = made._offset_per_key = None
+        return made
+
+    # Construction
 
     @staticmethod
     def from_lengths_sync(
@@ -150,7 +189,7 @@ class KeyedJaggedTensor(KeyedBags):
         stride_per_key_per_rank: Strides | None = None,
         inverse_indices: InverseIndices | None = None,
     ) -> "KeyedJaggedTensor":
-        """Of `lengths`, with `length_per_key` read back at once."""
+        """Construct from lengths, and read `length_per_key` from the device."""
         rest = (stride, stride_per_key_per_rank, inverse_indices)
         return KeyedJaggedTensor(keys, values, weights, lengths, None, *rest).sync()
 
@@ -164,7 +203,7 @@ class KeyedJaggedTensor(KeyedBags):
         stride_per_key_per_rank: Strides | None = None,
         inverse_indices: InverseIndices | None = None,
     ) -> "KeyedJaggedTensor":
-        """Of `offsets`, with `length_per_key` read back at once."""
+        """Construct from offsets, and read `length_per_key` from the device."""
         rest = (stride, stride_per_key_per_rank, inverse_indices)
         return KeyedJaggedTensor(keys, values, weights, None, offsets, *rest).sync()
 
@@ -172,29 +211,29 @@ class KeyedJaggedTensor(KeyedBags):
     def from_jt_dict(
         jagged: Mapping[str, JaggedTensor], *, force_variable_stride: bool = False
     ) -> "KeyedJaggedTensor":
-        """Of one JaggedTensor a feature; where they differ in bags, of variable stride."""
+        """Construct from one JaggedTensor per feature; strides vary if they differ in bags."""
         arguments = dict_arguments(jagged, force_variable_stride=force_variable_stride)
         return KeyedJaggedTensor(**arguments)
 
     @staticmethod
     def from_nested(nested: Mapping[str, Tensor]) -> "KeyedJaggedTensor":
-        """Of one `torch.nested` tensor of jagged layout `[B, j, ...]` a feature."""
+        """Construct from one `torch.nested` tensor of jagged layout `[B, j, ...]` per feature."""
         jagged = {key: JaggedTensor.from_nested(tensor) for key, tensor in nested.items()}
         return KeyedJaggedTensor.from_jt_dict(jagged)
 
     @staticmethod
     def adopt(other: Any) -> "KeyedJaggedTensor":
-        """What any object with TorchRec's accessors holds, e.g. a torchrec.KeyedJaggedTensor."""
+        """Convert an object with TorchRec's accessors, e.g. a torchrec.KeyedJaggedTensor."""
         if isinstance(other, KeyedJaggedTensor):
             return other
         return KeyedJaggedTensor(**convert.keyed_jagged_arguments(other))
 
     @staticmethod
     def concat(batches: Sequence["KeyedJaggedTensor"]) -> "KeyedJaggedTensor":
-        """The features of all `batches`, of the same examples.
+        """Combine the features of `batches` of the same examples.
 
         Raises:
-            ValueError: no batches, different strides, or weights in some of them only.
+            ValueError: no batches, different strides, or weights in only some of them.
         """
         made = KeyedJaggedTensor(**concat_arguments(batches))
         known = [batch._length_per_key for batch in batches]
@@ -211,7 +250,7 @@ class KeyedJaggedTensor(KeyedBags):
         weights_dtype: torch.dtype | None = None,
         lengths_dtype: torch.dtype = torch.int32,
     ) -> "KeyedJaggedTensor":
-        """No features and no values."""
+        """Return a batch without features and values."""
         weights = torch.empty(0, dtype=weights_dtype, device=device) if is_weighted else None
         lengths = torch.empty(0, dtype=lengths_dtype, device=device)
         values = torch.empty(0, dtype=values_dtype, device=device)
@@ -221,9 +260,10 @@ class KeyedJaggedTensor(KeyedBags):
     def empty_like(
         batch: "KeyedJaggedTensor", device: torch.device | str | None = None
     ) -> "KeyedJaggedTensor":
-        """No features, in the dtypes of `batch`; with a `device`, its keys and shapes, unfilled.
+        """Return no features, in the dtypes of `batch`.
 
-        The second is a place on that device for `copy_`.
+        With a `device`, return its keys and uninitialised tensors of its sizes there, as a target
+        for `copy_`.
         """
         if device is not None:
             return batch._mapped(lambda t: torch.empty_like(t, device=device))
@@ -231,10 +271,170 @@ class KeyedJaggedTensor(KeyedBags):
         lengths = batch.lengths().new_empty(0)
         return KeyedJaggedTensor([], batch._values.new_empty(0), weights, lengths, stride=0)
 
-    # Parts of it
+    # Tensors
+
+    def values(self) -> Tensor:
+        """Return the values `[L, ...]`, feature after feature and bag after bag."""
+        return self._values
+
+    def weights(self) -> Tensor:
+        """Return the weights `[L, ...]`; raise ValueError if there are none."""
+        if self._weights is None:
+            raise ValueError("this KeyedJaggedTensor has no weights: make it with weights=...")
+        return self._weights
+
+    def weights_or_none(self) -> Tensor | None:
+        """Return the weights `[L, ...]` if there are any."""
+        return self._weights
+
+    def lengths(self) -> Tensor:
+        """Return the lengths `[bags]`, computed from the offsets on first use."""
+        lengths = self._lengths
+        if lengths is None:
+            assert self._offsets is not None
+            lengths = self._lengths = self._offsets.diff()
+        return lengths
+
+    def lengths_or_none(self) -> Tensor | None:
+        """Return the lengths `[bags]` if they were given or computed."""
+        return self._lengths
+
+    def offsets(self) -> Tensor:
+        """Return the offsets `[bags + 1]`, computed from the lengths on first use."""
+        offsets = self._offsets
+        if offsets is None:
+            assert self._lengths is not None
+            offsets = self._offsets = running_sums(self._lengths)
+        return offsets
+
+    def offsets_or_none(self) -> Tensor | None:
+        """Return the offsets `[bags + 1]` if they were given or computed."""
+        return self._offsets
+
+    def inverse_indices(self) -> InverseIndices:
+        """Return keys and indices `[F, B]`; raise ValueError if there are none."""
+        if self._inverse is None:
+            raise ValueError(
+                "this KeyedJaggedTensor has no inverse indices: make it with inverse_indices="
+                "(keys, indices)"
+            )
+        return self._inverse
+
+    def inverse_indices_or_none(self) -> InverseIndices | None:
+        """Return keys and indices `[F, B]` if there are inverse indices."""
+        return self._inverse
+
+    def device(self) -> torch.device:
+        """Return the device of the values."""
+        return self._values.device
+
+    def size_in_bytes(self) -> int:
+        """Return the bytes of all tensors."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in self._tensors())
+
+    def _tensors(self) -> list[Tensor]:
+        inverse = None if self._inverse is None else self._inverse[1]
+        every = (self._values, self._weights, self._lengths, self._offsets, inverse)
+        return [tensor for tensor in every if tensor is not None]
+
+    # Numbers
+
+    def keys(self) -> list[str]:
+        """Return the name of each feature; do not modify the list."""
+        return self._keys
+
+    def stride(self) -> int:
+        """Return the batch size: bags per feature, or columns of the inverse indices."""
+        return self._stride
+
+    def variable_stride_per_key(self) -> bool:
+        """Return whether features may differ in bags (`stride_per_key_per_rank`)."""
+        return self._strides is not None
+
+    def stride_per_key(self) -> list[int]:
+        """Return the bags of each feature."""
+        varied = self._stride_per_key
+        return [self._stride] * len(self._keys) if varied is None else varied
+
+    def stride_per_key_per_rank(self) -> list[list[int]]:
+        """Return `[F][R]`, empty where all features have `stride()` bags."""
+        return [] if self._strides is None else self._strides
+
+    def lengths_offset_per_key(self) -> list[int]:
+        """Return the offset of each feature's bags in `lengths()`, and the number of bags."""
+        return bounds_of(self.stride_per_key())
+
+    def offset_per_key(self) -> list[int]:
+        """Return the offset of each feature's values, and L; read from the device on first use."""
+        bounds = self._offset_per_key
+        if bounds is None:
+            bounds = self._offset_per_key = self._read_bounds()
+        return bounds
+
+    def length_per_key(self) -> list[int]:
+        """Return the values per feature; read from the device on first use."""
+        lengths = self._length_per_key
+        if lengths is None:
+            bounds = self.offset_per_key()
+            lengths = [end - start for start, end in pairwise(bounds)]
+            self._length_per_key = lengths
+        return lengths
+
+    def offset_per_key_or_none(self) -> list[int] | None:
+        """Return `offset_per_key` if it is known on the host."""
+        return self._offset_per_key
+
+    def length_per_key_or_none(self) -> list[int] | None:
+        """Return `length_per_key` if it is known on the host."""
+        return self._length_per_key
+
+    def index_per_key(self) -> dict[str, int]:
+        """Return the position of each key; the first position of a repeated key."""
+        index = self._index
+        if index is None:
+            index = self._index = positions_of(self._keys)
+        return index
+
+    def sync(self) -> "KeyedJaggedTensor":
+        """Read `length_per_key` from the device, and return self."""
+        self.length_per_key()
+        return self
+
+    def unsync(self) -> "KeyedJaggedTensor":
+        """Forget `length_per_key`, e.g. because the lengths were overwritten, and return self."""
+        self._length_per_key = self._offset_per_key = None
+        return self
+
+    def _read_bounds(self) -> list[int]:
+        offsets = self.offsets()
+        if self._strides is None:
+            if not self._stride:
+                return [0] * (len(self._keys) + 1)
+            return offsets[:: self._stride].tolist()
+        at = torch.tensor(self.lengths_offset_per_key(), device=offsets.device)
+        return offsets[at].tolist()
+
+    def validate(self) -> "KeyedJaggedTensor":
+        """Read and check the whole content, and return self.
+
+        Raises:
+            ValueError: lengths or offsets that do not fit the values, tensors on several devices,
+                a key twice, or inverse indices of other keys or of missing bags.
+        """
+        check_content(self._values, self._lengths, self._offsets)
+        devices = {str(tensor.device) for tensor in self._tensors()}
+        if len(devices) > 1:
+            raise ValueError(f"all tensors must be on one device, got {sorted(devices)}")
+        if len(set(self._keys)) != len(self._keys):
+            raise ValueError(f"keys must differ from each other, got {self._keys}")
+        if self._inverse is not None:
+            check_inverse(self._inverse, dict(zip(self._keys, self.stride_per_key(), strict=True)))
+        return self
+
+    # Features
 
     def __getitem__(self, key: str) -> JaggedTensor:
-        """The bags of one feature, as views."""
+        """Return the bags of one feature, as views."""
         place = self.index_per_key().get(key)
         if place is None:
             raise KeyError(f"no feature {key!r}; there are {self._keys}")
@@ -248,7 +448,7 @@ class KeyedJaggedTensor(KeyedBags):
         return JaggedTensor._of(self._values[start:end], weights, self.lengths()[first:last], None)
 
     def to_dict(self) -> dict[str, JaggedTensor]:
-        """The bags of each feature, as views."""
+        """Return the bags of each feature, as views."""
         sizes = self.length_per_key()
         values = self._values.split(sizes)
         weights = [None] * len(sizes) if self._weights is None else self._weights.split(sizes)
@@ -258,7 +458,7 @@ class KeyedJaggedTensor(KeyedBags):
         return {key: of(v, w, n, None) for key, v, w, n in parts} if sizes else {}
 
     def split(self, segments: Sequence[int]) -> list["KeyedJaggedTensor"]:
-        """The first `segments[0]` features, the next `segments[1]`, ...; all of them, as views.
+        """Split into the first `segments[0]` features, the next `segments[1]`, ..., as views.
 
         Raises:
             ValueError: segments that do not add up to the number of keys.
@@ -277,16 +477,19 @@ class KeyedJaggedTensor(KeyedBags):
     def permute(
         self, indices: Sequence[int], indices_tensor: Tensor | None = None
     ) -> "KeyedJaggedTensor":
-        """The features with these places, in this order; omissions and repeats are welcome.
+        """Select features by position, in this order; positions may be omitted or repeated.
 
-        Features that follow each other here already are views. `indices_tensor`: the same on the
-        device, for those who have it.
+        Consecutive features become views; other selections copy.
+
+        Args:
+            indices: positions of the features.
+            indices_tensor: the same on the device, if the caller has it.
 
         Raises:
-            IndexError: a place that is not there.
+            IndexError: a position out of range.
         """
         if any(not 0 <= i < len(self._keys) for i in indices):
-            raise IndexError(f"places must be 0 to {len(self._keys) - 1}, got {list(indices)}")
+            raise IndexError(f"positions must be 0 to {len(self._keys) - 1}, got {list(indices)}")
         return self._part(indices, indices_tensor)
 
     def _part(self, order: Sequence[int], place: Tensor | None = None) -> "KeyedJaggedTensor":
@@ -305,7 +508,7 @@ class KeyedJaggedTensor(KeyedBags):
         return made
 
     def _span(self, order: Sequence[int]) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Values, weights and lengths of features that follow each other, as views."""
+        """Return values, weights and lengths of consecutive features, as views."""
         ends, weights = self.offset_per_key(), self._weights
         return (
             span(self._values, ends, order),
@@ -316,7 +519,7 @@ class KeyedJaggedTensor(KeyedBags):
     def _gathered(
         self, order: Sequence[int], place: Tensor | None
     ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Values, weights and lengths of the features of `order`, copied."""
+        """Return values, weights and lengths of the features of `order`, copied."""
         values, weights, lengths = self._values, self._weights, self.lengths()
         if place is None:
             place = torch.tensor(order, device=values.device)
@@ -340,17 +543,17 @@ class KeyedJaggedTensor(KeyedBags):
         )
 
     def flatten_lengths(self) -> "KeyedJaggedTensor":
-        """Itself: lengths are `[F * B]` always."""
+        """Return self: lengths are always `[F * B]`."""
         return self
 
-    # As other things
+    # Conversion
 
     def to_nested(self) -> dict[str, Tensor]:
-        """One `torch.nested` tensor of jagged layout `[B, j, ...]` a feature, sharing memory."""
+        """Return one `torch.nested` tensor of jagged layout per feature, sharing memory."""
         return {key: jagged.to_nested() for key, jagged in self.to_dict().items()}
 
     def as_type(self, kind: Any) -> Any:
-        """The same tensors in another class with this constructor, e.g. TorchRec's own."""
+        """Construct another class with the same arguments, e.g. torchrec.KeyedJaggedTensor."""
         strides = None if self._strides is None else torch.tensor(self._strides)
         return kind(
             keys=self._keys,
@@ -372,28 +575,28 @@ class KeyedJaggedTensor(KeyedBags):
         non_blocking: bool = False,
         dtype: torch.dtype | None = None,
     ) -> "KeyedJaggedTensor":
-        """On `device`, weights as `dtype`."""
+        """Copy to `device`; convert the weights to `dtype`."""
         moved = self._mapped(lambda t: t.to(device, non_blocking=non_blocking))
         if dtype is not None and moved._weights is not None:
             moved._weights = moved._weights.to(dtype)
         return moved
 
     def pin_memory(self) -> "KeyedJaggedTensor":
-        """In page-locked memory, from where copies to a GPU need not wait."""
+        """Copy to page-locked memory, so that copies to a GPU can be asynchronous."""
         return self._mapped(lambda t: t.pin_memory())
 
     def record_stream(self, stream: Any) -> None:
-        """Keep the memory until what `stream` has to do is done."""
+        """Keep the memory until the work queued on `stream` is done."""
         for tensor in self._tensors():
             tensor.record_stream(stream)
 
     def copy_(
         self, other: "KeyedJaggedTensor", *, non_blocking: bool = False
     ) -> "KeyedJaggedTensor":
-        """Overwrite every tensor it holds with that of `other`, of equal keys and sizes.
+        """Overwrite every tensor with that of `other`, of equal keys and sizes.
 
         Raises:
-            ValueError: other keys or strides, or weights or inverse indices in one of them only.
+            ValueError: other keys or strides, or weights or inverse indices in only one of them.
         """
         same = (
             self._keys == other._keys
@@ -404,7 +607,7 @@ class KeyedJaggedTensor(KeyedBags):
         )
         if not same:
             raise ValueError(
-                f"copy_ needs a batch like {self!r}, got {other!r}: make the place for it with "
+                f"copy_ needs a batch like {self!r}, got {other!r}: make the target with "
                 "empty_like(batch, device)"
             )
         self._values.copy_(other._values, non_blocking=non_blocking)
@@ -420,7 +623,7 @@ class KeyedJaggedTensor(KeyedBags):
         return self
 
     def clear_storage(self) -> int:
-        """Give the memory of its tensors back now, whoever else sees it; returns how many bytes."""
+        """Free the memory of all tensors, also for other references to them; return its bytes."""
         freed = self.size_in_bytes()
         for tensor in self._tensors():
             tensor.untyped_storage().resize_(0)
@@ -445,8 +648,14 @@ class KeyedJaggedTensor(KeyedBags):
 
     def __reduce__(self) -> Any:
         return KeyedJaggedTensor, (
-            *(self._keys, self._values, self._weights, self._lengths, self._offsets),
-            *(None if self._strides else self._stride, self._strides, self._inverse),
+            self._keys,
+            self._values,
+            self._weights,
+            self._lengths,
+            self._offsets,
+            None if self._strides else self._stride,
+            self._strides,
+            self._inverse,
         )
 
     def __str__(self) -> str:

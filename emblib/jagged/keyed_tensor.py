@@ -1,4 +1,4 @@
-"""Pooled embeddings by feature: one matrix, its columns named."""
+"""`KeyedTensor`: one matrix of named blocks of columns, such as pooled rows by feature."""
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -11,71 +11,21 @@ from torch.utils import _pytree as pytree
 
 from emblib.jagged import convert
 from emblib.jagged.jagged_tensor import JaggedTensor, keyed_text
-from emblib.jagged.keyed_bags import bounds_of, places_of
 from emblib.jagged.keyed_jagged_tensor import KeyedJaggedTensor
-
-
-class Pieces(Protocol):
-    """What is asked of a KeyedTensor."""
-
-    def keys(self) -> list[str]:
-        """The name of each piece."""
-        ...
-
-    def length_per_key(self) -> list[int]:
-        """The size of each piece."""
-        ...
-
-    def values(self) -> Tensor:
-        """All pieces in one tensor."""
-        ...
-
-    def key_dim(self) -> int:
-        """The dimension that the pieces share."""
-        ...
-
-
-def regroup(tensors: Sequence[Pieces], groups: Sequence[Sequence[str]]) -> list[Tensor]:
-    """For each group, the pieces of its keys side by side; errors are told at KeyedTensor.regroup.
-
-    Each tensor is split once, so that backward puts one gradient of it together.
-    """
-    dims = {tensor.key_dim() for tensor in tensors}
-    if len(dims) != 1:
-        raise ValueError(
-            f"regroup needs keyed tensors with the same key_dim, got {len(tensors)} with "
-            f"{sorted(dims)}"
-        )
-    dim = dims.pop()
-    pieces: dict[str, Tensor] = {}
-    twice: set[str] = set()
-    for tensor in tensors:
-        keys = tensor.keys()
-        if keys:
-            twice.update(pieces.keys() & keys)
-            found = tensor.values().split(tensor.length_per_key(), dim=dim)
-            pieces.update(zip(keys, found, strict=True))
-    try:
-        wanted = [[pieces[key] for key in group] for group in groups]
-    except KeyError as error:
-        raise KeyError(f"no key {error.args[0]!r}; there are {list(pieces)}") from None
-    if twice and (unclear := sorted(key for key in twice if any(key in group for group in groups))):
-        raise ValueError(f"each key must be of one KeyedTensor, several have {unclear}")
-    nothing = tensors[0].values().narrow(dim, 0, 0)
-    return [torch.cat(group or [nothing], dim=dim) for group in wanted]
+from emblib.jagged.keyed_layout import bounds_of, positions_of
 
 
 class KeyedTensor:
-    """`[B, sum of lengths]`: the columns of each key, one key after the other.
+    """A matrix `[B, sum of lengths]` of named blocks of columns, e.g. pooled rows by feature.
 
     Args:
-        keys: the name of each piece.
+        keys: the name of each block.
         length_per_key: columns of each.
-        values: the matrix, or any tensor with these pieces along `key_dim`.
-        key_dim: the dimension that the pieces share.
+        values: the matrix, or any tensor with these blocks along `key_dim`.
+        key_dim: the dimension that is divided into blocks.
 
     Raises:
-        ValueError: not one length a key.
+        ValueError: not one length per key.
     """
 
     __slots__ = (
@@ -101,7 +51,7 @@ class KeyedTensor:
         )
         if len(self._keys) != len(self._length_per_key):
             raise ValueError(
-                f"length_per_key must have one entry a key = {len(self._keys)}, got "
+                f"length_per_key must have one entry per key = {len(self._keys)}, got "
                 f"{len(self._length_per_key)}"
             )
         self._values = values
@@ -113,55 +63,55 @@ class KeyedTensor:
     def from_tensor_list(
         keys: Sequence[str], tensors: Sequence[Tensor], key_dim: int = 1, cat_dim: int = 1
     ) -> "KeyedTensor":
-        """Of one tensor a key, joined along `cat_dim`."""
+        """Construct from one tensor per key, concatenated along `cat_dim`."""
         lengths = [tensor.shape[key_dim] for tensor in tensors]
         return KeyedTensor(keys, lengths, torch.cat(list(tensors), dim=cat_dim), key_dim)
 
     @staticmethod
     def adopt(other: Any) -> "KeyedTensor":
-        """What any object with TorchRec's accessors holds, e.g. a torchrec.KeyedTensor."""
+        """Convert an object with TorchRec's accessors, e.g. a torchrec.KeyedTensor."""
         return KeyedTensor(**convert.keyed_arguments(other))
 
     def keys(self) -> list[str]:
-        """The name of each piece: this object's own list, not to be changed."""
+        """Return the name of each block; do not modify the list."""
         return self._keys
 
     def values(self) -> Tensor:
-        """All pieces in one tensor."""
+        """Return all blocks in one tensor."""
         return self._values
 
     def key_dim(self) -> int:
-        """The dimension that the pieces share."""
+        """Return the dimension that is divided into blocks."""
         return self._key_dim
 
     def device(self) -> torch.device:
-        """Where the values are."""
+        """Return the device of the values."""
         return self._values.device
 
     def length_per_key(self) -> list[int]:
-        """Columns of each piece."""
+        """Return the columns of each block."""
         return self._length_per_key
 
     def offset_per_key(self) -> list[int]:
-        """Where each piece begins, and the last one ends."""
+        """Return the offset of each block, and the end of the last."""
         bounds = self._offset_per_key
         if bounds is None:
             bounds = self._offset_per_key = bounds_of(self._length_per_key)
         return bounds
 
     def index_per_key(self) -> dict[str, int]:
-        """The place of each key; of one that comes twice, the first."""
+        """Return the position of each key; the first position of a repeated key."""
         index = self._index
         if index is None:
-            index = self._index = places_of(self._keys)
+            index = self._index = positions_of(self._keys)
         return index
 
     def size_in_bytes(self) -> int:
-        """Of its values."""
+        """Return the bytes of the values."""
         return self._values.numel() * self._values.element_size()
 
     def validate(self) -> "KeyedTensor":
-        """Itself; ValueError unless the lengths add up to the values' and the keys differ."""
+        """Return self; raise ValueError unless the lengths match the values and the keys differ."""
         columns = self._values.size(self._key_dim)
         if sum(self._length_per_key) != columns or min(self._length_per_key, default=0) < 0:
             raise ValueError(
@@ -173,7 +123,7 @@ class KeyedTensor:
         return self
 
     def __getitem__(self, key: str) -> Tensor:
-        """The piece of `key`, as a view."""
+        """Return the block of `key`, as a view."""
         place = self.index_per_key().get(key)
         if place is None:
             raise KeyError(f"no key {key!r}; there are {self._keys}")
@@ -181,17 +131,17 @@ class KeyedTensor:
         return self._values.narrow(self._key_dim, start, self._length_per_key[place])
 
     def to_dict(self) -> dict[str, Tensor]:
-        """The piece of each key, as views; cheaper to differentiate than one at a time."""
+        """Return the block of each key, as views; backward is cheaper than with `[key]` per key."""
         pieces = self._values.split(self._length_per_key, dim=self._key_dim)
         return dict(zip(self._keys, pieces, strict=True)) if self._keys else {}
 
     @staticmethod
     def regroup(tensors: Sequence["KeyedTensor"], groups: Sequence[Sequence[str]]) -> list[Tensor]:
-        """For each group, the pieces of its keys side by side, of whichever tensor has them.
+        """Concatenate the blocks of the keys of each group, from whichever tensor has them.
 
         Raises:
-            KeyError: a key that none of them has.
-            ValueError: a key that several have.
+            KeyError: a key that no tensor has.
+            ValueError: a key that several tensors have.
         """
         return regroup(tensors, groups)
 
@@ -199,11 +149,11 @@ class KeyedTensor:
     def regroup_as_dict(
         tensors: Sequence["KeyedTensor"], groups: Sequence[Sequence[str]], keys: Sequence[str]
     ) -> dict[str, Tensor]:
-        """`regroup`, with a name for each group."""
+        """Return the results of `regroup` by the name of each group."""
         return dict(zip(keys, regroup(tensors, groups), strict=True))
 
     def as_type(self, kind: Any) -> Any:
-        """The same tensor in another class with this constructor, e.g. torchrec.KeyedTensor."""
+        """Construct another class with the same arguments, e.g. torchrec.KeyedTensor."""
         return kind(
             keys=self._keys,
             length_per_key=self._length_per_key,
@@ -212,15 +162,15 @@ class KeyedTensor:
         )
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> "KeyedTensor":
-        """On `device`."""
+        """Copy to `device`."""
         return self._with(self._values.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> "KeyedTensor":
-        """In page-locked memory, from where copies to a GPU need not wait."""
+        """Copy to page-locked memory, so that copies to a GPU can be asynchronous."""
         return self._with(self._values.pin_memory())
 
     def record_stream(self, stream: Any) -> None:
-        """Keep the memory until what `stream` has to do is done."""
+        """Keep the memory until the work queued on `stream` is done."""
         self._values.record_stream(stream)
 
     def _with(self, values: Tensor) -> "KeyedTensor":
@@ -241,7 +191,7 @@ class KeyedTensor:
 
 
 class KTRegroupAsDict(nn.Module):
-    """`KeyedTensor.regroup_as_dict` of groups that are fixed.
+    """Module form of `KeyedTensor.regroup_as_dict`, with fixed groups.
 
     Args:
         groups: the keys of each group.
@@ -256,17 +206,67 @@ class KTRegroupAsDict(nn.Module):
         self.keys = list(keys)
 
     def forward(self, tensors: Sequence[KeyedTensor]) -> dict[str, Tensor]:
-        """The pieces of each group side by side."""
+        """Return the concatenated blocks of each group by its name."""
         return KeyedTensor.regroup_as_dict(tensors, self.groups, self.keys)
+
+
+class HasNamedBlocks(Protocol):
+    """The accessors of a KeyedTensor that `regroup` uses."""
+
+    def keys(self) -> list[str]:
+        """Return the name of each block."""
+        ...
+
+    def length_per_key(self) -> list[int]:
+        """Return the size of each block."""
+        ...
+
+    def values(self) -> Tensor:
+        """Return all blocks in one tensor."""
+        ...
+
+    def key_dim(self) -> int:
+        """Return the dimension that is divided into blocks."""
+        ...
+
+
+def regroup(tensors: Sequence[HasNamedBlocks], groups: Sequence[Sequence[str]]) -> list[Tensor]:
+    """Concatenate the blocks of the keys of each group; see `KeyedTensor.regroup` for errors.
+
+    Each tensor is split once, so that backward builds one gradient for it.
+    """
+    dims = {tensor.key_dim() for tensor in tensors}
+    if len(dims) != 1:
+        raise ValueError(
+            f"regroup needs keyed tensors with the same key_dim, got {len(tensors)} with "
+            f"{sorted(dims)}"
+        )
+    dim = dims.pop()
+    pieces: dict[str, Tensor] = {}
+    twice: set[str] = set()
+    for tensor in tensors:
+        keys = tensor.keys()
+        if keys:
+            twice.update(pieces.keys() & keys)
+            found = tensor.values().split(tensor.length_per_key(), dim=dim)
+            pieces.update(zip(keys, found, strict=True))
+    try:
+        wanted = [[pieces[key] for key in group] for group in groups]
+    except KeyError as error:
+        raise KeyError(f"no key {error.args[0]!r}; there are {list(pieces)}") from None
+    if twice and (unclear := sorted(key for key in twice if any(key in group for group in groups))):
+        raise ValueError(f"each key must be in one KeyedTensor, several have {unclear}")
+    nothing = tensors[0].values().narrow(dim, 0, 0)
+    return [torch.cat(group or [nothing], dim=dim) for group in wanted]
 
 
 # Lists, not tuples: a saved structure comes back from JSON as lists.
 Context = list[Any]
-# The leaves of a node by the names of its attributes, and what they do not tell.
-Taken = tuple[dict[str, Any], Context]
+# The leaves of a node by the names of its attributes, and the rest of its state.
+Flattened = tuple[dict[str, Any], Context]
 
 
-def _of_jagged(jagged: JaggedTensor) -> Taken:
+def _of_jagged(jagged: JaggedTensor) -> Flattened:
     leaves = {"_values": jagged._values, "_lengths": jagged.lengths()}
     if jagged._weights is not None:
         leaves["_weights"] = jagged._weights
@@ -278,14 +278,14 @@ def _to_jagged(leaves: Iterable[Any], context: Context) -> JaggedTensor:
     return JaggedTensor._of(values, weights[0] if context[0] else None, lengths, None)
 
 
-def _of_keyed_jagged(batch: KeyedJaggedTensor) -> Taken:
+def _of_keyed_jagged(batch: KeyedJaggedTensor) -> Flattened:
     leaves = {"_values": batch._values, "_lengths": batch.lengths()}
     if batch._weights is not None:
         leaves["_weights"] = batch._weights
     inverse_keys = None
     if batch._inverse is not None:
         inverse_keys, leaves["_inverse"] = batch._inverse
-    # The stride is in the lengths, unless there are no features.
+    # The stride follows from the lengths, unless there are no features.
     stride = None if batch._keys else batch._stride
     return leaves, [batch._keys, batch._strides, stride, batch._weights is not None, inverse_keys]
 
@@ -295,7 +295,7 @@ def _to_keyed_jagged(leaves: Iterable[Any], context: Context) -> KeyedJaggedTens
     values, lengths, *rest = leaves
     inverse = None if inverse_keys is None else (inverse_keys, rest[-1])
     if stride is None:
-        # Leaves may be anything while a tree is mapped.
+        # Leaves may be any objects while a tree is mapped.
         if strides is None:
             stride = lengths.numel() // len(keys) if isinstance(lengths, Tensor) else 0
         elif inverse is not None and isinstance(inverse[1], Tensor):
@@ -307,7 +307,7 @@ def _to_keyed_jagged(leaves: Iterable[Any], context: Context) -> KeyedJaggedTens
     return of(keys, values, weights, lengths, None, stride, inverse, strides)
 
 
-def _of_keyed(tensor: KeyedTensor) -> Taken:
+def _of_keyed(tensor: KeyedTensor) -> Flattened:
     return {"_values": tensor._values}, [tensor._keys, tensor._length_per_key, tensor._key_dim]
 
 
@@ -317,23 +317,23 @@ def _to_keyed(leaves: Iterable[Any], context: Context) -> KeyedTensor:
     return KeyedTensor(keys, lengths, values, dim)
 
 
-def _flatten(take: Callable[[Any], Taken], node: Any) -> tuple[list[Any], Context]:
+def _flatten(take: Callable[[Any], Flattened], node: Any) -> tuple[list[Any], Context]:
     leaves, context = take(node)
     return list(leaves.values()), context
 
 
 def _flatten_with_keys(
-    take: Callable[[Any], Taken], node: Any
+    take: Callable[[Any], Flattened], node: Any
 ) -> tuple[list[tuple[pytree.KeyEntry, Any]], Context]:
     leaves, context = take(node)
     return [(pytree.GetAttrKey(name), leaf) for name, leaf in leaves.items()], context
 
 
-def _flatten_as(take: Callable[[Any], Taken], node: Any, spec: Any) -> list[Any]:
+def _flatten_as(take: Callable[[Any], Flattened], node: Any, spec: Any) -> list[Any]:
     return list(take(node)[0].values())
 
 
-_NODES: tuple[tuple[type, Callable[[Any], Taken], Callable[[Iterable[Any], Any], Any]], ...] = (
+_NODES: tuple[tuple[type, Callable[[Any], Flattened], Callable[[Iterable[Any], Any], Any]], ...] = (
     (JaggedTensor, _of_jagged, _to_jagged),
     (KeyedJaggedTensor, _of_keyed_jagged, _to_keyed_jagged),
     (KeyedTensor, _of_keyed, _to_keyed),
@@ -341,7 +341,7 @@ _NODES: tuple[tuple[type, Callable[[Any], Taken], Callable[[Iterable[Any], Any],
 
 
 def register() -> None:
-    """Make the three types nodes of torch's trees, of eager and traced ones."""
+    """Register the three types with torch's pytrees, eager and traced."""
     for kind, take, make in _NODES:
         pytree.register_pytree_node(
             kind,

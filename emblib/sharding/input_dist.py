@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from emblib.jagged.jagged_tensor import running_sums
-from emblib.jagged.keyed_bags import bounds_of
+from emblib.jagged.keyed_layout import bounds_of
 from emblib.ops import route
 from emblib.sharding.exchange import (
     Awaitable,

@@ -144,7 +144,7 @@ def test_dictionaries() -> None:
     with pytest.raises(ValueError, match="needs a feature, got none"):
         KeyedJaggedTensor.from_jt_dict({})
     weighted = JaggedTensor(torch.tensor([3]), torch.ones(1), torch.tensor([1]))
-    with pytest.raises(ValueError, match="all or in none, got them in 1 of 2"):
+    with pytest.raises(ValueError, match="all or none must have weights"):
         KeyedJaggedTensor.from_jt_dict({"x": one, "y": weighted})
 
 
@@ -282,7 +282,7 @@ def test_wrong_structure_is_refused() -> None:
         KeyedJaggedTensor(["a"], [1, 2], lengths=lengths)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"list of names, got 'abc': write \['abc'\]"):
         KeyedJaggedTensor("abc", values, lengths=lengths)
-    with pytest.raises(ValueError, match=r"one a value, got 3 for 4 values"):
+    with pytest.raises(ValueError, match=r"one per value, got 3 for 4 values"):
         KeyedJaggedTensor(["a"], values, torch.ones(3), lengths)
     with pytest.raises(ValueError, match=r"there are bags = 3 \+ 1, got 3"):
         KeyedJaggedTensor(["a"], values, None, lengths, torch.tensor([0, 2, 4]))
@@ -321,11 +321,11 @@ def test_validate_reads_the_content() -> None:
         batch(lengths=torch.tensor([1, 2])).validate()
     with pytest.raises(ValueError, match="must be >= 0, got -1"):
         batch(lengths=torch.tensor([5, -1])).validate()
-    with pytest.raises(ValueError, match=r"must not fall, they do after bag 1: \[3, 2\]"):
+    with pytest.raises(ValueError, match=r"must not decrease, they do after bag 1: \[3, 2\]"):
         batch(offsets=torch.tensor([0, 3, 2, 4])).validate()
     with pytest.raises(ValueError, match="go from 0 to the number of values = 4"):
         batch(offsets=torch.tensor([1, 4])).validate()
-    with pytest.raises(ValueError, match="tell of the same bags"):
+    with pytest.raises(ValueError, match="describe the same bags"):
         batch(lengths=torch.tensor([4, 0]), offsets=torch.tensor([0, 2, 4])).validate()
     with pytest.raises(ValueError, match="keys must differ"):
         made(EXAMPLE).permute([0, 0]).validate()

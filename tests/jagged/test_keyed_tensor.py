@@ -1,9 +1,18 @@
 """Pooled embeddings by key, and their pieces in other orders."""
 
+import copy
+import io
+import pickle
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils.data import DataLoader
 
-from emblib import KeyedTensor, KTRegroupAsDict
+from emblib import JaggedTensor, KeyedJaggedTensor, KeyedTensor, KTRegroupAsDict
+from tests.jagged.cases import Features, held, made, same
 
 
 def example() -> tuple[KeyedTensor, KeyedTensor]:
@@ -76,7 +85,7 @@ def test_moves() -> None:
 
 def test_wrong_ones_are_refused() -> None:
     one, two = example()
-    with pytest.raises(ValueError, match="one entry a key = 1, got 2"):
+    with pytest.raises(ValueError, match="one entry per key = 1, got 2"):
         KeyedTensor(["a"], [1, 2], torch.zeros(1, 3))
     with pytest.raises(ValueError, match=r"size of dimension 1 = 3, got \[2\]"):
         KeyedTensor(["a"], [2], torch.zeros(1, 3)).validate()
@@ -96,3 +105,134 @@ def test_says_what_it_holds() -> None:
     _, two = example()
     assert repr(two) == "KeyedTensor({'d': 2}, [2, 2] torch.float32, cpu)"
     assert '"d": tensor(' in str(two)
+
+
+EXAMPLE: Features = {"a": [[0, 1], [], [2]], "b": [[3], [4], [5, 6, 7]]}
+VARIED: Features = {"a": [[0, 1], []], "b": [[3]]}
+
+
+def nodes() -> list[Any]:
+    merged = KeyedJaggedTensor(
+        ["a", "b"],
+        torch.arange(3),
+        lengths=torch.ones(3, dtype=torch.int64),
+        stride_per_key_per_rank=[[2], [1]],
+        inverse_indices=(["a", "b"], torch.tensor([[0, 1, 1, 0], [0, 0, 0, 0]])),
+    )
+    return [
+        made(EXAMPLE),
+        made(EXAMPLE, given="offsets", weighted=True),
+        made(VARIED, weighted=True),
+        merged,
+        KeyedJaggedTensor([], torch.arange(0), lengths=torch.arange(0), stride=0),
+        made(EXAMPLE)["b"],
+        made(EXAMPLE, weighted=True)["b"],
+        KeyedTensor(["a", "b"], [1, 2], torch.randn(2, 3)),
+    ]
+
+
+def tensors(node: Any) -> list[Tensor]:
+    return pytree.tree_leaves(node)
+
+
+@pytest.mark.parametrize("which", range(8))
+def test_trees_pickles_and_files(which: int) -> None:
+    node = nodes()[which]
+    leaves, structure = pytree.tree_flatten(node)
+    assert all(isinstance(leaf, Tensor) for leaf in leaves)
+    saved = pytree.treespec_loads(pytree.treespec_dumps(structure))
+    assert saved == structure
+    path_leaves, _ = pytree.tree_flatten_with_path(node)
+    assert same([leaf for _, leaf in path_leaves], leaves)
+    file = io.BytesIO()
+    torch.save(node, file)
+    file.seek(0)
+    others = [
+        pytree.tree_unflatten(leaves, saved),
+        pytree.tree_map(torch.clone, node),
+        pickle.loads(pickle.dumps(node)),
+        copy.deepcopy(node),
+        torch.load(file),
+    ]
+    for other in others:
+        assert type(other) is type(node)
+        assert repr(other) == repr(node)
+        assert str(other) == str(node)
+        assert same(tensors(other), leaves)
+        for name in ("stride", "stride_per_key", "length_per_key", "key_dim"):
+            if hasattr(node, name):
+                assert getattr(other, name)() == getattr(node, name)()
+
+
+def test_the_structure_does_not_tell_what_was_asked() -> None:
+    asked = made(EXAMPLE)
+    asked.offsets()
+    asked.sync()
+    structure = pytree.tree_structure(made(EXAMPLE, given="offsets"))
+    assert pytree.tree_structure(asked) == structure
+    assert pytree.tree_structure(made({"a": [[1]], "b": [[]]})) == structure
+    assert pytree.tree_structure(made({"a": [[1]]})) != structure
+    # Leaves need not be tensors while a tree is on its way.
+    sizes = pytree.tree_map(lambda tensor: tensor.numel(), asked)
+    assert pytree.tree_leaves(sizes) == [8, 6]
+
+
+def test_workers_give_batches() -> None:
+    batches = [made(EXAMPLE, weighted=True), made(VARIED)]
+    loader = DataLoader(batches, batch_size=None, num_workers=1)
+    assert [held(batch) for batch in loader] == [EXAMPLE, VARIED]
+
+
+def pooled(batch: KeyedJaggedTensor, table: Tensor) -> KeyedTensor:
+    lengths = batch.lengths().view(len(batch.keys()), -1)
+    rows = torch.nn.functional.embedding_bag(
+        batch.values(), table, batch.offsets(), mode="sum", include_last_offset=True
+    )
+    columns = rows.view(len(batch.keys()), batch.stride(), -1) * (lengths > 0).unsqueeze(-1)
+    return KeyedTensor(batch.keys(), [table.size(1)] * 2, columns.transpose(0, 1).flatten(1))
+
+
+def test_compiles_whole() -> None:
+    table = torch.randn(8, 3)
+
+    def run(values: Tensor, lengths: Tensor) -> tuple[KeyedTensor, list[Tensor]]:
+        made_here = pooled(KeyedJaggedTensor(["a", "b"], values, lengths=lengths), table)
+        return made_here, KeyedTensor.regroup([made_here], [["b", "a"]])
+
+    batch = made(EXAMPLE)
+    want = run(batch.values(), batch.lengths())
+    compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
+    found = compiled(batch.values(), batch.lengths())
+    assert torch.equal(found[0].values(), want[0].values())
+    assert found[0].keys() == ["a", "b"]
+    assert same(found[1], want[1])
+    whole = torch.compile(pooled, backend="aot_eager", fullgraph=True)(batch, table)
+    assert torch.equal(whole["b"], want[0]["b"])
+
+
+def test_exports_and_loads() -> None:
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = torch.nn.Parameter(torch.randn(8, 3))
+
+        def forward(self, batch: KeyedJaggedTensor) -> KeyedTensor:
+            return pooled(batch, self.table)
+
+    model = Model()
+    program = torch.export.export(model, (made(EXAMPLE),))
+    file = io.BytesIO()
+    torch.export.save(program, file)
+    file.seek(0)
+    other = made({"a": [[7], [6, 5], []], "b": [[4, 3, 2], [1], [0]]})
+    for runs in (program.module(), torch.export.load(file).module()):
+        assert torch.equal(runs(other).values(), model(other).values())
+
+
+def test_jagged_tensors_compile() -> None:
+    def run(jagged: JaggedTensor) -> Tensor:
+        return jagged.to_padded_dense(2) + 1
+
+    jagged = made(EXAMPLE)["b"]
+    found = torch.compile(run, backend="aot_eager", fullgraph=True)(jagged)
+    assert torch.equal(found, run(jagged))

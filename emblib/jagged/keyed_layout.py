@@ -1,0 +1,202 @@
+"""Keys, strides and offsets of keyed batches: checks, and the arguments of joined batches."""
+
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from emblib.jagged.jagged_tensor import JaggedTensor
+
+Strides = Sequence[Sequence[int]] | Tensor
+InverseIndices = tuple[list[str], Tensor]
+
+
+def bounds_of(lengths: Sequence[int]) -> list[int]:
+    """Return the offsets of blocks with these lengths: each start, and the end of the last."""
+    return list(accumulate(lengths, initial=0))
+
+
+def positions_of(keys: Sequence[str]) -> dict[str, int]:
+    """Return the position of each key; the first position of a repeated key."""
+    index: dict[str, int] = {}
+    for place, key in enumerate(keys):
+        index.setdefault(key, place)
+    return index
+
+
+def is_run(order: Sequence[int]) -> bool:
+    """Return whether the order is a run of consecutive numbers, or empty."""
+    return all(second == first + 1 for first, second in pairwise(order))
+
+
+def span(tensor: Tensor, bounds: Sequence[int], order: Sequence[int]) -> Tensor:
+    """Return the blocks of an `order` that is a run, as one view."""
+    if not order:
+        return tensor.narrow(0, 0, 0)
+    start = bounds[order[0]]
+    return tensor.narrow(0, start, bounds[order[-1] + 1] - start)
+
+
+def list_of_keys(keys: Sequence[str]) -> list[str]:
+    """Return `keys` as a new list.
+
+    Raises:
+        TypeError: one string instead of a sequence of names.
+    """
+    if isinstance(keys, str):
+        raise TypeError(f"keys must be a list of names, got {keys!r}: write [{keys!r}]")
+    return list(keys)
+
+
+def lists_of(strides: Sequence[Sequence[int]] | Tensor) -> list[list[int]]:
+    """Return `stride_per_key_per_rank` as lists `[F][R]` on the host."""
+    if isinstance(strides, Tensor):
+        return strides.tolist()
+    return [list(row) for row in strides]
+
+
+def bags_per_key(strides: list[list[int]], keys: int, bags: int) -> list[int]:
+    """Return the bags of each feature over all ranks.
+
+    Raises:
+        ValueError: not one list per key, lists of different lengths, a negative number, or another
+            sum than there are bags.
+    """
+    if len(strides) != keys or len({len(row) for row in strides}) > 1:
+        raise ValueError(
+            f"stride_per_key_per_rank must have one list per key = {keys}, of the same number of "
+            f"ranks, got {len(strides)} of {sorted({len(row) for row in strides})}"
+        )
+    sums = [sum(row) for row in strides]
+    if sum(sums) != bags or any(count < 0 for row in strides for count in row):
+        raise ValueError(
+            "stride_per_key_per_rank must be >= 0 and add up to the number of bags = "
+            f"{bags}, got {strides}"
+        )
+    return sums
+
+
+def refuse_stride(stride: int, keys: int, bags: int) -> None:
+    """Raise ValueError for a number of bags that is not `stride` per key."""
+    raise ValueError(
+        f"lengths must have the same number of bags for every key, got {bags} for {keys} keys"
+        + (f" with stride {stride}" if bags == 0 or bags % max(keys, 1) == 0 else "")
+        + ": where features differ in it give stride_per_key_per_rank"
+    )
+
+
+def check_inverse(inverse: tuple[list[str], Tensor], bags: dict[str, int]) -> None:
+    """Raise ValueError unless `inverse` has a row of bags for each key; reads the device.
+
+    It may have rows of other keys: those that a split of a batch left out.
+    """
+    keys, indices = inverse
+    if not bags.keys() <= set(keys) or indices.dim() != 2 or indices.size(0) != len(keys):
+        raise ValueError(
+            f"inverse_indices must be keys and one row for each, of {sorted(bags)} at least, got "
+            f"{sorted(keys)} and {list(indices.shape)}"
+        )
+    for key, row in zip(keys, indices, strict=True):
+        if key in bags and row.numel() and not 0 <= int(row.min()) <= int(row.max()) < bags[key]:
+            raise ValueError(
+                f"the inverse indices of {key!r} must be bags 0 to {bags[key] - 1}, got "
+                f"{int(row.min())} to {int(row.max())}"
+            )
+
+
+def dict_arguments(
+    jagged: Mapping[str, JaggedTensor], *, force_variable_stride: bool
+) -> dict[str, Any]:
+    """Return the constructor arguments for one JaggedTensor per feature.
+
+    Raises:
+        ValueError: no features, or weights in only some of them.
+    """
+    if not jagged:
+        raise ValueError("from_jt_dict needs a feature, got none: use KeyedJaggedTensor.empty()")
+    lengths = [one.lengths() for one in jagged.values()]
+    strides = [one.numel() for one in lengths]
+    varied = force_variable_stride or len(set(strides)) > 1
+    return {
+        "keys": list(jagged),
+        "values": torch.cat([one.values() for one in jagged.values()]),
+        "weights": _join_weights([one.weights_or_none() for one in jagged.values()]),
+        "lengths": torch.cat(lengths),
+        "stride_per_key_per_rank": [[stride] for stride in strides] if varied else None,
+    }
+
+
+def concat_arguments(batches: Sequence[Any]) -> dict[str, Any]:
+    """Return the constructor arguments that combine batches of the same examples.
+
+    Raises:
+        ValueError: no batches, different strides, or weights in only some of them.
+    """
+    if not batches:
+        raise ValueError("concat needs a batch, got none: use KeyedJaggedTensor.empty()")
+    # A batch without features has no stride.
+    strides = {batch.stride() for batch in batches if batch.keys()}
+    varied = any(batch.variable_stride_per_key() for batch in batches)
+    merged = any(batch.inverse_indices_or_none() is not None for batch in batches)
+    if len(strides) > 1 and (not varied or merged):
+        raise ValueError(f"batches must have the same stride, got {sorted(strides)}")
+    return {
+        "keys": [key for batch in batches for key in batch.keys()],  # noqa: SIM118
+        "values": torch.cat([batch.values() for batch in batches]),
+        "weights": _join_weights([batch.weights_or_none() for batch in batches]),
+        "lengths": torch.cat([batch.lengths() for batch in batches]),
+        "stride": None if varied else max(strides, default=0),
+        "stride_per_key_per_rank": _join_strides(batches) if varied else None,
+        "inverse_indices": _join_inverse(batches) if merged else None,
+    }
+
+
+def _join_strides(batches: Sequence[Any]) -> list[list[int]]:
+    ranks = {len(row) for batch in batches for row in batch.stride_per_key_per_rank()}
+    if len(ranks) > 1 or (ranks != {1} and not all(b.variable_stride_per_key() for b in batches)):
+        raise ValueError(
+            "batches of variable stride must have the same number of ranks, got "
+            f"{[len(row) for b in batches for row in b.stride_per_key_per_rank()[:1]]}: give all "
+            "of them stride_per_key_per_rank"
+        )
+    joined: list[list[int]] = []
+    for batch in batches:
+        own = batch.stride_per_key_per_rank()
+        joined += own or [[stride] for stride in batch.stride_per_key()]
+    return joined
+
+
+def _join_inverse(batches: Sequence[Any]) -> InverseIndices:
+    keys: list[str] = []
+    rows: list[Tensor] = []
+    for batch in batches:
+        own, inverse = batch.keys(), batch.inverse_indices_or_none()
+        if inverse is None:
+            if batch.variable_stride_per_key():
+                raise ValueError(
+                    "inverse_indices must be in all batches of variable stride or in none, "
+                    f"{batch!r} has none"
+                )
+            # Every example has its own bag.
+            every = torch.arange(batch.stride(), device=batch.device())
+            rows.append(every.expand(len(own), -1))
+        elif inverse[0] == own:
+            rows.append(inverse[1])
+        else:
+            place = {key: i for i, key in enumerate(inverse[0])}
+            rows.append(inverse[1][[place[key] for key in own]])
+        keys += own
+    return keys, torch.cat(rows)
+
+
+def _join_weights(weights: Sequence[Tensor | None]) -> Tensor | None:
+    present = [tensor for tensor in weights if tensor is not None]
+    if not present:
+        return None
+    if len(present) != len(weights):
+        raise ValueError(
+            f"all or none must have weights, got them in {len(present)} of {len(weights)}"
+        )
+    return torch.cat(present)
