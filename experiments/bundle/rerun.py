@@ -23,6 +23,7 @@ from experiments.config import configure
 from experiments.config.schema import Config, Rerun, UsageError
 from experiments.paths import CONF, ROOT
 from experiments.report.data import Run
+from experiments.results.store import read_config
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Again:
 def configuration(path: Path, folder: Path, preset: str = "") -> Config:
     """Return the configuration of a packed run for `folder`; raise BundleError."""
     configure.register()
-    packed = OmegaConf.load(path)
+    packed = read_config(path)
     assert isinstance(packed, DictConfig)
     if not re.fullmatch(r"\w[\w.-]*", str(packed.name)):  # becomes the name of a folder
         raise BundleError(f"the name of a run cannot be {str(packed.name)!r}")

@@ -23,7 +23,7 @@ from experiments.config.schema import (
     CaseConfig,
     Config,
     DeviceKind,
-    Law,
+    Distribution,
     Mode,
     ShardingConfig,
     Tables,
@@ -110,7 +110,11 @@ def _settle(config: Config) -> None:
         raise UsageError("timing.modes must name at least one mode, e.g. timing.modes=[hot]")
     config.timing.modes = [Mode(name) for name in names]
     case = config.cases.get(config.report.headline)
-    if config.workload.law is Law.trace and case is not None and case.workload.law is not Law.trace:
+    if (
+        config.workload.distribution is Distribution.trace
+        and case is not None
+        and case.workload.distribution is not Distribution.trace
+    ):
         config.report.headline = ""  # the answer is about the file that was named
 
 
@@ -252,7 +256,7 @@ def check_values(config: Config) -> None:
         if any(v < 1 for v in getattr(config.sweep, axis)):
             raise UsageError(f"sweep.{axis} must be >= 1, got {getattr(config.sweep, axis)}")
     for axis in ("L", "s", "q"):
-        if config.workload.law is Law.trace and getattr(config.sweep, axis):
+        if config.workload.distribution is Distribution.trace and getattr(config.sweep, axis):
             raise UsageError(
                 f"sweep.{axis} changes nothing about a trace: leave it out with 'sweep.{axis}=[]'"
             )
@@ -345,7 +349,7 @@ def _check_keys(prefix: str, point: Config | CaseConfig) -> None:
 
 
 def _check_workload(prefix: str, workload: WorkloadConfig) -> None:
-    traced = workload.law is Law.trace
+    traced = workload.distribution is Distribution.trace
     for axis in ("T", "E", "D", "B", "L"):
         # Of a trace, 0 means what its file says.
         least = 0 if traced and axis in ("T", "E") else 1
@@ -356,7 +360,7 @@ def _check_workload(prefix: str, workload: WorkloadConfig) -> None:
     if any(rows < 1 for rows in workload.sizes):
         raise UsageError(f"{prefix}workload.sizes must be >= 1, got {workload.sizes}")
     if traced and not workload.file:
-        raise UsageError(f"{prefix}workload.law=trace needs a file: workload.file=PATH")
+        raise UsageError(f"{prefix}workload.distribution=trace needs a file: workload.file=PATH")
     if workload.file and not traced:
         raise UsageError(f"{prefix}workload.file is read by workload=trace only; give both")
     if traced and workload.tables is not Tables.equal:

@@ -30,7 +30,7 @@ class Tables(Enum):
     criteo_kaggle = "criteo_kaggle"
 
 
-class Law(Enum):
+class Distribution(Enum):
     """How often each row is looked up; `trace` reads the lookups from a file."""
 
     uniform = "uniform"
@@ -114,14 +114,14 @@ class Optimizer(Enum):
 
 @dataclass
 class WorkloadConfig:
-    """T tables of E rows and D columns; B bags per batch, L lookups per bag, drawn by `law`.
+    """T tables of E rows and D columns; B bags per batch, L lookups per bag.
 
     Of a trace file, T and E may be 0: all its tables, with the rows that the file says they have. L
     is then what its bags have on average.
     """
 
     tables: Tables = Tables.equal
-    law: Law = Law.zipf
+    distribution: Distribution = Distribution.zipf
     order: Order = Order.permuted
     T: int = 1
     E: int = 1_000_000
@@ -131,7 +131,7 @@ class WorkloadConfig:
     s: float = 1.05  # P(rank) ~ (rank + q)^-s, rank = 1..E
     q: float = 0.0
     sizes: list[int] = field(default_factory=list)  # rows of each table, instead of T and E
-    file: str = ""  # of law=trace
+    file: str = ""  # of distribution=trace
     format: Format = Format.auto
     columns: list[str] = field(default_factory=list)  # of the file, one a table; empty: all
     ids: Ids = Ids.exact

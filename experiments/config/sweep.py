@@ -17,8 +17,8 @@ from experiments.config.schema import (
     CaseConfig,
     Config,
     Design,
+    Distribution,
     KeysConfig,
-    Law,
     Scaling,
     TTConfig,
     UsageError,
@@ -154,7 +154,7 @@ def resolve(cell: Cell, *, sized: bool) -> Cell:
 
     `sized`: tables are made, so that the number of their rows must be known.
     """
-    if cell.workload.law is not Law.trace:
+    if cell.workload.distribution is not Distribution.trace:
         return cell
     from experiments.workloads import trace_files
 
@@ -178,7 +178,7 @@ def swept_cells(
     """Yield the cells of the sweep; `names` are the contenders, `loads` those of hash tables."""
     axes = axes_of(config)
     # A trace that was named is meant to be measured, beside whatever cases there are.
-    if not axes and config.cases and config.workload.law is not Law.trace:
+    if not axes and config.cases and config.workload.distribution is not Distribution.trace:
         return
     ranks = sorted({*axes.pop("rank", []), *config.tt.ranks})
     base = config.workload
@@ -233,7 +233,7 @@ def _kept(values: dict[str, Any], keep: Sequence[Condition], drop: Sequence[Cond
 def _title(w: WorkloadConfig) -> str:
     """The workload as the end of a sentence."""
     tables = "a table" if w.T == 1 else f"{w.T} tables"
-    if w.law is Law.trace:
+    if w.distribution is Distribution.trace:
         return f"{tables} of the trace {Path(w.file).name} (D={w.D}, B={w.B:,}, L≈{w.L})"
     return f"{tables} of {w.E:,} rows (D={w.D}, B={w.B:,}, L={w.L})"
 

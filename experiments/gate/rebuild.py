@@ -13,14 +13,14 @@ from experiments.gate import noise, pages, power
 from experiments.gate.pairs import Trial
 from experiments.gate.points import points_of
 from experiments.gate.verdicts import findings
-from experiments.results.store import RunStore, read_json, read_records
+from experiments.results.store import RunStore, read_config, read_json, read_records
 
 DERIVED = ("status", "meaning", "answer", "points")  # of gate.json; the rest are facts
 
 
 def write(path: Path) -> str:
     """Every file that follows from the samples; returns the answer."""
-    stored = OmegaConf.load(path / "config.yaml")
+    stored = read_config(path / "config.yaml")
     config = cast(
         Config, OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), stored))
     )

@@ -132,7 +132,7 @@ def _row(record: Record) -> dict[str, Any]:
         "lookup_hit_rate": found.lookups,
         "row_hit_rate": found.rows,
         "most_lookup_hit_rate": most / lookups if lookups else math.nan,
-        "law_lookup_hit_rate": record.get("law_lookup_hit_rate", math.nan),
-        "law_row_hit_rate": record.get("law_row_hit_rate", math.nan),
+        "expected_lookup_hit_rate": record.get("expected_lookup_hit_rate", math.nan),
+        "expected_row_hit_rate": record.get("expected_row_hit_rate", math.nan),
         "rows_scale": record["rows_scale"],
     }

@@ -16,7 +16,7 @@ from experiments.report import text
 from experiments.report.data import AXIS_NAMES, Run
 from experiments.report.style import INK, Figure, Panel, colour_of, marker_of
 from experiments.report.tables import Table, Value
-from experiments.workloads.distributions import law_words
+from experiments.workloads.distributions import describe_distribution
 
 OF = {"lookup_hit_rate": "lookups", "row_hit_rate": "distinct rows"}
 
@@ -57,7 +57,13 @@ def _policy(contender: str) -> str:
 def _what(run: Run) -> str:
     record = next(r for r in run.records if r["section"] == SWEEP)
     p = record["params"]
-    law = law_words(p) if p["law"] != "zipf" else f"zipf s={p['s']:g}" if p["s"] else "uniform ids"
+    law = (
+        describe_distribution(p)
+        if p["distribution"] != "zipf"
+        else f"zipf s={p['s']:g}"
+        if p["s"]
+        else "uniform ids"
+    )
     tables = "a table" if record["features"] == 1 else f"{record['features']} tables"
     return f"{tables} of {record['rows']:,} rows ({law})"
 
@@ -239,7 +245,7 @@ def _curves(own: pd.DataFrame, column: str, *, legend: bool) -> Drawing:
             )  # fmt: skip
         law = own[own["contender"] == "static_top"].sort_values("fraction")
         axes.plot(
-            100 * law["fraction"], 100 * law[f"law_{column}"], color=INK, ls=":", lw=1.2,
+            100 * law["fraction"], 100 * law[f"expected_{column}"], color=INK, ls=":", lw=1.2,
             label="top-k of the law",
         )  # fmt: skip
         _percent_axes(axes, list(100 * own["fraction"].unique()))

@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, LogLocator
 from omegaconf import OmegaConf
 
-from experiments.config.schema import Law
+from experiments.config.schema import Distribution
 from experiments.config.sweep import SWEEP
 from experiments.kinds import trace
 from experiments.report import text
@@ -20,7 +20,7 @@ from experiments.report.style import COLOURS, INK, Drawing, Figure, Panel
 from experiments.report.tables import Table, Value
 from experiments.results.store import Record
 from experiments.workloads import production
-from experiments.workloads.distributions import law_words, zipf_probabilities
+from experiments.workloads.distributions import describe_distribution, zipf_probabilities
 
 NOTES = (
     "'Distinct' rows are those looked up at all. A batch's distinct share is its distinct rows ÷ "
@@ -55,7 +55,10 @@ def subject(run: Run) -> Record | None:
 
 
 def _names_a_file(run: Run) -> bool:
-    return str(OmegaConf.select(run.config, "workload.law", default="")) == Law.trace.value
+    return (
+        str(OmegaConf.select(run.config, "workload.distribution", default=""))
+        == Distribution.trace.value
+    )
 
 
 def answer(run: Run) -> list[str]:
@@ -88,12 +91,12 @@ def _headline(run: Run, record: Record) -> str:
 def name(record: Record) -> str:
     """The lookups, as people call them."""
     p = record["params"]
-    if p["law"] == Law.zipf.value:
+    if p["distribution"] == Distribution.zipf.value:
         offset = f", q={p['q']:g}" if p["q"] else ""
         return f"zipf lookups (s={p['s']:g}{offset})"
-    if p["law"] == Law.trace.value:
+    if p["distribution"] == Distribution.trace.value:
         return f"lookups of the trace {p['file']}"
-    return law_words(p).replace(" ids", " lookups")
+    return describe_distribution(p).replace(" ids", " lookups")
 
 
 def fraction(run: Run) -> float:

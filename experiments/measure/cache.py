@@ -121,10 +121,10 @@ def _ideal(
     if name == "offline":
         return samples, {"most_lookup_hits": cache_bounds.most_lookups(trace, size)}
     work = cell.workload
-    laws_of_tables = [probabilities(work, s.rows) for s in shapes]
-    every = [law / len(shapes) for law in laws_of_tables if law is not None]
+    distributions_of_tables = [probabilities(work, s.rows) for s in shapes]
+    every = [law / len(shapes) for law in distributions_of_tables if law is not None]
     if not every:
         return samples, {}
     lookups = len(shapes) * work.B * work.L
-    by_lookup, by_row = cache_bounds.law_top(np.concatenate(every), size, lookups)
-    return samples, {"law_lookup_hit_rate": by_lookup, "law_row_hit_rate": by_row}
+    by_lookup, by_row = cache_bounds.expected_top(np.concatenate(every), size, lookups)
+    return samples, {"expected_lookup_hit_rate": by_lookup, "expected_row_hit_rate": by_row}

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from experiments.config.schema import KeysConfig, Law, Mode, Order, WorkloadConfig
+from experiments.config.schema import Distribution, KeysConfig, Mode, Order, WorkloadConfig
 from experiments.config.sweep import Arm, Cell
 from experiments.contenders.keys import KeyTable, KeyTask, build_keyed
 from experiments.machine.bandwidth import WORDS
@@ -182,7 +182,7 @@ class Calls:
     def _there(self, rng: np.random.Generator) -> Ids:
         if self.inserts:
             return np.arange(self.resident - self.known, self.resident, dtype=np.int64)
-        if self.work.law is Law.zipf and self.work.s:
+        if self.work.distribution is Distribution.zipf and self.work.s:
             ranks = distributions.zipf_ranks(
                 rng, self.known, self.resident, self.work.s, self.work.q
             )

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from experiments.config.schema import Law
+from experiments.config.schema import Distribution
 from experiments.config.sweep import Cell
 from experiments.measure.outcome import Outcome, describe, facts
 from experiments.results.store import Record
@@ -53,7 +53,7 @@ def trace_cell(cell: Cell, session: Session, seconds: float) -> list[Record]:
         "samples": found.pop("samples"),
         "analysis_s": round(time.monotonic() - started, 2),
     }
-    if cell.workload.law is Law.production:
+    if cell.workload.distribution is Distribution.production:
         record["published_window"] = sum(production.published_lookups(r) for r in rows)
     return [record]
 

@@ -17,8 +17,8 @@ from experiments.kinds import Kind, find
 from experiments.kinds.base import TIME
 from experiments.report import text
 from experiments.results.metrics import mode_of, replicate_of
-from experiments.results.store import Record, read_json, read_records
-from experiments.workloads.distributions import law_words
+from experiments.results.store import Record, read_config, read_json, read_records
+from experiments.workloads.distributions import describe_distribution
 
 AXIS_NAMES = {
     "T": "tables T",
@@ -54,8 +54,7 @@ class Run:
     @classmethod
     def read(cls, path: Path) -> Run:
         """From the files that store.RunStore wrote."""
-        config = OmegaConf.load(path / "config.yaml")
-        assert isinstance(config, DictConfig)
+        config = read_config(path / "config.yaml")
         # In the order of the experiment, not in that of their measuring.
         records = sorted(read_records(path), key=lambda r: int(r.get("cell_number", 0)))
         info = read_json(path, "run.json")
@@ -166,7 +165,7 @@ class Run:
         """The section's first workload in one line; for the sweep, its base point."""
         record = next(r for r in self.records if r["section"] == section)
         p, tables = record["params"], record["features"]
-        law = law_words(p)
+        law = describe_distribution(p)
         base = "Base point: " if section == SWEEP and not self.kind.swept_first else ""
         return (
             f"{base}{tables} table{'s' * (tables > 1)}, "

@@ -79,11 +79,11 @@ def how_to_read(run: Run) -> list[str]:
     several = max(run.passes().values(), default=0) > 1
     found += [PROCESSES, VERDICTS] if several else [ONE_PROCESS]
     found += HOW_TO_READ[1:]
-    if any(r["params"].get("law") in ("uniform", "zipf") for r in run.records):
+    if any(r["params"].get("distribution") in ("uniform", "zipf") for r in run.records):
         found.append(SYNTHETIC)
-    if any(r["params"].get("law") == "production" for r in run.records):
+    if any(r["params"].get("distribution") == "production" for r in run.records):
         found.append(PRODUCTION)
-    if any(r["params"].get("law") == "trace" for r in run.records):
+    if any(r["params"].get("distribution") == "trace" for r in run.records):
         found.append(REPLAYED)
     return [*found, *_peers(run)]
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from experiments.config.schema import Config, UsageError
 from experiments.paths import ROOT
@@ -24,6 +24,11 @@ if TYPE_CHECKING:
 
 SCHEMA_VERSION = 2  # 1: one process per cell, no replicate, mode, point_key
 POINTS = "points.jsonl"
+RENAMED = {  # name in files of older runs -> name today
+    "law": "distribution",
+    "law_lookup_hit_rate": "expected_lookup_hit_rate",
+    "law_row_hit_rate": "expected_row_hit_rate",
+}
 PACKED_POINTS = "points.jsonl.xz"  # the same, compressed: the form of committed references
 Record = dict[str, Any]
 
@@ -170,11 +175,30 @@ def read_records(path: Path) -> list[Record]:
         if not line:
             continue
         try:
-            records.append(json.loads(line))
+            records.append(_with_present_names(json.loads(line)))
         except json.JSONDecodeError:
             if number < len(lines) - 1:
                 raise ValueError(f"{source.name} line {number + 1} is damaged") from None
     return records
+
+
+def _with_present_names(record: Record) -> Record:
+    """Return a record in today's words; the first runs said "law" for the distribution of ids."""
+    if "law" in record.get("params", ()):
+        record["params"] = {RENAMED.get(k, k): v for k, v in record["params"].items()}
+    return {RENAMED.get(key, key): value for key, value in record.items()}
+
+
+def read_config(path: Path) -> DictConfig:
+    """Return a run's config.yaml in today's words."""
+    config = OmegaConf.load(path)
+    assert isinstance(config, DictConfig)
+    for point in (config, *(config.get("cases") or {}).values()):
+        workload = point.get("workload", {})
+        if "law" in workload:
+            names = {RENAMED.get(str(k), k): v for k, v in workload.items()}
+            point.workload = OmegaConf.create(names)
+    return config
 
 
 def read_json(path: Path, name: str) -> dict[str, Any]:

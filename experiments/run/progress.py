@@ -78,7 +78,7 @@ class Display:
 def where(cell: Cell) -> str:
     """A cell in a few words."""
     w = cell.workload
-    law = f" s={w.s:g}" if w.law.value == "zipf" else f" {w.law.value}"
+    law = f" s={w.s:g}" if w.distribution.value == "zipf" else f" {w.distribution.value}"
     tables = f" T={w.T}" if w.T > 1 else ""
     world = f" W={cell.ranks}" * bool(cell.ranks)
     return f"{cell.section:<12}{tables} D={w.D} B={w.B} L={w.L}{law}{world}"

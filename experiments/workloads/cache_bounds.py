@@ -165,7 +165,7 @@ def _intervals(trace: Trace) -> tuple[Ids, Ids, Reals, Reals]:
     return kinds[0], kinds[1], kinds[2].astype(np.float64), many.astype(np.float64)
 
 
-def law_top(probabilities: Reals, capacity: int, lookups: int) -> tuple[float, float]:
+def expected_top(probabilities: Reals, capacity: int, lookups: int) -> tuple[float, float]:
     """Expected hit rates per lookup and per distinct row when the likeliest rows are always there.
 
     For batches of `lookups` independent draws; a row is in one with probability 1 - (1 - p)^n.

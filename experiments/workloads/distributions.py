@@ -83,9 +83,9 @@ def _feistel(x: NDArray[np.uint64], half: int, keys: NDArray[np.uint64]) -> NDAr
     return (left << np.uint64(half)) | right
 
 
-def law_words(params: Mapping[str, Any]) -> str:
+def describe_distribution(params: Mapping[str, Any]) -> str:
     """The law of a record's parameters as people call it."""
-    match params["law"]:
+    match params["distribution"]:
         case "uniform":
             return "uniform ids"
         case "production":

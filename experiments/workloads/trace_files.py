@@ -13,7 +13,7 @@ from zipfile import is_zipfile
 import numpy as np
 
 import emblib
-from experiments.config.schema import Format, Ids, Law, WorkloadConfig
+from experiments.config.schema import Distribution, Format, Ids, WorkloadConfig
 from experiments.workloads.trace_formats import (
     READERS,
     Bags,
@@ -53,7 +53,7 @@ def resolve(work: WorkloadConfig, *, sized: bool) -> WorkloadConfig:
     Raises:
         TraceError: no such file, another one than `sha256` asks for, or sizes that nobody knows.
     """
-    if work.law is not Law.trace:
+    if work.distribution is not Distribution.trace:
         return work
     path = _path(work)
     found = _checksum(path, _stamp(path))

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from experiments.config.schema import Ids, Law, Order, Tables, WorkloadConfig
+from experiments.config.schema import Distribution, Ids, Order, Tables, WorkloadConfig
 from experiments.workloads import distributions, production, trace_files
 
 # Rows of the 26 categorical features of Criteo-Kaggle ("Display Advertising Challenge") as the
@@ -100,7 +100,7 @@ def make_pool(
         folded += sum(part.folded for part in parts)
         offsets = np.cumsum(np.concatenate([[0], *(part.lengths for part in parts)]))
         digest.update(indices.tobytes())
-        if workload.law is Law.trace:
+        if workload.distribution is Distribution.trace:
             digest.update(offsets.tobytes())
         width = sum(s.dim for s in shapes)
         generator = torch.Generator().manual_seed(seed * 1_000_003 + number)
@@ -119,7 +119,7 @@ def _lookups(
     workload: WorkloadConfig, shapes: tuple[TableShape, ...], count: int, seed: int
 ) -> Iterator[list[trace_files.Ragged]]:
     """Batch by batch, for each table rows and how many each bag has."""
-    if workload.law is Law.trace:
+    if workload.distribution is Distribution.trace:
         smaller = [s.rows for s in shapes] != list(table_rows(workload))
         if smaller:  # who asked for smaller tables asked for other rows
             workload = dataclasses.replace(workload, ids=Ids.fold)
@@ -136,9 +136,9 @@ def _feature_ids(
     rng: np.random.Generator, workload: WorkloadConfig, shape: TableShape, seed: int
 ) -> distributions.Ids:
     count = workload.B * workload.L
-    if workload.law is Law.uniform:
+    if workload.distribution is Distribution.uniform:
         return rng.integers(0, shape.rows, count, dtype=np.int64)
-    if workload.law is Law.production:
+    if workload.distribution is Distribution.production:
         ranks = production.ranks(rng, count, shape.rows)
     else:
         ranks = distributions.zipf_ranks(rng, count, shape.rows, workload.s, workload.q)
@@ -149,11 +149,11 @@ def _feature_ids(
 
 def probabilities(workload: WorkloadConfig, rows: int) -> distributions.Reals | None:
     """How likely each row of a table is, most popular first; None for a trace, which has no law."""
-    match workload.law:
-        case Law.uniform:
+    match workload.distribution:
+        case Distribution.uniform:
             return distributions.zipf_probabilities(rows, 0.0)
-        case Law.zipf:
+        case Distribution.zipf:
             return distributions.zipf_probabilities(rows, workload.s, workload.q)
-        case Law.production:
+        case Distribution.production:
             return production.probabilities(rows)
     return None

@@ -34,7 +34,7 @@ PROBES = {
     (OK, "cases.crieto.workload.B=1"): "Did you mean 'cases.criteo.workload.B=1'?",
     (OK, "cases.criteo.workload.b=1"): "Did you mean 'cases.criteo.workload.B=1'?",
     (OK, "workload.B=abc"): "workload.B: Value 'abc'",
-    (OK, "workload.law=zpf"): "Did you mean 'workload.law=zipf'?",
+    (OK, "workload.distribution=zpf"): "Did you mean 'workload.distribution=zipf'?",
     (OK, "sweep.D=64"): "sweep.D: ",
     (OK, "sweep.D=[x]"): "sweep.D[0]: Value 'x'",
     (OK, "tt.tables=0"): "tt.tables must be >= 1, got 0",

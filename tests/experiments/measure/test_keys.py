@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from experiments.config import configure
-from experiments.config.schema import KeysConfig, Law, Mode, Order, WorkloadConfig
+from experiments.config.schema import Distribution, KeysConfig, Mode, Order, WorkloadConfig
 from experiments.contenders import registry
 from experiments.contenders.keys import KeyTable, KeyTask
 from experiments.machine import bandwidth
@@ -34,7 +34,7 @@ from experiments.workloads.cache_bounds import Trace
 
 CPU = torch.device("cpu")
 SPACE = KeySpace(Order.permuted, 3)
-WORK = WorkloadConfig(law=Law.uniform, B=50, L=2)
+WORK = WorkloadConfig(distribution=Distribution.uniform, B=50, L=2)
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 
@@ -143,7 +143,7 @@ def test_keys_that_are_only_looked_up_are_drawn_from_all() -> None:
     reads = Calls(WORK, KeysConfig(hits=1.0), 480, 3, inserts=False)
     seen = set(torch.cat([reads.next(0).keys for _ in range(50)]).tolist())
     assert seen == set(reads.space.run(0, 480).tolist())
-    skewed = WorkloadConfig(law=Law.zipf, s=1.3, B=5000, L=1)
+    skewed = WorkloadConfig(distribution=Distribution.zipf, s=1.3, B=5000, L=1)
     keys = Calls(skewed, KeysConfig(hits=1.0), 480, 3, inserts=False).next(0).keys
     assert keys.unique(return_counts=True)[1].max() > 500
 

@@ -14,7 +14,7 @@ from emblib.sharding import RankGroup
 from emblib.sharding.planner import Calibration
 from experiments import launch
 from experiments.config import configure
-from experiments.config.schema import Law, Optimizer, Scaling, WorkloadConfig
+from experiments.config.schema import Distribution, Optimizer, Scaling, WorkloadConfig
 from experiments.config.sweep import Cell
 from experiments.contenders import registry
 from experiments.contenders.base import Task, build
@@ -180,7 +180,7 @@ OURS = [name for name in registry.names() if name.startswith("sharded_")]
 
 
 def _contender(name: str, optimizer: Optimizer = Optimizer.adagrad) -> tuple[Any, Any]:
-    workload = WorkloadConfig(T=5, E=60, D=8, B=4, L=3, law=Law.uniform)
+    workload = WorkloadConfig(T=5, E=60, D=8, B=4, L=3, distribution=Distribution.uniform)
     shapes = table_shapes(workload)
     batches = make_pool(workload, shapes, 2, 1).batches
     task = Task(shapes, optimizer, 0.1, torch.device("cpu"))

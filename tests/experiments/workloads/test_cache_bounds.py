@@ -102,9 +102,9 @@ def test_law_top_is_what_a_long_trace_gives() -> None:
     chosen = ((trace.rows >= 1) & (trace.rows <= capacity)).astype(np.int64)
     hits = cache_bounds.served(trace, chosen)
     distinct = sum(s.stop - s.start for s in trace.slices())
-    by_lookup, by_row = cache_bounds.law_top(
+    by_lookup, by_row = cache_bounds.expected_top(
         distributions.zipf_probabilities(rows, 1.0), capacity, lookups
     )
     assert sum(hits.lookups) / (300 * lookups) == pytest.approx(by_lookup, abs=0.01)
     assert sum(hits.rows) / distinct == pytest.approx(by_row, abs=0.01)
-    assert cache_bounds.law_top(np.full(4, 0.25), 1, 10)[0] == pytest.approx(0.25)
+    assert cache_bounds.expected_top(np.full(4, 0.25), 1, 10)[0] == pytest.approx(0.25)

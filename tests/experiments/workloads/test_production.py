@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from experiments.config.schema import Law, WorkloadConfig
+from experiments.config.schema import Distribution, WorkloadConfig
 from experiments.workloads import production, workload
 
 ROUNDING = 0.0005  # the shares are published with three decimals
@@ -79,7 +79,7 @@ def test_smaller_tables_keep_what_popular_rows_have() -> None:
 
 
 def test_a_workload_draws_it() -> None:
-    work = WorkloadConfig(law=Law.production, T=2, E=20_000, D=4, B=256, L=14)
+    work = WorkloadConfig(distribution=Distribution.production, T=2, E=20_000, D=4, B=256, L=14)
     shapes = workload.table_shapes(work)
     pool = workload.make_pool(work, shapes, 2, seed=1)
     again = workload.make_pool(work, shapes, 2, seed=1)

@@ -16,7 +16,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from experiments.config.schema import CacheConfig, Config, Law, WorkloadConfig
+from experiments.config.schema import CacheConfig, Config, Distribution, WorkloadConfig
 from experiments.config.sweep import Cell, arms_of
 from experiments.kinds import trace as frames
 from experiments.kinds import trace_report
@@ -180,7 +180,7 @@ def test_ranked_shares_add_up() -> None:
 
 
 CACHE = CacheConfig(fractions=[0.02, 0.1, 0.5], warm_batches=6, batches=6)
-WORK = WorkloadConfig(law=Law.production, T=2, E=3000, D=1, B=64, L=14)
+WORK = WorkloadConfig(distribution=Distribution.production, T=2, E=3000, D=1, B=64, L=14)
 
 
 def cell(**changes: Any) -> Cell:
@@ -214,7 +214,9 @@ def test_tables_of_a_record_are_what_each_alone_would_be() -> None:
 
 def test_two_batches_are_too_few(tmp_path: Path) -> None:
     (tmp_path / "short.csv").write_text("a\n" + "1\n" * 4)
-    work = WorkloadConfig(law=Law.trace, file=str(tmp_path / "short.csv"), B=2, E=5)
+    work = WorkloadConfig(
+        distribution=Distribution.trace, file=str(tmp_path / "short.csv"), B=2, E=5
+    )
     with pytest.raises(TraceError, match="has 2 batches of 2 samples; at least 4"):
         trace_cell(cell(workload=work), session(), 1.0)
 
@@ -263,7 +265,7 @@ def test_a_trace_of_ones_own_is_what_the_answer_is_about(run: Path) -> None:
     lines = (run / "points.jsonl").read_text().splitlines()
     own = json.loads(lines[-1])
     own |= {"section": "sweep", "cell": "sweep own"}
-    own["params"] |= {"law": "trace", "file": "clicks.pt", "sha256": "ab" * 32}
+    own["params"] |= {"distribution": "trace", "file": "clicks.pt", "sha256": "ab" * 32}
     with (run / "points.jsonl").open("a") as file:
         file.write(json.dumps(own) + "\n")
     summary = write_report(run)
@@ -280,7 +282,7 @@ def test_nothing_looked_at_yet(run: Path) -> None:
 def test_a_trace_that_failed_is_not_answered_for_by_other_lookups(run: Path) -> None:
     """The built-in laws were looked at, the user's file had too few batches."""
     config = OmegaConf.load(run / "config.yaml")
-    config.workload.law, config.workload.file = "trace", "clicks.pt"
+    config.workload.distribution, config.workload.file = "trace", "clicks.pt"
     OmegaConf.save(config, run / "config.yaml")
     lost = json.loads((run / "points.jsonl").read_text().splitlines()[-1])
     reason = "clicks.pt has 2 batches of 2 samples; at least 4 are needed"

@@ -16,7 +16,7 @@ from torch import nn
 
 import emblib
 from experiments.config import configure
-from experiments.config.schema import Config, Format, Ids, Law, UsageError, WorkloadConfig
+from experiments.config.schema import Config, Distribution, Format, Ids, UsageError, WorkloadConfig
 from experiments.kinds import expand
 from experiments.workloads import trace_files, workload
 from experiments.workloads.trace_files import TraceError
@@ -87,7 +87,7 @@ WRITERS = (dlrm, dlrm_packed, dlrm_old, text, text_packed, parquet, recorded)
 
 
 def of(path: Path, **changes: Any) -> WorkloadConfig:
-    plain = WorkloadConfig(law=Law.trace, file=str(path), T=0, E=10, B=2, D=4)
+    plain = WorkloadConfig(distribution=Distribution.trace, file=str(path), T=0, E=10, B=2, D=4)
     return dataclasses.replace(plain, **changes)
 
 
@@ -375,7 +375,7 @@ def test_cells_of_a_trace_have_its_tables(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["workload=trace"], "workload.law=trace needs a file: workload.file=PATH"),
+        (["workload=trace"], "workload.distribution=trace needs a file: workload.file=PATH"),
         (["workload.file=x.csv"], "workload.file is read by workload=trace only"),
         (["workload.E=0"], "workload.E must be >= 1, got 0"),
         (["workload=trace", "workload.file=x", "workload.B=0"], "workload.B must be >= 1"),

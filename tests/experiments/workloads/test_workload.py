@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from experiments.config.schema import Law, Order, Tables, WorkloadConfig
+from experiments.config.schema import Distribution, Order, Tables, WorkloadConfig
 from experiments.workloads import distributions, workload
 
 SMALL = WorkloadConfig(T=3, E=500, D=8, B=6, L=4)
@@ -101,6 +101,6 @@ def test_ranked_ids_are_popular_in_order() -> None:
     ids = workload.make_pool(ranked, workload.table_shapes(ranked), 1, 1).batches[0].indices
     counts = torch.bincount(ids, minlength=1000)
     assert int(counts.argmax()) == 0
-    uniform = dataclasses.replace(ranked, law=Law.uniform)
+    uniform = dataclasses.replace(ranked, distribution=Distribution.uniform)
     ids = workload.make_pool(uniform, workload.table_shapes(uniform), 1, 1).batches[0].indices
     assert int(torch.bincount(ids).max()) < int(counts.max()) / 10
