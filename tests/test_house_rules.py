@@ -30,7 +30,7 @@ MOST_BOOLS = 1
 # Two entries on one line do not see each other. `emblib/__init__.py` is above all of them, and
 # `emblib.compat` above that.
 LAYERS = (
-    ("emblib.tt",),
+    ("emblib.tt", "emblib.columns"),
     ("emblib.specs",),
     ("emblib.optim",),
     ("emblib.reference", "emblib.ops"),

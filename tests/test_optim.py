@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from emblib import optim
+from emblib.columns import Hyper
 from emblib.ops import autograd
 from emblib.ops.codes import OPTIMIZER
 from emblib.optim.adagrad import LAST_STEP
@@ -35,8 +36,8 @@ def test_states_and_numbers_fit_the_reference(name: str) -> None:
     assert sorted(rule.per_row) == list(rule.per_row), "states as long as the row come first"
     hyper = optimizer.hyperparams()
     assert hyper[:2].tolist() == [optimizer.lr, 0.0]
-    assert hyper[4] == -1
-    assert len(hyper) == optim.HYPER_HEAD + len(optimizer.parameters())
+    assert hyper[Hyper.SEED] == -1
+    assert len(hyper) == Hyper.OPTIMIZER_ARGS + len(optimizer.parameters())
     assert optimizer == replace(optimizer)
     hash(optimizer)
 

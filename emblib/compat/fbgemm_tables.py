@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor, nn
 
-from emblib import CachePolicy, TableBatchedEmbeddingBags
+from emblib import CachePolicy, TableBatchedEmbeddingBags, optim
 from emblib.compat.fbgemm_types import (
     ComputeDevice,
     CounterWeightDecayMode,
@@ -181,7 +181,7 @@ class TableViews(nn.Module):
     @property
     def iter(self) -> Tensor:
         """Updates so far, `[1]`: a float64 view of the module's numbers, which may be written."""
-        return self.bags.hyperparams[1:2]
+        return self.bags.hyperparams[optim.Hyper.STEP : optim.Hyper.STEP + 1]
 
     iter_cpu = iter
 

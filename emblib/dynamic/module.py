@@ -506,7 +506,7 @@ class DynamicEmbeddingBags(DynamicTraining):
             *(self.rows.total_rows, columns),
         )
 
-    def _told_of_bounds(self, bad_indices: int, bad_offsets: int) -> str:
+    def _bounds_message(self, bad_indices: int, bad_offsets: int) -> str:
         return (
             f"emblib: {bad_offsets} offsets out of bounds, which are clamped: they must begin with "
             "0, not decrease and end with the number of indices (are they offsets, not lengths?)"

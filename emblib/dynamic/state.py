@@ -240,7 +240,7 @@ class DynamicState(KeyQuestions, FeatureTables):
     def _register_rows(self, device: torch.device) -> None:
         """Room for the rows of all tables, of which nothing is written yet."""
         weights, *states = self.rows.allocate(device)
-        self._register_planes(weights, states, persistent=False)
+        self._register_row_buffers(weights, states, persistent=False)
         self.register_buffer("moves", self.rows.moves(device), persistent=False)
 
     def planes(self) -> list[Tensor]:

@@ -1,7 +1,8 @@
-"""Lookups as autograd sees them: the fused update, or a gradient for an optimizer of your own.
+"""Lookups with a backward: the fused update, or a gradient for an optimizer of `torch.optim`.
 
-`Lookup` is a batch on its way through a module, `Tiers` the memory it reads; shapes and dtypes are
-those of `emblib.ops.tbe`.
+`fused_lookup` applies the optimizer in backward, `lookup` leaves a gradient on the weights, and
+`lookup_no_grad` does neither. A `Lookup` is one batch of a module, `Tiers` the memory that it
+reads; shapes and dtypes are those of `emblib.ops.tbe`.
 """
 
 import math
@@ -14,9 +15,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from emblib.columns import Hyper
 from emblib.ops import codes, tbe
 from emblib.ops.scaled_gradients import counted_step, refuse_scaled_gradients
-from emblib.optim import HYPER_HEAD, NUMBERS, External, Gradient, Optimizer
+from emblib.optim import External, Gradient, Optimizer
 from emblib.specs import Pooling
 
 
@@ -27,7 +29,7 @@ class RowLocations(NamedTuple):
     row_slots: Tensor | None = None
     slots: Tensor | None = None
     indices: Tensor | None = None
-    """The rows that lookups read, where they are others by now than those of the batch."""
+    """The rows that lookups read now, if they differ from those of the batch."""
 
 
 class UpdateHooks(Protocol):
@@ -56,9 +58,9 @@ class Lookup(NamedTuple):
     output_dim: int
     slots: Tensor | None = None
     sample_features: Tensor | None = None
-    """`features` as the gradient of the sample weights sees them; None if it sees all."""
+    """`features` for the gradient of the sample weights; None uses `features`."""
     trained_features: Tensor | None = None
-    """`features` as the update sees them; None if it sees all."""
+    """`features` for the update; None uses `features`."""
     hooks: UpdateHooks | None = None
     default_rows: Tensor | None = None
     """Rows that `slots` refer to where there is no cache; read, never updated."""
@@ -131,9 +133,9 @@ class FusedLookup(torch.autograd.Function):
     gradient of a row is scaled; they differ from those of the output where rows decay before they
     are read.
 
-    The gradient of `sample_weights` is that at the rows as backward finds them, before its own
-    update: where another backward has updated them since forward, as with two lookups in one loss,
-    it is FBGEMM's.
+    The gradient of `sample_weights` is taken at the rows as backward finds them, before its update:
+    where another backward has updated them since forward, as with two lookups in one loss, it
+    equals FBGEMM's.
     """
 
     @staticmethod
@@ -171,26 +173,26 @@ class FusedLookup(torch.autograd.Function):
         tiers, rule = ctx.tiers, ctx.rule
         if ctx.needs_input_grad[0]:
             refuse_scaled_gradients()
-        places = None if batch.hooks is None else batch.hooks.before_update()
-        if places is None:
-            # Slots of a batch without hooks are not of a cache, which would have changed.
+        locations = None if batch.hooks is None else batch.hooks.before_update()
+        if locations is None:
+            # Slots of a batch without hooks do not refer to a cache, so they are still valid.
             slots = batch.slots if batch.hooks is None else None
-            places = RowLocations(groups_of(batch), slots=slots)
+            locations = RowLocations(groups_of(batch), slots=slots)
         grad = clip_gradient(grad, rule)
         sample_grad = None
         if ctx.needs_input_grad[4]:
-            located = batch._replace(slots=places.slots)
-            if places.indices is not None:
-                located = located._replace(indices=places.indices)
+            located = batch._replace(slots=locations.slots)
+            if locations.indices is not None:
+                located = located._replace(indices=locations.indices)
             sample_grad = _sample_weight_grad(grad, tiers.weights, located)
         if ctx.needs_input_grad[0]:
             if batch.trained_features is not None:
-                places = _of_trained_tables(batch, places)
-            tiers.hyperparams[1].add_(counted_step(tiers.hyperparams, grad))
+                locations = _of_trained_tables(batch, locations)
+            tiers.hyperparams[Hyper.STEP].add_(counted_step(tiers.hyperparams, grad))
             try:
-                _update(tiers, rule.name, grad, batch, places, row_weights)
+                _update(tiers, rule.name, grad, batch, locations, row_weights)
             except BaseException:
-                tiers.hyperparams[1].sub_(1)  # steps are updates: out of memory is none
+                tiers.hyperparams[Hyper.STEP].sub_(1)  # it failed, so it is no step
                 raise
             if _may_move(tiers.hyperparams):
                 torch.autograd.graph.increment_version(tiers.weights)
@@ -199,17 +201,17 @@ class FusedLookup(torch.autograd.Function):
         return None, None, None, None, sample_grad, None
 
 
-def _of_trained_tables(batch: Lookup, places: RowLocations) -> RowLocations:
+def _of_trained_tables(batch: Lookup, locations: RowLocations) -> RowLocations:
     """Drop the rows of frozen tables; nothing is read back from the device."""
     assert batch.trained_features is not None
-    known, row_slots = places.groups, places.row_slots
+    known, row_slots = locations.groups, locations.row_slots
     groups = groups_of(batch._replace(features=batch.trained_features))
     if row_slots is not None and row_slots.numel() > 0:
         number = torch.arange(known.rows.numel(), device=known.rows.device)
         rows = torch.where(number < known.count, known.rows, torch.iinfo(torch.int64).max)
         found = torch.searchsorted(rows, groups.rows)
         row_slots = row_slots[found.clamp(max=row_slots.numel() - 1)]
-    return places._replace(groups=groups, row_slots=row_slots)
+    return locations._replace(groups=groups, row_slots=row_slots)
 
 
 def fused_lookup(
@@ -244,7 +246,7 @@ class ExternalLookup(torch.autograd.Function):
         unique: int | None,
     ) -> Tensor:
         """Return `[B, output_dim]`, `[output_dim]` with a bag layout, `[L, dim]` for NONE."""
-        # The weights matter for the gradient of sample weights only; kept without need, they would
+        # Only the gradient of sample weights needs the weights; saved without need, they would
         # forbid an optimizer step between two backwards.
         weighted = sample_weights is not None and sample_weights.requires_grad
         _save(ctx, batch, sample_weights, weights if weighted else None)
@@ -267,14 +269,14 @@ class ExternalLookup(torch.autograd.Function):
         batch, sample_weights, weights = _saved(ctx)
         weight_grad = sample_grad = None
         grad = clip_gradient(grad, ctx.rule)
-        places = None if batch.hooks is None else batch.hooks.before_update()
-        if places is not None:
-            batch = batch._replace(indices=places.indices, slots=places.slots)
+        locations = None if batch.hooks is None else batch.hooks.before_update()
+        if locations is not None:
+            batch = batch._replace(indices=locations.indices, slots=locations.slots)
         if ctx.needs_input_grad[2]:
             sample_grad = _sample_weight_grad(grad, [weights.view(-1)], batch)
         if ctx.needs_input_grad[0]:
             make = _dense_grad if ctx.rule.gradient is Gradient.DENSE else _sparse_grad
-            groups = groups_of(batch) if places is None else places.groups
+            groups = groups_of(batch) if locations is None else locations.groups
             weight_grad = make(ctx, grad, batch, groups, sample_weights)
         return weight_grad, None, sample_grad, None, None, None
 
@@ -284,9 +286,9 @@ def _dense_grad(
 ) -> Tensor:
     """Form the gradient of all weights: one SGD step at rate -1 from zeros."""
     result = grad.new_zeros(ctx.shape, dtype=ctx.dtype)
-    hyper = grad.new_zeros(HYPER_HEAD, dtype=torch.float64)
-    for name in ("lr", "seed"):
-        hyper[NUMBERS[name]].fill_(-1.0)  # and no copy from the host, which would wait for the GPU
+    hyper = grad.new_zeros(Hyper.OPTIMIZER_ARGS, dtype=torch.float64)
+    for entry in (Hyper.LEARNING_RATE, Hyper.SEED):
+        hyper[entry].fill_(-1.0)  # a copy from the host would wait for the GPU
     tiers = Tiers([result.view(-1)], [], hyper, grad.dtype)
     _update(tiers, "sgd", grad, batch, RowLocations(groups), sample_weights)
     return result
@@ -296,8 +298,14 @@ def _sparse_grad(
     ctx: Any, grad: Tensor, batch: Lookup, groups: tbe.Groups, sample_weights: Tensor | None
 ) -> Tensor:
     values = tbe.tbe_row_grads(
-        *(grad, batch.features, *groups, batch.offsets, batch.bag_layout, sample_weights),
-        *(codes.POOLING[batch.pooling.value], ctx.shape[1]),
+        grad,
+        batch.features,
+        *groups,
+        batch.offsets,
+        batch.bag_layout,
+        sample_weights,
+        codes.POOLING[batch.pooling.value],
+        ctx.shape[1],
     )
     unique = ctx.unique
     if unique is None:
@@ -305,7 +313,7 @@ def _sparse_grad(
     elif not groups.count.is_cuda and unique != int(groups.count):
         raise ValueError(
             f"total_unique_indices must be the number of distinct rows of the batch, "
-            f"{int(groups.count)}, got {unique}; leave it out to have them counted"
+            f"{int(groups.count)}, got {unique}; omit it to have them counted"
         )
     return torch.sparse_coo_tensor(
         groups.rows[:unique].unsqueeze(0),
@@ -339,9 +347,16 @@ def lookup_no_grad(
 ) -> Tensor:
     """Pool each bag, without gradients."""
     return tbe.tbe_lookup(
-        *(_readable(weights, batch), batch.features, batch.indices, batch.offsets, batch.slots),
-        *(batch.bag_layout, sample_weights, codes.POOLING[batch.pooling.value]),
-        *(batch.output_dim, output_dtype),
+        _readable(weights, batch),
+        batch.features,
+        batch.indices,
+        batch.offsets,
+        batch.slots,
+        batch.bag_layout,
+        sample_weights,
+        codes.POOLING[batch.pooling.value],
+        batch.output_dim,
+        output_dtype,
     )
 
 
@@ -363,7 +378,7 @@ def clip_gradient(grad: Tensor, rule: UpdateRule) -> Tensor:
 def largest_within(bound: float, dtype: torch.dtype) -> float:
     """Return the largest number of `dtype` that is <= `bound` (>= 0).
 
-    To nearest, as a clamp rounds its bounds, would let values through that exceed it.
+    A clamp rounds its bounds to nearest, which would let values through that exceed them.
     """
     info = torch.finfo(dtype)
     _, exponent = math.frexp(bound)  # bound < 2 ** exponent
@@ -378,7 +393,7 @@ def is_fused(optimizer: Optimizer) -> bool:
 
 def _may_move(hyper: Tensor) -> bool:
     """Return whether an update changes weights; at rate 0 it does not, as `gradcheck` needs."""
-    return torch.compiler.is_compiling() or hyper.is_cuda or bool(hyper[0] != 0)
+    return torch.compiler.is_compiling() or hyper.is_cuda or bool(hyper[Hyper.LEARNING_RATE] != 0)
 
 
 def _readable(weights: Sequence[Tensor], batch: Lookup) -> Sequence[Tensor]:
@@ -394,13 +409,21 @@ def _update(
     optimizer: str,
     grad: Tensor,
     batch: Lookup,
-    places: RowLocations,
+    locations: RowLocations,
     sample_weights: Tensor | None,
 ) -> None:
     tbe.tbe_update_(
-        *(tiers.weights, tiers.states, tiers.hyperparams, codes.OPTIMIZER[optimizer]),
-        *(grad, batch.features),
-        *(*places.groups, batch.offsets, places.row_slots, batch.bag_layout, sample_weights),
+        tiers.weights,
+        tiers.states,
+        tiers.hyperparams,
+        codes.OPTIMIZER[optimizer],
+        grad,
+        batch.features,
+        *locations.groups,
+        batch.offsets,
+        locations.row_slots,
+        batch.bag_layout,
+        sample_weights,
         codes.POOLING[batch.pooling.value],
     )
 
@@ -408,8 +431,14 @@ def _update(
 def _sample_weight_grad(grad: Tensor, weights: Sequence[Tensor], batch: Lookup) -> Tensor:
     features = batch.features if batch.sample_features is None else batch.sample_features
     return tbe.tbe_sample_weight_grad(
-        *(grad, _readable(weights, batch), features, batch.indices, batch.offsets, batch.slots),
-        *(batch.bag_layout, codes.POOLING[batch.pooling.value]),
+        grad,
+        _readable(weights, batch),
+        features,
+        batch.indices,
+        batch.offsets,
+        batch.slots,
+        batch.bag_layout,
+        codes.POOLING[batch.pooling.value],
     )
 
 

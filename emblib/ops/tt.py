@@ -34,6 +34,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from emblib.columns import FeatureColumn, Hyper
 from emblib.ops import autograd, codes, tbe
 from emblib.ops.scaled_gradients import counted_step, refuse_scaled_gradients
 from emblib.specs import Pooling
@@ -243,7 +244,7 @@ def _update(
     grads: Sequence[Tensor],
 ) -> None:
     """Apply one step of the optimizer to every core."""
-    hyper[1].add_(counted_step(hyper, grads[0]))
+    hyper[Hyper.STEP].add_(counted_step(hyper, grads[0]))
     updated = 0
     try:
         for core, state, grad in zip(cores, states, grads, strict=True):
@@ -251,7 +252,7 @@ def _update(
             updated += 1
     except BaseException:
         if not updated:  # else cores have taken this step
-            hyper[1].sub_(1)
+            hyper[Hyper.STEP].sub_(1)
         raise
     torch.autograd.graph.increment_version(cores)
 
@@ -317,7 +318,7 @@ def _saved(ctx: Any) -> tuple[Made, Tensor | None, Sequence[Tensor]]:
 def _row_features(batch: TTLookup) -> Tensor:
     """Describe the made rows as a dense table of L rows, without a host-to-device copy."""
     features = batch.features.clone()
-    features[:, 2] = batch.indices.numel()
+    features[:, FeatureColumn.ROWS] = batch.indices.numel()
     return features
 
 

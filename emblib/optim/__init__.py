@@ -6,6 +6,7 @@ penalty and decoupled decay, the seed of stochastic rounding, then its own param
 functor's order. All states start at zero.
 """
 
+from emblib.columns import Hyper
 from emblib.optim.adagrad import (
     Adagrad,
     Counter,
@@ -23,10 +24,8 @@ from emblib.optim.adagrad import (
 )
 from emblib.optim.adam import LAMB, Adam, PartialRowwiseAdam, PartialRowwiseLAMB
 from emblib.optim.base import (
-    HYPER_HEAD,
     L2,
     LARS,
-    NUMBERS,
     SGD,
     AdagradW,
     Decoupled,
@@ -56,11 +55,9 @@ FUSED: dict[str, type[Optimizer]] = {
 
 __all__ = [
     "FUSED",
-    "HYPER_HEAD",
     "L2",
     "LAMB",
     "LARS",
-    "NUMBERS",
     "SGD",
     "Adagrad",
     "AdagradW",
@@ -73,6 +70,7 @@ __all__ = [
     "External",
     "GlobalDecay",
     "Gradient",
+    "Hyper",
     "Optimizer",
     "PartialRowwiseAdam",
     "PartialRowwiseLAMB",

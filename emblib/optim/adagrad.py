@@ -7,8 +7,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from emblib.columns import Hyper
 from emblib.optim.base import (
-    HYPER_HEAD,
     L2,
     AdagradW,
     Decoupled,
@@ -233,8 +233,8 @@ class RowwiseAdagrad(Optimizer):
         if isinstance(self.counter, Counter):
             return (*norms, *self.counter.parameters(self.weight_decay))
         if self.counter is not None:
-            return (*norms, self.counter.halflife, self.counter.coefficient,
-                    self.counter.lower_bound)  # fmt: skip
+            clip = self.counter
+            return (*norms, clip.halflife, clip.coefficient, clip.lower_bound)
         if self.global_decay is not None:
             decay = self.global_decay
             return (*norms, decay.rate, decay.lower_bound, float(decay.start))
@@ -327,5 +327,5 @@ def count_largest_(
         if hyper.is_cuda and any(count.is_cpu for count in kept):
             torch.cuda.synchronize(hyper.device)  # kernels may still write to them in place
         largest = [count.max() for count in kept]
-        at = HYPER_HEAD + len(optimizer.parameters()) - 1
+        at = Hyper.OPTIMIZER_ARGS + len(optimizer.parameters()) - 1
         hyper[at] = 1.0 + (torch.stack([x.to(hyper) for x in largest]).max() if largest else 0.0)

@@ -9,10 +9,6 @@ from torch import Tensor
 
 from emblib.specs import Choice
 
-HYPER_HEAD = 5
-"""Numbers of `hyper` before the optimizer's own: lr, step, L2, decay, seed (-1: to nearest)."""
-NUMBERS = {"lr": 0, "step": 1, "l2": 2, "decay": 3, "seed": 4}
-
 
 @dataclass(frozen=True)
 class State:

@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from emblib.columns import Tier
+
 WAYS = 32
 MAX_LOOKUPS = 2**31 - 1  # where the lookups of a row stop being counted
-CACHE_TIER = 3
 
 COUNTERS = (
     "calls",  # plans in which the table was looked up; in the line of the whole: all plans
@@ -161,9 +162,9 @@ class CacheMemory:
         )
         start = offset + (row - first) * dim
         home, slots = slice(start, start + dim), slice(slot * stride, slot * stride + dim)
-        pairs = [(self.weights[tier][home], self.weights[CACHE_TIER][slots])]
-        for own, cached in zip(self.states[tier], self.states[CACHE_TIER], strict=True):
-            if cached.numel() == self.weights[CACHE_TIER].numel():  # as long as the row
+        pairs = [(self.weights[tier][home], self.weights[Tier.CACHE][slots])]
+        for own, cached in zip(self.states[tier], self.states[Tier.CACHE], strict=True):
+            if cached.numel() == self.weights[Tier.CACHE].numel():  # as long as the row
                 pairs.append((own[home], cached[slots]))
             else:
                 at = state_base + row - first

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from emblib.optim import HYPER_HEAD, decode_steps, encode_steps
+from emblib.columns import Hyper
+from emblib.optim import decode_steps, encode_steps
 from emblib.optim.adagrad import LAST_STEP
 from emblib.reference.random import philox_counters
 
@@ -22,8 +23,10 @@ def words(seed: int, rows: Tensor, dim: int, step: int, tensor: int) -> Tensor:
     row, block = torch.meshgrid(rows.cpu().long(), blocks, indexing="ij")
     counters = torch.stack(
         [
-            *(row & 0xFFFFFFFF, row >> 32 & 0xFFFFFFFF),
-            *(block | tensor << 28, torch.full_like(row, step & 0xFFFFFFFF)),
+            row & 0xFFFFFFFF,
+            row >> 32 & 0xFFFFFFFF,
+            block | tensor << 28,
+            torch.full_like(row, step & 0xFFFFFFFF),
         ],
         dim=-1,
     )
@@ -306,10 +309,10 @@ def store(
     target: Tensor, at: Tensor, values: Tensor, hyper: Tensor, ids: Tensor, tensor: int
 ) -> None:
     """Write `values` to `target[at]`, rounded as `hyper` selects; `ids` are the linear rows."""
-    seed = int(hyper[HYPER_HEAD - 1])
+    seed = int(hyper[Hyper.SEED])
     narrow = target.dtype in (torch.float16, torch.bfloat16)
     if seed >= 0 and narrow and values.dim() == 2:
-        random = words(seed, ids, values.size(1), int(hyper[1]), tensor)
+        random = words(seed, ids, values.size(1), int(hyper[Hyper.STEP]), tensor)
         target[at] = round_stochastically(values, target.dtype, random)
     else:
         target[at] = values.to(target.dtype)

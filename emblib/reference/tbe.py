@@ -12,10 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from emblib.columns import FeatureColumn, Tier
 from emblib.reference import optim
 from emblib.specs import Pooling
-
-CACHE = 3  # the memory tier of the software cache, in the order of `weights`
 
 
 class Extras(NamedTuple):
@@ -68,9 +67,11 @@ def _locate(
         return bag, torch.zeros_like(bag), torch.full_like(bag, -1)
     feature = feature_of_bag(features, offsets, bag_layout)[bag.clamp(min=0)]
     index = indices.long()
-    in_table = (index >= 0) & (index < features[feature, 2])
+    in_table = (index >= 0) & (index < features[feature, FeatureColumn.ROWS])
     index = torch.where(in_table | (index == -1), index, 0)
-    index = torch.where(features[feature, 2] > 0, index, -1)  # there is no row 0 to read instead
+    index = torch.where(
+        features[feature, FeatureColumn.ROWS] > 0, index, -1
+    )  # there is no row 0 to read instead
     return bag, feature, torch.where(bag >= 0, index, -1)
 
 
@@ -84,9 +85,11 @@ def _rows(
     """Return rows of a table, from the cache where a slot holds them."""
     offset, _, rows, dim, _, tier, _, stride = feature
     values = tiers[tier][offset : offset + rows * dim].view(rows, dim)[index]
-    if slots is None or stride == 0 or len(tiers) <= CACHE:
+    if slots is None or stride == 0 or len(tiers) <= Tier.CACHE:
         return values
-    cache = tiers[CACHE][: tiers[CACHE].numel() // stride * stride].view(-1, stride)[:, :dim]
+    cache = tiers[Tier.CACHE][: tiers[Tier.CACHE].numel() // stride * stride].view(-1, stride)[
+        :, :dim
+    ]
     held = (slots >= 0) & (slots < cache.size(0))
     values = values.clone()
     values[held] = cache[slots[held].long()].to(values.dtype)
@@ -119,7 +122,7 @@ def lookup(
         shape, start = (columns,), extras.bag_layout[:, 1]
     else:
         bags = torch.arange(offsets.numel() - 1, device=offsets.device)
-        column = features[feature_of_bag(features, offsets), 4]
+        column = features[feature_of_bag(features, offsets), FeatureColumn.COLUMN]
         start = bags % max(batch, 1) * columns + column
     start = start.to(indices.device)
     out = tiers[0].new_zeros(math.prod(shape))
@@ -144,7 +147,7 @@ def group(
     offsets = repair_offsets(offsets, indices.numel())
     bag, feature, index = _locate(features, indices, offsets, bag_layout)
     kept = (index >= 0).nonzero().squeeze(1)
-    keys = features[feature[kept], 1] + index[kept]
+    keys = features[feature[kept], FeatureColumn.ROW_BASE] + index[kept]
     order = keys.argsort(stable=True)
     rows, counts = keys[order].unique_consecutive(return_counts=True)
     segments = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
@@ -194,16 +197,18 @@ def update_(
     for offset, base, rows, dim, _, table_tier, state_base, stride in features.tolist():
         mine = todo & (groups.rows >= base) & (groups.rows < base + rows)
         todo &= ~mine
-        capacity = weights[CACHE].numel() // stride if stride and len(weights) > CACHE else 0
+        capacity = (
+            weights[Tier.CACHE].numel() // stride if stride and len(weights) > Tier.CACHE else 0
+        )
         held = mine & (slots >= 0) & (slots < capacity)
-        for tier, chosen in ((table_tier, mine & ~held), (CACHE, held)):
+        for tier, chosen in ((table_tier, mine & ~held), (Tier.CACHE, held)):
             linear = groups.rows[chosen]
             if linear.numel() == 0:
                 continue
             columns = torch.arange(dim, device=linear.device)
             source = (offset + (linear - base) * dim).unsqueeze(1) + columns
-            at = (slots[chosen] * stride).unsqueeze(1) + columns if tier == CACHE else source
-            entry = slots[chosen] if tier == CACHE else state_base + linear - base
+            at = (slots[chosen] * stride).unsqueeze(1) + columns if tier == Tier.CACHE else source
+            entry = slots[chosen] if tier == Tier.CACHE else state_base + linear - base
             mine_of_tier = states[tier * len(per_row) : (tier + 1) * len(per_row)]
             places = [entry if by_row else at for by_row in per_row]
             local = [state[i] for state, i in zip(mine_of_tier, places, strict=True)]

@@ -225,7 +225,7 @@ class DenseKernel(TableBatchedEmbeddingBags):
         self.register_buffer("weights", weights.detach(), persistent=False)
         self._offsets = [
             TableOffset(place.weight_offset, place.row_base, place.rows, place.dim)
-            for place in self._memory.layout.places
+            for place in self._memory.layout.offsets
         ]
 
     def _draw(self, table: int, weight: Tensor) -> None:

@@ -1,4 +1,8 @@
-"""What every table with a fused optimizer has: hyper-parameters, bounds checks, fixed dtypes."""
+"""Base classes of the tables: bounds checks, fused optimizers, features, state dicts.
+
+`FeatureTables` is the base of modules of several tables that features read. Its base `FusedTable`
+has the optimizer and its hyperparameters; `CheckedBatches` checks indices and offsets.
+"""
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -9,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from emblib import ops
+from emblib.columns import FeatureColumn, Hyper
 from emblib.ops import autograd, codes, tbe
 from emblib.optim import (
     FUSED,
-    NUMBERS,
     SGD,
     Counter,
     External,
@@ -33,10 +37,10 @@ class CheckedBatches:
     bounds_violations: Tensor
     bounds_check: BoundsCheck
     include_last_offset: bool = True
-    """Whether offsets end with the number of indices; `nn.EmbeddingBag` leaves that entry out."""
+    """Whether offsets end with the number of indices; `nn.EmbeddingBag` omits that entry."""
 
     def _with_last_offset(self, indices: Tensor, offsets: Tensor) -> Tensor:
-        """Append the number of indices where the module takes offsets without it."""
+        """Append the number of indices if the module takes offsets without it."""
         if self.include_last_offset:
             return offsets
         return torch.cat([offsets, offsets.new_full((1,), indices.numel())])
@@ -48,11 +52,11 @@ class CheckedBatches:
         features: Tensor,
         bag_layout: Tensor | None = None,
     ) -> Tensor:
-        """Return the offsets repaired as `bounds_check` says; on CUDA WARNING only counts.
+        """Return offsets repaired according to `bounds_check`; on CUDA WARNING only counts.
 
         Raises:
             RuntimeError: another device; out of bounds in mode FATAL; in mode WARNING on the CPU,
-                offsets that would leave out ids or a bag, in compiled graphs too.
+                offsets that would skip ids or a bag, in compiled graphs too.
         """
         if indices.device != self.features.device or offsets.device != self.features.device:
             raise RuntimeError(
@@ -74,12 +78,12 @@ class CheckedBatches:
         if bad_indices or bad_offsets:
             self.bounds_violations.add_(violations)
             warnings.warn(
-                self._told_of_bounds(bad_indices, bad_offsets),
+                self._bounds_message(bad_indices, bad_offsets),
                 stacklevel=caller_level(),
             )
         return repaired
 
-    def _told_of_bounds(self, bad_indices: int, bad_offsets: int) -> str:
+    def _bounds_message(self, bad_indices: int, bad_offsets: int) -> str:
         return (
             f"emblib: {bad_indices} indices and {bad_offsets} offsets out of bounds; "
             "such indices read row 0, such offsets are clamped (are they offsets, not lengths, "
@@ -98,18 +102,15 @@ def warn_of_dtype(fn: Callable[[Tensor], Tensor], argument: str) -> None:
         )
 
 
-_FIELDS = 8  # of a row of `features`, see csrc/core/dtype.h
-
-
 class FusedTable(CheckedBatches, nn.Module):
     """Base of the tables with a fused optimizer, whose numbers are a tensor on the device.
 
-    The weights of a fused table never have a `.grad`: backward applies the optimizer to them at
-    once. So neither `torch.optim` nor gradient clipping or accumulation reaches them, and gradients
-    that a `GradScaler` has scaled are refused. `requires_grad_(False)`, of the module or of one it
-    is in, freezes the tables: from the next forward on there is no update, and no step is counted;
-    `requires_grad_(True)` goes on with training. `state_dict` holds the optimizer's numbers as
-    well, and loading one restores them.
+    The weights of a fused table never have a `.grad`: backward applies the optimizer to them
+    immediately. So neither `torch.optim` nor gradient clipping or accumulation affects them, and
+    gradients scaled by a `GradScaler` are refused. `requires_grad_(False)`, of this module or a
+    parent, freezes the tables: from the next forward on there is no update, and no step is counted;
+    `requires_grad_(True)` resumes training. `state_dict` includes the optimizer's numbers, and
+    loading one restores them.
 
     `grad_anchor` is a scalar that requires grad; it ties outputs to autograd while the weights,
     which backward mutates in place, stay out of it.
@@ -120,7 +121,7 @@ class FusedTable(CheckedBatches, nn.Module):
     bounds_violations: Tensor
     _layout: list[tuple[int, ...]]
     _frozen: bool = False
-    """Whether `requires_grad_(False)` was called of the weights: nothing is updated."""
+    """Whether `requires_grad_(False)` was called on the weights: nothing is updated."""
 
     def __init__(
         self,
@@ -130,7 +131,7 @@ class FusedTable(CheckedBatches, nn.Module):
         bounds_check: BoundsCheck,
     ) -> None:
         super().__init__()
-        self._lock = ModuleLock()  # for what changes more than the weights of a lookup's own rows
+        self._lock = ModuleLock()  # for changes of more than the weights of the rows of a lookup
         self.optimizer = SGD(0.01) if optimizer is None else optimizer
         if not isinstance(self.optimizer, Optimizer):
             choices = ", ".join(cls.__name__ for cls in (*FUSED.values(), External))
@@ -146,10 +147,12 @@ class FusedTable(CheckedBatches, nn.Module):
     def _register_common(self, device: torch.device) -> None:
         """Register the buffers of every table, the step and the learning rate among them.
 
-        `features` tells the kernels where the tables are. It is saved, so that a checkpoint of
-        other tables is refused, but what it holds always comes from `_layout`.
+        `features` has the location of each table for the kernels. It is saved, so that a checkpoint
+        of other tables is refused, but its values always come from `_layout`.
         """
-        features = torch.empty(len(self._layout), _FIELDS, dtype=torch.int64, device=device)
+        features = torch.empty(
+            len(self._layout), len(FeatureColumn), dtype=torch.int64, device=device
+        )
         self.register_buffer("features", features)
         self.register_buffer("hyper", self._initial_hyperparams().to(device))
         grad_anchor = torch.zeros((), device=device, requires_grad=True)
@@ -178,7 +181,7 @@ class FusedTable(CheckedBatches, nn.Module):
             parameters.own(param, self, parameters.TableParameter)
 
     def set_trained(self, parameter: nn.Parameter, *, trained: bool) -> None:
-        """Train the tables of a parameter from the next forward on, or leave them as they are."""
+        """Train the tables of a parameter from the next forward on, or freeze them."""
         self._frozen = not trained
 
     def _check_in_place(self, parameter: Any) -> None:
@@ -199,13 +202,13 @@ class FusedTable(CheckedBatches, nn.Module):
         """Recompute, on the current device, what follows from the construction alone."""
         self._own_parameters()
         device = self.hyperparams.device
-        layout = torch.tensor(self._layout, dtype=torch.int64).view(-1, _FIELDS)
+        layout = torch.tensor(self._layout, dtype=torch.int64).view(-1, len(FeatureColumn))
         if (
             self.features.device == device
             and self.grad_anchor.requires_grad
             and self.grad_anchor.is_leaf
         ):
-            self.features.copy_(layout)  # a captured CUDA graph knows it by its address
+            self.features.copy_(layout)  # a captured CUDA graph has its address
             return
         self.features = layout if device.type == "cpu" else layout.to(device)
         self.grad_anchor = torch.zeros((), device=device, requires_grad=True)
@@ -236,7 +239,7 @@ class FusedTable(CheckedBatches, nn.Module):
     @property
     def learning_rate(self) -> float:
         """Return the learning rate of the fused optimizer (reads the device)."""
-        return float(self.hyperparams[0])
+        return float(self.hyperparams[Hyper.LEARNING_RATE])
 
     @atomic
     def set_learning_rate(self, lr: float) -> None:
@@ -244,7 +247,9 @@ class FusedTable(CheckedBatches, nn.Module):
         if not autograd.is_fused(self.optimizer):
             raise RuntimeError("optim.External has no learning rate; set that of your optimizer")
         check_learning_rate(lr)
-        self.hyperparams[0].fill_(lr)  # a kernel argument; `= lr` might copy from the host
+        self.hyperparams[Hyper.LEARNING_RATE].fill_(
+            lr
+        )  # a kernel argument; `= lr` might copy from the host
 
     @atomic
     def set_hyperparameters(self, **changes: Any) -> None:
@@ -270,21 +275,21 @@ class FusedTable(CheckedBatches, nn.Module):
         self.optimizer = changed
         values = self._initial_hyperparams()
         if isinstance(getattr(changed, "counter", None), Counter):
-            values = values[:-1]  # the largest count is found out, not given
-        # The step stays: another thread may be counting it.
-        for numbers in (slice(0, 1), slice(2, len(values))):
+            values = values[:-1]  # the largest row count is measured, not set
+        # The step is not written: another thread may be counting it.
+        for numbers in (slice(Hyper.STEP), slice(Hyper.STEP + 1, len(values))):
             self.hyperparams[numbers].copy_(values[numbers])
 
     @property
     def step(self) -> int:
         """Return the number of updates so far (reads the device)."""
-        return int(self.hyperparams[1])
+        return int(self.hyperparams[Hyper.STEP])
 
     @atomic
     def set_step(self, step: int) -> None:
         """Continue counting from `step` (>= 0), which bias corrections and row counters use."""
         step = check_count("step", step, minimum=0)
-        self.hyperparams[1].fill_(step)
+        self.hyperparams[Hyper.STEP].fill_(step)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         warn_of_dtype(fn, "precision=Precision(weights=...)")
@@ -365,7 +370,12 @@ def own(tensors: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> dict[st
 
 
 class VariableBatch(NamedTuple):
-    """Layout of a batch with unequal batch sizes per feature."""
+    """Layout of a batch with unequal batch sizes per feature.
+
+    Attributes:
+        bag_layout: int64 `[bags, 2]`, per bag its feature and the first element of its output.
+        output_numel: elements of the output.
+    """
 
     bag_layout: Tensor
     output_numel: int
@@ -376,17 +386,23 @@ def variable_batch(
 ) -> VariableBatch:
     """Make the layout of FBGEMM's variable batch embeddings.
 
-    Bags come feature-major, those of a feature rank after rank: `batch_sizes[f][r]` bags of feature
-    f from rank r. The output is one vector: rank after rank, for each rank feature after feature,
-    for each the rows of its bags, `dims[f]` elements each.
+    Bags are ordered by feature, then by rank: `batch_sizes[f][r]` bags of feature f from rank r.
+    The output is one vector, ordered by rank, then by feature, then by bag, `dims[f]` elements per
+    bag.
+
+    Args:
+        batch_sizes: `[F][ranks]` numbers of bags.
+        dims: `[F]` elements per bag.
+        num_bags: the sum of `batch_sizes`.
+        device: of the layout.
 
     Raises:
-        ValueError: not one list a feature, lists of different lengths, a negative size, or sizes
+        ValueError: not one list per feature, lists of different lengths, a negative size, or sizes
             that do not add up to `num_bags`.
     """
     if len(batch_sizes) != len(dims):
         raise ValueError(
-            f"batch_sizes must have one list a feature = {len(dims)}, got {len(batch_sizes)}"
+            f"batch_sizes must have one list per feature = {len(dims)}, got {len(batch_sizes)}"
         )
     ranks = {len(sizes) for sizes in batch_sizes}
     if len(ranks) > 1:
@@ -400,7 +416,7 @@ def variable_batch(
         raise ValueError(
             f"batch_sizes add up to {sum(sizes)} bags, but offsets has {num_bags} + 1 entries"
         )
-    # Plain numbers so far, so that a compiled graph takes other sizes without being compiled anew.
+    # Plain numbers so far, so that a compiled graph takes other sizes without recompilation.
     output_numel = sum(dim * sum(row) for dim, row in zip(dims, batch_sizes, strict=True))
     blocks = torch.tensor(sizes, dtype=torch.int64)
     dim = torch.tensor(list(dims), dtype=torch.int64).unsqueeze(1)
@@ -437,15 +453,15 @@ def check_features(tables: Sequence[Any], feature_tables: Sequence[int], pooling
     dims = sorted({spec.dim for spec in tables})
     if len(dims) > 1 and pooling is Pooling.NONE:
         raise ValueError(
-            f"pooling NONE needs one dim for all tables, got {dims}; make one module a dim"
+            f"pooling NONE needs one dim for all tables, got {dims}; make one module per dim"
         )
 
 
 class FeatureTables(FusedTable):
     """Base of modules of T tables that F features read, pooled into `[B, sum D]`.
 
-    The constructor checks the arguments that they have in common; the subclass then says where the
-    tables are and makes `_layout` of it with `_feature_rows`.
+    The constructor checks the common arguments; the subclass then locates the tables and sets
+    `_layout` with `_feature_rows`.
     """
 
     weights: nn.Parameter
@@ -494,9 +510,11 @@ class FeatureTables(FusedTable):
             self.optimizer.gradient is Gradient.SPARSE
         )
         if len(dims) > 1 and sparse:
-            raise ValueError(f"a sparse gradient is [rows, dim], so optim.External() needs one dim "
-                             f"for all tables, got {dims}; make one module a dim, or take "
-                             "External(gradient=Gradient.DENSE)")  # fmt: skip
+            raise ValueError(
+                "a sparse gradient is [rows, dim], so optim.External() needs one dim for all "
+                f"tables, got {dims}; make one module per dim, or use "
+                "External(gradient=Gradient.DENSE)"
+            )
 
     def _feature_rows(
         self, feature: Callable[[int, int], tuple[int, ...]]
@@ -508,13 +526,13 @@ class FeatureTables(FusedTable):
             column += 0 if self.pooling is Pooling.NONE else dim
         return rows
 
-    def _register_planes(
+    def _register_row_buffers(
         self, weights: Tensor, states: Sequence[Tensor], *, persistent: bool = True
     ) -> None:
-        """Weights `[sum rows * dim]` as a parameter, states as buffers: they move with the module.
+        """Register weights `[sum rows * dim]` as a parameter and states as buffers.
 
-        Only `optim.External` leaves a gradient on the weights, which then are `[rows, dim]` where
-        there is one dim.
+        Only `optim.External` leaves a gradient on the weights, which then are `[rows, dim]` if all
+        tables have one dim.
         """
         fused = autograd.is_fused(self.optimizer)
         dims = {spec.dim for spec in self.tables}
@@ -525,7 +543,7 @@ class FeatureTables(FusedTable):
             self.register_buffer(f"state_{state.name}", tensor, persistent=persistent)
 
     _untrained: frozenset[int] = frozenset()
-    """The tables that backward leaves as they are, where each has a parameter of its own."""
+    """The frozen tables, if each table has its own parameter."""
 
     def set_table_trained(self, table: int, *, trained: bool) -> None:
         """Train a table from the next forward on, or freeze it."""
@@ -539,7 +557,7 @@ class FeatureTables(FusedTable):
     def _initial_hyperparams(self) -> Tensor:
         hyper = super()._initial_hyperparams()
         if self.precision.stochastic_rounding is not None:
-            hyper[NUMBERS["seed"]] = float(self.precision.stochastic_rounding.seed)
+            hyper[Hyper.SEED] = float(self.precision.stochastic_rounding.seed)
         return hyper
 
     def _bag_layout(

@@ -1,6 +1,9 @@
-"""The software cache of a module: its tensors, what is in flight, and what was counted.
+"""The software cache in front of tables in slow memory.
 
-`emblib.ops.cache` says what the ops do with these tensors; `emblib.tables.cache` says when.
+`Prefetcher` is the cache of a module with its batches in flight; `RowCache` holds the cached rows
+and the counters. A batch is planned and fetched by `prefetch` or `take`, is in flight until its
+update (`InFlight`, the hooks of its autograd graph), and is then released. `emblib.ops.cache`
+defines the ops on these tensors.
 """
 
 import math
@@ -13,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from emblib import ops
+from emblib.columns import FeatureColumn
 from emblib.ops import autograd, codes, tbe
 from emblib.ops import cache as cache_ops
 from emblib.ops.autograd import Tiers
@@ -29,24 +33,24 @@ _MAX_SETS = (2**31 - 1) // cache_ops.WAYS  # slots are int32
 class CacheStats:
     """Counters of a cache since construction or the last reset.
 
-    A batch counts when its rows are brought in: once, by `prefetch` or else by `forward`; a batch
-    that is prefetched in several passes counts pass by pass. Lookups that are skipped (index -1)
-    and those of tables without a cache do not count. In brackets the name of the same number in
-    FBGEMM's `uvm_cache_stats`.
+    A batch counts when its rows are fetched: once, by `prefetch` or else by `forward`; a batch that
+    is prefetched in several passes counts once per pass. Skipped lookups (index -1) and those of
+    tables without a cache do not count. The names in brackets are those of FBGEMM's
+    `uvm_cache_stats`.
 
     Attributes:
         calls: batches [num_calls]; of a table: batches in which it was looked up.
         lookups: lookups of cached tables [num_requested_indices].
         unique: distinct rows of a batch, summed over batches [num_unique_indices].
-        unique_misses: distinct rows that were not in the cache when their batch came
+        unique_misses: distinct rows that were not in the cache when their batch was planned
             [num_unique_misses]. All but the conflicting ones were then fetched.
-        conflict_unique_misses: distinct rows that were not in the cache and found no way in, as
-            their set was full of rows in flight or, LFU, of rows used more often
+        conflict_unique_misses: distinct rows that were not in the cache and got no way, because
+            their set was full of rows in flight or, with LFU, of more frequently used rows
             [num_conflict_unique_misses]. They are read and updated in place.
         conflict_misses: lookups of such rows [num_conflict_misses].
-        lookup_misses: lookups of all rows that were not in the cache when their batch came.
-        write_backs: rows that gave way to another; of a table: rows of it that did.
-        tables: the same for each cached table, by name; empty in those.
+        lookup_misses: lookups of all rows that were not in the cache when their batch was planned.
+        write_backs: evicted rows; of a table: its own evicted rows.
+        tables: the same counters per cached table, by name; empty in those.
     """
 
     calls: int
@@ -89,8 +93,8 @@ def _share(part: int, whole: int) -> float:
 class CacheLayout:
     """Sizes of a cache: rows of `tables` in `sets` sets of 32, with their optimizer states.
 
-    `tables` are all tables of the module, by ascending linear row, in the format of `features`;
-    those with a cache_stride are cached. `names` are theirs.
+    `tables` are all tables of the module, by ascending linear row, in the format of `features`, and
+    `names` their names; those with a cache_stride are cached.
     """
 
     sets: int
@@ -104,12 +108,14 @@ class CacheLayout:
     @property
     def stride(self) -> int:
         """Return the number of elements between rows of the cache."""
-        return max(table[7] for table in self.tables)
+        return max(table[FeatureColumn.CACHE_STRIDE] for table in self.tables)
 
     @property
     def cached_rows(self) -> int:
         """Return the number of rows of all cached tables."""
-        return sum(table[2] for table in self.tables if table[7])
+        return sum(
+            table[FeatureColumn.ROWS] for table in self.tables if table[FeatureColumn.CACHE_STRIDE]
+        )
 
     def state_dtypes(self) -> list[torch.dtype]:
         """Return the dtype of each state; states of one number per row are float32."""
@@ -127,13 +133,13 @@ class CacheLayout:
 class RowCache(nn.Module):
     """Rows of the cached tables of a module, with their optimizer state, in fast memory.
 
-    Holds no parameters, and nothing of it is saved: what it holds of a table belongs to the table,
-    and is written back by `flush`.
+    The cache has no parameters and is not saved: its rows belong to their tables, and `flush`
+    writes them back.
 
-    A batch is in flight from `enter` to `leave`. What it or a later batch uses is not evicted
-    meanwhile, so a batch that never leaves ends up with a cache that takes nothing in. Batches are
-    numbered on the device, so that nothing here waits for it and a captured graph may replay
-    `enter`, `plan` and `leave`. Nothing here is locked: the module that has it holds its lock.
+    A batch is in flight from `enter` to `leave`. Rows that it or a later batch uses are not evicted
+    in between, so a batch that never leaves eventually stops the cache from admitting rows. Batches
+    are numbered on the device, so that nothing here waits for the device and a captured graph may
+    replay `enter`, `plan` and `leave`. The caller holds the lock of the module.
     """
 
     weights: Tensor
@@ -142,7 +148,7 @@ class RowCache(nn.Module):
     counts: Tensor | None
     counters: Tensor
     clock: Tensor
-    table_places: Tensor
+    table_features: Tensor
 
     def __init__(self, layout: CacheLayout, device: torch.device | str | None = None) -> None:
         super().__init__()
@@ -162,7 +168,9 @@ class RowCache(nn.Module):
                 (len(layout.tables) + 1, len(cache_ops.COUNTERS)), dtype=torch.int64, device=device
             ),
             "clock": torch.empty(2, dtype=torch.int64, device=device),
-            "table_places": torch.empty((len(layout.tables), 8), dtype=torch.int64, device=device),
+            "table_features": torch.empty(
+                (len(layout.tables), len(FeatureColumn)), dtype=torch.int64, device=device
+            ),
         }
         for state, dtype in zip(layout.states, layout.state_dtypes(), strict=True):
             size = slots if state.per_row else slots * layout.stride
@@ -181,18 +189,18 @@ class RowCache(nn.Module):
         precision: Precision,
         device: torch.device | str | None = None,
     ) -> "RowCache":
-        """Make the cache that `options` ask for; `names` are those of the tables in the given
+        """Make the cache that `options` ask for; `names` are those of the tables in the batch_id
         order.
         """
         device = torch.empty(0, device=device).device
         order = sorted(
-            range(len(tables.places)),
-            key=lambda t: (tables.places[t].row_base, tables.places[t].rows),
+            range(len(tables.offsets)),
+            key=lambda t: (tables.offsets[t].row_base, tables.offsets[t].rows),
         )
         layout = CacheLayout(
             sets=1,
             policy=options.policy,
-            tables=tuple(tables.places[t].feature(0) for t in order),
+            tables=tuple(tables.offsets[t].feature(0) for t in order),
             names=tuple(names[t] for t in order),
             weights=precision.weights if options.dtype is None else options.dtype,
             states=tuple(states),
@@ -202,10 +210,10 @@ class RowCache(nn.Module):
         return cls(CacheLayout(**{**vars(layout), "sets": sets}), device)
 
     def _start(self) -> None:
-        """Fill the tensors of a cache that was made, or moved off `meta`."""
+        """Initialise the tensors of a new cache, or of one moved off `meta`."""
         self._now, self._in_flight, self._oldest = 0, set[int](), 1
-        places = torch.tensor(self.layout.tables, dtype=torch.int64).view(-1, 8)
-        self.table_places.copy_(places)
+        features = torch.tensor(self.layout.tables, dtype=torch.int64).view(-1, len(FeatureColumn))
+        self.table_features.copy_(features)
         self.clock.copy_(torch.tensor([0, 1]))
         self.reset()
         self.reset_stats()
@@ -226,14 +234,14 @@ class RowCache(nn.Module):
         """End a batch: it no longer protects its rows from eviction."""
         self._in_flight.discard(ticket)
         oldest = min(self._in_flight, default=self._now + 1)
-        # By how much, and not to what: replayed from a captured graph it is as true.
+        # A difference instead of a value: it stays valid when a captured graph replays it.
         self.clock[1].add_(oldest - self._oldest)
         self._oldest = oldest
 
     def plan(self, groups: Groups) -> tuple[Tensor, Tensor]:
         """Assign slots to the rows of the batch that entered last: `row_slots`, `evicted`.
 
-        `move` must follow before anything else looks at the cache.
+        `move` must follow before any other access to the cache.
         """
         return cache_ops.plan_(
             self.tags,
@@ -241,7 +249,7 @@ class RowCache(nn.Module):
             self.counts,
             self.counters,
             self.clock,
-            self.table_places,
+            self.table_features,
             groups.rows,
             groups.segments,
             groups.count,
@@ -259,7 +267,7 @@ class RowCache(nn.Module):
             tiers.weights,
             tiers.states,
             tiers.hyperparams,
-            self.table_places,
+            self.table_features,
             groups.rows,
             groups.count,
             row_slots,
@@ -268,7 +276,7 @@ class RowCache(nn.Module):
 
     def find(self, groups: Groups) -> Tensor:
         """Return the current slot of each distinct row, int32 `[L]`, as `row_slots` of `plan`."""
-        return cache_ops.locate(self.tags, self.table_places, groups.rows, groups.count)
+        return cache_ops.locate(self.tags, self.table_features, groups.rows, groups.count)
 
     def slots_of_lookups(self, groups: Groups, row_slots: Tensor) -> Tensor:
         """Return the slot of every lookup, int32 `[L]`, -1 for none."""
@@ -277,7 +285,7 @@ class RowCache(nn.Module):
     def flush(self, tiers: Tiers) -> None:
         """Write all rows and states back to their tables; they stay in the cache."""
         cache_ops.flush_(
-            tiers.weights, tiers.states, tiers.hyperparams, self.table_places, self.tags
+            tiers.weights, tiers.states, tiers.hyperparams, self.table_features, self.tags
         )
 
     def reset(self) -> None:
@@ -294,8 +302,12 @@ class RowCache(nn.Module):
         *tables, whole = (
             dict(zip(cache_ops.COUNTERS, line, strict=True)) for line in self.counters.tolist()
         )
-        places = zip(self.layout.names, self.layout.tables, tables, strict=True)
-        cached = {name: CacheStats(**line) for name, place, line in places if place[7]}
+        lines = zip(self.layout.names, self.layout.tables, tables, strict=True)
+        cached = {
+            name: CacheStats(**line)
+            for name, table, line in lines
+            if table[FeatureColumn.CACHE_STRIDE]
+        }
         return CacheStats(**whole, tables=cached)
 
     def reset_stats(self) -> None:
@@ -323,7 +335,7 @@ class RowCache(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        # Batches in flight belong to the original; nothing would let them go here.
+        # Batches in flight belong to the original; nothing would release them here.
         self._in_flight = set()
         self.leave(0)
 
@@ -374,39 +386,39 @@ class InFlight:
     def __init__(self, owner: "Prefetcher") -> None:
         self.owner = owner
         self.lock = owner.lock
-        self.stream: torch.cuda.Stream | None = None  # of its last lookup
-        self.ticket: int | None = None  # `__del__` runs also where `enter` raises
+        self.stream: torch.cuda.Stream | None = None  # of the last lookup
+        self.ticket: int | None = None  # `__del__` also runs if `enter` raises
         self.ticket = owner.cache.enter()
         self.version = -1
-        self._places: autograd.RowLocations | None = None
+        self._locations: autograd.RowLocations | None = None
 
     def fill(self, groups: tbe.Groups, row_slots: Tensor) -> None:
-        """Remember where the rows of the batch are in the cache as it is now."""
-        self._places = autograd.RowLocations(groups, row_slots)
+        """Store the current slots of the rows of the batch."""
+        self._locations = autograd.RowLocations(groups, row_slots)
         self.version = self.owner.version
 
-    def places(self) -> autograd.RowLocations:
+    def locate(self) -> autograd.RowLocations:
         """Locate the rows of the batch in the cache as it is now, and the slots of all lookups."""
-        owner, places = self.owner, self._places
-        assert places is not None
+        owner, locations = self.owner, self._locations
+        assert locations is not None
         owner.wait_for_prefetch()
         if self.version != owner.version:
-            places = autograd.RowLocations(places.groups, owner.cache.find(places.groups))
+            locations = autograd.RowLocations(locations.groups, owner.cache.find(locations.groups))
             owner.used()
             self.version = owner.version
-        if places.slots is None:
-            assert places.row_slots is not None
-            slots = owner.cache.slots_of_lookups(places.groups, places.row_slots)
-            places = places._replace(slots=slots)
-        self._places = places
-        self.stream = _keep_on_this_stream(places)
-        return places
+        if locations.slots is None:
+            assert locations.row_slots is not None
+            slots = owner.cache.slots_of_lookups(locations.groups, locations.row_slots)
+            locations = locations._replace(slots=slots)
+        self._locations = locations
+        self.stream = _keep_on_this_stream(locations)
+        return locations
 
     def before_update(self) -> autograd.RowLocations:
         """Return the rows; journal those that the update writes to the disk tier itself."""
-        places = self.places()
-        self.owner.protect_conflicts(places)
-        return places
+        locations = self.locate()
+        self.owner.protect_conflicts(locations)
+        return locations
 
     def after_update(self) -> None:
         """Release the rows for eviction."""
@@ -414,7 +426,7 @@ class InFlight:
         self.owner.used()
 
     def leave(self) -> None:
-        """Let the rows go."""
+        """Release the rows for eviction; repeated calls do nothing."""
         if self.ticket is not None:
             self.owner.cache.leave(self.ticket)
             self.ticket = None
@@ -426,10 +438,10 @@ class InFlight:
 
 
 class Prefetcher:
-    """The cache of a module and the batches on their way, in the order they were prefetched.
+    """The cache of a module and its batches in flight, in the order they were prefetched.
 
-    `lock` is that of the module. Who calls `take` holds it until the lookup has read the rows; the
-    other calls enter it themselves.
+    `lock` is that of the module. A caller of `take` holds it until the lookup has read the rows;
+    the other methods enter it themselves.
     """
 
     def __init__(
@@ -439,53 +451,57 @@ class Prefetcher:
         self.cache = cache
         self.options = options
         self.lock = lock
-        self.version = 0  # of what the cache holds
+        self.version = 0  # of the contents of the cache
         self._queue: deque[tuple[BatchId, tuple[int, int], InFlight]] = deque()
-        self._dropped: deque[tuple[int, torch.cuda.Stream | None]] = deque()  # graphs, to let go
+        self._dropped: deque[tuple[int, torch.cuda.Stream | None]] = (
+            deque()
+        )  # graphs, to be released
         self._filled: torch.cuda.Event | None = None  # after the last prefetch
         self._used: torch.cuda.Event | None = None  # after the last find or update
 
     def __getstate__(self) -> dict[str, object]:
-        # Batches on their way belong to the original; a copy brings theirs in when it gets them.
+        # Batches in flight belong to the original; a copy fetches rows when it gets the batches.
         none: dict[str, object] = dict.fromkeys(("_filled", "_used"))
         return {**self.__dict__, **none, "_queue": deque(), "_dropped": deque()}
 
-    def prefetch(self, batch: autograd.Lookup, tiers: autograd.Tiers, given: BatchId) -> None:
-        """Bring in the rows of a batch; `given` is what the caller will pass to forward."""
+    def prefetch(self, batch: autograd.Lookup, tiers: autograd.Tiers, batch_id: BatchId) -> None:
+        """Fetch the rows of a batch; `batch_id` has the tensors that forward will get."""
         with self.lock:
-            self._queue.append((given, given.versions(), self._fill(batch, tiers)))
+            self._queue.append((batch_id, batch_id.versions(), self._fill(batch, tiers)))
 
     def take(
-        self, batch: autograd.Lookup, tiers: autograd.Tiers, given: BatchId
+        self, batch: autograd.Lookup, tiers: autograd.Tiers, batch_id: BatchId
     ) -> autograd.Lookup:
         """Return the batch with the slots of its lookups; its `hooks` keep it in flight.
 
-        Without gradients, a batch that is not the next of those prefetched is one beside them.
+        Without gradients, a batch that is not the next prefetched one is looked up out of order.
         """
-        beside = not torch.is_grad_enabled() and self._queue and not given.is_(self._queue[0][0])
-        if not self._queue or beside:
+        is_extra = (
+            not torch.is_grad_enabled() and self._queue and not batch_id.is_(self._queue[0][0])
+        )
+        if not self._queue or is_extra:
             flight = self._fill(batch, tiers)
         else:
             expected, versions, flight = self._queue[0]
             if expected.versions() != versions:
                 raise RuntimeError(
-                    "the next of the prefetched batches was written to since; give every batch "
-                    "that is on its way tensors of its own"
+                    "the next of the prefetched batches was written to since; use separate tensors "
+                    "for every batch in flight"
                 )
-            if not expected.fits(given):
+            if not expected.fits(batch_id):
                 raise RuntimeError(
                     f"{_ORDER}: the next of {len(self._queue)} has {expected.indices.numel()} "
-                    f"lookups, got another one of {given.indices.numel()}; pass that one, or "
+                    f"lookups, got another one of {batch_id.indices.numel()}; pass that one, or "
                     "flush() and then reset_cache_states() to forget them"
                 )
             self._queue.popleft()
-        return batch._replace(slots=flight.places().slots, hooks=flight)
+        return batch._replace(slots=flight.locate().slots, hooks=flight)
 
     def _fill(self, batch: autograd.Lookup, tiers: autograd.Tiers) -> InFlight:
         if self.memory.disk is not None:
-            self.memory.disk.protect(_NO_ROWS)  # refused in a forked process, before rows move
-        self._let_go_of_dropped()
-        # One after the other, also where one batch is brought in beside those of another stream.
+            self.memory.disk.protect(_NO_ROWS)  # raises in a forked process, before rows move
+        self._release_dropped()
+        # Fetches run one after the other, also those of batches on different streams.
         self.wait_for_prefetch()
         if self._used is not None:
             _wait_for(self._used)
@@ -493,18 +509,18 @@ class Prefetcher:
         length, passes = batch.indices.numel(), self.options.passes
         if passes is None or length < passes.min_lookups:
             groups = autograd.groups_of(batch)
-            flight.fill(groups, self._bring_in(groups, tiers))
+            flight.fill(groups, self._fetch(groups, tiers))
         else:
             size = -(-length // passes.passes)
             for start in range(0, length, size):
-                self._bring_in(autograd.groups_of(_part(batch, start, start + size)), tiers)
+                self._fetch(autograd.groups_of(_part(batch, start, start + size)), tiers)
             groups = autograd.groups_of(batch)
             flight.fill(groups, self.cache.find(groups))
         if batch.indices.is_cuda:
             self._filled = _event(batch.indices.device)
         return flight
 
-    def _bring_in(self, groups: tbe.Groups, tiers: autograd.Tiers) -> Tensor:
+    def _fetch(self, groups: tbe.Groups, tiers: autograd.Tiers) -> Tensor:
         if self.memory.disk is not None:
             self.memory.disk.touch(self._disk_rows(groups))
         row_slots, evicted = self.cache.plan(groups)
@@ -531,9 +547,9 @@ class Prefetcher:
             _wait_for(self._filled)
 
     def used(self) -> None:
-        """Called after a find, an update or a flush was enqueued: the next prefetch waits for it.
+        """Record that a find, an update or a flush was enqueued, for the next prefetch to wait.
 
-        And for all before it, which may have been on another stream.
+        Earlier ones, which may be on other streams, are waited for as well.
         """
         if self.cache.weights.is_cuda:
             if self._used is not None:
@@ -541,33 +557,33 @@ class Prefetcher:
             self._used = _event(self.cache.weights.device)
 
     def drop(self, ticket: int, stream: torch.cuda.Stream | None) -> None:
-        """Let a batch go whose graph was dropped; its last lookup was on `stream`.
+        """Release a batch whose graph was dropped; its last lookup was on `stream`.
 
-        Called by finalisers, in any thread and in the middle of anything: where the lock is not
-        free the next batch does it.
+        Finalisers call this in any thread and between any two steps: if the lock is not free, the
+        next batch releases it.
         """
         self._dropped.append((ticket, stream))
         if self.lock.enter_if_free():
             try:
-                self._let_go_of_dropped()
+                self._release_dropped()
             finally:
                 self.lock.__exit__()
 
-    def _let_go_of_dropped(self) -> None:
+    def _release_dropped(self) -> None:
         while self._dropped:
             ticket, stream = self._dropped.popleft()
             if stream is not None and not torch.cuda.is_current_stream_capturing():
-                _wait_for(stream.record_event())  # what was looked up may still be read
+                _wait_for(stream.record_event())  # the looked-up rows may still be read
             self.used()
             self.cache.leave(ticket)
 
-    def protect_conflicts(self, places: autograd.RowLocations) -> None:
-        """Journal the rows of a batch that are on disk and not in the cache."""
+    def protect_conflicts(self, locations: autograd.RowLocations) -> None:
+        """Journal the rows of a batch that are on disk but not in the cache."""
         if self.memory.disk is None:
             return
-        assert places.row_slots is not None
-        unique, first = int(places.groups.count), self.memory.layout.first_disk_row
-        rows, slots = places.groups.rows[:unique], places.row_slots[:unique]
+        assert locations.row_slots is not None
+        unique, first = int(locations.groups.count), self.memory.layout.first_disk_row
+        rows, slots = locations.groups.rows[:unique], locations.row_slots[:unique]
         in_place = (rows >= first) & (slots < 0)
         self.memory.disk.protect(rows[in_place] - first)
 
@@ -597,19 +613,19 @@ class Prefetcher:
 _NO_ROWS = torch.empty(0, dtype=torch.int64)
 
 
-def _keep_on_this_stream(places: autograd.RowLocations) -> torch.cuda.Stream | None:
-    """Tensors of a prefetch on another stream must not be reused while this one reads them."""
-    if not places.groups.rows.is_cuda:
+def _keep_on_this_stream(locations: autograd.RowLocations) -> torch.cuda.Stream | None:
+    """Keep the tensors of a prefetch on another stream from being reused while this one reads."""
+    if not locations.groups.rows.is_cuda:
         return None
-    stream = torch.cuda.current_stream(places.groups.rows.device)
-    for tensor in (*places.groups, places.row_slots, places.slots):
+    stream = torch.cuda.current_stream(locations.groups.rows.device)
+    for tensor in (*locations.groups, locations.row_slots, locations.slots):
         if tensor is not None:
             tensor.record_stream(stream)
     return stream
 
 
 def _part(batch: autograd.Lookup, start: int, end: int) -> autograd.Lookup:
-    """Lookups [start, end) of a batch."""
+    """Return lookups [start, end) of a batch."""
     end = min(end, batch.indices.numel())
     offsets = batch.offsets.clamp(start, end) - start
     return batch._replace(indices=batch.indices[start:end], offsets=offsets)
@@ -618,8 +634,8 @@ def _part(batch: autograd.Lookup, start: int, end: int) -> autograd.Lookup:
 def _event(device: torch.device) -> torch.cuda.Event | None:
     """Record the current stream of a device, for other streams to wait for.
 
-    None while a CUDA graph is captured: its events mean nothing outside, and it is whoever captures
-    several streams who joins them.
+    Returns None while a CUDA graph is captured: its events mean nothing outside, and the code that
+    captures several streams has to join them.
     """
     if torch.cuda.is_current_stream_capturing():
         return None
@@ -627,6 +643,6 @@ def _event(device: torch.device) -> torch.cuda.Event | None:
 
 
 def _wait_for(event: torch.cuda.Event) -> None:
-    """Make the current stream wait; a capture begins after all that was there before it."""
+    """Make the current stream wait; a capture begins after all earlier work anyway."""
     if not torch.cuda.is_current_stream_capturing():
         torch.cuda.current_stream(event.device).wait_event(event)

@@ -484,8 +484,8 @@ def _blocks(
         if rows == 0:
             continue
         elements = slice(element, element + rows * dim)
-        tensors = [weights[elements], *(t[first : first + rows] if s.per_row else t[elements]
-                                        for s, t in states)]  # fmt: skip
+        tensors = [weights[elements]]
+        tensors += [t[first : first + rows] if s.per_row else t[elements] for s, t in states]
         blocks.append(Block(first, rows, [t.view(torch.uint8).view(rows, -1) for t in tensors]))
         first, element = first + rows, element + rows * dim
     return blocks

@@ -363,8 +363,17 @@ def check_archive(path: str | Path) -> None:
     Raises:
         ValueError: one is wrong, or the file is no such archive; the message says which.
     """
-    damage = (zipfile.BadZipFile, zlib.error, lzma.LZMAError, struct.error, EOFError, OSError,
-              RuntimeError, ValueError, LookupError)  # fmt: skip
+    damage = (
+        zipfile.BadZipFile,
+        zlib.error,
+        lzma.LZMAError,
+        struct.error,
+        EOFError,
+        OSError,
+        RuntimeError,
+        ValueError,
+        LookupError,
+    )
     with open(path, "rb") as file:
         try:
             with zipfile.ZipFile(file) as archive:

@@ -1,7 +1,8 @@
-"""The memory of a module's tables, tier by tier, beside what nn.Module itself looks after.
+"""The memory of a module's tables, tier by tier.
 
-The device tier is a parameter and buffers of the module, so that it moves with it. The host tier
-stays in host memory wherever the module goes, pinned where a GPU reads it; the disk tier is files.
+The device tier is a parameter and buffers of the module, so that it moves with the module. The host
+tier stays in host memory wherever the module moves, pinned if a GPU reads it; the disk tier is
+files. `reserve` and `use` manage address space for tables that grow in place.
 """
 
 import contextlib
@@ -16,21 +17,22 @@ import torch
 from torch import Tensor
 
 from emblib import ops
+from emblib.columns import Tier
 from emblib.optim import Optimizer
 from emblib.specs import CacheConfig, Placement, Precision, TableSpec
 from emblib.tables.disk import DiskStore
 
-DEVICE, HOST, DISK, CACHE = range(4)  # memory tiers, in the order of the `weights` of an op
-TIERS = 4
+STORED_TIERS = (Tier.DEVICE, Tier.HOST, Tier.DISK)
+"""The tiers that tables are stored in, as opposed to the cache."""
 
 _TIER_OF = {
-    Placement.DEVICE: DEVICE,
-    Placement.HOST: DEVICE,
-    Placement.MANAGED: HOST,
-    Placement.MANAGED_CACHING: HOST,
-    Placement.DISK: DISK,
+    Placement.DEVICE: Tier.DEVICE,
+    Placement.HOST: Tier.DEVICE,
+    Placement.MANAGED: Tier.HOST,
+    Placement.MANAGED_CACHING: Tier.HOST,
+    Placement.DISK: Tier.DISK,
 }
-# Linear row ids ascend in this order: cached rows are the last ones, those on disk the very last.
+# Linear row ids ascend in this order: first uncached rows, then cached ones, then those on disk.
 _ORDER = {
     Placement.DEVICE: 0,
     Placement.HOST: 0,
@@ -40,8 +42,8 @@ _ORDER = {
 }
 
 
-class TablePlace(NamedTuple):
-    """A table in its tier: first element, first linear row, rows, dim, tier, first row state."""
+class TableOffset(NamedTuple):
+    """The location of a table in its tier; see `emblib.columns.FeatureColumn` for the fields."""
 
     weight_offset: int
     row_base: int
@@ -58,9 +60,9 @@ class TablePlace(NamedTuple):
 
 @dataclass(frozen=True)
 class TableLayout:
-    """The places of the tables of a module, and how much each tier holds."""
+    """The locations of the tables of a module, and the sizes of the tiers."""
 
-    places: tuple[TablePlace, ...]
+    offsets: tuple[TableOffset, ...]
     elements: tuple[int, ...]  # by tier, without the cache
     rows: tuple[int, ...]  # by tier, without the cache
     total_rows: int
@@ -75,12 +77,12 @@ class TableLayout:
 
     def by_row(self) -> list[tuple[int, ...]]:
         """Return the tables in `features` format by ascending linear row."""
-        return [p.feature(0) for p in sorted(self.places, key=lambda p: (p.row_base, p.rows))]
+        return [p.feature(0) for p in sorted(self.offsets, key=lambda p: (p.row_base, p.rows))]
 
 
 def lay_out(tables: Sequence[TableSpec]) -> TableLayout:
     """Lay out the tables of a tier one after the other, rows numbered by placement."""
-    elements, rows = [0] * (TIERS - 1), [0] * (TIERS - 1)
+    elements, rows = [0] * len(STORED_TIERS), [0] * len(STORED_TIERS)
     cached = [spec.dim for spec in tables if spec.placement.cached]
     stride = -(-max(cached, default=0) // 4) * 4  # rows of the cache begin at 16 bytes, at least 8
     starts: dict[int, tuple[int, int]] = {}
@@ -89,32 +91,31 @@ def lay_out(tables: Sequence[TableSpec]) -> TableLayout:
         starts[t] = elements[tier], rows[tier]
         elements[tier] += spec.rows * spec.dim
         rows[tier] += spec.rows
-    places: dict[int, TablePlace] = {}
+    offsets: dict[int, TableOffset] = {}
     row_base = 0
-    first: dict[int, int | None] = {2: None, 3: None}
+    first_rows: dict[int, int] = {}  # by placement order
     for t in sorted(starts, key=lambda t: _ORDER[tables[t].placement]):
         spec = tables[t]
         order = _ORDER[spec.placement]
-        if order in first and first[order] is None:
-            first[order] = row_base
+        first_rows.setdefault(order, row_base)
         offset, state_base = starts[t]
-        places[t] = TablePlace(
+        offsets[t] = TableOffset(
             weight_offset=offset,
             row_base=row_base,
             rows=spec.rows,
             dim=spec.dim,
-            tier=_TIER_OF[spec.placement],
+            tier=int(_TIER_OF[spec.placement]),
             state_base=state_base,
             cache_stride=stride if spec.placement.cached else 0,
         )
         row_base += spec.rows
-    first_disk = row_base if first[3] is None else first[3]
+    first_disk = first_rows.get(_ORDER[Placement.DISK], row_base)
     return TableLayout(
-        places=tuple(places[t] for t in range(len(tables))),
+        offsets=tuple(offsets[t] for t in range(len(tables))),
         elements=tuple(elements),
         rows=tuple(rows),
         total_rows=row_base,
-        first_cached_row=first_disk if first[2] is None else first[2],
+        first_cached_row=first_rows.get(_ORDER[Placement.MANAGED_CACHING], first_disk),
         first_disk_row=first_disk,
         cache_stride=stride,
     )
@@ -128,7 +129,7 @@ _NOT_ON_CUDA = {
 
 
 class Memory:
-    """Weights and optimizer states of the tables; `layout` says where in them each table is."""
+    """Weights and optimizer states of the tables; `layout` has the location of each table."""
 
     def __init__(
         self,
@@ -142,16 +143,16 @@ class Memory:
         self.states = optimizer.states
         self.precision = precision
         self.layout = lay_out(tables)
-        used = [tier for tier in range(TIERS - 1) if self.layout.rows[tier]]
-        self._last_tier = DISK if self.layout.cache_stride else max(used, default=DEVICE)
+        used = [tier for tier in STORED_TIERS if self.layout.rows[tier]]
+        self._last_tier = Tier.DISK if self.layout.cache_stride else max(used, default=Tier.DEVICE)
         self.check_device(device)
         self._host: list[Tensor] | None = None
         self._disk: DiskStore | None = None
         self._opened: list[float] | None = None
-        if self.layout.rows[HOST]:
+        if self.layout.rows[Tier.HOST]:
             pinned = device.type == "cuda"
-            self._host = self._allocate(HOST, torch.device("cpu"), pinned=pinned)
-        if self.layout.rows[DISK]:
+            self._host = self._allocate(Tier.HOST, torch.device("cpu"), pinned=pinned)
+        if self.layout.rows[Tier.DISK]:
             if cache.directory is None:
                 raise ValueError(
                     "DISK tables need a directory to live in: pass cache=CacheConfig(directory=...)"
@@ -192,7 +193,7 @@ class Memory:
 
     def allocate_device(self, device: torch.device) -> tuple[Tensor, list[Tensor]]:
         """Allocate weights and states of the device tier."""
-        weights, *states = self._allocate(DEVICE, device)
+        weights, *states = self._allocate(Tier.DEVICE, device)
         return weights, states
 
     def follow(self, device: torch.device) -> None:
@@ -211,16 +212,16 @@ class Memory:
         Unused tiers are empty tensors; trailing ones are omitted.
         """
         all_weights, all_states = [weights.view(-1)], list(states)
-        for tier in range(DEVICE + 1, self._last_tier + 1):
+        for tier in range(Tier.DEVICE + 1, self._last_tier + 1):
             tensors = self._tier(tier)
             all_weights.append(tensors[0])
             all_states.extend(tensors[1:])
         return all_weights, all_states
 
     def _tier(self, tier: int) -> list[Tensor]:
-        if tier == HOST and self._host is not None:
+        if tier == Tier.HOST and self._host is not None:
             return self._host
-        if tier == DISK and self._disk is not None:
+        if tier == Tier.DISK and self._disk is not None:
             return [self._disk.weights, *self._disk.states]
         return self._allocate_empty()
 
@@ -235,10 +236,10 @@ class Memory:
 
     def view(self, table: int, weights: Tensor, states: list[Tensor]) -> dict[str, Tensor]:
         """Return the `views` of one table."""
-        place = self.layout.places[table]
-        if place.tier == DISK and self._disk is not None:
+        place = self.layout.offsets[table]
+        if place.tier == Tier.DISK and self._disk is not None:
             tensors = self._disk.user_tensors
-        elif place.tier == DEVICE:
+        elif place.tier == Tier.DEVICE:
             tensors = [weights.view(-1), *states]
         else:
             tensors = self._tier(place.tier)
@@ -277,7 +278,7 @@ class Memory:
 
     def nbytes(self) -> dict[str, int]:
         """Return the bytes of weights and states outside the device tier."""
-        tensors = [self._tier(tier) for tier in (HOST, DISK) if self.layout.rows[tier]]
+        tensors = [self._tier(tier) for tier in (Tier.HOST, Tier.DISK) if self.layout.rows[tier]]
         return {
             "weights": sum(t[0].nbytes for t in tensors),
             "optimizer_state": sum(state.nbytes for t in tensors for state in t[1:]),
@@ -316,7 +317,7 @@ def reserve(
 ) -> Tensor:
     """Reserve zeros for `numel` elements; large tensors on the CPU take no memory yet.
 
-    Where half of it or more is used from the start, all of it is asked for in huge pages: tables
+    If at least half of it is used from the start, all of it is requested in huge pages: the tables
     that lie in it one after the other may each be smaller than such a page.
     """
     nbytes = numel * dtype.itemsize
@@ -342,8 +343,8 @@ def reserve(
 def use(tensor: Tensor, first: int, before: int, now: int) -> None:
     """Request huge pages for the part of a reserved tensor that came into use.
 
-    Asks for huge pages where at least one is filled: a table that is small stays as small as it is,
-    whatever it may grow to.
+    Elements [first, first + now) are in use now, [first, first + before) were before. Huge pages
+    are requested once at least one is filled: a small table stays small, whatever it may grow to.
     """
     if tensor.device.type != "cpu" or now <= before:
         return

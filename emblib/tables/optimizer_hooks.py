@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from emblib.columns import Hyper
 from emblib.ops import autograd, primitives, tbe
 from emblib.optim import (
     EnsembleRowwiseAdagrad,
@@ -93,6 +94,6 @@ def decay_rows(
         return batch, torch.ones(batch.indices.numel(), device=prev_iter.device)
     groups = autograd.groups_of(batch)
     inverse = primitives.group_inverse(groups.segments, groups.lookups, groups.count)
-    scale = decay.scale(prev_iter[groups.rows], hyper[1] + 1, hyper[0])
+    scale = decay.scale(prev_iter[groups.rows], hyper[Hyper.STEP] + 1, hyper[Hyper.LEARNING_RATE])
     factors = torch.where(inverse >= 0, scale[inverse.clamp(min=0)], 1.0)
     return batch._replace(hooks=KnownRows(groups)), factors.to(torch.float32)

@@ -1,4 +1,4 @@
-"""T tables of 8 or 4 bits a value in one kernel, to look up in and not to train."""
+"""Quantised tables: T read-only tables of 8 or 4 bits per value, looked up in one kernel."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from emblib import ops
+from emblib.columns import FeatureColumn
 from emblib.ops import codes, quant
 from emblib.specs import BoundsCheck, Placement, Pooling, TableSpec, check_float_dtype
 from emblib.tables import base
@@ -18,8 +19,8 @@ _ALIGNMENT = 64  # of the bytes at which a table begins: a cache line
 _CHUNK = 1 << 16  # rows made floats at a time by to_dense
 
 
-class _Place(NamedTuple):
-    """Of a table: its first byte, its first row, rows, dim, and bytes a row."""
+class _TableLocation(NamedTuple):
+    """The bytes and rows of a table in the memory of a module."""
 
     begin: int
     first_row: int
@@ -49,8 +50,8 @@ class QuantizedEmbeddingBags(CheckedBatches, nn.Module):
     Args:
         tables: rows, dim and name of each table; their placement must be DEVICE.
         bits: 8 or 4.
-        pooling: SUM, MEAN, or NONE for one vector a lookup (needs one dim for all features).
-        feature_tables: the table of each feature; left out, feature i reads table i.
+        pooling: SUM, MEAN, or NONE for one vector per lookup (needs one dim for all features).
+        feature_tables: the table of each feature; by default feature i reads table i.
         output_dtype: float32, float16 or bfloat16.
         bounds_check: what happens to invalid indices and offsets, see `BoundsCheck`.
         device: where the kernels run.
@@ -58,8 +59,8 @@ class QuantizedEmbeddingBags(CheckedBatches, nn.Module):
             `nn.EmbeddingBag` takes them.
 
     Raises:
-        ValueError: other bits, another placement, tables of one name, different dims without
-            pooling, or features of tables that are not there.
+        ValueError: other bits, another placement, equal table names, different dims without
+            pooling, or features of missing tables.
     """
 
     values: Tensor
@@ -91,7 +92,7 @@ class QuantizedEmbeddingBags(CheckedBatches, nn.Module):
         self.table_names = base.table_names([spec.name for spec in self.tables])
         device = torch.empty(0, device=device).device
         ops.require_kernels(device)
-        self._make_places()
+        self._lay_out()
         self._allocate(device)
 
     def _check(self) -> None:
@@ -107,12 +108,12 @@ class QuantizedEmbeddingBags(CheckedBatches, nn.Module):
                 )
         check_features(self.tables, self.feature_tables, self.pooling)
 
-    def _make_places(self) -> None:
-        self._places: list[_Place] = []
+    def _lay_out(self) -> None:
+        self._locations: list[_TableLocation] = []
         begin = first_row = 0
         for spec in self.tables:
             row_bytes = quant.row_bytes(spec.dim, self.bits)
-            self._places.append(_Place(begin, first_row, spec.rows, spec.dim, row_bytes))
+            self._locations.append(_TableLocation(begin, first_row, spec.rows, spec.dim, row_bytes))
             begin += -(-spec.rows * row_bytes // _ALIGNMENT) * _ALIGNMENT
             first_row += spec.rows
         self._bytes, self.total_rows = begin, first_row
@@ -121,10 +122,10 @@ class QuantizedEmbeddingBags(CheckedBatches, nn.Module):
         self.output_dim = max(self._dims, default=0) if none else sum(self._dims)
         column, self._layout = 0, []
         for t in self.feature_tables:
-            place = self._places[t]
-            head = (place.begin, place.first_row, place.rows, place.dim)
-            self._layout.append((*head, column, 0, place.first_row, 0))
-            column += 0 if none else place.dim
+            location = self._locations[t]
+            head = (location.begin, location.first_row, location.rows, location.dim)
+            self._layout.append((*head, column, 0, location.first_row, 0))
+            column += 0 if none else location.dim
 
     _layout: list[tuple[int, ...]]
 
@@ -139,7 +140,9 @@ class QuantizedEmbeddingBags(CheckedBatches, nn.Module):
         self.reset_parameters()
 
     def _features(self, device: torch.device) -> Tensor:
-        return torch.tensor(self._layout, dtype=torch.int64, device=device).view(-1, 8)
+        return torch.tensor(self._layout, dtype=torch.int64, device=device).view(
+            -1, len(FeatureColumn)
+        )
 
     def reset_parameters(self) -> None:
         """Zero all rows; also initialises a module that `to_empty` moved from meta."""
@@ -165,11 +168,11 @@ class QuantizedEmbeddingBags(CheckedBatches, nn.Module):
                 or `nn.Embedding` (pooling NONE), whose tables, features and pooling are kept; a
                 matrix `[R, D]`, or several by name, which are pooled by SUM.
             bits: 8 or 4.
-            output_dtype: left out, that of the source's output, or float32.
+            output_dtype: by default that of the source's output, or float32.
             bounds_check: as in the constructor.
-            device: left out, that of the source.
-            include_last_offset: as in the constructor; left out, that of a source whose bags are
-                given by offsets, else True.
+            device: by default that of the source.
+            include_last_offset: as in the constructor; by default that of a source whose bags are
+                delimited by offsets, else True.
 
         Raises:
             TypeError: another source.
@@ -198,19 +201,19 @@ class QuantizedEmbeddingBags(CheckedBatches, nn.Module):
         """Quantise `weights` `[rows, dim]` into a table, from `first_row` on.
 
         Raises:
-            ValueError: another dim, rows that are not there, or rows that are not finite.
+            ValueError: another dim, rows out of range, or rows that are not finite.
         """
-        place = self._places[table]
-        if weights.dim() != 2 or weights.size(1) != place.dim:
+        location = self._locations[table]
+        if weights.dim() != 2 or weights.size(1) != location.dim:
             raise ValueError(
-                f"weights must be [rows, {place.dim}] for table {self.table_names[table]!r}, got "
-                f"{list(weights.shape)}"
+                f"weights must be [rows, {location.dim}] for table {self.table_names[table]!r}, "
+                f"got {list(weights.shape)}"
             )
         end = first_row + weights.size(0)
-        if not 0 <= first_row <= end <= place.rows:
+        if not 0 <= first_row <= end <= location.rows:
             raise ValueError(
-                f"rows {first_row} to {end} are not in table {self.table_names[table]!r} of "
-                f"{place.rows} rows"
+                f"rows {first_row} to {end} are out of range of table {self.table_names[table]!r} "
+                f"of {location.rows} rows"
             )
         weights = weights.detach().to(self.values.device).contiguous()
         if not weights.is_meta and not bool(torch.isfinite(weights).all()):
@@ -219,8 +222,8 @@ class QuantizedEmbeddingBags(CheckedBatches, nn.Module):
                 "weights.nan_to_num() makes them so"
             )
         quant.quantize_rows_(
-            place.values(self.values)[first_row:end],
-            place.scales(self.scales)[first_row:end],
+            location.values(self.values)[first_row:end],
+            location.scales(self.scales)[first_row:end],
             weights,
             self.bits,
         )
@@ -228,23 +231,32 @@ class QuantizedEmbeddingBags(CheckedBatches, nn.Module):
     def table_views(self) -> list[dict[str, Tensor]]:
         """Return per table the packed `values` and the `scales` (scale, offset), as views."""
         return [
-            {"values": place.values(self.values), "scales": place.scales(self.scales)}
-            for place in self._places
+            {"values": location.values(self.values), "scales": location.scales(self.scales)}
+            for location in self._locations
         ]
 
     def to_dense(self, table: int) -> Tensor:
         """Dequantise a table to float32 `[rows, dim]`."""
-        place = self._places[table]
-        out = self.scales.new_empty(place.rows, place.dim)
+        location = self._locations[table]
+        out = self.scales.new_empty(location.rows, location.dim)
         device = out.device
-        layout = (place.begin, place.first_row, place.rows, place.dim, 0, 0, 0, 0)
+        layout = (location.begin, location.first_row, location.rows, location.dim, 0, 0, 0, 0)
         features = torch.tensor([layout], dtype=torch.int64, device=device)
-        for first in range(0, place.rows, _CHUNK):
-            rows = torch.arange(first, min(first + _CHUNK, place.rows), device=device)
+        for first in range(0, location.rows, _CHUNK):
+            rows = torch.arange(first, min(first + _CHUNK, location.rows), device=device)
             offsets = torch.tensor([0, rows.numel()], device=device)
             out[first : first + _CHUNK] = quant.quant_lookup(
-                *(self.values, self.scales, features, rows, offsets, None, None),
-                *(codes.POOLING["none"], self.bits, place.dim, torch.float32),
+                self.values,
+                self.scales,
+                features,
+                rows,
+                offsets,
+                None,
+                None,
+                codes.POOLING["none"],
+                self.bits,
+                location.dim,
+                torch.float32,
             )
         return out
 
@@ -273,15 +285,23 @@ class QuantizedEmbeddingBags(CheckedBatches, nn.Module):
                 )
             per_sample_weights = per_sample_weights.detach()
         offsets = self._with_last_offset(indices, offsets)
-        bag_layout, columns = None, self.output_dim
+        bag_layout, output_dim = None, self.output_dim
         if batch_sizes is not None:
             bags = max(offsets.numel() - 1, 0)
             bag_layout, elements = variable_batch(batch_sizes, self._dims, bags, indices.device)
-            columns = columns if self.pooling is Pooling.NONE else elements
+            output_dim = output_dim if self.pooling is Pooling.NONE else elements
         offsets = self._check_bounds(indices, offsets, self.features, bag_layout)
         return quant.quant_lookup(
-            *(self.values, self.scales, self.features, indices, offsets, bag_layout),
-            *(per_sample_weights, codes.POOLING[self.pooling.value], self.bits, columns),
+            self.values,
+            self.scales,
+            self.features,
+            indices,
+            offsets,
+            bag_layout,
+            per_sample_weights,
+            codes.POOLING[self.pooling.value],
+            self.bits,
+            output_dim,
             self.output_dtype,
         )
 
@@ -333,15 +353,15 @@ class _Source(NamedTuple):
 
     @classmethod
     def of(cls, source: Any) -> "_Source":
-        """Raises TypeError for what nobody can quantise."""
+        """Describe the tables of `source`; raise TypeError for unsupported sources."""
         if isinstance(source, TableBatchedEmbeddingBags):
             specs = [TableSpec(s.rows, s.dim, s.name) for s in source.tables]
             rest = (source.feature_tables, source.output_dtype, source.hyperparams.device)
             return cls(specs, source.table_weights(), source.pooling, *rest)
         if isinstance(source, TTEmbeddingBag):
             spec = TableSpec(source.spec.rows, source.spec.dim, source.spec.name)
-            return cls([spec], source, source.pooling, None, source.output_dtype,
-                       source.hyperparams.device)  # fmt: skip
+            device = source.hyperparams.device
+            return cls([spec], source, source.pooling, None, source.output_dtype, device)
         pooling = Pooling.SUM
         if isinstance(source, nn.Embedding):
             pooling, source = Pooling.NONE, source.weight

@@ -1,4 +1,9 @@
-"""T plain tables in one kernel, with the optimizer fused into the backward pass."""
+"""Table-batched embeddings: T dense tables in one kernel, the optimizer fused into backward.
+
+`TableBatchedEmbeddingBags` is the module; `TieredTables`, its base, adds memory tiers, the cache
+and state dicts. A forward checks bounds (`_batch`), brings missing rows into the cache if there is
+one (`Prefetcher.take`) and looks up (`_read`), through autograd if it trains.
+"""
 
 import contextlib
 import math
@@ -12,6 +17,7 @@ import torch
 from torch import Tensor
 
 from emblib import ops
+from emblib.columns import FeatureColumn
 from emblib.ops import autograd
 from emblib.optim import External, Gradient, Optimizer
 from emblib.specs import BoundsCheck, CacheConfig, Placement, Pooling, Precision, TableSpec, brief
@@ -94,7 +100,7 @@ class Reporting:
 class TieredTables(FeatureTables):
     """Base of modules whose tables are in several memory tiers, some behind a cache.
 
-    The subclass makes `_memory`, `_prefetcher` and `row_cache` and says what a batch is.
+    The subclass makes `_memory`, `_prefetcher` and `row_cache`, and implements `_batch`.
     """
 
     row_cache: RowCache | None
@@ -136,7 +142,8 @@ class TieredTables(FeatureTables):
         with self._lock:
             self._memory.wait_for_kernels(self.hyperparams.device)
             with self._memory.writing_everything(self.hyperparams):
-                if self._prefetcher is not None:  # not before: a full disk must lose no update
+                # Not before the disk tier is ready: a full disk must not drop cached updates.
+                if self._prefetcher is not None:
                     self._prefetcher.reset()
                 yield
 
@@ -149,10 +156,10 @@ class TieredTables(FeatureTables):
     ) -> None:
         """Bring the rows of a coming batch into the cache, on the current stream.
 
-        Batches may be prefetched any number ahead; `forward` must then get the same tensors in the
-        same order. Rows of batches on their way, from prefetch to the end of backward, are not
-        evicted. A batch that was not prefetched is when `forward` gets it. Without a cached table
-        this does nothing.
+        Any number of batches may be prefetched ahead; `forward` must then get the same tensors in
+        the same order. Rows of batches in flight, from prefetch to the end of backward, are not
+        evicted. `forward` itself fetches the rows of a batch that was not prefetched. Without a
+        cached table this does nothing.
         """
         if self._prefetcher is not None:
             self._prefetch(self._prefetcher, BatchId(indices, offsets), batch_sizes)
@@ -161,20 +168,21 @@ class TieredTables(FeatureTables):
     def _prefetch(
         self,
         prefetcher: Prefetcher,
-        given: BatchId,
+        batch_id: BatchId,
         batch_sizes: Sequence[Sequence[int]] | None,
     ) -> None:
         """Prefetch outside compiled graphs: batches in flight are tracked in Python."""
         timed: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if self._reporting is not None:
-            timed = self._reporting.timed("tbe.prefetch_time", given.indices.device)
+            timed = self._reporting.timed("tbe.prefetch_time", batch_id.indices.device)
         with torch.no_grad(), timed:
-            prefetcher.prefetch(self._batch(*given, batch_sizes), self._tiers(), given)
+            prefetcher.prefetch(self._batch(*batch_id, batch_sizes), self._tiers(), batch_id)
 
     def flush(self) -> None:
         """Write cached rows and their optimizer state back to their tables.
 
-        For DISK tables this is the point that a crash leads back to, see docs/placement.md.
+        DISK tables are committed: after a crash they are restored to their last flush, see
+        docs/placement.md.
         """
         if self._prefetcher is not None:
             self._prefetcher.flush(self._tiers())
@@ -208,7 +216,7 @@ class TieredTables(FeatureTables):
 
         Events: `tbe.forward_time` and `tbe.prefetch_time` in milliseconds, `tbe.lookups`,
         `tbe.weights_bytes` and `tbe.optimizer_state_bytes`, and for cached tables
-        `tbe.cache.<counter>` of `CacheStats`, whole and by table.
+        `tbe.cache.<counter>` of `CacheStats`, in total and per table.
         """
         self._reporting = None if reporter is None else Reporting(reporter, tbe_id)
 
@@ -284,7 +292,7 @@ class TieredTables(FeatureTables):
         if len(sources) < len(targets):
             self._memory.verify()
         if self._prefetcher is not None and len(sources) < len(targets):
-            # What is not in the checkpoint stays, also what of it is in the cache.
+            # Entries missing from the checkpoint keep their values, those in the cache included.
             sources = base.own(sources, targets)
             self.flush()
         if self.hyperparams.is_meta and metadata.get("assign_to_params_buffers"):
@@ -339,31 +347,39 @@ class TableBatchedEmbeddingBags(TieredTables):
 
     Backward groups the lookups by row and applies `optimizer` to every distinct row of the batch,
     reading and writing it once; no gradient of the weights is ever stored. Every backward is a
-    step of its own: two forwards in one loss are two updates, and gradients do not accumulate.
+    separate step: two forwards in one loss are two updates, and gradients do not accumulate.
     With `optim.External()` it leaves a gradient on `weights` instead, sparse or dense, for any
     optimizer of `torch.optim`.
 
-    Tables may be larger than the device: `TableSpec.placement` says where each one is kept, and
-    `cache` what stands before those that are far away. Where a row is does not change a result
-    (stochastic rounding aside, whose random numbers follow the placement).
+    Tables may be larger than the device: `TableSpec.placement` selects the memory of each table,
+    and `cache` configures the cache of those in slow memory. The location of a row does not change
+    a result (except with stochastic rounding, whose random numbers depend on the placement).
 
-    Threads may share a module: with a cached table every call is atomic, without one updates of the
-    same row at the same time may be lost (docs/threads.md).
+    Threads may share a module: with a cached table every call is atomic; without one, simultaneous
+    updates of the same row may be lost (docs/threads.md).
 
     Args:
         tables: rows, dim, name and placement of each table.
         optimizer: one of `emblib.optim`.
-        pooling: SUM, MEAN, or NONE for one vector a lookup (needs one dim for all features).
-        feature_tables: the table of each feature; left out, feature i reads table i.
+        pooling: SUM, MEAN, or NONE for one vector per lookup (needs one dim for all features).
+        feature_tables: the table of each feature; by default feature i reads table i.
         precision: dtypes of weights, output and optimizer state, and how updates are rounded.
         bounds_check: what happens to invalid indices and offsets, see `BoundsCheck`.
-        cache: of the MANAGED_CACHING and DISK tables; where there are none it has no part.
+        cache: of the MANAGED_CACHING and DISK tables; unused without such tables.
         device: where the kernels run.
         include_last_offset: False for offsets without their last entry, the number of indices, as
             `nn.EmbeddingBag` takes them.
 
-    Weights start uniform in +-1/sqrt(rows) of their table, as DLRM's do; DISK tables that are there
-    already start as their last `flush` left them.
+    Weights start uniform in +-1/sqrt(rows) of their table, as DLRM's do; existing DISK tables start
+    from their last `flush`.
+
+    Example:
+        >>> tables = emblib.TableBatchedEmbeddingBags(
+        ...     [emblib.TableSpec(1000, 64), emblib.TableSpec(500, 32)], emblib.optim.Adagrad(0.1)
+        ... )
+        >>> indices = torch.tensor([3, 14, 15, 92])
+        >>> tables(indices, torch.tensor([0, 2, 3, 3, 4])).shape  # 2 features x 2 samples
+        torch.Size([2, 96])
     """
 
     tables: tuple[TableSpec, ...]
@@ -394,8 +410,8 @@ class TableBatchedEmbeddingBags(TieredTables):
         ops.require_kernels(device)
 
         self._memory = Memory(self.tables, self.optimizer, self.precision, self.cache, device)
-        places, self.total_rows = self._memory.layout.places, self._memory.layout.total_rows
-        self._layout = self._feature_rows(lambda t, column: places[t].feature(column))
+        offsets, self.total_rows = self._memory.layout.offsets, self._memory.layout.total_rows
+        self._layout = self._feature_rows(lambda t, column: offsets[t].feature(column))
         self._register_memory(device)
         self._make_cache(device)
         self._reporting = None
@@ -404,17 +420,19 @@ class TableBatchedEmbeddingBags(TieredTables):
     def _check_arguments(self) -> None:
         if not isinstance(self.cache, CacheConfig):
             raise TypeError(
-                f"cache must be a Cache, e.g. CacheConfig(sets=1024), got {self.cache!r}"
+                f"cache must be a CacheConfig, e.g. CacheConfig(sets=1024), got {self.cache!r}"
             )
         if not isinstance(self.optimizer, External):
             return
         if any(spec.placement not in (Placement.DEVICE, Placement.HOST) for spec in self.tables):
-            raise ValueError("optim.External leaves its gradient on a parameter, so all tables "
-                             "must be on the device; use a fused optimizer for others")  # fmt: skip
+            raise ValueError(
+                "optim.External leaves its gradient on a parameter, so all tables must be on the "
+                "device; use a fused optimizer for others"
+            )
 
     def _register_memory(self, device: torch.device) -> None:
         """Register the device tier as parameter and buffers: they move with the module."""
-        self._register_planes(*self._memory.allocate_device(device))
+        self._register_row_buffers(*self._memory.allocate_device(device))
         self._register_common(device)
 
     def _make_cache(self, device: torch.device) -> None:
@@ -422,20 +440,24 @@ class TableBatchedEmbeddingBags(TieredTables):
         self.row_cache = self._prefetcher = None
         if layout.cached_rows:
             self.row_cache = RowCache.of(
-                *(layout, self.table_names, self.optimizer.states, self.cache),
-                *(self.precision, device),
+                layout,
+                self.table_names,
+                self.optimizer.states,
+                self.cache,
+                self.precision,
+                device,
             )
             self._prefetcher = Prefetcher(self._memory, self.row_cache, self.cache, self._lock)
 
     def reset_parameters(self) -> None:
-        """Draw the weights anew; optimizer state, step and learning rate as at construction.
+        """Redraw the weights and reset optimizer state, step and learning rate.
 
-        Also what makes a module usable that was made on `meta` and moved by `to_empty`. DISK tables
-        that were opened with rows in them keep those at construction, and are drawn anew when this
-        is called again.
+        Also initialises a module that was made on `meta` and moved by `to_empty`. DISK tables that
+        were opened with rows in them keep those at construction, and are redrawn when this is
+        called again.
         """
         opened = self._memory.take_opened()
-        # Opening changes nothing on disk, so a process that ends meanwhile spoils nothing.
+        # Opening changes nothing on disk, so a process that ends now damages nothing.
         writing = self._writing() if opened is None else contextlib.nullcontext()
         with torch.no_grad(), writing:
             self._reset_common()
@@ -450,7 +472,7 @@ class TableBatchedEmbeddingBags(TieredTables):
                     state.zero_()
 
     def _draw(self, table: int, weight: Tensor) -> None:
-        """First values of a table."""
+        """Draw the initial values of a table."""
         bound = 1.0 / math.sqrt(max(self.tables[table].rows, 1))
         ops.primitives.fill_uniform_(weight, -bound, bound, ops.primitives.new_seed())
 
@@ -464,20 +486,20 @@ class TableBatchedEmbeddingBags(TieredTables):
         feature_requires_grad: Tensor | None = None,
         total_unique_indices: int | None = None,
     ) -> Tensor:
-        """Pooled embeddings `[B, sum D]`, or `[L, D]` for pooling NONE, in `precision.output`.
+        """Pool embeddings to `[B, sum D]`, or `[L, D]` for pooling NONE, in `precision.output`.
 
         Args:
             indices: int32 or int64 `[L]`, row of each lookup in the table of its feature; -1 skips.
             offsets: int32 or int64 `[F * B + 1]`, feature-major: bag of feature f and sample b is
                 `indices[offsets[f * B + b] : offsets[f * B + b + 1]]`.
             per_sample_weights: float32 `[L]`, scales each row; gets a gradient if it requires one.
-            batch_sizes: where features differ in batch size, `[F][ranks]`: the bags of feature f
-                from rank r, rank after rank. `offsets` then has one entry a bag and one more, and
-                the output is one vector: rank after rank, feature after feature, bag after bag.
+            batch_sizes: `[F][ranks]` if features differ in batch size: the bags of feature f from
+                rank r, in rank order. `offsets` then has one entry per bag plus one, and the output
+                is one vector: rank by rank, feature by feature, bag by bag.
             feature_requires_grad: `[F]`; features with 0 give `per_sample_weights` no gradient.
-                Their rows are trained all the same.
-            total_unique_indices: for External(SPARSE), the number of distinct rows of the batch,
-                if it is known: the gradient is then made without asking the device for it.
+                Their rows are trained nevertheless.
+            total_unique_indices: for External(SPARSE), the number of distinct rows of the batch, if
+                known: the gradient then needs no read from the device.
 
         Raises:
             RuntimeError: wrong dtype, device or number of offsets; out of bounds in mode FATAL.
@@ -485,13 +507,13 @@ class TableBatchedEmbeddingBags(TieredTables):
         """
         if "weights" in self._parameters and autograd.is_fused(self.optimizer):
             self._check_in_place(self._parameters["weights"])
-        wants = LookupArgs(per_sample_weights, feature_requires_grad, total_unique_indices)
+        args = LookupArgs(per_sample_weights, feature_requires_grad, total_unique_indices)
         if torch.compiler.is_compiling() and self._breaks_graphs():
-            return self._look_up_eagerly(BatchId(indices, offsets), batch_sizes, wants)
+            return self._look_up_eagerly(BatchId(indices, offsets), batch_sizes, args)
         if self._reporting is None or torch.compiler.is_compiling():
-            return self._look_up(BatchId(indices, offsets), batch_sizes, wants)
+            return self._look_up(BatchId(indices, offsets), batch_sizes, args)
         with self._reporting.timed("tbe.forward_time", indices.device):
-            out = self._look_up(BatchId(indices, offsets), batch_sizes, wants)
+            out = self._look_up(BatchId(indices, offsets), batch_sizes, args)
         self._report(indices)
         return out
 
@@ -500,38 +522,42 @@ class TableBatchedEmbeddingBags(TieredTables):
     ) -> autograd.Lookup:
         """Return the batch as the kernels take it: repaired offsets and bag layout."""
         offsets = self._with_last_offset(indices, offsets)
-        bag_layout, columns = self._bag_layout(offsets, batch_sizes, indices.device)
+        bag_layout, output_dim = self._bag_layout(offsets, batch_sizes, indices.device)
         offsets = self._check_bounds(indices, offsets, self.features, bag_layout)
         return autograd.Lookup(
-            self.features, indices, offsets, bag_layout, self.pooling, self.total_rows, columns
+            self.features, indices, offsets, bag_layout, self.pooling, self.total_rows, output_dim
         )
 
     def _look_up(
-        self, given: BatchId, batch_sizes: Sequence[Sequence[int]] | None, wants: LookupArgs
+        self, batch_id: BatchId, batch_sizes: Sequence[Sequence[int]] | None, args: LookupArgs
     ) -> Tensor:
-        batch = self._batch(*given, batch_sizes)
-        if wants.feature_requires_grad is not None:
-            masked = self._masked_features(wants.feature_requires_grad)
+        batch = self._batch(*batch_id, batch_sizes)
+        if args.feature_requires_grad is not None:
+            masked = self._masked_features(args.feature_requires_grad)
             batch = batch._replace(sample_features=masked)
-        sample_weights, tiers = wants.sample_weights, self._tiers()
+        sample_weights, tiers = args.sample_weights, self._tiers()
         if self._is_periodic and torch.is_grad_enabled() and not self._frozen:
             with self._lock:
                 self._before_forward(tiers)
         if isinstance(self.optimizer, External):
             return autograd.lookup(
-                *(self._trained_weights(), batch, self.optimizer, sample_weights),
-                *(self.output_dtype, wants.unique),
+                self._trained_weights(),
+                batch,
+                self.optimizer,
+                sample_weights,
+                self.output_dtype,
+                args.unique,
             )
         if self._prefetcher is not None:
-            with self._lock:  # until the slots that a batch was given have been read
-                batch = self._prefetcher.take(batch, tiers, given)
+            with self._lock:  # until the slots that a batch was batch_id have been read
+                batch = self._prefetcher.take(batch, tiers, batch_id)
                 return self._read(tiers, batch, sample_weights)
         return self._read(tiers, batch, sample_weights)
 
     def _read(
         self, tiers: autograd.Tiers, batch: autograd.Lookup, sample_weights: Tensor | None
     ) -> Tensor:
-        """Look a batch up whose rows are where `batch.slots` says, or in their tables."""
+        """Look up a batch, reading the rows at `batch.slots` or in their tables."""
         decay, factors = optimizer_hooks.global_decay(self.optimizer), None
         if decay is not None:
             batch, factors = optimizer_hooks.decay_rows(
@@ -565,25 +591,25 @@ class TableBatchedEmbeddingBags(TieredTables):
 
     @graph_break
     def _look_up_eagerly(
-        self, given: BatchId, batch_sizes: Sequence[Sequence[int]] | None, wants: LookupArgs
+        self, batch_id: BatchId, batch_sizes: Sequence[Sequence[int]] | None, args: LookupArgs
     ) -> Tensor:
         """Look up outside compiled graphs: a cache has Python state and moves rows.
 
-        In one graph with the update, Inductor would copy whole tables: both change them. Optimizers
-        with a periodic part count forwards in Python; a sparse gradient is as long as the batch has
-        rows, which no graph knows.
+        In one graph with the update, Inductor would copy whole tables, since both change them.
+        Optimizers with a periodic part count forwards in Python; the length of a sparse gradient is
+        the number of distinct rows, which no graph knows.
         """
-        return self._look_up(given, batch_sizes, wants)
+        return self._look_up(batch_id, batch_sizes, args)
 
     def _before_forward(self, tiers: autograd.Tiers) -> None:
         if self.hyperparams.is_cuda and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 f"{type(self.optimizer).__name__} has a periodic part that counts forwards in "
-                "Python, where the replay of a CUDA graph does not pass; capture what is around "
-                "this module, or choose an optimizer without one"
+                "Python, which the replay of a CUDA graph does not run; capture the rest of the "
+                "model, or choose an optimizer without one"
             )
         self._forwards += 1
-        self._memory.verify()  # it looks at whole tables
+        self._memory.verify()  # the hooks read whole tables
         optimizer_hooks.before_forward(self.optimizer, self._forwards, tiers, self._views())
 
     state_prev_iter: Tensor  # of GlobalDecay
@@ -597,16 +623,16 @@ class TableBatchedEmbeddingBags(TieredTables):
         """Return `features` without rows where no gradient is wanted; these are skipped."""
         if requires_grad.shape != (len(self.feature_tables),):
             raise ValueError(
-                "feature_requires_grad must have one entry a feature = "
+                "feature_requires_grad must have one entry per feature = "
                 f"{len(self.feature_tables)}, got shape {tuple(requires_grad.shape)}"
             )
         masked = self.features.clone()
-        masked[:, 2] *= (requires_grad != 0).to(masked)
+        masked[:, FeatureColumn.ROWS] *= (requires_grad != 0).to(masked)
         return masked
 
     def _size_of(self, spec: TableSpec) -> str:
-        place = "" if spec.placement is Placement.DEVICE else f" ({spec.placement.value})"
-        return f"{spec.rows} x {spec.dim}{place}"
+        placement = "" if spec.placement is Placement.DEVICE else f" ({spec.placement.value})"
+        return f"{spec.rows} x {spec.dim}{placement}"
 
     def extra_repr(self) -> str:
         """Describe tables, optimizer and options."""

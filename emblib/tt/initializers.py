@@ -83,8 +83,10 @@ def approx_uniform(layout: CoreLayout, std: float) -> list[Tensor]:
     """
     ranks, cores = layout.full_ranks, len(layout.row_factors)
     if ranks[-2] < 2:
-        raise ValueError(f"init 'approx_uniform' needs a last rank >= 2, got {ranks[-2]}; "
-                         "use 'gaussian' or 'uniform'")  # fmt: skip
+        raise ValueError(
+            f"init 'approx_uniform' needs a last rank >= 2, got {ranks[-2]}; use 'gaussian' or "
+            "'uniform'"
+        )
     scale = (std * math.sqrt(3.0)) ** (1.0 / cores)
     device, bond = layout.device, ranks[-2]
     odd = torch.arange(bond, device=device) % 2

@@ -126,7 +126,7 @@ def test_two_modules_do_not_share_a_directory(tmp_path: Path) -> None:
             optim.SGD(0.1),
             cache=CacheConfig(directory=tmp_path),
         )
-    with pytest.raises(ValueError, match=r"Cache\(directory="):
+    with pytest.raises(ValueError, match=r"CacheConfig\(directory="):
         TableBatchedEmbeddingBags([TableSpec(10, 4, placement=Placement.DISK)])
 
 

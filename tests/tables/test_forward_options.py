@@ -119,7 +119,7 @@ def test_sequences_in_a_variable_batch(device: torch.device) -> None:
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        ([[1]], "one list a feature = 4"),
+        ([[1]], "one list per feature = 4"),
         ([[1], [2, 3], [1], [1]], "same number of ranks"),
         ([[1], [-1], [1], [1]], ">= 0"),
         ([[1], [1], [1], [1]], "add up to 4 bags, but offsets has 14"),
@@ -179,7 +179,7 @@ def test_features_without_gradient_still_train(device: torch.device) -> None:
     mask = torch.tensor([1, 1, 0, 0, 1, 1, 0, 0], device=device)
     assert torch.equal(scales.grad, plain.grad * mask)
     assert torch.equal(table.weights, other.weights)
-    with pytest.raises(ValueError, match="one entry a feature = 4"):
+    with pytest.raises(ValueError, match="one entry per feature = 4"):
         table(indices, offsets, scales, feature_requires_grad=wanted[:2])
 
 

@@ -167,7 +167,7 @@ def test_rows_are_written_in_place(bits: int) -> None:
     for wrong, first, message in (
         (rows, 0, "must be finite"),
         (torch.zeros(3, 4), 0, r"must be \[rows, 5\] for table 'table_1', got \[3, 4\]"),
-        (torch.zeros(3, 5), 5, "rows 5 to 8 are not in table 'table_1' of 7 rows"),
+        (torch.zeros(3, 5), 5, "rows 5 to 8 are out of range of table 'table_1' of 7 rows"),
     ):
         with pytest.raises(ValueError, match=message):
             made.write_rows(1, wrong, first)

@@ -229,7 +229,7 @@ def test_keeps_its_dtypes_and_comes_off_meta_empty() -> None:
         device="cpu"
     )
     for name, tensor in make(CacheConfig(CachePolicy.LFU, sets=2), Adam(0.1)).named_buffers():
-        if name in {"tags", "stamps", "counts", "counters", "clock", "table_places"}:
+        if name in {"tags", "stamps", "counts", "counters", "clock", "table_features"}:
             assert torch.equal(getattr(born, name), tensor), name
     assert (bring_in(born, FIRST + torch.arange(10))[:10] >= 0).all()
 

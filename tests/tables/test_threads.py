@@ -214,7 +214,7 @@ def test_new_numbers_beside_training_lose_no_step(tmp_path: Path, placement: Pla
     assert module.step == 200
 
 
-@pytest.mark.parametrize("change", ["set_learning_rate", "set_step", "set_hyper"])
+@pytest.mark.parametrize("change", ["set_learning_rate", "set_step", "set_hyperparameters"])
 def test_numbers_of_a_cached_table_wait_for_its_lock(tmp_path: Path, change: str) -> None:
     module = make(tmp_path)
     arguments: dict[str, object] = {"lr": 0.25} if change != "set_step" else {"step": 7}

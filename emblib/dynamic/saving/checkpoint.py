@@ -588,7 +588,7 @@ class DynamicDumps(DynamicCheckpoint):
         if "counts" not in leave_out and self._counts_exactly(table):
             assert self.admission is not None
             counts = self.admission.counts(table)
-        told = {"lr": float(self.hyperparams[0])} if arguments is None else arguments
+        told = {"lr": self.learning_rate} if arguments is None else arguments
         return Foreign(entries, told, counts)
 
     @atomic

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from emblib.collections.groups import TableGroups
 from emblib.collections.modules import HYPER, FusedTable
+from emblib.columns import Hyper
 from emblib.ops import autograd
 from emblib.optim import Optimizer
 from emblib.sharding.checkpoints import keyed, sharded_table
@@ -351,11 +352,11 @@ def load_optimizer_state(tables: Tables, state: Mapping[str, Mapping[str, Tensor
     newest: dict[int, tuple[Any, Tensor]] = {}
     for kernel, hyper in numbers:
         known = newest.get(id(kernel))
-        if known is None or float(hyper[1]) > float(known[1][1]):
+        if known is None or float(hyper[Hyper.STEP]) > float(known[1][Hyper.STEP]):
             newest[id(kernel)] = kernel, hyper
     for kernel, hyper in newest.values():
         kernel.hyperparams.copy_(hyper)
-        kernel.set_step(int(hyper[1]))
+        kernel.set_step(int(hyper[Hyper.STEP]))
 
 
 def fused_tables(tables: Tables, prefix: str) -> list[FusedTable]:
