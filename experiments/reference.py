@@ -13,12 +13,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from experiments import front_page
+from experiments.config import configure
 from experiments.paths import REFERENCE, ROOT
 from experiments.report import text
 from experiments.report.data import Run
 from experiments.results.store import POINTS, has_records, pack_records, runs_in
 
 START, END = "<!-- results:start -->", "<!-- results:end -->"
+QUESTIONS = ("<!-- experiments:start -->", "<!-- experiments:end -->")  # in reports/README.md
 KEPT = ("*.yaml", "*.json", "*.jsonl", "*.xz", "*.csv", "*.md", "*.png")
 
 
@@ -83,6 +85,17 @@ def rendered(readme: str, folder: Path = REFERENCE) -> str:
     return f"{before}{START}\n{results(folder)}\n{END}{rest.split(END)[1]}"
 
 
+def questions(page: str) -> str:
+    """Return the text of reports/README.md with its table of experiments up to date."""
+    start, end = QUESTIONS
+    before, rest = page.split(start)
+    lines = ["| question | experiment |", "| --- | --- |"]
+    for name in configure.groups()["experiment"]:
+        asked = configure.question(name)
+        lines.append(f"| {asked[:1].upper()}{asked[1:]} | `python run.py +experiment={name}` |")
+    return "\n".join([f"{before}{start}", *lines, f"{end}{rest.split(end)[1]}"])
+
+
 def main(arguments: Sequence[str]) -> int:
     """Run `keep`, `write` or `check`; exit 1 if README.md differs from the references."""
     parser = argparse.ArgumentParser(prog="python -m experiments.reference", description=__doc__)
@@ -96,15 +109,20 @@ def main(arguments: Sequence[str]) -> int:
             parser.error(f"{parsed.run} is not a run: it has no config.yaml with a points.jsonl")
         print(keep(parsed.run).relative_to(ROOT))
         return 0
-    path = ROOT / "README.md"
-    readme = path.read_text()
-    expected = front_page.rendered(rendered(readme))
-    if parsed.command == "write":
-        path.write_text(expected)
-    elif readme != expected:
-        print("README.md's results are out of date: run `python -m experiments.reference write`")
-        return 1
-    return 0
+    status = 0
+    for name, update in (
+        ("README.md", lambda page: front_page.rendered(rendered(page))),
+        ("reports/README.md", questions),
+    ):
+        path = ROOT / name
+        page = path.read_text()
+        expected = update(page)
+        if parsed.command == "write":
+            path.write_text(expected)
+        elif page != expected:
+            print(f"{name} is out of date: run `python -m experiments.reference write`")
+            status = 1
+    return status
 
 
 if __name__ == "__main__":
