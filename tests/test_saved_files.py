@@ -22,8 +22,8 @@ from tests.sync_calls import record_syncs
 
 
 def plan(rows: int) -> ShardingPlan:
-    boxes = (Shard(0, (0, rows), (0, 4)), Shard(1, (rows, 100), (0, 4)))
-    return ShardingPlan({"": {"t": ParameterSharding(ShardingType.ROW_WISE, boxes)}}, World(2, 2))
+    shards = (Shard(0, (0, rows), (0, 4)), Shard(1, (rows, 100), (0, 4)))
+    return ShardingPlan({"": {"t": ParameterSharding(ShardingType.ROW_WISE, shards)}}, World(2, 2))
 
 
 def trace(first: int) -> LookupTrace:

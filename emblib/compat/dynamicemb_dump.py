@@ -111,7 +111,7 @@ def DynamicEmbDump(
         OSError: a file could not be written or moved; what was there is as it was.
         RuntimeError: another rank failed; what was there is as it was.
     """
-    ranks, root = RankGroup.of(pg), Path(path)
+    ranks, root = RankGroup.from_value(pg), Path(path)
     tables = list(_tables_of(root, model, table_names))
     names = [(directory, name) for directory, _, name in tables]
     _check_same(ranks, root, tables)
@@ -218,7 +218,7 @@ def DynamicEmbLoad(
         RuntimeError: another rank failed; the message says whether tables were changed, which only
             happens where a rank runs out of memory.
     """
-    ranks = RankGroup.of(pg)
+    ranks = RankGroup.from_value(pg)
     tables = list(_tables_of(Path(path), model, table_names))
     _check_same(ranks, Path(path), tables)
     left_out = _left_out(states=optim, counts=counter)

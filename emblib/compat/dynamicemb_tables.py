@@ -487,7 +487,7 @@ class BatchedDynamicEmbeddingTablesV2(nn.Module):
         Keys are sorted, rows are `[N, D]`; both are on the CPU. They are those of all ranks of
         `pg`, which all call this; None is all processes.
         """
-        ranks = RankGroup.of(pg)
+        ranks = RankGroup.from_value(pg)
         found: dict[str, tuple[Tensor, Tensor]] = {}
         for name, threshold in named_thresholds.items():
             if name not in self._names:

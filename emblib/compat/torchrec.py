@@ -86,7 +86,9 @@ from emblib.compat.torchrec_types import (
 )
 from emblib.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor, KTRegroupAsDict
 from emblib.sharding import ShardedEmbeddingBagCollection, ShardedEmbeddingCollection
-from emblib.sharding.exchange import Awaitable, LazyAwaitable, LazyNoWait, NoWait
+from emblib.sharding.awaitables import Awaitable, LazyAwaitable
+from emblib.sharding.awaitables import LazyReadyAwaitable as LazyNoWait
+from emblib.sharding.awaitables import ReadyAwaitable as NoWait
 
 __all__ = [
     "LAMB",

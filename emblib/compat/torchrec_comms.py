@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from emblib.sharding import CommPrecision, RankGroup, codecs, collectives
-from emblib.sharding.exchange import Awaitable
+from emblib.sharding.awaitables import Awaitable
 
 
 class CommType(Enum):
@@ -142,8 +142,13 @@ def set_gradient_division(val: bool) -> None:
 
 
 def _how(group: Any, codec: QuantizedCommCodecs | None) -> tuple[RankGroup, dict[str, Any]]:
-    wire = CommPrecision() if codec is None else CommPrecision(codec.forward, codec.backward)
-    return RankGroup.of(group), {"wire": wire, "gradients": "mean" if _division["on"] else "sum"}
+    comm_precision = (
+        CommPrecision() if codec is None else CommPrecision(codec.forward, codec.backward)
+    )
+    return RankGroup.from_value(group), {
+        "comm_precision": comm_precision,
+        "gradients": "mean" if _division["on"] else "sum",
+    }
 
 
 def alltoall_pooled(

@@ -76,7 +76,7 @@ class _Sharder:
     ) -> None:
         self.fused_params = None if fused_params is None else dict(fused_params)
         self.optimizer = optimizer_of(fused_params)
-        self.wire = comm_precision_of(qcomm_codecs_registry, pooled=self._pooled)
+        self.comm_precision = comm_precision_of(qcomm_codecs_registry, pooled=self._pooled)
 
     def shard(
         self,
@@ -96,7 +96,7 @@ class _Sharder:
 
         plan = fingerprint.agree(ranks, checked)
         sharded: nn.Module = self._sharded(
-            module, plan, ranks, wire=self.wire, optimizer=self.optimizer
+            module, plan, ranks, comm_precision=self.comm_precision, optimizer=self.optimizer
         )
         return sharded
 
@@ -217,11 +217,15 @@ class DistributedModelParallel(sharding.DistributedModelParallel):
             if not init_parameters:
                 raise ValueError("init_parameters must be True: nothing is left on meta here")
             optimizer = _one([s.optimizer for s in sharders])
-            wire = _one([s.wire for s in sharders])
-            return optimizer, wire, None if plan is None else _native(plan, optimizer, world)
+            comm_precision = _one([s.comm_precision for s in sharders])
+            return (
+                optimizer,
+                comm_precision,
+                None if plan is None else _native(plan, optimizer, world),
+            )
 
         # Planning is collective, and so is what follows: a rank must not fail alone before it.
-        optimizer, wire, native = fingerprint.agree(
+        optimizer, comm_precision, native = fingerprint.agree(
             ranks, checked, lambda _: {"": {"plan": None if plan is None else "given"}}
         )
         if native is None:
@@ -237,7 +241,7 @@ class DistributedModelParallel(sharding.DistributedModelParallel):
             plan=native,
             optimizer=optimizer,
             wrap=wrapper if init_data_parallel else "none",
-            wire=wire,
+            comm_precision=comm_precision,
         )
 
     def init_data_parallel(self) -> None:

@@ -111,14 +111,14 @@ class ParameterSharding:
             return cls(table.type.value, kernel)
         shards = [
             ShardMetadata(
-                [box.rows[0], box.columns[0]],
-                list(box.shape),
-                f"rank:{box.rank}/{device_type}",
+                [shard.rows[0], shard.columns[0]],
+                list(shard.shape),
+                f"rank:{shard.rank}/{device_type}",
             )
-            for box in table.boxes
+            for shard in table.shards
         ]
         spec = EnumerableShardingSpec(shards)
-        return cls(_type_name(table), kernel, [box.rank for box in table.boxes], spec)
+        return cls(_type_name(table), kernel, [shard.rank for shard in table.shards], spec)
 
     def __str__(self) -> str:
         return f"{self.sharding_type} ({self.compute_kernel}) on ranks {self.ranks or 'all'}"
@@ -183,7 +183,7 @@ class ShardingEnv:
     @classmethod
     def from_process_group(cls, pg: Any) -> ShardingEnv:
         """All ranks of a process group."""
-        return cls(RankGroup.of(pg))
+        return cls(RankGroup.from_value(pg))
 
     @classmethod
     def from_local(cls, world_size: int, rank: int) -> ShardingEnv:
@@ -234,12 +234,12 @@ def row_wise(
                 f"got {sizes}"
             )
         ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
-        boxes = tuple(
+        shards = tuple(
             Shard(rank, (end - size, end), (0, shape.columns))
             for rank, (size, end) in enumerate(zip(sizes, ends, strict=True))
             if size
         )
-        return sharding.ParameterSharding(sharding.ShardingType.ROW_WISE, boxes)
+        return sharding.ParameterSharding(sharding.ShardingType.ROW_WISE, shards)
 
     return Placing(rule, compute_kernel)
 
@@ -440,7 +440,7 @@ class EmbeddingShardingPlanner:
         self, module: nn.Module, sharders: Sequence[Any] = (), pg: Any = None
     ) -> ShardingPlan:
         """The plan that rank 0 makes, on all ranks."""
-        ranks = RankGroup.of(pg)
+        ranks = RankGroup.from_value(pg)
         native = self._native(ranks)
         found: ShardingPlan = invoke_on_rank_and_broadcast_result(
             ranks, 0, lambda: _told(native, module, sharders)

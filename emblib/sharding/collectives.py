@@ -6,10 +6,11 @@ is wanted. All of them are one all-to-all of uneven parts, that of `emblib.shard
 may be empty, sums are float32 (float64 for float64) in rank order, and so the same on every run.
 
 Every rank calls the same collectives in the same order, and either all ranks pass tensors that
-require gradients or none: a rank whose tensor is empty passes an empty one that does. `wire` is how
-the values travel, `gradients` whether backward divides by the number of ranks (`MEAN`, what DDP's
-averaged gradients of the dense part go with) or not (`SUM`, the gradient of the sum of all ranks'
-losses). Legend: `W` ranks, `B[r]` examples of rank r, `D` columns.
+require gradients or none: a rank whose tensor is empty passes an empty one that does.
+`comm_precision` selects the codecs, `gradients` whether backward divides by the number of ranks
+(`MEAN`, which matches DDP's averaged gradients of the dense part) or not (`SUM`, the gradient of
+the sum of all ranks' losses). `W` is the number of ranks, `B[r]` the examples of rank r, `D` the
+columns.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from emblib.sharding.awaitables import Awaitable
 from emblib.sharding.codecs import Codec
-from emblib.sharding.exchange import Awaitable, CommPrecision, start_all_gather, start_all_to_all
+from emblib.sharding.exchange import CommPrecision, start_all_gather, start_all_to_all
 from emblib.sharding.ranks import RankGroup
 from emblib.sharding.sharded_tables import GradientReduction
 from emblib.specs import Choice
@@ -143,13 +145,13 @@ def _exchange(
     *,
     how: tuple[_Pattern, CommPrecision, GradientReduction | str],
 ) -> Awaitable[Tensor]:
-    pattern, wire, gradients = how
+    pattern, comm_precision, gradients = how
     if not values.is_floating_point():
         raise TypeError(f"values must be floating, got {values.dtype}")
     there, back = tuple(sizes), tuple(received)
     legs = (
-        _Leg(pattern, there, back, wire.forward, ranks),
-        _Leg(_BACK[pattern], back, there, wire.backward, ranks),
+        _Leg(pattern, there, back, comm_precision.forward, ranks),
+        _Leg(_BACK[pattern], back, there, comm_precision.backward, ranks),
     )
     return _UnderWay(values, _Call(legs, GradientReduction(gradients)))
 
@@ -173,7 +175,7 @@ def alltoall_pooled(
     columns: Sequence[int],
     ranks: RankGroup,
     *,
-    wire: CommPrecision = _AS_THEY_ARE,
+    comm_precision: CommPrecision = _AS_THEY_ARE,
     gradients: GradientReduction | str = GradientReduction.MEAN,
 ) -> Awaitable[Tensor]:
     """Pooled rows to the ranks whose examples they are of, next to those of the other ranks.
@@ -196,7 +198,7 @@ def alltoall_pooled(
         pieces = zip(received.split(came), columns, strict=True)
         return torch.cat([piece.view(batch, n) for piece, n in pieces], 1)
 
-    how = _Pattern.PARTS, wire, gradients
+    how = _Pattern.PARTS, comm_precision, gradients
     return _exchange(values, [n * width for n in batch_sizes], came, ranks, how=how).then(beside)
 
 
@@ -206,7 +208,7 @@ def alltoallv(
     columns: Sequence[Sequence[int]],
     ranks: RankGroup,
     *,
-    wire: CommPrecision = _AS_THEY_ARE,
+    comm_precision: CommPrecision = _AS_THEY_ARE,
     gradients: GradientReduction | str = GradientReduction.MEAN,
     dtype: torch.dtype = torch.float32,
 ) -> Awaitable[list[Tensor]]:
@@ -232,7 +234,12 @@ def alltoallv(
     beside = torch.cat(list(values), 1) if values else empty
     widths = list(itertools.chain(*columns))
     together = alltoall_pooled(
-        beside, batch_sizes, [sum(n) for n in columns], ranks, wire=wire, gradients=gradients
+        beside,
+        batch_sizes,
+        [sum(n) for n in columns],
+        ranks,
+        comm_precision=comm_precision,
+        gradients=gradients,
     )
     return together.then(lambda received: list(received.split(widths, 1)))
 
@@ -244,7 +251,7 @@ def variable_batch_alltoall_pooled(
     columns: Sequence[Sequence[int]],
     ranks: RankGroup,
     *,
-    wire: CommPrecision = _AS_THEY_ARE,
+    comm_precision: CommPrecision = _AS_THEY_ARE,
     gradients: GradientReduction | str = GradientReduction.MEAN,
 ) -> Awaitable[Tensor]:
     """Pooled rows where every feature has a batch size of its own; flat on both sides.
@@ -266,7 +273,7 @@ def variable_batch_alltoall_pooled(
         )
     rows = iter(batch_sizes_here)
     came = [sum(next(rows) * d for d in row) for row in columns]
-    return _exchange(values, sizes, came, ranks, how=(_Pattern.PARTS, wire, gradients))
+    return _exchange(values, sizes, came, ranks, how=(_Pattern.PARTS, comm_precision, gradients))
 
 
 def alltoall_sequence(
@@ -275,7 +282,7 @@ def alltoall_sequence(
     received_sizes: Sequence[int],
     ranks: RankGroup,
     *,
-    wire: CommPrecision = _AS_THEY_ARE,
+    comm_precision: CommPrecision = _AS_THEY_ARE,
     gradients: GradientReduction | str = GradientReduction.MEAN,
 ) -> Awaitable[Tensor]:
     """Rows that are not pooled: `sizes[r]` of `values` [N, D] go to rank r.
@@ -288,7 +295,7 @@ def alltoall_sequence(
     width = values.size(1)
     there, back = [n * width for n in sizes], [n * width for n in received_sizes]
     rows = sum(received_sizes)
-    how = _Pattern.PARTS, wire, gradients
+    how = _Pattern.PARTS, comm_precision, gradients
     return _exchange(values, there, back, ranks, how=how).then(lambda came: came.view(rows, width))
 
 
@@ -296,21 +303,23 @@ def reduce_scatter_pooled(
     values: Sequence[Tensor],
     ranks: RankGroup,
     *,
-    wire: CommPrecision = _AS_THEY_ARE,
+    comm_precision: CommPrecision = _AS_THEY_ARE,
     gradients: GradientReduction | str = GradientReduction.MEAN,
 ) -> Awaitable[Tensor]:
     """The sum over all ranks of what each has for this one: `values[r]` [B[r], D] is for rank r."""
     _check_ranks("values", values, ranks)
     sizes = [tensor.size(0) for tensor in values]
     together = torch.cat(list(values))
-    return reduce_scatter_v_pooled(together, sizes, ranks, wire=wire, gradients=gradients)
+    return reduce_scatter_v_pooled(
+        together, sizes, ranks, comm_precision=comm_precision, gradients=gradients
+    )
 
 
 def reduce_scatter_base_pooled(
     values: Tensor,
     ranks: RankGroup,
     *,
-    wire: CommPrecision = _AS_THEY_ARE,
+    comm_precision: CommPrecision = _AS_THEY_ARE,
     gradients: GradientReduction | str = GradientReduction.MEAN,
 ) -> Awaitable[Tensor]:
     """`reduce_scatter_v_pooled` where all ranks have B examples: [W * B, D] to [B, D]."""
@@ -320,7 +329,9 @@ def reduce_scatter_base_pooled(
             "in all; with other numbers use reduce_scatter_v_pooled"
         )
     sizes = [values.size(0) // ranks.size] * ranks.size
-    return reduce_scatter_v_pooled(values, sizes, ranks, wire=wire, gradients=gradients)
+    return reduce_scatter_v_pooled(
+        values, sizes, ranks, comm_precision=comm_precision, gradients=gradients
+    )
 
 
 def reduce_scatter_v_pooled(
@@ -328,7 +339,7 @@ def reduce_scatter_v_pooled(
     batch_sizes: Sequence[int],
     ranks: RankGroup,
     *,
-    wire: CommPrecision = _AS_THEY_ARE,
+    comm_precision: CommPrecision = _AS_THEY_ARE,
     gradients: GradientReduction | str = GradientReduction.MEAN,
 ) -> Awaitable[Tensor]:
     """The sum over all ranks: `values` [sum B, D] to [B[rank], D]."""
@@ -336,7 +347,7 @@ def reduce_scatter_v_pooled(
     _check_rows("values", values, 2, sum(batch_sizes))
     width, batch = values.size(1), batch_sizes[ranks.rank]
     sizes, came = [n * width for n in batch_sizes], [batch * width] * ranks.size
-    how = _Pattern.SUMS, wire, gradients
+    how = _Pattern.SUMS, comm_precision, gradients
     return _exchange(values, sizes, came, ranks, how=how).then(lambda sums: sums.view(batch, width))
 
 
@@ -345,7 +356,7 @@ def all_gather_base_pooled(
     ranks: RankGroup,
     *,
     batch_sizes: Sequence[int] | None = None,
-    wire: CommPrecision = _AS_THEY_ARE,
+    comm_precision: CommPrecision = _AS_THEY_ARE,
     gradients: GradientReduction | str = GradientReduction.MEAN,
 ) -> Awaitable[Tensor]:
     """Rows of all ranks on every one: [B[rank], D] to [sum B, D]; backward adds them up.
@@ -357,5 +368,5 @@ def all_gather_base_pooled(
     _check_rows("values", values, 2, sizes[ranks.rank])
     width, rows = values.size(1), sum(sizes)
     there, back = [values.numel()] * ranks.size, [n * width for n in sizes]
-    how = _Pattern.COPIES, wire, gradients
+    how = _Pattern.COPIES, comm_precision, gradients
     return _exchange(values, there, back, ranks, how=how).then(lambda came: came.view(rows, width))

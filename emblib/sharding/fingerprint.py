@@ -250,9 +250,9 @@ def _values_of(kernel: Any, device: torch.device) -> dict[str, Any]:
 
 def _sharding(sharding: ParameterSharding) -> dict[str, Any]:
     found = {"sharding": sharding.type, "planned_storage": sharding.storage}
-    for number, box in enumerate(sharding.boxes):
-        (first, end), (left, right) = box.rows, box.columns
-        found[f"part {number}"] = f"[{first}:{end}, {left}:{right}] held by rank {box.rank}"
+    for number, shard in enumerate(sharding.shards):
+        (first, end), (left, right) = shard.rows, shard.columns
+        found[f"part {number}"] = f"[{first}:{end}, {left}:{right}] held by rank {shard.rank}"
     return found
 
 

@@ -1,8 +1,9 @@
-"""Ids go to the ranks that hold their rows: the first half of a sharded lookup.
+"""The input dist of a sharded lookup: send the ids of a batch to the ranks that store their rows.
 
-Two all-to-alls, each started without being waited for: a header that says how many bags and ids
-every rank will get (the one point where the host must know numbers), then the ids with the lengths
-of their bags before them, in one message; where there are weights a third beside it.
+`InputDist.start` sends two all-to-alls, and the caller waits for neither of them there. The first
+one sends a header with the number of bags and ids that each rank will get, which the host must know
+to allocate memory. The second one sends the lengths of the bags followed by the ids, in one message
+per rank. Weights, where there are any, travel in a third.
 """
 
 from collections.abc import Sequence
@@ -16,29 +17,36 @@ from torch import Tensor, nn
 from emblib.jagged.jagged_tensor import running_sums
 from emblib.jagged.keyed_layout import bounds_of
 from emblib.ops import route
+from emblib.sharding.awaitables import Awaitable, DeferredAwaitable
 from emblib.sharding.exchange import (
-    Awaitable,
+    AllToAllAwaitable,
     Content,
-    Deferred,
-    DifferentiableAllToAll,
-    Pending,
+    DifferentiableAllToAllAwaitable,
     start_all_to_all,
 )
-from emblib.sharding.layout import Blocks, Layout
+from emblib.sharding.layout import Blocks, CollectionLayout
 from emblib.sharding.ranks import RankGroup
 
-# Of a header: ids for this rank, those of replicated tables among them, kind of batch, whether
-# units differ in their bags; then the bags of each unit.
+# Entries of a header before the number of bags of each unit: ids for the receiving rank, how many
+# of them are for replicated tables, kind of batch, whether units differ in their number of bags.
 _HEADER = 4
-_MOST_BAGS = 0.75  # of all, that are sent without those that are empty
-_LEAST_SAVED = 1 << 16  # elements of rows; the work on indices is not free for small batches
+_MAX_SHARE_OF_BAGS = 0.75  # empty bags are dropped only where at most this share is left
+_MIN_SAVED = (
+    1 << 16
+)  # elements of rows; for small batches the work on indices costs more than it saves
 
 
-class Inputs(NamedTuple):
-    """The batch of this rank: bags of the layout's features, feature-major.
+class LocalBatch(NamedTuple):
+    """The batch of this rank: the bags of the layout's features, feature-major.
 
-    `bags` says how many each feature has; with `is_variable` they may differ, and `inverse` may say
-    for each feature which bag each example of the batch has.
+    Attributes:
+        ids: the ids of all bags, `[L]`.
+        lengths: ids per bag.
+        offsets: where the ids of each bag begin, and the end of the last one.
+        weights: float32, one per id; None for unweighted lookups.
+        bags: number of bags per feature.
+        is_variable: whether features may differ in their number of bags.
+        inverse: per feature, the bag of each example of the batch; None where bag i is example i.
     """
 
     ids: Tensor
@@ -50,31 +58,40 @@ class Inputs(NamedTuple):
     inverse: list[Tensor] | None = None
 
     def starts(self) -> Tensor:
-        """Where the ids of each feature begin, and where those of the last one end."""
+        """Return where the ids of each feature begin, and where those of the last one end."""
         if not self.is_variable and self.bags and self.bags[0]:
             return self.offsets[:: self.bags[0]]
         return self.offsets[self.first_bags(range(len(self.bags)))]
 
     def first_bags(self, features: Sequence[int]) -> Tensor:
-        """Where the bags of each begin if they lie in this order, and those of the last one end."""
+        """Return where the bags of each feature begin in this order, and the end of the last."""
         device = self.offsets.device
         if self.is_variable or not features:
             return torch.tensor(bounds_of([self.bags[f] for f in features]), device=device)
         return torch.arange(len(features) + 1, device=device) * self.bags[0]
 
     def num_ids(self) -> list[int]:
-        """Ids of each feature; reads the device."""
+        """Count the ids of each feature; synchronizes with the device."""
         return [end - start for start, end in pairwise(self.starts().tolist())]
 
 
-class Sent(NamedTuple):
-    """A batch in the order of sending, and the host's numbers of it by destination.
+class OutgoingBatch(NamedTuple):
+    """A batch in the order of sending: by rank, then by unit (see `emblib.sharding.layout`).
 
-    `lengths`, `ids` and `weights` are None once they are on their way. `positions` says where in
-    the batch each id was; None where whole features were sent.
-    `unit_starts` is where each unit's ids begin. Of the ids for each rank, the last `copied` are
-    for copies of replicated tables. Unit u has `unit_bags[u]` bags: with `rows`, int32 `[U * B]`,
-    not those without ids there, and the row of unit u for bag b is `rows[u * B + b]`, -1 for none.
+    Attributes:
+        lengths: ids per bag; None once sent.
+        ids: None once sent.
+        weights: None once sent, or for unweighted lookups.
+        positions: position of each id in the batch of this rank; None where whole features are
+            sent.
+        unit_starts: where the ids of each unit begin, and where those of the last one end.
+        unit_bags: number of bags per unit. With `rows`, bags without ids for the unit are not sent.
+        rows: int32 `[U * B]`: `rows[u * B + b]` is the row that unit u returns for bag b, -1 for
+            none; None where every bag is sent.
+        num_bags: bags sent to each rank.
+        num_ids: ids sent to each rank.
+        num_replicated_ids: how many ids of each rank's message, the last ones, are for replicated
+            tables.
     """
 
     lengths: Tensor | None
@@ -86,19 +103,28 @@ class Sent(NamedTuple):
     rows: Tensor | None
     num_bags: list[int]
     num_ids: list[int]
-    copied: int
+    num_replicated_ids: int
 
 
-class Received(NamedTuple):
-    """What this rank looks up: its units' bags, unit-major, in a unit rank after rank.
+class IncomingBatch(NamedTuple):
+    """The bags that this rank looks up for all ranks: by unit, then by the rank that sent them.
 
-    `bags[u][r]` of unit u come from rank r; `segments[r, u]` and `num_ids[r]` are ids. The units of
-    replicated tables come last, if their ids travel at all, which are the last `copied`. With
-    `by_unit` units differ in their bags, and rows travel unit after unit.
+    Attributes:
+        inputs: the batch of this rank.
+        sent: what this rank sent; None where the world is this rank alone.
+        ids: the ids of all bags, `[L]`.
+        offsets: where the ids of each bag begin, and the end of the last one.
+        weights: float32, one per id; None for unweighted lookups.
+        bags: `bags[u][r]` is the number of bags of unit u from rank r. Units of replicated tables
+            come last, where their ids are sent at all.
+        by_unit: whether units differ in their number of bags; rows then return unit after unit.
+        segments: `[ranks, units]`, number of ids.
+        num_ids: ids from each rank without those for replicated tables.
+        num_replicated_ids: how many of `ids`, the last ones, are for replicated tables.
     """
 
-    inputs: Inputs
-    sent: Sent | None
+    inputs: LocalBatch
+    sent: OutgoingBatch | None
     ids: Tensor
     offsets: Tensor
     weights: Tensor | None
@@ -106,52 +132,69 @@ class Received(NamedTuple):
     by_unit: bool
     segments: Tensor
     num_ids: list[int]
-    copied: int
+    num_replicated_ids: int
 
 
-class _Flight(NamedTuple):
-    """Ids on their way here: bags by unit and rank, bags and elements of each rank's message."""
+class _InFlight(NamedTuple):
+    """A batch between its second all-to-all and its end.
 
-    inputs: Inputs
-    batch: Sent
+    `num_bags` and `sizes` are bags and elements of the message from each rank.
+    """
+
+    inputs: LocalBatch
+    batch: OutgoingBatch
     bags: list[list[int]]
     by_unit: bool
     num_bags: list[int]
     sizes: list[int]
     num_ids: list[int]
-    copied: int
-    ids: Pending
-    weights: DifferentiableAllToAll | None
+    num_replicated_ids: int
+    ids: AllToAllAwaitable
+    weights: DifferentiableAllToAllAwaitable | None
 
 
 class ScaledGradient(torch.autograd.Function):
-    """The same values, with `scale` times their gradient."""
+    """Multiplies the gradient of a tensor by `scale`; the values stay as they are."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, scale: float) -> Tensor:
-        """`values`."""
+        """Return `values`."""
         ctx.scale = scale
         return values.view_as(values)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        """`scale * grad`."""
+        """Scale the gradient."""
         return grad * ctx.scale, None
 
 
-class Distribution(nn.Module):
-    """Sends the ids of a batch where a layout wants them."""
+class InputDist(nn.Module):
+    """Sends the ids of a batch to the ranks whose shards have their rows.
+
+    Args:
+        layout: the units of all ranks.
+        blocks: the blocks of rows of each feature's table.
+        ranks: the processes.
+        scale: factor of the gradients of tables, 1 / ranks for the mean.
+        packs: whether bags without ids for a block of rows may be dropped.
+    """
 
     def __init__(
-        self, layout: Layout, blocks: Blocks, ranks: RankGroup, scale: float, *, packs: bool
+        self,
+        layout: CollectionLayout,
+        blocks: Blocks,
+        ranks: RankGroup,
+        scale: float,
+        *,
+        packs: bool,
     ) -> None:
         super().__init__()
         self._packs = packs
-        # The gradient of a weight is of this rank's own loss: not a mean over ranks.
+        # The gradient of a weight belongs to this rank's own loss: it is no mean over ranks.
         self._weight_scale = 1.0 / scale
         self._ranks = ranks
         self._features = [[unit.feature for unit in rank.all_units] for rank in layout.ranks]
-        self._copied = [unit.feature for unit in layout.ranks[ranks.rank].copies]
+        self._replicated = [unit.feature for unit in layout.ranks[ranks.rank].replicated_units]
         self._all = [f for features in self._features for f in features]
         self._in_order = self._all == list(range(len(layout.features)))
         columns = [unit.columns for rank in layout.ranks for unit in rank.all_units]
@@ -162,7 +205,7 @@ class Distribution(nn.Module):
             "order": torch.tensor(self._all, dtype=torch.int64),
             "features": torch.tensor(blocks.features, dtype=torch.int64).view(-1, 4),
             "blocks": torch.tensor(blocks.blocks, dtype=torch.int64).view(-1, 3),
-            "copies": torch.tensor(blocks.copies, dtype=torch.int64),
+            "units": torch.tensor(blocks.units, dtype=torch.int64),
             "own_order": torch.tensor(self._segment_order(1), dtype=torch.int64),
             "own_weight_order": torch.tensor(self._segment_order(0), dtype=torch.int64),
         }
@@ -172,40 +215,42 @@ class Distribution(nn.Module):
     order: Tensor
     features: Tensor
     blocks: Tensor
-    copies: Tensor
+    units: Tensor
     own_order: Tensor
     own_weight_order: Tensor
 
     def _segment_order(self, before: int) -> list[int]:
-        """Unit-major order of segments that come rank-major, `before` others first in each rank."""
+        """Return the unit-major order of rank-major segments, after `before` others per rank."""
         world, units = self._ranks.size, len(self._features[self._ranks.rank])
         step = units + before
         return [r * step + before + unit for unit in range(units) for r in range(world)]
 
-    def start(self, inputs: Inputs) -> Awaitable[Awaitable[Received]]:
-        """Waiting once starts the ids on their way, waiting for what that gives ends it."""
+    def start(self, inputs: LocalBatch) -> Awaitable[Awaitable[IncomingBatch]]:
+        """Send the header of a batch.
+
+        The first `wait` receives the headers and sends the ids; the second one, on its result,
+        receives the ids.
+        """
         weights = inputs.weights
         if weights is not None and weights.requires_grad and self._weight_scale != 1.0:
             weights = ScaledGradient.apply(weights, self._weight_scale)
-        # Copies of tables have the weights as they are: their gradients are not scaled.
-        travel = inputs._replace(weights=weights)
+        # Replicas look up with the weights as they are: their gradients are not scaled.
+        outgoing = inputs._replace(weights=weights)
         with torch.no_grad():
-            batch = self._gather(travel) if self.is_whole else self._bucketize(travel)
-        kind = _kind(inputs)
+            batch = self._gather(outgoing) if self.is_whole else self._bucketize(outgoing)
+        kind = _batch_kind(inputs)
         by_unit = int(inputs.is_variable or batch.rows is not None)
         header: list[int] = []
         for (first, end), ids in zip(self._spans(), batch.num_ids, strict=True):
-            header += (ids, batch.copied, kind, by_unit, *batch.unit_bags[first:end])
+            header += (ids, batch.num_replicated_ids, kind, by_unit, *batch.unit_bags[first:end])
         sizes = [_HEADER + len(features) for features in self._features]
-        came = [sizes[self._ranks.rank]] * self._ranks.size
+        received_sizes = [sizes[self._ranks.rank]] * self._ranks.size
         sent = torch.tensor(header, device=inputs.ids.device)
-        pending = start_all_to_all(sent, sizes, came, self._ranks, content=Content.SIZES)
-        return Deferred(partial(self._send, inputs, batch, pending))
+        pending = start_all_to_all(sent, sizes, received_sizes, self._ranks, content=Content.SIZES)
+        return DeferredAwaitable(partial(self._send, inputs, batch, pending))
 
-    # The batch in the order of sending
-
-    def _gather(self, inputs: Inputs) -> Sent:
-        """Whole features: segments of the batch, copied."""
+    def _gather(self, inputs: LocalBatch) -> OutgoingBatch:
+        """Copy the segments of whole features into the order of sending."""
         bags, order = inputs.bags, self._all
         starts = inputs.starts()
         ends = starts.tolist()
@@ -219,16 +264,24 @@ class Distribution(nn.Module):
                 with torch.enable_grad():
                     weights = route.gather_segments(weights, starts, self.order, sum(by_rank))
         num_bags = [sum(bags[f] for f in order[a:b]) for a, b in self._spans()]
-        copied = sum(ends[f + 1] - ends[f] for f in self._copied)
+        num_replicated_ids = sum(ends[f + 1] - ends[f] for f in self._replicated)
         unit_starts = [0, *accumulate(num_ids)]
         lengths = lengths.to(ids.dtype)
         unit_bags = [bags[f] for f in order]
-        return Sent(
-            *(lengths, ids, weights, None, unit_starts, unit_bags, None),
-            *(num_bags, by_rank, copied),
+        return OutgoingBatch(
+            lengths=lengths,
+            ids=ids,
+            weights=weights,
+            positions=None,
+            unit_starts=unit_starts,
+            unit_bags=unit_bags,
+            rows=None,
+            num_bags=num_bags,
+            num_ids=by_rank,
+            num_replicated_ids=num_replicated_ids,
         )
 
-    def _lengths_in_order(self, inputs: Inputs) -> Tensor:
+    def _lengths_in_order(self, inputs: LocalBatch) -> Tensor:
         bags = inputs.bags
         if inputs.is_variable:
             first_bags = inputs.first_bags(range(len(bags)))
@@ -237,11 +290,11 @@ class Distribution(nn.Module):
         batch = bags[0] if bags else 0
         return inputs.lengths.view(len(bags), batch).index_select(0, self.order).view(-1)
 
-    def _bucketize(self, inputs: Inputs) -> Sent:
-        """Tables in blocks of rows: every id to the block that has its row."""
+    def _bucketize(self, inputs: LocalBatch) -> OutgoingBatch:
+        """Send every id to the block of rows that has its row."""
         unit_bags, rows = [inputs.bags[f] for f in self._all], None
         first_bags = inputs.first_bags(range(len(inputs.bags)))
-        where = first_bags, self.features, self.blocks, self.copies
+        where = first_bags, self.features, self.blocks, self.units
         units = inputs.first_bags(self._all)
         lengths = route.route_lengths(
             inputs.ids, inputs.offsets, *where, units, num_bags=sum(unit_bags)
@@ -251,47 +304,58 @@ class Distribution(nn.Module):
         ends = unit_starts.tolist()
         with torch.enable_grad():
             ids, positions, weights = route.route_ids(
-                *(inputs.ids, inputs.offsets, *where, units),
+                inputs.ids,
+                inputs.offsets,
+                *where,
+                units,
                 starts=starts,
                 total=ends[-1],
                 weights=inputs.weights,
             )
         num_ids = [ends[b] - ends[a] for a, b in self._spans()]
-        copied = ends[self._ends[1]] - ends[self._ends[1] - len(self._copied)]
+        num_replicated_ids = ends[self._ends[1]] - ends[self._ends[1] - len(self._replicated)]
         if self._packs and not inputs.is_variable:
-            lengths, rows, unit_bags = self._packed(lengths, unit_bags)
+            lengths, rows, unit_bags = self._drop_empty_bags(lengths, unit_bags)
         num_bags = [sum(unit_bags[a:b]) for a, b in self._spans()]
-        return Sent(
-            *(lengths, ids, weights, positions, unit_starts, unit_bags, rows),
-            *(num_bags, num_ids, copied),
+        return OutgoingBatch(
+            lengths=lengths,
+            ids=ids,
+            weights=weights,
+            positions=positions,
+            unit_starts=unit_starts,
+            unit_bags=unit_bags,
+            rows=rows,
+            num_bags=num_bags,
+            num_ids=num_ids,
+            num_replicated_ids=num_replicated_ids,
         )
 
-    def _packed(
+    def _drop_empty_bags(
         self, lengths: Tensor, unit_bags: list[int]
     ) -> tuple[Tensor, Tensor | None, list[int]]:
-        """Without bags of which no id is in a block, if they are many: no rows travel for them.
+        """Drop bags that have no id in a block of rows, if there are many: they need no row.
 
-        Of a feature with one id a bag, each of W blocks of rows has one bag in W.
+        Of a feature with one id per bag, each of W blocks of rows has one bag in W.
         """
-        if lengths.numel() * self._mean_columns < _LEAST_SAVED:
+        if lengths.numel() * self._mean_columns < _MIN_SAVED:
             return lengths, None, unit_bags
         count = int(lengths.count_nonzero())
         saved = (lengths.numel() - count) * self._mean_columns
-        if count > _MOST_BAGS * lengths.numel() or saved < _LEAST_SAVED:
+        if count > _MAX_SHARE_OF_BAGS * lengths.numel() or saved < _MIN_SAVED:
             return lengths, None, unit_bags
-        there = (lengths > 0).view(len(unit_bags), -1)
-        if self._copied:
-            # Gradients of copies come for all bags.
+        has_ids = (lengths > 0).view(len(unit_bags), -1)
+        if self._replicated:
+            # The gradients of replicated tables have a row for every bag.
             for _, end in self._spans():
-                there[end - len(self._copied) : end] = True
-        rows = there.cumsum(1, dtype=torch.int32).sub_(1).masked_fill_(~there, -1)
-        return lengths[there.view(-1)], rows.view(-1), there.sum(1).tolist()
+                has_ids[end - len(self._replicated) : end] = True
+        rows = has_ids.cumsum(1, dtype=torch.int32).sub_(1).masked_fill_(~has_ids, -1)
+        return lengths[has_ids.view(-1)], rows.view(-1), has_ids.sum(1).tolist()
 
     def _spans(self) -> list[tuple[int, int]]:
         return list(pairwise(self._ends))
 
-    def positions(self, received: Received) -> Tensor:
-        """Where in the batch of this rank each id was that it sent, but for those of copies."""
+    def positions(self, received: IncomingBatch) -> Tensor:
+        """Return the position in the batch of each id sent, without those for replicated tables."""
         sent, inputs = received.sent, received.inputs
         assert sent is not None
         positions = sent.positions
@@ -299,101 +363,119 @@ class Distribution(nn.Module):
             every = torch.arange(inputs.ids.numel(), device=inputs.ids.device)
             starts, total = inputs.starts(), sum(sent.num_ids)
             positions = route.gather_segments(every, starts, self.order, total)
-        if not self._copied:
+        if not self._replicated:
             return positions
         parts = positions.split(sent.num_ids)
-        return torch.cat([part[: part.numel() - sent.copied] for part in parts])
+        return torch.cat([part[: part.numel() - sent.num_replicated_ids] for part in parts])
 
-    # On the way
-
-    def _send(self, inputs: Inputs, batch: Sent, pending: Pending) -> Awaitable[Received]:
-        """The header has come: now the size of every message is known."""
+    def _send(
+        self, inputs: LocalBatch, batch: OutgoingBatch, pending: AllToAllAwaitable
+    ) -> Awaitable[IncomingBatch]:
+        """Receive the headers, which have the size of every message, and send the ids."""
         headers = pending.wait().view(self._ranks.size, -1).tolist()
-        _check([header[2] for header in headers])
+        _check_kinds([header[2] for header in headers])
         by_unit = any(header[3] for header in headers)
         bags = [list(of_unit) for of_unit in zip(*(h[_HEADER:] for h in headers), strict=True)]
         num_ids = [header[0] for header in headers]
         num_bags = [sum(header[_HEADER:]) for header in headers]
         sizes = [a + b for a, b in zip(batch.num_bags, batch.num_ids, strict=True)]
-        came = [a + b for a, b in zip(num_bags, num_ids, strict=True)]
+        received_sizes = [a + b for a, b in zip(num_bags, num_ids, strict=True)]
         payload = torch.cat(_interleaved(batch))
-        ids = start_all_to_all(payload, sizes, came, self._ranks, content=Content.IDS)
+        ids = start_all_to_all(payload, sizes, received_sizes, self._ranks, content=Content.IDS)
         weights = None
         if batch.weights is not None:
-            weights = DifferentiableAllToAll(batch.weights, batch.num_ids, num_ids, self._ranks)
-        copied = sum(header[1] for header in headers)
+            weights = DifferentiableAllToAllAwaitable(
+                batch.weights, batch.num_ids, num_ids, self._ranks
+            )
+        num_replicated_ids = sum(header[1] for header in headers)
         batch = batch._replace(lengths=None, ids=None, weights=None)
-        flight = _Flight(
-            *(inputs, batch, bags, by_unit, num_bags, came),
-            *([header[0] - header[1] for header in headers], copied, ids, weights),
+        in_flight = _InFlight(
+            inputs=inputs,
+            batch=batch,
+            bags=bags,
+            by_unit=by_unit,
+            num_bags=num_bags,
+            sizes=received_sizes,
+            num_ids=[header[0] - header[1] for header in headers],
+            num_replicated_ids=num_replicated_ids,
+            ids=ids,
+            weights=weights,
         )
-        return Deferred(partial(self._receive, flight))
+        return DeferredAwaitable(partial(self._finish, in_flight))
 
-    def _receive(self, flight: _Flight) -> Received:
-        """From rank-major to unit-major."""
-        payload = flight.ids.wait()
-        lengths, segments = _lengths(payload, flight)
+    def _finish(self, in_flight: _InFlight) -> IncomingBatch:
+        """Receive the ids and bring them from rank-major into unit-major order."""
+        payload = in_flight.ids.wait()
+        lengths, segments = _lengths(payload, in_flight)
         starts = running_sums(segments.view(-1))
         total = payload.numel() - lengths.numel()
         ids = route.gather_segments(payload, starts, self.own_order, total)
         weights = None
-        if flight.weights is not None:
+        if in_flight.weights is not None:
             starts = running_sums(segments[:, 1:].reshape(-1))
             weights = route.gather_segments(
-                flight.weights.wait(), starts, self.own_weight_order, total
+                in_flight.weights.wait(), starts, self.own_weight_order, total
             )
-        return Received(
-            *(flight.inputs, flight.batch, ids, running_sums(lengths), weights, flight.bags),
-            *(flight.by_unit, segments[:, 1:], flight.num_ids, flight.copied),
+        return IncomingBatch(
+            inputs=in_flight.inputs,
+            sent=in_flight.batch,
+            ids=ids,
+            offsets=running_sums(lengths),
+            weights=weights,
+            bags=in_flight.bags,
+            by_unit=in_flight.by_unit,
+            segments=segments[:, 1:],
+            num_ids=in_flight.num_ids,
+            num_replicated_ids=in_flight.num_replicated_ids,
         )
 
 
-def _lengths(payload: Tensor, flight: _Flight) -> tuple[Tensor, Tensor]:
-    """Lengths of all bags, unit-major; and `[ranks, 1 + units]`: bags, then ids of each unit."""
-    world, units = len(flight.num_bags), len(flight.bags)
+def _lengths(payload: Tensor, in_flight: _InFlight) -> tuple[Tensor, Tensor]:
+    """Return the lengths of all bags, unit-major, and `[ranks, 1 + units]`: bags, ids per unit."""
+    world, units = len(in_flight.num_bags), len(in_flight.bags)
     blocks = [
         part[:count]
-        for part, count in zip(payload.split(flight.sizes), flight.num_bags, strict=True)
+        for part, count in zip(payload.split(in_flight.sizes), in_flight.num_bags, strict=True)
     ]
     segments = payload.new_empty((world, units + 1))
-    segments[:, 0] = torch.tensor(flight.num_bags)
+    segments[:, 0] = torch.tensor(in_flight.num_bags)
     if not units:
         return payload.new_empty(0), segments
-    if not flight.by_unit:
+    if not in_flight.by_unit:
         shaped = [block.view(units, -1) for block in blocks]
         for rank, block in enumerate(shaped):
             torch.sum(block, 1, dtype=payload.dtype, out=segments[rank, 1:])
         return torch.cat(shaped, dim=1).view(-1), segments
     every = torch.cat(blocks)
-    bags = torch.tensor(flight.bags, device=payload.device)
+    bags = torch.tensor(in_flight.bags, device=payload.device)
     ends = running_sums(bags.t().reshape(-1))
     segments[:, 1:] = running_sums(every)[ends].diff().view(world, units)
     order = torch.arange(world * units, device=payload.device).view(world, units).t().reshape(-1)
     return route.gather_segments(every, ends, order, every.numel()), segments
 
 
-def _kind(inputs: Inputs) -> int:
+def _batch_kind(inputs: LocalBatch) -> int:
     is_long = inputs.ids.dtype is torch.int64
     return is_long + 2 * (inputs.weights is not None) + 4 * inputs.is_variable
 
 
-def _check(kinds: list[int]) -> None:
-    """Raise RuntimeError, on every rank, where their batches are not of one kind."""
+def _check_kinds(kinds: list[int]) -> None:
+    """Raise RuntimeError on every rank where the batches of ranks are of different kinds."""
     if len(set(kinds)) == 1:
         return
-    told = [
+    descriptions = [
         f"rank {rank}: {'int64' if kind & 1 else 'int32'}{', weights' if kind & 2 else ''}"
-        f"{', features of unlike batch sizes' if kind & 4 else ''}"
+        f"{', features of different batch sizes' if kind & 4 else ''}"
         for rank, kind in enumerate(kinds)
     ]
     raise RuntimeError(
-        "ids must have one dtype on all ranks; weights, and features of unlike batch sizes, must "
-        f"be on all or none; got {'; '.join(told)}"
+        "ids must have one dtype on all ranks; weights, and features of different batch sizes, "
+        f"must be on all or none; got {'; '.join(descriptions)}"
     )
 
 
-def _interleaved(batch: Sent) -> list[Tensor]:
-    """Lengths, then ids, for one rank after another."""
+def _interleaved(batch: OutgoingBatch) -> list[Tensor]:
+    """Return the lengths, then the ids, for one rank after another."""
     assert batch.lengths is not None
     assert batch.ids is not None
     lengths, ids = batch.lengths.split(batch.num_bags), batch.ids.split(batch.num_ids)

@@ -1,6 +1,6 @@
 """What every rank looks up, and where it goes: a plan compiled for one collection. Numbers only.
 
-A *unit* is what one rank looks up for one feature: the feature's table within one box. Ids go out
+A *unit* is what one rank looks up for one feature: the feature's table within one shard. Ids go out
 by unit, rank after rank, and pooled rows come back the same way. Every rank knows the units of all.
 """
 
@@ -29,44 +29,44 @@ class Feature(NamedTuple):
     is_mean: bool
 
 
-class Unit(NamedTuple):
+class LookupUnit(NamedTuple):
     """What one rank looks up for one feature; `part` numbers the parts of tables on that rank."""
 
     feature: int
-    box: Shard
+    shard: Shard
     part: int
 
     @property
     def columns(self) -> int:
         """Width of its rows."""
-        return self.box.shape[1]
+        return self.shard.shape[1]
 
 
-class Part(NamedTuple):
+class TableShard(NamedTuple):
     """A part of a table that a rank holds."""
 
     table: int
-    box: Shard
+    shard: Shard
 
 
 class RankLayout(NamedTuple):
     """The parts of tables on one rank, and its units in the order its kernels have them.
 
-    `copies` are units of replicated tables whose ids go to every rank, see `Layout`.
+    `copies` are units of replicated tables whose ids go to every rank, see `CollectionLayout`.
     """
 
-    parts: tuple[Part, ...]
-    units: tuple[Unit, ...]
+    parts: tuple[TableShard, ...]
+    units: tuple[LookupUnit, ...]
     columns: int
-    copies: tuple[Unit, ...] = ()
+    replicated_units: tuple[LookupUnit, ...] = ()
 
     @property
-    def all_units(self) -> tuple[Unit, ...]:
+    def all_units(self) -> tuple[LookupUnit, ...]:
         """All that ids are sent to."""
-        return self.units + self.copies
+        return self.units + self.replicated_units
 
 
-class Layout(NamedTuple):
+class CollectionLayout(NamedTuple):
     """A collection over ranks; `replicated` holds the tables that every rank has a copy of.
 
     Copies with a fused optimizer must all see the same gradients: their ids go to every rank.
@@ -110,42 +110,44 @@ def lay_out(
     arrange: Arrange,
     *,
     pooled: bool,
-) -> Layout:
+) -> CollectionLayout:
     """The layout of tables under a plan that `ParameterSharding.check` has passed."""
     features = features_of(configs, pooled=pooled)
-    parts: list[list[Part]] = [[] for _ in range(world_size)]
-    copies: list[Part] = []
+    parts: list[list[TableShard]] = [[] for _ in range(world_size)]
+    copies: list[TableShard] = []
     for t, config in enumerate(configs):
         sharding = plan[config.name]
         whole = Shard(-1, (0, config.num_embeddings), (0, config.embedding_dim))
         if sharding.is_replicated:
-            copies.append(Part(t, whole))
-        for box in sharding.boxes:
-            parts[box.rank].append(Part(t, box))
+            copies.append(TableShard(t, whole))
+        for shard in sharding.shards:
+            parts[shard.rank].append(TableShard(t, shard))
 
-    def rank_layout(parts: Sequence[Part]) -> RankLayout:
+    def rank_layout(parts: Sequence[TableShard]) -> RankLayout:
         return _rank_layout(configs, plan, features, parts, arrange)
 
     replicated = rank_layout(copies)
     ranks = tuple(rank_layout(own) for own in parts)
-    return Layout(features, sum(feature.dim for feature in features), ranks, replicated)
+    return CollectionLayout(features, sum(feature.dim for feature in features), ranks, replicated)
 
 
-def with_synchronised_copies(layout: Layout) -> Layout:
+def send_ids_to_replicas(layout: CollectionLayout) -> CollectionLayout:
     """The layout where the ids of replicated tables go to every rank."""
-    copies = layout.replicated.units
-    return layout._replace(ranks=tuple(rank._replace(copies=copies) for rank in layout.ranks))
+    replicated_units = layout.replicated.units
+    return layout._replace(
+        ranks=tuple(rank._replace(replicated_units=replicated_units) for rank in layout.ranks)
+    )
 
 
 def slices_of(
-    configs: Sequence[Config], plan: Mapping[str, ParameterSharding], parts: Sequence[Part]
+    configs: Sequence[Config], plan: Mapping[str, ParameterSharding], parts: Sequence[TableShard]
 ) -> list[TableSlice]:
     """The parts of a rank as tables."""
     return [
         TableSlice(
             with_storage(configs[part.table], plan[configs[part.table].name].storage),
-            part.box.rows,
-            part.box.columns,
+            part.shard.rows,
+            part.shard.columns,
         )
         for part in parts
     ]
@@ -155,11 +157,11 @@ def _rank_layout(
     configs: Sequence[Config],
     plan: Mapping[str, ParameterSharding],
     features: Sequence[Feature],
-    parts: Sequence[Part],
+    parts: Sequence[TableShard],
     arrange: Arrange,
 ) -> RankLayout:
     units = [
-        Unit(f, part.box, p)
+        LookupUnit(f, part.shard, p)
         for p, part in enumerate(parts)
         for f, feature in enumerate(features)
         if feature.table == part.table
@@ -178,21 +180,21 @@ class Blocks(NamedTuple):
 
     features: list[tuple[int, int, int, int]]
     blocks: list[tuple[int, int, int]]
-    copies: list[int]
+    units: list[int]
 
 
-def blocks_of(configs: Sequence[Config], layout: Layout) -> Blocks:
+def blocks_of(configs: Sequence[Config], layout: CollectionLayout) -> Blocks:
     """The blocks of rows that each feature's table is cut into.
 
     Raises:
-        ValueError: boxes of one table that overlap in rows and are not cut at the same ones.
+        ValueError: shards of one table that overlap in rows and are not cut at the same ones.
     """
     by_feature: dict[int, dict[Span, list[int]]] = {}
     number = 0
     for rank in layout.ranks:
         for unit in rank.all_units:
             units_of = by_feature.setdefault(unit.feature, {})
-            units_of.setdefault(unit.box.rows, []).append(number)
+            units_of.setdefault(unit.shard.rows, []).append(number)
             number += 1
     result = Blocks([], [], [])
     for f, feature in enumerate(layout.features):
@@ -203,8 +205,8 @@ def blocks_of(configs: Sequence[Config], layout: Layout) -> Blocks:
         is_keyed = config.storage.is_keyed
         result.features.append((len(result.blocks), len(spans), rows, int(is_keyed)))
         for (first_row, _), units in spans:
-            result.blocks.append((first_row, len(result.copies), len(units)))
-            result.copies.extend(units)
+            result.blocks.append((first_row, len(result.units), len(units)))
+            result.units.extend(units)
     return result
 
 
@@ -212,6 +214,6 @@ def _check_rows(name: str, spans: Sequence[Span]) -> None:
     for first, second in pairwise(spans):
         if first[1] > second[0]:
             raise ValueError(
-                f"table {name}: boxes that overlap in rows must be cut at the same ones, got rows "
+                f"table {name}: shards that overlap in rows must be cut at the same ones, got rows "
                 f"{first} and {second}"
             )

@@ -23,7 +23,7 @@ from emblib.sharding.pipelines.inputs import sharded_modules
 from emblib.sharding.plan import ShardingPlan
 from emblib.sharding.ranks import RankGroup
 from emblib.sharding.shard import Rules, collections_of, shard
-from emblib.sharding.sharded_tables import GradientReduction, SynchronisedCopies
+from emblib.sharding.sharded_tables import GradientReduction, ReplicatedTables
 from emblib.sharding.sharding_types import World
 
 if TYPE_CHECKING:
@@ -69,11 +69,11 @@ class DistributedModelParallel(nn.Module):
         planner: Planner | None = None,
         optimizer: Optimizer | None = None,
         wrap: str | Wrapping | None = "ddp",
-        wire: CommPrecision | None = None,
+        comm_precision: CommPrecision | None = None,
         gradients: GradientReduction = GradientReduction.MEAN,
     ) -> None:
         super().__init__()
-        self.ranks = RankGroup.of(ranks)
+        self.ranks = RankGroup.from_value(ranks)
         how = fingerprint.agree(
             self.ranks,
             lambda: wrapping(wrap),
@@ -86,7 +86,14 @@ class DistributedModelParallel(nn.Module):
         )
         if plan is None:
             plan = _planned(module, planner, self.ranks)
-        bare = shard(module, plan, self.ranks, optimizer=optimizer, wire=wire, gradients=gradients)
+        bare = shard(
+            module,
+            plan,
+            self.ranks,
+            optimizer=optimizer,
+            comm_precision=comm_precision,
+            gradients=gradients,
+        )
         fingerprint.agree(self.ranks, lambda: _prepare(bare, self.ranks))
         copy_from_first(bare, self.ranks, _names_of_tables(bare))
         mark_dense(bare, self.ranks)
@@ -207,10 +214,10 @@ def _names_of_tables(module: nn.Module) -> set[str]:
 
 def _names_of_dense_tables(module: nn.Module) -> set[str]:
     """Tables of which every rank has a copy and the gradient of its own batch, like dense ones."""
-    copies = (part for part in module.modules() if isinstance(part, SynchronisedCopies))
+    copies = (part for part in module.modules() if isinstance(part, ReplicatedTables))
     shared = {
         parameter
-        for groups in (copy.groups for copy in copies if not copy.synchronised)
+        for groups in (copy.groups for copy in copies if not copy.is_synchronised)
         for handle in groups.handles
         for parameter in handle.parameters()
     }

@@ -15,7 +15,7 @@ from emblib.tables.parameters import check_registered, refuse_replacement, regis
 
 
 @dataclass(frozen=True)
-class HeldHandle:
+class ShardHandle:
     """The handle of a part of a table, and what this rank has of the gradients of its parameters.
 
     `first` is the gradient of its first parameter: slices of a tensor train have their first core
@@ -28,7 +28,7 @@ class HeldHandle:
     others: GradientShare
 
 
-class HeldParameters(nn.Module):
+class ShardParameters(nn.Module):
     """`<table>.weight`, `<table>.cores.0` and so on, of what is here.
 
     A rank that has several parts of a table lists the second as `<table>#1`, and so on. The memory
@@ -36,7 +36,7 @@ class HeldParameters(nn.Module):
     in them.
     """
 
-    def __init__(self, handles: Sequence[HeldHandle], ranks: RankGroup) -> None:
+    def __init__(self, handles: Sequence[ShardHandle], ranks: RankGroup) -> None:
         super().__init__()
         self._handles, self._ranks = tuple(handles), ranks
         self.bind()

@@ -115,7 +115,7 @@ def construct_plan(
     """The plan of one collection by a rule a table; every table needs one.
 
     Raises:
-        ValueError: a table without a rule, a rule without a table, or boxes that do not fit.
+        ValueError: a table without a rule, a rule without a table, or shards that do not fit.
     """
     missing, unknown = shapes.keys() - rules.keys(), rules.keys() - shapes.keys()
     if missing or unknown:
@@ -133,7 +133,7 @@ def _cells(sharding: ParameterSharding) -> tuple[str, str, str, str]:
     storage = "as configured" if sharding.storage is None else _brief(sharding.storage)
     if sharding.is_replicated:
         return sharding.type.value, storage, "all", "a copy each"
-    shapes = [f"{rows} x {columns}" for rows, columns in (box.shape for box in sharding.boxes)]
+    shapes = [f"{rows} x {columns}" for rows, columns in (shard.shape for shard in sharding.shards)]
     distinct = sorted(set(shapes), key=shapes.index)
     parts = ", ".join(f"{shapes.count(shape)} of {shape}" for shape in distinct[:3])
     more = f", ... {len(shapes)} in all" if len(distinct) > 3 else ""
@@ -174,7 +174,7 @@ def _told(sharding: ParameterSharding) -> dict[str, Any]:
         raise ValueError(f"a plan can have the storages {names}, got {storage!r}")
     return {
         "type": sharding.type.value,
-        "boxes": [[box.rank, *box.rows, *box.columns] for box in sharding.boxes],
+        "boxes": [[shard.rank, *shard.rows, *shard.columns] for shard in sharding.shards],
         "kind": None if storage is None else {"name": storage.plan_name, **_plain(asdict(storage))},
     }
 
@@ -188,5 +188,5 @@ def _read(told: Mapping[str, Any]) -> ParameterSharding:
     if told["kind"] is not None:
         values = {k: tuple(v) if isinstance(v, list) else v for k, v in told["kind"].items()}
         storage = _alternatives()[str(values.pop("name"))](**values)
-    boxes = tuple(Shard(rank, (r0, r1), (c0, c1)) for rank, r0, r1, c0, c1 in told["boxes"])
-    return ParameterSharding(ShardingType(told["type"]), boxes, storage)
+    shards = tuple(Shard(rank, (r0, r1), (c0, c1)) for rank, r0, r1, c0, c1 in told["boxes"])
+    return ParameterSharding(ShardingType(told["type"]), shards, storage)

@@ -1,4 +1,4 @@
-"""The ranks that a collection is spread over: a process group and who is on which node."""
+"""Rank groups: the processes that share a model, and the nodes that they run on."""
 
 from __future__ import annotations
 
@@ -16,17 +16,26 @@ T = TypeVar("T")
 
 
 class RankGroup:
-    """`size` processes, of which this is number `rank`; those of a node have neighbouring numbers.
+    """A group of `size` processes; this process has number `rank` in it.
 
-    `group` is a process group, a one-dimensional `DeviceMesh`, or a mesh of (nodes, ranks of a
-    node) over all processes; by default all processes, or this process alone where
-    `torch.distributed` has not been initialised. That is an error where torchrun has started
-    several processes, as each would train alone: initialise first (`with init_distributed()`
-    does), or use `RankGroup.single()`. `local_size`, the ranks of one node, is the last side of
-    such a mesh, else what torchrun says (LOCAL_WORLD_SIZE), and at most `size`.
-    `device` is the current GPU for a group over NCCL and the CPU otherwise.
+    The ranks of a node have consecutive numbers. A copy of a rank group is the group itself, since
+    a process group is not a value; for the same reason it cannot be pickled.
 
-    Copying one gives itself: a process group is not a value. It cannot be pickled for that reason.
+    Args:
+        group: a process group, a one-dimensional `DeviceMesh`, or a mesh of (nodes, ranks per node)
+            over all processes. By default all processes, or this process alone where
+            `torch.distributed` is not initialized.
+        local_size: the number of ranks per node. By default the last dimension of such a mesh, else
+            LOCAL_WORLD_SIZE, which torchrun sets, and at most `size`.
+        device: the device of this rank. By default the current GPU for a group over NCCL, else the
+            CPU.
+
+    Raises:
+        RuntimeError: torchrun has started several processes and `torch.distributed` is not
+            initialized, so that each would train alone: initialize first, as
+            `with init_distributed()` does, or use `RankGroup.single()`.
+        ValueError: `local_size` does not divide the number of ranks, or this process is not in
+            the group.
     """
 
     rank: int
@@ -55,8 +64,8 @@ class RankGroup:
             local_size = min(int(os.environ.get("LOCAL_WORLD_SIZE", self.size)), self.size)
         if not 1 <= local_size <= self.size:
             raise ValueError(
-                f"local_size is the number of ranks of a node, 1 to {self.size} here, "
-                f"and not {local_size}"
+                f"local_size is the number of ranks per node, 1 to {self.size} here, "
+                f"got {local_size}"
             )
         if self.size % local_size:
             raise ValueError(
@@ -68,32 +77,36 @@ class RankGroup:
 
     @classmethod
     def single(cls, device: torch.device | str = "cpu") -> RankGroup:
-        """This process alone, without a process group, whatever is initialised."""
+        """Return a group of this process alone, even where `torch.distributed` is initialized."""
         ranks = cls.__new__(cls)
         ranks.rank, ranks.size, ranks.local_size, ranks.group = 0, 1, 1, None
         ranks.device = torch.device(device)
         return ranks
 
     @classmethod
-    def of(cls, value: RankGroup | dist.ProcessGroup | dist.DeviceMesh | None) -> RankGroup:
-        """`value` itself if it is one, else `RankGroup(value)`."""
+    def from_value(cls, value: RankGroup | dist.ProcessGroup | dist.DeviceMesh | None) -> RankGroup:
+        """Return `value` itself if it is a `RankGroup`, else `RankGroup(value)`.
+
+        Raises:
+            TypeError: `value` is something else.
+        """
         if isinstance(value, RankGroup):
             return value
         if not isinstance(value, dist.ProcessGroup | dist.DeviceMesh | None):
             raise TypeError(
-                "ranks must be a Ranks, a process group, a DeviceMesh, or None for all processes, "
-                f"got {value!r}: with init_distributed() as ranks gives them"
+                "ranks must be a RankGroup, a process group, a DeviceMesh, or None for all "
+                f"processes, got {value!r}: `with init_distributed() as ranks:` returns them"
             )
         return cls(value)
 
     @property
     def node(self) -> int:
-        """The node this rank is on."""
+        """The number of the node that this rank runs on."""
         return self.rank // self.local_size
 
     @property
     def nodes(self) -> int:
-        """Nodes in all."""
+        """The number of nodes."""
         return self.size // self.local_size
 
     @property
@@ -102,21 +115,21 @@ class RankGroup:
         return self.rank % self.local_size
 
     def global_rank(self, rank: int) -> int:
-        """The number in all processes of `rank` of these."""
+        """Return the number of `rank` among all processes."""
         return rank if self.group is None else dist.get_global_rank(self.group, rank)
 
     def barrier(self) -> None:
-        """Return when every rank has called this."""
+        """Wait until every rank has called this."""
         if self.size > 1:
             dist.barrier(self.group)
 
     def gather_objects(self, value: T) -> list[T]:
-        """What every rank gave, by rank; pickled, and so for small and rare things."""
+        """Return the values of all ranks, by rank; values are pickled, which is slow if large."""
         if self.size == 1:
             return [value]
-        every: list[Any] = [None] * self.size
-        dist.all_gather_object(every, value, self.group)
-        return every
+        gathered: list[Any] = [None] * self.size
+        dist.all_gather_object(gathered, value, self.group)
+        return gathered
 
     def __copy__(self) -> RankGroup:
         return self
@@ -142,16 +155,20 @@ def subgroup(
 ) -> dist.ProcessGroup | None:
     """Return a new gloo group of some of `ranks`, or of all of them; None on ranks outside it.
 
-    All of `ranks` call this, whatever groups each of them is in besides; no other process does.
+    All of `ranks` call this together, and no other process does. Which other groups each of them
+    is in does not matter.
+
+    Raises:
+        ValueError: `ranks` have no process group.
     """
     if ranks.group is None:
         raise ValueError("a subgroup is made of a process group, and these ranks have none")
     members = range(ranks.size) if members is None else members
-    # torch names groups by counters of each process, which differ where processes have made unlike
-    # numbers of groups, and members that look for each other under unlike names wait forever. So
-    # they meet under a name that they agree on here, in the store of all processes: torch prefixes
-    # that of a group with its name for it. It is for gloo alone: its constructor is public, and
-    # takes the store.
+    # torch names groups by counters of each process, which differ where processes have made
+    # different numbers of groups, and members that look for each other under different names hang.
+    # Therefore they connect under a name that they agree on here, in the store of all processes:
+    # torch prefixes the store of a group with its own name of the group. This works for gloo alone,
+    # whose constructor is public and takes the store.
     name = ranks.gather_objects(uuid.uuid4().hex)[0]
     if ranks.rank not in members:
         return None
@@ -173,7 +190,7 @@ _HOST_BACKEND = "emblib_gloo"
 
 
 def sends_from_hosts(group: dist.ProcessGroup) -> bool:
-    """Return whether tensors in host memory travel over gloo in this group."""
+    """Return whether this group sends tensors in host memory over gloo."""
     return bool({"cpu:gloo", f"cpu:{_HOST_BACKEND}"} & set(_backends_of(group)))
 
 
@@ -189,29 +206,29 @@ def _register_host_backend() -> None:
 
 
 def _connect_hosts(options: Any, store: dist.Store) -> dist.ProcessGroupGloo:
-    """Connect the members of a subgroup, under the name that they agreed on."""
-    _check_torch_names(options, store)
+    """Connect the members of a subgroup under the name that they agreed on."""
+    _check_group_names(options, store)
     return dist.ProcessGroupGloo(
         store, options.group_rank, options.group_size, timeout=options.timeout
     )
 
 
-def _check_torch_names(options: Any, store: dist.Store) -> None:
-    """Raise where torch itself would wait forever for members under another name."""
-    asked = [
+def _check_group_names(options: Any, store: dist.Store) -> None:
+    """Raise RuntimeError where torch itself would wait forever for members under another name."""
+    settings = [
         f"{name}={os.environ.get(name)}"
         for name, value in _WAIT_BY_NAME.items()
         if os.environ.get(name, "").upper() == value
     ]
-    if not asked:
+    if not settings:
         return
     store.set(f"name/{options.group_rank}", options.group_id)
     names = [store.get(f"name/{rank}").decode() for rank in range(options.group_size)]
     if len(set(names)) > 1:
         raise RuntimeError(
-            f"with {' and '.join(asked)} torch lets the members of a group wait for each other "
-            f"under the name it has for it, which differs here ({names}): unset it, or let all "
-            "processes make the same process groups in the same order"
+            f"with {' and '.join(settings)} torch lets the members of a group wait for each other "
+            f"under its own name of the group, which differs here ({names}): unset the variable, "
+            "or let all processes make the same process groups in the same order"
         )
 
 
@@ -223,12 +240,12 @@ def _single(device: str) -> RankGroup:
 
 
 def _check_not_launched() -> None:
-    """Raise RuntimeError if this process is one of several that have no process group yet."""
+    """Raise RuntimeError if this is one of several processes without a process group."""
     rank, size = os.environ.get("RANK"), os.environ.get("WORLD_SIZE", "")
     if rank is not None and size.isdecimal() and int(size) > 1:
         raise RuntimeError(
             f"this is process {rank} of {size} that torchrun started (RANK and WORLD_SIZE), and "
-            "torch.distributed is not initialised, so each process would be rank 0 of 1 and train "
+            "torch.distributed is not initialized, so each process would be rank 0 of 1 and train "
             "alone: put the script into `with init_distributed() as ranks:`, or call "
             "torch.distributed.init_process_group() first; RankGroup.single() is one process alone"
         )
@@ -238,7 +255,7 @@ def _rank_in(group: dist.ProcessGroup) -> int:
     rank = dist.get_rank(group)
     if rank < 0:
         raise ValueError(
-            "this process is not in the group it was given: only members make Ranks of it"
+            "this process is not in the group: only its members can make a RankGroup of it"
         )
     return rank
 
@@ -264,7 +281,7 @@ def _device_of(group: dist.ProcessGroup | None) -> torch.device:
 
 
 class _Outcome(NamedTuple):
-    """What the function returned, or the error it raised and its text."""
+    """The result of a function, or its error if it can be pickled, and the text of the error."""
 
     value: Any
     error: BaseException | None
@@ -274,33 +291,36 @@ class _Outcome(NamedTuple):
 def invoke_on_rank_and_broadcast_result(
     ranks: RankGroup, rank: int, function: Callable[..., T], *args: Any, **kwargs: Any
 ) -> T:
-    """What `function(*args, **kwargs)` returns on `rank`, on every rank; all of them call this.
+    """Call `function(*args, **kwargs)` on `rank` and return its result on every rank.
 
-    The result is pickled. If the function raises, every rank raises: nobody waits for a result that
-    will not come.
+    All ranks call this together. The result is pickled. If the function raises, every rank raises.
+
+    Raises:
+        ValueError: `rank` is not one of the ranks.
+        RuntimeError: the function raised an error that cannot be pickled.
     """
     if not 0 <= rank < ranks.size:
         raise ValueError(f"rank must be one of 0 to {ranks.size - 1}, and is {rank}")
     if ranks.size == 1:
         return function(*args, **kwargs)
     error: BaseException | None = None
-    told = [_Outcome(None, None, "")]
+    outcome = [_Outcome(None, None, "")]
     if ranks.rank == rank:
         try:
-            told = [_Outcome(function(*args, **kwargs), None, "")]
-            pickle.dumps(told[0].value)
+            outcome = [_Outcome(function(*args, **kwargs), None, "")]
+            pickle.dumps(outcome[0].value)
         except Exception as raised:
             error = raised
-            told = [_Outcome(None, _picklable(raised), f"{type(raised).__name__}: {raised}")]
-    dist.broadcast_object_list(told, src=ranks.global_rank(rank), group=ranks.group)
+            outcome = [_Outcome(None, _picklable(raised), f"{type(raised).__name__}: {raised}")]
+    dist.broadcast_object_list(outcome, src=ranks.global_rank(rank), group=ranks.group)
     if error is not None:
         raise error
-    if told[0].error is not None:
-        told[0].error.add_note(f"(raised on rank {rank})")
-        raise told[0].error
-    if told[0].text:
-        raise RuntimeError(f"rank {rank} failed: {told[0].text}")
-    result: T = told[0].value
+    if outcome[0].error is not None:
+        outcome[0].error.add_note(f"(raised on rank {rank})")
+        raise outcome[0].error
+    if outcome[0].text:
+        raise RuntimeError(f"rank {rank} failed: {outcome[0].text}")
+    result: T = outcome[0].value
     return result
 
 

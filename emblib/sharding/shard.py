@@ -12,7 +12,7 @@ from emblib.collections import EmbeddingBagCollection, EmbeddingCollection
 from emblib.collections.optimizers.fused import trained_configs
 from emblib.optim import Optimizer
 from emblib.sharding import fingerprint, sharding_types
-from emblib.sharding.exchange import CommPrecision, comm_precision_of
+from emblib.sharding.exchange import CommPrecision, check_comm_precision
 from emblib.sharding.layout import shape_of
 from emblib.sharding.parameters import mark_dense
 from emblib.sharding.plan import ModulePlan, ShardingPlan, construct_plan
@@ -53,7 +53,7 @@ def construct_module_plan(
     """The plan of one collection from a rule for each of its tables, e.g. `row_wise()`.
 
     Raises:
-        ValueError: a table without a rule, a rule without a table, or boxes that do not fit.
+        ValueError: a table without a rule, a rule without a table, or shards that do not fit.
     """
     configs = _configs(collection)
     shapes = {}
@@ -71,7 +71,7 @@ def shard(
     ranks: RankGroup | None = None,
     *,
     optimizer: Optimizer | None = None,
-    wire: CommPrecision | None = None,
+    comm_precision: CommPrecision | None = None,
     gradients: GradientReduction = GradientReduction.MEAN,
 ) -> nn.Module:
     """Replace every collection that the plan names by its sharded form, and return the model.
@@ -97,19 +97,26 @@ def shard(
             instance changes, other modules or parameters, hooks.
         RuntimeError: another rank failed.
     """
-    ranks = RankGroup.of(ranks)
+    ranks = RankGroup.from_value(ranks)
     chosen = fingerprint.agree(
         ranks,
         lambda: _chosen(module, plan, ranks),
         lambda chosen: fingerprint.merged(
-            {"": fingerprint.settings_of(ranks, wire=comm_precision_of(wire), gradients=gradients)},
+            {
+                "": fingerprint.settings_of(
+                    ranks, comm_precision=check_comm_precision(comm_precision), gradients=gradients
+                )
+            },
             _description(module, plan, chosen, optimizer),
         ),
     )
     made = []
     for one in chosen:
         sharded = one.make(
-            *(one.source, one.plan, ranks), wire=wire, gradients=gradients, optimizer=optimizer
+            *(one.source, one.plan, ranks),
+            comm_precision=comm_precision,
+            gradients=gradients,
+            optimizer=optimizer,
         )
         sharded.train(one.source.training)
         if one.source is module:

@@ -9,11 +9,12 @@ from torch import Tensor
 
 from emblib.jagged import KeyedJaggedTensor, KeyedTensor
 from emblib.optim import Optimizer
+from emblib.sharding.awaitables import Awaitable, LazyAwaitable, LazyDeferredAwaitable
 from emblib.sharding.checkpoints.kinds import StateOfTables
-from emblib.sharding.exchange import Awaitable, CommPrecision, LazyAwaitable, LazyDeferred
-from emblib.sharding.input_dist import Received
-from emblib.sharding.output_dist import Combination
-from emblib.sharding.parameters import HeldParameters
+from emblib.sharding.exchange import CommPrecision
+from emblib.sharding.input_dist import IncomingBatch
+from emblib.sharding.output_dist import OutputDist
+from emblib.sharding.parameters import ShardParameters
 from emblib.sharding.ranks import RankGroup
 from emblib.sharding.sharded_tables import (
     GradientReduction,
@@ -26,7 +27,7 @@ from emblib.tables.graph_break import graph_break
 
 
 class ShardedEmbeddingBagCollection(StateOfTables, ShardedTables):
-    """An `EmbeddingBagCollection` in boxes over ranks: the same output for this rank's own batch.
+    """An `EmbeddingBagCollection` in shards over ranks: the same output for this rank's own batch.
 
     All ranks call it together, each with its own batch: batch sizes may differ and may be 0. The
     columns of the output are in the order of the tables' configurations, whatever the plan, and
@@ -52,13 +53,18 @@ class ShardedEmbeddingBagCollection(StateOfTables, ShardedTables):
         plan: Mapping[str, ParameterSharding],
         ranks: RankGroup | None = None,
         *,
-        wire: CommPrecision | None = None,
+        comm_precision: CommPrecision | None = None,
         gradients: GradientReduction = GradientReduction.MEAN,
         optimizer: Optimizer | None = None,
     ) -> None:
-        ranks = RankGroup.of(ranks)
+        ranks = RankGroup.from_value(ranks)
         settings = agreed_settings(
-            source, plan, ranks, wire=wire, gradients=gradients, optimizer=optimizer
+            source,
+            plan,
+            ranks,
+            comm_precision=comm_precision,
+            gradients=gradients,
+            optimizer=optimizer,
         )
         super().__init__(
             *(source, settings.configs, plan, ranks),
@@ -66,9 +72,9 @@ class ShardedEmbeddingBagCollection(StateOfTables, ShardedTables):
             optimizer=settings.optimizer,
             gradients=settings.gradients,
         )
-        self.wire, self.gradients = settings.wire, settings.gradients
-        self.combination = Combination(self.layout, ranks, self.wire, self.scale)
-        self.embedding_bags = HeldParameters(self.handles(), ranks)
+        self.comm_precision, self.gradients = settings.comm_precision, settings.gradients
+        self._output_dist = OutputDist(self.layout, ranks, self.comm_precision, self.scale)
+        self.embedding_bags = ShardParameters(self.handles(), ranks)
         self._names = [feature.name for feature in self.layout.features]
         self._dims = [feature.dim for feature in self.layout.features]
 
@@ -91,40 +97,46 @@ class ShardedEmbeddingBagCollection(StateOfTables, ShardedTables):
         self.embedding_bags.check()
         return self.compute_and_output_dist(self.input_dist(features).wait().wait())
 
-    def compute(self, received: Received) -> tuple[Tensor, Tensor | None]:
+    def compute(self, received: IncomingBatch) -> tuple[Tensor, Tensor | None]:
         """Rows pooled here for all ranks, and those of the copies for this one's own batch."""
-        copies = None if self.copies is None else self.copies(received.inputs)
+        copies = None if self.replicated is None else self.replicated(received.inputs)
         return self.rows(received), copies
 
     def output_dist(
-        self, rows: tuple[Tensor, Tensor | None], received: Received
+        self, rows: tuple[Tensor, Tensor | None], received: IncomingBatch
     ) -> LazyAwaitable[KeyedTensor]:
         """Start the pooled rows on their way back."""
         local, copies = rows
         if received.sent is None:
-            output = self.combination.here(local, received)
-            return LazyDeferred(in_this_grad_mode(partial(self._finished, output, received)))
-        pending = self.combination.start(local, copies, self._stand_in(received), received)
-        return LazyDeferred(in_this_grad_mode(partial(self._output, pending, received)))
+            output = self._output_dist.local_output(local, received)
+            return LazyDeferredAwaitable(
+                in_this_grad_mode(partial(self._finished, output, received))
+            )
+        pending = self._output_dist.dispatch(local, copies, self._gradient_sink(received), received)
+        return LazyDeferredAwaitable(in_this_grad_mode(partial(self._output, pending, received)))
 
-    def compute_and_output_dist(self, received: Received) -> LazyAwaitable[KeyedTensor]:
+    def compute_and_output_dist(self, received: IncomingBatch) -> LazyAwaitable[KeyedTensor]:
         """Both."""
         return self.output_dist(self.compute(received), received)
 
-    def _stand_in(self, received: Received) -> Tensor | None:
-        if self.copies is None or not self.copies.synchronised or not torch.is_grad_enabled():
+    def _gradient_sink(self, received: IncomingBatch) -> Tensor | None:
+        if (
+            self.replicated is None
+            or not self.replicated.is_synchronised
+            or not torch.is_grad_enabled()
+        ):
             return None
-        return self.copies.stand_in(received, self.combination.shape_of_copies(received))
+        return self.replicated.gradient_sink(received, self._output_dist.sink_shape(received))
 
-    def _output(self, pending: Awaitable[Tensor], received: Received) -> KeyedTensor:
+    def _output(self, pending: Awaitable[Tensor], received: IncomingBatch) -> KeyedTensor:
         return self._finished(pending.wait(), received)
 
-    def _finished(self, values: Tensor, received: Received) -> KeyedTensor:
+    def _finished(self, values: Tensor, received: IncomingBatch) -> KeyedTensor:
         if received.inputs.is_variable:
             values = self._expanded(values, received)
         return KeyedTensor(self._names, self._dims, values)
 
-    def _expanded(self, values: Tensor, received: Received) -> Tensor:
+    def _expanded(self, values: Tensor, received: IncomingBatch) -> Tensor:
         """Rows of distinct bags, feature after feature, to the examples that have them."""
         inputs = received.inputs
         if inputs.inverse is None and len(set(inputs.bags)) > 1:

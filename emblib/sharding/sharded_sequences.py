@@ -16,20 +16,17 @@ from emblib.jagged import JaggedTensor, KeyedJaggedTensor
 from emblib.jagged.jagged_tensor import running_sums
 from emblib.ops import route
 from emblib.optim import Optimizer
-from emblib.sharding.checkpoints.kinds import StateOfTables
-from emblib.sharding.exchange import (
+from emblib.sharding.awaitables import (
     Awaitable,
-    CodedPending,
-    CommPrecision,
-    Content,
-    Deferred,
+    DeferredAwaitable,
     LazyAwaitable,
-    LazyDeferred,
-    start_all_gather,
+    LazyDeferredAwaitable,
 )
-from emblib.sharding.input_dist import Received
+from emblib.sharding.checkpoints.kinds import StateOfTables
+from emblib.sharding.exchange import CommPrecision, Content, DecodedAwaitable, start_all_gather
+from emblib.sharding.input_dist import IncomingBatch
 from emblib.sharding.layout import Config
-from emblib.sharding.parameters import HeldParameters
+from emblib.sharding.parameters import ShardParameters
 from emblib.sharding.ranks import RankGroup
 from emblib.sharding.sharded_tables import (
     GradientReduction,
@@ -47,7 +44,7 @@ Rows = tuple[Tensor, Tensor | None]
 class SequenceExchange(NamedTuple):
     """How vectors travel: in pieces of `width`."""
 
-    wire: CommPrecision
+    comm_precision: CommPrecision
     width: int
 
 
@@ -99,7 +96,7 @@ class SequenceTables(ShardedTables):
         self._equal = len({unit.columns for unit in every}) <= 1
         tables = {
             "grad_anchor": torch.zeros(()),
-            "first": torch.tensor([u.box.columns[0] // width for u in every], dtype=torch.int64),
+            "first": torch.tensor([u.shard.columns[0] // width for u in every], dtype=torch.int64),
             "pieces": torch.tensor([u.columns // width for u in every], dtype=torch.int64),
         }
         for name, tensor in tables.items():
@@ -109,37 +106,41 @@ class SequenceTables(ShardedTables):
     first: Tensor
     pieces: Tensor
 
-    def compute(self, received: Received) -> Rows:
+    def compute(self, received: IncomingBatch) -> Rows:
         """Vectors of units here, and of copies for this rank's own batch."""
-        copies = None if self.copies is None else self.copies(received.inputs)
+        copies = None if self.replicated is None else self.replicated(received.inputs)
         rows = self.rows(received)
         if not self._own.units:
             rows = rows.new_empty(0, self.exchange.width)
         return rows, copies
 
-    def output_dist(self, rows: Rows, received: Received) -> Awaitable[Tensor]:
+    def output_dist(self, rows: Rows, received: IncomingBatch) -> Awaitable[Tensor]:
         """Vectors `[L, dim]` in the order of this rank's batch."""
         local, copies = rows
         if received.sent is None:
-            return Deferred(partial(self._at_home, local, received))
+            return DeferredAwaitable(partial(self._at_home, local, received))
         with torch.no_grad():
             way = self._way(received)
             width = self.exchange.width
             sent = local.detach().reshape(-1, width).index_select(0, way.order)
-        pending = CodedPending(
+        pending = DecodedAwaitable(
             sent.view(-1),
             [n * width for n in way.sent],
             [n * width for n in way.came],
             self.ranks,
-            self.exchange.wire.forward,
+            self.exchange.comm_precision.forward,
             Content.ROWS,
         )
-        stand_in = None
-        if self.copies is not None and self.copies.synchronised and torch.is_grad_enabled():
-            stand_in = self.copies.stand_in(received, (sum(way.copied), self.dim))
-        return Deferred(partial(self._finish, local, copies, stand_in, way, pending))
+        gradient_sink = None
+        if (
+            self.replicated is not None
+            and self.replicated.is_synchronised
+            and torch.is_grad_enabled()
+        ):
+            gradient_sink = self.replicated.gradient_sink(received, (sum(way.copied), self.dim))
+        return DeferredAwaitable(partial(self._finish, local, copies, gradient_sink, way, pending))
 
-    def _at_home(self, local: Tensor, received: Received) -> Tensor:
+    def _at_home(self, local: Tensor, received: IncomingBatch) -> Tensor:
         """Vectors that went nowhere, from the order of the kernels to that of the batch."""
         order = [unit.feature for unit in self._own.units]
         if order == sorted(order):
@@ -152,40 +153,42 @@ class SequenceTables(ShardedTables):
         self,
         local: Tensor,
         copies: Tensor | None,
-        stand_in: Tensor | None,
+        gradient_sink: Tensor | None,
         way: _Way,
-        pending: CodedPending,
+        pending: DecodedAwaitable,
     ) -> Tensor:
         grad_anchor = self.grad_anchor.detach().requires_grad_()
-        result: Tensor = _Placed.apply(grad_anchor, local, copies, stand_in, way, pending, self)
+        result: Tensor = _Placed.apply(
+            grad_anchor, local, copies, gradient_sink, way, pending, self
+        )
         return result
 
-    def _way(self, received: Received) -> _Way:
+    def _way(self, received: IncomingBatch) -> _Way:
         sent, inputs = received.sent, received.inputs
         assert sent is not None
         units = len(self._own.units)
-        counts, of_copies = received.segments[:, :units], received.segments[:, units:]
-        index = self.distribution.positions(received)
+        counts, replica_grads = received.segments[:, :units], received.segments[:, units:]
+        index = self._input_dist.positions(received)
         if self._equal and self.dim == self.exchange.width:
             num_sent = received.num_ids
-            num_came = [n - sent.copied for n in sent.num_ids]
+            num_came = [n - sent.num_replicated_ids for n in sent.num_ids]
         else:
             counts = counts * counts.new_tensor(self._pieces)
             num_sent = counts.sum(1).tolist()
             index, num_came = self._pieces_of(index, received)
         return _Way(
             *(_transposed(counts.t(), sum(num_sent)), index, self._copies_index(received)),
-            *(_transposed(of_copies, received.copied), num_sent, num_came),
-            *(of_copies.sum(1).tolist(), inputs.ids.numel()),
+            *(_transposed(replica_grads, received.num_replicated_ids), num_sent, num_came),
+            *(replica_grads.sum(1).tolist(), inputs.ids.numel()),
         )
 
-    def _pieces_of(self, index: Tensor, received: Received) -> tuple[Tensor, list[int]]:
+    def _pieces_of(self, index: Tensor, received: IncomingBatch) -> tuple[Tensor, list[int]]:
         """Where the pieces of vectors go, for ids that were at `index`; and pieces by rank."""
         sent = received.sent
         assert sent is not None
         starts = torch.as_tensor(sent.unit_starts, device=index.device)
         ids = starts.diff().long()
-        ends, copies = [0], self.layout.ranks[0].copies
+        ends, copies = [0], self.layout.ranks[0].replicated_units
         is_own = torch.zeros_like(ids, dtype=torch.bool)
         for rank in self.layout.ranks:
             is_own[ends[-1] : ends[-1] + len(rank.units)] = True
@@ -201,12 +204,12 @@ class SequenceTables(ShardedTables):
         came = [sum(by_unit[a:b]) for a, b in pairwise(ends)]
         return torch.repeat_interleave(begin, pieces) + within, came
 
-    def _copies_index(self, received: Received) -> Tensor | None:
-        if self.copies is None:
+    def _copies_index(self, received: IncomingBatch) -> Tensor | None:
+        if self.replicated is None:
             return None
         inputs = received.inputs
         every = torch.arange(inputs.ids.numel(), device=inputs.ids.device)
-        return self.copies.of_features(inputs, every)
+        return self.replicated.of_features(inputs, every)
 
 
 def _transposed(counts: Tensor, total: int) -> Tensor:
@@ -226,9 +229,9 @@ class _Placed(torch.autograd.Function):
         grad_anchor: Tensor,
         local: Tensor,
         copies: Tensor | None,
-        stand_in: Tensor | None,
+        gradient_sink: Tensor | None,
         way: _Way,
-        pending: CodedPending,
+        pending: DecodedAwaitable,
         tables: SequenceTables,
     ) -> Tensor:
         """`[L, dim]`."""
@@ -239,7 +242,7 @@ class _Placed(torch.autograd.Function):
         if copies is not None and way.copies is not None:
             out.index_copy_(0, way.copies, copies.float())
         ctx.way, ctx.tables, ctx.rows = way, tables, local.shape
-        ctx.has_copies, ctx.everywhere = copies is not None, stand_in is not None
+        ctx.has_copies, ctx.everywhere = copies is not None, gradient_sink is not None
         return out
 
     @staticmethod
@@ -253,15 +256,15 @@ class _Placed(torch.autograd.Function):
         sent = grad.view(-1, width).index_select(0, way.index)
         if scale != 1.0:
             sent.mul_(scale)
-        pending = CodedPending(
+        pending = DecodedAwaitable(
             sent.view(-1),
             [n * width for n in way.came],
             [n * width for n in way.sent],
             ranks,
-            tables.exchange.wire.backward,
+            tables.exchange.comm_precision.backward,
             Content.GRADIENTS,
         )
-        copies = of_stand_in = None
+        copies = grad_sink = None
         if ctx.has_copies:
             copies = grad.index_select(0, way.copies)
         if ctx.everywhere:
@@ -270,18 +273,16 @@ class _Placed(torch.autograd.Function):
                 copies.mul_(scale)
             came_sizes = [n * tables.dim for n in way.copied]
             flat = copies.view(-1)
-            of_stand_in = start_all_gather(
-                flat, came_sizes, ranks, content=Content.GRADIENTS
-            ).wait()
-            of_stand_in = of_stand_in.view(-1, tables.dim).index_select(0, way.copies_order)
+            grad_sink = start_all_gather(flat, came_sizes, ranks, content=Content.GRADIENTS).wait()
+            grad_sink = grad_sink.view(-1, tables.dim).index_select(0, way.copies_order)
             copies = None
         came = pending.wait().view(-1, width)
         rows = torch.empty_like(came).index_copy_(0, way.order, came).view(ctx.rows)
-        return None, rows, copies, of_stand_in, None, None, None
+        return None, rows, copies, grad_sink, None, None, None
 
 
 class ShardedEmbeddingCollection(StateOfTables):
-    """An `EmbeddingCollection` in boxes over ranks: the same vectors for this rank's own batch.
+    """An `EmbeddingCollection` in shards over ranks: the same vectors for this rank's own batch.
 
     As `ShardedEmbeddingBagCollection`. Tables travel in messages of their own where their dims
     differ, or the width that all their blocks of columns are made of.
@@ -303,17 +304,22 @@ class ShardedEmbeddingCollection(StateOfTables):
         plan: Mapping[str, ParameterSharding],
         ranks: RankGroup | None = None,
         *,
-        wire: CommPrecision | None = None,
+        comm_precision: CommPrecision | None = None,
         gradients: GradientReduction = GradientReduction.MEAN,
         optimizer: Optimizer | None = None,
     ) -> None:
         super().__init__()
-        self.plan, self.ranks = dict(plan), RankGroup.of(ranks)
+        self.plan, self.ranks = dict(plan), RankGroup.from_value(ranks)
         settings = agreed_settings(
-            source, plan, self.ranks, wire=wire, gradients=gradients, optimizer=optimizer
+            source,
+            plan,
+            self.ranks,
+            comm_precision=comm_precision,
+            gradients=gradients,
+            optimizer=optimizer,
         )
         self.configs = settings.configs
-        self.wire, self.gradients = settings.wire, settings.gradients
+        self.comm_precision, self.gradients = settings.comm_precision, settings.gradients
         self._need_indices = source.need_indices()
         classes: dict[tuple[int, int], list[Config]] = {}
         for config in self.configs:
@@ -324,12 +330,12 @@ class ShardedEmbeddingCollection(StateOfTables):
                 *(source, configs, {c.name: plan[c.name] for c in configs}, self.ranks),
                 optimizer=settings.optimizer,
                 gradients=self.gradients,
-                exchange=SequenceExchange(self.wire, width),
+                exchange=SequenceExchange(self.comm_precision, width),
             )
             for (_, width), configs in classes.items()
         )
         handles = [held for one in self._equal() for held in one.handles()]
-        self.embeddings = HeldParameters(handles, self.ranks)
+        self.embeddings = ShardParameters(handles, self.ranks)
         self._places = self._find_places()
 
     def _find_places(self) -> list[tuple[int, int, str]]:
@@ -365,46 +371,46 @@ class ShardedEmbeddingCollection(StateOfTables):
         """Whether results have the ids as weights."""
         return self._need_indices
 
-    def parts(self) -> list[LocalShard]:
+    def local_shards(self) -> list[LocalShard]:
         """The parts of tables that are here, copies of replicated ones among them."""
-        return [part for one in self._equal() for part in one.parts()]
+        return [part for one in self._equal() for part in one.local_shards()]
 
-    def kept_as(self, table: str) -> Config:
+    def storage_config(self, table: str) -> Config:
         """The configuration of a table as it is kept, which a plan may have changed."""
         one = next(one for one in self._equal() if table in one.plan)
-        return one.kept_as(table)
+        return one.storage_config(table)
 
-    def input_dist(self, features: KeyedJaggedTensor) -> Awaitable[Awaitable[list[Received]]]:
+    def input_dist(self, features: KeyedJaggedTensor) -> Awaitable[Awaitable[list[IncomingBatch]]]:
         """Start the ids on their way, as `ShardedEmbeddingBagCollection.input_dist`."""
         started = [one.input_dist(features) for one in self._equal()]
 
-        def ids() -> Awaitable[list[Received]]:
+        def ids() -> Awaitable[list[IncomingBatch]]:
             pending = [awaitable.wait() for awaitable in started]
-            return Deferred(lambda: [awaitable.wait() for awaitable in pending])
+            return DeferredAwaitable(lambda: [awaitable.wait() for awaitable in pending])
 
-        return Deferred(ids)
+        return DeferredAwaitable(ids)
 
-    def prefetch(self, received: Sequence[Received]) -> None:
+    def prefetch(self, received: Sequence[IncomingBatch]) -> None:
         """Bring rows of a batch that will be computed into the caches of their tables."""
         for one, came in zip(self._equal(), received, strict=True):
             one.prefetch(came)
 
-    def compute(self, received: Sequence[Received]) -> list[Rows]:
+    def compute(self, received: Sequence[IncomingBatch]) -> list[Rows]:
         """Vectors looked up here for all ranks, and those of copies for this one's own batch."""
         return [one.compute(came) for one, came in zip(self._equal(), received, strict=True)]
 
     def output_dist(
-        self, rows: Sequence[Rows], received: Sequence[Received]
+        self, rows: Sequence[Rows], received: Sequence[IncomingBatch]
     ) -> LazyAwaitable[dict[str, JaggedTensor]]:
         """Start the vectors on their way back."""
         pending = [
             one.output_dist(own, came)
             for one, own, came in zip(self._equal(), rows, received, strict=True)
         ]
-        return LazyDeferred(in_this_grad_mode(partial(self._output, pending, received)))
+        return LazyDeferredAwaitable(in_this_grad_mode(partial(self._output, pending, received)))
 
     def compute_and_output_dist(
-        self, received: Sequence[Received]
+        self, received: Sequence[IncomingBatch]
     ) -> LazyAwaitable[dict[str, JaggedTensor]]:
         """Both."""
         return self.output_dist(self.compute(received), received)
@@ -416,7 +422,7 @@ class ShardedEmbeddingCollection(StateOfTables):
         return self.compute_and_output_dist(self.input_dist(features).wait().wait())
 
     def _output(
-        self, pending: Sequence[Awaitable[Tensor]], received: Sequence[Received]
+        self, pending: Sequence[Awaitable[Tensor]], received: Sequence[IncomingBatch]
     ) -> dict[str, JaggedTensor]:
         vectors = [awaitable.wait() for awaitable in pending]
         split = [_by_feature(values, came) for values, came in zip(vectors, received, strict=True)]
@@ -429,7 +435,7 @@ class ShardedEmbeddingCollection(StateOfTables):
         return result
 
 
-def _by_feature(values: Tensor, received: Received) -> list[tuple[Tensor, Tensor, Tensor]]:
+def _by_feature(values: Tensor, received: IncomingBatch) -> list[tuple[Tensor, Tensor, Tensor]]:
     """Vectors, lengths of bags and ids of each feature."""
     inputs = received.inputs
     lengths = inputs.lengths.split(inputs.bags)
@@ -439,5 +445,5 @@ def _by_feature(values: Tensor, received: Received) -> list[tuple[Tensor, Tensor
 
 def _width(config: Config, sharding: ParameterSharding) -> int:
     """The largest that all blocks of columns are made of."""
-    edges = (edge for box in sharding.boxes for edge in box.columns)
+    edges = (edge for shard in sharding.shards for edge in shard.columns)
     return math.gcd(config.embedding_dim, *edges)

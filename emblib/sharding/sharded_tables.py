@@ -17,20 +17,21 @@ from emblib.jagged.jagged_tensor import running_sums
 from emblib.ops import autograd, route
 from emblib.optim import Optimizer
 from emblib.sharding import fingerprint
-from emblib.sharding.exchange import Awaitable, CommPrecision, Deferred, NoWait, comm_precision_of
-from emblib.sharding.input_dist import Distribution, Inputs, Received, ScaledGradient
+from emblib.sharding.awaitables import Awaitable, DeferredAwaitable, ReadyAwaitable
+from emblib.sharding.exchange import CommPrecision, check_comm_precision
+from emblib.sharding.input_dist import IncomingBatch, InputDist, LocalBatch, ScaledGradient
 from emblib.sharding.layout import (
+    CollectionLayout,
     Config,
-    Layout,
-    Part,
+    TableShard,
     blocks_of,
     lay_out,
+    send_ids_to_replicas,
     shape_of,
     slices_of,
     with_storage,
-    with_synchronised_copies,
 )
-from emblib.sharding.parameters import HeldHandle
+from emblib.sharding.parameters import ShardHandle
 from emblib.sharding.ranks import RankGroup, invoke_on_rank_and_broadcast_result
 from emblib.sharding.sharding_types import ParameterSharding, Shard, World, table_wise
 from emblib.sharding.tensor_train import share_cores
@@ -39,7 +40,7 @@ from emblib.storage import TableSlice
 from emblib.storage.initial_values import new_seeds
 
 
-class SynchronisedCopies(nn.Module):
+class ReplicatedTables(nn.Module):
     """The replicated tables of a collection.
 
     With a fused optimizer the ids of all ranks are there before backward, which brings the
@@ -49,10 +50,15 @@ class SynchronisedCopies(nn.Module):
     """
 
     def __init__(
-        self, layout: Layout, groups: TableGroups, ranks: RankGroup, *, synchronised: bool
+        self,
+        layout: CollectionLayout,
+        groups: TableGroups,
+        ranks: RankGroup,
+        *,
+        is_synchronised: bool,
     ) -> None:
         super().__init__()
-        self.groups, self.synchronised, self._world_size = groups, synchronised, ranks.size
+        self.groups, self.is_synchronised, self._world_size = groups, is_synchronised, ranks.size
         self._units = layout.replicated.units
         self._features = [unit.feature for unit in self._units]
         order = torch.tensor(self._features, dtype=torch.int64)
@@ -62,21 +68,21 @@ class SynchronisedCopies(nn.Module):
     order: Tensor
     grad_anchor: Tensor
 
-    def forward(self, inputs: Inputs) -> Tensor:
+    def forward(self, inputs: LocalBatch) -> Tensor:
         """Rows of this rank's own batch, `[B, columns]` or flat, or `[L, dim]` if not pooled."""
         ids, offsets, weights = reordered(inputs, self._features, self.order)
         sizes = [[inputs.bags[f]] for f in self._features] if inputs.is_variable else None
-        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.synchronised):
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.is_synchronised):
             return self.groups(ids, offsets, weights, batch_sizes=sizes)
 
-    def of_features(self, inputs: Inputs, values: Tensor) -> Tensor:
+    def of_features(self, inputs: LocalBatch, values: Tensor) -> Tensor:
         """Of `values`, one an id of the batch, those of the features that read these tables."""
         return reordered(inputs._replace(ids=values, weights=None), self._features, self.order)[0]
 
-    def stand_in(self, received: Received, shape: tuple[int, ...]) -> Tensor:
+    def gradient_sink(self, received: IncomingBatch, shape: tuple[int, ...]) -> Tensor:
         """What takes the gradients of all ranks' rows, of `shape`, and makes the step with them."""
         bags = received.bags[len(received.bags) - len(self._units) :]
-        first = received.ids.numel() - received.copied
+        first = received.ids.numel() - received.num_replicated_ids
         offsets = received.offsets[received.offsets.numel() - 1 - sum(map(sum, bags)) :] - first
         sizes = bags if received.inputs.is_variable else None
         ids, weights = received.ids[first:], received.weights
@@ -88,11 +94,11 @@ class SynchronisedCopies(nn.Module):
             return self.groups(ids, offsets, weights, batch_sizes=sizes)
 
         grad_anchor = self.grad_anchor.detach().requires_grad_()
-        result: Tensor = _StandIn.apply(grad_anchor, weights, look_up, shape)
+        result: Tensor = GradientSink.apply(grad_anchor, weights, look_up, shape)
         return result
 
 
-class _StandIn(torch.autograd.Function):
+class GradientSink(torch.autograd.Function):
     """A tensor without memory whose gradient is that of a lookup made in backward."""
 
     @staticmethod
@@ -124,7 +130,7 @@ class _StandIn(torch.autograd.Function):
 
 
 def reordered(
-    inputs: Inputs, features: list[int], order: Tensor
+    inputs: LocalBatch, features: list[int], order: Tensor
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Ids, offsets and weights of some features of a batch; `order` holds the same numbers."""
     bags = inputs.first_bags(range(len(inputs.bags)))
@@ -214,7 +220,7 @@ class LocalShard:
     """A part of a table that this rank holds: slice `index` of `groups`."""
 
     table: str
-    box: Shard
+    shard: Shard
     groups: TableGroups
     index: int
 
@@ -225,7 +231,7 @@ class Settings:
 
     configs: tuple[Config, ...]
     optimizer: Optimizer | None
-    wire: CommPrecision
+    comm_precision: CommPrecision
     gradients: GradientReduction
 
 
@@ -234,7 +240,7 @@ def agreed_settings(
     plan: Mapping[str, ParameterSharding],
     ranks: RankGroup,
     *,
-    wire: CommPrecision | None,
+    comm_precision: CommPrecision | None,
     gradients: GradientReduction,
     optimizer: Optimizer | None,
 ) -> Settings:
@@ -248,12 +254,16 @@ def agreed_settings(
     def checked() -> Settings:
         default = optimizer or source.optimizer
         how = GradientReduction(gradients)
-        return Settings(trained_configs(source), default, comm_precision_of(wire), how)
+        return Settings(trained_configs(source), default, check_comm_precision(comm_precision), how)
 
     def described(settings: Settings | None) -> fingerprint.Description:
         if settings is None:
             return {}
-        given = {"": fingerprint.settings_of(ranks, wire=settings.wire, gradients=gradients)}
+        given = {
+            "": fingerprint.settings_of(
+                ranks, comm_precision=settings.comm_precision, gradients=gradients
+            )
+        }
         tables = fingerprint.collection_description(
             source, settings.configs, plan, settings.optimizer
         )
@@ -263,7 +273,7 @@ def agreed_settings(
 
 
 class ShardedTables(nn.Module):
-    """Tables in boxes over ranks, and the ids of a batch on their way there.
+    """Tables in shards over ranks, and the ids of a batch on their way there.
 
     Args:
         source: the collection whose tables they become; its weights are kept, and the state of
@@ -301,12 +311,12 @@ class ShardedTables(nn.Module):
         def arrange(slices: Sequence[TableSlice], reads: Sequence[int]) -> list[int]:
             return [u for g in group(slices, reads, optimizer, pooling) for u in g.units]
 
-        layout = lay_out(self.configs, self._boxes(), ranks.size, arrange, pooled=pooled)
+        layout = lay_out(self.configs, self._effective_plan(), ranks.size, arrange, pooled=pooled)
         wholes = map(TableSlice.whole, self.configs)
         seeds = common_seeds(wholes, source.groups, ranks)
         own, replicated = layout.ranks[ranks.rank], layout.replicated
 
-        def make(parts: Sequence[Part], blocks: Mapping[str, tuple[int, int]]) -> TableGroups:
+        def make(parts: Sequence[TableShard], blocks: Mapping[str, tuple[int, int]]) -> TableGroups:
             slices, reads = slices_of(self.configs, self.plan, parts), self._reads(parts)
             groups = TableGroups(
                 slices, reads, pooled=pooled, optimizer=optimizer, device=device, seeds=seeds
@@ -316,25 +326,27 @@ class ShardedTables(nn.Module):
 
         def allocate() -> tuple[TableGroups, TableGroups | None]:
             groups = make(own.parts, self._key_blocks(own.parts))
-            share_cores(groups, own.parts, self.configs, self._boxes(), ranks)
+            share_cores(groups, own.parts, self.configs, self._effective_plan(), ranks)
             return groups, make(replicated.parts, {}) if replicated.parts else None
 
         # A rank without enough memory must not leave the others waiting in what comes next.
         self.groups, copies = fingerprint.agree(ranks, allocate)
-        self.copies = None
+        self.replicated = None
         if copies is not None:
             equalise(copies, ranks)
-            synchronised = _is_fused(copies) and ranks.size > 1
-            if synchronised:
-                layout = with_synchronised_copies(layout)
-            self.copies = SynchronisedCopies(layout, copies, ranks, synchronised=synchronised)
+            is_synchronised = _is_fused(copies) and ranks.size > 1
+            if is_synchronised:
+                layout = send_ids_to_replicas(layout)
+            self.replicated = ReplicatedTables(
+                layout, copies, ranks, is_synchronised=is_synchronised
+            )
         self.layout, self._own = layout, layout.ranks[ranks.rank]
         blocks = blocks_of(self.configs, layout)
-        self.distribution = Distribution(layout, blocks, ranks, self.scale, packs=pooled)
+        self._input_dist = InputDist(layout, blocks, ranks, self.scale, packs=pooled)
         self._keys = [feature.key for feature in layout.features]
         self._orders: dict[tuple[str, ...], list[int]] = {}
 
-    layout: Layout
+    layout: CollectionLayout
 
     def _check_plan(self) -> None:
         names = {config.name for config in self.configs}
@@ -350,7 +362,7 @@ class ShardedTables(nn.Module):
             sharding.check(config.name, shape, self.ranks.size)
             _check_keyed(config, sharding, self.ranks.size)
 
-    def _boxes(self) -> dict[str, ParameterSharding]:
+    def _effective_plan(self) -> dict[str, ParameterSharding]:
         """The plan; a copy on the only rank is a table there."""
         if self.ranks.size > 1:
             return self.plan
@@ -361,53 +373,55 @@ class ShardedTables(nn.Module):
             for config in self.configs
         }
 
-    def _reads(self, parts: Sequence[Part]) -> list[int]:
+    def _reads(self, parts: Sequence[TableShard]) -> list[int]:
         """The part that each unit reads."""
         features = [config.feature_names for config in self.configs]
         return [p for p, part in enumerate(parts) for _ in features[part.table]]
 
-    def _key_blocks(self, parts: Sequence[Part]) -> dict[str, tuple[int, int]]:
+    def _key_blocks(self, parts: Sequence[TableShard]) -> dict[str, tuple[int, int]]:
         """Of the dynamic tables here, which block of keys of how many."""
-        blocks, plan = {}, self._boxes()
+        blocks, plan = {}, self._effective_plan()
         for part in parts:
             config = self.configs[part.table]
             if config.storage.is_keyed:
-                boxes = sorted(plan[config.name].boxes, key=lambda box: box.rows)
-                blocks[config.name] = (boxes.index(part.box), len(boxes))
+                shards = sorted(plan[config.name].shards, key=lambda shard: shard.rows)
+                blocks[config.name] = (shards.index(part.shard), len(shards))
         return blocks
 
-    def parts(self) -> list[LocalShard]:
+    def local_shards(self) -> list[LocalShard]:
         """The parts of tables that are here, copies of replicated ones among them."""
         held = [(self._own.parts, self.groups)]
-        if self.copies is not None:
-            held.append((self.layout.replicated.parts, self.copies.groups))
+        if self.replicated is not None:
+            held.append((self.layout.replicated.parts, self.replicated.groups))
         return [
-            LocalShard(self.configs[part.table].name, part.box, groups, index)
+            LocalShard(self.configs[part.table].name, part.shard, groups, index)
             for parts, groups in held
             for index, part in enumerate(parts)
         ]
 
-    def handles(self) -> list[HeldHandle]:
+    def handles(self) -> list[ShardHandle]:
         """The handle of each part that is here."""
         held = []
-        for part in self.parts():
+        for part in self.local_shards():
             first = others = GradientShare.SHARD
-            if self.copies is not None and part.groups is self.copies.groups:
+            if self.replicated is not None and part.groups is self.replicated.groups:
                 first = others = GradientShare.REPLICA
-            elif self.ranks.rank != min(box.rank for box in self._boxes()[part.table].boxes):
+            elif self.ranks.rank != min(
+                shard.rank for shard in self._effective_plan()[part.table].shards
+            ):
                 others = GradientShare.COUNTED_ELSEWHERE  # cores that all slices have
             handle = part.groups.handles[part.index]
-            held.append(HeldHandle(part.table, handle, first, others))
+            held.append(ShardHandle(part.table, handle, first, others))
         return held
 
-    def kept_as(self, table: str) -> Config:
+    def storage_config(self, table: str) -> Config:
         """The configuration of a table as it is kept, which a plan may have changed."""
         config = next(config for config in self.configs if config.name == table)
         return with_storage(config, self.plan[table].storage)
 
     # One batch
 
-    def input_dist(self, features: KeyedJaggedTensor) -> Awaitable[Awaitable[Received]]:
+    def input_dist(self, features: KeyedJaggedTensor) -> Awaitable[Awaitable[IncomingBatch]]:
         """Start the ids on their way to the ranks that hold their rows.
 
         Waiting once starts the second of two messages; waiting for what that gives ends it. All
@@ -415,22 +429,22 @@ class ShardedTables(nn.Module):
         """
         inputs = self._inputs(features)
         if self._is_local:
-            return NoWait(Deferred(lambda: self._here(inputs)))
-        return self.distribution.start(inputs)
+            return ReadyAwaitable(DeferredAwaitable(lambda: self._here(inputs)))
+        return self._input_dist.start(inputs)
 
     @property
     def _is_local(self) -> bool:
         whole = len(self._own.units) == len(self.layout.features)
-        return self.ranks.size == 1 and self.distribution.is_whole and whole
+        return self.ranks.size == 1 and self._input_dist.is_whole and whole
 
-    def _inputs(self, features: KeyedJaggedTensor) -> Inputs:
+    def _inputs(self, features: KeyedJaggedTensor) -> LocalBatch:
         """The features of the tables, in their order."""
         if not isinstance(features, KeyedJaggedTensor):
             features = KeyedJaggedTensor.adopt(features)
         keys = features.keys()
         if keys != self._keys:
             features = features.permute(self._order(tuple(keys)))
-        return Inputs(
+        return LocalBatch(
             features.values(),
             features.lengths(),
             features.offsets(),
@@ -459,19 +473,19 @@ class ShardedTables(nn.Module):
             self._orders[keys] = [keys.index(key) for key in self._keys]
         return self._orders[keys]
 
-    def _here(self, inputs: Inputs) -> Received:
+    def _here(self, inputs: LocalBatch) -> IncomingBatch:
         """A batch that goes nowhere."""
         order = [unit.feature for unit in self._own.units]
         ids, offsets, weights = inputs.ids, inputs.offsets, inputs.weights
         if order != sorted(order):
-            ids, offsets, weights = reordered(inputs, order, self.distribution.order)
+            ids, offsets, weights = reordered(inputs, order, self._input_dist.order)
         bags = [[inputs.bags[f]] for f in order]
-        return Received(
+        return IncomingBatch(
             *(inputs, None, ids, offsets, weights, bags, inputs.is_variable),
             *(offsets, [ids.numel()], 0),
         )
 
-    def rows(self, received: Received) -> Tensor:
+    def rows(self, received: IncomingBatch) -> Tensor:
         """Look up what came for the tables here.
 
         Raises:
@@ -486,25 +500,25 @@ class ShardedTables(nn.Module):
         if len(received.bags) == len(self._own.units):
             ids, offsets, weights = received.ids, received.offsets, received.weights
         else:
-            ids, offsets, weights = self._without_copies(received)
+            ids, offsets, weights = self._without_replicas(received)
         if not self._own.units and weights is not None and weights.requires_grad:
             # The other ranks send gradients of weights in backward, which takes this one, too.
             return weights[:0].view(0, 0)
         sizes = received.bags[: len(self._own.units)] if received.by_unit else None
         return self.groups(ids, offsets, weights, batch_sizes=sizes)
 
-    def prefetch(self, received: Received) -> None:
+    def prefetch(self, received: IncomingBatch) -> None:
         """Bring rows that `rows` will look up for this batch into the caches of their tables."""
         whole = len(received.bags) == len(self._own.units)
         ids, offsets = received.ids, received.offsets
         if not whole:
-            ids, offsets, _ = self._without_copies(received)
+            ids, offsets, _ = self._without_replicas(received)
         sizes = received.bags[: len(self._own.units)] if received.by_unit else None
         self.groups.prefetch(ids, offsets, batch_sizes=sizes)
 
-    def _without_copies(self, received: Received) -> tuple[Tensor, Tensor, Tensor | None]:
+    def _without_replicas(self, received: IncomingBatch) -> tuple[Tensor, Tensor, Tensor | None]:
         bags = sum(map(sum, received.bags[: len(self._own.units)]))
-        ids = received.ids.numel() - received.copied
+        ids = received.ids.numel() - received.num_replicated_ids
         weights = received.weights
         return (
             received.ids[:ids],

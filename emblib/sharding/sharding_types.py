@@ -1,7 +1,7 @@
-"""Where the parts of a table are: boxes of rows and columns, and the rules that make them.
+"""Where the parts of a table are: shards of rows and columns, and the rules that make them.
 
-A sharded table is a list of boxes that tile `[rows, dim]`. Every sharding type is a rule that makes
-such a list; nothing after it knows the types, so that any tiling is one (`custom`).
+A sharded table is a list of shards that tile `[rows, dim]`. Every sharding type is a rule that
+makes such a list; nothing after it knows the types, so that any tiling is one (`custom`).
 
 Blocks are as equal as `torch.chunk` makes them: all of ceil(n / parts), the last ones shorter or
 not there. Rows and columns of a tensor-train table are cut between slices of its first core only,
@@ -78,23 +78,23 @@ class ShardingType(Choice):
 
 @dataclass(frozen=True)
 class ParameterSharding:
-    """How one table is spread: its boxes, or none where every rank has a copy (DATA_PARALLEL).
+    """How one table is spread: its shards, or none where every rank has a copy (DATA_PARALLEL).
 
     Args:
-        type: the name of the way; what counts are the boxes.
-        boxes: rectangles that tile the table; a rank may have several.
+        type: the name of the way; what counts are the shards.
+        shards: rectangles that tile the table; a rank may have several.
         storage: None for the storage of the table's own configuration, or another one, e.g.
             `Dense(Placement.MANAGED_CACHING)`.
     """
 
     type: ShardingType
-    boxes: tuple[Shard, ...] = ()
+    shards: tuple[Shard, ...] = ()
     storage: Any = None
 
     @property
     def ranks(self) -> tuple[int, ...]:
         """The ranks that have a part, ascending; none where every rank has a copy."""
-        return tuple(sorted({box.rank for box in self.boxes}))
+        return tuple(sorted({shard.rank for shard in self.shards}))
 
     @property
     def is_replicated(self) -> bool:
@@ -102,19 +102,19 @@ class ParameterSharding:
         return self.type is ShardingType.DATA_PARALLEL
 
     def check(self, name: str, shape: TableShape, world_size: int) -> None:
-        """Raise ValueError unless the boxes tile the table and their ranks exist."""
+        """Raise ValueError unless the shards tile the table and their ranks exist."""
         if self.is_replicated:
-            if self.boxes:
-                raise ValueError(f"table {name}: data_parallel has no boxes, got {self.boxes}")
+            if self.shards:
+                raise ValueError(f"table {name}: data_parallel has no shards, got {self.shards}")
             return
-        for box in self.boxes:
-            _check_box(name, box, shape, world_size)
-        area = sum(math.prod(box.shape) for box in self.boxes)
-        if area != shape.rows * shape.columns or _overlapping(self.boxes):
+        for shard in self.shards:
+            _check_shard(name, shard, shape, world_size)
+        area = sum(math.prod(shard.shape) for shard in self.shards)
+        if area != shape.rows * shape.columns or _overlapping(self.shards):
             raise ValueError(
-                f"table {name}: its boxes must cover [{shape.rows}, {shape.columns}] and not "
+                f"table {name}: its shards must cover [{shape.rows}, {shape.columns}] and not "
                 f"overlap; these cover {area} of {shape.rows * shape.columns} values"
-                f"{' and overlap' if _overlapping(self.boxes) else ''}: {list(self.boxes)}"
+                f"{' and overlap' if _overlapping(self.shards) else ''}: {list(self.shards)}"
             )
 
 
@@ -168,8 +168,8 @@ def table_column_wise(node: int) -> Rule:
     """Blocks of columns on the ranks of one node."""
 
     def rule(shape: TableShape, world: World) -> ParameterSharding:
-        boxes = _by_columns(shape, world.ranks_of(node))
-        return ParameterSharding(ShardingType.TABLE_COLUMN_WISE, boxes)
+        shards = _by_columns(shape, world.ranks_of(node))
+        return ParameterSharding(ShardingType.TABLE_COLUMN_WISE, shards)
 
     return rule
 
@@ -180,19 +180,19 @@ def grid(nodes: Sequence[int] | None = None) -> Rule:
     def rule(shape: TableShape, world: World) -> ParameterSharding:
         chosen = range(-(-world.size // world.local_size)) if nodes is None else nodes
         columns = _by_columns(shape, tuple(chosen))
-        boxes = tuple(
+        shards = tuple(
             Shard(rows.rank, rows.rows, block.columns)
             for block in columns
             for rows in _by_rows(shape, world.ranks_of(block.rank))
         )
-        return ParameterSharding(ShardingType.GRID, boxes)
+        return ParameterSharding(ShardingType.GRID, shards)
 
     return rule
 
 
-def custom(boxes: Sequence[Shard]) -> Rule:
-    """These boxes, whatever they are."""
-    given = tuple(Shard(*box) for box in boxes)
+def custom(shards: Sequence[Shard]) -> Rule:
+    """These shards, whatever they are."""
+    given = tuple(Shard(*shard) for shard in shards)
     return lambda shape, world: ParameterSharding(ShardingType.CUSTOM, given)
 
 
@@ -238,34 +238,34 @@ def _by_columns(
     )
 
 
-def _check_box(name: str, box: Shard, shape: TableShape, world_size: int) -> None:
-    if not 0 <= box.rank < world_size:
-        raise ValueError(f"table {name}: a rank must be in [0, {world_size}), got {box}")
+def _check_shard(name: str, shard: Shard, shape: TableShape, world_size: int) -> None:
+    if not 0 <= shard.rank < world_size:
+        raise ValueError(f"table {name}: a rank must be in [0, {world_size}), got {shard}")
     axes = (
-        ("rows", box.rows, shape.rows, shape.row_unit),
-        ("columns", box.columns, shape.columns, shape.column_unit),
+        ("rows", shard.rows, shape.rows, shape.row_unit),
+        ("columns", shard.columns, shape.columns, shape.column_unit),
     )
     for axis, (start, end), size, unit in axes:
         if not 0 <= start < end <= size:
             raise ValueError(
-                f"table {name}: the {axis} of a box must be a span in [0, {size}], got {box}"
+                f"table {name}: the {axis} of a shard must be a span in [0, {size}], got {shard}"
             )
         if start % unit or (end % unit and end != size):
             raise ValueError(
-                f"table {name}: its {axis} can be cut at multiples of {unit} only, got {box}"
+                f"table {name}: its {axis} can be cut at multiples of {unit} only, got {shard}"
             )
 
 
-def _overlapping(boxes: Sequence[Shard]) -> bool:
-    """Whether two boxes share a value; by a sweep over rows, as there may be thousands."""
-    edges = sorted({edge for box in boxes for edge in box.rows})
+def _overlapping(shards: Sequence[Shard]) -> bool:
+    """Whether two shards share a value; by a sweep over rows, as there may be thousands."""
+    edges = sorted({edge for shard in shards for edge in shard.rows})
     by_start: dict[int, list[Shard]] = {}
-    for box in boxes:
-        by_start.setdefault(box.rows[0], []).append(box)
+    for shard in shards:
+        by_start.setdefault(shard.rows[0], []).append(shard)
     active: list[Shard] = []
     for edge in edges:
-        active = [box for box in active if box.rows[1] > edge] + by_start.get(edge, [])
-        spans = sorted(box.columns for box in active)
+        active = [shard for shard in active if shard.rows[1] > edge] + by_start.get(edge, [])
+        spans = sorted(shard.columns for shard in active)
         if any(a[1] > b[0] for a, b in pairwise(spans)):
             return True
     return False

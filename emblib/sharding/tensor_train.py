@@ -25,7 +25,7 @@ from torch import Tensor
 
 from emblib.collections.groups import TableGroups
 from emblib.ops import autograd
-from emblib.sharding.layout import Config, Part, with_storage
+from emblib.sharding.layout import Config, TableShard, with_storage
 from emblib.sharding.ranks import RankGroup
 from emblib.sharding.sharding_types import ParameterSharding
 
@@ -114,7 +114,7 @@ def _swap(
 
 def share_cores(
     groups: TableGroups,
-    parts: Sequence[Part],
+    parts: Sequence[TableShard],
     configs: Sequence[Config],
     plan: Mapping[str, ParameterSharding],
     ranks: RankGroup,
@@ -131,8 +131,8 @@ def share_cores(
         sharding = plan[config.name]
         if not with_storage(config, sharding.storage).storage.shares_parameters:
             continue
-        holders = sorted({box.rank for box in sharding.boxes})
-        if len(sharding.boxes) < 2 or ranks.rank not in holders:
+        holders = sorted({shard.rank for shard in sharding.shards})
+        if len(sharding.shards) < 2 or ranks.rank not in holders:
             continue
         here = [i for i, part in enumerate(parts) if part.table == number]
         modules = [groups.module_of(i)[0] for i in here]

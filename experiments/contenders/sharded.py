@@ -204,12 +204,12 @@ class Spread(Bags):
         pieces = [
             Piece(
                 names.index(part.table),
-                part.box.rows[0],
-                part.box.columns[0],
+                part.shard.rows[0],
+                part.shard.columns[0],
                 part.groups.views(part.index)["weight"],
                 copy=plan[part.table].is_replicated,
             )
-            for part in module.parts()
+            for part in module.local_shards()
         ]
         return module, pieces
 
@@ -258,7 +258,7 @@ class Spread(Bags):
 
     def groups(self) -> list[TableGroups]:
         """The sharded module's, copies of whole tables among them."""
-        found = {id(part.groups): part.groups for part in self.module.parts()}
+        found = {id(part.groups): part.groups for part in self.module.local_shards()}
         return list(found.values())
 
 

@@ -91,10 +91,10 @@ def test_the_registry_has_a_codec_for_each_direction() -> None:
     registry = ours.get_qcomm_codecs_registry(config)
     assert registry is not None
     assert set(registry) == {op.name for op in ours.CommOp}
-    wire = comm_precision_of(registry, pooled=True)
-    assert wire is not None
-    assert wire.forward == FP16(8.0)
-    assert wire.backward == FP8(64, format="e5m2")
+    comm_precision = comm_precision_of(registry, pooled=True)
+    assert comm_precision is not None
+    assert comm_precision.forward == FP16(8.0)
+    assert comm_precision.backward == FP8(64, format="e5m2")
     other = ours.get_qcomm_codecs_registry(
         ours.QCommsConfig(ours.CommType.BF16, ours.CommType.INT8), [ours.CommOp(o) for o in _ops()]
     )

@@ -18,39 +18,39 @@ def numbers(rows: int, columns: int = 0, dtype: torch.dtype = torch.float32) -> 
     return (torch.arange(rows * max(columns, 1)) + 1).view(shape).to(dtype)
 
 
-def spread(whole: Tensor, boxes: Sequence[Shard], ranks: RankGroup) -> ShardedTable:
+def spread(whole: Tensor, shards: Sequence[Shard], ranks: RankGroup) -> ShardedTable:
     """The parts that a rank has of a whole."""
     parts = {
-        i: whole[slice(*box.rows), slice(*box.columns)].clone()
+        i: whole[slice(*shard.rows), slice(*shard.columns)].clone()
         if whole.dim() == 2
-        else whole[slice(*box.rows)].clone()
-        for i, box in enumerate(boxes)
-        if box.rank == ranks.rank
+        else whole[slice(*shard.rows)].clone()
+        for i, shard in enumerate(shards)
+        if shard.rank == ranks.rank
     }
-    return ShardedTable(whole.size(), boxes, parts, ranks, whole.dtype)
+    return ShardedTable(whole.size(), shards, parts, ranks, whole.dtype)
 
 
 def assert_is(table: ShardedTable, whole: Tensor) -> None:
-    """Every part has the values of its box."""
-    for i, part in spread(whole, table.boxes, table.ranks).parts.items():
-        assert torch.equal(table.parts[i], part), table.boxes[i]
+    """Every part has the values of its shard."""
+    for i, part in spread(whole, table.shards, table.ranks).parts.items():
+        assert torch.equal(table.parts[i], part), table.shards[i]
 
 
-def save(ranks: RankGroup, path: Path, boxes: Sequence[Shard], rows: int, columns: int) -> None:
+def save(ranks: RankGroup, path: Path, shards: Sequence[Shard], rows: int, columns: int) -> None:
     """A table, a row state, a replicated tensor and a number."""
     state = {
-        "model": {"table": spread(numbers(rows, columns), boxes, ranks), "dense": numbers(3, 4)},
+        "model": {"table": spread(numbers(rows, columns), shards, ranks), "dense": numbers(3, 4)},
         "lists": [numbers(2), {"deep": numbers(5)}],
         "step": 7,
     }
     checkpoints.save(state, path, ranks)
 
 
-def load(ranks: RankGroup, path: Path, boxes: Sequence[Shard], rows: int, columns: int) -> None:
-    """The same with other boxes."""
+def load(ranks: RankGroup, path: Path, shards: Sequence[Shard], rows: int, columns: int) -> None:
+    """The same with other shards."""
     state = {
         "model": {
-            "table": spread(torch.zeros(rows, columns), boxes, ranks),
+            "table": spread(torch.zeros(rows, columns), shards, ranks),
             "dense": torch.zeros(3, 4),
         },
         "lists": [torch.zeros(2), {"deep": torch.zeros(5)}],

@@ -221,14 +221,14 @@ def plain_loop(model: nn.Module, batches: Sequence[Batch], steps: int) -> Iterat
 def values_of(model: DistributedModelParallel) -> dict[Any, Tensor]:
     """All that training changes and this rank holds.
 
-    By the name of a dense parameter, or by path, table, box and name of a part of a table.
+    By the name of a dense parameter, or by path, table, shard and name of a part of a table.
     """
     found: dict[Any, Tensor] = {}
     sharded = sharded_modules(model)
     for path, part in sharded.items():
-        for held in part.parts():
+        for held in part.local_shards():
             for key, view in held.groups.views(held.index).items():
-                found[path, held.table, held.box, key] = view.clone()
+                found[path, held.table, held.shard, key] = view.clone()
     for name, parameter in model.named_parameters():
         if not name.startswith(tuple(f"{path}." for path in sharded)):
             value: Any = parameter.detach()

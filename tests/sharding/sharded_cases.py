@@ -42,7 +42,7 @@ WORDS = {
 
 @dataclass(frozen=True)
 class Case:
-    """Tables and how they are spread: `plan` has a word or boxes for each table."""
+    """Tables and how they are spread: `plan` has a word or shards for each table."""
 
     configs: tuple[Any, ...]
     plan: tuple[Any, ...]
@@ -51,7 +51,7 @@ class Case:
     weighted: bool = False
     local_size: int | None = None
     ids: torch.dtype = torch.int64
-    wire: CommPrecision | None = None
+    comm_precision: CommPrecision | None = None
     tolerance: float = 1e-6
     exact_output: bool = False
     variable: bool = False
@@ -165,7 +165,7 @@ def joined(batches: Sequence[KeyedJaggedTensor]) -> KeyedJaggedTensor:
 
 
 def plan_of(case: Case, ranks: RankGroup) -> dict[str, Any]:
-    """The case's words as boxes."""
+    """The case's words as shards."""
     world = sharding_types.World(ranks.size, case.local_size or ranks.local_size)
     rules = {
         config.name: WORDS[word](world, i) if isinstance(word, str) else sharding_types.custom(word)
@@ -189,7 +189,7 @@ def make_sharded(case: Case, ranks: RankGroup, source: Any, gradients: str = "su
     pooled = isinstance(case.configs[0], EmbeddingBagConfig)
     kind = ShardedEmbeddingBagCollection if pooled else ShardedEmbeddingCollection
     plan, how = plan_of(case, ranks), GradientReduction(gradients)
-    return kind(source, plan, ranks, wire=case.wire, gradients=how)
+    return kind(source, plan, ranks, comm_precision=case.comm_precision, gradients=how)
 
 
 def flat(output: Any) -> Tensor:
@@ -252,7 +252,7 @@ def _close(got: Tensor, want: Tensor, tolerance: float) -> None:
 def compare_tables(sharded: Any, oracle: Any, tolerance: float) -> None:
     """Every part that is here against the same part of the whole: weights and optimizer states."""
     whole = {part.config.name: i for i, part in enumerate(oracle.groups.slices)}
-    for part in sharded.parts():
+    for part in sharded.local_shards():
         slice_ = part.groups.slices[part.index]
         views = part.groups.views(part.index)
         want = oracle.groups.views(whole[part.table])

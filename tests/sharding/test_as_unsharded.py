@@ -161,7 +161,7 @@ def copied(ranks: RankGroup, optimizer: Any, *, pooled: bool) -> None:
     flat(clone(own)).sum().backward()
     compare_tables(sharded, oracle, 0.0)
     listed = {id(parameter) for parameter in clone.parameters()}
-    for part in clone.parts():
+    for part in clone.local_shards():
         for parameter in part.groups.parameters_of(part.index).values():
             assert id(parameter) in listed
             assert (parameter.grad is None) == (optimizer is not None)

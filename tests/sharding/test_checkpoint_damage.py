@@ -280,12 +280,12 @@ def test_torch_loads_what_is_saved_with_checksums(tmp_path: Path) -> None:
 
 def save_and_damage(ranks: RankGroup, path: Path) -> str:
     """Every rank has a file of its own; that of rank 1 is damaged, and all ranks say so."""
-    boxes = [Shard(r, (r * 3, r * 3 + 3), (0, 4)) for r in range(ranks.size)]
+    shards = [Shard(r, (r * 3, r * 3 + 3), (0, 4)) for r in range(ranks.size)]
     whole = numbers(3 * ranks.size, 4)
-    checkpoints.save({"t": spread(whole, boxes, ranks)}, path, ranks)
+    checkpoints.save({"t": spread(whole, shards, ranks)}, path, ranks)
     checkpoints.save({"n": numbers(3)}, path / "one", ranks)  # one rank writes it
     assert len(list((path / "one").iterdir())) == 2
-    found = {"t": spread(torch.zeros(3 * ranks.size, 4), boxes, ranks)}
+    found = {"t": spread(torch.zeros(3 * ranks.size, 4), shards, ranks)}
     checkpoints.load(found, path, ranks)
     assert_is(found["t"], whole)
     if ranks.rank == 1:

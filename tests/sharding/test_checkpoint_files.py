@@ -67,7 +67,7 @@ def test_latest_is_the_greatest_that_is_whole(tmp_path: Path) -> None:
 
 
 def test_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A box is cut into pieces, which another size of pieces reads."""
+    """A shard is cut into pieces, which another size of pieces reads."""
     monkeypatch.setattr(sharded_table, "PIECE_BYTES", 3 * 16)
     table = spread(numbers(10, 4), WHOLE, ALONE)
     assert [(o, tuple(p.shape)) for o, p in table.pieces()] == [
@@ -85,24 +85,24 @@ def test_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("boxes", [1, 2])
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
-def test_tables_without_rows(boxes: int, tmp_path: Path) -> None:
+def test_tables_without_rows(shards: int, tmp_path: Path) -> None:
     """They are in the metadata, as tensors without rows are, and torch loads them."""
-    tables = [Shard(0, (0, 0), (2 * i, 2 * i + 2)) for i in range(boxes)]
-    table = spread(torch.zeros(0, 2 * boxes), tables, ALONE)
+    tables = [Shard(0, (0, 0), (2 * i, 2 * i + 2)) for i in range(shards)]
+    table = spread(torch.zeros(0, 2 * shards), tables, ALONE)
     states = RowStates(
-        (0, boxes),
-        [Shard(0, (0, 0), (i, i + 1)) for i in range(boxes)],
-        {i: torch.zeros(0, 1) for i in range(boxes)},
+        (0, shards),
+        [Shard(0, (0, 0), (i, i + 1)) for i in range(shards)],
+        {i: torch.zeros(0, 1) for i in range(shards)},
         ALONE,
         torch.float32,
     )
-    states.cuts = tuple(range(0, 2 * boxes + 1, 2))
+    states.cuts = tuple(range(0, 2 * shards + 1, 2))
     checkpoints.save({"t": table, "s": states, "u": numbers(2)}, tmp_path, ALONE)
-    found = {"t": spread(torch.zeros(0, 2 * boxes), tables[::-1], ALONE), "u": torch.zeros(2)}
+    found = {"t": spread(torch.zeros(0, 2 * shards), tables[::-1], ALONE), "u": torch.zeros(2)}
     checkpoints.load({**found, "s": states}, tmp_path, ALONE)
     assert torch.equal(found["u"], numbers(2))
-    checkpoints.load({"t": torch.zeros(0, 2 * boxes), "s": torch.zeros(0)}, tmp_path, ALONE)
-    dcp.load({"t": torch.zeros(0, 2 * boxes)}, checkpoint_id=tmp_path, no_dist=True)
+    checkpoints.load({"t": torch.zeros(0, 2 * shards), "s": torch.zeros(0)}, tmp_path, ALONE)
+    dcp.load({"t": torch.zeros(0, 2 * shards)}, checkpoint_id=tmp_path, no_dist=True)
 
 
 def test_other_tables_are_told_before_anything_is_read(tmp_path: Path) -> None:
@@ -175,10 +175,10 @@ def test_states_by_columns() -> None:
 
 
 def row_states(cuts: tuple[int, ...], values: list[float]) -> RowStates:
-    """A table of 3 rows in boxes by column, each with one number."""
-    boxes = [Shard(0, (0, 3), (i, i + 1)) for i in range(len(values))]
+    """A table of 3 rows in shards by column, each with one number."""
+    shards = [Shard(0, (0, 3), (i, i + 1)) for i in range(len(values))]
     parts = {i: torch.full((3, 1), value) for i, value in enumerate(values)}
-    states = RowStates((3, len(values)), boxes, parts, ALONE, torch.float32)
+    states = RowStates((3, len(values)), shards, parts, ALONE, torch.float32)
     states.cuts = cuts
     return states
 
@@ -199,10 +199,10 @@ def test_states_by_columns_into_other_boxes(tmp_path: Path) -> None:
 
 def save_in_background(ranks: RankGroup, path: Path) -> list[bool]:
     """Two saves; what they save changes at once, and collectives go on meanwhile."""
-    boxes = [Shard(r, (r * 3, r * 3 + 3), (0, 4)) for r in range(ranks.size)]
+    shards = [Shard(r, (r * 3, r * 3 + 3), (0, 4)) for r in range(ranks.size)]
     rows = 3 * ranks.size
     pending = []
-    table = spread(numbers(rows, 4), boxes, ranks)
+    table = spread(numbers(rows, 4), shards, ranks)
     for step in range(2):
         state = {"t": table, "other": torch.full((2,), step), "step": step}
         pending.append(checkpoints.async_save(state, path / str(step), ranks))
@@ -212,7 +212,7 @@ def save_in_background(ranks: RankGroup, path: Path) -> list[bool]:
     for step, future in enumerate(pending):
         future.result()
         found: dict[str, Any] = {
-            "t": spread(torch.zeros(rows, 4), boxes, ranks),
+            "t": spread(torch.zeros(rows, 4), shards, ranks),
             "other": torch.zeros(2),
             "step": -1,
         }
@@ -277,9 +277,9 @@ def test_interrupts_stay_what_they_are(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def export(ranks: RankGroup, path: Path) -> Tensor | None:
-    boxes = [Shard(1 - r, (r * 3, r * 3 + 3), (0, 4)) for r in range(2)]
+    shards = [Shard(1 - r, (r * 3, r * 3 + 3), (0, 4)) for r in range(2)]
     whole = numbers(6, 4, torch.bfloat16)
-    state = {"a": {"t": spread(whole, boxes, ranks)}, "b": [torch.ones(2)], "c": "text"}
+    state = {"a": {"t": spread(whole, shards, ranks)}, "b": [torch.ones(2)], "c": "text"}
     checkpoints.export(state, path, ranks)
     everywhere = state["a"]["t"].full_tensor()
     assert torch.equal(everywhere, whole)
@@ -313,7 +313,7 @@ def test_as_a_tensor(tmp_path: Path) -> None:
         table + 1
     with pytest.raises(TypeError, match=r"checkpoints\.save"):
         torch.save(table, tmp_path / "x")
-    with pytest.raises(ValueError, match=r"rank 0 has the boxes \[0, 1\]"):
+    with pytest.raises(ValueError, match=r"rank 0 has the shards \[0, 1\]"):
         ShardedTable((10, 4), HALVES, {}, ALONE, torch.float32)
 
 
@@ -329,10 +329,10 @@ def test_with_torch_distributed_checkpoint_itself(tmp_path: Path) -> None:
 
 
 def save_with_torch(ranks: RankGroup, path: Path) -> None:
-    boxes = [Shard(r, (r * 3, r * 3 + 3), (0, 4)) for r in range(ranks.size)]
-    table = spread(numbers(3 * ranks.size, 4), boxes, ranks)
+    shards = [Shard(r, (r * 3, r * 3 + 3), (0, 4)) for r in range(ranks.size)]
+    table = spread(numbers(3 * ranks.size, 4), shards, ranks)
     dcp.save({"t": table}, checkpoint_id=path, process_group=ranks.group)
-    found = {"t": spread(torch.zeros(3 * ranks.size, 4), boxes, ranks)}
+    found = {"t": spread(torch.zeros(3 * ranks.size, 4), shards, ranks)}
     dcp.load(found, checkpoint_id=path, process_group=ranks.group)
     assert_is(found["t"], numbers(3 * ranks.size, 4))
 

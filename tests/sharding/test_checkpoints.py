@@ -1,4 +1,4 @@
-"""Checkpoints of tables that are spread over ranks: from any boxes to any."""
+"""Checkpoints of tables that are spread over ranks: from any shards to any."""
 
 from pathlib import Path
 
@@ -29,7 +29,9 @@ RULES = {
     "row_wise": lambda world: row_wise(),
     "column_wise": lambda world: column_wise(),
     "grid": lambda world: grid(),
-    "uneven": lambda world: custom([box._replace(rank=i % world) for i, box in enumerate(UNEVEN)]),
+    "uneven": lambda world: custom(
+        [shard._replace(rank=i % world) for i, shard in enumerate(UNEVEN)]
+    ),
 }
 
 
@@ -37,7 +39,7 @@ def boxes_of(rule: str, world: int) -> tuple[Shard, ...]:
     local_size = 2 if world % 2 == 0 else 1
     sharding = RULES[rule](world)(TableShape(ROWS, COLUMNS), World(world, local_size))
     sharding.check("table", TableShape(ROWS, COLUMNS), world)
-    return sharding.boxes
+    return sharding.shards
 
 
 @pytest.mark.parametrize("start", RULES)

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from emblib.sharding import collectives
+from emblib.sharding.awaitables import Awaitable
 from emblib.sharding.codecs import BF16, FP8, FP16, INT8, Codec
 from emblib.sharding.collectives import GradientReduction
-from emblib.sharding.exchange import Awaitable, CommPrecision
+from emblib.sharding.exchange import CommPrecision
 from emblib.sharding.ranks import RankGroup
 from tests.sharding import worlds
 
@@ -170,17 +171,17 @@ def _as_list(out: Any) -> list[Tensor]:
 
 
 def _run(
-    ranks: RankGroup, name: str, batch: Sequence[int], wire: CommPrecision, options: Any
+    ranks: RankGroup, name: str, batch: Sequence[int], comm_precision: CommPrecision, options: Any
 ) -> None:
     gradients, dtype, kind = options
     case, rank = CASES[name], ranks.rank
     every = _all_inputs(case, batch, dtype, kind)
     mine = [t.detach().clone().requires_grad_() for t in every[rank]]
-    how = {"wire": wire, "gradients": gradients} | case.more(dtype)
+    how = {"comm_precision": comm_precision, "gradients": gradients} | case.more(dtype)
     outs = _as_list(case.act(mine, batch, ranks, **how).wait())
     wants = [case.want(every, batch, r) for r in range(ranks.size)]
     sent = [t for e in every for t in e]
-    _compare(outs, wants[rank], _most(wire.forward, sent, ranks.size, kind))
+    _compare(outs, wants[rank], _most(comm_precision.forward, sent, ranks.size, kind))
     _weighted(outs, rank, kind)[0].backward()
     total, grads = torch.zeros(()), []
     for r, want in enumerate(wants):
@@ -188,7 +189,7 @@ def _run(
         total, grads = total + loss, grads + weights
     total.backward()
     divisor = ranks.size if gradients is GradientReduction.MEAN else 1
-    most = _most(wire.backward, grads, ranks.size, kind)
+    most = _most(comm_precision.backward, grads, ranks.size, kind)
     for got, want in zip(mine, every[rank], strict=True):
         assert got.grad is not None
         _compare([got.grad], [want.grad / divisor], most / divisor)
@@ -236,12 +237,12 @@ def test_dtypes(name: str, dtype: torch.dtype) -> None:
 )
 def test_codecs(name: str, codec: Codec) -> None:
     options = GradientReduction.MEAN, torch.float32, "normal"
-    for wire in (
+    for comm_precision in (
         CommPrecision(forward=codec),
         CommPrecision(backward=codec),
         CommPrecision(codec, codec),
     ):
-        worlds.run(3, _run, name, BATCHES["uneven"][:3], wire, options)
+        worlds.run(3, _run, name, BATCHES["uneven"][:3], comm_precision, options)
 
 
 def _sum_bits(ranks: RankGroup) -> None:

@@ -122,9 +122,9 @@ TABLES: dict[str, tuple[dict[str, Any], str]] = {
     "weights": ({"is_weighted": True}, "is_weighted is False on rank 0 and True on rank 1"),
 }
 SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
-    "wire": (
-        {"wire": CommPrecision(backward=BF16())},
-        "wire.backward is FP32 on rank 0 and BF16 on rank 1",
+    "comm_precision": (
+        {"comm_precision": CommPrecision(backward=BF16())},
+        "comm_precision.backward is FP32 on rank 0 and BF16 on rank 1",
     ),
     "gradients": (
         {"gradients": GradientReduction.SUM},
@@ -298,12 +298,14 @@ def _one_fails(ranks: RankGroup) -> dict[str, str]:
     mine = ranks.rank == 1
     gone = _plan(item=sharding_types.table_wise(7)) if mine else _plan()
     wrap = "dpp" if mine else "ddp"
-    wire: Any = "fp16" if mine else None
+    comm_precision: Any = "fp16" if mine else None
     made: dict[str, Callable[[], Any]] = {
         "plan": partial(shard, _bags(), {"": gone}, ranks),
         "path": partial(shard, _bags(), {"else" if mine else "": _plan()}, ranks),
         "wrap": partial(DistributedModelParallel, _bags(), ranks, plan={"": _plan()}, wrap=wrap),
-        "wire": partial(ShardedEmbeddingBagCollection, _bags(), _cut(), ranks, wire=wire),
+        "comm_precision": partial(
+            ShardedEmbeddingBagCollection, _bags(), _cut(), ranks, comm_precision=comm_precision
+        ),
     }
     found = {name: _told(call) for name, call in made.items()}
     bags = _bags()
@@ -320,7 +322,7 @@ def test_an_error_of_one_rank_is_raised_on_all() -> None:
         "plan": "ValueError: table item: a rank must be in [0, 2), got Shard(rank=7",
         "path": "collections is (the model) on rank 0 and else on rank 1",
         "wrap": "wrap is DDP on rank 0 and dpp on rank 1",
-        "wire": "TypeError: wire must be None or a CommPrecision",
+        "comm_precision": "TypeError: comm_precision must be None or a CommPrecision",
         "memory": "MemoryError: none left",
     }.items():
         assert words in own[name]
@@ -516,9 +518,9 @@ def _may_differ(ranks: RankGroup) -> int:
     # Copies become those of rank 0, whatever the others have.
     later: Any = _bags(rate_now=0.3 if ranks.rank == 0 else None)
     copies = {name: sharding_types.data_parallel() for name in _plan()}
-    kernel = shard(later, {"": copies}, ranks).copies.groups.module_of(0)[0]  # type: ignore[union-attr]
+    kernel = shard(later, {"": copies}, ranks).replicated.groups.module_of(0)[0]  # type: ignore[union-attr]
     assert kernel.learning_rate == 0.3
-    return len(sharded.parts())
+    return len(sharded.local_shards())
 
 
 def test_what_each_rank_has_for_itself_may_differ() -> None:

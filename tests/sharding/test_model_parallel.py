@@ -79,11 +79,11 @@ def assembled(by_rank: list[dict[Any, Tensor]]) -> dict[str, Tensor]:
             if isinstance(place, str):
                 assert torch.equal(whole.setdefault(place, value), value), place  # on all ranks
             elif place[-1] == "weight":
-                path, table, box, _ = place
+                path, table, shard, _ = place
                 kind = "embeddings" if path == "clicks" else "embedding_bags"
                 unset = torch.full((ROWS, DIM), 7.0)
                 target = whole.setdefault(f"{path}.{kind}.{table}.weight", unset)
-                target[slice(*box.rows), slice(*box.columns)] = value
+                target[slice(*shard.rows), slice(*shard.columns)] = value
     return whole
 
 
@@ -198,7 +198,7 @@ def _first_values(ranks: RankGroup, device: str) -> tuple[dict[str, Tensor], boo
         model = Odd(device)
     plan = {"sparse": {"t": data_parallel()}}
     model = DistributedModelParallel(model, ranks, plan=plan)
-    table = model.module.sparse.parts()[0]
+    table = model.module.sparse.local_shards()[0]
     bare = model.module
     found = {"table": table.groups.views(table.index)["weight"].clone()}
     found |= {n: p.detach().clone() for n, p in bare.dense.named_parameters()}
@@ -310,7 +310,7 @@ def _dense_table(ranks: RankGroup) -> tuple[Tensor, Tensor]:
     batch = KeyedJaggedTensor(["t"], torch.tensor([ranks.rank]), lengths=torch.tensor([1]))
     model(batch).sum().backward()
     optimizer.step()
-    part = model.module.sparse.parts()[0]
+    part = model.module.sparse.local_shards()[0]
     return before, part.groups.views(part.index)["weight"].clone()
 
 

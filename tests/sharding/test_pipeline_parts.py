@@ -140,9 +140,11 @@ def test_copies_of_the_object_are_the_same_input() -> None:
 # Loaders
 
 
-def _read(ranks: RankGroup, counts: list[int], ends: Any) -> list[tuple[list[int], Counted]]:
+def _read(
+    ranks: RankGroup, counts: list[int], uneven_inputs: Any
+) -> list[tuple[list[int], Counted]]:
     """What a rank trains, with loaders of different lengths."""
-    loader = Loader(ranks, ends, torch.device("cpu"))
+    loader = Loader(ranks, uneven_inputs, torch.device("cpu"))
     loader.read(iter([torch.full((ranks.rank + 1,), i) for i in range(counts[ranks.rank])]))
     found = []
     while True:
@@ -311,13 +313,13 @@ STOPPED = {
 }
 
 
-@pytest.mark.parametrize("ends", [DrainAll(), StopAtShortest(), AssumeEqual()])
+@pytest.mark.parametrize("uneven_inputs", [DrainAll(), StopAtShortest(), AssumeEqual()])
 @pytest.mark.parametrize("name", STOPPED)
 def test_epochs_of_one_iterator_that_are_left_where_the_end_was_read_ahead(
-    name: str, ends: Any
+    name: str, uneven_inputs: Any
 ) -> None:
     for loader in (SameIterator(6), Wrapper(SameIterator(6))):
-        pipeline = getattr(pipelines, name)(Line().eval(), None, ends=ends)
+        pipeline = getattr(pipelines, name)(Line().eval(), None, uneven_inputs=uneven_inputs)
         assert _stopped(pipeline, loader, 5) == STOPPED[name]
 
 
@@ -390,9 +392,11 @@ LEFT = [
 def _left_epochs_over_ranks(ranks: RankGroup) -> list[list[float]]:
     """Rank 0 reads the end ahead before the others do, and alone sees its iterator reset."""
     found = []
-    for ends in (DrainAll(), StopAtShortest()):
+    for uneven_inputs in (DrainAll(), StopAtShortest()):
         for name in STOPPED:
-            pipeline = getattr(pipelines, name)(Line().eval(), None, ends=ends, ranks=ranks)
+            pipeline = getattr(pipelines, name)(
+                Line().eval(), None, uneven_inputs=uneven_inputs, ranks=ranks
+            )
             found.append(_stopped(pipeline, SameIterator(4 + 3 * ranks.rank), 3))
     return found
 
@@ -404,9 +408,9 @@ def test_left_epochs_over_ranks_of_unlike_lengths() -> None:
 def _epochs_of_one_iterator(ranks: RankGroup) -> list[list[int]]:
     loader = SameIterator(2 + ranks.rank)
     counts = []
-    for ends in (DrainAll(), StopAtShortest(), AssumeEqual()):
-        loader.count = 2 if isinstance(ends, AssumeEqual) else loader.count
-        pipeline = TrainPipelineBase(Line().eval(), None, ends=ends, ranks=ranks)
+    for uneven_inputs in (DrainAll(), StopAtShortest(), AssumeEqual()):
+        loader.count = 2 if isinstance(uneven_inputs, AssumeEqual) else loader.count
+        pipeline = TrainPipelineBase(Line().eval(), None, uneven_inputs=uneven_inputs, ranks=ranks)
         counts.append([len(list(pipeline.run(loader))) for _ in range(3)])
     return counts
 
@@ -428,7 +432,7 @@ def test_wrong_use_is_told() -> None:
     with pytest.raises(
         TypeError, match=r"DrainAll\(\), StopAtShortest\(\) or AssumeEqual\(\), got 'longest'"
     ):
-        line(ends="longest")
+        line(uneven_inputs="longest")
     with pytest.raises(TypeError, match="model must be a module, got int"):
         TrainPipelineBase(3, None)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="must have zero_grad and step"):

@@ -161,7 +161,7 @@ def test_one_epoch_after_another(name: str) -> None:
 
 def _shortest(ranks: RankGroup, case: Case, name: str) -> tuple[int, Trained]:
     model = case.model(ranks)
-    pipeline = _pipeline(name, model, ends=StopAtShortest())
+    pipeline = _pipeline(name, model, uneven_inputs=StopAtShortest())
     losses = list(pipeline.run(batches_of(ranks.rank, case.counts)))
     return pipeline.steps, (losses, values_of(model))
 

@@ -189,7 +189,7 @@ def test_rows_are_cut_to_the_room_where_nothing_else_fits() -> None:
     sharding = found.tables[0].sharding
     assert found.fits
     assert sharding.type is ShardingType.CUSTOM
-    rows = {box.rank: box.shape[0] for box in sharding.boxes}
+    rows = {shard.rank: shard.shape[0] for shard in sharding.shards}
     assert rows[0] < 10_000 / 2 < rows[1]
     sharding.check("t", shape_of(works[0].config), 2)
 

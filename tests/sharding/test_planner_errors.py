@@ -211,13 +211,13 @@ def test_a_plan_for_another_world_is_refused() -> None:
 def test_any_boxes_can_be_predicted() -> None:
     config = EmbeddingBagConfig(1000, 64, "t")
     works = [TableWorkload("", config, optim.SGD(0.1), False, 16, 1.0)]
-    boxes = (
+    shards = (
         Shard(1, (0, 300), (0, 64)),
         Shard(0, (300, 1000), (0, 16)),
         Shard(1, (300, 1000), (16, 64)),
     )
     plan = ShardingPlan(
-        {"": {"t": ParameterSharding(ShardingType.CUSTOM, boxes)}}, Topology(2).world
+        {"": {"t": ParameterSharding(ShardingType.CUSTOM, shards)}}, Topology(2).world
     )
     planner = planner_of(Topology(2))
     told = predict(works, plan, planner.model(works), planner.free_memory())

@@ -164,8 +164,8 @@ def test_tables_far_away_cost_more() -> None:
 def test_codecs_shorten_the_way() -> None:
     works = [_only(_work(1000, 64), ShardingType.TABLE_WISE)]
 
-    def output(wire: CommPrecision | None) -> float:
-        planner = Planner(Topology(2), 100, wire=wire)
+    def output(comm_precision: CommPrecision | None) -> float:
+        planner = Planner(Topology(2), 100, comm_precision=comm_precision)
         return planner.solve_workloads(works).phases["output"]
 
     assert output(CommPrecision(BF16(), BF16())) == pytest.approx(output(None) / 2)

@@ -44,8 +44,8 @@ def test_plans(plan: Any, error: str) -> None:
 @pytest.mark.parametrize(
     ("options", "error"),
     [
-        ({"wire": "fp16"}, r"None or a CommPrecision, e.g. CommPrecision\(forward=FP16"),
-        ({"ranks": 3}, "ranks must be a Ranks, a process group"),
+        ({"comm_precision": "fp16"}, r"None or a CommPrecision, e.g. CommPrecision\(forward=FP16"),
+        ({"ranks": 3}, "ranks must be a RankGroup, a process group"),
         ({"wrap": "fsdp"}, "'fully_shard'"),
     ],
 )

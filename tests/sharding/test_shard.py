@@ -41,7 +41,7 @@ def keeps_what_was_trained(ranks: RankGroup, output: str) -> None:
     sharded = make_sharded(case, ranks, source)
     compare_tables(sharded, source, 0.0)
     kernel, _ = source.groups.module_of(0)
-    for part in sharded.parts():
+    for part in sharded.local_shards():
         assert part.groups.module_of(part.index)[0].step == kernel.step == 3
 
 
@@ -61,7 +61,7 @@ def hash_keys(ranks: RankGroup, plan: str, device: str) -> dict[str, list[int]]:
     found: dict[str, list[int]] = {}
     for name, handle in source.handles().items():
         found[name] = [handle.kernel.index.hash_key(handle.index)] if ranks.rank == 0 else []
-    for part in sharded.parts():
+    for part in sharded.local_shards():
         kernel, table = part.groups.module_of(part.index)
         sketches = kernel.state_dict()["admission.sketches.hash_keys"].tolist()
         found[part.table] += [kernel.index.hash_key(table), sketches[table]]
@@ -90,9 +90,9 @@ def first_values(ranks: RankGroup, plan: Any) -> dict[str, torch.Tensor]:
     found = {}
     for config in case.configs:
         whole = torch.zeros(config.num_embeddings, config.embedding_dim)
-        for part in sharded.parts():
+        for part in sharded.local_shards():
             if part.table == config.name:
-                rows, columns = slice(*part.box.rows), slice(*part.box.columns)
+                rows, columns = slice(*part.shard.rows), slice(*part.shard.columns)
                 whole[rows, columns] = part.groups.views(part.index)["weight"]
         found[config.name] = whole
     return found
@@ -156,9 +156,9 @@ def trains_with_torch(ranks: RankGroup, plan: Any) -> None:
 
 def compare_tables_by_weight(sharded: Any, oracle: Any) -> None:
     whole = {part.config.name: i for i, part in enumerate(oracle.groups.slices)}
-    for part in sharded.parts():
+    for part in sharded.local_shards():
         want = oracle.groups.views(whole[part.table])["weight"]
-        rows, columns = slice(*part.box.rows), slice(*part.box.columns)
+        rows, columns = slice(*part.shard.rows), slice(*part.shard.columns)
         torch.testing.assert_close(part.groups.views(part.index)["weight"], want[rows, columns])
 
 
@@ -179,11 +179,11 @@ def mean_is_sum_over_ranks(ranks: RankGroup) -> None:
             gradients=sharding.GradientReduction(gradients),
         )
         flat(sharded(batch(case, ranks.rank, 4))).sum().backward()
-        views = [part.groups.views(part.index)["weight"] for part in sharded.parts()]
+        views = [part.groups.views(part.index)["weight"] for part in sharded.local_shards()]
         whole = {p.config.name: i for i, p in enumerate(before.groups.slices)}
         first = [
-            before.groups.views(whole[p.table])["weight"][slice(*p.box.rows)]
-            for p in sharded.parts()
+            before.groups.views(whole[p.table])["weight"][slice(*p.shard.rows)]
+            for p in sharded.local_shards()
         ]
         moved.append([a - b for a, b in zip(views, first, strict=True)])
     for total, mean in zip(*moved, strict=True):
@@ -206,7 +206,7 @@ def as_modules(ranks: RankGroup) -> None:
     before = set(dict(model.named_parameters()))
     assert sharding.shard(model, {"0": rules}, ranks) is model
     after = set(dict(model.named_parameters()))
-    here = {part.table for part in model[0].parts()}  # type: ignore[operator]
+    here = {part.table for part in model[0].local_shards()}  # type: ignore[operator]
     assert after == {n for n in before if n.startswith("1.") or n.split(".")[2] in here}
     clone = copy.deepcopy(model[0])
     case = Case(tables(SUM), MIXED)

@@ -147,13 +147,15 @@ def test_tensor_trains_whole(plan: str, *, pooled: bool) -> None:
 @pytest.mark.parametrize("pooled", [True, False])
 def test_values_travel_in_fewer_bits(codec: Any, tolerance: float, *, pooled: bool) -> None:
     configs = tables(SUM, MEAN) if pooled else sequences(tables(SUM))
-    case = Case(configs, PLANS["mixed"], wire=CommPrecision(codec, codec), tolerance=tolerance)
+    case = Case(
+        configs, PLANS["mixed"], comm_precision=CommPrecision(codec, codec), tolerance=tolerance
+    )
     worlds.run(2, train, case)
 
 
 @st.composite
 def tilings(draw: Any, rows: int, columns: int, size: int) -> tuple[Shard, ...]:
-    """Any: cut by rows and columns at any places, each box on any rank."""
+    """Any: cut by rows and columns at any places, each shard on any rank."""
     row_spans = draw(_cuts(rows))
     column_spans = draw(_cuts(columns))
     ranks = st.integers(0, size - 1)

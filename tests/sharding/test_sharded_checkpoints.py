@@ -39,7 +39,7 @@ PLANS: dict[str, dict[str, tuple[str, Any]]] = {
     "copies": of_kinds(("copies", None), ("rows", [1, 0])),
     "grid": of_kinds(("grid", None), ("table", 2)),
 }
-CUT = {"columns", "grid"}  # by columns: states of one number a row are a number a box
+CUT = {"columns", "grid"}  # by columns: states of one number a row are a number a shard
 
 
 def assert_same(one: dict[str, Any], other: dict[str, Any], tolerance: float = 0.0) -> None:
@@ -78,7 +78,7 @@ def test_any_plan_to_any(start: str, tmp_path: Path) -> None:
         (loaded, trained), *_ = worlds.run(
             world, models.load_and_train, PLANS[end], tmp_path / "start", path
         )
-        # States by column box become means, which are rounded.
+        # States by column shard become means, which are rounded.
         rounding = 1e-6 if CUT & {start, end} else 0.0
         assert_same(saved, loaded, rounding)
         if end == returning:

@@ -33,7 +33,7 @@ def _alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_examples(tmp_path: Path) -> None:
     names = _run(PAGE)
-    assert names["other"].plan["bags"]["item"].boxes == (
+    assert names["other"].plan["bags"]["item"].shards == (
         (0, (0, 600), (0, 16)),
         (0, (600, 1000), (0, 16)),
     )

@@ -70,11 +70,11 @@ def test_batches_may_differ_and_be_empty(batches: Any, *, pooled: bool) -> None:
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_several_parts_on_one_rank_and_any_order(size: int) -> None:
-    """Four boxes of one table by rows and columns, on ranks that have one, two or none."""
+    """Four shards of one table by rows and columns, on ranks that have one, two or none."""
     owners = (0, size - 1, size - 1, 0)
     spans = [((0, 24), (0, 8)), ((0, 24), (8, 16)), ((24, 60), (0, 8)), ((24, 60), (8, 16))]
-    boxes = tuple(Shard(rank, *span) for rank, span in zip(owners, spans, strict=True))
-    case = Case(_tables(3), (boxes, "rw", "dp", "tw"), tolerance=2e-5)
+    shards = tuple(Shard(rank, *span) for rank, span in zip(owners, spans, strict=True))
+    case = Case(_tables(3), (shards, "rw", "dp", "tw"), tolerance=2e-5)
     worlds.run(size, train, case)
 
 
@@ -146,8 +146,8 @@ def _whole_gradients(ranks: RankGroup, case: Case) -> list[Tensor]:
 
 
 def test_wrong_plans_are_refused() -> None:
-    boxes = (Shard(0, (0, 24), (0, 16)), Shard(0, (24, 60), (0, 16)))
-    case = Case(_tables(3), (boxes, "tw", "tw", "tw"), optimizer=optim.External())
+    shards = (Shard(0, (0, 24), (0, 16)), Shard(0, (24, 60), (0, 16)))
+    case = Case(_tables(3), (shards, "tw", "tw", "tw"), optimizer=optim.External())
     with pytest.raises(worlds.RankError, match="only a fused optimizer can add up"):
         worlds.run(1, _dense_gradients, case)
     uneven = (Shard(0, (0, 20), (0, 16)), Shard(0, (20, 60), (0, 16)))

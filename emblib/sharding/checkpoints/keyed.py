@@ -63,9 +63,9 @@ def part_of(state: Mapping[str, Tensor], number: int, count: int) -> dict[str, T
     for key, value in state.items():
         stem = _stem_of(key)
         if isinstance(value, KeyedRows):
-            if len(value.boxes) != count:
+            if len(value.shards) != count:
                 raise ValueError(
-                    f"{key} is in {len(value.boxes)} parts, here it has {count}: load it with "
+                    f"{key} is in {len(value.shards)} parts, here it has {count}: load it with "
                     "emblib.sharding.checkpoints.load"
                 )
             result[key] = value.parts[number]
@@ -120,12 +120,12 @@ def keyed_rows(
     starts = [sum(counts[:number]) for number in range(len(counts))]
     result = {}
     for name, (dtype, (_, *shape)) in first.items():
-        boxes = [
+        shards = [
             Shard(rank, (start, start + count), (0, shape[0] if shape else 1))
             for rank, start, count in zip(owners, starts, counts, strict=True)
         ]
         mine = {number: columns[name] for number, columns in parts.items()}
-        result[name] = KeyedRows((sum(counts), *shape), boxes, mine, ranks, dtype)
+        result[name] = KeyedRows((sum(counts), *shape), shards, mine, ranks, dtype)
     return result
 
 
@@ -176,7 +176,7 @@ class KeyReader:
         """Return the range of saved rows for each shard of the table on this rank."""
         if not isinstance(leaf.value, KeyedRows):
             return {}
-        name, count = _keys_beside(leaf.name), len(leaf.value.boxes)
+        name, count = _keys_beside(leaf.name), len(leaf.value.shards)
         found = self._found.setdefault((name, count), {})
         for number in leaf.value.parts:
             if number not in found:
@@ -211,10 +211,10 @@ class KeyReader:
         )
         start, end = chunk.offsets[0], chunk.offsets[0] + chunk.sizes[0]
         keys = torch.empty(end - start, dtype=torch.int64)
-        box = Shard(0, (start, end), (0, 1))
+        shard = Shard(0, (start, end), (0, 1))
         size = self._saved[name].size
         read(
-            {name: ShardedTable(size, [box], {0: keys}, RankGroup.single(), torch.int64)},
+            {name: ShardedTable(size, [shard], {0: keys}, RankGroup.single(), torch.int64)},
             self._reader,
             RankGroup.single(),
         )

@@ -25,36 +25,36 @@ from emblib.storage.base import NO_UPDATE, Storage, TensorLayout
 
 @dataclass
 class Entry:
-    """One tensor of a table: how it is cut, and the memory of the boxes that are here.
+    """One tensor of a table: how it is cut, and the memory of the shards that are here.
 
-    `memory` has, by number in `boxes`, the tensors of a box: several where slices share one.
-    Without boxes every rank has the whole, which is number 0 then.
+    `memory` has, by number in `shards`, the tensors of a shard: several where slices share one.
+    Without shards every rank has the whole, which is number 0 then.
     """
 
     size: tuple[int, ...]
     dtype: torch.dtype
-    boxes: tuple[Shard, ...]
+    shards: tuple[Shard, ...]
     ranks: RankGroup
     memory: dict[int, list[Tensor]] = field(default_factory=dict)
     cuts: tuple[int, ...] | None = None
 
     def tensor(self) -> Tensor:
         """Views of the memory, or copies of row states that are cut by columns."""
-        if not self.boxes:
+        if not self.shards:
             return self.memory[0][0]
         parts = {i: tensors[0] for i, tensors in self.memory.items()}
         if self.cuts is None:
-            return ShardedTable(self.size, self.boxes, parts, self.ranks, self.dtype)
+            return ShardedTable(self.size, self.shards, parts, self.ranks, self.dtype)
         parts = {
-            i: part.view(-1, 1).expand(self.boxes[i].shape).contiguous()
+            i: part.view(-1, 1).expand(self.shards[i].shape).contiguous()
             for i, part in parts.items()
         }
-        states = RowStates(self.size, self.boxes, parts, self.ranks, self.dtype)
+        states = RowStates(self.size, self.shards, parts, self.ranks, self.dtype)
         states.cuts = self.cuts
         return states
 
     def parts_of(self, value: Tensor, name: str) -> dict[int, Tensor]:
-        """What of `value` goes to each box that is here: of what `tensor` gives, or of the whole.
+        """What of `value` goes to each shard that is here: of what `tensor` gives, or of the whole.
 
         Raises:
             ValueError: it is of another size, or cut in another way.
@@ -62,7 +62,7 @@ class Entry:
         return {i: self._part(value, i, name) for i in self.memory}
 
     def write(self, parts: Mapping[int, Tensor]) -> None:
-        """Into the memory of the boxes, what `parts_of` gave."""
+        """Into the memory of the shards, what `parts_of` gave."""
         for i, part in parts.items():
             for tensor in self.memory[i]:
                 if tensor.data_ptr() != part.data_ptr():
@@ -71,27 +71,27 @@ class Entry:
     def _part(self, value: Tensor, number: int, name: str) -> Tensor:
         size = self.size[:1] if self.cuts else self.size
         if isinstance(value, ShardedTable):
-            if value.boxes != self.boxes or tuple(value.size()) != self.size:
+            if value.shards != self.shards or tuple(value.size()) != self.size:
                 raise ValueError(
-                    f"{name} is {value!r}, but its boxes here are {list(self.boxes)} of "
+                    f"{name} is {value!r}, but its shards here are {list(self.shards)} of "
                     f"{self.size}: load it with emblib.sharding.checkpoints.load"
                 )
             part = value.parts[number]
             return part[:, 0] if self.cuts else part
         if tuple(value.shape) != size:
             raise ValueError(f"{name} must be of shape {size}, got {tuple(value.shape)}")
-        if not self.boxes:
+        if not self.shards:
             return value
-        box = self.boxes[number]
-        rows = value[slice(*box.rows)]
-        return rows if self.cuts or value.dim() == 1 else rows[:, slice(*box.columns)]
+        shard = self.shards[number]
+        rows = value[slice(*shard.rows)]
+        return rows if self.cuts or value.dim() == 1 else rows[:, slice(*shard.columns)]
 
 
 class Held(Protocol):
     """A part of a table that is here: slice `index` of `groups`."""
 
     table: str
-    box: Shard
+    shard: Shard
     groups: TableGroups
     index: int
 
@@ -103,10 +103,10 @@ class Tables(Protocol):
     plan: Mapping[str, ParameterSharding]
     groups: TableGroups
 
-    def parts(self) -> Sequence[Held]:
+    def local_shards(self) -> Sequence[Held]:
         """What is here."""
 
-    def kept_as(self, table: str) -> Any:
+    def storage_config(self, table: str) -> Any:
         """The configuration of a table as it is kept."""
 
 
@@ -115,17 +115,17 @@ class Table:
 
     def __init__(self, tables: Tables, name: str, held: Sequence[Held]) -> None:
         self.ranks, self.name = tables.ranks, name
-        self.config, self.sharding = tables.kept_as(name), tables.plan[name]
+        self.config, self.sharding = tables.storage_config(name), tables.plan[name]
         self.optimizer: Optimizer = self.config.optimizer or tables.groups.optimizer or NO_UPDATE
         self.is_fused = autograd.is_fused(self.optimizer)
         self.storage: Storage = self.config.storage
         self._layouts = self._layouts_of_views()
-        self.held = {0 if not self.boxes else self.boxes.index(p.box): p for p in held}
+        self.held = {0 if not self.shards else self.shards.index(p.shard): p for p in held}
 
     @property
-    def boxes(self) -> tuple[Shard, ...]:
+    def shards(self) -> tuple[Shard, ...]:
         """Of the table; none where every rank has a copy."""
-        return self.sharding.boxes
+        return self.sharding.shards
 
     def kernels(self) -> list[Any]:
         """The modules that have its parts."""
@@ -145,9 +145,9 @@ class Table:
     def _shared(self, size: tuple[int, ...], dtype: torch.dtype, memory: list[Tensor]) -> Entry:
         """What every rank with a part has whole."""
         columns = (0, size[1] if len(size) > 1 else 1)
-        boxes = tuple(Shard(rank, (0, size[0]), columns) for rank in self.sharding.ranks)
-        mine = {i for i, box in enumerate(boxes) if box.rank == self.ranks.rank} or {0}
-        return Entry(size, dtype, boxes, self.ranks, dict.fromkeys(mine, memory) if memory else {})
+        shards = tuple(Shard(rank, (0, size[0]), columns) for rank in self.sharding.ranks)
+        mine = {i for i, shard in enumerate(shards) if shard.rank == self.ranks.rank} or {0}
+        return Entry(size, dtype, shards, self.ranks, dict.fromkeys(mine, memory) if memory else {})
 
     def parameters(self) -> dict[str, Tensor]:
         """Return the entries of the collection's state dict."""
@@ -234,17 +234,19 @@ class Table:
         if layout.region is None:
             size = layout.size[:1] if is_per_row else layout.size
             return self._shared(size, layout.dtype, list(memory.values()))
-        boxes = tuple(Shard(box.rank, *layout.region(box.rows, box.columns)) for box in self.boxes)
+        shards = tuple(
+            Shard(shard.rank, *layout.region(shard.rows, shard.columns)) for shard in self.shards
+        )
         tensors = {i: [tensor] for i, tensor in memory.items()}
         if not is_per_row:
-            return Entry(layout.size, layout.dtype, boxes, self.ranks, tensors)
+            return Entry(layout.size, layout.dtype, shards, self.ranks, tensors)
         rows = layout.size[0]
-        cuts = sharded_table.cuts_of(boxes)
+        cuts = sharded_table.cuts_of(shards)
         if len(cuts) <= 2:
-            narrow = tuple(box._replace(columns=(0, 1)) for box in boxes)
+            narrow = tuple(shard._replace(columns=(0, 1)) for shard in shards)
             return Entry((rows,), layout.dtype, narrow, self.ranks, tensors)
         by_stretch = tuple(
-            box._replace(columns=sharded_table.stretches(box.columns, cuts)) for box in boxes
+            shard._replace(columns=sharded_table.stretches(shard.columns, cuts)) for shard in shards
         )
         return Entry((rows, len(cuts) - 1), layout.dtype, by_stretch, self.ranks, tensors, cuts)
 
@@ -254,19 +256,19 @@ class KeyedTable(Table):
 
     def _numbered(self) -> dict[int, Any]:
         """The handles of the parts that are here, by number; parts are numbered by rows."""
-        order = sorted(range(len(self.boxes)), key=lambda i: self.boxes[i].rows)
+        order = sorted(range(len(self.shards)), key=lambda i: self.shards[i].rows)
         return {
-            order.index(i) if self.boxes else 0: part.groups.handles[part.index]
+            order.index(i) if self.shards else 0: part.groups.handles[part.index]
             for i, part in self.held.items()
         }
 
     def _owners(self) -> list[int]:
-        return [box.rank for box in sorted(self.boxes, key=lambda box: box.rows)]
+        return [shard.rank for shard in sorted(self.shards, key=lambda shard: shard.rows)]
 
     def parameters(self) -> dict[str, Tensor]:
         """Rows by key over all ranks; of other tensors the largest values of all parts."""
         states = {number: dict(h.state_dict()) for number, h in self._numbered().items()}
-        if not self.boxes:
+        if not self.shards:
             return states[0]
         return keyed.joined(states, self._owners(), self.ranks)
 
@@ -279,7 +281,7 @@ class KeyedTable(Table):
         if not {"keys", "weight"} <= given.keys():
             return
         for number, handle in self._numbered().items():
-            count = max(len(self.boxes), 1)
+            count = max(len(self.shards), 1)
             handle.load_state_dict(keyed.part_of(given, number, count))
 
     def _fused_parameter_names(self) -> Sequence[str]:
@@ -375,10 +377,10 @@ def fused_tables(tables: Tables, prefix: str) -> list[FusedTable]:
 
 def _tables(tables: Tables) -> list[Table]:
     held: dict[str, list[Held]] = {name: [] for name in tables.plan}
-    for part in tables.parts():
+    for part in tables.local_shards():
         held[part.table].append(part)
     return [
-        (KeyedTable if tables.kept_as(name).storage.is_keyed else Table)(tables, name, parts)
+        (KeyedTable if tables.storage_config(name).storage.is_keyed else Table)(tables, name, parts)
         for name, parts in held.items()
     ]
 

@@ -57,14 +57,15 @@ class RowStateTarget(Target):
         self._width = size[1] if len(size) > 1 else 1
         spans = [(0, size[0])]
         if isinstance(value, ShardedTable):
-            spans = [value.boxes[i].rows for i in value.parts]
+            spans = [value.shards[i].rows for i in value.parts]
         # Boxes of a rank may share rows; what is read is cut so that each row is read once.
         self._spans = _disjoint(spans)
-        boxes = [Shard(0, span, (0, self._width)) for span in self._spans]
+        shards = [Shard(0, span, (0, self._width)) for span in self._spans]
         parts = {
-            i: torch.empty(box.shape[: len(size)], dtype=value.dtype) for i, box in enumerate(boxes)
+            i: torch.empty(shard.shape[: len(size)], dtype=value.dtype)
+            for i, shard in enumerate(shards)
         }
-        super().__init__(leaf, ShardedTable(size, boxes, parts, RankGroup.single(), value.dtype))
+        super().__init__(leaf, ShardedTable(size, shards, parts, RankGroup.single(), value.dtype))
 
     def finish(self) -> None:
         """Store the mean over the intervals of each shard."""
@@ -73,11 +74,11 @@ class RowStateTarget(Target):
             value.copy_(self._rows((0, value.shape[0]), None))
             return
         for i, part in value.parts.items():
-            box = value.boxes[i]
+            shard = value.shards[i]
             columns = None
             if isinstance(value, RowStates):
-                columns = (value.cuts[box.columns[0]], value.cuts[box.columns[1]])
-            rows = self._rows(box.rows, columns)
+                columns = (value.cuts[shard.columns[0]], value.cuts[shard.columns[1]])
+            rows = self._rows(shard.rows, columns)
             part.copy_(rows.view(-1, *[1] * (part.dim() - 1)).expand_as(part))
 
     def _rows(self, rows: Span, columns: Span | None) -> Tensor:
@@ -132,7 +133,7 @@ def load(
             "path must be a directory, got None: latest(...) gives None where there is no whole "
             "checkpoint, so load only what it found"
         )
-    ranks = RankGroup.of(ranks)
+    ranks = RankGroup.from_value(ranks)
     loading = agreed(ranks, lambda: _Loading(state, Path(path), strict=strict))
     if not loading.reader.has_checksums and ranks.rank == 0:
         warnings.warn(
@@ -162,7 +163,7 @@ def latest(directory: str | Path, ranks: Group = None) -> Path | None:
         numbered = [(int(m[0]), p) for p in found if (m := re.search(r"\d+\Z", p.name))]
         return max(numbered)[1] if numbered else None
 
-    return RankGroup.of(ranks).gather_objects(look())[0]
+    return RankGroup.from_value(ranks).gather_objects(look())[0]
 
 
 def load_export(path: str | Path) -> dict[str, Any]:
@@ -399,9 +400,9 @@ def _parameters(optimizer: Any) -> dict[Any, Tensor]:
 
 def _room(value: KeyedRows, size: torch.Size, spans: Mapping[int, tuple[int, int]]) -> KeyedRows:
     """Allocate memory for the saved rows of the blocks of a table."""
-    boxes = [box._replace(rows=spans[block]) for block, box in enumerate(value.boxes)]
+    shards = [shard._replace(rows=spans[block]) for block, shard in enumerate(value.shards)]
     parts = {
-        block: torch.empty(boxes[block].shape[: value.dim()], dtype=value.dtype)
+        block: torch.empty(shards[block].shape[: value.dim()], dtype=value.dtype)
         for block in value.parts
     }
-    return KeyedRows(size, boxes, parts, value.ranks, value.dtype)
+    return KeyedRows(size, shards, parts, value.ranks, value.dtype)

@@ -47,7 +47,7 @@ def save(state: Mapping[str, Any], path: str | Path, ranks: Group = None) -> Non
     """
     from emblib.sharding.checkpoints.files import write
 
-    ranks = RankGroup.of(ranks)
+    ranks = RankGroup.from_value(ranks)
     content = agreed(ranks, lambda: _with_notes(resolved(state)))
     write(content, Path(path), ranks)
     ranks.barrier()
@@ -61,7 +61,7 @@ def async_save(state: Mapping[str, Any], path: str | Path, ranks: Group = None) 
     with the collectives of training. Pending saves are completed when the process exits, unless it
     is killed; then `path` is unchanged.
     """
-    ranks = RankGroup.of(ranks)
+    ranks = RankGroup.from_value(ranks)
     content = agreed(ranks, lambda: mapped(_with_notes(resolved(state)), _copied))
     background = _background(ranks)
     return background.executor.submit(_write, content, Path(path), background.ranks)
@@ -74,7 +74,7 @@ def export(state: Mapping[str, Any], path: str | Path, ranks: Group = None) -> N
     it and compares its checksums; `torch.load` reads it without comparing. Both unsharded and
     sharded modules load its content.
     """
-    ranks = RankGroup.of(ranks)
+    ranks = RankGroup.from_value(ranks)
     whole = whole_state(agreed(ranks, lambda: checked_values(resolved(state))), ranks)
     agreed(ranks, lambda: _write_file(whole, Path(path)) if ranks.rank == 0 else None)
 

@@ -28,13 +28,13 @@ class ShardedTable(Tensor):
 
     Args:
         size: of the full tensor.
-        boxes: the shards of all ranks, which tile the tensor. Columns are (0, 1) where it has none.
-        parts: the values of this rank's shards, by their number in `boxes`.
+        shards: the shards of all ranks, which tile the tensor; columns (0, 1) for a vector.
+        parts: the values of this rank's shards, by their number in `shards`.
         ranks: the ranks that hold the shards.
         dtype: of the values; ranks without a shard need it, too.
     """
 
-    boxes: tuple[Shard, ...]
+    shards: tuple[Shard, ...]
     parts: dict[int, Tensor]
     ranks: RankGroup
 
@@ -42,7 +42,7 @@ class ShardedTable(Tensor):
     def __new__(
         cls: type,
         size: Sequence[int],
-        boxes: Sequence[Shard],
+        shards: Sequence[Shard],
         parts: Mapping[int, Tensor],
         ranks: RankGroup,
         dtype: torch.dtype,
@@ -56,25 +56,25 @@ class ShardedTable(Tensor):
     def __init__(
         self,
         size: Sequence[int],
-        boxes: Sequence[Shard],
+        shards: Sequence[Shard],
         parts: Mapping[int, Tensor],
         ranks: RankGroup,
         dtype: torch.dtype,
     ) -> None:
-        self.boxes = tuple(boxes)
+        self.shards = tuple(shards)
         self.parts = dict(parts)
         self.ranks = ranks
-        mine = [i for i, box in enumerate(self.boxes) if box.rank == ranks.rank]
+        mine = [i for i, shard in enumerate(self.shards) if shard.rank == ranks.rank]
         if sorted(self.parts) != mine:
             raise ValueError(
-                f"rank {ranks.rank} has the boxes {mine} of {list(self.boxes)}, got parts for "
+                f"rank {ranks.rank} has the shards {mine} of {list(self.shards)}, got parts for "
                 f"{sorted(self.parts)}"
             )
         for i, part in self.parts.items():
-            wanted = self.boxes[i].shape[: self.dim()]
+            wanted = self.shards[i].shape[: self.dim()]
             if tuple(part.shape) != wanted or part.dtype != dtype:
                 raise ValueError(
-                    f"{self.boxes[i]} is a {dtype} tensor of shape {wanted}, got {part.dtype} "
+                    f"{self.shards[i]} is a {dtype} tensor of shape {wanted}, got {part.dtype} "
                     f"{tuple(part.shape)}"
                 )
 
@@ -82,7 +82,7 @@ class ShardedTable(Tensor):
         self, parts: Mapping[int, Tensor], dtype: torch.dtype | None = None
     ) -> "ShardedTable":
         """Return a tensor with the same shards and other memory."""
-        return ShardedTable(self.size(), self.boxes, parts, self.ranks, dtype or self.dtype)
+        return ShardedTable(self.size(), self.shards, parts, self.ranks, dtype or self.dtype)
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "ShardedTable":
         """Apply `function` to every local shard and return a tensor of the results."""
@@ -101,9 +101,9 @@ class ShardedTable(Tensor):
         if 0 in self.size():
             return [((0,) * self.dim(), self.parts[0])] if 0 in self.parts else []
         return [
-            (offsets, self.parts[i][start - self.boxes[i].rows[0] :][: sizes[0]])
+            (offsets, self.parts[i][start - self.shards[i].rows[0] :][: sizes[0]])
             for i in self.parts
-            for offsets, sizes in pieces_of(self.boxes[i], self.dim(), self.element_size())
+            for offsets, sizes in pieces_of(self.shards[i], self.dim(), self.element_size())
             for start in offsets[:1]
         ]
 
@@ -185,9 +185,9 @@ class ShardedTable(Tensor):
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        mine = [box for box in self.boxes if box.rank == self.ranks.rank]
+        mine = [shard for shard in self.shards if shard.rank == self.ranks.rank]
         return (
-            f"{type(self).__name__}({tuple(self.size())}, {self.dtype}, {len(self.boxes)} boxes, "
+            f"{type(self).__name__}({tuple(self.size())}, {self.dtype}, {len(self.shards)} shards, "
             f"on this rank {mine})"
         )
 
@@ -214,7 +214,7 @@ class RowStates(ShardedTable):
         self, parts: Mapping[int, Tensor], dtype: torch.dtype | None = None
     ) -> "RowStates":
         """Return a tensor with the same shards and other memory."""
-        new = RowStates(self.size(), self.boxes, parts, self.ranks, dtype or self.dtype)
+        new = RowStates(self.size(), self.shards, parts, self.ranks, dtype or self.dtype)
         new.cuts = self.cuts
         return new
 
@@ -230,31 +230,31 @@ class KeyedRows(ShardedTable):
         self, parts: Mapping[int, Tensor], dtype: torch.dtype | None = None
     ) -> "KeyedRows":
         """Return a tensor with the same shards and other memory."""
-        return KeyedRows(self.size(), self.boxes, parts, self.ranks, dtype or self.dtype)
+        return KeyedRows(self.size(), self.shards, parts, self.ranks, dtype or self.dtype)
 
 
 def _alike(one: Any, other: Any) -> bool:
-    return isinstance(other, ShardedTable) and one.boxes == other.boxes
+    return isinstance(other, ShardedTable) and one.shards == other.shards
 
 
 def pieces_of(
-    box: Shard, dims: int, itemsize: int
+    shard: Shard, dims: int, itemsize: int
 ) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     """Return offsets and sizes of the blocks of a shard."""
-    height, width = box.shape
+    height, width = shard.shape
     if not height or not width:
         return []
     step = max(PIECE_BYTES // (width * itemsize), 1)
-    starts = [*range(box.rows[0], box.rows[1], step), box.rows[1]]
+    starts = [*range(shard.rows[0], shard.rows[1], step), shard.rows[1]]
     return [
-        ((start, box.columns[0])[:dims], (end - start, width)[:dims])
+        ((start, shard.columns[0])[:dims], (end - start, width)[:dims])
         for start, end in itertools.pairwise(starts)
     ]
 
 
-def cuts_of(boxes: Sequence[Shard]) -> tuple[int, ...]:
+def cuts_of(shards: Sequence[Shard]) -> tuple[int, ...]:
     """Return the columns at which any shard begins or ends."""
-    return tuple(sorted({edge for box in boxes for edge in box.columns}))
+    return tuple(sorted({edge for shard in shards for edge in shard.columns}))
 
 
 def stretches(columns: Span, cuts: Sequence[int]) -> Span:
@@ -283,20 +283,20 @@ def gathered(table: ShardedTable, rank: int | None = None) -> Tensor:
     ranks = table.ranks
     target = 0 if rank is None else rank
     whole = torch.empty(table.size() if ranks.rank == target else (0,), dtype=table.dtype)
-    for i, box in enumerate(table.boxes):
-        if ranks.rank not in (target, box.rank):
+    for i, shard in enumerate(table.shards):
+        if ranks.rank not in (target, shard.rank):
             continue
-        for offsets, sizes in pieces_of(box, table.dim(), table.element_size()):
+        for offsets, sizes in pieces_of(shard, table.dim(), table.element_size()):
             region = tuple(slice(a, a + n) for a, n in zip(offsets, sizes, strict=True))
-            if box.rank == ranks.rank:
-                first = offsets[0] - box.rows[0]
+            if shard.rank == ranks.rank:
+                first = offsets[0] - shard.rows[0]
                 piece = table.parts[i][first : first + sizes[0]]
                 if ranks.rank == target:
                     whole[region] = piece.cpu()
                 else:
                     _send(piece, target, ranks)
             else:
-                whole[region] = _received(sizes, table.dtype, box.rank, ranks)
+                whole[region] = _received(sizes, table.dtype, shard.rank, ranks)
     if rank is None and ranks.size > 1:
         return _told_to_all(whole, table, ranks)
     return whole

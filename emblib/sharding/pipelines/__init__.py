@@ -6,7 +6,13 @@ from emblib.sharding.pipelines.base import (
     TrainPipelineSparseDist,
 )
 from emblib.sharding.pipelines.batches import empty_batch
-from emblib.sharding.pipelines.loading import AssumeEqual, DrainAll, Ends, Progress, StopAtShortest
+from emblib.sharding.pipelines.loading import (
+    AssumeEqual,
+    DrainAll,
+    Progress,
+    StopAtShortest,
+    UnevenInputs,
+)
 
 __all__ = [
     "AssumeEqual",
@@ -17,5 +23,6 @@ __all__ = [
     "StopAtShortest",
     "TrainPipelineBase",
     "TrainPipelineSparseDist",
+    "UnevenInputs",
     "empty_batch",
 ]

@@ -16,7 +16,7 @@ from emblib.sharding.pipelines.inputs import (
     Inputs,
     sharded_modules,
 )
-from emblib.sharding.pipelines.loading import DrainAll, Ends, Loader, Meter, Progress, Slot
+from emblib.sharding.pipelines.loading import DrainAll, Loader, Meter, Progress, Slot, UnevenInputs
 from emblib.sharding.ranks import RankGroup
 
 
@@ -53,7 +53,7 @@ class TrainPipelineBase:
         device: torch.device | str | None = None,
         *,
         forward: Callable[[Any], Any] | None = None,
-        ends: Ends | None = None,
+        uneven_inputs: UnevenInputs | None = None,
         on_progress: Callable[[Progress], object] | None = None,
         ranks: RankGroup | None = None,
     ) -> None:
@@ -64,12 +64,14 @@ class TrainPipelineBase:
                 "optimizer must have zero_grad and step, or be None where the model is only run "
                 f"forward, in eval mode; got {optimizer!r}"
             )
-        ranks = _ranks_of(model) if ranks is None else RankGroup.of(ranks)
+        ranks = _ranks_of(model) if ranks is None else RankGroup.from_value(ranks)
         self.model, self.optimizer = model, optimizer
         self.device = torch.device(ranks.device if device is None else device)
         self._forward = model if forward is None else forward
         self._on_progress = on_progress
-        self._loader = Loader(ranks, DrainAll() if ends is None else ends, self.device)
+        self._loader = Loader(
+            ranks, DrainAll() if uneven_inputs is None else uneven_inputs, self.device
+        )
         self._slots: deque[Slot] = deque()
         self._meter = Meter()
 
@@ -186,8 +188,8 @@ class TrainPipelineSparseDist(TrainPipelineBase):
     step sees the tables as the plain loop does.
 
     Args:
-        model: as of `TrainPipelineBase`, likewise `optimizer`, `device`, `forward`, `ends`,
-            `on_progress` and `ranks`.
+        model: as for `TrainPipelineBase`, like `optimizer`, `device`, `forward`,
+            `uneven_inputs`, `on_progress` and `ranks`.
         inputs: gives {path of a sharded collection: its jagged tensor} of a batch. Left out, the
             first batch shows it: an input that is an object of the batch (an attribute, an item)
             is found again at the same place.
@@ -204,7 +206,7 @@ class TrainPipelineSparseDist(TrainPipelineBase):
         *,
         inputs: Inputs | None = None,
         forward: Callable[[Any], Any] | None = None,
-        ends: Ends | None = None,
+        uneven_inputs: UnevenInputs | None = None,
         on_progress: Callable[[Progress], object] | None = None,
         ranks: RankGroup | None = None,
     ) -> None:
@@ -213,7 +215,7 @@ class TrainPipelineSparseDist(TrainPipelineBase):
             optimizer,
             device,
             forward=forward,
-            ends=ends,
+            uneven_inputs=uneven_inputs,
             on_progress=on_progress,
             ranks=ranks,
         )

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from emblib.sharding.awaitables import Awaitable
 from emblib.sharding.dense import unwrapped
-from emblib.sharding.exchange import Awaitable
 from emblib.sharding.pipelines.batches import Lane, Path, Staged, follow, path_to, same_input
 from emblib.tables.graph_break import graph_break
 

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from emblib.sharding.exchange import Awaitable, Content, Deferred, NoWait, start_all_to_all
+from emblib.sharding.awaitables import Awaitable, DeferredAwaitable, ReadyAwaitable
+from emblib.sharding.exchange import Content, start_all_to_all
 from emblib.sharding.pipelines.batches import (
     Lane,
     Staged,
@@ -40,11 +41,11 @@ class Agreement:
     def gather(self, numbers: Sequence[int]) -> Awaitable[list[list[int]]]:
         """The numbers of every rank, by rank; all ranks call this, with as many numbers each."""
         if self._ranks.size == 1:
-            return NoWait([list(numbers)])
+            return ReadyAwaitable([list(numbers)])
         size, sizes = self._ranks.size, [len(numbers)] * self._ranks.size
         own = torch.tensor([*numbers] * size, dtype=torch.int64)
         pending = start_all_to_all(own, sizes, sizes, self._ranks, content=Content.NUMBERS)
-        return Deferred(lambda: pending.wait().view(size, -1).tolist())
+        return DeferredAwaitable(lambda: pending.wait().view(size, -1).tolist())
 
 
 def _on_hosts(ranks: RankGroup) -> RankGroup:
@@ -75,7 +76,7 @@ class AssumeEqual:
     """All ranks have as many batches, says the caller; nobody asks, and a wrong word hangs."""
 
 
-Ends = DrainAll | StopAtShortest | AssumeEqual
+UnevenInputs = DrainAll | StopAtShortest | AssumeEqual
 """What happens at the end of loaders that need not be of one length."""
 
 
@@ -115,15 +116,16 @@ _HAS, _EXAMPLES, _KNOWS, _EPOCH = range(4)
 class Loader:
     """Reads batches, copies them to the device, and knows at which step all ranks are out."""
 
-    def __init__(self, ranks: RankGroup, ends: Ends, device: torch.device) -> None:
-        if not isinstance(ends, DrainAll | StopAtShortest | AssumeEqual):
+    def __init__(self, ranks: RankGroup, uneven_inputs: UnevenInputs, device: torch.device) -> None:
+        if not isinstance(uneven_inputs, DrainAll | StopAtShortest | AssumeEqual):
             raise TypeError(
-                f"ends must be DrainAll(), StopAtShortest() or AssumeEqual(), got {ends!r}"
+                "uneven_inputs must be DrainAll(), StopAtShortest() or AssumeEqual(), "
+                f"got {uneven_inputs!r}"
             )
-        self.ends = ends
+        self.uneven_inputs = uneven_inputs
         self.epoch = 0
         self._ranks, self._device = ranks, device
-        self._agreement = None if isinstance(ends, AssumeEqual) else Agreement(ranks)
+        self._agreement = None if isinstance(uneven_inputs, AssumeEqual) else Agreement(ranks)
         self._lane = Lane(device)
         self._batches: Iterator[Any] | None = None
         self._is_out = False
@@ -181,8 +183,8 @@ class Loader:
         except StopIteration:
             self._is_out, self._attributes_at_end = True, _attributes(self._batches)
             return None
-        if self._empty is None and isinstance(self.ends, DrainAll):
-            self._empty = self.ends.empty(batch)
+        if self._empty is None and isinstance(self.uneven_inputs, DrainAll):
+            self._empty = self.uneven_inputs.empty(batch)
         return batch
 
     def _was_reset(self) -> bool:
@@ -217,7 +219,7 @@ class Loader:
             return slot.batch is not None
         said = slot.heard.wait()
         have = sum(numbers[_HAS] for numbers in said)
-        if isinstance(self.ends, StopAtShortest):
+        if isinstance(self.uneven_inputs, StopAtShortest):
             return have == len(said)
         if have and not all(numbers[_KNOWS] for numbers in said):
             known = self._ranks.gather_objects(_on_host(self._empty))

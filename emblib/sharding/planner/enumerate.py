@@ -85,7 +85,7 @@ class Option:
         """Return the sharding, given the rank or node of each unit."""
         shape = shape_of(work.config, self.storage)
         sharding = self._rule(tuple(targets))(shape, topology.world)
-        return ParameterSharding(sharding.type, sharding.boxes, self.storage)
+        return ParameterSharding(sharding.type, sharding.shards, self.storage)
 
     def _rule(self, targets: tuple[int, ...]) -> Rule:
         if self.type is ShardingType.CUSTOM:
@@ -164,27 +164,27 @@ class Parts:
         self.config = with_storage(work.config, storage)
         self._loads: dict[tuple[int, int, float], Load] = {}
 
-    def shares(self, boxes: Sequence[Shard]) -> list[float]:
+    def shares(self, shards: Sequence[Shard]) -> list[float]:
         """Return each shard's share of the ids: by rows, or equal where keys select the block."""
         if self.config.storage.is_keyed:
-            return [1.0 / len({box.rows for box in boxes})] * len(boxes)
-        return [box.shape[0] / self.config.num_embeddings for box in boxes]
+            return [1.0 / len({shard.rows for shard in shards})] * len(shards)
+        return [shard.shape[0] / self.config.num_embeddings for shard in shards]
 
-    def slice_of(self, box: Shard) -> TableSlice:
+    def slice_of(self, shard: Shard) -> TableSlice:
         """Return a shard as a slice of the table."""
-        return TableSlice(self.config, box.rows, box.columns)
+        return TableSlice(self.config, shard.rows, shard.columns)
 
-    def load(self, box: Shard, share: float) -> Load:
+    def load(self, shard: Shard, share: float) -> Load:
         """Return the cost of a shard for the rank that holds it."""
-        key = (*box.shape, share)
+        key = (*shard.shape, share)
         if key not in self._loads:
-            self._loads[key] = self.model.part(self.work, self.slice_of(box), share)
+            self._loads[key] = self.model.part(self.work, self.slice_of(shard), share)
         return self._loads[key]
 
-    def everywhere(self, boxes: Sequence[Shard]) -> Everywhere:
+    def everywhere(self, shards: Sequence[Shard]) -> Everywhere:
         """Return the cost of the shards for every rank."""
-        columns = (box.shape[1] for box in boxes)
-        return self.model.everywhere(self.work, zip(columns, self.shares(boxes), strict=True))
+        columns = (shard.shape[1] for shard in shards)
+        return self.model.everywhere(self.work, zip(columns, self.shares(shards), strict=True))
 
     def replicated(self) -> Everywhere:
         """Return the cost of a replicated table for every rank."""
@@ -203,38 +203,38 @@ def _options(
         yield Option(sharding_type, storage, (), parts.replicated(), penalty)
         return
     for rule, domain in _rules(work, topology, sharding_type):
-        boxes = rule(shape_of(work.config, storage), topology.world).boxes
-        if len(boxes) < 2 and sharding_type in (ShardingType.COLUMN_WISE, ShardingType.GRID):
+        shards = rule(shape_of(work.config, storage), topology.world).shards
+        if len(shards) < 2 and sharding_type in (ShardingType.COLUMN_WISE, ShardingType.GRID):
             continue
-        yield option_of(parts, sharding_type, boxes, domain, penalty)
+        yield option_of(parts, sharding_type, shards, domain, penalty)
 
 
 def option_of(
-    parts: Parts, sharding_type: ShardingType, boxes: Sequence[Shard], domain: Domain, penalty: int
+    parts: Parts, sharding_type: ShardingType, shards: Sequence[Shard], domain: Domain, penalty: int
 ) -> Option:
     """Build an option from shards; units with the domain RANK or NODE can be placed again."""
     topology = parts.model.topology
-    loads = [parts.load(b, s) for b, s in zip(boxes, parts.shares(boxes), strict=True)]
-    everywhere = parts.everywhere(boxes)
+    loads = [parts.load(b, s) for b, s in zip(shards, parts.shares(shards), strict=True)]
+    everywhere = parts.everywhere(shards)
     if domain is Domain.WORLD:
-        by_rank = _by_rank(boxes, loads, topology.world_size)
+        by_rank = _by_rank(shards, loads, topology.world_size)
         common, unit = _apart(by_rank)
         seconds, nbytes = common
         everywhere = everywhere._replace(seconds=seconds, nbytes=everywhere.nbytes.plus(nbytes))
         units: tuple[Unit, ...] = (unit,)
     else:
-        units = tuple(_units(boxes, loads, domain, topology))
-    fixed = tuple(boxes) if sharding_type is ShardingType.CUSTOM else ()
-    cuts_rows = any(box.shape[0] < parts.config.num_embeddings for box in boxes)
+        units = tuple(_units(shards, loads, domain, topology))
+    fixed = tuple(shards) if sharding_type is ShardingType.CUSTOM else ()
+    cuts_rows = any(shard.shape[0] < parts.config.num_embeddings for shard in shards)
     return Option(sharding_type, parts.storage, units, everywhere, penalty, fixed, cuts_rows)
 
 
-def _by_rank(boxes: Sequence[Shard], loads: Sequence[Load], size: int) -> list[Load]:
+def _by_rank(shards: Sequence[Shard], loads: Sequence[Load], size: int) -> list[Load]:
     """Sum loads by rank modulo `size`."""
     members = [NOTHING] * size
-    for box, load in zip(boxes, loads, strict=True):
-        before = members[box.rank % size]
-        members[box.rank % size] = load if before is NOTHING else before.plus(load, 1)
+    for shard, load in zip(shards, loads, strict=True):
+        before = members[shard.rank % size]
+        members[shard.rank % size] = load if before is NOTHING else before.plus(load, 1)
     return members
 
 
@@ -278,7 +278,7 @@ def _column_counts(work: TableWorkload, most: int) -> list[int]:
 
 
 def _units(
-    boxes: Sequence[Shard], loads: Sequence[Load], domain: Domain, topology: Topology
+    shards: Sequence[Shard], loads: Sequence[Load], domain: Domain, topology: Topology
 ) -> Iterator[Unit]:
     """Group shards by rank or node; ranks of a node without a shard get an empty load."""
     if domain is Domain.RANK:
@@ -286,6 +286,8 @@ def _units(
             yield Unit(domain, (load,))
         return
     local = topology.local_world_size
-    for node in dict.fromkeys(box.rank // local for box in boxes):
-        own = [i for i, box in enumerate(boxes) if box.rank // local == node]
-        yield Unit(domain, tuple(_by_rank([boxes[i] for i in own], [loads[i] for i in own], local)))
+    for node in dict.fromkeys(shard.rank // local for shard in shards):
+        own = [i for i, shard in enumerate(shards) if shard.rank // local == node]
+        yield Unit(
+            domain, tuple(_by_rank([shards[i] for i in own], [loads[i] for i in own], local))
+        )

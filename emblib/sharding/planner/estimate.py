@@ -130,14 +130,14 @@ class CostModel:
         table = part.storage.nbytes(part, work.optimizer, self.device)
         return Load(_exact(seconds), _need(table, io, updating))
 
-    def everywhere(self, work: TableWorkload, boxes: Iterable[tuple[int, float]]) -> Everywhere:
+    def everywhere(self, work: TableWorkload, shards: Iterable[tuple[int, float]]) -> Everywhere:
         """Return the cost of a sharded table for every rank: what it sends and combines.
 
-        `boxes` are the columns and id share of each shard.
+        `shards` are the columns and id share of each shard.
         """
         bags, ids = work.batch * work.num_features, work.batch * work.ids
         sent = sent_ids = pieces = numbers = 0.0
-        for columns, share in boxes:
+        for columns, share in shards:
             sent_ids += ids * share
             filled = bags * _filled(work, share)
             numbers += _NUMBER * bags * (filled < bags)

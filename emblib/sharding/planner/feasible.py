@@ -177,11 +177,11 @@ def _cut(loads: RankCosts, work: TableWorkload, problem: Problem) -> Choice | No
     parts, shape = Parts(work, problem.model, None), shape_of(work.config)
     world, unit = problem.model.topology.world_size, shape.row_unit
 
-    def box(rank: int, begin: int, rows: int) -> Shard:
+    def shard(rank: int, begin: int, rows: int) -> Shard:
         return Shard(rank, (begin, begin + rows), (0, shape.columns))
 
     def nbytes(rows: int) -> float:
-        return parts.load(box(0, 0, rows), rows / shape.rows).nbytes.device
+        return parts.load(shard(0, 0, rows), rows / shape.rows).nbytes.device
 
     def free(rank: int) -> float:
         taken = (loads.nbytes[pool][rank] + loads.common[pool] for pool in (0, 1))
@@ -194,7 +194,7 @@ def _cut(loads: RankCosts, work: TableWorkload, problem: Problem) -> Choice | No
     common = equal.nbytes.device + equal.positions + pieces
     first, all_rows = nbytes(min(unit, shape.rows)), nbytes(shape.rows)
     slope = max((all_rows - first) / max(shape.rows - unit, 1), 1e-9)
-    boxes: list[Shard] = []
+    shards: list[Shard] = []
     begin = 0
     for rank in sorted(range(world), key=lambda r: (-free(r), r)):
         free_memory = free(rank) - common
@@ -205,13 +205,13 @@ def _cut(loads: RankCosts, work: TableWorkload, problem: Problem) -> Choice | No
         while rows > 0 and nbytes(rows) > free_memory:
             rows -= unit if rows % unit == 0 else rows % unit
         if rows > 0:
-            boxes.append(box(rank, begin, rows))
+            shards.append(shard(rank, begin, rows))
             begin += rows
         if begin == shape.rows:
             break
     if begin < shape.rows:
         return None
-    option = option_of(parts, ShardingType.CUSTOM, boxes, Domain.WORLD, 0)
+    option = option_of(parts, ShardingType.CUSTOM, shards, Domain.WORLD, 0)
     return place(loads, option)
 
 

@@ -48,7 +48,7 @@ class Planner:
         constraints: Mapping[str, TableConstraints] | None = None,
         *,
         reservation: Reservation | None = None,
-        wire: "CommPrecision | None" = None,
+        comm_precision: "CommPrecision | None" = None,
         max_trials: int = 60_000,
     ) -> None:
         self.topology = topology
@@ -56,8 +56,8 @@ class Planner:
         self.constraints = dict(constraints or {})
         self.reservation = Reservation() if reservation is None else reservation
         self.max_trials = check_count("max_trials", max_trials)
-        self.wire = wire
-        self._sent = FLOATS if wire is None else Sent.by(wire)
+        self.comm_precision = comm_precision
+        self._sent = FLOATS if comm_precision is None else Sent.by(comm_precision)
 
     def plan(self, module: nn.Module) -> ShardingPlan:
         """Return the plan for all collections of a model.
@@ -83,7 +83,7 @@ class Planner:
         plan = self._search(problem, works)
         if not plan:
             raise no_plan(problem, works)
-        return predict(works, self._boxes(works, plan), model, free_memory)
+        return predict(works, self._effective_plan(works, plan), model, free_memory)
 
     def predict(self, module: nn.Module, plan: ShardingPlan) -> Prediction:
         """Predict a step under any plan."""
@@ -124,7 +124,7 @@ class Planner:
         found = starts(problem) or [p for p in (any_plan(problem),) if p]
         return best_of(problem, found) if found else []
 
-    def _boxes(self, works: Sequence[TableWorkload], plan: Plan) -> ShardingPlan:
+    def _effective_plan(self, works: Sequence[TableWorkload], plan: Plan) -> ShardingPlan:
         modules: dict[str, dict[str, object]] = {}
         for work, choice in zip(works, plan, strict=True):
             sharding = choice.option.sharding(work, self.topology, choice.targets)

@@ -82,7 +82,7 @@ def option_for(work: TableWorkload, sharding: ParameterSharding, model: CostMode
     parts = Parts(work, model, sharding.storage)
     if sharding.is_replicated:
         return Option(ShardingType.DATA_PARALLEL, sharding.storage, (), parts.replicated())
-    return option_of(parts, sharding.type, sharding.boxes, Domain.WORLD, 0)
+    return option_of(parts, sharding.type, sharding.shards, Domain.WORLD, 0)
 
 
 def predict(
@@ -208,7 +208,7 @@ def _table_rows(tables: Sequence[TablePrediction]) -> list[list[str]]:
             [
                 table.work.name,
                 sharding.type.value + kind,
-                ranges(sharding.ranks, most=4) if sharding.boxes else "all",
+                ranges(sharding.ranks, most=4) if sharding.shards else "all",
                 f"{config.num_embeddings:,}",
                 str(config.embedding_dim),
                 f"{table.work.ids:g}",

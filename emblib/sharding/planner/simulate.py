@@ -94,7 +94,7 @@ def _world(
         batch,
         constraints,
         reservation=planner.reservation,
-        wire=planner.wire,
+        comm_precision=planner.comm_precision,
         max_trials=planner.max_trials,
     )
     return Simulated(world_size, batch, there.solve(module))

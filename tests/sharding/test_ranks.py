@@ -29,12 +29,12 @@ def test_single() -> None:
     back = pickle.loads(pickle.dumps(ranks))
     assert (back.size, back.device) == (1, ranks.device)
     assert copy.deepcopy(ranks) is ranks
-    assert RankGroup.of(ranks) is ranks
+    assert RankGroup.from_value(ranks) is ranks
     assert RankGroup().size == 1  # nothing is initialised here
     assert str(ranks) == "RankGroup(rank 0 of 1, cpu)"
 
 
-@pytest.mark.parametrize("make", [RankGroup, partial(RankGroup.of, None)])
+@pytest.mark.parametrize("make", [RankGroup, partial(RankGroup.from_value, None)])
 def test_processes_of_torchrun_do_not_train_alone(
     make: Callable[[], RankGroup], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -98,7 +98,7 @@ def test_nodes(local: str | None, sides: tuple[int, int]) -> None:
 def _wrong(ranks: RankGroup) -> None:
     with pytest.raises(ValueError, match=r"4 ranks are not whole nodes of 3: .*or 4 to treat"):
         RankGroup(ranks.group, local_size=3)
-    with pytest.raises(ValueError, match="1 to 4 here, and not 5"):
+    with pytest.raises(ValueError, match="1 to 4 here, got 5"):
         RankGroup(ranks.group, local_size=5)
     last = dist.new_group([2])
     if ranks.rank != 2:

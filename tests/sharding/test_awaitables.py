@@ -4,14 +4,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from emblib.sharding.exchange import (
+from emblib.sharding.awaitables import (
     Awaitable,
-    Deferred,
+    DeferredAwaitable,
     LazyAwaitable,
-    LazyDeferred,
-    LazyNoWait,
-    NoWait,
-    waited,
+    LazyDeferredAwaitable,
+    LazyReadyAwaitable,
+    ReadyAwaitable,
+    wait_all,
 )
 
 
@@ -30,8 +30,8 @@ def test_one_result_once() -> None:
     assert under_way.calls == 0
     assert under_way.wait() is under_way.wait()
     assert under_way.calls == 1
-    assert NoWait(None).wait() is None
-    nothing = Deferred(lambda: None)
+    assert ReadyAwaitable(None).wait() is None
+    nothing = DeferredAwaitable(lambda: None)
     assert nothing.wait() is None
     assert nothing.wait() is None  # not called again: None is a result
 
@@ -53,7 +53,7 @@ def test_an_error_stays() -> None:
         calls.append(0)
         raise OSError("the network")
 
-    under_way = Deferred(fail)
+    under_way = DeferredAwaitable(fail)
     for _ in range(2):
         with pytest.raises(OSError, match="the network"):
             under_way.wait()
@@ -70,7 +70,7 @@ def test_what_the_function_held_is_free() -> None:
             Big.alive = False
 
     big = Big()
-    under_way = Deferred(lambda held=big: 1)
+    under_way = DeferredAwaitable(lambda held=big: 1)
     del big
     assert Big.alive
     assert under_way.wait() == 1
@@ -78,7 +78,7 @@ def test_what_the_function_held_is_free() -> None:
 
 
 def _lazy(value: Tensor) -> LazyAwaitable[Tensor]:
-    return LazyDeferred(lambda: value)
+    return LazyDeferredAwaitable(lambda: value)
 
 
 def test_lazy_waits_when_touched() -> None:
@@ -88,7 +88,7 @@ def test_lazy_waits_when_touched() -> None:
         calls.append(0)
         return torch.arange(6.0).view(2, 3)
 
-    lazy = LazyDeferred(make)
+    lazy = LazyDeferredAwaitable(make)
     assert isinstance(lazy, LazyAwaitable)
     repr(lazy)
     assert not hasattr(lazy, "__array__")
@@ -114,10 +114,10 @@ def test_lazy_acts_as_its_result() -> None:
     assert torch.equal(_lazy(value) > 2, value > 2)
     assert torch.equal(_lazy(value) == value, value == value)
     assert [row.tolist() for row in _lazy(value)] == value.tolist()
-    assert float(LazyNoWait(torch.tensor(2.5))) == 2.5
-    assert int(LazyNoWait(torch.tensor(2))) == 2
-    assert not LazyNoWait(torch.tensor(0.0))
-    lazy_dict = LazyNoWait({"a": 1})
+    assert float(LazyReadyAwaitable(torch.tensor(2.5))) == 2.5
+    assert int(LazyReadyAwaitable(torch.tensor(2))) == 2
+    assert not LazyReadyAwaitable(torch.tensor(0.0))
+    lazy_dict = LazyReadyAwaitable({"a": 1})
     assert lazy_dict["a"] == 1
     assert "a" in lazy_dict
     assert list(lazy_dict.keys()) == ["a"]
@@ -132,7 +132,7 @@ def test_lazy_carries_gradients() -> None:
     assert leaf.grad.tolist() == [2.0, 2.0, 2.0]
 
 
-def test_waited() -> None:
+def test_wait_all() -> None:
     value = torch.ones(2)
-    found = waited({"a": [NoWait(1), (LazyNoWait(value), 3)], "b": None})
+    found = wait_all({"a": [ReadyAwaitable(1), (LazyReadyAwaitable(value), 3)], "b": None})
     assert found == {"a": [1, (value, 3)], "b": None}

@@ -1,0 +1,219 @@
+"""Awaitables: results of operations that are still in flight.
+
+`Awaitable.wait()` returns the result, and the same object on every call. A `LazyAwaitable` also
+waits by itself wherever it is used in place of its result. The awaitables of all-to-alls are in
+`emblib.sharding.exchange`.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator
+from typing import Any, Generic, TypeVar
+
+from emblib.tables.graph_break import graph_break
+
+T = TypeVar("T")
+
+
+class Awaitable(Generic[T]):
+    """A result that `wait()` returns.
+
+    A subclass defines `_wait_impl`, which is called once. If it raises, every `wait` raises the
+    same error: an operation in flight cannot be retried.
+    """
+
+    def __init__(self) -> None:
+        self._result: Any = _PENDING
+        self._callbacks: list[Callable[[Any], Any]] = []
+
+    def wait(self) -> T:
+        """Wait for the result, pass it through the callbacks and return it."""
+        if self._result is _PENDING:
+            try:
+                self._result = self._finish()
+            except Exception as error:
+                self._result = _Failure(error)
+                raise
+        elif type(self._result) is _Failure:
+            raise self._result.error
+        return self._result
+
+    def then(self, callback: Callable[[T], Any]) -> Awaitable[Any]:
+        """Replace the result by `callback(result)` when it is waited for; return this awaitable.
+
+        Callbacks run once, in the order in which they were added. After the first `wait` a callback
+        runs immediately.
+        """
+        if self._result is _PENDING:
+            self._callbacks.append(callback)
+        else:
+            self._result = callback(self.wait())
+        return self
+
+    def _finish(self) -> T:
+        result: Any = self._wait_impl()
+        for callback in self._callbacks:
+            result = callback(result)
+        self._callbacks.clear()
+        return result
+
+    def _wait_impl(self) -> T:
+        raise NotImplementedError(f"{type(self).__name__} must define _wait_impl")
+
+
+class ReadyAwaitable(Awaitable[T]):
+    """An awaitable whose result is available already."""
+
+    def __init__(self, value: T) -> None:
+        super().__init__()
+        self._value = value
+
+    def _wait_impl(self) -> T:
+        value = self._value
+        del self._value
+        return value
+
+
+class DeferredAwaitable(Awaitable[T]):
+    """The result of `function()`, which the first `wait` calls."""
+
+    def __init__(self, function: Callable[[], T]) -> None:
+        super().__init__()
+        self._function = function
+
+    def _wait_impl(self) -> T:
+        function = self._function
+        del self._function  # frees the objects that the function refers to once it has run
+        return function()
+
+
+class LazyAwaitable(Awaitable[T]):
+    """An awaitable that can be used in place of its result: the first use waits.
+
+    Attributes, items, iteration, operators and torch functions wait and then act on the result.
+    Only `isinstance` tells an awaitable from its result; `wait()` returns the result itself.
+    """
+
+    # Declared here so that type checkers do not resolve them by __getattr__, which waits.
+    _result: Any
+    _callbacks: list[Callable[[Any], Any]]
+
+    @graph_break
+    def wait(self) -> T:
+        """Return the result, like `Awaitable.wait`, outside of any compiled graph."""
+        return super().wait()
+
+    def __getattr__(self, name: str) -> Any:
+        # Called only for attributes that this object lacks. Private and special names are never
+        # looked up in the result: copying or printing an awaitable must not wait.
+        if name.startswith("_"):
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        return getattr(self.wait(), name)
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        function: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Call a torch function with every awaitable replaced by its result."""
+        return function(*map(wait_all, args), **{k: wait_all(v) for k, v in (kwargs or {}).items()})
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.wait()[key]  # type: ignore[index]
+
+    def __len__(self) -> int:
+        return len(self.wait())  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.wait())  # type: ignore[call-overload]
+
+    def __contains__(self, item: Any) -> bool:
+        return item in self.wait()  # type: ignore[operator]
+
+    __hash__ = object.__hash__
+
+    def __bool__(self) -> bool:
+        return bool(self.wait())
+
+    def __float__(self) -> float:
+        return float(self.wait())  # type: ignore[arg-type]
+
+    def __int__(self) -> int:
+        return int(self.wait())  # type: ignore[call-overload]
+
+
+class LazyReadyAwaitable(LazyAwaitable[T]):
+    """A result that is available already, where the caller expects a `LazyAwaitable`."""
+
+    def __init__(self, value: T) -> None:
+        super().__init__()
+        self._value = value
+
+    def _wait_impl(self) -> T:
+        value = self._value
+        del self._value
+        return value
+
+
+class LazyDeferredAwaitable(LazyAwaitable[T]):
+    """The result of `function()`, which the first use calls."""
+
+    def __init__(self, function: Callable[[], T]) -> None:
+        super().__init__()
+        self._function = function
+
+    def _wait_impl(self) -> T:
+        function = self._function
+        del self._function
+        return function()
+
+
+def wait_all(value: Any) -> Any:
+    """Replace every awaitable in `value` by its result, also inside lists, tuples and dicts."""
+    if isinstance(value, Awaitable):
+        return value.wait()
+    if type(value) is tuple or type(value) is list:
+        return type(value)(map(wait_all, value))
+    if type(value) is dict:
+        return {key: wait_all(item) for key, item in value.items()}
+    return value
+
+
+class _Failure:
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+
+_PENDING = object()  # not None, which may be a result
+
+
+def _operator(name: str) -> Callable[..., Any]:
+    act = getattr(operator, f"__{name}__")
+
+    def method(self: LazyAwaitable[Any], *others: Any) -> Any:
+        return act(self.wait(), *map(wait_all, others))
+
+    return method
+
+
+def _reflected(name: str) -> Callable[..., Any]:
+    act = getattr(operator, f"__{name}__")
+
+    def method(self: LazyAwaitable[Any], other: Any) -> Any:
+        return act(wait_all(other), self.wait())
+
+    return method
+
+
+_ARITHMETIC = (
+    *("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow"),
+    *("and", "or", "xor", "lshift", "rshift"),
+)
+for _name in (*_ARITHMETIC, *("neg", "pos", "abs", "invert", "eq", "ne", "lt", "le", "gt", "ge")):
+    setattr(LazyAwaitable, f"__{_name}__", _operator(_name))
+for _name in _ARITHMETIC:
+    setattr(LazyAwaitable, f"__r{_name}__", _reflected(_name))
