@@ -19,19 +19,19 @@ _TAKEN = frozenset(dir(nn.ModuleDict()))
 
 @dataclass(frozen=True)
 class TableConfig:
-    """What the configurations of pooled and of sequence tables have in common.
+    """Base of the configurations of pooled and of sequence tables.
 
     Args:
-        num_embeddings: rows; the capacity of a dynamic table.
+        num_embeddings: rows; the capacity of a hash table.
         embedding_dim: length of a row.
         name: of the table, in checkpoints and plans; no dots, and none of `nn.ModuleDict`'s own
-            names ("train", "keys", ...), as parameters are found by it.
-        feature_names: the features that read the table; left out, one of the table's name.
-        data_type: of the rows as they are stored: float32, float16 or bfloat16.
-        weight_init_min, weight_init_max: rows start uniform between them; left out, in
-            +-sqrt(1 / num_embeddings).
-        init_fn: writes the first values into the tensor `[num_embeddings, embedding_dim]` that it
-            is given, instead.
+            names ("train", "keys", ...), since it is an attribute there.
+        feature_names: the features that read the table; left out, one feature named as the table.
+        data_type: of the stored rows: float32, float16 or bfloat16.
+        weight_init_min, weight_init_max: initial values are uniform between them; left out,
+            in +-sqrt(1 / num_embeddings).
+        init_fn: function that writes initial values into a tensor
+            `[num_embeddings, embedding_dim]`, instead.
         storage: how the rows are stored, one of `emblib.storage`.
         optimizer: of this table; None for that of its collection.
     """
@@ -59,9 +59,9 @@ class TableConfig:
             )
         if self.name in _TAKEN:
             raise ValueError(
-                "a table is found by its name in a module, where nn.ModuleDict has an attribute "
-                f"{self.name!r} already: call it otherwise, e.g. '{self.name}_table', and give "
-                f"feature_names=[{self.name!r}] where features are called so"
+                "the name of a table is an attribute of an nn.ModuleDict, which already has "
+                f"{self.name!r}: rename the table, e.g. '{self.name}_table', and give "
+                f"feature_names=[{self.name!r}] if the features have this name"
             )
         if isinstance(self.feature_names, str):
             raise TypeError(
@@ -133,7 +133,7 @@ class TableConfig:
 
 @dataclass(frozen=True)
 class EmbeddingBagConfig(TableConfig):
-    """A table whose rows are pooled; `pooling` SUM or MEAN.
+    """Configuration of a table whose bags are pooled; `pooling` is SUM or MEAN.
 
     MEAN divides by the number of ids of a bag, weighted or not: `sum(w * e) / L`.
     """
@@ -147,13 +147,13 @@ class EmbeddingBagConfig(TableConfig):
         object.__setattr__(self, "pooling", Pooling(self.pooling))
         if self.pooling is Pooling.NONE:
             raise ValueError(
-                f"pooling of {self.name!r} must be SUM or MEAN; for one vector an id use an "
+                f"pooling of {self.name!r} must be SUM or MEAN; for one vector per id use an "
                 "EmbeddingConfig in an EmbeddingCollection"
             )
 
 
 @dataclass(frozen=True)
 class EmbeddingConfig(TableConfig):
-    """A table that gives one vector an id."""
+    """Configuration of a table with one vector per id."""
 
     pooled: ClassVar[bool] = False

@@ -1,4 +1,4 @@
-"""Learned weights of ids by their position in a bag, and collections that have them."""
+"""Feature processors: learned weights of ids by their position in a bag."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from emblib.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 
 class PositionWeightedModule(nn.Module):
-    """Gives the ids of features a learned weight by position: the first of a bag, the second, ...
+    """Weight the ids of features by their position in a bag, with learned weights.
 
-    Weights start at 1. A batch that has weights already has them scaled.
+    Weights start at 1. Weights of the batch are multiplied by them.
 
     Args:
-        max_feature_lengths: by feature, how many positions have a weight; no bag may be longer.
-        device: where the weights are.
+        max_feature_lengths: number of weights per feature, the maximum length of its bags.
+        device: of the weights.
     """
 
     def __init__(
@@ -39,17 +39,17 @@ class PositionWeightedModule(nn.Module):
         )
 
     def reset_parameters(self) -> None:
-        """All weights 1 again."""
+        """Set all weights to 1."""
         with torch.no_grad():
             for weights in self.position_weights.values():
                 weights.fill_(1.0)
 
     def forward(self, features: Mapping[str, JaggedTensor]) -> dict[str, JaggedTensor]:
-        """The features with weights; those without positions as they are.
+        """Return the features with weights; features without positions unchanged.
 
         Raises:
-            ValueError: a bag is longer than its feature has positions (seen on the CPU; on a GPU it
-                is for torch to notice).
+            ValueError: a bag is longer than its feature has positions (checked on the CPU; on a GPU
+                torch checks it).
         """
         result = dict(features)
         for feature, weights in self.position_weights.items():
@@ -58,36 +58,36 @@ class PositionWeightedModule(nn.Module):
             jagged = result[feature]
             lengths, offsets = jagged.lengths(), jagged.offsets()
             _check_lengths(feature, lengths, weights.numel())
-            places = _positions(offsets, lengths, jagged.values().shape[0])
-            scale = weights.index_select(0, places)
-            given = jagged.weights_or_none()
-            scale = scale if given is None else scale * given
+            positions = _positions(offsets, lengths, jagged.values().shape[0])
+            scale = weights.index_select(0, positions)
+            own_weights = jagged.weights_or_none()
+            scale = scale if own_weights is None else scale * own_weights
             result[feature] = JaggedTensor(jagged.values(), scale, lengths, offsets)
         return result
 
 
 class PositionWeightedProcessor(PositionWeightedModule):
-    """`PositionWeightedModule` for whole batches; ids of other features weigh 1."""
+    """A `PositionWeightedModule` for whole batches; ids of other features have weight 1."""
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:  # type: ignore[override]
-        """The batch with weights, in one pass over its ids.
+        """Return the batch with weights, in one pass over its ids.
 
         Raises:
-            KeyError: a feature with positions is not there.
-            ValueError: a bag is longer than its feature has positions (seen on the CPU).
+            KeyError: the batch lacks a feature with positions.
+            ValueError: a bag is longer than its feature has positions (checked on the CPU).
         """
         keys, lengths, offsets = features.keys(), features.lengths(), features.offsets()
         missing = sorted(self.max_feature_lengths.keys() - set(keys))
         if missing:
             raise KeyError(f"there are no features {missing}; there are {keys}")
         by_key = lengths.split(features.stride_per_key())
-        begins = self._begins()
+        offset_of = self._weight_offsets()
         rules = []
-        for place, key in enumerate(keys):
+        for number, key in enumerate(keys):
             count = self.max_feature_lengths.get(key, 0)
-            _check_lengths(key, by_key[place], count)
-            # Where its weights begin among those of all, and whether the position counts.
-            rules.append((begins.get(key, 0), min(count, 1)))
+            _check_lengths(key, by_key[number], count)
+            # Offset of its weights in the table, and 1 if the position is added to it.
+            rules.append((offset_of.get(key, 0), min(count, 1)))
         table = torch.cat([torch.ones(1, device=lengths.device), *self.position_weights.values()])
         count = features.values().shape[0]
         bags = torch.tensor(features.stride_per_key(), device=lengths.device)
@@ -95,24 +95,24 @@ class PositionWeightedProcessor(PositionWeightedModule):
             bags, 0, output_size=lengths.numel()
         )
         by_id = by_bag.repeat_interleave(lengths, 0, output_size=count)
-        places = by_id[:, 0] + by_id[:, 1] * _positions(offsets, lengths, count)
-        scale = table.index_select(0, places)
-        given = features.weights_or_none()
-        return _with_weights(features, scale if given is None else scale * given)
+        rows = by_id[:, 0] + by_id[:, 1] * _positions(offsets, lengths, count)
+        scale = table.index_select(0, rows)
+        own_weights = features.weights_or_none()
+        return _with_weights(features, scale if own_weights is None else scale * own_weights)
 
-    def _begins(self) -> dict[str, int]:
-        """Where the weights of each feature are, behind the 1 of all others."""
+    def _weight_offsets(self) -> dict[str, int]:
+        """Return the offset of each feature's weights, after the 1 of all other features."""
         ends = accumulate(self.max_feature_lengths.values(), initial=1)
         return dict(zip(self.max_feature_lengths, ends, strict=False))
 
 
 class FeatureProcessedEmbeddingBagCollection(nn.Module):
-    """A weighted collection whose weights are made from the batch.
+    """A weighted collection whose weights are computed from the batch.
 
     Args:
-        embedding_bag_collection: a weighted one.
-        feature_processors: makes a batch with weights of a batch; or by feature, what does so for a
-            dict of it (`PositionWeightedModule` and its like).
+        embedding_bag_collection: a weighted collection.
+        feature_processors: a module from a batch to a batch with weights; or by feature, a module
+            from a dict of JaggedTensor to one with weights, such as `PositionWeightedModule`.
     """
 
     def __init__(
@@ -123,8 +123,8 @@ class FeatureProcessedEmbeddingBagCollection(nn.Module):
         super().__init__()
         if not embedding_bag_collection.is_weighted():
             raise ValueError(
-                "feature processors make weights, so the collection must be weighted: make it with "
-                "is_weighted=True"
+                "feature processors compute weights, so the collection must be weighted: make it "
+                "with is_weighted=True"
             )
         self.embedding_bag_collection = embedding_bag_collection
         self.feature_processors: nn.Module = (
@@ -134,43 +134,43 @@ class FeatureProcessedEmbeddingBagCollection(nn.Module):
         )
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
-        """What the collection gives for the batch with its weights."""
+        """Look up the batch with its computed weights."""
         result: KeyedTensor = self.embedding_bag_collection(self._processed(features))
         return result
 
     def _processed(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
         processors: Any = self.feature_processors
         if not isinstance(processors, nn.ModuleDict):
-            made: KeyedJaggedTensor = processors(features)
-            return made
+            processed: KeyedJaggedTensor = processors(features)
+            return processed
         weights = []
         for key, jagged in features.to_dict().items():
             if key in processors:
                 jagged = processors[key]({key: jagged})[key]
-            given = jagged.weights_or_none()
+            own_weights = jagged.weights_or_none()
             ones = torch.ones(jagged.values().shape[0], device=jagged.device())
-            weights.append(ones if given is None else given)
+            weights.append(ones if own_weights is None else own_weights)
         return _with_weights(features, torch.cat(weights))
 
 
 def _positions(offsets: Tensor, lengths: Tensor, count: int) -> Tensor:
-    """The position of each id in its bag."""
+    """Return the position of each id in its bag."""
     starts = offsets[:-1].repeat_interleave(lengths, output_size=count)
     return torch.arange(count, device=offsets.device) - starts
 
 
-def _check_lengths(feature: str, lengths: Tensor, most: int) -> None:
-    if most and lengths.is_cpu and lengths.numel():
+def _check_lengths(feature: str, lengths: Tensor, max_length: int) -> None:
+    if max_length and lengths.is_cpu and lengths.numel():
         longest = int(lengths.max())
-        if longest > most:
+        if longest > max_length:
             raise ValueError(
-                f"feature {feature!r} has weights for {most} positions, got a bag of {longest} "
-                "ids: raise max_feature_lengths, or cut the bags"
+                f"feature {feature!r} has weights for {max_length} positions, got a bag of "
+                f"{longest} ids: raise max_feature_lengths, or cut the bags"
             )
 
 
 def _with_weights(features: KeyedJaggedTensor, weights: Tensor) -> KeyedJaggedTensor:
-    """The same batch with other weights."""
+    """Return the batch with other weights."""
     varies = features.variable_stride_per_key()
     return KeyedJaggedTensor(
         features.keys(),

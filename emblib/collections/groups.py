@@ -27,7 +27,7 @@ __all__ = ["GroupInfo", "TableGroups"]
 
 @dataclass(frozen=True)
 class GroupInfo:
-    """One kernel: the units that it looks up, in its order, and its module."""
+    """One kernel: its module, the units that it looks up in order, and its slices."""
 
     units: tuple[int, ...]
     slices: tuple[int, ...]
@@ -35,8 +35,8 @@ class GroupInfo:
     storage: Storage
 
 
-class Piece(NamedTuple):
-    """What one group looks up of a batch: ids `[first, last)` of it, and their offsets."""
+class GroupInput(NamedTuple):
+    """The part of a batch that one group looks up: ids `[first, last)`, and their offsets."""
 
     info: GroupInfo
     first: int
@@ -44,70 +44,6 @@ class Piece(NamedTuple):
     ids: Tensor
     offsets: Tensor
     batch_sizes: Sequence[Sequence[int]] | None
-
-
-def split(
-    groups: Sequence[GroupInfo],
-    ids: Tensor,
-    offsets: Tensor,
-    batch_sizes: Sequence[Sequence[int]] | None,
-    id_counts: Sequence[int] | None,
-) -> list[Piece]:
-    """The part of a batch that each group with units looks up."""
-    if len(groups) == 1:
-        whole = Piece(groups[0], 0, ids.numel(), ids, offsets, batch_sizes)
-        return [whole]
-    ends = _bag_ends(groups, offsets, batch_sizes)
-    if id_counts is None:
-        splits = [int(offsets[end]) for end in ends] if ids.is_cpu else offsets[ends].tolist()
-    else:
-        splits = [0, *accumulate(id_counts)]
-    pieces, unit = [], 0
-    for g, info in enumerate(groups):
-        first, last = splits[g], splits[g + 1]
-        own = offsets[ends[g] : ends[g + 1] + 1]
-        sizes = None
-        if batch_sizes is not None:
-            sizes = batch_sizes[unit : unit + len(info.units)]
-            unit += len(info.units)
-        own = own - first if first else own
-        pieces.append(Piece(info, first, last, ids[first:last], own, sizes))
-    return pieces
-
-
-def _bag_ends(
-    groups: Sequence[GroupInfo], offsets: Tensor, batch_sizes: Sequence[Sequence[int]] | None
-) -> list[int]:
-    """The first bag of each group, and the number of bags."""
-    units = [0, *accumulate(len(info.units) for info in groups)]
-    if batch_sizes is None:
-        batch = (offsets.numel() - 1) // max(units[-1], 1)
-        return [batch * unit for unit in units]
-    bags = [0, *accumulate(sum(sizes) for sizes in batch_sizes)]
-    return [bags[unit] for unit in units]
-
-
-def by_rank(
-    groups: Sequence[GroupInfo],
-    dims: Sequence[int],
-    outs: Sequence[Tensor],
-    batch_sizes: Sequence[Sequence[int]],
-) -> Tensor:
-    """Outputs of variable batches, each rank after rank, as one that is rank after rank."""
-    pieces, unit = [], 0
-    for info, out in zip(groups, outs, strict=True):
-        sizes = batch_sizes[unit : unit + len(info.units)]
-        unit += len(info.units)
-        widths = [dims[u] for u in info.units]
-        by_rank = zip(*sizes, strict=True)
-        lengths = [sum(n * d for n, d in zip(of_rank, widths, strict=True)) for of_rank in by_rank]
-        pieces.append(out.split(lengths))
-    return torch.cat([piece for of_rank in zip(*pieces, strict=True) for piece in of_rank])
-
-
-def is_cached(module: Any) -> bool:
-    """Whether tables of a module stand behind a cache."""
-    return getattr(module, "row_cache", None) is not None
 
 
 @dataclass(frozen=True)
@@ -119,66 +55,38 @@ class Grouping:
     optimizer: Optimizer
 
 
-def group(
-    slices: Sequence[TableSlice],
-    reads: Sequence[int],
-    optimizer: Optimizer | None,
-    pooling: Pooling,
-) -> list[Grouping]:
-    """Return the groups in the order in which units first need them, those without units last."""
-    optimizers = [part.config.optimizer or optimizer or NO_UPDATE for part in slices]
-    keys: list[Hashable] = [
-        part.storage.group_key(part, i, optimizers[i], pooling) for i, part in enumerate(slices)
-    ]
-    names: dict[Hashable, set[str]] = {}
-    for i, part in enumerate(slices):
-        known = names.setdefault(keys[i], set())
-        if part.storage.is_keyed and part.config.name in known:
-            keys[i] = (keys[i], i)  # initial values of rows depend on the name of the table
-        known.add(part.config.name)
-    order = dict.fromkeys([keys[s] for s in reads] + keys)
-    result = []
-    for key in order:
-        members = tuple(i for i in range(len(slices)) if keys[i] == key)
-        units = tuple(u for u, s in enumerate(reads) if keys[s] == key)
-        result.append(Grouping(members, units, optimizers[members[0]]))
-    return result
-
-
 class TableGroups(nn.Module):
-    """Looks up units, each of which reads one slice of a table, and pools bags or gives rows.
+    """Look up units, each of which reads one slice of a table, and pool their bags.
 
-    A unit is a feature as far as this place is concerned. Kinds, dtypes and optimizers that differ
-    need kernels that differ; `forward` takes the units of one kernel after those of another, in the
-    order `order`, and costs nothing over the kernel itself where there is one.
+    Slices that differ in storage, dtype or optimizer have different kernels. `forward` takes the
+    units kernel after kernel, in the order `order`; with one kernel it is one call of it.
 
-    Memory, gradients and first values are by slice: `handles[i]` has the
-    parameters of slice i (views of the memory of its kernel) and `views(i)` the optimizer's states
-    too. It has no state dict of its own, nor are its kernels among its modules: who has the tables
-    says what they are called.
+    `handles[i]` has the parameters of slice i, which are views of the memory of its kernel, and
+    `views(i)` its optimizer states as well. The kernels are not among the modules of this one and
+    it has no state dict: the collection lists the handles under the names of its tables.
 
     Args:
-        slices: the parts of tables that are here.
-        reads: the slice of each unit.
-        pooled: bags `[B, output_dim]`, or one vector an id.
-        optimizer: of tables whose configuration has none; None leaves gradients on the parameters,
-            dense ones, for an optimizer of torch.optim.
-        device: where the tables are.
-        seeds: of first values by table; left out, drawn from torch's generator. With equal seeds an
-            element starts the same however its table is divided. Of dynamic tables it is the seed
-            of the hash, unless their kind has one.
-        bags: what a bag of every unit becomes, SUM or MEAN. Over parts of a table it must be the
-            sum: who adds them up divides.
+        slices: the slices of tables on this rank.
+        reads: for each unit, the number of its slice.
+        pooled: whether to return pooled bags `[B, output_dim]`; else one vector per id.
+        optimizer: of tables whose configuration has none; None leaves dense gradients on the
+            parameters, for an optimizer of torch.optim.
+        device: of the tables.
+        seeds: of the initial values by table; left out, drawn from torch's generator. With equal
+            seeds an element starts the same however its table is cut. For hash tables it is the
+            seed of the hash, unless their storage has one.
+        bags: SUM or MEAN. For slices of rows or columns of a table it must be SUM: the caller
+            adds the slices up and divides.
 
     Attributes:
-        order: the units as `forward` wants them.
+        order: the units in the order of `forward`.
         output_dim: columns of the output.
-        column_of: by unit, the column at which it begins in the output.
-        dims: by unit, how many columns it has.
+        column_of: for each unit, its first column in the output.
+        dims: for each unit, its number of columns.
         groups: the kernels, with the units of each; `active` are those that have units.
         is_one: whether `forward` is one call of one kernel.
-        handles: by slice, the module with its parameters.
-        seeds: of first values, by table.
+        handles: for each slice, the module with its parameters.
+        seeds: of the initial values, by table.
     """
 
     _only: Any
@@ -206,8 +114,10 @@ class TableGroups(nn.Module):
         self.device = torch.empty(0, device=device).device
         self.seeds = dict(new_seeds(self.slices) if seeds is None else seeds)
         self._groupings = group(self.slices, self.reads, optimizer, self.pooling)
-        self._prefetched: list[tuple[Tensor, list[Piece]]] = []
-        self._lock = ModuleLock()  # of what is prefetched, in the same order here and in kernels
+        self._prefetched: list[tuple[Tensor, list[GroupInput]]] = []
+        self._lock = (
+            ModuleLock()
+        )  # prefetched batches must have the same order here and in the kernels
         self._kernels = [self._make(g, self.device) for g in range(len(self._groupings))]
         self._lay_out()
         self._make_handles()
@@ -230,7 +140,7 @@ class TableGroups(nn.Module):
             self.column_of[u] = column
             column += 0 if self.pooling is Pooling.NONE else self.dims[u]
         self.output_dim = max(self.dims, default=0) if self.pooling is Pooling.NONE else column
-        self._places = {
+        self._locations = {
             s: (g, k)
             for g, grouping in enumerate(self._groupings)
             for k, s in enumerate(grouping.slices)
@@ -239,13 +149,13 @@ class TableGroups(nn.Module):
     def _make_handles(self) -> None:
         self.handles: list[TableHandle] = []
         for s in range(len(self.slices)):
-            g, k = self._places[s]
+            g, k = self._locations[s]
             self.handles.append(self._storage_of(g).make_handle(self._kernels[g], k))
 
     def _bind(self) -> None:
-        """What follows from where the memory of the kernels is now."""
+        """Bind handles and parameters to the memory that the kernels have now."""
         for s, handle in enumerate(self.handles):
-            g, k = self._places[s]
+            g, k = self._locations[s]
             handle.attach(self._kernels[g], k)
             handle.bind()
         self.groups = [
@@ -255,7 +165,7 @@ class TableGroups(nn.Module):
         self.active = [info for info in self.groups if info.units]
         self.is_one = len(self.active) == 1
         self._views = parameters.registered([h for h in self.handles if h.checks_parameters])
-        # Not `self._only = ...`, which would make it a module of this one.
+        # Not `self._only = ...`, which would make it a child of this module.
         object.__setattr__(self, "_only", self.active[0].module if self.is_one else None)
 
     # Lookup
@@ -269,7 +179,7 @@ class TableGroups(nn.Module):
         batch_sizes: Sequence[Sequence[int]] | None = None,
         id_counts: Sequence[int] | None = None,
     ) -> Tensor:
-        """Return pooled rows `[B, output_dim]`, or vectors `[L, D]` in the order of ids.
+        """Look up a batch: pooled rows, or one vector per id.
 
         Args:
             ids: int32 or int64 `[L]`, unit after unit in the order `order`.
@@ -281,8 +191,9 @@ class TableGroups(nn.Module):
             id_counts: ids of each group that has units; left out, they are read from `offsets`,
                 which makes the host wait for a GPU where there are several groups.
 
-        Where units of an output that is not pooled differ in dim it is one vector, id after id.
-        Without units it is `[0, 0]`.
+        Returns:
+            `[B, output_dim]` or `[L, D]` in `output_dtype`. Unpooled units of different dims are
+            one vector, id after id. Without units it is `[0, 0]`.
 
         Raises:
             RuntimeError: a parameter of a table was replaced.
@@ -314,20 +225,19 @@ class TableGroups(nn.Module):
         batch_sizes: Sequence[Sequence[int]] | None = None,
         id_counts: Sequence[int] | None = None,
     ) -> list[Tensor]:
-        """The output of each group that has units, as `forward` would return it for that group."""
+        """Return the output of each group that has units."""
         parameters.check_registered(self._views)
-        parts = self._take_prefetched(ids)
-        if parts is None:
-            parts = split(self.active, ids, offsets, batch_sizes, id_counts)
+        inputs = self._take_prefetched(ids)
+        if inputs is None:
+            inputs = split(self.active, ids, offsets, batch_sizes, id_counts)
         outs = []
-        for part in parts:
-            own = None if weights is None else weights[part.first : part.last]
-            module, sizes = part.info.module, part.batch_sizes
-            outs.append(module(part.ids, part.offsets, own, batch_sizes=sizes))
+        for one in inputs:
+            scales = None if weights is None else weights[one.first : one.last]
+            outs.append(one.info.module(one.ids, one.offsets, scales, batch_sizes=one.batch_sizes))
         return outs
 
     def set_output_dtype(self, dtype: torch.dtype) -> None:
-        """What `forward` returns from now on: float32, float16 or bfloat16."""
+        """Set the dtype of outputs: float32, float16 or bfloat16."""
         check_float_dtype("output_dtype", dtype)
         self.output_dtype = dtype
         for kernel in self._kernels:
@@ -339,35 +249,35 @@ class TableGroups(nn.Module):
     # Tables
 
     def module_of(self, part: int) -> tuple[Any, int]:
-        """The module that a slice is in, and the number of its table there."""
-        g, k = self._places[part]
+        """Return the kernel of a slice, and the number of the table in it."""
+        g, k = self._locations[part]
         return self._kernels[g], k
 
     def views(self, part: int) -> dict[str, Tensor]:
-        """Weight and optimizer states of a slice, as views: writing to one writes to the table.
+        """Return weight and optimizer states of a slice, as views: writes reach the table.
 
-        `weight` `[rows, dim]` and the states by name, `[rows, dim]` or `[rows]`. Of a tensor train
-        `cores.0`, `cores.1`, ... and `<state>.0`, ...; of a dynamic table rows by slot; of a
-        quantised one `values` and `scales`. A cache is flushed and emptied first. They go stale
-        when the module moves.
+        These are `weight` `[rows, dim]` and the states by name, `[rows, dim]` or `[rows]`; of a
+        tensor train `cores.0`, `cores.1`, ... and `<state>.0`, ...; of a hash table rows by slot;
+        of a quantised table `values` and `scales`. A cache is flushed and emptied first. The views
+        are invalid after the module moved.
         """
         return self.handles[part].views()
 
     def all_views(self) -> list[dict[str, Tensor]]:
-        """`views` of every slice."""
+        """Return the `views` of every slice."""
         by_kernel = [self._storage_of(g).views(k) for g, k in enumerate(self._kernels)]
-        places = (self._places[s] for s in range(len(self.slices)))
-        return [by_kernel[g][k] for g, k in places]
+        locations = (self._locations[s] for s in range(len(self.slices)))
+        return [by_kernel[g][k] for g, k in locations]
 
     def _storage_of(self, number: int) -> Storage:
         return self.slices[self._groupings[number].slices[0]].storage
 
     def parameters_of(self, part: int) -> dict[str, nn.Parameter]:
-        """The parameters of a slice: `weight`, or `cores.0`, ... of a tensor train."""
+        """Return the parameters of a slice: `weight`, or `cores.0`, ... of a tensor train."""
         return dict(self.handles[part].named_parameters())
 
     def reset_parameters(self, seeds: Mapping[str, int] | None = None) -> None:
-        """First values anew, from a seed a table; states, steps and rates as at construction."""
+        """Draw initial values, from a seed per table; reset optimizer states, steps and rates."""
         self.seeds = dict(new_seeds(self.slices) if seeds is None else seeds)
         for g, (grouping, kernel) in enumerate(zip(self._groupings, self._kernels, strict=True)):
             names = [self.slices[s].config.name for s in grouping.slices]
@@ -391,9 +301,9 @@ class TableGroups(nn.Module):
         batch_sizes: Sequence[Sequence[int]] | None = None,
         id_counts: Sequence[int] | None = None,
     ) -> None:
-        """Bring the rows of a coming batch into the caches of the tables that have one.
+        """Load the rows of a later batch into the caches of the tables that have one.
 
-        `forward` must then get the same tensors, batches in the same order, as with
+        `forward` must get the same tensors, and batches in the same order, as with
         `TableBatchedEmbeddingBags.prefetch`. Without cached tables this does nothing.
         """
         cached = [info.module for info in self.active if is_cached(info.module)]
@@ -402,28 +312,27 @@ class TableGroups(nn.Module):
         if self._only is not None:
             self._only.prefetch(ids, offsets, batch_sizes=batch_sizes)
             return
-        parts = split(self.active, ids, offsets, batch_sizes, id_counts)
+        inputs = split(self.active, ids, offsets, batch_sizes, id_counts)
         with self._lock:
-            for part in parts:
-                if is_cached(part.info.module):
-                    module = part.info.module
-                    module.prefetch(part.ids, part.offsets, batch_sizes=part.batch_sizes)
-            self._prefetched.append((ids, parts))
+            for one in inputs:
+                if is_cached(one.info.module):
+                    one.info.module.prefetch(one.ids, one.offsets, batch_sizes=one.batch_sizes)
+            self._prefetched.append((ids, inputs))
 
-    def _take_prefetched(self, ids: Tensor) -> list[Piece] | None:
-        """The pieces of a batch that was prefetched, which caches know by its tensors."""
+    def _take_prefetched(self, ids: Tensor) -> list[GroupInput] | None:
+        """Remove and return the inputs of a prefetched batch, which is known by its ids tensor."""
         if not self._prefetched:
             return None
         with self._lock:
             waiting = self._prefetched
-            for place, (known, parts) in enumerate(waiting):
+            for i, (known, inputs) in enumerate(waiting):
                 if known is ids:
-                    del waiting[: place + 1]
-                    return parts
+                    del waiting[: i + 1]
+                    return inputs
         return None
 
     def nbytes(self) -> dict[str, int]:
-        """Bytes of `weights`, `optimizer_state` and whatever else the kernels have, by name."""
+        """Return the bytes of `weights`, `optimizer_state` and other memory, by name."""
         total: dict[str, int] = {}
         for kernel in self._kernels:
             any_kernel: Any = kernel
@@ -435,19 +344,19 @@ class TableGroups(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         super()._apply(fn, recurse)
-        there = fn(torch.empty(0, device=self.device)).device
+        device = fn(torch.empty(0, device=self.device)).device
         for g, kernel in enumerate(self._kernels):
-            if self._storage_of(g).is_placeholder(kernel) and there.type != "meta":
-                self._kernels[g] = self._make(g, there)
+            if self._storage_of(g).is_placeholder(kernel) and device.type != "meta":
+                self._kernels[g] = self._make(g, device)
                 self._kernels[g].train(self.training)
             else:
                 kernel._apply(fn, recurse)
-        self.device = there
+        self.device = device
         self._bind()
         return self
 
     def train(self, mode: Any = True) -> TableGroups:
-        """Training or not: dynamic tables take in keys in training only."""
+        """Set the training mode: hash tables insert keys only in training."""
         super().train(mode)
         for kernel in self._kernels:
             kernel.train(mode)
@@ -461,5 +370,96 @@ class TableGroups(nn.Module):
         self._bind()
 
     def extra_repr(self) -> str:
-        """The kernels."""
+        """Return the kernels."""
         return "\n".join(repr(kernel) for kernel in self._kernels)
+
+
+def group(
+    slices: Sequence[TableSlice],
+    reads: Sequence[int],
+    optimizer: Optimizer | None,
+    pooling: Pooling,
+) -> list[Grouping]:
+    """Return the groups in the order in which units first need them, those without units last."""
+    optimizers = [part.config.optimizer or optimizer or NO_UPDATE for part in slices]
+    keys: list[Hashable] = [
+        part.storage.group_key(part, i, optimizers[i], pooling) for i, part in enumerate(slices)
+    ]
+    names: dict[Hashable, set[str]] = {}
+    for i, part in enumerate(slices):
+        known = names.setdefault(keys[i], set())
+        if part.storage.is_keyed and part.config.name in known:
+            keys[i] = (keys[i], i)  # initial values of rows depend on the name of the table
+        known.add(part.config.name)
+    order = dict.fromkeys([keys[s] for s in reads] + keys)
+    result = []
+    for key in order:
+        members = tuple(i for i in range(len(slices)) if keys[i] == key)
+        units = tuple(u for u, s in enumerate(reads) if keys[s] == key)
+        result.append(Grouping(members, units, optimizers[members[0]]))
+    return result
+
+
+def split(
+    groups: Sequence[GroupInfo],
+    ids: Tensor,
+    offsets: Tensor,
+    batch_sizes: Sequence[Sequence[int]] | None,
+    id_counts: Sequence[int] | None,
+) -> list[GroupInput]:
+    """Split a batch into the input of each group that has units."""
+    if len(groups) == 1:
+        return [GroupInput(groups[0], 0, ids.numel(), ids, offsets, batch_sizes)]
+    ends = _bag_ends(groups, offsets, batch_sizes)
+    if id_counts is None:
+        splits = [int(offsets[end]) for end in ends] if ids.is_cpu else offsets[ends].tolist()
+    else:
+        splits = [0, *accumulate(id_counts)]
+    inputs, unit = [], 0
+    for g, info in enumerate(groups):
+        first, last = splits[g], splits[g + 1]
+        group_offsets = offsets[ends[g] : ends[g + 1] + 1]
+        sizes = None
+        if batch_sizes is not None:
+            sizes = batch_sizes[unit : unit + len(info.units)]
+            unit += len(info.units)
+        group_offsets = group_offsets - first if first else group_offsets
+        inputs.append(GroupInput(info, first, last, ids[first:last], group_offsets, sizes))
+    return inputs
+
+
+def _bag_ends(
+    groups: Sequence[GroupInfo], offsets: Tensor, batch_sizes: Sequence[Sequence[int]] | None
+) -> list[int]:
+    """Return the first bag of each group, and the number of bags."""
+    units = [0, *accumulate(len(info.units) for info in groups)]
+    if batch_sizes is None:
+        batch = (offsets.numel() - 1) // max(units[-1], 1)
+        return [batch * unit for unit in units]
+    bags = [0, *accumulate(sum(sizes) for sizes in batch_sizes)]
+    return [bags[unit] for unit in units]
+
+
+def by_rank(
+    groups: Sequence[GroupInfo],
+    dims: Sequence[int],
+    outs: Sequence[Tensor],
+    batch_sizes: Sequence[Sequence[int]],
+) -> Tensor:
+    """Interleave outputs of batches of variable size, each ordered by rank, into one by rank."""
+    blocks, unit = [], 0
+    for info, out in zip(groups, outs, strict=True):
+        sizes = batch_sizes[unit : unit + len(info.units)]
+        unit += len(info.units)
+        widths = [dims[u] for u in info.units]
+        lengths = [
+            sum(n * d for n, d in zip(rank_sizes, widths, strict=True))
+            for rank_sizes in zip(*sizes, strict=True)
+        ]
+        blocks.append(out.split(lengths))
+    return torch.cat([block for of_rank in zip(*blocks, strict=True) for block in of_rank])
+
+
+def is_cached(module: Any) -> bool:
+    """Return whether tables of a module have a cache."""
+    return getattr(module, "row_cache", None) is not None

@@ -1,4 +1,8 @@
-"""What collections of tables have in common: features, tables by name, first values, optimizers."""
+"""Collections: modules that look up the features of a batch in their tables.
+
+`EmbeddingBagCollection` pools bags and `EmbeddingCollection` returns one vector per id. Their base
+`TableCollection` has the tables: by name, with state dicts, optimizers and initial values.
+"""
 
 from __future__ import annotations
 
@@ -26,10 +30,10 @@ class FusedTable:
     """A table that backward updates.
 
     Args:
-        optimizer: what it was made with.
+        optimizer: of the table.
         names: of its parameters, within the module that has it.
-        kernels: the modules that hold it here; none where others have all of it.
-        parameters: those that are here, by name.
+        kernels: the modules with shards of the table on this rank; may be empty.
+        parameters: of these shards, by name.
     """
 
     optimizer: Optimizer
@@ -39,7 +43,7 @@ class FusedTable:
 
 
 def fused_tables(prefix: str, handles: Handles) -> list[FusedTable]:
-    """The tables that backward updates."""
+    """Return the tables that backward updates."""
     found = []
     for table, handle in handles.items():
         parameters = handle.fused_parameters()
@@ -53,7 +57,7 @@ def fused_tables(prefix: str, handles: Handles) -> list[FusedTable]:
 def optimizer_state(
     groups: TableGroups, prefix: str, handles: Handles
 ) -> dict[str, dict[str, Tensor]]:
-    """By the name of a parameter its states, as views, and a copy of the optimizer's numbers."""
+    """Return the optimizer states of each parameter, as views, and a copy of `hyper`."""
     return {
         name: {**states, HYPER: kernel.hyperparams.clone()}
         for name, kernel, states in _states(groups, prefix, handles)
@@ -63,7 +67,7 @@ def optimizer_state(
 def _states(
     groups: TableGroups, prefix: str, handles: Handles
 ) -> Iterator[tuple[str, Any, dict[str, Tensor]]]:
-    """Name, kernel and states of each parameter that backward updates."""
+    """Yield name, kernel and states of each parameter that backward updates."""
     every = groups.all_views() if handles else []
     for views, (table, handle) in zip(every, handles.items(), strict=True):
         kernel: Any = handle.kernel
@@ -81,7 +85,7 @@ def load_optimizer_state(
     handles: Handles,
     state: Mapping[str, Mapping[str, Tensor]],
 ) -> None:
-    """Write states and numbers; tables that share a kernel take the numbers of the most steps."""
+    """Write states and hyperparameters; a shared kernel takes those with the most steps."""
     every = list(_states(groups, prefix, handles))
     for name, kernel, states in every:
         _check(name, {**states, HYPER: kernel.hyperparams}, state.get(name))
@@ -117,8 +121,8 @@ def _check(name: str, states: Mapping[str, Tensor], given: Mapping[str, Tensor] 
             )
 
 
-class Unit:
-    """A feature as one table sees it: in the order of the configurations."""
+class TableFeature:
+    """One feature of one table, in the order of the configurations."""
 
     __slots__ = ("feature", "name", "table")
 
@@ -126,14 +130,14 @@ class Unit:
         self.feature, self.table, self.name = feature, table, name
 
 
-def units_of(configs: Sequence[TableConfig]) -> list[Unit]:
-    """The features of all tables; one that several tables have is named `feature@table`."""
+def table_features(configs: Sequence[TableConfig]) -> list[TableFeature]:
+    """Return the features of all tables; a feature of several is named `feature@table`."""
     tables_of: dict[str, int] = {}
     for config in configs:
         for feature in config.feature_names:
             tables_of[feature] = tables_of.get(feature, 0) + 1
     return [
-        Unit(feature, t, feature if tables_of[feature] == 1 else f"{feature}@{config.name}")
+        TableFeature(feature, t, feature if tables_of[feature] == 1 else f"{feature}@{config.name}")
         for t, config in enumerate(configs)
         for feature in config.feature_names
     ]
@@ -142,13 +146,13 @@ def units_of(configs: Sequence[TableConfig]) -> list[Unit]:
 def _sequence_of(tables: Any, kind: type[TableConfig]) -> tuple[Any, ...]:
     if isinstance(tables, TableConfig | str) or not isinstance(tables, Iterable):
         raise TypeError(
-            f"tables must be a list of {kind.__name__}, also where it is one, got {tables!r}"
+            f"tables must be a list of {kind.__name__}, also for one table, got {tables!r}"
         )
     return tuple(tables)
 
 
 def _check_device(device: Any) -> None:
-    if isinstance(device, bool):  # TorchRec has is_weighted in this place
+    if isinstance(device, bool):  # TorchRec has is_weighted at this position
         raise TypeError(
             f"device must be None, a torch.device or its name, got {device}; is_weighted is given "
             f"by name, is_weighted={device}"
@@ -159,8 +163,8 @@ class TableCollection(nn.Module):
     """Base of collections: tables by name, looked up by the features that read them.
 
     `groups` does the lookups. The tables are listed, saved and loaded under `handles_name`, each
-    with the names of its kind, see `emblib.storage`. What threads may do with a
-    collection is what they may do with its tables (docs/threads.md).
+    with the names of its storage, see `emblib.storage`. A collection is as thread-safe as its
+    tables (docs/threads.md).
     """
 
     handles_name: ClassVar[str]
@@ -184,8 +188,8 @@ class TableCollection(nn.Module):
                 f"{optimizer!r}; for one of torch.optim leave it out and give it the parameters"
             )
         self.optimizer = optimizer
-        self._units = units_of(self.configs)
-        self._take(self._make_groups(device, None))
+        self._units = table_features(self.configs)
+        self._set_groups(self._make_groups(device, None))
 
     def _check_tables(self) -> None:
         kind, names = self.config_type, set()
@@ -211,15 +215,15 @@ class TableCollection(nn.Module):
             optimizer=self.optimizer,
             device=device,
             seeds=seeds,
-            bags=self._bags(),
+            bags=self._bag_pooling(),
         )
 
-    def _bags(self) -> Pooling:
-        """What a bag becomes in the kernels."""
+    def _bag_pooling(self) -> Pooling:
+        """Return how the kernels pool a bag."""
         return Pooling.SUM
 
-    def _take(self, groups: TableGroups) -> None:
-        """Have these groups: handles first, so that parameters are listed by their names."""
+    def _set_groups(self, groups: TableGroups) -> None:
+        """Install groups: the handles first, so that parameters are listed by their names."""
         handles = {c.name: h for c, h in zip(self.configs, groups.handles, strict=True)}
         for name in (self.handles_name, "groups"):
             self._modules.pop(name, None)
@@ -240,11 +244,11 @@ class TableCollection(nn.Module):
     # Batches
 
     def _fits(self, features: Any) -> bool:
-        """Whether the kernels can take a batch as it comes."""
+        """Return whether a batch has the features of the kernels in their order."""
         return isinstance(features, KeyedJaggedTensor) and features.keys() == self._wanted
 
     def _ordered(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        """The features that are read, in the order in which the kernels take them."""
+        """Return the features that tables read, in the order of the kernels."""
         batch = KeyedJaggedTensor.adopt(features)
         keys, places = self._permutation
         if keys != batch.keys():
@@ -269,7 +273,7 @@ class TableCollection(nn.Module):
         return weights if weights.dtype is torch.float32 else weights.float()
 
     def _id_counts(self, batch: KeyedJaggedTensor) -> list[int] | None:
-        """Ids of each group, where the host knows them."""
+        """Return the ids of each group, if they are known on the host."""
         lengths = batch.length_per_key_or_none()
         active = self.groups.active
         if lengths is None or len(active) == 1:
@@ -284,25 +288,25 @@ class TableCollection(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where the tables are."""
+        """Return the device of the tables."""
         return self.groups.device
 
     def handles(self) -> Mapping[str, TableHandle]:
-        """The handle of each table, by its name."""
+        """Return the handle of each table, by its name."""
         found: Any = self._modules[self.handles_name]
         return dict(found.items())
 
     def reset_parameters(self, seeds: Mapping[str, int] | None = None) -> None:
-        """First values anew, from a seed a table; left out, from torch's generator.
+        """Draw initial values, from a seed per table; left out, from torch's generator.
 
-        Also what makes a collection usable that was made on `meta` and moved by `to_empty`.
+        Call it also after `to_empty` of a collection that was constructed on `meta`.
         """
         self.groups.reset_parameters(seeds)
 
     def set_optimizers(self, optimizers: Mapping[str, Optimizer | None]) -> None:
-        """Train these tables otherwise from now on; weights stay, optimizer states begin anew.
+        """Change the optimizers of tables; weights are kept, optimizer states are reset.
 
-        Kernels are made anew, which takes the memory of all tables once more until they are. The
+        New kernels are made, which takes the memory of all tables once more for a moment. The
         parameters stay the same objects.
 
         Args:
@@ -326,7 +330,7 @@ class TableCollection(nn.Module):
         groups.set_output_dtype(before.output_dtype)
         groups.adopt(before)
         groups.train(self.training)
-        self._take(groups)
+        self._set_groups(groups)
 
     def quantized(self, bits: int = 8) -> Self:
         """Return a collection for inference with the same rows, quantised.
@@ -342,7 +346,7 @@ class TableCollection(nn.Module):
             else config
             for config in self.configs
         ]
-        made = self._of(configs)
+        made = self._like(configs)
         made.groups.set_output_dtype(self.groups.output_dtype)
         sources = self.handles()
         for config, (name, handle) in zip(self.configs, made.handles().items(), strict=True):
@@ -353,54 +357,53 @@ class TableCollection(nn.Module):
                 handle.load_state_dict(source.state_dict())
         return made.eval()
 
-    def _of(self, configs: Sequence[Any]) -> Self:
-        """A collection of other tables that is like this one otherwise."""
+    def _like(self, configs: Sequence[Any]) -> Self:
+        """Return a collection of other tables with the options of this one."""
         raise NotImplementedError
 
     # Fused optimizers, see emblib.collections.optimizers.HasFusedTables
 
     def fused_tables(self) -> list[FusedTable]:
-        """The tables that backward updates."""
+        """Return the tables that backward updates."""
         return fused_tables(self.handles_name, self.handles())
 
     def optimizer_state(self) -> dict[str, dict[str, Tensor]]:
-        """By the name of a parameter its states as views, and `hyper`, the optimizer's numbers."""
+        """Return the optimizer states of each parameter, as views, and a copy of `hyper`."""
         return optimizer_state(self.groups, self.handles_name, self.handles())
 
     def load_optimizer_state(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Take what `optimizer_state` gave.
+        """Load the result of `optimizer_state`.
 
         Raises:
             KeyError: a parameter or one of its states is missing.
-            ValueError: a state of another shape. In either case nothing is written.
+            ValueError: a state of another shape. Nothing is written in either case.
         """
         load_optimizer_state(self.groups, self.handles_name, self.handles(), state)
 
     def extra_repr(self) -> str:
-        """The tables."""
+        """Return the sizes of the tables."""
         return ", ".join(
             f"{c.name}: {c.num_embeddings} x {c.embedding_dim}" for c in self.configs[:4]
         ) + (f", ... {len(self.configs)} tables" if len(self.configs) > 4 else "")
 
 
 class EmbeddingBagCollection(TableCollection):
-    """Looks up the features of a batch in its tables and pools the bags of each.
+    """Look up the features of a batch in tables, and pool the bags of each feature.
 
-    Tables may be of any kinds, dtypes and optimizers; those that agree share a kernel. Without an
-    `optimizer` tables leave dense gradients on their parameters, for `torch.optim`; with one, be it
-    that of the collection or that of a table, backward updates the rows of the batch at once and no
-    gradient is ever stored (see `TableBatchedEmbeddingBags`, and `emblib.collections.optimizers`
-    for learning rates and states).
+    Tables may differ in storage, dtype and optimizer; those that agree share a kernel. Without an
+    `optimizer` tables leave dense gradients on their parameters, for `torch.optim`. With an
+    optimizer, of the collection or of a table, backward updates the rows of the batch at once and
+    stores no gradient (see `TableBatchedEmbeddingBags`, and `emblib.collections.optimizers` for
+    learning rates and states).
 
-    State dicts have `embedding_bags.<table>.weight` for a plain table, `.cores.<k>` for a tensor
-    train, and `.keys`, `.weight` and what else there is by key for a dynamic one. The states of
-    fused optimizers are saved with `FusedOptimizer`, but for dynamic tables, where they go with
-    the keys.
+    State dicts have `embedding_bags.<table>.weight` for a dense table, `.cores.<k>` for a tensor
+    train, and `.keys`, `.weight` and other entries by key for a hash table. The states of fused
+    optimizers are saved with `FusedOptimizer`, those of hash tables with the keys.
 
     Args:
         tables: their configurations; the columns of the output follow their order.
-        device: where the tables are.
-        is_weighted: batches have weights, by which rows are scaled.
+        device: of the tables.
+        is_weighted: whether batches have weights, which scale the rows.
         optimizer: one of `emblib.optim`, of tables whose configuration has none.
     """
 
@@ -419,28 +422,28 @@ class EmbeddingBagCollection(TableCollection):
         self._weighted = is_weighted
         super().__init__(tables, device, optimizer)
 
-    def _bags(self) -> Pooling:
-        """Means where all are, since that costs nothing; of a mixture sums, divided afterwards."""
+    def _bag_pooling(self) -> Pooling:
+        """Return MEAN if all tables have it; of a mixture the sums are divided afterwards."""
         means = [config.pooling is Pooling.MEAN for config in self.configs]
         return Pooling.MEAN if means and all(means) else Pooling.SUM
 
-    def _take(self, groups: TableGroups) -> None:
-        super()._take(groups)
+    def _set_groups(self, groups: TableGroups) -> None:
+        super()._set_groups(groups)
         self._names = [unit.name for unit in self._units]
         self._columns = list(groups.dims)
         means = [self._divides(unit) for unit in self._units]
         in_order = groups.order == list(range(len(self._units)))
-        self._arrangement = None if in_order and not any(means) else _Arrangement(groups, means)
+        self._arrangement = None if in_order and not any(means) else _ColumnOrder(groups, means)
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
-        """`[B, sum of dims]`, float32: one piece a feature, in the order of the configurations.
+        """Return pooled rows `[B, sum of dims]`, float32: one block of columns per feature.
 
-        A feature that several tables have gives one piece a table, `feature@table`. Features that
-        no table has are ignored. Where features differ in their bags (VBE), the pieces are those of
-        the whole batch, as the inverse indices of the batch say.
+        Blocks follow the order of the configurations. A feature of several tables has one block per
+        table, `feature@table`. Features without a table are ignored. Where features differ in their
+        bags (variable batch sizes), the inverse indices expand the blocks to the whole batch.
 
         Raises:
-            KeyError: a feature of a table is not there.
+            KeyError: the batch lacks a feature of a table.
             RuntimeError: a parameter was replaced, as by `torch.func.functional_call`.
             ValueError: the collection is weighted and the batch is not, or features differ in their
                 bags and the batch has no inverse indices.
@@ -459,17 +462,19 @@ class EmbeddingBagCollection(TableCollection):
             out = self._arrangement(out, batch)
         return KeyedTensor(self._names, self._columns, out)
 
-    def _divides(self, unit: Unit) -> bool:
-        """Whether the sums of a unit are still to be divided."""
+    def _divides(self, unit: TableFeature) -> bool:
+        """Return whether the sums of a feature are still to be divided."""
         is_mean = self.configs[unit.table].pooling is Pooling.MEAN
         return is_mean and self.groups.pooling is Pooling.SUM
 
     def _expanded(self, batch: KeyedJaggedTensor) -> Tensor:
-        """The output of a batch whose features differ in their bags."""
+        """Return the output of a batch whose features differ in their bags."""
         strides, groups = batch.stride_per_key(), self.groups
         weights = self._sample_weights(batch) if self._weighted else None
         out = groups(
-            *(batch.values(), batch.offsets(), weights),
+            batch.values(),
+            batch.offsets(),
+            weights,
             batch_sizes=[[stride] for stride in strides],
             id_counts=self._id_counts(batch),
         )
@@ -487,21 +492,21 @@ class EmbeddingBagCollection(TableCollection):
             pieces[u] = block
         return torch.cat(pieces, 1)
 
-    def _of(self, configs: Sequence[EmbeddingBagConfig]) -> Self:
+    def _like(self, configs: Sequence[EmbeddingBagConfig]) -> Self:
         weighted, optimizer = self._weighted, self.optimizer
         return type(self)(configs, self.device, is_weighted=weighted, optimizer=optimizer)
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
-        """The tables."""
+        """Return the configurations of the tables."""
         return list(self.configs)
 
     def is_weighted(self) -> bool:
-        """Whether batches have weights."""
+        """Return whether batches have weights."""
         return self._weighted
 
 
 def _inverse_of(batch: KeyedJaggedTensor) -> tuple[dict[str, int], Tensor | None]:
-    """Rows of the inverse indices by feature; none where all features have equally many bags."""
+    """Return the row of each feature in the inverse indices, and the indices if there are any."""
     given = batch.inverse_indices_or_none()
     if given is not None:
         return {key: row for row, key in enumerate(given[0])}, given[1]
@@ -513,11 +518,11 @@ def _inverse_of(batch: KeyedJaggedTensor) -> tuple[dict[str, int], Tensor | None
     return {}, None
 
 
-class _Arrangement:
-    """Brings the columns of a lookup into the order of the configurations, and divides means.
+class _ColumnOrder:
+    """Reorder the columns of a lookup by configuration, and divide means.
 
-    One pass of `emblib.ops.route.combine` over `[B, columns]`; its tables are kept for the last
-    batch size.
+    It is one pass of `emblib.ops.route.combine` over `[B, columns]`, whose descriptors are cached
+    for the last batch size.
     """
 
     def __init__(self, groups: TableGroups, means: Sequence[bool]) -> None:
@@ -545,7 +550,7 @@ class _Arrangement:
         return made[1], made[2]
 
     def __call__(self, out: Tensor, batch: KeyedJaggedTensor) -> Tensor:
-        """`out` `[B, columns]` as the collection returns it."""
+        """Return `out` `[B, columns]` in the order of the configurations."""
         targets, pieces = self._tables(out.shape[0], out.device)
         lengths = batch.lengths() if self._divides else None
         flat = route.combine(out.view(-1), targets, pieces, lengths, out.numel(), out.dtype)
@@ -553,15 +558,15 @@ class _Arrangement:
 
 
 class EmbeddingCollection(TableCollection):
-    """Looks up every id of the features of a batch: one vector an id, as jagged as the ids are.
+    """Look up every id of the features of a batch: one vector per id, as jagged as the ids.
 
-    Kinds, optimizers and parameters are as in `EmbeddingBagCollection`; state dicts have
-    `embeddings.<table>.weight` and its like. Tables may differ in their dims.
+    Storage, optimizers and parameters are as in `EmbeddingBagCollection`; state dicts have
+    `embeddings.<table>.weight` and so on. Tables may differ in their dims.
 
     Args:
         tables: their configurations.
-        device: where the tables are.
-        need_indices: return the ids as the weights of the result.
+        device: of the tables.
+        need_indices: whether the result has the ids as its weights.
         optimizer: one of `emblib.optim`, of tables whose configuration has none.
     """
 
@@ -581,12 +586,12 @@ class EmbeddingCollection(TableCollection):
         super().__init__(tables, device, optimizer)
 
     def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
-        """By feature (`feature@table` where several tables have it) the vectors `[L, D]`, float32.
+        """Return the vectors `[L, D]`, float32, by feature (`feature@table` if several have it).
 
-        The order is that of the configurations; features that no table has are ignored.
+        The order is that of the configurations; features without a table are ignored.
 
         Raises:
-            KeyError: a feature of a table is not there.
+            KeyError: the batch lacks a feature of a table.
             RuntimeError: a parameter was replaced, as by `torch.func.functional_call`.
         """
         batch = features if self._fits(features) else self._ordered(features)
@@ -598,11 +603,11 @@ class EmbeddingCollection(TableCollection):
         found = {}
         for place in self._places:
             name = self._names_in_order[place]
-            found[name] = JaggedTensor._of(vectors[place], ids[place], lengths[place], None)
+            found[name] = JaggedTensor.from_valid(vectors[place], ids[place], lengths[place], None)
         return found
 
     def _vectors(self, batch: KeyedJaggedTensor) -> Sequence[Tensor]:
-        """Of each unit, in the order of the kernels."""
+        """Return the vectors of each feature, in the order of the kernels."""
         groups, sizes = self.groups, batch.length_per_key()
         values, offsets = batch.values(), batch.offsets()
         strides = None
@@ -617,19 +622,19 @@ class EmbeddingCollection(TableCollection):
             vectors += out.split(sizes[len(vectors) : len(vectors) + len(info.units)])
         return vectors
 
-    def _take(self, groups: TableGroups) -> None:
-        super()._take(groups)
+    def _set_groups(self, groups: TableGroups) -> None:
+        super()._set_groups(groups)
         self._names_in_order = [self._units[u].name for u in groups.order]
         self._places = sorted(range(len(groups.order)), key=groups.order.__getitem__)
 
-    def _of(self, configs: Sequence[EmbeddingConfig]) -> Self:
+    def _like(self, configs: Sequence[EmbeddingConfig]) -> Self:
         indices, optimizer = self._need_indices, self.optimizer
         return type(self)(configs, self.device, need_indices=indices, optimizer=optimizer)
 
     def embedding_configs(self) -> list[EmbeddingConfig]:
-        """The tables."""
+        """Return the configurations of the tables."""
         return list(self.configs)
 
     def need_indices(self) -> bool:
-        """Whether the ids are returned."""
+        """Return whether the result has the ids as its weights."""
         return self._need_indices

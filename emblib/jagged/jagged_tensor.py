@@ -59,7 +59,7 @@ class JaggedTensor:
         self._offsets = offsets
 
     @classmethod
-    def _of(
+    def from_valid(
         cls, values: Tensor, weights: Tensor | None, lengths: Tensor | None, offsets: Tensor | None
     ) -> "JaggedTensor":
         """Construct from arguments that are known to be valid."""
@@ -262,7 +262,7 @@ class JaggedTensor:
 
     def _mapped(self, change: Any) -> "JaggedTensor":
         lengths, offsets = self._lengths, self._offsets
-        return JaggedTensor._of(
+        return JaggedTensor.from_valid(
             change(self._values),
             None if self._weights is None else change(self._weights),
             None if lengths is None else change(lengths),

@@ -152,7 +152,7 @@ class KeyedJaggedTensor:
         self._stride = stride
 
     @classmethod
-    def _of(
+    def from_valid(
         cls,
         keys: list[str],
         values: Tensor,
@@ -445,7 +445,9 @@ class KeyedJaggedTensor:
         else:
             first, last = self.lengths_offset_per_key()[place : place + 2]
         weights = None if self._weights is None else self._weights[start:end]
-        return JaggedTensor._of(self._values[start:end], weights, self.lengths()[first:last], None)
+        return JaggedTensor.from_valid(
+            self._values[start:end], weights, self.lengths()[first:last], None
+        )
 
     def to_dict(self) -> dict[str, JaggedTensor]:
         """Return the bags of each feature, as views."""
@@ -453,7 +455,7 @@ class KeyedJaggedTensor:
         values = self._values.split(sizes)
         weights = [None] * len(sizes) if self._weights is None else self._weights.split(sizes)
         lengths = self.lengths().split(self.stride_per_key())
-        of = JaggedTensor._of
+        of = JaggedTensor.from_valid
         parts = zip(self._keys, values, weights, lengths, strict=True)
         return {key: of(v, w, n, None) for key, v, w, n in parts} if sizes else {}
 
@@ -496,7 +498,7 @@ class KeyedJaggedTensor:
         sizes = self.length_per_key()
         part = self._span(order) if is_run(order) else self._gathered(order, place)
         keys, strides = self._keys, self._strides
-        made = KeyedJaggedTensor._of(
+        made = KeyedJaggedTensor.from_valid(
             [keys[i] for i in order],
             *part,
             None,
@@ -632,7 +634,7 @@ class KeyedJaggedTensor:
     def _mapped(self, change: Callable[[Tensor], Tensor]) -> "KeyedJaggedTensor":
         weights, lengths, offsets = self._weights, self._lengths, self._offsets
         inverse = self._inverse
-        made = KeyedJaggedTensor._of(
+        made = KeyedJaggedTensor.from_valid(
             self._keys,
             change(self._values),
             None if weights is None else change(weights),

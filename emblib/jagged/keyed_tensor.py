@@ -275,7 +275,7 @@ def _of_jagged(jagged: JaggedTensor) -> Flattened:
 
 def _to_jagged(leaves: Iterable[Any], context: Context) -> JaggedTensor:
     values, lengths, *weights = leaves
-    return JaggedTensor._of(values, weights[0] if context[0] else None, lengths, None)
+    return JaggedTensor.from_valid(values, weights[0] if context[0] else None, lengths, None)
 
 
 def _of_keyed_jagged(batch: KeyedJaggedTensor) -> Flattened:
@@ -303,7 +303,7 @@ def _to_keyed_jagged(leaves: Iterable[Any], context: Context) -> KeyedJaggedTens
         else:
             stride = max(map(sum, strides))
     weights = rest[0] if weighted else None
-    of = KeyedJaggedTensor._of
+    of = KeyedJaggedTensor.from_valid
     return of(keys, values, weights, lengths, None, stride, inverse, strides)
 
 

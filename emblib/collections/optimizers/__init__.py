@@ -1,8 +1,9 @@
-"""Optimizers of models with collections: those in backward, those beside it, and all as one.
+"""Optimizers of models with collections: fused in backward, of torch.optim, and combined.
 
-`FusedOptimizer.of(model)` is what tables do in backward; `KeyedOptimizerWrapper` gives an optimizer
-of `torch.optim` names for the rest, and `CombinedOptimizer` makes one of both. All are optimizers
-of torch, so that learning-rate schedulers work on them, with state dicts by name.
+`FusedOptimizer.of(model)` stands for the updates that tables make in backward,
+`KeyedOptimizerWrapper` wraps an optimizer of `torch.optim` for the other parameters, and
+`CombinedOptimizer` combines both. All are optimizers of torch, so that learning-rate schedulers
+work on them; their state dicts have parameter names.
 """
 
 from emblib.collections.optimizers.fused import (

@@ -1,4 +1,4 @@
-"""The optimizers that tables run in backward, as one optimizer of torch: rates and states."""
+"""Optimizers that tables apply in backward, as one torch optimizer: rates, states, conversion."""
 
 from __future__ import annotations
 
@@ -20,34 +20,34 @@ from emblib.storage.handles import TableHandle, handle_of, is_marked_by_torch
 
 @runtime_checkable
 class HasFusedTables(Protocol):
-    """A module with tables that backward updates; collections are, whole and over ranks."""
+    """A module with tables that backward updates, such as a collection, sharded or not."""
 
     def fused_tables(self) -> Sequence[FusedTable]:
-        """The tables: the same, in the same order, on every rank."""
+        """Return the tables: the same, in the same order, on every rank."""
 
     def optimizer_state(self) -> dict[str, dict[str, Tensor]]:
-        """By the name of a parameter its states, and `hyper`, the numbers of the optimizer."""
+        """Return by parameter name the optimizer states, and `hyper`, the hyperparameters."""
 
     def load_optimizer_state(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Take what `optimizer_state` gave."""
+        """Load the result of `optimizer_state`."""
 
 
 __all__ = ["FusedOptimizer", "FusedTable", "HasFusedTables"]
 
 
 class FusedOptimizer(KeyedOptimizer):
-    """What tables with a fused optimizer do in backward, for schedulers and checkpoints.
+    """The fused optimizers of tables as one optimizer, for schedulers and checkpoints.
 
-    The update itself happens in backward, whether `step` is called or not. `step` and `zero_grad`
-    hand learning rates, and other numbers that were changed in `param_groups`, to the tables; they
-    hold from the next backward on. There is one group for all tables of equal optimizers.
+    Backward makes the update, whether `step` is called or not. `step` and `zero_grad` pass learning
+    rates and other hyperparameters that changed in `param_groups` to the tables, with effect from
+    the next backward on. There is one group for all tables with equal optimizers.
 
-    State dicts have, by the name of a parameter, the states of its optimizer and `hyper`, its
-    numbers (learning rate and step among them). States of dynamic tables are in the state dict of
-    their module, with the keys.
+    State dicts have, by parameter name, the optimizer states and `hyper`, the hyperparameters
+    (learning rate and step among them). States of hash tables are in the state dict of their
+    module, with the keys.
 
     Args:
-        modules: by the path of each, what has tables; see `of`.
+        modules: the modules with tables, by path; see `of`.
     """
 
     def __init__(self, modules: Mapping[str, HasFusedTables]) -> None:
@@ -67,8 +67,8 @@ class FusedOptimizer(KeyedOptimizer):
             numbers = _numbers(optimizer)
             if any(kernel.grad_anchor.is_meta for kernel in kernels.values()):
                 raise RuntimeError(
-                    "the numbers of tables on meta cannot be read: make the FusedOptimizer after "
-                    "to_empty(device=...) and reset_parameters()"
+                    "hyperparameters of tables on meta cannot be read: make the FusedOptimizer "
+                    "after to_empty(device=...) and reset_parameters()"
                 )
             if kernels:
                 numbers["lr"] = next(iter(kernels.values())).learning_rate
@@ -78,7 +78,7 @@ class FusedOptimizer(KeyedOptimizer):
 
     @staticmethod
     def of(module: nn.Module) -> FusedOptimizer:
-        """That of all tables in a module, by the names of its parameters."""
+        """Return the optimizer of all tables in a module, by the names of its parameters."""
         found: dict[str, HasFusedTables] = {}
         for path, part in module.named_modules():
             if isinstance(part, HasFusedTables):
@@ -86,11 +86,11 @@ class FusedOptimizer(KeyedOptimizer):
         return FusedOptimizer(found)
 
     def group_names(self) -> list[list[str]]:
-        """The names of the parameters of each group, on any rank."""
+        """Return the names of the parameters of each group, on all ranks."""
         return [list(names) for names in self._names] or [[]]
 
     def keyed_state(self) -> State:
-        """States by name, as views of the tables where they are one tensor; and `hyper`."""
+        """Return the states by name, as views of the tables where possible, and `hyper`."""
         return {
             _joined(path, name): dict(states)
             for path, module in self._modules_by_path.items()
@@ -98,7 +98,7 @@ class FusedOptimizer(KeyedOptimizer):
         }
 
     def load_keyed_state(self, state: Mapping[str, Mapping[str, Any]]) -> None:
-        """Write states and numbers into the tables."""
+        """Write states and hyperparameters into the tables."""
         for path, module in self._modules_by_path.items():
             prefix = _joined(path, "")
             own = {
@@ -116,17 +116,17 @@ class FusedOptimizer(KeyedOptimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Become what `state_dict` was taken of.
+        """Load a state dict of the same tables.
 
         Raises:
-            KeyError: it is of other tables.
+            KeyError: other tables.
             ValueError: states of other shapes.
         """
         super().load_state_dict(state_dict)
         self.push()
 
     def push(self) -> None:
-        """Hand what was changed in `param_groups` to the tables."""
+        """Pass the changes in `param_groups` to the tables."""
         for group, pushed, kernels in self._groups():
             now = _pushable(group)
             if now == pushed:
@@ -141,7 +141,7 @@ class FusedOptimizer(KeyedOptimizer):
             pushed.update(now)
 
     def step(self, closure: Any = None) -> Any:
-        """Hand learning rates to the tables; the update itself happened in backward."""
+        """Pass learning rates to the tables; backward made the update."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -150,7 +150,7 @@ class FusedOptimizer(KeyedOptimizer):
         return loss
 
     def zero_grad(self, set_to_none: Any = True) -> None:
-        """Hand learning rates to the tables; there are no gradients to forget."""
+        """Pass learning rates to the tables; there are no gradients to reset."""
         self.push()
 
 
@@ -158,7 +158,7 @@ _NOT_NUMBERS = {"lr", "max_gradient", "weight_decay"}
 
 
 def _numbers(optimizer: Optimizer) -> dict[str, Any]:
-    """The numbers of an optimizer, by the names that `torch.optim` has for them."""
+    """Return the hyperparameters of an optimizer, by the names of `torch.optim`."""
     numbers: dict[str, Any] = {"lr": optimizer.lr}
     for f in fields(optimizer):
         value = getattr(optimizer, f.name)
@@ -169,7 +169,7 @@ def _numbers(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def _pushable(group: Mapping[str, Any]) -> dict[str, Any]:
-    """What of a group the tables know."""
+    """Return the entries of a group that tables use."""
     known = {name for f in _KNOWN for name in (f,) if f in group}
     return {name: _plain(group[name]) for name in known}
 
@@ -189,7 +189,7 @@ def _joined(path: str, name: str) -> str:
 
 _BETAS = ("beta1", "beta2")
 _ADAM = ("learning_rate", "eps", *_BETAS, "weight_decay")
-# By the value of FBGEMM's EmbOptimType: what makes it, and the numbers that it has.
+# By the value of FBGEMM's EmbOptimType: the class, and the arguments that it has.
 _KINDS: dict[str, tuple[Callable[..., Optimizer], tuple[str, ...]]] = {
     "sgd": (optim.SGD, ("learning_rate", "weight_decay")),
     "exact_sgd": (optim.SGD, ("learning_rate", "weight_decay")),
@@ -222,20 +222,20 @@ _ONLY_DECOUPLED = (optim.LAMB,)
 
 
 class FusedParams(NamedTuple):
-    """An optimizer, and what of the parameters is none of its business: caches, dtypes, ..."""
+    """An optimizer, and the parameters that it does not use: caches, dtypes, ..."""
 
     optimizer: Optimizer
     rest: dict[str, Any]
 
 
 def from_fused_params(params: Mapping[str, Any]) -> FusedParams:
-    """The optimizer that a dict of FBGEMM's arguments describes, as TorchRec's sharders take it.
+    """Return the optimizer of a dict of FBGEMM's arguments (TorchRec's `fused_params`).
 
     `optimizer` is a member of FBGEMM's EmbOptimType, its name or its value, or an optimizer of
     emblib; left out, EXACT_SGD at a `learning_rate` of 0.01.
 
     Raises:
-        ValueError: an optimizer that emblib does not have, or a number that it would not use.
+        ValueError: an optimizer that emblib does not have, or an argument that it would ignore.
     """
     rest = {key: value for key, value in params.items() if key not in _OWN}
     given = params.get("optimizer", "exact_sgd")
@@ -276,7 +276,7 @@ def _arguments(make: Any, numbers: dict[str, Any], params: Mapping[str, Any]) ->
 
 
 def _decay(make: Any, rate: float, mode: Any) -> Any:
-    """FBGEMM's modes: NONE (0) and L2 (1) add to the gradient, DECOUPLE (2) does not."""
+    """Convert FBGEMM's modes: NONE (0) and L2 (1) add to the gradient, DECOUPLE (2) does not."""
     word = str(getattr(mode, "name", mode)).lower()
     decoupled = word in ("decouple", "2") or issubclass(make, _ONLY_DECOUPLED)
     adds = word in ("l2", "none", "0", "1") and not issubclass(make, _ONLY_DECOUPLED)
@@ -285,7 +285,7 @@ def _decay(make: Any, rate: float, mode: Any) -> Any:
             f"weight_decay_mode must be NONE, L2 or DECOUPLE here, got {mode!r}; make the "
             "optimizer with emblib.optim for others"
         )
-    # Of the optimizers that have moments FBGEMM knows decoupled decay alone.
+    # FBGEMM has only decoupled decay for optimizers with moments.
     moments = issubclass(make, optim.Adam)
     if (decoupled or moments) and not issubclass(make, _ONLY_L2):
         return optim.Decoupled(rate)
@@ -294,13 +294,13 @@ def _decay(make: Any, rate: float, mode: Any) -> Any:
 
 
 def from_torch(optimizer_class: Any, arguments: Mapping[str, Any]) -> Optimizer:
-    """The optimizer of emblib that does what a class of `torch.optim` does to rows with gradients.
+    """Return the optimizer of emblib that is equivalent to a class of `torch.optim`.
 
-    Known are `torch.optim.SGD`, `Adagrad`, `Adam` and `AdamW`, any class called `RowWiseAdagrad`,
-    and the classes of `emblib.optim` themselves; defaults are those of the class.
+    Supported are `torch.optim.SGD`, `Adagrad`, `Adam` and `AdamW`, any class called
+    `RowWiseAdagrad`, and the classes of `emblib.optim`; defaults are those of the class.
 
     Raises:
-        ValueError: an argument that emblib has no part for.
+        ValueError: an argument without an equivalent.
         TypeError: another class.
     """
     if isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer):
@@ -329,7 +329,7 @@ def from_torch(optimizer_class: Any, arguments: Mapping[str, Any]) -> Optimizer:
     return numbers.make(**known, weight_decay=kind(decay) if decay else None)
 
 
-_IDLE = {"foreach", "fused", "capturable", "differentiable"}  # how, not what, torch computes
+_IDLE = {"foreach", "fused", "capturable", "differentiable"}  # these do not change the result
 
 
 class _Defaults(NamedTuple):
@@ -359,11 +359,11 @@ def apply_optimizer_in_backward(
     params: Iterable[nn.Parameter],
     optimizer_kwargs: Mapping[str, Any] | None = None,
 ) -> None:
-    """Let backward update parameters, so that they never have a gradient outside of it.
+    """Update parameters in backward, so that gradients exist only there.
 
-    Tables of collections get a fused optimizer: their weights stay, the states of optimizers they
-    had do not. That is for collections that are not spread over ranks yet. Any other parameter is
-    stepped as soon as its gradient is complete, and the gradient is dropped.
+    Tables of collections get a fused optimizer: their weights are kept, their optimizer states are
+    reset. Call this before sharding. Any other parameter is updated as soon as its gradient is
+    complete, and the gradient is freed.
 
     Args:
         optimizer: a class of `torch.optim` (for tables SGD, Adagrad, Adam or AdamW), or an
@@ -404,7 +404,7 @@ def _check_not_marked_by_torch(parameter: nn.Parameter) -> None:
 
 
 def trained_configs(collection: Any) -> tuple[TableConfig, ...]:
-    """Return the configurations of a collection, with the optimizers that torch gave its tables.
+    """Return the configurations of a collection, with the optimizers that torch set in backward.
 
     `torch.distributed.optim._apply_optimizer_in_backward` steps a parameter in a hook of its
     gradient. A sharded table has other parameters, so it runs the same optimizer fused instead.
@@ -483,7 +483,7 @@ def _step_in_backward(parameter: nn.Parameter, make: Any, arguments: dict[str, A
 def in_backward_optimizer_filter(
     named_parameters: Iterable[tuple[str, nn.Parameter]], *, include: bool = False
 ) -> Iterator[tuple[str, nn.Parameter]]:
-    """The parameters without an optimizer in backward; with `include`, those that have one."""
+    """Yield the parameters without an optimizer in backward; with `include`, those with one."""
     for name, parameter in named_parameters:
         if hasattr(parameter, _MARK) is include:
             yield name, parameter

@@ -1,4 +1,4 @@
-"""Optimizers whose state is kept by the name of the parameter, so that it fits any module order."""
+"""Optimizers with state dicts by parameter name, and wrappers: clipping, warm-up, combination."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ State = dict[str, dict[str, Any]]
 class KeyedOptimizer(TorchOptimizer):
     """Base of optimizers with a state dict by name: `state` by parameter, and `param_groups`.
 
-    It is an optimizer of torch: learning-rate schedulers work on its `param_groups`. Loading keeps
-    these dicts, and the tensors of the state where they have the right shape.
+    It is a `torch.optim.Optimizer`: learning-rate schedulers work on its `param_groups`. Loading
+    keeps these dicts, and writes into state tensors of equal shape.
 
     Args:
         params: the parameters by name.
-        groups: as of `torch.optim`.
+        groups: parameter groups, as in `torch.optim`.
     """
 
     def __init__(
@@ -35,17 +35,17 @@ class KeyedOptimizer(TorchOptimizer):
         self.params = dict(params)
 
     def group_names(self) -> list[list[str]]:
-        """The names of the parameters of each group."""
+        """Return the names of the parameters of each group."""
         names = {id(parameter): name for name, parameter in self.params.items()}
         return [[names[id(p)] for p in group["params"]] for group in self.param_groups]
 
     def keyed_state(self) -> State:
-        """The state by name, as it is kept."""
+        """Return the state by parameter name, without copying."""
         names = {id(parameter): name for name, parameter in self.params.items()}
         return {names[id(p)]: dict(values) for p, values in self.state.items()}
 
     def load_keyed_state(self, state: Mapping[str, Mapping[str, Any]]) -> None:
-        """Take the state of some parameters."""
+        """Load the state of some parameters, by name."""
         for name, given in state.items():
             parameter = self.params[name]
             kept = self.state[parameter]
@@ -58,7 +58,7 @@ class KeyedOptimizer(TorchOptimizer):
                     kept[key] = _placed(key, value, parameter)
 
     def state_dict(self) -> dict[str, Any]:
-        """`state` by name of the parameter, and `param_groups` with the names of theirs."""
+        """Return `state` by parameter name, and `param_groups` with parameter names."""
         groups = [
             {"params": names, **{k: v for k, v in group.items() if k != "params"}}
             for names, group in zip(self.group_names(), self.param_groups, strict=True)
@@ -67,10 +67,10 @@ class KeyedOptimizer(TorchOptimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Become what `state_dict` was taken of.
+        """Load a state dict of the same parameters and groups.
 
         Raises:
-            KeyError: it is of other parameters, or of other groups of them.
+            KeyError: other parameters, or other groups of them.
         """
         own = [sorted(names) for names in self.group_names()]
         given = [sorted(group["params"]) for group in state_dict["param_groups"]]
@@ -91,7 +91,7 @@ class KeyedOptimizer(TorchOptimizer):
 
 
 def _placed(key: str, value: Any, parameter: Tensor) -> Any:
-    """A state as torch's optimizers keep it: with its parameter, but for the step."""
+    """Copy a state to the device of its parameter, except for the step, as torch does."""
     if not isinstance(value, Tensor):
         return value
     if key == "step" or not value.is_floating_point():
@@ -100,12 +100,12 @@ def _placed(key: str, value: Any, parameter: Tensor) -> Any:
 
 
 class KeyedOptimizerWrapper(KeyedOptimizer):
-    """An optimizer of `torch.optim` by the names of its parameters.
+    """A `KeyedOptimizer` around an optimizer of `torch.optim`.
 
     Args:
         params: the parameters by name.
-        factory: makes the optimizer of a list of parameters, e.g. `partial(torch.optim.Adam,
-            lr=1e-3)`.
+        factory: constructs the optimizer from a list of parameters, e.g.
+            `partial(torch.optim.Adam, lr=1e-3)`.
     """
 
     def __init__(
@@ -119,19 +119,19 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
         self.state, self.defaults = self.wrapped.state, self.wrapped.defaults
 
     def step(self, closure: Any = None) -> Any:
-        """One step of the optimizer."""
+        """Make one step of the wrapped optimizer."""
         return self.wrapped.step(closure)
 
     def zero_grad(self, set_to_none: Any = True) -> None:
-        """Forget the gradients."""
+        """Reset the gradients."""
         self.wrapped.zero_grad(set_to_none)
 
 
 def keyed(optimizer: Any) -> KeyedOptimizer:
-    """`optimizer`, if it is one.
+    """Return `optimizer`, checked to be a `KeyedOptimizer`.
 
     Raises:
-        TypeError: it has no names for its parameters.
+        TypeError: it is not, so it has no names for its parameters.
     """
     if not isinstance(optimizer, KeyedOptimizer):
         raise TypeError(
@@ -142,7 +142,7 @@ def keyed(optimizer: Any) -> KeyedOptimizer:
 
 
 class OptimizerWrapper(KeyedOptimizer):
-    """Base of what does something around the steps of a keyed optimizer."""
+    """Base of optimizers that wrap the steps of a keyed optimizer."""
 
     def __init__(self, optimizer: KeyedOptimizer) -> None:
         self.wrapped = keyed(optimizer)
@@ -150,24 +150,24 @@ class OptimizerWrapper(KeyedOptimizer):
         self.param_groups, self.state = optimizer.param_groups, optimizer.state
 
     def step(self, closure: Any = None) -> Any:
-        """One step of the optimizer."""
+        """Make one step of the wrapped optimizer."""
         return self.wrapped.step(closure)
 
     def zero_grad(self, set_to_none: Any = True) -> None:
-        """As of the optimizer."""
+        """Reset the gradients."""
         self.wrapped.zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        """As of the optimizer."""
+        """Return the state dict of the wrapped optimizer."""
         return self.wrapped.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """As of the optimizer."""
+        """Load the state dict of the wrapped optimizer."""
         self.wrapped.load_state_dict(state_dict)
 
 
 class GradientClipping(Choice):
-    """What is bounded: the NORM of all gradients together, each VALUE, or nothing (NONE)."""
+    """What to clip: the NORM of all gradients together, each VALUE, or nothing (NONE)."""
 
     NORM = "norm"
     VALUE = "value"
@@ -175,18 +175,18 @@ class GradientClipping(Choice):
 
 
 class GradientClippingOptimizer(OptimizerWrapper):
-    """Clips the gradients of its parameters before every step.
+    """Clip the gradients of all parameters before every step.
 
-    The norm is that of the whole model, the same on all ranks: parts of tables count on the rank
-    that has them, everything else once. All ranks of such a model step together.
+    The norm is that of the whole model, the same on all ranks: shards of tables count on the rank
+    that has them, everything else once. All ranks must step together.
 
-    Tables with a fused optimizer have no gradients here: `max_gradient` of theirs clips.
+    Tables with a fused optimizer have no gradients; set `max_gradient` of their optimizer.
 
     Args:
-        optimizer: whose parameters they are.
-        clipping: what is bounded.
+        optimizer: the wrapped optimizer.
+        clipping: what to clip.
         max_gradient: the bound.
-        norm_type: of the norm; `inf` for the largest value.
+        norm_type: exponent of the norm; `inf` for the maximum.
     """
 
     def __init__(
@@ -201,7 +201,7 @@ class GradientClippingOptimizer(OptimizerWrapper):
         self.norm_type = float(norm_type)
 
     def step(self, closure: Any = None) -> Any:
-        """Clip, then a step of the optimizer."""
+        """Clip the gradients, then make a step."""
         parameters = [p for group in self.param_groups for p in group["params"]]
         if self.clipping is GradientClipping.NORM:
             clip_grad_norm_(parameters, self.max_gradient, self.norm_type)
@@ -329,13 +329,13 @@ def _norm(grads: Sequence[Tensor], norm_type: float) -> Tensor:
 
 
 class CombinedOptimizer(KeyedOptimizer):
-    """Optimizers one after the other; their parameters have different names.
+    """Several optimizers as one; their parameters have different names.
 
     Args:
-        optimizers: each alone, or with a prefix for the names of its parameters.
+        optimizers: optimizers, or pairs of a prefix for parameter names and an optimizer.
 
     Raises:
-        ValueError: two have a parameter of the same name.
+        ValueError: two optimizers have a parameter of the same name.
     """
 
     def __init__(self, optimizers: Sequence[KeyedOptimizer | tuple[str, KeyedOptimizer]]) -> None:
@@ -355,11 +355,11 @@ class CombinedOptimizer(KeyedOptimizer):
 
     @property
     def optimizers(self) -> list[tuple[str, KeyedOptimizer]]:
-        """The optimizers, each with its prefix."""
+        """Return the optimizers, each with its prefix."""
         return list(self._optimizers)
 
     def group_names(self) -> list[list[str]]:
-        """The names of the parameters of each group."""
+        """Return the names of the parameters of each group."""
         return [
             [_prefixed(prefix, name) for name in names]
             for prefix, optimizer in self._optimizers
@@ -367,7 +367,7 @@ class CombinedOptimizer(KeyedOptimizer):
         ]
 
     def keyed_state(self) -> State:
-        """The states of all."""
+        """Return the states of all optimizers."""
         return {
             _prefixed(prefix, name): values
             for prefix, optimizer in self._optimizers
@@ -375,7 +375,7 @@ class CombinedOptimizer(KeyedOptimizer):
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """`state` and `param_groups` of all."""
+        """Return `state` and `param_groups` of all optimizers."""
         states: State = {}
         groups = []
         for prefix, optimizer in self._optimizers:
@@ -387,10 +387,10 @@ class CombinedOptimizer(KeyedOptimizer):
         return {"state": states, "param_groups": groups}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Let each have its part.
+        """Load the state of each optimizer.
 
         Raises:
-            KeyError: it is of other parameters, or of other groups of them.
+            KeyError: other parameters, or other groups of them.
         """
         own, groups = self.state_dict()["param_groups"], list(state_dict["param_groups"])
         if len(own) != len(groups):
@@ -403,7 +403,9 @@ class CombinedOptimizer(KeyedOptimizer):
             mine = groups[first : first + count]
             first += count
             names = {name for group in mine for name in group["params"]}
-            names |= set(optimizer.state_dict()["state"])  # what wrappers keep beside parameters
+            names |= set(
+                optimizer.state_dict()["state"]
+            )  # state of wrappers that belongs to no parameter
             optimizer.load_state_dict(
                 {
                     "state": {
@@ -419,7 +421,7 @@ class CombinedOptimizer(KeyedOptimizer):
             )
 
     def step(self, closure: Any = None) -> Any:
-        """A step of each; `closure` is called by the first alone."""
+        """Make a step of each optimizer; only the first calls `closure`."""
         results = [
             optimizer.step(closure if i == 0 else None)
             for i, (_, optimizer) in enumerate(self._optimizers)
@@ -427,7 +429,7 @@ class CombinedOptimizer(KeyedOptimizer):
         return results[0] if results else None
 
     def zero_grad(self, set_to_none: Any = True) -> None:
-        """As of each."""
+        """Reset the gradients of all optimizers."""
         for _, optimizer in self._optimizers:
             optimizer.zero_grad(set_to_none)
 
@@ -444,7 +446,7 @@ _STATE = "__warmup"
 
 
 class WarmupPolicy(Choice):
-    """How the rate follows the step i of a stage, with its `value` v and `decay_iters` d.
+    """Multiplier of the rate at step i of a stage with `value` v and `decay_iters` d.
 
     =============================  =========================================================
     NONE                           1
@@ -472,7 +474,7 @@ class WarmupPolicy(Choice):
 
 @dataclass(frozen=True)
 class WarmupStage:
-    """Steps up to `max_iters`, counted from the first stage on; rates are times `lr_scale` too."""
+    """A stage up to step `max_iters`, counted from the first stage; `lr_scale` also multiplies."""
 
     policy: WarmupPolicy = WarmupPolicy.LINEAR
     max_iters: int = 1
@@ -497,7 +499,7 @@ class WarmupStage:
                 )
 
     def multiplier(self, step: int) -> float:
-        """What the rate is multiplied by at step `step`."""
+        """Return the multiplier of the rate at step `step`."""
         return self.lr_scale * self._of_policy(step)
 
     def _of_policy(self, step: int) -> float:
@@ -524,15 +526,15 @@ class WarmupStage:
 
 
 class WarmupOptimizer(OptimizerWrapper):
-    """Sets the learning rate of all groups, stage after stage; after the last one it is `lr`.
+    """Set the learning rate of all groups by stages; after the last stage it is `lr`.
 
-    It sets the rate at every step, so a scheduler on the same groups has no effect beside it: let a
-    stage say how the rate falls. Where it is goes into the state dict.
+    The rate is set at every step, so a scheduler on the same groups has no effect: let a stage
+    define the decay. The state dict has the current step and stage.
 
     Args:
-        optimizer: whose rates are set.
+        optimizer: the wrapped optimizer.
         stages: in order, `max_iters` ascending.
-        lr: what stages multiply, for all groups; left out, what each group has now.
+        lr: the rate that stages multiply, for all groups; left out, the current rate of each group.
         lr_param: the key of the rate in the groups.
     """
 
@@ -560,7 +562,7 @@ class WarmupOptimizer(OptimizerWrapper):
                 group[self._lr_param] = rate * factor
 
     def step(self, closure: Any = None) -> Any:
-        """A step of the optimizer, then the rate of the next one."""
+        """Make a step, then set the rate of the next step."""
         result = super().step(closure)
         self._step += 1
         if self._step > self.stages[self._stage].max_iters:
@@ -569,13 +571,13 @@ class WarmupOptimizer(OptimizerWrapper):
         return result
 
     def state_dict(self) -> dict[str, Any]:
-        """That of the optimizer, and where the stages are."""
+        """Return the state of the wrapped optimizer, and the current step and stage."""
         saved = super().state_dict()
         at = torch.tensor([self._step, self._stage])
         return {**saved, "state": {**saved["state"], _STATE: {"warmup": at}}}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from where it was saved."""
+        """Load the state of the wrapped optimizer, and continue from the saved step."""
         states = dict(state_dict["state"])
         at = states.pop(_STATE, None)
         super().load_state_dict({**state_dict, "state": states})
