@@ -1,1 +1,1 @@
-"""What a run is asked to do: the schema, the check of what was typed, the sweep's points."""
+"""The configuration of a run: the schema, the checks of the command line, the cells."""

@@ -1,4 +1,4 @@
-"""Command line -> checked Config: unknown keys and wrong values are errors with a suggestion."""
+"""From the command line to a checked Config; unknown keys and wrong values get a suggestion."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ NOT_GROUPS = ("hardware",)  # conf/hardware is a table of devices, nothing that 
 
 
 def device_kind(kind: DeviceKind) -> str:
-    """'cpu' or 'cuda'; torch is imported only when the answer depends on it."""
+    """Return 'cpu' or 'cuda'; torch is imported only when the answer depends on it."""
     if kind is not DeviceKind.auto:
         return kind.value
     import torch
@@ -58,13 +58,13 @@ def register() -> None:
 
 
 def groups() -> dict[str, list[str]]:
-    """Config groups and their options, read from conf/."""
+    """Return the config groups and their options, read from conf/."""
     folders = sorted(p for p in CONF.iterdir() if p.is_dir() and p.name not in NOT_GROUPS)
     return {p.name: sorted(f.stem for f in p.glob("*.yaml")) for p in folders}
 
 
 def question(experiment: str) -> str:
-    """The `# Question:` comment at the top of an experiment's YAML, joined to one line."""
+    """Return the `# Question:` comment at the top of an experiment's YAML as one line."""
     lines = (CONF / "experiment" / f"{experiment}.yaml").read_text().splitlines()
     text = []
     for line in lines:
@@ -91,7 +91,7 @@ def load(arguments: Sequence[str]) -> Config:
 
 
 def checked(composed: DictConfig) -> Config:
-    """The composed configuration as an object, its values checked; raises UsageError."""
+    """Return the composed configuration as an object, its values checked; raises UsageError."""
     config = cast(Config, OmegaConf.to_object(composed))
     _settle(config)
     check_values(config)
@@ -99,7 +99,7 @@ def checked(composed: DictConfig) -> Config:
 
 
 def _settle(config: Config) -> None:
-    """What ${cpu_gpu:...} gave is as yet unchecked: words become the schema's values."""
+    """Convert what ${cpu_gpu:...} gave, which OmegaConf has not checked, to the schema's values."""
     names = [getattr(mode, "value", mode) for mode in config.timing.modes]
     for name in names:
         if name not in [mode.value for mode in Mode]:
@@ -119,7 +119,7 @@ def _settle(config: Config) -> None:
 
 
 def parse(overrides: Sequence[str]) -> list[Override]:
-    """Hydra's own parser, with its error made readable."""
+    """Parse with Hydra's own parser and make its error readable."""
     try:
         return OverridesParser.create().parse_overrides(list(overrides))
     except HydraException as error:
@@ -133,7 +133,7 @@ def parse(overrides: Sequence[str]) -> list[Override]:
 
 
 def check_keys(overrides: Sequence[str]) -> None:
-    """Every override must name a group or an existing key; Hydra alone would accept any +key."""
+    """Check that every override names a group or an existing key; Hydra would accept any +key."""
     choices = groups()
     known = known_keys(_case_names(overrides))
     for override in parse(overrides):
@@ -150,7 +150,7 @@ def check_keys(overrides: Sequence[str]) -> None:
 
 
 def known_keys(cases: Iterable[str]) -> set[str]:
-    """Dotted names of everything the schema has; `cases` are the experiment's case names."""
+    """Return the dotted names of all keys; `cases` are the experiment's case names."""
     keys = _paths(Config, "")
     for case in cases:
         keys |= {f"cases.{case}"} | _paths(CaseConfig, f"cases.{case}.")
@@ -167,7 +167,7 @@ def _paths(schema: type, prefix: str) -> set[str]:
 
 
 def _case_names(overrides: Sequence[str]) -> list[str]:
-    """Cases of the chosen experiment, read from its YAML without composing it."""
+    """Read the chosen experiment's case names from its YAML without composing it."""
     names: list[str] = []
     for text in overrides:
         for experiment in re.sub(r"^\+?experiment=", "", text).split(","):
@@ -212,7 +212,7 @@ def _unknown_key(
 
 
 def _one_line(error: Exception) -> str:
-    """The useful half of Hydra's message: the cause, then the key it is about."""
+    """Return the useful half of Hydra's message: the key, then the cause."""
     cause = error.__cause__ or error
     lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
     key = next((x.removeprefix("full_key:").strip() for x in lines if x.startswith("full_key")), "")
@@ -225,7 +225,7 @@ def _one_line(error: Exception) -> str:
 
 
 def check_values(config: Config) -> None:
-    """Rules between values that types cannot say."""
+    """Check the rules between values that types cannot express."""
     kind = _kind(config)
     points: dict[str, Config | CaseConfig] = {"": config}
     points |= {f"cases.{k}.": c for k, c in config.cases.items()}
@@ -291,7 +291,7 @@ def _kind(config: Config) -> kinds.Kind:
 
 
 def _check_amounts(config: Config) -> None:
-    """How long to measure, and with how much of the machine."""
+    """Check how long to measure, and with how much of the machine."""
     timing, device = config.timing, config.device
     for name in ("replicates", "pool", "min_rounds", "max_rounds"):
         if getattr(timing, name) < 1:

@@ -1,4 +1,4 @@
-"""The typed shape of a run's configuration; conf/*.yaml may set these keys and no others."""
+"""The schema of a run's configuration; conf/*.yaml may set these keys only."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class UsageError(Exception):
 
 
 class Tables(Enum):
-    """Which tables a workload has."""
+    """The tables of a workload."""
 
     equal = "equal"
     criteo_kaggle = "criteo_kaggle"
@@ -40,7 +40,7 @@ class Distribution(Enum):
 
 
 class Order(Enum):
-    """Whether a row's id tells its popularity (ranked) or is shuffled (permuted)."""
+    """Ids by popularity (ranked) or shuffled (permuted)."""
 
     permuted = "permuted"
     ranked = "ranked"
@@ -65,7 +65,7 @@ class Ids(Enum):
 
 
 class Design(Enum):
-    """How axes combine: each alone around the base point, all with all, or value by value."""
+    """How axes combine: one at a time around the base point, all with all, or value by value."""
 
     one_at_a_time = "one_at_a_time"
     grid = "grid"
@@ -73,14 +73,14 @@ class Design(Enum):
 
 
 class Scaling(Enum):
-    """What more ranks share: a batch of B each (weak), or one batch of B (strong)."""
+    """How the batch scales with ranks: B per rank (weak), or B in total (strong)."""
 
     weak = "weak"
     strong = "strong"
 
 
 class Mode(Enum):
-    """What a sample finds: data in caches or not, launches in a graph or on the host's time."""
+    """The conditions of a sample: data in caches or not, launches in a graph or by the host."""
 
     hot = "hot"
     cold = "cold"
@@ -187,7 +187,7 @@ class ShardingConfig:
 
 @dataclass
 class PublishedConfig:
-    """A number somebody else measured elsewhere; printed with its source, never divided by ours."""
+    """A published number; printed with its source, never divided by a measured one."""
 
     label: str = ""
     value: float = 0.0
@@ -197,7 +197,7 @@ class PublishedConfig:
 
 @dataclass
 class CaseConfig:
-    """One fixed workload with a name, measured beside the sweep."""
+    """One fixed workload with a name, measured in addition to the sweep."""
 
     title: str = ""
     note: str = ""
@@ -262,7 +262,7 @@ class DeviceConfig:
 
 @dataclass
 class GatePoint:
-    """One thing that may not become slower: a phase of the first contender of a case."""
+    """One thing the gate checks: a phase of the first contender of a case."""
 
     case: str = ""
     phase: str = "step"
@@ -289,7 +289,7 @@ class GateConfig:
 
 @dataclass
 class ReportConfig:
-    """What the report argues: `subject` against `baseline`, answered on the case `headline`."""
+    """The question of the report: `subject` against `baseline`, answered on the case `headline`."""
 
     headline: str = ""  # a key of `cases`, or empty for the sweep's base point
     subject: str = "tt"
@@ -302,7 +302,7 @@ class ReportConfig:
 
 @dataclass
 class Config:
-    """A whole run."""
+    """The configuration of a whole run."""
 
     name: str = ""
     kind: str = "time"  # a name in experiments/kinds

@@ -1,4 +1,4 @@
-"""Cases and sweep expanded to cells: one workload and the contenders that meet on it."""
+"""Cells: one workload and the contenders measured on it, expanded from cases and sweep."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ Condition = Callable[[dict[str, Any]], bool]
 
 
 def label_of(contender: str) -> str:
-    """A contender, or an ideal, as people call it."""
+    """Return the label of a contender or of a computed arm."""
     return (COMPUTED | LOOKUPS | CALIBRATED).get(contender) or registry.label(contender)
 
 
 def variants_of(contender: str) -> str:
-    """Of what it has several arms: "rank", "cache", or nothing."""
+    """Return what there is an arm for each of: "rank", "cache", or nothing."""
     if contender in LOOKUPS | CALIBRATED:
         return ""
     return "cache" if contender in COMPUTED else registry.variants(contender)
@@ -62,7 +62,7 @@ class Arm:
 
     @property
     def key(self) -> str:
-        """Short and unique within a cell."""
+        """Return a short name, unique within a cell."""
         if self.cache:
             return f"{self.contender}@{self.cache:g}"
         if self.load:
@@ -71,7 +71,7 @@ class Arm:
 
     @property
     def label(self) -> str:
-        """For people."""
+        """Return the name in reports."""
         name = label_of(self.contender)
         if self.cache:
             return f"{name} {100 * self.cache:g} %"
@@ -103,7 +103,7 @@ class Cell:
 
     @property
     def key(self) -> str:
-        """Identifies the cell within its run."""
+        """Return what identifies the cell within its run."""
         values = " ".join(f"{a}={getattr(self.workload, a):g}" for a in AXES)
         world = f" W={self.ranks} {self.scaling.value}" * bool(self.ranks)
         return f"{self.section} {values}{world}"
@@ -115,7 +115,7 @@ def arms_of(
     fractions: Sequence[float],
     loads: Sequence[float] = (),
 ) -> tuple[Arm, ...]:
-    """One arm per contender; per rank of a tensor train, per size of a cache, per load of a table
+    """Return one arm per contender; per rank of a tensor train, cache size, or load of a table
     of keys."""
 
     def variants(name: str) -> list[Arm]:
@@ -167,7 +167,7 @@ def resolve(cell: Cell, *, sized: bool) -> Cell:
 
 
 def axes_of(config: Config) -> dict[str, list[Any]]:
-    """The axes that are swept, with their values."""
+    """Return the axes that are swept, with their values."""
     values = {a: list(getattr(config.sweep, a)) for a in (*AXES, "rank")}
     return {axis: v for axis, v in values.items() if v}
 
@@ -217,7 +217,7 @@ def swept_cells(
 
 
 def _zipped(axes: dict[str, list[Any]]) -> list[dict[str, Any]]:
-    """First values together, second values together, ...; raises UsageError unless equally many."""
+    """Combine the first values, the second values, ...; raises UsageError unless equally many."""
     from experiments.config.schema import UsageError
 
     if len({len(values) for values in axes.values()}) > 1:
@@ -231,7 +231,7 @@ def _kept(values: dict[str, Any], keep: Sequence[Condition], drop: Sequence[Cond
 
 
 def _title(w: WorkloadConfig) -> str:
-    """The workload as the end of a sentence."""
+    """Return the workload as the end of a sentence."""
     tables = "a table" if w.T == 1 else f"{w.T} tables"
     if w.distribution is Distribution.trace:
         return f"{tables} of the trace {Path(w.file).name} (D={w.D}, B={w.B:,}, L≈{w.L})"
@@ -272,7 +272,7 @@ _COMPARE: dict[type, Callable[[Any, Any], Any]] = {
 
 
 def condition(text: str) -> Condition:
-    """A rule of `where` or `exclude` such as "rank <= D or L == 1": axes, numbers, logic."""
+    """Parse a rule of `where` or `exclude` such as "rank <= D or L == 1"."""
     from experiments.config.schema import UsageError
 
     try:

@@ -1,4 +1,4 @@
-"""The one face of everything that is measured, and the small task description it is built from."""
+"""The interface of contenders that look up bags, and the task that they are built for."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ State = list[Tensor]
 
 @dataclass(frozen=True)
 class Task:
-    """What a contender is built for."""
+    """The tables, optimizer and device that a contender is built for."""
 
     shapes: tuple[TableShape, ...]
     optimizer: Optimizer
@@ -50,7 +50,7 @@ class Task:
 
 
 class Contender(ABC):
-    """Built with a Task; `prepare` lays a batch out as the contender likes it, never timed.
+    """An implementation that is measured, built for a Task; `prepare` is never timed.
 
     Its name, label and other facts are in contenders.yaml.
     """
@@ -60,29 +60,29 @@ class Contender(ABC):
 
     @abstractmethod
     def prepare(self, batch: Batch) -> Any:
-        """The batch on the device in this contender's own layout; given to forward and step."""
+        """Lay out a batch on the device for forward and step; not timed."""
 
     @abstractmethod
     def forward(self, prepared: Any) -> Tensor:
-        """[B, sum D], without recording gradients."""
+        """Look up [B, sum D] without recording gradients."""
 
     @abstractmethod
     def step(self, prepared: Any) -> None:
-        """Forward, backward from the batch's gradient, update."""
+        """Run forward, backward from the batch's gradient, and update."""
 
     def parts(self, prepared: Any) -> dict[str, Callable[[], object]]:
-        """Parts of a step on this batch that can be done again by themselves.
+        """Return parts of a step on this batch that can be repeated separately.
 
         Every rank makes this call and those that it returns; what a part needs is computed here.
         """
         return {}
 
     def visit(self, prepared: Any) -> None:
-        """A batch of a trace, of which only what a cache does with it matters; never timed."""
+        """Run a batch of a trace through the cache; never timed."""
         self.forward(prepared)
 
     def counters(self) -> dict[str, int]:
-        """What a cache counted since `reset_counters`; empty without a cache."""
+        """Return what a cache counted since `reset_counters`; empty without a cache."""
         return {}
 
     def reset_counters(self) -> None:  # noqa: B027 most contenders have none
@@ -90,15 +90,15 @@ class Contender(ABC):
 
     @abstractmethod
     def nbytes(self) -> dict[str, int]:
-        """{"weights": ..., "optimizer_state": ...} in bytes, and "cache" where there may be one."""
+        """Return {"weights": ..., "optimizer_state": ...} in bytes, and "cache" if any."""
 
     @abstractmethod
     def observe(self, batch: Batch) -> State:
-        """Copies of the parameters that `batch` touches."""
+        """Return copies of the parameters that `batch` touches."""
 
     @abstractmethod
     def expect(self, batch: Batch, before: State) -> tuple[Tensor, State]:
-        """By plain PyTorch: the output, and `observe` after one step from fresh optimizer state."""
+        """Compute with plain PyTorch the output, and `observe` after one step from fresh state."""
 
 
 def build(name: str, task: Task) -> Contender:
@@ -108,12 +108,12 @@ def build(name: str, task: Task) -> Contender:
 
 
 def touched(batch: Batch, task: Task) -> list[Tensor]:
-    """Distinct ids of each feature, ascending."""
+    """Return the distinct ids of each feature, ascending."""
     return [batch.feature(f)[0].unique() for f in range(len(task.shapes))]
 
 
 def split_gradient(batch: Batch, shapes: Sequence[TableShape]) -> list[Tensor]:
-    """The gradient's columns, one [B, D] per feature."""
+    """Split the gradient's columns into one [B, D] per feature."""
     return list(batch.gradient.split([s.dim for s in shapes], dim=1))
 
 
@@ -125,7 +125,7 @@ def pool_rows(rows: Tensor, positions: Tensor, offsets: Tensor) -> Tensor:
 
 
 def first_update(kind: Optimizer, weights: Tensor, gradient: Tensor, lr: float) -> Tensor:
-    """`weights` after one update from zero optimizer state; eps as in torch.optim's defaults."""
+    """Return `weights` after one update from zero optimizer state; eps as in torch.optim."""
     eps = 1e-8
     if kind is Optimizer.sgd:
         return weights - lr * gradient
@@ -136,7 +136,7 @@ def first_update(kind: Optimizer, weights: Tensor, gradient: Tensor, lr: float) 
 
 
 def expect_tables(batch: Batch, before: State, task: Task) -> tuple[Tensor, State]:
-    """`Contender.expect` for plain tables whose state is the touched rows of each feature."""
+    """Compute `Contender.expect` for plain tables, whose state is the touched rows."""
     outputs, after = [], []
     gradients = split_gradient(batch, task.shapes)
     for f, (ids, rows) in enumerate(zip(touched(batch, task), before, strict=True)):

@@ -16,7 +16,7 @@ MOST_LOAD = 0.77
 
 
 class Cykhash(KeyTable):
-    """A key's slot is the number of keys before it."""
+    """A map from keys to slots; a key's slot is the number of keys before it."""
 
     def __init__(self, task: KeyTask) -> None:
         super().__init__(task)
@@ -25,7 +25,7 @@ class Cykhash(KeyTable):
         self.map = Int64toInt64Map()
 
     def fill(self, keys: Tensor, values: Tensor) -> None:
-        """A map of the new keys, and the old one updated with it."""
+        """Build a map of the new keys and update the old one with it."""
         begin = len(self.map)
         numbers = np.arange(begin, begin + len(keys))
         added = Int64toInt64Map_from_buffers(keys.numpy(), numbers)
@@ -35,17 +35,17 @@ class Cykhash(KeyTable):
             self.map = added
 
     def find_slots(self, prepared: Prepared) -> Tensor:
-        """Its own loop over a buffer of keys."""
+        """Look up with cykhash's own loop over a buffer of keys."""
         out = np.empty(len(prepared[0]), np.int64)
         Int64toInt64Map_to(self.map, prepared[0].numpy(), out, False, NOT_THERE)
         return torch.from_numpy(out)
 
     def size(self) -> int:
-        """Keys in the map."""
+        """Return the number of keys in the map."""
         return len(self.map)
 
     def nbytes(self) -> int:
-        """By khash's layout, since the map does not say."""
+        """Compute the bytes from khash's layout, since the map does not report them."""
         places = 4
         while places * MOST_LOAD < max(1, len(self.map)):
             places *= 2

@@ -1,4 +1,4 @@
-"""emblib.DynamicEmbeddingBags: tables by key of any value, holding every row of the workload."""
+"""emblib.DynamicEmbeddingBags, holding every row of the workload, in one tier or two."""
 
 from __future__ import annotations
 
@@ -35,21 +35,21 @@ class Dynamic(OneModule):
         )
 
     def _fill(self) -> None:
-        """A training forward of every id, table by table, each in one bag."""
+        """Insert every id by a training forward, table by table."""
         for table, shape in enumerate(self.task.shapes):
             for first in range(0, shape.rows, FILL):
                 ids = torch.arange(first, min(first + FILL, shape.rows))
                 self.module(ids.to(self.task.device), self._offsets(table, 1, len(ids)))
 
     def _offsets(self, table: int, bags: int, ids: int) -> Tensor:
-        """Of a batch whose ids are all of one table, equally many a bag."""
+        """Return the offsets of a batch whose ids are all of one table, equally many per bag."""
         sizes = torch.zeros(len(self.task.shapes), bags, dtype=torch.int64)
         sizes[table] = ids // bags
         ends = sizes.view(-1).cumsum(0)
         return torch.cat([ends.new_zeros(1), ends]).to(self.task.device)
 
     def nbytes(self) -> dict[str, int]:
-        """As the module reports them; keys count as weights."""
+        """Return the bytes that the module reports; keys count as weights."""
         found = dict(self.module.nbytes())
         return {
             "weights": sum(found.values()) - found.get("optimizer_state", 0),
@@ -57,7 +57,7 @@ class Dynamic(OneModule):
         }
 
     def observe(self, batch: Batch) -> State:
-        """Touched rows of each table, read one id a bag."""
+        """Read the touched rows of each table, one id per bag."""
         found = []
         columns = [0, *torch.tensor([s.dim for s in self.task.shapes]).cumsum(0).tolist()]
         for table, ids in enumerate(touched(batch, self.task)):
@@ -72,7 +72,7 @@ MOST_BESIDE = 1 << 20  # rows of a batch that the fast tier does not have: its o
 
 
 class Tiered(Dynamic):
-    """Rows that are not used for longest are in host memory; every one that is used moves up."""
+    """Two tiers: the least recently used rows are in host memory; a used row is promoted."""
 
     module: emblib.TieredEmbeddingBags
     eviction: ClassVar[emblib.Eviction] = emblib.Eviction.LRU
@@ -103,7 +103,7 @@ class Tiered(Dynamic):
         return emblib.HostRows(2 * max(s.rows for s in self.task.shapes))
 
     def prepare(self, batch: Batch) -> Prepared:
-        """Its distinct rows are counted here, outside of what is timed."""
+        """Lay out the batch and count its distinct rows, outside the timing."""
         prepared = super().prepare(batch)
         features = range(len(self.task.shapes))
         self.distinct[prepared[0].data_ptr()] = sum(
@@ -112,17 +112,17 @@ class Tiered(Dynamic):
         return prepared
 
     def visit(self, prepared: Prepared) -> None:
-        """A training forward: any other moves nothing."""
+        """Run a training forward; others move no rows."""
         self.rows += self.distinct[prepared[0].data_ptr()]
         self.module(prepared[0], prepared[1])
 
     def step(self, prepared: Prepared) -> None:
-        """backward() updates the rows where they are."""
+        """Run forward and backward(), which updates the rows in place."""
         self.rows += self.distinct.get(prepared[0].data_ptr(), 0)
         super().step(prepared)
 
     def counters(self) -> dict[str, int]:
-        """What the fast tier had of the lookups, and of the distinct rows of each batch."""
+        """Return how many lookups, and distinct rows of each batch, the fast tier served."""
         stats = self.module.tier_stats().values()
         missed = sum(s.backing_hits + s.new for s in stats)
         return {
@@ -139,14 +139,14 @@ class Tiered(Dynamic):
 
 
 class TieredHybrid(Tiered):
-    """Rows move up where they are used more than what they would replace; others stay below."""
+    """Two tiers: a row is promoted where it is used more than the row that it replaces."""
 
     eviction = emblib.Eviction.LFU
     mode = emblib.TierMode.HYBRID
 
 
 class TieredDisk(Tiered):
-    """The lower tier is in files."""
+    """Two tiers, the lower one in files."""
 
     def _store(self) -> emblib.RowStore:
         self.directory = tempfile.TemporaryDirectory(

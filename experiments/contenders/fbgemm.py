@@ -53,7 +53,7 @@ class Fbgemm(Contender):
             fill_(weights.data, seed)
 
     def _module(self) -> Any:
-        """Plain tables in the memory of the device."""
+        """Build plain tables in the memory of the device."""
         cuda = self.task.device.type == "cuda"
         return self._tables(EmbeddingLocation.DEVICE if cuda else EmbeddingLocation.HOST)
 
@@ -71,7 +71,7 @@ class Fbgemm(Contender):
         )
 
     def prepare(self, batch: Batch) -> Prepared:
-        """Feature-major ids and offsets."""
+        """Lay out feature-major ids and offsets."""
         device = self.task.device
         kind = id_type(self.task)
         return (
@@ -81,17 +81,17 @@ class Fbgemm(Contender):
         )
 
     def forward(self, prepared: Prepared) -> Tensor:
-        """One call."""
+        """Look up with one call."""
         with torch.no_grad():
             output: Tensor = self.module(prepared[0], prepared[1])
         return output
 
     def step(self, prepared: Prepared) -> None:
-        """backward() updates the tables."""
+        """Run forward and backward(), which updates the tables."""
         self.module(prepared[0], prepared[1]).backward(prepared[2])
 
     def nbytes(self) -> dict[str, int]:
-        """Rows, and what the optimizer keeps of them."""
+        """Return the bytes of rows and of optimizer state."""
         return {
             "weights": sum(w.nbytes for w in self.module.split_embedding_weights()),
             "optimizer_state": sum(
@@ -100,7 +100,7 @@ class Fbgemm(Contender):
         }
 
     def observe(self, batch: Batch) -> State:
-        """Touched rows of each table."""
+        """Return the touched rows of each table."""
         if self.task.device.type == "cuda":
             self.module.flush()  # rows that a cache holds
             torch.cuda.synchronize()
@@ -109,7 +109,7 @@ class Fbgemm(Contender):
         return [w.detach()[i.to(w.device)].cpu() for w, i in zip(weights, ids, strict=True)]
 
     def expect(self, batch: Batch, before: State) -> tuple[Tensor, State]:
-        """Plain tables."""
+        """Compute with plain tables."""
         return expect_tables(batch, before, self.task)
 
 
@@ -121,7 +121,7 @@ def check_dims(task: Task) -> None:
 
 
 def id_type(task: Task) -> torch.dtype:
-    """The smallest that counts the rows of all tables: its update numbers them through."""
+    """Return the smallest type that numbers the rows of all tables."""
     small = sum(s.rows for s in task.shapes) <= torch.iinfo(torch.int32).max
     return torch.int32 if small else torch.int64
 
@@ -151,7 +151,7 @@ class FbgemmLRU(Fbgemm):
         )
 
     def nbytes(self) -> dict[str, int]:
-        """What the cache keeps on the device as well: rows, their ids and how recently used."""
+        """Return the bytes with those of the cache: rows, their ids and their recency."""
         held = (b for n, b in self.module.named_buffers() if n.startswith(("lxu_", "cache_")))
         return super().nbytes() | {"cache": sum(buffer.nbytes for buffer in held)}
 

@@ -1,4 +1,4 @@
-"""The face of a table of keys: any 64-bit key to a row; what it can do beyond, it says itself."""
+"""Hash tables of 64-bit keys: their interface, emblib's, PyTorch's, and the memory's ceiling."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["KeyTable", "KeyTask", "Missing", "Unsupported", "build_keyed"]
 
 @dataclass(frozen=True)
 class KeyTask:
-    """What a table of keys is built for."""
+    """The size and device that a hash table is built for."""
 
     slots: int  # the most keys it may hold
     dim: int  # float32 columns of a key's value
@@ -28,7 +28,7 @@ class KeyTask:
 
 
 class KeyTable(ABC):
-    """Built with a KeyTask. `prepare`, `fill` and `erase` are never timed; the methods that
+    """A hash table, built for a KeyTask. `prepare`, `fill` and `erase` are never timed; those that
     `operations` names are.
 
     Slots are int64, `absent` for a key that is not there; equal keys have equal slots. Values are
@@ -49,34 +49,34 @@ class KeyTable(ABC):
         """Put new keys in, as many as fit; called once or several times."""
 
     def prepare(self, keys: Tensor, values: Tensor) -> Any:
-        """A call's keys and values as its operations take them."""
+        """Lay out a call's keys and values for the operations."""
         return keys.to(self.task.device), values.to(self.task.device)
 
     def ready(self) -> None:  # noqa: B027 most are as they were filled
-        """Told when it was filled and found right: whatever checking left behind may go."""
+        """Discard what checking left behind, once the table is filled and verified."""
 
     @abstractmethod
     def find_slots(self, prepared: Any) -> Tensor:
-        """[keys] slots; nothing changes."""
+        """Return [keys] slots; change nothing."""
 
     def find(self, prepared: Any) -> Tensor:
-        """[keys, dim] values; what is given for a key that is not there is its own affair."""
+        """Return [keys, dim] values; those of absent keys are unspecified."""
         raise NotImplementedError
 
     def find_or_insert_slots(self, prepared: Any) -> Tensor:
-        """[keys] slots; new keys are put in, where it can."""
+        """Return [keys] slots; insert new keys where the table can."""
         raise NotImplementedError
 
     def find_or_insert(self, prepared: Any) -> Tensor:
-        """[keys, dim] values, those given for keys that were not there, which are put in."""
+        """Return [keys, dim] values; insert absent keys with the given values."""
         raise NotImplementedError
 
     def insert_or_assign(self, prepared: Any) -> None:
-        """The given values, for keys that were there as for others."""
+        """Assign the given values; insert absent keys."""
         raise NotImplementedError
 
     def insert_and_evict(self, prepared: Any) -> Tensor:
-        """As insert_or_assign; the keys that gave way."""
+        """Insert or assign; return the evicted keys."""
         raise NotImplementedError
 
     def erase(self, keys: Tensor) -> None:
@@ -84,11 +84,11 @@ class KeyTable(ABC):
         raise NotImplementedError
 
     def size(self) -> int:
-        """Keys that are there; what it was filled with, of a table that cannot change."""
+        """Return the number of keys."""
         return self.task.resident
 
     def nbytes(self) -> int:
-        """Bytes of keys, what belongs to them, and values."""
+        """Return the bytes of keys, their metadata and values."""
         return 0
 
 
@@ -102,7 +102,7 @@ Prepared = tuple[Tensor, Tensor]
 
 
 class Scored(KeyTable):
-    """All slots from the beginning."""
+    """emblib.HashTable with all slots from the beginning."""
 
     operations = (
         "find", "find_slots", "find_or_insert", "find_or_insert_slots", "insert_or_assign",
@@ -119,31 +119,31 @@ class Scored(KeyTable):
         return emblib.DynamicSpec(self.task.slots, self.task.dim, eviction=self.eviction)
 
     def fill(self, keys: Tensor, values: Tensor) -> None:
-        """As new keys come."""
+        """Insert the keys."""
         self.table.insert_or_assign(keys.to(self.task.device), values.to(self.task.device))
 
     def find_slots(self, prepared: Prepared) -> Tensor:
-        """Rows of its values."""
+        """Return the slots of the keys."""
         return self.table.slots(prepared[0])
 
     def find(self, prepared: Prepared) -> Tensor:
-        """Copies of its rows."""
+        """Return copies of the rows."""
         return self.table.find(prepared[0])[0]
 
     def find_or_insert_slots(self, prepared: Prepared) -> Tensor:
-        """New keys get rows that the table initialises."""
+        """Insert new keys with rows that the table initialises."""
         return self.table.find_or_insert_slots(prepared[0]).slots
 
     def find_or_insert(self, prepared: Prepared) -> Tensor:
-        """New keys get the given rows."""
+        """Insert new keys with the given rows."""
         return self.table.find_or_insert(*prepared)[0]
 
     def insert_or_assign(self, prepared: Prepared) -> None:
-        """All keys get the given rows."""
+        """Assign the given rows to all keys."""
         self.table.insert_or_assign(*prepared)
 
     def insert_and_evict(self, prepared: Prepared) -> Tensor:
-        """With the rows that gave way, of which the keys are told here."""
+        """Insert; return the keys of the evicted rows."""
         evicted = self.table.insert_and_evict(*prepared).evicted
         assert evicted is not None
         return evicted.keys
@@ -153,16 +153,16 @@ class Scored(KeyTable):
         self.table.erase(keys)
 
     def size(self) -> int:
-        """Keys that are there."""
+        """Return the number of keys."""
         return self.table.size()
 
     def nbytes(self) -> int:
-        """Of the slots in use."""
+        """Return the bytes of the slots in use."""
         return self.table.index.nbytes() + 4 * self.task.dim * self.table.capacity()
 
 
 class Growing(Scored):
-    """A few slots at first; it takes more as it needs them."""
+    """emblib.HashTable that begins small and grows."""
 
     def _spec(self) -> emblib.DynamicSpec:
         return emblib.DynamicSpec(
@@ -171,11 +171,11 @@ class Growing(Scored):
 
 
 class ScoredLRU(Scored):
-    """As a cache: of its two buckets, the key that was not used for longest gives way."""
+    """emblib.HashTable as a cache: of its two buckets, the least recently used key is evicted."""
 
 
 class ScoredLFU(ScoredLRU):
-    """The key with the fewest uses gives way."""
+    """emblib.HashTable as a cache: the least frequently used key is evicted."""
 
     eviction = emblib.Eviction.LFU
 
@@ -184,7 +184,7 @@ PreparedQueries = tuple[Tensor, Tensor]
 
 
 class SortedKeys(KeyTable):
-    """All keys in one ascending tensor; a row's number is where its key is. Read only."""
+    """All keys in one ascending tensor; a key's position is its slot. Read only."""
 
     def __init__(self, task: KeyTask) -> None:
         super().__init__(task)
@@ -192,11 +192,11 @@ class SortedKeys(KeyTable):
         self.parts: list[Tensor] = []
 
     def fill(self, keys: Tensor, values: Tensor) -> None:
-        """The keys are kept until they are needed, since each merge would sort them all."""
+        """Collect the keys until they are needed, since each merge would sort them all."""
         self.parts.append(keys.to(self.task.device))
 
     def prepare(self, keys: Tensor, values: Tensor) -> PreparedQueries:
-        """With all keys merged."""
+        """Merge the collected keys and lay out the call."""
         if self.parts:
             self.keys = torch.cat([self.keys, *self.parts]).unique()
             self.parts = []
@@ -204,14 +204,14 @@ class SortedKeys(KeyTable):
         return prepared
 
     def find_slots(self, prepared: PreparedQueries) -> Tensor:
-        """The distinct keys of the call, ascending, are looked up faster than all of them."""
+        """Look up the distinct keys of the call, ascending, which is faster than all of them."""
         distinct, inverse = torch.unique(prepared[0], return_inverse=True)
         place = torch.searchsorted(self.keys, distinct).clamp_(max=len(self.keys) - 1)
         found = torch.where(self.keys[place] == distinct, place, -1)
         return found[inverse]
 
     def nbytes(self) -> int:
-        """Of the keys."""
+        """Return the bytes of the keys."""
         return self.keys.nbytes
 
 
@@ -219,7 +219,7 @@ ENTRY_BYTES = 17  # of a slot: a key, what decides who gives way, and a tag
 
 
 class RandomLines(KeyTable):
-    """As many bytes as the keys of a table take; each key reads one line of them."""
+    """Random cache lines in as many bytes as a table's keys take: one line per key."""
 
     ceiling = True
     huge: ClassVar[bool] = False
@@ -232,22 +232,22 @@ class RandomLines(KeyTable):
         self.alone = torch.get_num_threads() == 1
 
     def fill(self, keys: Tensor, values: Tensor) -> None:
-        """It holds no keys."""
+        """Ignore the keys: no table is held."""
 
     def prepare(self, keys: Tensor, values: Tensor) -> Tensor:
-        """Where to read: finding that out is not what is measured."""
+        """Compute where to read, which is not measured."""
         return self.lines.places(keys)
 
     def find_slots(self, prepared: Tensor) -> Tensor:
-        """The number of each line, read from it."""
+        """Read the number of each line from the line."""
         return self.lines.take(prepared) if self.alone else self.lines.read(prepared)
 
     def nbytes(self) -> int:
-        """Of the lines."""
+        """Return the bytes of the lines."""
         return int(self.lines.words.nbytes)
 
 
 class RandomHugeLines(RandomLines):
-    """The same in huge pages."""
+    """Random cache lines in huge pages."""
 
     huge = True

@@ -1,4 +1,4 @@
-"""emblib.reference as contenders: what native kernels buy over plain PyTorch."""
+"""emblib.reference as contenders: plain PyTorch, compared with native kernels."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class ReferenceTables(Contender):
         ]
 
     def prepare(self, batch: Batch) -> Prepared:
-        """Feature-major ids and offsets."""
+        """Lay out feature-major ids and offsets."""
         device = self.task.device
         return batch.indices.to(device), batch.offsets.to(device), batch.gradient.to(device)
 
@@ -63,12 +63,12 @@ class ReferenceTables(Contender):
         )
 
     def forward(self, prepared: Prepared) -> Tensor:
-        """reference.tbe.lookup."""
+        """Run reference.tbe.lookup."""
         with torch.no_grad():
             return self._lookup(prepared)
 
     def step(self, prepared: Prepared) -> None:
-        """Autograd to a dense gradient, then reference.tbe.update_."""
+        """Run autograd to a dense gradient, then reference.tbe.update_."""
         (gradient,) = torch.autograd.grad(self._lookup(prepared), self.weights, prepared[2])
         self.hyperparams[1] += 1
         groups = tbe.group(self.features, prepared[0], prepared[1])
@@ -84,21 +84,21 @@ class ReferenceTables(Contender):
             )
 
     def nbytes(self) -> dict[str, int]:
-        """The dense gradient is scratch and shows in the peak."""
+        """Return the bytes; the dense gradient is scratch and shows in the peak."""
         return {
             "weights": self.weights.nbytes,
             "optimizer_state": sum(s.nbytes for s in self.states),
         }
 
     def observe(self, batch: Batch) -> State:
-        """Touched rows of each table."""
+        """Return the touched rows of each table."""
         flat = self.weights.detach()
         tables = [flat[o : o + r * d].view(r, d) for o, _, r, d, *_ in self.features.tolist()]
         ids = touched(batch, self.task)
         return [t[i.to(self.task.device)].cpu() for t, i in zip(tables, ids, strict=True)]
 
     def expect(self, batch: Batch, before: State) -> tuple[Tensor, State]:
-        """Plain tables."""
+        """Compute with plain tables."""
         return expect_tables(batch, before, self.task)
 
 
@@ -136,7 +136,7 @@ class ReferenceTT(Contender):
             )
 
     def prepare(self, batch: Batch) -> Any:
-        """Ids and offsets per table."""
+        """Lay out ids and offsets per table."""
         device = self.task.device
         features = [batch.feature(f) for f in range(len(self.specs))]
         return [(i.to(device), o.to(device)) for i, o in features], batch.gradient.to(device)
@@ -149,12 +149,12 @@ class ReferenceTT(Contender):
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
     def forward(self, prepared: Any) -> Tensor:
-        """reference.tt.lookup."""
+        """Run reference.tt.lookup."""
         with torch.no_grad():
             return self._lookup(prepared)
 
     def step(self, prepared: Any) -> None:
-        """Autograd to dense core gradients, then reference.tt.update_rows_."""
+        """Run autograd to dense core gradients, then reference.tt.update_rows_."""
         leaves = [c for cores in self.cores for c in cores]
         gradients = torch.autograd.grad(self._lookup(prepared), leaves, prepared[1])
         states = [s for table in self.states for s in table]
@@ -164,16 +164,16 @@ class ReferenceTT(Contender):
                 tt.update_rows_(core, state, self.hyperparams, self.rule.name, gradient)
 
     def nbytes(self) -> dict[str, int]:
-        """Cores and their state; what each lookup gathers is scratch and shows in the peak."""
+        """Return the bytes of cores and their state; gathered rows show in the peak."""
         return {
             "weights": sum(c.nbytes for cores in self.cores for c in cores),
             "optimizer_state": sum(s.nbytes for t in self.states for c in t for s in c),
         }
 
     def observe(self, batch: Batch) -> State:
-        """All cores."""
+        """Return all cores."""
         return [c.detach().cpu().clone() for cores in self.cores for c in cores]
 
     def expect(self, batch: Batch, before: State) -> tuple[Tensor, State]:
-        """An independent chain of products."""
+        """Compute an independent chain of products."""
         return expect_tt(batch, before, self.task, self.specs)

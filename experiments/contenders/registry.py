@@ -47,7 +47,7 @@ class Missing(Unsupported):
 
 @dataclass(frozen=True)
 class Entry:
-    """What the table says of a contender."""
+    """An entry of the table of contenders."""
 
     name: str
     label: str

@@ -39,7 +39,7 @@ from experiments.workloads.workload import Batch
 
 @dataclass(frozen=True)
 class Piece:
-    """Rows and columns of a table that this rank holds; `weights` is a view of its memory."""
+    """Rows and columns of a table on this rank; `weights` is a view of its memory."""
 
     table: int
     first_row: int
@@ -49,20 +49,20 @@ class Piece:
 
 
 def world() -> tuple[int, int]:
-    """This rank, and how many there are."""
+    """Return this rank and the number of ranks."""
     if not dist.is_initialized():
         return 0, 1
     return dist.get_rank(), dist.get_world_size()
 
 
 def fill_pieces(pieces: Sequence[Piece]) -> None:
-    """Noise; copies of a table get the same."""
+    """Fill with noise; replicas of a table get the same."""
     for piece in pieces:
         fill_(piece.weights, piece.table)
 
 
 def touched_rows(batch: Batch, task: Task, pieces: Sequence[Piece]) -> State:
-    """Copies of the rows of each table that `batch` touches, whole on every rank; a collective."""
+    """Gather the rows of each table that `batch` touches on every rank; a collective."""
     rank, size = world()
     rows = []
     for number, (ids, shape) in enumerate(zip(touched(batch, task), task.shapes, strict=True)):
@@ -82,7 +82,7 @@ def touched_rows(batch: Batch, task: Task, pieces: Sequence[Piece]) -> State:
 
 
 def over_ranks(nbytes: Mapping[str, int]) -> dict[str, int]:
-    """The sum of what all ranks hold; a collective."""
+    """Sum over all ranks; a collective."""
     _, size = world()
     if size == 1:
         return dict(nbytes)
@@ -96,7 +96,7 @@ NODE = 2  # ranks that count as one node, where a sharding type asks for nodes
 
 
 class Bags(Contender):
-    """What the collections have in common."""
+    """The common part of emblib's collections."""
 
     module: Any
 
@@ -109,11 +109,11 @@ class Bags(Contender):
 
     @abstractmethod
     def _module(self) -> tuple[Any, list[Piece]]:
-        """On the device of the task, and where its tables are."""
+        """Build the module on the task's device; return it with its weights."""
 
     @staticmethod
     def configs(task: Task) -> list[EmbeddingBagConfig]:
-        """A table for each feature."""
+        """Return a table configuration per feature."""
         return [
             EmbeddingBagConfig(shape.rows, shape.dim, f"t{number}", (f"f{number}",))
             for number, shape in enumerate(task.shapes)
@@ -121,11 +121,11 @@ class Bags(Contender):
 
     @staticmethod
     def optimizer_of(task: Task) -> Optimizer:
-        """Of all tables."""
+        """Return the optimizer of all tables."""
         return OPTIMIZERS[task.optimizer](task.lr)
 
     def prepare(self, batch: Batch) -> Prepared:
-        """A KeyedJaggedTensor that knows its lengths and offsets."""
+        """Lay out a KeyedJaggedTensor that knows its lengths and offsets."""
         device = self.task.device
         features = KeyedJaggedTensor(
             self.keys,
@@ -136,17 +136,17 @@ class Bags(Contender):
         return features, batch.gradient.to(device)
 
     def forward(self, prepared: Prepared) -> Tensor:
-        """One call; the values of its KeyedTensor."""
+        """Look up with one call; return the values of the KeyedTensor."""
         with torch.no_grad():
             output: Tensor = self.module(prepared[0]).values()
         return output
 
     def step(self, prepared: Prepared) -> None:
-        """backward() updates the tables."""
+        """Run forward and backward(), which updates the tables."""
         self.module(prepared[0]).values().backward(prepared[1])
 
     def nbytes(self) -> dict[str, int]:
-        """Of all ranks."""
+        """Return the bytes of all ranks."""
         found: dict[str, int] = {"weights": 0, "optimizer_state": 0}
         for groups in self.groups():
             for group in groups.groups:
@@ -156,14 +156,14 @@ class Bags(Contender):
 
     @abstractmethod
     def groups(self) -> list[TableGroups]:
-        """What holds the tables that are here."""
+        """Return the groups that hold this rank's tables."""
 
     def observe(self, batch: Batch) -> State:
-        """Touched rows, of whatever rank."""
+        """Return the touched rows of all ranks."""
         return touched_rows(batch, self.task, self.pieces)
 
     def expect(self, batch: Batch, before: State) -> tuple[Tensor, State]:
-        """Plain tables."""
+        """Compute with plain tables."""
         return expect_tables(batch, before, self.task)
 
 
@@ -179,7 +179,7 @@ class WholeBags(Bags):
         return module, [Piece(t, 0, 0, groups.views(t)["weight"]) for t in range(count)]
 
     def groups(self) -> list[TableGroups]:
-        """The collection's."""
+        """Return the collection's groups."""
         return [self.module.groups]
 
 
@@ -215,7 +215,7 @@ class Spread(Bags):
 
     @classmethod
     def plan(cls, task: Task, world: World) -> dict[str, ParameterSharding]:
-        """The sharding of each table by name."""
+        """Return the sharding of each table by name."""
         tables = EmbeddingBagCollection(cls.configs(task), device="meta")
         names = [config.name for config in tables.embedding_bag_configs()]
         share = 1 / len(names)
@@ -224,16 +224,16 @@ class Spread(Bags):
 
     @staticmethod
     def node_of(size: int) -> int:
-        """How many ranks of a world count as one node."""
+        """Return how many ranks of a world count as one node."""
         return NODE if size % NODE == 0 else size
 
     @staticmethod
     @abstractmethod
     def place(share: float, world: World) -> Rule:
-        """The rule of a table; `share` in [0, 1) is where it is among the tables."""
+        """Return the sharding rule of a table; `share` in [0, 1) is its position."""
 
     def parts(self, prepared: Prepared) -> dict[str, Callable[[], object]]:
-        """Ids on their way; lookup and update for ids that are there; outputs on their way back."""
+        """Return the parts of a step: input_dist, lookup and update, output_dist."""
         module, features = self.module, prepared[0]
         received = module.input_dist(features).wait().wait()
         rows = module.rows(received)
@@ -257,13 +257,13 @@ class Spread(Bags):
         }
 
     def groups(self) -> list[TableGroups]:
-        """The sharded module's, copies of whole tables among them."""
+        """Return the sharded module's groups, replicated tables included."""
         found = {id(part.groups): part.groups for part in self.module.local_shards()}
         return list(found.values())
 
 
 def ranks_of(device: torch.device) -> RankGroup:
-    """All ranks; where there are enough, as nodes of NODE."""
+    """Return the group of all ranks; where there are enough, as nodes of NODE."""
     _, size = world()
     if size == 1:
         return RankGroup.single(device)
@@ -271,11 +271,11 @@ def ranks_of(device: torch.device) -> RankGroup:
 
 
 class DataParallel(Spread):
-    """A copy of every table on every rank."""
+    """Every table replicated on every rank."""
 
     @staticmethod
     def place(share: float, world: World) -> Rule:
-        """Everywhere."""
+        """Replicate on all ranks."""
         return sharding_types.data_parallel()
 
 
@@ -284,7 +284,7 @@ class TableWise(Spread):
 
     @staticmethod
     def place(share: float, world: World) -> Rule:
-        """A share on each."""
+        """Assign whole tables to ranks."""
         return sharding_types.table_wise(int(share * world.size))
 
 
@@ -293,7 +293,7 @@ class RowWise(Spread):
 
     @staticmethod
     def place(share: float, world: World) -> Rule:
-        """On all."""
+        """Split over all ranks."""
         return sharding_types.row_wise()
 
 
@@ -304,7 +304,7 @@ class ColumnWise(Spread):
 
     @staticmethod
     def place(share: float, world: World) -> Rule:
-        """On all."""
+        """Split over all ranks."""
         return sharding_types.column_wise()
 
 
@@ -313,7 +313,7 @@ class TableRowWise(Spread):
 
     @staticmethod
     def place(share: float, world: World) -> Rule:
-        """A share on each node."""
+        """Assign each table to a node."""
         return sharding_types.table_row_wise(int(share * (world.size // world.local_size)))
 
 
@@ -324,7 +324,7 @@ class TableColumnWise(Spread):
 
     @staticmethod
     def place(share: float, world: World) -> Rule:
-        """A share on each node."""
+        """Assign each table to a node."""
         return sharding_types.table_column_wise(int(share * (world.size // world.local_size)))
 
 
@@ -335,5 +335,5 @@ class Grid(Spread):
 
     @staticmethod
     def place(share: float, world: World) -> Rule:
-        """On all nodes."""
+        """Split over all nodes."""
         return sharding_types.grid()

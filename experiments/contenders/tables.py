@@ -34,34 +34,34 @@ class OneModule(Contender):
 
     @abstractmethod
     def _module(self) -> Any:
-        """On the device of the task."""
+        """Build the module on the task's device."""
 
     def prepare(self, batch: Batch) -> Prepared:
-        """As generated: feature-major ids and offsets."""
+        """Lay out feature-major ids and offsets."""
         device = self.task.device
         return batch.indices.to(device), batch.offsets.to(device), batch.gradient.to(device)
 
     def forward(self, prepared: Prepared) -> Tensor:
-        """One call."""
+        """Look up with one call."""
         with torch.no_grad():
             return self.module(prepared[0], prepared[1])
 
     def step(self, prepared: Prepared) -> None:
-        """backward() updates the rows."""
+        """Run forward and backward(), which updates the rows."""
         self.module(prepared[0], prepared[1]).backward(prepared[2])
 
     def expect(self, batch: Batch, before: State) -> tuple[Tensor, State]:
-        """Plain tables."""
+        """Compute with plain tables."""
         return expect_tables(batch, before, self.task)
 
 
 class BatchedTables(OneModule):
-    """emblib: one module for every table."""
+    """emblib.TableBatchedEmbeddingBags with all tables in device memory."""
 
     module: emblib.TableBatchedEmbeddingBags
 
     def _module(self) -> emblib.TableBatchedEmbeddingBags:
-        """Plain tables in the memory of the device."""
+        """Build plain tables in the memory of the device."""
         return emblib.TableBatchedEmbeddingBags(
             [emblib.TableSpec(s.rows, s.dim) for s in self.task.shapes],
             OPTIMIZERS[self.task.optimizer](self.task.lr),
@@ -69,11 +69,11 @@ class BatchedTables(OneModule):
         )
 
     def nbytes(self) -> dict[str, int]:
-        """As the module reports them."""
+        """Return the bytes that the module reports."""
         return dict(self.module.nbytes())
 
     def observe(self, batch: Batch) -> State:
-        """Touched rows of each table."""
+        """Return the touched rows of each table."""
         weights = self.module.table_weights()
         if self.task.device.type == "cuda":
             torch.cuda.synchronize()  # tables in host memory are read by the host
@@ -82,7 +82,7 @@ class BatchedTables(OneModule):
 
 
 class Managed(BatchedTables):
-    """In host memory: on a GPU its kernels read the rows where they are."""
+    """Tables in host memory: on a GPU the kernels read the rows there."""
 
     placement: ClassVar[emblib.Placement] = emblib.Placement.MANAGED
     policy: ClassVar[emblib.CachePolicy] = emblib.CachePolicy.LRU
@@ -111,12 +111,12 @@ class Managed(BatchedTables):
 
 
 class CachedLRU(Managed):
-    """In host memory, behind a cache in the memory of the device."""
+    """Tables in host memory, behind an LRU cache in device memory."""
 
     placement = emblib.Placement.MANAGED_CACHING
 
     def counters(self) -> dict[str, int]:
-        """Distinct rows and lookups, and how many of each the cache served."""
+        """Return the distinct rows and lookups, and how many of each the cache served."""
         stats = self.module.cache_stats()
         return {
             "lookups": int(stats.lookups),
@@ -138,7 +138,7 @@ class CachedLFU(CachedLRU):
 
 
 class DiskLRU(CachedLRU):
-    """In a memory-mapped file, behind a cache in memory."""
+    """Tables in a memory-mapped file, behind an LRU cache in memory."""
 
     placement = emblib.Placement.DISK
 

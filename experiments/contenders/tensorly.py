@@ -45,7 +45,7 @@ class FactorizedTables(Contender):
         )
 
     def prepare(self, batch: Batch) -> Any:
-        """Ids and offsets per table."""
+        """Lay out ids and offsets per table."""
         device = self.task.device
         features = [batch.feature(f) for f in range(len(self.modules))]
         parts = [(i.to(device), o.to(device)) for i, o in features]
@@ -62,18 +62,18 @@ class FactorizedTables(Contender):
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
     def forward(self, prepared: Any) -> Tensor:
-        """One table after the other, then cat."""
+        """Look up table by table, then concatenate."""
         with torch.no_grad():
             return self._lookup(prepared)
 
     def step(self, prepared: Any) -> None:
-        """Autograd to the cores, then the optimizer."""
+        """Run autograd to the cores, then the optimizer."""
         self._lookup(prepared).backward(prepared[1])
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 
     def nbytes(self) -> dict[str, int]:
-        """Cores, and Adagrad's sums; the rows of a batch are scratch and show in the peak."""
+        """Return the bytes of cores and Adagrad's sums; a batch's rows show in the peak."""
         kept = (value for state in self.optimizer.state.values() for value in state.values())
         return {
             "weights": sum(c.nbytes for module in self.modules for c in module.weight.factors),
@@ -81,7 +81,7 @@ class FactorizedTables(Contender):
         }
 
     def observe(self, batch: Batch) -> State:
-        """All cores as emblib has them: [p, R * q * R'] for its [R, p, q, R']."""
+        """Return all cores in emblib's layout: [p, R * q * R'] for its [R, p, q, R']."""
         return [
             core.detach().permute(1, 0, 2, 3).flatten(1).cpu().clone()
             for module in self.modules
@@ -89,12 +89,12 @@ class FactorizedTables(Contender):
         ]
 
     def expect(self, batch: Batch, before: State) -> tuple[Tensor, State]:
-        """The chain of core products and autograd."""
+        """Compute the chain of core products with autograd."""
         return expect_tt(batch, before, self.task, self.specs)
 
 
 def _embedding(spec: emblib.TTSpec, device: torch.device) -> Any:
-    """The module with the cores of `spec`; it has a row for every index its factors can name."""
+    """Build the module with the cores of `spec`; it has a row per index of its factors."""
     return FactorizedEmbedding(
         math.prod(spec.row_factors),
         math.prod(spec.dim_factors),

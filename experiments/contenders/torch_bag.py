@@ -21,7 +21,7 @@ Prepared = tuple[list[tuple[Tensor, Tensor]], Tensor]
 
 
 class TorchBags(Contender):
-    """What most models use today; the outputs are concatenated as the model needs them."""
+    """torch.nn.EmbeddingBag per table; the outputs are concatenated as a model needs them."""
 
     def __init__(self, task: Task) -> None:
         super().__init__(task)
@@ -46,7 +46,7 @@ class TorchBags(Contender):
         )
 
     def prepare(self, batch: Batch) -> Prepared:
-        """Ids and offsets per table."""
+        """Lay out ids and offsets per table."""
         device = self.task.device
         features = [batch.feature(f) for f in range(len(self.bags))]
         return [(i.to(device), o.to(device)) for i, o in features], batch.gradient.to(device)
@@ -56,18 +56,18 @@ class TorchBags(Contender):
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
     def forward(self, prepared: Prepared) -> Tensor:
-        """One embedding_bag call per table, then cat."""
+        """Look up with one embedding_bag call per table, then concatenate."""
         with torch.no_grad():
             return self._lookup(prepared)
 
     def step(self, prepared: Prepared) -> None:
-        """Autograd to sparse gradients, then the optimizer."""
+        """Run autograd to sparse gradients, then the optimizer."""
         self._lookup(prepared).backward(prepared[1])
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 
     def nbytes(self) -> dict[str, int]:
-        """Weights, and Adagrad's dense sums where there are any."""
+        """Return the bytes of weights and of Adagrad's dense sums."""
         state = sum(
             value.numel() * value.element_size()
             for values in self.optimizer.state.values()
@@ -77,7 +77,7 @@ class TorchBags(Contender):
         return {"weights": sum(b.weight.nbytes for b in self.bags), "optimizer_state": state}
 
     def observe(self, batch: Batch) -> State:
-        """Touched rows of each table."""
+        """Return the touched rows of each table."""
         ids = touched(batch, self.task)
         return [
             b.weight.detach()[i.to(self.task.device)].cpu()
@@ -85,5 +85,5 @@ class TorchBags(Contender):
         ]
 
     def expect(self, batch: Batch, before: State) -> tuple[Tensor, State]:
-        """Plain tables."""
+        """Compute with plain tables."""
         return expect_tables(batch, before, self.task)

@@ -53,7 +53,7 @@ FUSED = "fused"  # the compute kernel that is FBGEMM's tables with the optimizer
 
 
 class Collection(Contender):
-    """What TorchRec's collections have in common: one feature for each table."""
+    """The common part of TorchRec's collections: one feature per table."""
 
     def __init__(self, task: Task) -> None:
         super().__init__(task)
@@ -65,7 +65,7 @@ class Collection(Contender):
 
     @abstractmethod
     def _module(self) -> tuple[nn.Module, list[Tensor]]:
-        """The collection, and the weights of each table."""
+        """Build the collection; return it with the weights of each table."""
 
     def _configs(self) -> list[EmbeddingBagConfig]:
         return [
@@ -83,7 +83,7 @@ class Collection(Contender):
         return {"lr": self.task.lr, **eps}
 
     def prepare(self, batch: Batch) -> Prepared:
-        """A KeyedJaggedTensor that has already worked out its lengths and where each key begins."""
+        """Lay out a KeyedJaggedTensor whose lengths and key offsets are computed."""
         device, kind = self.task.device, id_type(self.task)
         features = torchrec.KeyedJaggedTensor.from_offsets_sync(
             keys=self.keys,
@@ -95,17 +95,17 @@ class Collection(Contender):
         return features, batch.gradient.to(device)
 
     def forward(self, prepared: Prepared) -> Tensor:
-        """One call; the values of its KeyedTensor."""
+        """Look up with one call; return the values of the KeyedTensor."""
         with torch.no_grad():
             output: Tensor = self.module(prepared[0]).values()
         return output
 
     def step(self, prepared: Prepared) -> None:
-        """backward() updates the tables."""
+        """Run forward and backward(), which updates the tables."""
         self.module(prepared[0]).values().backward(prepared[1])
 
     def nbytes(self) -> dict[str, int]:
-        """Tables, and the optimizer's sums; dense gradients show in the peak."""
+        """Return the bytes of tables and of the optimizer's sums; gradients show in the peak."""
         kept = [value for state in self._states() for value in state.values()]
         local = [v.local_shards()[0].tensor if hasattr(v, "local_shards") else v for v in kept]
         return {
@@ -117,15 +117,15 @@ class Collection(Contender):
 
     @abstractmethod
     def _states(self) -> Iterable[Mapping[str, Any]]:
-        """What its optimizer keeps, table by table."""
+        """Return the optimizer's state, table by table."""
 
     def observe(self, batch: Batch) -> State:
-        """Touched rows of each table."""
+        """Return the touched rows of each table."""
         ids = touched(batch, self.task)
         return [w.detach()[i.to(w.device)].cpu() for w, i in zip(self.weights, ids, strict=True)]
 
     def expect(self, batch: Batch, before: State) -> tuple[Tensor, State]:
-        """Plain tables."""
+        """Compute with plain tables."""
         return expect_tables(batch, before, self.task)
 
 
@@ -163,7 +163,7 @@ class Sharded(Collection):
         return module, [shard.tensor for (shard,) in shards]
 
     def _states(self) -> Iterable[Mapping[str, Any]]:
-        """Of the optimizers in backward, all together."""
+        """Return the state of all optimizers in backward."""
         states: Iterable[Mapping[str, Any]] = self.module.fused_optimizer.state.values()
         return states
 
@@ -182,7 +182,7 @@ class Fused(Collection):
         return module, [bag.weight for bag in module.embedding_bags.values()]
 
     def _states(self) -> Iterable[Mapping[str, Any]]:
-        """Of FBGEMM's modules, which are not among its submodules."""
+        """Return the state of FBGEMM's modules, which are not submodules."""
         states: Iterable[Mapping[str, Any]] = self.module.fused_optimizer().state.values()
         return states
 
@@ -204,18 +204,18 @@ class Unsharded(Collection):
         return module, [bag.weight for bag in module.embedding_bags.values()]
 
     def step(self, prepared: Prepared) -> None:
-        """Autograd to dense gradients, then the optimizer."""
+        """Run autograd to dense gradients, then the optimizer."""
         super().step(prepared)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 
     def _states(self) -> Iterable[Mapping[str, Any]]:
-        """Of torch.optim."""
+        """Return the state of torch.optim."""
         return self.optimizer.state.values()
 
 
 def _process_group(device: torch.device) -> None:
-    """One of this process alone."""
+    """Create a process group of this process alone."""
     if dist.is_initialized():
         if dist.get_world_size() > 1:
             raise Unsupported(
@@ -243,7 +243,7 @@ class Spread(Collection):
 
     @abstractmethod
     def _place(self, share: float, ranks: int) -> Callable[..., Any]:
-        """TorchRec's word for where a table lies; `share` in [0, 1) is its place among them."""
+        """Return TorchRec's sharding of a table; `share` in [0, 1) is its position."""
 
     def _module(self) -> tuple[nn.Module, list[Tensor]]:
         check_dims(self.task)
@@ -279,16 +279,16 @@ class Spread(Collection):
         return module, [piece.weights for piece in self.pieces]
 
     def _states(self) -> Iterable[Mapping[str, Any]]:
-        """Of the optimizers in backward, all together."""
+        """Return the state of all optimizers in backward."""
         states: Iterable[Mapping[str, Any]] = self.module.fused_optimizer.state.values()
         return states
 
     def nbytes(self) -> dict[str, int]:
-        """Of all ranks."""
+        """Return the bytes of all ranks."""
         return over_ranks(super().nbytes())
 
     def observe(self, batch: Batch) -> State:
-        """Touched rows, of whatever rank."""
+        """Return the touched rows of all ranks."""
         return touched_rows(batch, self.task, self.pieces)
 
 
@@ -327,7 +327,7 @@ PreparedIds = dict[str, JaggedTensor]
 
 
 class ManagedCollisions(KeyTable):
-    """Training notes every id and, each tenth time, admits and evicts by frequency; then it remaps.
+    """TorchRec's ZCH: training records every id, admits and evicts by frequency every tenth call.
 
     An id that is not there gets the last row, which it shares with all others that are not.
     """
@@ -342,7 +342,7 @@ class ManagedCollisions(KeyTable):
         self.ready()
 
     def ready(self) -> None:
-        """A module anew: the first batch that one trains on decides how many ids it can note."""
+        """Rebuild the module: the first training batch decides how many ids it can record."""
         self.module = MCHManagedCollisionModule(
             zch_size=self.absent + 1,
             device=self.task.device,
@@ -352,11 +352,11 @@ class ManagedCollisions(KeyTable):
         self.merged = 0
 
     def fill(self, keys: Tensor, values: Tensor) -> None:
-        """The keys are kept until they are needed, since each merge would sort them all."""
+        """Collect the keys until they are needed, since each merge would sort them all."""
         self.parts.append(keys.to(self.task.device))
 
     def _merge(self) -> None:
-        """As a checkpoint would be loaded: sorted ids, each with its row."""
+        """Load the keys as a checkpoint does: sorted ids, each with its row."""
         if self.merged == len(self.parts):
             return
         keys = torch.cat(self.parts).unique()
@@ -367,17 +367,17 @@ class ManagedCollisions(KeyTable):
         self.merged = len(self.parts)
 
     def prepare(self, keys: Tensor, values: Tensor) -> PreparedIds:
-        """One feature."""
+        """Lay out one feature."""
         self._merge()
         lengths = torch.ones(len(keys), dtype=torch.int64, device=self.task.device)
         return {FEATURE: JaggedTensor(keys.to(self.task.device), lengths=lengths)}
 
     def find_slots(self, prepared: PreparedIds) -> Tensor:
-        """The remap of evaluation."""
+        """Run the remap of evaluation."""
         return self._told(self.module.remap(prepared))
 
     def find_or_insert_slots(self, prepared: PreparedIds) -> Tensor:
-        """The remap of training."""
+        """Run the remap of training."""
         self.module.train()
         return self._told(self.module(prepared))
 
@@ -385,5 +385,5 @@ class ManagedCollisions(KeyTable):
         return remapped[FEATURE].values()
 
     def nbytes(self) -> int:
-        """Ids, rows and counts."""
+        """Return the bytes of ids, rows and counts."""
         return sum(t.nbytes for t in self.module.state_dict().values())

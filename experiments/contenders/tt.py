@@ -25,13 +25,13 @@ from experiments.workloads.workload import Batch, TableShape
 
 
 def largest(shapes: tuple[TableShape, ...], count: int) -> list[int]:
-    """Positions of the `count` tables with the most rows, in table order."""
+    """Return the positions of the `count` tables with the most rows, in table order."""
     by_rows = sorted(range(len(shapes)), key=lambda i: -shapes[i].rows)
     return sorted(by_rows[:count])
 
 
 def cores_for(dim: int) -> int:
-    """Three cores, or as few as the number of columns can be split over."""
+    """Return three cores, or as many as the number of columns can be split over."""
     return 3 if dim >= 8 else 2
 
 
@@ -50,7 +50,7 @@ class TTTables(Contender):
         self.rest = BatchedTables(rest) if self.plain else None
 
     def _part(self, batch: Batch, chosen: Sequence[int]) -> Batch:
-        """The share of some tables in a batch, feature-major again."""
+        """Return the part of a batch for some tables, feature-major."""
         features = [batch.feature(f) for f in chosen]
         starts, base = [], 0
         for indices, offsets in features:
@@ -64,7 +64,7 @@ class TTTables(Contender):
         )
 
     def prepare(self, batch: Batch) -> Any:
-        """Ids, offsets and gradient per part."""
+        """Lay out ids, offsets and gradient per part."""
         device = self.task.device
         columns = split_gradient(batch, self.task.shapes)
         parts = [batch.feature(f) for f in self.compressed]
@@ -80,12 +80,12 @@ class TTTables(Contender):
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
     def forward(self, prepared: Any) -> Tensor:
-        """One call for the plain tables, one per compressed table, then cat."""
+        """Look up with one call for the plain tables and one per compressed table."""
         with torch.no_grad():
             return self._lookup(prepared)
 
     def step(self, prepared: Any) -> None:
-        """backward() updates cores and tables."""
+        """Run forward and backward(), which updates cores and tables."""
         self._lookup(prepared).backward(prepared[2])
 
     def nbytes(self) -> dict[str, int]:
@@ -94,12 +94,12 @@ class TTTables(Contender):
         return {k: sum(p[k] for p in parts) for k in ("weights", "optimizer_state")}
 
     def observe(self, batch: Batch) -> State:
-        """Touched rows of the plain tables, then all cores."""
+        """Return the touched rows of the plain tables, then all cores."""
         rows = self.rest.observe(self._part(batch, self.plain)) if self.rest else []
         return rows + [c.detach().cpu().clone() for m in self.modules for c in m.cores]
 
     def expect(self, batch: Batch, before: State) -> tuple[Tensor, State]:
-        """Plain tables by rows; TT tables by the chain of core products and autograd."""
+        """Compute plain tables by rows and TT tables by the chain of core products."""
         outputs: list[Tensor] = []
         after: State = []
         plain, tt = before[: len(self.plain)], before[len(self.plain) :]
@@ -142,7 +142,7 @@ def _tt_spec(task: Task, shape: TableShape) -> emblib.TTSpec:
 def expect_tt(
     batch: Batch, before: State, task: Task, specs: Sequence[emblib.TTSpec]
 ) -> tuple[Tensor, State]:
-    """`Contender.expect` for TT tables whose state is all cores: chains of products, autograd."""
+    """Compute `Contender.expect` for TT tables, whose state is all cores, with autograd."""
     outputs, after, rest = [], [], list(before)
     gradients = batch.gradient.split([s.dim for s in specs], dim=1)
     for f, spec in enumerate(specs):
@@ -160,7 +160,7 @@ def expect_tt(
 
 
 def chain(cores: Sequence[Tensor], indices: Tensor, spec: emblib.TTSpec) -> Tensor:
-    """Rows [L, D] of a TT table: core k's slice i_k is [R_k, q_k * R_k+1], ids in mixed radix."""
+    """Return rows [L, D] of a TT table: core k's slice i_k is [R_k, q_k * R_k+1]."""
     ranks = spec.full_ranks
     row = torch.ones(len(indices), 1, 1)
     rest = indices

@@ -54,7 +54,7 @@ class Cache(Kind):
     done = "None: all {count} measurements ran, and what was timed agreed with the reference."
 
     def check(self, config: Config) -> None:
-        """Only contenders with a cache are measured."""
+        """Check that all contenders have a cache."""
         super().check(config)
         cached = (*registry.cached(), *EXACT)
         if not set(config.contenders) <= set(cached):
@@ -98,7 +98,7 @@ class Rates:
 
 
 def counted(record: Record) -> Rates:
-    """Sums over the counted batches; the ideals' samples begin with these."""
+    """Sum over the counted batches; return the hit rates."""
     samples = record["samples"]
     skip = len(samples["rows"]) - record["batches"]
     total = {name: sum(values[skip:]) for name, values in samples.items()}
@@ -110,7 +110,7 @@ def _share(total: dict[str, int], of: str) -> float:
 
 
 def frame(records: Sequence[Record]) -> pd.DataFrame:
-    """One row per trace, contender and size; failed ones without numbers."""
+    """Return a row per trace, contender and size; failed ones without numbers."""
     traced = [r for r in records if r.get("kind") == Cache.name]
     return pd.DataFrame([_row(r) for r in traced])
 

@@ -73,7 +73,7 @@ def _rate_of(record: Record) -> str:
 
 
 def frame(records: Sequence[Record], subject: str) -> pd.DataFrame:
-    """One row per arm, mode and operation of a cell, all its processes together."""
+    """Return a row per arm, mode and operation of a cell, all its processes together."""
     groups: dict[tuple[str, str, str], list[Record]] = {}
     for record in records:
         if record.get("kind") == Keys.name:
@@ -137,7 +137,7 @@ def as_yardstick(base: Sequence[Record], phase: str) -> list[Record]:
 
 
 def growth(records: Sequence[Record]) -> pd.DataFrame:
-    """One row per table that grew, all its processes together."""
+    """Return a row per table that grew, all its processes together."""
     groups: dict[tuple[str, str], list[Record]] = {}
     for record in records:
         if record.get("kind") == Growth.name:

@@ -46,7 +46,7 @@ class Micro(Kind):
 def records_of(
     found: Mapping[str, Any], identity: Mapping[str, Any], replicate: int = 0
 ) -> list[Record]:
-    """One record a benchmark; seconds are those of one call."""
+    """Return a record per benchmark; seconds are those of one call."""
     return [
         _record(benchmark, identity, replicate) | {"order": order}
         for order, benchmark in enumerate(found["benchmarks"])
@@ -73,7 +73,7 @@ def _record(benchmark: Mapping[str, Any], identity: Mapping[str, Any], replicate
 
 
 def failures_of(output: str, identity: Mapping[str, Any], replicate: int = 0) -> list[Record]:
-    """One record for each test that pytest's closing lines list."""
+    """Return a record per test that pytest's closing lines list."""
     matches = [m for line in output.splitlines() if (m := FAILED.match(line.strip()))]
     return [
         _common(identity, replicate, m[2].partition("::")[2], "failed")
@@ -84,7 +84,7 @@ def failures_of(output: str, identity: Mapping[str, Any], replicate: int = 0) ->
 
 
 def _common(identity: Mapping[str, Any], replicate: int, name: str, group: str) -> Record:
-    """What a record of any kind has; the cell is the test, without the name of its function."""
+    """Return what every record has; the cell is the test's name."""
     short = re.sub(r"^test_", "", name)
     return {
         **identity,
@@ -108,7 +108,7 @@ def _common(identity: Mapping[str, Any], replicate: int, name: str, group: str) 
 
 
 def frame(records: Sequence[Record]) -> pd.DataFrame:
-    """One row a benchmark, its processes together: seconds of one call."""
+    """Return a row per benchmark, its processes together: seconds of one call."""
     groups: dict[str, list[Record]] = {}
     for record in records:
         if record.get("kind") == Micro.name:
@@ -144,7 +144,7 @@ NONE_COLLECTED = 5  # pytest's exit status
 
 
 def run(config: Config, *, question: str, words: Sequence[str]) -> int:
-    """As experiments.run.runner.run; here each replicate is one process for all benchmarks."""
+    """Lead a run in which each replicate is one process for all benchmarks."""
     try:
         if importlib.util.find_spec("pytest_benchmark") is None:
             raise UsageError("micro-benchmarks need pytest-benchmark: pip install 'emblib[test]'")
@@ -179,7 +179,7 @@ def run(config: Config, *, question: str, words: Sequence[str]) -> int:
 
 
 def summary(records: Sequence[Record]) -> dict[str, Any]:
-    """For run.json."""
+    """Return the entries of run.json."""
     return {
         "cells": len({r["cell"] for r in records}),
         "jobs": len(records),
@@ -188,7 +188,7 @@ def summary(records: Sequence[Record]) -> dict[str, Any]:
 
 
 def command(config: Config) -> list[str]:
-    """pytest's; a smoke run leaves out what is large."""
+    """Return pytest's command; a smoke run leaves out what is large."""
     only = device_kind(config.device.kind)
     if config.timing.max_rows:
         only += f" and ({SMOKE})"
@@ -202,7 +202,7 @@ def command(config: Config) -> list[str]:
 
 
 def measure(config: Config, identity: Mapping[str, Any], replicate: int) -> list[Record]:
-    """All benchmarks in one fresh process; raises RuntimeError if pytest itself broke."""
+    """Run all benchmarks in one fresh process; raises RuntimeError if pytest itself broke."""
     variables = {**os.environ, "PYTHONPATH": str(ROOT)}
     if config.device.threads:
         variables["OMP_NUM_THREADS"] = str(config.device.threads)
@@ -225,7 +225,7 @@ def measure(config: Config, identity: Mapping[str, Any], replicate: int) -> list
 
 
 def take(path: Path, folder: Path) -> Path:
-    """A run directory from the JSON of a run of pytest-benchmark; raises UsageError."""
+    """Make a run directory from the JSON of pytest-benchmark; raises UsageError."""
     try:
         found = json.loads(path.read_text())
         benchmarks = found["benchmarks"]

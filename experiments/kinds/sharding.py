@@ -126,12 +126,12 @@ def counterpart(contender: str) -> str:
 
 
 def beside_torchrec(rows: pd.DataFrame) -> pd.DataFrame:
-    """Those of TorchRec's that were compared with emblib's."""
+    """Return the rows of TorchRec's contenders that were compared with emblib's."""
     return rows[rows["ratio"].notna() & rows["contender"].str.startswith("torchrec_")]
 
 
 def type_of(contender: str) -> str:
-    """'row-wise' of a sharded contender, whoever's it is; its own name of others."""
+    """Return the sharding type of a sharded contender, as in 'row-wise'; the name of others."""
     for prefix in (OURS, "torchrec_"):
         if contender.startswith(prefix):
             return contender.removeprefix(prefix).replace("_", "-")
@@ -139,7 +139,7 @@ def type_of(contender: str) -> str:
 
 
 def frame(records: Sequence[Record]) -> pd.DataFrame:
-    """One row per arm and mode of a cell and phase, all its processes together.
+    """Return a row per arm and mode of a cell and phase, all its processes together.
 
     `ratio` is the time ÷ that of emblib's counterpart in the same cell, paired in each round.
     """
@@ -196,7 +196,7 @@ def _ratio(effect: Effect) -> dict[str, float]:
 
 
 def status_of(group: Sequence[Record]) -> str:
-    """Once wrong is wrong; else what any process made of it."""
+    """Return 'wrong' if any process was wrong, else 'ok' if any was ok."""
     found = [str(r["status"]) for r in group]
     if "wrong" in found:
         return "wrong"
@@ -204,7 +204,7 @@ def status_of(group: Sequence[Record]) -> str:
 
 
 def steps(rows: pd.DataFrame) -> pd.DataFrame:
-    """One row per arm and cell: the step, what of it is compute, its efficiency over ranks.
+    """Return a row per arm and cell: the step, its compute time, its efficiency over ranks.
 
     Columns besides those of `frame`: compute_s, communication_s (NaN where the contender does not
     tell its parts), base_s (the step of one rank on the same batch of each, or of all) and
@@ -235,13 +235,13 @@ def _identity(row: Mapping[Any, Any] | pd.Series, batch: int) -> tuple[Any, ...]
 
 
 def _batch(row: Mapping[Any, Any] | pd.Series) -> int:
-    """The batch that one rank has where the row's is scaled to it."""
+    """Return the batch of one rank that the row's batch is scaled from."""
     strong = row["scaling"] == Scaling.strong.value and row["world_size"] > 1
     return int(row["B"] * row["world_size"] if strong else row["B"])
 
 
 def predictions(records: Sequence[Record]) -> pd.DataFrame:
-    """One row per arm and cell: predicted_s beside median_s, and per larger world without one.
+    """Return a row per arm and cell with predicted_s and median_s, and per larger world.
 
     The constants are those that the same process measured; of several processes the mean counts.
     """
@@ -282,7 +282,7 @@ def _mean(found: Sequence[tuple[Record, Mapping[str, Any]]], name: str) -> float
 
 
 def agreement(rows: pd.DataFrame) -> tuple[float, float, int]:
-    """Spearman's rank correlation of predicted and measured steps, the median factor between them
+    """Return Spearman's rank correlation of predicted and measured steps, the median factor
     (>= 1), and how many points there are; of those that were measured."""
     measured = rows[~rows["beyond"]] if len(rows) else rows
     if len(measured) < 3:

@@ -64,12 +64,12 @@ class Trace(Kind):
 
 
 def looked_at(records: Sequence[Record]) -> list[Record]:
-    """Those of the kind that have a result."""
+    """Return the records of the kind that have a result."""
     return [r for r in records if r.get("kind") == Trace.name and r["status"] == "ok"]
 
 
 def tables(records: Sequence[Record]) -> pd.DataFrame:
-    """A row per cell and table."""
+    """Return a row per cell and table."""
     return pd.DataFrame([row for r in looked_at(records) for row in _tables(r)])
 
 
@@ -87,7 +87,7 @@ def _tables(record: Record) -> Iterator[dict[str, Any]]:
 
 
 def curves(records: Sequence[Record]) -> pd.DataFrame:
-    """A row per cell, policy and size of one cache for all tables."""
+    """Return a row per cell, policy and size of one cache for all tables."""
     rows = []
     for record in looked_at(records):
         found = record["analysis"]["hit_rates"]

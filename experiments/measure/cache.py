@@ -1,4 +1,4 @@
-"""A cell of kind cache: the same batches through caches of every size, beside the ideal ones."""
+"""Measure a cell of kind cache: the same batches through caches of every size and ideal ones."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from experiments.workloads.workload import (
 
 
 def cache_cell(cell: Cell, session: Session, seconds: float = 0.0) -> list[Record]:
-    """One record per contender and size, ideal ones included; `seconds` is for what is timed.
+    """Return a record per contender and size, ideal ones included; `seconds` is not used.
 
     A contender visits every batch; what its cache counted is read after each, so
     that a record holds the hits batch by batch, those of the warm-up too.
@@ -78,7 +78,7 @@ def cache_cell(cell: Cell, session: Session, seconds: float = 0.0) -> list[Recor
 
 
 def trace_of(pool: Pool, shapes: tuple[TableShape, ...], warm: int) -> cache_bounds.Trace:
-    """The rows of all tables under one numbering, batch by batch."""
+    """Return the rows of all tables under one numbering, batch by batch."""
     return cache_bounds.Trace.of([_linear(b, shapes) for b in pool.batches], warm)
 
 
@@ -89,7 +89,7 @@ def _linear(batch: Batch, shapes: tuple[TableShape, ...]) -> Ids:
 
 
 def _run(contender: Contender, pool: Pool) -> dict[str, list[int]]:
-    """What each batch of the trace added to the contender's counters."""
+    """Return what each batch of the trace added to the contender's counters."""
     contender.reset_counters()
     before = contender.counters()
     if not before:
@@ -107,7 +107,7 @@ def _run(contender: Contender, pool: Pool) -> dict[str, list[int]]:
 def _ideal(
     name: str, trace: cache_bounds.Trace, size: int, cell: Cell, shapes: tuple[TableShape, ...]
 ) -> tuple[dict[str, list[int]], dict[str, Any]]:
-    """Hits of the counted batches, and what bounds or predicts them."""
+    """Return the hits of the counted batches, and what bounds or predicts them."""
     if name in EXACT:
         return cache_bounds.samples(
             trace, cache_bounds.run(trace, size, cache_bounds.Policy[name])
@@ -122,7 +122,7 @@ def _ideal(
         return samples, {"most_lookup_hits": cache_bounds.most_lookups(trace, size)}
     work = cell.workload
     distributions_of_tables = [probabilities(work, s.rows) for s in shapes]
-    every = [law / len(shapes) for law in distributions_of_tables if law is not None]
+    every = [p / len(shapes) for p in distributions_of_tables if p is not None]
     if not every:
         return samples, {}
     lookups = len(shapes) * work.B * work.L

@@ -1,4 +1,4 @@
-"""A cell of kind growth: tables of keys that fill from empty, the time of every call."""
+"""Measure a cell of kind growth: the time of every call while hash tables fill from empty."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PHASE = "insert"
 
 
 def growth_cell(cell: Cell, session: Session, seconds: float) -> list[Record]:
-    """One record per arm: the seconds of each call, and in a pass of its own the memory.
+    """Return a record per arm: the seconds of each call and, from a separate pass, the memory.
 
     All arms take each call in turn, in random order. `seconds` does not end it: a table that is
     filled halfway has not shown its longest pause.
@@ -64,7 +64,7 @@ def growth_cell(cell: Cell, session: Session, seconds: float) -> list[Record]:
 
 
 def calls_of(cell: Cell) -> tuple[int, int]:
-    """Keys of a call, and of all calls together."""
+    """Return the number of keys of a call and of all calls together."""
     (shape,) = table_shapes(cell.workload, scale=cell.rows_scale)
     size = cell.workload.B * cell.workload.L
     return size, max(1, int(FILLED * shape.rows) // size) * size
@@ -85,7 +85,7 @@ def _race(
     tables: dict[str, KeyTable],
     space: KeySpace,
 ) -> None:
-    """Every call through every table; samples are (number of the call, seconds)."""
+    """Make every call on every table; samples are (number of the call, seconds)."""
     size, total = calls_of(cell)
     chance = random.Random(session.seed)
     for key in tables:
@@ -112,7 +112,7 @@ def _race(
 
 
 def _call(table: KeyTable, keys: Tensor) -> float:
-    """Seconds of putting new keys in, on an idle device."""
+    """Return the seconds of inserting new keys on an idle device."""
     values = values_of(keys, table.task.dim).to(table.task.device)
     keys = keys.to(table.task.device)
     cuda = table.task.device.type == "cuda"
@@ -126,7 +126,7 @@ def _call(table: KeyTable, keys: Tensor) -> float:
 
 
 def _check(table: KeyTable, space: KeySpace, total: int) -> None:
-    """Every key is there, in a slot of its own, with its value."""
+    """Check that every key is present, in its own slot, with its value."""
     found = []
     for first in range(0, total, FILL):
         keys = space.run(first, min(FILL, total - first))
@@ -144,7 +144,7 @@ def _check(table: KeyTable, space: KeySpace, total: int) -> None:
 
 
 def _weigh(cell: Cell, arm: Arm, session: Session, space: KeySpace) -> Record:
-    """The most memory while it grows, above what was before, and what it keeps in the end."""
+    """Measure the peak memory while the table grows, and what it keeps in the end."""
     size, total = calls_of(cell)
     kept: list[KeyTable] = []
 
@@ -167,7 +167,7 @@ def _weigh(cell: Cell, arm: Arm, session: Session, space: KeySpace) -> Record:
 
 
 def _held(device: torch.device) -> int | None:
-    """Bytes in use now; None where nobody knows."""
+    """Return the bytes in use; None where they cannot be known."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         return int(torch.cuda.memory_allocated(device))

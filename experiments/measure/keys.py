@@ -1,4 +1,4 @@
-"""A cell of kind keys: operations on tables of keys, timed interleaved, at several loads."""
+"""Measure a cell of kind keys: operations on hash tables, timed interleaved, at several loads."""
 
 from __future__ import annotations
 
@@ -39,19 +39,19 @@ class TimedCall(ABC):
 
     @abstractmethod
     def before(self, number: int) -> Any:
-        """Not timed: undo the last call, make the arguments of this one."""
+        """Undo the last call and make the arguments of this one; not timed."""
 
     @abstractmethod
     def call(self, ready: Any) -> object:
-        """Timed."""
+        """Make the timed call."""
 
     def __call__(self, number: int) -> object:
-        """Both."""
+        """Prepare and make the call."""
         return self.call(self.before(number))
 
 
 class CallClock(Clock):
-    """The host's clock around the call alone, with a synchronisation on both sides on a GPU."""
+    """A host clock around the call alone, with a synchronisation on both sides on a GPU."""
 
     def __init__(
         self, device: torch.device, mode: Mode, now: Callable[[], int] = time.perf_counter_ns
@@ -65,7 +65,7 @@ class CallClock(Clock):
         self.inside = 0.0
 
     def adapt(self, phase: Phase, pool: int) -> Phase:
-        """The phase with its call timed where it is made."""
+        """Wrap the phase so that only its inner call is timed."""
         return self._timed(phase) if isinstance(phase, TimedCall) else phase
 
     def _timed(self, phase: TimedCall) -> Phase:
@@ -82,13 +82,13 @@ class CallClock(Clock):
         return run
 
     def time(self, work: Callable[[], object]) -> float:
-        """Seconds inside of the calls that `work` makes."""
+        """Return the seconds inside the calls that `work` makes."""
         self.inside = 0.0
         work()
         return self.inside / 1e9
 
     def read(self, works: Iterable[Work]) -> list[Reading]:
-        """Samples whose cost is all that was done for them."""
+        """Take samples whose cost includes their preparation."""
         found = []
         for work in works:
             begun = self.now()
@@ -107,13 +107,13 @@ BITS = 24  # of a key's value: what a float32 holds
 
 @dataclass(frozen=True)
 class KeySpace:
-    """Key n of endlessly many: n itself (ranked), or a seeded bijection of the 64-bit numbers."""
+    """Numbered keys: key n is n (ranked), or a seeded bijection of the 64-bit numbers."""
 
     order: Order
     seed: int
 
     def keys(self, numbers: Ids) -> Tensor:
-        """The keys of those numbers; different numbers have different keys."""
+        """Return the keys of those numbers; different numbers have different keys."""
         if self.order is Order.ranked:
             return torch.from_numpy(numbers.copy())
         start = np.random.default_rng(self.seed).integers(0, 2**64, dtype=np.uint64)
@@ -125,12 +125,12 @@ class KeySpace:
         return torch.from_numpy((x ^ x >> np.uint64(31)).view(np.int64))
 
     def run(self, first: int, count: int) -> Tensor:
-        """The keys first, first + 1, ..."""
+        """Return the keys numbered first, first + 1, ..."""
         return self.keys(np.arange(first, first + count, dtype=np.int64))
 
 
 def values_of(keys: Tensor, dim: int) -> Tensor:
-    """[keys, dim] float32, each row told by its key."""
+    """Return [keys, dim] float32 values, each row computed from its key."""
     base = (keys * -7046029254386353131 >> 40 & (1 << BITS) - 1).float() / (1 << BITS)
     return base[:, None] + torch.arange(dim)
 
@@ -147,9 +147,9 @@ class Call:
 class Calls:
     """Calls on a table that holds the keys 0 .. resident - 1 of a space.
 
-    Where nothing is put in, the keys that are there are drawn from all by the workload's law. Else
-    they are the ones put in last, in another order each time: used in every call, they stay in a
-    table that is full. The others of a call are new every time, in any case.
+    Operations that insert nothing draw present keys by the workload's distribution. For others the
+    present keys of a call are those inserted last, in another order each time: used in every call,
+    they stay in a full table. The absent keys of a call are always new.
     """
 
     def __init__(
@@ -165,11 +165,11 @@ class Calls:
 
     @property
     def hits(self) -> float:
-        """Share of a call's keys that are there, as far as the table has so many."""
+        """Return the share of a call's keys that are present, limited by the table's keys."""
         return self.known / self.size
 
     def next(self, dim: int) -> Call:
-        """One more call; `dim` 0 leaves the values out."""
+        """Return the keys and values of the next call; `dim` 0 leaves the values out."""
         rng = np.random.default_rng([self.seed, self.made])
         fresh = self.size - self.known
         first = self.resident + self.made * fresh
@@ -195,7 +195,7 @@ AWAY = 1 << 40  # numbers of keys that no call uses
 
 
 def verify(table: KeyTable, space: KeySpace, resident: Tensor) -> None:
-    """Every operation the table has, on keys of which `resident` are there; raises Wrong.
+    """Check every operation of the table on keys of which `resident` are present; raises Wrong.
 
     What is put in on the way is taken out again, where the table can do that.
     """
@@ -219,7 +219,7 @@ def verify(table: KeyTable, space: KeySpace, resident: Tensor) -> None:
 
 
 def _changing(table: KeyTable, away: Tensor, some: Tensor) -> None:
-    """Operations that put keys in: what is told, and what is there afterwards."""
+    """Check operations that insert keys: their results, and what is present afterwards."""
     dim = table.task.dim
     if "find_or_insert" in table.operations:
         _values(table, "find_or_insert", away, values_of(away, dim))
@@ -251,7 +251,7 @@ def _told(table: KeyTable, operation: str, keys: Tensor) -> Tensor:
 
 
 def _slots(table: KeyTable, operation: str, keys: Tensor, there: int, away: int) -> None:
-    """`there` different keys that are there, `away` that are not, the first ones once more."""
+    """Check the slots of `there` present keys, `away` absent keys, and the first ones once more."""
     slots = _told(table, operation, keys)
     if slots.shape != keys.shape:
         raise Wrong(f"{operation}: shape {tuple(slots.shape)} for {len(keys)} keys")
@@ -293,7 +293,7 @@ class Built:
     added: Tensor | None = None  # by the last call, to be taken out before the next
 
     def restore(self) -> None:
-        """As it was before the last call; a table that was full stays as full."""
+        """Restore the table to its state before the last call; a full table stays full."""
         if self.added is not None:
             self.table.erase(self.added.to(self.table.task.device))
             self.added = None
@@ -318,7 +318,7 @@ class Operation(TimedCall):
         return self.built.table.prepare(call.keys, call.values)
 
     def before(self, number: int) -> Any:
-        """A call that changes the table has keys of its own; others are made once."""
+        """Prepare the call: one that changes the table gets new keys, others are made once."""
         self.built.restore()
         if not self.changes:
             return self.ready[number]
@@ -329,12 +329,12 @@ class Operation(TimedCall):
         return self._prepare(call)
 
     def call(self, ready: Any) -> object:
-        """The operation."""
+        """Run the operation."""
         return self.work(ready)
 
 
 def keys_cell(cell: Cell, session: Session, seconds: float) -> list[Record]:
-    """One record per arm and mode; `seconds` is the budget for timing them all."""
+    """Return a record per arm and mode; `seconds` is the budget for timing them all."""
     gc.collect()
     modes = session.config.timing.modes
     timing = dataclasses.replace(session.config.timing, cell_seconds=seconds / len(modes))
@@ -370,14 +370,14 @@ def keys_cell(cell: Cell, session: Session, seconds: float) -> list[Record]:
 
 
 def task_of(cell: Cell, arm: Arm, session: Session) -> KeyTask:
-    """What the table of an arm is built for."""
+    """Return the task that an arm's table is built for."""
     (shape,) = table_shapes(cell.workload, scale=cell.rows_scale)
     resident = max(1, round(arm.load * shape.rows))
     return KeyTask(shape.rows, shape.dim, session.device, resident)
 
 
 def _build(cell: Cell, outcomes: dict[str, Outcome], session: Session) -> dict[str, Built]:
-    """The tables, filled and found right, in random order; the others' outcomes say why not."""
+    """Build, fill and check the tables in random order; a failure becomes the arm's outcome."""
     built: dict[str, Built] = {}
     inserts = any(name in INSERTING for name in cell.keys.operations) and cell.keys.hits < 1
     for arm in random.Random(session.seed).sample(cell.arms, len(cell.arms)):
@@ -438,7 +438,7 @@ def _record(cell: Cell, outcome: Outcome, session: Session, built: Built | None)
 def run_keys(
     contender: str, batches: Sequence[Ids], slots: int, session: Session
 ) -> dict[str, list[int]]:
-    """Batch by batch, what was there before the batch was put in; looked up from outside.
+    """Count per batch the keys that were present before the batch was inserted.
 
     The table is found right first, with other keys and more slots.
     """

@@ -1,4 +1,4 @@
-"""What became of one contender, as a record: whatever happens to it, there is one."""
+"""The outcome of one contender as a record: a failure is a record, too."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _compare(what: str, got: Tensor, want: Tensor, slack: float) -> None:
 
 @dataclass
 class Outcome:
-    """What became of one arm, in one mode."""
+    """The outcome of one arm in one mode."""
 
     arm: Arm
     mode: Mode = Mode.hot
@@ -71,7 +71,7 @@ class Outcome:
     counters: dict[str, int] = field(default_factory=dict)
 
     def fail(self, error: Exception) -> None:
-        """Classify; an unexpected error also says where it came from."""
+        """Classify an error; an unexpected one is recorded with its place."""
         self.status = status_of(error)
         text = str(error).strip() or type(error).__name__
         if self.status == "error" and not isinstance(error, Died):
@@ -83,7 +83,7 @@ class Outcome:
 
 
 def status_of(error: Exception) -> str:
-    """What a contender's row is called that ended so."""
+    """Return the status of a contender that ended with this error."""
     if isinstance(error, Died):
         return error.status
     if isinstance(error, Missing):
@@ -96,7 +96,7 @@ def status_of(error: Exception) -> str:
 
 
 def facts(pool: Pool) -> dict[str, Any]:
-    """What a record says about the batches."""
+    """Return what a record says about the batches."""
     return {
         "lookups": pool.lookups,
         "unique_rows": pool.unique_rows,
@@ -109,7 +109,7 @@ def facts(pool: Pool) -> dict[str, Any]:
 def describe(
     cell: Cell, outcome: Outcome, session: Session, known: Mapping[str, Any] | None = None
 ) -> Record:
-    """Everything about an arm and what became of it; `known` are the facts of its batches.
+    """Return the record of an arm and its outcome; `known` are the facts of its batches.
 
     No contender need be alive for it: the parent describes what a dead child was at.
     """

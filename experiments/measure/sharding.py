@@ -1,4 +1,4 @@
-"""A cell of kind sharding: collections over the ranks of one world, their steps and parts timed."""
+"""Measure cells of the kinds sharding and calibration, and predict steps with the cost model."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ SMALL = Sizes(1 << 20, 1)  # of a smoke run
 
 
 def constants(session: Session) -> Calibration:
-    """Measured by the ranks of this session; a collective."""
+    """Measure the cost model's constants on the ranks of this session; a collective."""
     session.note("|calibrating")
     sizes = SMALL if session.config.timing.max_rows else Sizes()
     return calibrate(ranks_of(session.device), sizes)
 
 
 def as_data(found: Calibration) -> Record:
-    """As `Calibration.load` reads it."""
+    """Convert to what `Calibration.load` reads."""
     data: Record = json.loads(found.to_json())
     return data
 
 
 def calibration_cell(cell: Cell, session: Session, seconds: float) -> list[Record]:
-    """One record: the constants. `seconds` does not end it: how long it takes is the planner's."""
+    """Return one record with the constants; the planner decides how long that takes."""
     outcome = Outcome(cell.arms[0])
     record: Record = {}
     try:
@@ -55,7 +55,7 @@ def calibration_cell(cell: Cell, session: Session, seconds: float) -> list[Recor
         outcome.measured.stop_reason = "calibrated"
     except Exception as error:  # whatever it is becomes the row
         outcome.fail(error)
-    session.team.settle({cell.arms[0].key: outcome})
+    session.sync.settle({cell.arms[0].key: outcome})
     return [describe(cell, outcome, session) | record | {"threads": torch.get_num_threads()}]
 
 
@@ -79,7 +79,7 @@ class Predictor:
         return cls(cell, session, constants(session), cores_of(session))
 
     def of(self, contender: str) -> Record:
-        """What a record says of it: nothing of contenders that have no plan."""
+        """Return the prediction for a contender; empty where it has no plan."""
         if self.found is None or not contender.startswith(OURS):
             return {}
         here, scaling = self.cell.ranks, self.cell.scaling
@@ -95,7 +95,7 @@ class Predictor:
     def _step(
         self, contender: str, ranks: int, scaling: Scaling, costs: planner.Calibration
     ) -> dict[str, Any]:
-        """A step on `ranks` ranks: those that are here share its cores, others have one each."""
+        """Predict a step; measured worlds share this machine's cores, others have one per rank."""
         # The batch that one rank has where this one is scaled from.
         whole = self.cell.workload.B * (self.cell.ranks if scaling is Scaling.strong else 1)
         batch = max(1, whole // ranks) if scaling is Scaling.strong else whole
@@ -135,14 +135,14 @@ class Predictor:
 
 
 def cores_of(session: Session) -> int:
-    """The cores that all ranks together may use: each may have been given its own."""
+    """Return how many cores all ranks together may use; each may be restricted to its own."""
     mine = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-    every = session.team.exchange(mine)
+    every = session.sync.exchange(mine)
     return len({core for cores in every for core in cores}) or os.cpu_count() or 1
 
 
 def sharding_cell(cell: Cell, session: Session, seconds: float) -> list[Record]:
-    """One record per arm and mode: measure_cell's, with the parts of a step and the prediction.
+    """Return a record per arm and mode, with the parts of a step and the prediction.
 
     The constants of the prediction are measured first, in this process and by the same ranks, while
     nothing else has touched the machine's caches or memory.
@@ -155,7 +155,7 @@ def sharding_cell(cell: Cell, session: Session, seconds: float) -> list[Record]:
 
 
 def steps_and_parts(contender: Contender, pool: Pool) -> dict[str, Phase]:
-    """Whole steps, and what of a step the contender can do by itself.
+    """Return whole steps, and the parts of a step that the contender can run separately.
 
     A contender that fails at its parts has failed: every phase of it says why.
     """

@@ -1,4 +1,4 @@
-"""One cell in one process: build its contenders, check them, time them interleaved, weigh them."""
+"""Measure a cell of kind time: build and check its contenders, time them, measure their memory."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ VERIFY_BATCH = 32  # bags per table in the check, whose reference gathers every 
 
 
 def dense_arms(cell: Cell) -> int:
-    """How many contenders of the cell hold its tables uncompressed."""
+    """Count the contenders of the cell that hold its tables uncompressed."""
     computed = COMPUTED | LOOKUPS | CALIBRATED
     programs = [a.contender for a in cell.arms if a.contender not in computed]
     return sum(registry.find(name).dense for name in programs)
@@ -51,7 +51,7 @@ def fit_memory(cell: Cell, session: Session) -> Cell:
 def measure_cell(
     cell: Cell, session: Session, seconds: float, phases_of: PhasesOf | None = None
 ) -> list[Record]:
-    """One record per arm and mode; `seconds` is the budget for timing them all.
+    """Return a record per arm and mode; `seconds` is the budget for timing them all.
 
     `phases_of` gives what is timed of a contender on a pool of batches: by default PHASES.
     """
@@ -67,11 +67,11 @@ def measure_cell(
     known = facts(pool)
     outcomes = {arm.key: Outcome(arm) for arm in cell.arms}
     built = _build(cell, outcomes, session)
-    team = session.team
-    team.settle(outcomes)
+    sync = session.sync
+    sync.settle(outcomes)
     built = {key: c for key, c in built.items() if outcomes[key].status == "ok"}
     phases_of = phases_of or whole_steps
-    phases = {key: team.phases(key, phases_of(c, pool)) for key, c in built.items()}
+    phases = {key: sync.phases(key, phases_of(c, pool)) for key, c in built.items()}
     records = []
     ready = outcomes
     for mode in modes:
@@ -81,11 +81,11 @@ def measure_cell(
         race = Race(
             going,
             timing,
-            team.clock(clock_for(session.device, mode)),
+            sync.clock(clock_for(session.device, mode)),
             session.seed,
             lambda key: built[key].reset_counters(),
-            counters=lambda key: team.total(built[key].counters()),
-            telemetry=team.telemetry(telemetry_for(session.device)),
+            counters=lambda key: sync.total(built[key].counters()),
+            telemetry=sync.telemetry(telemetry_for(session.device)),
             note=session.note,
         )
         for key, measured in (race.run() if going else {}).items():
@@ -103,7 +103,7 @@ def measure_cell(
 def _weigh(
     outcome: Outcome, contender: Contender, phases: Mapping[str, Phase], timing: TimingConfig
 ) -> None:
-    """Memory, counters and energy: in passes of their own, after the timing."""
+    """Measure memory, counters and energy in separate passes, after the timing."""
     step, pool, device = phases["step"], timing.pool, contender.task.device
     if contender.counters():
         reset, counters = contender.reset_counters, contender.counters
@@ -115,7 +115,7 @@ def _weigh(
 
 
 def _build(cell: Cell, outcomes: dict[str, Outcome], session: Session) -> dict[str, Contender]:
-    """The contenders that exist and compute the right thing; the others' outcomes say why not.
+    """Build and check the contenders; a failure becomes the arm's outcome.
 
     In random order: memory that is allocated first can be better memory.
     """
@@ -136,7 +136,7 @@ def _build(cell: Cell, outcomes: dict[str, Outcome], session: Session) -> dict[s
 
 
 def whole_steps(contender: Contender, pool: Pool) -> dict[str, Phase]:
-    """PHASES of a contender."""
+    """Return the contender's forward and step as phases."""
     prepared = [contender.prepare(batch) for batch in pool.batches]
 
     def phase(name: str) -> Phase:
@@ -147,7 +147,7 @@ def whole_steps(contender: Contender, pool: Pool) -> dict[str, Phase]:
 
 
 def task_of(cell: Cell, arm: Arm, session: Session) -> Task:
-    """What the contender of an arm is built for."""
+    """Return the task that an arm's contender is built for."""
     # Factors fit the tables they were given for, not smaller ones.
     explicit = cell.rows_scale == 1.0
     return Task(

@@ -1,4 +1,4 @@
-"""A cell of kind trace: lookups are looked at; no tables, no contenders, nothing is timed."""
+"""Measure a cell of kind trace: analyse lookups; no tables, no contenders, nothing is timed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FEWEST_BATCHES = 4  # two halves for the fit; some to fill caches and some to co
 
 
 def trace_cell(cell: Cell, session: Session, seconds: float) -> list[Record]:
-    """One record: all tables together, and each of them. `seconds` is for what is timed."""
+    """Return one record: all tables together, and each of them; `seconds` is not used."""
     started = time.monotonic()
     arm = cell.arms[0]
     session.note(f"{arm.key}|reading")
@@ -59,12 +59,12 @@ def trace_cell(cell: Cell, session: Session, seconds: float) -> list[Record]:
 
 
 def lookups_of(pool: Pool, feature: int) -> Lookups:
-    """The ids of one table."""
+    """Return the ids of one table."""
     return Lookups([b.feature(feature)[0].numpy() for b in pool.batches])
 
 
 def per_table(pool: Pool, feature: int, rows: int, warm: int) -> Numbers:
-    """One table's numbers, and what a cache of a tenth of its rows could serve."""
+    """Analyse one table; include what a cache of a tenth of its rows could serve."""
     lookups = lookups_of(pool, feature)
     lengths = np.concatenate([b.feature(feature)[1].diff().numpy() for b in pool.batches])
     served = trace_analysis.hit_rates(lookups.trace(warm), [TABLE_CACHE])
@@ -78,13 +78,13 @@ def per_table(pool: Pool, feature: int, rows: int, warm: int) -> Numbers:
 
 
 def _warm(cell: Cell, batches: int) -> int:
-    """Batches that fill caches: of a file that ends early, the same share."""
+    """Return how many batches fill caches; of a file that ends early, the same share."""
     share = cell.cache.warm_batches / (cell.cache.warm_batches + cell.cache.batches)
     return min(max(1, round(share * batches)), batches - 1)
 
 
 def together(pool: Pool, tables: int, fractions: Sequence[float], warm: int) -> Numbers:
-    """All tables under one numbering, as one cache in front of them all sees them."""
+    """Analyse all tables under one numbering, as one cache in front of them sees them."""
     lookups = Lookups([_linear(batch, tables) for batch in _numbered(pool, tables)])
     trace = lookups.trace(warm)
     sizes = {f: lookups_of(pool, f) for f in range(tables)}
@@ -101,11 +101,11 @@ def together(pool: Pool, tables: int, fractions: Sequence[float], warm: int) -> 
 
 
 def _numbered(pool: Pool, tables: int) -> list[list[Ids]]:
-    """[batches][tables] ids, each table's from 0 without gaps, so that they can be told apart."""
+    """Return [batches][tables] ids, each table's numbered from 0 without gaps."""
     own = [lookups_of(pool, f).slices() for f in range(tables)]
     return [list(parts) for parts in zip(*own, strict=True)]
 
 
 def _linear(parts: list[Ids], tables: int) -> Ids:
-    """One number per table and row: rows of table f are f, f + F, f + 2F, ..."""
+    """Number the rows of all tables: those of table f are f, f + F, f + 2F, ..."""
     return np.concatenate([ids * tables + f for f, ids in enumerate(parts)])

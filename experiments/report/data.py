@@ -165,12 +165,12 @@ class Run:
         """The section's first workload in one line; for the sweep, its base point."""
         record = next(r for r in self.records if r["section"] == section)
         p, tables = record["params"], record["features"]
-        law = describe_distribution(p)
+        ids = describe_distribution(p)
         base = "Base point: " if section == SWEEP and not self.kind.swept_first else ""
         return (
             f"{base}{tables} table{'s' * (tables > 1)}, "
             f"{record['rows']:,} rows, D={p['D']}, B={p['B']:,}, "
-            f"{record['lookups']:,} lookups per batch, {law}"
+            f"{record['lookups']:,} lookups per batch, {ids}"
         )
 
     def failures(self) -> list[Record]:

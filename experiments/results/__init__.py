@@ -1,1 +1,1 @@
-"""What a run leaves: its records, and the numbers made of them."""
+"""The results of a run: its records, and the metrics computed from them."""

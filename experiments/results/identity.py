@@ -1,4 +1,4 @@
-"""What makes two measurements the same measurement: the point, the context, the code."""
+"""The identity of a measurement: the point, the context, the code."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ AMOUNTS = (
 
 
 def digest(value: Any) -> str:
-    """16 hexadecimal digits of a value's canonical JSON; enums count as their values."""
+    """Return 16 hexadecimal digits of a value's canonical JSON; enums count as their values."""
 
     def plain(other: Any) -> Any:
         if isinstance(other, enum.Enum):
@@ -49,7 +49,7 @@ def digest(value: Any) -> str:
 
 
 def point_key(cell: Cell, config: Config) -> str:
-    """Equal for cells that ask the same question of the same work, whatever run they are in."""
+    """Return a key that is equal for cells of any run that measure the same work."""
     timing = dataclasses.asdict(config.timing)
     return digest(
         {
@@ -70,7 +70,7 @@ CELL_WORDS = ("title", "note", "rows_scale")  # for people, or a consequence of 
 
 
 def context_of(environment: Mapping[str, Any]) -> dict[str, str]:
-    """hardware_id, code_id and context_id: what must agree to compare numbers or to reuse them."""
+    """Return hardware_id, code_id and context_id, which must agree to compare or reuse numbers."""
     cpu, gpu = environment.get("cpu") or {}, environment.get("gpu") or {}
     hardware = digest(
         {
@@ -90,14 +90,14 @@ def context_of(environment: Mapping[str, Any]) -> dict[str, str]:
 
 @cache
 def bench_version() -> str:
-    """Of the harness's own code that shapes a sample."""
+    """Return a digest of the harness's code that determines a sample."""
     here = ROOT / "experiments"
     return _of_files(p for pattern in BENCH_SOURCES for p in here.glob(pattern))
 
 
 @cache
 def code_id(package: Path | None = None) -> str:
-    """Of the library's Python sources and native libraries, as they are imported."""
+    """Return a digest of the library's Python sources and native libraries."""
     if package is None:
         import emblib
 

@@ -1,4 +1,4 @@
-"""Records to numbers: pure functions, so that changing a metric never needs another run."""
+"""From records to metrics: pure functions, so that changing a metric needs no new run."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FORMULA = (
 
 
 def useful_bytes(record: Record, phase: str, *, distinct: bool = False) -> float:
-    """Bytes of FORMULA for one batch; `distinct` counts each row of the batch once."""
+    """Return the bytes of FORMULA for one batch; `distinct` counts each row of the batch once."""
     row = WEIGHT_BYTES * record["params"]["D"]
     lookups, unique = record["lookups"], record["unique_rows"] or math.nan
     output = WEIGHT_BYTES * record["params"]["B"] * record["columns"]
@@ -44,13 +44,13 @@ def useful_bytes(record: Record, phase: str, *, distinct: bool = False) -> float
 
 
 def row_state_bytes(record: Record) -> int:
-    """Optimizer state that belongs to one plain row."""
+    """Return the bytes of optimizer state per plain row."""
     per_row = {"sgd": 0, "rowwise_adagrad": 4, "adagrad": 4 * record["params"]["D"]}
     return per_row[record["optimizer"]]
 
 
 def seconds(record: Record, phase: str) -> list[float]:
-    """All raw samples."""
+    """Return all raw samples in seconds."""
     return [float(s) for _, s in record["samples"].get(phase, [])]
 
 
@@ -63,7 +63,7 @@ def best_of_rounds(record: Record, phase: str) -> dict[int, float]:
 
 
 def frame(records: Sequence[Record], baseline: str) -> pd.DataFrame:
-    """One row per arm, mode and phase of a cell, all its processes together.
+    """Return a row per arm, mode and phase of a cell, all its processes together.
 
     Ratios are to the arm `baseline` of the same cell and mode, paired within each process.
     """
@@ -84,7 +84,7 @@ def frame(records: Sequence[Record], baseline: str) -> pd.DataFrame:
 
 @dataclass(frozen=True)
 class Pools:
-    """How processes differ in one mode and phase of a run: for cells that have only two."""
+    """The variation between processes in one mode and phase of a run, for cells with only two."""
 
     times: Pool | None
     ratios: Pool | None
@@ -104,7 +104,7 @@ def good(group: Sequence[Record]) -> list[Record]:
 
 
 def mode_of(record: Record) -> str:
-    """'hot', 'cold', ...; records of the first schema have no other than hot ones."""
+    """Return 'hot', 'cold', ...; records of the first schema have only hot ones."""
     return str(record.get("mode", Mode.hot.value))
 
 
@@ -166,7 +166,7 @@ def _row(
 
 
 def _status(group: Sequence[Record]) -> str:
-    """'ok' if any process measured it and none found it wrong; the flags tell of the others."""
+    """Return 'ok' if any process measured the arm and none found it wrong."""
     found = [r["status"] for r in group]
     if "wrong" in found:
         return "wrong"
@@ -174,7 +174,7 @@ def _status(group: Sequence[Record]) -> str:
 
 
 def _flags(group: Sequence[Record]) -> list[str]:
-    """What a reader should know of some of the processes, each said once."""
+    """Return what a reader should know of some of the processes, each flag once."""
     found = [flag for r in group for flag in r.get("flags", [])]
     failed = [r["status"] for r in group if r["status"] != "ok"]
     if failed and len(failed) < len(group):
@@ -207,7 +207,7 @@ def process_medians(arm: Sequence[Record], phase: str) -> list[float]:
 def ratio(
     arm: Sequence[Record], base: Sequence[Record], phase: str, others: Pool | None = None
 ) -> Effect:
-    """arm / base: within each process the median over rounds, over processes mean and t-interval.
+    """Return arm / base: per process the median over rounds, over processes mean and t-interval.
 
     One process gives no interval; `others` is what two processes use, see `statistics.combine`.
     """
@@ -227,16 +227,16 @@ def process_logs(arm: Sequence[Record], base: Sequence[Record], phase: str) -> l
 
 
 def replicate_of(record: Record) -> int:
-    """Which fresh process it was; the first schema knew one."""
+    """Return the number of the fresh process; the first schema had one."""
     return int(record.get("replicate", 0))
 
 
 def hit_rate(record: Record, of: str) -> float:
-    """Share of the lookups or of the distinct rows of the timed batches that a cache served."""
+    """Return the share of lookups or distinct rows of the timed batches that a cache served."""
     counted = record.get("counters") or {}
     return counted[f"{of}_hits"] / counted[f"{of}s"] if counted.get(f"{of}s") else math.nan
 
 
 def compression(record: Record) -> float:
-    """Bytes of the same tables as plain float32 ÷ bytes of this contender's parameters."""
+    """Return the bytes of plain float32 tables ÷ those of this contender's parameters."""
     return record["dense_bytes"] / record["weights_bytes"] if record["weights_bytes"] else math.nan

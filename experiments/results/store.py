@@ -1,4 +1,4 @@
-"""One run, one directory, one writer: configuration, environment and every raw sample."""
+"""The directory of a run: configuration, environment and every raw sample, with one writer."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Record = dict[str, Any]
 
 
 class RunStore:
-    """A run's directory while it is being written; what is in it is readable at every moment."""
+    """A run's directory while it is written; its content is readable at every moment."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -42,7 +42,7 @@ class RunStore:
 
     @classmethod
     def create(cls, folder: Path, experiment: str) -> RunStore:
-        """A fresh directory <folder>/<experiment>/<time>-<pid>."""
+        """Create a fresh directory <folder>/<experiment>/<time>-<pid>."""
         stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
         for attempt in itertools.count():
             path = folder / experiment / f"{stamp}-{os.getpid()}{f'-{attempt}' * (attempt > 0)}"
@@ -55,7 +55,7 @@ class RunStore:
 
     @classmethod
     def begin(cls, config: Config, environment: Mapping[str, Any]) -> RunStore:
-        """A fresh directory under report.folder with what was asked for and where it runs.
+        """Create a directory under report.folder with the configuration and the environment.
 
         Raises UsageError where the folder cannot be written.
         """
@@ -69,7 +69,7 @@ class RunStore:
         return store
 
     def claim(self) -> bool:
-        """Be the directory's only writer while this store lives; False where another one is."""
+        """Lock the directory while this store lives; return False where another store holds it."""
         descriptor = os.open(self.path, os.O_RDONLY)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -80,7 +80,7 @@ class RunStore:
         return True
 
     def write(self, name: str, text: str) -> Path:
-        """A derived file, whole or not at all."""
+        """Write a derived file atomically."""
         target = self.path / name
         partial = target.with_name(f".{name}.partial")
         partial.write_text(text)
@@ -88,11 +88,11 @@ class RunStore:
         return target
 
     def write_json(self, name: str, value: Any) -> Path:
-        """The same for JSON."""
+        """Write a JSON file atomically."""
         return self.write(name, json.dumps(value, indent=1, sort_keys=False) + "\n")
 
     def write_table(self, stem: str, table: pd.DataFrame) -> None:
-        """A derived table as CSV, and as parquet where pyarrow is installed."""
+        """Write a derived table as CSV, and as parquet where pyarrow is installed."""
         self.write(f"{stem}.csv", table.to_csv(index=False))
         if importlib.util.find_spec("pyarrow"):
             partial = self.path / f".{stem}.parquet.partial"
@@ -100,11 +100,11 @@ class RunStore:
             os.replace(partial, self.path / f"{stem}.parquet")
 
     def write_config(self, config: Config) -> Path:
-        """The configuration that ran, every interpolation resolved."""
+        """Write the configuration that ran, every interpolation resolved."""
         return self.write("config.yaml", OmegaConf.to_yaml(OmegaConf.structured(config)))
 
     def append(self, *records: Record) -> None:
-        """Whole lines in one write; a kill leaves at worst half of the last one.
+        """Append whole lines in one write; a kill leaves at worst half of the last one.
 
         What a full disk cut off is taken back before the error is raised, and what an earlier
         writer of the file left half-written is removed before anything is added.
@@ -126,7 +126,7 @@ class RunStore:
 
 
 def _whole_lines(descriptor: int) -> int:
-    """Size of a file after a half-written last line is cut off."""
+    """Cut off a half-written last line and return the size of the file."""
     size = end = os.fstat(descriptor).st_size
     while end and os.pread(descriptor, 1, end - 1) != b"\n":
         step = min(4096, end)
@@ -202,6 +202,6 @@ def read_config(path: Path) -> DictConfig:
 
 
 def read_json(path: Path, name: str) -> dict[str, Any]:
-    """environment.json or run.json of a run; empty where it is missing."""
+    """Read environment.json or run.json of a run; empty where it is missing."""
     source = path / name
     return json.loads(source.read_text()) if source.exists() else {}

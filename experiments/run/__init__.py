@@ -1,1 +1,1 @@
-"""A run from its first cell to its report."""
+"""Running an experiment: jobs in fresh processes, several ranks, the report at the end."""

@@ -1,4 +1,4 @@
-"""What there is to do: one job measures one cell in one fresh process; done work is found again."""
+"""Jobs: each measures one cell in one fresh process; results of earlier runs are reused."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ class Job:
     number: int = 0  # of the cell, in the order of the experiment
 
     def key(self, config: Config) -> tuple[str, int]:
-        """The same in every run that asks for the same."""
+        """Return a key that is the same in every run that asks for the same measurement."""
         return point_key(self.cell, config), self.replicate
 
 
 def replicates(cell: Cell, config: Config) -> int:
-    """Fresh processes that the cell asks for; what a trace counts is the same in each."""
+    """Return the number of fresh processes that measure the cell; counts are the same in each."""
     return config.timing.replicates if kinds.find(cell.kind).timed else 1
 
 
 def seconds_of(cell: Cell, config: Config) -> float:
-    """Of one process, from above: a rule of thumb, not a measurement; tables cost time besides."""
+    """Estimate the seconds of one process from above, without building tables."""
     if not kinds.find(cell.kind).timed:
         return START_SECONDS
     timing = config.timing
@@ -98,7 +98,7 @@ Done = Mapping[tuple[str, int], list[Record]]
 
 
 def done_before(folder: Path, config: Config, context_id: str) -> Done:
-    """Complete jobs of earlier runs of the experiment under `folder`, the latest of each.
+    """Find complete jobs of earlier runs of the experiment under `folder`, the latest of each.
 
     `rerun=failed` forgets those with a failure in them, `rerun=all` all. Who ran out of time under
     another limit may not under this one.

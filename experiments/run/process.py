@@ -1,4 +1,4 @@
-"""A fresh process and a pipe to it: what happens in there cannot take the run with it.
+"""A fresh child process and a pipe to it: a crash of the child cannot end the run.
 
 Children come from a fork server that has torch loaded, so that one starts in about 0.1 s and shares
 nothing with the last: no allocator state, no threads, no CUDA context. Once a process has had a
@@ -33,7 +33,7 @@ NOTE_BYTES = 128
 
 @dataclass(frozen=True)
 class Limits:
-    """What a child may use: seconds of silence, and bytes of memory beyond its start."""
+    """Limits of a child: seconds without a message, and bytes of memory beyond its start."""
 
     seconds: float = math.inf
     memory_bytes: int | None = None
@@ -56,7 +56,7 @@ class _Raised:
 
 
 class Child:
-    """Runs `target` ("module:function") as target(pipe, *arguments) in a process of its own."""
+    """A child process that runs `target` ("module:function") as target(pipe, *arguments)."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class Child:
         theirs.close()
 
     def send(self, message: Any) -> None:
-        """To the child; raises Died where nobody listens any more."""
+        """Send to the child; raises Died where the child has ended."""
         try:
             self._pipe.send(message)
         except OSError:
@@ -88,11 +88,11 @@ class Child:
 
     @property
     def note(self) -> str:
-        """What the child last said that it does; empty before it said anything."""
+        """Return what the child last reported to be doing; empty before its first report."""
         return bytes(self._note.value).decode(errors="replace")
 
     def receive(self, watch: Callable[[str], object] | None = None) -> Any:
-        """The child's next message; raises Died. `watch` is shown its note while it works.
+        """Return the child's next message; raises Died. `watch` gets its notes while it works.
 
         The limit is on silence: it starts anew whenever the note changes. A child that has not said
         anything yet may be loading its libraries, and has at least START_SECONDS.
@@ -143,7 +143,7 @@ class Child:
             self.process.join()
 
     def close(self) -> None:
-        """Let it end by itself, or end it."""
+        """Wait for the child to end, or end it."""
         self._pipe.close()
         self.process.join(GOODBYE_SECONDS)
         self.kill()
@@ -166,7 +166,7 @@ _pages: list[Any] = []  # in a child: the one page that its parent reads
 
 
 def note(text: str) -> None:
-    """In a child: say what is being done, for the parent to show and to find the culprit by."""
+    """Report from a child what it is doing: the parent shows it and knows what failed."""
     if _pages:
         _pages[0].value = text.encode()[: NOTE_BYTES - 1]
 
@@ -185,7 +185,7 @@ def _enter(
     arguments: tuple[Any, ...],
     limits: Limits,
 ) -> None:
-    """The child's first steps."""
+    """Enter a child process."""
     _pages.append(page)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's: it ends its children
     die_with_parent()
@@ -206,7 +206,7 @@ def _enter(
 
 
 def die_with_parent() -> None:
-    """A run that is killed must not leave processes behind that go on computing.
+    """Make sure that a killed run leaves no processes that go on computing.
 
     A thread that sleeps until then: the system's own signal would tell of the fork server's death,
     and that lives as long as its children do.
@@ -229,7 +229,7 @@ def _describe(error: BaseException) -> str:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Python's, torch's and the C++ allocator's ways to say so."""
+    """Return whether Python, torch or the C++ allocator ran out of memory."""
     import torch
 
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
@@ -240,7 +240,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def _limit_memory(limit: int | None) -> None:
-    """Private memory only; what the process already has, and shared libraries, do not count."""
+    """Limit private memory beyond what the process already has; shared libraries do not count."""
     if limit is None or sys.platform != "linux":
         return
     import resource
@@ -259,12 +259,12 @@ _PR_SET_PDEATHSIG = 1
 
 
 def killed_with_parent() -> None:
-    """SIGKILL when the parent ends, on Linux; for `preexec_fn`, and for a process to ask for."""
+    """Request SIGKILL for this process when its parent ends (Linux); usable as `preexec_fn`."""
     _signal_of_death(signal.SIGKILL)
 
 
 def asked_to_end_with_parent() -> None:
-    """SIGTERM when the parent ends, on Linux: a run then reports what it has measured."""
+    """Request SIGTERM when the parent ends (Linux): a run then reports what it has measured."""
     _signal_of_death(signal.SIGTERM)
 
 

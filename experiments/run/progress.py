@@ -1,4 +1,4 @@
-"""What the terminal shows while a run goes on: a live line on a TTY, plain lines elsewhere."""
+"""The terminal's output during a run: a live line on a TTY, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -51,37 +51,37 @@ class Display:
         return f"~{seconds:.0f} s left"
 
     def elapsed(self) -> float:
-        """Seconds since the display was made."""
+        """Return the seconds since the display was created."""
         return time.monotonic() - self.start
 
     def begin(self, what: str) -> None:
-        """A cell, or one contender of it, starts."""
+        """Show that a cell, or one of its contenders, starts."""
         self.bar.update(self.task, description=what, left=self.left())
 
     def finish(self, line: str) -> None:
-        """A cell is done; an empty line is not shown."""
+        """Show that a cell is done; an empty line is not shown."""
         self.done += 1
         self.bar.update(self.task, completed=self.done, left=self.left())
         if line:
             self.console.print(f"[{self.done}/{self.total}] {line}", markup=False)
 
     def skip(self) -> None:
-        """A cell will not be done."""
+        """Remove a cell that will not be measured from the total."""
         self.total -= 1
         self.bar.update(self.task, total=self.total, left=self.left())
 
     def say(self, line: str) -> None:
-        """A line above the bar."""
+        """Print a line above the bar."""
         self.console.print(line, markup=False)
 
 
 def where(cell: Cell) -> str:
-    """A cell in a few words."""
+    """Return a short description of a cell."""
     w = cell.workload
-    law = f" s={w.s:g}" if w.distribution.value == "zipf" else f" {w.distribution.value}"
+    ids = f" s={w.s:g}" if w.distribution.value == "zipf" else f" {w.distribution.value}"
     tables = f" T={w.T}" if w.T > 1 else ""
     world = f" W={cell.ranks}" * bool(cell.ranks)
-    return f"{cell.section:<12}{tables} D={w.D} B={w.B} L={w.L}{law}{world}"
+    return f"{cell.section:<12}{tables} D={w.D} B={w.B} L={w.L}{ids}{world}"
 
 
 def outcome_line(records: Sequence[Record]) -> str:

@@ -1,4 +1,4 @@
-"""Several ranks on one machine: a cell measured by N processes that keep step, under torchrun.
+"""Several ranks on one machine: N synchronised processes measure a cell, under torchrun.
 
 Every rank builds the contenders and has batches of its own; `experiments.run.ranks` keeps them
 together. Rank 0 returns the records, with every rank's seconds in them.
@@ -30,7 +30,7 @@ from experiments.machine.telemetry import Telemetry
 from experiments.measure.outcome import Outcome
 from experiments.results.store import Record
 from experiments.run.process import is_out_of_memory, killed_with_parent, note
-from experiments.run.session import Orders, Team
+from experiments.run.session import Orders, RankSync
 from experiments.timing import memory
 from experiments.timing.clock import Clock, Phase, Reading, Work
 
@@ -39,7 +39,7 @@ SIBLINGS = ("busy",)  # telemetry's flags that other ranks raise by being there
 
 
 class Peers(Protocol):
-    """The other ranks; tests pretend them with threads."""
+    """Communication with the other ranks; tests use threads."""
 
     rank: int
     size: int
@@ -49,11 +49,11 @@ class Peers(Protocol):
         ...
 
     def gather(self, values: Sequence[float]) -> list[list[float]]:
-        """Each rank's values."""
+        """Return each rank's values."""
         ...
 
     def exchange(self, value: Any) -> list[Any]:
-        """Each rank's object."""
+        """Return each rank's object."""
         ...
 
 
@@ -61,8 +61,8 @@ class Elsewhere(RuntimeError):
     """An arm failed on another rank, and so on this one."""
 
 
-class RankSync(Team):
-    """One of several processes that measure the same cell and must not part ways."""
+class TorchrunSync(RankSync):
+    """The synchronisation of one of several processes that measure the same cell."""
 
     def __init__(self, peers: Peers) -> None:
         self.peers, self.rank = peers, peers.rank
@@ -71,7 +71,7 @@ class RankSync(Team):
         self.elsewhere: dict[str, Exception] = {}  # arm -> what another rank has told
 
     def phases(self, key: str, phases: Mapping[str, Phase]) -> Mapping[str, Phase]:
-        """Each remembers its failure for the clock to tell, and fails where another rank has."""
+        """Wrap the phases: each remembers its failure, and fails where another rank has failed."""
 
         def watched(phase: Phase, number: int) -> object:
             if key in self.elsewhere:
@@ -85,28 +85,28 @@ class RankSync(Team):
         return {name: partial(watched, phase) for name, phase in phases.items()}
 
     def clock(self, clock: Clock) -> Clock:
-        """The slowest rank's time."""
+        """Return a clock that reads the slowest rank's time."""
         shared = RankClock(clock, self)
         self.clocks[clock.mode.value] = shared
         return shared
 
     def telemetry(self, telemetry: Telemetry) -> Telemetry:
-        """What slowed one rank slowed all."""
+        """Return telemetry in which what slowed one rank slowed all."""
         return SharedTelemetry(telemetry, self.peers)
 
     def total(self, counters: Mapping[str, int]) -> Mapping[str, int]:
-        """The sum over ranks, of contenders that count."""
+        """Sum the counters over ranks."""
         if not counters:
             return counters
         every = self.peers.gather([float(value) for value in counters.values()])
         return {k: int(sum(v)) for k, v in zip(counters, zip(*every, strict=True), strict=True)}
 
     def exchange(self, value: Any) -> list[Any]:
-        """Everybody's object, by rank."""
+        """Return every rank's object, by rank."""
         return self.peers.exchange(value)
 
     def settle(self, outcomes: Mapping[str, Outcome]) -> None:
-        """The first rank's failure of each arm is every rank's."""
+        """Give every rank the first rank's failure of each arm."""
         every = self.peers.exchange({key: (o.status, o.reason) for key, o in outcomes.items()})
         for key, outcome in outcomes.items():
             told = [(rank, *said[key]) for rank, said in enumerate(every) if said[key][0] != "ok"]
@@ -115,7 +115,7 @@ class RankSync(Team):
                 outcome.reason = f"rank {rank}: {reason}"
 
     def share(self, error: Exception | None) -> Exception:
-        """What a rank has to raise after some of them failed: its own error, else another's."""
+        """Return the error to raise after some ranks failed: this rank's, else another's."""
         every = self.peers.exchange(None if error is None else told(error))
         if error is not None:
             return error
@@ -125,24 +125,24 @@ class RankSync(Team):
 
 
 def told(error: Exception) -> tuple[str, bool]:
-    """An error for others: its text, and whether memory ran out."""
+    """Return an error's text and whether memory ran out, for other ranks."""
     return f"{type(error).__name__}: {error}", is_out_of_memory(error)
 
 
 class RankClock(Clock):
     """A clock that starts every sample on all ranks together and reads the slowest of them."""
 
-    def __init__(self, clock: Clock, ranks: RankSync) -> None:
+    def __init__(self, clock: Clock, ranks: TorchrunSync) -> None:
         self.inner, self.ranks, self.mode = clock, ranks, clock.mode
         self.fewest_seconds = clock.fewest_seconds
         self.log: dict[str, list[tuple[float, ...]]] = {}  # key of the work -> seconds by rank
 
     def time(self, work: Any) -> float:
-        """Seconds of the slowest rank."""
+        """Return the seconds of the slowest rank."""
         return self._sample(Work(work)).seconds
 
     def read(self, works: Iterable[Work]) -> list[Reading]:
-        """One sample at a time, whatever the clock beneath could do at once."""
+        """Take one sample at a time, even if the wrapped clock can take several."""
         return [self._sample(work) for work in works]
 
     def _sample(self, work: Work) -> Reading:
@@ -169,7 +169,7 @@ class RankClock(Clock):
         return Reading(seconds, wall, cost, bool(exposed))
 
     def adapt(self, phase: Phase, pool: int) -> Phase:
-        """As the clock beneath; where one rank cannot, none can."""
+        """Adapt as the wrapped clock does; where one rank cannot, none can."""
         adapted, error = phase, None
         try:
             adapted = self.inner.adapt(phase, pool)
@@ -181,11 +181,11 @@ class RankClock(Clock):
         return adapted
 
     def describe(self) -> dict[str, object]:
-        """As the clock beneath."""
+        """Describe the wrapped clock."""
         return self.inner.describe()
 
     def seconds_of(self, key: str, samples: Sequence[tuple[int, float]], calls: int) -> Any:
-        """Every rank's seconds of those samples, which the warm-up's precede in the log."""
+        """Return every rank's seconds of the last samples in the log; the warm-up's come first."""
         taken = iter(self.log.get(key, []))
         share = 1 / calls
         found = []
@@ -196,20 +196,20 @@ class RankClock(Clock):
 
 
 class SharedTelemetry:
-    """Each rank watches for itself; a round is repeated by all or by none."""
+    """Telemetry of every rank; a round is repeated by all ranks or by none."""
 
     def __init__(self, telemetry: Telemetry, peers: Peers) -> None:
         self.inner, self.peers = telemetry, peers
         self.start, self.stop, self.summary = telemetry.start, telemetry.stop, telemetry.summary
 
     def check(self) -> list[str]:
-        """What slowed any of the ranks."""
+        """Return what slowed any of the ranks."""
         mine = self.inner.check()
         slowed = [rank for rank, (seen,) in enumerate(self.peers.gather([len(mine)])) if seen]
         return mine or [f"rank {rank}" for rank in slowed]
 
     def flags(self) -> list[str]:
-        """Without what the other ranks' work looks like."""
+        """Return the flags without those that the other ranks' work causes."""
         return [flag for flag in self.inner.flags() if flag not in SIBLINGS]
 
 
@@ -219,24 +219,24 @@ MODULE = "experiments.run.ranks"
 
 
 class TorchPeers:
-    """Over gloo, on the host: keeping step puts no work on a GPU."""
+    """Communication over gloo, on the host, so that it puts no work on a GPU."""
 
     def __init__(self) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
 
     def barrier(self) -> None:
-        """On the host as well; a device is waited for by the clock."""
+        """Wait on the host for all ranks; the clock waits for the device."""
         self.gather([0.0])
 
     def gather(self, values: Sequence[float]) -> list[list[float]]:
-        """One small tensor from each."""
+        """Exchange one small tensor per rank."""
         mine = torch.tensor(values, dtype=torch.float64)
         every = [torch.empty_like(mine) for _ in range(self.size)]
         dist.all_gather(every, mine)
         return [tensor.tolist() for tensor in every]
 
     def exchange(self, value: Any) -> list[Any]:
-        """Pickled; rare."""
+        """Exchange pickled objects."""
         every: list[Any] = [None] * self.size
         dist.all_gather_object(every, value)
         return every
@@ -246,7 +246,7 @@ class TorchPeers:
 
 
 def main() -> None:
-    """One process of torchrun's: measure, and tell the one that started it."""
+    """Measure as one process of torchrun and send the records to the process that started it."""
     killed_with_parent()
     with connection.Client(sys.argv[1], "AF_UNIX") as pipe:
         pipe.send(int(os.environ["RANK"]))
@@ -264,7 +264,7 @@ def main() -> None:
 
 @dataclasses.dataclass(frozen=True)
 class _Failed:
-    """A rank's last words."""
+    """A rank's error."""
 
     text: str
     out_of_memory: bool
@@ -283,8 +283,8 @@ def _measure(orders: Orders, pipe: Connection) -> list[Record]:
     patience = datetime.timedelta(seconds=config.timing.limit_seconds or 1e6)
     dist.init_process_group("gloo", timeout=patience)
     try:
-        ranks = RankSync(TorchPeers())
-        session = dataclasses.replace(orders.session, device=device, note=pipe.send, team=ranks)
+        ranks = TorchrunSync(TorchPeers())
+        session = dataclasses.replace(orders.session, device=device, note=pipe.send, sync=ranks)
         records = kinds.find(orders.cell.kind).measure(orders.cell, session, orders.seconds)
     finally:
         dist.destroy_process_group()
@@ -292,7 +292,7 @@ def _measure(orders: Orders, pipe: Connection) -> list[Record]:
 
 
 def _keep_to_own_cores(rank: int, size: int) -> None:
-    """An equal share of neighbouring cores, if there is one for each rank."""
+    """Restrict this rank to an equal share of neighbouring cores, if there is one per rank."""
     if hasattr(os, "sched_setaffinity"):
         cores = sorted(os.sched_getaffinity(0))
         if len(cores) >= size:
@@ -300,8 +300,8 @@ def _keep_to_own_cores(rank: int, size: int) -> None:
             os.sched_setaffinity(0, own)
 
 
-def _by_rank(record: Record, ranks: RankSync) -> Record:
-    """Seconds of every rank for each sample, whose own value is that of the slowest."""
+def _by_rank(record: Record, ranks: TorchrunSync) -> Record:
+    """Return the seconds of every rank per sample; a sample's own value is the slowest rank's."""
     clock = ranks.clocks.get(record["mode"])
     calls = record.get("executions", {})
     found = {
@@ -345,7 +345,7 @@ def _torchrun(ranks: int) -> list[str]:
 
 
 def _environment(orders: Orders) -> dict[str, str]:
-    """The modules of this process, and as many threads as each rank gets."""
+    """Return the environment of torchrun: this process's modules, and each rank's threads."""
     device = orders.session.config.device
     path = os.pathsep.join(p for p in sys.path if p)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -380,7 +380,7 @@ def _converse(
 ) -> list[Record]:
     """Pass notes on until every rank has sent its records; those of rank 0.
 
-    RankSync need not be at the same arm: of one that fails it is its own last note that stands.
+    TorchrunSync need not be at the same arm: of one that fails it is its own last note that stands.
     """
     open_pipes = {other: rank for rank, other in pipes.items()}
     doing = dict.fromkeys(pipes, "")
@@ -409,7 +409,7 @@ def _converse(
 
 
 def _death(rank: int | None, agent: subprocess.Popen[bytes], output: Path) -> Exception:
-    """Why a rank is gone, from what torchrun says when it has cleaned up."""
+    """Return why a rank has ended, from what torchrun prints after cleaning up."""
     with contextlib.suppress(subprocess.TimeoutExpired):
         agent.wait(GOODBYE_SECONDS)
     said = output.read_text(errors="replace")

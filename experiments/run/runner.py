@@ -67,7 +67,7 @@ def show(cells: Sequence[Cell], config: Config, device: torch.device) -> int:
 
 
 def estimate(cell: Cell, config: Config) -> float:
-    """Seconds of one process with its tables, from above."""
+    """Estimate the seconds of one process, including its tables, from above."""
     shapes = table_shapes(cell.workload, scale=cell.rows_scale)
     built = dense_arms(cell) * dense_bytes(shapes)
     return seconds_of(cell, config) + built / BUILD_BYTES_PER_SECOND
@@ -101,13 +101,13 @@ def run(config: Config, *, question: str, words: Sequence[str]) -> int:
     session = Session(config, device, store.path.name)
     with Display(sum(len(jobs) for jobs in passes(cells, config))) as display:
         display.say(heading(config, cells, environment))
-        work = Work(session, store, display, earlier, environment["context_id"])
+        work = Passes(session, store, display, earlier, environment["context_id"])
         status = work.do(cells)
     return finish(store, config, status=status, question=question, extra=work.summary(cells))
 
 
 def device_of(config: Config) -> torch.device:
-    """Where to measure; raises UsageError where that is not possible."""
+    """Return the device; raises UsageError where it cannot be used."""
     kind = device_kind(config.device.kind)
     if kind == "cuda" and not torch.cuda.is_available():
         raise UsageError("device=cuda: torch finds no GPU here; leave device out or use device=cpu")
@@ -127,7 +127,7 @@ def device_of(config: Config) -> torch.device:
 def finish(
     store: RunStore, config: Config, *, status: str, question: str, extra: dict[str, Any]
 ) -> int:
-    """The report, the last lines on the terminal, the exit status."""
+    """Write the report and the last lines on the terminal; return the exit status."""
     page = store.path / "index.html"
     page = page.relative_to(Path.cwd()) if page.is_relative_to(Path.cwd()) else page
     end = {"experiment": config.name, "question": question, "status": status, **extra}
@@ -153,7 +153,7 @@ def finish(
 
 
 def heading(config: Config, cells: Sequence[Cell], environment: dict[str, Any]) -> str:
-    """What runs where, in one line."""
+    """Describe in one line what runs where."""
     git = environment.get("git") or {}
     code = f"{git.get('sha')}{'-dirty' * bool(git.get('dirty'))}" if git.get("sha") else "no git"
     processes = text.count(config.timing.replicates, "process", "processes")
@@ -173,7 +173,7 @@ class StoreError(Exception):
     """The records of a job could not be written."""
 
 
-class Work:
+class Passes:
     """The passes of a run over its cells, within its budget."""
 
     def __init__(
@@ -190,7 +190,7 @@ class Work:
         self.not_begun: set[str] = set()  # cells for which there was no time
 
     def do(self, cells: Sequence[Cell]) -> str:
-        """'finished', 'interrupted' or what else ended it; what was measured is in the store."""
+        """Measure the cells; return 'finished', 'interrupted' or what else ended the run."""
         try:
             for jobs in passes(cells, self.session.config):
                 self._pass(jobs)
@@ -285,7 +285,7 @@ class Work:
         return records
 
     def _same_tables(self, cell: Cell, scale: float) -> bool:
-        """Whether an earlier job had the tables that this run gives the cell; the first decides.
+        """Return whether an earlier job had this run's tables; the first job decides.
 
         How far tables are shrunk depends on what memory was free, so earlier runs may differ.
         """
@@ -294,7 +294,7 @@ class Work:
         return self.fitted[cell.key].rows_scale == scale
 
     def _seconds(self) -> float:
-        """Timing budget of the next job: its share of what is left of the run's."""
+        """Return the timing budget of the next job: its share of the run's remaining time."""
         timing = self.session.config.timing
         if not timing.total_seconds:
             return timing.cell_seconds
@@ -303,7 +303,7 @@ class Work:
         return min(timing.cell_seconds, max(fair, timing.cell_seconds / 10))
 
     def _tell(self, job: Job, records: Sequence[Record]) -> None:
-        """A line for each cell's first process, and for whatever went wrong."""
+        """Print a line for each cell's first process and for every failure."""
         self.outcomes.update(r["status"] for r in records)
         bad = [r for r in records if r["status"] in FAILURES]
         reused = " (reused)" * ("reused_from" in records[0])
@@ -312,7 +312,7 @@ class Work:
         self.display.finish(line if not job.replicate or bad else "")
 
     def summary(self, cells: Sequence[Cell]) -> dict[str, Any]:
-        """For run.json."""
+        """Return the entries of run.json."""
         return {
             "cells": len(cells),
             "cells_left_out": len(self.not_begun),

@@ -1,4 +1,4 @@
-"""What every cell of a run shares, and which part of the run a process is."""
+"""What all cells of a run share, and the part of the run that a process measures."""
 
 from __future__ import annotations
 
@@ -18,48 +18,48 @@ if TYPE_CHECKING:
     from experiments.measure.outcome import Outcome
 
 
-class Team:
-    """A process that works alone; `experiments.run.lockstep` has the one that does not."""
+class RankSync:
+    """The synchronisation of a process that measures alone; see ranks.py for several."""
 
     rank = 0
 
     def phases(self, key: str, phases: Mapping[str, Phase]) -> Mapping[str, Phase]:
-        """An arm's phases, watched so that a failure is every rank's."""
+        """Return an arm's phases, wrapped so that a failure is every rank's."""
         return phases
 
     def clock(self, clock: Clock) -> Clock:
-        """The clock, such that every rank reads the same."""
+        """Return the clock, wrapped so that every rank reads the same."""
         return clock
 
     def telemetry(self, telemetry: Telemetry) -> Telemetry:
-        """The telemetry, such that every rank repeats the same rounds."""
+        """Return the telemetry, wrapped so that every rank repeats the same rounds."""
         return telemetry
 
     def total(self, counters: Mapping[str, int]) -> Mapping[str, int]:
-        """What the caches of all ranks counted."""
+        """Return the counters summed over ranks."""
         return counters
 
     def exchange(self, value: Any) -> list[Any]:
-        """Everybody's object, by rank."""
+        """Return every rank's object, by rank."""
         return [value]
 
     def settle(self, outcomes: Mapping[str, Outcome]) -> None:
-        """An arm that failed on one rank has failed."""
+        """Mark an arm as failed on all ranks if it failed on one."""
 
 
-ALONE = Team()
+ALONE = RankSync()
 
 SEED_STEP = 7919  # between replicates; a prime, so that neighbouring seeds of two runs differ too
 RANK_STEP = 104_729  # between ranks; far from all that replicates add up to
 
 
-def quiet(text: str) -> None:
-    """Nobody wants to know."""
+def ignore_message(text: str) -> None:
+    """Discard a progress message."""
 
 
 @dataclass(frozen=True)
 class Session:
-    """A run as one process sees it."""
+    """A run from the view of one process."""
 
     config: Config
     device: torch.device
@@ -67,11 +67,11 @@ class Session:
     replicate: int = 0
     order: int = 0
     identity: Mapping[str, Any] = field(default_factory=dict)  # point_key, context_id, ...
-    note: Callable[[str], object] = quiet  # told what is being done, arm by arm
-    team: Team = ALONE  # those that measure the same cell beside it
+    note: Callable[[str], object] = ignore_message  # told what is being done, arm by arm
+    sync: RankSync = ALONE  # those that measure the same cell beside it
 
     def over_ranks_of(self, cell: Cell) -> Session:
-        """With as many ranks as the cell asks for, if it does."""
+        """Return the session with as many ranks as the cell asks for."""
         if not cell.ranks:
             return self
         device = dataclasses.replace(self.config.device, ranks=cell.ranks)
@@ -79,18 +79,18 @@ class Session:
 
     @property
     def seed(self) -> int:
-        """Each process has batches of its own, the same in every run with the same seed."""
+        """Return the seed of this process's batches, the same in every run with the same seed."""
         return self.config.seed + SEED_STEP * self.replicate
 
     @property
     def pool_seed(self) -> int:
-        """Each rank has batches of its own; whatever else is drawn, all ranks draw alike."""
-        return self.seed + RANK_STEP * self.team.rank
+        """Return the seed of this rank's batches; everything else is drawn alike on all ranks."""
+        return self.seed + RANK_STEP * self.sync.rank
 
 
 @dataclass(frozen=True)
 class Orders:
-    """What a child is sent off with."""
+    """What a child needs to measure a cell."""
 
     cell: Cell
     session: Session

@@ -1,4 +1,4 @@
-"""A job in a process of its own: the child's side, and that of its parent, who outlives it."""
+"""A job in its own process: the child's side, and the parent's, which survives the child."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TARGET = "experiments.run.worker:serve"
 
 
 def serve(pipe: Connection, orders: Orders) -> None:
-    """The child: measure the cell, send its records."""
+    """Measure the cell in the child and send its records."""
     config = orders.session.config
     if config.device.ranks > 1:
         return ranks.lead(pipe, orders)
@@ -45,7 +45,7 @@ def serve(pipe: Connection, orders: Orders) -> None:
 def measure_job(
     job: Job, session: Session, seconds: float, watch: Callable[[str], object]
 ) -> list[Record]:
-    """All records of a job. An arm whose process died is a row, and the rest is measured again.
+    """Return all records of a job. An arm whose process died is a row; the rest is measured again.
 
     `watch` is told now and then what the child is at, as "arm|doing".
     """
@@ -93,7 +93,7 @@ def _culprit(cell: Cell, noted: str) -> Arm | None:
 
 
 def _lost(cell: Cell, arm: Arm, death: Died, session: Session) -> list[Record]:
-    """A row of every mode: what the process had measured before its death went with it."""
+    """Return a row per mode for an arm whose process died; its samples died with it."""
     modes = session.config.timing.modes if kinds.find(cell.kind).has_modes else [Mode.hot]
     lost = [Outcome(arm, mode) for mode in modes]
     for outcome in lost:
@@ -102,7 +102,7 @@ def _lost(cell: Cell, arm: Arm, death: Died, session: Session) -> list[Record]:
 
 
 def survey(config: Config, device: torch.device, words: Sequence[str]) -> dict[str, Any]:
-    """The environment of a run, found out by a child: the parent leaves the GPU alone."""
+    """Return the environment of a run, found by a child: the parent never opens the GPU."""
     with Child("experiments.run.worker:look", (config, device, list(words))) as child:
         found: dict[str, Any] = child.receive()
     if config.device.strict:
@@ -111,7 +111,7 @@ def survey(config: Config, device: torch.device, words: Sequence[str]) -> dict[s
 
 
 def look(pipe: Connection, config: Config, device: torch.device, words: list[str]) -> None:
-    """The child of `survey`."""
+    """Find the environment in the child of `survey`."""
     if config.device.threads:
         torch.set_num_threads(config.device.threads)
     found = environment.describe(device, words)

@@ -1,1 +1,1 @@
-"""How long one call takes, how sure that is, and what it needs in memory."""
+"""Timing: clocks, warm-up, the race of contenders, statistics, memory and energy."""

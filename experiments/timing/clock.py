@@ -1,4 +1,4 @@
-"""Clocks: how long one call takes, on the host or on a GPU, with caches as the mode wants them."""
+"""Clocks for calls on the host or on a GPU, with caches in the state that the mode asks for."""
 
 from __future__ import annotations
 
@@ -42,31 +42,31 @@ class Reading:
 
 
 class Clock(ABC):
-    """Times calls; tests use clocks that only pretend."""
+    """A clock for calls; tests use fake ones."""
 
     mode: Mode = Mode.hot
     fewest_seconds: float = 50e-6  # calls that take less share a sample
 
     @abstractmethod
     def time(self, work: Callable[[], object]) -> float:
-        """Seconds that `work` took."""
+        """Return the seconds that `work` took."""
 
     def read(self, works: Iterable[Work]) -> list[Reading]:
-        """All of them in this order, each asked for as late as possible."""
+        """Take all samples in this order, each requested as late as possible."""
         seconds = (self.time(work.call) for work in works)
         return [Reading(s, s, s) for s in seconds]
 
     def adapt(self, phase: Phase, pool: int) -> Phase:
-        """The phase in the form that this clock times, for the batches 0 .. pool - 1."""
+        """Return the phase in the form that this clock times, for the batches 0 .. pool - 1."""
         return phase
 
     def describe(self) -> dict[str, object]:
-        """What the mode means here, for the record."""
+        """Describe what the mode means on this device, for the record."""
         return {"mode": self.mode.value}
 
 
 class WallClock(Clock):
-    """time.perf_counter: right for CPU work, which is finished when the call returns.
+    """A clock by time.perf_counter, for CPU work, which is finished when the call returns.
 
     The caches are left as the previous sample left them, which is hot for tables that fit.
     """
@@ -75,7 +75,7 @@ class WallClock(Clock):
         self.mode = mode
 
     def time(self, work: Callable[[], object]) -> float:
-        """Seconds of wall time."""
+        """Return the seconds of wall time."""
         start = time.perf_counter_ns()
         work()
         return (time.perf_counter_ns() - start) / 1e9
@@ -105,11 +105,11 @@ class ColdClock(Clock):
         return lambda: buffer.add_(1.0)
 
     def time(self, work: Callable[[], object]) -> float:
-        """Seconds of wall time from empty caches."""
+        """Return the seconds of wall time from empty caches."""
         return self._sample(work).seconds
 
     def read(self, works: Iterable[Work]) -> list[Reading]:
-        """Samples whose cost includes emptying the caches."""
+        """Take samples whose cost includes emptying the caches."""
         return [self._sample(work.call) for work in works]
 
     def _sample(self, work: Callable[[], object]) -> Reading:
@@ -121,7 +121,7 @@ class ColdClock(Clock):
         return Reading((end - start) / 1e9, (end - start) / 1e9, (end - begun) / 1e9)
 
     def describe(self) -> dict[str, object]:
-        """How much is written to empty the caches."""
+        """Describe how much is written to empty the caches."""
         return {"mode": self.mode.value, "flush_bytes": self.flush_bytes}
 
 
@@ -133,24 +133,24 @@ CALIBRATION_CYCLES = 2_000_000
 
 
 class Gpu(Protocol):
-    """What the clock needs of a device; tests pretend one."""
+    """What the clock needs of a device; tests use a fake one."""
 
     flush_bytes: int
 
     def now(self) -> float:
-        """Seconds on the host's clock."""
+        """Return the seconds on the host's clock."""
         ...
 
     def event(self) -> Any:
-        """An event recorded behind all that was launched."""
+        """Record an event behind all that was launched."""
         ...
 
     def reached(self, event: Any) -> bool:
-        """Whether the GPU has come to the event."""
+        """Return whether the GPU has reached the event."""
         ...
 
     def between(self, start: Any, end: Any) -> float:
-        """Seconds from one event that was reached to another."""
+        """Return the seconds from one reached event to another."""
         ...
 
     def spin(self, cycles: int) -> None:
@@ -166,12 +166,12 @@ class Gpu(Protocol):
         ...
 
     def capture(self, work: Callable[[], object]) -> Callable[[], object]:
-        """What replays `work` as one CUDA graph."""
+        """Return a function that replays `work` as one CUDA graph."""
         ...
 
 
 class TorchGpu:
-    """The real one, on the current stream of `device`."""
+    """The current stream of a real `device`."""
 
     def __init__(self, device: torch.device, flush: float = FLUSH) -> None:
         self.device = device
@@ -180,25 +180,25 @@ class TorchGpu:
         self._buffer: torch.Tensor | None = None
 
     def now(self) -> float:
-        """perf_counter."""
+        """Return time.perf_counter."""
         return time.perf_counter()
 
     def event(self) -> torch.cuda.Event:
-        """A timing event, recorded."""
+        """Record a timing event."""
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
     def reached(self, event: torch.cuda.Event) -> bool:
-        """Asks without waiting."""
+        """Query the event without waiting."""
         return event.query()
 
     def between(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
-        """elapsed_time is in milliseconds."""
+        """Convert elapsed_time, which is in milliseconds."""
         return start.elapsed_time(end) / 1e3
 
     def spin(self, cycles: int) -> None:
-        """torch's own spinning kernel."""
+        """Launch torch's spinning kernel."""
         torch.cuda._sleep(cycles)
 
     def flush(self) -> None:
@@ -208,11 +208,11 @@ class TorchGpu:
         self._buffer.zero_()
 
     def synchronise(self) -> None:
-        """All streams."""
+        """Wait for all streams."""
         torch.cuda.synchronize(self.device)
 
     def capture(self, work: Callable[[], object]) -> Callable[[], object]:
-        """Three eager calls on a side stream, as torch asks for, and then the capture."""
+        """Make three eager calls on a side stream, as torch requires, and capture a fourth."""
         stream = torch.cuda.Stream(self.device)
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
@@ -236,7 +236,7 @@ class _Pending:
 
 
 class CudaClock(Clock):
-    """Modes hot, cold and graph launch behind a spin; wall starts each call on an idle GPU."""
+    """A GPU clock: modes hot, cold and graph launch behind a spin; wall starts on an idle GPU."""
 
     def __init__(self, gpu: Gpu, mode: Mode = Mode.hot, spin: float = SPIN_SECONDS) -> None:
         self.gpu, self.mode, self.spin = gpu, mode, spin
@@ -247,11 +247,11 @@ class CudaClock(Clock):
         self._rate = 0.0
 
     def time(self, work: Callable[[], object]) -> float:
-        """One sample, waited for."""
+        """Take one sample and wait for it."""
         return self.read([Work(work)])[0].seconds
 
     def read(self, works: Iterable[Work]) -> list[Reading]:
-        """In chunks: the GPU is waited for once in 64 samples, in wall mode after each."""
+        """Take samples in chunks: wait for the GPU once per 64 samples, in wall mode after each."""
         readings: list[Reading] = []
         pending: list[_Pending] = []
         begun = self.gpu.now()
@@ -266,7 +266,7 @@ class CudaClock(Clock):
         return readings + self._collect(pending, begun)
 
     def _alone(self, work: Work) -> Reading:
-        """From an idle GPU to an idle GPU, by the host's clock."""
+        """Time from an idle GPU to an idle GPU by the host's clock."""
         begun = self.gpu.now()
         self.gpu.synchronise()
         start = self.gpu.now()
@@ -293,7 +293,7 @@ class CudaClock(Clock):
         return _Pending(start, end, wall, exposed)
 
     def _learn(self, key: str, ahead: float, wall: float, *, exposed: bool) -> None:
-        """Spin longer after a sample that was exposed; not at all for work that waits anyway."""
+        """Make the spin longer after an exposed sample; drop it for work that waits anyway."""
         if not exposed:
             self.in_vain[key] = 0
             return
@@ -312,7 +312,7 @@ class CudaClock(Clock):
         ]
 
     def cycles_per_second(self) -> float:
-        """How fast the spinning kernel counts, measured once."""
+        """Return how fast the spinning kernel counts, measured once."""
         if not self._rate:
             self.gpu.spin(CALIBRATION_CYCLES)  # raises the clocks
             start = self.gpu.event()
@@ -323,7 +323,7 @@ class CudaClock(Clock):
         return self._rate
 
     def adapt(self, phase: Phase, pool: int) -> Phase:
-        """In graph mode one captured graph per batch; the phase itself otherwise."""
+        """Return one captured graph per batch in graph mode; the phase itself otherwise."""
         if self.mode is not Mode.graph:
             return phase
         try:
@@ -336,7 +336,7 @@ class CudaClock(Clock):
         return lambda number: graphs[number]()
 
     def describe(self) -> dict[str, object]:
-        """The flush and the spins that were found long enough, in microseconds."""
+        """Describe the flush and the spins that were long enough, in microseconds."""
         found: dict[str, object] = {"mode": self.mode.value}
         if self.mode is Mode.cold:
             found["flush_bytes"] = self.gpu.flush_bytes
@@ -346,7 +346,7 @@ class CudaClock(Clock):
 
 
 def clock_for(device: torch.device, mode: Mode = Mode.hot) -> Clock:
-    """The clock that tells the truth on `device` in this mode.
+    """Return the clock that is right for `device` in this mode.
 
     hot: as the last sample left the caches; on a GPU launched behind a spin, so that the GPU never
     waits for the host. cold: the same from empty caches. graph: a CUDA graph of every batch. wall:

@@ -40,7 +40,7 @@ class Line:
 
 
 def measure(clock: Clock, call: Callable[[], object], work: str, setting: str) -> Line:
-    """A few samples to warm up, and then those that count."""
+    """Take a few samples to warm up, and then those that count."""
     works = [Work(call, work)] * SAMPLES
     clock.read(works[:5])
     readings = clock.read(works)
@@ -50,7 +50,7 @@ def measure(clock: Clock, call: Callable[[], object], work: str, setting: str) -
 
 
 def flushes(device: torch.device) -> list[Line]:
-    """The gather from hot caches, and after flushes of every size."""
+    """Time the gather from hot caches, and after flushes of every size."""
     call, work = _gather(device, int(TABLE_SHARE * _cache_bytes(device)))
     clocks: dict[str, Clock] = {"hot": clock_for(device)}
     for size in FLUSHES:
@@ -63,7 +63,7 @@ def flushes(device: torch.device) -> list[Line]:
 
 
 def spins(device: torch.device) -> list[Line]:
-    """A short and a long gather on a GPU, behind every spin, in a graph, and launched idle."""
+    """Time a short and a long gather on a GPU: behind every spin, in a graph, launched idle."""
     found = []
     for size in (1 << 16, 1 << 26):
         call, work = _gather(device, size)
@@ -78,13 +78,13 @@ def spins(device: torch.device) -> list[Line]:
 
 
 def _once(call: Callable[[], object], number: int) -> object:
-    """A phase with one batch."""
+    """Return a phase with one batch."""
     del number
     return call()
 
 
 def _gather(device: torch.device, size: int) -> tuple[Callable[[], object], str]:
-    """Every row of a table of `size` bytes once, in random order."""
+    """Gather every row of a table of `size` bytes once, in random order."""
     table = torch.ones(size // 256, 64, device=device)
     ids = torch.randperm(table.size(0), device=device)
     out = torch.empty_like(table)

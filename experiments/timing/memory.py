@@ -1,4 +1,4 @@
-"""Memory: what is free, and the high-water mark of one call, in a pass that is never timed."""
+"""Memory: the free memory, and the high-water mark of one call, in a pass that is not timed."""
 
 from __future__ import annotations
 

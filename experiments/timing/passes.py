@@ -1,4 +1,4 @@
-"""What is measured apart from time, in passes of their own: counters of caches, and energy."""
+"""Separate passes: counters of caches, and energy."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def counting_pass(
     reset: Callable[[], object],
     counters: Callable[[], Mapping[str, int]],
 ) -> dict[str, int]:
-    """What a cache counts over every batch once, from zero, as full as the pass finds it."""
+    """Return what a cache counts over every batch once, starting from its present content."""
     reset()
     for number in range(pool):
         phase(number)
@@ -34,7 +34,7 @@ def counting_pass(
 def energy(
     phase: Phase, pool: int, device: torch.device, seconds: float = ENERGY_SECONDS
 ) -> dict[str, Any]:
-    """Joules of one call on this device, for the record; empty where nobody counts them."""
+    """Return the joules of one call on this device; empty where no counter exists."""
     if device.type == "cuda":
         nvml = Nvml.open(device)
         found = nvml and energy_pass(
@@ -55,7 +55,7 @@ class Energy:
     calls: int
 
     def describe(self) -> dict[str, Any]:
-        """For the record."""
+        """Return the entries of the record."""
         return {
             "joules_per_call": self.joules,
             "give": self.give,
@@ -73,7 +73,7 @@ def energy_pass(
     seconds: float = ENERGY_SECONDS,
     now: Callable[[], float] = time.perf_counter,
 ) -> Energy | None:
-    """Passes over the pool for at least `seconds`; None where the device does not count its energy.
+    """Repeat passes over the pool for at least `seconds`; None where energy is not counted.
 
     `finish` waits for the device. Both readings may be as old as the counter is between two
     renewals, so the result is uncertain by that much power.

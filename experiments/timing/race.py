@@ -24,7 +24,7 @@ EXPOSED = 0.1  # a larger share of samples with launches inside is worth a flag
 
 @dataclass
 class Measured:
-    """Raw samples of one contender: phase -> (round, seconds), ... Nothing is ever dropped."""
+    """The raw samples of one contender: phase -> (round, seconds), ...; none is ever dropped."""
 
     samples: Samples = field(default_factory=dict)
     stop_reason: str = ""
@@ -40,7 +40,7 @@ class Measured:
     exposed: int = 0  # samples in which the GPU waited for the host
 
     def precise(self, target: float, seconds: float = 0.0) -> bool:
-        """Every phase was sampled for so long, and its median is known to within `target`."""
+        """Return whether every phase was sampled long enough and is known to `target`."""
         times = {phase: [s for _, s in taken] for phase, taken in self.samples.items()}
         return all(
             sum(s) * self.executions.get(phase, 1) >= seconds
@@ -49,11 +49,11 @@ class Measured:
         )
 
     def stabilised(self) -> bool:
-        """How noisy each phase is has not changed for many rounds: more would show no more."""
+        """Return whether the noise of each phase has not changed for many rounds."""
         return bool(self.noise) and all(statistics.settled(n) for n in self.noise.values())
 
     def add(self, phase: str, number: int, reading: Reading) -> None:
-        """One sample; several calls in it count as one call each."""
+        """Add a sample; its seconds are divided by its number of calls."""
         share = 1 / self.executions.get(phase, 1)
         self.samples[phase].append((number, reading.seconds * share))
         if reading.wall != reading.seconds:
@@ -61,7 +61,7 @@ class Measured:
         self.exposed += reading.exposed
 
     def set_aside(self, phase: str, number: int, reading: Reading) -> None:
-        """A sample of a throttled machine that will be taken again; it is kept."""
+        """Keep a sample of a throttled machine that will be taken again."""
         share = 1 / self.executions.get(phase, 1)
         self.throttled.setdefault(phase, []).append((number, reading.seconds * share))
 
@@ -75,7 +75,7 @@ class Measured:
     def conclude(
         self, flags: Sequence[str], hardware: dict[str, Any], clock: dict[str, Any]
     ) -> None:
-        """The race is over; what was seen of the machine belongs to all who ran."""
+        """Add what was seen of the machine once the race is over."""
         taken = sum(map(len, self.samples.values()))
         self.flags |= set(flags)
         if self.exposed > EXPOSED * taken:
@@ -83,7 +83,7 @@ class Measured:
         self.hardware, self.clock = {**self.hardware, **hardware}, clock
 
     def describe(self) -> dict[str, Any]:
-        """All but the samples, for the record."""
+        """Return all but the samples, for the record."""
         found: dict[str, Any] = {
             "stop_reason": self.stop_reason,
             "flags": sorted(self.flags),
@@ -157,7 +157,7 @@ class Race:
         return results
 
     def _warm_up(self, name: str, result: Measured) -> None:
-        """Until this contender is warm, for no longer than measuring it may take."""
+        """Warm up this contender, for no longer than measuring it may take."""
         timing, phases = self.timing, self._ready[name]
         self.note(f"{name}|warming up")
         for phase, run in phases.items():
@@ -176,13 +176,13 @@ class Race:
         }
 
     def _executions(self, seconds: float) -> int:
-        """How many calls make a sample long enough for the clock."""
+        """Return how many calls make a sample long enough for the clock."""
         if not 0 < seconds < self.clock.fewest_seconds:
             return 1
         return min(MOST_EXECUTIONS, math.ceil(self.clock.fewest_seconds / seconds))
 
     def _round(self, number: int, results: dict[str, Measured], rng: random.Random) -> bool:
-        """Two samples of every phase of every contender still running; False when none is.
+        """Take two samples of every phase of every contender still running; False when none is.
 
         The second time in reverse order, so that what drifts during a round meets all alike.
         """
@@ -204,7 +204,7 @@ class Race:
     def _undisturbed(
         self, number: int, order: list[Turn], results: dict[str, Measured]
     ) -> list[tuple[Turn, Reading]]:
-        """The samples of a round, taken again while the machine is throttled, but not for ever.
+        """Take the samples of a round; repeat them a few times while the machine is throttled.
 
         Where it stays throttled its samples count, marked; rounds after that are taken once only.
         """
@@ -221,7 +221,7 @@ class Race:
         return taken
 
     def _take(self, order: list[Turn], results: dict[str, Measured]) -> list[tuple[Turn, Reading]]:
-        """One sample per turn of those contenders that have not failed."""
+        """Take one sample per turn of those contenders that have not failed."""
         asked: list[Turn] = []
         finished: set[int] = set()
 
@@ -273,7 +273,7 @@ class Race:
                 running[name].stop_reason = reason
 
     def _over_budget(self, rounds: int, running: list[str]) -> list[str]:
-        """All when the cell's time is used up; before that, one that takes most of it alone.
+        """Stop all contenders when the cell's time is used up; earlier, one that takes most of it.
 
         A very slow contender may leave before min_rounds, but not before three.
         """
@@ -295,7 +295,7 @@ class Race:
 
     @staticmethod
     def _guard(result: Measured, work: Callable[[], object]) -> None:
-        """A contender that raises leaves the race; the others go on."""
+        """Remove a contender that raises from the race; the others go on."""
         if result.error:
             return
         try:

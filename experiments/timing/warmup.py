@@ -19,7 +19,7 @@ Counters = Callable[[], Mapping[str, int]]  # running totals of a cache; empty w
 
 @dataclass
 class Warm:
-    """What a contender was like when its first sample was taken."""
+    """The state of a contender when its first sample was taken."""
 
     passes: int = 0
     seconds: float = 0.0
@@ -29,7 +29,7 @@ class Warm:
     typical: dict[str, float] = field(default_factory=dict)  # phase -> median of the last pass
 
     def describe(self) -> dict[str, Any]:
-        """For the record."""
+        """Return the entries of the record."""
         found: dict[str, Any] = {
             "passes": self.passes,
             "seconds": round(self.seconds, 4),
@@ -49,7 +49,7 @@ def warm_up(
     most: float | None = None,
     counters: Counters = dict,
 ) -> Warm:
-    """Passes over the pool: `warmup` of them, `warmup_seconds`, and until one is like the last.
+    """Repeat passes over the pool: at least `warmup` and `warmup_seconds`, until two are alike.
 
     At most `most` seconds (timing.warmup_cap unless given): a slow contender gets as many batches
     as fit, but at least one, and is not called steady. Hit rates are looked at between passes.
@@ -91,7 +91,7 @@ class _Pass:
 
 
 def _pass(phases: Mapping[str, Phase], clock: Clock, pool: int, key: str, most: float) -> _Pass:
-    """Every phase on every batch, until the time is used up; the first batch in any case."""
+    """Run every phase on every batch until the time is used up; the first batch in any case."""
     taken = _Pass({phase: [] for phase in phases})
     for number in range(pool):
         works = [Work(partial(run, number), f"{key}/{phase}") for phase, run in phases.items()]
@@ -111,7 +111,7 @@ def _alike(before: Mapping[str, float], now: Mapping[str, float]) -> bool:
 
 
 def _is_filling(before: float | None, now: float | None) -> bool:
-    """Whether a cache was seen to change; without one there is nothing to fill."""
+    """Return whether a cache is still filling; without a cache nothing is."""
     return now is not None and (before is None or abs(now - before) >= STEADY_HIT_RATE)
 
 

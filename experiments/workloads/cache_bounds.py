@@ -1,4 +1,4 @@
-"""The best that caches could do: what no policy can beat on a trace, and the best fixed choice.
+"""Bounds on caches: what no policy can beat on a trace, and the best fixed choice of rows.
 
 A trace is a sequence of batches; a batch is a set of distinct rows, each with its lookups. That is
 how a cache in front of a table sees it: all rows of a batch are probed at once, before anything
@@ -32,7 +32,7 @@ class Trace:
 
     @classmethod
     def of(cls, batches: Sequence[Ids], warm: int) -> Trace:
-        """From the ids of each batch, in any order and with repetitions."""
+        """Build from the ids of each batch, in any order and with repetitions."""
         sets = [np.unique(ids, return_index=True, return_counts=True) for ids in batches]
         starts = np.cumsum([0, *(len(rows) for rows, _, _ in sets)])
         rows, places, lookups = (
@@ -42,16 +42,16 @@ class Trace:
 
     @property
     def batch(self) -> Ids:
-        """The batch of each access, [accesses]."""
+        """Return the batch of each access, [accesses]."""
         return np.repeat(np.arange(len(self.starts) - 1), np.diff(self.starts))
 
     def slices(self) -> Iterator[slice]:
-        """The accesses of each counted batch."""
+        """Return the accesses of each counted batch."""
         for b in range(self.warm, len(self.starts) - 1):
             yield slice(int(self.starts[b]), int(self.starts[b + 1]))
 
     def following(self) -> Ids:
-        """The next access to the same row, [accesses]; NEVER for the last one."""
+        """Return the next access to the same row, [accesses]; NEVER for the last one."""
         order = np.argsort(self.rows, kind="stable")
         same = self.rows[order[1:]] == self.rows[order[:-1]]
         following = np.full(len(self.rows), NEVER)
@@ -61,20 +61,20 @@ class Trace:
 
 @dataclass(frozen=True)
 class Hits:
-    """What a cache served, batch by batch, of the counted ones."""
+    """What a cache served of each counted batch."""
 
     rows: list[int]  # distinct rows that were there
     lookups: list[int]  # their lookups
 
 
 def served(trace: Trace, hit: Reals | Ids) -> Hits:
-    """Sums of a 0/1 mark of every access."""
+    """Sum a 0/1 mark of every access per counted batch."""
     marks = [(hit[s], trace.lookups[s]) for s in trace.slices()]
     return Hits([int(h.sum()) for h, _ in marks], [int((h * n).sum()) for h, n in marks])
 
 
 def offline(trace: Trace, capacity: int) -> Hits:
-    """The most distinct rows that any cache of `capacity` rows could serve (Belady's MIN).
+    """Return the hits of Belady's MIN: no cache of `capacity` rows serves more distinct rows.
 
     After each batch stay, of the rows that were held and those of the batch, the ones looked up
     again soonest. Which of the rows that are due in the same batch stay makes no difference to the
@@ -113,7 +113,7 @@ def _soonest(rows: Ids, value: Ids, capacity: int) -> Ids:
 
 
 def static_top(trace: Trace, capacity: int) -> Hits:
-    """A cache that only ever takes in the `capacity` rows with most lookups in the whole trace."""
+    """Return the hits of a cache of only the `capacity` most frequent rows of the trace."""
     counts = np.bincount(trace.rows, trace.lookups)
     chosen = np.zeros(len(counts), bool)
     chosen[np.argsort(-counts, kind="stable")[:capacity]] = True
@@ -124,7 +124,7 @@ def static_top(trace: Trace, capacity: int) -> Hits:
 
 
 def most_lookups(trace: Trace, capacity: int, rounds: int = 400) -> float:
-    """No cache of `capacity` rows serves more lookups than this: an upper bound, nearly reached.
+    """Return an upper bound on the lookups that a cache of `capacity` rows can serve.
 
     To serve a row in one batch it must be held since its last one. So a policy is a choice of such
     intervals, at most `capacity` of them at any time, and the best one is a linear program. Its
@@ -152,7 +152,7 @@ def most_lookups(trace: Trace, capacity: int, rounds: int = 400) -> float:
 
 
 def _intervals(trace: Trace) -> tuple[Ids, Ids, Reals, Reals]:
-    """Gaps [since, until) to hold a row through, the lookups that brings, how many such rows."""
+    """Return the gaps [since, until) to hold a row through, and the lookups that each brings."""
     following = trace.following()
     first = np.flatnonzero(following != NEVER)
     second = following[first]
@@ -166,7 +166,7 @@ def _intervals(trace: Trace) -> tuple[Ids, Ids, Reals, Reals]:
 
 
 def expected_top(probabilities: Reals, capacity: int, lookups: int) -> tuple[float, float]:
-    """Expected hit rates per lookup and per distinct row when the likeliest rows are always there.
+    """Return the expected hit rates per lookup and per distinct row of the likeliest rows.
 
     For batches of `lookups` independent draws; a row is in one with probability 1 - (1 - p)^n.
     """
@@ -177,14 +177,14 @@ def expected_top(probabilities: Reals, capacity: int, lookups: int) -> tuple[flo
 
 
 class Policy(Enum):
-    """What a row's rank is."""
+    """What determines a row's rank."""
 
     exact_lru = "the batch of its last lookup"
     exact_lfu = "its lookups since it was taken in"
 
 
 def run(trace: Trace, capacity: int, policy: Policy) -> Hits:
-    """The whole trace through the cache; hits of the counted batches.
+    """Run the whole trace through the cache; return the hits of the counted batches.
 
     Of a batch with more new rows than can be taken in, those that it looks up first are.
     """
@@ -218,7 +218,7 @@ def run(trace: Trace, capacity: int, policy: Policy) -> Hits:
 
 
 def samples(trace: Trace, hits: Hits) -> dict[str, list[int]]:
-    """Of the counted batches, as caches count them."""
+    """Convert hits of the counted batches to the counters of a cache."""
     accesses = list(trace.slices())
     return {
         "lookups": [int(trace.lookups[s].sum()) for s in accesses],

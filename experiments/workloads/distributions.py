@@ -1,4 +1,4 @@
-"""Seeded draws of row ids: uniform or zipf(q, s), exact, without tables of size E; their names."""
+"""Seeded draws of row ids: uniform or zipf(q, s), exact, without memory proportional to E."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Reals = NDArray[np.float64]
 
 
 def zipf_ranks(rng: np.random.Generator, count: int, rows: int, s: float, q: float = 0.0) -> Ids:
-    """`count` ranks in 1..rows with P(rank) proportional to (rank + q)^-s; s = 0 is uniform.
+    """Draw `count` ranks in 1..rows with P(rank) ~ (rank + q)^-s; s = 0 is uniform.
 
     Rejection-inversion (Hörmann & Derflinger 1996): draw from the continuous density with the same
     exponent, round, and accept all but a few percent. Exact for s >= 0, O(1) memory in `rows`.
@@ -36,7 +36,7 @@ def zipf_ranks(rng: np.random.Generator, count: int, rows: int, s: float, q: flo
 
 
 def zipf_probabilities(rows: int, s: float, q: float = 0.0) -> Reals:
-    """The law itself, [rows], rank 1 first."""
+    """Return the probability of each rank, [rows], rank 1 first."""
     mass = (np.arange(1, rows + 1, dtype=np.float64) + q) ** -s
     return mass / mass.sum()
 
@@ -46,7 +46,7 @@ def _mass(x: Reals, s: float, q: float) -> Reals:
 
 
 def integral(x: Reals, s: float, q: float) -> Reals:
-    """Antiderivative of (x + q)^-s; expm1 keeps it exact near s = 1, where it becomes log."""
+    """Return an antiderivative of (x + q)^-s; expm1 keeps it exact near s = 1."""
     log = np.log(x + q)
     t = (1.0 - s) * log
     return log if s == 1.0 else log * np.where(np.abs(t) < 1e-12, 1.0, np.expm1(t) / (t + (t == 0)))
@@ -60,7 +60,7 @@ def _integral_inverse(y: Reals, s: float, q: float) -> Reals:
 
 
 def permute(ranks: Ids, rows: int, seed: int) -> Ids:
-    """Ranks 1..rows to ids 0..rows-1 by a seeded bijection (a Feistel network, cycle-walked).
+    """Map ranks 1..rows to ids 0..rows-1 by a seeded bijection (a cycle-walked Feistel network).
 
     A shuffled table of `rows` entries would do the same at 8 bytes a row; this needs none.
     """
@@ -84,7 +84,7 @@ def _feistel(x: NDArray[np.uint64], half: int, keys: NDArray[np.uint64]) -> NDAr
 
 
 def describe_distribution(params: Mapping[str, Any]) -> str:
-    """The law of a record's parameters as people call it."""
+    """Describe the distribution of ids in a record's parameters."""
     match params["distribution"]:
         case "uniform":
             return "uniform ids"

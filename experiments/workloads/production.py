@@ -1,12 +1,12 @@
-"""Row ids as popular as in production: a law fitted to published counts of a 2022 trace.
+"""Production-like row ids: a distribution fitted to published counts of a 2022 trace.
 
 Meta's dlrm_datasets publish, beside their trace of 788 tables and one batch of 131,072 samples, how
 many rows were looked up once, twice, 3 to 4 times, ..., and what share of the lookups those rows
 have (embedding_bag/2022/locality_stats.txt). Two histograms of counts say how popular rows are, up
 to chance: a row that came twice may be twice as popular as one that came once, or only luckier. So
-the law is the mixture of Poisson rates under which counts like the published ones are expected. It
-can be drawn from without end, in batches of any size, and keeps meeting rows that it has not met
-before, as the trace does (a third of whose rows came once).
+the distribution is the mixture of Poisson rates under which such counts are expected. It can be
+drawn from without end, in batches of any size, and keeps meeting rows that it has not met before,
+as the trace does (a third of whose rows came once).
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ class Rates:
 
     @property
     def rows_per_distinct(self) -> float:
-        """Rows of a table for each one that a published batch of it looks up."""
+        """Return the rows of a table per row that a published batch looks up."""
         return float(self.rows.sum())
 
 
 @cache
 def rates() -> Rates:
-    """The fit: a maximum of the likelihood of the published shares (Richardson-Lucy steps)."""
+    """Fit the rates: maximise the likelihood of the published shares (Richardson-Lucy steps)."""
     rate = SLOWEST * 2.0 ** (np.arange(CLASSES) / 2)
     bins = np.stack([bins_of(float(r)) for r in rate], axis=2)  # [rows or lookups, bins, classes]
     rows, lookups = bins[0], bins[1] / (LOOKUPS / DISTINCT)
@@ -72,7 +72,7 @@ def rates() -> Rates:
 
 
 def bins_of(rate: float) -> Reals:
-    """[2, bins]: chance that a row of this rate falls in each bin, and its lookups there."""
+    """Return [2, bins]: how likely a row of this rate falls in each bin, and its lookups."""
     spread = 12 * rate**0.5 + 12
     counts = np.arange(max(1, int(rate - spread)), int(rate + spread) + 1)
     logs = np.concatenate([[0.0], np.cumsum(np.log(np.arange(1, counts[-1] + 1)))])
@@ -84,8 +84,11 @@ def bins_of(rate: float) -> Reals:
 
 @dataclass(frozen=True)
 class Steps:
-    """The law on a table, most popular rows first: step k ends with rank `last[k]` (counted from 1)
-    and its rows, equally likely among themselves, have `mass[k]` of the lookups."""
+    """The distribution on a table, most popular rows first.
+
+    Step k ends with rank `last[k]` (counted from 1); its rows are equally likely and together have
+    `mass[k]` of the lookups.
+    """
 
     last: Ids
     mass: Reals
@@ -93,7 +96,7 @@ class Steps:
 
 @cache
 def steps(rows: int) -> Steps:
-    """The classes as ranks of a table with `rows` rows.
+    """Return the classes as ranks of a table with `rows` rows.
 
     A rank has what the most popular `rank / rows` of all rows have beyond those before it: on a
     small table the first row stands for a part of a class, or for several.
@@ -110,31 +113,31 @@ def steps(rows: int) -> Steps:
 
 
 def ranks(rng: np.random.Generator, count: int, rows: int) -> Ids:
-    """`count` ranks in 1..rows, independent draws from the law."""
-    law = steps(rows)
-    until = np.cumsum(law.mass)
+    """Draw `count` independent ranks in 1..rows."""
+    found = steps(rows)
+    until = np.cumsum(found.mass)
     u = rng.random(count) * until[-1]
     step = np.minimum(np.searchsorted(until, u, side="right"), len(until) - 1)
-    first = np.concatenate([[0], law.last[:-1]])
-    within = (u - (until[step] - law.mass[step])) / law.mass[step]
-    size = law.last[step] - first[step]
+    first = np.concatenate([[0], found.last[:-1]])
+    within = (u - (until[step] - found.mass[step])) / found.mass[step]
+    size = found.last[step] - first[step]
     return first[step] + 1 + np.clip((within * size).astype(np.int64), 0, size - 1)
 
 
 def probabilities(rows: int) -> Reals:
-    """The law itself, [rows], rank 1 first."""
-    law = steps(rows)
-    size = np.diff(law.last, prepend=0)
-    return np.repeat(law.mass / size, size)
+    """Return the probability of each rank, [rows], rank 1 first."""
+    found = steps(rows)
+    size = np.diff(found.last, prepend=0)
+    return np.repeat(found.mass / size, size)
 
 
 def published_lookups(rows: int) -> int:
-    """Lookups into a table of `rows` rows that are to it what the published batch is to its own."""
+    """Return the lookups per batch that scale the published batch to a table of `rows` rows."""
     return round(rows / rates().rows_per_distinct * LOOKUPS / DISTINCT)
 
 
 def histograms(counts: Ids) -> tuple[Reals, Reals]:
-    """Share of the rows and of the lookups in each bin, of rows looked up `counts` > 0 times."""
+    """Return the share of rows and of lookups in each bin, of rows looked up `counts` > 0 times."""
     where = np.searchsorted(EDGES, counts) - 1
     rows = np.bincount(where, minlength=len(EDGES)) / max(1, len(counts))
     lookups = np.bincount(where, counts, minlength=len(EDGES)) / max(1, int(counts.sum()))

@@ -1,4 +1,4 @@
-"""Numbers of a trace, from the ids of its batches; pure functions."""
+"""Analysis of a trace: repetition, skew, reuse distances and hit rates; pure functions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NEVER = -1  # before the first lookup of a row there is none
 
 
 def stack_distances(rows: Ids) -> Ids:
-    """For each access, the distinct other rows since the last one to its row; NEVER for the first.
+    """Return per access the distinct other rows since the last access to its row, else NEVER.
 
     A cache of C rows that always gives up the least recently used one serves exactly the accesses
     with a distance below C (Mattson et al. 1970), so that these numbers give its hit rate at every
@@ -35,7 +35,7 @@ def stack_distances(rows: Ids) -> Ids:
 
 
 def batch_distances(trace: Trace) -> Ids:
-    """The same for caches that probe a whole batch before anything moves, [accesses].
+    """Return stack distances for caches that probe a whole batch before any row moves.
 
     For each row of a batch: how many rows were used more recently than it before the batch began. A
     cache of C rows that keeps the most recent ones has it if that is below C. Of the rows of one
@@ -52,7 +52,7 @@ def batch_distances(trace: Trace) -> Ids:
 
 
 def _previous(rows: Ids) -> Ids:
-    """The last access to the same row, -1 for the first."""
+    """Return the last access to the same row, -1 for the first."""
     order = np.argsort(rows, kind="stable")
     same = rows[order[1:]] == rows[order[:-1]]
     found = np.full(len(rows), -1)
@@ -61,7 +61,7 @@ def _previous(rows: Ids) -> Ids:
 
 
 def _not_above_before(values: Ids) -> Ids:
-    """For each i, how many j < i have values[j] <= values[i].
+    """Return for each i how many j < i have values[j] <= values[i].
 
     All positions in ascending order of value are split by one bit of the position after another,
     highest first, in place of a merge sort's merging. At each bit the positions of a block that
@@ -100,7 +100,7 @@ POINTS, ROUNDS, ZOOM = 11, 9, 0.45
 
 @dataclass(frozen=True)
 class Fit:
-    """The most likely law, and by how much the lookups still differ from it."""
+    """The most likely zipf distribution, and how far the lookups differ from it."""
 
     s: float
     q: float
@@ -116,7 +116,7 @@ class Blocks:
 
     @classmethod
     def of(cls, ranking: Ids, judged: Ids, rows: int) -> Blocks:
-        """From each row's lookups in both halves; rows beyond those given have none in either."""
+        """Build from each row's lookups in both halves; further rows have none in either."""
         counts, where = np.unique(-ranking, return_inverse=True)
         sizes = np.bincount(where, minlength=len(counts))
         lookups = np.bincount(where, judged, minlength=len(counts)).astype(np.int64)
@@ -129,7 +129,7 @@ class Blocks:
 
 
 def fit(ranking: Ids, judged: Ids, rows: int) -> Fit | None:
-    """From each row's lookups in two halves of a trace; None where there are too few to tell."""
+    """Fit a zipf distribution to each row's lookups in two halves; None where they are too few."""
     blocks = Blocks.of(ranking, judged, rows)
     if len(blocks.last) < 3 or blocks.lookups.sum() < 100:
         return None
@@ -151,14 +151,14 @@ def fit(ranking: Ids, judged: Ids, rows: int) -> Fit | None:
 
 
 def _log_likelihood(blocks: Blocks, s: Reals, q: float) -> Reals:
-    """[s]: of the judged lookups, up to a constant; rows of a block are equally likely."""
+    """Return [s]: the log-likelihood of the judged lookups; rows of a block are equally likely."""
     mass = masses(blocks, s, q)
     size = np.diff(blocks.last, prepend=0)
     return np.asarray((blocks.lookups * np.log(np.maximum(mass, 1e-300) / size)).sum(1))
 
 
 def masses(blocks: Blocks, s: Reals, q: float) -> Reals:
-    """[s, blocks]: what share of the law each block has."""
+    """Return [s, blocks]: the probability of each block."""
     ranks = np.arange(1, EXACT + 1, dtype=np.float64)
     exponent = s[:, None]
     head = np.cumsum(np.exp(-exponent * np.log(ranks + q)), axis=1)
@@ -185,31 +185,31 @@ class Lookups:
 
     @cached_property
     def ids(self) -> Ids:
-        """All lookups, with rows numbered from 0 in order of their ids."""
+        """Return all lookups, with rows numbered from 0 in order of their ids."""
         whole = np.concatenate(self.batches) if self.batches else np.zeros(0, np.int64)
         return np.unique(whole, return_inverse=True)[1].astype(np.int64)
 
     @cached_property
     def counts(self) -> Ids:
-        """Lookups of each row that has any."""
+        """Return the lookups of each row that has any."""
         return np.bincount(self.ids)
 
     @cached_property
     def starts(self) -> Ids:
-        """Where each batch begins in `ids`, and the end."""
+        """Return where each batch begins in `ids`, and the end."""
         return np.cumsum([0, *(len(batch) for batch in self.batches)])
 
     def slices(self) -> list[Ids]:
-        """`ids` batch by batch."""
+        """Return `ids` batch by batch."""
         return [self.ids[a:b] for a, b in zip(self.starts[:-1], self.starts[1:], strict=True)]
 
     def trace(self, warm: int) -> cache_bounds.Trace:
-        """As caches see it; the first `warm` batches are not counted."""
+        """Return the trace as caches see it; the first `warm` batches are not counted."""
         return cache_bounds.Trace.of(self.slices(), warm)
 
 
 def samples(lookups: Lookups) -> dict[str, list[int]]:
-    """Batch by batch: lookups, distinct rows, and rows that no batch before had."""
+    """Count per batch: lookups, distinct rows, and rows that no batch before had."""
     seen = np.zeros(len(lookups.counts), bool)
     found: dict[str, list[int]] = {"lookups": [], "rows": [], "new": []}
     for ids in lookups.slices():
@@ -222,7 +222,7 @@ def samples(lookups: Lookups) -> dict[str, list[int]]:
 
 
 def table(lookups: Lookups, lengths: Ids, rows: int) -> Numbers:
-    """One table: repetition, concentration, skew. `rows` 0: as many as were looked up."""
+    """Analyse one table: repetition, concentration, skew. `rows` 0: those that were looked up."""
     counts = np.sort(lookups.counts)[::-1]
     total = int(counts.sum())
     per_batch = samples(lookups)
@@ -242,7 +242,7 @@ def table(lookups: Lookups, lengths: Ids, rows: int) -> Numbers:
 
 
 def fitted(lookups: Lookups, rows: int) -> Numbers | None:
-    """The zipf law that even batches rank and odd ones judge."""
+    """Fit a zipf distribution that even batches rank and odd ones judge."""
     parts = lookups.slices()
     size = len(lookups.counts)
     halves = []
@@ -255,7 +255,7 @@ def fitted(lookups: Lookups, rows: int) -> Numbers | None:
 
 
 def _rows_of(counts: Ids, share: float) -> int:
-    """The fewest rows that have this share of the lookups; `counts` descend."""
+    """Return the smallest number of rows with this share of the lookups; `counts` descend."""
     if not len(counts):
         return 0
     return int(np.searchsorted(np.cumsum(counts), share * counts.sum() - 1e-9)) + 1
@@ -266,14 +266,14 @@ def _share(part: float, whole: float) -> float:
 
 
 def spectrum(lookups: Lookups) -> Numbers:
-    """Share of the rows and of the lookups by how often a row is looked up, in the bins of
+    """Return the share of rows and of lookups by how often a row is looked up, in the bins of
     `production.EDGES`."""
     rows, share = production.histograms(lookups.counts)
     return {"edges": list(production.EDGES), "rows": rows.tolist(), "lookups": share.tolist()}
 
 
 def ranked(lookups: Lookups) -> list[list[float]]:
-    """[rank, share of the lookups per row] along the rows by falling count, log-spaced."""
+    """Return [rank, share of the lookups per row] by falling count, log-spaced."""
     counts = np.sort(lookups.counts)[::-1]
     if not len(counts):
         return []
@@ -286,12 +286,12 @@ def ranked(lookups: Lookups) -> list[list[float]]:
 
 
 def _spaced(last: int) -> Ids:
-    """Distinct whole numbers from 1 to `last`, evenly spaced in their logarithm."""
+    """Return distinct whole numbers from 1 to `last`, evenly spaced in their logarithm."""
     return np.unique(np.rint(np.geomspace(1, max(last, 1), CURVE_POINTS)).astype(np.int64))
 
 
 def distances(lookups: Lookups) -> Numbers:
-    """How many other rows are looked up between two lookups of a row, lookup by lookup.
+    """Return how many other rows are looked up between two lookups of a row.
 
     Shares of all lookups: `reuse[b]` with distances from `edges[b]` to below `edges[b + 1]`, and
     `first` without any. `within_batch` are lookups of a row that their batch has looked up before.
@@ -315,7 +315,7 @@ def distances(lookups: Lookups) -> Numbers:
 def least_recently_used(
     trace: cache_bounds.Trace, distance: Ids, sizes: Sequence[int]
 ) -> list[Numbers]:
-    """Hit rates of a cache that keeps the most recently used rows, from `batch_distances`."""
+    """Return the hit rates of an LRU cache of each size, from `batch_distances`."""
     counted = slice(int(trace.starts[trace.warm]), None)
     near, weight = distance[counted], trace.lookups[counted]
     there = near != NEVER
@@ -338,7 +338,7 @@ def _rates(size: int, lookups: int, rows: int, trace: cache_bounds.Trace) -> Num
 
 
 def hit_rates(trace: cache_bounds.Trace, fractions: Sequence[float]) -> Numbers:
-    """What caches could serve of the counted batches, by size: LRU at any, ideals at `fractions` of
+    """Return what caches serve of the counted batches: LRU at any size, ideals at `fractions` of
     the distinct rows of the trace."""
     distinct = len(np.unique(trace.rows))
     sizes = sorted({max(1, round(f * distinct)) for f in fractions})

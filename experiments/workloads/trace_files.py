@@ -1,4 +1,4 @@
-"""A trace file as a workload: which tables it has, its checksum, and batches of its samples."""
+"""A trace file as a workload: its tables, its checksum, and batches of its samples."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Ragged:
 
 
 def resolve(work: WorkloadConfig, *, sized: bool) -> WorkloadConfig:
-    """A workload with what its file says filled in; any other law's as it is.
+    """Add what a trace file says of its tables to the workload; others stay as they are.
 
     `sized`: tables will be made, so that how many rows they have must be known.
 
@@ -98,7 +98,7 @@ def _mean_length(work: WorkloadConfig, names: Sequence[str]) -> int:
 
 
 def batches(work: WorkloadConfig, sizes: Sequence[int], count: int) -> Iterator[list[Ragged]]:
-    """The first `count` batches of B consecutive samples, table by table; fewer if the file ends.
+    """Read the first `count` batches of B consecutive samples; fewer if the file ends.
 
     `sizes` are the rows to look up; 0 leaves ids as they are.
 
@@ -115,7 +115,7 @@ def batches(work: WorkloadConfig, sizes: Sequence[int], count: int) -> Iterator[
 
 
 def _exactly(blocks: Iterator[list[Bags]], size: int) -> Iterator[list[Bags]]:
-    """Blocks of `size` samples from blocks of any; what is left at the end is dropped."""
+    """Cut blocks of any size into blocks of `size` samples; drop the rest."""
     held: list[Bags] = []
     for block in blocks:
         held = [_join(pair) for pair in zip(held, block, strict=True)] if held else block
@@ -174,7 +174,7 @@ def _checksum(path: Path, stamp: tuple[int, int]) -> str:
 
 
 def _chosen(work: WorkloadConfig) -> list[Column]:
-    """The named columns, or the first T, or all."""
+    """Return the named columns, or the first T, or all."""
     with readable(_path(work)):
         every = _open(work).columns()
     names = [column.name for column in every]

@@ -1,4 +1,4 @@
-"""Trace files, format by format: their tables, and their lookups a few samples at a time.
+"""The formats of trace files: their tables, and their lookups in blocks of samples.
 
 A reader yields blocks: for each table the ids of some samples and how many each sample has. It
 reads on only when the next block is asked for, so that the start of a large file costs what the
@@ -31,12 +31,12 @@ from experiments.workloads.distributions import Ids
 
 
 class TraceError(ValueError):
-    """The file is not what it was said to be; the message says what it is and what to do."""
+    """A trace file cannot be used; the message says why and what to do."""
 
 
 @contextmanager
 def readable(path: Path) -> Iterator[None]:
-    """What libraries say of a damaged file, as a TraceError."""
+    """Convert a library's error about a damaged file to a TraceError."""
     try:
         yield
     except (EOFError, OSError, UnicodeError, csv.Error, zlib.error) as error:
@@ -46,14 +46,14 @@ def readable(path: Path) -> Iterator[None]:
 
 
 def text(path: Path) -> IO[str]:
-    """Lines of a file, packed or not; spreadsheets begin theirs with a mark, which is left out."""
+    """Open a file as text, compressed or not, without a byte-order mark."""
     if path.suffix == ".gz":
         return gzip.open(path, "rt", newline="", encoding="utf-8-sig")
     return open(path, newline="", encoding="utf-8-sig")
 
 
 def torch_load(path: Path) -> Any:
-    """Tensors stay on disk until they are used; what is packed is unpacked to a temporary file."""
+    """Load tensors that stay on disk until they are used; compressed files are unpacked first."""
     if path.suffix != ".gz":
         return _mapped(path, path.name)
     with tempfile.NamedTemporaryFile(suffix=".pt") as whole, gzip.open(path) as packed:
@@ -108,14 +108,14 @@ class Reader(ABC):
 
     @abstractmethod
     def columns(self) -> list[Column]:
-        """Its tables."""
+        """Return the file's tables."""
 
     @abstractmethod
     def blocks(self, names: Sequence[str], size: int) -> Iterator[list[Bags]]:
-        """Lookups of the named tables, about `size` samples at a time, from the first sample on."""
+        """Yield lookups of the named tables, about `size` samples at a time."""
 
     def places(self, names: Sequence[str]) -> list[int]:
-        """Where the named tables are among `columns()`."""
+        """Return the positions of the named tables among `columns()`."""
         every = [column.name for column in self.columns()]
         return [every.index(name) for name in names]
 
@@ -154,11 +154,11 @@ class Dlrm(Reader):
             )
 
     def columns(self) -> list[Column]:
-        """t0, t1, ...; their rows are not in the file."""
+        """Return t0, t1, ...; their numbers of rows are not in the file."""
         return [Column(f"t{t}") for t in range(self.tables)]
 
     def blocks(self, names: Sequence[str], size: int) -> Iterator[list[Bags]]:
-        """Slices of the mapped tensors."""
+        """Yield slices of the mapped tensors."""
         places = self.places(names)
         for start in range(0, self.samples, size):
             end = min(start + size, self.samples)
@@ -178,7 +178,7 @@ class Dlrm(Reader):
 
 
 class Recorded(Reader):
-    """What emblib.TraceRecorder saved."""
+    """A file of emblib.TraceRecorder."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -192,11 +192,11 @@ class Recorded(Reader):
         ]
 
     def columns(self) -> list[Column]:
-        """As the recorder named them, with their rows."""
+        """Return the tables as the recorder named them, with their rows."""
         return [Column(f.name, f.rows) for f in self.trace.features]
 
     def blocks(self, names: Sequence[str], size: int) -> Iterator[list[Bags]]:
-        """Up to the shortest feature's end."""
+        """Yield slices up to the shortest feature's end."""
         places = self.places(names)
         samples = min(len(self.starts[f]) - 1 for f in places)
         for start in range(0, samples, size):
@@ -215,11 +215,11 @@ class Criteo(Reader):
     """
 
     def columns(self) -> list[Column]:
-        """C1 to C26, hashed ids of 32 bits."""
+        """Return C1 to C26, hashed ids of 32 bits."""
         return [Column(f"C{c}") for c in range(1, CRITEO_TABLES + 1)]
 
     def blocks(self, names: Sequence[str], size: int) -> Iterator[list[Bags]]:
-        """Line by line."""
+        """Yield blocks of lines."""
         places = self.places(names)
         with text(self.path) as file:
             block = _Block(len(places))
@@ -248,7 +248,7 @@ class Csv(Reader):
     ';' or '|', or a list in brackets. An empty field is an empty bag. .gz as well."""
 
     def columns(self) -> list[Column]:
-        """As the first line names them."""
+        """Return the columns as the first line names them."""
         with text(self.path) as file:
             names = next(csv.reader(file), [])
         if not names or any(not n.strip() or re.fullmatch(r"-?\d+", n.strip()) for n in names):
@@ -263,7 +263,7 @@ class Csv(Reader):
         return [Column(name.strip()) for name in names]
 
     def blocks(self, names: Sequence[str], size: int) -> Iterator[list[Bags]]:
-        """Line by line."""
+        """Yield blocks of lines."""
         places, width = self.places(names), len(self.columns())
         with text(self.path) as file:
             block, lines = _Block(len(places)), csv.reader(file)
@@ -295,7 +295,7 @@ class Parquet(Reader):
     """A row per sample; integer columns have one id a sample, columns of integer lists a bag."""
 
     def columns(self) -> list[Column]:
-        """Columns of integers, and of lists of them."""
+        """Return the columns of integers and of lists of integers."""
         types = _parquet_types()
         schema = self._file().schema_arrow
         found = [Column(f.name) for f in schema if _holds_ids(types, f.type)]
@@ -316,7 +316,7 @@ class Parquet(Reader):
             raise TraceError(f"{self.path.name} is not a parquet file ({error})") from error
 
     def blocks(self, names: Sequence[str], size: int) -> Iterator[list[Bags]]:
-        """Row groups as pyarrow reads them."""
+        """Yield row groups as pyarrow reads them."""
         for batch in self._file().iter_batches(batch_size=size, columns=list(names)):
             found = [_arrow_bags(batch.column(name)) for name in names]
             for name, bags in zip(names, found, strict=True):
@@ -340,7 +340,7 @@ def _holds_ids(types: Any, kind: Any) -> bool:
 
 
 def _arrow_bags(column: Any) -> Bags:
-    """A missing value is an empty bag."""
+    """Convert an arrow column to bags; a missing value is an empty bag."""
     types = _parquet_types()
     if types.is_integer(column.type):
         return Bags(
@@ -358,7 +358,7 @@ def _value_lengths(column: Any) -> list[int | None]:
 
 
 class _Block:
-    """Samples that are read one by one, until there are enough of them."""
+    """Samples that are collected one by one into a block."""
 
     def __init__(self, tables: int) -> None:
         self.ids: list[list[int]] = [[] for _ in range(tables)]
@@ -372,7 +372,7 @@ class _Block:
         self.samples += 1
 
     def take(self) -> list[Bags]:
-        """What there is; the block is empty afterwards."""
+        """Return the block's lookups and empty it."""
         found = [
             Bags(_integers(ids), np.array(lengths, np.int64))
             for ids, lengths in zip(self.ids, self.lengths, strict=True)
@@ -382,7 +382,7 @@ class _Block:
 
 
 def _integers(values: list[int]) -> Integers:
-    """int64, or uint64 where ids need the last bit."""
+    """Convert to int64, or uint64 where ids need the last bit."""
     try:
         if any(v > 2**63 - 1 for v in values):
             return np.array(values, np.uint64)

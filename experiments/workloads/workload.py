@@ -1,4 +1,4 @@
-"""The work itself: which tables, and a seeded pool of distinct batches of lookups into them."""
+"""A workload: its tables, and a seeded pool of distinct batches of lookups."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Batch:
     gradient: Tensor  # [B, sum D] float32, what the model would send back
 
     def feature(self, feature: int) -> tuple[Tensor, Tensor]:
-        """Ids and bag starts (with the end) of one feature, offsets from 0."""
+        """Return ids and bag starts (with the end) of one feature, offsets from 0."""
         size = self.gradient.size(0)
         offsets = self.offsets[feature * size : (feature + 1) * size + 1]
         start, end = int(offsets[0]), int(offsets[-1])
@@ -62,33 +62,35 @@ class Pool:
 
 
 def table_rows(workload: WorkloadConfig) -> tuple[int, ...]:
-    """Rows of each table: those of the public data set, those listed, or E each."""
+    """Return the rows of each table: the public data set's, those listed, or E each."""
     if workload.tables is Tables.criteo_kaggle:
         return CRITEO_KAGGLE
     return tuple(workload.sizes) or (workload.E,) * workload.T
 
 
 def table_shapes(workload: WorkloadConfig, *, scale: float = 1.0) -> tuple[TableShape, ...]:
-    """The tables; `scale` < 1 shrinks every table's rows by that factor, to no less than one. Of a
-    trace that is only looked at, those of which nobody knows the size have 0 rows."""
+    """Return the tables; `scale` < 1 shrinks each table's rows by that factor, to at least one.
+
+    Tables of a trace that is only analysed have 0 rows where the file does not say how many.
+    """
     rows = table_rows(workload)
     return tuple(TableShape(max(1, int(r * scale)) if r else 0, workload.D) for r in rows)
 
 
 def dense_bytes(shapes: tuple[TableShape, ...]) -> int:
-    """Bytes of the same tables as plain float32."""
+    """Return the bytes of the same tables as plain float32."""
     return sum(4 * s.rows * s.dim for s in shapes)
 
 
 def cache_sets(shapes: tuple[TableShape, ...], fraction: float) -> int:
-    """Sets of WAYS rows of a cache that holds `fraction` of all rows, rounded up."""
+    """Return the sets of WAYS rows of a cache for `fraction` of all rows, rounded up."""
     return max(1, math.ceil(fraction * sum(s.rows for s in shapes) / WAYS))
 
 
 def make_pool(
     workload: WorkloadConfig, shapes: tuple[TableShape, ...], count: int, seed: int
 ) -> Pool:
-    """`count` distinct batches; equal arguments give equal batches on every machine.
+    """Make `count` distinct batches; equal arguments give equal batches on every machine.
 
     A trace gives its first batches, whatever the seed, and fewer where the file ends.
     """
@@ -118,7 +120,7 @@ def make_pool(
 def _lookups(
     workload: WorkloadConfig, shapes: tuple[TableShape, ...], count: int, seed: int
 ) -> Iterator[list[trace_files.Ragged]]:
-    """Batch by batch, for each table rows and how many each bag has."""
+    """Yield per batch and table the rows and the length of each bag."""
     if workload.distribution is Distribution.trace:
         smaller = [s.rows for s in shapes] != list(table_rows(workload))
         if smaller:  # who asked for smaller tables asked for other rows
@@ -148,7 +150,7 @@ def _feature_ids(
 
 
 def probabilities(workload: WorkloadConfig, rows: int) -> distributions.Reals | None:
-    """How likely each row of a table is, most popular first; None for a trace, which has no law."""
+    """Return the probability of each row of a table, most popular first; None for a trace."""
     match workload.distribution:
         case Distribution.uniform:
             return distributions.zipf_probabilities(rows, 0.0)

@@ -1,4 +1,4 @@
-"""RankSync keep step: what one measures or suffers is every rank's, and a rank's death is a row.
+"""Ranks stay synchronised: a time or failure of one is every rank's; a rank's death is a row.
 
 Most tests are threads that pretend to be ranks, with clocks that only pretend to measure.
 """
@@ -26,7 +26,7 @@ from experiments.measure.outcome import Outcome
 from experiments.paths import ROOT
 from experiments.results.store import read_records
 from experiments.run import ranks as ranks_module
-from experiments.run.ranks import Elsewhere, RankSync
+from experiments.run.ranks import Elsewhere, TorchrunSync
 from experiments.timing.clock import Clock, Phase, Reading, Work
 from experiments.timing.race import Measured, Race
 
@@ -64,14 +64,14 @@ class ThreadPeers:
         return found
 
 
-def on_every_rank(work: Callable[[RankSync], Any]) -> list[Any]:
+def on_every_rank(work: Callable[[TorchrunSync], Any]) -> list[Any]:
     """`work` in a thread for each rank; their results, or the first error."""
     meeting, results = Meeting(), [None] * RANKS
     errors: list[BaseException] = []
 
     def one(rank: int) -> None:
         try:
-            results[rank] = work(RankSync(ThreadPeers(rank, meeting)))
+            results[rank] = work(TorchrunSync(ThreadPeers(rank, meeting)))
         except BaseException as error:
             errors.append(error)
             meeting.door.abort()
@@ -113,7 +113,7 @@ class Scripted(Clock):
 
 
 def race(
-    ranks: RankSync,
+    ranks: TorchrunSync,
     broken: Mapping[str, Phase] | None = None,
     *,
     clock: Clock | None = None,
@@ -159,7 +159,7 @@ def test_every_ranks_seconds_are_kept_beside_the_sample() -> None:
 @pytest.mark.parametrize("call", [1, 3, 9])  # in the warm-up and in the race
 @pytest.mark.parametrize("where", [0, 2])
 def test_an_arm_that_fails_on_one_rank_has_failed_on_all(where: int, call: int) -> None:
-    def work(ranks: RankSync) -> dict[str, Measured]:
+    def work(ranks: TorchrunSync) -> dict[str, Measured]:
         calls = 0
 
         def step(number: int) -> None:
@@ -181,7 +181,7 @@ def test_an_arm_that_fails_on_one_rank_has_failed_on_all(where: int, call: int) 
 
 
 def test_a_lack_of_memory_stays_one_on_the_other_ranks() -> None:
-    def work(ranks: RankSync) -> str:
+    def work(ranks: TorchrunSync) -> str:
         def step(number: int) -> None:
             if ranks.rank == 1:
                 raise torch.OutOfMemoryError("tried to allocate")
@@ -198,7 +198,7 @@ def test_a_lack_of_memory_stays_one_on_the_other_ranks() -> None:
 def test_a_clock_that_fails_takes_all_arms_of_the_round_on_all_ranks() -> None:
     """As after a CUDA error, which shows later than in the call that made it."""
 
-    def work(ranks: RankSync) -> dict[str, Measured]:
+    def work(ranks: TorchrunSync) -> dict[str, Measured]:
         return race(ranks, clock=Scripted(ranks.rank, 30 if ranks.rank == 1 else None))[0]
 
     for results in on_every_rank(work):
@@ -220,7 +220,7 @@ def test_ranks_repeat_a_round_together() -> None:
 
 
 def test_counters_are_those_of_all_ranks() -> None:
-    def work(ranks: RankSync) -> Mapping[str, int]:
+    def work(ranks: TorchrunSync) -> Mapping[str, int]:
         assert ranks.total({}) == {}
         return ranks.total({"lookups": 100, "lookup_hits": 10 * ranks.rank})
 
@@ -228,7 +228,7 @@ def test_counters_are_those_of_all_ranks() -> None:
 
 
 def test_warm_up_ends_on_all_ranks_at_once_although_their_hit_rates_differ() -> None:
-    def work(ranks: RankSync) -> int:
+    def work(ranks: TorchrunSync) -> int:
         lookups = hits = 0
 
         def counters(name: str) -> Mapping[str, int]:
@@ -247,7 +247,7 @@ def test_warm_up_ends_on_all_ranks_at_once_although_their_hit_rates_differ() -> 
 
 
 def test_an_arm_that_could_not_be_built_on_one_rank_is_built_on_none() -> None:
-    def work(ranks: RankSync) -> list[tuple[str, str]]:
+    def work(ranks: TorchrunSync) -> list[tuple[str, str]]:
         outcomes = {key: Outcome(Arm(key)) for key in ("a", "b")}
         if ranks.rank == 1:
             outcomes["b"].fail(MemoryError("no room"))
