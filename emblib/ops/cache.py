@@ -1,4 +1,4 @@
-"""A software cache before tables in slow memory: plan what a batch needs, move it, find it again.
+"""The ops of the software cache: plan which rows a batch needs, move them, find them again.
 
 The cache is 32-way set-associative; slot `set * 32 + way` holds one row of any table, with its
 optimizer state. Linear row r can be in one set only, `(mix64(r) >> 32) * sets >> 32` with the
@@ -8,8 +8,8 @@ Shapes and dtypes, with L lookups, U distinct rows (see `emblib.ops.tbe.Groups`)
 
 - `tags` int64 `[sets, 32]`: the linear row of each slot, -1 where there is none
 - `stamps` int64 `[sets, 32]`, -1 where there is no row. LRU: number of the batch that used it last.
-  LFU: above that number, which has 32 bits there, the lookups of its row so far. The smaller gives
-  way first
+  LFU: above that number, which has 32 bits there, the lookups of its row so far. The smaller
+  is evicted first
 - `counts` int32 `[cached rows]`, LFU: lookups so far of each row, up to 2^31 - 1; those of a row in
   the cache are in its stamp, and its entry here is out of date
 - `counters` int64 `[T + 1, 8]`, see `COUNTERS`; table by table, then the whole
@@ -24,7 +24,7 @@ Shapes and dtypes, with L lookups, U distinct rows (see `emblib.ops.tbe.Groups`)
   tier after tier; unused ones are empty. States are as long as the weights or have one entry a row
 - `hyper` float64, of the optimizer: step and seed of stochastic rounding
 
-`cache_plan_` places a batch; its policy is a number of `emblib.ops.codes.CACHE_POLICY`. All
+`cache_plan_` plans a batch; its policy is a number of `emblib.ops.codes.CACHE_POLICY`. All
 distinct rows probe, and those that are there are stamped. The missing rows of a set take its ways:
 empty ones first, then LRU by age or LFU by lookups and then age; LRU serves the missing rows in
 ascending order, LFU those with most lookups first. A row that a batch in flight uses keeps its way,

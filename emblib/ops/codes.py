@@ -1,6 +1,6 @@
-"""The numbers by which native ops know a choice.
+"""The integer codes of the options of native ops.
 
-Ops take a choice as a small integer: the conversion of a string argument in torch's stable headers
+Ops take an option as a small integer: the conversion of a string argument in torch's stable headers
 leaks a copy of it at every call. The same numbers are in csrc/core/codes.h and, for optimizers, in
 csrc/optim/optimizers.h; tests/test_schema.py compares the two.
 """

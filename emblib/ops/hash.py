@@ -1,31 +1,42 @@
-"""Where the keys of dynamic tables are: a scored hash table of T tables, kept in five tensors.
+"""The index of dynamic tables: a scored hash table of T tables, stored in five tensors.
 
 `index` is a list of
 - `tags` uint8 `[S]`: 0 for an empty slot, else 8 bits of a hash of its key. 32 slots are a bucket
-- `entries` int64 `[S, 2]` or `[S, 3]`: key, stamp (tick of the last use) and, for orders other than
-  "none" and "lru", score
+- `entries` int64 `[S, 2]` or `[S, 3]`: key, stamp (the clock at its last use) and, for orders other
+  than "none" and "lru", score
 - `tables` int64 `[T, 6]`: `TABLE_FIELDS`; the load is in 1024ths, size is the number of keys, the
   hash of a table's keys depends on its `hash_key`
-- `clock` int64 `[1]`: the tick, one more with every batch that is used
+- `clock` int64 `[1]`: the number of batches used so far
 - `counters` int64 `[T, 8]`: `COUNTERS`
 
-A batch is `ids` int64 `[L]`, any 64 bits each, in segments: `ids[starts[f] : starts[f + 1]]` belong
-to table `tables[f]`; `starts` int64 `[F + 1]`, `tables` int64 `[F]`. A slot is int64, counted from
-the first bucket of its table, -1 for none: rows of values are numbered alike.
+A batch is `ids` int64 `[L]`, any 64 bits each, in segments: `ids[starts[f] : starts[f + 1]]` are
+keys of table `tables[f]`; `starts` int64 `[F + 1]`, `tables` int64 `[F]`. A slot is int64, counted
+from the first bucket of its table, -1 for none: rows of values have the same numbers.
 
-A key may be in two buckets. Of a full one the entry that is least in `order` gives way: by stamp
-and key ("lru"), score and key ("lfu"), score, stamp and key ("lru_lfu", "assigned"); with "none"
-nothing does. Scores are counts of uses (lfu, lru_lfu) or given by the caller. What the batch itself
-used never gives way to it. Counts stop at 2^63 - 1. With newcomer "competes" a key that would be
-less than all it could replace is refused, with "wins" it is not. The ops take the numbers of both
-in `emblib.ops.codes`.
+A key may be in two buckets. A full bucket evicts its least entry in `order`: by stamp and key
+("lru"), score and key ("lfu"), score, stamp and key ("lru_lfu", "assigned"); with "none" it evicts
+nothing. Scores are counts of uses (lfu, lru_lfu) or set by the caller. Keys of the batch are never
+evicted by it. Counts stop at 2^63 - 1. With newcomer "competes" a key that would rank below every
+entry that it could evict is refused, with "wins" it is not. The ops take the numbers of both in
+`emblib.ops.codes`.
 
-A step of training is `use_`, which finds and stamps what is there; `misses`, the distinct keys that
-are not; `grow_`, which splits as many buckets as `wanted_buckets` says for them; `place_`, which
-finds them places. The misses of a table choose between their buckets in rounds
-of half as many as there are buckets, by the state at the beginning of the round: the first one if
-it has more than 16 free slots or no fewer than the other, else the second, and where both are full
-the one whose least entry is less. In each bucket they are then served in order.
+A training step is `use_`, which finds and stamps the keys that hit; `misses`, the distinct missing
+keys; `grow_`, which splits as many buckets as `wanted_buckets` demands for them; and `place_`,
+which inserts them. The misses of a table choose between their buckets in rounds of half as many as
+there are buckets, by the state at the beginning of the round: the first one if it has more than 16
+free slots or no fewer than the other, else the second; if both are full, the one with the lesser
+least entry. Within a bucket they are then served in order.
+
+`initial_rows_(row_buffers, layout, rules, ids, first, ends, slots, seed)` writes the initial values
+of row `slots[i]` of each row buffer for missing key i, where that is not -1: missing keys are as
+`misses` returns them, the key of i is `ids[first[i]]`, and i of table t lie in [ends[t], ends[t +
+1]).
+
+- `row_buffers`: float32 | float16 | bfloat16, flat: weights and states of all tables
+- `layout` int64 `[T, P, 5]`: per table and buffer offset, stride (elements), rows, dim, stream
+- `rules` float64 `[T, P, 7]`: how its values are made, see `rule_of`
+
+A value depends only on seed, stream, key and element.
 
 Every op is deterministic: the same bytes on any number of threads, on any device. The definition is
 `emblib.reference.hash`. Sources: linear hashing (Litwin, 1980), the power of two choices (Azar et
@@ -53,7 +64,7 @@ COUNTERS = (
     "expired",
     "erased",
 )
-MAX_USES = 2**63 - 1  # where the uses of a key stop being counted
+MAX_USES = 2**63 - 1  # the counter of uses of a key saturates here
 ORDERS = tuple(codes.HASH_ORDER)
 SCORED = ("lfu", "lru_lfu", "assigned")
 
@@ -86,9 +97,9 @@ class Misses(NamedTuple):
     Entries of `first` and `totals` past `ends[T]` are 0.
 
     Attributes:
-        first: int64 `[L]`, where in `ids` each is first.
-        groups: int32 `[L]`: for every position the number of its miss, -1 for a hit.
-        totals: int64 `[L]`, how many uses of each there are.
+        first: int64 `[L]`, the first position of each miss in `ids`.
+        groups: int32 `[L]`: per position the number of its miss, -1 for a hit.
+        totals: int64 `[L]`, the number of uses of each miss.
         ends: int64 `[T + 1]`: table t has misses `[ends[t], ends[t + 1])`.
     """
 
@@ -99,12 +110,12 @@ class Misses(NamedTuple):
 
 
 class Placed(NamedTuple):
-    """What became of misses; entries past the last are -1 and 0.
+    """The results of inserting misses; entries past the last miss are -1 and 0.
 
     Attributes:
-        slots: int64 `[L]`, -1 where a key found no place.
-        status: uint8 `[L]`: `NEW`, `EVICTING` (another gave way), `REFUSED` or `NOT_ADMITTED`.
-        evicted: int64 `[L, 3]`: key, stamp and score of what gave way, else 0.
+        slots: int64 `[L]`, -1 where a key was not inserted.
+        status: uint8 `[L]`: `NEW`, `EVICTING` (another key), `REFUSED` or `NOT_ADMITTED`.
+        evicted: int64 `[L, 3]`: key, stamp and score of the evicted entry, else 0.
     """
 
     slots: Tensor
@@ -137,9 +148,9 @@ def wanted_buckets(keys: int, buckets: int, most: int, load: int) -> int:
 
 
 def spread(slots: Tensor, placed: Tensor, groups: Tensor) -> Tensor:
-    """Slots of all positions `[L]`: those found, and what `place_` gave the missing keys.
+    """Return the slots of all positions `[L]`: those found, and those of inserted misses.
 
-    `slots` and `groups` are those of the positions, `placed` those of the misses.
+    `slots` and `groups` are per position, `placed` per miss.
     """
     if not placed.numel():
         return slots

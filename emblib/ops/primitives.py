@@ -1,16 +1,21 @@
-"""Grouping by key: the primitive under every backward pass, cache and hash table.
+"""Grouping by key, the primitive of every backward pass, cache and hash table; random numbers.
 
 `group(keys[L], num_keys)` returns, all padded to static sizes so that nothing waits for the device:
 
 - `unique [L]` the distinct keys, ascending, dtype of `keys`; entries from `count` on are 0
 - `segments` int32 `[L + 1]`, group u is `permutation[segments[u] : segments[u + 1]]`; entries
-  after `count` repeat `segments[count]`, so that reading on finds empty groups
+  after `count` repeat `segments[count]`, so that groups from `count` on are empty
 - `permutation` int32 `[L]`, the stable order that sorts the keys
 - `count` int32 `[1]`, number of groups, on the device of `keys`
 
 Keys outside `[0, num_keys)` belong to no group and sort to the end. `group_inverse` gives the group
 of each input position, int32 `[L]`, -1 for none. Source: radix sort, most significant digit first
 on the CPU (see csrc/group/group_items.h), CUB's on CUDA.
+
+`fill_uniform_(tensor, low, high, seed)` fills a contiguous float32, float16 or bfloat16 tensor with
+`low + (high - low) * u`, where `u`, one of 2^24 equidistant numbers in [0, 1), depends only on the
+seed and the position: it is the same on any device and any number of threads. Source: Philox4x32-10
+(Salmon et al., 2011).
 """
 
 import torch

@@ -1,13 +1,13 @@
-"""Quantised tables: rows of 8 or 4 bits a value with a scale and an offset a row, read only.
+"""Quantised tables: rows of 8 or 4 bits per value with a scale and an offset, read-only.
 
 Shapes and dtypes, with R rows, D dim, F features, L lookups:
 
 - `values` uint8: the numbers q of all rows, each row filled up to whole bytes
   (`row_bytes(D, bits)`); of 4 bits the even columns are the low halves of their bytes
 - `scales` float32 `[R, 2]` of (scale, offset): value d of row r is `scale * q[r, d] + offset`
-- `features` int64 `[F, 8]` as for plain tables (`emblib.ops.tbe`), but that `weight_offset` counts
-  bytes of `values`; `row_base` is the first of its rows in `scales`
-- indices, offsets, bag layout, sample weights, pooling and output as for plain tables
+- `features` int64 `[F, 8]` as for dense tables (`emblib.ops.tbe`), except that `weight_offset`
+  counts bytes of `values`; `row_base` is the first of its rows in `scales`
+- indices, offsets, bag layout, sample weights, pooling and output as for dense tables
 
 `quantize_rows_(values [R, bytes], scales [R, 2], weights [R, D], bits)` writes the rows of float32,
 float16 or bfloat16 `weights`: offset is the smallest value of a row, scale the (2^bits - 1)-th part

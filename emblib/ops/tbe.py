@@ -1,27 +1,26 @@
-"""Table-batched embeddings: lookup of T tables in one kernel, backward fused with the optimizer.
+"""The ops of table-batched embeddings: lookup of T tables in one kernel, fused backward.
 
 Shapes and dtypes, with F features, B batch, L lookups, D dim:
 
-- `weights`: a list of 1 to 4 flat tensors, float32 | float16 | bfloat16, one a memory tier (device,
-  host, disk, cache; one that is not used is empty, trailing ones may be left out). Each holds its
-  tables one after the other; the cache tier alone may have another dtype
+- `weights`: a list of 1 to 4 flat tensors, float32 | float16 | bfloat16, one per memory tier
+  (device, host, disk, cache; unused ones are empty, trailing ones may be omitted). Each holds its
+  tables one after the other; only the cache tier may have another dtype
 - `states`: the optimizer's, all of tier 0, then all of tier 1, ...: as long as the tier's weights,
-  or one entry a row
-- `features` int64 `[F, 8]`: weight_offset (elements), row_base, rows, dim, column (of the output),
-  tier, state_base, cache_stride (0: not cached)
+  or one entry per row
+- `features` int64 `[F, 8]`, see `emblib.columns.FeatureColumn`
 - `indices` int32 | int64 `[L]`
 - `offsets` int32 | int64 `[F * B + 1]`, feature-major: bag `f * B + b`
-- `slots` int32 `[L]`, None: where the cache holds the row of each lookup, -1 if it does not
-- `bag_layout` int64 `[bags, 2]`, None: where features differ in batch size, the feature of each bag
-  and the element of the output at which its row begins; `offsets` then has one entry a bag more
+- `slots` int32 `[L]` or None: the cache slot of the row of each lookup, -1 if it is not cached
+- `bag_layout` int64 `[bags, 2]` or None: if features differ in batch size, the feature of each bag
+  and the first element of its output; `offsets` then has one entry per bag plus one
 - `sample_weights` float32 `[L]`
 - `mode`, `pooling` and `optimizer`: their numbers in `emblib.ops.codes`
 - output `[B, columns]`; `[columns]` with `bag_layout`; `[L, columns]` for pooling NONE
 
 Invalid indices and offsets are repaired as they are read, see `emblib.BoundsCheck`. MEAN divides by
 the length of the bag, weighted or not. Sums are float32. The same input gives the same bits on any
-number of threads and wherever the rows are: rows are grouped by a stable sort, and long groups are
-summed in fixed chunks.
+number of threads and for any location of the rows: rows are grouped by a stable sort, and long
+groups are summed in fixed chunks.
 
 `tbe_row_grads` returns the gradient of each distinct row, float32 `[L, dim]`; rows from `count` on
 are unspecified.

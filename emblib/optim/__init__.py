@@ -1,9 +1,9 @@
 """Optimizers that run fused into the backward pass, as frozen descriptions.
 
-Each dataclass names a functor of `csrc/optim`, lists the state it keeps beside the weights, and
-packs its numbers into the `hyper` vector the kernels read: learning rate, step, the rates of L2
-penalty and decoupled decay, the seed of stochastic rounding, then its own parameters in the
-functor's order. All states start at zero.
+Each dataclass names a functor of `csrc/optim`, lists its states, and packs its numbers into the
+hyperparameters that the kernels read (`Hyper`): learning rate, step, the rates of L2 penalty and
+decoupled decay, the seed of stochastic rounding, then its own parameters in the functor's order.
+All states start at zero.
 """
 
 from emblib.columns import Hyper

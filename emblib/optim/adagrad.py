@@ -1,4 +1,4 @@
-"""Adagrad and row-wise Adagrad with its variants."""
+"""Adagrad, row-wise Adagrad, and variants that depend on how often a row was seen."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ from emblib.specs import Choice, check_count
 
 _LAST_PLAIN, _BITS_OF_LAST_PLAIN, _BITS_OF_LARGEST = 1 << 24, 0x4B800000, 0x7F7FFFFF
 LAST_STEP = _LAST_PLAIN + _BITS_OF_LARGEST - _BITS_OF_LAST_PLAIN
-"""The last step that `prev_iter` tells from the next, about 8.9e8; it stays there."""
+"""The last step that `prev_iter` distinguishes from the next, about 8.9e8; it saturates there."""
 
 
 def decode_steps(prev_iter: Tensor) -> Tensor:
@@ -45,7 +45,7 @@ class TailRate(Choice):
     """Learning rate of the rows seen more often than `Counter.threshold`, `c` being the count.
 
     EQUAL changes nothing; RAISED multiplies by `(largest / (c + 1)) ** bound`, within [1, 10];
-    LOWERED by `((c + 1) / largest) ** bound`, within [0.1, 1]; OF_COUNT takes
+    LOWERED by `((c + 1) / largest) ** bound`, within [0.1, 1]; BY_COUNT uses
     `lr / (sqrt(bound * c) + eps)`.
     """
 
@@ -67,13 +67,13 @@ class Counter:
     """Updates that depend on how often a row was seen (FBGEMM's counter-based regularization).
 
     Args:
-        halflife: > 0: each time counts half after so many steps; 0: only the last one counts; < 0:
-            all count. An `L2` or `Decoupled` decay is multiplied by `halflife / count`.
-        start: the first step after which decay and rates are adjusted; <= 0: from the beginning.
+        halflife: > 0: an occurrence counts half after this many steps; 0: only the last one counts;
+            < 0: all count. An `L2` or `Decoupled` decay is multiplied by `halflife / count`.
+        start: decay and rates are adjusted after this step; <= 0: from the beginning.
         bound: exponent, factor or bound of the adjustments.
         tail: learning rate of the rows above the threshold.
         threshold: a count, or a `RelativeThreshold` of the largest.
-        update_every: steps after which the largest count is looked up anew.
+        update_every: steps between updates of the largest count.
     """
 
     halflife: float = -1.0
@@ -120,8 +120,8 @@ class GlobalDecay:
 
     Args:
         rate: of the decay.
-        start: the first step that it holds for.
-        lower_bound: the least factor that missed steps make in one go, at most 1.
+        start: the first step with decay.
+        lower_bound: the minimum of the combined factor of missed steps, at most 1.
     """
 
     rate: float
@@ -140,8 +140,8 @@ class GlobalDecay:
         `max(lower_bound, (1 - lr * rate) ** (step - previous - 1))`, and 1 for rows never updated
         and for steps before `start`; in the dtype of `prev_iter`, which `decode_steps` reads.
         `step` is that of the update that the forward pass precedes. From `LAST_STEP` on, where
-        `prev_iter` stays, no missed steps are counted, as in the update. Nothing is read back from
-        the device.
+        `prev_iter` saturates, no missed steps are counted, as in the update. Nothing is read back
+        from the device.
         """
         now = torch.as_tensor(step, dtype=torch.float64, device=prev_iter.device)
         rate = torch.as_tensor(lr, dtype=torch.float64, device=prev_iter.device) * self.rate
@@ -172,13 +172,13 @@ class Adagrad(Optimizer):
 
 @dataclass(frozen=True)
 class RowwiseAdagrad(Optimizer):
-    """`s += mean(g*g); w -= lr * g / (sqrt(s) + eps)`, one `s` a row (FBGEMM's default).
+    """`s += mean(g*g); w -= lr * g / (sqrt(s) + eps)`, one `s` per row (FBGEMM's default).
 
     Args:
         eps: added to the root.
-        counter: None, or how steps and decay depend on how often a row is seen.
-        max_norm: > 0: rows are scaled to a norm of at most this after their step.
-        global_decay: None, or decay that also reaches rows that are seen seldom; then
+        counter: None, or how steps and decay depend on the count of a row.
+        max_norm: > 0: rows are scaled to at most this norm after their step.
+        global_decay: None, or a decay that includes rarely seen rows; then
             `weight_decay` and `counter` must be None.
     """
 
@@ -257,10 +257,10 @@ class EnsembleRowwiseAdagrad(Optimizer):
 
     Args:
         eps: added to the root.
-        average_every: steps after which the weights enter the average.
-        swap_every: steps after which the average becomes the weights.
+        average_every: steps between updates of the average.
+        swap_every: steps between replacements of the weights by the average.
         start: up to this step the average is a copy of the weights.
-        keep: how much of the average stays when the weights enter.
+        keep: weight of the old average in an update.
         slow: whether the average is cleared afterwards.
     """
 

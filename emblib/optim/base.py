@@ -1,4 +1,4 @@
-"""What all optimizers share: states, kinds of weight decay, and the head of the hyper vector."""
+"""The base of all optimizers with its kinds of weight decay, and SGD, LARS and `External`."""
 
 import math
 from dataclasses import dataclass, field
@@ -20,7 +20,7 @@ class State:
 
 @dataclass(frozen=True)
 class L2:
-    """Coupled weight decay: the gradient is `g + rate * w`, before anything else happens to it."""
+    """Coupled weight decay: the gradient becomes `g + rate * w` before any other computation."""
 
     rate: float
 
@@ -62,7 +62,7 @@ class Optimizer:
     Args:
         weight_decay: None, or one of the kinds in `decays` of the optimizer.
         max_gradient: clamp the gradient of the output to `[-max_gradient, max_gradient]`, element
-            by element, before anything else.
+            by element, before any other computation.
     """
 
     lr: float

@@ -1,17 +1,18 @@
-"""The hash table of dynamic tables as lists of slots, one key after the other: what is correct.
+"""The hash table of dynamic tables as lists of slots, key by key: the definition of correct.
 
-`HashModel` is what all tables of an index hold. A training step calls `use`, `misses`, `grow` and
-`place` on a batch, a list of (table, key) by position; `find`, `erase` and `expire` are calls of
-their own. `index` gives the same state as the tensors of `emblib.ops.hash` and `HashModel.of` reads
-them. Keys, stamps and scores are signed: an unsigned id is the int64 of the same bits. The kernels
-of `csrc/hash` share no code and no data structure with this file.
+`HashModel` is the state of all tables of an index. A training step calls `use`, `misses`, `grow`
+and `place` on a batch, a list of (table, key) by position; `find`, `erase` and `expire` are
+separate calls. `index` returns the same state as the tensors of `emblib.ops.hash`, and
+`HashModel.of` reads them. Keys, stamps and scores are signed: an unsigned id is the int64 of the
+same bits. `values` defines the initial rows of new keys. The kernels of `csrc/hash` share no code
+and no data structure with this file.
 
-Where a sentence could be read in two ways, the simpler one holds:
+Details of the definition:
 
-- a slot is empty where its tag is 0; what its words in `entries` say then means nothing
-- if one of two full buckets has no entry that may give way, the victim is that of the other
-- a newcomer's score is its uses (lfu, lru_lfu), what is given for its table (assigned), or else 0
-- a key that is there and was not admitted is a hit like any other: admission is for missing keys
+- a slot is empty if its tag is 0; its words in `entries` then mean nothing
+- if one of two full buckets has no entry that may be evicted, the other bucket evicts
+- the score of a new key is its uses (lfu, lru_lfu), the score of its table (assigned), or else 0
+- a present key that was not admitted is a hit like any other: admission concerns missing keys
 - rows that moved leave their bytes behind
 """
 
@@ -37,7 +38,7 @@ COUNTERS = (
     "erased",
 )
 NEW, EVICTING, REFUSED, NOT_ADMITTED = 2, 3, 4, 5  # status of a miss
-MAX_USES = 2**63 - 1  # where the uses of a key stop being counted
+MAX_USES = 2**63 - 1  # the counter of uses of a key saturates here
 
 Batch = Sequence[tuple[int, int]]  # (table, key) of each position
 
@@ -76,8 +77,8 @@ def round_size(buckets: int) -> int:
 def wanted_buckets(keys: int, buckets: int, most: int, load: int) -> int:
     """Return the buckets for this many keys at `load` 1024ths: at least now, at most `most`.
 
-    Buckets that are not yet split get twice the keys of those that are. So a level of 2^n buckets
-    is split while the keys that fill them to the load become a quarter more, and then nothing is
+    Buckets that are not yet split get twice the keys of split ones. So a level of 2^n buckets is
+    split while the keys that fill them to the load grow by a quarter, and then no bucket is split
     until the next level is as full. The last level ends at `most`.
     """
     full = SLOTS * load  # keys of a bucket, in 1024ths

@@ -1,7 +1,12 @@
 """Optimizers in plain PyTorch: the definition of what a fused update does to a row.
 
 `OPTIMIZERS` has a rule by the name of every functor of `csrc/optim`. Any floating dtype: with
-float64 gradients the arithmetic is float64, and only what is stored is rounded.
+float64 gradients the arithmetic is float64, and only stored values are rounded.
+
+`round_stochastically` defines stochastic rounding from float32 to 16 bits in integer arithmetic,
+bit for bit as the kernels do it. The random words come from Philox: key `seed`, counter (low and
+high half of the linear row id, column / 4 and tensor, step). Tensor 0 is the weights, 1 and 2 are
+the element-wise states, 8 on are the same when a cache writes them back.
 """
 
 import math
@@ -37,8 +42,8 @@ def words(seed: int, rows: Tensor, dim: int, step: int, tensor: int) -> Tensor:
 def round_stochastically(values: Tensor, dtype: torch.dtype, words: Tensor) -> Tensor:
     """Round `values` (as float32) up or down at random to `dtype`; float32 stays exact.
 
-    The chance of either neighbour is proportional to how near it is. A finite value becomes
-    infinite only where rounding to nearest makes it so.
+    The probability of either neighbour is proportional to its proximity. A finite value becomes
+    infinite only if rounding to nearest makes it infinite.
     """
     values = values.float()
     if dtype not in (torch.float16, torch.bfloat16):
@@ -77,7 +82,7 @@ class RowBatch:
     """A batch of rows during an optimizer step.
 
     `w`, `g` `[U, D]`: weights, and gradient with the L2 penalty; `kept` are the weights after the
-    decoupled decay; `states` as the optimizer lists them, `numbers` its own part of `hyper`.
+    decoupled decay; `states` in the optimizer's order, `numbers` its own hyperparameters.
     """
 
     w: Tensor

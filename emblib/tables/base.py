@@ -2,6 +2,11 @@
 
 `FeatureTables` is the base of modules of several tables that features read. Its base `FusedTable`
 has the optimizer and its hyperparameters; `CheckedBatches` checks indices and offsets.
+
+State dicts have entries per table, so that they fit any placement, device and grouping:
+`<table>.weight` `[R, D]`, `<table>.<state>` `[R, D]` or `[R]` for each state of the optimizer, and
+`hyper`, its numbers. The tensors are views of the module's memory: writing into them, as
+`torch.distributed.checkpoint.load` does, writes into the module.
 """
 
 import warnings

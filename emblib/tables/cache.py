@@ -4,6 +4,17 @@
 and the counters. A batch is planned and fetched by `prefetch` or `take`, is in flight until its
 update (`InFlight`, the hooks of its autograd graph), and is then released. `emblib.ops.cache`
 defines the ops on these tensors.
+
+The rows of a batch in flight are not evicted. Their slots are remembered, and looked up again if
+the cache has changed since: a row without a way may have got one for another batch, and must then
+be read and updated there.
+
+The lock of the module is held from the plan of a batch until its lookup has read the rows, and
+around its update: a plan is true of the cache only once the rows have moved, and a lookup reads
+slots that the next plan may assign to other rows.
+
+On a GPU a prefetch may run on another stream than the training step. It waits for the last released
+update, and users of its result wait for it.
 """
 
 import math

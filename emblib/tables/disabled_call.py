@@ -1,4 +1,7 @@
-"""A break in a compiled graph; importing this loads torch's compiler, see `graph_break`."""
+"""The call that breaks a compiled graph; importing it loads torch's compiler, see `graph_break`.
+
+A file of its own, since the decorator runs at import.
+"""
 
 from __future__ import annotations
 
@@ -13,5 +16,5 @@ _R = TypeVar("_R")
 
 @torch.compiler.disable
 def call(function: Callable[_P, _R], /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
-    """Call it uncompiled, and all that it calls."""
+    """Call a function, and all functions that it calls, uncompiled."""
     return function(*args, **kwargs)

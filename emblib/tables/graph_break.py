@@ -1,4 +1,4 @@
-"""Methods that torch.compile leaves alone, without its compiler for those who never compile."""
+"""Graph breaks for torch.compile that do not load the compiler unless it is in use."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _R = TypeVar("_R")
 def graph_break(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """Run a method uncompiled, as `torch.compiler.disable`, without loading the compiler.
 
-    `disable` imports it, which takes longer than all else of emblib together; without it there is
-    nothing to disable.
+    `disable` imports the compiler, which takes longer than all other imports of emblib together;
+    without the compiler there is nothing to disable.
     """
 
     @functools.wraps(function)

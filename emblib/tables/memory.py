@@ -2,7 +2,13 @@
 
 The device tier is a parameter and buffers of the module, so that it moves with the module. The host
 tier stays in host memory wherever the module moves, pinned if a GPU reads it; the disk tier is
-files. `reserve` and `use` manage address space for tables that grow in place.
+files. `lay_out` is the pure part: tiers, offsets and linear row ids; csrc/core/layout.h is its
+counterpart.
+
+`reserve` and `use` manage memory for the maximum number of rows of a table that grows. On the CPU
+the system provides it in whole pages that cost nothing until they are first written, so that a
+table grows without being copied. It reads as zeros before that. On other devices it is allocated in
+full.
 """
 
 import contextlib

@@ -1,6 +1,6 @@
-"""What some optimizers want beside the kernels: before a step, or of the rows as they are read.
+"""The parts of some optimizers outside the kernels: before a step, or when rows are read.
 
-All of it is plain tensor code on whole tables or on the rows of a batch, seldom or for few.
+They are plain tensor code on whole tables or on the rows of a batch, for rare steps or few rows.
 """
 
 from collections.abc import Sequence
@@ -88,9 +88,9 @@ def decay_rows(
 ) -> tuple[autograd.Lookup, Tensor]:
     """Group the rows of a batch and return the decay factor of each lookup.
 
-    `prev_iter` float32 `[R]` by linear row. A factor is float32; skipped lookups have 1.
+    `prev_iter` float32 `[R]` by linear row. Factors are float32 `[L]`; skipped lookups have 1.
     """
-    if prev_iter.numel() == 0:  # tables without rows, of which nothing is read
+    if prev_iter.numel() == 0:  # tables without rows
         return batch, torch.ones(batch.indices.numel(), device=prev_iter.device)
     groups = autograd.groups_of(batch)
     inverse = primitives.group_inverse(groups.segments, groups.lookups, groups.count)

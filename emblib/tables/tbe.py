@@ -31,7 +31,11 @@ from emblib.tables.memory import Memory
 
 @runtime_checkable
 class StatsReporter(Protocol):
-    """Receives measurements of a table at the steps it selects."""
+    """Receives measurements of a table at the steps it selects.
+
+    The methods have the names and arguments of FBGEMM's `TBEStatsReporter`, so that one written for
+    FBGEMM fits.
+    """
 
     def should_report(self, iteration_step: int) -> bool:
         """Return whether to report this step; on other steps nothing is measured."""

@@ -10,13 +10,13 @@ from torch import Tensor
 
 from emblib import optim
 from emblib.ops.codes import OPTIMIZER, POOLING
-from emblib.reference import optim as rounding
+from emblib.reference import optim as reference
 from tests.ops.test_update import PLACES, run
 from tests.simt.test_update import run as run_emulated
 from tests.update_problem import Problem
 
 NARROW = (torch.float16, torch.bfloat16)
-# Optimizers whose arithmetic is exact on the problems' eighths: what differs is the rounding.
+# Optimizers whose arithmetic is exact on the problems' eighths: what differs is the reference.
 EXACT = {
     "sgd": (optim.SGD(0.125), (0,)),
     "adagrad": (optim.Adagrad(0.125), (1,)),
@@ -43,7 +43,7 @@ def test_rounds_to_a_neighbour(dtype: torch.dtype) -> None:
     bits = torch.randint(0, 2**32, (300_000,), generator=torch.Generator().manual_seed(1))
     values = (bits - 2**31).to(torch.int32).view(torch.float32)
     values = values[values.isfinite()]
-    got = rounding.round_stochastically(values, dtype, _words(len(values)))
+    got = reference.round_stochastically(values, dtype, _words(len(values)))
     low, high = _neighbours(values, dtype)
     assert bool(((got == low) | (got == high)).all())
     nearest = values.to(dtype)
@@ -54,7 +54,7 @@ def test_rounds_to_a_neighbour(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", NARROW)
 def test_what_is_exact_stays(dtype: torch.dtype) -> None:
     every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
-    got = rounding.round_stochastically(every.float(), dtype, _words(2**16))
+    got = reference.round_stochastically(every.float(), dtype, _words(2**16))
     assert torch.equal(got[~every.isnan()], every[~every.isnan()])
     assert torch.equal(got.isnan(), every.isnan())
 
@@ -64,7 +64,7 @@ def test_what_is_exact_stays(dtype: torch.dtype) -> None:
 def test_is_unbiased(dtype: torch.dtype, value: float) -> None:
     n = 400_000
     values = torch.full((n,), value)
-    got = rounding.round_stochastically(values, dtype, _words(n)).double()
+    got = reference.round_stochastically(values, dtype, _words(n)).double()
     low, high = (float(x[0]) for x in _neighbours(values[:1], dtype))
     if high == torch.inf:  # what nearest makes finite stays finite
         assert got.max() == low
@@ -142,7 +142,7 @@ def test_small_steps_add_up(dtype: torch.dtype) -> None:
 @given(st.floats(width=32), st.integers(0, 2**32 - 1), st.sampled_from(NARROW))
 def test_any_value(value: float, word: int, dtype: torch.dtype) -> None:
     values = torch.tensor([value], dtype=torch.float32)
-    got = rounding.round_stochastically(values, dtype, torch.tensor([word]))
+    got = reference.round_stochastically(values, dtype, torch.tensor([word]))
     if values.isnan():
         assert bool(got.isnan())
     elif values.isinf():
