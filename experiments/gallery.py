@@ -7,40 +7,20 @@ Markdown.
 from __future__ import annotations
 
 import argparse
-import html
 import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from experiments.report import text
+from experiments.report import document, text
 from experiments.results.store import read_json
 
 TITLE = "<title>emblib: measurements</title>"
-PAGE = """\
-<!doctype html>
-<html lang="en"><head><meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>emblib: measurements</title>
-<style>
-:root {{ color-scheme: light dark; }}
-body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: auto; padding: 1rem; }}
-li {{ margin: 0 0 1rem; list-style: none; }}
-ul {{ padding: 0; }}
-small {{ opacity: .7; }}
-.bad {{ color: light-dark(#a40000, #ff8a80); }}
-</style></head><body>
-<h1>emblib: measurements</h1>
-<ul>
-{items}
-</ul>
-</body></html>
-"""
 
 
 @dataclass(frozen=True)
-class Page:
+class Report:
     """One run's report, and what a list says of it."""
 
     directory: Path
@@ -52,60 +32,57 @@ class Page:
     commit: str
 
     @property
-    def place(self) -> str:
+    def target(self) -> str:
         """Where its page is in the gallery."""
         name, device = self.directory.name, self.directory.resolve().parent.name
         # References are named by their experiment, in a folder a device.
         return f"{self.experiment}/{device if name == self.experiment else name}/index.html"
 
 
-def pages(folder: Path) -> list[Page]:
+def reports(folder: Path) -> list[Report]:
     """Every run under `folder` that has a report, by experiment, the latest first."""
-    found = [_page(path.parent) for path in folder.rglob("index.html")]
-    known = [page for page in found if page is not None]
-    latest = sorted(known, key=lambda page: (page.time, page.directory.name), reverse=True)
-    return sorted(latest, key=lambda page: page.experiment)
+    found = [_report(path.parent) for path in folder.rglob("index.html")]
+    known = [report for report in found if report is not None]
+    latest = sorted(known, key=lambda report: (report.time, report.directory.name), reverse=True)
+    return sorted(latest, key=lambda report: report.experiment)
 
 
-def _page(directory: Path) -> Page | None:
+def _report(directory: Path) -> Report | None:
     if not (directory / "run.json").is_file():
         return None  # some other page
     info, environment = read_json(directory, "run.json"), read_json(directory, "environment.json")
-    code = environment.get("git") or {}
-    dirty = " with changes" * bool(code.get("dirty"))
-    return Page(
+    return Report(
         directory,
         str(info.get("experiment")),
         str(info.get("status")),
         _answer(directory / "report.md"),
         str(environment.get("device")),
         str(environment.get("time_utc")),
-        f"{code.get('sha') or 'no commit'}{dirty}",
+        text.commit(environment) or "no commit",
     )
 
 
-def _answer(report: Path) -> str:
+def _answer(path: Path) -> str:
     """The first sentence of the report, which answers its question."""
-    lines = report.read_text().splitlines() if report.is_file() else []
+    lines = path.read_text().splitlines() if path.is_file() else []
     bold = next((line for line in lines if line.startswith("**")), "")
     return bold.partition("**")[2].partition("**")[0]
 
 
-def write(found: Sequence[Page], out: Path) -> None:
+def write(found: Sequence[Report], out: Path) -> None:
     """The pages and their list in place of an older gallery; raises ValueError for other places."""
-    if any(page.directory.resolve().is_relative_to(out.resolve()) for page in found):
+    if any(report.directory.resolve().is_relative_to(out.resolve()) for report in found):
         raise ValueError(f"{out} has the runs themselves in it: choose another folder")
     if out.exists():
         if not out.is_dir() or (any(out.iterdir()) and not _is_gallery(out)):
             raise ValueError(f"{out} is not empty and no gallery: choose another folder")
         shutil.rmtree(out)
     out.mkdir(parents=True)
-    for page in found:
-        target = out / page.place
+    for report in found:
+        target = out / report.target
         target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(page.directory / "index.html", target)
-    items = "\n".join(map(_item, found)) or "<li>No run has a report.</li>"
-    (out / "index.html").write_text(PAGE.format(items=items))
+        shutil.copy2(report.directory / "index.html", target)
+    (out / "index.html").write_text(document.gallery(found))
 
 
 def _is_gallery(folder: Path) -> bool:
@@ -114,23 +91,13 @@ def _is_gallery(folder: Path) -> bool:
     return index.is_file() and TITLE in index.read_text(errors="replace")
 
 
-def _item(page: Page) -> str:
-    name, answer, place = (html.escape(t) for t in (page.experiment, page.answer, page.place))
-    about = html.escape(f"{page.time} · {page.device} · {page.commit}")
-    ended = html.escape(page.status)
-    note = "" if page.status == "finished" else f' <span class="bad">{ended}</span>'
-    return (
-        f'<li><a href="{place}"><b>{name}</b></a>{note}<br>{answer}<br><small>{about}</small></li>'
-    )
-
-
-def markdown(found: Sequence[Page]) -> str:
+def markdown(found: Sequence[Report]) -> str:
     """The same for the page of a job."""
     lines = [
-        f"- **{page.experiment}**"
-        + (f" ({page.status})" if page.status != "finished" else "")
-        + f": {page.answer}"
-        for page in found
+        f"- **{report.experiment}**"
+        + (f" ({report.status})" if report.status != "finished" else "")
+        + f": {report.answer}"
+        for report in found
     ]
     return text.markdown_document(
         ["### Measurements", "", *(lines or ["No run has a report."]), ""]
@@ -146,7 +113,7 @@ def main(arguments: Sequence[str]) -> int:
     if not parsed.folder.is_dir():
         print(f"error: there is no folder {parsed.folder}", file=sys.stderr)
         return 2
-    found = pages(parsed.folder)
+    found = reports(parsed.folder)
     try:
         write(found, parsed.out)
     except ValueError as error:

@@ -1,8 +1,8 @@
-"""A comparison as index.html and report.md: answer, confounders, figures, tables, provenance."""
+"""The page of a comparison: answer, confounders, figures, tables, provenance."""
 
 from __future__ import annotations
 
-import html
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,14 +12,14 @@ import pandas as pd
 
 from experiments.compare import confounders, figures, published
 from experiments.compare import machines as table
-from experiments.compare.confounders import Difference, Weight
-from experiments.compare.machines import Machine, Speedup
+from experiments.compare.confounders import Difference
+from experiments.compare.machines import Machine, Roof, Speedup
 from experiments.config.sweep import SWEEP
 from experiments.machine import ceilings
 from experiments.paths import ROOT
-from experiments.report import shell, style, text
-from experiments.report.style import Figure
-from experiments.report.tables import Table, Value
+from experiments.report import document, text
+from experiments.report.document import Notice, Page, Section
+from experiments.report.tables import Column, Table, Value
 from experiments.results.metrics import WEIGHT_BYTES
 from experiments.results.store import RunStore
 
@@ -101,14 +101,12 @@ def _standing(machines: Sequence[Machine], frame: pd.DataFrame, place: str, arm:
     parts = []
     for number, machine in enumerate(machines):
         row = _pick(frame, place, arm, number)
-        shown = f"{text.times(row['ratio'])} {text.interval(row['ratio_lo'], row['ratio_hi'])}"
-        parts.append(f"{shown} on {machine.label}")
+        parts.append(f"{text.ratio(row)} on {machine.label}")
     label = machines[0].run.baseline.label
     name = _pick(frame, place, arm, 0)["name"]
     return f"The time of {name} as a multiple of {label}'s is {', '.join(parts)}."
 
 
-STYLE = Path(__file__).parent / "compare.css"
 HOW_TO_READ = (
     "Runs are matched by where a cell stands in the experiment: a case by its name, a point of the "
     "sweep by how it differs from the base point. Where the work itself is equal, down to the law "
@@ -162,30 +160,33 @@ class Comparison:
 
 
 def machines_table(found: Comparison) -> Table:
-    """A row per machine: what it is, what its memory does, what software ran."""
-    sizes = sorted({size for m in found.machines for size, _ in m.roofs.gather_gb_s})
-    heads = ["machine", "theory GB/s", "copy GB/s", *[f"gather {s} B GB/s" for s in sizes]]
-    heads += ["last cache", "power", "torch", "driver", "CUDA", "emblib", "measured"]
-    return Table(heads, [_machine(m, sizes) for m in found.machines])
+    """Return what each machine is, what its memory does, and which software ran."""
+    columns: dict[str, Column] = {
+        "machine": lambda m: m.label,
+        "theory GB/s": lambda m: _number(m.bandwidth_gb_s, "unknown"),
+        "copy GB/s": lambda m: _number(m.roofs.copy_gb_s, "not measured"),
+    }
+    for size in sorted({size for m in found.machines for size, _ in m.roofs.gather_gb_s}):
+        columns[f"gather {size} B GB/s"] = functools.partial(_gathered, size)
+    columns |= {
+        "last cache": lambda m: _figure(m, "cache_mb", " MB"),
+        "power": lambda m: _figure(m, "tdp_w", " W"),
+        "torch": lambda m: str(m.run.environment.get("torch") or text.NONE),
+        "driver": lambda m: str((m.run.environment.get("gpu") or {}).get("driver") or text.NONE),
+        "CUDA": lambda m: str((m.run.environment.get("gpu") or {}).get("cuda") or text.NONE),
+        "emblib": lambda m: text.commit(m.run.environment) or text.NONE,
+        "measured": lambda m: str(m.run.environment.get("time_utc", ""))[:10],
+    }
+    return Table.of(found.machines, columns)
 
 
-def _machine(machine: Machine, sizes: Sequence[int]) -> list[Value]:
-    e, device = machine.run.environment, machine.device
-    gpu, git = e.get("gpu") or {}, e.get("git") or {}
-    gathered = dict(machine.roofs.gather_gb_s)
-    figures = device.figures if device else {}
-    code = f"{git.get('sha', '')}{'-dirty' * bool(git.get('dirty'))}"
-    return [
-        Value(machine.label),
-        _number(machine.bandwidth_gb_s, "unknown"),
-        _number(machine.roofs.copy_gb_s, "not measured"),
-        *[_number(gathered.get(size, math.nan), "not measured") for size in sizes],
-        _number(figures.get("cache_mb", math.nan), "unknown", " MB"),
-        _number(figures.get("tdp_w", math.nan), "unknown", " W"),
-        *[Value(str(v or text.NONE)) for v in (e.get("torch"), gpu.get("driver"), gpu.get("cuda"))],
-        Value(code or text.NONE),
-        Value(str(e.get("time_utc", ""))[:10]),
-    ]
+def _gathered(size: int, machine: Machine) -> Value:
+    return _number(dict(machine.roofs.gather_gb_s).get(size, math.nan), "not measured")
+
+
+def _figure(machine: Machine, name: str, unit: str) -> Value:
+    figures = machine.device.figures if machine.device else {}
+    return _number(figures.get(name, math.nan), "unknown", unit)
 
 
 def _number(value: float, otherwise: str, unit: str = "") -> Value:
@@ -193,24 +194,38 @@ def _number(value: float, otherwise: str, unit: str = "") -> Value:
 
 
 def rows_table(found: Comparison, phase: str) -> Table:
-    """A row per role and contender: what the machines gain on the first, then rates and shares."""
+    """Return, per role and contender, each machine's gain on the first, its rate and its share."""
     machines, rows = found.machines, found.rows[found.rows["phase"] == phase]
     known = table.roof(rows)
-    heads = ["work", "contender", *[f"{m.label} ÷ {machines[0].label}" for m in machines[1:]]]
-    heads += [f"{m.label}: M lookups/s" for m in machines]
-    heads += [f"{m.label}: % of {known.words}" for m in machines] if known else []
-    lines = []
-    for (place, _), group in rows.groupby(["role", "arm"], sort=False):
-        by_machine = [group[group["machine"] == n].iloc[0] for n in range(len(machines))]
-        line = [Value(str(place)), Value(str(by_machine[0]["name"]))]
-        for row in by_machine[1:]:
-            gain = table.speedup(row, by_machine[0])
-            line.append(Value(times(gain) + " (sizes differ)" * (not row["same"]), gain.ratio))
-        line += [Value(text.digits(row["rate"] / 1e6), row["rate"]) for row in by_machine]
-        if known:
-            line += [_number(100 * row[known.column], text.NONE) for row in by_machine]
-        lines.append(line)
-    return Table(heads, lines)
+    columns: dict[str, Column] = {
+        "work": lambda group: str(group[0]["role"]),
+        "contender": lambda group: str(group[0]["name"]),
+    }
+    for n, machine in list(enumerate(machines))[1:]:
+        columns[f"{machine.label} ÷ {machines[0].label}"] = functools.partial(_gain_of, n)
+    for n, machine in enumerate(machines):
+        columns[f"{machine.label}: M lookups/s"] = functools.partial(_rate, n)
+    if known:
+        for n, machine in enumerate(machines):
+            columns[f"{machine.label}: % of {known.words}"] = functools.partial(_used, n, known)
+    groups = [
+        [group[group["machine"] == n].iloc[0] for n in range(len(machines))]
+        for _, group in rows.groupby(["role", "arm"], sort=False)
+    ]
+    return Table.of(groups, columns)
+
+
+def _gain_of(number: int, group: Sequence[pd.Series]) -> Value:
+    gain = table.speedup(group[number], group[0])
+    return Value(times(gain) + " (sizes differ)" * (not group[number]["same"]), gain.ratio)
+
+
+def _rate(number: int, group: Sequence[pd.Series]) -> Value:
+    return Value.of(group[number]["rate"], lambda rate: text.digits(rate / 1e6))
+
+
+def _used(number: int, roof: Roof, group: Sequence[pd.Series]) -> Value:
+    return Value.of(100 * group[number][roof.column], text.digits)
 
 
 def size_lines(found: Comparison) -> list[str]:
@@ -220,16 +235,19 @@ def size_lines(found: Comparison) -> list[str]:
 
 
 def sources_table(found: Comparison) -> Table:
-    """Where each theoretical figure was read."""
-    lines = []
-    for device in {m.device.key: m.device for m in found.machines if m.device}.values():
-        for key, words in ceilings.FIGURES.items():
-            shown = text.NONE
-            if key in device.figures:
-                shown = f"{device.figures[key]:g}"
-            source = device.sources.get(key, ceilings.UNKNOWN)
-            lines.append([Value(device.name), Value(words), Value(shown), Value(source)])
-    return Table(["device", "figure", "value", "source"], lines)
+    """Return where each theoretical figure was read."""
+    devices = {m.device.key: m.device for m in found.machines if m.device}.values()
+    return Table.of(
+        [(device, key, words) for device in devices for key, words in ceilings.FIGURES.items()],
+        {
+            "device": lambda row: row[0].name,
+            "figure": lambda row: row[2],
+            "value": lambda row: (
+                f"{row[0].figures[row[1]]:g}" if row[1] in row[0].figures else text.NONE
+            ),
+            "source": lambda row: row[0].sources.get(row[1], ceilings.UNKNOWN),
+        },
+    )
 
 
 def published_lines(found: Comparison) -> list[str]:
@@ -243,69 +261,40 @@ def published_lines(found: Comparison) -> list[str]:
     ]
 
 
-def markdown(found: Comparison, figures: Sequence[Figure]) -> str:
-    """report.md."""
-    said = sentences(found.machines, found.rows)
-    lines = [f"# {found.name} on {len(found.machines)} machines", "", f"**{said[0]}** "
-             f"{' '.join(said[1:])}", ""]  # fmt: skip
-    for difference in found.differences:
-        strong = difference.weight is Weight.confounder
-        lines += [f"> **{difference.sentence()}**" if strong else f"> {difference.sentence()}", ""]
-    for figure in figures:
-        lines += [f"![{figure.title}]({figure.name}.png)", ""]
-        lines += [f"**{figure.title}.** {figure.caption}", ""]
-    lines += ["## Machines", "", machines_table(found).markdown(), ""]
-    for phase in ("step", "forward"):
-        lines += [f"## {phase.capitalize()}", "", rows_table(found, phase).markdown(), ""]
-    for title, words in _lists(found):
-        lines += [f"## {title}", "", *[f"- {w}" for w in words], ""]
-    lines += ["## Where the theoretical figures come from", "", sources_table(found).markdown(), ""]
-    lines += ["## Reproduce", "", text.Code("\n".join(_commands(found))), ""]
-    return text.markdown_document(lines)
-
-
-def _lists(found: Comparison) -> list[tuple[str, Sequence[str]]]:
-    every = [
-        ("Work of other sizes", size_lines(found)),
-        ("Not compared", list(found.left_out)),
-        ("Published elsewhere", published_lines(found)),
-        ("How to read this", HOW_TO_READ),
+def page(found: Comparison) -> Page:
+    """Return the page of a comparison."""
+    drawn = figures.figures(found.machines, found.rows)
+    tables = [
+        Section(phase.capitalize(), table=rows_table(found, phase)) for phase in ("step", "forward")
     ]
-    return [(title, words) for title, words in every if words]
+    return Page(
+        name=f"{found.name} on {len(found.machines)} machines",
+        answer=sentences(found.machines, found.rows),
+        sections=[
+            Section("Results", figures=drawn[:1]),
+            Section("Machines", table=machines_table(found)),
+            *tables,
+            Section("Figures", figures=drawn[1:]),
+            Section("Work of other sizes", points=size_lines(found)),
+            Section("Not compared", points=found.left_out),
+            Section("Published elsewhere", points=published_lines(found)),
+            Section("How to read this", points=HOW_TO_READ),
+            Section(
+                "Sources",
+                folded="Where the theoretical figures come from",
+                table=sources_table(found),
+            ),
+            Section("Reproduce", code="\n".join(_commands(found))),
+        ],
+        subtitle=found.subtitle,
+        question=str(found.machines[0].run.info.get("question", "")),
+        notices=[Notice(d.sentence(), d.weight.value) for d in found.differences],
+    )
 
 
 def _commands(found: Comparison) -> list[str]:
     runs = [f"{m.run.environment.get('command', '')}  # on {m.name}" for m in found.machines]
     return [*runs, found.command]
-
-
-def page(found: Comparison, drawn: Sequence[tuple[Figure, Sequence[str]]]) -> str:
-    """index.html; `drawn` are the figures with their panels as inline SVG."""
-    said = sentences(found.machines, found.rows)
-    parts = [f"<style>{STYLE.read_text()}</style>"]
-    parts += [shell.paragraph(f"{found.name} on {len(found.machines)} machines", "eyebrow")]
-    parts += [f"<h1>{html.escape(said[0])}</h1>"]
-    parts += [shell.paragraph(" ".join(said[1:]))] if said[1:] else []
-    question = found.machines[0].run.info.get("question", "")
-    parts += [shell.paragraph(f"Question: {question}", "question")]
-    for difference in found.differences:
-        kind = "confounder" if difference.weight is Weight.confounder else "remark"
-        parts.append(shell.paragraph(difference.sentence(), kind))
-    parts += [shell.CONTENTS]
-    blocks = [shell.figure(figure, panels) for figure, panels in drawn]
-    parts += [shell.heading("Results", "results"), *blocks[:1]]
-    parts += [shell.heading("Machines", "machines"), machines_table(found).html()]
-    for phase in ("step", "forward"):
-        parts += [shell.heading(phase.capitalize(), phase), rows_table(found, phase).html()]
-    parts += [shell.heading("Figures", "figures"), *blocks[1:]] if blocks[1:] else []
-    for title, words in _lists(found):
-        items = "".join(f"<li>{html.escape(w)}</li>" for w in words)
-        parts += [shell.heading(title, title.lower().replace(" ", "-")), f"<ul>{items}</ul>"]
-    parts += ["<details><summary>Where the theoretical figures come from</summary>"]
-    parts += [sources_table(found).html(), "</details>"]
-    commands = html.escape("\n".join(_commands(found)))
-    parts += [shell.heading("Reproduce", "reproduce"), f"<pre>{commands}</pre>"]
-    return shell.document(f"{found.name} compared · emblib", parts)
 
 
 FOLDER = ROOT / "reports" / "compare"
@@ -316,16 +305,9 @@ def write(runs: Sequence[Path], folder: Path | None, command: str) -> Path:
     found = Comparison.of(runs, command)
     store = RunStore((folder or FOLDER / found.name).resolve())
     store.write("compare.csv", found.rows.to_csv(index=False))
-    drawn = _draw(found, store)
-    store.write("report.md", markdown(found, [figure for figure, _ in drawn]))
-    written = store.write("index.html", page(found, drawn))
+    report = page(found)
+    written = document.write(store.path, report)
     for difference in found.differences:
         print(difference.sentence())
-    print("\n" + " ".join(sentences(found.machines, found.rows)))
+    print("\n" + " ".join(report.answer))
     return written
-
-
-def _draw(found: Comparison, store: RunStore) -> list[tuple[Figure, list[str]]]:
-    every = figures.figures(found.machines, found.rows)
-    with style.theme():
-        return [(f, style.draw(f, found.subtitle, store.path)) for f in every]

@@ -18,6 +18,7 @@ from experiments.gate.pairs import Conductor, Trial
 from experiments.gate.rules import Request, Rules, Stage
 from experiments.paths import ROOT
 from experiments.report import ratios
+from experiments.report.document import Section
 from experiments.report.style import COLOURS, Figure
 from experiments.report.tables import Table, Value
 from experiments.results.store import RunStore, read_json, read_records
@@ -89,21 +90,20 @@ def write(path: Path) -> tuple[str, str]:
     if read_json(path, "run.json").get("status") != "finished":
         notices.append("This run was interrupted; it is not kept as the machine's noise floor.")
     notices += [f"{n}: {r['status']} ({r['reason']})" for n, r in failed.items()]
-    sections = [pages.Section("Noise by point", table=table(points, margins))]
     lines = [
         _line(name, p["effects"], margins[name]) for name, p in points.items() if p["pairs"] > 1
     ]
+    drawn = []
     if lines:
         caption = (
             "Bars: 95 % interval of the mean over all pairs; small dots: single pairs. Grey: "
             "within the gate's margin. All of it is noise."
         )
-        drawn = ratios.panel("A against A", lines, "time of one ÷ time of the other")
-        funnel = Figure(
-            "funnel", "What one revision seems to differ from itself", caption, "", [drawn]
-        )
-        sections[0].figures = [funnel]
-    report = pages.Page(str(config.name), answer, (), (), notices, sections, HOW)
+        panel = ratios.panel("A against A", lines, "time of one ÷ time of the other")
+        title = "What one revision seems to differ from itself"
+        drawn.append(Figure("funnel", title, caption, "", [panel]))
+    sections = [Section("Noise by point", figures=drawn, table=table(points, margins))]
+    report = pages.page_of(path, str(config.name), [answer], sections, notices=notices, how=HOW)
     return answer, pages.write(path, report)
 
 

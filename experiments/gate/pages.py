@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import html
 import math
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from experiments.gate.rules import Ruling
 from experiments.gate.verdicts import Findings, Line, as_json
 from experiments.paths import ROOT
+from experiments.report import document, text
 from experiments.report import ratios as forest
-from experiments.report import shell, text
+from experiments.report.document import Notice, Page, Section, Tile
 from experiments.report.style import COLOURS, FASTER, SLOWER, Figure
 from experiments.report.tables import Table, Value
 from experiments.results.store import RunStore, read_json
@@ -38,94 +37,50 @@ HOW = (
 )
 
 
-@dataclass
-class Section:
-    """A heading with text, a table and figures, each of which may be missing."""
-
-    title: str
-    words: Sequence[str] = ()
-    table: Table | None = None
-    figures: Sequence[Figure] = ()
-
-
-@dataclass
-class Page:
-    """A report before it is rendered as HTML and as Markdown."""
-
-    name: str
-    answer: str
-    more: Sequence[str] = ()
-    tiles: Sequence[tuple[str, str, str]] = ()
-    notices: Sequence[str] = ()
-    sections: Sequence[Section] = field(default_factory=list)
-    how: Sequence[str] = HOW
-
-
 def write(path: Path, page: Page) -> str:
-    """Write index.html, report.md and the figures; return the page's path as users type it."""
-    store, environment = RunStore(path), read_json(path, "environment.json")
-    drawn = {f.name: _draw(path, f, environment) for s in page.sections for f in s.figures}
-    store.write("report.md", markdown(page, environment))
-    store.write("index.html", _html(path, page, drawn, environment))
-    place = path / "index.html"
+    """Write index.html, report.md and the figures; return where, as a user would type it."""
+    place = document.write(path, page)
     return str(place.relative_to(Path.cwd()) if place.is_relative_to(Path.cwd()) else place)
 
 
+def page_of(
+    path: Path,
+    name: str,
+    answer: Sequence[str],
+    sections: Sequence[Section],
+    *,
+    tiles: Sequence[Tile] = (),
+    notices: Sequence[str] = (),
+    how: Sequence[str] = HOW,
+) -> Page:
+    """Return the page of a run of the gate, with how to read it and how to repeat it."""
+    environment = read_json(path, "environment.json")
+    return Page(
+        name=name,
+        answer=answer,
+        sections=[
+            *sections,
+            Section("How to read this", points=how),
+            Section("Reproduce", code=str(environment.get("command", ""))),
+            Section(
+                "Configuration",
+                folded="Configuration that ran",
+                code=(path / "config.yaml").read_text(),
+                web_only=True,
+            ),
+        ],
+        subtitle=subtitle(environment),
+        tiles=tiles,
+        notices=[Notice(words) for words in notices],
+        closing="In the folder of this page: points.jsonl (raw samples), report.md, figures.",
+    )
+
+
 def subtitle(environment: dict[str, Any]) -> str:
-    """Describe machine and software in one line."""
-    git = environment.get("git") or {}
-    code = f"{git.get('sha', '')}{'-dirty' * bool(git.get('dirty'))}"
-    parts = [environment.get("device"), f"torch {environment.get('torch')}", code]
+    """Machine and software, in one line."""
+    torch, code = f"torch {environment.get('torch')}", text.commit(environment)
+    parts = [environment.get("device"), torch, code]
     return " · ".join(str(p) for p in parts if p)
-
-
-def _draw(path: Path, figure: Figure, environment: dict[str, Any]) -> list[str]:
-    from experiments.report import style
-
-    with style.theme():
-        return style.draw(figure, subtitle(environment), path)
-
-
-def markdown(page: Page, environment: dict[str, Any], *, figures: bool = True) -> str:
-    """Render for a terminal, a pull request or a job summary."""
-    lines = [f"# {page.name}", "", f"**{page.answer}** {' '.join(page.more)}", ""]
-    lines += [f"> **{n}**\n" for n in page.notices]
-    for section in page.sections:
-        lines += [f"## {section.title}", ""] + [x for w in section.words for x in (w, "")]
-        lines += [section.table.markdown(), ""] if section.table and section.table.rows else []
-        for figure in section.figures if figures else ():
-            lines += [f"![{figure.title}]({figure.name}.png)", "", figure.caption, ""]
-    lines += ["## How to read this", "", *(f"- {t}" for t in page.how), ""]
-    lines += ["## Reproduce", "", text.Code(environment.get("command", "")), ""]
-    return text.markdown_document([*lines, subtitle(environment), ""])
-
-
-def _html(path: Path, page: Page, drawn: dict[str, list[str]], environment: dict[str, Any]) -> str:
-    parts = [shell.paragraph(page.name, "eyebrow"), f"<h1>{html.escape(page.answer)}</h1>"]
-    parts += [shell.tiles(page.tiles)]
-    parts += [shell.paragraph(" ".join(page.more))] if page.more else []
-    parts += [shell.paragraph(n, "notice") for n in page.notices]
-    parts += [shell.paragraph(subtitle(environment), "meta"), shell.CONTENTS]
-    for number, section in enumerate(page.sections):
-        parts += [shell.heading(section.title, f"part-{number}")]
-        parts += [shell.paragraph(w) for w in section.words]
-        parts += [section.table.html()] if section.table and section.table.rows else []
-        parts += [shell.figure(f, drawn[f.name]) for f in section.figures]
-    parts += [shell.heading("How to read this", "how-to-read"), "<ul>"]
-    parts += [f"<li>{html.escape(t)}</li>" for t in page.how]
-    command = html.escape(str(environment.get("command", "")))
-    config = html.escape((path / "config.yaml").read_text())
-    parts += [
-        "</ul>",
-        shell.heading("Reproduce", "reproduce"),
-        f"<div class=command><pre>{command}</pre>"
-        "<button type=button class=copy>copy</button></div>",
-        f"<details><summary>Configuration that ran</summary><pre>{config}</pre></details>",
-        shell.paragraph(
-            "Beside this page: points.jsonl (raw samples), report.md, figures.", "meta"
-        ),
-    ]
-    return shell.document(f"{page.name} · emblib", parts)
 
 
 def ratio(value: float, lo: float, hi: float) -> Value:
@@ -166,11 +121,11 @@ def write_outputs(
     *,
     summary: str | None = None,
 ) -> tuple[str, str]:
-    """Write all outputs, append to `summary`, and return (answer, path of the page)."""
-    store, environment = RunStore(path), read_json(path, "environment.json")
+    """All of them, before anyone exits; (answer, place of the page). `summary` is added to."""
+    store = RunStore(path)
     answer = sentence(found, facts)
-    report = _page(found, facts, answer, status)
-    store.write("gate.md", markdown(report, environment, figures=False))
+    report = _page(path, found, facts, answer, status)
+    store.write("gate.md", report.markdown(figures=False))
     store.write_json(
         "gate.json",
         {
@@ -238,11 +193,11 @@ def _pairs(ruling: Ruling) -> str:
     return f"{len(ruling.first)}" + f"+{len(ruling.second)}" * bool(ruling.second)
 
 
-def _page(found: Findings, facts: Mapping[str, Any], answer: str, status: int) -> Page:
+def _page(path: Path, found: Findings, facts: Mapping[str, Any], answer: str, status: int) -> Page:
     notices = [f"Exit status {status}: {MEANING[status]}."] if status else []
     notices += list(facts.get("notices", ()))
     tiles = [
-        (
+        Tile(
             str(len(found.having(v.value))),
             v.value.lower(),
             _kind(v) if found.having(v.value) else "",
@@ -255,7 +210,8 @@ def _page(found: Findings, facts: Mapping[str, Any], answer: str, status: int) -
     others += [f"{x.point}: {change}" for x in found.lines for change in (*x.grown, *x.shrunk)]
     if others:
         sections.append(Section("Also to know", others))
-    return Page(str(facts["experiment"]), answer, (), tiles, notices, sections)
+    name = str(facts["experiment"])
+    return page_of(path, name, [answer], sections, tiles=tiles, notices=notices)
 
 
 def _kind(verdict: Verdict) -> str:

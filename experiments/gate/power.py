@@ -23,6 +23,7 @@ from experiments.gate import pages, setup
 from experiments.gate import rules as judge
 from experiments.gate.pairs import Conductor, Trial
 from experiments.gate.rules import RULES, Rules
+from experiments.report.document import Page, Section, Tile
 from experiments.report.style import COLOURS, GRID, INK, Drawing, Figure, Panel
 from experiments.report.tables import Table, Value
 from experiments.results.store import Record, RunStore, read_json, read_records
@@ -247,7 +248,7 @@ def _page(
     rates: Mapping[str, Any],
     trials: Sequence[Mapping[str, Any]],
     info: Mapping[str, Any],
-) -> pages.Page:
+) -> Page:
     config = OmegaConf.load(path / "config.yaml")
     rules = kept_rules(RunStore(path))
     assert rules is not None
@@ -267,7 +268,7 @@ def _page(
     tiles = [
         _tile(rates["false_alarms"], "of gates without a change raised an alarm"),
         _tile(rates["caught"], f"of points slowed by {100 * (slow - 1):.3g} % were caught"),
-        (str(len(trials)), "trials of the whole gate", ""),
+        Tile(str(len(trials)), "trials of the whole gate"),
     ]
     words = [
         f"Every trial is a whole gate ({pairs}; then as many again to confirm) whose processes "
@@ -277,15 +278,17 @@ def _page(
         "and the correction for many points is then at its strictest.",
     ]
     sections = [
-        pages.Section("Rates by point", words, rate_table(rates)),
-        pages.Section("Every trial", figures=[figure(trials, rules.margins)] if trials else []),
+        Section("Rates by point", words, table=rate_table(rates)),
+        Section("Every trial", figures=[figure(trials, rules.margins)] if trials else []),
     ]
-    return pages.Page("gate_power", answer, more, tiles, notices, sections)
+    return pages.page_of(
+        path, "gate_power", [answer, *more], sections, tiles=tiles, notices=notices
+    )
 
 
-def _tile(rate: Mapping[str, Any], what: str) -> tuple[str, str, str]:
+def _tile(rate: Mapping[str, Any], what: str) -> Tile:
     share = "–" if rate["rate"] is None else f"{100 * rate['rate']:.3g} %"
-    return share, f"{what} ({rate['hits']} of {rate['of']})", ""
+    return Tile(share, f"{what} ({rate['hits']} of {rate['of']})")
 
 
 def rate_table(rates: Mapping[str, Any]) -> Table:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from experiments.report.data import Run
+    from experiments.report.document import Tile
     from experiments.report.style import Figure
     from experiments.report.tables import Table
     from experiments.run.session import Session
@@ -159,11 +160,11 @@ class Kind:
         """Return a section's table of results; None: there is nothing to show."""
         if not len(run.of(section)):
             return None
-        found: Table = load("experiments.report.tables:section_table")(run, section)
+        found: Table = load("experiments.report.results:section_table")(run, section)
         return found
 
-    def tiles(self, run: Run) -> list[tuple[str, str, str]]:
-        """Return the numbers at the top of the page: (value, meaning, style)."""
+    def tiles(self, run: Run) -> list[Tile]:
+        """Return the numbers at the top of the page."""
         return []
 
     def readme_lines(self, run: Run, command: str, link: str) -> list[str] | None:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from experiments.report.data import Run
+    from experiments.report.document import Tile
     from experiments.report.style import Figure
 
 
@@ -36,7 +37,7 @@ class Timing(Kind):
 
         return figures.figures(run)
 
-    def tiles(self, run: Run) -> list[tuple[str, str, str]]:
+    def tiles(self, run: Run) -> list[Tile]:
         """Return the ratio to the baseline, the memory and the rate."""
         from experiments.report import answer
 
@@ -44,7 +45,7 @@ class Timing(Kind):
 
     def readme_lines(self, run: Run, command: str, link: str) -> list[str] | None:
         """Return the headline's table."""
-        from experiments.report import tables
+        from experiments.report import results
 
         if run.table.empty:
             return None
@@ -53,7 +54,7 @@ class Timing(Kind):
         return [
             f"{command}: {run.title(section)}, B = {int(batch):,}.",
             "",
-            *tables.readme_table(run),
+            *results.readme_table(run),
             "",
             f"Step = forward + backward + update. {link}",
         ]

@@ -80,7 +80,7 @@ def _headline(run: Run, record: Record) -> str:
     best, recent = (_at(record, policy, size) for policy in ("offline", "lru"))
     half = concentration(record, "0.5")
     return (
-        f"Of the {name(record)} ({text.several(record['features'], 'table')}, {total:,} lookups "
+        f"Of the {name(record)} ({text.count(record['features'], 'table')}, {total:,} lookups "
         f"into {found['distinct']:,} distinct rows), {percent(sum(samples['rows']) / total)} are "
         f"distinct rows of their batch; {percent(half)} of the rows have half of the lookups, and "
         f"a cache of {100 * size:g} % of the rows could at best serve {percent(best)} of them "
@@ -210,8 +210,8 @@ def figures(run: Run) -> list[Figure]:
 def _sizes(records: Sequence[Record]) -> str:
     """What all of them share, in one line."""
     found = {
-        f"{text.several(r['features'], 'table')}, B={r['params']['B']:,}, "
-        f"{text.several(len(r['samples']['lookups']), 'batch', 'batches')}, "
+        f"{text.count(r['features'], 'table')}, B={r['params']['B']:,}, "
+        f"{text.count(len(r['samples']['lookups']), 'batch', 'batches')}, "
         f"{sum(r['samples']['lookups']):,} lookups"
         for r in records
     }

@@ -11,6 +11,7 @@ from experiments.config.schema import Mode
 from experiments.config.sweep import SWEEP
 from experiments.report import text
 from experiments.report.data import Run
+from experiments.report.document import Tile
 
 Rows = dict[str, dict[str, Any]]  # by phase
 OPEN = "unsure"
@@ -70,7 +71,7 @@ def _verdict(row: dict[str, Any]) -> str:
     word, count = text.verdict(row["verdict"]), float(row["processes"])
     if not word:
         return ""
-    processes = text.several(count, "process", "processes")
+    processes = text.count(count, "process", "processes")
     visible = float(row["visible"])
     if word == OPEN and math.isfinite(visible):
         return f"; unsure: {processes} show differences from {100 * visible:.1f} % on"
@@ -112,31 +113,27 @@ def _other_modes(run: Run, cell: str) -> list[str]:
     return found
 
 
-def tiles(run: Run) -> list[tuple[str, str, str]]:
-    """The numbers to remember: (value, what it is, kind)."""
+def tiles(run: Run) -> list[Tile]:
+    """Return the numbers to remember."""
     first = run.at(run.modes[0])
     cell = first.headline_cell()
     subject = _pick(first, cell, run.subject.key) if cell else None
     if subject is None or subject["step"]["status"] != "ok":
         return []
-    kinds = {"slower": "bad", "faster": "good", OPEN: "open"}
+    styles = {"slower": "bad", "faster": "good", OPEN: "open"}
     found = []
     for phase in ("step", "forward"):
         row = subject[phase]
         if not text.missing(row["ratio"]):
             word = text.verdict(row["verdict"])
-            what = f"{phase} time of {run.baseline.label}"
             interval = text.interval(row["ratio_lo"], row["ratio_hi"])
-            found.append(
-                (text.times(row["ratio"]), f"{what} {interval}{word and ': ' + word}",
-                 kinds.get(word, ""))
-            )  # fmt: skip
+            meaning = f"{phase} time of {run.baseline.label} {interval}{word and ': ' + word}"
+            found.append(Tile(text.times(row["ratio"]), meaning, styles.get(word, "")))
     step = subject["step"]
     if step["compression"] != 1:
-        found.append((f"1/{text.digits(step['compression'])}", "of the plain tables' memory", ""))
-    rate = step["lookups"] / step["median_s"]
-    found.append((f"{text.digits(rate / 1e6)} M/s", f"lookups through {run.subject.label}", ""))
-    return found
+        found.append(Tile(f"1/{text.digits(step['compression'])}", "of the plain tables' memory"))
+    rate = text.digits(step["lookups"] / step["median_s"] / 1e6)
+    return [*found, Tile(f"{rate} M/s", f"lookups through {run.subject.label}")]
 
 
 def _extremes(run: Run) -> tuple[pd.Series, pd.Series] | None:

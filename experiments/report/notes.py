@@ -158,14 +158,14 @@ def _unfinished(run: Run) -> list[str]:
     short = [n for n in passes.values() if n < run.planned]
     if short:
         found.append(
-            f"{len(short)} of {text.several(len(passes), 'cell')} were measured in fewer than the "
-            f"planned {text.several(run.planned, 'process', 'processes')} (fewest: {min(short)}). "
+            f"{len(short)} of {text.count(len(passes), 'cell')} were measured in fewer than the "
+            f"planned {text.count(run.planned, 'process', 'processes')} (fewest: {min(short)}). "
             "One process gives no interval; two take the spread of the run's other cells."
         )
     left_out = int(run.info.get("cells_left_out", 0))
     if left_out:
         found.append(
-            f"{left_out} of {text.several(run.info['cells'], 'cell')} were not measured: the time "
+            f"{left_out} of {text.count(run.info['cells'], 'cell')} were not measured: the time "
             "of the run (timing.total_seconds) was used up. The same command goes on with them."
         )
     return found

@@ -81,20 +81,18 @@ def _short(cell: str) -> str:
 
 
 def table(run: Run) -> Table:
-    """Contenders without a measurement, and why."""
-    rows = [
-        [
-            Value(o.label),
-            Value(o.cell),
-            Value(o.mode),
-            Value(o.status),
-            Value(f"{o.good} of {o.total}", o.good / o.total),
-            Value(o.reason),
-        ]
-        for o in run.outcomes()
-        if o.status != "ok"
-    ]
-    return Table(["contender", "cell", "mode", "status", "processes measured", "reason"], rows)
+    """Return the contenders without a measurement, and why."""
+    return Table.of(
+        [o for o in run.outcomes() if o.status != "ok"],
+        {
+            "contender": lambda o: o.label,
+            "cell": lambda o: o.cell,
+            "mode": lambda o: o.mode,
+            "status": lambda o: o.status,
+            "processes measured": lambda o: Value(f"{o.good} of {o.total}", o.good / o.total),
+            "reason": lambda o: o.reason,
+        },
+    )
 
 
 def sentence(run: Run) -> str:

@@ -137,6 +137,7 @@ class Figure:
     sizes: str
     panels: Sequence[Panel]
     columns: int = 0  # of the sheet; 0: as many as look well
+    subtitle: str = ""  # machine and software; empty: the page's
 
 
 @contextmanager

@@ -1,11 +1,11 @@
-"""Numbers as people read them: engineering units, three digits, ratios with intervals."""
+"""Formatting: numbers in engineering units, ratios with intervals, text made safe for Markdown."""
 
 from __future__ import annotations
 
 import math
 import re
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 NONE = "–"
@@ -24,6 +24,11 @@ class Code(str):
 
     __slots__ = ()
 
+    @property
+    def indented(self) -> str:
+        """Return the text as a Markdown code block."""
+        return textwrap.indent(self, "    ")
+
 
 def markdown_document(lines: Iterable[str]) -> str:
     """Join the lines of a Markdown page so that no label can put HTML into it.
@@ -32,9 +37,7 @@ def markdown_document(lines: Iterable[str]) -> str:
     use no HTML of their own, so every `<` outside `Code` is written as `&lt;`, however it is
     indented, and links to anything but files and web addresses are broken.
     """
-    return "\n".join(
-        textwrap.indent(line, "    ") if isinstance(line, Code) else inert(line) for line in lines
-    )
+    return "\n".join(line.indented if isinstance(line, Code) else inert(line) for line in lines)
 
 
 def inert(line: str) -> str:
@@ -48,12 +51,12 @@ def one_line(label: str) -> str:
 
 
 def missing(value: Any) -> bool:
-    """None and NaN."""
+    """Return whether a value is None or NaN."""
     return value is None or (isinstance(value, float) and math.isnan(value))
 
 
 def digits(value: float, significant: int = 3) -> str:
-    """Plain decimal notation with `significant` digits, thousands separated."""
+    """Return a number in decimal notation with `significant` digits, thousands separated."""
     if missing(value):
         return NONE
     if value == 0:
@@ -62,19 +65,18 @@ def digits(value: float, significant: int = 3) -> str:
     return f"{value:,.{decimals}f}"
 
 
-def seconds(value: float) -> str:
-    """'1.23 ms'."""
+def seconds(value: float | None) -> str:
+    """Return a time, e.g. '1.23 ms'."""
     return _scaled(value, (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6), ("ns", 1e-9)))
 
 
 def size(value: float | None) -> str:
-    """'2.16 GB', decimal units."""
-    units = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1.0))
-    return NONE if value is None else _scaled(float(value), units)
+    """Return a number of bytes in decimal units, e.g. '2.16 GB'."""
+    return _scaled(value, (("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1.0)))
 
 
-def _scaled(value: float, units: tuple[tuple[str, float], ...]) -> str:
-    if missing(value):
+def _scaled(value: float | None, units: tuple[tuple[str, float], ...]) -> str:
+    if value is None or missing(value):
         return NONE
     for unit, factor in units:
         if abs(value) >= factor:
@@ -83,35 +85,56 @@ def _scaled(value: float, units: tuple[tuple[str, float], ...]) -> str:
 
 
 def times(value: float) -> str:
-    """'2.1×'."""
+    """Return a factor, e.g. '2.10×'."""
     return NONE if missing(value) else f"{digits(value)}×"
 
 
+def percent(share: float, significant: int = 3) -> str:
+    """Return a share of 1 in percent, e.g. '71.3 %'."""
+    return NONE if missing(share) else f"{digits(100 * share, significant)} %"
+
+
 def interval(lo: float, hi: float) -> str:
-    """'[1.9, 2.3]', or that one process gives none."""
+    """Return '[1.9, 2.3]', or that a single process gives no interval."""
     if missing(lo) or missing(hi):
         return "[one process]"
     return f"[{digits(lo)}, {digits(hi)}]"
 
 
+def ratio(row: Mapping[str, Any]) -> str:
+    """Return the ratio of a row with its confidence interval, e.g. '2.10× [1.90, 2.30]'."""
+    return f"{times(row['ratio'])} {interval(row['ratio_lo'], row['ratio_hi'])}"
+
+
 def fraction(value: float) -> str:
-    """1/x for a compression ratio x >= 1."""
+    """Return 1/x for a compression ratio x >= 1."""
     return f"1/{digits(value)}" if value >= 1 else times(1 / value)
 
 
-def count(number: int, one: str, many: str = "") -> str:
-    """'1 cell', '3 cells'; `many` where an s is not enough."""
-    return f"{number:,} {one if number == 1 else many or one + 's'}"
+def count(number: float, one: str, many: str = "") -> str:
+    """Return '1 cell' or '3 cells'; `many` is for plurals that are not `one` and an s."""
+    return f"{number:,.0f} {one if number == 1 else many or one + 's'}"
+
+
+def number(value: float) -> str:
+    """Return 1,000,000 and 1.05 rather than 1e+06."""
+    return f"{value:,.0f}" if float(value).is_integer() else f"{value:g}"
+
+
+def capitalised(words: str) -> str:
+    """Return words with a capital first letter, the others as they are."""
+    return words[:1].upper() + words[1:]
 
 
 def verdict(value: Any) -> str:
-    """'slower', 'faster', 'same' or 'unsure'; nothing where too few processes were asked."""
+    """Return 'slower', 'faster', 'same' or 'unsure'; empty where there were too few processes."""
     if missing(value) or value is None:
         return ""
     word = str(getattr(value, "value", value)).lower()
     return "" if word in ("nan", "none", "<na>") else word
 
 
-def several(count: float, one: str, many: str = "") -> str:
-    """'1 process', '3 processes'."""
-    return f"{count:,.0f} {one if count == 1 else many or one + 's'}"
+def commit(environment: Mapping[str, Any]) -> str:
+    """Return the commit that ran, marked where the tree had changes; empty outside git."""
+    git = environment.get("git") or {}
+    return f"{git.get('sha') or ''}{'-dirty' * bool(git.get('dirty'))}"

@@ -247,7 +247,7 @@ def test_an_anchors_report_shows_theirs_beside_ours(
     page = (smoke_runs[name] / "index.html").read_text()
     for source in {f.source.key: f.source for f in found}.values():
         assert f"## Published: {source.title}" in text
-        assert source.title.replace("'", "&#x27;") in page
+        assert source.title.replace("'", "&#39;") in page
     assert "this is a smoke run" in text
 
 

@@ -12,9 +12,9 @@ from matplotlib.patches import Rectangle
 
 from experiments.config.sweep import Arm, Cell
 from experiments.machine import ceilings
-from experiments.report import Run, figures, outcomes, ratios, shell, style
-from experiments.report.style import Figure, Panel
-from experiments.report.tables import section_table
+from experiments.report import Run, document, figures, outcomes, ratios, style
+from experiments.report.results import section_table
+from experiments.report.style import Panel
 from tests.experiments.made_up import BANDWIDTH, Recipe, make_run
 
 GRID = ("+experiment=tt_vs_tbe", "design=grid", "sweep.D=[16,32]", "sweep.B=[256,1024,4096]")
@@ -226,7 +226,7 @@ def test_strangers_get_a_colour_that_stays() -> None:
 def test_colours_differ_and_the_page_has_each_in_both_themes() -> None:
     variables = style.variables()
     assert len(variables) == len(style.COLOURS) + len(style.STATUS) + 4
-    css = (shell.ASSETS / "page.css").read_text()
+    css = (document.TEMPLATES / "page.css").read_text()
     for name in variables.values():
         assert len(re.findall(rf"{name}: #", css)) == 2, name
 
@@ -243,12 +243,3 @@ def test_drawings_have_names_of_their_own_and_words_that_are_text(plain: Run) ->
         assert set(used) <= set(re.findall(r'\bid="([^"]+)"', drawing))
     assert "TT rank 16</text>" in drawings[0]
     assert style.INK not in drawings[0]
-
-
-def test_a_page_lists_its_parts(plain: Run) -> None:
-    parts = [shell.CONTENTS, shell.heading("First", "first"), shell.heading("Second", "second")]
-    page = shell.document("a & b", parts)
-    assert '<a href="#first">First</a><a href="#second">Second</a>' in page
-    assert "<title>a &amp; b</title>" in page
-    drawn = Figure("f", "T", "c", "", [Panel("p", lambda axes: None, width=8.0)])
-    assert 'class="panel wide"' in shell.figure(drawn, ["<svg></svg>"])

@@ -20,7 +20,9 @@ from experiments.machine.flags import explain, remedy
 from experiments.paths import ROOT
 from experiments.report import Run, answer, notes, text, write_report
 from experiments.report.__main__ import main
-from experiments.report.tables import Table, Value, flags_table, section_table
+from experiments.report.document import Page, Section
+from experiments.report.results import flags_table, section_table
+from experiments.report.tables import Table, Value
 from experiments.results.store import runs_in
 from tests.experiments.made_up import Recipe, lines, make_run
 
@@ -161,8 +163,9 @@ def test_numbers_as_people_read_them() -> None:
 def test_tables_escape_what_would_break_them() -> None:
     table = Table(["a|b", "<c>"], [[Value("x|y"), Value("<z>", 3.0)]])
     assert "x\\|y" in table.markdown()
-    assert "&lt;z&gt;" in table.html()
-    assert 'data-key="3"' in table.html()
+    page = Page("n", ["a"], [Section("t", table=table)]).html({})
+    assert "&lt;z&gt;" in page
+    assert 'data-key="3"' in page
 
 
 def test_markdown_keeps_no_html_from_labels(tmp_path: Path) -> None:
@@ -280,7 +283,7 @@ def test_three_processes_give_a_verdict_and_the_sentence_says_it(tmp_path: Path)
     assert row["verdict"] == "SLOWER"
     assert "; slower, 3 processes)" in first
     assert text.interval(row["ratio_lo"], row["ratio_hi"]) in first
-    assert answer.tiles(run)[0][2] == "bad"
+    assert answer.tiles(run)[0].style == "bad"
     table = section_table(run, "criteo")
     verdicts = [r[table.heads.index("verdict")].shown for r in table.rows]
     assert verdicts[0] == "baseline"
@@ -367,7 +370,7 @@ def test_every_mode_has_its_own_tables_and_the_answer_names_it(tmp_path: Path) -
     assert "# Mode: hot" in report
     assert notes.MODES["cold"] in report
     page = (run.path / "index.html").read_text()
-    assert "<h2 id=mode-hot>Mode: hot</h2>" in page
+    assert '<h2 id="mode-hot">Mode: hot</h2>' in page
     assert page.count("<details>") == 3
 
 

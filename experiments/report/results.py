@@ -1,0 +1,135 @@
+"""The tables of a run: results by section, provenance, flags of the machine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from experiments.config.sweep import SWEEP
+from experiments.machine.ceilings import Roofs
+from experiments.machine.flags import explain, remedy
+from experiments.report import notes, text
+from experiments.report.answer import where
+from experiments.report.data import Run
+from experiments.report.tables import (
+    Column,
+    Table,
+    Value,
+    count,
+    digits,
+    percent,
+    ratio,
+    seconds,
+    size,
+)
+from experiments.results.metrics import WEIGHT_BYTES
+
+
+def section_table(run: Run, section: str) -> Table:
+    """Return the results of one case, or of the sweep: a row per contender and cell.
+
+    The run must be of one mode.
+    """
+    rows = run.of(section)
+    roofs, sweep = Roofs.of(run.environment), section == SWEEP
+    forward = {
+        (r["cell"], r["arm"]): r["median_s"] for _, r in rows[rows["phase"] == "forward"].iterrows()
+    }
+    columns: dict[str, Column] = {}
+    if sweep:
+        columns["point"] = lambda r: where(run, r)
+    columns["contender"] = lambda r: str(r["label"])
+    if rows["row_hit_rate"].notna().any():
+        columns["lookups served"] = lambda r: percent(r["lookup_hit_rate"])
+        columns["rows served"] = lambda r: percent(r["row_hit_rate"])
+    columns["forward"] = lambda r: seconds(forward.get((r["cell"], r["arm"])))
+    columns["step"] = lambda r: seconds(r["median_s"])
+    columns[f"step ÷ {run.baseline.label} [95\u00a0%]"] = lambda r: ratio(
+        r, is_baseline=r["arm"] == run.baseline.key
+    )
+    if (run.table["processes"].max() or 0) > 1:
+        columns["verdict"] = lambda r: (
+            "baseline" if r["arm"] == run.baseline.key else text.verdict(r["verdict"]) or text.NONE
+        )
+        columns["processes"] = lambda r: count(r["processes"])
+        columns["smallest effect shown"] = lambda r: (
+            text.NONE
+            if r["arm"] == run.baseline.key
+            else Value.of(r["visible"], lambda v: f"±{100 * v:.1f} %")
+        )
+    columns["per lookup"] = lambda r: Value.of(r["ns_per_lookup"], lambda v: text.seconds(v / 1e9))
+    columns["useful GB/s"] = lambda r: digits(r["useful_gb_s"])
+    columns["distinct GB/s"] = lambda r: digits(r["distinct_gb_s"])
+    if roofs.gather_gb_s:  # the bandwidth that was measured for rows of about this size
+        columns["of gather"] = lambda r: percent(
+            float(r["distinct_gb_s"]) / roofs.gather(WEIGHT_BYTES * float(r["D"]))
+        )
+    columns["parameters"] = lambda r: size(r["weights_bytes"])
+    columns["compression"] = lambda r: Value.of(
+        r["compression"], lambda v: "1×" if v == 1 else text.times(v)
+    )
+    columns["scratch"] = lambda r: size(r["peak_bytes"])
+    if (run.table["optimizer_state_bytes"].fillna(0) > 0).any():
+        columns["optimizer state"] = lambda r: size(r["optimizer_state_bytes"])
+    steps = rows[rows["phase"] == "step"]
+    return Table.of((r for _, r in steps.iterrows()), columns, names=1 + sweep)
+
+
+def environment_table(run: Run) -> Table:
+    """Return the provenance as name and value."""
+    rows = [[Value(k), Value(v)] for k, v in dict.fromkeys(flatten(run.environment))]
+    return Table(["", ""], rows, plain=True)
+
+
+def flags_table(run: Run) -> Table:
+    """Return what disturbed the measurement, and what would help."""
+    return Table.of(
+        notes.flag_counts(run).items(),
+        {
+            "flag": lambda flag: flag[0],
+            "what it means": lambda flag: explain(flag[0]),
+            "rows": lambda flag: count(flag[1]),
+            "what would help": lambda flag: remedy(flag[0]),
+        },
+    )
+
+
+def flatten(tree: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:
+    """Return (name, value) of every entry, names joined by spaces; unknown values are left out."""
+    found: list[tuple[str, str]] = []
+    for key, value in tree.items():
+        name = f"{prefix}{key}".replace("_", " ")
+        if isinstance(value, dict):
+            found += flatten(value, f"{name} ")
+        elif key == "memory_bytes" and value:
+            found.append((name.replace(" bytes", ""), text.size(value)))
+        elif key == "copy_gb_s" and value:
+            shown = f"{text.digits(value)} GB/s (read + write)"
+            found += [("copy bandwidth", shown)] * (("copy bandwidth", shown) not in found)
+        elif prefix.endswith("gather gb s "):
+            found.append((f"gather bandwidth, rows of {key} B", f"{text.digits(value)} GB/s"))
+        elif value is not None and value != []:
+            shown = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+            found.append((name, shown))
+    return found
+
+
+def readme_table(run: Run) -> list[str]:
+    """Return the headline's table as it stands in the README."""
+    lines = [
+        f"| contender | forward | step | step ÷ {run.baseline.label} | parameters | compression |",
+        "| --- | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    rows = run.table[run.table["cell"] == run.headline_cell()]
+    for _, pair in rows.groupby("arm", sort=False):
+        phases = {str(r["phase"]): r for _, r in pair.iterrows()}
+        step, forward = phases["step"], phases["forward"]
+        if step["status"] != "ok":
+            lines.append(f"| {step['label']} | {step['status']} | – | – | – | – |")
+            continue
+        lines.append(
+            f"| {step['label']} | {text.seconds(forward['median_s'])} "
+            f"| {text.seconds(step['median_s'])} "
+            f"| {'1' if step['arm'] == run.baseline.key else text.ratio(step)} "
+            f"| {text.size(step['weights_bytes'])} | {text.times(step['compression'])} |"
+        )
+    return lines
