@@ -17,7 +17,8 @@ from experiments.gate import pages, setup
 from experiments.gate.pairs import Conductor, Trial
 from experiments.gate.rules import Request, Rules, Stage
 from experiments.paths import ROOT
-from experiments.report import ratios
+from experiments.report import text
+from experiments.report.charts import Row, forest
 from experiments.report.document import Section
 from experiments.report.style import COLOURS, Figure
 from experiments.report.tables import Table, Value
@@ -91,7 +92,7 @@ def write(path: Path) -> tuple[str, str]:
         notices.append("This run was interrupted; it is not kept as the machine's noise floor.")
     notices += [f"{n}: {r['status']} ({r['reason']})" for n, r in failed.items()]
     lines = [
-        _line(name, p["effects"], margins[name]) for name, p in points.items() if p["pairs"] > 1
+        _row(name, p["effects"], margins[name]) for name, p in points.items() if p["pairs"] > 1
     ]
     drawn = []
     if lines:
@@ -99,7 +100,7 @@ def write(path: Path) -> tuple[str, str]:
             "Bars: 95 % interval of the mean over all pairs; small dots: single pairs. Grey: "
             "within the gate's margin. All of it is noise."
         )
-        panel = ratios.panel("A against A", lines, "time of one ÷ time of the other")
+        panel = forest("A against A", lines, "time of one ÷ time of the other")
         title = "What one revision seems to differ from itself"
         drawn.append(Figure("funnel", title, caption, "", [panel]))
     sections = [Section("Noise by point", figures=drawn, table=table(points, margins))]
@@ -142,9 +143,16 @@ def table(points: Mapping[str, Mapping[str, Any]], margins: Mapping[str, float])
     return Table(heads, rows)
 
 
-def _line(name: str, effects: Sequence[float], margin: float) -> ratios.Line:
+def _row(name: str, effects: Sequence[float], margin: float) -> Row:
     effect = statistics.combine(effects)
-    return ratios.Line(
-        name, effect.ratio, effect.lo, effect.hi, [math.exp(x) for x in effects],
-        COLOURS["tbe"], margin, sure=not effect.lo <= 1 <= effect.hi,
-    )  # fmt: skip
+    return Row(
+        name,
+        effect.ratio,
+        COLOURS["tbe"],
+        effect.lo,
+        effect.hi,
+        dots=[math.exp(x) for x in effects],
+        margin=margin,
+        hollow=effect.lo <= 1 <= effect.hi,
+        words=text.times(effect.ratio),
+    )

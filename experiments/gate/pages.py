@@ -12,7 +12,7 @@ from experiments.gate.rules import Ruling
 from experiments.gate.verdicts import Findings, Line, as_json
 from experiments.paths import ROOT
 from experiments.report import document, text
-from experiments.report import ratios as forest
+from experiments.report.charts import Row, forest
 from experiments.report.document import Notice, Page, Section, Tile
 from experiments.report.style import COLOURS, FASTER, SLOWER, Figure
 from experiments.report.tables import Table, Value
@@ -249,18 +249,17 @@ def _figures(lines: Sequence[Line]) -> list[Figure]:
         if line.ruling is None:
             continue
         effect, found = line.ruling.effect, line.ruling.second or line.ruling.first
-        shade = SHADES.get(line.state, COLOURS["tbe"])
-        ratios = [math.exp(x) for x in found]
         drawn.append(
-            forest.Line(
+            Row(
                 f"{line.point} · {line.state}",
                 effect.ratio,
+                SHADES.get(line.state, COLOURS["tbe"]),
                 effect.lo,
                 effect.hi,
-                ratios,
-                shade,
-                line.ruling.margin,
-                sure=line.state in SHADES,
+                dots=[math.exp(x) for x in found],
+                margin=line.ruling.margin,
+                hollow=line.state not in SHADES,
+                words=text.times(effect.ratio),
             )
         )
     if not drawn:
@@ -269,7 +268,7 @@ def _figures(lines: Sequence[Line]) -> list[Figure]:
         "Bars: 95 % interval over pairs of processes; small dots: single pairs. Grey: within the "
         "margin, which does not count. Filled: slower or faster, confirmed. Right of 1: slower."
     )
-    panel = forest.panel("Times", drawn, "head ÷ base")
+    panel = forest("Times", drawn, "head ÷ base")
     return [Figure("funnel", "Every point", caption, f"{len(drawn)} points", [panel])]
 
 

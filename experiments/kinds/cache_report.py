@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
+from typing import Any
 
 import pandas as pd
-from matplotlib.axes import Axes
-from matplotlib.ticker import FuncFormatter
 
 from experiments.config.schema import AXES
 from experiments.config.sweep import IDEALS, SWEEP, label_of
 from experiments.report import text
+from experiments.report.charts import DASHED, Curve, Mark, Scale, curves, percent_scale
 from experiments.report.data import AXIS_NAMES, Run
-from experiments.report.style import INK, Figure, Panel, colour_of, marker_of
+from experiments.report.figures import contender_curve
+from experiments.report.style import INK, Drawing, Figure, Panel, colour_of
 from experiments.report.tables import Table, Value
 from experiments.workloads.distributions import describe_distribution
 
@@ -31,7 +31,7 @@ def answer(run: Run) -> list[str]:
     if missing:
         return [f"No answer: {missing[0]} has no result at this size of the cache."]
     served = [
-        f"{_policy(name)} serves {percent(row['lookup_hit_rate'])}"
+        f"{_policy(name)} serves {text.percent(row['lookup_hit_rate'])}"
         for name, row in by_name.items()
         if name not in IDEALS
     ]
@@ -39,7 +39,7 @@ def answer(run: Run) -> list[str]:
     return [
         f"With {size(best)} of the rows in the cache, {' and '.join(served)} of the lookups of "
         f"{_what(run)}, where a cache that knows the future serves "
-        f"{percent(best['lookup_hit_rate'])}{_cost(run)}.",
+        f"{text.percent(best['lookup_hit_rate'])}{_cost(run)}.",
         *_rest(by_name, best),
         *_others(run),
     ]
@@ -103,18 +103,18 @@ def _timed(run: Run, arm: str) -> pd.Series | None:
 
 def _rest(by_name: dict[str, pd.Series], best: pd.Series) -> list[str]:
     rows = [
-        f"{_policy(name)} {percent(row['row_hit_rate'])}"
+        f"{_policy(name)} {text.percent(row['row_hit_rate'])}"
         for name, row in by_name.items()
         if name not in IDEALS
     ]
     sentences = [
         f"Of the distinct rows of a batch, which are what must be moved, {', '.join(rows)} are "
-        f"there; at best it could be {percent(best['row_hit_rate'])}."
+        f"there; at best it could be {text.percent(best['row_hit_rate'])}."
     ]
     if "static_top" in by_name:
         sentences.append(
             "A cache of the most frequent rows alone serves "
-            f"{percent(by_name['static_top']['lookup_hit_rate'])} of the lookups."
+            f"{text.percent(by_name['static_top']['lookup_hit_rate'])} of the lookups."
         )
     slack = 100 * (best["most_lookup_hit_rate"] - best["lookup_hit_rate"])
     sentences.append(
@@ -141,11 +141,6 @@ def good(run: Run) -> pd.DataFrame:
     return rows[rows["status"] == "ok"] if len(rows) else rows
 
 
-def percent(share: float) -> str:
-    """'71.3 %'."""
-    return text.NONE if text.missing(share) else f"{text.digits(100 * share)} %"
-
-
 def section_table(run: Run, section: str) -> Table:
     """A row per point and size: hit rates of all policies and ideals, by lookup and by row."""
     rows = good(run)
@@ -159,7 +154,7 @@ def section_table(run: Run, section: str) -> Table:
         line = [Value(point(run, first)), Value(size(first), 100 * float(fraction))]
         for column in OF:
             shares = [by_name[column].get(name, math.nan) for name in names]
-            line += [Value(percent(share), 100 * share) for share in shares]
+            line += [Value(text.percent(share), 100 * share) for share in shares]
         lines.append(line)
     return Table(heads, lines)
 
@@ -185,83 +180,70 @@ def readme_lines(run: Run) -> list[str]:
         if timed is not None:
             step = f"{text.times(timed['ratio'])} "
             step += text.interval(timed["ratio_lo"], timed["ratio_hi"])
-        shares = [percent(by_name.get(name, math.nan)) for name in names]
+        shares = [text.percent(by_name.get(name, math.nan)) for name in names]
         lines.append([f"{100 * float(str(fraction)):.3g} %", *shares, step])
     table = ["| " + " | ".join(line) + " |" for line in lines]
     return [f"Share of the lookups of {_what(run)} that the cache serves:", "", *table]
 
 
-Drawing = Callable[[Axes], None]
-BESIDE = ((0, 7), (0, -14), (13, -3), (-13, -3))  # where sizes are written, line by line
+OFFSETS = ((0, 7), (0, -14), (13, -3), (-13, -3))  # of the sizes written at points, by curve
 
 
 def figures(run: Run) -> list[Figure]:
-    """Hit rates against size, point by point; throughput against hit rate; skew; filling."""
+    """Return hit rates against size, throughput against hit rate, skew, and the filling."""
     found = [_hit_rates(run), _throughput(run), _along(run), _filling(run)]
     return [f for f in found if f is not None and f.panels]
+
+
+def policy_curve(contender: str, x: Any, y: Any) -> Curve:
+    """Return the curve of a policy; ideals are dashed."""
+    if contender not in IDEALS:
+        return contender_curve(contender, x, y)
+    return contender_curve(contender, x, y, marker="", line=DASHED, width=1.6, above=True)
 
 
 def _hit_rates(run: Run) -> Figure | None:
     rows = good(run)
     if not len(rows):
         return None
-    cells = sorted(rows["cell"].unique(), key=lambda c: _place(rows, c))
-    panels = [
-        Panel(
-            f"Per {of[:-1]}, {point(run, rows[rows['cell'] == c].iloc[0])}",
-            _curves(rows[rows["cell"] == c], k, legend=c == cells[0]),
-        )
-        for k, of in OF.items()
-        for c in cells
-    ]
+
+    def place(cell: str) -> tuple[float, ...]:
+        first = rows[rows["cell"] == cell].iloc[0]
+        return tuple(float(first[a]) for a in AXES)
+
+    cells = sorted(rows["cell"].unique(), key=place)
+    panels = []
+    for column, of in OF.items():
+        for cell in cells:
+            own = rows[rows["cell"] == cell]
+            title = f"Per {of[:-1]}, {point(run, own.iloc[0])}"
+            panels.append(Panel(title, _curves(own, column, legend=cell == cells[0])))
     return Figure(
         "hit_rate",
         "Hit rate against the size of the cache",
-        "Share of the lookups, and of the distinct rows of a batch, that the cache serves once it "
+        "Share of the lookups, and of the distinct rows of a batch, that hit in the cache once it "
         "has been filled. Solid: measured. Dashed: ideals, which know the whole trace; per "
-        "distinct row no cache can be above the offline optimum. Dotted: top-k of the law itself, "
-        "in an endless trace. Higher is better.",
+        "distinct row no cache can exceed the offline optimum. Dotted: the most probable rows of "
+        "the distribution of ids, in an endless trace. Higher is better.",
         run.sizes(SWEEP),
         panels,
         columns=len(cells),
     )
 
 
-def _place(rows: pd.DataFrame, cell: str) -> tuple[float, ...]:
-    first = rows[rows["cell"] == cell].iloc[0]
-    return tuple(float(first[a]) for a in AXES)
-
-
 def _curves(own: pd.DataFrame, column: str, *, legend: bool) -> Drawing:
-    def draw(axes: Axes) -> None:
-        for name, line in own.groupby("contender", sort=False):
-            line = line.sort_values("fraction")
-            ideal = name in IDEALS
-            axes.plot(
-                100 * line["fraction"], 100 * line[column], color=colour_of(str(name)),
-                marker=None if ideal else marker_of(str(name)), ls=(0, (4, 2)) if ideal else "-",
-                lw=1.6 if ideal else 2.0, label=label_of(str(name)),
-                zorder=3 if ideal else 2,
-            )  # fmt: skip
-        law = own[own["contender"] == "static_top"].sort_values("fraction")
-        axes.plot(
-            100 * law["fraction"], 100 * law[f"expected_{column}"], color=INK, ls=":", lw=1.2,
-            label="top-k of the law",
-        )  # fmt: skip
-        _percent_axes(axes, list(100 * own["fraction"].unique()))
-        axes.set_ylabel(f"{OF[column]} served (%)")
-        if legend:
-            axes.legend(fontsize=8, loc="best", handlelength=2.4)
-
-    return draw
-
-
-def _percent_axes(axes: Axes, sizes: list[float]) -> None:
-    axes.set_xscale("log")
-    axes.set_xticks(sorted(sizes), [f"{s:.2g}" for s in sorted(sizes)])
-    axes.minorticks_off()
-    axes.set_xlabel("size of the cache (% of all rows)")
-    axes.set_ylim(0, 102)
+    lines = []
+    for name, line in own.sort_values("fraction").groupby("contender", sort=False):
+        lines.append(policy_curve(str(name), 100 * line["fraction"], 100 * line[column]))
+    top = own[own["contender"] == "static_top"].sort_values("fraction")
+    shares = 100 * top[f"expected_{column}"]
+    label = "top-k of the distribution"
+    lines.append(Curve(100 * top["fraction"], shares, INK, label, line=":", width=1.2))
+    sizes = sorted(100 * own["fraction"].unique())
+    names = [f"{s:.2g}" for s in sizes]
+    across = Scale("size of the cache (% of all rows)", log=10, ticks=sizes, names=names)
+    up = percent_scale(f"hits, {OF[column]} (%)")
+    return curves(lines, across, up, names="best" if legend else "")
 
 
 def _throughput(run: Run) -> Figure | None:
@@ -269,73 +251,66 @@ def _throughput(run: Run) -> Figure | None:
     rows = rows[(rows["status"] == "ok") & (rows["phase"] == "step")] if len(rows) else rows
     if not len(rows) or rows["row_hit_rate"].isna().all():
         return None
-    section = str(rows["section"].iloc[0])
+    rates = rows.assign(
+        y=rows["lookups"] / rows["median_s"] / 1e6,
+        lo=rows["lookups"] / rows["q75_s"] / 1e6,
+        hi=rows["lookups"] / rows["q25_s"] / 1e6,
+    )
+    ratios = rows.assign(y=rows["ratio"], lo=rows["ratio_lo"], hi=rows["ratio_hi"])
+    baseline = run.baseline.label
     return Figure(
         "throughput",
         "Throughput against hit rate",
         "Each mark is a size of the cache (in % of all rows). The hit rate is that of the timed "
         "batches themselves. Step: forward, backward and update, with all that the cache moves. "
-        f"Dashed: {run.baseline.label}, which has no cache. Ratios are paired within each round, "
-        "with their 95 % interval.",
-        run.sizes(section),
+        f"Dashed: {baseline}, which has no cache. Ratios are paired within each round, with their "
+        "95 % confidence interval.",
+        run.sizes(str(rows["section"].iloc[0])),
         [
-            Panel("Throughput of a step", _against(run, rows, "throughput")),
-            Panel(f"Step time ÷ {run.baseline.label}", _against(run, rows, "ratio")),
+            Panel("Throughput of a step", _by_hit_rate(rates, "million lookups per second")),
+            Panel(f"Step time ÷ {baseline}", _by_hit_rate(ratios, f"time ÷ {baseline}")),
         ],
     )
 
 
-def _against(run: Run, rows: pd.DataFrame, what: str) -> Drawing:
-    def value(row: pd.DataFrame | pd.Series) -> pd.Series | float:
-        return row["lookups"] / row["median_s"] / 1e6 if what == "throughput" else row["ratio"]
-
-    def draw(axes: Axes) -> None:
-        cached = rows[rows["row_hit_rate"].notna()]
-        lines = cached.groupby("contender", sort=False)
-        for (name, own), beside in zip(lines, itertools.cycle(BESIDE), strict=False):
-            own = own.sort_values("row_hit_rate")
-            y = value(own)
-            spread = [y - own["ratio_lo"], own["ratio_hi"] - y]
-            if what == "throughput":
-                spread = [y - own["lookups"] / own["q75_s"] / 1e6,
-                          own["lookups"] / own["q25_s"] / 1e6 - y]  # fmt: skip
-            colour = colour_of(str(name))
-            axes.errorbar(
-                100 * own["row_hit_rate"], y, yerr=None if spread[0].isna().any() else spread,
-                color=colour, marker=marker_of(str(name)), capsize=3, lw=1.6,
-                label=label_of(str(name)),
-            )  # fmt: skip
-            for _, row in own.iterrows():
-                axes.annotate(
-                    f"{100 * row['cache']:g}", (100 * row["row_hit_rate"], value(row)), beside,
-                    textcoords="offset points", color=colour, fontsize=8, ha="center",
-                )  # fmt: skip
-        for _, row in rows[rows["row_hit_rate"].isna()].iterrows():
-            axes.axhline(value(row), color=colour_of(str(row["contender"])), ls=(0, (5, 2)), lw=1.5,
-                         label=f"{row['label']}, no cache")  # fmt: skip
-        axes.set_xlabel("distinct rows served (%)")
-        throughput = "lookups per second (millions)"
-        axes.set_ylabel(throughput if what == "throughput" else f"time ÷ {run.baseline.label}")
-        axes.set_ylim(0, 1.3 * axes.get_ylim()[1])  # room for the legend
-        axes.margins(x=0.08)
-        axes.legend(fontsize=8, loc="upper left", ncols=2)
-
-    return draw
+def _by_hit_rate(rows: pd.DataFrame, label: str) -> Drawing:
+    cached = rows[rows["row_hit_rate"].notna()].sort_values("row_hit_rate")
+    lines = []
+    groups = cached.groupby("contender", sort=False)
+    for (name, own), offset in zip(groups, itertools.cycle(OFFSETS), strict=False):
+        sizes = [f"{100 * size:g}" for size in own["cache"]]
+        bounds = {"low": own["lo"], "high": own["hi"]}
+        named = {"names": sizes, "offset": offset, "width": 1.6}
+        x = 100 * own["row_hit_rate"]
+        lines.append(contender_curve(str(name), x, own["y"], **bounds, **named))
+    marks = [
+        Mark(r["y"], colour_of(str(r["contender"])), DASHED, 1.5, f"{r['label']}, no cache")
+        for _, r in rows[rows["row_hit_rate"].isna()].iterrows()
+    ]
+    up = Scale(label, low=0, headroom=1.3)  # room for the legend
+    return curves(lines, Scale("distinct rows hit (%)"), up, names="upper left", columns=2,
+                  marks=marks)  # fmt: skip
 
 
 def _along(run: Run) -> Figure | None:
-    """Hit rates along each swept axis at the headline size."""
+    """Return the hit rates along each swept axis at the headline size."""
     rows, headline = good(run), at_headline(run)
     if headline is None:
         return None
     rows = rows[rows["cache_rows"] == headline["cache_rows"].iloc[0]]
-    base = headline.iloc[0]
-    panels = []
+    base, panels = headline.iloc[0], []
     for axis in AXES:
         others = [a for a in AXES if a != axis]
-        own = rows[(rows[others] == base[others]).all(axis=1)]
-        if own[axis].nunique() > 1:
-            panels += [Panel(f"Per {of[:-1]}", _line(own, axis, k)) for k, of in OF.items()]
+        own = rows[(rows[others] == base[others]).all(axis=1)].sort_values(axis)
+        if own[axis].nunique() < 2:
+            continue
+        for column, of in OF.items():
+            lines = [
+                policy_curve(str(name), line[axis], 100 * line[column])
+                for name, line in own.groupby("contender", sort=False)
+            ]
+            up = percent_scale(f"hits, {of} (%)")
+            panels.append(Panel(f"Per {of[:-1]}", curves(lines, Scale(AXIS_NAMES[axis]), up)))
     return Figure(
         "skew" if run.traces["s"].nunique() > 1 else "axes",
         f"Hit rate of a cache of {size(base)} of the rows",
@@ -345,59 +320,31 @@ def _along(run: Run) -> Figure | None:
     )
 
 
-def _line(rows: pd.DataFrame, axis: str, column: str) -> Drawing:
-    def draw(axes: Axes) -> None:
-        for name, own in rows.groupby("contender", sort=False):
-            own, ideal = own.sort_values(axis), name in IDEALS
-            axes.plot(
-                own[axis], 100 * own[column], color=colour_of(str(name)), label=label_of(str(name)),
-                marker=None if ideal else marker_of(str(name)), ls=(0, (4, 2)) if ideal else "-",
-                lw=1.6 if ideal else 2.0, zorder=3 if ideal else 2,
-            )  # fmt: skip
-        axes.set_xlabel(AXIS_NAMES[axis])
-        axes.set_ylabel(f"{OF[column]} served (%)")
-        axes.set_ylim(0, 102)
-        axes.legend(fontsize=8, loc="best")
-
-    return draw
-
-
 def _filling(run: Run) -> Figure | None:
-    """Hit rate batch by batch from an empty cache, at the headline size of the base point."""
+    """Return the hit rate of each batch from an empty cache, at the headline size."""
     headline = at_headline(run)
     if headline is None:
         return None
     keys = {(r["cell"], r["arm"]) for _, r in headline.iterrows() if r["contender"] not in IDEALS}
     records = [r for r in run.records if (r["cell"], r["arm"]) in keys and r["status"] == "ok"]
     records = [r for r in records if "cache_rows" in r]
-
-    def draw(of: str) -> Drawing:
-        def lines(axes: Axes) -> None:
-            for record in records:
-                samples, name = record["samples"], record["contender"]
-                every = zip(samples[f"{of}_hits"], samples[f"{of}s"], strict=True)
-                shares = [100 * hits / max(total, 1) for hits, total in every]
-                axes.plot(range(1, len(shares) + 1), shares, color=colour_of(name), lw=1.6,
-                          label=label_of(name))  # fmt: skip
-            warm = len(records[0]["samples"]["rows"]) - records[0]["batches"]
-            axes.axvline(warm + 0.5, color=INK, lw=1.0, ls=":")
-            axes.annotate(
-                "counted from here", (warm + 0.5, 0), (4, 5), xycoords=("data", "axes fraction"),
-                textcoords="offset points", fontsize=8, color=INK,
-            )  # fmt: skip
-            axes.set_xlabel("batch")
-            axes.set_ylabel("served (%)")
-            axes.xaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:g}"))
-            axes.set_ylim(0, 102)
-            axes.legend(fontsize=8, loc="best")
-
-        return lines
-
-    panels = [Panel(f"Per {title[:-1]}", draw(k[: -len("_hit_rate")])) for k, title in OF.items()]
+    panels = []
+    for column, of in OF.items() if records else ():
+        unit, lines = column[: -len("_hit_rate")], []
+        for record in records:
+            samples, name = record["samples"], record["contender"]
+            every = zip(samples[f"{unit}_hits"], samples[f"{unit}s"], strict=True)
+            shares = [100 * hits / max(total, 1) for hits, total in every]
+            x = range(1, len(shares) + 1)
+            lines.append(contender_curve(name, x, shares, marker="", width=1.6))
+        warm = len(records[0]["samples"]["rows"]) - records[0]["batches"]
+        mark = Mark(warm + 0.5, line=":", words="counted from here", upright=True)
+        up = percent_scale("hits (%)")
+        panels.append(Panel(f"Per {of[:-1]}", curves(lines, Scale("batch"), up, marks=[mark])))
     return Figure(
         "filling",
         f"From an empty cache of {size(headline.iloc[0])} of the rows",
-        "Hit rate of each batch. Where the line is level, the cache is as full as it gets.",
+        "Hit rate of each batch. Where the line is level, the cache has stopped filling.",
         run.sizes(SWEEP),
-        panels if records else [],
+        panels,
     )

@@ -7,11 +7,10 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from matplotlib.axes import Axes
-
 from experiments.report import text
+from experiments.report.charts import Curve, Scale, curves
 from experiments.report.data import Run
-from experiments.report.style import COLOURS, WIDTH, Drawing, Figure, Panel
+from experiments.report.style import COLOURS, WIDTH, Figure, Panel
 from experiments.report.tables import Table, Value
 
 ROW = 256  # bytes: of D = 64 in float32
@@ -136,34 +135,24 @@ def _rate(value: float, *, measured: bool) -> Value:
 
 
 def figures(run: Run) -> list[Figure]:
-    """What a row costs by its bytes."""
+    """Return what a row costs by its bytes."""
     found = calibrations(run)
     if not found:
         return []
     costs = found[max(found)]
+    lines = []
+    for name, (what, colour) in CURVES.items():
+        xs, ys = zip(*costs[name], strict=True)
+        lines.append(Curve(xs, ys, COLOURS[colour], what, "o"))
+    ticks = sorted({x for name in CURVES for x, _ in costs[name]})
+    drawing = curves(lines, Scale("bytes per row", log=2, ticks=ticks), Scale("ns", low=0))
     return [
         Figure(
             "costs_of_rows",
-            "What a row costs by its length",
-            "Of updates the optimizer's state counts as well. Down is better.",
+            "Cost of a row by its length",
+            "The bytes of an updated row include the optimizer's state. Lower is better.",
             str(costs["source"]),
-            [Panel("Time by bytes of a row", _curves(costs), 1.6 * WIDTH)],
+            [Panel("Time by bytes per row", drawing, 1.6 * WIDTH)],
             columns=1,
         )
     ]
-
-
-def _curves(costs: Mapping[str, Any]) -> Drawing:
-    def draw(axes: Axes) -> None:
-        for name, (what, colour) in CURVES.items():
-            xs, ys = zip(*costs[name], strict=True)
-            axes.plot(xs, ys, marker="o", color=COLOURS[colour], label=what)
-        axes.set_xlabel("bytes of a row")
-        axes.set_ylabel("ns")
-        axes.set_xscale("log", base=2)
-        ticks = sorted({x for name in CURVES for x, _ in costs[name]})
-        axes.set_xticks(ticks, [f"{x:,.0f}" for x in ticks], fontsize=8)
-        axes.set_ylim(bottom=0)
-        axes.legend(fontsize=8, loc="best")
-
-    return draw

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pandas as pd
-from matplotlib.axes import Axes
-from matplotlib.ticker import FuncFormatter
 
 from experiments.kinds.keys import PHASE, growth
 from experiments.report import text
+from experiments.report.charts import Scale, curves
 from experiments.report.data import Run
-from experiments.report.style import WIDTH, Drawing, Figure, Panel, colour_of
+from experiments.report.figures import contender_curve
+from experiments.report.style import WIDTH, Figure, Panel
 from experiments.report.tables import Table, Value
 from experiments.results import metrics
 
@@ -93,34 +93,26 @@ def tables(run: Run) -> Sequence[tuple[str, str, Table]]:
 
 
 def figures(run: Run) -> list[Figure]:
-    """Every call of the first process of each table, on a logarithmic axis."""
+    """Return the time of every call of the first process of each table."""
     records = [r for r in run.records if r["status"] == "ok" and not metrics.replicate_of(r)]
     if not records:
         return []
+    lines = []
+    for record in records:
+        taken = metrics.seconds(record, PHASE)
+        keys = [record["lookups"] * (n + 1) / 1e6 for n in range(len(taken))]
+        label = str(record["label"])
+        name = str(record["contender"])
+        lines.append(contender_curve(name, keys, taken, marker="", width=1.0, label=label))
+    up = Scale("time per call", log=10, shown=text.seconds)
     return [
         Figure(
             "growth",
             "Time of each call while a table fills",
-            "One process. A table that moves everything at once shows spikes. Down is better.",
+            "One process. A table that moves all its rows at once shows spikes. Lower is better.",
             run.sizes(run.sections()[0]),
-            [Panel("Time of a call", _calls(records), 1.8 * WIDTH)],
+            [Panel("Time per call", curves(lines, Scale("million keys in the table"), up),
+                   1.8 * WIDTH)],
             columns=1,
         )
-    ]
-
-
-def _calls(records: Sequence[dict[str, object]]) -> Drawing:
-    def draw(axes: Axes) -> None:
-        for record in records:
-            taken = metrics.seconds(record, PHASE)
-            keys = [float(str(record["lookups"])) * (n + 1) / 1e6 for n in range(len(taken))]
-            name = str(record["contender"])
-            axes.plot(keys, taken, color=colour_of(name), lw=1.0, label=str(record["label"]))
-        axes.set_yscale("log")
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: text.seconds(value)))
-        axes.yaxis.set_minor_formatter(FuncFormatter(lambda value, _: ""))
-        axes.set_xlabel("million keys in the table")
-        axes.set_ylabel("time of a call")
-        axes.legend(fontsize=8, loc="best")
-
-    return draw
+    ]  # fmt: skip

@@ -6,13 +6,14 @@ import math
 from collections.abc import Sequence
 
 import pandas as pd
-from matplotlib.axes import Axes
 
 from experiments.config.schema import OPERATIONS
 from experiments.config.sweep import SWEEP
 from experiments.kinds.keys import YARDSTICK
-from experiments.report import text
+from experiments.report import charts, text
+from experiments.report.charts import Row, Scale
 from experiments.report.data import Run
+from experiments.report.figures import contender_curve
 from experiments.report.style import WIDTH, Drawing, Figure, Panel, colour_of, marker_of
 from experiments.report.tables import Table, Value
 
@@ -138,87 +139,69 @@ def _ratio(run: Run, row: pd.Series) -> Value:
 
 
 def figures(run: Run) -> list[Figure]:
-    """Everybody on the headline; then the subject's operations against the load."""
+    """Return every table on the headline, then the subject's operations against the load."""
     rows = good(run)
     if not len(rows):
         return []
     own = rows[rows["section"] == run.headline]
     own = own if len(own) else rows[rows["section"] == rows["section"].iloc[0]]
+    section = str(own["section"].iloc[0])
+    panel = Panel(run.title(section), _bars(own), 1.8 * WIDTH, 1.0 + LINE * len(own))
     found = [
         Figure(
             "keys_per_second",
             "Keys per second",
             "Bars: keys of a call ÷ its median time; lines: quartiles. The ceilings read one "
-            "random line of memory for each key and hold no keys. Right is better.",
-            run.sizes(str(own["section"].iloc[0])),
-            [Panel(run.title(str(own["section"].iloc[0])), _bars(own), 1.8 * WIDTH,
-                   1.0 + LINE * len(own))],
+            "random line of memory per key and store no keys. Longer is better.",
+            run.sizes(section),
+            [panel],
             columns=1,
         )
-    ]  # fmt: skip
-    panels = [
-        Panel(operation, _loads(part, legend=number == 0))
-        for number, (operation, part) in enumerate(_by_operation(run, rows))
     ]
+    own = rows[rows["contender"] == run.subject.contender]
+    own = own[own.groupby("cell")["load"].transform("nunique") > 1]
+    panels: list[Panel] = []
+    for operation in OPERATIONS.values():
+        part = own[own["operation"] == operation]
+        if len(part):
+            panels.append(Panel(operation, _loads(part, legend=not panels)))
     if panels:
-        found.append(
-            Figure(
-                "load",
-                "Keys per second against the load",
-                f"{run.subject.label}, by the dimension of its values. Up is better.",
-                "",
-                panels,
-            )
-        )
+        caption = f"{run.subject.label}, by the dimension of its values. Higher is better."
+        found.append(Figure("load", "Keys per second against the load", caption, "", panels))
     return found
 
 
-def _by_operation(run: Run, rows: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
-    own = rows[rows["contender"] == run.subject.contender]
-    several = own.groupby("cell")["load"].transform("nunique") > 1
-    own = own[several]
-    return [
-        (o, own[own["operation"] == o])
-        for o in OPERATIONS.values()
-        if (own["operation"] == o).any()
-    ]
-
-
 def _bars(rows: pd.DataFrame) -> Drawing:
-    def draw(axes: Axes) -> None:
-        rows_up = rows.sort_values("keys_per_s", ascending=False)
-        names = []
-        for place, (_, row) in enumerate(rows_up.iterrows()):
-            ceiling = row["contender"] in CEILINGS
-            axes.barh(
-                place, row["keys_per_s"] / 1e6, color=colour_of(str(row["contender"])),
-                hatch="//" if ceiling else None, height=0.7,
-            )  # fmt: skip
-            ends = [row["lookups"] / row[q] / 1e6 for q in ("q75_s", "q25_s")]
-            axes.plot(ends, [place, place], color="black", lw=1.2)
-            names.append(str(row["label"]) if ceiling else f"{row['label']}: {row['operation']}")
-        axes.set_yticks(range(len(names)), names)
-        axes.set_ylim(len(names) - 0.4, -0.6)
-        axes.set_xlabel("million keys per second")
-        axes.grid(visible=False, axis="y")
-
-    return draw
+    lines = []
+    for _, row in rows.sort_values("keys_per_s", ascending=False).iterrows():
+        ceiling = row["contender"] in CEILINGS
+        lines.append(
+            Row(
+                str(row["label"]) if ceiling else f"{row['label']}: {row['operation']}",
+                row["keys_per_s"] / 1e6,
+                colour_of(str(row["contender"])),
+                row["lookups"] / row["q75_s"] / 1e6,
+                row["lookups"] / row["q25_s"] / 1e6,
+                bar=True,
+                hollow=ceiling,
+            )
+        )
+    return charts.rows(lines, Scale("million keys per second"))
 
 
 def _loads(rows: pd.DataFrame, *, legend: bool) -> Drawing:
-    def draw(axes: Axes) -> None:
-        for number, (dim, line) in enumerate(rows.groupby("D")):
-            line = line.sort_values("load")
-            shade = 0.35 + 0.6 * (number + 1) / rows["D"].nunique()
-            axes.plot(
-                line["load"], line["keys_per_s"] / 1e6, marker=marker_of(f"{dim}"),
-                color=colour_of(str(line["contender"].iloc[0])), alpha=min(1.0, shade),
+    lines = []
+    for number, (dim, line) in enumerate(rows.sort_values("load").groupby("D")):
+        shade = 0.35 + 0.6 * (number + 1) / rows["D"].nunique()
+        lines.append(
+            contender_curve(
+                str(line["contender"].iloc[0]),
+                line["load"],
+                line["keys_per_s"] / 1e6,
+                marker=marker_of(f"{dim}"),
+                opacity=min(1.0, shade),
                 label=f"D={dim}",
-            )  # fmt: skip
-        axes.set_xlabel("keys there ÷ slots")
-        axes.set_ylabel("million keys per second")
-        axes.set_ylim(bottom=0)
-        if legend:
-            axes.legend(fontsize=8, loc="best")
-
-    return draw
+            )
+        )
+    across, up = Scale("keys ÷ slots"), Scale("million keys per second", low=0)
+    return charts.curves(lines, across, up, names="best" if legend else "")

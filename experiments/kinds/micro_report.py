@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pandas as pd
-from matplotlib.axes import Axes
-from matplotlib.ticker import FuncFormatter
 
 from experiments.kinds.micro import frame
-from experiments.report import text
+from experiments.report import charts, text
+from experiments.report.charts import Row, Scale
 from experiments.report.data import Run
-from experiments.report.style import COLOURS, WIDTH, Drawing, Figure, Panel
-from experiments.report.tables import Table, Value
+from experiments.report.style import COLOURS, WIDTH, Figure, Panel
+from experiments.report.tables import Column, Table, Value, count, seconds
 
 ONE_CALL = "lookup[{device}-one lookup]"
 OP_ALONE = "lookup_op[{device}]"
@@ -58,19 +57,29 @@ def _timed(run: Run) -> pd.DataFrame:
 
 
 def figures(run: Run) -> list[Figure]:
-    """One: every benchmark's quartiles on one logarithmic axis."""
+    """Return the quartiles of every benchmark on one logarithmic axis."""
     rows = _timed(run)
     if not len(rows):
         return []
-    panels = []
-    for device in rows["device"].fillna("unknown device").unique():
-        part = rows[rows["device"].fillna("unknown device") == device]
-        height = 1.0 + 0.22 * len(part)
-        panels.append(Panel(f"On {device}", _dots(part), 1.8 * WIDTH, height))
+    panels, colours = [], list(COLOURS.values())
+    for device, part in rows.fillna({"device": "unknown device"}).groupby("device", sort=False):
+        operations = list(dict.fromkeys(part["operation"]))
+        lines = [
+            Row(
+                row["benchmark"],
+                row["median_s"],
+                colours[operations.index(row["operation"]) % len(colours)],
+                row["q25_s"],
+                row["q75_s"],
+            )
+            for _, row in part.iterrows()
+        ]
+        drawing = charts.rows(lines, Scale("time per call", log=10, shown=text.seconds))
+        panels.append(Panel(f"On {device}", drawing, 1.8 * WIDTH, 1.0 + 0.22 * len(part)))
     return [
         Figure(
             "latency",
-            "Time of one call",
+            "Time per call",
             "Median and quartiles of each benchmark, by operation. Left is better.",
             "Sizes: see the table",
             panels,
@@ -79,44 +88,21 @@ def figures(run: Run) -> list[Figure]:
     ]
 
 
-def _dots(rows: pd.DataFrame) -> Drawing:
-    def draw(axes: Axes) -> None:
-        names = list(rows["benchmark"])
-        colours = list(COLOURS.values())
-        operations = {name: i for i, name in enumerate(dict.fromkeys(rows["operation"]))}
-        for place, (_, row) in enumerate(rows.iterrows()):
-            colour = colours[operations[row["operation"]] % len(colours)]
-            axes.plot([row["q25_s"], row["q75_s"]], [place, place], color=colour)
-            axes.plot([row["median_s"]], [place], "o", color=colour)
-        axes.set_yticks(range(len(names)), names)
-        axes.set_ylim(len(names) - 0.5, -0.5)
-        axes.set_xscale("log")
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: text.seconds(value)))
-        axes.set_xlabel("time of one call")
-
-    return draw
-
-
 def tables(run: Run) -> Sequence[tuple[str, str, Table]]:
-    """One table, a row a benchmark."""
-    heads = ["benchmark", "median", "95 %", "quartiles", "per lookup", "lookups", "samples"]
-    lines = [_line(row) for _, row in _timed(run).iterrows()]
-    return [("Benchmarks", "Time of one call.", Table(heads, lines))] if lines else []
-
-
-def _line(row: pd.Series) -> list[Value]:
-    median, lookups = float(row["median_s"]), row["lookups"]
-    each = median / lookups if lookups else float("nan")
-    unknown = text.missing(row["lo_s"])
-    interval = (
-        text.NONE if unknown else f"{text.seconds(row['lo_s'])} – {text.seconds(row['hi_s'])}"
-    )
-    return [
-        Value(str(row["benchmark"])),
-        Value(text.seconds(median), median),
-        Value(interval, row["lo_s"]),
-        Value(f"{text.seconds(row['q25_s'])} – {text.seconds(row['q75_s'])}", row["q25_s"]),
-        Value(text.seconds(each), each),
-        Value(f"{lookups:,.0f}" if lookups else text.NONE, lookups or float("nan")),
-        Value(f"{row['samples']} in {row['processes']}", row["samples"]),
-    ]
+    """Return one table with a row per benchmark."""
+    rows = _timed(run)
+    columns: dict[str, Column] = {
+        "benchmark": lambda r: str(r["benchmark"]),
+        "median": lambda r: seconds(r["median_s"]),
+        "95 %": lambda r: Value.of(
+            r["lo_s"], lambda lo: f"{text.seconds(lo)} – {text.seconds(r['hi_s'])}"
+        ),
+        "quartiles": lambda r: Value.of(
+            r["q25_s"], lambda lo: f"{text.seconds(lo)} – {text.seconds(r['q75_s'])}"
+        ),
+        "per lookup": lambda r: seconds(r["median_s"] / r["lookups"] if r["lookups"] else None),
+        "lookups": lambda r: count(r["lookups"] or None),
+        "samples": lambda r: Value(f"{r['samples']} in {r['processes']}", r["samples"]),
+    }
+    table = Table.of((r for _, r in rows.iterrows()), columns)
+    return [("Benchmarks", "Time per call.", table)] if table.rows else []

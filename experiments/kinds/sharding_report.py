@@ -7,14 +7,14 @@ import zlib
 from collections.abc import Sequence
 
 import pandas as pd
-from matplotlib.axes import Axes
 
 from experiments.config.schema import Scaling
 from experiments.config.sweep import SWEEP
 from experiments.kinds import sharding
-from experiments.report import text
+from experiments.report import charts, text
+from experiments.report.charts import DASHED, DOTTED, Curve, Mark, Row, Scale, curves
 from experiments.report.data import Run
-from experiments.report.style import COLOURS, INK, WIDTH, Drawing, Figure, Panel, plain_ticks
+from experiments.report.style import COLOURS, INK, WIDTH, Drawing, Figure, Panel
 from experiments.report.tables import Table, Value
 
 NOTES = (
@@ -257,27 +257,32 @@ def _predictions(rows: pd.DataFrame) -> Table:
     return Table(heads, lines)
 
 
-BAR = 0.3  # inches of a bar
-TYPES = {  # each with a colour of the palette, whoever's contender it is
-    "data-parallel": "other_3",
-    "table-wise": "tbe",
-    "row-wise": "tt",
-    "column-wise": "torch",
-    "table-row-wise": "cached_lru",
-    "table-column-wise": "reference_tbe",
-    "grid": "reference_tt",
+BAR = 0.3  # inches per bar
+TYPES = {  # a colour of the palette and a marker per sharding type, whoever's contender it is
+    "data-parallel": ("other_3", "X"),
+    "table-wise": ("tbe", "o"),
+    "row-wise": ("tt", "s"),
+    "column-wise": ("torch", "^"),
+    "table-row-wise": ("cached_lru", "v"),
+    "table-column-wise": ("reference_tbe", "D"),
+    "grid": ("reference_tt", "P"),
 }
-MARKERS = dict(zip(TYPES, "Xos^vDP", strict=True))
 
 
 def colour(kind: str) -> str:
-    """Of a sharding type; others by their name."""
+    """Return the colour of a sharding type; that of others depends on their name."""
     names = list(COLOURS)
-    return COLOURS[TYPES.get(kind, names[zlib.crc32(kind.encode()) % len(names)])]
+    other = names[zlib.crc32(kind.encode()) % len(names)]
+    return COLOURS[TYPES.get(kind, (other, ""))[0]]
+
+
+def marker(kind: str) -> str:
+    """Return the marker of a sharding type."""
+    return TYPES.get(kind, ("", "h"))[1]
 
 
 def figures(run: Run) -> list[Figure]:
-    """Those that the run has the data for."""
+    """Return the figures that the run has the data for."""
     rows = rows_of(run)
     if not len(rows):
         return []
@@ -288,40 +293,31 @@ def figures(run: Run) -> list[Figure]:
 
 def _draw_against(run: Run, rows: pd.DataFrame) -> Figure:
     judged = sharding.beside_torchrec(rows).sort_values(["section", "world_size"], kind="stable")
-    height = 1.2 + BAR * len(judged)
-    panels = [Panel("TorchRec's step ÷ emblib's", _ratios(run, judged), 1.8 * WIDTH, height)]
+    titles = {str(r["cell"]): str(r["title"]) for r in run.records}
+    lines = [
+        Row(
+            f"{titles[str(row['cell'])]}: {row['type']}",
+            row["ratio"],
+            colour(str(row["type"])),
+            row["ratio_lo"],
+            row["ratio_hi"],
+            words=text.times(row["ratio"]),
+        )
+        for _, row in judged.iterrows()
+    ]
+    scale = Scale("TorchRec's step ÷ emblib's", log=10, reach=(0.8, 2.5))
+    one = [Mark(1.0, line=DASHED, upright=True)]
+    title = "TorchRec's step ÷ emblib's"
+    panel = Panel(title, charts.rows(lines, scale, marks=one), 1.8 * WIDTH, 1.2 + BAR * len(lines))
     return Figure(
         "against_torchrec",
-        "TorchRec's step time as a multiple of emblib's",
-        "Points: paired ratios; lines: their 95 % intervals. Right of 1 emblib is faster.",
+        "Speed-up of a step over TorchRec",
+        "Points: TorchRec's step time ÷ emblib's, paired; lines: 95 % confidence intervals. Right "
+        "of 1 emblib is faster.",
         "Right of 1 emblib is faster; sizes are those of each line",
-        panels if len(judged) else [],
+        [panel] if lines else [],
         columns=1,
     )
-
-
-def _ratios(run: Run, rows: pd.DataFrame) -> Drawing:
-    titles = {str(r["cell"]): str(r["title"]) for r in run.records}
-
-    def draw(axes: Axes) -> None:
-        names = []
-        for place, (_, row) in enumerate(rows.iterrows()):
-            shade = colour(str(row["type"]))
-            if not text.missing(row["ratio_lo"]):
-                axes.plot([row["ratio_lo"], row["ratio_hi"]], [place, place], color=shade, lw=2)
-            axes.plot([row["ratio"]], [place], "o", color=shade)
-            names.append(f"{titles[str(row['cell'])]}: {row['type']}")
-        axes.axvline(1.0, color=INK, lw=1.0, ls=(0, (4, 3)))
-        axes.set_yticks(range(len(names)), names, fontsize=8)
-        axes.set_ylim(len(names) - 0.4, -0.6)
-        axes.set_xscale("log")
-        axes.set_xlabel("TorchRec's step ÷ emblib's")
-        low, high = axes.get_xlim()
-        axes.set_xlim(min(low, 0.8), max(high, 2.5))
-        plain_ticks(axes.xaxis)
-        axes.grid(visible=False, axis="y")
-
-    return draw
 
 
 def _over_ranks(run: Run, rows: pd.DataFrame, told: pd.DataFrame) -> Figure:
@@ -335,126 +331,98 @@ def _over_ranks(run: Run, rows: pd.DataFrame, told: pd.DataFrame) -> Figure:
         beyond = told[told["beyond"] & (told["scaling"] == scaling.value)] if len(told) else told
         beyond = beyond[beyond["section"] == first] if len(beyond) else beyond
         title = f"{scaling.value.capitalize()} scaling"
-        panels.append(Panel(title, _lines(own[own["section"] == first], beyond), 1.1 * WIDTH))
+        panels.append(Panel(title, _steps(own[own["section"] == first], beyond), 1.1 * WIDTH))
     return Figure(
         "scaling",
         "Time of a step over ranks",
-        "Solid: measured. Dashed, hollow: predicted by the cost model, not measured. Down is "
-        "better; with weak scaling level is ideal, with strong scaling the dotted line.",
+        "Solid: measured. Dashed, hollow: predicted by the cost model, not measured. Lower is "
+        "better; ideal are a level line with weak scaling, the dotted line with strong scaling.",
         run.sizes(run.sections()[0]),
         panels,
     )
 
 
-def _lines(rows: pd.DataFrame, beyond: pd.DataFrame) -> Drawing:
-    def draw(axes: Axes) -> None:
-        for kind, own in rows.groupby("type", sort=False):
-            line = own.sort_values("world_size")
-            shade, marker = colour(str(kind)), MARKERS.get(str(kind), "h")
-            times = 1e3 * line["median_s"]
-            axes.plot(line["world_size"], times, color=shade, marker=marker, label=str(kind))
-            if len(beyond):
-                _dashed(axes, line.iloc[-1], beyond[beyond["type"] == kind], marker)
-        if (rows["scaling"] == Scaling.strong.value).any():
-            worlds = sorted(rows["world_size"].unique())
-            start = 1e3 * rows[rows["world_size"] == worlds[0]]["median_s"].min()
-            ideal = [start / w for w in worlds]
-            axes.plot(worlds, ideal, color=INK, lw=1.0, ls=(0, (1, 2)), label="ideal")
-        if len(beyond):
-            axes.plot([], [], "o", color=INK, mfc="none", ls=(0, (4, 3)), lw=1.2, label="predicted")
-        axes.set_xscale("log", base=2)
-        values = sorted({*rows["world_size"], *(beyond["world_size"] if len(beyond) else ())})
-        axes.set_xticks(values, [str(v) for v in values])
-        axes.set_yscale("log")
-        plain_ticks(axes.yaxis)
-        axes.set_xlabel("ranks")
-        axes.set_ylabel("ms a step")
-        axes.legend(fontsize=8, loc="best")
-
-    return draw
-
-
-def _dashed(axes: Axes, last: pd.Series, beyond: pd.DataFrame, marker: str) -> None:
-    """From the last measured point on, what is only predicted."""
-    more, shade = beyond.sort_values("world_size"), colour(str(last["type"]))
-    worlds = [last["world_size"], *more["world_size"]]
-    predicted = [1e3 * last["median_s"], *(1e3 * more["predicted_s"])]
-    axes.plot(worlds, predicted, color=shade, ls=(0, (4, 3)), lw=1.2)
-    axes.plot(worlds[1:], predicted[1:], marker, color=shade, mfc="none", ls="none")
+def _steps(rows: pd.DataFrame, beyond: pd.DataFrame) -> Drawing:
+    lines = []
+    for kind, own in rows.sort_values("world_size").groupby("type", sort=False):
+        shade, mark = colour(str(kind)), marker(str(kind))
+        lines.append(Curve(own["world_size"], 1e3 * own["median_s"], shade, str(kind), mark))
+        if len(beyond):  # from the last measured point on, what is only predicted
+            last = own.iloc[-1]
+            more = beyond[beyond["type"] == kind].sort_values("world_size")
+            worlds = [last["world_size"], *more["world_size"]]
+            times = [1e3 * last["median_s"], *(1e3 * more["predicted_s"])]
+            lines.append(Curve(worlds, times, shade, line=DASHED, width=1.2))
+            lines.append(Curve(worlds[1:], times[1:], shade, marker=mark, line="", hollow=True))
+    if (rows["scaling"] == Scaling.strong.value).any():
+        worlds = sorted(rows["world_size"].unique())
+        start = 1e3 * rows[rows["world_size"] == worlds[0]]["median_s"].min()
+        ideal = [start / world for world in worlds]
+        lines.append(Curve(worlds, ideal, label="ideal", line=DOTTED, width=1.0))
+    if len(beyond):
+        lines.append(Curve([], [], INK, "predicted", "o", DASHED, 1.2, hollow=True))
+    values = sorted({*rows["world_size"], *(beyond["world_size"] if len(beyond) else ())})
+    return curves(lines, Scale("ranks", log=2, ticks=values), Scale("ms per step", log=10))
 
 
 def _split(run: Run, rows: pd.DataFrame) -> Figure:
     known = rows[rows["compute_s"].notna()]
     if len(known):
         known = known[known["section"] == known["section"].iloc[0]]
-    worlds = sorted(w for w in known["world_size"].unique()) if len(known) else []
     panels = []
-    for world in worlds:
-        own = known[(known["world_size"] == world)]
+    for world in sorted(known["world_size"].unique()) if len(known) else ():
+        own = known[known["world_size"] == world]
         own = own[own["scaling"] == own["scaling"].iloc[0]]
-        name = "1 rank" if world == 1 else f"{world} ranks"
-        panels.append(Panel(name, _bars(own), height=1.4 + BAR * len(own)))
+        lines = [
+            Row(
+                str(row["type"]),
+                1e3 * row["compute_s"],
+                colour(str(row["type"])),
+                bar=True,
+                rest=1e3 * row["communication_s"],
+            )
+            for _, row in own.iterrows()
+        ]
+        drawing = charts.rows(lines, Scale("ms per step (hatched: all but lookup and update)"))
+        panels.append(Panel(text.count(world, "rank"), drawing, height=1.4 + BAR * len(own)))
     return Figure(
         "compute_and_communication",
-        "What a step consists of",
-        "Filled: lookup and update of the rows that a rank holds. Hatched: the rest of the step, "
-        "communication and waiting among it. Shorter is better.",
+        "Parts of a step",
+        "Filled: lookup and update of the rows that a rank stores. Hatched: the rest of the step, "
+        "including communication and waiting. Shorter is better.",
         run.sizes(run.sections()[0]),
         panels,
     )
 
 
-def _bars(rows: pd.DataFrame) -> Drawing:
-    def draw(axes: Axes) -> None:
-        names = []
-        for place, (_, row) in enumerate(rows.iterrows()):
-            compute, rest = 1e3 * row["compute_s"], 1e3 * row["communication_s"]
-            shade = colour(str(row["type"]))
-            axes.barh(place, compute, color=shade, height=0.7)
-            axes.barh(
-                place, rest, left=compute, facecolor="none", edgecolor=shade, hatch="///",
-                height=0.7,
-            )  # fmt: skip
-            names.append(str(row["type"]))
-        axes.set_yticks(range(len(names)), names)
-        axes.set_ylim(len(names) - 0.4, -0.6)
-        axes.set_xlabel("ms a step (hatched: all but lookup and update)")
-        axes.grid(visible=False, axis="y")
-
-    return draw
-
-
 def _draw_predicted(run: Run, told: pd.DataFrame) -> Figure:
-    measured = told[~told["beyond"]] if len(told) else told
     correlation, _, points = sharding.agreement(told)
     words = "" if math.isnan(correlation) else f" Rank correlation {text.digits(correlation, 2)}."
+    panels = []
+    if points:
+        measured, lines = told[~told["beyond"]], []
+        smallest = measured["world_size"].min()
+        for (kind, world), own in measured.groupby(["type", "world_size"], sort=False):
+            lines.append(
+                Curve(
+                    1e3 * own["median_s"],
+                    1e3 * own["predicted_s"],
+                    colour(str(kind)),
+                    str(kind) if world == smallest else "",
+                    marker(str(kind)),
+                    line="",
+                    opacity=0.35 + 0.65 / float(str(world)),
+                )
+            )
+        both = 1e3 * pd.concat([measured["median_s"], measured["predicted_s"]])
+        ends = [both.min(), both.max()]
+        lines.append(Curve(ends, ends, line=DASHED, width=1.0))
+        across, up = (Scale(f"{w} ms per step", log=10) for w in ("measured", "predicted"))
+        panels.append(Panel("Predicted against measured", curves(lines, across, up), 1.3 * WIDTH))
     return Figure(
         "predicted",
         "Predicted and measured steps",
-        f"{points} points; on the line a prediction is right.{words}",
+        f"{points} points; the prediction of a point on the line is exact.{words}",
         run.sizes(run.sections()[0]),
-        [Panel("Predicted against measured", _points(measured), 1.3 * WIDTH)] if points else [],
+        panels,
     )
-
-
-def _points(rows: pd.DataFrame) -> Drawing:
-    def draw(axes: Axes) -> None:
-        for (kind, world), own in rows.groupby(["type", "world_size"], sort=False):
-            axes.plot(
-                1e3 * own["median_s"], 1e3 * own["predicted_s"], MARKERS.get(str(kind), "h"),
-                color=colour(str(kind)), alpha=0.35 + 0.65 / float(str(world)),
-                label=str(kind) if world == rows["world_size"].min() else None,
-            )  # fmt: skip
-        both = 1e3 * pd.concat([rows["median_s"], rows["predicted_s"]])
-        ends = [both.min(), both.max()]
-        axes.plot(ends, ends, color=INK, lw=1.0, ls=(0, (4, 3)))
-        for axis, scale, name in (
-            (axes.xaxis, axes.set_xscale, "measured"),
-            (axes.yaxis, axes.set_yscale, "predicted"),
-        ):
-            scale("log")
-            plain_ticks(axis)
-            axis.set_label_text(f"{name} ms a step")
-        axes.legend(fontsize=8, loc="best")
-
-    return draw

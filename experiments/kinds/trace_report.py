@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.ticker import FuncFormatter, LogLocator
 from omegaconf import OmegaConf
 
 from experiments.config.schema import Distribution
 from experiments.config.sweep import SWEEP
 from experiments.kinds import trace
 from experiments.report import text
+from experiments.report.charts import DASHED, Curve, Scale, curves, percent_scale
 from experiments.report.data import Run
-from experiments.report.style import COLOURS, INK, Drawing, Figure, Panel
-from experiments.report.tables import Table, Value
+from experiments.report.style import COLOURS, INK, Figure, Panel
+from experiments.report.tables import Table, Value, percent
 from experiments.results.store import Record
 from experiments.workloads import production
 from experiments.workloads.distributions import describe_distribution, zipf_probabilities
@@ -81,10 +82,12 @@ def _headline(run: Run, record: Record) -> str:
     half = concentration(record, "0.5")
     return (
         f"Of the {name(record)} ({text.count(record['features'], 'table')}, {total:,} lookups "
-        f"into {found['distinct']:,} distinct rows), {percent(sum(samples['rows']) / total)} are "
-        f"distinct rows of their batch; {percent(half)} of the rows have half of the lookups, and "
-        f"a cache of {100 * size:g} % of the rows could at best serve {percent(best)} of them "
-        f"(keeping the most recently used rows: {percent(recent)})."
+        f"into {found['distinct']:,} distinct rows), "
+        f"{text.percent(sum(samples['rows']) / total)} are "
+        f"distinct rows of their batch; {text.percent(half)} of the rows have half of the "
+        f"lookups, and "
+        f"a cache of {100 * size:g} % of the rows could at best serve {text.percent(best)} of them "
+        f"(keeping the most recently used rows: {text.percent(recent)})."
     )
 
 
@@ -126,7 +129,7 @@ def _skew(record: Record) -> list[str]:
     of = f" of the busiest table, {own['name']}," if record["features"] > 1 else ""
     return [
         f"The zipf law nearest to the lookups{of} has s={fit['s']:.2f} and q={fit['q']:.3g}; it "
-        f"puts up to {percent(fit['misfit'])} of them at other ranks."
+        f"puts up to {text.percent(fit['misfit'])} of them at other ranks."
     ]
 
 
@@ -141,13 +144,8 @@ def _others(run: Run, record: Record) -> list[str]:
     others = [r for r in trace.looked_at(run.records) if r["cell"] != record["cell"]]
     if not others:
         return []
-    parts = [f"{percent(_at(r, 'offline', size))} of {name(r)}" for r in others]
+    parts = [f"{text.percent(_at(r, 'offline', size))} of {name(r)}" for r in others]
     return [f"For comparison, at best it would serve {', '.join(parts)}."]
-
-
-def percent(share: float) -> str:
-    """'71.3 %'."""
-    return text.NONE if text.missing(share) else f"{text.digits(100 * share)} %"
 
 
 def section_table(run: Run, section: str) -> Table:
@@ -179,16 +177,12 @@ def _line(own: dict[str, Any], prefix: str) -> list[Value]:
         Value(prefix + own["name"]),
         Value(f"{own['lookups']:,}", own["lookups"]),
         Value(f"{own['distinct']:,}{of}", own["distinct"]),
-        *(_share(value) for value in shares),
+        *(percent(value) for value in shares),
         Value(text.digits(own["bag_mean"]), own["bag_mean"]),
         Value(text.NONE if text.missing(fit["s"]) else f"{fit['s']:.2f}", fit["s"]),
         Value(text.digits(fit["q"]), fit["q"]),
-        *(_share(value) for value in (fit["misfit"], own["lru"], own["offline"])),
+        *(percent(value) for value in (fit["misfit"], own["lru"], own["offline"])),
     ]
-
-
-def _share(value: float) -> Value:
-    return Value(percent(value), 100 * value)
 
 
 # Lookups are no contenders: they take the colours in order.
@@ -197,145 +191,128 @@ COMPARABLE = 1.5  # a window of up to so many times the published one, or its in
 
 
 def figures(run: Run) -> list[Figure]:
-    """Every figure; the first is the main one."""
+    """Return every figure, the main one first."""
     records = trace.looked_at(run.records)
     if not records:
         return []
-    sizes = _sizes(records)
-    parts = [_caches, _popularity, _repetition, _reuse, _working_set]
-    found = [part(records, sizes) for part in parts]
-    return found + ([_tables(records, sizes)] if any(r["features"] > 1 for r in records) else [])
-
-
-def _sizes(records: Sequence[Record]) -> str:
-    """What all of them share, in one line."""
-    found = {
+    sizes = {
         f"{text.count(r['features'], 'table')}, B={r['params']['B']:,}, "
         f"{text.count(len(r['samples']['lookups']), 'batch', 'batches')}, "
         f"{sum(r['samples']['lookups']):,} lookups"
         for r in records
     }
-    return found.pop() if len(found) == 1 else "Sizes differ: see the tables"
+    words = sizes.pop() if len(sizes) == 1 else "Sizes differ: see the tables"
+    parts = [_caches, _popularity, _repetition, _reuse, _working_set]
+    found = [dataclasses.replace(part(records), sizes=words) for part in parts]
+    if any(r["features"] > 1 for r in records):
+        found.append(dataclasses.replace(_tables(records), sizes=words))
+    return found
 
 
-def _lines(records: Sequence[Record]) -> list[tuple[Record, str, str]]:
-    """Each with its colour and its name."""
-    return [(r, COLOURS[ORDER[i % len(ORDER)]], _short(r, records)) for i, r in enumerate(records)]
+def _styled(records: Sequence[Record]) -> Iterator[tuple[Record, str, str]]:
+    """Yield each record with its colour and its name."""
+    for i, record in enumerate(records):
+        words = name(record).removeprefix("lookups of the ").replace(" lookups", "")
+        if sum(name(r) == name(record) for r in records) > 1:
+            words += f" E={record['params']['E']:,} B={record['params']['B']:,}"
+        yield record, COLOURS[ORDER[i % len(ORDER)]], words
 
 
-def _short(record: Record, among: Sequence[Record]) -> str:
-    words = name(record).removeprefix("lookups of the ").replace(" lookups", "")
-    alike = sum(name(r) == name(record) for r in among) > 1
-    p = record["params"]
-    return f"{words} E={p['E']:,} B={p['B']:,}" if alike else words
+def _caches(records: Sequence[Record]) -> Figure:
+    def panel(title: str, of: str) -> Panel:
+        lines = []
+        for record, colour, label in _styled(records):
+            found = record["analysis"]["hit_rates"]
+            curve = {
+                policy: Curve(
+                    [100 * p["cache_rows"] / found["distinct"] for p in found[policy]],
+                    [100 * p[of] for p in found[policy]],
+                    colour,
+                )
+                for policy in ("lru", "offline", "static_top")
+            }
+            lines += [
+                replace(curve["lru"], label=label),
+                replace(curve["offline"], line=DASHED, width=1.4, marker="o", size=4),
+                replace(curve["static_top"], line=":", width=1.4),
+            ]
+        across = Scale(
+            "size of the cache (% of the distinct rows)",
+            log=10, ticks=[0.1, 1, 10, 100], low=0.1, high=110,
+        )  # fmt: skip
+        return Panel(title, curves(lines, across, percent_scale("hits (%)"), names="upper left"))
 
-
-def _caches(records: Sequence[Record], sizes: str) -> Figure:
-    what = {"lookups": "Per lookup", "rows": "Per distinct row"}
     return Figure(
         "ideal_hit_rate",
-        "What a cache could serve",
-        "Share of the lookups, and of the distinct rows of a batch, that a cache of a given size "
-        "has once it has been filled. Solid: it keeps the most recently used rows. Dashed, with "
+        "Hit rates of ideal caches",
+        "Share of the lookups, and of the distinct rows of a batch, that hit in a cache of a given "
+        "size once it has been filled. Solid: it keeps the most recently used rows. Dashed, with "
         "marks: offline optimum, which no cache can exceed per distinct row. Dotted: the most "
         "frequent rows of the trace and no others. Higher is better.",
-        sizes,
-        [Panel(title, _cache_curves(records, key)) for key, title in what.items()],
+        "",
+        [panel("Per lookup", "lookups"), panel("Per distinct row", "rows")],
     )
 
 
-def _cache_curves(records: Sequence[Record], of: str) -> Drawing:
-    def draw(axes: Axes) -> None:
-        for record, colour, label in _lines(records):
-            found = record["analysis"]["hit_rates"]
-            styles = {"lru": "-", "offline": (0, (4, 2)), "static_top": ":"}
-            for policy, style in styles.items():
-                x = [100 * p["cache_rows"] / found["distinct"] for p in found[policy]]
-                y = [100 * p[of] for p in found[policy]]
-                axes.plot(
-                    x, y, color=colour, ls=style, lw=2.0 if policy == "lru" else 1.4,
-                    marker="o" if policy == "offline" else None, ms=4,
-                    label=label if policy == "lru" else None,
-                )  # fmt: skip
-        axes.set_xscale("log")
-        axes.set_xlim(0.1, 110)
-        axes.set_xticks([0.1, 1, 10, 100], ["0.1", "1", "10", "100"])
-        axes.set_xlabel("size of the cache (% of the distinct rows)")
-        axes.set_ylabel("served (%)")
-        axes.set_ylim(0, 102)
-        axes.legend(fontsize=8, loc="upper left")
-
-    return draw
-
-
-def _popularity(records: Sequence[Record], sizes: str) -> Figure:
+def _popularity(records: Sequence[Record]) -> Figure:
+    ranked, together = [], []
+    for record, colour, label in _styled(records):
+        own, points = busiest(record), record["analysis"]["busiest"]["ranked"]
+        ranks = np.array([rank for rank, _ in points])
+        ranked.append(Curve(ranks, [share for _, share in points], colour, label))
+        if own["fit"]:
+            fitted = zipf_probabilities(own["rows"], own["fit"]["s"], own["fit"]["q"])
+            at = np.unique(np.rint(ranks).astype(int))
+            ranked.append(Curve(at, fitted[at - 1], colour, line=DASHED, width=1.2))
+        tables = record["tables"]
+        distinct = sum(t["distinct"] for t in tables)
+        shares = {float(k): sum(t["rows_of"][k] for t in tables) for k in tables[0]["rows_of"]}
+        x = [100 * rows / distinct for rows in shares.values()]
+        together.append(Curve(x, [100 * s for s in shares], colour, label, "o"))
+    rank, share = Scale("rank of the row", log=10), Scale("share of the lookups", log=10)
+    rows = Scale("rows, most popular first (% of the distinct rows)", log=10)
+    lookups = percent_scale("their lookups (%)")
     return Figure(
         "popularity",
-        "How popular rows are",
-        "Share of the lookups that a row has, by its rank, in the busiest table; dashed: the zipf "
-        "law nearest to it. Beside it the share of the lookups that the most popular rows have "
-        "together. Ranks are by the counts shown, which makes the rarest rows look a little more "
-        "different than they are.",
-        sizes,
+        "Popularity of rows",
+        "Left: share of the lookups that a row has, by its rank, in the busiest table; dashed: the "
+        "nearest zipf distribution. Right: the share of the lookups that the most popular rows "
+        "have together. Ranks are by the counts shown, which makes the rarest rows look a little "
+        "more different than they are.",
+        "",
         [
-            Panel("Lookups of a row, by rank", _ranked(records)),
-            Panel("Most popular rows together", _together(records)),
+            Panel("Lookups per row, by rank", curves(ranked, rank, share, names="lower left")),
+            Panel("Most popular rows", curves(together, rows, lookups, names="upper left")),
         ],
     )
 
 
-def _ranked(records: Sequence[Record]) -> Drawing:
-    def draw(axes: Axes) -> None:
-        for record, colour, label in _lines(records):
-            own, points = busiest(record), record["analysis"]["busiest"]["ranked"]
-            ranks = np.array([rank for rank, _ in points])
-            axes.loglog(ranks, [share for _, share in points], color=colour, label=label)
-            if own["fit"]:
-                law = zipf_probabilities(own["rows"], own["fit"]["s"], own["fit"]["q"])
-                at = np.unique(np.rint(ranks).astype(int))
-                axes.loglog(at, law[at - 1], color=colour, ls=(0, (4, 2)), lw=1.2)
-        axes.set_xlabel("rank of the row")
-        axes.set_ylabel("share of the lookups")
-        axes.legend(fontsize=8, loc="lower left")
+def _repetition(records: Sequence[Record]) -> Figure:
+    like = any(_like_published(r) for r in records)
+    names = [*(_binary(e) for e in production.EDGES[1:]), "more"]
 
-    return draw
+    def panel(of: str, published: Sequence[float]) -> Panel:
+        places = range(len(names))
+        lines = [
+            Curve(places, 100 * np.array(r["analysis"]["spectrum"][of]), colour, label, "o", size=3)
+            for r, colour, label in _styled(records)
+        ]
+        if like:
+            stars = 100 * np.array(published)
+            lines.append(Curve(places, stars, INK, "published, 2022", "*", line="", size=7))
+        across = Scale("lookups per row, at most", ticks=places[::2], names=names[::2])
+        up = Scale(f"share of the {of} (%)", low=0)
+        return Panel(text.capitalised(of), curves(lines, across, up))
 
-
-def _together(records: Sequence[Record]) -> Drawing:
-    def draw(axes: Axes) -> None:
-        for record, colour, label in _lines(records):
-            own = record["tables"]
-            distinct = sum(t["distinct"] for t in own)
-            shares = {float(k): sum(t["rows_of"][k] for t in own) for k in own[0]["rows_of"]}
-            x = [100 * rows / distinct for rows in shares.values()]
-            axes.plot(x, [100 * s for s in shares], color=colour, marker="o", label=label)
-        axes.set_xscale("log")
-        axes.set_xlabel("rows, most popular first (% of the distinct rows)")
-        axes.set_ylabel("their lookups (%)")
-        axes.set_ylim(0, 102)
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:g}"))
-        axes.legend(fontsize=8, loc="upper left")
-
-    return draw
-
-
-def _repetition(records: Sequence[Record], sizes: str) -> Figure:
-    like = [r for r in records if _like_published(r)]
-    beside = (
-        " Stars: the published production trace; in its last bins a smaller table has few rows."
-    )
-    beside = beside if like else ""
+    stars = " Stars: the published production trace; in its last bins a smaller table has few rows."
     return Figure(
         "repetition",
-        "How often rows are looked up",
+        "Lookups per row",
         "Rows by how many lookups they have in the whole trace: the share of the rows in each bin, "
-        f"and the share of all lookups that go to them.{beside} Only traces with as many lookups "
-        "per row can be compared.",
-        sizes,
-        [
-            Panel("Rows", _spectrum(records, "rows", published=bool(like))),
-            Panel("Lookups", _spectrum(records, "lookups", published=bool(like))),
-        ],
+        f"and the share of all lookups that go to them.{stars * like} Only traces with as many "
+        "lookups per row can be compared.",
+        "",
+        [panel("rows", production.ROWS_SHARE), panel("lookups", production.LOOKUPS_SHARE)],
     )
 
 
@@ -346,102 +323,60 @@ def _like_published(record: Record) -> bool:
     return 1 / COMPARABLE < sum(record["samples"]["lookups"]) / window < COMPARABLE
 
 
-def _spectrum(records: Sequence[Record], of: str, *, published: bool) -> Drawing:
-    names = [*(_binary(e) for e in production.EDGES[1:]), "more"]
-
-    def draw(axes: Axes) -> None:
-        places = np.arange(len(names))
-        for record, colour, label in _lines(records):
-            share = 100 * np.array(record["analysis"]["spectrum"][of])
-            axes.plot(places, share, color=colour, marker="o", ms=3, lw=1.5, label=label)
-        if published:
-            shares = production.ROWS_SHARE if of == "rows" else production.LOOKUPS_SHARE
-            axes.plot(
-                places, 100 * np.array(shares), color=INK, marker="*", ls="", ms=7,
-                label="published, 2022",
-            )  # fmt: skip
-        axes.set_xticks(places[::2], names[::2], fontsize=8)
-        axes.set_xlabel("lookups of the row, at most")
-        axes.set_ylabel(f"share of the {of} (%)")
-        axes.set_ylim(bottom=0)
-        axes.legend(fontsize=8, loc="best")
-
-    return draw
-
-
-def _reuse(records: Sequence[Record], sizes: str) -> Figure:
-    return Figure(
-        "reuse_distance",
-        "How soon rows come back",
-        "Distinct other rows between two lookups of the same row. Left: share of all lookups by "
-        "distance, in bins that double. Right: the share with at most that distance; what is "
-        "missing to 100 % at the right end are first lookups, which no cache can have.",
-        sizes,
-        [
-            Panel("Reuse distance", _reuse_curve(records, lambda shares: shares, "lookups (%)")),
-            Panel("At most that far", _reuse_curve(records, np.cumsum, "lookups, cumulated (%)")),
-        ],
-    )
-
-
-def _reuse_curve(
-    records: Sequence[Record], of: Callable[[np.ndarray], np.ndarray], ylabel: str
-) -> Drawing:
-    def draw(axes: Axes) -> None:
-        for record, colour, label in _lines(records):
+def _reuse(records: Sequence[Record]) -> Figure:
+    def panel(title: str, of: Callable[[np.ndarray], np.ndarray], label: str) -> Panel:
+        lines = []
+        for record, colour, words in _styled(records):
             found = record["analysis"]["distances"]
             y = 100 * of(np.array(found["reuse"]))
-            axes.plot(found["edges"][1:], y, color=colour, marker="o", ms=3, label=label)
-        axes.set_xscale("log", base=2)
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda v, _: _binary(v)))
-        axes.set_xlabel("reuse distance (rows), below")
-        axes.set_ylabel(ylabel)
-        axes.set_ylim(bottom=0)
-        axes.legend(fontsize=8, loc="upper left")
+            lines.append(Curve(found["edges"][1:], y, colour, words, "o", size=3))
+        across = Scale("reuse distance (rows), below", log=2, shown=_binary)
+        return Panel(title, curves(lines, across, Scale(label, low=0), names="upper left"))
 
-    return draw
-
-
-def _working_set(records: Sequence[Record], sizes: str) -> Figure:
     return Figure(
-        "working_set",
-        "How the working set grows",
-        "Left: rows that have been looked up at least once, after so many lookups; the thin line "
-        "is a new row at every lookup. Right: of the distinct rows of each batch, how many no "
-        "batch before has had.",
-        sizes,
+        "reuse_distance",
+        "Reuse distance",
+        "Distinct other rows between two lookups of the same row. Left: share of all lookups by "
+        "distance, in bins that double. Right: the share with at most that distance; what is "
+        "missing to 100 % at the right end are first lookups, which miss in every cache.",
+        "",
         [
-            Panel("Rows looked up so far", _growth(records)),
-            Panel("New rows of a batch", _new_rows(records)),
+            panel("Reuse distance", lambda shares: shares, "lookups (%)"),
+            panel("Cumulative", np.cumsum, "lookups, cumulative (%)"),
         ],
     )
 
 
-def _growth(records: Sequence[Record]) -> Drawing:
-    def draw(axes: Axes) -> None:
-        most = 1
-        for record, colour, label in _lines(records):
-            x = np.cumsum(record["samples"]["lookups"])
-            y = np.cumsum(record["samples"]["new"])
-            most = max(most, int(y[-1]))
-            axes.loglog(x, y, color=colour, marker="o", ms=3, label=label)
-        first = min(r["samples"]["lookups"][0] for r in records)
-        axes.plot([first, max(most, first)], [first, max(most, first)], color=INK, lw=0.7)
-        for axis in (axes.xaxis, axes.yaxis):
-            low, high = axis.get_view_interval()
-            subs = (1.0, 2.0, 5.0) if high < 100 * low else (1.0,)
-            axis.set_major_locator(LogLocator(subs=subs))
-            axis.set_major_formatter(FuncFormatter(lambda v, _: _whole(v)))
-        axes.minorticks_off()
-        axes.set_xlabel("lookups")
-        axes.set_ylabel("distinct rows")
-        axes.legend(fontsize=8, loc="lower right")
-
-    return draw
+def _working_set(records: Sequence[Record]) -> Figure:
+    growth, new = [], []
+    most, first = 1, min(r["samples"]["lookups"][0] for r in records)
+    for record, colour, label in _styled(records):
+        x, y = (np.cumsum(record["samples"][k]) for k in ("lookups", "new"))
+        most = max(most, int(y[-1]))
+        growth.append(Curve(x, y, colour, label, "o", size=3))
+        shares = 100 * np.array(record["samples"]["new"]) / np.array(record["samples"]["rows"])
+        new.append(Curve(1 + np.arange(len(shares)), shares, colour, label))
+    ends = [first, max(most, first)]
+    growth.append(Curve(ends, ends, INK, width=0.7))
+    lookups = Scale("lookups", log=10, shown=_whole)
+    rows = Scale("distinct rows", log=10, shown=_whole)
+    share = percent_scale("of its distinct rows (%)")
+    return Figure(
+        "working_set",
+        "Growth of the working set",
+        "Left: rows that have been looked up at least once, after so many lookups; the thin line "
+        "is a new row at every lookup. Right: share of the distinct rows of each batch that occur "
+        "in no earlier batch.",
+        "",
+        [
+            Panel("Rows looked up so far", curves(growth, lookups, rows, names="lower right")),
+            Panel("New rows per batch", curves(new, Scale("batch"), share, names="upper right")),
+        ],
+    )
 
 
 def _whole(value: float) -> str:
-    """'4 k', '2 M': thousands and millions in short."""
+    """Return thousands and millions in short, e.g. '4 k' or '2 M'."""
     for unit, factor in ((" M", 1e6), (" k", 1e3)):
         if value >= factor:
             return f"{value / factor:.3g}{unit}"
@@ -449,55 +384,29 @@ def _whole(value: float) -> str:
 
 
 def _binary(value: float) -> str:
-    """'4 Ki': powers of two in short."""
+    """Return powers of two in short, e.g. '4 Ki'."""
     return f"{value / 1024:,.3g} Ki" if value >= 1024 else f"{value:g}"
 
 
-def _new_rows(records: Sequence[Record]) -> Drawing:
-    def draw(axes: Axes) -> None:
-        for record, colour, label in _lines(records):
-            new, rows = (np.array(record["samples"][k]) for k in ("new", "rows"))
-            axes.plot(1 + np.arange(len(new)), 100 * new / rows, color=colour, label=label)
-        axes.set_xlabel("batch")
-        axes.set_ylabel("of its distinct rows (%)")
-        axes.set_ylim(0, 102)
-        axes.legend(fontsize=8, loc="upper right")
+def _tables(records: Sequence[Record]) -> Figure:
+    def panel(title: str, value: Callable[[dict[str, Any]], float | None], label: str) -> Panel:
+        lines = []
+        for record, colour, words in _styled(records):
+            points = [(t["distinct"], value(t)) for t in record["tables"]]
+            known = [(x, y) for x, y in points if y is not None]
+            xs, ys = [x for x, _ in known], [y for _, y in known]
+            lines.append(Curve(xs, ys, colour, words, "o", line="", size=5, opacity=0.7))
+        across = Scale("distinct rows of the table", log=10)
+        return Panel(title, curves(lines, across, Scale(label, low=0)))
 
-    return draw
-
-
-def _tables(records: Sequence[Record], sizes: str) -> Figure:
     return Figure(
         "per_table",
         "Table by table",
-        "Each mark is a table. Left: the skew s of the zipf law nearest to its lookups. Right: "
-        "what the best possible cache of a tenth of its distinct rows would serve.",
-        sizes,
+        "Each mark is a table. Left: the skew s of the zipf distribution nearest to its lookups. "
+        "Right: the hit rate of the best possible cache of a tenth of its distinct rows.",
+        "",
         [
-            Panel("Skew", _by_table(records, lambda t: (t["fit"] or {}).get("s"), "zipf s")),
-            Panel(
-                "Best cache of 10 %",
-                _by_table(records, lambda t: 100 * t["offline"], "lookups served (%)"),
-            ),
+            panel("Skew", lambda t: (t["fit"] or {}).get("s"), "zipf s"),
+            panel("Best cache of 10 %", lambda t: 100 * t["offline"], "hits (%)"),
         ],
     )
-
-
-def _by_table(
-    records: Sequence[Record], value: Callable[[dict], float | None], ylabel: str
-) -> Drawing:
-    def draw(axes: Axes) -> None:
-        for record, colour, label in _lines(records):
-            points = [(t["distinct"], value(t)) for t in record["tables"]]
-            known = [(x, y) for x, y in points if y is not None]
-            axes.plot(
-                [x for x, _ in known], [y for _, y in known], color=colour, ls="", marker="o",
-                ms=5, alpha=0.7, label=label,
-            )  # fmt: skip
-        axes.set_xscale("log")
-        axes.set_xlabel("distinct rows of the table")
-        axes.set_ylabel(ylabel)
-        axes.set_ylim(bottom=0)
-        axes.legend(fontsize=8, loc="best")
-
-    return draw

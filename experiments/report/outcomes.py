@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from matplotlib.axes import Axes
-from matplotlib.patches import Rectangle
-
+from experiments.report.charts import Square, squares
 from experiments.report.data import Outcome, Run
-from experiments.report.style import STATUS, Drawing, Figure, Panel
+from experiments.report.style import STATUS, Figure, Panel
 from experiments.report.tables import Table, Value
 
 MEANING = {
@@ -35,46 +33,31 @@ def figures(run: Run) -> list[Figure]:
             "What became of every measurement",
             f"A line per cell, a column per contender. {words}. Reasons are in the table.",
             f"{len(outcomes)} measurements",
-            [Panel("Outcomes", _draw(outcomes), *_size(outcomes))],
+            [_map(outcomes)],
         )
     ]
 
 
-def _size(outcomes: list[Outcome]) -> tuple[float, float]:
-    lines = len({o.cell for o in outcomes})
-    columns = len({o.label for o in outcomes})
-    return max(5.4, 2.6 + 0.55 * columns), max(2.2, 0.26 * lines + 1.6)
-
-
-def _draw(outcomes: list[Outcome]) -> Drawing:
-    cells = list(dict.fromkeys(o.cell for o in outcomes))
-    labels = list(dict.fromkeys(o.label for o in outcomes))
-
-    def draw(axes: Axes) -> None:
-        for outcome in outcomes:
-            x, y = labels.index(outcome.label), cells.index(outcome.cell)
-            good = outcome.status == "ok"
-            shade = STATUS.get(outcome.status, STATUS["error"])
-            axes.add_patch(
-                Rectangle((x - 0.47, y - 0.45), 0.94, 0.9, color=shade, lw=0,
-                          alpha=0.25 if good else 0.6)
-            )  # fmt: skip
-            mark = MARK.get(outcome.status, outcome.status)
-            axes.text(x, y, mark, ha="center", va="center", fontsize=7, in_layout=False)
-        axes.set_xlim(-0.5, len(labels) - 0.5)
-        axes.set_ylim(len(cells) - 0.5, -0.5)
-        axes.set_xticks(range(len(labels)), labels, fontsize=8, rotation=30, ha="right")
-        axes.set_yticks(range(len(cells)), [_short(c) for c in cells], fontsize=8)
-        axes.grid(visible=False)
-        axes.tick_params(length=0)
-        for side in ("left", "bottom"):
-            axes.spines[side].set_visible(False)
-
-    return draw
+def _map(outcomes: list[Outcome]) -> Panel:
+    short = {o.cell: _short(o.cell) for o in outcomes}
+    unique = len(set(short.values())) == len(short)
+    entries = [
+        Square(
+            o.label,
+            short[o.cell] if unique else o.cell,
+            MARK.get(o.status, o.status),
+            STATUS.get(o.status, STATUS["error"]),
+            0.25 if o.status == "ok" else 0.6,
+        )
+        for o in outcomes
+    ]
+    width = max(5.4, 2.6 + 0.55 * len({entry.column for entry in entries}))
+    height = max(2.2, 0.26 * len({entry.row for entry in entries}) + 1.6)
+    return Panel("Outcomes", squares(entries), width, height)
 
 
 def _short(cell: str) -> str:
-    """A cell's key without what is long and says little: the section and four axes."""
+    """Return a cell's key without what is long and says little: the section and four axes."""
     words = cell.split(" ")
     kept = [w for w in words[1:] if w[:2] in ("D=", "B=", "L=", "s=")]
     return " ".join([words[0], *kept])

@@ -35,7 +35,7 @@ def test_every_report_is_listed_with_its_answer(
     page = (out / "index.html").read_text()
     assert page.count("<li>") == 3
     assert 'href="b/2/index.html"' in page
-    assert "a &lt;CPU&gt; · abc with changes" in page
+    assert "a &lt;CPU&gt; · abc-dirty" in page
     assert (out / "b/2/index.html").read_text() == "<html>b 2</html>"
     assert "http" not in page  # it loads nothing
 

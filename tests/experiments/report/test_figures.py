@@ -12,7 +12,7 @@ from matplotlib.patches import Rectangle
 
 from experiments.config.sweep import Arm, Cell
 from experiments.machine import ceilings
-from experiments.report import Run, document, figures, outcomes, ratios, style
+from experiments.report import Run, charts, document, figures, outcomes, ratios, style
 from experiments.report.results import section_table
 from experiments.report.style import Panel
 from tests.experiments.made_up import BANDWIDTH, Recipe, make_run
@@ -66,15 +66,15 @@ def test_a_process_by_itself_and_all_together_are_the_same_ratio(plain: Run) -> 
 
 
 def test_the_forest_is_sorted_and_open_where_one_is_inside(plain: Run) -> None:
-    (figure,) = ratios.figures(plain.at("hot"))
-    lines = ratios._lines(plain.at("hot"), "step")
-    assert [x.ratio for x in lines] == sorted(x.ratio for x in lines)
-    assert all(len(x.processes) == 3 for x in lines)
+    (figure,) = ratios.forest_figures(plain.at("hot"))
+    lines = ratios.forest_rows(plain.at("hot"), "step")
+    assert [x.value for x in lines] == sorted(x.value for x in lines)
+    assert all(len(x.dots) == 3 for x in lines)
     numbers = _texts(figure.panels[0])
     assert len(numbers) == len(lines)
-    open_line = ratios.Line("a", 1.01, 0.99, 1.03, [], "#000000", sure=False)
+    open_line = charts.Row("a", 1.01, "#000000", 0.99, 1.03, hollow=True)
     _, axes = plt.subplots()
-    ratios.panel("", [open_line], "").draw(axes)
+    charts.forest("", [open_line], "").draw(axes)
     dot = next(x for x in axes.lines if x.get_marker() == "o")
     assert dot.get_markerfacecolor() == "none"
     plt.close()
@@ -82,7 +82,7 @@ def test_the_forest_is_sorted_and_open_where_one_is_inside(plain: Run) -> None:
 
 def test_the_heatmap_shows_axes_against_each_other_where_they_met(tmp_path: Path) -> None:
     run = Run.read(make_run(tmp_path, Recipe(words=(*GRID, *NOTHING), replicates=1)))
-    (figure,) = ratios.heatmap_figures(run)
+    (figure,) = ratios.speedup_figures(run)
     titles = [p.title for p in figure.panels]
     assert titles == [
         "TT rank 16, step", "TT rank 16, forward", "EmbeddingBag, step", "EmbeddingBag, forward"
@@ -93,7 +93,7 @@ def test_the_heatmap_shows_axes_against_each_other_where_they_met(tmp_path: Path
 
 
 def test_the_heatmap_of_points_has_a_line_per_point(plain: Run) -> None:
-    (figure,) = ratios.heatmap_figures(plain.at("hot"))
+    (figure,) = ratios.speedup_figures(plain.at("hot"))
     assert [p.title for p in figure.panels] == ["Step", "Forward"]
     _, axes = plt.subplots()
     figure.panels[0].draw(axes)
@@ -106,10 +106,10 @@ def test_the_heatmap_of_points_has_a_line_per_point(plain: Run) -> None:
 @pytest.mark.parametrize(("low", "high", "hatched"), [(0.9, 1.2, True), (1.1, 1.2, False)])
 def test_a_difference_that_may_be_none_is_hatched(low: float, high: float, hatched: bool) -> None:
     row = {"status": "ok", "ratio": 1.15, "ratio_lo": low, "ratio_hi": high}
-    square = ratios._square(row, "column", "line")
-    assert square.speedup == pytest.approx(1 / 1.15)
+    square = ratios.speedup_square(row, "column", "line")
+    assert square.words == "0.87×"
     _, axes = plt.subplots()
-    ratios._fill(axes, square, 0, 0)
+    charts.squares([square])(axes)
     hatches = [p.get_hatch() for p in axes.patches if isinstance(p, Rectangle)]
     assert any(hatches) is hatched
     plt.close()
@@ -123,8 +123,8 @@ def test_the_roofs_are_drawn_with_the_theory_where_it_is_known(tmp_path: Path) -
     assert device.bandwidth_gb_s is not None
     (figure,) = figures.roofline_figures(run)
     words = _texts(figure.panels[0])
-    assert words == ["copy 50 GB/s", f"in theory {device.bandwidth_gb_s:,.4g} GB/s", "gather"]
-    assert f"Dotted: {device.name} in theory" in figure.caption
+    assert words == ["copy 50 GB/s", f"theoretical {device.bandwidth_gb_s:,.4g} GB/s"]
+    assert f"Dotted: theoretical bandwidth of {device.name}" in figure.caption
 
 
 def test_a_table_says_how_much_of_the_gather_bandwidth_a_step_gets(plain: Run) -> None:
@@ -143,7 +143,7 @@ def test_the_roof_is_the_copy_of_an_older_run(tmp_path: Path) -> None:
     run = Run.read(make_run(tmp_path, recipe))
     assert "of gather" not in section_table(run, "criteo").heads
     (figure,) = figures.roofline_figures(run)
-    assert "Roofs: copy of memory" in figure.caption
+    assert "Limits: copy bandwidth of memory" in figure.caption
     assert "copy 50 GB/s" in _texts(figure.panels[0])
 
 
@@ -211,7 +211,7 @@ def test_a_cell_alone_has_no_sweeps_and_no_map(tmp_path: Path) -> None:
     words = ("+experiment=tt_vs_tbe", "sweep.D=[]", "sweep.B=[]", *NOTHING)
     run = Run.read(make_run(tmp_path, Recipe(words=words, replicates=1)))
     assert figures.sweep_figures(run) == []
-    assert ratios.heatmap_figures(run) == []
+    assert ratios.speedup_figures(run) == []
     assert {f.name for f in figures.figures(run)} >= {"cost_and_memory", "forest", "roofline"}
 
 

@@ -1,0 +1,377 @@
+"""The drawings of reports: curves against two scales, rows beside a scale, squares of a map.
+
+Each function takes data and returns a `Drawing`, which a `Panel` draws once for the sheet and once
+for the web page.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.axis import Axis
+from matplotlib.patches import Rectangle
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+from experiments.report import text
+from experiments.report.style import GRID, INK, WIDTH, Drawing, Panel
+
+LineStyle = str | tuple[int, tuple[float, ...]]
+DASHED: LineStyle = (0, (5, 2))
+DOTTED: LineStyle = (0, (1, 2))
+SHORT: LineStyle = (0, (2, 1.5))
+Floats = Iterable[float]
+
+
+@dataclass(frozen=True)
+class Scale:
+    """An axis: its label, and how values are placed and written on it."""
+
+    label: str
+    log: int = 0  # base of a logarithmic scale; 0: linear
+    ticks: Sequence[float] = ()  # empty: as many as there is room for
+    names: Sequence[str] = ()  # of the ticks; empty: the numbers
+    low: float | None = None
+    high: float | None = None
+    shown: Callable[[float], str] | None = None  # how a tick is written
+    reach: tuple[float, float] | None = None  # values that the axis includes at least
+    headroom: float = 1.0  # the upper end is raised by this factor
+
+    def begin(self, axis: Any) -> None:
+        """Set the kind of scale, which plotting must know."""
+        if self.log:
+            getattr(axis.axes, f"set_{axis.axis_name}scale")("log", base=self.log)
+
+    def finish(self, axis: Any) -> None:
+        """Set limits, ticks and label after everything is plotted."""
+        limit = getattr(axis.axes, f"set_{axis.axis_name}lim")
+        low, high = axis.get_view_interval()
+        if self.reach:
+            limit(min(low, self.reach[0]), max(high, self.reach[1]))
+        if self.headroom != 1:
+            limit(low, self.headroom * high)
+        bounds = (self.low, self.high)
+        if bounds != (None, None):
+            limit(*bounds)
+        if self.ticks:
+            names = self.names or [text.number(t) for t in self.ticks]
+            axis.set_ticks(self.ticks, names, fontsize=8 if self.names else None)
+            axis.set_minor_formatter(NullFormatter())
+            axis.minorticks_off()
+        elif self.log:
+            plain_ticks(axis)
+        if (shown := self.shown) is not None:
+            axis.set_major_formatter(FuncFormatter(lambda value, _: shown(value)))
+        axis.set_label_text(self.label)
+
+
+def percent_scale(label: str) -> Scale:
+    """Return a scale from 0 to 100 %."""
+    return Scale(label, low=0, high=102)
+
+
+def plain_ticks(axis: Axis) -> None:
+    """Write numbers in full, about as many as there is room for."""
+    low, high = axis.get_view_interval()
+    span = high / max(low, 1e-12)
+    fine = (1.0, 1.2, 1.5, 2.0, 3.0, 5.0, 7.0, 8.0, 9.0)
+    levels = ((4, fine), (12, (1.0, 1.5, 2.0, 3.0, 5.0, 7.0)), (200, (1.0, 2.0, 5.0)))
+    subs = next((subs for limit, subs in levels if span < limit), (1.0,))
+    axis.set_major_locator(LogLocator(subs=subs))
+    axis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:,.0f}" if v >= 1000 else f"{v:g}"))
+    axis.minorticks_off()
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Points with a line through them, and an interval about each."""
+
+    x: Floats
+    y: Floats
+    colour: str = INK
+    label: str = ""
+    marker: str = ""
+    line: LineStyle = "-"  # "": points without a line
+    width: float = 2.0
+    size: float = 6.0
+    opacity: float = 1.0
+    hollow: bool = False
+    low: Floats | None = None
+    high: Floats | None = None
+    band: bool = False  # the interval is a band and not bars
+    names: Sequence[str] = ()  # of the points; written beside them
+    offset: tuple[float, float] = (0, 7)  # of those names, in typographic points
+    above: bool = False  # drawn over other curves
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A straight line across the panel: level, or upright."""
+
+    at: float
+    colour: str = INK
+    line: LineStyle = "-"
+    width: float = 1.0
+    label: str = ""  # in the legend
+    words: str = ""  # written at the line
+    upright: bool = False
+
+
+def curves(
+    lines: Sequence[Curve],
+    x: Scale,
+    y: Scale,
+    *,
+    names: str = "best",
+    columns: int = 1,
+    marks: Sequence[Mark] = (),
+) -> Drawing:
+    """Return a drawing of curves.
+
+    Args:
+        lines: The curves; those with a label are named.
+        x: The horizontal scale.
+        y: The vertical scale.
+        names: Where: a place of a legend, "ends" (at the right end of each curve), "points" (each
+            point by its own name) or "" (nowhere).
+        columns: Columns of the legend.
+        marks: Lines across the panel.
+    """
+
+    def draw(axes: Axes) -> None:
+        x.begin(axes.xaxis)
+        y.begin(axes.yaxis)
+        for line in lines:
+            _curve(axes, line)
+        _marks(axes, marks)
+        if names == "points":
+            axes.margins(x=0.3, y=0.25)
+        x.finish(axes.xaxis)
+        y.finish(axes.yaxis)
+        if names == "points":
+            _name_points(axes, lines)
+        elif names == "ends":
+            right = max((max(line.x) for line in lines if line.label), default=0.0)
+            ends = [(list(line.y)[-1], line.label, line.colour) for line in lines if line.label]
+            name_ends(axes, right, ends)
+        elif names and axes.get_legend_handles_labels()[1]:
+            place: Any = names
+            axes.legend(fontsize=8, loc=place, ncols=columns)
+
+    return draw
+
+
+def _curve(axes: Axes, line: Curve) -> None:
+    x, y = list(line.x), list(line.y)
+    style: dict[str, Any] = {
+        "color": line.colour,
+        "marker": line.marker or None,
+        "ls": line.line or "none",
+        "lw": line.width,
+        "ms": line.size,
+        "alpha": line.opacity,
+        "mfc": "none" if line.hollow else line.colour,
+        "label": line.label or None,
+        "zorder": 3 if line.above else 2,
+    }
+    low = [] if line.low is None else list(line.low)
+    high = [] if line.high is None else list(line.high)
+    known = bool(low) and not any(map(math.isnan, (*low, *high)))
+    if known and line.band:
+        axes.fill_between(x, low, high, color=line.colour, alpha=0.2, lw=0)
+    if known and not line.band:
+        below = [max(0.0, b - a) for a, b in zip(low, y, strict=True)]
+        over = [max(0.0, b - a) for a, b in zip(y, high, strict=True)]
+        axes.errorbar(x, y, yerr=[below, over], capsize=3, **style)
+    else:
+        axes.plot(x, y, **style)
+    for at, name in zip(zip(x, y, strict=True), line.names, strict=False):
+        if line.offset != (0, 0):
+            axes.annotate(
+                name, at, line.offset, textcoords="offset points", color=line.colour, fontsize=8,
+                ha="center",
+            )  # fmt: skip
+
+
+def _marks(axes: Axes, marks: Sequence[Mark]) -> None:
+    for mark in marks:
+        draw = axes.axvline if mark.upright else axes.axhline
+        draw(mark.at, color=mark.colour, ls=mark.line, lw=mark.width, label=mark.label or None)
+        if mark.words:
+            at, place = ((mark.at, 0), ("data", "axes fraction")) if mark.upright else (
+                (0.01, mark.at), ("axes fraction", "data")
+            )  # fmt: skip
+            axes.annotate(
+                mark.words, at, (3, 4), xycoords=place, textcoords="offset points", fontsize=8,
+                color=mark.colour,
+            )  # fmt: skip
+
+
+def name_ends(axes: Axes, right: float, ends: Sequence[tuple[float, str, str]]) -> None:
+    """Write (height, name, colour) at the right ends of lines, apart from each other."""
+    low, high = (math.log(v) for v in axes.get_ylim())
+    gap, placed = (high - low) * 0.075, -math.inf
+    for y, words, colour in sorted(ends):
+        placed = max(math.log(y), placed + gap)
+        axes.annotate(
+            words, (right, math.exp(placed)), (12, 0), textcoords="offset points", color=colour,
+            va="center", fontsize=9, annotation_clip=False,
+        )  # fmt: skip
+
+
+def _name_points(axes: Axes, lines: Sequence[Curve]) -> None:
+    """Write names beside their points, towards the middle, apart from each other."""
+    middle = math.prod(math.sqrt(v) for v in axes.get_xlim())
+    low, high = (math.log(v) for v in axes.get_ylim())
+    placed = {True: -math.inf, False: -math.inf}
+    points = [
+        (y, x, name, line.colour)
+        for line in lines
+        for x, y, name in zip(line.x, line.y, line.names, strict=True)
+    ]
+    for y, x, name, colour in sorted(points):
+        left = x < middle
+        placed[left] = max(math.log(y), placed[left] + 0.06 * (high - low))
+        axes.annotate(
+            name, (x, math.exp(placed[left])), (9 if left else -9, 0), textcoords="offset points",
+            color=colour, ha="left" if left else "right", va="center", fontsize=9,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of a chart of rows: a bar or a dot, with its interval."""
+
+    name: str
+    value: float
+    colour: str
+    lo: float = math.nan
+    hi: float = math.nan
+    dots: Sequence[float] = ()  # what single processes found
+    margin: float = math.nan  # a grey band about 1: effects that do not count
+    hollow: bool = False
+    marker: str = "o"
+    bar: bool = False
+    rest: float = math.nan  # a hatched bar behind the first
+    words: str = ""  # at the right edge; of a bar, at its end
+    label: str = ""  # in the legend
+
+
+def rows(
+    lines: Sequence[Row], x: Scale, *, marks: Sequence[Mark] = (), shared: bool = False
+) -> Drawing:
+    """Return a drawing of rows from the top in the order given.
+
+    With `shared`, rows of one name share a line, and a legend tells them apart.
+    """
+    names = list(dict.fromkeys(r.name for r in lines)) if shared else [r.name for r in lines]
+
+    def draw(axes: Axes) -> None:
+        x.begin(axes.xaxis)
+        for place, line in enumerate(lines):
+            own = names.index(line.name) if shared else place
+            (_bar if line.bar else _dot)(axes, line, own)
+        _marks(axes, marks)
+        x.finish(axes.xaxis)
+        axes.set_yticks(range(len(names)), names, fontsize=8)
+        axes.set_ylim(len(names) - 0.4, -0.6)
+        axes.tick_params(axis="y", length=0)
+        axes.grid(visible=False, axis="y")
+        for place, line in enumerate(lines):
+            if line.words and not line.bar:
+                axes.annotate(
+                    line.words, (1.0, place), (4, 0),
+                    xycoords=("axes fraction", "data"), textcoords="offset points", va="center",
+                    fontsize=8, annotation_clip=False,
+                )  # fmt: skip
+        if shared:
+            axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=9)
+
+    return draw
+
+
+def _dot(axes: Axes, row: Row, place: int) -> None:
+    if math.isfinite(row.margin):
+        band = (place - 0.5, place + 0.5)
+        edges = (1 / (1 + row.margin), 1 + row.margin)
+        axes.fill_betweenx(band, *edges, color=GRID, alpha=0.6, lw=0)
+    if math.isfinite(row.lo):
+        ends = [row.lo, row.hi]
+        axes.plot(ends, [place] * 2, color=row.colour, lw=2.2, solid_capstyle="butt")
+    axes.plot(
+        row.value, place, row.marker, color=row.colour, mfc="none" if row.hollow else row.colour,
+        ms=5, mew=1.2, label=row.label or None,
+    )  # fmt: skip
+    if len(row.dots) > 1:
+        heights = [place + 0.27] * len(row.dots)
+        axes.plot(row.dots, heights, ".", color=row.colour, ms=3.5, alpha=0.7)
+
+
+def _bar(axes: Axes, row: Row, place: int) -> None:
+    hatched: dict[str, Any] = {"color": "none", "edgecolor": row.colour, "hatch": "///"}
+    style = hatched if row.hollow else {"color": row.colour, "edgecolor": row.colour}
+    axes.barh(place, row.value, height=0.65, **style)
+    if math.isfinite(row.rest):
+        axes.barh(place, row.rest, left=row.value, height=0.65, **hatched)
+    if math.isfinite(row.lo):
+        axes.plot([row.lo, row.hi], [place, place], color=INK, lw=1.2)
+    if row.words:
+        axes.annotate(
+            row.words, (row.value, place), (4, 0), textcoords="offset points", va="center"
+        )
+
+
+MOST_ROWS = 44  # of a panel; beyond it the first and the last are shown
+
+
+def forest(title: str, lines: Sequence[Row], label: str) -> Panel:
+    """Return ratios with their intervals about 1; the panel is as high as they need."""
+    height = max(2.0, 0.235 * len(lines) + 1.0)
+    drawing = rows(lines, Scale(label, log=10), marks=[Mark(1.0, upright=True)])
+    return Panel(title, drawing, WIDTH + 0.8, height)
+
+
+@dataclass(frozen=True)
+class Square:
+    """One entry of a map."""
+
+    column: str
+    row: str
+    words: str
+    colour: str = ""  # empty: none
+    opacity: float = 1.0
+    hatched: bool = False
+
+
+def squares(entries: Sequence[Square], xlabel: str = "", ylabel: str = "") -> Drawing:
+    """Return a map: entries by column and row, in the order in which those first appear."""
+    columns = list(dict.fromkeys(entry.column for entry in entries))
+    lines = list(dict.fromkeys(entry.row for entry in entries))
+
+    def draw(axes: Axes) -> None:
+        for entry in entries:
+            x, y = columns.index(entry.column), lines.index(entry.row)
+            corner = (x - 0.48, y - 0.46)
+            if entry.colour:
+                fill: dict[str, Any] = {"color": entry.colour, "alpha": entry.opacity, "lw": 0}
+                axes.add_patch(Rectangle(corner, 0.96, 0.92, **fill))
+            if entry.hatched:
+                hatch: dict[str, Any] = {"fill": False, "hatch": "///", "lw": 0, "alpha": 0.45}
+                axes.add_patch(Rectangle(corner, 0.96, 0.92, **hatch))
+            axes.text(x, y, entry.words, ha="center", va="center", fontsize=8, in_layout=False)
+        tilt: dict[str, Any] = {"rotation": 25, "ha": "right"} if len("".join(columns)) > 34 else {}
+        axes.set_xticks(range(len(columns)), columns, fontsize=8, **tilt)
+        axes.set_yticks(range(len(lines)), lines, fontsize=8)
+        axes.set_xlim(-0.5, len(columns) - 0.5)
+        axes.set_ylim(len(lines) - 0.5, -0.5)
+        axes.set_xlabel(xlabel)
+        axes.set_ylabel(ylabel)
+        axes.grid(visible=False)
+        axes.tick_params(length=0)
+        for side in ("left", "bottom"):
+            axes.spines[side].set_visible(False)
+
+    return draw
