@@ -21,7 +21,7 @@ TITLE = "<title>emblib: measurements</title>"
 
 @dataclass(frozen=True)
 class Report:
-    """One run's report, and what a list says of it."""
+    """The report of a run, and what the list shows of it."""
 
     directory: Path
     experiment: str
@@ -33,14 +33,14 @@ class Report:
 
     @property
     def target(self) -> str:
-        """Where its page is in the gallery."""
+        """Return where the report's page is in the gallery."""
         name, device = self.directory.name, self.directory.resolve().parent.name
         # References are named by their experiment, in a folder a device.
         return f"{self.experiment}/{device if name == self.experiment else name}/index.html"
 
 
 def reports(folder: Path) -> list[Report]:
-    """Every run under `folder` that has a report, by experiment, the latest first."""
+    """Return every run below `folder` that has a report, by experiment, the latest first."""
     found = [_report(path.parent) for path in folder.rglob("index.html")]
     known = [report for report in found if report is not None]
     latest = sorted(known, key=lambda report: (report.time, report.directory.name), reverse=True)
@@ -63,14 +63,14 @@ def _report(directory: Path) -> Report | None:
 
 
 def _answer(path: Path) -> str:
-    """The first sentence of the report, which answers its question."""
+    """Return the first sentence of the report, which answers its question."""
     lines = path.read_text().splitlines() if path.is_file() else []
     bold = next((line for line in lines if line.startswith("**")), "")
     return bold.partition("**")[2].partition("**")[0]
 
 
 def write(found: Sequence[Report], out: Path) -> None:
-    """The pages and their list in place of an older gallery; raises ValueError for other places."""
+    """Write the pages and their list, in place of an older gallery; raise ValueError elsewhere."""
     if any(report.directory.resolve().is_relative_to(out.resolve()) for report in found):
         raise ValueError(f"{out} has the runs themselves in it: choose another folder")
     if out.exists():
@@ -86,13 +86,13 @@ def write(found: Sequence[Report], out: Path) -> None:
 
 
 def _is_gallery(folder: Path) -> bool:
-    """Reports have an index.html too, and samples beside it."""
+    """Return whether a folder is a gallery; a report has an index.html of its own."""
     index = folder / "index.html"
     return index.is_file() and TITLE in index.read_text(errors="replace")
 
 
 def markdown(found: Sequence[Report]) -> str:
-    """The same for the page of a job."""
+    """Return the list in Markdown, for the summary of a job."""
     lines = [
         f"- **{report.experiment}**"
         + (f" ({report.status})" if report.status != "finished" else "")
@@ -105,7 +105,7 @@ def markdown(found: Sequence[Report]) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Exit status 2 where there is nothing to show, or the place is taken."""
+    """Write a gallery; return 2 where there is nothing to show, or `--out` is something else."""
     parser = argparse.ArgumentParser(prog="python -m experiments.gallery", description=__doc__)
     parser.add_argument("folder", type=Path, help="with runs in it, at any depth")
     parser.add_argument("--out", type=Path, required=True)

@@ -26,7 +26,7 @@ from experiments.results.store import RunStore
 WORDS = {
     "gather": "its memory gathers {} as much",
     "copy": "its memory copies {} as much",
-    "theory": "its makers promise {} the bandwidth",
+    "theory": "its makers state {} the bandwidth",
 }
 
 
@@ -109,15 +109,15 @@ def _standing(machines: Sequence[Machine], frame: pd.DataFrame, place: str, arm:
 
 HOW_TO_READ = (
     "Runs are matched by where a cell stands in the experiment: a case by its name, a point of the "
-    "sweep by how it differs from the base point. Where the work itself is equal, down to the law "
-    "of the ids, times are compared; where an experiment chose sizes for the machine, only rates "
-    "are, and it is said.",
+    "sweep by how it differs from the base point. Where the work itself is equal, down to the "
+    "distribution of the ids, times are compared; where an experiment chose sizes for the "
+    "machine, only rates are, and it is said.",
     "A speed-up is lookups per second against the first run named. Its interval reaches from the "
     "far end of one median's 95 % interval to the far end of the other's: machines cannot take "
     "turns, so nothing is paired and the interval is a cautious one.",
     "A ratio to the baseline is from within one machine, where contenders did take turns.",
-    "Shares of a roof count the bytes that the task must move if every distinct row of a batch is "
-    "read once and, in a step, written once, the same for every contender. Rows that stay in a "
+    "Shares of a bandwidth count the bytes that the task must move if every distinct row of a "
+    "batch is read once and, in a step, written once, the same for every contender. Rows that stay in a "
     "cache between batches can lift it above 100 %; a contender that computes rows instead of "
     "reading them stays low, however well it runs.",
     "Measured bandwidth is of the same run on the same threads: bytes read plus bytes written by "

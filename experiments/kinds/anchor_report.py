@@ -45,7 +45,7 @@ def answer(run: Run) -> list[str]:
     if beside:
         named = [f"{f.figure.name} ({_pair(f)})" for f in beside[:NAMED]]
         more = f"; {len(beside) - NAMED} more in the table" if len(beside) > NAMED else ""
-        sentences.append(f"Beside theirs but not to be judged by it: {'; '.join(named)}{more}.")
+        sentences.append(f"Ours for comparison, without a verdict: {'; '.join(named)}{more}.")
     rest = timed.answer(run)
     return sentences + ([] if rest[0].startswith("No answer") else rest)
 
@@ -116,8 +116,8 @@ def figures(run: Run) -> list[Figure]:
             Figure(
                 "published",
                 "Published figures and ours",
-                "Open diamonds: published. Dots: ours. Each line has its own unit and scale. Only "
-                "figures that could be judged are drawn; others would be divided across devices or "
+                "Open diamonds: published. Dots: ours. Each line has a unit and scale of its own. "
+                "Only figures that could be judged are drawn; others would be divided across devices or "
                 "different work.",
                 "",
                 [panel],

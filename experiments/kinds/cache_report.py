@@ -108,8 +108,8 @@ def _rest(by_name: dict[str, pd.Series], best: pd.Series) -> list[str]:
         if name not in IDEALS
     ]
     sentences = [
-        f"Of the distinct rows of a batch, which are what must be moved, {', '.join(rows)} are "
-        f"there; at best it could be {text.percent(best['row_hit_rate'])}."
+        f"Of the distinct rows of a batch, which determine how much is moved, {', '.join(rows)} "
+        f"hit in the cache; the best possible is {text.percent(best['row_hit_rate'])}."
     ]
     if "static_top" in by_name:
         sentences.append(

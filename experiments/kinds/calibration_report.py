@@ -24,14 +24,14 @@ CURVES = {  # constant -> (what it is, whose colour)
 }
 SECONDS = {
     "step_s": "a step that looks up nothing",
-    "unit_s": "one more part of a table, forward and backward",
-    "exchange_s": "an all-to-all of nothing between two ranks",
-    "message_s": "one more rank of it",
+    "unit_s": "one more shard of a table, forward and backward",
+    "exchange_s": "an empty all-to-all between two ranks",
+    "message_s": "one more rank in the all-to-all",
 }
 NANOSECONDS = {
     "route_ns": "an id, sorted by destination",
-    "arrange_ns": "a byte of pooled rows, put in its place",
-    "hash_ns": "a key of a dynamic table, beside a plain row",
+    "arrange_ns": "a byte of pooled rows, copied to its position",
+    "hash_ns": "a key of a dynamic table, in addition to a plain row",
     "tt_ns": "a multiply-add of a tensor-train row",
 }
 LINKS = {
@@ -41,8 +41,8 @@ LINKS = {
 BETWEEN = ("exchange_s", "message_s", *LINKS)  # of several ranks
 NOTES = (
     "Constants of the planner's cost model (docs/planner.md). What ranks compute is measured by "
-    "one of them while the others wait, what they send by all at once; each is the least of "
-    "several rounds, what the machine does and not what else ran on it.",
+    "one of them while the others wait, what they send by all at once; each is the minimum "
+    "over several rounds, which excludes other load on the machine.",
     "calibration.json is what emblib.sharding.planner.Calibration.load reads: of the largest world "
     "that was measured. What a world has no "
     "links for keeps its default, as do exchanges of a rank that is alone: those are not measured.",
@@ -81,7 +81,7 @@ def answer(run: Run) -> list[str]:
         way = "link" if _has(run, most, "link_bytes_per_s") else "network"
         rate = costs[f"{way}_bytes_per_s"] / 1e9
         sentences.append(
-            f"In a world of {most} an all-to-all of nothing costs "
+            f"In a world of {most} an empty all-to-all costs "
             f"{text.seconds(costs['exchange_s'])} for each other rank, and each sends "
             f"{text.digits(rate)} GB/s."
         )

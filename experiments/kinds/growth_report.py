@@ -17,10 +17,10 @@ from experiments.results import metrics
 
 NOTES = (
     "Every table gets the same new keys, call by call, all of them in turn; nothing is warmed up, "
-    "for a table grows only once. The longest call of a process is the pause that somebody would "
-    "have waited for; of several processes the middle one is given.",
-    "Memory is measured in a pass of its own, one table at a time: the most that was in use while "
-    "it grew, and what is in use in the end.",
+    "for a table grows only once. The longest call of a process is the pause that a caller sees; "
+    "the median over processes is shown.",
+    "Memory is measured in a separate pass, one table at a time: the peak while it grows, and what "
+    "is in use at the end.",
     "After it has grown, every key of a table is looked up: each must be there, in a slot of its "
     "own, with its value. A table for which that is not so is listed as wrong.",
 )
@@ -35,9 +35,9 @@ def answer(run: Run) -> list[str]:
         return [f"No answer: {run.subject.label} has no result."]
     first = own.iloc[0]
     sentences = [
-        f"While it grew to {first['keys_there']:,} keys, {first['label']} took "
-        f"{text.seconds(first['median_s'])} for a call of {first['lookups']:,} new keys and at "
-        f"most {_pause(first)}{_memory(first)}."
+        f"While growing to {first['keys_there']:,} keys, {first['label']} took "
+        f"{text.seconds(first['median_s'])} (median) per call of {first['lookups']:,} new "
+        f"keys and at most {_pause(first)}{_memory(first)}."
     ]
     others = rows[(rows["cell"] == first["cell"]) & (rows["arm"] != first["arm"])]
     for _, row in others.iterrows():
@@ -55,14 +55,14 @@ def _memory(row: pd.Series) -> str:
     ratio = row["peak_over_kept"]
     if text.missing(ratio):
         return ""
-    return f", with at most {text.times(ratio)} the memory that it keeps"
+    return f", with at most {text.times(ratio)} the memory it ends with"
 
 
 def tables(run: Run) -> Sequence[tuple[str, str, Table]]:
     """A row per table."""
     rows = growth(run.records)
-    heads = ["table", "keys", "a call", "99 %", "longest", "longest ÷ usual", "altogether"]
-    heads += ["million keys/s", "peak memory", "kept", "peak ÷ kept", "processes"]
+    heads = ["table", "keys", "per call", "99 %", "longest", "longest ÷ median", "total"]
+    heads += ["million keys/s", "peak memory", "final memory", "peak ÷ final", "processes"]
     lines = []
     for _, row in rows.iterrows():
         if row["status"] != "ok":

@@ -41,9 +41,9 @@ def answer(run: Run) -> list[str]:
     said = [_beside(row) for _, row in beside.iterrows() if row["contender"] not in CEILINGS]
     below = [_share(row) for _, row in beside.iterrows() if row["contender"] in CEILINGS]
     sentence = (
-        f"On this machine find* of {_name(first)} does {_rate(first)} keys/s on "
+        f"On this machine find* of {_name(first)} reaches {_rate(first)} keys/s on "
         f"{run.title(run.headline)} ({text.seconds(first['median_s'])} for "
-        f"{first['lookups']:,} keys, {first['keys_there']:,.0f} there)"
+        f"{first['lookups']:,} keys, {first['keys_there']:,.0f} stored)"
     )
     return [
         sentence + (f": {', '.join(said)}." if said else "."),
@@ -85,7 +85,7 @@ def _along(run: Run, rows: pd.DataFrame) -> list[str]:
         ends = [one[one["load"] == load] for load in (low, high)]
         if all(len(e) for e in ends):
             parts.append(f"{name} from {_rate(ends[0].iloc[0])} to {_rate(ends[1].iloc[0])}")
-    return [f"From load {low:g} to {high:g}, keys/s go: {', '.join(parts)}."] if parts else []
+    return [f"From load {low:g} to {high:g}, keys/s change: {', '.join(parts)}."] if parts else []
 
 
 def tables(run: Run) -> Sequence[tuple[str, str, Table]]:
@@ -106,8 +106,8 @@ def tables(run: Run) -> Sequence[tuple[str, str, Table]]:
 def _table(run: Run, rows: pd.DataFrame) -> Table:
     varied = [a for a in ("D", "E", "B", "s") if rows[a].nunique() > 1]
     yard = f"time ÷ find* of {run.subject.label} [95\u00a0%]"
-    heads = ["table", *varied, "operation", "time of a call", "M keys/s", "2³⁰ keys/s", yard]
-    heads += ["keys there", "hits", "memory"]
+    heads = ["table", *varied, "operation", "time per call", "M keys/s", "2³⁰ keys/s", yard]
+    heads += ["keys stored", "hits", "memory"]
     lines = []
     for _, row in rows.iterrows():
         line = [Value(str(row["label"])), *(Value(f"{row[a]:g}", float(row[a])) for a in varied)]

@@ -46,7 +46,7 @@ def answer(run: Run) -> list[str]:
     slowest = rows.loc[rows["median_s"].idxmax()]
     found.append(
         f"{len(rows)} benchmarks were timed, from {text.seconds(float(rows['median_s'].min()))} to "
-        f"{text.seconds(float(slowest['median_s']))} a call ({slowest['benchmark']})."
+        f"{text.seconds(float(slowest['median_s']))} per call ({slowest['benchmark']})."
     )
     return found
 

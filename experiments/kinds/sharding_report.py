@@ -27,7 +27,7 @@ NOTES = (
     "ranks together, before anything is timed.",
     "Predictions are those of the planner's cost model, from constants that the same ranks "
     "measured before anything else. Where there are more ranks than were measured they are "
-    "predictions and nothing else: nobody ran them. They take every rank to have a core of its "
+    "predictions: those steps were not run. They take every rank to have a core of its "
     "own and every link to be as those between the ranks that were measured; machines that are not "
     "one host have a network that this was not checked on.",
 )
@@ -145,8 +145,8 @@ def _predicted(run: Run) -> list[str]:
         return []
     return [
         f"The cost model's predictions of the {points} measured steps have a rank correlation of "
-        f"{text.digits(correlation, 2)} with them and are off by a factor of "
-        f"{text.digits(factor)} in the middle."
+        f"{text.digits(correlation, 2)} with them; their median error is a "
+        f"factor of {text.digits(factor)}."
     ]
 
 
@@ -242,7 +242,7 @@ def _predictions(rows: pd.DataFrame) -> Table:
     lines = []
     for _, row in rows.iterrows():
         ratio = row["predicted_s"] / row["median_s"]
-        measured = Value("a prediction") if row["beyond"] else _time(row["median_s"])
+        measured = Value("not measured") if row["beyond"] else _time(row["median_s"])
         lines.append(
             [
                 Value(str(row["label"])),

@@ -29,8 +29,8 @@ NOTES = (
     "Skew: P(rank) ~ (rank + q)^-s by maximum likelihood. Ranks come from the even batches and "
     "the likelihood from the odd ones, because rows that are ranked by the counts one fits show "
     "skew in pure chance. 'Misfit' is the largest difference between the cumulative shares of the "
-    "law and of the lookups; where rows have few lookups each, ranks are uncertain, and a true "
-    "zipf law has a misfit of a few percent too.",
+    "distribution and of the lookups; where rows have few lookups each, ranks are uncertain, and "
+    "a true zipf distribution has a misfit of a few percent too.",
     "Reuse distance: distinct other rows looked up between two lookups of the same row, lookup "
     "by lookup (a cache of C rows that replaces the least recently used one serves exactly the "
     "lookups with a distance below C).",
@@ -128,8 +128,8 @@ def _skew(record: Record) -> list[str]:
         return ["There are too few lookups to say how skewed they are."]
     of = f" of the busiest table, {own['name']}," if record["features"] > 1 else ""
     return [
-        f"The zipf law nearest to the lookups{of} has s={fit['s']:.2f} and q={fit['q']:.3g}; it "
-        f"puts up to {text.percent(fit['misfit'])} of them at other ranks."
+        f"The zipf distribution nearest to the lookups{of} has s={fit['s']:.2f} and "
+        f"q={fit['q']:.3g}; it puts up to {text.percent(fit['misfit'])} of them at other ranks."
     ]
 
 
@@ -150,8 +150,8 @@ def _others(run: Run, record: Record) -> list[str]:
 
 def section_table(run: Run, section: str) -> Table:
     """A row per table."""
-    heads = ["table", "lookups", "distinct rows", "distinct in a batch", "once", "have 50 %"]
-    heads += ["have 90 %", "ids per bag", "s", "q", "misfit", "LRU 10 %", "best 10 %"]
+    heads = ["table", "lookups", "distinct rows", "distinct in a batch", "once", "rows with 50 %"]
+    heads += ["rows with 90 %", "ids per bag", "s", "q", "misfit", "LRU 10 %", "best 10 %"]
     lines = []
     for record in trace.looked_at(run.records):
         if record["section"] == section:

@@ -74,7 +74,7 @@ def _verdict(row: dict[str, Any]) -> str:
     processes = text.count(count, "process", "processes")
     visible = float(row["visible"])
     if word == OPEN and math.isfinite(visible):
-        return f"; unsure: {processes} show differences from {100 * visible:.1f} % on"
+        return f"; unsure: {processes} can show differences of {100 * visible:.1f} % or more"
     return f"; {word}, {processes}"
 
 
@@ -95,7 +95,7 @@ def _rest(run: Run, subject: Rows) -> list[str]:
     if extremes is not None:
         low, high = extremes
         sentences.append(
-            f"Across the sweep the step ratio runs from {text.times(low['ratio'])} "
+            f"Across the sweep the step ratio ranges from {text.times(low['ratio'])} "
             f"({where(run, low)}) to {text.times(high['ratio'])} ({where(run, high)})."
         )
     return sentences

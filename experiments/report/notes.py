@@ -41,8 +41,8 @@ SYNTHETIC = (
     "shuffled by a seeded bijection unless the workload says 'ranked'."
 )
 PRODUCTION = (
-    "'Production-like' ids are drawn from a law fitted to the published locality histograms of a "
-    "2022 production trace (docs/traces.md): how popular rows are is like it, nothing else is."
+    "'Production-like' ids are drawn from a distribution fitted to the published locality "
+    "histograms of a 2022 production trace (docs/traces.md): how popular rows are is like it, nothing else is."
 )
 REPLAYED = (
     "Of a trace, every process sees the first batches of the file, in its order; points.jsonl has "
@@ -64,9 +64,10 @@ PROCESSES = (
 )
 VERDICTS = (
     f"Verdicts need {PROCESSES_FOR_A_VERDICT} processes. 'slower' and 'faster': the interval "
-    f"leaves out 1 and the effect is beyond {100 * MARGIN:g} %. 'same': the whole interval is "
-    f"within {100 * MARGIN:g} %. 'unsure': neither; 'visible from' is the smallest effect that "
-    "would have been called. Another day or another machine can differ by more."
+    f"excludes 1 and the effect is beyond {100 * MARGIN:g} %. 'same': the whole interval is "
+    f"within {100 * MARGIN:g} %. 'unsure': neither; 'smallest effect shown' is the smallest "
+    "one that would have been called slower or faster. Another day or another machine can "
+    "differ by more."
 )
 
 

@@ -11,8 +11,8 @@ MEANING = {
     "ok": "measured",
     "partly": "measured in some of its processes",
     "oom": "out of memory",
-    "timeout": "silent for longer than the limit",
-    "wrong": "computes something else than the reference",
+    "timeout": "no progress within the time limit",
+    "wrong": "its result differs from the reference",
     "error": "failed",
     "missing": "a package is not installed",
     "unsupported": "the contender does not offer this",
@@ -30,7 +30,7 @@ def figures(run: Run) -> list[Figure]:
     return [
         Figure(
             "outcomes",
-            "What became of every measurement",
+            "Outcome of every measurement",
             f"A line per cell, a column per contender. {words}. Reasons are in the table.",
             f"{len(outcomes)} measurements",
             [_map(outcomes)],

@@ -340,7 +340,7 @@ def test_an_open_question_says_what_could_have_been_seen(tmp_path: Path) -> None
     (path / "points.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
     run = Run.read(path)
     seen = f"{100 * _rows(run, 'torch')['visible']:.1f} %"
-    assert f"; unsure: 3 processes show differences from {seen} on)" in answer.answer(run)[0]
+    assert f"; unsure: 3 processes can show differences of {seen} or more)" in answer.answer(run)[0]
 
 
 def test_cells_that_there_was_no_time_for_are_admitted(tmp_path: Path) -> None:
