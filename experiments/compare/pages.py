@@ -117,9 +117,9 @@ HOW_TO_READ = (
     "turns, so nothing is paired and the interval is a cautious one.",
     "A ratio to the baseline is from within one machine, where contenders did take turns.",
     "Shares of a bandwidth count the bytes that the task must move if every distinct row of a "
-    "batch is read once and, in a step, written once, the same for every contender. Rows that stay in a "
-    "cache between batches can lift it above 100 %; a contender that computes rows instead of "
-    "reading them stays low, however well it runs.",
+    "batch is read once and, in a step, written once, the same for every contender. Rows that "
+    "stay in a cache between batches can lift it above 100 %; a contender that computes rows "
+    "instead of reading them stays low, however well it runs.",
     "Measured bandwidth is of the same run on the same threads: bytes read plus bytes written by "
     "a copy, and by gathers of random rows of 64 to 512 bytes, of which the row size nearest to "
     "the work's is taken. Theoretical bandwidth is what conf/hardware has, with its source.",

@@ -117,8 +117,8 @@ def figures(run: Run) -> list[Figure]:
                 "published",
                 "Published figures and ours",
                 "Open diamonds: published. Dots: ours. Each line has a unit and scale of its own. "
-                "Only figures that could be judged are drawn; others would be divided across devices or "
-                "different work.",
+                "Only figures that could be judged are drawn; others would be divided across "
+                "devices or different work.",
                 "",
                 [panel],
                 columns=1,

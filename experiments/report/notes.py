@@ -42,7 +42,8 @@ SYNTHETIC = (
 )
 PRODUCTION = (
     "'Production-like' ids are drawn from a distribution fitted to the published locality "
-    "histograms of a 2022 production trace (docs/traces.md): how popular rows are is like it, nothing else is."
+    "histograms of a 2022 production trace (docs/traces.md): how popular rows are is like it, "
+    "nothing else is."
 )
 REPLAYED = (
     "Of a trace, every process sees the first batches of the file, in its order; points.jsonl has "
