@@ -70,7 +70,7 @@ _logger = logging.getLogger(__name__)
 
 
 class DenseTableBatchedEmbeddingBagsCodegen(nn.Module):
-    """Table batched embeddings with a dense gradient, as FBGEMM's class of this name.
+    """Table-batched embeddings with a dense gradient, with the interface of FBGEMM's class.
 
     `weights` is one flat parameter for any optimizer of `torch.optim`; it starts normal.
     """
@@ -120,7 +120,7 @@ class DenseTableBatchedEmbeddingBagsCodegen(nn.Module):
 
     @property
     def weights(self) -> nn.Parameter:
-        """All tables, one after the other."""
+        """Return all tables, concatenated."""
         return self.bags.weights
 
     def log(self, msg: str) -> None:
@@ -145,7 +145,7 @@ class DenseTableBatchedEmbeddingBagsCodegen(nn.Module):
         )
 
     def split_embedding_weights(self) -> list[Tensor]:
-        """The tables as views `[rows, dim]`."""
+        """Return the tables as views `[rows, dim]`."""
         return self.bags.table_weights()
 
     def init_embedding_weights_uniform(self, min_val: float, max_val: float) -> None:
@@ -164,7 +164,7 @@ def keep_first_lookups(
     *,
     first_feature_only: bool,
 ) -> None:
-    """Let the gradient of `output` be zero but for the first lookup of each row of each table.
+    """Zero the gradient of `output` except for the first lookup of each row of each table.
 
     Args:
         output: what the module returned: `[B, sum D]`, or `[L, D]` for pooling NONE.
@@ -204,7 +204,7 @@ def keep_first_lookups(
 
 
 def _first_of_each(rows: Tensor) -> Tensor:
-    """For columns of `rows`, whether each is the first of its value."""
+    """Return for each column of `rows` whether it is the first of its value."""
     keep = torch.zeros(rows.size(1), dtype=torch.bool, device=rows.device)
     if rows.size(1) == 0:
         return keep
@@ -252,7 +252,7 @@ _logger = logging.getLogger(__name__)
 
 
 class SplitTableBatchedEmbeddingBagsCodegen(TableViews):
-    """Table batched embeddings with a fused optimizer, as FBGEMM's class of this name.
+    """Table-batched embeddings with a fused optimizer, with the interface of FBGEMM's class.
 
     `self.bags` is the `emblib.TableBatchedEmbeddingBags` that does the work. Weights are zero until
     `init_embedding_weights_uniform`, or until `split_embedding_weights()` is written to.
@@ -366,8 +366,9 @@ class SplitTableBatchedEmbeddingBagsCodegen(TableViews):
         See `emblib.TableBatchedEmbeddingBags.forward`; the identities are read by nothing.
         """
         if vbe_output is not None or vbe_output_offsets is not None:
-            raise NotImplementedError("vbe_output is not supported: copy the result where you want "
-                                      "it")  # fmt: skip
+            raise NotImplementedError(
+                "vbe_output is not supported: copy the result where you want it"
+            )
         indices = self._cast(indices)
         lookup = functools.partial(
             self.bags,
@@ -403,7 +404,7 @@ class SplitTableBatchedEmbeddingBagsCodegen(TableViews):
         return output
 
     def _attended(self) -> bool:
-        """Whether a forward has more to do than look up; the others compile into one graph."""
+        """Return whether a forward does more than look up; others compile into one graph."""
         writes_back = self._arguments.extra_optimizer_config.use_writeback_bwd_prehook
         observed = self._events is not None or self._counters.active
         return observed or writes_back or self._averaging is not None
@@ -418,7 +419,7 @@ class SplitTableBatchedEmbeddingBagsCodegen(TableViews):
             self._events.memory(self.bags)
 
     def _report_output(self, output: Tensor) -> None:
-        """Tell of the output; and, when the backward pass comes, how long it waits for prefetch."""
+        """Report the output and, in the backward pass, the time that it waits for prefetch."""
         events, stream = self._events, self.prefetch_stream
         if events is None:
             return
@@ -445,15 +446,17 @@ class SplitTableBatchedEmbeddingBagsCodegen(TableViews):
         forward_stream: torch.cuda.Stream | None = None,
         batch_size_per_feature_per_rank: list[list[int]] | None = None,
     ) -> None:
-        """Bring the rows of a batch into the cache; forwards must follow in the same order.
+        """Load the rows of a batch into the cache; forwards must follow in the same order.
 
         On a GPU the current stream does it; `forward_stream` is the one that `forward` will run on.
         """
         if forward_stream is not None and self.prefetch_stream is None:
             self.prefetch_stream = torch.cuda.current_stream(self.current_device)
             if self.prefetch_stream == forward_stream:
-                raise ValueError("prefetch and forward_stream must be on different streams: call "
-                                 "prefetch within torch.cuda.stream(another)")  # fmt: skip
+                raise ValueError(
+                    "prefetch and forward_stream must be on different streams: call "
+                    "prefetch within torch.cuda.stream(another)"
+                )
         indices = self._cast(indices)
         timed: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if self._events is not None and self._counters.cached:
@@ -473,12 +476,12 @@ class SplitTableBatchedEmbeddingBagsCodegen(TableViews):
 
     @property
     def prefetch_duration_timer(self) -> Timer | None:
-        """Of `prefetch`, where there is a reporter."""
+        """Time `prefetch`, if there is a reporter."""
         return None if self._events is None else self._events.prefetch_timer
 
     @property
     def bwd_wait_prefetch_timer(self) -> Timer | None:
-        """Of what a backward pass waits for `prefetch`, where there is a reporter."""
+        """Time the wait of a backward pass for `prefetch`, if there is a reporter."""
         return None if self._events is None else self._events.wait_timer
 
     get_prefetch_passes = staticmethod(prefetch_passes)
@@ -488,38 +491,38 @@ class SplitTableBatchedEmbeddingBagsCodegen(TableViews):
         self.bags.flush()
 
     def reset_cache_states(self) -> None:
-        """Forget what is in the cache, without writing it back."""
+        """Discard the cache, without writing it back."""
         self.bags.reset_cache_states()
 
     def get_uvm_cache_stats(self, use_local_cache: bool = False) -> Tensor:
-        """The counts of `UVMCacheStatsIndex`, of all batches or of the last one."""
+        """Return the counts of `UVMCacheStatsIndex`, of all batches or of the last one."""
         return self._counters.uvm_stats(local=use_local_cache)
 
     def reset_uvm_cache_stats(self) -> None:
-        """Count from zero."""
+        """Reset the counts to zero."""
         self._counters.reset()
 
     def print_uvm_cache_stats(self, use_local_cache: bool = False) -> None:
-        """Log the counts since they were last logged, a batch, or those of the last batch."""
+        """Log the counts per batch since the last log, or those of the last batch."""
         self.log(f"uvm_cache_stats={self._counters.per_call(local=use_local_cache)}")
 
     def get_cache_miss_counter(self) -> Tensor:
-        """Batches with a miss, and distinct rows missed, with record_cache_miss_counter."""
+        """Return batches with a miss, and distinct missed rows, given record_cache_miss_counter."""
         return self._counters.cache_miss_counter
 
     def get_table_wise_cache_miss(self) -> Tensor:
-        """Distinct rows missed of each table, with record_tablewise_cache_miss."""
+        """Return distinct missed rows of each table, given record_tablewise_cache_miss."""
         return self._counters.table_wise_cache_miss
 
     # Optimizer
 
     def set_learning_rate(self, lr: float) -> None:
-        """From the next backward on."""
+        """Set the learning rate, with effect from the next backward on."""
         self._require_fused("set_learning_rate")
         self.bags.set_learning_rate(lr)
 
     def get_learning_rate(self) -> float:
-        """The learning rate."""
+        """Return the learning rate."""
         return self.bags.learning_rate
 
     def set_optimizer_step(self, step: int) -> None:

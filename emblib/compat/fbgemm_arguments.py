@@ -1,4 +1,4 @@
-"""From the arguments of FBGEMM's module to emblib's specs: what has no meaning here raises."""
+"""Convert the arguments of FBGEMM's module to emblib's specs; unsupported arguments raise."""
 
 import operator
 import warnings
@@ -85,7 +85,7 @@ _WHOLE_ROW_STATES = {
 
 
 def normalise(given: Mapping[str, Any]) -> SimpleNamespace:
-    """The arguments with emblib's members for enums, after everything unsupported has raised."""
+    """Raise for unsupported arguments; return the others with emblib's enum members."""
     a = SimpleNamespace(**given)
     for name, reason in _WITHOUT_MEANING.items():
         if getattr(a, name) not in (None, False):
@@ -139,7 +139,7 @@ def _compute_device(a: SimpleNamespace) -> ComputeDevice:
 
 
 def _device(a: SimpleNamespace) -> torch.device:
-    """The device asked for, or the one that goes with the compute device."""
+    """Return the requested device, or that of the compute device."""
     kind = "cpu" if a.compute_device is ComputeDevice.CPU else "cuda"
     if a.device is None:
         if kind == "cuda" and not torch.cuda.is_available():
@@ -155,7 +155,7 @@ def _device(a: SimpleNamespace) -> torch.device:
 
 
 def tables(a: SimpleNamespace) -> list[TableSpec]:
-    """Rows, dim, name and placement of each table."""
+    """Return rows, dim, name and placement of each table."""
     states = _WHOLE_ROW_STATES.get(a.optimizer, ())
     specs = []
     for (rows, dim, location, _), name in zip(a.embedding_specs, _names(a), strict=True):
@@ -168,7 +168,7 @@ def tables(a: SimpleNamespace) -> list[TableSpec]:
 
 
 def _names(a: SimpleNamespace) -> list[str]:
-    """The names of the tables as emblib takes them: without dots, each one once."""
+    """Return the names of the tables for emblib: without dots, each distinct."""
     names: list[str] = []
     for t, name in enumerate(a.table_names or [""] * len(a.embedding_specs)):
         name = name.replace(".", "_")
@@ -177,17 +177,17 @@ def _names(a: SimpleNamespace) -> list[str]:
 
 
 def pooling(a: SimpleNamespace) -> Pooling:
-    """SUM, MEAN or NONE."""
+    """Return SUM, MEAN or NONE."""
     return Pooling(a.pooling_mode.name.lower())
 
 
 def bounds_check(a: SimpleNamespace) -> BoundsCheck:
-    """The mode without the version of FBGEMM's kernel."""
+    """Return the mode without the version of FBGEMM's kernel."""
     return BoundsCheck(a.bounds_check_mode.name.removeprefix("V2_").lower())
 
 
 def float_dtype(name: str, kind: SparseType) -> torch.dtype:
-    """The dtype of a number format that tables, outputs and state can have."""
+    """Return the dtype of a number format that tables, outputs and states can have."""
     if kind not in _FLOATS:
         raise NotImplementedError(
             f"{name} must be SparseType.FP32, FP16 or BF16, got {kind.name}: there are no kernels "
@@ -197,7 +197,7 @@ def float_dtype(name: str, kind: SparseType) -> torch.dtype:
 
 
 def precision(a: SimpleNamespace) -> Precision:
-    """The dtypes of weights, output and state, and how 16 bits are rounded."""
+    """Return the dtypes of weights, output and states, and the rounding of 16-bit values."""
     weights = float_dtype("weights_precision", a.weights_precision)
     states = _state_dtype(a)
     narrow = weights != torch.float32 or states != torch.float32
@@ -211,7 +211,7 @@ def precision(a: SimpleNamespace) -> Precision:
 
 
 def _state_dtype(a: SimpleNamespace) -> torch.dtype:
-    """Of state as long as a row; what FBGEMM keeps a number a row is float32 here."""
+    """Return the dtype of states of row length; states of one number per row are float32."""
     given = a.optimizer_state_dtypes or {}
     unknown = set(given) - {"momentum1", "momentum2"}
     if unknown:
@@ -235,7 +235,7 @@ def _state_dtype(a: SimpleNamespace) -> torch.dtype:
 
 
 def cache(a: SimpleNamespace) -> CacheConfig | None:
-    """The cache, or None where no table stands behind one."""
+    """Return the cache, or None if no table has one."""
     if not any(spec.placement.cached for spec in tables(a)):
         return None
     passes = a.multipass_prefetch_config
@@ -290,7 +290,7 @@ _OPTIONS_OF = {
 
 
 def optimizer(a: SimpleNamespace) -> optim.Optimizer:
-    """The optimizer that the arguments of the module describe.
+    """Return the optimizer that the arguments of the module describe.
 
     Raises:
         NotImplementedError: an optimizer or an option that emblib does not have.
@@ -312,7 +312,7 @@ def optimizer(a: SimpleNamespace) -> optim.Optimizer:
 
 
 def _check_inert_numbers(a: SimpleNamespace) -> None:
-    """Numbers that were given and that the optimizer does not have."""
+    """Raise for hyperparameters that the optimizer does not have."""
     for name in _DEFAULTS.keys() - set(_USES[a.optimizer]):
         if getattr(a, name) == _DEFAULTS[name]:
             continue
@@ -323,7 +323,7 @@ def _check_inert_numbers(a: SimpleNamespace) -> None:
 
 
 def _check_options(a: SimpleNamespace) -> None:
-    """Objects that belong to a mode or an optimizer, and modes that need one."""
+    """Raise for option objects of another mode or optimizer, and for modes without theirs."""
     mode, kind = a.weight_decay_mode, a.optimizer
     modes = {WeightDecayMode.NONE}
     if kind is EmbOptimType.EXACT_ROWWISE_ADAGRAD:
@@ -361,8 +361,10 @@ def _check_options(a: SimpleNamespace) -> None:
         )
     writeback = extra.writeback_first_feature_only or extra.precompute_writeback
     if writeback and not extra.use_writeback_bwd_prehook:
-        raise ValueError("writeback_first_feature_only and precompute_writeback are options of "
-                         "use_writeback_bwd_prehook")  # fmt: skip
+        raise ValueError(
+            "writeback_first_feature_only and precompute_writeback are options of "
+            "use_writeback_bwd_prehook"
+        )
     if extra.use_writeback_bwd_prehook and kind is not EmbOptimType.EXACT_SGD:
         raise ValueError(f"use_writeback_bwd_prehook is of EXACT_SGD, got {kind.name}")
 
@@ -372,7 +374,7 @@ def _decay(kind: Callable[[float], Any], a: SimpleNamespace) -> Any:
 
 
 def _rowwise_adagrad(a: SimpleNamespace, common: dict[str, Any]) -> optim.Optimizer:
-    """All modes of weight decay."""
+    """Convert weight decay, of any mode."""
     common |= {"eps": a.eps, "max_norm": a.max_norm}
     mode = a.weight_decay_mode
     if mode is WeightDecayMode.L2:
@@ -421,7 +423,7 @@ def _counter(given: CounterBasedRegularizationDefinition) -> optim.Counter:
 def _counter_decay(
     a: SimpleNamespace, given: CounterBasedRegularizationDefinition | CowClipDefinition
 ) -> Any:
-    """The kind of decay is one of its own with counters."""
+    """Convert the weight decay of counter-based regularisation."""
     mode = as_member(CounterWeightDecayMode, given.counter_weight_decay_mode)
     if mode is CounterWeightDecayMode.NONE:
         return None
@@ -475,12 +477,17 @@ _MAKERS: dict[EmbOptimType, Callable[[SimpleNamespace, dict[str, Any]], optim.Op
     EmbOptimType.LARS_SGD: _lars,
 }
 
-_UPDATED = {"lr": "learning_rate", "eps": "eps", "beta1": "beta1", "beta2": "beta2",
-            "weight_decay": "weight_decay"}  # fmt: skip
+_UPDATED = {
+    "lr": "learning_rate",
+    "eps": "eps",
+    "beta1": "beta1",
+    "beta2": "beta2",
+    "weight_decay": "weight_decay",
+}
 
 
 def update(bags: TableBatchedEmbeddingBags, a: SimpleNamespace, new: Mapping[str, float]) -> None:
-    """Change the arguments `a` and the optimizer of the module; those it lacks are kept in `a`."""
+    """Change arguments `a` and the optimizer; arguments it lacks are only stored in `a`."""
     changed = SimpleNamespace(**vars(a))
     changed.learning_rate = bags.learning_rate
     for name, value in new.items():
@@ -512,7 +519,7 @@ def update(bags: TableBatchedEmbeddingBags, a: SimpleNamespace, new: Mapping[str
 
 
 class InPlaceAverage:
-    """EMAINPLACE: now and then the second half of every row moves towards its first half."""
+    """EMAINPLACE: periodically move the second half of every row towards its first half."""
 
     def __init__(self, mode: EmainplaceModeDefinition) -> None:
         self.every = int(mode.step_ema)
@@ -521,7 +528,7 @@ class InPlaceAverage:
         self.iterations = 0
 
     def step(self, bags: TableBatchedEmbeddingBags) -> None:
-        """Before the lookup of a training step; after loading a checkpoint the count goes on."""
+        """Average before the lookup of a training step, counted by the steps of the module."""
         self.iterations = (self.iterations or bags.step) + 1
         if self.iterations % self.every or self.iterations < self.start:
             return
@@ -532,7 +539,7 @@ class InPlaceAverage:
 
 
 def in_place_average(a: SimpleNamespace) -> InPlaceAverage | None:
-    """The averaging of EMAINPLACE_ROWWISE_ADAGRAD; None for other optimizers."""
+    """Return the averaging of EMAINPLACE_ROWWISE_ADAGRAD; None for other optimizers."""
     if a.optimizer is not EmbOptimType.EMAINPLACE_ROWWISE_ADAGRAD:
         return None
     odd = [spec[1] for spec in a.embedding_specs if spec[1] % 2]

@@ -1,4 +1,4 @@
-"""Statistics reporters with FBGEMM's names: what a module tells about its steps, and to whom."""
+"""Statistics of a module and the reporters that receive them, with FBGEMM's names."""
 
 import abc
 import contextlib
@@ -24,14 +24,14 @@ _logger = logging.getLogger(__name__)
 
 
 class TBEStatsReporter(abc.ABC):
-    """Base of reporters; the module asks `should_report` and calls the others at those steps."""
+    """Base of reporters; a module calls the other methods at steps with `should_report`."""
 
     @abc.abstractmethod
     def should_report(self, iteration_step: int) -> bool:
-        """Whether this step is of interest."""
+        """Return whether to report this step."""
 
     def register_stats(self, stats_name: str, amplifier: int = 1) -> None:  # noqa: B027
-        """Told the name of a statistic before it is first reported; may be left as it is."""
+        """Register the name of a statistic before its first report; does nothing by default."""
 
     @abc.abstractmethod
     def report_duration(
@@ -44,7 +44,7 @@ class TBEStatsReporter(abc.ABC):
         time_unit: str = "ms",
         enable_tb_metrics: bool = False,
     ) -> None:
-        """A duration."""
+        """Report a duration."""
 
     @abc.abstractmethod
     def report_data_amount(
@@ -56,11 +56,11 @@ class TBEStatsReporter(abc.ABC):
         tbe_id: str = "",
         enable_tb_metrics: bool = False,
     ) -> None:
-        """A number of bytes, or a count where the event's name says so."""
+        """Report a number of bytes, or a count, depending on the event."""
 
 
 class StdLogStatsReporter(TBEStatsReporter):
-    """Writes to the `logging` module every `report_interval` steps."""
+    """Reporter that logs every `report_interval` steps."""
 
     def __init__(self, report_interval: int) -> None:
         if report_interval < 1:
@@ -68,7 +68,7 @@ class StdLogStatsReporter(TBEStatsReporter):
         self.report_interval = report_interval
 
     def should_report(self, iteration_step: int) -> bool:
-        """At every multiple of the interval."""
+        """Return whether the step is a multiple of the interval."""
         return iteration_step % self.report_interval == 0
 
     def report_duration(
@@ -81,7 +81,7 @@ class StdLogStatsReporter(TBEStatsReporter):
         time_unit: str = "ms",
         enable_tb_metrics: bool = False,
     ) -> None:
-        """One line."""
+        """Log one line."""
         self._log(iteration_step, tbe_id, embedding_id, f"{event_name}: {duration_ms} {time_unit}")
 
     def report_data_amount(
@@ -93,7 +93,7 @@ class StdLogStatsReporter(TBEStatsReporter):
         tbe_id: str = "",
         enable_tb_metrics: bool = False,
     ) -> None:
-        """One line."""
+        """Log one line."""
         self._log(iteration_step, tbe_id, embedding_id, f"{event_name}: {data_bytes}")
 
     def _log(self, step: int, tbe_id: str, embedding_id: str, text: str) -> None:
@@ -102,12 +102,12 @@ class StdLogStatsReporter(TBEStatsReporter):
 
 @dataclass(frozen=True)
 class TBEStatsReporterConfig:
-    """Makes the reporter of a module; derive from it and override `create_reporter`."""
+    """Factory of the reporter of a module; override `create_reporter`."""
 
     interval: int = -1
 
     def create_reporter(self) -> TBEStatsReporter | None:
-        """None: this class has no reporter of its own."""
+        """Return None: this class has no reporter."""
         if self.interval > 0:
             raise ValueError(
                 f"an interval ({self.interval}) needs a reporter: use StdLogStatsReporterConfig, "
@@ -118,10 +118,10 @@ class TBEStatsReporterConfig:
 
 @dataclass(frozen=True)
 class StdLogStatsReporterConfig(TBEStatsReporterConfig):
-    """Makes a StdLogStatsReporter where `interval` > 0."""
+    """Factory of a StdLogStatsReporter, if `interval` > 0."""
 
     def create_reporter(self) -> TBEStatsReporter | None:
-        """The reporter, or None without an interval."""
+        """Return the reporter, or None without an interval."""
         return StdLogStatsReporter(self.interval) if self.interval > 0 else None
 
 
@@ -137,7 +137,7 @@ _UNIQUE_MISSES = UVMCacheStatsIndex.num_unique_misses
 
 
 class CacheCounters:
-    """What FBGEMM's module counts, taken from the cache's own counts around each batch.
+    """The counts of FBGEMM's module, computed from the cache's counts around each batch.
 
     Nothing is asked of the device unless the module was made with an option that counts. `cached`:
     whether there is a cache; `gathers`: whether gather_uvm_cache_stats was asked for.
@@ -157,11 +157,11 @@ class CacheCounters:
 
     @property
     def active(self) -> bool:
-        """Whether there is anything to count."""
+        """Return whether there is anything to count."""
         return self.cached and (self.gathers or self._batches or self._by_table)
 
     def _counts(self) -> Tensor:
-        """int64 `[1 + T, 6]`: of all tables, then of each."""
+        """Return int64 `[1 + T, 6]`: of all tables, then of each."""
         lines = torch.zeros(1 + len(self._bags.tables), len(_NAMES), dtype=torch.int64)
         if self.cached:
             stats = self._bags.cache_stats()
@@ -173,7 +173,7 @@ class CacheCounters:
 
     @contextlib.contextmanager
     def counting(self) -> Iterator[None]:
-        """Around what may bring one batch into the cache."""
+        """Count what happens inside the context, which may load one batch into the cache."""
         if not self.active:
             yield
             return
@@ -190,20 +190,20 @@ class CacheCounters:
             self.table_wise_cache_miss += new[1:, _UNIQUE_MISSES]
 
     def uvm_stats(self, *, local: bool) -> Tensor:
-        """int64 `[6]`, in the order of `UVMCacheStatsIndex`."""
+        """Return int64 `[6]`, in the order of `UVMCacheStatsIndex`."""
         if not self.gathers:
             raise RuntimeError("make the module with gather_uvm_cache_stats=True to read them")
         return self._last.clone() if local else self._counts()[0]
 
     def reset(self) -> None:
-        """Count from zero."""
+        """Reset the counts to zero."""
         self.uvm_stats(local=True)
         self._bags.reset_cache_stats()
         self._last.zero_()
         self._logged.zero_()
 
     def per_call(self, *, local: bool) -> dict[str, float]:
-        """The counts since they were asked for like this, a call; or those of the last batch."""
+        """Return the counts per call since the last request, or those of the last batch."""
         counts = self.uvm_stats(local=local)
         if not local:
             counts, self._logged = counts - self._logged, counts
@@ -219,7 +219,7 @@ def prefetch_passes(
     input_tensor: Tensor,
     output_tensor: Tensor,
 ) -> Sequence[tuple[Tensor, Tensor, int]]:
-    """The parts of a prefetch: `(input, output, where it begins)`, which cover both in order."""
+    """Yield the parts of a prefetch in order: `(input, output, start)`."""
     size = input_tensor.size(0)
     config = multipass_prefetch_config
     if config is None or config.num_passes == 1 or size <= config.num_passes:
@@ -230,7 +230,7 @@ def prefetch_passes(
 
 
 class Timer:
-    """Durations of pieces of work; on a GPU of what the stream did, reported once it is done."""
+    """Durations of parts of a step; on a GPU those of the stream, reported once known."""
 
     def __init__(self, report: Callable[[int, float], None]) -> None:
         self._report = report
@@ -238,7 +238,7 @@ class Timer:
 
     @contextlib.contextmanager
     def recording(self, step: int, device: torch.device) -> Iterator[None]:
-        """Around the work of `step`, on the current stream."""
+        """Time the work of `step` inside the context, on the current stream."""
         if device.type != "cuda":
             start = time.perf_counter()
             yield
@@ -252,14 +252,14 @@ class Timer:
         self._lazy_report()
 
     def _lazy_report(self) -> None:
-        """Report what is done, without waiting."""
+        """Report finished durations, without waiting."""
         while self._pending and self._pending[0][2].query():
             step, first, last = self._pending.popleft()
             self._report(step, first.elapsed_time(last))
 
 
 class Events:
-    """The reporter of one module: `step` is the number of forwards so far."""
+    """The statistics of one module for its reporter; `step` counts forwards."""
 
     def __init__(
         self, reporter: TBEStatsReporter, names: tuple[str, str], counters: CacheCounters
@@ -283,13 +283,13 @@ class Events:
         self.reporter.report_data_amount(self.step, event, amount, table, module)
 
     def tensor(self, event: str, data: Tensor) -> None:
-        """Bytes and elements of what goes in or comes out."""
+        """Report bytes and elements of inputs or outputs."""
         if self.reporter.should_report(self.step):
             self._amount(f"tbe.{event}_size", data.element_size() * data.numel())
             self._amount(f"tbe.{event}_count", data.numel())
 
     def memory(self, bags: TableBatchedEmbeddingBags) -> None:
-        """Bytes of the module in the memory of the device, and of the host."""
+        """Report the bytes of the module in device memory and in host memory."""
         if not self.reporter.should_report(self.step):
             return
         tensors = [*bags.parameters(), *bags.buffers()]
@@ -302,7 +302,7 @@ class Events:
         self._amount("tbe.total_uvm_usage", everything - near + far)
 
     def cache(self, indices: Tensor, row_bytes: int) -> None:
-        """A batch was brought in: its size, and the counts since the last, as bytes a step."""
+        """Report a prefetched batch: its size, and the counts since the last, as bytes per step."""
         self.tensor("prefetch_input", indices)
         steps = self.step - self._last_step
         if not (steps and self._counters.gathers and self.reporter.should_report(self.step)):

@@ -1,4 +1,4 @@
-"""What FBGEMM's module tells of itself and of its tables: weights, states, sizes by their names."""
+"""Attributes and views of FBGEMM's module: weights, optimizer states and sizes by their names."""
 
 import itertools
 from types import SimpleNamespace
@@ -29,7 +29,7 @@ STATE_ORDER = (
 
 
 class TableViews(nn.Module):
-    """Base of the module: attributes and views, without anything that computes."""
+    """Base of the module: attributes and views, without computations."""
 
     bags: TableBatchedEmbeddingBags
     D_offsets: Tensor
@@ -39,7 +39,7 @@ class TableViews(nn.Module):
     _arguments: SimpleNamespace
 
     def _describe(self, a: SimpleNamespace) -> None:
-        """Sizes and choices under FBGEMM's names."""
+        """Set sizes and choices under FBGEMM's names."""
         rows = [spec[0] for spec in a.embedding_specs]
         self.embedding_specs = a.embedding_specs
         self.feature_table_map: list[int] = list(a.feature_table_map)
@@ -73,7 +73,7 @@ class TableViews(nn.Module):
 
     @staticmethod
     def get_table_name_for_logging(table_names: list[str] | None) -> str:
-        """The tables in reports: the name if there is one, else how many there are, and which."""
+        """Return the label of the tables in reports: the name if set, else their number and ids."""
         if table_names is None:
             return "<Unknown>"
         different = sorted(set(table_names))
@@ -83,7 +83,7 @@ class TableViews(nn.Module):
     # Weights
 
     def split_embedding_weights(self) -> list[Tensor]:
-        """The tables as views `[rows, dim]`, after a flush.
+        """Return the tables as views `[rows, dim]`, after a flush.
 
         After writing to a table that is cached, call `reset_cache_states()`.
         """
@@ -98,19 +98,19 @@ class TableViews(nn.Module):
 
     @property
     def weights_dev(self) -> Tensor:
-        """The tables in the memory of the device, one after the other."""
+        """Return the tables in device memory, concatenated."""
         return self.bags.weights
 
     @property
     def weights_host(self) -> Tensor:
-        """As `weights_dev` on a CPU, else empty."""
+        """Return `weights_dev` on a CPU, else an empty tensor."""
         return self.bags.weights if self.use_cpu else self.bags.weights.new_empty(0)
 
     # Cache
 
     @property
     def lxu_cache_locking_counter(self) -> Tensor:
-        """Int32 `[sets, ways]`: 1 where the row in a slot of the cache may not be evicted.
+        """Return int32 `[sets, ways]`: 1 where the row in a slot of the cache must not be evicted.
 
         It is in use from the prefetch or forward of a batch until its backward pass.
         """
@@ -125,7 +125,7 @@ class TableViews(nn.Module):
     # Optimizer state
 
     def split_optimizer_states(self) -> list[list[Tensor]]:
-        """For each table its states as views, in FBGEMM's order; empty without states."""
+        """Return the states of each table as views, in FBGEMM's order; empty without states."""
         self._require_fused("split_optimizer_states")
         return [
             [states[name] for name in STATE_ORDER if name in states]
@@ -134,7 +134,7 @@ class TableViews(nn.Module):
         ]
 
     def get_optimizer_state(self) -> list[dict[str, Tensor]]:
-        """For each table its states by the names of `torch.optim`; empty without states."""
+        """Return the states of each table by the names of `torch.optim`; empty without states."""
         self._require_fused("get_optimizer_state")
         extra = {"iter": self.iter} if self._state_has_iter() else {}
         return [
@@ -153,15 +153,18 @@ class TableViews(nn.Module):
         return int(mode) == CounterWeightDecayMode.ADAGRADW
 
     def get_optimizer_buffer(self, state: str) -> Tensor:
-        """A state of all tables in the memory of the device, by its name or FBGEMM's.
+        """Return a state of all tables in device memory, by emblib's or FBGEMM's name.
 
         Steps beyond 2^24 in `prev_iter` are encoded: `optim.decode_steps` reads them.
         """
         self._require_fused("get_optimizer_buffer")
         kept = {state.name for state in self.bags.optimizer.states}
         names = [name for name in STATE_ORDER if name in kept]
-        aliases = {f"momentum{i}_{place}": name for i, name in enumerate(names, 1)
-                   for place in ("dev", "host")}  # fmt: skip
+        aliases = {
+            f"momentum{i}_{place}": name
+            for i, name in enumerate(names, 1)
+            for place in ("dev", "host")
+        }
         aliases |= {f"{name}_{place}": name for name in names for place in ("dev", "host")}
         name = aliases.get(state, state)
         if state == "iter":
@@ -172,7 +175,7 @@ class TableViews(nn.Module):
 
     @property
     def prev_iter_dev(self) -> Tensor:
-        """The step of each row's last update, where the optimizer keeps it.
+        """Return the step of each row's last update, if the optimizer stores it.
 
         A view: up to 2^24 the values are the steps; `optim.decode_steps` reads any.
         """
@@ -180,25 +183,25 @@ class TableViews(nn.Module):
 
     @property
     def iter(self) -> Tensor:
-        """Updates so far, `[1]`: a float64 view of the module's numbers, which may be written."""
+        """Return the number of updates, `[1]`: a writable float64 view of the hyperparameters."""
         return self.bags.hyperparams[optim.Hyper.STEP : optim.Hyper.STEP + 1]
 
     iter_cpu = iter
 
     @property
     def max_counter(self) -> Tensor:
-        """One more than the largest row_counter when it was last looked up, `[1]`."""
+        """Return the maximum row_counter at its last computation plus one, `[1]`."""
         counted = self._arguments.weight_decay_mode is WeightDecayMode.COUNTER
         return self.bags.hyperparams[-1:] if counted else self.bags.hyperparams.new_ones(1)
 
     @property
     def optimizer_args(self) -> SimpleNamespace:
-        """The optimizer's arguments as they were given, or last changed."""
+        """Return the current arguments of the optimizer."""
         return SimpleNamespace(**vars(self._arguments))
 
     @property
     def gwd_lower_bound(self) -> float:
-        """The lower bound of global weight decay."""
+        """Return the lower bound of global weight decay."""
         definition = self._arguments.global_weight_decay
         return 0.0 if definition is None else definition.lower_bound
 

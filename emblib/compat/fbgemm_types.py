@@ -1,4 +1,4 @@
-"""The enums and option objects that FBGEMM's training module takes, with its names and values."""
+"""Enums and option objects of FBGEMM's training module, with its names and values."""
 
 import enum
 from dataclasses import dataclass, field
@@ -10,23 +10,23 @@ _Member = TypeVar("_Member", bound=enum.Enum)
 
 
 def as_member(kind: type[_Member], value: Any) -> _Member:
-    """`value` as a member of `kind`: a member, its plain value, or FBGEMM's own enum member."""
+    """Convert `value`, a member, a plain value or FBGEMM's enum member, to a member of `kind`."""
     if isinstance(value, kind):
         return value
     return kind(value.value if isinstance(value, enum.Enum) else value)
 
 
 class _Named(enum.IntEnum):
-    """An enum that also reads its lower-case names."""
+    """An enum that also parses its lower-case names."""
 
     @classmethod
     def str_values(cls) -> list[str]:
-        """The names that `from_str` reads."""
+        """Return the names that `from_str` parses."""
         return [member.name.lower() for member in cls]
 
     @classmethod
     def from_str(cls, key: str) -> Any:
-        """The member of that lower-case name."""
+        """Return the member of a lower-case name."""
         for member in cls:
             if member.name.lower() == key:
                 return member
@@ -34,7 +34,7 @@ class _Named(enum.IntEnum):
 
 
 class EmbeddingLocation(_Named):
-    """Where a table is kept."""
+    """Memory of a table."""
 
     DEVICE = 0
     MANAGED = 1
@@ -46,7 +46,7 @@ class EmbeddingLocation(_Named):
     def from_device_and_clf(
         cls, device: torch.device, cache_load_factor: float
     ) -> "EmbeddingLocation":
-        """HOST on a CPU; else by the load factor: 0 MANAGED, 1 DEVICE, between a cache."""
+        """Return HOST on a CPU; on a GPU MANAGED for load factor 0, DEVICE for 1, else a cache."""
         if device.type not in ("cpu", "cuda"):
             raise ValueError(f"device must be a CPU or a CUDA device, got {device}")
         if not 0 <= cache_load_factor <= 1:
@@ -59,7 +59,7 @@ class EmbeddingLocation(_Named):
 
 
 class ComputeDevice(enum.IntEnum):
-    """Which device looks up."""
+    """Device of the lookups."""
 
     CPU = 0
     CUDA = 1
@@ -67,24 +67,24 @@ class ComputeDevice(enum.IntEnum):
 
     @classmethod
     def get_available(cls) -> "ComputeDevice":
-        """CUDA where torch sees a GPU, else CPU."""
+        """Return CUDA if torch has a GPU, else CPU."""
         return cls.CUDA if torch.cuda.is_available() else cls.CPU
 
 
 class PoolingMode(_Named):
-    """How the rows of a bag become one vector."""
+    """Pooling of the rows of a bag."""
 
     SUM = 0
     MEAN = 1
     NONE = 2
 
     def do_pooling(self) -> bool:
-        """Whether there is one vector a bag."""
+        """Return whether there is one vector per bag."""
         return self is not PoolingMode.NONE
 
 
 class BoundsCheckMode(enum.IntEnum):
-    """What happens to invalid input; V2_* name another kernel there and the same thing here."""
+    """Handling of invalid input; the V2_* modes are the same as the others here."""
 
     FATAL = 0
     WARNING = 1
@@ -96,14 +96,14 @@ class BoundsCheckMode(enum.IntEnum):
 
 
 class CacheAlgorithm(enum.Enum):
-    """Which row of the cache gives way."""
+    """Eviction policy of the cache."""
 
     LRU = 0
     LFU = 1
 
 
 class EmbOptimType(enum.Enum):
-    """Optimizers; not every name has a rule behind it, here or there."""
+    """Optimizers; some names have no implementation, neither here nor in FBGEMM."""
 
     SGD = "sgd"
     EXACT_SGD = "exact_sgd"
@@ -131,8 +131,17 @@ OptimType = EmbOptimType
 
 _BITS = {"fp32": 32, "fp16": 16, "bf16": 16, "int4": 4, "int2": 2, "mx4": 4}
 _ALIGNMENT = {"fp32": 1, "fp16": 2, "bf16": 2, "int4": 8, "int2": 16, "mx4": 8}
-_CODES = {0: "fp32", 1: "fp16", 2: "int8", 3: "int4", 4: "int2", 5: "bf16", 6: "fp8", 7: "mx4",
-          8: "nfp8"}  # fmt: skip
+_CODES = {
+    0: "fp32",
+    1: "fp16",
+    2: "int8",
+    3: "int4",
+    4: "int2",
+    5: "bf16",
+    6: "fp8",
+    7: "mx4",
+    8: "nfp8",
+}
 _DTYPES = {
     "fp32": torch.float32,
     "fp16": torch.float16,
@@ -164,18 +173,18 @@ class SparseType(enum.Enum):
 
     @staticmethod
     def from_int(ty: int) -> "SparseType":
-        """The format of a code of `as_int`."""
+        """Return the format of a code of `as_int`."""
         if ty not in _CODES:
             raise ValueError(f"the code of a SparseType must be one of {sorted(_CODES)}, got {ty}")
         return SparseType(_CODES[ty])
 
     def as_int(self) -> int:
-        """FBGEMM's code of the format."""
+        """Return FBGEMM's code of the format."""
         return next(code for code, value in _CODES.items() if value == self.value)
 
     @staticmethod
     def from_dtype(dtype: torch.dtype, is_mx: bool = False) -> "SparseType":
-        """The format of a torch dtype; `is_mx` reads uint8 as MX4."""
+        """Return the format of a torch dtype; with `is_mx`, uint8 is MX4."""
         if dtype in (torch.uint8, torch.int8):
             return SparseType.MX4 if is_mx else SparseType.INT8
         for value, candidate in _DTYPES.items():
@@ -184,24 +193,24 @@ class SparseType(enum.Enum):
         raise ValueError(f"no SparseType has the dtype {dtype}")
 
     def as_dtype(self) -> torch.dtype:
-        """The torch dtype that stores the format."""
+        """Return the torch dtype that stores the format."""
         return _DTYPES[self.value]
 
     def bit_rate(self) -> int:
-        """Bits of a number."""
+        """Return the bits of a number."""
         return _BITS.get(self.value, 8)
 
     def align_size(self) -> int:
-        """What a dimension must be a multiple of, for FBGEMM's row layout."""
+        """Return the divisor of dimensions in FBGEMM's row layout."""
         return _ALIGNMENT.get(self.value, 4)
 
     def is_float(self) -> bool:
-        """Whether the format is a floating point one."""
+        """Return whether the format is a floating-point format."""
         return self.value in ("fp32", "fp16", "fp8", "bf16", "nfp8")
 
 
 class WeightDecayMode(enum.IntEnum):
-    """How weight_decay acts."""
+    """Mode of weight_decay."""
 
     NONE = 0
     L2 = 1
@@ -212,7 +221,7 @@ class WeightDecayMode(enum.IntEnum):
 
 
 class CounterWeightDecayMode(enum.IntEnum):
-    """How weight_decay acts in counter-based regularisation and CowClip."""
+    """Mode of weight_decay in counter-based regularisation and CowClip."""
 
     NONE = 0
     L2 = 1
@@ -221,7 +230,7 @@ class CounterWeightDecayMode(enum.IntEnum):
 
 
 class StepMode(enum.IntEnum):
-    """What becomes of the slow weights of ENSEMBLE_ROWWISE_ADAGRAD after an average."""
+    """Treatment of the slow weights of ENSEMBLE_ROWWISE_ADAGRAD after an average."""
 
     NONE = 0
     USE_COUNTER = 1
@@ -229,7 +238,7 @@ class StepMode(enum.IntEnum):
 
 
 class LearningRateMode(enum.IntEnum):
-    """How the learning rate follows the counter of a row."""
+    """Dependence of the learning rate on the counter of a row."""
 
     EQUAL = -1
     TAIL_ID_LR_INCREASE = 0
@@ -238,7 +247,7 @@ class LearningRateMode(enum.IntEnum):
 
 
 class GradSumDecay(enum.IntEnum):
-    """Whether Adagrad's sum decays with the counter."""
+    """Decay of Adagrad's sum by the counter."""
 
     NO_DECAY = -1
     CTR_DECAY = 0
@@ -257,7 +266,7 @@ class UVMCacheStatsIndex(enum.IntEnum):
 
 @dataclass(frozen=True)
 class TailIdThreshold:
-    """From which counter on a row is no tail id; a share of the largest counter if `is_ratio`."""
+    """Counter from which a row is no tail id; a share of the maximum counter if `is_ratio`."""
 
     val: float = 0
     is_ratio: bool = False
@@ -297,7 +306,7 @@ class GlobalWeightDecayDefinition:
 
 @dataclass(frozen=True)
 class UserEnabledConfigDefinition:
-    """Options of single optimizers: of ADAM the first, of EXACT_SGD the others."""
+    """Options of single optimizers: the first of ADAM, the others of EXACT_SGD."""
 
     use_rowwise_bias_correction: bool = False
     use_writeback_bwd_prehook: bool = False
@@ -333,7 +342,7 @@ class MultiPassPrefetchConfig(NamedTuple):
 
 
 class RecordCacheMetrics(NamedTuple):
-    """Which counts of cache misses are kept."""
+    """Selection of the counts of cache misses."""
 
     record_cache_miss_counter: bool
     record_tablewise_cache_miss: bool

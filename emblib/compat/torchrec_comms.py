@@ -1,4 +1,4 @@
-"""TorchRec's words for what travels between ranks: codecs, and the collectives themselves.
+"""TorchRec's codecs for communication, and its collectives.
 
 The collectives are those of `emblib.sharding.collectives`, called as TorchRec's are; every sum is
 float32 whatever travels, and any number of examples may be on any rank.
@@ -19,7 +19,7 @@ from emblib.sharding.awaitables import Awaitable
 
 
 class CommType(Enum):
-    """What values travel as."""
+    """Format of values in communication."""
 
     FP32 = "fp32"
     FP16 = "fp16"
@@ -29,7 +29,7 @@ class CommType(Enum):
 
 
 class CommOp(Enum):
-    """The collectives that codecs are registered for."""
+    """Collectives for which codecs are registered."""
 
     POOLED_EMBEDDINGS_ALL_TO_ALL = "pooled_embeddings_all_to_all"
     POOLED_EMBEDDINGS_REDUCE_SCATTER = "pooled_embeddings_reduce_scatter"
@@ -38,7 +38,7 @@ class CommOp(Enum):
 
 @dataclass
 class QCommsConfig:
-    """How rows (forward) and their gradients (backward) are encoded.
+    """Encoding of rows (forward) and of their gradients (backward).
 
     A loss scale is for fp16; `fp8_quantize_dim` is how many values share a scale, of fp8 and int8.
     fp8 is e4m3 forward, and e5m2 backward unless `fp8_bwd_uses_143`.
@@ -73,7 +73,7 @@ def get_qcomm_codecs_registry(
     comm_ops: Sequence[CommOp] | None = None,
     device: torch.device | None = None,
 ) -> Registry | None:
-    """Codecs by the name of the collective; None where all travels as it is, as TorchRec has it."""
+    """Return codecs by the name of the collective; None if nothing is encoded."""
     c = qcomms_config
     if (c.forward_precision, c.backward_precision) == (CommType.FP32, CommType.FP32):
         return None
@@ -109,7 +109,7 @@ def _codec(kind: CommType, scale: float | None, row: int | None, fp8: Any) -> co
 def comm_precision_of(
     registry: Mapping[str, QuantizedCommCodecs] | None, *, pooled: bool
 ) -> CommPrecision | None:
-    """The wire of a sharded collection, whose outputs travel in one all-to-all.
+    """Return the communication precision of a sharded collection, for its output all-to-all.
 
     Raises:
         ValueError: codecs for the reduce-scatter alone, which nothing here sends by.
@@ -132,12 +132,12 @@ _division = {"on": True}
 
 
 def get_gradient_division() -> bool:
-    """Whether gradients of the collectives below are divided by the number of ranks."""
+    """Return whether the collectives below divide gradients by the number of ranks."""
     return _division["on"]
 
 
 def set_gradient_division(val: bool) -> None:
-    """Divide them, or do not."""
+    """Set whether the collectives below divide gradients by the number of ranks."""
     _division["on"] = bool(val)
 
 
@@ -176,7 +176,7 @@ def variable_batch_alltoall_pooled(
     group: Any = None,
     codecs: QuantizedCommCodecs | None = None,
 ) -> Awaitable[Tensor]:
-    """Pooled rows where every feature has a batch size of its own; flat on both sides."""
+    """Exchange pooled rows of features with different batch sizes; both sides are flat."""
     ranks, how = _how(group, codecs)
     return collectives.variable_batch_alltoall_pooled(
         a2a_pooled_embs_tensor,
@@ -191,7 +191,7 @@ def variable_batch_alltoall_pooled(
 def reduce_scatter_pooled(
     inputs: Sequence[Tensor], group: Any = None, codecs: QuantizedCommCodecs | None = None
 ) -> Awaitable[Tensor]:
-    """The sum over ranks of what each has for this one."""
+    """Reduce-scatter: sum over ranks the block that each has for this rank."""
     ranks, how = _how(group, codecs)
     return collectives.reduce_scatter_pooled(inputs, ranks, **how)
 
@@ -199,7 +199,7 @@ def reduce_scatter_pooled(
 def reduce_scatter_base_pooled(
     input: Tensor, group: Any = None, codecs: QuantizedCommCodecs | None = None
 ) -> Awaitable[Tensor]:
-    """[W * B, D] to [B, D]."""
+    """Reduce-scatter `[W * B, D]` to `[B, D]`."""
     ranks, how = _how(group, codecs)
     return collectives.reduce_scatter_base_pooled(input, ranks, **how)
 
@@ -210,7 +210,7 @@ def reduce_scatter_v_pooled(
     group: Any = None,
     codecs: QuantizedCommCodecs | None = None,
 ) -> Awaitable[Tensor]:
-    """[sum B, D] to [B of this rank, D]."""
+    """Reduce-scatter `[sum B, D]` to `[B of this rank, D]`."""
     ranks, how = _how(group, codecs)
     return collectives.reduce_scatter_v_pooled(input, list(input_splits), ranks, **how)
 
@@ -218,6 +218,6 @@ def reduce_scatter_v_pooled(
 def all_gather_base_pooled(
     input: Tensor, group: Any = None, codecs: QuantizedCommCodecs | None = None
 ) -> Awaitable[Tensor]:
-    """[B, D] to [W * B, D]."""
+    """All-gather `[B, D]` to `[W * B, D]`."""
     ranks, how = _how(group, codecs)
     return collectives.all_gather_base_pooled(input, ranks, **how)

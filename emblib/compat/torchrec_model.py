@@ -1,4 +1,4 @@
-"""TorchRec's words for sharding a model: collections, sharders, DistributedModelParallel."""
+"""TorchRec's interface for sharding a model: collections, sharders, DistributedModelParallel."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ SHARDED[EmbeddingCollection] = sharding.ShardedEmbeddingCollection
 
 
 class _Sharder:
-    """How collections of one class are sharded: with which optimizer, over which wire.
+    """Base of sharders: the optimizer and the communication codecs of collections of one class.
 
     Args:
         fused_params: of the optimizer in backward: `optimizer`, `learning_rate`, `eps`, ...; tables
@@ -86,7 +86,7 @@ class _Sharder:
         device: torch.device | str | None = None,
         module_fqn: str | None = None,
     ) -> nn.Module:
-        """The sharded collection; its weights are those of `module`."""
+        """Return the sharded collection, with the weights of `module`."""
         ranks = ranks_of(env, device)
 
         def checked() -> dict[str, sharding.ParameterSharding]:
@@ -110,7 +110,7 @@ class _Sharder:
 
 
 class EmbeddingBagCollectionSharder(_Sharder):
-    """Of EmbeddingBagCollections."""
+    """Sharder of EmbeddingBagCollections."""
 
     module_type = emblib_collections.EmbeddingBagCollection
     _sharded = sharding.ShardedEmbeddingBagCollection
@@ -118,7 +118,7 @@ class EmbeddingBagCollectionSharder(_Sharder):
 
 
 class EmbeddingCollectionSharder(_Sharder):
-    """Of EmbeddingCollections."""
+    """Sharder of EmbeddingCollections."""
 
     module_type = emblib_collections.EmbeddingCollection
     _sharded = sharding.ShardedEmbeddingCollection
@@ -126,7 +126,7 @@ class EmbeddingCollectionSharder(_Sharder):
 
 
 def default_sharders() -> list[_Sharder]:
-    """One of each, without an optimizer."""
+    """Return one sharder of each class, without an optimizer."""
     return [EmbeddingBagCollectionSharder(), EmbeddingCollectionSharder()]
 
 
@@ -134,7 +134,7 @@ get_default_sharders = default_sharders
 
 
 def check_kernels(params: Mapping[str, ParameterSharding], optimizer: Optimizer | None) -> None:
-    """Refuse a table that was said to be DENSE where all are given an optimizer in backward."""
+    """Raise for a DENSE table where all tables get an optimizer in backward."""
     dense = [n for n, p in params.items() if p.compute_kernel == EmbeddingComputeKernel.DENSE.value]
     if dense and optimizer is not None:
         raise ValueError(
@@ -145,7 +145,7 @@ def check_kernels(params: Mapping[str, ParameterSharding], optimizer: Optimizer 
 
 
 def ranks_of(env: ShardingEnv, device: torch.device | str | None) -> RankGroup:
-    """The ranks of `env`, with the tables on `device`."""
+    """Return the ranks of `env`, with tables on `device`."""
     if device is None or torch.device(device).type == env.ranks.device.type:
         return env.ranks
     if env.ranks.group is None:
@@ -154,7 +154,7 @@ def ranks_of(env: ShardingEnv, device: torch.device | str | None) -> RankGroup:
 
 
 class DefaultDataParallelWrapper(DDP):
-    """How the dense part is wrapped: DistributedDataParallel with these options."""
+    """Wrapper of the dense part: DistributedDataParallel with these options."""
 
     def __init__(
         self,
@@ -173,7 +173,7 @@ class DefaultDataParallelWrapper(DDP):
         )
 
     def wrap(self, module: nn.Module, ranks: RankGroup, ignored: Collection[str]) -> nn.Module:
-        """As `DDP.wrap`; torch 2.13 warns of an option that has no other name for all it does."""
+        """Wrap as `DDP.wrap`, ignoring torch 2.13's warning about an option without replacement."""
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", ".*broadcast_buffers", FutureWarning)
             return super().wrap(module, ranks, ignored)
@@ -231,9 +231,11 @@ class DistributedModelParallel(sharding.DistributedModelParallel):
         if native is None:
             planner = EmbeddingShardingPlanner()
             native = planner.collective_plan(module, sharders, ranks).to_emblib(world)
-        wrapper = DefaultDataParallelWrapper() if data_parallel_wrapper is None else (
-            data_parallel_wrapper
-        )  # fmt: skip
+        wrapper = (
+            DefaultDataParallelWrapper()
+            if data_parallel_wrapper is None
+            else (data_parallel_wrapper)
+        )
         self._wrapper = wrapper
         super().__init__(
             module,
@@ -245,12 +247,12 @@ class DistributedModelParallel(sharding.DistributedModelParallel):
         )
 
     def init_data_parallel(self) -> None:
-        """Wrap the dense part, where that was put off."""
+        """Wrap the dense part, if that was deferred."""
         self.wrap_dense(self._wrapper)
 
 
 def _native(plan: Any, optimizer: Optimizer | None, world: World) -> sharding.ShardingPlan:
-    """Return the plan in emblib's words, checked against the optimizer of all tables."""
+    """Return the plan as emblib's, checked against the optimizer of all tables."""
     if not isinstance(plan, ShardingPlan):
         raise TypeError(
             "plan must be a ShardingPlan of emblib.compat.torchrec, from a planner or as "
@@ -262,7 +264,7 @@ def _native(plan: Any, optimizer: Optimizer | None, world: World) -> sharding.Sh
 
 
 def _one(found: Sequence[Any]) -> Any:
-    """What the sharders that say something say."""
+    """Return the settings of the sharders that have any."""
     said = [value for value in found if value is not None]
     if any(value != said[0] for value in said):
         raise ValueError(
@@ -273,7 +275,7 @@ def _one(found: Sequence[Any]) -> Any:
 
 
 class TrainPipelineBase(pipelines.TrainPipelineBase):
-    """The next batch is copied while one is trained."""
+    """Copy the next batch to the device during a step."""
 
     def __init__(
         self,
@@ -286,7 +288,7 @@ class TrainPipelineBase(pipelines.TrainPipelineBase):
 
 
 class TrainPipelineSparseDist(pipelines.TrainPipelineSparseDist):
-    """And ids are sent ahead. Results are those of the plain loop to the bit."""
+    """Also send the ids of the next batch during a step; results are those of a plain loop."""
 
     def __init__(
         self,
@@ -301,7 +303,7 @@ class TrainPipelineSparseDist(pipelines.TrainPipelineSparseDist):
 
 
 class PrefetchTrainPipelineSparseDist(pipelines.PrefetchTrainPipelineSparseDist):
-    """And rows are brought into caches ahead."""
+    """Also load the rows of the next batch into caches."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""TorchRec's words for where tables lie: plans of a module and of a model, how to write them."""
+"""TorchRec's sharding plans of modules and models, the functions to write them, and its planner."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from emblib.storage import Dense
 
 
 class ShardingType(Enum):
-    """Ways to spread a table."""
+    """Sharding types."""
 
     DATA_PARALLEL = "data_parallel"
     TABLE_WISE = "table_wise"
@@ -33,7 +33,7 @@ class ShardingType(Enum):
 
 
 class EmbeddingComputeKernel(Enum):
-    """How a table is kept and trained.
+    """Storage and training of a table.
 
     DENSE leaves gradients to an optimizer of torch.optim; the others run theirs in backward, the
     rows in the memory of the device, in the host's, or there behind a cache.
@@ -53,7 +53,7 @@ STORAGES = {
 
 @dataclass(frozen=True)
 class ShardMetadata:
-    """A part of a table: where it begins, its size, and where it lies (`rank:1/cpu`)."""
+    """A shard of a table: offsets, sizes, and rank with device (`rank:1/cpu`)."""
 
     shard_offsets: list[int]
     shard_sizes: list[int]
@@ -62,14 +62,14 @@ class ShardMetadata:
 
 @dataclass(frozen=True)
 class EnumerableShardingSpec:
-    """The parts that tile a table."""
+    """The shards that tile a table."""
 
     shards: list[ShardMetadata]
 
 
 @dataclass
 class ParameterSharding:
-    """How one table is spread. What counts is `sharding_spec`; a copy on every rank has none."""
+    """Sharding of one table, by `sharding_spec`; a replicated table has none."""
 
     sharding_type: str
     compute_kernel: str = EmbeddingComputeKernel.FUSED.value
@@ -77,7 +77,7 @@ class ParameterSharding:
     sharding_spec: Any = None
 
     def to_emblib(self) -> sharding.ParameterSharding:
-        """As emblib says it.
+        """Convert to emblib's class.
 
         Raises:
             ValueError: a kernel that is not known here, or no spec for a type that needs one.
@@ -104,7 +104,7 @@ class ParameterSharding:
     def of(
         cls, table: sharding.ParameterSharding, kernel: str, device_type: str
     ) -> ParameterSharding:
-        """From what emblib says."""
+        """Convert from emblib's class."""
         kernels = {storage: name for name, storage in STORAGES.items()}
         kernel = kernels.get(table.storage, kernel) if table.storage is not None else kernel
         if table.is_replicated:
@@ -139,10 +139,10 @@ def _box(shard: Any) -> Shard:
 
 
 class EmbeddingModuleShardingPlan(dict[str, ParameterSharding]):
-    """The sharding of each table of one collection, by name."""
+    """Sharding of each table of one collection, by name."""
 
     def to_emblib(self) -> dict[str, sharding.ParameterSharding]:
-        """As emblib says it."""
+        """Convert to emblib's class."""
         return {name: parameter.to_emblib() for name, parameter in self.items()}
 
     def __str__(self) -> str:
@@ -151,17 +151,17 @@ class EmbeddingModuleShardingPlan(dict[str, ParameterSharding]):
 
 @dataclass
 class ShardingPlan:
-    """The plan of each collection by its path in the model."""
+    """Plan of each collection, by its path in the model."""
 
     plan: dict[str, EmbeddingModuleShardingPlan]
     told: str = ""  # what a planner has to say of it
 
     def get_plan_for_module(self, module_path: str) -> EmbeddingModuleShardingPlan | None:
-        """Of one collection, where it has one."""
+        """Return the plan of one collection, if there is one."""
         return self.plan.get(module_path)
 
     def to_emblib(self, world: World) -> sharding.ShardingPlan:
-        """As emblib says it."""
+        """Convert to emblib's class."""
         modules = {
             path: {name: parameter.to_emblib() for name, parameter in tables.items()}
             for path, tables in self.plan.items()
@@ -174,7 +174,7 @@ class ShardingPlan:
 
 
 class ShardingEnv:
-    """The ranks that a module is spread over."""
+    """The ranks that a module is sharded over."""
 
     def __init__(self, ranks: RankGroup) -> None:
         self.ranks = ranks
@@ -182,12 +182,12 @@ class ShardingEnv:
 
     @classmethod
     def from_process_group(cls, pg: Any) -> ShardingEnv:
-        """All ranks of a process group."""
+        """Return all ranks of a process group."""
         return cls(RankGroup.from_value(pg))
 
     @classmethod
     def from_local(cls, world_size: int, rank: int) -> ShardingEnv:
-        """This process alone.
+        """Return an environment of this process alone.
 
         Raises:
             ValueError: more than one: devices of one process are TorchRec's way to infer, which is
@@ -203,26 +203,26 @@ class ShardingEnv:
 
 @dataclass(frozen=True)
 class Placing:
-    """What `table_wise` and the like return: a rule, and how the rows are kept."""
+    """Result of `table_wise` and similar functions: a rule, and the storage of the rows."""
 
     rule: Rule
     compute_kernel: str | None = None
 
 
 def data_parallel() -> Placing:
-    """A copy on every rank."""
+    """Replicate the table on every rank."""
     return Placing(sharding.data_parallel())
 
 
 def table_wise(rank: int, device: str | None = None, compute_kernel: str | None = None) -> Placing:
-    """The whole table on one rank."""
+    """Place the whole table on one rank."""
     return Placing(sharding.table_wise(rank), compute_kernel)
 
 
 def row_wise(
     sizes_placement: tuple[list[int], Any] | None = None, compute_kernel: str | None = None
 ) -> Placing:
-    """Rows on all ranks: as even as can be, or `sizes_placement[0]` of them on rank 0, 1, ..."""
+    """Divide rows over all ranks: evenly, or by `sizes_placement[0]`, one size per rank."""
     if sizes_placement is None:
         return Placing(sharding.row_wise(), compute_kernel)
     sizes = list(sizes_placement[0])
@@ -249,7 +249,7 @@ def column_wise(
     size_per_rank: Sequence[int] | None = None,
     compute_kernel: str | None = None,
 ) -> Placing:
-    """Columns on `ranks`, evenly; or `size_per_rank[r]` of them on rank r.
+    """Divide columns over `ranks`: evenly, or `size_per_rank[r]` columns on rank r.
 
     Raises:
         ValueError: neither of them.
@@ -263,22 +263,22 @@ def column_wise(
 
 
 def table_row_wise(host_index: int, compute_kernel: str | None = None) -> Placing:
-    """Rows on the ranks of one host."""
+    """Divide rows over the ranks of one host."""
     return Placing(sharding.table_row_wise(host_index), compute_kernel)
 
 
 def table_column_wise(host_index: int, compute_kernel: str | None = None) -> Placing:
-    """Columns on the ranks of one host."""
+    """Divide columns over the ranks of one host."""
     return Placing(sharding.table_column_wise(host_index), compute_kernel)
 
 
 def grid_shard(host_indexes: Sequence[int], compute_kernel: str | None = None) -> Placing:
-    """Columns on several hosts, each block's rows on the ranks of its host."""
+    """Divide columns over hosts, and the rows of each block over the ranks of its host."""
     return Placing(sharding.grid(list(host_indexes)), compute_kernel)
 
 
 def configs_of(module: Any) -> Iterator[TableConfig]:
-    """The configurations of a collection's tables."""
+    """Return the configurations of a collection's tables."""
     told = getattr(module, "embedding_bag_configs", None) or module.embedding_configs
     yield from told()
 
@@ -286,7 +286,7 @@ def configs_of(module: Any) -> Iterator[TableConfig]:
 def apply_to_all(
     module: Any, parameter_sharding_generator: Placing, sharder: Any = None
 ) -> dict[str, Placing]:
-    """The same for every table."""
+    """Return the same sharding for every table."""
     return {config.name: parameter_sharding_generator for config in configs_of(module)}
 
 
@@ -298,7 +298,7 @@ def construct_module_sharding_plan(
     world_size: int | None = None,
     device_type: str | None = None,
 ) -> EmbeddingModuleShardingPlan:
-    """The plan of one collection by what `table_wise` and the like say of each table.
+    """Return the plan of one collection, from the result of `table_wise` etc. for each table.
 
     Sizes are those of all processes unless they are given. A table is fused unless its kernel says
     otherwise: what optimizer it has is asked when it is sharded.
@@ -331,7 +331,7 @@ _GIB = 1 << 30
 
 
 class Topology:
-    """RankGroup and their memory, by default that of this machine.
+    """Ranks and their memory, by default that of this machine.
 
     `hbm_cap` and `ddr_cap` are bytes a rank may use of a GPU's memory and of the host's; on a CPU
     rows are in the latter. Left out, they are what the machine has: TorchRec assumes 32 and 128
@@ -350,11 +350,11 @@ class Topology:
     ) -> None:
         self.world_size, self.compute_device = world_size, compute_device
         self.local_world_size = local_world_size or world_size
-        # A plan for GPUs may be made where there are none, if it is said what they have.
+        # A plan for GPUs can be made on a machine without them, if their memory is given.
         elsewhere = compute_device == "cuda" and hbm_cap and not torch.cuda.is_available()
         make: Any = planner.Topology if elsewhere else planner.Topology.detect
         found: planner.Topology = make(
-            *(world_size, self.local_world_size), device=compute_device, calibration=calibration
+            world_size, self.local_world_size, device=compute_device, calibration=calibration
         )
         memory = hbm_cap if compute_device == "cuda" else ddr_cap
         changes: dict[str, Any] = {} if memory is None else {"memory": memory}
@@ -367,7 +367,7 @@ class Topology:
 
 @dataclass
 class ParameterConstraints:
-    """What the planner may do with a table, and what it cannot know of it."""
+    """Constraints of the planner for a table, and facts that it cannot know."""
 
     sharding_types: Sequence[str] | None = None
     compute_kernels: Sequence[str] | None = None
@@ -376,7 +376,7 @@ class ParameterConstraints:
     batch_sizes: Sequence[int] | None = None
 
     def to_emblib(self) -> planner.TableConstraints:
-        """As emblib says it.
+        """Convert to emblib's class.
 
         Raises:
             ValueError: batch sizes that differ by feature, or kernels without any that keeps a
@@ -403,7 +403,7 @@ class ParameterConstraints:
 
 
 class EmbeddingShardingPlanner:
-    """Finds a plan for the collections of a model.
+    """Planner of the collections of a model.
 
     `storage_reservation` is an `emblib.sharding.planner.Reservation`. What a planner of emblib's
     says of the plan is printed by `print(plan)`.
@@ -432,14 +432,14 @@ class EmbeddingShardingPlanner:
         )
 
     def plan(self, module: nn.Module, sharders: Sequence[Any] = ()) -> ShardingPlan:
-        """The plan, made here; the optimizers of `sharders` count in its memory."""
+        """Plan on this rank; the memory includes the optimizers of `sharders`."""
         native = self._native(RankGroup())
         return _told(native, module, sharders)
 
     def collective_plan(
         self, module: nn.Module, sharders: Sequence[Any] = (), pg: Any = None
     ) -> ShardingPlan:
-        """The plan that rank 0 makes, on all ranks."""
+        """Plan on rank 0, and return its plan on all ranks."""
         ranks = RankGroup.from_value(pg)
         native = self._native(ranks)
         found: ShardingPlan = invoke_on_rank_and_broadcast_result(
@@ -449,7 +449,7 @@ class EmbeddingShardingPlanner:
 
 
 def _told(native: planner.Planner, module: nn.Module, sharders: Sequence[Any]) -> ShardingPlan:
-    """Solve it with the optimizers that the sharders will give."""
+    """Plan with the optimizers of the sharders."""
     works = [
         dataclasses.replace(work, optimizer=work.optimizer or _optimizer_of(module, work, sharders))
         for work in workloads_of(module, native.batch_size, native.constraints)
@@ -465,7 +465,7 @@ def _optimizer_of(module: nn.Module, work: planner.TableWorkload, sharders: Sequ
 
 
 def plan_of(plan: sharding.ShardingPlan, device_type: str, told: str = "") -> ShardingPlan:
-    """A plan of emblib's in TorchRec's words."""
+    """Convert a plan of emblib to TorchRec's."""
     fused = EmbeddingComputeKernel.FUSED.value
     modules = {
         path: EmbeddingModuleShardingPlan(

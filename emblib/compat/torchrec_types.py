@@ -1,4 +1,4 @@
-"""TorchRec's words for tables: data types, poolings, configurations."""
+"""TorchRec's types for tables: data types, poolings, configurations, optimizers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from emblib.storage import Dense, Quantized
 
 
 class DataType(Enum):
-    """What rows are stored as; equal to the dtype that a configuration has for it.
+    """Type of stored rows; equal to the torch dtype of the configuration.
 
     A configuration of quantised rows has the INT8 or INT4 itself.
     """
@@ -43,12 +43,12 @@ class DataType(Enum):
 
     @property
     def itemsize(self) -> float:
-        """Bytes per value, as of a dtype."""
+        """Return the bytes per value, as a dtype does."""
         return _BITS[self] / 8 if self in _BITS else data_type_to_dtype(self).itemsize
 
 
 PoolingType = Pooling
-"""How rows of a bag become one: what configurations have, so that `==` and `is` find it."""
+"""emblib's enum, so that `==` and `is` work with the values of configurations."""
 
 _DTYPES = {"FP32": torch.float32, "FP16": torch.float16, "BF16": torch.bfloat16}
 _BITS = {DataType.INT8: 8, DataType.INT4: 4}
@@ -56,7 +56,7 @@ _TYPES = {bits: data_type for data_type, bits in _BITS.items()}
 
 
 def data_type_to_dtype(data_type: DataType | torch.dtype) -> torch.dtype:
-    """The dtype of values that are not quantised; a dtype is its own.
+    """Return the dtype of a type that is not quantised; a dtype is returned as it is.
 
     Raises:
         ValueError: a quantised type, which has none.
@@ -77,9 +77,9 @@ def _shared(
     *,
     need_pos: bool,
 ) -> dict[str, Any]:
-    """What both configurations translate alike."""
+    """Convert the arguments that both configurations have."""
     if pruned is not None:
-        raise ValueError("num_embeddings_post_pruning is not supported: prune before, and say so")
+        raise ValueError("num_embeddings_post_pruning is not supported: prune the table beforehand")
     if need_pos:
         raise ValueError(
             "need_pos is not supported: use emblib.collections.FeatureProcessedEmbeddingBag"
@@ -97,7 +97,7 @@ def _shared(
 
 
 def _set_quantised_type(config: Any) -> None:
-    """Let the data type of a configuration whose rows are quantised be INT8 or INT4."""
+    """Set the data type of a configuration with quantised rows to INT8 or INT4."""
     if isinstance(config.storage, Quantized):
         object.__setattr__(config, "data_type", _TYPES[config.storage.bits])
 
@@ -105,7 +105,7 @@ def _set_quantised_type(config: Any) -> None:
 class EmbeddingBagConfig(emblib_collections.EmbeddingBagConfig):
     """`emblib.collections.EmbeddingBagConfig` with TorchRec's arguments.
 
-    `storage` and `optimizer` are emblib's own: how rows are kept, and the optimizer of this table.
+    `storage` and `optimizer` are emblib's: the storage of the rows and the table's optimizer.
     """
 
     def __init__(
@@ -180,7 +180,7 @@ PartialRowWiseLAMB = PartialRowwiseLAMB
 
 
 class WarmupOptimizer(optimizers.WarmupOptimizer):
-    """That of `emblib.collections.optimizers`, with TorchRec's rate of 0.1 where none is given."""
+    """Warm up as in `emblib.collections.optimizers`, with TorchRec's default rate of 0.1."""
 
     def __init__(
         self,
@@ -197,7 +197,7 @@ IDLE = {"prefetch_pipeline", "bounds_check_mode"}
 
 
 def optimizer_of(fused_params: Mapping[str, Any] | None) -> Optimizer | None:
-    """The optimizer of a sharder's `fused_params`; None where they name nothing of one.
+    """Return the optimizer of a sharder's `fused_params`; None if they have no optimizer arguments.
 
     Raises:
         ValueError: something that would have no effect.
@@ -220,7 +220,7 @@ def apply_optimizer_in_backward(
     params: Iterable[nn.Parameter],
     optimizer_kwargs: Mapping[str, Any] | None = None,
 ) -> None:
-    """Let backward update these parameters; see `emblib.collections.optimizers`."""
+    """Update parameters in backward; see `emblib.collections.optimizers`."""
     optimizers.apply_optimizer_in_backward(optimizer_class, params, optimizer_kwargs)
 
 
