@@ -38,7 +38,7 @@ help: ## list the targets and variables
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 18
 	@sed -n 's/^#   \(.*\)/  \1/p' Makefile
 
-run: native ## time tensor-train tables against plain tables, write a report (ARGS="timing=quick")
+run: native ## time tensor-train tables against dense tables, write a report (ARGS="timing=quick")
 	@$(BIN)/python run.py +experiment=tt_vs_tbe $(ARGS)
 
 # The tests start hundreds of Python processes; each would compile emblib and the harness again.
