@@ -1,4 +1,7 @@
-"""What a table is, as frozen descriptions, and the choices that are words."""
+"""Frozen descriptions of tables, their options as enums, and checks of arguments.
+
+First what all tables share, then tensor-train tables, then dynamic tables.
+"""
 
 import math
 import operator
@@ -26,7 +29,7 @@ class Choice(Enum):
 class Pooling(Choice):
     """How the rows of a bag become one vector; NONE keeps one vector per lookup.
 
-    TorchRec writes the words in capitals, which `Pooling("MEAN")` takes as well.
+    `Pooling("MEAN")`, in capitals as in TorchRec, is accepted as well.
     """
 
     SUM = "sum"
@@ -41,17 +44,16 @@ class Pooling(Choice):
 
 
 class BoundsCheck(Choice):
-    """What happens to indices and offsets that are out of bounds.
+    """Whether out-of-bounds indices and offsets raise, warn or are ignored.
 
-    In every mode the kernels repair as they read (index -1 is skipped, any other invalid index
-    reads row 0, or zeros from a table without rows, offsets are clamped), so nothing is ever read
-    outside a table. The mode says what you are told: FATAL raises before anything is written,
-    WARNING warns, IGNORE repairs silently. Inside `torch.compile` and on CUDA, WARNING counts in
-    the module's `bounds_violations` instead. Offsets that do not begin with 0, or that lack the
-    last entry, would leave out ids or a bag: on the CPU, compiled or not, WARNING raises
-    RuntimeError for them; on CUDA it counts them too.
-    NONE looks at nothing first: it is IGNORE for offsets that never decrease, and memory-safe but
-    otherwise unspecified for others.
+    In every mode the kernels repair invalid input as they read it (index -1 is skipped, any other
+    invalid index reads row 0, or zeros from a table without rows, offsets are clamped), so nothing
+    is ever read outside a table. FATAL raises before anything is written, WARNING warns, IGNORE
+    repairs silently. Inside `torch.compile` and on CUDA, WARNING counts in the module's
+    `bounds_violations` instead. Offsets that do not begin with 0, or that lack the last entry,
+    would skip ids or a bag: on the CPU, compiled or not, WARNING raises RuntimeError for them; on
+    CUDA it counts them too. NONE checks nothing: it equals IGNORE for offsets that never decrease,
+    and is memory-safe but otherwise unspecified for others.
     """
 
     FATAL = "fatal"
@@ -114,9 +116,9 @@ class TableSpec:
 class StochasticRounding:
     """Round values that are stored in 16 bits up or down at random, without bias.
 
-    The numbers come from a counter (Philox) that is a function of `seed`, step, row and column:
-    the same on any number of threads, on any device, and with any cache. Rows are numbered over the
-    module, tables of one placement after those of another.
+    The random numbers come from a counter-based generator (Philox) and depend only on `seed`, step,
+    row and column: they are the same on any number of threads, on any device, and with any cache.
+    Rows are numbered over the module, ordered by placement.
     """
 
     seed: int = 0
@@ -133,11 +135,11 @@ class Precision:
     """The dtypes of a table: float32, float16 or bfloat16 each. Sums are float32 in any case.
 
     Args:
-        weights: the rows as they are stored.
-        output: what `forward` returns.
-        states: optimizer state that is as long as a row; state of one number a row is float32.
+        weights: of the stored rows.
+        output: of the output of `forward`.
+        states: of optimizer states as long as a row; states of one number per row are float32.
         stochastic_rounding: how updates of weights and states that are not float32 are rounded;
-            left out, to nearest, which loses updates smaller than half a unit in the last place.
+            None rounds to nearest, which drops updates below half a unit in the last place.
     """
 
     weights: torch.dtype = torch.float32
@@ -166,9 +168,9 @@ class CachePolicy(Choice):
 class Verify(Choice):
     """When the pages of tables in files are verified against their checksums.
 
-    TOUCH verifies a page before its first use after opening, OPEN all of them at opening, which
-    reads the files whole. OFF takes the files as they are, damaged ones included; the next flush
-    then makes new checksums.
+    TOUCH verifies a page before its first use after opening, OPEN verifies all pages at opening,
+    which reads the whole files. OFF accepts the files unchecked, damaged ones included; the next
+    flush then writes new checksums.
     """
 
     TOUCH = "touch"
@@ -195,13 +197,13 @@ class CacheConfig:
     """The cache of the MANAGED_CACHING and DISK tables of a module: 32-way set-associative.
 
     Args:
-        policy: which row gives way.
-        load_factor: share of the rows of those tables that the cache holds, in (0, 1].
+        policy: which row is evicted.
+        load_factor: fraction of the rows of those tables that fits into the cache, in (0, 1].
         sets: number of sets of 32 rows; 0 follows from `load_factor`.
         reserved_bytes: on a GPU, memory to leave free when the cache is allocated.
         dtype: of the cached rows; None is that of the weights.
-        directory: where DISK tables live, one directory a module; made if it is not there, opened
-            with what it holds if it is.
+        directory: of the DISK tables, one per module; created if it is missing, else opened with
+            the tables in it.
         passes: None, or how to prefetch very large batches.
         verify: when the files of DISK tables are verified against their checksums, see `Verify`.
     """
@@ -235,7 +237,7 @@ class TTSpec:
     """A table of `rows` vectors of length `dim`, stored as 2 to 4 tensor-train cores.
 
     `ranks` are the inner ranks (one less than there are cores). `row_factors` must multiply to at
-    least `rows` and `dim_factors` to exactly `dim`; left out, `emblib.tt.shapes` chooses them.
+    least `rows` and `dim_factors` to exactly `dim`; by default `emblib.tt.shapes` chooses them.
     """
 
     rows: int
@@ -260,7 +262,7 @@ class TTSpec:
         for name, factors in (("row_factors", rows), ("dim_factors", dims)):
             if len(factors) != cores:
                 raise ValueError(
-                    f"{name} must have one entry a core = {cores} (ranks has {cores - 1}), "
+                    f"{name} must have one entry per core = {cores} (ranks has {cores - 1}), "
                     f"got {factors}"
                 )
             for factor in factors:

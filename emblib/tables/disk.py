@@ -71,15 +71,15 @@ _FORMAT = 2
 class DiskStore:
     """Weights and optimizer states of tables, mapped from the files of a directory.
 
-    Opening gives bit for bit what the last completed `commit` left, whenever the process that had
-    the store before ended and however. A process that is writing calls `protect` first; what it
-    wrote since the last commit is undone unless it comes to the next.
+    Opening restores, bit for bit, the state of the last completed `commit`, no matter when or how
+    the previous process ended. A writing process calls `protect` first; its writes since the last
+    commit are undone unless it commits again.
 
-    Calls come from one thread at a time. In a forked process it is closed: reading its tensors is
-    all that is left there.
+    Calls must come from one thread at a time. In a forked process the store is closed: only its
+    tensors can be read there.
 
     Args:
-        directory: made if it is not there (its parents too); must be empty or hold this store.
+        directory: created if it is missing, with its parents; must be empty or hold this store.
         tables: rows, dim and name of each; table t begins where table t-1 ends.
         dtype: of the weights.
         states: optimizer states, float32 if `per_row`.
@@ -87,12 +87,12 @@ class DiskStore:
         verify: when pages are verified against their checksums.
 
     Attributes:
-        created: whether the store is new, all zeros; until its first commit it stays so.
+        created: whether the store is new, all zeros; true until its first commit.
         weights: `[sum rows * dim]`.
         states: in the order given, `[sum rows]` if `per_row`, else as long as the weights.
-        user_tensors: weights, then states, as tensors of their own over the same memory. A commit
-            notices by their versions that somebody wrote to them without `protect`.
-        committed_numbers: those of the last commit; none if there was none.
+        user_tensors: weights, then states, as separate tensors over the same memory. A commit
+            detects writes to them without `protect` by their versions.
+        committed_numbers: of the last commit; empty if there was none.
 
     Raises:
         BlockingIOError: the store is open elsewhere, in this process or another one.
@@ -171,7 +171,9 @@ class DiskStore:
         sum_blocks = [Block(0, s.sums.shape[0], [s.sums]) for s in self._sums]
         self._journal = Journal(self.directory / _JOURNAL, [*self._blocks, *sum_blocks])
         handles.callback(self._journal.close)
-        flush_directory(self.directory)  # the files' names, before anything relies on them
+        flush_directory(
+            self.directory
+        )  # make the file names durable before anything relies on them
         self._journaled, self._touched = zeros(self._rows), zeros(self._rows)
         if self.created:
             for sums in self._sums:
@@ -181,7 +183,7 @@ class DiskStore:
         self._journal.clear()
 
     def _recover(self, lengths: Sequence[int]) -> None:
-        """Go back to the last commit and verify what must be verified now."""
+        """Roll back to the last commit and verify what must be verified now."""
         if self._journal.roll_back(self._epoch):
             self._sync_files()
         if self._verify is Verify.OFF:
@@ -279,7 +281,7 @@ class DiskStore:
     def protect(self, rows: Tensor) -> None:
         """Journal rows that are about to be overwritten, as they are at the last commit.
 
-        Once an epoch: rows that are in the journal already cost a look at a byte each.
+        A row is journaled once per epoch; rows already in the journal cost one byte read each.
 
         Args:
             rows: integers of any shape, in any order, with or without repetition; a row is counted
@@ -306,10 +308,10 @@ class DiskStore:
                     self._journaled[part + self._blocks[index].first] = 1
 
     def commit(self, numbers: Sequence[float]) -> None:
-        """Make the tables as they are now, and `numbers`, what opening leads back to.
+        """Commit the current tables and `numbers` as the state that opening restores.
 
-        Returns when they are on the disk itself. A process that ends before it returns has
-        committed all or nothing.
+        Returns when they are on the disk itself. A process that ends before has committed all or
+        nothing.
 
         Raises:
             OSError: they could not be written, the disk being full; the last commit stands, and
@@ -341,7 +343,7 @@ class DiskStore:
             yield sums, tensor.nbytes
 
     def _renew_sums(self) -> None:
-        """Make the checksums those of the files as they are now, the old ones in the journal."""
+        """Recompute the checksums of the files, after journaling the old ones."""
         for sums, tensor, version in zip(
             self._sums, self.user_tensors, self._versions, strict=True
         ):
@@ -382,9 +384,9 @@ class DiskStore:
         yield
 
     def close(self) -> None:
-        """Let others open the store; what was not committed is undone then.
+        """Release the store for others to open; uncommitted writes are undone then.
 
-        The tensors stay readable. Writing to them afterwards spoils the store.
+        The tensors stay readable. Writing to them afterwards damages the store.
         """
         self._process = -1
         self._release()

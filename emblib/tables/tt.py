@@ -1,4 +1,4 @@
-"""A table kept as tensor-train cores, with the optimizer fused into the backward pass."""
+"""A table stored as tensor-train cores, with the optimizer fused into the backward pass."""
 
 import math
 from typing import Any
@@ -21,7 +21,7 @@ _ASSIGN = "assign_to_params_buffers"  # of a module's metadata, by load_state_di
 
 
 class Cores(nn.ParameterList):
-    """The cores, which stay the parameters they are when a state dict is loaded."""
+    """The cores; loading a state dict copies into these parameters and never replaces them."""
 
     def _load_from_state_dict(
         self, state_dict: Any, prefix: str, local_metadata: Any, *arguments: Any
@@ -37,29 +37,28 @@ def _copying(metadata: dict[str, Any]) -> dict[str, Any]:
 class TTEmbeddingBag(FusedTable):
     """Looks up one tensor-train table and pools the rows into one `[B, D]` output.
 
-    Every distinct row of the batch is made once from 2 to 4 small cores. Backward forms the
-    gradients of the cores and applies `optimizer` to every core row that took part; with
+    Every distinct row of the batch is computed once from 2 to 4 small cores. Backward forms the
+    gradients of the cores and applies `optimizer` to every core row that contributed; with
     `optim.External()` it leaves dense gradients on `cores` instead.
 
     Args:
         spec: rows, dim, ranks and factors.
         optimizer: one of `emblib.optim`; its "row" is the row of a core.
-        pooling: SUM, MEAN, or NONE for one vector a lookup.
+        pooling: SUM, MEAN, or NONE for one vector per lookup.
         init: "gaussian", "uniform", "sampled_gaussian" (TT-Rec's) or "approx_uniform"; all give
-            rows the standard deviation 1/sqrt(3 * rows), that of a plain table's uniform start.
+            rows the standard deviation 1/sqrt(3 * rows), that of a dense table's uniform start.
         output_dtype: float32, float16 or bfloat16. Cores and sums are float32 in any case.
         bounds_check: what happens to invalid indices and offsets, see `BoundsCheck`.
-        device: where the cores live.
+        device: of the cores.
         include_last_offset: False for offsets without their last entry, the number of indices, as
             `nn.EmbeddingBag` takes them.
 
-    Threads may read a module at the same time; updates at the same time may be lost
-    (docs/threads.md).
+    Threads may read a module at the same time; simultaneous updates may be lost (docs/threads.md).
 
-    Cores cover `prod(row_factors) >= rows` rows; the surplus is never read, made or trained.
+    Cores cover `prod(row_factors) >= rows` rows; the surplus is never read, computed or trained.
 
-    A module may be part of a table whose other parts are elsewhere: `share_gradients`, if set,
-    gets the gradients of the cores in every backward pass, for those that parts have in common.
+    A module may be a slice of a table whose other slices are in other modules: `share_gradients`,
+    if set, gets the gradients of the cores in every backward pass, to sum those of shared cores.
     """
 
     cores: Cores
@@ -82,7 +81,7 @@ class TTEmbeddingBag(FusedTable):
             self.optimizer
         ):
             raise ValueError(
-                f"{self.optimizer} looks at rows of a plain table; a tensor-train table has none: "
+                f"{self.optimizer} reads rows of a dense table; a tensor-train table has none: "
                 "use TableBatchedEmbeddingBags, or RowwiseAdagrad without counter and global_decay"
             )
         self.spec = spec
@@ -116,8 +115,8 @@ class TTEmbeddingBag(FusedTable):
                 )
         self._own_parameters()
         self._layout = [
-            (0, 0, math.prod(spec.row_factors), spec.dim, 0, 0, 0, 0),  # what the keys range over
-            (0, 0, spec.rows, spec.dim, 0, 0, 0, 0),  # what the indices may be
+            (0, 0, math.prod(spec.row_factors), spec.dim, 0, 0, 0, 0),  # the range of the keys
+            (0, 0, spec.rows, spec.dim, 0, 0, 0, 0),  # the range of the indices
         ]
         self.register_buffer(layout_entry.NAME, layout_entry.entry(spec).to(device))
         self._register_common(device)
@@ -129,9 +128,9 @@ class TTEmbeddingBag(FusedTable):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *arguments: Any
     ) -> None:
-        """Load the states, and let the cores, which are loaded next, be loaded if they fit.
+        """Load the states; the cores, which are loaded next, are loaded only if they fit.
 
-        Values are copied, with `assign=True` too: what is on `meta` gets memory where they are.
+        Values are copied, with `assign=True` too: a module on `meta` moves to their device.
         """
         metadata, *rest = arguments
         missing: list[str] = arguments[2]
@@ -147,10 +146,12 @@ class TTEmbeddingBag(FusedTable):
             self.to_empty(device=state_dict[keys[0]].device)
         super()._load_from_state_dict(state_dict, prefix, _copying(metadata), *rest)
         if f"{prefix}cores.0" in state_dict and f"{prefix}{layout_entry.NAME}" in missing:
-            missing.remove(f"{prefix}{layout_entry.NAME}")  # the shapes of the cores say as much
+            missing.remove(
+                f"{prefix}{layout_entry.NAME}"
+            )  # the shapes of the cores identify the layout
 
     def set_trained(self, parameter: nn.Parameter, *, trained: bool) -> None:
-        """Train the cores from the next forward on, or leave them: all, or none."""
+        """Train the cores from the next forward on, or freeze them: all, or none."""
         self._frozen_cores = frozenset(
             k
             for k, core in enumerate(self.cores)
@@ -172,7 +173,7 @@ class TTEmbeddingBag(FusedTable):
         return CoreLayout(spec.row_factors, spec.dim_factors, spec.full_ranks, device)
 
     def reset_parameters(self) -> None:
-        """Draw the cores anew; optimizer state, step and learning rate as at construction."""
+        """Redraw the cores and reset optimizer state, step and learning rate."""
         layout = self._core_layout(self.features.device)
         values = INITIALIZERS[self.init](layout, 1.0 / math.sqrt(3.0 * self.spec.rows))
         with torch.no_grad():
@@ -186,7 +187,7 @@ class TTEmbeddingBag(FusedTable):
     def forward(
         self, indices: Tensor, offsets: Tensor, per_sample_weights: Tensor | None = None
     ) -> Tensor:
-        """Pooled embeddings `[B, D]`, or `[L, D]` for pooling NONE, in `output_dtype`.
+        """Pool embeddings to `[B, D]`, or `[L, D]` for pooling NONE, in `output_dtype`.
 
         Args:
             indices: int32 or int64 `[L]`, row of each lookup; -1 skips.

@@ -1,4 +1,8 @@
-"""The recorder: hooks on a model's embeddings that copy what they are called with."""
+"""The recorder: hooks on a model's embeddings that copy the ids of their calls.
+
+A `Reading` extracts the bags of a call from (name, module, args, kwargs); `_reading` selects the
+one of a module's kind.
+"""
 
 from __future__ import annotations
 
@@ -212,21 +216,21 @@ class TraceRecorder:
     recorder.save("lookups.pt")
     ```
 
-    Recorded are `nn.EmbeddingBag`, `nn.Embedding` (a sample's bag is all that dimension 0 does not
-    count), emblib's modules, FBGEMM's by their attributes, and TorchRec's collections by their
-    configurations; of these the outermost. A module that has none of them inside and is named
-    itself must be called with a KeyedJaggedTensor, or something with its `keys()`, `values()` and
-    `lengths()`. Negative ids, and an `nn.EmbeddingBag`'s `padding_idx`, are lookups of nothing and
-    are left out. Ids are copied to the CPU, which waits for a GPU. Several threads may call the
-    embeddings; the features of a call are recorded together.
+    Recorded are `nn.EmbeddingBag`, `nn.Embedding` (dimension 0 counts the samples), emblib's
+    modules, FBGEMM's by their attributes, and TorchRec's collections by their configurations;
+    nested ones only once, by the outermost. A module passed in that contains none of them must be
+    called with a KeyedJaggedTensor, or an object with its `keys()`, `values()` and `lengths()`.
+    Negative ids, and an `nn.EmbeddingBag`'s `padding_idx`, are not recorded. Ids are copied to the
+    CPU, which waits for a GPU. Several threads may call the embeddings; the features of a call are
+    recorded together.
 
     Args:
         modules: models, or embeddings themselves.
-        calls: record that many calls of each embedding and ignore the rest; 0: all.
+        calls: the number of calls to record per embedding; 0 records all.
 
     Raises:
         ValueError: no module, or a negative number of calls.
-        TypeError: something else than a module.
+        TypeError: an argument that is not a module.
     """
 
     def __init__(self, *modules: nn.Module, calls: int = 0) -> None:
@@ -277,7 +281,7 @@ class TraceRecorder:
         """Return the lookups recorded so far.
 
         Raises:
-            ValueError: nothing was.
+            ValueError: nothing was recorded.
         """
         with self._lock:
             parts = [list(calls) for calls in self._recorded.values()]
