@@ -1,15 +1,15 @@
-"""Building blocks of dynamic tables' checkpoints, for users who write or read them by hand.
+"""Checkpoints of dynamic tables: entries, DynamicEmb's files, and parts of ranks.
 
-Most users need only the methods of `emblib.DynamicEmbeddingBags`: `state_dict`, `dump`,
-`load_dump`, `changes`, `apply_changes`, `table_entries`, `set_table_entries`, `dump_snapshot`,
-`load_snapshot`, `dump_dynamicemb` and `load_dynamicemb`. This module has what they take and return,
-and what spreads a checkpoint over ranks. See docs/checkpoints.md.
+See docs/checkpoints.md. `state_dict`, `save` and `load` are methods of
+`emblib.DynamicEmbeddingBags`; here are the types that they take and return, and functions that read
+and write single tables or divide a checkpoint over ranks.
 """
 
 from emblib.dynamic.keys import owner
-from emblib.dynamic.saving.checkpoint import ChangeSet
+from emblib.dynamic.saving.checkpoint import set_table_entries, table_entries
 from emblib.dynamic.saving.dump_tables import Header, read_header
 from emblib.dynamic.saving.dumps import DumpError, Part, Progress
+from emblib.dynamic.saving.dynamicemb import load_dynamicemb, save_dynamicemb
 from emblib.dynamic.saving.entries import (
     Changes,
     Entries,
@@ -23,7 +23,6 @@ from emblib.dynamic.saving.entries import (
 from emblib.dynamic.saving.loading import Loaded
 
 __all__ = [
-    "ChangeSet",
     "Changes",
     "DumpError",
     "Entries",
@@ -36,7 +35,11 @@ __all__ = [
     "concatenate",
     "empty_parts",
     "join_parts",
+    "load_dynamicemb",
     "owner",
     "read_header",
     "resized",
+    "save_dynamicemb",
+    "set_table_entries",
+    "table_entries",
 ]

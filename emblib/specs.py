@@ -12,6 +12,7 @@ from typing import Any, SupportsIndex
 
 import torch
 
+from emblib.init import Initializer, Uniform, check_finite, check_initializer
 from emblib.tt import shapes
 
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -350,109 +351,21 @@ class InsertPolicy(Choice):
 
 
 class OnInsertFailure(Choice):
-    """What you are told when a training step had keys that found no place.
+    """What a training forward does when keys of its batch found no slot.
 
-    In every mode such a key reads `DynamicSpec.missing`, is not trained, and is counted. WARNING
-    warns and ERROR raises, after the forward that met it; on CUDA both wait for the device.
+    In every mode such a key reads `DynamicSpec.default_value`, is not trained, and is counted in
+    `stats()`. WARN warns and RAISE raises at the end of that forward; on CUDA both wait for the
+    device.
     """
 
     IGNORE = "ignore"
-    WARNING = "warning"
-    ERROR = "error"
-
-
-@dataclass(frozen=True)
-class Uniform:
-    """Uniform in [low, high); left out, +-1/sqrt(capacity)."""
-
-    low: float | None = None
-    high: float | None = None
-
-    def __post_init__(self) -> None:
-        if (self.low is None) != (self.high is None):
-            raise ValueError(
-                f"low and high of Uniform must be given together, got {self.low!r} and "
-                f"{self.high!r}; leave both out for +-1/sqrt(capacity)"
-            )
-        if self.low is not None and self.high is not None:
-            _check_interval(self, self.low, self.high)
-
-
-@dataclass(frozen=True)
-class Normal:
-    """Normal with this mean and standard deviation."""
-
-    mean: float = 0.0
-    std: float = 1.0
-
-    def __post_init__(self) -> None:
-        _check_finite(self, "mean", "std")
-        if self.std < 0:
-            raise ValueError(f"std of Normal must be >= 0, got {self.std}")
-
-
-@dataclass(frozen=True)
-class TruncatedNormal:
-    """Normal, given that it lies in [low, high]; left out, that is two deviations to either side.
-
-    The interval must hold at least a thousandth of the distribution.
-    """
-
-    mean: float = 0.0
-    std: float = 1.0
-    low: float | None = None
-    high: float | None = None
-
-    def __post_init__(self) -> None:
-        _check_finite(self, "mean", "std")
-        if self.std <= 0:
-            raise ValueError(f"std of TruncatedNormal must be > 0, got {self.std}")
-        _check_interval(self, *self.bounds)
-        begin, end = self.probabilities
-        if end - begin < 1e-3:
-            raise ValueError(
-                "low and high of TruncatedNormal must hold at least 0.001 of the distribution, got "
-                f"{end - begin:.3g} in {self.bounds}; use Uniform for a far tail"
-            )
-
-    @property
-    def bounds(self) -> tuple[float, float]:
-        """Return `low` and `high`, by default two deviations around the mean."""
-        return (
-            self.mean - 2.0 * self.std if self.low is None else self.low,
-            self.mean + 2.0 * self.std if self.high is None else self.high,
-        )
-
-    @property
-    def probabilities(self) -> tuple[float, float]:
-        """Return the probability mass below `low` and below `high`."""
-        low, high = (
-            0.5 * math.erfc((self.mean - x) / (self.std * math.sqrt(2.0))) for x in self.bounds
-        )
-        return low, high
-
-
-@dataclass(frozen=True)
-class Constant:
-    """One number everywhere."""
-
-    value: float = 0.0
-
-    def __post_init__(self) -> None:
-        _check_finite(self, "value")
-
-
-@dataclass(frozen=True)
-class Debug:
-    """The key, read as unsigned, modulo 100000: tells which row was read."""
-
-
-Initializer = Uniform | Normal | TruncatedNormal | Constant | Debug
+    WARN = "warning"
+    RAISE = "error"
 
 
 @dataclass(frozen=True)
 class ExactCounter:
-    """Counts of up to `capacity` keys (rounded up to 32); the least counted give way to others."""
+    """Count up to `capacity` keys (rounded up to 32); the least counted are evicted by others."""
 
     capacity: int
 
@@ -462,10 +375,10 @@ class ExactCounter:
 
 @dataclass(frozen=True)
 class CountMinSketch:
-    """A count-min sketch of `width` counters in each of `depth` rows: may count too much.
+    """Count keys in a count-min sketch of `depth` rows of `width` counters; counts may be too high.
 
-    With `halve_every` each counter is halved once in that many batches, so that keys which come
-    rarely are forgotten; left out, none is.
+    With `halve_every` each counter is halved once in that many batches, so that the counts of rare
+    keys fade. None halves none.
     """
 
     width: int
@@ -476,20 +389,20 @@ class CountMinSketch:
         for name in ("width", "depth"):
             object.__setattr__(self, name, check_count(name, getattr(self, name)))
         if self.width >= 2**31:
-            raise ValueError(f"width of Sketch must be below 2^31, got {self.width}")
+            raise ValueError(f"width of CountMinSketch must be below 2^31, got {self.width}")
         if self.halve_every is not None:
             object.__setattr__(self, "halve_every", check_count("halve_every", self.halve_every))
 
 
 @dataclass(frozen=True)
 class FrequencyAdmission:
-    """A key gets a row once it was seen `threshold` times, counting the batch at hand.
+    """Admit a key once it was used `threshold` times, the current batch included.
 
     Args:
-        threshold: uses, duplicates within a batch included.
-        counter: what counts keys that have no row yet.
-        reads: what such a key reads until then, in training: None for `DynamicSpec.missing`, or
-            the values that this initialiser gives to it. It is not trained.
+        threshold: number of uses, duplicates within a batch included.
+        counter: counts the uses of keys without a row.
+        reads: what such a key reads in training: None for `DynamicSpec.default_value`, or the
+            values of this initializer. They are not trained.
     """
 
     threshold: int
@@ -504,29 +417,30 @@ class FrequencyAdmission:
                 f"{self.counter!r}"
             )
         if self.reads is not None:
-            _check_initializer("reads", self.reads)
+            check_initializer("reads", self.reads)
 
 
 @dataclass(frozen=True)
 class DynamicSpec:
-    """A table of vectors of length `dim` for keys of any value, at most `capacity` of them.
+    """Describe a table of rows of length `dim`, keyed by arbitrary 64-bit ids.
 
     Args:
-        capacity: most rows; rounded up to a multiple of 32.
-        dim: length of a row.
-        name: of the table in checkpoints; with it goes what a new row of a key starts with.
-        initial_capacity: rows to begin with, growing as keys come; None begins with all.
-        max_load: share of the rows that may be taken before a table that can grow does; up to the
-            default keys were seen to find places at every size, above it some give way early.
-        eviction: which key gives way where a new one finds its places taken.
-        newcomer: whether the new key always gets that place.
-        initializer: what the row of a new key starts with, by seed, table, key and element.
-        initial_state: what the optimizer's states of a new row start with.
-        missing: what is read where there is no row: by ids that are not there without gradients,
-            and in training by keys that found no place.
-        admission: None, or what a key needs before it gets a row.
-        ttl: None, or after how many steps without use a key expires.
-        check: what you are told when a key found no place.
+        capacity: maximum number of rows; rounded up to a multiple of 32.
+        dim: elements per row.
+        name: of the table in checkpoints; the first values of rows depend on it.
+        initial_capacity: rows to start with; the table grows up to `capacity` as keys are inserted.
+            None starts with `capacity`.
+        max_load: fraction of the rows in use above which a table that may grow does. Up to the
+            default, keys were seen to find slots at every size; above it some are evicted early.
+        eviction: which key is evicted when both buckets of a new key are full.
+        insert_policy: whether a new key always evicts one, or only a key that ranks lower.
+        initializer: first values of a row, a function of seed, table, key and element.
+        initial_state: first value of the optimizer states of a row.
+        default_value: what keys without a row read: keys that are not in the table in lookups
+            without gradients, and keys that were not inserted in training.
+        admission: None, or what a key needs before it is inserted.
+        ttl: None, or the number of steps without use after which a key expires.
+        on_insert_failure: what a training forward does when a key found no slot.
     """
 
     capacity: int
@@ -535,13 +449,13 @@ class DynamicSpec:
     initial_capacity: int | None = field(default=None, kw_only=True)
     max_load: float = field(default=0.8, kw_only=True)
     eviction: Eviction = field(default=Eviction.LRU, kw_only=True)
-    newcomer: InsertPolicy = field(default=InsertPolicy.ALWAYS_EVICT, kw_only=True)
+    insert_policy: InsertPolicy = field(default=InsertPolicy.ALWAYS_EVICT, kw_only=True)
     initializer: Initializer = field(default=Uniform(), kw_only=True)
     initial_state: float = field(default=0.0, kw_only=True)
-    missing: float = field(default=0.0, kw_only=True)
+    default_value: float = field(default=0.0, kw_only=True)
     admission: FrequencyAdmission | None = field(default=None, kw_only=True)
     ttl: int | None = field(default=None, kw_only=True)
-    check: OnInsertFailure = field(default=OnInsertFailure.IGNORE, kw_only=True)
+    on_insert_failure: OnInsertFailure = field(default=OnInsertFailure.IGNORE, kw_only=True)
 
     def __post_init__(self) -> None:
         for name in ("capacity", "dim"):
@@ -558,12 +472,13 @@ class DynamicSpec:
         if not isinstance(self.name, str) or "." in self.name:
             raise ValueError(f"name must be a string without dots, got {self.name!r}")
         object.__setattr__(self, "eviction", Eviction(self.eviction))
-        object.__setattr__(self, "newcomer", InsertPolicy(self.newcomer))
-        object.__setattr__(self, "check", OnInsertFailure(self.check))
-        _check_finite(self, "max_load", "initial_state", "missing")
+        object.__setattr__(self, "insert_policy", InsertPolicy(self.insert_policy))
+        policy = OnInsertFailure(self.on_insert_failure)
+        object.__setattr__(self, "on_insert_failure", policy)
+        check_finite(self, "max_load", "initial_state", "default_value")
         if not 0.0 < self.max_load <= 1.0:
             raise ValueError(f"max_load must be in (0, 1], got {self.max_load}")
-        _check_initializer("initializer", self.initializer)
+        check_initializer("initializer", self.initializer)
         if self.admission is not None and not isinstance(self.admission, FrequencyAdmission):
             raise TypeError(
                 "admission must be None or a FrequencyAdmission(threshold, counter), got "
@@ -590,27 +505,3 @@ class DynamicSpec:
     def max_load_1024ths(self) -> int:
         """Return `max_load` in 1024ths, as the index stores it."""
         return max(1, round(self.max_load * 1024))
-
-
-def _check_initializer(name: str, value: Any) -> None:
-    if not isinstance(value, Initializer):
-        choices = ", ".join(cls.__name__ for cls in Initializer.__args__)
-        raise TypeError(f"{name} must be an instance of one of {choices}, got {value!r}")
-
-
-def _check_finite(spec: Any, *names: str) -> None:
-    """Make plain floats of the fields; raise ValueError unless they are finite numbers."""
-    for name in names:
-        value = getattr(spec, name)
-        if isinstance(value, str | bool) or not math.isfinite(value):
-            kind = type(spec).__name__
-            raise ValueError(f"{name} of {kind} must be a finite number, got {value!r}")
-        object.__setattr__(spec, name, float(value))
-
-
-def _check_interval(spec: Any, low: float, high: float) -> None:
-    if not (math.isfinite(low) and math.isfinite(high) and low < high):
-        raise ValueError(
-            f"low and high of {type(spec).__name__} must be finite and low < high, got {low} and "
-            f"{high}; for one value use Constant"
-        )

@@ -31,6 +31,7 @@ MOST_BOOLS = 1
 # `emblib.compat` above that.
 LAYERS = (
     ("emblib.tt", "emblib.columns"),
+    ("emblib.init",),
     ("emblib.specs",),
     ("emblib.optim",),
     ("emblib.reference", "emblib.ops"),

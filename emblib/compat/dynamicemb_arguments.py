@@ -8,19 +8,14 @@ from typing import Any
 import torch
 
 from emblib import (
-    Constant,
-    Debug,
     DynamicSpec,
     Eviction,
     ExactCounter,
     FrequencyAdmission,
-    Normal,
     OnInsertFailure,
     Pooling,
     Precision,
     StochasticRounding,
-    TruncatedNormal,
-    Uniform,
     optim,
 )
 from emblib.compat import dynamicemb_types
@@ -34,6 +29,7 @@ from emblib.compat.dynamicemb_types import (
     DynamicEmbTableOptions,
 )
 from emblib.compat.fbgemm_types import EmbOptimType, WeightDecayMode
+from emblib.init import Constant, KeyModulo, Normal, TruncatedNormal, Uniform
 
 _EVICTIONS = {
     DynamicEmbScoreStrategy.TIMESTAMP: (Eviction.LRU, DynamicEmbEvictStrategy.LRU),
@@ -48,8 +44,8 @@ POOLINGS = {
     DynamicEmbPoolingMode.NONE: Pooling.NONE,
 }
 _CHECKS = {
-    DynamicEmbCheckMode.ERROR: OnInsertFailure.ERROR,
-    DynamicEmbCheckMode.WARNING: OnInsertFailure.WARNING,
+    DynamicEmbCheckMode.ERROR: OnInsertFailure.RAISE,
+    DynamicEmbCheckMode.WARNING: OnInsertFailure.WARN,
     DynamicEmbCheckMode.IGNORE: OnInsertFailure.IGNORE,
 }
 
@@ -86,9 +82,9 @@ def spec(options: DynamicEmbTableOptions, name: str, initial_state: float) -> Dy
         eviction=eviction(options.score_strategy),
         initializer=initial,
         initial_state=initial_state,
-        missing=options.eval_initializer_args.value,
+        default_value=options.eval_initializer_args.value,
         admission=_admission(options, initial, name),
-        check=_check_mode(options),
+        on_insert_failure=_check_mode(options),
     )
 
 
@@ -103,7 +99,7 @@ def _check(options: DynamicEmbTableOptions, name: str) -> None:
     if options.external_storage is not None:
         raise NotImplementedError(
             "external_storage is a class of DynamicEmb's Storage protocol; emblib's is RowStore, "
-            "see DynamicEmbeddingBags(tiers=...)"
+            "see DynamicEmbeddingBags(backing=...)"
         )
     asked = options.evict_strategy
     if asked not in (DynamicEmbEvictStrategy.LRU, evict_strategy(options.score_strategy)):
@@ -139,7 +135,7 @@ def initializer(args: DynamicEmbInitializerArgs, capacity: int) -> Any:
         case DynamicEmbInitializerMode.CONSTANT:
             return Constant(args.value)
         case DynamicEmbInitializerMode.DEBUG:
-            return Debug()
+            return KeyModulo()
 
 
 def _admission(
@@ -180,7 +176,7 @@ def _check_mode(options: DynamicEmbTableOptions) -> OnInsertFailure:
     """
     asked = _CHECKS[DynamicEmbCheckMode(options.safe_check_mode)]
     full = options.score_strategy is DynamicEmbScoreStrategy.NO_EVICTION
-    return OnInsertFailure.WARNING if full and asked is OnInsertFailure.IGNORE else asked
+    return OnInsertFailure.WARN if full and asked is OnInsertFailure.IGNORE else asked
 
 
 def precision(a: SimpleNamespace) -> Precision:

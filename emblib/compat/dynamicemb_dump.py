@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from emblib.compat.dynamicemb_tables import BatchedDynamicEmbeddingTablesV2, Saved, agree
 from emblib.dynamic.saving import dynamicemb_files
 from emblib.dynamic.saving.dumps import Part
-from emblib.dynamic.saving.dynamicemb_files import Foreign
+from emblib.dynamic.saving.dynamicemb import read_dynamicemb, set_dynamicemb, stage_dynamicemb
+from emblib.dynamic.saving.dynamicemb_files import DynamicEmbTable
 from emblib.sharding.ranks import RankGroup
 
 Scores = int | Mapping[str, Mapping[str, int]]
@@ -125,7 +126,8 @@ def DynamicEmbDump(
     try:
         with _together(ranks):
             for directory, module, name in tables:
-                module.bags.stage_dynamicemb(
+                stage_dynamicemb(
+                    module.bags,
                     directory,
                     name,
                     {**module.opt_args(name), **written_by},
@@ -191,7 +193,7 @@ class _Found(NamedTuple):
     module: BatchedDynamicEmbeddingTablesV2
     name: str
     saved: Saved
-    entries: Foreign
+    entries: DynamicEmbTable
 
 
 def DynamicEmbLoad(
@@ -234,7 +236,7 @@ def DynamicEmbLoad(
         dynamicemb_files.check_one_dump(arguments)
     with _together(ranks, "some tables were changed already: load again"):
         for table in found:
-            table.module.bags.take_dynamicemb(table.name, table.entries)
+            set_dynamicemb(table.module.bags, table.name, table.entries)
             table.module.take_opt_args(table.name, table.saved)
 
 
@@ -244,10 +246,11 @@ def _read(
     module: BatchedDynamicEmbeddingTablesV2,
     name: str,
     left_out: Sequence[str],
-) -> Foreign:
+) -> DynamicEmbTable:
     """What a rank takes of a table."""
     own = dynamicemb_files.world_size(directory, name) == ranks.size
-    found = module.bags.read_dynamicemb(
+    found = read_dynamicemb(
+        module.bags,
         directory,
         name,
         rank=ranks.rank if own else None,

@@ -76,7 +76,7 @@ TABLES = (
     ),
     Option(
         "safe_check_mode",
-        "`DynamicSpec(check=OnInsertFailure)`",
+        "`DynamicSpec(on_insert_failure=)`",
         "IGNORE, WARNING, ERROR if keys could not be inserted (there: no effect). Such keys "
         "read the value of eval_initializer_args and are not trained",
     ),
@@ -89,7 +89,7 @@ TABLES = (
     ),
     Option(
         "eval_initializer_args",
-        "`DynamicSpec(missing=)`",
+        "`DynamicSpec(default_value=)`",
         "Value read for missing keys in eval mode; CONSTANT only, as there",
     ),
     Option(
@@ -111,14 +111,14 @@ TABLES = (
     ),
     Option(
         "local_hbm_for_values, global_hbm_for_values",
-        "`TieredEmbeddingBags(tiers)`",
+        "`DynamicEmbeddingBags(backing=)`",
         "Bytes of device memory for rows and states; global is used if local is 0. Rows that "
         "do not fit are in a `HostRows` store, and both have max_capacity rows. 0: on a CPU no "
         "limit, on a GPU it raises (there: all rows in host memory)",
     ),
     Option(
         "caching",
-        "`Tiers(mode=)`",
+        "`BackingStore(mode=)`",
         "True: every row that a batch uses is promoted to the device (CACHING). False: it is "
         "promoted if it ranks above the row it would replace (HYBRID; there: never). A row is "
         "in one tier only",

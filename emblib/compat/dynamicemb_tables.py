@@ -11,16 +11,16 @@ import torch
 from torch import Tensor, nn
 
 from emblib import (
+    BackingStore,
     DynamicEmbeddingBags,
     DynamicSpec,
     Eviction,
     HostRows,
     Pooling,
-    TieredEmbeddingBags,
     TierMode,
-    Tiers,
     optim,
 )
+from emblib.checkpoints import table_entries
 from emblib.compat import dynamicemb_arguments
 from emblib.compat.dynamicemb_arguments import evict_strategy
 from emblib.compat.dynamicemb_types import (
@@ -46,7 +46,7 @@ def split(
     specs: Sequence[DynamicSpec],
     rule: optim.Optimizer,
     device: torch.device,
-) -> tuple[list[DynamicSpec], Tiers | None]:
+) -> tuple[list[DynamicSpec], BackingStore | None]:
     """The tables as the device has them, and what is behind them if they do not fit there.
 
     Both tiers together have max_capacity rows. On a CPU, local_hbm_for_values = 0 sets no limit.
@@ -70,7 +70,7 @@ def split(
         replace(s, capacity=there, initial_capacity=min(s.initial_capacity or there, there))
         for there, s in zip(rows, specs, strict=True)
     ]
-    return fast, Tiers(HostRows(behind, specs[0].eviction), mode)
+    return fast, BackingStore(HostRows(behind, specs[0].eviction), mode)
 
 
 def _rows_there(
@@ -289,19 +289,19 @@ class BatchedDynamicEmbeddingTablesV2(nn.Module):
             for options, name in zip(self._options, self._names, strict=True)
         ]
         device = dynamicemb_arguments.device(a.device, self._options)
-        tiers = None
+        backing = None
         if not a.enforce_hbm:
-            specs, tiers = split(self._options, specs, optimizer, device)
-        given: dict[str, Any] = {
-            "pooling": dynamicemb_arguments.POOLINGS[self.pooling_mode],
-            "feature_tables": a.feature_table_map,
-            "precision": dynamicemb_arguments.precision(a),
-            "seed": int(torch.randint(2**53, ())),
-            "device": device,
-        }
-        if tiers is None:
-            return DynamicEmbeddingBags(specs, optimizer, **given)
-        return TieredEmbeddingBags(specs, tiers, optimizer, **given)
+            specs, backing = split(self._options, specs, optimizer, device)
+        return DynamicEmbeddingBags(
+            specs,
+            optimizer,
+            backing=backing,
+            pooling=dynamicemb_arguments.POOLINGS[self.pooling_mode],
+            feature_tables=a.feature_table_map,
+            precision=dynamicemb_arguments.precision(a),
+            seed=int(torch.randint(2**53, ())),
+            device=device,
+        )
 
     def forward(
         self,
@@ -376,13 +376,11 @@ class BatchedDynamicEmbeddingTablesV2(nn.Module):
 
         Results are the same without it; keys get their places in `forward`.
         """
-        if isinstance(self.bags, TieredEmbeddingBags):
-            self.bags.prefetch(self._ids(indices), offsets)
+        self.bags.prefetch(self._ids(indices), offsets)
 
     def flush(self) -> None:
         """Have every update in the memory that it belongs to, as it always is without tiers."""
-        if isinstance(self.bags, TieredEmbeddingBags):
-            self.bags.flush()
+        self.bags.flush()
 
     def reset_cache_states(self) -> None:
         """Nothing to do: a row is in one tier alone, so there are no copies to drop."""
@@ -419,7 +417,7 @@ class BatchedDynamicEmbeddingTablesV2(nn.Module):
             if score == 0:
                 raise ValueError("a score must not be 0, which DynamicEmb reserves")
             scores[self._names.index(name)] = score
-        self.bags.set_score(scores)
+        self.bags.set_eviction_score(scores)
         for name, score in named_score.items():
             if name in before and score < before[name] and warns_of_lower_scores():
                 warnings.warn(
@@ -431,12 +429,12 @@ class BatchedDynamicEmbeddingTablesV2(nn.Module):
         """The score of the next batch by table; none for CUSTOMIZED tables that have none yet."""
         scores = {}
         for t, (name, options) in enumerate(zip(self._names, self._options, strict=True)):
-            score = self.bags.score(t)
+            score = self.bags.eviction_score(t)
             strategy = options.score_strategy
             if strategy is DynamicEmbScoreStrategy.LFU:
                 score = 1
             elif score is None and strategy is not DynamicEmbScoreStrategy.CUSTOMIZED:
-                score = self.bags.tick + 1
+                score = self.bags.num_training_steps + 1
             if score is not None:
                 scores[name] = score
         return scores
@@ -501,7 +499,7 @@ class BatchedDynamicEmbeddingTablesV2(nn.Module):
         return found, {name: scores[name] for name in named_thresholds if name in scores}
 
     def _rows_since(self, table: int, threshold: int) -> tuple[Tensor, Tensor]:
-        found = self.bags.table_entries(table)
+        found = table_entries(self.bags, table)
         scores = found.stamps if found.scores is None or self._is_timed(table) else found.scores
         chosen = (scores >= threshold).nonzero().view(-1)
         return found.keys[chosen], found.rows["weight"][chosen].cpu()

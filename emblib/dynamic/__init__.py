@@ -1,8 +1,8 @@
-"""Dynamic tables: rows for keys of any value, in bounded memory.
+"""Dynamic tables: hash tables of rows keyed by arbitrary 64-bit ids, in bounded memory.
 
-`hash_index` knows where keys are, `rows` where their values lie, and `bags` is the module that
-looks them up and trains them; `training` is what one batch does to it. `saving` and `tiers` are how
-tables are kept and what stands behind them.
+`module` has `DynamicEmbeddingBags`, which looks rows up and trains them; `hash_index` maps keys to
+slots, `rows` lays out the rows, and `training` inserts the keys of a batch. `saving` has
+checkpoints, `tiers` the stores behind the tables, and `hash_table` one table for direct use.
 """
 
 from emblib.dynamic.hash_table import HashTable, Insertion, TableRows
@@ -10,33 +10,31 @@ from emblib.dynamic.keys import KeyStatus
 from emblib.dynamic.module import DynamicEmbeddingBags
 from emblib.dynamic.tiers.disk import DiskRows
 from emblib.dynamic.tiers.host import HostRows
-from emblib.dynamic.tiers.module import TieredEmbeddingBags
 from emblib.dynamic.tiers.sqlite import SqliteRows
 from emblib.dynamic.tiers.store import (
-    Found,
-    Rows,
+    BackingStore,
+    FoundRows,
     RowStore,
+    StoredRows,
     StoredTable,
     TierMode,
-    Tiers,
     TierStats,
 )
 
 __all__ = [
+    "BackingStore",
     "DiskRows",
     "DynamicEmbeddingBags",
-    "Found",
+    "FoundRows",
     "HashTable",
     "HostRows",
     "Insertion",
     "KeyStatus",
     "RowStore",
-    "Rows",
     "SqliteRows",
+    "StoredRows",
     "StoredTable",
     "TableRows",
     "TierMode",
     "TierStats",
-    "TieredEmbeddingBags",
-    "Tiers",
 ]

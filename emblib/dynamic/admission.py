@@ -46,7 +46,7 @@ class Missing(NamedTuple):
     """Missing keys, and of each the table it is missing in; `num_tables` where there is none."""
 
     keys: Tensor
-    totals: Tensor
+    counts: Tensor
     tables: Tensor
 
 
@@ -55,20 +55,20 @@ def missing_of(ids: Tensor, misses: hash.Misses) -> Missing:
 
     On the CPU there are none of these: how many misses there are is known there without waiting.
     """
-    first, totals = misses.first, misses.totals
+    first, counts = misses.first, misses.counts
     if not ids.is_cuda:
-        count = int(misses.ends[-1])
-        first, totals = first[:count], totals[:count]
+        count = int(misses.offsets[-1])
+        first, counts = first[:count], counts[:count]
     numbers = torch.arange(first.numel(), device=ids.device)
-    tables = torch.searchsorted(misses.ends[1:], numbers, right=True)
-    return Missing(ids[first], totals, tables)
+    tables = torch.searchsorted(misses.offsets[1:], numbers, right=True)
+    return Missing(ids[first], counts, tables)
 
 
 class _Picked(NamedTuple):
     """Some of the misses, moved together, as a batch of their own."""
 
     batch: hash.Keys
-    totals: Tensor
+    counts: Tensor
     places: Tensor
     """Where each miss is now; the length of the batch for one that is not in it."""
 
@@ -114,7 +114,7 @@ class _Counter(nn.Module):
         places = torch.where(chosen, torch.cumsum(chosen, 0) - 1, length)
         moved = [
             values.new_zeros(length + 1).scatter_(0, places, values)[:length]
-            for values in (missing.keys, missing.totals)
+            for values in (missing.keys, missing.counts)
         ]
         counted = torch.where(chosen, tables, tail)
         sizes = torch.zeros_like(self.numbers).scatter_add_(0, counted, torch.ones_like(counted))
@@ -125,12 +125,12 @@ class _Counter(nn.Module):
     def add(self, missing: Missing) -> Tensor:
         """Count the misses; the count of each so far, 0 for those of other tables."""
         picked = self.pick(missing)
-        slots = self.index.insert(picked.batch, picked.totals).slots
+        slots = self.index.insert(picked.batch, picked.counts).slots
         first_buckets = self.index.tables[:, _FIRST_BUCKET]
         positions = torch.arange(slots.numel(), device=slots.device)
         segments = torch.searchsorted(picked.batch.starts[1:], positions, right=True)
         rows = first_buckets[segments] * hash.SLOTS + slots.clamp(min=0)
-        counts = torch.where(slots < 0, picked.totals, self.index.entries[:, 2][rows])
+        counts = torch.where(slots < 0, picked.counts, self.index.entries[:, 2][rows])
         return torch.cat([counts, counts.new_zeros(1)])[picked.places]
 
     def forget(self, missing: Missing, mask: Tensor) -> None:
@@ -236,8 +236,8 @@ class _Sketches(nn.Module):
         unused = self.counters.numel() - 1
         places = torch.where(rows < depth, begin + rows * width + column, unused)
         seen = torch.where(rows < depth, self.counters[places].long(), threshold).amin(0)
-        # No sum above the threshold, which may wrap where totals are near the largest number.
-        counts = seen + torch.minimum(missing.totals, threshold - seen)
+        # No sum above the threshold, which may wrap where counts are near the largest number.
+        counts = seen + torch.minimum(missing.counts, threshold - seen)
         raised = counts.to(self.counters.dtype).expand(self.depth, -1)
         self.counters.scatter_reduce_(0, places.flatten(), raised.flatten(), "amax")
         self.counters[unused:].zero_()
@@ -313,19 +313,33 @@ class Admission(nn.Module):
         tensor = torch.tensor([*thresholds, 0], dtype=torch.int64, device=device)
         self.register_buffer("thresholds", tensor, persistent=False)
 
-    def admit(self, keys: hash.Keys, misses: hash.Misses) -> Tensor | None:
-        """Count the misses of a batch; bool `[L]` by miss, or None where all may enter.
+    def admit(
+        self, keys: hash.Keys, misses: hash.Misses, in_store: Tensor | None = None
+    ) -> Tensor | None:
+        """Count the misses of a batch and return which to admit, bool `[L]` by miss; None for all.
 
-        It is what `HashIndex.insert` takes as `admit`.
+        Args:
+            keys: the batch.
+            misses: its keys that are not in the index.
+            in_store: bool `[L]` by miss, the keys with a row in a backing store: these are admitted
+                without being counted.
         """
         if self.counter is None and self.sketches is None:
-            return None
-        admitted = self.decide(missing_of(keys.ids, misses))
-        return nn.functional.pad(admitted, (0, keys.ids.numel() - admitted.numel()))
+            return in_store
+        missing = missing_of(keys.ids, misses)
+        count = missing.keys.numel()
+        if in_store is not None:
+            tables = torch.where(in_store[:count], len(self.specs), missing.tables)
+            missing = missing._replace(tables=tables)
+        admitted = nn.functional.pad(self.decide(missing), (0, keys.ids.numel() - count))
+        return admitted if in_store is None else admitted | in_store
 
     def decide(self, missing: Missing) -> Tensor:
-        """Count missing keys; bool, one a key. What it says of entries without a table is void."""
-        counts = torch.zeros_like(missing.totals)
+        """Count missing keys and return which to admit, bool by key.
+
+        The result of entries without a table is undefined.
+        """
+        counts = torch.zeros_like(missing.counts)
         if self.sketches is not None:
             counts = counts + self.sketches.add(missing)
         if self.counter is not None:

@@ -1,4 +1,4 @@
-"""Where the keys of T dynamic tables are; what `emblib.ops.hash` calls an index, as a module."""
+"""HashIndex: the keys of T dynamic tables and their slots, as a module over `emblib.ops.hash`."""
 
 import copy
 import weakref
@@ -18,9 +18,9 @@ from emblib.ops.hash import (
     NEW,
     SCORED,
     TABLE_FIELDS,
+    InsertResult,
     Keys,
     Misses,
-    Placed,
     tables_of,
 )
 from emblib.specs import SLOTS, DynamicSpec
@@ -33,50 +33,50 @@ _FIRST_BUCKET, _MOST_BUCKETS = (
 )
 _HASH_KEY = TABLE_FIELDS.index("hash_key")
 HASH_KEYS = "hash_keys"  # the name in state dicts
-_PARTS = ("tables", "clock", "counters", "tags", "entries")  # of a snapshot
+_SNAPSHOT = ("tables", "clock", "counters", "tags", "entries")
 _KEY, _STAMP, _SCORE = range(3)  # words of an entry
 
 
-class ValueRows(NamedTuple):
-    """Values that lie by slot and move with their entries when a table grows.
+class RowBuffers(NamedTuple):
+    """Rows by slot, which move with their entries when a table grows.
 
     Attributes:
-        planes: tensors of any dtype.
-        layout: int64 `[T, P, 2]` on the device: of each table and plane the byte at which its row 0
-            begins, and the bytes of a row.
-        grows: called as `grows(table, rows, rows_then)` before a table takes more rows into use; on
-            the CPU only.
+        buffers: tensors of any dtype.
+        layout: int64 `[T, P, 2]` on the device: for each table and buffer the byte at which row 0
+            begins, and the bytes per row.
+        on_grow: called as `on_grow(table, rows_before, rows_after)` before a table takes more rows
+            into use; on the CPU only.
     """
 
-    planes: list[Tensor]
+    buffers: list[Tensor]
     layout: Tensor
-    grows: Callable[[int, int, int], None] | None = None
+    on_grow: Callable[[int, int, int], None] | None = None
 
 
-class Inserted(NamedTuple):
-    """What became of a batch.
+class InsertedBatch(NamedTuple):
+    """The slots of a batch after its insertion.
 
     Attributes:
-        slots: int64 `[L]`, -1 for keys that found no place.
-        misses: the keys that were not there before; None if it is known that there were none.
-        placed: what became of those; None as `misses`.
+        slots: int64 `[L]`, -1 for keys that were not inserted.
+        misses: the keys that were not in their table before; None if there are known to be none.
+        result: what became of the misses; None as `misses`.
     """
 
     slots: Tensor
     misses: Misses | None = None
-    placed: Placed | None = None
+    result: InsertResult | None = None
 
 
-class Arrivals(NamedTuple):
-    """Misses of the insertion after which `version` was that of the index, and their fate."""
+class LastInsertion(NamedTuple):
+    """The misses of an insertion, their result, and the version of the index after it."""
 
     version: int
     keys: Keys
     misses: Misses
-    placed: Placed
+    result: InsertResult
 
 
-class Exported(NamedTuple):
+class ExportedEntries(NamedTuple):
     """Entries of one table by ascending slot, int64 `[N]` each; scores may be None."""
 
     keys: Tensor
@@ -86,25 +86,25 @@ class Exported(NamedTuple):
 
 
 class HashIndex(nn.Module):
-    """The keys of T tables: each has a slot of its table as long as it stays there.
+    """Map the keys of T tables to slots; a key keeps its slot while it is in its table.
+
+    The index has no lock: the module that owns it holds its own lock around every call.
+
+    `version` counts the calls after which slots may have changed: insertions, removals, restores.
+
+    `has_left` answers for an object registered by `watch` which keys left since then. For that the
+    index stores the version at which each slot got its key. It stores it late, and only while an
+    earlier watcher is alive: an insertion is remembered until the next one, which drops it where
+    there is none. So training steps that end before the next one begins cost nothing, and watchers
+    make the index store at most one insertion and 8 bytes per slot.
 
     Args:
-        specs: capacity, growth and eviction of each table; dims and what else concerns values have
-            no part. All must agree in eviction and newcomer.
-        device: where it lives.
-        hash_keys: by table, the number that its hash depends on, any 64 bits (signed); see
-            `emblib.dynamic.keys.hash_key_of`. Left out, 0 for all: then anyone can make keys that
-            all belong into one bucket.
-
-    Nothing here is locked: the module that has an index holds its lock around every call.
-
-    `version` counts the calls after which slots may be others: insertions, removals, restores.
-
-    `has_left` tells what `watch` names, as long as it lives, which keys left since it began. That
-    needs the version at which each slot was given to its key. It is written behind the times and
-    only where somebody watches from before: an insertion is kept until the next one, which drops
-    it where nobody does. So training steps that end before the next one begins cost nothing, and
-    no watcher makes the index keep more than one insertion and 8 bytes per slot.
+        specs: capacity, growth and eviction of each table; dims and other fields of values are
+            not used. All must agree in eviction and insert_policy.
+        device: where the index is stored.
+        hash_keys: by table, the 64-bit number (signed) on which its hash depends; see
+            `emblib.dynamic.keys.hash_key_of`. None is 0 for all: then anyone can construct keys
+            that all share one bucket.
     """
 
     tags: Tensor
@@ -122,21 +122,22 @@ class HashIndex(nn.Module):
         super().__init__()
         self.specs = tuple(specs)
         self._hash_keys = [0] * len(self.specs) if hash_keys is None else list(hash_keys)
-        kinds = {(spec.eviction.order, spec.newcomer.value) for spec in self.specs}
+        kinds = {(spec.eviction.order, spec.insert_policy.value) for spec in self.specs}
         if len(kinds) > 1:
             words = sorted({spec.eviction.value for spec in self.specs})
             raise ValueError(
-                "the tables of a module must agree in eviction and newcomer, got "
+                "the tables of a module must agree in eviction and insert_policy, got "
                 f"{', '.join(words)}; make one module for each"
             )
-        self.order, self.newcomer = kinds.pop() if kinds else ("none", "wins")
+        self.order, self.insert_policy = kinds.pop() if kinds else ("none", "wins")
         self.version = 0
         self._watchers: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
-        self._last: Arrivals | None = None  # not yet in `_arrived`
-        self._arrived: Tensor | None = None  # by slot the version at which its key came; a spare
-        self._arrived_layout: Tensor | None = None  # of it as a plane, see `ValueRows`
+        self._last: LastInsertion | None = None  # not yet in `_inserted_at`
+        # By slot the version at which its key was inserted, and a spare entry.
+        self._inserted_at: Tensor | None = None
+        self._inserted_at_layout: Tensor | None = None  # as a row buffer, see `RowBuffers`
         self._emptied = [0] * len(self.specs)  # the last version in which a table was emptied
-        self._grows = any(spec.buckets < spec.max_buckets for spec in self.specs)
+        self.grows = any(spec.buckets < spec.max_buckets for spec in self.specs)
         device = torch.empty(0, device=device).device
         ops.require_kernels(device)
         self._allocate(device)
@@ -164,14 +165,14 @@ class HashIndex(nn.Module):
         self.register_buffer(name, tensor, persistent=False)
 
     def tensors(self) -> list[Tensor]:
-        """The index as the ops take it."""
+        """Return the index as the ops take it."""
         return [self.tags, self.entries, self.tables, self.clock, self.counters]
 
     def clear(self) -> None:
-        """Forget all keys, counters and ticks; tables have their initial capacity again."""
+        """Remove all keys, counters and ticks; tables have their initial capacity again."""
         self.version += 1
         self._emptied = [self.version] * len(self.specs)
-        self._last = self._arrived = self._arrived_layout = None
+        self._last = self._inserted_at = self._inserted_at_layout = None
         for t, spec in enumerate(self.specs):
             first = self._first_slots[t]
             in_use = max(self.buckets(t), spec.buckets) * SLOTS
@@ -189,19 +190,19 @@ class HashIndex(nn.Module):
 
     @property
     def hash_keys(self) -> Tensor:
-        """By table, the number that its hash depends on, int64 `[T]`, on the CPU."""
+        """By table, the number on which its hash depends, int64 `[T]`, on the CPU."""
         return torch.tensor(self._hash_keys, dtype=torch.int64)
 
     def hash_key(self, table: int) -> int:
-        """The number that the hash of a table depends on."""
+        """Return the number on which the hash of a table depends."""
         return self._hash_keys[table]
 
     def empty(self, table: int, hash_key: int | None = None) -> None:
-        """Remove all keys of a table, which stays as large as it is.
+        """Remove all keys of a table, which keeps its size.
 
         Args:
             table: its number.
-            hash_key: what its hash depends on from now on; None leaves that as it is.
+            hash_key: the number on which its hash depends from now on; None keeps the present one.
         """
         self.version += 1
         self._emptied[table] = self.version
@@ -214,23 +215,23 @@ class HashIndex(nn.Module):
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
     ) -> None:
-        """What the hashes depend on; the module that has the index saves and loads the keys."""
+        # The module that owns the index saves and loads the keys.
         destination[prefix + HASH_KEYS] = self.hash_keys
 
     def _load_from_state_dict(self, *arguments: Any) -> None:
-        """Nothing: only tables without keys can take another hash key, see `empty`."""
+        # Only tables without keys can take another hash key, see `empty`.
+        pass
 
     def _use(self, table: int, before: int, rows: int) -> None:
-        """Rows of a table come into use."""
         first = self._first_slots[table]
         memory.use(self.tags, first, before, rows)
         words = self.entries.shape[1]
         memory.use(self.entries.view(-1), first * words, before * words, rows * words)
-        if self._arrived is not None:
-            memory.use(self._arrived, first, before, rows)
+        if self._inserted_at is not None:
+            memory.use(self._inserted_at, first, before, rows)
 
     def find(self, keys: Keys) -> Tensor:
-        """The slots of all positions, int64 `[L]`, -1 for none; changes nothing."""
+        """Return the slots of all positions, int64 `[L]`, -1 for none; changes nothing."""
         return hash.hash_find(self.tensors(), *keys)
 
     def insert(
@@ -238,105 +239,113 @@ class HashIndex(nn.Module):
         keys: Keys,
         counts: Tensor | None = None,
         *,
-        given: Tensor | None = None,
+        batch_scores: Tensor | None = None,
         admit: Callable[[Keys, Misses], Tensor | None] | None = None,
-        rows: ValueRows | None = None,
-    ) -> Inserted:
-        """Use the keys of a batch, and find places for those that are not there.
+        rows: RowBuffers | None = None,
+    ) -> InsertedBatch:
+        """Touch the keys of a batch that are in their table, and insert the others.
+
+        The rows of evicted keys are not changed; a new key has the row that was in its slot.
 
         Args:
             keys: the batch.
-            counts: int64 `[L]`, for how many uses each position stands; None is 1 each.
-            given: int64 `[T]`, the score of this batch, where eviction is by scores that are given.
-            admit: given the batch and its misses, which of these may have a place: bool `[L]` by
-                miss, or None for all.
+            counts: int64 `[L]`, the number of uses that each position stands for; None is 1 each.
+            batch_scores: int64 `[T]`, the scores of this batch, where eviction is by assigned
+                scores.
+            admit: called with the batch and its misses, returns which of these to admit: bool `[L]`
+                by miss, or None for all.
             rows: values that move with their entries when a table grows.
-
-        The rows of keys that gave way are still what they were; those of new keys are whatever was
-        in their slots.
         """
         self._settle_last()
         self.version += 1
-        index = self.tensors()
-        slots = hash.hash_use_(index, *keys, counts, given, codes.HASH_ORDER[self.order])
+        index, order = self.tensors(), codes.HASH_ORDER[self.order]
+        slots = hash.hash_use_(index, *keys, counts, batch_scores, order)
         if not slots.is_cuda and (not slots.numel() or int(slots.min()) >= 0):
-            return Inserted(slots)
+            return InsertedBatch(slots)
         misses = Misses(*hash.hash_misses(*keys, slots, counts, len(self.specs)))
         admitted = None if admit is None else admit(keys, misses)
-        if self._grows:
+        if self.grows:
             self._grow(keys, slots, misses, admitted, rows)
-        placed = Placed(
+        result = InsertResult(
             *hash.hash_place_(
-                *(index, keys.ids, misses.first, misses.totals, misses.ends),
-                *(admitted, given, codes.HASH_ORDER[self.order], codes.NEWCOMER[self.newcomer]),
+                index,
+                keys.ids,
+                misses.first,
+                misses.counts,
+                misses.offsets,
+                admitted,
+                batch_scores,
+                order,
+                codes.NEWCOMER[self.insert_policy],
             )
         )
         if self._watchers:
-            self._last = Arrivals(self.version, keys, misses, placed)
-        return Inserted(hash.spread(slots, placed.slots, misses.groups), misses, placed)
+            self._last = LastInsertion(self.version, keys, misses, result)
+        slots = hash.fill_missing_slots(slots, result.slots, misses.groups)
+        return InsertedBatch(slots, misses, result)
 
     def watch(self, watcher: object) -> None:
-        """Let `has_left` know what leaves from now on, as long as `watcher` lives."""
+        """Let `has_left` answer from now on, as long as `watcher` lives."""
         self._watchers[watcher] = self.version
 
     def has_left(self, keys: Keys, slots: Tensor, version: int) -> Tensor:
-        """Return which keys were not there all the time since `version`; bool `[L]`.
+        """Return which keys left their table at some time since `version`; bool `[L]`.
 
         Args:
             keys: a batch.
-            slots: where its keys are now; of those that are nowhere, or in rows behind those of
-                their table, nothing is said but whether their table was emptied.
-            version: at which a watcher that lives began.
+            slots: the present slots of its keys. For -1, and for overflow rows, the answer is
+                whether the table was emptied.
+            version: that at which a living watcher was registered.
         """
         self._settle_last()
         emptied = [at > version for at in self._emptied]
         left = torch.full_like(slots, all(emptied), dtype=torch.bool)
         if any(emptied) and not all(emptied):
             left |= torch.tensor(emptied, device=slots.device)[tables_of(keys)]
-        if self._arrived is not None:
-            left |= self._arrived[self._positions(keys, slots)] > version
+        if self._inserted_at is not None:
+            left |= self._inserted_at[self._positions(keys, slots)] > version
         return left
 
-    def has_come(self, table: int, slots: Tensor) -> None:
-        """Note that a call other than `insert` placed keys in these slots; -1 for none."""
+    def note_inserted(self, table: int, slots: Tensor) -> None:
+        """Note that a call other than `insert` put keys into these slots; -1 for none."""
         self._settle_last()
         if self._watchers:
             at = slots[slots >= 0].to(self.tags.device) + self._first_slots[table]
             self._versions_by_slot()[at] = self.version
 
     def _settle_last(self) -> None:
-        """Forget the last insertion; write its version by slot if somebody watches from before."""
+        """Drop the last insertion; store its version by slot if an earlier watcher is alive."""
         last, self._last = self._last, None
-        oldest = next(iter(self._watchers.values()), self.version)  # the first to begin
+        oldest = next(iter(self._watchers.values()), self.version)  # the first one registered
         if last is None or oldest >= last.version or not last.keys.ids.numel():
             return
         keys, groups = last.keys, last.misses.groups
-        status = last.placed.status[groups.clamp(min=0).long()]
-        came = (status == NEW) | (status == EVICTING)
-        # Rows that came up from a lower tier are hits by now: they have never left.
-        known = (groups >= 0) & (came | (status == HIT))
+        status = last.result.status[groups.clamp(min=0).long()]
+        new = (status == NEW) | (status == EVICTING)
+        # Rows promoted from a backing store have status HIT: their keys never left.
+        known = (groups >= 0) & (new | (status == HIT))
         at = self._positions(keys, torch.where(known, self.find(keys), -1))
-        self._versions_by_slot().scatter_(0, at, torch.where(came, last.version, 0))
-        assert self._arrived is not None
-        self._arrived[-1:].zero_()
+        self._versions_by_slot().scatter_(0, at, torch.where(new, last.version, 0))
+        assert self._inserted_at is not None
+        self._inserted_at[-1:].zero_()
 
     def _positions(self, keys: Keys, slots: Tensor) -> Tensor:
-        """Return where in `_arrived` the slot of each key is, the spare one for those without."""
+        """Return the index of each slot in `_inserted_at`, that of the spare entry for -1."""
         tables = tables_of(keys)
         rows = self.tables[:, _MOST_BUCKETS][tables] * SLOTS
         at = self.tables[:, _FIRST_BUCKET][tables] * SLOTS + slots
         return torch.where((slots >= 0) & (slots < rows), at, self._first_slots[-1])
 
     def _versions_by_slot(self) -> Tensor:
-        if self._arrived is None:
+        if self._inserted_at is None:
             device = self.tags.device
-            self._arrived = memory.reserve(self._first_slots[-1] + 1, torch.int64, device)
-            size = self._arrived.itemsize
+            self._inserted_at = memory.reserve(self._first_slots[-1] + 1, torch.int64, device)
+            size = self._inserted_at.itemsize
             layout = [[[first * size, size]] for first in self._first_slots[:-1]]
-            self._arrived_layout = torch.tensor(layout, device=device)
+            self._inserted_at_layout = torch.tensor(layout, device=device)
             for t, first in enumerate(self._first_slots[:-1]):
-                memory.use(self._arrived, first, 0, self.capacity(t))
-        return self._arrived
+                memory.use(self._inserted_at, first, 0, self.capacity(t))
+        return self._inserted_at
 
     def _grow(
         self,
@@ -344,16 +353,16 @@ class HashIndex(nn.Module):
         slots: Tensor,
         misses: Misses,
         admitted: Tensor | None,
-        rows: ValueRows | None,
+        rows: RowBuffers | None,
     ) -> None:
         if not slots.is_cuda:
-            ends = misses.ends.tolist()
+            offsets = misses.offsets.tolist()
             for t in range(len(self.specs)):
-                more = ends[t + 1] - ends[t]
+                more = offsets[t + 1] - offsets[t]
                 if more and admitted is not None:
-                    more = int(admitted[ends[t] : ends[t + 1]].sum())
-                self._announce(t, self.size(t) + more, rows)
-        self._split(keys, slots, misses.ends, admitted, rows)
+                    more = int(admitted[offsets[t] : offsets[t + 1]].sum())
+                self._prepare_growth(t, self.size(t) + more, rows)
+        self._split(keys, slots, misses.offsets, admitted, rows)
 
     def _split(
         self,
@@ -361,51 +370,52 @@ class HashIndex(nn.Module):
         slots: Tensor,
         ends: Tensor,
         admitted: Tensor | None,
-        rows: ValueRows | None,
+        rows: RowBuffers | None,
     ) -> None:
-        planes: list[Tensor] = [] if rows is None else rows.planes
+        buffers: list[Tensor] = [] if rows is None else rows.buffers
         if rows is None:
             layout = torch.zeros((len(self.specs), 0, 2), dtype=torch.int64, device=slots.device)
         else:
             layout = rows.layout
-        if self._arrived is not None and self._arrived_layout is not None:
-            planes = [*planes, self._arrived]
-            layout = torch.cat([layout, self._arrived_layout], 1)
-        hash.hash_grow_(self.tensors(), planes, layout, *keys, slots, ends, admitted)
+        if self._inserted_at is not None and self._inserted_at_layout is not None:
+            buffers = [*buffers, self._inserted_at]
+            layout = torch.cat([layout, self._inserted_at_layout], 1)
+        hash.hash_grow_(self.tensors(), buffers, layout, *keys, slots, ends, admitted)
 
-    def _announce(self, table: int, keys: int, rows: ValueRows | None) -> None:
-        """Tell the arenas which rows come into use when a table grows for `keys` keys."""
+    def _prepare_growth(self, table: int, keys: int, rows: RowBuffers | None) -> None:
+        """Take the rows into use that a table needs to grow for a number of keys."""
         spec, before = self.specs[table], self.buckets(table)
         wanted = hash.wanted_buckets(keys, before, spec.max_buckets, spec.max_load_1024ths)
         if wanted > before:
             self._use(table, before * SLOTS, wanted * SLOTS)
-            if rows is not None and rows.grows is not None:
-                rows.grows(table, before * SLOTS, wanted * SLOTS)
+            if rows is not None and rows.on_grow is not None:
+                rows.on_grow(table, before * SLOTS, wanted * SLOTS)
 
-    def reserve(self, table: int, keys: int, rows: ValueRows | None = None) -> None:
-        """Grow a table at once to what it needs for `keys` keys, as far as it may."""
+    def reserve(self, table: int, keys: int, rows: RowBuffers | None = None) -> None:
+        """Grow a table to the size that a number of keys needs, at most to its capacity."""
         self.version += 1
         device = self.tags.device
         more = max(0, keys - self.size(table))
         if not self.tags.is_cuda:
-            self._announce(table, self.size(table) + more, rows)
+            self._prepare_growth(table, self.size(table) + more, rows)
         ends = torch.zeros(len(self.specs) + 1, dtype=torch.int64, device=device)
         ends[table + 1 :] = more
-        # A batch of as many misses; what its keys are has no part.
+        # A batch of as many misses; the values of its keys do not matter.
         ids = torch.zeros(more, dtype=torch.int64, device=device)
         self._split(Keys.of(ids, table), torch.full_like(ids, -1), ends, None, rows)
 
     def erase(self, keys: Keys) -> Tensor:
-        """Remove keys; the slots that this freed by position, int64 `[L]`, else -1."""
+        """Remove keys; return the freed slots by position, int64 `[L]`, -1 for none."""
         self.version += 1
         return hash.hash_erase_(self.tensors(), *keys)
 
     def expire(
         self, table: int, before: int, first_bucket: int = 0, num_buckets: int | None = None
     ) -> Tensor:
-        """Remove the keys of some buckets (None: all from the first) last used before a tick.
+        """Remove keys of some buckets (None: all from the first) that were last used before a tick.
 
-        Returns what they were, int64 `[N]` (waits for the device).
+        Returns:
+            The removed keys, int64 `[N]` (waits for the device).
         """
         self.version += 1
         if num_buckets is None:
@@ -414,8 +424,8 @@ class HashIndex(nn.Module):
         first = self._first_slots[table] + first_bucket * SLOTS
         return self.entries[first : first + removed.numel(), _KEY][removed]
 
-    def export(self, table: int, since: int | None = None) -> Exported:
-        """The entries of a table, or those used at tick `since` or later (waits for the device)."""
+    def export(self, table: int, since: int | None = None) -> ExportedEntries:
+        """Return the entries of a table, all or those used at tick `since` or later (waits)."""
         entries = self.table_entries(table)
         there = self.table_tags(table) != 0
         if since is not None:
@@ -423,72 +433,72 @@ class HashIndex(nn.Module):
         slots = there.nonzero().view(-1)
         chosen = entries[slots]
         scores = chosen[:, _SCORE].clone() if entries.shape[1] > _SCORE else None
-        return Exported(chosen[:, _KEY].clone(), slots, chosen[:, _STAMP].clone(), scores)
+        return ExportedEntries(chosen[:, _KEY].clone(), slots, chosen[:, _STAMP].clone(), scores)
 
     def set_entries(
         self, table: int, slots: Tensor, stamps: Tensor, scores: Tensor | None = None
     ) -> None:
-        """Overwrite when keys were last used, and their scores; `slots` are distinct, >= 0."""
+        """Overwrite the stamps and scores of entries; `slots` are distinct and >= 0."""
         entries = self.table_entries(table)
         entries[slots, _STAMP] = stamps
         if scores is not None:
             entries[slots, _SCORE] = scores
 
     def table_tags(self, table: int) -> Tensor:
-        """Tags of the buckets in use, uint8 `[capacity]`, as a view."""
+        """Return the tags of the buckets in use, uint8 `[capacity]`, as a view."""
         first = self._first_slots[table]
         return self.tags[first : first + self.capacity(table)]
 
     def table_entries(self, table: int) -> Tensor:
-        """Entries of the buckets in use, int64 `[capacity, 2 or 3]`, as a view."""
+        """Return the entries of the buckets in use, int64 `[capacity, 2 or 3]`, as a view."""
         first = self._first_slots[table]
         return self.entries[first : first + self.capacity(table)]
 
     def views_by_slot(self, table: int) -> list[Tensor]:
-        """Return what the index has by slot of a table, but its tags, as views."""
+        """Return what the index stores by slot of a table, except the tags, as views."""
         first = self._first_slots[table]
         views = [self.table_entries(table)]
-        if self._arrived is not None:
-            views.append(self._arrived[first : first + self.capacity(table)])
+        if self._inserted_at is not None:
+            views.append(self._inserted_at[first : first + self.capacity(table)])
         return views
 
     def buckets(self, table: int) -> int:
-        """Buckets in use (reads the device)."""
+        """Return the number of buckets in use (reads the device)."""
         return int(self.tables[table, _BUCKETS])
 
     def capacity(self, table: int) -> int:
-        """Slots in use (reads the device)."""
+        """Return the number of slots in use (reads the device)."""
         return self.buckets(table) * SLOTS
 
     def size(self, table: int) -> int:
-        """Keys of a table (reads the device)."""
+        """Return the number of keys of a table (reads the device)."""
         return int(self.tables[table, _SIZE])
 
     @property
     def tick(self) -> int:
-        """How many batches were used (reads the device)."""
+        """The number of batches that were inserted (reads the device)."""
         return int(self.clock)
 
     def set_tick(self, tick: int) -> None:
-        """Continue counting from `tick`, which no stamp may be above."""
+        """Continue counting from `tick`, which no stamp may exceed."""
         self.clock.fill_(tick)
 
     def stats(self) -> list[dict[str, int]]:
-        """The counters of each table by name (reads the device)."""
+        """Return the counters of each table by name (reads the device)."""
         return [dict(zip(COUNTERS, row, strict=True)) for row in self.counters.tolist()]
 
     def reset_stats(self) -> None:
-        """Count from zero."""
+        """Set the counters to zero."""
         self.counters.zero_()
 
     def nbytes(self) -> int:
-        """Bytes of the slots in use."""
+        """Return the bytes of the slots in use."""
         slots = sum(self.capacity(t) for t in range(len(self.specs)))
-        words = self.entries.shape[1] + (self._arrived is not None)
+        words = self.entries.shape[1] + (self._inserted_at is not None)
         return slots * (1 + words * self.entries.itemsize)
 
     def snapshot(self) -> dict[str, Any]:
-        """All there is, slot by slot, on the CPU; only the buckets in use."""
+        """Return a copy of the index on the CPU, slot by slot; only the buckets in use."""
         return {
             "tables": self.tables.cpu().clone(),
             "clock": self.clock.cpu().clone(),
@@ -498,23 +508,23 @@ class HashIndex(nn.Module):
         }
 
     def check_snapshot(self, snapshot: Any) -> list[int]:
-        """Check that `restore` takes a snapshot, and return how many slots each table has there.
+        """Check that `restore` takes a snapshot; return the number of slots of each table in it.
 
         Raises:
-            ValueError: it is of tables of other capacities, loads or eviction, or malformed.
+            ValueError: it is of tables of other capacities, loads or eviction, or is malformed.
         """
-        parts = dumps.check_entries("index", snapshot, _PARTS)
+        parts = dumps.check_entries("index", snapshot, _SNAPSHOT)
         tables = dumps.check_tensor("index.tables", parts["tables"], torch.int64, (None, None))
-        theirs = _with_hash_keys(tables)
+        saved = _with_hash_keys(tables)
         fixed = [i for i in range(len(TABLE_FIELDS)) if i not in (_BUCKETS, _SIZE, _HASH_KEY)]
-        same = theirs.shape == self.tables.shape
-        if not same or theirs[:, fixed].tolist() != self.tables[:, fixed].tolist():
+        same = saved.shape == self.tables.shape
+        if not same or saved[:, fixed].tolist() != self.tables[:, fixed].tolist():
             raise ValueError(
-                "a snapshot restores tables of the same capacities, loads and eviction only; its "
-                f"{TABLE_FIELDS} are {theirs.tolist()}, this index has {self.tables.tolist()}; "
+                "a snapshot restores only tables of the same capacities, loads and eviction; its "
+                f"{TABLE_FIELDS} are {saved.tolist()}, this index has {self.tables.tolist()}; "
                 "load a state_dict instead, which fits any capacity"
             )
-        buckets = theirs[:, _BUCKETS].tolist()
+        buckets = saved[:, _BUCKETS].tolist()
         for count, spec in zip(buckets, self.specs, strict=True):
             if not 0 < count <= spec.max_buckets:
                 raise ValueError(
@@ -533,24 +543,31 @@ class HashIndex(nn.Module):
         return [count * SLOTS for count in buckets]
 
     def restore(self, snapshot: Mapping[str, Any]) -> None:
-        """Become what `snapshot` was taken of; it must be of tables of the same capacities.
+        """Restore a snapshot of tables of the same capacities.
 
         Raises:
-            ValueError: it is not, or is malformed, before anything is changed.
+            ValueError: it is of other tables, or malformed; nothing was changed.
         """
         self.check_snapshot(snapshot)
-        theirs = _with_hash_keys(snapshot["tables"])
+        saved = _with_hash_keys(snapshot["tables"])
         self.clear()
         for t in range(len(self.specs)):
-            rows = int(theirs[t, _BUCKETS]) * SLOTS
+            rows = int(saved[t, _BUCKETS]) * SLOTS
             self._use(t, self.capacity(t), rows)
             first = self._first_slots[t]
             self.tags[first : first + rows] = snapshot["tags"][t].to(self.tags.device)
             self.entries[first : first + rows] = snapshot["entries"][t].to(self.tags.device)
         for name in ("clock", "counters"):
             getattr(self, name).copy_(snapshot[name])
-        self.tables.copy_(theirs)
-        self._hash_keys = theirs[:, _HASH_KEY].tolist()
+        self.tables.copy_(saved)
+        self._hash_keys = saved[:, _HASH_KEY].tolist()
+
+    def copy_to(self, device: torch.device) -> "HashIndex":
+        """Return a copy on another device; slots on this one are stale in it."""
+        other = HashIndex(self.specs, device)
+        other.restore(self.snapshot())
+        other.version = self.version + 1
+        return other
 
     def __deepcopy__(self, memo: dict[int, object]) -> "HashIndex":
         other = HashIndex(copy.deepcopy(self.specs, memo), self.tags.device)
@@ -562,13 +579,13 @@ class HashIndex(nn.Module):
         return _rebuild, (self.specs, str(self.tags.device), self.snapshot(), self.version)
 
     def extra_repr(self) -> str:
-        """Capacities and eviction."""
+        """Return capacities and eviction."""
         capacities = ", ".join(f"{spec.capacity}" for spec in self.specs)
-        return f"capacity=({capacities}), order={self.order}, newcomer={self.newcomer}"
+        return f"capacity=({capacities}), order={self.order}, insert_policy={self.insert_policy}"
 
 
 def _with_hash_keys(tables: Tensor) -> Tensor:
-    """The `tables` of a snapshot; those of earlier versions had no hash key, which is 0."""
+    """Return the `tables` of a snapshot; earlier versions had no hash key, which is 0."""
     if tables.dim() == 2 and tables.shape[1] == _HASH_KEY:
         return nn.functional.pad(tables, (0, 1))
     return tables

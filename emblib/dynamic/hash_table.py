@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from emblib import ops
-from emblib.dynamic.hash_index import HASH_KEYS, HashIndex, Inserted, ValueRows
+from emblib.dynamic.hash_index import HASH_KEYS, HashIndex, InsertedBatch, RowBuffers
 from emblib.dynamic.keys import as_keys, hash_keys_of, of_insertion
 from emblib.ops import hash
 from emblib.ops.hash import Keys, Misses, initial_rows_, rule_of
@@ -73,8 +73,8 @@ class HashTable(nn.Module):
     is atomic (docs/threads.md).
 
     Args:
-        spec: capacity, dim, growth, eviction, newcomer, and what a new row starts with where no
-            values are given. `admission` and `ttl` have no part.
+        spec: capacity, dim, growth, eviction, insert_policy, and the initializer of rows for which
+            no values are given. `admission` and `ttl` are not used.
         dtype: of the values.
         seed: of new rows and of the hash of keys, see `DynamicEmbeddingBags`.
         device: where it lives.
@@ -103,8 +103,11 @@ class HashTable(nn.Module):
         self.spec, self.dtype = spec, dtype
         self.seed = 0 if seed is None else check_count("seed", seed, minimum=0)
         # Given scores rank like counts followed by stamps; that order takes a score by key.
-        self._given = spec.eviction in (Eviction.STEP, Eviction.CUSTOM)
-        kept = {**vars(spec), "eviction": Eviction.LRU_LFU if self._given else spec.eviction}
+        self._assigns_scores = spec.eviction in (Eviction.STEP, Eviction.CUSTOM)
+        kept = {
+            **vars(spec),
+            "eviction": Eviction.LRU_LFU if self._assigns_scores else spec.eviction,
+        }
         self.index = HashIndex([DynamicSpec(**kept)], device, hash_keys_of(seed, [""]))
         device = self.index.tags.device
         values = memory.reserve(spec.rows * spec.dim, dtype, device)
@@ -118,10 +121,10 @@ class HashTable(nn.Module):
     def _use(self, table: int, before: int, rows: int) -> None:
         memory.use(self.values.view(-1), 0, before * self.spec.dim, rows * self.spec.dim)
 
-    def _rows(self) -> ValueRows:
+    def _rows(self) -> RowBuffers:
         layout = [[[0, self.spec.dim * self.values.itemsize]]]
         device = self.values.device
-        return ValueRows([self.values], torch.tensor(layout, device=device), self._use)
+        return RowBuffers([self.values], torch.tensor(layout, device=device), self._use)
 
     def _batch(self, keys: Tensor) -> Keys:
         keys = as_keys(keys)
@@ -163,13 +166,13 @@ class HashTable(nn.Module):
     def find(self, keys: Tensor) -> tuple[Tensor, Tensor]:
         """Values `[n, dim]` and which keys are there, bool `[n]`; changes nothing.
 
-        Keys that are not there read `spec.missing`.
+        Keys that are not there read `spec.default_value`.
         """
         slots = self.slots(keys)
         return self._read(slots), slots >= 0
 
     def _read(self, slots: Tensor) -> Tensor:
-        missing = torch.full((), self.spec.missing, dtype=self.dtype, device=slots.device)
+        missing = torch.full((), self.spec.default_value, dtype=self.dtype, device=slots.device)
         return torch.where(slots[:, None] >= 0, self.values[slots.clamp(min=0)], missing)
 
     @atomic
@@ -224,7 +227,7 @@ class HashTable(nn.Module):
         """Values `[n, dim]` of keys that are there, and of new ones, which are inserted.
 
         A new key starts with the first of its `values`; left out, with what `spec.initializer`
-        gives. Keys that are refused read `spec.missing`.
+        gives. Keys that are refused read `spec.default_value`.
         """
         insertion = self.find_or_insert_slots(keys, values, scores)
         return self._read(insertion.slots), insertion
@@ -237,7 +240,7 @@ class HashTable(nn.Module):
         batch = self._batch(keys)
         values = None if values is None else self._checked(batch, values)
         inserted = self._insert(batch, scores)
-        misses, placed = inserted.misses, inserted.placed
+        misses, placed = inserted.misses, inserted.result
         if misses is not None and placed is not None:
             if values is None:
                 self._start_rows(batch, misses, placed.slots)
@@ -251,19 +254,19 @@ class HashTable(nn.Module):
         layout = torch.tensor([[[0, spec.dim, spec.rows, spec.dim, 0]]], device=device)
         rule = torch.tensor([[rule_of(spec.initializer, spec)]], dtype=torch.float64, device=device)
         flat = [self.values.view(-1)]
-        initial_rows_(flat, layout, rule, batch.ids, misses.first, misses.ends, slots, self.seed)
+        initial_rows_(flat, layout, rule, batch.ids, misses.first, misses.offsets, slots, self.seed)
 
-    def _insert(self, batch: Keys, scores: Tensor | int | None) -> Inserted:
+    def _insert(self, batch: Keys, scores: Tensor | int | None) -> InsertedBatch:
         """Use the keys; those that are given scores are ranked, and kept, by these."""
         counts = self._counts(batch, scores)
-        if not self._given or counts is None:
+        if not self._assigns_scores or counts is None:
             return self.index.insert(batch, counts, rows=self._rows())
         given = counts
 
         def rank(keys: Keys, misses: Misses) -> None:
             latest = latest_of(misses.groups, misses.groups.numel())
             known = latest >= 0
-            misses.totals[known] = given[latest[known]]
+            misses.counts[known] = given[latest[known]]
 
         inserted = self.index.insert(batch, torch.zeros_like(given), admit=rank, rows=self._rows())
         self._give(inserted.slots, given)
@@ -280,8 +283,8 @@ class HashTable(nn.Module):
         last = is_last(slots)
         self.values[slots[last]] = values[last]
 
-    def _evicted(self, inserted: Inserted) -> TableRows:
-        placed = inserted.placed
+    def _evicted(self, inserted: InsertedBatch) -> TableRows:
+        placed = inserted.result
         if placed is None:
             return self._no_rows()
         gone = placed.status == hash.EVICTING
@@ -369,8 +372,8 @@ class HashTable(nn.Module):
             self.index.set_tick(max(self.index.tick, int(stamps.max())))
 
         def rank(keys: Keys, misses: Misses) -> None:
-            count = int(misses.ends[-1])
-            misses.totals[:count] = scores[misses.first[:count]]
+            count = int(misses.offsets[-1])
+            misses.counts[:count] = scores[misses.first[:count]]
 
         counts = torch.zeros_like(scores)
         inserted = self.index.insert(batch, counts, admit=rank, rows=self._rows())

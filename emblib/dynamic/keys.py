@@ -7,7 +7,7 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
-from emblib.dynamic.hash_index import Inserted
+from emblib.dynamic.hash_index import InsertedBatch
 from emblib.ops import hash
 from emblib.ops.primitives import new_seed
 from emblib.specs import check_count
@@ -101,13 +101,13 @@ class KeyStatus(IntEnum):
     NOT_ADMITTED = hash.NOT_ADMITTED
 
 
-def of_insertion(inserted: Inserted) -> Tensor:
+def of_insertion(inserted: InsertedBatch) -> Tensor:
     """Of a batch that was inserted, uint8 `[L]` of `KeyStatus`."""
     hits = torch.full_like(inserted.slots, KeyStatus.HIT, dtype=torch.uint8)
-    if inserted.misses is None or inserted.placed is None or not inserted.slots.numel():
+    if inserted.misses is None or inserted.result is None or not inserted.slots.numel():
         return hits
     groups = inserted.misses.groups
-    return torch.where(groups < 0, hits, inserted.placed.status[groups.clamp(min=0).long()])
+    return torch.where(groups < 0, hits, inserted.result.status[groups.clamp(min=0).long()])
 
 
 _SIGN = -(1 << 63)

@@ -1,357 +1,119 @@
-"""T tables for keys of any value, in bounded memory, with the optimizer fused into backward."""
+"""DynamicEmbeddingBags: T hash tables of rows with the optimizer fused into backward.
+
+The module is made of parts: `index` maps keys to slots, `rows` describes the buffers of the rows,
+`row_initializer` writes new rows, `admission` counts keys before they are inserted, `scores` are
+those of the next batch, `eviction_log` records keys that left, and `backing` is the tier behind the
+tables. Saving and loading are functions of `emblib.dynamic.saving`.
+"""
 
 import itertools
-import math
-import warnings
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
+from torch import Tensor
 
 from emblib import ops
+from emblib.dynamic import keys as key_status
 from emblib.dynamic.admission import Admission
-from emblib.dynamic.hash_index import HashIndex, Inserted
+from emblib.dynamic.eviction import EvictionLog, EvictionScores, Expiry
+from emblib.dynamic.hash_index import HashIndex, InsertedBatch, RowBuffers
 from emblib.dynamic.keys import as_keys, hash_keys_of
-from emblib.dynamic.rows import Reading, Reads, RowInitializer, TrainingHook, check_capacity
-from emblib.dynamic.saving.checkpoint import DynamicDumps
-from emblib.dynamic.saving.entries import RemovalLog
-from emblib.dynamic.state import Scores, check_device
-from emblib.ops import autograd, hash
-from emblib.ops.hash import SCORED, Keys, Misses, tables_of
+from emblib.dynamic.rows import (
+    BatchReads,
+    RowInitializer,
+    RowLayout,
+    TrainingUpdate,
+    WeightGradient,
+    check_capacity,
+)
+from emblib.dynamic.saving import checkpoint, table_dumps
+from emblib.dynamic.saving.dumps import Part, Report
+from emblib.dynamic.saving.loading import Loaded
+from emblib.dynamic.tiers.backing_tier import BackingTier
+from emblib.dynamic.tiers.store import BackingStore, TierStats, check_backing
+from emblib.dynamic.training import (
+    ExternalStates,
+    TrainingHook,
+    check_batch,
+    check_device,
+    check_optimizer,
+    check_replicas,
+    insert_batch,
+)
+from emblib.ops import autograd
+from emblib.ops.hash import Keys
 from emblib.optim import External, Optimizer
 from emblib.specs import (
     SLOTS,
     BoundsCheck,
     DynamicSpec,
-    OnInsertFailure,
     Pooling,
     Precision,
-    brief,
     check_count,
 )
-from emblib.tables import optimizer_hooks
-from emblib.tables.base import SpecKind
+from emblib.tables import base
+from emblib.tables.base import FeatureTables, SpecKind
 from emblib.tables.graph_break import graph_break
 from emblib.tables.locks import atomic
-from emblib.tables.parameters import caller_level
 
 
-def check_batch(
-    ids: Tensor, sample_weights: Tensor | None, counts: Tensor | None, pooling: Pooling
-) -> None:
-    """Raise what the kernels would, and for counts below 0 (not read on CUDA).
+class DynamicEmbeddingBags(FeatureTables):
+    """Look up F features in T dynamic tables and pool their rows into one `[B, sum D]` output.
 
-    Raises:
-        RuntimeError: wrong shape, dtype or device.
-        ValueError: negative counts; weights without pooling.
-    """
-    if ids.dim() != 1:
-        raise RuntimeError(
-            f"indices must have 1 dimension, got {ids.dim()}; bags are given by offsets, so "
-            "flatten the indices and pass where they start"
-        )
-    for name, tensor, dtype in (
-        ("per_sample_weights", sample_weights, torch.float32),
-        ("counts", counts, torch.int64),
-    ):
-        if tensor is None:
-            continue
-        if not isinstance(tensor, Tensor) or tensor.dtype != dtype:
-            came = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
-            raise RuntimeError(f"{name} must be a tensor of {dtype}, got {came}")
-        if tensor.shape != ids.shape or tensor.device != ids.device:
-            raise RuntimeError(
-                f"{name} must have one entry a lookup = {ids.numel()} on {ids.device}, got "
-                f"{tuple(tensor.shape)} on {tensor.device}"
-            )
-    if sample_weights is not None and pooling is Pooling.NONE:
-        raise ValueError(
-            "per_sample_weights need pooling SUM or MEAN, got none; multiply the output"
-        )
-    if counts is not None and not counts.is_cuda and counts.numel() and int(counts.min()) < 0:
-        raise ValueError(f"counts must be >= 0, got {int(counts.min())}")
+    A training forward inserts every new key of the batch, evicting old keys when a table is full,
+    and touches the keys that are there; backward applies `optimizer` to the rows of the batch, as
+    in `TableBatchedEmbeddingBags`. A forward trains if the module is in training mode and gradients
+    are enabled. Any other forward changes nothing: keys that are not in their table read
+    `DynamicSpec.default_value`, and its backward changes no row.
 
+    With `backing`, each key is in one of two tiers: `DynamicSpec.capacity` is that of the fast one,
+    and evicted rows move to a store, from which they return when they are used. Outputs and updates
+    are those of one large table, bit for bit (stochastic rounding excepted), until a row leaves the
+    store (docs/tiers.md).
 
-def check_replicas(tags: Tensor, weights: Tensor) -> None:
-    """Raise RuntimeError where `DistributedDataParallel` would mix the tables of its ranks.
-
-    Ranks see other keys, so a row of one is another key's on the next: buffers must not be
-    broadcast, gradients of rows not be added up.
-    """
-    ddp = getattr(DistributedDataParallel, "_active_ddp_module", None)
-    if ddp is None:
-        return
-    # Newer versions of torch have another name for it.
-    synced = getattr(ddp, "forward_sync_buffers", None)
-    if synced is None:
-        synced = ddp.broadcast_buffers
-    if synced and any(buffer is tags for buffer in ddp.modules_buffers):
-        raise RuntimeError(
-            "DistributedDataParallel overwrites the keys of dynamic tables with those of rank 0, "
-            "while rows stay those of each rank; pass broadcast_buffers=False"
-        )
-    if weights.requires_grad and any(p is weights for p in ddp._module_parameters):
-        raise RuntimeError(
-            "DistributedDataParallel adds up gradients by row, and a row of dynamic tables is "
-            "another key on each rank; use a fused optimizer, or name the weights in "
-            "DistributedDataParallel._set_params_and_buffers_to_ignore_for_model"
-        )
-
-
-_SHARE = 8  # of a ttl, in which every bucket is looked at once
-
-
-class Sweep(NamedTuple):
-    """The buckets of one table that a step looks at; keys last used before `before` leave."""
-
-    table: int
-    first_bucket: int
-    num_buckets: int
-    before: int
-
-
-class Expiry:
-    """What to sweep in which step, a function of the step's number alone.
-
-    A key of a table with `ttl` stays for at least that many steps after the step that used it last,
-    and for at most an eighth more: every bucket has its turn once in max(1, ttl // 8) steps. Until
-    then it is found as ever, and use renews it. A step is a training batch, as for LRU.
-    """
-
-    def __init__(self, specs: Sequence[DynamicSpec]) -> None:
-        self._tables = [(t, s.ttl, s.max_buckets) for t, s in enumerate(specs) if s.ttl]
-
-    def __bool__(self) -> bool:
-        """Whether any key ever expires."""
-        return bool(self._tables)
-
-    def sweeps(self, tick: int) -> Iterator[Sweep]:
-        """Of the step with this number; run them once its keys have their places."""
-        for table, ttl, max_buckets in self._tables:
-            part = math.ceil(max_buckets / max(1, ttl // _SHARE))
-            first = tick % math.ceil(max_buckets / part) * part
-            yield Sweep(table, first, min(part, max_buckets - first), tick - ttl)
-
-
-class OutsideStates:
-    """A follower of training steps: states of rows that go to new keys begin in zeros.
-
-    Copies and pickles of it follow nothing: the copied module has other weights, which its own
-    optimizer must be attached to.
-    """
-
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer | None,
-        weights: nn.Parameter | None,
-        first_rows: Sequence[int] = (),
-    ) -> None:
-        self._optimizer, self._weights, self._first_rows = optimizer, weights, first_rows
-
-    def admit(self, keys: Keys, misses: Misses) -> Tensor | None:
-        """All may have a row."""
-        return None
-
-    def leaving(self, keys: Keys, inserted: Inserted) -> None:
-        """Nothing is kept of keys that leave."""
-
-    def arriving(self, keys: Keys, inserted: Inserted) -> None:
-        """Zeros for the states of new keys (waits for the device)."""
-        if self._optimizer is None or self._weights is None:
-            return
-        assert inserted.misses is not None
-        assert inserted.placed is not None
-        new = inserted.placed.slots >= 0
-        tables = tables_of(keys)[inserted.misses.first[new]]
-        first = torch.tensor(self._first_rows, device=tables.device)[tables]
-        rows = first + inserted.placed.slots[new]
-        for state in self._optimizer.state.get(self._weights, {}).values():
-            if isinstance(state, Tensor) and state.shape[:1] == self._weights.shape[:1]:
-                state[rows] = 0
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return OutsideStates, (None, None)
-
-    def __deepcopy__(self, memo: dict[int, object]) -> "OutsideStates":
-        return OutsideStates(None, None)
-
-
-class DynamicTraining(DynamicDumps):
-    """Dynamic tables that take in the keys of batches."""
-
-    first_rows: RowInitializer
-    admission: Admission | None
-    scores: Scores | None
-    followers: list[TrainingHook]
-    removals: RemovalLog | None
-    last: Inserted | None
-    _expiry: Expiry
-    _may_grow: bool
-
-    def _search(self, keys: Keys) -> Tensor:
-        """The slots of keys as they are; -1 for those that are not there."""
-        return self.index.find(keys)
-
-    def _train(self, keys: Keys, counts: Tensor | None) -> Inserted:
-        """One batch of training as far as keys are concerned: everyone who can has a row then."""
-        given = None if self.scores is None else self.scores.given()
-        filtered = self.admission is not None or bool(self.followers)
-        inserted = self.index.insert(
-            keys,
-            counts,
-            given=given,
-            admit=self._admit if filtered else None,
-            rows=self.value_rows() if self._may_grow else None,
-        )
-        if self.scores is not None:
-            self.scores.advance()
-        if inserted.misses is not None:
-            self._fill(keys, inserted)
-        if self._expiry:
-            self._expire()
-        self.last = inserted
-        if inserted.misses is not None and any(
-            spec.check is not OnInsertFailure.IGNORE for spec in self.tables
-        ):
-            self._tell_refused(inserted)
-        return inserted
-
-    def _admit(self, keys: Keys, misses: Misses) -> Tensor | None:
-        """Which of the missing keys may have a row; None for all."""
-        admitted = self._decide(keys, misses)
-        for follower in self.followers:
-            also = follower.admit(keys, misses)
-            if also is not None:
-                admitted = also if admitted is None else admitted & also
-        return admitted
-
-    def _decide(self, keys: Keys, misses: Misses) -> Tensor | None:
-        """What admission says of the missing keys; None for all."""
-        return None if self.admission is None else self.admission.admit(keys, misses)
-
-    def _fill(self, keys: Keys, inserted: Inserted) -> None:
-        """What keys that came and went mean for their rows."""
-        self._log_evicted(inserted)
-        for follower in self.followers:
-            follower.leaving(keys, inserted)
-        self.first_rows.write_(self.planes(), keys, inserted)
-        for follower in self.followers:
-            follower.arriving(keys, inserted)
-
-    @atomic
-    def track_optimizer_state(self, optimizer: torch.optim.Optimizer) -> None:
-        """Let the states that `optimizer` keeps for `weights` begin in zeros with every new key.
-
-        For `optim.External`: an optimizer of torch.optim knows rows, not keys, so without this a
-        new key goes on with the states of the one that had its row before.
-
-        Raises:
-            ValueError: the weights are not one matrix `[rows, dim]`, or not the optimizer's.
-        """
-        if self.weights.dim() != 2:
-            raise ValueError(
-                "an optimizer is attached to tables with optim.External and one dim, got "
-                f"{brief(self.optimizer)} and dims {sorted({s.dim for s in self.tables})}"
-            )
-        groups = optimizer.param_groups
-        if not any(p is self.weights for group in groups for p in group["params"]):
-            raise ValueError("the optimizer must have the weights of this module among its own")
-        firsts = [self.rows.first_row(t) for t in range(len(self.tables))]
-        self.followers.append(OutsideStates(optimizer, self.weights, firsts))
-
-    @atomic
-    def track_evictions(self, most: int = 1 << 24) -> RemovalLog:
-        """From now on keep which keys left and when, up to `most` of them a table."""
-        if self.removals is None:
-            self.removals = RemovalLog(len(self.tables), self.index.tick, most)
-        return self.removals
-
-    def _log_evicted(self, inserted: Inserted) -> None:
-        if self.removals is None:
-            return
-        assert inserted.misses is not None
-        assert inserted.placed is not None
-        left = inserted.placed.status == hash.EVICTING
-        before = torch.cat([left.new_zeros(1, dtype=torch.int64), left.cumsum(0)])
-        ends = before[inserted.misses.ends[1:]].tolist()
-        self.removals.tell_all(inserted.placed.evicted[left, 0], ends, self.index.tick)
-
-    def _expire(self) -> None:
-        tick = self.index.tick
-        for sweep in self._expiry.sweeps(tick):
-            keys = self.index.expire(
-                *(sweep.table, sweep.before, sweep.first_bucket, sweep.num_buckets)
-            )
-            if self.removals is not None:
-                self.removals.tell(sweep.table, keys, tick)
-
-    @atomic
-    def erase(self, table: int, ids: Tensor) -> Tensor:
-        """Remove keys with their rows; bool by position, where one was there (once a key)."""
-        keys = self.keys_of(table, ids)
-        erased = self.index.erase(keys) >= 0
-        if self.removals is not None:
-            self.removals.tell(table, keys.ids[erased], self.index.tick)
-        return erased
-
-    def _tell_refused(self, inserted: Inserted) -> None:
-        """Warns or raises for keys that found no place, as the tables ask (waits for CUDA)."""
-        assert inserted.misses is not None
-        assert inserted.placed is not None
-        refused = inserted.placed.status == hash.REFUSED
-        if not bool(refused.any()):
-            return
-        ends = inserted.misses.ends.tolist()
-        for t, spec in enumerate(self.tables):
-            count = int(refused[ends[t] : ends[t + 1]].sum())
-            if not count or spec.check is OnInsertFailure.IGNORE:
-                continue
-            told = (
-                f"emblib: {count} keys found no place in table {self.table_names[t]!r} of capacity "
-                f"{spec.rows} (eviction {spec.eviction.value}): they read {spec.missing} and are "
-                "not trained; choose a larger capacity, or smaller batches"
-            )
-            if spec.check is OnInsertFailure.ERROR:
-                raise RuntimeError(told)
-            warnings.warn(told, stacklevel=caller_level())
-
-
-class DynamicEmbeddingBags(DynamicTraining):
-    """Looks up F features in T dynamic tables at once and pools them into one `[B, sum D]` output.
-
-    A training forward gives every new key of the batch a row, as far as there is room or something
-    gives way, and counts the use of those that were there; backward applies `optimizer` to the rows
-    of the batch, as in `TableBatchedEmbeddingBags`. It is one if the module is in training mode and
-    gradients are enabled. Any other forward changes nothing: ids that are not there read
-    `DynamicSpec.missing`, and no backward of it changes a row.
-
-    Threads may share a module: every call is atomic, and so is every update in backward
-    (docs/threads.md).
-
-    What one batch does is defined as a sequential program (see `emblib.ops.hash`), so the same
-    batches lead to the same bytes on any device and any number of threads.
+    Threads may share a module: every call is atomic, and so is every update in backward; a forked
+    process may not use a store in files (docs/threads.md). The result of a batch is defined by a
+    sequential program (see `emblib.ops.hash`), so the same batches give the same bytes on any
+    device and any number of threads.
 
     Args:
-        tables: capacity, dim and rules of each table; all must agree in eviction and newcomer.
+        tables: capacity, dim and rules of each table; all must agree in eviction and insert_policy,
+            which `backing` sets.
         optimizer: one of `emblib.optim`.
-        pooling: SUM, MEAN, or NONE for one vector a lookup (needs one dim for all features).
-        feature_tables: the table of each feature; left out, feature i reads table i.
+        backing: the store behind the tables, which belongs to this module alone; None for none.
+        pooling: SUM, MEAN, or NONE for one vector per lookup (needs one dim for all features).
+        feature_tables: the table of each feature; by default feature i reads table i.
         precision: dtypes of weights, output and optimizer state, and how updates are rounded.
-        seed: of the first values of rows and of the hash of keys, in [0, 2^63). Where strangers
-            choose the keys, one that they do not know keeps them from crowding into few buckets.
-            None: first values are those of seed 0, and the hash is by a seed that is drawn from
-            torch's generator.
+        seed: of the first values of rows and of the hash of keys, in [0, 2^63). Where untrusted
+            parties choose keys, a secret seed keeps them from filling a few buckets. None: first
+            values are those of seed 0, and the seed of the hash is drawn from torch's generator.
         device: where the kernels run.
         include_last_offset: False for offsets without their last entry, the number of indices, as
             `nn.EmbeddingBag` takes them.
-        hash_seeds: of the hash of keys alone, one per table; left out, `seed`.
+        hash_seeds: of the hash of keys alone, one per table; None is `seed`.
+
+    Raises:
+        BlockingIOError: the store is open elsewhere.
+        ValueError: arguments that do not fit each other; the store holds other tables.
+
+    Example::
+
+        bags = DynamicEmbeddingBags([DynamicSpec(1000, 16, name="item")], optim.Adam(0.01))
+        output = bags(torch.tensor([2**62, -7, 12]), torch.tensor([0, 2, 3]))  # [2, 16]
+        output.sum().backward()
     """
 
     tables: tuple[DynamicSpec, ...]
+    feature_table: Tensor
+    dropped_updates: Tensor
+    """Updates of keys that were evicted between their forward and their backward, so far."""
+    moves: Tensor
     spec_kind = SpecKind(
-        *(DynamicSpec, "DynamicSpec(capacity=1000, dim=64)"),
+        DynamicSpec,
+        "DynamicSpec(capacity=1000, dim=64)",
         "for a TableSpec use TableBatchedEmbeddingBags",
     )
 
@@ -360,6 +122,7 @@ class DynamicEmbeddingBags(DynamicTraining):
         tables: Sequence[DynamicSpec],
         optimizer: Optimizer | None = None,
         *,
+        backing: BackingStore | None = None,
         pooling: Pooling = Pooling.SUM,
         feature_tables: Sequence[int] | None = None,
         precision: Precision | None = None,
@@ -368,88 +131,50 @@ class DynamicEmbeddingBags(DynamicTraining):
         include_last_offset: bool = True,
         hash_seeds: Sequence[int] | None = None,
     ) -> None:
-        super().__init__(
-            *(tables, optimizer, pooling, feature_tables, precision, BoundsCheck.WARNING)
-        )
+        if backing is not None:
+            check_backing(backing)
+            tables = backing.with_insert_policy(tables)
+        super().__init__(tables, optimizer, pooling, feature_tables, precision, BoundsCheck.WARNING)
         self.include_last_offset = include_last_offset
         self.seed = 0 if seed is None else check_count("seed", seed, minimum=0)
-        self._check_arguments()
+        check_optimizer(self.optimizer, self.tables, has_backing=backing is not None)
+        check_capacity(self.tables)
         device = torch.empty(0, device=device).device
         check_device(device)
         ops.require_kernels(device)
 
-        self.rows = self._row_layout()
+        overflow_rows = 0 if backing is None else backing.overflow_rows(device)
+        states = self.optimizer.states
+        self.rows = RowLayout(self.tables, self.table_names, states, self.precision, overflow_rows)
         self._layout = self._feature_rows(self.rows.feature)
-        self._make_parts(device, hash_keys_of(seed, self.table_names, hash_seeds))
-        self.reset_parameters()
-
-    def _check_arguments(self) -> None:
-        check_capacity(self.tables)
-        if optimizer_hooks.is_periodic(self.optimizer) or optimizer_hooks.global_decay(
-            self.optimizer
-        ):
-            raise ValueError(
-                f"{brief(self.optimizer)} looks at whole tables from time to time, which a dynamic "
-                "table has not; choose an optimizer without that part"
-            )
-        grows = any(spec.buckets < spec.max_buckets for spec in self.tables)
-        if isinstance(self.optimizer, External) and grows:
-            raise ValueError("optim.External keeps its state outside, where it would not move with "
-                             "the rows of a table that grows: leave initial_capacity out, or use a "
-                             "fused optimizer")  # fmt: skip
-
-    def _make_parts(self, device: torch.device, hash_keys: list[int]) -> None:
+        hash_keys = hash_keys_of(seed, self.table_names, hash_seeds)
         self.index = HashIndex(self.tables, device, hash_keys)
         self._register_rows(device)
-        self.first_rows = RowInitializer(self.rows, self.seed, device)
+        self.row_initializer = RowInitializer(self.rows, self.seed, device)
         admits = any(spec.admission is not None for spec in self.tables)
         self.admission = Admission(self.tables, device, hash_keys) if admits else None
-        self.scores = Scores(self.tables, device) if self._by_scores else None
-        self._expiry = Expiry(self.tables)
-        self._may_grow = any(spec.buckets < spec.max_buckets for spec in self.tables)
-        self.followers = []
-        self.removals = None
-        self.last = None
+        has_scores = self.index.order == "assigned"
+        self.scores = EvictionScores(self.tables, device) if has_scores else None
+        self.eviction_log: EvictionLog | None = None
+        self.hooks: list[TrainingHook] = []
+        self.backing: BackingTier | None = None
+        self.expiry = Expiry(self.tables)
+        self.last_insertion: InsertedBatch | None = None
         self._zeros = torch.zeros(0, dtype=torch.int32, device=device)
         features = torch.tensor(self.feature_tables, dtype=torch.int64, device=device)
         self.register_buffer("feature_table", features, persistent=False)
-        lost = torch.zeros(1, dtype=torch.int64, device=device)
-        self.register_buffer("dropped_updates", lost, persistent=False)
+        dropped = torch.zeros(1, dtype=torch.int64, device=device)
+        self.register_buffer("dropped_updates", dropped, persistent=False)
         self._register_common(device)
+        self.reset_parameters()
+        if backing is not None:
+            self.backing = BackingTier(self, backing)
+            self.hooks.append(self.backing)
 
-    feature_table: Tensor
-
-    @property
-    def _by_scores(self) -> bool:
-        orders = {spec.eviction.order for spec in self.tables}
-        return "assigned" in orders & set(SCORED)
-
-    @atomic
-    def reset_parameters(self) -> None:
-        """Forget all keys; optimizer, counters and what admission counted as at construction."""
-        with torch.no_grad():
-            self._reset_common()
-            self.clear()
-
-    @atomic
-    def clear(self) -> None:
-        """Forget all keys; tables have their initial capacity again.
-
-        Ticks begin anew, unless removals are tracked: copies that follow are told.
-        """
-        tick = 0
-        if self.removals is not None:
-            tick = self.index.tick
-            for t in range(len(self.tables)):
-                self.removals.tell(t, self.table_entries(t).keys, tick)
-        self.index.clear()
-        self.index.set_tick(tick)
-        if self.admission is not None:
-            self.admission.clear()
-        if self.scores is not None:
-            self.scores.clear()
-        for t, spec in enumerate(self.tables):
-            self._use(t, 0, spec.buckets * SLOTS)
+    def _register_rows(self, device: torch.device) -> None:
+        weights, *states = self.rows.allocate(device)
+        self._register_row_buffers(weights, states, persistent=False)
+        self.register_buffer("moves", self.rows.moves(device), persistent=False)
 
     def forward(
         self,
@@ -460,7 +185,7 @@ class DynamicEmbeddingBags(DynamicTraining):
         batch_sizes: Sequence[Sequence[int]] | None = None,
         counts: Tensor | None = None,
     ) -> Tensor:
-        """Pooled embeddings `[B, sum D]`, or `[L, D]` for pooling NONE, in `precision.output`.
+        """Return pooled rows `[B, sum D]`, or `[L, D]` for pooling NONE, in `precision.output`.
 
         Args:
             indices: int64, uint64 or int32 `[L]`, the key of each lookup: any value, none is
@@ -469,13 +194,14 @@ class DynamicEmbeddingBags(DynamicTraining):
                 `indices[offsets[f * B + b] : offsets[f * B + b + 1]]`.
             per_sample_weights: float32 `[L]`, scales each row; gets a gradient if it requires one.
             batch_sizes: as in `TableBatchedEmbeddingBags`, for features of unequal batch sizes.
-            counts: int64 `[L]`, for how many uses each lookup stands where ids were made distinct
-                before; left out, 1 each. Eviction by counts and admission see it.
+            counts: int64 `[L]`, the number of uses that each lookup stands for, where ids were
+                deduplicated before; by default 1 each. Eviction by counts and admission use it.
 
         Raises:
             RuntimeError: wrong dtype, device or number of offsets; offsets that would leave out
-                ids or a bag, on the CPU; a key that found no place in a table with
-                `OnInsertFailure.ERROR`.
+                ids or a bag, on the CPU; a key that found no slot in a table with
+                `OnInsertFailure.RAISE`; a batch with more ids outside the fast tier than
+                `BackingStore.max_misses`.
             TypeError: indices of another dtype.
             ValueError: `batch_sizes` that do not fit; counts below 0; weights without pooling.
         """
@@ -483,17 +209,17 @@ class DynamicEmbeddingBags(DynamicTraining):
             self._check_in_place(self.weights)
         ids = as_keys(indices)
         check_batch(ids, per_sample_weights, counts, self.pooling)
-        keys, batch = self._batch(ids, offsets, batch_sizes)
+        keys, batch = self._make_batch(ids, offsets, batch_sizes)
         return self._look_up(keys, batch, per_sample_weights, counts)
 
-    def _batch(
+    def _make_batch(
         self, ids: Tensor, offsets: Tensor, batch_sizes: Sequence[Sequence[int]] | None
     ) -> tuple[Keys, autograd.Lookup]:
-        """The batch as keys by table, and as bags whose rows are not known yet."""
+        """Return the batch as keys by table, and as bags whose rows are not known yet."""
         offsets = self._with_last_offset(ids, offsets)
         bag_layout, columns = self._bag_layout(offsets, batch_sizes, ids.device)
+        offsets = self._check_bounds(self._valid_indices(ids), offsets, self.features, bag_layout)
         features = len(self.feature_tables)
-        offsets = self._check_bounds(self._no_indices(ids), offsets, self.features, bag_layout)
         if batch_sizes is not None:
             starts = offsets[[0, *itertools.accumulate(sum(sizes) for sizes in batch_sizes)]]
         elif offsets.numel() > 1:
@@ -502,9 +228,21 @@ class DynamicEmbeddingBags(DynamicTraining):
             starts = offsets.expand(features + 1)
         keys = Keys(ids.contiguous(), starts.long().contiguous(), self.feature_table)
         return keys, autograd.Lookup(
-            *(self.features, ids, offsets, bag_layout, self.pooling),
-            *(self.rows.total_rows, columns),
+            features=self.features,
+            indices=ids,
+            offsets=offsets,
+            bag_layout=bag_layout,
+            pooling=self.pooling,
+            total_rows=self.rows.total_rows,
+            output_dim=columns,
         )
+
+    def _valid_indices(self, ids: Tensor) -> Tensor:
+        """Return indices that pass the bounds check: every id is valid, only offsets may not be."""
+        count, zeros = ids.numel(), self._zeros
+        if zeros.numel() < count or zeros.device != ids.device:
+            zeros = self._zeros = torch.zeros(2 * count, dtype=torch.int32, device=ids.device)
+        return zeros[:count]
 
     def _bounds_message(self, bad_indices: int, bad_offsets: int) -> str:
         return (
@@ -512,14 +250,7 @@ class DynamicEmbeddingBags(DynamicTraining):
             "0, not decrease and end with the number of indices (are they offsets, not lengths?)"
         )
 
-    def _no_indices(self, ids: Tensor) -> Tensor:
-        """Valid indices for what checks them: any id is one, only offsets can be wrong."""
-        count, zeros = ids.numel(), self._zeros
-        if zeros.numel() < count or zeros.device != ids.device:
-            zeros = self._zeros = torch.zeros(2 * count, dtype=torch.int32, device=ids.device)
-        return zeros[:count]
-
-    @graph_break
+    @graph_break  # an index is state, and its rows move
     @atomic
     def _look_up(
         self,
@@ -528,11 +259,8 @@ class DynamicEmbeddingBags(DynamicTraining):
         sample_weights: Tensor | None,
         counts: Tensor | None,
     ) -> Tensor:
-        """A break in a compiled graph: an index is state, and its rows move."""
         if not (self.training and torch.is_grad_enabled()) or self._frozen:
-            with torch.no_grad():
-                reads = self.first_rows.searched(keys, self._search(keys))
-            return self._read(keys, batch, reads, sample_weights)
+            return self._look_up_untrained(keys, batch, sample_weights)
         if self._untrained:
             raise RuntimeError(
                 f"of the dynamic tables {self.table_names}, which are one kernel, "
@@ -541,39 +269,428 @@ class DynamicEmbeddingBags(DynamicTraining):
             )
         check_replicas(self.index.tags, self.weights)
         with torch.no_grad():
-            inserted = self._train(keys, counts)
-            reads = self.first_rows.reads(keys, inserted)
-            step = self._step(keys, inserted.slots, reads)
-            step.weighted = sample_weights is not None and sample_weights.requires_grad
-        batch = batch._replace(
-            indices=reads.indices, slots=reads.slots, default_rows=reads.beside, hooks=step
-        )
-        step.batch = batch._replace(hooks=None)  # no cycle: it ends with the graph
+            inserted = insert_batch(self, keys, counts)
+            reads = self.row_initializer.reads_of_inserted(keys, inserted)
+            update = self._make_update(keys, inserted.slots, reads)
+            update.weighted = sample_weights is not None and sample_weights.requires_grad
+        batch = _with_reads(batch, reads)
+        update.batch = batch  # without the update, which would be a cycle
+        batch = batch._replace(hooks=update)
         if isinstance(self.optimizer, External):
             return autograd.lookup(
                 self.weights, batch, self.optimizer, sample_weights, self.output_dtype
             )
         return autograd.fused_lookup(
-            self.grad_anchor, self._tiers(), self.optimizer, batch, sample_weights
+            self.grad_anchor, self._memory_tiers(), self.optimizer, batch, sample_weights
         )
 
-    def _read(
-        self, keys: Keys, batch: autograd.Lookup, reads: Reads, sample_weights: Tensor | None
+    def _look_up_untrained(
+        self, keys: Keys, batch: autograd.Lookup, sample_weights: Tensor | None
     ) -> Tensor:
-        """A lookup that trains no row; sample weights get their gradient."""
-        batch = batch._replace(indices=reads.indices, slots=reads.slots, default_rows=reads.beside)
-        if sample_weights is not None and torch.is_grad_enabled():
-            batch = batch._replace(hooks=Reading(batch, self._step(keys, reads.indices, reads)))
-            return autograd.fused_lookup(
-                self.grad_anchor.detach(), self._tiers(), self.optimizer, batch, sample_weights
-            )
-        return autograd.lookup_no_grad(
-            self._tiers().weights, batch, sample_weights, self.output_dtype
+        """Look up without insertion or update; sample weights get their gradient."""
+        with torch.no_grad():
+            slots = self.index.find(keys) if self.backing is None else self.backing.search(keys)
+            reads = self.row_initializer.reads_of_found(keys, slots)
+        batch = _with_reads(batch, reads)
+        memory = self._memory_tiers()
+        if sample_weights is None or not torch.is_grad_enabled():
+            return autograd.lookup_no_grad(memory.weights, batch, sample_weights, self.output_dtype)
+        update = self._make_update(keys, reads.indices, reads)
+        batch = batch._replace(hooks=WeightGradient(batch, update))
+        return autograd.fused_lookup(
+            self.grad_anchor.detach(), memory, self.optimizer, batch, sample_weights
         )
 
-    def _tiers(self) -> autograd.Tiers:
-        weights, *states = self.planes()
+    def _make_update(self, keys: Keys, slots: Tensor, reads: BatchReads) -> TrainingUpdate:
+        return TrainingUpdate(
+            self._lock, self.index, keys, slots, reads, self.dropped_updates, self.backing
+        )
+
+    def _memory_tiers(self) -> autograd.Tiers:
+        weights, *states = self.row_buffers()
         return autograd.Tiers([weights], states, self.hyperparams, self.output_dtype)
+
+    @atomic
+    def track_optimizer_state(self, optimizer: torch.optim.Optimizer) -> None:
+        """Reset the states that `optimizer` keeps for `weights` in the rows of new keys.
+
+        For `optim.External`: an optimizer of torch.optim knows rows, not keys, so without this a
+        new key continues with the states of the key that had its row before.
+
+        Raises:
+            ValueError: the weights are not one matrix `[rows, dim]`, or not the optimizer's.
+        """
+        self.hooks.append(ExternalStates.of_module(self, optimizer))
+
+    @atomic
+    def track_evictions(self, max_keys: int = 1 << 24) -> EvictionLog:
+        """Record from now on which keys leave and when, at most `max_keys` per table."""
+        if self.eviction_log is None:
+            self.eviction_log = EvictionLog(len(self.tables), self.index.tick, max_keys)
+        return self.eviction_log
+
+    def record_evictions(self, table: int, keys: Tensor) -> None:
+        """Record keys that left a table in this step, if evictions are tracked."""
+        if self.eviction_log is not None:
+            self.eviction_log.record(table, keys, self.index.tick)
+
+    @property
+    def num_training_steps(self) -> int:
+        """The number of training forwards (reads the device)."""
+        return self.index.tick
+
+    @atomic
+    def key_status(self) -> Tensor:
+        """Return the status of each id of the last training forward: uint8 `[L]` of `KeyStatus`."""
+        if self.last_insertion is None:
+            raise RuntimeError(
+                "key_status is that of the last training forward, and there was none; call the "
+                "module in training mode, with gradients enabled, first"
+            )
+        return key_status.of_insertion(self.last_insertion)
+
+    @atomic
+    def set_eviction_score(self, score: int | Mapping[int, int] | Mapping[str, int]) -> None:
+        """Set the score that `Eviction.CUSTOM` tables assign from the next training forward on.
+
+        Keys used by a batch get its score; keys with the lowest scores are evicted first.
+
+        Args:
+            score: an int64 for all those tables, or by number or name of the table.
+
+        Raises:
+            KeyError, IndexError, ValueError: there is no such table, or its eviction is another.
+            TypeError: not an int.
+        """
+        if self.scores is None:
+            raise ValueError("scores are set for tables with Eviction.CUSTOM, and none has it")
+        if isinstance(score, Mapping):
+            score = {self.table_number(table): value for table, value in score.items()}
+        self.scores.set(score)
+
+    @atomic
+    def set_eviction_step(self, table: int | str, step: int) -> None:
+        """Set the step that a table with `Eviction.STEP` assigns to its next batch."""
+        if self.scores is None:
+            raise ValueError("steps are counted by tables with Eviction.STEP, and none has it")
+        self.scores.set_steps({self.table_number(table): step})
+
+    @atomic
+    def eviction_score(self, table: int | str) -> int | None:
+        """Return the score that a table assigns to its next batch, None for none (waits)."""
+        number = self.table_number(table)
+        return None if self.scores is None else self.scores.get()[number]
+
+    # Keys and rows
+
+    def table_number(self, table: int | str) -> int:
+        """Return the number of a table given by number or name, see `RowLayout.table_number`."""
+        return self.rows.table_number(table)
+
+    def row_buffers(self) -> list[Tensor]:
+        """Return weights and states as flat tensors, by slot; see `RowLayout`."""
+        return [self.weights.detach().view(-1), *self._states()]
+
+    def slot_rows(self) -> RowBuffers:
+        """Return the rows that the index moves when a table grows."""
+        return RowBuffers(self.row_buffers(), self.moves, self._use_rows)
+
+    def _use_rows(self, table: int, before: int, now: int) -> None:
+        self.rows.use(self.row_buffers(), table, before, now)
+
+    def table_rows(self, table: int | str) -> dict[str, Tensor]:
+        """Return views of a table's rows by slot: `weight` `[rows, dim]` and optimizer states.
+
+        Rows of empty slots are unspecified; views are invalid once the module moves.
+        """
+        return self.rows.views(self.row_buffers(), self.table_number(table))
+
+    def _keys_of(self, table: int, ids: Tensor) -> Keys:
+        return Keys.of(as_keys(ids).to(self.hyperparams.device), self.table_number(table))
+
+    @atomic
+    def size(self, table: int) -> int:
+        """Return the number of keys of a table, in both tiers (reads the device)."""
+        table = self.table_number(table)
+        if self.backing is None:
+            return self.index.size(table)
+        with torch.no_grad():
+            self.backing.write_back()
+        return self.index.size(table) + self.backing.store.size(table)
+
+    @atomic
+    def capacity(self, table: int) -> int:
+        """Return the number of rows in use of a table, as it has grown (reads the device)."""
+        return self.index.capacity(self.table_number(table))
+
+    @atomic
+    def find(self, table: int, ids: Tensor) -> Tensor:
+        """Return the rows of ids in `table_rows(table)`, int64, -1 for ids that are not there.
+
+        They are valid until the next training forward.
+        """
+        return self.index.find(self._keys_of(table, ids))
+
+    @atomic
+    def reserve(self, table: int, rows: int) -> None:
+        """Grow a table to the size that a number of keys needs, at most to its capacity."""
+        self.index.reserve(self.table_number(table), rows, self.slot_rows())
+
+    @atomic
+    def erase(self, table: int, ids: Tensor) -> Tensor:
+        """Remove keys with their rows; return by position whether one was there (once per key)."""
+        in_store = None
+        if self.backing is not None:
+            with torch.no_grad():
+                ids = as_keys(ids)
+                in_store = self.backing.erase(table, ids)
+                self.record_evictions(table, ids.cpu()[in_store])
+        keys = self._keys_of(table, ids)
+        erased = self.index.erase(keys) >= 0
+        self.record_evictions(table, keys.ids[erased])
+        return erased if in_store is None else erased | in_store.to(erased.device)
+
+    @atomic
+    def stats(self) -> dict[str, dict[str, int]]:
+        """Return counts by table since `reset_stats`, see `emblib.ops.hash.COUNTERS` (waits)."""
+        return dict(zip(self.table_names, self.index.stats(), strict=True))
+
+    @atomic
+    def reset_stats(self) -> None:
+        """Set the counts of `stats` and `tier_stats` to zero."""
+        self.index.reset_stats()
+        if self.backing is not None:
+            self.backing.reset_stats()
+
+    @atomic
+    def nbytes(self) -> dict[str, int]:
+        """Return the bytes in use of `weights`, `optimizer_state` and `index`."""
+        weights, *states = self.rows.nbytes(self._capacities())
+        return {
+            "weights": weights,
+            "optimizer_state": sum(states),
+            "index": self.index.nbytes(),
+        }
+
+    def _capacities(self) -> list[int]:
+        return [self.index.capacity(t) for t in range(len(self.tables))]
+
+    @atomic
+    def reset_parameters(self) -> None:
+        """Remove all keys and reset optimizer, counters and admission as at construction."""
+        with torch.no_grad():
+            self._reset_common()
+            self.clear()
+
+    @atomic
+    def clear(self) -> None:
+        """Remove all keys, in both tiers; tables have their initial capacity again.
+
+        The count of training steps restarts, unless evictions are tracked.
+        """
+        tick = 0
+        if self.eviction_log is not None:
+            tick = self.index.tick
+            for t in range(len(self.tables)):
+                self.record_evictions(t, checkpoint.table_entries(self, t).keys)
+        self.index.clear()
+        self.index.set_tick(tick)
+        if self.admission is not None:
+            self.admission.clear()
+        if self.scores is not None:
+            self.scores.clear()
+        for t, spec in enumerate(self.tables):
+            self._use_rows(t, 0, spec.buckets * SLOTS)
+        if self.backing is not None:
+            self.backing.clear()
+
+    # The backing store
+
+    @graph_break
+    def prefetch(
+        self,
+        indices: Tensor,
+        offsets: Tensor,
+        *,
+        batch_sizes: Sequence[Sequence[int]] | None = None,
+    ) -> None:
+        """Read the rows of a coming batch that are in the backing store, in another thread.
+
+        This changes no result and moves no row between the tiers.
+        """
+        if self.backing is None:
+            return
+        with torch.no_grad(), self._lock:
+            keys, _ = self._make_batch(as_keys(indices), offsets, batch_sizes)
+            self.backing.prefetch(keys)
+
+    @atomic
+    def flush(self) -> None:
+        """Commit both tiers to the backing store, if there is one, and wait until that is done."""
+        if self.backing is not None:
+            with torch.no_grad():
+                self.backing.flush()
+
+    @atomic
+    def close(self) -> None:
+        """Close the backing store, undoing what was not flushed; the module is unusable then."""
+        if self.backing is not None:
+            self.backing.store.close()
+
+    @atomic
+    def tier_stats(self) -> dict[str, TierStats]:
+        """Return counts of both tiers by table since `reset_stats`; {} without a backing store."""
+        if self.backing is None:
+            return {}
+        with torch.no_grad():
+            self.backing.write_back()
+        return self.backing.stats()
+
+    # Saving and loading
+
+    def save(
+        self,
+        directory: str | Path,
+        *,
+        since: int | None = None,
+        part: Part = Part(),  # noqa: B008
+        identity: str | None = None,
+        report: Report | None = None,
+    ) -> int:
+        """Save the tables to a directory, which then holds all of this dump or its old content.
+
+        Call it between steps, not between a forward and its backward.
+
+        Args:
+            directory: created if it does not exist; an older dump in it is replaced.
+            since: save only what changed at this tick or later: the return value of an earlier
+                call. Removed keys are saved too, so call `track_evictions` before that call.
+            part: rank and number of ranks; each writes its part, into one directory.
+            identity: of all parts, which must agree; by default the tick.
+            report: called as rows are written.
+
+        Returns:
+            The tick to pass as `since` the next time.
+        """
+        return table_dumps.save(self, directory, since, part, identity, report)
+
+    def load(
+        self,
+        directory: str | Path,
+        *,
+        part: Part = Part(),  # noqa: B008
+        report: Report | None = None,
+    ) -> dict[str, Loaded]:
+        """Load what `save` wrote; changes are applied to the present content of the tables.
+
+        All checksums and all tables are checked before the first table is changed.
+
+        Args:
+            directory: of the dump.
+            part: rank and number of ranks; the dump may be of another number of ranks.
+            report: called as rows are loaded.
+
+        Returns:
+            Per table, the numbers of entries that were loaded and that found no slot.
+
+        Raises:
+            DumpError: there is no whole dump, or it is damaged.
+            ValueError: it is of other tables or another optimizer, or of changes since a tick that
+                these tables have not reached.
+        """
+        return table_dumps.load(self, directory, part, report)
+
+    @atomic
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
+        checkpoint.write_state(self, destination, prefix)
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """As of any module; with `strict`, wrong keys are refused before anything is written."""
+        if strict:
+            base.check_keys(checkpoint.expected_names(self, state_dict), state_dict)
+        return super().load_state_dict(state_dict, strict, assign)
+
+    @atomic
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *arguments: Any
+    ) -> None:
+        for hook in self._load_state_dict_pre_hooks.values():
+            hook(state_dict, prefix, *arguments)
+        checkpoint.read_state(self, state_dict, prefix, *arguments[2:])
+
+    @property
+    def _names_in_checkpoints(self) -> SimpleNamespace:
+        """The names in a state dict that are no parameter or buffer, as attributes."""
+        return checkpoint.names_as_attributes(self)
+
+    def _fqn_modifiers(self) -> dict[str, str]:
+        """Tell `torch.distributed.checkpoint.state_dict` where the first part of a key leads."""
+        return dict.fromkeys([*self.table_names, checkpoint.CLOCK], "_names_in_checkpoints")
+
+    # Copies, and moves to another device
+
+    @atomic
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        if self.backing is not None:
+            with torch.no_grad():
+                self.backing.drop_overflow_rows()
+        here = self.hyperparams.device
+        there = fn(torch.empty(0, device=here)).device
+        if here == there:
+            return super()._apply(fn, recurse)
+        check_device(there)
+        self._move(fn, there)
+        return self
+
+    def _move(self, fn: Callable[[Tensor], Tensor], there: torch.device) -> None:
+        rows = self.rows.snapshot(self.row_buffers(), self._capacities())
+        self.index = self.index.copy_to(there)
+        # Memory that is reserved and not in use would be taken by a copy.
+        self._set_row_buffers([buffer.new_empty(0) for buffer in self.row_buffers()])
+        self.last_insertion = None
+        super()._apply(fn)
+        self._set_row_buffers(self.rows.allocate(there))
+        self.rows.restore(self.row_buffers(), rows)
+
+    def _set_row_buffers(self, buffers: Sequence[Tensor]) -> None:
+        weights, *states = buffers
+        if self.weights.dim() == 2:
+            dim = self.weights.shape[1]
+            weights = weights.view(weights.numel() // dim, dim)
+        self.weights.data = weights
+        for state, tensor in zip(self.optimizer.states, states, strict=True):
+            setattr(self, f"state_{state.name}", tensor)
+
+    @atomic
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state for copies and pickles, with the rows in use only."""
+        if self.backing is not None:
+            raise TypeError(
+                "a module with a backing store cannot be copied or pickled, as its store has one "
+                "owner; make a module with another store and load the state_dict of this one"
+            )
+        state = dict(self.__dict__)
+        names = [f"state_{s.name}" for s in self.optimizer.states]
+        state["_parameters"] = {**self._parameters, "weights": None}
+        state["_buffers"] = {**self._buffers, **dict.fromkeys(names)}
+        state["last_insertion"] = None
+        state["_zeros"] = self._zeros[:0].clone()
+        state["_rows_in_use"] = self.rows.snapshot(self.row_buffers(), self._capacities())
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        rows = state.pop("_rows_in_use")
+        super().__setstate__(state)
+        self._register_rows(self.hyperparams.device)
+        self.rows.restore(self.row_buffers(), rows)
 
     def _size_of(self, spec: DynamicSpec) -> str:
         return f"{spec.capacity} x {spec.dim}"
+
+
+def _with_reads(batch: autograd.Lookup, reads: BatchReads) -> autograd.Lookup:
+    return batch._replace(indices=reads.indices, slots=reads.slots, default_rows=reads.default_rows)

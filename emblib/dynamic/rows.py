@@ -1,10 +1,12 @@
-"""Where the rows of dynamic tables lie: weights and optimizer states, by slot of the index.
+"""Rows of dynamic tables: weights and optimizer states by slot of the index.
 
-Each kind of value is one flat tensor, a plane, with the tables one after the other, each with room
-for its capacity; how much of that is in use follows the index (see `emblib.tables.memory`). This is
-the layout of `emblib.ops.tbe`, so that lookups and updates are those of plain tables.
+Each kind of value is one flat tensor, a row buffer, with the tables one after the other, each with
+room for its capacity; how much of it is in use follows the index (see `emblib.tables.memory`). This
+is the layout of `emblib.ops.tbe`, so that lookups and updates are those of plain tables.
+`RowInitializer` writes new rows, and `TrainingUpdate` finds the rows of a batch in its backward.
 """
 
+import weakref
 import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -12,27 +14,30 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from emblib.dynamic.hash_index import HashIndex, Inserted
+from emblib.dynamic.hash_index import HashIndex, InsertedBatch
 from emblib.dynamic.saving import dumps
 from emblib.dynamic.saving.entries import WEIGHT
+from emblib.init import Constant
 from emblib.ops import autograd, hash, tbe
 from emblib.ops import hash as initial
-from emblib.ops.hash import Keys, Misses, tables_of
+from emblib.ops.hash import Keys, tables_of
 from emblib.optim import State
-from emblib.specs import SLOTS, Constant, DynamicSpec, Precision
+from emblib.specs import SLOTS, DynamicSpec, Precision
 from emblib.tables import memory
 from emblib.tables.locks import ModuleLock
 
 
 class RowLayout:
-    """The planes of some tables: `weight`, then the states of the optimizer. Numbers only.
+    """Describe the row buffers of some tables: `weight`, then the states of the optimizer.
+
+    It has numbers only, no tensors; the module has the buffers.
 
     Args:
         specs: the tables.
-        names: what they are called; first values of rows go by it.
-        states: what the optimizer keeps.
+        names: their names, on which first values of rows depend.
+        states: the states of the optimizer.
         precision: dtypes of weights and states.
-        beside: rows behind those of each table that no slot of the index has.
+        overflow_rows: rows behind those of each table, which no slot of the index refers to.
     """
 
     def __init__(
@@ -41,55 +46,81 @@ class RowLayout:
         names: Sequence[str],
         states: Sequence[State],
         precision: Precision,
-        beside: int = 0,
+        overflow_rows: int = 0,
     ) -> None:
-        self.specs, self.beside = tuple(specs), beside
-        self.planes = (WEIGHT, *(state.name for state in states))
+        self.specs, self.overflow_rows = tuple(specs), overflow_rows
+        self.table_names = list(names)
+        self.names = (WEIGHT, *(state.name for state in states))
         self._per_row = (False, *(state.per_row for state in states))
-        kept = (torch.float32 if state.per_row else precision.states for state in states)
-        self.dtypes = (precision.weights, *kept)
+        dtypes = (torch.float32 if state.per_row else precision.states for state in states)
+        self.dtypes = (precision.weights, *dtypes)
         self._streams = [zlib.crc32(name.encode()) for name in names]
-        self.total_rows = sum(spec.rows + beside for spec in specs)
+        self.total_rows = sum(spec.rows + overflow_rows for spec in specs)
         self._first_rows, self._first_elements = [0], [0]
         for spec in specs:
-            rows = spec.rows + beside
+            rows = spec.rows + overflow_rows
             self._first_rows.append(self._first_rows[-1] + rows)
             self._first_elements.append(self._first_elements[-1] + rows * spec.dim)
-        # Rows that are read in place of a table's begin at 16 bytes, at least 8.
+        # Default rows begin at multiples of 16 bytes, at least of 8.
         self.stride = -(-max((spec.dim for spec in specs), default=0) // 4) * 4
 
-    def width(self, table: int, plane: int) -> int:
-        """Elements of a row."""
-        return 1 if self._per_row[plane] else self.specs[table].dim
+    def table_number(self, table: int | str) -> int:
+        """Return the number of a table given by number or name.
 
-    def per_row(self, plane: int) -> bool:
-        """Whether a row has one number there."""
-        return self._per_row[plane]
+        Raises:
+            KeyError, IndexError: there is no such table.
+            TypeError: neither a number nor a name.
+        """
+        if isinstance(table, str):
+            if table not in self.table_names:
+                raise KeyError(f"there is no table {table!r}; have {', '.join(self.table_names)}")
+            return self.table_names.index(table)
+        if isinstance(table, bool) or not hasattr(table, "__index__"):
+            raise TypeError(f"a table is given by number or name, got {table!r}")
+        if not 0 <= table < len(self.specs):
+            raise IndexError(
+                f"table must be in [0, {len(self.specs)}), the number of tables, got {table}"
+            )
+        return table
+
+    def width(self, table: int, buffer: int) -> int:
+        """Return the elements per row of a buffer."""
+        return 1 if self._per_row[buffer] else self.specs[table].dim
+
+    def per_row(self, buffer: int) -> bool:
+        """Return whether a buffer has one number per row."""
+        return self._per_row[buffer]
 
     def row_bytes(self, table: int) -> int:
-        """Bytes of a row in all planes together."""
+        """Return the bytes per row of all buffers together."""
         return sum(
-            self.width(table, plane) * dtype.itemsize for plane, dtype in enumerate(self.dtypes)
+            self.width(table, number) * dtype.itemsize for number, dtype in enumerate(self.dtypes)
         )
 
-    def first(self, table: int, plane: int) -> int:
-        """The element of a plane at which a table begins."""
-        return (self._first_rows if self._per_row[plane] else self._first_elements)[table]
+    def first(self, table: int, buffer: int) -> int:
+        """Return the element of a buffer at which a table begins."""
+        return (self._first_rows if self._per_row[buffer] else self._first_elements)[table]
 
     def first_row(self, table: int) -> int:
-        """The linear row of a table's row 0."""
+        """Return the number of a table's row 0 among the rows of all tables."""
         return self._first_rows[table]
 
     def feature(self, table: int, column: int) -> tuple[int, ...]:
-        """A row of the `features` tensor, for output columns from `column` on."""
+        """Return a row of the `features` tensor, for output columns from `column` on."""
         spec, first = self.specs[table], self._first_rows[table]
         return (
-            *(self._first_elements[table], first, spec.rows + self.beside, spec.dim),
-            *(column, 0, first, self.stride),
+            self._first_elements[table],
+            first,
+            spec.rows + self.overflow_rows,
+            spec.dim,
+            column,
+            0,
+            first,
+            self.stride,
         )
 
     def allocate(self, device: torch.device) -> list[Tensor]:
-        """The planes, in zeros."""
+        """Allocate the buffers, filled with zeros."""
         used = sum(spec.buckets for spec in self.specs) * SLOTS
         firsts = (
             self._first_rows if per_row else self._first_elements for per_row in self._per_row
@@ -99,107 +130,110 @@ class RowLayout:
             for first, dtype in zip(firsts, self.dtypes, strict=True)
         ]
 
-    def use(self, planes: Sequence[Tensor], table: int, before: int, now: int) -> None:
-        """A table is about to have `now` rows in use, it had `before`."""
-        for number, plane in enumerate(planes):
+    def use(self, buffers: Sequence[Tensor], table: int, before: int, now: int) -> None:
+        """Take rows of a table into use: from `before` rows to `now`."""
+        for number, buffer in enumerate(buffers):
             width = self.width(table, number)
-            memory.use(plane, self.first(table, number), before * width, now * width)
+            memory.use(buffer, self.first(table, number), before * width, now * width)
 
-    def views(self, planes: Sequence[Tensor], table: int) -> dict[str, Tensor]:
-        """The rows of a table by plane, `[rows, dim]` or `[rows]`, in use or not."""
+    def views(self, buffers: Sequence[Tensor], table: int) -> dict[str, Tensor]:
+        """Return the rows of a table by name, `[rows, dim]` or `[rows]`, in use or not."""
         spec, views = self.specs[table], {}
-        for number, (name, plane) in enumerate(zip(self.planes, planes, strict=True)):
+        for number, (name, buffer) in enumerate(zip(self.names, buffers, strict=True)):
             first, width = self.first(table, number), self.width(table, number)
-            part = plane[first : first + spec.rows * width]
-            views[name] = part if self._per_row[number] else part.view(spec.rows, spec.dim)
+            rows = buffer[first : first + spec.rows * width]
+            views[name] = rows if self._per_row[number] else rows.view(spec.rows, spec.dim)
         return views
 
     def moves(self, device: torch.device) -> Tensor:
-        """What `ValueRows` needs to know."""
-        places = [
+        """Return `RowBuffers.layout`."""
+        layout = [
             [
                 (self.first(t, p) * dtype.itemsize, self.width(t, p) * dtype.itemsize)
                 for p, dtype in enumerate(self.dtypes)
             ]
             for t in range(len(self.specs))
         ]
-        return self._tensor(places, 2, torch.int64, device)
+        return self._tensor(layout, 2, torch.int64, device)
 
     def initial_layout(self, device: torch.device) -> Tensor:
-        """Where `initial_rows_` writes."""
-        places = [
+        """Return the layout argument of `initial_rows_`, int64 `[T, P, 5]`."""
+        layout = [
             [
                 (
-                    *(self.first(t, p), self.width(t, p), spec.rows + self.beside),
-                    *(self.width(t, p), self._streams[t]),
+                    self.first(t, p),
+                    self.width(t, p),
+                    spec.rows + self.overflow_rows,
+                    self.width(t, p),
+                    self._streams[t],
                 )
-                for p in range(len(self.planes))
+                for p in range(len(self.names))
             ]
             for t, spec in enumerate(self.specs)
         ]
-        return self._tensor(places, 5, torch.int64, device)
+        return self._tensor(layout, 5, torch.int64, device)
 
     def initial_rules(self, device: torch.device) -> Tensor:
-        """What `initial_rows_` writes."""
+        """Return the rules argument of `initial_rows_`, float64 `[T, P, 7]`."""
         rules = [
             [
                 initial.rule_of(Constant(spec.initial_state) if p else spec.initializer, spec)
-                for p in range(len(self.planes))
+                for p in range(len(self.names))
             ]
             for spec in self.specs
         ]
         return self._tensor(rules, 7, torch.float64, device)
 
-    def beside_layout(self, rows: int, device: torch.device) -> Tensor:
-        """Where `initial_rows_` writes rows that are read in place of a table's: row by miss."""
-        places = [
+    def default_row_layout(self, rows: int, device: torch.device) -> Tensor:
+        """Return the layout argument of `initial_rows_` for default rows, one per miss."""
+        layout = [
             [(0, self.stride, rows, spec.dim, stream)]
             for spec, stream in zip(self.specs, self._streams, strict=True)
         ]
-        return self._tensor(places, 5, torch.int64, device)
+        return self._tensor(layout, 5, torch.int64, device)
 
     def _tensor(
         self, rows: Sequence[Any], fields: int, dtype: torch.dtype, device: torch.device
     ) -> Tensor:
-        planes = len(rows[0]) if rows else 0
-        return torch.tensor(rows, dtype=dtype).view(len(self.specs), planes, fields).to(device)
+        buffers = len(rows[0]) if rows else 0
+        return torch.tensor(rows, dtype=dtype).view(len(self.specs), buffers, fields).to(device)
 
-    def snapshot(self, planes: Sequence[Tensor], capacities: Sequence[int]) -> list[list[Tensor]]:
-        """Copies of the rows in use, by table and plane."""
+    def snapshot(self, buffers: Sequence[Tensor], capacities: Sequence[int]) -> list[list[Tensor]]:
+        """Copy the rows in use, by table and buffer."""
         return [
-            [view[:rows].detach().clone() for view in self.views(planes, t).values()]
+            [view[:rows].detach().clone() for view in self.views(buffers, t).values()]
             for t, rows in enumerate(capacities)
         ]
 
     def check_snapshot(self, snapshot: Any, capacities: Sequence[int]) -> None:
-        """Raise ValueError unless `restore` takes a snapshot of tables of these rows in use."""
+        """Raise ValueError unless `restore` takes a snapshot of tables with these rows in use."""
         tables = dumps.check_list("rows", snapshot, len(self.specs), "table")
         for t, (parts, rows) in enumerate(zip(tables, capacities, strict=True)):
             what = f"rows of table {t}"
-            parts = dumps.check_list(what, parts, len(self.planes), f"entry of {self.planes}")
-            for p, (name, dtype) in enumerate(zip(self.planes, self.dtypes, strict=True)):
+            parts = dumps.check_list(what, parts, len(self.names), f"entry of {self.names}")
+            for p, (name, dtype) in enumerate(zip(self.names, self.dtypes, strict=True)):
                 shape = (rows,) if self._per_row[p] else (rows, self.width(t, p))
                 dumps.check_tensor(f"{name} of table {t}", parts[p], dtype, shape)
 
-    def restore(self, planes: Sequence[Tensor], snapshot: Sequence[Sequence[Tensor]]) -> None:
-        """Write the rows of a snapshot into planes none of which is in use yet."""
+    def restore(self, buffers: Sequence[Tensor], snapshot: Sequence[Sequence[Tensor]]) -> None:
+        """Write the rows of a snapshot into buffers of which nothing is in use yet."""
         for t, parts in enumerate(snapshot):
-            views = self.views(planes, t).values()
+            views = self.views(buffers, t).values()
             for part in parts[:1]:
-                self.use(planes, t, 0, part.shape[0])
+                self.use(buffers, t, 0, part.shape[0])
             for view, part in zip(views, parts, strict=True):
                 view[: part.shape[0]] = part.to(view.device)
 
     def nbytes(self, capacities: Sequence[int]) -> Iterator[int]:
-        """Bytes in use, plane by plane."""
-        for plane, dtype in enumerate(self.dtypes):
+        """Yield the bytes in use of each buffer."""
+        for number, dtype in enumerate(self.dtypes):
             yield sum(
-                rows * self.width(t, plane) * dtype.itemsize for t, rows in enumerate(capacities)
+                rows * self.width(t, number) * dtype.itemsize for t, rows in enumerate(capacities)
             )
 
 
 def check_capacity(specs: Sequence[DynamicSpec]) -> None:
-    """Raise ValueError where the tables have more slots than an index can number."""
+    """Raise ValueError if a table has more slots than an index can number."""
     for spec in specs:
         if spec.max_buckets >= 1 << 31:
             raise ValueError(
@@ -208,42 +242,138 @@ def check_capacity(specs: Sequence[DynamicSpec]) -> None:
             )
 
 
-class TrainingHook(Protocol):
-    """What takes part in the training steps of a module, beside its index and its rows.
+class BatchReads(NamedTuple):
+    """The rows that the lookups of a batch read: rows of their tables, or default rows.
 
-    `admit` comes before keys get places, `leaving` when they have them, with the rows of keys that
-    gave way as they were, and `arriving` once all new rows hold their first values.
-    """
-
-    def admit(self, keys: Keys, misses: Misses) -> Tensor | None:
-        """Which of the missing keys may have a place, bool `[L]` by miss, or None for all."""
-
-    def leaving(self, keys: Keys, inserted: Inserted) -> None:
-        """Keys gave way (`inserted.placed.evicted`); the rows of new keys are still theirs."""
-
-    def arriving(self, keys: Keys, inserted: Inserted) -> None:
-        """New keys have their first values, which may be overwritten."""
-
-
-class Reads(NamedTuple):
-    """What the lookups of a batch read: rows of their tables, or rows beside them.
-
-    `indices` int64 `[L]` with -1 for nothing (zeros); where `slots` int32 `[L]` is not -1, that row
-    of `beside` is read in its place.
+    `indices` int64 `[L]` with -1 for none (reads zeros); where `slots` int32 `[L]` is not -1, that
+    row of `default_rows` is read instead.
     """
 
     indices: Tensor
     slots: Tensor | None = None
-    beside: Tensor | None = None
+    default_rows: Tensor | None = None
 
 
-class Step:
-    """A batch from its forward to its backward (the update hooks of `emblib.ops.autograd`).
+class RowInitializer(nn.Module):
+    """Write the first values of new rows, and choose what keys without a row read.
 
-    Rows move when a table grows, and keys leave. So what forward found is looked up again if the
-    index has changed since: what has left in between is not updated, even if it has come again, and
-    counted in `dropped_updates`. It watches the index while its graph exists, which may go backward
-    again.
+    Args:
+        layout: of the rows.
+        seed: of their first values.
+        device: where the rows are stored.
+    """
+
+    row_layout: Tensor
+    rules: Tensor
+    default_values: Tensor
+    unadmitted_layout: Tensor
+    unadmitted_rules: Tensor
+
+    def __init__(self, layout: RowLayout, seed: int, device: torch.device) -> None:
+        super().__init__()
+        self.seed = seed
+        specs = layout.specs
+        reads = [spec.admission.reads if spec.admission else None for spec in specs]
+        self._draws_unadmitted = any(initializer is not None for initializer in reads)
+        self._reads_zeros = not self._draws_unadmitted and all(
+            spec.default_value == 0.0 for spec in specs
+        )
+        rules = [
+            [initial.rule_of(Constant(spec.default_value) if x is None else x, spec)]
+            for spec, x in zip(specs, reads, strict=True)
+        ]
+        values = torch.tensor([spec.default_value for spec in specs]).view(-1, 1)
+        values = values.expand(-1, layout.stride).to(layout.dtypes[0])
+        self._stride = layout.stride
+        for name, tensor in (
+            ("row_layout", layout.initial_layout(device)),
+            ("rules", layout.initial_rules(device)),
+            ("default_values", values.contiguous().to(device)),
+            ("unadmitted_layout", layout.default_row_layout(0, device)),
+            ("unadmitted_rules", torch.tensor(rules, dtype=torch.float64).view(-1, 1, 7)),
+        ):
+            self.register_buffer(name, tensor.to(device), persistent=False)
+
+    def write_(self, buffers: list[Tensor], keys: Keys, inserted: InsertedBatch) -> None:
+        """Write first values into the rows of the inserted keys."""
+        misses, result = inserted.misses, inserted.result
+        assert misses is not None
+        assert result is not None
+        initial.initial_rows_(
+            buffers,
+            self.row_layout,
+            self.rules,
+            keys.ids,
+            misses.first,
+            misses.offsets,
+            result.slots,
+            self.seed,
+        )
+
+    def reads_of_inserted(self, keys: Keys, inserted: InsertedBatch) -> BatchReads:
+        """Return what the lookups of an inserted batch read."""
+        slots = inserted.slots
+        if self._reads_zeros or inserted.misses is None:
+            return BatchReads(slots)
+        default_slots = torch.where(slots < 0, tables_of(keys), -1)
+        rows = self.default_values.view(-1)
+        if self._draws_unadmitted and inserted.result is not None and slots.numel():
+            status, groups = inserted.result.status, inserted.misses.groups
+            unadmitted = status == hash.NOT_ADMITTED
+            rows = torch.cat([rows, self._draw(keys, inserted, unadmitted)])
+            numbers = groups.clamp(min=0).long()
+            drawn = (groups >= 0) & unadmitted[numbers]
+            default_slots = torch.where(drawn, self.default_values.size(0) + numbers, default_slots)
+        return BatchReads(slots.where(slots >= 0, 0), default_slots.to(torch.int32), rows)
+
+    def reads_of_found(self, keys: Keys, slots: Tensor) -> BatchReads:
+        """Return what the lookups of a batch read whose keys were only searched."""
+        if self._reads_zeros:
+            return BatchReads(slots)
+        default_slots = torch.where(slots < 0, tables_of(keys), -1).to(torch.int32)
+        return BatchReads(slots.where(slots >= 0, 0), default_slots, self.default_values.view(-1))
+
+    def _draw(self, keys: Keys, inserted: InsertedBatch, unadmitted: Tensor) -> Tensor:
+        """Draw default rows by miss for the keys that were not admitted."""
+        assert inserted.misses is not None
+        count = unadmitted.numel()
+        rows = self.default_values.new_zeros(count * self._stride)
+        layout = self.unadmitted_layout.clone()
+        layout[:, :, 2].fill_(count)
+        numbers = torch.arange(count, device=rows.device)
+        initial.initial_rows_(
+            [rows],
+            layout,
+            self.unadmitted_rules,
+            keys.ids,
+            inserted.misses.first,
+            inserted.misses.offsets,
+            torch.where(unadmitted, numbers, -1),
+            self.seed,
+        )
+        return rows
+
+
+class BackingSearch(Protocol):
+    """What a training update needs of the tier behind the tables."""
+
+    generation: int
+
+    def search(self, keys: Keys) -> Tensor:
+        """Return the slots of keys; those in the backing store get overflow rows."""
+
+    def will_update(self) -> None:
+        """Note that backward is about to update overflow rows."""
+
+
+class TrainingUpdate:
+    """Find the rows of a batch again in its backward, and hold what its update needs.
+
+    These are the update hooks of a lookup in `emblib.ops.autograd`. Rows move when a table grows,
+    and keys are evicted. So if the index has changed since the forward, the slots of the keys are
+    looked up again: keys that were evicted in between are not updated, even if they were inserted
+    again, and are counted in `dropped_updates`. The index is watched as long as the graph exists,
+    which may run backward more than once.
     """
 
     def __init__(
@@ -252,162 +382,87 @@ class Step:
         index: HashIndex,
         keys: Keys,
         slots: Tensor,
-        reads: Reads,
-        lost: Tensor,
+        reads: BatchReads,
+        dropped_updates: Tensor,
+        backing: BackingSearch | None = None,
     ) -> None:
         self.lock = lock
         self._index, self._keys, self._slots, self._reads = index, keys, slots, reads
-        self._version, self._lost = index.version, lost
+        self._version, self._dropped_updates = index.version, dropped_updates
+        # The graph of an output must not keep the store of a module open that is gone.
+        self._backing = None if backing is None else weakref.ref(backing)
+        self._generation = 0 if backing is None else backing.generation
         index.watch(self)
         self.batch: autograd.Lookup | None = None
         self.weighted = False  # whether sample weights get a gradient
 
-    def is_stale(self) -> bool:
-        """Whether rows may be elsewhere than forward found them."""
-        return self._index.version != self._version
+    def _backing_tier(self) -> BackingSearch:
+        assert self._backing is not None
+        backing = self._backing()
+        assert backing is not None
+        return backing
 
-    def find(self) -> Tensor:
-        """Where the rows are now."""
-        return self._index.find(self._keys)
+    def is_stale(self) -> bool:
+        """Return whether rows may have moved since the forward."""
+        if self._index.version != self._version:
+            return True
+        return self._backing is not None and self._backing_tier().generation != self._generation
 
     def before_update(self) -> autograd.RowLocations:
-        """The rows that are updated, and those that are read."""
+        """Return the rows to update and the rows that were read."""
         batch = self.batch
         assert batch is not None
         slots, indices = self.locate()
         groups = tbe.group(batch.features, slots, batch.offsets, batch.total_rows, batch.bag_layout)
+        if self._backing is not None:
+            self._backing_tier().will_update()
         return autograd.RowLocations(groups, None, self._reads.slots, indices)
 
     def locate(self) -> tuple[Tensor, Tensor]:
-        """Return where the rows of forward are now, -1 for none, and what its lookups read.
+        """Return the present slots of the batch, -1 for none, and the rows its lookups read.
 
         Raises:
-            RuntimeError: sample weights get a gradient, which needs a row that has left.
+            RuntimeError: sample weights get a gradient, which needs a row that was evicted.
         """
         if not self.is_stale():
             return self._slots, self._reads.indices
-        found = self.find()
+        if self._backing is None:
+            found = self._index.find(self._keys)
+        else:
+            found = self._backing_tier().search(self._keys)
         left = self._index.has_left(self._keys, found, self._version)
         slots = torch.where((self._slots < 0) | left, -1, found)
         lost = (self._slots >= 0) & (slots < 0)
         if self._reads.slots is not None:
-            lost &= self._reads.slots < 0  # others were read beside the table
+            lost &= self._reads.slots < 0  # the others read default rows
         if self.weighted and bool(lost.any()):
             raise RuntimeError(
                 "the gradient of per_sample_weights needs the rows that forward read, but keys of "
                 "the batch have left the table since; run backward before the next training forward"
             )
-        self._lost += lost.sum()
-        return slots, slots if self._reads.slots is None else self._where_read(slots)
-
-    def _where_read(self, slots: Tensor) -> Tensor:
-        assert self._reads.slots is not None
-        return torch.where(self._reads.slots < 0, slots, 0)
+        self._dropped_updates += lost.sum()
+        if self._reads.slots is None:
+            return slots, slots
+        return slots, torch.where(self._reads.slots < 0, slots, 0)
 
     def after_update(self) -> None:
-        """Nothing is left to do."""
+        """Do nothing: the update changed no slot."""
 
 
-class Reading:
-    """A batch whose rows are read again in backward, and not updated."""
+class WeightGradient:
+    """Find the rows of a batch again in backward for the gradient of its sample weights alone."""
 
-    def __init__(self, batch: autograd.Lookup, step: Step) -> None:
-        self.lock = step.lock
-        self._batch, self._step = batch, step
-        step.weighted = True
+    def __init__(self, batch: autograd.Lookup, update: TrainingUpdate) -> None:
+        self.lock = update.lock
+        self._batch, self._update = batch, update
+        update.weighted = True
 
     def before_update(self) -> autograd.RowLocations:
-        """The rows that forward read, where they are now."""
-        _, indices = self._step.locate()
+        """Return the rows that were read, and no rows to update."""
+        _, indices = self._update.locate()
         return autograd.RowLocations(
             autograd.groups_of(self._batch), None, self._batch.slots, indices
         )
 
     def after_update(self) -> None:
-        """Nothing is left to do."""
-
-
-class RowInitializer(nn.Module):
-    """Writes the rows of new keys, and says what keys without a row read.
-
-    Args:
-        layout: of the rows.
-        seed: of their values.
-        device: where they are.
-    """
-
-    places: Tensor
-    rules: Tensor
-    missing: Tensor
-    unadmitted_places: Tensor
-    unadmitted_rules: Tensor
-
-    def __init__(self, layout: RowLayout, seed: int, device: torch.device) -> None:
-        super().__init__()
-        self.seed = seed
-        specs = layout.specs
-        reads = [spec.admission.reads if spec.admission else None for spec in specs]
-        self._drawn = any(initializer is not None for initializer in reads)
-        self._zeros = not self._drawn and all(spec.missing == 0.0 for spec in specs)
-        rules = [
-            [initial.rule_of(Constant(spec.missing) if x is None else x, spec)]
-            for spec, x in zip(specs, reads, strict=True)
-        ]
-        missing = torch.tensor([spec.missing for spec in specs]).view(-1, 1)
-        missing = missing.expand(-1, layout.stride).to(layout.dtypes[0])
-        self._stride = layout.stride
-        for name, tensor in (
-            ("places", layout.initial_layout(device)),
-            ("rules", layout.initial_rules(device)),
-            ("missing", missing.contiguous().to(device)),
-            ("unadmitted_places", layout.beside_layout(0, device)),
-            ("unadmitted_rules", torch.tensor(rules, dtype=torch.float64).view(-1, 1, 7)),
-        ):
-            self.register_buffer(name, tensor.to(device), persistent=False)
-
-    def write_(self, planes: list[Tensor], keys: Keys, inserted: Inserted) -> None:
-        """First values into the rows of the keys that found a place."""
-        misses, placed = inserted.misses, inserted.placed
-        assert misses is not None
-        assert placed is not None
-        initial.initial_rows_(
-            *(planes, self.places, self.rules, keys.ids, misses.first, misses.ends),
-            *(placed.slots, self.seed),
-        )
-
-    def reads(self, keys: Keys, inserted: Inserted) -> Reads:
-        """What the lookups of a batch read."""
-        slots = inserted.slots
-        if self._zeros or inserted.misses is None:
-            return Reads(slots)
-        beside = torch.where(slots < 0, tables_of(keys), -1)
-        rows = self.missing.view(-1)
-        if self._drawn and inserted.placed is not None and slots.numel():
-            status, groups = inserted.placed.status, inserted.misses.groups
-            waiting = status == hash.NOT_ADMITTED
-            rows = torch.cat([rows, self._draw(keys, inserted, waiting)])
-            numbers = groups.clamp(min=0).long()
-            drawn = (groups >= 0) & waiting[numbers]
-            beside = torch.where(drawn, self.missing.size(0) + numbers, beside)
-        return Reads(slots.where(slots >= 0, 0), beside.to(torch.int32), rows)
-
-    def searched(self, keys: Keys, slots: Tensor) -> Reads:
-        """What the lookups of a batch read that was only searched."""
-        if self._zeros:
-            return Reads(slots)
-        beside = torch.where(slots < 0, tables_of(keys), -1).to(torch.int32)
-        return Reads(slots.where(slots >= 0, 0), beside, self.missing.view(-1))
-
-    def _draw(self, keys: Keys, inserted: Inserted, waiting: Tensor) -> Tensor:
-        """Rows by miss, those of waiting keys drawn as their tables say."""
-        assert inserted.misses is not None
-        count = waiting.numel()
-        rows = self.missing.new_zeros(count * self._stride)
-        places = self.unadmitted_places.clone()
-        places[:, :, 2].fill_(count)
-        numbers = torch.arange(count, device=rows.device)
-        initial.initial_rows_(
-            *([rows], places, self.unadmitted_rules, keys.ids, inserted.misses.first),
-            *(inserted.misses.ends, torch.where(waiting, numbers, -1), self.seed),
-        )
-        return rows
+        """Do nothing: no row was updated."""

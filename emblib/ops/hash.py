@@ -49,8 +49,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from emblib.init import Constant, Initializer, KeyModulo, Normal, Uniform
 from emblib.ops import codes
-from emblib.specs import Constant, Debug, DynamicSpec, Initializer, Normal, Uniform
+from emblib.specs import DynamicSpec
 
 SLOTS = 32
 TABLE_FIELDS = ("first_bucket", "buckets", "max_buckets", "size", "max_load", "hash_key")
@@ -94,27 +95,28 @@ def tables_of(keys: Keys) -> Tensor:
 class Misses(NamedTuple):
     """The distinct missing keys of a batch, ordered by table and first position.
 
-    Entries of `first` and `totals` past `ends[T]` are 0.
+    Entries of `first` and `counts` past `offsets[T]` are 0.
 
     Attributes:
         first: int64 `[L]`, the first position of each miss in `ids`.
-        groups: int32 `[L]`: per position the number of its miss, -1 for a hit.
-        totals: int64 `[L]`, the number of uses of each miss.
-        ends: int64 `[T + 1]`: table t has misses `[ends[t], ends[t + 1])`.
+        groups: int32 `[L]`: for every position the number of its miss, -1 for a hit.
+        counts: int64 `[L]`, the number of uses of each miss.
+        offsets: int64 `[T + 1]`: table t has the misses `[offsets[t], offsets[t + 1])`.
     """
 
     first: Tensor
     groups: Tensor
-    totals: Tensor
-    ends: Tensor
+    counts: Tensor
+    offsets: Tensor
 
 
-class Placed(NamedTuple):
-    """The results of inserting misses; entries past the last miss are -1 and 0.
+class InsertResult(NamedTuple):
+    """The result of inserting the misses of a batch; entries past the last miss are -1 and 0.
 
     Attributes:
         slots: int64 `[L]`, -1 where a key was not inserted.
-        status: uint8 `[L]`: `NEW`, `EVICTING` (another key), `REFUSED` or `NOT_ADMITTED`.
+        status: uint8 `[L]`: `NEW`, `EVICTING` (took the slot of an evicted key), `REFUSED` or
+            `NOT_ADMITTED`.
         evicted: int64 `[L, 3]`: key, stamp and score of the evicted entry, else 0.
     """
 
@@ -147,14 +149,14 @@ def wanted_buckets(keys: int, buckets: int, most: int, load: int) -> int:
     return max(buckets, min(limit, level + -(-4 * over // per_bucket)))
 
 
-def spread(slots: Tensor, placed: Tensor, groups: Tensor) -> Tensor:
-    """Return the slots of all positions `[L]`: those found, and those of inserted misses.
+def fill_missing_slots(slots: Tensor, inserted: Tensor, groups: Tensor) -> Tensor:
+    """Return the slots of all positions `[L]`: those that were found, and those of inserted keys.
 
-    `slots` and `groups` are per position, `placed` per miss.
+    `slots` and `groups` are by position, `inserted` by miss.
     """
-    if not placed.numel():
+    if not inserted.numel():
         return slots
-    return torch.where(groups < 0, slots, placed[groups.clamp(min=0).long()])
+    return torch.where(groups < 0, slots, inserted[groups.clamp(min=0).long()])
 
 
 @torch.library.register_fake("emblib::hash_find")
@@ -251,7 +253,7 @@ def rule_of(initializer: Initializer, spec: DynamicSpec) -> Rule:
         return (0.0, low, high - low, 0.0, 0.0, low, high)
     if isinstance(initializer, Constant):
         return (2.0, initializer.value, 0.0, 0.0, 0.0, 0.0, 0.0)
-    if isinstance(initializer, Debug):
+    if isinstance(initializer, KeyModulo):
         return (3.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
     if isinstance(initializer, Normal):
         return (1.0, initializer.mean, initializer.std, 0.0, 1.0, -_INFINITE, _INFINITE)

@@ -12,23 +12,27 @@ from torch import Tensor, nn
 
 from emblib.dynamic import DynamicEmbeddingBags, keys
 from emblib.dynamic.hash_index import HASH_KEYS
+from emblib.dynamic.saving.checkpoint import (
+    child_state,
+    set_table_entries,
+    state_names,
+    table_entries,
+)
+from emblib.init import Constant, Initializer, Uniform
 from emblib.ops import autograd
 from emblib.ops.hash import SCORED
 from emblib.optim import External, Optimizer
 from emblib.specs import (
     SLOTS,
-    Constant,
     CountMinSketch,
     DynamicSpec,
     Eviction,
     ExactCounter,
     FrequencyAdmission,
-    Initializer,
     InsertPolicy,
     OnInsertFailure,
     Pooling,
     Precision,
-    Uniform,
     check_count,
 )
 from emblib.storage.base import (
@@ -66,13 +70,13 @@ class Hash(Storage):
     initial_capacity: int | None = None
     max_load: float = 0.8
     eviction: Eviction = Eviction.LRU
-    newcomer: InsertPolicy = InsertPolicy.ALWAYS_EVICT
+    insert_policy: InsertPolicy = InsertPolicy.ALWAYS_EVICT
     initializer: Initializer = field(default=Uniform())
     initial_state: float = 0.0
-    missing: float = 0.0
+    default_value: float = 0.0
     admission: FrequencyAdmission | None = None
     ttl: int | None = None
-    check: OnInsertFailure = OnInsertFailure.IGNORE
+    on_insert_failure: OnInsertFailure = OnInsertFailure.IGNORE
     seed: int | None = field(default=None, repr=False)  # a secret, which must not be logged
 
     plan_name: ClassVar[str] = "Dynamic"
@@ -84,8 +88,8 @@ class Hash(Storage):
             object.__setattr__(self, "seed", check_count("seed", self.seed, minimum=0))
         for name, choice in (
             ("eviction", Eviction),
-            ("newcomer", InsertPolicy),
-            ("check", OnInsertFailure),
+            ("insert_policy", InsertPolicy),
+            ("on_insert_failure", OnInsertFailure),
         ):
             object.__setattr__(self, name, choice(getattr(self, name)))
 
@@ -138,7 +142,7 @@ class Hash(Storage):
             or (order == "assigned" and order in SCORED)
             or isinstance(optimizer, External)
         )
-        rules = (order, self.newcomer, self.seed, number if is_alone else -1)
+        rules = (order, self.insert_policy, self.seed, number if is_alone else -1)
         return ("hash", part.config.data_type, optimizer, rules, dim)
 
     def make_kernel(
@@ -197,9 +201,9 @@ class Hash(Storage):
     ) -> None:
         """Copy the keys that `target` owns, with their rows."""
         number, count = key_block or (0, 1)
-        entries = source.kernel.table_entries(source.index)
+        entries = table_entries(source.kernel, source.index)
         owned = (keys.owner(entries.keys, count) == number).nonzero().view(-1)
-        target.kernel.set_table_entries(target.index, entries.take(owned))
+        set_table_entries(target.kernel, target.index, entries.take(owned))
         target.kernel.index.set_tick(source.kernel.index.tick)
 
     def parameter_layouts(self, table: TableDescription) -> dict[str, TensorLayout]:
@@ -288,7 +292,7 @@ class HashHandle(TableHandle):
             self._parameters["weight"] = kernel.weights
             mark(kernel.weights, self, kernel.optimizer)
             return
-        view = kernel.rows.views(kernel.planes(), self.index)["weight"]
+        view = kernel.rows.views(kernel.row_buffers(), self.index)["weight"]
         bind_view(self, "weight", view, kernel.optimizer)
 
     def set_trained(self, parameter: nn.Parameter, *, trained: bool) -> None:
@@ -301,11 +305,11 @@ class HashHandle(TableHandle):
         if self._is_on_placeholder:
             self._parameters["weight"] = other.weight
             return
-        entries = other.kernel.table_entries(other.index)
+        entries = table_entries(other.kernel, other.index)
         rows = {"weight": entries.rows["weight"]}
         kernel, weight = self.kernel, other.weight
         hash_key = other.kernel.index.hash_key(other.index)
-        kernel.set_table_entries(self.index, replace(entries, rows=rows), hash_key=hash_key)
+        set_table_entries(kernel, self.index, replace(entries, rows=rows), hash_key=hash_key)
         weight.grad = None
         if autograd.is_fused(kernel.optimizer):
             self._parameters["weight"] = weight
@@ -321,7 +325,7 @@ class HashHandle(TableHandle):
         if self._is_on_placeholder:
             super()._save_to_state_dict(destination, prefix, keep_vars)
             return
-        entries = kernel.table_entries(self.index)
+        entries = table_entries(kernel, self.index)
         columns = {"keys": entries.keys, "stamps": entries.stamps, **entries.rows}
         if entries.scores is not None:
             columns["scores"] = entries.scores
@@ -329,7 +333,7 @@ class HashHandle(TableHandle):
         for key, rows in columns.items():
             destination[prefix + key] = rows[order].cpu()
         destination[f"{prefix}clock"] = kernel.index.clock.cpu().clone()
-        for key, value in kernel._others().items():
+        for key, value in child_state(kernel).items():
             destination[prefix + key] = value
         hash_keys = f"{prefix}index.{HASH_KEYS}"
         destination[hash_keys] = destination[hash_keys][self.index : self.index + 1]
@@ -359,7 +363,9 @@ class HashHandle(TableHandle):
     def _names_in_checkpoints(self) -> SimpleNamespace:
         """Return the entries of a state dict that are no parameters, as attributes."""
         kernel: DynamicEmbeddingBags = self.kernel
-        others = {key.split(".")[0]: getattr(kernel, key.split(".")[0]) for key in kernel._others()}
+        others = {
+            key.split(".")[0]: getattr(kernel, key.split(".")[0]) for key in child_state(kernel)
+        }
         return SimpleNamespace(**{**dict.fromkeys(self._names(), 0), **others})
 
     def _fqn_modifiers(self) -> dict[str, str]:
@@ -370,5 +376,5 @@ class HashHandle(TableHandle):
     def _names(self) -> set[str]:
         kernel: DynamicEmbeddingBags = self.kernel
         table = f"{kernel.table_names[self.index]}."
-        names = {key for key in kernel._state_names() if key.startswith(table)}
+        names = {key for key in state_names(kernel) if key.startswith(table)}
         return {"clock", *(key.removeprefix(table) for key in names)}

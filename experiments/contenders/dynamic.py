@@ -74,7 +74,7 @@ MOST_BESIDE = 1 << 20  # rows of a batch that the fast tier does not have: its o
 class Tiered(Dynamic):
     """Two tiers: the least recently used rows are in host memory; a used row is promoted."""
 
-    module: emblib.TieredEmbeddingBags
+    module: emblib.DynamicEmbeddingBags
     eviction: ClassVar[emblib.Eviction] = emblib.Eviction.LRU
     mode: ClassVar[emblib.TierMode] = emblib.TierMode.CACHING
 
@@ -84,18 +84,19 @@ class Tiered(Dynamic):
         super().__init__(task)
         self.reset_counters()
 
-    def _module(self) -> emblib.TieredEmbeddingBags:
+    def _module(self) -> emblib.DynamicEmbeddingBags:
         shapes = self.task.shapes
-        return emblib.TieredEmbeddingBags(
+        return emblib.DynamicEmbeddingBags(
             [
                 emblib.DynamicSpec(
                     math.ceil(self.task.cache * s.rows), s.dim, eviction=self.eviction
                 )
                 for s in shapes
             ],
-            # No batch misses more rows than there are.
-            emblib.Tiers(self._store(), self.mode, min(MOST_BESIDE, max(s.rows for s in shapes))),
             OPTIMIZERS[self.task.optimizer](self.task.lr),
+            backing=emblib.BackingStore(  # no batch misses more rows than there are
+                self._store(), self.mode, min(MOST_BESIDE, max(s.rows for s in shapes))
+            ),
             device=self.task.device,
         )
 

@@ -19,9 +19,9 @@ from emblib import (
     Pooling,
     TableSpec,
     TTSpec,
-    Uniform,
     optim,
 )
+from emblib.init import Uniform
 from emblib.storage import Dense, Hash, Quantized, TableSlice, TensorTrain
 
 

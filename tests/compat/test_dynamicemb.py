@@ -208,7 +208,7 @@ def test_scores_are_set_where_they_are_used() -> None:
     assert module.get_score() == {"t": 1}
     look_up(module, [1])
     assert module.get_score() == {"t": 2}
-    with pytest.raises(ValueError, match=r"only tables with Eviction.CUSTOM are given scores"):
+    with pytest.raises(ValueError, match=r"only tables with Eviction.CUSTOM take scores"):
         module.set_score({"t": 3})
     with pytest.raises(ValueError, match="must not be 0"):
         module.set_score({"t": 0})
@@ -240,7 +240,7 @@ def test_per_sample_weights_raise_where_nothing_counts() -> None:
 def test_tables_without_eviction_say_when_they_are_full() -> None:
     module = one_table(score_strategy=Score.NO_EVICTION)
     look_up(module, range(32))
-    with pytest.warns(UserWarning, match="1 keys found no place"):
+    with pytest.warns(UserWarning, match="1 keys found no slot"):
         rows = look_up(module, [40, 3])
     assert_close(rows[:, 0].detach(), torch.tensor([0.0, 3.0]))
     assert keys_of(module) == list(range(32))
@@ -255,7 +255,7 @@ def test_checks_do_what_they_say(
     module.bags.weights.data.fill_(float("nan"))
     ids = list(range(1, 41))
     if mode is DynamicEmbCheckMode.ERROR:
-        with pytest.raises(RuntimeError, match="8 keys found no place"):
+        with pytest.raises(RuntimeError, match="8 keys found no slot"):
             look_up(module, ids)
         return
     rows = look_up(module, ids)
@@ -263,7 +263,7 @@ def test_checks_do_what_they_say(
     rows.sum().backward()
     assert torch.isfinite(rows_of(module, ids)).all()
     told = [str(w.message) for w in recwarn.list]
-    assert ["8 keys found no place" in t for t in told] == [True] * (mode.name == "WARNING")
+    assert ["8 keys found no slot" in t for t in told] == [True] * (mode.name == "WARNING")
 
 
 @pytest.mark.parametrize("own", [True, False], ids=["own_initializer", "that_of_the_table"])

@@ -10,16 +10,11 @@ import pytest
 import torch
 
 from emblib import (
-    Constant,
-    Debug,
     Eviction,
     ExactCounter,
     FrequencyAdmission,
-    Normal,
     OnInsertFailure,
     StochasticRounding,
-    TruncatedNormal,
-    Uniform,
     optim,
 )
 from emblib.compat import dynamicemb, dynamicemb_option_list
@@ -41,6 +36,7 @@ from emblib.compat.dynamicemb import (
     WeightDecayMode,
 )
 from emblib.compat.fbgemm_types import CowClipDefinition
+from emblib.init import Constant, KeyModulo, Normal, TruncatedNormal, Uniform
 from tests.compat.dynamicemb_cases import look_up, one_table, options
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "dynamicemb.md"
@@ -105,7 +101,7 @@ def _initial(mode: Mode, **numbers: float) -> DynamicEmbInitializerArgs:
             TruncatedNormal(0.0, 0.1, -0.125, 0.125),
         ),
         (_initial(Mode.CONSTANT, value=4.0), Constant(4.0)),
-        (_initial(Mode.DEBUG), Debug()),
+        (_initial(Mode.DEBUG), KeyModulo()),
     ],
     ids=lambda case: getattr(getattr(case, "mode", None), "name", ""),
 )
@@ -127,8 +123,8 @@ def test_numbers_of_tables() -> None:
         table_names=["users"],
     )
     assert (spec.dim, spec.capacity, spec.initial_capacity, spec.max_load) == (7, 1000, 64, 0.7)
-    assert (spec.missing, spec.initial_state, spec.name) == (-1.0, 0.5, "users")
-    assert spec.check is OnInsertFailure.WARNING
+    assert (spec.default_value, spec.initial_state, spec.name) == (-1.0, 0.5, "users")
+    assert spec.on_insert_failure is OnInsertFailure.WARN
     assert _spec(max_capacity=32, init_capacity=500).initial_capacity == 32
     assert _spec(max_capacity=32).initial_capacity == 32
 
@@ -143,7 +139,7 @@ def test_admission_options() -> None:
     spec = _spec(admit_strategy=rule, admission_counter=KVCounter(100))
     assert spec.admission == FrequencyAdmission(4, ExactCounter(100), Constant(2.0))
     spec = _spec(admit_strategy=FrequencyAdmissionStrategy(4), admission_counter=KVCounter(100))
-    assert spec.admission == FrequencyAdmission(4, ExactCounter(100), Debug())
+    assert spec.admission == FrequencyAdmission(4, ExactCounter(100), KeyModulo())
 
 
 @pytest.mark.parametrize("dtype", [None, torch.float32, torch.float16, torch.bfloat16], ids=str)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.testing import assert_close
 
-from emblib import Eviction, HostRows, TieredEmbeddingBags, TierMode
+from emblib import Eviction, HostRows, TierMode
 from emblib.compat.dynamicemb import (
     BatchedDynamicEmbeddingTablesV2,
     DynamicEmbDump,
@@ -48,10 +48,10 @@ def test_results_are_those_of_one_tier(caching: bool, mode: TierMode) -> None:
         two_tiers(caching=caching),
         one_table(max_capacity=640, optimizer=EmbOptimType.EXACT_ADAGRAD, learning_rate=0.5),
     )
-    assert isinstance(module.bags, TieredEmbeddingBags)
-    assert module.bags.tiers.mode is mode
+    assert module.bags.backing is not None
+    assert module.bags.backing.mode is mode
     assert module.bags.tables[0].capacity == 32
-    store = module.bags.tiers.store
+    store = module.bags.backing.store.behind
     assert isinstance(store, HostRows)
     assert store.capacity == (608,)
     for each in (module, plain):
@@ -112,7 +112,7 @@ def test_changes_are_told_of_both_tiers() -> None:
 )
 def test_tables_that_fit_have_one_tier(changes: dict[str, Any]) -> None:
     module = two_tiers(**changes)
-    assert not isinstance(module.bags, TieredEmbeddingBags)
+    assert module.bags.backing is None
     assert module.bags.tables[0].capacity == 640
 
 
@@ -139,7 +139,7 @@ def test_memory_that_cannot_do_is_refused(
 def test_all_scores_order_both_tiers() -> None:
     """What leaves the lower tier is the least of it by the strategy of the table."""
     module = two_tiers(score_strategy=DynamicEmbScoreStrategy.LFU, max_capacity=64)
-    store = module.bags.tiers.store
+    store = module.bags.backing.store.behind
     assert store.eviction is Eviction.LFU
     look_up(module, [*range(30)] * 3)
     for start in range(100, 200, 20):

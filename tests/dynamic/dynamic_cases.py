@@ -14,9 +14,9 @@ from emblib import (
     ExactCounter,
     FrequencyAdmission,
     Precision,
-    Uniform,
     optim,
 )
+from emblib.init import Uniform
 
 EVICTIONS = list(Eviction)
 FIRST = Uniform(-0.5, 0.5)  # the default depends on the capacity
@@ -45,7 +45,7 @@ def make(
         device=device,
     )
     if eviction is Eviction.CUSTOM:
-        module.set_score(1)
+        module.set_eviction_score(1)
     return module
 
 
@@ -72,7 +72,7 @@ def train(module: DynamicEmbeddingBags, *steps: int, distinct: int = 150) -> Non
     """Steps whose gradients depend on the step and on the rows."""
     for step in steps:
         if any(spec.eviction is Eviction.CUSTOM for spec in module.tables):
-            module.set_score(step // 2 + 1)
+            module.set_eviction_score(step // 2 + 1)
         ids, offsets = batch(step, distinct)
         out = module(ids.to(module.hyperparams.device), offsets.to(module.hyperparams.device))
         weights = torch.linspace(-1, 1, out.shape[1]).to(out) * (1 + step % 3)

@@ -17,9 +17,10 @@ from pathlib import Path
 
 import torch
 
-from emblib import DynamicEmbeddingBags, DynamicSpec, Uniform, optim
+from emblib import DynamicEmbeddingBags, DynamicSpec, optim
 from emblib.dynamic.hash_index import HashIndex
 from emblib.dynamic.saving.dump_tables import read_header
+from emblib.init import Uniform
 from tests.dynamic.dynamic_cases import assert_same_content, batch
 from tests.tables.kills import Board, SelfKill, killed_at_call, killed_in
 
@@ -52,19 +53,19 @@ def load(directory: Path, module: DynamicEmbeddingBags) -> None:
     """What was dumped last: the whole dump, and the changes since if there are any."""
     if not list((directory / "whole").glob("*.json")):
         return
-    module.load_dump(directory / "whole")
+    module.load(directory / "whole")
     if not list((directory / "changes").glob("*.json")):
         return
     if read_header(directory / "changes").clock > module.index.tick:
-        module.load_dump(directory / "changes")
+        module.load(directory / "changes")
 
 
 def dump(directory: Path, module: DynamicEmbeddingBags, number: int, since: int) -> None:
     """Changes are told since the last whole dump, so the last ones are enough."""
     if number % WHOLE == 0:
-        module.dump(directory / "whole")
+        module.save(directory / "whole")
     else:
-        module.dump(directory / "changes", since=since)
+        module.save(directory / "changes", since=since)
 
 
 def work(directory: Path, board: Board, dumps: int = 1 << 30) -> None:
@@ -81,7 +82,7 @@ def work(directory: Path, board: Board, dumps: int = 1 << 30) -> None:
         if number % WHOLE == 0:
             module.track_evictions().restart(module.index.tick)
             since = module.index.tick
-        elif module.removals is not None and module.removals.reaches_back_to(0) > since:
+        elif module.eviction_log is not None and module.eviction_log.complete_from(0) > since:
             module.track_evictions().restart(since)  # nothing ever leaves this table
         dump(directory, module, number, since)
         board.write(module.index.tick, Phase.TRAINING)

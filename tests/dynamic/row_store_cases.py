@@ -8,7 +8,7 @@ from torch import Tensor
 
 from emblib.dynamic.tiers.disk import DiskRows
 from emblib.dynamic.tiers.sqlite import SqliteRows
-from emblib.dynamic.tiers.store import Found, Rows, RowStore, StoredTable
+from emblib.dynamic.tiers.store import FoundRows, RowStore, StoredRows, StoredTable
 
 TABLES = [StoredTable("a", 12), StoredTable("b", 40)]
 EDGES = [-4, -3, -2, -1, 0, 1, 2, 3, 4, 2**63 - 1, -(2**63)]
@@ -19,17 +19,17 @@ FILES: dict[str, Callable[[Path], RowStore]] = {
 }
 
 
-def random_rows(keys: Sequence[int] | Tensor, width: int, seed: int) -> Rows:
+def random_rows(keys: Sequence[int] | Tensor, width: int, seed: int) -> StoredRows:
     """Any stamps, scores and bytes for the keys."""
     generator = torch.Generator().manual_seed(seed)
     keys = torch.as_tensor(keys, dtype=torch.int64)
     count = keys.numel()
     words = torch.randint(-(2**62), 2**62, (2, count), generator=generator)
     values = torch.randint(0, 256, (count, width), generator=generator, dtype=torch.uint8)
-    return Rows(keys, *words, values)
+    return StoredRows(keys, *words, values)
 
 
-def as_dict(rows: Rows) -> dict[int, tuple[int, int, bytes]]:
+def as_dict(rows: StoredRows) -> dict[int, tuple[int, int, bytes]]:
     """The rows by key."""
     words = zip(rows.stamps.tolist(), rows.scores.tolist(), rows.values.tolist(), strict=True)
     return {
@@ -49,7 +49,7 @@ def contents(store: RowStore, table: int) -> dict[int, tuple[int, int, bytes]]:
     return found
 
 
-def take(store: RowStore, table: int, keys: Tensor) -> Found:
+def take(store: RowStore, table: int, keys: Tensor) -> FoundRows:
     """Read rows and lift them."""
     found = store.read(table, keys)
     store.lift(table, found.rows.keys)

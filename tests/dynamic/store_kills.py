@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from emblib.dynamic.tiers.disk import RowFile
-from emblib.dynamic.tiers.store import Rows, RowStore
+from emblib.dynamic.tiers.store import RowStore, StoredRows
 from tests.dynamic.row_store_cases import FILES, TABLES, as_dict, contents, random_rows, take
 from tests.tables.kills import Board, SelfKill, killed_at_call, killed_in
 
@@ -78,7 +78,7 @@ class Above:
     def __init__(self) -> None:
         self.tables: list[dict[int, tuple[int, int]]] = [{} for _ in TABLES]
 
-    def rows(self, t: int) -> list[Rows]:
+    def rows(self, t: int) -> list[StoredRows]:
         """What it holds, each row from the change that wrote it last."""
         by_seed: dict[int, list[int]] = {}
         for key, (seed, _) in self.tables[t].items():

@@ -34,8 +34,8 @@ def misses_of(
     misses = Misses(
         first=torch.tensor([batch.index(miss) for miss in numbers] + pad, dtype=torch.int64),
         groups=torch.tensor([numbers[miss] for miss in batch], dtype=torch.int32),
-        totals=torch.tensor([each * totals[miss] for miss in numbers] + pad, dtype=torch.int64),
-        ends=torch.tensor(ends),
+        counts=torch.tensor([each * totals[miss] for miss in numbers] + pad, dtype=torch.int64),
+        offsets=torch.tensor(ends),
     )
     sizes = torch.tensor([0, *(sum(table == t for table, _ in batch) for t in range(num_tables))])
     keys = Keys(ids, sizes.cumsum(0), torch.arange(num_tables))
@@ -301,7 +301,7 @@ def test_threads_do_not_matter(
 
 
 def test_sketches_are_checked() -> None:
-    with pytest.raises(ValueError, match="width of Sketch must be below"):
+    with pytest.raises(ValueError, match="width of CountMinSketch must be below"):
         CountMinSketch(2**31)
     with pytest.raises(ValueError, match="halve_every must be >= 1, got 0"):
         CountMinSketch(16, halve_every=0)
@@ -322,7 +322,7 @@ def test_entries_without_a_table_are_nothing(
         pad = 50
         many = Missing(
             nn.functional.pad(few.keys, (0, pad), value=7),
-            nn.functional.pad(few.totals, (0, pad), value=9),
+            nn.functional.pad(few.counts, (0, pad), value=9),
             nn.functional.pad(few.tables, (0, pad), value=3),
         )
         assert torch.equal(short.decide(few), long.decide(many)[:count])

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from emblib import DynamicEmbeddingBags, DynamicSpec
-from emblib.dynamic.saving import dump_tables, dumps, entries
-from emblib.dynamic.saving import dumps as snapshots
+from emblib.dynamic.saving import dump_tables, dumps, entries, snapshots
 from emblib.dynamic.saving.dump_tables import Header
 from emblib.dynamic.saving.dumps import DumpError, Part, Progress, Writer
 from tests.dynamic import dump_kills
@@ -329,7 +328,7 @@ def test_a_claim_of_many_parts_costs_no_memory(tmp_path: Path) -> None:
 
 
 def test_malformed_snapshots_are_refused(tmp_path: Path) -> None:
-    snapshots.write(tmp_path, {"a": [torch.arange(3), None]})
+    dumps.write(tmp_path, {"a": [torch.arange(3), None]})
     path = tmp_path / "part_00000_of_00001.json"
     whole = path.read_text()
     for where, value in (
@@ -343,8 +342,8 @@ def test_malformed_snapshots_are_refused(tmp_path: Path) -> None:
     ):
         rewrite(path, where, value)
         with pytest.raises(DumpError, match=path.name):
-            snapshots.read(tmp_path)
+            dumps.read(tmp_path)
         path.write_text(whole)
     module = DynamicEmbeddingBags([DynamicSpec(32, 4)])
     with pytest.raises(DumpError, match="the snapshot lacks"):
-        module.load_snapshot(tmp_path)
+        snapshots.load(module, tmp_path)

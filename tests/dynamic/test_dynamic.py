@@ -10,23 +10,23 @@ import torch
 from torch import Tensor
 
 from emblib import (
-    Constant,
-    Debug,
     DynamicEmbeddingBags,
     DynamicSpec,
     Eviction,
     ExactCounter,
     FrequencyAdmission,
     HashTable,
-    Normal,
     OnInsertFailure,
     Pooling,
     TableSpec,
     optim,
 )
-from emblib.dynamic.hash_index import Arrivals, HashIndex
+from emblib.checkpoints import table_entries
+from emblib.dynamic.hash_index import HashIndex, LastInsertion
 from emblib.dynamic.keys import hash_key_of
 from emblib.dynamic.saving import loading
+from emblib.dynamic.saving.checkpoint import target_of
+from emblib.init import Constant, KeyModulo, Normal
 from emblib.ops.hash import Keys
 from tests.hash_cases import crowd
 
@@ -45,7 +45,7 @@ def _one(spec: DynamicSpec, device: torch.device, **options: Any) -> DynamicEmbe
 
 
 def test_training_inserts_and_reading_does_not(device: torch.device) -> None:
-    table = _one(DynamicSpec(64, 4, initializer=Debug(), missing=-7.0), device)
+    table = _one(DynamicSpec(64, 4, initializer=KeyModulo(), default_value=-7.0), device)
     batch = _each([5, 100_003, -1], device)
     with torch.no_grad():
         assert table(*batch)[:, 0].tolist() == [-7.0] * 3
@@ -68,7 +68,7 @@ def test_missing_ids_are_pooled_like_others(device: torch.device, pooling: Pooli
     ids = torch.tensor([1, 2, 1, 2, 9, 9], device=device)
     offsets = torch.tensor([0, 2, 6], device=device)
     for missing in (0.0, 1.0):
-        table = _one(replace(spec, missing=missing), device, pooling=pooling)
+        table = _one(replace(spec, default_value=missing), device, pooling=pooling)
         table(*_each([1, 2], device))
         table.eval()
         sums = [6.0, 6.0 + 2 * missing]
@@ -78,7 +78,7 @@ def test_missing_ids_are_pooled_like_others(device: torch.device, pooling: Pooli
 
 
 def test_refused_keys_read_missing_and_are_not_trained(device: torch.device) -> None:
-    spec = DynamicSpec(32, 4, eviction="none", missing=2.5, initializer=Constant(1.0))
+    spec = DynamicSpec(32, 4, eviction="none", default_value=2.5, initializer=Constant(1.0))
     table = _one(spec, device)
     ids = torch.arange(40, device=device)
     for step in range(3):
@@ -97,11 +97,11 @@ def test_a_key_without_a_row_never_meets_garbage(device: torch.device, missing: 
     generator = torch.Generator().manual_seed(0)
     admission = FrequencyAdmission(2, ExactCounter(64), reads=Normal() if missing else None)
     specs = [
-        DynamicSpec(96, 6, initial_capacity=32, missing=missing),
-        DynamicSpec(32, 3, missing=missing, admission=admission),
+        DynamicSpec(96, 6, initial_capacity=32, default_value=missing),
+        DynamicSpec(32, 3, default_value=missing, admission=admission),
     ]
     table = DynamicEmbeddingBags(specs, optim.Adam(lr=0.01), feature_tables=[0, 1], device=device)
-    for plane in table.planes():
+    for plane in table.row_buffers():
         plane.fill_(float("nan"))
     for _ in range(30):
         ids = torch.randint(-200, 200, (120,), generator=generator).to(device)
@@ -163,9 +163,9 @@ def test_initial_state(device: torch.device) -> None:
 
 
 def test_admission_reads_and_learns_later(device: torch.device) -> None:
-    for reads, want in ((None, 9.0), (Debug(), 77.0)):
+    for reads, want in ((None, 9.0), (KeyModulo(), 77.0)):
         admission = FrequencyAdmission(3, ExactCounter(32), reads=reads)
-        spec = DynamicSpec(32, 4, initializer=Constant(1.0), missing=9.0, admission=admission)
+        spec = DynamicSpec(32, 4, initializer=Constant(1.0), default_value=9.0, admission=admission)
         table = _one(spec, device)
         for _ in range(2):
             out = table(*_each([77], device))
@@ -195,7 +195,7 @@ def test_shared_table_and_duplicates(device: torch.device) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.uint64])
 def test_dtypes_of_ids(device: torch.device, dtype: torch.dtype) -> None:
-    table = _one(DynamicSpec(32, 2, initializer=Debug()), device)
+    table = _one(DynamicSpec(32, 2, initializer=KeyModulo()), device)
     ids, offsets = _each([1, 2, 3], device)
     assert torch.equal(table(ids.to(dtype), offsets), table(ids, offsets))
     if dtype is torch.uint64:
@@ -284,7 +284,7 @@ def test_a_graph_that_is_kept_makes_the_index_keep_no_batches(device: torch.devi
         for start in range(0, 400, 20):
             table(*_each(torch.arange(start, start + 20), device)).sum().backward()
         gc.collect()
-        assert sum(type(o) is Arrivals for o in gc.get_objects()) <= 1
+        assert sum(type(o) is LastInsertion for o in gc.get_objects()) <= 1
     held[-1].sum().backward()
 
 
@@ -320,7 +320,7 @@ def test_what_left_in_between_is_what_a_model_says(device: torch.device, grows: 
     for step in range(150):
         ids = torch.randint(0, 150 if step % 50 < 25 else 400, (40,), generator=generator)
         out = table(ids.to(device), torch.arange(41, device=device))
-        there = {(t, k) for t in (0, 1) for k in table.table_entries(t).keys.tolist()}
+        there = {(t, k) for t in (0, 1) for k in table_entries(table, t).keys.tolist()}
         born = {key: born.get(key, step) for key in there}
         keys = [(int(i >= 20), k) for i, k in enumerate(ids.tolist())]
         waiting.append((out, keys, [born.get(key, -1) for key in keys]))
@@ -330,8 +330,8 @@ def test_what_left_in_between_is_what_a_model_says(device: torch.device, grows: 
             for key in gone.tolist():
                 born.pop((0, key), None)
         if step % 11 == 0:
-            entries = table.table_entries(1)
-            loading.put(table._target(1), entries.take(torch.arange(len(entries)).flip(0)))
+            entries = table_entries(table, 1)
+            loading.put(target_of(table, 1), entries.take(torch.arange(len(entries)).flip(0)))
         while waiting and torch.rand((), generator=generator) < 0.45:
             which = int(torch.randint(len(waiting), (), generator=generator))
             out, keys, came = waiting.pop(which)
@@ -362,18 +362,18 @@ def test_keys_that_came_again_by_a_call_of_their_own_get_no_update(device: torch
     waits = table(*_each(ids, device))
     there = table.find(0, ids) >= 0
     before = table.find(0, ids)
-    entries = table.table_entries(0)
+    entries = table_entries(table, 0)
     table.erase(0, ids[:300])
     table(*_each(torch.arange(1000, 1003), device))  # of later steps
     table.erase(0, torch.arange(1000, 1003))
     gone = torch.isin(entries.keys, ids[:300].cpu()).nonzero().view(-1)
     kept = entries.take(gone)
     new = replace(kept, keys=kept.keys + 5000)
-    loading.put(table._target(0), kept)
-    loading.put(table._target(0), new)
+    loading.put(target_of(table, 0), kept)
+    loading.put(target_of(table, 0), new)
     more = entries.take(torch.arange(len(entries)))
     filler = replace(more, keys=more.keys + 9000).take(torch.arange(1024 - table.size(0)))
-    loading.put(table._target(0), filler)
+    loading.put(target_of(table, 0), filler)
     assert table.size(0) == 1024
     after = table.find(0, ids)
     assert bool(((before != after) & there)[:300].any()), "some had to move"
@@ -420,11 +420,15 @@ def test_key_check_tells(device: torch.device) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         quiet(*_each(ids, device))
-    warned = _one(DynamicSpec(32, 2, name="users", eviction="none", check="warning"), device)
-    with pytest.warns(UserWarning, match="8 keys found no place in table 'users'") as caught:
+    warned = _one(
+        DynamicSpec(32, 2, name="users", eviction="none", on_insert_failure="warning"), device
+    )
+    with pytest.warns(UserWarning, match="8 keys found no slot in table 'users'") as caught:
         warned(*_each(ids, device))
     assert caught[0].filename == __file__
-    strict = _one(DynamicSpec(32, 2, eviction="none", check=OnInsertFailure.ERROR), device)
+    strict = _one(
+        DynamicSpec(32, 2, eviction="none", on_insert_failure=OnInsertFailure.RAISE), device
+    )
     with pytest.raises(RuntimeError, match="larger capacity, or smaller batches"):
         strict(*_each(ids, device))
     strict(*_each(strict.index.export(0).keys, device)).sum().backward()
@@ -450,8 +454,8 @@ def test_ttl(device: torch.device) -> None:
         table(*_each([1], device)).sum().backward()
     assert table.find(0, torch.tensor([1, 2, 3])).ge(0).tolist() == [True, False, False]
     assert table.stats()["table_0"]["expired"] == 2
-    assert table.removals is not None
-    assert table.removals.since(0, 0).tolist() == [2, 3]
+    assert table.eviction_log is not None
+    assert table.eviction_log.since(0, 0).tolist() == [2, 3]
     assert int(table.dropped_updates) == 0
 
 
@@ -473,7 +477,7 @@ def test_what_is_refused(device: torch.device) -> None:
     for error, message, make in (
         (TypeError, "DynamicSpec", lambda: DynamicEmbeddingBags([TableSpec(10, 4)])),
         (ValueError, "feature_tables", lambda: _one(spec, device, feature_tables=[1])),
-        (ValueError, "looks at whole tables", lambda: _one(spec, device, optimizer=_ENSEMBLE)),
+        (ValueError, "reads whole tables", lambda: _one(spec, device, optimizer=_ENSEMBLE)),
         (ValueError, "initial_capacity", lambda: _one(_GROWING, device, optimizer=_EXTERNAL)),
         (ValueError, "meta", lambda: _one(spec, torch.device("meta"))),
         (ValueError, "twice", lambda: DynamicEmbeddingBags([_NAMED, _NAMED])),
@@ -559,5 +563,5 @@ def test_hot_keys_stay_when_their_counts_are_full(device: torch.device) -> None:
         table(*_each(list(range(32)), device), counts=hot)
     table(*_each([50], device), counts=hot[:1])
     table(*_each([51], device))
-    assert set(range(1, 32)) <= set(table.table_entries(0).keys.tolist())
-    assert int(table.table_entries(0).scores.max()) == 2**63 - 1
+    assert set(range(1, 32)) <= set(table_entries(table, 0).keys.tolist())
+    assert int(table_entries(table, 0).scores.max()) == 2**63 - 1

@@ -23,9 +23,11 @@ from emblib import (
     Precision,
     optim,
 )
+from emblib.checkpoints import set_table_entries, table_entries
 from emblib.dynamic.hash_index import HashIndex
-from emblib.dynamic.saving import dumps
+from emblib.dynamic.saving import dumps, snapshots
 from emblib.dynamic.saving.dumps import DumpError
+from emblib.dynamic.saving.table_dumps import apply_changes, changes_since
 from emblib.ops.hash import TABLE_FIELDS, Keys
 from tests.dynamic.dynamic_cases import (
     EVICTIONS,
@@ -75,11 +77,11 @@ def test_on_any_device(device: torch.device, tmp_path: Path) -> None:
     train(module, 0, 1, 2)
     other.load_state_dict(module.state_dict())
     assert_same_content(module, other)
-    since = module.dump(tmp_path / "whole")
+    since = module.save(tmp_path / "whole")
     train(module, 3, 4)
-    module.erase(0, module.table_entries(0).keys[:9].to(device))
-    other.load_dump(tmp_path / "whole")
-    other.apply_changes(module.changes(since))
+    module.erase(0, table_entries(module, 0).keys[:9].to(device))
+    other.load(tmp_path / "whole")
+    apply_changes(other, changes_since(module, since))
     assert_same_content(module, other)
     again = make(device=str(device))
     again.load_state_dict(other.state_dict())
@@ -141,7 +143,7 @@ def test_the_step_of_bias_corrections_and_of_scores_goes_on() -> None:
     module.set_learning_rate(0.3)
     other.load_state_dict(module.state_dict())
     assert (other.step, other.learning_rate) == (12, pytest.approx(0.3))
-    assert other.score("items") == module.score("items") == 13
+    assert other.eviction_score("items") == module.eviction_score("items") == 13
 
 
 def test_admission_goes_on() -> None:
@@ -245,20 +247,20 @@ def test_another_optimizer_is_refused_and_its_weights_can_be_loaded() -> None:
 
 def test_one_table_of_two_can_be_loaded() -> None:
     module, other = trained(make()), trained(make(), 3)
-    users = other.table_entries("users").sorted()
+    users = table_entries(other, "users").sorted()
     state = {key: value for key, value in module.state_dict().items() if key[:5] != "users"}
     other.load_state_dict(state, strict=False)
     assert torch.equal(other.state_dict()["items.keys"], state["items.keys"])
-    assert torch.equal(other.table_entries("users").sorted().keys, users.keys)
+    assert torch.equal(table_entries(other, "users").sorted().keys, users.keys)
 
 
 def test_a_table_can_be_exchanged_for_another() -> None:
     module, other = trained(make()), make()
-    done = other.set_table_entries("users", module.table_entries("users"))
+    done = set_table_entries(other, "users", table_entries(module, "users"))
     assert (done.loaded, done.left_out) == (module.size(1), 0)
     assert other.size(0) == 0
     with pytest.raises(KeyError, match="no table 'shops'"):
-        other.table_entries("shops")
+        table_entries(other, "shops")
 
 
 # Snapshots
@@ -271,10 +273,10 @@ def test_a_snapshot_goes_on_to_the_same_bytes(eviction: Eviction, way: str, tmp_
     other = make(eviction, initial_capacity=32)
     train(other, 77)
     if way == "memory":
-        other.restore(module.snapshot())
+        snapshots.restore(other, snapshots.take(module))
     elif way == "directory":
-        module.dump_snapshot(tmp_path)
-        other.load_snapshot(tmp_path)
+        snapshots.save(module, tmp_path)
+        snapshots.load(other, tmp_path)
     else:
         other = copy.deepcopy(module)
     for step in range(20, 26):
@@ -287,8 +289,8 @@ def test_a_snapshot_goes_on_to_the_same_bytes(eviction: Eviction, way: str, tmp_
 
 def test_a_snapshot_has_what_admission_counted(tmp_path: Path) -> None:
     module, other = trained(admitting(), 5), admitting()
-    module.dump_snapshot(tmp_path)
-    other.load_snapshot(tmp_path)
+    snapshots.save(module, tmp_path)
+    snapshots.load(other, tmp_path)
     for step in range(5, 12):
         train(module, step)
         train(other, step)
@@ -299,12 +301,16 @@ def test_a_snapshot_has_what_admission_counted(tmp_path: Path) -> None:
 def test_a_snapshot_of_other_tables_is_refused(tmp_path: Path) -> None:
     module, other = trained(make()), trained(make(capacities=(512, 96)), 3)
     before = other.state_dict()
-    module.dump_snapshot(tmp_path)
+    snapshots.save(module, tmp_path)
     with pytest.raises(ValueError, match="same capacities"):
-        other.load_snapshot(tmp_path)
+        snapshots.load(other, tmp_path)
     assert_same_states(before, other.state_dict())
-    with pytest.raises(DumpError, match="holds a snapshot"):
-        other.load_dump(tmp_path)
+    with pytest.raises(ValueError, match="same capacities"):
+        other.load(tmp_path)
+    assert_same_states(before, other.state_dict())
+    same = make()
+    same.load(tmp_path)
+    assert_same_states(module.state_dict(), same.state_dict())
 
 
 ONE = [DynamicSpec(256, 4, name="items")]
@@ -341,12 +347,12 @@ def _refuses(module: DynamicEmbeddingBags, source: Any, message: str) -> None:
     before, states = copy.deepcopy(module), copy.deepcopy(module.state_dict())
     if isinstance(source, Path):
         with pytest.raises(DumpError, match=message) as told:
-            module.load_snapshot(source)
+            snapshots.load(module, source)
         assert isinstance(told.value, ValueError)
         assert str(source) in str(told.value)
     else:
         with pytest.raises(ValueError, match=message):
-            module.restore(source)
+            snapshots.restore(module, source)
     assert_same_bytes(before, module)
     assert_same_states(states, module.state_dict())
 
@@ -358,15 +364,17 @@ def test_a_snapshot_that_does_not_fit_changes_nothing(
     specs: list[DynamicSpec], more: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     module, other = _one(ONE), _one(specs, **more)
-    module.dump_snapshot(tmp_path)
-    _refuses(other, module.snapshot(), message)
+    snapshots.save(module, tmp_path)
+    _refuses(other, snapshots.take(module), message)
     _refuses(other, tmp_path, message)
 
 
 def test_a_snapshot_with_another_admission_is_refused() -> None:
-    _refuses(_one(ONE), _one(COUNTED).snapshot(), "there is some in the snapshot, none in this")
-    _refuses(_one(SKETCHED), _one(COUNTED).snapshot(), "admission.counter: there is some")
-    _refuses(_one(COUNTED), _one(SKETCHED).snapshot(), "admission.counter: there is none")
+    _refuses(
+        _one(ONE), snapshots.take(_one(COUNTED)), "there is some in the snapshot, none in this"
+    )
+    _refuses(_one(SKETCHED), snapshots.take(_one(COUNTED)), "admission.counter: there is some")
+    _refuses(_one(COUNTED), snapshots.take(_one(SKETCHED)), "admission.counter: there is none")
 
 
 def _nodes(tree: Any, *path: Any) -> Iterator[tuple[Any, ...]]:
@@ -396,7 +404,7 @@ def test_malformed_snapshots_change_nothing() -> None:
     module, other = (
         _one([replace(spec, eviction=Eviction.STEP) for spec in specs]) for _ in range(2)
     )
-    snapshot = module.snapshot()
+    snapshot = snapshots.take(module)
     before, states = copy.deepcopy(other), copy.deepcopy(other.state_dict())
     paths = list(_nodes(snapshot))
     assert len(paths) == 38
@@ -414,21 +422,21 @@ def test_malformed_snapshots_change_nothing() -> None:
             else:
                 parent[last] = wrong
             with pytest.raises(ValueError, match=r"lacks|must be|there is|same cap"):
-                other.restore(snapshot)
+                snapshots.restore(other, snapshot)
             parent.clear()
             parent.update(kept) if isinstance(parent, dict) else parent.extend(kept)
     for buckets in (-1, 0, 9):
         snapshot["index"]["tables"][1, TABLE_FIELDS.index("buckets")] = buckets
         with pytest.raises(ValueError, match=f"has {buckets} buckets"):
-            other.restore(snapshot)
+            snapshots.restore(other, snapshot)
     snapshot["scores"]["more"] = torch.zeros(1)
     assert_same_bytes(before, other)
     assert_same_states(states, other.state_dict())
     snapshot["index"]["tables"][1, TABLE_FIELDS.index("buckets")] = 8
     with pytest.raises(ValueError, match=r"scores has \['more'\]"):
-        other.restore(snapshot)
+        snapshots.restore(other, snapshot)
     del snapshot["scores"]["more"]
-    other.restore(snapshot)
+    snapshots.restore(other, snapshot)
     assert_same_states(module.state_dict(), other.state_dict())
 
 
@@ -437,7 +445,7 @@ def test_what_a_dump_lacks_of_admission_and_scores_changes_nothing(tmp_path: Pat
     specs = [replace(spec, eviction=Eviction.STEP) for spec in specs]
     module, other = _one(specs), _one(specs, seed=1)
     states = copy.deepcopy(other.state_dict())
-    module.dump(tmp_path)
+    module.save(tmp_path)
     file = tmp_path / "part_00000_of_00001.json"
     text = file.read_text()
     names = set(json.loads(text)["content"]["others"])
@@ -457,12 +465,12 @@ def test_what_a_dump_lacks_of_admission_and_scores_changes_nothing(tmp_path: Pat
                 del saved["others"][name]
             file.write_text(json.dumps({"content": saved, "checksum": dumps._checksum(saved)}))
             with pytest.raises(DumpError, match=r"lacks|must be"):
-                other.load_dump(tmp_path)
+                other.load(tmp_path)
             assert_same_states(states, other.state_dict())
     file.write_text(text)
     with pytest.raises(DumpError, match="admission has"):
-        _one([COUNTED[0], replace(ONE[0], name="users")]).load_dump(tmp_path)
-    other.load_dump(tmp_path)
+        _one([COUNTED[0], replace(ONE[0], name="users")]).load(tmp_path)
+    other.load(tmp_path)
     assert_same_states(module.state_dict(), other.state_dict())
 
 
@@ -474,10 +482,10 @@ def _seeded(seed: int) -> DynamicEmbeddingBags:
 def test_the_hash_of_keys_is_kept(tmp_path: Path) -> None:
     """So that the keys that share buckets share them after a reload, whatever the seed is."""
     module = trained(_seeded(1))
-    module.dump(tmp_path)
+    module.save(tmp_path)
     saved = module.state_dict()
     assert saved["index.hash_keys"].tolist() == [module.index.hash_key(t) for t in range(2)]
-    for load in (lambda o: o.load_state_dict(saved), lambda o: o.load_dump(tmp_path)):
+    for load in (lambda o: o.load_state_dict(saved), lambda o: o.load(tmp_path)):
         other = _seeded(2)
         assert not torch.equal(other.index.hash_keys, module.index.hash_keys)
         load(other)
@@ -485,7 +493,7 @@ def test_the_hash_of_keys_is_kept(tmp_path: Path) -> None:
         other.clear()
         assert torch.equal(other.index.hash_keys, module.index.hash_keys)
     assert torch.equal(copy.deepcopy(module).index.hash_keys, module.index.hash_keys)
-    with pytest.raises(RuntimeError, match=r"hash_keys must be int64, one a table = \[2\]"):
+    with pytest.raises(RuntimeError, match=r"hash_keys must be int64, one per table = \[2\]"):
         other.load_state_dict({**saved, "index.hash_keys": torch.zeros(3, dtype=torch.int64)})
 
 

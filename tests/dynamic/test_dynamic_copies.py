@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from emblib import DynamicEmbeddingBags, DynamicSpec, optim
+from emblib.dynamic.saving import snapshots
 
 
 def _each(ids: list[int] | Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -45,7 +46,7 @@ def _same(a: DynamicEmbeddingBags, b: DynamicEmbeddingBags, device: torch.device
         assert torch.equal(*outs)
         for out in outs:
             out.square().sum().backward()
-    one, two = a.snapshot(), b.snapshot()
+    one, two = snapshots.take(a), snapshots.take(b)
     assert torch.equal(one["index"]["tables"], two["index"]["tables"])
     for name in ("tags", "entries"):
         assert all(map(torch.equal, one["index"][name], two["index"][name]))
@@ -71,7 +72,7 @@ def test_copies_go_on_alike(device: torch.device, how: str) -> None:
         other = torch.load(buffer, weights_only=False)
     elif how == "snapshot":
         other = DynamicEmbeddingBags(table.tables, table.optimizer, device=device)
-        other.restore(table.snapshot())
+        snapshots.restore(other, snapshots.take(table))
     else:
         other = copy.deepcopy(table)
         other = other.half() if how == "half" else other.to(device).train()

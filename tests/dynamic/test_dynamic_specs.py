@@ -6,18 +6,15 @@ from collections.abc import Callable
 import pytest
 
 from emblib import (
-    Constant,
     CountMinSketch,
     DynamicSpec,
     Eviction,
     ExactCounter,
     FrequencyAdmission,
     InsertPolicy,
-    Normal,
     OnInsertFailure,
-    TruncatedNormal,
-    Uniform,
 )
+from emblib.init import Constant, Normal, TruncatedNormal, Uniform
 
 
 @pytest.mark.parametrize(
@@ -30,10 +27,10 @@ def test_rows_come_in_buckets(capacity: int, initial: int | None, rows: int, buc
 
 
 def test_words_become_members() -> None:
-    spec = DynamicSpec(10, 4, eviction="lfu", newcomer="competes", check="error")
+    spec = DynamicSpec(10, 4, eviction="lfu", insert_policy="competes", on_insert_failure="error")
     assert spec.eviction is Eviction.LFU
-    assert spec.newcomer is InsertPolicy.EVICT_IF_LOWER
-    assert spec.check is OnInsertFailure.ERROR
+    assert spec.insert_policy is InsertPolicy.EVICT_IF_LOWER
+    assert spec.on_insert_failure is OnInsertFailure.RAISE
     orders = {e: e.order for e in Eviction}
     assert orders[Eviction.STEP] == orders[Eviction.CUSTOM] == "assigned"
     assert orders[Eviction.LRU] == "lru"
@@ -54,7 +51,10 @@ def test_truncated_normal_knows_its_share() -> None:
         (lambda: DynamicSpec(4, 0), "dim must be >= 1"),
         (lambda: DynamicSpec(4, 4, initial_capacity=5), "at most capacity = 4"),
         (lambda: DynamicSpec(4, 4, max_load=0.0), r"max_load must be in \(0, 1\]"),
-        (lambda: DynamicSpec(4, 4, missing=math.nan), "missing of DynamicSpec must be a finite"),
+        (
+            lambda: DynamicSpec(4, 4, default_value=math.nan),
+            "default_value of DynamicSpec must be a finite",
+        ),
         (lambda: DynamicSpec(4, 4, ttl=0), "ttl must be >= 1"),
         (lambda: DynamicSpec(4, 4, name="a.b"), "without dots"),
         (lambda: DynamicSpec(4, 4, eviction="fifo"), "'lru', 'lfu', 'lru_lfu'"),

@@ -10,7 +10,6 @@ from torch import Tensor
 from emblib import (
     DynamicEmbeddingBags,
     DynamicSpec,
-    Normal,
     Pooling,
     Precision,
     StochasticRounding,
@@ -18,6 +17,8 @@ from emblib import (
     TableSpec,
     optim,
 )
+from emblib.dynamic.saving import snapshots
+from emblib.init import Normal
 from emblib.ops.hash import rule_of
 from emblib.reference import hash
 from emblib.tables import optimizer_hooks
@@ -57,7 +58,7 @@ class _Twins:
             precision=dynamic.precision,
             device=dynamic.hyperparams.device,
         )
-        streams = dynamic.first_rows.places[:, 0, 4].tolist()
+        streams = dynamic.row_initializer.row_layout[:, 0, 4].tolist()
         for spec, stream, weight in zip(
             dynamic.tables, streams, self.plain.table_weights(), strict=True
         ):
@@ -249,7 +250,7 @@ def test_variable_batch_sizes(device: torch.device) -> None:
 def test_gradient_of_sample_weights(device: torch.device) -> None:
     """Of ids that are there, and of those that read `missing`."""
     generator = torch.Generator().manual_seed(6)
-    spec = DynamicSpec(32, 4, eviction="none", missing=0.5)
+    spec = DynamicSpec(32, 4, eviction="none", default_value=0.5)
     table = DynamicEmbeddingBags([spec], optim.SGD(lr=0.1), device=device)
     ids = torch.arange(50, device=device)
     offsets = torch.arange(0, 51, 5, device=device)
@@ -288,7 +289,7 @@ def test_gradient_of_sample_weights(device: torch.device) -> None:
 @pytest.mark.parametrize("training", [True, False])
 def test_sample_weights_of_two_lookups_in_one_loss(device: torch.device, training: bool) -> None:
     """Where no key left, the second backward reads the rows that the first one has updated."""
-    spec = DynamicSpec(64, 4, initial_capacity=32, missing=0.5)
+    spec = DynamicSpec(64, 4, initial_capacity=32, default_value=0.5)
     table = DynamicEmbeddingBags([spec], optim.SGD(lr=0.1), device=device)
     ids, offsets = torch.arange(4, device=device), torch.arange(0, 5, 2, device=device)
     table(ids, offsets).sum().backward()
@@ -324,7 +325,7 @@ def test_same_bytes_on_any_number_of_threads(thread_counts: list[int]) -> None:
             ids = torch.randint(0, 4000, (1500,), generator=generator)
             table(ids, torch.arange(1501)).square().sum().backward()
         assert table.stats()["table_0"]["evicted"] > 0
-        results.append(table.snapshot())
+        results.append(snapshots.take(table))
     first, *others = results
     for other in others:
         for name in ("tags", "entries"):

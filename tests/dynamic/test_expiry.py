@@ -5,9 +5,8 @@ import pickle
 import pytest
 import torch
 
+from emblib.dynamic.eviction import EvictionScores, Expiry
 from emblib.dynamic.hash_index import HashIndex
-from emblib.dynamic.module import Expiry
-from emblib.dynamic.state import Scores
 from emblib.ops.hash import Keys
 from emblib.specs import DynamicSpec, Eviction
 
@@ -44,34 +43,34 @@ SPECS = [
 
 
 def test_steps_count_and_custom_scores_stay(device: torch.device) -> None:
-    scores = Scores(SPECS, device)
+    scores = EvictionScores(SPECS, device)
     assert scores.get() == [1, None, None]
     scores.set(7)
     scores.set({2: -3})
-    given = scores.given()
+    given = scores.of_next_batch()
     scores.advance()
     assert given.tolist() == [1, 7, -3]
     assert scores.get() == [2, 7, -3]
-    scores.restart({0: 40})
+    scores.set_steps({0: 40})
     scores.advance()
-    assert scores.given().tolist() == [41, 7, -3]
+    assert scores.of_next_batch().tolist() == [41, 7, -3]
 
 
 def test_custom_scores_must_be_set_before_the_first_batch(device: torch.device) -> None:
-    scores = Scores(SPECS, device)
+    scores = EvictionScores(SPECS, device)
     scores.set({1: 5})
     with pytest.raises(RuntimeError, match=r"need a score before their first batch.*'c'"):
-        scores.given()
-    again = Scores(SPECS, device)
+        scores.of_next_batch()
+    again = EvictionScores(SPECS, device)
     again.load_state_dict(scores.state_dict())
     with pytest.raises(RuntimeError, match=r"\['c'\]"):
-        again.given()
+        again.of_next_batch()
     again.set({2: 6})
-    assert pickle.loads(pickle.dumps(again)).given().tolist() == [1, 5, 6]
+    assert pickle.loads(pickle.dumps(again)).of_next_batch().tolist() == [1, 5, 6]
 
 
 def test_scores_are_set_where_they_are_used(device: torch.device) -> None:
-    scores = Scores(SPECS, device)
+    scores = EvictionScores(SPECS, device)
     with pytest.raises(ValueError, match=r"only tables with Eviction.CUSTOM.*'a'"):
         scores.set({0: 3})
     with pytest.raises(TypeError, match=r"a score must be an int, got 1.5"):
@@ -79,9 +78,9 @@ def test_scores_are_set_where_they_are_used(device: torch.device) -> None:
     with pytest.raises(ValueError, match=r"\[-2\^63, 2\^63\)"):
         scores.set({1: 2**63})
     with pytest.raises(ValueError, match=r"only tables with Eviction.STEP.*'b'"):
-        scores.restart({1: 3})
+        scores.set_steps({1: 3})
     with pytest.raises(ValueError, match="none has it"):
-        Scores(SPECS[:1], device).set(3)
+        EvictionScores(SPECS[:1], device).set(3)
     assert scores.get() == [1, None, None]
 
 

@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from torch import Tensor
 
-from emblib.dynamic.hash_index import HashIndex, ValueRows
+from emblib.dynamic.hash_index import HashIndex, RowBuffers
 from emblib.ops.hash import Keys, Misses
 from emblib.reference.hash import SLOTS, HashModel, ReferenceHashTable
 from emblib.specs import DynamicSpec, Eviction, InsertPolicy
@@ -49,11 +49,15 @@ class IndexMachine(RuleBasedStateMachine):
     @initialize(
         sizes=st.lists(sizes, min_size=TABLES, max_size=TABLES),
         eviction=st.sampled_from(list(Eviction)),
-        newcomer=st.sampled_from(list(InsertPolicy)),
+        insert_policy=st.sampled_from(list(InsertPolicy)),
         load=st.sampled_from([0.3, 0.8, 1.0]),
     )
     def make(
-        self, sizes: list[tuple[int, int]], eviction: Eviction, newcomer: InsertPolicy, load: float
+        self,
+        sizes: list[tuple[int, int]],
+        eviction: Eviction,
+        insert_policy: InsertPolicy,
+        load: float,
     ) -> None:
         self.specs = [
             DynamicSpec(
@@ -62,7 +66,7 @@ class IndexMachine(RuleBasedStateMachine):
                 initial_capacity=buckets * SLOTS,
                 max_load=load,
                 eviction=eviction,
-                newcomer=newcomer,
+                insert_policy=insert_policy,
             )
             for buckets, most in sizes
         ]
@@ -71,7 +75,7 @@ class IndexMachine(RuleBasedStateMachine):
     def _start(self, index: HashIndex) -> None:
         """An empty index and its model."""
         self.index, rows = index, sum(spec.rows for spec in self.specs)
-        self.rows = ValueRows([torch.zeros(rows, dtype=torch.int64)], self._layout())
+        self.rows = RowBuffers([torch.zeros(rows, dtype=torch.int64)], self._layout())
         self._empty_model()
 
     def _empty_model(self) -> None:
@@ -79,7 +83,7 @@ class IndexMachine(RuleBasedStateMachine):
             ReferenceHashTable(x.buckets, x.max_buckets, x.max_load_1024ths, key)
             for x, key in zip(self.specs, HASH_KEYS, strict=False)
         ]
-        self.model = HashModel(each, self.index.order, self.index.newcomer)
+        self.model = HashModel(each, self.index.order, self.index.insert_policy)
 
     def _layout(self) -> Tensor:
         return torch.tensor([[[8 * 32 * int(self.index.tables[t, 0]), 8]] for t in range(TABLES)])
@@ -113,7 +117,7 @@ class IndexMachine(RuleBasedStateMachine):
 
         given = torch.tensor(scores)
         found = self.index.insert(
-            Keys(*batch.keys), batch.counts, given=given, admit=admit, rows=self.rows
+            Keys(*batch.keys), batch.counts, batch_scores=given, admit=admit, rows=self.rows
         )
         slots = self.model.use(batch.positions, batch.uses, scores)
         misses = self.model.misses(batch.positions, slots, batch.uses)
@@ -126,10 +130,10 @@ class IndexMachine(RuleBasedStateMachine):
             for position in miss.positions:
                 t = batch.positions[position][0]
                 if miss.slot >= 0:
-                    self.rows.planes[0][32 * int(self.index.tables[t, 0]) + miss.slot] = miss.key
+                    self.rows.buffers[0][32 * int(self.index.tables[t, 0]) + miss.slot] = miss.key
         assert found.slots.tolist() == self.model.find(batch.positions)
-        if found.placed is not None:
-            assert found.placed.status.tolist()[: len(flat)] == [miss.status for miss in flat]
+        if found.result is not None:
+            assert found.result.status.tolist()[: len(flat)] == [miss.status for miss in flat]
 
     @rule(
         step=st.integers(1, 5),
@@ -230,7 +234,7 @@ class IndexMachine(RuleBasedStateMachine):
         assert torch.equal(mine[0], tags)
         assert torch.equal(mine[1][used], entries[used])
         assert all(torch.equal(a, b) for a, b in zip(mine[2:], rest, strict=True))
-        assert torch.equal(self.rows.planes[0][used], entries[used][:, 0])
+        assert torch.equal(self.rows.buffers[0][used], entries[used][:, 0])
         assert [self.index.size(t) for t in range(TABLES)] == [x.size for x in self.model.tables]
 
 

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from emblib.dynamic.hash_table import HashTable, TableRows
+from emblib.init import Constant
 from emblib.ops.hash import EVICTING, HIT, NEW, REFUSED
-from emblib.specs import Constant, DynamicSpec, Eviction, InsertPolicy
+from emblib.specs import DynamicSpec, Eviction, InsertPolicy
 
 DIM = 3
 EDGES = [-4, -3, -2, -1, 0, 1, 2, 3, 4, 2**63 - 1, -(2**63)]
@@ -56,7 +57,7 @@ class Model:
                 return REFUSED
             victim = min(old, key=lambda k: self.rank(k, *old[k][:2]))
             mine = self.rank(key, total, self.tick)
-            if self.spec.newcomer is InsertPolicy.EVICT_IF_LOWER and mine < self.rank(
+            if self.spec.insert_policy is InsertPolicy.EVICT_IF_LOWER and mine < self.rank(
                 victim, *old[victim][:2]
             ):
                 return REFUSED
@@ -97,12 +98,12 @@ def scores_for(spec: DynamicSpec, chance: random.Random, count: int) -> Tensor |
     return None
 
 
-@pytest.mark.parametrize("newcomer", InsertPolicy)
+@pytest.mark.parametrize("insert_policy", InsertPolicy)
 @pytest.mark.parametrize("eviction", Eviction)
-def test_one_bucket_is_the_model(eviction: Eviction, newcomer: InsertPolicy) -> None:
+def test_one_bucket_is_the_model(eviction: Eviction, insert_policy: InsertPolicy) -> None:
     """Random calls with repeated keys; everything is compared after each."""
-    chance = random.Random(f"{eviction}{newcomer}")
-    spec = DynamicSpec(32, DIM, eviction=eviction, newcomer=newcomer, missing=7.0)
+    chance = random.Random(f"{eviction}{insert_policy}")
+    spec = DynamicSpec(32, DIM, eviction=eviction, insert_policy=insert_policy, default_value=7.0)
     table, model, fresh = HashTable(spec), Model(spec), 0
     pool = [*EDGES, *range(5, 60)]
     for _ in range(60):
@@ -153,7 +154,7 @@ def test_one_bucket_is_the_model(eviction: Eviction, newcomer: InsertPolicy) -> 
 
 
 def test_find_and_accumulate_and_scores() -> None:
-    table = HashTable(DynamicSpec(1000, 2, eviction="custom", missing=-1.0))
+    table = HashTable(DynamicSpec(1000, 2, eviction="custom", default_value=-1.0))
     keys = torch.tensor([5, -1, 5, 2**63 - 1])
     table.insert_or_assign(keys, torch.arange(8.0).view(4, 2), torch.tensor([1, 2, 3, 4]))
     values, there = table.find(torch.tensor([5, 6]))

@@ -14,9 +14,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from emblib import (
-    Constant,
     CountMinSketch,
-    Debug,
     DynamicEmbeddingBags,
     DynamicSpec,
     Eviction,
@@ -26,6 +24,8 @@ from emblib import (
     Pooling,
     optim,
 )
+from emblib.dynamic.saving import snapshots
+from emblib.init import Constant, KeyModulo
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "dynamic_keys.md"
 
@@ -62,11 +62,14 @@ def test_keys_learn_once_they_are_admitted(
 ) -> None:
     """Against counting in Python; features 0 and 2 share a table, table 1 admits every key."""
     spec = DynamicSpec(
-        640, 2, initializer=Debug(), admission=FrequencyAdmission(4, counter, reads=Constant(-9.0))
+        640,
+        2,
+        initializer=KeyModulo(),
+        admission=FrequencyAdmission(4, counter, reads=Constant(-9.0)),
     )
     module = module_of(
         spec,
-        DynamicSpec(640, 2, initializer=Debug()),
+        DynamicSpec(640, 2, initializer=KeyModulo()),
         feature_tables=[0, 1, 0],
         device=device,
     )
@@ -158,11 +161,11 @@ def test_rows_that_expire_are_not_trained(device: torch.device) -> None:
 
 def test_steps_are_scores(device: torch.device) -> None:
     module = module_of(DynamicSpec(32, 2, name="a", eviction=Eviction.STEP), device=device)
-    assert module.score("a") == 1
+    assert module.eviction_score("a") == 1
     look_up(module, range(16))
     module.set_eviction_step(0, 100)
     look_up(module, range(16, 32))
-    assert (module.score(0), module.tick) == (101, 2)
+    assert (module.eviction_score(0), module.num_training_steps) == (101, 2)
     module.set_eviction_step(0, -5)  # the smaller number gives way, whatever came last
     look_up(module, [40, 41])
     look_up(module, [50, 51])
@@ -175,13 +178,13 @@ def test_steps_are_scores(device: torch.device) -> None:
 def test_scores_are_set_by_table(device: torch.device) -> None:
     specs = [DynamicSpec(32, 2, name=name, eviction=Eviction.CUSTOM) for name in "ab"]
     module = module_of(*specs, device=device)
-    with pytest.raises(RuntimeError, match=r"call set_score"):
+    with pytest.raises(RuntimeError, match=r"call set_eviction_score"):
         look_up(module, [1, 1])
-    assert module.score("b") is None
-    module.set_score(3)
-    module.set_score({"b": 7})
+    assert module.eviction_score("b") is None
+    module.set_eviction_score(3)
+    module.set_eviction_score({"b": 7})
     look_up(module, [1, 1])
-    module.set_score({0: 4})
+    module.set_eviction_score({0: 4})
     look_up(module, [2, 2])
     for table, want in ((0, [3, 4]), (1, [7, 7])):
         found = module.index.export(table)
@@ -189,13 +192,13 @@ def test_scores_are_set_by_table(device: torch.device) -> None:
         order = found.keys.argsort()
         assert found.scores[order].tolist() == want
     with pytest.raises(KeyError, match="no table 'c'"):
-        module.set_score({"c": 1})
+        module.set_eviction_score({"c": 1})
     with pytest.raises(IndexError, match=r"must be in \[0, 2\)"):
-        module.score(2)
+        module.eviction_score(2)
     plain = module_of(DynamicSpec(32, 2), device=device)
-    assert plain.score(0) is None
+    assert plain.eviction_score(0) is None
     with pytest.raises(ValueError, match="none has it"):
-        plain.set_score(1)
+        plain.set_eviction_score(1)
     with pytest.raises(ValueError, match="none has it"):
         plain.set_eviction_step(0, 1)
 
@@ -217,24 +220,24 @@ def _goes_on(module: DynamicEmbeddingBags) -> Any:
     for ids in ([1, 2, 1, 2], [2, 3, 2, 3], [3, 4, 3, 4]):
         look_up(module, ids)
         seen.append(statuses(module))
-    return seen, module.score(0), [keys_of(module, t) for t in (0, 1)]
+    return seen, module.eviction_score(0), [keys_of(module, t) for t in (0, 1)]
 
 
 def test_copies_go_on_alike(device: torch.device) -> None:
     module = _rich(device)
     saved = copy.deepcopy(module.state_dict())
-    snapshot = module.snapshot()
+    snapshot = snapshots.take(module)
     others = [copy.deepcopy(module), pickle.loads(pickle.dumps(module))]
     want = _goes_on(module)
     loaded, restored = _rich(device), _rich(device)
     for other in (loaded, restored):
         look_up(other, [2, 2, 2, 2])
     loaded.load_state_dict(saved)
-    restored.restore(snapshot)
+    snapshots.restore(restored, snapshot)
     for other in (*others, loaded, restored):
         assert _goes_on(other) == want
     module.clear()
-    assert (module.score(0), keys_of(module)) == (1, set())
+    assert (module.eviction_score(0), keys_of(module)) == (1, set())
     look_up(module, [3, 3, 3, 3])
     assert statuses(module) == ["NOT_ADMITTED"] * 4
 

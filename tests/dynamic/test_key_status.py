@@ -48,7 +48,7 @@ def test_every_status_is_told(device: torch.device) -> None:
 def test_full_tables_refuse(eviction: Eviction, device: torch.device) -> None:
     """Where none gives way, and where a newcomer must have been used more often than another."""
     index = HashIndex(
-        [DynamicSpec(32, 4, eviction=eviction, newcomer=InsertPolicy.EVICT_IF_LOWER)], device
+        [DynamicSpec(32, 4, eviction=eviction, insert_policy=InsertPolicy.EVICT_IF_LOWER)], device
     )
     index.insert(batch([*range(32)] * 2, device))
     statuses = names(keys.of_insertion(index.insert(batch([50, 3], device))))

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from emblib.dynamic.hash_index import HashIndex, ValueRows
+from emblib.dynamic.hash_index import HashIndex, RowBuffers
 from emblib.dynamic.rows import RowLayout
 from emblib.dynamic.saving import entries as of_entries
 from emblib.dynamic.saving import loading
@@ -41,9 +41,9 @@ def target(
     layout = RowLayout(specs, ["other", "items"], STATES, precision or Precision())
     index = HashIndex(specs)
     planes = layout.allocate(CPU)
-    rows = ValueRows(planes, layout.moves(CPU))
+    rows = RowBuffers(planes, layout.moves(CPU))
     given = torch.zeros(2, dtype=torch.int64) if eviction is Eviction.CUSTOM else None
-    index.insert(keys_of(torch.arange(40), 0), given=given, rows=rows)
+    index.insert(keys_of(torch.arange(40), 0), batch_scores=given, rows=rows)
     return Target(index, 1, "items", layout.views(planes, 1), rows)
 
 
@@ -142,7 +142,7 @@ def test_eviction_goes_on_as_before(eviction: Eviction) -> None:
     draw: Callable[[], Tensor] = lambda: torch.randint(0, 60, (20,), generator=generator)  # noqa: E731
     for _ in range(9):
         given[1] += 1
-        one.index.insert(keys_of(draw(), 1), given=assigned, rows=one.rows)
+        one.index.insert(keys_of(draw(), 1), batch_scores=assigned, rows=one.rows)
     loading.replace(other, loading.export(one))
     assert other.index.tick <= one.index.tick
     other.index.set_tick(one.index.tick)
@@ -150,7 +150,7 @@ def test_eviction_goes_on_as_before(eviction: Eviction) -> None:
         given[1] += 1
         batch = keys_of(draw(), 1)
         for each in (one, other):
-            each.index.insert(batch, given=assigned, rows=each.rows)
+            each.index.insert(batch, batch_scores=assigned, rows=each.rows)
         ours, theirs = loading.export(one), loading.export(other)
         assert torch.equal(ours.sorted().keys, theirs.sorted().keys)
         assert torch.equal(ours.sorted().stamps, theirs.sorted().stamps)

@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from emblib.dynamic.saving.entries import RemovalLog
+from emblib.dynamic.eviction import EvictionLog
 
 
 def test_keys_are_told_from_a_tick_on() -> None:
-    log = RemovalLog(2, clock=3)
-    log.tell_all(torch.tensor([5, -1, 7]), [2, 3], tick=4)
-    log.tell_all(torch.tensor([5, 9]), [2, 2], tick=6)
+    log = EvictionLog(2, tick=3)
+    log.record_all(torch.tensor([5, -1, 7]), [2, 3], tick=4)
+    log.record_all(torch.tensor([5, 9]), [2, 2], tick=6)
     assert log.since(0, 3).tolist() == [-1, 5, 9]
     assert log.since(0, 5).tolist() == [5, 9]
     assert log.since(1, 3).tolist() == [7]
@@ -17,17 +17,17 @@ def test_keys_are_told_from_a_tick_on() -> None:
 
 
 def test_the_oldest_are_forgotten_and_asking_for_them_is_an_error() -> None:
-    log = RemovalLog(1, clock=1, most=3)
+    log = EvictionLog(1, tick=1, max_keys=3)
     for tick in range(1, 6):
-        log.tell(0, torch.tensor([tick]), tick)
-    assert log.reaches_back_to(0) == 3
+        log.record(0, torch.tensor([tick]), tick)
+    assert log.complete_from(0) == 3
     assert log.since(0, 3).tolist() == [3, 4, 5]
     with pytest.raises(ValueError, match="known from tick 3 on, asked for is 2"):
         log.since(0, 2)
 
 
 def test_keys_are_copied() -> None:
-    log, keys = RemovalLog(1, clock=0), torch.tensor([1, 2])
-    log.tell(0, keys, 1)
+    log, keys = EvictionLog(1, tick=0), torch.tensor([1, 2])
+    log.record(0, keys, 1)
     keys.zero_()
     assert log.since(0, 1).tolist() == [1, 2]

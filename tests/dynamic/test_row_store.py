@@ -10,7 +10,7 @@ import torch
 
 from emblib.dynamic.tiers.disk import DiskRows
 from emblib.dynamic.tiers.sqlite import SqliteRows
-from emblib.dynamic.tiers.store import Rows, RowStore, StoredTable
+from emblib.dynamic.tiers.store import RowStore, StoredRows, StoredTable
 from tests.dynamic import store_kills
 from tests.dynamic.row_store_cases import (
     EDGES,
@@ -48,11 +48,11 @@ def some_keys(chance: random.Random, most: int) -> list[int]:
     return chance.sample(pool, chance.randrange(min(most, len(pool)) + 1))
 
 
-def rows_of(table: Table, width: int) -> Rows:
+def rows_of(table: Table, width: int) -> StoredRows:
     if not table:
-        return Rows.none(width)
+        return StoredRows.none(width)
     stamps, scores, values = zip(*table.values(), strict=True)
-    return Rows(
+    return StoredRows(
         torch.tensor(list(table)), torch.tensor(stamps), torch.tensor(scores),
         torch.tensor([list(value) for value in values], dtype=torch.uint8),
     )  # fmt: skip

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from emblib.dynamic.tiers.host import HostRows
-from emblib.dynamic.tiers.store import Rows, StoredTable
+from emblib.dynamic.tiers.store import StoredRows, StoredTable
 from emblib.specs import Eviction
 from tests.dynamic.row_store_cases import EDGES, TABLES, as_dict, contents, random_rows, take
 
@@ -62,7 +62,7 @@ def test_more_rows_than_there_is_room_leave_at_once() -> None:
     left = store.put(0, rows)
     assert left.keys.numel() == 18
     assert as_dict(left) | contents(store, 0) == as_dict(rows)
-    assert not store.put(0, Rows.none(8)).keys.numel()
+    assert not store.put(0, StoredRows.none(8)).keys.numel()
 
 
 def test_it_is_opened_again_for_the_same_tables_alone() -> None:

@@ -42,7 +42,7 @@ def test_two_threads_train_their_keys_as_one_does() -> None:
     steps(serial, 0)()
     steps(serial, 1)()
     assert both.capacity(0) == serial.capacity(0) > 64, "the table is meant to have grown"
-    assert both.step == both.tick == 60
+    assert both.step == both.num_training_steps == 60
     assert int(both.dropped_updates) == 0
     assert rows_of(both) == rows_of(serial)
 

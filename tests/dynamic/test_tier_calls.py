@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from emblib import DynamicEmbeddingBags, TieredEmbeddingBags, TierMode, Tiers, optim
+from emblib import BackingStore, DynamicEmbeddingBags, TierMode, optim
 from emblib.specs import Eviction, ExactCounter, FrequencyAdmission
 from tests.dynamic.tier_cases import STORES, batch, specs
 
@@ -26,7 +26,7 @@ class Calls:
         self.directory, self.optimizer = directory, chance.choice(OPTIMIZERS)
         self.mode = chance.choice(list(TierMode))
         evictions = (Eviction.LRU, Eviction.LFU, Eviction.LRU_LFU, Eviction.NONE)
-        self.rules: dict[str, object] = {"eviction": chance.choice(evictions), "missing": 0.5}
+        self.rules: dict[str, object] = {"eviction": chance.choice(evictions), "default_value": 0.5}
         if chance.random() < 0.3:
             self.rules["admission"] = FrequencyAdmission(chance.randrange(2, 4), ExactCounter(4096))
         sizes = (1, 32, 64, 96, 300)
@@ -38,12 +38,14 @@ class Calls:
         self.small = self.make()
         self.flights: list[tuple[list[Tensor], int]] = []
 
-    def make(self) -> TieredEmbeddingBags:
+    def make(self) -> DynamicEmbeddingBags:
         tables = specs(self.capacities, **self.rules)
         if self.begins_small:
             tables = [replace(spec, initial_capacity=1) for spec in tables]
-        tiers = Tiers(STORES[self.kind](self.directory), self.mode)
-        return TieredEmbeddingBags(tables, tiers, self.optimizer, feature_tables=(0, 1, 0), seed=3)
+        tiers = BackingStore(STORES[self.kind](self.directory), self.mode)
+        return DynamicEmbeddingBags(
+            tables, self.optimizer, backing=tiers, feature_tables=(0, 1, 0), seed=3
+        )
 
     def forward(self, lookups: int) -> list[Tensor]:
         seed = self.chance.randrange(10**6)
@@ -97,5 +99,5 @@ def test_any_calls_in_any_order(seed: int, tmp_path: Path) -> None:
     for number in range(30):
         calls.call(calls.chance.choice(CALLS), number)
     calls.compare()
-    assert all(line.left == 0 for line in calls.small.tier_stats().values())
+    assert all(line.dropped == 0 for line in calls.small.tier_stats().values())
     calls.small.close()

@@ -8,14 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from emblib import Precision, TieredEmbeddingBags, Tiers, optim
+from emblib import BackingStore, DynamicEmbeddingBags, Precision, optim
+from emblib.checkpoints import set_table_entries, table_entries
+from emblib.dynamic.saving import snapshots
 from emblib.dynamic.saving.dumps import Progress
 from emblib.dynamic.saving.entries import Entries
-from emblib.dynamic.tiers import module as bags
+from emblib.dynamic.tiers import backing_tier
 from emblib.dynamic.tiers import store as row_stage
 from emblib.dynamic.tiers.disk import DiskRows
 from emblib.dynamic.tiers.host import HostRows
-from emblib.dynamic.tiers.store import Found, Rows
+from emblib.dynamic.tiers.store import FoundRows, StoredRows
 from emblib.specs import DynamicSpec
 from tests.dynamic import tier_kills
 from tests.dynamic.tier_cases import STORES, Pair, batch, specs
@@ -32,8 +34,8 @@ def test_a_store_goes_on_where_it_was_flushed(kind: str, tmp_path: Path) -> None
     unflushed = pair.small(*batch(77))
     unflushed.sum().backward()
     pair.small.close()
-    pair.small = TieredEmbeddingBags(
-        specs((64, 32)), Tiers(STORES[kind](tmp_path)), optim.Adam(0.1),
+    pair.small = DynamicEmbeddingBags(
+        specs((64, 32)), optim.Adam(0.1), backing=BackingStore(STORES[kind](tmp_path)),
         feature_tables=(0, 1, 0), seed=3,
     )  # fmt: skip
     assert pair.small.index.tick == tick
@@ -48,22 +50,22 @@ def test_a_store_goes_on_where_it_was_flushed(kind: str, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("kind", ["disk", "sqlite"])
 def test_a_store_is_let_go_of_with_its_module(kind: str, tmp_path: Path) -> None:
-    module = TieredEmbeddingBags(specs((32, 32)), Tiers(STORES[kind](tmp_path)))
+    module = DynamicEmbeddingBags(specs((32, 32)), backing=BackingStore(STORES[kind](tmp_path)))
     module(torch.arange(100), torch.tensor([0, 50, 100])).sum().backward()
     module.prefetch(torch.arange(100), torch.tensor([0, 50, 100]))
     module.flush()
     del module
-    module = TieredEmbeddingBags(specs((32, 32)), Tiers(STORES[kind](tmp_path)))
+    module = DynamicEmbeddingBags(specs((32, 32)), backing=BackingStore(STORES[kind](tmp_path)))
     assert module.size(0) == module.size(1) == 50
 
 
 def test_a_store_of_other_rows_is_refused(tmp_path: Path) -> None:
     """Also where they take as many bytes."""
 
-    def make(optimizer: optim.Optimizer, states: torch.dtype) -> TieredEmbeddingBags:
-        tiers = Tiers(DiskRows(tmp_path))
-        return TieredEmbeddingBags(
-            specs((32, 32)), tiers, optimizer, precision=Precision(states=states)
+    def make(optimizer: optim.Optimizer, states: torch.dtype) -> DynamicEmbeddingBags:
+        tiers = BackingStore(DiskRows(tmp_path))
+        return DynamicEmbeddingBags(
+            specs((32, 32)), optimizer, backing=tiers, precision=Precision(states=states)
         )
 
     module = make(optim.Adagrad(0.1), torch.float32)
@@ -99,13 +101,15 @@ def test_keys_are_erased_in_both_tiers(kind: str, tmp_path: Path) -> None:
 
 
 def test_a_full_last_tier_lets_the_least_go() -> None:
-    module = TieredEmbeddingBags(specs((32, 32)), Tiers(HostRows(64)), feature_tables=(0, 1, 0))
+    module = DynamicEmbeddingBags(
+        specs((32, 32)), backing=BackingStore(HostRows(64)), feature_tables=(0, 1, 0)
+    )
     for step in range(20):
         module(*batch(step)).sum().backward()
     stats = module.tier_stats()["a"]
-    assert stats.left > 0
+    assert stats.dropped > 0
     assert module.size(0) <= 32 + 64
-    assert stats.new - stats.left == module.size(0)
+    assert stats.new - stats.dropped == module.size(0)
 
 
 class FullStore(HostRows):
@@ -113,7 +117,7 @@ class FullStore(HostRows):
 
     full = False
 
-    def put(self, table: int, rows: Rows) -> Rows:
+    def put(self, table: int, rows: StoredRows) -> StoredRows:
         if self.full:
             raise OSError(28, "No space left on device")
         return super().put(table, rows)
@@ -124,7 +128,7 @@ def test_rows_that_the_store_cannot_take_stay_in_memory() -> None:
     pair = Pair(store)
     for step in range(4):
         pair.train(step)
-    held = {t: pair.small.table_entries(t).keys for t in range(2)}
+    held = {t: table_entries(pair.small, t).keys for t in range(2)}
     store.full = True
     failures = 0
     for step in range(4, 8):
@@ -135,8 +139,8 @@ def test_rows_that_the_store_cannot_take_stay_in_memory() -> None:
     assert failures
     store.full = False
     for t, keys in held.items():
-        assert set(keys.tolist()) <= set(pair.small.table_entries(t).keys.tolist())
-    assert all(line.left == 0 for line in pair.small.tier_stats().values())
+        assert set(keys.tolist()) <= set(table_entries(pair.small, t).keys.tolist())
+    assert all(line.dropped == 0 for line in pair.small.tier_stats().values())
 
 
 class KeepingStore(HostRows):
@@ -152,10 +156,12 @@ class KeepingStore(HostRows):
 
 def test_rows_that_the_store_does_not_let_go_of_are_in_one_tier() -> None:
     store = KeepingStore(4096)
-    module = TieredEmbeddingBags(specs((32, 32)), Tiers(store), feature_tables=(0, 1, 0))
+    module = DynamicEmbeddingBags(
+        specs((32, 32)), backing=BackingStore(store), feature_tables=(0, 1, 0)
+    )
     for step in range(4):
         module(*batch(step)).sum().backward()
-    held = {t: set(module.table_entries(t).keys.tolist()) for t in range(2)}
+    held = {t: set(table_entries(module, t).keys.tolist()) for t in range(2)}
     store.stuck = True
     for step in (0, 1):
         with pytest.raises(OSError, match="Input/output"):
@@ -164,13 +170,13 @@ def test_rows_that_the_store_does_not_let_go_of_are_in_one_tier() -> None:
         module.state_dict()
     store.stuck = False
     for t, keys in held.items():
-        found = module.table_entries(t).keys.tolist()
+        found = table_entries(module, t).keys.tolist()
         assert len(found) == len(set(found)), "a key is in one tier"
         assert keys <= set(found), "what gave way moved down"
     for step in range(8):
         module(*batch(step)).sum().backward()
     for t in range(2):
-        assert len(module.table_entries(t)) == module.size(t)
+        assert len(table_entries(module, t)) == module.size(t)
 
 
 class SlowStore(HostRows):
@@ -178,7 +184,7 @@ class SlowStore(HostRows):
 
     reads, asked = 0, threading.Event()
 
-    def read(self, table: int, keys: Tensor) -> Found:
+    def read(self, table: int, keys: Tensor) -> FoundRows:
         if threading.current_thread() is not threading.main_thread():
             self.reads += 1
             if self.reads == 1:
@@ -190,11 +196,13 @@ class SlowStore(HostRows):
 
 def test_a_failed_prefetch_is_told_once_nothing_is_read_any_more() -> None:
     store = SlowStore(4096)
-    module = TieredEmbeddingBags(specs((32, 32)), Tiers(store), feature_tables=(0, 1, 0))
+    module = DynamicEmbeddingBags(
+        specs((32, 32)), backing=BackingStore(store), feature_tables=(0, 1, 0)
+    )
     for step in range(4):
         module(*batch(step)).sum().backward()
-    module.lower.store.fetch(0, torch.tensor([1]))
-    module.lower.store.fetch(0, next(store.iterate(0)).keys[:5])
+    module.backing.store.prefetch(0, torch.tensor([1]))
+    module.backing.store.prefetch(0, next(store.iterate(0)).keys[:5])
     store.asked.set()
     with pytest.raises(OSError, match="Input/output"):
         module.clear()
@@ -206,14 +214,16 @@ def test_a_failed_prefetch_is_told_once_nothing_is_read_any_more() -> None:
 def test_a_load_leaves_the_best_in_a_last_tier_that_is_too_small(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(bags, "BATCH", 64)
+    monkeypatch.setattr(backing_tier, "BATCH", 64)
     keys = torch.arange(1024)
     given = Entries(keys, 1024 - keys, None, {"weight": torch.ones(1024, 6)})
-    module = TieredEmbeddingBags(specs((32, 32)), Tiers(HostRows(512)), optim.SGD(0.1))
+    module = DynamicEmbeddingBags(
+        specs((32, 32)), optim.SGD(0.1), backing=BackingStore(HostRows(512))
+    )
     told: list[Progress] = []
-    loaded = module.set_table_entries("a", given, told.append)
+    loaded = set_table_entries(module, "a", given, told.append)
     assert loaded.loaded == module.size(0)
-    kept = module.table_entries("a").keys
+    kept = table_entries(module, "a").keys
     assert int((kept < 512).sum()) > 0.85 * 512
     assert told[0] == Progress("a", 64, 1024)
     assert told[-1] == Progress("a", 1024, 1024)
@@ -226,38 +236,42 @@ def test_prefetched_rows_are_in_memory() -> None:
     for step in range(8, 12):
         pair.small.prefetch(*batch(step))
         pair.small.prefetch(*batch(step + 1))
-        pair.small.lower.store.wait()
+        pair.small.backing.store.wait()
         pair.train(step)
     pair.compare()
-    assert all(line.staged for line in pair.small.tier_stats().values())
+    assert all(line.prefetched for line in pair.small.tier_stats().values())
     pair.small.reset_stats()
-    assert all(line.staged == 0 for line in pair.small.tier_stats().values())
+    assert all(line.prefetched == 0 for line in pair.small.tier_stats().values())
 
 
 def test_prefetch_changes_nothing_of_a_last_tier_that_is_full() -> None:
     states = []
     for ahead in (0, 3):
-        tiers = Tiers(HostRows(64, seed=0))
-        module = TieredEmbeddingBags(specs((32, 32)), tiers, feature_tables=(0, 1, 0), seed=0)
+        tiers = BackingStore(HostRows(64, seed=0))
+        module = DynamicEmbeddingBags(
+            specs((32, 32)), backing=tiers, feature_tables=(0, 1, 0), seed=0
+        )
         for step in range(12):
             for coming in range(step + 1, step + 1 + ahead):
                 module.prefetch(*batch(coming))
-                module.lower.store.wait()
+                module.backing.store.wait()
             module(*batch(step)).sum().backward()
         states.append(module.state_dict())
     assert all(torch.equal(states[0][key], states[1][key]) for key in states[0])
 
 
-def test_staged_rows_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(row_stage, "MOST_STAGED", 100)
+def test_prefetched_rows_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(row_stage, "MAX_PREFETCHED", 100)
     store = HostRows(4096)
-    module = TieredEmbeddingBags(specs((32, 32)), Tiers(store), feature_tables=(0, 1, 0))
+    module = DynamicEmbeddingBags(
+        specs((32, 32)), backing=BackingStore(store), feature_tables=(0, 1, 0)
+    )
     for step in range(20):
         module(*batch(step)).sum().backward()
     for step in range(20):
         module.prefetch(*batch(step))
-    module.lower.store.wait()
-    staged = module.lower.store._staged[0]
+    module.backing.store.wait()
+    staged = module.backing.store._prefetched[0]
     assert 0 < sum(rows.keys.numel() for rows in staged) <= 100
     size = module.size(0)  # puts rows back that were served in place
     assert store.size(0) + module.index.size(0) == size
@@ -265,27 +279,29 @@ def test_staged_rows_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_bad_arguments_are_told(tmp_path: Path) -> None:
     spec = [DynamicSpec(32, 4)]
-    with pytest.raises(TypeError, match="must be Tiers"):
-        TieredEmbeddingBags(spec, HostRows(64))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="must be a BackingStore"):
+        DynamicEmbeddingBags(spec, backing=HostRows(64))  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="must be a RowStore"):
-        Tiers("rows")  # type: ignore[arg-type]
+        BackingStore("rows")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"optim\.External"):
-        TieredEmbeddingBags(spec, Tiers(HostRows(64)), optim.External())
+        DynamicEmbeddingBags(spec, optim.External(), backing=BackingStore(HostRows(64)))
     with pytest.raises(ValueError, match="needs an eviction"):
         HostRows(64, "none")
     with pytest.raises(ValueError, match="one a table"):
-        TieredEmbeddingBags(spec, Tiers(HostRows((64, 64))))
-    module = TieredEmbeddingBags(spec, Tiers(DiskRows(tmp_path / "rows"), beside=10))
+        DynamicEmbeddingBags(spec, backing=BackingStore(HostRows((64, 64))))
+    module = DynamicEmbeddingBags(
+        spec, backing=BackingStore(DiskRows(tmp_path / "rows"), max_misses=10)
+    )
     with pytest.raises(RuntimeError, match="may have 10 ids"):
         module(torch.arange(20), torch.tensor([0, 20]))
     with pytest.raises(TypeError, match="copied or pickled"):
         module.__getstate__()
     with pytest.raises(RuntimeError, match="state_dict"):
-        module.snapshot()
-    with pytest.raises(RuntimeError, match="does not fit"):
-        module.restore({})
+        snapshots.take(module)
+    with pytest.raises(RuntimeError, match="have no slots"):
+        snapshots.restore(module, {})
     with pytest.raises(BlockingIOError, match="one owner"):
-        TieredEmbeddingBags(spec, Tiers(DiskRows(tmp_path / "rows")))
+        DynamicEmbeddingBags(spec, backing=BackingStore(DiskRows(tmp_path / "rows")))
     module.close()
 
 
@@ -299,7 +315,9 @@ def test_kills_lead_back_to_the_last_flush(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("training", [True, False])
 def test_gradient_of_sample_weights_of_rows_that_went_below(training: bool) -> None:
-    module = TieredEmbeddingBags([DynamicSpec(32, 4)], Tiers(HostRows(1000)), optim.SGD(0.1))
+    module = DynamicEmbeddingBags(
+        [DynamicSpec(32, 4)], optim.SGD(0.1), backing=BackingStore(HostRows(1000))
+    )
     ids, offsets = torch.arange(4), torch.arange(0, 5, 2)
     module(ids, offsets).sum().backward()
     module.eval()

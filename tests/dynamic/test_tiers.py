@@ -5,16 +5,20 @@ import random
 import pytest
 import torch
 
-from emblib import KeyStatus, Pooling, Precision, TieredEmbeddingBags, TierMode, Tiers, optim
-from emblib.dynamic.tiers.host import HostRows
-from emblib.specs import (
-    Constant,
-    CountMinSketch,
-    DynamicSpec,
-    Eviction,
-    ExactCounter,
-    FrequencyAdmission,
+from emblib import (
+    BackingStore,
+    DynamicEmbeddingBags,
+    KeyStatus,
+    Pooling,
+    Precision,
+    TierMode,
+    optim,
 )
+from emblib.checkpoints import table_entries
+from emblib.dynamic.saving.table_dumps import apply_changes, changes_since
+from emblib.dynamic.tiers.host import HostRows
+from emblib.init import Constant
+from emblib.specs import CountMinSketch, DynamicSpec, Eviction, ExactCounter, FrequencyAdmission
 from tests.dynamic.tier_cases import Pair, batch, specs
 
 
@@ -27,8 +31,8 @@ def test_two_tiers_are_one_table(eviction: Eviction, mode: TierMode) -> None:
     for step in range(14):
         if eviction is Eviction.CUSTOM:
             score = chance.randrange(-5, 5)
-            pair.big.set_score(score)
-            pair.small.set_score(score)
+            pair.big.set_eviction_score(score)
+            pair.small.set_eviction_score(score)
         match step % 4:
             case 0:
                 pair.train(step)
@@ -47,7 +51,7 @@ def test_two_tiers_are_one_table(eviction: Eviction, mode: TierMode) -> None:
                 pair.train(step)
     pair.compare()
     stats = pair.small.tier_stats()
-    assert all(line.left == 0 for line in stats.values())
+    assert all(line.dropped == 0 for line in stats.values())
     assert all(line.backing_hits for line in stats.values())
     assert stats["a"].served_in_place
     if eviction is not Eviction.NONE:
@@ -89,8 +93,10 @@ def test_weights_of_samples_get_their_gradient() -> None:
 
 def test_keys_that_went_down_and_up_have_not_left() -> None:
     """Into slots that were new keys' in between."""
-    module = TieredEmbeddingBags(
-        [DynamicSpec(32, 1, initializer=Constant(0.0))], Tiers(HostRows(512)), optim.SGD(1.0)
+    module = DynamicEmbeddingBags(
+        [DynamicSpec(32, 1, initializer=Constant(0.0))],
+        optim.SGD(1.0),
+        backing=BackingStore(HostRows(512)),
     )
     ids, offsets = torch.arange(32), torch.arange(33)
     waits = module(ids, offsets)
@@ -102,7 +108,7 @@ def test_keys_that_went_down_and_up_have_not_left() -> None:
 
 
 def test_a_key_that_was_below_was_there() -> None:
-    module = TieredEmbeddingBags([DynamicSpec(32, 4)], Tiers(HostRows(4096)))
+    module = DynamicEmbeddingBags([DynamicSpec(32, 4)], backing=BackingStore(HostRows(4096)))
     ids, offsets = torch.arange(200), torch.tensor([0, 200])
     module(ids, offsets)
     assert (module.key_status() == KeyStatus.NEW).all()
@@ -129,7 +135,7 @@ def test_unused_keys_expire_in_both_tiers() -> None:
     for step in range(60):
         for module in (pair.big, pair.small):
             module(*batch(step % 6 if step < 10 else 100 + step % 3)).sum().backward()
-    small, big = (module.table_entries(0) for module in (pair.small, pair.big))
+    small, big = (table_entries(module, 0) for module in (pair.small, pair.big))
     assert set(small.keys.tolist()) == set(big.keys.tolist())
     oldest = pair.small.index.tick - 16 - 2
     assert int(small.stamps.min()) >= oldest
@@ -153,26 +159,30 @@ def test_state_dicts_go_between_one_tier_and_two() -> None:
 
 def test_copies_follow_by_changes() -> None:
     """What moves down is no removal; what is erased, or leaves the last tier, is."""
-    source = TieredEmbeddingBags(specs((32, 32)), Tiers(HostRows(256)), feature_tables=(0, 1, 0))
-    follower = TieredEmbeddingBags(specs((32, 64)), Tiers(HostRows(4096)), feature_tables=(0, 1, 0))
+    source = DynamicEmbeddingBags(
+        specs((32, 32)), backing=BackingStore(HostRows(256)), feature_tables=(0, 1, 0)
+    )
+    follower = DynamicEmbeddingBags(
+        specs((32, 64)), backing=BackingStore(HostRows(4096)), feature_tables=(0, 1, 0)
+    )
     source.track_evictions()
-    tick = source.tick
+    tick = source.num_training_steps
     for step in range(12):
         source(*batch(step)).sum().backward()
         if step % 3 == 2:
             source.erase(0, torch.arange(step))
-            changes = source.changes(tick)
-            follower.apply_changes(changes)
+            changes = changes_since(source, tick)
+            apply_changes(follower, changes)
             tick = changes.until
             mine, theirs = follower.state_dict(), source.state_dict()
             assert all(torch.equal(mine[key], theirs[key]) for key in theirs)
-    assert source.tier_stats()["a"].left
+    assert source.tier_stats()["a"].dropped
 
 
 def test_hybrid_promotes_what_ranks_above() -> None:
     """By count: keys that are used once do not push out those that are used often."""
-    module = TieredEmbeddingBags(
-        [DynamicSpec(32, 4, eviction="lfu")], Tiers(HostRows(4096, "lfu"), "hybrid")
+    module = DynamicEmbeddingBags(
+        [DynamicSpec(32, 4, eviction="lfu")], backing=BackingStore(HostRows(4096, "lfu"), "hybrid")
     )
     often = torch.arange(32)
     for _ in range(3):

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from emblib import DynamicEmbeddingBags, DynamicSpec, optim
+from emblib.dynamic.saving.table_dumps import apply_changes, changes_since
 
 IDS, OFFSETS = torch.tensor([7, 8]), torch.tensor([0, 2])
 
@@ -25,7 +26,7 @@ def make(**options: Any) -> DynamicEmbeddingBags:
         (TypeError, "must be a tensor", {"indices": [7, 8]}),
         (RuntimeError, "begin with 0, got 1", {"offsets": torch.tensor([1, 2])}),
         (RuntimeError, "float32, got", {"per_sample_weights": torch.ones(2).double()}),
-        (RuntimeError, "entry a lookup = 2", {"per_sample_weights": torch.ones(1)}),
+        (RuntimeError, "entry per lookup = 2", {"per_sample_weights": torch.ones(1)}),
         (RuntimeError, "int64, got", {"counts": torch.ones(2)}),
         (ValueError, "must be >= 0, got -1", {"counts": torch.tensor([1, -1])}),
     ],
@@ -36,7 +37,7 @@ def test_a_batch_that_is_refused_gives_no_key_a_row(
     table = make()
     with pytest.raises(error, match=says):
         table(**{"indices": IDS, "offsets": OFFSETS, **options})
-    assert (table.size(0), table.tick) == (0, 0)
+    assert (table.size(0), table.num_training_steps) == (0, 0)
 
 
 def test_offsets_that_are_repaired_are_told_in_words_that_help() -> None:
@@ -63,10 +64,10 @@ def test_copies_that_follow_are_told_of_a_clear() -> None:
     table.track_evictions()
     table(IDS, OFFSETS)
     copy.load_state_dict(table.state_dict())
-    tick = table.tick
+    tick = table.num_training_steps
     table.clear()
     table(IDS + 70, OFFSETS)
-    copy.apply_changes(table.changes(tick))
+    apply_changes(copy, changes_since(table, tick))
     assert copy.find(0, IDS).tolist() == [-1, -1]
     assert copy.size(0) == table.size(0) == 2
 
@@ -83,10 +84,10 @@ def test_scores_and_tables_are_whole_numbers() -> None:
         stepped.set_eviction_step("a", 1.5)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="2\\^63"):
         stepped.set_eviction_step("a", 2**63)
-    assert stepped.score("a") == 1
-    custom.set_score(int(np.int64(4)))
-    custom.set_score(np.int64(5))  # type: ignore[arg-type]
-    assert custom.score(0) == 5
+    assert stepped.eviction_score("a") == 1
+    custom.set_eviction_score(int(np.int64(4)))
+    custom.set_eviction_score(np.int64(5))  # type: ignore[arg-type]
+    assert custom.eviction_score(0) == 5
     for table in (0.5, True):
         with pytest.raises(TypeError, match="number or name"):
             custom.size(table)  # type: ignore[arg-type]

@@ -13,12 +13,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from emblib import DynamicEmbeddingBags, DynamicSpec, TieredEmbeddingBags, Tiers, optim
+from emblib import BackingStore, DynamicEmbeddingBags, DynamicSpec, optim
+from emblib.checkpoints import table_entries
 from emblib.dynamic.tiers.disk import DiskRows
 from emblib.dynamic.tiers.host import HostRows
 from emblib.dynamic.tiers.sqlite import SqliteRows
 from emblib.dynamic.tiers.store import RowStore
-from emblib.specs import Debug
+from emblib.init import KeyModulo
 from tests.thread_cases import held_elsewhere, in_fork
 
 KEYS, DIM, LOOKUPS, STEP = 400, 4, 24, 1024.0
@@ -31,14 +32,14 @@ STORES: dict[str, Callable[[Path], RowStore]] = {
 
 def make(capacity: int = 4 * KEYS, **options: object) -> DynamicEmbeddingBags:
     """A table whose rows begin with their key everywhere and are trained by multiples of STEP."""
-    spec = DynamicSpec(capacity, DIM, name="t", initializer=Debug(), **options)
+    spec = DynamicSpec(capacity, DIM, name="t", initializer=KeyModulo(), **options)
     return DynamicEmbeddingBags([spec], optim.SGD(1.0))
 
 
-def make_tiered(store: RowStore) -> TieredEmbeddingBags:
+def make_tiered(store: RowStore) -> DynamicEmbeddingBags:
     """The same with most rows in the lower tier."""
-    spec = DynamicSpec(64, DIM, name="t", initializer=Debug())
-    return TieredEmbeddingBags([spec], Tiers(store), optim.SGD(1.0))
+    spec = DynamicSpec(64, DIM, name="t", initializer=KeyModulo())
+    return DynamicEmbeddingBags([spec], optim.SGD(1.0), backing=BackingStore(store))
 
 
 def one_each(keys: Tensor) -> tuple[Tensor, Tensor]:
@@ -70,7 +71,7 @@ def steps(module: DynamicEmbeddingBags, part: int, count: int = 30) -> Callable[
 
 def rows_of(module: DynamicEmbeddingBags) -> dict[int, list[float]]:
     """Rows by key."""
-    entries = module.table_entries(0)
+    entries = table_entries(module, 0)
     rows = entries.rows["weight"][torch.arange(len(entries))]
     return dict(zip(entries.keys.tolist(), rows.tolist(), strict=True))
 

@@ -6,12 +6,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from emblib import DynamicEmbeddingBags, TieredEmbeddingBags, TierMode, Tiers, optim
+from emblib import BackingStore, DynamicEmbeddingBags, TierMode, optim
 from emblib.dynamic.tiers.disk import DiskRows
 from emblib.dynamic.tiers.host import HostRows
 from emblib.dynamic.tiers.sqlite import SqliteRows
 from emblib.dynamic.tiers.store import RowStore
-from emblib.specs import DynamicSpec, Normal
+from emblib.init import Normal
+from emblib.specs import DynamicSpec
 
 KEYS, BAGS = 500, 8
 
@@ -45,8 +46,8 @@ class Pair:
         made = {"feature_tables": (0, 1, 0), "seed": 3, **options}
         optimizer = made.pop("optimizer", optim.Adam(0.1))
         self.big = DynamicEmbeddingBags(specs((4096, 4096), **rules), optimizer, **made)
-        self.small = TieredEmbeddingBags(
-            specs((32, 64), **rules), Tiers(store, mode), optimizer, **made
+        self.small = DynamicEmbeddingBags(
+            specs((32, 64), **rules), optimizer, backing=BackingStore(store, mode), **made
         )
 
     def forward(self, seed: int, **options: object) -> tuple[Tensor, Tensor]:

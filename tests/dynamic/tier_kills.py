@@ -19,9 +19,9 @@ from torch import Tensor
 
 from emblib import optim
 from emblib.dynamic.module import DynamicEmbeddingBags
-from emblib.dynamic.tiers.module import TieredEmbeddingBags
-from emblib.dynamic.tiers.store import Rows, Tiers
-from emblib.specs import DynamicSpec, Normal
+from emblib.dynamic.tiers.store import BackingStore, StoredRows
+from emblib.init import Normal
+from emblib.specs import DynamicSpec
 from tests.dynamic.row_store_cases import FILES
 from tests.tables.kills import Board, killed_at_call, killed_in
 
@@ -44,11 +44,11 @@ def tables(*capacities: int) -> list[DynamicSpec]:
     ]
 
 
-def make(kind: str, directory: Path) -> TieredEmbeddingBags:
+def make(kind: str, directory: Path) -> DynamicEmbeddingBags:
     """Opened if it is there."""
     directory.mkdir(exist_ok=True)
-    store = Tiers(FILES[kind](directory))
-    return TieredEmbeddingBags(tables(96, 64), store, optim.Adam(0.01), seed=0)
+    store = BackingStore(FILES[kind](directory))
+    return DynamicEmbeddingBags(tables(96, 64), optim.Adam(0.01), backing=store, seed=0)
 
 
 def batch(step: int) -> tuple[Tensor, Tensor]:
@@ -75,10 +75,10 @@ def writer(kind: str, directory: Path, board: Board, last_put: int = 0) -> Calla
         flushed = board.acknowledged
         board.write(flushed, Phase.OPENING)
         module = make(kind, directory)
-        store = module.tiers.store
+        store = module.backing.store.behind
         put, step = store.put, module.step
 
-        def watched(table: int, rows: Rows) -> Rows:
+        def watched(table: int, rows: StoredRows) -> StoredRows:
             nonlocal last_put
             last_put -= 1
             if last_put == 0:

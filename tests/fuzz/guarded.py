@@ -12,7 +12,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
-def detect_rank_failures(tensor: Tensor, *, before: bool = False) -> Tensor:
+def guarded(tensor: Tensor, *, before: bool = False) -> Tensor:
     """A contiguous copy whose neighbours cannot be touched: the process dies of it.
 
     The memory is that of a mapping of its own, between two pages without access. `before` puts the
@@ -39,6 +39,6 @@ def guarded_view(tensor: Tensor) -> Tensor:
     storage = tensor.as_strided(
         (tensor.untyped_storage().nbytes() // tensor.element_size(),), (1,), 0
     )
-    return detect_rank_failures(storage).as_strided(
+    return guarded(storage).as_strided(
         tensor.shape, tensor.stride(), tensor.storage_offset()
     )

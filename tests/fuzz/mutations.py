@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.fuzz.detect_rank_failures import detect_rank_failures, guarded_view
+from tests.fuzz.guarded import guarded, guarded_view
 
 INTERESTING = (
     *(-(2**63), -(2**62), -(2**40), -(2**31) - 1, -(2**31), -7, -2, -1, 0, 1, 2, 3, 31, 32, 33),
@@ -116,7 +116,7 @@ def _mutated(draw: random.Random, argument: Any) -> Any:
 def protect(draw: random.Random, argument: Any) -> Any:
     """A copy of an argument, with guard pages around each tensor."""
     if isinstance(argument, Tensor):
-        return detect_rank_failures(argument, before=draw.random() < 0.3)
+        return guarded(argument, before=draw.random() < 0.3)
     if isinstance(argument, list):
         return [protect(draw, a) for a in argument]
     return argument

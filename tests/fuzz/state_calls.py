@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from emblib.init import Normal, Uniform
 from emblib.ops.codes import CACHE_POLICY, HASH_ORDER, NEWCOMER
 from emblib.ops.hash import rule_of
 from emblib.reference import hash
 from emblib.reference.cache import CacheModel, flush, move
 from emblib.reference.hash import HashModel
-from emblib.specs import DynamicSpec, Normal, Uniform
+from emblib.specs import DynamicSpec
 from tests import cache_cases, hash_cases
 from tests.fuzz.call import FLOATS, Arguments, Call, close, drawn_seed, same
 

@@ -12,17 +12,10 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
+from emblib.init import Constant, Initializer, KeyModulo, Normal, TruncatedNormal, Uniform
 from emblib.ops.hash import initial_rows_, rule_of
 from emblib.reference import hash
-from emblib.specs import (
-    Constant,
-    Debug,
-    DynamicSpec,
-    Initializer,
-    Normal,
-    TruncatedNormal,
-    Uniform,
-)
+from emblib.specs import DynamicSpec
 
 ROOT = Path(__file__).resolve().parents[2]
 INITIALIZERS = [
@@ -32,7 +25,7 @@ INITIALIZERS = [
     TruncatedNormal(0.0, 0.1),
     TruncatedNormal(1.0, 2.0, 0.9, 5.0),
     Constant(2.5),
-    Debug(),
+    KeyModulo(),
 ]
 KEYS = [0, 1, -1, -4, 2**63 - 1, -(2**63), 12345678901, 99_999, 100_000]
 SEED = 0x123456789ABCDE
@@ -77,7 +70,7 @@ def test_matches_reference(
 
 
 def test_uniform_and_debug_are_exact(device: torch.device) -> None:
-    for initializer in (Uniform(-0.25, 1.0), Debug(), Constant(0.1)):
+    for initializer in (Uniform(-0.25, 1.0), KeyModulo(), Constant(0.1)):
         plane = torch.zeros(len(KEYS) * 8, device=device)
         want = plane.cpu().clone()
         call = _call([plane], [[[0, 8, 9, 8, 3]]], [initializer], list(range(9)))

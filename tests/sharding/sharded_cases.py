@@ -16,6 +16,7 @@ from torch import Tensor
 
 import emblib
 from emblib import JaggedTensor, KeyedJaggedTensor, optim
+from emblib.checkpoints import table_entries
 from emblib.collections.configs import EmbeddingBagConfig, EmbeddingConfig
 from emblib.sharding import input_dist, sharding_types
 from emblib.sharding.exchange import CommPrecision
@@ -272,8 +273,8 @@ def compare_tables(sharded: Any, oracle: Any, tolerance: float) -> None:
 def _compare_entries(part: Any, oracle: Any, number: int, tolerance: float) -> None:
     module, table = part.groups.module_of(part.index)
     whole, whole_table = oracle.groups.module_of(number)
-    own = module.table_entries(table).sorted()
-    every = whole.table_entries(whole_table).sorted()
+    own = table_entries(module, table).sorted()
+    every = table_entries(whole, whole_table).sorted()
     found = torch.isin(every.keys, own.keys).nonzero().view(-1)
     assert found.numel() == len(own)
     index = torch.arange(len(own))

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from emblib.ops.codes import NEWCOMER
-from emblib.ops.hash import SLOTS, Misses, Placed
+from emblib.ops.hash import SLOTS, InsertResult, Misses
 from tests.simt.emulated import DTYPES
 from tests.simt.library import Word, library
 
@@ -82,7 +82,7 @@ def place_(
     ends: Tensor,
     admitted: Tensor | None,
     *given_order_newcomer: Tensor | int | None,
-) -> Placed:
+) -> InsertResult:
     """Emulated `hash_place_`."""
     given, order, newcomer = given_order_newcomer
     assert not isinstance(given, int)
@@ -95,7 +95,7 @@ def place_(
     missing = (ids, ids.numel(), first, totals, ends, admitted, given)
     ways = (order, newcomer == NEWCOMER["competes"])
     library().call("hash_place", *_index(index), *missing, *ways, *out)
-    return Placed(*out)
+    return InsertResult(*out)
 
 
 def erase_(index: Sequence[Tensor], *keys: Tensor) -> Tensor:

@@ -173,7 +173,7 @@ def _check(part: PartReader) -> None:
     """
     path, content = part.path, part.content
     if "tree" in content:
-        raise DumpError(f"{path.parent} holds a snapshot, not a dump of entries; use load_snapshot")
+        raise DumpError(f"{path.parent} holds a snapshot, not a dump of entries")
     field(path, content, "identity", str)
     clock = field(path, content, "clock", int)
     since = field(path, content, "since", int, type(None))

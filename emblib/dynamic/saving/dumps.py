@@ -1,14 +1,13 @@
-"""Dumps in a directory: arrays of tables in files, whole or absent however the writer ends.
+"""Dumps in a directory: arrays in files, whole or absent however the writer ends.
 
-A dump has one part a rank. A part is a manifest, `part_<rank>_of_<world size>.json`, and the files
-it names, each the numbers of one array in the byte order of the machine, and nothing else. Writing
-the manifest is the commit: before it all arrays are on the disk, and it comes into its place by
-being renamed. A writer that ends before that leaves files that no manifest names; the next writer
-of the part deletes them. Writing over a dump is the same: the old one stands until the new manifest
-replaces its own.
+A dump has one part per rank. A part is a manifest, `part_<rank>_of_<world size>.json`, and the
+files that it names, each with the numbers of one array in the byte order of the machine. Writing
+the manifest is the commit: all arrays are on the disk before it is renamed into place. A writer
+that ends earlier leaves files that no manifest names; the next writer of the part deletes them. An
+older dump in the directory stays valid until the new manifest replaces its own.
 
-Manifest and arrays carry checksums. A reader wants every part, and all of one `identity`, so that
-ranks that were cut short at different dumps are not taken for one.
+Manifest and arrays have checksums. A reader requires every part, all with the same `identity`, so
+that parts of different dumps are not combined after an interrupt.
 """
 
 import contextlib
@@ -389,17 +388,17 @@ def _write(handle: int, data: bytes | bytearray, at: int) -> None:
 
 
 def write(directory: str | Path, tree: Any) -> None:
-    """Write a tree; the directory then holds all of it, or what it held before."""
+    """Write a snapshot, a tree of dicts, lists and tensors, in place of an older dump."""
     with Writer(directory) as writer:
-        written = _write_snapshots(writer, tree)
+        written = _write_tree(writer, tree)
         writer.commit({"identity": "snapshot", "tree": written})
 
 
-def _write_snapshots(writer: Writer, tree: Any) -> Any:
+def _write_tree(writer: Writer, tree: Any) -> Any:
     if isinstance(tree, dict):
-        return {"dict": {name: _write_snapshots(writer, branch) for name, branch in tree.items()}}
+        return {"dict": {name: _write_tree(writer, branch) for name, branch in tree.items()}}
     if isinstance(tree, list):
-        return {"list": [_write_snapshots(writer, branch) for branch in tree]}
+        return {"list": [_write_tree(writer, branch) for branch in tree]}
     if tree is None:
         return {"none": None}
     assert isinstance(tree, Tensor)
@@ -408,15 +407,24 @@ def _write_snapshots(writer: Writer, tree: Any) -> Any:
     return {"tensor": array.description}
 
 
+def holds_snapshot(directory: str | Path) -> bool:
+    """Return whether the dump in a directory is a snapshot.
+
+    Raises:
+        DumpError: there is no whole dump, or it is damaged.
+    """
+    return any("tree" in part.content for part in read_parts(directory))
+
+
 def read(directory: str | Path) -> Any:
-    """The tree that a directory holds; its tensors are mapped, private copies of the files.
+    """Read the snapshot in a directory; its tensors are mapped, private copies of the files.
 
     Raises:
         DumpError: there is none, or it is damaged, or it is a dump of another kind.
     """
     part = read_parts(directory)[0]
     if "tree" not in part.content:
-        raise DumpError(f"{directory} holds a dump of entries, not a snapshot; use load_dump")
+        raise DumpError(f"{directory} holds a dump of entries, not a snapshot")
     part.verify()
     return _read(part, part.content["tree"])
 

@@ -54,7 +54,7 @@ _PADDED = 4  # float32 numbers in which a state of one number a row lies in memo
 
 
 @dataclass(frozen=True)
-class Foreign:
+class DynamicEmbTable:
     """A table of DynamicEmb's.
 
     Args:
@@ -67,14 +67,14 @@ class Foreign:
     arguments: Mapping[str, Any] = field(default_factory=dict)
     counts: tuple[Tensor, Tensor] | None = None
 
-    def owned(self, mine: Callable[[Tensor], Tensor]) -> "Foreign":
+    def owned(self, mine: Callable[[Tensor], Tensor]) -> "DynamicEmbTable":
         """What of it belongs to a rank; `mine` says which of some keys do, bool by key."""
         chosen = mine(self.entries.keys).nonzero().view(-1)
         counts = self.counts
         if counts is not None:
             kept = mine(counts[0])
             counts = (counts[0][kept], counts[1][kept])
-        return Foreign(self.entries.view(chosen), self.arguments, counts)
+        return DynamicEmbTable(self.entries.view(chosen), self.arguments, counts)
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,9 @@ class Layout:
     uses_first: bool = False
 
 
-def write(directory: str | Path, name: str, layout: Layout, table: Foreign, clock: int) -> None:
+def write(
+    directory: str | Path, name: str, layout: Layout, table: DynamicEmbTable, clock: int
+) -> None:
     """Write a table as the only rank of one; every number of ranks can load that.
 
     Their loader keeps the keys with `key % W == rank` where the number of ranks differs, as their
@@ -118,7 +120,7 @@ def stage(
     directory: str | Path,
     name: str,
     layout: Layout,
-    table: Foreign,
+    table: DynamicEmbTable,
     clock: int,
     *,
     part: Part = Part(),  # noqa: B008
@@ -258,7 +260,7 @@ def read(
     layout: Layout,
     *,
     rank: int | None = None,
-) -> Foreign:
+) -> DynamicEmbTable:
     """The entries of a table; rows are mapped, not read.
 
     Args:
@@ -304,7 +306,7 @@ def read(
             f"{directory} has {_length(counted)} keys of an admission counter of {name!r} and "
             f"{_length(times)} counts; the dump is not whole"
         )
-    return Foreign(
+    return DynamicEmbTable(
         Entries(keys, stamps, ranked, rows),
         arguments,
         None if counted is None or times is None else (counted, times),

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from emblib.dynamic.hash_index import HashIndex, ValueRows
+from emblib.dynamic.hash_index import HashIndex, RowBuffers
 from emblib.dynamic.keys import GOLDEN, mix
 from emblib.dynamic.saving import entries as of_entries
 from emblib.dynamic.saving.dump_tables import rows_at_a_time
@@ -175,7 +175,7 @@ def _noise(shape: tuple[int, ...], step: int) -> Tensor:
 
 
 _AT_ONCE = 1 << 22  # keys that are placed by one call
-_NEVER = 1 << 62  # no clock comes to that
+_MAX_TICK = 1 << 62
 _SIZE = TABLE_FIELDS.index("size")
 
 
@@ -196,7 +196,7 @@ class Target(NamedTuple):
     table: int
     name: str
     views: Mapping[str, Tensor]
-    rows: ValueRows | None = None
+    rows: RowBuffers | None = None
     initial_state: float = 0.0
     hash_key: int | None = None
 
@@ -235,7 +235,7 @@ def check(target: Target, entries: Entries) -> None:
             "key, and these entries have none; give them with dataclasses.replace(entries, "
             "scores=...)"
         )
-    if len(entries) and not 0 <= int(entries.stamps.min()) <= entries.newest_stamp() < _NEVER:
+    if len(entries) and not 0 <= int(entries.stamps.min()) <= entries.newest_stamp() < _MAX_TICK:
         raise ValueError(
             f"stamps are ticks in [0, 2^62), those for {target.name!r} are in "
             f"[{int(entries.stamps.min())}, {entries.newest_stamp()}]"
@@ -340,7 +340,7 @@ def _place_among(target: Target, entries: Entries) -> tuple[Tensor, int]:
     displaced = 0
     for part in missing.split(_AT_ONCE):
         slots[part] = _place_some(index, table, entries.keys[part].to(device), "none")[0]
-        index.has_come(table, slots[part])
+        index.note_inserted(table, slots[part])
     refused = missing[slots[missing] < 0]
     if refused.numel() and index.size(table) < index.capacity(table):
         displaced = _rearrange(target, entries.keys[refused])
@@ -348,7 +348,7 @@ def _place_among(target: Target, entries: Entries) -> tuple[Tensor, int]:
         refused = refused[slots[refused] < 0]
     for part in refused.split(_AT_ONCE) if index.order != "none" else ():
         placed, number = _place_some(index, table, entries.keys[part].to(device), index.order)
-        index.has_come(table, placed)
+        index.note_inserted(table, placed)
         slots[part], displaced = placed, displaced + number
     if displaced:  # among them may be entries that were found above
         slots = index.find(Keys.of(entries.keys.to(device), table)).cpu()
@@ -382,7 +382,7 @@ def _rearrange(target: Target, refused: Tensor) -> int:
     entries[at, 1] = index.tick
     index.tables[table, _SIZE] = placed.numel()
     index.version += 1
-    index.has_come(table, at)
+    index.note_inserted(table, at)
     return int((after[:held] < 0).sum())
 
 
@@ -394,7 +394,7 @@ def _place_some(index: HashIndex, table: int, keys: Tensor, order: str) -> tuple
     ends = torch.zeros(len(index.specs) + 1, dtype=torch.int64, device=device)
     ends[table + 1 :] = count
     given = torch.zeros(len(index.specs), dtype=torch.int64, device=device)
-    placed = hash.Placed(
+    placed = hash.InsertResult(
         *hash.hash_place_(
             *(index.tensors(), keys, first, torch.ones_like(first), ends, None, given),
             *(codes.HASH_ORDER[order], codes.NEWCOMER["wins"]),

@@ -1,14 +1,15 @@
-"""What stands behind the dynamic tables of a module, and how rows move between the two tiers.
+"""BackingTier: the tier behind the tables of a module, and the moves of rows between the two tiers.
 
-A table is the union of its tiers: each key is in one of them. The rows of the lower tier take part
-in every batch as those of the fast one do, so no result depends on how many rows the fast tier
-holds, as long as nothing leaves the last one.
+A table is the union of its tiers: each key is in one of them. Rows in the store take part in every
+batch as those of the fast tier do, so no result depends on how many rows the fast tier has, as long
+as none leaves the store.
 
-A row of the lower tier that a batch needs is promoted: it gets a slot like a new key, and what
-gives way is demoted, with optimizer state, stamp and score. Where it finds no slot (it competes and
-ranks below all it could replace, or the batch itself fills its buckets) it is served in place: the
-batch reads and updates a copy in rows behind those of its table, `RowLayout.beside` of them, and
-the copy goes back before the store is asked again. So does the row of a new key that finds no slot.
+A row in the store that a batch needs is promoted: it gets a slot like a new key, and the row that
+it evicts is demoted, with optimizer state, stamp and score. If it finds no slot (it ranks below all
+it could replace, or the batch itself fills its buckets) it is served in place: the batch reads and
+updates a copy in an overflow row, `RowLayout.overflow_rows` behind those of each table, and the
+copy is written back before the store is used again. A new key that finds no slot gets an overflow
+row as well.
 """
 
 import json
@@ -20,73 +21,90 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from emblib.dynamic.hash_index import Inserted
-from emblib.dynamic.saving.entries import Entries
-from emblib.dynamic.tiers.store import BATCH, Found, Rows, StagedRows, StoredTable, Tiers, TierStats
+from emblib.dynamic.hash_index import InsertedBatch
+from emblib.dynamic.saving.dumps import Progress, Report
+from emblib.dynamic.saving.entries import Chosen, Entries, Joined, best_first
+from emblib.dynamic.saving.loading import Loaded
+from emblib.dynamic.tiers.store import (
+    BATCH,
+    BackingStore,
+    FoundRows,
+    PrefetchedRows,
+    StoredRows,
+    StoredTable,
+    TierStats,
+)
 from emblib.ops import hash
 from emblib.ops.hash import Keys, Misses, tables_of
 
 if TYPE_CHECKING:
     from emblib.dynamic.module import DynamicEmbeddingBags
 
-_COUNTED = ("lfu", "lru_lfu")
+_COUNTING_ORDERS = ("lfu", "lru_lfu")
 _COUNTERS = [field.name for field in fields(TierStats)][2:]
 
 
-class LowerTier:
-    """The lower tier of a module; a `TrainingHook` of its training steps."""
+class BackingTier:
+    """Move rows between the tables of a module and a store, as a hook of its training steps.
 
-    def __init__(self, module: "DynamicEmbeddingBags", tiers: Tiers) -> None:
-        self._module = weakref.ref(module)  # so that its end closes the store at once
+    Args:
+        module: whose tables the store is behind; it is referenced weakly, so that the store is
+            closed as soon as the module is deleted.
+        backing: the store and its mode.
+    """
+
+    def __init__(self, module: "DynamicEmbeddingBags", backing: BackingStore) -> None:
+        self._module = weakref.ref(module)
+        self.mode = backing.mode
         layout = module.rows
         tables = [
             StoredTable(name, layout.row_bytes(t)) for t, name in enumerate(module.table_names)
         ]
-        self.store = StagedRows(tiers.store, tables)
-        self.generation = 0  # of the copies that are served in place
-        self._copies = [Rows.none(table.row_bytes) for table in tables]
-        self._copies_differ = False
+        self.store = PrefetchedRows(backing.store, tables)
+        self.generation = 0  # counts the assignments of overflow rows
+        self._overflow = [StoredRows.none(table.row_bytes) for table in tables]
+        self._overflow_is_dirty = False
         self._widths = [table.row_bytes for table in tables]
-        self._found: list[Found] = []
-        self._down: list[Rows] = []
-        self._up: dict[int, Tensor] = {}  # keys that moved up and that the store did not let go of
-        self._given: Tensor | None = None  # scores of the batch at hand, where they are assigned
+        self._found: list[FoundRows] = []  # of the batch that is being inserted
+        self._demoted: list[StoredRows] = []
+        self._promoted: dict[int, Tensor] = {}  # keys that the store still has
+        self._batch_scores: Tensor | None = None  # of the batch, where scores are assigned
         self.reset_stats()
         if self.store.note:
             self._resume(json.loads(self.store.note))
 
     @property
     def module(self) -> "DynamicEmbeddingBags":
-        """Whose lower tier this is."""
+        """The module that has this tier."""
         module = self._module()
         assert module is not None
         return module
 
-    def _planes(self) -> list[list[str]]:
-        """What the bytes of a row are."""
+    def _describe_rows(self) -> list[list[str]]:
+        """Return the optimizer, and name and dtype of each value in the bytes of a row."""
         layout = self.module.rows
-        kinds = zip(layout.planes, layout.dtypes, strict=True)
-        named = [[name, str(dtype).removeprefix("torch.")] for name, dtype in kinds]
+        values = zip(layout.names, layout.dtypes, strict=True)
+        named = [[name, str(dtype).removeprefix("torch.")] for name, dtype in values]
         return [[self.module.optimizer.name], *named]
 
     def _resume(self, note: dict[str, Any]) -> None:
         module = self.module
-        if note["planes"] != self._planes():
+        if note["planes"] != self._describe_rows():
             self.store.close()
             raise ValueError(
                 f"the store holds rows of {note['planes']} (optimizer, then values and dtypes), "
-                f"this module has {self._planes()}; name another store, and move the rows with "
-                "state_dict from a module that fits"
+                f"this module has {self._describe_rows()}; name another store, and move the rows "
+                "with state_dict from a module that fits"
             )
         module.index.set_tick(int(note["tick"]))
         module.hyperparams.copy_(torch.tensor(note["hyper"], dtype=torch.float64))
 
     def reset_stats(self) -> None:
-        """Count from zero."""
+        """Set the counts of `stats` to zero."""
         self._counts = [dict.fromkeys(_COUNTERS, 0) for _ in self._widths]
 
     def stats(self) -> dict[str, TierStats]:
-        """By table (reads the device)."""
+        """Return the counts by table (reads the device)."""
         lines = self.module.index.stats()
         named = zip(self.module.table_names, lines, self._counts, strict=True)
         return {
@@ -94,127 +112,131 @@ class LowerTier:
             for name, line, counts in named
         }
 
-    # Before a batch gets its slots
+    # Before the keys of a batch are inserted
 
-    def known(self, keys: Keys, misses: Misses) -> Tensor:
-        """Which misses have a row below, bool `[L]` by miss; they need no admission."""
-        self.settle()
+    def find_in_store(self, keys: Keys, misses: Misses) -> Tensor:
+        """Read the rows of misses from the store; return which it has, bool `[L]` by miss."""
+        self.write_back()
         self.generation += 1
-        ends, known = misses.ends.tolist(), torch.zeros(keys.ids.numel(), dtype=torch.bool)
+        offsets = misses.offsets.tolist()
+        in_store = torch.zeros(keys.ids.numel(), dtype=torch.bool)
         missing = keys.ids[misses.first].cpu()
         for t in range(len(self._widths)):
-            self._check_room(t, ends[t + 1] - ends[t])
+            self._check_overflow(t, offsets[t + 1] - offsets[t])
         self._found = []
-        self._given = None if self.module.scores is None else self.module.scores.given()
+        scores = self.module.scores
+        self._batch_scores = None if scores is None else scores.of_next_batch()
         for t, counts in enumerate(self._counts):
-            mine = missing[ends[t] : ends[t + 1]]
-            staged = self.store.staged_reads
-            found = self._read(t, mine, forget=True)
+            wanted = missing[offsets[t] : offsets[t + 1]]
+            prefetched = self.store.num_prefetched_reads
+            found = self._read(t, wanted, erase_expired=True)
             self._found.append(found)
-            known[ends[t] + found.positions] = True
-            counts["found_below"] += found.positions.numel()
-            counts["staged"] += self.store.staged_reads - staged
-            counts["new"] += mine.numel() - found.positions.numel()
-        return known.to(keys.ids.device)
+            in_store[offsets[t] + found.positions] = True
+            counts["backing_hits"] += found.positions.numel()
+            counts["prefetched"] += self.store.num_prefetched_reads - prefetched
+            counts["new"] += wanted.numel() - found.positions.numel()
+        return in_store.to(keys.ids.device)
 
-    def _check_room(self, table: int, count: int) -> None:
-        most = self.module.rows.beside
-        if count > most:
+    def _check_overflow(self, table: int, count: int) -> None:
+        limit = self.module.rows.overflow_rows
+        if count > limit:
             raise RuntimeError(
-                f"a batch may have {most} ids of a table that are not in the fast "
-                f"tier, got {count} of {self.module.table_names[table]!r}; choose smaller batches, "
-                "or a larger Tiers(beside=...)"
+                f"a batch may have {limit} ids of a table that are not in the fast tier, got "
+                f"{count} of {self.module.table_names[table]!r}; choose smaller batches, or a "
+                "larger BackingStore(max_misses=...)"
             )
 
-    def _read(self, table: int, keys: Tensor, *, forget: bool = False) -> Found:
-        """The rows of keys that are below and have not expired; `forget` those that have."""
+    def _read(self, table: int, keys: Tensor, *, erase_expired: bool = False) -> FoundRows:
+        """Return the rows of keys in the store that have not expired."""
         found = self.store.read(table, keys)
         ttl = self.module.tables[table].ttl
         if ttl is None:
             return found
-        lives = found.rows.stamps >= self.module.index.tick - ttl
-        if forget:
-            self.store.erase(table, found.rows.keys[~lives])
-        return Found(found.positions[lives], found.rows.at(lives))
+        alive = found.rows.stamps >= self.module.index.tick - ttl
+        if erase_expired:
+            self.store.erase(table, found.rows.keys[~alive])
+        return FoundRows(found.positions[alive], found.rows.at(alive))
 
     def admit(self, keys: Keys, misses: Misses) -> None:
-        """Counts go on where they were: rows below bring theirs with them."""
-        if self.module.index.order not in _COUNTED:
+        """Admit all keys, and add the use counts of rows in the store to those of their misses."""
+        if self.module.index.order not in _COUNTING_ORDERS:
             return
-        ends, totals = misses.ends.tolist(), misses.totals
+        offsets, counts = misses.offsets.tolist(), misses.counts
         for t, found in enumerate(self._found):
-            at = (ends[t] + found.positions).to(totals.device)
-            below = found.rows.scores.to(totals.device)
-            totals[at] = below + torch.minimum(totals[at], hash.MAX_USES - below)
+            at = (offsets[t] + found.positions).to(counts.device)
+            stored = found.rows.scores.to(counts.device)
+            counts[at] = stored + torch.minimum(counts[at], hash.MAX_USES - stored)
 
-    # Once it has them
+    # Once they are inserted
 
-    def leaving(self, keys: Keys, inserted: Inserted) -> None:
-        """Copy rows that gave way, and give those that found no slot a row beside."""
-        misses, placed = inserted.misses, inserted.placed
+    def on_evict(self, keys: Keys, inserted: InsertedBatch) -> None:
+        """Copy evicted rows, and assign overflow rows to keys that found no slot."""
+        misses, result = inserted.misses, inserted.result
         assert misses is not None
-        assert placed is not None
-        ends, status = misses.ends.tolist(), placed.status
+        assert result is not None
+        offsets, status = misses.offsets.tolist(), result.status
         tick = self.module.index.tick
-        self._down, self._copies = [], []
+        self._demoted, self._overflow = [], []
         for t in range(len(self._widths)):
-            mine = slice(ends[t], ends[t + 1])
-            gone = status[mine] == hash.EVICTING
-            words = placed.evicted[mine][gone].cpu().T
-            self._down.append(Rows.of(words, self._gather(t, placed.slots[mine][gone])))
-            refused = ends[t] + (status[mine] == hash.REFUSED).nonzero().view(-1)
-            placed.slots[refused] = self._beside(t, refused.numel()).to(placed.slots.device)
-            kept = keys.ids[misses.first[refused]].cpu()
-            scores = self._scores(t, misses.totals[refused].cpu())
-            nothing = torch.empty(kept.numel(), 0, dtype=torch.uint8)
-            self._copies.append(Rows(kept, torch.full_like(kept, tick), scores, nothing))
+            of_table = slice(offsets[t], offsets[t + 1])
+            evicted = status[of_table] == hash.EVICTING
+            words = result.evicted[of_table][evicted].cpu().T
+            values = self._gather(t, result.slots[of_table][evicted])
+            self._demoted.append(StoredRows.from_words(words, values))
+            refused = offsets[t] + (status[of_table] == hash.REFUSED).nonzero().view(-1)
+            result.slots[refused] = self._overflow_slots(t, refused.numel()).to(result.slots.device)
+            refused_keys = keys.ids[misses.first[refused]].cpu()
+            scores = self._scores(t, misses.counts[refused].cpu())
+            no_values = torch.empty(refused_keys.numel(), 0, dtype=torch.uint8)
+            stamps = torch.full_like(refused_keys, tick)
+            self._overflow.append(StoredRows(refused_keys, stamps, scores, no_values))
             counts = self._counts[t]
-            counts["demoted"] += self._down[-1].keys.numel()
-            counts["served_below"] += kept.numel()
+            counts["demoted"] += self._demoted[-1].keys.numel()
+            counts["served_in_place"] += refused_keys.numel()
         status[status == hash.REFUSED] = hash.NEW
-        inserted.slots.copy_(hash.spread(inserted.slots, placed.slots, misses.groups))
-        self._copies_differ = any(rows.keys.numel() for rows in self._copies)
+        slots = hash.fill_missing_slots(inserted.slots, result.slots, misses.groups)
+        inserted.slots.copy_(slots)
+        self._overflow_is_dirty = any(rows.keys.numel() for rows in self._overflow)
 
-    def _scores(self, table: int, totals: Tensor) -> Tensor:
-        """Of rows that are served in place, as a slot would have them."""
+    def _scores(self, table: int, counts: Tensor) -> Tensor:
+        """Return the scores that keys with these use counts would have in slots."""
         order = self.module.index.order
         if order == "assigned":
-            assert self._given is not None
-            return self._given[table].cpu().expand_as(totals).clone()
-        return totals if order in _COUNTED else torch.zeros_like(totals)
+            assert self._batch_scores is not None
+            return self._batch_scores[table].cpu().expand_as(counts).clone()
+        return counts if order in _COUNTING_ORDERS else torch.zeros_like(counts)
 
-    def arriving(self, keys: Keys, inserted: Inserted) -> None:
-        """Write the rows that were below over first values, and take in those that gave way."""
-        misses, placed = inserted.misses, inserted.placed
+    def on_insert(self, keys: Keys, inserted: InsertedBatch) -> None:
+        """Write rows from the store over first values, and put evicted rows into the store."""
+        misses, result = inserted.misses, inserted.result
         assert misses is not None
-        assert placed is not None
-        ends = misses.ends.tolist()
+        assert result is not None
+        offsets = misses.offsets.tolist()
         for t, found in enumerate(self._found):
-            slots = placed.slots[ends[t] : ends[t + 1]].cpu()[found.positions]
-            placed.status[(ends[t] + found.positions).to(placed.status.device)] = hash.HIT
-            there = slots >= 0
-            self._scatter(t, slots[there], found.rows.values[there])
-            up = there & (slots < self.module.tables[t].rows)
-            self._up[t] = found.rows.keys[up]
-            self._counts[t]["promoted"] += int(up.sum())
+            slots = result.slots[offsets[t] : offsets[t + 1]].cpu()[found.positions]
+            result.status[(offsets[t] + found.positions).to(result.status.device)] = hash.HIT
+            has_row = slots >= 0
+            self._scatter(t, slots[has_row], found.rows.values[has_row])
+            promoted = has_row & (slots < self.module.tables[t].rows)
+            self._promoted[t] = found.rows.keys[promoted]
+            self._counts[t]["promoted"] += int(promoted.sum())
         self._found = []
         try:
-            self._lift()
+            self._promote()
         finally:
             self._demote()
 
-    def _lift(self) -> None:
-        """Let go of rows that moved up; those that the store keeps are tried again before it is
-        asked for anything else."""
-        for t in list(self._up):
-            self.store.lift(t, self._up[t])
-            del self._up[t]
+    def _promote(self) -> None:
+        """Remove promoted rows from the store; after an error they are tried again."""
+        for t in list(self._promoted):
+            self.store.lift(t, self._promoted[t])
+            del self._promoted[t]
 
     def _demote(self) -> None:
-        """What the store cannot take stays in memory, to be committed with the rest."""
-        down, self._down = self._down, []
+        """Put demoted rows into the store; those it cannot take stay in memory until `flush`."""
+        demoted, self._demoted = self._demoted, []
         failed: Exception | None = None
-        for t, rows in enumerate(down):
+        for t, rows in enumerate(demoted):
             try:
                 self._put(t, rows)
             except Exception as error:
@@ -223,89 +245,92 @@ class LowerTier:
         if failed is not None:
             raise failed
 
-    def _put(self, table: int, rows: Rows, *, is_copies: bool = False) -> None:
+    def _put(self, table: int, rows: StoredRows, *, from_overflow: bool = False) -> None:
         if not rows.keys.numel():
             return
-        left = self.store.put(table, rows).keys
-        if not is_copies:  # a row that is served in place comes back
-            left = left[~torch.isin(left, self._copies[table].keys)]
-        self._counts[table]["left"] += left.numel()
-        if self.module.removals is not None:
-            self.module.removals.tell(table, left, self.module.index.tick)
+        dropped = self.store.put(table, rows).keys
+        if not from_overflow:  # a row that is served in place is written back later
+            dropped = dropped[~torch.isin(dropped, self._overflow[table].keys)]
+        self._counts[table]["dropped"] += dropped.numel()
+        self.module.record_evictions(table, dropped)
 
-    # Rows that are served in place
+    # Overflow rows
 
     def search(self, keys: Keys) -> Tensor:
-        """The slots of keys as they are; those below get copies beside their table."""
+        """Return the slots of keys; keys in the store get copies in overflow rows."""
         slots = self.module.index.find(keys)
         missing = slots < 0
         if not bool(missing.any()):
             return slots
-        self.settle()
+        self.write_back()
         self.generation += 1
         tables = tables_of(keys)
         for t in range(len(self._widths)):
             at = (missing & (tables == t)).nonzero().view(-1)
             distinct, groups = keys.ids[at].cpu().unique(return_inverse=True)
             found = self._read(t, distinct)
-            self._check_room(t, found.positions.numel())
-            beside = torch.full_like(distinct, -1)
-            beside[found.positions] = self._beside(t, found.positions.numel())
-            self._scatter(t, beside[found.positions], found.rows.values)
-            slots[at] = beside[groups].to(slots.device)
-            self._copies[t] = found.rows
+            self._check_overflow(t, found.positions.numel())
+            overflow = torch.full_like(distinct, -1)
+            overflow[found.positions] = self._overflow_slots(t, found.positions.numel())
+            self._scatter(t, overflow[found.positions], found.rows.values)
+            slots[at] = overflow[groups].to(slots.device)
+            self._overflow[t] = found.rows
         return slots
 
-    def settle(self) -> None:
-        """Put copies that were served in place back, if they may differ from what is below."""
-        self._lift()
-        if not self._copies_differ:
+    def write_back(self) -> None:
+        """Write overflow rows that were updated back to the store."""
+        self._promote()
+        if not self._overflow_is_dirty:
             return
-        for t, rows in enumerate(self._copies):
+        for t, rows in enumerate(self._overflow):
             if rows.keys.numel():
-                values = self._gather(t, self._beside(t, rows.keys.numel()))
-                self._put(t, rows._replace(values=values), is_copies=True)
-        self._copies_differ = False
+                values = self._gather(t, self._overflow_slots(t, rows.keys.numel()))
+                self._put(t, rows._replace(values=values), from_overflow=True)
+        self._overflow_is_dirty = False
 
     def will_update(self) -> None:
-        """The copies are about to be trained."""
-        self._copies_differ = True
+        """Note that backward is about to update overflow rows."""
+        self._overflow_is_dirty = True
 
-    def forget_copies(self) -> None:
-        """Before rows change behind them."""
-        self.settle()
+    def drop_overflow_rows(self) -> None:
+        """Write overflow rows back and forget them, before rows in the store change."""
+        self.write_back()
         self.generation += 1
-        self._copies = [Rows.none(width) for width in self._widths]
+        self._overflow = [StoredRows.none(width) for width in self._widths]
 
-    def _beside(self, table: int, count: int) -> Tensor:
+    def _overflow_slots(self, table: int, count: int) -> Tensor:
         first = self.module.tables[table].rows
         return torch.arange(first, first + count)
 
     # Rows as bytes
 
-    def _parts(self, table: int) -> Iterator[Tensor]:
-        """Each plane of a table, rows beside included, as `[rows, width]`."""
+    def _buffers_of(self, table: int) -> Iterator[Tensor]:
+        """Yield each row buffer of a table, overflow rows included, as `[rows, width]`."""
         layout = self.module.rows
-        rows = self.module.tables[table].rows + layout.beside
-        for number, plane in enumerate(self.module.planes()):
+        rows = self.module.tables[table].rows + layout.overflow_rows
+        for number, buffer in enumerate(self.module.row_buffers()):
             first, width = layout.first(table, number), layout.width(table, number)
-            yield plane[first : first + rows * width].view(rows, width)
+            yield buffer[first : first + rows * width].view(rows, width)
 
     def _gather(self, table: int, slots: Tensor) -> Tensor:
         slots = slots.to(self.module.hyperparams.device)
-        parts = [part[slots].view(torch.uint8) for part in self._parts(table)]
-        return torch.cat(parts, dim=1).cpu()
+        values = [buffer[slots].view(torch.uint8) for buffer in self._buffers_of(table)]
+        return torch.cat(values, dim=1).cpu()
 
     def _scatter(self, table: int, slots: Tensor, values: Tensor) -> None:
         at, slots = 0, slots.to(self.module.hyperparams.device)
-        for part in self._parts(table):
-            width = part.shape[1] * part.itemsize
-            mine = values[:, at : at + width].contiguous().view(part.dtype)
-            part[slots] = mine.to(part.device)
+        for buffer in self._buffers_of(table):
+            width = buffer.shape[1] * buffer.itemsize
+            rows = values[:, at : at + width].contiguous().view(buffer.dtype)
+            buffer[slots] = rows.to(buffer.device)
             at += width
 
-    def read_plane(self, table: int, plane: int, keys: Tensor) -> Tensor:
-        """One kind of value of keys that are below, `[n, dim]` or `[n]`."""
+    def read_values(self, table: int, buffer: int, keys: Tensor) -> Tensor:
+        """Read one kind of value of keys in the store, `[n, dim]` or `[n]`.
+
+        Raises:
+            RuntimeError: a key has left the store since its entry was asked for.
+        """
         layout = self.module.rows
         found = self.store.read(table, keys)
         if found.positions.numel() < keys.numel():
@@ -315,75 +340,135 @@ class LowerTier:
             )
         values = torch.empty(keys.numel(), self._widths[table], dtype=torch.uint8)
         values[found.positions] = found.rows.values
-        widths = [layout.width(table, p) * d.itemsize for p, d in enumerate(layout.dtypes)]
-        first = sum(widths[:plane])
-        mine = values[:, first : first + widths[plane]].contiguous().view(layout.dtypes[plane])
-        return mine.view(-1) if layout.per_row(plane) else mine
+        widths = [layout.width(table, b) * d.itemsize for b, d in enumerate(layout.dtypes)]
+        first = sum(widths[:buffer])
+        chosen = values[:, first : first + widths[buffer]].contiguous().view(layout.dtypes[buffer])
+        return chosen.view(-1) if layout.per_row(buffer) else chosen
 
-    def load(self, table: int, entries: Entries) -> int:
-        """Put entries below; how many others, or of these, left for it."""
-        layout, parts = self.module.rows, []
-        for number, (name, dtype) in enumerate(zip(layout.planes, layout.dtypes, strict=True)):
+    # Entries in and out
+
+    def join_entries(self, table: int, fast: Entries, since: int | None) -> Entries:
+        """Append the entries in the store to those of the fast tier; rows are read when indexed."""
+        columns: list[list[Tensor]] = [[torch.empty(0, dtype=torch.int64)] for _ in range(3)]
+        for rows in self.store.iterate(table):
+            used = rows if since is None else rows.at(rows.stamps >= since)
+            for column, values in zip(columns, used[:3], strict=True):
+                column.append(values)
+        keys, stamps, scores = (torch.cat(column) for column in columns)
+        joined = {
+            name: Joined([fast.rows[name], _RowsInStore(self, table, buffer, keys)])
+            for buffer, name in enumerate(self.module.rows.names)
+        }
+        return Entries(
+            torch.cat([fast.keys, keys]),
+            torch.cat([fast.stamps, stamps]),
+            None if fast.scores is None else torch.cat([fast.scores, scores]),
+            joined,
+        )
+
+    def load_entries(self, table: int, entries: Entries, report: Report | None) -> Loaded:
+        """Put entries whose keys are not in the fast tier into the store, the best of them last.
+
+        The order matters because later rows displace earlier ones in a full store.
+        """
+        index = self.module.index
+        index.set_tick(max(index.tick, entries.newest_stamp()))
+        dropped = done = 0
+        order = best_first(entries, index.order).cpu()
+        with torch.no_grad():
+            for part in reversed(order.split(BATCH)):
+                dropped += self._load(table, entries.take(part))
+                done += part.numel()
+                if report is not None:
+                    report(Progress(self.module.table_names[table], done, len(entries)))
+        return Loaded(len(entries) - dropped, dropped, 0)
+
+    def _load(self, table: int, entries: Entries) -> int:
+        """Put entries into the store; return how many rows were dropped."""
+        layout, values = self.module.rows, []
+        for number, (name, dtype) in enumerate(zip(layout.names, layout.dtypes, strict=True)):
             shape = (len(entries), layout.width(table, number))
             rows = entries.rows.get(name)
             if rows is None:
-                part = torch.full(shape, self.module.tables[table].initial_state, dtype=dtype)
+                value = torch.full(shape, self.module.tables[table].initial_state, dtype=dtype)
             else:
-                part = rows[torch.arange(len(entries))].to("cpu", dtype).view(shape)
-            parts.append(part.contiguous().view(torch.uint8))
+                value = rows[torch.arange(len(entries))].to("cpu", dtype).view(shape)
+            values.append(value.contiguous().view(torch.uint8))
         scores = torch.zeros_like(entries.keys) if entries.scores is None else entries.scores
-        columns = (entries.keys.cpu(), entries.stamps.cpu(), scores.cpu())
-        return self.store.put(table, Rows(*columns, torch.cat(parts, dim=1))).keys.numel()
+        stored = StoredRows(
+            entries.keys.cpu(), entries.stamps.cpu(), scores.cpu(), torch.cat(values, dim=1)
+        )
+        return self.store.put(table, stored).keys.numel()
+
+    def absent(self, table: int, keys: Tensor) -> Tensor:
+        """Return the keys that are not in the store."""
+        in_store = torch.zeros(keys.numel(), dtype=torch.bool)
+        in_store[self.store.read(table, keys).positions] = True
+        return keys[~in_store]
 
     # All rows
 
-    def above(self, table: int) -> Iterator[Rows]:
-        """The rows of the fast tier, in batches."""
+    def iter_fast_rows(self, table: int) -> Iterator[StoredRows]:
+        """Yield the rows of the fast tier, in batches."""
         found = self.module.index.export(table)
         scores = torch.zeros_like(found.keys) if found.scores is None else found.scores
         columns = (found.keys, found.stamps, scores, found.slots)
         for keys, stamps, some, slots in zip(*(c.split(BATCH) for c in columns), strict=True):
             if keys.numel():
-                yield Rows(keys.cpu(), stamps.cpu(), some.cpu(), self._gather(table, slots))
+                yield StoredRows(keys.cpu(), stamps.cpu(), some.cpu(), self._gather(table, slots))
 
     def flush(self) -> None:
         """Commit both tiers."""
-        self.settle()
+        self.write_back()
         module = self.module
         numbers = {"tick": module.index.tick, "hyper": module.hyperparams.tolist()}
-        note = json.dumps({"planes": self._planes(), **numbers})
-        self.store.flush([self.above(t) for t in range(len(self._widths))], note)
+        note = json.dumps({"planes": self._describe_rows(), **numbers})
+        self.store.flush([self.iter_fast_rows(t) for t in range(len(self._widths))], note)
 
-    def fetch(self, keys: Keys) -> None:
-        """Have the rows of a coming batch that are below in memory soon."""
+    def prefetch(self, keys: Keys) -> None:
+        """Start reading the rows of a coming batch that are in the store."""
         missing = self.module.index.find(keys) < 0
         tables = tables_of(keys)
         for t in range(len(self._widths)):
-            self.store.fetch(t, keys.ids[missing & (tables == t)].cpu().unique())
+            self.store.prefetch(t, keys.ids[missing & (tables == t)].cpu().unique())
 
     def erase(self, table: int, keys: Tensor) -> Tensor:
-        """Forget keys that are below; bool by key, where one was (once a key)."""
-        self.forget_copies()
+        """Remove keys from the store; return by position whether one was there (once per key)."""
+        self.drop_overflow_rows()
         keys = keys.cpu()
         distinct, groups = keys.unique(return_inverse=True)
         firsts = torch.full_like(distinct, keys.numel())
         firsts.scatter_reduce_(0, groups, torch.arange(keys.numel()), "amin")
-        here = torch.zeros(keys.numel(), dtype=torch.bool)
-        here[firsts] = self.store.erase(table, distinct)
-        return here
+        erased = torch.zeros(keys.numel(), dtype=torch.bool)
+        erased[firsts] = self.store.erase(table, distinct)
+        return erased
 
     def expire(self, table: int, before: int) -> Tensor:
-        """Forget rows below that were last used before a tick; returns their keys."""
-        self.settle()
-        gone = self.store.expire(table, before)
-        if torch.isin(self._copies[table].keys, gone).any():
-            self.forget_copies()
-        return gone
+        """Remove rows in the store that were last used before a tick; return their keys."""
+        self.write_back()
+        expired = self.store.expire(table, before)
+        if torch.isin(self._overflow[table].keys, expired).any():
+            self.drop_overflow_rows()
+        return expired
 
     def clear(self) -> None:
-        """Forget all rows below."""
-        self._copies_differ = False
-        self._up = {}
-        self.forget_copies()
+        """Remove all rows from the store."""
+        self._overflow_is_dirty = False
+        self._promoted = {}
+        self.drop_overflow_rows()
         for t in range(len(self._widths)):
             self.store.clear(t)
+
+
+class _RowsInStore(Chosen):
+    """One kind of value of keys in the store, read when it is indexed."""
+
+    def __init__(self, tier: BackingTier, table: int, buffer: int, keys: Tensor) -> None:
+        layout = tier.module.rows
+        self._tier, self._table, self._buffer, self._keys = tier, table, buffer, keys
+        self.dtype = layout.dtypes[buffer]
+        shape = () if layout.per_row(buffer) else (layout.width(table, buffer),)
+        self.shape = (keys.numel(), *shape)
+
+    def __getitem__(self, index: Tensor) -> Tensor:
+        return self._tier.read_values(self._table, self._buffer, self._keys[index.to("cpu")])

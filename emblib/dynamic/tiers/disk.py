@@ -24,8 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from emblib.dynamic.hash_index import HashIndex, ValueRows
-from emblib.dynamic.tiers.store import BATCH, Found, Rows, StoredTable, check_row
+from emblib.dynamic.hash_index import HashIndex, RowBuffers
+from emblib.dynamic.tiers.store import BATCH, FoundRows, StoredRows, StoredTable, check_row
 from emblib.ops.hash import Keys
 from emblib.specs import DynamicSpec, Eviction, Verify
 from emblib.tables import durable_files, memory
@@ -125,7 +125,7 @@ class SlotAllocator:
         return places
 
     def _set(self, keys: Tensor, places: Tensor) -> None:
-        rows = ValueRows([self._by_slot], torch.tensor([[[0, 8]]]), self._use)
+        rows = RowBuffers([self._by_slot], torch.tensor([[[0, 8]]]), self._use)
         slots = self._index.insert(Keys.of(keys), rows=rows).slots
         there = slots >= 0
         self._by_slot[slots[there]] = places[there]
@@ -306,20 +306,20 @@ class RowFile:
                 raise
         return places, new
 
-    def write(self, places: Tensor, rows: Rows) -> None:
+    def write(self, places: Tensor, rows: StoredRows) -> None:
         """Rows and heads at places that are in the journal."""
         used = torch.ones_like(places)
         heads = torch.stack([used, rows.keys, rows.stamps, rows.scores], dim=1)
         self._words().index_copy_(0, places, heads)
         self.values.rows.index_copy_(0, places, rows.values)
 
-    def rows(self, places: Tensor) -> Rows:
+    def rows(self, places: Tensor) -> StoredRows:
         """The rows at places, whose pages are verified before their first use."""
         self.sums[1].check(pages_of(places * self.row_bytes, self.row_bytes))
         heads = self._words()[places]
-        return Rows.of(heads[:, 1:].T.contiguous(), self.values.rows[places])
+        return StoredRows.from_words(heads[:, 1:].T.contiguous(), self.values.rows[places])
 
-    def differing(self, places: Tensor, rows: Rows) -> Tensor:
+    def differing(self, places: Tensor, rows: StoredRows) -> Tensor:
         """Which of `rows` are not what their places hold."""
         mine = self.rows(places)
         same = (mine.keys == rows.keys) & (mine.values == rows.values).all(dim=1)
@@ -347,10 +347,10 @@ class RowFile:
         """How many keys are here and not above."""
         return self.places.size - int(self.above[: self.top].sum(dtype=torch.int64))
 
-    def found(self, keys: Tensor) -> Found:
+    def found(self, keys: Tensor) -> FoundRows:
         """The rows of the keys that are here."""
         at, places = self.here(keys)
-        return Found(at, self.rows(places))
+        return FoundRows(at, self.rows(places))
 
     def free(self, places: Tensor) -> None:
         """Places in the journal that are used no more."""
@@ -532,7 +532,7 @@ class DiskRows:
                 for part in self._journal.append(table, places):
                     shelf.journaled[part] = 1
 
-    def _write(self, table: int, places: Tensor, new: Tensor, rows: Rows) -> None:
+    def _write(self, table: int, places: Tensor, new: Tensor, rows: StoredRows) -> None:
         shelf = self._shelves[table]
         try:
             shelf.change(places)
@@ -542,7 +542,7 @@ class DiskRows:
             raise
         shelf.write(places, rows)
 
-    def read(self, table: int, keys: Tensor) -> Found:
+    def read(self, table: int, keys: Tensor) -> FoundRows:
         """See `RowStore`."""
         return self._shelf(table).found(keys.detach().to("cpu", torch.int64))
 
@@ -552,14 +552,14 @@ class DiskRows:
         _, places = shelf.here(keys)
         shelf.above[places] = 1
 
-    def put(self, table: int, rows: Rows) -> Rows:
+    def put(self, table: int, rows: StoredRows) -> StoredRows:
         """See `RowStore`; nothing leaves."""
         shelf = self._shelf(table)
         rows = check_row(self._tables[table], rows)
         places, new = shelf.place(rows.keys)
         self._write(table, places, new, rows)
         shelf.above[places] = 0
-        return Rows.none(shelf.row_bytes)
+        return StoredRows.none(shelf.row_bytes)
 
     def erase(self, table: int, keys: Tensor) -> Tensor:
         """See `RowStore`."""
@@ -586,7 +586,7 @@ class DiskRows:
             gone.append(rows.keys[old])
         return torch.cat([torch.empty(0, dtype=torch.int64), *gone])
 
-    def iterate(self, table: int, batch: int = BATCH) -> Iterator[Rows]:
+    def iterate(self, table: int, batch: int = BATCH) -> Iterator[StoredRows]:
         """See `RowStore`."""
         shelf = self._shelf(table)
         for places in shelf.live().split(batch):
@@ -602,9 +602,9 @@ class DiskRows:
         for places in self._shelf(table).live().split(BATCH):
             self._free(table, places)
 
-    def flush(self, above: Sequence[Iterable[Rows]], note: str) -> None:
-        """See `RowStore`; of what is above it writes the rows that changed."""
-        for t, parts in enumerate(above):
+    def flush(self, fast_rows: Sequence[Iterable[StoredRows]], note: str) -> None:
+        """See `RowStore`; of the rows of the fast tier it writes those that changed."""
+        for t, parts in enumerate(fast_rows):
             shelf = self._shelf(t)
             was_above = shelf.above.clone()
             for rows in parts:
@@ -612,7 +612,7 @@ class DiskRows:
             self._free(t, was_above.nonzero().squeeze(1))
         self._commit(note)
 
-    def _write_above(self, table: int, rows: Rows, was_above: Tensor) -> Tensor:
+    def _write_above(self, table: int, rows: StoredRows, was_above: Tensor) -> Tensor:
         """Write rows of the tier above and mark them as such; they leave `was_above`."""
         shelf = self._shelves[table]
         places, new = shelf.place(rows.keys)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from emblib.dynamic.hash_index import HashIndex
 from emblib.dynamic.keys import hash_keys_of
-from emblib.dynamic.tiers.store import BATCH, Found, Rows, StoredTable, check_row
+from emblib.dynamic.tiers.store import BATCH, FoundRows, StoredRows, StoredTable, check_row
 from emblib.ops import hash
 from emblib.ops.hash import Keys, Misses
 from emblib.specs import DynamicSpec, Eviction, check_count
@@ -80,22 +80,22 @@ class HostRows:
     def _find(self, table: int, keys: Tensor) -> Tensor:
         return self._indices[table].find(Keys.of(keys))
 
-    def _rows(self, table: int, slots: Tensor) -> Rows:
+    def _rows(self, table: int, slots: Tensor) -> StoredRows:
         entries = self._indices[table].table_entries(0)[slots]
         keys, stamps = entries[:, 0].clone(), entries[:, 1].clone()
-        return Rows(keys, stamps, self._scores[table][slots], self._values[table][slots])
+        return StoredRows(keys, stamps, self._scores[table][slots], self._values[table][slots])
 
-    def read(self, table: int, keys: Tensor) -> Found:
+    def read(self, table: int, keys: Tensor) -> FoundRows:
         """See `RowStore`."""
         slots = self._find(table, keys.detach().to("cpu", torch.int64))
         at = (slots >= 0).nonzero().squeeze(1)
-        return Found(at, self._rows(table, slots[at]))
+        return FoundRows(at, self._rows(table, slots[at]))
 
     def lift(self, table: int, keys: Tensor) -> None:
         """See `RowStore`."""
         self._indices[table].erase(Keys.of(keys))
 
-    def put(self, table: int, rows: Rows) -> Rows:
+    def put(self, table: int, rows: StoredRows) -> StoredRows:
         """See `RowStore`."""
         rows = check_row(self._tables[table], rows)
         index, values = self._indices[table], self._values[table]
@@ -105,18 +105,18 @@ class HostRows:
         index.set_tick(max(index.tick, int(rows.stamps.max())))
 
         def rank(keys: Keys, misses: Misses) -> None:
-            count = int(misses.ends[-1])
-            misses.totals[:count] = rows.scores[misses.first[:count]]
+            count = int(misses.offsets[-1])
+            misses.counts[:count] = rows.scores[misses.first[:count]]
 
         inserted = index.insert(Keys.of(rows.keys), torch.zeros_like(rows.keys), admit=rank)
-        slots, left = inserted.slots, Rows.none(values.shape[1])
-        if inserted.placed is not None:
-            placed = inserted.placed
+        slots, left = inserted.slots, StoredRows.none(values.shape[1])
+        if inserted.result is not None:
+            placed = inserted.result
             gone = placed.status == hash.EVICTING
             gone_slots = placed.slots[gone]
-            gave_way = Rows.of(placed.evicted[gone].T, values[gone_slots])
+            gave_way = StoredRows.from_words(placed.evicted[gone].T, values[gone_slots])
             gave_way = gave_way._replace(scores=self._scores[table][gone_slots])
-            left = Rows.joined([gave_way, rows.at(slots < 0)], values.shape[1])
+            left = StoredRows.concatenate([gave_way, rows.at(slots < 0)], values.shape[1])
         there = slots >= 0
         slots, rows = slots[there], rows.at(there)
         values[slots], self._scores[table][slots] = rows.values, rows.scores
@@ -132,7 +132,7 @@ class HostRows:
         """See `RowStore`."""
         return self._indices[table].expire(0, before)
 
-    def iterate(self, table: int, batch: int = BATCH) -> Iterator[Rows]:
+    def iterate(self, table: int, batch: int = BATCH) -> Iterator[StoredRows]:
         """See `RowStore`."""
         for slots in self._indices[table].export(0).slots.split(batch):
             if slots.numel():
@@ -146,7 +146,7 @@ class HostRows:
         """See `RowStore`."""
         self._indices[table].clear()
 
-    def flush(self, above: Sequence[Iterable[Rows]], note: str) -> None:
+    def flush(self, fast_rows: Sequence[Iterable[StoredRows]], note: str) -> None:
         """See `RowStore`: keeps the note."""
         self.note = note
 

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from emblib.dynamic.tiers.store import BATCH, Found, Rows, StoredTable, check_row, matched
+from emblib.dynamic.tiers.store import BATCH, FoundRows, StoredRows, StoredTable, check_row, matched
 from emblib.specs import Verify
 from emblib.tables.durable_files import ChecksumError, json_checksum
 from emblib.tables.locks import call_in_forks
@@ -174,7 +174,7 @@ class SqliteRows:
                 "tables in front of it; make room, open it in a new module and go on from there"
             ) from error
 
-    def _write(self, kind: str, table: int, rows: Rows) -> None:
+    def _write(self, kind: str, table: int, rows: StoredRows) -> None:
         """All rows or none: a statement that fails takes the batch back."""
         self._run("SAVEPOINT batch")
         assert self._connection is not None
@@ -189,7 +189,7 @@ class SqliteRows:
             raise
         self._run("RELEASE batch")
 
-    def read(self, table: int, keys: Tensor) -> Found:
+    def read(self, table: int, keys: Tensor) -> FoundRows:
         """See `RowStore`."""
         keys = keys.detach().to("cpu", torch.int64)
         found: list[_Record] = []
@@ -201,7 +201,7 @@ class SqliteRows:
             found += self._run(query, values) if part.numel() else ()
         return matched(keys, self._rows(table, found))
 
-    def _rows(self, table: int, records: Sequence[_Record]) -> Rows:
+    def _rows(self, table: int, records: Sequence[_Record]) -> StoredRows:
         """Records as rows, verified."""
         if self._verify is not Verify.OFF:
             for key, stamp, score, value, checksum in records:
@@ -225,10 +225,10 @@ class SqliteRows:
                 f"DELETE FROM rows_{table} WHERE key = ?", ((key,) for key in keys.tolist())
             )
 
-    def put(self, table: int, rows: Rows) -> Rows:
+    def put(self, table: int, rows: StoredRows) -> StoredRows:
         """See `RowStore`; nothing leaves."""
         self._write("rows", table, check_row(self._tables[table], rows))
-        return Rows.none(self._tables[table].row_bytes)
+        return StoredRows.none(self._tables[table].row_bytes)
 
     def erase(self, table: int, keys: Tensor) -> Tensor:
         """See `RowStore`."""
@@ -244,11 +244,11 @@ class SqliteRows:
         self._run(f"DELETE FROM rows_{table} WHERE stamp < ?", (before,))
         return torch.cat(gone)
 
-    def iterate(self, table: int, batch: int = BATCH) -> Iterator[Rows]:
+    def iterate(self, table: int, batch: int = BATCH) -> Iterator[StoredRows]:
         """See `RowStore`; by ascending key."""
         return self._read_in_parts(f"rows_{table} ORDER BY key", table, batch)
 
-    def _read_in_parts(self, source: str, table: int, batch: int) -> Iterator[Rows]:
+    def _read_in_parts(self, source: str, table: int, batch: int) -> Iterator[StoredRows]:
         cursor = self._run(f"SELECT {_COLUMNS} FROM {source}")
         while records := cursor.fetchmany(batch):
             yield self._rows(table, records)
@@ -261,9 +261,9 @@ class SqliteRows:
         """See `RowStore`."""
         self._run(f"DELETE FROM rows_{table}")
 
-    def flush(self, above: Sequence[Iterable[Rows]], note: str) -> None:
+    def flush(self, fast_rows: Sequence[Iterable[StoredRows]], note: str) -> None:
         """See `RowStore`."""
-        for t, parts in enumerate(above):
+        for t, parts in enumerate(fast_rows):
             self._run(f"DELETE FROM above_{t}")
             for rows in parts:
                 self._write("above", t, check_row(self._tables[t], rows))
@@ -292,7 +292,7 @@ def _checksum(key: int, stamp: int, score: int, value: bytes | memoryview) -> in
     return zlib.crc32(value, zlib.crc32(_WORDS.pack(key, stamp, score)))
 
 
-def _records(rows: Rows) -> Iterator[tuple[int, int, int, memoryview, int]]:
+def _records(rows: StoredRows) -> Iterator[tuple[int, int, int, memoryview, int]]:
     width = rows.values.shape[1]
     for part in rows.split():
         data = bytearray(part.values.numel())
@@ -305,9 +305,9 @@ def _records(rows: Rows) -> Iterator[tuple[int, int, int, memoryview, int]]:
             yield key, stamp, score, value, _checksum(key, stamp, score, value)
 
 
-def _rows(records: Sequence[_Record], width: int) -> Rows:
+def _rows(records: Sequence[_Record], width: int) -> StoredRows:
     if not records:
-        return Rows.none(width)
+        return StoredRows.none(width)
     words = torch.tensor([record[:3] for record in records], dtype=torch.int64).T.contiguous()
     data = bytearray(b"".join(record[3] for record in records))
     if len(data) != len(records) * width:
@@ -316,4 +316,4 @@ def _rows(records: Sequence[_Record], width: int) -> Rows:
             "emblib alone"
         )
     values = torch.frombuffer(data, dtype=torch.uint8) if width else torch.empty(0)
-    return Rows.of(words, values.to(torch.uint8).view(len(records), width))
+    return StoredRows.from_words(words, values.to(torch.uint8).view(len(records), width))

@@ -1,13 +1,13 @@
-"""The tier behind dynamic tables: rows by key, in memory, in files or in a database of your own.
+"""Stores behind dynamic tables: rows by key, in memory, in files or in a database of your own.
 
-A `RowStore` holds rows that the tier above has no room for. Each key of a table is in one of the
-two tiers: a row that moves up is read and lifted, one that moves down is put. Values are bytes to
-the store, the weights of a row and then its optimizer states, so a store knows nothing of dtypes.
+A `RowStore` holds rows for which the fast tier has no slot. Each key of a table is in one of the
+two tiers: a promoted row is read and lifted, a demoted row is put. Values are bytes to the store,
+the weights of a row and then its optimizer states, so a store does not depend on dtypes.
 
-A store that outlives the process has commits. What `flush` returned from is what `open` leads back
-to, whole and unchanged, however the process ends afterwards; what came later is undone. Hence
-`flush` is told what is above: committed are all rows of both tiers, and the tier above of the
-process that opens the store next begins empty.
+A store that outlives the process has commits. `open` restores the state of the last `flush` that
+returned, however the process ended; later changes are undone. `flush` gets the rows of the fast
+tier too: it commits all rows of both tiers, and the fast tier of the process that opens the store
+next begins empty.
 """
 
 import concurrent.futures
@@ -16,30 +16,30 @@ import threading
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from emblib.specs import Choice, check_count
+from emblib.specs import Choice, DynamicSpec, InsertPolicy, check_count
 from emblib.tables.locks import call_in_forks
 
-BATCH = 1 << 16  # rows that are on their way at a time, where all of a table are
+BATCH = 1 << 16  # rows that are moved at a time, where all rows of a table are
 
 
 class StoredTable(NamedTuple):
-    """A table as its store knows it."""
+    """Name and row size of a table in a store."""
 
     name: str
     row_bytes: int
 
 
-class Rows(NamedTuple):
-    """Rows of one table, on the CPU.
+class StoredRows(NamedTuple):
+    """Rows of one table, on the CPU; keys are distinct.
 
-    `keys`, `stamps` (tick of last use) and `scores` are int64 `[n]`, `values` uint8
-    `[n, row_bytes]`. Keys are distinct.
+    `keys`, `stamps` (tick of the last use) and `scores` are int64 `[n]`, `values` uint8
+    `[n, row_bytes]`.
     """
 
     keys: Tensor
@@ -48,92 +48,92 @@ class Rows(NamedTuple):
     values: Tensor
 
     @classmethod
-    def none(cls, row_bytes: int) -> "Rows":
-        """No rows."""
+    def none(cls, row_bytes: int) -> "StoredRows":
+        """Return no rows."""
         no = torch.empty(0, dtype=torch.int64)
         return cls(no, no, no, torch.empty(0, row_bytes, dtype=torch.uint8))
 
     @classmethod
-    def of(cls, words: Tensor, values: Tensor) -> "Rows":
-        """From keys, stamps and scores as int64 `[3, n]`."""
+    def from_words(cls, words: Tensor, values: Tensor) -> "StoredRows":
+        """Make rows from keys, stamps and scores as int64 `[3, n]`."""
         keys, stamps, scores = words.unbind()
         return cls(keys, stamps, scores, values)
 
-    def at(self, select: Tensor) -> "Rows":
-        """Those that a mask or positions select."""
-        return Rows(*(part[select] for part in self))
+    def at(self, select: Tensor) -> "StoredRows":
+        """Return the rows that a mask or positions select."""
+        return StoredRows(*(part[select] for part in self))
 
-    def split(self, size: int = BATCH) -> Iterator["Rows"]:
-        """The same rows in batches."""
+    def split(self, size: int = BATCH) -> Iterator["StoredRows"]:
+        """Yield the rows in batches."""
         for parts in zip(*(part.split(size) for part in self), strict=True):
             if parts[0].numel():
-                yield Rows(*parts)
+                yield StoredRows(*parts)
 
     @classmethod
-    def joined(cls, parts: Iterable["Rows"], row_bytes: int) -> "Rows":
-        """The rows of all parts."""
+    def concatenate(cls, parts: Iterable["StoredRows"], row_bytes: int) -> "StoredRows":
+        """Concatenate rows."""
         parts = [cls.none(row_bytes), *parts]
         return cls(*(torch.cat(part) for part in zip(*parts, strict=True)))
 
 
-class Found(NamedTuple):
-    """What a store has of the keys it was asked for: `rows[i]` is of key number `positions[i]`."""
+class FoundRows(NamedTuple):
+    """The rows of the keys that a store has: `rows[i]` is that of key number `positions[i]`."""
 
     positions: Tensor
-    rows: Rows
+    rows: StoredRows
 
 
 @runtime_checkable
 class RowStore(Protocol):
-    """Rows of several tables by key; all tensors are on the CPU, all keys of int64 are legal.
+    """Store rows of several tables by key; tensors are on the CPU, all int64 keys are legal.
 
     Calls come from one thread at a time. A call that raises has changed nothing.
 
     Attributes:
-        note: the text that the last `flush` was given; empty in a new store.
+        note: the text passed to the last `flush`; empty in a new store.
     """
 
     note: str
 
     def open(self, tables: Sequence[StoredTable]) -> None:
-        """Get ready for tables, or for those that are there already; comes before all else."""
+        """Open the store for tables, new or stored; it is the first call."""
 
-    def read(self, table: int, keys: Tensor) -> Found:
-        """The rows of the keys that are here, which stay; keys may repeat."""
+    def read(self, table: int, keys: Tensor) -> FoundRows:
+        """Return the rows of the keys that are in the store, and keep them; keys may repeat."""
 
     def lift(self, table: int, keys: Tensor) -> None:
-        """These rows are in the tier above from now on; keys that are not here do nothing."""
+        """Remove rows that were promoted; keys that are not in the store are ignored."""
 
-    def put(self, table: int, rows: Rows) -> Rows:
-        """Take rows in, in the place of those with the same keys; returns what left for it."""
+    def put(self, table: int, rows: StoredRows) -> StoredRows:
+        """Add rows, replacing those with the same keys; return the rows that were dropped."""
 
     def erase(self, table: int, keys: Tensor) -> Tensor:
-        """Forget keys; bool by key, whether it was here. Keys are distinct."""
+        """Remove distinct keys; return by key whether it was in the store."""
 
     def expire(self, table: int, before: int) -> Tensor:
-        """Forget rows with a stamp less than `before`; returns their keys."""
+        """Remove rows with a stamp below `before`; return their keys."""
 
-    def iterate(self, table: int, batch: int = BATCH) -> Iterator[Rows]:
-        """All rows that are here, in batches; the table is not changed meanwhile."""
+    def iterate(self, table: int, batch: int = BATCH) -> Iterator[StoredRows]:
+        """Yield all rows of a table, in batches; the table is not changed meanwhile."""
 
     def size(self, table: int) -> int:
-        """How many rows of a table are here."""
+        """Return the number of rows of a table."""
 
     def clear(self, table: int) -> None:
-        """Forget all rows of a table."""
+        """Remove all rows of a table."""
 
-    def flush(self, above: Sequence[Iterable[Rows]], note: str) -> None:
-        """Commit what is here, the rows of each table that are above, and a note.
+    def flush(self, fast_rows: Sequence[Iterable[StoredRows]], note: str) -> None:
+        """Commit the store, the rows of the fast tier by table, and a note.
 
-        Where nothing outlives the process, it only keeps the note.
+        A store that does not outlive the process only keeps the note.
         """
 
     def close(self) -> None:
-        """Let others open the store; what was not committed is undone."""
+        """Close the store, so that others can open it; what was not committed is undone."""
 
 
-def check_row(table: StoredTable, rows: Rows) -> Rows:
-    """The rows as contiguous CPU tensors; they must be as wide as those of the table."""
+def check_row(table: StoredTable, rows: StoredRows) -> StoredRows:
+    """Return rows as contiguous CPU tensors; raise ValueError unless they fit the table."""
     count = rows.keys.numel()
     shapes = [tuple(part.shape) for part in rows]
     if shapes != [(count,), (count,), (count,), (count, table.row_bytes)]:
@@ -141,24 +141,25 @@ def check_row(table: StoredTable, rows: Rows) -> Rows:
             f"rows of {table.name} need keys, stamps and scores of shape [n] and values of shape "
             f"[n, {table.row_bytes}], got {shapes}"
         )
-    return Rows(*(part.detach().to("cpu").contiguous() for part in rows))
+    return StoredRows(*(part.detach().to("cpu").contiguous() for part in rows))
 
 
-def matched(keys: Tensor, rows: Rows) -> Found:
-    """The rows, which come in any order, by the position of the key that asked for them."""
+def matched(keys: Tensor, rows: StoredRows) -> FoundRows:
+    """Return rows, which are in any order, by the position of their key in `keys`."""
     if not rows.keys.numel():
-        return Found(rows.keys, rows)
+        return FoundRows(rows.keys, rows)
     ordered, order = rows.keys.sort()
     at = torch.searchsorted(ordered, keys).clamp_(max=ordered.numel() - 1)
     positions = (ordered[at] == keys).nonzero().squeeze(1)
-    return Found(positions, rows.at(order[at[positions]]))
+    return FoundRows(positions, rows.at(order[at[positions]]))
 
 
 class TierMode(Choice):
-    """Which rows of the lower tier move up when a batch uses them.
+    """Which rows of the store are promoted when a batch uses them.
 
-    CACHING: all. HYBRID: those that rank above what they would replace; so do new keys, the others
-    begin below. By LRU what was used last ranks highest, so there both are the same.
+    CACHING: all. HYBRID: rows that rank above the row that they would replace; new keys that rank
+    lower start in the store. With LRU both modes are the same, since the last used row ranks
+    highest.
     """
 
     CACHING = "caching"
@@ -166,20 +167,21 @@ class TierMode(Choice):
 
 
 @dataclass(frozen=True)
-class Tiers:
-    """A lower tier behind all tables of a module, whose `capacity` is then that of the fast tier.
+class BackingStore:
+    """A store behind all tables of a module, whose `capacity` is then that of the fast tier.
 
     Args:
-        store: where rows are that the fast tier has no room for: `HostRows`, `DiskRows`,
-            `SqliteRows`, or any `RowStore`. It belongs to the module.
-        mode: which rows move up.
-        beside: most rows of a table that a batch may miss in the fast tier; left out, 2^20 on the
-            CPU, where they take address space alone, and 2^16 on CUDA, where they take memory.
+        store: of the rows that have no slot in the fast tier: `HostRows`, `DiskRows`, `SqliteRows`,
+            or any `RowStore`. It belongs to one module.
+        mode: which rows are promoted.
+        max_misses: the maximum number of ids of a table per batch that are not in the fast tier;
+            None is 2^20 on the CPU, where they take only address space, and 2^16 on CUDA, where
+            they take memory.
     """
 
     store: RowStore
     mode: TierMode = TierMode.CACHING
-    beside: int | None = None
+    max_misses: int | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.store, RowStore):
@@ -188,58 +190,76 @@ class Tiers:
                 f"{self.store!r}"
             )
         object.__setattr__(self, "mode", TierMode(self.mode))
-        if self.beside is not None:
-            object.__setattr__(self, "beside", check_count("beside", self.beside))
+        if self.max_misses is not None:
+            object.__setattr__(self, "max_misses", check_count("max_misses", self.max_misses))
 
-    def rows_beside(self, device: torch.device) -> int:
-        """`beside`, as given or left out."""
-        if self.beside is not None:
-            return self.beside
+    def overflow_rows(self, device: torch.device) -> int:
+        """Return how many overflow rows each table has: `max_misses` or its default."""
+        if self.max_misses is not None:
+            return self.max_misses
         return 1 << (20 if device.type == "cpu" else 16)
+
+    def with_insert_policy(
+        self, tables: DynamicSpec | Sequence[DynamicSpec]
+    ) -> Sequence[DynamicSpec]:
+        """Return tables with the insert policy that the mode needs."""
+        caching = self.mode is TierMode.CACHING
+        policy = InsertPolicy.ALWAYS_EVICT if caching else InsertPolicy.EVICT_IF_LOWER
+        specs = (tables,) if isinstance(tables, DynamicSpec) else tables
+        return [replace(spec, insert_policy=policy) for spec in specs]
+
+
+def check_backing(backing: object) -> None:
+    """Raise TypeError unless an argument is a `BackingStore`."""
+    if not isinstance(backing, BackingStore):
+        raise TypeError(
+            f"backing must be a BackingStore, e.g. BackingStore(HostRows(1_000_000)), got "
+            f"{backing!r}"
+        )
 
 
 @dataclass(frozen=True)
 class TierStats:
-    """What the tiers of a table had, since construction or the last reset; training only.
+    """What the tiers of a table did in training, since construction or the last reset.
 
     Attributes:
         lookups: positions of batches.
-        hits: those whose key was in the fast tier.
-        found_below: distinct keys of batches, summed over batches, that were in the lower tier.
-        staged: those of them that `prefetch` had brought into memory.
-        new: distinct keys that were in neither.
-        promoted: rows that moved up.
-        demoted: rows that moved down.
-        served_below: rows that a batch read and trained in the lower tier, new ones among them.
-        left: rows that left the lower tier to make room there, and are gone.
+        hits: lookups whose key was in the fast tier.
+        backing_hits: distinct keys per batch that were in the store, summed over batches.
+        prefetched: backing hits whose rows `prefetch` had read into memory.
+        new: distinct keys per batch that were in neither tier, summed over batches.
+        promoted: rows that moved from the store to the fast tier.
+        demoted: rows that moved from the fast tier to the store.
+        served_in_place: rows that a batch read and trained in the store, new ones included.
+        dropped: rows that the store dropped because it was full.
     """
 
     lookups: int
     hits: int
     backing_hits: int
-    staged: int
+    prefetched: int
     new: int
     promoted: int
     demoted: int
     served_in_place: int
-    left: int
+    dropped: int
 
     @property
     def hit_rate(self) -> float:
-        """Share of the lookups that the fast tier had; NaN without any."""
+        """The fraction of the lookups that hit the fast tier; NaN without lookups."""
         return self.hits / self.lookups if self.lookups else float("nan")
 
 
-MOST_STAGED = 1 << 20  # rows of a table
+MAX_PREFETCHED = 1 << 20  # rows per table
 
 
-class StagedRows:
-    """A `RowStore` in front of another: what was fetched ahead is read from memory.
+class PrefetchedRows:
+    """A `RowStore` in front of another that reads prefetched rows from memory.
 
-    Fetching is done by a thread of its own, one call to the store at a time. Staged rows are
-    copies, the last `MOST_STAGED` a table: the store behind has them too, and lets them go as if
-    they were not staged, so whether a row is staged changes no answer. Rows that it could not take
-    are held here, and committed by `flush` as rows above.
+    Another thread prefetches, one call to the store at a time. Prefetched rows are copies, the last
+    `MAX_PREFETCHED` per table: the store behind has them too and treats them like others, so
+    prefetching changes no answer. Rows that the store could not take are kept in memory, and
+    committed by `flush` like rows of the fast tier.
     """
 
     def __init__(self, store: RowStore, tables: Sequence[StoredTable]) -> None:
@@ -247,106 +267,107 @@ class StagedRows:
         self.behind = store
         self.note = store.note
         self._widths = [table.row_bytes for table in tables]
-        self._held: list[list[Rows]] = [[] for _ in tables]
-        self._staged: list[list[Rows]] = [[] for _ in tables]
+        self._kept_rows: list[list[StoredRows]] = [[] for _ in tables]
+        self._prefetched: list[list[StoredRows]] = [[] for _ in tables]
         self._lock = threading.RLock()
         self._thread: ThreadPoolExecutor | None = None
-        self._fetching: list[Future[None]] = []
-        self.staged_reads = 0
+        self._futures: list[Future[None]] = []
+        self.num_prefetched_reads = 0
         call_in_forks(self)
 
     def after_fork(self) -> None:
-        """Wait neither for the thread of the parent nor for the lock that it may have held.
+        """Drop the thread of the parent, and a lock that it may have held.
 
-        That thread only adds to what is staged, one list entry at a time.
+        That thread only appends to lists of prefetched rows, one entry at a time.
         """
-        self._thread, self._fetching = None, []
+        self._thread, self._futures = None, []
         if self._lock.acquire(blocking=False):
             self._lock.release()
         else:
             self._lock = threading.RLock()
 
-    def fetch(self, table: int, keys: Tensor) -> None:
-        """Have the rows of distinct keys in memory soon.
+    def prefetch(self, table: int, keys: Tensor) -> None:
+        """Start reading the rows of distinct keys into memory.
 
         Raises:
-            Exception: what the store raised while it fetched for an earlier call.
+            Exception: the store raised it in an earlier prefetch.
         """
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "emblib rows")
-        done = [future for future in self._fetching if future.done()]
-        self._fetching = [future for future in self._fetching if future not in done]
-        self._fetching.append(self._thread.submit(_fetch, weakref.ref(self), table, keys))
+        done = [future for future in self._futures if future.done()]
+        self._futures = [future for future in self._futures if future not in done]
+        self._futures.append(self._thread.submit(_prefetch, weakref.ref(self), table, keys))
         _raise_first(done)
 
     def wait(self) -> None:
-        """Until nothing is being fetched any more.
+        """Wait until no prefetch is running.
 
         Raises:
             Exception: the first one that the store raised meanwhile.
         """
-        fetching, self._fetching = self._fetching, []
-        concurrent.futures.wait(fetching)
-        _raise_first(fetching)
+        futures, self._futures = self._futures, []
+        concurrent.futures.wait(futures)
+        _raise_first(futures)
 
-    def keep(self, table: int, rows: Rows) -> None:
-        """Hold rows that the store behind has not, or could not take."""
+    def keep(self, table: int, rows: StoredRows) -> None:
+        """Keep rows in memory that the store behind could not take."""
         with self._lock:
             if rows.keys.numel():
-                self._let_go(table, rows.keys)
-                self._held[table].append(rows)
+                self._forget(table, rows.keys)
+                self._kept_rows[table].append(rows)
 
-    def _stage(self, table: int, keys: Tensor) -> None:
+    def read_ahead(self, table: int, keys: Tensor) -> None:
+        """Read rows that are not in memory yet from the store."""
         with self._lock:
-            staged = self._staged[table]
-            known = torch.cat([keys[:0], *(rows.keys for rows in staged)])
+            prefetched = self._prefetched[table]
+            known = torch.cat([keys[:0], *(rows.keys for rows in prefetched)])
             rows = self.behind.read(table, keys[~torch.isin(keys, known)]).rows
             count = known.numel() + rows.keys.numel()
             if rows.keys.numel():
-                staged.append(rows)
-            while count > MOST_STAGED and len(staged) > 1:
-                count -= staged.pop(0).keys.numel()
+                prefetched.append(rows)
+            while count > MAX_PREFETCHED and len(prefetched) > 1:
+                count -= prefetched.pop(0).keys.numel()
 
-    def _let_go(self, table: int, keys: Tensor) -> None:
-        for parts in (self._held[table], self._staged[table]) if keys.numel() else ():
-            kept = []
+    def _forget(self, table: int, keys: Tensor) -> None:
+        for parts in (self._kept_rows[table], self._prefetched[table]) if keys.numel() else ():
+            remaining = []
             for rows in parts:
                 stays = ~torch.isin(rows.keys, keys)
                 if stays.any():
-                    kept.append(rows if stays.all() else rows.at(stays))
-            parts[:] = kept
+                    remaining.append(rows if stays.all() else rows.at(stays))
+            parts[:] = remaining
 
     def open(self, tables: Sequence[StoredTable]) -> None:
-        """It is open already."""
+        """Do nothing: it is open already."""
 
-    def read(self, table: int, keys: Tensor) -> Found:
+    def read(self, table: int, keys: Tensor) -> FoundRows:
         """See `RowStore`."""
         with self._lock:
             asked = torch.arange(keys.numel())
             founds = []
-            for rows in (*self._held[table], *self._staged[table]):
+            for rows in (*self._kept_rows[table], *self._prefetched[table]):
                 found = matched(keys[asked], rows)
-                founds.append(Found(asked[found.positions], found.rows))
+                founds.append(FoundRows(asked[found.positions], found.rows))
                 left = torch.ones_like(asked, dtype=torch.bool)
                 left[found.positions] = False
                 asked = asked[left]
-            self.staged_reads += keys.numel() - asked.numel()
+            self.num_prefetched_reads += keys.numel() - asked.numel()
             found = self.behind.read(table, keys[asked])
-            founds.append(Found(asked[found.positions], found.rows))
-            rows = Rows.joined((found.rows for found in founds), self._widths[table])
-            return Found(torch.cat([found.positions for found in founds]), rows)
+            founds.append(FoundRows(asked[found.positions], found.rows))
+            rows = StoredRows.concatenate((found.rows for found in founds), self._widths[table])
+            return FoundRows(torch.cat([found.positions for found in founds]), rows)
 
     def lift(self, table: int, keys: Tensor) -> None:
         """See `RowStore`."""
         with self._lock:
-            self._let_go(table, keys)
+            self._forget(table, keys)
             self.behind.lift(table, keys)
 
-    def put(self, table: int, rows: Rows) -> Rows:
+    def put(self, table: int, rows: StoredRows) -> StoredRows:
         """See `RowStore`."""
         with self._lock:
             left = self.behind.put(table, rows)
-            self._let_go(table, torch.cat([rows.keys, left.keys]))
+            self._forget(table, torch.cat([rows.keys, left.keys]))
             return left
 
     def erase(self, table: int, keys: Tensor) -> Tensor:
@@ -354,42 +375,42 @@ class StagedRows:
         with self._lock:
             here = torch.zeros(keys.numel(), dtype=torch.bool)
             here[self.read(table, keys).positions] = True
-            self._let_go(table, keys)
+            self._forget(table, keys)
             self.behind.erase(table, keys)
             return here
 
     def expire(self, table: int, before: int) -> Tensor:
         """See `RowStore`."""
         with self._lock:
-            old = [rows.keys[rows.stamps < before] for rows in self._held[table]]
+            old = [rows.keys[rows.stamps < before] for rows in self._kept_rows[table]]
             gone = torch.cat([*old, self.behind.expire(table, before)])
-            self._let_go(table, gone)
+            self._forget(table, gone)
             return gone
 
-    def iterate(self, table: int, batch: int = BATCH) -> Iterator[Rows]:
+    def iterate(self, table: int, batch: int = BATCH) -> Iterator[StoredRows]:
         """See `RowStore`."""
         self.wait()
-        for rows in self._held[table]:
+        for rows in self._kept_rows[table]:
             yield from rows.split(batch)
         yield from self.behind.iterate(table, batch)
 
     def size(self, table: int) -> int:
         """See `RowStore`."""
         with self._lock:
-            held = sum(rows.keys.numel() for rows in self._held[table])
-            return held + self.behind.size(table)
+            kept = sum(rows.keys.numel() for rows in self._kept_rows[table])
+            return kept + self.behind.size(table)
 
     def clear(self, table: int) -> None:
         """See `RowStore`."""
         self.wait()
-        self._held[table], self._staged[table] = [], []
+        self._kept_rows[table], self._prefetched[table] = [], []
         self.behind.clear(table)
 
-    def flush(self, above: Sequence[Iterable[Rows]], note: str) -> None:
+    def flush(self, fast_rows: Sequence[Iterable[StoredRows]], note: str) -> None:
         """See `RowStore`."""
         self.wait()
         with self._lock:
-            both = [itertools.chain(*pair) for pair in zip(self._held, above, strict=True)]
+            both = [itertools.chain(*pair) for pair in zip(self._kept_rows, fast_rows, strict=True)]
             self.behind.flush(both, note)
             self.note = note
 
@@ -401,13 +422,13 @@ class StagedRows:
         self.behind.close()
 
 
-def _raise_first(fetched: Sequence[Future[None]]) -> None:
-    for future in fetched:
+def _raise_first(futures: Sequence[Future[None]]) -> None:
+    for future in futures:
         future.result()
 
 
-def _fetch(staged: "weakref.ref[StagedRows]", table: int, keys: Tensor) -> None:
-    """What the thread does; it keeps no store open that nobody uses any more."""
-    rows = staged()
+def _prefetch(store: "weakref.ref[PrefetchedRows]", table: int, keys: Tensor) -> None:
+    """Read rows in the thread; a store that was deleted meanwhile is not kept open."""
+    rows = store()
     if rows is not None:
-        rows._stage(table, keys)
+        rows.read_ahead(table, keys)

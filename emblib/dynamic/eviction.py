@@ -1,0 +1,238 @@
+"""Eviction from dynamic tables: scores of batches, expiry by age, and a log of evicted keys."""
+
+import math
+import operator
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from emblib.dynamic.hash_index import InsertedBatch
+from emblib.ops import hash
+from emblib.specs import DynamicSpec, Eviction
+
+_INT64_RANGE = (-(2**63), 2**63 - 1)
+
+
+class EvictionScores(nn.Module):
+    """Hold the score that each table assigns to the keys of its next training batch.
+
+    Tables with `Eviction.STEP` count their training batches from 1 on. Tables with
+    `Eviction.CUSTOM` assign the number that was last passed to `set`.
+
+    Args:
+        specs: the tables.
+        device: where the scores are stored.
+    """
+
+    values: Tensor
+    is_set: Tensor
+    steps: Tensor
+
+    def __init__(self, specs: Sequence[DynamicSpec], device: torch.device) -> None:
+        super().__init__()
+        self._names = [spec.name or str(t) for t, spec in enumerate(specs)]
+        self._evictions = [spec.eviction for spec in specs]
+        self._unset = {t for t, e in enumerate(self._evictions) if e is Eviction.CUSTOM}
+        steps = [int(e is Eviction.STEP) for e in self._evictions]
+        tensor = torch.tensor(steps, dtype=torch.int64, device=device)
+        self.register_buffer("steps", tensor, persistent=False)
+        self.register_buffer("values", tensor.clone())
+        self.register_buffer("is_set", tensor.bool())
+
+    def of_next_batch(self) -> Tensor:
+        """Return a copy of the scores of the next batch, int64 `[T]`.
+
+        Raises:
+            RuntimeError: no score was set for a table with `Eviction.CUSTOM`.
+        """
+        if self._unset:
+            names = [self._names[t] for t in sorted(self._unset)]
+            raise RuntimeError(
+                f"tables with Eviction.CUSTOM need a score before their first batch, got none for "
+                f"{names}; call set_eviction_score(...)"
+            )
+        return self.values.clone()
+
+    def advance(self) -> None:
+        """Count one training batch."""
+        self.values += self.steps
+
+    def set(self, scores: int | Mapping[int, int]) -> None:
+        """Set the scores of CUSTOM tables: one for all of them, or by table.
+
+        Raises:
+            ValueError: not a CUSTOM table, or a score that is not an int64.
+            TypeError: a score that is not an int.
+        """
+        if not isinstance(scores, Mapping):
+            scores = {t: scores for t, e in enumerate(self._evictions) if e is Eviction.CUSTOM}
+            if not scores:
+                raise ValueError("scores are set for tables with Eviction.CUSTOM, and none has it")
+        for table in scores:
+            if self._evictions[table] is not Eviction.CUSTOM:
+                raise ValueError(
+                    f"only tables with Eviction.CUSTOM take scores, table "
+                    f"{self._names[table]!r} has {self._evictions[table]}"
+                )
+        numbers = {table: _as_int64(score) for table, score in scores.items()}
+        for table, score in numbers.items():
+            self.values[table].fill_(score)
+            self.is_set[table].fill_(True)
+        self._unset -= set(scores)
+
+    def set_steps(self, steps: Mapping[int, int]) -> None:
+        """Set the step of STEP tables, which is the score of their next batch."""
+        for table in steps:
+            if self._evictions[table] is not Eviction.STEP:
+                raise ValueError(
+                    f"only tables with Eviction.STEP count steps, table {self._names[table]!r} has "
+                    f"{self._evictions[table]}"
+                )
+        numbers = {table: _as_int64(step) for table, step in steps.items()}
+        for table, step in numbers.items():
+            self.values[table].fill_(step)
+
+    def clear(self) -> None:
+        """Restart the steps at 1; scores that were set stay."""
+        for t, eviction in enumerate(self._evictions):
+            if eviction is Eviction.STEP:
+                self.values[t].fill_(1)
+
+    def get(self) -> list[int | None]:
+        """Return the score of the next batch by table (reads the device); None where none is."""
+        return [
+            None if t in self._unset or eviction.order != "assigned" else value
+            for t, (eviction, value) in enumerate(
+                zip(self._evictions, self.values.tolist(), strict=True)
+            )
+        ]
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *arguments: Any
+    ) -> None:
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
+        known = self.is_set.tolist()
+        custom = [t for t, e in enumerate(self._evictions) if e is Eviction.CUSTOM]
+        self._unset = {t for t in custom if not known[t]}
+
+
+def _as_int64(score: Any) -> int:
+    if isinstance(score, bool) or not hasattr(score, "__index__"):
+        raise TypeError(f"a score must be an int, got {score!r}")
+    number = operator.index(score)
+    if not _INT64_RANGE[0] <= number <= _INT64_RANGE[1]:
+        raise ValueError(f"a score must be in [-2^63, 2^63), got {number}")
+    return number
+
+
+_SWEEPS_PER_TTL = 8
+
+
+class Sweep(NamedTuple):
+    """Buckets of one table that a step searches for keys last used before tick `before`."""
+
+    table: int
+    first_bucket: int
+    num_buckets: int
+    before: int
+
+
+class Expiry:
+    """Choose the buckets that each training step searches for expired keys.
+
+    The choice is a function of the number of the step alone. A key of a table with `ttl` stays for
+    at least `ttl` steps after its last use and for at most an eighth more, because every bucket is
+    searched once in max(1, ttl // 8) steps. Until it is removed, the key is found as before, and a
+    use renews it. Steps are training batches, as for LRU.
+    """
+
+    def __init__(self, specs: Sequence[DynamicSpec]) -> None:
+        self._tables = [(t, s.ttl, s.max_buckets) for t, s in enumerate(specs) if s.ttl]
+
+    def __bool__(self) -> bool:
+        """Return whether any table has a `ttl`."""
+        return bool(self._tables)
+
+    def sweeps(self, step: int) -> Iterator[Sweep]:
+        """Yield the sweeps of a step, to be run once the keys of its batch are inserted."""
+        for table, ttl, max_buckets in self._tables:
+            num_buckets = math.ceil(max_buckets / max(1, ttl // _SWEEPS_PER_TTL))
+            first = step % math.ceil(max_buckets / num_buckets) * num_buckets
+            yield Sweep(table, first, min(num_buckets, max_buckets - first), step - ttl)
+
+
+class EvictionLog:
+    """Record the keys that left each table, by tick.
+
+    Beyond `max_keys` per table the oldest entries are dropped. Keys stay in the log when they are
+    inserted again: a reader checks which of them are in the table. Recording keys of a CUDA table
+    waits for the device.
+
+    Args:
+        num_tables: the number of tables.
+        tick: the tick from which on the log is complete.
+        max_keys: keys per table, 8 bytes each in host memory.
+    """
+
+    def __init__(self, num_tables: int, tick: int, max_keys: int = 1 << 24) -> None:
+        if max_keys < 1:
+            raise ValueError(f"an eviction log must keep at least one key, got {max_keys}")
+        self._max_keys = max_keys
+        self._logs: list[deque[tuple[int, Tensor]]] = [deque() for _ in range(num_tables)]
+        self._num_keys = [0] * num_tables
+        self._complete_from = [tick] * num_tables
+
+    def restart(self, tick: int) -> None:
+        """Clear the log; it is complete from this tick on."""
+        for table, log in enumerate(self._logs):
+            log.clear()
+            self._num_keys[table], self._complete_from[table] = 0, tick
+
+    def record(self, table: int, keys: Tensor, tick: int) -> None:
+        """Record keys that left a table at a tick, which is not before the last one recorded."""
+        if not keys.numel():
+            return
+        log = self._logs[table]
+        log.append((tick, keys.detach().cpu().clone()))
+        self._num_keys[table] += keys.numel()
+        while self._num_keys[table] > self._max_keys:
+            oldest, dropped = log.popleft()
+            self._num_keys[table] -= dropped.numel()
+            self._complete_from[table] = oldest + 1
+
+    def record_all(self, keys: Tensor, ends: Sequence[int], tick: int) -> None:
+        """Record keys of all tables, concatenated: those of table t end at `ends[t]`."""
+        first = 0
+        for table, end in enumerate(ends):
+            self.record(table, keys[first:end], tick)
+            first = end
+
+    def record_batch(self, inserted: InsertedBatch, tick: int) -> None:
+        """Record the keys that the insertion of a batch evicted."""
+        assert inserted.misses is not None
+        assert inserted.result is not None
+        evicted = inserted.result.status == hash.EVICTING
+        before = torch.cat([evicted.new_zeros(1, dtype=torch.int64), evicted.cumsum(0)])
+        ends = before[inserted.misses.offsets[1:]].tolist()
+        self.record_all(inserted.result.evicted[evicted, 0], ends, tick)
+
+    def complete_from(self, table: int) -> int:
+        """Return the first tick from which on all evictions of a table are in the log."""
+        return self._complete_from[table]
+
+    def since(self, table: int, tick: int) -> Tensor:
+        """Return the distinct keys that left at `tick` or later, int64 on the CPU.
+
+        Raises:
+            ValueError: the log is not complete from `tick` on.
+        """
+        if tick < self._complete_from[table]:
+            raise ValueError(
+                f"evictions are known from tick {self._complete_from[table]} on, asked for is "
+                f"{tick}; save a whole dump, and save changes more often or keep a longer log"
+            )
+        keys = [keys for at, keys in self._logs[table] if at >= tick]
+        return torch.cat(keys).unique() if keys else torch.empty(0, dtype=torch.int64)

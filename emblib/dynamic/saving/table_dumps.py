@@ -1,0 +1,217 @@
+"""Save and load the tables of a module, whole or as changes since a tick."""
+
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from emblib.dynamic.saving import dump_tables, dumps, loading, snapshots
+from emblib.dynamic.saving.checkpoint import (
+    INDEX_HASH_KEYS,
+    check_hyperparameters,
+    child_state,
+    hash_keys_in,
+    replace_tables,
+    restart_eviction_log,
+    set_child_state,
+    table_entries,
+    target_of,
+)
+from emblib.dynamic.saving.dump_tables import Dump, Header, Table
+from emblib.dynamic.saving.dumps import Part, Report
+from emblib.dynamic.saving.entries import Changes
+from emblib.dynamic.saving.loading import Loaded
+from emblib.tables.locks import atomic
+from emblib.tables.parameters import caller_level
+
+if TYPE_CHECKING:
+    from emblib.dynamic.module import DynamicEmbeddingBags
+
+
+@atomic
+def save(
+    module: "DynamicEmbeddingBags",
+    directory: str | Path,
+    since: int | None = None,
+    part: Part = Part(),  # noqa: B008
+    identity: str | None = None,
+    report: Report | None = None,
+) -> int:
+    """Save tables to a directory; see `DynamicEmbeddingBags.save`."""
+    tick = module.index.tick
+    if since is None:
+        nothing = torch.empty(0, dtype=torch.int64)
+        tables = {
+            name: Changes(table_entries(module, t), nothing)
+            for t, name in enumerate(module.table_names)
+        }
+    else:
+        tables = changes_since(module, since).tables
+    saved = [Table(name, module.index.order, *found) for name, found in tables.items()]
+    identity = str(tick) if identity is None else identity
+    header = Header(identity, tick, since, module.hyperparams.tolist())
+    others = child_state(module)
+    if since is not None:
+        others = {INDEX_HASH_KEYS: others[INDEX_HASH_KEYS]}
+    dump_tables.write(directory, saved, header, part, report, others)
+    return tick
+
+
+@atomic
+def load(
+    module: "DynamicEmbeddingBags",
+    directory: str | Path,
+    part: Part = Part(),  # noqa: B008
+    report: Report | None = None,
+) -> dict[str, Loaded]:
+    """Load what `save` wrote, or a snapshot; see `DynamicEmbeddingBags.load`."""
+    if dumps.holds_snapshot(directory):
+        snapshots.load(module, directory)
+        return {}
+    dump = dump_tables.read(directory, *part)
+    hyperparameters = torch.tensor(dump.numbers, dtype=torch.float64)
+    if dump.since is not None:
+        changed = {n: Changes(t.entries, t.removed) for n, t in dump.tables.items()}
+        hash_keys = dump.others.get(INDEX_HASH_KEYS)
+        changes = ChangeSet(dump.since, dump.clock, changed, hyperparameters, hash_keys)
+        return apply_changes(module, changes, report)
+    return _load_whole(module, directory, dump, hyperparameters, report)
+
+
+def _load_whole(
+    module: "DynamicEmbeddingBags",
+    directory: str | Path,
+    dump: Dump,
+    hyperparameters: Tensor,
+    report: Report | None,
+) -> dict[str, Loaded]:
+    if sorted(dump.tables) != sorted(module.table_names):
+        raise ValueError(
+            f"the dump has the tables {sorted(dump.tables)}, this module {module.table_names}; "
+            "load single ones with set_table_entries"
+        )
+    check_hyperparameters(module, hyperparameters)
+    found = {module.table_number(n): table.entries for n, table in dump.tables.items()}
+    for t, entries in found.items():
+        loading.check(target_of(module, t), entries)
+    hash_keys = hash_keys_in(module, found, dump.others.get(INDEX_HASH_KEYS))
+    set_child_state(module, dump.others, directory)
+    return replace_tables(
+        module,
+        found,
+        clock=dump.clock,
+        hyperparameters=hyperparameters,
+        hash_keys=hash_keys,
+        report=report,
+    )
+
+
+class ChangeSet(NamedTuple):
+    """The changes of the tables of a module since a tick.
+
+    Attributes:
+        since: the tick from which on entries that were used or written, and removed keys, are here.
+        until: the tick to pass as `since` the next time.
+        tables: by name.
+        hyperparameters: of the optimizer.
+        hash_keys: of the tables, int64 `[T]`, which a copy without keys takes over; None leaves its
+            own.
+    """
+
+    since: int
+    until: int
+    tables: dict[str, Changes]
+    hyperparameters: Tensor
+    hash_keys: Tensor | None = None
+
+
+@atomic
+def changes_since(module: "DynamicEmbeddingBags", since: int) -> ChangeSet:
+    """Return what changed at tick `since` or later, for `apply_changes` to a copy of the tables.
+
+    The batch of that tick is included again: it may have been saved before it was trained.
+
+    Raises:
+        RuntimeError: `track_evictions` was not called.
+        ValueError: the eviction log does not reach back to the tick.
+    """
+    if module.eviction_log is None:
+        raise RuntimeError(
+            "changes need to know which keys left; call track_evictions() before the dump that "
+            "they are changes of"
+        )
+    tables = {}
+    for t, name in enumerate(module.table_names):
+        removed = loading.absent(target_of(module, t), module.eviction_log.since(t, since))
+        if module.backing is not None:
+            removed = module.backing.absent(t, removed)
+        tables[name] = Changes(table_entries(module, t, since), removed)
+    hyperparameters, hash_keys = module.hyperparams.clone(), module.index.hash_keys
+    return ChangeSet(since, module.index.tick, tables, hyperparameters, hash_keys)
+
+
+@atomic
+def apply_changes(
+    module: "DynamicEmbeddingBags", changes: ChangeSet, report: Report | None = None
+) -> dict[str, Loaded]:
+    """Apply the changes of other tables to a copy of them; the last ones may be applied again.
+
+    A copy of the same capacities and the same `index.hash_keys` (that is, of the same seed and
+    table names, or one that began by loading those tables) has a slot for every key. Keys that are
+    lost are counted in a warning.
+
+    Raises:
+        ValueError: these tables have not reached the first tick of the changes, or are past the
+            last, or the changes do not fit them.
+    """
+    tick = module.index.tick
+    if changes.since > tick:
+        raise ValueError(
+            f"changes begin at tick {changes.since}, these tables are at {tick}; apply those in "
+            "between first"
+        )
+    if changes.until < tick:
+        raise ValueError(
+            f"changes lead to tick {changes.until}, these tables are at {tick} already: rows "
+            "would be older than others; leave these changes out"
+        )
+    check_hyperparameters(module, changes.hyperparameters)
+    tables = {module.table_number(name): found for name, found in changes.tables.items()}
+    for t, found in tables.items():
+        loading.check(target_of(module, t), found.upserts)
+    upserts = {t: found.upserts for t, found in tables.items()}
+    hash_keys = hash_keys_in(module, upserts, changes.hash_keys)
+    counters = module.index.counters.clone()
+    loaded = {}
+    for t, found in tables.items():
+        if not module.size(t):
+            module.index.empty(t, hash_keys.get(t))
+        loaded[module.table_names[t]] = _apply_to_table(module, t, found, report)
+    module.index.counters.copy_(counters)
+    module.index.set_tick(max(module.index.tick, changes.until))
+    module.hyperparams.copy_(changes.hyperparameters)
+    restart_eviction_log(module)
+    lost = {n: done.left_out + done.displaced for n, done in loaded.items()}
+    if any(lost.values()):
+        warnings.warn(
+            "emblib: a copy had no slot for all keys of the tables that it follows; lost are "
+            f"{ {name: count for name, count in lost.items() if count} }: give it the capacity "
+            "and the seed of those tables, or load them whole",
+            stacklevel=caller_level(),
+        )
+    return loaded
+
+
+def _apply_to_table(
+    module: "DynamicEmbeddingBags", table: int, changes: Changes, report: Report | None
+) -> Loaded:
+    target, (upserts, removed) = target_of(module, table), changes
+    if module.backing is None:
+        loading.erase(target, removed)
+        return loading.put(target, upserts, report)
+    # Changed entries go to the backing store, whichever tier they were in.
+    module.backing.erase(table, removed)
+    loading.erase(target, torch.cat([removed, upserts.keys]))
+    return module.backing.load_entries(table, upserts, report)

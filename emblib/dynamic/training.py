@@ -1,0 +1,290 @@
+"""Insertion of the keys of training batches into the tables of a module, with hooks and checks."""
+
+import warnings
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from emblib.dynamic.hash_index import InsertedBatch
+from emblib.ops import hash
+from emblib.ops.hash import Keys, Misses, tables_of
+from emblib.optim import External, Optimizer
+from emblib.specs import DynamicSpec, OnInsertFailure, Pooling, brief
+from emblib.tables import optimizer_hooks
+from emblib.tables.parameters import caller_level
+
+if TYPE_CHECKING:
+    from emblib.dynamic.module import DynamicEmbeddingBags
+
+
+def insert_batch(
+    module: "DynamicEmbeddingBags", keys: Keys, counts: Tensor | None
+) -> InsertedBatch:
+    """Insert the keys of a training batch: hits are touched, misses are inserted or refused.
+
+    Args:
+        module: whose tables they are inserted into.
+        keys: the batch.
+        counts: int64 `[L]`, the number of uses that each position stands for; None is 1 each.
+    """
+    index, scores = module.index, module.scores
+
+    def admit(keys: Keys, misses: Misses) -> Tensor | None:
+        return _admit(module, keys, misses)
+
+    inserted = index.insert(
+        keys,
+        counts,
+        batch_scores=None if scores is None else scores.of_next_batch(),
+        admit=None if module.admission is None and not module.hooks else admit,
+        rows=module.slot_rows() if index.grows else None,
+    )
+    if scores is not None:
+        scores.advance()
+    if inserted.misses is not None:
+        # With a backing store evicted rows are demoted, and the tier records what leaves the store.
+        if module.eviction_log is not None and module.backing is None:
+            module.eviction_log.record_batch(inserted, index.tick)
+        for hook in module.hooks:
+            hook.on_evict(keys, inserted)
+        module.row_initializer.write_(module.row_buffers(), keys, inserted)
+        for hook in module.hooks:
+            hook.on_insert(keys, inserted)
+    if module.expiry:
+        _expire(module)
+    module.last_insertion = inserted
+    if inserted.misses is not None:
+        _report_failures(module, inserted)
+    return inserted
+
+
+def _admit(module: "DynamicEmbeddingBags", keys: Keys, misses: Misses) -> Tensor | None:
+    """Return which of the missing keys to admit, bool `[L]` by miss; None for all."""
+    in_store = None if module.backing is None else module.backing.find_in_store(keys, misses)
+    admitted = None
+    if module.admission is not None:
+        admitted = module.admission.admit(keys, misses, in_store)
+    for hook in module.hooks:
+        also = hook.admit(keys, misses)
+        if also is not None:
+            admitted = also if admitted is None else admitted & also
+    return admitted
+
+
+def _expire(module: "DynamicEmbeddingBags") -> None:
+    for sweep in module.expiry.sweeps(module.index.tick):
+        keys = module.index.expire(sweep.table, sweep.before, sweep.first_bucket, sweep.num_buckets)
+        module.record_evictions(sweep.table, keys)
+    if module.backing is None:
+        return
+    for sweep in module.expiry.sweeps(module.index.tick):
+        if sweep.first_bucket == 0:
+            keys = module.backing.expire(sweep.table, sweep.before)
+            module.record_evictions(sweep.table, keys)
+
+
+def _report_failures(module: "DynamicEmbeddingBags", inserted: InsertedBatch) -> None:
+    """Warn or raise for keys that found no slot, as their tables ask (waits for CUDA)."""
+    specs = module.tables
+    if all(spec.on_insert_failure is OnInsertFailure.IGNORE for spec in specs):
+        return
+    assert inserted.misses is not None
+    assert inserted.result is not None
+    refused = inserted.result.status == hash.REFUSED
+    if not bool(refused.any()):
+        return
+    offsets = inserted.misses.offsets.tolist()
+    for t, spec in enumerate(specs):
+        count = int(refused[offsets[t] : offsets[t + 1]].sum())
+        if not count or spec.on_insert_failure is OnInsertFailure.IGNORE:
+            continue
+        message = (
+            f"emblib: {count} keys found no slot in table {module.table_names[t]!r} of capacity "
+            f"{spec.rows} (eviction {spec.eviction.value}): they read {spec.default_value} and are "
+            "not trained; choose a larger capacity, or smaller batches"
+        )
+        if spec.on_insert_failure is OnInsertFailure.RAISE:
+            raise RuntimeError(message)
+        warnings.warn(message, stacklevel=caller_level())
+
+
+class TrainingHook(Protocol):
+    """Take part in the training steps of a module, in addition to its index and its rows.
+
+    A step calls `admit` before keys are inserted, `on_evict` once they are, with the rows of
+    evicted keys unchanged, and `on_insert` once all new rows have their first values.
+    """
+
+    def admit(self, keys: Keys, misses: Misses) -> Tensor | None:
+        """Return which of the missing keys to admit, bool `[L]` by miss, or None for all."""
+
+    def on_evict(self, keys: Keys, inserted: InsertedBatch) -> None:
+        """Handle evicted keys (`inserted.result.evicted`), whose rows are still in their slots."""
+
+    def on_insert(self, keys: Keys, inserted: InsertedBatch) -> None:
+        """Handle new keys, whose rows have first values that may be overwritten."""
+
+
+class ExternalStates:
+    """A training hook that resets the states of a torch.optim optimizer in rows of new keys.
+
+    Copies and pickles of it do nothing: the copied module has other weights, and its own optimizer
+    must be registered with it.
+
+    Args:
+        optimizer: of the weights; None does nothing.
+        weights: `[rows, dim]`, of all tables.
+        first_rows: the first row of each table.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer | None,
+        weights: nn.Parameter | None,
+        first_rows: Sequence[int] = (),
+    ) -> None:
+        self._optimizer, self._weights, self._first_rows = optimizer, weights, first_rows
+
+    @classmethod
+    def of_module(
+        cls, module: "DynamicEmbeddingBags", optimizer: torch.optim.Optimizer
+    ) -> "ExternalStates":
+        """Make the hook of a module for the optimizer of its weights.
+
+        Raises:
+            ValueError: the weights are not one matrix `[rows, dim]`, or not the optimizer's.
+        """
+        if module.weights.dim() != 2:
+            raise ValueError(
+                "track_optimizer_state needs tables with optim.External and one dim, got "
+                f"{brief(module.optimizer)} and dims {sorted({s.dim for s in module.tables})}"
+            )
+        groups = optimizer.param_groups
+        if not any(p is module.weights for group in groups for p in group["params"]):
+            raise ValueError("the optimizer must have the weights of this module among its own")
+        first_rows = [module.rows.first_row(t) for t in range(len(module.tables))]
+        return cls(optimizer, module.weights, first_rows)
+
+    def admit(self, keys: Keys, misses: Misses) -> Tensor | None:
+        """Admit all keys."""
+        return None
+
+    def on_evict(self, keys: Keys, inserted: InsertedBatch) -> None:
+        """Do nothing: states of evicted keys are dropped."""
+
+    def on_insert(self, keys: Keys, inserted: InsertedBatch) -> None:
+        """Set the states of new keys to zero (waits for the device)."""
+        if self._optimizer is None or self._weights is None:
+            return
+        assert inserted.misses is not None
+        assert inserted.result is not None
+        new = inserted.result.slots >= 0
+        tables = tables_of(keys)[inserted.misses.first[new]]
+        first = torch.tensor(self._first_rows, device=tables.device)[tables]
+        rows = first + inserted.result.slots[new]
+        for state in self._optimizer.state.get(self._weights, {}).values():
+            if isinstance(state, Tensor) and state.shape[:1] == self._weights.shape[:1]:
+                state[rows] = 0
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ExternalStates, (None, None)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> "ExternalStates":
+        return ExternalStates(None, None)
+
+
+def check_device(device: torch.device) -> None:
+    """Raise ValueError on a device on which dynamic tables cannot be."""
+    if device.type == "meta":
+        raise ValueError("dynamic tables have keys to begin with, so they cannot be on meta")
+
+
+def check_optimizer(
+    optimizer: Optimizer, specs: Sequence[DynamicSpec], *, has_backing: bool
+) -> None:
+    """Raise ValueError for optimizers that dynamic tables do not support."""
+    if optimizer_hooks.is_periodic(optimizer) or optimizer_hooks.global_decay(optimizer):
+        raise ValueError(
+            f"{brief(optimizer)} reads whole tables from time to time, which dynamic tables do not "
+            "support; choose an optimizer without that part"
+        )
+    if isinstance(optimizer, External) and has_backing:
+        raise ValueError(
+            "optim.External keeps its state outside, where it would not move with the rows; use a "
+            "fused optimizer, or tables without a backing store"
+        )
+    if isinstance(optimizer, External) and any(s.buckets < s.max_buckets for s in specs):
+        raise ValueError(
+            "optim.External keeps its state outside, where it would not move with the rows of a "
+            "table that grows: leave initial_capacity out, or use a fused optimizer"
+        )
+
+
+def check_batch(
+    ids: Tensor, sample_weights: Tensor | None, counts: Tensor | None, pooling: Pooling
+) -> None:
+    """Check the arguments of a lookup as the kernels would, and that counts are >= 0.
+
+    Counts on CUDA are not read.
+
+    Raises:
+        RuntimeError: wrong shape, dtype or device.
+        ValueError: negative counts; weights without pooling.
+    """
+    if ids.dim() != 1:
+        raise RuntimeError(
+            f"indices must have 1 dimension, got {ids.dim()}; bags are given by offsets, so "
+            "flatten the indices and pass where they start"
+        )
+    for name, tensor, dtype in (
+        ("per_sample_weights", sample_weights, torch.float32),
+        ("counts", counts, torch.int64),
+    ):
+        if tensor is None:
+            continue
+        if not isinstance(tensor, Tensor) or tensor.dtype != dtype:
+            found = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise RuntimeError(f"{name} must be a tensor of {dtype}, got {found}")
+        if tensor.shape != ids.shape or tensor.device != ids.device:
+            raise RuntimeError(
+                f"{name} must have one entry per lookup = {ids.numel()} on {ids.device}, got "
+                f"{tuple(tensor.shape)} on {tensor.device}"
+            )
+    if sample_weights is not None and pooling is Pooling.NONE:
+        raise ValueError(
+            "per_sample_weights need pooling SUM or MEAN, got none; multiply the output"
+        )
+    if counts is not None and not counts.is_cuda and counts.numel() and int(counts.min()) < 0:
+        raise ValueError(f"counts must be >= 0, got {int(counts.min())}")
+
+
+def check_replicas(tags: Tensor, weights: Tensor) -> None:
+    """Check that `DistributedDataParallel` does not mix the tables of its ranks.
+
+    Ranks see different keys, so the same row belongs to different keys on two ranks: buffers must
+    not be broadcast, and gradients of rows must not be added up.
+
+    Raises:
+        RuntimeError: it would.
+    """
+    ddp = getattr(DistributedDataParallel, "_active_ddp_module", None)
+    if ddp is None:
+        return
+    # Newer versions of torch have another name for it.
+    synced = getattr(ddp, "forward_sync_buffers", None)
+    if synced is None:
+        synced = ddp.broadcast_buffers
+    if synced and any(buffer is tags for buffer in ddp.modules_buffers):
+        raise RuntimeError(
+            "DistributedDataParallel overwrites the keys of dynamic tables with those of rank 0, "
+            "while rows stay those of each rank; pass broadcast_buffers=False"
+        )
+    if weights.requires_grad and any(p is weights for p in ddp._module_parameters):
+        raise RuntimeError(
+            "DistributedDataParallel adds up gradients by row, and a row of dynamic tables is "
+            "another key on each rank; use a fused optimizer, or name the weights in "
+            "DistributedDataParallel._set_params_and_buffers_to_ignore_for_model"
+        )

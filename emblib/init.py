@@ -1,0 +1,124 @@
+"""Initializers: the first values of the rows of dynamic tables.
+
+An element is a function of the seed, the table, the key and the position, so a row starts with the
+same values on every device and rank, and again after the key was evicted.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Uniform:
+    """Draw uniformly from [low, high); the default is +-1/sqrt(capacity)."""
+
+    low: float | None = None
+    high: float | None = None
+
+    def __post_init__(self) -> None:
+        if (self.low is None) != (self.high is None):
+            raise ValueError(
+                f"low and high of Uniform must be given together, got {self.low!r} and "
+                f"{self.high!r}; leave both out for +-1/sqrt(capacity)"
+            )
+        if self.low is not None and self.high is not None:
+            _check_interval(self, self.low, self.high)
+
+
+@dataclass(frozen=True)
+class Normal:
+    """Draw from the normal distribution with this mean and standard deviation."""
+
+    mean: float = 0.0
+    std: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_finite(self, "mean", "std")
+        if self.std < 0:
+            raise ValueError(f"std of Normal must be >= 0, got {self.std}")
+
+
+@dataclass(frozen=True)
+class TruncatedNormal:
+    """Draw from the normal distribution truncated to [low, high].
+
+    The default interval is two standard deviations to either side of the mean. The interval must
+    hold at least a thousandth of the distribution.
+    """
+
+    mean: float = 0.0
+    std: float = 1.0
+    low: float | None = None
+    high: float | None = None
+
+    def __post_init__(self) -> None:
+        check_finite(self, "mean", "std")
+        if self.std <= 0:
+            raise ValueError(f"std of TruncatedNormal must be > 0, got {self.std}")
+        _check_interval(self, *self.bounds)
+        begin, end = self.probabilities
+        if end - begin < 1e-3:
+            raise ValueError(
+                "low and high of TruncatedNormal must hold at least 0.001 of the distribution, got "
+                f"{end - begin:.3g} in {self.bounds}; use Uniform for a far tail"
+            )
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """The interval: `low` and `high`, or their defaults."""
+        return (
+            self.mean - 2.0 * self.std if self.low is None else self.low,
+            self.mean + 2.0 * self.std if self.high is None else self.high,
+        )
+
+    @property
+    def probabilities(self) -> tuple[float, float]:
+        """The probabilities of the normal distribution below `low` and below `high`."""
+        low, high = (
+            0.5 * math.erfc((self.mean - x) / (self.std * math.sqrt(2.0))) for x in self.bounds
+        )
+        return low, high
+
+
+@dataclass(frozen=True)
+class Constant:
+    """Set every element to one number."""
+
+    value: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_finite(self, "value")
+
+
+@dataclass(frozen=True)
+class KeyModulo:
+    """Set every element to the key, read as unsigned, modulo 100000: shows which row was read."""
+
+
+Initializer = Uniform | Normal | TruncatedNormal | Constant | KeyModulo
+
+
+def check_initializer(name: str, value: Any) -> None:
+    """Raise TypeError unless a value is an `Initializer`."""
+    if not isinstance(value, Initializer):
+        choices = ", ".join(cls.__name__ for cls in Initializer.__args__)
+        raise TypeError(f"{name} must be an instance of one of {choices}, got {value!r}")
+
+
+def check_finite(spec: Any, *names: str) -> None:
+    """Convert fields of a frozen dataclass to float; raise ValueError unless they are finite."""
+    for name in names:
+        value = getattr(spec, name)
+        if isinstance(value, str | bool) or not math.isfinite(value):
+            kind = type(spec).__name__
+            raise ValueError(f"{name} of {kind} must be a finite number, got {value!r}")
+        object.__setattr__(spec, name, float(value))
+
+
+def _check_interval(spec: Any, low: float, high: float) -> None:
+    if not (math.isfinite(low) and math.isfinite(high) and low < high):
+        raise ValueError(
+            f"low and high of {type(spec).__name__} must be finite and low < high, got {low} and "
+            f"{high}; for one value use Constant"
+        )
