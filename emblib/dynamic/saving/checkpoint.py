@@ -234,8 +234,8 @@ def check_hyperparameters(module: "DynamicEmbeddingBags", hyperparameters: Tenso
     if hyperparameters is not None and hyperparameters.shape != module.hyperparams.shape:
         raise ValueError(
             f"hyper has {hyperparameters.numel()} numbers, this optimizer has "
-            f"{module.hyperparams.numel()}: the checkpoint is of another one; without this key and with "
-            "strict=False the rest can be loaded"
+            f"{module.hyperparams.numel()}: the checkpoint is of another one; without this key and "
+            "with strict=False the rest can be loaded"
         )
 
 
