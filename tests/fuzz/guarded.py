@@ -39,6 +39,4 @@ def guarded_view(tensor: Tensor) -> Tensor:
     storage = tensor.as_strided(
         (tensor.untyped_storage().nbytes() // tensor.element_size(),), (1,), 0
     )
-    return guarded(storage).as_strided(
-        tensor.shape, tensor.stride(), tensor.storage_offset()
-    )
+    return guarded(storage).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
