@@ -200,9 +200,7 @@ class RowCache(nn.Module):
         precision: Precision,
         device: torch.device | str | None = None,
     ) -> "RowCache":
-        """Make the cache that `options` ask for; `names` are those of the tables in the batch_id
-        order.
-        """
+        """Make a cache by `options`; `names` are those of the tables, in the given order."""
         device = torch.empty(0, device=device).device
         order = sorted(
             range(len(tables.offsets)),

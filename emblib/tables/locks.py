@@ -92,7 +92,7 @@ class Forked(Protocol):
     """What has something to do in a forked process before anything else happens there."""
 
     def after_fork(self) -> None:
-        """Called in the child."""
+        """Update this object in the forked process."""
 
 
 _called_in_forks: "weakref.WeakSet[Forked]" = weakref.WeakSet()

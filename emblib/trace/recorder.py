@@ -159,8 +159,10 @@ def _feature_major(
     kwargs: dict[str, Any],
     sizes: Sequence[Sequence[int]] | None,
 ) -> list[Bags]:
-    """Ids and offsets of all features in one call; `sizes` where their batches differ. Offsets that
-    do not fit are taken as the modules take them."""
+    """Split ids and offsets of all features in one call; `sizes` if their batches differ.
+
+    Invalid offsets are repaired as the modules repair them.
+    """
     ids, offsets = (_argument(args, kwargs, i, n) for i, n in enumerate(("indices", "offsets")))
     batch = (offsets.numel() - 1) // len(features)
     bags = [sum(s) for s in sizes] if sizes is not None else [batch] * len(features)
