@@ -2,7 +2,7 @@
 
 Random tables, features, batches and options that FBGEMM's CPU kernels support; several steps; the
 outputs, the gradients of sample weights, the tables and the optimizer states must agree. What the
-CPU kernels drop or do otherwise is in `test_where_fbgemm_differs.py`.
+CPU kernels drop or do otherwise is in `test_fbgemm_differences.py`.
 """
 
 import subprocess

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from emblib import TableBatchedEmbeddingBags, TableSpec, optim
-from tests.collections.test_parameters import (
+from tests.storage.test_handles import (
     BATCH,
     FEATURES,
     MODULES,

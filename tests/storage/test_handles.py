@@ -1,4 +1,4 @@
-"""What is done to parameters reaches the tables or raises: freezing, replacing, casting."""
+"""Operations on parameters reach the tables or raise: freezing, replacing, casting."""
 
 import copy
 import pickle

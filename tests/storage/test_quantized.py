@@ -1,4 +1,4 @@
-"""Quantised tables in collections: made of others, beside others, saved and loaded."""
+"""Quantised tables in collections: quantised from others, mixed with others, saved and loaded."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Optimizers in backward and beside it: rates, states by name, and who has which parameter."""
+"""Optimizers in backward and others: rates, states by name, and the parameters of each."""
 
 import copy
 from functools import partial

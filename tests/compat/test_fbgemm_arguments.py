@@ -1,4 +1,4 @@
-"""What the options of FBGEMM's interface mean, and which raise."""
+"""The options of FBGEMM's interface: their effect, and those that raise."""
 
 import inspect
 from typing import Any

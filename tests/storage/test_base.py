@@ -177,10 +177,10 @@ def test_it_works_over_ranks_and_in_checkpoints(tmp_path: Path) -> None:
 def test_the_planner_knows_its_bytes_and_where_it_can_be_cut() -> None:
     model = collection()
     found = planner.Planner(planner.Topology(2), batch_size=64)
-    box = found.plan(model)[""]["a"].boxes[0]
+    box = found.plan(model)[""]["a"].shards[0]
     assert box.rows == (0, ROWS), "rows cannot be cut"
     part = TableSlice.whole(model.configs[0])
     assert part.storage.nbytes(part, model.optimizer, "cpu").device == 2 * 4 * DIM * 4
     by_rows = {"a": planner.TableConstraints(sharding_types=("row_wise",))}  # type: ignore[arg-type]
     plan = planner.Planner(planner.Topology(2), 64, by_rows).plan(model)
-    assert len(plan[""]["a"].boxes) == 1
+    assert len(plan[""]["a"].shards) == 1
