@@ -299,7 +299,7 @@ def _samples(records: list[dict[str, Any]], phase: str) -> Drawing:
 def _two_lines(label: str) -> str:
     """Return a long name broken at the space nearest to its middle."""
     gaps = [i for i, c in enumerate(label) if c == " "]
-    if len(label) < 11 or not gaps:
+    if len(label) < 9 or not gaps:
         return label
     at = min(gaps, key=lambda i: abs(i - len(label) / 2))
     return f"{label[:at]}\n{label[at + 1 :]}"
