@@ -73,8 +73,8 @@ def _cost(run: Run) -> str:
     if step is None:
         return ""
     return (
-        f"; a step with {_policy(run.subject.contender)} then takes {text.times(step['ratio'])} "
-        f"{text.interval(step['ratio_lo'], step['ratio_hi'])} the time of {run.baseline.label}, "
+        f"; a step with {_policy(run.subject.contender)} then takes {text.ratio(step)} "
+        f"the time of {run.baseline.label}, "
         "which has no cache"
     )
 
@@ -86,10 +86,7 @@ def _others(run: Run) -> list[str]:
         return []
     rows = rows[(rows["cache"] == run.subject.cache) & (rows["phase"] == "step")]
     rows = rows[(rows["arm"] != run.subject.key) & (rows["status"] == "ok")]
-    steps = [
-        f"{r['label']} {text.times(r['ratio'])} {text.interval(r['ratio_lo'], r['ratio_hi'])}"
-        for _, r in rows.iterrows()
-    ]
+    steps = [f"{r['label']} {text.ratio(r)}" for _, r in rows.iterrows()]
     return [f"Steps of the others: {', '.join(steps)}."] if steps else []
 
 
@@ -178,8 +175,7 @@ def readme_lines(run: Run) -> list[str]:
         timed = _timed(run, f"{run.subject.contender}@{group['cache'].iloc[0]:g}")
         step = text.NONE
         if timed is not None:
-            step = f"{text.times(timed['ratio'])} "
-            step += text.interval(timed["ratio_lo"], timed["ratio_hi"])
+            step = text.ratio(timed)
         shares = [text.percent(by_name.get(name, math.nan)) for name in names]
         lines.append([f"{100 * float(str(fraction)):.3g} %", *shares, step])
     table = ["| " + " | ".join(line) + " |" for line in lines]

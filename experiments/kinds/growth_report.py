@@ -12,7 +12,7 @@ from experiments.report.charts import Scale, curves
 from experiments.report.data import Run
 from experiments.report.figures import contender_curve
 from experiments.report.style import WIDTH, Figure, Panel
-from experiments.report.tables import Table, Value
+from experiments.report.tables import Column, Table, count, digits, seconds, size, times
 from experiments.results import metrics
 
 NOTES = (
@@ -59,37 +59,26 @@ def _memory(row: pd.Series) -> str:
 
 
 def tables(run: Run) -> Sequence[tuple[str, str, Table]]:
-    """A row per table."""
+    """Return one table, a row per hash table."""
     rows = growth(run.records)
-    heads = ["table", "keys", "per call", "99 %", "longest", "longest ÷ median", "total"]
-    heads += ["million keys/s", "peak memory", "final memory", "peak ÷ final", "processes"]
-    lines = []
-    for _, row in rows.iterrows():
-        if row["status"] != "ok":
-            line = [Value(str(row["label"])), Value(str(row["status"]))]
-            lines.append(line + [Value(text.NONE)] * (len(heads) - 2))
-            continue
-        pause = row["longest_s"] / row["median_s"]
-        rate = row["keys_there"] / row["total_s"] / 1e6
-        lines.append(
-            [
-                Value(str(row["label"])),
-                Value(f"{row['keys_there']:,}", float(row["keys_there"])),
-                Value(text.seconds(row["median_s"]), row["median_s"]),
-                Value(text.seconds(row["p99_s"]), row["p99_s"]),
-                Value(text.seconds(row["longest_s"]), row["longest_s"]),
-                Value(text.times(pause), pause),
-                Value(text.seconds(row["total_s"]), row["total_s"]),
-                Value(text.digits(rate), rate),
-                Value(text.size(row["peak_bytes"]), row["peak_bytes"]),
-                Value(text.size(row["kept_bytes"]), row["kept_bytes"]),
-                Value(text.times(row["peak_over_kept"]), row["peak_over_kept"]),
-                Value(f"{row['processes']}", float(row["processes"])),
-            ]
-        )
+    columns: dict[str, Column] = {
+        "table": lambda r: str(r["label"]),
+        "keys": lambda r: count(r["keys_there"]),
+        "per call": lambda r: seconds(r["median_s"]),
+        "99 %": lambda r: seconds(r["p99_s"]),
+        "longest": lambda r: seconds(r["longest_s"]),
+        "longest ÷ median": lambda r: times(r["longest_s"] / r["median_s"]),
+        "total": lambda r: seconds(r["total_s"]),
+        "million keys/s": lambda r: digits(r["keys_there"] / r["total_s"] / 1e6),
+        "peak memory": lambda r: size(r["peak_bytes"]),
+        "final memory": lambda r: size(r["kept_bytes"]),
+        "peak ÷ final": lambda r: times(r["peak_over_kept"]),
+        "processes": lambda r: count(r["processes"]),
+    }
+    table = Table.of((r for _, r in rows.iterrows()), columns, names=1)
     sections = run.sections()
     words = f"{run.sizes(sections[0])}." if sections else ""
-    return [("Tables that grow", words, Table(heads, lines))] if lines else []
+    return [("Tables that grow", words, table)] if table.rows else []
 
 
 def figures(run: Run) -> list[Figure]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import functools
 from collections.abc import Sequence
 
 import pandas as pd
@@ -15,7 +15,7 @@ from experiments.report.charts import Row, Scale
 from experiments.report.data import Run
 from experiments.report.figures import contender_curve
 from experiments.report.style import WIDTH, Drawing, Figure, Panel, colour_of, marker_of
-from experiments.report.tables import Table, Value
+from experiments.report.tables import Column, Table, Value, count, digits, ratio, seconds, size
 
 CEILINGS = ("lines", "lines_huge")
 LINE = 0.3  # inches of a bar
@@ -59,10 +59,7 @@ def _name(row: pd.Series) -> str:
 def _beside(row: pd.Series) -> str:
     what = _name(row)
     operation = "" if row["phase"] == YARDSTICK else f" ({row['operation']})"
-    return (
-        f"{text.times(row['ratio'])} {text.interval(row['ratio_lo'], row['ratio_hi'])} that of "
-        f"{what}{operation}"
-    )
+    return f"{text.ratio(row)} that of {what}{operation}"
 
 
 def _share(row: pd.Series) -> str:
@@ -99,43 +96,35 @@ def tables(run: Run) -> Sequence[tuple[str, str, Table]]:
             words = f"{run.sizes(section)}. {note}".strip()
             suffix = f", {mode}" * (len(run.modes) > 1)
             own = rows[rows["section"] == section]
-            found.append((title[:1].upper() + title[1:] + suffix, words, _table(run, own)))
+            found.append((text.capitalised(title) + suffix, words, _table(run, own)))
     return found
 
 
 def _table(run: Run, rows: pd.DataFrame) -> Table:
     varied = [a for a in ("D", "E", "B", "s") if rows[a].nunique() > 1]
-    yard = f"time ÷ find* of {run.subject.label} [95\u00a0%]"
-    heads = ["table", *varied, "operation", "time per call", "M keys/s", "2³⁰ keys/s", yard]
-    heads += ["keys stored", "hits", "memory"]
-    lines = []
-    for _, row in rows.iterrows():
-        line = [Value(str(row["label"])), *(Value(f"{row[a]:g}", float(row[a])) for a in varied)]
-        if row["status"] != "ok":
-            line += [Value(str(row["status"]))]
-            lines.append(line + [Value(text.NONE)] * (len(heads) - len(line)))
-            continue
-        line += [
-            Value(str(row["operation"])),
-            Value(text.seconds(row["median_s"]), row["median_s"]),
-            Value(text.digits(row["keys_per_s"] / 1e6), row["keys_per_s"]),
-            Value(text.digits(row["keys_per_s"] / 2**30), row["keys_per_s"]),
-            _ratio(run, row),
-            Value(f"{row['keys_there']:,.0f}", float(row["keys_there"])),
-            Value(f"{100 * row['hits']:.0f} %", float(row["hits"])),
-            Value(text.size(row["bytes"]), float(row["bytes"] or math.nan)),
-        ]
-        lines.append(line)
-    return Table(heads, lines)
+
+    def is_yardstick(row: pd.Series) -> bool:
+        return bool(row["contender"] == run.subject.contender and row["phase"] == YARDSTICK)
+
+    columns: dict[str, Column] = {
+        "table": lambda r: str(r["label"]),
+        **{a: functools.partial(_axis, a) for a in varied},
+        "operation": lambda r: str(r["operation"]),
+        "time per call": lambda r: seconds(r["median_s"]),
+        "M keys/s": lambda r: digits(r["keys_per_s"] / 1e6),
+        "2³⁰ keys/s": lambda r: digits(r["keys_per_s"] / 2**30),
+        f"time ÷ find* of {run.subject.label} [95\u00a0%]": lambda r: ratio(
+            r, is_baseline=is_yardstick(r)
+        ),
+        "keys stored": lambda r: count(r["keys_there"]),
+        "hits": lambda r: Value.of(r["hits"], lambda share: f"{100 * share:.0f} %"),
+        "memory": lambda r: size(r["bytes"] or None),
+    }
+    return Table.of((r for _, r in rows.iterrows()), columns, names=1 + len(varied))
 
 
-def _ratio(run: Run, row: pd.Series) -> Value:
-    if text.missing(row["ratio"]):
-        return Value(text.NONE)
-    if row["contender"] == run.subject.contender and row["phase"] == YARDSTICK:
-        return Value("1", 1.0)
-    shown = f"{text.times(row['ratio'])} {text.interval(row['ratio_lo'], row['ratio_hi'])}"
-    return Value(shown, float(row["ratio"]))
+def _axis(axis: str, row: pd.Series) -> Value:
+    return Value.of(row[axis], lambda value: f"{value:g}")
 
 
 def figures(run: Run) -> list[Figure]:

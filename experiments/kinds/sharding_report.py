@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import zlib
 from collections.abc import Sequence
+from typing import Any
 
 import pandas as pd
 
@@ -15,7 +17,7 @@ from experiments.report import charts, text
 from experiments.report.charts import DASHED, DOTTED, Curve, Mark, Row, Scale, curves
 from experiments.report.data import Run
 from experiments.report.style import COLOURS, INK, WIDTH, Drawing, Figure, Panel
-from experiments.report.tables import Table, Value
+from experiments.report.tables import Column, Table, Value, count, ratio, seconds, size, times
 
 NOTES = (
     sharding.FORMULA,
@@ -66,8 +68,7 @@ def _against(run: Run, rows: pd.DataFrame) -> list[str]:
     first = first[first["cell"] == first["cell"].iloc[0]]
     ours = {(r["cell"], r["arm"]): r["median_s"] for _, r in rows.iterrows()}
     parts = [
-        f"{row['type']} {text.times(row['ratio'])} "
-        f"{text.interval(row['ratio_lo'], row['ratio_hi'])} "
+        f"{row['type']} {text.ratio(row)} "
         f"({text.seconds(row['median_s'])} against "
         f"{text.seconds(ours[row['cell'], sharding.counterpart(row['arm'])])})"
         for _, row in first.iterrows()
@@ -171,7 +172,7 @@ def tables(run: Run) -> Sequence[tuple[str, str, Table]]:
             note = f" {case.note}" if case is not None and case.note else ""
             line = f"{_sizes(run, str(cell))}.{note}"
             table = _table(every[every["cell"] == cell], rows[rows["cell"] == cell])
-            found.append((title[:1].upper() + title[1:], line, table))
+            found.append((text.capitalised(title), line, table))
     told = sharding.predictions(run.records)
     if len(told):
         words = "Of worlds that were not measured these are predictions, and nothing else."
@@ -191,70 +192,53 @@ def _sizes(run: Run, cell: str) -> str:
 
 
 def _table(every: pd.DataFrame, steps: pd.DataFrame) -> Table:
+    """Return a row per contender and mode: its step, and the parts of it that were timed."""
     parts = [name for name in sharding.PARTS if (every["phase"] == name).any()]
-    compared = bool(steps["ratio"].notna().any()) if len(steps) else False
-    heads = ["contender", "forward", "step"]
-    heads += ["step ÷ emblib's [95\u00a0%]"] if compared else []
-    heads += ["efficiency", "compute", "communication"] if parts else ["efficiency"]
-    heads += [sharding.PARTS[name] for name in parts] + ["tables", "processes"]
-    lines = []
     modes = every["mode"].nunique() > 1
+    rows = []
     for (arm, mode), own in every.groupby(["arm", "mode"], sort=False):
-        name = f"{own['label'].iloc[0]}{f', {mode}' * modes}"
-        times = {r["phase"]: r["median_s"] for _, r in own.iterrows()}
         step = steps[(steps["arm"] == arm) & (steps["mode"] == mode)]
-        if not len(step):
-            line = [Value(name), Value(str(own["status"].iloc[0]))]
-            lines.append(line + [Value(text.NONE)] * (len(heads) - len(line)))
-            continue
-        row = step.iloc[0]
-        line = [Value(name), _time(times.get("forward")), _time(row["median_s"])]
-        line += [_ratio(row)] if compared else []
-        line += [_percent(row["efficiency"])]
-        line += [_time(row["compute_s"]), _time(row["communication_s"])] if parts else []
-        line += [_time(times.get(part)) for part in parts]
-        line += [Value(text.size(row["weights_bytes"]), float(row["weights_bytes"] or math.nan))]
-        lines.append([*line, Value(f"{row['processes']}", float(row["processes"]))])
-    return Table(heads, lines)
+        row = dict(step.iloc[0]) if len(step) else {}
+        name = f"{own['label'].iloc[0]}{f', {mode}' * modes}"
+        status = "ok" if len(step) else str(own["status"].iloc[0])
+        times_of = {r["phase"]: r["median_s"] for _, r in own.iterrows()}
+        rows.append({**row, "name": name, "status": status, "times": times_of})
+    columns: dict[str, Column] = {
+        "contender": lambda r: r["name"],
+        "forward": lambda r: seconds(r["times"].get("forward")),
+        "step": lambda r: seconds(r["median_s"]),
+    }
+    if len(steps) and steps["ratio"].notna().any():
+        columns["step ÷ emblib's [95\u00a0%]"] = ratio
+    columns["efficiency"] = lambda r: Value.of(r["efficiency"], lambda v: f"{100 * v:.0f} %")
+    if parts:
+        columns["compute"] = lambda r: seconds(r["compute_s"])
+        columns["communication"] = lambda r: seconds(r["communication_s"])
+    for part in parts:
+        columns[sharding.PARTS[part]] = functools.partial(_part, part)
+    columns["tables"] = lambda r: size(r["weights_bytes"] or None)
+    columns["processes"] = lambda r: count(r["processes"])
+    return Table.of(rows, columns, names=1)
 
 
-def _time(value: float | None) -> Value:
-    if value is None or text.missing(value):
-        return Value(text.NONE)
-    return Value(text.seconds(value), value)
-
-
-def _percent(value: float) -> Value:
-    return Value(text.NONE) if text.missing(value) else Value(f"{100 * value:.0f} %", float(value))
-
-
-def _ratio(row: pd.Series) -> Value:
-    if text.missing(row["ratio"]):
-        return Value(text.NONE)
-    shown = f"{text.times(row['ratio'])} {text.interval(row['ratio_lo'], row['ratio_hi'])}"
-    return Value(shown, float(row["ratio"]))
+def _part(part: str, row: dict[str, Any]) -> Value:
+    return seconds(row["times"].get(part))
 
 
 def _predictions(rows: pd.DataFrame) -> Table:
-    heads = ["contender", "batch a rank", "ranks", "scaling", "predicted step", "measured step"]
-    heads += ["predicted ÷ measured"]
     rows = rows.sort_values(["section", "contender", "scaling", "world_size"])
-    lines = []
-    for _, row in rows.iterrows():
-        ratio = row["predicted_s"] / row["median_s"]
-        measured = Value("not measured") if row["beyond"] else _time(row["median_s"])
-        lines.append(
-            [
-                Value(str(row["label"])),
-                Value(f"{row['batch']:,}", float(row["batch"])),
-                Value(f"{row['world_size']}", float(row["world_size"])),
-                Value(str(row["scaling"])),
-                _time(row["predicted_s"]),
-                measured,
-                Value(text.times(ratio), ratio if not math.isnan(ratio) else math.nan),
-            ]
-        )
-    return Table(heads, lines)
+    return Table.of(
+        (row for _, row in rows.iterrows()),
+        {
+            "contender": lambda r: str(r["label"]),
+            "batch per rank": lambda r: count(r["batch"]),
+            "ranks": lambda r: count(r["world_size"]),
+            "scaling": lambda r: str(r["scaling"]),
+            "predicted step": lambda r: seconds(r["predicted_s"]),
+            "measured step": lambda r: "not measured" if r["beyond"] else seconds(r["median_s"]),
+            "predicted ÷ measured": lambda r: times(r["predicted_s"] / r["median_s"]),
+        },
+    )
 
 
 BAR = 0.3  # inches per bar
