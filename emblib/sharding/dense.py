@@ -1,7 +1,7 @@
-"""The dense part of a model on every rank: the same first values, and gradients averaged.
+"""The dense part of a model: equal initial values on every rank, and averaged gradients.
 
-What averages is PyTorch's own, `DistributedDataParallel` or `fully_shard`; here is only what it has
-to leave alone: the tables, whose rows are updated where they are.
+PyTorch's `DistributedDataParallel` or `fully_shard` averages the gradients. This module tells it
+which parameters to ignore: the tables, whose rows are updated on the rank that stores them.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -18,7 +18,7 @@ from emblib.sharding.ranks import RankGroup
 
 @dataclass(frozen=True)
 class DDP:
-    """`DistributedDataParallel`: every rank has all of the dense part; gradients are averaged.
+    """Replicate the dense part on every rank with `DistributedDataParallel`.
 
     `options` are further arguments of it, e.g. `{"static_graph": True}`.
     """
@@ -26,7 +26,7 @@ class DDP:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def wrap(self, module: nn.Module, ranks: RankGroup, ignored: Collection[str]) -> nn.Module:
-        """The module that averages the gradients of all but the parameters named."""
+        """Return a module that averages all gradients but those of the parameters in `ignored`."""
         # DDP also writes names of the module's own parameters with a dot before them.
         names = [*ignored, *(f".{name}" for name in ignored)]
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)
@@ -35,17 +35,17 @@ class DDP:
 
 @dataclass(frozen=True)
 class FullyShard:
-    """`fully_shard` (FSDP2): every rank keeps a part of each dense parameter.
+    """Shard each dense parameter over the ranks with `fully_shard` (FSDP2).
 
-    `blocks` gives the parts of the model that are gathered one at a time, in the order of use; left
-    out, the dense part is gathered as one. `options` are further arguments of `fully_shard`.
+    `blocks` returns the submodules that are gathered one at a time, in the order of use; without
+    it the dense part is gathered as a whole. `options` are further arguments of `fully_shard`.
     """
 
     blocks: Callable[[nn.Module], Iterable[nn.Module]] | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def wrap(self, module: nn.Module, ranks: RankGroup, ignored: Collection[str]) -> nn.Module:
-        """The module itself, whose parameters but those named are now kept in parts."""
+        """Shard all parameters but those in `ignored`, and return the module itself."""
         from torch.distributed.device_mesh import DeviceMesh
         from torch.distributed.fsdp import fully_shard
 
@@ -60,25 +60,25 @@ class FullyShard:
 
 
 Wrapping = DDP | FullyShard
-"""How the dense part is spread."""
+"""How the dense part is distributed over the ranks."""
 
 _BY_NAME: dict[str, Wrapping | None] = {"ddp": DDP(), "fully_shard": FullyShard(), "none": None}
 
 
-def wrapping(given: str | Wrapping | None) -> Wrapping | None:
-    """The wrapping that a word or an object names; None for none."""
-    if given is None or isinstance(given, Wrapping):
-        return given
-    if given not in _BY_NAME:
+def wrapping(wrap: str | Wrapping | None) -> Wrapping | None:
+    """Return the wrapping for a name or a wrapping; None for no wrapping."""
+    if wrap is None or isinstance(wrap, Wrapping):
+        return wrap
+    if wrap not in _BY_NAME:
         raise ValueError(
             f"wrap must be {', '.join(map(repr, _BY_NAME))}, DDP(...) or FullyShard(...), "
-            f"got {given!r}"
+            f"got {wrap!r}"
         )
-    return _BY_NAME[given]
+    return _BY_NAME[wrap]
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """The model in what averages its gradients, or itself."""
+    """Return the model inside the module that averages its gradients, or the module itself."""
     inner: Any = module
     while isinstance(inner, DistributedDataParallel) or getattr(inner, "wraps_module", False):
         inner = inner.module
@@ -87,31 +87,31 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 
 def materialise(module: nn.Module, device: torch.device) -> None:
-    """Give what is on `meta` memory and first values, by `reset_parameters` of each module.
+    """Allocate modules on the meta device and initialize them with `reset_parameters`.
 
     Raises:
-        RuntimeError: a module on `meta` that has no `reset_parameters`.
+        RuntimeError: a module on the meta device has no `reset_parameters`.
     """
     for name, part in module.named_modules():
-        owned = _with_containers(part)
-        if not any(tensor.is_meta for one in owned for tensor in _tensors_of(one)):
+        modules = _with_containers(part)
+        if not any(tensor.is_meta for owner in modules for tensor in _tensors_of(owner)):
             continue
         reset = getattr(part, "reset_parameters", None)
         if reset is None:
             raise RuntimeError(
                 f"{name or 'the model'} ({type(part).__name__}) is on the meta device and has no "
-                "reset_parameters() that gives it first values; make it on a real device"
+                "reset_parameters() to initialize it; make it on a real device"
             )
-        for one in owned:
-            one.to_empty(device=device, recurse=False)
+        for owner in modules:
+            owner.to_empty(device=device, recurse=False)
         with torch.no_grad():
             reset()
 
 
 def _with_containers(part: nn.Module) -> list[nn.Module]:
-    """A module and the dicts and lists of parameters in it: it is what resets those."""
-    kinds = (nn.ParameterDict, nn.ParameterList)
-    return [part, *(child for child in part.children() if isinstance(child, kinds))]
+    """Return a module and the parameter dicts and lists in it, which its own reset initializes."""
+    container_types = (nn.ParameterDict, nn.ParameterList)
+    return [part, *(child for child in part.children() if isinstance(child, container_types))]
 
 
 def _tensors_of(part: nn.Module) -> list[Tensor]:
@@ -120,7 +120,7 @@ def _tensors_of(part: nn.Module) -> list[Tensor]:
 
 @torch.no_grad()
 def copy_from_first(module: nn.Module, ranks: RankGroup, ignored: Collection[str]) -> None:
-    """Every rank takes the values of rank 0 for all parameters and buffers but those named."""
+    """Copy all parameters and buffers but those in `ignored` from rank 0 to every rank."""
     if ranks.size == 1:
         return
     named = [*module.named_parameters(), *module.named_buffers()]
@@ -129,7 +129,7 @@ def copy_from_first(module: nn.Module, ranks: RankGroup, ignored: Collection[str
         if name not in ignored:
             by_kind.setdefault((tensor.dtype, tensor.device), []).append(tensor.detach())
     for tensors in by_kind.values():
-        # One message for many small tensors.
+        # Send many small tensors in one message.
         flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
         dist.broadcast(flat, src=ranks.global_rank(0), group=ranks.group)
         for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):

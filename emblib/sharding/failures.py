@@ -1,12 +1,14 @@
-"""A rank that dies: the others say which one it was, and end, so that the job starts again.
+"""Rank failures: name the ranks at fault when a collective fails, and start under torchrun.
 
-A collective that fails because a process is gone names at most an address. Inside
-`detect_rank_failures(ranks)` every rank gives a sign of life once a second
-through the store of its process group, and leaves its last words there when it
-fails itself. When a collective fails, those who are left read them, and
-what they raise is a `RankFailure` that names the ranks at fault. Nothing is recovered in place: the
-process group is lost with a member. `torchrun --max-restarts` starts all ranks again, and the job
-goes on from its last checkpoint.
+The error of a collective that fails because a process died names at most an address. Inside
+`detect_rank_failures(ranks)` every rank writes a heartbeat to the store of its process group once a
+second, and its error if it fails itself. When a collective fails, the remaining ranks read the
+store and raise a `RankFailure` that names the ranks at fault. Nothing is recovered in place: a
+process group is lost with any of its members. `torchrun --max-restarts` starts all ranks again, and
+the job continues from its last checkpoint.
+
+`init_distributed()` makes the process group of a training script that torchrun has started, for the
+first time or after a failure.
 """
 
 from __future__ import annotations
@@ -33,19 +35,19 @@ import torch.distributed as dist
 from emblib.sharding.ranks import RankGroup
 
 _LOG = logging.getLogger(__name__)
-_LOOK_SECONDS = 0.05
+_POLL_SECONDS = 0.05
 _GAVE_UP, _DONE, _FAILED = "gave up", "done", "failed"
-# Of gloo and NCCL: their errors come as plain RuntimeErrors.
-_OF_A_COLLECTIVE = re.compile(
+# Errors of gloo and NCCL are plain RuntimeErrors.
+_COLLECTIVE_ERROR = re.compile(
     r"gloo|nccl|connection (closed|reset|refused)|pair closure|broken pipe|socket|"
     r"process group|ProcessGroup",
     re.IGNORECASE,
 )
-_blocks: Counter[str] = Counter()  # guarded blocks of each group so far, the same on every rank
+_num_blocks: Counter[str] = Counter()  # blocks entered per group so far, the same on every rank
 
 
 class RankFailure(RuntimeError):
-    """Ranks died, failed or fell silent; `ranks` are their numbers."""
+    """Ranks died, failed or stopped their heartbeat; `ranks` are their numbers."""
 
     def __init__(self, message: str, ranks: tuple[int, ...]) -> None:
         super().__init__(message)
@@ -56,15 +58,23 @@ class RankFailure(RuntimeError):
 
 
 class detect_rank_failures:
-    """Raise `RankFailure` where a collective fails: `with detect_rank_failures(ranks): train()`.
+    """Raise `RankFailure` if a collective fails: `with detect_rank_failures(ranks): train()`.
 
-    All ranks enter it, each at its own time, and stay for as long as they use collectives: around
-    the training loop, not in it. A rank that gives no sign of life for `heartbeat_timeout_s` counts
-    as dead; one on this machine whose process is gone does at once. Where it is noticed while no
-    collective has failed (a stopped process, a network that is down, NCCL, which waits for its
-    timeout), it is logged.
+    All ranks enter the block, not necessarily at the same time, and stay in it for as long as they
+    use collectives: it goes around the training loop, not into it. A failure that is detected while
+    no collective has failed is logged, e.g. of a stopped process, of a network that is down, or
+    over NCCL, which waits for its own timeout. An error of this rank itself propagates unchanged,
+    and the `RankFailure` of the other ranks quotes it.
 
-    An error of this rank itself passes unchanged, and the others' `RankFailure` quotes it.
+    Args:
+        ranks: the processes.
+        heartbeat_interval_s: seconds between two heartbeats.
+        heartbeat_timeout_s: seconds without a heartbeat after which a rank counts as dead. A rank
+            on this machine whose process has ended counts as dead immediately.
+
+    Raises:
+        ValueError: the timeout is shorter than two intervals.
+        RankFailure: a collective failed, and other ranks are at fault.
     """
 
     def __init__(
@@ -76,11 +86,15 @@ class detect_rank_failures:
     ) -> None:
         if not 0 < 2 * heartbeat_interval_s <= heartbeat_timeout_s:
             raise ValueError(
-                "heartbeat_timeout_s must be at least two beats: got "
-                f"{heartbeat_timeout_s} and beats of {heartbeat_interval_s} s"
+                "heartbeat_timeout_s must be at least two heartbeat intervals, got "
+                f"{heartbeat_timeout_s} s and intervals of {heartbeat_interval_s} s"
             )
-        self._ranks, self._beat, self._patience = ranks, heartbeat_interval_s, heartbeat_timeout_s
-        self._roll: _Roll | None = None
+        self._ranks, self._interval, self._timeout = (
+            ranks,
+            heartbeat_interval_s,
+            heartbeat_timeout_s,
+        )
+        self._board: _StatusBoard | None = None
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -88,17 +102,17 @@ class detect_rank_failures:
         if self._ranks.size > 1:
             group = self._ranks.group
             assert group is not None
-            number = _blocks[group.group_name]
-            _blocks[group.group_name] += 1
+            number = _num_blocks[group.group_name]
+            _num_blocks[group.group_name] += 1
             name = f"emblib/guard/{group.group_name}/{number}"
             try:
-                self._roll = _Roll(self._ranks, name)
-                self._roll.enter()
+                self._board = _StatusBoard(self._ranks, name)
+                self._board.enter()
             except dist.DistError as error:
-                self._roll = None
+                self._board = None
                 raise _without_store(error) from error
             self._stop.clear()
-            self._thread = threading.Thread(target=self._live, args=(name,), daemon=True)
+            self._thread = threading.Thread(target=self._watch, args=(name,), daemon=True)
             self._thread.start()
         return self
 
@@ -108,22 +122,24 @@ class detect_rank_failures:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._roll is None:
+        if self._board is None:
             return
         try:
             if error is None:
-                self._roll.leave(_DONE)
+                self._board.write_exit_state(_DONE)
             elif isinstance(error, RankFailure):
-                self._roll.leave(_GAVE_UP)
-            elif not is_of_a_collective(error):
-                self._roll.leave(f"{_FAILED} with {type(error).__name__}: {error}"[:2000])
+                self._board.write_exit_state(_GAVE_UP)
+            elif not is_collective_error(error):
+                self._board.write_exit_state(
+                    f"{_FAILED} with {type(error).__name__}: {error}"[:2000]
+                )
             else:
-                failure = self._roll.call(self._patience)
-                self._roll.leave(_GAVE_UP)
+                failure = self._board.find_failure(self._timeout)
+                self._board.write_exit_state(_GAVE_UP)
                 if failure is not None:
-                    # At once: torchrun may end this process before its traceback is printed.
+                    # Now: torchrun may end this process before its traceback is printed.
                     _LOG.error("%s", failure)
-                self._roll.linger(self._patience)
+                self._board.linger(self._timeout)
                 if failure is not None:
                     raise failure from error
                 error.add_note(
@@ -136,46 +152,46 @@ class detect_rank_failures:
     def _end(self) -> None:
         self._stop.set()
         if self._thread is not None:
-            # One that comes back from the store while the interpreter ends would abort it.
-            self._thread.join(self._patience)
-        self._roll = self._thread = None
+            # A thread that returns from the store while the interpreter ends would abort it.
+            self._thread.join(self._timeout)
+        self._board = self._thread = None
 
-    def _live(self, name: str) -> None:
-        """The thread: give signs of life, and watch the next rank."""
-        # A store answers one question at a time, and others may wait for theirs.
-        roll = _Roll(self._ranks, name)
+    def _watch(self, name: str) -> None:
+        """Write heartbeats and watch those of the next rank, in a thread."""
+        # A connection answers one request at a time, and the other threads may wait for theirs.
+        board = _StatusBoard(self._ranks, name)
         watched = (self._ranks.rank + 1) % self._ranks.size
         seen, since = b"", time.monotonic()
-        with suppress(Exception):  # the store is gone: the collectives will tell
-            while not self._stop.wait(self._beat):
-                roll.beat()
-                beat, now = roll.beat_of(watched), time.monotonic()
+        with suppress(Exception):  # without the store the collectives fail too
+            while not self._stop.wait(self._interval):
+                board.beat()
+                beat, now = board.beat_of(watched), time.monotonic()
                 if beat != seen:
                     seen, since = beat, now
-                elif beat and now - since > self._patience and watched != self._ranks.rank:
-                    if not roll.last_words(watched):
+                elif beat and now - since > self._timeout and watched != self._ranks.rank:
+                    if not board.exit_state(watched):
                         _LOG.error(
-                            "%s has given no sign of life for %.0f s",
-                            roll.name_of(watched),
+                            "%s has written no heartbeat for %.0f s",
+                            board.name_of(watched),
                             now - since,
                         )
-                    # With a node its ranks go together: who watches the first asks for the next.
+                    # The ranks of a node fail together: report them all, one after another.
                     watched, seen, since = (watched + 1) % self._ranks.size, b"", now
 
 
-def is_of_a_collective(error: BaseException | None) -> bool:
-    """Whether it says that ranks could not reach each other; causes count."""
+def is_collective_error(error: BaseException | None) -> bool:
+    """Return whether an error, or one of its causes, says that ranks could not communicate."""
     while error is not None:
         if isinstance(error, dist.DistError):
             return True
-        if isinstance(error, RuntimeError) and _OF_A_COLLECTIVE.search(str(error)):
+        if isinstance(error, RuntimeError) and _COLLECTIVE_ERROR.search(str(error)):
             return True
         error = error.__cause__
     return False
 
 
-class _Roll:
-    """What the ranks tell each other through the store."""
+class _StatusBoard:
+    """The heartbeats and exit states that ranks share through the store of a process group."""
 
     def __init__(self, ranks: RankGroup, name: str) -> None:
         assert ranks.group is not None
@@ -185,134 +201,134 @@ class _Roll:
         self._beats = 0
 
     def enter(self) -> None:
-        """Say who and where this rank is."""
+        """Write the machine and the process of this rank."""
         self._store.set(f"who/{self._ranks.rank}", f"{_machine()}\n{os.getpid()}")
         self.beat()
 
     def beat(self) -> None:
-        """A sign of life."""
+        """Write a heartbeat."""
         self._beats += 1
         self._store.set(f"beat/{self._ranks.rank}", f"{self._beats}/{time.monotonic_ns()}")
 
-    def leave(self, word: str) -> None:
-        """Say how the block ended here, if anybody can still hear it."""
+    def write_exit_state(self, state: str) -> None:
+        """Write how the block ended on this rank, if the store can still be reached."""
         with suppress(Exception):
-            self._store.set(f"end/{self._ranks.rank}", word)
+            self._store.set(f"end/{self._ranks.rank}", state)
 
     def beat_of(self, rank: int) -> bytes:
-        """The last sign of life; empty before the first."""
+        """Return the last heartbeat of a rank; empty before the first."""
         return self._get(f"beat/{rank}")
 
-    def last_words(self, rank: int) -> str:
-        """How the block ended there; empty while it has not."""
+    def exit_state(self, rank: int) -> str:
+        """Return how the block ended on a rank; empty while it has not."""
         return self._get(f"end/{rank}").decode(errors="replace")
 
     def name_of(self, rank: int) -> str:
-        """Its number, and where it ran."""
+        """Return the number of a rank and where it runs."""
         machine, _, pid = self._get(f"who/{rank}").decode().partition("\n")
         where = f" (process {pid} on {machine.split()[0]})" if pid else ""
         return f"rank {rank} of {self._ranks.size}{where}"
 
-    def call(self, patience: float) -> RankFailure | None:
-        """Who is at fault for a collective that failed; None if all ranks were in it."""
+    def find_failure(self, timeout_s: float) -> RankFailure | None:
+        """Return the ranks at fault for a failed collective; None if all ranks called it."""
         try:
             self._store.set(f"call/{self._ranks.rank}", "here")
-            faults = self._faults(patience)
+            faults = self._faults(timeout_s)
         except Exception as error:
             return _without_store(error)
         if not faults:
             return None
-        told = "; ".join(f"{self.name_of(rank)} {fault}" for rank, fault in faults.items())
+        faults_text = "; ".join(f"{self.name_of(rank)} {fault}" for rank, fault in faults.items())
         return RankFailure(
-            f"{told}. The collectives of all ranks end with it: start the job again from its last "
-            "checkpoint (torchrun --max-restarts does)",
+            f"{faults_text}. The collectives of all ranks end with it: start the job again from "
+            "its last checkpoint (torchrun --max-restarts does)",
             tuple(faults),
         )
 
-    def _faults(self, patience: float) -> dict[int, str]:
-        """By rank: at once where one is certain, else after `patience` seconds."""
+    def _faults(self, timeout_s: float) -> dict[int, str]:
+        """Return faults by rank: immediately if one is certain, else after `patience` seconds."""
         others = [r for r in range(self._ranks.size) if r != self._ranks.rank]
         first = {rank: self.beat_of(rank) for rank in others}
         missing = others
-        end = time.monotonic() + patience
+        end = time.monotonic() + timeout_s
         while missing and time.monotonic() < end:
             faults = {rank: fault for rank in others if (fault := self._certain_fault(rank))}
             if faults:
                 return faults
-            # For those whose collective has failed as well it is another's fault.
+            # A rank whose collective has failed too is not at fault.
             missing = [r for r in missing if not self._get(f"call/{r}")]
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(_POLL_SECONDS)
         silent = {
-            rank: f"gave no sign of life for {patience:.0f} s"
+            rank: f"wrote no heartbeat for {timeout_s:.0f} s"
             if first[rank]
-            else "never came to the guarded block"
+            else "never entered detect_rank_failures"
             for rank in missing
-            if self.beat_of(rank) == first[rank] and self.last_words(rank) != _DONE
+            if self.beat_of(rank) == first[rank] and self.exit_state(rank) != _DONE
         }
-        # Who is merely late may be computing, and would have come.
+        # A rank that is merely late may be computing, and would have called the collective.
         return silent or {
-            rank: "had left the guarded block before the others"
-            if self.last_words(rank) == _DONE
-            else "is alive, but did not come to the collective that the others waited in"
+            rank: "had left detect_rank_failures before the others"
+            if self.exit_state(rank) == _DONE
+            else "is alive, but did not call the collective that the others waited in"
             for rank in missing
         }
 
     def _certain_fault(self, rank: int) -> str:
-        """Of a rank that failed by itself, or whose process has ended on this machine."""
-        word = self.last_words(rank)
-        if word:
-            return word if word.startswith(_FAILED) else ""
+        """Return the fault of a rank that failed, or whose process on this machine has ended."""
+        state = self.exit_state(rank)
+        if state:
+            return state if state.startswith(_FAILED) else ""
         machine, _, pid = self._get(f"who/{rank}").decode().partition("\n")
         return "died" if machine == _machine() and is_gone(int(pid)) else ""
 
     def _get(self, key: str) -> bytes:
         return self._store.get(key) if self._store.check([key]) else b""
 
-    def linger(self, patience: float) -> None:
-        """Where the store is in this process, let the others read it first."""
+    def linger(self, timeout_s: float) -> None:
+        """Wait until the other ranks have read the store, if it is in this process."""
         if self._ranks.rank > 0 or _agent_has_store():
             return
-        end = time.monotonic() + patience
+        end = time.monotonic() + timeout_s
         with suppress(Exception):
             others = list(range(1, self._ranks.size))
             while others and time.monotonic() < end:
-                time.sleep(_LOOK_SECONDS)
+                time.sleep(_POLL_SECONDS)
                 others = [
-                    r for r in others if not self.last_words(r) and not self._certain_fault(r)
+                    r for r in others if not self.exit_state(r) and not self._certain_fault(r)
                 ]
 
 
 def _without_store(error: Exception) -> RankFailure:
-    """The store went with the process that held it."""
+    """Return the failure of the process that served the store."""
     agent = _agent_has_store()
     holder = "torchrun on the first node" if agent else "rank 0"
     return RankFailure(
-        f"{holder}, which holds the store of the process group, cannot be reached "
+        f"{holder}, which serves the store of the process group, cannot be reached "
         f"({type(error).__name__}). Start the job again from its last checkpoint",
         () if agent else (0,),
     )
 
 
 def _agent_has_store() -> bool:
-    """Whether it is torchrun's own, or that of the process with rank 0."""
+    """Return whether torchrun serves the store, rather than the process with rank 0."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _machine() -> str:
-    """The same for processes whose numbers mean the same."""
+    """Return a name that two processes share only if they share a process-id namespace."""
     with suppress(OSError):
         return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
     return socket.gethostname()
 
 
 def is_gone(pid: int) -> bool:
-    """Whether a process of this machine has ended; its parent may not have asked yet."""
+    """Return whether a process of this machine has ended, reaped by its parent or not."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return True
     except OSError:
-        return False  # somebody else's now
+        return False  # the process id belongs to another user now
     with suppress(OSError):
         # The state comes after the name, which is in parentheses and may hold any character.
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
@@ -320,28 +336,36 @@ def is_gone(pid: int) -> bool:
     return False
 
 
-_LOOK_SECONDS_launched = 0.02
+_MEET_POLL_SECONDS = 0.02
 
 
 @contextmanager
 def init_distributed(
     backend: str | None = None, *, timeout_seconds: float = 600.0, heartbeat_timeout_s: float = 10.0
 ) -> Iterator[RankGroup]:
-    """`with init_distributed() as ranks:` what a training script does under torchrun.
+    """Initialize `torch.distributed` for a training script: `with init_distributed() as ranks:`.
 
-    Makes the process group of all processes and ends it; inside, failing
-    collectives raise as in `detect_rank_failures`. Without torchrun
-    it is this process alone, so that the same script runs anywhere. A process group that
-    is there already is used, and stays.
+    Makes the process group of all processes that torchrun started, and destroys it at the end of
+    the block. Inside the block, failed collectives raise as in `detect_rank_failures`. Without
+    torchrun the group is this process alone, so that the same script runs anywhere. An existing
+    process group is used and stays.
 
-    Over NCCL for GPUs and gloo for the host where every rank of a node has a GPU, which becomes the
-    current device; over gloo otherwise. After a restart the ranks meet anew: torchrun may hand them
-    the store of the attempt before, with addresses in it that nobody listens at any more.
+    Where every rank of a node has a GPU, it becomes the current device, and the backend is NCCL for
+    GPUs and gloo for the host; otherwise it is gloo. The ranks agree about a fresh part of the
+    store (`meet`): after a restart torchrun may pass them the store of the previous attempt, with
+    addresses of processes that have ended.
 
     Args:
-        backend: another one, as `torch.distributed.init_process_group` has them.
-        timeout_seconds: for a collective, and for all ranks to come.
-        heartbeat_timeout_s: without a sign of life for so long, a rank counts as dead.
+        backend: a backend of `torch.distributed.init_process_group` to use instead.
+        timeout_seconds: limit for each collective, and for all ranks to start.
+        heartbeat_timeout_s: seconds without a heartbeat after which a rank counts as dead.
+
+    Yields:
+        The group of all ranks.
+
+    Raises:
+        RankFailure: a collective failed, and other ranks are at fault.
+        TimeoutError: some ranks did not start in time.
     """
     own = not dist.is_initialized() and "RANK" in os.environ and "WORLD_SIZE" in os.environ
     if own:
@@ -352,32 +376,32 @@ def init_distributed(
         ranks, heartbeat_interval_s=beat, heartbeat_timeout_s=heartbeat_timeout_s
     ):
         yield ranks
-    # After a failure the process ends, and waiting for the others would be in vain.
+    # Skipped after a failure: the process ends, and the other ranks may not answer.
     if own:
         dist.destroy_process_group()
-        _let_gloo_rest()
+        _wait_for_gloo_threads()
 
 
-def _let_gloo_rest(seconds: float = 2.0) -> None:
-    """Return when gloo's threads have dropped what they held of the last collectives, on Linux.
+def _wait_for_gloo_threads(seconds: float = 2.0) -> None:
+    """Wait until gloo's threads have released the tensors of the last collectives, on Linux.
 
-    They outlive the group while anything refers to it. One that drops the last reference to a
-    tensor while the interpreter ends aborts the process ("terminate called without an active
-    exception"), and torchrun would start a job again that is done.
+    The threads outlive the process group while anything refers to it. A thread that releases the
+    last reference to a tensor while the interpreter ends aborts the process ("terminate called
+    without an active exception"), and torchrun would restart a job that has finished.
     """
     end, seen = time.monotonic() + seconds, None
     while (found := _gloo_threads()) and time.monotonic() < end:
         if found == seen and all(state == "S" for state, _ in found.values()):
-            return  # slept all the while: one that waited for the interpreter's lock had it
+            return  # none has run since the last look, so none waits for the interpreter's lock
         seen = found
-        time.sleep(_LOOK_SECONDS_launched / 4)
+        time.sleep(_MEET_POLL_SECONDS / 4)
 
 
 def _gloo_threads() -> dict[str, tuple[str, str]]:
-    """By number: whether it runs or sleeps, and how often it has fallen asleep."""
+    """Return by thread id: its state, and its number of voluntary context switches."""
     found = {}
     for path in Path("/proc/self/task").glob("*/status"):
-        with suppress(OSError):  # it has just ended
+        with suppress(OSError):  # the thread has just ended
             facts = dict(re.findall(r"^(\w+):\s*(\S*)", path.read_text(), re.MULTILINE))
             if facts["Name"].startswith("pt_gloo"):
                 found[path.parent.name] = facts["State"], facts["voluntary_ctxt_switches"]
@@ -404,43 +428,46 @@ def _join(backend: str | None, timeout: timedelta) -> None:
 
 
 def meet(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.Store:
-    """A part of `store` that only the processes who call this now have used.
+    """Return a part of `store` that only the processes which call this now use.
 
-    Rank 0 opens a round of a number that none had before. The others answer the newest round that
-    they see, each with a name that no other process has, until they find it among the members: a
-    round of an attempt before has the names of processes that are gone.
+    Rank 0 opens a round with a new number. Each other rank joins the newest round that it sees,
+    under a unique name, until it finds the name among the members of the round: a round of a
+    previous attempt has the names of processes that have ended.
+
+    Raises:
+        TimeoutError: some ranks did not call this within `timeout`.
     """
     end = time.monotonic() + timeout.total_seconds()
-    place = dist.PrefixStore("emblib/meeting", store)
+    meeting = dist.PrefixStore("emblib/meeting", store)
     if rank == 0:
-        number = str(place.add("rounds", 1))
-        place.set("newest", number)
+        number = str(meeting.add("rounds", 1))
+        meeting.set("newest", number)
         members: dict[str, str] = {}
         while len(members) < size - 1:
             for r in range(1, size):
-                if str(r) not in members and place.check([f"{number}/{r}"]):
-                    members[str(r)] = place.get(f"{number}/{r}").decode()
+                if str(r) not in members and meeting.check([f"{number}/{r}"]):
+                    members[str(r)] = meeting.get(f"{number}/{r}").decode()
             missing = [r for r in range(1, size) if str(r) not in members]
-            _check_time(end, f"ranks {missing} of {size} have not come", timeout)
-        place.set(f"{number}/members", json.dumps(members))
+            _check_time(end, f"ranks {missing} of {size} have not started", timeout)
+        meeting.set(f"{number}/members", json.dumps(members))
         return dist.PrefixStore(f"emblib/round/{number}", store)
     name, number = uuid.uuid4().hex, ""
     while True:
-        newest = place.get("newest").decode() if place.check(["newest"]) else ""
+        newest = meeting.get("newest").decode() if meeting.check(["newest"]) else ""
         if newest != number:
             number = newest
-            place.set(f"{number}/{rank}", name)
-        if number and place.check([f"{number}/members"]):
-            members = json.loads(place.get(f"{number}/members"))
+            meeting.set(f"{number}/{rank}", name)
+        if number and meeting.check([f"{number}/members"]):
+            members = json.loads(meeting.get(f"{number}/members"))
             if members[str(rank)] == name:
                 return dist.PrefixStore(f"emblib/round/{number}", store)
-        _check_time(end, "rank 0 has not come, or not all others have", timeout)
+        _check_time(end, "rank 0, or another rank, has not started", timeout)
 
 
 def _check_time(end: float, problem: str, timeout: timedelta) -> None:
     if time.monotonic() > end:
         raise TimeoutError(
-            f"{problem} within {timeout.total_seconds():.0f} s of the start: see what they said, "
-            "or give a larger timeout_seconds"
+            f"{problem} within {timeout.total_seconds():.0f} s: look at the output of these "
+            "processes, or give a larger timeout_seconds"
         )
-    time.sleep(_LOOK_SECONDS_launched)
+    time.sleep(_MEET_POLL_SECONDS)

@@ -1,4 +1,4 @@
-"""The parameters of the parts of tables that a rank holds, and the norm of their gradients."""
+"""The parameters of the table shards on a rank, and the norm of their gradients."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -16,24 +16,24 @@ from emblib.tables.parameters import check_registered, refuse_replacement, regis
 
 @dataclass(frozen=True)
 class ShardHandle:
-    """The handle of a part of a table, and what this rank has of the gradients of its parameters.
+    """The handle of a table shard, and this rank's share of the gradients of its parameters.
 
-    `first` is the gradient of its first parameter: slices of a tensor train have their first core
-    for themselves, and the others in common. `others` is that of the others.
+    `first` is the share of the first parameter and `remaining` that of the others: each shard of a
+    tensor train has a slice of the first core to itself and a copy of every other core.
     """
 
     table: str
     handle: TableHandle
     first: GradientShare
-    others: GradientShare
+    remaining: GradientShare
 
 
 class ShardParameters(nn.Module):
-    """`<table>.weight`, `<table>.cores.0` and so on, of what is here.
+    """The parameters of the shards on this rank: `<table>.weight`, `<table>.cores.0` and so on.
 
-    A rank that has several parts of a table lists the second as `<table>#1`, and so on. The memory
-    is that of the kernels, which move it; state dicts are made by the collection, with whole tables
-    in them.
+    The second shard of a table on this rank is listed as `<table>#1`, and so on. The kernels own
+    the memory and move it between devices. The collection makes state dicts, which have whole
+    tables.
     """
 
     def __init__(self, handles: Sequence[ShardHandle], ranks: RankGroup) -> None:
@@ -42,21 +42,21 @@ class ShardParameters(nn.Module):
         self.bind()
 
     def bind(self) -> None:
-        """Have the parameters that the handles have now."""
+        """Register the current parameters of the handles."""
         seen: dict[str, int] = {}
         self._parameters.clear()
-        for held in self._handles:
-            number = seen.get(held.table, 0)
-            seen[held.table] = number + 1
-            name = held.table if not number else f"{held.table}#{number}"
-            for i, (key, parameter) in enumerate(held.handle.named_parameters()):
+        for shard in self._handles:
+            number = seen.get(shard.table, 0)
+            seen[shard.table] = number + 1
+            name = shard.table if not number else f"{shard.table}#{number}"
+            for i, (key, parameter) in enumerate(shard.handle.named_parameters()):
                 # Under dotted names, which register_parameter would refuse.
                 self._parameters[f"{name}.{key}"] = parameter
-                _mark(parameter, held.others if i else held.first, self._ranks)
+                _mark(parameter, shard.remaining if i else shard.first, self._ranks)
         self._views = registered([self])
 
     def check(self) -> None:
-        """Raise RuntimeError where a parameter was replaced: lookups would ignore the other."""
+        """Raise RuntimeError if a parameter was replaced: lookups would not read the new one."""
         check_registered(self._views)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -65,7 +65,7 @@ class ShardParameters(nn.Module):
         super().__setattr__(name, value)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        return self  # the kernels move what they have
+        return self  # the kernels move their own memory
 
     def _save_to_state_dict(self, *arguments: Any) -> None:
         return None
@@ -75,9 +75,9 @@ class ShardParameters(nn.Module):
 
 
 def mark_dense(module: nn.Module, ranks: RankGroup) -> None:
-    """Note that all ranks have the same gradients of what is not in sharded collections.
+    """Mark the gradients of parameters outside sharded collections as equal on all ranks.
 
-    A rank without a part of a table knows by these that its model is over ranks.
+    On a rank without any table shard, these marks show that the model is distributed.
     """
     for parameter in module.parameters():
         if not keyed.is_marked(parameter):
@@ -90,7 +90,7 @@ def _mark(parameter: Tensor, share: GradientShare, ranks: RankGroup) -> None:
 
 
 class _RankPeers:
-    """The ranks that have the other parts, as `clipping.clip_grad_norm_` asks them."""
+    """The other ranks of the model, which `keyed.clip_grad_norm_` gathers norms from."""
 
     def __init__(self, ranks: RankGroup) -> None:
         self._ranks = ranks
@@ -99,8 +99,8 @@ class _RankPeers:
         """Return the numbers of all ranks, `[W, n]`."""
         ranks = self._ranks
         sizes = [numbers.numel()] * ranks.size
-        every = start_all_gather(numbers.to(ranks.device), sizes, ranks).wait()
-        return every.view(ranks.size, -1)
+        gathered = start_all_gather(numbers.to(ranks.device), sizes, ranks).wait()
+        return gathered.view(ranks.size, -1)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _RankPeers) and other._ranks.group is self._ranks.group
@@ -118,19 +118,22 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scale gradients so that their norm over all ranks is at most `max_norm`; return the norm.
 
-    Like `torch.nn.utils.clip_grad_norm_`, which knows the parts of tables on its own rank only: of
-    a model whose tables are in parts and have dense gradients, it would scale every rank's copy of
-    the dense part by another factor. Here parts count on the rank that has them and everything else
-    once, so that the result is that of the whole model in one process. All ranks call this, once
-    the gradients of the dense part are averaged. Tables with a fused optimizer have no gradients
-    here: their `max_gradient` clips.
+    `torch.nn.utils.clip_grad_norm_` sees only the table shards of its own rank: in a model whose
+    sharded tables have dense gradients, it would scale every rank's replica of the dense part by
+    another factor. Here every shard counts on the rank that stores it and everything else counts
+    once, so that the result is that of the whole model in one process. All ranks call this
+    together, after the gradients of the dense part are averaged. Tables with a fused optimizer
+    have no gradients to clip: use their `max_gradient`.
 
     Args:
-        parameters: a model, or parameters of one that `DistributedModelParallel` or `shard` made.
-            Give the model where the dense part was wrapped by hand after `shard`.
-        max_norm: the bound.
-        norm_type: of the norm; `inf` for the largest value.
-        error_if_nonfinite: raise, on every rank, where the norm is infinite or NaN.
+        parameters: a model that `DistributedModelParallel` or `shard` made, or parameters of one.
+            Pass the model where the dense part was wrapped by hand after `shard`.
+        max_norm: the largest norm after clipping.
+        norm_type: the order of the norm; `inf` for the largest magnitude.
+        error_if_nonfinite: whether to raise, on every rank, if the norm is infinite or NaN.
+
+    Returns:
+        The norm before clipping, the same on all ranks.
     """
     peers = None
     if isinstance(parameters, nn.Module):
@@ -142,7 +145,7 @@ def clip_grad_norm_(
 
 
 def _peers_in(model: nn.Module) -> _RankPeers | None:
-    # A rank may have no parameter at all, and the others wait for it.
+    # A rank may have no parameter at all, but takes part in the collective.
     for module in model.modules():
         ranks = getattr(module, "ranks", None)
         if isinstance(ranks, RankGroup) and ranks.size > 1:

@@ -101,9 +101,9 @@ def test_the_culprit_is_named_at_once(act: str, words: str) -> None:
 @pytest.mark.parametrize(
     ("act", "words"),
     [
-        ("stop", "gave no sign of life for 2 s"),
-        ("dawdle", "is alive, but did not come to the collective"),
-        ("leave", "had left the guarded block before the others"),
+        ("stop", "wrote no heartbeat for 2 s"),
+        ("dawdle", "is alive, but did not call the collective"),
+        ("leave", "had left detect_rank_failures before the others"),
     ],
 )
 def test_the_culprit_is_named_after_the_timeout(act: str, words: str) -> None:
@@ -174,7 +174,7 @@ def test_a_silent_rank_is_logged() -> None:
     assert answers[0] == []
     (text,) = answers[1]
     assert "rank 2 of 3 (process " in text
-    assert "has given no sign of life for " in text
+    assert "has written no heartbeat for " in text
 
 
 def _nobody(ranks: RankGroup) -> list[str]:
@@ -198,13 +198,13 @@ def test_nobody_at_fault() -> None:
 
 def test_which_errors_are_of_a_collective() -> None:
     closed = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer")
-    assert failures.is_of_a_collective(closed)
-    assert failures.is_of_a_collective(dist.DistBackendError("any"))
-    assert not failures.is_of_a_collective(RuntimeError("mat1 and mat2 cannot be multiplied"))
-    assert not failures.is_of_a_collective(ValueError("gloo"))
+    assert failures.is_collective_error(closed)
+    assert failures.is_collective_error(dist.DistBackendError("any"))
+    assert not failures.is_collective_error(RuntimeError("mat1 and mat2 cannot be multiplied"))
+    assert not failures.is_collective_error(ValueError("gloo"))
     wrapped = ValueError("in my loop")
     wrapped.__cause__ = closed
-    assert failures.is_of_a_collective(wrapped)
+    assert failures.is_collective_error(wrapped)
 
 
 def test_a_process_nobody_waited_for_is_gone() -> None:
@@ -225,5 +225,5 @@ def test_a_process_nobody_waited_for_is_gone() -> None:
 def test_one_rank_and_wrong_use() -> None:
     with pytest.raises(RuntimeError, match="gloo"), detect_rank_failures(RankGroup.single()):
         raise RuntimeError("gloo")
-    with pytest.raises(ValueError, match=r"at least two beats: got 1\.0 and beats of 1\.0 s"):
+    with pytest.raises(ValueError, match=r"at least two heartbeat intervals, got 1\.0 s and intervals of 1\.0 s"):
         detect_rank_failures(RankGroup.single(), heartbeat_interval_s=1.0, heartbeat_timeout_s=1.0)

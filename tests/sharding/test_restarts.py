@@ -141,7 +141,7 @@ def test_ranks_meet_in_a_used_store(tmp_path: Path) -> None:
             assert found[rank].get("address").decode() == str(order)
         places.append(found[0])
     assert places[0].get("address") != places[1].get("address")
-    with pytest.raises(TimeoutError, match=r"ranks \[1, 2\] of 3 have not come within 0 s"):
+    with pytest.raises(TimeoutError, match=r"ranks \[1, 2\] of 3 have not started within 0 s"):
         meet(store, 0, 3, timedelta(seconds=0.1))
 
 
