@@ -137,11 +137,11 @@ def test_sizes() -> None:
 
 
 def test_wrong_use() -> None:
-    with pytest.raises(ValueError, match="multiple of 4 above 0, and is 6"):
+    with pytest.raises(ValueError, match="multiple of 4 above 0, got 6"):
         INT8(6)
     with pytest.raises(ValueError, match="must be one of 'e4m3', 'e5m2', got 'e3m4'"):
         FP8(8, "e3m4")
-    with pytest.raises(ValueError, match="loss_scale must be finite and above 0, and is 0"):
+    with pytest.raises(ValueError, match="loss_scale must be finite and above 0, got 0"):
         FP16(0)
     assert FP8(8, "e4m3") == FP8(8)
     assert hash(INT8(8)) == hash(INT8(8))
