@@ -1,9 +1,10 @@
 """Collectives of embeddings, as functions with gradients.
 
-Each starts at once and returns an `Awaitable`; between the call and its `wait` other work overlaps.
-Backward is the same: the gradient is sent when the output's is known, and awaited when the input's
-is wanted. All of them are one all-to-all of uneven parts, that of `emblib.sharding.exchange`: parts
-may be empty, sums are float32 (float64 for float64) in rank order, and so the same on every run.
+Each call starts a collective and returns an `Awaitable`; between the call and its `wait` other work
+overlaps. Backward overlaps too: the gradient is sent once that of the output is known, and waited
+for when that of the input is needed. All of them are one all-to-all of uneven messages, that of
+`emblib.sharding.exchange`: messages may be empty, and sums are float32 (float64 for float64) in
+rank order, so that they are the same on every run.
 
 Every rank calls the same collectives in the same order, and either all ranks pass tensors that
 require gradients or none: a rank whose tensor is empty passes an empty one that does.
@@ -31,7 +32,7 @@ from emblib.sharding.ranks import RankGroup
 from emblib.sharding.sharded_tables import GradientReduction
 from emblib.specs import Choice
 
-_AS_THEY_ARE = CommPrecision()
+_FLOAT32 = CommPrecision()
 
 
 class _Pattern(Choice):
@@ -67,7 +68,7 @@ class _Leg:
         return start_all_to_all(payload, splits(self.sizes), splits(self.received), self.ranks)
 
     def finish(self, pending: Any, dtype: torch.dtype) -> Tensor:
-        """What came, flat: `sum(received)` elements, or `received[0]` where they are added up."""
+        """Return the received elements, flat: `sum(received)`, or `received[0]` if summed."""
         if self.pattern is not _Pattern.SUMS:
             return self.codec.decode(pending.wait(), self.received, dtype)
         wide = torch.promote_types(dtype, torch.float32)
@@ -89,11 +90,11 @@ class _Call:
 
 
 class _Start(torch.autograd.Function):
-    """Sends values; backward awaits their gradient."""
+    """Sends values; backward waits for their gradient."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, call: _Call) -> Tensor:
-        """An empty tensor, which only ties the end to the start."""
+        """Return an empty tensor, which connects the end to the start in autograd."""
         ctx.call = call
         call.pending, call.dtype = call.forward.start(values), values.dtype
         return values.new_empty(0)
@@ -101,7 +102,7 @@ class _Start(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """The gradient of what was sent."""
+        """Wait for the gradient of the sent values."""
         call: _Call = ctx.call
         pending, call.pending = call.pending, None
         result = call.backward.finish(pending, call.dtype)
@@ -109,11 +110,11 @@ class _Start(torch.autograd.Function):
 
 
 class _End(torch.autograd.Function):
-    """Awaits values; backward sends their gradient."""
+    """Waits for values; backward sends their gradient."""
 
     @staticmethod
     def forward(ctx: Any, token: Tensor, call: _Call) -> Tensor:
-        """What came."""
+        """Wait for the values."""
         ctx.call = call
         pending, call.pending = call.pending, None
         return call.forward.finish(pending, call.dtype)
@@ -121,12 +122,12 @@ class _End(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Nothing yet: `_Start` awaits it."""
+        """Start to send the gradient; `_Start.backward` waits for it."""
         ctx.call.pending = ctx.call.backward.start(grad.contiguous().view(-1))
         return grad.new_empty(0), None
 
 
-class _UnderWay(Awaitable[Tensor]):
+class _CollectiveAwaitable(Awaitable[Tensor]):
     def __init__(self, values: Tensor, call: _Call) -> None:
         super().__init__()
         self._call = call
@@ -153,7 +154,7 @@ def _exchange(
         _Leg(pattern, there, back, comm_precision.forward, ranks),
         _Leg(_BACK[pattern], back, there, comm_precision.backward, ranks),
     )
-    return _UnderWay(values, _Call(legs, GradientReduction(gradients)))
+    return _CollectiveAwaitable(values, _Call(legs, GradientReduction(gradients)))
 
 
 def _check_ranks(name: str, given: Sequence[Any], ranks: RankGroup) -> None:
@@ -175,10 +176,10 @@ def alltoall_pooled(
     columns: Sequence[int],
     ranks: RankGroup,
     *,
-    comm_precision: CommPrecision = _AS_THEY_ARE,
+    comm_precision: CommPrecision = _FLOAT32,
     gradients: GradientReduction | str = GradientReduction.MEAN,
 ) -> Awaitable[Tensor]:
-    """Pooled rows to the ranks whose examples they are of, next to those of the other ranks.
+    """Send pooled rows to the ranks that own the examples, and concatenate features of all ranks.
 
     `values` [sum B, columns[rank]]: all ranks' examples, the features of this rank. The result is
     [B[rank], sum columns]: this rank's examples, the features of rank 0, 1, ... side by side.
@@ -192,14 +193,16 @@ def alltoall_pooled(
             f"values must have {width} columns, columns[{ranks.rank}] of this rank: "
             f"got {values.size(1)}"
         )
-    came = [batch * n for n in columns]
+    received_sizes = [batch * n for n in columns]
 
     def beside(received: Tensor) -> Tensor:
-        pieces = zip(received.split(came), columns, strict=True)
+        pieces = zip(received.split(received_sizes), columns, strict=True)
         return torch.cat([piece.view(batch, n) for piece, n in pieces], 1)
 
     how = _Pattern.PARTS, comm_precision, gradients
-    return _exchange(values, [n * width for n in batch_sizes], came, ranks, how=how).then(beside)
+    return _exchange(values, [n * width for n in batch_sizes], received_sizes, ranks, how=how).then(
+        beside
+    )
 
 
 def alltoallv(
@@ -208,11 +211,11 @@ def alltoallv(
     columns: Sequence[Sequence[int]],
     ranks: RankGroup,
     *,
-    comm_precision: CommPrecision = _AS_THEY_ARE,
+    comm_precision: CommPrecision = _FLOAT32,
     gradients: GradientReduction | str = GradientReduction.MEAN,
     dtype: torch.dtype = torch.float32,
 ) -> Awaitable[list[Tensor]]:
-    """`alltoall_pooled` for tensors of their own: one for each table, here and in the result.
+    """Do the work of `alltoall_pooled` for one tensor per table, in arguments and result.
 
     `values[i]` is [sum B, columns[rank][i]]; rank r has `len(columns[r])` of them. The result has
     [B[rank], n] for every n of columns[0], columns[1], ... All are of `dtype`, which a rank without
@@ -251,10 +254,10 @@ def variable_batch_alltoall_pooled(
     columns: Sequence[Sequence[int]],
     ranks: RankGroup,
     *,
-    comm_precision: CommPrecision = _AS_THEY_ARE,
+    comm_precision: CommPrecision = _FLOAT32,
     gradients: GradientReduction | str = GradientReduction.MEAN,
 ) -> Awaitable[Tensor]:
-    """Pooled rows where every feature has a batch size of its own; flat on both sides.
+    """Send pooled rows of features with different batch sizes, flat in argument and result.
 
     `values`: for each rank r, for each feature f of this rank, `batch_sizes[r][f]` rows of
     `columns[rank][f]`. `batch_sizes_here`: examples of this rank, for the features of rank 0, 1,
@@ -272,8 +275,10 @@ def variable_batch_alltoall_pooled(
             f"ranks: got {len(batch_sizes_here)}"
         )
     rows = iter(batch_sizes_here)
-    came = [sum(next(rows) * d for d in row) for row in columns]
-    return _exchange(values, sizes, came, ranks, how=(_Pattern.PARTS, comm_precision, gradients))
+    received_sizes = [sum(next(rows) * d for d in row) for row in columns]
+    return _exchange(
+        values, sizes, received_sizes, ranks, how=(_Pattern.PARTS, comm_precision, gradients)
+    )
 
 
 def alltoall_sequence(
@@ -282,10 +287,10 @@ def alltoall_sequence(
     received_sizes: Sequence[int],
     ranks: RankGroup,
     *,
-    comm_precision: CommPrecision = _AS_THEY_ARE,
+    comm_precision: CommPrecision = _FLOAT32,
     gradients: GradientReduction | str = GradientReduction.MEAN,
 ) -> Awaitable[Tensor]:
-    """Rows that are not pooled: `sizes[r]` of `values` [N, D] go to rank r.
+    """Send unpooled rows: `sizes[r]` rows of `values` [N, D] go to rank r.
 
     The result is [sum received_sizes, D], those of rank 0 first.
     """
@@ -296,17 +301,19 @@ def alltoall_sequence(
     there, back = [n * width for n in sizes], [n * width for n in received_sizes]
     rows = sum(received_sizes)
     how = _Pattern.PARTS, comm_precision, gradients
-    return _exchange(values, there, back, ranks, how=how).then(lambda came: came.view(rows, width))
+    return _exchange(values, there, back, ranks, how=how).then(
+        lambda received_sizes: received_sizes.view(rows, width)
+    )
 
 
 def reduce_scatter_pooled(
     values: Sequence[Tensor],
     ranks: RankGroup,
     *,
-    comm_precision: CommPrecision = _AS_THEY_ARE,
+    comm_precision: CommPrecision = _FLOAT32,
     gradients: GradientReduction | str = GradientReduction.MEAN,
 ) -> Awaitable[Tensor]:
-    """The sum over all ranks of what each has for this one: `values[r]` [B[r], D] is for rank r."""
+    """Sum over all ranks the rows for this one: `values[r]` [B[r], D] is for rank r."""
     _check_ranks("values", values, ranks)
     sizes = [tensor.size(0) for tensor in values]
     together = torch.cat(list(values))
@@ -319,10 +326,10 @@ def reduce_scatter_base_pooled(
     values: Tensor,
     ranks: RankGroup,
     *,
-    comm_precision: CommPrecision = _AS_THEY_ARE,
+    comm_precision: CommPrecision = _FLOAT32,
     gradients: GradientReduction | str = GradientReduction.MEAN,
 ) -> Awaitable[Tensor]:
-    """`reduce_scatter_v_pooled` where all ranks have B examples: [W * B, D] to [B, D]."""
+    """Sum over all ranks where each has B examples: [W * B, D] to [B, D]."""
     if values.size(0) % ranks.size:
         raise ValueError(
             f"values must have as many rows for each of {ranks.size} ranks, got {values.size(0)} "
@@ -339,16 +346,18 @@ def reduce_scatter_v_pooled(
     batch_sizes: Sequence[int],
     ranks: RankGroup,
     *,
-    comm_precision: CommPrecision = _AS_THEY_ARE,
+    comm_precision: CommPrecision = _FLOAT32,
     gradients: GradientReduction | str = GradientReduction.MEAN,
 ) -> Awaitable[Tensor]:
-    """The sum over all ranks: `values` [sum B, D] to [B[rank], D]."""
+    """Sum over all ranks the rows for this one: `values` [sum B, D] to [B[rank], D]."""
     _check_ranks("batch_sizes", batch_sizes, ranks)
     _check_rows("values", values, 2, sum(batch_sizes))
     width, batch = values.size(1), batch_sizes[ranks.rank]
-    sizes, came = [n * width for n in batch_sizes], [batch * width] * ranks.size
+    sizes, received_sizes = [n * width for n in batch_sizes], [batch * width] * ranks.size
     how = _Pattern.SUMS, comm_precision, gradients
-    return _exchange(values, sizes, came, ranks, how=how).then(lambda sums: sums.view(batch, width))
+    return _exchange(values, sizes, received_sizes, ranks, how=how).then(
+        lambda sums: sums.view(batch, width)
+    )
 
 
 def all_gather_base_pooled(
@@ -356,10 +365,10 @@ def all_gather_base_pooled(
     ranks: RankGroup,
     *,
     batch_sizes: Sequence[int] | None = None,
-    comm_precision: CommPrecision = _AS_THEY_ARE,
+    comm_precision: CommPrecision = _FLOAT32,
     gradients: GradientReduction | str = GradientReduction.MEAN,
 ) -> Awaitable[Tensor]:
-    """Rows of all ranks on every one: [B[rank], D] to [sum B, D]; backward adds them up.
+    """Gather the rows of all ranks on every rank: [B[rank], D] to [sum B, D]; backward sums.
 
     Without `batch_sizes` all ranks have as many rows as this one.
     """
@@ -369,4 +378,6 @@ def all_gather_base_pooled(
     width, rows = values.size(1), sum(sizes)
     there, back = [values.numel()] * ranks.size, [n * width for n in sizes]
     how = _Pattern.COPIES, comm_precision, gradients
-    return _exchange(values, there, back, ranks, how=how).then(lambda came: came.view(rows, width))
+    return _exchange(values, there, back, ranks, how=how).then(
+        lambda received_sizes: received_sizes.view(rows, width)
+    )

@@ -1,7 +1,8 @@
-"""What every rank looks up, and where it goes: a plan compiled for one collection. Numbers only.
+"""The layout of a collection over ranks: a plan compiled to the lookups of every rank.
 
-A *unit* is what one rank looks up for one feature: the feature's table within one shard. Ids go out
-by unit, rank after rank, and pooled rows come back the same way. Every rank knows the units of all.
+A *unit* is the lookup of one feature in one shard of the feature's table, on the rank that stores
+the shard. Ids are sent in the order of units, rank after rank, and rows return in the same order.
+Every rank knows the units of all ranks. Layouts contain no tensors.
 """
 
 import dataclasses
@@ -15,11 +16,11 @@ from emblib.storage import Storage, TableSlice
 
 Config = Any  # an EmbeddingBagConfig or EmbeddingConfig
 Arrange = Callable[[Sequence[TableSlice], Sequence[int]], Sequence[int]]
-"""Slices of a rank and the slice that each unit reads -> units in the order of its kernels."""
+"""Orders units by kernel: (slices of a rank, slice that each unit reads) -> order of the units."""
 
 
 class Feature(NamedTuple):
-    """One feature of one table: the key of its ids, and where it is in the output."""
+    """One feature of one table: the key of its ids, and its columns in the output."""
 
     key: str
     name: str
@@ -30,7 +31,7 @@ class Feature(NamedTuple):
 
 
 class LookupUnit(NamedTuple):
-    """What one rank looks up for one feature; `part` numbers the parts of tables on that rank."""
+    """The lookup of one feature in one shard; `part` is the number of the shard on its rank."""
 
     feature: int
     shard: Shard
@@ -38,21 +39,22 @@ class LookupUnit(NamedTuple):
 
     @property
     def columns(self) -> int:
-        """Width of its rows."""
+        """The columns of the rows that it returns."""
         return self.shard.shape[1]
 
 
 class TableShard(NamedTuple):
-    """A part of a table that a rank holds."""
+    """A shard of the table with this number in the collection."""
 
     table: int
     shard: Shard
 
 
 class RankLayout(NamedTuple):
-    """The parts of tables on one rank, and its units in the order its kernels have them.
+    """The shards on one rank, and its units in the order of its kernels.
 
-    `copies` are units of replicated tables whose ids go to every rank, see `CollectionLayout`.
+    `replicated_units` are units of replicated tables whose ids are sent to every rank, see
+    `CollectionLayout`.
     """
 
     parts: tuple[TableShard, ...]
@@ -62,14 +64,15 @@ class RankLayout(NamedTuple):
 
     @property
     def all_units(self) -> tuple[LookupUnit, ...]:
-        """All that ids are sent to."""
+        """All units of the rank that ids are sent to."""
         return self.units + self.replicated_units
 
 
 class CollectionLayout(NamedTuple):
-    """A collection over ranks; `replicated` holds the tables that every rank has a copy of.
+    """The layout of a collection; `replicated` has the tables that are replicated on every rank.
 
-    Copies with a fused optimizer must all see the same gradients: their ids go to every rank.
+    Replicas with a fused optimizer must all get the same gradients: their ids are sent to every
+    rank.
     """
 
     features: tuple[Feature, ...]
@@ -91,7 +94,7 @@ def with_storage(config: Config, storage: Storage | None) -> Config:
 
 
 def features_of(configs: Sequence[Config], *, pooled: bool) -> tuple[Feature, ...]:
-    """All features of the tables, in their order; a key of several tables is `key@table`."""
+    """Return the features of the tables in order; a key of several tables is named `key@table`."""
     keys = [key for config in configs for key in config.feature_names]
     features, column = [], 0
     for t, config in enumerate(configs):
@@ -111,7 +114,7 @@ def lay_out(
     *,
     pooled: bool,
 ) -> CollectionLayout:
-    """The layout of tables under a plan that `ParameterSharding.check` has passed."""
+    """Compile a plan that `ParameterSharding.check` accepts to a layout."""
     features = features_of(configs, pooled=pooled)
     parts: list[list[TableShard]] = [[] for _ in range(world_size)]
     copies: list[TableShard] = []
@@ -132,7 +135,7 @@ def lay_out(
 
 
 def send_ids_to_replicas(layout: CollectionLayout) -> CollectionLayout:
-    """The layout where the ids of replicated tables go to every rank."""
+    """Return the layout with the ids of replicated tables sent to every rank."""
     replicated_units = layout.replicated.units
     return layout._replace(
         ranks=tuple(rank._replace(replicated_units=replicated_units) for rank in layout.ranks)
@@ -142,7 +145,7 @@ def send_ids_to_replicas(layout: CollectionLayout) -> CollectionLayout:
 def slices_of(
     configs: Sequence[Config], plan: Mapping[str, ParameterSharding], parts: Sequence[TableShard]
 ) -> list[TableSlice]:
-    """The parts of a rank as tables."""
+    """Return the shards of a rank as table slices."""
     return [
         TableSlice(
             with_storage(configs[part.table], plan[configs[part.table].name].storage),
@@ -172,7 +175,7 @@ def _rank_layout(
 
 
 class Blocks(NamedTuple):
-    """Which units get which ids: rows of the tensors that `emblib.ops.route` takes.
+    """The units that get each id, as rows of the tensors that `emblib.ops.route` takes.
 
     `features` (first block, blocks, rows, 1 if by key), `blocks` (first row, first copy, copies),
     `copies` unit numbers, counted rank after rank.
@@ -184,7 +187,7 @@ class Blocks(NamedTuple):
 
 
 def blocks_of(configs: Sequence[Config], layout: CollectionLayout) -> Blocks:
-    """The blocks of rows that each feature's table is cut into.
+    """Return the blocks of rows that each feature's table is cut into.
 
     Raises:
         ValueError: shards of one table that overlap in rows and are not cut at the same ones.

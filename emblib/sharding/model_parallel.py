@@ -1,4 +1,4 @@
-"""A whole model over the ranks: tables in parts by a plan, everything else on every rank."""
+"""Distributed models: tables sharded by a plan, everything else on every rank."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ if TYPE_CHECKING:
     from emblib.sharding.planner import Planner
 
 BATCH_SIZE = 512
-"""Examples a rank that a model is planned for, where the caller gives no planner that knows."""
+"""Examples per rank that a model is planned for if the caller passes no planner."""
 
 
 class DistributedModelParallel(nn.Module):
-    """Spreads the tables of a model over the ranks, and averages the gradients of all else.
+    """Shards the tables of a model over the ranks and averages all other gradients.
 
     Every `EmbeddingBagCollection` and `EmbeddingCollection` of the plan is replaced by its sharded
     form. Weights are kept; what is on the meta device gets first values that do not depend on the
@@ -116,40 +116,40 @@ class DistributedModelParallel(nn.Module):
 
     @property
     def module(self) -> nn.Module:
-        """The model with its sharded collections, without what averages gradients."""
+        """The model with its sharded collections, without the wrapper that averages gradients."""
         return unwrapped(self._wrapped)
 
     @property
     def plan(self) -> ShardingPlan:
-        """Where every table is."""
+        """The sharding of every table."""
         modules = {path: m.plan for path, m in sharded_modules(self.module).items()}
         return ShardingPlan(modules, World(self.ranks.size, self.ranks.local_size))
 
     @cached_property
     def fused_optimizer(self) -> FusedOptimizer:
-        """The optimizer that the tables run in backward: its state, and its learning rate."""
+        """The optimizer that the tables run in backward: its state and its learning rate."""
         from emblib.collections.optimizers import FusedOptimizer
 
         return FusedOptimizer.of(self.module)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the model gives for the batch of this rank."""
+        """Run the model for the batch of this rank."""
         return self._wrapped(*args, **kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Of the model, by the names it had before; tables in parts are `ShardedTable`s."""
+        """Return the state dict by the original names; sharded tables are `ShardedTable`s."""
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Take the values of a state dict of this model, or of the model as it was."""
+        """Load a state dict of this model, or of the unsharded model."""
         return self.module.load_state_dict(state_dict, *args, **kwargs)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Parameters of the model by the names they had before."""
+        """Iterate over the parameters by their original names."""
         return self.module.named_parameters(*args, **kwargs)
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
-        """Buffers of the model by the names they had before."""
+        """Iterate over the buffers by their original names."""
         return self.module.named_buffers(*args, **kwargs)
 
 
@@ -181,7 +181,7 @@ def _prepare(module: nn.Module, ranks: RankGroup) -> None:
 
 
 def _check_that_tables_are_sharded(module: nn.Module) -> None:
-    """Tables that every rank updates by itself would drift apart."""
+    """Raise ValueError for unsharded tables that backward updates: replicas would diverge."""
     inside = _names_of_tables(module)
     alone = [
         name
@@ -204,7 +204,7 @@ def _check_that_tables_are_sharded(module: nn.Module) -> None:
 
 
 def _names_of_tables(module: nn.Module) -> set[str]:
-    """Parameters and buffers of the sharded collections."""
+    """Return the names of parameters and buffers of the sharded collections."""
     names: set[str] = set()
     for path, part in sharded_modules(module).items():
         prefix = f"{path}." if path else ""
@@ -213,7 +213,7 @@ def _names_of_tables(module: nn.Module) -> set[str]:
 
 
 def _names_of_dense_tables(module: nn.Module) -> set[str]:
-    """Tables of which every rank has a copy and the gradient of its own batch, like dense ones."""
+    """Return the names of replicated tables without a fused optimizer: they act as dense."""
     copies = (part for part in module.modules() if isinstance(part, ReplicatedTables))
     shared = {
         parameter

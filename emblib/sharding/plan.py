@@ -1,4 +1,4 @@
-"""A plan: how the tables of every collection of a model are spread, as data that can be kept."""
+"""Sharding plans: the sharding of every table of a model, which can be saved as JSON."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,9 +27,9 @@ _VERSION = 1
 
 @dataclass(frozen=True)
 class ShardingPlan:
-    """The plan of each collection by its path in the model, for a world of some size.
+    """The plan of each collection by its path in the model, for a world of a given size.
 
-    `str()` of it is a table to read; `save` and `load` keep it as JSON.
+    `str(plan)` is a table to read; `save` and `load` store the plan as JSON.
     """
 
     modules: Mapping[str, ModulePlan]
@@ -52,19 +52,19 @@ class ShardingPlan:
         return ShardingPlan, ({path: dict(plan) for path, plan in self.modules.items()}, self.world)
 
     def to_json(self) -> str:
-        """The plan as text; equal plans give equal text."""
+        """Return the plan as JSON; equal plans give equal text."""
         modules = {
-            path: {name: _told(sharding) for name, sharding in tables.items()}
+            path: {name: _to_json(sharding) for name, sharding in tables.items()}
             for path, tables in self.modules.items()
         }
         return json.dumps({"version": _VERSION, "world": list(self.world), "modules": modules})
 
     @classmethod
     def from_json(cls, text: str) -> "ShardingPlan":
-        """The plan that `to_json` told.
+        """Return the plan that `to_json` wrote.
 
         Raises:
-            ValueError: no such text, or one of a version that this emblib does not know.
+            ValueError: the text is no such JSON, or of a version that this emblib cannot read.
         """
         try:
             data = json.loads(text)
@@ -85,15 +85,15 @@ class ShardingPlan:
             raise ValueError(f"a plan must be what to_json made, whole; got {error!r}") from error
 
     def save(self, path: str | Path) -> None:
-        """Write it as JSON, all of it or nothing, with a checksum."""
+        """Write the plan as JSON with a checksum, atomically."""
         save_json(path, self.to_json())
 
     @classmethod
     def load(cls, path: str | Path) -> "ShardingPlan":
-        """Read what `save` wrote.
+        """Read a plan that `save` wrote.
 
         Raises:
-            ValueError: it is damaged, or something else.
+            ValueError: the file is damaged, or is no plan.
         """
         return cls.from_json(load_json(path))
 
@@ -112,10 +112,10 @@ class ShardingPlan:
 def construct_plan(
     shapes: Mapping[str, TableShape], rules: Mapping[str, Rule], world: World
 ) -> dict[str, ParameterSharding]:
-    """The plan of one collection by a rule a table; every table needs one.
+    """Make the plan of one collection from one rule per table.
 
     Raises:
-        ValueError: a table without a rule, a rule without a table, or shards that do not fit.
+        ValueError: a table has no rule, a rule has no table, or shards do not tile a table.
     """
     missing, unknown = shapes.keys() - rules.keys(), rules.keys() - shapes.keys()
     if missing or unknown:
@@ -141,15 +141,15 @@ def _cells(sharding: ParameterSharding) -> tuple[str, str, str, str]:
 
 
 def ranges(ranks: Sequence[int], most: int | None = None) -> str:
-    """`0-3, 6` for 0, 1, 2, 3, 6; of more than `most` ranges the first ones."""
+    """Format ranks as ranges, at most `most` of them: `0-3, 6` for 0, 1, 2, 3, 6."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and runs[-1][1] == rank - 1:
             runs[-1][1] = rank
         else:
             runs.append([rank, rank])
-    told = [str(a) if a == b else f"{a}-{b}" for a, b in runs[:most]]
-    return ", ".join([*told, "..."] if len(told) < len(runs) else told)
+    described = [str(a) if a == b else f"{a}-{b}" for a, b in runs[:most]]
+    return ", ".join([*described, "..."] if len(described) < len(runs) else described)
 
 
 def _brief(storage: Storage) -> str:
@@ -167,7 +167,7 @@ def _alternatives() -> dict[str, Any]:
     return {name: kind for name, kind in kinds().items() if kind.is_alternative}
 
 
-def _told(sharding: ParameterSharding) -> dict[str, Any]:
+def _to_json(sharding: ParameterSharding) -> dict[str, Any]:
     storage = sharding.storage
     if storage is not None and not storage.is_alternative:
         names = sorted(kind.__name__ for kind in _alternatives().values())
@@ -183,10 +183,10 @@ def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
     return {k: v.value if isinstance(v, Enum) else v for k, v in values.items()}
 
 
-def _read(told: Mapping[str, Any]) -> ParameterSharding:
+def _read(described: Mapping[str, Any]) -> ParameterSharding:
     storage: Any = None
-    if told["kind"] is not None:
-        values = {k: tuple(v) if isinstance(v, list) else v for k, v in told["kind"].items()}
+    if described["kind"] is not None:
+        values = {k: tuple(v) if isinstance(v, list) else v for k, v in described["kind"].items()}
         storage = _alternatives()[str(values.pop("name"))](**values)
-    shards = tuple(Shard(rank, (r0, r1), (c0, c1)) for rank, r0, r1, c0, c1 in told["boxes"])
-    return ParameterSharding(ShardingType(told["type"]), shards, storage)
+    shards = tuple(Shard(rank, (r0, r1), (c0, c1)) for rank, r0, r1, c0, c1 in described["boxes"])
+    return ParameterSharding(ShardingType(described["type"]), shards, storage)

@@ -1,4 +1,4 @@
-"""A model's collections become sharded ones, by a plan."""
+"""`shard`: replace the collections of a model by sharded ones, according to a plan."""
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
@@ -26,7 +26,7 @@ SHARDED: dict[type[nn.Module], type[nn.Module]] = {
     EmbeddingBagCollection: ShardedEmbeddingBagCollection,
     EmbeddingCollection: ShardedEmbeddingCollection,
 }
-"""What each kind of collection becomes, and a subclass that changes no more than `__init__`."""
+"""The sharded form of each collection class, and of subclasses that change only `__init__`."""
 
 _MAKE_RULES: tuple[Any, ...] = (
     sharding_types.data_parallel,
@@ -42,7 +42,7 @@ Rules = Mapping[str, Mapping[str, Rule | ParameterSharding]]
 
 
 def collections_of(module: nn.Module) -> dict[str, nn.Module]:
-    """The collections of a model, subclasses among them, by the first path that each has in it."""
+    """Return the collections of a model, including subclasses, by the first path of each."""
     kinds = tuple(SHARDED)
     return {path: part for path, part in module.named_modules() if isinstance(part, kinds)}
 
@@ -50,7 +50,7 @@ def collections_of(module: nn.Module) -> dict[str, nn.Module]:
 def construct_module_plan(
     collection: nn.Module, rules: Mapping[str, Rule | ParameterSharding], world: World
 ) -> dict[str, ParameterSharding]:
-    """The plan of one collection from a rule for each of its tables, e.g. `row_wise()`.
+    """Make the plan of one collection from a rule per table, e.g. `row_wise()`.
 
     Raises:
         ValueError: a table without a rule, a rule without a table, or shards that do not fit.

@@ -1,4 +1,4 @@
-"""An embedding bag collection whose tables are spread over ranks."""
+"""The sharded embedding bag collection."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -27,22 +27,22 @@ from emblib.tables.graph_break import graph_break
 
 
 class ShardedEmbeddingBagCollection(StateOfTables, ShardedTables):
-    """An `EmbeddingBagCollection` in shards over ranks: the same output for this rank's own batch.
+    """An `EmbeddingBagCollection` sharded over ranks, with the same output for this rank's batch.
 
     All ranks call it together, each with its own batch: batch sizes may differ and may be 0. The
     columns of the output are in the order of the tables' configurations, whatever the plan, and
-    MEAN divides by the lengths that the batch has here.
+    MEAN divides by the lengths of this rank's batch.
 
-    `forward` returns before the rows have come. What it returns waits when it is used; ranks must
+    `forward` returns before the rows have arrived. Its result waits when it is used; all ranks must
     use the outputs of several collections in the same order.
 
     Args:
         source: an `EmbeddingBagCollection`; its weights and optimizer state are kept.
         plan: the sharding of each of its tables.
-        ranks: the processes; left out, all.
+        ranks: the processes; by default all.
         wire: how rows and gradients are encoded on their way.
         gradients: whether gradients are the mean or the sum over ranks.
-        optimizer: of tables that have none of their own; left out, that of `source`.
+        optimizer: for tables without one of their own; by default that of `source`.
     """
 
     handles_name = "embedding_bags"
@@ -67,7 +67,10 @@ class ShardedEmbeddingBagCollection(StateOfTables, ShardedTables):
             optimizer=optimizer,
         )
         super().__init__(
-            *(source, settings.configs, plan, ranks),
+            source,
+            settings.configs,
+            plan,
+            ranks,
             pooled=True,
             optimizer=settings.optimizer,
             gradients=settings.gradients,
@@ -84,28 +87,28 @@ class ShardedEmbeddingBagCollection(StateOfTables, ShardedTables):
         return self
 
     def embedding_bag_configs(self) -> tuple[Any, ...]:
-        """The configurations of the tables, as they were given."""
+        """Return the configurations of the tables."""
         return self.configs
 
     def is_weighted(self) -> bool:
-        """Whether lookups are weighted."""
+        """Return whether lookups are weighted."""
         return self._is_weighted
 
     @graph_break
     def forward(self, features: KeyedJaggedTensor) -> LazyAwaitable[KeyedTensor]:
-        """Pooled embeddings `[B, sum D]`, float32, in the order of the tables."""
+        """Return pooled embeddings `[B, sum D]`, float32, in the order of the tables."""
         self.embedding_bags.check()
         return self.compute_and_output_dist(self.input_dist(features).wait().wait())
 
     def compute(self, received: IncomingBatch) -> tuple[Tensor, Tensor | None]:
-        """Rows pooled here for all ranks, and those of the copies for this one's own batch."""
+        """Return rows pooled for all ranks, and replicated tables' rows of this rank's batch."""
         copies = None if self.replicated is None else self.replicated(received.inputs)
         return self.rows(received), copies
 
     def output_dist(
         self, rows: tuple[Tensor, Tensor | None], received: IncomingBatch
     ) -> LazyAwaitable[KeyedTensor]:
-        """Start the pooled rows on their way back."""
+        """Start to return the pooled rows."""
         local, copies = rows
         if received.sent is None:
             output = self._output_dist.local_output(local, received)
@@ -116,7 +119,7 @@ class ShardedEmbeddingBagCollection(StateOfTables, ShardedTables):
         return LazyDeferredAwaitable(in_this_grad_mode(partial(self._output, pending, received)))
 
     def compute_and_output_dist(self, received: IncomingBatch) -> LazyAwaitable[KeyedTensor]:
-        """Both."""
+        """Look up the received ids and start the output all-to-all."""
         return self.output_dist(self.compute(received), received)
 
     def _gradient_sink(self, received: IncomingBatch) -> Tensor | None:
@@ -137,7 +140,7 @@ class ShardedEmbeddingBagCollection(StateOfTables, ShardedTables):
         return KeyedTensor(self._names, self._dims, values)
 
     def _expanded(self, values: Tensor, received: IncomingBatch) -> Tensor:
-        """Rows of distinct bags, feature after feature, to the examples that have them."""
+        """Expand the rows of distinct bags to the examples that have them, by feature."""
         inputs = received.inputs
         if inputs.inverse is None and len(set(inputs.bags)) > 1:
             raise ValueError(

@@ -1,4 +1,8 @@
-"""An embedding collection, one vector an id, whose tables are spread over ranks."""
+"""The sharded embedding collection: one vector per id.
+
+Tables of one dim travel together: `SequenceTables` sends the vectors back to the positions of their
+ids. `ShardedEmbeddingCollection` has one `SequenceTables` per class of dims and widths.
+"""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -42,14 +46,14 @@ Rows = tuple[Tensor, Tensor | None]
 
 
 class SequenceExchange(NamedTuple):
-    """How vectors travel: in pieces of `width`."""
+    """How vectors are sent: in slices of `width` columns."""
 
     comm_precision: CommPrecision
     width: int
 
 
 @dataclass(frozen=True)
-class _Way:
+class _SequenceRoute:
     """One batch between its two all-to-alls, as indices of pieces of vectors.
 
     `order` brings unit-major pieces into rank-major order, `index` says where a piece that comes
@@ -69,7 +73,7 @@ class _Way:
 
 
 class SequenceTables(ShardedTables):
-    """Tables of one dim, in blocks of columns of one width."""
+    """Tables of one dim, sharded in blocks of columns that are multiples of one width."""
 
     def __init__(
         self,
@@ -83,7 +87,10 @@ class SequenceTables(ShardedTables):
         exchange: SequenceExchange,
     ) -> None:
         super().__init__(
-            *(source, configs, plan, ranks),
+            source,
+            configs,
+            plan,
+            ranks,
             pooled=False,
             optimizer=optimizer,
             gradients=gradients,
@@ -107,7 +114,7 @@ class SequenceTables(ShardedTables):
     pieces: Tensor
 
     def compute(self, received: IncomingBatch) -> Rows:
-        """Vectors of units here, and of copies for this rank's own batch."""
+        """Return vectors of this rank's units, and of replicated tables for this rank's batch."""
         copies = None if self.replicated is None else self.replicated(received.inputs)
         rows = self.rows(received)
         if not self._own.units:
@@ -115,18 +122,18 @@ class SequenceTables(ShardedTables):
         return rows, copies
 
     def output_dist(self, rows: Rows, received: IncomingBatch) -> Awaitable[Tensor]:
-        """Vectors `[L, dim]` in the order of this rank's batch."""
+        """Start to return vectors; the result is `[L, dim]` in the order of this rank's batch."""
         local, copies = rows
         if received.sent is None:
-            return DeferredAwaitable(partial(self._at_home, local, received))
+            return DeferredAwaitable(partial(self._local_output, local, received))
         with torch.no_grad():
-            way = self._way(received)
+            vector_route = self._route(received)
             width = self.exchange.width
-            sent = local.detach().reshape(-1, width).index_select(0, way.order)
+            sent = local.detach().reshape(-1, width).index_select(0, vector_route.order)
         pending = DecodedAwaitable(
             sent.view(-1),
-            [n * width for n in way.sent],
-            [n * width for n in way.came],
+            [n * width for n in vector_route.sent],
+            [n * width for n in vector_route.came],
             self.ranks,
             self.exchange.comm_precision.forward,
             Content.ROWS,
@@ -137,11 +144,15 @@ class SequenceTables(ShardedTables):
             and self.replicated.is_synchronised
             and torch.is_grad_enabled()
         ):
-            gradient_sink = self.replicated.gradient_sink(received, (sum(way.copied), self.dim))
-        return DeferredAwaitable(partial(self._finish, local, copies, gradient_sink, way, pending))
+            gradient_sink = self.replicated.gradient_sink(
+                received, (sum(vector_route.copied), self.dim)
+            )
+        return DeferredAwaitable(
+            partial(self._finish, local, copies, gradient_sink, vector_route, pending)
+        )
 
-    def _at_home(self, local: Tensor, received: IncomingBatch) -> Tensor:
-        """Vectors that went nowhere, from the order of the kernels to that of the batch."""
+    def _local_output(self, local: Tensor, received: IncomingBatch) -> Tensor:
+        """Bring vectors that were not sent from the order of the kernels into that of the batch."""
         order = [unit.feature for unit in self._own.units]
         if order == sorted(order):
             return local
@@ -154,16 +165,16 @@ class SequenceTables(ShardedTables):
         local: Tensor,
         copies: Tensor | None,
         gradient_sink: Tensor | None,
-        way: _Way,
+        vector_route: _SequenceRoute,
         pending: DecodedAwaitable,
     ) -> Tensor:
         grad_anchor = self.grad_anchor.detach().requires_grad_()
-        result: Tensor = _Placed.apply(
-            grad_anchor, local, copies, gradient_sink, way, pending, self
+        result: Tensor = _SequenceFunction.apply(
+            grad_anchor, local, copies, gradient_sink, vector_route, pending, self
         )
         return result
 
-    def _way(self, received: IncomingBatch) -> _Way:
+    def _route(self, received: IncomingBatch) -> _SequenceRoute:
         sent, inputs = received.sent, received.inputs
         assert sent is not None
         units = len(self._own.units)
@@ -176,7 +187,7 @@ class SequenceTables(ShardedTables):
             counts = counts * counts.new_tensor(self._pieces)
             num_sent = counts.sum(1).tolist()
             index, num_came = self._pieces_of(index, received)
-        return _Way(
+        return _SequenceRoute(
             *(_transposed(counts.t(), sum(num_sent)), index, self._copies_index(received)),
             *(_transposed(replica_grads, received.num_replicated_ids), num_sent, num_came),
             *(replica_grads.sum(1).tolist(), inputs.ids.numel()),
@@ -213,15 +224,15 @@ class SequenceTables(ShardedTables):
 
 
 def _transposed(counts: Tensor, total: int) -> Tensor:
-    """B-major order of `total` rows that are in segments of `counts` `[A, B]`, A-major."""
+    """Return the B-major order of `total` rows in A-major segments of `counts` `[A, B]`."""
     a, b = counts.shape
     starts = running_sums(counts.reshape(-1).long())
     order = torch.arange(a * b, device=counts.device).view(a, b).t().reshape(-1)
     return route.gather_segments(torch.arange(total, device=counts.device), starts, order, total)
 
 
-class _Placed(torch.autograd.Function):
-    """Vectors that came, where they belong in the batch."""
+class _SequenceFunction(torch.autograd.Function):
+    """Connects received vectors to the lookups, at the positions of their ids in the batch."""
 
     @staticmethod
     def forward(
@@ -230,70 +241,68 @@ class _Placed(torch.autograd.Function):
         local: Tensor,
         copies: Tensor | None,
         gradient_sink: Tensor | None,
-        way: _Way,
+        vector_route: _SequenceRoute,
         pending: DecodedAwaitable,
         tables: SequenceTables,
     ) -> Tensor:
-        """`[L, dim]`."""
         width = tables.exchange.width
         came = pending.wait().view(-1, width)
-        out = torch.empty(way.total, tables.dim, device=came.device)
-        out.view(-1, width).index_copy_(0, way.index, came.float())
-        if copies is not None and way.copies is not None:
-            out.index_copy_(0, way.copies, copies.float())
-        ctx.way, ctx.tables, ctx.rows = way, tables, local.shape
+        out = torch.empty(vector_route.total, tables.dim, device=came.device)
+        out.view(-1, width).index_copy_(0, vector_route.index, came.float())
+        if copies is not None and vector_route.copies is not None:
+            out.index_copy_(0, vector_route.copies, copies.float())
+        ctx.vector_route, ctx.tables, ctx.rows = vector_route, tables, local.shape
         ctx.has_copies, ctx.everywhere = copies is not None, gradient_sink is not None
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Sends the gradients where the vectors were looked up."""
-        way, tables = ctx.way, ctx.tables
+        vector_route, tables = ctx.vector_route, ctx.tables
         width, ranks = tables.exchange.width, tables.ranks
         scale = tables.scale
         grad = grad.contiguous()
-        sent = grad.view(-1, width).index_select(0, way.index)
+        sent = grad.view(-1, width).index_select(0, vector_route.index)
         if scale != 1.0:
             sent.mul_(scale)
         pending = DecodedAwaitable(
             sent.view(-1),
-            [n * width for n in way.came],
-            [n * width for n in way.sent],
+            [n * width for n in vector_route.came],
+            [n * width for n in vector_route.sent],
             ranks,
             tables.exchange.comm_precision.backward,
             Content.GRADIENTS,
         )
         copies = grad_sink = None
         if ctx.has_copies:
-            copies = grad.index_select(0, way.copies)
+            copies = grad.index_select(0, vector_route.copies)
         if ctx.everywhere:
             assert copies is not None
             if scale != 1.0:
                 copies.mul_(scale)
-            came_sizes = [n * tables.dim for n in way.copied]
+            came_sizes = [n * tables.dim for n in vector_route.copied]
             flat = copies.view(-1)
             grad_sink = start_all_gather(flat, came_sizes, ranks, content=Content.GRADIENTS).wait()
-            grad_sink = grad_sink.view(-1, tables.dim).index_select(0, way.copies_order)
+            grad_sink = grad_sink.view(-1, tables.dim).index_select(0, vector_route.copies_order)
             copies = None
         came = pending.wait().view(-1, width)
-        rows = torch.empty_like(came).index_copy_(0, way.order, came).view(ctx.rows)
+        rows = torch.empty_like(came).index_copy_(0, vector_route.order, came).view(ctx.rows)
         return None, rows, copies, grad_sink, None, None, None
 
 
 class ShardedEmbeddingCollection(StateOfTables):
-    """An `EmbeddingCollection` in shards over ranks: the same vectors for this rank's own batch.
+    """An `EmbeddingCollection` sharded over ranks, with the same vectors for this rank's batch.
 
-    As `ShardedEmbeddingBagCollection`. Tables travel in messages of their own where their dims
-    differ, or the width that all their blocks of columns are made of.
+    Works like `ShardedEmbeddingBagCollection`. Tables are sent in separate messages if their dims
+    differ, or the width that their blocks of columns are multiples of.
 
     Args:
         source: an `EmbeddingCollection`; its weights and optimizer state are kept.
         plan: the sharding of each of its tables.
-        ranks: the processes; left out, all.
+        ranks: the processes; by default all.
         wire: how vectors and gradients are encoded on their way.
         gradients: whether gradients are the mean or the sum over ranks.
-        optimizer: of tables that have none of their own; left out, that of `source`.
+        optimizer: for tables without one of their own; by default that of `source`.
     """
 
     handles_name = "embeddings"
@@ -327,7 +336,10 @@ class ShardedEmbeddingCollection(StateOfTables):
             classes.setdefault(key, []).append(config)
         self.classes = nn.ModuleList(
             SequenceTables(
-                *(source, configs, {c.name: plan[c.name] for c in configs}, self.ranks),
+                source,
+                configs,
+                {c.name: plan[c.name] for c in configs},
+                self.ranks,
                 optimizer=settings.optimizer,
                 gradients=self.gradients,
                 exchange=SequenceExchange(self.comm_precision, width),
@@ -336,19 +348,19 @@ class ShardedEmbeddingCollection(StateOfTables):
         )
         handles = [held for one in self._equal() for held in one.handles()]
         self.embeddings = ShardParameters(handles, self.ranks)
-        self._places = self._find_places()
+        self._outputs = self._find_outputs()
 
-    def _find_places(self) -> list[tuple[int, int, str]]:
-        """Class, feature there and name of each output, in the order of the configurations."""
+    def _find_outputs(self) -> list[tuple[int, int, str]]:
+        """Return class, feature in it and name of each output, in the order of configurations."""
         order = {config.name: t for t, config in enumerate(self.configs)}
         keys = [key for config in self.configs for key in config.feature_names]
-        places = []
+        outputs = []
         for c, one in enumerate(self._equal()):
             for f, feature in enumerate(one.layout.features):
                 table = one.configs[feature.table].name
                 name = f"{feature.key}@{table}" if keys.count(feature.key) > 1 else feature.key
-                places.append((order[table], f, c, name))
-        return [(c, f, name) for _, f, c, name in sorted(places)]
+                outputs.append((order[table], f, c, name))
+        return [(c, f, name) for _, f, c, name in sorted(outputs)]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         super()._apply(fn, recurse)
@@ -357,31 +369,31 @@ class ShardedEmbeddingCollection(StateOfTables):
 
     @property
     def groups(self) -> TableGroups:
-        """Those of the first class: the optimizer is the same in all."""
+        """The table groups of the first class: the optimizer is the same in all."""
         return self._equal()[0].groups
 
     def _equal(self) -> list["SequenceTables"]:
         return [one for one in self.classes if isinstance(one, SequenceTables)]
 
     def embedding_configs(self) -> tuple[Any, ...]:
-        """The configurations of the tables, as they were given."""
+        """Return the configurations of the tables."""
         return self.configs
 
     def need_indices(self) -> bool:
-        """Whether results have the ids as weights."""
+        """Return whether results have the ids as weights."""
         return self._need_indices
 
     def local_shards(self) -> list[LocalShard]:
-        """The parts of tables that are here, copies of replicated ones among them."""
+        """Return the table shards on this rank, including replicas."""
         return [part for one in self._equal() for part in one.local_shards()]
 
     def storage_config(self, table: str) -> Config:
-        """The configuration of a table as it is kept, which a plan may have changed."""
+        """Return the configuration of a table with the storage that the plan selects."""
         one = next(one for one in self._equal() if table in one.plan)
         return one.storage_config(table)
 
     def input_dist(self, features: KeyedJaggedTensor) -> Awaitable[Awaitable[list[IncomingBatch]]]:
-        """Start the ids on their way, as `ShardedEmbeddingBagCollection.input_dist`."""
+        """Start to send ids, like `ShardedEmbeddingBagCollection.input_dist`."""
         started = [one.input_dist(features) for one in self._equal()]
 
         def ids() -> Awaitable[list[IncomingBatch]]:
@@ -391,18 +403,18 @@ class ShardedEmbeddingCollection(StateOfTables):
         return DeferredAwaitable(ids)
 
     def prefetch(self, received: Sequence[IncomingBatch]) -> None:
-        """Bring rows of a batch that will be computed into the caches of their tables."""
+        """Prefetch the rows of a batch into the caches of their tables."""
         for one, came in zip(self._equal(), received, strict=True):
             one.prefetch(came)
 
     def compute(self, received: Sequence[IncomingBatch]) -> list[Rows]:
-        """Vectors looked up here for all ranks, and those of copies for this one's own batch."""
+        """Return vectors looked up for all ranks, and replicated tables' vectors of this batch."""
         return [one.compute(came) for one, came in zip(self._equal(), received, strict=True)]
 
     def output_dist(
         self, rows: Sequence[Rows], received: Sequence[IncomingBatch]
     ) -> LazyAwaitable[dict[str, JaggedTensor]]:
-        """Start the vectors on their way back."""
+        """Start to return the vectors."""
         pending = [
             one.output_dist(own, came)
             for one, own, came in zip(self._equal(), rows, received, strict=True)
@@ -412,12 +424,12 @@ class ShardedEmbeddingCollection(StateOfTables):
     def compute_and_output_dist(
         self, received: Sequence[IncomingBatch]
     ) -> LazyAwaitable[dict[str, JaggedTensor]]:
-        """Both."""
+        """Look up the received ids and start the output all-to-all."""
         return self.output_dist(self.compute(received), received)
 
     @graph_break
     def forward(self, features: KeyedJaggedTensor) -> LazyAwaitable[dict[str, JaggedTensor]]:
-        """By feature, in the order of the tables, one vector an id: float32 `[L, dim]`."""
+        """Return float32 `[L, dim]` by feature, one vector per id, in the order of the tables."""
         self.embeddings.check()
         return self.compute_and_output_dist(self.input_dist(features).wait().wait())
 
@@ -427,7 +439,7 @@ class ShardedEmbeddingCollection(StateOfTables):
         vectors = [awaitable.wait() for awaitable in pending]
         split = [_by_feature(values, came) for values, came in zip(vectors, received, strict=True)]
         result = {}
-        for c, f, name in self._places:
+        for c, f, name in self._outputs:
             values, lengths, ids = split[c][f]
             result[name] = JaggedTensor(
                 values, lengths=lengths, weights=ids if self._need_indices else None
@@ -436,7 +448,7 @@ class ShardedEmbeddingCollection(StateOfTables):
 
 
 def _by_feature(values: Tensor, received: IncomingBatch) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Vectors, lengths of bags and ids of each feature."""
+    """Return vectors, lengths of bags and ids of each feature."""
     inputs = received.inputs
     lengths = inputs.lengths.split(inputs.bags)
     counts = inputs.num_ids()
@@ -444,6 +456,6 @@ def _by_feature(values: Tensor, received: IncomingBatch) -> list[tuple[Tensor, T
 
 
 def _width(config: Config, sharding: ParameterSharding) -> int:
-    """The largest that all blocks of columns are made of."""
+    """Return the largest width that all blocks of columns are multiples of."""
     edges = (edge for shard in sharding.shards for edge in shard.columns)
     return math.gcd(config.embedding_dim, *edges)

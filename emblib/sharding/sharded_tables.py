@@ -1,4 +1,9 @@
-"""The tables of one collection over ranks: what pooled and sequence collections have in common."""
+"""The tables of one sharded collection: the base of pooled and sequence collections.
+
+`ShardedTables` makes the shards of this rank, fills them from the unsharded collection and sends
+the ids of a batch to the ranks that store their rows. `ReplicatedTables` are the tables that every
+rank has: each rank looks up its own batch, and equal updates keep the replicas equal.
+"""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -43,10 +48,10 @@ from emblib.storage.initial_values import new_seeds
 class ReplicatedTables(nn.Module):
     """The replicated tables of a collection.
 
-    With a fused optimizer the ids of all ranks are there before backward, which brings the
-    gradients: every rank then makes the same step on the whole batch, for any optimizer. Without
-    one, each rank has the gradient of its own batch on ordinary parameters, for
-    `DistributedDataParallel` to add up.
+    With a fused optimizer (`is_synchronised`), every rank has the ids of all ranks before backward,
+    which gathers the gradients of all ranks: every rank makes the same update with the whole batch,
+    for any optimizer. Without one, each rank has the gradient of its own batch in ordinary
+    parameters, which `DistributedDataParallel` averages.
     """
 
     def __init__(
@@ -69,18 +74,21 @@ class ReplicatedTables(nn.Module):
     grad_anchor: Tensor
 
     def forward(self, inputs: LocalBatch) -> Tensor:
-        """Rows of this rank's own batch, `[B, columns]` or flat, or `[L, dim]` if not pooled."""
+        """Return this rank's rows: `[B, columns]` or flat, or `[L, dim]` if not pooled."""
         ids, offsets, weights = reordered(inputs, self._features, self.order)
         sizes = [[inputs.bags[f]] for f in self._features] if inputs.is_variable else None
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.is_synchronised):
             return self.groups(ids, offsets, weights, batch_sizes=sizes)
 
     def of_features(self, inputs: LocalBatch, values: Tensor) -> Tensor:
-        """Of `values`, one an id of the batch, those of the features that read these tables."""
+        """Select the entries of replicated tables' ids from `values`, one per id of the batch."""
         return reordered(inputs._replace(ids=values, weights=None), self._features, self.order)[0]
 
     def gradient_sink(self, received: IncomingBatch, shape: tuple[int, ...]) -> Tensor:
-        """What takes the gradients of all ranks' rows, of `shape`, and makes the step with them."""
+        """Return a tensor of `shape` that updates the tables with its gradient in backward.
+
+        The gradient is that of the rows of all ranks.
+        """
         bags = received.bags[len(received.bags) - len(self._units) :]
         first = received.ids.numel() - received.num_replicated_ids
         offsets = received.offsets[received.offsets.numel() - 1 - sum(map(sum, bags)) :] - first
@@ -99,7 +107,7 @@ class ReplicatedTables(nn.Module):
 
 
 class GradientSink(torch.autograd.Function):
-    """A tensor without memory whose gradient is that of a lookup made in backward."""
+    """A tensor without memory whose gradient is applied to a lookup that backward makes."""
 
     @staticmethod
     def forward(
@@ -109,7 +117,7 @@ class GradientSink(torch.autograd.Function):
         look_up: Callable[..., Tensor],
         shape: Any,
     ) -> Tensor:
-        """Zeros of `shape`."""
+        """Return zeros of `shape`."""
         ctx.look_up = look_up
         ctx.save_for_backward(weights)
         return grad_anchor.detach().expand(shape)
@@ -117,7 +125,7 @@ class GradientSink(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Make the lookup, and let the optimizer have the gradient."""
+        """Make the lookup and pass it the gradient, which the fused optimizer applies."""
         (weights,) = ctx.saved_tensors
         with torch.enable_grad():
             if weights is not None:
@@ -132,7 +140,7 @@ class GradientSink(torch.autograd.Function):
 def reordered(
     inputs: LocalBatch, features: list[int], order: Tensor
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Ids, offsets and weights of some features of a batch; `order` holds the same numbers."""
+    """Return ids, offsets and weights of some features; `order` has the same feature numbers."""
     bags = inputs.first_bags(range(len(inputs.bags)))
     starts, num_ids = inputs.starts(), inputs.num_ids()
     total = sum(num_ids[f] for f in features)
@@ -189,7 +197,7 @@ def fill(groups: TableGroups, source: TableGroups, blocks: Mapping[str, tuple[in
 
 @torch.no_grad()
 def equalise(groups: TableGroups, ranks: RankGroup) -> None:
-    """Copies of tables become what rank 0 has."""
+    """Copy the replicated tables of rank 0 to all ranks."""
     if ranks.size == 1:
         return
     tensors = [view for views in groups.all_views() for view in views.values()]
@@ -205,10 +213,10 @@ Result = TypeVar("Result")
 
 
 class GradientReduction(Choice):
-    """How gradients of a table add up over ranks.
+    """How the gradients of a table are reduced over ranks.
 
-    MEAN divides by the number of ranks, as `DistributedDataParallel` does with those of the dense
-    parameters: a step is one on the mean of the losses of all ranks. SUM does not.
+    MEAN divides by the number of ranks, as `DistributedDataParallel` does for dense parameters: a
+    step minimizes the mean of the losses of all ranks. SUM does not divide.
     """
 
     MEAN = "mean"
@@ -217,7 +225,7 @@ class GradientReduction(Choice):
 
 @dataclass(frozen=True)
 class LocalShard:
-    """A part of a table that this rank holds: slice `index` of `groups`."""
+    """A shard of a table on this rank: slice `index` of `groups`."""
 
     table: str
     shard: Shard
@@ -227,7 +235,7 @@ class LocalShard:
 
 @dataclass(frozen=True)
 class Settings:
-    """What a sharded collection is made with; the same on all ranks."""
+    """The checked arguments of a sharded collection, equal on all ranks."""
 
     configs: tuple[Config, ...]
     optimizer: Optimizer | None
@@ -273,7 +281,7 @@ def agreed_settings(
 
 
 class ShardedTables(nn.Module):
-    """Tables in shards over ranks, and the ids of a batch on their way there.
+    """Tables sharded over ranks, and the input dist of their batches.
 
     Args:
         source: the collection whose tables they become; its weights are kept, and the state of
@@ -329,7 +337,7 @@ class ShardedTables(nn.Module):
             share_cores(groups, own.parts, self.configs, self._effective_plan(), ranks)
             return groups, make(replicated.parts, {}) if replicated.parts else None
 
-        # A rank without enough memory must not leave the others waiting in what comes next.
+        # A rank without enough memory must not leave the others waiting in the next collective.
         self.groups, copies = fingerprint.agree(ranks, allocate)
         self.replicated = None
         if copies is not None:
@@ -363,7 +371,7 @@ class ShardedTables(nn.Module):
             _check_keyed(config, sharding, self.ranks.size)
 
     def _effective_plan(self) -> dict[str, ParameterSharding]:
-        """The plan; a copy on the only rank is a table there."""
+        """Return the plan with replicated tables table-wise where there is one rank."""
         if self.ranks.size > 1:
             return self.plan
         return {
@@ -374,12 +382,12 @@ class ShardedTables(nn.Module):
         }
 
     def _reads(self, parts: Sequence[TableShard]) -> list[int]:
-        """The part that each unit reads."""
+        """Return the shard that each unit reads."""
         features = [config.feature_names for config in self.configs]
         return [p for p, part in enumerate(parts) for _ in features[part.table]]
 
     def _key_blocks(self, parts: Sequence[TableShard]) -> dict[str, tuple[int, int]]:
-        """Of the dynamic tables here, which block of keys of how many."""
+        """Return for each hash table on this rank the number of its block of keys, of how many."""
         blocks, plan = {}, self._effective_plan()
         for part in parts:
             config = self.configs[part.table]
@@ -389,7 +397,7 @@ class ShardedTables(nn.Module):
         return blocks
 
     def local_shards(self) -> list[LocalShard]:
-        """The parts of tables that are here, copies of replicated ones among them."""
+        """Return the table shards on this rank, including replicas."""
         held = [(self._own.parts, self.groups)]
         if self.replicated is not None:
             held.append((self.layout.replicated.parts, self.replicated.groups))
@@ -400,7 +408,7 @@ class ShardedTables(nn.Module):
         ]
 
     def handles(self) -> list[ShardHandle]:
-        """The handle of each part that is here."""
+        """Return the handle of each shard on this rank."""
         held = []
         for part in self.local_shards():
             first = others = GradientShare.SHARD
@@ -415,17 +423,17 @@ class ShardedTables(nn.Module):
         return held
 
     def storage_config(self, table: str) -> Config:
-        """The configuration of a table as it is kept, which a plan may have changed."""
+        """Return the configuration of a table with the storage that the plan selects."""
         config = next(config for config in self.configs if config.name == table)
         return with_storage(config, self.plan[table].storage)
 
     # One batch
 
     def input_dist(self, features: KeyedJaggedTensor) -> Awaitable[Awaitable[IncomingBatch]]:
-        """Start the ids on their way to the ranks that hold their rows.
+        """Start to send ids to the ranks that store their rows.
 
-        Waiting once starts the second of two messages; waiting for what that gives ends it. All
-        ranks call this, in the same order.
+        The first `wait` starts the second of two all-to-alls; `wait` on its result ends it. All
+        ranks call this in the same order.
         """
         inputs = self._inputs(features)
         if self._is_local:
@@ -438,7 +446,7 @@ class ShardedTables(nn.Module):
         return self.ranks.size == 1 and self._input_dist.is_whole and whole
 
     def _inputs(self, features: KeyedJaggedTensor) -> LocalBatch:
-        """The features of the tables, in their order."""
+        """Return the features of the tables, in the order of the layout."""
         if not isinstance(features, KeyedJaggedTensor):
             features = KeyedJaggedTensor.adopt(features)
         keys = features.keys()
@@ -474,7 +482,7 @@ class ShardedTables(nn.Module):
         return self._orders[keys]
 
     def _here(self, inputs: LocalBatch) -> IncomingBatch:
-        """A batch that goes nowhere."""
+        """Return a batch that this rank looks up alone."""
         order = [unit.feature for unit in self._own.units]
         ids, offsets, weights = inputs.ids, inputs.offsets, inputs.weights
         if order != sorted(order):
@@ -486,12 +494,12 @@ class ShardedTables(nn.Module):
         )
 
     def rows(self, received: IncomingBatch) -> Tensor:
-        """Look up what came for the tables here.
+        """Look up the received ids in the shards of this rank.
 
         Raises:
             ValueError: lookups are weighted and no rank's batch has weights.
         """
-        # Only now, when no rank waits for another that has none.
+        # Checked after the exchange, when no rank waits for one that raised.
         if self._is_weighted and received.weights is None:
             raise ValueError(
                 "this collection is weighted, so batches must have weights: make the "
@@ -508,7 +516,7 @@ class ShardedTables(nn.Module):
         return self.groups(ids, offsets, weights, batch_sizes=sizes)
 
     def prefetch(self, received: IncomingBatch) -> None:
-        """Bring rows that `rows` will look up for this batch into the caches of their tables."""
+        """Prefetch the rows that `rows` will look up for this batch into caches."""
         whole = len(received.bags) == len(self._own.units)
         ids, offsets = received.ids, received.offsets
         if not whole:
@@ -528,7 +536,7 @@ class ShardedTables(nn.Module):
 
 
 def in_this_grad_mode(function: Callable[[], Result]) -> Callable[[], Result]:
-    """`function`, which records gradients if and only if they are recorded now.
+    """Wrap `function` to run in the grad mode of now.
 
     A result that is waited for later belongs to the lookup that was made now.
     """
@@ -558,7 +566,7 @@ def _check_keyed(config: Config, sharding: ParameterSharding, world_size: int) -
 
 
 def _is_fused(groups: TableGroups) -> bool:
-    """Whether backward applies the optimizers of all tables; of some alone is an error."""
+    """Return whether all optimizers are fused; raise ValueError if only some are."""
     fused = {autograd.is_fused(info.module.optimizer) for info in groups.groups}
     if len(fused) > 1:
         raise ValueError(

@@ -1,7 +1,7 @@
-"""Where the parts of a table are: shards of rows and columns, and the rules that make them.
+"""Sharding types: the shards of a table, and the rules that make them.
 
 A sharded table is a list of shards that tile `[rows, dim]`. Every sharding type is a rule that
-makes such a list; nothing after it knows the types, so that any tiling is one (`custom`).
+makes such a list; no later code depends on the types, so that any tiling is one (`custom`).
 
 Blocks are as equal as `torch.chunk` makes them: all of ceil(n / parts), the last ones shorter or
 not there. Rows and columns of a tensor-train table are cut between slices of its first core only,
@@ -20,7 +20,7 @@ Span = tuple[int, int]
 
 
 class Shard(NamedTuple):
-    """The part `[rows[0]:rows[1], columns[0]:columns[1]]` of a table, and the rank it is on."""
+    """The slice `[rows[0]:rows[1], columns[0]:columns[1]]` of a table, stored on `rank`."""
 
     rank: int
     rows: Span
@@ -28,21 +28,21 @@ class Shard(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Rows and columns of the part."""
+        """The number of rows and columns."""
         return self.rows[1] - self.rows[0], self.columns[1] - self.columns[0]
 
 
 class World(NamedTuple):
-    """Ranks in all, and ranks of one node: rank r is on node r // local_size."""
+    """The number of ranks, and of ranks per node: rank r is on node r // local_size."""
 
     size: int
     local_size: int
 
     def ranks_of(self, node: int) -> tuple[int, ...]:
-        """The ranks of a node.
+        """Return the ranks of a node.
 
         Raises:
-            ValueError: no such node.
+            ValueError: there is no such node.
         """
         nodes = -(-self.size // self.local_size)
         if not 0 <= node < nodes:
@@ -64,7 +64,7 @@ class TableShape(NamedTuple):
 
 
 class ShardingType(Choice):
-    """The ways to spread a table that have a name."""
+    """The named ways to shard a table."""
 
     DATA_PARALLEL = "data_parallel"
     TABLE_WISE = "table_wise"
@@ -93,12 +93,12 @@ class ParameterSharding:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The ranks that have a part, ascending; none where every rank has a copy."""
+        """The ranks that store a shard, ascending; empty if every rank has a replica."""
         return tuple(sorted({shard.rank for shard in self.shards}))
 
     @property
     def is_replicated(self) -> bool:
-        """Whether every rank has a copy."""
+        """Whether every rank has a replica."""
         return self.type is ShardingType.DATA_PARALLEL
 
     def check(self, name: str, shape: TableShape, world_size: int) -> None:
@@ -123,12 +123,12 @@ Rule = Callable[[TableShape, World], ParameterSharding]
 
 
 def data_parallel() -> Rule:
-    """A copy on every rank."""
+    """Replicate the table on every rank."""
     return lambda shape, world: ParameterSharding(ShardingType.DATA_PARALLEL)
 
 
 def table_wise(rank: int) -> Rule:
-    """The whole table on one rank."""
+    """Store the whole table on one rank."""
 
     def rule(shape: TableShape, world: World) -> ParameterSharding:
         return ParameterSharding(ShardingType.TABLE_WISE, (Shard(rank, *_whole(shape)),))
@@ -137,7 +137,7 @@ def table_wise(rank: int) -> Rule:
 
 
 def row_wise(ranks: Sequence[int] | None = None) -> Rule:
-    """Blocks of rows on `ranks`, or on all."""
+    """Split the table into blocks of rows on `ranks`, by default on all."""
 
     def rule(shape: TableShape, world: World) -> ParameterSharding:
         return ParameterSharding(ShardingType.ROW_WISE, _by_rows(shape, _ranks(ranks, world)))
@@ -146,7 +146,10 @@ def row_wise(ranks: Sequence[int] | None = None) -> Rule:
 
 
 def column_wise(ranks: Sequence[int] | None = None, *, sizes: Sequence[int] | None = None) -> Rule:
-    """Blocks of columns on `ranks`, or on all; `sizes` says how many columns each."""
+    """Split the table into blocks of columns on `ranks`, by default on all.
+
+    `sizes` are the columns per rank; by default blocks are as equal as possible.
+    """
 
     def rule(shape: TableShape, world: World) -> ParameterSharding:
         owners = _ranks(ranks, world)
@@ -156,7 +159,7 @@ def column_wise(ranks: Sequence[int] | None = None, *, sizes: Sequence[int] | No
 
 
 def table_row_wise(node: int) -> Rule:
-    """Blocks of rows on the ranks of one node."""
+    """Split the table into blocks of rows on the ranks of one node."""
 
     def rule(shape: TableShape, world: World) -> ParameterSharding:
         return ParameterSharding(ShardingType.TABLE_ROW_WISE, _by_rows(shape, world.ranks_of(node)))
@@ -165,7 +168,7 @@ def table_row_wise(node: int) -> Rule:
 
 
 def table_column_wise(node: int) -> Rule:
-    """Blocks of columns on the ranks of one node."""
+    """Split the table into blocks of columns on the ranks of one node."""
 
     def rule(shape: TableShape, world: World) -> ParameterSharding:
         shards = _by_columns(shape, world.ranks_of(node))
@@ -175,7 +178,10 @@ def table_column_wise(node: int) -> Rule:
 
 
 def grid(nodes: Sequence[int] | None = None) -> Rule:
-    """Blocks of columns, one a node of `nodes` or of all; each cut by rows on the node's ranks."""
+    """Split the table into blocks of columns, one per node, and each by rows on the node's ranks.
+
+    `nodes` are all nodes by default.
+    """
 
     def rule(shape: TableShape, world: World) -> ParameterSharding:
         chosen = range(-(-world.size // world.local_size)) if nodes is None else nodes
@@ -191,13 +197,13 @@ def grid(nodes: Sequence[int] | None = None) -> Rule:
 
 
 def custom(shards: Sequence[Shard]) -> Rule:
-    """These shards, whatever they are."""
+    """Use any shards that tile the table."""
     given = tuple(Shard(*shard) for shard in shards)
     return lambda shape, world: ParameterSharding(ShardingType.CUSTOM, given)
 
 
 def blocks(size: int, parts: int, unit: int = 1) -> list[Span]:
-    """`size` cut into up to `parts` spans of ceil(units / parts) units; the last may be shorter."""
+    """Cut `size` into up to `parts` spans of ceil(units / parts) units; the last may be shorter."""
     units = math.ceil(size / unit)
     step = math.ceil(units / check_count("parts", parts)) * unit
     return [(start, min(start + step, size)) for start in range(0, size, step)]
@@ -228,8 +234,8 @@ def _by_columns(
     if sizes is not None:
         if len(sizes) != len(ranks) or sum(sizes) != shape.columns:
             raise ValueError(
-                f"sizes must be one a rank = {len(ranks)} and add up to {shape.columns} columns, "
-                f"got {list(sizes)}"
+                f"sizes must have one entry per rank = {len(ranks)} and add up to {shape.columns} "
+                f"columns, got {list(sizes)}"
             )
         ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
         spans = list(zip([0, *ends[:-1]], ends, strict=True))
@@ -257,7 +263,7 @@ def _check_shard(name: str, shard: Shard, shape: TableShape, world_size: int) ->
 
 
 def _overlapping(shards: Sequence[Shard]) -> bool:
-    """Whether two shards share a value; by a sweep over rows, as there may be thousands."""
+    """Return whether two shards share a value, by a sweep over rows: there may be thousands."""
     edges = sorted({edge for shard in shards for edge in shard.rows})
     by_start: dict[int, list[Shard]] = {}
     for shard in shards:

@@ -44,7 +44,7 @@ class SharedCores:
         self._waiting: dict[int, tuple[list[Tensor], Use]] = {}
 
     def member(self, part: int) -> Callable[[list[Tensor], Use], None]:
-        """What part number `part` of those here calls with its gradients."""
+        """Return the function that shard number `part` of this rank calls with its gradients."""
         return partial(self._add, part)
 
     def _add(self, part: int, grads: list[Tensor], use: Use) -> None:
@@ -70,9 +70,9 @@ class SharedCores:
 
 
 def summed(values: Tensor, ranks: RankGroup, holders: Sequence[int]) -> Tensor:
-    """The sum of `values`, flat and as long on each, over some ranks, of which this is one.
+    """Return the sum of `values` over `holders`, with the same bits on all of them.
 
-    It has the same bits on all of them.
+    `values` is flat and of equal length on every holder; this rank is one of them.
     """
     if len(holders) == 1:
         return values

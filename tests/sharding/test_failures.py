@@ -225,5 +225,7 @@ def test_a_process_nobody_waited_for_is_gone() -> None:
 def test_one_rank_and_wrong_use() -> None:
     with pytest.raises(RuntimeError, match="gloo"), detect_rank_failures(RankGroup.single()):
         raise RuntimeError("gloo")
-    with pytest.raises(ValueError, match=r"at least two heartbeat intervals, got 1\.0 s and intervals of 1\.0 s"):
+    with pytest.raises(
+        ValueError, match=r"at least two heartbeat intervals, got 1\.0 s and intervals of 1\.0 s"
+    ):
         detect_rank_failures(RankGroup.single(), heartbeat_interval_s=1.0, heartbeat_timeout_s=1.0)

@@ -26,7 +26,7 @@ from emblib.sharding.pipelines.batches import (
     same_input,
     to_device,
 )
-from emblib.sharding.pipelines.loading import WINDOW, Counted, Loader, Meter
+from emblib.sharding.pipelines.loading import WINDOW, ExampleCount, Loader, Meter
 from emblib.sharding.ranks import RankGroup
 from tests.sharding import worlds
 
@@ -142,7 +142,7 @@ def test_copies_of_the_object_are_the_same_input() -> None:
 
 def _read(
     ranks: RankGroup, counts: list[int], uneven_inputs: Any
-) -> list[tuple[list[int], Counted]]:
+) -> list[tuple[list[int], ExampleCount]]:
     """What a rank trains, with loaders of different lengths."""
     loader = Loader(ranks, uneven_inputs, torch.device("cpu"))
     loader.read(iter([torch.full((ranks.rank + 1,), i) for i in range(counts[ranks.rank])]))
@@ -175,7 +175,7 @@ def test_the_shortest_loader_decides() -> None:
 def test_equal_loaders_are_not_asked() -> None:
     found = worlds.run(2, _read, [2, 2], AssumeEqual())
     assert [[counted for _, counted in steps] for steps in found] == [
-        [Counted(rank + 1, None)] * 2 for rank in range(2)
+        [ExampleCount(rank + 1, None)] * 2 for rank in range(2)
     ]
 
 
@@ -186,7 +186,7 @@ def _two_empties(batch: Tensor) -> Tensor:
 def test_an_empty_batch_of_ones_own_making() -> None:
     found = worlds.run(2, _read, [0, 1], DrainAll(_two_empties))
     assert found[0][0][0] == [-1, -1]
-    assert found[0][0][1] == Counted(0, 2)
+    assert found[0][0][1] == ExampleCount(0, 2)
 
 
 # The loop
@@ -455,13 +455,13 @@ def test_rates_are_of_the_last_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     meter = Meter()
     _ticks(monkeypatch, iter([100.0, 101.0, 103.0]))
     meter.begin()
-    assert meter.end(Counted(4, 10)) == Progress(1, 4, 10, 1.0, 1.0, 4.0, 10.0)
+    assert meter.end(ExampleCount(4, 10)) == Progress(1, 4, 10, 1.0, 1.0, 4.0, 10.0)
     meter.begin()
-    assert meter.end(Counted(2, 2)) == Progress(2, 6, 12, 3.0, 2 / 3, 2.0, 4.0)
+    assert meter.end(ExampleCount(2, 2)) == Progress(2, 6, 12, 3.0, 2 / 3, 2.0, 4.0)
     _ticks(monkeypatch, iter(float(t) for t in range(104, 200)))
     for _ in range(WINDOW + 3):
         meter.begin()
-        last = meter.end(Counted(5, None))
+        last = meter.end(ExampleCount(5, None))
     assert (last.steps_per_s, last.own_examples_per_s) == (1.0, 5.0)
     assert (last.examples, last.examples_per_s) == (None, None)
     assert str(last) == (
@@ -474,10 +474,10 @@ def test_time_between_loaders_does_not_count(monkeypatch: pytest.MonkeyPatch) ->
     meter = Meter()
     _ticks(monkeypatch, iter([0.0, 1.0, 1000.0, 1002.0]))
     meter.begin()
-    meter.end(Counted(1, 1))
+    meter.end(ExampleCount(1, 1))
     meter.pause()
     meter.begin()
-    assert meter.end(Counted(1, 1)).steps_per_s == 0.5
+    assert meter.end(ExampleCount(1, 1)).steps_per_s == 0.5
 
 
 def test_the_callback_is_told_of_every_step() -> None:

@@ -1,4 +1,9 @@
-"""The plain training loop as an object, with the next batch copied to the device meanwhile."""
+"""Training pipelines: training loops that overlap copies, the input dist and prefetching.
+
+`TrainPipelineBase` copies the next batch to the device while a batch is trained,
+`TrainPipelineSparseDist` also sends the ids of the next batch, and
+`PrefetchTrainPipelineSparseDist` also prefetches its rows into caches.
+"""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -21,7 +26,7 @@ from emblib.sharding.ranks import RankGroup
 
 
 class TrainPipelineBase:
-    """Trains a batch a call: forward, backward, optimizer; the next batch is copied meanwhile.
+    """Trains one batch per call, and copies the next batch to the device meanwhile.
 
     `progress(batches)` reads ahead in an iterator and trains its next batch; it raises
     StopIteration when all ranks are drained. Results are those of the loop
@@ -44,7 +49,7 @@ class TrainPipelineBase:
     """
 
     ahead: ClassVar[int] = 1
-    """Batches that are read before they are trained."""
+    """The number of batches that are read ahead of the trained one."""
 
     def __init__(
         self,
@@ -77,11 +82,11 @@ class TrainPipelineBase:
 
     @property
     def steps(self) -> int:
-        """Steps done: where a loader must begin to go on from here, as batches are read ahead."""
+        """The number of finished steps, where a loader resumes: batches are read ahead."""
         return self._meter.step
 
     def progress(self, batches: Iterator[Any]) -> Any:
-        """Train the next batch, and give what `forward` gave as output.
+        """Train the next batch and return the output of `forward`.
 
         All ranks call this equally often. With another iterator than last time, what was read from
         that one is trained first. On a rank that has no batch left the output is that of an empty
@@ -104,7 +109,7 @@ class TrainPipelineBase:
         return output
 
     def run(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """`progress` until it is drained: the output of every step."""
+        """Call `progress` until all ranks are drained; yield the output of every step."""
         iterator = iter(batches)
         self._loader.begin(iterator)
         while True:
@@ -115,7 +120,7 @@ class TrainPipelineBase:
             yield output
 
     def _next(self) -> Slot | None:
-        """The slot to train, taken out; those after it are being read. None: drained."""
+        """Remove and return the slot to train, after reading ahead; None if drained."""
         while True:
             while len(self._slots) <= self.ahead:
                 self._slots.append(self._loader.fetch())
@@ -151,14 +156,14 @@ class TrainPipelineBase:
         return self._forward(batch)
 
     def _before_forward(self, slot: Slot) -> None:
-        """What else is set off before the forward of a slot."""
+        """Start other work before the forward of a slot."""
 
     def _after_forward(self, slot: Slot) -> None:
-        """What else is set off between its forward and its backward."""
+        """Start other work between the forward and the backward of a slot."""
 
 
 def _ranks_of(model: nn.Module) -> RankGroup:
-    """The ranks of the model, or of the first sharded collection in it; else this process alone."""
+    """Return the ranks of the model, or of its first sharded collection; else this process."""
     for module in (model, *sharded_modules(model).values()):
         if isinstance(ranks := getattr(module, "ranks", None), RankGroup):
             return ranks
@@ -181,7 +186,7 @@ def _backward(loss: Any) -> None:
 
 
 class TrainPipelineSparseDist(TrainPipelineBase):
-    """Trains a batch a call, while ids of the next are on their way and the one after is copied.
+    """Trains one batch per call while the next one's ids are sent and the one after is copied.
 
     While batch i is computed: before its forward the sizes of batch i + 1 are sent, before its
     backward the ids, and batch i + 2 is copied to the device. Lookups never run ahead, so every
@@ -242,7 +247,7 @@ class TrainPipelineSparseDist(TrainPipelineBase):
             self._sent(later).send_ids()
 
     def _next_to_send(self) -> list[Slot]:
-        """The slots whose ids are sent during this step, as far as they will be computed."""
+        """Return the slots to compute whose ids are sent during this step."""
         later = list(self._slots)[: self._sent_ahead]
         return [slot for slot in later if self._loader.settle(slot)]
 
@@ -251,7 +256,7 @@ class TrainPipelineSparseDist(TrainPipelineBase):
             self._sent(slot)
 
     def _sent(self, slot: Slot) -> Ahead:
-        """What of a slot was sent ahead; sent now, if it was not."""
+        """Return the inputs of a slot that were sent ahead; send them now if they were not."""
         if slot.sent is None:
             assert slot.batch is not None
             slot.sent = Ahead(self._inputs(slot.batch.value), self._lane, slot.batch)
@@ -260,7 +265,7 @@ class TrainPipelineSparseDist(TrainPipelineBase):
 
 
 class PrefetchTrainPipelineSparseDist(TrainPipelineSparseDist):
-    """A `TrainPipelineSparseDist` that also brings rows into the caches one batch ahead.
+    """A `TrainPipelineSparseDist` that also prefetches rows into caches one batch ahead.
 
     While batch i is computed: the rows of batch i + 1 that are not in the cache of their table
     (`Placement.MANAGED_CACHING`) are brought in, the ids of batch i + 2 are sent, and batch i + 3

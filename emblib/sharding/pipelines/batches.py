@@ -1,4 +1,4 @@
-"""A batch as a pipeline sees it: any nest of tensors, of which it needs a copy or an empty one.
+"""Batches of pipelines: nested tensors that are copied to a device, or emptied.
 
 A batch may be a tensor, a `KeyedJaggedTensor`, a tuple, list or dict of batches, a dataclass, or
 any other object that has them as attributes.
@@ -15,12 +15,12 @@ from torch import Tensor
 
 
 def is_keyed(value: Any) -> bool:
-    """Whether it is a `KeyedJaggedTensor`, of this library or of one with the same methods."""
+    """Return whether a value is a `KeyedJaggedTensor`, or has its methods."""
     return hasattr(value, "stride_per_key") and hasattr(value, "lengths")
 
 
 def is_jagged(value: Any) -> bool:
-    """Whether it is a `JaggedTensor`, of this library or of one with the same methods."""
+    """Return whether a value is a `JaggedTensor`, or has its methods."""
     return not is_keyed(value) and all(hasattr(value, n) for n in ("lengths", "weights_or_none"))
 
 
@@ -29,7 +29,7 @@ def _is_leaf(value: Any) -> bool:
 
 
 def parts_of(value: Any) -> list[tuple[Any, Any]]:
-    """What a batch consists of, as (index, key or name of the attribute, part)."""
+    """Return the items of a batch as (index, key or attribute name; item)."""
     if _is_leaf(value) or isinstance(value, str | bytes | type | torch.nn.Module):
         return []
     if isinstance(value, Mapping):
@@ -43,14 +43,14 @@ def parts_of(value: Any) -> list[tuple[Any, Any]]:
 
 
 def part(value: Any, step: Any) -> Any:
-    """The part that `parts_of` names `step`."""
+    """Return the item that `parts_of` names `step`."""
     if isinstance(value, Mapping | tuple | list):
         return value[step]
     return getattr(value, step)
 
 
 def leaves(value: Any, seen: set[int] | None = None) -> Iterator[Any]:
-    """The tensors and jagged tensors of a batch, in order, each object once."""
+    """Iterate over the tensors and jagged tensors of a batch in order, each object once."""
     seen = set() if seen is None else seen
     if id(value) in seen:
         return
@@ -62,7 +62,7 @@ def leaves(value: Any, seen: set[int] | None = None) -> Iterator[Any]:
 
 
 def _rebuilt(value: Any, act: Callable[[Any], Any]) -> Any:
-    """The same nest with `act(leaf)` for every leaf; what has none is kept as it is."""
+    """Return the batch with `act(leaf)` for every leaf; items without leaves are not copied."""
     if _is_leaf(value):
         return act(value)
     parts = {step: _rebuilt(inner, act) for step, inner in parts_of(value)}
@@ -82,12 +82,12 @@ def _rebuilt(value: Any, act: Callable[[Any], Any]) -> Any:
 
 
 def device_of(leaf: Any) -> torch.device:
-    """Where a tensor or a jagged tensor is."""
+    """Return the device of a tensor or a jagged tensor."""
     return (leaf if isinstance(leaf, Tensor) else leaf.values()).device
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """The batch on a device, by its own `to` where it has one; does not wait for the copy."""
+    """Copy a batch to a device, with its own `to` if it has one, without waiting for the copy."""
     if not _is_leaf(batch) and hasattr(batch, "to"):
         takes = inspect.signature(batch.to).parameters.values()
         if any(p.name == "non_blocking" or p.kind is p.VAR_KEYWORD for p in takes):
@@ -100,7 +100,7 @@ def to_device(batch: Any, device: torch.device) -> Any:
 
 
 def empty_batch(batch: Any) -> Any:
-    """The batch with no examples: what a rank without data computes with.
+    """Return the batch with no examples, which a rank without data computes with.
 
     Tensors lose all of their first dimension, and jagged ones all bags; numbers and scalar tensors
     stay. A batch whose examples lie along another dimension needs a function of its own.
@@ -127,7 +127,7 @@ def _empty(leaf: Any) -> Any:
 
 
 def examples_of(batch: Any) -> int:
-    """Examples of a batch: of its first keyed jagged tensor, else the length of a tensor."""
+    """Return the examples of the first keyed jagged tensor, else the length of the first tensor."""
     length = None
     for leaf in leaves(batch):
         if is_keyed(leaf):
@@ -139,11 +139,11 @@ def examples_of(batch: Any) -> int:
 
 
 Path = tuple[Any, ...]
-"""Where a part of a batch is: indices, keys and names of attributes, outermost first."""
+"""The path of an item in a batch: indices, keys and attribute names, outermost first."""
 
 
 def path_to(batch: Any, target: Any) -> Path | None:
-    """Where in the batch an object is that is the same one as `target`; None if it is not there."""
+    """Return the path of the object `target` in a batch; None if the batch does not have it."""
     if same_input(batch, target):
         return ()
     for step, inner in parts_of(batch):
@@ -154,14 +154,14 @@ def path_to(batch: Any, target: Any) -> Path | None:
 
 
 def follow(batch: Any, path: Path) -> Any:
-    """What is at a path."""
+    """Return the item at a path."""
     for step in path:
         batch = part(batch, step)
     return batch
 
 
 def same_input(one: Any, other: Any) -> bool:
-    """Whether both are one jagged tensor, perhaps in two objects: wrappers of models copy those."""
+    """Return whether both are one jagged tensor, maybe in two objects, as model wrappers make."""
     if one is other:
         return True
     if not (is_keyed(one) and is_keyed(other)):
@@ -179,13 +179,13 @@ S = TypeVar("S")
 
 
 class Staged(NamedTuple, Generic[T]):
-    """A value, and the event after which it may be used; None if it may be at once."""
+    """A value, and the event after which it may be used; None if it is ready."""
 
     value: T
     ready: torch.cuda.Event | None = None
 
     def take(self) -> T:
-        """The value, for use on the current stream."""
+        """Return the value, for use on the current stream."""
         if self.ready is not None:
             stream = torch.cuda.current_stream(self.ready.device)
             stream.wait_event(self.ready)
@@ -194,17 +194,17 @@ class Staged(NamedTuple, Generic[T]):
 
 
 class Lane:
-    """Runs one stage of a pipeline, in order, beside the others.
+    """Runs one stage of a pipeline in order, on a CUDA stream of its own.
 
-    It waits for nothing but what it is given: a stage that waited for the current stream would run
-    after the step that it should run beside.
+    It waits for the given value only: a stage that waited for the current stream would run after
+    the step that it is to overlap with.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def run(self, work: Callable[[S], T], given: Staged[S]) -> Staged[T]:
-        """`work(given.value)`, as soon as that is ready."""
+        """Run `work(given.value)` once the value is ready."""
         if self._stream is None:
             return Staged(work(given.value))
         with torch.cuda.stream(self._stream):
@@ -213,7 +213,7 @@ class Lane:
 
 
 def _keep_for(value: Any, stream: torch.cuda.Stream) -> None:
-    """Memory of another stream must not be given away before this one has used it."""
+    """Keep the memory of another stream until this stream has used it."""
     for leaf in leaves(value):
         if device_of(leaf).type == "cuda":
             leaf.record_stream(stream)

@@ -1,4 +1,4 @@
-"""Which jagged tensor of a batch goes into which sharded collection, and its way there ahead.
+"""Inputs of sharded collections: find them in a batch, and send their ids ahead.
 
 A sharded collection says what it does in parts: `input_dist` sends ids to the ranks that look them
 up, `compute_and_output_dist` looks them up and brings the results back. Ids depend on nothing that
@@ -21,9 +21,9 @@ from emblib.sharding.pipelines.batches import Lane, Path, Staged, follow, path_t
 from emblib.tables.graph_break import graph_break
 
 Inputs = Callable[[Any], Mapping[Any, Any]]
-"""Gives the inputs of a batch: {path of the module in the model, or the module: jagged tensor}.
+"""Returns the inputs of a batch: {path of the module in the model, or the module: jagged tensor}.
 
-A module that is called several times in one forward has a list of them, in that order.
+A module that one forward calls several times has a list of them, in that order.
 """
 
 
@@ -35,7 +35,7 @@ class Call(NamedTuple):
 
 
 def sharded_modules(model: nn.Module) -> dict[str, Any]:
-    """The sharded collections of a model by their paths in it, whatever it is wrapped in."""
+    """Return the sharded collections by their paths in the model inside of any wrapper."""
     found: dict[str, Any] = {}
     for name, module in unwrapped(model).named_modules():
         # Not what such a collection consists of.
@@ -46,7 +46,7 @@ def sharded_modules(model: nn.Module) -> dict[str, Any]:
 
 
 class FoundInputs:
-    """Inputs by where they were in the first batch.
+    """Inputs that are found at their places in the first batch.
 
     The first forward runs as it is while this looks on. An input that was an object of the batch
     will be at the same place of the next one. One that the model made itself is not known before
@@ -60,7 +60,7 @@ class FoundInputs:
 
     @property
     def is_known(self) -> bool:
-        """Whether a batch has gone through the model."""
+        """Whether a batch has passed through the model."""
         return self._paths is not None
 
     @contextlib.contextmanager
@@ -92,13 +92,13 @@ class FoundInputs:
         return forward
 
     def __call__(self, batch: Any) -> list[Call]:
-        """The calls of a batch, in the order in which the model makes them."""
+        """Return the calls for a batch, in the order in which the model makes them."""
         assert self._paths is not None
         return [Call(module, follow(batch, path)) for module, path in self._paths]
 
 
 class GivenInputs:
-    """Inputs by a function of the caller."""
+    """Inputs that a function of the caller returns."""
 
     is_known = True
 
@@ -107,7 +107,7 @@ class GivenInputs:
         self._function = function
 
     def __call__(self, batch: Any) -> list[Call]:
-        """The calls of a batch, in the order in which the function has them."""
+        """Return the calls for a batch, in the order of the function's result."""
         calls = []
         for key, given in self._function(batch).items():
             module = self._modules.get(key) if isinstance(key, str) else key
@@ -122,7 +122,7 @@ class GivenInputs:
 
 
 class Ahead:
-    """The inputs of one batch on their way to the ranks that look them up."""
+    """The inputs of one batch in flight to the ranks that look them up."""
 
     def __init__(self, calls: Sequence[Call], lane: Lane, batch: Staged[Any]) -> None:
         self._lane = lane
@@ -136,13 +136,13 @@ class Ahead:
         return [call.module.input_dist(call.kjt) for call in self._calls]
 
     def send_ids(self) -> None:
-        """Once the sizes are there, send the ids; does nothing the second time."""
+        """Wait for the sizes and send the ids; do nothing the second time."""
         if self._sizes is not None:
             self._ids = self._lane.run(_wait_for_all, self._sizes)
             self._sizes = None
 
     def prefetch(self, lane: Lane) -> None:
-        """Bring the rows of the batch into the caches; does nothing the second time."""
+        """Prefetch the rows of the batch into the caches; do nothing the second time."""
         if self._come is None:
             self._come = lane.run(self._bring_in, self._receive())
 
@@ -158,7 +158,7 @@ class Ahead:
 
     @contextlib.contextmanager
     def taken(self) -> Iterator[None]:
-        """While this lasts, the collections take what was sent instead of sending their input."""
+        """Let the collections use the ids sent ahead instead of sending their input, in a block."""
         self.send_ids()
         waiting: dict[Any, deque[tuple[Any, Callable[[], Any]]]] = {}
         for i, call in enumerate(self._calls):
@@ -203,7 +203,7 @@ def _taking(module: Any, queue: deque[tuple[Any, Callable[[], Any]]]) -> Callabl
 
 @contextlib.contextmanager
 def _forwards(forwards: Mapping[Any, Callable[..., Any]]) -> Iterator[None]:
-    """Give modules another `forward` while this lasts; their hooks run as ever."""
+    """Replace the `forward` of modules in a block; their hooks still run."""
     before = {module: module.__dict__.get("forward") for module in forwards}
     for module, forward in forwards.items():
         module.__dict__["forward"] = graph_break(forward)

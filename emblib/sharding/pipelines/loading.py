@@ -1,8 +1,8 @@
-"""Batches from a loader, and what the ranks do where one of them has none left.
+"""Loading of batches: read ahead, and agree over ranks about the last step.
 
-Every rank takes part in every collective of a step, so either all ranks compute or none does. With
-each batch that a rank reads it tells the others that it has one; by the time the batch is needed,
-the answers of the others are there.
+Every rank takes part in every collective of a step, so that either all ranks compute a step or none
+does. For every batch that it reads, a rank sends to all ranks whether it has one. The pipeline
+reads ahead, so that the messages of the other ranks have arrived when the batch is needed.
 """
 
 import time
@@ -28,28 +28,34 @@ from emblib.sharding.ranks import RankGroup, sends_from_hosts, subgroup
 
 
 class Agreement:
-    """Gathers small numbers of every rank in the background.
+    """Gathers small numbers of every rank.
 
-    The numbers stay in the memory of the host, so that nobody waits for a GPU. A group that can
-    only send from GPUs gets a second one over gloo beside it; making this object is then collective
-    over the ranks.
+    The numbers stay in host memory, so that no rank waits for a GPU. For a group that can send only
+    from GPUs this object makes a second one over gloo; all ranks then construct it together.
+
+    Among ranks on CPUs, `gather` returns when all ranks have called it, like every exchange in host
+    memory. Among ranks on GPUs only these numbers are sent between hosts: no headers are compared,
+    and `gather` does not wait for the other ranks.
     """
 
     def __init__(self, ranks: RankGroup) -> None:
         self._ranks = _on_hosts(ranks)
+        self._has_header = ranks.device.type == "cpu"
 
     def gather(self, numbers: Sequence[int]) -> Awaitable[list[list[int]]]:
-        """The numbers of every rank, by rank; all ranks call this, with as many numbers each."""
+        """Gather the numbers of every rank, by rank; all ranks pass equally many."""
         if self._ranks.size == 1:
             return ReadyAwaitable([list(numbers)])
         size, sizes = self._ranks.size, [len(numbers)] * self._ranks.size
         own = torch.tensor([*numbers] * size, dtype=torch.int64)
-        pending = start_all_to_all(own, sizes, sizes, self._ranks, content=Content.NUMBERS)
+        pending = start_all_to_all(
+            own, sizes, sizes, self._ranks, content=Content.NUMBERS, has_header=self._has_header
+        )
         return DeferredAwaitable(lambda: pending.wait().view(size, -1).tolist())
 
 
 def _on_hosts(ranks: RankGroup) -> RankGroup:
-    """The same ranks, in a group that sends from the memory of the host."""
+    """Return the same ranks in a group that sends tensors in host memory."""
     if ranks.group is None or sends_from_hosts(ranks.group):
         return ranks
     return RankGroup(subgroup(ranks), local_size=ranks.local_size)
@@ -57,10 +63,10 @@ def _on_hosts(ranks: RankGroup) -> RankGroup:
 
 @dataclass(frozen=True)
 class DrainAll:
-    """Train until no rank has a batch: a rank that is out computes with empty ones until then.
+    """Train until no rank has a batch left; a rank without one computes with empty batches.
 
-    `empty` makes an empty batch of any batch; by default all tensors lose their first dimension. A
-    rank that never had a batch gets an empty one from another rank.
+    `empty` makes an empty batch from any batch; by default `empty_batch`, which empties the first
+    dimension of all tensors. A rank that never had a batch gets an empty one from another rank.
     """
 
     empty: Callable[[Any], Any] = empty_batch
@@ -68,20 +74,20 @@ class DrainAll:
 
 @dataclass(frozen=True)
 class StopAtShortest:
-    """Stop where the first rank is out; what the others have read ahead is dropped."""
+    """Stop when the first rank has no batch left; drop the batches that others have read ahead."""
 
 
 @dataclass(frozen=True)
 class AssumeEqual:
-    """All ranks have as many batches, says the caller; nobody asks, and a wrong word hangs."""
+    """Assume that all ranks have equally many batches; if they do not, training hangs."""
 
 
 UnevenInputs = DrainAll | StopAtShortest | AssumeEqual
-"""What happens at the end of loaders that need not be of one length."""
+"""What happens where the loaders of ranks have different numbers of batches."""
 
 
-class Counted(NamedTuple):
-    """Examples of a batch: of this rank, and of all ranks (None where nobody asked)."""
+class ExampleCount(NamedTuple):
+    """Examples of a batch: of this rank, and of all ranks (None for `AssumeEqual`)."""
 
     own: int
     all: int | None
@@ -89,10 +95,10 @@ class Counted(NamedTuple):
 
 @dataclass
 class Slot:
-    """One step's place in the pipeline: a batch of this rank, or none, and what the others have.
+    """One step in the pipeline: the batch of this rank, if it has one, and the state of all ranks.
 
-    `heard` is what every rank says of its own; `runs` whether the ranks compute this step, None
-    until that is settled; `sent` what of the batch a pipeline has sent ahead.
+    `heard` are the numbers that every rank sends about its batch; `runs` is whether the ranks
+    compute this step, None until that is decided; `sent` are the inputs sent ahead.
     """
 
     epoch: int
@@ -102,19 +108,19 @@ class Slot:
     runs: bool | None = None
     sent: Any = None
 
-    def counted(self) -> Counted:
-        """Its examples."""
+    def counted(self) -> ExampleCount:
+        """Return the examples of the batch."""
         if self.heard is None:
-            return Counted(self.examples, None)
-        return Counted(self.examples, sum(said[_EXAMPLES] for said in self.heard.wait()))
+            return ExampleCount(self.examples, None)
+        return ExampleCount(self.examples, sum(said[_EXAMPLES] for said in self.heard.wait()))
 
 
-# What a rank says of itself with every batch.
+# The numbers that a rank sends with every batch.
 _HAS, _EXAMPLES, _KNOWS, _EPOCH = range(4)
 
 
 class Loader:
-    """Reads batches, copies them to the device, and knows at which step all ranks are out."""
+    """Reads batches, copies them to the device, and finds the last step of all ranks."""
 
     def __init__(self, ranks: RankGroup, uneven_inputs: UnevenInputs, device: torch.device) -> None:
         if not isinstance(uneven_inputs, DrainAll | StopAtShortest | AssumeEqual):
@@ -133,12 +139,12 @@ class Loader:
         self._empty: Any = None  # an empty batch, on the host; None until there was a batch
 
     def read(self, batches: Iterator[Any]) -> None:
-        """Take batches from here from now on; another iterator, or one reset, is a new epoch."""
+        """Read from `batches` from now on; another or a reset iterator begins a new epoch."""
         if batches is not self._batches or (self._is_out and self._was_reset()):
             self.begin(batches)
 
     def begin(self, batches: Iterator[Any]) -> None:
-        """Begin an epoch, also where `batches` is the iterator of the epoch before.
+        """Begin an epoch, even if `batches` is the iterator of the previous epoch.
 
         `iter` of a `DataLoader` with `persistent_workers` returns the same object every time.
         """
@@ -151,11 +157,11 @@ class Loader:
         self.epoch += 1
 
     def end(self) -> None:
-        """Forget the iterator of an epoch that is drained on all ranks."""
+        """Release the iterator of an epoch that is drained on all ranks."""
         self._batches, self._attributes_at_end = None, []
 
     def is_last(self, slot: Slot, newest: Slot) -> bool:
-        """Whether the epoch ends with a slot that does not run: no rank has begun another since.
+        """Return whether an epoch ends with a slot that does not run: no rank has begun another.
 
         A rank that was out sees that its iterator was reset, one that was not does not; all decide
         by what every rank has said of its epoch with `newest`, the slot read last.
@@ -166,7 +172,7 @@ class Loader:
         return all(a[_EPOCH] == b[_EPOCH] for a, b in zip(then, now, strict=True))
 
     def fetch(self) -> Slot:
-        """The next batch, on its way to the device; the other ranks hear of it."""
+        """Read the next batch, start its copy to the device, and send its numbers to all ranks."""
         batch = self._next()
         examples = 0 if batch is None else examples_of(batch)
         said = (int(batch is not None), examples, int(self._empty is not None), self.epoch)
@@ -188,7 +194,7 @@ class Loader:
         return batch
 
     def _was_reset(self) -> bool:
-        """Whether someone changed the iterator since it was out, as `iter` of its loader does.
+        """Return whether the iterator has changed since it was drained, as `iter(loader)` does.
 
         Asking it for a batch would show that too. But not every iterator raises StopIteration
         twice: one restarts by itself, and one waits for a queue to which nothing comes any more.
@@ -207,7 +213,7 @@ class Loader:
         return self._lane.run(lambda given: to_device(given, self._device), Staged(batch, ready))
 
     def settle(self, slot: Slot) -> bool:
-        """Whether the ranks compute this step; a rank without a batch then gets an empty one."""
+        """Return whether the ranks compute this step, with an empty batch on ranks without one."""
         if slot.runs is None:
             slot.runs = self._decide(slot)
             if slot.runs and slot.batch is None:
@@ -246,7 +252,7 @@ def _on_host(batch: Any) -> Any:
 
 
 class Progress(NamedTuple):
-    """What the callback of a pipeline gets after every step.
+    """The argument of a pipeline's callback, which it calls after every step.
 
     Attributes:
         step: steps done, this one among them.
@@ -283,7 +289,7 @@ class Progress(NamedTuple):
 WINDOW = 20
 
 
-class _Mark(NamedTuple):
+class _MeterMark(NamedTuple):
     time_s: float
     step: int
     own: int
@@ -294,20 +300,20 @@ class Meter:
     """Counts steps and examples."""
 
     def __init__(self) -> None:
-        self._marks: deque[_Mark] = deque(maxlen=WINDOW + 1)
+        self._marks: deque[_MeterMark] = deque(maxlen=WINDOW + 1)
         self._start_s = 0.0
         self._is_paused = False
 
     @property
     def step(self) -> int:
-        """Steps done."""
+        """The number of finished steps."""
         return self._marks[-1].step if self._marks else 0
 
     def begin(self) -> None:
-        """Called when a step begins; what passes between two steps counts as time of the second."""
+        """Begin a step; time between two steps counts for the second one."""
         if not self._marks:
             self._start_s = time.perf_counter()
-            self._marks.append(_Mark(self._start_s, 0, 0, 0))
+            self._marks.append(_MeterMark(self._start_s, 0, 0, 0))
         elif self._is_paused:
             last = self._marks[-1]
             self._marks.clear()
@@ -315,14 +321,14 @@ class Meter:
         self._is_paused = False
 
     def pause(self) -> None:
-        """Called when the batches are drained: time until the next step does not count."""
+        """Pause when the batches are drained: time until the next step does not count."""
         self._is_paused = True
 
-    def end(self, counted: Counted) -> Progress:
-        """Called when a step has ended."""
+    def end(self, counted: ExampleCount) -> Progress:
+        """End a step and return the progress."""
         last = self._marks[-1]
         everywhere = None if counted.all is None or last.all is None else last.all + counted.all
-        now = _Mark(time.perf_counter(), last.step + 1, last.own + counted.own, everywhere)
+        now = _MeterMark(time.perf_counter(), last.step + 1, last.own + counted.own, everywhere)
         self._marks.append(now)
         first = self._marks[0]
         window_s = max(now.time_s - first.time_s, 1e-9)
