@@ -133,9 +133,9 @@ class WorkloadConfig:
     sizes: list[int] = field(default_factory=list)  # rows of each table, instead of T and E
     file: str = ""  # of distribution=trace
     format: Format = Format.auto
-    columns: list[str] = field(default_factory=list)  # of the file, one a table; empty: all
+    columns: list[str] = field(default_factory=list)  # of the file, one per table; empty: all
     ids: Ids = Ids.exact
-    sha256: str = ""  # of the file: recorded; a run that is given one refuses another file
+    sha256: str = ""  # of the file: recorded; if set, a run refuses any other file
 
 
 @dataclass
@@ -155,7 +155,7 @@ class CacheConfig:
     fractions: list[float] = field(default_factory=lambda: [0.2])  # of all rows
     warm_batches: int = 60  # of a trace: they fill the cache and are not counted
     batches: int = 60  # of a trace: they are counted
-    pool: int = 64  # distinct batches of a timed cell; a few would soon be in the cache altogether
+    pool: int = 64  # distinct batches of a timed cell; a few would soon fit in the cache
     directory: str = ""  # where disk tables live while they are measured; empty: a temporary one
 
 
@@ -166,14 +166,14 @@ class KeysConfig:
     A case with `loads` is of kind keys, whatever the kind of its experiment.
     """
 
-    loads: list[float] = field(default_factory=list)  # keys that are there ÷ slots, an arm for each
-    hits: float = 0.6  # share of a call's keys that are there
+    loads: list[float] = field(default_factory=list)  # keys present ÷ slots, an arm for each
+    hits: float = 0.6  # share of a call's keys that are present
     operations: list[str] = field(
         default_factory=lambda: [
             "find", "find_slots", "find_or_insert", "insert_or_assign", "insert_and_evict",
         ]
     )  # fmt: skip
-    first: float = 0.01  # of the slots: what a table that grows begins with
+    first: float = 0.01  # share of the slots that a growing table begins with
 
 
 @dataclass
@@ -242,7 +242,7 @@ class TimingConfig:
     total_seconds: float = 75.0  # on a busy machine cells get shorter to keep to this; 0: never
     precision: float = 0.01  # stop early: half-width of the median's 95 % interval, relative
     energy_seconds: float = 0.0  # of steps alone, for their energy; 0: not measured
-    limit_seconds: float = 120.0  # a contender that is silent for so long is ended; 0: never
+    limit_seconds: float = 120.0  # a contender without a message for so long is ended; 0: never
     max_rows: int = 0
     max_batch: int = 0
     max_cells: int = 0
@@ -256,7 +256,7 @@ class DeviceConfig:
     kind: DeviceKind = DeviceKind.auto
     threads: int = 0
     memory_share: float = 0.6
-    ranks: int = 1  # processes that work side by side, each on batches of its own, under torchrun
+    ranks: int = 1  # processes under torchrun, each with its own batches
     strict: bool = False  # refuse to measure on a machine that is not fit for it
 
 
@@ -273,18 +273,18 @@ class GatePoint:
 class GateConfig:
     """Two revisions of emblib side by side (kinds gate, noise, power)."""
 
-    base: str = ""  # what git calls it; empty: origin/main, else HEAD; a smoke run: head itself
-    head: str = "WORKTREE"  # or what git calls it
+    base: str = ""  # a git revision; empty: origin/main, else HEAD; a smoke run: head
+    head: str = "WORKTREE"  # or a git revision
     points: list[GatePoint] = field(default_factory=list)
-    most_pairs: int = 9  # of processes, for a point that is unsure after timing.replicates
-    min_effect: float = 0.05  # smaller ones do not count
-    most_margin: float = 0.1  # a point whose noise asks for more is not gated
+    max_pairs: int = 9  # pairs of processes at most, for a point unsure after timing.replicates
+    min_effect: float = 0.05  # smaller effects do not count
+    max_margin: float = 0.1  # a point whose noise asks for more is not gated
     strict: bool = False  # unsure, or too noisy to gate, is exit status 4
-    noise: str = "reports/noise"  # folder of the noise floors, one file a machine
-    floor_pairs: int = 24  # of processes that a noise floor is made of
+    noise: str = "reports/noise"  # folder of the noise floors, one file per machine
+    floor_pairs: int = 24  # pairs of processes of a noise floor
     trials: int = 200  # kind power: gates of a revision against itself
     slowed_trials: int = 40  # kind power: the same with every point of head slowed by `inject`
-    inject: float = 1.0  # head takes this many times its time
+    inject: float = 1.0  # head is slowed by this factor
 
 
 @dataclass

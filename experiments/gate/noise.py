@@ -32,7 +32,7 @@ HOW = (
     "of the core, of what else the machine did.",
     f"MAD is the median distance from no effect. The gate's margin at a point is "
     f"{statistics.NOISE_FACTOR:g}·MAD/√pairs, but no less than gate.min_effect; a point that needs "
-    "more than gate.most_margin is not gated.",
+    "more than gate.max_margin is not gated.",
 )
 
 

@@ -73,7 +73,11 @@ def schedule(config: Config) -> list[float]:
 def kept_rules(store: RunStore) -> Rules | None:
     """Return the rules that a run began with, which apply until its end."""
     kept = read_json(store.path, RULES)
-    return Rules(kept["pairs"], kept["most_pairs"], kept["margins"]) if kept else None
+    return (
+        Rules(kept["pairs"], int(kept.get("max_pairs") or kept["most_pairs"]), kept["margins"])
+        if kept
+        else None
+    )
 
 
 def complete(path: Path) -> list[dict[str, Any]]:
@@ -259,7 +263,7 @@ def _page(
         f"Unsure of a point in {in_words(rates['unsure'])} cases without a change.",
         f"At least one point caught in {in_words(rates['caught_by_gate'])} slowed gates.",
     ]
-    pairs = f"{rules.pairs} pairs of processes, up to {rules.most_pairs} where unsure"
+    pairs = f"{rules.pairs} pairs of processes, up to {rules.max_pairs} where unsure"
     notices = []
     if config.timing.max_rows:
         notices.append("Smoke run: tiny tables, one pair: nothing here means anything.")

@@ -33,7 +33,7 @@ class Rules:
     """The numbers of pairs, and the margins."""
 
     pairs: int
-    most_pairs: int
+    max_pairs: int
     margins: Mapping[str, float]  # of each gated point
 
 
@@ -84,7 +84,7 @@ def next_request(points: Sequence[str], evidence: Evidence, rules: Rules) -> Req
     if new:
         return Request(Stage.first, tuple(new))
     said = {p: _said(first[p], rules.margins[p]) for p in points}
-    enough = rules.most_pairs if rules.pairs >= statistics.LEAST_PROCESSES else 0
+    enough = rules.max_pairs if rules.pairs >= statistics.LEAST_PROCESSES else 0
     unsure = [p for p in points if said[p] is Verdict.UNSURE and len(first[p]) < enough]
     if unsure:
         return Request(Stage.first, tuple(unsure))

@@ -132,9 +132,9 @@ class Start:
         """Return the numbers of pairs, and the margins of points that can be gated."""
         pairs = self.config.timing.replicates
         margins = {p.name: self.margin(p) for p in self.points}
-        most = self.config.gate.most_margin
+        most = self.config.gate.max_margin
         gated = {name: m for name, m in margins.items() if m <= most}
-        return Rules(pairs, max(pairs, self.config.gate.most_pairs), gated)
+        return Rules(pairs, max(pairs, self.config.gate.max_pairs), gated)
 
     def margin(self, point: Point) -> float:
         """Return the margin of this point."""
@@ -212,7 +212,7 @@ def plan(config: Config, what: str) -> int:
 
 def pairs_of(config: Config) -> str:
     """Describe how many processes a gate takes."""
-    least, most = config.timing.replicates, max(config.timing.replicates, config.gate.most_pairs)
+    least, most = config.timing.replicates, max(config.timing.replicates, config.gate.max_pairs)
     return f"{least} to {most} pairs of processes, and as many again to confirm what looks slower"
 
 

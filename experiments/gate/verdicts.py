@@ -93,7 +93,7 @@ def findings(
         if failed:
             lines.append(_failed(point, failed))
         elif point.name not in rules.margins:
-            reason = "its noise on this machine asks for a margin beyond gate.most_margin"
+            reason = "its noise on this machine asks for a margin beyond gate.max_margin"
             lines.append(Line(point.name, point.words, "NOISY", reason))
         elif point.name in rulings:
             lines.append(_judged(point, rulings[point.name], trial, records))
@@ -136,9 +136,7 @@ def advice(ruling: Ruling) -> str:
     if ruling.screened in (Verdict.SLOWER, Verdict.FASTER):
         said = ruling.screened.value.lower()
         return f"looked {said} at first, and was not so a second time; give the command again"
-    return (
-        "the noise is too large: close other programs, raise gate.most_pairs or timing.min_rounds"
-    )
+    return "the noise is too large: close other programs, raise gate.max_pairs or timing.min_rounds"
 
 
 def changes(base: Mapping[str, float], head: Mapping[str, float]) -> tuple[list[str], list[str]]:

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 SCHEMA_VERSION = 2  # 1: one process per cell, no replicate, mode, point_key
 POINTS = "points.jsonl"
 RENAMED = {  # name in files of older runs -> name today
+    "most_pairs": "max_pairs",
+    "most_margin": "max_margin",
     "law": "distribution",
     "law_lookup_hit_rate": "expected_lookup_hit_rate",
     "law_row_hit_rate": "expected_row_hit_rate",
@@ -193,11 +195,12 @@ def read_config(path: Path) -> DictConfig:
     """Return a run's config.yaml in today's words."""
     config = OmegaConf.load(path)
     assert isinstance(config, DictConfig)
-    for point in (config, *(config.get("cases") or {}).values()):
-        workload = point.get("workload", {})
-        if "law" in workload:
-            names = {RENAMED.get(str(k), k): v for k, v in workload.items()}
-            point.workload = OmegaConf.create(names)
+    groups = [(config, "gate"), (config, "workload")]
+    groups += [(case, "workload") for case in (config.get("cases") or {}).values()]
+    for parent, name in groups:
+        if RENAMED.keys() & parent.get(name, {}).keys():
+            group = {RENAMED.get(str(key), key): value for key, value in parent[name].items()}
+            parent[name] = OmegaConf.create(group)
     return config
 
 

@@ -134,7 +134,7 @@ class RankClock(Clock):
 
     def __init__(self, clock: Clock, ranks: TorchrunSync) -> None:
         self.inner, self.ranks, self.mode = clock, ranks, clock.mode
-        self.fewest_seconds = clock.fewest_seconds
+        self.min_sample_seconds = clock.min_sample_seconds
         self.log: dict[str, list[tuple[float, ...]]] = {}  # key of the work -> seconds by rank
 
     def time(self, work: Any) -> float:

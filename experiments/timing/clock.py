@@ -45,7 +45,7 @@ class Clock(ABC):
     """A clock for calls; tests use fake ones."""
 
     mode: Mode = Mode.hot
-    fewest_seconds: float = 50e-6  # calls that take less share a sample
+    min_sample_seconds: float = 50e-6  # calls that take less share a sample
 
     @abstractmethod
     def time(self, work: Callable[[], object]) -> float:
@@ -241,7 +241,7 @@ class CudaClock(Clock):
     def __init__(self, gpu: Gpu, mode: Mode = Mode.hot, spin: float = SPIN_SECONDS) -> None:
         self.gpu, self.mode, self.spin = gpu, mode, spin
         if mode is Mode.wall:
-            self.fewest_seconds = 0.0  # the second of two calls would not wait for its launch
+            self.min_sample_seconds = 0.0  # the second of two calls would not wait for its launch
         self.ahead: dict[str, float] = {}  # key -> seconds to spin
         self.in_vain: Counter[str] = Counter()  # key -> longer spins in a row without effect
         self._rate = 0.0

@@ -177,9 +177,9 @@ class Race:
 
     def _executions(self, seconds: float) -> int:
         """Return how many calls make a sample long enough for the clock."""
-        if not 0 < seconds < self.clock.fewest_seconds:
+        if not 0 < seconds < self.clock.min_sample_seconds:
             return 1
-        return min(MOST_EXECUTIONS, math.ceil(self.clock.fewest_seconds / seconds))
+        return min(MOST_EXECUTIONS, math.ceil(self.clock.min_sample_seconds / seconds))
 
     def _round(self, number: int, results: dict[str, Measured], rng: random.Random) -> bool:
         """Take two samples of every phase of every contender still running; False when none is.
