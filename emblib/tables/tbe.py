@@ -553,7 +553,7 @@ class TableBatchedEmbeddingBags(TieredTables):
                 args.unique,
             )
         if self._prefetcher is not None:
-            with self._lock:  # until the slots that a batch was batch_id have been read
+            with self._lock:  # until the slots of the batch have been read
                 batch = self._prefetcher.take(batch, tiers, batch_id)
                 return self._read(tiers, batch, sample_weights)
         return self._read(tiers, batch, sample_weights)
