@@ -171,7 +171,7 @@ def test_a_reservation_that_leaves_nothing() -> None:
 def test_wrong_arguments() -> None:
     with pytest.raises(ValueError, match="must divide world_size = 6"):
         Topology(6, 4)
-    with pytest.raises(ValueError, match="one entry per rank = 2"):
+    with pytest.raises(ValueError, match="one a rank = 2"):
         Topology(2, memory=(1, 2, 3))
     with pytest.raises(TypeError, match="must be an int, got '16GB'"):
         Topology(2, memory="16GB")  # type: ignore[arg-type]
