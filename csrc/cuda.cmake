@@ -1,5 +1,5 @@
 # The CUDA library. Architectures come from TORCH_CUDA_ARCH_LIST ("8.0;9.0+PTX"), as for every torch
-# extension; the default covers A100 and H100/H200, and PTX carries it to newer devices.
+# extension. The default covers A100 and H100/H200; newer devices compile the PTX.
 set(arch_list "$ENV{TORCH_CUDA_ARCH_LIST}")
 if(arch_list STREQUAL "")
   set(arch_list "8.0;9.0+PTX")

@@ -1,12 +1,13 @@
-// Every native operation of emblib. Kernels register beside their code (`*_cpu.cpp`, `*_cuda.cu`);
-// shapes and gradients are in emblib/ops; the meaning is emblib/reference. Terms: F features,
-// B batch, L lookups, U unique rows, D dim; `features` is int64 [F, 8], see Feature,
-// `bag_layout` int64 [bags, 2], see BagPlace, `weights` a list of memory tiers, see Tier, and
-// `slots` the cache slots of rows, all in core/layout.h.
+// Every native operation of emblib. Kernels are registered next to their code
+// (`*_cpu.cpp`, `*_cuda.cu`), shapes and gradients are in emblib/ops, and emblib/reference defines
+// the results. Notation: F features, B batch, L lookups, U unique rows, D dim. `features` is int64
+// [F, 8], see Feature; `bag_layout` int64 [bags, 2], see BagLayout; `weights` a list of memory
+// tiers, see Tier; `slots` the cache slots of rows: all in core/layout.h.
 #include <torch/csrc/stable/library.h>
 
 STABLE_TORCH_LIBRARY(emblib, m) {
-  // Lookups by key: unique keys, where each group starts, and the stable order that groups them.
+  // Group lookups by key: unique keys, where each group starts, and the stable order that groups
+  // them.
   m.def(
       "group(Tensor keys, SymInt num_keys)"
       " -> (Tensor unique, Tensor segments, Tensor permutation, Tensor count)");
@@ -37,7 +38,7 @@ STABLE_TORCH_LIBRARY(emblib, m) {
       "tbe_sample_weight_grad(Tensor grad, Tensor[] weights, Tensor features, Tensor indices,"
       " Tensor offsets, Tensor? slots, Tensor? bag_layout, int pooling) -> Tensor");
 
-  // The software cache before tables in slow memory.
+  // The software cache in front of tables in slow memory.
   m.def(
       "cache_plan_(Tensor(a!) tags, Tensor(b!) stamps, Tensor(c!)? counts, Tensor(d!) counters,"
       " Tensor clock, Tensor tables, Tensor rows, Tensor segments, Tensor count, int policy)"
@@ -53,7 +54,7 @@ STABLE_TORCH_LIBRARY(emblib, m) {
       "cache_flush_(Tensor(a!)[] weights, Tensor(b!)[] states, Tensor hyper, Tensor tables,"
       " Tensor tags) -> ()");
 
-  // Dynamic tables: where the keys are. `index` is [tags, entries, tables, clock, counters], see
+  // The hash index of dynamic tables. `index` is [tags, entries, tables, clock, counters], see
   // emblib/ops/hash.py.
   m.def("hash_find(Tensor[] index, Tensor ids, Tensor starts, Tensor tables) -> Tensor");
   m.def(
@@ -77,7 +78,7 @@ STABLE_TORCH_LIBRARY(emblib, m) {
       "hash_initial_rows_(Tensor(a!)[] planes, Tensor layout, Tensor rules, Tensor ids,"
       " Tensor first, Tensor ends, Tensor slots, int seed) -> ()");
 
-  // Tensor-train tables: a provider of rows for the ops above.
+  // Tensor-train tables: they produce rows for the ops above.
   m.def("tt_keys(Tensor indices, SymInt rows, int[] row_factors) -> Tensor");
   m.def("tt_plan(Tensor keys, Tensor count, int[] row_factors) -> Tensor[]");
   m.def(
@@ -87,7 +88,8 @@ STABLE_TORCH_LIBRARY(emblib, m) {
       "tt_core_grads(Tensor[] cores, Tensor[] plan, Tensor prefixes, Tensor row_grads,"
       " int[] row_factors, int[] dim_factors) -> Tensor[]");
 
-  // Ids on their way to the holders of their rows, and pooled rows on their way back.
+  // Routing of ids to the ranks that store their rows, and combination of the pooled rows that come
+  // back.
   m.def("gather_segments(Tensor values, Tensor starts, Tensor order, SymInt total) -> Tensor");
   m.def(
       "route_lengths(Tensor ids, Tensor offsets, Tensor first_bags, Tensor features, Tensor blocks,"
@@ -110,7 +112,7 @@ STABLE_TORCH_LIBRARY(emblib, m) {
       " Tensor? bag_layout, Tensor? sample_weights, int pooling, int bits, SymInt columns,"
       " ScalarType output_dtype) -> Tensor");
 
-  // Optimizers on whole matrices, and memory.
+  // Optimizers on whole matrices, and memory advice.
   m.def(
       "update_rows_(Tensor(a!) weights, Tensor(b!)[] states, Tensor hyper, int optimizer,"
       " Tensor grads) -> ()");

@@ -134,7 +134,7 @@ def test_python_and_csrc_number_choices_alike() -> None:
         "BoundsModes": codes.BOUNDS_CHECK,
         "Policies": codes.CACHE_POLICY,
         "Orders": codes.HASH_ORDER,
-        "Newcomers": codes.NEWCOMER,
+        "InsertPolicies": codes.NEWCOMER,
     }
 
 

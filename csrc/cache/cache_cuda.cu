@@ -1,5 +1,5 @@
-// `cache_plan_`, `cache_locate` and `cache_lookup_slots` on the GPU: probe, group the misses by
-// set, admit, count. Nothing waits for the device.
+// The cache ops on the GPU: plan (probe, group the misses by set, admit, count), locate, move and
+// flush. Nothing waits for the device.
 #include <torch/csrc/stable/library.h>
 
 #include <optional>
@@ -15,7 +15,7 @@
 namespace emb::cuda {
 namespace {
 
-// What the grouping of the misses is written to.
+// The output of the grouping of the misses.
 struct GroupScratch {
   Tensor sets, segments, permutation, count;
 
@@ -95,9 +95,9 @@ Tensor cache_lookup_slots(const Tensor& row_slots, const Tensor& segments, const
   const char* op = "cache_lookup_slots";
   const int64_t n = lookups.numel();
   check_cache_tensor(op, "row_slots", row_slots, ScalarType::Int, row_slots);
-  check_one(op, "segments", segments, ScalarType::Int, n + 1, row_slots);
-  check_one(op, "lookups", lookups, ScalarType::Int, n, row_slots);
-  check_one(op, "count", count, ScalarType::Int, 1, row_slots);
+  check_cache_vector(op, "segments", segments, ScalarType::Int, n + 1, row_slots);
+  check_cache_vector(op, "lookups", lookups, ScalarType::Int, n, row_slots);
+  check_cache_vector(op, "count", count, ScalarType::Int, 1, row_slots);
   Tensor slots = allocate(row_slots, {n}, ScalarType::Int);
   launch_lookup_slots(CudaLauncher(row_slots), row_slots.const_data_ptr<int32_t>(),
                       segments.const_data_ptr<int32_t>(), lookups.const_data_ptr<int32_t>(),
@@ -105,8 +105,8 @@ Tensor cache_lookup_slots(const Tensor& row_slots, const Tensor& segments, const
   return slots;
 }
 
-// `cache_move_` and `cache_flush_` on the GPU: checks and launch. The host tier is pinned memory,
-// which kernels read and write in place.
+// Check the memory of `cache_move_` and `cache_flush_` and return its device addresses. The host
+// tier is pinned memory, which kernels read and write in place.
 
 CacheMemory device_memory(const char* op, std::vector<Tensor>& weights, std::vector<Tensor>& states,
                           const Tensor& hyper, const Tensor& tables) {
@@ -129,8 +129,8 @@ void cache_move_(std::vector<Tensor> weights, std::vector<Tensor> states, const 
   const char* op = "cache_move_";
   const CacheMemory memory = device_memory(op, weights, states, hyper, tables);
   check_rows(op, rows, count, tables);
-  check_one(op, "row_slots", row_slots, ScalarType::Int, rows.numel(), tables);
-  check_one(op, "evicted", evicted, ScalarType::Long, rows.numel(), tables);
+  check_cache_vector(op, "row_slots", row_slots, ScalarType::Int, rows.numel(), tables);
+  check_cache_vector(op, "evicted", evicted, ScalarType::Long, rows.numel(), tables);
   const CacheMoves moves{rows.const_data_ptr<int64_t>(), row_slots.const_data_ptr<int32_t>(),
                          evicted.const_data_ptr<int64_t>()};
   launch_move(CudaLauncher(tables), memory, moves, count.const_data_ptr<int32_t>(), rows.numel());

@@ -1,4 +1,4 @@
-// Checks of the arguments that the ops of the cache share.
+// Argument checks that the cache ops share.
 #pragma once
 
 #include <optional>
@@ -9,7 +9,7 @@
 
 namespace emb {
 
-// Contiguous, of the dtype, on the device of `like`.
+// Check that a tensor is contiguous, has the dtype, and is on the device of `like`.
 inline void check_cache_tensor(const char* op, const char* name, const Tensor& tensor,
                                ScalarType type, const Tensor& like) {
   check_dtype(op, name, tensor, type, type == ScalarType::Int ? "int32" : "int64");
@@ -17,7 +17,7 @@ inline void check_cache_tensor(const char* op, const char* name, const Tensor& t
   check_same_device(op, name, tensor, like);
 }
 
-// Number of sets.
+// Check `tags` and return the number of sets.
 inline int64_t check_tags(const char* op, const Tensor& tags) {
   check_cache_tensor(op, "tags", tags, ScalarType::Long, tags);
   STD_TORCH_CHECK(tags.dim() == 2 && tags.size(1) == kWays, op, ": tags must be [sets, ", kWays,
@@ -27,24 +27,24 @@ inline int64_t check_tags(const char* op, const Tensor& tags) {
   return tags.size(0);
 }
 
-inline void check_one(const char* op, const char* name, const Tensor& tensor, ScalarType type,
-                      int64_t numel, const Tensor& like) {
+inline void check_cache_vector(const char* op, const char* name, const Tensor& tensor,
+                               ScalarType type, int64_t numel, const Tensor& like) {
   check_cache_tensor(op, name, tensor, type, like);
   STD_TORCH_CHECK(tensor.numel() == numel, op, ": ", name, " must have ", numel, " entries, got ",
                   tensor.numel());
 }
 
-// The distinct rows of a batch, as tbe_group returns them.
+// Check the distinct rows of a batch, as tbe_group returns them.
 inline void check_rows(const char* op, const Tensor& rows, const Tensor& count,
                        const Tensor& like) {
   STD_TORCH_CHECK(rows.numel() <= kMaxLookups, op, ": at most 2^31 - 1 rows a call, got ",
                   rows.numel());
   check_cache_tensor(op, "rows", rows, ScalarType::Long, like);
-  check_one(op, "count", count, ScalarType::Int, 1, like);
+  check_cache_vector(op, "count", count, ScalarType::Int, 1, like);
 }
 
 inline void check_segments(const char* op, const Tensor& segments, const Tensor& rows) {
-  check_one(op, "segments", segments, ScalarType::Int, rows.numel() + 1, rows);
+  check_cache_vector(op, "segments", segments, ScalarType::Int, rows.numel() + 1, rows);
 }
 
 struct PlanState {
@@ -52,17 +52,18 @@ struct PlanState {
   int64_t* counters;
 };
 
-// All that `cache_plan_` changes, whatever the device; cache.first_row is left to the caller.
+// Check what `cache_plan_` changes, on any device; the caller sets cache.first_row.
 inline PlanState check_plan(const char* op, Tensor& tags, Tensor& words,
                             std::optional<Tensor>& counts, Tensor& counters, const Tensor& clock,
                             const Tensor& tables, int64_t policy) {
   const Policy parsed = parse_choice<Policy>(op, "policy", policy, kPolicies);
   const int64_t sets = check_tags(op, tags);
-  check_one(op, "stamps", words, ScalarType::Long, tags.numel(), tags);
+  check_cache_vector(op, "stamps", words, ScalarType::Long, tags.numel(), tags);
   check_features(op, tables);
   check_same_device(op, "tables", tables, tags);
-  check_one(op, "counters", counters, ScalarType::Long, (tables.size(0) + 1) * kCounters, tags);
-  check_one(op, "clock", clock, ScalarType::Long, 2, tags);
+  check_cache_vector(op, "counters", counters, ScalarType::Long, (tables.size(0) + 1) * kCounters,
+                     tags);
+  check_cache_vector(op, "clock", clock, ScalarType::Long, 2, tags);
   STD_TORCH_CHECK(parsed == Policy::kLru || counts.has_value(), op,
                   ": policy lfu needs counts, int32 with one entry a cached row");
   if (counts) check_cache_tensor(op, "counts", *counts, ScalarType::Int, tags);
@@ -71,8 +72,8 @@ inline PlanState check_plan(const char* op, Tensor& tags, Tensor& words,
           counters.mutable_data_ptr<int64_t>()};
 }
 
-// `tables`, where they can be read: ascending by row, those that are cached last, one after the
-// other, and with one stride.
+// Check `tables` where they can be read: ascending by row; the cached ones last, contiguous, and
+// with one stride.
 inline void check_tables(const char* op, const Tensor& tables) {
   check_features(op, tables);
   const Feature* table = feature_array(tables);
@@ -80,8 +81,8 @@ inline void check_tables(const char* op, const Tensor& tables) {
   int64_t stride = 0, end = -1;
   for (int t = 0; t < num_tables; ++t) {
     const Feature& x = table[t];
-    STD_TORCH_CHECK(x.rows >= 0 && x.row_base >= 0 && x.dim > 0 && x.row_base <= kAnyNumber &&
-                        x.rows <= kAnyNumber - x.row_base &&
+    STD_TORCH_CHECK(x.rows >= 0 && x.row_base >= 0 && x.dim > 0 && x.row_base <= kUnlimited &&
+                        x.rows <= kUnlimited - x.row_base &&
                         (t == 0 || x.row_base >= table[t - 1].row_base + table[t - 1].rows),
                     op, ": tables must ascend by row_base and not overlap; table ", t, " does not");
     if (x.cache_stride == 0 && stride == 0) continue;
@@ -95,22 +96,22 @@ inline void check_tables(const char* op, const Tensor& tables) {
   }
 }
 
-// From the arguments of `cache_move_` and `cache_flush_` to the memory they work on.
-
-// `states` are tier-major, as many for every tier as `weights` has tensors. Whether a state has one
-// entry an element or a row shows in the cache, whose rows have at least four elements.
+// Return the memory of `cache_move_` and `cache_flush_`. `states` are tier-major: every tier has as
+// many as there are states. Whether a state has one entry per element or per row follows from its
+// size in the cache tier, whose rows have at least four elements.
 inline CacheMemory cache_memory(const char* op, std::vector<Tensor>& weights,
                                 std::vector<Tensor>& states, const Tensor& hyper,
                                 const Tensor& tables) {
   STD_TORCH_CHECK(weights.size() == kTiers, op, ": weights must be a list of ", kTiers,
                   " tensors (device, host, disk, cache), got ", weights.size());
   const auto num_states = static_cast<int>(states.size() / kTiers);
-  STD_TORCH_CHECK(states.size() % kTiers == 0 && num_states < kMostTensors, op,
-                  ": states must be a list of ", kTiers, " times at most ", kMostTensors - 1,
+  STD_TORCH_CHECK(states.size() % kTiers == 0 && num_states < kMaxCacheTensors, op,
+                  ": states must be a list of ", kTiers, " times at most ", kMaxCacheTensors - 1,
                   " tensors, all of one tier after the other, got ", states.size());
   check_dtype(op, "hyper", hyper, ScalarType::Double, "float64");
-  STD_TORCH_CHECK(hyper.is_contiguous() && hyper.numel() >= 5, op,
-                  ": hyper must have at least 5 entries (see emblib.optim), got ", hyper.numel());
+  STD_TORCH_CHECK(hyper.is_contiguous() && hyper.numel() >= kOptimizerArgs, op,
+                  ": hyper must have at least ", static_cast<int>(kOptimizerArgs),
+                  " entries (see emblib.optim), got ", hyper.numel());
   check_features(op, tables);
   CacheMemory memory{};
   memory.tables = feature_array(tables);

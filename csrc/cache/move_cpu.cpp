@@ -1,5 +1,5 @@
 // `cache_move_` and `cache_flush_` on the CPU: checks, then rows or slots in parallel. No two rows
-// of a batch have a slot in common, and no row has two places, so nothing depends on the order.
+// of a batch share a slot, and no row has two locations, so the order does not matter.
 #include <torch/csrc/stable/library.h>
 
 #include <vector>
@@ -17,9 +17,9 @@ namespace {
 
 constexpr int64_t kGrain = 512;  // rows
 
-// That every cached table lies inside its tier.
-void check_homes(const char* op, const CacheMemory& memory, const std::vector<Tensor>& weights,
-                 const std::vector<Tensor>& states) {
+// Check that every cached table lies inside its tier.
+void check_tier_rows(const char* op, const CacheMemory& memory, const std::vector<Tensor>& weights,
+                     const std::vector<Tensor>& states) {
   for (int t = 0; t < memory.num_tables; ++t) {
     const Feature& x = memory.tables[t];
     if (x.cache_stride == 0) continue;
@@ -42,7 +42,7 @@ CacheMemory check_memory(const char* op, std::vector<Tensor>& weights, std::vect
                          const Tensor& hyper, const Tensor& tables) {
   check_tables(op, tables);
   const CacheMemory memory = cache_memory(op, weights, states, hyper, tables);
-  check_homes(op, memory, weights, states);
+  check_tier_rows(op, memory, weights, states);
   return memory;
 }
 
@@ -52,8 +52,8 @@ void cache_move_(std::vector<Tensor> weights, std::vector<Tensor> states, const 
   const char* op = "cache_move_";
   const CacheMemory memory = check_memory(op, weights, states, hyper, tables);
   check_rows(op, rows, count, tables);
-  check_one(op, "row_slots", row_slots, ScalarType::Int, rows.numel(), tables);
-  check_one(op, "evicted", evicted, ScalarType::Long, rows.numel(), tables);
+  check_cache_vector(op, "row_slots", row_slots, ScalarType::Int, rows.numel(), tables);
+  check_cache_vector(op, "evicted", evicted, ScalarType::Long, rows.numel(), tables);
   const int64_t n = *count.const_data_ptr<int32_t>();
   STD_TORCH_CHECK(n >= 0 && n <= rows.numel(), op,
                   ": count must be in [0, entries of rows = ", rows.numel(), "], got ", n);

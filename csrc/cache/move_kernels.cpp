@@ -1,19 +1,20 @@
-// Rows and their optimizer states on their way between the cache and the tier of their table, on
-// one CPU thread: a copy where the dtypes agree, a conversion otherwise.
+// Moves rows and their optimizer states between the cache and the tiers of their tables on one CPU
+// thread: a copy where the dtypes agree, otherwise a conversion.
 #include "cache/args.h"
 #include "core/vec.h"
 
 namespace emb::EMB_ISA {
 namespace {
 
-constexpr int kBlock = 8;  // rows whose lines are on their way before the first one is copied
+constexpr int kBlock = 8;  // rows whose lines are prefetched before the first of them is copied
 
-EMB_HD char* address(const CacheMemory& memory, int tensor, const RowPlace& place) {
-  const Stored& stored = memory.tensors[tensor][place.tier];
-  return static_cast<char*>(stored.data) + entry(memory, tensor, place) * size_of(stored.type);
+EMB_HD char* address(const CacheMemory& memory, int tensor, const RowLocation& location) {
+  const TierTensor& tensor_of_tier = memory.tensors[tensor][location.tier];
+  return static_cast<char*>(tensor_of_tier.data) +
+         entry(memory, tensor, location) * size_of(tensor_of_tier.type);
 }
 
-EMB_HD int64_t length(const CacheMemory& memory, int tensor, const HomeRow& row) {
+EMB_HD int64_t length(const CacheMemory& memory, int tensor, const TierRow& row) {
   return memory.is_by_row(tensor) ? 1 : row.dim;
 }
 
@@ -24,7 +25,7 @@ void convert(To* to, const From* from, int64_t n) {
   for (; d < n; ++d) to[d] = from_float<To>(to_float(from[d]));
 }
 
-// The row and the tensor say which random numbers are drawn.
+// Convert with stochastic rounding; the row and the tensor select the random numbers.
 template <class To, class From>
 void convert_randomly(To* to, const From* from, int64_t n, const Rounding& rounding, int64_t row,
                       uint32_t stream) {
@@ -43,10 +44,10 @@ EMB_HD void visit_dtype(Dtype type, void* data, const Visitor& visit) {
   visit(static_cast<bfloat16*>(data));
 }
 
-// A row moves from one place to another with all its states; it is rounded at random where
-// `rounding` is given and the place is narrower.
-void copy_row(const CacheMemory& memory, const HomeRow& row, const RowPlace& from,
-              const RowPlace& to, const Rounding* rounding) {
+// Copy a row with all its states from one location to another. Round stochastically where
+// `rounding` is not null and the target dtype is narrower.
+void copy_row(const CacheMemory& memory, const TierRow& row, const RowLocation& from,
+              const RowLocation& to, const Rounding* rounding) {
   for (int k = 0; k < memory.num_tensors; ++k) {
     char *source = address(memory, k, from), *target = address(memory, k, to);
     const Dtype source_type = memory.tensors[k][from.tier].type;
@@ -69,15 +70,16 @@ void copy_row(const CacheMemory& memory, const HomeRow& row, const RowPlace& fro
 }
 
 template <bool write>
-EMB_HD void prefetch_places(const CacheMemory& memory, const HomeRow& row, const RowPlace& place) {
+EMB_HD void prefetch_location(const CacheMemory& memory, const TierRow& row,
+                              const RowLocation& location) {
   for (int k = 0; k < memory.num_tensors; ++k) {
-    const int64_t bytes = length(memory, k, row) * size_of(memory.tensors[k][place.tier].type);
-    prefetch_row<write>(address(memory, k, place), bytes);
+    const int64_t bytes = length(memory, k, row) * size_of(memory.tensors[k][location.tier].type);
+    prefetch_row<write>(address(memory, k, location), bytes);
   }
 }
 
 struct Move {
-  HomeRow in, out;
+  TierRow in, out;
   int64_t slot;
 };
 
@@ -88,21 +90,21 @@ void move(const CacheMemory& memory, const CacheMoves& moves, int64_t begin, int
     Move block[kBlock];
     int count = 0;
     for (; u < end && count < kBlock; ++u) {
-      if (moves.evicted[u] == kNothingMoves || moves.row_slots[u] < 0) continue;
+      if (moves.evicted[u] == kNoMove || moves.row_slots[u] < 0) continue;
       Move& next = block[count];
-      next = {find_home(memory, moves.rows[u]), find_home(memory, moves.evicted[u]),
+      next = {find_tier_row(memory, moves.rows[u]), find_tier_row(memory, moves.evicted[u]),
               moves.row_slots[u]};
       if (!fits(memory, next.in, next.slot)) continue;
-      prefetch_places<false>(memory, next.in, next.in.place);
-      prefetch_places<true>(memory, next.in, slot_place(next.in, next.slot));
-      if (next.out.dim > 0) prefetch_places<true>(memory, next.out, next.out.place);
+      prefetch_location<false>(memory, next.in, next.in.location);
+      prefetch_location<true>(memory, next.in, slot_location(next.in, next.slot));
+      if (next.out.dim > 0) prefetch_location<true>(memory, next.out, next.out.location);
       ++count;
     }
     for (int i = 0; i < count; ++i) {
-      const Move& one = block[i];
-      const RowPlace slot = slot_place(one.in, one.slot);
-      if (one.out.dim > 0) copy_row(memory, one.out, slot, one.out.place, random);
-      copy_row(memory, one.in, one.in.place, slot, nullptr);
+      const Move& current = block[i];
+      const RowLocation slot = slot_location(current.in, current.slot);
+      if (current.out.dim > 0) copy_row(memory, current.out, slot, current.out.location, random);
+      copy_row(memory, current.in, current.in.location, slot, nullptr);
     }
   }
 }
@@ -114,14 +116,14 @@ void flush(const CacheMemory& memory, const int64_t* tags, int64_t begin, int64_
     Move block[kBlock];
     int count = 0;
     for (; slot < end && count < kBlock; ++slot) {
-      block[count] = {{}, find_home(memory, tags[slot]), slot};
+      block[count] = {{}, find_tier_row(memory, tags[slot]), slot};
       if (!fits(memory, block[count].out, slot)) continue;
-      prefetch_places<true>(memory, block[count].out, block[count].out.place);
+      prefetch_location<true>(memory, block[count].out, block[count].out.location);
       ++count;
     }
     for (int i = 0; i < count; ++i) {
-      const HomeRow& row = block[i].out;
-      copy_row(memory, row, slot_place(row, block[i].slot), row.place, random);
+      const TierRow& row = block[i].out;
+      copy_row(memory, row, slot_location(row, block[i].slot), row.location, random);
     }
   }
 }

@@ -1,10 +1,9 @@
-// Probing, admission and counting on the GPU. A warp takes one row, or one set, and a lane is a
-// way: the tags of a set are one coalesced load. The misses are grouped by set by the sort of
-// `group`.
+// Probing, admission and counting on the GPU. A warp takes one row, or one set, and each lane one
+// way: the tags of a set are one coalesced load. The sort of `group` groups the misses by set.
 #pragma once
 
 #include "cache/args.h"
-#include "core/row_piece.cuh"
+#include "core/row_slice.cuh"
 #include "core/search.cuh"
 #include "core/simt.cuh"
 #include "group/segments.cuh"
@@ -16,14 +15,14 @@ inline constexpr int kCacheWarps = kCacheThreads / static_cast<int>(simt::kWarp)
 static_assert(kWays == static_cast<int>(simt::kWarp));
 
 struct CachePlan {
-  CacheState cache;  // first_row is found on the device, where the tables are
+  CacheState cache;  // first_row is computed on the device, where the tables are
   const int64_t* clock;
   int64_t* counters;
   const Feature* tables;
   int num_tables;
   const int64_t* rows;
   const int32_t *segments, *count;
-  int64_t n;  // entries of `rows`, of which `count` are in use
+  int64_t n;  // entries of `rows`, of which the first `count` are in use
   int32_t* row_slots;
   int64_t* evicted;
 };
@@ -39,13 +38,13 @@ EMB_DEVICE int64_t lookups_at(const CachePlan& plan, int64_t u) {
   return plan.segments[u + 1] - plan.segments[u];
 }
 
-// The way that holds `row`, the same in every lane; -1 if there is none.
+// Return the way that holds `row`, the same in every lane; -1 if there is none.
 EMB_DEVICE int find_way(const CacheState& cache, int64_t set, int64_t row) {
   const int64_t tag = cache.tags[set * kWays + lane_id()];
   return __ffs(static_cast<int>(__ballot_sync(simt::kFullMask, tag == row))) - 1;
 }
 
-// Rows that are there are used; the others get their set as the key of a sort.
+// Record the use of hits; give misses their set as the key of a sort.
 [[maybe_unused]] static __global__ void __launch_bounds__(kCacheThreads)
     probe_kernel(CachePlan plan, SortBuffers<uint32_t> sort) {
   const CacheState& cache = plan.cache;
@@ -59,7 +58,7 @@ EMB_DEVICE int find_way(const CacheState& cache, int64_t set, int64_t row) {
     if (lane_id() != (way < 0 ? 0 : way)) continue;
     const int64_t slot = set * kWays + way;
     plan.row_slots[u] = way < 0 ? -1 : static_cast<int32_t>(slot);
-    plan.evicted[u] = kNothingMoves;
+    plan.evicted[u] = kNoMove;
     sort.keys[u] = cached && way < 0 ? static_cast<uint32_t>(set) : sort.limit;
     sort.positions[u] = static_cast<int32_t>(u);
     if (!cached) continue;
@@ -67,7 +66,7 @@ EMB_DEVICE int find_way(const CacheState& cache, int64_t set, int64_t row) {
       const int64_t lookups = cache.policy == Policy::kLru
                                   ? 0
                                   : add_lookups(lookups_of(cache.words[slot]), lookups_at(plan, u));
-      cache.words[slot] = use_word(cache.policy, lookups, now);
+      cache.words[slot] = usage_word(cache.policy, lookups, now);
     } else if (cache.policy == Policy::kLfu) {
       int32_t& lookups = cache.counts[row - first_row];
       lookups = static_cast<int32_t>(add_lookups(lookups, lookups_at(plan, u)));
@@ -87,12 +86,11 @@ EMB_DEVICE int find_way(const CacheState& cache, int64_t set, int64_t row) {
   }
 }
 
-// The rows of misses [begin, end) with the most lookups, those first in `best`; lookups that are
-// equal in the order of the misses. One round a row: a set rarely misses more than a few. Called by
-// the whole warp.
-EMB_DEVICE void most_used(const CachePlan& plan, const MissGroups& groups, int64_t first_row,
-                          int32_t begin, int32_t end, int32_t* best) {
-  int64_t before = INT64_MAX;  // the key of the row chosen last; keys fall
+// Write the rows of misses [begin, end) to `best` by descending lookups; ties are in the order of
+// the misses. One round per row: a set rarely misses more than a few. Called by the whole warp.
+EMB_DEVICE void rank_by_lookups(const CachePlan& plan, const MissGroups& groups, int64_t first_row,
+                                int32_t begin, int32_t end, int32_t* best) {
+  int64_t before = INT64_MAX;  // the key of the row chosen last; keys decrease
   const int wanted = end - begin < kWays ? end - begin : kWays;
   for (int k = 0; k < wanted; ++k) {
     int64_t key = -1;
@@ -114,7 +112,7 @@ EMB_DEVICE void most_used(const CachePlan& plan, const MissGroups& groups, int64
   __syncwarp();
 }
 
-// A warp a set: lane w decides whether way w is taken, and by which row.
+// One warp per set: lane w decides whether way w is replaced, and by which row.
 [[maybe_unused]] static __global__ void __launch_bounds__(kCacheThreads)
     admit_kernel(CachePlan plan, MissGroups groups) {
   __shared__ int32_t best[kCacheWarps][kWays];
@@ -128,32 +126,33 @@ EMB_DEVICE void most_used(const CachePlan& plan, const MissGroups& groups, int64
     const int64_t slot = int64_t{groups.sets[g]} * kWays + lane_id();
     const int32_t begin = groups.segments[g], end = groups.segments[g + 1];
     const int64_t word = cache.words[slot], order = way_order(cache.policy, word, oldest);
-    int rank = 0;  // of this way among all
+    int rank = 0;  // of this way among all ways
     for (int k = 0; k < kWays; ++k) {
       const int64_t other = __shfl_sync(simt::kFullMask, order, k);
       rank += other < order || (other == order && k < lane_id());
     }
-    if (lfu) most_used(plan, groups, first_row, begin, end, chosen);
+    if (lfu) rank_by_lookups(plan, groups, first_row, begin, end, chosen);
     if (rank < end - begin) {
       const int32_t u = lfu ? chosen[rank] : groups.permutation[begin + rank];
       const int64_t row = plan.rows[u], lookups = lfu ? cache.counts[row - first_row] : 0;
       if (may_replace(cache.policy, lookups, order)) {
         const int64_t old = cache.tags[slot];
-        // Other tags are of no table. Found out here: a register for the end would be one too many.
+        // Higher tags belong to no table. The bound is computed here: to keep it would take one
+        // register too many.
         if (lfu && old >= first_row && old < end_of_rows(plan.tables, plan.num_tables)) {
           cache.counts[old - first_row] = static_cast<int32_t>(lookups_of(word));
         }
         plan.row_slots[u] = static_cast<int32_t>(slot);
         plan.evicted[u] = old < 0 ? kNoRow : old;
         cache.tags[slot] = row;
-        cache.words[slot] = use_word(cache.policy, lookups, now);
+        cache.words[slot] = usage_word(cache.policy, lookups, now);
       }
     }
-    __syncwarp();  // before `chosen` is filled again
+    __syncwarp();  // before `chosen` is overwritten
   }
 }
 
-// Counters of one table that a warp has not added yet, a share in every lane.
+// Counters of one table that a warp has not written yet; every lane has a partial sum.
 struct Tally {
   int table = -1;
   int32_t sums[kWriteBacks] = {};  // a batch has fewer than 2^31 lookups
@@ -164,7 +163,7 @@ EMB_DEVICE void add_counter(const CachePlan& plan, int table, Counter counter, i
             static_cast<unsigned long long>(n));
 }
 
-// The whole warp calls it.
+// Called by the whole warp.
 EMB_DEVICE void flush_tally(const CachePlan& plan, Tally* tally) {
 #pragma unroll
   for (int c = 0; c < kWriteBacks; ++c) {
@@ -176,11 +175,11 @@ EMB_DEVICE void flush_tally(const CachePlan& plan, Tally* tally) {
   }
 }
 
-// Adds what row u stands for; rows ascend, so a warp seldom changes the table.
+// Count row u. Rows ascend, so a warp seldom changes the table.
 EMB_DEVICE void tally_row(const CachePlan& plan, int64_t u, int64_t row_base, int32_t* sums) {
   const auto lookups = static_cast<int32_t>(lookups_at(plan, u));
   const bool conflict = plan.row_slots[u] < 0;
-  const bool miss = conflict || plan.evicted[u] != kNothingMoves;
+  const bool miss = conflict || plan.evicted[u] != kNoMove;
   sums[kCalls] += u == 0 || plan.rows[u - 1] < row_base;
   sums[kLookups] += lookups;
   sums[kUnique] += 1;
@@ -190,7 +189,7 @@ EMB_DEVICE void tally_row(const CachePlan& plan, int64_t u, int64_t row_base, in
   sums[kConflictMisses] += conflict ? lookups : 0;
 }
 
-// Each warp adds up 32 rows at a time of a range of its own.
+// Each warp counts 32 rows at a time of a contiguous range of rows.
 [[maybe_unused]] static __global__ void __launch_bounds__(kCacheThreads)
     count_kernel(CachePlan plan) {
   if (simt::global_thread() == 0) add_counter(plan, plan.num_tables, kCalls, 1);
@@ -228,7 +227,7 @@ EMB_DEVICE void tally_row(const CachePlan& plan, int64_t u, int64_t row_base, in
   if (tally.table >= 0) flush_tally(plan, &tally);
 }
 
-// The slot of every lookup, -1 for none.
+// Write the slot of every lookup, -1 for none.
 [[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads)
     lookup_slots_kernel(const int32_t* row_slots, const int32_t* segments,
                         const int32_t* permutation, const int32_t* count, int64_t n,
@@ -263,13 +262,13 @@ void launch_locate(const Launcher& launcher, const CachePlan& plan) {
            plan);
 }
 
-// After the misses were grouped.
+// Called after the misses were grouped.
 template <class Launcher>
 void launch_admit(const Launcher& launcher, const CachePlan& plan, const MissGroups& groups) {
   if (plan.n > 0) {
-    const int64_t most = plan.n < plan.cache.sets ? plan.n : plan.cache.sets;
-    launcher(admit_kernel, blocks_for(most, kCacheWarps, launcher.blocks(32)), kCacheThreads, plan,
-             groups);
+    const int64_t max_sets = plan.n < plan.cache.sets ? plan.n : plan.cache.sets;
+    launcher(admit_kernel, blocks_for(max_sets, kCacheWarps, launcher.blocks(32)), kCacheThreads,
+             plan, groups);
   }
   launcher(count_kernel, blocks_for(plan.n, 8 * kCacheThreads, launcher.blocks(8)), kCacheThreads,
            plan);

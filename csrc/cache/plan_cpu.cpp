@@ -1,5 +1,5 @@
 // `cache_plan_`, `cache_locate` and `cache_lookup_slots` on the CPU: checks, rows in parallel, then
-// the sets that miss something in parallel, then the counters.
+// the sets with misses in parallel, then the counters.
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
@@ -21,14 +21,14 @@ namespace {
 
 constexpr int64_t kGrain = 2048;  // rows, or misses
 
-// The distinct rows of a batch; those from `first` on are of cached tables.
+// The distinct rows of a batch; those from `first` on belong to cached tables.
 struct CachedRows {
   const int64_t* rows;
-  const int32_t* segments;  // null where lookups are not counted
+  const int32_t* segments;  // null if lookups are not counted
   int64_t first, count;
 
   int64_t find(int64_t row) const { return std::lower_bound(rows, rows + count, row) - rows; }
-  // First rows of `parts` equal parts of the cached ones.
+  // Return the bounds of equal chunks of the cached rows.
   std::vector<int64_t> cut() const {
     const int64_t parts = std::clamp<int64_t>((count - first) / kGrain, 1, num_threads());
     std::vector<int64_t> cuts(parts + 1);
@@ -69,7 +69,7 @@ CachedRows check_batch(const char* op, const Tensor& tables, const Tensor& rows,
   return batch;
 }
 
-// Entries of rows that are not cached, and those after the last row.
+// Fill the entries of rows that are not cached, and those after the last row.
 template <class T>
 void fill_outside(T* out, const CachedRows& batch, int64_t n, int64_t value) {
   std::fill(out, out + batch.first, static_cast<T>(value));
@@ -99,8 +99,8 @@ class BatchCounters {
     const int64_t size = (num_tables_ + 1) * kCounters;
     std::vector<int64_t> local(parts * size, 0);
     parallel_tasks(parts, [&](int64_t part) {
-      BatchCounters own(local.data() + part * size, tables_, num_tables_);
-      own.add_some(args, missed + n * part / parts, missed + n * (part + 1) / parts);
+      BatchCounters partial(local.data() + part * size, tables_, num_tables_);
+      partial.add_some(args, missed + n * part / parts, missed + n * (part + 1) / parts);
     });
     for (int64_t i = 0; i < parts * size; ++i) counters_[i % size] += local[i];
   }
@@ -133,7 +133,7 @@ class BatchCounters {
   int num_tables_;
 };
 
-// Probes and lists the rows that are missing, ascending; returns where each part of them begins.
+// Probe all rows and list the missing ones, ascending; return where each chunk of them begins.
 std::vector<int64_t> probe_all(const CachePlanArgs& args, const CachedRows& batch, Miss* misses) {
   const std::vector<int64_t> cuts = batch.cut();
   const int64_t parts = static_cast<int64_t>(cuts.size()) - 1;
@@ -148,7 +148,7 @@ std::vector<int64_t> probe_all(const CachePlanArgs& args, const CachedRows& batc
   return found;
 }
 
-// Groups the misses by set and lets every set admit its own; `firsts` cuts them into parts.
+// Group the misses by set and let every set assign its ways; `firsts` divides them into chunks.
 void admit_all(const CachePlanArgs& args, const Miss* misses, const std::vector<int64_t>& firsts) {
   const int64_t n = firsts.back();
   const std::unique_ptr<int32_t[]> sets(new int32_t[n]), permutation(new int32_t[n]);
@@ -197,7 +197,7 @@ std::tuple<Tensor, Tensor> cache_plan_(Tensor tags, Tensor stamps, std::optional
   args.cache.first_row = first_row;
   args.end_row = end_of_rows(table, num_tables);
   fill_outside(args.row_slots, batch, rows.numel(), -1);
-  fill_outside(args.evicted, batch, rows.numel(), kNothingMoves);
+  fill_outside(args.evicted, batch, rows.numel(), kNoMove);
   const std::unique_ptr<Miss[]> misses(new Miss[batch.count - batch.first]);
   const std::vector<int64_t> firsts = probe_all(args, batch, misses.get());
   if (firsts.back() > 0) admit_all(args, misses.get(), firsts);
@@ -234,9 +234,9 @@ Tensor cache_lookup_slots(const Tensor& row_slots, const Tensor& segments, const
   const char* op = "cache_lookup_slots";
   check_cache_tensor(op, "row_slots", row_slots, ScalarType::Int, row_slots);
   const int64_t n = lookups.numel();
-  check_one(op, "segments", segments, ScalarType::Int, n + 1, row_slots);
-  check_one(op, "lookups", lookups, ScalarType::Int, n, row_slots);
-  check_one(op, "count", count, ScalarType::Int, 1, row_slots);
+  check_cache_vector(op, "segments", segments, ScalarType::Int, n + 1, row_slots);
+  check_cache_vector(op, "lookups", lookups, ScalarType::Int, n, row_slots);
+  check_cache_vector(op, "count", count, ScalarType::Int, 1, row_slots);
   const auto *segment = segments.const_data_ptr<int32_t>(),
              *position = lookups.const_data_ptr<int32_t>(),
              *slot = row_slots.const_data_ptr<int32_t>();

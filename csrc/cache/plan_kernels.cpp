@@ -1,20 +1,20 @@
-// Probing and admission on one CPU thread. The tags of a set are four cache lines, which are asked
-// for a block of rows ahead. Of the words of a set a hit writes one line, and only a miss reads
-// them all, but no tags. Sets with misses come in ascending order, so admission walks through
-// memory.
+// Probing and admission on one CPU thread. The tags of a set are four cache lines, which are
+// prefetched a block of rows ahead. Of the usage words of a set a hit writes one line; only a miss
+// reads all of them, but no tags. Sets with misses are in ascending order, so admission walks
+// forward through memory.
 #include "cache/args.h"
 #include "core/vec.h"
 
 namespace emb::EMB_ISA {
 namespace {
 
-constexpr int kBlock = 16;  // rows whose tags are on their way while the block before is probed
+constexpr int kBlock = 16;  // rows whose tags are prefetched while the previous block is probed
 
 EMB_HD void prefetch_set(const int64_t* first, int64_t set) {
   prefetch_row<false>(first + set * kWays, kWays * static_cast<int64_t>(sizeof(int64_t)));
 }
 
-// The first way with this tag (or other word), kWays if there is none.
+// Return the first way with this tag (or usage word), kWays if there is none.
 EMB_HD int find_way(const int64_t* words, int64_t wanted) {
   uint32_t found = 0;
 #if defined(__AVX512F__)
@@ -40,15 +40,15 @@ EMB_HD int64_t lookups_at(const CachePlanArgs& args, int64_t u) {
   return args.segments[u + 1] - args.segments[u];
 }
 
-// Rows [begin, end) of the batch use the ways that row_slots says.
-EMB_HD void use_ways(const CachePlanArgs& args, int64_t begin, int64_t end) {
+// Record the use of the ways of rows [begin, end), as row_slots has them.
+EMB_HD void record_uses(const CachePlanArgs& args, int64_t begin, int64_t end) {
   const CacheState& cache = args.cache;
   for (int64_t u = begin; u < end; ++u) {
     if (args.row_slots[u] < 0) continue;
     int64_t& word = cache.words[args.row_slots[u]];
     const int64_t lookups =
         cache.policy == Policy::kLru ? 0 : add_lookups(lookups_of(word), lookups_at(args, u));
-    word = use_word(cache.policy, lookups, args.now);
+    word = usage_word(cache.policy, lookups, args.now);
   }
 }
 
@@ -65,7 +65,7 @@ int64_t probe(const CachePlanArgs& args, int64_t begin, int64_t end, Miss* misse
     }
   };
   look_ahead(begin, sets[0]);
-  int64_t used = begin;  // rows before it have written their words
+  int64_t used = begin;  // rows before it have written their usage words
   for (int64_t block = begin, turn = 0; block < end; block += kBlock, turn ^= 1) {
     look_ahead(block + kBlock, sets[turn ^ 1]);
     const int64_t last = block + kBlock < end ? block + kBlock : end;
@@ -79,15 +79,15 @@ int64_t probe(const CachePlanArgs& args, int64_t begin, int64_t end, Miss* misse
         num_misses += !hit;
       }
       if constexpr (use) {
-        args.evicted[u] = kNothingMoves;
-        // Of a miss nothing: the line asked for instead is here already.
+        args.evicted[u] = kNoMove;
+        // For a miss, prefetch a line that is in the cache already instead.
         __builtin_prefetch(hit ? cache.words + first + way : args.evicted + u, 1);
       }
     }
-    if constexpr (use) use_ways(args, used, block);
+    if constexpr (use) record_uses(args, used, block);
     used = block;
   }
-  if constexpr (use) use_ways(args, used, end);
+  if constexpr (use) record_uses(args, used, end);
   if (use && cache.policy == Policy::kLfu) {
     const auto count = [&](int64_t i) -> int32_t& {
       return cache.counts[args.rows[misses[i].position] - cache.first_row];
@@ -100,13 +100,13 @@ int64_t probe(const CachePlanArgs& args, int64_t begin, int64_t end, Miss* misse
   return num_misses;
 }
 
-// A missing row and how often it was looked up so far.
+// A missing row and its lookups so far.
 struct Candidate {
   int32_t position;
   int32_t lookups;
 };
 
-// The rows of a group that come first in the order of the policy, at most one a way.
+// Return the rows of a group that come first in the order of the policy, at most one per way.
 EMB_HD int first_candidates(const CachePlanArgs& args, const MissGroups& groups, int64_t g,
                             Candidate* best) {
   const CacheState& cache = args.cache;
@@ -142,12 +142,13 @@ void admit(const CachePlanArgs& args, const MissGroups& groups, int64_t begin, i
     Candidate candidates[kWays];
     const int count = first_candidates(args, groups, g, candidates);
     for (int k = 0; k < count; ++k) {
-      // Least and then where it is: both vectorise, one loop for both would not.
-      int64_t least = kNotFree;
-      for (int w = 0; w < kWays; ++w) least = order[w] < least ? order[w] : least;
-      const int way = find_way(order, least);
-      // The ways that are left are no easier to take, the rows that are left no better.
-      if (!may_replace(cache.policy, candidates[k].lookups, least)) break;
+      // The minimum first, then its position: both loops vectorise, one loop for both would not.
+      int64_t lowest = kNotFree;
+      for (int w = 0; w < kWays; ++w) lowest = order[w] < lowest ? order[w] : lowest;
+      const int way = find_way(order, lowest);
+      // The remaining ways are no easier to replace, and the remaining rows have no higher
+      // priority.
+      if (!may_replace(cache.policy, candidates[k].lookups, lowest)) break;
       order[way] = kNotFree;
       const int64_t u = candidates[k].position, old = tags[way];
       if (cache.policy == Policy::kLfu && old >= cache.first_row && old < args.end_row) {
@@ -156,7 +157,7 @@ void admit(const CachePlanArgs& args, const MissGroups& groups, int64_t begin, i
       args.row_slots[u] = static_cast<int32_t>(first + way);
       args.evicted[u] = old < 0 ? kNoRow : old;
       tags[way] = args.rows[u];
-      words[way] = use_word(cache.policy, candidates[k].lookups, args.now);
+      words[way] = usage_word(cache.policy, candidates[k].lookups, args.now);
     }
   }
 }

@@ -1,5 +1,5 @@
-// Checks shared by the entry points of all ops. Every message states the rule, what came and, where
-// there is one, the way out; all checks run before anything is written.
+// Argument checks shared by the entry points of all ops. Every message states the rule, the value
+// that was passed and, where there is one, the remedy. All checks run before anything is written.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -73,7 +73,7 @@ inline void check_dtype(const char* op, const char* name, const Tensor& tensor, 
                   dtype_name(tensor.scalar_type()));
 }
 
-// "0 (sum), 1 (mean), 2 (none)", for messages.
+// Return a list of codes for a message: "0 (sum), 1 (mean), 2 (none)".
 inline std::string list_codes(const char* const* names, size_t count) {
   std::string text;
   for (size_t i = 0; i < count; ++i) {
@@ -82,7 +82,7 @@ inline std::string list_codes(const char* const* names, size_t count) {
   return text;
 }
 
-// A choice from its number; `names` are those of core/codes.h.
+// Return the enumerator of `code`; `names` are those of core/codes.h.
 template <class Choice, size_t n>
 Choice parse_choice(const char* op, const char* argument, int64_t code,
                     const char* const (&names)[n]) {
@@ -95,7 +95,7 @@ inline Pooling parse_pooling(const char* op, int64_t code) {
   return parse_choice<Pooling>(op, "pooling", code, kPoolings);
 }
 
-// The layout tensor of a group of tables: int64 [F, 8], contiguous.
+// Check the layout tensor of a group of tables: int64 [F, 8], contiguous.
 inline void check_features(const char* op, const Tensor& features) {
   check_dtype(op, "features", features, ScalarType::Long, "int64");
   STD_TORCH_CHECK(
@@ -103,14 +103,14 @@ inline void check_features(const char* op, const Tensor& features) {
       ": features must be a contiguous [F, ", kFeatureFields, "] tensor");
 }
 
-inline constexpr int64_t kAnyNumber = int64_t{1} << 62;
+inline constexpr int64_t kUnlimited = int64_t{1} << 62;
 
-// The weights of a module: a tensor a memory tier, in the order of `Tier`. Tiers that it does not
-// use are empty, trailing ones may be left out.
+// The weights of a module: one tensor per memory tier, in the order of `Tier`. Unused tiers are
+// empty; trailing ones may be left out.
 struct TierWeights {
   const void* data[kTiers] = {};
   int64_t elements[kTiers] = {};
-  Dtype type = Dtype::kFloat;  // of all tables
+  Dtype type = Dtype::kFloat;  // of the tables of all tiers
   Dtype cache_type = Dtype::kFloat;
 
   TierWeights(const char* op, const std::vector<Tensor>& weights) {
@@ -140,7 +140,7 @@ struct TierWeights {
   }
 };
 
-// How many elements the tables of each tier have; a number alone is that of all tiers.
+// The number of elements of the tables of each tier; a single number applies to all tiers.
 struct TierSizes {
   int64_t elements[kCacheTier];
 
@@ -149,9 +149,10 @@ struct TierSizes {
       : elements{weights.elements[0], weights.elements[1], weights.elements[2]} {}
 };
 
-// That every feature lies inside the weights of its tier, the linear rows, and the columns of
-// output or gradient, which is what makes reads and writes safe whatever the caller passes. Without
-// pooling all features share one set of columns; in a variable batch `bag_layout` holds the places.
+// Check that every feature lies inside the weights of its tier, the linear rows, and the columns of
+// the output or gradient: this makes reads and writes safe whatever the caller passes. Without
+// pooling all features share one set of columns; in a variable batch `bag_layout` says where the
+// output rows are.
 inline void check_layout(const char* op, const Tensor& features, const TierSizes& sizes,
                          int64_t num_columns, int64_t total_rows, Pooling pooling) {
   const auto* feature = static_cast<const Feature*>(features.const_data_ptr());
@@ -159,7 +160,7 @@ inline void check_layout(const char* op, const Tensor& features, const TierSizes
     const Feature& x = feature[f];
     const int64_t column = pooling == Pooling::kNone ? 0 : x.column;
     STD_TORCH_CHECK(x.tier >= 0 && x.tier < kCacheTier && x.state_base >= 0 &&
-                        x.state_base <= kAnyNumber &&
+                        x.state_base <= kUnlimited &&
                         (x.cache_stride == 0 || x.cache_stride >= x.dim),
                     op, ": feature ", f,
                     " must name a memory tier of 0 to 2 and rows of the cache that hold its own; "
@@ -175,8 +176,9 @@ inline void check_layout(const char* op, const Tensor& features, const TierSizes
   }
 }
 
-// The form of `bag_layout`, not what it holds: that is on the device.
-inline const BagPlace* bag_places(const char* op, const Tensor& bag_layout, const Tensor& offsets) {
+// Check the shape and dtype of `bag_layout`. Its contents are on the device and are not checked.
+inline const BagLayout* check_bag_layout(const char* op, const Tensor& bag_layout,
+                                         const Tensor& offsets) {
   check_dtype(op, "bag_layout", bag_layout, ScalarType::Long, "int64");
   STD_TORCH_CHECK(offsets.numel() >= 1, op, ": offsets must have bags + 1 entries, got none");
   STD_TORCH_CHECK(bag_layout.dim() == 2 && bag_layout.size(0) == offsets.numel() - 1 &&
@@ -184,13 +186,13 @@ inline const BagPlace* bag_places(const char* op, const Tensor& bag_layout, cons
                   op, ": bag_layout must be a contiguous [bags, 2] tensor of (feature, element) ",
                   "for bags = ", offsets.numel() - 1, ", one less than offsets has entries");
   check_same_device(op, "bag_layout", bag_layout, offsets);
-  // Not null for no bags either: that would be a fixed batch.
-  static constexpr BagPlace kNone = {};
+  // Not null for an empty batch: null means a fixed batch.
+  static constexpr BagLayout kNone = {};
   return bag_layout.numel() == 0 ? &kNone
-                                 : static_cast<const BagPlace*>(bag_layout.const_data_ptr());
+                                 : static_cast<const BagLayout*>(bag_layout.const_data_ptr());
 }
 
-// Bags per feature, B, from F*B + 1 offsets.
+// Return the bags per feature, B, of F*B + 1 offsets.
 inline int64_t batch_size(const char* op, int64_t num_features, const Tensor& offsets) {
   STD_TORCH_CHECK(offsets.numel() >= 1, op, ": offsets must have F*B + 1 entries, got none");
   const int64_t bags = offsets.numel() - 1;
@@ -212,11 +214,11 @@ inline void check_lookups(const char* op, const Tensor& indices, const Tensor& o
                   " indices but no bags: offsets must have F*B + 1 entries, got ", offsets.numel());
 }
 
-// Where bags are whose; `columns` of the pooled output of a fixed batch. What a bag_layout holds is
-// not looked at.
+// Return the BagMap of a batch; `columns` is the width of the pooled output of a fixed batch. The
+// contents of `bag_layout` are not checked.
 inline BagMap bag_map(const char* op, int64_t num_features, const Tensor& offsets,
                       const std::optional<Tensor>& bag_layout, int64_t columns) {
-  if (bag_layout) return {bag_places(op, *bag_layout, offsets), 1, 0};
+  if (bag_layout) return {check_bag_layout(op, *bag_layout, offsets), 1, 0};
   const int64_t batch = batch_size(op, num_features, offsets);
   return {nullptr, static_cast<uint32_t>(batch > 0 ? batch : 1), columns};
 }
@@ -242,7 +244,8 @@ inline void check_sample_weights(const char* op, const std::optional<Tensor>& sa
   check_same_device(op, "sample_weights", *sample_weights, indices_or_lookups);
 }
 
-// Columns of the gradient of a pooled output: of a row, or in a variable batch of all there is.
+// Return the columns of the gradient of a pooled output: of one row, or in a variable batch of all
+// rows together.
 inline int64_t check_pooled_grad(const char* op, const Tensor& grad, bool variable) {
   STD_TORCH_CHECK(grad.dim() == (variable ? 1 : 2), op,
                   ": grad must be [B, columns], or a vector with bag_layout, got ", grad.dim(),

@@ -1,6 +1,7 @@
 // The choices that ops take as small integers. They are not strings because the conversion of a
-// string argument in torch's stable headers leaks a copy of it at every call. emblib/ops/codes.py
-// has the same numbers and names, those of optimizers are in optim/optimizers.h; a test compares.
+// string argument in torch's stable headers leaks a copy of the string at every call.
+// emblib/ops/codes.py has the same numbers and names; those of the optimizers are in
+// optim/optimizers.h. A test compares both.
 #pragma once
 
 namespace emb {
@@ -8,19 +9,19 @@ namespace emb {
 enum class Pooling : int { kSum, kMean, kNone };
 inline constexpr const char* kPoolings[] = {"sum", "mean", "none"};
 
-// What `bounds_check` does about violations; BoundsCheck.NONE does not call it.
+// What `bounds_check` does about violations. The caller skips the op for BoundsCheck.NONE.
 enum class BoundsMode : int { kFatal, kWarning, kIgnore };
 inline constexpr const char* kBoundsModes[] = {"fatal", "warning", "ignore"};
 
-// The order of a set of the cache. LRU: the missing rows ascending, the ways by age. LFU: the
-// missing rows by lookups so far, most first, the ways by lookups of their row so far, least first,
-// then by age.
+// The replacement policy of a set of the cache. LRU: the missing rows in ascending order take the
+// ways by age. LFU: the missing rows by lookups so far, most first, take the ways by lookups of
+// their row so far, fewest first, then by age.
 enum class Policy : int { kLru, kLfu };
 inline constexpr const char* kPolicies[] = {"lru", "lfu"};
 
-// Which entry of a bucket of a hash table gives way: the least by
+// How the entries of a bucket of a hash table are ranked; the lowest is evicted. Ranked by
 enum class Order : int {
-  kNone,     // none does
+  kNone,     // nothing: no entry is ever evicted
   kLru,      // stamp, key
   kLfu,      // score (a count), key
   kLruLfu,   // score (a count), stamp, key
@@ -28,8 +29,20 @@ enum class Order : int {
 };
 inline constexpr const char* kOrders[] = {"none", "lru", "lfu", "lru_lfu", "assigned"};
 
-// Whether a new key of a hash table must rank above the entry that gives way to it.
-enum class Newcomer : int { kWins, kCompetes };
-inline constexpr const char* kNewcomers[] = {"wins", "competes"};
+// Whether a new key of a hash table must rank at least as high as the entry that it evicts.
+enum class InsertPolicy : int { kWins, kCompetes };
+inline constexpr const char* kInsertPolicies[] = {"wins", "competes"};
+
+// Columns of `hyper`, float64: learning rate, step (from 1), rate of the coupled L2 penalty (g +=
+// l2 * w before anything else), rate of the decoupled decay (w *= 1 - lr * decay), seed of
+// stochastic rounding (negative: round to nearest), then the optimizer's arguments.
+enum HyperColumn : int {
+  kLearningRate = 0,
+  kStep = 1,
+  kL2 = 2,
+  kDecay = 3,
+  kSeed = 4,
+  kOptimizerArgs = 5
+};
 
 }  // namespace emb

@@ -13,7 +13,7 @@ enum class Dtype : int { kFloat = 0, kHalf = 1, kBfloat16 = 2 };
 
 inline constexpr int kDtypes = 3;
 
-// Bytes of an element.
+// Return the bytes of an element.
 EMB_HD constexpr int64_t size_of(Dtype type) { return type == Dtype::kFloat ? 4 : 2; }
 
 template <class T>
@@ -21,8 +21,8 @@ struct TypeTag {
   using type = T;
 };
 
-// Call `body(TypeTag<T>{}, index)` for the element type and number of each Dtype: fills a table of
-// kernels that is indexed by dtype.
+// Call `body(TypeTag<T>{}, index)` for the element type and the number of each Dtype, to fill a
+// table of kernels that is indexed by dtype.
 template <class Body>
 constexpr void for_each_dtype(const Body& body) {
   body(TypeTag<float>{}, static_cast<int>(Dtype::kFloat));
@@ -30,7 +30,8 @@ constexpr void for_each_dtype(const Body& body) {
   body(TypeTag<bfloat16>{}, static_cast<int>(Dtype::kBfloat16));
 }
 
-// int32 or int64 data; one predictable branch an access, which offsets (one a bag) can afford.
+// int32 or int64 data. Each access costs one predictable branch, which is fine for offsets
+// (one per bag).
 struct IndexArray {
   const void* data = nullptr;
   bool is_int64 = true;

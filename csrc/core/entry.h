@@ -1,6 +1,6 @@
-// The way into every op: `EMB_IMPL(m, emb, tbe_lookup)` registers a function of that name. What no
-// op can do without, whatever its arguments mean, happens here: tensors whose storage is smaller
-// than they are are refused, and an allocation that fails says so.
+// The wrapper of every op: `EMB_IMPL(m, emb, tbe_lookup)` registers the function of that name. It
+// does what all ops need: it rejects tensors whose storage is smaller than their size, and it
+// reports failed allocations.
 #pragma once
 
 #include <dlfcn.h>
@@ -18,9 +18,9 @@
 
 namespace emb {
 
-// What torch said of the call into it that just failed; "" before torch 2.13, which keeps it to
-// itself.
-inline std::string words_of_torch() {
+// Return torch's message for the call into it that just failed; "" before torch 2.13, which does
+// not expose it.
+inline std::string torch_error_message() {
   using Getter = const char* (*)();
   static const auto get =
       reinterpret_cast<Getter>(dlsym(RTLD_DEFAULT, "torch_exception_get_what_without_backtrace"));
@@ -32,7 +32,7 @@ struct AllocationError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// torch's `new_empty`, which does not say why it failed.
+// Call torch's `new_empty`, and say why it failed if it did.
 inline torch::stable::Tensor allocate(
     const torch::stable::Tensor& like, std::vector<int64_t> sizes,
     std::optional<torch::headeronly::ScalarType> type = std::nullopt) {
@@ -41,7 +41,7 @@ inline torch::stable::Tensor allocate(
   } catch (const std::runtime_error&) {
     std::string shape;
     for (const int64_t size : sizes) shape += (shape.empty() ? "" : ", ") + std::to_string(size);
-    const std::string words = words_of_torch();
+    const std::string words = torch_error_message();
     throw AllocationError("can't allocate memory for a tensor of [" + shape + "] elements" +
                           (words.empty() ? "" : ": " + words));
   }
@@ -55,8 +55,8 @@ inline torch::stable::Tensor allocate_zeros(
   return tensor;
 }
 
-// That the elements lie inside the storage, which `untyped_storage().resize_()` may have shrunk
-// since the tensor was made.
+// Check that the elements lie inside the storage: `untyped_storage().resize_()` may have shrunk it
+// since the tensor was created.
 inline void check_storage(const char* op, int argument, const torch::stable::Tensor& tensor) {
   const int64_t numel = tensor.numel();
   if (numel == 0) return;
@@ -103,7 +103,7 @@ struct Entry<function, Name> {
     } catch (const AllocationError& error) {
       throw std::runtime_error(std::string(op) + ": " + error.what());
     } catch (const std::runtime_error& error) {
-      const std::string text = error.what(), words = words_of_torch();
+      const std::string text = error.what(), words = torch_error_message();
       if (text.find("API call failed") == std::string::npos || words.empty()) throw;
       throw std::runtime_error(std::string(op) + ": " + words + " (" + text + ")");
     } catch (const std::bad_alloc&) {

@@ -1,5 +1,5 @@
-// Which bags belong to which feature, and cutting them into parts of equal cost, each part by
-// feature, since a kernel works on one table at a time. Everything is one parallel region.
+// The bags of each feature, and their distribution over threads: ranges of equal cost, each of one
+// feature, since a kernel works on one table at a time. All features share one parallel region.
 #pragma once
 
 #include <algorithm>
@@ -11,7 +11,7 @@
 
 namespace emb {
 
-// A part of the work below this many lookups and bags is not worth waking a thread for.
+// A range of fewer lookups and bags than this is not worth waking a thread for.
 inline constexpr int64_t kBagGrain = 512;
 
 // The bags of feature f are [first[f], first[f + 1]).
@@ -19,29 +19,29 @@ struct FeatureBags {
   std::vector<int64_t> first = {0};
   BagMap map;
 
-  // Checks `bag_layout`, whose rows must lie within `columns` elements unless there is no pooling.
+  // Check `bag_layout`: its rows must lie within `columns` elements unless there is no pooling.
   FeatureBags(const char* op, const Tensor& features, const Tensor& offsets,
               const std::optional<Tensor>& bag_layout, Pooling pooling, int64_t columns)
       : map(bag_map(op, features.size(0), offsets, bag_layout, columns)) {
     const int64_t num_features = features.size(0), num_bags = offsets.numel() - 1;
     first.resize(num_features + 1, 0);
-    if (map.places == nullptr) {
+    if (map.layout == nullptr) {
       for (int64_t f = 0; f < num_features; ++f) first[f + 1] = num_bags / num_features * (f + 1);
       return;
     }
     const Feature* feature = feature_array(features);
     int64_t f = 0;
     for (int64_t bag = 0; bag < num_bags; ++bag) {
-      const BagPlace& place = map.places[bag];
-      const bool ascends = place.feature >= f && place.feature < num_features;
-      while (ascends && f < place.feature) first[++f] = bag;
+      const BagLayout& row = map.layout[bag];
+      const bool ascends = row.feature >= f && row.feature < num_features;
+      while (ascends && f < row.feature) first[++f] = bag;
       const int64_t dim = ascends ? feature[f].dim : 0;
       STD_TORCH_CHECK(
           ascends && (pooling == Pooling::kNone ||
-                      (place.element >= 0 && dim <= columns && place.element <= columns - dim)),
+                      (row.element >= 0 && dim <= columns && row.element <= columns - dim)),
           op, ": bag_layout must name features of 0 to ", num_features - 1,
           " that ascend, and rows inside the ", columns, " elements of the output; bag ", bag,
-          " has feature ", place.feature, " at element ", place.element);
+          " has feature ", row.feature, " at element ", row.element);
     }
     while (f < num_features) first[++f] = num_bags;
   }
@@ -53,7 +53,7 @@ struct FeatureBags {
   }
 };
 
-// Calls `body(feature, first_bag, last_bag)`, in parallel.
+// Call `body(feature, first_bag, last_bag)` for all bags, in parallel.
 template <class Body>
 void for_feature_bags(const Bags& bags, const FeatureBags& features, const Body& body) {
   const auto cost = [&](int64_t bag) {

@@ -1,5 +1,5 @@
-// fp16 and bf16 as storage types: 16 bits in memory, float in registers. Arithmetic never happens
-// in 16 bits, so all that is needed is the conversion, which rounds to nearest even.
+// fp16 and bf16 as storage types: 16 bits in memory, float in registers. There is no arithmetic in
+// 16 bits, only conversion, which rounds to nearest even.
 #pragma once
 
 #include <cstdint>

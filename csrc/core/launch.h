@@ -1,7 +1,7 @@
-// Launching kernels from the entry points of the CUDA library: device guard, torch's current
-// stream, grid limits. torch's stable ABI (2.10) hands out the current CUDA stream through a
-// function that only CUDA builds of torch have; it is looked up when first used, so the library
-// links, and loads, beside any torch.
+// Kernel launches from the entry points of the CUDA library: device guard, torch's current stream,
+// grid limits. torch's stable ABI (2.10) provides the current CUDA stream through a function that
+// only CUDA builds of torch have. It is looked up on first use, so that the library links and loads
+// with any torch.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -23,7 +23,7 @@ inline void check_cuda(cudaError_t error, const char* what) {
 inline cudaStream_t current_stream(int32_t device) {
   using Getter = AOTITorchError (*)(int32_t, void**);
   static const Getter get = [] {
-    // Already loaded wherever there is a CUDA tensor; not loaded here, only found.
+    // Loaded already wherever there is a CUDA tensor: this only finds it.
     void* library = dlopen("libtorch_cuda.so", RTLD_LAZY | RTLD_NOLOAD);
     void* symbol =
         dlsym(library != nullptr ? library : RTLD_DEFAULT, "aoti_torch_get_current_cuda_stream");
@@ -38,8 +38,8 @@ inline cudaStream_t current_stream(int32_t device) {
   return static_cast<cudaStream_t>(stream);
 }
 
-// Where kernels on the device of `like` find a tensor of memory tier: it lies there, or in host
-// memory that is pinned, which a GPU reads in place.
+// Return the address at which kernels on the device of `like` access the tensor of a memory tier:
+// the tensor is on that device, or in pinned host memory, which a GPU accesses in place.
 inline void* kernel_address(const char* op, const torch::stable::Tensor& tensor,
                             const torch::stable::Tensor& like) {
   void* address = const_cast<void*>(tensor.const_data_ptr());
@@ -47,7 +47,7 @@ inline void* kernel_address(const char* op, const torch::stable::Tensor& tensor,
   cudaPointerAttributes attributes{};
   const bool pinned = cudaPointerGetAttributes(&attributes, address) == cudaSuccess &&
                       attributes.type == cudaMemoryTypeHost;
-  if (!pinned) cudaGetLastError();  // said below; the next launch must not report it
+  if (!pinned) cudaGetLastError();  // reported below; the next launch must not report it again
   STD_TORCH_CHECK(pinned, op,
                   ": the memory of every tier must be on the device of the kernels or in pinned "
                   "host memory; move it with .to(device) or pin it with .pin_memory()");
@@ -64,8 +64,8 @@ inline int multiprocessors(int device) {
   return count;
 }
 
-// Makes the device of a tensor the current one for as long as it lives and starts kernels there, on
-// torch's current stream.
+// Starts kernels on the device of a tensor, on torch's current stream. That device is the current
+// one for the lifetime of the object.
 class CudaLauncher {
  public:
   explicit CudaLauncher(const torch::stable::Tensor& on)
@@ -75,7 +75,7 @@ class CudaLauncher {
 
   cudaStream_t stream() const { return stream_; }
 
-  // The most blocks a grid should have, for `each` blocks a multiprocessor.
+  // Return the maximum number of blocks of a grid, for `each` blocks per multiprocessor.
   int64_t blocks(int each) const { return int64_t{multiprocessors_} * each; }
 
   template <class... Parameters, class... Arguments>

@@ -6,10 +6,10 @@
 
 namespace emb {
 
-// What one feature reads. Mirrors a row of the `features` tensor. Row r of its table is
-// [weight_offset + r * dim, + dim) of the weights of memory tier `tier`, has the linear row id
-// row_base + r (unique over the module; groups and caches know rows by it) and entry
-// state_base + r of that tier's row-wise states. The pooled row goes to output columns
+// The table and the output columns of a feature: a row of the `features` tensor. Row r of its table
+// is [weight_offset + r * dim, + dim) of the weights of memory tier `tier`. Its linear row id is
+// row_base + r, unique in the module; groups and caches identify rows by it. Its row-wise states
+// are entry state_base + r of that tier. The pooled row goes to output columns
 // [column, column + dim).
 struct Feature {
   int64_t weight_offset;
@@ -19,13 +19,14 @@ struct Feature {
   int64_t column;
   int64_t tier;
   int64_t state_base;
-  int64_t cache_stride;  // elements between rows of the cache; 0 where the table is not cached
+  int64_t cache_stride;  // elements between rows of the cache; 0 if the table is not cached
 };
 
 inline constexpr int kFeatureFields = 8;
 static_assert(sizeof(Feature) == kFeatureFields * sizeof(int64_t));
 
-// Bags as they are read: in any state of `offsets` a bag is a range inside [0, num_lookups].
+// The bags of a batch. Whatever the contents of `offsets`, a bag is a range inside
+// [0, num_lookups].
 struct Bags {
   IndexArray offsets;
   int64_t count = 0;
@@ -42,29 +43,30 @@ struct Bags {
   }
 };
 
-// FBGEMM's repair of an index: -1 means "pruned, skip me", anything else out of range reads row 0
-// (of a table that has one).
+// Repair an index as FBGEMM does: -1 means "pruned, skip"; any other index out of range reads row
+// 0, if the table has rows.
 EMB_HD int64_t repair_index(int64_t index, int64_t rows) {
   return index >= 0 && index < rows ? index : index == -1 || rows == 0 ? -1 : 0;
 }
 
 // The weights of a module are spread over up to four memory tiers, and every kernel gets the base
-// of each. Rows of a cached table are in the cache tier while a slot holds them, otherwise in the
-// tier of their table.
+// of each. A row of a cached table is in the cache tier while it has a slot, otherwise in the tier
+// of its table.
 //
-// The order of the `weights` list of an op; tiers a module does not use are empty or left out.
+// These are the positions in the `weights` list of an op; unused tiers are empty or left out.
 enum Tier : int { kDeviceTier = 0, kHostTier = 1, kDiskTier = 2, kCacheTier = 3 };
 
 inline constexpr int kTiers = 4;
 
-struct RowPlace {
+struct RowLocation {
   int tier;
-  int64_t element;  // of the tier's weights and element-wise states
-  int64_t row;      // of the tier's row-wise states
+  int64_t element;  // in the tier's weights and element-wise states
+  int64_t row;      // in the tier's row-wise states
 };
 
-// Row `row` of the table of `feature`; `slot` is where the cache holds it, -1 if it does not.
-EMB_HD RowPlace place_row(const Feature& feature, int64_t row, int64_t slot) {
+// Return the location of row `row` of the table of `feature`; `slot` is its slot in the cache, -1
+// if it has none.
+EMB_HD RowLocation locate_row(const Feature& feature, int64_t row, int64_t slot) {
   if (slot >= 0 && feature.cache_stride > 0) {
     return {kCacheTier, slot * feature.cache_stride, slot};
   }
@@ -75,30 +77,30 @@ EMB_HD RowPlace place_row(const Feature& feature, int64_t row, int64_t slot) {
 // In a fixed batch every feature has the same number of bags, and a bag's number determines its
 // feature and its output row. In a variable batch (VBE) the caller lists both in `bag_layout`.
 //
-// A row of the `bag_layout` tensor. Bags of a feature are neighbours, and features ascend.
-struct BagPlace {
+// A row of the `bag_layout` tensor. Bags of a feature are contiguous, and features ascend.
+struct BagLayout {
   int64_t feature;
-  int64_t element;  // of the pooled output, flat, where the bag's row begins
+  int64_t element;  // first element of the bag's row in the flat pooled output
 };
 
 struct BagMap {
-  const BagPlace* places = nullptr;  // a variable batch; null in a fixed one
-  uint32_t batch = 1;                // bags a feature of a fixed batch, at least 1
-  int64_t columns = 0;               // of the output of a fixed batch
+  const BagLayout* layout = nullptr;  // of a variable batch; null for a fixed one
+  uint32_t batch = 1;                 // bags per feature of a fixed batch, at least 1
+  int64_t columns = 0;                // of the output of a fixed batch
 
   EMB_HD int64_t feature(uint32_t bag) const {
-    return places != nullptr ? places[bag].feature : bag / batch;
+    return layout != nullptr ? layout[bag].feature : bag / batch;
   }
-  // `column` is the first output column of the bag's feature.
+  // Return the first output element of a bag; `column` is the first output column of its feature.
   EMB_HD int64_t element(uint32_t bag, int64_t column) const {
-    return places != nullptr ? places[bag].element : bag % batch * columns + column;
+    return layout != nullptr ? layout[bag].element : bag % batch * columns + column;
   }
 };
 
-// The feature that lookup i belongs to: the last one, or in a variable batch that of the last bag,
-// that begins at or before i. Of invalid offsets it is any feature in range.
+// Return the feature of lookup i: the last feature (in a variable batch that of the last bag) that
+// begins at or before i. For invalid offsets the result is any feature in range.
 EMB_HD int64_t feature_of_lookup(const BagMap& map, const Bags& bags, int num_features, int64_t i) {
-  const bool variable = map.places != nullptr;
+  const bool variable = map.layout != nullptr;
   const int64_t bags_of_step = variable ? 1 : map.batch;
   int low = 0, high = (variable ? static_cast<int>(bags.count) : num_features) - 1;
   while (low < high) {
@@ -109,7 +111,7 @@ EMB_HD int64_t feature_of_lookup(const BagMap& map, const Bags& bags, int num_fe
       high = middle - 1;
     }
   }
-  return variable ? map.places[low].feature : low;
+  return variable ? map.layout[low].feature : low;
 }
 
 }  // namespace emb

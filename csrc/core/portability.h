@@ -1,5 +1,4 @@
-// What lets one header serve the host compiler and nvcc: the only macro of the code base, and the
-// few attributes whose spelling differs between compilers.
+// Attributes that let one header serve the host compiler and nvcc.
 #pragma once
 
 #include <cstddef>

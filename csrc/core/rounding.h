@@ -1,30 +1,31 @@
-// Stochastic rounding from float to 16 bits: up or down at random, so that what is stored is
+// Stochastic rounding from float to 16 bits: up or down at random, so that the stored value is
 // unbiased and updates far below one unit in the last place still count. The random words come from
-// a counter made of row, columns, step and tensor: the same on any number of threads and any
-// device.
+// a counter made of row, columns, step and tensor: they are the same on any number of threads and
+// on any device.
 #pragma once
 
+#include "core/codes.h"
 #include "core/half.h"
 #include "core/random.h"
 
 namespace emb {
 
-// Which tensor of a row is rounded; the write-back of a cached row draws numbers of its own.
+// Which tensor of a row is rounded. The write-back of a cached row uses separate random numbers.
 enum RoundedTensor : uint32_t { kRoundWeights = 0, kRoundState = 1, kRoundWriteBack = 8 };
 
-// How values that are stored in 16 bits are rounded, from a `hyper` vector: entry 1 is the step,
-// entry 4 the seed, negative for rounding to nearest.
+// How values are rounded to 16 bits, from the step and the seed of a `hyper` vector; a negative
+// seed means rounding to nearest.
 struct Rounding {
   uint64_t seed;
   uint32_t step;
   bool stochastic;
 
   EMB_HD explicit Rounding(const double* hyper)
-      : seed(hyper[4] > 0.0 ? static_cast<uint64_t>(hyper[4]) : 0),
-        step(hyper[1] > 0.0 ? static_cast<uint32_t>(static_cast<uint64_t>(hyper[1])) : 0),
-        stochastic(hyper[4] >= 0.0) {}
+      : seed(hyper[kSeed] > 0.0 ? static_cast<uint64_t>(hyper[kSeed]) : 0),
+        step(hyper[kStep] > 0.0 ? static_cast<uint32_t>(static_cast<uint64_t>(hyper[kStep])) : 0),
+        stochastic(hyper[kSeed] >= 0.0) {}
 
-  // The random words of columns [4 * block, 4 * block + 4) of the row of linear id `row`.
+  // Return the random words of columns [4 * block, 4 * block + 4) of the row with linear id `row`.
   EMB_HD Random4 words(int64_t row, uint32_t block, uint32_t tensor) const {
     const auto id = static_cast<uint64_t>(row);
     return philox(seed, static_cast<uint32_t>(id), static_cast<uint32_t>(id >> 32),
@@ -33,7 +34,7 @@ struct Rounding {
 };
 
 // Branch-free, so that loops over it vectorise. A finite value becomes infinite only where rounding
-// to nearest makes it so.
+// to nearest makes it infinite.
 template <class T>
 EMB_HD T round_randomly(float x, uint32_t word);
 
@@ -57,8 +58,8 @@ template <>
 EMB_HD half16 round_randomly<half16>(float x, uint32_t word) {
   const uint32_t bits = float_bits(x), magnitude = bits & 0x7fffffffu;
   const uint32_t normal = (magnitude - 0x38000000u + (word & 0x1fffu)) >> 13;
-  // Below 2^-14 the spacing is 2^-24: `mantissa` * 2^-shift counts it. Beyond 31 bits the mantissa
-  // itself is shifted, which loses less than 2^-31 of the spacing.
+  // Below 2^-14 the spacing is 2^-24: `mantissa` * 2^-shift counts it. For shifts beyond 31 bits
+  // the mantissa itself is shifted, which loses less than 2^-31 of the spacing.
   const uint32_t exponent = magnitude >> 23;
   const uint32_t implicit = exponent > 0 ? 0x800000u : 0u;
   const uint32_t shift = 126u - (exponent > 0 ? exponent : 1u);

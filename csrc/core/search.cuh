@@ -1,8 +1,8 @@
-// Which interval an element lies in, given where the intervals start: which bag a lookup belongs
-// to, which group a sorted position. A block takes a tile of neighbouring elements; two of its
-// warps find the intervals of the first and the last one, 32 probes at a time, and each thread then
-// searches only between them. All work is in proportion to the elements, so one long interval is no
-// problem.
+// Find the interval that contains an element, given the starts of the intervals: the bag of a
+// lookup, the group of a sorted position. A block takes a tile of neighbouring elements. Two of its
+// warps find the intervals of the first and the last element, 32 probes at a time; each thread then
+// searches only between them. The work is proportional to the number of elements, so one long
+// interval is no problem.
 #pragma once
 
 #include "core/simt.cuh"
@@ -12,15 +12,15 @@ namespace emb::cuda {
 inline constexpr int kTileThreads = 256;
 inline constexpr int kTileSize = 1024;
 
-// The last i in [0, n) with starts(i) <= x, or -1; the same answer in each lane of a full warp.
-// `starts` should not decrease; where it does, some i in range comes out.
+// Return the last i in [0, n) with starts(i) <= x, or -1; the same in each lane of a full warp.
+// `starts` should not decrease; where it does, the result is some i in range.
 template <class Starts>
 EMB_DEVICE int warp_search(const Starts& starts, int n, int64_t x) {
   const int lane = static_cast<int>(threadIdx.x % simt::kWarp);
   int low = -1, high = n;  // starts(low) <= x < starts(high)
   while (high - low > 1) {
     const int step = (high - low + 32) / 33;
-    // 64 bits: a probe may lie beyond the largest int before it is compared with `high`.
+    // 64 bits: a probe may exceed the largest int before it is compared with `high`.
     const int64_t probe = low + (lane + int64_t{1}) * step;
     const unsigned hits =
         __ballot_sync(simt::kFullMask, probe < high && starts(static_cast<int>(probe)) <= x);
@@ -31,7 +31,7 @@ EMB_DEVICE int warp_search(const Starts& starts, int n, int64_t x) {
   return low;
 }
 
-// The intervals of a tile's elements.
+// The range of intervals that a tile's elements fall into.
 struct TileSearch {
   int first, last;
 
@@ -50,7 +50,7 @@ struct TileSearch {
     __syncthreads();
   }
 
-  // The interval of x, one of the tile's elements; -1 where x comes before all intervals.
+  // Return the interval of x, one of the tile's elements; -1 if x precedes all intervals.
   template <class Starts>
   EMB_DEVICE int find(const Starts& starts, int64_t x) const {
     int low = first, high = last;

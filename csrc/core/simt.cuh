@@ -3,19 +3,19 @@
 // Kernels live in `*.cuh` files as plain `__global__` templates that include only torch-free
 // headers and this one. Under nvcc the names below are CUDA's own. Under a host compiler they come
 // from core/simt_host.h, in which the threads of a block are fibers that meet at barriers and warp
-// collectives and blocks run one after another, so that every kernel runs in tests without a GPU
+// collectives and blocks run one after another, so that tests run every kernel without a GPU
 // (tests/simt). The contract, which the emulation enforces with an error instead of a hang:
 //   * names: threadIdx blockIdx blockDim gridDim, __shared__ (static), dynamic_shared<T>(),
 //     __syncthreads __syncwarp __shfl_sync __shfl_up_sync __shfl_down_sync __shfl_xor_sync
 //     __ballot_sync __any_sync __all_sync __match_any_sync __reduce_{add,min,max}_sync,
 //     atomicAdd atomicMax atomicMin atomicExch atomicCAS, __threadfence, __popc __ffs __clz
 //     __vcmpeq4;
-//   * a collective is reached by every lane of its mask, at one source line, before it returns in
-//     any; lanes of the mask must not have left the kernel. A shuffle reads only lanes of its mask;
-//   * a barrier is reached by every thread of the block at one source line: no early return;
+//   * every lane of its mask reaches a collective, at one source line, before any of them leaves
+//     it; lanes of the mask must not have left the kernel. A shuffle reads only lanes of its mask;
+//   * every thread of the block reaches a barrier at one source line: no early return;
 //   * trap(message) ends the launch: an error on the host, a device-side trap on the GPU.
 // Host code starts kernels through a launcher object, `launcher(kernel, grid, block, args...)`:
-// CudaLauncher (core/launch.h) or simt::HostLauncher, so the code that picks grids is shared too.
+// CudaLauncher (core/launch.h) or simt::HostLauncher, so that both share the code that sizes grids.
 #pragma once
 
 #include <cstdint>
@@ -56,13 +56,12 @@ EMB_DEVICE Pack8 load(const Pack8* address) {
   return {{v.x, v.y}};
 }
 
-// Asks for the line of `address` without waiting for it or spending a register on it.
+// Prefetch the line of `address`, without waiting for it or spending a register on it.
 EMB_DEVICE void prefetch(const void* address) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
 }
 
-// Ends the kernel as a failed assert does: the message is printed and the next call into CUDA
-// fails.
+// End the kernel as a failed assert does: the message is printed and the next call into CUDA fails.
 EMB_DEVICE void trap(const char* message) { __assert_fail(message, "emblib", 0, "kernel"); }
 
 template <class T>
@@ -92,8 +91,8 @@ T* dynamic_shared() {
 
 #endif
 
-// Sum over the groups of `width` lanes (a power of two) that tile the warp; every lane gets it. The
-// order is a butterfly, hence the same in each lane and each run.
+// Return the sum over the groups of `width` lanes (a power of two) that tile the warp, in every
+// lane. The additions form a butterfly, hence the same order in each lane and each run.
 template <class T>
 EMB_DEVICE T group_sum(T value, int width) {
   for (int offset = width / 2; offset > 0; offset /= 2) {
@@ -102,7 +101,8 @@ EMB_DEVICE T group_sum(T value, int width) {
   return value;
 }
 
-// The warp's number in the grid and the number of warps in it, for grid-stride loops over warps.
+// The warp's number in the grid and the number of warps in the grid, for grid-stride loops over
+// warps.
 EMB_DEVICE int64_t global_warp() {
   return (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) / kWarp;
 }

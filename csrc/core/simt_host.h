@@ -50,8 +50,8 @@ __attribute__((naked, noinline, weak)) void swap_stacks(void**, void*) {
 class Context {
  public:
   void start(char* stack, size_t bytes, void (*entry)()) {
-    // `entry` finds the stack as after a call: 8 bytes off a multiple of 16, with a return address
-    // that ends backtraces. Below it lie six registers for swap_stacks to pop.
+    // `entry` expects the stack as after a call: 8 bytes off a multiple of 16, with a return
+    // address that ends backtraces. Below it are six registers for swap_stacks to pop.
     auto* top = reinterpret_cast<uint64_t*>(stack + bytes);
     top[-1] = 0;
     top[-2] = reinterpret_cast<uint64_t>(entry);
@@ -318,7 +318,7 @@ class Machine {
     }
   }
 
-  // The current thread has returned from the kernel.
+  // Handle the return of the current thread from the kernel.
   void leave() {
     const unsigned self = current_, warp = self / 32;
     if (at_barrier_ > 0) {
@@ -345,7 +345,7 @@ class Machine {
     from.switch_to(*fibers_[thread]);
   }
 
-  // Lanes of the same warp first: they are the ones a collective waits for.
+  // Return the next thread to run. Lanes of the same warp come first: a collective waits for them.
   unsigned next() {
     const unsigned first = current_ / 32;
     for (unsigned i = 0; i < warps(); ++i) {
@@ -358,7 +358,8 @@ class Machine {
     stop("deadlock, no thread can go on:" + waiting_report());
   }
 
-  // The last lane of a collective has arrived: every lane gets all values and may go on.
+  // Complete a collective: the last lane has arrived, so every lane gets all values and may
+  // continue.
   void complete(unsigned warp, unsigned mask) {
     WarpValues values{};
     const Thread& self = threads_[current_];

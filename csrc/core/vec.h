@@ -90,7 +90,7 @@ EMB_HD void store(T* p, Vec v) {
 
 #endif
 
-// The first `n` lanes only (0 < n < kLanes); the rest load as zero and are not stored.
+// Load the first `n` lanes only (0 < n < kLanes); the rest load as zero and are not stored.
 template <class T>
 EMB_HD Vec load_first(const T* p, int n) {
 #if defined(__AVX512F__)
@@ -114,7 +114,7 @@ EMB_HD void store_first(T* p, Vec v, int n) {
   for (int i = 0; i < n; ++i) p[i] = buffer[i];
 }
 
-// The lanes added pairwise: a chain of log2(kLanes) additions.
+// Return the sum of the lanes, added pairwise: a chain of log2(kLanes) additions.
 EMB_HD float sum(Vec v) {
 #if defined(__AVX512F__)
   return _mm512_reduce_add_ps(v);
@@ -128,7 +128,7 @@ EMB_HD float sum(Vec v) {
 #endif
 }
 
-// Asks for every cache line of a row; `write` rows are fetched in a state that allows the store.
+// Prefetch every cache line of a row; with `write`, in a state that allows the store.
 template <bool write>
 EMB_HD void prefetch_row(const void* row, int64_t nbytes) {
   const char* p = static_cast<const char*>(row);

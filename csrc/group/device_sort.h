@@ -1,5 +1,6 @@
-// The sort under `group` on the GPU: its scratch memory and its entry. Ops that make their own keys
-// fill `buffers().keys` and `buffers().positions` and call `sort_keys`; see group_cuda.cu.
+// The sort under `group` on the GPU, its scratch memory, and the scratch memory of ops of several
+// steps. Ops that make their own keys fill `buffers().keys` and `buffers().positions` and call
+// `sort_keys`; see group_cuda.cu.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -13,7 +14,7 @@
 
 namespace emb::cuda {
 
-// Sorts by key, stable, and finds the runs of equal keys. Nothing waits for the device.
+// Sort by key, stable, and find the runs of equal keys. Nothing waits for the device.
 template <class Key>
 void sort_keys(const CudaLauncher& launcher, const torch::stable::Tensor& like,
                const SortBuffers<Key>& buffers);
@@ -23,7 +24,7 @@ extern template void sort_keys(const CudaLauncher&, const torch::stable::Tensor&
 extern template void sort_keys(const CudaLauncher&, const torch::stable::Tensor&,
                                const SortBuffers<uint64_t>&);
 
-// Scratch for n keys below `limit` on the device of `like`, freed in stream order by torch.
+// Scratch for n keys below `limit` on the device of `like`. torch frees it in stream order.
 template <class Key>
 class DeviceSort {
  public:
@@ -32,7 +33,7 @@ class DeviceSort {
                           torch::headeronly::ScalarType::Byte)) {
     auto* keys = static_cast<Key*>(scratch_.mutable_data_ptr());
     auto* positions = reinterpret_cast<int32_t*>(keys + 2 * n);
-    // Once sorted, the input is not needed any more: the runs take its place.
+    // Once sorted, the input is not needed any more: the runs reuse its memory.
     buffers_ = {keys,
                 keys + n,
                 keys,
@@ -50,11 +51,11 @@ class DeviceSort {
   SortBuffers<Key> buffers_;
 };
 
-// Whether keys in [0, limit] need 64 bits.
+// Return whether keys in [0, limit] need 64 bits.
 inline bool needs_wide_keys(int64_t limit) { return limit >= (int64_t{1} << 32) - 1; }
 
-// What an op of several steps needs besides kernels, on the device: scratch memory, which torch
-// frees in stream order, and the sort of `group`. Nothing waits for the device.
+// Launches, scratch memory and sorting for an op of several steps. torch frees the scratch in
+// stream order. Nothing waits for the device.
 
 class DeviceWork {
  public:
@@ -64,9 +65,9 @@ class DeviceWork {
 
   template <class T>
   T* scratch(int64_t n) {
-    kept_.push_back(allocate(like_, {n * static_cast<int64_t>(sizeof(T))},
-                             torch::headeronly::ScalarType::Byte));
-    return reinterpret_cast<T*>(kept_.back().mutable_data_ptr());
+    scratch_tensors_.push_back(allocate(like_, {n * static_cast<int64_t>(sizeof(T))},
+                                        torch::headeronly::ScalarType::Byte));
+    return reinterpret_cast<T*>(scratch_tensors_.back().mutable_data_ptr());
   }
 
   void sort(const SortBuffers<uint32_t>& buffers) { sort_keys(launcher_, like_, buffers); }
@@ -74,7 +75,7 @@ class DeviceWork {
  private:
   torch::stable::Tensor like_;
   CudaLauncher launcher_;
-  std::vector<torch::stable::Tensor> kept_;
+  std::vector<torch::stable::Tensor> scratch_tensors_;
 };
 
 }  // namespace emb::cuda

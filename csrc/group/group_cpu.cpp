@@ -1,4 +1,4 @@
-// `group` on the CPU: keys become items, see group_items.h.
+// `group` and `group_inverse` on the CPU: keys become items, see group_items.h.
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
@@ -39,8 +39,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> group(const Tensor& keys, int64_t num
   }
   return {result.unique, result.segments, result.permutation, result.count};
 }
-
-// `group_inverse` on the CPU: for every input position the group it went to, -1 for none.
 
 constexpr int64_t kGrain = 1 << 14;
 

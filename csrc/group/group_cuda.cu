@@ -1,5 +1,5 @@
 // `group` and `group_inverse` on the GPU. CUB's radix sort runs over the significant bits only, on
-// 32-bit keys wherever they fit; one more pass of CUB finds the runs. Everything stays on the
+// 32-bit keys where they suffice; another pass of CUB finds the runs. Everything stays on the
 // device.
 #include <thrust/iterator/counting_iterator.h>
 #include <torch/csrc/stable/library.h>
@@ -14,7 +14,7 @@
 
 namespace emb::cuda {
 
-// Calls a CUB algorithm twice, as CUB wants it: for the size of its scratch, then to run.
+// Call a CUB algorithm twice: for the size of its scratch, then to run it.
 template <class Algorithm>
 void with_scratch(const torch::stable::Tensor& like, const Algorithm& run) {
   size_t bytes = 0;

@@ -1,4 +1,4 @@
-// Grouping on the CPU, in four parallel regions whatever the number of key bits: (1) every part of
+// Grouping on the CPU, in four parallel regions whatever the number of key bits: (1) every chunk of
 // the input makes its items and counts them by the top bits of the key, (2) it scatters them into
 // buckets, (3) every bucket is radix-sorted on the remaining bits inside the cache and its groups
 // are counted, (4) every bucket writes its groups. Every step is stable, so the result does not
@@ -18,8 +18,7 @@
 
 namespace emb {
 
-// One lookup on its way through the sort: 8 bytes as long as keys have 32 bits, which holds for
-// fewer than 2^32 rows.
+// A lookup to be sorted: 8 bytes if keys have 32 bits, which holds for fewer than 2^32 rows.
 struct Item32 {
   uint32_t key;
   uint32_t position;
@@ -30,7 +29,7 @@ struct Item64 {
   uint64_t position;
 };
 
-// Where the groups go. Items whose key is >= limit belong to no group and sort to the end.
+// The output of a grouping. Items whose key is >= limit belong to no group and sort to the end.
 struct GroupOutput {
   void* unique;  // [n], int64 or int32, entries from `count` on are 0
   bool unique_is_int64;
@@ -47,10 +46,10 @@ struct GroupOutput {
   }
 };
 
-// One stable pass of a radix sort, in two halves of its own: counting and scattering. Both walk
-// `kStreams` equal runs of the input side by side, each with counters of its own: where many keys
-// share a digit, the increments of one counter wait for each other, and several
-// counters wait side by side. Stream s is items [begin(s), begin(s + 1)).
+// One stable pass of a radix sort, in two steps: counting and scattering. Both walk `kStreams`
+// equal runs of the input side by side, each with separate counters: where many keys share a digit,
+// increments of one counter wait for each other, but increments of several counters overlap. Stream
+// s is items [begin(s), begin(s + 1)).
 template <int kStreams, class Item>
 struct RadixPass {
   const Item* items;
@@ -59,10 +58,10 @@ struct RadixPass {
   uint32_t mask;
 
   int64_t begin(int stream) const { return stream == kStreams ? n : n / kStreams * stream; }
-  // 64 bits, because a shift by all 32 of a key is undefined.
+  // 64 bits, because a shift by all 32 bits of a key is undefined.
   uint32_t digit(int64_t i) const { return uint64_t{items[i].key} >> shift & mask; }
 
-  // counters[stream * stride + digit] grows by the number of such items.
+  // Add the number of items of each digit to counters[stream * stride + digit].
   void count(uint32_t* counters, int64_t stride) const {
     for (int64_t i = 0; i < n / kStreams; ++i) {
       for (int s = 0; s < kStreams; ++s) ++counters[s * stride + digit(begin(s) + i)];
@@ -84,10 +83,11 @@ struct RadixPass {
   }
 };
 
-// Turns counters[streams][digits] into the places where each stream writes: digit by digit, and in
-// the order of the streams within a digit. Calls `at(digit, place)` with the start of every digit.
+// Turn counters[streams][digits] into the offsets at which each stream writes: digit by digit, and
+// in the order of the streams within a digit. Call `at(digit, offset)` for the start of every
+// digit.
 template <class At>
-void exclusive_places(uint32_t* counters, int64_t streams, int64_t digits, const At& at) {
+void exclusive_offsets(uint32_t* counters, int64_t streams, int64_t digits, const At& at) {
   uint32_t sum = 0;
   for (int64_t digit = 0; digit < digits; ++digit) {
     at(digit, sum);
@@ -95,10 +95,10 @@ void exclusive_places(uint32_t* counters, int64_t streams, int64_t digits, const
   }
 }
 
-// Sorts items by the low `bits` bits of the key in digits of at most `widest`.
+// Sort items by the low `bits` bits of the key in digits of at most `max_width` bits.
 template <int kStreams, class Item>
-void radix_sort(Item* items, Item* scratch, int64_t n, int bits, int widest) {
-  const int passes = (bits + widest - 1) / widest;
+void radix_sort(Item* items, Item* scratch, int64_t n, int bits, int max_width) {
+  const int passes = (bits + max_width - 1) / max_width;
   Item *from = items, *to = scratch;
   uint32_t counters[kStreams << 8];
   for (int pass = 0; pass < passes; ++pass) {
@@ -107,15 +107,15 @@ void radix_sort(Item* items, Item* scratch, int64_t n, int bits, int widest) {
     std::memset(counters, 0, sizeof(uint32_t) * kStreams << width);
     const RadixPass<kStreams, Item> radix{from, n, shift, static_cast<uint32_t>(digits - 1)};
     radix.count(counters, digits);
-    exclusive_places(counters, kStreams, digits, [](int64_t, uint32_t) {});
+    exclusive_offsets(counters, kStreams, digits, [](int64_t, uint32_t) {});
     radix.scatter(counters, digits, to);
     std::swap(from, to);
   }
   if (from != items) std::memcpy(items, from, n * sizeof(Item));
 }
 
-// Sorts a bucket by the low `bits` bits of the key, stable; the result is in `items`. Small buckets
-// get few counters: clearing and adding them up must not cost more than the pass.
+// Sort a bucket by the low `bits` bits of the key, stable; the result is in `items`. Small buckets
+// get few counters: clearing and adding them must not cost more than the pass.
 template <class Item>
 void sort_bucket(Item* items, Item* scratch, int64_t n, int bits) {
   if (n > 2048) return radix_sort<4>(items, scratch, n, bits, 8);
@@ -136,10 +136,10 @@ int64_t count_groups(const Item* items, int64_t n, uint64_t limit) {
   return groups;
 }
 
-// Groups n items; keys are <= limit, and `limit` itself means "no group". The input comes in parts,
-// part p at positions [firsts[p], firsts[p + 1]): `fill(p, put)` calls `put(position, key)` once
-// for each of them. `emit(sorted, position)` is called for every item in its final place. Both run
-// in parallel.
+// Group n items with keys <= limit; `limit` itself means "no group". The input comes in chunks,
+// chunk c at positions [firsts[c], firsts[c + 1]): `fill(c, put)` calls `put(position, key)` once
+// for each of them. `emit(sorted, position)` is called for every item in its final position. Both
+// run in parallel.
 template <class Item, class Fill, class Emit>
 void group_items(int64_t n, uint64_t limit, const std::vector<int64_t>& firsts, const Fill& fill,
                  const GroupOutput& out, const Emit& emit) {
@@ -147,8 +147,8 @@ void group_items(int64_t n, uint64_t limit, const std::vector<int64_t>& firsts, 
   constexpr int kStreams = 4;
   const std::unique_ptr<Item[]> items(new Item[n]), sorted(new Item[n]);
   const int bits = std::bit_width(limit);
-  const int wanted = static_cast<int>(std::bit_width(static_cast<uint64_t>(n))) - 7;
-  const int bucket_bits = std::clamp(wanted, 0, std::min(bits, 11));
+  const int target_bits = static_cast<int>(std::bit_width(static_cast<uint64_t>(n))) - 7;
+  const int bucket_bits = std::clamp(target_bits, 0, std::min(bits, 11));
   const int shift = bits - bucket_bits;
   const int64_t buckets = int64_t{1} << bucket_bits;
   const int64_t parts = static_cast<int64_t>(firsts.size()) - 1;
@@ -164,8 +164,8 @@ void group_items(int64_t n, uint64_t limit, const std::vector<int64_t>& firsts, 
     pass(part).count(counters.data() + part * kStreams * buckets, buckets);
   });
   std::vector<int64_t> starts(buckets + 1, n);
-  exclusive_places(counters.data(), parts * kStreams, buckets,
-                   [&](int64_t bucket, uint32_t place) { starts[bucket] = place; });
+  exclusive_offsets(counters.data(), parts * kStreams, buckets,
+                    [&](int64_t bucket, uint32_t offset) { starts[bucket] = offset; });
   parallel_tasks(parts, [&](int64_t part) {
     pass(part).scatter(counters.data() + part * kStreams * buckets, buckets, sorted.get());
   });
@@ -185,8 +185,8 @@ void group_items(int64_t n, uint64_t limit, const std::vector<int64_t>& firsts, 
   int64_t grouped = n;  // items that belong to a group
   while (grouped > 0 && sorted[grouped - 1].key >= limit) --grouped;
   parallel_balanced(buckets, 8192, cost, [&](int64_t begin, int64_t end) {
-    // Every item writes the end of its group and the last one stands: whether an item starts a new
-    // group is a coin toss, and a branch on it would be mispredicted as often.
+    // Every item writes the end of its group, and the last write remains: whether an item starts a
+    // new group is unpredictable, so a branch on it would often be mispredicted.
     int64_t group = groups[begin] - 1;
     uint64_t previous = ~uint64_t{0};
     for (int64_t j = starts[begin]; j < starts[end]; ++j) {
@@ -206,7 +206,7 @@ void group_items(int64_t n, uint64_t limit, const std::vector<int64_t>& firsts, 
   *out.count = static_cast<int32_t>(total);
 }
 
-// How many parts n items are worth.
+// Return the number of chunks that n items are divided into.
 inline int64_t group_parts(int64_t n) { return std::clamp<int64_t>(n / 8192, 1, num_threads()); }
 
 // The tensors that a grouping returns on the CPU; shared by `group` and `tbe_group`.

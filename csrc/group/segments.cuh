@@ -1,17 +1,17 @@
-// The kernels around the sort of `group`: keys made sortable before it, groups written after it.
-// The sort itself (CUB on a GPU, std::stable_sort in tests) delivers the sorted positions, the
-// distinct keys and where each of them starts. Keys that belong to no group carry `limit`, the
-// largest key there is, so they form the last run, if any.
+// The kernels before and after the sort of `group`: make keys sortable, write the groups. The sort
+// itself (CUB on a GPU, std::stable_sort in tests) delivers the sorted positions, the distinct keys
+// and where each of them starts. Keys that belong to no group are set to `limit`, the largest key,
+// so they form the last run, if any.
 #pragma once
 
 #include "core/dtype.h"
-#include "core/row_piece.cuh"
+#include "core/row_slice.cuh"
 #include "core/search.cuh"
 #include "core/simt.cuh"
 
 namespace emb::cuda {
 
-// What the sort reads and writes, all on the device; n elements each, `runs` one.
+// The input and output of the sort, all on the device; n elements each, `runs` one.
 template <class Key>
 struct SortBuffers {
   Key *keys, *sorted_keys, *run_keys;
@@ -24,12 +24,13 @@ struct GroupOutput {
   void* unique;  // [n] int32 or int64
   bool unique_is_int64;
   int32_t *segments, *count;  // [n + 1], [1]
-  // For `tbe_group`: the bag of each lookup, and where the bags of the sorted ones go; else null.
+  // For `tbe_group`: the bag of each lookup, and the output for the bags of the sorted ones; else
+  // null.
   const int32_t* bag_of;
   int32_t* bags;
 };
 
-// Keys outside [0, limit) belong to no group.
+// Make the keys of the sort. Keys outside [0, limit) belong to no group.
 template <class Key>
 __global__ void __launch_bounds__(kTileThreads)
     keys_kernel(IndexArray keys, SortBuffers<Key> sort) {
@@ -41,8 +42,8 @@ __global__ void __launch_bounds__(kTileThreads)
   }
 }
 
-// From the runs of equal sorted keys to groups: the run of `limit` is dropped, what follows the
-// last group is filled as the schema says.
+// Turn the runs of equal sorted keys into groups: drop the run of `limit`, and fill what follows
+// the last group as the schema says.
 template <class Key>
 __global__ void __launch_bounds__(kTileThreads)
     groups_kernel(SortBuffers<Key> sort, GroupOutput out) {
@@ -64,7 +65,7 @@ __global__ void __launch_bounds__(kTileThreads)
   }
 }
 
-// The group of every input position, -1 for none.
+// Write the group of every input position, -1 for none.
 [[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads)
     inverse_kernel(const int32_t* segments, const int32_t* permutation, const int32_t* count,
                    int64_t n, int32_t* inverse) {

@@ -1,13 +1,14 @@
-// Where the keys of a dynamic table are: the arithmetic that CPU and CUDA share.
+// The hash index of dynamic tables: the arithmetic that CPU and CUDA share, the arguments of the
+// kernels, and the CPU's tables of kernels.
 //
-// A table is a run of buckets of 32 slots. A key may be in either of two buckets, both found from
-// one 64-bit mix of it. A tag byte for every slot says whether it is empty (0) or else holds 8 bits
-// of that mix, so every one of the 2^64 keys is a key like any other: none marks empty slots. Rows
-// of values are numbered as the slots are.
+// A table is a run of buckets of 32 slots. A key may be in either of two buckets, both derived from
+// one 64-bit mix of it. The tag byte of a slot is 0 if the slot is empty, otherwise it holds 8 bits
+// of that mix: no key value is reserved to mark empty slots. Rows of values have the numbers of the
+// slots.
 //
 // Buckets are addressed as in linear hashing (Litwin, 1980): a table has any number of them and
-// grows by splitting one at a time. The new bucket gets entries of one old bucket alone, and those
-// that stay keep their slots.
+// grows by splitting one at a time. A new bucket receives entries of one old bucket only, and the
+// entries that stay keep their slots.
 #pragma once
 
 #include <cstdint>
@@ -21,40 +22,41 @@ namespace emb {
 
 inline constexpr int kSlots = 32;  // of a bucket
 inline constexpr uint8_t kEmptyTag = 0;
-inline constexpr int kPreferFirst = 16;  // with more free slots than these a first bucket is taken
+inline constexpr int kPreferFirstBucket =
+    16;  // free slots above which the first bucket is taken without looking at the second
 inline constexpr int64_t kNoSlot = -1;
 
-// A row of the tensor `tables`: where the buckets of a table begin, how many it has and may have,
-// its keys, the load, in 1024ths of its slots, beyond which it grows, and the number that its hash
-// depends on.
+// Columns of the tensor `tables`: where the buckets of a table begin, their number and maximum
+// number, its number of keys, the load (in 1024ths of its slots) above which it grows, and the
+// random number that its hash depends on.
 enum TableField : int {
   kFirstBucket,
   kBuckets,
-  kMostBuckets,
+  kMaxBuckets,
   kSize,
-  kMostLoad,
+  kMaxLoad,
   kHashKey,
   kTableFields
 };
 
-// A row of the tensor `entries`, int64: the third word is there where the order needs it.
+// Columns of the tensor `entries`, int64; the third exists if the order needs it.
 enum EntryField : int { kKey, kStamp, kScore };
 
-// A row of the tensor `counters`.
+// Columns of the tensor `counters`.
 enum HashCounter : int {
-  kLookups,      // positions of batches that were used
-  kHits,         // those whose key was there
-  kInserted,     // keys that found a place
-  kEvicted,      // keys that gave way to them
-  kRefused,      // keys that found no place
-  kNotAdmitted,  // keys that were kept out by admission
+  kLookups,      // positions of training batches
+  kHits,         // positions whose key was in the table
+  kInserted,     // keys that got a slot
+  kEvicted,      // keys that were replaced by new ones
+  kRefused,      // keys that got no slot
+  kNotAdmitted,  // keys that the admission policy rejected
   kExpired,
   kErased,
   kHashCounters
 };
 
-// What became of a missing key.
-enum class PlaceStatus : uint8_t { kMiss, kHit, kNew, kEvicting, kRefused, kNotAdmitted };
+// The result for a missing key.
+enum class InsertStatus : uint8_t { kMiss, kHit, kNew, kEvicting, kRefused, kNotAdmitted };
 
 EMB_HD constexpr bool has_scores(Order order) {
   return order != Order::kNone && order != Order::kLru;
@@ -63,8 +65,9 @@ EMB_HD constexpr bool counts_uses(Order order) {
   return order == Order::kLfu || order == Order::kLruLfu;
 }
 
-// Counts of uses stop at the largest number: one that wrapped would make the hottest key the first
-// to be evicted. `more` is >= 0; what else a caller passes wraps.
+// Return whether adding `more` to a count of uses overflows. Counts saturate: a count that wrapped
+// would make the most used key the first to be evicted. A negative `more` is not checked and may
+// wrap.
 EMB_HD bool count_overflows(int64_t count, int64_t more) {
   return more > 0 && count > INT64_MAX - more;
 }
@@ -73,96 +76,100 @@ EMB_HD int64_t add_uses(int64_t count, int64_t more) {
   return static_cast<int64_t>(static_cast<uint64_t>(count) + static_cast<uint64_t>(more));
 }
 
-// The smallest mask of ones that covers [0, buckets).
+// Return the smallest mask of ones that covers [0, buckets).
 EMB_HD uint64_t address_mask(int64_t buckets) {
   uint64_t mask = static_cast<uint64_t>(buckets) - 1;
   for (int shift = 1; shift < 64; shift *= 2) mask |= mask >> shift;
   return mask;
 }
 
-// The bucket of `hash` in a table of `buckets`, whose `mask` is address_mask(buckets).
+// Return the bucket of `hash` in a table of `buckets`, whose `mask` is address_mask(buckets).
 EMB_HD int64_t address(uint64_t hash, int64_t buckets, uint64_t mask) {
   const auto beyond = uint64_t{(hash & mask) >= static_cast<uint64_t>(buckets)};
-  return static_cast<int64_t>(hash & mask >> beyond);  // no branch, which nothing would foresee
+  return static_cast<int64_t>(hash & mask >> beyond);  // no branch: it would be unpredictable
 }
 
-// Bits for the two addresses of a mix and its tag. Tables have fewer than 2^31 buckets, so the
-// first address (low bits) shares none with the tag (bits 40 to 55).
+// Return the bits of a mix for its two addresses and its tag. Tables have fewer than 2^31 buckets,
+// so the first address (low bits) shares no bits with the tag (bits 40 to 55).
 EMB_HD uint64_t first_hash(uint64_t mixed) { return mixed & 0x7fffffffu; }
 EMB_HD uint64_t second_hash(uint64_t mixed) { return mixed * 0x9E3779B97F4A7C15u >> 33; }
 EMB_HD uint8_t tag_of(uint64_t mixed) {
   return static_cast<uint8_t>(1 + ((mixed >> 40 & 0xffff) * 255 >> 16));
 }
 
-// What orders entries of a bucket; see Order.
-struct Rank {
+// The rank of an entry in its bucket; see Order.
+struct EntryRank {
   int64_t score, stamp, key;
 };
 
-EMB_HD Rank rank_of(Order order, int64_t key, int64_t stamp, int64_t score) {
+EMB_HD EntryRank entry_rank(Order order, int64_t key, int64_t stamp, int64_t score) {
   return {has_scores(order) ? score : 0, order == Order::kLfu ? 0 : stamp, key};
 }
 
-EMB_HD bool less(const Rank& a, const Rank& b) {
+EMB_HD bool less(const EntryRank& a, const EntryRank& b) {
   if (a.score != b.score) return a.score < b.score;
   if (a.stamp != b.stamp) return a.stamp < b.stamp;
   return a.key < b.key;
 }
 
-// How many missing keys choose their buckets by one state of the table, see `hash_place_`.
+// Return how many missing keys choose their buckets in one round, from the same state of the table;
+// see `hash_place_`.
 EMB_HD int64_t round_size(int64_t buckets) { return buckets < 2 ? 1 : buckets / 2; }
 
-// How many buckets a table of `buckets` must have for `keys` keys; never fewer, at most `most`.
+// Return how many buckets a table of `buckets` must have for `keys` keys: never fewer, at most
+// `max_buckets`.
 //
-// Buckets that are not yet split get twice the keys of those that are. They would be full long
-// before the table is if buckets were added at the rate of keys. So all buckets of a level, which
-// are a power of two, are split while the keys that filled them to `load` become a quarter more;
-// then there is room until twice as many are filled so far. The last level ends at `most`.
-EMB_HD int64_t wanted_buckets(int64_t keys, int64_t buckets, int64_t most, int64_t load) {
+// Buckets that are not yet split receive twice the keys of those that are. If buckets were added at
+// the rate of keys, they would be full long before the table is. So all buckets of a level, which
+// are a power of two, are split while the keys that filled them to `load` grow by a quarter; after
+// that the table has room until twice as many buckets are filled to `load`. The last level ends at
+// `max_buckets`.
+EMB_HD int64_t wanted_buckets(int64_t keys, int64_t buckets, int64_t max_buckets, int64_t load) {
   const int64_t per_bucket = kSlots * load;  // in 1024ths
   int64_t level = 1;
-  while (4 * level <= most && 2 * level * per_bucket < keys * 1024) level *= 2;
-  const int64_t limit = 4 * level <= most ? 2 * level : most;
+  while (4 * level <= max_buckets && 2 * level * per_bucket < keys * 1024) level *= 2;
+  const int64_t limit = 4 * level <= max_buckets ? 2 * level : max_buckets;
   const int64_t over = keys * 1024 - level * per_bucket;
   const int64_t wanted = level + (over > 0 ? (4 * over + per_bucket - 1) / per_bucket : 0);
   const int64_t allowed = wanted < limit ? wanted : limit;
   return allowed < buckets ? buckets : allowed;
 }
 
-// The hash kernels of the CPU: what they take and how they are reached.
+// The CPU kernels.
 
-// One table, from its first bucket on.
+// One table; the pointers are those of its first bucket.
 struct HashTable {
   uint8_t* tags;
   int64_t* entries;
-  int64_t words;  // of an entry
+  int64_t words;  // per entry
   int64_t buckets;
   uint64_t mask;
   uint64_t hash_key;
 
-  // Random to those who do not know the key of the table; its buckets and tag follow from this.
+  // Return a hash that cannot be predicted without the hash key of the table. The buckets and the
+  // tag follow from it.
   EMB_HD uint64_t hash(int64_t key) const { return mix(static_cast<uint64_t>(key) ^ hash_key); }
   EMB_HD int64_t* entry(int64_t slot) const { return entries + slot * words; }
   EMB_HD int64_t first(uint64_t mixed) const { return address(first_hash(mixed), buckets, mask); }
   EMB_HD int64_t second(uint64_t mixed) const { return address(second_hash(mixed), buckets, mask); }
 };
 
-// What a hit does to its entry.
-struct HashUse {
+// How a hit updates its entry.
+struct HashTouch {
   Order order;
   int64_t stamp;
   int64_t given;
-  const int64_t* counts;  // of the ids, null for 1 each
+  const int64_t* counts;  // by id; null for 1 each
 };
 
-// Missing keys on their way into one table; arrays by miss.
-struct HashPlacing {
+// Missing keys to be inserted into one table; arrays are by miss.
+struct HashInsertion {
   HashTable table;
   Order order;
   bool competes;
   int64_t stamp, given;
   const int64_t* ids;    // of the batch
-  const int64_t* first;  // where in `ids` the key is
+  const int64_t* first;  // position of the key in `ids`
   const int64_t* totals;
   int64_t* slots;
   uint8_t* status;
@@ -172,43 +179,44 @@ struct HashPlacing {
   EMB_HD int64_t score(int64_t miss) const { return counts_uses(order) ? totals[miss] : given; }
 };
 
-// What a pending key chose: the entry that gives way, or any slot of the bucket where it wants a
-// free one.
+// The choice of a pending key: the slot of the entry to evict, or any slot of a bucket with a free
+// one.
 struct Choice {
   enum Mode : int32_t { kFree, kEvict, kRefused };
   int64_t slot;
   Mode mode;
 };
 
-// Arrays of values by slot that move with their entries: where row 0 is, and bytes a row.
-struct RowPlane {
+// An array of values by slot that moves with the entries: the address of row 0, and bytes per row.
+struct RowBuffer {
   uint8_t* data;
   int64_t bytes;
 };
 
 struct HashFindKernels {
-  // The slots of ids [0, n), -1 for none; how many are there. Without `use` nothing is written.
-  int64_t (*find)(const HashTable&, const int64_t* ids, int64_t n, const HashUse* use,
+  // Find the slots of ids [0, n), -1 for none; return the number of hits. With `touch`, also update
+  // the entries of hits.
+  int64_t (*find)(const HashTable&, const int64_t* ids, int64_t n, const HashTouch* touch,
                   int64_t* slots);
-  // Finds again the ids that are no longer in their slots; what was -1 stays so.
+  // Find the ids again that are no longer in their slots; leave slots of -1.
   void (*refresh)(const HashTable&, const int64_t* ids, int64_t n, int64_t* slots);
 };
 
-struct HashPlaceKernels {
-  // The choices of `pending` [0, n), by the table as it is.
-  void (*choose)(const HashPlacing&, const int64_t* pending, int64_t n, Choice* choices);
-  // Carries out, in order, the choices whose bucket is in [begin, end).
-  void (*settle)(const HashPlacing&, const int64_t* pending, int64_t n, const Choice* choices,
+struct HashInsertKernels {
+  // Choose for `pending` [0, n), from the present state of the table.
+  void (*choose)(const HashInsertion&, const int64_t* pending, int64_t n, Choice* choices);
+  // Carry out, in order, the choices whose bucket is in [begin, end).
+  void (*commit)(const HashInsertion&, const int64_t* pending, int64_t n, const Choice* choices,
                  int64_t begin, int64_t end);
-  // Moves into buckets [begin, end), the new ones of a table that had `old`, what belongs there.
-  void (*split)(const HashTable&, int64_t old, const RowPlane* planes, int num_planes,
+  // Fill buckets [begin, end), the new ones of a table that had `old`, from the buckets that they
+  // are split from.
+  void (*split)(const HashTable&, int64_t old, const RowBuffer* buffers, int num_buffers,
                 int64_t begin, int64_t end);
 };
 
-// The number that the scratch tables of a batch are hashed with.
-
-// Drawn once per process, so that nobody can choose keys that all hash alike; no result depends on
-// it, only where scratch tables keep what.
+// Return the random number that scratch tables of a batch are hashed with. It is drawn once per
+// process, so that an adversary cannot choose keys that all hash alike. It affects only positions
+// in scratch tables, no result.
 inline uint64_t batch_hash_key() {
   static const uint64_t key = [] {
     std::random_device source;

@@ -1,4 +1,4 @@
-// The arguments of the hash ops, checked, as the kernels take them.
+// The arguments of the hash ops, checked and in the form that the kernels take.
 #pragma once
 
 #include <optional>
@@ -58,7 +58,7 @@ struct HashIndex {
     return counters[table * kHashCounters + counter];
   }
 
-  // On the CPU only: reads `tables`.
+  // Return a table; reads `tables`, so on the CPU only.
   HashTable table(int64_t t) const {
     const int64_t first_slot = field(t, kFirstBucket) * kSlots;
     const int64_t buckets = field(t, kBuckets);
@@ -72,15 +72,15 @@ struct HashIndex {
                     t);
   }
 
-  // That every table lies inside the memory, whatever the caller passes; on the CPU.
+  // Check that every table lies inside the memory, whatever the caller passes; on the CPU only.
   void check_tables(const char* op) const {
     for (int64_t t = 0; t < num_tables; ++t) {
-      const int64_t first = field(t, kFirstBucket), most = field(t, kMostBuckets);
-      const int64_t buckets = field(t, kBuckets), load = field(t, kMostLoad);
+      const int64_t first = field(t, kFirstBucket), max_buckets = field(t, kMaxBuckets);
+      const int64_t buckets = field(t, kBuckets), load = field(t, kMaxLoad);
       const int64_t size = field(t, kSize);
-      STD_TORCH_CHECK(first >= 0 && buckets >= 1 && buckets <= most && most <= INT32_MAX &&
-                          first <= slots / kSlots - most && load >= 1 && load <= 1024 &&
-                          size >= 0 && size <= buckets * kSlots,
+      STD_TORCH_CHECK(first >= 0 && buckets >= 1 && buckets <= max_buckets &&
+                          max_buckets <= INT32_MAX && first <= slots / kSlots - max_buckets &&
+                          load >= 1 && load <= 1024 && size >= 0 && size <= buckets * kSlots,
                       op, ": table ", t, " lies outside the memory of the index; `tables` must ",
                       "come from the module that owns it");
     }
@@ -132,7 +132,7 @@ struct HashBatch {
     tables = tables_.const_data_ptr<int64_t>();
   }
 
-  // That segments cover the ids in order and name tables; on the CPU.
+  // Check that segments cover the ids in order and name existing tables; on the CPU only.
   void check_segments(const char* op, int64_t num_tables) const {
     STD_TORCH_CHECK(starts[0] == 0 && starts[segments] == n, op,
                     ": starts must begin with 0 and end with the number of ids, ", n, ", got ",
@@ -146,7 +146,7 @@ struct HashBatch {
   }
 };
 
-// An int64 tensor that is as long as something else, or null.
+// Return the data of an optional int64 tensor with `length` entries, or null.
 inline const int64_t* optional_longs(const char* op, const char* name,
                                      const std::optional<Tensor>& tensor, int64_t length,
                                      const Tensor& like) {
@@ -158,8 +158,8 @@ inline const int64_t* optional_longs(const char* op, const char* name,
   return tensor->const_data_ptr<int64_t>();
 }
 
-// The index and the batch of an op on keys. On the CPU, where what tensors hold can be looked at,
-// `check_contents` follows.
+// The index and the batch of an op on keys. On the CPU, where contents of tensors can be read,
+// `check_contents` must follow.
 struct HashCall {
   const char* op;
   HashIndex index;
@@ -177,12 +177,13 @@ struct HashCall {
   }
 };
 
-// Whether a newcomer must rank above what gives way to it.
+// Return whether a new key must rank at least as high as the entry that it evicts.
 inline bool competes(const char* op, int64_t newcomer) {
-  return parse_choice<Newcomer>(op, "newcomer", newcomer, kNewcomers) == Newcomer::kCompetes;
+  return parse_choice<InsertPolicy>(op, "newcomer", newcomer, kInsertPolicies) ==
+         InsertPolicy::kCompetes;
 }
 
-// By what entries rank, and what a use gives them.
+// How entries are ranked, and the score of the batch.
 struct HashScoring {
   Order order;
   const int64_t* given;  // [T], for the order "assigned"
@@ -195,17 +196,22 @@ struct HashScoring {
                     ": order assigned needs given, the score of the batch by table");
   }
 
-  int64_t of(int64_t table) const { return given == nullptr ? 0 : given[table]; }  // on the CPU
+  int64_t of(int64_t table) const {
+    return given == nullptr ? 0 : given[table];
+  }  // on the CPU only
 };
 
-// The buckets [first_bucket, first_bucket + num_buckets) of a table, of `most`.
-inline void check_window(const char* op, int64_t most, int64_t first_bucket, int64_t num_buckets) {
-  STD_TORCH_CHECK(first_bucket >= 0 && num_buckets >= 0 && first_bucket <= most - num_buckets, op,
-                  ": buckets [first_bucket, first_bucket + num_buckets) must lie in [0, ", most,
-                  "), got ", first_bucket, " and ", num_buckets);
+// Check the bucket range [first_bucket, first_bucket + num_buckets) of a table of at most
+// `max_buckets`.
+inline void check_window(const char* op, int64_t max_buckets, int64_t first_bucket,
+                         int64_t num_buckets) {
+  STD_TORCH_CHECK(
+      first_bucket >= 0 && num_buckets >= 0 && first_bucket <= max_buckets - num_buckets, op,
+      ": buckets [first_bucket, first_bucket + num_buckets) must lie in [0, ", max_buckets,
+      "), got ", first_bucket, " and ", num_buckets);
 }
 
-// The missing keys of a batch, and the arrays of values that move with their entries, checked.
+// The missing keys of a batch.
 
 // Misses [ends[t], ends[t + 1]) are those of table t, as hash_misses returns them.
 class Misses {
@@ -224,7 +230,7 @@ class Misses {
     admitted_ = static_cast<const bool*>(admitted->const_data_ptr());
   }
 
-  // On the CPU.
+  // Check the contents of `ends`; on the CPU only.
   void check_ends(const char* op) const {
     int64_t previous = 0;
     for (int64_t t = 0; t <= tables_; ++t) {
@@ -254,7 +260,7 @@ class Misses {
   const bool* admitted_ = nullptr;
 };
 
-// What hash_misses returns, not yet written.
+// The tensors that hash_misses returns, uninitialised.
 struct MissTensors {
   Tensor first, groups, totals, ends;
 
@@ -267,25 +273,25 @@ struct MissTensors {
   std::tuple<Tensor, Tensor, Tensor, Tensor> all() const { return {first, groups, totals, ends}; }
 };
 
-// Value planes: row_layout int64 [T, P, 2] holds, of each table and plane, the byte at which its
-// row 0 begins and the bytes of a row.
-struct RowPlanes {
+// The arrays of values that move with the entries. For each table and array, row_layout int64
+// [T, P, 2] holds the byte at which its row 0 begins and the bytes per row.
+struct RowBuffers {
   int count;
-  std::vector<RowPlane> planes;  // [T, P], on the CPU
+  std::vector<RowBuffer> buffers;  // [T, P], on the CPU
 
-  RowPlanes(const char* op, const HashIndex& index, const std::vector<Tensor>& rows,
-            const Tensor& row_layout)
+  RowBuffers(const char* op, const HashIndex& index, const std::vector<Tensor>& rows,
+             const Tensor& row_layout)
       : count(static_cast<int>(rows.size())) {
     check_form(op, index, rows, row_layout);
     const int64_t* layout = row_layout.const_data_ptr<int64_t>();
     for (int64_t t = 0; t < index.num_tables; ++t) {
       for (int p = 0; p < count; ++p, layout += 2) {
-        const int64_t most = index.field(t, kMostBuckets) * kSlots;
+        const int64_t max_buckets = index.field(t, kMaxBuckets) * kSlots;
         const int64_t nbytes = rows[p].numel() * rows[p].element_size();
         STD_TORCH_CHECK(layout[0] >= 0 && layout[1] >= 0 && layout[0] <= nbytes &&
-                            (layout[1] == 0 || most <= (nbytes - layout[0]) / layout[1]),
+                            (layout[1] == 0 || max_buckets <= (nbytes - layout[0]) / layout[1]),
                         op, ": the rows of table ", t, " lie outside rows[", p, "]");
-        planes.push_back(
+        buffers.push_back(
             {static_cast<uint8_t*>(rows[p].mutable_data_ptr()) + layout[0], layout[1]});
       }
     }
@@ -294,28 +300,27 @@ struct RowPlanes {
   static void check_form(const char* op, const HashIndex& index, const std::vector<Tensor>& rows,
                          const Tensor& row_layout) {
     check_dtype(op, "row_layout", row_layout, ScalarType::Long, "int64");
-    const auto planes = static_cast<int64_t>(rows.size());
+    const auto buffers = static_cast<int64_t>(rows.size());
     STD_TORCH_CHECK(row_layout.dim() == 3 && row_layout.size(0) == index.num_tables &&
-                        row_layout.size(1) == planes && row_layout.size(2) == 2 &&
+                        row_layout.size(1) == buffers && row_layout.size(2) == 2 &&
                         row_layout.is_contiguous(),
-                    op, ": row_layout must be a contiguous [T, P, 2] for ", planes, " rows");
-    for (const Tensor& plane : rows) {
-      STD_TORCH_CHECK(plane.is_contiguous(), op, ": rows must be contiguous");
+                    op, ": row_layout must be a contiguous [T, P, 2] for ", buffers, " rows");
+    for (const Tensor& buffer : rows) {
+      STD_TORCH_CHECK(buffer.is_contiguous(), op, ": rows must be contiguous");
     }
   }
 
-  const RowPlane* of(int64_t table) const { return planes.data() + table * count; }
+  const RowBuffer* of(int64_t table) const { return buffers.data() + table * count; }
 };
 
-// Checks of `hash_initial_rows_`, shared by both backends.
-
-// The arguments, without what is in tensors that may be on a device.
+// The arguments of `hash_initial_rows_`; `check` covers everything but the contents of tensors that
+// may be on a device.
 struct InitialInputs {
-  std::vector<Tensor>& planes;
+  std::vector<Tensor>& buffers;
   const Tensor &layout, &rules, &ids, &first, &ends, &slots;
 
   int64_t num_tables() const { return ends.numel() - 1; }
-  int64_t num_planes() const { return static_cast<int64_t>(planes.size()); }
+  int64_t num_buffers() const { return static_cast<int64_t>(buffers.size()); }
 
   void check(const char* op) const {
     for (const Tensor* tensor : {&layout, &ids, &first, &ends, &slots}) {
@@ -334,19 +339,19 @@ struct InitialInputs {
     STD_TORCH_CHECK(first.numel() == slots.numel(), op,
                     ": slots must have one entry a missing key, as first has, = ", first.numel(),
                     ", got ", slots.numel());
-    for (const Tensor& plane : planes) {
-      float_dtype(op, "each plane", plane.scalar_type());
-      STD_TORCH_CHECK(plane.is_contiguous(), op, ": planes must be contiguous");
-      check_same_device(op, "each plane", plane, ids);
+    for (const Tensor& buffer : buffers) {
+      float_dtype(op, "each plane", buffer.scalar_type());
+      STD_TORCH_CHECK(buffer.is_contiguous(), op, ": planes must be contiguous");
+      check_same_device(op, "each plane", buffer, ids);
     }
   }
 
  private:
   void check_shape(const char* op, const char* name, const Tensor& tensor, int64_t fields) const {
     STD_TORCH_CHECK(tensor.dim() == 3 && tensor.size(0) == num_tables() &&
-                        tensor.size(1) == num_planes() && tensor.size(2) == fields,
+                        tensor.size(1) == num_buffers() && tensor.size(2) == fields,
                     op, ": ", name, " must be [tables, planes, ", fields, "] = [", num_tables(),
-                    ", ", num_planes(), ", ", fields, "], got ", tensor.numel(), " values in ",
+                    ", ", num_buffers(), ", ", fields, "], got ", tensor.numel(), " values in ",
                     tensor.dim(), " dimensions");
   }
 };

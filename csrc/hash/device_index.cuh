@@ -1,10 +1,10 @@
-// The tables of an index as kernels see them, and how a grid walks over keys that lie table by
-// table. A thread takes a key: the 32 tags of a bucket are one sector of memory, which it compares
-// with the key's in registers. Sizes of tables are known on the device alone, so grids are made for
-// what the host knows and walk over what there is.
+// The hash index as kernels access it, and grid loops over keys that are stored table by table. A
+// thread takes a key: the 32 tags of a bucket are one sector of memory, which the thread compares
+// with the key's tag in registers. The sizes of tables are known on the device only, so grids are
+// sized by what the host knows and loop over what exists.
 #pragma once
 
-#include "core/row_piece.cuh"
+#include "core/row_slice.cuh"
 #include "core/search.cuh"
 #include "core/simt.cuh"
 #include "hash/args.h"
@@ -46,15 +46,15 @@ EMB_DEVICE void add_to(int64_t* sum, int64_t n) {
   atomicAdd(reinterpret_cast<unsigned long long*>(sum), static_cast<unsigned long long>(n));
 }
 
-// The same up to the largest number, for n >= 0. Whoever makes the sum wrap puts it right, and does
-// so after all that wrapped: what is added in between is not lost, as the sum is at its end anyway.
+// Add n >= 0 with saturation. A thread that makes the sum wrap sets it to the maximum afterwards.
+// Additions in between are not lost: the sum has reached its maximum anyway.
 EMB_DEVICE void add_uses_to(int64_t* sum, int64_t n) {
   auto* words = reinterpret_cast<unsigned long long*>(sum);
   const auto before = static_cast<int64_t>(atomicAdd(words, static_cast<unsigned long long>(n)));
   if (count_overflows(before, n)) atomicExch(words, static_cast<unsigned long long>(INT64_MAX));
 }
 
-// Which of the 32 tags of a bucket equal a byte, as a mask.
+// Return a mask of the 32 tags of a bucket that equal a byte.
 EMB_DEVICE uint32_t match_tags(const uint8_t* tags, uint8_t tag) {
   const auto* packs = reinterpret_cast<const simt::Pack16*>(tags);
   const simt::Pack16 halves[] = {packs[0], packs[1]};
@@ -63,7 +63,7 @@ EMB_DEVICE uint32_t match_tags(const uint8_t* tags, uint8_t tag) {
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
     const uint32_t equal = __vcmpeq4(halves[i / 4].word[i % 4], wanted) & 0x01010101u;
-    mask |= (equal * 0x01020408u >> 24 & 0xfu) << 4 * i;  // the product puts the four bits together
+    mask |= (equal * 0x01020408u >> 24 & 0xfu) << 4 * i;  // the product gathers the four bits
   }
   return mask;
 }
@@ -85,9 +85,9 @@ EMB_DEVICE int64_t find_slot(const HashTable& table, int64_t key) {
   return find_in_bucket(table, table.second(mixed), tag_of(mixed), key);
 }
 
-// Calls `body(x, i)` for every x in [0, n), where i is the interval x lies in by `starts`, -1 for
-// none. Called by all threads of a grid of kTileThreads a block; whole warps call `body`, so it may
-// use collectives, and the last ones with x >= n and i = -1. `shared` is two ints of the block.
+// Call `body(x, i)` for every x in [0, n), where i is the interval of x by `starts`, -1 for none.
+// Called by all threads of a grid of kTileThreads per block. Whole warps call `body`, so it may use
+// collectives; the last lanes have x >= n and i = -1. `shared` is two ints of the block.
 template <class Starts, class Body>
 EMB_DEVICE void for_each_of(const Starts& starts, int intervals, int64_t n, int* shared,
                             const Body& body) {
@@ -99,8 +99,8 @@ EMB_DEVICE void for_each_of(const Starts& starts, int intervals, int64_t n, int*
   }
 }
 
-// Calls `body(position, table)` for every key of a batch, as above; the table is -1 where it is
-// none of the index.
+// Call `body(position, table)` for every key of a batch, as above; the table is -1 if the index has
+// no such table.
 template <class Body>
 EMB_DEVICE void for_each_key(const KeyBatch& batch, int num_tables, int* shared, const Body& body) {
   const auto start = [&](int f) { return batch.starts[f]; };
@@ -110,14 +110,14 @@ EMB_DEVICE void for_each_key(const KeyBatch& batch, int num_tables, int* shared,
   });
 }
 
-// What a warp has counted of one table and not added to memory yet. A warp seldom changes the
-// table, so few atomics are left.
+// A count of one table that a warp has not written yet. A warp seldom changes the table, so few
+// atomics remain.
 class TableTally {
  public:
-  // `sums` of table 0; that of the next one is `stride` further.
+  // `sums` is the counter of table 0; tables are `stride` apart.
   EMB_DEVICE TableTally(int64_t* sums, int stride) : sums_(sums), stride_(stride) {}
 
-  // The whole warp calls it: every lane for a table of its own, 1 where `counts`.
+  // Count 1 for the table of every lane where `counts`. Called by the whole warp.
   EMB_DEVICE void add(int table, bool counts) {
     unsigned left = __ballot_sync(simt::kFullMask, counts && table >= 0);
     while (left != 0) {
@@ -128,7 +128,7 @@ class TableTally {
     }
   }
 
-  // The same with a number a lane.
+  // The same with a count per lane.
   EMB_DEVICE void add_each(int table, int count) {
     unsigned left = __ballot_sync(simt::kFullMask, count != 0 && table >= 0);
     while (left != 0) {
@@ -139,7 +139,7 @@ class TableTally {
     }
   }
 
-  // The same arguments in every lane.
+  // The same with equal arguments in every lane.
   EMB_DEVICE void add_all(int table, int count) {
     if (table != table_) flush();
     table_ = table;
@@ -161,7 +161,7 @@ EMB_DEVICE TableTally counter_tally(const DeviceIndex& index, HashCounter counte
   return {index.counters + counter, kHashCounters};
 }
 
-// The blocks of a grid that walks over n keys, a thread a key.
+// Return the number of blocks for a grid loop over n keys, one thread per key.
 template <class Launcher>
 unsigned key_blocks(const Launcher& launcher, int64_t n) {
   return blocks_for(n, kTileThreads, launcher.blocks(8));

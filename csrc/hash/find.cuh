@@ -1,19 +1,19 @@
-// `hash_find` and `hash_use_` on the GPU: a thread a key.
+// `hash_find` and `hash_use_` on the GPU, one thread per key.
 #pragma once
 
 #include "hash/device_index.cuh"
 
 namespace emb::cuda {
 
-// What a hit does to its entry.
-struct KeyUse {
+// How a hit updates its entry.
+struct KeyTouch {
   Order order;
-  const int64_t *counts, *given;  // of the ids and of the tables; null for 1 and 0
+  const int64_t *counts, *given;  // by id and by table; null for 1 and 0
 };
 
-// The clock ticks, and positions are counted: all that is known before any key is looked up.
+// Advance the clock and count positions: everything that is known before keys are looked up.
 [[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads)
-    hash_tick_kernel(DeviceIndex index, KeyBatch batch) {
+    hash_advance_clock_kernel(DeviceIndex index, KeyBatch batch) {
   if (threadIdx.x == 0) *index.clock += 1;
   for (int f = static_cast<int>(threadIdx.x); f < batch.segments; f += kTileThreads) {
     const int64_t t = batch.tables[f];
@@ -31,10 +31,11 @@ struct KeyUse {
   });
 }
 
-// Several lanes may use one entry: all store the same stamp, and counts add up in any order. A key
-// that a warp has often is added once. The whole warp calls it, with null for no entry.
-EMB_DEVICE void use_entry(const KeyUse& use, int64_t stamp, int64_t* entry, int64_t position,
-                          int64_t given) {
+// Update an entry. Several lanes may have the same entry: all store the same stamp, and counts add
+// up in any order. A key that occurs several times in a warp is added once. Called by the whole
+// warp, with null for no entry.
+EMB_DEVICE void touch_entry(const KeyTouch& use, int64_t stamp, int64_t* entry, int64_t position,
+                            int64_t given) {
   if (entry != nullptr) entry[kStamp] = stamp;
   if (!has_scores(use.order)) return;
   if (!counts_uses(use.order)) {
@@ -50,7 +51,7 @@ EMB_DEVICE void use_entry(const KeyUse& use, int64_t stamp, int64_t* entry, int6
 }
 
 [[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads)
-    hash_use_kernel(DeviceIndex index, KeyBatch batch, KeyUse use, int64_t* slots) {
+    hash_touch_kernel(DeviceIndex index, KeyBatch batch, KeyTouch use, int64_t* slots) {
   __shared__ int range[2];
   const int64_t stamp = *index.clock;
   TableTally hits = counter_tally(index, kHits);
@@ -62,7 +63,7 @@ EMB_DEVICE void use_entry(const KeyUse& use, int64_t stamp, int64_t* entry, int6
       if (slot != kNoSlot) entry = table.entry(slot);
     }
     if (position < batch.n) slots[position] = slot;
-    use_entry(use, stamp, entry, position, t < 0 || use.given == nullptr ? 0 : use.given[t]);
+    touch_entry(use, stamp, entry, position, t < 0 || use.given == nullptr ? 0 : use.given[t]);
     hits.add(t, slot != kNoSlot);
   });
   hits.flush();
@@ -76,11 +77,12 @@ void launch_hash_find(const Launcher& launcher, const DeviceIndex& index, const 
 }
 
 template <class Launcher>
-void launch_hash_use(const Launcher& launcher, const DeviceIndex& index, const KeyBatch& batch,
-                     const KeyUse& use, int64_t* slots) {
-  launcher(hash_tick_kernel, 1, kTileThreads, index, batch);
+void launch_hash_touch(const Launcher& launcher, const DeviceIndex& index, const KeyBatch& batch,
+                       const KeyTouch& use, int64_t* slots) {
+  launcher(hash_advance_clock_kernel, 1, kTileThreads, index, batch);
   if (batch.n == 0) return;
-  launcher(hash_use_kernel, key_blocks(launcher, batch.n), kTileThreads, index, batch, use, slots);
+  launcher(hash_touch_kernel, key_blocks(launcher, batch.n), kTileThreads, index, batch, use,
+           slots);
 }
 
 }  // namespace emb::cuda

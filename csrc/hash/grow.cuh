@@ -1,30 +1,30 @@
-// `hash_grow_` on the GPU: count the admitted misses, plan, split, look moved keys up again. A new
-// bucket gets entries of one old bucket alone, so a warp takes a new bucket, and its lanes the
-// slots of the old one.
+// `hash_grow_` on the GPU: count the admitted misses, plan the growth, split buckets, look moved
+// keys up again. A new bucket receives entries of one old bucket only, so a warp takes a new
+// bucket, and its lanes the slots of the old one.
 #pragma once
 
 #include "hash/device_index.cuh"
 
 namespace emb::cuda {
 
-inline constexpr int kMostPlanes = 16;
+inline constexpr int kMaxRowBuffers = 16;
 
-// Arrays of values by slot that move with their entries. `layout` [T, P, 2]: the byte at which row
-// 0 of a table begins in a plane, and bytes a row.
-struct DevicePlanes {
-  uint8_t* data[kMostPlanes];
+// Arrays of values by slot that move with the entries. `layout` [T, P, 2]: the byte at which row 0
+// of a table begins in an array, and bytes per row.
+struct DeviceRowBuffers {
+  uint8_t* data[kMaxRowBuffers];
   int count;
   const int64_t* layout;
 };
 
 struct Growth {
   DeviceIndex index;
-  DevicePlanes planes;
+  DeviceRowBuffers buffers;
   const int64_t* ends;   // of the misses by table
-  const bool* admitted;  // null: all
-  // Scratch by table: how many admitted misses, buckets before, and which of all new buckets are
-  // the table's, [first_new[t], first_new[t + 1]).
-  int64_t *wanted, *old_buckets, *first_new;
+  const bool* admitted;  // null if all are
+  // Scratch by table: the number of admitted misses, the buckets before, and the table's range
+  // [first_new[t], first_new[t + 1]) of all new buckets.
+  int64_t *admitted_misses, *old_buckets, *first_new;
 };
 
 [[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads)
@@ -32,22 +32,24 @@ struct Growth {
   __shared__ int range[2];
   const int num_tables = growth.index.num_tables;
   const auto start = [&](int t) { return growth.ends[t]; };
-  TableTally wanted(growth.wanted, 1);
-  for_each_of(start, num_tables, growth.ends[num_tables], range,
-              [&](int64_t miss, int t) { wanted.add(t, t >= 0 && growth.admitted[miss]); });
-  wanted.flush();
+  TableTally admitted_misses(growth.admitted_misses, 1);
+  for_each_of(start, num_tables, growth.ends[num_tables], range, [&](int64_t miss, int t) {
+    admitted_misses.add(t, t >= 0 && growth.admitted[miss]);
+  });
+  admitted_misses.flush();
 }
 
 [[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads)
     hash_no_wanted_kernel(Growth growth) {
   for (int64_t t = simt::global_thread(); t < growth.index.num_tables;
        t += simt::threads_in_grid()) {
-    growth.wanted[t] = growth.admitted == nullptr ? growth.ends[t + 1] - growth.ends[t] : 0;
+    growth.admitted_misses[t] =
+        growth.admitted == nullptr ? growth.ends[t + 1] - growth.ends[t] : 0;
   }
 }
 
-// The sum of `value` over the threads of the block before this one, plus that of all in `*total`.
-// `shared` has one entry a warp; called by the whole block.
+// Return the sum of `value` over the threads of the block before this one, and the sum over all in
+// `*total`. `shared` has one entry per warp. Called by the whole block.
 EMB_DEVICE int64_t exclusive_sum(int64_t value, int64_t* shared, int64_t* total) {
   const int lane = lane_in_warp(), warp = static_cast<int>(threadIdx.x / simt::kWarp);
   int64_t sum = value;
@@ -66,7 +68,7 @@ EMB_DEVICE int64_t exclusive_sum(int64_t value, int64_t* shared, int64_t* total)
   return sum - value;
 }
 
-// One block: tables get their new number of buckets, and what they had is kept in scratch.
+// Set the new number of buckets of every table and save the old one in scratch. Runs in one block.
 [[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads)
     hash_plan_kernel(Growth growth) {
   __shared__ int64_t sums[kTileThreads / kSlots];
@@ -77,12 +79,12 @@ EMB_DEVICE int64_t exclusive_sum(int64_t value, int64_t* shared, int64_t* total)
     int64_t gained = 0;
     if (t < index.num_tables) {
       const int64_t old = index.field(t, kBuckets);
-      const int64_t wanted =
-          wanted_buckets(index.field(t, kSize) + growth.wanted[t], old,
-                         index.field(t, kMostBuckets), index.field(t, kMostLoad));
+      const int64_t admitted_misses =
+          wanted_buckets(index.field(t, kSize) + growth.admitted_misses[t], old,
+                         index.field(t, kMaxBuckets), index.field(t, kMaxLoad));
       growth.old_buckets[t] = old;
-      index.field(t, kBuckets) = wanted;
-      gained = wanted - old;
+      index.field(t, kBuckets) = admitted_misses;
+      gained = admitted_misses - old;
     }
     int64_t total;
     const int64_t first = before + exclusive_sum(gained, sums, &total);
@@ -95,14 +97,15 @@ EMB_DEVICE int64_t exclusive_sum(int64_t value, int64_t* shared, int64_t* total)
 template <class T>
 EMB_DEVICE void copy_units(uint8_t* to, const uint8_t* from, int64_t bytes) {
   const auto units = bytes / static_cast<int64_t>(sizeof(T));
-  // Few rows are wider than one round of the warp; unrolled, the loop would cost registers for all.
+  // Few rows are wider than one iteration of the warp; an unrolled loop would cost registers for
+  // all rows.
 #pragma unroll 1
   for (int64_t i = lane_in_warp(); i < units; i += kSlots) {
     reinterpret_cast<T*>(to)[i] = reinterpret_cast<const T*>(from)[i];
   }
 }
 
-// By the whole warp, in units as wide as the places allow.
+// Copy a row by the whole warp, in words as wide as the alignment allows.
 EMB_DEVICE void copy_row(uint8_t* to, const uint8_t* from, int64_t bytes) {
   const auto bits = reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from) |
                     static_cast<uintptr_t>(bytes);
@@ -115,17 +118,17 @@ EMB_DEVICE void copy_row(uint8_t* to, const uint8_t* from, int64_t bytes) {
   }
 }
 
-EMB_DEVICE void copy_rows(const DevicePlanes& planes, int t, int64_t to, int64_t from) {
-  for (int p = 0; p < planes.count; ++p) {
-    const int64_t* layout = planes.layout + 2 * (int64_t{t} * planes.count + p);
-    uint8_t* rows = planes.data[p] + layout[0];
+EMB_DEVICE void copy_rows(const DeviceRowBuffers& buffers, int t, int64_t to, int64_t from) {
+  for (int p = 0; p < buffers.count; ++p) {
+    const int64_t* layout = buffers.layout + 2 * (int64_t{t} * buffers.count + p);
+    uint8_t* rows = buffers.data[p] + layout[0];
     copy_row(rows + to * layout[1], rows + from * layout[1], layout[1]);
   }
 }
 
-// Moves what belongs into bucket `child`, a new one of table t, which had `old`. Other warps empty
-// other slots of the same old bucket meanwhile: whether this lane still sees the tag of such a slot
-// does not matter, for its key does not belong here.
+// Move the entries of bucket `child`, a new one of table t, which had `old` buckets. Meanwhile
+// other warps empty other slots of the same old bucket. Whether this lane still sees the tag of
+// such a slot does not matter: its key does not belong to this child.
 EMB_DEVICE void fill_child(const Growth& growth, int t, int64_t child, int64_t old) {
   const HashTable table = growth.index.table(t);
   const uint64_t old_mask = address_mask(old);
@@ -145,7 +148,7 @@ EMB_DEVICE void fill_child(const Growth& growth, int t, int64_t child, int64_t o
     for (int64_t w = 0; w < table.words; ++w) table.entry(to)[w] = table.entry(from)[w];
   }
   for (int64_t to = child * kSlots; movers != 0; movers &= movers - 1, ++to) {
-    copy_rows(growth.planes, t, to, parent * kSlots + __ffs(static_cast<int>(movers)) - 1);
+    copy_rows(growth.buffers, t, to, parent * kSlots + __ffs(static_cast<int>(movers)) - 1);
   }
 }
 
@@ -161,7 +164,7 @@ EMB_DEVICE void fill_child(const Growth& growth, int t, int64_t child, int64_t o
   }
 }
 
-// Looks keys up again that are no longer in their slots.
+// Look up keys again that are no longer in their slots.
 [[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads)
     hash_refresh_kernel(Growth growth, KeyBatch batch, int64_t* slots) {
   __shared__ int range[2];
@@ -178,14 +181,15 @@ EMB_DEVICE void fill_child(const Growth& growth, int t, int64_t child, int64_t o
   });
 }
 
-// `growth` without its scratch; n misses at most, `buckets` of memory.
+// `growth` comes without its scratch; `buckets` is the number of buckets in the memory of the
+// index.
 template <class Work>
 void launch_grow(Work& work, Growth growth, const KeyBatch& batch, int64_t* slots,
                  int64_t buckets) {
   const auto& launcher = work.launcher();
   const int num_tables = growth.index.num_tables;
   if (num_tables == 0) return;
-  growth.wanted = work.template scratch<int64_t>(num_tables);
+  growth.admitted_misses = work.template scratch<int64_t>(num_tables);
   growth.old_buckets = work.template scratch<int64_t>(num_tables);
   growth.first_new = work.template scratch<int64_t>(num_tables + 1);
   launcher(hash_no_wanted_kernel, blocks_for(num_tables, kTileThreads, launcher.blocks(1)),

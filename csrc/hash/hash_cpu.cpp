@@ -1,5 +1,5 @@
-// The hash index ops on the CPU: find and use keys, list the misses of a batch, grow tables, place
-// new keys, erase and expire.
+// The hash index ops on the CPU: find and touch keys, list the misses of a batch, grow tables,
+// insert new keys, erase and expire.
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
@@ -18,13 +18,13 @@
 namespace emb {
 
 EMB_SELECT_KERNELS(HashFindKernels, kHashFindKernels, hash_find_kernels)
-EMB_SELECT_KERNELS(HashPlaceKernels, kHashPlaceKernels, hash_place_kernels)
+EMB_SELECT_KERNELS(HashInsertKernels, kHashInsertKernels, hash_insert_kernels)
 
 namespace {
 
 constexpr int64_t kGrain = 2048;  // keys
 
-// Calls `body(segment, begin, end)` for ranges of ids of one segment each, in parallel.
+// Call `body(segment, begin, end)` for ranges of ids of one segment each, in parallel.
 template <class Body>
 void parallel_segments(const HashBatch& batch, const Body& body) {
   const auto cost = [](int64_t i) { return i; };
@@ -69,8 +69,8 @@ Tensor hash_use_(std::vector<Tensor> tensors, const Tensor& ids, const Tensor& s
   const HashFindKernels& kernels = hash_find_kernels();
   parallel_segments(batch, [&](int64_t f, int64_t begin, int64_t end) {
     const int64_t t = batch.tables[f];
-    const HashUse use{scoring.order, stamp, scoring.of(t),
-                      uses == nullptr ? nullptr : uses + begin};
+    const HashTouch use{scoring.order, stamp, scoring.of(t),
+                        uses == nullptr ? nullptr : uses + begin};
     const int64_t hits =
         kernels.find(index.table(t), batch.ids + begin, end - begin, &use, out + begin);
     __atomic_fetch_add(&index.counter(t, kLookups), end - begin, __ATOMIC_RELAXED);
@@ -79,30 +79,33 @@ Tensor hash_use_(std::vector<Tensor> tensors, const Tensor& ids, const Tensor& s
   return slots;
 }
 
-// The distinct missing keys of one table as they come, by open addressing over their numbers.
+// The distinct missing keys of one table in order of occurrence: open addressing over their
+// numbers.
 class MissSet {
  public:
-  MissSet(const int64_t* ids, const int64_t* first, int64_t most)
+  MissSet(const int64_t* ids, const int64_t* first, int64_t max_keys)
       : ids_(ids),
         first_(first),
-        mask_(std::bit_ceil(static_cast<uint64_t>(2 * most + 1)) - 1),
+        mask_(std::bit_ceil(static_cast<uint64_t>(2 * max_keys + 1)) - 1),
         hash_key_(batch_hash_key()),
         numbers_(new int32_t[mask_ + 1]) {
     std::memset(numbers_.get(), 0xff, (mask_ + 1) * sizeof(int32_t));
   }
 
-  void ask_for(int64_t key) const { __builtin_prefetch(&numbers_[place(key)], 1); }
+  void prefetch(int64_t key) const { __builtin_prefetch(&numbers_[cell_of(key)], 1); }
 
-  // The number of `key`; `next`, which then is its number, where it is new.
+  // Return the number of `key`; a new key gets number `next`.
   int32_t find_or_add(int64_t key, int32_t next) {
-    for (uint64_t i = place(key);; i = (i + 1) & mask_) {
+    for (uint64_t i = cell_of(key);; i = (i + 1) & mask_) {
       if (numbers_[i] < 0) return numbers_[i] = next;
       if (ids_[first_[numbers_[i]]] == key) return numbers_[i];
     }
   }
 
  private:
-  uint64_t place(int64_t key) const { return mix(static_cast<uint64_t>(key) ^ hash_key_) & mask_; }
+  uint64_t cell_of(int64_t key) const {
+    return mix(static_cast<uint64_t>(key) ^ hash_key_) & mask_;
+  }
 
   const int64_t* ids_;
   const int64_t* first_;
@@ -116,18 +119,18 @@ struct MissOutput {
   int64_t* totals;
 };
 
-// Adds the misses of a segment; `count` misses are there already. Returns how many there are then.
+// Add the misses of a segment to the `count` misses so far; return their new number.
 int64_t add_misses(const HashBatch& batch, int64_t segment, const int64_t* slots,
                    const int64_t* counts, int64_t count, const MissOutput& out, MissSet* set) {
   constexpr int64_t kAhead = 16;
   const int64_t end = batch.starts[segment + 1];
   for (int64_t i = batch.starts[segment]; i < end; ++i) {
-    if (i + kAhead < end && slots[i + kAhead] < 0) set->ask_for(batch.ids[i + kAhead]);
+    if (i + kAhead < end && slots[i + kAhead] < 0) set->prefetch(batch.ids[i + kAhead]);
     if (slots[i] >= 0) {
       out.groups[i] = -1;
       continue;
     }
-    // Before it is compared with: a new number's key must be readable.
+    // Written before the comparison: the key of a new number must be readable.
     out.first[count] = i;
     const int32_t number = set->find_or_add(batch.ids[i], static_cast<int32_t>(count));
     if (number == count) out.totals[count++] = 0;
@@ -145,24 +148,24 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> hash_misses(const Tensor& ids, const 
   const HashBatch batch(op, ids, starts, tables);
   check_num_tables(op, num_tables);
   batch.check_segments(op, num_tables);
-  const int64_t* places = optional_longs(op, "slots", slots, batch.n, ids);
+  const int64_t* slot_data = optional_longs(op, "slots", slots, batch.n, ids);
   const int64_t* uses = optional_longs(op, "counts", counts, batch.n, ids);
   MissTensors found(ids, num_tables);
   const MissOutput out{found.first.mutable_data_ptr<int64_t>(),
                        found.groups.mutable_data_ptr<int32_t>(),
                        found.totals.mutable_data_ptr<int64_t>()};
   int64_t* end = found.ends.mutable_data_ptr<int64_t>();
-  std::vector<int64_t> missing(num_tables, 0);  // positions
+  std::vector<int64_t> missing(num_tables, 0);  // by table, positions with a miss
   for (int64_t f = 0; f < batch.segments; ++f) {
     missing[batch.tables[f]] +=
-        std::count_if(places + batch.starts[f], places + batch.starts[f + 1],
+        std::count_if(slot_data + batch.starts[f], slot_data + batch.starts[f + 1],
                       [](int64_t slot) { return slot < 0; });
   }
   int64_t count = end[0] = 0;
   for (int64_t t = 0; t < num_tables; ++t) {
     MissSet set(batch.ids, out.first, missing[t]);
     for (int64_t f = 0; f < batch.segments; ++f) {
-      if (batch.tables[f] == t) count = add_misses(batch, f, places, uses, count, out, &set);
+      if (batch.tables[f] == t) count = add_misses(batch, f, slot_data, uses, count, out, &set);
     }
     end[t + 1] = count;
   }
@@ -171,19 +174,17 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> hash_misses(const Tensor& ids, const 
   return found.all();
 }
 
-// `hash_grow_` and `hash_place_` on the CPU.
-
 constexpr int64_t kKeyGrain = 1024, kBucketGrain = 256;
 
-// Buckets that `table` gains for its admitted misses; their number was `old`.
-void grow_table(const HashIndex& index, int64_t t, int64_t old, const RowPlane* planes,
-                int num_planes) {
+// Fill the buckets that table t has gained; it had `old`.
+void grow_table(const HashIndex& index, int64_t t, int64_t old, const RowBuffer* buffers,
+                int num_buffers) {
   const HashTable table = index.table(t);
-  const HashPlaceKernels& kernels = hash_place_kernels();
+  const HashInsertKernels& kernels = hash_insert_kernels();
   parallel_balanced(
       table.buckets - old, kBucketGrain, [](int64_t i) { return i; },
       [&](int64_t begin, int64_t end) {
-        kernels.split(table, old, planes, num_planes, old + begin, old + end);
+        kernels.split(table, old, buffers, num_buffers, old + begin, old + end);
       });
 }
 
@@ -198,56 +199,57 @@ void hash_grow_(std::vector<Tensor> tensors, std::vector<Tensor> rows, const Ten
   optional_longs(op, "slots", slots, batch.n, ids);
   const Misses misses(op, index, ids, ends, admitted);
   misses.check_ends(op);
-  const RowPlanes planes(op, index, rows, row_layout);
-  int64_t* places = slots.mutable_data_ptr<int64_t>();
+  const RowBuffers buffers(op, index, rows, row_layout);
+  int64_t* slot_data = slots.mutable_data_ptr<int64_t>();
   std::vector<bool> grown(index.num_tables, false);
   for (int64_t t = 0; t < index.num_tables; ++t) {
     const int64_t old = index.field(t, kBuckets);
     const int64_t wanted = wanted_buckets(index.field(t, kSize) + misses.admitted_of(t), old,
-                                          index.field(t, kMostBuckets), index.field(t, kMostLoad));
+                                          index.field(t, kMaxBuckets), index.field(t, kMaxLoad));
     if (wanted == old) continue;
     grown[t] = true;
     index.field(t, kBuckets) = wanted;
-    grow_table(index, t, old, planes.of(t), planes.count);
+    grow_table(index, t, old, buffers.of(t), buffers.count);
   }
   for (int64_t f = 0; f < batch.segments; ++f) {
     if (!grown[batch.tables[f]]) continue;
     const int64_t begin = batch.starts[f];
     hash_find_kernels().refresh(index.table(batch.tables[f]), batch.ids + begin,
-                                batch.starts[f + 1] - begin, places + begin);
+                                batch.starts[f + 1] - begin, slot_data + begin);
   }
 }
 
-// One round: `pending` [0, n) choose, then buckets take in parallel whom they can.
-void play_round(const HashPlacing& placing, const int64_t* pending, int64_t n, Choice* choices) {
-  const HashPlaceKernels& kernels = hash_place_kernels();
+// Run one round: `pending` [0, n) choose buckets, then the choices are carried out, both in
+// parallel.
+void run_round(const HashInsertion& insertion, const int64_t* pending, int64_t n, Choice* choices) {
+  const HashInsertKernels& kernels = hash_insert_kernels();
   const auto each = [](int64_t i) { return i; };
   parallel_balanced(n, kKeyGrain, each, [&](int64_t begin, int64_t end) {
-    kernels.choose(placing, pending + begin, end - begin, choices + begin);
+    kernels.choose(insertion, pending + begin, end - begin, choices + begin);
   });
   const int64_t parts = std::clamp<int64_t>(n / kKeyGrain, 1, num_threads());
-  const int64_t buckets = placing.table.buckets;
+  const int64_t buckets = insertion.table.buckets;
   parallel_tasks(parts, [&](int64_t part) {
-    kernels.settle(placing, pending, n, choices, buckets * part / parts,
+    kernels.commit(insertion, pending, n, choices, buckets * part / parts,
                    buckets * (part + 1) / parts);
   });
 }
 
-// Places `pending`, the admitted misses of a table, in rounds.
-void place_all(const HashPlacing& placing, std::vector<int64_t> pending) {
-  const int64_t round = round_size(placing.table.buckets);
+// Insert `pending`, the admitted misses of a table, in rounds.
+void insert_all(const HashInsertion& insertion, std::vector<int64_t> pending) {
+  const int64_t round = round_size(insertion.table.buckets);
   std::vector<Choice> choices(std::min<int64_t>(round, pending.size()));
-  size_t begin = 0;  // those before have their answer
+  size_t begin = 0;  // misses before it are done
   while (begin < pending.size()) {
     const int64_t n = std::min<int64_t>(round, pending.size() - begin);
-    play_round(placing, pending.data() + begin, n, choices.data());
-    // Those that got nothing stay in front of the others, in order.
+    run_round(insertion, pending.data() + begin, n, choices.data());
+    // Those without a slot stay in front of the others, in order.
     int64_t left = n;
     for (int64_t i = n - 1; i >= 0; --i) {
       const int64_t miss = pending[begin + i];
       if (choices[i].mode == Choice::kRefused) {
-        placing.status[miss] = static_cast<uint8_t>(PlaceStatus::kRefused);
-      } else if (placing.slots[miss] == kNoSlot) {
+        insertion.status[miss] = static_cast<uint8_t>(InsertStatus::kRefused);
+      } else if (insertion.slots[miss] == kNoSlot) {
         pending[begin + --left] = miss;
       }
     }
@@ -258,12 +260,12 @@ void place_all(const HashPlacing& placing, std::vector<int64_t> pending) {
 void count_statuses(const HashIndex& index, int64_t t, const uint8_t* status, int64_t n) {
   int64_t counts[8] = {};
   for (int64_t i = 0; i < n; ++i) ++counts[status[i] & 7];
-  const auto of = [&](PlaceStatus s) { return counts[static_cast<int>(s)]; };
-  index.counter(t, kInserted) += of(PlaceStatus::kNew) + of(PlaceStatus::kEvicting);
-  index.counter(t, kEvicted) += of(PlaceStatus::kEvicting);
-  index.counter(t, kRefused) += of(PlaceStatus::kRefused);
-  index.counter(t, kNotAdmitted) += of(PlaceStatus::kNotAdmitted);
-  index.field(t, kSize) += of(PlaceStatus::kNew);
+  const auto of = [&](InsertStatus s) { return counts[static_cast<int>(s)]; };
+  index.counter(t, kInserted) += of(InsertStatus::kNew) + of(InsertStatus::kEvicting);
+  index.counter(t, kEvicted) += of(InsertStatus::kEvicting);
+  index.counter(t, kRefused) += of(InsertStatus::kRefused);
+  index.counter(t, kNotAdmitted) += of(InsertStatus::kNotAdmitted);
+  index.field(t, kSize) += of(InsertStatus::kNew);
 }
 
 std::tuple<Tensor, Tensor, Tensor> hash_place_(std::vector<Tensor> tensors, const Tensor& ids,
@@ -290,36 +292,34 @@ std::tuple<Tensor, Tensor, Tensor> hash_place_(std::vector<Tensor> tensors, cons
   Tensor slots = allocate(ids, {n});
   Tensor status = allocate_zeros(ids, {n}, ScalarType::Byte);
   Tensor evicted = allocate_zeros(ids, {n, 3});
-  int64_t* places = slots.mutable_data_ptr<int64_t>();
+  int64_t* slot_data = slots.mutable_data_ptr<int64_t>();
   auto* statuses = static_cast<uint8_t*>(status.mutable_data_ptr());
-  std::fill(places, places + n, kNoSlot);
+  std::fill(slot_data, slot_data + n, kNoSlot);
   for (int64_t t = 0; t < index.num_tables; ++t) {
     std::vector<int64_t> pending;
     for (int64_t i = misses.begin(t); i < misses.end(t); ++i) {
       if (misses.is_admitted(i)) {
         pending.push_back(i);
       } else {
-        statuses[i] = static_cast<uint8_t>(PlaceStatus::kNotAdmitted);
+        statuses[i] = static_cast<uint8_t>(InsertStatus::kNotAdmitted);
       }
     }
-    const HashPlacing placing{index.table(t),
-                              scoring.order,
-                              must_compete,
-                              *index.clock,
-                              scoring.of(t),
-                              keys,
-                              firsts,
-                              sums,
-                              places,
-                              statuses,
-                              evicted.mutable_data_ptr<int64_t>()};
-    place_all(placing, std::move(pending));
+    const HashInsertion insertion{index.table(t),
+                                  scoring.order,
+                                  must_compete,
+                                  *index.clock,
+                                  scoring.of(t),
+                                  keys,
+                                  firsts,
+                                  sums,
+                                  slot_data,
+                                  statuses,
+                                  evicted.mutable_data_ptr<int64_t>()};
+    insert_all(insertion, std::move(pending));
     count_statuses(index, t, statuses + misses.begin(t), misses.end(t) - misses.begin(t));
   }
   return {slots, status, evicted};
 }
-
-// `hash_erase_` and `hash_expire_` on the CPU.
 
 Tensor hash_erase_(std::vector<Tensor> tensors, const Tensor& ids, const Tensor& starts,
                    const Tensor& tables) {
@@ -336,7 +336,7 @@ Tensor hash_erase_(std::vector<Tensor> tensors, const Tensor& ids, const Tensor&
     int64_t erased = 0;
     for (int64_t i = begin; i < begin + n; ++i) {
       if (out[i] == kNoSlot) continue;
-      if (table.tags[out[i]] == kEmptyTag) {  // by an earlier position
+      if (table.tags[out[i]] == kEmptyTag) {  // erased by an earlier position
         out[i] = kNoSlot;
         continue;
       }
@@ -355,7 +355,7 @@ Tensor hash_expire_(std::vector<Tensor> tensors, int64_t t, int64_t first_bucket
   const HashIndex index(op, tensors);
   index.check_tables(op);
   index.check_table(op, t);
-  check_window(op, index.field(t, kMostBuckets), first_bucket, num_buckets);
+  check_window(op, index.field(t, kMaxBuckets), first_bucket, num_buckets);
   Tensor removed = allocate_zeros(tensors[0], {num_buckets * kSlots}, ScalarType::Bool);
   bool* out = static_cast<bool*>(removed.mutable_data_ptr());
   const HashTable table = index.table(t);

@@ -1,5 +1,5 @@
-// The arguments of the hash ops as the kernels of the GPU take them. What tensors hold stays on the
-// device and is not looked at: tables and segments must come from the module that owns them.
+// The hash index ops on the GPU: checks and launch. The contents of tensors stay on the device and
+// are not checked: tables and segments must come from the module that owns them.
 #include <torch/csrc/stable/library.h>
 
 #include <optional>
@@ -19,13 +19,13 @@
 
 namespace emb::cuda {
 
-// Where the last bucket ends, for any number of buckets that 32 bits count.
-inline constexpr int64_t kMostSlots = int64_t{kMaxLookups} * kSlots;
+// The end of the last bucket, for any number of buckets that 32 bits count.
+inline constexpr int64_t kMaxSlots = int64_t{kMaxLookups} * kSlots;
 
 inline DeviceIndex device_index(const char* op, const HashIndex& index) {
   STD_TORCH_CHECK(reinterpret_cast<uintptr_t>(index.tags) % 16 == 0, op,
                   ": tags must begin at a multiple of 16 bytes; do not slice them");
-  STD_TORCH_CHECK(index.slots <= kMostSlots && index.num_tables <= kMaxLookups, op,
+  STD_TORCH_CHECK(index.slots <= kMaxSlots && index.num_tables <= kMaxLookups, op,
                   ": at most 2^31 - 1 buckets and tables, got ", index.slots / kSlots, " and ",
                   index.num_tables);
   return {index.tags,
@@ -48,8 +48,6 @@ inline KeyBatch key_batch(const HashCall& call) { return key_batch(call.op, call
 
 namespace {
 
-// `hash_find`, `hash_use_` and `hash_misses` on the GPU: checks and launch.
-
 Tensor hash_find(std::vector<Tensor> tensors, const Tensor& ids, const Tensor& starts,
                  const Tensor& tables) {
   const HashCall call("hash_find", tensors, ids, starts, tables);
@@ -65,10 +63,11 @@ Tensor hash_use_(std::vector<Tensor> tensors, const Tensor& ids, const Tensor& s
   const HashCall call("hash_use_", tensors, ids, starts, tables);
   const HashScoring scoring(call.op, call.index, order, given, ids);
   const int64_t n = call.batch.n;
-  const KeyUse use{scoring.order, optional_longs(call.op, "counts", counts, n, ids), scoring.given};
+  const KeyTouch use{scoring.order, optional_longs(call.op, "counts", counts, n, ids),
+                     scoring.given};
   Tensor slots = allocate(ids, {n});
-  launch_hash_use(CudaLauncher(ids), device_index(call), key_batch(call), use,
-                  slots.mutable_data_ptr<int64_t>());
+  launch_hash_touch(CudaLauncher(ids), device_index(call), key_batch(call), use,
+                    slots.mutable_data_ptr<int64_t>());
   return slots;
 }
 
@@ -79,32 +78,30 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> hash_misses(const Tensor& ids, const 
   const char* op = "hash_misses";
   const HashBatch batch(op, ids, starts, tables);
   check_num_tables(op, num_tables);
-  const int64_t* places = optional_longs(op, "slots", slots, batch.n, ids);
+  const int64_t* slot_data = optional_longs(op, "slots", slots, batch.n, ids);
   const int64_t* uses = optional_longs(op, "counts", counts, batch.n, ids);
   MissTensors found(ids, num_tables);
   const MissOutput out{
       found.first.mutable_data_ptr<int64_t>(), found.totals.mutable_data_ptr<int64_t>(),
       found.ends.mutable_data_ptr<int64_t>(), found.groups.mutable_data_ptr<int32_t>()};
   DeviceWork work(ids);
-  launch_misses(work, key_batch(op, batch), static_cast<int>(num_tables), places, uses, out);
+  launch_misses(work, key_batch(op, batch), static_cast<int>(num_tables), slot_data, uses, out);
   return found.all();
 }
 
-// `hash_grow_` and `hash_place_` on the GPU: checks and launch.
-
-DevicePlanes device_planes(const char* op, const HashIndex& index, std::vector<Tensor>& rows,
-                           const Tensor& row_layout, const Tensor& like) {
-  RowPlanes::check_form(op, index, rows, row_layout);
+DeviceRowBuffers device_buffers(const char* op, const HashIndex& index, std::vector<Tensor>& rows,
+                                const Tensor& row_layout, const Tensor& like) {
+  RowBuffers::check_form(op, index, rows, row_layout);
   check_same_device(op, "row_layout", row_layout, like);
-  STD_TORCH_CHECK(rows.size() <= kMostPlanes, op, ": at most ", kMostPlanes,
+  STD_TORCH_CHECK(rows.size() <= kMaxRowBuffers, op, ": at most ", kMaxRowBuffers,
                   " planes of rows on a GPU, got ", rows.size());
-  DevicePlanes planes{};
-  planes.count = static_cast<int>(rows.size());
-  planes.layout = row_layout.const_data_ptr<int64_t>();
-  for (int p = 0; p < planes.count; ++p) {
-    planes.data[p] = static_cast<uint8_t*>(kernel_address(op, rows[p], like));
+  DeviceRowBuffers buffers{};
+  buffers.count = static_cast<int>(rows.size());
+  buffers.layout = row_layout.const_data_ptr<int64_t>();
+  for (int p = 0; p < buffers.count; ++p) {
+    buffers.data[p] = static_cast<uint8_t*>(kernel_address(op, rows[p], like));
   }
-  return planes;
+  return buffers;
 }
 
 void hash_grow_(std::vector<Tensor> tensors, std::vector<Tensor> rows, const Tensor& row_layout,
@@ -116,7 +113,7 @@ void hash_grow_(std::vector<Tensor> tensors, std::vector<Tensor> rows, const Ten
   DeviceWork work(ids);
   Growth growth{};
   growth.index = device_index(call);
-  growth.planes = device_planes(call.op, call.index, rows, row_layout, ids);
+  growth.buffers = device_buffers(call.op, call.index, rows, row_layout, ids);
   growth.ends = misses.ends();
   growth.admitted = misses.admitted();
   launch_grow(work, growth, key_batch(call), slots.mutable_data_ptr<int64_t>(),
@@ -137,24 +134,23 @@ std::tuple<Tensor, Tensor, Tensor> hash_place_(std::vector<Tensor> tensors, cons
   Tensor slots = allocate(ids, {n});
   Tensor status = allocate(ids, {n}, ScalarType::Byte);
   Tensor evicted = allocate(ids, {n, 3});
-  Placing placing{};
-  placing.index = device_index(op, index);
-  placing.order = scoring.order;
-  placing.given = scoring.given;
-  placing.competes = competes(op, newcomer);
-  placing.ids = optional_longs(op, "ids", ids, n, ids);
-  placing.first = optional_longs(op, "first", first, n, ids);
-  placing.totals = optional_longs(op, "totals", totals, n, ids);
+  Insertion insertion{};
+  insertion.index = device_index(op, index);
+  insertion.order = scoring.order;
+  insertion.given = scoring.given;
+  insertion.competes = competes(op, newcomer);
+  insertion.ids = optional_longs(op, "ids", ids, n, ids);
+  insertion.first = optional_longs(op, "first", first, n, ids);
+  insertion.totals = optional_longs(op, "totals", totals, n, ids);
   const Misses misses(op, index, ids, ends, admitted);
-  placing.slots = slots.mutable_data_ptr<int64_t>();
-  placing.status = static_cast<uint8_t*>(status.mutable_data_ptr());
-  placing.evicted = evicted.mutable_data_ptr<int64_t>();
+  insertion.slots = slots.mutable_data_ptr<int64_t>();
+  insertion.status = static_cast<uint8_t*>(status.mutable_data_ptr());
+  insertion.evicted = evicted.mutable_data_ptr<int64_t>();
   DeviceWork work(ids);
-  launch_place(work, placing, MissQueue{misses.ends(), misses.admitted()}, n, index.slots / kSlots);
+  launch_insert(work, insertion, AdmittedMisses{misses.ends(), misses.admitted()}, n,
+                index.slots / kSlots);
   return {slots, status, evicted};
 }
-
-// `hash_erase_` and `hash_expire_` on the GPU: checks and launch.
 
 Tensor hash_erase_(std::vector<Tensor> tensors, const Tensor& ids, const Tensor& starts,
                    const Tensor& tables) {
@@ -170,7 +166,7 @@ Tensor hash_expire_(std::vector<Tensor> tensors, int64_t t, int64_t first_bucket
   const char* op = "hash_expire_";
   const HashIndex index(op, tensors);
   index.check_table(op, t);
-  // How many buckets the table has is known on the device.
+  // The number of buckets of the table is known on the device only.
   check_window(op, index.slots / kSlots, first_bucket, num_buckets);
   Tensor removed = allocate(tensors[0], {num_buckets * kSlots}, ScalarType::Bool);
   const ExpireWindow window{static_cast<int>(t), first_bucket, num_buckets, before};
@@ -179,20 +175,18 @@ Tensor hash_expire_(std::vector<Tensor> tensors, int64_t t, int64_t first_bucket
   return removed;
 }
 
-// `hash_initial_rows_` on the GPU: checks and launch.
-
-void hash_initial_rows_(std::vector<Tensor> planes, const Tensor& layout, const Tensor& rules,
+void hash_initial_rows_(std::vector<Tensor> buffers, const Tensor& layout, const Tensor& rules,
                         const Tensor& ids, const Tensor& first, const Tensor& ends,
                         const Tensor& slots, int64_t seed) {
   const char* op = "hash_initial_rows_";
-  const InitialInputs in{planes, layout, rules, ids, first, ends, slots};
+  const InitialInputs in{buffers, layout, rules, ids, first, ends, slots};
   in.check(op);
-  STD_TORCH_CHECK(planes.size() <= kMostInitialPlanes, op, ": at most ", kMostInitialPlanes,
-                  " planes on a GPU, got ", planes.size());
+  STD_TORCH_CHECK(buffers.size() <= kMaxInitialBuffers, op, ": at most ", kMaxInitialBuffers,
+                  " planes on a GPU, got ", buffers.size());
   InitialRows rows{};
-  for (const Tensor& plane : planes) {
-    rows.planes[rows.num_planes++] = {plane.mutable_data_ptr(),
-                                      float_dtype(op, "each plane", plane.scalar_type())};
+  for (const Tensor& buffer : buffers) {
+    rows.buffers[rows.num_buffers++] = {buffer.mutable_data_ptr(),
+                                        float_dtype(op, "each plane", buffer.scalar_type())};
   }
   rows.num_tables = static_cast<int>(in.num_tables());
   rows.layout = static_cast<const RowLayout*>(layout.const_data_ptr());

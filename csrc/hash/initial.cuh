@@ -1,31 +1,31 @@
 // `hash_initial_rows_` on the GPU: a warp takes up to 32 new rows of a table, and a lane four
-// elements of a row at a time, the words of one counter.
+// elements of a row at a time, the words of one Philox counter.
 #pragma once
 
-#include "core/row_piece.cuh"
+#include "core/row_slice.cuh"
 #include "core/search.cuh"
 #include "core/simt.cuh"
 #include "hash/initial.h"
 
 namespace emb::cuda {
 
-inline constexpr int kMostInitialPlanes = 16;
+inline constexpr int kMaxInitialBuffers = 16;
 
-struct InitialPlane {
+struct InitialBuffer {
   void* data;
   Dtype type;
 };
 
 struct InitialRows {
-  InitialPlane planes[kMostInitialPlanes];
-  int num_planes, num_tables;
+  InitialBuffer buffers[kMaxInitialBuffers];
+  int num_buffers, num_tables;
   const RowLayout* layout;   // [T, P]
   const InitialRule* rules;  // [T, P]
   const int64_t *ids, *first, *ends, *slots;
   uint64_t seed;
 };
 
-EMB_DEVICE void initial_values(const InitialRule& rule, const RowLayout& place, int64_t key,
+EMB_DEVICE void initial_values(const InitialRule& rule, const RowLayout& layout, int64_t key,
                                uint64_t seed, uint32_t block, float (&values)[4]) {
   const auto kind = static_cast<InitialKind>(static_cast<int>(rule.kind));
   if (kind == InitialKind::kConstant || kind == InitialKind::kDebug) {
@@ -33,7 +33,7 @@ EMB_DEVICE void initial_values(const InitialRule& rule, const RowLayout& place, 
     for (int w = 0; w < 4; ++w) values[w] = value;
     return;
   }
-  const Random4 random = row_words(seed, place.stream, key, block);
+  const Random4 random = row_words(seed, layout.stream, key, block);
   if (kind == InitialKind::kUniform) {
 #pragma unroll
     for (int w = 0; w < 4; ++w) values[w] = uniform_value(rule, random.word[w]);
@@ -43,21 +43,22 @@ EMB_DEVICE void initial_values(const InitialRule& rule, const RowLayout& place, 
   }
 }
 
-// Rows of misses [begin, begin + count) of table t in one plane. Rows have far fewer than 2^29
-// elements, so 32 bits number the counters of 32 of them.
-EMB_DEVICE void write_initial(const InitialRows& rows, int t, int plane, int64_t begin, int count) {
-  const RowLayout place = rows.layout[int64_t{t} * rows.num_planes + plane];
-  const InitialRule& rule = rows.rules[int64_t{t} * rows.num_planes + plane];
-  const InitialPlane& out = rows.planes[plane];
-  const auto blocks = static_cast<uint32_t>((place.dim + 3) / 4);
+// Write the rows of misses [begin, begin + count) of table t in one array. Rows have far fewer than
+// 2^29 elements, so 32 bits can number the counters of 32 rows.
+EMB_DEVICE void write_initial(const InitialRows& rows, int t, int buffer, int64_t begin,
+                              int count) {
+  const RowLayout layout = rows.layout[int64_t{t} * rows.num_buffers + buffer];
+  const InitialRule& rule = rows.rules[int64_t{t} * rows.num_buffers + buffer];
+  const InitialBuffer& out = rows.buffers[buffer];
+  const auto blocks = static_cast<uint32_t>((layout.dim + 3) / 4);
   for (uint32_t i = threadIdx.x % simt::kWarp; i < blocks * count; i += simt::kWarp) {
     const uint32_t row = i / blocks, block = i - row * blocks;
     const int64_t slot = rows.slots[begin + row];
-    if (slot < 0 || slot >= place.rows) continue;
-    const int64_t column = int64_t{4} * block, left = place.dim - column;
+    if (slot < 0 || slot >= layout.rows) continue;
+    const int64_t column = int64_t{4} * block, left = layout.dim - column;
     float values[4];
-    initial_values(rule, place, rows.ids[rows.first[begin + row]], rows.seed, block, values);
-    write_columns(out.data, out.type, place.offset + slot * place.stride + column,
+    initial_values(rule, layout, rows.ids[rows.first[begin + row]], rows.seed, block, values);
+    write_columns(out.data, out.type, layout.offset + slot * layout.stride + column,
                   left < 4 ? static_cast<int>(left) : 4, values);
   }
 }
@@ -73,15 +74,15 @@ EMB_DEVICE void write_initial(const InitialRows& rows, int t, int plane, int64_t
     for (int64_t miss = tile; miss < tile_end;) {
       const int t = warp_search(start, rows.num_tables, miss);
       const int64_t next = rows.ends[t + 1], stop = next < tile_end ? next : tile_end;
-      for (int plane = 0; plane < rows.num_planes; ++plane) {
-        write_initial(rows, t, plane, miss, static_cast<int>(stop - miss));
+      for (int buffer = 0; buffer < rows.num_buffers; ++buffer) {
+        write_initial(rows, t, buffer, miss, static_cast<int>(stop - miss));
       }
       miss = stop;
     }
   }
 }
 
-// For at most n new rows.
+// `n` is the maximum number of new rows.
 template <class Launcher>
 void launch_initial_rows(const Launcher& launcher, const InitialRows& rows, int64_t n) {
   if (n == 0 || rows.num_tables == 0) return;

@@ -1,6 +1,6 @@
-// What rows of new keys start with: numbers that follow from seed, table, key and element alone, so
-// that a row is the same on any device, on any rank and in any order of batches, to the last bit.
-// Arithmetic is in double and says where it is fused, which leaves compilers no choice.
+// The initial values of rows of new keys. They depend on seed, table, key and element only, so that
+// a row is the same to the last bit on any device, on any rank and for any order of batches. The
+// arithmetic is in double, with explicit fused operations, which leaves compilers no freedom.
 #pragma once
 
 #include <cmath>
@@ -17,18 +17,18 @@ enum class InitialKind : int { kUniform, kNormal, kConstant, kDebug };
 // A row of the tensor `rules`, float64.
 struct InitialRule {
   double kind;
-  double base, scale;  // of what a random number is made to: low and span, mean and deviation
-  double first, span;  // probabilities that the normal distribution is cut to
-  double low, high;    // and the values there
+  double base, scale;  // of a random number: lower bound and span, or mean and deviation
+  double first, span;  // range of probabilities that the normal distribution is truncated to
+  double low, high;    // and the values at its ends
 };
 
 inline constexpr int kRuleFields = 7;
 static_assert(sizeof(InitialRule) == kRuleFields * sizeof(double));
 
-// Where the rows of a table are in a plane: a row of the tensor `layout`, int64. `stream` tells
-// tables apart that have keys in common.
+// The location of the rows of a table in an array: a row of the tensor `layout`, int64. `stream`
+// distinguishes tables that have keys in common.
 struct RowLayout {
-  int64_t offset;  // elements
+  int64_t offset;  // in elements
   int64_t stride;
   int64_t rows;
   int64_t dim;
@@ -38,14 +38,14 @@ struct RowLayout {
 inline constexpr int kLayoutFields = 5;
 static_assert(sizeof(RowLayout) == kLayoutFields * sizeof(int64_t));
 
-// Random words for elements 4 * block to 4 * block + 3 of the row of a key.
+// Return the random words of elements 4 * block to 4 * block + 3 of the row of a key.
 EMB_HD Random4 row_words(uint64_t seed, int64_t stream, int64_t key, uint32_t block) {
   const auto bits = static_cast<uint64_t>(key);
   return philox(seed, static_cast<uint32_t>(bits), static_cast<uint32_t>(bits >> 32),
                 static_cast<uint32_t>(stream), block);
 }
 
-// The natural logarithm of a normal number in (0, 1), to 1e-13 or so.
+// Return the natural logarithm of a normal number in (0, 1), to about 1e-13.
 EMB_HD double log_of(double x) {
   uint64_t bits;
   memcpy(&bits, &x, sizeof(bits));
@@ -69,8 +69,8 @@ EMB_HD double log_of(double x) {
   return fma(exponent, 0.6931471805599453, s * 2.0 * sum);
 }
 
-// Below which value the normal distribution has probability p, to a relative 1e-7: PPND7 of
-// Wichura, "Algorithm AS 241: the percentage points of the normal distribution", 1988.
+// Return the value below which the normal distribution has probability p, to a relative 1e-7: PPND7
+// of Wichura, "Algorithm AS 241: the percentage points of the normal distribution", 1988.
 EMB_HD double normal_quantile(double p) {
   const double q = p - 0.5;
   const double r = fma(-q, q, 0.180625);
@@ -101,7 +101,7 @@ EMB_HD float normal_value(const InitialRule& rule, uint32_t word) {
   return static_cast<float>(x < rule.low ? rule.low : x > rule.high ? rule.high : x);
 }
 
-// The value of every element of a row that no random numbers make.
+// Return the value of every element of a row for rules without random numbers.
 EMB_HD float plain_value(const InitialRule& rule, int64_t key) {
   if (static_cast<InitialKind>(static_cast<int>(rule.kind)) == InitialKind::kConstant) {
     return static_cast<float>(rule.base);
@@ -109,7 +109,7 @@ EMB_HD float plain_value(const InitialRule& rule, int64_t key) {
   return static_cast<float>(static_cast<uint64_t>(key) % 100000);
 }
 
-// The kernel that writes the first values of one row on the CPU, and how it is reached.
+// The CPU kernel: writes the initial values of one row.
 
 struct InitialRow {
   void* out;

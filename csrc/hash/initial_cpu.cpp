@@ -12,26 +12,26 @@ EMB_SELECT_KERNELS(InitialTable, kInitialTable, initial_table)
 
 namespace {
 
-constexpr int64_t kGrain = 4096;  // elements, or thereabouts
+constexpr int64_t kGrain = 4096;  // elements, approximately
 
-struct Plane {
+struct Buffer {
   char* data;
   Dtype type;
   int64_t numel;
 };
 
-void check_places(const char* op, const InitialInputs& in, const std::vector<Plane>& planes) {
+void check_contents(const char* op, const InitialInputs& in, const std::vector<Buffer>& buffers) {
   const auto* layout = static_cast<const RowLayout*>(in.layout.const_data_ptr());
-  for (int64_t i = 0; i < in.layout.size(0) * in.num_planes(); ++i) {
+  for (int64_t i = 0; i < in.layout.size(0) * in.num_buffers(); ++i) {
     const RowLayout& x = layout[i];
-    const int64_t numel = planes[i % in.num_planes()].numel;
+    const int64_t numel = buffers[i % in.num_buffers()].numel;
     STD_TORCH_CHECK(x.offset >= 0 && x.rows >= 0 && x.dim >= 0 && x.stride >= x.dim &&
                         x.stride <= kMaxLookups && x.offset <= numel &&
                         (x.rows == 0 || x.stride == 0 ||
                          (x.rows - 1 <= (numel - x.offset) / x.stride &&
                           (x.rows - 1) * x.stride + x.dim <= numel - x.offset)),
-                    op, ": layout must place the rows of table ", i / in.num_planes(),
-                    " inside plane ", i % in.num_planes(), ", which has ", numel, " elements");
+                    op, ": layout must place the rows of table ", i / in.num_buffers(),
+                    " inside plane ", i % in.num_buffers(), ", which has ", numel, " elements");
   }
   const auto* ends = in.ends.const_data_ptr<int64_t>();
   bool ascending = ends[0] >= 0 && ends[in.num_tables()] <= in.first.numel();
@@ -46,38 +46,38 @@ void check_places(const char* op, const InitialInputs& in, const std::vector<Pla
   }
 }
 
-void hash_initial_rows_(std::vector<Tensor> planes, const Tensor& layout, const Tensor& rules,
+void hash_initial_rows_(std::vector<Tensor> buffers, const Tensor& layout, const Tensor& rules,
                         const Tensor& ids, const Tensor& first, const Tensor& ends,
                         const Tensor& slots, int64_t seed) {
   const char* op = "hash_initial_rows_";
-  const InitialInputs in{planes, layout, rules, ids, first, ends, slots};
+  const InitialInputs in{buffers, layout, rules, ids, first, ends, slots};
   in.check(op);
-  std::vector<Plane> memory;
-  for (const Tensor& plane : planes) {
-    memory.push_back({static_cast<char*>(plane.mutable_data_ptr()),
-                      float_dtype(op, "each plane", plane.scalar_type()), plane.numel()});
+  std::vector<Buffer> memory;
+  for (const Tensor& buffer : buffers) {
+    memory.push_back({static_cast<char*>(buffer.mutable_data_ptr()),
+                      float_dtype(op, "each plane", buffer.scalar_type()), buffer.numel()});
   }
-  check_places(op, in, memory);
-  const auto* place = static_cast<const RowLayout*>(layout.const_data_ptr());
+  check_contents(op, in, memory);
+  const auto* row_layout = static_cast<const RowLayout*>(layout.const_data_ptr());
   const auto* rule = static_cast<const InitialRule*>(rules.const_data_ptr());
   const auto *key = ids.const_data_ptr<int64_t>(), *position = first.const_data_ptr<int64_t>(),
              *slot = slots.const_data_ptr<int64_t>(), *end = ends.const_data_ptr<int64_t>();
   const InitialTable& table = initial_table();
-  const int64_t num_planes = in.num_planes();
+  const int64_t num_buffers = in.num_buffers();
   for (int64_t t = 0; t < in.num_tables(); ++t) {
     int64_t elements = 1;
-    for (int64_t p = 0; p < num_planes; ++p) elements += place[t * num_planes + p].dim;
+    for (int64_t p = 0; p < num_buffers; ++p) elements += row_layout[t * num_buffers + p].dim;
     parallel_balanced(
         end[t + 1] - end[t], kGrain, [&](int64_t i) { return i * elements; },
         [&](int64_t begin, int64_t stop) {
           for (int64_t i = end[t] + begin; i < end[t] + stop; ++i) {
-            for (int64_t p = t * num_planes; p < (t + 1) * num_planes; ++p) {
-              const RowLayout& x = place[p];
+            for (int64_t p = t * num_buffers; p < (t + 1) * num_buffers; ++p) {
+              const RowLayout& x = row_layout[p];
               if (slot[i] < 0 || slot[i] >= x.rows) continue;
-              const Plane& plane = memory[p % num_planes];
-              const int64_t size = size_of(plane.type);
-              table.at[static_cast<int>(plane.type)](
-                  {plane.data + (x.offset + slot[i] * x.stride) * size, x.dim, key[position[i]],
+              const Buffer& buffer = memory[p % num_buffers];
+              const int64_t size = size_of(buffer.type);
+              table.at[static_cast<int>(buffer.type)](
+                  {buffer.data + (x.offset + slot[i] * x.stride) * size, x.dim, key[position[i]],
                    x.stream, static_cast<uint64_t>(seed)},
                   rule[p]);
             }

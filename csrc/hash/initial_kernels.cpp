@@ -1,5 +1,5 @@
-// The first values of one row on a CPU thread: 16 counters go through Philox side by side, and 64
-// words through what makes numbers of them, so that both vectorise.
+// The initial values of one row on a CPU thread: 16 Philox counters advance side by side, and 64
+// words become values side by side, so that both loops vectorise.
 #include "core/vec.h"
 #include "hash/initial.h"
 
@@ -11,7 +11,7 @@ constexpr int kValues = 4 * kCounters;
 
 template <class T>
 void initial_row(const InitialRow& row, const InitialRule& given) {
-  const InitialRule rule = given;  // in registers: what is read inside a condition stays scalar
+  const InitialRule rule = given;  // a copy in registers: loads inside a condition do not vectorise
   T* out = static_cast<T*>(row.out);
   const auto kind = static_cast<InitialKind>(static_cast<int>(rule.kind));
   if (kind == InitialKind::kConstant || kind == InitialKind::kDebug) {

@@ -1,7 +1,9 @@
-// What a warp does to place missing keys: they choose buckets, a lane a key, and then every bucket
-// that was chosen takes whom it can. Those who chose a bucket are a chain in scratch memory, in no
-// order; whoever founded the chain answers for the bucket. A lane alone gives empty slots to a few
-// keys; where many came, or entries give way, the whole warp works on the bucket, a lane a slot.
+// `hash_place_` on the GPU: insert the admitted misses of a batch.
+//
+// Keys choose buckets, one lane per key; then every chosen bucket takes as many keys as it can. The
+// keys that chose a bucket form a chain in scratch memory, in no order; the founder of the chain
+// handles the bucket. One lane assigns empty slots to a few keys; for more keys, or if entries are
+// evicted, the whole warp works on the bucket, one lane per slot.
 #pragma once
 
 #include "hash/device_index.cuh"
@@ -9,193 +11,198 @@
 
 namespace emb::cuda {
 
-// How far the rounds of a table have come, as places in the queue of its admitted misses: those
-// before `end` may choose, and `choosers` of them still had no answer when the round began. `done`
-// get theirs in the round.
-struct PlaceProgress {
+// The progress of the rounds of a table, as positions in the queue of its admitted misses: misses
+// before `end` may choose, `choosers` of them were pending when the round began, and `done` of
+// those are finished in the round.
+struct InsertProgress {
   int64_t end, choosers, done;
 };
 
-struct Placing {
+struct Insertion {
   DeviceIndex index;
   Order order;
   bool competes;
   const int64_t *ids, *first, *totals, *given;  // given: by table, null for 0
-  const int32_t* queue;  // the admitted misses, table by table; null where all are
-  const int64_t* ends;   // of the queue by table
+  const int32_t* queue;  // the admitted misses, table by table; null if all are admitted
+  const int64_t* ends;   // bounds of the tables in the queue
   // By miss.
   int64_t* slots;
   uint8_t* status;
   int64_t* evicted;
-  // Scratch: the last one of the chain of every bucket, -1 for none; by place in the queue the one
-  // before in the chain, -1 for its founder, and the bucket.
+  // Scratch. By bucket: the last member of its chain, -1 for none. By position in the queue: the
+  // previous member of the chain, -1 for its founder, and the chosen bucket.
   int32_t *chains, *before, *wanted;
-  PlaceProgress* progress;
+  InsertProgress* progress;
 
-  EMB_DEVICE int64_t miss(int64_t place) const { return queue == nullptr ? place : queue[place]; }
-  EMB_DEVICE bool is_pending(int64_t place) const {
-    return status[miss(place)] == static_cast<uint8_t>(PlaceStatus::kMiss);
+  EMB_DEVICE int64_t miss(int64_t position) const {
+    return queue == nullptr ? position : queue[position];
+  }
+  EMB_DEVICE bool is_pending(int64_t position) const {
+    return status[miss(position)] == static_cast<uint8_t>(InsertStatus::kMiss);
   }
 };
 
-// A missing key as the entry it would be.
-struct Newcomer {
+// A missing key as an entry.
+struct NewEntry {
   int64_t miss, key, stamp, score;
 };
 
-EMB_DEVICE Newcomer newcomer(const Placing& placing, int64_t place, int t) {
-  const int64_t miss = placing.miss(place);
-  const int64_t given = placing.given == nullptr ? 0 : placing.given[t];
-  return {miss, placing.ids[placing.first[miss]], *placing.index.clock,
-          counts_uses(placing.order) ? placing.totals[miss] : given};
+EMB_DEVICE NewEntry new_entry(const Insertion& insertion, int64_t position, int t) {
+  const int64_t miss = insertion.miss(position);
+  const int64_t given = insertion.given == nullptr ? 0 : insertion.given[t];
+  return {miss, insertion.ids[insertion.first[miss]], *insertion.index.clock,
+          counts_uses(insertion.order) ? insertion.totals[miss] : given};
 }
 
-// An entry that may give way, and its way in the bucket; -1 for none.
-struct Victim {
-  Rank rank;
+// An entry that may be evicted, and its slot in the bucket; -1 for none.
+struct Candidate {
+  EntryRank rank;
   int way;
 };
 
-// The entry of a full bucket that is this lane's.
-EMB_DEVICE Victim lane_entry(const Placing& placing, int64_t bucket, int64_t stamp) {
+// Return this lane's entry of a full bucket.
+EMB_DEVICE Candidate lane_entry(const Insertion& insertion, int64_t bucket, int64_t stamp) {
   const int64_t slot = bucket * kSlots + lane_in_warp();
-  const int64_t* entry = placing.index.entries + slot * placing.index.words;
-  const int64_t score = has_scores(placing.order) ? entry[kScore] : 0;
-  const bool yields = placing.order != Order::kNone && entry[kStamp] < stamp;
-  return {rank_of(placing.order, entry[kKey], entry[kStamp], score), yields ? lane_in_warp() : -1};
+  const int64_t* entry = insertion.index.entries + slot * insertion.index.words;
+  const int64_t score = has_scores(insertion.order) ? entry[kScore] : 0;
+  const bool can_evict = insertion.order != Order::kNone && entry[kStamp] < stamp;
+  return {entry_rank(insertion.order, entry[kKey], entry[kStamp], score),
+          can_evict ? lane_in_warp() : -1};
 }
 
-EMB_DEVICE bool comes_before(const Victim& a, const Victim& b) {
+EMB_DEVICE bool comes_before(const Candidate& a, const Candidate& b) {
   return a.way >= 0 && (b.way < 0 || less(a.rank, b.rank));
 }
 
-// The least of all lanes, in every lane.
-EMB_DEVICE Victim least_of_warp(Victim victim) {
+// Return the lowest candidate of all lanes, in every lane.
+EMB_DEVICE Candidate min_over_warp(Candidate candidate) {
 #pragma unroll
   for (int offset = kSlots / 2; offset > 0; offset /= 2) {
-    Victim other;
-    other.rank.score = __shfl_xor_sync(simt::kFullMask, victim.rank.score, offset);
-    other.rank.stamp = __shfl_xor_sync(simt::kFullMask, victim.rank.stamp, offset);
-    other.rank.key = __shfl_xor_sync(simt::kFullMask, victim.rank.key, offset);
-    other.way = __shfl_xor_sync(simt::kFullMask, victim.way, offset);
-    if (comes_before(other, victim)) victim = other;
+    Candidate other;
+    other.rank.score = __shfl_xor_sync(simt::kFullMask, candidate.rank.score, offset);
+    other.rank.stamp = __shfl_xor_sync(simt::kFullMask, candidate.rank.stamp, offset);
+    other.rank.key = __shfl_xor_sync(simt::kFullMask, candidate.rank.key, offset);
+    other.way = __shfl_xor_sync(simt::kFullMask, candidate.way, offset);
+    if (comes_before(other, candidate)) candidate = other;
   }
-  return victim;
+  return candidate;
 }
 
-EMB_DEVICE bool gives_way(const Placing& placing, const Victim& victim, const Newcomer& to) {
-  if (victim.way < 0 || !placing.competes) return victim.way >= 0;
-  return !less(rank_of(placing.order, to.key, to.stamp, to.score), victim.rank);
+EMB_DEVICE bool can_evict(const Insertion& insertion, const Candidate& candidate,
+                          const NewEntry& to) {
+  if (candidate.way < 0 || !insertion.competes) return candidate.way >= 0;
+  return !less(entry_rank(insertion.order, to.key, to.stamp, to.score), candidate.rank);
 }
 
-// Of two full buckets the one whose victim gives way, -1 for neither. The whole warp calls it for
-// the key of one lane, which alone brings `to` and gets an answer that counts.
-EMB_DEVICE int64_t full_choice(const Placing& placing, int64_t first, int64_t second,
-                               const Newcomer& to) {
-  const int64_t stamp = *placing.index.clock;
-  Victim a = least_of_warp(lane_entry(placing, first, stamp));
-  const Victim b = least_of_warp(lane_entry(placing, second, stamp));
+// Return which of two full buckets has an entry that can be evicted, -1 for neither. The whole warp
+// calls it for the key of one lane: only that lane passes `to` and uses the result.
+EMB_DEVICE int64_t full_choice(const Insertion& insertion, int64_t first, int64_t second,
+                               const NewEntry& to) {
+  const int64_t stamp = *insertion.index.clock;
+  Candidate a = min_over_warp(lane_entry(insertion, first, stamp));
+  const Candidate b = min_over_warp(lane_entry(insertion, second, stamp));
   const bool take_second = comes_before(b, a);
   if (take_second) a = b;
-  if (!gives_way(placing, a, to)) return -1;
+  if (!can_evict(insertion, a, to)) return -1;
   return take_second ? second : first;
 }
 
-EMB_DEVICE int free_slots(const Placing& placing, int64_t bucket) {
-  return __popc(match_tags(placing.index.tags + bucket * kSlots, kEmptyTag));
+EMB_DEVICE int free_slots(const Insertion& insertion, int64_t bucket) {
+  return __popc(match_tags(insertion.index.tags + bucket * kSlots, kEmptyTag));
 }
 
-// The whole warp calls it, each lane for its own key if it is active. Whether the lane's key was
-// refused; else it is in the chain of a bucket now.
-EMB_DEVICE bool choose_bucket(const Placing& placing, int64_t place, int t, bool active) {
-  Newcomer own{};
-  int64_t first = 0, second = 0, wanted = -1;  // buckets of all tables
+// Choose a bucket for this lane's key if it is active. Return whether the key is refused; otherwise
+// it is now in the chain of a bucket. Called by the whole warp.
+EMB_DEVICE bool choose_bucket(const Insertion& insertion, int64_t position, int t, bool active) {
+  NewEntry self{};
+  int64_t first = 0, second = 0, wanted = -1;  // buckets of all tables together
   if (active) {
-    own = newcomer(placing, place, t);
-    const HashTable table = placing.index.table(t);
-    const int64_t base = placing.index.field(t, kFirstBucket);
-    const uint64_t mixed = table.hash(own.key);
+    self = new_entry(insertion, position, t);
+    const HashTable table = insertion.index.table(t);
+    const int64_t base = insertion.index.field(t, kFirstBucket);
+    const uint64_t mixed = table.hash(self.key);
     first = base + table.first(mixed);
     second = base + table.second(mixed);
-    const int in_first = free_slots(placing, first);
-    const int in_second = in_first > kPreferFirst ? 0 : free_slots(placing, second);
+    const int in_first = free_slots(insertion, first);
+    const int in_second = in_first > kPreferFirstBucket ? 0 : free_slots(insertion, second);
     if (in_first + in_second > 0) wanted = in_first >= in_second ? first : second;
   }
   unsigned left = __ballot_sync(simt::kFullMask, active && wanted < 0);
   for (; left != 0; left &= left - 1) {
     const int lane = __ffs(static_cast<int>(left)) - 1;
-    const int64_t found = full_choice(placing, __shfl_sync(simt::kFullMask, first, lane),
-                                      __shfl_sync(simt::kFullMask, second, lane), own);
+    const int64_t found = full_choice(insertion, __shfl_sync(simt::kFullMask, first, lane),
+                                      __shfl_sync(simt::kFullMask, second, lane), self);
     if (lane_in_warp() == lane) wanted = found;
   }
   if (!active) return false;
   if (wanted < 0) {
-    placing.status[own.miss] = static_cast<uint8_t>(PlaceStatus::kRefused);
+    insertion.status[self.miss] = static_cast<uint8_t>(InsertStatus::kRefused);
     return true;
   }
-  placing.wanted[place] = static_cast<int32_t>(wanted);
-  placing.before[place] = atomicExch(placing.chains + wanted, static_cast<int32_t>(place));
+  insertion.wanted[position] = static_cast<int32_t>(wanted);
+  insertion.before[position] =
+      atomicExch(insertion.chains + wanted, static_cast<int32_t>(position));
   return false;
 }
 
-// The first 32 members of a chain that come after `last` in the queue, one a lane, in order;
+// Return the first 32 members of a chain that follow `last` in the queue, one per lane, in order;
 // INT32_MAX in lanes beyond them.
-EMB_DEVICE int32_t next_members(const Placing& placing, int64_t bucket, int32_t last) {
-  int32_t mine = INT32_MAX;
-  for (int32_t member = placing.chains[bucket]; member >= 0; member = placing.before[member]) {
+EMB_DEVICE int32_t next_members(const Insertion& insertion, int64_t bucket, int32_t last) {
+  int32_t of_lane = INT32_MAX;
+  for (int32_t member = insertion.chains[bucket]; member >= 0; member = insertion.before[member]) {
     if (member <= last) continue;
-    const int lesser = __popc(__ballot_sync(simt::kFullMask, mine < member));
-    const int32_t previous = __shfl_up_sync(simt::kFullMask, mine, 1u);
-    if (lane_in_warp() > lesser) mine = previous;
-    if (lane_in_warp() == lesser) mine = member;
+    const int lower = __popc(__ballot_sync(simt::kFullMask, of_lane < member));
+    const int32_t previous = __shfl_up_sync(simt::kFullMask, of_lane, 1u);
+    if (lane_in_warp() > lower) of_lane = previous;
+    if (lane_in_warp() == lower) of_lane = member;
   }
-  return mine;
+  return of_lane;
 }
 
-EMB_DEVICE void write_entry(const Placing& placing, int t, int64_t bucket, int way,
-                            const Newcomer& of, PlaceStatus status) {
+EMB_DEVICE void write_entry(const Insertion& insertion, int t, int64_t bucket, int way,
+                            const NewEntry& of, InsertStatus status) {
   const int64_t slot = bucket * kSlots + way;
-  int64_t* entry = placing.index.entries + slot * placing.index.words;
-  if (status == PlaceStatus::kEvicting) {
-    int64_t* evicted = placing.evicted + 3 * of.miss;
+  int64_t* entry = insertion.index.entries + slot * insertion.index.words;
+  if (status == InsertStatus::kEvicting) {
+    int64_t* evicted = insertion.evicted + 3 * of.miss;
     evicted[kKey] = entry[kKey];
     evicted[kStamp] = entry[kStamp];
-    evicted[kScore] = has_scores(placing.order) ? entry[kScore] : 0;
+    evicted[kScore] = has_scores(insertion.order) ? entry[kScore] : 0;
   }
-  placing.index.tags[slot] = tag_of(placing.index.table(t).hash(of.key));
+  insertion.index.tags[slot] = tag_of(insertion.index.table(t).hash(of.key));
   entry[kKey] = of.key;
   entry[kStamp] = of.stamp;
-  if (has_scores(placing.order)) entry[kScore] = of.score;
-  placing.slots[of.miss] = slot - placing.index.field(t, kFirstBucket) * kSlots;
-  placing.status[of.miss] = static_cast<uint8_t>(status);
+  if (has_scores(insertion.order)) entry[kScore] = of.score;
+  insertion.slots[of.miss] = slot - insertion.index.field(t, kFirstBucket) * kSlots;
+  insertion.status[of.miss] = static_cast<uint8_t>(status);
 }
 
-// The members of a chain, which come 32 at a time, take the empty slots of a bucket in order.
-// Returns how many did.
-EMB_DEVICE int fill_bucket(const Placing& placing, int t, int64_t bucket, uint32_t empty) {
-  int placed = 0;
+// Assign the empty slots of a bucket to the members of a chain in order, 32 at a time. Return how
+// many got one.
+EMB_DEVICE int fill_bucket(const Insertion& insertion, int t, int64_t bucket, uint32_t empty) {
+  int inserted = 0;
   for (int32_t last = -1; empty != 0;) {
-    const int32_t mine = next_members(placing, bucket, last);
-    const int members = __popc(__ballot_sync(simt::kFullMask, mine != INT32_MAX));
-    int way = -1;  // the lane-th empty one
+    const int32_t member = next_members(insertion, bucket, last);
+    const int members = __popc(__ballot_sync(simt::kFullMask, member != INT32_MAX));
+    int way = -1;  // the lane-th empty slot
     for (int k = 0; k < members && empty != 0; ++k, empty &= empty - 1) {
       if (k == lane_in_warp()) way = __ffs(static_cast<int>(empty)) - 1;
-      ++placed;
+      ++inserted;
     }
     if (way >= 0) {
-      write_entry(placing, t, bucket, way, newcomer(placing, mine, t), PlaceStatus::kNew);
+      write_entry(insertion, t, bucket, way, new_entry(insertion, member, t), InsertStatus::kNew);
     }
     if (members < kSlots) break;
-    last = __shfl_sync(simt::kFullMask, mine, kSlots - 1);
+    last = __shfl_sync(simt::kFullMask, member, kSlots - 1);
   }
-  return placed;
+  return inserted;
 }
 
-// The same by one lane for a chain of up to kFew members; -1, and nothing done, for longer ones.
-EMB_DEVICE int fill_by_lane(const Placing& placing, int t, int64_t bucket, uint32_t empty) {
+// The same by one lane for a chain of up to kFew members; for longer ones return -1 and do nothing.
+EMB_DEVICE int fill_by_lane(const Insertion& insertion, int t, int64_t bucket, uint32_t empty) {
   constexpr int kFew = 4;
   int32_t members[kFew] = {INT32_MAX, INT32_MAX, INT32_MAX, INT32_MAX};  // in order
-  for (int32_t next = placing.chains[bucket]; next >= 0; next = placing.before[next]) {
+  for (int32_t next = insertion.chains[bucket]; next >= 0; next = insertion.before[next]) {
     int32_t member = next;
 #pragma unroll
     for (int k = 0; k < kFew; ++k) {
@@ -205,93 +212,94 @@ EMB_DEVICE int fill_by_lane(const Placing& placing, int t, int64_t bucket, uint3
     }
     if (member != INT32_MAX) return -1;
   }
-  int placed = 0;
+  int inserted = 0;
 #pragma unroll
   for (int k = 0; k < kFew; ++k) {
     if (members[k] == INT32_MAX || empty == 0) break;
     const int way = __ffs(static_cast<int>(empty)) - 1;
-    write_entry(placing, t, bucket, way, newcomer(placing, members[k], t), PlaceStatus::kNew);
+    write_entry(insertion, t, bucket, way, new_entry(insertion, members[k], t), InsertStatus::kNew);
     empty &= empty - 1;
-    ++placed;
+    ++inserted;
   }
-  return placed;
+  return inserted;
 }
 
-// The members replace the entries of a full bucket in order, the least one first.
-EMB_DEVICE int replace_in_bucket(const Placing& placing, int t, int64_t bucket) {
-  Victim own = lane_entry(placing, bucket, *placing.index.clock);
-  Victim victim = least_of_warp(own);
-  int placed = 0;
-  for (int32_t last = -1; victim.way >= 0;) {
-    const int32_t mine = next_members(placing, bucket, last);
-    const int members = __popc(__ballot_sync(simt::kFullMask, mine != INT32_MAX));
-    for (int k = 0; k < members && victim.way >= 0; ++k) {
-      const Newcomer to = newcomer(placing, __shfl_sync(simt::kFullMask, mine, k), t);
-      if (!gives_way(placing, victim, to)) continue;
-      if (lane_in_warp() == victim.way) {
-        write_entry(placing, t, bucket, victim.way, to, PlaceStatus::kEvicting);
-        own.way = -1;  // is of this batch now
+// Replace the entries of a full bucket by members in order, the lowest entry first. Return how many
+// got a slot.
+EMB_DEVICE int replace_in_bucket(const Insertion& insertion, int t, int64_t bucket) {
+  Candidate self = lane_entry(insertion, bucket, *insertion.index.clock);
+  Candidate candidate = min_over_warp(self);
+  int inserted = 0;
+  for (int32_t last = -1; candidate.way >= 0;) {
+    const int32_t member = next_members(insertion, bucket, last);
+    const int members = __popc(__ballot_sync(simt::kFullMask, member != INT32_MAX));
+    for (int k = 0; k < members && candidate.way >= 0; ++k) {
+      const NewEntry to = new_entry(insertion, __shfl_sync(simt::kFullMask, member, k), t);
+      if (!can_evict(insertion, candidate, to)) continue;
+      if (lane_in_warp() == candidate.way) {
+        write_entry(insertion, t, bucket, candidate.way, to, InsertStatus::kEvicting);
+        self.way = -1;  // belongs to this batch now
       }
-      ++placed;
-      victim = least_of_warp(own);
+      ++inserted;
+      candidate = min_over_warp(self);
     }
     if (members < kSlots) break;
-    last = __shfl_sync(simt::kFullMask, mine, kSlots - 1);
+    last = __shfl_sync(simt::kFullMask, member, kSlots - 1);
   }
-  return placed;
+  return inserted;
 }
 
-// The whole warp calls it, for the chains that its lanes founded. Keys that found a place are added
-// to `count`.
-EMB_DEVICE void settle_buckets(const Placing& placing, int64_t place, int t, bool active,
+// Carry out the choices of the chains that this warp's lanes founded, and add the inserted keys to
+// `count`. Called by the whole warp.
+EMB_DEVICE void commit_buckets(const Insertion& insertion, int64_t position, int t, bool active,
                                TableTally* count) {
-  const bool founds = active && placing.is_pending(place) && placing.before[place] < 0;
-  const int32_t wanted = founds ? placing.wanted[place] : 0;
-  int placed = -1;
+  const bool founds = active && insertion.is_pending(position) && insertion.before[position] < 0;
+  const int32_t wanted = founds ? insertion.wanted[position] : 0;
+  int inserted = -1;
   if (founds) {
-    const uint32_t empty = match_tags(placing.index.tags + int64_t{wanted} * kSlots, kEmptyTag);
-    if (empty != 0) placed = fill_by_lane(placing, t, wanted, empty);
-    if (placed >= 0) placing.chains[wanted] = -1;
+    const uint32_t empty = match_tags(insertion.index.tags + int64_t{wanted} * kSlots, kEmptyTag);
+    if (empty != 0) inserted = fill_by_lane(insertion, t, wanted, empty);
+    if (inserted >= 0) insertion.chains[wanted] = -1;
   }
-  unsigned left = __ballot_sync(simt::kFullMask, founds && placed < 0);
-  count->add_each(t, placed > 0 ? placed : 0);
+  unsigned left = __ballot_sync(simt::kFullMask, founds && inserted < 0);
+  count->add_each(t, inserted > 0 ? inserted : 0);
   for (; left != 0; left &= left - 1) {
     const int lane = __ffs(static_cast<int>(left)) - 1;
     const int64_t bucket = __shfl_sync(simt::kFullMask, wanted, lane);
     const int table = __shfl_sync(simt::kFullMask, t, lane);
-    const uint32_t empty = match_tags(placing.index.tags + bucket * kSlots, kEmptyTag);
-    __syncwarp();  // tags were read by all before any lane writes one
-    count->add_all(table, empty != 0 ? fill_bucket(placing, table, bucket, empty)
-                                     : replace_in_bucket(placing, table, bucket));
+    const uint32_t empty = match_tags(insertion.index.tags + bucket * kSlots, kEmptyTag);
+    __syncwarp();  // all lanes have read the tags before any lane writes one
+    count->add_all(table, empty != 0 ? fill_bucket(insertion, table, bucket, empty)
+                                     : replace_in_bucket(insertion, table, bucket));
     __syncwarp();
-    if (lane_in_warp() == 0) placing.chains[bucket] = -1;
+    if (lane_in_warp() == 0) insertion.chains[bucket] = -1;
   }
 }
 
-// Begins the next round of a table.
-EMB_DEVICE void next_round(const Placing& placing, int t, PlaceProgress* progress) {
-  const int64_t size = round_size(placing.index.field(t, kBuckets));
+// Begin the next round of a table.
+EMB_DEVICE void next_round(const Insertion& insertion, int t, InsertProgress* progress) {
+  const int64_t size = round_size(insertion.index.field(t, kBuckets));
   const int64_t left = progress->choosers - progress->done;
   const int64_t before = progress->end, wanted = before + size - left;
-  const int64_t end = wanted < placing.ends[t + 1] ? wanted : placing.ends[t + 1];
+  const int64_t end = wanted < insertion.ends[t + 1] ? wanted : insertion.ends[t + 1];
   *progress = {end, left + end - before, 0};
 }
 
-// `hash_place_` on the GPU. Nothing waits for the device, which alone knows how many rounds there
-// are: the first ones, in which almost all keys of a large table find their place, are launches of
-// all multiprocessors, as many as the host deems worth it; a last kernel, a block a table, plays on
-// until no key is pending.
+// The rounds. Nothing waits for the device, and only the device knows how many rounds are needed.
+// The first rounds, in which almost all keys of a large table get a slot, use all multiprocessors;
+// the host estimates their number. A last kernel, one block per table, continues until no key is
+// pending.
 
 inline constexpr int kFinishThreads = 512;
 
 // The misses of a batch by table, and which of them are admitted; null for all.
-struct MissQueue {
+struct AdmittedMisses {
   const int64_t* ends;
   const bool* admitted;
 };
 
 [[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads)
-    hash_admit_kernel(MissQueue misses, int num_tables, SortBuffers<uint32_t> sort) {
+    hash_admit_kernel(AdmittedMisses misses, int num_tables, SortBuffers<uint32_t> sort) {
   __shared__ int range[2];
   const int64_t count = misses.ends[num_tables];
   const auto start = [&](int t) { return misses.ends[t]; };
@@ -303,113 +311,114 @@ struct MissQueue {
   });
 }
 
-// The answers before there are any, and no chains.
+// Initialise the results, the chains and the progress.
 [[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads)
-    hash_begin_kernel(Placing placing, MissQueue misses, int64_t n, int64_t buckets) {
-  const int num_tables = placing.index.num_tables;
+    hash_begin_kernel(Insertion insertion, AdmittedMisses misses, int64_t n, int64_t buckets) {
+  const int num_tables = insertion.index.num_tables;
   const int64_t step = simt::threads_in_grid(), count = misses.ends[num_tables];
-  for (int64_t i = simt::global_thread(); i < buckets; i += step) placing.chains[i] = -1;
+  for (int64_t i = simt::global_thread(); i < buckets; i += step) insertion.chains[i] = -1;
   for (int64_t i = simt::global_thread(); i < n; i += step) {
     const bool kept_out = i < count && misses.admitted != nullptr && !misses.admitted[i];
-    placing.slots[i] = kNoSlot;
-    placing.status[i] =
-        static_cast<uint8_t>(kept_out ? PlaceStatus::kNotAdmitted : PlaceStatus::kMiss);
-    for (int w = 0; w < 3; ++w) placing.evicted[3 * i + w] = 0;
+    insertion.slots[i] = kNoSlot;
+    insertion.status[i] =
+        static_cast<uint8_t>(kept_out ? InsertStatus::kNotAdmitted : InsertStatus::kMiss);
+    for (int w = 0; w < 3; ++w) insertion.evicted[3 * i + w] = 0;
   }
   for (int64_t t = simt::global_thread(); t < num_tables; t += step) {
-    placing.progress[t] = {placing.ends[t], 0, 0};
-    next_round(placing, static_cast<int>(t), placing.progress + t);
+    insertion.progress[t] = {insertion.ends[t], 0, 0};
+    next_round(insertion, static_cast<int>(t), insertion.progress + t);
   }
 }
 
 [[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads)
-    hash_next_round_kernel(Placing placing) {
-  for (int64_t t = simt::global_thread(); t < placing.index.num_tables;
+    hash_next_round_kernel(Insertion insertion) {
+  for (int64_t t = simt::global_thread(); t < insertion.index.num_tables;
        t += simt::threads_in_grid()) {
-    next_round(placing, static_cast<int>(t), placing.progress + t);
+    next_round(insertion, static_cast<int>(t), insertion.progress + t);
   }
 }
 
-EMB_DEVICE TableTally done_tally(const Placing& placing) {
-  return {&placing.progress->done, sizeof(PlaceProgress) / sizeof(int64_t)};
+EMB_DEVICE TableTally done_tally(const Insertion& insertion) {
+  return {&insertion.progress->done, sizeof(InsertProgress) / sizeof(int64_t)};
 }
 
-// Calls `body(place, table, active)` for the queue, active where a key may choose in this round. A
-// bucket may keep a warp busy for the key of one lane, so a short queue is dealt out to all warps,
-// a few places each.
+// Call `body(position, table, active)` for the queue; active if the key may choose in this round. A
+// bucket may occupy a warp for the key of one lane, so a short queue is distributed over all warps,
+// a few positions each.
 template <class Body>
-EMB_DEVICE void for_each_chooser(const Placing& placing, int* shared, const Body& body) {
-  const int num_tables = placing.index.num_tables;
-  const auto start = [&](int t) { return placing.ends[t]; };
-  const int64_t queued = placing.ends[num_tables], warps = simt::warps_in_grid();
+EMB_DEVICE void for_each_chooser(const Insertion& insertion, int* shared, const Body& body) {
+  const int num_tables = insertion.index.num_tables;
+  const auto start = [&](int t) { return insertion.ends[t]; };
+  const int64_t queued = insertion.ends[num_tables], warps = simt::warps_in_grid();
   const int64_t share = (queued + warps - 1) / warps;
   const int lanes = share < kSlots ? static_cast<int>(share) : kSlots;
   const int64_t tile_size = int64_t{lanes} * (kTileThreads / kSlots);
-  const int64_t own = threadIdx.x / simt::kWarp * lanes + lane_in_warp();
+  const int64_t self = threadIdx.x / simt::kWarp * lanes + lane_in_warp();
   for (int64_t tile = blockIdx.x * tile_size; tile < queued; tile += gridDim.x * tile_size) {
-    const int64_t end = tile + tile_size < queued ? tile + tile_size : queued, place = tile + own;
+    const int64_t end = tile + tile_size < queued ? tile + tile_size : queued,
+                  position = tile + self;
     const TileSearch search(start, num_tables, tile, end, shared);
-    const int t = lane_in_warp() < lanes && place < end ? search.find(start, place) : -1;
-    body(place, t, t >= 0 && place < placing.progress[t].end);
+    const int t = lane_in_warp() < lanes && position < end ? search.find(start, position) : -1;
+    body(position, t, t >= 0 && position < insertion.progress[t].end);
   }
 }
 
 [[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads)
-    hash_choose_kernel(Placing placing) {
+    hash_choose_kernel(Insertion insertion) {
   __shared__ int range[2];
-  TableTally refused = done_tally(placing);
-  for_each_chooser(placing, range, [&](int64_t place, int t, bool active) {
-    active = active && placing.is_pending(place);
+  TableTally refused = done_tally(insertion);
+  for_each_chooser(insertion, range, [&](int64_t position, int t, bool active) {
+    active = active && insertion.is_pending(position);
     if (!__any_sync(simt::kFullMask, active)) return;
-    refused.add(t, choose_bucket(placing, place, t, active));
+    refused.add(t, choose_bucket(insertion, position, t, active));
   });
   refused.flush();
 }
 
-// Four blocks a multiprocessor: for more, the compiler would keep registers in memory.
+// Four blocks per multiprocessor: for more, the compiler would spill registers.
 [[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads, 4)
-    hash_settle_kernel(Placing placing) {
+    hash_commit_kernel(Insertion insertion) {
   __shared__ int range[2];
-  TableTally placed = done_tally(placing);
-  for_each_chooser(placing, range, [&](int64_t place, int t, bool active) {
-    settle_buckets(placing, place, t, active, &placed);
+  TableTally inserted = done_tally(insertion);
+  for_each_chooser(insertion, range, [&](int64_t position, int t, bool active) {
+    commit_buckets(insertion, position, t, active, &inserted);
   });
-  placed.flush();
+  inserted.flush();
 }
 
-// Rounds of one table by one block, until none is pending. Keys before the first that was pending
-// a round ago, at `low`, are not looked at again. Neighbours go to different warps.
+// Run the rounds of one table in one block until no key is pending. Keys before `low`, the first
+// that was pending one round ago, are skipped. Neighbouring keys go to different warps.
 [[maybe_unused]] static __global__ void __launch_bounds__(kFinishThreads)
-    hash_finish_kernel(Placing placing) {
+    hash_finish_kernel(Insertion insertion) {
   __shared__ int low, next_low;
   constexpr int kWarps = kFinishThreads / kSlots;
-  const auto own = static_cast<int>(threadIdx.x / simt::kWarp) + lane_in_warp() * kWarps;
-  for (int t = static_cast<int>(blockIdx.x); t < placing.index.num_tables;
+  const auto self = static_cast<int>(threadIdx.x / simt::kWarp) + lane_in_warp() * kWarps;
+  for (int t = static_cast<int>(blockIdx.x); t < insertion.index.num_tables;
        t += static_cast<int>(gridDim.x)) {
-    PlaceProgress* progress = placing.progress + t;
-    TableTally done = done_tally(placing);
-    if (threadIdx.x == 0) low = static_cast<int>(placing.ends[t]);
+    InsertProgress* progress = insertion.progress + t;
+    TableTally done = done_tally(insertion);
+    if (threadIdx.x == 0) low = static_cast<int>(insertion.ends[t]);
     __syncthreads();
     while (progress->choosers > 0) {
       const int64_t begin = low, end = progress->end;
       if (threadIdx.x == 0) next_low = static_cast<int>(end);
       __syncthreads();
       for (int64_t tile = begin; tile < end; tile += kFinishThreads) {
-        const int64_t place = tile + own;
-        const bool active = place < end && placing.is_pending(place);
+        const int64_t position = tile + self;
+        const bool active = position < end && insertion.is_pending(position);
         if (!__any_sync(simt::kFullMask, active)) continue;
-        if (active) atomicMin(&next_low, static_cast<int>(place));
-        done.add(t, choose_bucket(placing, place, t, active));
+        if (active) atomicMin(&next_low, static_cast<int>(position));
+        done.add(t, choose_bucket(insertion, position, t, active));
       }
       __syncthreads();
       for (int64_t tile = begin; tile < end; tile += kFinishThreads) {
-        settle_buckets(placing, tile + own, t, tile + own < end, &done);
+        commit_buckets(insertion, tile + self, t, tile + self < end, &done);
       }
       done.flush();
       __syncthreads();
       if (threadIdx.x == 0) {
         low = next_low;
-        next_round(placing, t, progress);
+        next_round(insertion, t, progress);
       }
       __syncthreads();
     }
@@ -418,9 +427,9 @@ EMB_DEVICE void for_each_chooser(const Placing& placing, int* shared, const Body
 }
 
 [[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads)
-    hash_outcome_kernel(Placing placing, MissQueue misses) {
+    hash_outcome_kernel(Insertion insertion, AdmittedMisses misses) {
   __shared__ int range[2];
-  const DeviceIndex& index = placing.index;
+  const DeviceIndex& index = insertion.index;
   TableTally inserted = counter_tally(index, kInserted), evicted = counter_tally(index, kEvicted);
   TableTally refused = counter_tally(index, kRefused);
   TableTally not_admitted = counter_tally(index, kNotAdmitted);
@@ -428,55 +437,56 @@ EMB_DEVICE void for_each_chooser(const Placing& placing, int* shared, const Body
   const auto start = [&](int t) { return misses.ends[t]; };
   const int64_t count = misses.ends[index.num_tables];
   for_each_of(start, index.num_tables, count, range, [&](int64_t miss, int t) {
-    const auto status = t < 0 ? PlaceStatus::kMiss : static_cast<PlaceStatus>(placing.status[miss]);
-    inserted.add(t, status == PlaceStatus::kNew || status == PlaceStatus::kEvicting);
-    evicted.add(t, status == PlaceStatus::kEvicting);
-    refused.add(t, status == PlaceStatus::kRefused);
-    not_admitted.add(t, status == PlaceStatus::kNotAdmitted);
-    sizes.add(t, status == PlaceStatus::kNew);
+    const auto status =
+        t < 0 ? InsertStatus::kMiss : static_cast<InsertStatus>(insertion.status[miss]);
+    inserted.add(t, status == InsertStatus::kNew || status == InsertStatus::kEvicting);
+    evicted.add(t, status == InsertStatus::kEvicting);
+    refused.add(t, status == InsertStatus::kRefused);
+    not_admitted.add(t, status == InsertStatus::kNotAdmitted);
+    sizes.add(t, status == InsertStatus::kNew);
   });
   for (TableTally* tally : {&inserted, &evicted, &refused, &not_admitted, &sizes}) tally->flush();
 }
 
-// Rounds that all multiprocessors play, for n keys and tables of so many buckets altogether: as
-// many as it takes if all tables are full-grown and the keys spread over them, and one for those
-// who found their bucket taken.
+// Return the number of rounds on all multiprocessors, for n keys and `buckets` buckets of all
+// tables: as many as it takes if all tables have their full size and the keys are distributed
+// evenly, and one for keys that lost their bucket to others.
 inline int wide_rounds(int64_t n, int64_t buckets) {
   const int64_t rounds = n / round_size(buckets) + 2;
   return static_cast<int>(rounds < 16 ? rounds : 16);
 }
 
-// `placing` without its scratch.
+// `insertion` comes without its scratch.
 template <class Work>
-void launch_place(Work& work, Placing placing, const MissQueue& misses, int64_t n,
-                  int64_t buckets) {
+void launch_insert(Work& work, Insertion insertion, const AdmittedMisses& misses, int64_t n,
+                   int64_t buckets) {
   if (n == 0) return;
   const auto& launcher = work.launcher();
-  const int num_tables = placing.index.num_tables;
-  placing.ends = misses.ends;
+  const int num_tables = insertion.index.num_tables;
+  insertion.ends = misses.ends;
   if (misses.admitted != nullptr) {
     const SortBuffers<uint32_t> sort = sort_scratch(work, n, num_tables);
     auto* ends = work.template scratch<int64_t>(num_tables + 1);
     launcher(hash_admit_kernel, key_blocks(launcher, n), kTileThreads, misses, num_tables, sort);
     launch_ends(work, sort, ends);
-    placing.queue = sort.sorted_positions;
-    placing.ends = ends;
+    insertion.queue = sort.sorted_positions;
+    insertion.ends = ends;
   }
-  placing.chains = work.template scratch<int32_t>(buckets);
-  placing.before = work.template scratch<int32_t>(n);
-  placing.wanted = work.template scratch<int32_t>(n);
-  placing.progress = work.template scratch<PlaceProgress>(num_tables);
+  insertion.chains = work.template scratch<int32_t>(buckets);
+  insertion.before = work.template scratch<int32_t>(n);
+  insertion.wanted = work.template scratch<int32_t>(n);
+  insertion.progress = work.template scratch<InsertProgress>(num_tables);
   const unsigned of_tables = blocks_for(num_tables, kTileThreads, launcher.blocks(1));
-  launcher(hash_begin_kernel, key_blocks(launcher, n + buckets), kTileThreads, placing, misses, n,
+  launcher(hash_begin_kernel, key_blocks(launcher, n + buckets), kTileThreads, insertion, misses, n,
            buckets);
   for (int round = wide_rounds(n, buckets); round > 0; --round) {
-    launcher(hash_choose_kernel, key_blocks(launcher, n), kTileThreads, placing);
-    launcher(hash_settle_kernel, key_blocks(launcher, n), kTileThreads, placing);
-    launcher(hash_next_round_kernel, of_tables, kTileThreads, placing);
+    launcher(hash_choose_kernel, key_blocks(launcher, n), kTileThreads, insertion);
+    launcher(hash_commit_kernel, key_blocks(launcher, n), kTileThreads, insertion);
+    launcher(hash_next_round_kernel, of_tables, kTileThreads, insertion);
   }
   launcher(hash_finish_kernel, blocks_for(num_tables, 1, launcher.blocks(2)), kFinishThreads,
-           placing);
-  launcher(hash_outcome_kernel, key_blocks(launcher, n), kTileThreads, placing, misses);
+           insertion);
+  launcher(hash_outcome_kernel, key_blocks(launcher, n), kTileThreads, insertion, misses);
 }
 
 }  // namespace emb::cuda

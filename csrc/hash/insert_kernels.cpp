@@ -1,4 +1,4 @@
-// Placing missing keys and splitting buckets on one CPU thread; see hash_place_ and hash_grow_.
+// Inserts missing keys and splits buckets on one CPU thread; see hash_place_ and hash_grow_.
 
 #include <cstring>
 
@@ -7,178 +7,181 @@
 namespace emb::EMB_ISA {
 namespace {
 
-constexpr int kAhead = 8;  // keys between asking for memory and reading it
+constexpr int kAhead = 8;  // keys between a prefetch and the read
 
-struct Victim {
+struct Candidate {
   int64_t slot = kNoSlot;
-  Rank rank = {};
+  EntryRank rank = {};
 };
 
-// Narrows `alive` (-1 or 0, by way) to the entries in which a word is least. Loops over all ways
-// without a branch, so that they become vector code.
-EMB_HD void keep_least(const int64_t* entries, int64_t words, int word, int64_t* alive) {
-  int64_t values[kSlots], least = INT64_MAX;
+// Narrow `alive` (-1 or 0, by slot) to the entries with the minimum of a word. The loops over all
+// slots have no branch, so that they vectorise.
+EMB_HD void keep_minimum(const int64_t* entries, int64_t words, int word, int64_t* alive) {
+  int64_t values[kSlots], min_value = INT64_MAX;
   for (int way = 0; way < kSlots; ++way) {
     values[way] = entries[way * words + word];
     const int64_t value = alive[way] != 0 ? values[way] : INT64_MAX;
-    least = value < least ? value : least;
+    min_value = value < min_value ? value : min_value;
   }
-  for (int way = 0; way < kSlots; ++way) alive[way] &= -int64_t{values[way] == least};
+  for (int way = 0; way < kSlots; ++way) alive[way] &= -int64_t{values[way] == min_value};
 }
 
-// The entry of a full bucket that gives way: the least of those that this batch has not used.
-EMB_HD Victim least(const HashPlacing& placing, int64_t bucket) {
-  if (placing.order == Order::kNone) return {};
-  const HashTable& table = placing.table;
+// Return the entry of a full bucket to evict: the lowest that this batch has not used.
+EMB_HD Candidate min_value(const HashInsertion& insertion, int64_t bucket) {
+  if (insertion.order == Order::kNone) return {};
+  const HashTable& table = insertion.table;
   const int64_t* entries = table.entry(bucket * kSlots);
   int64_t alive[kSlots], any = 0;
   for (int way = 0; way < kSlots; ++way) {
-    alive[way] = -int64_t{entries[way * table.words + kStamp] < placing.stamp};
+    alive[way] = -int64_t{entries[way * table.words + kStamp] < insertion.stamp};
     any |= alive[way];
   }
   if (any == 0) return {};
-  const bool scored = has_scores(placing.order);
-  if (scored) keep_least(entries, table.words, kScore, alive);
-  if (placing.order != Order::kLfu) keep_least(entries, table.words, kStamp, alive);
-  keep_least(entries, table.words, kKey, alive);
+  const bool scored = has_scores(insertion.order);
+  if (scored) keep_minimum(entries, table.words, kScore, alive);
+  if (insertion.order != Order::kLfu) keep_minimum(entries, table.words, kStamp, alive);
+  keep_minimum(entries, table.words, kKey, alive);
   int way = 0;
   while (alive[way] == 0) ++way;
   const int64_t* entry = entries + way * table.words;
   return {bucket * kSlots + way,
-          rank_of(placing.order, entry[kKey], entry[kStamp], scored ? entry[kScore] : 0)};
+          entry_rank(insertion.order, entry[kKey], entry[kStamp], scored ? entry[kScore] : 0)};
 }
 
-EMB_HD bool yields(const HashPlacing& placing, int64_t miss, const Victim& victim) {
-  if (victim.slot == kNoSlot) return false;
-  if (!placing.competes) return true;
-  return !less(rank_of(placing.order, placing.key(miss), placing.stamp, placing.score(miss)),
-               victim.rank);
+EMB_HD bool can_evict(const HashInsertion& insertion, int64_t miss, const Candidate& candidate) {
+  if (candidate.slot == kNoSlot) return false;
+  if (!insertion.competes) return true;
+  return !less(
+      entry_rank(insertion.order, insertion.key(miss), insertion.stamp, insertion.score(miss)),
+      candidate.rank);
 }
 
 struct Buckets {
   int64_t first, second;
 };
 
-EMB_HD Buckets buckets_of(const HashPlacing& placing, int64_t miss) {
-  const uint64_t mixed = placing.table.hash(placing.key(miss));
-  return {placing.table.first(mixed), placing.table.second(mixed)};
+EMB_HD Buckets buckets_of(const HashInsertion& insertion, int64_t miss) {
+  const uint64_t mixed = insertion.table.hash(insertion.key(miss));
+  return {insertion.table.first(mixed), insertion.table.second(mixed)};
 }
 
 EMB_HD int free_slots(const HashTable& table, int64_t bucket) {
   return __builtin_popcount(match(table.tags + bucket * kSlots, kEmptyTag));
 }
 
-EMB_HD Choice choose_one(const HashPlacing& placing, int64_t miss) {
-  const auto [first, second] = buckets_of(placing, miss);
-  const int in_first = free_slots(placing.table, first);
-  if (in_first > kPreferFirst) return {first * kSlots, Choice::kFree};
-  const int in_second = free_slots(placing.table, second);
+EMB_HD Choice choose_one(const HashInsertion& insertion, int64_t miss) {
+  const auto [first, second] = buckets_of(insertion, miss);
+  const int in_first = free_slots(insertion.table, first);
+  if (in_first > kPreferFirstBucket) return {first * kSlots, Choice::kFree};
+  const int in_second = free_slots(insertion.table, second);
   if (in_first + in_second > 0) {
     return {(in_first >= in_second ? first : second) * kSlots, Choice::kFree};
   }
-  const Victim a = least(placing, first), b = least(placing, second);
+  const Candidate a = min_value(insertion, first), b = min_value(insertion, second);
   const bool take_second = b.slot != kNoSlot && (a.slot == kNoSlot || less(b.rank, a.rank));
-  const Victim& victim = take_second ? b : a;
-  if (!yields(placing, miss, victim)) return {0, Choice::kRefused};
-  return {victim.slot, Choice::kEvict};
+  const Candidate& candidate = take_second ? b : a;
+  if (!can_evict(insertion, miss, candidate)) return {0, Choice::kRefused};
+  return {candidate.slot, Choice::kEvict};
 }
 
-EMB_HD void ask_for_tags(const HashPlacing& placing, int64_t miss) {
-  const auto [first, second] = buckets_of(placing, miss);
-  __builtin_prefetch(placing.table.tags + first * kSlots);
-  __builtin_prefetch(placing.table.tags + second * kSlots);
+EMB_HD void prefetch_tags(const HashInsertion& insertion, int64_t miss) {
+  const auto [first, second] = buckets_of(insertion, miss);
+  __builtin_prefetch(insertion.table.tags + first * kSlots);
+  __builtin_prefetch(insertion.table.tags + second * kSlots);
 }
 
-EMB_HD void ask_for_entries(const HashTable& table, int64_t bucket) {
+EMB_HD void prefetch_entries(const HashTable& table, int64_t bucket) {
   constexpr int64_t kLine = 64 / sizeof(int64_t);
   const int64_t* entries = table.entry(bucket * kSlots);
   for (int64_t w = 0; w < kSlots * table.words; w += kLine) __builtin_prefetch(entries + w);
 }
 
-// All entries of both buckets are read where both are full.
-EMB_HD void ask_if_full(const HashPlacing& placing, int64_t miss) {
-  const auto [first, second] = buckets_of(placing, miss);
-  if (free_slots(placing.table, first) + free_slots(placing.table, second) > 0) return;
-  ask_for_entries(placing.table, first);
-  ask_for_entries(placing.table, second);
+// Prefetch all entries of both buckets if both are full.
+EMB_HD void prefetch_if_full(const HashInsertion& insertion, int64_t miss) {
+  const auto [first, second] = buckets_of(insertion, miss);
+  if (free_slots(insertion.table, first) + free_slots(insertion.table, second) > 0) return;
+  prefetch_entries(insertion.table, first);
+  prefetch_entries(insertion.table, second);
 }
 
-void choose(const HashPlacing& placing, const int64_t* pending, int64_t n, Choice* choices) {
+void choose(const HashInsertion& insertion, const int64_t* pending, int64_t n, Choice* choices) {
   for (int64_t i = -2 * kAhead; i < n; ++i) {
-    if (i + 2 * kAhead < n) ask_for_tags(placing, pending[i + 2 * kAhead]);
-    if (i + kAhead >= 0 && i + kAhead < n) ask_if_full(placing, pending[i + kAhead]);
-    if (i >= 0) choices[i] = choose_one(placing, pending[i]);
+    if (i + 2 * kAhead < n) prefetch_tags(insertion, pending[i + 2 * kAhead]);
+    if (i + kAhead >= 0 && i + kAhead < n) prefetch_if_full(insertion, pending[i + kAhead]);
+    if (i >= 0) choices[i] = choose_one(insertion, pending[i]);
   }
 }
 
-EMB_HD void fill(const HashPlacing& placing, int64_t miss, int64_t slot, PlaceStatus status) {
-  const HashTable& table = placing.table;
+EMB_HD void fill(const HashInsertion& insertion, int64_t miss, int64_t slot, InsertStatus status) {
+  const HashTable& table = insertion.table;
   int64_t* entry = table.entry(slot);
-  if (status == PlaceStatus::kEvicting) {
-    int64_t* evicted = placing.evicted + 3 * miss;
+  if (status == InsertStatus::kEvicting) {
+    int64_t* evicted = insertion.evicted + 3 * miss;
     evicted[kKey] = entry[kKey];
     evicted[kStamp] = entry[kStamp];
-    evicted[kScore] = has_scores(placing.order) ? entry[kScore] : 0;
+    evicted[kScore] = has_scores(insertion.order) ? entry[kScore] : 0;
   }
-  table.tags[slot] = tag_of(table.hash(placing.key(miss)));
-  entry[kKey] = placing.key(miss);
-  entry[kStamp] = placing.stamp;
-  if (has_scores(placing.order)) entry[kScore] = placing.score(miss);
-  placing.slots[miss] = slot;
-  placing.status[miss] = static_cast<uint8_t>(status);
+  table.tags[slot] = tag_of(table.hash(insertion.key(miss)));
+  entry[kKey] = insertion.key(miss);
+  entry[kStamp] = insertion.stamp;
+  if (has_scores(insertion.order)) entry[kScore] = insertion.score(miss);
+  insertion.slots[miss] = slot;
+  insertion.status[miss] = static_cast<uint8_t>(status);
 }
 
-EMB_HD void settle_one(const HashPlacing& placing, int64_t miss, const Choice& choice) {
-  const HashTable& table = placing.table;
+EMB_HD void commit_one(const HashInsertion& insertion, int64_t miss, const Choice& choice) {
+  const HashTable& table = insertion.table;
   const int64_t bucket = choice.slot / kSlots;
   if (choice.mode == Choice::kFree) {
     const uint32_t empty = match(table.tags + bucket * kSlots, kEmptyTag);
-    if (empty != 0) fill(placing, miss, bucket * kSlots + lowest(empty), PlaceStatus::kNew);
+    if (empty != 0) fill(insertion, miss, bucket * kSlots + lowest(empty), InsertStatus::kNew);
     return;
   }
-  // The least entry of the bucket stays it until it is replaced.
-  if (table.entry(choice.slot)[kStamp] < placing.stamp) {
-    return fill(placing, miss, choice.slot, PlaceStatus::kEvicting);
+  // The lowest entry of the bucket remains the lowest until it is replaced.
+  if (table.entry(choice.slot)[kStamp] < insertion.stamp) {
+    return fill(insertion, miss, choice.slot, InsertStatus::kEvicting);
   }
-  const Victim victim = least(placing, bucket);
-  if (yields(placing, miss, victim)) fill(placing, miss, victim.slot, PlaceStatus::kEvicting);
+  const Candidate candidate = min_value(insertion, bucket);
+  if (can_evict(insertion, miss, candidate))
+    fill(insertion, miss, candidate.slot, InsertStatus::kEvicting);
 }
 
-void settle(const HashPlacing& placing, const int64_t* pending, int64_t n, const Choice* choices,
-            int64_t begin, int64_t end) {
+void commit(const HashInsertion& insertion, const int64_t* pending, int64_t n,
+            const Choice* choices, int64_t begin, int64_t end) {
   const auto is_mine = [&](const Choice& choice) {
     return choice.mode != Choice::kRefused && choice.slot >= begin * kSlots &&
            choice.slot < end * kSlots;
   };
   for (int64_t i = 0; i < n; ++i) {
     if (i + kAhead < n && is_mine(choices[i + kAhead])) {
-      __builtin_prefetch(placing.table.entry(choices[i + kAhead].slot), 1);
-      __builtin_prefetch(placing.table.tags + choices[i + kAhead].slot, 1);
+      __builtin_prefetch(insertion.table.entry(choices[i + kAhead].slot), 1);
+      __builtin_prefetch(insertion.table.tags + choices[i + kAhead].slot, 1);
     }
-    if (is_mine(choices[i])) settle_one(placing, pending[i], choices[i]);
+    if (is_mine(choices[i])) commit_one(insertion, pending[i], choices[i]);
   }
 }
 
-// Whether bucket `child` is the first that was split off bucket `parent` of a table of `old`.
+// Return whether bucket `child` is the first that was split off bucket `parent` of a table of
+// `old`.
 EMB_HD bool is_first_child(int64_t child, int64_t parent, int64_t old, uint64_t old_mask) {
   const int64_t half = static_cast<int64_t>(old_mask >> 1) + 1;
   const bool undivided = parent < half && parent + half >= old && old > 1;
   return child == parent + (undivided ? half : static_cast<int64_t>(old_mask) + 1);
 }
 
-EMB_HD void move_entry(const HashTable& table, int64_t from, int64_t to, const RowPlane* planes,
-                       int num_planes) {
+EMB_HD void move_entry(const HashTable& table, int64_t from, int64_t to, const RowBuffer* buffers,
+                       int num_buffers) {
   table.tags[to] = table.tags[from];
   table.tags[from] = kEmptyTag;
   for (int64_t w = 0; w < table.words; ++w) table.entry(to)[w] = table.entry(from)[w];
-  for (int p = 0; p < num_planes; ++p) {
-    const int64_t bytes = planes[p].bytes;
-    std::memcpy(planes[p].data + to * bytes, planes[p].data + from * bytes, bytes);
+  for (int p = 0; p < num_buffers; ++p) {
+    const int64_t bytes = buffers[p].bytes;
+    std::memcpy(buffers[p].data + to * bytes, buffers[p].data + from * bytes, bytes);
   }
 }
 
 EMB_HD void split_bucket(const HashTable& table, const HashTable& before, int64_t bucket,
-                         const RowPlane* planes, int num_planes) {
+                         const RowBuffer* buffers, int num_buffers) {
   uint32_t used = ~match(table.tags + bucket * kSlots, kEmptyTag);
   for (; used != 0; used &= used - 1) {
     const int64_t slot = bucket * kSlots + lowest(used);
@@ -187,12 +190,14 @@ EMB_HD void split_bucket(const HashTable& table, const HashTable& before, int64_
     const int64_t target = is_first ? table.first(mixed) : table.second(mixed);
     if (target == bucket) continue;
     const uint32_t empty = match(table.tags + target * kSlots, kEmptyTag);
-    if (empty == 0) continue;  // only if new buckets were not empty: the caller's, but no overrun
-    move_entry(table, slot, target * kSlots + lowest(empty), planes, num_planes);
+    if (empty == 0)
+      continue;  // only if new buckets were not empty, which is the caller's error; never write
+                 // beyond the bucket
+    move_entry(table, slot, target * kSlots + lowest(empty), buffers, num_buffers);
   }
 }
 
-void split(const HashTable& table, int64_t old, const RowPlane* planes, int num_planes,
+void split(const HashTable& table, int64_t old, const RowBuffer* buffers, int num_buffers,
            int64_t begin, int64_t end) {
   HashTable before = table;
   before.buckets = old;
@@ -200,14 +205,14 @@ void split(const HashTable& table, int64_t old, const RowPlane* planes, int num_
   for (int64_t child = begin; child < end; ++child) {
     const int64_t parent = address(static_cast<uint64_t>(child), old, before.mask);
     if (is_first_child(child, parent, old, before.mask)) {
-      split_bucket(table, before, parent, planes, num_planes);
+      split_bucket(table, before, parent, buffers, num_buffers);
     }
   }
 }
 
 }  // namespace
 
-extern const HashPlaceKernels kHashPlaceKernels;
-const HashPlaceKernels kHashPlaceKernels = {choose, settle, split};
+extern const HashInsertKernels kHashInsertKernels;
+const HashInsertKernels kHashInsertKernels = {choose, commit, split};
 
 }  // namespace emb::EMB_ISA

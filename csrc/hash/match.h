@@ -1,4 +1,4 @@
-// Which of the 32 tags of a bucket equal a byte, as a mask. Only `*_kernels.cpp` may include it.
+// Compares the tags of a bucket. Only `*_kernels.cpp` may include it.
 #pragma once
 
 #include <bit>
@@ -36,7 +36,7 @@ EMB_HD uint32_t match(const uint8_t* tags, uint8_t tag) {
 
 EMB_HD int lowest(uint32_t mask) { return __builtin_ctz(mask); }
 
-// The slot of `key` among those of a bucket that `candidates` names; -1 for none.
+// Return the slot of `key` among the `candidates` of a bucket; -1 for none.
 EMB_HD int64_t find_among(const HashTable& table, int64_t bucket, uint32_t candidates,
                           int64_t key) {
   for (; candidates != 0; candidates &= candidates - 1) {

@@ -1,7 +1,7 @@
 // The distinct missing keys of a batch on the GPU. A scratch table of open addressing holds, for
-// every distinct key, the first of its positions: whoever claims a cell first, the least position
-// is what remains, so the result does not depend on the order of threads. The first positions are
-// then put in order by table with the sort of `group`.
+// every distinct key, the first of its positions: whichever thread claims a cell, the lowest
+// position remains, so the result does not depend on the order of threads. The sort of `group` then
+// orders the first positions by table.
 #pragma once
 
 #include "group/segments.cuh"
@@ -10,11 +10,11 @@
 
 namespace emb::cuda {
 
-// Positions by key. A cell is empty (-1) or holds the least position so far of its key.
+// Positions by key. A cell is empty (-1) or holds the lowest position so far of its key.
 struct KeyCells {
   int32_t* cells;
-  uint32_t mask;      // of them
-  int32_t* tables;    // by position; -1 where its key takes no part
+  uint32_t mask;      // of the cells
+  int32_t* tables;    // by position; -1 if its key is not taken
   uint32_t* cell_of;  // by position
   uint64_t hash_key;
 };
@@ -24,17 +24,17 @@ struct MissOutput {
   int32_t* groups;
 };
 
-// How many cells a batch of n keys gets: a power of two, mostly no less than twice the keys.
+// Return the number of cells for a batch of n keys: a power of two, usually at least twice the
+// keys.
 inline int64_t num_cells(int64_t n) {
   int64_t cells = 64;
   while (cells < 2 * n && cells < int64_t{1} << 31) cells *= 2;
   return cells;
 }
 
-// Empties the cells and says which positions take part: those with a slot where `there`, the others
-// where not.
+// Empty the cells and select positions: those with a slot if `found`, otherwise those without.
 [[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads)
-    hash_part_kernel(KeyBatch batch, int num_tables, const int64_t* slots, bool there,
+    hash_part_kernel(KeyBatch batch, int num_tables, const int64_t* slots, bool found,
                      KeyCells keys) {
   __shared__ int range[2];
   for (int64_t i = simt::global_thread(); i <= keys.mask; i += simt::threads_in_grid()) {
@@ -42,12 +42,12 @@ inline int64_t num_cells(int64_t n) {
   }
   for_each_key(batch, num_tables, range, [&](int64_t position, int t) {
     if (position >= batch.n) return;
-    keys.tables[position] = (slots[position] >= 0) == there ? t : -1;
+    keys.tables[position] = (slots[position] >= 0) == found ? t : -1;
   });
 }
 
-// Values of a cell only fall once it is claimed, and all are positions of one key: it does no harm
-// to read an old one.
+// The value of a claimed cell only decreases, and all its values are positions of one key: reading
+// an old value is harmless.
 [[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads)
     hash_claim_kernel(const int64_t* ids, int64_t n, KeyCells keys) {
   for (int64_t i = simt::global_thread(); i < n; i += simt::threads_in_grid()) {
@@ -69,7 +69,7 @@ inline int64_t num_cells(int64_t n) {
   }
 }
 
-// First positions get their table as the key of a sort.
+// Give first positions their table as the key of a sort.
 [[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads)
     hash_first_kernel(KeyCells keys, SortBuffers<uint32_t> sort) {
   for (int64_t i = simt::global_thread(); i < sort.n; i += simt::threads_in_grid()) {
@@ -80,7 +80,7 @@ inline int64_t num_cells(int64_t n) {
   }
 }
 
-// Where each table begins among sorted keys that are numbers of tables, `limit` for none.
+// Write where each table begins among sorted keys that are numbers of tables, `limit` for none.
 [[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads)
     hash_ends_kernel(const uint32_t* keys, int64_t n, uint32_t limit, int64_t* ends) {
   for (int64_t i = simt::global_thread(); i <= n; i += simt::threads_in_grid()) {
@@ -89,7 +89,7 @@ inline int64_t num_cells(int64_t n) {
   }
 }
 
-// Numbers the misses: the cell of a key now holds its number.
+// Number the misses: the cell of a key now holds its number.
 [[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads)
     hash_number_kernel(const int32_t* sorted_positions, int64_t n, int num_tables, KeyCells keys,
                        MissOutput out) {
@@ -102,8 +102,8 @@ inline int64_t num_cells(int64_t n) {
   }
 }
 
-// Positions learn the number of their key, and uses are added up; those of a key that a warp has
-// often at once.
+// Write the number of each position's key, and add up the uses. A key that occurs several times in
+// a warp is added once.
 [[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads)
     hash_total_kernel(const int64_t* counts, int64_t n, KeyCells keys, MissOutput out) {
   const int64_t rounded = (n + kSlots - 1) / kSlots * kSlots;
@@ -120,7 +120,7 @@ inline int64_t num_cells(int64_t n) {
   }
 }
 
-// Scratch for a sort of n keys below `limit`; the sorted positions are its result.
+// Return scratch for a sort of n keys below `limit`; the sorted positions are its result.
 template <class Work>
 SortBuffers<uint32_t> sort_scratch(Work& work, int64_t n, int64_t limit) {
   SortBuffers<uint32_t> sort{};
@@ -144,23 +144,23 @@ void launch_ends(Work& work, const SortBuffers<uint32_t>& sort, int64_t* ends) {
            sort.sorted_keys, sort.n, sort.limit, ends);
 }
 
-// The cell of every key of the batch that is there, or is not, with its first position.
+// Make the cells of all keys of the batch that have a slot, or of those that have none.
 template <class Work>
 KeyCells launch_cells(Work& work, const KeyBatch& batch, int num_tables, const int64_t* slots,
-                      bool there) {
+                      bool found) {
   const auto& launcher = work.launcher();
   const int64_t cells = num_cells(batch.n);
   const KeyCells keys{work.template scratch<int32_t>(cells), static_cast<uint32_t>(cells - 1),
                       work.template scratch<int32_t>(batch.n),
                       work.template scratch<uint32_t>(batch.n), batch_hash_key()};
   const unsigned blocks = key_blocks(launcher, batch.n);
-  launcher(hash_part_kernel, blocks, kTileThreads, batch, num_tables, slots, there, keys);
+  launcher(hash_part_kernel, blocks, kTileThreads, batch, num_tables, slots, found, keys);
   launcher(hash_claim_kernel, blocks, kTileThreads, batch.ids, batch.n, keys);
   return keys;
 }
 
-// `Work` starts kernels, gives scratch memory and sorts: DeviceWork or, in tests, its counterpart
-// on the host.
+// `Work` launches kernels, allocates scratch memory and sorts: DeviceWork, or its counterpart on
+// the host in tests.
 template <class Work>
 void launch_misses(Work& work, const KeyBatch& batch, int num_tables, const int64_t* slots,
                    const int64_t* counts, const MissOutput& out) {

@@ -6,7 +6,7 @@
 
 namespace emb::cuda {
 
-// Of the positions of a key the first one frees its slot.
+// The first position of a key frees its slot.
 [[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads)
     hash_erase_kernel(DeviceIndex index, int64_t n, KeyCells keys, int64_t* slots) {
   TableTally erased = counter_tally(index, kErased);
@@ -33,7 +33,7 @@ struct ExpireWindow {
   int64_t before;
 };
 
-// A thread a slot; what lies past the buckets of the table is empty.
+// One thread per slot; slots beyond the buckets of the table are empty.
 [[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads)
     hash_expire_kernel(DeviceIndex index, ExpireWindow window, bool* removed) {
   const HashTable table = index.table(window.table);

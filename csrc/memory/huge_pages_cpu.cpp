@@ -1,7 +1,7 @@
-// `advise_huge_pages_`: asks the kernel to back a CPU tensor with 2 MiB pages. Random row reads of
-// a large table miss the TLB at almost every lookup with 4 KiB pages, so this is worth 1.1-1.6x
-// (bare gathers, Zen 4 VM); it must be said before the memory is first touched, and is a hint that
-// the system may ignore.
+// `advise_huge_pages_`: asks the operating system to back a CPU tensor with 2 MiB pages. With 4 KiB
+// pages random row reads of a large table miss the TLB at almost every lookup; huge pages make bare
+// gathers 1.1-1.6x faster (Zen 4 VM). The advice must precede the first access to the memory, and
+// the system may ignore it.
 #include <torch/csrc/stable/library.h>
 
 #include <cstdint>

@@ -1,4 +1,5 @@
-// The memory tiers of a module as an update sees them: weights and states together.
+// The arguments of optimizer updates: weights and states by memory tier, and the CPU kernels of
+// `update_rows_`.
 #pragma once
 
 #include "core/layout.h"
@@ -6,35 +7,37 @@
 
 namespace emb {
 
-// Element-wise states are laid out like the weights; row-wise ones have an entry a row.
+// One memory tier of a module. Element-wise states are laid out like the weights; row-wise ones
+// have one entry per row.
 struct TierRows {
   void* weights = nullptr;
-  void* element_states[kMostElementStates] = {};
-  float* row_states[kMostRowStates] = {};
+  void* element_states[kMaxElementStates] = {};
+  float* row_states[kMaxRowStates] = {};
   Dtype weight_type = Dtype::kFloat;
-  Dtype state_types[kMostElementStates] = {};
+  Dtype state_types[kMaxElementStates] = {};
   int64_t elements = 0;  // of the weights
-  int64_t rows = 0;      // entries of the row-wise states, a large number where there are none
+  int64_t rows = 0;      // entries of the row-wise states, a large number if there are none
 };
 
-// Where row `row` of the table of `feature` is updated. A slot outside the cache holds nothing.
-EMB_HD RowPlace update_place(const Feature& feature, int64_t row, int64_t slot,
-                             const TierRows& cache) {
+// Return the location of row `row` of the table of `feature` for an update. A slot outside the
+// cache is ignored.
+EMB_HD RowLocation locate_update(const Feature& feature, int64_t row, int64_t slot,
+                                 const TierRows& cache) {
   const bool held = slot >= 0 && feature.cache_stride > 0 && slot < cache.rows &&
                     slot < cache.elements / feature.cache_stride;
-  return place_row(feature, row, held ? slot : -1);
+  return locate_row(feature, row, held ? slot : -1);
 }
 
-// `update_rows_` on the CPU: what its kernels take and how they are reached.
+// The CPU kernels of `update_rows_`.
 
 struct UpdateRowsArgs {
-  TierRows tier;       // float32 matrices [rows, width], states of one number a row [rows]
+  TierRows tier;       // float32 matrices [rows, width], row-wise states [rows]
   const float* grads;  // [rows, width]
   int64_t width;
   const double* hyper;
 };
 
-// Rows [begin, end); `scratch` has room for a row.
+// Update rows [begin, end); `scratch` has room for one row.
 using UpdateRowsFn = void (*)(const UpdateRowsArgs&, float* scratch, int64_t begin, int64_t end);
 
 struct UpdateRowsTable {

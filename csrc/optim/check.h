@@ -1,5 +1,5 @@
-// Checks the state tensors and the `hyper` vector of an optimizer against what its functor
-// declares, and sorts weights and states by memory tier. Shared by every op that updates weights.
+// Checks the state tensors and the `hyper` vector of an optimizer against the declarations of its
+// functor, and sorts weights and states by memory tier. Shared by all ops that update weights.
 #pragma once
 
 #include <vector>
@@ -10,7 +10,7 @@
 
 namespace emb {
 
-// What an optimizer keeps and how long its `hyper` is.
+// The states of an optimizer and the length of its `hyper`.
 struct OptimizerShape {
   const char* name = nullptr;
   int element_states = 0, row_states = 0, hyper = 0;
@@ -25,7 +25,7 @@ inline OptimizerShape optimizer_shape(const char* op, int64_t optimizer) {
                     [&](auto tag) {
                       using Opt = typename decltype(tag)::type;
                       shape = {Opt::kName, Opt::kElementStates, Opt::kRowStates,
-                               kOwn + Opt::kNumbers, Opt::kCountsSteps};
+                               kOptimizerArgs + Opt::kNumHyper, Opt::kCountsSteps};
                     });
   return shape;
 }
@@ -35,14 +35,14 @@ inline void check_hyper(const char* op, const OptimizerShape& shape, const Tenso
   STD_TORCH_CHECK(hyper.is_contiguous() && hyper.numel() == shape.hyper, op, ": ", shape.name,
                   " needs a contiguous hyper vector of ", shape.hyper,
                   " entries (see emblib.optim), got ", hyper.numel());
-  // Only the CPU may look inside: on a GPU the numbers are in device memory.
+  // On the CPU only: on a GPU the numbers are in device memory.
   STD_TORCH_CHECK(
       !hyper.is_cpu() || !shape.counts_steps || hyper.const_data_ptr<double>()[kStep] >= 1.0, op,
       ": ", shape.name, " counts its steps from 1; hyper[1] must be >= 1 at the first update");
 }
 
-// The states of one tier, whose weights have `elements` elements; `rows` entries at least in those
-// that are by row.
+// Check the states of one tier: as many entries as the weights have elements; row-wise ones at
+// least `rows`.
 inline void check_tier_states(const char* op, const OptimizerShape& shape, const Tensor* states,
                               int64_t rows, TierRows* tier) {
   for (int i = 0; i < shape.states(); ++i) {
@@ -64,8 +64,9 @@ inline void check_tier_states(const char* op, const OptimizerShape& shape, const
   }
 }
 
-// `states` is tier-major: all of tier 0, then all of tier 1. `rows` is how many rows each tier of
-// tables has at least; the cache says itself how many it holds.
+// Check the weights and states of all tiers. `states` is tier-major: all of tier 0, then all of
+// tier 1. `rows` is the minimum number of rows of each tier of tables; the size of the cache
+// follows from its tensors.
 inline void check_tiers(const char* op, int64_t optimizer, const std::vector<Tensor>& weights,
                         const std::vector<Tensor>& states, const int64_t (&rows)[kTiers],
                         TierRows (&tiers)[kTiers]) {
@@ -80,7 +81,7 @@ inline void check_tiers(const char* op, int64_t optimizer, const std::vector<Ten
     tier.weights = weights[t].mutable_data_ptr();
     tier.elements = weights[t].numel();
     tier.weight_type = t == kCacheTier ? layout.cache_type : layout.type;
-    tier.rows = kAnyNumber;
+    tier.rows = kUnlimited;
     check_tier_states(op, shape, states.data() + t * shape.states(), rows[t], &tier);
   }
 }
@@ -92,7 +93,7 @@ inline void check_row_slots(const char* op, const Tensor& row_slots, int64_t gro
                   " or more, got ", row_slots.numel());
 }
 
-// The arguments of `update_rows_`: two float32 matrices of one shape.
+// Check the arguments of `update_rows_`: two float32 matrices of one shape.
 inline void check_matrices(const char* op, const Tensor& weights, const Tensor& grads) {
   check_dtype(op, "weights", weights, ScalarType::Float, "float32");
   check_dtype(op, "grads", grads, ScalarType::Float, "float32");
@@ -104,7 +105,7 @@ inline void check_matrices(const char* op, const Tensor& weights, const Tensor& 
       grads.numel(), " values in ", grads.dim(), " dimensions");
 }
 
-// The weights and states of `update_rows_`, all float32: a tier of one matrix.
+// Check the weights and states of `update_rows_`, all float32, and return them as the only tier.
 inline TierRows check_matrix_states(const char* op, int64_t optimizer, const Tensor& weights,
                                     const std::vector<Tensor>& states, const Tensor& hyper) {
   check_hyper(op, optimizer_shape(op, optimizer), hyper);

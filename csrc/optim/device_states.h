@@ -1,5 +1,5 @@
-// From the arguments of an updating op to what its kernels take. The checks are those of the CPU
-// (check.h); `hyper` stays on the device, where a captured graph sees it change.
+// Turns the arguments of an updating op into those of its CUDA kernels. The checks are those of the
+// CPU (check.h). `hyper` stays on the device, so that a captured graph reads its current values.
 #pragma once
 
 #include <vector>
@@ -10,8 +10,8 @@
 
 namespace emb::cuda {
 
-// Makes `address` of a tensor of tier `tier` the one that kernels know it by; that of the host tier
-// may be pinned host memory.
+// Replace `address` of a tensor of tier `tier` by its address for kernels. The host tier may be in
+// pinned host memory.
 template <class T>
 void reach(const char* op, const char* name, const Tensor& tensor, const Tensor& hyper, int tier,
            T** address) {
@@ -20,14 +20,14 @@ void reach(const char* op, const char* name, const Tensor& tensor, const Tensor&
   *address = static_cast<T*>(kernel_address(op, tensor, hyper));
 }
 
-// How many rows the tables have is on the device; that the states are long enough is the module's
-// care, `rows` what is known.
-inline RowStepArgs row_step_args(const char* op, const std::vector<Tensor>& weights,
-                                 int64_t optimizer, const std::vector<Tensor>& states,
-                                 const Tensor& hyper, int64_t rows) {
+// The number of rows of each table is on the device, so the module must ensure that the states are
+// long enough; `rows` is what the host knows.
+inline OptimizerStepArgs optimizer_step_args(const char* op, const std::vector<Tensor>& weights,
+                                             int64_t optimizer, const std::vector<Tensor>& states,
+                                             const Tensor& hyper, int64_t rows) {
   const OptimizerShape shape = optimizer_shape(op, optimizer);
   check_hyper(op, shape, hyper);
-  RowStepArgs args;
+  OptimizerStepArgs args;
   const int64_t at_least[kTiers] = {rows};
   check_tiers(op, optimizer, weights, states, at_least, args.tiers);
   for (int t = 0; t < static_cast<int>(weights.size()); ++t) {
@@ -43,7 +43,7 @@ inline RowStepArgs row_step_args(const char* op, const std::vector<Tensor>& weig
       }
     }
   }
-  find_rule(static_cast<int>(optimizer), &args);
+  find_optimizer(static_cast<int>(optimizer), &args);
   args.hyper = hyper.const_data_ptr<double>();
   return args;
 }

@@ -1,5 +1,5 @@
-// An optimizer's step on one row of floats, for the CPU kernels of every op that updates weights.
-// Only `*_kernels.cpp` may include it.
+// An optimizer's step on one row of floats, and rows stored in 16 bits as floats: for the CPU
+// kernels of all ops that update weights. Only `*_kernels.cpp` may include it.
 #pragma once
 
 #include "core/dtype.h"
@@ -9,7 +9,7 @@
 
 namespace emb::EMB_ISA {
 
-// Arithmetic of a functor's sums on registers of floats.
+// The arithmetic of `add_sums` on registers of floats.
 struct VecMath {
   EMB_HD static Vec root(Vec x) {
 #if defined(__AVX512F__)
@@ -27,7 +27,7 @@ struct VecMath {
   }
 };
 
-// The rows an optimizer works on: weights, gradient and the states that it steps.
+// The rows that an optimizer works on: weights, gradient, and the states that it updates.
 struct RowViews {
   float* __restrict w;
   float* __restrict g;
@@ -35,15 +35,17 @@ struct RowViews {
   float* __restrict second;
 };
 
-// The sums that `begin_row` wants. Lanes past the end are zeros, which add nothing to any of them.
+// Compute the sums that `begin_row` needs. Lanes beyond the end are zeros, which add nothing to any
+// of them.
 template <class Opt>
 EMB_HD void row_sums(const Opt& opt, int64_t dim, const RowViews& row, float* sums) {
-  if constexpr (Opt::kSums > 0) {
-    Vec totals[Opt::kSums] = {};
+  if constexpr (Opt::kNumRowSums > 0) {
+    Vec totals[Opt::kNumRowSums] = {};
     const auto add = [&](const auto& read) {
-      const Vec w = Opt::kSumsOfGradient ? Vec{} : read(row.w);
-      const Vec m = Opt::kSumsOfGradient || Opt::kSteppedStates < 1 ? Vec{} : read(row.first);
-      const Vec v = Opt::kSumsOfGradient || Opt::kSteppedStates < 2 ? Vec{} : read(row.second);
+      const Vec w = Opt::kSumsNeedGradientOnly ? Vec{} : read(row.w);
+      const Vec m = Opt::kSumsNeedGradientOnly || Opt::kSteppedStates < 1 ? Vec{} : read(row.first);
+      const Vec v =
+          Opt::kSumsNeedGradientOnly || Opt::kSteppedStates < 2 ? Vec{} : read(row.second);
       opt.template add_sums<VecMath>(w, read(row.g), m, v, totals);
     };
     int64_t d = 0;
@@ -54,13 +56,14 @@ EMB_HD void row_sums(const Opt& opt, int64_t dim, const RowViews& row, float* su
     if (rest > 0) {
       add([d, rest](const float* values) { return load_first(values + d, rest); });
     }
-    for (int k = 0; k < Opt::kSums; ++k) sums[k] = sum(totals[k]);
+    for (int k = 0; k < Opt::kNumRowSums; ++k) sums[k] = sum(totals[k]);
   }
 }
 
-// `scale` is what Opt::begin_row returned; states that Opt does not step are not touched.
+// Update a row. `scale` is the result of Opt::begin_row; states that Opt does not update are not
+// touched.
 template <class Opt>
-EMB_HD void step_row(const Opt& opt, int64_t dim, RowScale scale, const RowViews& row) {
+EMB_HD void step_row(const Opt& opt, int64_t dim, RowFactors scale, const RowViews& row) {
   float* __restrict w = row.w;
   float* __restrict first = row.first;
   float* __restrict second = row.second;
@@ -74,7 +77,7 @@ EMB_HD void step_row(const Opt& opt, int64_t dim, RowScale scale, const RowViews
   }
 }
 
-// The parts of weight decay before and after `begin_row`; rows are in the core's cache.
+// Apply the weight decay before and after `begin_row`. The rows are in the core's cache.
 EMB_HD void add_penalty(const WeightDecay& decay, int64_t dim, const RowViews& row) {
   if (decay.l2 == 0.0f) return;
   float* __restrict g = row.g;
@@ -83,13 +86,12 @@ EMB_HD void add_penalty(const WeightDecay& decay, int64_t dim, const RowViews& r
 }
 
 EMB_HD void decay_row(const WeightDecay& decay, int64_t dim, const RowViews& row) {
-  if (decay.keep == 1.0f) return;
+  if (decay.factor == 1.0f) return;
   float* __restrict w = row.w;
-  for (int64_t d = 0; d < dim; ++d) w[d] *= decay.keep;
+  for (int64_t d = 0; d < dim; ++d) w[d] *= decay.factor;
 }
 
-// Rows stored in 16 bits: to floats and back, rounded to nearest or stochastically. Only
-// `*_kernels.cpp` may include it.
+// Rows stored in 16 bits: conversion to floats and back, rounded to nearest or stochastically.
 
 template <class T>
 EMB_HD void widen_row(const T* row, int64_t dim, float* out) {
@@ -105,12 +107,14 @@ EMB_HD void narrow_row(const float* values, int64_t dim, T* row) {
   for (; d < dim; ++d) row[d] = from_float<T>(values[d]);
 }
 
-// 16 counters go through Philox side by side, one a lane, for 64 columns.
+// Round a row stochastically: 16 Philox counters advance side by side, one per lane, for 64
+// columns.
 template <class T>
 inline void round_row(const float* __restrict values, int64_t dim, T* __restrict row,
                       const Rounding& rounding, int64_t id, uint32_t tensor) {
   constexpr int kCounters = 16, kColumns = 4 * kCounters;
-  const Rounding draw = rounding;  // of this function alone, so that stores leave it in registers
+  const Rounding draw =
+      rounding;  // a local copy: stores cannot change it, so it stays in registers
   for (int64_t begin = 0; begin < dim; begin += kColumns) {
     uint32_t words[4][kCounters], word[kColumns];
     const auto block = static_cast<uint32_t>(begin / 4);
@@ -126,7 +130,7 @@ inline void round_row(const float* __restrict values, int64_t dim, T* __restrict
         row[begin + k] = round_randomly<T>(values[begin + k], word[k]);
       }
     };
-    // A length that is known vectorises without a remainder.
+    // A known length vectorises without a remainder.
     if (dim - begin >= kColumns) {
       round(kColumns);
     } else {
@@ -144,7 +148,8 @@ inline void round_row(const float* __restrict values, int64_t dim, T* __restrict
   }
 }
 
-// `id` is the linear row and `tensor` which of its tensors it is (RoundedTensor).
+// Store a row in 16 bits; `id` is the linear row and `tensor` selects one of its tensors
+// (RoundedTensor).
 [[gnu::noinline]] inline void narrow_row(const float* values, int64_t dim, void* data, Dtype type,
                                          int64_t element, const Rounding& rounding, int64_t id,
                                          uint32_t tensor) {

@@ -1,5 +1,5 @@
-// All optimizers, and how one is found by its number, its place in `Optimizers`. To add one: a
-// functor (functor.h says what it has), its place in `Optimizers` and in emblib/ops/codes.py.
+// All optimizers; the number of an optimizer is its position in `Optimizers`. To add one: write a
+// functor (see functor.h) and add it to `Optimizers` and to emblib/ops/codes.py.
 #pragma once
 
 #include "core/dtype.h"
@@ -13,7 +13,7 @@ template <class... Opts>
 struct OptimizerList {
   static constexpr int kCount = sizeof...(Opts);
 
-  // Calls `visit` with the type tag of optimizer number `index`; false when there is none.
+  // Call `visit` with the type tag of optimizer number `index`; return false if there is none.
   template <class Visitor>
   static bool visit(int index, const Visitor& visit) {
     int i = 0;
@@ -22,10 +22,10 @@ struct OptimizerList {
 
   static constexpr const char* kNames[kCount] = {Opts::kName...};
 
-  static constexpr size_t most_bytes() {
-    size_t most = 0;
-    ((most = sizeof(Opts) > most ? sizeof(Opts) : most), ...);
-    return most;
+  static constexpr size_t max_bytes() {
+    size_t max = 0;
+    ((max = sizeof(Opts) > max ? sizeof(Opts) : max), ...);
+    return max;
   }
 };
 

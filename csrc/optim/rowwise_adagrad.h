@@ -1,7 +1,7 @@
-// The number of a step as a state of one float per row, exact far beyond 2^24, where the floats
-// themselves are not: up to 2^24 it is the float of that value, from there on each step is the next
-// float (the next bit pattern). What was saved when steps were plain floats is read as it was
-// meant.
+// Row-wise Adagrad, whose state is the mean of the squared gradient over the row, and its variants:
+// limited norms, updates that depend on how often a row occurs, clipping by the norm of the row
+// (Zheng et al., "CowClip", 2022), and decay that makes up for steps without the row. The formulas
+// are those that FBGEMM documents for EXACT_ROWWISE_ADAGRAD.
 #pragma once
 
 #include <cmath>
@@ -13,63 +13,65 @@
 
 namespace emb {
 
+// The number of a step as a row-wise state of one float, exact far beyond 2^24, where floats cannot
+// represent all integers: up to 2^24 it is the float of that value, and beyond it each step is the
+// next float (the next bit pattern). States that were saved as plain floats keep their meaning.
 inline constexpr float kLastPlainStep = 1 << 24;
 inline constexpr int32_t kBitsOfLastPlainStep = 0x4B800000, kBitsOfLargestFloat = 0x7F7FFFFF;
-// What the largest float stands for: about 8.9e8 steps. Later steps are written as this one.
-inline constexpr double kLastStep =
+// The step that the largest float stands for, about 8.9e8. Later steps are stored as this one.
+inline constexpr double kMaxStep =
     double{kLastPlainStep} + (kBitsOfLargestFloat - kBitsOfLastPlainStep);
 
 EMB_HD float encode_step(double step) {
   if (step <= kLastPlainStep) return static_cast<float>(step);
-  if (step > kLastStep) step = kLastStep;
+  if (step > kMaxStep) step = kMaxStep;
   const int32_t bits = kBitsOfLastPlainStep + static_cast<int32_t>(step - kLastPlainStep);
   float code;
   memcpy(&code, &bits, sizeof code);
   return code;
 }
 
-// Steps after 2^24; 0 up to it.
+// Return the steps after 2^24; 0 up to 2^24.
 EMB_HD int32_t steps_beyond_plain(float code) {
   int32_t bits;
   memcpy(&bits, &code, sizeof bits);
   return bits > kBitsOfLastPlainStep ? bits - kBitsOfLastPlainStep : 0;
 }
 
-// Steps from one number to a later one, rounded to a float only at the end.
+// Return the steps from one number to a later one, rounded to a float at the end only.
 EMB_HD float steps_between(float previous, float now) {
   const float plain = fminf(now, kLastPlainStep) - fminf(previous, kLastPlainStep);
   return plain + static_cast<float>(steps_beyond_plain(now) - steps_beyond_plain(previous));
 }
 
-// Row-wise Adagrad, which keeps the mean of the squared gradient over the row, and its variants:
-// limited norms, updates that depend on how often a row is seen, clipping by the norm of the row
-// (Zheng et al., "CowClip", 2022) and decay that catches up on the steps a row was not seen. The
-// formulas are those FBGEMM documents for EXACT_ROWWISE_ADAGRAD.
+// The row-wise states: sum of the mean squared gradients, step of the last update (encode_step),
+// and how often the row occurred.
+enum RowwiseState : int { kSum, kLastStep, kCounter };
 
 struct RowwiseAdagrad {
+  enum Column : int { kEps = kOptimizerArgs };
   static constexpr const char* kName = "rowwise_adagrad";
-  static constexpr int kNumbers = 1, kElementStates = 0, kSteppedStates = 0, kRowStates = 1;
-  static constexpr int kSums = 1;
-  static constexpr bool kSumsOfGradient = true, kCountsSteps = false;
+  static constexpr int kNumHyper = 1, kElementStates = 0, kSteppedStates = 0, kRowStates = 1;
+  static constexpr int kNumRowSums = 1;
+  static constexpr bool kSumsNeedGradientOnly = true, kCountsSteps = false;
   float lr, eps;
 
   EMB_HD explicit RowwiseAdagrad(const double* hyper)
-      : lr(as_float(hyper[kLearningRate])), eps(as_float(hyper[kOwn])) {}
+      : lr(as_float(hyper[kLearningRate])), eps(as_float(hyper[kEps])) {}
   template <class Math, class F>
   EMB_HD void add_sums(F, F g, F, F, F* sums) const {
     sums[0] += g * g;
   }
-  EMB_HD RowScale begin_row(float* states, const float* sums, float dim) const {
-    states[0] += sums[0] / dim;
-    return {adagrad_scale(lr, states[0], eps), 1.0f};
+  EMB_HD RowFactors begin_row(float* states, const float* sums, float dim) const {
+    states[kSum] += sums[0] / dim;
+    return {adagrad_scale(lr, states[kSum], eps), 1.0f};
   }
-  EMB_HD float step(float w, float g, float*, float*, RowScale scale) const {
-    return w - scale.step * g;
+  EMB_HD float step(float w, float g, float*, float*, RowFactors scale) const {
+    return w - scale.gradient * g;
   }
 };
 
-// The same with a moving average of the weights beside them, state 0, which only the module
-// touches.
+// Row-wise Adagrad with a moving average of the weights as state 0, which only the module updates.
 struct EnsembleRowwiseAdagrad : RowwiseAdagrad {
   static constexpr const char* kName = "ensemble_rowwise_adagrad";
   static constexpr int kElementStates = 1;
@@ -77,187 +79,201 @@ struct EnsembleRowwiseAdagrad : RowwiseAdagrad {
   using RowwiseAdagrad::RowwiseAdagrad;
 };
 
-// Sums of a row that tell its norm before and after the step.
+// Sums over a row from which its norm before and after the step follows.
 struct RowwiseNorms {
-  static constexpr int kElementStates = 0, kSteppedStates = 0, kSums = 3;
-  static constexpr bool kSumsOfGradient = false, kCountsSteps = true;
-  float lr, eps, max_norm, keep;
+  enum Column : int { kEps = kOptimizerArgs, kMaxNorm };
+  static constexpr int kElementStates = 0, kSteppedStates = 0, kNumRowSums = 3;
+  static constexpr bool kSumsNeedGradientOnly = false, kCountsSteps = true;
+  float lr, eps, max_norm, decay_factor;
 
   EMB_HD explicit RowwiseNorms(const double* hyper)
       : lr(as_float(hyper[kLearningRate])),
-        eps(as_float(hyper[kOwn])),
-        max_norm(as_float(hyper[kOwn + 1])),
-        keep(WeightDecay(hyper).keep) {}
+        eps(as_float(hyper[kEps])),
+        max_norm(as_float(hyper[kMaxNorm])),
+        decay_factor(WeightDecay(hyper).factor) {}
   template <class Math, class F>
   EMB_HD void add_sums(F w, F g, F, F, F* sums) const {
     sums[0] += g * g;
     sums[1] += w * g;
     sums[2] += w * w;
   }
-  EMB_HD float step(float w, float g, float*, float*, RowScale scale) const {
-    return scale.keep * w - scale.step * g;
+  EMB_HD float step(float w, float g, float*, float*, RowFactors scale) const {
+    return scale.weight * w - scale.gradient * g;
   }
 
  protected:
-  // Scales the step so that the row ends with a norm of at most max_norm (0: any). The decoupled
-  // decay that the driver applies to w counts as well.
-  EMB_HD RowScale limited(RowScale scale, const float* sums) const {
+  // Scale the step so that the norm of the row is at most max_norm after it (0: no limit). This
+  // includes the decoupled decay that the driver applies to w.
+  EMB_HD RowFactors limit_norm(RowFactors scale, const float* sums) const {
     if (max_norm <= 0.0f) return scale;
-    const float k = scale.keep * keep, s = scale.step;
+    const float k = scale.weight * decay_factor, s = scale.gradient;
     const float square = k * k * sums[2] - 2.0f * k * s * sums[1] + s * s * sums[0];
     const float norm = sqrtf(square > 0.0f ? square : 0.0f);
     if (!(norm > max_norm)) return scale;
     const float shrink = max_norm / norm;
-    return {scale.step * shrink, scale.keep * shrink};
+    return {scale.gradient * shrink, scale.weight * shrink};
   }
 };
 
 struct RowwiseAdagradMaxNorm : RowwiseNorms {
   static constexpr const char* kName = "rowwise_adagrad_max_norm";
-  static constexpr int kNumbers = 2, kRowStates = 1;
+  static constexpr int kNumHyper = 2, kRowStates = 1;
   static constexpr bool kCountsSteps = false;
 
   using RowwiseNorms::RowwiseNorms;
-  EMB_HD RowScale begin_row(float* states, const float* sums, float dim) const {
-    states[0] += sums[0] / dim;
-    return limited({adagrad_scale(lr, states[0], eps), 1.0f}, sums);
+  EMB_HD RowFactors begin_row(float* states, const float* sums, float dim) const {
+    states[kSum] += sums[0] / dim;
+    return limit_norm({adagrad_scale(lr, states[kSum], eps), 1.0f}, sums);
   }
 };
 
-// log(1 - decay), formed in double: powers of a number so near to 1 need all its digits. A decay of
-// 1 or more leaves nothing.
-EMB_HD float log_of_keep(double decay) { return decay < 1.0 ? as_float(log1p(-decay)) : -1e30f; }
+// Return log(1 - decay), computed in double: powers of a number so close to 1 need all its digits.
+// A decay of 1 or more results in zero weights.
+EMB_HD float log_decay_factor(double decay) {
+  return decay < 1.0 ? as_float(log1p(-decay)) : -1e30f;
+}
 
-// Weight decay whose missed steps are made up for when a row is seen again. Own numbers: eps,
-// max_norm, rate, least factor, first step. States: sum, step of the last update (step_number.h).
+// Weight decay that makes up for missed steps when a row occurs again.
 struct RowwiseAdagradGlobalDecay : RowwiseNorms {
+  enum DecayColumn : int { kRate = kMaxNorm + 1, kMinFactor, kFirstStep };
   static constexpr const char* kName = "rowwise_adagrad_global_decay";
-  static constexpr int kNumbers = 5, kRowStates = 2;
-  float now, log_keep, least, keep_now;
+  static constexpr int kNumHyper = 5, kRowStates = 2;
+  float now, log_factor, min_factor, decay_now;
   bool started;
 
   EMB_HD explicit RowwiseAdagradGlobalDecay(const double* hyper)
       : RowwiseNorms(hyper),
         now(encode_step(hyper[kStep])),
-        log_keep(log_of_keep(hyper[kLearningRate] * hyper[kOwn + 2])),
-        least(as_float(hyper[kOwn + 3])),
-        keep_now(as_float(1.0 - hyper[kLearningRate] * hyper[kOwn + 2])),
-        started(hyper[kStep] >= hyper[kOwn + 4]) {}
-  EMB_HD RowScale begin_row(float* states, const float* sums, float dim) const {
-    states[0] += sums[0] / dim;
-    float missed = 1.0f;
+        log_factor(log_decay_factor(hyper[kLearningRate] * hyper[kRate])),
+        min_factor(as_float(hyper[kMinFactor])),
+        decay_now(as_float(1.0 - hyper[kLearningRate] * hyper[kRate])),
+        started(hyper[kStep] >= hyper[kFirstStep]) {}
+  EMB_HD RowFactors begin_row(float* states, const float* sums, float dim) const {
+    states[kSum] += sums[0] / dim;
+    float catch_up = 1.0f;
     if (started) {
-      if (states[1] != 0.0f && now != states[1]) {
-        const float steps = steps_between(states[1], now);
-        missed = expf((steps - 1.0f) * log_keep);
-        missed = fminf(1.0f, missed > least ? missed : least);
+      if (states[kLastStep] != 0.0f && now != states[kLastStep]) {
+        const float steps = steps_between(states[kLastStep], now);
+        catch_up = expf((steps - 1.0f) * log_factor);
+        catch_up = fminf(1.0f, catch_up > min_factor ? catch_up : min_factor);
       }
-      states[1] = now;
+      states[kLastStep] = now;
     }
-    return limited({adagrad_scale(lr, states[0], eps), missed * keep_now}, sums);
+    return limit_norm({adagrad_scale(lr, states[kSum], eps), catch_up * decay_now}, sums);
   }
 };
 
-// How often a row was seen, each time counting less with a half-life of so many steps.
-struct SeenRows : RowwiseNorms {
+// How often a row occurred; occurrences decay with a half-life in steps.
+struct OccurrenceCounter : RowwiseNorms {
+  enum CounterColumn : int { kHalflife = kMaxNorm + 1 };
   float now, halflife, forget;
 
-  EMB_HD SeenRows(const double* hyper, double half)
+  EMB_HD OccurrenceCounter(const double* hyper, double half)
       : RowwiseNorms(hyper),
         now(encode_step(hyper[kStep])),
         halflife(as_float(half)),
         forget(half > 0.0 ? as_float(log(2.0) / half) : 0.0f) {}
 
  protected:
-  // Steps since the row was seen last; 1 for a row that was never seen.
-  EMB_HD float gap(float previous) const {
+  // Return the steps since the row occurred last; 1 for a new row.
+  EMB_HD float steps_since(float previous) const {
     return previous == 0.0f ? 1.0f : steps_between(previous, now);
   }
   EMB_HD float count(float counter, float previous) const {
     if (halflife == 0.0f) return 1.0f;
-    return halflife < 0.0f ? counter + 1.0f : 1.0f + expf(-gap(previous) * forget) * counter;
+    return halflife < 0.0f ? counter + 1.0f
+                           : 1.0f + expf(-steps_since(previous) * forget) * counter;
   }
 };
 
-// Own numbers: eps, max_norm, half-life, coefficient of the norm, lower bound. States: sum, step of
-// the last update, counter.
-struct RowwiseAdagradCowClip : SeenRows {
+struct RowwiseAdagradCowClip : OccurrenceCounter {
+  enum ClipColumn : int { kCoefficient = kHalflife + 1, kLowerBound };
   static constexpr const char* kName = "rowwise_adagrad_cowclip";
-  static constexpr int kNumbers = 5, kRowStates = 3;
+  static constexpr int kNumHyper = 5, kRowStates = 3;
   float coefficient, lower_bound;
 
   EMB_HD explicit RowwiseAdagradCowClip(const double* hyper)
-      : SeenRows(hyper, hyper[kOwn + 2]),
-        coefficient(as_float(hyper[kOwn + 3])),
-        lower_bound(as_float(hyper[kOwn + 4])) {}
-  EMB_HD RowScale begin_row(float* states, const float* sums, float dim) const {
-    states[0] += sums[0] / dim;
-    states[2] = count(states[2], states[1]);
-    states[1] = now;
+      : OccurrenceCounter(hyper, hyper[kHalflife]),
+        coefficient(as_float(hyper[kCoefficient])),
+        lower_bound(as_float(hyper[kLowerBound])) {}
+  EMB_HD RowFactors begin_row(float* states, const float* sums, float dim) const {
+    states[kSum] += sums[0] / dim;
+    states[kCounter] = count(states[kCounter], states[kLastStep]);
+    states[kLastStep] = now;
     const float allowed = coefficient * sqrtf(sums[2]);
-    const float most = states[2] * (allowed > lower_bound ? allowed : lower_bound);
+    const float max_norm_of_grad =
+        states[kCounter] * (allowed > lower_bound ? allowed : lower_bound);
     const float norm = sqrtf(sums[0]);
-    const float clip = norm > most ? most / norm : 1.0f;
-    return limited({clip * adagrad_scale(lr, states[0], eps), 1.0f}, sums);
+    const float clip = norm > max_norm_of_grad ? max_norm_of_grad / norm : 1.0f;
+    return limit_norm({clip * adagrad_scale(lr, states[kSum], eps), 1.0f}, sums);
   }
 };
 
-// Own numbers: eps, max_norm, half-life, decay (as CounterDecay), its rate, first step of the
-// adjustments, their exponent or bound, learning rate (as TailRate), count from which it holds,
-// whether that is a share of the largest count, largest count. States as above. Its L2 penalty
-// enters the sum of squares and, weighed by frequency, the weights.
-struct RowwiseAdagradCounter : SeenRows {
+// The L2 penalty enters the sum of squares and, weighted by frequency, the weights.
+struct RowwiseAdagradCounter : OccurrenceCounter {
+  enum AdjustColumn : int {
+    kDecayKind = kHalflife + 1,  // a CounterDecay
+    kRate,
+    kFirstStep,            // of the adjustments
+    kBound,                // exponent or bound of the tail's learning rate
+    kTailRate,             // a TailRate
+    kThreshold,            // count from which a row is in the tail
+    kThresholdIsRelative,  // to the largest count
+    kLargestCount
+  };
   static constexpr const char* kName = "rowwise_adagrad_counter";
-  static constexpr int kNumbers = 11, kRowStates = 3;
+  static constexpr int kNumHyper = 11, kRowStates = 3;
   enum CounterDecay { kNoDecay = 0, kCoupled = 1, kDecoupled = 2, kAdagradW = 3 };
   enum TailRate { kPlainRate = -1, kRaised = 0, kLowered = 1, kOfCount = 2 };
   int decay, tail_rate;
-  float rate, since, bound, threshold, largest, log_keep;
+  float rate, since, bound, threshold, largest, log_factor;
   bool adjusting;
 
   EMB_HD explicit RowwiseAdagradCounter(const double* hyper)
-      : SeenRows(hyper, hyper[kOwn + 2]),
-        decay(static_cast<int>(hyper[kOwn + 3])),
-        tail_rate(static_cast<int>(hyper[kOwn + 7])),
-        rate(as_float(hyper[kOwn + 4])),
-        since(as_float(hyper[kStep] - hyper[kOwn + 5])),
-        bound(as_float(hyper[kOwn + 6])),
-        threshold(as_float(hyper[kOwn + 9] > 0.0 ? floor(hyper[kOwn + 8] * hyper[kOwn + 10])
-                                                 : hyper[kOwn + 8])),
-        largest(as_float(hyper[kOwn + 10])),
-        log_keep(log_of_keep(hyper[kLearningRate] * hyper[kOwn + 4])),
-        adjusting(hyper[kOwn + 5] <= 0.0 || hyper[kStep] > hyper[kOwn + 5]) {}
+      : OccurrenceCounter(hyper, hyper[kHalflife]),
+        decay(static_cast<int>(hyper[kDecayKind])),
+        tail_rate(static_cast<int>(hyper[kTailRate])),
+        rate(as_float(hyper[kRate])),
+        since(as_float(hyper[kStep] - hyper[kFirstStep])),
+        bound(as_float(hyper[kBound])),
+        threshold(as_float(hyper[kThresholdIsRelative] > 0.0
+                               ? floor(hyper[kThreshold] * hyper[kLargestCount])
+                               : hyper[kThreshold])),
+        largest(as_float(hyper[kLargestCount])),
+        log_factor(log_decay_factor(hyper[kLearningRate] * hyper[kRate])),
+        adjusting(hyper[kFirstStep] <= 0.0 || hyper[kStep] > hyper[kFirstStep]) {}
 
-  EMB_HD RowScale begin_row(float* states, const float* sums, float dim) const {
+  EMB_HD RowFactors begin_row(float* states, const float* sums, float dim) const {
     float squares = sums[0];
     if (decay == kCoupled) squares += rate * (2.0f * sums[1] + rate * sums[2]);
-    states[0] += (squares > 0.0f ? squares : 0.0f) / dim;
-    const float counter = count(states[2], states[1]), previous = states[1];
-    const float plain = adagrad_scale(lr, states[0], eps);
-    states[2] = counter;
-    states[1] = now;
-    RowScale scale{plain, 1.0f};
-    if (!adjusting) return limited(scale, sums);
-    if (tail_rate != kPlainRate && counter > threshold) scale.step = of_tail(plain, counter);
+    states[kSum] += (squares > 0.0f ? squares : 0.0f) / dim;
+    const float counter = count(states[kCounter], states[kLastStep]), previous = states[kLastStep];
+    const float plain = adagrad_scale(lr, states[kSum], eps);
+    states[kCounter] = counter;
+    states[kLastStep] = now;
+    RowFactors scale{plain, 1.0f};
+    if (!adjusting) return limit_norm(scale, sums);
+    if (tail_rate != kPlainRate && counter > threshold) scale.gradient = tail_scale(plain, counter);
     const float frequency = halflife / counter;
-    if (decay == kDecoupled) scale.keep = 1.0f - frequency * rate * lr;
-    if (decay == kCoupled) scale.keep = 1.0f - frequency * rate * plain;
+    if (decay == kDecoupled) scale.weight = 1.0f - frequency * rate * lr;
+    if (decay == kCoupled) scale.weight = 1.0f - frequency * rate * plain;
     if (decay == kAdagradW) {
-      if (halflife == -1.0f) scale.step = plain * sqrtf(counter);
+      if (halflife == -1.0f) scale.gradient = plain * sqrtf(counter);
       if (halflife == -2.0f) {
-        scale.step = adagrad_scale(lr * counter < bound ? lr * counter : bound, states[0], eps);
+        scale.gradient =
+            adagrad_scale(lr * counter < bound ? lr * counter : bound, states[kSum], eps);
       }
-      const float steps = gap(previous);
-      const float missed = (steps < since ? steps : since) - 1.0f;
-      const float lazy = missed == 0.0f ? 1.0f : expf(missed * log_keep);
-      scale.step *= lazy;
-      scale.keep = (1.0f - rate * lr) * lazy;
+      const float steps = steps_since(previous);
+      const float missed_steps = (steps < since ? steps : since) - 1.0f;
+      const float catch_up = missed_steps == 0.0f ? 1.0f : expf(missed_steps * log_factor);
+      scale.gradient *= catch_up;
+      scale.weight = (1.0f - rate * lr) * catch_up;
     }
-    return limited(scale, sums);
+    return limit_norm(scale, sums);
   }
 
  private:
-  EMB_HD float of_tail(float plain, float counter) const {
+  EMB_HD float tail_scale(float plain, float counter) const {
     if (tail_rate == kOfCount) return adagrad_scale(lr, bound * counter, eps);
     const bool raised = tail_rate == kRaised;
     const float ratio = raised ? largest / (counter + 1.0f) : (counter + 1.0f) / largest;

@@ -1,4 +1,4 @@
-// SGD and Adagrad (Duchi et al., 2011), element by element.
+// SGD, Adagrad (Duchi et al., 2011) and LARS.
 #pragma once
 
 #include "optim/functor.h"
@@ -7,69 +7,69 @@ namespace emb {
 
 struct Sgd {
   static constexpr const char* kName = "sgd";
-  static constexpr int kNumbers = 0, kElementStates = 0, kSteppedStates = 0, kRowStates = 0;
-  static constexpr int kSums = 0;
-  static constexpr bool kSumsOfGradient = true, kCountsSteps = false;
+  static constexpr int kNumHyper = 0, kElementStates = 0, kSteppedStates = 0, kRowStates = 0;
+  static constexpr int kNumRowSums = 0;
+  static constexpr bool kSumsNeedGradientOnly = true, kCountsSteps = false;
   float lr;
 
   EMB_HD explicit Sgd(const double* hyper) : lr(as_float(hyper[kLearningRate])) {}
   template <class Math, class F>
   EMB_HD void add_sums(F, F, F, F, F*) const {}
-  EMB_HD RowScale begin_row(float*, const float*, float) const { return {lr, 1.0f}; }
-  EMB_HD float step(float w, float g, float*, float*, RowScale scale) const {
-    return w - scale.step * g;
+  EMB_HD RowFactors begin_row(float*, const float*, float) const { return {lr, 1.0f}; }
+  EMB_HD float step(float w, float g, float*, float*, RowFactors scale) const {
+    return w - scale.gradient * g;
   }
 };
 
 struct Adagrad {
+  enum Column : int { kEps = kOptimizerArgs };
   static constexpr const char* kName = "adagrad";
-  static constexpr int kNumbers = 1, kElementStates = 1, kSteppedStates = 1, kRowStates = 0;
-  static constexpr int kSums = 0;
-  static constexpr bool kSumsOfGradient = true, kCountsSteps = false;
+  static constexpr int kNumHyper = 1, kElementStates = 1, kSteppedStates = 1, kRowStates = 0;
+  static constexpr int kNumRowSums = 0;
+  static constexpr bool kSumsNeedGradientOnly = true, kCountsSteps = false;
   float lr, eps;
 
   EMB_HD explicit Adagrad(const double* hyper)
-      : lr(as_float(hyper[kLearningRate])), eps(as_float(hyper[kOwn])) {}
+      : lr(as_float(hyper[kLearningRate])), eps(as_float(hyper[kEps])) {}
   template <class Math, class F>
   EMB_HD void add_sums(F, F, F, F, F*) const {}
-  EMB_HD RowScale begin_row(float*, const float*, float) const { return {lr, 1.0f}; }
-  EMB_HD float step(float w, float g, float* sum, float*, RowScale scale) const {
+  EMB_HD RowFactors begin_row(float*, const float*, float) const { return {lr, 1.0f}; }
+  EMB_HD float step(float w, float g, float* sum, float*, RowFactors scale) const {
     *sum += g * g;
-    // With eps = 0 an element whose squares are all zero has 0/0; it must stay where it is.
-    return *sum == 0.0f ? w : w - scale.step * g / (sqrtf(*sum) + eps);
+    // With eps = 0, squares that are all zero make 0/0: the element must not change.
+    return *sum == 0.0f ? w : w - scale.gradient * g / (sqrtf(*sum) + eps);
   }
 };
 
-// SGD with momentum and a learning rate for each row that follows the norms of row and gradient
-// (You et al., "Large Batch Training of Convolutional Networks", 2017).
-
-// Own numbers: momentum, eta, weight decay.
+// SGD with momentum and a learning rate per row that follows the norms of row and gradient (You et
+// al., "Large Batch Training of Convolutional Networks", 2017).
 struct Lars {
+  enum Column : int { kMomentum = kOptimizerArgs, kEta, kWeightDecay };
   static constexpr const char* kName = "lars";
-  static constexpr int kNumbers = 3, kElementStates = 1, kSteppedStates = 1, kRowStates = 0;
-  static constexpr int kSums = 2;
-  static constexpr bool kSumsOfGradient = false, kCountsSteps = false;
+  static constexpr int kNumHyper = 3, kElementStates = 1, kSteppedStates = 1, kRowStates = 0;
+  static constexpr int kNumRowSums = 2;
+  static constexpr bool kSumsNeedGradientOnly = false, kCountsSteps = false;
   float lr, momentum, eta, decay;
 
   EMB_HD explicit Lars(const double* hyper)
       : lr(as_float(hyper[kLearningRate])),
-        momentum(as_float(hyper[kOwn])),
-        eta(as_float(hyper[kOwn + 1])),
-        decay(as_float(hyper[kOwn + 2])) {}
+        momentum(as_float(hyper[kMomentum])),
+        eta(as_float(hyper[kEta])),
+        decay(as_float(hyper[kWeightDecay])) {}
   template <class Math, class F>
   EMB_HD void add_sums(F w, F g, F, F, F* sums) const {
     sums[0] += w * w;
     sums[1] += g * g;
   }
-  // A row of zeros has no ratio of norms: it takes the learning rate itself, so that it can leave
+  // A row of zeros has no ratio of norms: it uses the learning rate itself, so that it can leave
   // zero.
-  EMB_HD RowScale begin_row(float*, const float* sums, float) const {
+  EMB_HD RowFactors begin_row(float*, const float* sums, float) const {
     const float norm = sqrtf(sums[0]), denominator = sqrtf(sums[1]) + decay * norm;
     const bool ratio = norm > 0.0f && denominator > 0.0f;
     return {ratio ? lr * eta * norm / denominator : lr, 1.0f};
   }
-  EMB_HD float step(float w, float g, float* m, float*, RowScale scale) const {
-    *m = momentum * *m + scale.step * (g + decay * w);
+  EMB_HD float step(float w, float g, float* m, float*, RowFactors scale) const {
+    *m = momentum * *m + scale.gradient * (g + decay * w);
     return w - *m;
   }
 };

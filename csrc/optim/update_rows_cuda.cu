@@ -20,7 +20,8 @@ void update_rows_(Tensor weights, std::vector<Tensor> states, const Tensor& hype
   for (const Tensor& state : states) {
     check_dtype(op, "an optimizer state", state, ScalarType::Float, "float32");
   }
-  const RowStepArgs step = row_step_args(op, {weights}, optimizer, states, hyper, weights.size(0));
+  const OptimizerStepArgs step =
+      optimizer_step_args(op, {weights}, optimizer, states, hyper, weights.size(0));
   const Tensor gradient = torch::stable::contiguous(grads);
   const MatrixGrad in{gradient.const_data_ptr<float>(), weights.size(0), weights.size(1)};
   launch_update_rows(CudaLauncher(weights), in, step);

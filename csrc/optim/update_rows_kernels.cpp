@@ -1,5 +1,5 @@
-// An optimizer over all rows of a matrix whose gradient is dense, on one CPU thread. A row whose
-// gradient is zero throughout took no part in the batch and keeps its weights and its state.
+// An optimizer over all rows of a matrix with a dense gradient on one CPU thread. A row whose
+// gradient is all zero was not part of the batch and keeps its weights and states.
 #include "optim/args.h"
 #include "optim/optimizer_step_cpu.h"
 #include "optim/optimizers.h"
@@ -7,7 +7,7 @@
 namespace emb::EMB_ISA {
 namespace {
 
-// Almost every row answers at its first elements.
+// Almost every nonzero row is detected at its first elements.
 EMB_HD bool is_zero(const float* g, int64_t width) {
   int64_t d = 0;
   for (; d + kLanes <= width; d += kLanes) {
@@ -35,11 +35,11 @@ EMB_HD void update_row(const Opt& opt, const WeightDecay& decay, const UpdateRow
     views.second = static_cast<float*>(args.tier.element_states[1]) + start;
   }
   for (int64_t d = 0; d < width; ++d) scratch[d] = grad[d];
-  float sums[kMostSums], states[kMostRowStates];
+  float sums[kMaxRowSums], states[kMaxRowStates];
   add_penalty(decay, width, views);
   row_sums(opt, width, views, sums);
   for (int s = 0; s < Opt::kRowStates; ++s) states[s] = args.tier.row_states[s][row];
-  const RowScale scale = opt.begin_row(states, sums, static_cast<float>(width));
+  const RowFactors scale = opt.begin_row(states, sums, static_cast<float>(width));
   for (int s = 0; s < Opt::kRowStates; ++s) args.tier.row_states[s][row] = states[s];
   decay_row(decay, width, views);
   step_row(opt, width, scale, views);

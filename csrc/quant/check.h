@@ -8,7 +8,7 @@
 
 namespace emb {
 
-// The memory of all tables of a module.
+// Check the memory of all tables of a module.
 inline void check_packed(const char* op, const Tensor& values, const Tensor& scales, int64_t bits) {
   STD_TORCH_CHECK(bits == 8 || bits == 4, op, ": bits must be 8 or 4, got ", bits);
   check_dtype(op, "values", values, ScalarType::Byte, "uint8");
@@ -35,7 +35,7 @@ inline Dtype check_quantize(const char* op, const Tensor& values, const Tensor& 
   return type;
 }
 
-// A batch for them; what `features` holds is on the device and is not looked at.
+// Check a batch of lookups. The contents of `features` are on the device and are not checked.
 inline Pooling check_quant_lookup(const char* op, const Tensor& values, const Tensor& features,
                                   const Tensor& indices, const Tensor& offsets,
                                   const std::optional<Tensor>& sample_weights,
@@ -51,7 +51,7 @@ inline Pooling check_quant_lookup(const char* op, const Tensor& values, const Te
   return pooling;
 }
 
-// [L, columns] without pooling, [columns] in a variable batch, [B, columns] else.
+// Allocate [L, columns] without pooling, [columns] in a variable batch, otherwise [B, columns].
 inline Tensor new_quant_output(const Tensor& features, const Tensor& indices, const Tensor& offsets,
                                bool variable, Pooling pooling, int64_t columns, ScalarType dtype) {
   if (pooling == Pooling::kNone) {

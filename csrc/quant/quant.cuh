@@ -1,10 +1,10 @@
-// Quantises rows on the GPU, a warp a row.
+// Quantised tables on the GPU: quantise rows, look up bags.
 #pragma once
 
 #include "core/dtype.h"
 #include "core/half.h"
 #include "core/layout.h"
-#include "core/row_piece.cuh"
+#include "core/row_slice.cuh"
 #include "core/simt.cuh"
 #include "quant/args.h"
 
@@ -58,8 +58,8 @@ template <class Launcher>
 void launch_quantize(const Launcher& launcher, const QuantizeRows& args, Dtype type) {
   if (args.rows == 0) return;
   constexpr int kWarps = kQuantizeThreads / static_cast<int>(simt::kWarp);
-  const int64_t wanted = (args.rows + kWarps - 1) / kWarps, most = launcher.blocks(32);
-  const auto blocks = static_cast<unsigned>(wanted < most ? wanted : most);
+  const int64_t wanted = (args.rows + kWarps - 1) / kWarps, max_blocks = launcher.blocks(32);
+  const auto blocks = static_cast<unsigned>(wanted < max_blocks ? wanted : max_blocks);
   if (type == Dtype::kFloat) {
     launcher(quantize_kernel<float>, blocks, kQuantizeThreads, args);
   } else if (type == Dtype::kHalf) {
@@ -69,11 +69,11 @@ void launch_quantize(const Launcher& launcher, const QuantizeRows& args, Dtype t
   }
 }
 
-// Lookup in quantised tables on the GPU. A group of 4 to 32 lanes takes a bag, or without pooling a
-// lookup; each lane owns 8 bytes of the row, 8 or 16 columns, and four rows of each bag are in
-// flight before the first is used. Every lane reads index, scale and weight of one lookup of its
-// bag and hands them around by shuffles. Groups of a warp run in step, so all collectives name the
-// full warp. Sums are in the order of the lookups.
+// A lookup: a group of 4 to 32 lanes takes a bag, or without pooling one lookup. Each lane owns 8
+// bytes of the row, 8 or 16 columns, and four rows of each bag are in flight before the first is
+// used. Every lane reads index, scale and weight of one lookup of its bag and shares them by
+// shuffles. The groups of a warp run in lockstep, so all collectives name the full warp. Sums are
+// in the order of the lookups.
 
 inline constexpr int kQuantThreads = 256;
 inline constexpr int kQuantRowsInFlight = 4;
@@ -92,13 +92,13 @@ struct QuantArgs {
   Pooling pooling;
   const float* sample_weights;  // [L] or null
 
-  // Rows of the output: bags, or lookups without pooling.
+  // Return the rows of the output: bags, or lookups without pooling.
   EMB_HD int64_t items() const { return pooling == Pooling::kNone ? bags.num_lookups : bags.count; }
 };
 
 // 8 bytes of a row.
 template <int kBits>
-struct PackedPiece {
+struct PackedSlice {
   static constexpr int kColumns = 64 / kBits;
   uint32_t word[2] = {};
 
@@ -107,7 +107,8 @@ struct PackedPiece {
     const uint32_t bits = word[k / kOfWord] >> (k % kOfWord * kBits);
     return static_cast<float>(bits & ((1u << kBits) - 1));
   }
-  // From `address`, of which `valid` columns belong to the row; a vector is a multiple of 8.
+  // Load from `address`, of which `valid` columns belong to the row; a vector load needs a multiple
+  // of 8.
   EMB_DEVICE void load(const uint8_t* address, int valid, bool vector) {
     if (vector) {
       const simt::Pack8 pack = simt::load(reinterpret_cast<const simt::Pack8*>(address));
@@ -123,19 +124,19 @@ struct PackedPiece {
   }
 };
 
-// What one group of lanes makes.
+// The work of one group of lanes.
 struct QuantTask {
   const Feature* feature;
-  int64_t begin = 0, place = 0;
+  int64_t begin = 0, output_offset = 0;
   int length = 0, dim = 0;
 
   EMB_DEVICE QuantTask(const QuantArgs& args, int64_t item) : feature(args.features) {
     if (item >= args.items()) return;
     if (args.pooling == Pooling::kNone) {
       begin = item;
-      place = item * args.columns;
+      output_offset = item * args.columns;
       dim = static_cast<int>(args.columns);
-      // Lookups before the first bag are of no feature; theirs are zeros.
+      // Lookups before the first bag have no feature; their output is zero.
       if (item < args.bags.begin(0)) return;
       feature += feature_of_lookup(args.map, args.bags, args.num_features, item);
       length = 1;
@@ -145,13 +146,12 @@ struct QuantTask {
     feature += args.map.feature(bag);
     begin = args.bags.begin(bag);
     length = static_cast<int>(args.bags.end(bag) - begin);
-    place = args.map.element(bag, feature->column);
+    output_offset = args.map.element(bag, feature->column);
     dim = static_cast<int>(feature->dim);
   }
 };
 
-// Where the row of a lookup begins (negative: none), and what its numbers are scaled and shifted
-// by.
+// Where the row of a lookup begins (negative: none), and its scale and offset times the weight.
 struct QuantRow {
   int64_t offset = -1;
   float scale = 0.0f, shift = 0.0f;
@@ -170,38 +170,38 @@ struct QuantRow {
   }
 };
 
-// Sums columns [column, column + N) of a bag.
+// Sum columns [column, column + N) of a bag.
 template <int kBits, int N>
 EMB_DEVICE void sum_packed(const QuantArgs& args, const QuantTask& task, const LaneGroup& lane,
                            int column, int longest, bool vector, float (&sum)[N]) {
   const uint8_t* values = args.values + column * kBits / 8;
   const int valid = task.dim - column;
   for (int tile = 0; tile < longest; tile += lane.lanes) {
-    QuantRow mine;
-    mine.find<kBits>(args, task, tile + lane.rank);
+    QuantRow row_of_lane;
+    row_of_lane.find<kBits>(args, task, tile + lane.rank);
     const int steps = longest - tile < lane.lanes ? longest - tile : lane.lanes;
     for (int k = 0; k < steps; k += kQuantRowsInFlight) {
-      PackedPiece<kBits> piece[kQuantRowsInFlight];
+      PackedSlice<kBits> slice[kQuantRowsInFlight];
 #pragma unroll
       for (int u = 0; u < kQuantRowsInFlight; ++u) {
-        const int64_t row = __shfl_sync(simt::kFullMask, mine.offset, k + u, lane.lanes);
-        if (row >= 0 && valid > 0) piece[u].load(values + row, valid, vector);
+        const int64_t row = __shfl_sync(simt::kFullMask, row_of_lane.offset, k + u, lane.lanes);
+        if (row >= 0 && valid > 0) slice[u].load(values + row, valid, vector);
       }
 #pragma unroll
       for (int u = 0; u < kQuantRowsInFlight; ++u) {
-        const float scale = __shfl_sync(simt::kFullMask, mine.scale, k + u, lane.lanes);
-        const float shift = __shfl_sync(simt::kFullMask, mine.shift, k + u, lane.lanes);
+        const float scale = __shfl_sync(simt::kFullMask, row_of_lane.scale, k + u, lane.lanes);
+        const float shift = __shfl_sync(simt::kFullMask, row_of_lane.shift, k + u, lane.lanes);
 #pragma unroll
-        for (int e = 0; e < N; ++e) sum[e] += scale * piece[u][e] + shift;
+        for (int e = 0; e < N; ++e) sum[e] += scale * slice[u][e] + shift;
       }
     }
   }
 }
 
-// The grid's second dimension shares the columns of rows wider than a warp.
+// The grid's second dimension divides the columns of rows wider than a warp.
 template <int kBits>
 __global__ void __launch_bounds__(kQuantThreads, 4) quant_lookup_kernel(QuantArgs args, int lanes) {
-  constexpr int N = PackedPiece<kBits>::kColumns;
+  constexpr int N = PackedSlice<kBits>::kColumns;
   const LaneGroup lane(lanes);
   const int64_t items = args.items(), groups = lane.groups_in_warp();
   for (int64_t first = simt::global_warp() * groups; first < items;
@@ -223,21 +223,22 @@ __global__ void __launch_bounds__(kQuantThreads, 4) quant_lookup_kernel(QuantArg
 #pragma unroll
         for (int e = 0; e < N; ++e) sum[e] *= scale;
       }
-      write_columns(args.output, args.output_type, task.place + column, task.dim - column, sum);
+      write_columns(args.output, args.output_type, task.output_offset + column, task.dim - column,
+                    sum);
     }
   }
 }
 
-// Columns of an output row on average; what the features hold is known on the device only.
+// Return the mean columns per output row; the width of each feature is known on the device only.
 inline int64_t quant_mean_width(const QuantArgs& args) {
-  const int64_t rows = args.map.places != nullptr ? args.bags.count : args.num_features;
+  const int64_t rows = args.map.layout != nullptr ? args.bags.count : args.num_features;
   if (args.pooling == Pooling::kNone || rows == 0) return args.columns;
   return (args.columns + rows - 1) / rows;
 }
 
 template <int kBits, class Launcher>
 void launch_quant_lookup_of(const Launcher& launcher, const QuantArgs& args) {
-  constexpr int N = PackedPiece<kBits>::kColumns;
+  constexpr int N = PackedSlice<kBits>::kColumns;
   const int64_t width = quant_mean_width(args);
   const int lanes = lanes_for(width, N), groups = static_cast<int>(simt::kWarp) / lanes;
   const int64_t items_of_block = groups * (kQuantThreads / static_cast<int>(simt::kWarp));

@@ -1,4 +1,5 @@
-// `quantize_rows_` on the CPU: checks, then rows in parallel.
+// `quantize_rows_` and `quant_lookup` on the CPU: checks, allocation, then rows or bags in
+// parallel.
 #include <torch/csrc/stable/library.h>
 
 #include <optional>
@@ -31,14 +32,12 @@ void quantize_rows_(Tensor values, Tensor scales, const Tensor& weights, int64_t
 
 }  // namespace
 
-// `quant_lookup` on the CPU: checks, allocation, and cutting the bags into equal parts.
-
 EMB_SELECT_KERNELS(QuantLookupTable, kQuantLookupTable, lookup_table)
 
 namespace {
 
-// That every feature lies inside the memory and the columns: what makes reads and writes safe
-// whatever the caller passes. Returns the columns that pooled features cover.
+// Check that every feature lies inside the memory and the columns: this makes reads and writes safe
+// whatever the caller passes. Return the columns that pooled features cover.
 int64_t check_tables(const Tensor& features, const Tensor& values, const Tensor& scales, int bits,
                      Pooling pooling, int64_t columns) {
   const Feature* feature = feature_array(features);
@@ -76,11 +75,11 @@ Tensor quant_lookup(const Tensor& values, const Tensor& scales, const Tensor& fe
   if (sample_weights) sample_weights = torch::stable::contiguous(*sample_weights);
   const FeatureBags feature_bags(op, features, offsets, bag_layout, pooling, columns);
   const BagMap& map = feature_bags.map;
-  const bool none = pooling == Pooling::kNone, variable = map.places != nullptr && !none;
-  // In a variable batch every bag is checked against the elements of the output by itself.
+  const bool none = pooling == Pooling::kNone, variable = map.layout != nullptr && !none;
+  // In a variable batch every bag is checked against the elements of the output separately.
   const int64_t covered =
       check_tables(features, values, scales, static_cast<int>(bits),
-                   variable ? Pooling::kSum : pooling, variable ? kAnyNumber : columns);
+                   variable ? Pooling::kSum : pooling, variable ? kUnlimited : columns);
   const Bags bags{index_array(offsets), feature_bags.num_bags(), indices.numel()};
   Tensor out =
       new_quant_output(features, indices, offsets, variable, pooling, columns, output_dtype);
@@ -107,7 +106,7 @@ Tensor quant_lookup(const Tensor& values, const Tensor& scales, const Tensor& fe
                                bags,
                                pooling,
                                sample_weights ? sample_weights->const_data_ptr<float>() : nullptr,
-                               map.places,
+                               map.layout,
                                output + first * out.element_size(),
                                columns,
                                begin};

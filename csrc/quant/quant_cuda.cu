@@ -1,5 +1,5 @@
-// `quantize_rows_` and `quant_lookup` on the GPU: checks, allocation, launch. What `features` holds
-// is on the device and is not read here: nothing waits for the GPU.
+// `quantize_rows_` and `quant_lookup` on the GPU: checks, allocation, launch. The contents of
+// `features` are on the device and are not read here: nothing waits for the GPU.
 #include <torch/csrc/stable/library.h>
 
 #include <optional>

@@ -1,4 +1,5 @@
-// Quantises rows on one CPU thread: one pass for the ends of a row, one for its numbers.
+// Quantised tables on one CPU thread: quantise rows (one pass for the range of a row, one for its
+// numbers), look up bags.
 
 #include "core/half.h"
 #include "core/vec.h"
@@ -44,14 +45,14 @@ void quantize(const QuantizeArgs& args, int64_t first_row, int64_t last_row) {
 extern const QuantizeTable kQuantizeTable;
 const QuantizeTable kQuantizeTable = {{quantize<float>, quantize<half16>, quantize<bfloat16>}};
 
-// Registers of floats from packed numbers, `kLanes` at a time. Only for `*_kernels.cpp`.
+// Registers of floats from packed numbers, `kLanes` at a time.
 
 template <int kBits>
 inline constexpr int kPackedBytes = kLanes * kBits / 8;
 
 #if defined(__AVX2__)
 
-// The two numbers of each of 8 bytes, in order.
+// Return the two numbers of each of 8 bytes, in order.
 EMB_HD __m128i unpack_halves(__m128i bytes) {
   const __m128i mask = _mm_set1_epi8(15);
   const __m128i high = _mm_and_si128(_mm_srli_epi16(bytes, 4), mask);
@@ -60,7 +61,7 @@ EMB_HD __m128i unpack_halves(__m128i bytes) {
 
 #endif
 
-// `kLanes` numbers from `p` on, which need not be aligned.
+// Load `kLanes` numbers from `p`, which need not be aligned.
 template <int kBits>
 EMB_HD Vec load_packed(const uint8_t* p) {
 #if defined(__AVX512F__)
@@ -90,8 +91,8 @@ EMB_HD Vec load_packed(const uint8_t* p) {
 #endif
 }
 
-// The first `n` (0 < n < kLanes) of them; no byte behind those is read, and the rest is no number
-// of the row.
+// Load the first `n` numbers (0 < n < kLanes) without reading a byte beyond them; the other lanes
+// are undefined.
 template <int kBits>
 EMB_HD Vec load_packed_first(const uint8_t* p, int n) {
   uint8_t buffer[kPackedBytes<kBits>] = {};
@@ -102,12 +103,11 @@ EMB_HD Vec load_packed_first(const uint8_t* p, int n) {
 
 namespace {
 
-// Lookup in quantised tables on one CPU thread. As for plain tables, random rows are all that
-// costs: those of the next lookups are fetched ahead, across bags, and a bag's sum stays in
-// registers. Rows become floats before they are added: their offsets added up apart would cancel in
-// long bags.
+// The lookup. As for plain tables, cache misses on random rows dominate: the rows of the next
+// lookups are prefetched, across bags, and a bag's sum stays in registers. Rows are converted to
+// floats before they are added: separate sums of their offsets would cancel in long bags.
 
-// How far ahead rows are fetched: a row is few lines, and its scale another one.
+// How many lookups ahead rows are prefetched: a row is few lines, and its scale another one.
 constexpr int64_t kAhead = 16;
 
 template <int kBits, class I>
@@ -124,7 +124,7 @@ struct PackedRows {
   EMB_HD const uint8_t* at(int64_t row, int64_t column) const {
     return args.values + row * row_bytes + column * kBits / 8;
   }
-  // Asks for columns [column, column + count) of the row of lookup i, if there is such a lookup.
+  // Prefetch columns [column, column + count) of the row of lookup i, if there is such a lookup.
   EMB_HD void prefetch(int64_t i, int64_t column, int64_t count) const {
     if (i >= last) return;
     const int64_t r = row(i);
@@ -134,7 +134,7 @@ struct PackedRows {
   }
 };
 
-// Columns [column, column + kVectors * kLanes) of one bag.
+// Pool columns [column, column + kVectors * kLanes) of one bag.
 template <int kVectors, int kBits, class I, class O>
 EMB_HD void pool_block(const PackedRows<kBits, I>& rows, int64_t column, int64_t begin, int64_t end,
                        float factor, O* out) {
@@ -202,7 +202,7 @@ void lookup(const QuantLookupArgs& args, int64_t first_bag, int64_t last_bag) {
   const PackedRows<kBits, I> rows{args, packed_bytes(args.dim, kBits), last};
   for (int64_t i = first; i < first + kAhead; ++i) rows.prefetch(i, 0, args.dim);
   O* out = static_cast<O*>(args.out);
-  if (args.pooling == Pooling::kNone) {  // every lookup is a bag of its own
+  if (args.pooling == Pooling::kNone) {  // every lookup is a bag
     for (int64_t i = first; i < last; ++i) {
       pool_bag(rows, i, i + 1, 1.0f, out + i * args.out_stride);
     }
@@ -212,9 +212,9 @@ void lookup(const QuantLookupArgs& args, int64_t first_bag, int64_t last_bag) {
     const int64_t begin = args.bags.begin(bag), end = args.bags.end(bag);
     const bool mean = args.pooling == Pooling::kMean && end > begin;
     const float factor = mean ? 1.0f / static_cast<float>(end - begin) : 1.0f;
-    const int64_t place =
-        args.places ? args.places[bag].element : (bag - args.first_bag) * args.out_stride;
-    pool_bag(rows, begin, end, factor, out + place);
+    const int64_t offset =
+        args.bag_layout ? args.bag_layout[bag].element : (bag - args.first_bag) * args.out_stride;
+    pool_bag(rows, begin, end, factor, out + offset);
   }
 }
 

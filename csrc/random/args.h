@@ -12,7 +12,7 @@ struct UniformArgs {
   uint64_t seed;
 };
 
-// The CPU kernel fills blocks of this many elements: 16 Philox counters at once.
+// Elements of a block of the CPU kernel, which advances 16 Philox counters at once.
 inline constexpr int64_t kUniformBlock = 64;
 
 using UniformFn = void (*)(const UniformArgs&, int64_t first_block, int64_t last_block);

@@ -1,4 +1,4 @@
-// Uniform random numbers on the GPU: one Philox counter, four elements, a thread.
+// Uniform random numbers on the GPU: a thread takes one Philox counter, which makes four elements.
 #pragma once
 
 #include "core/dtype.h"
@@ -29,8 +29,8 @@ void launch_fill_uniform(const Launcher& launcher, const UniformArgs& fill, Dtyp
   if (fill.numel == 0) return;
   constexpr int kThreads = 256;
   const int64_t wanted = (fill.numel + 4 * kThreads - 1) / (4 * kThreads);
-  const int64_t most = launcher.blocks(8);
-  const auto blocks = static_cast<unsigned>(wanted < most ? wanted : most);
+  const int64_t max_blocks = launcher.blocks(8);
+  const auto blocks = static_cast<unsigned>(wanted < max_blocks ? wanted : max_blocks);
   if (type == Dtype::kFloat) {
     launcher(fill_uniform_kernel<float>, blocks, kThreads, fill);
   } else if (type == Dtype::kHalf) {

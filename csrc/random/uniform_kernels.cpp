@@ -1,5 +1,5 @@
-// Uniform random numbers on one CPU thread: 16 counters go through Philox side by side, one per
-// lane, so that the rounds vectorise.
+// Uniform random numbers on one CPU thread: 16 counters advance side by side, one per lane, so that
+// the rounds of Philox vectorise.
 #include "core/random.h"
 #include "core/vec.h"
 #include "random/args.h"

@@ -1,5 +1,5 @@
-// Which unit gets an id, and where pooled rows come from: the layouts of emblib/ops/route.py as
-// structs, and the rules that CPU and CUDA share.
+// The layouts of emblib/ops/route.py as structs, the arithmetic that CPU and CUDA share, and the
+// CPU's tables of kernels. A *unit* is what one rank looks up for one feature.
 #pragma once
 
 #include "core/layout.h"
@@ -28,18 +28,18 @@ struct Routing {
   int64_t num_features, num_blocks, num_copies, num_units;
 };
 
-// The block in [0, blocks) that holds a key; as emblib/dynamic/keys.py has it.
+// Return the block in [0, blocks) that stores a key; emblib/dynamic/keys.py has the same function.
 EMB_HD int64_t owner(int64_t key, int64_t blocks) {
   const uint64_t route = mix(mix(static_cast<uint64_t>(key)));
   return static_cast<int64_t>((route >> 32) * static_cast<uint64_t>(blocks) >> 32);
 }
 
-// The last block in [0, count) that begins at or before `row`; the first one if none does.
+// Return the last block in [0, count) that begins at or before `row`; the first one if none does.
 EMB_HD int64_t block_of_row(const RouteBlock* blocks, int64_t count, int64_t row) {
   int64_t first = 0;
   while (count > 1) {
     const int64_t half = count / 2;
-    // No branch, which nothing would foresee.
+    // No branch: it would be unpredictable.
     first += half & -int64_t{blocks[first + half].first_row <= row};
     count -= half;
   }
@@ -48,7 +48,7 @@ EMB_HD int64_t block_of_row(const RouteBlock* blocks, int64_t count, int64_t row
 
 struct RoutedId {
   int64_t block;  // of its feature
-  int64_t id;     // as the holder of the block knows it
+  int64_t id;     // as the rank with the block numbers it
 };
 
 EMB_HD RoutedId route_id(const RouteFeature& feature, const RouteBlock* blocks, int64_t id) {
@@ -56,7 +56,8 @@ EMB_HD RoutedId route_id(const RouteFeature& feature, const RouteBlock* blocks, 
   const int64_t row = repair_index(id, feature.rows);
   if (row < 0) return {0, -1};
   const int64_t block = block_of_row(blocks, feature.num_blocks, row);
-  // Whoever holds row 0 repairs an id that is outside as any other, and tells of it.
+  // An id out of range goes unchanged to the rank with row 0, whose lookup repairs and reports it
+  // like any other.
   return {block, row == id ? row - blocks[block].first_row : id};
 }
 
@@ -65,40 +66,39 @@ struct Target {
   int64_t offset, stride, rows, width, first_piece, end_piece, first_bag;
 };
 
-// A row of `pieces`: as many elements of the source. Where `first_row` is not negative, entry
-// `first_row + i` of `rows` says which row of the piece belongs to row i of the target, -1 for
-// none.
+// A row of `pieces`: the elements of the source for a target. If `first_row` is not negative, entry
+// `first_row + i` of `rows` is the row of the piece for row i of the target, -1 for none.
 struct SourcePiece {
   int64_t offset, stride, first_row;
 };
 
 inline constexpr int kFeatureWords = 4, kBlockWords = 3, kTargetWords = 7, kPieceWords = 3;
 
-// The kernels that count and move the ids of a range of bags on the CPU, and how they are reached.
+// The CPU kernels that count and move the ids of a range of bags.
 
 struct RouteArgs {
   Routing routing;
   const void* ids;
   Bags bags;
   void* out;  // lengths or ids, of the dtype of the ids
-  // Of `move` alone.
+  // For `move` only.
   IndexArray starts;
   int64_t total;
   int64_t* positions;
   const float* weights;
   float* out_weights;
-  int64_t* scratch;  // three numbers a block of the feature that has most
+  int64_t* scratch;  // three numbers per block, for the feature with the most blocks
 };
 
-// Bags [begin, end) of feature f. False where the arguments contradict each other: offsets that
-// descend, or starts that are not those of the ids.
+// Process bags [begin, end) of feature f. Return false if the arguments contradict each other:
+// offsets that descend, or starts that do not match the ids.
 using RouteFn = bool (*)(const RouteArgs&, int64_t f, int64_t begin, int64_t end);
 
 struct RouteTable {
   RouteFn count[2], move[2];  // [ids are int64]
 };
 
-// The kernels that add up pieces of rows on the CPU, and their adjoint, and how they are reached.
+// The CPU kernels of `combine` and `spread`.
 
 struct CombineArgs {
   const void* in;
@@ -109,7 +109,7 @@ struct CombineArgs {
   float scale;
 };
 
-// Rows [begin, end) of a target.
+// Process rows [begin, end) of a target.
 using CombineFn = void (*)(const CombineArgs&, const Target&, int64_t begin, int64_t end);
 
 struct CombineTable {

@@ -1,5 +1,5 @@
-// Checks of the routing ops, shared by both backends: the form of their tensors. What layouts say
-// is looked at on the CPU only, see check_routing and check_targets.
+// Checks of the routing ops, shared by both backends: the dtypes and shapes of their tensors. The
+// contents of layouts are checked on the CPU only, see check_routing and check_targets.
 #pragma once
 
 #include <algorithm>
@@ -10,8 +10,8 @@
 
 namespace emb {
 
-inline void check_words(const char* op, const char* name, const Tensor& tensor, int64_t words,
-                        const Tensor& like) {
+inline void check_int64_rows(const char* op, const char* name, const Tensor& tensor, int64_t words,
+                             const Tensor& like) {
   check_dtype(op, name, tensor, ScalarType::Long, "int64");
   const bool fits = words == 1 ? tensor.dim() == 1 : tensor.dim() == 2 && tensor.size(1) == words;
   STD_TORCH_CHECK(fits && tensor.is_contiguous(), op, ": ", name, " must be a contiguous ",
@@ -33,11 +33,11 @@ struct RouteInputs {
     STD_TORCH_CHECK(ids.numel() <= kMaxLookups && offsets.numel() <= kMaxLookups, op,
                     ": at most 2^31 - 1 lookups and bags a call, got ", ids.numel(), " and ",
                     offsets.numel() - 1, "; split the batch");
-    check_words(op, "first_bags", first_bags, 1, ids);
-    check_words(op, "features", features, kFeatureWords, ids);
-    check_words(op, "blocks", blocks, kBlockWords, ids);
-    check_words(op, "copies", copies, 1, ids);
-    check_words(op, "units", units, 1, ids);
+    check_int64_rows(op, "first_bags", first_bags, 1, ids);
+    check_int64_rows(op, "features", features, kFeatureWords, ids);
+    check_int64_rows(op, "blocks", blocks, kBlockWords, ids);
+    check_int64_rows(op, "copies", copies, 1, ids);
+    check_int64_rows(op, "units", units, 1, ids);
     STD_TORCH_CHECK(first_bags.numel() == features.size(0) + 1 && units.numel() >= 1 &&
                         offsets.numel() >= 1 && copies.numel() == units.numel() - 1,
                     op, ": first_bags, units and offsets have one entry more than there are ",
@@ -59,7 +59,7 @@ struct RouteInputs {
   Bags bags() const { return {index_array(offsets), offsets.numel() - 1, ids.numel()}; }
 };
 
-// The weights that ids take along, null where there are none; and the form of `starts`.
+// The optional weights of ids, null if there are none; also checks the dtype of `starts`.
 struct RouteWeights {
   Tensor tensor;
   const float* data = nullptr;
@@ -89,7 +89,7 @@ struct SegmentInputs {
         order(torch::stable::contiguous(order_in)) {
     STD_TORCH_CHECK(values.dim() >= 1, op, ": values must have rows, got a scalar");
     check_index_dtype(op, "starts", starts);
-    check_words(op, "order", order, 1, values);
+    check_int64_rows(op, "order", order, 1, values);
     check_same_device(op, "starts", starts, values);
     STD_TORCH_CHECK(starts.numel() >= 1, op,
                     ": starts must have one entry more than there are segments, got none");
@@ -119,8 +119,8 @@ struct CombineInputs {
       : flat(torch::stable::contiguous(flat_in)) {
     STD_TORCH_CHECK(flat.dim() == 1, op, ": ", name, " must be flat, got ", flat.dim(),
                     " dimensions; use .view(-1)");
-    check_words(op, "targets", target_rows, kTargetWords, flat);
-    check_words(op, "pieces", piece_rows, kPieceWords, flat);
+    check_int64_rows(op, "targets", target_rows, kTargetWords, flat);
+    check_int64_rows(op, "pieces", piece_rows, kPieceWords, flat);
     if (rows_in) {
       rows = torch::stable::contiguous(*rows_in);
       check_dtype(op, "rows", *rows, ScalarType::Int, "int32");
@@ -145,7 +145,7 @@ struct CombineInputs {
   IndexArray length_array() const { return lengths ? index_array(*lengths) : IndexArray{}; }
 };
 
-// What the layouts of the routing ops say, looked at where it costs nothing: on the CPU.
+// Check the blocks of a feature; on the CPU only.
 
 inline void check_blocks(const char* op, const Routing& routing, const RouteFeature& feature,
                          int64_t f) {
@@ -172,7 +172,7 @@ inline void check_blocks(const char* op, const Routing& routing, const RouteFeat
   }
 }
 
-// That units have the bags of their features and each is named once.
+// Check that units have the bags of their features and that each is named once.
 inline void check_units(const char* op, const Routing& routing) {
   std::vector<bool> named(routing.num_units, false);
   STD_TORCH_CHECK(routing.units[0] == 0, op, ": units must begin at bag 0, got ", routing.units[0]);
@@ -217,7 +217,7 @@ inline void check_routing(const char* op, const RouteInputs& in) {
   check_units(op, routing);
 }
 
-// Whether `rows` rows of `width` from `offset` on, `stride` apart, are inside [0, numel).
+// Return whether `rows` rows of `width` from `offset` on, `stride` apart, are inside [0, numel).
 inline bool rows_fit(int64_t offset, int64_t stride, int64_t rows, int64_t width, int64_t numel) {
   if (offset < 0 || rows < 0 || width < 0) return false;
   if (rows == 0 || width == 0) return true;
@@ -232,14 +232,14 @@ inline bool piece_fits(const CombineInputs& in, const SourcePiece& piece, const 
   }
   if (piece.first_row > in.num_rows() || target.rows > in.num_rows() - piece.first_row)
     return false;
-  // Asking a tensor for its memory is a call into torch: not for every row.
+  // The address of a tensor costs a call into torch, so it is not taken per row.
   const int32_t* rows = in.row_data() + piece.first_row;
   int32_t last = -1;
   for (int64_t i = 0; i < target.rows; ++i) last = std::max(last, rows[i]);
   return rows_fit(piece.offset, piece.stride, last + int64_t{1}, target.width, source_numel);
 }
 
-// `out_numel` and `source_numel` as of `combine`.
+// Check the contents of targets and pieces; `out_numel` and `source_numel` are those of `combine`.
 inline void check_targets(const char* op, const CombineInputs& in, int64_t out_numel,
                           int64_t source_numel) {
   int64_t covered = 0;

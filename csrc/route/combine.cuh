@@ -1,8 +1,8 @@
-// Pieces of rows added up on the GPU, and their adjoint: a group of lanes a row, four columns a
-// lane. Targets and pieces that lie outside the tensors are left alone.
+// `combine` and its adjoint `spread` on the GPU: a group of lanes takes a row, four columns per
+// lane. Targets and pieces that lie outside the tensors are skipped.
 #pragma once
 
-#include "core/row_piece.cuh"
+#include "core/row_slice.cuh"
 #include "core/simt.cuh"
 #include "route/args.h"
 
@@ -22,7 +22,7 @@ struct DeviceCombine {
   float scale;
   const void* in;
   void* out;
-  int64_t source_numel, out_numel;  // as of `combine`, whichever of them is `in`
+  int64_t source_numel, out_numel;  // those of `combine`; either may be the size of `in`
 };
 
 EMB_DEVICE bool lies_inside(int64_t offset, int64_t width, int64_t numel) {
@@ -36,7 +36,7 @@ EMB_DEVICE float combine_divisor(const DeviceCombine& in, const Target& target, 
   return length > 1 ? static_cast<float>(length) : 1.0f;
 }
 
-// The first element of what a piece has for a row of its target; -1 if it has nothing there.
+// Return the first element of a piece for a row of its target; -1 if it has none.
 EMB_DEVICE int64_t piece_begin(const DeviceCombine& in, const SourcePiece& piece,
                                const Target& target, int64_t row) {
   if (piece.first_row >= 0) {
@@ -48,8 +48,8 @@ EMB_DEVICE int64_t piece_begin(const DeviceCombine& in, const SourcePiece& piece
   return lies_inside(begin, target.width, in.source_numel) ? begin : -1;
 }
 
-// Calls `body(target, row, group)` for the rows of all targets whose place in the output exists:
-// blockIdx.y walks targets, blockIdx.x their rows.
+// Call `body(target, row, group)` for the rows of all targets that lie inside the output:
+// blockIdx.y iterates over targets, blockIdx.x over their rows.
 template <class Body>
 EMB_DEVICE void for_rows(const DeviceCombine& in, const Body& body) {
   for (int64_t t = blockIdx.y; t < in.num_targets; t += gridDim.y) {
@@ -62,9 +62,9 @@ EMB_DEVICE void for_rows(const DeviceCombine& in, const Body& body) {
     while (lanes < 32 && int64_t{lanes} * kCombineColumns < target.width) lanes *= 2;
     const LaneGroup group(lanes);
     const int groups = kCombineThreads / lanes;
-    const int mine = static_cast<int>(threadIdx.x) / lanes;
-    // Rows do not overlap: there are no more than fit.
-    for (int64_t row = int64_t{blockIdx.x} * groups + mine;
+    const int group_in_block = static_cast<int>(threadIdx.x) / lanes;
+    // Rows do not overlap, which bounds their number.
+    for (int64_t row = int64_t{blockIdx.x} * groups + group_in_block;
          row < target.rows && row * target.width < in.out_numel;
          row += int64_t{gridDim.x} * groups) {
       if (!lies_inside(target.offset + row * target.stride, target.width, in.out_numel)) continue;
@@ -128,9 +128,9 @@ void launch_combine_from(const Launcher& launcher, const DeviceCombine& in, Dtyp
   constexpr int64_t kOfBlock = kCombineThreads * kCombineColumns * 4;  // elements
   const auto targets = static_cast<unsigned>(in.num_targets < 65535 ? in.num_targets : 65535);
   const int64_t of_target = in.out_numel / in.num_targets + 1;
-  const int64_t most = launcher.blocks(32) / targets + 1;
+  const int64_t max_blocks = launcher.blocks(32) / targets + 1;
   simt::Dim3 grid{};
-  grid.x = blocks_for(of_target, kOfBlock, most);
+  grid.x = blocks_for(of_target, kOfBlock, max_blocks);
   grid.y = targets;
   grid.z = 1;
   constexpr bool kForward = kDirection == Direction::kCombine;

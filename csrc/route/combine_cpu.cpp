@@ -1,5 +1,5 @@
-// `combine` and `spread` on the CPU: checks, allocation, neighbours made one, and the work in parts
-// that write neighbouring rows.
+// `combine` and `spread` on the CPU: checks, allocation, merging of neighbouring targets, and
+// parallel work in ranges that write neighbouring rows.
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
@@ -16,10 +16,10 @@ EMB_SELECT_KERNELS(CombineTable, kCombineTable, combine_table)
 
 namespace {
 
-constexpr int64_t kRows = 16;          // of a target, that a thread does at once
+constexpr int64_t kRows = 16;          // rows of a target per call of the kernel
 constexpr int64_t kGrain = 32 * 1024;  // elements
 
-// Whether `next` continues the columns of `target`, and so do its pieces.
+// Return whether the columns of `next` and of its pieces continue those of `target`.
 bool continues(const Target& target, const Target& next, const SourcePiece* pieces) {
   const int64_t count = target.end_piece - target.first_piece;
   if (target.rows != next.rows || target.stride != next.stride ||
@@ -36,7 +36,7 @@ bool continues(const Target& target, const Target& next, const SourcePiece* piec
   return true;
 }
 
-// The targets that have elements, those that continue one another made one.
+// Return the nonempty targets, with neighbours that continue each other merged.
 std::vector<Target> merged(const CombineInputs& in) {
   std::vector<Target> targets;
   targets.reserve(in.num_targets);
@@ -52,7 +52,7 @@ std::vector<Target> merged(const CombineInputs& in) {
   return targets;
 }
 
-// How many of the `count` rows of a target a piece has.
+// Return how many of the `count` rows of a target a piece has.
 int64_t rows_named(const CombineInputs& in, const SourcePiece& piece, int64_t count) {
   if (piece.first_row < 0) return count;
   const int32_t* rows = in.row_data() + piece.first_row;
@@ -68,7 +68,7 @@ void run(CombineFn kernel, const CombineArgs& args, const std::vector<Target>& t
     width += target.width;
   }
   if (equal && count > 0) {
-    // Rows of all targets side by side: what a thread writes is one stretch of a [B, D] output.
+    // Rows of all targets side by side: a thread writes one contiguous range of a [B, D] output.
     const auto cost = [&](int64_t row) { return row * width; };
     parallel_balanced(targets[0].rows, kGrain, cost, [&](int64_t begin, int64_t end) {
       for (int64_t row = begin; row < end; row += kRows) {
@@ -80,7 +80,7 @@ void run(CombineFn kernel, const CombineArgs& args, const std::vector<Target>& t
   std::vector<int64_t> before(count + 1, 0);  // elements of the targets before each
   for (int64_t t = 0; t < count; ++t)
     before[t + 1] = before[t] + targets[t].rows * targets[t].width;
-  // Parts are cut anywhere; a row is done by the part that its first element is in.
+  // Ranges may begin anywhere; a row belongs to the range of its first element.
   const auto cost = [](int64_t element) { return element; };
   parallel_balanced(before[count], kGrain, cost, [&](int64_t begin, int64_t end) {
     int64_t t = std::upper_bound(before.begin(), before.end(), begin) - before.begin() - 1;

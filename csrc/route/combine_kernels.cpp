@@ -1,5 +1,4 @@
-// Rows of one target on one CPU thread: the sum of its pieces, or its gradient to each of them.
-// Where values stay as they are it is a copy.
+// `combine` and `spread` for rows of one target on one CPU thread; a copy if values do not change.
 #include <type_traits>
 
 #include "core/vec.h"
@@ -14,14 +13,14 @@ EMB_HD float divisor(const CombineArgs& args, const Target& target, int64_t row)
   return length > 1 ? static_cast<float>(length) : 1.0f;
 }
 
-// The first element of what a piece has for a row of its target; null if it has nothing.
+// Return the first element of a piece for a row of its target; null if it has none.
 template <class T>
 EMB_HD T* row_of(const CombineArgs& args, const SourcePiece& piece, T* data, int64_t row) {
   if (piece.first_row >= 0) row = args.rows[piece.first_row + row];
   return row < 0 ? nullptr : data + piece.offset + row * piece.stride;
 }
 
-// Whether pieces are copied as they are.
+// Return whether pieces are copied unchanged.
 EMB_HD bool keeps_values(const CombineArgs& args, const Target& target) {
   return target.first_bag < 0 && args.scale == 1.0f;
 }
@@ -38,8 +37,7 @@ void copy_rows(const T* in, int64_t in_stride, T* out, int64_t out_stride, int64
   }
 }
 
-// The sum of what the pieces of a target have for a row, divided by `length` and multiplied by the
-// scale.
+// Sum the pieces of a target for a row, divide by `length` and multiply by the scale.
 template <class S, class O>
 void add_rows(const CombineArgs& args, const Target& target, int64_t row, float length, O* out) {
   const auto add = [&](const auto& body) {

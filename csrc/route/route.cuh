@@ -1,9 +1,9 @@
-// Ids counted and moved on the GPU, a warp a bag. The lanes that hold ids of one block find each
-// other by a match; the first of them counts for all, so nothing is added atomically and ids keep
-// their order. What layouts say is not trusted: what lies outside the tensors is left alone.
+// Counts and moves ids on the GPU, one warp per bag. A match finds the lanes whose ids go to the
+// same block; the first of them counts for all, so no atomics are needed and ids keep their order.
+// Layouts are not trusted: whatever lies outside the tensors is skipped.
 #pragma once
 
-#include "core/row_piece.cuh"
+#include "core/row_slice.cuh"
 #include "core/simt.cuh"
 #include "route/args.h"
 
@@ -17,7 +17,7 @@ struct DeviceRoute {
   Bags bags;
   void* out;         // lengths, which are 0 before; or ids
   int64_t out_bags;  // bags of all units
-  // Of the ids alone.
+  // For the ids only.
   IndexArray starts;
   int64_t total;
   int64_t* positions;
@@ -26,8 +26,8 @@ struct DeviceRoute {
   int32_t* used;  // [out_bags], 0 before: ids of a bag that have been moved
 };
 
-// The last feature whose bags begin at or before `bag`; its first and last bag decide whether it is
-// one of them.
+// Return the last feature whose bags begin at or before `bag`; the caller must check that it
+// contains the bag.
 EMB_DEVICE int64_t feature_of_bag(const Routing& routing, int64_t bag) {
   int64_t low = 0, high = routing.num_features;
   while (high - low > 1) {
@@ -41,11 +41,11 @@ EMB_DEVICE int64_t feature_of_bag(const Routing& routing, int64_t bag) {
   return low;
 }
 
-// A feature and one of its bags; `usable` where they name what there is.
+// A feature and one of its bags; not `usable` if the layout is invalid.
 struct BagRoute {
   RouteFeature feature;
   const RouteBlock* blocks;
-  int64_t bag;  // from the first of the feature
+  int64_t bag;  // relative to the first of the feature
   bool usable;
 
   EMB_DEVICE BagRoute(const Routing& routing, int64_t number) : blocks(nullptr), usable(false) {
@@ -65,7 +65,7 @@ struct BagRoute {
     return fits && b.num_copies > 0 ? b.num_copies : 0;
   }
 
-  // The bag in what unit `copy` of a block gets; -1 where there is none.
+  // Return the index of the bag among the bags of copy `copy` of a block; -1 if there is none.
   EMB_DEVICE int64_t cell(const DeviceRoute& in, int64_t block, int64_t copy) const {
     const int64_t unit = in.routing.copies[blocks[block].first_copy + copy];
     if (unit < 0 || unit >= in.routing.num_units) return -1;
@@ -134,11 +134,11 @@ __global__ void __launch_bounds__(kRouteThreads, 4) route_move_kernel(DeviceRout
     if (!route.usable) continue;
     const int64_t begin = in.bags.begin(number), end = in.bags.end(number);
     for (int64_t i = begin; i < end; i += simt::kWarp) {
-      const bool mine = i + lane < end;
+      const bool has_id = i + lane < end;
       RoutedId routed{-1, 0};
-      if (mine) routed = route_id(route.feature, route.blocks, ids[i + lane]);
+      if (has_id) routed = route_id(route.feature, route.blocks, ids[i + lane]);
       const BlockPeers peers(static_cast<int>(routed.block));
-      const int64_t copies = mine ? route.copies(in.routing, routed.block) : 0;
+      const int64_t copies = has_id ? route.copies(in.routing, routed.block) : 0;
       const int64_t first_cell = copies > 0 ? route.cell(in, routed.block, 0) : -1;
       int moved = 0;
       if (first_cell >= 0 && peers.leads()) {

@@ -1,5 +1,4 @@
-// `route_lengths` and `route_ids` on the CPU: checks, allocation, and cutting the bags into parts
-// of equal work.
+// `route_lengths` and `route_ids` on the CPU: checks, allocation, and bags in ranges of equal cost.
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
@@ -20,13 +19,13 @@ namespace {
 
 constexpr int64_t kGrain = 8192;  // ids and bags
 
-// Runs `kernel` over the bags of all features; false where it found a contradiction.
+// Run `kernel` over the bags of all features; return false if it found a contradiction.
 bool run(const RouteArgs& args, RouteFn kernel) {
   const Routing& routing = args.routing;
   if (routing.num_features == 0) return true;
-  int64_t most_blocks = 1;
+  int64_t max_blocks = 1;
   for (int64_t f = 0; f < routing.num_features; ++f) {
-    most_blocks = std::max(most_blocks, routing.features[f].num_blocks);
+    max_blocks = std::max(max_blocks, routing.features[f].num_blocks);
   }
   const int64_t first = routing.first_bags[0], last = routing.first_bags[routing.num_features];
   const int64_t before = args.bags.offsets[first];
@@ -34,16 +33,16 @@ bool run(const RouteArgs& args, RouteFn kernel) {
   const auto cost = [&](int64_t i) { return args.bags.offsets[first + i] - before + i; };
   parallel_balanced(last - first, kGrain, cost, [&](int64_t part_begin, int64_t part_end) {
     const int64_t from = first + part_begin, to = first + part_end;
-    RouteArgs mine = args;
-    const std::unique_ptr<int64_t[]> scratch(new int64_t[3 * most_blocks]);
-    mine.scratch = scratch.get();
+    RouteArgs args_of_range = args;
+    const std::unique_ptr<int64_t[]> scratch(new int64_t[3 * max_blocks]);
+    args_of_range.scratch = scratch.get();
     const int64_t* next =
         std::upper_bound(routing.first_bags, routing.first_bags + routing.num_features + 1, from);
     for (int64_t f = next - routing.first_bags - 1;
          f < routing.num_features && routing.first_bags[f] < to; ++f) {
       const int64_t begin = std::max(from, routing.first_bags[f]);
       const int64_t end = std::min(to, routing.first_bags[f + 1]);
-      if (begin < end && !kernel(mine, f, begin, end)) fits = false;
+      if (begin < end && !kernel(args_of_range, f, begin, end)) fits = false;
     }
   });
   return fits;
@@ -83,7 +82,7 @@ std::tuple<Tensor, Tensor, Tensor> route_ids(const Tensor& ids, const Tensor& of
   const RouteInputs in(op, ids, offsets, first_bags, features, blocks, copies, units);
   check_routing(op, in);
   const Tensor start_tensor = torch::stable::contiguous(starts);
-  const RouteWeights given(op, in, start_tensor, total, weights);
+  const RouteWeights route_weights(op, in, start_tensor, total, weights);
   const IndexArray start = index_array(start_tensor);
   const int64_t bags = in.routing.units[in.routing.num_units];
   STD_TORCH_CHECK(start_tensor.numel() == bags + 1 && start[0] == 0 && start[bags] == total, op,
@@ -91,13 +90,13 @@ std::tuple<Tensor, Tensor, Tensor> route_ids(const Tensor& ids, const Tensor& of
                   ": the sums of what route_lengths returns");
   Tensor out = allocate(in.ids, {total});
   Tensor positions = allocate(in.ids, {total}, ScalarType::Long);
-  Tensor carried = allocate(in.ids, {given.data != nullptr ? total : 0}, ScalarType::Float);
+  Tensor carried = allocate(in.ids, {route_weights.data != nullptr ? total : 0}, ScalarType::Float);
   RouteArgs args = route_args(in);
   args.out = out.mutable_data_ptr();
   args.starts = start;
   args.total = total;
   args.positions = positions.mutable_data_ptr<int64_t>();
-  args.weights = given.data;
+  args.weights = route_weights.data;
   args.out_weights = carried.mutable_data_ptr<float>();
   STD_TORCH_CHECK(run(args, route_table().move[in.id_array().is_int64]), op,
                   ": starts are not the sums of what route_lengths returns for these ids");

@@ -1,4 +1,4 @@
-// `route_lengths`, `route_ids` and `gather_segments` on the GPU: checks, allocation and launch.
+// The routing ops on the GPU: checks, allocation and launch.
 #include <torch/csrc/stable/library.h>
 
 #include <tuple>
@@ -44,13 +44,13 @@ std::tuple<Tensor, Tensor, Tensor> route_ids(const Tensor& ids, const Tensor& of
   const char* op = "route_ids";
   const RouteInputs in(op, ids, offsets, first_bags, features, blocks, copies, units);
   const Tensor start_tensor = torch::stable::contiguous(starts);
-  const RouteWeights given(op, in, start_tensor, total, weights);
+  const RouteWeights route_weights(op, in, start_tensor, total, weights);
   STD_TORCH_CHECK(start_tensor.numel() >= 1, op,
                   ": starts must have one entry more than units have bags, got none");
   const CudaLauncher launcher(in.ids);
   Tensor out = allocate(in.ids, {total});
   Tensor positions = allocate(in.ids, {total}, ScalarType::Long);
-  Tensor carried = allocate(in.ids, {given.data != nullptr ? total : 0}, ScalarType::Float);
+  Tensor carried = allocate(in.ids, {route_weights.data != nullptr ? total : 0}, ScalarType::Float);
   const int64_t bags = start_tensor.numel() - 1;
   Tensor used = allocate(in.ids, {bags}, ScalarType::Int);
   torch::stable::zero_(used);
@@ -59,7 +59,7 @@ std::tuple<Tensor, Tensor, Tensor> route_ids(const Tensor& ids, const Tensor& of
   route.starts = index_array(start_tensor);
   route.total = total;
   route.positions = positions.mutable_data_ptr<int64_t>();
-  route.weights = given.data;
+  route.weights = route_weights.data;
   route.out_weights = carried.mutable_data_ptr<float>();
   route.used = used.mutable_data_ptr<int32_t>();
   launch_route_move(launcher, route, in.id_array().is_int64);
@@ -87,8 +87,6 @@ Tensor gather_segments(const Tensor& values, const Tensor& starts, const Tensor&
                          total, in.row_nbytes);
   return out;
 }
-
-// `combine` and `spread` on the GPU: checks, allocation and launch.
 
 DeviceCombine device_combine(const CombineInputs& in, Tensor& out, double scale) {
   return {in.targets,

@@ -1,4 +1,4 @@
-// The ids of a range of bags of one feature, counted and moved on one CPU thread.
+// Counts and moves the ids of a range of bags of one feature on one CPU thread.
 #include <cstdint>
 
 #include "route/args.h"
@@ -6,35 +6,35 @@
 namespace emb::EMB_ISA {
 namespace {
 
-// Up to so many blocks ids are compared with where each one begins, which vectorises.
+// Up to this number of blocks, ids are compared with the start of every block, which vectorises.
 constexpr int64_t kFewBlocks = 12;
-constexpr int64_t kExact = int64_t{1} << 52;  // rows that doubles tell apart
-constexpr int64_t kLongBag = 8;  // ids from which on a bag is worth a loop for every block
-constexpr int64_t kChunk = 512;  // ids that find their blocks before they move
+constexpr int64_t kExact = int64_t{1} << 52;  // doubles represent all integers up to this one
+constexpr int64_t kLongBag = 8;               // ids of a bag from which a loop per block pays
+constexpr int64_t kChunk = 512;               // ids whose blocks are found before they are moved
 
-// Whether ids of type I can reach a bound at all.
+// Return whether ids of type I can reach a bound.
 template <class I>
 bool reaches(int64_t bound) {
   return sizeof(I) == 8 || bound <= INT32_MAX;
 }
 
-// How many ids are `bound` or more.
+// Return how many ids are at least `bound`.
 template <class I>
 int64_t count_from(const I* ids, int64_t n, int64_t bound) {
   if (!reaches<I>(bound)) return 0;
-  const auto least = static_cast<I>(bound);
+  const auto limit = static_cast<I>(bound);
   I found = 0;
-  for (int64_t i = 0; i < n; ++i) found += ids[i] >= least;
+  for (int64_t i = 0; i < n; ++i) found += ids[i] >= limit;
   return found;
 }
 
-// The blocks of a feature, and where bags [begin, end) of their units are.
+// The blocks of a feature, and the location of bags [begin, end) in their units.
 struct FeatureRoute {
   const RouteFeature& feature;
   const RouteBlock* blocks;
   const Routing& routing;
-  int64_t begin, end;  // bags, from the first of the feature
-  int64_t step;        // rows of each of many blocks of one size; else 0
+  int64_t begin, end;  // bags, relative to the first of the feature
+  int64_t step;        // rows per block if there are many blocks of equal size, else 0
 
   FeatureRoute(const Routing& all, int64_t f, int64_t first, int64_t last)
       : feature(all.features[f]),
@@ -50,13 +50,13 @@ struct FeatureRoute {
   }
 
   bool few() const { return feature.rule == kByRange && feature.num_blocks <= kFewBlocks; }
-  // The first of its bags in what unit `copy` of block k gets.
+  // Return the first of the bags in copy `copy` of block k.
   int64_t bag(int64_t k, int64_t copy) const {
     return routing.units[routing.copies[blocks[k].first_copy + copy]] + begin;
   }
 };
 
-// How many of the ids of a table lie, repaired, at row 0 or beyond: all that are not pruned.
+// Return how many ids are not pruned: after repair they are row 0 or a later one.
 template <class I>
 int64_t count_rows(const I* ids, int64_t n, int64_t rows) {
   if (rows == 0) return 0;
@@ -69,7 +69,7 @@ template <class I>
 void count_few(const FeatureRoute& route, const I* ids, int64_t n, int64_t* counts) {
   const int64_t num_blocks = route.feature.num_blocks;
   const int64_t beyond = count_from(ids, n, route.feature.rows);
-  int64_t from = 0;  // ids of this block and those behind it
+  int64_t from = 0;  // ids of the blocks after this one
   for (int64_t k = num_blocks - 1; k > 0; --k) {
     const int64_t first = route.blocks[k].first_row;
     const int64_t next =
@@ -80,18 +80,18 @@ void count_few(const FeatureRoute& route, const I* ids, int64_t n, int64_t* coun
   counts[0] = n - from;
 }
 
-// The blocks of n ids, and the ids as those know them; at most kMost blocks. Blocks that are
-// missing begin where no id reaches them.
-template <class I, int kMost>
+// Find the blocks of n ids and the ids relative to them, for at most kMaxBlocks blocks. Missing
+// blocks begin where no id reaches them.
+template <class I, int kMaxBlocks>
 void find_up_to(const FeatureRoute& route, const I* ids, int64_t n, I* block, I* local) {
   const int64_t rows = route.feature.rows;
   const I limit = reaches<I>(rows) ? static_cast<I>(rows) : INT32_MAX;
   const bool all = !reaches<I>(rows);  // no id is too large
   const bool none = rows == 0;
   const I pruned = none ? -1 : 0;
-  I first[kMost] = {};
-  bool exists[kMost] = {};
-  for (int64_t k = 0; k < kMost && k < route.feature.num_blocks; ++k) {
+  I first[kMaxBlocks] = {};
+  bool exists[kMaxBlocks] = {};
+  for (int64_t k = 0; k < kMaxBlocks && k < route.feature.num_blocks; ++k) {
     exists[k] = reaches<I>(route.blocks[k].first_row);
     if (exists[k]) first[k] = static_cast<I>(route.blocks[k].first_row);
   }
@@ -100,10 +100,10 @@ void find_up_to(const FeatureRoute& route, const I* ids, int64_t n, I* block, I*
     const bool valid = (id >= 0) & (all | (id < limit));
     const I row = valid ? id : (id == -1 ? I{-1} : pruned);
     I found = 0, begin = 0;
-    for (int k = 1; k < kMost; ++k) {
-      const bool mine = exists[k] & (row >= first[k]);
-      found = mine ? I{k} : found;
-      begin = mine ? first[k] : begin;
+    for (int k = 1; k < kMaxBlocks; ++k) {
+      const bool reached = exists[k] & (row >= first[k]);
+      found = reached ? I{k} : found;
+      begin = reached ? first[k] : begin;
     }
     block[i] = found;
     local[i] = (valid | none) ? static_cast<I>(row - begin) : id;
@@ -130,7 +130,7 @@ void find_many(const FeatureRoute& route, const I* ids, int64_t n, I* block, I* 
   }
 }
 
-// Blocks of one size: a product with the reciprocal is right or beside it.
+// Blocks of equal size: the product with the reciprocal is exact or off by one.
 template <class I>
 void find_equal(const FeatureRoute& route, const I* ids, int64_t n, I* block, I* local) {
   const int64_t step = route.step, rows = route.feature.rows;
@@ -158,7 +158,7 @@ void find(const FeatureRoute& route, const I* ids, int64_t n, I* block, I* local
   }
 }
 
-// Adds every id to the length of its bag in its block; the lengths are 0 before.
+// Add every id to the length of its bag in its block; the lengths are 0 before.
 template <class I>
 bool count_one_by_one(const RouteArgs& args, const FeatureRoute& route, const int64_t* first,
                       int64_t begin, int64_t bags) {
@@ -240,11 +240,11 @@ bool count(const RouteArgs& args, int64_t f, int64_t begin, int64_t end) {
   return true;
 }
 
-// Where the ids of each block go: [cursor, end) of the outputs.
-struct Places {
+// Where the ids of each block are written: [cursor, end) of the outputs.
+struct WriteCursors {
   int64_t *cursor, *end, *start;
 
-  // False where the starts do not fit.
+  // Return false if the starts do not fit.
   bool begin(const RouteArgs& args, const FeatureRoute& route) {
     const int64_t num_blocks = route.feature.num_blocks;
     cursor = args.scratch;
@@ -268,7 +268,7 @@ struct Places {
 };
 
 template <class I>
-bool move_chunk(const RouteArgs& args, const FeatureRoute& route, const Places& places,
+bool move_chunk(const RouteArgs& args, const FeatureRoute& route, const WriteCursors& cursors,
                 int64_t first, int64_t n) {
   I block[kChunk], local[kChunk];
   const I* ids = static_cast<const I*>(args.ids) + first;
@@ -276,12 +276,12 @@ bool move_chunk(const RouteArgs& args, const FeatureRoute& route, const Places& 
   find(route, ids, n, block, local);
   bool fits = true;
   for (int64_t i = 0; i < n; ++i) {
-    const int64_t k = block[i], to = places.cursor[k];
-    if (to >= places.end[k]) {
+    const int64_t k = block[i], to = cursors.cursor[k];
+    if (to >= cursors.end[k]) {
       fits = fits && route.blocks[k].num_copies == 0;
       continue;
     }
-    places.cursor[k] = to + 1;
+    cursors.cursor[k] = to + 1;
     out[to] = local[i];
     args.positions[to] = first + i;
     if (args.weights != nullptr) args.out_weights[to] = args.weights[first + i];
@@ -289,13 +289,13 @@ bool move_chunk(const RouteArgs& args, const FeatureRoute& route, const Places& 
   return fits;
 }
 
-// The ids of a feature that is in one piece: a copy.
+// Move the ids of a feature with one block: a copy.
 template <class I>
-bool move_all(const RouteArgs& args, const FeatureRoute& route, const Places& places, int64_t first,
-              int64_t n) {
+bool move_all(const RouteArgs& args, const FeatureRoute& route, const WriteCursors& cursors,
+              int64_t first, int64_t n) {
   if (route.blocks[0].num_copies == 0) return true;
-  if (places.end[0] - places.cursor[0] != n) return false;
-  const int64_t to = places.cursor[0];
+  if (cursors.end[0] - cursors.cursor[0] != n) return false;
+  const int64_t to = cursors.cursor[0];
   const I* ids = static_cast<const I*>(args.ids) + first;
   I* out = static_cast<I*>(args.out) + to;
   if (route.feature.rule == kByKey) {
@@ -310,7 +310,7 @@ bool move_all(const RouteArgs& args, const FeatureRoute& route, const Places& pl
   if (args.weights != nullptr) {
     __builtin_memcpy(args.out_weights + to, args.weights + first, n * sizeof(float));
   }
-  places.cursor[0] = to + n;
+  cursors.cursor[0] = to + n;
   return true;
 }
 
@@ -321,20 +321,20 @@ bool move(const RouteArgs& args, int64_t f, int64_t begin, int64_t end) {
   if (num_blocks == 0) return true;
   const int64_t from = args.bags.offsets[begin], to = args.bags.offsets[end];
   if (from < 0 || to < from || to > args.bags.num_lookups) return false;
-  Places places{};
-  if (!places.begin(args, route)) return false;
+  WriteCursors cursors{};
+  if (!cursors.begin(args, route)) return false;
   bool fits = true;
   if (num_blocks == 1) {
-    fits = move_all<I>(args, route, places, from, to - from);
+    fits = move_all<I>(args, route, cursors, from, to - from);
   } else {
     for (int64_t i = from; i < to; i += kChunk) {
-      fits = move_chunk<I>(args, route, places, i, to - i < kChunk ? to - i : kChunk) && fits;
+      fits = move_chunk<I>(args, route, cursors, i, to - i < kChunk ? to - i : kChunk) && fits;
     }
   }
   I* out = static_cast<I*>(args.out);
   for (int64_t k = 0; k < num_blocks; ++k) {
-    fits = fits && places.cursor[k] == places.end[k];
-    const int64_t first = places.start[k], n = places.end[k] - first;
+    fits = fits && cursors.cursor[k] == cursors.end[k];
+    const int64_t first = cursors.start[k], n = cursors.end[k] - first;
     for (int64_t copy = 1; copy < route.blocks[k].num_copies && fits; ++copy) {
       const int64_t other = args.starts[route.bag(k, copy)];
       __builtin_memcpy(out + other, out + first, n * sizeof(I));

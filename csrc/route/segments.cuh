@@ -1,10 +1,10 @@
-// Segments of rows strung together on the GPU. Rows are copied in the widest words that all of them
-// begin at; where each segment goes is a scan over tiles of segments, whose parts are added up
-// where they are read.
+// Concatenates segments of rows on the GPU. Rows are copied in the widest words that the alignment
+// allows. The output offset of each segment comes from a scan over tiles of segments, whose partial
+// sums are added where they are read.
 #pragma once
 
 #include "core/dtype.h"
-#include "core/row_piece.cuh"
+#include "core/row_slice.cuh"
 #include "core/search.cuh"
 #include "core/simt.cuh"
 
@@ -15,7 +15,7 @@ inline constexpr int kScanThreads = 256;
 struct Segments {
   IndexArray starts;
   const int64_t* order;
-  int64_t num_segments, count, rows;  // `count` of them are wanted
+  int64_t num_segments, count, rows;  // `count` is the number of wanted segments
   int64_t* sums;                      // [count]: rows up to the end of each, within its tile
   int64_t* tiles;                     // [tiles + 1]: rows before each tile
 
@@ -29,7 +29,7 @@ struct Segments {
     const int64_t first = clamp(starts[s], 0);
     return clamp(starts[s + 1], first) - first;
   }
-  // The first row of a wanted segment in the output.
+  // Return the first output row of a wanted segment.
   EMB_DEVICE int64_t first(int64_t m) const {
     return (m % kScanThreads == 0 ? 0 : sums[m - 1]) + tiles[m / kScanThreads];
   }
@@ -42,7 +42,8 @@ struct Segments {
 
 inline int64_t scan_tiles(int64_t count) { return (count + kScanThreads - 1) / kScanThreads; }
 
-// The sum over this thread and those before it in the block; `shared` has a number a warp.
+// Return the sum over this thread and the threads before it in the block; `shared` has one number
+// per warp.
 EMB_DEVICE int64_t block_scan(int64_t value, int64_t* shared) {
   const unsigned lane = threadIdx.x % simt::kWarp, warp = threadIdx.x / simt::kWarp;
   for (unsigned step = 1; step < simt::kWarp; step *= 2) {
@@ -67,7 +68,7 @@ EMB_DEVICE int64_t block_scan(int64_t value, int64_t* shared) {
   }
 }
 
-// From rows in each tile to rows before it; one block.
+// Turn the rows of each tile into the rows before it; runs in one block.
 [[maybe_unused]] static __global__ void __launch_bounds__(kScanThreads)
     segment_tiles_kernel(Segments in, int64_t tiles) {
   __shared__ int64_t shared[kScanThreads / simt::kWarp];
@@ -78,16 +79,16 @@ EMB_DEVICE int64_t block_scan(int64_t value, int64_t* shared) {
   }
   __syncthreads();
   for (int64_t tile = 0; tile < tiles; tile += kScanThreads) {
-    const int64_t mine = tile + threadIdx.x + 1;
+    const int64_t number = tile + threadIdx.x + 1;
     const int64_t before = carried;
-    const int64_t sum = before + block_scan(mine <= tiles ? in.tiles[mine] : 0, shared);
-    if (mine <= tiles) in.tiles[mine] = sum;
+    const int64_t sum = before + block_scan(number <= tiles ? in.tiles[number] : 0, shared);
+    if (number <= tiles) in.tiles[number] = sum;
     if (threadIdx.x == kScanThreads - 1) carried = sum;
     __syncthreads();
   }
 }
 
-// `words` of type Word a row. Rows that no segment fills become 0.
+// Copy rows of `words` words of type Word. Rows that no segment fills become 0.
 template <class Word>
 __global__ void __launch_bounds__(kTileThreads, 4)
     segment_copy_kernel(Segments in, const Word* values, Word* out, int64_t total, int64_t words) {

@@ -1,4 +1,4 @@
-// `gather_segments` on the CPU: runs of rows copied as bytes, in parts of equal size.
+// `gather_segments` on the CPU: copies runs of rows as bytes, in ranges of equal size.
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
@@ -13,7 +13,7 @@ namespace {
 
 constexpr int64_t kGrain = 64 * 1024;  // bytes
 
-// Few bytes cost less than the call.
+// Copies of few bytes are inlined: they cost less than the call.
 inline void copy_bytes(char* out, const char* in, int64_t nbytes) {
   if (nbytes == 8) {
     std::memcpy(out, in, 8);
@@ -24,7 +24,7 @@ inline void copy_bytes(char* out, const char* in, int64_t nbytes) {
   }
 }
 
-// Where each segment begins in the output, and behind them the end of it.
+// Compute the output offset of each segment, and the end of the last one.
 void lay_out(const char* op, IndexArray starts, int64_t num_segments, const int64_t* order,
              int64_t count, int64_t rows, int64_t* first) {
   int64_t at = 0;

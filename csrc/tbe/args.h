@@ -1,6 +1,4 @@
-// Division of 32-bit numbers by a number that is fixed for a whole call: one multiplication instead
-// of a divide. With magic = ceil(2^64 / d) the high half of n * magic is n /
-// d for all n, d < 2^32 (Lemire, Kaser & Kurz, 2019).
+// The arguments and tables of the CPU kernels of table-batched embeddings.
 #pragma once
 
 #include "core/dtype.h"
@@ -10,6 +8,9 @@
 
 namespace emb {
 
+// Divides 32-bit numbers by a number that is fixed for a whole call: one multiplication instead of
+// a division. With magic = ceil(2^64 / d) the high half of n * magic is n / d for all n, d < 2^32
+// (Lemire, Kaser & Kurz, 2019).
 struct Divider {
   uint64_t magic;
 
@@ -26,88 +27,85 @@ struct Divider {
   }
 };
 
-// The rows that the lookups of one feature read, on the CPU: those of its table, or of the cache
-// that stands before it. Torch-free; the entries fill it in, kernels read it.
-
-// Whether a table stands behind a cache, and whether that has another dtype than the table.
+// Whether a table has a cache in front of it, and whether the cache has another dtype.
 enum class Caching : int { kNone = 0, kSame = 1, kMixed = 2 };
 
+// The rows that the lookups of one feature read: those of its table, or of the cache in front of
+// it.
 struct TableRows {
   const void* table;  // row 0 of the feature's table
   int64_t rows, dim;
   IndexArray indices;
   Caching caching = Caching::kNone;
-  // All that follows only where there is a cache.
+  // The other members are only set if there is a cache.
   Dtype type = Dtype::kFloat, cache_type = Dtype::kFloat;
   const void* cache = nullptr;
   const int32_t* slots = nullptr;  // [L]
   int64_t num_slots = 0, cache_stride = 0;
 };
 
-// The forward kernel of table-batched embeddings on the CPU: what it takes and how it is reached.
-// It works on a range of bags of one feature; lookup_cpu.cpp checks, allocates and cuts the work.
+// The forward kernels, which work on a range of bags of one feature.
 
 struct LookupArgs {
   TableRows rows;
   Bags bags;
   Pooling pooling;
   const float* sample_weights;  // [L] or null
-  const BagPlace* places;       // of a variable batch, else null
+  const BagLayout* bag_layout;  // of a variable batch, else null
   // Output row of bag `first_bag`; of lookup 0 for NONE; element 0 in a variable batch.
   void* out;
   int64_t out_stride, first_bag;
-  float* scratch = nullptr;  // one row, where the cache has another dtype than the table
+  float* scratch = nullptr;  // one row, if the cache and the table differ in dtype
 };
 
 using LookupFn = void (*)(const LookupArgs&, int64_t first_bag, int64_t last_bag);
 
 struct LookupTable {
   LookupFn at[2][kDtypes][kDtypes][2];  // [cached][weights dtype][output dtype][indices are int64]
-  LookupFn mixed[kDtypes];  // [output dtype], where the cache has another dtype than the table
+  LookupFn mixed[kDtypes];  // [output dtype], if the cache and the table differ in dtype
 };
 
-// The gradient of sample weights on the CPU: what its kernel takes and how it is reached. It works
-// on a range of bags of one feature.
+// The kernels for the gradient of sample weights, which work on a range of bags of one feature.
 
 struct SampleWeightArgs {
   TableRows rows;
   Bags bags;
   Pooling pooling;
-  const BagPlace* places;  // of a variable batch, else null
-  const void* grad;        // row of bag `first_bag`; element 0 in a variable batch
+  const BagLayout* bag_layout;  // of a variable batch, else null
+  const void* grad;             // row of bag `first_bag`; element 0 in a variable batch
   int64_t grad_stride, first_bag;
   float* out;                // [L]
-  float* scratch = nullptr;  // one row, where the cache has another dtype than the table
+  float* scratch = nullptr;  // one row, if the cache and the table differ in dtype
 };
 
 using SampleWeightFn = void (*)(const SampleWeightArgs&, int64_t first_bag, int64_t last_bag);
 
 struct SampleWeightTable {
   SampleWeightFn at[2][kDtypes][kDtypes];  // [cached][weights dtype][gradient dtype]
-  SampleWeightFn mixed[kDtypes];           // [gradient dtype], where the cache has another dtype
+  SampleWeightFn mixed[kDtypes];  // [gradient dtype], if the cache and the table differ in dtype
 };
 
-// The backward kernels of table-batched embeddings on the CPU: what they take and how they are
-// reached. They work on a range of unique rows.
+// The backward kernels, which work on a range of unique rows.
 
-// Lookups of one unique row summed in one go; longer segments are cut into chunks of this length,
-// whose partial sums are added in order. Fixed, so that the sum never depends on the thread count.
+// Lookups of one unique row that are summed at once; longer segments are divided into chunks of
+// this length, whose partial sums are added in order. Fixed, so that the sum never depends on the
+// number of threads.
 inline constexpr int64_t kChunk = 1024;
 
-// Where the gradient of every sorted lookup is and how much it counts.
+// Where the gradient of every sorted lookup is, and its weight.
 struct GradArgs {
   const void* grad;
   int64_t grad_stride;  // elements of `element_size` bytes
   int64_t element_size;
   const Feature* features;
-  const BagPlace* places;  // of the bags of a variable batch; null in a fixed one
-  int64_t batch;           // bags a feature of a fixed batch
+  const BagLayout* bag_layout;  // of the bags of a variable batch; null for a fixed one
+  int64_t batch;                // bags per feature of a fixed batch
   Divider by_batch;
   const int32_t *segments, *lookups, *bags;
   const float* bag_scale;       // [bags] 1 / length for MEAN, else null
   const float* sample_weights;  // [L] or null
   bool per_lookup;              // NONE: row i of grad belongs to lookup i
-  bool fetch_ahead;             // the gradient is too large to be in the cache already
+  bool fetch_ahead;             // the gradient is too large for the caches
 };
 
 // Segments longer than kChunk, ascending; the chunk sums of segment i are rows first_chunk[i] to
@@ -123,23 +121,22 @@ struct UpdateArgs {
   GradArgs grads;
   LongSegments longs = {};
   const int64_t* rows = nullptr;       // [U] linear row ids
-  const int32_t* row_slots = nullptr;  // [U] where the cache holds them, or null
+  const int32_t* row_slots = nullptr;  // [U] slots of rows in the cache, or null
   TierRows tiers[kTiers] = {};
   const double* hyper = nullptr;
 
   explicit UpdateArgs(const GradArgs& gradients) : grads(gradients) {}
 };
 
-// Adds up the gradients of sorted lookups [begin, end).
+// Add up the gradients of sorted lookups [begin, end).
 using SumFn = void (*)(const GradArgs&, int64_t begin, int64_t end, int64_t dim, float* sum);
-// Unique rows worked on at a time, while the next ones are on their way. Four rows of 256 to 512
-// bytes with their gradients fill the miss buffers; eight made the update 1.1-1.4x slower (Zen 4).
+// Unique rows processed together while the next ones are prefetched. Four rows of 256 to 512 bytes
+// with their gradients fill the miss buffers; eight made the update 1.1-1.4x slower (Zen 4).
 inline constexpr int kRowBatch = 4;
-// Rows of scratch that a unique row may take: its gradient, and weights and states stored in 16
-// bits.
-inline constexpr int kScratchRows = 2 + kMostElementStates;
-// Updates unique rows [begin, end), none longer than `widest`; `scratch` has room for kRowBatch *
-// kScratchRows such rows.
+// Rows of scratch per unique row: its gradient, and weights and states stored in 16 bits.
+inline constexpr int kScratchRows = 2 + kMaxElementStates;
+// Update unique rows [begin, end), none longer than `widest`; `scratch` has room for
+// kRowBatch * kScratchRows such rows.
 using UpdateFn = void (*)(const UpdateArgs&, SumFn, float* scratch, int64_t widest, int64_t begin,
                           int64_t end);
 

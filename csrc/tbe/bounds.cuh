@@ -1,12 +1,12 @@
-// Bounds check of indices and offsets. Offsets are repaired into a new array (clamped to [0, L],
-// never decreasing, the last equal to L): a running maximum, in two kernels. What was wrong is
+// Bounds check of indices and offsets on the GPU. Offsets are repaired into a new array (clamped to
+// [0, L], never decreasing, the last equal to L): a running maximum, in two kernels. Violations are
 // counted on the device; in the fatal mode the kernel fails as an assert does. A first offset above
-// 0 is counted too, though nothing repairs it: what comes before it would be in no bag.
+// 0 is counted too but not repaired: the lookups before it belong to no bag.
 #pragma once
 
 #include "core/dtype.h"
 #include "core/layout.h"
-#include "core/row_piece.cuh"
+#include "core/row_slice.cuh"
 #include "core/search.cuh"
 #include "core/simt.cuh"
 
@@ -18,7 +18,7 @@ struct BoundsArgs {
   int64_t num_lookups, num_bags;
   BagMap map;
   bool fatal;
-  int32_t* tile_max;               // one a tile of offsets
+  int32_t* tile_max;               // one per tile of offsets
   int32_t* repaired;               // [num_bags + 1]
   unsigned long long* violations;  // [2], zeroed: indices, offsets
 };
@@ -28,9 +28,9 @@ EMB_DEVICE int32_t clamped_offset(const BoundsArgs& args, int64_t i) {
   return static_cast<int32_t>(x < 0 ? 0 : x > args.num_lookups ? args.num_lookups : x);
 }
 
-EMB_DEVICE int32_t larger(int32_t a, int32_t b) { return a > b ? a : b; }
+EMB_DEVICE int32_t max_of(int32_t a, int32_t b) { return a > b ? a : b; }
 
-// Maximum over the block, in every thread.
+// Return the maximum over the block, in every thread.
 EMB_DEVICE int32_t block_max(int32_t value) {
   __shared__ int32_t of_warp[kTileThreads / simt::kWarp];
   value = __reduce_max_sync(simt::kFullMask, value);
@@ -38,56 +38,56 @@ EMB_DEVICE int32_t block_max(int32_t value) {
   if (threadIdx.x % simt::kWarp == 0) of_warp[threadIdx.x / simt::kWarp] = value;
   __syncthreads();
 #pragma unroll
-  for (int32_t other : of_warp) value = larger(value, other);
+  for (int32_t other : of_warp) value = max_of(value, other);
   return value;
 }
 
 [[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads)
     offset_max_kernel(BoundsArgs args) {
   const int64_t first = static_cast<int64_t>(blockIdx.x) * kTileSize;
-  int32_t most = 0;
+  int32_t maximum = 0;
   for (int64_t i = first + threadIdx.x; i < first + kTileSize && i <= args.num_bags;
        i += kTileThreads) {
-    most = larger(most, clamped_offset(args, i));
+    maximum = max_of(maximum, clamped_offset(args, i));
   }
-  most = block_max(most);
-  if (threadIdx.x == 0) args.tile_max[blockIdx.x] = most;
+  maximum = block_max(maximum);
+  if (threadIdx.x == 0) args.tile_max[blockIdx.x] = maximum;
 }
 
-// Running maximum over the threads of the block, this thread's value left out.
+// Return the maximum over the threads of the block before this one.
 EMB_DEVICE int32_t max_of_threads_before(int32_t value) {
   __shared__ int32_t of_warp[kTileThreads / simt::kWarp];
   const unsigned lane = threadIdx.x % simt::kWarp, warp = threadIdx.x / simt::kWarp;
   for (unsigned delta = 1; delta < simt::kWarp; delta *= 2) {
     const int32_t other = __shfl_up_sync(simt::kFullMask, value, delta);
-    if (lane >= delta) value = larger(value, other);
+    if (lane >= delta) value = max_of(value, other);
   }
   if (lane == simt::kWarp - 1) of_warp[warp] = value;
   __syncthreads();
   int32_t before = __shfl_up_sync(simt::kFullMask, value, 1u);
   if (lane == 0) before = 0;
-  for (unsigned w = 0; w < warp; ++w) before = larger(before, of_warp[w]);
+  for (unsigned w = 0; w < warp; ++w) before = max_of(before, of_warp[w]);
   return before;
 }
 
-// One block a tile, as offset_max_kernel; a thread repairs kTileSize / kTileThreads neighbours.
+// One block per tile, as offset_max_kernel; a thread repairs kTileSize / kTileThreads neighbours.
 [[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads)
     repair_offsets_kernel(BoundsArgs args) {
   constexpr int kEach = kTileSize / kTileThreads;
   int32_t floor = 0;
   for (unsigned t = threadIdx.x; t < blockIdx.x; t += kTileThreads) {
-    floor = larger(floor, args.tile_max[t]);
+    floor = max_of(floor, args.tile_max[t]);
   }
   floor = block_max(floor);
   const int64_t first = static_cast<int64_t>(blockIdx.x) * kTileSize + threadIdx.x * kEach;
-  int32_t most = 0;
+  int32_t maximum = 0;
   for (int64_t i = first; i < first + kEach && i <= args.num_bags; ++i) {
-    most = larger(most, clamped_offset(args, i));
+    maximum = max_of(maximum, clamped_offset(args, i));
   }
-  floor = larger(floor, max_of_threads_before(most));
+  floor = max_of(floor, max_of_threads_before(maximum));
   int bad = 0;
   for (int64_t i = first; i < first + kEach && i <= args.num_bags; ++i) {
-    floor = larger(floor, clamped_offset(args, i));
+    floor = max_of(floor, clamped_offset(args, i));
     if (i == args.num_bags && i > 0) floor = static_cast<int32_t>(args.num_lookups);
     bad += floor != args.offsets[i] || (i == 0 && floor > 0);
     args.repaired[i] = floor;

@@ -1,5 +1,5 @@
 // `bounds_check` on the CPU. It reads every index and offset of every batch, so the usual case, all
-// valid, is branch-free loops that vectorise; what is wrong is looked for only when something is.
+// valid, is branch-free loops that vectorise; violations are located only if there are any.
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
@@ -16,8 +16,8 @@ namespace {
 
 template <class I>
 int64_t count_bad(const I* indices, int64_t begin, int64_t end, int64_t rows) {
-  // The sign of (index + 1) or of (rows - 1 - index) tells; 64-bit comparisons would not
-  // vectorise.
+  // Invalid indices set the sign of (index + 1) or of (rows - 1 - index); 64-bit comparisons would
+  // not vectorise.
   uint64_t signs = 0;
   for (int64_t i = begin; i < end; ++i) {
     const auto index = static_cast<uint64_t>(static_cast<int64_t>(indices[i]));
@@ -57,7 +57,7 @@ std::tuple<Tensor, Tensor> bounds_check(const Tensor& indices, const Tensor& off
   const auto mode = parse_choice<BoundsMode>(op, "mode", mode_code, kBoundsModes);
   check_features(op, features);
   check_lookups(op, indices, offsets);
-  const FeatureBags bags(op, features, offsets, bag_layout, Pooling::kNone, kAnyNumber);
+  const FeatureBags bags(op, features, offsets, bag_layout, Pooling::kNone, kUnlimited);
   const int64_t num_lookups = indices.numel(), num_bags = bags.num_bags();
   const bool fatal = mode == BoundsMode::kFatal;
   const Tensor index_tensor = torch::stable::contiguous(indices);

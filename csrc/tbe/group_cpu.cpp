@@ -1,5 +1,5 @@
-// `tbe_group` on the CPU: the lookups of all features as linear row ids, grouped. The bag of every
-// sorted lookup comes along, since the backward pass needs it more than anything else.
+// `tbe_group` on the CPU: the lookups of all features as linear row ids, grouped, with the bag of
+// every sorted lookup for the backward pass.
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
@@ -29,7 +29,7 @@ void group_lookups(const Feature* features, const FeatureBags& feature_bags, Ind
     firsts[part] = part == 0 ? 0 : offsets[bags[part]];
   }
   const auto fill = [&](int64_t part, const auto& put) {
-    // Lookups before the first bag belong to none.
+    // Lookups before the first bag belong to no group.
     for (int64_t i = firsts[part]; i < offsets[bags[part]]; ++i) put(i, total_rows), bag_of[i] = 0;
     for (int64_t bag = bags[part]; bag < bags[part + 1];) {
       const int64_t f = feature_bags.of(bag);
@@ -57,8 +57,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> tbe_group(const Tensor& featu
   check_features(op, features);
   check_lookups(op, indices, offsets);
   STD_TORCH_CHECK(total_rows >= 0, "tbe_group: total_rows must be >= 0, got ", total_rows);
-  const FeatureBags feature_bags(op, features, offsets, bag_layout, Pooling::kNone, kAnyNumber);
-  check_layout(op, features, kAnyNumber, kAnyNumber, total_rows, Pooling::kNone);
+  const FeatureBags feature_bags(op, features, offsets, bag_layout, Pooling::kNone, kUnlimited);
+  check_layout(op, features, kUnlimited, kUnlimited, total_rows, Pooling::kNone);
   const Feature* feature = feature_array(features);
   const Tensor index_tensor = torch::stable::contiguous(indices);
   const Tensor offset_tensor = torch::stable::contiguous(offsets);

@@ -1,5 +1,5 @@
-// From jagged lookups to keys for `group`: every lookup gets its linear row id and its bag. Lookups
-// to skip (index -1, or before the first bag) get the key that belongs to no group.
+// The keys of jagged lookups for `group`: every lookup gets its linear row id and its bag. Skipped
+// lookups (index -1, or before the first bag) get the key that belongs to no group.
 #pragma once
 
 #include "core/dtype.h"
@@ -17,7 +17,7 @@ struct LookupKeys {
   int32_t* bag_of;  // [L]
 };
 
-// Linear row id of lookup i in bag `bag`, -1 for none.
+// Return the linear row id of lookup i in bag `bag`, -1 for none.
 EMB_DEVICE int64_t linear_row(const LookupKeys& in, int64_t i, int bag) {
   if (bag < 0) return -1;
   const Feature& feature = in.features[in.map.feature(static_cast<uint32_t>(bag))];

@@ -1,13 +1,15 @@
-// Forward of table-batched embeddings on the GPU. A group of 4 to 32 lanes takes a bag; each lane
-// owns 16 bytes of the row, so a warp always asks for 512 bytes at a time, and four rows of each
-// bag are in flight before the first is used. Indices are read one a lane, a tile ahead of their
-// use, and handed around by shuffles. Groups of a warp run in step (the trip count is that of the
-// longest bag), so all collectives name the full warp. Sums are in the order of the lookups.
+// Forward of table-batched embeddings on the GPU. A group of 4 to 32 lanes takes a bag. Each lane
+// owns 16 bytes of the row, so a warp always requests 512 bytes at a time, and four rows of each
+// bag are in flight before the first is used. Each lane reads one index, a tile ahead of its use,
+// and shares it by shuffles. The groups of a warp run in lockstep
+// (the trip count is that of the longest bag), so all collectives name the full warp. Sums are in
+// the order of the lookups. There are variants for short bags, for long bags, for sequences and for
+// caches with another dtype.
 #pragma once
 
 #include "core/dtype.h"
 #include "core/layout.h"
-#include "core/row_piece.cuh"
+#include "core/row_slice.cuh"
 #include "core/simt.cuh"
 
 namespace emb::cuda {
@@ -15,7 +17,7 @@ namespace emb::cuda {
 inline constexpr int kLookupThreads = 256;
 
 struct LookupArgs {
-  // The tier with the lowest address; all rows are found by their distance from it, in elements.
+  // The tier with the lowest address; rows are addressed by their distance from it, in elements.
   const void* weights;
   int64_t distance[kTiers];
   Dtype weight_type;
@@ -29,14 +31,14 @@ struct LookupArgs {
   int64_t columns;
   Pooling pooling;
   const float* sample_weights;  // [L] or null
-  const int32_t* slots;         // [L] or null: nothing is cached
+  const int32_t* slots;         // [L] or null if nothing is cached
   const void* cache;
   int64_t cache_elements;
   Dtype cache_type;
 };
 
-// Gives every tier its distance from the lowest one. A cache of another dtype has none: its rows
-// are read by kernels of their own.
+// Set the distance of every tier from the lowest one. A cache of another dtype has none: other
+// kernels read its rows.
 inline void set_tiers(const void* const (&data)[kTiers], const int64_t (&elements)[kTiers],
                       LookupArgs* args) {
   const int64_t size = size_of(args->weight_type);
@@ -56,12 +58,12 @@ inline void set_tiers(const void* const (&data)[kTiers], const int64_t (&element
   args->cache_elements = elements[kCacheTier];
 }
 
-// A slot as `slots` has it, -1 if the cache has none of that number.
+// Return a slot of `slots`, -1 if the cache has no such slot.
 EMB_DEVICE int64_t valid_slot(const LookupArgs& args, const Feature& feature, int64_t slot) {
   return slot >= 0 && (slot + 1) * feature.cache_stride <= args.cache_elements ? slot : -1;
 }
 
-// What a lookup asks for, and where the cache has it; read ahead of the row.
+// The index and the cache slot of a lookup, which are read ahead of the row.
 struct LookupId {
   int64_t index = -1;
   int32_t slot = -1;
@@ -72,15 +74,15 @@ struct LookupId {
   }
 };
 
-// Elements from `args.weights` to the row of a lookup, -1 for one to skip.
+// Return the elements from `args.weights` to the row of a lookup, -1 for one to skip.
 EMB_DEVICE int64_t row_offset(const LookupArgs& args, const Feature& feature, const LookupId& id) {
   const int64_t row = repair_index(id.index, feature.rows);
   if (row < 0 || row >= feature.rows) return -1;
-  const RowPlace place = place_row(feature, row, valid_slot(args, feature, id.slot));
+  const RowLocation place = locate_row(feature, row, valid_slot(args, feature, id.slot));
   return args.distance[place.tier] + place.element;
 }
 
-// Whether all rows of a feature begin at multiples of 16 bytes and end there too.
+// Return whether all rows of a feature begin and end at multiples of 16 bytes.
 template <class W>
 EMB_DEVICE bool has_whole_vectors(const LookupArgs& args, const Feature& feature) {
   constexpr int N = 16 / sizeof(W);
@@ -108,14 +110,14 @@ struct BagTask {
   }
 };
 
-// Columns of an output row of one bag, on average.
+// Return the mean columns per output row of one bag.
 inline int64_t mean_width(const LookupArgs& args) {
-  const int64_t rows = args.map.places != nullptr ? args.bags.count : args.num_features;
+  const int64_t rows = args.map.layout != nullptr ? args.bags.count : args.num_features;
   if (args.pooling == Pooling::kNone || rows == 0) return args.columns;
   return (args.columns + rows - 1) / rows;
 }
 
-// Sums columns [column, column + N) of a bag over all of its lookups.
+// Sum columns [column, column + N) of a bag over all of its lookups.
 template <class W, int N, bool kVector>
 EMB_DEVICE void sum_bag(const LookupArgs& args, const BagTask& task, const LaneGroup& lane,
                         int column, int longest, float (&sum)[N]) {
@@ -148,7 +150,7 @@ EMB_DEVICE void write_bag(const LookupArgs& args, const BagTask& task, uint32_t 
   write_columns(args.output, args.output_type, place + column, task.dim - column, sum);
 }
 
-// Pooled lookup. The grid's second dimension shares the columns of rows wider than a warp.
+// Pooled lookup. The grid's second dimension divides the columns of rows wider than a warp.
 template <class W>
 __global__ void __launch_bounds__(kLookupThreads, 4) pool_kernel(LookupArgs args, int lanes) {
   constexpr int N = 16 / sizeof(W);
@@ -175,19 +177,19 @@ __global__ void __launch_bounds__(kLookupThreads, 4) pool_kernel(LookupArgs args
   }
 }
 
-// Copies columns [column, column + N) of the rows of the warp's 32 lookups, four a group at a time.
+// Copy columns [column, column + N) of the rows of the warp's 32 lookups, four per group at a time.
 template <class W, int N, bool kVector>
 EMB_DEVICE void copy_rows(const LookupArgs& args, const LaneGroup& lane, int64_t offset,
                           int64_t first, int column) {
   const W* weights = static_cast<const W*>(args.weights) + column;
   const int valid = static_cast<int>(args.columns) - column;
   for (int k = 0; k < lane.lanes; k += kRowsInFlight) {
-    Piece<W, N> piece[kRowsInFlight];
+    RowSlice<W, N> slice[kRowsInFlight];
 #pragma unroll
     for (int u = 0; u < kRowsInFlight; ++u) {
       const int source = (k + u) * lane.groups_in_warp() + lane.group;
       const int64_t row = __shfl_sync(simt::kFullMask, offset, source);
-      if (row >= 0 && valid > 0) piece[u].template load<kVector>(weights + row, valid);
+      if (row >= 0 && valid > 0) slice[u].template load<kVector>(weights + row, valid);
     }
 #pragma unroll
     for (int u = 0; u < kRowsInFlight; ++u) {
@@ -195,13 +197,13 @@ EMB_DEVICE void copy_rows(const LookupArgs& args, const LaneGroup& lane, int64_t
       if (i >= args.bags.num_lookups || valid <= 0) continue;
       float values[N];
 #pragma unroll
-      for (int e = 0; e < N; ++e) values[e] = piece[u][e];
+      for (int e = 0; e < N; ++e) values[e] = slice[u][e];
       write_columns(args.output, args.output_type, i * args.columns + column, valid, values);
     }
   }
 }
 
-// Sequence lookup (NONE): every lookup is a row of the output; skipped ones give zeros.
+// Sequence lookup (NONE): every lookup is a row of the output; skipped ones are zeros.
 template <class W>
 __global__ void __launch_bounds__(kLookupThreads, 4) sequence_kernel(LookupArgs args, int lanes) {
   constexpr int N = 16 / sizeof(W);
@@ -230,10 +232,10 @@ __global__ void __launch_bounds__(kLookupThreads, 4) sequence_kernel(LookupArgs 
   }
 }
 
-// Pooled lookup where bags are short (a lookup or a few each, as in click logs). Then rows of one
-// bag cannot fill the memory system, so a group of lanes takes four bags at once and has a row of
-// each in flight. Every lane of the warp looks after one bag's metadata and indices; the groups
-// fetch them by shuffles. A bag's rows are still added in order.
+// Pooled lookup of short bags (one lookup or a few each, as in click logs). The rows of one bag
+// cannot saturate the memory system, so a group of lanes takes four bags at once and has a row of
+// each in flight. Every lane of the warp holds one bag's metadata and indices; the groups get them
+// by shuffles. A bag's rows are still added in order.
 
 inline constexpr int kBagsInFlight = 4;
 inline constexpr int kShortBagThreads = 128;
@@ -251,8 +253,7 @@ struct StepRow {
   }
 };
 
-// Sums this lane's columns of the group's bags; bag s of the group belongs to lane
-// s * groups + group.
+// Sum this lane's columns of the group's bags; lane s * groups + group holds bag s of the group.
 template <class W, int N, bool kVector>
 EMB_DEVICE void sum_short_bags(const LookupArgs& args, const BagTask& task, const LaneGroup& lane,
                                int column, int longest, float (&sum)[kBagsInFlight][N]) {
@@ -264,25 +265,25 @@ EMB_DEVICE void sum_short_bags(const LookupArgs& args, const BagTask& task, cons
   for (int step = 0; step < longest; ++step) {
     const StepRow mine(args, task, id, step);
     id = id_at(step + 1);
-    Piece<W, N> piece[kBagsInFlight];
+    RowSlice<W, N> slice[kBagsInFlight];
 #pragma unroll
     for (int s = 0; s < kBagsInFlight; ++s) {
       const int owner = s * lane.groups_in_warp() + lane.group;
       const int64_t row = __shfl_sync(simt::kFullMask, mine.offset, owner);
       const int valid = __shfl_sync(simt::kFullMask, task.dim, owner) - column;
-      if (row >= 0 && valid > 0) piece[s].template load<kVector>(weights + row, valid);
+      if (row >= 0 && valid > 0) slice[s].template load<kVector>(weights + row, valid);
     }
 #pragma unroll
     for (int s = 0; s < kBagsInFlight; ++s) {
       const int owner = s * lane.groups_in_warp() + lane.group;
       const float weight = __shfl_sync(simt::kFullMask, mine.weight, owner);
 #pragma unroll
-      for (int e = 0; e < N; ++e) sum[s][e] += weight * piece[s][e];
+      for (int e = 0; e < N; ++e) sum[s][e] += weight * slice[s][e];
     }
   }
 }
 
-// Writes this lane's columns of the group's bags.
+// Write this lane's columns of the group's bags.
 template <int N>
 EMB_DEVICE void write_short_bags(const LookupArgs& args, const BagTask& task, const LaneGroup& lane,
                                  uint32_t bag, int column, float (&sum)[kBagsInFlight][N]) {
@@ -302,7 +303,7 @@ EMB_DEVICE void write_short_bags(const LookupArgs& args, const BagTask& task, co
   }
 }
 
-// 72 registers a thread for float, where a lane sums 4 x 4 columns, and 96 for 4 x 8 of 16 bits.
+// 72 registers per thread for float, where a lane sums 4 x 4 columns, and 96 for 4 x 8 of 16 bits.
 template <class W>
 __global__ void __launch_bounds__(kShortBagThreads, sizeof(W) == 4 ? 7 : 5)
     short_bags_kernel(LookupArgs args, int lanes) {
@@ -333,17 +334,17 @@ __global__ void __launch_bounds__(kShortBagThreads, sizeof(W) == 4 ? 7 : 5)
   }
 }
 
-// Whether four bags at once are better than four rows of one.
+// Return whether four bags at once are better than four rows of one.
 inline bool has_short_bags(const LookupArgs& args) {
   return args.bags.num_lookups <= kBagsInFlight * args.bags.count;
 }
 
-// Pooled lookup where bags are long and few. A group of lanes a bag would leave most of the GPU
-// idle, so a block takes a bag: each of its groups sums a stretch of the lookups, then the
-// stretches are added in order.
+// Pooled lookup of few, long bags. One group of lanes per bag would leave most of the GPU idle, so
+// a block takes a bag: each of its groups sums a range of the lookups, then the sums are added in
+// order.
 
-// One group's stretch of a bag that the whole block shares; stretches have `share` lookups but for
-// the last.
+// Return one group's range of a bag that the block shares; all ranges but the last have `share`
+// lookups.
 EMB_DEVICE BagTask stretch_of(const BagTask& bag, int stretch, int share) {
   BagTask part = bag;
   const int rest = bag.length - stretch * share;
@@ -388,16 +389,16 @@ __global__ void __launch_bounds__(kLookupThreads, 3) long_bags_kernel(LookupArgs
   }
 }
 
-// Whether blocks should share bags: they are long, and too few to give each warp of a GPU one. No
-// property of the device enters, so that a result has the same bits on every GPU.
+// Return whether blocks should share bags: they are long, and too few to give each warp of a GPU
+// one. This does not depend on the device, so that a result has the same bits on every GPU.
 inline bool has_long_bags(const LookupArgs& args, int lanes) {
   constexpr int64_t kLong = 64, kEnoughLanes = 1 << 17;
   return args.bags.num_lookups >= kLong * args.bags.count && args.bags.count * lanes < kEnoughLanes;
 }
 
-// Lookup and gradient of the sample weights where the cache keeps rows in another dtype than the
-// tables. A warp takes a bag, row by row, and finds out the dtype of each as it reads it: correct
-// for every pair of dtypes, without the rows in flight that the other kernels have.
+// Lookup and gradient of the sample weights if the cache has another dtype than the tables. A warp
+// takes a bag, row by row, and determines the dtype of each row as it reads it: correct for every
+// pair of dtypes, but without several rows in flight.
 
 struct SampleWeightArgs {
   LookupArgs lookup;  // its output is not used
@@ -410,7 +411,7 @@ inline bool has_mixed_rows(const LookupArgs& args) {
   return args.slots != nullptr && args.cache_type != args.weight_type;
 }
 
-inline constexpr int kMixedColumns = 4;  // of a lane
+inline constexpr int kMixedColumns = 4;  // per lane
 
 // The row of lookup i; `data` is null for a lookup to skip.
 struct MixedRow {
@@ -421,7 +422,7 @@ struct MixedRow {
   EMB_DEVICE MixedRow(const LookupArgs& args, const Feature& feature, int64_t i) {
     const int64_t row = repair_index(args.indices[i], feature.rows);
     if (row < 0 || row >= feature.rows) return;
-    const RowPlace place = place_row(feature, row, valid_slot(args, feature, args.slots[i]));
+    const RowLocation place = locate_row(feature, row, valid_slot(args, feature, args.slots[i]));
     const bool cached = place.tier == kCacheTier;
     data = cached ? args.cache : args.weights;
     type = cached ? args.cache_type : args.weight_type;
@@ -433,7 +434,7 @@ struct MixedRow {
   }
 };
 
-// Every lookup is a bag of its own where there is no pooling.
+// Without pooling every lookup is a bag.
 EMB_DEVICE BagTask mixed_task(const LookupArgs& args, int64_t bag) {
   if (args.pooling != Pooling::kNone) return BagTask(args, static_cast<uint32_t>(bag));
   BagTask task(args, static_cast<uint32_t>(args.bags.count));
@@ -516,9 +517,9 @@ void launch_mixed_sample_weights(const Launcher& launcher, const SampleWeightArg
            blocks_for(args.lookup.bags.count, warps, launcher.blocks(256)), kLookupThreads, args);
 }
 
-// Which kernel a lookup takes, and how many lanes a row and blocks a grid it gets. What the
-// features hold is known on the device only, so lanes follow the mean width; any choice gives the
-// same result.
+// Selects the kernel of a lookup, the lanes per row and the blocks of the grid. The width of each
+// feature is known on the device only, so the number of lanes follows the mean width; any choice
+// gives the same result.
 
 // `launcher` is a CudaLauncher or, in tests, a simt::HostLauncher.
 template <class W, class Launcher>

@@ -1,5 +1,5 @@
-// `tbe_lookup` on the CPU: checks, allocation, and cutting the bags into equal parts. All tables
-// are one parallel region.
+// `tbe_lookup` on the CPU: checks, allocation, and bags in ranges of equal cost. All tables share
+// one parallel region.
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
@@ -23,12 +23,12 @@ LookupFn kernel_for(const TableRows& rows, Dtype weights, Dtype output) {
                  [static_cast<int>(output)][rows.indices.is_int64];
 }
 
-// The output, zeroed where the kernels may leave some of it unwritten.
+// Allocate the output; clear it if the kernels may leave some of it unwritten.
 Tensor new_output(const LookupInputs& in, int64_t columns, ScalarType dtype) {
   const FeatureBags& feature_bags = in.feature_bags;
   const int64_t num_features = feature_bags.num_features();
   const Feature* feature = feature_array(in.features);
-  const bool variable = feature_bags.map.places != nullptr, none = in.pooling == Pooling::kNone;
+  const bool variable = feature_bags.map.layout != nullptr, none = in.pooling == Pooling::kNone;
   int64_t covered = 0;
   for (int64_t f = 0; f < num_features; ++f) {
     const int64_t bags = feature_bags.first[f + 1] - feature_bags.first[f];
@@ -42,7 +42,7 @@ Tensor new_output(const LookupInputs& in, int64_t columns, ScalarType dtype) {
                                             : in.bags.count / num_features;
   Tensor out = variable && !none ? allocate(in.indices, {columns}, dtype)
                                  : allocate(in.indices, {lines, columns}, dtype);
-  // The places of a variable batch may overlap and leave gaps, whatever their sum is.
+  // The rows of a variable batch may overlap and leave gaps, whatever their total size.
   const bool complete =
       in.bags.count > 0 && (none ? in.bags.begin(0) == 0 : !variable && covered == columns);
   if (!complete) torch::stable::zero_(out);
@@ -70,11 +70,11 @@ Tensor tbe_lookup(std::vector<Tensor> weights, const Tensor& features, const Ten
   const BagMap& map = in.feature_bags.map;
   for_feature_bags(in.bags, in.feature_bags, [&](int64_t f, int64_t begin, int64_t end) {
     const TableRows rows = in.rows_of(feature[f]);
-    const bool fixed = in.pooling != Pooling::kNone && map.places == nullptr;
+    const bool fixed = in.pooling != Pooling::kNone && map.layout == nullptr;
     const int64_t first = fixed ? map.element(static_cast<uint32_t>(begin), feature[f].column) : 0;
     LookupArgs args{rows,       in.bags,
                     in.pooling, scales ? scales->const_data_ptr<float>() : nullptr,
-                    map.places, output + first * out.element_size(),
+                    map.layout, output + first * out.element_size(),
                     columns,    begin};
     const bool mixed = rows.caching == Caching::kMixed;
     const std::unique_ptr<float[]> scratch(mixed ? new float[rows.dim] : nullptr);

@@ -1,5 +1,5 @@
 // `tbe_lookup`, `bounds_check` and `tbe_sample_weight_grad` on the GPU: checks, allocation, launch.
-// What `features` holds is on the device and is not read here: nothing waits for the GPU.
+// The contents of `features` are on the device and are not read here: nothing waits for the GPU.
 #include <torch/csrc/stable/library.h>
 
 #include <optional>
@@ -15,7 +15,7 @@
 namespace emb::cuda {
 namespace {
 
-// The arguments of a lookup, checked, with the contiguous copies they point into.
+// The checked arguments of a lookup, with the contiguous copies they point into.
 struct Lookup {
   Tensor indices, offsets;
   std::optional<Tensor> sample_weights;

@@ -1,15 +1,15 @@
 // Forward of table-batched embeddings on one CPU thread. The kernel is bound by cache misses on
-// random rows, so all that matters is to keep enough of them in flight (software prefetch a fixed
-// number of lookups ahead, across bags) and to touch every line once: a bag's sum stays in
-// registers, in blocks of up to 8 vectors.
+// random rows, so it must keep enough of them in flight (software prefetch a fixed number of
+// lookups ahead, across bags) and touch every line once: a bag's sum stays in registers, in blocks
+// of up to 8 vectors.
 #include "tbe/args.h"
 #include "tbe/read_rows.h"
 
 namespace emb::EMB_ISA {
 namespace {
 
-// Rows to have on their way: enough to cover the latency of memory without overrunning the fill
-// buffers, counted in bytes because a row of 512 B is 8 requests.
+// Bytes of rows to prefetch: enough to cover the latency of memory without exceeding the fill
+// buffers; in bytes because a row of 512 B is 8 requests.
 constexpr int64_t kPrefetchBytes = 4096;
 
 int64_t prefetch_distance(int64_t row_bytes) {
@@ -17,7 +17,7 @@ int64_t prefetch_distance(int64_t row_bytes) {
   return rows < 2 ? 2 : rows > 32 ? 32 : rows;
 }
 
-// The lookups of one feature, in order, with the rows of the next ones on their way.
+// The lookups of one feature, in order, with prefetch of the next rows.
 template <class Reader>
 struct Rows {
   Reader reader;
@@ -30,8 +30,8 @@ struct Rows {
   }
 };
 
-// Columns [column, column + kVectors * kLanes) of one bag. Every block fetches its own columns of
-// the rows to come, so that the number of lines is known when compiling.
+// Pool columns [column, column + kVectors * kLanes) of one bag. Every block prefetches its columns
+// of the next rows, so that the number of lines is a compile-time constant.
 template <int kVectors, class Reader, class O>
 EMB_HD void pool_block(Rows<Reader> rows, int64_t column, int64_t begin, int64_t end, float scale,
                        O* out) {
@@ -93,7 +93,7 @@ EMB_HD void pool(const LookupArgs& args, const Reader& reader, int64_t first_bag
   const Rows<Reader> rows{reader, args.sample_weights, last, distance};
   for (int64_t i = first; i < first + distance; ++i) rows.prefetch(i, args.rows.dim);
   O* out = static_cast<O*>(args.out);
-  if (args.pooling == Pooling::kNone) {  // every lookup is a bag of its own
+  if (args.pooling == Pooling::kNone) {  // every lookup is a bag
     for (int64_t i = first; i < last; ++i) {
       pool_bag(rows, i, i + 1, 1.0f, out + i * args.out_stride);
     }
@@ -102,9 +102,9 @@ EMB_HD void pool(const LookupArgs& args, const Reader& reader, int64_t first_bag
   for (int64_t bag = first_bag; bag < last_bag; ++bag) {
     const int64_t begin = args.bags.begin(bag), end = args.bags.end(bag);
     const bool mean = args.pooling == Pooling::kMean && end > begin;
-    const int64_t place =
-        args.places ? args.places[bag].element : (bag - args.first_bag) * args.out_stride;
-    pool_bag(rows, begin, end, mean ? 1.0f / static_cast<float>(end - begin) : 1.0f, out + place);
+    const int64_t offset =
+        args.bag_layout ? args.bag_layout[bag].element : (bag - args.first_bag) * args.out_stride;
+    pool_bag(rows, begin, end, mean ? 1.0f / static_cast<float>(end - begin) : 1.0f, out + offset);
   }
 }
 

@@ -1,6 +1,6 @@
-// How a CPU kernel comes by the row of a lookup, hoisted out of its loops: from a table; from a
-// table or the cache before it; or, where those two differ in dtype, as floats. Only for
-// `*_kernels.cpp`.
+// Access to the row of a lookup for CPU kernels, with the case distinctions outside their loops:
+// rows of a table; rows of a table or its cache; or, if those differ in dtype, rows as floats. Only
+// for `*_kernels.cpp`.
 #pragma once
 
 #include "core/vec.h"
@@ -8,8 +8,8 @@
 
 namespace emb::EMB_ISA {
 
-// Rows of a table. `Ids` is a pointer to the indices or, where their width is known at run time
-// only, an IndexArray.
+// Rows of a table. `Ids` is a pointer to the indices or, if their width is known at run time only,
+// an IndexArray.
 template <class W, class Ids>
 struct PlainRows {
   using Element = W;
@@ -20,14 +20,14 @@ struct PlainRows {
   PlainRows(const TableRows& in, Ids indices)
       : table(static_cast<const W*>(in.table)), ids(indices), rows(in.rows), dim(in.dim) {}
 
-  // Rows begin `count` columns later from now on.
+  // Make rows begin `count` columns later.
   EMB_HD void skip_columns(int64_t count) { table += count; }
-  // Row of lookup i, or null for one to skip.
+  // Return the row of lookup i, or null for one to skip.
   EMB_HD const W* at(int64_t i) const {
     const int64_t row = repair_index(ids[i], rows);
     return row < 0 ? nullptr : table + row * dim;
   }
-  // Asks for the first `count` values of the row of lookup i.
+  // Prefetch the first `count` values of the row of lookup i.
   EMB_HD void prefetch(int64_t i, int64_t count) const {
     const W* row = at(i);
     if (row == nullptr) return;
@@ -35,7 +35,7 @@ struct PlainRows {
   }
 };
 
-// Rows of a table, or of its cache where a slot holds them.
+// Rows of a table, or of its cache if they have a slot.
 template <class W, class Ids>
 struct CachedRows {
   using Element = W;
@@ -70,7 +70,7 @@ struct CachedRows {
   }
 };
 
-// Copies a row as floats.
+// Copy a row as floats.
 template <class W>
 EMB_HD void widen_row(const W* row, int64_t dim, float* out) {
   int64_t d = 0;
@@ -88,7 +88,7 @@ EMB_HD void widen_row(const void* base, Dtype type, int64_t element, int64_t dim
   }
 }
 
-// Rows of a table or of a cache that keeps them in another dtype, through a copy in `scratch`.
+// Rows of a table or of a cache of another dtype, copied to `scratch` as floats.
 struct MixedRows {
   using Element = float;
   const TableRows& in;

@@ -1,37 +1,39 @@
-// Gradient of the per-sample weights: for each lookup the dot product of its row with the gradient
-// of its bag. As in the forward a group of lanes takes a bag with four rows in flight; the gradient
-// of the bag stays in registers meanwhile.
+// Gradient of the sample weights on the GPU: for each lookup the dot product of its row with the
+// gradient of its bag. As in the forward a group of lanes takes a bag with four rows in flight; the
+// gradient of the bag stays in registers.
 #pragma once
 
 #include "tbe/lookup.cuh"
 
 namespace emb::cuda {
 
-// Dot products of up to `steps` rows of a tile with `grad`; each lane gets that of its own lookup.
+// Return the dot products of up to `steps` rows of a tile with `grad`; each lane gets that of its
+// lookup.
 template <class W, int N, bool kVector>
 EMB_DEVICE float dot_rows(const W* weights, int64_t offset, int valid, const LaneGroup& lane,
                           int steps, const float (&grad)[N]) {
-  float mine = 0.0f;
+  float result = 0.0f;
   for (int k = 0; k < steps; k += kRowsInFlight) {
-    Piece<W, N> piece[kRowsInFlight];
+    RowSlice<W, N> slice[kRowsInFlight];
 #pragma unroll
     for (int u = 0; u < kRowsInFlight; ++u) {
       const int64_t row = __shfl_sync(simt::kFullMask, offset, k + u, lane.lanes);
-      if (row >= 0 && valid > 0) piece[u].template load<kVector>(weights + row, valid);
+      if (row >= 0 && valid > 0) slice[u].template load<kVector>(weights + row, valid);
     }
 #pragma unroll
     for (int u = 0; u < kRowsInFlight; ++u) {
       float dot = 0.0f;
 #pragma unroll
-      for (int e = 0; e < N; ++e) dot += piece[u][e] * grad[e];
+      for (int e = 0; e < N; ++e) dot += slice[u][e] * grad[e];
       dot = simt::group_sum(dot, lane.lanes);
-      if (lane.rank == k + u) mine = dot;
+      if (lane.rank == k + u) result = dot;
     }
   }
-  return mine;
+  return result;
 }
 
-// One piece of the columns of a bag against all of its lookups, added to what earlier pieces left.
+// Multiply a slice of the columns of a bag with all of its lookups, and add to the result of
+// earlier slices.
 template <class W, int N, bool kVector>
 EMB_DEVICE void dot_bag(const SampleWeightArgs& args, const BagTask& task, const LaneGroup& lane,
                         int column, int longest, const float (&grad)[N]) {
@@ -65,12 +67,12 @@ __global__ void __launch_bounds__(kLookupThreads, 3)
     const bool mean = in.pooling == Pooling::kMean && task.length > 0;
     const float scale = mean ? 1.0f / static_cast<float>(task.length) : 1.0f;
     const uint32_t bag = first + lane.group;
-    const int64_t place = bag < bags ? in.map.element(bag, task.feature->column) : 0;
+    const int64_t output = bag < bags ? in.map.element(bag, task.feature->column) : 0;
     for (int base = 0; base < widest; base += lanes * N) {
       const int column = base + lane.rank * N;
       float grad[N] = {};
       if (column < task.dim) {
-        read_columns(args.grad, args.grad_type, place + column, task.dim - column, grad);
+        read_columns(args.grad, args.grad_type, output + column, task.dim - column, grad);
       }
 #pragma unroll
       for (int e = 0; e < N; ++e) grad[e] *= scale;

@@ -1,4 +1,4 @@
-// `tbe_sample_weight_grad` on the CPU: checks, allocation, and cutting the bags into equal parts.
+// `tbe_sample_weight_grad` on the CPU: checks, allocation, and bags in ranges of equal cost.
 #include <torch/csrc/stable/library.h>
 
 #include <memory>
@@ -34,7 +34,7 @@ Tensor tbe_sample_weight_grad(const Tensor& grad, std::vector<Tensor> weights,
   const BagMap& map = in.feature_bags.map;
   const int64_t num_features = in.feature_bags.num_features();
   const int64_t batch = num_features > 0 ? in.bags.count / num_features : 0;
-  STD_TORCH_CHECK(map.places || grad.size(0) == batch, op, ": grad must have B = ", batch,
+  STD_TORCH_CHECK(map.layout || grad.size(0) == batch, op, ": grad must have B = ", batch,
                   " rows, got ", grad.size(0));
   const Tensor grad_tensor = torch::stable::contiguous(grad);
   Tensor out = allocate_zeros(grad, {indices.numel()}, ScalarType::Float);
@@ -44,9 +44,9 @@ Tensor tbe_sample_weight_grad(const Tensor& grad, std::vector<Tensor> weights,
   for_feature_bags(in.bags, in.feature_bags, [&](int64_t f, int64_t begin, int64_t end) {
     const TableRows rows = in.rows_of(feature[f]);
     const int64_t first =
-        map.places ? 0 : map.element(static_cast<uint32_t>(begin), feature[f].column);
+        map.layout ? 0 : map.element(static_cast<uint32_t>(begin), feature[f].column);
     SampleWeightArgs args{
-        rows,    in.bags, in.pooling, map.places, gradient + first * grad.element_size(),
+        rows,    in.bags, in.pooling, map.layout, gradient + first * grad.element_size(),
         columns, begin,   result};
     const bool mixed = rows.caching == Caching::kMixed;
     const std::unique_ptr<float[]> scratch(mixed ? new float[rows.dim] : nullptr);

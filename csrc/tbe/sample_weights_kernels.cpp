@@ -26,9 +26,9 @@ EMB_HD void dot_bags(const SampleWeightArgs& args, const Reader& rows, int64_t f
     const int64_t begin = args.bags.begin(bag), end = args.bags.end(bag);
     const bool mean = args.pooling == Pooling::kMean && end > begin;
     const float scale = mean ? 1.0f / static_cast<float>(end - begin) : 1.0f;
-    const int64_t place =
-        args.places ? args.places[bag].element : (bag - args.first_bag) * args.grad_stride;
-    const G* grad = static_cast<const G*>(args.grad) + place;
+    const int64_t offset =
+        args.bag_layout ? args.bag_layout[bag].element : (bag - args.first_bag) * args.grad_stride;
+    const G* grad = static_cast<const G*>(args.grad) + offset;
     for (int64_t i = begin; i < end; ++i) {
       if (i + kRowsAhead < last) rows.prefetch(i + kRowsAhead, rows.dim);
       const auto* row = rows.at(i);

@@ -1,14 +1,15 @@
-// Gradients of table rows from the gradients of bags: what both backward kernels share. Lookups are
-// sorted by row; a segment is the lookups of one row. Segments of up to kShortSegment lookups are
-// summed by the group of lanes that updates the row. A longer one is cut into chunks, a block each,
-// so that a hot row spreads over the machine; their sums lie in `partials` and are added in order.
-// Where the cuts fall depends on the segment's length alone, so the same gradients give the same
-// bits.
+// Backward of table-batched embeddings on the GPU, fused with the optimizer.
+//
+// The gradients of rows come from the gradients of bags. Lookups are sorted by row; a segment is
+// the lookups of one row. The group of lanes that updates a row sums segments of up to
+// kShortSegment lookups. A longer segment is divided into chunks, one block each, so that a hot row
+// is spread over the device; the chunk sums are in `partials` and are added in order. The chunks
+// depend on the length of the segment only, so the same gradients give the same bits.
 #pragma once
 
 #include "core/dtype.h"
 #include "core/layout.h"
-#include "core/row_piece.cuh"
+#include "core/row_slice.cuh"
 #include "core/simt.cuh"
 #include "optim/optimizer_step.cuh"
 
@@ -17,12 +18,12 @@ namespace emb::cuda {
 inline constexpr int kChunkThreads = 256;
 inline constexpr int kShortSegment = 256;
 inline constexpr int kChunk = 1024;
-inline constexpr int kMostChunks = 256;
+inline constexpr int kMaxChunks = 256;
 
 EMB_HD int chunk_length(int segment_length) {
   return kChunk *
-         static_cast<int>((static_cast<int64_t>(segment_length) + kChunk * kMostChunks - 1) /
-                          (kChunk * kMostChunks));
+         static_cast<int>((static_cast<int64_t>(segment_length) + kChunk * kMaxChunks - 1) /
+                          (kChunk * kMaxChunks));
 }
 
 EMB_HD int chunks_of(int segment_length) {
@@ -30,17 +31,17 @@ EMB_HD int chunks_of(int segment_length) {
   return static_cast<int>((static_cast<int64_t>(segment_length) + length - 1) / length);
 }
 
-// The most chunks L lookups can have, whatever their segments.
-inline int64_t most_chunks(int64_t num_lookups) {
+// Return the maximum number of chunks of L lookups, whatever their segments.
+inline int64_t max_chunks(int64_t num_lookups) {
   return num_lookups / kShortSegment + num_lookups / kChunk;
 }
 
-// Floats between two chunk sums, for rows of up to `columns`: a multiple of 16 bytes.
+// Return the floats between two chunk sums, for rows of up to `columns`: a multiple of 16 bytes.
 inline int64_t partial_stride(int64_t columns) {
   return (columns + kColumns - 1) / kColumns * kColumns;
 }
 
-// Rows of a variable batch that are wider than this are never cut.
+// Rows of a variable batch that are wider than this are not divided into chunks.
 inline constexpr int64_t kVariableColumns = 1024;
 
 struct ChunkTask {
@@ -59,9 +60,9 @@ struct GradArgs {
   // As `tbe_group` returns them.
   const int64_t* rows;
   const int32_t *segments, *lookups, *bags, *count;
-  const int32_t* row_slots;  // [U] where the cache holds a row, or null
+  const int32_t* row_slots;  // [U] slots of rows in the cache, or null
   int64_t num_lookups;
-  // Long segments: first chunk of each, what each chunk is, how many there are, and their sums.
+  // Long segments: the first chunk of each, what each chunk is, their number, and their sums.
   int32_t* first_chunk;
   ChunkTask* tasks;
   int32_t* num_tasks;
@@ -69,7 +70,7 @@ struct GradArgs {
   int64_t partial_stride;
 };
 
-// Where the gradient of sorted lookup j starts, in elements, and how much it counts.
+// Return where the gradient of sorted lookup j starts, in elements, and set its weight.
 EMB_DEVICE int64_t grad_offset(const GradArgs& args, int j, float* scale) {
   const auto bag = static_cast<uint32_t>(args.bags[j]);
   *scale = 1.0f;
@@ -79,18 +80,18 @@ EMB_DEVICE int64_t grad_offset(const GradArgs& args, int j, float* scale) {
   }
   if (args.sample_weights != nullptr) *scale *= args.sample_weights[args.lookups[j]];
   if (args.pooling == Pooling::kNone) return args.lookups[j] * args.stride;
-  if (args.map.places != nullptr) return args.map.places[bag].element;
+  if (args.map.layout != nullptr) return args.map.layout[bag].element;
   return args.map.element(bag, args.features[args.map.feature(bag)].column);
 }
 
-// Whether a segment is summed in chunks: one that is long, of a row that fits its chunk sums. Those
-// of a variable batch, where nothing on the host tells the widest row, are of a fixed size.
-EMB_DEVICE bool is_cut(const GradArgs& args, int length, int dim) {
+// Return whether a segment is summed in chunks: it must be long, and its row must fit a chunk sum.
+// Chunk sums of a variable batch have a fixed size, since the host does not know the widest row.
+EMB_DEVICE bool has_chunks(const GradArgs& args, int length, int dim) {
   return length > kShortSegment && dim <= args.partial_stride;
 }
 
-// Adds this lane's columns of the gradients of sorted lookups [begin, begin + length); `longest` is
-// the largest length in the warp, all lanes of which take part.
+// Add this lane's columns of the gradients of sorted lookups [begin, begin + length); `longest` is
+// the maximum length in the warp. Called by all lanes.
 template <class G>
 EMB_DEVICE void add_grads(const GradArgs& args, const LaneGroup& lane, int begin, int length,
                           int longest, int column, int dim, float (&sum)[kColumns]) {
@@ -111,7 +112,7 @@ EMB_DEVICE void add_grads(const GradArgs& args, const LaneGroup& lane, int begin
   }
 }
 
-// Adds the sums of a long segment's chunks, in order.
+// Add the sums of a long segment's chunks, in order.
 EMB_DEVICE void add_partials(const GradArgs& args, uint32_t segment, int length, int column,
                              int dim, float (&sum)[kColumns]) {
   if (column >= dim) return;
@@ -126,7 +127,7 @@ EMB_DEVICE void add_partials(const GradArgs& args, uint32_t segment, int length,
   }
 }
 
-// Lists the chunks of all long segments. Their order varies from run to run; no result depends on
+// List the chunks of all long segments. Their order varies from run to run; no result depends on
 // it.
 [[maybe_unused]] static __global__ void __launch_bounds__(kChunkThreads)
     plan_chunks_kernel(GradArgs args) {
@@ -135,7 +136,7 @@ EMB_DEVICE void add_partials(const GradArgs& args, uint32_t segment, int length,
     const int length = args.segments[u + 1] - args.segments[u];
     if (length <= kShortSegment) continue;
     const Feature& feature = args.features[args.map.feature(args.bags[args.segments[u]])];
-    if (!is_cut(args, length, static_cast<int>(feature.dim))) continue;
+    if (!has_chunks(args, length, static_cast<int>(feature.dim))) continue;
     const int chunks = chunks_of(length);
     const int first = atomicAdd(args.num_tasks, chunks);
     args.first_chunk[u] = first;
@@ -143,8 +144,8 @@ EMB_DEVICE void add_partials(const GradArgs& args, uint32_t segment, int length,
   }
 }
 
-// Sums one chunk a block: every group of lanes a stretch of it, then the stretches in order. The
-// grid's second dimension shares the columns of wide rows.
+// Sum one chunk per block: every group of lanes sums a range of it, then the sums are added in
+// order. The grid's second dimension divides the columns of wide rows.
 template <class G>
 __global__ void __launch_bounds__(kChunkThreads, 4) chunk_kernel(GradArgs args, int lanes) {
   __shared__ float stretch_sum[kChunkThreads][kColumns];
@@ -183,12 +184,12 @@ __global__ void __launch_bounds__(kChunkThreads, 4) chunk_kernel(GradArgs args, 
   }
 }
 
-// Backward of table-batched embeddings fused with the optimizer. A group of 4 to 32 lanes takes a
-// unique row: it asks for the row and its state, sums the gradients of the row's lookups meanwhile
-// (four in flight), steps the optimizer in registers and writes the row once. No atomics on data.
+// The update. A group of 4 to 32 lanes takes a unique row: it prefetches the row and its state,
+// meanwhile sums the gradients of the row's lookups (four in flight), updates in registers and
+// writes the row once. No atomics on data.
 
-// 7 blocks of 128 threads leave 72 registers a thread, what the kernel needs, and 28 warps. For
-// Blackwell the compiler wants 94 registers.
+// 7 blocks of 128 threads leave the 72 registers per thread that the kernel needs, and 28 warps.
+// For Blackwell the compiler needs 94 registers.
 inline constexpr int kUpdateThreads = 128;
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
 inline constexpr int kUpdateBlocks = 5;
@@ -196,65 +197,66 @@ inline constexpr int kUpdateBlocks = 5;
 inline constexpr int kUpdateBlocks = 7;
 #endif
 
-// The lookups of one unique row and where the row lives.
+// The lookups of one unique row, and the location of the row.
 struct Segment {
   int64_t element = 0;
-  int64_t row = 0;  // of the row-wise states of the tier
+  int64_t row = 0;  // in the row-wise states of the tier
   int begin = 0, length = 0, dim = 0, tier = 0;
 
-  EMB_DEVICE Segment(const GradArgs& args, const RowStepArgs& rule, const Step& step, uint32_t u,
-                     uint32_t count) {
+  EMB_DEVICE Segment(const GradArgs& args, const OptimizerStepArgs& optimizer, const Step& step,
+                     uint32_t u, uint32_t count) {
     if (u >= count) return;
     begin = args.segments[u];
     length = args.segments[u + 1] - begin;
     const Feature& feature = args.features[args.map.feature(args.bags[begin])];
     dim = static_cast<int>(feature.dim);
-    if (rule.rule == kNoRule) {
+    if (optimizer.optimizer == kNoOptimizer) {
       element = static_cast<int64_t>(u) * dim;
       return;
     }
     const int slot = args.row_slots != nullptr ? args.row_slots[u] : -1;
-    const RowPlace place =
-        update_place(feature, args.rows[u] - feature.row_base, slot, step.tiers[kCacheTier]);
-    element = place.element;
-    row = place.row;
-    tier = place.tier;
+    const RowLocation location =
+        locate_update(feature, args.rows[u] - feature.row_base, slot, step.tiers[kCacheTier]);
+    element = location.element;
+    row = location.row;
+    tier = location.tier;
   }
 };
 
-// This lane's columns of the gradient of the row. `longest` as in add_grads, over short segments.
+// Compute this lane's columns of the gradient of the row. `longest` as in add_grads, over short
+// segments.
 template <class G>
 EMB_DEVICE void row_gradient(const GradArgs& args, const LaneGroup& lane, const Segment& segment,
                              uint32_t u, int longest, int column, float (&sum)[kColumns]) {
 #pragma unroll
   for (int k = 0; k < kColumns; ++k) sum[k] = 0.0f;
-  const bool cut = is_cut(args, segment.length, segment.dim);
-  add_grads<G>(args, lane, segment.begin, cut ? 0 : segment.length, longest, column, segment.dim,
-               sum);
-  if (cut) add_partials(args, u, segment.length, column, segment.dim, sum);
+  const bool chunked = has_chunks(args, segment.length, segment.dim);
+  add_grads<G>(args, lane, segment.begin, chunked ? 0 : segment.length, longest, column,
+               segment.dim, sum);
+  if (chunked) add_partials(args, u, segment.length, column, segment.dim, sum);
 }
 
-// The row's states, from the sums that its lanes have made: what step wants to know, for every
-// lane. The new states are written by the first lane of a row that there is. The whole warp calls
-// it.
-EMB_DEVICE RowScale start_row(const RowStepArgs& rule, const Step& step, const Segment& segment,
-                              const LaneGroup& lane, float (&sums)[kMostSums]) {
+// Return the factors of a row from the sums over its lanes and its row-wise states, in every lane.
+// The first lane of an existing row writes the new states. Called by the whole warp.
+EMB_DEVICE RowFactors start_row(const OptimizerStepArgs& optimizer, const Step& step,
+                                const Segment& segment, const LaneGroup& lane,
+                                float (&sums)[kMaxRowSums]) {
 #pragma unroll
-  for (int k = 0; k < kMostSums; ++k) {
-    if (k < rule.sums) sums[k] = simt::group_sum(sums[k], lane.lanes);
+  for (int k = 0; k < kMaxRowSums; ++k) {
+    if (k < optimizer.sums) sums[k] = simt::group_sum(sums[k], lane.lanes);
   }
   const TierRows& tier = step.tiers[segment.tier];
   const bool exists = segment.length > 0;
-  float states[kMostRowStates] = {};
+  float states[kMaxRowStates] = {};
 #pragma unroll
-  for (int s = 0; s < kMostRowStates; ++s) {
-    if (s < rule.row_states && exists) states[s] = tier.row_states[s][segment.row];
+  for (int s = 0; s < kMaxRowStates; ++s) {
+    if (s < optimizer.row_states && exists) states[s] = tier.row_states[s][segment.row];
   }
-  const RowScale scale = begin_row(rule, step, states, sums, segment.dim);
-  __syncwarp();  // no lane still has to read the old states
+  const RowFactors scale = begin_row(optimizer, step, states, sums, segment.dim);
+  __syncwarp();  // all lanes have read the old states
 #pragma unroll
-  for (int s = 0; s < kMostRowStates; ++s) {
-    if (s < rule.row_states && exists && lane.rank == 0)
+  for (int s = 0; s < kMaxRowStates; ++s) {
+    if (s < optimizer.row_states && exists && lane.rank == 0)
       tier.row_states[s][segment.row] = states[s];
   }
   return scale;
@@ -262,42 +264,44 @@ EMB_DEVICE RowScale start_row(const RowStepArgs& rule, const Step& step, const S
 
 template <class G>
 __global__ void __launch_bounds__(kUpdateThreads, kUpdateBlocks)
-    update_kernel(GradArgs args, RowStepArgs rule, int lanes) {
+    update_kernel(GradArgs args, OptimizerStepArgs optimizer, int lanes) {
   __shared__ StepStorage storage;
-  build_step(rule, &storage);
+  build_step(optimizer, &storage);
   const Step& step = storage.get();
   const LaneGroup lane(lanes);
   const int width = lanes * kColumns;
-  // Where a row is gone through twice its sums live on through the second time: not in registers.
-  __shared__ float sums_of_thread[kUpdateThreads][kMostSums];
-  float (&sums)[kMostSums] = sums_of_thread[threadIdx.x];
+  // The sums of a row that is processed in two passes live through the second one: in shared
+  // memory.
+  __shared__ float sums_of_thread[kUpdateThreads][kMaxRowSums];
+  float (&sums)[kMaxRowSums] = sums_of_thread[threadIdx.x];
   const auto count = static_cast<uint32_t>(*args.count);
   const auto stride = static_cast<uint32_t>(simt::warps_in_grid()) * lane.groups_in_warp();
   uint32_t base_row = static_cast<uint32_t>(simt::global_warp()) * lane.groups_in_warp();
   for (; base_row < count; base_row += stride) {
     const uint32_t u = base_row + lane.group;
-    const Segment segment(args, rule, step, u, count);
+    const Segment segment(args, optimizer, step, u, count);
     const TierRows& tier = step.tiers[segment.tier];
-    if (rule.rule != kNoRule && lane.rank * kColumns < segment.dim) {
-      prefetch_columns(rule, tier, segment.element + lane.rank * kColumns);
-      if (lane.rank < rule.row_states) simt::prefetch(tier.row_states[lane.rank] + segment.row);
+    if (optimizer.optimizer != kNoOptimizer && lane.rank * kColumns < segment.dim) {
+      prefetch_columns(optimizer, tier, segment.element + lane.rank * kColumns);
+      if (lane.rank < optimizer.row_states)
+        simt::prefetch(tier.row_states[lane.rank] + segment.row);
     }
     const int longest = __reduce_max_sync(
-        simt::kFullMask, is_cut(args, segment.length, segment.dim) ? 0 : segment.length);
+        simt::kFullMask, has_chunks(args, segment.length, segment.dim) ? 0 : segment.length);
     const int widest = __reduce_max_sync(simt::kFullMask, segment.dim);
-    // What is summed over a row must be complete before the first step: rows of more than one piece
-    // are gone through twice, the second time from the cache.
-    const bool twice = rule.sums > 0 && widest > width;
+    // Sums over a row must be complete before its first column is updated: rows wider than the
+    // group are processed in two passes, the second from the cache.
+    const bool twice = optimizer.sums > 0 && widest > width;
 #pragma unroll
-    for (int k = 0; k < kMostSums; ++k) sums[k] = 0.0f;
-    RowScale scale;
+    for (int k = 0; k < kMaxRowSums; ++k) sums[k] = 0.0f;
+    RowFactors scale;
     for (int pass = twice ? 0 : 1; pass < 2; ++pass) {
       for (int base = static_cast<int>(blockIdx.y) * width; base < widest;
            base += static_cast<int>(gridDim.y) * width) {
         const int column = base + lane.rank * kColumns, valid = segment.dim - column;
         float gradient[kColumns];
         row_gradient<G>(args, lane, segment, u, longest, column, gradient);
-        if (rule.rule == kNoRule) {
+        if (optimizer.optimizer == kNoOptimizer) {
           if (valid > 0) {
             write_columns(static_cast<float*>(tier.weights) + segment.element + column, valid,
                           gradient);
@@ -305,16 +309,17 @@ __global__ void __launch_bounds__(kUpdateThreads, kUpdateBlocks)
           continue;
         }
         Columns x;
-        load_columns(rule, tier, segment.element + column, valid, &x);
+        load_columns(optimizer, tier, segment.element + column, valid, &x);
         add_penalty(step, x, gradient);
-        if (rule.sums > 0 && (pass == 0 || !twice)) sum_columns(rule, step, x, gradient, sums);
+        if (optimizer.sums > 0 && (pass == 0 || !twice))
+          sum_columns(optimizer, step, x, gradient, sums);
         if (pass == 0) continue;
         if (base == static_cast<int>(blockIdx.y) * width) {
-          scale = start_row(rule, step, segment, lane, sums);
+          scale = start_row(optimizer, step, segment, lane, sums);
         }
         if (valid > 0) {
-          const StepPlace place{segment.element + column, args.rows[u], column, valid};
-          step_columns(rule, step, tier, place, gradient, scale, &x);
+          const ColumnLocation location{segment.element + column, args.rows[u], column, valid};
+          step_columns(optimizer, step, tier, location, gradient, scale, &x);
         }
       }
     }
@@ -322,34 +327,34 @@ __global__ void __launch_bounds__(kUpdateThreads, kUpdateBlocks)
 }
 
 template <class G, class Launcher>
-void launch_update_of(const Launcher& launcher, const GradArgs& args, const RowStepArgs& rule,
-                      int64_t mean_dim) {
+void launch_update_of(const Launcher& launcher, const GradArgs& args,
+                      const OptimizerStepArgs& optimizer, int64_t mean_dim) {
   const int lanes = lanes_for(mean_dim, kColumns);
   const unsigned stripes = blocks_for(mean_dim, lanes * kColumns, 64);
-  if (most_chunks(args.num_lookups) > 0) {
+  if (max_chunks(args.num_lookups) > 0) {
     launcher(plan_chunks_kernel, blocks_for(args.num_lookups, kChunkThreads, launcher.blocks(8)),
              kChunkThreads, args);
-    const unsigned blocks = blocks_for(most_chunks(args.num_lookups), 1, launcher.blocks(8));
+    const unsigned blocks = blocks_for(max_chunks(args.num_lookups), 1, launcher.blocks(8));
     launcher(chunk_kernel<G>, simt::Dim3(blocks, stripes), kChunkThreads, args, lanes);
   }
   const int64_t rows_of_block = kUpdateThreads / lanes;
   const unsigned blocks = blocks_for(args.num_lookups, rows_of_block, launcher.blocks(28));
-  // What belongs to a row is read and written once, so one stripe takes all columns.
-  launcher(update_kernel<G>, simt::Dim3(blocks, rule.by_row() ? 1 : stripes), kUpdateThreads, args,
-           rule, lanes);
+  // Row-wise states are read and written once per row, so one stripe takes all columns.
+  launcher(update_kernel<G>, simt::Dim3(blocks, optimizer.by_row() ? 1 : stripes), kUpdateThreads,
+           args, optimizer, lanes);
 }
 
-// `mean_dim`, the mean width of the features, picks the lanes of a row.
+// `mean_dim`, the mean width of the features, determines the lanes per row.
 template <class Launcher>
-void launch_update(const Launcher& launcher, const GradArgs& args, const RowStepArgs& rule,
-                   int64_t mean_dim) {
+void launch_update(const Launcher& launcher, const GradArgs& args,
+                   const OptimizerStepArgs& optimizer, int64_t mean_dim) {
   if (args.num_lookups == 0 || args.bags_in.count == 0) return;
   if (args.grad_type == Dtype::kFloat) {
-    launch_update_of<float>(launcher, args, rule, mean_dim);
+    launch_update_of<float>(launcher, args, optimizer, mean_dim);
   } else if (args.grad_type == Dtype::kHalf) {
-    launch_update_of<half16>(launcher, args, rule, mean_dim);
+    launch_update_of<half16>(launcher, args, optimizer, mean_dim);
   } else {
-    launch_update_of<bfloat16>(launcher, args, rule, mean_dim);
+    launch_update_of<bfloat16>(launcher, args, optimizer, mean_dim);
   }
 }
 

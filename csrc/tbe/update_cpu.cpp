@@ -1,5 +1,5 @@
 // The backward ops of table-batched embeddings on the CPU: `tbe_update_` (fused optimizer) and
-// `tbe_row_grads` (gradients handed out).
+// `tbe_row_grads` (gradients as a tensor).
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
@@ -21,28 +21,28 @@ namespace {
 
 constexpr int64_t kGrain = 512;
 
-// Scratch that starts with a cache line: registers of a line's size then never touch two.
+// Scratch aligned to cache lines: vectors of that size never touch two lines.
 constexpr int64_t kLineFloats = 16;
 struct alignas(64) CacheLine {
   float values[kLineFloats];
 };
 
-// What `tbe_group` returned.
+// The result of `tbe_group`.
 struct Grouping {
   const Tensor &rows, &segments, &lookups, &bags, &count;
 };
 
-// Gradients up to this size are found in the caches without asking, most of them in the core's
-// own: a gradient row comes back with every lookup of its bag. Asking for those costs time (8 % of
-// the update at 1.3 MB with 20 lookups a bag).
+// Gradients up to this size are in the caches without a prefetch, most of them in the core's own: a
+// gradient row is used by every lookup of its bag. Prefetching them costs time (8 % of the update
+// at 1.3 MB with 20 lookups per bag).
 constexpr int64_t kCacheBytes = int64_t{2} << 20;
 
-// The tensors of a grouping and of the gradient, held contiguous for the time of a call.
+// The tensors of a grouping and of the gradient, contiguous for the duration of a call.
 struct Gradient {
   Tensor grad, features, segments, lookups, bags, offsets;
   std::optional<Tensor> sample_weights;
   std::vector<float> bag_scale;
-  const BagPlace* places;  // null in a fixed batch
+  const BagLayout* layout;  // null in a fixed batch
   int64_t num_groups, num_lookups, num_bags, batch, columns;
   Dtype type;
   Pooling pooling;
@@ -64,14 +64,14 @@ struct Gradient {
     }
     check_index_dtype(op, "offsets", offsets);
     num_lookups = lookups.numel();
-    places = bag_layout ? bag_places(op, *bag_layout, offsets) : nullptr;
-    batch = places != nullptr ? 0 : batch_size(op, features.size(0), offsets);
+    layout = bag_layout ? check_bag_layout(op, *bag_layout, offsets) : nullptr;
+    batch = layout != nullptr ? 0 : batch_size(op, features.size(0), offsets);
     num_bags = std::max<int64_t>(offsets.numel() - 1, 0);
     check_grouping(op, groups.rows, groups.count);
   }
 
-  // The kernels trust a grouping, so one that tbe_group did not make must not get to them: 12 bytes
-  // a lookup, read once, beside rows of hundreds.
+  // Check that tbe_group made the grouping, because the kernels trust it: 12 bytes per lookup, read
+  // once, compared to rows of hundreds of bytes.
   void check_grouping(const char* op, const Tensor& rows, const Tensor& count) {
     bool valid = rows.numel() == num_lookups && segments.numel() == num_lookups + 1 &&
                  bags.numel() == num_lookups && count.numel() == 1;
@@ -104,7 +104,7 @@ struct Gradient {
     check_sample_weights(op, weights, lookups);
     if (weights) sample_weights = torch::stable::contiguous(*weights);
     check_shape(op);
-    if (places != nullptr) FeatureBags(op, features, offsets, bag_layout, pooling, columns);
+    if (layout != nullptr) FeatureBags(op, features, offsets, bag_layout, pooling, columns);
     if (pooling == Pooling::kMean) {
       const Bags ranges{index_array(offsets), num_bags, num_lookups};
       bag_scale.resize(ranges.count);
@@ -116,7 +116,7 @@ struct Gradient {
   }
 
   void check_shape(const char* op) {
-    if (places != nullptr && pooling != Pooling::kNone) {
+    if (layout != nullptr && pooling != Pooling::kNone) {
       columns = check_pooled_grad(op, grad, true);
       return;
     }
@@ -128,9 +128,10 @@ struct Gradient {
     columns = grad.size(1);
   }
 
-  // The columns that features must keep to; in a variable batch the places were checked instead.
+  // Return the columns that features must keep to; in a variable batch bag_layout was checked
+  // instead.
   int64_t feature_columns() const {
-    return places != nullptr && pooling != Pooling::kNone ? kAnyNumber : columns;
+    return layout != nullptr && pooling != Pooling::kNone ? kUnlimited : columns;
   }
 
   GradArgs args() const {
@@ -138,7 +139,7 @@ struct Gradient {
             columns,
             static_cast<int64_t>(grad.element_size()),
             feature_array(features),
-            places,
+            layout,
             std::max<int64_t>(batch, 1),
             Divider(static_cast<uint32_t>(std::max<int64_t>(batch, 1))),
             segments.const_data_ptr<int32_t>(),
@@ -150,8 +151,9 @@ struct Gradient {
             grad.numel() * static_cast<int64_t>(grad.element_size()) > kCacheBytes};
   }
 
-  // A group is summed and stepped as wide as the feature of its first lookup says, and a foreign
-  // row counts as row 0: where that could leave the gradient or the table, groups are looked at.
+  // Check that the lookups of each group have one dim and a nonempty table: a group is as wide as
+  // the feature of its first lookup, and a foreign row counts as row 0. Skipped if the features
+  // rule out anything else.
   void check_groups(const char* op, const GradArgs& args) const {
     const Feature* feature = feature_array(features);
     bool trusted = true;
@@ -160,7 +162,7 @@ struct Gradient {
     }
     const auto of = [&](int32_t j) -> const Feature& {
       const int32_t bag = args.bags[j];
-      return feature[places != nullptr ? places[bag].feature : args.by_batch(bag)];
+      return feature[layout != nullptr ? layout[bag].feature : args.by_batch(bag)];
     };
     for (int64_t group = 0; !trusted && group < num_groups; ++group) {
       const int32_t begin = args.segments[group], end = args.segments[group + 1];
@@ -171,7 +173,7 @@ struct Gradient {
     }
   }
 
-  // Tables without rows are never updated, so that their dim is of no account.
+  // Return the maximum dim. Tables without rows are never updated, so their dim does not count.
   int64_t max_dim() const {
     int64_t dim = 0;
     const Feature* feature = feature_array(features);
@@ -182,7 +184,7 @@ struct Gradient {
   }
 };
 
-// The chunk sums of all segments longer than kChunk, so that one hot row keeps every thread busy.
+// The chunk sums of all segments longer than kChunk, so that one hot row occupies all threads.
 struct ChunkSums {
   std::vector<int64_t> groups, first_chunk = {0};
   std::unique_ptr<float[]> partials;
@@ -203,7 +205,8 @@ struct ChunkSums {
       const int64_t begin = args.segments[groups[i]] + (chunk - first_chunk[i]) * kChunk;
       const int64_t end = std::min<int64_t>(begin + kChunk, args.segments[groups[i] + 1]);
       const int64_t bag = args.bags[begin];
-      const int64_t feature = args.places != nullptr ? args.places[bag].feature : bag / args.batch;
+      const int64_t feature =
+          args.bag_layout != nullptr ? args.bag_layout[bag].feature : bag / args.batch;
       sum(args, begin, end, args.features[feature].dim, partials.get() + chunk * stride);
     });
   }
@@ -214,7 +217,8 @@ struct ChunkSums {
   }
 };
 
-// A group costs its row, about four lookups' worth, and every lookup of it.
+// Call `body` for ranges of groups, in parallel. The cost of a group is its row, about four
+// lookups, and its lookups.
 template <class Body>
 void for_groups(const GradArgs& args, int64_t num_groups, const Body& body) {
   const auto cost = [&](int64_t group) { return args.segments[group] + 4 * group; };
@@ -229,7 +233,7 @@ Tensor tbe_row_grads(const Tensor& grad, const Tensor& features, const Tensor& r
   Gradient gradient(op, grad, features, {rows, segments, lookups, bags, count}, offsets,
                     bag_layout);
   gradient.set_pooling(op, pooling, sample_weights, bag_layout);
-  check_layout(op, features, kAnyNumber, gradient.feature_columns(), kAnyNumber, gradient.pooling);
+  check_layout(op, features, kUnlimited, gradient.feature_columns(), kUnlimited, gradient.pooling);
   const Feature* feature = feature_array(features);
   for (int64_t f = 0; f < features.size(0); ++f) {
     STD_TORCH_CHECK(feature[f].dim == dim, op, ": all features must have dim ", dim, ", feature ",
@@ -250,16 +254,16 @@ Tensor tbe_row_grads(const Tensor& grad, const Tensor& features, const Tensor& r
   return out;
 }
 
-// Weights and states of all tiers, long enough for every row that `features` names.
+// Check the weights and states of all tiers against the rows that `features` names.
 void check_memory(const char* op, int64_t optimizer, const std::vector<Tensor>& weights,
                   const std::vector<Tensor>& states, const Gradient& gradient, UpdateArgs* args) {
   check_layout(op, gradient.features, TierWeights(op, weights), gradient.feature_columns(),
-               kAnyNumber, gradient.pooling);
+               kUnlimited, gradient.pooling);
   const Feature* feature = feature_array(gradient.features);
   int64_t rows[kTiers] = {};
   for (int64_t f = 0; f < gradient.features.size(0); ++f) {
-    int64_t& most = rows[feature[f].tier];
-    most = std::max(most, feature[f].state_base + feature[f].rows);
+    int64_t& num_rows = rows[feature[f].tier];
+    num_rows = std::max(num_rows, feature[f].state_base + feature[f].rows);
   }
   check_tiers(op, optimizer, weights, states, rows, args->tiers);
 }

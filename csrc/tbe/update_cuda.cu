@@ -1,6 +1,5 @@
-// `tbe_update_` and `tbe_row_grads` on the GPU: checks, scratch memory, launch. How many unique
-// rows there are is known on the device only, so grids and scratch are sized by the number of
-// lookups.
+// `tbe_update_` and `tbe_row_grads` on the GPU: checks, scratch memory, launch. The number of
+// unique rows is known on the device only, so grids and scratch are sized by the number of lookups.
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
@@ -14,12 +13,12 @@
 namespace emb::cuda {
 namespace {
 
-// What `tbe_group` returned.
+// The result of `tbe_group`.
 struct Grouping {
   const Tensor &rows, &segments, &lookups, &bags, &count;
 };
 
-// The arguments of a backward op, checked, with the contiguous copies and scratch they point into.
+// The checked arguments of a backward op, with the contiguous copies and scratch they point into.
 class Backward {
  public:
   Backward(const char* op, const Tensor& grad, const Tensor& features, const Grouping& groups,
@@ -70,8 +69,8 @@ class Backward {
     args_.row_slots = row_slots->const_data_ptr<int32_t>();
   }
 
-  void run(const CudaLauncher& launcher, const RowStepArgs& step) {
-    const int64_t chunks = most_chunks(args_.num_lookups);
+  void run(const CudaLauncher& launcher, const OptimizerStepArgs& step) {
+    const int64_t chunks = max_chunks(args_.num_lookups);
     if (chunks > 0) {
       partials_ = allocate(grad_, {chunks, args_.partial_stride}, ScalarType::Float);
       first_chunk_ = allocate(grad_, {args_.num_lookups}, ScalarType::Int);
@@ -87,7 +86,7 @@ class Backward {
   }
 
  private:
-  // Columns of the gradient: of a line of it, or in a variable batch of all there is.
+  // Return the columns of the gradient: of one row, or in a variable batch of all rows together.
   int64_t check_grad(const char* op, const Tensor& grad, int64_t num_lookups, bool variable) const {
     if (args_.pooling != Pooling::kNone) return check_pooled_grad(op, grad, variable);
     STD_TORCH_CHECK(grad.dim() == 2 && grad.size(0) == num_lookups, op,
@@ -95,7 +94,7 @@ class Backward {
     return grad.size(1);
   }
 
-  // The mean width of a row, and how wide one may be whose lookups are summed in chunks.
+  // Set the mean width of a row, and the maximum width of rows whose lookups are summed in chunks.
   void set_widths(int64_t num_features, int64_t num_bags, int64_t columns, bool variable) {
     const bool pooled = args_.pooling != Pooling::kNone;
     const int64_t parts = !pooled ? 1 : variable ? num_bags : num_features;
@@ -138,7 +137,7 @@ void tbe_update_(std::vector<Tensor> weights, std::vector<Tensor> states, const 
   Backward backward(op, grad, features, {rows, segments, lookups, bags, count}, offsets, bag_layout,
                     sample_weights, pooling);
   backward.set_slots(op, row_slots);
-  const RowStepArgs step = row_step_args(op, weights, optimizer, states, hyper, 0);
+  const OptimizerStepArgs step = optimizer_step_args(op, weights, optimizer, states, hyper, 0);
   backward.run(CudaLauncher(grad), step);
 }
 
@@ -151,7 +150,7 @@ Tensor tbe_row_grads(const Tensor& grad, const Tensor& features, const Tensor& r
   Backward backward(op, grad, features, {rows, segments, lookups, bags, count}, offsets, bag_layout,
                     sample_weights, pooling);
   Tensor out = allocate_zeros(grad, {lookups.numel(), dim}, ScalarType::Float);
-  RowStepArgs step;
+  OptimizerStepArgs step;
   step.tiers[0].weights = out.mutable_data_ptr();
   backward.run(CudaLauncher(grad), step);
   return out;

@@ -1,6 +1,6 @@
 // Backward of table-batched embeddings on one CPU thread: the gradients of a unique row are summed
 // in registers, then the optimizer reads and writes the row once. As in the forward the cost is
-// cache misses on random rows, so the rows of the next groups are fetched ahead, ready for writing.
+// cache misses on random rows, so the rows of the next groups are prefetched for writing.
 #include "optim/optimizer_step_cpu.h"
 #include "optim/optimizers.h"
 #include "tbe/args.h"
@@ -8,20 +8,20 @@
 namespace emb::EMB_ISA {
 namespace {
 
-// Lookups of a group whose gradients are fetched ahead; the hardware follows longer groups.
+// Lookups of a group whose gradients are prefetched; the hardware prefetches longer groups.
 constexpr int64_t kGradsAhead = 4;
 
-// The feature of a bag.
+// Return the feature of a bag.
 EMB_HD int64_t feature_of(const GradArgs& args, int64_t bag) {
-  return args.places != nullptr ? args.places[bag].feature
-                                : args.by_batch(static_cast<uint32_t>(bag));
+  return args.bag_layout != nullptr ? args.bag_layout[bag].feature
+                                    : args.by_batch(static_cast<uint32_t>(bag));
 }
 
-// The first element, counted from `grad`, of the gradient of sorted lookup j.
+// Return the first element, relative to `grad`, of the gradient of sorted lookup j.
 EMB_HD int64_t grad_offset(const GradArgs& args, int64_t j) {
   if (args.per_lookup) return args.lookups[j] * args.grad_stride;
   const int64_t bag = args.bags[j];
-  if (args.places != nullptr) return args.places[bag].element;
+  if (args.bag_layout != nullptr) return args.bag_layout[bag].element;
   const int64_t feature = args.by_batch(static_cast<uint32_t>(bag));
   return (bag - feature * args.batch) * args.grad_stride + args.features[feature].column;
 }
@@ -88,36 +88,38 @@ EMB_HD void prefetch_grads(const GradArgs& args, int64_t group, int64_t dim) {
   }
 }
 
-// A row on its way through the update.
-struct Target {
+// A row during its update.
+struct RowUpdate {
   const TierRows* tier;
-  RowPlace place;
+  RowLocation location;
   int64_t id, dim;
   RowViews views;
-  float sums[kMostSums];
-  RowScale scale;
+  float sums[kMaxRowSums];
+  RowFactors scale;
 };
 
-// Where the row of a group lives: any of its lookups tells the feature, hence the table.
-EMB_HD void locate(const UpdateArgs& args, int64_t group, Target* target) {
+// Set the location of the row of a group. Any of its lookups determines the feature, hence the
+// table.
+EMB_HD void locate(const UpdateArgs& args, int64_t group, RowUpdate* target) {
   const int64_t bag = args.grads.bags[args.grads.segments[group]];
   const Feature& feature = args.grads.features[feature_of(args.grads, bag)];
-  // Rows that are not of this feature come from no grouping of ours; they must not leave its table.
-  const int64_t given = args.rows[group] - feature.row_base;
-  const int64_t row = given >= 0 && given < feature.rows ? given : 0;
+  // A row of another feature means that tbe_group did not make the grouping: it must not lead
+  // outside the table.
+  const int64_t row_of_table = args.rows[group] - feature.row_base;
+  const int64_t row = row_of_table >= 0 && row_of_table < feature.rows ? row_of_table : 0;
   const int64_t slot = args.row_slots != nullptr ? args.row_slots[group] : -1;
-  target->place = update_place(feature, row, slot, args.tiers[kCacheTier]);
-  target->tier = &args.tiers[target->place.tier];
+  target->location = locate_update(feature, row, slot, args.tiers[kCacheTier]);
+  target->tier = &args.tiers[target->location.tier];
   target->id = feature.row_base + row;
   target->dim = feature.dim;
 }
 
-// Asks for all of the row that Opt will touch, ready for writing.
+// Prefetch all of the row that Opt updates, for writing.
 template <class Opt>
-EMB_HD void prefetch_target(const Target& target) {
+EMB_HD void prefetch_target(const RowUpdate& target) {
   const auto ask = [&](const void* data, Dtype type) {
     const int64_t size = size_of(type);
-    prefetch_row<true>(static_cast<const char*>(data) + target.place.element * size,
+    prefetch_row<true>(static_cast<const char*>(data) + target.location.element * size,
                        target.dim * size);
   };
   ask(target.tier->weights, target.tier->weight_type);
@@ -125,40 +127,40 @@ EMB_HD void prefetch_target(const Target& target) {
     ask(target.tier->element_states[s], target.tier->state_types[s]);
   }
   for (int s = 0; s < Opt::kRowStates; ++s) {
-    prefetch_row<true>(target.tier->row_states[s] + target.place.row, 4);
+    prefetch_row<true>(target.tier->row_states[s] + target.location.row, 4);
   }
 }
 
-// The row as floats: in place, or, where it is stored in 16 bits, a copy in `scratch`.
-EMB_HD float* open_row(void* data, Dtype type, const Target& target, float* scratch) {
-  if (type == Dtype::kFloat) return static_cast<float*>(data) + target.place.element;
-  widen_row(data, type, target.place.element, target.dim, scratch);
+// Return the row as floats: in place, or a copy in `scratch` if it is stored in 16 bits.
+EMB_HD float* open_row(void* data, Dtype type, const RowUpdate& target, float* scratch) {
+  if (type == Dtype::kFloat) return static_cast<float*>(data) + target.location.element;
+  widen_row(data, type, target.location.element, target.dim, scratch);
   return scratch;
 }
 
-EMB_HD void close_row(const float* values, void* data, Dtype type, const Target& target,
+EMB_HD void close_row(const float* values, void* data, Dtype type, const RowUpdate& target,
                       const Rounding& rounding, uint32_t tensor) {
   if (type == Dtype::kFloat) return;
-  narrow_row(values, target.dim, data, type, target.place.element, rounding, target.id, tensor);
+  narrow_row(values, target.dim, data, type, target.location.element, rounding, target.id, tensor);
 }
 
-// `room` is scratch for what is stored in 16 bits.
+// `scratch` has room for what is stored in 16 bits.
 template <class Opt>
-EMB_HD void open_target(Target* target, float* room) {
+EMB_HD void open_target(RowUpdate* target, float* scratch) {
   const TierRows& tier = *target->tier;
-  target->views.w = open_row(tier.weights, tier.weight_type, *target, room);
+  target->views.w = open_row(tier.weights, tier.weight_type, *target, scratch);
   if constexpr (Opt::kSteppedStates > 0) {
-    room += target->dim;
-    target->views.first = open_row(tier.element_states[0], tier.state_types[0], *target, room);
+    scratch += target->dim;
+    target->views.first = open_row(tier.element_states[0], tier.state_types[0], *target, scratch);
   }
   if constexpr (Opt::kSteppedStates > 1) {
-    room += target->dim;
-    target->views.second = open_row(tier.element_states[1], tier.state_types[1], *target, room);
+    scratch += target->dim;
+    target->views.second = open_row(tier.element_states[1], tier.state_types[1], *target, scratch);
   }
 }
 
 template <class Opt>
-EMB_HD void close_target(const Target& target, const Rounding& rounding) {
+EMB_HD void close_target(const RowUpdate& target, const Rounding& rounding) {
   const TierRows& tier = *target.tier;
   close_row(target.views.w, tier.weights, tier.weight_type, target, rounding, kRoundWeights);
   if constexpr (Opt::kSteppedStates > 0) {
@@ -172,18 +174,18 @@ EMB_HD void close_target(const Target& target, const Rounding& rounding) {
 }
 
 template <class Opt>
-EMB_HD void begin_target(const Opt& opt, Target* target) {
-  float states[kMostRowStates];
+EMB_HD void begin_target(const Opt& opt, RowUpdate* target) {
+  float states[kMaxRowStates];
   for (int s = 0; s < Opt::kRowStates; ++s) {
-    states[s] = target->tier->row_states[s][target->place.row];
+    states[s] = target->tier->row_states[s][target->location.row];
   }
   target->scale = opt.begin_row(states, target->sums, static_cast<float>(target->dim));
   for (int s = 0; s < Opt::kRowStates; ++s) {
-    target->tier->row_states[s][target->place.row] = states[s];
+    target->tier->row_states[s][target->location.row] = states[s];
   }
 }
 
-// Rows go through in batches: a row-wise optimizer has a chain of reduction, square root and
+// Rows are processed in batches: a row-wise optimizer has a chain of reduction, square root and
 // division before it can write, and a few such chains side by side cost little more than one.
 template <class Opt>
 void update(const UpdateArgs& args, SumFn sum_fn, float* scratch, int64_t widest, int64_t begin,
@@ -191,8 +193,8 @@ void update(const UpdateArgs& args, SumFn sum_fn, float* scratch, int64_t widest
   const Opt opt(args.hyper);
   const WeightDecay decay(args.hyper);
   const Rounding rounding(args.hyper);
-  Target targets[2][kRowBatch];
-  const auto fetch = [&](int64_t base, Target* batch) {
+  RowUpdate targets[2][kRowBatch];
+  const auto fetch = [&](int64_t base, RowUpdate* batch) {
     const int64_t count = end - base < kRowBatch ? end - base : kRowBatch;
     for (int64_t i = 0; i < count; ++i) {
       locate(args, base + i, &batch[i]);
@@ -203,19 +205,19 @@ void update(const UpdateArgs& args, SumFn sum_fn, float* scratch, int64_t widest
   fetch(begin, targets[0]);
   for (int64_t base = begin, turn = 0; base < end; base += kRowBatch, turn ^= 1) {
     fetch(base + kRowBatch, targets[turn ^ 1]);
-    Target* batch = targets[turn];
+    RowUpdate* batch = targets[turn];
     const int64_t count = end - base < kRowBatch ? end - base : kRowBatch;
     float* gradient = scratch;
-    float* room = scratch + kRowBatch * widest;
+    float* narrow_rows = scratch + kRowBatch * widest;
     for (int64_t i = 0; i < count; ++i) {
-      Target& target = batch[i];
+      RowUpdate& target = batch[i];
       target.views.g = gradient;
       segment_sum(args, sum_fn, base + i, target.dim, gradient);
-      open_target<Opt>(&target, room);
+      open_target<Opt>(&target, narrow_rows);
       add_penalty(decay, target.dim, target.views);
       row_sums(opt, target.dim, target.views, target.sums);
       gradient += target.dim;
-      room += (kScratchRows - 1) * target.dim;
+      narrow_rows += (kScratchRows - 1) * target.dim;
     }
     for (int64_t i = 0; i < count; ++i) begin_target(opt, &batch[i]);
     for (int64_t i = 0; i < count; ++i) {

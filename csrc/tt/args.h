@@ -1,8 +1,10 @@
-// The algebra of a tensor-train table, shared by host and device. A row is a chain of cores,
-// G0[i0] G1[i1] ..; its cores are split into a left and a right half of one or two cores each, so
-// that a row is always one product, row[jl, jr] = sum_r left[jl, r] * right[jr, r], whatever the
-// number of cores. The right half is kept mirrored (axes of its cores reversed): then both halves
-// look alike and share all code.
+// The shape of a tensor-train table, the plan of a batch, and the arguments and tables of the CPU
+// kernels.
+//
+// A row is a chain of cores, G0[i0] G1[i1] .. The cores are divided into a left and a right half of
+// one or two cores each, so that a row is always one product, row[jl, jr] = sum_r
+// left[jl, r] * right[jr, r], whatever the number of cores. The right half is stored mirrored
+// (axes of its cores reversed), so that both halves have the same form and share all code.
 #pragma once
 
 #include <cstddef>
@@ -15,9 +17,9 @@ namespace emb {
 inline constexpr int kMaxCores = 4;
 
 // One half: rows of an outer core [outer_rows][q_outer, inner_rank] times, in a pair, rows of an
-// inner core [inner_rows][inner_rank, q_inner, rank]. Its value is a matrix [q_outer q_inner,
-// rank]. The inner core is the large one; ids of a half are inner * outer_rows + outer, so that
-// ascending ids keep equal inner rows together.
+// inner core [inner_rows][inner_rank, q_inner, rank]. Its value is a matrix
+// [q_outer q_inner, rank]. The inner core is the large one. The id of a half is
+// inner * outer_rows + outer, so that in ascending order equal inner rows are contiguous.
 struct TtHalf {
   bool pair;
   int64_t outer_rows, inner_rows;
@@ -30,7 +32,7 @@ struct TtHalf {
   EMB_HD int64_t inner_size() const { return int64_t{1} * inner_rank * q_inner * rank; }
 };
 
-// From row ids to keys: id of the left half, then of the right one.
+// Maps row ids to keys: the id of the left half, then that of the right one.
 struct TtKeyMap {
   int64_t rights, first, second;  // ids of right halves, rows of the first two cores
   bool pair;
@@ -61,14 +63,12 @@ struct TtShape {
   EMB_HD TtKeyMap key_map() const { return {right().ids(), p[0], p[1], cores > 2}; }
 };
 
-// A batch's plan as the kernels read it: pointers into the tensors that `tt_plan` returns.
-
-// The grouping of a batch's distinct rows by their halves, as `tt_plan` returns it. Rows j are in
-// key order, so the rows of left half u are [left_segments[u], left_segments[u + 1]); the rows of
-// right half v are right_rows[right_segments[v]], .., ascending. Entries after the counts mean
-// nothing.
+// The grouping of a batch's distinct rows by their halves: the tensors that `tt_plan` returns. Rows
+// j are in key order, so the rows of left half u are [left_segments[u], left_segments[u + 1]). The
+// rows of right half v are right_rows[right_segments[v]], .., ascending. Entries after the counts
+// are meaningless.
 struct TtPlan {
-  int64_t capacity;  // rows the tensors have room for, L
+  int64_t capacity;  // rows that the tensors have room for, L
   const int32_t *lefts, *left_segments, *row_lefts;
   const int32_t *rights, *right_segments, *row_rights, *right_rows;
   const int32_t* counts;  // distinct rows M, left halves U, right halves V
@@ -76,13 +76,12 @@ struct TtPlan {
 
 inline constexpr size_t kTtPlanTensors = 8;
 
-// The tensor-train kernels of the CPU: what they take and how they are reached. Each works on a
-// range of halves on one thread; the `*_cpu.cpp` files check, allocate and cut the work. Indices u
-// count distinct left halves, v distinct right halves, j distinct rows; rows are sorted by left
-// half.
+// The CPU kernels. Each works on a range of halves on one thread; the `*_cpu.cpp` files check,
+// allocate and divide the work. Indices u count distinct left halves, v distinct right halves, j
+// distinct rows; rows are sorted by left half.
 
-// Left halves handled together: enough for the gradient of the inner core to run at full speed,
-// few enough that their values stay in the first cache.
+// Left halves processed together: enough for the gradient of the inner core to run at full speed,
+// few enough that their values stay in the first-level cache.
 inline constexpr int64_t kTtBlock = 16;
 
 struct TtHalfCores {
@@ -93,17 +92,17 @@ struct TtHalfCores {
   bool mirrored;       // the right half: its columns come out as (inner, outer)
 };
 
-// Where the values of halves are: the first `num_kept` from the forward pass, the others either in
-// the core itself (`ids` given) or in a buffer that starts with half `first`.
+// The values of halves: the first `num_kept` from the forward pass, the others either in the core
+// itself (if `ids` is not null) or in a buffer that starts with half `first`.
 struct TtValues {
-  const float* kept;
-  int64_t num_kept;
+  const float* saved;
+  int64_t num_saved;
   const float* rest;
   const int32_t* ids;
   int64_t first, size;
 
   EMB_HD const float* at(int64_t u) const {
-    if (u < num_kept) return kept + u * size;
+    if (u < num_saved) return saved + u * size;
     return rest + (ids != nullptr ? ids[u] : u - first) * size;
   }
 };
@@ -114,16 +113,17 @@ struct TtRowsArgs {
   const float* right;      // [V][right columns, rank]
   TtValues right_natural;  // [rank, right columns] each; only read when lanes run along the right
   const int32_t *left_segments, *row_rights;
-  float* kept;  // values of the first `num_kept` left halves
-  int64_t num_kept;
+  float* saved;  // values of the first `num_kept` left halves
+  int64_t num_saved;
   float* rows;  // [M][dim]
 
-  // Lanes run along the wider half.
+  // Return whether lanes run along the right half: they run along the wider one.
   EMB_HD bool lanes_along_right() const { return right_columns >= left.half.columns(); }
 };
 
-// Gradients of one half. The inner core's are complete when a group has been walked through; the
-// outer core's are left per half (from `first` on) and summed afterwards, see sum_outer.
+// The gradients of one half. Those of the inner core are complete once all of a group has been
+// processed. Those of the outer core are stored per half (from `first` on) and summed afterwards,
+// see sum_outer.
 struct TtHalfGrads {
   float* inner;         // [inner_rows][inner_size]
   float* outer_values;  // [..][outer_size]; not a pair: the core's own gradient, by id

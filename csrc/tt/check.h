@@ -1,5 +1,5 @@
-// What the tensor-train ops are given: the shape that cores and factors imply, and the plan of a
-// batch. Checks run before anything is written. Shared by the CPU and CUDA entries.
+// Checks of the tensor-train ops: the shape that cores and factors imply, and the plan of a batch.
+// Shared by the CPU and CUDA entries; all checks run before anything is written.
 #pragma once
 
 #include <vector>
@@ -11,7 +11,7 @@ namespace emb {
 
 // Rows of cores and ids of halves are int32 in the plan.
 inline constexpr int64_t kMaxTtIds = (int64_t{1} << 31) - 1;
-// Digits, keys and the product of all row factors are int64; the margin keeps sums from wrapping.
+// Digits, keys and the product of all row factors are int64; the margin prevents overflow of sums.
 inline constexpr double kMaxTtRows = 4.0e18;
 
 inline TtShape tt_row_shape(const char* op, const std::vector<int64_t>& row_factors) {
@@ -34,18 +34,19 @@ inline TtShape tt_row_shape(const char* op, const std::vector<int64_t>& row_fact
   return shape;
 }
 
-// The checks of `tt_keys`.
+// Check the arguments of `tt_keys`.
 inline TtShape tt_table_shape(const char* op, const Tensor& indices, int64_t rows,
                               const std::vector<int64_t>& row_factors) {
   check_index_dtype(op, "indices", indices);
   const TtShape shape = tt_row_shape(op, row_factors);
-  const int64_t most = shape.left().ids() * shape.right().ids();
-  STD_TORCH_CHECK(rows >= 1 && rows <= most, op,
-                  ": rows must be in [1, product of row_factors = ", most, "], got ", rows);
+  const int64_t max_rows = shape.left().ids() * shape.right().ids();
+  STD_TORCH_CHECK(rows >= 1 && rows <= max_rows, op,
+                  ": rows must be in [1, product of row_factors = ", max_rows, "], got ", rows);
   return shape;
 }
 
-// Cores are [p_k, R_k q_k R_{k+1}]; the ranks follow from their widths.
+// Check the cores and return their shape. Cores are [p_k, R_k q_k R_{k+1}]; the ranks follow from
+// their widths.
 inline TtShape tt_shape(const char* op, const std::vector<Tensor>& cores,
                         const std::vector<int64_t>& row_factors,
                         const std::vector<int64_t>& dim_factors) {
@@ -97,8 +98,8 @@ inline TtPlan tt_plan_of(const char* op, const std::vector<Tensor>& tensors) {
   return {capacity, data[0], data[1], data[2], data[3], data[4], data[5], data[6], data[7]};
 }
 
-// Distinct ids of halves, ascending and below `ids`, and the rows of each: segments that begin with
-// row 0 and end with row `rows`. Each has a row.
+// Check the distinct ids of halves, ascending and below `ids`, and the rows of each: segments from
+// row 0 to row `rows`, none of them empty.
 inline bool halves_fit(const int32_t* halves, const int32_t* segments, int64_t count, int64_t ids,
                        int64_t rows) {
   bool fit = count <= rows && (count > 0 || rows == 0) && segments[0] == 0;
@@ -110,8 +111,8 @@ inline bool halves_fit(const int32_t* halves, const int32_t* segments, int64_t c
   return fit && segments[count] == rows;
 }
 
-// What a plan says, where it can be read: the kernels follow it without looking. A few comparisons
-// for each row, which takes thousands of multiplications.
+// Check the contents of a plan, on the CPU only: the kernels trust them. This takes a few
+// comparisons per row, compared to thousands of multiplications.
 inline void check_plan_contents(const char* op, const TtPlan& plan, const TtShape& shape) {
   const int64_t rows = plan.counts[0], lefts = plan.counts[1], rights = plan.counts[2];
   bool fit = rows >= 0 && rows <= plan.capacity && lefts >= 0 && rights >= 0 &&
@@ -133,7 +134,7 @@ inline void check_plan_contents(const char* op, const TtPlan& plan, const TtShap
   STD_TORCH_CHECK(fit, op, ": plan must be what tt_plan returned for these row_factors");
 }
 
-// The checks of `tt_core_grads` beyond cores and plan; `num_rows` is the least there must be.
+// Check the remaining arguments of `tt_core_grads`; `num_rows` is the minimum number of rows.
 inline void check_core_grad_inputs(const char* op, const TtShape& shape, int64_t num_rows,
                                    const Tensor& prefixes, const Tensor& row_grads) {
   check_dtype(op, "row_grads", row_grads, ScalarType::Float, "float32");

@@ -1,7 +1,6 @@
 // The forward and the backward pass of tensor-train tables on the GPU as sequences of kernels, for
-// any launcher: the same code runs on the emulated machine of tests/simt. Sizes that only the
-// device knows (distinct rows and halves) stay there; grids and buffers are sized by what they can
-// be.
+// any launcher: tests/simt runs the same code on an emulated machine. Sizes that only the device
+// knows (distinct rows and halves) stay there; grids and buffers have the maximum size.
 #pragma once
 
 #include "tt/args.h"
@@ -15,8 +14,8 @@ struct TtBatch {
   TtPlan plan;
   const float* cores[kMaxCores];
 
-  int64_t lefts() const { return least(plan.capacity, shape.left().ids()); }
-  int64_t rights() const { return least(plan.capacity, shape.right().ids()); }
+  int64_t lefts() const { return min(plan.capacity, shape.left().ids()); }
+  int64_t rights() const { return min(plan.capacity, shape.right().ids()); }
   const int32_t* left_count() const { return plan.counts + 1; }
   const int32_t* right_count() const { return plan.counts + 2; }
 
@@ -25,10 +24,10 @@ struct TtBatch {
   }
 
  private:
-  static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+  static int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
 };
 
-// Device memory of a pass, in floats; a part of length 0 is not used.
+// Device memory of the right halves, in floats; buffers of length 0 are not used.
 struct TtRightMemory {
   float* values;                           // [rights()][value_size]
   float *mirrored_outer, *mirrored_inner;  // a pair's cores with their axes reversed
@@ -90,7 +89,7 @@ void expand_right(const Launcher& launcher, const TtBatch& batch, const TtRightM
   launch_expand(launcher, right_halves(batch, memory), memory.values);
 }
 
-// `left_values` holds all left halves' values, [lefts()][value_size]; unused for two cores.
+// `left_values` has room for all left halves, [lefts()][value_size]; it is unused for two cores.
 template <class Launcher>
 void forward_pass(const Launcher& launcher, const TtBatch& batch, const TtRightMemory& memory,
                   float* left_values, float* rows) {
@@ -120,7 +119,7 @@ struct TtBackwardMemory {
   }
 };
 
-// Gradients of all cores. Those that are not the inner core of a pair must be zero on entry.
+// Compute the gradients of all cores. All but the inner cores of pairs must be zero on entry.
 template <class Launcher>
 void backward_pass(const Launcher& launcher, const TtBatch& batch, const TtRightMemory& right,
                    const TtBackwardMemory& memory, const float* left_values, const float* row_grads,

@@ -1,6 +1,5 @@
-// What forward and backward of tensor-train tables share on the CPU: the kernels of this machine,
-// and the halves of a batch. Right halves are few and always expanded up front; left halves are
-// expanded as they are needed.
+// `tt_rows` and `tt_core_grads` on the CPU. The right halves of a batch are few and are all
+// expanded first; left halves are expanded when they are needed.
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
@@ -17,14 +16,14 @@ namespace emb {
 
 EMB_SELECT_KERNELS(TtTable, kTtTable, tt_table)
 
-// A part of the work with fewer multiplications than this is not worth waking a thread for.
+// A range with fewer multiplications than this is not worth waking a thread for.
 inline constexpr int64_t kTtGrain = 1 << 21;
 
 using Floats = std::unique_ptr<float[]>;
 
 inline Floats new_floats(int64_t n) { return Floats(new float[n > 0 ? n : 1]); }
 
-// The axes of every row of a core reversed, in parallel.
+// Reverse the axes of every row of a core, in parallel.
 inline void tt_reverse(const TtReverseArgs& args, int64_t rows) {
   const int64_t size = args.a * args.q * args.b;
   parallel_balanced(
@@ -55,7 +54,7 @@ struct TtBatch {
 
   TtHalfCores left_cores() const { return {left, cores[0], cores[1], plan.lefts, false}; }
 
-  // Multiplications for the left halves [0, u) and their rows.
+  // Return the multiplications for the left halves [0, u) and their rows.
   int64_t cost(int64_t u) const {
     const int64_t per_left = left.pair ? left.q_outer * left.inner_size() : 0;
     return u * per_left + plan.left_segments[u] * int64_t{1} * shape.dim() * left.rank;
@@ -104,7 +103,7 @@ struct TtRights {
 
 namespace {
 
-// `tt_rows` on the CPU: the distinct rows of a batch, each left half expanded once.
+// Make the distinct rows of a batch; each left half is expanded once.
 
 std::tuple<Tensor, Tensor> tt_rows(std::vector<Tensor> cores, std::vector<Tensor> plan,
                                    std::vector<int64_t> row_factors,
@@ -144,18 +143,18 @@ std::tuple<Tensor, Tensor> tt_rows(std::vector<Tensor> cores, std::vector<Tensor
   return {rows, prefixes};
 }
 
-// `tt_core_grads` on the CPU. The left halves are walked through in waves, so that scratch memory
-// does not grow with the batch: first those whose values the forward pass kept, then the others. In
-// a wave every group of one inner row gets its gradient in one go, values that were not kept are
-// expanded again just before; then right halves and outer rows add up what the wave holds for them.
-// That is two parallel regions a wave. Each sum has one owner and one order, whatever the number of
-// threads and the size of the waves.
+// The gradients. The left halves are processed in waves, so that scratch memory does not grow with
+// the batch: first those whose values the forward pass saved, then the others. A wave computes the
+// gradient of every inner row in it, from values that are expanded again just before if they were
+// not saved; then it adds the contributions of the wave to right halves and outer rows. These are
+// two parallel regions per wave. Each sum is computed by one thread in a fixed order, whatever the
+// number of threads and the size of the waves.
 
-// Floats of left values in a wave that expands them again. One thread alone has no one to wait for
-// between waves, so its waves are as small as its second cache likes them.
+// Floats of left values in a wave that expands them again. A single thread never waits between
+// waves, so its waves fit its second-level cache.
 constexpr int64_t kWaveFloats = 1 << 20, kWaveFloatsAlone = 1 << 18;
 
-// Ranges of halves with one inner row: group i is [starts[i], starts[i + 1]).
+// Return ranges of halves with the same inner row: group i is [starts[i], starts[i + 1]).
 std::vector<int64_t> inner_groups(const TtHalfCores& cores, int64_t begin, int64_t end) {
   std::vector<int64_t> starts;
   int64_t limit = 0;
@@ -168,7 +167,8 @@ std::vector<int64_t> inner_groups(const TtHalfCores& cores, int64_t begin, int64
   return starts;
 }
 
-// The halves [begin, end) by outer row, for the sum of their outer values into the core's gradient.
+// The halves [begin, end) by outer row, for the sum of their outer values into the gradient of the
+// core.
 class OuterSums {
  public:
   OuterSums(const TtHalfCores& cores, int64_t begin, int64_t end, const float* outer_values,
@@ -193,7 +193,7 @@ class OuterSums {
   TtOuterSumArgs args_;
 };
 
-// Gradients of the inner rows that no half of the batch uses are zero.
+// Clear the gradients of the inner rows that no half of the batch uses.
 void clear_unused(const TtHalfCores& cores, int64_t num_halves, float* inner_grads) {
   const int64_t size = cores.half.inner_size();
   int64_t next = 0;
@@ -218,7 +218,7 @@ class Backward {
               nullptr,  batch.plan.lefts,
               0,        batch.left.value_size()} {}
 
-  // Gradients of the cores of the left half; fills those of the right values on the way.
+  // Compute the gradients of the cores of the left half, and those of the right values.
   void left_half(float* outer, float* inner) {
     const TtHalf& left = batch_.left;
     if (!left.pair) {
@@ -227,17 +227,17 @@ class Backward {
       return right_sums(batch_.num_lefts, nullptr);
     }
     left_.ids = nullptr;
-    const int64_t kept = left_.num_kept, lefts = batch_.num_lefts;
+    const int64_t kept = left_.num_saved, lefts = batch_.num_lefts;
     const bool alone = num_threads() == 1;
     const int64_t fit = (alone ? kWaveFloatsAlone : kWaveFloats) / left_.size;
     const int64_t wave = std::max(std::min(fit, lefts), 4 * kTtBlock);
-    const int64_t kept_wave = alone ? wave : std::max(wave, kept);
-    again_ = new_floats(kept < lefts ? wave * left_.size : 0);
-    const Floats outer_values = new_floats(kept_wave * left.outer_size());
-    left_.rest = again_.get();
+    const int64_t saved_wave = alone ? wave : std::max(wave, kept);
+    recomputed_ = new_floats(kept < lefts ? wave * left_.size : 0);
+    const Floats outer_values = new_floats(saved_wave * left.outer_size());
+    left_.rest = recomputed_.get();
     clear_unused(batch_.left_cores(), lefts, inner);
     for (int64_t begin = 0, end; begin < lefts; begin = end) {
-      end = begin < kept ? std::min(begin + kept_wave, kept) : std::min(begin + wave, lefts);
+      end = begin < kept ? std::min(begin + saved_wave, kept) : std::min(begin + wave, lefts);
       left_.first = begin;
       left_groups({inner, outer_values.get(), begin}, begin, end);
       const OuterSums sums(batch_.left_cores(), begin, end, outer_values.get(), outer);
@@ -245,7 +245,7 @@ class Backward {
     }
   }
 
-  // Gradients of the cores of the right half: [last core], or [third, last] of a pair.
+  // Compute the gradients of the cores of the right half: [last core], or [third, last] of a pair.
   void right_half(float* last, float* third) const {
     const TtHalf& half = batch_.right;
     if (!half.pair) {
@@ -281,7 +281,8 @@ class Backward {
   }
 
  private:
-  // Gradients of the inner core, and the outer core's values, from left halves [begin, end).
+  // Compute the gradients of the inner core, and the values of the outer core, for left halves
+  // [begin, end).
   void left_groups(const TtHalfGrads& grads, int64_t begin, int64_t end) {
     const TtLeftGradsArgs args{batch_.left_cores(),
                                batch_.right.columns(),
@@ -296,7 +297,7 @@ class Backward {
     } else {
       for (int64_t u = begin; u <= end; ++u) groups.push_back(u);
     }
-    const bool expands = batch_.left.pair && begin >= left_.num_kept;
+    const bool expands = batch_.left.pair && begin >= left_.num_saved;
     const int64_t base = batch_.cost(begin);
     parallel_balanced(
         static_cast<int64_t>(groups.size()) - 1, kTtGrain,
@@ -305,15 +306,15 @@ class Backward {
           const Floats scratch = batch_.scratch();
           const int64_t from = groups[first], to = groups[last];
           if (expands) {
-            float* values = again_.get() + (from - begin) * left_.size;
+            float* values = recomputed_.get() + (from - begin) * left_.size;
             tt_table().expand(args.left, values, scratch.get(), from, to);
           }
           tt_table().left_grads(args, scratch.get(), from, to);
         });
   }
 
-  // Adds to right halves the rows of left halves below `end` that were not added before, and, in
-  // the same parallel region, to outer rows what `sums` holds for them.
+  // Add the rows of left halves below `end` that were not added before to the gradients of right
+  // halves, and, in the same parallel region, the values of `sums` to outer rows.
   void right_sums(int64_t end, const OuterSums* sums) {
     const TtPlan& plan = batch_.plan;
     const TtRightGradsArgs args{left_,
@@ -343,7 +344,7 @@ class Backward {
   const TtRights& rights_;
   const float* row_grads_;
   Floats right_grads_;
-  Floats again_;  // values of left halves that the forward pass did not keep
+  Floats recomputed_;  // values of left halves that the forward pass did not save
   std::vector<int32_t> cursors_;
   TtValues left_;
 };
@@ -359,7 +360,7 @@ std::vector<Tensor> tt_core_grads(std::vector<Tensor> cores, std::vector<Tensor>
   const size_t last = cores.size() - 1;
   std::vector<Tensor> grads;
   for (size_t k = 0; k <= last; ++k) {
-    // The inner core of the left pair is written in full, the others are added to.
+    // The inner core of the left pair is overwritten; gradients of the others are accumulated.
     grads.push_back(k == 1 && batch.left.pair && batch.num_rows > 0
                         ? allocate(cores[k], {cores[k].size(0), cores[k].size(1)})
                         : allocate_zeros(cores[k], {cores[k].size(0), cores[k].size(1)}));

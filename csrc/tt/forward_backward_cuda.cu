@@ -1,4 +1,4 @@
-// `tt_rows` and `tt_core_grads` on the GPU: checks, memory from torch's allocator, the passes.
+// `tt_rows` and `tt_core_grads` on the GPU: checks, memory from torch's allocator, launch.
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
@@ -21,15 +21,15 @@ TtBatch make_batch(const char* op, const std::vector<Tensor>& cores,
   return batch;
 }
 
-// Float scratch that lives as long as a call; torch frees it in stream order.
+// Float scratch for the duration of a call; torch frees it in stream order.
 class Scratch {
  public:
   explicit Scratch(const Tensor& like) : like_(like) {}
 
   float* operator()(int64_t floats) {
     if (floats == 0) return nullptr;
-    held_.push_back(allocate(like_, {floats}, ScalarType::Float));
-    return held_.back().mutable_data_ptr<float>();
+    tensors_.push_back(allocate(like_, {floats}, ScalarType::Float));
+    return tensors_.back().mutable_data_ptr<float>();
   }
   TtRightMemory right(const TtBatch& batch) {
     return {(*this)(TtRightMemory::value_floats(batch)),
@@ -39,7 +39,7 @@ class Scratch {
 
  private:
   const Tensor& like_;
-  std::vector<Tensor> held_;
+  std::vector<Tensor> tensors_;
 };
 
 std::tuple<Tensor, Tensor> tt_rows(std::vector<Tensor> cores, std::vector<Tensor> plan,
@@ -89,9 +89,9 @@ std::vector<Tensor> tt_core_grads(std::vector<Tensor> cores, std::vector<Tensor>
   const TtRightMemory right_memory = scratch.right(batch);
   const float* left_values = prefixes.const_data_ptr<float>();
   if (left.pair && prefixes.size(0) < batch.lefts()) {
-    float* again = scratch(batch.lefts() * left.value_size());
-    launch_expand(launcher, batch.left_halves(), again);
-    left_values = again;
+    float* recomputed = scratch(batch.lefts() * left.value_size());
+    launch_expand(launcher, batch.left_halves(), recomputed);
+    left_values = recomputed;
   }
   const TtBackwardMemory memory{scratch(TtBackwardMemory::left_floats(batch)),
                                 scratch(batch.rights() * right.value_size()),

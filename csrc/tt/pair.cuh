@@ -1,17 +1,17 @@
-// A pair of cores on the GPU: values of its distinct halves, and the gradients of both cores. Ids
-// are sorted by the inner core, the large one. A block takes one inner row and a tile of columns,
-// finds the halves that share the row, and runs one tiled product over all of them in shared
-// memory: the gradient of an inner row is complete in registers, so there are no atomics and no
-// partial sums.
+// A pair of cores on the GPU: the values of its distinct halves, and the gradients of both cores.
+// Ids are sorted by the inner core, the large one. A block takes one inner row and a tile of
+// columns, finds the halves that share the row, and runs one tiled product over all of them in
+// shared memory. The gradient of an inner row is complete in registers, so there are no atomics and
+// no partial sums.
 #pragma once
 
-#include "core/row_piece.cuh"
+#include "core/row_slice.cuh"
 #include "core/simt.cuh"
 #include "tt/args.h"
 
 namespace emb::cuda {
 
-// Distinct halves of one kind; the number of them is known on the device only.
+// Distinct halves of one kind; their number is known on the device only.
 struct TtHalves {
   TtHalf half;
   const float* outer;  // [outer_rows][q_outer, inner_rank]
@@ -20,15 +20,16 @@ struct TtHalves {
   bool mirrored;  // columns of a value come as (inner, outer)
 
   EMB_DEVICE int64_t width() const { return int64_t{1} * half.q_inner * half.rank; }
-  // Where line (half u, outer column jo) and place n of the inner core's row meet in the values.
+  // Return the offset in the values of line (half u, outer column); add place_offset(n) for element
+  // n of the inner core's row.
   EMB_DEVICE int64_t line_offset(int64_t u, int outer_column) const {
     return u * half.value_size() + outer_column * (mirrored ? half.rank : width());
   }
-  EMB_DEVICE int64_t place_offset(int64_t n) const {
+  EMB_DEVICE int64_t element_offset(int64_t n) const {
     if (!mirrored) return n;
     return n / half.rank * half.rank * half.q_outer + n % half.rank;
   }
-  // The first of the distinct ids that is >= id.
+  // Return the first of the distinct ids that is >= id.
   EMB_DEVICE int lower_bound(int64_t id) const {
     int low = 0, high = *count;
     while (low < high) {
@@ -53,7 +54,7 @@ struct PairTiles {
   alignas(16) float b[kDepth][kN + kPad];
   int64_t first_offset[kM > kDepth ? kM : kDepth];  // of the lines of a tile, see each kernel
   int64_t second_offset[kM > kDepth ? kM : kDepth];
-  int64_t place[kN > kDepth ? kN : kDepth];
+  int64_t element[kN > kDepth ? kN : kDepth];
   int range[2];
 };
 
@@ -85,7 +86,7 @@ EMB_DEVICE void multiply_tiles(const PairTiles<kM, kN>& tiles, const PairThread&
   }
 }
 
-// The halves [begin, end) that share inner row `inner`; all threads of the block call it.
+// Find the halves [begin, end) that share inner row `inner`; called by all threads of the block.
 template <class Tiles>
 EMB_DEVICE void find_group(const TtHalves& halves, int64_t inner, Tiles* tiles, int64_t* begin,
                            int64_t* end) {
@@ -99,7 +100,8 @@ EMB_DEVICE void find_group(const TtHalves& halves, int64_t inner, Tiles* tiles, 
   *end = tiles->range[1];
 }
 
-// Offsets of lines [first, first + count) of a group: of their outer rows, and in the values.
+// Compute the offsets of lines [first, first + count) of a group: of their outer rows, and in the
+// values.
 template <class Tiles>
 EMB_DEVICE void locate_lines(const TtHalves& halves, int64_t inner, int64_t begin, int64_t first,
                              int count, int64_t lines, Tiles* tiles) {
@@ -150,14 +152,14 @@ EMB_DEVICE void locate_lines(const TtHalves& halves, int64_t inner, int64_t begi
       for (int j = 0; j < 4; ++j) {
         const int64_t n = column + thread.n + j;
         if (first + thread.m + i >= lines || n >= width) continue;
-        values[tiles.second_offset[thread.m + i] + halves.place_offset(n)] = sums[i][j];
+        values[tiles.second_offset[thread.m + i] + halves.element_offset(n)] = sums[i][j];
       }
     }
     __syncthreads();
   }
 }
 
-// grads[inner][m, n] = sum over lines of outer[line, m] * value_grads[line, n]; zero where no half
+// grads[inner][m, n] = sum over lines of outer[line, m] * value_grads[line, n]; zero if no half
 // uses the row.
 [[maybe_unused]] static __global__ void __launch_bounds__(kPairThreads, 5)
     inner_grads_kernel(TtHalves halves, const float* value_grads, float* grads) {
@@ -171,7 +173,7 @@ EMB_DEVICE void locate_lines(const TtHalves& halves, int64_t inner, int64_t begi
   find_group(halves, inner, &tiles, &begin, &end);
   const int64_t lines = (end - begin) * halves.half.q_outer;
   for (int n = threadIdx.x; n < kN; n += kPairThreads) {
-    tiles.place[n] = halves.place_offset(column + n < width ? column + n : 0);
+    tiles.element[n] = halves.element_offset(column + n < width ? column + n : 0);
   }
   float sums[4][4] = {};
   for (int64_t k0 = 0; k0 < lines; k0 += kDepth) {
@@ -186,7 +188,7 @@ EMB_DEVICE void locate_lines(const TtHalves& halves, int64_t inner, int64_t begi
     for (int e = threadIdx.x; e < kN * kDepth; e += kPairThreads) {
       const int k = e / kN, n = e % kN;
       const bool inside = k0 + k < lines && column + n < width;
-      tiles.b[k][n] = inside ? value_grads[tiles.second_offset[k] + tiles.place[n]] : 0.0f;
+      tiles.b[k][n] = inside ? value_grads[tiles.second_offset[k] + tiles.element[n]] : 0.0f;
     }
     __syncthreads();
     multiply_tiles(tiles, thread, sums);
@@ -224,7 +226,7 @@ EMB_DEVICE void locate_lines(const TtHalves& halves, int64_t inner, int64_t begi
         const int m = e / kDepth, k = e % kDepth;
         const bool inside = first + m < lines && k0 + k < width;
         tiles.a[k][m] =
-            inside ? value_grads[tiles.second_offset[m] + halves.place_offset(k0 + k)] : 0.0f;
+            inside ? value_grads[tiles.second_offset[m] + halves.element_offset(k0 + k)] : 0.0f;
       }
       for (int e = threadIdx.x; e < kN * kDepth; e += kPairThreads) {
         const int n = e / kDepth, k = e % kDepth;
@@ -249,7 +251,7 @@ EMB_DEVICE void locate_lines(const TtHalves& halves, int64_t inner, int64_t begi
 }
 
 // grads[outer row] = sum, in order, of the outer values of the halves that use it. A block takes an
-// outer row and looks for its halves 128 inner rows at a time.
+// outer row and searches its halves 128 inner rows at a time.
 [[maybe_unused]] static __global__ void __launch_bounds__(kPairThreads, 5)
     sum_outer_kernel(TtHalves halves, const float* outer_values, float* grads) {
   __shared__ int found[kPairThreads];
@@ -285,7 +287,7 @@ void launch_expand(const Launcher& launcher, const TtHalves& halves, float* valu
   launcher(expand_kernel, grid, kPairThreads, halves, values);
 }
 
-// `outer_values` is scratch: one outer row's worth for each half.
+// `outer_values` is scratch: one outer row per half.
 template <class Launcher>
 void launch_contract(const Launcher& launcher, const TtHalves& halves, const float* value_grads,
                      float* outer_values, float* outer_grads, float* inner_grads) {

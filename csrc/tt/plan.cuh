@@ -1,5 +1,5 @@
-// Keys and halves of a batch on the GPU. Distinct rows come in key order; their left and right ids
-// are grouped by the sort of `group`, so the kernels here only make the keys of those sorts.
+// The keys and halves of a batch on the GPU. Distinct rows are in key order; the sort of `group`
+// groups their left and right ids, so the kernels here only make the keys of those sorts.
 #pragma once
 
 #include "core/layout.h"
@@ -29,7 +29,7 @@ struct TtSplitArgs {
   const int32_t* count;
   int64_t rights;  // ids of right halves
   SortBuffers<uint32_t> left, right;
-  int32_t* rows;  // where the number of distinct rows goes
+  int32_t* rows;  // output: the number of distinct rows
 };
 
 [[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads)

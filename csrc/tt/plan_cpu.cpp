@@ -1,5 +1,5 @@
-// `tt_keys` and `tt_plan` on the CPU: which halves the rows of a batch have in common. The rows
-// come sorted by key, so left halves are runs; right halves are grouped by the shared sort.
+// `tt_keys` and `tt_plan` on the CPU: find the halves that the rows of a batch share. The rows are
+// sorted by key, so left halves are runs; the shared sort groups the right halves.
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
@@ -44,10 +44,10 @@ struct PlanTensors {
   }
 };
 
-// Runs of equal left halves among rows [0, m); returns how many.
+// Find runs of equal left halves among rows [0, m); return their number.
 int64_t find_lefts(const int64_t* keys, int64_t m, int64_t rights, const PlanTensors& plan) {
   int32_t *lefts = plan.data[0], *segments = plan.data[1], *row_lefts = plan.data[2];
-  int64_t count = 0, limit = 0;  // the current run holds keys below `limit`
+  int64_t count = 0, limit = 0;  // the current run contains keys below `limit`
   for (int64_t j = 0; j < m; ++j) {
     if (keys[j] >= limit) {
       const int64_t left = keys[j] / rights;
@@ -61,7 +61,7 @@ int64_t find_lefts(const int64_t* keys, int64_t m, int64_t rights, const PlanTen
   return count;
 }
 
-// Groups rows [0, m), whose left halves are known, by their right half; returns how many there are.
+// Group rows [0, m), whose left halves are known, by their right half; return the number of groups.
 int64_t find_rights(const int64_t* keys, int64_t m, int64_t rights, const PlanTensors& plan) {
   const int32_t *lefts = plan.data[0], *row_lefts = plan.data[2];
   std::vector<int64_t> firsts(group_parts(m) + 1);

@@ -1,5 +1,5 @@
-// `tt_keys` and `tt_plan` on the GPU: both halves are grouped by the sort under `group`. Nothing
-// waits for the device.
+// `tt_keys` and `tt_plan` on the GPU: the sort under `group` groups both halves. Nothing waits for
+// the device.
 #include <torch/csrc/stable/library.h>
 
 #include <vector>
@@ -22,7 +22,7 @@ Tensor tt_keys(const Tensor& indices, int64_t rows, std::vector<int64_t> row_fac
   return keys;
 }
 
-// Groups rows by the keys in `sort`: distinct ids, where their rows start, and each row's id.
+// Group rows by the keys in `sort`: distinct ids, where their rows start, and the id of each row.
 void group_halves(const CudaLauncher& launcher, const Tensor& like,
                   const SortBuffers<uint32_t>& sort, const GroupOutput& out, int32_t* row_halves) {
   if (sort.n > 0) sort_keys(launcher, like, sort);

@@ -1,18 +1,19 @@
-// Rows from the values of their halves on the GPU, and the gradients of those values. A row is
-// left [Ql, rank] times right [Qr, rank], too small a product to be worth tiles: lanes own elements
-// of the result and read their operands through the first cache, where a warp finds them shared.
+// Rows from the values of their halves on the GPU, and the gradients of those values. A row is left
+// [Ql, rank] times right [Qr, rank], too small a product for tiles: lanes own elements of the
+// result and read their operands through the first-level cache, which a warp shares.
 #pragma once
 
-#include "core/row_piece.cuh"
+#include "core/row_slice.cuh"
 #include "core/simt.cuh"
 #include "tt/args.h"
 
 namespace emb::cuda {
 
 inline constexpr int kRowThreads = 128;
-inline constexpr int kOwned = 4;  // elements of a result that a lane keeps in registers
+inline constexpr int kElementsPerLane = 4;  // elements of a result that a lane keeps in registers
 
-// Values of left halves: in a buffer, or, where the half is a single core, the core's row `ids[u]`.
+// The values of left halves: in a buffer, or, if the half is a single core, the core's row
+// `ids[u]`.
 struct TtLeftValues {
   const float* data;
   const int32_t* ids;
@@ -40,7 +41,7 @@ template <int kStep>
 EMB_DEVICE float dot(const float* a, const float* b, int n) {
   float sum = 0.0f;
   for (int r = 0; r < n; r += kStep) {
-    Piece<float, kStep> x, y;
+    RowSlice<float, kStep> x, y;
     x.load_vector(a + r);
     y.load_vector(b + r);
 #pragma unroll
@@ -49,7 +50,7 @@ EMB_DEVICE float dot(const float* a, const float* b, int n) {
   return sum;
 }
 
-// rows[j][jl, jr] = sum over r of left[jl, r] * right[jr, r]; a warp a left half.
+// rows[j][jl, jr] = sum over r of left[jl, r] * right[jr, r]; one warp per left half.
 [[maybe_unused]] static __global__ void __launch_bounds__(kRowThreads)
     tt_rows_kernel(TtRowsArgs args, float* rows) {
   const int lane = static_cast<int>(threadIdx.x % simt::kWarp);
@@ -77,26 +78,26 @@ EMB_DEVICE float dot(const float* a, const float* b, int n) {
 }
 
 // The elements of a result [columns, rank] that a lane owns in one pass: lane, lane + 32, ..
-struct Owned {
-  int64_t element[kOwned];
-  int column[kOwned], place[kOwned];
-  bool inside[kOwned];
+struct LaneElements {
+  int64_t element[kElementsPerLane];
+  int column[kElementsPerLane], inner[kElementsPerLane];
+  bool inside[kElementsPerLane];
 
-  EMB_DEVICE Owned(int64_t first, int64_t size, int rank) {
+  EMB_DEVICE LaneElements(int64_t first, int64_t size, int rank) {
 #pragma unroll
-    for (int i = 0; i < kOwned; ++i) {
+    for (int i = 0; i < kElementsPerLane; ++i) {
       element[i] = first + threadIdx.x % simt::kWarp + i * static_cast<int64_t>(simt::kWarp);
       inside[i] = element[i] < size;
       column[i] = inside[i] ? static_cast<int>(element[i] / rank) : 0;
-      place[i] = inside[i] ? static_cast<int>(element[i] % rank) : 0;
+      inner[i] = inside[i] ? static_cast<int>(element[i] % rank) : 0;
     }
   }
 };
 
-inline constexpr int64_t kPass = kOwned * static_cast<int64_t>(simt::kWarp);
+inline constexpr int64_t kPass = kElementsPerLane * static_cast<int64_t>(simt::kWarp);
 
-// grads[u][jl, r] = sum over rows j of u and over jr of row_grads[j][jl, jr] * right[jr, r]; a warp
-// a left half. With `ids` they go to the row of a core.
+// grads[u][jl, r] = sum over rows j of u and over jr of row_grads[j][jl, jr] * right[jr, r]; one
+// warp per left half. With `ids` the result is written to the row of a core.
 [[maybe_unused]] static __global__ void __launch_bounds__(kRowThreads)
     left_grads_kernel(TtRowsArgs args, const float* row_grads, float* grads, const int32_t* ids) {
   const int64_t size = args.left_size(), dim = args.dim(), lefts = *args.left_count;
@@ -104,35 +105,35 @@ inline constexpr int64_t kPass = kOwned * static_cast<int64_t>(simt::kWarp);
     float* out = grads + (ids != nullptr ? ids[u] : u) * size;
     const int64_t begin = args.left_segments[u], end = args.left_segments[u + 1];
     for (int64_t first = 0; first < size; first += kPass) {
-      const Owned owned(first, size, args.rank);
-      float sums[kOwned] = {};
+      const LaneElements elements(first, size, args.rank);
+      float sums[kElementsPerLane] = {};
       for (int64_t j = begin; j < end; ++j) {
         const float* right = args.right + args.row_rights[j] * args.right_size();
         const float* grad = row_grads + j * dim;
         for (int jr = 0; jr < args.right_columns; ++jr) {
 #pragma unroll
-          for (int i = 0; i < kOwned; ++i) {
-            sums[i] += grad[owned.column[i] * args.right_columns + jr] *
-                       right[jr * args.rank + owned.place[i]];
+          for (int i = 0; i < kElementsPerLane; ++i) {
+            sums[i] += grad[elements.column[i] * args.right_columns + jr] *
+                       right[jr * args.rank + elements.inner[i]];
           }
         }
       }
 #pragma unroll
-      for (int i = 0; i < kOwned; ++i) {
-        if (owned.inside[i]) out[owned.element[i]] = sums[i];
+      for (int i = 0; i < kElementsPerLane; ++i) {
+        if (elements.inside[i]) out[elements.element[i]] = sums[i];
       }
     }
   }
 }
 
-// A right half may be in any number of rows, so its rows are cut into chunks of kChunk at multiples
-// of kChunk; chunk c of half v has slot v + c, which needs no scan and is taken once.
+// A right half may be in any number of rows, so the rows are divided into chunks at multiples of
+// kTtChunk. Chunk c of half v has slot v + c: this needs no scan, and no two chunks share a slot.
 inline constexpr int64_t kTtChunk = 64;
 
 EMB_HD int64_t tt_slots(int64_t rights, int64_t rows) { return rights + rows / kTtChunk + 1; }
 
-// partials[slot][jr, r] = sum over the rows j of the chunk and over jl of row_grads[j][jl, jr] *
-// left[jl, r]; a warp a slot and pass.
+// partials[slot][jr, r] = sum over the rows j of the chunk and over jl of
+// row_grads[j][jl, jr] * left[jl, r]; one warp per slot and pass.
 [[maybe_unused]] static __global__ void __launch_bounds__(kRowThreads)
     right_partials_kernel(TtRowsArgs args, const float* row_grads, float* partials) {
   const int64_t size = args.right_size(), dim = args.dim();
@@ -155,28 +156,28 @@ EMB_HD int64_t tt_slots(int64_t rights, int64_t rows) { return rights + rows / k
     const int64_t begin = segment > chunk * kTtChunk ? segment : chunk * kTtChunk;
     const int64_t last = (chunk + 1) * kTtChunk, end = segment_end < last ? segment_end : last;
     if (begin >= end) continue;
-    const Owned owned((w - slot * passes) * kPass, size, args.rank);
-    float sums[kOwned] = {};
+    const LaneElements elements((w - slot * passes) * kPass, size, args.rank);
+    float sums[kElementsPerLane] = {};
     for (int64_t t = begin; t < end; ++t) {
       const int64_t j = args.right_rows[t];
       const float* left = args.left.at(args.row_lefts[j], args.left_size());
       const float* grad = row_grads + j * dim;
       for (int jl = 0; jl < args.left_columns; ++jl) {
 #pragma unroll
-        for (int i = 0; i < kOwned; ++i) {
-          sums[i] += grad[jl * args.right_columns + owned.column[i]] *
-                     left[jl * args.rank + owned.place[i]];
+        for (int i = 0; i < kElementsPerLane; ++i) {
+          sums[i] += grad[jl * args.right_columns + elements.column[i]] *
+                     left[jl * args.rank + elements.inner[i]];
         }
       }
     }
 #pragma unroll
-    for (int i = 0; i < kOwned; ++i) {
-      if (owned.inside[i]) partials[slot * size + owned.element[i]] = sums[i];
+    for (int i = 0; i < kElementsPerLane; ++i) {
+      if (elements.inside[i]) partials[slot * size + elements.element[i]] = sums[i];
     }
   }
 }
 
-// grads[v] = the chunks of v in order.
+// grads[v] = sum of the chunks of v, in order.
 [[maybe_unused]] static __global__ void __launch_bounds__(kRowThreads)
     right_sums_kernel(TtRowsArgs args, const float* partials, float* grads) {
   const int64_t size = args.right_size(), work = *args.right_count * size;
@@ -190,12 +191,12 @@ EMB_HD int64_t tt_slots(int64_t rights, int64_t rows) { return rights + rows / k
   }
 }
 
-// Row from_ids[i] of `from`, or i, with its axes reversed becomes row to_ids[i] of `to`, or i; a
-// thread an element.
+// Reverses the axes of rows: row from_ids[i] of `from`, or i, becomes row to_ids[i] of `to`, or i;
+// one thread per element.
 struct TtReverseArgs {
   const float* from;                         // [..][a, q, b]
   float* to;                                 // [..][b, q, a]
-  const int32_t *from_ids, *to_ids, *count;  // count: rows there are; null: `rows`
+  const int32_t *from_ids, *to_ids, *count;  // count: number of rows; if null, `rows`
   int64_t rows, a, q, b;
 };
 

@@ -1,7 +1,11 @@
-// Products of small matrices in registers: c (+)= a b, the one primitive of the tensor-train
-// kernels. Lanes run along the columns of b and c; elements of a are broadcast, so a may have any
-// strides. Columns are covered by vectors of falling width, so no size needs padding. Only
-// `*_kernels.cpp` may include it.
+// Tensor-train forward and backward on one CPU thread. All work is products of small matrices whose
+// operands stay in the first two cache levels. The halves are sorted by their inner core, the large
+// one, which is read once for all halves that share it, and whose gradient is one product over
+// them.
+//
+// Products of small matrices in registers come first. Lanes run along the columns of b and c;
+// elements of a are broadcast, so a may have any strides. Columns are covered by vectors of
+// decreasing width, so no size needs padding.
 
 #include "core/vec.h"
 #include "tt/args.h"
@@ -32,13 +36,13 @@ struct VecOf<1> {
   typedef float type;
 };
 
-// A tile of kRows x (kVectors * kWidth) of c at (m, n), accumulated in registers. The sum runs over
-// k in order, starting from c itself: splitting k over several calls does not change the bits.
+// Compute a tile of kRows x (kVectors * kWidth) of c at (m, n) in registers. The sum runs over k in
+// order, starting from c itself: splitting k over several calls does not change the bits.
 template <int kWidth, int kRows, int kVectors>
 EMB_HD void tile(const Product& p, int64_t m, int64_t n) {
   using V = typename VecOf<kWidth>::type;
   V sums[kRows][kVectors];
-  // Copies: the stores to c could otherwise change p for all the compiler knows.
+  // Copies: as far as the compiler knows, stores to c may change p.
   const int64_t depth = p.k, a_row = p.a_row, a_column = p.a_column, b_row = p.b_row,
                 c_row = p.c_row;
   const float* a = p.a + m * a_row;
@@ -81,7 +85,7 @@ EMB_HD void tile(const Product& p, int64_t m, int64_t n) {
   }
 }
 
-// All rows of the columns [n, n + kVectors * kWidth).
+// Compute all rows of the columns [n, n + kVectors * kWidth).
 template <int kWidth, int kVectors>
 void columns(const Product& p, int64_t n) {
   int64_t m = 0;
@@ -112,8 +116,8 @@ inline void multiply(const Product& p) {
   for (; n < p.n; ++n) columns<1, 1>(p, n);
 }
 
-// Lane numbers of one round of a transposition, as constants the compiler can see: every lane block
-// of `kSpan` lanes that belongs to the other register is taken from there.
+// Return the lane numbers of one round of a transposition as constants: every block of `kSpan`
+// lanes that belongs to the other register is taken from there.
 template <int kWidth, int kSpan, bool kHigh>
 EMB_HD typename VecOf<kWidth>::lanes exchange_lanes() {
   struct Table {
@@ -146,8 +150,8 @@ EMB_HD void exchange(typename VecOf<kWidth>::type (&rows)[kWidth]) {
   }
 }
 
-// Transposes a kWidth x kWidth block in log2(kWidth) rounds, each exchanging lanes between pairs of
-// registers.
+// Transpose a kWidth x kWidth block in log2(kWidth) rounds, each of which exchanges lanes between
+// pairs of registers.
 template <int kWidth>
 EMB_HD void transpose_block(const float* from, int64_t from_row, float* to, int64_t to_row) {
   using V = typename VecOf<kWidth>::type;
@@ -181,21 +185,17 @@ EMB_HD void transpose_blocks(const Matrix& from, float* to, int64_t to_row) {
 
 // to[j, i] = from[i, j].
 inline void transpose(const Matrix& from, float* to, int64_t to_row) {
-  const int64_t least = from.rows < from.columns ? from.rows : from.columns;
+  const int64_t smaller = from.rows < from.columns ? from.rows : from.columns;
   if constexpr (kLanes >= 16) {
-    if (least >= 16) return transpose_blocks<16>(from, to, to_row);
+    if (smaller >= 16) return transpose_blocks<16>(from, to, to_row);
   }
   if constexpr (kLanes >= 8) {
-    if (least >= 8) return transpose_blocks<8>(from, to, to_row);
+    if (smaller >= 8) return transpose_blocks<8>(from, to, to_row);
   }
   transpose_blocks<4>(from, to, to_row);
 }
 
 namespace {
-
-// Tensor-train forward and backward on one CPU thread. All work is products of small matrices whose
-// operands stay in the first two caches: the halves are sorted by their inner core, the large one,
-// which is read once for all halves that share it, and whose gradient is one product over them.
 
 EMB_HD void copy(const float* from, int64_t n, float* to) {
   __builtin_memcpy(to, from, static_cast<size_t>(n) * sizeof(float));
@@ -214,17 +214,17 @@ struct Scratch {
         row(value + half.value_size()) {}
 };
 
-// The end of the block that begins with half u: the same inner row, at most kTtBlock halves.
+// Return the end of the block that begins with half u: the same inner row, at most kTtBlock halves.
 EMB_HD int64_t block_end(const TtHalfCores& cores, int64_t u, int64_t end) {
-  const int64_t most = u + kTtBlock < end ? u + kTtBlock : end;
+  const int64_t max_end = u + kTtBlock < end ? u + kTtBlock : end;
   const int64_t inner = cores.ids[u] / cores.half.outer_rows;
-  const int64_t limit = (inner + 1) * cores.half.outer_rows;  // not a pair: above all ids
+  const int64_t limit = (inner + 1) * cores.half.outer_rows;  // above all ids if not a pair
   int64_t last = u + 1;
-  while (last < most && cores.ids[last] < limit) ++last;
+  while (last < max_end && cores.ids[last] < limit) ++last;
   return last;
 }
 
-// Outer rows of the halves [begin, end) one after the other: [n q_outer, inner_rank].
+// Copy the outer rows of the halves [begin, end) one after the other: [n q_outer, inner_rank].
 EMB_HD void pack_outer(const TtHalfCores& cores, int64_t begin, int64_t end, float* packed) {
   const int64_t size = cores.half.outer_size();
   const int64_t base = cores.ids[begin] / cores.half.outer_rows * cores.half.outer_rows;
@@ -235,7 +235,7 @@ EMB_HD void pack_outer(const TtHalfCores& cores, int64_t begin, int64_t end, flo
 
 enum class Order { kInnerFirst, kOuterFirst };
 
-// Swaps the two column factors of values: (outer, inner) <-> (inner, outer).
+// Swap the two column factors of values: (outer, inner) <-> (inner, outer).
 EMB_HD void reorder(const TtHalf& half, const float* from, Order to_order, int64_t n, float* to) {
   const int first = to_order == Order::kInnerFirst ? half.q_inner : half.q_outer;
   const int second = half.columns() / first;
@@ -248,7 +248,7 @@ EMB_HD void reorder(const TtHalf& half, const float* from, Order to_order, int64
   }
 }
 
-// Values of the halves of one block.
+// Compute the values of the halves of one block.
 EMB_HD void expand_block(const TtHalfCores& cores, int64_t begin, int64_t end,
                          const Scratch& scratch, float* values) {
   const TtHalf& half = cores.half;
@@ -279,7 +279,7 @@ void expand(const TtHalfCores& cores, float* values, float* scratch_data, int64_
   }
 }
 
-// All rows of left half u, whose value is given.
+// Compute all rows of left half u from its value.
 EMB_HD void rows_of_left(const TtRowsArgs& args, int64_t u, const float* value,
                          const Scratch& scratch) {
   const TtHalf& left = args.left.half;
@@ -324,8 +324,8 @@ void rows(const TtRowsArgs& args, float* scratch_data, int64_t begin, int64_t en
   const int64_t size = left.half.value_size();
   const Scratch scratch(left.half, scratch_data);
   for (int64_t u = begin, next; u < end; u = next) {
-    next = block_end(left, u, u < args.num_kept && args.num_kept < end ? args.num_kept : end);
-    float* values = u < args.num_kept ? args.kept + u * size : scratch.values;
+    next = block_end(left, u, u < args.num_saved && args.num_saved < end ? args.num_saved : end);
+    float* values = u < args.num_saved ? args.saved + u * size : scratch.values;
     if (left.half.pair) expand_block(left, u, next, scratch, values);
     for (int64_t i = u; i < next; ++i) {
       const float* value =
@@ -335,7 +335,7 @@ void rows(const TtRowsArgs& args, float* scratch_data, int64_t begin, int64_t en
   }
 }
 
-// Gradients of both cores of a pair from those of the values of one block.
+// Compute the gradients of both cores of a pair from those of the values of one block.
 EMB_HD void contract_block(const TtHalfCores& cores, const TtHalfGrads& grads, int64_t begin,
                            int64_t end, const float* value_grads, const Scratch& scratch) {
   const TtHalf& half = cores.half;
@@ -372,7 +372,7 @@ EMB_HD void contract_block(const TtHalfCores& cores, const TtHalfGrads& grads, i
             .store = Store::kSet});
 }
 
-// scratch.inner = the inner row of half u transposed, when it is not that of the half before.
+// Write the transposed inner row of half u to scratch.inner, unless the half before has the same.
 EMB_HD void transpose_inner(const TtHalfCores& cores, int64_t begin, int64_t u,
                             const Scratch& scratch) {
   const TtHalf& half = cores.half;
@@ -394,7 +394,7 @@ void contract(const TtHalfCores& cores, const TtHalfGrads& grads, const float* v
   }
 }
 
-// The gradient of the value of left half u: its rows' gradients times their right halves.
+// Compute the gradient of the value of left half u: its rows' gradients times their right halves.
 EMB_HD void value_grad(const TtLeftGradsArgs& args, int64_t u, float* out) {
   const TtHalf& left = args.left.half;
   const int64_t columns = left.columns(), rank = left.rank, right_columns = args.right_columns;

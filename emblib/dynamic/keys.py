@@ -53,7 +53,7 @@ def hash_keys_of(
 
 
 def mix(x: Tensor) -> Tensor:
-    """The finaliser of MurmurHash3 behind an addition, as in csrc/core/mix.h; one to one."""
+    """The finaliser of MurmurHash3 behind an addition, as in csrc/core/random.h; one to one."""
     x = _fold(x + GOLDEN, 33)
     x = _fold(x * _FIRST, 33)
     return _fold(x * _SECOND, 33)

@@ -3,7 +3,7 @@
 A batch is keyed, grouped and pooled by the ops of `emblib.ops.tbe`; between them the ops here
 make each distinct row once. With L lookups, D dim, d cores, M distinct rows and `Q_l`, `Q_r` the
 columns of the two halves that the chain of cores is cut into (`Q_l * Q_r = D`, see
-csrc/tt/shape.h):
+csrc/tt/args.h):
 
 - `tt_keys(indices, rows, row_factors)` int64 `[L]`: sort keys whose neighbours share cores; -1
   stays, any other id outside the table becomes that of row 0

@@ -25,7 +25,7 @@ LAST_STEP = _LAST_PLAIN + _BITS_OF_LARGEST - _BITS_OF_LAST_PLAIN
 
 
 def decode_steps(prev_iter: Tensor) -> Tensor:
-    """Return the steps, int64, that a state `prev_iter` stands for (csrc/optim/step_number.h).
+    """Return the steps, int64, that a state `prev_iter` stands for (csrc/optim/rowwise_adagrad.h).
 
     Up to 2^24 the float32 values are the steps; from there on each step is the next float, so that
     one float per row counts exactly.

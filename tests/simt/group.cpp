@@ -52,7 +52,7 @@ extern "C" const char* simt_tbe_group(const int64_t* call) {
     in.features = words.pointer<const emb::Feature>();
     in.indices = words.indices();
     in.bags.offsets = words.indices();
-    in.map.places = words.pointer<const emb::BagPlace>();
+    in.map.layout = words.pointer<const emb::BagLayout>();
     in.map.batch = static_cast<uint32_t>(words.number());
     in.bags.count = words.number();
     in.bags.num_lookups = words.number();

@@ -69,8 +69,8 @@ extern "C" const char* simt_hash_use(const int64_t* call) {
     auto* slots = words.pointer<int64_t>();
     const auto* counts = words.pointer<const int64_t>();
     const auto* given = words.pointer<const int64_t>();
-    const KeyUse use{static_cast<emb::Order>(words.number()), counts, given};
-    launch_hash_use(work.launcher(), index, batch, use, slots);
+    const KeyTouch use{static_cast<emb::Order>(words.number()), counts, given};
+    launch_hash_touch(work.launcher(), index, batch, use, slots);
   });
 }
 
@@ -100,9 +100,10 @@ extern "C" const char* simt_hash_grow(const int64_t* call) {
     auto* slots = words.pointer<int64_t>();
     growth.ends = words.pointer<const int64_t>();
     growth.admitted = words.pointer<const bool>();
-    growth.planes.layout = words.pointer<const int64_t>();
-    growth.planes.count = static_cast<int>(words.number());
-    for (int p = 0; p < growth.planes.count; ++p) growth.planes.data[p] = words.pointer<uint8_t>();
+    growth.buffers.layout = words.pointer<const int64_t>();
+    growth.buffers.count = static_cast<int>(words.number());
+    for (int p = 0; p < growth.buffers.count; ++p)
+      growth.buffers.data[p] = words.pointer<uint8_t>();
     launch_grow(work, growth, batch, slots, buckets);
   });
 }
@@ -111,21 +112,21 @@ extern "C" const char* simt_hash_grow(const int64_t* call) {
 extern "C" const char* simt_hash_place(const int64_t* call) {
   return worked(call, [](HostWork& work, Words& words) {
     int64_t buckets;
-    Placing placing{};
-    placing.index = read_index(&words, &buckets);
-    placing.ids = words.pointer<const int64_t>();
+    Insertion insertion{};
+    insertion.index = read_index(&words, &buckets);
+    insertion.ids = words.pointer<const int64_t>();
     const int64_t n = words.number();
-    placing.first = words.pointer<const int64_t>();
-    placing.totals = words.pointer<const int64_t>();
+    insertion.first = words.pointer<const int64_t>();
+    insertion.totals = words.pointer<const int64_t>();
     const auto* ends = words.pointer<const int64_t>();
-    const MissQueue misses{ends, words.pointer<const bool>()};
-    placing.given = words.pointer<const int64_t>();
-    placing.order = static_cast<emb::Order>(words.number());
-    placing.competes = words.number() != 0;
-    placing.slots = words.pointer<int64_t>();
-    placing.status = words.pointer<uint8_t>();
-    placing.evicted = words.pointer<int64_t>();
-    launch_place(work, placing, misses, n, buckets);
+    const AdmittedMisses misses{ends, words.pointer<const bool>()};
+    insertion.given = words.pointer<const int64_t>();
+    insertion.order = static_cast<emb::Order>(words.number());
+    insertion.competes = words.number() != 0;
+    insertion.slots = words.pointer<int64_t>();
+    insertion.status = words.pointer<uint8_t>();
+    insertion.evicted = words.pointer<int64_t>();
+    launch_insert(work, insertion, misses, n, buckets);
   });
 }
 
@@ -166,11 +167,11 @@ extern "C" const char* simt_hash_initial_rows(const int64_t* call) {
     rows.slots = words.pointer<const int64_t>();
     rows.seed = static_cast<uint64_t>(words.number());
     rows.num_tables = static_cast<int>(words.number());
-    rows.num_planes = static_cast<int>(words.number());
+    rows.num_buffers = static_cast<int>(words.number());
     const int64_t n = words.number();
-    for (int p = 0; p < rows.num_planes; ++p) {
+    for (int p = 0; p < rows.num_buffers; ++p) {
       void* data = words.pointer<void>();
-      rows.planes[p] = {data, words.dtype()};
+      rows.buffers[p] = {data, words.dtype()};
     }
     launch_initial_rows(work.launcher(), rows, n);
   });

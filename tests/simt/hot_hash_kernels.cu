@@ -9,9 +9,9 @@ namespace emb::cuda {
 
 // Not templates: compiled because something refers to them.
 [[maybe_unused]] void* const kHashKernels[] = {
-    reinterpret_cast<void*>(hash_find_kernel),    reinterpret_cast<void*>(hash_use_kernel),
+    reinterpret_cast<void*>(hash_find_kernel),    reinterpret_cast<void*>(hash_touch_kernel),
     reinterpret_cast<void*>(hash_claim_kernel),   reinterpret_cast<void*>(hash_total_kernel),
-    reinterpret_cast<void*>(hash_choose_kernel),  reinterpret_cast<void*>(hash_settle_kernel),
+    reinterpret_cast<void*>(hash_choose_kernel),  reinterpret_cast<void*>(hash_commit_kernel),
     reinterpret_cast<void*>(hash_finish_kernel),  reinterpret_cast<void*>(hash_split_kernel),
     reinterpret_cast<void*>(initial_rows_kernel),
 };

@@ -35,7 +35,7 @@ extern "C" const char* simt_quant_lookup(const int64_t* call) {
     args.bags.offsets = words.indices();
     args.bags.num_lookups = words.number();
     args.bags.count = words.number();
-    args.map.places = words.pointer<const emb::BagPlace>();
+    args.map.layout = words.pointer<const emb::BagLayout>();
     args.map.batch = static_cast<uint32_t>(words.number());
     args.map.columns = args.columns = words.number();
     args.pooling = static_cast<emb::Pooling>(words.number());

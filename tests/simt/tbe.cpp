@@ -10,7 +10,7 @@ namespace {
 // bag_layout, bags of a fixed batch, columns
 BagMap read_map(Words* words) {
   BagMap map{};
-  map.places = words->pointer<const BagPlace>();
+  map.layout = words->pointer<const BagLayout>();
   map.batch = static_cast<uint32_t>(words->number());
   map.columns = words->number();
   return map;

@@ -11,16 +11,17 @@ namespace {
 
 // number of the optimizer or -1, hyper; then for each tier: weights, dtype, elements, element
 // states (2) each with its dtype, row states (3), rows
-RowStepArgs read_step(Words* words) {
-  RowStepArgs step;
+OptimizerStepArgs read_step(Words* words) {
+  OptimizerStepArgs step;
   const auto rule = static_cast<int>(words->number());
-  if (rule != kNoRule && !find_rule(rule, &step)) throw std::runtime_error("no such optimizer");
+  if (rule != kNoOptimizer && !find_optimizer(rule, &step))
+    throw std::runtime_error("no such optimizer");
   step.hyper = words->pointer<const double>();
   for (TierRows& tier : step.tiers) {
     tier.weights = words->pointer<void>();
     tier.weight_type = words->dtype();
     tier.elements = words->number();
-    for (int s = 0; s < kMostElementStates; ++s) {
+    for (int s = 0; s < kMaxElementStates; ++s) {
       tier.element_states[s] = words->pointer<void>();
       tier.state_types[s] = words->dtype();
     }
@@ -38,7 +39,7 @@ GradArgs read_grads(Words* words) {
   args.grad_type = words->dtype();
   args.stride = words->number();
   args.features = words->pointer<const emb::Feature>();
-  args.map.places = words->pointer<const emb::BagPlace>();
+  args.map.layout = words->pointer<const emb::BagLayout>();
   args.map.batch = static_cast<uint32_t>(words->number());
   args.map.columns = words->number();
   args.bags_in.offsets = words->indices();
@@ -66,9 +67,9 @@ extern "C" const char* simt_update(const int64_t* call) {
   return return_errors([&](const auto& launcher) {
     Words words(call);
     const int64_t mean_dim = words.number();
-    const RowStepArgs step = read_step(&words);
+    const OptimizerStepArgs step = read_step(&words);
     GradArgs args = read_grads(&words);
-    const int64_t chunks = most_chunks(args.num_lookups);
+    const int64_t chunks = max_chunks(args.num_lookups);
     std::vector<int32_t> first_chunk(args.num_lookups);
     std::vector<ChunkTask> tasks(chunks);
     std::vector<float> partials(chunks * args.partial_stride);
@@ -85,7 +86,7 @@ extern "C" const char* simt_update(const int64_t* call) {
 extern "C" const char* simt_update_rows(const int64_t* call) {
   return return_errors([&](const auto& launcher) {
     Words words(call);
-    const RowStepArgs step = read_step(&words);
+    const OptimizerStepArgs step = read_step(&words);
     const auto* grads = words.pointer<const float>();
     const int64_t rows = words.number(), width = words.number();
     launch_update_rows(launcher, MatrixGrad{grads, rows, width}, step);

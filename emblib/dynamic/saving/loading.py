@@ -20,7 +20,7 @@ _PATIENCE = 50  # rounds without an entry more
 
 
 def buckets_of(keys: Tensor, buckets: int, hash_key: int) -> Tensor:
-    """The two buckets of each key in a table of so many, int64 `[2, N]`; see csrc/hash/hash.h."""
+    """The two buckets of each key in a table of so many, int64 `[2, N]`; see csrc/hash/args.h."""
     mixed = mix(keys ^ hash_key)
     hashes = torch.stack([mixed & 0x7FFFFFFF, mixed * GOLDEN >> 33 & 0x7FFFFFFF])
     mask = (1 << (buckets - 1).bit_length()) - 1

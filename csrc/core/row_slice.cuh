@@ -1,7 +1,6 @@
-// Pieces of a row: a lane owns N neighbouring columns and moves them in one access of N * sizeof(T)
-// bytes where the row's place in memory allows, element by element where it does not. In registers
-// a piece stays in storage format until it is used, so that several rows in flight cost few of
-// them.
+// Slices of a row: a lane owns N neighbouring columns and moves them in one access of N * sizeof(T)
+// bytes where the alignment of the row allows, otherwise element by element. In registers a slice
+// stays in storage format until it is used, so that several rows in flight need few registers.
 #pragma once
 
 #include "core/dtype.h"
@@ -11,7 +10,7 @@
 namespace emb::cuda {
 
 template <class T, int N>
-struct Piece {
+struct RowSlice {
   static constexpr int kBytes = N * static_cast<int>(sizeof(T));
   static constexpr int kWords = kBytes / 4;
   static_assert(kBytes == 8 || kBytes == 16);
@@ -26,7 +25,7 @@ struct Piece {
     }
   }
 
-  // Columns [0, N) from `address`, which is a multiple of kBytes.
+  // Load columns [0, N) from `address`, which must be a multiple of kBytes.
   EMB_DEVICE void load_vector(const T* address) {
     if constexpr (kBytes == 16) {
       const simt::Pack16 pack = simt::load(reinterpret_cast<const simt::Pack16*>(address));
@@ -39,7 +38,7 @@ struct Piece {
     }
   }
 
-  // The first `valid` columns from any address; the others become 0.
+  // Load the first `valid` columns from any address; the others become 0.
   EMB_DEVICE void load_scalar(const T* address, int valid) {
 #pragma unroll
     for (int k = 0; k < N; ++k) {
@@ -73,8 +72,8 @@ EMB_DEVICE bool is_aligned(const void* address, int bytes) {
   return (reinterpret_cast<uintptr_t>(address) & static_cast<uintptr_t>(bytes - 1)) == 0;
 }
 
-// Reads the first `valid` of N columns as floats, in one access where it can. Unlike Piece::load
-// the memory may be written by the same kernel: it does not go through the read-only path.
+// Read the first `valid` of N columns as floats, in one access if aligned. Unlike RowSlice::load it
+// does not use the read-only path: the same kernel may write the memory.
 template <class T, int N>
 EMB_DEVICE void read_columns(const T* address, int valid, float (&values)[N]) {
   constexpr int kBytes = N * static_cast<int>(sizeof(T));
@@ -110,7 +109,7 @@ EMB_DEVICE void write_columns(T* address, int valid, const float (&values)[N]) {
   }
 }
 
-// The same where the dtype is known at run time only: once a row, a uniform branch costs nothing.
+// The same for a dtype that is known at run time only: one uniform branch per row costs nothing.
 template <int N>
 EMB_DEVICE void read_columns(const void* data, Dtype type, int64_t element, int valid,
                              float (&values)[N]) {
@@ -135,9 +134,9 @@ EMB_DEVICE void write_columns(void* data, Dtype type, int64_t element, int valid
   }
 }
 
-// How a warp is cut into groups that share a row: `lanes` lanes (4 to 32) of N columns each.
+// A warp is divided into groups that share a row: `lanes` lanes (4 to 32) of N columns each.
 struct LaneGroup {
-  int lanes;  // lanes of a group
+  int lanes;  // of a group
   int group;  // this lane's group within the warp
   int rank;   // this lane within its group
 
@@ -149,7 +148,7 @@ struct LaneGroup {
   EMB_DEVICE int groups_in_warp() const { return static_cast<int>(simt::kWarp) / lanes; }
 };
 
-// The smallest group whose lanes cover a row of `dim` columns, N a lane, in one go.
+// Return the smallest group whose lanes cover a row of `dim` columns at once, N per lane.
 inline int lanes_for(int64_t dim, int columns_of_lane) {
   int lanes = 4;
   while (lanes < 32 && static_cast<int64_t>(lanes) * columns_of_lane < dim) lanes *= 2;
@@ -166,25 +165,25 @@ inline constexpr int kRowsInFlight = 4;
 // The inner loop of forward and backward: a group of lanes adds up rows from arbitrary addresses,
 // four in flight, in the order of the lanes.
 //
-// Adds `weight` times the row at `offset` (elements from `base`; negative: none) for the first
-// `steps` lanes of a group, each of which holds one row's offset and weight. `base` points at this
-// lane's first column, `valid` is the number of columns from there to the end of the row. All
-// lanes of the warp call it with equal `steps`.
+// Add `weight` times the row at `offset` (elements from `base`; negative: none) for the first
+// `steps` lanes of a group, each of which holds the offset and the weight of one row. `base` points
+// at this lane's first column; `valid` is the number of columns from there to the end of the row.
+// All lanes of the warp call it with equal `steps`.
 template <class T, int N, bool kVector>
 EMB_DEVICE void add_rows(const T* base, int64_t offset, float weight, int valid, int lanes,
                          int steps, float (&sum)[N]) {
   for (int k = 0; k < steps; k += kRowsInFlight) {
-    Piece<T, N> piece[kRowsInFlight];
+    RowSlice<T, N> slice[kRowsInFlight];
 #pragma unroll
     for (int u = 0; u < kRowsInFlight; ++u) {
       const int64_t row = __shfl_sync(simt::kFullMask, offset, k + u, lanes);
-      if (row >= 0 && valid > 0) piece[u].template load<kVector>(base + row, valid);
+      if (row >= 0 && valid > 0) slice[u].template load<kVector>(base + row, valid);
     }
 #pragma unroll
     for (int u = 0; u < kRowsInFlight; ++u) {
       const float scale = __shfl_sync(simt::kFullMask, weight, k + u, lanes);
 #pragma unroll
-      for (int e = 0; e < N; ++e) sum[e] += scale * piece[u][e];
+      for (int e = 0; e < N; ++e) sum[e] += scale * slice[u][e];
     }
   }
 }
