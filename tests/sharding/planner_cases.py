@@ -119,9 +119,9 @@ def _most_bytes(forward: Any, gradients: list[torch.Tensor]) -> int:
 
     Every rank makes as many steps, whatever its profiler missed.
     """
-    complete = [
-        most for most, left in (_profiled(forward, gradients) for _ in range(24)) if not left
-    ]
+    steps = [_profiled(forward, gradients) for _ in range(8)]
+    # gloo's threads free the small headers of exchanges, and sometimes a message, unseen.
+    complete = [most for most, left in steps if abs(left) <= most // 100]
     assert complete, "no profile was complete"
     return max(complete)
 

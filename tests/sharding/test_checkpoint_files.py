@@ -83,7 +83,7 @@ def test_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert_is(found["t"], numbers(10, 4))
 
 
-@pytest.mark.parametrize("boxes", [1, 2])
+@pytest.mark.parametrize("shards", [1, 2])
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 def test_tables_without_rows(shards: int, tmp_path: Path) -> None:
     """They are in the metadata, as tensors without rows are, and torch loads them."""
