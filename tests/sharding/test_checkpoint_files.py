@@ -308,7 +308,7 @@ def test_as_a_tensor(tmp_path: Path) -> None:
     assert isinstance(halved, ShardedTable)
     assert (halved.dtype, halved.parts[1].dtype) == (torch.bfloat16, torch.bfloat16)
     assert table.shape == (10, 4)
-    assert "2 boxes" in repr(table)
+    assert "2 shards" in repr(table)
     with pytest.raises(NotImplementedError, match="full_tensor"):
         table + 1
     with pytest.raises(TypeError, match=r"checkpoints\.save"):
