@@ -71,7 +71,7 @@ def test_links_lead_somewhere(page: str) -> None:
     assert not missing
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", [page for page in PAGES if page != "CHANGELOG.md"])
 def test_named_files_and_modules_exist(page: str) -> None:
     text = re.sub(r"^ *```.*?^ *```", "", (ROOT / page).read_text(), flags=re.DOTALL | re.MULTILINE)
     code = re.findall(r"`([^`\n]+)`", text)
