@@ -64,6 +64,16 @@ def test_the_sharded_example_runs_in_one_process(
     assert not torch.allclose(weight[rows[:2]].sum(0), pooled[0, :64])
 
 
+@pytest.mark.parametrize("page", ["dynamic", "tables", "torchrec"])
+def test_the_examples_of_a_page_run(page: str) -> None:
+    """The examples of other pages are run by the tests of their area."""
+    names: dict[str, object] = {}
+    for example in re.findall(
+        r"```python\n(.*?)```", (ROOT / f"docs/{page}.md").read_text(), re.DOTALL
+    ):
+        exec(example, names)
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_links_lead_somewhere(page: str) -> None:
     links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", (ROOT / page).read_text())
