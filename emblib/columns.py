@@ -1,7 +1,8 @@
-"""Column numbers of the tensors that Python and csrc share.
+"""The columns of the tensors that Python and csrc share.
 
-csrc has the same numbers: `Hyper` in csrc/optim/functor.h, the others in csrc/core/layout.h;
-tests/test_schema.py compares them.
+csrc has the same numbers, as enums or as the members of a struct: `Hyper` in csrc/core/codes.h,
+those of tables and bags in csrc/core/layout.h, the others in csrc/*/args.h and csrc/hash/initial.h.
+tests/test_columns.py compares them.
 """
 
 from enum import IntEnum
@@ -38,3 +39,141 @@ class Tier(IntEnum):
     HOST = 1
     DISK = 2
     CACHE = 3
+
+
+class BagColumn(IntEnum):
+    """Columns of `bag_layout`, int64 `[bags, 2]` (csrc `BagLayout`)."""
+
+    FEATURE = 0
+    ELEMENT = 1
+
+
+class CacheCounter(IntEnum):
+    """Columns of the counters of a cache, int64 `[T + 1, 8]`."""
+
+    CALLS = 0
+    LOOKUPS = 1
+    UNIQUE = 2
+    UNIQUE_MISSES = 3
+    CONFLICT_UNIQUE_MISSES = 4
+    CONFLICT_MISSES = 5
+    LOOKUP_MISSES = 6
+    WRITE_BACKS = 7
+
+
+class HashTableColumn(IntEnum):
+    """Columns of `tables` of a hash index, int64 `[T, 6]`."""
+
+    FIRST_BUCKET = 0
+    BUCKETS = 1
+    MAX_BUCKETS = 2
+    SIZE = 3
+    MAX_LOAD = 4
+    HASH_KEY = 5
+
+
+class HashEntryColumn(IntEnum):
+    """Columns of `entries` of a hash index, int64 `[S, 2]` or, with scores, `[S, 3]`."""
+
+    KEY = 0
+    STAMP = 1
+    SCORE = 2
+
+
+class HashCounter(IntEnum):
+    """Columns of the counters of a hash index, int64 `[T, 8]`."""
+
+    LOOKUPS = 0
+    HITS = 1
+    INSERTED = 2
+    EVICTED = 3
+    REFUSED = 4
+    NOT_ADMITTED = 5
+    EXPIRED = 6
+    ERASED = 7
+
+
+class InsertStatus(IntEnum):
+    """The results of an insertion, uint8 by miss."""
+
+    MISS = 0
+    HIT = 1
+    NEW = 2
+    EVICTING = 3
+    REFUSED = 4
+    NOT_ADMITTED = 5
+
+
+class InitialKind(IntEnum):
+    """The first column of `rules` of `hash_initial_rows_`."""
+
+    UNIFORM = 0
+    NORMAL = 1
+    CONSTANT = 2
+    KEY_MODULO = 3
+
+
+class InitialRuleColumn(IntEnum):
+    """Columns of `rules` of `hash_initial_rows_`, float64 `[T, P, 7]` (csrc `InitialRule`)."""
+
+    KIND = 0
+    BASE = 1
+    SCALE = 2
+    FIRST = 3
+    SPAN = 4
+    LOW = 5
+    HIGH = 6
+
+
+class InitialLayoutColumn(IntEnum):
+    """Columns of `layout` of `hash_initial_rows_`, int64 `[T, P, 5]` (csrc `InitialLayout`)."""
+
+    OFFSET = 0
+    STRIDE = 1
+    ROWS = 2
+    DIM = 3
+    STREAM = 4
+
+
+class RouteFeatureColumn(IntEnum):
+    """Columns of `features` of a route, int64 `[F, 4]` (csrc `RouteFeature`)."""
+
+    FIRST_BLOCK = 0
+    NUM_BLOCKS = 1
+    ROWS = 2
+    RULE = 3
+
+
+class RouteRule(IntEnum):
+    """How a feature selects the block of an id: by row range, or by the hash of the key."""
+
+    BY_RANGE = 0
+    BY_KEY = 1
+
+
+class RouteBlockColumn(IntEnum):
+    """Columns of `blocks` of a route, int64 `[K, 3]` (csrc `RouteBlock`)."""
+
+    FIRST_ROW = 0
+    FIRST_COPY = 1
+    NUM_COPIES = 2
+
+
+class TargetColumn(IntEnum):
+    """Columns of `targets` of `combine`, int64 `[T, 7]` (csrc `Target`)."""
+
+    OFFSET = 0
+    STRIDE = 1
+    ROWS = 2
+    WIDTH = 3
+    FIRST_PIECE = 4
+    END_PIECE = 5
+    FIRST_BAG = 6
+
+
+class PieceColumn(IntEnum):
+    """Columns of `pieces` of `combine`, int64 `[P, 3]` (csrc `SourcePiece`)."""
+
+    OFFSET = 0
+    STRIDE = 1
+    FIRST_ROW = 2

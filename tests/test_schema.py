@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from emblib import columns
 from emblib.ops import codes
 from emblib.reference import cache as row_cache
 from emblib.reference import hash, quant, random, route, tbe, tt
@@ -136,23 +135,6 @@ def test_python_and_csrc_number_choices_alike() -> None:
         "Orders": codes.HASH_ORDER,
         "InsertPolicies": codes.NEWCOMER,
     }
-
-
-def test_python_and_csrc_number_columns_alike() -> None:
-    layout = (ROOT / "csrc" / "core" / "layout.h").read_text()
-    feature = re.search(r"struct Feature \{(.*?)\};", layout, re.DOTALL)
-    assert feature is not None
-    fields = re.findall(r"int64_t (\w+);", feature[1])
-    assert [column.name.lower() for column in columns.FeatureColumn] == fields
-    tiers = re.search(r"enum Tier : int \{(.*?)\};", layout, re.DOTALL)
-    hyper = (ROOT / "csrc" / "optim" / "functor.h").read_text()
-    entries = re.search(r"enum Hyper\w* : int \{(.*?)\};", hyper, re.DOTALL)
-    for found, enum in ((tiers, columns.Tier), (entries, columns.Hyper)):
-        assert found is not None
-        assert re.findall(r"k\w+ = (\d+)", found[1]) == [str(int(entry)) for entry in enum]
-    assert tiers is not None
-    names = [_snake(word) for word in re.findall(r"k(\w+)Tier =", tiers[1])]
-    assert [tier.name.lower() for tier in columns.Tier] == names
 
 
 @pytest.mark.parametrize("op", sorted(schemas()))

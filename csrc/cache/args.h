@@ -20,7 +20,7 @@ inline constexpr int64_t kNoMove =
     -2;  // in `evicted`: the row does not move; kNoRow there means an empty way
 
 // Columns of `counters`; emblib/tables/cache.py describes each.
-enum Counter : int {
+enum CacheCounter : int {
   kCalls,
   kLookups,
   kUnique,

@@ -158,7 +158,7 @@ struct Tally {
   int32_t sums[kWriteBacks] = {};  // a batch has fewer than 2^31 lookups
 };
 
-EMB_DEVICE void add_counter(const CachePlan& plan, int table, Counter counter, int64_t n) {
+EMB_DEVICE void add_counter(const CachePlan& plan, int table, CacheCounter counter, int64_t n) {
   atomicAdd(reinterpret_cast<unsigned long long*>(plan.counters + table * kCounters + counter),
             static_cast<unsigned long long>(n));
 }
@@ -170,8 +170,8 @@ EMB_DEVICE void flush_tally(const CachePlan& plan, Tally* tally) {
     const int32_t sum = simt::group_sum(tally->sums[c], kWays);
     tally->sums[c] = 0;
     if (lane_id() != 0 || sum == 0) continue;
-    add_counter(plan, tally->table, static_cast<Counter>(c), sum);
-    if (c != kCalls) add_counter(plan, plan.num_tables, static_cast<Counter>(c), sum);
+    add_counter(plan, tally->table, static_cast<CacheCounter>(c), sum);
+    if (c != kCalls) add_counter(plan, plan.num_tables, static_cast<CacheCounter>(c), sum);
   }
 }
 

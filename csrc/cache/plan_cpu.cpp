@@ -106,8 +106,10 @@ class BatchCounters {
   }
 
  private:
-  void add(int table, Counter counter, int64_t n) { counters_[table * kCounters + counter] += n; }
-  void add_both(int table, Counter counter, int64_t n) {
+  void add(int table, CacheCounter counter, int64_t n) {
+    counters_[table * kCounters + counter] += n;
+  }
+  void add_both(int table, CacheCounter counter, int64_t n) {
     add(table, counter, n);
     add(num_tables_, counter, n);
   }

@@ -99,8 +99,8 @@ inline Pooling parse_pooling(const char* op, int64_t code) {
 inline void check_features(const char* op, const Tensor& features) {
   check_dtype(op, "features", features, ScalarType::Long, "int64");
   STD_TORCH_CHECK(
-      features.dim() == 2 && features.size(1) == kFeatureFields && features.is_contiguous(), op,
-      ": features must be a contiguous [F, ", kFeatureFields, "] tensor");
+      features.dim() == 2 && features.size(1) == kFeatureColumns && features.is_contiguous(), op,
+      ": features must be a contiguous [F, ", kFeatureColumns, "] tensor");
 }
 
 inline constexpr int64_t kUnlimited = int64_t{1} << 62;

@@ -22,8 +22,8 @@ struct Feature {
   int64_t cache_stride;  // elements between rows of the cache; 0 if the table is not cached
 };
 
-inline constexpr int kFeatureFields = 8;
-static_assert(sizeof(Feature) == kFeatureFields * sizeof(int64_t));
+inline constexpr int kFeatureColumns = 8;
+static_assert(sizeof(Feature) == kFeatureColumns * sizeof(int64_t));
 
 // The bags of a batch. Whatever the contents of `offsets`, a bag is a range inside
 // [0, num_lookups].

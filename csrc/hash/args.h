@@ -29,18 +29,12 @@ inline constexpr int64_t kNoSlot = -1;
 // Columns of the tensor `tables`: where the buckets of a table begin, their number and maximum
 // number, its number of keys, the load (in 1024ths of its slots) above which it grows, and the
 // random number that its hash depends on.
-enum TableField : int {
-  kFirstBucket,
-  kBuckets,
-  kMaxBuckets,
-  kSize,
-  kMaxLoad,
-  kHashKey,
-  kTableFields
-};
+enum HashTableColumn : int { kFirstBucket, kBuckets, kMaxBuckets, kSize, kMaxLoad, kHashKey };
+
+inline constexpr int kHashTableColumns = kHashKey + 1;
 
 // Columns of the tensor `entries`, int64; the third exists if the order needs it.
-enum EntryField : int { kKey, kStamp, kScore };
+enum HashEntryColumn : int { kKey, kStamp, kScore };
 
 // Columns of the tensor `counters`.
 enum HashCounter : int {
@@ -51,9 +45,10 @@ enum HashCounter : int {
   kRefused,      // keys that got no slot
   kNotAdmitted,  // keys that the admission policy rejected
   kExpired,
-  kErased,
-  kHashCounters
+  kErased
 };
+
+inline constexpr int kHashCounters = kErased + 1;
 
 // The result for a missing key.
 enum class InsertStatus : uint8_t { kMiss, kHit, kNew, kEvicting, kRefused, kNotAdmitted };

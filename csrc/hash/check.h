@@ -16,7 +16,7 @@ namespace emb {
 struct HashIndex {
   uint8_t* tags;
   int64_t* entries;
-  int64_t* tables;  // [T, kTableFields]
+  int64_t* tables;  // [T, kHashTableColumns]
   int64_t* clock;
   int64_t* counters;  // [T, kHashCounters]
   int64_t slots, words, num_tables;
@@ -39,10 +39,10 @@ struct HashIndex {
                     op, ": entries must be [S, 2] or, with scores, [S, 3] for S = ", slots);
     words = index[1].size(1);
     num_tables = index[2].dim() == 2 ? index[2].size(0) : -1;
-    STD_TORCH_CHECK(num_tables >= 0 && index[2].size(1) == kTableFields && index[3].numel() == 1 &&
-                        index[4].dim() == 2 && index[4].size(0) == num_tables &&
-                        index[4].size(1) == kHashCounters,
-                    op, ": tables must be [T, ", static_cast<int>(kTableFields),
+    STD_TORCH_CHECK(num_tables >= 0 && index[2].size(1) == kHashTableColumns &&
+                        index[3].numel() == 1 && index[4].dim() == 2 &&
+                        index[4].size(0) == num_tables && index[4].size(1) == kHashCounters,
+                    op, ": tables must be [T, ", static_cast<int>(kHashTableColumns),
                     "], clock [1] and counters [T, ", static_cast<int>(kHashCounters), "]");
     tags = static_cast<uint8_t*>(index[0].mutable_data_ptr());
     entries = index[1].mutable_data_ptr<int64_t>();
@@ -51,8 +51,8 @@ struct HashIndex {
     counters = index[4].mutable_data_ptr<int64_t>();
   }
 
-  int64_t& field(int64_t table, TableField field) const {
-    return tables[table * kTableFields + field];
+  int64_t& field(int64_t table, HashTableColumn field) const {
+    return tables[table * kHashTableColumns + field];
   }
   int64_t& counter(int64_t table, HashCounter counter) const {
     return counters[table * kHashCounters + counter];
@@ -334,8 +334,8 @@ struct InitialInputs {
     }
     STD_TORCH_CHECK(ends.dim() == 1 && ends.numel() >= 1, op,
                     ": ends must have tables + 1 entries, got ", ends.numel());
-    check_shape(op, "layout", layout, kLayoutFields);
-    check_shape(op, "rules", rules, kRuleFields);
+    check_shape(op, "layout", layout, kInitialLayoutColumns);
+    check_shape(op, "rules", rules, kInitialRuleColumns);
     STD_TORCH_CHECK(first.numel() == slots.numel(), op,
                     ": slots must have one entry a missing key, as first has, = ", first.numel(),
                     ", got ", slots.numel());

@@ -16,14 +16,14 @@ static_assert(kSlots == static_cast<int>(simt::kWarp), "a lane is a slot of a bu
 struct DeviceIndex {
   uint8_t* tags;
   int64_t* entries;
-  int64_t* tables;  // [T, kTableFields]
+  int64_t* tables;  // [T, kHashTableColumns]
   int64_t* clock;
   int64_t* counters;  // [T, kHashCounters]
   int64_t words;
   int num_tables;
 
-  EMB_DEVICE int64_t& field(int t, TableField field) const {
-    return tables[int64_t{t} * kTableFields + field];
+  EMB_DEVICE int64_t& field(int t, HashTableColumn field) const {
+    return tables[int64_t{t} * kHashTableColumns + field];
   }
   EMB_DEVICE HashTable table(int t) const {
     const int64_t first_slot = field(t, kFirstBucket) * kSlots, buckets = field(t, kBuckets);

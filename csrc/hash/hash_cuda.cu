@@ -189,7 +189,7 @@ void hash_initial_rows_(std::vector<Tensor> buffers, const Tensor& layout, const
                                         float_dtype(op, "each plane", buffer.scalar_type())};
   }
   rows.num_tables = static_cast<int>(in.num_tables());
-  rows.layout = static_cast<const RowLayout*>(layout.const_data_ptr());
+  rows.layout = static_cast<const InitialLayout*>(layout.const_data_ptr());
   rows.rules = static_cast<const InitialRule*>(rules.const_data_ptr());
   rows.ids = ids.const_data_ptr<int64_t>();
   rows.first = first.const_data_ptr<int64_t>();

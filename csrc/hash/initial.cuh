@@ -19,16 +19,16 @@ struct InitialBuffer {
 struct InitialRows {
   InitialBuffer buffers[kMaxInitialBuffers];
   int num_buffers, num_tables;
-  const RowLayout* layout;   // [T, P]
-  const InitialRule* rules;  // [T, P]
+  const InitialLayout* layout;  // [T, P]
+  const InitialRule* rules;     // [T, P]
   const int64_t *ids, *first, *ends, *slots;
   uint64_t seed;
 };
 
-EMB_DEVICE void initial_values(const InitialRule& rule, const RowLayout& layout, int64_t key,
+EMB_DEVICE void initial_values(const InitialRule& rule, const InitialLayout& layout, int64_t key,
                                uint64_t seed, uint32_t block, float (&values)[4]) {
   const auto kind = static_cast<InitialKind>(static_cast<int>(rule.kind));
-  if (kind == InitialKind::kConstant || kind == InitialKind::kDebug) {
+  if (kind == InitialKind::kConstant || kind == InitialKind::kKeyModulo) {
     const float value = plain_value(rule, key);
     for (int w = 0; w < 4; ++w) values[w] = value;
     return;
@@ -47,7 +47,7 @@ EMB_DEVICE void initial_values(const InitialRule& rule, const RowLayout& layout,
 // 2^29 elements, so 32 bits can number the counters of 32 rows.
 EMB_DEVICE void write_initial(const InitialRows& rows, int t, int buffer, int64_t begin,
                               int count) {
-  const RowLayout layout = rows.layout[int64_t{t} * rows.num_buffers + buffer];
+  const InitialLayout layout = rows.layout[int64_t{t} * rows.num_buffers + buffer];
   const InitialRule& rule = rows.rules[int64_t{t} * rows.num_buffers + buffer];
   const InitialBuffer& out = rows.buffers[buffer];
   const auto blocks = static_cast<uint32_t>((layout.dim + 3) / 4);

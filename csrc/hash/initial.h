@@ -12,7 +12,7 @@
 
 namespace emb {
 
-enum class InitialKind : int { kUniform, kNormal, kConstant, kDebug };
+enum class InitialKind : int { kUniform, kNormal, kConstant, kKeyModulo };
 
 // A row of the tensor `rules`, float64.
 struct InitialRule {
@@ -22,12 +22,12 @@ struct InitialRule {
   double low, high;    // and the values at its ends
 };
 
-inline constexpr int kRuleFields = 7;
-static_assert(sizeof(InitialRule) == kRuleFields * sizeof(double));
+inline constexpr int kInitialRuleColumns = 7;
+static_assert(sizeof(InitialRule) == kInitialRuleColumns * sizeof(double));
 
 // The location of the rows of a table in an array: a row of the tensor `layout`, int64. `stream`
 // distinguishes tables that have keys in common.
-struct RowLayout {
+struct InitialLayout {
   int64_t offset;  // in elements
   int64_t stride;
   int64_t rows;
@@ -35,8 +35,8 @@ struct RowLayout {
   int64_t stream;
 };
 
-inline constexpr int kLayoutFields = 5;
-static_assert(sizeof(RowLayout) == kLayoutFields * sizeof(int64_t));
+inline constexpr int kInitialLayoutColumns = 5;
+static_assert(sizeof(InitialLayout) == kInitialLayoutColumns * sizeof(int64_t));
 
 // Return the random words of elements 4 * block to 4 * block + 3 of the row of a key.
 EMB_HD Random4 row_words(uint64_t seed, int64_t stream, int64_t key, uint32_t block) {

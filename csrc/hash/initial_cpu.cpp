@@ -21,9 +21,9 @@ struct Buffer {
 };
 
 void check_contents(const char* op, const InitialInputs& in, const std::vector<Buffer>& buffers) {
-  const auto* layout = static_cast<const RowLayout*>(in.layout.const_data_ptr());
+  const auto* layout = static_cast<const InitialLayout*>(in.layout.const_data_ptr());
   for (int64_t i = 0; i < in.layout.size(0) * in.num_buffers(); ++i) {
-    const RowLayout& x = layout[i];
+    const InitialLayout& x = layout[i];
     const int64_t numel = buffers[i % in.num_buffers()].numel;
     STD_TORCH_CHECK(x.offset >= 0 && x.rows >= 0 && x.dim >= 0 && x.stride >= x.dim &&
                         x.stride <= kMaxLookups && x.offset <= numel &&
@@ -58,7 +58,7 @@ void hash_initial_rows_(std::vector<Tensor> buffers, const Tensor& layout, const
                       float_dtype(op, "each plane", buffer.scalar_type()), buffer.numel()});
   }
   check_contents(op, in, memory);
-  const auto* row_layout = static_cast<const RowLayout*>(layout.const_data_ptr());
+  const auto* row_layout = static_cast<const InitialLayout*>(layout.const_data_ptr());
   const auto* rule = static_cast<const InitialRule*>(rules.const_data_ptr());
   const auto *key = ids.const_data_ptr<int64_t>(), *position = first.const_data_ptr<int64_t>(),
              *slot = slots.const_data_ptr<int64_t>(), *end = ends.const_data_ptr<int64_t>();
@@ -72,7 +72,7 @@ void hash_initial_rows_(std::vector<Tensor> buffers, const Tensor& layout, const
         [&](int64_t begin, int64_t stop) {
           for (int64_t i = end[t] + begin; i < end[t] + stop; ++i) {
             for (int64_t p = t * num_buffers; p < (t + 1) * num_buffers; ++p) {
-              const RowLayout& x = row_layout[p];
+              const InitialLayout& x = row_layout[p];
               if (slot[i] < 0 || slot[i] >= x.rows) continue;
               const Buffer& buffer = memory[p % num_buffers];
               const int64_t size = size_of(buffer.type);

@@ -14,7 +14,7 @@ void initial_row(const InitialRow& row, const InitialRule& given) {
   const InitialRule rule = given;  // a copy in registers: loads inside a condition do not vectorise
   T* out = static_cast<T*>(row.out);
   const auto kind = static_cast<InitialKind>(static_cast<int>(rule.kind));
-  if (kind == InitialKind::kConstant || kind == InitialKind::kDebug) {
+  if (kind == InitialKind::kConstant || kind == InitialKind::kKeyModulo) {
     const T value = from_float<T>(plain_value(rule, row.key));
     for (int64_t d = 0; d < row.dim; ++d) out[d] = value;
     return;

@@ -433,7 +433,7 @@ EMB_DEVICE void for_each_chooser(const Insertion& insertion, int* shared, const 
   TableTally inserted = counter_tally(index, kInserted), evicted = counter_tally(index, kEvicted);
   TableTally refused = counter_tally(index, kRefused);
   TableTally not_admitted = counter_tally(index, kNotAdmitted);
-  TableTally sizes(index.tables + kSize, kTableFields);
+  TableTally sizes(index.tables + kSize, kHashTableColumns);
   const auto start = [&](int t) { return misses.ends[t]; };
   const int64_t count = misses.ends[index.num_tables];
   for_each_of(start, index.num_tables, count, range, [&](int64_t miss, int t) {

@@ -10,7 +10,7 @@ namespace emb::cuda {
 [[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads)
     hash_erase_kernel(DeviceIndex index, int64_t n, KeyCells keys, int64_t* slots) {
   TableTally erased = counter_tally(index, kErased);
-  TableTally sizes(index.tables + kSize, kTableFields);
+  TableTally sizes(index.tables + kSize, kHashTableColumns);
   const int64_t rounded = (n + kSlots - 1) / kSlots * kSlots;
   for (int64_t i = simt::global_thread(); i < rounded; i += simt::threads_in_grid()) {
     const int t = i < n ? keys.tables[i] : -1;
@@ -39,7 +39,7 @@ struct ExpireWindow {
   const HashTable table = index.table(window.table);
   const int64_t begin = window.first_bucket * kSlots, n = window.num_buckets * kSlots;
   TableTally expired = counter_tally(index, kExpired);
-  TableTally sizes(index.tables + kSize, kTableFields);
+  TableTally sizes(index.tables + kSize, kHashTableColumns);
   for (int64_t i = simt::global_thread(); i < n; i += simt::threads_in_grid()) {
     const int64_t slot = begin + i;
     const bool expires = slot < table.buckets * kSlots && table.tags[slot] != kEmptyTag &&

@@ -72,7 +72,8 @@ struct SourcePiece {
   int64_t offset, stride, first_row;
 };
 
-inline constexpr int kFeatureWords = 4, kBlockWords = 3, kTargetWords = 7, kPieceWords = 3;
+inline constexpr int kRouteFeatureColumns = 4, kRouteBlockColumns = 3, kTargetColumns = 7,
+                     kPieceColumns = 3;
 
 // The CPU kernels that count and move the ids of a range of bags.
 

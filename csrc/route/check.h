@@ -34,8 +34,8 @@ struct RouteInputs {
                     ": at most 2^31 - 1 lookups and bags a call, got ", ids.numel(), " and ",
                     offsets.numel() - 1, "; split the batch");
     check_int64_rows(op, "first_bags", first_bags, 1, ids);
-    check_int64_rows(op, "features", features, kFeatureWords, ids);
-    check_int64_rows(op, "blocks", blocks, kBlockWords, ids);
+    check_int64_rows(op, "features", features, kRouteFeatureColumns, ids);
+    check_int64_rows(op, "blocks", blocks, kRouteBlockColumns, ids);
     check_int64_rows(op, "copies", copies, 1, ids);
     check_int64_rows(op, "units", units, 1, ids);
     STD_TORCH_CHECK(first_bags.numel() == features.size(0) + 1 && units.numel() >= 1 &&
@@ -119,8 +119,8 @@ struct CombineInputs {
       : flat(torch::stable::contiguous(flat_in)) {
     STD_TORCH_CHECK(flat.dim() == 1, op, ": ", name, " must be flat, got ", flat.dim(),
                     " dimensions; use .view(-1)");
-    check_int64_rows(op, "targets", target_rows, kTargetWords, flat);
-    check_int64_rows(op, "pieces", piece_rows, kPieceWords, flat);
+    check_int64_rows(op, "targets", target_rows, kTargetColumns, flat);
+    check_int64_rows(op, "pieces", piece_rows, kPieceColumns, flat);
     if (rows_in) {
       rows = torch::stable::contiguous(*rows_in);
       check_dtype(op, "rows", *rows, ScalarType::Int, "int32");

@@ -74,7 +74,18 @@ struct TtPlan {
   const int32_t* counts;  // distinct rows M, left halves U, right halves V
 };
 
-inline constexpr size_t kTtPlanTensors = 8;
+// The order of these tensors in the list that `tt_plan` returns.
+enum TtPlanTensor : int {
+  kTtLefts,
+  kTtLeftSegments,
+  kTtRowLefts,
+  kTtRights,
+  kTtRightSegments,
+  kTtRowRights,
+  kTtRightRows,
+  kTtCounts,
+  kTtPlanTensors
+};
 
 // The CPU kernels. Each works on a range of halves on one thread; the `*_cpu.cpp` files check,
 // allocate and divide the work. Indices u count distinct left halves, v distinct right halves, j

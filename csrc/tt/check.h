@@ -81,13 +81,14 @@ inline TtShape tt_shape(const char* op, const std::vector<Tensor>& cores,
 }
 
 inline TtPlan tt_plan_of(const char* op, const std::vector<Tensor>& tensors) {
-  STD_TORCH_CHECK(tensors.size() == kTtPlanTensors, op, ": plan must be the ", kTtPlanTensors,
-                  " tensors that tt_plan returns, got ", tensors.size());
-  const int64_t capacity = tensors[2].numel();
+  STD_TORCH_CHECK(tensors.size() == kTtPlanTensors, op, ": plan must be the ",
+                  static_cast<int>(kTtPlanTensors), " tensors that tt_plan returns, got ",
+                  tensors.size());
+  const int64_t capacity = tensors[kTtRowLefts].numel();
   const int64_t sizes[kTtPlanTensors] = {capacity,     capacity + 1, capacity, capacity,
                                          capacity + 1, capacity,     capacity, 3};
   const int32_t* data[kTtPlanTensors];
-  for (size_t i = 0; i < kTtPlanTensors; ++i) {
+  for (int i = 0; i < kTtPlanTensors; ++i) {
     check_dtype(op, "each plan tensor", tensors[i], ScalarType::Int, "int32");
     check_same_device(op, "each plan tensor", tensors[i], tensors[0]);
     STD_TORCH_CHECK(tensors[i].numel() == sizes[i] && tensors[i].is_contiguous(), op,
@@ -95,7 +96,9 @@ inline TtPlan tt_plan_of(const char* op, const std::vector<Tensor>& tensors) {
                     tensors[i].numel());
     data[i] = tensors[i].const_data_ptr<int32_t>();
   }
-  return {capacity, data[0], data[1], data[2], data[3], data[4], data[5], data[6], data[7]};
+  return {capacity,           data[kTtLefts],     data[kTtLeftSegments],
+          data[kTtRowLefts],  data[kTtRights],    data[kTtRightSegments],
+          data[kTtRowRights], data[kTtRightRows], data[kTtCounts]};
 }
 
 // Check the distinct ids of halves, ascending and below `ids`, and the rows of each: segments from

@@ -40,13 +40,14 @@ struct PlanTensors {
     for (const int64_t size : {n, n + 1, n, n, n + 1, n, n, int64_t{3}}) {
       tensors.push_back(allocate(like, {size}, ScalarType::Int));
     }
-    for (size_t i = 0; i < kTtPlanTensors; ++i) data[i] = tensors[i].mutable_data_ptr<int32_t>();
+    for (int i = 0; i < kTtPlanTensors; ++i) data[i] = tensors[i].mutable_data_ptr<int32_t>();
   }
 };
 
 // Find runs of equal left halves among rows [0, m); return their number.
 int64_t find_lefts(const int64_t* keys, int64_t m, int64_t rights, const PlanTensors& plan) {
-  int32_t *lefts = plan.data[0], *segments = plan.data[1], *row_lefts = plan.data[2];
+  int32_t *lefts = plan.data[kTtLefts], *segments = plan.data[kTtLeftSegments],
+          *row_lefts = plan.data[kTtRowLefts];
   int64_t count = 0, limit = 0;  // the current run contains keys below `limit`
   for (int64_t j = 0; j < m; ++j) {
     if (keys[j] >= limit) {
@@ -63,7 +64,7 @@ int64_t find_lefts(const int64_t* keys, int64_t m, int64_t rights, const PlanTen
 
 // Group rows [0, m), whose left halves are known, by their right half; return the number of groups.
 int64_t find_rights(const int64_t* keys, int64_t m, int64_t rights, const PlanTensors& plan) {
-  const int32_t *lefts = plan.data[0], *row_lefts = plan.data[2];
+  const int32_t *lefts = plan.data[kTtLefts], *row_lefts = plan.data[kTtRowLefts];
   std::vector<int64_t> firsts(group_parts(m) + 1);
   const int64_t parts = static_cast<int64_t>(firsts.size()) - 1;
   for (int64_t part = 0; part <= parts; ++part) firsts[part] = m * part / parts;
@@ -73,11 +74,12 @@ int64_t find_rights(const int64_t* keys, int64_t m, int64_t rights, const PlanTe
     }
   };
   int32_t count = 0;
-  const GroupOutput out{plan.data[3], false, plan.data[4], plan.data[6], &count};
+  const GroupOutput out{plan.data[kTtRights], false, plan.data[kTtRightSegments],
+                        plan.data[kTtRightRows], &count};
   group_items<Item32>(m, rights, firsts, fill, out, [](int64_t, int64_t) {});
-  const int32_t *segments = plan.data[4], *rows = plan.data[6];
+  const int32_t *segments = plan.data[kTtRightSegments], *rows = plan.data[kTtRightRows];
   for (int32_t v = 0; v < count; ++v) {
-    for (int32_t t = segments[v]; t < segments[v + 1]; ++t) plan.data[5][rows[t]] = v;
+    for (int32_t t = segments[v]; t < segments[v + 1]; ++t) plan.data[kTtRowRights][rows[t]] = v;
   }
   return count;
 }
@@ -103,11 +105,11 @@ std::vector<Tensor> tt_plan(const Tensor& keys, const Tensor& count,
   const int64_t lefts = find_lefts(key, m, rights, plan);
   const int64_t distinct_rights = find_rights(key, m, rights, plan);
   const int64_t used[] = {lefts, lefts + 1, m, distinct_rights, distinct_rights + 1, m, m};
-  for (size_t i = 0; i + 1 < kTtPlanTensors; ++i) {
+  for (int i = 0; i < kTtCounts; ++i) {
     std::fill(plan.data[i] + used[i], plan.data[i] + plan.tensors[i].numel(), 0);
   }
   const int64_t counts[] = {m, lefts, distinct_rights};
-  for (int i = 0; i < 3; ++i) plan.data[7][i] = static_cast<int32_t>(counts[i]);
+  for (int i = 0; i < 3; ++i) plan.data[kTtCounts][i] = static_cast<int32_t>(counts[i]);
   return plan.tensors;
 }
 

@@ -45,18 +45,20 @@ std::vector<Tensor> tt_plan(const Tensor& keys, const Tensor& count,
   for (const int64_t size : {n, n + 1, n, n, n + 1, n, n, int64_t{3}}) {
     plan.push_back(allocate(keys, {size}, ScalarType::Int));
   }
-  const auto data = [&](size_t i) { return plan[i].mutable_data_ptr<int32_t>(); };
+  const auto data = [&](TtPlanTensor i) { return plan[i].mutable_data_ptr<int32_t>(); };
   const Tensor left_rows = allocate(keys, {n}, ScalarType::Int);
   const DeviceSort<uint32_t> left(keys, n, shape.left().ids(),
                                   left_rows.mutable_data_ptr<int32_t>());
-  const DeviceSort<uint32_t> right(keys, n, shape.right().ids(), data(6));
-  int32_t* counts = data(7);
+  const DeviceSort<uint32_t> right(keys, n, shape.right().ids(), data(kTtRightRows));
+  int32_t* counts = data(kTtCounts);
   launch_tt_split(launcher, {keys.const_data_ptr<int64_t>(), count.const_data_ptr<int32_t>(),
                              shape.right().ids(), left.buffers(), right.buffers(), counts});
   group_halves(launcher, keys, left.buffers(),
-               {data(0), false, data(1), counts + 1, nullptr, nullptr}, data(2));
+               {data(kTtLefts), false, data(kTtLeftSegments), counts + 1, nullptr, nullptr},
+               data(kTtRowLefts));
   group_halves(launcher, keys, right.buffers(),
-               {data(3), false, data(4), counts + 2, nullptr, nullptr}, data(5));
+               {data(kTtRights), false, data(kTtRightSegments), counts + 2, nullptr, nullptr},
+               data(kTtRowRights));
   return plan;
 }
 

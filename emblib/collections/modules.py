@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from emblib.collections.configs import EmbeddingBagConfig, EmbeddingConfig, TableConfig
 from emblib.collections.groups import TableGroups
+from emblib.columns import PieceColumn, TargetColumn
 from emblib.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from emblib.ops import autograd, route
 from emblib.optim import Optimizer
@@ -535,17 +536,19 @@ class _ColumnOrder:
             pieces.append((groups.column_of[u], columns, -1))
             column += dim
         self._columns, self._divides = columns, any(means)
-        self._targets = torch.tensor(targets, dtype=torch.int64).view(-1, 7)
-        self._pieces = torch.tensor(pieces, dtype=torch.int64).view(-1, 3)
+        self._targets = torch.tensor(targets, dtype=torch.int64).view(-1, len(TargetColumn))
+        self._pieces = torch.tensor(pieces, dtype=torch.int64).view(-1, len(PieceColumn))
         self._made: tuple[int, Tensor, Tensor] | None = None
 
     def _tables(self, batch: int, device: torch.device) -> tuple[Tensor, Tensor]:
         made = self._made
         if made is None or made[0] != batch or made[1].device != device:
             targets = self._targets.clone()
-            targets[:, 2] = batch
-            divided = targets[:, 6] >= 0
-            targets[:, 6] = torch.where(divided, targets[:, 6] * batch, -1)
+            targets[:, TargetColumn.ROWS] = batch
+            divided = targets[:, TargetColumn.FIRST_BAG] >= 0
+            targets[:, TargetColumn.FIRST_BAG] = torch.where(
+                divided, targets[:, TargetColumn.FIRST_BAG] * batch, -1
+            )
             made = self._made = batch, targets.to(device), self._pieces.to(device)
         return made[1], made[2]
 

@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from emblib.columns import HashEntryColumn, HashTableColumn
 from emblib.dynamic import keys as routing
 from emblib.dynamic.hash_index import HASH_KEYS, HashIndex
 from emblib.dynamic.keys import mix
@@ -37,7 +38,6 @@ from emblib.dynamic.saving import dumps
 from emblib.ops import hash
 from emblib.specs import CountMinSketch, DynamicSpec, Eviction, ExactCounter, FrequencyAdmission
 
-_FIRST_BUCKET = hash.TABLE_FIELDS.index("first_bucket")
 _LOW_31 = 0x7FFFFFFF
 _LAYOUT_HASH_KEY = 4
 
@@ -126,11 +126,13 @@ class _Counter(nn.Module):
         """Count the misses; the count of each so far, 0 for those of other tables."""
         picked = self.pick(missing)
         slots = self.index.insert(picked.batch, picked.counts).slots
-        first_buckets = self.index.tables[:, _FIRST_BUCKET]
+        first_buckets = self.index.tables[:, HashTableColumn.FIRST_BUCKET]
         positions = torch.arange(slots.numel(), device=slots.device)
         segments = torch.searchsorted(picked.batch.starts[1:], positions, right=True)
         rows = first_buckets[segments] * hash.SLOTS + slots.clamp(min=0)
-        counts = torch.where(slots < 0, picked.counts, self.index.entries[:, 2][rows])
+        counts = torch.where(
+            slots < 0, picked.counts, self.index.entries[:, HashEntryColumn.SCORE][rows]
+        )
         return torch.cat([counts, counts.new_zeros(1)])[picked.places]
 
     def forget(self, missing: Missing, mask: Tensor) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from emblib import ops
+from emblib.columns import HashEntryColumn, HashTableColumn
 from emblib.dynamic.saving import dumps
 from emblib.ops import codes, hash
 from emblib.ops.hash import (
@@ -26,15 +27,8 @@ from emblib.ops.hash import (
 from emblib.specs import SLOTS, DynamicSpec
 from emblib.tables import memory
 
-_BUCKETS, _SIZE = TABLE_FIELDS.index("buckets"), TABLE_FIELDS.index("size")
-_FIRST_BUCKET, _MOST_BUCKETS = (
-    TABLE_FIELDS.index("first_bucket"),
-    TABLE_FIELDS.index("max_buckets"),
-)
-_HASH_KEY = TABLE_FIELDS.index("hash_key")
 HASH_KEYS = "hash_keys"  # the name in state dicts
 _SNAPSHOT = ("tables", "clock", "counters", "tags", "entries")
-_KEY, _STAMP, _SCORE = range(3)  # words of an entry
 
 
 class RowBuffers(NamedTuple):
@@ -207,10 +201,10 @@ class HashIndex(nn.Module):
         self.version += 1
         self._emptied[table] = self.version
         self.table_tags(table).zero_()
-        self.tables[table, _SIZE] = 0
+        self.tables[table, HashTableColumn.SIZE] = 0
         if hash_key is not None:
             self._hash_keys[table] = hash_key
-            self.tables[table, _HASH_KEY] = hash_key
+            self.tables[table, HashTableColumn.HASH_KEY] = hash_key
 
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
@@ -332,8 +326,8 @@ class HashIndex(nn.Module):
     def _positions(self, keys: Keys, slots: Tensor) -> Tensor:
         """Return the index of each slot in `_inserted_at`, that of the spare entry for -1."""
         tables = tables_of(keys)
-        rows = self.tables[:, _MOST_BUCKETS][tables] * SLOTS
-        at = self.tables[:, _FIRST_BUCKET][tables] * SLOTS + slots
+        rows = self.tables[:, HashTableColumn.MAX_BUCKETS][tables] * SLOTS
+        at = self.tables[:, HashTableColumn.FIRST_BUCKET][tables] * SLOTS + slots
         return torch.where((slots >= 0) & (slots < rows), at, self._first_slots[-1])
 
     def _versions_by_slot(self) -> Tensor:
@@ -422,27 +416,36 @@ class HashIndex(nn.Module):
             num_buckets = self.specs[table].max_buckets - first_bucket
         removed = hash.hash_expire_(self.tensors(), table, first_bucket, num_buckets, before)
         first = self._first_slots[table] + first_bucket * SLOTS
-        return self.entries[first : first + removed.numel(), _KEY][removed]
+        return self.entries[first : first + removed.numel(), HashEntryColumn.KEY][removed]
 
     def export(self, table: int, since: int | None = None) -> ExportedEntries:
         """Return the entries of a table, all or those used at tick `since` or later (waits)."""
         entries = self.table_entries(table)
         there = self.table_tags(table) != 0
         if since is not None:
-            there &= entries[:, _STAMP] >= since
+            there &= entries[:, HashEntryColumn.STAMP] >= since
         slots = there.nonzero().view(-1)
         chosen = entries[slots]
-        scores = chosen[:, _SCORE].clone() if entries.shape[1] > _SCORE else None
-        return ExportedEntries(chosen[:, _KEY].clone(), slots, chosen[:, _STAMP].clone(), scores)
+        scores = (
+            chosen[:, HashEntryColumn.SCORE].clone()
+            if entries.shape[1] > HashEntryColumn.SCORE
+            else None
+        )
+        return ExportedEntries(
+            chosen[:, HashEntryColumn.KEY].clone(),
+            slots,
+            chosen[:, HashEntryColumn.STAMP].clone(),
+            scores,
+        )
 
     def set_entries(
         self, table: int, slots: Tensor, stamps: Tensor, scores: Tensor | None = None
     ) -> None:
         """Overwrite the stamps and scores of entries; `slots` are distinct and >= 0."""
         entries = self.table_entries(table)
-        entries[slots, _STAMP] = stamps
+        entries[slots, HashEntryColumn.STAMP] = stamps
         if scores is not None:
-            entries[slots, _SCORE] = scores
+            entries[slots, HashEntryColumn.SCORE] = scores
 
     def table_tags(self, table: int) -> Tensor:
         """Return the tags of the buckets in use, uint8 `[capacity]`, as a view."""
@@ -464,7 +467,7 @@ class HashIndex(nn.Module):
 
     def buckets(self, table: int) -> int:
         """Return the number of buckets in use (reads the device)."""
-        return int(self.tables[table, _BUCKETS])
+        return int(self.tables[table, HashTableColumn.BUCKETS])
 
     def capacity(self, table: int) -> int:
         """Return the number of slots in use (reads the device)."""
@@ -472,7 +475,7 @@ class HashIndex(nn.Module):
 
     def size(self, table: int) -> int:
         """Return the number of keys of a table (reads the device)."""
-        return int(self.tables[table, _SIZE])
+        return int(self.tables[table, HashTableColumn.SIZE])
 
     @property
     def tick(self) -> int:
@@ -516,7 +519,11 @@ class HashIndex(nn.Module):
         parts = dumps.check_entries("index", snapshot, _SNAPSHOT)
         tables = dumps.check_tensor("index.tables", parts["tables"], torch.int64, (None, None))
         saved = _with_hash_keys(tables)
-        fixed = [i for i in range(len(TABLE_FIELDS)) if i not in (_BUCKETS, _SIZE, _HASH_KEY)]
+        fixed = [
+            i
+            for i in range(len(TABLE_FIELDS))
+            if i not in (HashTableColumn.BUCKETS, HashTableColumn.SIZE, HashTableColumn.HASH_KEY)
+        ]
         same = saved.shape == self.tables.shape
         if not same or saved[:, fixed].tolist() != self.tables[:, fixed].tolist():
             raise ValueError(
@@ -524,7 +531,7 @@ class HashIndex(nn.Module):
                 f"{TABLE_FIELDS} are {saved.tolist()}, this index has {self.tables.tolist()}; "
                 "load a state_dict instead, which fits any capacity"
             )
-        buckets = saved[:, _BUCKETS].tolist()
+        buckets = saved[:, HashTableColumn.BUCKETS].tolist()
         for count, spec in zip(buckets, self.specs, strict=True):
             if not 0 < count <= spec.max_buckets:
                 raise ValueError(
@@ -552,7 +559,7 @@ class HashIndex(nn.Module):
         saved = _with_hash_keys(snapshot["tables"])
         self.clear()
         for t in range(len(self.specs)):
-            rows = int(saved[t, _BUCKETS]) * SLOTS
+            rows = int(saved[t, HashTableColumn.BUCKETS]) * SLOTS
             self._use(t, self.capacity(t), rows)
             first = self._first_slots[t]
             self.tags[first : first + rows] = snapshot["tags"][t].to(self.tags.device)
@@ -560,7 +567,7 @@ class HashIndex(nn.Module):
         for name in ("clock", "counters"):
             getattr(self, name).copy_(snapshot[name])
         self.tables.copy_(saved)
-        self._hash_keys = saved[:, _HASH_KEY].tolist()
+        self._hash_keys = saved[:, HashTableColumn.HASH_KEY].tolist()
 
     def copy_to(self, device: torch.device) -> "HashIndex":
         """Return a copy on another device; slots on this one are stale in it."""
@@ -586,7 +593,7 @@ class HashIndex(nn.Module):
 
 def _with_hash_keys(tables: Tensor) -> Tensor:
     """Return the `tables` of a snapshot; earlier versions had no hash key, which is 0."""
-    if tables.dim() == 2 and tables.shape[1] == _HASH_KEY:
+    if tables.dim() == 2 and tables.shape[1] == HashTableColumn.HASH_KEY:
         return nn.functional.pad(tables, (0, 1))
     return tables
 

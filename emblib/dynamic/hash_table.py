@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from emblib import ops
+from emblib.columns import HashEntryColumn
 from emblib.dynamic.hash_index import HASH_KEYS, HashIndex, InsertedBatch, RowBuffers
 from emblib.dynamic.keys import as_keys, hash_keys_of, of_insertion
 from emblib.ops import hash
@@ -322,7 +323,7 @@ class HashTable(nn.Module):
         there = slots >= 0
         if not self._scored:
             return torch.zeros_like(slots), there
-        return torch.where(there, entries[:, 2], 0), there
+        return torch.where(there, entries[:, HashEntryColumn.SCORE], 0), there
 
     @atomic
     def set_scores(self, keys: Tensor, scores: Tensor | int) -> Tensor:

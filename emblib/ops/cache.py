@@ -47,20 +47,13 @@ Results depend on neither the number of threads nor the device. The definition i
 import torch
 from torch import Tensor
 
+from emblib.columns import CacheCounter
+
 WAYS = 32
 EMPTY = -1  # in `tags` and `stamps`
 NOTHING_MOVES = -2  # in `evicted`
 
-COUNTERS = (
-    "calls",
-    "lookups",
-    "unique",
-    "unique_misses",
-    "conflict_unique_misses",
-    "conflict_misses",
-    "lookup_misses",
-    "write_backs",
-)
+COUNTERS = tuple(column.name.lower() for column in CacheCounter)
 
 plan_ = torch.ops.emblib.cache_plan_.default
 locate = torch.ops.emblib.cache_locate.default

@@ -49,22 +49,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from emblib.columns import HashCounter, HashTableColumn, InitialKind, InsertStatus
 from emblib.init import Constant, Initializer, KeyModulo, Normal, Uniform
 from emblib.ops import codes
 from emblib.specs import DynamicSpec
 
 SLOTS = 32
-TABLE_FIELDS = ("first_bucket", "buckets", "max_buckets", "size", "max_load", "hash_key")
-COUNTERS = (
-    "lookups",
-    "hits",
-    "inserted",
-    "evicted",
-    "refused",
-    "not_admitted",
-    "expired",
-    "erased",
-)
+TABLE_FIELDS = tuple(column.name.lower() for column in HashTableColumn)
+COUNTERS = tuple(column.name.lower() for column in HashCounter)
 MAX_USES = 2**63 - 1  # the counter of uses of a key saturates here
 ORDERS = tuple(codes.HASH_ORDER)
 SCORED = ("lfu", "lru_lfu", "assigned")
@@ -125,7 +117,7 @@ class InsertResult(NamedTuple):
     evicted: Tensor
 
 
-MISS, HIT, NEW, EVICTING, REFUSED, NOT_ADMITTED = range(6)
+MISS, HIT, NEW, EVICTING, REFUSED, NOT_ADMITTED = map(int, InsertStatus)
 
 hash_find = torch.ops.emblib.hash_find.default
 hash_use_ = torch.ops.emblib.hash_use_.default
@@ -250,15 +242,16 @@ def rule_of(initializer: Initializer, spec: DynamicSpec) -> Rule:
         bound = spec.capacity**-0.5
         low = -bound if initializer.low is None else initializer.low
         high = bound if initializer.high is None else initializer.high
-        return (0.0, low, high - low, 0.0, 0.0, low, high)
+        return (float(InitialKind.UNIFORM), low, high - low, 0.0, 0.0, low, high)
     if isinstance(initializer, Constant):
-        return (2.0, initializer.value, 0.0, 0.0, 0.0, 0.0, 0.0)
+        return (float(InitialKind.CONSTANT), initializer.value, 0.0, 0.0, 0.0, 0.0, 0.0)
     if isinstance(initializer, KeyModulo):
-        return (3.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+        return (float(InitialKind.KEY_MODULO), 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+    kind = float(InitialKind.NORMAL)
     if isinstance(initializer, Normal):
-        return (1.0, initializer.mean, initializer.std, 0.0, 1.0, -_INFINITE, _INFINITE)
+        return (kind, initializer.mean, initializer.std, 0.0, 1.0, -_INFINITE, _INFINITE)
     begin, end = initializer.probabilities
-    return (1.0, initializer.mean, initializer.std, begin, end - begin, *initializer.bounds)
+    return (kind, initializer.mean, initializer.std, begin, end - begin, *initializer.bounds)
 
 
 @torch.library.register_fake("emblib::hash_initial_rows_")

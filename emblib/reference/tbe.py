@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from emblib.columns import FeatureColumn, Tier
+from emblib.columns import BagColumn, FeatureColumn, Tier
 from emblib.reference import optim
 from emblib.specs import Pooling
 
@@ -53,7 +53,7 @@ def bag_of_lookup(offsets: Tensor, num_lookups: int) -> Tensor:
 def feature_of_bag(features: Tensor, offsets: Tensor, bag_layout: Tensor | None = None) -> Tensor:
     """Return the feature of each bag, int64 `[bags]`: equally many, or by the layout."""
     if bag_layout is not None:
-        return bag_layout[:, 0]
+        return bag_layout[:, BagColumn.FEATURE]
     bags = torch.arange(offsets.numel() - 1, device=offsets.device)
     return bags // max((offsets.numel() - 1) // max(features.size(0), 1), 1)
 
@@ -119,7 +119,7 @@ def lookup(
     if none:
         start = torch.arange(indices.numel()) * columns
     elif extras.bag_layout is not None:
-        shape, start = (columns,), extras.bag_layout[:, 1]
+        shape, start = (columns,), extras.bag_layout[:, BagColumn.ELEMENT]
     else:
         bags = torch.arange(offsets.numel() - 1, device=offsets.device)
         column = features[feature_of_bag(features, offsets), FeatureColumn.COLUMN]

@@ -116,14 +116,14 @@ struct World {
     const bool scored = emb::has_scores(plan.order);
     index = {filled({slots}, ScalarType::Byte, 0),
              filled({slots, scored ? 3 : 2}, ScalarType::Long, 0x5a),
-             Tensor({kTables, emb::kTableFields}, ScalarType::Long), longs({0}),
+             Tensor({kTables, emb::kHashTableColumns}, ScalarType::Long), longs({0}),
              filled({kTables, emb::kHashCounters}, ScalarType::Long, 0)};
     int64_t first = 0;
     for (int64_t t = 0; t < kTables; ++t) {
       const int64_t row[] = {first, plan.buckets[t], plan.most[t],
                              0,     600 + 200 * t,   0x5DEECE66D * t};
-      std::copy_n(row, emb::kTableFields,
-                  index[2].mutable_data_ptr<int64_t>() + t * emb::kTableFields);
+      std::copy_n(row, emb::kHashTableColumns,
+                  index[2].mutable_data_ptr<int64_t>() + t * emb::kHashTableColumns);
       for (int64_t p = 0; p < 2; ++p) {
         int64_t* place = layout.mutable_data_ptr<int64_t>() + 4 * t + 2 * p;
         place[0] = first * emb::kSlots * kWidths[p];
@@ -135,7 +135,7 @@ struct World {
   }
 
   int64_t buckets(int64_t t) const {
-    return index[2].const_data_ptr<int64_t>()[t * emb::kTableFields + emb::kBuckets];
+    return index[2].const_data_ptr<int64_t>()[t * emb::kHashTableColumns + emb::kBuckets];
   }
 };
 

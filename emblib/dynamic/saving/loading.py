@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from emblib.columns import HashEntryColumn, HashTableColumn
 from emblib.dynamic.hash_index import HashIndex, RowBuffers
 from emblib.dynamic.keys import GOLDEN, mix
 from emblib.dynamic.saving import entries as of_entries
@@ -13,7 +14,7 @@ from emblib.dynamic.saving.dump_tables import rows_at_a_time
 from emblib.dynamic.saving.dumps import Progress, Report
 from emblib.dynamic.saving.entries import WEIGHT, Chosen, Entries
 from emblib.ops import codes, hash
-from emblib.ops.hash import SCORED, SLOTS, TABLE_FIELDS, Keys
+from emblib.ops.hash import SCORED, SLOTS, Keys
 
 _AT_ONCE_cuckoo = 1 << 12  # entries that look for a place in one round
 _PATIENCE = 50  # rounds without an entry more
@@ -176,7 +177,6 @@ def _noise(shape: tuple[int, ...], step: int) -> Tensor:
 
 _AT_ONCE = 1 << 22  # keys that are placed by one call
 _MAX_TICK = 1 << 62
-_SIZE = TABLE_FIELDS.index("size")
 
 
 class Target(NamedTuple):
@@ -324,7 +324,7 @@ def _place_anew(target: Target, entries: Entries) -> tuple[Tensor, int]:
         tags.zero_()
         tags[at] = tags_of(keys[there], hash_key).to(device)
         index.table_entries(table)[at, 0] = keys[there].to(device)
-        index.tables[table, _SIZE] = int(there.sum())
+        index.tables[table, HashTableColumn.SIZE] = int(there.sum())
     placed = torch.full_like(order, -1)
     placed[best] = slots
     return placed, 0
@@ -378,9 +378,9 @@ def _rearrange(target: Target, refused: Tensor) -> int:
     tags[after[placed].to(device)] = tags_of(keys[placed], hash_key).to(device)
     new = placed[placed >= held]
     at = after[new].to(device)
-    entries[at, 0] = keys[new].to(device)
-    entries[at, 1] = index.tick
-    index.tables[table, _SIZE] = placed.numel()
+    entries[at, HashEntryColumn.KEY] = keys[new].to(device)
+    entries[at, HashEntryColumn.STAMP] = index.tick
+    index.tables[table, HashTableColumn.SIZE] = placed.numel()
     index.version += 1
     index.note_inserted(table, at)
     return int((after[:held] < 0).sum())

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from emblib.columns import HashEntryColumn
 from emblib.dynamic.hash_index import HashIndex
 from emblib.dynamic.keys import hash_keys_of
 from emblib.dynamic.tiers.store import BATCH, FoundRows, StoredRows, StoredTable, check_row
@@ -82,7 +83,9 @@ class HostRows:
 
     def _rows(self, table: int, slots: Tensor) -> StoredRows:
         entries = self._indices[table].table_entries(0)[slots]
-        keys, stamps = entries[:, 0].clone(), entries[:, 1].clone()
+        keys, stamps = (
+            entries[:, column].clone() for column in (HashEntryColumn.KEY, HashEntryColumn.STAMP)
+        )
         return StoredRows(keys, stamps, self._scores[table][slots], self._values[table][slots])
 
     def read(self, table: int, keys: Tensor) -> FoundRows:
