@@ -20,10 +20,11 @@ from experiments.config import configure
 from experiments.config.schema import CacheConfig, Config, TimingConfig, WorkloadConfig
 from experiments.config.sweep import IDEALS, Cell, arms_of
 from experiments.kinds import cache, expand
-from experiments.kinds.cache_report import at_headline, percent
+from experiments.kinds.cache_report import at_headline
 from experiments.measure.cache import cache_cell, trace_of
 from experiments.measure.timing import Session
 from experiments.report import Run, pages, write_report
+from experiments.report.text import percent
 from experiments.workloads import cache_bounds
 from experiments.workloads.workload import WAYS, cache_sets, make_pool, table_shapes
 
