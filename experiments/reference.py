@@ -43,7 +43,7 @@ def keep(run_directory: Path, folder: Path = REFERENCE) -> Path:
 
 
 def results(folder: Path = REFERENCE) -> str:
-    """The README's block: headline tables or answers of all references, with their provenance."""
+    """Return the README's block: headline tables or answers of all references, with provenance."""
     blocks, answers = [], []
     for path in runs_in(folder, "*/*"):
         run = Run.read(path)
@@ -67,7 +67,7 @@ def _ran(run: Run) -> str:
 
 
 def _line(run: Run, path: Path) -> str:
-    """What the run's report says in bold, which is its answer."""
+    """Return the bold sentence of a run's report, which is its answer."""
     answer = re.search(r"\*\*(.+?)\*\*", (path / "report.md").read_text())
     return f"- {_ran(run)}: {answer[1] if answer else 'no answer.'} {_link(path)}"
 
@@ -78,7 +78,7 @@ def _link(path: Path) -> str:
 
 
 def rendered(readme: str, folder: Path = REFERENCE) -> str:
-    """The README's text with the block between the markers replaced."""
+    """Return the README's text with the block between the markers replaced."""
     if readme.count(START) != 1 or readme.count(END) != 1:
         raise ValueError(f"README.md must contain {START} and {END} once each")
     before, rest = readme.split(START)

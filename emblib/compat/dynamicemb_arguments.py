@@ -121,7 +121,7 @@ def _check(options: DynamicEmbTableOptions, name: str) -> None:
 
 
 def initializer(args: DynamicEmbInitializerArgs, capacity: int) -> Any:
-    """What a new row starts with; bounds left out are +-1/sqrt(capacity)."""
+    """Return the initial value of a new row; omitted bounds are +-1/sqrt(capacity)."""
     bound = 1.0 / math.sqrt(capacity)
     low = -bound if args.lower is None else args.lower
     high = bound if args.upper is None else args.upper
@@ -170,9 +170,9 @@ def _admission(
 
 
 def _check_mode(options: DynamicEmbTableOptions) -> OnInsertFailure:
-    """What is asked for; a table without eviction tells at least when it is full.
+    """Return the requested check mode; a table without eviction at least warns when it is full.
 
-    DynamicEmb's would grow on beyond max_capacity.
+    DynamicEmb's would grow beyond max_capacity.
     """
     asked = _CHECKS[DynamicEmbCheckMode(options.safe_check_mode)]
     full = options.score_strategy is DynamicEmbScoreStrategy.NO_EVICTION
@@ -223,7 +223,7 @@ _DEFAULTS = {
 
 
 def optimizer(a: SimpleNamespace) -> optim.Optimizer:
-    """The optimizer that the arguments describe.
+    """Return the optimizer that the arguments describe.
 
     Raises:
         NotImplementedError: an optimizer or an option that DynamicEmb does not run either.

@@ -30,7 +30,7 @@ def modules_of(model: nn.Module) -> Iterator[tuple[str, str, BatchedDynamicEmbed
 def _by_module(
     model: nn.Module, numbers: Scores
 ) -> Iterator[tuple[str, BatchedDynamicEmbeddingTablesV2, dict[str, int]]]:
-    """The numbers of each module's tables; modules may be called by path or by name.
+    """Return the numbers of each module's tables; modules are given by path or by name.
 
     Raises:
         TypeError: neither an int nor ints by module and table.
@@ -61,7 +61,7 @@ def set_score(model: nn.Module, table_score: Scores) -> None:
 
 
 def get_score(model: nn.Module) -> dict[str, dict[str, int]] | None:
-    """The scores of the next batch by path of the module and table; None without such modules."""
+    """Return the next batch's scores by path of the module and table; None without such modules."""
     scores = {path: module.get_score() for path, _, module in modules_of(model)}
     return scores or None
 
@@ -247,7 +247,7 @@ def _read(
     name: str,
     left_out: Sequence[str],
 ) -> DynamicEmbTable:
-    """What a rank takes of a table."""
+    """Read the entries of a table that this rank owns."""
     own = dynamicemb_files.world_size(directory, name) == ranks.size
     found = read_dynamicemb(
         module.bags,
@@ -265,7 +265,7 @@ def _read(
 
 
 def _left_out(**wanted: bool | None) -> list[str]:
-    """What is not wanted, of "states" and "counts"."""
+    """Return which of "states" and "counts" are not wanted."""
     return [word for word, is_wanted in wanted.items() if not is_wanted]
 
 

@@ -47,13 +47,14 @@ def split(
     rule: optim.Optimizer,
     device: torch.device,
 ) -> tuple[list[DynamicSpec], BackingStore | None]:
-    """The tables as the device has them, and what is behind them if they do not fit there.
+    """Return the tables as the device holds them, and their backing store if they do not fit.
 
     Both tiers together have max_capacity rows. On a CPU, local_hbm_for_values = 0 sets no limit.
 
     Raises:
         ValueError: too little memory for a bucket, or none for a cache.
-        NotImplementedError: no memory of a GPU; tables without eviction that do not fit.
+        NotImplementedError: a GPU without memory for values; tables without eviction that do not
+            fit.
     """
     rows = [_rows_there(o, s, rule, device) for o, s in zip(options, specs, strict=True)]
     if all(there >= s.rows for there, s in zip(rows, specs, strict=True)):
@@ -107,7 +108,7 @@ _SAVED = {optim.SGD: "sgd", optim.Adam: "adam", optim.Adagrad: "exact_adagrad",
 
 
 def opt_args(bags: DynamicEmbeddingBags, options: DynamicEmbTableOptions) -> dict[str, Any]:
-    """What DynamicEmb saves of an optimizer and a table, by its names."""
+    """Return what DynamicEmb saves of an optimizer and a table, by its names."""
     rule: Any = bags.optimizer
     saved: dict[str, Any] = {"opt_type": _SAVED[type(rule)], "lr": bags.learning_rate}
     if isinstance(rule, optim.Adam):
@@ -400,7 +401,7 @@ class BatchedDynamicEmbeddingTablesV2(nn.Module):
         self.bags.set_learning_rate(lr)
 
     def split_embedding_weights(self) -> list[Tensor]:
-        """A matrix of one number a table, as there: rows are in slots, keys say in which."""
+        """Return a matrix of one number per table, as DynamicEmb does: keys select the slots."""
         dtype, device = self.bags.weights.dtype, self.bags.weights.device
         return [torch.empty(1, 1, dtype=dtype, device=device) for _ in self._names]
 
@@ -426,7 +427,7 @@ class BatchedDynamicEmbeddingTablesV2(nn.Module):
                 )
 
     def get_score(self) -> dict[str, int]:
-        """The score of the next batch by table; none for CUSTOMIZED tables that have none yet."""
+        """Return the next batch's score by table; none for CUSTOMIZED tables without a score."""
         scores = {}
         for t, (name, options) in enumerate(zip(self._names, self._options, strict=True)):
             score = self.bags.eviction_score(t)
@@ -440,7 +441,7 @@ class BatchedDynamicEmbeddingTablesV2(nn.Module):
         return scores
 
     def opt_args(self, table: str) -> dict[str, Any]:
-        """What DynamicEmb saves beside a table, as it is now (reads the device)."""
+        """Return what DynamicEmb saves with a table, as it is now; synchronises with the device."""
         options = self._options[self._names.index(table)]
         saved = opt_args(self.bags, options)
         if options.score_strategy is DynamicEmbScoreStrategy.STEP:

@@ -171,7 +171,7 @@ class DynamicEmbTableOptions:
         self.score_strategy = _canonical(self.score_strategy)
 
     def get_grouped_key(self) -> dict[str, Any]:
-        """The fields in which all tables of a module are the same."""
+        """Return the fields in which all tables of a module must agree."""
         names = ("training", "caching", "external_storage", "index_type", "dist_type",
                  "score_strategy", "admit_strategy")  # fmt: skip
         return {name: getattr(self, name) for name in names}
@@ -187,7 +187,7 @@ class DynamicEmbTableOptions:
 
 
 def _canonical(strategy: Any) -> ScoreStrategy:
-    """The strategy, a tuple of one as that one.
+    """Return the strategy; a tuple of one strategy becomes that strategy.
 
     Raises:
         TypeError: not a strategy.

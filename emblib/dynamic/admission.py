@@ -51,9 +51,9 @@ class Missing(NamedTuple):
 
 
 def missing_of(ids: Tensor, misses: hash.Misses) -> Missing:
-    """The misses of a batch as keys; entries past their end have no table.
+    """Return the misses of a batch as keys; entries past their end have no table.
 
-    On the CPU there are none of these: how many misses there are is known there without waiting.
+    The CPU has no such entries, since it knows the number of misses without waiting.
     """
     first, counts = misses.first, misses.counts
     if not ids.is_cuda:
@@ -352,7 +352,7 @@ class Admission(nn.Module):
         return admitted
 
     def counts(self, table: int) -> tuple[Tensor, Tensor]:
-        """The keys that an exact counter holds for a table, and the count of each.
+        """Return the keys that an exact counter holds for a table, and the count of each.
 
         Raises:
             ValueError: the table does not count exactly.

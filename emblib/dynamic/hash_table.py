@@ -145,7 +145,7 @@ class HashTable(nn.Module):
         return values.detach().to(self.values)
 
     def _counts(self, keys: Keys, scores: Tensor | int | None) -> Tensor | None:
-        """What the index is told of each position: uses, or the scores themselves."""
+        """Return what the index gets per position: uses, or the scores themselves."""
         eviction = self.spec.eviction
         if eviction is Eviction.CUSTOM:
             if scores is None:
@@ -237,7 +237,7 @@ class HashTable(nn.Module):
     def find_or_insert_slots(
         self, keys: Tensor, values: Tensor | None = None, scores: Tensor | int | None = None
     ) -> Insertion:
-        """The same without a copy of the values."""
+        """Find or insert keys as `find_or_insert` does, without copying values."""
         batch = self._batch(keys)
         values = None if values is None else self._checked(batch, values)
         inserted = self._insert(batch, scores)
@@ -274,7 +274,7 @@ class HashTable(nn.Module):
         return inserted
 
     def _give(self, slots: Tensor, scores: Tensor) -> None:
-        """The score of each slot is that of its last position."""
+        """Set the score of each slot to that of its last position."""
         last = is_last(slots)
         slots = slots[last]
         stamps = self.index.table_entries(0)[slots, 1]

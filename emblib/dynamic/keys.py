@@ -23,9 +23,9 @@ def _fold(x: Tensor, bits: int) -> Tensor:
 
 
 def hash_key_of(seed: int, name: str) -> int:
-    """The number that the hash of a table's keys depends on, signed 64 bits, from seed and name.
+    """Return the signed 64-bit hash key of a table, from seed and name.
 
-    Who does not know the seed can make no keys that crowd into one bucket.
+    Without the seed nobody can construct keys that collide in one bucket.
     """
     digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
@@ -53,7 +53,7 @@ def hash_keys_of(
 
 
 def mix(x: Tensor) -> Tensor:
-    """The finaliser of MurmurHash3 behind an addition, as in csrc/core/random.h; one to one."""
+    """Apply MurmurHash3's finaliser after an addition, as csrc/core/random.h does; one to one."""
     x = _fold(x + GOLDEN, 33)
     x = _fold(x * _FIRST, 33)
     return _fold(x * _SECOND, 33)
@@ -119,12 +119,12 @@ def route(keys: Tensor) -> Tensor:
 
 
 def owner(keys: Tensor, world_size: int) -> Tensor:
-    """The rank in `[0, world_size)` that holds each key; int64, not descending with its route."""
+    """Return the rank in `[0, world_size)` that owns each key, int64, ascending with its route."""
     if not 0 < world_size < 1 << 31:
         raise ValueError(f"world_size must be in [1, 2^31), got {world_size}")
     return ((route(keys) ^ _SIGN) >> 32 & (1 << 32) - 1) * world_size >> 32
 
 
 def canonical_order(keys: Tensor) -> Tensor:
-    """The permutation that sorts keys by route: how all checkpoints are sorted."""
+    """Return the permutation that sorts keys by route, the order of all checkpoints."""
     return torch.argsort(route(keys), stable=True)

@@ -51,7 +51,7 @@ class Machine:
 
 
 def read(paths: Sequence[Path]) -> list[Machine]:
-    """The machines in the order given; raises NotComparable."""
+    """Read the machines in the given order; raise NotComparable."""
     if len(paths) < 2:
         raise NotComparable("a comparison needs two runs or more, e.g. two of reports/reference/")
     for path in paths:
@@ -122,7 +122,7 @@ def role(record: Record, base: Record) -> str:
 
 
 def rows(machines: Sequence[Machine]) -> pd.DataFrame:
-    """A row per machine, role, contender and phase; `same` marks work equal to the first's."""
+    """Return a row per machine, role, contender and phase; `same` marks equal work."""
     found = [row for number, machine in enumerate(machines) for row in _rows(number, machine)]
     frame = pd.DataFrame(found)
     if not len(frame):
@@ -213,7 +213,7 @@ def bandwidth_ratios(machine: Machine, first: Machine, row_bytes: float) -> dict
 
 
 def left_out(machines: Sequence[Machine], frame: pd.DataFrame) -> list[str]:
-    """What some machine has not, and so is not compared."""
+    """Return what some machine lacks and is therefore not compared."""
     lines = []
     for name, group in frame.groupby("role", sort=False):
         there = set(group["machine"])
@@ -298,6 +298,6 @@ def roof(frame: pd.DataFrame) -> Roof | None:
 
 
 def headline(machines: Sequence[Machine], frame: pd.DataFrame) -> str:
-    """The role that the question is about, if all have it; else the first that they share."""
+    """Return the role that the question is about, if all have it; else the first common one."""
     wanted = str(machines[0].run.config.report.headline) or BASE_POINT
     return wanted if (frame["role"] == wanted).any() else str(frame["role"].iloc[0])

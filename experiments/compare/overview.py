@@ -46,7 +46,7 @@ def findings(extra: Sequence[Path], folder: Path = REFERENCE) -> list[Finding]:
 
 
 def markdown(found: Sequence[Finding]) -> str:
-    """The whole page."""
+    """Render the whole page."""
     counts = published.counted(found)
     words = ", ".join(f"{n} {verdict.value}" for verdict, n in counts.items())
     lines = [OPENING, f"**{len(found)} figures: {words}.**", "", published.RULE, ""]
@@ -73,7 +73,7 @@ def _block(source: Source, found: Sequence[Finding]) -> list[str]:
 
 
 def _listed(figures: Sequence[Figure]) -> list[str]:
-    """A bullet a figure; one for all whose names begin alike, up to the last colon."""
+    """Return one bullet per figure, or one for all with the same prefix up to the last colon."""
     groups: dict[tuple[str, str], list[str]] = {}
     for figure in figures:
         begin, colon, end = figure.name.rpartition(": ")

@@ -76,7 +76,7 @@ def times(found: Speedup) -> str:
 
 
 def _because(machine: Machine, base: Machine) -> str:
-    """The best known ratio of bandwidths."""
+    """Return the best known ratio of bandwidths."""
     width = WEIGHT_BYTES * float(base.run.config.workload.D)
     ratios = table.bandwidth_ratios(machine, base, width)
     for kind in ("gather", "copy", "theory"):

@@ -232,7 +232,7 @@ def _judged(source: Source, figure: Figure, ours: dict[str, Any]) -> Finding:
 
 
 def theirs(figure: Figure) -> str:
-    """The device that a published figure is of, as far as anybody says."""
+    """Return the device of a published figure, as far as its source says."""
     device = next((d.name for d in ceilings.table() if d.key == figure.device), "")
     return device or figure.device_words
 

@@ -71,7 +71,7 @@ def tables(run: Run) -> list[tuple[str, str, Table]]:
 
 
 def table(found: Sequence[Finding]) -> Table:
-    """A row per figure, verdicts that say something first; equal reasons are told once."""
+    """Return one row per figure, conclusive verdicts first; equal reasons are stated once."""
     order = list(Verdict)
     rows = sorted(found, key=lambda f: (order.index(f.verdict), math.isnan(f.ours)))
     heads = ["figure", "theirs", "ours", "unit", "verdict", "why", "theirs is of", "ours is of"]

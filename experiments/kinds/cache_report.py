@@ -22,7 +22,7 @@ OF = {"lookup_hit_rate": "lookups", "row_hit_rate": "distinct rows"}
 
 
 def answer(run: Run) -> list[str]:
-    """The headline size: what it serves, how far that is from the ideal, what a step costs."""
+    """State the hit rate of the headline size, its distance from the ideal, and the step time."""
     rows = at_headline(run)
     if rows is None or not len(rows):
         return ["No answer yet: no trace was run before the run ended."]
@@ -46,7 +46,7 @@ def answer(run: Run) -> list[str]:
 
 
 def size(row: pd.Series) -> str:
-    """The size of the cache: '1 %' of all rows."""
+    """Format the size of the cache: '1 %' of all rows."""
     return f"{100 * row['fraction']:.3g} %"
 
 
@@ -80,7 +80,7 @@ def _cost(run: Run) -> str:
 
 
 def _others(run: Run) -> list[str]:
-    """The step of the other contenders with a cache of the same size."""
+    """Compare the steps of the other contenders with a cache of the same size."""
     rows = run.table
     if not len(rows):
         return []
@@ -139,7 +139,7 @@ def good(run: Run) -> pd.DataFrame:
 
 
 def section_table(run: Run, section: str) -> Table:
-    """A row per point and size: hit rates of all policies and ideals, by lookup and by row."""
+    """Return one row per point and size: hit rates of policies and ideals, by lookup and row."""
     rows = good(run)
     rows = rows[rows["section"] == section] if len(rows) else rows
     names = list(dict.fromkeys(rows["contender"])) if len(rows) else []
@@ -164,7 +164,7 @@ def point(run: Run, row: pd.Series) -> str:
 
 
 def readme_lines(run: Run) -> list[str]:
-    """The base point in Markdown: what each size of the cache serves, and what a step costs."""
+    """Return the base point in Markdown: the hit rate and step time of each cache size."""
     rows = good(run)
     rows = rows[rows["cell"] == rows["cell"].iloc[0]]
     names = list(dict.fromkeys(rows["contender"]))

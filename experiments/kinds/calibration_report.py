@@ -64,7 +64,7 @@ def at(curve: Sequence[Sequence[float]], nbytes: float) -> float:
 
 
 def answer(run: Run) -> list[str]:
-    """A lookup, an update, a message; what differs with more ranks."""
+    """State the costs of a lookup, an update and a message, and how they change with ranks."""
     found = calibrations(run)
     if not found:
         return ["No answer: the constants could not be measured."]
@@ -89,7 +89,7 @@ def answer(run: Run) -> list[str]:
 
 
 def tables(run: Run) -> Sequence[tuple[str, str, Table]]:
-    """A row per constant, a column per world."""
+    """Return one row per constant with one column per world."""
     found = calibrations(run)
     if not found:
         return []

@@ -27,7 +27,7 @@ NOTES = (
 
 
 def answer(run: Run) -> list[str]:
-    """The subject's longest call beside its usual one, and the others'."""
+    """Compare the subject's longest call with its typical one, and with the others'."""
     rows = growth(run.records)
     rows = rows[rows["status"] == "ok"] if len(rows) else rows
     own = rows[rows["contender"] == run.subject.contender] if len(rows) else rows

@@ -28,7 +28,7 @@ def good(run: Run) -> pd.DataFrame:
 
 
 def answer(run: Run) -> list[str]:
-    """The subject's find* on the headline: how fast, beside each other, below which ceiling."""
+    """State the subject's find* rate at the headline, relative to the others and to its ceiling."""
     rows = good(run)
     rows = rows[rows["section"] == run.headline] if len(rows) else rows
     own = rows[(rows["contender"] == run.subject.contender) & (rows["phase"] == YARDSTICK)] if len(

@@ -28,7 +28,7 @@ NOTES = (
 
 
 def answer(run: Run) -> list[str]:
-    """What a call costs at least, and how much of it is not the operation."""
+    """State the minimum cost of a call and the share that is not the operation."""
     rows = _timed(run)
     if not len(rows):
         return ["No benchmark has a time."]

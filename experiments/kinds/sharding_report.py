@@ -58,7 +58,7 @@ def answer(run: Run) -> list[str]:
 
 
 def _against(run: Run, rows: pd.DataFrame) -> list[str]:
-    """The ratios of the headline, each with its times; then the range over all cells."""
+    """State the ratios of the headline with their times, then the range over all cells."""
     judged = sharding.beside_torchrec(rows)
     if not len(judged):
         return []
@@ -89,7 +89,7 @@ def _against(run: Run, rows: pd.DataFrame) -> list[str]:
 
 
 def _scaling(run: Run, rows: pd.DataFrame) -> list[str]:
-    """The subject and the best type, at the largest world, both ways of scaling."""
+    """Describe the subject and the best type at the largest world, for both kinds of scaling."""
     ours = rows[rows["contender"].str.startswith(sharding.OURS) & rows["base_s"].notna()]
     largest = ours["world_size"].max() if len(ours) else 1
     if not largest > 1 or not ours["compute_s"].notna().any():
@@ -161,7 +161,7 @@ def _cell_title(run: Run, cell: str) -> str:
 
 
 def tables(run: Run) -> Sequence[tuple[str, str, Table]]:
-    """A table of each section: a row per arm and world; then the predictions."""
+    """Return one table per section, a row per arm and world; then the predictions."""
     rows, every = rows_of(run), sharding.frame(run.records)
     found = []
     for section in run.sections():

@@ -46,7 +46,7 @@ NOTES = (
 
 
 def subject(run: Run) -> Record | None:
-    """What the answer is about: the user's own trace, else the headline case."""
+    """Return the case of the answer: the user's own trace, else the headline case."""
     sections = [SWEEP] if _names_a_file(run) else [SWEEP, str(run.config.report.headline)]
     for section in sections:
         for record in trace.looked_at(run.records):
@@ -92,7 +92,7 @@ def _headline(run: Run, record: Record) -> str:
 
 
 def name(record: Record) -> str:
-    """The lookups, as people call them."""
+    """Return the name of the lookups."""
     p = record["params"]
     if p["distribution"] == Distribution.zipf.value:
         offset = f", q={p['q']:g}" if p["q"] else ""
@@ -103,7 +103,7 @@ def name(record: Record) -> str:
 
 
 def fraction(run: Run) -> float:
-    """The size of the cache that the answer is about."""
+    """Return the cache size of the answer."""
     return float(run.config.report.subject_cache)
 
 
@@ -134,7 +134,7 @@ def _skew(record: Record) -> list[str]:
 
 
 def busiest(record: Record) -> dict[str, Any]:
-    """The table with most lookups."""
+    """Return the table with most lookups."""
     tables: list[dict[str, Any]] = record["tables"]
     return tables[record["analysis"]["busiest"]["table"]]
 
@@ -149,7 +149,7 @@ def _others(run: Run, record: Record) -> list[str]:
 
 
 def section_table(run: Run, section: str) -> Table:
-    """A row per table."""
+    """Return one row per table."""
     heads = ["table", "lookups", "distinct rows", "distinct in a batch", "once", "rows with 50 %"]
     heads += ["rows with 90 %", "ids per bag", "s", "q", "misfit", "LRU 10 %", "best 10 %"]
     lines = []

@@ -270,8 +270,7 @@ def _slots(table: KeyTable, operation: str, keys: Tensor, there: int, away: int)
 def _values(
     table: KeyTable, operation: str, keys: Tensor, want: Tensor, *, other: bool = False
 ) -> None:
-    """The operation's values, with the wanted ones given to it, or with others that must not
-    matter because the keys are there."""
+    """Return the operation's values: the wanted ones, or others that known keys must ignore."""
     given = want + 1 if other else want
     got: Tensor = getattr(table, operation)(_prepare(table, keys, given))
     if not torch.equal(got.cpu(), want):

@@ -53,7 +53,7 @@ def _headline(run: Run, subject: Rows, baseline: Rows) -> str:
 
 
 def _cost(run: Run, step: dict[str, Any]) -> str:
-    """The ratio of step times; where the interval is below 1, how many times as fast that is."""
+    """State the ratio of step times; where the interval is below 1, as a speed-up."""
     ratio, interval = step["ratio"], text.interval(step["ratio_lo"], step["ratio_hi"])
     if step["ratio_hi"] < 1:
         return (
@@ -67,7 +67,7 @@ def _cost(run: Run, step: dict[str, Any]) -> str:
 
 
 def _verdict(row: dict[str, Any]) -> str:
-    """What its processes say together, or that one alone cannot say."""
+    """State what the processes show together, or that one process shows too little."""
     word, count = text.verdict(row["verdict"]), float(row["processes"])
     if not word:
         return ""
@@ -102,7 +102,7 @@ def _rest(run: Run, subject: Rows) -> list[str]:
 
 
 def _other_modes(run: Run, cell: str) -> list[str]:
-    """The same ratio in the other modes, each within its own."""
+    """State the same ratio in the other modes."""
     found = []
     for mode in run.modes[1:]:
         rows = _pick(run.at(mode), cell, run.subject.key)

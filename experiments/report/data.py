@@ -138,7 +138,7 @@ class Run:
         return str(self.config.report.headline) or SWEEP
 
     def headline_cell(self) -> str | None:
-        """The cell that answers the question; of a sweep its base point."""
+        """Return the cell that answers the question; of a sweep its base point."""
         cells = [r["cell"] for r in self.records if r["section"] == self.headline]
         return cells[0] if cells else None
 
@@ -158,11 +158,11 @@ class Run:
         return self.table[self.table["section"] == section] if len(self.table) else self.table
 
     def title(self, section: str) -> str:
-        """The section's title."""
+        """Return the section's title."""
         return next((r["title"] for r in self.records if r["section"] == section), section)
 
     def sizes(self, section: str) -> str:
-        """The section's first workload in one line; for the sweep, its base point."""
+        """Describe the section's first workload in one line; for the sweep, its base point."""
         record = next(r for r in self.records if r["section"] == section)
         p, tables = record["params"], record["features"]
         ids = describe_distribution(p)
@@ -174,11 +174,11 @@ class Run:
         )
 
     def failures(self) -> list[Record]:
-        """Records without a measurement."""
+        """Return the records without a measurement."""
         return [r for r in self.records if r["status"] != "ok"]
 
     def outcomes(self) -> list[Outcome]:
-        """What became of every contender of every cell and mode, all its processes together."""
+        """Return the outcome of every contender, cell and mode, all its processes together."""
         found: dict[tuple[str, str, str], list[Record]] = {}
         for record in self.records:
             found.setdefault((record["cell"], record["arm"], mode_of(record)), []).append(record)

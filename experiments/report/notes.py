@@ -73,7 +73,7 @@ VERDICTS = (
 
 
 def how_to_read(run: Run) -> list[str]:
-    """What applies to this run of what there is to know."""
+    """Return the notes that apply to this run."""
     if not run.kind.side_by_side:
         return []
     found = [HOW_TO_READ[0]]
@@ -98,7 +98,7 @@ def _peers(run: Run) -> list[str]:
 
 
 def notices(run: Run) -> list[str]:
-    """What a reader must know before believing a number."""
+    """Return what a reader must know before trusting a number."""
     found = []
     if run.smoke:
         found.append(
@@ -148,7 +148,7 @@ def _folded(run: Run) -> list[str]:
 
 
 def _unfinished(run: Run) -> list[str]:
-    """Runs that were stopped, passes that the budget cut off."""
+    """Describe interrupted runs and passes that exceeded the budget."""
     found, passes = [], run.passes()
     status = run.info.get("status", "finished")
     if status != "finished":
@@ -183,7 +183,7 @@ def flag_counts(run: Run) -> dict[str, int]:
 
 
 def _flags(run: Run) -> list[str]:
-    """What the machine did that a measurement should not meet, in one sentence."""
+    """Describe in one sentence what disturbed the measurement."""
     total = len(run.table) // len(PHASES)
     said = [
         f"{explain(flag)} ({n} of {total} rows)"

@@ -21,7 +21,7 @@ MARK = {"ok": "✓", "partly": "½", "oom": "oom", "timeout": "time", "unsupport
 
 
 def figures(run: Run) -> list[Figure]:
-    """A map of all outcomes, where there is anything but success."""
+    """Draw a map of all outcomes, where any is not a success."""
     outcomes = run.outcomes()
     if all(o.status == "ok" for o in outcomes):
         return []

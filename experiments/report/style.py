@@ -76,7 +76,7 @@ OTHERS = [name for name in COLOURS if name.startswith("other_")]
 
 
 def known(contender: str) -> str:
-    """The entry that a contender is drawn with; a stranger always gets the same one."""
+    """Return the style of a contender; an unknown one always gets the same."""
     if contender in COLOURS:
         return contender
     for family in ("torchrec", "fbgemm", "tensorly", "torch"):
@@ -91,7 +91,7 @@ def colour_of(contender: str) -> str:
 
 
 def marker_of(contender: str) -> str:
-    """A matplotlib marker."""
+    """Return a matplotlib marker."""
     return MARKERS.get(known(contender), "h")
 
 
@@ -168,7 +168,7 @@ def theme() -> Iterator[None]:
 
 
 def draw(figure: Figure, subtitle: str, folder: Path) -> list[str]:
-    """The figure's PNG and SVG files in `folder`, and its panels as inline SVG for the page."""
+    """Write the figure's PNG and SVG files to `folder`; return its panels as inline SVG."""
     canvas = sheet(figure, subtitle)
     canvas.savefig(folder / f"{figure.name}.png", dpi=150)
     canvas.set_layout_engine("none")  # the layout that the PNG found serves the SVG too

@@ -45,13 +45,13 @@ def available_bytes(device: torch.device) -> int:
 
 
 def measure(work: Callable[[], object], device: torch.device) -> dict[str, int]:
-    """What one call needs, in bytes, by everyone who counts; what nobody knows is left out.
+    """Measure the bytes that one call needs, by every available counter.
 
-    `peak` is the most in use during the call above what was before. On a GPU also torch's
+    `peak` is the maximum in use during the call above what was before. On a GPU also torch's
     `allocated` and `reserved` peaks, `driver`, how much less the driver has free than before, which
-    sees what torch did not allocate, `process`, all that the driver counts for this process,
+    includes what torch did not allocate, `process`, all that the driver counts for this process,
     `pinned` host memory, and `alloc_retries`, times that torch had to free its cache. `rss` is the
-    most that the process ever held in host memory.
+    maximum of host memory in the life of the process.
     """
     found: dict[str, int | None] = (
         _measure_cuda(work, device) if device.type == "cuda" else {"peak": _measure_cpu(work)}

@@ -221,7 +221,7 @@ def p_value(logs: Sequence[float], direction: int) -> float:
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Adjusted for having looked at all of them, step down: reject where the result is <= alpha."""
+    """Adjust p-values for multiple comparisons by Holm's step-down method: reject if <= alpha."""
     order = sorted(range(len(p_values)), key=lambda i: p_values[i])
     adjusted, worst = [0.0] * len(p_values), 0.0
     for rank, index in enumerate(order):
@@ -250,7 +250,7 @@ def t_outside(t: float, freedom: int) -> float:
 
 @cache
 def t_quantile(freedom: int, confidence: float = CONFIDENCE) -> float:
-    """The t within ±which that share of Student's distribution lies."""
+    """Return the t within ±which that share of Student's distribution lies."""
     low, high = 0.0, math.pi / 2
     for _ in range(_BISECTIONS):
         middle = (low + high) / 2

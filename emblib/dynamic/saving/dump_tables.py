@@ -129,12 +129,12 @@ def rows_at_a_time(rows: Rows) -> int:
 
 
 def read(directory: str | Path, rank: int = 0, world_size: int = 1) -> Dump:
-    """What belongs to a rank of a dump of any number of parts; rows are mapped, not read.
+    """Return a rank's entries of a dump with any number of shards; rows are mapped, not read.
 
     All checksums are compared first.
 
     Raises:
-        DumpError: there is no whole dump, or it is damaged.
+        DumpError: the dump is incomplete or damaged.
     """
     parts = read_parts(directory)
     for part in parts:
@@ -153,10 +153,10 @@ def read(directory: str | Path, rank: int = 0, world_size: int = 1) -> Dump:
 
 
 def read_header(directory: str | Path) -> Header:
-    """What a dump says of itself, read without its tables.
+    """Return the header of a dump without reading its tables.
 
     Raises:
-        DumpError: there is no whole dump of tables.
+        DumpError: there is no complete dump of tables.
     """
     parts = read_parts(directory)
     for part in parts:

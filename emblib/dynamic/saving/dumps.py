@@ -135,10 +135,10 @@ class Writer:
 
     @contextlib.contextmanager
     def array(self, dtype: torch.dtype, shape: tuple[int, ...]) -> Iterator["ArrayWriter"]:
-        """The writer of one array; on leaving it is on the disk.
+        """Open a writer of one array, which is durable when the context ends.
 
         Raises:
-            RuntimeError: on leaving, where another number of elements than `shape` says came.
+            RuntimeError: at the end, where the number of elements differs from `shape`.
         """
         name = f"{self.part.name}.{self._generation}.{len(self._names)}.bin"
         self._names.append(name)
@@ -260,10 +260,10 @@ class PartReader:
             )
 
     def array(self, description: dict[str, Any]) -> Tensor:
-        """The numbers of an array, mapped: they come into memory where they are read.
+        """Return an array, mapped: values are read on access.
 
         Raises:
-            DumpError: the file is missing or has another size, or is not one of this part.
+            DumpError: the file is missing, has another size, or does not belong to this shard.
         """
         try:
             name, shape = description["file"], description["shape"]
@@ -370,7 +370,7 @@ def _descriptions(tree: Any) -> Iterator[dict[str, Any]]:
 
 
 def _manifest_names(path: Path) -> set[str]:
-    """The files of the dump that is there, if there is one that can be read."""
+    """Return the files of the existing dump, if it is readable."""
     if not path.exists():
         return set()
     try:

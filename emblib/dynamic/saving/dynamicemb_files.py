@@ -68,7 +68,7 @@ class DynamicEmbTable:
     counts: tuple[Tensor, Tensor] | None = None
 
     def owned(self, mine: Callable[[Tensor], Tensor]) -> "DynamicEmbTable":
-        """What of it belongs to a rank; `mine` says which of some keys do, bool by key."""
+        """Return the entries of a rank; `mine` maps keys to a bool per key."""
         chosen = mine(self.entries.keys).nonzero().view(-1)
         counts = self.counts
         if counts is not None:
@@ -261,19 +261,19 @@ def read(
     *,
     rank: int | None = None,
 ) -> DynamicEmbTable:
-    """The entries of a table; rows are mapped, not read.
+    """Return the entries of a table; rows are mapped, not read.
 
     Args:
         directory: of the collection, not of the whole dump.
         name: of the table.
-        dim: of the table, which no file says.
-        states: width of each optimizer state, in order; empty to leave them.
-        layout: of the table that will take the entries. Ages become stamps 1, 2, ... from the
-            oldest to the newest, and the newest have the largest.
-        rank: whose files are read; None: those of all ranks, one after the other.
+        dim: of the table, which no file contains.
+        states: width of each optimizer state, in order; empty to skip them.
+        layout: of the table that takes the entries. Ages become stamps 1, 2, ... from the oldest to
+            the newest, and the newest have the largest.
+        rank: the rank whose files are read; None: those of all ranks, concatenated.
 
     Raises:
-        DumpError: a file of any rank is missing, one is too short, or states are of another
+        DumpError: a file of any rank is missing, one is too short, or states belong to another
             optimizer.
     """
     directory = Path(directory).expanduser()
@@ -318,7 +318,7 @@ def _file(table: str, item: str, rank: int = 0, world_size: int = 1) -> str:
 
 
 def _files_of(directory: Path, table: str) -> list[str]:
-    """The files of a table that are there, the keys first."""
+    """Return the existing files of a table, the keys first."""
     items = "emb_keys|emb_values|emb_scores|(emb_)?opt_values|counter_(keys|frequencies)"
     ends = rf"({items})\.rank_\d+\.world_size_\d+|opt_args\.json"
     pattern = re.compile(rf"{re.escape(table)}_({ends})")
@@ -398,7 +398,7 @@ def _hint(directory: Path, name: str) -> str:
 
 
 def owner(keys: Tensor, world_size: int, dist_type: str) -> Tensor:
-    """The rank that DynamicEmb's routers of a `dist_type` send each key to, int64."""
+    """Return the rank that DynamicEmb's routers of a `dist_type` send each key to, int64."""
     if dist_type == "hash_roundrobin":
         keys = mix(keys - GOLDEN)  # theirs is without our addition
     elif dist_type != "roundrobin":
@@ -409,7 +409,7 @@ def owner(keys: Tensor, world_size: int, dist_type: str) -> Tensor:
 
 
 def arguments_of(directory: str | Path, name: str) -> dict[str, Any]:
-    """What was saved beside a table; nothing where there is no file of it.
+    """Return the arguments saved with a table; nothing where there is no file of them.
 
     Raises:
         DumpError: the file is damaged.
@@ -478,10 +478,10 @@ class _Files:
     rank: int | None
 
     def read(self, item: str, dtype: torch.dtype) -> Tensor | None:
-        """The numbers of the ranks, one after the other; None where no rank has a file.
+        """Return the values of the ranks, concatenated; None where no rank has a file.
 
         Raises:
-            DumpError: some ranks have a file and others have not, whichever are read.
+            DumpError: some ranks have a file and others do not, whichever are read.
         """
         ranks = range(self.world_size)
         paths = [self.directory / _file(self.name, item, r, self.world_size) for r in ranks]

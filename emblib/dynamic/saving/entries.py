@@ -177,10 +177,10 @@ def concatenate(parts: Sequence[Entries]) -> Entries:
 
 
 def best_first(entries: Entries, order: str) -> Tensor:
-    """The permutation that sorts entries from the one that would be evicted last to the first.
+    """Return the permutation that sorts entries from the last to be evicted to the first.
 
-    `order` is the word of the table: none, lru, lfu, lru_lfu or assigned. Where there is none, the
-    last used count as the best.
+    `order` is the table's eviction order: none, lru, lfu, lru_lfu or assigned. For none, the last
+    used come first.
     """
     columns = [entries.keys]
     if order != "lfu":
@@ -204,10 +204,10 @@ _PART = re.compile(r"part_(\d+)_of_(\d+)\.(.*)", re.DOTALL)
 
 
 def as_part(state: Mapping[str, Tensor], rank: int, world_size: int) -> dict[str, Tensor]:
-    """A state dict of one rank under names that no other rank uses.
+    """Rename the state dict of one rank to names that no other rank uses.
 
     Raises:
-        ValueError: it has keys that another rank owns, who would look for them in vain.
+        ValueError: it has keys that another rank owns, where lookups would not find them.
     """
     for stem in _stems(state):
         keys = state[f"{stem}keys"]
@@ -243,7 +243,7 @@ def empty_parts(metadata: Mapping[str, Any], rank: int, world_size: int) -> dict
 
 
 def join_parts(state: Mapping[str, Tensor], rank: int, world_size: int) -> dict[str, Tensor]:
-    """The state dict of a rank from the parts of a checkpoint.
+    """Build the state dict of a rank from the parts of a checkpoint.
 
     Raises:
         ValueError: there are parts of checkpoints of different numbers of ranks, or none.
@@ -264,13 +264,13 @@ def join_parts(state: Mapping[str, Tensor], rank: int, world_size: int) -> dict[
 
 
 def combine(parts: Sequence[Mapping[str, Tensor]], rank: int, world_size: int) -> dict[str, Tensor]:
-    """What a rank has of several state dicts.
+    """Combine several state dicts into that of one rank.
 
-    Rows by key are those of the keys it owns. Of other integers, clocks and counts among them, the
-    largest is taken, element by element: a count is never less than that of the rank which saw the
-    key. Of floating-point numbers, those of the optimizer, it is the first part's; so it is of hash
-    keys that are not the same in all parts, and of what lies beside them: counts by other hashes
-    have nothing in common.
+    Rows by key are those of the keys that the rank owns. Of other integers, clocks and counts among
+    them, the element-wise maximum is taken: a count is never less than that of the rank which saw
+    the key. Floating-point values, those of the optimizer, are taken from the first part; so are
+    hash keys that differ between parts, with the counters that depend on them, since counts under
+    different hashes cannot be combined.
     """
     joined: dict[str, Tensor] = {}
     by_key = {stem for part in parts for stem in _stems(part)}
@@ -302,10 +302,10 @@ def _stems_of_unlike_hashes(parts: Sequence[Mapping[str, Tensor]]) -> set[str]:
 
 
 def resized(state: Mapping[str, Any], metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """A state dict with room of the saved size wherever that is another one than its own.
+    """Return a state dict with memory of the saved size for tensors whose size differs.
 
-    For a checkpoint that one process saved: torch.distributed.checkpoint loads into tensors of the
-    saved size only, and dynamic tables have another number of keys each time. Names that `state`
+    For a checkpoint that one process saved: torch.distributed.checkpoint loads only into tensors of
+    the saved size, and dynamic tables have another number of keys each time. Names that `state`
     lacks are left out, unless they belong to rows by key that it has.
     """
     result = dict(state)

@@ -21,7 +21,7 @@ _PATIENCE = 50  # rounds without an entry more
 
 
 def buckets_of(keys: Tensor, buckets: int, hash_key: int) -> Tensor:
-    """The two buckets of each key in a table of so many, int64 `[2, N]`; see csrc/hash/args.h."""
+    """Return the two buckets of each key, int64 `[2, N]`; see csrc/hash/args.h."""
     mixed = mix(keys ^ hash_key)
     hashes = torch.stack([mixed & 0x7FFFFFFF, mixed * GOLDEN >> 33 & 0x7FFFFFFF])
     mask = (1 << (buckets - 1).bit_length()) - 1
@@ -30,7 +30,7 @@ def buckets_of(keys: Tensor, buckets: int, hash_key: int) -> Tensor:
 
 
 def tags_of(keys: Tensor, hash_key: int) -> Tensor:
-    """The byte in `tags` that says a slot may hold the key."""
+    """Return the byte in `tags` that marks a slot as a candidate for the key."""
     return (1 + ((mix(keys ^ hash_key) >> 40 & 0xFFFF) * 255 >> 16)).to(torch.uint8)
 
 
@@ -143,7 +143,7 @@ class _Room:
         self._hold(torch.tensor([entry]), torch.tensor([slot]))
 
     def _other(self, entries: Tensor) -> Tensor:
-        """The bucket of each that it is not in."""
+        """Return the alternative bucket of each entry."""
         return self._of[0, entries] + self._of[1, entries] - self.slots[entries] // SLOTS
 
     def _put(self, entries: Tensor, buckets: Tensor) -> None:
@@ -216,7 +216,7 @@ class Loaded(NamedTuple):
 
 
 def export(target: Target, since: int | None = None) -> Entries:
-    """The entries of a table, or those used at tick `since` or later, by ascending slot.
+    """Return the entries of a table, or those used at step `since` or later, by ascending slot.
 
     Keys, stamps and scores are copies on the CPU; rows are copied when they are asked for.
     """
@@ -306,7 +306,7 @@ def _put(
 
 
 def _place_anew(target: Target, entries: Entries) -> tuple[Tensor, int]:
-    """A slot for the best entries in a table that is empty, -1 for the others."""
+    """Return a slot of an empty table for the best entries, -1 for the others."""
     index, table = target.index, target.table
     device = index.tags.device
     order = of_entries.best_first(entries, index.order).cpu()
@@ -331,7 +331,7 @@ def _place_anew(target: Target, entries: Entries) -> tuple[Tensor, int]:
 
 
 def _place_among(target: Target, entries: Entries) -> tuple[Tensor, int]:
-    """A slot for every entry, -1 for none, and how many gave way."""
+    """Return a slot for every entry, -1 for none, and the number of evicted entries."""
     index, table = target.index, target.table
     device = index.tags.device
     slots = index.find(Keys.of(entries.keys.to(device), table)).cpu()

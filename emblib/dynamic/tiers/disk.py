@@ -72,7 +72,7 @@ class SlotAllocator:
         self.high = 0  # no place at or beyond was ever given
 
     def _make(self, capacity: int) -> None:
-        """An empty map for as many slots."""
+        """Return an empty map for a number of slots."""
         spec = DynamicSpec(
             capacity, 1, initial_capacity=min(1024, capacity), eviction=Eviction.NONE
         )
@@ -105,7 +105,7 @@ class SlotAllocator:
         return self._index.size(0) + len(self._crowded)
 
     def find(self, keys: Tensor) -> Tensor:
-        """The place of each key, -1 for none."""
+        """Return the slot of each key, -1 for none."""
         slots = self._index.find(Keys.of(keys))
         places = torch.where(slots < 0, -1, self._by_slot[slots.clamp(min=0)])
         if self._crowded:
@@ -314,7 +314,7 @@ class RowFile:
         self.values.rows.index_copy_(0, places, rows.values)
 
     def rows(self, places: Tensor) -> StoredRows:
-        """The rows at places, whose pages are verified before their first use."""
+        """Return the rows at slots, after verifying their pages at first use."""
         self.sums[1].check(pages_of(places * self.row_bytes, self.row_bytes))
         heads = self._words()[places]
         return StoredRows.from_words(heads[:, 1:].T.contiguous(), self.values.rows[places])
@@ -348,7 +348,7 @@ class RowFile:
         return self.places.size - int(self.above[: self.top].sum(dtype=torch.int64))
 
     def found(self, keys: Tensor) -> FoundRows:
-        """The rows of the keys that are here."""
+        """Return the rows of the stored keys."""
         at, places = self.here(keys)
         return FoundRows(at, self.rows(places))
 
@@ -360,7 +360,7 @@ class RowFile:
         self.above[places] = 0
 
     def after_commit(self) -> None:
-        """What is in the files now is the last commit."""
+        """Record that the files hold the last commit."""
         self.committed = self.top
         self.journaled = zeros(self.count)
         self.journaled[self.committed :] = 1

@@ -202,7 +202,7 @@ class SqliteRows:
         return matched(keys, self._rows(table, found))
 
     def _rows(self, table: int, records: Sequence[_Record]) -> StoredRows:
-        """Records as rows, verified."""
+        """Verify records and return them as rows."""
         if self._verify is not Verify.OFF:
             for key, stamp, score, value, checksum in records:
                 if checksum != _checksum(key, stamp, score, value):

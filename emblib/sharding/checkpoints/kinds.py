@@ -39,7 +39,7 @@ class Entry:
     cuts: tuple[int, ...] | None = None
 
     def tensor(self) -> Tensor:
-        """Views of the memory, or copies of row states that are cut by columns."""
+        """Return views of the memory, or copies of row states that are cut by columns."""
         if not self.shards:
             return self.memory[0][0]
         parts = {i: tensors[0] for i, tensors in self.memory.items()}
@@ -54,10 +54,10 @@ class Entry:
         return states
 
     def parts_of(self, value: Tensor, name: str) -> dict[int, Tensor]:
-        """What of `value` goes to each shard that is here: of what `tensor` gives, or of the whole.
+        """Split `value`, a result of `tensor` or a full tensor, into the local shards.
 
         Raises:
-            ValueError: it is of another size, or cut in another way.
+            ValueError: it has another size or is cut differently.
         """
         return {i: self._part(value, i, name) for i in self.memory}
 
@@ -104,10 +104,10 @@ class Tables(Protocol):
     groups: TableGroups
 
     def local_shards(self) -> Sequence[Held]:
-        """What is here."""
+        """Return the shards of this rank."""
 
     def storage_config(self, table: str) -> Any:
-        """The configuration of a table as it is kept."""
+        """Return the configuration of a table with its storage."""
 
 
 class Table:
@@ -128,7 +128,7 @@ class Table:
         return self.sharding.shards
 
     def kernels(self) -> list[Any]:
-        """The modules that have its parts."""
+        """Return the modules that hold its shards."""
         return [part.groups.module_of(part.index)[0] for part in self.held.values()]
 
     def fused_parameters(self) -> dict[str, Any]:
@@ -143,7 +143,7 @@ class Table:
         return self._shared(size, torch.float64, [kernel.hyperparams for kernel in self.kernels()])
 
     def _shared(self, size: tuple[int, ...], dtype: torch.dtype, memory: list[Tensor]) -> Entry:
-        """What every rank with a part has whole."""
+        """Return the entry of a tensor that every rank with a shard stores in full."""
         columns = (0, size[1] if len(size) > 1 else 1)
         shards = tuple(Shard(rank, (0, size[0]), columns) for rank in self.sharding.ranks)
         mine = {i for i, shard in enumerate(shards) if shard.rank == self.ranks.rank} or {0}
@@ -193,7 +193,7 @@ class Table:
                 self._write(keys, {k: given[n] for n, k in zip(names, keys, strict=True)})
 
     def fused_names(self) -> list[str]:
-        """The parameters that have states and numbers."""
+        """Return the parameters that have states and hyper-parameters."""
         return [parameter for parameter, *_ in self._states_by_parameter()]
 
     def _states_by_parameter(self) -> Iterator[tuple[str, list[str], list[str]]]:
@@ -255,7 +255,7 @@ class KeyedTable(Table):
     """Entries by key, part k of K with the keys that it owns; states of the optimizer with them."""
 
     def _numbered(self) -> dict[int, Any]:
-        """The handles of the parts that are here, by number; parts are numbered by rows."""
+        """Return the handles of the local shards by number; shards are numbered by rows."""
         order = sorted(range(len(self.shards)), key=lambda i: self.shards[i].rows)
         return {
             order.index(i) if self.shards else 0: part.groups.handles[part.index]
@@ -289,7 +289,7 @@ class KeyedTable(Table):
 
 
 def module_state(tables: Tables) -> dict[str, Tensor]:
-    """The weights of all tables, and all that dynamic tables have; all ranks call this."""
+    """Return the weights of all tables, and the full state of dynamic tables; a collective."""
     return {
         f"{table.name}.{key}": value
         for table in _tables(tables)
@@ -328,7 +328,7 @@ def known_prefixes(tables: Tables) -> tuple[str, ...]:
 
 
 def optimizer_state(tables: Tables) -> dict[str, dict[str, Tensor]]:
-    """The states of fused optimizers, and their numbers, by the name of the parameter."""
+    """Return states and hyper-parameters of fused optimizers by the name of the parameter."""
     return {
         f"{table.name}.{parameter}": states
         for table in _tables(tables)
@@ -362,7 +362,7 @@ def load_optimizer_state(tables: Tables, state: Mapping[str, Mapping[str, Tensor
 
 
 def fused_tables(tables: Tables, prefix: str) -> list[FusedTable]:
-    """The tables with a fused optimizer, and of each what is here."""
+    """Return the tables with a fused optimizer, with their local shards."""
     return [
         FusedTable(
             table.optimizer,
@@ -430,7 +430,7 @@ class StateOfTables(nn.Module):
             errors.append(f"{prefix}: {error}")
 
     def fused_tables(self) -> Sequence[FusedTable]:
-        """The tables that backward updates: the same, in the same order, on every rank."""
+        """Return the tables that backward updates, in the same order on every rank."""
         spread: Any = self
         return fused_tables(spread, f"{self.handles_name}.")
 
