@@ -123,8 +123,16 @@ class Twin:
         rows, segments, _, count = groups
         clock = torch.tensor([self.now, self.in_flight[0]])
         row_slots, evicted = self._plan(
-            *(self.tags, self.stamps, self.counts, self.counters, clock, self.tables),
-            *(rows, segments, count, CACHE_POLICY[self.trace.policy]),
+            self.tags,
+            self.stamps,
+            self.counts,
+            self.counters,
+            clock,
+            self.tables,
+            rows,
+            segments,
+            count,
+            CACHE_POLICY[self.trace.policy],
         )
         plan = self.model.plan(lookups.tolist(), self.now, self.in_flight[0])
         self._compare_plan(plan, groups, row_slots, evicted)

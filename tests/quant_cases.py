@@ -46,8 +46,12 @@ def expected(data: Data, packed: Packed, bits: int) -> Tensor:
     weights = data.sample_weights
     return quant.lookup(
         quant.Packed(packed.values, packed.scales.double(), bits),
-        *(packed.features, data.indices, data.offsets),
-        *(None if weights is None else weights.double(), data.case.pooling, data.columns),
+        packed.features,
+        data.indices,
+        data.offsets,
+        None if weights is None else weights.double(),
+        data.case.pooling,
+        data.columns,
         data.extras,
     )
 

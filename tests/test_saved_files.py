@@ -43,10 +43,15 @@ def _load_trace(path: Path) -> int:
     found = LookupTrace.load(path)
     wanted = {1: trace(1), 2: trace(2)}
     return next(
-        (n for n, t in wanted.items()
-         if torch.equal(t.ids[0], found.ids[0]) and torch.equal(t.lengths[0], found.lengths[0])
-         and t.features == found.features), 0,
-    )  # fmt: skip
+        (
+            n
+            for n, t in wanted.items()
+            if torch.equal(t.ids[0], found.ids[0])
+            and torch.equal(t.lengths[0], found.lengths[0])
+            and t.features == found.features
+        ),
+        0,
+    )
 
 
 def _load_export(path: Path) -> int:

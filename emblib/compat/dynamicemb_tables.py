@@ -103,8 +103,12 @@ def _rows_there(
     return min(rows, spec.rows)
 
 
-_SAVED = {optim.SGD: "sgd", optim.Adam: "adam", optim.Adagrad: "exact_adagrad",
-          optim.RowwiseAdagrad: "exact_row_wise_adagrad"}  # fmt: skip
+_SAVED = {
+    optim.SGD: "sgd",
+    optim.Adam: "adam",
+    optim.Adagrad: "exact_adagrad",
+    optim.RowwiseAdagrad: "exact_row_wise_adagrad",
+}
 
 
 def opt_args(bags: DynamicEmbeddingBags, options: DynamicEmbTableOptions) -> dict[str, Any]:
@@ -529,8 +533,11 @@ def _checked(options: Sequence[DynamicEmbTableOptions]) -> list[DynamicEmbTableO
         if not isinstance(other, DynamicEmbTableOptions):
             raise TypeError(f"table_options[{i}] must be DynamicEmbTableOptions, got {other!r}")
         if other != options[0]:
-            names = [n for n, v in other.get_grouped_key().items()
-                     if v != options[0].get_grouped_key()[n]]  # fmt: skip
+            names = [
+                n
+                for n, v in other.get_grouped_key().items()
+                if v != options[0].get_grouped_key()[n]
+            ]
             raise ValueError(
                 f"tables of a module must be equal in {', '.join(options[0].get_grouped_key())}; "
                 f"table_options[{i}] differs in {', '.join(names)}; make a module for each"

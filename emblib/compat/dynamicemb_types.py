@@ -172,8 +172,15 @@ class DynamicEmbTableOptions:
 
     def get_grouped_key(self) -> dict[str, Any]:
         """Return the fields in which all tables of a module must agree."""
-        names = ("training", "caching", "external_storage", "index_type", "dist_type",
-                 "score_strategy", "admit_strategy")  # fmt: skip
+        names = (
+            "training",
+            "caching",
+            "external_storage",
+            "index_type",
+            "dist_type",
+            "score_strategy",
+            "admit_strategy",
+        )
         return {name: getattr(self, name) for name in names}
 
     def __eq__(self, other: object) -> bool:

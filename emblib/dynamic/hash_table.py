@@ -133,15 +133,18 @@ class HashTable(nn.Module):
         if keys.dim() != 1:
             raise ValueError(f"keys must be of shape [n], got {tuple(keys.shape)}")
         if keys.device != device:
-            raise RuntimeError(f"keys must be on the device of the table, {device}, got "
-                               f"{keys.device}; move them with .to(device)")  # fmt: skip
+            raise RuntimeError(
+                f"keys must be on the device of the table, {device}, got "
+                f"{keys.device}; move them with .to(device)"
+            )
         return Keys.of(keys)
 
     def _checked(self, keys: Keys, values: Tensor) -> Tensor:
         shape = (keys.ids.numel(), self.spec.dim)
         if tuple(values.shape) != shape:
-            raise ValueError(f"values must be of shape [n, dim] = {list(shape)}, got "
-                             f"{list(values.shape)}")  # fmt: skip
+            raise ValueError(
+                f"values must be of shape [n, dim] = {list(shape)}, got {list(values.shape)}"
+            )
         return values.detach().to(self.values)
 
     def _counts(self, keys: Keys, scores: Tensor | int | None) -> Tensor | None:
@@ -151,16 +154,19 @@ class HashTable(nn.Module):
             if scores is None:
                 raise ValueError("a table with Eviction.CUSTOM needs scores, an int or one a key")
         elif scores is not None and eviction not in (Eviction.LFU, Eviction.LRU_LFU):
-            raise ValueError("scores are for Eviction.CUSTOM, LFU and LRU_LFU, this table has "
-                             f"{eviction}")  # fmt: skip
+            raise ValueError(
+                f"scores are for Eviction.CUSTOM, LFU and LRU_LFU, this table has {eviction}"
+            )
         if eviction is Eviction.STEP:
             scores = self.index.tick + 1
         if scores is None:
             return None
         scores = torch.as_tensor(scores, dtype=torch.int64, device=keys.ids.device)
         if scores.dim() and scores.shape != keys.ids.shape:
-            raise ValueError("scores must be an int or of the shape of keys, "
-                             f"{list(keys.ids.shape)}, got {list(scores.shape)}")  # fmt: skip
+            raise ValueError(
+                "scores must be an int or of the shape of keys, "
+                f"{list(keys.ids.shape)}, got {list(scores.shape)}"
+            )
         return scores.expand_as(keys.ids).contiguous()
 
     @atomic

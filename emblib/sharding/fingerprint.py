@@ -108,9 +108,10 @@ def _differences(by_rank: Sequence[_Leaves], failed: Any) -> list[str]:
     found = []
     for subject in dict.fromkeys(subject for leaves in by_rank for subject in leaves):
         lacking = [
-            rank for rank, leaves in enumerate(by_rank)
+            rank
+            for rank, leaves in enumerate(by_rank)
             if subject not in leaves and rank not in failed
-        ]  # fmt: skip
+        ]
         if lacking:
             found.append(f"{subject} is missing on {_ranks_text(lacking)}")
             continue

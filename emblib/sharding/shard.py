@@ -113,7 +113,9 @@ def shard(
     made = []
     for one in chosen:
         sharded = one.make(
-            *(one.source, one.plan, ranks),
+            one.source,
+            one.plan,
+            ranks,
             comm_precision=comm_precision,
             gradients=gradients,
             optimizer=optimizer,
@@ -238,10 +240,15 @@ def sharded_form(source: nn.Module, path: str = "") -> Any:
         known = sorted({kind.__name__ for kind in SHARDED})
         raise TypeError(f"what is sharded must be one of {', '.join(known)}, got {kind.__name__}")
     between = kind.__mro__[: kind.__mro__.index(base)]
-    changed = sorted({
-        name for cls in between for name in vars(cls)
-        if hasattr(base, name) and (not name.startswith("__") or name == "__call__")
-    } - _HARMLESS)  # fmt: skip
+    changed = sorted(
+        {
+            name
+            for cls in between
+            for name in vars(cls)
+            if hasattr(base, name) and (not name.startswith("__") or name == "__call__")
+        }
+        - _HARMLESS
+    )
     if changed:
         raise TypeError(
             f"the collection{f' at {path!r}' if path else ''} is a {kind.__name__}, a subclass of "
@@ -259,9 +266,7 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backw
 def _check_instance(source: Any, base: type[nn.Module], path: str) -> None:
     """Raise TypeError for what was put on a collection and its sharded form would lack."""
     where = f"the collection{f' at {path!r}' if path else ''}"
-    methods = sorted(
-        name for name in vars(source) if isfunction(getattr(base, name, None))
-    )  # fmt: skip
+    methods = sorted(name for name in vars(source) if isfunction(getattr(base, name, None)))
     if methods:
         raise TypeError(
             f"{where} has {', '.join(methods)} set on the instance, which its sharded form would "

@@ -188,9 +188,14 @@ class SequenceTables(ShardedTables):
             num_sent = counts.sum(1).tolist()
             index, num_came = self._pieces_of(index, received)
         return _SequenceRoute(
-            *(_transposed(counts.t(), sum(num_sent)), index, self._copies_index(received)),
-            *(_transposed(replica_grads, received.num_replicated_ids), num_sent, num_came),
-            *(replica_grads.sum(1).tolist(), inputs.ids.numel()),
+            _transposed(counts.t(), sum(num_sent)),
+            index,
+            self._copies_index(received),
+            _transposed(replica_grads, received.num_replicated_ids),
+            num_sent,
+            num_came,
+            replica_grads.sum(1).tolist(),
+            inputs.ids.numel(),
         )
 
     def _pieces_of(self, index: Tensor, received: IncomingBatch) -> tuple[Tensor, list[int]]:

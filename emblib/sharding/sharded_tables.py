@@ -489,8 +489,16 @@ class ShardedTables(nn.Module):
             ids, offsets, weights = reordered(inputs, order, self._input_dist.order)
         bags = [[inputs.bags[f]] for f in order]
         return IncomingBatch(
-            *(inputs, None, ids, offsets, weights, bags, inputs.is_variable),
-            *(offsets, [ids.numel()], 0),
+            inputs,
+            None,
+            ids,
+            offsets,
+            weights,
+            bags,
+            inputs.is_variable,
+            offsets,
+            [ids.numel()],
+            0,
         )
 
     def rows(self, received: IncomingBatch) -> Tensor:

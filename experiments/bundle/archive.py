@@ -17,9 +17,16 @@ EPOCH = (1980, 1, 1, 0, 0, 0)  # the first that a zip file can say
 MOST_BYTES = 1 << 30  # of a bundle, unpacked: far above what results need, and fits in memory
 
 DAMAGED = (
-    zipfile.BadZipFile, zlib.error, lzma.LZMAError, struct.error, EOFError, NotImplementedError,
-    OSError, RuntimeError, ValueError,
-)  # fmt: skip
+    zipfile.BadZipFile,
+    zlib.error,
+    lzma.LZMAError,
+    struct.error,
+    EOFError,
+    NotImplementedError,
+    OSError,
+    RuntimeError,
+    ValueError,
+)
 
 
 TOO_LARGE = f"it would unpack to more than {MOST_BYTES >> 30} GiB"

@@ -18,9 +18,10 @@ from experiments.paths import ROOT
 def main(arguments: Sequence[str]) -> int:
     """Write the comparison and return the exit status."""
     parser = argparse.ArgumentParser(
-        prog="python -m experiments.compare", description=__doc__,
+        prog="python -m experiments.compare",
+        description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    )
     parser.add_argument("runs", metavar="RUN", nargs="+", type=Path)
     parser.add_argument("--out", type=Path, help="folder of the page; reports/compare/EXPERIMENT")
     parsed = parser.parse_args(arguments)

@@ -110,10 +110,14 @@ def _settings(machines: Sequence[Machine]) -> list[Difference]:
     timing = [m.run.config.timing for m in machines]
     presets = [str(OmegaConf.select(t, "preset", default="")) or None for t in timing]
     cpus = [m.run.environment.get("gpu") is None for m in machines]
-    threads = [m.run.environment.get("threads") if cpu else None for m, cpu in
-               zip(machines, cpus, strict=True)]  # fmt: skip
-    pages = [m.run.environment.get("huge_pages") if cpu else None for m, cpu in
-             zip(machines, cpus, strict=True)]  # fmt: skip
+    threads = [
+        m.run.environment.get("threads") if cpu else None
+        for m, cpu in zip(machines, cpus, strict=True)
+    ]
+    pages = [
+        m.run.environment.get("huge_pages") if cpu else None
+        for m, cpu in zip(machines, cpus, strict=True)
+    ]
     ranks = [int(OmegaConf.select(m.run.config, "device.ranks", default=1)) for m in machines]
     return [
         *_differs(machines, "ranks", ranks, Weight.confounder),
@@ -134,10 +138,12 @@ def _variables(machines: Sequence[Machine]) -> list[Difference]:
         difference
         for name in sorted(names)
         for difference in _differs(
-            machines, name,
-            [v.get(name, "not set") if v is not None else None for v in there], Weight.confounder,
+            machines,
+            name,
+            [v.get(name, "not set") if v is not None else None for v in there],
+            Weight.confounder,
         )
-    ]  # fmt: skip
+    ]
 
 
 def _packages(machines: Sequence[Machine]) -> list[Difference]:
@@ -162,9 +168,8 @@ def _configuration(machines: Sequence[Machine]) -> list[Difference]:
     trees = [_flat(OmegaConf.to_container(m.run.config, resolve=True)) for m in machines]
     keys = sorted(set().union(*trees))
     differing = [
-        k for k in keys
-        if not k.startswith(FREE) and len({repr(t[k]) for t in trees if k in t}) > 1
-    ]  # fmt: skip
+        k for k in keys if not k.startswith(FREE) and len({repr(t[k]) for t in trees if k in t}) > 1
+    ]
     hard = [k for k in differing if not SIZES.search(k)]
     sizes = [k for k in differing if SIZES.search(k)]
     found = []

@@ -69,11 +69,14 @@ def read(paths: Sequence[Path]) -> list[Machine]:
     labels = _labels(runs)
     return [
         Machine(
-            label, run.at(mode), ceilings.of_environment(run.environment),
-            Roofs.of(run.environment), mode,
+            label,
+            run.at(mode),
+            ceilings.of_environment(run.environment),
+            Roofs.of(run.environment),
+            mode,
         )
         for label, run, mode in zip(labels, runs, modes, strict=True)
-    ]  # fmt: skip
+    ]
 
 
 def _modes(runs: Sequence[Run]) -> list[str]:

@@ -86,9 +86,10 @@ def _listed(figures: Sequence[Figure]) -> list[str]:
 def main(arguments: Sequence[str]) -> int:
     """Print the page, write it, or say whether it is out of date."""
     parser = argparse.ArgumentParser(
-        prog="python -m experiments.compare.overview", description=__doc__,
+        prog="python -m experiments.compare.overview",
+        description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    )
     parser.add_argument("command", nargs="?", choices=("print", "write", "check"), default="print")
     parser.add_argument("--runs", nargs="*", type=Path, default=[])
     parsed = parser.parse_args(arguments)
@@ -98,8 +99,10 @@ def main(arguments: Sequence[str]) -> int:
     elif parsed.command == "write":
         PAGE.write_text(page)
     elif not PAGE.is_file() or PAGE.read_text() != page:
-        print("reports/published/README.md is out of date: run "
-              "`python -m experiments.compare.overview write`")  # fmt: skip
+        print(
+            "reports/published/README.md is out of date: run "
+            "`python -m experiments.compare.overview write`"
+        )
         return 1
     return 0
 

@@ -144,9 +144,12 @@ class Comparison:
         machines = table.read(paths)
         every = table.rows(machines)
         return cls(
-            machines, table.shared(machines, every), table.left_out(machines, every),
-            confounders.find(machines), command,
-        )  # fmt: skip
+            machines,
+            table.shared(machines, every),
+            table.left_out(machines, every),
+            confounders.find(machines),
+            command,
+        )
 
     @property
     def name(self) -> str:

@@ -18,8 +18,17 @@ from experiments.paths import ROOT
 from experiments.report.data import Run
 
 FOLDER = ROOT / "reports" / "published"
-FILE_KEYS = {"title", "source", "url", "experiment", "device", "device_words", "work", "note",
-             "rows"}  # fmt: skip
+FILE_KEYS = {
+    "title",
+    "source",
+    "url",
+    "experiment",
+    "device",
+    "device_words",
+    "work",
+    "note",
+    "rows",
+}
 
 
 class Nature(Enum):
@@ -106,9 +115,14 @@ def read(path: Path) -> Source:
         for row in raw["rows"]
     )
     return Source(
-        path.stem, raw["title"], raw["source"], raw["url"], raw.get("experiment", ""),
-        str(raw.get("note", "")).strip(), figures,
-    )  # fmt: skip
+        path.stem,
+        raw["title"],
+        raw["source"],
+        raw["url"],
+        raw.get("experiment", ""),
+        str(raw.get("note", "")).strip(),
+        figures,
+    )
 
 
 def _figure(file: str, row: dict[str, Any]) -> Figure:
@@ -242,11 +256,15 @@ def _row(run: Run, figure: Figure) -> tuple[pd.Series | None, str]:
     assert place is not None
     if len(run.operations) and (run.operations["section"] == place.section).any():
         table = run.operations
-    chosen = table[
-        (table["section"] == place.section)
-        & (table["arm"] == place.arm)
-        & (table["phase"] == place.phase)
-    ] if len(table) else table  # fmt: skip
+    chosen = (
+        table[
+            (table["section"] == place.section)
+            & (table["arm"] == place.arm)
+            & (table["phase"] == place.phase)
+        ]
+        if len(table)
+        else table
+    )
     if not len(chosen):
         return None, f"our run has no {place.arm} in {place.section}"
     # Of several modes the one that theirs was measured in, so that the others are not judged.
@@ -277,9 +295,10 @@ def differences(run: Run, figure: Figure, row: pd.Series) -> list[str]:
     scale = float(row["rows_scale"])
     found = [f"rows scaled to {100 * scale:.3g} %"] if scale < 1 else []
     record = next(
-        r for r in run.records
+        r
+        for r in run.records
         if r["section"] == row["section"] and r["arm"] == row["arm"] and r["status"] == "ok"
-    )  # fmt: skip
+    )
     known = {**record["params"], **{k: record[k] for k in ("optimizer", "rows")}}
     known["mode"] = row["mode"]
     for key, theirs in figure.work.items():

@@ -170,9 +170,13 @@ class KeysConfig:
     hits: float = 0.6  # share of a call's keys that are present
     operations: list[str] = field(
         default_factory=lambda: [
-            "find", "find_slots", "find_or_insert", "insert_or_assign", "insert_and_evict",
+            "find",
+            "find_slots",
+            "find_or_insert",
+            "insert_or_assign",
+            "insert_and_evict",
         ]
-    )  # fmt: skip
+    )
     first: float = 0.01  # share of the slots that a growing table begins with
 
 

@@ -105,9 +105,13 @@ class Scored(KeyTable):
     """emblib.HashTable with all slots from the beginning."""
 
     operations = (
-        "find", "find_slots", "find_or_insert", "find_or_insert_slots", "insert_or_assign",
+        "find",
+        "find_slots",
+        "find_or_insert",
+        "find_or_insert_slots",
+        "insert_or_assign",
         "insert_and_evict",
-    )  # fmt: skip
+    )
     erases = True
     eviction: ClassVar[emblib.Eviction] = emblib.Eviction.LRU
 

@@ -68,8 +68,10 @@ def run(config: Config, *, question: str, words: Sequence[str]) -> int:
         kept = RunStore(ROOT / config.gate.noise)
         place = kept.write_json(setup.name(start.environment, config), found)
     seconds = round(time.monotonic() - began, 1)
-    store.write_json("run.json", {"experiment": config.name, "question": question,
-                                  "status": status, "seconds": seconds})  # fmt: skip
+    store.write_json(
+        "run.json",
+        {"experiment": config.name, "question": question, "status": status, "seconds": seconds},
+    )
     answer, where = write(store.path)
     print(f"\n{answer}\n\nnoise floor: {pages.folder_name(place)}\nreport: {where}")
     return 130 if status == "interrupted" else 5 if trial.failed else 0

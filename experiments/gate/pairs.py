@@ -183,10 +183,15 @@ def _attempt(job: Job, revisions: Revisions, employ: Hire, found: Found) -> None
 def _setup(job: Job, side: Side, core: int | None) -> Setup:
     seed, is_head = PAIR_SEEDS * job.config.seed + job.number, side is Side.head
     return Setup(
-        job.points, job.config, job.device, seed,
-        slow=job.slow if is_head else 1.0, idle=1.0 if is_head else job.slow,
-        check=job.check, core=core,
-    )  # fmt: skip
+        job.points,
+        job.config,
+        job.device,
+        seed,
+        slow=job.slow if is_head else 1.0,
+        idle=1.0 if is_head else job.slow,
+        check=job.check,
+        core=core,
+    )
 
 
 def _measure(job: Job, name: str, team: Team, rng: random.Random) -> Taken:

@@ -54,9 +54,15 @@ def run(config: Config, *, question: str, words: Sequence[str]) -> int:
         if records:
             display.say(f"going on with {store.path.name}")
         conductor = Conductor(
-            config, start.device, start.points, rules, both, store, display,
+            config,
+            start.device,
+            start.points,
+            rules,
+            both,
+            store,
+            display,
             pairs=1 + max((r["pair"] for r in records), default=-1),
-        )  # fmt: skip
+        )
         status = _trials(conductor, replay(records))
     return _finish(store, status, question, began)
 
@@ -184,11 +190,9 @@ def compute_rates(trials: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "false_faster": rate(sum(bool(t["faster"]) for t in still), len(still)),
         "caught": rate(len(caught), len(seen)),
         "caught_by_gate": rate(sum(t["alarm"] for t in slowed), len(slowed)),
-        "unsure": rate(
-            sum(len(t["unsure"]) for t in still), sum(len(t["effects"]) for t in still)
-        ),
+        "unsure": rate(sum(len(t["unsure"]) for t in still), sum(len(t["effects"]) for t in still)),
         "points": by_point,
-    }  # fmt: skip
+    }
 
 
 def rate(hits: int, trials: int) -> dict[str, Any]:
@@ -337,9 +341,13 @@ def _strips(trials: Sequence[Mapping[str, Any]], margins: Mapping[str, float]) -
                     shift = 0.18 if slowed else -0.18
                     jitter = ((trial["trial"] * 0.618) % 1 - 0.5) * 0.28
                     axes.plot(
-                        math.exp(statistics.fmean(effects)), place + shift + jitter, ".",
-                        color=SLOWED if slowed else STILL, ms=4, alpha=0.75,
-                    )  # fmt: skip
+                        math.exp(statistics.fmean(effects)),
+                        place + shift + jitter,
+                        ".",
+                        color=SLOWED if slowed else STILL,
+                        ms=4,
+                        alpha=0.75,
+                    )
         for slow in {t["slow"] for t in trials}:
             axes.axvline(slow, color=INK, lw=0.9, ls="-" if slow == 1 else (0, (4, 3)))
         axes.set_yticks(range(len(margins)), list(margins))

@@ -196,11 +196,21 @@ def build(revision: Revision, home: Path, device: str, say: Say) -> list[Path]:
     tools = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}"}
     with log.open("w") as out:
         for command in (
-            ["cmake", "-S", source, "-B", str(work), "-G", "Ninja", "-DCMAKE_BUILD_TYPE=Release",
-             f"-DEMBLIB_CUDA={cuda}", f"-DPython_EXECUTABLE={sys.executable}"],
+            [
+                "cmake",
+                "-S",
+                source,
+                "-B",
+                str(work),
+                "-G",
+                "Ninja",
+                "-DCMAKE_BUILD_TYPE=Release",
+                f"-DEMBLIB_CUDA={cuda}",
+                f"-DPython_EXECUTABLE={sys.executable}",
+            ],
             ["cmake", "--build", str(work), "--parallel", os.environ.get("JOBS") or str(_jobs())],
             ["cmake", "--install", str(work), "--prefix", str(work / "installed")],
-        ):  # fmt: skip
+        ):
             try:
                 done = subprocess.run(command, stdout=out, stderr=subprocess.STDOUT, env=tools)
             except OSError as error:

@@ -144,8 +144,14 @@ def _beside(found: Sequence[Finding]) -> Drawing:
             axes.plot(1.0, line, "D", mfc="none", color=INK, ms=7)
             axes.plot(ratio, line, "o", color=shade, ms=8)
             words = f"{_pair(finding)}: {finding.verdict.value}"
-            axes.annotate(words, (min(1.0, ratio), line), (0, 9), textcoords="offset points",
-                          fontsize=9, color=shade)  # fmt: skip
+            axes.annotate(
+                words,
+                (min(1.0, ratio), line),
+                (0, 9),
+                textcoords="offset points",
+                fontsize=9,
+                color=shade,
+            )
         axes.set_xscale("log")
         low, high = axes.get_xlim()
         axes.set_xlim(min(low, 0.8), max(high, 4.0))

@@ -116,10 +116,11 @@ class Kind:
     def progress(self, records: Sequence[Record]) -> str:
         """Return the terminal's line about a measured cell."""
         return "step: " + " · ".join(
-            f"{r['label']}: {r['status']}" if r["status"] != "ok"
+            f"{r['label']}: {r['status']}"
+            if r["status"] != "ok"
             else f"{r['label']} {1e3 * median_of(r, 'step'):.3g} ms"
             for r in records
-        )  # fmt: skip
+        )
 
     # Reporting
 

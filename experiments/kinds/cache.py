@@ -65,11 +65,12 @@ class Cache(Kind):
         sizes = sorted({r["cache_rows"] for r in records if "cache_rows" in r})
         middle = sizes[(len(sizes) - 1) // 2] if sizes else None
         return "% of lookups served: " + " · ".join(
-            f"{r['label']}: {r['status']}" if r["status"] != "ok"
+            f"{r['label']}: {r['status']}"
+            if r["status"] != "ok"
             else f"{r['label']} {100 * counted(r).lookups:.0f}"
             for r in records
             if r.get("cache_rows", middle) == middle
-        )  # fmt: skip
+        )
 
     def frames(self, records: Sequence[Record], settings: Any) -> dict[str, pd.DataFrame]:
         """Return hit_rates.csv: a row per trace, contender and size."""

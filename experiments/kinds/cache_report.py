@@ -284,8 +284,9 @@ def _by_hit_rate(rows: pd.DataFrame, label: str) -> Drawing:
         for _, r in rows[rows["row_hit_rate"].isna()].iterrows()
     ]
     up = Scale(label, low=0, headroom=1.3)  # room for the legend
-    return curves(lines, Scale("distinct rows hit (%)"), up, names="upper left", columns=2,
-                  marks=marks)  # fmt: skip
+    return curves(
+        lines, Scale("distinct rows hit (%)"), up, names="upper left", columns=2, marks=marks
+    )
 
 
 def _along(run: Run) -> Figure | None:

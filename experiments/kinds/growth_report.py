@@ -100,8 +100,13 @@ def figures(run: Run) -> list[Figure]:
             "Time of each call while a table fills",
             "One process. A table that moves all its rows at once shows spikes. Lower is better.",
             run.sizes(run.sections()[0]),
-            [Panel("Time per call", curves(lines, Scale("million keys in the table"), up),
-                   1.8 * WIDTH)],
+            [
+                Panel(
+                    "Time per call",
+                    curves(lines, Scale("million keys in the table"), up),
+                    1.8 * WIDTH,
+                )
+            ],
             columns=1,
         )
-    ]  # fmt: skip
+    ]

@@ -31,9 +31,11 @@ def answer(run: Run) -> list[str]:
     """State the subject's find* rate at the headline, relative to the others and to its ceiling."""
     rows = good(run)
     rows = rows[rows["section"] == run.headline] if len(rows) else rows
-    own = rows[(rows["contender"] == run.subject.contender) & (rows["phase"] == YARDSTICK)] if len(
-        rows
-    ) else rows  # fmt: skip
+    own = (
+        rows[(rows["contender"] == run.subject.contender) & (rows["phase"] == YARDSTICK)]
+        if len(rows)
+        else rows
+    )
     if not len(own):
         return [f"No answer: {run.subject.label} has no result on the headline workload."]
     first = own.iloc[0]

@@ -223,8 +223,9 @@ def steps(rows: pd.DataFrame) -> pd.DataFrame:
     alone = good[good["world_size"] == 1]
     base = {_identity(r, r["B"]): float(r["median_s"]) for _, r in alone.iterrows()}
     good["base_s"] = [base.get(_identity(r, _batch(r)), math.nan) for _, r in good.iterrows()]
-    share = [1 if r["scaling"] == Scaling.weak.value else 1 / r["world_size"]
-             for _, r in good.iterrows()]  # fmt: skip
+    share = [
+        1 if r["scaling"] == Scaling.weak.value else 1 / r["world_size"] for _, r in good.iterrows()
+    ]
     good["efficiency"] = good["base_s"] * share / good["median_s"]
     return good
 

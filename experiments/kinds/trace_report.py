@@ -238,8 +238,11 @@ def _caches(records: Sequence[Record]) -> Figure:
             ]
         across = Scale(
             "size of the cache (% of the distinct rows)",
-            log=10, ticks=[0.1, 1, 10, 100], low=0.1, high=110,
-        )  # fmt: skip
+            log=10,
+            ticks=[0.1, 1, 10, 100],
+            low=0.1,
+            high=110,
+        )
         return Panel(title, curves(lines, across, percent_scale("hits (%)"), names="upper left"))
 
     return Figure(

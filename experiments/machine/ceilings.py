@@ -100,9 +100,14 @@ def read(path: Path) -> Device:
             )
         figures[key], sources[key] = float(entry["value"]), str(entry["source"])
     return Device(
-        path.stem, raw["name"], raw["kind"], tuple(raw["names"]), figures, sources,
+        path.stem,
+        raw["name"],
+        raw["kind"],
+        tuple(raw["names"]),
+        figures,
+        sources,
         str(raw.get("note", "")).strip(),
-    )  # fmt: skip
+    )
 
 
 @cache

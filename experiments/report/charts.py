@@ -191,9 +191,14 @@ def _curve(axes: Axes, line: Curve) -> None:
     for at, name in zip(zip(x, y, strict=True), line.names, strict=False):
         if line.offset != (0, 0):
             axes.annotate(
-                name, at, line.offset, textcoords="offset points", color=line.colour, fontsize=8,
+                name,
+                at,
+                line.offset,
+                textcoords="offset points",
+                color=line.colour,
+                fontsize=8,
                 ha="center",
-            )  # fmt: skip
+            )
 
 
 def _marks(axes: Axes, marks: Sequence[Mark]) -> None:
@@ -201,13 +206,20 @@ def _marks(axes: Axes, marks: Sequence[Mark]) -> None:
         draw = axes.axvline if mark.upright else axes.axhline
         draw(mark.at, color=mark.colour, ls=mark.line, lw=mark.width, label=mark.label or None)
         if mark.words:
-            at, place = ((mark.at, 0), ("data", "axes fraction")) if mark.upright else (
-                (0.01, mark.at), ("axes fraction", "data")
-            )  # fmt: skip
+            at, place = (
+                ((mark.at, 0), ("data", "axes fraction"))
+                if mark.upright
+                else ((0.01, mark.at), ("axes fraction", "data"))
+            )
             axes.annotate(
-                mark.words, at, (3, 4), xycoords=place, textcoords="offset points", fontsize=8,
+                mark.words,
+                at,
+                (3, 4),
+                xycoords=place,
+                textcoords="offset points",
+                fontsize=8,
                 color=mark.colour,
-            )  # fmt: skip
+            )
 
 
 def name_ends(axes: Axes, right: float, ends: Sequence[tuple[float, str, str]]) -> None:
@@ -217,9 +229,15 @@ def name_ends(axes: Axes, right: float, ends: Sequence[tuple[float, str, str]]) 
     for y, words, colour in sorted(ends):
         placed = max(math.log(y), placed + gap)
         axes.annotate(
-            words, (right, math.exp(placed)), (12, 0), textcoords="offset points", color=colour,
-            va="center", fontsize=9, annotation_clip=False,
-        )  # fmt: skip
+            words,
+            (right, math.exp(placed)),
+            (12, 0),
+            textcoords="offset points",
+            color=colour,
+            va="center",
+            fontsize=9,
+            annotation_clip=False,
+        )
 
 
 def _name_points(axes: Axes, lines: Sequence[Curve]) -> None:
@@ -236,9 +254,15 @@ def _name_points(axes: Axes, lines: Sequence[Curve]) -> None:
         left = x < middle
         placed[left] = max(math.log(y), placed[left] + 0.06 * (high - low))
         axes.annotate(
-            name, (x, math.exp(placed[left])), (9 if left else -9, 0), textcoords="offset points",
-            color=colour, ha="left" if left else "right", va="center", fontsize=9,
-        )  # fmt: skip
+            name,
+            (x, math.exp(placed[left])),
+            (9 if left else -9, 0),
+            textcoords="offset points",
+            color=colour,
+            ha="left" if left else "right",
+            va="center",
+            fontsize=9,
+        )
 
 
 @dataclass(frozen=True)
@@ -283,10 +307,15 @@ def rows(
         for place, line in enumerate(lines):
             if line.words and not line.bar:
                 axes.annotate(
-                    line.words, (1.0, place), (4, 0),
-                    xycoords=("axes fraction", "data"), textcoords="offset points", va="center",
-                    fontsize=8, annotation_clip=False,
-                )  # fmt: skip
+                    line.words,
+                    (1.0, place),
+                    (4, 0),
+                    xycoords=("axes fraction", "data"),
+                    textcoords="offset points",
+                    va="center",
+                    fontsize=8,
+                    annotation_clip=False,
+                )
         if shared:
             axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=9)
 
@@ -302,9 +331,15 @@ def _dot(axes: Axes, row: Row, place: int) -> None:
         ends = [row.lo, row.hi]
         axes.plot(ends, [place] * 2, color=row.colour, lw=2.2, solid_capstyle="butt")
     axes.plot(
-        row.value, place, row.marker, color=row.colour, mfc="none" if row.hollow else row.colour,
-        ms=5, mew=1.2, label=row.label or None,
-    )  # fmt: skip
+        row.value,
+        place,
+        row.marker,
+        color=row.colour,
+        mfc="none" if row.hollow else row.colour,
+        ms=5,
+        mew=1.2,
+        label=row.label or None,
+    )
     if len(row.dots) > 1:
         heights = [place + 0.27] * len(row.dots)
         axes.plot(row.dots, heights, ".", color=row.colour, ms=3.5, alpha=0.7)

@@ -61,16 +61,20 @@ def forest_figures(run: Run) -> list[Figure]:
     )
     judged = any(text.verdict(v) for v in run.table["verdict"])
     band = f"Grey: within {100 * MARGIN:g} %, too small to count. " if judged else ""
-    return [
-        Figure(
-            "forest",
-            f"Every ratio to {run.baseline.label}, with its confidence interval",
-            f"Bars: 95 % confidence interval. {dots}{band}Filled: the interval excludes 1. "
-            "Left of 1 the contender is faster.",
-            f"{run.table['cell'].nunique()} cells",
-            panels,
-        )
-    ] if panels else []  # fmt: skip
+    return (
+        [
+            Figure(
+                "forest",
+                f"Every ratio to {run.baseline.label}, with its confidence interval",
+                f"Bars: 95 % confidence interval. {dots}{band}Filled: the interval excludes 1. "
+                "Left of 1 the contender is faster.",
+                f"{run.table['cell'].nunique()} cells",
+                panels,
+            )
+        ]
+        if panels
+        else []
+    )
 
 
 def forest_rows(run: Run, phase: str) -> list[Row]:

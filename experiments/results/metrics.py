@@ -94,8 +94,10 @@ class Pools:
         """Pool the arms of a run, each given with its baseline."""
         taken = [(good(group), good(base)) for group, base in pairs]
         ratios = [process_logs(arm, base, phase) for arm, base in taken if arm and arm != base]
-        return cls(statistics.pool(process_medians(arm, phase) for arm, _ in taken),
-                   statistics.pool(ratios))  # fmt: skip
+        return cls(
+            statistics.pool(process_medians(arm, phase) for arm, _ in taken),
+            statistics.pool(ratios),
+        )
 
 
 def good(group: Sequence[Record]) -> list[Record]:

@@ -24,13 +24,43 @@ LOOKUPS, DISTINCT = 1_405_163_864, 110_259_238
 # Bin b holds the rows with more than EDGES[b] and at most EDGES[b + 1] lookups; the last is open.
 EDGES: tuple[int, ...] = (0, *(2**k for k in range(16)))
 ROWS_SHARE: tuple[float, ...] = (
-    0.342, 0.144, 0.149, 0.138, 0.112, 0.068, 0.029, 0.010, 0.004,
-    0.002, 0.001, 0.001, 0.000, 0.000, 0.000, 0.000, 0.000,
-)  # fmt: skip
+    0.342,
+    0.144,
+    0.149,
+    0.138,
+    0.112,
+    0.068,
+    0.029,
+    0.010,
+    0.004,
+    0.002,
+    0.001,
+    0.001,
+    0.000,
+    0.000,
+    0.000,
+    0.000,
+    0.000,
+)
 LOOKUPS_SHARE: tuple[float, ...] = (
-    0.027, 0.023, 0.040, 0.068, 0.105, 0.120, 0.099, 0.070, 0.059,
-    0.054, 0.040, 0.072, 0.064, 0.047, 0.021, 0.017, 0.076,
-)  # fmt: skip
+    0.027,
+    0.023,
+    0.040,
+    0.068,
+    0.105,
+    0.120,
+    0.099,
+    0.070,
+    0.059,
+    0.054,
+    0.040,
+    0.072,
+    0.064,
+    0.047,
+    0.021,
+    0.017,
+    0.076,
+)
 
 # Rates are expected lookups per published batch, half an octave apart. What the histograms leave
 # open is decided by the ends: rows rarer than one lookup in two batches count as never used, and

@@ -174,8 +174,13 @@ class Ceiling:
         self.library.ceiling_seconds.restype = ctypes.c_double
         pointer, integer = ctypes.c_void_p, ctypes.c_int64
         self.library.ceiling_seconds.argtypes = [
-            pointer, pointer, integer, integer, ctypes.c_int, integer
-        ]  # fmt: skip
+            pointer,
+            pointer,
+            integer,
+            integer,
+            ctypes.c_int,
+            integer,
+        ]
 
     def table(self, nbytes: int, pages: str) -> int:
         return self.library.ceiling_table(nbytes, int(pages == "huge"))
@@ -343,8 +348,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     if any(os.environ.get(name) != value for name, value in ENVIRONMENT.items()):
-        os.execve(sys.executable, [sys.executable, "-m", "tests.bench.cpu_peers", *sys.argv[1:]],
-                  {**os.environ, **ENVIRONMENT})  # fmt: skip
+        os.execve(
+            sys.executable,
+            [sys.executable, "-m", "tests.bench.cpu_peers", *sys.argv[1:]],
+            {**os.environ, **ENVIRONMENT},
+        )
     rows = []
     for threads in arguments.threads:
         torch.set_num_threads(threads)
@@ -354,8 +362,13 @@ def main() -> None:
     print(table_of(rows))
     if arguments.out:
         arguments.out.mkdir(parents=True, exist_ok=True)
-        info = {"torch": torch.__version__, "machine": platform.processor() or platform.machine(),
-                "load": os.getloadavg(), "rounds": arguments.rounds, "rows": rows}  # fmt: skip
+        info = {
+            "torch": torch.__version__,
+            "machine": platform.processor() or platform.machine(),
+            "load": os.getloadavg(),
+            "rounds": arguments.rounds,
+            "rows": rows,
+        }
         (arguments.out / "cpu_peers.json").write_text(json.dumps(info, indent=1))
         (arguments.out / "cpu_peers.md").write_text(table_of(rows))
 

@@ -77,17 +77,20 @@ def _options() -> list[Option]:
         Option("rowwise Adagrad, weighted", rowwise, ROWWISE, inputs=Inputs.WEIGHTED),
         Option("rowwise Adagrad, shared tables", rowwise, ROWWISE, inputs=Inputs.SHARED),
         Option(
-            "rowwise Adagrad, clipped", optim.RowwiseAdagrad(LR, max_gradient=1.0),
+            "rowwise Adagrad, clipped",
+            optim.RowwiseAdagrad(LR, max_gradient=1.0),
             ROWWISE | CLIPPED,
         ),
         Option(
             "rowwise Adagrad, counter",
-            optim.RowwiseAdagrad(LR, counter=optim.Counter(), weight_decay=optim.L2(1e-4)), COUNTER,
+            optim.RowwiseAdagrad(LR, counter=optim.Counter(), weight_decay=optim.L2(1e-4)),
+            COUNTER,
         ),
         Option(
             "rowwise Adagrad, CowClip",
             optim.RowwiseAdagrad(
-                LR, counter=optim.CowClip(coefficient=0.5, lower_bound=0.1),
+                LR,
+                counter=optim.CowClip(coefficient=0.5, lower_bound=0.1),
                 weight_decay=optim.L2(1e-4),
             ),
             COWCLIP,
@@ -110,7 +113,7 @@ def _options() -> list[Option]:
         Option("partial rowwise LAMB", optim.PartialRowwiseLAMB(LR)),
         Option("LARS", optim.LARS(LR)),
         Option("ensemble rowwise Adagrad", optim.EnsembleRowwiseAdagrad(LR)),
-    ]  # fmt: skip
+    ]
 
 
 class Nothing(torch.optim.Optimizer):

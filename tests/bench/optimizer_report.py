@@ -40,8 +40,10 @@ def markdown(rows: Sequence[Row]) -> str:
     every = groups(rows)
     for case, threads in dict.fromkeys(key[:2] for key in every):
         parts += [f"## {SHAPES[case]}; {threads} thread{'s' * (threads > 1)}", ""]
-        parts += ["| option | emblib | ÷ our SGD | FBGEMM ÷ emblib | nn.EmbeddingBag ÷ emblib |",
-                  "| --- | ---: | ---: | ---: | ---: |"]  # fmt: skip
+        parts += [
+            "| option | emblib | ÷ our SGD | FBGEMM ÷ emblib | nn.EmbeddingBag ÷ emblib |",
+            "| --- | ---: | ---: | ---: | ---: |",
+        ]
         for key, found in every.items():
             if key[:2] == (case, threads):
                 cells = [_ratio(found.get(who)) for who in ("emblib", "fbgemm", "torch")]
@@ -63,9 +65,9 @@ def _ratio(row: Row | None) -> str:
         return row["status"]
     if "ratio" not in row:
         return "–"
-    interval = "" if math.isnan(row["ratio_lo"]) else (
-        f" [{row['ratio_lo']:.2f}, {row['ratio_hi']:.2f}]"
-    )  # fmt: skip
+    interval = (
+        "" if math.isnan(row["ratio_lo"]) else (f" [{row['ratio_lo']:.2f}, {row['ratio_hi']:.2f}]")
+    )
     return f"{row['ratio']:.2f}{interval}"
 
 
@@ -82,9 +84,14 @@ def figure(rows: Sequence[Row], path: Path) -> None:
         cases = list(dict.fromkeys(case for case, _ in kinds))
         threads = list(dict.fromkeys(count for _, count in kinds))
         canvas, grid = plt.subplots(
-            len(cases), 2, squeeze=False, layout="constrained", sharey="row", sharex="col",
+            len(cases),
+            2,
+            squeeze=False,
+            layout="constrained",
+            sharey="row",
+            sharex="col",
             figsize=(11, (0.22 * len(options) + 1.0) * len(cases) + 1.0),
-        )  # fmt: skip
+        )
         for number, case in enumerate(cases):
             _peers(grid[number][0], every, options, case, threads)
             _own(grid[number][1], every, options, case, threads)
@@ -115,9 +122,12 @@ def _points(axes: Any, found: Sequence[tuple[int, Row]], shift: float, **look: A
 
 
 def _peers(
-    axes: Any, every: dict[tuple[str, int, str], dict[str, Row]], options: Sequence[str],
-    case: str, threads: Sequence[int],
-) -> None:  # fmt: skip
+    axes: Any,
+    every: dict[tuple[str, int, str], dict[str, Row]],
+    options: Sequence[str],
+    case: str,
+    threads: Sequence[int],
+) -> None:
     for who, name in NAMES.items():
         for count in threads:
             found = [
@@ -129,17 +139,24 @@ def _peers(
                 {"markerfacecolor": "white"} if count == threads[0] and len(threads) > 1 else {}
             )
             _points(
-                axes, found, 0.22 * (threads.index(count) - (len(threads) - 1) / 2),
-                color=COLOURS[who], marker=MARKERS[who], **hollow,
+                axes,
+                found,
+                0.22 * (threads.index(count) - (len(threads) - 1) / 2),
+                color=COLOURS[who],
+                marker=MARKERS[who],
+                **hollow,
                 label=f"{name}, {count} thread{'s' * (count > 1)}",
-            )  # fmt: skip
+            )
     _finish(axes, options)
 
 
 def _own(
-    axes: Any, every: dict[tuple[str, int, str], dict[str, Row]], options: Sequence[str],
-    case: str, threads: Sequence[int],
-) -> None:  # fmt: skip
+    axes: Any,
+    every: dict[tuple[str, int, str], dict[str, Row]],
+    options: Sequence[str],
+    case: str,
+    threads: Sequence[int],
+) -> None:
     for count in threads:
         found = [
             (place, every[case, count, option]["emblib"])
@@ -148,9 +165,14 @@ def _own(
         ]
         hollow = {"markerfacecolor": "white"} if count == threads[0] and len(threads) > 1 else {}
         _points(
-            axes, found, 0.22 * (threads.index(count) - (len(threads) - 1) / 2), color="#0072b2",
-            marker="s", **hollow, label=f"emblib, {count} thread{'s' * (count > 1)}",
-        )  # fmt: skip
+            axes,
+            found,
+            0.22 * (threads.index(count) - (len(threads) - 1) / 2),
+            color="#0072b2",
+            marker="s",
+            **hollow,
+            label=f"emblib, {count} thread{'s' * (count > 1)}",
+        )
     _finish(axes, options)
 
 

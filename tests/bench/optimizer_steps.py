@@ -137,15 +137,27 @@ def summary(who: str, samples: dict[str, list[float]]) -> Row:
     """Times of a contender, and its ratio: ours to our SGD, a peer's to ours."""
     taken = statistics.summarise(samples[who])
     base = "SGD" if who == "emblib" else "emblib"
-    row: Row = {"contender": who, "status": "ok", "rounds": taken.n, "median_s": taken.median,
-                "q25_s": taken.q25, "q75_s": taken.q75, "ratio_to": base,
-                "samples": samples[who]}  # fmt: skip
+    row: Row = {
+        "contender": who,
+        "status": "ok",
+        "rounds": taken.n,
+        "median_s": taken.median,
+        "q25_s": taken.q25,
+        "q75_s": taken.q75,
+        "ratio_to": base,
+        "samples": samples[who],
+    }
     if who == "emblib":  # what the peers' ratios are to is kept with our own row
         row["base_samples"] = samples.get(base, [])
     if samples.get(base):
         ratio = statistics.paired_ratio(*(dict(enumerate(samples[k])) for k in (who, base)))
-        row |= {"ratio": ratio.median, "ratio_q25": ratio.q25, "ratio_q75": ratio.q75,
-                "ratio_lo": ratio.lo, "ratio_hi": ratio.hi}  # fmt: skip
+        row |= {
+            "ratio": ratio.median,
+            "ratio_q25": ratio.q25,
+            "ratio_q75": ratio.q75,
+            "ratio_lo": ratio.lo,
+            "ratio_hi": ratio.hi,
+        }
     return row
 
 
@@ -178,8 +190,10 @@ def run(arguments: argparse.Namespace) -> list[Row]:
             gc.collect()
             done += 1
             left = (time.monotonic() - start) / done * (total - done)
-            print(f"[{done}/{total}, ~{left:.0f} s left] {name} {option.name}: {line(found)}",
-                  flush=True)  # fmt: skip
+            print(
+                f"[{done}/{total}, ~{left:.0f} s left] {name} {option.name}: {line(found)}",
+                flush=True,
+            )
         del sgd, buffers
     return rows
 
@@ -213,8 +227,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     if any(os.environ.get(name) != value for name, value in ENVIRONMENT.items()):
-        os.execve(sys.executable, [sys.executable, "-m", "tests.bench.optimizer_steps",
-                                   *sys.argv[1:]], {**os.environ, **ENVIRONMENT})  # fmt: skip
+        os.execve(
+            sys.executable,
+            [sys.executable, "-m", "tests.bench.optimizer_steps", *sys.argv[1:]],
+            {**os.environ, **ENVIRONMENT},
+        )
     rows = run(arguments)
     print(markdown(rows))
     if arguments.out:

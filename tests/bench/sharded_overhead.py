@@ -78,10 +78,15 @@ def _steps(ranks: RankGroup, plan: str) -> dict[str, Callable[[], None]]:
         sharded(batch).values().backward(grad)
 
     each = TABLES * BAGS // ranks.size
-    messages = [torch.zeros(n * ranks.size, dtype=d) for n, d in (
-        (4 + TABLES // ranks.size, torch.int64), (2 * each, torch.int64),
-        (each * DIM, torch.float32), (each * DIM, torch.float32),
-    )]  # fmt: skip
+    messages = [
+        torch.zeros(n * ranks.size, dtype=d)
+        for n, d in (
+            (4 + TABLES // ranks.size, torch.int64),
+            (2 * each, torch.int64),
+            (each * DIM, torch.float32),
+            (each * DIM, torch.float32),
+        )
+    ]
 
     def all_to_alls() -> None:
         if ranks.size > 1:

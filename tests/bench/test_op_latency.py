@@ -201,9 +201,17 @@ def test_lookup_op(latency: Latency) -> None:
 
     def op(number: int) -> Tensor:
         return emblib.ops.tbe.tbe_lookup(
-            [weights.detach().view(-1)], features, batches.indices[number], batches.offsets,
-            None, None, None, POOLING["sum"], size.D, torch.float32,
-        )  # fmt: skip
+            [weights.detach().view(-1)],
+            features,
+            batches.indices[number],
+            batches.offsets,
+            None,
+            None,
+            None,
+            POOLING["sum"],
+            size.D,
+            torch.float32,
+        )
 
     torch.testing.assert_close(op(0), pooled([weights], batches, 0, size))
     latency("lookup, the op alone", op, lookups=size.lookups, **size.facts())

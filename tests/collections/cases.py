@@ -25,7 +25,10 @@ def bag_configs(
             features.append("f0")
         configs.append(
             EmbeddingBagConfig(
-                *(IDS + 32 * (i + 1), 4 * (i % 3 + 1), f"t{i}", tuple(features)),
+                IDS + 32 * (i + 1),
+                4 * (i % 3 + 1),
+                f"t{i}",
+                tuple(features),
                 pooling=pooling,
                 storage=KINDS[kind],
                 **options,

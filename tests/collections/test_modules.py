@@ -96,7 +96,7 @@ def test_dtypes_of_ids() -> None:
     for ids in (torch.int32, torch.int64):
         for lengths in (torch.int32, torch.int64):
             other = KeyedJaggedTensor(
-                *(features.keys(), features.values().to(ids), None, features.lengths().to(lengths))
+                features.keys(), features.values().to(ids), None, features.lengths().to(lengths)
             )
             assert torch.equal(collection.eval()(other).values(), wanted)
 
@@ -175,7 +175,10 @@ def test_variable_batches(kinds: tuple[str, ...], pooling: Pooling) -> None:
     ids = torch.randint(IDS, (int(lengths.sum()),))
     weights = torch.rand(ids.numel())
     merged = KeyedJaggedTensor(
-        *(keys, ids, weights, lengths),
+        keys,
+        ids,
+        weights,
+        lengths,
         stride_per_key_per_rank=strides,
         inverse_indices=(keys, inverse),
     )
@@ -184,7 +187,9 @@ def test_variable_batches(kinds: tuple[str, ...], pooling: Pooling) -> None:
     firsts = [sum(n for (n,) in strides[:f]) for f in range(len(keys))]
     chosen = [firsts[f] + int(b) for f in range(len(keys)) for b in inverse[f]]
     whole = KeyedJaggedTensor(
-        *(keys, torch.cat([bags[c] for c in chosen]), torch.cat([scales[c] for c in chosen])),
+        keys,
+        torch.cat([bags[c] for c in chosen]),
+        torch.cat([scales[c] for c in chosen]),
         lengths[chosen],
     )
     one = EmbeddingBagCollection(configs, is_weighted=True, optimizer=optim.SGD(0.1))
@@ -257,7 +262,7 @@ def test_plain_tables_load_what_torch_saves() -> None:
 
 def test_cached_tables_are_saved_and_loaded_behind_the_cache() -> None:
     config = EmbeddingBagConfig(
-        *(2000, 4, "t"), storage=Dense(Placement.MANAGED_CACHING, CacheConfig(sets=1))
+        2000, 4, "t", storage=Dense(Placement.MANAGED_CACHING, CacheConfig(sets=1))
     )
     one = EmbeddingBagCollection([config], optimizer=optim.SGD(0.5))
     features = batch(["t"], 8)
@@ -471,7 +476,7 @@ def test_variable_batches_keep_their_bags() -> None:
     lengths = torch.tensor([2, 0, 1, 1, 3, 0, 2])
     ids = torch.arange(9)
     features = KeyedJaggedTensor(
-        *(keys, ids, None, lengths), stride_per_key_per_rank=[[2], [1], [3], [1]]
+        keys, ids, None, lengths, stride_per_key_per_rank=[[2], [1], [3], [1]]
     )
     out = collection(features)
     assert [out[key].lengths().tolist() for key in keys] == [[2, 0], [1], [1, 3, 0], [2]]

@@ -14,9 +14,21 @@ from emblib.compat.dynamicemb import (
 )
 
 DEBUG = DynamicEmbInitializerArgs(mode=DynamicEmbInitializerMode.DEBUG)
-MODULE_ARGUMENTS = {"learning_rate", "optimizer", "pooling_mode", "table_names", "eps", "device",
-                    "weight_decay", "initial_accumulator_value", "feature_table_map",
-                    "beta1", "beta2", "output_dtype", "enforce_hbm"}  # fmt: skip
+MODULE_ARGUMENTS = {
+    "learning_rate",
+    "optimizer",
+    "pooling_mode",
+    "table_names",
+    "eps",
+    "device",
+    "weight_decay",
+    "initial_accumulator_value",
+    "feature_table_map",
+    "beta1",
+    "beta2",
+    "output_dtype",
+    "enforce_hbm",
+}
 
 
 def options(**changes: Any) -> DynamicEmbTableOptions:

@@ -28,11 +28,13 @@ COMPOUND = (Score.TIMESTAMP, Score.LFU)
 def test_training_inserts_and_evaluation_does_not() -> None:
     """Features 0 and 1 share a table, as in DynamicEmb's own test of the two."""
     module = BatchedDynamicEmbeddingTablesV2(
-        [options(dim=8, max_capacity=2048, init_capacity=1024, initializer_args=_uniform())
-         for _ in range(3)],
+        [
+            options(dim=8, max_capacity=2048, init_capacity=1024, initializer_args=_uniform())
+            for _ in range(3)
+        ],
         feature_table_map=[0, 0, 1, 2],
         pooling_mode=DynamicEmbPoolingMode.NONE,
-    )  # fmt: skip
+    )
     ids = torch.tensor([0, 1, 12, 64, 8, 12, 15, 2, 7, 105, 0])
     offsets = torch.tensor([0, 2, 3, 5, 6, 8, 10, 10, 11])
     trained = module(ids, offsets)
@@ -164,10 +166,15 @@ def test_first_values_follow_from_seed_and_key() -> None:
 
 @pytest.mark.parametrize(
     ("strategy", "gone"),
-    [(Score.TIMESTAMP, {0, 1}), (Score.STEP, {0, 1}), (Score.LFU, {2, 3}), (COMPOUND, {2, 3}),
-     (COMPOUND[::-1], {2, 3})],
+    [
+        (Score.TIMESTAMP, {0, 1}),
+        (Score.STEP, {0, 1}),
+        (Score.LFU, {2, 3}),
+        (COMPOUND, {2, 3}),
+        (COMPOUND[::-1], {2, 3}),
+    ],
     ids=str,
-)  # fmt: skip
+)
 def test_what_gives_way(strategy: Any, gone: set[int]) -> None:
     """Keys 0 and 1 were used most often, but not for longest."""
     module = one_table(score_strategy=strategy)

@@ -85,8 +85,15 @@ def test_a_dump_has_their_files(tmp_path: Path) -> None:
     assert torch.equal(rows, rows_of(model.sparse.users, keys))
     ages = numbers(folder / f"u_emb_scores.{part}", torch.int64)
     assert dict(zip(keys.tolist(), ages.tolist(), strict=True)) == {
-        0: 3, 1: 2, -1: 2, 2: 1, -2: 1, 3: 0, -3: 0, 7: 0,
-    }  # fmt: skip
+        0: 3,
+        1: 2,
+        -1: 2,
+        2: 1,
+        -2: 1,
+        3: 0,
+        -3: 0,
+        7: 0,
+    }
     assert numbers(folder / f"u_emb_opt_values.{part}", torch.float32).numel() == keys.numel()
     saved = json.loads((folder / "u_opt_args.json").read_text())
     assert saved.pop("emblib_dump")["tables"] == ["model.sparse.users/u", "model.sparse.items/i"]
@@ -217,10 +224,14 @@ def test_steps_go_on_after_a_reload(tmp_path: Path) -> None:
     first, second = trained(score_strategy=Score.STEP), Model(score_strategy=Score.STEP)
     DynamicEmbDump(str(tmp_path), first)
     DynamicEmbLoad(str(tmp_path), second)
-    assert get_score(second) == get_score(first) == {
-        "model.sparse.users": {"u": 5},
-        "model.sparse.items": {"i": 5},
-    }  # fmt: skip
+    assert (
+        get_score(second)
+        == get_score(first)
+        == {
+            "model.sparse.users": {"u": 5},
+            "model.sparse.items": {"i": 5},
+        }
+    )
 
 
 # Ranks

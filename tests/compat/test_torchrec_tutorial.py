@@ -371,13 +371,15 @@ def _given_otherwise(ranks: RankGroup) -> list[str]:
 
 def test_ranks_that_were_given_something_else_are_told() -> None:
     zero, one = worlds.run(2, _given_otherwise)
-    for number, words in enumerate((
-        "plan is given on rank 0 and None on rank 1",
-        "init_parameters must be True",
-        "table product_table: optimizer.lr is 0.1 on rank 0 and 0.2 on rank 1",
-        "table product_table: optimizer.lr is 0.1 on rank 0 and 0.2 on rank 1",
-        "compute_kernel must be one of",
-    )):  # fmt: skip
+    for number, words in enumerate(
+        (
+            "plan is given on rank 0 and None on rank 1",
+            "init_parameters must be True",
+            "table product_table: optimizer.lr is 0.1 on rank 0 and 0.2 on rank 1",
+            "table product_table: optimizer.lr is 0.1 on rank 0 and 0.2 on rank 1",
+            "compute_kernel must be one of",
+        )
+    ):
         assert words in zero[number]
         assert words in one[number]
 

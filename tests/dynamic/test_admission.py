@@ -178,10 +178,12 @@ class CountMin:
     def add(self, uses: dict[int, int]) -> dict[int, int]:
         """Counts after the batch, at most the threshold."""
         counts = {
-            key: min(n + min(row[c] for row, c in zip(self.rows, self.columns(key), strict=True)),
-                     self.threshold)
+            key: min(
+                n + min(row[c] for row, c in zip(self.rows, self.columns(key), strict=True)),
+                self.threshold,
+            )
             for key, n in uses.items()
-        }  # fmt: skip
+        }
         for key, count in counts.items():
             for row, column in zip(self.rows, self.columns(key), strict=True):
                 row[column] = max(row[column], count)

@@ -29,9 +29,7 @@ def write(directory: Path, count: int = 500, part: Part = Part(), **header: obje
 def test_a_dump_is_read_as_it_was_written(count: int, scored: str, tmp_path: Path) -> None:
     given = make(count, scored=scored == "scored")
     numbers = [0.1, float("inf"), -0.0]
-    dump_tables.write(
-        tmp_path / "new" / "dump", [table(given)], Header("x", 50, None, numbers)
-    )  # fmt: skip
+    dump_tables.write(tmp_path / "new" / "dump", [table(given)], Header("x", 50, None, numbers))
     dump = dump_tables.read(tmp_path / "new" / "dump")
     assert_same(only(dump), given)
     assert (dump.clock, dump.since, str(dump.numbers)) == (50, None, str(numbers))
@@ -95,9 +93,7 @@ def test_every_byte_is_checked(tmp_path: Path) -> None:
         if not data or path.suffix == ".lock":
             continue
         position = len(data) // 2
-        path.write_bytes(
-            data[:position] + bytes([data[position] ^ 1]) + data[position + 1 :]
-        )  # fmt: skip
+        path.write_bytes(data[:position] + bytes([data[position] ^ 1]) + data[position + 1 :])
         with pytest.raises(DumpError, match="damaged"):
             dump_tables.read(tmp_path)
         path.write_bytes(data[:-1])
@@ -213,9 +209,15 @@ def test_a_whole_dump_and_changes_are_not_parts_of_one(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("file", "../secret"), ("file", 5), ("dtype", "load"), ("dtype", "none"), ("shape", [-1]),
-     ("shape", "all")],
-)  # fmt: skip
+    [
+        ("file", "../secret"),
+        ("file", 5),
+        ("dtype", "load"),
+        ("dtype", "none"),
+        ("shape", [-1]),
+        ("shape", "all"),
+    ],
+)
 def test_a_manifest_that_leads_elsewhere_is_refused(
     key: str, value: object, tmp_path: Path
 ) -> None:

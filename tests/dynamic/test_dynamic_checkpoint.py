@@ -449,11 +449,17 @@ def test_what_a_dump_lacks_of_admission_and_scores_changes_nothing(tmp_path: Pat
     file = tmp_path / "part_00000_of_00001.json"
     text = file.read_text()
     names = set(json.loads(text)["content"]["others"])
-    assert names == {"index.hash_keys", "admission.counter.index.hash_keys",
-                     "admission.counter.0.keys", "admission.counter.0.counts",
-                     "admission.sketches.counters", "admission.sketches.batches",
-                     "admission.sketches.hash_keys",
-                     "scores.values", "scores.is_set"}  # fmt: skip
+    assert names == {
+        "index.hash_keys",
+        "admission.counter.index.hash_keys",
+        "admission.counter.0.keys",
+        "admission.counter.0.counts",
+        "admission.sketches.counters",
+        "admission.sketches.batches",
+        "admission.sketches.hash_keys",
+        "scores.values",
+        "scores.is_set",
+    }
     for name in sorted(names):
         if name.endswith("hash_keys"):  # earlier versions have none
             continue

@@ -211,9 +211,7 @@ def test_keys_that_expire_are_told(tmp_path: Path) -> None:
     train(module, *range(1, 9))
     apply_changes(copy, changes_since(module, since))
     assert module.stats()["items"]["expired"] > 0
-    assert torch.equal(
-        table_entries(copy, 0).sorted().keys, table_entries(module, 0).sorted().keys
-    )  # fmt: skip
+    assert torch.equal(table_entries(copy, 0).sorted().keys, table_entries(module, 0).sorted().keys)
 
 
 def test_changes_may_be_applied_again(tmp_path: Path) -> None:

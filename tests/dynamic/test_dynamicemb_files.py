@@ -83,7 +83,7 @@ def test_there_and_back(order: str, count: int, tmp_path: Path) -> None:
     for name in ADAM:
         assert torch.equal(
             torch.as_tensor(found.entries.rows[name]), torch.as_tensor(given.rows[name])
-        )  # fmt: skip
+        )
     if given.scores is not None:
         assert found.entries.scores is not None
         assert torch.equal(found.entries.scores, given.scores)

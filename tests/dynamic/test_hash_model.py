@@ -203,8 +203,10 @@ class IndexMachine(RuleBasedStateMachine):
         self._start(HashIndex(self.specs, hash_keys=HASH_KEYS[:TABLES]))
         self.insert(
             Batch.of(*((t, found.keys.tolist()) for t, found in enumerate(exports))),
-            (0, 0), None, None,
-        )  # fmt: skip
+            (0, 0),
+            None,
+            None,
+        )
         for t, found in enumerate(exports):
             slots = self.index.find(Keys(*Batch.of((t, found.keys.tolist())).keys))
             there = slots >= 0

@@ -165,7 +165,7 @@ def test_find_and_accumulate_and_scores() -> None:
     assert found.tolist() == [True, False, True]
     assert table.find(keys)[0].tolist() == [[6.0, 7.0], [2.0, 3.0], [6.0, 7.0], [6.0, 7.0]]
     assert table.set_scores(torch.tensor([-1, 8]), 77).tolist() == [True, False]
-    assert table.scores(torch.tensor([-1, 8])) [0].tolist() == [77, 0]  # fmt: skip
+    assert table.scores(torch.tensor([-1, 8]))[0].tolist() == [77, 0]
     assert table.contains(torch.tensor([-1, 8])).tolist() == [True, False]
     table.values[table.slots(torch.tensor([-1]))] = 9.0
     assert table.find(torch.tensor([-1]))[0].tolist() == [[9.0, 9.0]]

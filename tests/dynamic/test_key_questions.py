@@ -206,10 +206,12 @@ def test_scores_are_set_by_table(device: torch.device) -> None:
 def _rich(device: torch.device) -> DynamicEmbeddingBags:
     """Counts of both kinds and scores, half-way."""
     module = module_of(
-        *(DynamicSpec(32, 2, eviction=Eviction.STEP, admission=FrequencyAdmission(3, counter))
-          for counter in COUNTERS),
+        *(
+            DynamicSpec(32, 2, eviction=Eviction.STEP, admission=FrequencyAdmission(3, counter))
+            for counter in COUNTERS
+        ),
         device=device,
-    )  # fmt: skip
+    )
     for ids in ([1, 2, 1, 2], [1, 3, 1, 3]):
         look_up(module, ids)
     return module

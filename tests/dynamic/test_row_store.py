@@ -53,9 +53,11 @@ def rows_of(table: Table, width: int) -> StoredRows:
         return StoredRows.none(width)
     stamps, scores, values = zip(*table.values(), strict=True)
     return StoredRows(
-        torch.tensor(list(table)), torch.tensor(stamps), torch.tensor(scores),
+        torch.tensor(list(table)),
+        torch.tensor(stamps),
+        torch.tensor(scores),
         torch.tensor([list(value) for value in values], dtype=torch.uint8),
-    )  # fmt: skip
+    )
 
 
 def step(store: RowStore, model: Model, chance: random.Random, number: int) -> None:
@@ -262,8 +264,10 @@ def test_a_batch_that_fails_is_taken_back(tmp_path: Path) -> None:
     store = SqliteRows(tmp_path / "rows.db")
     store.open(TABLES)
     store.put(0, random_rows([1], 12, seed=0))
-    store._run("CREATE TRIGGER no BEFORE INSERT ON rows_0 WHEN new.key = 3 "
-               "BEGIN SELECT RAISE(ABORT, 'no threes'); END")  # fmt: skip
+    store._run(
+        "CREATE TRIGGER no BEFORE INSERT ON rows_0 WHEN new.key = 3 "
+        "BEGIN SELECT RAISE(ABORT, 'no threes'); END"
+    )
     with pytest.raises(sqlite3.IntegrityError, match="no threes"):
         store.put(0, random_rows([1, 2, 3, 4], 12, seed=1))
     assert contents(store, 0) == as_dict(random_rows([1], 12, seed=0))

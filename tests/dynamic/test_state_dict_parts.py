@@ -74,9 +74,11 @@ def test_parts_of_two_checkpoints_are_refused() -> None:
     state = entries.combine([dict(trained(make()).state_dict())], 0, 2)
     mixed = {
         **entries.as_part(state, 0, 2),
-        **{key.replace("_of_2", "_of_3"): value for key, value in
-           entries.as_part(state, 0, 2).items()},
-    }  # fmt: skip
+        **{
+            key.replace("_of_2", "_of_3"): value
+            for key, value in entries.as_part(state, 0, 2).items()
+        },
+    }
     for parts in (mixed, state):
         with pytest.raises(ValueError, match="must be of one checkpoint"):
             entries.join_parts(parts, 0, 1)

@@ -13,8 +13,19 @@ from emblib.specs import Eviction, ExactCounter, FrequencyAdmission
 from tests.dynamic.tier_cases import STORES, batch, specs
 
 OPTIMIZERS = (optim.Adam(0.1), optim.SGD(0.1), optim.RowwiseAdagrad(0.1))
-CALLS = ("forward", "forward", "forward", "backward", "backward", "evaluate", "erase", "prefetch",
-         "flush", "compare", "reopen")  # fmt: skip
+CALLS = (
+    "forward",
+    "forward",
+    "forward",
+    "backward",
+    "backward",
+    "evaluate",
+    "erase",
+    "prefetch",
+    "flush",
+    "compare",
+    "reopen",
+)
 
 
 class Calls:

@@ -35,9 +35,12 @@ def test_a_store_goes_on_where_it_was_flushed(kind: str, tmp_path: Path) -> None
     unflushed.sum().backward()
     pair.small.close()
     pair.small = DynamicEmbeddingBags(
-        specs((64, 32)), optim.Adam(0.1), backing=BackingStore(STORES[kind](tmp_path)),
-        feature_tables=(0, 1, 0), seed=3,
-    )  # fmt: skip
+        specs((64, 32)),
+        optim.Adam(0.1),
+        backing=BackingStore(STORES[kind](tmp_path)),
+        feature_tables=(0, 1, 0),
+        seed=3,
+    )
     assert pair.small.index.tick == tick
     assert pair.small.step == pair.big.step == 6
     pair.compare()

@@ -85,8 +85,11 @@ class Browser:
         """Another window; narrow ones count as phones."""
         self.call(
             "Emulation.setDeviceMetricsOverride",
-            width=width, height=height, deviceScaleFactor=1, mobile=width < 600,
-        )  # fmt: skip
+            width=width,
+            height=height,
+            deviceScaleFactor=1,
+            mobile=width < 600,
+        )
 
     def prefer(self, scheme: str) -> None:
         """'light' or 'dark'."""
@@ -136,9 +139,11 @@ def browser() -> Iterator[Browser]:
 
         process = subprocess.Popen(
             [name, *flags, f"--user-data-dir={profile}", "about:blank"],
-            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-            close_fds=False, preexec_fn=pipes,
-        )  # fmt: skip
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            close_fds=False,
+            preexec_fn=pipes,
+        )
         os.close(to_child)
         os.close(from_child)
         try:

@@ -86,8 +86,10 @@ def test_a_job_that_never_said_how_it_ended_is_a_broken_one(tmp_path: Path) -> N
     (tmp_path / "jobs").mkdir()
     (tmp_path / "jobs" / "0.json").write_text(json.dumps({"words": [], "status": None}))
     assert launch.read_end(tmp_path, 0) == {
-        "status": 1, "seconds": 0.0, "said": "began and never ended: killed?",
-    }  # fmt: skip
+        "status": 1,
+        "seconds": 0.0,
+        "said": "began and never ended: killed?",
+    }
     assert launch.read_end(tmp_path, 1)["said"] == "never began"
 
 
@@ -116,7 +118,7 @@ def test_gpus_are_known_by_uuid_and_split_ones_by_their_parts() -> None:
         # submitit's local executor hides all GPUs; what the launching process saw counts
         ({"CUDA_VISIBLE_DEVICES": "", "EMBLIB_GPUS": "1"}, ["GPU-bbbb-2"], ["1"]),
     ],
-)  # fmt: skip
+)
 def test_which_gpus_may_be_used(
     variables: dict[str, str],
     names: list[str],

@@ -293,8 +293,11 @@ def test_two_measurements_never_share_a_machine(
 ) -> None:
     lock = tmp_path / "lock"
     lock.touch()
-    with subprocess.Popen(["flock", lock, "sh", "-c", "echo; read -r x"],
-                          stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:  # fmt: skip
+    with subprocess.Popen(
+        ["flock", lock, "sh", "-c", "echo; read -r x"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as other:
         assert other.stdout is not None
         other.stdout.readline()  # it has the lock
         done = gate("HEAD", EMBLIB_LOCK_SECONDS="0")

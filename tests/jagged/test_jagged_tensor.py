@@ -46,8 +46,13 @@ def test_padded_matrices() -> None:
     jagged = example(weighted=True)
     wide = jagged.to_padded_dense(padding_value=-1)
     assert wide.tolist() == [
-        [1, 2, -1], [-1, -1, -1], [3, -1, -1], [4, -1, -1], [5, -1, -1], [6, 7, 8],
-    ]  # fmt: skip
+        [1, 2, -1],
+        [-1, -1, -1],
+        [3, -1, -1],
+        [4, -1, -1],
+        [5, -1, -1],
+        [6, 7, 8],
+    ]
     assert jagged.to_padded_dense(2, 10).tolist()[-1] == [6, 7]
     assert jagged.to_padded_dense(0).shape == (6, 0)
     weights = jagged.to_padded_dense_weights(2)
@@ -90,8 +95,10 @@ def test_moves_whole() -> None:
     assert torch.equal(place.offsets(), OFFSETS)
     like = JaggedTensor.empty_like(jagged)
     assert (like.values().dtype, like.weights().numel(), like.lengths().numel()) == (
-        torch.float32, 0, 0,
-    )  # fmt: skip
+        torch.float32,
+        0,
+        0,
+    )
     with mock.patch.object(torch.Tensor, "pin_memory", lambda tensor: tensor.clone()):
         assert jagged.pin_memory().values().data_ptr() != VALUES.data_ptr()
     seen: list[int] = []

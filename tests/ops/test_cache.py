@@ -253,18 +253,30 @@ def test_wrong_input_is_refused() -> None:
 
     def plan(**changed: object) -> None:
         given = {
-            "tags": twin.tags, "stamps": twin.stamps, "counts": None, "counters": twin.counters,
-            "clock": clock, "tables": twin.tables, "rows": rows, "segments": segments,
-            "count": count, "policy": CACHE_POLICY["lru"],
-        }  # fmt: skip
+            "tags": twin.tags,
+            "stamps": twin.stamps,
+            "counts": None,
+            "counters": twin.counters,
+            "clock": clock,
+            "tables": twin.tables,
+            "rows": rows,
+            "segments": segments,
+            "count": count,
+            "policy": CACHE_POLICY["lru"],
+        }
         cache.plan_(*(given | changed).values())
 
     def move(**changed: object) -> None:
         given = {
-            "weights": store.weights, "states": store.states, "hyper": HYPER,
-            "tables": twin.tables, "rows": rows, "count": count, "row_slots": moves[0],
+            "weights": store.weights,
+            "states": store.states,
+            "hyper": HYPER,
+            "tables": twin.tables,
+            "rows": rows,
+            "count": count,
+            "row_slots": moves[0],
             "evicted": moves[1],
-        }  # fmt: skip
+        }
         cache.move_(*(given | changed).values())
 
     shuffled, gap = twin.tables.flip(0).contiguous(), twin.tables.clone()

@@ -105,8 +105,11 @@ def _large_run(threads: int, tables: Tables, batches: list[Batch]) -> list[Tenso
             table[new[new >= 0]] = number + 1
         found += [slots, *misses, *placed, ops["find"](twin.index, *batch.keys)]
         if number == 2:
-            gone = Batch(batch.ids[::3].contiguous(), torch.tensor([0, -(-len(batch.ids) // 3)]),
-                         batch.tables[:1])  # fmt: skip
+            gone = Batch(
+                batch.ids[::3].contiguous(),
+                torch.tensor([0, -(-len(batch.ids) // 3)]),
+                batch.tables[:1],
+            )
             found.append(ops["erase_"](twin.index, *gone.keys))
             found.append(ops["expire_"](twin.index, 0, 3, tables.sizes[0][0] - 3, 2))
         found += [tensor.clone() for tensor in (*twin.index, *twin.rows.planes)]
@@ -161,8 +164,9 @@ def test_every_key_is_a_key(device: torch.device) -> None:
 def test_keys_of_one_tag_and_bucket_are_told_apart(device: torch.device) -> None:
     """Only the whole key decides; a slot that was emptied ends no search."""
     tag, bucket = 0xABCD << 40, 2
-    twins = [unmix(tag | high << 56 | middle << 31 | bucket)
-             for high in range(20) for middle in range(4)]  # fmt: skip
+    twins = [
+        unmix(tag | high << 56 | middle << 31 | bucket) for high in range(20) for middle in range(4)
+    ]
     assert len({reference.tag_of(key) for key in twins}) == 1
     assert {reference.addresses(key, 4)[0] for key in twins} == {bucket}
     twin = Twin(Tables(((4, 4, 1024),)), _ops(device))
@@ -193,8 +197,10 @@ def test_batches_of_awkward_sizes(device: torch.device, n: int, order: str) -> N
     for start in (0, n // 2, -n):
         keys = range(start, start + n)
         twin.train(Batch.of((0, keys), (1, keys), (0, keys)))
-    assert all(table.size == min(64, table.counters["inserted"]) or order != "none"
-               for table in twin.model.tables)  # fmt: skip
+    assert all(
+        table.size == min(64, table.counters["inserted"]) or order != "none"
+        for table in twin.model.tables
+    )
 
 
 def test_empty_segments_and_no_segments(device: torch.device) -> None:

@@ -99,7 +99,11 @@ def _rows_of(keys: Tensor, initializer: Initializer, stream: int = 0, dim: int =
         [plane],
         torch.tensor([[[0, dim, n, dim, stream]]]),
         torch.tensor([[rule_of(initializer, DynamicSpec(100, 8))]], dtype=torch.float64),
-        *(keys, torch.arange(n), torch.tensor([0, n]), torch.arange(n), SEED),
+        keys,
+        torch.arange(n),
+        torch.tensor([0, n]),
+        torch.arange(n),
+        SEED,
     )
     return plane.view(n, dim)
 

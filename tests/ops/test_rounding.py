@@ -80,7 +80,9 @@ def test_same_bits_everywhere(name: str, place: str, dtype: torch.dtype) -> None
     """Reference, CPU and emulated CUDA, on wide and narrow rows."""
     optimizer, exact = EXACT[name]
     problem = Problem(
-        *(optimizer, (40, 7, 1), (70, 20, 3)),
+        optimizer,
+        (40, 7, 1),
+        (70, 20, 3),
         **{"weights_dtype": dtype, "states_dtype": dtype, "rounding": 2**40 + 5, **PLACES[place]},
     )
     want, tiers = problem.expected(), len(problem.weights)
@@ -97,7 +99,9 @@ def test_same_bits_everywhere(name: str, place: str, dtype: torch.dtype) -> None
 @pytest.mark.parametrize("states", [*NARROW, torch.float32])
 def test_same_bits_on_any_number_of_threads(states: torch.dtype, thread_counts: list[int]) -> None:
     problem = Problem(
-        *(optim.Adam(0.1), (3000, 700, 1), (24, 33, 4)),
+        optim.Adam(0.1),
+        (3000, 700, 1),
+        (24, 33, 4),
         batch=500,
         longest=12,
         weights_dtype=torch.bfloat16,
@@ -129,8 +133,18 @@ def test_small_steps_add_up(dtype: torch.dtype) -> None:
         for step in range(steps):
             hyper[1] = step + 1
             torch.ops.emblib.tbe_update_(
-                *([weights], [], hyper, OPTIMIZER["sgd"], torch.ones(rows, dim), features, *groups),
-                *(offsets, None, None, None, POOLING["sum"]),
+                [weights],
+                [],
+                hyper,
+                OPTIMIZER["sgd"],
+                torch.ones(rows, dim),
+                features,
+                *groups,
+                offsets,
+                None,
+                None,
+                None,
+                POOLING["sum"],
             )
         results[seed] = weights.double()
     assert bool((results[-1.0] == 1.5).all())

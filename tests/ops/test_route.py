@@ -45,7 +45,7 @@ def _check(problem: Problem, device: torch.device) -> None:
     starts, total = problem.starts.to(device), routed.numel()
     for given_weights, want in ((None, None), (on.weights, carried)):
         out = route.route_ids(
-            *(on.ids, on.offsets), *on.routing, starts=starts, total=total, weights=given_weights
+            on.ids, on.offsets, *on.routing, starts=starts, total=total, weights=given_weights
         )
         assert_close(out[0].cpu(), routed, rtol=0, atol=0)
         assert_close(out[1].cpu(), positions, rtol=0, atol=0)

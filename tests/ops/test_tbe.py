@@ -271,20 +271,45 @@ def _opcheck_arguments(device: torch.device) -> dict[str, tuple[Any, ...]]:
     return {
         "bounds_check": (indices, offsets, features, None, BOUNDS_CHECK["warning"]),
         "tbe_lookup": (
-            [weights], features, indices, offsets, None, None, scales, POOLING["sum"],
-            module.output_dim, torch.float16,
+            [weights],
+            features,
+            indices,
+            offsets,
+            None,
+            None,
+            scales,
+            POOLING["sum"],
+            module.output_dim,
+            torch.float16,
         ),
         "tbe_group": (features, indices, offsets, None, module.total_rows),
         "tbe_row_grads": (grad, features, *groups, offsets, None, scales, POOLING["mean"], 16),
         "tbe_update_": (
-            [weights], module._states(), hyper, OPTIMIZER["adam"], grad, features, *groups, offsets,
-            None, None, scales, POOLING["sum"],
+            [weights],
+            module._states(),
+            hyper,
+            OPTIMIZER["adam"],
+            grad,
+            features,
+            *groups,
+            offsets,
+            None,
+            None,
+            scales,
+            POOLING["sum"],
         ),
         "tbe_sample_weight_grad": (
-            grad, [weights], features, indices, offsets, None, None, POOLING["sum"]
+            grad,
+            [weights],
+            features,
+            indices,
+            offsets,
+            None,
+            None,
+            POOLING["sum"],
         ),
         "advise_huge_pages_": (weights,),
-    }  # fmt: skip
+    }
 
 
 OPCHECKED = sorted(_opcheck_arguments(torch.device("cpu")))

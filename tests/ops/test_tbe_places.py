@@ -43,9 +43,16 @@ def look_up(
     on = features.device
     layout, scales = data.bag_layout, data.sample_weights
     return ops.tbe_lookup(
-        *(weights, features, data.indices.to(on), data.repaired.to(on), slots),
-        *(None if layout is None else layout.to(on), None if scales is None else scales.to(on)),
-        *(POOLING[data.case.pooling.value], data.columns, data.case.output),
+        weights,
+        features,
+        data.indices.to(on),
+        data.repaired.to(on),
+        slots,
+        None if layout is None else layout.to(on),
+        None if scales is None else scales.to(on),
+        POOLING[data.case.pooling.value],
+        data.columns,
+        data.case.output,
     )
 
 
@@ -54,8 +61,14 @@ def sample_weight_grad(
 ) -> Tensor:
     on, layout = features.device, data.bag_layout
     return ops.tbe_sample_weight_grad(
-        *(data.gradient().to(on), weights, features, data.indices.to(on), data.repaired.to(on)),
-        *(slots, None if layout is None else layout.to(on), POOLING[data.case.pooling.value]),
+        data.gradient().to(on),
+        weights,
+        features,
+        data.indices.to(on),
+        data.repaired.to(on),
+        slots,
+        None if layout is None else layout.to(on),
+        POOLING[data.case.pooling.value],
     )
 
 

@@ -139,11 +139,20 @@ def _hand_made(dims: tuple[int, int], rows: int, segments: list[int]) -> None:
     features = torch.tensor([[0, 0, 4, dims[0], 0, 0, 0, 0], [16, 4, rows, dims[1], 4, 0, 4, 0]])
     ints = [torch.tensor(x, dtype=torch.int32) for x in (segments, [0, 1], [1, 0], [1])]
     ops.tbe_update_(
-        [torch.zeros(16 + rows * 4)], [], torch.tensor([0.1, 1, 0, 0, -1]).double(),
+        [torch.zeros(16 + rows * 4)],
+        [],
+        torch.tensor([0.1, 1, 0, 0, -1]).double(),
         OPTIMIZER["sgd"],
-        torch.ones(1, 8), features, torch.tensor([4, 0]), *ints, torch.tensor([0, 1, 2]),
-        None, None, None, POOLING["sum"],
-    )  # fmt: skip
+        torch.ones(1, 8),
+        features,
+        torch.tensor([4, 0]),
+        *ints,
+        torch.tensor([0, 1, 2]),
+        None,
+        None,
+        None,
+        POOLING["sum"],
+    )
 
 
 def test_groups_that_would_leave_gradient_or_table_are_refused() -> None:
@@ -163,8 +172,19 @@ def test_segments_whose_differences_overflow_are_refused() -> None:
         ops.tbe_update_(*arguments)
 
 
-_NOT_FINITE = ("adagrad", "rowwise_adagrad", "adam", "partial_rowwise_adam", "lamb", "max_norm",
-               "partial_rowwise_lamb", "lars", "cowclip", "counter", "global_decay")  # fmt: skip
+_NOT_FINITE = (
+    "adagrad",
+    "rowwise_adagrad",
+    "adam",
+    "partial_rowwise_adam",
+    "lamb",
+    "max_norm",
+    "partial_rowwise_lamb",
+    "lars",
+    "cowclip",
+    "counter",
+    "global_decay",
+)
 
 
 @pytest.mark.parametrize("name", _NOT_FINITE)

@@ -31,8 +31,11 @@ def _program(sanitizers: str) -> Path:
         pytest.skip(f"no {COMPILER}")
     flags = [*FLAGS, f"-fsanitize={sanitizers}", "-fno-sanitize-recover=all"]
     digest = hashlib.sha256(f"{COMPILER} {flags}".encode())
-    headers = [p for folder in (ROOT / "csrc" / "hash", ROOT / "csrc" / "core", HERE)
-               for p in sorted(folder.rglob("*.h"))]  # fmt: skip
+    headers = [
+        p
+        for folder in (ROOT / "csrc" / "hash", ROOT / "csrc" / "core", HERE)
+        for p in sorted(folder.rglob("*.h"))
+    ]
     for path in (*SOURCES, *headers):
         digest.update(path.read_bytes())
     folder = ROOT / "build" / "sanitize"

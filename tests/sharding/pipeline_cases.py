@@ -81,7 +81,7 @@ class Net(nn.Module):
             [
                 EmbeddingBagConfig(ROWS, DIM, "a", storage=kind),
                 EmbeddingBagConfig(
-                    *(ROWS, DIM, "b"), pooling=Pooling.MEAN, storage=kind, optimizer=by_value
+                    ROWS, DIM, "b", pooling=Pooling.MEAN, storage=kind, optimizer=by_value
                 ),
                 EmbeddingBagConfig(ROWS, DIM, "c", storage=kind),
             ],

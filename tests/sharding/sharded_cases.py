@@ -97,9 +97,10 @@ def batch(case: Case, number: int, size: int) -> KeyedJaggedTensor:
     inverse = strides = None
     if case.variable:
         sizes = [max(1, (size + i) // 2) for i in range(len(keys))] if size else sizes
-        inverse = (keys, torch.stack([
-            torch.randint(0, max(1, n), (size,), generator=generator) for n in sizes
-        ]))  # fmt: skip
+        inverse = (
+            keys,
+            torch.stack([torch.randint(0, max(1, n), (size,), generator=generator) for n in sizes]),
+        )
         strides = [[n] for n in sizes]
     lengths = [torch.randint(0, 4, (n,), generator=generator) for n in sizes]
     values = [

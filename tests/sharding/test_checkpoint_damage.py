@@ -148,10 +148,17 @@ def test_values_that_would_not_be_loaded_are_refused_when_they_are_saved(tmp_pat
 
 def test_values_of_plain_kinds(tmp_path: Path) -> None:
     values = {
-        "none": None, "flag": True, "text": "t", "bytes": b"b", "tuple": (1, (2.5, "x")),
-        "list": [1, [2, None]], "set": {1, 2}, "complex": 1j, "dtype": torch.float16,
+        "none": None,
+        "flag": True,
+        "text": "t",
+        "bytes": b"b",
+        "tuple": (1, (2.5, "x")),
+        "list": [1, [2, None]],
+        "set": {1, 2},
+        "complex": 1j,
+        "dtype": torch.float16,
         "tensors": (torch.ones(2), 1),
-    }  # fmt: skip
+    }
     checkpoints.save({"v": values}, tmp_path / "c", ALONE)
     state: dict[str, Any] = {"v": dict.fromkeys(values, 0)}
     checkpoints.load(state, tmp_path / "c", ALONE)

@@ -224,7 +224,7 @@ MALFORMED: dict[str, tuple[Callable[[Metadata], Any], str]] = {
         ),
         "have all of emblib",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("kind", MALFORMED)
@@ -256,12 +256,19 @@ def test_planners_may_keep_what_they_like(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "notes",
     [
-        b"[]", b"{}", b"[" * 100_000, b'{"cuts": 5}', b'{"cuts": {"a": 5}}',
+        b"[]",
+        b"{}",
+        b"[" * 100_000,
+        b'{"cuts": 5}',
+        b'{"cuts": {"a": 5}}',
         b'{"cuts": {"a": ["x"]}}',
-        b'{"cuts": {"a": [0, 2]}}', b'{"cuts": {"b": [0, 0, 4]}}', b'{"cuts": {"b": [1, 2, 4]}}',
-        b'{"cuts": {"b": [0, 4]}}', b'{"cuts": {"c": [0, 2, 4]}}',
+        b'{"cuts": {"a": [0, 2]}}',
+        b'{"cuts": {"b": [0, 0, 4]}}',
+        b'{"cuts": {"b": [1, 2, 4]}}',
+        b'{"cuts": {"b": [0, 4]}}',
+        b'{"cuts": {"c": [0, 2, 4]}}',
     ],
-)  # fmt: skip
+)
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 @pytest.mark.filterwarnings("ignore:.*has no checksums")
 def test_malformed_notes(notes: bytes, tmp_path: Path) -> None:
@@ -280,15 +287,23 @@ def footer(**changes: Any) -> bytes:
 @pytest.mark.parametrize(
     "text",
     [
-        b"", b"[]", b"5", b"null", b"{}", b"[" * 100_000, b"\xff", footer(files=5),
+        b"",
+        b"[]",
+        b"5",
+        b"null",
+        b"{}",
+        b"[" * 100_000,
+        b"\xff",
+        footer(files=5),
         footer(files=[1]),
-        footer(files={"x": {"foo": 1}}), footer(files={"x": {"nbytes": "1", "crc32": [1]}}),
+        footer(files={"x": {"foo": 1}}),
+        footer(files={"x": {"nbytes": "1", "crc32": [1]}}),
         footer(files={"x": {"nbytes": 1, "crc32": 5}}),
         footer(files={"x": {"nbytes": 1, "crc32": []}}),
         footer(files={"x": {"nbytes": 1, "crc32": [None]}}),
         footer(files={"x": {"nbytes": -1, "crc32": []}}),
     ],
-)  # fmt: skip
+)
 def test_malformed_footers(text: bytes, tmp_path: Path) -> None:
     file, pickled, _ = saved(tmp_path)
     for length in (len(text), len(pickled) + len(text) + 1, 1 << 60):

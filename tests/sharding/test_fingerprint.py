@@ -47,10 +47,11 @@ def _bags(**changes: Any) -> EmbeddingBagCollection:
     weighted = changes.pop("is_weighted", False)
     rate, device = changes.pop("rate_now", None), changes.pop("device", None)
     configs = {
-        "item": EmbeddingBagConfig(**{"num_embeddings": ROWS, "embedding_dim": DIM, "name": "item",
-                                      **changes}),
+        "item": EmbeddingBagConfig(
+            **{"num_embeddings": ROWS, "embedding_dim": DIM, "name": "item", **changes}
+        ),
         "country": EmbeddingBagConfig(50, DIM, "country"),
-    }  # fmt: skip
+    }
     made = EmbeddingBagCollection(
         [configs[name] for name in order.split()],
         device,
@@ -154,11 +155,14 @@ PLANS: dict[str, tuple[dict[str, Any], str]] = {
 def _rules(given: dict[str, Any]) -> dict[str, Any]:
     """A plan; a kind stands for row_wise() with the table kept as that."""
     shape = sharding_types.TableShape(ROWS, DIM)
-    return _plan(**{
-        name: dataclasses.replace(sharding_types.row_wise()(shape, WORLD), storage=rule)
-        if isinstance(rule, Dense) else rule
-        for name, rule in given.items()
-    })  # fmt: skip
+    return _plan(
+        **{
+            name: dataclasses.replace(sharding_types.row_wise()(shape, WORLD), storage=rule)
+            if isinstance(rule, Dense)
+            else rule
+            for name, rule in given.items()
+        }
+    )
 
 
 def _told(call: Callable[[], Any]) -> str:
@@ -216,9 +220,12 @@ def _without_shard(ranks: RankGroup) -> list[str]:
         ShardedEmbeddingBagCollection(EmbeddingBagCollection(bags), cut, ranks)
     found = [str(caught.value)]
     dims = (DIM, 4) if mine else (DIM, DIM)
-    sequences = EmbeddingCollection([
-        EmbeddingConfig(ROWS, dim, name) for dim, name in zip(dims, ("item", "other"), strict=True)
-    ])  # fmt: skip
+    sequences = EmbeddingCollection(
+        [
+            EmbeddingConfig(ROWS, dim, name)
+            for dim, name in zip(dims, ("item", "other"), strict=True)
+        ]
+    )
     plan["other"] = sharding_types.ParameterSharding(sharding_types.ShardingType.DATA_PARALLEL)
     with pytest.raises(ValueError, match="table other: embedding_dim is 8 on ranks 0-1") as caught:
         ShardedEmbeddingCollection(sequences, plan, ranks)

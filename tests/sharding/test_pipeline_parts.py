@@ -111,7 +111,8 @@ def test_what_an_empty_batch_keeps() -> None:
 def test_an_empty_batch_of_features_of_different_size() -> None:
     inverse = (["f", "g"], torch.tensor([[0, 1, 1], [0, 0, 0]]))
     kjt = KeyedJaggedTensor(
-        *(["f", "g"], torch.arange(3)),
+        ["f", "g"],
+        torch.arange(3),
         lengths=torch.tensor([1, 1, 1]),
         stride_per_key_per_rank=[[2], [1]],
         inverse_indices=inverse,

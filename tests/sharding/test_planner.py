@@ -32,7 +32,8 @@ def _topology(seed: int, memory: int = 1 << 33) -> Topology:
     chance = random.Random(seed)
     world, local = chance.choice([(1, 1), (2, 2), (4, 4), (4, 2), (8, 4), (16, 8)])
     return Topology(
-        *(world, local),
+        world,
+        local,
         memory=memory,
         device=chance.choice(["cpu", "cuda"]),
         processors=chance.choice([None, 2]),

@@ -142,10 +142,19 @@ def _update(
     widest = min(columns, 1024) if pooled and bag_layout is not None else columns
     sizes = (offsets.numel() - 1, groups[2].numel(), pooling, widest)
     library().call(
-        *("update", mean_dim, *step),
-        *(grad, DTYPES[grad.dtype], columns, features),
+        "update",
+        mean_dim,
+        *step,
+        grad,
+        DTYPES[grad.dtype],
+        columns,
+        features,
         *_map(features, offsets, bag_layout, columns),
-        *(*_indices(offsets), *sizes, sample_weights, *groups, row_slots),
+        *_indices(offsets),
+        *sizes,
+        sample_weights,
+        *groups,
+        row_slots,
     )
 
 

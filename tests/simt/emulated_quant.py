@@ -32,9 +32,24 @@ def quant_lookup(
     if bags == 0:
         return out.zero_()
     library().call(
-        *("quant_lookup", values, scales, features, features.size(0)),
-        *(indices, indices.dtype == torch.int64, offsets, offsets.dtype == torch.int64),
-        *(indices.numel(), bags, bag_layout, max(batch, 1), columns),
-        *(pooling, sample_weights, out, DTYPES[dtype], bits),
+        "quant_lookup",
+        values,
+        scales,
+        features,
+        features.size(0),
+        indices,
+        indices.dtype == torch.int64,
+        offsets,
+        offsets.dtype == torch.int64,
+        indices.numel(),
+        bags,
+        bag_layout,
+        max(batch, 1),
+        columns,
+        pooling,
+        sample_weights,
+        out,
+        DTYPES[dtype],
+        bits,
     )
     return out

@@ -35,7 +35,14 @@ def test_lookup(case: Case, bits: int) -> None:
     data = Data(case)
     packed = pack(data, bits)
     got = emulated_quant.quant_lookup(
-        *(*packed, data.indices, data.repaired, data.bag_layout, data.sample_weights),
-        *(POOLING[case.pooling.value], bits, data.columns, case.output),
+        *packed,
+        data.indices,
+        data.repaired,
+        data.bag_layout,
+        data.sample_weights,
+        POOLING[case.pooling.value],
+        bits,
+        data.columns,
+        case.output,
     )
     assert_close(got.double(), expected(data, packed, bits), **tolerance(case))

@@ -126,7 +126,7 @@ def test_wrong_pieces_touch_nothing_else() -> None:
         for broken in _changed(targets[:2], value):
             emulated.combine(source, broken, pieces, lengths, numel, torch.float32)
             emulated.spread(
-                torch.ones(numel), broken, *(pieces, lengths), source.numel(), torch.float32
+                torch.ones(numel), broken, pieces, lengths, source.numel(), torch.float32
             )
         for broken in _changed(pieces[:3], value):
             emulated.combine(source, targets, broken, lengths, numel, torch.float32)

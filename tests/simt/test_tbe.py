@@ -35,8 +35,16 @@ def look_up(
     data: Data, weights: Sequence[Tensor], features: Tensor, slots: Tensor | None
 ) -> Tensor:
     return emulated.tbe_lookup(
-        *(weights, features, data.indices, data.repaired, slots, data.bag_layout),
-        *(data.sample_weights, POOLING[data.case.pooling.value], data.columns, data.case.output),
+        weights,
+        features,
+        data.indices,
+        data.repaired,
+        slots,
+        data.bag_layout,
+        data.sample_weights,
+        POOLING[data.case.pooling.value],
+        data.columns,
+        data.case.output,
     )
 
 
@@ -58,7 +66,7 @@ def test_rows_in_other_places_give_the_same_bits(case: Case) -> None:
     grad, rest = data.gradient(), (data.bag_layout, POOLING[case.pooling.value])
     batch = (data.indices, data.repaired)
     got = emulated.tbe_sample_weight_grad(
-        *(grad, there.weights, there.features, *batch, there.slots, *rest)
+        grad, there.weights, there.features, *batch, there.slots, *rest
     )
     want = emulated.tbe_sample_weight_grad(grad, [data.weights], data.features, *batch, None, *rest)
     assert torch.equal(got, want)
@@ -81,8 +89,14 @@ def test_cache_of_another_dtype(case: Case, cache_dtype: torch.dtype) -> None:
         return
     grad = data.gradient()
     got = emulated.tbe_sample_weight_grad(
-        *(grad, there.weights, there.features, data.indices, data.repaired),
-        *(there.slots, data.bag_layout, POOLING[case.pooling.value]),
+        grad,
+        there.weights,
+        there.features,
+        data.indices,
+        data.repaired,
+        there.slots,
+        data.bag_layout,
+        POOLING[case.pooling.value],
     )
     assert_close(got, tbe.sample_weight_grad(grad.double(), *given, case.pooling, extras))
 
@@ -97,8 +111,18 @@ def test_offsets_nobody_repaired(case: Case) -> None:
     groups = emulated.tbe_group(data.features, data.indices, data.offsets, None, data.total_rows)
     hyper = torch.tensor(HYPER["sgd"], dtype=torch.float64)
     emulated.tbe_update_(
-        *([data.weights], [], hyper, OPTIMIZER["sgd"], out, data.features),
-        *(*groups, data.offsets, None, None, scales, pooling),
+        [data.weights],
+        [],
+        hyper,
+        OPTIMIZER["sgd"],
+        out,
+        data.features,
+        *groups,
+        data.offsets,
+        None,
+        None,
+        scales,
+        pooling,
     )
 
 
@@ -146,8 +170,18 @@ def test_update(case: Case, optimizer: str) -> None:
     tbe.update_(want, want_states, hyper, optimizer, data.weight_grad(grad), data.features, groups)
     weights, before = data.weights.clone(), data.weights.clone()
     emulated.tbe_update_(
-        *([weights], states, hyper, OPTIMIZER[optimizer], grad, data.features, *_groups(data)),
-        *(data.repaired, None, data.bag_layout, data.sample_weights, POOLING[case.pooling.value]),
+        [weights],
+        states,
+        hyper,
+        OPTIMIZER[optimizer],
+        grad,
+        data.features,
+        *_groups(data),
+        data.repaired,
+        None,
+        data.bag_layout,
+        data.sample_weights,
+        POOLING[case.pooling.value],
     )
     assert_close(weights, want)
     for got, expected in zip(states, want_states, strict=True):
@@ -163,8 +197,14 @@ def test_row_grads(case: Case) -> None:
     data, dim = Data(case), (*case.dims, 8)[0]
     grad, groups = data.gradient(), _groups(Data(case))
     got = emulated.tbe_row_grads(
-        *(grad, data.features, *groups),
-        *(data.repaired, data.bag_layout, data.sample_weights, POOLING[case.pooling.value], dim),
+        grad,
+        data.features,
+        *groups,
+        data.repaired,
+        data.bag_layout,
+        data.sample_weights,
+        POOLING[case.pooling.value],
+        dim,
     )
     rows, count = groups[0], groups[-1].item()
     dense = data.weight_grad(grad).view(-1, dim)
@@ -182,7 +222,7 @@ def test_sample_weight_grad(case: Case) -> None:
         want = tbe.sample_weight_grad(grad.double(), *given, case.pooling, data.extras)
     batch = (data.indices, data.repaired, None, data.bag_layout)
     got = emulated.tbe_sample_weight_grad(
-        *(grad, [data.weights], data.features, *batch, POOLING[case.pooling.value])
+        grad, [data.weights], data.features, *batch, POOLING[case.pooling.value]
     )
     assert_close(got, want)
 
@@ -209,13 +249,7 @@ def test_bounds_check(case: Case) -> None:
     if violations[0] > 0:
         with pytest.raises(RuntimeError, match="bounds_check: indices must be in"):
             emulated.bounds_check(
-                *(
-                    data.indices,
-                    data.repaired,
-                    data.features,
-                    data.bag_layout,
-                    BOUNDS_CHECK["fatal"],
-                )
+                data.indices, data.repaired, data.features, data.bag_layout, BOUNDS_CHECK["fatal"]
             )
 
 
@@ -261,8 +295,18 @@ def test_hot_row_of_many_chunks_is_deterministic() -> None:
         weights = torch.zeros(6 * 24)
         groups = emulated.tbe_group(features, indices, offsets, None, 6)
         emulated.tbe_update_(
-            *([weights], [], hyper, OPTIMIZER["sgd"], grad, features, *groups),
-            *(offsets, None, None, None, POOLING["sum"]),
+            [weights],
+            [],
+            hyper,
+            OPTIMIZER["sgd"],
+            grad,
+            features,
+            *groups,
+            offsets,
+            None,
+            None,
+            None,
+            POOLING["sum"],
         )
         results.append(weights[:24].clone())
         want = -0.1 * 7500 * grad.double().sum(0)

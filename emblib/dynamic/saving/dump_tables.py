@@ -179,8 +179,10 @@ def _check(part: PartReader) -> None:
     since = field(path, content, "since", int, type(None))
     numbers = field(path, content, "numbers", list)
     if not 0 <= clock < _NEVER or not 0 <= (since or 0) < _NEVER:
-        raise DumpError(f"{path} is malformed: 'clock' and 'since' are ticks in [0, 2^62), are "
-                        f"{clock} and {since}")  # fmt: skip
+        raise DumpError(
+            f"{path} is malformed: 'clock' and 'since' are ticks in [0, 2^62), are "
+            f"{clock} and {since}"
+        )
     if not all(type(number) in (int, float) for number in numbers):
         raise DumpError(f"{path} is malformed: 'numbers' must be a list of numbers")
     for value in field(path, content, "others", dict).values():

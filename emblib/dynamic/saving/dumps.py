@@ -28,8 +28,18 @@ from torch import Tensor
 from emblib.tables.durable_files import flush_directory, lock, make_directory, replace_json
 
 _FORMAT = 1
-_DTYPES = ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8",
-           "bool")  # fmt: skip
+_DTYPES = (
+    "float64",
+    "float32",
+    "float16",
+    "bfloat16",
+    "int64",
+    "int32",
+    "int16",
+    "int8",
+    "uint8",
+    "bool",
+)
 _PIECE = 1 << 24  # bytes that are copied, checked or written at a time
 
 

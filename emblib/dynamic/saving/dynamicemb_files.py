@@ -402,8 +402,10 @@ def owner(keys: Tensor, world_size: int, dist_type: str) -> Tensor:
     if dist_type == "hash_roundrobin":
         keys = mix(keys - GOLDEN)  # theirs is without our addition
     elif dist_type != "roundrobin":
-        raise ValueError(f"keys follow from dist_type roundrobin and hash_roundrobin, got "
-                         f"{dist_type!r}; load on as many ranks as dumped")  # fmt: skip
+        raise ValueError(
+            f"keys follow from dist_type roundrobin and hash_roundrobin, got "
+            f"{dist_type!r}; load on as many ranks as dumped"
+        )
     # Of keys as unsigned numbers: a negative one stands for 2^64 more.
     return (keys % world_size + (keys < 0) * (2**64 % world_size)) % world_size
 

@@ -312,9 +312,9 @@ def _place_anew(target: Target, entries: Entries) -> tuple[Tensor, int]:
     order = of_entries.best_first(entries, index.order).cpu()
     best = order[: index.capacity(table)]
     keys = entries.keys[best]
-    slots = torch.cat([
-        _place_some(index, table, part.to(device), "none")[0] for part in keys.split(_AT_ONCE)
-    ])  # fmt: skip
+    slots = torch.cat(
+        [_place_some(index, table, part.to(device), "none")[0] for part in keys.split(_AT_ONCE)]
+    )
     if bool((slots < 0).any()):
         hash_key = index.hash_key(table)
         slots = make_room(keys, slots, index.buckets(table), hash_key)
@@ -396,8 +396,15 @@ def _place_some(index: HashIndex, table: int, keys: Tensor, order: str) -> tuple
     given = torch.zeros(len(index.specs), dtype=torch.int64, device=device)
     placed = hash.InsertResult(
         *hash.hash_place_(
-            *(index.tensors(), keys, first, torch.ones_like(first), ends, None, given),
-            *(codes.HASH_ORDER[order], codes.NEWCOMER["wins"]),
+            index.tensors(),
+            keys,
+            first,
+            torch.ones_like(first),
+            ends,
+            None,
+            given,
+            codes.HASH_ORDER[order],
+            codes.NEWCOMER["wins"],
         )
     )
     return placed.slots.cpu(), int((placed.status == hash.EVICTING).sum())

@@ -243,10 +243,11 @@ def _errors_of_ranks() -> Iterator[None]:
         if not all(isinstance(failure, Exception) for failure in failures):
             raise
         said = [
-            str(failure) if isinstance(failure, CheckpointError) else
-            f"{type(failure).__name__}: {failure}"
+            str(failure)
+            if isinstance(failure, CheckpointError)
+            else f"{type(failure).__name__}: {failure}"
             for failure in failures
-        ]  # fmt: skip
+        ]
         raise CheckpointError("; ".join(dict.fromkeys(said))) from error
 
 

@@ -284,11 +284,12 @@ class _Loading:
         Those were counted without a hash key and mean nothing under the hash key of this model.
         """
         older = {
-            leaf.name: leaf for leaf in every
+            leaf.name: leaf
+            for leaf in every
             if leaf.name.endswith(f".sketches.{HASH_KEYS}")
             and leaf.name not in self.saved
             and _beside(leaf.name, "counters") in self.saved
-        }  # fmt: skip
+        }
         for leaf in older.values():
             del leaf.container[leaf.key]
         return [leaf for leaf in every if leaf.name not in older]

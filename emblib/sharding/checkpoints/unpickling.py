@@ -47,9 +47,16 @@ _ADMITTED = {
 _MAX_COUNT = (1 << 63) - 1
 _PATHS = {"pathlib", "pathlib._local"}
 _DAMAGE = (
-    pickle.UnpicklingError, ArithmeticError, AttributeError, EOFError, LookupError, MemoryError,
-    RuntimeError, TypeError, ValueError,
-)  # fmt: skip
+    pickle.UnpicklingError,
+    ArithmeticError,
+    AttributeError,
+    EOFError,
+    LookupError,
+    MemoryError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
 
 
 def read_metadata(data: bytes, path: Path) -> Metadata:

@@ -20,10 +20,21 @@ _PLAIN = {bool, float, int, str, type(None)}
 # The library does without numpy, so its classes are known by their names.
 _NUMPY_SCALARS = {"bool", "bool_", "number", "str_", "bytes_"}
 _NUMPY_CODES = {
-    "b1": "?", "i1": "b", "i2": "h", "i4": "i", "i8": "q",
-    "u1": "B", "u2": "H", "u4": "I", "u8": "Q",
-    "f2": "e", "f4": "f", "f8": "d", "c8": "ff", "c16": "dd",
-}  # fmt: skip
+    "b1": "?",
+    "i1": "b",
+    "i2": "h",
+    "i4": "i",
+    "i8": "q",
+    "u1": "B",
+    "u2": "H",
+    "u4": "I",
+    "u8": "Q",
+    "f2": "e",
+    "f4": "f",
+    "f8": "d",
+    "c8": "ff",
+    "c16": "dd",
+}
 
 
 def read_value(data: io.BytesIO, name: str, path: Path) -> Any:

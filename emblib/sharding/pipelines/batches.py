@@ -120,7 +120,10 @@ def _empty(leaf: Any) -> Any:
         return type(leaf)(keys, values, weights, lengths, stride=0)
     inverse = leaf.inverse_indices_or_none()
     return type(leaf)(
-        *(keys, values, weights, lengths),
+        keys,
+        values,
+        weights,
+        lengths,
         stride_per_key_per_rank=[[0]] * len(keys),
         inverse_indices=None if inverse is None else (inverse[0], inverse[1][:, :0]),
     )

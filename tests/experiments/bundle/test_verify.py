@@ -176,7 +176,7 @@ def test_every_number_follows_from_the_samples(
         ("bundle.json", b'"value": 4.', b'"value": 1.', "is not in the samples"),
         ("report.md", b"of the memory", b"of the time", "report.md does not say"),
     ],
-)  # fmt: skip
+)
 def test_a_forger_who_mends_the_sums_is_found(
     bundle: Path,
     tmp_path: Path,

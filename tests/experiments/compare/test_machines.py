@@ -160,16 +160,28 @@ def test_what_only_one_machine_has_is_left_out_with_its_reason(tmp_path: Path) -
     ("environment", "what", "text"),
     [
         ({"torch": "2.11.0+cpu"}, "torch", "2.13.0 on AMD EPYC, 2 threads; 2.11.0 on another CPU"),
-        ({"git": {"sha": "0123456789ab", "dirty": False}}, "emblib",
-         "c08ea943fc2d on AMD EPYC, 2 threads; 0123456789ab on another CPU"),
-        ({"git": {"sha": "c08ea943fc2d", "dirty": True}}, "emblib",
-         "uncommitted changes on another CPU: what ran is no commit"),
-        ({"huge_pages": "[always] madvise never"}, "huge pages",
-         "always [madvise] never on AMD EPYC, 2 threads; [always] madvise never on another CPU"),
-        ({"variables": {"OMP_WAIT_POLICY": "PASSIVE", "EMBLIB_ISA": "scalar"}}, "EMBLIB_ISA",
-         "not set on AMD EPYC, 2 threads; scalar on another CPU"),
+        (
+            {"git": {"sha": "0123456789ab", "dirty": False}},
+            "emblib",
+            "c08ea943fc2d on AMD EPYC, 2 threads; 0123456789ab on another CPU",
+        ),
+        (
+            {"git": {"sha": "c08ea943fc2d", "dirty": True}},
+            "emblib",
+            "uncommitted changes on another CPU: what ran is no commit",
+        ),
+        (
+            {"huge_pages": "[always] madvise never"},
+            "huge pages",
+            "always [madvise] never on AMD EPYC, 2 threads; [always] madvise never on another CPU",
+        ),
+        (
+            {"variables": {"OMP_WAIT_POLICY": "PASSIVE", "EMBLIB_ISA": "scalar"}},
+            "EMBLIB_ISA",
+            "not set on AMD EPYC, 2 threads; scalar on another CPU",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_differs_besides_the_machine_is_a_red_banner(
     environment: dict[str, Any], what: str, text: str, tmp_path: Path
 ) -> None:
@@ -392,8 +404,9 @@ def test_a_machine_is_added_by_one_command(
     assert asked[1][2].endswith("amd-epyc-2-threads/tt_vs_tbe")
     assert asked[1][3].endswith("another-machine/tt_vs_tbe")
     assert asked[-2:] == [
-        ["-m", "experiments.reference", "write"], ["-m", "experiments.compare.overview", "write"]
-    ]  # fmt: skip
+        ["-m", "experiments.reference", "write"],
+        ["-m", "experiments.compare.overview", "write"],
+    ]
     assert "tbe_vs_torch: did not finish well and is not kept" in capsys.readouterr().err
     assert add_machine.main(["tt_vs_tb"]) == 2
     assert "no experiment 'tt_vs_tb'" in capsys.readouterr().err

@@ -94,10 +94,13 @@ def test_what_was_measured_in_another_mode_or_way_is_not_judged(run: Run) -> Non
 
 def test_of_several_modes_the_published_one_is_beside_it(run: Run) -> None:
     slower = [
-        {**r, "mode": "cold", "samples": {p: [[n, 9 * s] for n, s in v] for p, v in
-                                          r["samples"].items()}}
+        {
+            **r,
+            "mode": "cold",
+            "samples": {p: [[n, 9 * s] for n, s in v] for p, v in r["samples"].items()},
+        }
         for r in run.records
-    ]  # fmt: skip
+    ]
     both = [*slower, *run.records]  # what the GPU's presets measure comes first
     modes = dataclasses.replace(run, records=both, frames={"results": frame(both, "tbe")})
     hot = judge(run, work={"mode": "hot"})
@@ -126,9 +129,12 @@ def test_every_measured_figure_says_its_mode() -> None:
 
 def test_what_follows_from_sizes_must_come_out_anywhere(run: Run) -> None:
     sizes: dict[str, Any] = {
-        "quantity": Quantity.compression, "nature": Nature.exact, "device": "h100_sxm5",
-        "ours": Place("criteo", "tt-8"), "work": {},
-    }  # fmt: skip
+        "quantity": Quantity.compression,
+        "nature": Nature.exact,
+        "device": "h100_sxm5",
+        "ours": Place("criteo", "tt-8"),
+        "work": {},
+    }
     ours = judge(run, value=1.0, **sizes).ours
     assert ours == pytest.approx(222.2, abs=0.1)
     assert judge(run, value=221.0, **sizes).verdict is Verdict.REPRODUCED
@@ -165,8 +171,11 @@ def test_units_of_others_are_computed_as_they_do(run: Run) -> None:
 def test_fbgemms_bandwidth_is_its_own_arithmetic() -> None:
     """Its 978 GB/s and its 0.515 ms are one measurement, by the model that OURS has."""
     (source,) = published.of_experiment("anchor_fbgemm_tbe")
-    by_unit = {f.unit: f for f in source.figures if f.name.endswith("forward and backward")
-               and not f.not_here}  # fmt: skip
+    by_unit = {
+        f.unit: f
+        for f in source.figures
+        if f.name.endswith("forward and backward") and not f.not_here
+    }
     work = by_unit["ms"].work
     lookups = work["T"] * work["B"] * work["L"]
     row: Any = {"phase": "step", "lookups": lookups, "D": work["D"]}
@@ -221,10 +230,12 @@ def test_every_published_figure_is_of_a_case_that_exists(source: Source) -> None
         ("title: x\nsource: s\nurl: y\nrow: []", "unknown key 'row'"),
         ("title: x\nsource: s\nurl: y\nrows: [{name: a, value: 1, unit: s}]", "say `ours:` or"),
         ("title: x\nsource: s\nurl: y\nrows: [{name: a, valu: 1}]", "unknown key 'valu'"),
-        ("title: x\nsource: s\nurl: y\nrows: [{name: a, value: 1, unit: s, quantity: speed}]",
-         "'speed' is not a valid Quantity"),
+        (
+            "title: x\nsource: s\nurl: y\nrows: [{name: a, value: 1, unit: s, quantity: speed}]",
+            "'speed' is not a valid Quantity",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_figure_without_its_source_is_refused(text: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "x.yaml").write_text(text)
     with pytest.raises(ValueError, match=message):

@@ -102,8 +102,10 @@ def test_cells_get_all_their_processes_block_by_block_and_the_answer_first() -> 
     found = list(passes(cells, config))
     answer, others = found[:3], found[3:]
     assert [[(j.cell.section, j.replicate) for j in jobs] for jobs in answer] == [
-        [("b", 0)], [("b", 1)], [("b", 2)]
-    ]  # fmt: skip
+        [("b", 0)],
+        [("b", 1)],
+        [("b", 2)],
+    ]
     for block in range(0, len(others), 3):
         keys = [{job.cell.key for job in jobs} for jobs in others[block : block + 3]]
         assert keys[0] == keys[1] == keys[2]

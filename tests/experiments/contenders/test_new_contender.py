@@ -104,11 +104,19 @@ def test_what_is_not_installed_is_a_row_and_the_others_are_measured(
     environment = os.environ | {"EMBLIB_CONTENDERS": str(tmp_path)}
     done = subprocess.run(
         [
-            sys.executable, "run.py", "+experiment=stacking", "timing=smoke", "device=cpu",
-            *words, f"report.folder={tmp_path / 'runs'}",
+            sys.executable,
+            "run.py",
+            "+experiment=stacking",
+            "timing=smoke",
+            "device=cpu",
+            *words,
+            f"report.folder={tmp_path / 'runs'}",
         ],
-        cwd=harness, env=environment, capture_output=True, text=True,
-    )  # fmt: skip
+        cwd=harness,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     (page,) = (tmp_path / "runs").glob("stacking/*/index.html")
     rows = {r["contender"]: r for r in read_records(page.parent)}

@@ -109,7 +109,7 @@ def test_a_failed_build_says_what_is_wrong(tmp_path: Path) -> None:
         ("CMake Error at a:4 (b):\n  Too old.\n\n", "CMake Error at a:4 (b): Too old."),
         ("nothing known\n", "nothing known"),
         ("", "no output"),
-    ):  # fmt: skip
+    ):
         log.write_text(text)
         assert revisions._complaint(log) == said
 

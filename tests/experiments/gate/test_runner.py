@@ -229,8 +229,14 @@ def made_up(points: list[Point]) -> tuple[Findings, Rules]:
 def test_findings_begin_with_what_is_worst(points: list[Point]) -> None:
     found, _ = made_up(points)
     assert [x.state for x in found.lines] == [
-        "SLOWER", "MISSING", "UNSURE", "NOISY", "FASTER", "SAME", "NEW",
-    ]  # fmt: skip
+        "SLOWER",
+        "MISSING",
+        "UNSURE",
+        "NOISY",
+        "FASTER",
+        "SAME",
+        "NEW",
+    ]
     assert found.status(strict=False) == 3
     assert all(x.reason for x in found.having("MISSING", "UNSURE", "NOISY", "NEW"))
 

@@ -17,11 +17,27 @@ from experiments.report import Run, text
 def record(arm: str, samples: Mapping[str, list[list[float]]], **more: Any) -> dict[str, Any]:
     contender, _, load = arm.partition("@")
     return {
-        "kind": "keys", "cell": "c", "section": "s", "arm": arm, "contender": contender,
-        "label": arm, "load": float(load), "mode": "hot", "status": "ok", "reason": "",
-        "replicate": 0, "samples": samples, "lookups": 1000, "params": {"D": 4}, "rows_scale": 1.0,
-        "slots": 64, "keys_there": 48, "hits": 0.6, "weights_bytes": 512, **more,
-    }  # fmt: skip
+        "kind": "keys",
+        "cell": "c",
+        "section": "s",
+        "arm": arm,
+        "contender": contender,
+        "label": arm,
+        "load": float(load),
+        "mode": "hot",
+        "status": "ok",
+        "reason": "",
+        "replicate": 0,
+        "samples": samples,
+        "lookups": 1000,
+        "params": {"D": 4},
+        "rows_scale": 1.0,
+        "slots": 64,
+        "keys_there": 48,
+        "hits": 0.6,
+        "weights_bytes": 512,
+        **more,
+    }
 
 
 def test_ratios_are_to_the_subjects_find_at_the_same_load() -> None:

@@ -95,8 +95,12 @@ def test_a_contender_that_cannot_do_it_is_a_record() -> None:
 
 
 def test_rates_are_of_the_counted_batches() -> None:
-    samples = {"lookups": [9, 10, 10], "lookup_hits": [9, 5, 6], "rows": [3, 4, 4],
-               "row_hits": [3, 1, 2]}  # fmt: skip
+    samples = {
+        "lookups": [9, 10, 10],
+        "lookup_hits": [9, 5, 6],
+        "rows": [3, 4, 4],
+        "row_hits": [3, 1, 2],
+    }
     assert cache.counted({"samples": samples, "batches": 2}) == cache.Rates(11 / 20, 3 / 8)
 
 

@@ -42,9 +42,13 @@ class Plain(KeyTable):
     """A dict: what every table must agree with."""
 
     operations = (
-        "find", "find_slots", "find_or_insert", "find_or_insert_slots", "insert_or_assign",
+        "find",
+        "find_slots",
+        "find_or_insert",
+        "find_or_insert_slots",
+        "insert_or_assign",
         "insert_and_evict",
-    )  # fmt: skip
+    )
     erases = True
 
     def __init__(self, task: KeyTask) -> None:
@@ -278,11 +282,15 @@ class Lying(Plain):
 @pytest.mark.parametrize(
     ("wrong", "what"),
     [
-        (Forgetful, "is there is not found"), (Crowded, "one slot"), (Inventive, "not there is"),
-        (Stale, "find: values differ"), (Overwriting, "find_or_insert: values differ"),
-        (Keeping, "erase"), (Lying, "gave way is still there"),
+        (Forgetful, "is there is not found"),
+        (Crowded, "one slot"),
+        (Inventive, "not there is"),
+        (Stale, "find: values differ"),
+        (Overwriting, "find_or_insert: values differ"),
+        (Keeping, "erase"),
+        (Lying, "gave way is still there"),
     ],
-)  # fmt: skip
+)
 def test_a_wrong_table_is_found_out(wrong: type[KeyTable], what: str) -> None:
     verify(filled(Plain), SPACE, SPACE.run(0, 480))
     with pytest.raises(Wrong, match=what):

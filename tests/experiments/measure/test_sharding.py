@@ -106,11 +106,25 @@ def record(contender: str, world: int, step: float, **more: Any) -> dict[str, An
         **({"local": [[n, step / 2] for n in range(8)]} if contender in registry.names() else {}),
     }
     return {
-        "kind": "sharding", "cell": f"c W={world} {scaling}", "section": "sweep", "arm": contender,
-        "contender": contender, "label": contender, "mode": "hot", "status": "ok", "reason": "",
-        "replicate": 0, "samples": taken, "lookups": 16, "params": params, "rows_scale": 1.0,
-        "world_size": world, "scaling": scaling, "weights_bytes": 512, **more,
-    }  # fmt: skip
+        "kind": "sharding",
+        "cell": f"c W={world} {scaling}",
+        "section": "sweep",
+        "arm": contender,
+        "contender": contender,
+        "label": contender,
+        "mode": "hot",
+        "status": "ok",
+        "reason": "",
+        "replicate": 0,
+        "samples": taken,
+        "lookups": 16,
+        "params": params,
+        "rows_scale": 1.0,
+        "world_size": world,
+        "scaling": scaling,
+        "weights_bytes": 512,
+        **more,
+    }
 
 
 def test_ratios_are_to_emblibs_counterpart_in_the_same_cell() -> None:

@@ -43,9 +43,16 @@ def test_markdown_has_the_same_parts_in_the_same_order() -> None:
     lines = PAGE.markdown().splitlines()
     assert lines[:5] == ["# a & b", "", "**The headline.** The rest.", "", "*Question: Is it so?*"]
     assert [x for x in lines if x.startswith(("#", "!", "- ", ">"))] == [
-        "# a & b", "> **Careful.**", "> By the way.", "## First", "![A figure](f.png)",
-        "### Inside", "- one", "## Second", "## Folded",
-    ]  # fmt: skip
+        "# a & b",
+        "> **Careful.**",
+        "> By the way.",
+        "## First",
+        "![A figure](f.png)",
+        "### Inside",
+        "- one",
+        "## Second",
+        "## Folded",
+    ]
     assert "| a\\|b | &lt;1> |" in lines
     assert "    x < y" in lines
     assert "\n\n\n" not in PAGE.markdown()

@@ -41,9 +41,16 @@ def test_every_figure_of_the_field_is_there_and_draws(plain: Run) -> None:
     hot = plain.at("hot")
     found = figures.figures(hot)
     assert [f.name for f in found] == [
-        "cost_and_memory", "forest", "speedup", "sweep_throughput", "sweep_ratio", "sweep_memory",
-        "roofline", "published_fbtt_readme", "samples",
-    ]  # fmt: skip
+        "cost_and_memory",
+        "forest",
+        "speedup",
+        "sweep_throughput",
+        "sweep_ratio",
+        "sweep_memory",
+        "roofline",
+        "published_fbtt_readme",
+        "samples",
+    ]
     with style.theme():
         for figure in found:
             assert figure.caption
@@ -85,8 +92,11 @@ def test_the_heatmap_shows_axes_against_each_other_where_they_met(tmp_path: Path
     (figure,) = ratios.speedup_figures(run)
     titles = [p.title for p in figure.panels]
     assert titles == [
-        "TT rank 16, step", "TT rank 16, forward", "EmbeddingBag, step", "EmbeddingBag, forward"
-    ]  # fmt: skip
+        "TT rank 16, step",
+        "TT rank 16, forward",
+        "EmbeddingBag, step",
+        "EmbeddingBag, forward",
+    ]
     numbers = _texts(figure.panels[0])
     assert len(numbers) == 6
     assert all(0.1 < float(n.removesuffix("×")) < 0.6 for n in numbers)
@@ -97,9 +107,7 @@ def test_the_heatmap_of_points_has_a_line_per_point(plain: Run) -> None:
     assert [p.title for p in figure.panels] == ["Step", "Forward"]
     _, axes = plt.subplots()
     figure.panels[0].draw(axes)
-    assert [t.get_text() for t in axes.get_yticklabels()] == [
-        "base point", "D=16", "D=32", "D=128"
-    ]  # fmt: skip
+    assert [t.get_text() for t in axes.get_yticklabels()] == ["base point", "D=16", "D=32", "D=128"]
     plt.close()
 
 

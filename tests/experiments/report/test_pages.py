@@ -327,10 +327,11 @@ def test_an_open_question_says_what_could_have_been_seen(tmp_path: Path) -> None
     for number, record in enumerate(records):
         if record["arm"] == "torch":
             base = next(
-                r for r in records
-                if r["arm"] == "tbe" and (r["cell"], r["replicate"])
-                == (record["cell"], record["replicate"])
-            )  # fmt: skip
+                r
+                for r in records
+                if r["arm"] == "tbe"
+                and (r["cell"], r["replicate"]) == (record["cell"], record["replicate"])
+            )
             factor = 1 + 0.2 * (record["replicate"] - 1)
             record["samples"] = {
                 phase: [[n, s * factor] for n, s in taken]

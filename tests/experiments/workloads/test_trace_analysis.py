@@ -248,9 +248,7 @@ def test_the_report_is_made_of_the_records(run: Path) -> None:
     assert (
         f"{total:,} lookups into {record['analysis']['distinct']:,} distinct rows" in sentences[0]
     )
-    offline = {
-        p["cache_rows"]: p["lookups"] for p in record["analysis"]["hit_rates"]["offline"]
-    }  # fmt: skip
+    offline = {p["cache_rows"]: p["lookups"] for p in record["analysis"]["hit_rates"]["offline"]}
     tenth = min(offline, key=lambda n: abs(n - 0.1 * record["analysis"]["distinct"]))
     assert f"could at best serve {trace_report.percent(offline[tenth])} of them" in sentences[0]
     page = (run / "index.html").read_text()

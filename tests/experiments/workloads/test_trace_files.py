@@ -96,12 +96,9 @@ def read(work: WorkloadConfig, count: int = 9) -> list[list[list[list[int]]]]:
     solved = trace_files.resolve(work, sized=True)
     found = trace_files.batches(solved, workload.table_rows(solved), count)
     return [
-        [
-            [p.tolist() for p in np.split(part.ids, np.cumsum(part.lengths)[:-1])]
-            for part in batch
-        ]
+        [[p.tolist() for p in np.split(part.ids, np.cumsum(part.lengths)[:-1])] for part in batch]
         for batch in found
-    ]  # fmt: skip
+    ]
 
 
 @pytest.mark.parametrize("write", WRITERS)
@@ -159,8 +156,10 @@ def test_an_id_outside_its_table_is_an_error_unless_folding_is_asked_for(
     assert read(of(path, E=4, ids=Ids.fold)) == [[[[1, 2], []], [[3], [3]]]]
     pool = workload.make_pool(
         trace_files.resolve(of(path, E=4, ids=Ids.fold), sized=True),
-        (workload.TableShape(4, 4),) * 2, 5, 1,
-    )  # fmt: skip
+        (workload.TableShape(4, 4),) * 2,
+        5,
+        1,
+    )
     assert (pool.folded, len(pool.batches), pool.lookups) == (2, 1, 4)
 
 
