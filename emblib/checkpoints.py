@@ -8,7 +8,7 @@ and write single tables or divide a checkpoint over ranks.
 from emblib.dynamic.keys import owner
 from emblib.dynamic.saving.checkpoint import set_table_entries, table_entries
 from emblib.dynamic.saving.dump_tables import Header, read_header
-from emblib.dynamic.saving.dumps import DumpError, Part, Progress
+from emblib.dynamic.saving.dumps import DumpError, DumpProgress, Part
 from emblib.dynamic.saving.dynamicemb import load_dynamicemb, save_dynamicemb
 from emblib.dynamic.saving.entries import (
     Changes,
@@ -25,11 +25,11 @@ from emblib.dynamic.saving.loading import Loaded
 __all__ = [
     "Changes",
     "DumpError",
+    "DumpProgress",
     "Entries",
     "Header",
     "Loaded",
     "Part",
-    "Progress",
     "as_part",
     "combine",
     "concatenate",

@@ -316,7 +316,7 @@ SLOTS = 32
 
 
 class Eviction(Choice):
-    """Which key of a full bucket gives way to a new one: the least by
+    """The eviction order: a new key replaces the key of a full bucket with the least value.
 
     ========  ==========================================================
     LRU       the step it was last used in
@@ -324,10 +324,10 @@ class Eviction(Choice):
     LRU_LFU   how often it was used, then the step it was last used in
     STEP      the step number that the module counts for each table
     CUSTOM    the score that you set, see `DynamicEmbeddingBags`
-    NONE      none gives way: a full table refuses new keys
+    NONE      no eviction: a full table rejects new keys
     ========  ==========================================================
 
-    Ties go to the smaller key. Keys of the batch at hand never give way.
+    Ties evict the smaller key. Keys of the present batch are never evicted.
     """
 
     LRU = "lru"

@@ -27,7 +27,7 @@ Handles = Mapping[str, TableHandle]
 
 
 @dataclass(frozen=True)
-class FusedTable:
+class FusedTableEntry:
     """A table that backward updates.
 
     Args:
@@ -43,7 +43,7 @@ class FusedTable:
     parameters: Mapping[str, nn.Parameter] = field(default_factory=dict)
 
 
-def fused_tables(prefix: str, handles: Handles) -> list[FusedTable]:
+def fused_tables(prefix: str, handles: Handles) -> list[FusedTableEntry]:
     """Return the tables that backward updates."""
     found = []
     for table, handle in handles.items():
@@ -51,7 +51,7 @@ def fused_tables(prefix: str, handles: Handles) -> list[FusedTable]:
         if parameters:
             named = {f"{prefix}.{table}.{name}": p for name, p in parameters.items()}
             optimizer = handle.kernel.optimizer
-            found.append(FusedTable(optimizer, tuple(named), [handle.kernel], named))
+            found.append(FusedTableEntry(optimizer, tuple(named), [handle.kernel], named))
     return found
 
 
@@ -364,7 +364,7 @@ class TableCollection(nn.Module):
 
     # Fused optimizers, see emblib.collections.optimizers.HasFusedTables
 
-    def fused_tables(self) -> list[FusedTable]:
+    def fused_tables(self) -> list[FusedTableEntry]:
         """Return the tables that backward updates."""
         return fused_tables(self.handles_name, self.handles())
 

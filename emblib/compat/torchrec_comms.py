@@ -160,8 +160,10 @@ def alltoall_pooled(
     group: Any = None,
     codecs: QuantizedCommCodecs | None = None,
 ) -> Awaitable[Tensor]:
-    """Pooled rows [sum B, D of this rank] to [B of this rank, sum D]; the tensors of sizes are not
-    needed."""
+    """Send pooled rows [sum B, D of this rank] to [B of this rank, sum D].
+
+    The tensors of sizes are not needed.
+    """
     ranks, how = _how(group, codecs)
     return collectives.alltoall_pooled(
         a2a_pooled_embs_tensor, list(batch_size_per_rank), list(dim_sum_per_rank), ranks, **how

@@ -8,8 +8,9 @@ gradients of replicated tables, which every rank needs, are gathered.
 The ranks of a process group pair up collectives by the order of their calls. Over gloo, a rank that
 calls another collective than its peers makes gloo abort the process. Therefore ranks first exchange
 a header that describes the collective when the tensor is in host memory, and raise on all ranks
-where headers disagree (`_check_headers`). Such a call returns only once every rank has made it; the
-payload is still in flight. Only the collectives of this module carry headers: a rank that calls
+where headers disagree (`_check_headers`). Collectives that follow another one within the same
+forward have no header of their own. A call with a header returns only once every rank has made it;
+the payload is still in flight. Only the collectives of this module carry headers: a rank that calls
 another one instead, such as a barrier, is not detected.
 """
 
@@ -116,7 +117,7 @@ def start_all_to_all(
     if ranks.size == 1:
         return AllToAllAwaitable(received.copy_(sent))
     in_flight = _enter_collective(ranks) if sent.device.type == "cpu" else None
-    if in_flight is not None and has_header:
+    if in_flight is not None and has_header and content not in _WITHIN_FORWARD:
         itemsize = sent.element_size()
         _check_headers(
             [content, _ALL_TO_ALL],
@@ -175,6 +176,8 @@ class _Works:
 # Headers
 
 _ALL_TO_ALL, _ALL_GATHER = range(2)
+# They follow the sizes of the same batch, which had a header: a second one would find nothing new.
+_WITHIN_FORWARD = frozenset({Content.IDS, Content.WEIGHTS, Content.ROWS})
 
 
 def _check_headers(

@@ -343,7 +343,9 @@ _MEET_POLL_SECONDS = 0.02
 def init_distributed(
     backend: str | None = None, *, timeout_seconds: float = 600.0, heartbeat_timeout_s: float = 10.0
 ) -> Iterator[RankGroup]:
-    """Initialize `torch.distributed` for a training script: `with init_distributed() as ranks:`.
+    """Initialize `torch.distributed` for a training script, in a `with` block.
+
+        with init_distributed() as ranks: ...
 
     Makes the process group of all processes that torchrun started, and destroys it at the end of
     the block. Inside the block, failed collectives raise as in `detect_rank_failures`. Without

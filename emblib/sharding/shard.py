@@ -87,7 +87,7 @@ def shard(
             and replaced at all.
         ranks: the processes; left out, all.
         optimizer: of tables that have none of their own; left out, that of their collection.
-        wire: how rows and gradients are encoded on their way.
+        comm_precision: codecs of rows and gradients in transit.
         gradients: whether gradients of tables are the mean or the sum over ranks.
 
     Raises:

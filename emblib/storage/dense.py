@@ -224,7 +224,7 @@ class DenseKernel(TableBatchedEmbeddingBags):
         assert weights is not None
         self.register_buffer("weights", weights.detach(), persistent=False)
         self._offsets = [
-            TableOffset(place.weight_offset, place.row_base, place.rows, place.dim)
+            WeightOffset(place.weight_offset, place.row_base, place.rows, place.dim)
             for place in self._memory.layout.offsets
         ]
 
@@ -257,7 +257,7 @@ class DenseKernel(TableBatchedEmbeddingBags):
         return {**self.__dict__, "table_parameters": [None] * len(self._parts)}
 
 
-class TableOffset(NamedTuple):
+class WeightOffset(NamedTuple):
     """Where a table lies in the weights of a module: first element, first row, size."""
 
     begin: int
@@ -273,7 +273,7 @@ class JoinedTables(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, weights: Tensor, offsets: Sequence[TableOffset], *tables: Any) -> Tensor:
+    def forward(ctx: Any, weights: Tensor, offsets: Sequence[WeightOffset], *tables: Any) -> Tensor:
         """Return `weights`."""
         ctx.offsets = offsets
         return weights.detach()
@@ -286,12 +286,12 @@ class JoinedTables(torch.autograd.Function):
         return None, None, *split(grad, ctx.offsets)
 
 
-def _split_dense(grad: Tensor, offsets: Sequence[TableOffset]) -> list[Tensor]:
+def _split_dense(grad: Tensor, offsets: Sequence[WeightOffset]) -> list[Tensor]:
     flat = grad.reshape(-1)
     return [flat[t.begin : t.begin + t.rows * t.dim].view(t.rows, t.dim) for t in offsets]
 
 
-def _split_sparse(grad: Tensor, offsets: Sequence[TableOffset]) -> list[Tensor]:
+def _split_sparse(grad: Tensor, offsets: Sequence[WeightOffset]) -> list[Tensor]:
     """Split a sparse gradient; its rows ascend, so those of a table are neighbours."""
     rows, values = grad._indices()[0], grad._values()
     firsts = torch.tensor([t.first_row for t in offsets], device=rows.device)

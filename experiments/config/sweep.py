@@ -52,8 +52,10 @@ def variants_of(contender: str) -> str:
 
 @dataclass(frozen=True, order=True)
 class Arm:
-    """One contender of a cell; a TT contender has a rank, one with a cache that cache's size, and
-    a table of keys the share of its slots that is taken."""
+    """One contender of a cell with its variant.
+
+    A TT contender has a rank, one with a cache that cache's size, and a table of keys its load.
+    """
 
     contender: str
     rank: int = 0
@@ -115,8 +117,7 @@ def arms_of(
     fractions: Sequence[float],
     loads: Sequence[float] = (),
 ) -> tuple[Arm, ...]:
-    """Return one arm per contender; per rank of a tensor train, cache size, or load of a table
-    of keys."""
+    """Return one arm per contender and, where it has them, rank, cache size or table load."""
 
     def variants(name: str) -> list[Arm]:
         if loads:

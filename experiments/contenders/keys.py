@@ -28,11 +28,11 @@ class KeyTask:
 
 
 class KeyTable(ABC):
-    """A hash table, built for a KeyTask. `prepare`, `fill` and `erase` are never timed; those that
-    `operations` names are.
+    """A hash table, built for a KeyTask.
 
-    Slots are int64, `absent` for a key that is not there; equal keys have equal slots. Values are
-    float32 [keys, dim].
+    The operations that `operations` names are timed; `prepare`, `fill` and `erase` never are. Slots
+    are int64, `absent` for a missing key; equal keys have equal slots. Values are float32 [keys,
+    dim].
     """
 
     operations: ClassVar[tuple[str, ...]] = ("find_slots",)

@@ -283,8 +283,11 @@ def _mean(found: Sequence[tuple[Record, Mapping[str, Any]]], name: str) -> float
 
 
 def agreement(rows: pd.DataFrame) -> tuple[float, float, int]:
-    """Return Spearman's rank correlation of predicted and measured steps, the median factor
-    (>= 1), and how many points there are; of those that were measured."""
+    """Compare predicted with measured steps.
+
+    Returns Spearman's rank correlation, the median factor (>= 1), and the number of measured
+    points.
+    """
     measured = rows[~rows["beyond"]] if len(rows) else rows
     if len(measured) < 3:
         return math.nan, math.nan, len(measured)

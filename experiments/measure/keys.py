@@ -32,8 +32,11 @@ from experiments.workloads.workload import table_shapes
 
 
 class TimedCall(ABC):
-    """An operation with what comes before it; `repeats` calls that are timed together count as one
-    of their mean, where a few of them take most of the time."""
+    """An operation with its preparation.
+
+    `repeats` calls that are timed together count as one of their mean, where a few of them take
+    most of the time.
+    """
 
     repeats: int = 1
 

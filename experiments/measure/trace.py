@@ -107,5 +107,5 @@ def _numbered(pool: Pool, tables: int) -> list[list[Ids]]:
 
 
 def _linear(parts: list[Ids], tables: int) -> Ids:
-    """Number the rows of all tables; those of table f are f, f + F, f + 2F, ..."""
+    """Return the rows of all tables in one numbering: table f has f, f + F, f + 2F, ..."""
     return np.concatenate([ids * tables + f for f, ids in enumerate(parts)])

@@ -73,8 +73,11 @@ FIT_ROUNDS = 4000
 
 @dataclass(frozen=True)
 class Rates:
-    """Classes of rows, slowest first: lookups expected of a row per published batch, and how many
-    rows of that class there are for each row that the published batch looked up."""
+    """Classes of rows, slowest first.
+
+    The expected lookups of a row per published batch, and the number of rows of the class per row
+    that the published batch looked up.
+    """
 
     rate: Reals
     rows: Reals

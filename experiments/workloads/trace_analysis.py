@@ -266,8 +266,7 @@ def _share(part: float, whole: float) -> float:
 
 
 def spectrum(lookups: Lookups) -> Numbers:
-    """Return the share of rows and of lookups by how often a row is looked up, in the bins of
-    `production.EDGES`."""
+    """Return shares of rows and lookups by lookups per row, in the bins of `production.EDGES`."""
     rows, share = production.histograms(lookups.counts)
     return {"edges": list(production.EDGES), "rows": rows.tolist(), "lookups": share.tolist()}
 
@@ -338,8 +337,10 @@ def _rates(size: int, lookups: int, rows: int, trace: cache_bounds.Trace) -> Num
 
 
 def hit_rates(trace: cache_bounds.Trace, fractions: Sequence[float]) -> Numbers:
-    """Return what caches serve of the counted batches: LRU at any size, ideals at `fractions` of
-    the distinct rows of the trace."""
+    """Return what caches serve of the counted batches.
+
+    LRU at any size, ideals at `fractions` of the distinct rows of the trace.
+    """
     distinct = len(np.unique(trace.rows))
     sizes = sorted({max(1, round(f * distinct)) for f in fractions})
     distance = batch_distances(trace)

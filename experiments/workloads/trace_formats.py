@@ -244,8 +244,11 @@ class Criteo(Reader):
 
 
 class Csv(Reader):
-    """A line of names, then a line per sample: in each column an id, or ids separated by blanks,
-    ';' or '|', or a list in brackets. An empty field is an empty bag. .gz as well."""
+    """A line of names, then one line per sample.
+
+    A column has an id, or ids separated by blanks, ';' or '|', or a list in brackets. An empty
+    field is an empty bag. .gz as well.
+    """
 
     def columns(self) -> list[Column]:
         """Return the columns as the first line names them."""

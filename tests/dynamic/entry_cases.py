@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from emblib.dynamic.saving.dump_tables import Dump, Table
+from emblib.dynamic.saving.dump_tables import Dump, DumpedTable
 from emblib.dynamic.saving.entries import Entries
 
 EDGES = [0, 1, -1, -2, -3, -4, 2**63 - 1, -(2**63), 2**62, -(2**62)]
@@ -40,8 +40,8 @@ def make(count: int, dim: int = 6, seed: int = 0, *, scored: bool = False) -> En
     return Entries(found, stamps, scores if scored else None, rows)
 
 
-def table(entries: Entries, name: str = "items", order: str = "lru") -> Table:
-    return Table(name, order, entries, torch.empty(0, dtype=torch.int64))
+def table(entries: Entries, name: str = "items", order: str = "lru") -> DumpedTable:
+    return DumpedTable(name, order, entries, torch.empty(0, dtype=torch.int64))
 
 
 def assert_same(one: Entries, other: Entries) -> None:

@@ -12,7 +12,7 @@ import torch
 from emblib import DynamicEmbeddingBags, DynamicSpec
 from emblib.dynamic.saving import dump_tables, dumps, entries, snapshots
 from emblib.dynamic.saving.dump_tables import Header
-from emblib.dynamic.saving.dumps import DumpError, Part, Progress, Writer
+from emblib.dynamic.saving.dumps import DumpError, DumpProgress, Part, Writer
 from tests.dynamic import dump_kills
 from tests.dynamic.entry_cases import assert_same, make, only, table
 from tests.tables.kills import run_alone
@@ -60,12 +60,12 @@ def test_any_number_of_ranks_reads_any_other(writers: int, readers: int, tmp_pat
 def test_rows_come_in_pieces_and_are_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told: list[Progress] = []
+    told: list[DumpProgress] = []
     given = make(100)
     monkeypatch.setattr(dump_tables, "_PIECE", 10 * 6 * 4)
     dump_tables.write(tmp_path, [table(given)], Header("x", 50), report=told.append)
     assert_same(only(dump_tables.read(tmp_path)), given)
-    assert told[0] == Progress("items", 10, 100)
+    assert told[0] == DumpProgress("items", 10, 100)
     assert [each.done for each in told].count(100) == 3
 
 
@@ -144,7 +144,7 @@ def test_what_fails_leaves_the_dump_that_was_there(tmp_path: Path) -> None:
     write(tmp_path, 500)
     before = sorted(os.listdir(tmp_path))
 
-    def fail(progress: Progress) -> None:
+    def fail(progress: DumpProgress) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):

@@ -15,7 +15,7 @@ from emblib.dynamic.saving import entries as of_entries
 from emblib.dynamic.saving import loading
 from emblib.dynamic.saving import loading as cuckoo
 from emblib.dynamic.saving.entries import Entries
-from emblib.dynamic.saving.loading import Loaded, Target
+from emblib.dynamic.saving.loading import Loaded, TableTarget
 from emblib.ops.hash import Keys
 from emblib.optim import PartialRowwiseAdam
 from emblib.specs import DynamicSpec, Eviction, Precision
@@ -32,7 +32,7 @@ def target(
     eviction: Eviction = Eviction.LRU,
     precision: Precision | None = None,
     **more: object,
-) -> Target:
+) -> TableTarget:
     """The second of two tables, so that offsets matter; the first has keys that must stay."""
     specs = [
         DynamicSpec(64, 3, eviction=eviction),
@@ -44,7 +44,7 @@ def target(
     rows = RowBuffers(planes, layout.moves(CPU))
     given = torch.zeros(2, dtype=torch.int64) if eviction is Eviction.CUSTOM else None
     index.insert(keys_of(torch.arange(40), 0), batch_scores=given, rows=rows)
-    return Target(index, 1, "items", layout.views(planes, 1), rows)
+    return TableTarget(index, 1, "items", layout.views(planes, 1), rows)
 
 
 def keys_of(keys: Tensor, table: int) -> Keys:

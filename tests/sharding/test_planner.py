@@ -21,7 +21,7 @@ from emblib.sharding.planner.enumerate import Domain, Option, Unit, options_of
 from emblib.sharding.planner.estimate import Load
 from emblib.sharding.planner.feasible import _Search
 from emblib.sharding.planner.report import predict
-from emblib.sharding.planner.search import Choice, RankCosts
+from emblib.sharding.planner.search import PlacedOption, RankCosts
 from emblib.sharding.planner.topology import MemoryNeed
 from emblib.sharding.sharding_types import ShardingType
 from emblib.storage import Hash, MemoryBytes
@@ -132,11 +132,11 @@ def _small_problem(seed: int) -> tuple[Planner, list[TableWorkload]]:
     return planner_of(topology), works
 
 
-def _all_choices(option: Option, loads: RankCosts) -> Iterator[Choice]:
+def _all_choices(option: Option, loads: RankCosts) -> Iterator[PlacedOption]:
     places = [range(loads.num_targets(unit)) for unit in option.units]
     for targets in itertools.product(*places):
         if len(set(targets)) == len(targets) or option.units[0].domain is Domain.WORLD:
-            yield Choice(option, targets)
+            yield PlacedOption(option, targets)
 
 
 def _exists(planner: Planner, works: Sequence[TableWorkload]) -> bool:
@@ -247,7 +247,7 @@ def test_plans_tile_their_tables_and_cost_what_the_search_said(seed: int) -> Non
             targets = tuple(
                 (t + u) % loads.num_targets(unit) for u, unit in enumerate(option.units)
             )
-            loads.add(Choice(option, targets))
+            loads.add(PlacedOption(option, targets))
             sharding = option.sharding(work, topology, targets)
             sharding.check(work.name, shape_of(work.config), 8)
             shardings[work.config.name] = sharding

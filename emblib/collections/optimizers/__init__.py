@@ -9,7 +9,7 @@ work on them; their state dicts have parameter names.
 from emblib.collections.optimizers.fused import (
     FusedOptimizer,
     FusedParams,
-    FusedTable,
+    FusedTableEntry,
     HasFusedTables,
     apply_optimizer_in_backward,
     from_fused_params,
@@ -32,7 +32,7 @@ __all__ = [
     "CombinedOptimizer",
     "FusedOptimizer",
     "FusedParams",
-    "FusedTable",
+    "FusedTableEntry",
     "GradientClipping",
     "GradientClippingOptimizer",
     "HasFusedTables",

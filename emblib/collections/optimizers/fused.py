@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from emblib import optim
 from emblib.collections.configs import TableConfig
-from emblib.collections.modules import FusedTable
+from emblib.collections.modules import FusedTableEntry
 from emblib.collections.optimizers.keyed import KeyedOptimizer, State
 from emblib.optim import Optimizer
 from emblib.storage.handles import TableHandle, handle_of, is_marked_by_torch
@@ -22,7 +22,7 @@ from emblib.storage.handles import TableHandle, handle_of, is_marked_by_torch
 class HasFusedTables(Protocol):
     """A module with tables that backward updates, such as a collection, sharded or not."""
 
-    def fused_tables(self) -> Sequence[FusedTable]:
+    def fused_tables(self) -> Sequence[FusedTableEntry]:
         """Return the tables: the same, in the same order, on every rank."""
 
     def optimizer_state(self) -> dict[str, dict[str, Tensor]]:
@@ -32,7 +32,7 @@ class HasFusedTables(Protocol):
         """Load the result of `optimizer_state`."""
 
 
-__all__ = ["FusedOptimizer", "FusedTable", "HasFusedTables"]
+__all__ = ["FusedOptimizer", "FusedTableEntry", "HasFusedTables"]
 
 
 class FusedOptimizer(KeyedOptimizer):
@@ -52,7 +52,7 @@ class FusedOptimizer(KeyedOptimizer):
 
     def __init__(self, modules: Mapping[str, HasFusedTables]) -> None:
         self._modules_by_path = dict(modules)
-        found: dict[Optimizer, list[tuple[str, FusedTable]]] = {}
+        found: dict[Optimizer, list[tuple[str, FusedTableEntry]]] = {}
         for path, module in modules.items():
             for table in module.fused_tables():
                 found.setdefault(table.optimizer, []).append((_joined(path, ""), table))

@@ -25,7 +25,7 @@ from emblib.dynamic.saving import dumps, loading
 from emblib.dynamic.saving.dump_tables import rows_at_a_time
 from emblib.dynamic.saving.dumps import DumpMismatchError, Report
 from emblib.dynamic.saving.entries import Entries, Rows
-from emblib.dynamic.saving.loading import Loaded, Target
+from emblib.dynamic.saving.loading import Loaded, TableTarget
 from emblib.tables.locks import atomic
 from emblib.tables.parameters import caller_level
 
@@ -41,9 +41,11 @@ _SKETCH_HASH_KEYS = f"admission.sketches.{HASH_KEYS}"
 # Entries of a table
 
 
-def target_of(module: "DynamicEmbeddingBags", table: int, hash_key: int | None = None) -> Target:
+def target_of(
+    module: "DynamicEmbeddingBags", table: int, hash_key: int | None = None
+) -> TableTarget:
     """Return a table of a module as a target of `emblib.dynamic.saving.loading`."""
-    return Target(
+    return TableTarget(
         index=module.index,
         table=table,
         name=module.table_names[table],

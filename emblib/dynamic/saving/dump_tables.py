@@ -12,9 +12,9 @@ from emblib.dynamic.saving import entries as of_entries
 from emblib.dynamic.saving import entries as state_dict_parts
 from emblib.dynamic.saving.dumps import (
     DumpError,
+    DumpProgress,
     Part,
     PartReader,
-    Progress,
     Report,
     Writer,
     field,
@@ -26,7 +26,7 @@ _NEVER = 1 << 62  # no clock comes to that
 _PIECE = 1 << 24  # bytes of rows that are gathered at a time
 
 
-class Table(NamedTuple):
+class DumpedTable(NamedTuple):
     """A table in a dump; `removed` are the keys that left it, in a dump of changes."""
 
     name: str
@@ -42,7 +42,7 @@ class Dump(NamedTuple):
     the tables are whole), `numbers` those of the optimizer, `others` what else was given.
     """
 
-    tables: dict[str, Table]
+    tables: dict[str, DumpedTable]
     clock: int
     since: int | None
     numbers: list[float]
@@ -60,7 +60,7 @@ class Header(NamedTuple):
 
 def write(
     directory: str | Path,
-    tables: Sequence[Table],
+    tables: Sequence[DumpedTable],
     header: Header,
     part: Part = Part(),  # noqa: B008
     report: Report | None = None,
@@ -77,7 +77,7 @@ def write(
         writer.commit({**told, "tables": described, "others": named})
 
 
-def _write_table(writer: Writer, table: Table, report: Report | None) -> dict[str, Any]:
+def _write_table(writer: Writer, table: DumpedTable, report: Report | None) -> dict[str, Any]:
     entries = table.entries
     order = keys.canonical_order(entries.keys).cpu()
     removed = table.removed.cpu()
@@ -116,7 +116,7 @@ def _write_rows(
             array.append(source[index])
             done += index.numel()
             if progress is not None:
-                progress[1](Progress(progress[0], done, order.numel()))
+                progress[1](DumpProgress(progress[0], done, order.numel()))
     return array.description
 
 
@@ -204,7 +204,7 @@ def _check(part: PartReader) -> None:
                 raise DumpError(f"{path} is malformed: {key!r} of table {name!r} has no rows")
 
 
-def _read_table(parts: Sequence[PartReader], name: str, rank: int, world_size: int) -> Table:
+def _read_table(parts: Sequence[PartReader], name: str, rank: int, world_size: int) -> DumpedTable:
     found, removed, order = [], [], "none"
     for part in parts:
         for table in part.content["tables"]:
@@ -225,4 +225,4 @@ def _read_table(parts: Sequence[PartReader], name: str, rank: int, world_size: i
         whole = of_entries.concatenate(found)
     except ValueError as error:
         raise DumpError(f"{parts[0].path.parent} is malformed: table {name!r}: {error}") from error
-    return Table(name, order, whole, torch.cat(removed))
+    return DumpedTable(name, order, whole, torch.cat(removed))

@@ -63,7 +63,7 @@ class Part(NamedTuple):
         return f"part_{self.rank:05d}_of_{self.world_size:05d}"
 
 
-class Progress(NamedTuple):
+class DumpProgress(NamedTuple):
     """How far long work has come: `done` of `total` rows of `table`."""
 
     table: str
@@ -71,7 +71,7 @@ class Progress(NamedTuple):
     total: int
 
 
-Report = Callable[[Progress], None]
+Report = Callable[[DumpProgress], None]
 
 
 def field(path: Path, tree: Any, name: str, *kinds: type) -> Any:

@@ -11,7 +11,7 @@ from emblib.dynamic.hash_index import HashIndex, RowBuffers
 from emblib.dynamic.keys import GOLDEN, mix
 from emblib.dynamic.saving import entries as of_entries
 from emblib.dynamic.saving.dump_tables import rows_at_a_time
-from emblib.dynamic.saving.dumps import Progress, Report
+from emblib.dynamic.saving.dumps import DumpProgress, Report
 from emblib.dynamic.saving.entries import WEIGHT, Chosen, Entries
 from emblib.ops import codes, hash
 from emblib.ops.hash import SCORED, SLOTS, Keys
@@ -179,7 +179,7 @@ _AT_ONCE = 1 << 22  # keys that are placed by one call
 _MAX_TICK = 1 << 62
 
 
-class Target(NamedTuple):
+class TableTarget(NamedTuple):
     """One table of an index, and where its rows are.
 
     Attributes:
@@ -215,7 +215,7 @@ class Loaded(NamedTuple):
     displaced: int
 
 
-def export(target: Target, since: int | None = None) -> Entries:
+def export(target: TableTarget, since: int | None = None) -> Entries:
     """Return the entries of a table, or those used at step `since` or later, by ascending slot.
 
     Keys, stamps and scores are copies on the CPU; rows are copied when they are asked for.
@@ -226,7 +226,7 @@ def export(target: Target, since: int | None = None) -> Entries:
     return Entries(found.keys.cpu(), found.stamps.cpu(), scores, rows)
 
 
-def check(target: Target, entries: Entries) -> None:
+def check(target: TableTarget, entries: Entries) -> None:
     """Raise ValueError where entries do not fit a table, before anything is written."""
     _check_rows(target, entries)
     if target.index.order in SCORED and entries.scores is None and len(entries):
@@ -243,7 +243,7 @@ def check(target: Target, entries: Entries) -> None:
     entries.check_distinct()
 
 
-def _check_rows(target: Target, entries: Entries) -> None:
+def _check_rows(target: TableTarget, entries: Entries) -> None:
     unknown = sorted(entries.rows.keys() - target.views.keys())
     missing = sorted(target.views.keys() - entries.rows.keys())
     if unknown or (missing and len(entries.rows) > 1) or WEIGHT not in entries.rows:
@@ -260,7 +260,7 @@ def _check_rows(target: Target, entries: Entries) -> None:
             )
 
 
-def replace(target: Target, entries: Entries, report: Report | None = None) -> Loaded:
+def replace(target: TableTarget, entries: Entries, report: Report | None = None) -> Loaded:
     """Let a table have these entries and no others; the best of them where not all fit.
 
     The best are those that would be evicted last. A table takes as many as it has rows, unless some
@@ -272,7 +272,7 @@ def replace(target: Target, entries: Entries, report: Report | None = None) -> L
     return _put(target, entries, report, _place_anew)
 
 
-def put(target: Target, entries: Entries, report: Report | None = None) -> Loaded:
+def put(target: TableTarget, entries: Entries, report: Report | None = None) -> Loaded:
     """Write entries over those of a table that have their keys, and add the others.
 
     Where both buckets of a key are full, entries move to their other buckets, so that a table which
@@ -284,10 +284,10 @@ def put(target: Target, entries: Entries, report: Report | None = None) -> Loade
 
 
 def _put(
-    target: Target,
+    target: TableTarget,
     entries: Entries,
     report: Report | None,
-    place: Callable[[Target, Entries], tuple[Tensor, int]],
+    place: Callable[[TableTarget, Entries], tuple[Tensor, int]],
 ) -> Loaded:
     index, table = target.index, target.table
     counters = index.counters[table].clone()
@@ -305,7 +305,7 @@ def _put(
     return Loaded(len(entries) - left_out, left_out, displaced)
 
 
-def _place_anew(target: Target, entries: Entries) -> tuple[Tensor, int]:
+def _place_anew(target: TableTarget, entries: Entries) -> tuple[Tensor, int]:
     """Return a slot of an empty table for the best entries, -1 for the others."""
     index, table = target.index, target.table
     device = index.tags.device
@@ -330,7 +330,7 @@ def _place_anew(target: Target, entries: Entries) -> tuple[Tensor, int]:
     return placed, 0
 
 
-def _place_among(target: Target, entries: Entries) -> tuple[Tensor, int]:
+def _place_among(target: TableTarget, entries: Entries) -> tuple[Tensor, int]:
     """Return a slot for every entry, -1 for none, and the number of evicted entries."""
     index, table = target.index, target.table
     device = index.tags.device
@@ -355,7 +355,7 @@ def _place_among(target: Target, entries: Entries) -> tuple[Tensor, int]:
     return slots, displaced
 
 
-def _rearrange(target: Target, refused: Tensor) -> int:
+def _rearrange(target: TableTarget, refused: Tensor) -> int:
     """Move entries to their other buckets until keys that were refused have slots as well.
 
     Returns how many entries of the table have none any more, because not all could be placed.
@@ -410,7 +410,7 @@ def _place_some(index: HashIndex, table: int, keys: Tensor, order: str) -> tuple
     return placed.slots.cpu(), int((placed.status == hash.EVICTING).sum())
 
 
-def _write(target: Target, entries: Entries, slots: Tensor, report: Report | None) -> None:
+def _write(target: TableTarget, entries: Entries, slots: Tensor, report: Report | None) -> None:
     """Stamps, scores and rows of the entries that have a slot."""
     index, device = target.index, target.index.tags.device
     there = (slots >= 0).nonzero().view(-1)
@@ -432,17 +432,17 @@ def _write(target: Target, entries: Entries, slots: Tensor, report: Report | Non
                     view[at] = rows[part].to(view)
                 done += part.numel()
                 if report is not None:
-                    report(Progress(target.name, done, there.numel()))
+                    report(DumpProgress(target.name, done, there.numel()))
 
 
-def erase(target: Target, keys: Tensor) -> int:
+def erase(target: TableTarget, keys: Tensor) -> int:
     """Remove those of the keys that are there; how many these were."""
     before = target.index.size(target.table)
     target.index.erase(Keys.of(keys.to(target.index.tags.device), target.table))
     return before - target.index.size(target.table)
 
 
-def absent(target: Target, keys: Tensor) -> Tensor:
+def absent(target: TableTarget, keys: Tensor) -> Tensor:
     """Those of the keys that are not there, on the CPU."""
     found = target.index.find(Keys.of(keys.to(target.index.tags.device), target.table))
     return keys.cpu()[found.cpu() < 0]

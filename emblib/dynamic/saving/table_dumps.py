@@ -19,7 +19,7 @@ from emblib.dynamic.saving.checkpoint import (
     table_entries,
     target_of,
 )
-from emblib.dynamic.saving.dump_tables import Dump, Header, Table
+from emblib.dynamic.saving.dump_tables import Dump, DumpedTable, Header
 from emblib.dynamic.saving.dumps import Part, Report
 from emblib.dynamic.saving.entries import Changes
 from emblib.dynamic.saving.loading import Loaded
@@ -49,7 +49,7 @@ def save(
         }
     else:
         tables = changes_since(module, since).tables
-    saved = [Table(name, module.index.order, *found) for name, found in tables.items()]
+    saved = [DumpedTable(name, module.index.order, *found) for name, found in tables.items()]
     identity = str(tick) if identity is None else identity
     header = Header(identity, tick, since, module.hyperparams.tolist())
     others = child_state(module)

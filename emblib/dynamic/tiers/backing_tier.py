@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from emblib.dynamic.hash_index import InsertedBatch
-from emblib.dynamic.saving.dumps import Progress, Report
+from emblib.dynamic.saving.dumps import DumpProgress, Report
 from emblib.dynamic.saving.entries import Chosen, Entries, Joined, best_first
 from emblib.dynamic.saving.loading import Loaded
 from emblib.dynamic.tiers.store import (
@@ -380,7 +380,7 @@ class BackingTier:
                 dropped += self._load(table, entries.take(part))
                 done += part.numel()
                 if report is not None:
-                    report(Progress(self.module.table_names[table], done, len(entries)))
+                    report(DumpProgress(self.module.table_names[table], done, len(entries)))
         return Loaded(len(entries) - dropped, dropped, 0)
 
     def _load(self, table: int, entries: Entries) -> int:

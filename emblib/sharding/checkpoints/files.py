@@ -52,7 +52,7 @@ class _SummedFiles(FileSystem):
             self.sums[Path(path).name] = summing.sums
 
 
-class Writer(dcp.FileSystemWriter):
+class CheckpointWriter(dcp.FileSystemWriter):
     """Write one checkpoint next to the directory's current one, then replace that."""
 
     def __init__(self, path: Path) -> None:
@@ -208,7 +208,7 @@ def write(state: dict[str, Any], path: Path, ranks: RankGroup) -> None:
     with _quiet(), _errors_of_ranks():
         dcp.save(
             state,
-            storage_writer=Writer(path),
+            storage_writer=CheckpointWriter(path),
             process_group=ranks.group,
             no_dist=ranks.group is None,
         )

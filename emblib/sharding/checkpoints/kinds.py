@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from emblib.collections.groups import TableGroups
-from emblib.collections.modules import HYPER, FusedTable
+from emblib.collections.modules import HYPER, FusedTableEntry
 from emblib.columns import Hyper
 from emblib.ops import autograd
 from emblib.optim import Optimizer
@@ -361,10 +361,10 @@ def load_optimizer_state(tables: Tables, state: Mapping[str, Mapping[str, Tensor
         kernel.set_step(int(hyper[Hyper.STEP]))
 
 
-def fused_tables(tables: Tables, prefix: str) -> list[FusedTable]:
+def fused_tables(tables: Tables, prefix: str) -> list[FusedTableEntry]:
     """Return the tables with a fused optimizer, with their local shards."""
     return [
-        FusedTable(
+        FusedTableEntry(
             table.optimizer,
             tuple(f"{prefix}{table.name}.{name}" for name in table.fused_names()),
             table.kernels(),
@@ -429,7 +429,7 @@ class StateOfTables(nn.Module):
         except (ValueError, RuntimeError) as error:
             errors.append(f"{prefix}: {error}")
 
-    def fused_tables(self) -> Sequence[FusedTable]:
+    def fused_tables(self) -> Sequence[FusedTableEntry]:
         """Return the tables that backward updates, in the same order on every rank."""
         spread: Any = self
         return fused_tables(spread, f"{self.handles_name}.")

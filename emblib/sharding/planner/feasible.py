@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from emblib.sharding.layout import shape_of
 from emblib.sharding.planner.enumerate import Domain, Option, Parts, Unit, allowed_types, option_of
-from emblib.sharding.planner.search import Choice, Plan, Problem, RankCosts, place
+from emblib.sharding.planner.search import PlacedOption, Plan, Problem, RankCosts, place
 from emblib.sharding.planner.topology import MemoryNeed
 from emblib.sharding.planner.work import TableWorkload
 from emblib.sharding.sharding_types import Shard, ShardingType
@@ -60,7 +60,7 @@ class _Search:
         remaining: Sequence[Sequence[float]],
     ) -> None:
         self.loads, self.options, self.remaining = loads, options, remaining
-        self.found: list[Choice] = []
+        self.found: list[PlacedOption] = []
         self.steps = 0
 
     def table(self, number: int) -> bool:
@@ -83,7 +83,7 @@ class _Search:
         if len(targets) == len(option.units):
             if not self.loads.common_fits():
                 return False
-            self.found.append(Choice(option, tuple(targets)))
+            self.found.append(PlacedOption(option, tuple(targets)))
             if self.table(number + 1):
                 return True
             self.found.pop()
@@ -152,7 +152,7 @@ def cut_to_fit(problem: Problem, works: Sequence[TableWorkload]) -> Plan:
     world = problem.model.topology.world_size
     size = {t: min(max(o.nbytes(world)) for o in opts) for t, opts in enumerate(problem.options)}
     order = sorted(size, key=lambda t: (_can_cut(problem, works[t]), -size[t], t))
-    loads, plan = problem.loads(), dict[int, Choice]()
+    loads, plan = problem.loads(), dict[int, PlacedOption]()
     for t in order:
         by_bytes = sorted(problem.options[t], key=lambda o: (o.penalty, max(o.nbytes(world))))
         placed = (place(loads, option) for option in by_bytes)
@@ -172,7 +172,7 @@ def _can_cut(problem: Problem, work: TableWorkload) -> bool:
     )
 
 
-def _cut(loads: RankCosts, work: TableWorkload, problem: Problem) -> Choice | None:
+def _cut(loads: RankCosts, work: TableWorkload, problem: Problem) -> PlacedOption | None:
     """Cut a table into blocks of rows sized by the free memory of each rank, the largest first."""
     parts, shape = Parts(work, problem.model, None), shape_of(work.config)
     world, unit = problem.model.topology.world_size, shape.row_unit

@@ -8,7 +8,7 @@ from emblib.sharding.plan import ShardingPlan, ranges
 from emblib.sharding.planner.enumerate import Domain, Option, Parts, option_of
 from emblib.sharding.planner.estimate import PHASES, CostModel
 from emblib.sharding.planner.feasible import size
-from emblib.sharding.planner.search import Choice, RankCosts
+from emblib.sharding.planner.search import PlacedOption, RankCosts
 from emblib.sharding.planner.topology import MemoryNeed
 from emblib.sharding.planner.work import TableWorkload
 from emblib.sharding.sharding_types import ParameterSharding, ShardingType
@@ -107,7 +107,7 @@ def predict(
         if sharding is None:
             raise ValueError(f"the plan says nothing of table {work.name}")
         option = option_for(work, sharding, model)
-        loads.add(Choice(option, (0,) * len(option.units)))
+        loads.add(PlacedOption(option, (0,) * len(option.units)))
         tables.append(_table(work, sharding, option, model.topology.world_size))
     return _prediction(plan, loads, tuple(tables), model)
 

@@ -19,7 +19,7 @@ Targets = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Choice:
+class PlacedOption:
     """An option of a table, and the rank or node of each of its units."""
 
     option: Option
@@ -88,7 +88,7 @@ class RankCosts:
                 disk[rank] += sign * nbytes[3]
             rank += 1
 
-    def add(self, choice: Choice, sign: int = 1) -> None:
+    def add(self, choice: PlacedOption, sign: int = 1) -> None:
         """Add a table (sign 1) or remove it (sign -1)."""
         for unit, target in zip(choice.option.units, choice.targets, strict=True):
             self.move(unit, target, sign)
@@ -193,7 +193,7 @@ class Problem:
         """Return the costs of an empty plan."""
         return RankCosts(self.model, self.free_memory, weighted=self.weighted)
 
-    def loads_of(self, choices: Iterable[Choice]) -> RankCosts:
+    def loads_of(self, choices: Iterable[PlacedOption]) -> RankCosts:
         """Return the costs of a plan."""
         loads = self.loads()
         for choice in choices:
@@ -206,7 +206,7 @@ class Problem:
         return self.tried >= self.max_trials
 
 
-Plan = list[Choice]
+Plan = list[PlacedOption]
 Score = tuple[int, float, float]
 
 
@@ -226,7 +226,9 @@ def _better(new: Score, old: Score) -> bool:
 # Where one table goes
 
 
-def place(loads: RankCosts, option: Option, order: Sequence[int] | None = None) -> Choice | None:
+def place(
+    loads: RankCosts, option: Option, order: Sequence[int] | None = None
+) -> PlacedOption | None:
     """Place every unit on the least loaded rank or node with memory; None if there is none.
 
     `order` ranks to try before the least loaded ones. `loads` is left unchanged.
@@ -245,7 +247,7 @@ def place(loads: RankCosts, option: Option, order: Sequence[int] | None = None) 
     for unit, target in reversed(placed):
         loads.move(unit, target, -1)
     loads.add_common(option, -1)
-    return Choice(option, tuple(targets)) if fits else None
+    return PlacedOption(option, tuple(targets)) if fits else None
 
 
 def _target(
@@ -277,9 +279,9 @@ def greedy(
 
     Stops early, with fewer choices than tables, where a table fits nowhere.
     """
-    loads, plan = problem.loads(), dict[int, Choice]()
+    loads, plan = problem.loads(), dict[int, PlacedOption]()
     for t in order:
-        best: tuple[float, Choice] | None = None
+        best: tuple[float, PlacedOption] | None = None
         for option in problem.options[t]:
             choice = place(loads, option)
             if choice is None:
@@ -307,7 +309,7 @@ def table_wise(problem: Problem) -> Plan:
         for options in problem.options
     ]
     order = sorted(range(len(ranked)), key=lambda t: (-ranked[t][0].seconds(world), t))
-    loads, plan = problem.loads(), dict[int, Choice]()
+    loads, plan = problem.loads(), dict[int, PlacedOption]()
     for t in order:
         placed = (place(loads, option) for option in ranked[t])
         choice = next((c for c in placed if c is not None), None)
@@ -387,7 +389,7 @@ def _choose_anew(problem: Problem, plan: Plan, loads: RankCosts, t: int) -> bool
     return best is not old
 
 
-def _placings(loads: RankCosts, option: Option) -> list[Choice]:
+def _placings(loads: RankCosts, option: Option) -> list[PlacedOption]:
     """Return placements on the ranks that are least loaded in total and in each phase."""
     first = place(loads, option)
     if first is None:
@@ -399,7 +401,7 @@ def _placings(loads: RankCosts, option: Option) -> list[Choice]:
             ranks.append(min(range(len(seconds)), key=seconds.__getitem__))
         for rank in ranks:
             if (rank,) not in found and loads.fits(option.units[0], rank):
-                found[rank,] = Choice(option, (rank,))
+                found[rank,] = PlacedOption(option, (rank,))
     elif option.units and option.units[0].domain is not Domain.WORLD:
         for seconds in loads.seconds:
             order = _by_load(loads, option.units[0], seconds)
@@ -422,7 +424,7 @@ def _slow_ranks(loads: RankCosts) -> list[int]:
     return list(dict.fromkeys(max(range(len(s)), key=s.__getitem__) for s in series))
 
 
-def _on(loads: RankCosts, choice: Choice, rank: int) -> float:
+def _on(loads: RankCosts, choice: PlacedOption, rank: int) -> float:
     """Return the seconds of a table on a rank."""
     total = 0.0
     for unit, target in zip(choice.option.units, choice.targets, strict=True):
@@ -476,7 +478,7 @@ def _swapped(plan: Plan, loads: RankCosts, a: int, b: int) -> bool:
     """Swap the ranks of two tables if that shortens the step; return whether it did."""
     before = score(loads)
     old = plan[a], plan[b]
-    new = Choice(old[0].option, old[1].targets), Choice(old[1].option, old[0].targets)
+    new = PlacedOption(old[0].option, old[1].targets), PlacedOption(old[1].option, old[0].targets)
     for choice in old:
         loads.add(choice, -1)
     if loads.fits(new[0].option.units[0], new[0].targets[0]):
