@@ -6,39 +6,40 @@ finaliser of MurmurHash3 (Appleby, 2011). Cached tables have the highest linear 
 
 Shapes and dtypes, with L lookups, U distinct rows (see `emblib.ops.tbe.Groups`), T tables, S slots:
 
-- `tags` int64 `[sets, 32]`: the linear row of each slot, -1 where there is none
-- `stamps` int64 `[sets, 32]`, -1 where there is no row. LRU: number of the batch that used it last.
-  LFU: above that number, which has 32 bits there, the lookups of its row so far. The smaller
-  is evicted first
-- `counts` int32 `[cached rows]`, LFU: lookups so far of each row, up to 2^31 - 1; those of a row in
-  the cache are in its stamp, and its entry here is out of date
-- `counters` int64 `[T + 1, 8]`, see `COUNTERS`; table by table, then the whole
+- `tags` int64 `[sets, 32]`: the linear row of each slot, -1 if it is empty
+- `stamps` int64 `[sets, 32]`, -1 if the slot is empty. LRU: number of the batch that used it last.
+  LFU: the lookups of its row so far, above the 32 low bits of that number. The lowest is evicted
+  first
+- `counts` int32 `[cached rows]`, LFU: lookups so far of each row, up to 2^31 - 1; that of a row in
+  the cache is in its stamp, and its entry here is out of date
+- `counters` int64 `[T + 1, 8]`, see `COUNTERS`; one row per table, then the totals
 - `clock` int64 `[2]`: number of the batch, number of the oldest batch in flight
 - `tables` int64 `[T, 8]`: `features` of all tables by ascending linear row (column unused)
 - `rows`, `segments`, `lookups`, `count`: of the batch, as `tbe_group` returns them
 - `row_slots` int32 `[L]`: slot of each distinct row, -1 for one that is not in the cache (or not
   cached at all) and from `count` on
-- `evicted` int64 `[L]`: -2 where nothing moves and from `count` on; else the row comes into its
-  slot, which was empty (-1) or held this row
+- `evicted` int64 `[L]`: -2 if the row does not move, and from `count` on; otherwise the row is
+  fetched into its slot, which was empty (-1) or contained the row named here
 - `weights` a list of four tensors (device, host, disk, cache) and `states` as many for every tier,
-  tier after tier; unused ones are empty. States are as long as the weights or have one entry a row
+  tier after tier; unused ones are empty. States are as long as the weights or have one entry per
+  row
 - `hyper` float64, of the optimizer: step and seed of stochastic rounding
 
 `cache_plan_` plans a batch; its policy is a number of `emblib.ops.codes.CACHE_POLICY`. All
-distinct rows probe, and those that are there are stamped. The missing rows of a set take its ways:
-empty ones first, then LRU by age or LFU by lookups and then age; LRU serves the missing rows in
-ascending order, LFU those with most lookups first. A row that a batch in flight uses keeps its way,
-and LFU never replaces a row by one with fewer lookups. A row that finds no way stays in the tier of
-its table, from where it is served.
+distinct rows probe, and hits are stamped. The missing rows of a set take its ways: empty ones
+first, then LRU by age or LFU by lookups and then age. LRU assigns ways to the missing rows in
+ascending order, LFU in order of their lookups, most first. Rows used by a batch in flight are not
+replaced, and LFU never replaces a row by one with fewer lookups. A row that gets no way stays in
+the tier of its table and is read from there.
 
-`cache_move_` then writes back the rows that gave way and fetches the others, with their states.
+`cache_move_` then writes back the evicted rows and fetches the new ones, with their states.
 Where cache and tier have different dtypes, values are rounded: to nearest when fetched, and when
-written back stochastically if the seed is not negative. `cache_flush_` writes back all that is in
-the cache, which stays there.
+written back stochastically if the seed is not negative. `cache_flush_` writes back all rows in the
+cache, which stay there.
 
-`cache_locate` probes and changes nothing: between the plan of a batch and its use another plan may
-have brought its rows in, or in a cache that is not told what is in flight thrown them out.
-`cache_lookup_slots` int32 `[L]` gives every lookup the slot of its row, -1 for none.
+`cache_locate` probes without changing anything: between the plan of a batch and its use another
+plan may have fetched its rows or, if the cache does not know which batches are in flight, evicted
+them. `cache_lookup_slots` int32 `[L]` returns the slot of the row of every lookup, -1 for none.
 
 Results depend on neither the number of threads nor the device. The definition is
 `emblib.reference.cache`.

@@ -1,41 +1,41 @@
-"""Ids on their way to the ranks that hold their rows, and what those ranks pooled on its way back.
+"""Routing: send ids to the ranks that store their rows, and combine the pooled rows they return.
 
-A *unit* is what one holder looks up for one feature: the ids of all bags of the feature that fall
+A *unit* is what one rank looks up for one feature: the ids of all bags of the feature that fall
 into its block of the table. Routing is described by five int64 tensors on the device of the ids,
-with F features, K blocks, U units and bags as `offsets` cuts the L ids:
+with F features, K blocks, U units, L ids, and bags as `offsets` divides the ids:
 
 - `first_bags` `[F + 1]`: feature f has the bags `[first_bags[f], first_bags[f + 1])`
-- `features` `[F, 4]`: `(first_block, num_blocks, rows, rule)`. The ids of a feature without blocks
-  go nowhere
-- `blocks` `[K, 3]`: `(first_row, first_copy, num_copies)`. Rule 0 gives an id to the last block of
-  its feature that begins at or before it; the first begins at row 0. The holder gets
-  `id - first_row`. An id outside `[0, rows)` goes as it is to the holder of row 0, whose lookup
-  repairs it and tells of it as of any other; -1 goes to the first block. Rule 1 gives a key, as
-  it is, to the block that `emblib.dynamic.keys.owner` names
-- `copies` `[C]`: the units that get the ids of a block; each unit occurs once
-- `units` `[U + 1]`: the first bag of each unit in what is sent; a unit has as many bags as its
-  feature, in their order
+- `features` `[F, 4]`, see `RouteFeatureColumn`. The ids of a feature without blocks are dropped
+- `blocks` `[K, 3]`, see `RouteBlockColumn`. By range, an id goes to the last block of its feature
+  that begins at or before it; the first block begins at row 0. The rank receives `id - first_row`.
+  An id outside `[0, rows)` goes unchanged to the rank with row 0, whose lookup repairs and reports
+  it like any other; -1 goes to the first block. By key, a key goes unchanged to the block
+  `emblib.dynamic.keys.owner` returns
+- `copies` `[C]`: the units that receive the ids of a block; each unit occurs once
+- `units` `[U + 1]`: the first bag of each unit in the output; a unit has as many bags as its
+  feature, in the same order
 
-`route_lengths` int `[units[U]]` in the dtype of `ids` is how many ids each bag of each unit gets.
-`route_ids`, given `starts` `[units[U] + 1]`, their sums, and `total`, the last of them, makes
+`route_lengths` int `[units[U]]` in the dtype of `ids`: the number of ids per bag of each unit.
+`route_ids` takes their sums `starts` `[units[U] + 1]` and `total`, the last of them, and returns
 `(out_ids [total], positions int64 [total], out_weights)`: output i is `ids[positions[i]]` as its
-holder knows it. Ids of a bag keep their order.
+rank numbers it. The ids of a bag keep their order.
 
-`combine` makes a flat output of *targets*, int64 `[T, 7]`: `(offset, row stride, rows, width,
-first_piece, end_piece, first_bag)`, each the sum, in float32 and in order, of its `pieces`, int64
-`[P, 3]`: `(offset, row stride, first_row)` in the flat `source`. Where `first_row` is not negative
-the piece has only some rows: `rows[first_row + i]`, int32, is that for row i of the target, -1 if
-there is none. Everything is multiplied by `scale`. Where `first_bag` is not negative, row i is
-divided by `max(lengths[first_bag + i], 1)`. Targets do not overlap and cover the output; pieces do
-not overlap. `spread` is its adjoint: pieces get what their target has, elements of the source that
-no piece names are 0. `source` and `dtype` are float32, float16 or bfloat16.
+`combine` computes a flat output of *targets*, int64 `[T, 7]`, see `TargetColumn`. Each is the sum,
+in float32 and in order, of its `pieces`, int64 `[P, 3]`, see `PieceColumn`, in the flat `source`.
+If `first_row` is not negative, row i of the target uses row `rows[first_row + i]` (int32) of the
+piece, none if that is -1. The sum is multiplied by `scale`. If `first_bag` is not negative, row i
+is divided by `max(lengths[first_bag + i], 1)`. Targets must cover the output without overlap;
+pieces must not overlap. `spread` is the adjoint: pieces receive the gradient of their target, and
+elements of the source that no piece names are 0. `source` and `dtype` are float32, float16 or
+bfloat16.
 
-`gather_segments(values [N, ...], starts [S + 1], order [M], total)` strings together segments
+`gather_segments(values [N, ...], starts [S + 1], order [M], total)` concatenates the segments
 `values[starts[s]:starts[s + 1]]` for s in `order`, `total` rows in all; any dtype.
 
-On the CPU wrong descriptions raise RuntimeError before anything is written; on a GPU, where they
-cannot be read without waiting, nothing outside the tensors is touched. Results depend on neither
-the number of threads nor the device. The definition is `emblib.reference.route`.
+On the CPU wrong descriptions raise RuntimeError before anything is written. On a GPU they cannot be
+read without waiting, and nothing outside the tensors is touched. Results depend on neither the
+number of threads nor the device. The definition is `emblib.reference.route`. The columns are
+defined in `emblib.columns`.
 """
 
 from collections.abc import Sequence

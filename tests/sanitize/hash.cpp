@@ -1,5 +1,6 @@
-// Random calls of the hash ops, on one thread and on several: the bytes must be the same, and the
-// sanitizer that this program is built with must have nothing to say. Prints what was done.
+// Random calls of the hash ops, on one thread and on several: the results must be the same bytes,
+// and the sanitizer that this program is built with must report nothing. Prints the number of
+// plans.
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -17,7 +18,7 @@ using Optional = std::optional<Tensor>;
 namespace {
 
 constexpr int64_t kTables = 2;
-constexpr int64_t kWidths[] = {12, 3};  // bytes a row, by plane
+constexpr int64_t kWidths[] = {12, 3};  // bytes per row, by array
 template <class Function>
 auto op(const char* name) {
   return reinterpret_cast<Function*>(torch::stable::registered_ops().at(name));
@@ -48,7 +49,7 @@ Tensor filled(std::vector<int64_t> sizes, ScalarType type, int byte) {
   return tensor;
 }
 
-// What is drawn once and done with any number of threads.
+// A step, drawn once and run with any number of threads.
 struct Step {
   Tensor ids, starts, tables, counts, given, admitted;
   int kind;
@@ -90,7 +91,7 @@ Plan draw(std::mt19937_64& random, int64_t most_buckets, int64_t most_keys, int6
   return plan;
 }
 
-// Everything that is returned and left behind, as bytes.
+// All results and the final state, as bytes.
 class Record {
  public:
   void add(const Tensor& tensor) {

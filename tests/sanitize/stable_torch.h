@@ -1,5 +1,5 @@
 // The part of torch's stable ABI that the CPU ops use, without torch: tensors of exactly the memory
-// they have, and threads that a sanitizer knows. So the ops run as they are, in a program that is
+// they need, and threads that a sanitizer understands. The unchanged ops run in a program that is
 // built with AddressSanitizer, UBSan or ThreadSanitizer as a whole.
 #pragma once
 

@@ -1,4 +1,4 @@
-"""The awkward cases every emulated kernel is run on, and the reference's answer to them."""
+"""The edge cases on which every emulated kernel runs, and the results of the reference."""
 
 from dataclasses import dataclass, field, replace
 
@@ -51,7 +51,7 @@ class Case:
 
     @property
     def bags(self) -> tuple[int, ...]:
-        """Of each feature."""
+        """Return the bags of each feature."""
         return (self.batch,) * len(self.tables) if self.sizes is None else self.sizes
 
 
@@ -112,7 +112,7 @@ VARIABLE_CASES = [
 
 @dataclass
 class Data:
-    """The tensors of a case; `offsets` as given, `repaired` as the kernels get them."""
+    """The tensors of a case; `offsets` of the caller, `repaired` for the kernels."""
 
     case: Case
     weights: Tensor = field(init=False)
@@ -157,7 +157,7 @@ class Data:
 
     @property
     def extras(self) -> tbe.Extras:
-        """What the reference is to know besides."""
+        """Return the other arguments of the reference."""
         return tbe.Extras(bag_layout=self.bag_layout)
 
     @property
@@ -166,7 +166,7 @@ class Data:
         return self.indices, self.repaired, self.bag_layout
 
     def lookup(self, weights: Tensor, sample_weights: Tensor | None) -> Tensor:
-        """The reference's answer, in the dtype of `weights`."""
+        """Return the result of the reference, in the dtype of `weights`."""
         given = (self.features, self.indices, self.offsets, sample_weights)
         return tbe.lookup(weights, *given, self.case.pooling, self.columns, self.extras)
 

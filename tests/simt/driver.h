@@ -1,6 +1,6 @@
-// What the launchers of tests/simt share. A launcher is an `extern "C"` function that takes one
-// array of words (numbers and addresses, in the order its Python wrapper lists them), runs kernels
-// on the emulated machine and returns null, or what went wrong. One small .cpp a feature.
+// Common code of the launchers of tests/simt. A launcher is an `extern "C"` function that takes one
+// array of words (numbers and addresses, in the order of its Python wrapper), runs kernels on the
+// emulated machine, and returns null or an error message. One small .cpp per feature.
 #pragma once
 
 #include <cstdint>
@@ -23,7 +23,7 @@ class Words {
     return reinterpret_cast<T*>(number());
   }
   Dtype dtype() { return static_cast<Dtype>(number()); }
-  // Two words: address, and whether the numbers are int64.
+  // Read two words: address, and whether the numbers are int64.
   IndexArray indices() {
     const void* data = pointer<const void>();
     return {data, number() != 0};
@@ -33,7 +33,7 @@ class Words {
   const int64_t* next_;
 };
 
-// Runs `body`, returning what it threw.
+// Run `body`; return the message of what it throws, or null.
 template <class Body>
 const char* return_errors(const Body& body) {
   static std::string message;

@@ -1,4 +1,4 @@
-// Emulated hash table: find, use, misses, grow, place, erase, expire and first values of rows.
+// Emulated hash index: find, touch, misses, grow, insert, erase, expire and initial values of rows.
 #include "hash/find.cuh"
 #include "hash/grow.cuh"
 #include "hash/initial.cuh"
@@ -10,7 +10,7 @@
 namespace emb::cuda {
 namespace {
 
-// tags, entries, tables, clock, counters, words of an entry, number of tables, slots
+// tags, entries, tables, clock, counters, words per entry, number of tables, slots
 DeviceIndex read_index(Words* words, int64_t* buckets) {
   DeviceIndex index{};
   index.tags = words->pointer<uint8_t>();
@@ -35,7 +35,7 @@ KeyBatch read_batch(Words* words) {
   return batch;
 }
 
-// Calls `body(work, words)`.
+// Call `body(work, words)`.
 template <class Body>
 const char* worked(const int64_t* call, const Body& body) {
   return return_errors([&](const auto&) {
@@ -90,7 +90,7 @@ extern "C" const char* simt_hash_misses(const int64_t* call) {
   });
 }
 
-// index, batch, slots, ends, admitted, row_layout, number of planes, planes
+// index, batch, slots, ends, admitted, row_layout, number of arrays, arrays
 extern "C" const char* simt_hash_grow(const int64_t* call) {
   return worked(call, [](HostWork& work, Words& words) {
     int64_t buckets;
@@ -154,8 +154,8 @@ extern "C" const char* simt_hash_expire(const int64_t* call) {
   });
 }
 
-// layout, rules, ids, first, ends, slots, seed, number of tables, of planes, of misses; then
-// address and dtype of every plane
+// layout, rules, ids, first, ends, slots, seed, number of tables, of arrays, of misses; then
+// address and dtype of every array
 extern "C" const char* simt_hash_initial_rows(const int64_t* call) {
   return worked(call, [](HostWork& work, Words& words) {
     InitialRows rows{};

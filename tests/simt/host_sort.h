@@ -1,4 +1,4 @@
-// The sort of `group` on the host, in place of CUB: the same buffers in, the same buffers out.
+// The sort of `group` on the host, in place of CUB: the same input and output buffers.
 #pragma once
 
 #include <algorithm>
@@ -11,7 +11,7 @@ namespace emb::cuda {
 
 template <class Key>
 void host_sort(const SortBuffers<Key>& in) {
-  const std::vector<Key> keys(in.keys, in.keys + in.n);  // the runs may take their place
+  const std::vector<Key> keys(in.keys, in.keys + in.n);  // a copy: the runs may reuse the memory
   const std::vector<int32_t> positions(in.positions, in.positions + in.n);
   std::vector<int32_t> order(in.n);
   std::iota(order.begin(), order.end(), 0);

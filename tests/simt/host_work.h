@@ -1,5 +1,4 @@
-// What an op of several steps needs besides kernels, on the host: scratch memory and the sort. The
-// counterpart of DeviceWork.
+// Scratch memory and sorting on the host for an op of several steps: the counterpart of DeviceWork.
 #pragma once
 
 #include <algorithm>
@@ -15,7 +14,8 @@ class HostWork {
  public:
   const simt::HostLauncher& launcher() const { return launcher_; }
 
-  // As much as asked for and no more, for the sanitizer; filled with what no kernel would write.
+  // Allocate exactly the requested size, for the sanitizer, filled with a value that no kernel
+  // writes.
   template <class T>
   T* scratch(int64_t n) {
     const auto size = n * sizeof(T);

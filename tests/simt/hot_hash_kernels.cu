@@ -1,4 +1,4 @@
-// The kernels of dynamic tables that a training step spends its time in, see hot_kernels.cu.
+// The kernels of dynamic tables in which a training step spends its time, see hot_kernels.cu.
 #include "hash/find.cuh"
 #include "hash/grow.cuh"
 #include "hash/initial.cuh"
@@ -7,7 +7,7 @@
 
 namespace emb::cuda {
 
-// Not templates: compiled because something refers to them.
+// Not templates: a reference makes the compiler emit them.
 [[maybe_unused]] void* const kHashKernels[] = {
     reinterpret_cast<void*>(hash_find_kernel),    reinterpret_cast<void*>(hash_touch_kernel),
     reinterpret_cast<void*>(hash_claim_kernel),   reinterpret_cast<void*>(hash_total_kernel),

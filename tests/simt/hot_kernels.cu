@@ -1,5 +1,5 @@
-// The kernels a training step spends its time in, compiled alone to see what the compiler makes of
-// them (test_compile.py): none may keep registers in memory.
+// The kernels in which a training step spends its time, compiled on their own to inspect the
+// compiler's output (test_compile.py): none may spill registers.
 #include "cache/move.cuh"
 #include "cache/plan.cuh"
 #include "group/segments.cuh"
@@ -37,7 +37,7 @@ template __global__ void sample_weight_kernel<bfloat16>(SampleWeightArgs, int);
 template __global__ void lookup_keys_kernel<uint32_t>(LookupKeys, SortBuffers<uint32_t>);
 template __global__ void groups_kernel<uint32_t>(SortBuffers<uint32_t>, GroupOutput);
 
-// Not templates: compiled because something refers to them.
+// Not templates: a reference makes the compiler emit them.
 [[maybe_unused]] void* const kCacheKernels[] = {
     reinterpret_cast<void*>(probe_kernel), reinterpret_cast<void*>(locate_kernel),
     reinterpret_cast<void*>(admit_kernel), reinterpret_cast<void*>(count_kernel),

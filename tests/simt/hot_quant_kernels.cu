@@ -1,5 +1,5 @@
-// The kernels of quantised tables, compiled alone to see what the compiler makes of them
-// (test_compile.py): none may keep registers in memory.
+// The kernels of quantised tables, compiled on their own to inspect the compiler's output
+// (test_compile.py): none may spill registers.
 #include "quant/quant.cuh"
 
 namespace emb::cuda {

@@ -1,5 +1,5 @@
-// The routing kernels of a training step, compiled alone to see what the compiler makes of them
-// (test_compile.py): none may keep registers in memory.
+// The routing kernels of a training step, compiled on their own to inspect the compiler's output
+// (test_compile.py): none may spill registers.
 #include "route/combine.cuh"
 #include "route/route.cuh"
 #include "route/segments.cuh"
@@ -20,7 +20,7 @@ template __global__ void segment_copy_kernel<simt::Pack16>(Segments, const simt:
 template __global__ void segment_copy_kernel<uint64_t>(Segments, const uint64_t*, uint64_t*,
                                                        int64_t, int64_t);
 
-// Not templates: compiled because something refers to them.
+// Not templates: a reference makes the compiler emit them.
 [[maybe_unused]] void* const kRouteKernels[] = {
     reinterpret_cast<void*>(segment_sums_kernel),
     reinterpret_cast<void*>(segment_tiles_kernel),

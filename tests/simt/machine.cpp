@@ -1,11 +1,11 @@
-// Kernels that use the emulated machine rightly and wrongly, to test the machine itself. Also the
-// shortest example of a kernel and its launcher.
+// Kernels that use the emulated machine correctly and incorrectly, to test the machine itself. Also
+// the shortest example of a kernel and its launcher.
 #include "driver.h"
 
 namespace emb::cuda {
 namespace {
 
-// Sum of x[0, n) by one block: butterflies in the warps, shared memory between them.
+// Sum x[0, n) in one block: butterflies in the warps, shared memory between them.
 template <class T>
 __global__ void sum_kernel(const T* x, int64_t n, T* sum) {
   __shared__ T of_warp[32];
@@ -19,7 +19,7 @@ __global__ void sum_kernel(const T* x, int64_t n, T* sum) {
   *sum = value;
 }
 
-// What every collective returns, one row of `out` each, for one warp.
+// Write the result of every collective, one row of `out` each, for one warp.
 __global__ void collectives_kernel(const int32_t* x, int32_t* out) {
   const int lane = static_cast<int>(threadIdx.x);
   const int32_t value = x[lane];
@@ -32,7 +32,7 @@ __global__ void collectives_kernel(const int32_t* x, int32_t* out) {
   put(5, static_cast<int32_t>(__match_any_sync(simt::kFullMask, value)));
   put(6, __reduce_max_sync(simt::kFullMask, value));
   put(7, __reduce_add_sync(simt::kFullMask, value));
-  // Half warps that go different ways, each a collective of its own.
+  // Half warps in different branches, each with a collective.
   if (lane < 16) {
     put(8, __any_sync(0xffffu, value == x[3]));
   } else {
@@ -40,8 +40,8 @@ __global__ void collectives_kernel(const int32_t* x, int32_t* out) {
   }
 }
 
-// What each thread of a block gets from an atomic on a number of its own that starts as x[thread],
-// and what remains; a row of `out` each.
+// For each thread of a block, run an atomic on a separate number that starts as x[thread]; write
+// its result and the new value, one row of `out` each.
 __global__ void atomics_kernel(int32_t* x, int32_t value, int32_t* out) {
   const auto thread = threadIdx.x;
   const auto put = [&](unsigned row, int32_t result) { out[row * blockDim.x + thread] = result; };

@@ -1,4 +1,4 @@
-// Emulated routing: lengths, ids, segments, and pieces of rows combined and spread.
+// Emulated routing: lengths, ids, segments, `combine` and `spread`.
 #include "route/route.cuh"
 
 #include "driver.h"
@@ -63,7 +63,8 @@ extern "C" const char* simt_route_ids(const int64_t* call) {
   });
 }
 
-// starts, order, number of segments, of wanted ones, rows, sums, tiles, values, out, total, bytes
+// starts, order, number of segments, number of wanted ones, rows, sums, tiles, values, out, total,
+// bytes
 extern "C" const char* simt_gather_segments(const int64_t* call) {
   return return_errors([&](const auto& launcher) {
     Words words(call);
@@ -83,8 +84,8 @@ extern "C" const char* simt_gather_segments(const int64_t* call) {
 }
 
 // forward, targets, pieces, number of targets, of pieces, lengths, number of lengths, rows and
-// their number, what 1024 of the scale are, in and its dtype, out and its dtype, elements of the
-// source, of the output
+// their number, 1024 times the scale, in and its dtype, out and its dtype, elements of the source,
+// of the output
 extern "C" const char* simt_combine(const int64_t* call) {
   return return_errors([&](const auto& launcher) {
     Words words(call);

@@ -1,4 +1,4 @@
-"""What nvcc makes of the kernels, and whether the CUDA library is complete. No GPU needed."""
+"""Check kernels compiled by nvcc for spilled registers, and the CUDA library for missing ops."""
 
 import hashlib
 import re

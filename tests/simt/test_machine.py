@@ -1,4 +1,4 @@
-"""The emulated machine itself: collectives return what CUDA's do, broken kernels are told off."""
+"""The emulated machine itself: collectives return what CUDA's do, broken kernels raise errors."""
 
 import pytest
 import torch

@@ -41,7 +41,7 @@ def _changed(tensor: Tensor, value: int) -> list[Tensor]:
 
 @pytest.mark.parametrize("value", [-3, 1 << 40])
 def test_wrong_routing_touches_nothing_else(value: int) -> None:
-    """On a GPU nobody looks at what layouts say; the sanitized run sees every access."""
+    """A GPU does not check the contents of layouts; the sanitized run sees every access."""
     problem = make(Case(bags=(3, 2), most_blocks=3, most_copies=2, seed=2))
     ids, offsets, routing, weights = problem
     starts = problem.starts

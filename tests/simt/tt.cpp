@@ -37,7 +37,7 @@ TtBatch read_batch(Words* words) {
   return batch;
 }
 
-// Exactly as long as asked, so that the sanitizer sees every access outside.
+// Memory of exactly the requested size, so that the sanitizer detects every access outside.
 class Memory {
  public:
   float* operator()(int64_t floats) {
