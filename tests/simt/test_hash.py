@@ -148,9 +148,9 @@ def test_broken_segments() -> None:
         assert int(slots.min()) >= -1
         assert int(slots.max()) < 3 * SLOTS
         misses = OPS["misses"](*keys, slots, None, 2)
-        assert 0 <= int(misses.ends[2]) <= 50
+        assert 0 <= int(misses.offsets[2]) <= 50
         rows = (twin.rows.planes, twin.rows.layout)
-        OPS["grow_"](twin.index, *rows, *keys, slots, misses.ends, None)
+        OPS["grow_"](twin.index, *rows, *keys, slots, misses.offsets, None)
         OPS["erase_"](twin.index, *keys)
 
 
