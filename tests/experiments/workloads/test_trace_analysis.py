@@ -21,7 +21,7 @@ from experiments.config.sweep import Cell, arms_of
 from experiments.kinds import trace as frames
 from experiments.kinds import trace_report
 from experiments.measure.trace import trace_cell
-from experiments.report import Run, notes, pages, write_report
+from experiments.report import Run, notes, pages, text, write_report
 from experiments.run.session import Session
 from experiments.workloads import cache_bounds, distributions, trace_analysis
 from experiments.workloads.trace_analysis import Lookups
@@ -250,7 +250,7 @@ def test_the_report_is_made_of_the_records(run: Path) -> None:
     )
     offline = {p["cache_rows"]: p["lookups"] for p in record["analysis"]["hit_rates"]["offline"]}
     tenth = min(offline, key=lambda n: abs(n - 0.1 * record["analysis"]["distinct"]))
-    assert f"could at best serve {trace_report.percent(offline[tenth])} of them" in sentences[0]
+    assert f"could at best serve {text.percent(offline[tenth])} of them" in sentences[0]
     page = (run / "index.html").read_text()
     for name in ("ideal_hit_rate", "popularity", "repetition", "reuse_distance", "working_set"):
         assert (run / f"{name}.png").stat().st_size > 10_000
