@@ -44,7 +44,7 @@ examples
   python run.py +experiment=tt_vs_tbe rerun=failed          ... once more where something failed
 
 A command that is given again goes on where the last one ended: what an earlier run has measured, of
-the same code on the same machine, is taken from there (rerun=all measures everything anew).
+the same code on the same machine, is taken from there (rerun=all measures everything again).
 
 exit status
   0  done; running out of memory is a result (with strict=true it is a failure)

@@ -63,7 +63,7 @@ def split(
         if s.eviction is Eviction.NONE:
             raise NotImplementedError(
                 f"table {s.name!r} has NO_EVICTION and {s.rows} rows, of which {there} are in "
-                "local_hbm_for_values: rows that do not fit would have to give way; make it larger"
+                "local_hbm_for_values: rows that do not fit would be evicted; make it larger"
             )
     behind = [max(s.rows - there, 1) for there, s in zip(rows, specs, strict=True)]
     mode = TierMode.CACHING if options[0].caching else TierMode.HYBRID

@@ -34,7 +34,7 @@ class DynamicEmbPoolingMode(enum.IntEnum):
 
 
 class DynamicEmbEvictStrategy(enum.Enum):
-    """Which key gives way; it follows from the score strategy."""
+    """The eviction order, which follows from the score strategy."""
 
     LRU = 0
     LFU = 1

@@ -6,8 +6,8 @@ nothing waits for the device, and sums and maxima of integers do not depend on t
 they are taken, so that neither the device nor the number of threads changes a decision.
 
 **Exact**: a table of keys without values, ordered by count (`Eviction.LFU`). A key that is admitted
-leaves it; a key that gives way to others, or finds no place because a bucket is full of keys of
-this batch, starts anew. The count of a key that found no place is that of the batch alone.
+leaves it. A key that is evicted, or rejected because its buckets are full of keys of this batch,
+is counted from zero again. The count of a rejected key is that of the batch alone.
 
 **Sketch** (count-min with conservative update: Cormode and Muthukrishnan, 2005; Estan and Varghese,
 2002): `depth` rows of `width` counters, in each of which a key has one. A key's count is the least

@@ -38,9 +38,9 @@ class Insertion(NamedTuple):
 
     Attributes:
         slots: int64 `[n]`, row of `HashTable.values`; -1 for keys that found no place.
-        status: uint8 `[n]`: `emblib.ops.hash.HIT`, `NEW`, `EVICTING` (another gave way) or
+        status: uint8 `[n]`: `emblib.ops.hash.HIT`, `NEW`, `EVICTING` (another was evicted) or
             `REFUSED`.
-        evicted: what gave way, where it was asked for.
+        evicted: the evicted entries, where requested.
     """
 
     slots: Tensor
@@ -65,7 +65,7 @@ def is_last(slots: Tensor) -> Tensor:
 
 
 class HashTable(nn.Module):
-    """Vectors for keys of any 64 bits, at most `spec.capacity`; the least scored give way.
+    """Vectors for keys of any 64 bits, at most `spec.capacity`; the lowest scores are evicted.
 
     Batches may repeat keys. Values that are written go in order: the last of a key stays. `scores`
     of a call mean what `spec.eviction` makes of them: uses for LFU and LRU_LFU (added up; left
@@ -208,7 +208,7 @@ class HashTable(nn.Module):
     def insert_and_evict(
         self, keys: Tensor, values: Tensor, scores: Tensor | int | None = None
     ) -> Insertion:
-        """As `insert_or_assign`, and returns the rows that gave way, in the order of the keys."""
+        """Call `insert_or_assign` and return the evicted rows in the order of the keys."""
         return self._insert_values(keys, values, scores, with_evicted=True)
 
     def _insert_values(
@@ -367,10 +367,10 @@ class HashTable(nn.Module):
     @torch.no_grad()
     @atomic
     def load(self, rows: TableRows) -> Insertion:
-        """Take rows in as they were exported, with stamps and scores; keys are distinct.
+        """Insert exported rows with their stamps and scores; keys are distinct.
 
-        They are inserted like new keys of one batch, and what does not fit gives way or is refused
-        as it would be. The ticks of the table go on from the newest stamp.
+        They are inserted like new keys of one batch: entries that do not fit are evicted or
+        rejected in the same way. The ticks of the table go on from the newest stamp.
         """
         batch = self._batch(rows.keys)
         values = self._checked(batch, rows.values)

@@ -83,11 +83,11 @@ class KeyStatus(IntEnum):
     """What became of a key.
 
     ============  =================================================================
-    HIT           there before the batch
-    NEW           took an empty slot
-    EVICTING      took the slot of a key that gave way
-    REFUSED       found no place: all it could have are used by this batch, rank
-                  above it, or never give way
+    HIT           in the table before the batch
+    NEW           inserted into an empty slot
+    EVICTING      inserted into the slot of an evicted key
+    REFUSED       rejected: all slots of its buckets hold keys of this batch, keys
+                  that rank above it, or keys that are never evicted
     NOT_ADMITTED  not seen often enough yet
     ============  =================================================================
 

@@ -1,7 +1,7 @@
 """The software cache as dictionaries and lists, one row after the other: the definition of correct.
 
 32-way set-associative. Rows are known by their linear id. `CacheModel.plan` is one batch: what it
-finds, what it brings in, what gives way, and what is counted. `write_back` and `fetch` move one row
+finds, inserts, evicts and counts. `write_back` and `fetch` move one row
 between the cache and the memory tier of its table. The kernels of `csrc/cache` share no code and no
 data structure with this file.
 """
@@ -25,7 +25,7 @@ COUNTERS = (
     "conflict_unique_misses",  # of which found no way and are served from their own tier
     "conflict_misses",  # lookups of those
     "lookup_misses",  # lookups of all rows that were not in the cache when the plan began
-    "write_backs",  # rows that gave way to another, counted with their own table
+    "write_backs",  # evicted rows, counted with their own table
 )
 
 

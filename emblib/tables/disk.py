@@ -149,9 +149,9 @@ class DiskStore:
             make_room(self.directory, sum(file.nbytes for file in [*files, *sum_files]))
             for file in files:
                 file.create()
-        anew = self.created or self._unchecked
+        is_stale = self.created or self._unchecked
         for file in sum_files:
-            if anew or (self._verify is Verify.OFF and not file.fits()):
+            if is_stale or (self._verify is Verify.OFF and not file.fits()):
                 file.create()
         self._files = [*files, *sum_files]
         self.weights, *self.states = (file.map() for file in files)
@@ -223,9 +223,9 @@ class DiskStore:
         self._whole = self.created  # whether all rows may change until the next commit
         if status != "committed" and not self.created:
             raise RuntimeError(
-                f"the tables in {self.directory} were being overwritten as a whole (drawn anew, or "
-                "loaded from a checkpoint) when the process ended, so they are part old, part new; "
-                "delete the directory and do it again"
+                f"the tables in {self.directory} were being overwritten whole (initialised or "
+                "loaded from a checkpoint) when the process ended, so they mix old and new rows; "
+                "delete the directory and start over"
             )
 
     def touch(self, rows: Tensor) -> None:

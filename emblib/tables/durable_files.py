@@ -32,7 +32,7 @@ class SyncError(OSError):
     """A sync failed: part of what was written may be lost, whatever a second sync reports.
 
     Linux marks pages as clean when their write-back fails and reports the failure once. So the
-    store that gets this error must not sync again; it is opened anew and recovers.
+    store that gets this error must not sync again; opening it again recovers it.
     """
 
 
@@ -306,7 +306,7 @@ def saving(path: str | Path) -> Iterator[BinaryIO]:
     """Replace a file that users name and several processes may write: the last one wins.
 
     On leaving, the file is on the disk as a whole, also under its name. What is written goes to a
-    file beside it, whose name no other writer uses.
+    file in the same directory, whose name no other writer uses.
 
     Raises:
         OSError: it could not be written; `path` is what it was.

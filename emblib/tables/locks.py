@@ -37,7 +37,7 @@ class ModuleLock:
             raise RuntimeError(
                 "another thread was using this module when the process forked, so the copy of the "
                 "forked process is incomplete; fork while no other thread uses the module, or load "
-                "it anew in the forked process"
+                "it again in the forked process"
             )
         self._depth += 1
 

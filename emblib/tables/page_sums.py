@@ -103,7 +103,7 @@ class PageSums:
         self.all_known = self._all_changed = False
 
     def resize(self, data: mmap.mmap | None, sums: mmap.mmap | None) -> None:
-        """Follow the file and its checksums, which are mapped anew."""
+        """Follow the file and its checksums, which are mapped again."""
         self._data = memoryview(b"" if data is None else data)
         self._sum_bytes = memoryview(b"" if sums is None else sums)
         if sums is not None:
@@ -166,7 +166,7 @@ class PageSums:
             )
 
     def accept_all(self) -> None:
-        """Take all pages as they are; the next commit makes their checksums anew."""
+        """Accept all pages as they are; the next commit recomputes their checksums."""
         self.all_known = self._all_changed = True
 
     def change(self, pages: Tensor) -> None:

@@ -219,7 +219,7 @@ class SortedKeys(KeyTable):
         return self.keys.nbytes
 
 
-ENTRY_BYTES = 17  # of a slot: a key, what decides who gives way, and a tag
+ENTRY_BYTES = 17  # of a slot: a key, the value that eviction compares, and a tag
 
 
 class RandomLines(KeyTable):

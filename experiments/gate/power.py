@@ -132,7 +132,7 @@ def replay(records: Sequence[Record]) -> dict[int, Trial]:
             trial = trials[number] = Trial(number, record["slow"], attempt)
         trial.remember(record)
     for number, trial in trials.items():
-        if trial.failed:  # begun anew, with other pairs
+        if trial.failed:  # started again, with other pairs
             trials[number] = Trial(number, trial.slow, trial.attempt + 1)
     return trials
 

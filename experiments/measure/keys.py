@@ -237,7 +237,7 @@ def _changing(table: KeyTable, away: Tensor, some: Tensor) -> None:
         _values(table, "find", away, values_of(away, dim))
         gone = _told(table, "find_slots", evicted)
         if len(evicted) and (gone != table.absent).any():
-            raise Wrong("insert_and_evict: a key that it says gave way is still there")
+            raise Wrong("insert_and_evict: a key that it reports as evicted is still there")
     table.erase(away.to(table.task.device))
     if (_told(table, "find_slots", away) != table.absent).any():
         raise Wrong("erase: a key is still there")
@@ -404,7 +404,7 @@ def fill(table: KeyTable, calls: Calls) -> int:
     """Put keys in until as many are there as were asked for; how many that took.
 
     A full table takes more: some of the last ones evict others before every slot is taken. Those
-    that the calls use, the last ones, are put in once more then, as some of them gave way.
+    that the calls use, the last ones, are inserted once more then, as some of them were evicted.
     """
     wanted, put = table.task.resident, 0
     for _ in range(TOPPED + -(-wanted // FILL)):

@@ -94,7 +94,7 @@ class Child:
     def receive(self, watch: Callable[[str], object] | None = None) -> Any:
         """Return the child's next message; raises Died. `watch` gets its notes while it works.
 
-        The limit is on silence: it starts anew whenever the note changes. A child that has not said
+        The limit is on silence: it restarts whenever the note changes. A child that has not said
         anything yet may be loading its libraries, and has at least START_SECONDS.
         """
         noted = self.note

@@ -98,7 +98,7 @@ def _pinned_bytes() -> int | None:
 
 
 def resettable_peak() -> bool:
-    """Whether this system lets a process begin its high-water mark anew."""
+    """Return whether this system lets a process reset its high-water mark."""
     try:
         Path("/proc/self/clear_refs").write_text("5")  # sets VmHWM to VmRSS
     except OSError:

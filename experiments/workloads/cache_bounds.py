@@ -3,8 +3,8 @@
 A trace is a sequence of batches; a batch is a set of distinct rows, each with its lookups. That is
 how a cache in front of a table sees it: all rows of a batch are probed at once, before anything
 moves, so that a row is a hit or a miss with all its lookups; then any of the batch's rows may be
-taken in and any rows may give way. A cache holds only rows that have been looked up before, and it
-is not obliged to take in what it missed. The first `warm` batches fill it and are not counted.
+inserted and any rows evicted. A cache holds only rows that have been looked up before, and it
+may leave out what it missed. The first `warm` batches fill it and are not counted.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ Mode, Score, Evict = DynamicEmbInitializerMode, DynamicEmbScoreStrategy, Dynamic
 
 def test_the_page_is_current() -> None:
     assert PAGE.read_text() == dynamicemb_option_list.page(), (
-        "write it anew: python -m emblib.compat.dynamicemb_option_list docs/dynamicemb.md"
+        "write it again: python -m emblib.compat.dynamicemb_option_list docs/dynamicemb.md"
     )
 
 

@@ -15,7 +15,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "options.md"
 
 def test_the_page_is_current() -> None:
     assert PAGE.read_text() == fbgemm_option_list.page(), (
-        "write it anew: python -m emblib.compat.fbgemm_option_list docs/options.md"
+        "write it again: python -m emblib.compat.fbgemm_option_list docs/options.md"
     )
 
 

@@ -32,7 +32,7 @@ class Model:
         return (score if scored else 0, 0 if eviction is Eviction.LFU else stamp, key)
 
     def use(self, keys: Sequence[int], numbers: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Statuses by position, and the keys that gave way."""
+        """Statuses by position, and the evicted keys."""
         self.tick += 1
         given = self.spec.eviction in GIVEN
         totals: dict[int, int] = {}

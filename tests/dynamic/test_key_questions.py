@@ -166,7 +166,7 @@ def test_steps_are_scores(device: torch.device) -> None:
     module.set_eviction_step(0, 100)
     look_up(module, range(16, 32))
     assert (module.eviction_score(0), module.num_training_steps) == (101, 2)
-    module.set_eviction_step(0, -5)  # the smaller number gives way, whatever came last
+    module.set_eviction_step(0, -5)  # the smaller number is evicted, whatever came last
     look_up(module, [40, 41])
     look_up(module, [50, 51])
     assert keys_of(module) >= {*range(2, 32), 50, 51}

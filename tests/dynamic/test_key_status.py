@@ -46,7 +46,7 @@ def test_every_status_is_told(device: torch.device) -> None:
 
 @pytest.mark.parametrize("eviction", [Eviction.NONE, Eviction.LFU])
 def test_full_tables_refuse(eviction: Eviction, device: torch.device) -> None:
-    """Where none gives way, and where a newcomer must have been used more often than another."""
+    """Where none is evicted, and where a newcomer must have been used more often than another."""
     index = HashIndex(
         [DynamicSpec(32, 4, eviction=eviction, insert_policy=InsertPolicy.EVICT_IF_LOWER)], device
     )

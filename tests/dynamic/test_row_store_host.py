@@ -1,4 +1,4 @@
-"""HostRows: a dict while nothing gives way, then the least rows leave."""
+"""HostRows: a dict while nothing is evicted, then the least rows leave."""
 
 import pytest
 import torch

@@ -175,7 +175,7 @@ def test_rows_that_the_store_does_not_let_go_of_are_in_one_tier() -> None:
     for t, keys in held.items():
         found = table_entries(module, t).keys.tolist()
         assert len(found) == len(set(found)), "a key is in one tier"
-        assert keys <= set(found), "what gave way moved down"
+        assert keys <= set(found), "what was evicted moved down"
     for step in range(8):
         module(*batch(step)).sum().backward()
     for t in range(2):

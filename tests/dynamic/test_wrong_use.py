@@ -54,7 +54,7 @@ def test_gradients_of_sample_weights_are_never_those_of_other_keys(training: boo
     weights = torch.ones(2, requires_grad=True)
     out = table(IDS, OFFSETS, weights)
     table.train()
-    table(torch.arange(100, 132), torch.tensor([0, 32]))  # 7 and 8 give way
+    table(torch.arange(100, 132), torch.tensor([0, 32]))  # 7 and 8 are evicted
     with pytest.raises(RuntimeError, match="before the next training forward"):
         out.sum().backward()
 

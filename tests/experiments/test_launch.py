@@ -222,14 +222,14 @@ def installed(launcher: str) -> bool:
 
 def check_jobs(folder: Path, expected: Sequence[tuple[int, str]]) -> None:
     """Each has its result, its log and a run of its own; nothing lies where two would write."""
-    (multi,) = (folder / "launch").iterdir()
+    (multi,) = (folder / "multirun").iterdir()
     for number, (status, experiment) in enumerate(expected):
         end = json.loads((multi / "jobs" / f"{number}.json").read_text())
         assert end["status"] == status
         assert f"+experiment={experiment}" in end["words"]
         log = (multi / "jobs" / f"{number}.log").read_text()
         assert ("report: " in log) == (status == 0)
-    assert {p.name for p in folder.iterdir()} == {"launch", *(e for s, e in expected if not s)}
+    assert {p.name for p in folder.iterdir()} == {"multirun", *(e for s, e in expected if not s)}
 
 
 @pytest.mark.slow
@@ -325,10 +325,10 @@ def test_the_exit_status_is_the_worst_of_the_jobs(tmp_path: Path) -> None:
     words = ["contenders=[tbe,failing],[tbe,torch]", A]
     done = launch_runs(tmp_path / "runs", *words, env=environment)
     assert done.returncode == 5, done.stdout + done.stderr
-    (multi,) = (tmp_path / "runs" / "launch").iterdir()
+    (multi,) = (tmp_path / "runs" / "multirun").iterdir()
     ends = [launch.read_end(multi, number)["status"] for number in range(2)]
     assert ends == [5, 0]
-    saved = OmegaConf.load(multi / "launch.yaml")
+    saved = OmegaConf.load(multi / "multirun.yaml")
     assert saved is not None
 
 
@@ -360,7 +360,7 @@ def test_ctrl_c_ends_the_jobs_and_is_said(tmp_path: Path) -> None:
     os.killpg(child.pid, signal.SIGINT)
     output, _ = child.communicate(timeout=120)
     assert child.returncode == 130, output
-    (multi,) = (tmp_path / "launch").iterdir()
+    (multi,) = (tmp_path / "multirun").iterdir()
     assert launch.read_end(multi, 0)["status"] == 130
     assert list(tmp_path.glob("t*/*/index.html")), output
 

@@ -201,7 +201,7 @@ def test_a_plan_for_another_world_is_refused() -> None:
     works = random_works(0, 2)
     found: Prediction = planner_of(Topology(2)).solve_workloads(works)
     planner = planner_of(Topology(4))
-    with pytest.raises(ValueError, match="plan anew"):
+    with pytest.raises(ValueError, match="plan again"):
         predict(works, found.plan, planner.model(works), planner.free_memory())
     lacking = ShardingPlan({"": {"t0": found.plan[""]["t0"]}}, found.plan.world)
     with pytest.raises(ValueError, match="says nothing of table t1"):

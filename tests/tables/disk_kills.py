@@ -167,7 +167,7 @@ def check(directory: Path, model: Model, board: Board) -> str:
     try:
         store = open_store(directory)
     except RuntimeError as error:
-        if not bulk or "part old, part new" not in str(error):
+        if not bulk or "mix old and new rows" not in str(error):
             raise
         shutil.rmtree(directory)
         make(directory, model)

@@ -335,7 +335,7 @@ def test_a_bulk_write_cut_short_is_told(tmp_path: Path) -> None:
         raise ZeroDivisionError
     store.close()
     for _ in range(2):
-        with pytest.raises(RuntimeError, match="part old, part new"):
+        with pytest.raises(RuntimeError, match="mix old and new rows"):
             open_store(tmp_path)
 
 

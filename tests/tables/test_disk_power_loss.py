@@ -105,7 +105,7 @@ class History:
         self.overwritten = True
         with self.store.writing_everything():
             if self.epoch:
-                refusal = "part old, part new"
+                refusal = "mix old and new rows"
                 self.recorder.expect(Expected(self.epoch, may_refuse=True, refusal=refusal))
             for tensor in (self.store.weights, *self.store.states):
                 tensor.copy_(self.random(tensor.numel()))

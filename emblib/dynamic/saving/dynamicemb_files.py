@@ -550,7 +550,7 @@ def _ranks_of_scores(
 ) -> tuple[Tensor, Tensor | None]:
     """Stamps and scores of entries; a stamp is 1 where nothing tells when a key was used.
 
-    Whatever the strategy there, what gave way first there does so here.
+    Whatever DynamicEmb's strategy, keys are evicted in the same order here.
     """
     order, ones = layout.order, torch.ones(count, dtype=torch.int64)
     needs_scores = order in ("lfu", "lru_lfu", "assigned")

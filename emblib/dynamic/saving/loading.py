@@ -207,7 +207,7 @@ class Loaded(NamedTuple):
     Attributes:
         loaded: those that are in the table now.
         left_out: those that found no place, the least of them by the order of eviction.
-        displaced: entries of the table that gave way to them.
+        displaced: entries of the table that were evicted for them.
     """
 
     loaded: int
@@ -292,7 +292,7 @@ def _put(
     index, table = target.index, target.table
     counters = index.counters[table].clone()
     tick = max(index.tick, entries.newest_stamp())
-    index.set_tick(tick + 1)  # to what is placed now, everything that was there may give way
+    index.set_tick(tick + 1)  # all older entries may be evicted by those inserted now
     try:
         # No more than the table may have: the rest finds no place however it grows.
         index.reserve(table, index.size(table) + len(entries), target.rows)
@@ -387,7 +387,7 @@ def _rearrange(target: TableTarget, refused: Tensor) -> int:
 
 
 def _place_some(index: HashIndex, table: int, keys: Tensor, order: str) -> tuple[Tensor, int]:
-    """Slots of keys that are not there, on the CPU, and how many gave way to them."""
+    """Slots of keys that are not there, on the CPU, and how many keys were evicted for them."""
     index.version += 1
     device, count = keys.device, keys.numel()
     first = torch.arange(count, device=device)

@@ -450,7 +450,7 @@ class DiskRows:
             shelf.find_keys()
 
     def _blocks(self) -> list[Block]:
-        """All rows, then all checksums, as the journal knows them; tables are mapped anew."""
+        """Return the journal's blocks: all rows, then all checksums."""
         sums = [block for shelf in self._shelves for block in shelf.sum_blocks]
         return [*(shelf.block for shelf in self._shelves), *sums]
 

@@ -397,7 +397,7 @@ class StateOfTables(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        # The kernels of a copy have made their parameters anew.
+        # The kernels of a copy have created new parameters.
         held: Any = self._modules[self.handles_name]
         held.bind()
 

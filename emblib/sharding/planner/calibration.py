@@ -115,7 +115,7 @@ class Calibration:
             raise ValueError(
                 f"a calibration has the constants {sorted(names)}; missing are "
                 f"{sorted(names - values.keys())}, unknown {sorted(values.keys() - names)}: "
-                "calibrate anew"
+                "calibrate again"
             )
         return cls(**values)
 

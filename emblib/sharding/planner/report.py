@@ -98,7 +98,7 @@ def predict(
     """
     if plan.world != model.topology.world:
         raise ValueError(
-            f"the plan is for {plan.world}, the topology has {model.topology.world}: plan anew"
+            f"the plan is for {plan.world}, the topology has {model.topology.world}: plan again"
         )
     loads = RankCosts(model, free_memory, weighted=any(work.is_weighted for work in works))
     tables = []

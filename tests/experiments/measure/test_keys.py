@@ -271,7 +271,7 @@ class Keeping(Plain):
 
 
 class Lying(Plain):
-    """Says that keys gave way which are there."""
+    """Report keys as evicted that are still there."""
 
     def insert_and_evict(self, prepared: Any) -> Tensor:
         super().insert_and_evict(prepared)
