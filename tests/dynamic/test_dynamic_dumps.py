@@ -11,7 +11,7 @@ from emblib import DynamicEmbeddingBags, DynamicSpec, Eviction, optim
 from emblib.checkpoints import load_dynamicemb, save_dynamicemb, set_table_entries, table_entries
 from emblib.dynamic import keys
 from emblib.dynamic.saving import entries
-from emblib.dynamic.saving.dumps import DumpError, Part, Progress
+from emblib.dynamic.saving.dumps import DumpError, DumpProgress, Part
 from emblib.dynamic.saving.table_dumps import apply_changes, changes_since
 from tests.dynamic import dynamic_kills
 from tests.dynamic.dynamic_cases import (
@@ -66,7 +66,7 @@ def test_what_finds_no_place_is_counted_and_told(tmp_path: Path) -> None:
 
 
 def test_long_work_is_reported(tmp_path: Path) -> None:
-    module, told = trained(make()), list[Progress]()
+    module, told = trained(make()), list[DumpProgress]()
     module.save(tmp_path, report=told.append)
     assert {(each.table, each.done, each.total) for each in told} == {
         ("items", module.size(0), module.size(0)),

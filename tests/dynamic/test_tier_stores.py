@@ -11,7 +11,7 @@ from torch import Tensor
 from emblib import BackingStore, DynamicEmbeddingBags, Precision, optim
 from emblib.checkpoints import set_table_entries, table_entries
 from emblib.dynamic.saving import snapshots
-from emblib.dynamic.saving.dumps import Progress
+from emblib.dynamic.saving.dumps import DumpProgress
 from emblib.dynamic.saving.entries import Entries
 from emblib.dynamic.tiers import backing_tier
 from emblib.dynamic.tiers import store as row_stage
@@ -223,13 +223,13 @@ def test_a_load_leaves_the_best_in_a_last_tier_that_is_too_small(
     module = DynamicEmbeddingBags(
         specs((32, 32)), optim.SGD(0.1), backing=BackingStore(HostRows(512))
     )
-    told: list[Progress] = []
+    told: list[DumpProgress] = []
     loaded = set_table_entries(module, "a", given, told.append)
     assert loaded.loaded == module.size(0)
     kept = table_entries(module, "a").keys
     assert int((kept < 512).sum()) > 0.85 * 512
-    assert told[0] == Progress("a", 64, 1024)
-    assert told[-1] == Progress("a", 1024, 1024)
+    assert told[0] == DumpProgress("a", 64, 1024)
+    assert told[-1] == DumpProgress("a", 1024, 1024)
 
 
 def test_prefetched_rows_are_in_memory() -> None:
