@@ -104,18 +104,21 @@ def markdown(found: Sequence[Report]) -> str:
     )
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Write a gallery; return 2 where there is nothing to show, or `--out` is something else."""
-    parser = argparse.ArgumentParser(prog="python -m experiments.gallery", description=__doc__)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command line of `gallery`."""
+    parser.description = __doc__
     parser.add_argument("folder", type=Path, help="with runs in it, at any depth")
     parser.add_argument("--out", type=Path, required=True)
-    parsed = parser.parse_args(arguments)
-    if not parsed.folder.is_dir():
-        print(f"error: there is no folder {parsed.folder}", file=sys.stderr)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Write a gallery; return 2 where there is nothing to show, or `--out` is something else."""
+    if not arguments.folder.is_dir():
+        print(f"error: there is no folder {arguments.folder}", file=sys.stderr)
         return 2
-    found = reports(parsed.folder)
+    found = reports(arguments.folder)
     try:
-        write(found, parsed.out)
+        write(found, arguments.out)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -124,4 +127,6 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    parser = argparse.ArgumentParser(prog="python -m experiments.gallery")
+    add_arguments(parser)
+    sys.exit(run(parser.parse_args()))

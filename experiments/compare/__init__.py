@@ -1,1 +1,47 @@
-"""Results of several machines side by side, and published ones beside ours."""
+"""One experiment on several machines side by side, and published figures beside ours."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from experiments.paths import ROOT
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command line of `compare`."""
+    parser.description = (
+        "Compare one experiment on several machines. Runs are directories of reports/runs or "
+        "reports/reference; the first is what the others are compared with. Exit status: 0 done, "
+        "2 wrong usage, 6 nothing comparable; with --overview check, 1 where the page is out of "
+        "date."
+    )
+    parser.add_argument("runs", metavar="RUN", nargs="*", type=Path)
+    parser.add_argument("--out", type=Path, help="folder of the page; reports/compare/EXPERIMENT")
+    parser.add_argument(
+        "--overview",
+        nargs="?",
+        choices=("print", "write", "check"),
+        const="print",
+        help="instead: every published figure and its verdict, from the committed references and "
+        "each RUN; `write` puts the page into reports/published/README.md",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Write a comparison, or the page of published figures; return the exit status."""
+    from experiments.compare import machines, overview, pages
+
+    if arguments.overview:
+        return overview.run(arguments.overview, arguments.runs)
+    words = " ".join(os.path.relpath(path) for path in arguments.runs)
+    try:
+        page = pages.write(arguments.runs, arguments.out, f"python -m experiments.compare {words}")
+    except machines.NotComparable as error:
+        print(f"error: {error}", file=sys.stderr)
+        usage = len(arguments.runs) < 2 or any(not path.is_dir() for path in arguments.runs)
+        return 2 if usage else 6
+    print(f"\nreport: {page.relative_to(ROOT) if page.is_relative_to(ROOT) else page}")
+    return 0

@@ -72,9 +72,9 @@ def add(names: Sequence[str], settings: Sequence[str], call: Command = _python) 
             paths = [os.path.relpath(path, ROOT) for path in (other, kept)]
             folder = f"reports/compare/{name}/{other.parent.name}-{kept.parent.name}"
             call(["-m", "experiments.compare", *paths, "--out", folder])
-    for page in ("experiments.reference", "experiments.compare.overview"):
-        if call(["-m", page, "write"]):
-            print(f"{page} write: did not end well, its page is out of date", file=sys.stderr)
+    for words in (["experiments.reference"], ["experiments.compare", "--overview"]):
+        if call(["-m", *words, "write"]):
+            print(f"{' '.join(words)} write failed: its page is out of date", file=sys.stderr)
             worst = 1
     return worst
 

@@ -1,29 +1,24 @@
-"""Every published figure and its verdict: `python -m experiments.compare.overview [write | check]`.
-
-Beside the committed references; `--runs RUN ...` adds runs that are not committed. `write` puts the
-page into reports/published/README.md, `check` exits 1 where that is out of date.
-"""
+"""The page of every published figure and its verdict: reports/published/README.md."""
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from experiments.compare import published
 from experiments.compare.published import Figure, Finding, Source, Verdict
-from experiments.paths import REFERENCE
+from experiments.paths import REFERENCE, ROOT
 from experiments.report import text
 from experiments.report.data import Run
 from experiments.results.store import runs_in
 
 PAGE = published.FOLDER / "README.md"
-OPENING = """\
+COMMAND = "python -m experiments.compare --overview"
+OPENING = f"""\
 # Published figures
 
 What others say of their embedding tables, where it was read, and what became of it here. This page
-is made by `python -m experiments.compare.overview write` from the files beside it and from the runs
+is made by `{COMMAND} write` from the files beside it and from the runs
 in `reports/reference/`. How to add a figure or a run:
 [docs/generations.md](../../docs/generations.md).
 """
@@ -83,29 +78,14 @@ def _listed(figures: Sequence[Figure]) -> list[str]:
     return [f"- {begin}: {' · '.join(ends)} {unit}" for (begin, unit), ends in groups.items()]
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Print the page, write it, or say whether it is out of date."""
-    parser = argparse.ArgumentParser(
-        prog="python -m experiments.compare.overview",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("command", nargs="?", choices=("print", "write", "check"), default="print")
-    parser.add_argument("--runs", nargs="*", type=Path, default=[])
-    parsed = parser.parse_args(arguments)
-    page = markdown(findings(parsed.runs))
-    if parsed.command == "print":
+def run(command: str, extra: Sequence[Path]) -> int:
+    """Print the page, write it, or report whether it is out of date."""
+    page = markdown(findings(extra))
+    if command == "print":
         print(page)
-    elif parsed.command == "write":
+    elif command == "write":
         PAGE.write_text(page)
     elif not PAGE.is_file() or PAGE.read_text() != page:
-        print(
-            "reports/published/README.md is out of date: run "
-            "`python -m experiments.compare.overview write`"
-        )
+        print(f"{PAGE.relative_to(ROOT)} is out of date: run `{COMMAND} write`")
         return 1
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

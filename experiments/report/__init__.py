@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 from experiments.report.data import Run
-from experiments.results.store import RunStore
+from experiments.results.store import POINTS, RunStore, has_records
 
-__all__ = ["Run", "Summary", "write_report"]
+__all__ = ["Run", "Summary", "add_arguments", "run", "write_report"]
 
 BROKEN = ("wrong", "error", "timeout")
 
@@ -25,17 +27,43 @@ def write_report(path: Path) -> Summary:
     """Write every derived file of the run in `path` from its raw records."""
     from experiments.report import document, pages
 
-    run = Run.read(path)
-    bad = sum(r["status"] in BROKEN for r in run.records)
-    if (answer := run.kind.rebuild(path)) is not None:
+    found = Run.read(path)
+    bad = sum(r["status"] in BROKEN for r in found.records)
+    if (answer := found.kind.rebuild(path)) is not None:
         return Summary(answer, bad)
     store = RunStore(path)
-    own = {"results", *run.kind.frames([], run.config.report)}
-    for name, table in run.frames.items():
-        if len(table) or name in own:
+    always = {"results", *found.kind.frames([], found.config.report)}
+    for name, table in found.frames.items():
+        if len(table) or name in always:
             store.write_table(name, table)
-    for name, content in run.kind.write_files(run).items():
+    for name, content in found.kind.write_files(found).items():
         store.write(name, content)
-    page = pages.page(run)
+    page = pages.page(found)
     document.write(path, page)
     return Summary(" ".join(page.answer), bad)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command line of `report`."""
+    parser.description = (
+        "Rebuild results.csv, the figures, report.md and index.html of runs from their raw "
+        "records; nothing is measured."
+    )
+    parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="a run's directory")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Rebuild every report that can be built; return 2 where an argument is no run."""
+    status = 0
+    for path in arguments.runs:
+        if not (path / "config.yaml").is_file() or not has_records(path):
+            print(
+                f"error: {path} is not a run: it has no config.yaml with a {POINTS} beside it. "
+                "Runs are in reports/runs/<experiment>/<time>-<pid>, references in "
+                "reports/reference/<device>/<experiment>",
+                file=sys.stderr,
+            )
+            status = 2
+            continue
+        print(f"{write_report(path).answer}\nreport: {path / 'index.html'}\n")
+    return status

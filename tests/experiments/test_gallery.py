@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from experiments.gallery import main
+from experiments import gallery
+from tests.experiments import command_line
+
+main = command_line(gallery)
 
 
 def run(folder: Path, experiment: str, name: str, status: str = "finished") -> None:

@@ -16,7 +16,8 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from experiments.compare import __main__, add_machine, confounders, figures, machines, pages
+from experiments import compare
+from experiments.compare import add_machine, confounders, figures, machines, pages
 from experiments.compare.confounders import Weight
 from experiments.compare.machines import NotComparable
 from experiments.compare.pages import Comparison, machines_table, rows_table
@@ -24,10 +25,11 @@ from experiments.config import configure
 from experiments.machine import ceilings
 from experiments.machine.ceilings import Roofs
 from experiments.paths import REFERENCE
-from tests.experiments import FIRST_SCHEMA
+from tests.experiments import FIRST_SCHEMA, command_line
 from tests.experiments.chromium import browser, executable
 
 CPU = FIRST_SCHEMA
+main = command_line(compare)
 Change = Callable[[dict[str, Any]], dict[str, Any] | None]
 GPU = {"name": "NVIDIA H100 80GB HBM3", "driver": "570.1", "cuda": "13.0"}
 BANDWIDTH = {"copy_gb_s": 2800.0, "gather_gb_s": {"64": 800.0, "256": 2000.0, "512": 2400.0}}
@@ -276,7 +278,7 @@ def written(gpu: Path, tmp_path_factory: pytest.TempPathFactory) -> Written:
     other = make(folder / "other", torch="2.11.0+cpu", device="another CPU", hardware_id="x")
     out = folder / "out"
     with contextlib.redirect_stdout(said):
-        assert __main__.main([str(CPU), str(gpu), str(other), "--out", str(out)]) == 0
+        assert main([str(CPU), str(gpu), str(other), "--out", str(out)]) == 0
     return Written(out, said.getvalue().splitlines())
 
 
@@ -303,9 +305,9 @@ def test_the_command_writes_a_page(written: Written) -> None:
 def test_what_cannot_be_compared_is_a_line_and_a_status(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert __main__.main([str(CPU), str(REFERENCE / "amd-epyc-2-threads" / "cache_hit_rate")]) == 6
+    assert main([str(CPU), str(REFERENCE / "amd-epyc-2-threads" / "cache_hit_rate")]) == 6
     assert "different questions" in capsys.readouterr().err
-    assert __main__.main([str(CPU), str(tmp_path / "nothing")]) == 2
+    assert main([str(CPU), str(tmp_path / "nothing")]) == 2
     assert "is no run: it has no points.jsonl" in capsys.readouterr().err
 
 
@@ -405,7 +407,7 @@ def test_a_machine_is_added_by_one_command(
     assert asked[1][3].endswith("another-machine/tt_vs_tbe")
     assert asked[-2:] == [
         ["-m", "experiments.reference", "write"],
-        ["-m", "experiments.compare.overview", "write"],
+        ["-m", "experiments.compare", "--overview", "write"],
     ]
     assert "tbe_vs_torch: did not finish well and is not kept" in capsys.readouterr().err
     assert add_machine.main(["tt_vs_tb"]) == 2

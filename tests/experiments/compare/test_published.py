@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from experiments import compare
 from experiments.compare import overview, published
 from experiments.compare.published import Figure, Nature, Place, Quantity, Source, Verdict
 from experiments.config import configure
@@ -19,7 +20,7 @@ from experiments.machine import ceilings
 from experiments.report import Run
 from experiments.results.metrics import frame
 from experiments.workloads.workload import CRITEO_KAGGLE, table_shapes
-from tests.experiments import FIRST_SCHEMA
+from tests.experiments import FIRST_SCHEMA, command_line
 
 CPU = FIRST_SCHEMA
 ANCHORS = [n for n in configure.groups()["experiment"] if n.startswith("anchor_")]
@@ -284,7 +285,7 @@ def test_a_full_size_run_is_judged_in_its_report(tmp_path: Path, run: Run) -> No
 
 
 def test_the_page_of_published_figures_is_up_to_date(capsys: pytest.CaptureFixture[str]) -> None:
-    assert overview.main(["check"]) == 0, capsys.readouterr().out
+    assert command_line(compare)(["--overview", "check"]) == 0, capsys.readouterr().out
 
 
 def test_the_page_has_every_figure_and_takes_runs_along(run: Run, tmp_path: Path) -> None:

@@ -14,18 +14,19 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from experiments import kinds, reference
+from experiments import kinds, reference, report
 from experiments.config import configure
 from experiments.machine.flags import explain, remedy
 from experiments.paths import ROOT
 from experiments.report import Run, answer, notes, text, write_report
-from experiments.report.__main__ import main
 from experiments.report.document import Page, Section
 from experiments.report.results import flags_table, section_table
 from experiments.report.tables import Table, Value
 from experiments.results.store import runs_in
+from tests.experiments import command_line
 from tests.experiments.made_up import Recipe, lines, make_run
 
+main = command_line(report)
 EXPERIMENTS = configure.groups()["experiment"]
 # Read as text: to compose all of them takes every process that collects tests some seconds.
 _FILES = {
@@ -218,7 +219,7 @@ def test_results_csv_is_the_table(smoke_runs: Mapping[str, Path]) -> None:
 
 def test_a_report_needs_no_torch() -> None:
     """It is made of numbers; whoever only reads results does not wait for torch."""
-    modules = ("report.pages", "compare.pages", "bundle.verify", "reference")
+    modules = ("report.pages", "compare.pages", "gallery", "bundle.verify", "reference")
     imports = "".join(f"import experiments.{module}; " for module in modules)
     program = f"{imports}import sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], cwd=ROOT).returncode == 0
