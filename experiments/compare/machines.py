@@ -1,9 +1,9 @@
-"""Runs of one experiment on several machines, brought into one table of comparable rows."""
+"""Runs of one experiment on several machines, as one frame of measured points joined by cell."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,20 +12,27 @@ import pandas as pd
 
 from experiments.config.schema import AXES
 from experiments.config.sweep import SWEEP
+from experiments.kinds.base import TIME
 from experiments.machine import ceilings
 from experiments.machine.ceilings import Device, Roofs
 from experiments.report.data import Run
 from experiments.results.metrics import WEIGHT_BYTES
 from experiments.results.store import POINTS, Record, has_records
 
-# Of a record: what makes two cells the same work wherever they are done.
+# Fields of a record that make two cells the same work on any machine.
 WORK = ("params", "features", "rows", "rows_scale", "optimizer", "lookups")
 BASE_POINT = "sweep, base point"
-NAN = math.nan
+KEYS = ["role", "arm", "phase"]  # of a point on each machine
+# Bandwidths that bytes per second are divided by, the most telling first.
+CEILINGS = {
+    "of_gather": "measured gather bandwidth",
+    "of_copy": "measured copy bandwidth",
+    "of_theory": "theoretical bandwidth",
+}
 
 
 class NotComparable(ValueError):
-    """These runs cannot be put side by side at all; the message says why and what would do."""
+    """These runs cannot be compared; the message says why and what would help."""
 
 
 @dataclass(frozen=True)
@@ -37,21 +44,95 @@ class Machine:
     device: Device | None
     roofs: Roofs
     mode: str  # of the samples that are compared
-
-    @property
-    def bandwidth_gb_s(self) -> float:
-        """In theory."""
-        promised = self.device.bandwidth_gb_s if self.device else None
-        return NAN if promised is None else promised
+    cells: pd.DataFrame  # role, work and sizes by cell
 
     @property
     def name(self) -> str:
-        """The device as its run names it."""
+        """Return the device as its run names it."""
         return str(self.run.environment.get("device", "unknown device"))
+
+    def bandwidths(self, row_bytes: float) -> dict[str, float]:
+        """Return the bandwidth in GB/s: in theory, of copies and of gathers of such rows."""
+        theory = self.device.bandwidth_gb_s if self.device else None
+        return {
+            "theory": math.nan if theory is None else theory,
+            "copy": self.roofs.copy_gb_s,
+            "gather": self.roofs.gather(row_bytes),
+        }
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The machines and what all of them measured.
+
+    `points` has a row per machine, role, contender and phase. A role is the position of a cell in
+    its experiment, whatever its sizes; `same` marks work equal to the first machine's; `gain` is
+    the speed-up over the first machine in lookups per second, and its interval reaches from the far
+    end of one median's interval to the far end of the other's.
+    """
+
+    machines: Sequence[Machine]
+    points: pd.DataFrame
+    left_out: Sequence[str]  # what some machine lacks
+
+    @classmethod
+    def read(cls, paths: Sequence[Path]) -> Comparison:
+        """Read and match runs; the first is what the others are compared with.
+
+        Raises:
+            NotComparable: The runs have nothing in common.
+        """
+        machines = read(paths)
+        every = measured(machines)
+        shared = every.groupby(KEYS)["machine"].transform("nunique") == len(machines)
+        if not shared.any():
+            raise NotComparable("these runs share no case, no axis value and no contender")
+        return cls(machines, every[shared].reset_index(drop=True), missing(machines, every))
+
+    @property
+    def headline(self) -> str:
+        """Return the role that the question is about, if all have it; else the first."""
+        wanted = str(self.machines[0].run.config.report.headline) or BASE_POINT
+        roles = self.points["role"]
+        return wanted if (roles == wanted).any() else str(roles.iloc[0])
+
+    def bandwidth_ratios(self, number: int) -> dict[str, float]:
+        """Return how many times the first machine's bandwidth a machine has, by way to know it."""
+        width = WEIGHT_BYTES * float(self.machines[0].run.config.workload.D)
+        base, other = (self.machines[n].bandwidths(width) for n in (0, number))
+        return {kind: other[kind] / base[kind] for kind in base}
+
+    def sizes(self, role: str) -> str:
+        """Describe how the work differs: 'B = 2,048 on one machine; 65,536 on another'."""
+        cells = [m.cells[m.cells["role"] == role].iloc[0]["sizes"] for m in self.machines]
+        table = {name: [cell.get(name) for cell in cells] for name in cells[0]}
+        return "; ".join(
+            f"{name} = {by_value(self.machines, map(_shown, values))}"
+            for name, values in table.items()
+            if len(set(map(repr, values))) > 1
+        )
+
+
+def by_value(machines: Sequence[Machine], values: Iterable[str | None]) -> str:
+    """Format which machine has which value: '2.13 on A and B; 2.11 on C'; None is left out."""
+    labels: dict[str, list[str]] = {}
+    for machine, value in zip(machines, values, strict=True):
+        if value is not None:
+            labels.setdefault(value, []).append(machine.label)
+    return "; ".join(f"{value} on {' and '.join(names)}" for value, names in labels.items())
+
+
+def _shown(value: Any) -> str:
+    return f"{value:,}" if isinstance(value, int | float) else str(value)
+
+
+def known_ceiling(points: pd.DataFrame) -> str | None:
+    """Return the first column of CEILINGS that every machine knows."""
+    return next((column for column in CEILINGS if points[column].notna().all()), None)
 
 
 def read(paths: Sequence[Path]) -> list[Machine]:
-    """Read the machines in the given order; raise NotComparable."""
+    """Read runs in the given order; raise NotComparable."""
     if len(paths) < 2:
         raise NotComparable("a comparison needs two runs or more, e.g. two of reports/reference/")
     for path in paths:
@@ -65,242 +146,142 @@ def read(paths: Sequence[Path]) -> list[Machine]:
         )
     if not all(run.kind.comparable for run in runs):
         raise NotComparable(f"{names[0]} looks at ids only: a machine makes no difference to it")
-    modes = _modes(runs)
-    labels = _labels(runs)
-    return [
-        Machine(
-            label,
-            run.at(mode),
-            ceilings.of_environment(run.environment),
-            Roofs.of(run.environment),
-            mode,
-        )
-        for label, run, mode in zip(labels, runs, modes, strict=True)
-    ]
-
-
-def _modes(runs: Sequence[Run]) -> list[str]:
-    """One that all have, or else each run's own first one (and a banner says so)."""
+    # A mode that all have, or else each run's own first one, which a notice says.
     shared = [mode for mode in runs[0].modes if all(mode in run.modes for run in runs)]
-    return [shared[0] if shared else run.modes[0] for run in runs]
+    found = []
+    for label, run in zip(_labels(runs), runs, strict=True):
+        mode = (shared or run.modes)[0]
+        device, roofs = ceilings.of_environment(run.environment), Roofs.of(run.environment)
+        run = run.at(mode)
+        found.append(Machine(label, run, device, roofs, mode, _cells(run.records)))
+    return found
 
 
 def _labels(runs: Sequence[Run]) -> list[str]:
-    """Devices by their short names; runs of one device are told apart by commit, then by date."""
-    names = [_short(run) for run in runs]
-    for tell in (_commit, _time):
-        alike = {name for name in names if names.count(name) > 1}
-        told = [
-            f"{name} ({tell(run)})" if name in alike else name
-            for name, run in zip(names, runs, strict=True)
+    """Return short names of devices; runs of one device differ by commit, else by date."""
+    environments = [run.environment for run in runs]
+    names = [
+        str((e.get("gpu") or {}).get("name") or e.get("device", "unknown device"))
+        .removeprefix("NVIDIA ")
+        .removeprefix("GeForce ")
+        for e in environments
+    ]
+    details: tuple[Callable[[dict[str, Any]], str], ...] = (
+        lambda e: str((e.get("git") or {}).get("sha") or "no git")[:7],
+        lambda e: str(e.get("time_utc", ""))[:16].replace("T", " "),
+    )
+    for detail in details:
+        longer = [
+            f"{name} ({detail(e)})" if names.count(name) > 1 else name
+            for name, e in zip(names, environments, strict=True)
         ]
-        if len(set(told)) > len(set(names)):
-            names = told
+        if len(set(longer)) > len(set(names)):
+            names = longer
     if len(set(names)) < len(names):
         names = [f"{name} #{number + 1}" for number, name in enumerate(names)]
     return names
 
 
-def _short(run: Run) -> str:
-    e = run.environment
-    name = str((e.get("gpu") or {}).get("name") or e.get("device", "unknown device"))
-    return name.removeprefix("NVIDIA ").removeprefix("GeForce ")
+def _cells(records: Sequence[Record]) -> pd.DataFrame:
+    """Return the role, work and sizes of each timed cell."""
+    timed = [r for r in records if r.get("kind", TIME) == TIME]
+    base = next((r for r in timed if r["section"] == SWEEP), None)
+    rows = [
+        {
+            "cell": record["cell"],
+            "role": _role(record, base or record),
+            "work": repr([_comparable(record[name]) for name in WORK]),
+            "sizes": {**record["params"], **{k: record[k] for k in ("rows", "optimizer")}},
+        }
+        for record in timed
+    ]
+    frame = pd.DataFrame(rows, columns=["cell", "role", "work", "sizes"])
+    return frame.drop_duplicates("cell").set_index("cell")
 
 
-def _commit(run: Run) -> str:
-    return str((run.environment.get("git") or {}).get("sha") or "no git")[:7]
-
-
-def _time(run: Run) -> str:
-    return str(run.environment.get("time_utc", ""))[:16].replace("T", " ")
-
-
-def role(record: Record, base: Record) -> str:
-    """Where a cell stands in its experiment, whatever its sizes: a case, or a step of an axis."""
+def _role(record: Record, base: Record) -> str:
     if record["section"] != SWEEP:
         return str(record["section"])
-    ours, first = record["params"], base["params"]
-    changed = [f"{a}={ours[a]:g}" for a in AXES if ours[a] != first[a]]
+    params, first = record["params"], base["params"]
+    changed = [f"{axis}={params[axis]:g}" for axis in AXES if params[axis] != first[axis]]
     return "sweep, " + ", ".join(changed) if changed else BASE_POINT
 
 
-def rows(machines: Sequence[Machine]) -> pd.DataFrame:
-    """Return a row per machine, role, contender and phase; `same` marks equal work."""
-    found = [row for number, machine in enumerate(machines) for row in _rows(number, machine)]
-    frame = pd.DataFrame(found)
-    if not len(frame):
-        raise NotComparable("none of these runs has a time: nothing was measured")
-    firsts = frame[frame["machine"] == 0].groupby("role")["work"].first()
-    frame["same"] = frame["role"].map(firsts) == frame["work"]
-    return frame.drop(columns="work")
-
-
-def _rows(number: int, machine: Machine) -> list[dict[str, Any]]:
-    records = [r for r in machine.run.records if r.get("kind", "time") == "time"]
-    first = {r["cell"]: r for r in reversed(records)}
-    sweep = [r for r in first.values() if r["section"] == SWEEP]
-    base = next((r for r in records if r["section"] == SWEEP), sweep[0] if sweep else None)
-    table = machine.run.table
-    found = []
-    for _, row in (table[table["status"] == "ok"] if len(table) else table).iterrows():
-        record = first[row["cell"]]
-        found.append(
-            {
-                "machine": number,
-                "label": machine.label,
-                "section": row["section"],
-                "role": role(record, base or record),
-                "work": repr([_work(record[k]) for k in WORK]),
-                "contender": row["contender"],
-                "arm": row["arm"],
-                "name": row["label"],
-                "phase": row["phase"],
-                **{k: float(row[k]) for k in ("median_s", "lo_s", "hi_s", "lookups")},
-                **{k: float(row[k]) for k in ("ratio", "ratio_lo", "ratio_hi")},
-                **_rates(row, machine),
-                "weights_bytes": row["weights_bytes"],
-                "dense_bytes": row["dense_bytes"],
-            }
-        )
-    return found
-
-
-def _work(value: Any) -> Any:
-    """Fields that a workload got later, at their defaults, are no difference."""
+def _comparable(value: Any) -> Any:
+    """Drop defaults of params: a field that workloads got later makes no difference."""
     if not isinstance(value, dict):
         return value
     return sorted((k, v) for k, v in value.items() if v not in ("", [], None, "auto", "exact"))
 
 
-def _rates(row: pd.Series, machine: Machine) -> dict[str, float]:
-    """Lookups per second with its interval, and distinct bytes per second against each roof."""
-    gathered = machine.roofs.gather(WEIGHT_BYTES * float(row["D"]))
-    moved = float(row["distinct_gb_s"])
-    return {
-        "rate": row["lookups"] / row["median_s"],
-        "rate_lo": row["lookups"] / row["hi_s"],
-        "rate_hi": row["lookups"] / row["lo_s"],
-        "distinct_gb_s": moved,
-        "of_theory": moved / machine.bandwidth_gb_s,
-        "of_copy": moved / machine.roofs.copy_gb_s,
-        "of_gather": moved / gathered,
-        "gather_gb_s": gathered,
-    }
+def measured(machines: Sequence[Machine]) -> pd.DataFrame:
+    """Return the points of every machine, joined with those of the first (see Comparison)."""
+    frame = pd.concat([_points(n, m) for n, m in enumerate(machines)], ignore_index=True)
+    if not len(frame):
+        raise NotComparable("none of these runs has a time: nothing was measured")
+    first = frame[frame["machine"] == 0]
+    frame["same"] = frame["role"].map(first.groupby("role")["work"].first()) == frame["work"]
+    rates = ["rate", "rate_lo", "rate_hi"]
+    base = frame[KEYS].merge(first[[*KEYS, *rates]], how="left", on=KEYS)
+    frame["gain"] = frame["rate"] / base["rate"]
+    frame["gain_lo"] = frame["rate_lo"] / base["rate_hi"]
+    frame["gain_hi"] = frame["rate_hi"] / base["rate_lo"]
+    return frame.drop(columns="work")
 
 
-@dataclass(frozen=True)
-class Speedup:
-    """One machine against the first, per lookup; the interval reaches from end to end of both."""
-
-    ratio: float
-    lo: float
-    hi: float
-
-
-def speedup(row: pd.Series, first: pd.Series) -> Speedup:
-    """How many times as many lookups per second."""
-    return Speedup(
-        row["rate"] / first["rate"],
-        row["rate_lo"] / first["rate_hi"],
-        row["rate_hi"] / first["rate_lo"],
+def _points(number: int, machine: Machine) -> pd.DataFrame:
+    table = machine.run.table
+    if not len(table):
+        return pd.DataFrame()
+    found = table[table["status"] == "ok"].join(machine.cells[["role", "work"]], on="cell")
+    found = found.drop_duplicates(KEYS)
+    sizes = WEIGHT_BYTES * found["D"].astype(float)
+    columns = ["theory", "copy", "gather"]
+    bandwidths = pd.DataFrame(map(machine.bandwidths, sizes), found.index, columns)
+    copied = ["section", "role", "work", "contender", "arm", "phase", "lookups", "median_s", "lo_s"]
+    copied += ["hi_s", "ratio", "ratio_lo", "ratio_hi", "distinct_gb_s"]
+    return pd.DataFrame(
+        {
+            "machine": number,
+            "label": machine.label,
+            "name": found["label"],
+            **{column: found[column] for column in copied},
+            "rate": found["lookups"] / found["median_s"],
+            "rate_lo": found["lookups"] / found["hi_s"],
+            "rate_hi": found["lookups"] / found["lo_s"],
+            **{f"of_{kind}": found["distinct_gb_s"] / bandwidths[kind] for kind in columns},
+            "gather_gb_s": bandwidths["gather"],
+            "weights_bytes": found["weights_bytes"],
+            "dense_bytes": found["dense_bytes"],
+        }
     )
 
 
-def bandwidth_ratios(machine: Machine, first: Machine, row_bytes: float) -> dict[str, float]:
-    """How many times the bandwidth of the first machine this one has, by each way to know it."""
-    return {
-        "theory": machine.bandwidth_gb_s / first.bandwidth_gb_s,
-        "copy": machine.roofs.copy_gb_s / first.roofs.copy_gb_s,
-        "gather": machine.roofs.gather(row_bytes) / first.roofs.gather(row_bytes),
-    }
-
-
-def left_out(machines: Sequence[Machine], frame: pd.DataFrame) -> list[str]:
+def missing(machines: Sequence[Machine], every: pd.DataFrame) -> list[str]:
     """Return what some machine lacks and is therefore not compared."""
+    labels = [m.label for m in machines]
+    counts = every.pivot_table("rate", ["role", "name"], "label", aggfunc="size", sort=False)
+    counts = counts.reindex(columns=labels).fillna(0)
     lines = []
-    for name, group in frame.groupby("role", sort=False):
-        there = set(group["machine"])
-        missing = [m.label for i, m in enumerate(machines) if i not in there]
-        if missing:
-            lines.append(f"{name}: not measured on {', '.join(missing)}")
+    for role, group in counts.groupby(level="role", sort=False):
+        absent = [label for label in labels if not group[label].any()]
+        if absent:
+            lines.append(f"{role}: not measured on {', '.join(absent)}")
             continue
-        arms = {i: set(group[group["machine"] == i]["name"]) for i in there}
-        for arm in dict.fromkeys(group["name"]):
-            without = [machines[i].label for i in sorted(there) if arm not in arms[i]]
+        for (_, name), row in group.iterrows():
+            without = [m for m in machines if not row[m.label]]
             if without:
-                lines.append(f"{name}, {arm}: {_why(machines, name, arm, without)}")
+                words = "; ".join(_no_result(m, str(role), str(name)) for m in without)
+                lines.append(f"{role}, {name}: {words}")
     if any(len(m.run.traces) for m in machines):
         lines.append("hit rates of traces through caches: the same on every machine")
     return lines
 
 
-def _why(machines: Sequence[Machine], place: object, arm: str, without: Sequence[str]) -> str:
-    words = []
-    for machine in machines:
-        if machine.label not in without:
-            continue
-        bad = [
-            f"{r['status']}: {r['reason']}"
-            for r in machine.run.failures()
-            if r["label"] == arm and str(place).startswith(r["section"])
-        ]
-        words.append(f"no result on {machine.label}" + (f" ({bad[0]})" if bad else ""))
-    return "; ".join(words)
-
-
-def shared(machines: Sequence[Machine], frame: pd.DataFrame) -> pd.DataFrame:
-    """Rows of what every machine has measured."""
-    counts = frame.groupby(["role", "arm", "phase"])["machine"].transform("nunique")
-    kept = frame[counts == len(machines)]
-    if not len(kept):
-        raise NotComparable("these runs share no case, no axis value and no contender")
-    return kept.reset_index(drop=True)
-
-
-def sizes(machines: Sequence[Machine], place: str) -> list[str]:
-    """How the work of a role differs between machines: 'B 2,048 on one, 65,536 on another'."""
-    found = []
-    for machine in machines:
-        records = machine.run.records
-        base = next((r for r in records if r["section"] == SWEEP), None)
-        chosen = next(r for r in records if role(r, base or r) == place)
-        found.append({**chosen["params"], **{k: chosen[k] for k in ("rows", "optimizer")}})
-    names = [k for k in found[0] if len({repr(f.get(k)) for f in found}) > 1]
-    lines = []
-    for name in names:
-        there: dict[str, list[str]] = {}
-        for machine, values in zip(machines, found, strict=True):
-            there.setdefault(_shown(values.get(name)), []).append(machine.label)
-        shown = (f"{value} on {' and '.join(labels)}" for value, labels in there.items())
-        lines.append(f"{name} = {'; '.join(shown)}")
-    return lines
-
-
-def _shown(value: Any) -> str:
-    return f"{value:,}" if isinstance(value, int | float) else str(value)
-
-
-@dataclass(frozen=True)
-class Roof:
-    """A bandwidth that numbers are divided by."""
-
-    column: str  # of rows()
-    words: str
-
-
-ROOFS = (
-    Roof("of_gather", "measured gather bandwidth"),
-    Roof("of_copy", "measured copy bandwidth"),
-    Roof("of_theory", "theoretical bandwidth"),
-)
-
-
-def roof(frame: pd.DataFrame) -> Roof | None:
-    """Gathers where every machine measured them, else copies, else what the makers say."""
-    return next((r for r in ROOFS if frame[r.column].notna().all()), None)
-
-
-def headline(machines: Sequence[Machine], frame: pd.DataFrame) -> str:
-    """Return the role that the question is about, if all have it; else the first common one."""
-    wanted = str(machines[0].run.config.report.headline) or BASE_POINT
-    return wanted if (frame["role"] == wanted).any() else str(frame["role"].iloc[0])
+def _no_result(machine: Machine, role: str, name: str) -> str:
+    reasons = [
+        f" ({r['status']}: {r['reason']})"
+        for r in machine.run.failures()
+        if r["label"] == name and role.startswith(r["section"])
+    ]
+    return f"no result on {machine.label}" + (reasons[0] if reasons else "")

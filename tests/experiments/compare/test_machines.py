@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import json
 import math
@@ -19,8 +20,8 @@ import pytest
 from experiments import compare
 from experiments.compare import add_machine, confounders, figures, machines, pages
 from experiments.compare.confounders import Weight
-from experiments.compare.machines import NotComparable
-from experiments.compare.pages import Comparison, machines_table, rows_table
+from experiments.compare.machines import Comparison, NotComparable
+from experiments.compare.pages import machines_table, points_table
 from experiments.config import configure
 from experiments.machine import ceilings
 from experiments.machine.ceilings import Roofs
@@ -68,39 +69,30 @@ def gpu(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make(folder, faster(20), gpu=GPU, device=GPU["name"], bandwidth=BANDWIDTH)
 
 
-def rows_of(*paths: Path) -> tuple[list[machines.Machine], pd.DataFrame]:
-    found = machines.read(paths)
-    return found, machines.shared(found, machines.rows(found))
-
-
 def test_a_machine_that_is_20_times_as_fast_is_said_to_be_that(gpu: Path) -> None:
-    found, rows = rows_of(CPU, gpu)
-    assert rows["same"].all()
-    for _, group in rows.groupby(["role", "arm", "phase"]):
-        first, second = (group[group["machine"] == n].iloc[0] for n in (0, 1))
-        gain = machines.speedup(second, first)
-        assert gain.ratio == pytest.approx(20)
-        if math.isfinite(gain.lo):
-            assert gain.lo <= 20 <= gain.hi
-    said = pages.sentences(found, rows)
+    found = Comparison.read([CPU, gpu])
+    assert found.points["same"].all()
+    second = found.points[found.points["machine"] == 1]
+    assert len(second) == len(found.points) / 2
+    assert second["gain"].to_list() == pytest.approx([20] * len(second))
+    known = second[second["gain_lo"].notna()]
+    assert ((known["gain_lo"] <= 20) & (known["gain_hi"] >= 20)).all()
+    said = pages.sentences(found)
     assert said[0].startswith("On the Criteo-Kaggle tables, a step of TT rank 16 does 20.0× the")
     assert "its memory copies 52.8× as much" in said[0]  # 2800 GB/s ÷ 53.0 GB/s
     assert said[1].startswith("The time of TT rank 16 as a multiple of TBE's is ")
 
 
 def test_shares_are_of_the_roof_for_rows_of_that_size(gpu: Path) -> None:
-    found, rows = rows_of(gpu, CPU)
-    criteo = rows[(rows["role"] == "criteo") & (rows["label"] == found[0].label)].iloc[0]
+    rows = Comparison.read([gpu, CPU]).points
+    criteo = rows[(rows["role"] == "criteo") & (rows["machine"] == 0)].iloc[0]
     assert criteo["gather_gb_s"] == 800.0  # D=16: rows of 64 bytes
     assert criteo["of_gather"] == pytest.approx(criteo["distinct_gb_s"] / 800)
     assert criteo["of_copy"] == pytest.approx(criteo["distinct_gb_s"] / 2800)
     assert criteo["of_theory"] == pytest.approx(criteo["distinct_gb_s"] / 3350)
-    roof = machines.roof(rows)  # the CPU's run is from before gathers were measured
-    assert roof is not None
-    assert roof.column == "of_copy"
-    alone = machines.roof(rows[rows["machine"] == 0])
-    assert alone is not None
-    assert alone.column == "of_gather"
+    # The CPU's run is from before gathers were measured.
+    assert machines.known_ceiling(rows) == "of_copy"
+    assert machines.known_ceiling(rows[rows["machine"] == 0]) == "of_gather"
 
 
 def test_the_nearest_row_size_is_nearest_by_ratio() -> None:
@@ -114,9 +106,9 @@ def test_the_nearest_row_size_is_nearest_by_ratio() -> None:
 
 
 def test_bandwidths_are_divided_only_where_both_are_known(gpu: Path) -> None:
-    found = machines.read([CPU, gpu])
-    ratios = machines.bandwidth_ratios(found[1], found[0], 256)
-    assert ratios["copy"] == pytest.approx(2800 / found[0].roofs.copy_gb_s)
+    found = Comparison.read([CPU, gpu])
+    ratios = found.bandwidth_ratios(1)
+    assert ratios["copy"] == pytest.approx(2800 / found.machines[0].roofs.copy_gb_s)
     assert math.isnan(ratios["gather"])
     assert math.isnan(ratios["theory"])  # the EPYC's maker is not asked: its model is not shown
 
@@ -129,14 +121,13 @@ def test_other_sizes_are_matched_by_their_place_and_said(gpu: Path, tmp_path: Pa
         return {**record, "params": params, "lookups": record["lookups"] * 32}
 
     other = make(tmp_path / "other", larger, gpu=GPU, device=GPU["name"], bandwidth=BANDWIDTH)
-    found, rows = rows_of(CPU, other)
+    found = Comparison.read([CPU, other])
+    rows = found.points
     assert set(rows[~rows["same"]]["role"]) == {"criteo"}
-    assert machines.sizes(found, "criteo") == [
-        "B = 2,048 on AMD EPYC, 2 threads; 65,536 on H100 80GB HBM3"
-    ]
-    assert "each with sizes of its own" in pages.sentences(found, rows)[0]
-    gain = rows[(rows["role"] == "criteo") & (rows["arm"] == "tbe") & (rows["phase"] == "step")]
-    assert machines.speedup(gain.iloc[1], gain.iloc[0]).ratio == pytest.approx(32)
+    assert found.sizes("criteo") == "B = 2,048 on AMD EPYC, 2 threads; 65,536 on H100 80GB HBM3"
+    assert "each with sizes of its own" in pages.sentences(found)[0]
+    points = rows[(rows["role"] == "criteo") & (rows["arm"] == "tbe") & (rows["phase"] == "step")]
+    assert list(points["gain"]) == pytest.approx([1, 32])
 
 
 def test_what_only_one_machine_has_is_left_out_with_its_reason(tmp_path: Path) -> None:
@@ -148,14 +139,13 @@ def test_what_only_one_machine_has_is_left_out_with_its_reason(tmp_path: Path) -
         return record
 
     other = make(tmp_path / "other", partly, device="another CPU", hardware_id="x")
-    found = machines.read([CPU, other])
-    rows = machines.rows(found)
-    lines = machines.left_out(found, rows)
+    found = Comparison.read([CPU, other])
+    lines = found.left_out
     assert "sweep, D=128: not measured on another CPU" in lines
     assert "fbtt_readme, TBE: no result on another CPU (oom: needed 191 GiB)" in lines
-    kept = machines.shared(found, rows)
-    assert "sweep, D=128" not in set(kept["role"])
-    assert not ((kept["role"] == "fbtt_readme") & (kept["arm"] == "tbe")).any()
+    rows = found.points
+    assert "sweep, D=128" not in set(rows["role"])
+    assert not ((rows["role"] == "fbtt_readme") & (rows["arm"] == "tbe")).any()
 
 
 @pytest.mark.parametrize(
@@ -238,7 +228,7 @@ def test_two_runs_of_one_machine_have_names_of_their_own(tmp_path: Path) -> None
     later = make(tmp_path / "later", time_utc="2027-01-02T03:04:05+00:00")
     names = [m.label for m in machines.read([CPU, later])]
     assert names == [f"AMD EPYC, 2 threads ({t})" for t in ("2026-11-21 10:07", "2027-01-02 03:04")]
-    said = pages.sentences(*rows_of(CPU, later))
+    said = pages.sentences(Comparison.read([CPU, later]))
     assert "does 1.00× the lookups" in said[0]
     assert said[0].endswith("from one process of a machine, which gives no interval.")
 
@@ -249,7 +239,7 @@ def test_an_interval_that_contains_1_shows_no_difference(tmp_path: Path) -> None
         records = [json.loads(line) for line in (run / "points.jsonl").read_text().splitlines()]
         records += [{**faster(1 / 1.02)(r), "replicate": 1} for r in records]
         (run / "points.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
-    said = pages.sentences(*rows_of(*runs))
+    said = pages.sentences(Comparison.read(runs))
     assert said[0].endswith("the interval contains 1, so no difference is shown.")
 
 
@@ -260,7 +250,7 @@ def test_runs_that_cannot_be_compared_say_why(tmp_path: Path) -> None:
         machines.read([CPU, REFERENCE / "amd-epyc-2-threads" / "cache_hit_rate"])
     empty = make(tmp_path / "empty", lambda r: None)
     with pytest.raises(NotComparable, match="share no case"):
-        rows_of(CPU, empty)
+        Comparison.read([CPU, empty])
 
 
 @dataclass(frozen=True)
@@ -329,13 +319,13 @@ def test_the_page_opens_anywhere_and_its_warnings_are_red(written: Written) -> N
 
 
 def test_tables_have_a_column_a_machine_and_say_what_nobody_knows(gpu: Path) -> None:
-    found = Comparison.of([CPU, gpu], "the command")
-    table = machines_table(found)
+    found = Comparison.read([CPU, gpu])
+    table = machines_table(found.machines)
     shown = [[value.shown for value in row] for row in table.rows]
     assert shown[0][:3] == ["AMD EPYC, 2 threads", "unknown", "53.0"]
     assert "not measured" in shown[0]
     assert shown[1][:3] == ["H100 80GB HBM3", "3,350", "2,800"]
-    rows = rows_table(found, "step")
+    rows = points_table(found, "step")
     assert rows.heads[2] == "H100 80GB HBM3 ÷ AMD EPYC, 2 threads"
     assert len({len(row) for row in rows.rows} | {len(rows.heads)}) == 1
     assert rows.rows[0][2].key == pytest.approx(20)
@@ -343,11 +333,12 @@ def test_tables_have_a_column_a_machine_and_say_what_nobody_knows(gpu: Path) -> 
 
 def test_the_size_of_the_tables_is_drawn_with_the_caches(gpu: Path, tmp_path: Path) -> None:
     """Only where E was swept: the other runs have no such figure."""
-    found, rows = rows_of(CPU, gpu)
-    assert "working_set" not in [f.name for f in figures.figures(found, rows)]
-    base = rows[rows["role"] == machines.BASE_POINT]
+    found = Comparison.read([CPU, gpu])
+    assert "working_set" not in [f.name for f in figures.figures(found)]
+    base = found.points[found.points["role"] == machines.BASE_POINT]
     more = base.assign(role="sweep, E=100000", dense_bytes=base["dense_bytes"] / 10)
-    drawn = {f.name: f for f in figures.figures(found, pd.concat([rows, more]))}
+    both = dataclasses.replace(found, points=pd.concat([found.points, more]))
+    drawn = {f.name: f for f in figures.figures(both)}
     assert next(panel.title for panel in drawn["working_set"].panels) == "TBE"
 
 
