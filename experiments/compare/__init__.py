@@ -32,10 +32,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Write a comparison, or the page of published figures; return the exit status."""
-    from experiments.compare import machines, overview, pages
+    from experiments.compare import machines, pages
 
     if arguments.overview:
-        return overview.run(arguments.overview, arguments.runs)
+        text = pages.overview(arguments.runs).markdown()
+        if arguments.overview == "print":
+            print(text)
+        elif arguments.overview == "write":
+            pages.OVERVIEW.write_text(text)
+        elif not pages.OVERVIEW.is_file() or pages.OVERVIEW.read_text() != text:
+            name = pages.OVERVIEW.relative_to(ROOT)
+            print(f"{name} is out of date: run `{pages.COMMAND} write`")
+            return 1
+        return 0
     words = " ".join(os.path.relpath(path) for path in arguments.runs)
     try:
         page = pages.write(arguments.runs, arguments.out, f"python -m experiments.compare {words}")

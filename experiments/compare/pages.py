@@ -9,7 +9,9 @@ from typing import Any
 
 from experiments.compare import confounders, figures, published
 from experiments.compare.machines import CEILINGS, Comparison, Machine, known_ceiling
+from experiments.compare.published import Figure, Finding, Source, Verdict
 from experiments.config.sweep import SWEEP
+from experiments.kinds import anchor_report
 from experiments.machine import ceilings
 from experiments.paths import ROOT
 from experiments.report import document, text
@@ -18,6 +20,8 @@ from experiments.report.tables import Column, Table, Value
 from experiments.results.store import RunStore
 
 FOLDER = ROOT / "reports" / "compare"
+OVERVIEW = published.FOLDER / "README.md"
+COMMAND = "python -m experiments.compare --overview"
 HOW_TO_READ = (
     "Runs are matched by the position of a cell in the experiment: a case by its name, a point of "
     "the sweep by how it differs from the base point. Where the work itself is equal, down to the "
@@ -234,3 +238,60 @@ def sources_table(machines: Sequence[Machine]) -> Table:
             "source": lambda row: row[3],
         },
     )
+
+
+OPENING = f"""\
+What others say of their embedding tables, where it was read, and what became of it here. This page
+is made by `{COMMAND} write` from the files beside it and from the runs
+in `reports/reference/`. How to add a figure or a run:
+[docs/generations.md](../../docs/generations.md)."""
+
+
+def overview(extra: Sequence[Path] = ()) -> Page:
+    """Return the page of every published figure and its verdict, with further runs of ours."""
+    found = published.of_references(extra)
+    counts = ", ".join(f"{n} {v.value}" for v, n in published.counted(found).items())
+    return Page(
+        name="Published figures",
+        answer=[f"{len(found)} figures: {counts}."],
+        sections=[
+            Section(words=[OPENING, published.RULE]),
+            *[
+                _source(source, [f for f in found if f.source is source])
+                for source in published.sources()
+            ],
+        ],
+    )
+
+
+def _source(source: Source, found: Sequence[Finding]) -> Section:
+    """Return a publication's verdicts, and what is not run here by reason."""
+    command = f"`python run.py +experiment={source.experiment}`. " * bool(source.experiment)
+    judged = [f for f in found if f.verdict is not Verdict.NOT_RUN or math.isfinite(f.ours)]
+    reasons: dict[str, list[Figure]] = {}
+    for finding in found:
+        if finding not in judged:
+            reasons.setdefault(finding.reason, []).append(finding.figure)
+    return Section(
+        source.title,
+        [f"[{source.source}]({source.url}). {command}{source.note}"],
+        table=anchor_report.table(judged),
+        parts=[
+            Section(
+                words=[f"Not run here: {reason}. Theirs is of {published.theirs(figures[0])}."],
+                points=_listed(figures),
+            )
+            for reason, figures in reasons.items()
+        ],
+    )
+
+
+def _listed(figures: Sequence[Figure]) -> list[str]:
+    """Return one line per figure, or one for all with the same prefix up to the last colon."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for figure in figures:
+        begin, colon, end = figure.name.rpartition(": ")
+        value = published.shown(figure.value)
+        prefix, words = (begin, f"{end} {value}") if colon else (figure.name, value)
+        groups.setdefault((prefix, figure.unit), []).append(words)
+    return [f"{begin}: {' · '.join(ends)} {unit}" for (begin, unit), ends in groups.items()]

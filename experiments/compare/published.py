@@ -1,34 +1,26 @@
-"""Numbers that others published, reports/published/*.yaml: each with its source and its work."""
+"""Figures that others published, reports/published/*.yaml: each with its source and our verdict."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import cache
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import pandas as pd
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from experiments.machine import ceilings
-from experiments.paths import ROOT
+from experiments.paths import REFERENCE, ROOT
 from experiments.report.data import Run
+from experiments.results.store import runs_in
 
 FOLDER = ROOT / "reports" / "published"
-FILE_KEYS = {
-    "title",
-    "source",
-    "url",
-    "experiment",
-    "device",
-    "device_words",
-    "work",
-    "note",
-    "rows",
-}
 
 
 class Nature(Enum):
@@ -39,7 +31,7 @@ class Nature(Enum):
 
 
 class Quantity(Enum):
-    """What a figure counts; anchors.OURS computes the same of our runs."""
+    """What a figure counts; OURS computes the same of our runs."""
 
     compression = "compression"
     us_per_lookup = "us_per_lookup"
@@ -51,7 +43,7 @@ class Quantity(Enum):
     other = "other"
 
 
-@dataclass(frozen=True)
+@dataclass
 class Place:
     """Where the same quantity is in a run of ours."""
 
@@ -60,7 +52,7 @@ class Place:
     phase: str = "step"
 
 
-@dataclass(frozen=True)
+@dataclass
 class Figure:
     """One published number."""
 
@@ -72,7 +64,7 @@ class Figure:
     nature: Nature = Nature.measured
     device: str = ""  # key of conf/hardware; empty where the source names none
     device_words: str = "device not named"
-    work: Mapping[str, Any] = field(default_factory=dict)
+    work: dict[str, Any] = field(default_factory=dict)
     ours: Place | None = None
     not_here: str = ""  # why no run of ours can have it
     peer: str = ""  # whose figure it is, where our contender is another program
@@ -80,12 +72,7 @@ class Figure:
     note: str = ""
 
 
-def shown(value: float) -> str:
-    """With the digits that it was printed with, thousands separated."""
-    return f"{value:,.0f}" if float(value).is_integer() else f"{value:,}"
-
-
-@dataclass(frozen=True)
+@dataclass
 class Source:
     """One publication."""
 
@@ -93,63 +80,58 @@ class Source:
     title: str
     source: str  # what was read, and when it was written
     url: str
-    experiment: str  # that runs its configuration; empty where none can
-    note: str
     figures: tuple[Figure, ...]
+    experiment: str = ""  # that runs its configuration; empty where none can
+    note: str = ""
 
 
-def read(path: Path) -> Source:
-    """One file; raises ValueError that says what is wrong with it."""
-    raw = cast(dict[str, Any], OmegaConf.to_container(OmegaConf.load(path)))
-    wrong = sorted(set(raw) - FILE_KEYS)
-    if wrong:
-        raise ValueError(f"{path.name}: unknown key '{wrong[0]}'; there is {', '.join(FILE_KEYS)}")
-    for key in ("title", "source", "url", "rows"):
-        if not raw.get(key):
-            raise ValueError(f"{path.name}: '{key}' is missing: a figure needs its source")
-    common: dict[str, Any] = {k: raw[k] for k in ("device", "device_words") if k in raw}
-    figures = tuple(
-        _figure(
-            path.name, {**common, **row, "work": {**raw.get("work", {}), **row.get("work", {})}}
-        )
-        for row in raw["rows"]
-    )
-    return Source(
-        path.stem,
-        raw["title"],
-        raw["source"],
-        raw["url"],
-        raw.get("experiment", ""),
-        str(raw.get("note", "")).strip(),
-        figures,
-    )
-
-
-def _figure(file: str, row: dict[str, Any]) -> Figure:
-    known = {f.name for f in fields(Figure)}
-    wrong = sorted(set(row) - known)
-    if wrong:
-        raise ValueError(f"{file}: unknown key '{wrong[0]}' of a row; there is {', '.join(known)}")
-    ours = row.pop("ours", None)
-    try:
-        row |= {"quantity": Quantity(row.get("quantity", "other"))}
-        row |= {"nature": Nature(row.get("nature", "measured"))}
-    except ValueError as error:
-        raise ValueError(f"{file}, {row.get('name')}: {error}") from None
-    if ours is None and not row.get("not_here"):
-        raise ValueError(f"{file}, {row.get('name')}: say `ours:` or, with the reason, `not_here:`")
-    return Figure(**row, ours=Place(**ours) if ours else None)
+def shown(value: float) -> str:
+    """Return a number with the digits that it was printed with, thousands separated."""
+    return f"{value:,.0f}" if float(value).is_integer() else f"{value:,}"
 
 
 @cache
 def sources(folder: Path = FOLDER) -> tuple[Source, ...]:
-    """Every publication, by file name."""
+    """Return every publication, by file name."""
     return tuple(read(path) for path in sorted(folder.glob("*.yaml")))
 
 
 def of_experiment(name: str, folder: Path = FOLDER) -> list[Source]:
-    """Those whose configuration an experiment runs."""
+    """Return the publications whose configuration an experiment runs."""
     return [source for source in sources(folder) if source.experiment == name]
+
+
+def read(path: Path) -> Source:
+    """Read one file; raise ValueError that describes the fault.
+
+    `device`, `device_words` and `work` of the file apply to every row that does not override them.
+    """
+    raw = cast(dict[str, Any], OmegaConf.to_container(OmegaConf.load(path)))
+    shared: dict[str, Any] = {
+        key: raw.pop(key) for key in ("device", "device_words", "work") if key in raw
+    }
+    figures = []
+    for row in raw.pop("rows", []):
+        where = f"{path.name}, {row.get('name')}"
+        work = {**shared.get("work", {}), **row.get("work", {})}
+        figure = _build(Figure, {**shared, **row, "work": work}, where)
+        if figure.ours is None and not figure.not_here:
+            raise ValueError(f"{where}: say `ours:` or, with the reason, `not_here:`")
+        figures.append(figure)
+    source = _build(Source, {"key": path.stem, "figures": [], **raw}, path.name)
+    if not figures:
+        raise ValueError(f"{path.name}: 'rows' is missing: a source needs its figures")
+    return dataclasses.replace(source, figures=tuple(figures))
+
+
+T = TypeVar("T", Figure, Source)
+
+
+def _build(kind: type[T], values: Mapping[str, Any], where: str) -> T:
+    try:
+        return cast(T, OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(kind), values)))
+    except OmegaConfBaseException as error:
+        raise ValueError(f"{where}: {str(error).splitlines()[0]}") from None
 
 
 EXACT, MEASURED = 0.02, 0.15
@@ -186,8 +168,75 @@ class Finding:
     device: str = ""  # where ours was measured
 
 
-Measure = Callable[[pd.Series, float], float]  # of a row, with its time in seconds
+def counted(found: Sequence[Finding]) -> dict[Verdict, int]:
+    """Return the number of figures by verdict."""
+    return {verdict: sum(f.verdict is verdict for f in found) for verdict in Verdict}
 
+
+def of_references(extra: Sequence[Path] = (), folder: Path = REFERENCE) -> list[Finding]:
+    """Compare every source with each reference of its experiment and each run of `extra`."""
+    paths = [path for path in (*runs_in(folder, "*/*"), *extra) if (path / "config.yaml").is_file()]
+    runs = [Run.read(path) for path in paths]
+    found = []
+    for source in sources():
+        same: list[Run | None] = [run for run in runs if run.config.name == source.experiment]
+        found += [finding for run in same or [None] for finding in findings(run, source)]
+    return found
+
+
+def of_run(run: Run) -> list[Finding]:
+    """Compare a run with every publication whose configuration its experiment is."""
+    return [f for source in of_experiment(str(run.config.name)) for f in findings(run, source)]
+
+
+def findings(run: Run | None, source: Source) -> list[Finding]:
+    """Compare all figures of a source with those of a run; without a run there are none of ours."""
+    return [_finding(run, source, figure) for figure in source.figures]
+
+
+def _finding(run: Run | None, source: Source, figure: Figure) -> Finding:
+    row, reason = None, ""
+    if figure.not_here or figure.ours is None:
+        reason = figure.not_here
+    elif run is None:
+        reason = f"no run of {source.experiment} at hand"
+    elif run.smoke:
+        reason = "this is a smoke run: its sizes are capped"
+    else:
+        row, reason = _row(run, figure, figure.ours)
+    if row is None or run is None:
+        return Finding(source, figure, Verdict.NOT_RUN, reason)
+    ours, lo, hi = _ours(figure, row)
+    if math.isnan(ours):
+        return Finding(source, figure, Verdict.NOT_RUN, "our run has no such number")
+    verdict, reason = Verdict.NOT_RUN, _incomparable(run, figure, row)
+    if not reason:
+        allowed = EXACT if figure.nature is Nature.exact else MEASURED
+        off = ours / figure.value - 1
+        close = abs(off) <= max(allowed, figure.last_digit / 2 / figure.value)
+        verdict = Verdict.REPRODUCED if close else Verdict.DIFFERS
+        reason = f"{abs(100 * off):.1f} % {'above' if off > 0 else 'below'} it"
+    device = str(run.environment.get("device", ""))
+    return Finding(source, figure, verdict, reason, ours, lo, hi, device)
+
+
+def _row(run: Run, figure: Figure, place: Place) -> tuple[pd.Series | None, str]:
+    """Return our row of results; None and the reason where there is none."""
+    table = run.operations
+    if not len(table) or not (table["section"] == place.section).any():
+        table = run.table
+    if len(table):
+        arm = (table["arm"] == place.arm) & (table["phase"] == place.phase)
+        table = table[arm & (table["section"] == place.section)]
+    if not len(table):
+        return None, f"our run has no {place.arm} in {place.section}"
+    # Of several modes the one that theirs was measured in, so that the others are not judged.
+    alike = table[table["mode"] == figure.work.get("mode")]
+    row = (alike if len(alike) else table).iloc[0]
+    return (row, "") if row["status"] == "ok" else (None, f"{row['status']}: {row['reason']}")
+
+
+Measure = Callable[[pd.Series, float], float]  # of a row, with its time in seconds
 OURS: Mapping[Quantity, Measure] = {
     Quantity.compression: lambda row, _: float(row["compression"]),
     Quantity.us_per_lookup: lambda row, s: 1e6 * s / float(row["lookups"]),
@@ -201,97 +250,38 @@ OURS: Mapping[Quantity, Measure] = {
 }
 
 
-def findings(run: Run | None, source: Source) -> list[Finding]:
-    """All figures of a source beside those of a run; without a run there is nothing beside them."""
-    return [_finding(run, source, figure) for figure in source.figures]
+def _ours(figure: Figure, row: pd.Series) -> tuple[float, float, float]:
+    """Return our number and its interval."""
+    if figure.quantity is Quantity.times_baseline:
+        ours, *ends = (float(row[name]) for name in ("ratio", "ratio_lo", "ratio_hi"))
+    elif figure.quantity in OURS:
+        measure = OURS[figure.quantity]
+        ours, *ends = (measure(row, float(row[name])) for name in ("median_s", "lo_s", "hi_s"))
+    else:
+        return math.nan, math.nan, math.nan
+    if figure.nature is Nature.exact:
+        return ours, math.nan, math.nan  # nothing about it is a sample
+    return ours, min(ends), max(ends)
 
 
-def _finding(run: Run | None, source: Source, figure: Figure) -> Finding:
-    def not_run(reason: str, **ours: Any) -> Finding:
-        return Finding(source, figure, Verdict.NOT_RUN, reason, **ours)
-
-    if figure.not_here or figure.ours is None:
-        return not_run(figure.not_here)
-    if run is None:
-        return not_run(f"no run of {source.experiment} at hand")
-    if run.smoke:
-        return not_run("this is a smoke run: its sizes are capped")
-    row, reason = _row(run, figure)
-    if row is None:
-        return not_run(reason)
-    ours = _ours(run, figure, row)
-    if math.isnan(ours["ours"]):
-        return not_run("our run has no such number")
+def _incomparable(run: Run, figure: Figure, row: pd.Series) -> str:
+    """Return why our number cannot be judged against theirs; empty where it can."""
     changed = differences(run, figure, row)
     if changed:
-        return not_run(f"ours is other work: {', '.join(changed)}", **ours)
+        return f"ours is other work: {', '.join(changed)}"
     if figure.nature is Nature.measured:
         here = ceilings.of_environment(run.environment)
         if here is None or here.key != figure.device:
-            return not_run(f"another device: theirs is of {theirs(figure)}", **ours)
+            return f"another device: theirs is of {theirs(figure)}"
         if figure.peer:
-            return not_run(f"another program: theirs is {figure.peer}", **ours)
+            return f"another program: theirs is {figure.peer}"
         if figure.otherwise:
-            return not_run(f"done in another way there: {figure.otherwise}", **ours)
-    return _judged(source, figure, ours)
-
-
-def _judged(source: Source, figure: Figure, ours: dict[str, Any]) -> Finding:
-    allowed = EXACT if figure.nature is Nature.exact else MEASURED
-    off = ours["ours"] / figure.value - 1
-    close = abs(off) <= max(allowed, figure.last_digit / 2 / figure.value)
-    verdict = Verdict.REPRODUCED if close else Verdict.DIFFERS
-    words = f"{abs(100 * off):.1f} % {'above' if off > 0 else 'below'} it"
-    return Finding(source, figure, verdict, words, **ours)
-
-
-def theirs(figure: Figure) -> str:
-    """Return the device of a published figure, as far as its source says."""
-    device = next((d.name for d in ceilings.table() if d.key == figure.device), "")
-    return device or figure.device_words
-
-
-def _row(run: Run, figure: Figure) -> tuple[pd.Series | None, str]:
-    place, table = figure.ours, run.table
-    assert place is not None
-    if len(run.operations) and (run.operations["section"] == place.section).any():
-        table = run.operations
-    chosen = (
-        table[
-            (table["section"] == place.section)
-            & (table["arm"] == place.arm)
-            & (table["phase"] == place.phase)
-        ]
-        if len(table)
-        else table
-    )
-    if not len(chosen):
-        return None, f"our run has no {place.arm} in {place.section}"
-    # Of several modes the one that theirs was measured in, so that the others are not judged.
-    alike = chosen[chosen["mode"] == figure.work.get("mode")]
-    row = (alike if len(alike) else chosen).iloc[0]
-    if row["status"] != "ok":
-        return None, f"{row['status']}: {row['reason']}"
-    return row, ""
-
-
-def _ours(run: Run, figure: Figure, row: pd.Series) -> dict[str, Any]:
-    device = str(run.environment.get("device", ""))
-    if figure.quantity is Quantity.times_baseline:
-        names = ("ratio", "ratio_lo", "ratio_hi")
-        ours, lo, hi = (float(row[name]) for name in names)
-    elif figure.quantity in OURS:
-        measure = OURS[figure.quantity]
-        ours, lo, hi = (measure(row, float(row[k])) for k in ("median_s", "lo_s", "hi_s"))
-    else:
-        ours = lo = hi = math.nan
-    if figure.nature is Nature.exact:
-        lo = hi = math.nan  # nothing about it is a sample
-    return {"ours": ours, "lo": min(lo, hi), "hi": max(lo, hi), "device": device}
+            return f"done in another way there: {figure.otherwise}"
+    return ""
 
 
 def differences(run: Run, figure: Figure, row: pd.Series) -> list[str]:
-    """How the work that our run did differs from the published one, key by key."""
+    """Return how the work that our run did differs from the published one, key by key."""
     scale = float(row["rows_scale"])
     found = [f"rows scaled to {100 * scale:.3g} %"] if scale < 1 else []
     record = next(
@@ -299,24 +289,20 @@ def differences(run: Run, figure: Figure, row: pd.Series) -> list[str]:
         for r in run.records
         if r["section"] == row["section"] and r["arm"] == row["arm"] and r["status"] == "ok"
     )
-    known = {**record["params"], **{k: record[k] for k in ("optimizer", "rows")}}
-    known["mode"] = row["mode"]
-    for key, theirs in figure.work.items():
-        if known.get(key) != theirs:
-            found.append(f"{key} {_plain(known.get(key))} for {_plain(theirs)}")
-    return found
+    names = ("optimizer", "rows")
+    ours = {**record["params"], **{name: record[name] for name in names}, "mode": row["mode"]}
+
+    def plain(value: Any) -> str:
+        return f"{value:,}" if isinstance(value, int) else str(value)
+
+    return found + [
+        f"{key} {plain(ours.get(key))} for {plain(theirs)}"
+        for key, theirs in figure.work.items()
+        if ours.get(key) != theirs
+    ]
 
 
-def _plain(value: Any) -> str:
-    return f"{value:,}" if isinstance(value, int) else str(value)
-
-
-def of_run(run: Run) -> list[Finding]:
-    """Beside every publication whose configuration the run's experiment is."""
-    sources = of_experiment(str(run.config.name))
-    return [finding for source in sources for finding in findings(run, source)]
-
-
-def counted(found: Sequence[Finding]) -> dict[Verdict, int]:
-    """How many of each."""
-    return {verdict: sum(f.verdict is verdict for f in found) for verdict in Verdict}
+def theirs(figure: Figure) -> str:
+    """Return the device of a published figure, as far as its source says."""
+    device = next((d.name for d in ceilings.table() if d.key == figure.device), "")
+    return device or figure.device_words

@@ -96,7 +96,7 @@ class Page:
         flat = [(n, s) for n, s in flatten(self.shown) if not s.web_only]
         template = _MARKDOWN.get_template("page.md")
         rendered = template.render(page=self, sections=flat, with_figures=figures)
-        return re.sub(r"\n{3,}", "\n\n", rendered)
+        return re.sub(r"\n{3,}", "\n\n", rendered).rstrip() + "\n"
 
     def html(self, drawings: Mapping[str, Sequence[str]]) -> str:
         """Return the page as one file that loads nothing; `drawings`: inline SVG of each panel."""

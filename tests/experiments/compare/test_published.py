@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from experiments import compare
-from experiments.compare import overview, published
+from experiments.compare import pages, published
 from experiments.compare.published import Figure, Nature, Place, Quantity, Source, Verdict
 from experiments.config import configure
 from experiments.kinds import anchor_report
@@ -24,7 +24,7 @@ from tests.experiments import FIRST_SCHEMA, command_line
 
 CPU = FIRST_SCHEMA
 ANCHORS = [n for n in configure.groups()["experiment"] if n.startswith("anchor_")]
-SOURCE = Source("x", "X", "read somewhere", "https://x", "tt_vs_tbe", "", ())
+SOURCE = Source("x", "X", "read somewhere", "https://x", (), "tt_vs_tbe")
 
 
 @pytest.fixture(scope="module")
@@ -227,13 +227,17 @@ def test_every_published_figure_is_of_a_case_that_exists(source: Source) -> None
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("title: x\nurl: y\nrows: [{name: a, value: 1}]", "'source' is missing"),
-        ("title: x\nsource: s\nurl: y\nrow: []", "unknown key 'row'"),
+        (
+            "title: x\nurl: y\nrows: [{name: a, value: 1, unit: s, not_here: z}]",
+            "missing mandatory value: source",
+        ),
+        ("title: x\nsource: s\nurl: y\nrow: []", "Key 'row' not in 'Source'"),
         ("title: x\nsource: s\nurl: y\nrows: [{name: a, value: 1, unit: s}]", "say `ours:` or"),
-        ("title: x\nsource: s\nurl: y\nrows: [{name: a, valu: 1}]", "unknown key 'valu'"),
+        ("title: x\nsource: s\nurl: y", "'rows' is missing"),
+        ("title: x\nsource: s\nurl: y\nrows: [{name: a, valu: 1}]", "Key 'valu' not in 'Figure'"),
         (
             "title: x\nsource: s\nurl: y\nrows: [{name: a, value: 1, unit: s, quantity: speed}]",
-            "'speed' is not a valid Quantity",
+            "Invalid value 'speed', expected one of",
         ),
     ],
 )
@@ -289,7 +293,7 @@ def test_the_page_of_published_figures_is_up_to_date(capsys: pytest.CaptureFixtu
 
 
 def test_the_page_has_every_figure_and_takes_runs_along(run: Run, tmp_path: Path) -> None:
-    page = overview.markdown(overview.findings([]))
+    page = pages.overview().markdown()
     for source in published.sources():
         assert f"## {source.title}" in page
         assert source.url in page
@@ -307,5 +311,5 @@ def test_the_page_has_every_figure_and_takes_runs_along(run: Run, tmp_path: Path
     for record in records:
         record["section"] = record["section"].replace("fbtt_readme", "readme")
     (anchor / "points.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
-    more = overview.markdown(overview.findings([anchor]))
+    more = pages.overview([anchor]).markdown()
     assert "another device: theirs is of a GPU that the README does not name" in more
