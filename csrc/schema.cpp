@@ -19,7 +19,7 @@ STABLE_TORCH_LIBRARY(emblib, m) {
       " -> (Tensor offsets, Tensor violations)");
   m.def(
       "tbe_lookup(Tensor[] weights, Tensor features, Tensor indices, Tensor offsets, Tensor? slots,"
-      " Tensor? bag_layout, Tensor? sample_weights, int pooling, SymInt columns,"
+      " Tensor? bag_layout, Tensor? sample_weights, int pooling, SymInt output_dim,"
       " ScalarType output_dtype) -> Tensor");
   m.def(
       "tbe_group(Tensor features, Tensor indices, Tensor offsets, Tensor? bag_layout,"
@@ -58,31 +58,32 @@ STABLE_TORCH_LIBRARY(emblib, m) {
   // emblib/ops/hash.py.
   m.def("hash_find(Tensor[] index, Tensor ids, Tensor starts, Tensor tables) -> Tensor");
   m.def(
-      "hash_use_(Tensor(a!)[] index, Tensor ids, Tensor starts, Tensor tables, Tensor? counts,"
-      " Tensor? given, int order) -> Tensor");
+      "hash_touch_(Tensor(a!)[] index, Tensor ids, Tensor starts, Tensor tables, Tensor? counts,"
+      " Tensor? batch_scores, int order) -> Tensor");
   m.def(
       "hash_misses(Tensor ids, Tensor starts, Tensor tables, Tensor slots, Tensor? counts,"
-      " SymInt num_tables) -> (Tensor first, Tensor groups, Tensor totals, Tensor ends)");
+      " SymInt num_tables) -> (Tensor first, Tensor groups, Tensor totals, Tensor offsets)");
   m.def(
       "hash_grow_(Tensor(a!)[] index, Tensor(b!)[] rows, Tensor row_layout, Tensor ids,"
-      " Tensor starts, Tensor tables, Tensor(c!) slots, Tensor ends, Tensor? admitted) -> ()");
+      " Tensor starts, Tensor tables, Tensor(c!) slots, Tensor offsets, Tensor? admitted) -> ()");
   m.def(
-      "hash_place_(Tensor(a!)[] index, Tensor ids, Tensor first, Tensor totals, Tensor ends,"
-      " Tensor? admitted, Tensor? given, int order, int newcomer)"
+      "hash_insert_(Tensor(a!)[] index, Tensor ids, Tensor first, Tensor totals, Tensor offsets,"
+      " Tensor? admitted, Tensor? batch_scores, int order, int insert_policy)"
       " -> (Tensor slots, Tensor status, Tensor evicted)");
   m.def("hash_erase_(Tensor(a!)[] index, Tensor ids, Tensor starts, Tensor tables) -> Tensor");
   m.def(
       "hash_expire_(Tensor(a!)[] index, SymInt table, SymInt first_bucket, SymInt num_buckets,"
       " SymInt before) -> Tensor");
   m.def(
-      "hash_initial_rows_(Tensor(a!)[] planes, Tensor layout, Tensor rules, Tensor ids,"
-      " Tensor first, Tensor ends, Tensor slots, int seed) -> ()");
+      "hash_initial_rows_(Tensor(a!)[] row_buffers, Tensor layout, Tensor rules, Tensor ids,"
+      " Tensor first, Tensor offsets, Tensor slots, int seed) -> ()");
 
   // Tensor-train tables: they produce rows for the ops above.
   m.def("tt_keys(Tensor indices, SymInt rows, int[] row_factors) -> Tensor");
   m.def("tt_plan(Tensor keys, Tensor count, int[] row_factors) -> Tensor[]");
   m.def(
-      "tt_rows(Tensor[] cores, Tensor[] plan, int[] row_factors, int[] dim_factors, SymInt kept)"
+      "tt_rows(Tensor[] cores, Tensor[] plan, int[] row_factors, int[] dim_factors, SymInt "
+      "num_saved)"
       " -> (Tensor rows, Tensor prefixes)");
   m.def(
       "tt_core_grads(Tensor[] cores, Tensor[] plan, Tensor prefixes, Tensor row_grads,"
@@ -102,14 +103,14 @@ STABLE_TORCH_LIBRARY(emblib, m) {
       "combine(Tensor source, Tensor targets, Tensor pieces, Tensor? rows, Tensor? lengths,"
       " SymInt out_numel, ScalarType dtype, float scale) -> Tensor");
   m.def(
-      "spread(Tensor grad, Tensor targets, Tensor pieces, Tensor? rows, Tensor? lengths,"
+      "combine_backward(Tensor grad, Tensor targets, Tensor pieces, Tensor? rows, Tensor? lengths,"
       " SymInt source_numel, ScalarType dtype, float scale) -> Tensor");
 
   // Quantised tables.
   m.def("quantize_rows_(Tensor(a!) values, Tensor(b!) scales, Tensor weights, int bits) -> ()");
   m.def(
       "quant_lookup(Tensor values, Tensor scales, Tensor features, Tensor indices, Tensor offsets,"
-      " Tensor? bag_layout, Tensor? sample_weights, int pooling, int bits, SymInt columns,"
+      " Tensor? bag_layout, Tensor? sample_weights, int pooling, int bits, SymInt output_dim,"
       " ScalarType output_dtype) -> Tensor");
 
   // Optimizers on whole matrices, and memory advice.

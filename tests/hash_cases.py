@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from emblib.ops.codes import HASH_ORDER, NEWCOMER
+from emblib.ops.codes import HASH_ORDER, INSERT_POLICY
 from emblib.reference.hash import (
     EVICTING,
     NEW,
@@ -26,7 +26,7 @@ from emblib.reference.hash import (
 )
 
 Op = Callable[..., Any]
-OPS = ("find", "use_", "misses", "grow_", "place_", "erase_", "expire_")
+OPS = ("find", "touch_", "misses", "grow_", "insert_", "erase_", "expire_")
 
 # Keys at the ends of the range and around zero; -1 is also the greatest unsigned one.
 EDGE_KEYS = (*range(-4, 5), -(2**63), -(2**63) + 1, 2**63 - 2, 2**63 - 1)
@@ -71,7 +71,7 @@ class Tables:
 
     sizes: tuple[tuple[int, int, int], ...] = ((1, 3, 819), (2, 2, 1024))
     order: str = "lru"
-    newcomer: str = "wins"
+    insert_policy: str = "wins"
     hash_keys: tuple[int, ...] = ()
 
     @property
@@ -85,7 +85,7 @@ class Tables:
         tables = [
             ReferenceHashTable(*size, key) for size, key in zip(self.sizes, keys, strict=False)
         ]
-        return HashModel(tables, self.order, self.newcomer)
+        return HashModel(tables, self.order, self.insert_policy)
 
     def index(self, seed: int = 0) -> list[Tensor]:
         """The same for the ops; entries mean nothing yet and hold keys that may be asked for."""
@@ -98,17 +98,17 @@ class Tables:
 
 @dataclass
 class Batch:
-    """Keys by segment, as the ops take them; `counts` and `given` may be None."""
+    """Keys by segment, as the ops take them; `counts` and `batch_scores` may be None."""
 
     ids: Tensor
     starts: Tensor
     tables: Tensor
     counts: Tensor | None = None
-    given: Tensor | None = None
+    batch_scores: Tensor | None = None
 
     @classmethod
     def of(
-        cls, *segments: tuple[int, Sequence[int]], given: Sequence[int] | None = None
+        cls, *segments: tuple[int, Sequence[int]], batch_scores: Sequence[int] | None = None
     ) -> "Batch":
         """One segment for every (table, keys)."""
         lengths = torch.tensor([0, *(len(keys) for _, keys in segments)])
@@ -116,7 +116,7 @@ class Batch:
             torch.tensor([key for _, keys in segments for key in keys], dtype=torch.int64),
             lengths.cumsum(0),
             torch.tensor([table for table, _ in segments], dtype=torch.int64),
-            given=None if given is None else torch.tensor(given),
+            batch_scores=None if batch_scores is None else torch.tensor(batch_scores),
         )
 
     @property
@@ -136,7 +136,7 @@ class Batch:
 
     def scores(self, num_tables: int) -> list[int]:
         """The score by table; 0 where none is given."""
-        return [0] * num_tables if self.given is None else self.given.tolist()
+        return [0] * num_tables if self.batch_scores is None else self.batch_scores.tolist()
 
 
 @dataclass
@@ -172,8 +172,8 @@ class Draws:
         starts = torch.cat([torch.zeros(1), cuts, torch.tensor([n] * min(1, segments))]).long()
         tables = torch.randint(0, self.num_tables, (segments,), generator=some)
         counts = torch.randint(1, 5, (n,), generator=some) if self.below(2) else None
-        given = torch.randint(-9, 10, (self.num_tables,), generator=some)
-        return Batch(self.pool[ranks], starts, tables, counts, given)
+        scores = torch.randint(-9, 10, (self.num_tables,), generator=some)
+        return Batch(self.pool[ranks], starts, tables, counts, scores)
 
     def admitted(self, n: int) -> Tensor | None:
         """Who is admitted of n misses, or None for all."""
@@ -181,7 +181,7 @@ class Draws:
 
 
 class Rows:
-    """Two planes of values: floats, as many a row as the table is wide, and three bytes a row."""
+    """Two buffers of values: floats, as many a row as the table is wide, and three bytes a row."""
 
     def __init__(self, tables: Tables) -> None:
         self._dims = [5 + 3 * t for t in range(len(tables.sizes))]
@@ -192,19 +192,21 @@ class Rows:
             floats += most * SLOTS * dim
             rows += most * SLOTS
         self.layout = torch.tensor(layout).view(-1, 2, 2)
-        self.planes = [torch.full((floats,), -1.0), torch.zeros(3 * rows, dtype=torch.uint8)]
+        self.row_buffers = [torch.full((floats,), -1.0), torch.zeros(3 * rows, dtype=torch.uint8)]
         self._written = 0
         self._numbers: list[dict[int, int]] = [{} for _ in tables.sizes]  # what a key's row says
 
     def _views(self, t: int) -> tuple[Tensor, Tensor]:
-        """The rows of a table in both planes."""
+        """The rows of a table in both row_buffers."""
         starts = [base // plane.element_size() for (base, _), plane in self._both(t)]
-        values, marks = (plane[start:] for start, plane in zip(starts, self.planes, strict=True))
+        values, marks = (
+            plane[start:] for start, plane in zip(starts, self.row_buffers, strict=True)
+        )
         rows, dim = self._rows_of[t], self._dims[t]
         return values[: rows * dim].view(rows, dim), marks[: rows * 3].view(rows, 3)
 
     def _both(self, t: int) -> list[tuple[list[int], Tensor]]:
-        return list(zip(self.layout[t].tolist(), self.planes, strict=True))
+        return list(zip(self.layout[t].tolist(), self.row_buffers, strict=True))
 
     def _content(self, t: int, numbers: list[int]) -> tuple[Tensor, Tensor]:
         """Rows that are unlike any with another number."""
@@ -260,24 +262,24 @@ class Twin:
 
     def train(self, batch: Batch, admitted: Tensor | None = None) -> list[list[Miss]]:
         """A training step as far as the index goes; the misses say what became of them."""
-        given = batch.scores(len(self.tables.sizes))
-        arguments = (batch.counts, batch.given, HASH_ORDER[self.tables.order])
-        slots = self.ops["use_"](self.index, *batch.keys, *arguments)
-        want = self.model.use(batch.positions, batch.uses, given)
+        scores = batch.scores(len(self.tables.sizes))
+        arguments = (batch.counts, batch.batch_scores, HASH_ORDER[self.tables.order])
+        slots = self.ops["touch_"](self.index, *batch.keys, *arguments)
+        want = self.model.touch(batch.positions, batch.uses, scores)
         assert slots.tolist() == want
         self.compare()
         found = self.ops["misses"](*batch.keys, slots, batch.counts, len(self.tables.sizes))
         misses = self.model.misses(batch.positions, want, batch.uses)
         self._compare_misses(found, misses)
-        first, _, totals, ends = found
+        first, _, totals, offsets = found
         if admitted is not None:
             for miss, into in zip(_flat(misses), admitted.tolist(), strict=False):
                 miss.admitted = into
-        self._grow(batch, (slots, ends, admitted), misses)
-        ways = (admitted, batch.given, HASH_ORDER[self.tables.order])
-        ways += (NEWCOMER[self.tables.newcomer],)
-        placed = self.ops["place_"](self.index, batch.ids, first, totals, ends, *ways)
-        self.model.place(misses, given)
+        self._grow(batch, (slots, offsets, admitted), misses)
+        ways = (admitted, batch.batch_scores, HASH_ORDER[self.tables.order])
+        ways += (INSERT_POLICY[self.tables.insert_policy],)
+        placed = self.ops["insert_"](self.index, batch.ids, first, totals, offsets, *ways)
+        self.model.insert(misses, scores)
         self._compare_placed(placed, misses)
         for t, missing in enumerate(misses):
             gone = [(miss.slot, miss.evicted.key) for miss in missing if miss.evicted is not None]
@@ -290,7 +292,7 @@ class Twin:
         return misses
 
     def _compare_misses(self, found: Sequence[Tensor], misses: list[list[Miss]]) -> None:
-        first, groups, totals, ends = found
+        first, groups, totals, offsets = found
         flat, n = _flat(misses), first.numel()
         padding = [0] * (n - len(flat))
         want_groups = [-1] * n
@@ -300,15 +302,15 @@ class Twin:
         want_ends = torch.tensor([0, *(len(missing) for missing in misses)]).cumsum(0)
         assert first.tolist() == [miss.positions[0] for miss in flat] + padding
         assert totals.tolist() == [miss.total for miss in flat] + padding
-        assert ends.tolist() == want_ends.tolist()
+        assert offsets.tolist() == want_ends.tolist()
         assert groups.tolist() == want_groups
         assert groups.dtype == torch.int32
 
     def _grow(self, batch: Batch, state: tuple[Any, ...], misses: list[list[Miss]]) -> None:
-        slots, ends, admitted = state
+        slots, offsets, admitted = state
         before = list(zip(batch.positions, slots.tolist(), strict=True))
-        rows = (self.rows.planes, self.rows.layout)
-        self.ops["grow_"](self.index, *rows, *batch.keys, slots, ends, admitted)
+        rows = (self.rows.row_buffers, self.rows.layout)
+        self.ops["grow_"](self.index, *rows, *batch.keys, slots, offsets, admitted)
         moved = self.model.grow(misses)
         assert slots.tolist() == [moved[t].get(slot, slot) for (t, _), slot in before]
         self.compare()

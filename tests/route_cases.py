@@ -123,7 +123,7 @@ CASES = {
 
 
 class Pieces(NamedTuple):
-    """The arguments of `combine` and, with a gradient for `source`, of `spread`."""
+    """The arguments of `combine` and, with a gradient for `source`, of `combine_backward`."""
 
     source: Tensor
     targets: Tensor

@@ -27,10 +27,10 @@ REFERENCES: dict[str, Callable[..., object] | str] = {
     "tbe_update_": tbe.update_,
     "tbe_sample_weight_grad": tbe.sample_weight_grad,
     "hash_find": key_table.HashModel.find,
-    "hash_use_": key_table.HashModel.use,
+    "hash_touch_": key_table.HashModel.touch,
     "hash_misses": key_table.HashModel.misses,
     "hash_grow_": key_table.HashModel.grow,
-    "hash_place_": key_table.HashModel.place,
+    "hash_insert_": key_table.HashModel.insert,
     "hash_erase_": key_table.HashModel.erase,
     "hash_expire_": key_table.HashModel.expire,
     "hash_initial_rows_": hash.initial_rows_,
@@ -47,7 +47,7 @@ REFERENCES: dict[str, Callable[..., object] | str] = {
     "route_lengths": route.route_lengths,
     "route_ids": route.route_ids,
     "combine": route.combine,
-    "spread": route.spread,
+    "combine_backward": route.combine_backward,
     "quantize_rows_": quant.quantize_rows,
     "quant_lookup": quant.lookup,
     "update_rows_": tt.update_rows_,
@@ -133,7 +133,7 @@ def test_python_and_csrc_number_choices_alike() -> None:
         "BoundsModes": codes.BOUNDS_CHECK,
         "Policies": codes.CACHE_POLICY,
         "Orders": codes.HASH_ORDER,
-        "InsertPolicies": codes.NEWCOMER,
+        "InsertPolicies": codes.INSERT_POLICY,
     }
 
 

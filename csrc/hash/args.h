@@ -108,7 +108,7 @@ EMB_HD bool less(const EntryRank& a, const EntryRank& b) {
 }
 
 // Return how many missing keys choose their buckets in one round, from the same state of the table;
-// see `hash_place_`.
+// see `hash_insert_`.
 EMB_HD int64_t round_size(int64_t buckets) { return buckets < 2 ? 1 : buckets / 2; }
 
 // Return how many buckets a table of `buckets` must have for `keys` keys: never fewer, at most
@@ -153,7 +153,7 @@ struct HashTable {
 struct HashTouch {
   Order order;
   int64_t stamp;
-  int64_t given;
+  int64_t batch_score;
   const int64_t* counts;  // by id; null for 1 each
 };
 
@@ -162,7 +162,7 @@ struct HashInsertion {
   HashTable table;
   Order order;
   bool competes;
-  int64_t stamp, given;
+  int64_t stamp, batch_score;
   const int64_t* ids;    // of the batch
   const int64_t* first;  // position of the key in `ids`
   const int64_t* totals;
@@ -171,7 +171,9 @@ struct HashInsertion {
   int64_t* evicted;  // three words each
 
   EMB_HD int64_t key(int64_t miss) const { return ids[first[miss]]; }
-  EMB_HD int64_t score(int64_t miss) const { return counts_uses(order) ? totals[miss] : given; }
+  EMB_HD int64_t score(int64_t miss) const {
+    return counts_uses(order) ? totals[miss] : batch_score;
+  }
 };
 
 // The choice of a pending key: the slot of the entry to evict, or any slot of a bucket with a free

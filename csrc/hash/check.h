@@ -178,26 +178,26 @@ struct HashCall {
 };
 
 // Return whether a new key must rank at least as high as the entry that it evicts.
-inline bool competes(const char* op, int64_t newcomer) {
-  return parse_choice<InsertPolicy>(op, "newcomer", newcomer, kInsertPolicies) ==
+inline bool competes(const char* op, int64_t insert_policy) {
+  return parse_choice<InsertPolicy>(op, "insert_policy", insert_policy, kInsertPolicies) ==
          InsertPolicy::kCompetes;
 }
 
 // How entries are ranked, and the score of the batch.
 struct HashScoring {
   Order order;
-  const int64_t* given;  // [T], for the order "assigned"
+  const int64_t* batch_scores;  // [T], for the order "assigned"
 
   HashScoring(const char* op, const HashIndex& index, int64_t order_code,
-              const std::optional<Tensor>& given_, const Tensor& like)
+              const std::optional<Tensor>& batch_scores_, const Tensor& like)
       : order(parse_order(op, order_code, index.words)),
-        given(optional_longs(op, "given", given_, index.num_tables, like)) {
-    STD_TORCH_CHECK(order != Order::kAssigned || given != nullptr, op,
-                    ": order assigned needs given, the score of the batch by table");
+        batch_scores(optional_longs(op, "batch_scores", batch_scores_, index.num_tables, like)) {
+    STD_TORCH_CHECK(order != Order::kAssigned || batch_scores != nullptr, op,
+                    ": order assigned needs batch_scores, the score of the batch by table");
   }
 
   int64_t of(int64_t table) const {
-    return given == nullptr ? 0 : given[table];
+    return batch_scores == nullptr ? 0 : batch_scores[table];
   }  // on the CPU only
 };
 
@@ -213,14 +213,14 @@ inline void check_window(const char* op, int64_t max_buckets, int64_t first_buck
 
 // The missing keys of a batch.
 
-// Misses [ends[t], ends[t + 1]) are those of table t, as hash_misses returns them.
+// Misses [offsets[t], offsets[t + 1]) are those of table t, as hash_misses returns them.
 class Misses {
  public:
-  Misses(const char* op, const HashIndex& index, const Tensor& ids, const Tensor& ends,
+  Misses(const char* op, const HashIndex& index, const Tensor& ids, const Tensor& offsets,
          const std::optional<Tensor>& admitted)
       : n_(ids.numel()),
         tables_(index.num_tables),
-        ends_(optional_longs(op, "ends", ends, index.num_tables + 1, ids)) {
+        offsets_(optional_longs(op, "offsets", offsets, index.num_tables + 1, ids)) {
     if (!admitted) return;
     check_dtype(op, "admitted", *admitted, ScalarType::Bool, "bool");
     check_same_device(op, "admitted", *admitted, ids);
@@ -230,23 +230,23 @@ class Misses {
     admitted_ = static_cast<const bool*>(admitted->const_data_ptr());
   }
 
-  // Check the contents of `ends`; on the CPU only.
+  // Check the contents of `offsets`; on the CPU only.
   void check_ends(const char* op) const {
     int64_t previous = 0;
     for (int64_t t = 0; t <= tables_; ++t) {
-      STD_TORCH_CHECK(ends_[t] >= previous && ends_[t] <= n_ && (t > 0 || ends_[t] == 0), op,
-                      ": ends must ascend from 0 to at most the number of ids, ", n_, ", got ",
-                      ends_[t], " after ", previous);
-      previous = ends_[t];
+      STD_TORCH_CHECK(offsets_[t] >= previous && offsets_[t] <= n_ && (t > 0 || offsets_[t] == 0),
+                      op, ": offsets must ascend from 0 to at most the number of ids, ", n_,
+                      ", got ", offsets_[t], " after ", previous);
+      previous = offsets_[t];
     }
   }
 
-  const int64_t* ends() const { return ends_; }
+  const int64_t* offsets() const { return offsets_; }
   const bool* admitted() const { return admitted_; }
 
-  int64_t begin(int64_t table) const { return ends_[table]; }
-  int64_t end(int64_t table) const { return ends_[table + 1]; }
-  int64_t count() const { return ends_[tables_]; }
+  int64_t begin(int64_t table) const { return offsets_[table]; }
+  int64_t end(int64_t table) const { return offsets_[table + 1]; }
+  int64_t count() const { return offsets_[tables_]; }
   bool is_admitted(int64_t miss) const { return admitted_ == nullptr || admitted_[miss]; }
   int64_t admitted_of(int64_t table) const {
     int64_t sum = 0;
@@ -256,21 +256,23 @@ class Misses {
 
  private:
   int64_t n_, tables_;
-  const int64_t* ends_;
+  const int64_t* offsets_;
   const bool* admitted_ = nullptr;
 };
 
 // The tensors that hash_misses returns, uninitialised.
 struct MissTensors {
-  Tensor first, groups, totals, ends;
+  Tensor first, groups, totals, offsets;
 
   MissTensors(const Tensor& ids, int64_t num_tables)
       : first(allocate(ids, {ids.numel()})),
         groups(allocate(ids, {ids.numel()}, ScalarType::Int)),
         totals(allocate(ids, {ids.numel()})),
-        ends(allocate(ids, {num_tables + 1})) {}
+        offsets(allocate(ids, {num_tables + 1})) {}
 
-  std::tuple<Tensor, Tensor, Tensor, Tensor> all() const { return {first, groups, totals, ends}; }
+  std::tuple<Tensor, Tensor, Tensor, Tensor> all() const {
+    return {first, groups, totals, offsets};
+  }
 };
 
 // The arrays of values that move with the entries. For each table and array, row_layout int64
@@ -317,23 +319,23 @@ struct RowBuffers {
 // may be on a device.
 struct InitialInputs {
   std::vector<Tensor>& buffers;
-  const Tensor &layout, &rules, &ids, &first, &ends, &slots;
+  const Tensor &layout, &rules, &ids, &first, &offsets, &slots;
 
-  int64_t num_tables() const { return ends.numel() - 1; }
+  int64_t num_tables() const { return offsets.numel() - 1; }
   int64_t num_buffers() const { return static_cast<int64_t>(buffers.size()); }
 
   void check(const char* op) const {
-    for (const Tensor* tensor : {&layout, &ids, &first, &ends, &slots}) {
-      check_dtype(op, "each of layout, ids, first, ends and slots", *tensor, ScalarType::Long,
+    for (const Tensor* tensor : {&layout, &ids, &first, &offsets, &slots}) {
+      check_dtype(op, "each of layout, ids, first, offsets and slots", *tensor, ScalarType::Long,
                   "int64");
     }
     check_dtype(op, "rules", rules, ScalarType::Double, "float64");
-    for (const Tensor* tensor : {&layout, &rules, &ids, &first, &ends, &slots}) {
+    for (const Tensor* tensor : {&layout, &rules, &ids, &first, &offsets, &slots}) {
       STD_TORCH_CHECK(tensor->is_contiguous(), op, ": tensors must be contiguous");
       check_same_device(op, "each tensor", *tensor, ids);
     }
-    STD_TORCH_CHECK(ends.dim() == 1 && ends.numel() >= 1, op,
-                    ": ends must have tables + 1 entries, got ", ends.numel());
+    STD_TORCH_CHECK(offsets.dim() == 1 && offsets.numel() >= 1, op,
+                    ": offsets must have tables + 1 entries, got ", offsets.numel());
     check_shape(op, "layout", layout, kInitialLayoutColumns);
     check_shape(op, "rules", rules, kInitialRuleColumns);
     STD_TORCH_CHECK(first.numel() == slots.numel(), op,
@@ -341,7 +343,7 @@ struct InitialInputs {
                     ", got ", slots.numel());
     for (const Tensor& buffer : buffers) {
       float_dtype(op, "each plane", buffer.scalar_type());
-      STD_TORCH_CHECK(buffer.is_contiguous(), op, ": planes must be contiguous");
+      STD_TORCH_CHECK(buffer.is_contiguous(), op, ": row_buffers must be contiguous");
       check_same_device(op, "each plane", buffer, ids);
     }
   }
@@ -350,9 +352,9 @@ struct InitialInputs {
   void check_shape(const char* op, const char* name, const Tensor& tensor, int64_t fields) const {
     STD_TORCH_CHECK(tensor.dim() == 3 && tensor.size(0) == num_tables() &&
                         tensor.size(1) == num_buffers() && tensor.size(2) == fields,
-                    op, ": ", name, " must be [tables, planes, ", fields, "] = [", num_tables(),
-                    ", ", num_buffers(), ", ", fields, "], got ", tensor.numel(), " values in ",
-                    tensor.dim(), " dimensions");
+                    op, ": ", name, " must be [tables, row_buffers, ", fields, "] = [",
+                    num_tables(), ", ", num_buffers(), ", ", fields, "], got ", tensor.numel(),
+                    " values in ", tensor.dim(), " dimensions");
   }
 };
 

@@ -1,4 +1,4 @@
-// `hash_find` and `hash_use_` on the GPU, one thread per key.
+// `hash_find` and `hash_touch_` on the GPU, one thread per key.
 #pragma once
 
 #include "hash/device_index.cuh"
@@ -8,7 +8,7 @@ namespace emb::cuda {
 // How a hit updates its entry.
 struct KeyTouch {
   Order order;
-  const int64_t *counts, *given;  // by id and by table; null for 1 and 0
+  const int64_t *counts, *batch_scores;  // by id and by table; null for 1 and 0
 };
 
 // Advance the clock and count positions: everything that is known before keys are looked up.
@@ -35,11 +35,11 @@ struct KeyTouch {
 // up in any order. A key that occurs several times in a warp is added once. Called by the whole
 // warp, with null for no entry.
 EMB_DEVICE void touch_entry(const KeyTouch& use, int64_t stamp, int64_t* entry, int64_t position,
-                            int64_t given) {
+                            int64_t batch_score) {
   if (entry != nullptr) entry[kStamp] = stamp;
   if (!has_scores(use.order)) return;
   if (!counts_uses(use.order)) {
-    if (entry != nullptr) entry[kScore] = given;
+    if (entry != nullptr) entry[kScore] = batch_score;
   } else if (use.counts != nullptr) {
     if (entry != nullptr) add_uses_to(entry + kScore, use.counts[position]);
   } else {
@@ -63,7 +63,8 @@ EMB_DEVICE void touch_entry(const KeyTouch& use, int64_t stamp, int64_t* entry, 
       if (slot != kNoSlot) entry = table.entry(slot);
     }
     if (position < batch.n) slots[position] = slot;
-    touch_entry(use, stamp, entry, position, t < 0 || use.given == nullptr ? 0 : use.given[t]);
+    touch_entry(use, stamp, entry, position,
+                t < 0 || use.batch_scores == nullptr ? 0 : use.batch_scores[t]);
     hits.add(t, slot != kNoSlot);
   });
   hits.flush();

@@ -110,7 +110,7 @@ EMB_HD void touch_entry(const HashTouch& touch, int64_t* entry, int64_t position
   __atomic_store_n(entry + kStamp, touch.stamp, __ATOMIC_RELAXED);
   if (!has_scores(touch.order)) return;
   if (!counts_uses(touch.order)) {
-    return __atomic_store_n(entry + kScore, touch.given, __ATOMIC_RELAXED);
+    return __atomic_store_n(entry + kScore, touch.batch_score, __ATOMIC_RELAXED);
   }
   const int64_t count = touch.counts == nullptr ? 1 : touch.counts[position];
   // A thread that makes the sum wrap sets it to the maximum afterwards, so it ends there.

@@ -20,8 +20,8 @@ struct DeviceRowBuffers {
 struct Growth {
   DeviceIndex index;
   DeviceRowBuffers buffers;
-  const int64_t* ends;   // of the misses by table
-  const bool* admitted;  // null if all are
+  const int64_t* offsets;  // of the misses by table
+  const bool* admitted;    // null if all are
   // Scratch by table: the number of admitted misses, the buckets before, and the table's range
   // [first_new[t], first_new[t + 1]) of all new buckets.
   int64_t *admitted_misses, *old_buckets, *first_new;
@@ -31,9 +31,9 @@ struct Growth {
     hash_wanted_kernel(Growth growth) {
   __shared__ int range[2];
   const int num_tables = growth.index.num_tables;
-  const auto start = [&](int t) { return growth.ends[t]; };
+  const auto start = [&](int t) { return growth.offsets[t]; };
   TableTally admitted_misses(growth.admitted_misses, 1);
-  for_each_of(start, num_tables, growth.ends[num_tables], range, [&](int64_t miss, int t) {
+  for_each_of(start, num_tables, growth.offsets[num_tables], range, [&](int64_t miss, int t) {
     admitted_misses.add(t, t >= 0 && growth.admitted[miss]);
   });
   admitted_misses.flush();
@@ -44,7 +44,7 @@ struct Growth {
   for (int64_t t = simt::global_thread(); t < growth.index.num_tables;
        t += simt::threads_in_grid()) {
     growth.admitted_misses[t] =
-        growth.admitted == nullptr ? growth.ends[t + 1] - growth.ends[t] : 0;
+        growth.admitted == nullptr ? growth.offsets[t + 1] - growth.offsets[t] : 0;
   }
 }
 

@@ -54,14 +54,14 @@ Tensor hash_find(std::vector<Tensor> tensors, const Tensor& ids, const Tensor& s
   return slots;
 }
 
-Tensor hash_use_(std::vector<Tensor> tensors, const Tensor& ids, const Tensor& starts,
-                 const Tensor& tables, std::optional<Tensor> counts, std::optional<Tensor> given,
-                 int64_t order) {
-  const HashCall call("hash_use_", tensors, ids, starts, tables);
+Tensor hash_touch_(std::vector<Tensor> tensors, const Tensor& ids, const Tensor& starts,
+                   const Tensor& tables, std::optional<Tensor> counts,
+                   std::optional<Tensor> batch_scores, int64_t order) {
+  const HashCall call("hash_touch_", tensors, ids, starts, tables);
   call.check_contents();
   const HashIndex& index = call.index;
   const HashBatch& batch = call.batch;
-  const HashScoring scoring(call.op, index, order, given, ids);
+  const HashScoring scoring(call.op, index, order, batch_scores, ids);
   const int64_t* uses = optional_longs(call.op, "counts", counts, batch.n, ids);
   Tensor slots = allocate(ids, {batch.n});
   int64_t* out = slots.mutable_data_ptr<int64_t>();
@@ -154,7 +154,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> hash_misses(const Tensor& ids, const 
   const MissOutput out{found.first.mutable_data_ptr<int64_t>(),
                        found.groups.mutable_data_ptr<int32_t>(),
                        found.totals.mutable_data_ptr<int64_t>()};
-  int64_t* end = found.ends.mutable_data_ptr<int64_t>();
+  int64_t* end = found.offsets.mutable_data_ptr<int64_t>();
   std::vector<int64_t> missing(num_tables, 0);  // by table, positions with a miss
   for (int64_t f = 0; f < batch.segments; ++f) {
     missing[batch.tables[f]] +=
@@ -190,14 +190,14 @@ void grow_table(const HashIndex& index, int64_t t, int64_t old, const RowBuffer*
 
 void hash_grow_(std::vector<Tensor> tensors, std::vector<Tensor> rows, const Tensor& row_layout,
                 const Tensor& ids, const Tensor& starts, const Tensor& tables, Tensor slots,
-                const Tensor& ends, std::optional<Tensor> admitted) {
+                const Tensor& offsets, std::optional<Tensor> admitted) {
   const HashCall call("hash_grow_", tensors, ids, starts, tables);
   call.check_contents();
   const char* op = call.op;
   const HashIndex& index = call.index;
   const HashBatch& batch = call.batch;
   optional_longs(op, "slots", slots, batch.n, ids);
-  const Misses misses(op, index, ids, ends, admitted);
+  const Misses misses(op, index, ids, offsets, admitted);
   misses.check_ends(op);
   const RowBuffers buffers(op, index, rows, row_layout);
   int64_t* slot_data = slots.mutable_data_ptr<int64_t>();
@@ -268,22 +268,23 @@ void count_statuses(const HashIndex& index, int64_t t, const uint8_t* status, in
   index.field(t, kSize) += of(InsertStatus::kNew);
 }
 
-std::tuple<Tensor, Tensor, Tensor> hash_place_(std::vector<Tensor> tensors, const Tensor& ids,
-                                               const Tensor& first, const Tensor& totals,
-                                               const Tensor& ends, std::optional<Tensor> admitted,
-                                               std::optional<Tensor> given, int64_t order,
-                                               int64_t newcomer) {
-  const char* op = "hash_place_";
+std::tuple<Tensor, Tensor, Tensor> hash_insert_(std::vector<Tensor> tensors, const Tensor& ids,
+                                                const Tensor& first, const Tensor& totals,
+                                                const Tensor& offsets,
+                                                std::optional<Tensor> admitted,
+                                                std::optional<Tensor> batch_scores, int64_t order,
+                                                int64_t insert_policy) {
+  const char* op = "hash_insert_";
   const HashIndex index(op, tensors);
   index.check_tables(op);
-  const HashScoring scoring(op, index, order, given, ids);
-  const bool must_compete = competes(op, newcomer);
+  const HashScoring scoring(op, index, order, batch_scores, ids);
+  const bool must_compete = competes(op, insert_policy);
   const int64_t n = ids.numel();
   check_num_keys(op, n);
   const int64_t* keys = optional_longs(op, "ids", ids, n, ids);
   const int64_t* firsts = optional_longs(op, "first", first, n, ids);
   const int64_t* sums = optional_longs(op, "totals", totals, n, ids);
-  const Misses misses(op, index, ids, ends, admitted);
+  const Misses misses(op, index, ids, offsets, admitted);
   misses.check_ends(op);
   for (int64_t i = 0; i < misses.count(); ++i) {
     STD_TORCH_CHECK(firsts[i] >= 0 && firsts[i] < n, op, ": first must be positions in ids, got ",
@@ -378,10 +379,10 @@ Tensor hash_expire_(std::vector<Tensor> tensors, int64_t t, int64_t first_bucket
 
 STABLE_TORCH_LIBRARY_IMPL(emblib, CPU, m) {
   EMB_IMPL(m, emb, hash_find);
-  EMB_IMPL(m, emb, hash_use_);
+  EMB_IMPL(m, emb, hash_touch_);
   EMB_IMPL(m, emb, hash_misses);
   EMB_IMPL(m, emb, hash_grow_);
-  EMB_IMPL(m, emb, hash_place_);
+  EMB_IMPL(m, emb, hash_insert_);
   EMB_IMPL(m, emb, hash_erase_);
   EMB_IMPL(m, emb, hash_expire_);
 }

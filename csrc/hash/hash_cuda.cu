@@ -57,14 +57,14 @@ Tensor hash_find(std::vector<Tensor> tensors, const Tensor& ids, const Tensor& s
   return slots;
 }
 
-Tensor hash_use_(std::vector<Tensor> tensors, const Tensor& ids, const Tensor& starts,
-                 const Tensor& tables, std::optional<Tensor> counts, std::optional<Tensor> given,
-                 int64_t order) {
-  const HashCall call("hash_use_", tensors, ids, starts, tables);
-  const HashScoring scoring(call.op, call.index, order, given, ids);
+Tensor hash_touch_(std::vector<Tensor> tensors, const Tensor& ids, const Tensor& starts,
+                   const Tensor& tables, std::optional<Tensor> counts,
+                   std::optional<Tensor> batch_scores, int64_t order) {
+  const HashCall call("hash_touch_", tensors, ids, starts, tables);
+  const HashScoring scoring(call.op, call.index, order, batch_scores, ids);
   const int64_t n = call.batch.n;
   const KeyTouch use{scoring.order, optional_longs(call.op, "counts", counts, n, ids),
-                     scoring.given};
+                     scoring.batch_scores};
   Tensor slots = allocate(ids, {n});
   launch_hash_touch(CudaLauncher(ids), device_index(call), key_batch(call), use,
                     slots.mutable_data_ptr<int64_t>());
@@ -83,7 +83,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> hash_misses(const Tensor& ids, const 
   MissTensors found(ids, num_tables);
   const MissOutput out{
       found.first.mutable_data_ptr<int64_t>(), found.totals.mutable_data_ptr<int64_t>(),
-      found.ends.mutable_data_ptr<int64_t>(), found.groups.mutable_data_ptr<int32_t>()};
+      found.offsets.mutable_data_ptr<int64_t>(), found.groups.mutable_data_ptr<int32_t>()};
   DeviceWork work(ids);
   launch_misses(work, key_batch(op, batch), static_cast<int>(num_tables), slot_data, uses, out);
   return found.all();
@@ -94,7 +94,7 @@ DeviceRowBuffers device_buffers(const char* op, const HashIndex& index, std::vec
   RowBuffers::check_form(op, index, rows, row_layout);
   check_same_device(op, "row_layout", row_layout, like);
   STD_TORCH_CHECK(rows.size() <= kMaxRowBuffers, op, ": at most ", kMaxRowBuffers,
-                  " planes of rows on a GPU, got ", rows.size());
+                  " row buffers on a GPU, got ", rows.size());
   DeviceRowBuffers buffers{};
   buffers.count = static_cast<int>(rows.size());
   buffers.layout = row_layout.const_data_ptr<int64_t>();
@@ -106,29 +106,30 @@ DeviceRowBuffers device_buffers(const char* op, const HashIndex& index, std::vec
 
 void hash_grow_(std::vector<Tensor> tensors, std::vector<Tensor> rows, const Tensor& row_layout,
                 const Tensor& ids, const Tensor& starts, const Tensor& tables, Tensor slots,
-                const Tensor& ends, std::optional<Tensor> admitted) {
+                const Tensor& offsets, std::optional<Tensor> admitted) {
   const HashCall call("hash_grow_", tensors, ids, starts, tables);
   optional_longs(call.op, "slots", slots, call.batch.n, ids);
-  const Misses misses(call.op, call.index, ids, ends, admitted);
+  const Misses misses(call.op, call.index, ids, offsets, admitted);
   DeviceWork work(ids);
   Growth growth{};
   growth.index = device_index(call);
   growth.buffers = device_buffers(call.op, call.index, rows, row_layout, ids);
-  growth.ends = misses.ends();
+  growth.offsets = misses.offsets();
   growth.admitted = misses.admitted();
   launch_grow(work, growth, key_batch(call), slots.mutable_data_ptr<int64_t>(),
               call.index.slots / kSlots);
 }
 
-std::tuple<Tensor, Tensor, Tensor> hash_place_(std::vector<Tensor> tensors, const Tensor& ids,
-                                               const Tensor& first, const Tensor& totals,
-                                               const Tensor& ends, std::optional<Tensor> admitted,
-                                               std::optional<Tensor> given, int64_t order,
-                                               int64_t newcomer) {
-  const char* op = "hash_place_";
+std::tuple<Tensor, Tensor, Tensor> hash_insert_(std::vector<Tensor> tensors, const Tensor& ids,
+                                                const Tensor& first, const Tensor& totals,
+                                                const Tensor& offsets,
+                                                std::optional<Tensor> admitted,
+                                                std::optional<Tensor> batch_scores, int64_t order,
+                                                int64_t insert_policy) {
+  const char* op = "hash_insert_";
   const HashIndex index(op, tensors);
   check_same_device(op, "ids", ids, tensors[0]);
-  const HashScoring scoring(op, index, order, given, ids);
+  const HashScoring scoring(op, index, order, batch_scores, ids);
   const int64_t n = ids.numel();
   check_num_keys(op, n);
   Tensor slots = allocate(ids, {n});
@@ -137,17 +138,17 @@ std::tuple<Tensor, Tensor, Tensor> hash_place_(std::vector<Tensor> tensors, cons
   Insertion insertion{};
   insertion.index = device_index(op, index);
   insertion.order = scoring.order;
-  insertion.given = scoring.given;
-  insertion.competes = competes(op, newcomer);
+  insertion.batch_scores = scoring.batch_scores;
+  insertion.competes = competes(op, insert_policy);
   insertion.ids = optional_longs(op, "ids", ids, n, ids);
   insertion.first = optional_longs(op, "first", first, n, ids);
   insertion.totals = optional_longs(op, "totals", totals, n, ids);
-  const Misses misses(op, index, ids, ends, admitted);
+  const Misses misses(op, index, ids, offsets, admitted);
   insertion.slots = slots.mutable_data_ptr<int64_t>();
   insertion.status = static_cast<uint8_t*>(status.mutable_data_ptr());
   insertion.evicted = evicted.mutable_data_ptr<int64_t>();
   DeviceWork work(ids);
-  launch_insert(work, insertion, AdmittedMisses{misses.ends(), misses.admitted()}, n,
+  launch_insert(work, insertion, AdmittedMisses{misses.offsets(), misses.admitted()}, n,
                 index.slots / kSlots);
   return {slots, status, evicted};
 }
@@ -176,13 +177,13 @@ Tensor hash_expire_(std::vector<Tensor> tensors, int64_t t, int64_t first_bucket
 }
 
 void hash_initial_rows_(std::vector<Tensor> buffers, const Tensor& layout, const Tensor& rules,
-                        const Tensor& ids, const Tensor& first, const Tensor& ends,
+                        const Tensor& ids, const Tensor& first, const Tensor& offsets,
                         const Tensor& slots, int64_t seed) {
   const char* op = "hash_initial_rows_";
-  const InitialInputs in{buffers, layout, rules, ids, first, ends, slots};
+  const InitialInputs in{buffers, layout, rules, ids, first, offsets, slots};
   in.check(op);
   STD_TORCH_CHECK(buffers.size() <= kMaxInitialBuffers, op, ": at most ", kMaxInitialBuffers,
-                  " planes on a GPU, got ", buffers.size());
+                  " row buffers on a GPU, got ", buffers.size());
   InitialRows rows{};
   for (const Tensor& buffer : buffers) {
     rows.buffers[rows.num_buffers++] = {buffer.mutable_data_ptr(),
@@ -193,7 +194,7 @@ void hash_initial_rows_(std::vector<Tensor> buffers, const Tensor& layout, const
   rows.rules = static_cast<const InitialRule*>(rules.const_data_ptr());
   rows.ids = ids.const_data_ptr<int64_t>();
   rows.first = first.const_data_ptr<int64_t>();
-  rows.ends = ends.const_data_ptr<int64_t>();
+  rows.offsets = offsets.const_data_ptr<int64_t>();
   rows.slots = slots.const_data_ptr<int64_t>();
   rows.seed = static_cast<uint64_t>(seed);
   launch_initial_rows(CudaLauncher(ids), rows, first.numel());
@@ -204,10 +205,10 @@ void hash_initial_rows_(std::vector<Tensor> buffers, const Tensor& layout, const
 
 STABLE_TORCH_LIBRARY_IMPL(emblib, CUDA, m) {
   EMB_IMPL(m, emb::cuda, hash_find);
-  EMB_IMPL(m, emb::cuda, hash_use_);
+  EMB_IMPL(m, emb::cuda, hash_touch_);
   EMB_IMPL(m, emb::cuda, hash_misses);
   EMB_IMPL(m, emb::cuda, hash_grow_);
-  EMB_IMPL(m, emb::cuda, hash_place_);
+  EMB_IMPL(m, emb::cuda, hash_insert_);
   EMB_IMPL(m, emb::cuda, hash_erase_);
   EMB_IMPL(m, emb::cuda, hash_expire_);
   EMB_IMPL(m, emb::cuda, hash_initial_rows_);

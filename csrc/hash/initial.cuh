@@ -21,7 +21,7 @@ struct InitialRows {
   int num_buffers, num_tables;
   const InitialLayout* layout;  // [T, P]
   const InitialRule* rules;     // [T, P]
-  const int64_t *ids, *first, *ends, *slots;
+  const int64_t *ids, *first, *offsets, *slots;
   uint64_t seed;
 };
 
@@ -65,15 +65,15 @@ EMB_DEVICE void write_initial(const InitialRows& rows, int t, int buffer, int64_
 
 [[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads)
     initial_rows_kernel(InitialRows rows) {
-  const auto start = [&](int t) { return rows.ends[t]; };
-  const int64_t begin = rows.ends[0], end = rows.ends[rows.num_tables];
+  const auto start = [&](int t) { return rows.offsets[t]; };
+  const int64_t begin = rows.offsets[0], end = rows.offsets[rows.num_tables];
   constexpr int64_t kRows = simt::kWarp;
   for (int64_t tile = begin + simt::global_warp() * kRows; tile < end;
        tile += simt::warps_in_grid() * kRows) {
     const int64_t tile_end = tile + kRows < end ? tile + kRows : end;
     for (int64_t miss = tile; miss < tile_end;) {
       const int t = warp_search(start, rows.num_tables, miss);
-      const int64_t next = rows.ends[t + 1], stop = next < tile_end ? next : tile_end;
+      const int64_t next = rows.offsets[t + 1], stop = next < tile_end ? next : tile_end;
       for (int buffer = 0; buffer < rows.num_buffers; ++buffer) {
         write_initial(rows, t, buffer, miss, static_cast<int>(stop - miss));
       }

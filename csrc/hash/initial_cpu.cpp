@@ -33,13 +33,14 @@ void check_contents(const char* op, const InitialInputs& in, const std::vector<B
                     op, ": layout must place the rows of table ", i / in.num_buffers(),
                     " inside plane ", i % in.num_buffers(), ", which has ", numel, " elements");
   }
-  const auto* ends = in.ends.const_data_ptr<int64_t>();
-  bool ascending = ends[0] >= 0 && ends[in.num_tables()] <= in.first.numel();
-  for (int64_t t = 0; t < in.num_tables(); ++t) ascending = ascending && ends[t] <= ends[t + 1];
-  STD_TORCH_CHECK(ascending, op, ": ends must ascend and lie in [0, ", in.first.numel(),
+  const auto* offsets = in.offsets.const_data_ptr<int64_t>();
+  bool ascending = offsets[0] >= 0 && offsets[in.num_tables()] <= in.first.numel();
+  for (int64_t t = 0; t < in.num_tables(); ++t)
+    ascending = ascending && offsets[t] <= offsets[t + 1];
+  STD_TORCH_CHECK(ascending, op, ": offsets must ascend and lie in [0, ", in.first.numel(),
                   "], as hash_misses returns them");
   const auto* first = in.first.const_data_ptr<int64_t>();
-  for (int64_t i = ends[0]; i < ends[in.num_tables()]; ++i) {
+  for (int64_t i = offsets[0]; i < offsets[in.num_tables()]; ++i) {
     STD_TORCH_CHECK(first[i] >= 0 && first[i] < in.ids.numel(), op,
                     ": first must hold positions of ids, in [0, ", in.ids.numel(), "), got ",
                     first[i]);
@@ -47,10 +48,10 @@ void check_contents(const char* op, const InitialInputs& in, const std::vector<B
 }
 
 void hash_initial_rows_(std::vector<Tensor> buffers, const Tensor& layout, const Tensor& rules,
-                        const Tensor& ids, const Tensor& first, const Tensor& ends,
+                        const Tensor& ids, const Tensor& first, const Tensor& offsets,
                         const Tensor& slots, int64_t seed) {
   const char* op = "hash_initial_rows_";
-  const InitialInputs in{buffers, layout, rules, ids, first, ends, slots};
+  const InitialInputs in{buffers, layout, rules, ids, first, offsets, slots};
   in.check(op);
   std::vector<Buffer> memory;
   for (const Tensor& buffer : buffers) {
@@ -61,7 +62,7 @@ void hash_initial_rows_(std::vector<Tensor> buffers, const Tensor& layout, const
   const auto* row_layout = static_cast<const InitialLayout*>(layout.const_data_ptr());
   const auto* rule = static_cast<const InitialRule*>(rules.const_data_ptr());
   const auto *key = ids.const_data_ptr<int64_t>(), *position = first.const_data_ptr<int64_t>(),
-             *slot = slots.const_data_ptr<int64_t>(), *end = ends.const_data_ptr<int64_t>();
+             *slot = slots.const_data_ptr<int64_t>(), *end = offsets.const_data_ptr<int64_t>();
   const InitialTable& table = initial_table();
   const int64_t num_buffers = in.num_buffers();
   for (int64_t t = 0; t < in.num_tables(); ++t) {

@@ -1,4 +1,4 @@
-// `hash_place_` on the GPU: insert the admitted misses of a batch.
+// `hash_insert_` on the GPU: insert the admitted misses of a batch.
 //
 // Keys choose buckets, one lane per key; then every chosen bucket takes as many keys as it can. The
 // keys that chose a bucket form a chain in scratch memory, in no order; the founder of the chain
@@ -22,9 +22,9 @@ struct Insertion {
   DeviceIndex index;
   Order order;
   bool competes;
-  const int64_t *ids, *first, *totals, *given;  // given: by table, null for 0
-  const int32_t* queue;  // the admitted misses, table by table; null if all are admitted
-  const int64_t* ends;   // bounds of the tables in the queue
+  const int64_t *ids, *first, *totals, *batch_scores;  // batch_scores: by table, null for 0
+  const int32_t* queue;    // the admitted misses, table by table; null if all are admitted
+  const int64_t* offsets;  // bounds of the tables in the queue
   // By miss.
   int64_t* slots;
   uint8_t* status;
@@ -49,9 +49,9 @@ struct NewEntry {
 
 EMB_DEVICE NewEntry new_entry(const Insertion& insertion, int64_t position, int t) {
   const int64_t miss = insertion.miss(position);
-  const int64_t given = insertion.given == nullptr ? 0 : insertion.given[t];
+  const int64_t batch_score = insertion.batch_scores == nullptr ? 0 : insertion.batch_scores[t];
   return {miss, insertion.ids[insertion.first[miss]], *insertion.index.clock,
-          counts_uses(insertion.order) ? insertion.totals[miss] : given};
+          counts_uses(insertion.order) ? insertion.totals[miss] : batch_score};
 }
 
 // An entry that may be evicted, and its slot in the bucket; -1 for none.
@@ -281,7 +281,7 @@ EMB_DEVICE void next_round(const Insertion& insertion, int t, InsertProgress* pr
   const int64_t size = round_size(insertion.index.field(t, kBuckets));
   const int64_t left = progress->choosers - progress->done;
   const int64_t before = progress->end, wanted = before + size - left;
-  const int64_t end = wanted < insertion.ends[t + 1] ? wanted : insertion.ends[t + 1];
+  const int64_t end = wanted < insertion.offsets[t + 1] ? wanted : insertion.offsets[t + 1];
   *progress = {end, left + end - before, 0};
 }
 
@@ -294,15 +294,15 @@ inline constexpr int kFinishThreads = 512;
 
 // The misses of a batch by table, and which of them are admitted; null for all.
 struct AdmittedMisses {
-  const int64_t* ends;
+  const int64_t* offsets;
   const bool* admitted;
 };
 
 [[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads)
     hash_admit_kernel(AdmittedMisses misses, int num_tables, SortBuffers<uint32_t> sort) {
   __shared__ int range[2];
-  const int64_t count = misses.ends[num_tables];
-  const auto start = [&](int t) { return misses.ends[t]; };
+  const int64_t count = misses.offsets[num_tables];
+  const auto start = [&](int t) { return misses.offsets[t]; };
   for_each_of(start, num_tables, sort.n, range, [&](int64_t miss, int t) {
     if (miss >= sort.n) return;
     const bool queues = miss < count && t >= 0 && misses.admitted[miss];
@@ -315,7 +315,7 @@ struct AdmittedMisses {
 [[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads)
     hash_begin_kernel(Insertion insertion, AdmittedMisses misses, int64_t n, int64_t buckets) {
   const int num_tables = insertion.index.num_tables;
-  const int64_t step = simt::threads_in_grid(), count = misses.ends[num_tables];
+  const int64_t step = simt::threads_in_grid(), count = misses.offsets[num_tables];
   for (int64_t i = simt::global_thread(); i < buckets; i += step) insertion.chains[i] = -1;
   for (int64_t i = simt::global_thread(); i < n; i += step) {
     const bool kept_out = i < count && misses.admitted != nullptr && !misses.admitted[i];
@@ -325,7 +325,7 @@ struct AdmittedMisses {
     for (int w = 0; w < 3; ++w) insertion.evicted[3 * i + w] = 0;
   }
   for (int64_t t = simt::global_thread(); t < num_tables; t += step) {
-    insertion.progress[t] = {insertion.ends[t], 0, 0};
+    insertion.progress[t] = {insertion.offsets[t], 0, 0};
     next_round(insertion, static_cast<int>(t), insertion.progress + t);
   }
 }
@@ -348,8 +348,8 @@ EMB_DEVICE TableTally done_tally(const Insertion& insertion) {
 template <class Body>
 EMB_DEVICE void for_each_chooser(const Insertion& insertion, int* shared, const Body& body) {
   const int num_tables = insertion.index.num_tables;
-  const auto start = [&](int t) { return insertion.ends[t]; };
-  const int64_t queued = insertion.ends[num_tables], warps = simt::warps_in_grid();
+  const auto start = [&](int t) { return insertion.offsets[t]; };
+  const int64_t queued = insertion.offsets[num_tables], warps = simt::warps_in_grid();
   const int64_t share = (queued + warps - 1) / warps;
   const int lanes = share < kSlots ? static_cast<int>(share) : kSlots;
   const int64_t tile_size = int64_t{lanes} * (kTileThreads / kSlots);
@@ -397,7 +397,7 @@ EMB_DEVICE void for_each_chooser(const Insertion& insertion, int* shared, const 
        t += static_cast<int>(gridDim.x)) {
     InsertProgress* progress = insertion.progress + t;
     TableTally done = done_tally(insertion);
-    if (threadIdx.x == 0) low = static_cast<int>(insertion.ends[t]);
+    if (threadIdx.x == 0) low = static_cast<int>(insertion.offsets[t]);
     __syncthreads();
     while (progress->choosers > 0) {
       const int64_t begin = low, end = progress->end;
@@ -434,8 +434,8 @@ EMB_DEVICE void for_each_chooser(const Insertion& insertion, int* shared, const 
   TableTally refused = counter_tally(index, kRefused);
   TableTally not_admitted = counter_tally(index, kNotAdmitted);
   TableTally sizes(index.tables + kSize, kHashTableColumns);
-  const auto start = [&](int t) { return misses.ends[t]; };
-  const int64_t count = misses.ends[index.num_tables];
+  const auto start = [&](int t) { return misses.offsets[t]; };
+  const int64_t count = misses.offsets[index.num_tables];
   for_each_of(start, index.num_tables, count, range, [&](int64_t miss, int t) {
     const auto status =
         t < 0 ? InsertStatus::kMiss : static_cast<InsertStatus>(insertion.status[miss]);
@@ -463,14 +463,14 @@ void launch_insert(Work& work, Insertion insertion, const AdmittedMisses& misses
   if (n == 0) return;
   const auto& launcher = work.launcher();
   const int num_tables = insertion.index.num_tables;
-  insertion.ends = misses.ends;
+  insertion.offsets = misses.offsets;
   if (misses.admitted != nullptr) {
     const SortBuffers<uint32_t> sort = sort_scratch(work, n, num_tables);
-    auto* ends = work.template scratch<int64_t>(num_tables + 1);
+    auto* offsets = work.template scratch<int64_t>(num_tables + 1);
     launcher(hash_admit_kernel, key_blocks(launcher, n), kTileThreads, misses, num_tables, sort);
-    launch_ends(work, sort, ends);
+    launch_offsets(work, sort, offsets);
     insertion.queue = sort.sorted_positions;
-    insertion.ends = ends;
+    insertion.offsets = offsets;
   }
   insertion.chains = work.template scratch<int32_t>(buckets);
   insertion.before = work.template scratch<int32_t>(n);

@@ -1,4 +1,4 @@
-// Inserts missing keys and splits buckets on one CPU thread; see hash_place_ and hash_grow_.
+// Inserts missing keys and splits buckets on one CPU thread; see hash_insert_ and hash_grow_.
 
 #include <cstring>
 

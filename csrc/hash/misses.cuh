@@ -20,7 +20,7 @@ struct KeyCells {
 };
 
 struct MissOutput {
-  int64_t *first, *totals, *ends;
+  int64_t *first, *totals, *offsets;
   int32_t* groups;
 };
 
@@ -82,10 +82,10 @@ inline int64_t num_cells(int64_t n) {
 
 // Write where each table begins among sorted keys that are numbers of tables, `limit` for none.
 [[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads)
-    hash_ends_kernel(const uint32_t* keys, int64_t n, uint32_t limit, int64_t* ends) {
+    hash_offsets_kernel(const uint32_t* keys, int64_t n, uint32_t limit, int64_t* offsets) {
   for (int64_t i = simt::global_thread(); i <= n; i += simt::threads_in_grid()) {
     const int64_t last = i == n ? limit : keys[i];
-    for (int64_t t = i == 0 ? 0 : int64_t{keys[i - 1]} + 1; t <= last; ++t) ends[t] = i;
+    for (int64_t t = i == 0 ? 0 : int64_t{keys[i - 1]} + 1; t <= last; ++t) offsets[t] = i;
   }
 }
 
@@ -93,7 +93,7 @@ inline int64_t num_cells(int64_t n) {
 [[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads)
     hash_number_kernel(const int32_t* sorted_positions, int64_t n, int num_tables, KeyCells keys,
                        MissOutput out) {
-  const int64_t count = out.ends[num_tables];
+  const int64_t count = out.offsets[num_tables];
   for (int64_t i = simt::global_thread(); i < n; i += simt::threads_in_grid()) {
     const int32_t first = i < count ? sorted_positions[i] : 0;
     out.first[i] = first;
@@ -137,11 +137,11 @@ SortBuffers<uint32_t> sort_scratch(Work& work, int64_t n, int64_t limit) {
 }
 
 template <class Work>
-void launch_ends(Work& work, const SortBuffers<uint32_t>& sort, int64_t* ends) {
+void launch_offsets(Work& work, const SortBuffers<uint32_t>& sort, int64_t* offsets) {
   const auto& launcher = work.launcher();
   if (sort.n > 0) work.sort(sort);
-  launcher(hash_ends_kernel, blocks_for(sort.n + 1, kTileSize, launcher.blocks(8)), kTileThreads,
-           sort.sorted_keys, sort.n, sort.limit, ends);
+  launcher(hash_offsets_kernel, blocks_for(sort.n + 1, kTileSize, launcher.blocks(8)), kTileThreads,
+           sort.sorted_keys, sort.n, sort.limit, offsets);
 }
 
 // Make the cells of all keys of the batch that have a slot, or of those that have none.
@@ -165,12 +165,12 @@ template <class Work>
 void launch_misses(Work& work, const KeyBatch& batch, int num_tables, const int64_t* slots,
                    const int64_t* counts, const MissOutput& out) {
   const SortBuffers<uint32_t> sort = sort_scratch(work, batch.n, num_tables);
-  if (batch.n == 0) return launch_ends(work, sort, out.ends);
+  if (batch.n == 0) return launch_offsets(work, sort, out.offsets);
   const auto& launcher = work.launcher();
   const unsigned blocks = key_blocks(launcher, batch.n);
   const KeyCells keys = launch_cells(work, batch, num_tables, slots, false);
   launcher(hash_first_kernel, blocks, kTileThreads, keys, sort);
-  launch_ends(work, sort, out.ends);
+  launch_offsets(work, sort, out.offsets);
   launcher(hash_number_kernel, blocks, kTileThreads, sort.sorted_positions, batch.n, num_tables,
            keys, out);
   launcher(hash_total_kernel, blocks, kTileThreads, counts, batch.n, keys, out);

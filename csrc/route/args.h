@@ -99,7 +99,7 @@ struct RouteTable {
   RouteFn count[2], move[2];  // [ids are int64]
 };
 
-// The CPU kernels of `combine` and `spread`.
+// The CPU kernels of `combine` and `combine_backward`.
 
 struct CombineArgs {
   const void* in;
@@ -114,7 +114,8 @@ struct CombineArgs {
 using CombineFn = void (*)(const CombineArgs&, const Target&, int64_t begin, int64_t end);
 
 struct CombineTable {
-  CombineFn combine[kDtypes][kDtypes], spread[kDtypes][kDtypes];  // [dtype of in][dtype of out]
+  CombineFn combine[kDtypes][kDtypes],
+      combine_backward[kDtypes][kDtypes];  // [dtype of in][dtype of out]
 };
 
 }  // namespace emb

@@ -105,7 +105,7 @@ struct SegmentInputs {
   }
 };
 
-// The tensors of `combine` and `spread`.
+// The tensors of `combine` and `combine_backward`.
 struct CombineInputs {
   Tensor flat;
   std::optional<Tensor> rows, lengths;

@@ -1,5 +1,5 @@
-// `combine` and its adjoint `spread` on the GPU: a group of lanes takes a row, four columns per
-// lane. Targets and pieces that lie outside the tensors are skipped.
+// `combine` and its adjoint `combine_backward` on the GPU: a group of lanes takes a row, four
+// columns per lane. Targets and pieces that lie outside the tensors are skipped.
 #pragma once
 
 #include "core/row_slice.cuh"

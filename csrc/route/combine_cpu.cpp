@@ -1,5 +1,5 @@
-// `combine` and `spread` on the CPU: checks, allocation, merging of neighbouring targets, and
-// parallel work in ranges that write neighbouring rows.
+// `combine` and `combine_backward` on the CPU: checks, allocation, merging of neighbouring targets,
+// and parallel work in ranges that write neighbouring rows.
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
@@ -112,10 +112,10 @@ Tensor combine(const Tensor& source, const Tensor& targets, const Tensor& pieces
   return out;
 }
 
-Tensor spread(const Tensor& grad, const Tensor& targets, const Tensor& pieces,
-              std::optional<Tensor> rows, std::optional<Tensor> lengths, int64_t source_numel,
-              ScalarType dtype, double scale) {
-  const char* op = "spread";
+Tensor combine_backward(const Tensor& grad, const Tensor& targets, const Tensor& pieces,
+                        std::optional<Tensor> rows, std::optional<Tensor> lengths,
+                        int64_t source_numel, ScalarType dtype, double scale) {
+  const char* op = "combine_backward";
   const CombineInputs in(op, "grad", grad, targets, pieces, rows, lengths);
   const Dtype from = float_dtype(op, "grad", in.flat.scalar_type());
   const Dtype to = float_dtype(op, "dtype", dtype);
@@ -133,7 +133,8 @@ Tensor spread(const Tensor& grad, const Tensor& targets, const Tensor& pieces,
   const CombineArgs args{
       in.flat.const_data_ptr(), out.mutable_data_ptr(), in.pieces,
       in.length_array(),        in.row_data(),          static_cast<float>(scale)};
-  run(combine_table().spread[static_cast<int>(from)][static_cast<int>(to)], args, merged(in));
+  run(combine_table().combine_backward[static_cast<int>(from)][static_cast<int>(to)], args,
+      merged(in));
   return out;
 }
 
@@ -142,5 +143,5 @@ Tensor spread(const Tensor& grad, const Tensor& targets, const Tensor& pieces,
 
 STABLE_TORCH_LIBRARY_IMPL(emblib, CPU, m) {
   EMB_IMPL(m, emb, combine);
-  EMB_IMPL(m, emb, spread);
+  EMB_IMPL(m, emb, combine_backward);
 }

@@ -1,4 +1,5 @@
-// `combine` and `spread` for rows of one target on one CPU thread; a copy if values do not change.
+// `combine` and `combine_backward` for rows of one target on one CPU thread; a copy if values do
+// not change.
 #include <type_traits>
 
 #include "core/vec.h"
@@ -97,7 +98,8 @@ void scale_row(const S* in, O* out, int64_t width, const Scale& scale) {
 }
 
 template <class S, class O>
-void spread_rows(const CombineArgs& args, const Target& target, int64_t begin, int64_t end) {
+void combine_backward_rows(const CombineArgs& args, const Target& target, int64_t begin,
+                           int64_t end) {
   const S* grad = static_cast<const S*>(args.in) + target.offset;
   const int64_t width = target.width;
   for (int64_t p = target.first_piece; p < target.end_piece; ++p) {
@@ -130,7 +132,7 @@ constexpr CombineTable make_table() {
   for_each_dtype([&]<class S>(TypeTag<S>, int in) {
     for_each_dtype([&]<class O>(TypeTag<O>, int out) {
       table.combine[in][out] = combine_rows<S, O>;
-      table.spread[in][out] = spread_rows<S, O>;
+      table.combine_backward[in][out] = combine_backward_rows<S, O>;
     });
   });
   return table;

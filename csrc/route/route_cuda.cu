@@ -121,10 +121,10 @@ Tensor combine(const Tensor& source, const Tensor& targets, const Tensor& pieces
   return out;
 }
 
-Tensor spread(const Tensor& grad, const Tensor& targets, const Tensor& pieces,
-              std::optional<Tensor> rows, std::optional<Tensor> lengths, int64_t source_numel,
-              ScalarType dtype, double scale) {
-  const char* op = "spread";
+Tensor combine_backward(const Tensor& grad, const Tensor& targets, const Tensor& pieces,
+                        std::optional<Tensor> rows, std::optional<Tensor> lengths,
+                        int64_t source_numel, ScalarType dtype, double scale) {
+  const char* op = "combine_backward";
   const CombineInputs in(op, "grad", grad, targets, pieces, rows, lengths);
   const Dtype from = float_dtype(op, "grad", in.flat.scalar_type());
   const Dtype to = float_dtype(op, "dtype", dtype);
@@ -147,5 +147,5 @@ STABLE_TORCH_LIBRARY_IMPL(emblib, CUDA, m) {
   EMB_IMPL(m, emb::cuda, route_ids);
   EMB_IMPL(m, emb::cuda, gather_segments);
   EMB_IMPL(m, emb::cuda, combine);
-  EMB_IMPL(m, emb::cuda, spread);
+  EMB_IMPL(m, emb::cuda, combine_backward);
 }

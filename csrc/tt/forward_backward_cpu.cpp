@@ -107,13 +107,13 @@ namespace {
 
 std::tuple<Tensor, Tensor> tt_rows(std::vector<Tensor> cores, std::vector<Tensor> plan,
                                    std::vector<int64_t> row_factors,
-                                   std::vector<int64_t> dim_factors, int64_t kept) {
+                                   std::vector<int64_t> dim_factors, int64_t num_saved) {
   const char* op = "tt_rows";
   const TtBatch batch(op, cores, plan, row_factors, dim_factors);
-  STD_TORCH_CHECK(kept >= 0, op, ": kept must be >= 0, got ", kept);
+  STD_TORCH_CHECK(num_saved >= 0, op, ": num_saved must be >= 0, got ", num_saved);
   const TtHalf &left = batch.left, &right = batch.right;
   Tensor rows = allocate(cores[0], {batch.plan.capacity, batch.shape.dim()});
-  Tensor prefixes = allocate(cores[0], {kept, left.value_size()});
+  Tensor prefixes = allocate(cores[0], {num_saved, left.value_size()});
   if (batch.num_rows == 0) return {rows, prefixes};
 
   const TtRights rights(batch);
@@ -124,7 +124,7 @@ std::tuple<Tensor, Tensor> tt_rows(std::vector<Tensor> cores, std::vector<Tensor
                   batch.plan.left_segments,
                   batch.plan.row_rights,
                   prefixes.mutable_data_ptr<float>(),
-                  left.pair ? kept : 0,
+                  left.pair ? num_saved : 0,
                   rows.mutable_data_ptr<float>()};
   Floats natural;
   if (right.pair && args.lanes_along_right()) {
@@ -207,14 +207,14 @@ void clear_unused(const TtHalfCores& cores, int64_t num_halves, float* inner_gra
 
 class Backward {
  public:
-  Backward(const TtBatch& batch, const TtRights& rights, const float* prefixes, int64_t kept,
+  Backward(const TtBatch& batch, const TtRights& rights, const float* prefixes, int64_t num_saved,
            const float* row_grads)
       : batch_(batch),
         rights_(rights),
         row_grads_(row_grads),
         right_grads_(new_floats(batch.num_rights * batch.right.value_size())),
         cursors_(batch.plan.right_segments, batch.plan.right_segments + batch.num_rights),
-        left_{prefixes, batch.left.pair ? std::min(kept, batch.num_lefts) : 0,
+        left_{prefixes, batch.left.pair ? std::min(num_saved, batch.num_lefts) : 0,
               nullptr,  batch.plan.lefts,
               0,        batch.left.value_size()} {}
 
@@ -227,17 +227,18 @@ class Backward {
       return right_sums(batch_.num_lefts, nullptr);
     }
     left_.ids = nullptr;
-    const int64_t kept = left_.num_saved, lefts = batch_.num_lefts;
+    const int64_t num_saved = left_.num_saved, lefts = batch_.num_lefts;
     const bool alone = num_threads() == 1;
     const int64_t fit = (alone ? kWaveFloatsAlone : kWaveFloats) / left_.size;
     const int64_t wave = std::max(std::min(fit, lefts), 4 * kTtBlock);
-    const int64_t saved_wave = alone ? wave : std::max(wave, kept);
-    recomputed_ = new_floats(kept < lefts ? wave * left_.size : 0);
+    const int64_t saved_wave = alone ? wave : std::max(wave, num_saved);
+    recomputed_ = new_floats(num_saved < lefts ? wave * left_.size : 0);
     const Floats outer_values = new_floats(saved_wave * left.outer_size());
     left_.rest = recomputed_.get();
     clear_unused(batch_.left_cores(), lefts, inner);
     for (int64_t begin = 0, end; begin < lefts; begin = end) {
-      end = begin < kept ? std::min(begin + saved_wave, kept) : std::min(begin + wave, lefts);
+      end = begin < num_saved ? std::min(begin + saved_wave, num_saved)
+                              : std::min(begin + wave, lefts);
       left_.first = begin;
       left_groups({inner, outer_values.get(), begin}, begin, end);
       const OuterSums sums(batch_.left_cores(), begin, end, outer_values.get(), outer);

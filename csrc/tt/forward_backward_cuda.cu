@@ -44,19 +44,20 @@ class Scratch {
 
 std::tuple<Tensor, Tensor> tt_rows(std::vector<Tensor> cores, std::vector<Tensor> plan,
                                    std::vector<int64_t> row_factors,
-                                   std::vector<int64_t> dim_factors, int64_t kept) {
+                                   std::vector<int64_t> dim_factors, int64_t num_saved) {
   const char* op = "tt_rows";
   const TtBatch batch = make_batch(op, cores, plan, row_factors, dim_factors);
-  STD_TORCH_CHECK(kept >= 0, op, ": kept must be >= 0, got ", kept);
+  STD_TORCH_CHECK(num_saved >= 0, op, ": num_saved must be >= 0, got ", num_saved);
   const CudaLauncher launcher(cores[0]);
   const TtHalf left = batch.shape.left();
   Tensor rows = allocate(cores[0], {batch.plan.capacity, batch.shape.dim()});
-  Tensor prefixes = allocate(cores[0], {kept, left.value_size()});
+  Tensor prefixes = allocate(cores[0], {num_saved, left.value_size()});
   if (batch.plan.capacity == 0) return {rows, prefixes};
   Scratch scratch(cores[0]);
   const TtRightMemory memory = scratch.right(batch);
   float* left_values = prefixes.mutable_data_ptr<float>();
-  if (left.pair && kept < batch.lefts()) left_values = scratch(batch.lefts() * left.value_size());
+  if (left.pair && num_saved < batch.lefts())
+    left_values = scratch(batch.lefts() * left.value_size());
   forward_pass(launcher, batch, memory, left_values, rows.mutable_data_ptr<float>());
   if (float* first = prefixes.mutable_data_ptr<float>(); left.pair && first != left_values) {
     check_cuda(cudaMemcpyAsync(first, left_values, prefixes.numel() * sizeof(float),

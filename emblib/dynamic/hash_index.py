@@ -253,7 +253,7 @@ class HashIndex(nn.Module):
         self._settle_last()
         self.version += 1
         index, order = self.tensors(), codes.HASH_ORDER[self.order]
-        slots = hash.hash_use_(index, *keys, counts, batch_scores, order)
+        slots = hash.hash_touch_(index, *keys, counts, batch_scores, order)
         if not slots.is_cuda and (not slots.numel() or int(slots.min()) >= 0):
             return InsertedBatch(slots)
         misses = Misses(*hash.hash_misses(*keys, slots, counts, len(self.specs)))
@@ -261,7 +261,7 @@ class HashIndex(nn.Module):
         if self.grows:
             self._grow(keys, slots, misses, admitted, rows)
         result = InsertResult(
-            *hash.hash_place_(
+            *hash.hash_insert_(
                 index,
                 keys.ids,
                 misses.first,
@@ -270,7 +270,7 @@ class HashIndex(nn.Module):
                 admitted,
                 batch_scores,
                 order,
-                codes.NEWCOMER[self.insert_policy],
+                codes.INSERT_POLICY[self.insert_policy],
             )
         )
         if self._watchers:
@@ -362,7 +362,7 @@ class HashIndex(nn.Module):
         self,
         keys: Keys,
         slots: Tensor,
-        ends: Tensor,
+        offsets: Tensor,
         admitted: Tensor | None,
         rows: RowBuffers | None,
     ) -> None:
@@ -374,7 +374,7 @@ class HashIndex(nn.Module):
         if self._inserted_at is not None and self._inserted_at_layout is not None:
             buffers = [*buffers, self._inserted_at]
             layout = torch.cat([layout, self._inserted_at_layout], 1)
-        hash.hash_grow_(self.tensors(), buffers, layout, *keys, slots, ends, admitted)
+        hash.hash_grow_(self.tensors(), buffers, layout, *keys, slots, offsets, admitted)
 
     def _prepare_growth(self, table: int, keys: int, rows: RowBuffers | None) -> None:
         """Take the rows into use that a table needs to grow for a number of keys."""
@@ -392,11 +392,11 @@ class HashIndex(nn.Module):
         more = max(0, keys - self.size(table))
         if not self.tags.is_cuda:
             self._prepare_growth(table, self.size(table) + more, rows)
-        ends = torch.zeros(len(self.specs) + 1, dtype=torch.int64, device=device)
-        ends[table + 1 :] = more
+        offsets = torch.zeros(len(self.specs) + 1, dtype=torch.int64, device=device)
+        offsets[table + 1 :] = more
         # A batch of as many misses; the values of its keys do not matter.
         ids = torch.zeros(more, dtype=torch.int64, device=device)
-        self._split(Keys.of(ids, table), torch.full_like(ids, -1), ends, None, rows)
+        self._split(Keys.of(ids, table), torch.full_like(ids, -1), offsets, None, rows)
 
     def erase(self, keys: Keys) -> Tensor:
         """Remove keys; return the freed slots by position, int64 `[L]`, -1 for none."""

@@ -14,7 +14,7 @@ POOLING = _number("sum", "mean", "none")
 BOUNDS_CHECK = _number("fatal", "warning", "ignore")
 CACHE_POLICY = _number("lru", "lfu")
 HASH_ORDER = _number("none", "lru", "lfu", "lru_lfu", "assigned")
-NEWCOMER = _number("wins", "competes")
+INSERT_POLICY = _number("wins", "competes")
 OPTIMIZER = _number(
     "sgd",
     "adagrad",

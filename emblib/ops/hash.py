@@ -16,21 +16,21 @@ from the first bucket of its table, -1 for none: rows of values have the same nu
 A key may be in two buckets. A full bucket evicts its least entry in `order`: by stamp and key
 ("lru"), score and key ("lfu"), score, stamp and key ("lru_lfu", "assigned"); with "none" it evicts
 nothing. Scores are counts of uses (lfu, lru_lfu) or set by the caller. Keys of the batch are never
-evicted by it. Counts stop at 2^63 - 1. With newcomer "competes" a key that would rank below every
-entry that it could evict is refused, with "wins" it is not. The ops take the numbers of both in
-`emblib.ops.codes`.
+evicted by it. Counts stop at 2^63 - 1. With `insert_policy` "competes" a key that would rank below
+every entry that it could evict is refused, with "wins" it is not. The ops take the numbers of both
+in `emblib.ops.codes`.
 
-A training step is `use_`, which finds and stamps the keys that hit; `misses`, the distinct missing
-keys; `grow_`, which splits as many buckets as `wanted_buckets` demands for them; and `place_`,
-which inserts them. The misses of a table choose between their buckets in rounds of half as many as
-there are buckets, by the state at the beginning of the round: the first one if it has more than 16
-free slots or no fewer than the other, else the second; if both are full, the one with the lesser
-least entry. Within a bucket they are then served in order.
+A training step is `touch_`, which finds and stamps the keys that hit; `misses`, the distinct
+missing keys; `grow_`, which splits as many buckets as `wanted_buckets` demands for them; and
+`insert_`, which inserts them. The misses of a table choose between their buckets in rounds of half
+as many as there are buckets, by the state at the beginning of the round: the first one if it has
+more than 16 free slots or no fewer than the other, else the second; if both are full, the one with
+the lesser least entry. Within a bucket they are then served in order.
 
-`initial_rows_(row_buffers, layout, rules, ids, first, ends, slots, seed)` writes the initial values
-of row `slots[i]` of each row buffer for missing key i, where that is not -1: missing keys are as
-`misses` returns them, the key of i is `ids[first[i]]`, and i of table t lie in [ends[t], ends[t +
-1]).
+`initial_rows_(row_buffers, layout, rules, ids, first, offsets, slots, seed)` writes the initial
+values of row `slots[i]` of each row buffer for missing key i, where that is not -1: missing keys
+are as `misses` returns them, the key of i is `ids[first[i]]`, and i of table t lie in [offsets[t],
+offsets[t + 1]).
 
 - `row_buffers`: float32 | float16 | bfloat16, flat: weights and states of all tables
 - `layout` int64 `[T, P, 5]`: per table and buffer offset, stride (elements), rows, dim, stream
@@ -120,10 +120,10 @@ class InsertResult(NamedTuple):
 MISS, HIT, NEW, EVICTING, REFUSED, NOT_ADMITTED = map(int, InsertStatus)
 
 hash_find = torch.ops.emblib.hash_find.default
-hash_use_ = torch.ops.emblib.hash_use_.default
+hash_touch_ = torch.ops.emblib.hash_touch_.default
 hash_misses = torch.ops.emblib.hash_misses.default
 hash_grow_ = torch.ops.emblib.hash_grow_.default
-hash_place_ = torch.ops.emblib.hash_place_.default
+hash_insert_ = torch.ops.emblib.hash_insert_.default
 hash_erase_ = torch.ops.emblib.hash_erase_.default
 hash_expire_ = torch.ops.emblib.hash_expire_.default
 
@@ -156,14 +156,14 @@ def _(index: list[Tensor], ids: Tensor, starts: Tensor, tables: Tensor) -> Tenso
     return torch.empty_like(ids)
 
 
-@torch.library.register_fake("emblib::hash_use_")
+@torch.library.register_fake("emblib::hash_touch_")
 def _(
     index: list[Tensor],
     ids: Tensor,
     starts: Tensor,
     tables: Tensor,
     counts: Tensor | None,
-    given: Tensor | None,
+    batch_scores: Tensor | None,
     order: int,
 ) -> Tensor:
     return torch.empty_like(ids)
@@ -195,23 +195,23 @@ def _(
     starts: Tensor,
     tables: Tensor,
     slots: Tensor,
-    ends: Tensor,
+    offsets: Tensor,
     admitted: Tensor | None,
 ) -> None:
     return None
 
 
-@torch.library.register_fake("emblib::hash_place_")
+@torch.library.register_fake("emblib::hash_insert_")
 def _(
     index: list[Tensor],
     ids: Tensor,
     first: Tensor,
     totals: Tensor,
-    ends: Tensor,
+    offsets: Tensor,
     admitted: Tensor | None,
-    given: Tensor | None,
+    batch_scores: Tensor | None,
     order: int,
-    newcomer: int,
+    insert_policy: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     return (
         torch.empty_like(ids),
@@ -256,12 +256,12 @@ def rule_of(initializer: Initializer, spec: DynamicSpec) -> Rule:
 
 @torch.library.register_fake("emblib::hash_initial_rows_")
 def _(
-    planes: Sequence[Tensor],
+    row_buffers: Sequence[Tensor],
     layout: Tensor,
     rules: Tensor,
     ids: Tensor,
     first: Tensor,
-    ends: Tensor,
+    offsets: Tensor,
     slots: Tensor,
     seed: int,
 ) -> None:

@@ -48,9 +48,9 @@ def _(
     sample_weights: Tensor | None,
     pooling: int,
     bits: int,
-    columns: int,
+    output_dim: int,
     output_dtype: torch.dtype,
 ) -> Tensor:
     variable = bag_layout is not None
-    shape = output_shape(features, indices, offsets, pooling, columns, variable=variable)
+    shape = output_shape(features, indices, offsets, pooling, output_dim, variable=variable)
     return indices.new_empty(shape, dtype=output_dtype)

@@ -25,9 +25,9 @@ in float32 and in order, of its `pieces`, int64 `[P, 3]`, see `PieceColumn`, in 
 If `first_row` is not negative, row i of the target uses row `rows[first_row + i]` (int32) of the
 piece, none if that is -1. The sum is multiplied by `scale`. If `first_bag` is not negative, row i
 is divided by `max(lengths[first_bag + i], 1)`. Targets must cover the output without overlap;
-pieces must not overlap. `spread` is the adjoint: pieces receive the gradient of their target, and
-elements of the source that no piece names are 0. `source` and `dtype` are float32, float16 or
-bfloat16.
+pieces must not overlap. `combine_backward` is the adjoint: pieces receive the gradient of their
+target, and elements of the source that no piece names are 0. `source` and `dtype` are float32,
+float16 or bfloat16.
 
 `gather_segments(values [N, ...], starts [S + 1], order [M], total)` concatenates the segments
 `values[starts[s]:starts[s + 1]]` for s in `order`, `total` rows in all; any dtype.
@@ -107,7 +107,7 @@ def combine(
     return _ops.combine(source, targets, pieces, rows, lengths, out_numel, dtype, scale)
 
 
-def spread(
+def combine_backward(
     grad: Tensor,
     targets: Tensor,
     pieces: Tensor,
@@ -120,7 +120,7 @@ def spread(
     """Apply the adjoint of `combine`, to `[source_numel]`; differentiable."""
     if grad.requires_grad and torch.is_grad_enabled():
         return _Spread.apply(grad, targets, pieces, lengths, source_numel, dtype, rows, scale)
-    return _ops.spread(grad, targets, pieces, rows, lengths, source_numel, dtype, scale)
+    return _ops.combine_backward(grad, targets, pieces, rows, lengths, source_numel, dtype, scale)
 
 
 class _GatherSegments(torch.autograd.Function):
@@ -187,7 +187,7 @@ class _Combine(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         targets, pieces, lengths, rows = ctx.saved_tensors
         numel, dtype = ctx.source
-        source = spread(grad, targets, pieces, lengths, numel, dtype, rows, ctx.scale)
+        source = combine_backward(grad, targets, pieces, lengths, numel, dtype, rows, ctx.scale)
         return source, None, None, None, None, None, None, None
 
 
@@ -206,7 +206,9 @@ class _Spread(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(targets, pieces, lengths, rows)
         ctx.grad, ctx.scale = (grad.numel(), grad.dtype), scale
-        return _ops.spread(grad, targets, pieces, rows, lengths, source_numel, dtype, scale)
+        return _ops.combine_backward(
+            grad, targets, pieces, rows, lengths, source_numel, dtype, scale
+        )
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -249,7 +251,7 @@ def _(
     return source.new_empty(out_numel, dtype=dtype)
 
 
-@torch.library.register_fake("emblib::spread")
+@torch.library.register_fake("emblib::combine_backward")
 def _(
     grad: Tensor,
     targets: Tensor,

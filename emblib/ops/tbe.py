@@ -15,7 +15,7 @@ Shapes and dtypes, with F features, B batch, L lookups, D dim:
   and the first element of its output; `offsets` then has one entry per bag plus one
 - `sample_weights` float32 `[L]`
 - `mode`, `pooling` and `optimizer`: their numbers in `emblib.ops.codes`
-- output `[B, columns]`; `[columns]` with `bag_layout`; `[L, columns]` for pooling NONE
+- output `[B, output_dim]`; `[output_dim]` with `bag_layout`; `[L, output_dim]` for pooling NONE
 
 Invalid indices and offsets are repaired as they are read, see `emblib.BoundsCheck`. MEAN divides by
 the length of the bag, weighted or not. Sums are float32. The same input gives the same bits on any
@@ -49,16 +49,16 @@ def output_shape(
     indices: Tensor,
     offsets: Tensor,
     pooling: int,
-    columns: int,
+    output_dim: int,
     *,
     variable: bool,
 ) -> tuple[int, ...]:
     """Return the shape of a lookup's output; `variable` where there is a `bag_layout`."""
     if pooling == codes.POOLING["none"]:
-        return indices.numel(), columns
+        return indices.numel(), output_dim
     if variable:
-        return (columns,)
-    return ((offsets.numel() - 1) // features.size(0) if features.size(0) else 0), columns
+        return (output_dim,)
+    return ((offsets.numel() - 1) // features.size(0) if features.size(0) else 0), output_dim
 
 
 class Groups(NamedTuple):
@@ -107,11 +107,11 @@ def _(
     bag_layout: Tensor | None,
     sample_weights: Tensor | None,
     pooling: int,
-    columns: int,
+    output_dim: int,
     output_dtype: torch.dtype,
 ) -> Tensor:
     variable = bag_layout is not None
-    shape = output_shape(features, indices, offsets, pooling, columns, variable=variable)
+    shape = output_shape(features, indices, offsets, pooling, output_dim, variable=variable)
     return indices.new_empty(shape, dtype=output_dtype)
 
 

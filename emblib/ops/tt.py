@@ -8,9 +8,9 @@ csrc/tt/args.h):
 - `tt_keys(indices, rows, row_factors)` int64 `[L]`: sort keys whose neighbours share cores; -1
   stays, any other id outside the table becomes that of row 0
 - `tt_plan(keys, count, row_factors)`: eight int32 tensors, `TTPlan`: which halves the rows share
-- `tt_rows(cores, plan, row_factors, dim_factors, kept)`: rows `[L, D]` in key order, those from M
-  on unspecified, and the values of the first `kept` left halves, `[kept, Q_l * rank]`, for
-  backward
+- `tt_rows(cores, plan, row_factors, dim_factors, num_saved)`: rows `[L, D]` in key order, those
+  from M on unspecified, and the values of the first `num_saved` left halves, `[num_saved, Q_l *
+  rank]`, for backward
 - `tt_core_grads(cores, plan, prefixes, row_grads, row_factors, dim_factors)`: gradients of all
   cores
 - `update_rows_(weights, states, hyper, optimizer, grads)`: the optimizer, a number of
@@ -98,13 +98,13 @@ class Made(NamedTuple):
     inverse: Tensor
 
 
-def make_rows(cores: Sequence[Tensor], batch: TTLookup, kept: int) -> Made:
-    """Group the lookups and make the distinct rows, keeping `kept` left-half values."""
+def make_rows(cores: Sequence[Tensor], batch: TTLookup, num_saved: int) -> Made:
+    """Group the lookups and make the distinct rows, keeping `num_saved` left-half values."""
     keys = _ops.tt_keys(batch.indices, batch.rows, batch.row_factors)
     total = math.prod(batch.row_factors)
     groups = tbe.group(batch.features, keys, batch.offsets, total)
     plan = TTPlan(*_ops.tt_plan(groups.rows, groups.count, batch.row_factors))
-    rows, prefixes = _ops.tt_rows(cores, plan, batch.row_factors, batch.dim_factors, kept)
+    rows, prefixes = _ops.tt_rows(cores, plan, batch.row_factors, batch.dim_factors, num_saved)
     inverse = _ops.group_inverse(groups.segments, groups.lookups, groups.count)
     return Made(groups, plan, rows, prefixes, inverse)
 
@@ -347,10 +347,10 @@ def _(
     plan: Sequence[Tensor],
     row_factors: Sequence[int],
     dim_factors: Sequence[int],
-    kept: int,
+    num_saved: int,
 ) -> tuple[Tensor, Tensor]:
     rows = cores[0].new_empty(plan[2].numel(), math.prod(dim_factors))
-    return rows, cores[0].new_empty(kept, _left_value_size(cores, dim_factors))
+    return rows, cores[0].new_empty(num_saved, _left_value_size(cores, dim_factors))
 
 
 @torch.library.register_fake("emblib::tt_core_grads")

@@ -171,10 +171,10 @@ class HashModel:
     """Tables that share a clock: the sequential definition of every op."""
 
     def __init__(
-        self, tables: Sequence[ReferenceHashTable], order: str, newcomer: str = "wins"
+        self, tables: Sequence[ReferenceHashTable], order: str, insert_policy: str = "wins"
     ) -> None:
         self.tables = list(tables)
-        self.order, self.newcomer = order, newcomer
+        self.order, self.insert_policy = order, insert_policy
         self.tick = 0
 
     # A batch
@@ -183,8 +183,8 @@ class HashModel:
         """Return the slot of every position's key, -1 if it is missing."""
         return [self.tables[t].find(key) for t, key in batch]
 
-    def use(self, batch: Batch, counts: Sequence[int], given: Sequence[int]) -> list[int]:
-        """Find keys and record their use; `given` is the score by table (assigned)."""
+    def touch(self, batch: Batch, counts: Sequence[int], batch_scores: Sequence[int]) -> list[int]:
+        """Find keys and record their use; `batch_scores` is the score by table (assigned)."""
         self.tick += 1
         slots = self.find(batch)
         for (t, _), slot, count in zip(batch, slots, counts, strict=True):
@@ -199,7 +199,7 @@ class HashModel:
             if self.order in ("lfu", "lru_lfu"):
                 entry.score = min(entry.score + count, MAX_USES)
             elif self.order == "assigned":
-                entry.score = given[t]
+                entry.score = batch_scores[t]
         return slots
 
     def misses(self, batch: Batch, slots: Sequence[int], counts: Sequence[int]) -> list[list[Miss]]:
@@ -219,9 +219,9 @@ class HashModel:
             for table, missing in zip(self.tables, misses, strict=True)
         ]
 
-    def place(self, misses: Sequence[Sequence[Miss]], given: Sequence[int]) -> None:
+    def insert(self, misses: Sequence[Sequence[Miss]], batch_scores: Sequence[int]) -> None:
         """Insert or refuse every miss, into a free slot or by eviction; set the status of each."""
-        for table, missing, score in zip(self.tables, misses, given, strict=True):
+        for table, missing, score in zip(self.tables, misses, batch_scores, strict=True):
             pending = [miss for miss in missing if miss.admitted]
             while pending:
                 size = round_size(table.buckets)
@@ -251,39 +251,35 @@ class HashModel:
         }
         return [miss for miss in pending if miss.key not in placed and miss.status != REFUSED]
 
-    def _first_score(self, miss: Miss, given: int) -> int:
+    def _first_score(self, miss: Miss, batch_score: int) -> int:
         if self.order in ("lfu", "lru_lfu"):
             return miss.total
-        return given if self.order == "assigned" else 0
+        return batch_score if self.order == "assigned" else 0
 
-    def _choose(self, table: ReferenceHashTable, newcomer: HashEntry) -> tuple[int, bool] | None:
+    def _choose(self, table: ReferenceHashTable, new: HashEntry) -> tuple[int, bool] | None:
         """Return a missing key's bucket and whether it must evict there; None if it is refused."""
-        first, second = table.addresses(newcomer.key)
+        first, second = table.addresses(new.key)
         free = [table.bucket(number).count(None) for number in (first, second)]
         if any(free):
             return (first if free[0] > PREFER_FIRST or free[0] >= free[1] else second), False
         victims = [(self._victim(table, number), number) for number in (first, second)]
         ranked = [(self._rank(victim), number) for victim, number in victims if victim is not None]
-        if not ranked or self._gives_up(newcomer, min(ranked)[0]):
+        if not ranked or self._gives_up(new, min(ranked)[0]):
             return None
         return min(ranked)[1], True
 
-    def _fill(
-        self, table: ReferenceHashTable, number: int, newcomer: tuple[Miss, HashEntry]
-    ) -> bool:
-        """Put the newcomer into the lowest empty slot of the bucket; False if there is none."""
-        miss, entry = newcomer
+    def _fill(self, table: ReferenceHashTable, number: int, new: tuple[Miss, HashEntry]) -> bool:
+        """Put the new into the lowest empty slot of the bucket; False if there is none."""
+        miss, entry = new
         if None not in table.bucket(number):
             return False
         miss.slot, miss.status = number * SLOTS + table.bucket(number).index(None), NEW
         table.slots[miss.slot] = entry
         return True
 
-    def _replace(
-        self, table: ReferenceHashTable, number: int, newcomer: tuple[Miss, HashEntry]
-    ) -> bool:
-        """Evict an entry of the bucket, as it is now, for the newcomer; False if refused."""
-        miss, entry = newcomer
+    def _replace(self, table: ReferenceHashTable, number: int, new: tuple[Miss, HashEntry]) -> bool:
+        """Evict an entry of the bucket, as it is now, for the new; False if refused."""
+        miss, entry = new
         victim = self._victim(table, number)
         if victim is None or self._gives_up(entry, self._rank(victim)):
             return False
@@ -302,8 +298,8 @@ class HashModel:
         older = [e for e in table.bucket(number) if e is not None and e.stamp < self.tick]
         return None if self.order == "none" else min(older, key=self._rank, default=None)
 
-    def _gives_up(self, newcomer: HashEntry, victim: tuple[int, int, int]) -> bool:
-        return self.newcomer == "competes" and self._rank(newcomer) < victim
+    def _gives_up(self, new: HashEntry, victim: tuple[int, int, int]) -> bool:
+        return self.insert_policy == "competes" and self._rank(new) < victim
 
     # Calls of their own
 
@@ -354,7 +350,7 @@ class HashModel:
         ]
 
     @classmethod
-    def of(cls, index: Sequence[Tensor], order: str, newcomer: str = "wins") -> "HashModel":
+    def of(cls, index: Sequence[Tensor], order: str, insert_policy: str = "wins") -> "HashModel":
         """Make the model of the tensors of an index."""
         tags, entries, rows, clock, counters = (tensor.tolist() for tensor in index)
         tables = []
@@ -366,7 +362,7 @@ class HashModel:
             ]
             by_name = dict(zip(COUNTERS, counts, strict=True))
             tables.append(ReferenceHashTable(buckets, most, load, hash_key, slots, by_name))
-        model = cls(tables, order, newcomer)
+        model = cls(tables, order, insert_policy)
         (model.tick,) = clock
         return model
 
@@ -400,22 +396,22 @@ def values(rule: Sequence[float], seed: int, stream: int, key: int, dim: int) ->
 
 
 def initial_rows_(
-    planes: Sequence[Tensor],
+    row_buffers: Sequence[Tensor],
     layout: Tensor,
     rules: Tensor,
     ids: Tensor,
     first: Tensor,
-    ends: Tensor,
+    offsets: Tensor,
     slots: Tensor,
     seed: int,
 ) -> None:
     """Write the rows of missing keys that got a slot, in all row buffers."""
-    for table in range(ends.numel() - 1):
-        for miss in range(int(ends[table]), int(ends[table + 1])):
+    for table in range(offsets.numel() - 1):
+        for miss in range(int(offsets[table]), int(offsets[table + 1])):
             slot, key = int(slots[miss]), int(ids[first[miss]])
-            for plane, place, rule in zip(planes, layout[table], rules[table], strict=True):
+            for buffer, place, rule in zip(row_buffers, layout[table], rules[table], strict=True):
                 offset, stride, rows, dim, stream = place.tolist()
                 if 0 <= slot < rows:
                     begin = offset + slot * stride
                     row = values(rule.tolist(), seed, stream, key, dim)
-                    plane[begin : begin + dim] = row.float().to(plane.dtype)
+                    buffer[begin : begin + dim] = row.float().to(buffer.dtype)

@@ -47,7 +47,7 @@ def lookup(
     offsets: Tensor,
     sample_weights: Tensor | None = None,
     pooling: Pooling = Pooling.SUM,
-    columns: int = 0,
+    output_dim: int = 0,
     extras: tbe.Extras = tbe.NO_EXTRAS,
 ) -> Tensor:
     """Pool each bag of the dequantised rows, in the dtype of the scales."""
@@ -61,4 +61,4 @@ def lookup(
         plain[f, 0] = begin
         begin += table.numel()
     weights = torch.cat([*tables, scales.new_zeros(0)])
-    return tbe.lookup(weights, plain, indices, offsets, sample_weights, pooling, columns, extras)
+    return tbe.lookup(weights, plain, indices, offsets, sample_weights, pooling, output_dim, extras)

@@ -132,7 +132,7 @@ def combine(
     return out
 
 
-def spread(
+def combine_backward(
     grad: Tensor,
     targets: Tensor,
     pieces: Tensor,

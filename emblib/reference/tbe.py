@@ -103,10 +103,10 @@ def lookup(
     offsets: Tensor,
     sample_weights: Tensor | None = None,
     pooling: Pooling = Pooling.SUM,
-    columns: int = 0,
+    output_dim: int = 0,
     extras: Extras = NO_EXTRAS,
 ) -> Tensor:
-    """Pool each bag: `[B, columns]` (`[L, columns]` for NONE, `[columns]` with a bag layout).
+    """Pool bags: `[B, output_dim]`; `[L, output_dim]` for NONE, `[output_dim]` with a bag layout.
 
     `weights` is a list of memory tiers or one tensor where there are no others; the result has its
     dtype. Differentiable in `weights` and `sample_weights`.
@@ -115,15 +115,15 @@ def lookup(
     bag, feature, index = _locate(features, indices, offsets, extras.bag_layout)
     none, lengths = pooling is Pooling.NONE, offsets.diff()
     batch = (offsets.numel() - 1) // max(features.size(0), 1)
-    shape: tuple[int, ...] = (indices.numel(), columns) if none else (batch, columns)
+    shape: tuple[int, ...] = (indices.numel(), output_dim) if none else (batch, output_dim)
     if none:
-        start = torch.arange(indices.numel()) * columns
+        start = torch.arange(indices.numel()) * output_dim
     elif extras.bag_layout is not None:
-        shape, start = (columns,), extras.bag_layout[:, BagColumn.ELEMENT]
+        shape, start = (output_dim,), extras.bag_layout[:, BagColumn.ELEMENT]
     else:
         bags = torch.arange(offsets.numel() - 1, device=offsets.device)
         column = features[feature_of_bag(features, offsets), FeatureColumn.COLUMN]
-        start = bags % max(batch, 1) * columns + column
+        start = bags % max(batch, 1) * output_dim + column
     start = start.to(indices.device)
     out = tiers[0].new_zeros(math.prod(shape))
     for f, described in enumerate(features.tolist()):

@@ -339,7 +339,7 @@ class OutputDist(nn.Module):
         """
         tables, codec = step.tables, self._comm_precision.backward
         total = sum(tables.received_sizes)
-        flat = route.spread(
+        flat = route.combine_backward(
             grad.contiguous().view(-1),
             tables.targets,
             tables.sources,

@@ -59,7 +59,7 @@ class ReferenceTables(Contender):
 
     def _lookup(self, prepared: Prepared) -> Tensor:
         return tbe.lookup(
-            self.weights, self.features, prepared[0], prepared[1], columns=self.columns
+            self.weights, self.features, prepared[0], prepared[1], output_dim=self.columns
         )
 
     def forward(self, prepared: Prepared) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from emblib.init import Normal, Uniform
-from emblib.ops.codes import CACHE_POLICY, HASH_ORDER, NEWCOMER
+from emblib.ops.codes import CACHE_POLICY, HASH_ORDER, INSERT_POLICY
 from emblib.ops.hash import rule_of
 from emblib.reference import hash
 from emblib.reference.cache import CacheModel, flush, move
@@ -141,17 +141,17 @@ class _Hash:
     @property
     def model(self) -> HashModel:
         index = [tensor.clone() for tensor in self.index]
-        return HashModel.of(index, self.tables.order, self.tables.newcomer)
+        return HashModel.of(index, self.tables.order, self.tables.insert_policy)
 
     @property
-    def given(self) -> list[int]:
+    def batch_scores(self) -> list[int]:
         return self.batch.scores(len(self.tables.sizes))
 
 
 def _hash(draw: random.Random) -> _Hash:
     order = draw.choice(list(HASH_ORDER))
     sizes = ((1, 3, 819), (2, 2, 1024)) if draw.random() < 0.7 else ((1, 7, 700),)
-    tables = hash_cases.Tables(sizes, order, draw.choice(list(NEWCOMER)))
+    tables = hash_cases.Tables(sizes, order, draw.choice(list(INSERT_POLICY)))
     twin = hash_cases.Twin(tables, _HASH_OPS, drawn_seed(draw))
     draws = hash_cases.Draws(len(sizes), most=draw.choice([5, 80]), seed=drawn_seed(draw))
     for _ in range(draw.randint(0, 3)):
@@ -189,11 +189,17 @@ def _hash_use(draw: random.Random) -> Call:
     model, batch = case.model, case.batch
 
     def check(arguments: Arguments, got: Any) -> None:
-        assert got.tolist() == model.use(batch.positions, batch.uses, case.given)
+        assert got.tolist() == model.touch(batch.positions, batch.uses, case.batch_scores)
         _same_index(arguments[0], model)
 
-    call = (case.index, *batch.keys, batch.counts, batch.given, HASH_ORDER[case.tables.order])
-    return Call("hash_use_", call, check)
+    call = (
+        case.index,
+        *batch.keys,
+        batch.counts,
+        batch.batch_scores,
+        HASH_ORDER[case.tables.order],
+    )
+    return Call("hash_touch_", call, check)
 
 
 def _hash_misses(draw: random.Random) -> Call:
@@ -230,26 +236,34 @@ def _hash_grow(draw: random.Random) -> Call:
         assert arguments[6].tolist() == [moved[t].get(slot, slot) for (t, _), slot in before]
         _same_index(arguments[0], model)
 
-    ends = case.missing[3]
-    call = (case.index, rows.planes, rows.layout, *batch.keys, case.slots.clone(), ends, admitted)
+    offsets = case.missing[3]
+    call = (
+        case.index,
+        rows.row_buffers,
+        rows.layout,
+        *batch.keys,
+        case.slots.clone(),
+        offsets,
+        admitted,
+    )
     return Call("hash_grow_", call, check)
 
 
 def _hash_place(draw: random.Random) -> Call:
     case = _hash(draw)
-    model, batch, (first, _, totals, ends) = case.model, case.batch, case.missing
+    model, batch, (first, _, totals, offsets) = case.model, case.batch, case.missing
     misses = model.misses(batch.positions, case.slots.tolist(), batch.uses)
     admitted = _admitted(case, misses)
     twin = hash_cases.Twin(case.tables, {})
 
     def check(arguments: Arguments, got: Any) -> None:
-        model.place(misses, case.given)
+        model.insert(misses, case.batch_scores)
         twin._compare_placed(got, misses)
         _same_index(arguments[0], model)
 
-    codes = (HASH_ORDER[case.tables.order], NEWCOMER[case.tables.newcomer])
-    call = (case.index, batch.ids, first, totals, ends, admitted, batch.given, *codes)
-    return Call("hash_place_", call, check)
+    codes = (HASH_ORDER[case.tables.order], INSERT_POLICY[case.tables.insert_policy])
+    call = (case.index, batch.ids, first, totals, offsets, admitted, batch.batch_scores, *codes)
+    return Call("hash_insert_", call, check)
 
 
 def _hash_erase(draw: random.Random) -> Call:
@@ -281,7 +295,7 @@ def _hash_expire(draw: random.Random) -> Call:
 def _hash_initial_rows(draw: random.Random) -> Call:
     torch.manual_seed(drawn_seed(draw))
     count, dims = draw.choice([0, 1, 9]), [draw.choice([1, 4, 7]) for _ in range(2)]
-    planes = [torch.zeros(12 * dim, dtype=draw.choice(FLOATS)) for dim in dims]
+    row_buffers = [torch.zeros(12 * dim, dtype=draw.choice(FLOATS)) for dim in dims]
     layout = torch.tensor([[[0, dim, 12, dim, k] for k, dim in enumerate(dims)]])
     spec = DynamicSpec(100, 8)
     rules = [rule_of(draw.choice([Uniform(), Normal()]), spec) for _ in dims]
@@ -289,14 +303,14 @@ def _hash_initial_rows(draw: random.Random) -> Call:
     slots = torch.randperm(12)[:count] - 1
     rest = (ids, torch.arange(count), torch.tensor([0, count]), slots, drawn_seed(draw))
     rule_tensor = torch.tensor([rules], dtype=torch.float64)
-    want = [plane.clone() for plane in planes]
+    want = [plane.clone() for plane in row_buffers]
 
     def check(arguments: Arguments, _: Any) -> None:
         hash.initial_rows_(want, layout, rule_tensor, *rest)
         for got, plane in zip(arguments[0], want, strict=True):
             close(got, plane)
 
-    return Call("hash_initial_rows_", (planes, layout, rule_tensor, *rest), check)
+    return Call("hash_initial_rows_", (row_buffers, layout, rule_tensor, *rest), check)
 
 
 STATE_CALLS: dict[str, Callable[[random.Random], Call]] = {
@@ -306,10 +320,10 @@ STATE_CALLS: dict[str, Callable[[random.Random], Call]] = {
     "cache_move_": _cache_move,
     "cache_flush_": _cache_flush,
     "hash_find": _hash_find,
-    "hash_use_": _hash_use,
+    "hash_touch_": _hash_use,
     "hash_misses": _hash_misses,
     "hash_grow_": _hash_grow,
-    "hash_place_": _hash_place,
+    "hash_insert_": _hash_place,
     "hash_erase_": _hash_erase,
     "hash_expire_": _hash_expire,
     "hash_initial_rows_": _hash_initial_rows,

@@ -11,7 +11,7 @@ from torch import Tensor
 from emblib import DynamicSpec
 from emblib.dynamic.hash_index import HashIndex
 from emblib.ops import hash
-from emblib.ops.codes import HASH_ORDER, NEWCOMER
+from emblib.ops.codes import HASH_ORDER, INSERT_POLICY
 from emblib.ops.hash import Keys
 from emblib.reference import hash as reference
 from emblib.reference.hash import NEW, REFUSED, SLOTS, Miss
@@ -39,7 +39,7 @@ tables = st.builds(
     Tables,
     sizes=st.lists(sizes, min_size=1, max_size=3).map(tuple),
     order=orders,
-    newcomer=st.sampled_from(["wins", "competes"]),
+    insert_policy=st.sampled_from(["wins", "competes"]),
     hash_keys=st.lists(st.integers(-(2**63), 2**63 - 1), max_size=3).map(tuple),
 )
 scored = pytest.mark.parametrize("order", ["lfu", "lru_lfu", "assigned"])
@@ -68,10 +68,10 @@ def test_calls_do_what_the_model_does(
         twin.step(draws)
 
 
-@pytest.mark.parametrize("newcomer", ["wins", "competes"])
+@pytest.mark.parametrize("insert_policy", ["wins", "competes"])
 @pytest.mark.parametrize("order", reference.ORDERS)
-def test_long_run(device: torch.device, order: str, newcomer: str) -> None:
-    tables = Tables(((1, 4, 700), (2, 2, 819), (3, 3, 1024)), order, newcomer, HASH_KEYS)
+def test_long_run(device: torch.device, order: str, insert_policy: str) -> None:
+    tables = Tables(((1, 4, 700), (2, 2, 819), (3, 3, 1024)), order, insert_policy, HASH_KEYS)
     twin = Twin(tables, _ops(device))
     draws = Draws(3, keys=400, most=200, seed=5)
     for _ in range(50):
@@ -87,21 +87,26 @@ def _large_run(threads: int, tables: Tables, batches: list[Batch]) -> list[Tenso
     """What every op returns and leaves behind, memory of empty slots included."""
     torch.set_num_threads(threads)
     twin, ops = Twin(tables, _ops()), _ops()
-    rows = (twin.rows.planes, twin.rows.layout)
+    rows = (twin.rows.row_buffers, twin.rows.layout)
     found: list[Tensor] = []
     for number, batch in enumerate(batches):
-        slots = ops["use_"](
-            twin.index, *batch.keys, batch.counts, batch.given, HASH_ORDER[tables.order]
+        slots = ops["touch_"](
+            twin.index, *batch.keys, batch.counts, batch.batch_scores, HASH_ORDER[tables.order]
         )
         misses = ops["misses"](*batch.keys, slots, batch.counts, len(tables.sizes))
-        first, _, totals, ends = misses
+        first, _, totals, offsets = misses
         admitted = (batch.ids % 7 != number) if number % 2 else None
-        ops["grow_"](twin.index, *rows, *batch.keys, slots, ends, admitted)
-        ways = (admitted, batch.given, HASH_ORDER[tables.order], NEWCOMER[tables.newcomer])
-        placed = ops["place_"](twin.index, batch.ids, first, totals, ends, *ways)
-        for start, width, plane in zip((0, 0), (5, 3), twin.rows.planes, strict=True):
+        ops["grow_"](twin.index, *rows, *batch.keys, slots, offsets, admitted)
+        ways = (
+            admitted,
+            batch.batch_scores,
+            HASH_ORDER[tables.order],
+            INSERT_POLICY[tables.insert_policy],
+        )
+        placed = ops["insert_"](twin.index, batch.ids, first, totals, offsets, *ways)
+        for start, width, plane in zip((0, 0), (5, 3), twin.rows.row_buffers, strict=True):
             table = plane[start : start + tables.sizes[0][1] * SLOTS * width].view(-1, width)
-            new = placed[0][: int(ends[1])]
+            new = placed[0][: int(offsets[1])]
             table[new[new >= 0]] = number + 1
         found += [slots, *misses, *placed, ops["find"](twin.index, *batch.keys)]
         if number == 2:
@@ -112,7 +117,7 @@ def _large_run(threads: int, tables: Tables, batches: list[Batch]) -> list[Tenso
             )
             found.append(ops["erase_"](twin.index, *gone.keys))
             found.append(ops["expire_"](twin.index, 0, 3, tables.sizes[0][0] - 3, 2))
-        found += [tensor.clone() for tensor in (*twin.index, *twin.rows.planes)]
+        found += [tensor.clone() for tensor in (*twin.index, *twin.rows.row_buffers)]
     return found
 
 
@@ -237,12 +242,12 @@ def test_a_batch_above_capacity_keeps_its_first_keys(device: torch.device) -> No
 # Who gives way
 
 
-def _full(order: str, newcomer: str = "wins") -> Twin:
+def _full(order: str, insert_policy: str = "wins") -> Twin:
     """One bucket of keys 0 to 31; key k was used k % 4 + 1 times, last at tick k % 8 + 1."""
-    twin = Twin(Tables(((1, 1, 1024),), order, newcomer), _ops())
+    twin = Twin(Tables(((1, 1, 1024),), order, insert_policy), _ops())
     for tick in range(8):
         keys = range(tick, 32, 8)
-        batch = Batch.of((0, keys), given=[100 - tick])
+        batch = Batch.of((0, keys), batch_scores=[100 - tick])
         batch.counts = torch.tensor([key % 4 + 1 for key in keys])
         twin.train(batch)
     return twin
@@ -259,13 +264,13 @@ def _full(order: str, newcomer: str = "wins") -> Twin:
     ],
 )
 def test_the_least_gives_way(order: str, gone: list[int]) -> None:
-    misses = _full(order).train(Batch.of((0, range(50, 56)), given=[200]))
+    misses = _full(order).train(Batch.of((0, range(50, 56)), batch_scores=[200]))
     assert _gone(misses) == gone
     assert len(_keys(misses, REFUSED)) == 6 - len(gone)
 
 
 @pytest.mark.parametrize(
-    ("order", "uses", "given", "placed"),
+    ("order", "uses", "score", "inserted"),
     [
         ("lru", 1, 0, 32),  # a newcomer is newer than all
         ("lfu", 1, 0, 8),  # as often as the least, and its key is greater
@@ -277,19 +282,19 @@ def test_the_least_gives_way(order: str, gone: list[int]) -> None:
         ("assigned", 1, 95, 12),
     ],
 )
-def test_newcomers_compete(order: str, uses: int, given: int, placed: int) -> None:
-    batch = Batch.of((0, range(50, 100)), given=[given])
+def test_newcomers_compete(order: str, uses: int, score: int, inserted: int) -> None:
+    batch = Batch.of((0, range(50, 100)), batch_scores=[score])
     batch.counts = torch.full((50,), uses)
     misses = _full(order, "competes").train(batch)
-    assert len(_gone(misses)) == placed
-    assert len(_keys(misses, REFUSED)) == 50 - placed
+    assert len(_gone(misses)) == inserted
+    assert len(_keys(misses, REFUSED)) == 50 - inserted
 
 
 @scored
 def test_scores_are_kept_with_the_entry(device: torch.device, order: str) -> None:
     twin = Twin(Tables(((1, 4, 600),), order), _ops(device))
     for tick in range(6):
-        batch = Batch.of((0, [1, 2, 2, 3 + tick]), given=[tick - 3])
+        batch = Batch.of((0, [1, 2, 2, 3 + tick]), batch_scores=[tick - 3])
         batch.counts = torch.tensor([tick, 2**40, 1, 5])
         twin.train(batch)
     slot = twin.model.tables[0].find(2)
@@ -328,7 +333,7 @@ def test_growth_keeps_every_key_and_its_row(
     total = 0
     for size in batches:
         keys = [key * 0x5DEECE66D for key in range(total, total + size)]
-        twin.train(Batch.of((0, keys), (1, keys), given=[1, 2]))
+        twin.train(Batch.of((0, keys), (1, keys), batch_scores=[1, 2]))
         total += size
     for table in twin.model.tables:
         assert table.size == total, "none refused, none gave way"
@@ -348,10 +353,10 @@ def test_growth_needs_no_rows(device: torch.device) -> None:
     """An index whose rows are elsewhere grows as well."""
     ops, tables = _ops(device), Tables(((1, 8, 819),))
     index, batch = tables.index(), Batch.of((0, range(150)))
-    slots = ops["use_"](index, *batch.keys, None, None, HASH_ORDER["lru"])
-    _, _, _, ends = ops["misses"](*batch.keys, slots, None, 1)
+    slots = ops["touch_"](index, *batch.keys, None, None, HASH_ORDER["lru"])
+    _, _, _, offsets = ops["misses"](*batch.keys, slots, None, 1)
     layout = torch.empty(1, 0, 2, dtype=torch.int64)
-    ops["grow_"](index, [], layout, *batch.keys, slots, ends, None)
+    ops["grow_"](index, [], layout, *batch.keys, slots, offsets, None)
     assert index[2].tolist() == [[0, 8, 8, 0, 819, 0]]
 
 
@@ -446,16 +451,16 @@ class Index:
     def __init__(self, tables: Tables) -> None:
         self.tables, self.index = tables, tables.index()
 
-    def insert(self, ids: Tensor, given: int = 0) -> Tensor:
+    def insert(self, ids: Tensor, batch_scores: int = 0) -> Tensor:
         """Inserts distinct keys: which of the missing ones found a place, in order."""
         batch = Batch(ids, torch.tensor([0, len(ids)]), torch.tensor([0]))
-        score, order = torch.tensor([given]), HASH_ORDER[self.tables.order]
-        slots = hash.hash_use_(self.index, *batch.keys, None, score, order)
-        first, _, totals, ends = hash.hash_misses(*batch.keys, slots, None, 1)
-        hash.hash_grow_(self.index, *NO_ROWS, *batch.keys, slots, ends, None)
-        ways = (None, score, order, NEWCOMER[self.tables.newcomer])
-        placed, _, _ = hash.hash_place_(self.index, ids, first, totals, ends, *ways)
-        return placed[: int(ends[1])] >= 0
+        score, order = torch.tensor([batch_scores]), HASH_ORDER[self.tables.order]
+        slots = hash.hash_touch_(self.index, *batch.keys, None, score, order)
+        first, _, totals, offsets = hash.hash_misses(*batch.keys, slots, None, 1)
+        hash.hash_grow_(self.index, *NO_ROWS, *batch.keys, slots, offsets, None)
+        ways = (None, score, order, INSERT_POLICY[self.tables.insert_policy])
+        placed, _, _ = hash.hash_insert_(self.index, ids, first, totals, offsets, *ways)
+        return placed[: int(offsets[1])] >= 0
 
     def found(self, ids: Tensor) -> float:
         """The share of the keys that are there."""
@@ -479,7 +484,7 @@ def test_a_full_table_holds_the_newest_keys(order: str) -> None:
     table = Index(Tables(((buckets, buckets, 1024),), order))
     for number, ids in enumerate(torch.arange(10**5, 10**5 + 12 * capacity).split(capacity)):
         for tick, batch in enumerate(ids.split(capacity // batches), number * batches):
-            table.insert(batch, given=tick)
+            table.insert(batch, batch_scores=tick)
         assert table.found(ids) >= 0.98, number
     assert table.index[2][0, 3] == capacity, "and no slot is empty"
 

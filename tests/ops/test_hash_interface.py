@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from emblib.ops import hash
-from emblib.ops.codes import HASH_ORDER, NEWCOMER
+from emblib.ops.codes import HASH_ORDER, INSERT_POLICY
 from emblib.reference import hash as reference
 from tests.hash_cases import Batch, Rows, Tables, Twin
 
@@ -17,23 +17,23 @@ def _cases() -> dict[str, tuple[Any, ...]]:
     """Valid arguments of every op: tables with some keys, and a batch of these and of new ones."""
     model = Twin(TABLES, {}).model
     batch = Batch.of((0, range(20)), (1, range(5)))
-    model.use(batch.positions, batch.uses, [4, 5])
-    model.place(model.misses(batch.positions, [-1] * 25, batch.uses), [4, 5])
+    model.touch(batch.positions, batch.uses, [4, 5])
+    model.insert(model.misses(batch.positions, [-1] * 25, batch.uses), [4, 5])
     index = model.index()
-    batch = Batch.of((0, range(10, 60)), (1, [1, 2, 90, 90]), given=[6, 7])
+    batch = Batch.of((0, range(10, 60)), (1, [1, 2, 90, 90]), batch_scores=[6, 7])
     batch.counts = torch.arange(1, 55)
-    keys, rows, given = batch.keys, Rows(TABLES), batch.given
+    keys, rows, scores = batch.keys, Rows(TABLES), batch.batch_scores
     slots = hash.hash_find(index, *keys)
-    first, _, totals, ends = hash.hash_misses(*keys, slots, batch.counts, 2)
+    first, _, totals, offsets = hash.hash_misses(*keys, slots, batch.counts, 2)
     admitted = torch.arange(54) % 5 != 0
     return {
         "hash_find": (index, *keys),
-        "hash_use_": (index, *keys, batch.counts, given, HASH_ORDER["assigned"]),
+        "hash_touch_": (index, *keys, batch.counts, scores, HASH_ORDER["assigned"]),
         "hash_misses": (*keys, slots, batch.counts, 2),
-        "hash_grow_": (index, rows.planes, rows.layout, *keys, slots, ends, admitted),
-        "hash_place_": (
-            *(index, batch.ids, first, totals, ends, admitted, given),
-            *(HASH_ORDER["assigned"], NEWCOMER["wins"]),
+        "hash_grow_": (index, rows.row_buffers, rows.layout, *keys, slots, offsets, admitted),
+        "hash_insert_": (
+            *(index, batch.ids, first, totals, offsets, admitted, scores),
+            *(HASH_ORDER["assigned"], INSERT_POLICY["wins"]),
         ),
         "hash_erase_": (index, *keys),
         "hash_expire_": (index, 0, 0, 1, 5),
@@ -69,7 +69,7 @@ def _changed(tensor: torch.Tensor, at: tuple[int, ...], value: int) -> torch.Ten
     return copy
 
 
-# What each op is given: the place of the argument in the case, what comes instead, what is said.
+# Arguments of each op: the position in the case, the value instead, the message.
 INDEX, FIRST_BUCKET, BUCKETS, MOST, SIZE, LOAD = 0, (1, 0), (1, 1), (1, 2), (0, 3), (0, 4)
 
 
@@ -128,7 +128,9 @@ def test_wrong_tables_and_keys_are_refused() -> None:
         if name != "hash_misses":
             for index, message in _wrong_index(arguments[0]):
                 _refused(name, [index, *arguments[1:]], message)
-        at = {"hash_misses": 0, "hash_grow_": 3, "hash_place_": -1, "hash_expire_": -1}.get(name, 1)
+        at = {"hash_misses": 0, "hash_grow_": 3, "hash_insert_": -1, "hash_expire_": -1}.get(
+            name, 1
+        )
         if at >= 0:
             for keys, message in _wrong_keys(arguments[at : at + 3]):
                 _refused(name, [*arguments[:at], *keys, *arguments[at + 3 :]], message)
@@ -138,13 +140,13 @@ def test_wrong_input_is_refused() -> None:
     cases = _cases()
     short = torch.zeros(3, dtype=torch.int64)
     entries = cases["hash_find"][0][1]
-    ends, layout = cases["hash_grow_"][7], cases["hash_grow_"][2]
+    offsets, layout = cases["hash_grow_"][7], cases["hash_grow_"][2]
     for name, at, value, message in (
-        ("hash_use_", 4, short, "counts must be contiguous with 54 entries, got 3"),
-        ("hash_use_", 4, torch.ones(54), "counts must be int64, got float32"),
-        ("hash_use_", 5, short, "given must be contiguous with 2 entries, got 3"),
-        ("hash_use_", 5, None, "order assigned needs given"),
-        ("hash_use_", 6, 5, "order must be one of .*, got 5"),
+        ("hash_touch_", 4, short, "counts must be contiguous with 54 entries, got 3"),
+        ("hash_touch_", 4, torch.ones(54), "counts must be int64, got float32"),
+        ("hash_touch_", 5, short, "batch_scores must be contiguous with 2 entries, got 3"),
+        ("hash_touch_", 5, None, "order assigned needs batch_scores"),
+        ("hash_touch_", 6, 5, "order must be one of .*, got 5"),
         ("hash_misses", 3, short, "slots must be contiguous with 54 entries"),
         ("hash_misses", 4, short, "counts must be contiguous with 54 entries"),
         ("hash_misses", 5, -1, r"num_tables must be in \[0, 2\^31\), got -1"),
@@ -156,18 +158,18 @@ def test_wrong_input_is_refused() -> None:
         ("hash_grow_", 2, _changed(layout, (0, 1, 1), 2**62), r"table 0 lie outside rows\[1\]"),
         ("hash_grow_", 2, _changed(layout, (0, 0, 0), -4), r"table 0 lie outside rows\[0\]"),
         ("hash_grow_", 6, short, "slots must be contiguous with 54 entries"),
-        ("hash_grow_", 7, ends[:2], "ends must be contiguous with 3 entries"),
-        ("hash_grow_", 7, _changed(ends, (1,), 99), "ends must ascend"),
-        ("hash_grow_", 7, _changed(ends, (0,), 1), "ends must ascend"),
+        ("hash_grow_", 7, offsets[:2], "offsets must be contiguous with 3 entries"),
+        ("hash_grow_", 7, _changed(offsets, (1,), 99), "offsets must ascend"),
+        ("hash_grow_", 7, _changed(offsets, (0,), 1), "offsets must ascend"),
         ("hash_grow_", 8, torch.ones(54), "admitted must be bool, got float32"),
         ("hash_grow_", 8, torch.ones(53).bool(), "one entry an id = 54, got 53"),
-        ("hash_place_", 2, _changed(cases["hash_place_"][2], (1,), 54), "positions in ids"),
-        ("hash_place_", 2, _changed(cases["hash_place_"][2], (1,), -1), "positions in ids"),
-        ("hash_place_", 3, short, "totals must be contiguous with 54 entries"),
-        ("hash_place_", 4, _changed(ends, (2,), 99), "ends must ascend"),
-        ("hash_place_", 6, None, "order assigned needs given"),
-        ("hash_place_", 7, -1, "order must be one of .*, got -1"),
-        ("hash_place_", 8, 2, "newcomer must be one of .*, got 2"),
+        ("hash_insert_", 2, _changed(cases["hash_insert_"][2], (1,), 54), "positions in ids"),
+        ("hash_insert_", 2, _changed(cases["hash_insert_"][2], (1,), -1), "positions in ids"),
+        ("hash_insert_", 3, short, "totals must be contiguous with 54 entries"),
+        ("hash_insert_", 4, _changed(offsets, (2,), 99), "offsets must ascend"),
+        ("hash_insert_", 6, None, "order assigned needs batch_scores"),
+        ("hash_insert_", 7, -1, "order must be one of .*, got -1"),
+        ("hash_insert_", 8, 2, "insert_policy must be one of .*, got 2"),
         ("hash_expire_", 1, 2, r"table must be in \[0, 2\), got 2"),
         ("hash_expire_", 1, -1, r"table must be in \[0, 2\), got -1"),
         ("hash_expire_", 2, -1, r"must lie in \[0, 3\), got -1 and 1"),
@@ -177,9 +179,9 @@ def test_wrong_input_is_refused() -> None:
         arguments = list(cases[name])
         arguments[at] = value
         _refused(name, arguments, message)
-    unscored = [*cases["hash_use_"]]
+    unscored = [*cases["hash_touch_"]]
     unscored[0] = [unscored[0][0], entries[:, :2].contiguous(), *unscored[0][2:]]
-    _refused("hash_use_", unscored, "order assigned needs scores, so entries of 3 words, got 2")
+    _refused("hash_touch_", unscored, "order assigned needs scores, so entries of 3 words, got 2")
 
 
 def test_uses_stop_at_the_largest_number() -> None:
@@ -195,13 +197,13 @@ def test_growth_into_buckets_that_are_not_empty_stays_inside() -> None:
     tables = Tables(((1, 2, 819), (1, 1, 1024)))
     model = Twin(tables, {}).model
     misses = model.misses([(0, key) for key in range(32)], [-1] * 32, [1] * 32)
-    model.place(misses, [0, 0])
+    model.insert(misses, [0, 0])
     index = model.index()
     index[0][hash.SLOTS : 2 * hash.SLOTS] = 7
     before = [tensor.clone() for tensor in index[:2]]
     batch = Batch.of((0, [99]))
     layout = torch.empty(2, 0, 2, dtype=torch.int64)
-    ends = torch.tensor([0, 1, 1])
-    hash.hash_grow_(index, [], layout, *batch.keys, torch.tensor([-1]), ends, None)
+    offsets = torch.tensor([0, 1, 1])
+    hash.hash_grow_(index, [], layout, *batch.keys, torch.tensor([-1]), offsets, None)
     assert index[2][0].tolist() == [0, 2, 2, 32, 819, 0]
     assert all(torch.equal(a, b) for a, b in zip(index[:2], before, strict=True))

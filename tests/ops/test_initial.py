@@ -32,15 +32,15 @@ SEED = 0x123456789ABCDE
 
 
 def _call(
-    planes: list[Tensor], places: Any, initializers: list[Initializer], slots: list[int]
+    row_buffers: list[Tensor], places: Any, initializers: list[Initializer], slots: list[int]
 ) -> tuple[Any, ...]:
     """The arguments for `KEYS`, dealt out to the tables, as `misses` would have them."""
     tables = len(initializers)
-    rules = [[rule_of(x, DynamicSpec(100, 8))] * len(planes) for x in initializers]
+    rules = [[rule_of(x, DynamicSpec(100, 8))] * len(row_buffers) for x in initializers]
     ends = [len(KEYS) * t // tables for t in range(tables + 1)]
-    device = planes[0].device
+    device = row_buffers[0].device
     return (
-        planes,
+        row_buffers,
         torch.tensor(places, device=device),
         torch.tensor(rules, dtype=torch.float64, device=device),
         torch.tensor(KEYS[::-1], device=device),
@@ -79,7 +79,7 @@ def test_uniform_and_debug_are_exact(device: torch.device) -> None:
         assert torch.equal(plane.cpu(), want)
 
 
-def test_planes_and_tables(device: torch.device) -> None:
+def test_row_buffers_and_tables(device: torch.device) -> None:
     """Weights of two tables of unequal dims, and a state of one number a row."""
     weights = torch.zeros(9 * 4 + 9 * 6, device=device)
     state = torch.zeros(18, dtype=torch.bfloat16, device=device)
@@ -157,8 +157,8 @@ def test_wrong_input_is_refused() -> None:
     for at, value, message in (
         (1, torch.tensor([[[1, 8, 9, 8, 3]]]), "inside plane 0"),
         (1, torch.tensor([[[0, 8, 2**62, 8, 3]]]), "inside plane 0"),
-        (1, torch.tensor([[0, 8, 9, 8, 3]]), r"\[tables, planes, 5\]"),
-        (2, torch.zeros(1, 1, 6, dtype=torch.float64), r"\[tables, planes, 7\]"),
+        (1, torch.tensor([[0, 8, 9, 8, 3]]), r"\[tables, row_buffers, 5\]"),
+        (2, torch.zeros(1, 1, 6, dtype=torch.float64), r"\[tables, row_buffers, 7\]"),
         (4, torch.full((9,), 9), "positions of ids"),
         (5, torch.tensor([0, 10]), "ends must ascend"),
         (6, torch.arange(8), "one entry a missing key"),

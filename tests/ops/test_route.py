@@ -182,8 +182,8 @@ def test_combine_and_spread(
     assert_close(result.cpu(), reference.combine(*problem, out), rtol=0, atol=0)
     grad = torch.randn(numel).to(out)
     layout = targets, pieces, lengths
-    back = route.spread(grad.to(device), *on[1:4], source.numel(), dtype)
-    want = reference.spread(grad, *layout, source.numel(), dtype)
+    back = route.combine_backward(grad.to(device), *on[1:4], source.numel(), dtype)
+    want = reference.combine_backward(grad, *layout, source.numel(), dtype)
     assert_close(back.cpu(), want, rtol=0, atol=0)
 
 
@@ -210,11 +210,13 @@ def test_same_sums_on_any_number_of_threads(
     want = reference.combine(*problem, torch.float32)
     source, *layout, numel = problem
     grad = torch.randn(numel)
-    back = reference.spread(grad, *layout, source.numel(), torch.float32)
+    back = reference.combine_backward(grad, *layout, source.numel(), torch.float32)
     for threads in thread_counts:
         torch.set_num_threads(threads)
         assert torch.equal(route.combine(*problem, torch.float32), want)
-        assert torch.equal(route.spread(grad, *layout, source.numel(), torch.float32), back)
+        assert torch.equal(
+            route.combine_backward(grad, *layout, source.numel(), torch.float32), back
+        )
 
 
 def test_neighbours_in_order_are_one_copy() -> None:
@@ -224,7 +226,7 @@ def test_neighbours_in_order_are_one_copy() -> None:
     source = torch.arange(28.0)
     out = route.combine(source, targets, pieces, None, 24, torch.float32)
     assert torch.equal(out.view(4, 6), source.view(4, 7)[:, 1:])
-    back = route.spread(out, targets, pieces, None, 28, torch.float32)
+    back = route.combine_backward(out, targets, pieces, None, 28, torch.float32)
     assert torch.equal(back.view(4, 7)[:, 1:], source.view(4, 7)[:, 1:])
     assert not back.view(4, 7)[:, 0].any()
 
@@ -236,7 +238,7 @@ def test_each_is_the_gradient_of_the_other(name: str) -> None:
     factors = torch.randn(numel, requires_grad=True)
     out = route.combine(source, targets, pieces, lengths, numel, torch.float32)
     (grad,) = torch.autograd.grad(out, source, factors, create_graph=True)
-    want = reference.spread(
+    want = reference.combine_backward(
         factors.detach(), targets, pieces, lengths, source.numel(), torch.float32
     )
     assert torch.equal(grad.detach(), want)
@@ -253,10 +255,10 @@ def test_pieces_of_some_rows(name: str, dtype: torch.dtype, device: torch.device
     got = route.combine(source, *layout, numel, torch.float32, rows, 0.25)
     want = reference.combine(*problem, torch.float32, rows.cpu(), 0.25)
     assert_close(got.cpu(), want, rtol=0, atol=0)
-    back = route.spread(got, *layout, source.numel(), dtype, rows, 0.25)
+    back = route.combine_backward(got, *layout, source.numel(), dtype, rows, 0.25)
     size = source.numel()
     layout = problem.targets, problem.pieces, problem.lengths
-    want = reference.spread(got.cpu(), *layout, size, dtype, rows.cpu(), 0.25)
+    want = reference.combine_backward(got.cpu(), *layout, size, dtype, rows.cpu(), 0.25)
     assert_close(back.cpu(), want, rtol=0, atol=0)
 
 
@@ -268,7 +270,7 @@ def test_gradients_of_pieces_of_some_rows() -> None:
     grad = torch.randn(numel)
     out.backward(grad)
     layout = targets, pieces, lengths
-    want = route.spread(grad, *layout, source.numel(), torch.float32, rows, 0.5)
+    want = route.combine_backward(grad, *layout, source.numel(), torch.float32, rows, 0.5)
     assert source.grad is not None
     assert torch.equal(source.grad, want)
 
@@ -290,7 +292,7 @@ def test_opcheck(device: torch.device) -> None:
         "route_lengths": (problem.ids, problem.offsets, *problem.routing, num_bags),
         "route_ids": (*problem[:2], *problem.routing, starts, total, problem.weights),
         "combine": (source, *layout, numel, torch.float16, 0.5),
-        "spread": (grad, *layout, source.numel(), torch.bfloat16, 2.0),
+        "combine_backward": (grad, *layout, source.numel(), torch.bfloat16, 2.0),
     }
     for name, arguments in cases.items():
         torch.library.opcheck(getattr(ops, name), arguments)
@@ -410,4 +412,4 @@ def test_wrong_pieces_are_refused() -> None:
         route.combine(source, targets, pieces, lengths, numel, torch.float64)
     layout = targets, pieces, lengths
     with pytest.raises(RuntimeError, match="cover the output"):
-        route.spread(torch.zeros(numel + 1), *layout, source.numel(), torch.float32)
+        route.combine_backward(torch.zeros(numel + 1), *layout, source.numel(), torch.float32)

@@ -84,7 +84,7 @@ class Run(NamedTuple):
     ids: Tensor
 
 
-def make(cores: list[Tensor], case: Case, ids: Tensor, kept: int) -> Run:
+def make(cores: list[Tensor], case: Case, ids: Tensor, num_saved: int) -> Run:
     total = math.prod(case.p)
     features = torch.tensor([[0, 0, total, math.prod(case.q), 0, 0, 0, 0]])
     batch = tt.TTLookup(
@@ -97,7 +97,7 @@ def make(cores: list[Tensor], case: Case, ids: Tensor, kept: int) -> Run:
         Pooling.NONE,
         torch.float32,
     )
-    made = tt.make_rows(cores, batch, kept)
+    made = tt.make_rows(cores, batch, num_saved)
     count = int(made.groups.count)
     return Run(made, count, reference.ids_of_keys(made.groups.rows[:count], case.p))
 
@@ -113,8 +113,8 @@ def assert_near(got: Tensor, want: Tensor) -> None:
 def test_rows_and_gradients_match_the_reference(case: Case, dtype: torch.dtype) -> None:
     generator = seeded(1)
     cores, ids = case.cores(generator), case.ids(generator, dtype)
-    kept = 0 if len(case.p) == 2 else 37
-    made, count, distinct = make(cores, case, ids, kept)
+    num_saved = 0 if len(case.p) == 2 else 37
+    made, count, distinct = make(cores, case, ids, num_saved)
     assert torch.equal(distinct.sort().values, ids.long().unique())
     double = [core.double() for core in cores]
     assert_near(made.rows[:count], reference.rows(double, distinct, case.p, case.q))
@@ -135,9 +135,9 @@ def test_same_bits_for_any_threads_and_any_kept(case: Case) -> None:
     results = []
     threads = torch.get_num_threads()
     try:
-        for num_threads, kept in ((1, 0), (2, 0), (1, 5), (2, ids.numel())):
+        for num_threads, num_saved in ((1, 0), (2, 0), (1, 5), (2, ids.numel())):
             torch.set_num_threads(num_threads)
-            made, count, _ = make(cores, case, ids, 0 if len(case.p) == 2 else kept)
+            made, count, _ = make(cores, case, ids, 0 if len(case.p) == 2 else num_saved)
             core_grads = ops.tt_core_grads(cores, made.plan, made.prefixes, grads, case.p, case.q)
             results.append((made.rows[:count], *core_grads))
     finally:
@@ -163,10 +163,10 @@ def small_cases(draw: st.DrawFn) -> Case:
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
-def test_any_shape(case: Case, kept: int, seed: int) -> None:
+def test_any_shape(case: Case, num_saved: int, seed: int) -> None:
     generator = seeded(seed)
     cores, ids = case.cores(generator), case.ids(generator)
-    made, count, distinct = make(cores, case, ids, 0 if len(case.p) == 2 else kept)
+    made, count, distinct = make(cores, case, ids, 0 if len(case.p) == 2 else num_saved)
     double = [core.double() for core in cores]
     assert_near(made.rows[:count], reference.rows(double, distinct, case.p, case.q))
     grads = torch.randn(ids.numel(), math.prod(case.q), generator=generator)
@@ -217,7 +217,7 @@ def sample_calls() -> dict[str, tuple]:
     generator = seeded(4)
     case = Case((5, 6, 7), (2, 2, 4), (3, 5), 0)
     cores, ids = case.cores(generator), torch.randperm(210, generator=generator)[:40]
-    made, _, _ = make(cores, case, ids, kept=8)
+    made, _, _ = make(cores, case, ids, num_saved=8)
     p, q = list(case.p), list(case.q)
     grads = torch.randn(40, 16, generator=generator)
     hyper = torch.tensor([0.1, 1.0, 0.0, 0.0, -1.0, 0.9, 0.99, 1e-8], dtype=torch.float64)
@@ -302,7 +302,7 @@ def test_wrong_input_says_what_and_changes_nothing(message: str) -> None:
     case = Case((3, 4, 5), (2, 2, 2), (3, 3), 9)
     generator = seeded(7)
     cores = case.cores(generator)
-    made, _, _ = make(cores, case, case.ids(generator), kept=2)
+    made, _, _ = make(cores, case, case.ids(generator), num_saved=2)
     before = [core.clone() for core in cores]
     with pytest.raises(RuntimeError, match=message):
         WRONG[message](Small(cores, list(made.plan), made.prefixes))
@@ -312,7 +312,7 @@ def test_wrong_input_says_what_and_changes_nothing(message: str) -> None:
 def test_plan_groups_rows_by_both_halves() -> None:
     case = Case((4, 3, 6), (2, 2, 2), (2, 2), 50)
     generator = seeded(8)
-    made, count, distinct = make(case.cores(generator), case, case.ids(generator), kept=0)
+    made, count, distinct = make(case.cores(generator), case, case.ids(generator), num_saved=0)
     plan = made.plan
     rows, lefts, rights = plan.counts.tolist()
     first, middle, last = reference.digits(distinct, case.p)
@@ -349,7 +349,7 @@ def test_plans_that_no_batch_has_are_refused(factors: tuple[list[int], list[int]
     p, q = factors
     case = Case(tuple(p), tuple(q), (2,) * (len(p) - 1), 12)
     cores, ids = case.cores(seeded(8)), torch.randperm(math.prod(p), generator=seeded(9))[:12]
-    made, _, _ = make(cores, case, ids, kept=2)
+    made, _, _ = make(cores, case, ids, num_saved=2)
     grads = torch.ones(12, math.prod(q))
     right = ops.tt_core_grads(cores, list(made.plan), made.prefixes, grads, p, q)
     for tensor, entry, value in WRONG_PLANS:

@@ -51,14 +51,14 @@ Tensor filled(std::vector<int64_t> sizes, ScalarType type, int byte) {
 
 // A step, drawn once and run with any number of threads.
 struct Step {
-  Tensor ids, starts, tables, counts, given, admitted;
+  Tensor ids, starts, tables, counts, batch_scores, admitted;
   int kind;
 };
 
 struct Plan {
   int64_t buckets[kTables], most[kTables];
   emb::Order order;
-  int64_t newcomer;
+  int64_t insert_policy;
   std::vector<Step> steps;
 };
 
@@ -70,7 +70,7 @@ Plan draw(std::mt19937_64& random, int64_t most_buckets, int64_t most_keys, int6
     plan.buckets[t] = 1 + below(below(2) != 0 ? plan.most[t] : 1);
   }
   plan.order = static_cast<emb::Order>(below(5));
-  plan.newcomer = below(2);
+  plan.insert_policy = below(2);
   const int64_t pool = most_buckets * 48;
   for (int64_t step = 0; step < steps; ++step) {
     const int64_t n = below(3) != 0 ? below(most_keys + 1) : most_keys;
@@ -141,18 +141,19 @@ struct World {
 };
 
 void train(World& world, const Plan& plan, const Step& step, Record* record) {
-  const auto& [ids, starts, tables, counts, given, chosen, kind] = step;
+  const auto& [ids, starts, tables, counts, batch_scores, chosen, kind] = step;
   const Optional uses = kind % 2 != 0 ? Optional(counts) : std::nullopt;
   const Optional admitted = kind % 3 != 0 ? Optional(chosen) : std::nullopt;
-  const Tensor slots = use("hash_use_")(world.index, ids, starts, tables, uses, given,
-                                        static_cast<int64_t>(plan.order));
+  const Tensor slots = use("hash_touch_")(world.index, ids, starts, tables, uses, batch_scores,
+                                          static_cast<int64_t>(plan.order));
   const auto found = misses("hash_misses")(ids, starts, tables, slots, uses, kTables);
-  const auto& [first, groups, totals, ends] = found;
+  const auto& [first, groups, totals, offsets] = found;
   record->add(slots);
-  grow("hash_grow_")(world.index, world.rows, world.layout, ids, starts, tables, slots, ends,
+  grow("hash_grow_")(world.index, world.rows, world.layout, ids, starts, tables, slots, offsets,
                      admitted);
-  const auto placed = place("hash_place_")(world.index, ids, first, totals, ends, admitted, given,
-                                           static_cast<int64_t>(plan.order), plan.newcomer);
+  const auto placed =
+      place("hash_insert_")(world.index, ids, first, totals, offsets, admitted, batch_scores,
+                            static_cast<int64_t>(plan.order), plan.insert_policy);
   record->add(slots);
   record->add(found);
   record->add(placed);

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from emblib.ops.codes import NEWCOMER
+from emblib.ops.codes import INSERT_POLICY
 from emblib.ops.hash import SLOTS, InsertResult, Misses
 from tests.simt.emulated import DTYPES
 from tests.simt.library import Word, library
@@ -28,19 +28,19 @@ def find(index: Sequence[Tensor], *keys: Tensor) -> Tensor:
     return slots
 
 
-def use_(
+def touch_(
     index: Sequence[Tensor],
     ids: Tensor,
     starts: Tensor,
     tables: Tensor,
     counts: Tensor | None,
-    given: Tensor | None,
+    batch_scores: Tensor | None,
     order: int,
 ) -> Tensor:
-    """Emulated `hash_use_`."""
+    """Emulated `hash_touch_`."""
     slots = torch.full_like(ids, 7)
     words = (*_index(index), *_batch(ids, starts, tables))
-    library().call("hash_use", *words, slots, counts, given, order)
+    library().call("hash_touch", *words, slots, counts, batch_scores, order)
     return slots
 
 
@@ -54,8 +54,8 @@ def misses(
 ) -> Misses:
     """Emulated `hash_misses`."""
     first, totals = torch.full_like(ids, 7), torch.full_like(ids, 7)
-    groups, ends = torch.full_like(ids, 7, dtype=torch.int32), torch.full((num_tables + 1,), 7)
-    out = (first, groups, totals, ends)
+    groups, offsets = torch.full_like(ids, 7, dtype=torch.int32), torch.full((num_tables + 1,), 7)
+    out = (first, groups, totals, offsets)
     library().call("hash_misses", *_batch(ids, starts, tables), num_tables, slots, counts, *out)
     return Misses(*out)
 
@@ -74,27 +74,27 @@ def grow_(
     library().call("hash_grow", *words, row_layout, len(rows), *rows)
 
 
-def place_(
+def insert_(
     index: Sequence[Tensor],
     ids: Tensor,
     first: Tensor,
     totals: Tensor,
-    ends: Tensor,
+    offsets: Tensor,
     admitted: Tensor | None,
-    *given_order_newcomer: Tensor | int | None,
+    *scores_order_policy: Tensor | int | None,
 ) -> InsertResult:
-    """Emulated `hash_place_`."""
-    given, order, newcomer = given_order_newcomer
-    assert not isinstance(given, int)
+    """Emulated `hash_insert_`."""
+    batch_scores, order, insert_policy = scores_order_policy
+    assert not isinstance(batch_scores, int)
     assert isinstance(order, int)
     out = (
         torch.full_like(ids, 7),
         torch.full_like(ids, 7, dtype=torch.uint8),
         torch.full((ids.numel(), 3), 7),
     )
-    missing = (ids, ids.numel(), first, totals, ends, admitted, given)
-    ways = (order, newcomer == NEWCOMER["competes"])
-    library().call("hash_place", *_index(index), *missing, *ways, *out)
+    missing = (ids, ids.numel(), first, totals, offsets, admitted, batch_scores)
+    ways = (order, insert_policy == INSERT_POLICY["competes"])
+    library().call("hash_insert", *_index(index), *missing, *ways, *out)
     return InsertResult(*out)
 
 
@@ -116,7 +116,7 @@ def expire_(
 
 
 def initial_rows_(
-    planes: Sequence[Tensor],
+    row_buffers: Sequence[Tensor],
     layout: Tensor,
     rules: Tensor,
     ids: Tensor,
@@ -125,18 +125,18 @@ def initial_rows_(
 ) -> None:
     """Emulated `hash_initial_rows_`."""
     words: list[Word] = [layout, rules, ids, first, *ends_slots_seed]
-    words += [layout.size(0), len(planes), first.numel()]
-    for plane in planes:
-        words += [plane, DTYPES[plane.dtype]]
+    words += [layout.size(0), len(row_buffers), first.numel()]
+    for buffer in row_buffers:
+        words += [buffer, DTYPES[buffer.dtype]]
     library().call("hash_initial_rows", *words)
 
 
 OPS: dict[str, Callable[..., Any]] = {
     "find": find,
-    "use_": use_,
+    "touch_": touch_,
     "misses": misses,
     "grow_": grow_,
-    "place_": place_,
+    "insert_": insert_,
     "erase_": erase_,
     "expire_": expire_,
 }

@@ -95,7 +95,7 @@ def combine(
     return _combine(source, (targets, pieces, lengths, rows, scale), out, forward=True)
 
 
-def spread(
+def combine_backward(
     grad: Tensor,
     targets: Tensor,
     pieces: Tensor,
@@ -105,6 +105,6 @@ def spread(
     rows: Tensor | None = None,
     scale: float = 1.0,
 ) -> Tensor:
-    """Emulated `spread`, for scales that are whole 1024ths."""
+    """Emulated `combine_backward`, for scales that are whole 1024ths."""
     out = torch.zeros(source_numel, dtype=dtype)
     return _combine(grad, (targets, pieces, lengths, rows, scale), out, forward=False)

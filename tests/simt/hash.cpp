@@ -60,21 +60,21 @@ extern "C" const char* simt_hash_find(const int64_t* call) {
   });
 }
 
-// index, batch, slots, counts, given, order
-extern "C" const char* simt_hash_use(const int64_t* call) {
+// index, batch, slots, counts, batch_scores, order
+extern "C" const char* simt_hash_touch(const int64_t* call) {
   return worked(call, [](HostWork& work, Words& words) {
     int64_t buckets;
     const DeviceIndex index = read_index(&words, &buckets);
     const KeyBatch batch = read_batch(&words);
     auto* slots = words.pointer<int64_t>();
     const auto* counts = words.pointer<const int64_t>();
-    const auto* given = words.pointer<const int64_t>();
-    const KeyTouch use{static_cast<emb::Order>(words.number()), counts, given};
+    const auto* batch_scores = words.pointer<const int64_t>();
+    const KeyTouch use{static_cast<emb::Order>(words.number()), counts, batch_scores};
     launch_hash_touch(work.launcher(), index, batch, use, slots);
   });
 }
 
-// batch, number of tables, slots, counts, first, groups, totals, ends
+// batch, number of tables, slots, counts, first, groups, totals, offsets
 extern "C" const char* simt_hash_misses(const int64_t* call) {
   return worked(call, [](HostWork& work, Words& words) {
     const KeyBatch batch = read_batch(&words);
@@ -85,12 +85,12 @@ extern "C" const char* simt_hash_misses(const int64_t* call) {
     out.first = words.pointer<int64_t>();
     out.groups = words.pointer<int32_t>();
     out.totals = words.pointer<int64_t>();
-    out.ends = words.pointer<int64_t>();
+    out.offsets = words.pointer<int64_t>();
     launch_misses(work, batch, num_tables, slots, counts, out);
   });
 }
 
-// index, batch, slots, ends, admitted, row_layout, number of arrays, arrays
+// index, batch, slots, offsets, admitted, row_layout, number of arrays, arrays
 extern "C" const char* simt_hash_grow(const int64_t* call) {
   return worked(call, [](HostWork& work, Words& words) {
     int64_t buckets;
@@ -98,7 +98,7 @@ extern "C" const char* simt_hash_grow(const int64_t* call) {
     growth.index = read_index(&words, &buckets);
     const KeyBatch batch = read_batch(&words);
     auto* slots = words.pointer<int64_t>();
-    growth.ends = words.pointer<const int64_t>();
+    growth.offsets = words.pointer<const int64_t>();
     growth.admitted = words.pointer<const bool>();
     growth.buffers.layout = words.pointer<const int64_t>();
     growth.buffers.count = static_cast<int>(words.number());
@@ -108,8 +108,9 @@ extern "C" const char* simt_hash_grow(const int64_t* call) {
   });
 }
 
-// index, ids, n, first, totals, ends, admitted, given, order, competes, slots, status, evicted
-extern "C" const char* simt_hash_place(const int64_t* call) {
+// index, ids, n, first, totals, offsets, admitted, batch_scores, order, competes, slots, status,
+// evicted
+extern "C" const char* simt_hash_insert(const int64_t* call) {
   return worked(call, [](HostWork& work, Words& words) {
     int64_t buckets;
     Insertion insertion{};
@@ -118,9 +119,9 @@ extern "C" const char* simt_hash_place(const int64_t* call) {
     const int64_t n = words.number();
     insertion.first = words.pointer<const int64_t>();
     insertion.totals = words.pointer<const int64_t>();
-    const auto* ends = words.pointer<const int64_t>();
-    const AdmittedMisses misses{ends, words.pointer<const bool>()};
-    insertion.given = words.pointer<const int64_t>();
+    const auto* offsets = words.pointer<const int64_t>();
+    const AdmittedMisses misses{offsets, words.pointer<const bool>()};
+    insertion.batch_scores = words.pointer<const int64_t>();
     insertion.order = static_cast<emb::Order>(words.number());
     insertion.competes = words.number() != 0;
     insertion.slots = words.pointer<int64_t>();
@@ -154,7 +155,7 @@ extern "C" const char* simt_hash_expire(const int64_t* call) {
   });
 }
 
-// layout, rules, ids, first, ends, slots, seed, number of tables, of arrays, of misses; then
+// layout, rules, ids, first, offsets, slots, seed, number of tables, of arrays, of misses; then
 // address and dtype of every array
 extern "C" const char* simt_hash_initial_rows(const int64_t* call) {
   return worked(call, [](HostWork& work, Words& words) {
@@ -163,7 +164,7 @@ extern "C" const char* simt_hash_initial_rows(const int64_t* call) {
     rows.rules = words.pointer<const emb::InitialRule>();
     rows.ids = words.pointer<const int64_t>();
     rows.first = words.pointer<const int64_t>();
-    rows.ends = words.pointer<const int64_t>();
+    rows.offsets = words.pointer<const int64_t>();
     rows.slots = words.pointer<const int64_t>();
     rows.seed = static_cast<uint64_t>(words.number());
     rows.num_tables = static_cast<int>(words.number());

@@ -1,4 +1,4 @@
-// Emulated routing: lengths, ids, segments, `combine` and `spread`.
+// Emulated routing: lengths, ids, segments, `combine` and `combine_backward`.
 #include "route/route.cuh"
 
 #include "driver.h"

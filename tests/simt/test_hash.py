@@ -24,10 +24,10 @@ from tests.ops.test_initial import INITIALIZERS, SEED
 from tests.simt.emulated_hash import OPS, initial_rows_
 
 
-@pytest.mark.parametrize("newcomer", ["wins", "competes"])
+@pytest.mark.parametrize("insert_policy", ["wins", "competes"])
 @pytest.mark.parametrize("order", ORDERS)
-def test_calls_do_what_the_model_does(order: str, newcomer: str) -> None:
-    tables = Tables(((1, 7, 700), (2, 2, 819), (3, 5, 1024)), order, newcomer, HASH_KEYS)
+def test_calls_do_what_the_model_does(order: str, insert_policy: str) -> None:
+    tables = Tables(((1, 7, 700), (2, 2, 819), (3, 5, 1024)), order, insert_policy, HASH_KEYS)
     twin = Twin(tables, OPS)
     draws = Draws(3, keys=700, most=300, seed=len(order))
     for _ in range(25):
@@ -71,16 +71,16 @@ def test_many_tables_and_segments() -> None:
 
 
 def _train(twin: Twin, keys: Sequence[int], score: int) -> None:
-    batch = Batch.of((0, keys), given=[score])
+    batch = Batch.of((0, keys), batch_scores=[score])
     batch.counts = torch.full((len(keys),), score)
     twin.train(batch)
 
 
-@pytest.mark.parametrize("newcomer", ["wins", "competes"])
+@pytest.mark.parametrize("insert_policy", ["wins", "competes"])
 @pytest.mark.parametrize("order", ["lru", "lfu", "assigned"])
-def test_crowds_at_one_bucket(order: str, newcomer: str) -> None:
+def test_crowds_at_one_bucket(order: str, insert_policy: str) -> None:
     """More keys at a time than a warp has lanes, both to fill a bucket and to replace in it."""
-    twin = Twin(Tables(((80, 80, 1024),), order, newcomer), OPS)
+    twin = Twin(Tables(((80, 80, 1024),), order, insert_policy), OPS)
     table, twin.model.tick = twin.model.tables[0], 3
     for slot in range(80 * SLOTS):  # all are full, and the entries of bucket 3 the least
         bucket, way = divmod(slot, SLOTS)
@@ -93,7 +93,7 @@ def test_crowds_at_one_bucket(order: str, newcomer: str) -> None:
     assert {addresses(key, 80)[0] for key in crowd} == {3}
     _train(twin, crowd, 16)  # 40 of them in a round
     own = [entry.key for entry in table.bucket(3) if entry is not None]
-    competes = newcomer == "competes" and order != "lru"
+    competes = insert_policy == "competes" and order != "lru"
     assert len(set(own) & set(crowd)) in ((16, 17) if competes else (32,))
     twin.erase(Batch.of((0, own)))
     _train(twin, crowd[::-1], 16)
@@ -143,13 +143,13 @@ def test_broken_segments() -> None:
     twin.train(Batch.of((0, range(60)), (1, range(30))))
     for starts, tables in (([7, -3, 2**40, 20], [1, -1, 5]), ([90, 80, 5], [0, 1])):
         keys = (torch.arange(50), torch.tensor(starts), torch.tensor(tables))
-        slots = OPS["use_"](twin.index, *keys, None, None, HASH_ORDER["lfu"])
+        slots = OPS["touch_"](twin.index, *keys, None, None, HASH_ORDER["lfu"])
         assert torch.equal(slots, OPS["find"](twin.index, *keys))
         assert int(slots.min()) >= -1
         assert int(slots.max()) < 3 * SLOTS
         misses = OPS["misses"](*keys, slots, None, 2)
         assert 0 <= int(misses.offsets[2]) <= 50
-        rows = (twin.rows.planes, twin.rows.layout)
+        rows = (twin.rows.row_buffers, twin.rows.layout)
         OPS["grow_"](twin.index, *rows, *keys, slots, misses.offsets, None)
         OPS["erase_"](twin.index, *keys)
 
@@ -159,8 +159,8 @@ def test_initial_rows_have_the_bits_of_the_cpu(dtype: torch.dtype) -> None:
     """Tables of all initializers and dims, whose misses share warps; a state besides."""
     dims = (1, 130, 8, 3, 64, 4, 21)
     counts = (70, 5, 33, 0, 40, 1, 9)
-    ends = torch.tensor([0, *counts]).cumsum(0)
-    total, most = int(ends[-1]), max(counts)
+    offsets = torch.tensor([0, *counts]).cumsum(0)
+    total, most = int(offsets[-1]), max(counts)
     places, elements = [], 2
     for t, dim in enumerate(dims):
         places.append([[elements, dim + 1, most, dim, t], [t * most, 1, most, 1, t]])
@@ -171,11 +171,11 @@ def test_initial_rows_have_the_bits_of_the_cpu(dtype: torch.dtype) -> None:
     ids = torch.randint(-(2**63), 2**63 - 1, (total + 9,), generator=some)
     slots = torch.cat([torch.randperm(most, generator=some)[:count] for count in counts])
     slots[::5] = -1
-    given = (torch.tensor(places), torch.tensor(rules, dtype=torch.float64), ids)
+    batch_scores = (torch.tensor(places), torch.tensor(rules, dtype=torch.float64), ids)
     first = torch.randperm(total + 9, generator=some)[:total].clone()
-    call = (*given, first, ends, slots, SEED)
+    call = (*batch_scores, first, offsets, slots, SEED)
     want = [torch.full((elements,), 9.0, dtype=dtype), torch.full((most * len(dims),), 9.0)]
-    got = [plane.clone() for plane in want]
+    got = [buffer.clone() for buffer in want]
     hash.initial_rows_(want, *call)
     initial_rows_(got, *call)
     for a, b in zip(got, want, strict=True):

@@ -103,8 +103,8 @@ def test_combine_and_spread(name: str, dtype: torch.dtype, out: torch.dtype) -> 
     result = emulated.combine(*problem, out)
     assert_close(result, route.combine(*problem, out), rtol=0, atol=0)
     grad = torch.randn(numel).to(out)
-    back = emulated.spread(grad, *layout, source.numel(), dtype)
-    assert_close(back, route.spread(grad, *layout, source.numel(), dtype), rtol=0, atol=0)
+    back = emulated.combine_backward(grad, *layout, source.numel(), dtype)
+    assert_close(back, route.combine_backward(grad, *layout, source.numel(), dtype), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("name", COMBININGS)
@@ -115,8 +115,8 @@ def test_pieces_of_some_rows(name: str) -> None:
     want = route.combine(*problem, torch.float32, rows, 0.25)
     assert_close(result, want, rtol=0, atol=0)
     size = source.numel()
-    back = emulated.spread(result, *layout, size, torch.float32, rows, 0.25)
-    want = route.spread(result, *layout, size, torch.float32, rows, 0.25)
+    back = emulated.combine_backward(result, *layout, size, torch.float32, rows, 0.25)
+    want = route.combine_backward(result, *layout, size, torch.float32, rows, 0.25)
     assert_close(back, want, rtol=0, atol=0)
 
 
@@ -125,7 +125,7 @@ def test_wrong_pieces_touch_nothing_else() -> None:
     for value in (-3, 1 << 40):
         for broken in _changed(targets[:2], value):
             emulated.combine(source, broken, pieces, lengths, numel, torch.float32)
-            emulated.spread(
+            emulated.combine_backward(
                 torch.ones(numel), broken, pieces, lengths, source.numel(), torch.float32
             )
         for broken in _changed(pieces[:3], value):

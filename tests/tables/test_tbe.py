@@ -360,7 +360,7 @@ def test_variable_batch_with_weights_and_without_gradient(device: torch.device) 
     extras = tbe.Extras(bag_layout=layout)
     wanted = scales.detach().clone().requires_grad_()
     want = tbe.lookup(
-        weights, table.features, indices, offsets, wanted, columns=out.numel(), extras=extras
+        weights, table.features, indices, offsets, wanted, output_dim=out.numel(), extras=extras
     )
     assert_close(out.detach(), want.detach())
     out.sum().backward()

@@ -269,7 +269,7 @@ def replace(target: TableTarget, entries: Entries, report: Report | None = None)
     check(target, entries)
     index, table = target.index, target.table
     index.empty(table, target.hash_key)
-    return _put(target, entries, report, _place_anew)
+    return _put(target, entries, report, _replace_all)
 
 
 def put(target: TableTarget, entries: Entries, report: Report | None = None) -> Loaded:
@@ -305,7 +305,7 @@ def _put(
     return Loaded(len(entries) - left_out, left_out, displaced)
 
 
-def _place_anew(target: TableTarget, entries: Entries) -> tuple[Tensor, int]:
+def _replace_all(target: TableTarget, entries: Entries) -> tuple[Tensor, int]:
     """Return a slot of an empty table for the best entries, -1 for the others."""
     index, table = target.index, target.table
     device = index.tags.device
@@ -313,7 +313,7 @@ def _place_anew(target: TableTarget, entries: Entries) -> tuple[Tensor, int]:
     best = order[: index.capacity(table)]
     keys = entries.keys[best]
     slots = torch.cat(
-        [_place_some(index, table, part.to(device), "none")[0] for part in keys.split(_AT_ONCE)]
+        [_insert_block(index, table, part.to(device), "none")[0] for part in keys.split(_AT_ONCE)]
     )
     if bool((slots < 0).any()):
         hash_key = index.hash_key(table)
@@ -339,7 +339,7 @@ def _place_among(target: TableTarget, entries: Entries) -> tuple[Tensor, int]:
     missing = order[slots[order] < 0]
     displaced = 0
     for part in missing.split(_AT_ONCE):
-        slots[part] = _place_some(index, table, entries.keys[part].to(device), "none")[0]
+        slots[part] = _insert_block(index, table, entries.keys[part].to(device), "none")[0]
         index.note_inserted(table, slots[part])
     refused = missing[slots[missing] < 0]
     if refused.numel() and index.size(table) < index.capacity(table):
@@ -347,7 +347,7 @@ def _place_among(target: TableTarget, entries: Entries) -> tuple[Tensor, int]:
         slots = index.find(Keys.of(entries.keys.to(device), table)).cpu()
         refused = refused[slots[refused] < 0]
     for part in refused.split(_AT_ONCE) if index.order != "none" else ():
-        placed, number = _place_some(index, table, entries.keys[part].to(device), index.order)
+        placed, number = _insert_block(index, table, entries.keys[part].to(device), index.order)
         index.note_inserted(table, placed)
         slots[part], displaced = placed, displaced + number
     if displaced:  # among them may be entries that were found above
@@ -386,25 +386,25 @@ def _rearrange(target: TableTarget, refused: Tensor) -> int:
     return int((after[:held] < 0).sum())
 
 
-def _place_some(index: HashIndex, table: int, keys: Tensor, order: str) -> tuple[Tensor, int]:
+def _insert_block(index: HashIndex, table: int, keys: Tensor, order: str) -> tuple[Tensor, int]:
     """Slots of keys that are not there, on the CPU, and how many keys were evicted for them."""
     index.version += 1
     device, count = keys.device, keys.numel()
     first = torch.arange(count, device=device)
-    ends = torch.zeros(len(index.specs) + 1, dtype=torch.int64, device=device)
-    ends[table + 1 :] = count
-    given = torch.zeros(len(index.specs), dtype=torch.int64, device=device)
+    offsets = torch.zeros(len(index.specs) + 1, dtype=torch.int64, device=device)
+    offsets[table + 1 :] = count
+    batch_scores = torch.zeros(len(index.specs), dtype=torch.int64, device=device)
     placed = hash.InsertResult(
-        *hash.hash_place_(
+        *hash.hash_insert_(
             index.tensors(),
             keys,
             first,
             torch.ones_like(first),
-            ends,
+            offsets,
             None,
-            given,
+            batch_scores,
             codes.HASH_ORDER[order],
-            codes.NEWCOMER["wins"],
+            codes.INSERT_POLICY["wins"],
         )
     )
     return placed.slots.cpu(), int((placed.status == hash.EVICTING).sum())
