@@ -9,80 +9,75 @@ from __future__ import annotations
 import argparse
 import shutil
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from experiments.report import document, text
+import pandas as pd
+
+from experiments.report import text
+from experiments.report.document import Page, Section
+from experiments.report.tables import Table, Value
 from experiments.results.store import read_json
 
-TITLE = "<title>emblib: measurements</title>"
+NAME = "measurements"
+TITLE = f"<title>{NAME} · emblib</title>"
 
 
-@dataclass(frozen=True)
-class Report:
-    """The report of a run, and what the list shows of it."""
-
-    directory: Path
-    experiment: str
-    status: str
-    answer: str
-    device: str
-    time: str
-    commit: str
-
-    @property
-    def target(self) -> str:
-        """Return where the report's page is in the gallery."""
-        name, device = self.directory.name, self.directory.resolve().parent.name
-        # References are named by their experiment, in a folder a device.
-        return f"{self.experiment}/{device if name == self.experiment else name}/index.html"
-
-
-def reports(folder: Path) -> list[Report]:
+def reports(folder: Path) -> pd.DataFrame:
     """Return every run below `folder` that has a report, by experiment, the latest first."""
-    found = [_report(path.parent) for path in folder.rglob("index.html")]
-    known = [report for report in found if report is not None]
-    latest = sorted(known, key=lambda report: (report.time, report.directory.name), reverse=True)
-    return sorted(latest, key=lambda report: report.experiment)
+    directories = [path.parent for path in folder.rglob("index.html")]
+    rows = [_report(directory) for directory in directories if (directory / "run.json").is_file()]
+    columns = ["directory", "experiment", "status", "answer", "device", "measured", "emblib"]
+    frame = pd.DataFrame(rows, columns=columns, dtype=object)
+    frame = frame.sort_values(["measured", "directory"], ascending=False)
+    return frame.sort_values("experiment", kind="stable")
 
 
-def _report(directory: Path) -> Report | None:
-    if not (directory / "run.json").is_file():
-        return None  # some other page
+def _report(directory: Path) -> dict[str, Any]:
     info, environment = read_json(directory, "run.json"), read_json(directory, "environment.json")
-    return Report(
-        directory,
-        str(info.get("experiment")),
-        str(info.get("status")),
-        _answer(directory / "report.md"),
-        str(environment.get("device")),
-        str(environment.get("time_utc")),
-        text.commit(environment) or "no commit",
-    )
+    page = directory / "report.md"
+    lines = page.read_text().splitlines() if page.is_file() else []
+    bold = next((line for line in lines if line.startswith("**")), "")  # answers the question
+    return {
+        "directory": directory,
+        "experiment": str(info.get("experiment")),
+        "status": str(info.get("status")),
+        "answer": bold.partition("**")[2].partition("**")[0],
+        "device": str(environment.get("device")),
+        "measured": str(environment.get("time_utc")),
+        "emblib": text.commit(environment) or "no commit",
+    }
 
 
-def _answer(path: Path) -> str:
-    """Return the first sentence of the report, which answers its question."""
-    lines = path.read_text().splitlines() if path.is_file() else []
-    bold = next((line for line in lines if line.startswith("**")), "")
-    return bold.partition("**")[2].partition("**")[0]
+def target(experiment: str, directory: Path) -> str:
+    """Return where a report's page is in the gallery."""
+    name, device = directory.name, directory.resolve().parent.name
+    # References are named by their experiment, in a folder per device.
+    return f"{experiment}/{device if name == experiment else name}/index.html"
 
 
-def write(found: Sequence[Report], out: Path) -> None:
+def write(found: pd.DataFrame, out: Path) -> None:
     """Write the pages and their list, in place of an older gallery; raise ValueError elsewhere."""
-    if any(report.directory.resolve().is_relative_to(out.resolve()) for report in found):
+    if any(path.resolve().is_relative_to(out.resolve()) for path in found["directory"]):
         raise ValueError(f"{out} has the runs themselves in it: choose another folder")
     if out.exists():
         if not out.is_dir() or (any(out.iterdir()) and not _is_gallery(out)):
             raise ValueError(f"{out} is not empty and no gallery: choose another folder")
         shutil.rmtree(out)
     out.mkdir(parents=True)
-    for report in found:
-        target = out / report.target
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(report.directory / "index.html", target)
-    (out / "index.html").write_text(document.gallery(found))
+    links = [target(row.experiment, row.directory) for row in found.itertuples()]
+    for link, directory in zip(links, found["directory"], strict=True):
+        (out / link).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(directory / "index.html", out / link)
+    table = Table.of(
+        found.assign(link=links),
+        {
+            "experiment": lambda row: Value(row["experiment"], link=row["link"]),
+            **{name: name for name in ("answer", "status", "device", "measured", "emblib")},
+        },
+    )
+    answer = f"{text.count(len(found), 'report')}." if len(found) else "No run has a report."
+    (out / "index.html").write_text(Page(NAME, [answer], [Section(table=table)]).html({}))
 
 
 def _is_gallery(folder: Path) -> bool:
@@ -91,13 +86,11 @@ def _is_gallery(folder: Path) -> bool:
     return index.is_file() and TITLE in index.read_text(errors="replace")
 
 
-def markdown(found: Sequence[Report]) -> str:
-    """Return the list in Markdown, for the summary of a job."""
+def markdown(found: pd.DataFrame) -> str:
+    """Return the answers in Markdown, for the summary of a job."""
     lines = [
-        f"- **{report.experiment}**"
-        + (f" ({report.status})" if report.status != "finished" else "")
-        + f": {report.answer}"
-        for report in found
+        f"- **{row.experiment}**{f' ({row.status})' * (row.status != 'finished')}: {row.answer}"
+        for row in found.itertuples()
     ]
     return text.markdown_document(
         ["### Measurements", "", *(lines or ["No run has a report."]), ""]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,14 +34,6 @@ AXIS_NAMES = {
 }
 
 
-def _environment(path: Path) -> dict[str, Any]:
-    """Read environment.json; a device of one thread is named "1 thread" in older files, too."""
-    found = read_json(path, "environment.json")
-    if "device" in found:
-        found["device"] = re.sub(r"\b1 threads\b", "1 thread", str(found["device"]))
-    return found
-
-
 @dataclass(frozen=True)
 class Run:
     """One finished or interrupted run."""
@@ -53,19 +47,21 @@ class Run:
 
     @classmethod
     def read(cls, path: Path) -> Run:
-        """From the files that store.RunStore wrote."""
+        """Read the files that store.RunStore wrote."""
         config = read_config(path / "config.yaml")
         # In the order of the experiment, not in that of their measuring.
         records = sorted(read_records(path), key=lambda r: int(r.get("cell_number", 0)))
-        info = read_json(path, "run.json")
+        info, environment = (read_json(path, f"{name}.json") for name in ("run", "environment"))
+        if "device" in environment:  # older files say "1 threads"
+            environment["device"] = re.sub(r"\b1 threads\b", "1 thread", environment["device"])
         for labelled in (info, *records):
             for name in {"question", "title", "label"} & labelled.keys():
                 labelled[name] = text.one_line(str(labelled[name]))
-        own = OmegaConf.select(config, "kind", default=TIME)
+        kinds = [TIME, *(r.get("kind", TIME) for r in records), _kind(config)]
         frames: dict[str, pd.DataFrame] = {}
-        for kind in dict.fromkeys((TIME, *(r.get("kind", TIME) for r in records), str(own))):
+        for kind in dict.fromkeys(kinds):
             frames |= find(kind).frames(records, config.report)
-        return cls(path, config, _environment(path), info, records, frames)
+        return cls(path, config, environment, info, records, frames)
 
     def frame(self, name: str) -> pd.DataFrame:
         """Return the table of numbers of that name; empty where no cell is of its kind."""
@@ -110,12 +106,12 @@ class Run:
 
     @property
     def baseline(self) -> Arm:
-        """What everything is compared with."""
+        """Return what everything is compared with."""
         return Arm(str(self.config.report.baseline))
 
     @property
     def subject(self) -> Arm:
-        """What the question is about."""
+        """Return what the question is about."""
         report = self.config.report
         name, rank = str(report.subject), int(report.subject_rank)
         size = float(report.subject_cache) if variants_of(name) == "cache" else 0.0
@@ -123,18 +119,18 @@ class Run:
 
     @property
     def kind(self) -> Kind:
-        """Return the kind of the run; the oldest runs do not say."""
-        return find(str(OmegaConf.select(self.config, "kind", default=TIME)))
+        """Return the kind of the run."""
+        return find(_kind(self.config))
 
     @property
     def smoke(self) -> bool:
-        """Sizes were capped to see whether it runs at all."""
+        """Return whether sizes were capped to see whether the experiment runs at all."""
         timing = self.config.timing
         return bool(timing.max_rows or timing.max_batch or timing.max_cells)
 
     @property
     def headline(self) -> str:
-        """The section that answers the question: the headline case, else the sweep."""
+        """Return the section that answers the question: the headline case, else the sweep."""
         return str(self.config.report.headline) or SWEEP
 
     def headline_cell(self) -> str | None:
@@ -143,18 +139,18 @@ class Run:
         return cells[0] if cells else None
 
     def spread(self) -> float:
-        """Half of all medians have quartiles further apart than this, relative to the median."""
+        """Return the median distance between quartiles, relative to the median time."""
         if not len(self.table):
             return 0.0
         spreads = (self.table["q75_s"] - self.table["q25_s"]) / self.table["median_s"]
         return float(spreads.median()) if spreads.notna().any() else 0.0
 
     def sections(self) -> list[str]:
-        """Sections that have records, in the order they were measured."""
+        """Return the sections that have records, in the order they were measured."""
         return list(dict.fromkeys(r["section"] for r in self.records))
 
     def of(self, section: str) -> pd.DataFrame:
-        """All rows of one section."""
+        """Return the rows of one section."""
         return self.table[self.table["section"] == section] if len(self.table) else self.table
 
     def title(self, section: str) -> str:
@@ -177,28 +173,18 @@ class Run:
         """Return the records without a measurement."""
         return [r for r in self.records if r["status"] != "ok"]
 
-    def outcomes(self) -> list[Outcome]:
-        """Return the outcome of every contender, cell and mode, all its processes together."""
-        found: dict[tuple[str, str, str], list[Record]] = {}
-        for record in self.records:
-            found.setdefault((record["cell"], record["arm"], mode_of(record)), []).append(record)
-        return [Outcome.of(records) for records in found.values()]
-
-    def passes(self) -> dict[str, int]:
-        """Cell -> processes that measured it."""
-        seen: dict[str, set[int]] = {}
-        for record in self.records:
-            if find(record.get("kind", TIME)).verdicts:
-                seen.setdefault(record["cell"], set()).add(replicate_of(record))
-        return {cell: len(processes) for cell, processes in seen.items()}
+    def passes(self) -> Mapping[str, int]:
+        """Return the number of processes that measured each cell."""
+        judged = [r for r in self.records if find(r.get("kind", TIME)).verdicts]
+        return Counter(cell for cell, _ in {(r["cell"], replicate_of(r)) for r in judged})
 
     @property
     def planned(self) -> int:
-        """Processes that each cell was to be measured in; before there were several, 1."""
+        """Return the processes planned per cell; the first schema had one."""
         return int(OmegaConf.select(self.config, "timing.replicates", default=1))
 
     def swept_axes(self) -> list[str]:
-        """Axes with at least two measured values, in the order of the schema."""
+        """Return the axes with at least two measured values, in the order of the schema."""
 
         def several(axis: str) -> bool:
             values = set(self.along(axis)["x"])
@@ -207,7 +193,7 @@ class Run:
         return [a for a in (*AXES, "rank") if several(a)]
 
     def along(self, axis: str) -> pd.DataFrame:
-        """Sweep rows that differ from the base point in `axis` only; column x is the axis."""
+        """Return the sweep's rows that differ from its base point in `axis` only, as column x."""
         rows = self.of(SWEEP)
         if not len(rows):
             return rows.assign(x=[])
@@ -225,39 +211,6 @@ class Run:
         return rows.assign(x=rows[axis])
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """One contender on one cell in one mode: 'ok', 'partly', or what ended every process of it."""
-
-    section: str
-    cell: str
-    arm: str
-    label: str
-    mode: str
-    status: str
-    reason: str
-    good: int  # processes with a measurement
-    total: int
-
-    @classmethod
-    def of(cls, records: list[Record]) -> Outcome:
-        """From the records of its processes; the last of a process counts."""
-        last = {replicate_of(r): r for r in records}
-        bad = [r for r in last.values() if r["status"] != "ok"]
-        found = list(dict.fromkeys(str(r["status"]) for r in bad)) or ["ok"]
-        status = "partly" if bad and len(bad) < len(last) else found[0]
-        if "wrong" in found:  # in one process is wrong
-            status = "wrong"
-        said = [f"{r['status']}: {r['reason']}" if status == "partly" else r["reason"] for r in bad]
-        first = records[0]
-        return cls(
-            section=first["section"],
-            cell=first["cell"],
-            arm=first["arm"],
-            label=first["label"],
-            mode=mode_of(first),
-            status=status,
-            reason="; ".join(dict.fromkeys(map(str, said))),
-            good=len(last) - len(bad),
-            total=len(last),
-        )
+def _kind(config: DictConfig) -> str:
+    """Return the name of the kind; the oldest runs have none."""
+    return str(OmegaConf.select(config, "kind", default=TIME))

@@ -8,6 +8,7 @@ self-contained index.html; the templates are in `templates/`.
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -124,14 +125,18 @@ def write(folder: Path, page: Page) -> Path:
     return store.write("index.html", page.html(drawings))
 
 
-def gallery(reports: Sequence[Any]) -> str:
-    """Return the page that lists reports (see `experiments.gallery`)."""
-    return _HTML.get_template("gallery.html").render(reports=reports)
-
-
 def _inert(value: Any) -> str:
-    """Return a value as it may stand in Markdown; only `text.Code` is left as it is."""
-    return value.indented if isinstance(value, text.Code) else text.inert(str(value))
+    """Return a value as it may stand in Markdown; code that the page marks stays as it is."""
+    return value if isinstance(value, Markup) else text.inert(str(value))
+
+
+def _code(lines: str) -> Markup:
+    """Return a Markdown code block. It must follow a heading.
+
+    Whether an indented line of a label is code depends on the lists and paragraphs that other
+    labels open, so that only what the page itself marks may be left as it is.
+    """
+    return Markup(textwrap.indent(lines, "    "))
 
 
 def _environment(**options: Any) -> jinja2.Environment:
@@ -146,4 +151,4 @@ def _environment(**options: Any) -> jinja2.Environment:
 # expression of a template is escaped.
 _HTML = _environment(autoescape=True)
 _MARKDOWN = _environment(finalize=_inert, keep_trailing_newline=True)
-_MARKDOWN.filters["code"] = text.Code
+_MARKDOWN.filters["code"] = _code

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pandas as pd
+
 from experiments.report.charts import Square, squares
-from experiments.report.data import Outcome, Run
+from experiments.report.data import Run
 from experiments.report.style import STATUS, Figure, Panel
 from experiments.report.tables import Table, Value
+from experiments.results.metrics import mode_of, replicate_of
 
 MEANING = {
     "ok": "measured",
@@ -20,72 +25,98 @@ MEANING = {
 MARK = {"ok": "✓", "partly": "½", "oom": "oom", "timeout": "time", "unsupported": "n/a"}
 
 
+def outcomes(run: Run) -> pd.DataFrame:
+    """Return a row per contender, cell and mode: its status over all processes, and the reason."""
+    columns = ["cell", "arm", "label", "status", "reason"]
+    frame = pd.DataFrame(run.records, columns=columns, dtype=object)
+    frame["mode"] = [mode_of(r) for r in run.records]
+    frame["process"] = [replicate_of(r) for r in run.records]
+    keys = ["cell", "arm", "mode"]
+    last = frame.drop_duplicates([*keys, "process"], keep="last")  # of a process that was repeated
+    rows = [_together(group) for _, group in last.groupby(keys, sort=False)]
+    return pd.DataFrame(rows, columns=[*frame, "good", "total"])
+
+
+def _together(processes: pd.DataFrame) -> dict[str, Any]:
+    """Return the outcome of all processes: wrong in one is wrong."""
+    bad = processes[processes["status"] != "ok"]
+    statuses, reasons = list(bad["status"].unique()), bad["reason"].astype(str)
+    if "wrong" in statuses:
+        status = "wrong"
+    elif len(bad) < len(processes):
+        status = "partly" if len(bad) else "ok"
+        reasons = bad["status"] + ": " + reasons
+    else:
+        status = statuses[0]
+    counts = {"good": len(processes) - len(bad), "total": len(processes)}
+    return {
+        **processes.iloc[0],
+        "status": status,
+        "reason": "; ".join(reasons.unique()),
+        **counts,
+    }
+
+
 def figures(run: Run) -> list[Figure]:
     """Draw a map of all outcomes, where any is not a success."""
-    outcomes = run.outcomes()
-    if all(o.status == "ok" for o in outcomes):
+    found = outcomes(run)
+    if (found["status"] == "ok").all():
         return []
-    seen = dict.fromkeys(o.status for o in outcomes)
-    words = "; ".join(f"{s}: {MEANING.get(s, s)}" for s in MEANING if s in seen)
+    words = "; ".join(f"{s}: {MEANING[s]}" for s in MEANING if s in set(found["status"]))
+    found["short"] = found["cell"].map(_short)
+    unique = found["short"].nunique() == found["cell"].nunique()
+    entries = [
+        Square(
+            row.label,
+            row.short if unique else row.cell,
+            MARK.get(row.status, row.status),
+            STATUS.get(row.status, STATUS["error"]),
+            0.25 if row.status == "ok" else 0.6,
+        )
+        for row in found.itertuples()
+    ]
+    width = max(5.4, 2.6 + 0.55 * found["label"].nunique())
+    height = max(2.2, 0.26 * found["cell"].nunique() + 1.6)
     return [
         Figure(
             "outcomes",
             "Outcome of every measurement",
             f"A line per cell, a column per contender. {words}. Reasons are in the table.",
-            f"{len(outcomes)} measurements",
-            [_map(outcomes)],
+            f"{len(found)} measurements",
+            [Panel("Outcomes", squares(entries), width, height)],
         )
     ]
-
-
-def _map(outcomes: list[Outcome]) -> Panel:
-    short = {o.cell: _short(o.cell) for o in outcomes}
-    unique = len(set(short.values())) == len(short)
-    entries = [
-        Square(
-            o.label,
-            short[o.cell] if unique else o.cell,
-            MARK.get(o.status, o.status),
-            STATUS.get(o.status, STATUS["error"]),
-            0.25 if o.status == "ok" else 0.6,
-        )
-        for o in outcomes
-    ]
-    width = max(5.4, 2.6 + 0.55 * len({entry.column for entry in entries}))
-    height = max(2.2, 0.26 * len({entry.row for entry in entries}) + 1.6)
-    return Panel("Outcomes", squares(entries), width, height)
 
 
 def _short(cell: str) -> str:
-    """Return a cell's key without what is long and says little: the section and four axes."""
-    words = cell.split(" ")
-    kept = [w for w in words[1:] if w[:2] in ("D=", "B=", "L=", "s=")]
-    return " ".join([words[0], *kept])
+    """Return the parts of a cell's key that tell most: the section and four axes."""
+    section, *axes = cell.split(" ")
+    return " ".join([section, *(a for a in axes if a[:2] in ("D=", "B=", "L=", "s="))])
 
 
 def table(run: Run) -> Table:
     """Return the contenders without a measurement, and why."""
+    found = outcomes(run)
     return Table.of(
-        [o for o in run.outcomes() if o.status != "ok"],
+        found[found["status"] != "ok"],
         {
-            "contender": lambda o: o.label,
-            "cell": lambda o: o.cell,
-            "mode": lambda o: o.mode,
-            "status": lambda o: o.status,
-            "processes measured": lambda o: Value(f"{o.good} of {o.total}", o.good / o.total),
-            "reason": lambda o: o.reason,
+            "contender": "label",
+            "cell": "cell",
+            "mode": "mode",
+            "status": "status",
+            "processes measured": lambda o: Value(
+                f"{o['good']} of {o['total']}", o["good"] / o["total"]
+            ),
+            "reason": "reason",
         },
     )
 
 
 def sentence(run: Run) -> str:
-    """How many of the measurements have no result."""
-    outcomes = run.outcomes()
-    bad = [o for o in outcomes if o.status != "ok"]
-    if bad:
-        counts = {s: sum(o.status == s for o in bad) for s in MEANING}
-        words = ", ".join(f"{n} {s}" for s, n in counts.items() if n)
-        return (
-            f"{len(bad)} of {len(outcomes)} measurements have no result, or not all of it: {words}."
-        )
-    return run.kind.done.format(count=len(outcomes))
+    """Count the measurements that have no result."""
+    statuses = outcomes(run)["status"]
+    bad = statuses[statuses != "ok"].value_counts()
+    if not len(bad):
+        return run.kind.done.format(count=len(statuses))
+    words = ", ".join(f"{bad[status]} {status}" for status in MEANING if status in bad)
+    return f"{bad.sum()} of {len(statuses)} measurements have no result, or not all of it: {words}."

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import pandas as pd
+
 from experiments.report import text
 
 Row = Mapping[str, Any]
@@ -14,10 +16,11 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Value:
-    """A table entry: what is shown, and the number it sorts by."""
+    """A table entry: what is shown, the number it sorts by, and what it links to."""
 
     shown: str
     key: float = math.nan
+    link: str = ""  # on the web page
 
     @classmethod
     def of(cls, value: float | None, shown: Callable[[float], str]) -> Value:
@@ -64,7 +67,7 @@ def ratio(row: Row, *, is_baseline: bool = False) -> Value:
     return Value.of(row["ratio"], lambda _: text.ratio(row))
 
 
-Column = Callable[[Any], Value | str]
+Column = Callable[[Any], Value | str] | str  # a function of a row, or the name of its words
 
 
 @dataclass(frozen=True)
@@ -76,19 +79,22 @@ class Table:
     plain: bool = False  # names and values: on the web page without headings, sorting and filter
 
     @classmethod
-    def of(cls, rows: Iterable[Any], columns: Mapping[str, Column], names: int = 0) -> Table:
+    def of(
+        cls, rows: pd.DataFrame | Iterable[Any], columns: Mapping[str, Column], names: int = 0
+    ) -> Table:
         """Return a table with a line per row.
 
         Args:
-            rows: What the columns are functions of.
-            columns: Heading -> function of a row.
+            rows: What the columns are functions of; the rows of a frame are Series.
+            columns: Heading -> function of a row, or the name of an entry with its words.
             names: If positive, rows have a status. Of a row whose status is not "ok" only this
                 many columns are shown, then its status.
         """
         lines = []
-        for row in rows:
+        for row in (r for _, r in rows.iterrows()) if isinstance(rows, pd.DataFrame) else rows:
             failed = bool(names) and row["status"] != "ok"
-            line = [of(row) for of in list(columns.values())[: names if failed else None]]
+            shown = list(columns.values())[: names if failed else None]
+            line = [str(row[of]) if isinstance(of, str) else of(row) for of in shown]
             if failed:
                 line += [str(row["status"]), *[text.NONE] * (len(columns) - names - 1)]
             lines.append([v if isinstance(v, Value) else Value(v) for v in line])

@@ -4,40 +4,25 @@ from __future__ import annotations
 
 import math
 import re
-import textwrap
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-NONE = "–"
+import pandas as pd
 
+NONE = "–"
 
 # A link that is not to a file beside the page or to the web, e.g. javascript:.
 _UNSAFE_LINK = re.compile(r"\]\((?!(?:[\w./-]+|https?://[^\s()]*)\))")
-
-
-class Code(str):
-    """Code in a Markdown page, to follow a heading: it is shown as it is.
-
-    Only what the page itself marks is code. Whether a line of a label would be, by its indentation,
-    depends on the lists and paragraphs that other labels open.
-    """
-
-    __slots__ = ()
-
-    @property
-    def indented(self) -> str:
-        """Return the text as a Markdown code block."""
-        return textwrap.indent(self, "    ")
 
 
 def markdown_document(lines: Iterable[str]) -> str:
     """Join the lines of a Markdown page so that no label can put HTML into it.
 
     Labels, error messages and commands come from configurations and other people's runs. The pages
-    use no HTML of their own, so every `<` outside `Code` is written as `&lt;`, however it is
-    indented, and links to anything but files and web addresses are broken.
+    use no HTML of their own, so every `<` is written as `&lt;`, however it is indented, and links
+    to anything but files and web addresses are broken.
     """
-    return "\n".join(line.indented if isinstance(line, Code) else inert(line) for line in lines)
+    return "\n".join(map(inert, lines))
 
 
 def inert(line: str) -> str:
@@ -52,7 +37,7 @@ def one_line(label: str) -> str:
 
 def missing(value: Any) -> bool:
     """Return whether a value is None or NaN."""
-    return value is None or (isinstance(value, float) and math.isnan(value))
+    return bool(pd.isna(value))
 
 
 def digits(value: float, significant: int = 3) -> str:
@@ -128,10 +113,7 @@ def capitalised(words: str) -> str:
 
 def verdict(value: Any) -> str:
     """Return 'slower', 'faster', 'same' or 'unsure'; empty where there were too few processes."""
-    if missing(value) or value is None:
-        return ""
-    word = str(getattr(value, "value", value)).lower()
-    return "" if word in ("nan", "none", "<na>") else word
+    return "" if missing(value) else str(getattr(value, "value", value)).lower()
 
 
 def commit(environment: Mapping[str, Any]) -> str:

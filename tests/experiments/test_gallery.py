@@ -36,9 +36,10 @@ def test_every_report_is_listed_with_its_answer(
     assert said.index("**a**: a is 2×") < said.index("**b** (interrupted)")
     assert said.index("**b** (interrupted)") < said.index("**b**: b is 2×")  # the latest first
     page = (out / "index.html").read_text()
-    assert page.count("<li>") == 3
+    assert page.count("</tr>") == 1 + 3
     assert 'href="b/2/index.html"' in page
-    assert "a &lt;CPU&gt; · abc-dirty" in page
+    assert "a &lt;CPU&gt;</td>" in page
+    assert "abc-dirty" in page
     assert (out / "b/2/index.html").read_text() == "<html>b 2</html>"
     assert "http" not in page  # it loads nothing
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+import pandas as pd
+
 from experiments.report.document import Notice, Page, Section, Tile
 from experiments.report.style import Figure, Panel
 from experiments.report.tables import Table, Value
@@ -63,5 +65,6 @@ def test_a_column_is_a_function_of_the_row() -> None:
     rows = [{"name": "a", "n": 3.0, "status": "ok"}, {"name": "b", "status": "oom"}]
     columns = {"name": lambda r: r["name"], "n": lambda r: Value.of(r["n"], str), "m": lambda r: ""}
     table = Table.of(rows, columns, names=1)
+    assert Table.of(pd.DataFrame(rows), {**columns, "name": "name"}, names=1) == table
     assert [[v.shown for v in row] for row in table.rows] == [["a", "3.0", ""], ["b", "oom", "–"]]
     assert [table.is_text(column) for column in range(3)] == [True, False, True]
