@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,14 +17,16 @@ from experiments.workloads.workload import Batch, TableShape
 __all__ = [
     "Contender",
     "Missing",
+    "OneModule",
     "State",
     "Task",
     "Unsupported",
     "build",
-    "expect_tables",
     "fill_",
     "first_update",
+    "optimizer_bytes",
     "pool_rows",
+    "read_rows",
     "split_gradient",
     "touched",
 ]
@@ -52,15 +54,17 @@ class Task:
 class Contender(ABC):
     """An implementation that is measured, built for a Task; `prepare` is never timed.
 
-    Its name, label and other facts are in contenders.yaml.
+    Its name, label and other facts are in contenders.yaml. `prepare` and `expect` are for modules
+    that take feature-major ids and hold plain tables; other contenders override them.
     """
 
     def __init__(self, task: Task) -> None:
         self.task = task
 
-    @abstractmethod
     def prepare(self, batch: Batch) -> Any:
-        """Lay out a batch on the device for forward and step; not timed."""
+        """Lay out a batch on the device for forward and step: ids, offsets, gradient; not timed."""
+        device = self.task.device
+        return batch.indices.to(device), batch.offsets.to(device), batch.gradient.to(device)
 
     @abstractmethod
     def forward(self, prepared: Any) -> Tensor:
@@ -96,9 +100,45 @@ class Contender(ABC):
     def observe(self, batch: Batch) -> State:
         """Return copies of the parameters that `batch` touches."""
 
-    @abstractmethod
     def expect(self, batch: Batch, before: State) -> tuple[Tensor, State]:
-        """Compute with plain PyTorch the output, and `observe` after one step from fresh state."""
+        """Compute with plain PyTorch the output, and `observe` after one step from fresh state.
+
+        `before` is what `observe` returned before the step: the touched rows of each table.
+        """
+        outputs, after = [], []
+        gradients = split_gradient(batch, self.task.shapes)
+        for f, (ids, rows) in enumerate(zip(touched(batch, self.task), before, strict=True)):
+            indices, offsets = batch.feature(f)
+            leaf = rows.clone().requires_grad_()
+            pooled = pool_rows(leaf, torch.searchsorted(ids, indices), offsets)
+            (gradient,) = torch.autograd.grad(pooled, leaf, gradients[f])
+            outputs.append(pooled.detach())
+            after.append(first_update(self.task.optimizer, rows, gradient, self.task.lr))
+        return torch.cat(outputs, dim=1), after
+
+
+class OneModule(Contender):
+    """A module that takes every feature in one call and updates its rows in backward."""
+
+    module: Any
+
+    def __init__(self, task: Task) -> None:
+        super().__init__(task)
+        self.module = self._module()
+
+    @abstractmethod
+    def _module(self) -> Any:
+        """Build the module on the task's device."""
+
+    def forward(self, prepared: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        """Look up with one call."""
+        with torch.no_grad():
+            output: Tensor = self.module(prepared[0], prepared[1])
+        return output
+
+    def step(self, prepared: tuple[Tensor, Tensor, Tensor]) -> None:
+        """Run forward and backward(), which updates the rows."""
+        self.module(prepared[0], prepared[1]).backward(prepared[2])
 
 
 def build(name: str, task: Task) -> Contender:
@@ -110,6 +150,18 @@ def build(name: str, task: Task) -> Contender:
 def touched(batch: Batch, task: Task) -> list[Tensor]:
     """Return the distinct ids of each feature, ascending."""
     return [batch.feature(f)[0].unique() for f in range(len(task.shapes))]
+
+
+def read_rows(weights: Iterable[Tensor], batch: Batch, task: Task) -> State:
+    """Return copies of the rows that `batch` touches; `weights` are [E, D] per table."""
+    ids = touched(batch, task)
+    return [w.detach()[i.to(w.device)].cpu() for w, i in zip(weights, ids, strict=True)]
+
+
+def optimizer_bytes(states: Iterable[Mapping[str, Any]]) -> int:
+    """Return the bytes of tensors in an optimizer's state, without the counters of steps."""
+    values = (value for state in states for value in state.values())
+    return sum(v.nbytes for v in values if isinstance(v, Tensor) and v.dim() > 0)
 
 
 def split_gradient(batch: Batch, shapes: Sequence[TableShape]) -> list[Tensor]:
@@ -133,20 +185,6 @@ def first_update(kind: Optimizer, weights: Tensor, gradient: Tensor, lr: float) 
     if kind is Optimizer.rowwise_adagrad:
         square = square.mean(dim=1, keepdim=True)
     return weights - lr * gradient / (square.sqrt() + eps)
-
-
-def expect_tables(batch: Batch, before: State, task: Task) -> tuple[Tensor, State]:
-    """Compute `Contender.expect` for plain tables, whose state is the touched rows."""
-    outputs, after = [], []
-    gradients = split_gradient(batch, task.shapes)
-    for f, (ids, rows) in enumerate(zip(touched(batch, task), before, strict=True)):
-        indices, offsets = batch.feature(f)
-        leaf = rows.clone().requires_grad_()
-        pooled = pool_rows(leaf, torch.searchsorted(ids, indices), offsets)
-        (gradient,) = torch.autograd.grad(pooled, leaf, gradients[f])
-        outputs.append(pooled.detach())
-        after.append(first_update(task.optimizer, rows, gradient, task.lr))
-    return torch.cat(outputs, dim=1), after
 
 
 def fill_(weights: Tensor, seed: int) -> Tensor:

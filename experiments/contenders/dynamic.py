@@ -10,12 +10,14 @@ import torch
 from torch import Tensor
 
 import emblib
-from experiments.contenders.base import State, Task, touched
-from experiments.contenders.tables import OPTIMIZERS, OneModule, Prepared
+from experiments.contenders.base import OneModule, State, Task, touched
+from experiments.contenders.tables import OPTIMIZERS
 from experiments.workloads.workload import Batch
 
-LOAD = 0.75  # rows ÷ slots: below where a key might find no place
+LOAD = 0.75  # rows ÷ slots: below where a key might find no slot
 FILL = 1 << 18  # ids at a time when the tables are filled
+MAX_MISSES = 1 << 20  # rows of a batch that the fast tier does not have: its own limit on a CPU
+Prepared = tuple[Tensor, Tensor, Tensor]
 
 
 class Dynamic(OneModule):
@@ -59,16 +61,13 @@ class Dynamic(OneModule):
     def observe(self, batch: Batch) -> State:
         """Read the touched rows of each table, one id per bag."""
         found = []
-        columns = [0, *torch.tensor([s.dim for s in self.task.shapes]).cumsum(0).tolist()]
+        dims = [s.dim for s in self.task.shapes]
         for table, ids in enumerate(touched(batch, self.task)):
             offsets = self._offsets(table, len(ids), len(ids))
             with torch.no_grad():
                 rows = self.module(ids.to(self.task.device), offsets)
-            found.append(rows[:, columns[table] : columns[table + 1]].cpu().clone())
+            found.append(rows.split(dims, dim=1)[table].cpu().clone())
         return found
-
-
-MOST_BESIDE = 1 << 20  # rows of a batch that the fast tier does not have: its own limit on a CPU
 
 
 class Tiered(Dynamic):
@@ -79,7 +78,7 @@ class Tiered(Dynamic):
     mode: ClassVar[emblib.TierMode] = emblib.TierMode.CACHING
 
     def __init__(self, task: Task) -> None:
-        self.distinct: dict[int, int] = {}  # rows of a prepared batch, by the place of its ids
+        self.distinct: dict[int, int] = {}  # rows of a prepared batch, by the address of its ids
         self.rows = 0
         super().__init__(task)
         self.reset_counters()
@@ -95,7 +94,7 @@ class Tiered(Dynamic):
             ],
             OPTIMIZERS[self.task.optimizer](self.task.lr),
             backing=emblib.BackingStore(  # no batch misses more rows than there are
-                self._store(), self.mode, min(MOST_BESIDE, max(s.rows for s in shapes))
+                self._store(), self.mode, min(MAX_MISSES, max(s.rows for s in shapes))
             ),
             device=self.task.device,
         )
@@ -105,11 +104,8 @@ class Tiered(Dynamic):
 
     def prepare(self, batch: Batch) -> Prepared:
         """Lay out the batch and count its distinct rows, outside the timing."""
-        prepared = super().prepare(batch)
-        features = range(len(self.task.shapes))
-        self.distinct[prepared[0].data_ptr()] = sum(
-            len(batch.feature(f)[0].unique()) for f in features
-        )
+        prepared: Prepared = super().prepare(batch)
+        self.distinct[prepared[0].data_ptr()] = sum(map(len, touched(batch, self.task)))
         return prepared
 
     def visit(self, prepared: Prepared) -> None:

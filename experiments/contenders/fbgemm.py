@@ -17,18 +17,8 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 from torch import Tensor
 
 from experiments.config.schema import Optimizer
-from experiments.contenders.base import (
-    Contender,
-    State,
-    Task,
-    Unsupported,
-    expect_tables,
-    fill_,
-    touched,
-)
+from experiments.contenders.base import OneModule, State, Task, Unsupported, fill_, read_rows
 from experiments.workloads.workload import Batch
-
-Prepared = tuple[Tensor, Tensor, Tensor]
 
 OPTIMIZERS = {
     Optimizer.sgd: EmbOptimType.EXACT_SGD,
@@ -38,28 +28,27 @@ OPTIMIZERS = {
 LANES = 4  # its rows are whole groups of so many columns
 
 
-class Fbgemm(Contender):
+class Fbgemm(OneModule):
     """FBGEMM: every table in one call, the optimizer fused into backward.
 
     Ids are int32 where all rows can be counted with it, which makes its update faster. The bounds
     check stays at its default, to warn, which is emblib's default too.
     """
 
+    location: ClassVar[EmbeddingLocation] = EmbeddingLocation.DEVICE
+
     def __init__(self, task: Task) -> None:
-        super().__init__(task)
         check_dims(task)
-        self.module = self._module()
+        if task.device.type != "cuda" and self.location is not EmbeddingLocation.DEVICE:
+            raise Unsupported("FBGEMM has tables in managed memory on CUDA only")
+        super().__init__(task)
         for seed, weights in enumerate(self.module.split_embedding_weights()):
             fill_(weights.data, seed)
 
     def _module(self) -> Any:
-        """Build plain tables in the memory of the device."""
-        cuda = self.task.device.type == "cuda"
-        return self._tables(EmbeddingLocation.DEVICE if cuda else EmbeddingLocation.HOST)
-
-    def _tables(self, location: EmbeddingLocation, **options: Any) -> Any:
         task = self.task
         cuda = task.device.type == "cuda"
+        location = self.location if cuda else EmbeddingLocation.HOST
         compute = ComputeDevice.CUDA if cuda else ComputeDevice.CPU
         return SplitTableBatchedEmbeddingBagsCodegen(
             [(s.rows, s.dim, location, compute) for s in task.shapes],
@@ -67,10 +56,13 @@ class Fbgemm(Contender):
             learning_rate=task.lr,
             eps=1e-8,
             device=task.device,
-            **options,
+            **self._options(),
         )
 
-    def prepare(self, batch: Batch) -> Prepared:
+    def _options(self) -> dict[str, Any]:
+        return {}
+
+    def prepare(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
         """Lay out feature-major ids and offsets."""
         device = self.task.device
         kind = id_type(self.task)
@@ -79,16 +71,6 @@ class Fbgemm(Contender):
             batch.offsets.to(device, kind),
             batch.gradient.to(device),
         )
-
-    def forward(self, prepared: Prepared) -> Tensor:
-        """Look up with one call."""
-        with torch.no_grad():
-            output: Tensor = self.module(prepared[0], prepared[1])
-        return output
-
-    def step(self, prepared: Prepared) -> None:
-        """Run forward and backward(), which updates the tables."""
-        self.module(prepared[0], prepared[1]).backward(prepared[2])
 
     def nbytes(self) -> dict[str, int]:
         """Return the bytes of rows and of optimizer state."""
@@ -104,13 +86,7 @@ class Fbgemm(Contender):
         if self.task.device.type == "cuda":
             self.module.flush()  # rows that a cache holds
             torch.cuda.synchronize()
-        weights = self.module.split_embedding_weights()
-        ids = touched(batch, self.task)
-        return [w.detach()[i.to(w.device)].cpu() for w, i in zip(weights, ids, strict=True)]
-
-    def expect(self, batch: Batch, before: State) -> tuple[Tensor, State]:
-        """Compute with plain tables."""
-        return expect_tables(batch, before, self.task)
+        return read_rows(self.module.split_embedding_weights(), batch, self.task)
 
 
 def check_dims(task: Task) -> None:
@@ -129,9 +105,7 @@ def id_type(task: Task) -> torch.dtype:
 class FbgemmManaged(Fbgemm):
     """Its tables in host memory, read by its kernels where they are."""
 
-    def _module(self) -> Any:
-        _need_cuda(self.task)
-        return self._tables(EmbeddingLocation.MANAGED)
+    location = EmbeddingLocation.MANAGED
 
 
 class FbgemmLRU(Fbgemm):
@@ -140,15 +114,11 @@ class FbgemmLRU(Fbgemm):
     What the cache serves is not counted: counting costs FBGEMM a kernel in every step.
     """
 
+    location = EmbeddingLocation.MANAGED_CACHING
     algorithm: ClassVar[CacheAlgorithm] = CacheAlgorithm.LRU
 
-    def _module(self) -> Any:
-        _need_cuda(self.task)
-        return self._tables(
-            EmbeddingLocation.MANAGED_CACHING,
-            cache_algorithm=self.algorithm,
-            cache_load_factor=self.task.cache,
-        )
+    def _options(self) -> dict[str, Any]:
+        return {"cache_algorithm": self.algorithm, "cache_load_factor": self.task.cache}
 
     def nbytes(self) -> dict[str, int]:
         """Return the bytes with those of the cache: rows, their ids and their recency."""
@@ -157,11 +127,6 @@ class FbgemmLRU(Fbgemm):
 
 
 class FbgemmLFU(FbgemmLRU):
-    """The same with the other policy."""
+    """Its tables in host memory, behind its LFU cache."""
 
     algorithm = CacheAlgorithm.LFU
-
-
-def _need_cuda(task: Task) -> None:
-    if task.device.type != "cuda":
-        raise Unsupported("FBGEMM has tables in managed memory on CUDA only")

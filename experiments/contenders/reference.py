@@ -3,26 +3,16 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from emblib.reference import tbe, tt
-from experiments.contenders.base import (
-    Contender,
-    State,
-    Task,
-    Unsupported,
-    expect_tables,
-    fill_,
-    touched,
-)
+from experiments.contenders.base import Contender, State, Task, Unsupported, fill_, read_rows
 from experiments.contenders.tables import OPTIMIZERS
+from experiments.contenders.torch_bag import Prepared, TableByTable
 from experiments.contenders.tt import expect_tt, tt_specs
 from experiments.workloads.workload import Batch
-
-Prepared = tuple[Tensor, Tensor, Tensor]
 
 
 class ReferenceTables(Contender):
@@ -52,22 +42,17 @@ class ReferenceTables(Contender):
             for s in self.rule.states
         ]
 
-    def prepare(self, batch: Batch) -> Prepared:
-        """Lay out feature-major ids and offsets."""
-        device = self.task.device
-        return batch.indices.to(device), batch.offsets.to(device), batch.gradient.to(device)
-
-    def _lookup(self, prepared: Prepared) -> Tensor:
+    def _lookup(self, prepared: tuple[Tensor, Tensor, Tensor]) -> Tensor:
         return tbe.lookup(
             self.weights, self.features, prepared[0], prepared[1], output_dim=self.columns
         )
 
-    def forward(self, prepared: Prepared) -> Tensor:
+    def forward(self, prepared: tuple[Tensor, Tensor, Tensor]) -> Tensor:
         """Run reference.tbe.lookup."""
         with torch.no_grad():
             return self._lookup(prepared)
 
-    def step(self, prepared: Prepared) -> None:
+    def step(self, prepared: tuple[Tensor, Tensor, Tensor]) -> None:
         """Run autograd to a dense gradient, then reference.tbe.update_."""
         (gradient,) = torch.autograd.grad(self._lookup(prepared), self.weights, prepared[2])
         self.hyperparams[1] += 1
@@ -94,15 +79,10 @@ class ReferenceTables(Contender):
         """Return the touched rows of each table."""
         flat = self.weights.detach()
         tables = [flat[o : o + r * d].view(r, d) for o, _, r, d, *_ in self.features.tolist()]
-        ids = touched(batch, self.task)
-        return [t[i.to(self.task.device)].cpu() for t, i in zip(tables, ids, strict=True)]
-
-    def expect(self, batch: Batch, before: State) -> tuple[Tensor, State]:
-        """Compute with plain tables."""
-        return expect_tables(batch, before, self.task)
+        return read_rows(tables, batch, self.task)
 
 
-class ReferenceTT(Contender):
+class ReferenceTT(TableByTable):
     """Each lookup's cores gathered and multiplied by torch.bmm; touched slices updated."""
 
     def __init__(self, task: Task) -> None:
@@ -115,45 +95,30 @@ class ReferenceTT(Contender):
         self.cores: list[list[Tensor]] = []
         self.states: list[list[list[Tensor]]] = []
         generator = torch.Generator(task.device).manual_seed(0)
+        states = self.rule.states
         for spec in self.specs:
             ranks = spec.full_ranks
-            widths = [
-                a * q * b for a, q, b in zip(ranks, spec.dim_factors, ranks[1:], strict=False)
-            ]
+            shapes = zip(spec.row_factors, ranks, spec.dim_factors, ranks[1:], strict=False)
             cores = [
-                torch.randn(p, w, device=task.device, generator=generator) * 0.1
-                for p, w in zip(spec.row_factors, widths, strict=True)
+                torch.randn(p, r * q * s, device=task.device, generator=generator) * 0.1
+                for p, r, q, s in shapes
             ]
             self.cores.append([c.requires_grad_() for c in cores])
             self.states.append(
                 [
-                    [
-                        torch.zeros_like(c.detach()[:, 0] if s.per_row else c)
-                        for s in self.rule.states
-                    ]
+                    [torch.zeros_like(c.detach()[:, 0] if s.per_row else c) for s in states]
                     for c in cores
                 ]
             )
 
-    def prepare(self, batch: Batch) -> Any:
-        """Lay out ids and offsets per table."""
-        device = self.task.device
-        features = [batch.feature(f) for f in range(len(self.specs))]
-        return [(i.to(device), o.to(device)) for i, o in features], batch.gradient.to(device)
-
-    def _lookup(self, prepared: Any) -> Tensor:
+    def _lookup(self, prepared: Prepared) -> Tensor:
         outputs = [
             tt.lookup(c, s.rows, s.row_factors, s.dim_factors, i, o)
             for c, s, (i, o) in zip(self.cores, self.specs, prepared[0], strict=True)
         ]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
-    def forward(self, prepared: Any) -> Tensor:
-        """Run reference.tt.lookup."""
-        with torch.no_grad():
-            return self._lookup(prepared)
-
-    def step(self, prepared: Any) -> None:
+    def step(self, prepared: Prepared) -> None:
         """Run autograd to dense core gradients, then reference.tt.update_rows_."""
         leaves = [c for cores in self.cores for c in cores]
         gradients = torch.autograd.grad(self._lookup(prepared), leaves, prepared[1])

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import tempfile
-from abc import abstractmethod
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
-from torch import Tensor
 
 import emblib
 from experiments.config.schema import Optimizer
-from experiments.contenders.base import Contender, State, Task, Unsupported, expect_tables, touched
+from experiments.contenders.base import OneModule, State, Task, Unsupported, read_rows
 from experiments.workloads.workload import Batch, cache_sets
-
-Prepared = tuple[Tensor, Tensor, Tensor]
 
 OPTIMIZERS = {
     Optimizer.sgd: emblib.optim.SGD,
@@ -23,45 +19,12 @@ OPTIMIZERS = {
 }
 
 
-class OneModule(Contender):
-    """One module of emblib's that takes every feature in one call, with a fused optimizer."""
-
-    module: Any
-
-    def __init__(self, task: Task) -> None:
-        super().__init__(task)
-        self.module = self._module()
-
-    @abstractmethod
-    def _module(self) -> Any:
-        """Build the module on the task's device."""
-
-    def prepare(self, batch: Batch) -> Prepared:
-        """Lay out feature-major ids and offsets."""
-        device = self.task.device
-        return batch.indices.to(device), batch.offsets.to(device), batch.gradient.to(device)
-
-    def forward(self, prepared: Prepared) -> Tensor:
-        """Look up with one call."""
-        with torch.no_grad():
-            return self.module(prepared[0], prepared[1])
-
-    def step(self, prepared: Prepared) -> None:
-        """Run forward and backward(), which updates the rows."""
-        self.module(prepared[0], prepared[1]).backward(prepared[2])
-
-    def expect(self, batch: Batch, before: State) -> tuple[Tensor, State]:
-        """Compute with plain tables."""
-        return expect_tables(batch, before, self.task)
-
-
 class BatchedTables(OneModule):
     """emblib.TableBatchedEmbeddingBags with all tables in device memory."""
 
     module: emblib.TableBatchedEmbeddingBags
 
     def _module(self) -> emblib.TableBatchedEmbeddingBags:
-        """Build plain tables in the memory of the device."""
         return emblib.TableBatchedEmbeddingBags(
             [emblib.TableSpec(s.rows, s.dim) for s in self.task.shapes],
             OPTIMIZERS[self.task.optimizer](self.task.lr),
@@ -77,8 +40,7 @@ class BatchedTables(OneModule):
         weights = self.module.table_weights()
         if self.task.device.type == "cuda":
             torch.cuda.synchronize()  # tables in host memory are read by the host
-        ids = touched(batch, self.task)
-        return [w.detach()[i.to(w.device)].cpu() for w, i in zip(weights, ids, strict=True)]
+        return read_rows(weights, batch, self.task)
 
 
 class Managed(BatchedTables):
@@ -132,7 +94,7 @@ class CachedLRU(Managed):
 
 
 class CachedLFU(CachedLRU):
-    """The same with the other policy."""
+    """Tables in host memory, behind an LFU cache in device memory."""
 
     policy = emblib.CachePolicy.LFU
 
@@ -144,6 +106,6 @@ class DiskLRU(CachedLRU):
 
 
 class DiskLFU(DiskLRU):
-    """The same with the other policy."""
+    """Tables in a memory-mapped file, behind an LFU cache in memory."""
 
     policy = emblib.CachePolicy.LFU

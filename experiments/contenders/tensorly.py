@@ -11,13 +11,13 @@ from torch import Tensor
 from torch.nn import functional
 
 import emblib
-from experiments.config.schema import Optimizer
-from experiments.contenders.base import Contender, State, Task, Unsupported
+from experiments.contenders.base import State, Task, Unsupported
+from experiments.contenders.torch_bag import Prepared, TorchOptimized
 from experiments.contenders.tt import expect_tt, tt_specs
 from experiments.workloads.workload import Batch
 
 
-class FactorizedTables(Contender):
+class FactorizedTables(TorchOptimized):
     """TensorLy-Torch: a row per distinct id, by batched products of the cores' slices; autograd.
 
     It has no bags. Ids are made distinct before they are looked up and the rows are pooled after,
@@ -26,32 +26,21 @@ class FactorizedTables(Contender):
     """
 
     def __init__(self, task: Task) -> None:
-        super().__init__(task)
         if len(task.shapes) > task.tt_tables:
             raise Unsupported("this contender compresses every table; raise tt.tables")
-        if task.optimizer is Optimizer.rowwise_adagrad:
-            raise Unsupported("torch.optim has no row-wise Adagrad")
-        self.specs = tt_specs(task, task.shapes)
-        self.modules = [_embedding(spec, task.device) for spec in self.specs]
-        generator = torch.Generator(task.device).manual_seed(0)
-        for module in self.modules:
-            for core in module.weight.factors:
-                core.data.normal_(0.0, 0.1, generator=generator)
-        cores = [core for module in self.modules for core in module.weight.factors]
-        self.optimizer: torch.optim.Optimizer = (
-            torch.optim.SGD(cores, lr=task.lr)
-            if task.optimizer is Optimizer.sgd
-            else torch.optim.Adagrad(cores, lr=task.lr, eps=1e-8)
-        )
+        super().__init__(task)
 
-    def prepare(self, batch: Batch) -> Any:
-        """Lay out ids and offsets per table."""
+    def _build(self) -> list[Tensor]:
         device = self.task.device
-        features = [batch.feature(f) for f in range(len(self.modules))]
-        parts = [(i.to(device), o.to(device)) for i, o in features]
-        return parts, batch.gradient.to(device)
+        self.specs = tt_specs(self.task, self.task.shapes)
+        self.modules = [_embedding(spec, device) for spec in self.specs]
+        generator = torch.Generator(device).manual_seed(0)
+        cores = [core for module in self.modules for core in module.weight.factors]
+        for core in cores:
+            core.data.normal_(0.0, 0.1, generator=generator)
+        return cores
 
-    def _lookup(self, prepared: Any) -> Tensor:
+    def _lookup(self, prepared: Prepared) -> Tensor:
         outputs = []
         for module, (indices, offsets) in zip(self.modules, prepared[0], strict=True):
             distinct, place = torch.unique(indices, return_inverse=True)
@@ -61,32 +50,9 @@ class FactorizedTables(Contender):
             )
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
-    def forward(self, prepared: Any) -> Tensor:
-        """Look up table by table, then concatenate."""
-        with torch.no_grad():
-            return self._lookup(prepared)
-
-    def step(self, prepared: Any) -> None:
-        """Run autograd to the cores, then the optimizer."""
-        self._lookup(prepared).backward(prepared[1])
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-
-    def nbytes(self) -> dict[str, int]:
-        """Return the bytes of cores and Adagrad's sums; a batch's rows show in the peak."""
-        kept = (value for state in self.optimizer.state.values() for value in state.values())
-        return {
-            "weights": sum(c.nbytes for module in self.modules for c in module.weight.factors),
-            "optimizer_state": sum(v.nbytes for v in kept if isinstance(v, Tensor) and v.dim() > 0),
-        }
-
     def observe(self, batch: Batch) -> State:
         """Return all cores in emblib's layout: [p, R * q * R'] for its [R, p, q, R']."""
-        return [
-            core.detach().permute(1, 0, 2, 3).flatten(1).cpu().clone()
-            for module in self.modules
-            for core in module.weight.factors
-        ]
+        return [core.detach().permute(1, 0, 2, 3).flatten(1).cpu().clone() for core in self.weights]
 
     def expect(self, batch: Batch, before: State) -> tuple[Tensor, State]:
         """Compute the chain of core products with autograd."""

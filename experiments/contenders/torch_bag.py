@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
+
 import torch
 from torch import Tensor, nn
 
@@ -11,22 +13,71 @@ from experiments.contenders.base import (
     State,
     Task,
     Unsupported,
-    expect_tables,
     fill_,
-    touched,
+    optimizer_bytes,
+    read_rows,
 )
 from experiments.workloads.workload import Batch
 
 Prepared = tuple[list[tuple[Tensor, Tensor]], Tensor]
 
 
-class TorchBags(Contender):
-    """torch.nn.EmbeddingBag per table; the outputs are concatenated as a model needs them."""
+class TableByTable(Contender):
+    """Tables that are looked up one after the other; a model needs the outputs concatenated."""
+
+    def prepare(self, batch: Batch) -> Prepared:
+        """Lay out ids and offsets per table."""
+        device = self.task.device
+        features = [batch.feature(f) for f in range(len(self.task.shapes))]
+        return [(i.to(device), o.to(device)) for i, o in features], batch.gradient.to(device)
+
+    @abstractmethod
+    def _lookup(self, prepared: Prepared) -> Tensor:
+        """Look up [B, sum D]."""
+
+    def forward(self, prepared: Prepared) -> Tensor:
+        """Look up table by table, then concatenate."""
+        with torch.no_grad():
+            return self._lookup(prepared)
+
+
+class TorchOptimized(TableByTable):
+    """Tables that autograd and an optimizer of torch.optim train."""
 
     def __init__(self, task: Task) -> None:
         super().__init__(task)
         if task.optimizer is Optimizer.rowwise_adagrad:
             raise Unsupported("torch.optim has no row-wise Adagrad")
+        self.weights = self._build()
+        self.optimizer: torch.optim.Optimizer = (
+            torch.optim.SGD(self.weights, lr=task.lr)
+            if task.optimizer is Optimizer.sgd
+            else torch.optim.Adagrad(self.weights, lr=task.lr, eps=1e-8)
+        )
+
+    @abstractmethod
+    def _build(self) -> list[Tensor]:
+        """Build the tables on the task's device; return their parameters."""
+
+    def step(self, prepared: Prepared) -> None:
+        """Run autograd, then the optimizer."""
+        self._lookup(prepared).backward(prepared[1])
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def nbytes(self) -> dict[str, int]:
+        """Return the bytes of weights and of Adagrad's dense sums; gradients show in the peak."""
+        return {
+            "weights": sum(w.nbytes for w in self.weights),
+            "optimizer_state": optimizer_bytes(self.optimizer.state.values()),
+        }
+
+
+class TorchBags(TorchOptimized):
+    """torch.nn.EmbeddingBag per table, with sparse gradients."""
+
+    def _build(self) -> list[Tensor]:
+        device = self.task.device
         self.bags = [
             nn.EmbeddingBag(
                 s.rows,
@@ -34,56 +85,16 @@ class TorchBags(Contender):
                 mode="sum",
                 sparse=True,
                 include_last_offset=True,
-                _weight=fill_(torch.empty(s.rows, s.dim, device=task.device), seed),
+                _weight=fill_(torch.empty(s.rows, s.dim, device=device), seed),
             )
-            for seed, s in enumerate(task.shapes)
+            for seed, s in enumerate(self.task.shapes)
         ]
-        weights = [bag.weight for bag in self.bags]
-        self.optimizer: torch.optim.Optimizer = (
-            torch.optim.SGD(weights, lr=task.lr)
-            if task.optimizer is Optimizer.sgd
-            else torch.optim.Adagrad(weights, lr=task.lr, eps=1e-8)
-        )
-
-    def prepare(self, batch: Batch) -> Prepared:
-        """Lay out ids and offsets per table."""
-        device = self.task.device
-        features = [batch.feature(f) for f in range(len(self.bags))]
-        return [(i.to(device), o.to(device)) for i, o in features], batch.gradient.to(device)
+        return [bag.weight for bag in self.bags]
 
     def _lookup(self, prepared: Prepared) -> Tensor:
         outputs = [b(i, o) for b, (i, o) in zip(self.bags, prepared[0], strict=True)]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
-    def forward(self, prepared: Prepared) -> Tensor:
-        """Look up with one embedding_bag call per table, then concatenate."""
-        with torch.no_grad():
-            return self._lookup(prepared)
-
-    def step(self, prepared: Prepared) -> None:
-        """Run autograd to sparse gradients, then the optimizer."""
-        self._lookup(prepared).backward(prepared[1])
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-
-    def nbytes(self) -> dict[str, int]:
-        """Return the bytes of weights and of Adagrad's dense sums."""
-        state = sum(
-            value.numel() * value.element_size()
-            for values in self.optimizer.state.values()
-            for value in values.values()
-            if isinstance(value, Tensor) and value.dim() > 0
-        )
-        return {"weights": sum(b.weight.nbytes for b in self.bags), "optimizer_state": state}
-
     def observe(self, batch: Batch) -> State:
         """Return the touched rows of each table."""
-        ids = touched(batch, self.task)
-        return [
-            b.weight.detach()[i.to(self.task.device)].cpu()
-            for b, i in zip(self.bags, ids, strict=True)
-        ]
-
-    def expect(self, batch: Batch, before: State) -> tuple[Tensor, State]:
-        """Compute with plain tables."""
-        return expect_tables(batch, before, self.task)
+        return read_rows(self.weights, batch, self.task)

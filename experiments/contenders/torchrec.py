@@ -1,4 +1,4 @@
-"""TorchRec's embedding bag collections in one process, fed with its KeyedJaggedTensor."""
+"""TorchRec's embedding bag collections, in one process and over ranks, and its hash table."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torchrec.distributed import sharding_plan
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.distributed.sharding_plan import construct_module_sharding_plan, table_wise
 from torchrec.distributed.types import ShardingPlan
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
@@ -25,24 +24,14 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from experiments.config.schema import Optimizer
-from experiments.contenders.base import (
-    Contender,
-    State,
-    Task,
-    Unsupported,
-    expect_tables,
-    fill_,
-    touched,
-)
+from experiments.contenders.base import State, Task, Unsupported, optimizer_bytes, read_rows
 from experiments.contenders.fbgemm import check_dims, id_type
 from experiments.contenders.keys import KeyTable, KeyTask
-from experiments.contenders.sharded import Piece, fill_pieces, over_ranks, touched_rows, world
+from experiments.contenders.sharded import Block, Collection, over_ranks, world
 from experiments.workloads.workload import Batch
 
 # It warns whoever builds a sharded collection of a function that TorchRec itself calls.
 logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
-
-Prepared = tuple[torchrec.KeyedJaggedTensor, Tensor]
 
 OPTIMIZERS: dict[Optimizer, type[Any]] = {
     Optimizer.sgd: torch.optim.SGD,
@@ -52,20 +41,10 @@ OPTIMIZERS: dict[Optimizer, type[Any]] = {
 FUSED = "fused"  # the compute kernel that is FBGEMM's tables with the optimizer in backward
 
 
-class Collection(Contender):
-    """The common part of TorchRec's collections: one feature per table."""
+class Bags(Collection):
+    """The common part of TorchRec's collections."""
 
-    def __init__(self, task: Task) -> None:
-        super().__init__(task)
-        self.keys = [f"f{number:05}" for number in range(len(task.shapes))]  # as state dicts sort
-        self.module: Any
-        self.module, self.weights = self._module()
-        for seed, weights in enumerate(self.weights):
-            fill_(weights.data, seed)
-
-    @abstractmethod
-    def _module(self) -> tuple[nn.Module, list[Tensor]]:
-        """Build the collection; return it with the weights of each table."""
+    feature_name = "f{:05}"  # as state dicts sort
 
     def _configs(self) -> list[EmbeddingBagConfig]:
         return [
@@ -82,7 +61,7 @@ class Collection(Contender):
         eps = {} if self.task.optimizer is Optimizer.sgd else {"eps": 1e-8}
         return {"lr": self.task.lr, **eps}
 
-    def prepare(self, batch: Batch) -> Prepared:
+    def prepare(self, batch: Batch) -> tuple[torchrec.KeyedJaggedTensor, Tensor]:
         """Lay out a KeyedJaggedTensor whose lengths and key offsets are computed."""
         device, kind = self.task.device, id_type(self.task)
         features = torchrec.KeyedJaggedTensor.from_offsets_sync(
@@ -94,24 +73,16 @@ class Collection(Contender):
         features.to_dict()
         return features, batch.gradient.to(device)
 
-    def forward(self, prepared: Prepared) -> Tensor:
-        """Look up with one call; return the values of the KeyedTensor."""
-        with torch.no_grad():
-            output: Tensor = self.module(prepared[0]).values()
-        return output
-
-    def step(self, prepared: Prepared) -> None:
-        """Run forward and backward(), which updates the tables."""
-        self.module(prepared[0]).values().backward(prepared[1])
-
     def nbytes(self) -> dict[str, int]:
         """Return the bytes of tables and of the optimizer's sums; gradients show in the peak."""
-        kept = [value for state in self._states() for value in state.values()]
-        local = [v.local_shards()[0].tensor if hasattr(v, "local_shards") else v for v in kept]
         return {
-            "weights": sum(w.nbytes for w in self.weights),
-            "optimizer_state": sum(
-                v.nbytes for v in local if isinstance(v, Tensor) and v.dim() > 0
+            "weights": sum(block.weights.nbytes for block in self.blocks),
+            "optimizer_state": optimizer_bytes(
+                {
+                    name: v.local_shards()[0].tensor if hasattr(v, "local_shards") else v
+                    for name, v in state.items()
+                }
+                for state in self._states()
             ),
         }
 
@@ -119,67 +90,35 @@ class Collection(Contender):
     def _states(self) -> Iterable[Mapping[str, Any]]:
         """Return the optimizer's state, table by table."""
 
+
+class WholeBags(Bags):
+    """Collections that are not sharded and need no process group."""
+
+    def _module(self) -> tuple[nn.Module, list[Block]]:
+        module = self._collection()
+        bags = module.embedding_bags.values()
+        return module, [Block(table, 0, 0, bag.weight) for table, bag in enumerate(bags)]
+
+    @abstractmethod
+    def _collection(self) -> Any:
+        """Build the collection on the task's device."""
+
     def observe(self, batch: Batch) -> State:
         """Return the touched rows of each table."""
-        ids = touched(batch, self.task)
-        return [w.detach()[i.to(w.device)].cpu() for w, i in zip(self.weights, ids, strict=True)]
-
-    def expect(self, batch: Batch, before: State) -> tuple[Tensor, State]:
-        """Compute with plain tables."""
-        return expect_tables(batch, before, self.task)
+        return read_rows((block.weights for block in self.blocks), batch, self.task)
 
 
-class Sharded(Collection):
-    """TorchRec as it is trained with: DistributedModelParallel, its optimizer in backward.
-
-    In a process group of one. Its input and output distribution then send nothing, but run.
-    """
-
-    def _module(self) -> tuple[nn.Module, list[Tensor]]:
-        check_dims(self.task)
-        device = self.task.device
-        _process_group(device)
-        collection = torchrec.EmbeddingBagCollection(
-            tables=self._configs(), device=torch.device("meta")
-        )
-        apply_optimizer_in_backward(
-            OPTIMIZERS[self.task.optimizer], collection.parameters(), self._options()
-        )
-        plan = construct_module_sharding_plan(
-            collection,
-            {c.name: table_wise(rank=0, compute_kernel=FUSED) for c in self._configs()},
-            world_size=1,
-            local_size=1,
-            device_type=device.type,
-        )
-        # DistributedModelParallel shards the modules below the one that it is given.
-        module = DistributedModelParallel(
-            nn.Sequential(collection),
-            device=device,
-            plan=ShardingPlan({"0": plan}),
-            sharders=[EmbeddingBagCollectionSharder()],
-        )
-        shards = [value.local_shards() for value in module.state_dict().values()]
-        return module, [shard.tensor for (shard,) in shards]
-
-    def _states(self) -> Iterable[Mapping[str, Any]]:
-        """Return the state of all optimizers in backward."""
-        states: Iterable[Mapping[str, Any]] = self.module.fused_optimizer.state.values()
-        return states
-
-
-class Fused(Collection):
+class Fused(WholeBags):
     """TorchRec's FusedEmbeddingBagCollection: FBGEMM's tables behind its interface, no sharding."""
 
-    def _module(self) -> tuple[nn.Module, list[Tensor]]:
+    def _collection(self) -> nn.Module:
         check_dims(self.task)
-        module = FusedEmbeddingBagCollection(
+        return FusedEmbeddingBagCollection(
             tables=self._configs(),
             optimizer_type=OPTIMIZERS[self.task.optimizer],
             optimizer_kwargs=self._options(),
             device=self.task.device,
         )
-        return module, [bag.weight for bag in module.embedding_bags.values()]
 
     def _states(self) -> Iterable[Mapping[str, Any]]:
         """Return the state of FBGEMM's modules, which are not submodules."""
@@ -187,68 +126,50 @@ class Fused(Collection):
         return states
 
 
-class Unsharded(Collection):
+class Unsharded(WholeBags):
     """TorchRec's EmbeddingBagCollection before it is sharded: dense gradients, torch.optim.
 
     Every row of every table gets a gradient and an update, so that a step reads and writes whole
     tables. Not how TorchRec is meant to be trained, but what its class does by itself.
     """
 
-    def _module(self) -> tuple[nn.Module, list[Tensor]]:
+    def _collection(self) -> nn.Module:
         if self.task.optimizer is Optimizer.rowwise_adagrad:
             raise Unsupported("torch.optim has no row-wise Adagrad")
         module = torchrec.EmbeddingBagCollection(tables=self._configs(), device=self.task.device)
         self.optimizer: torch.optim.Optimizer = OPTIMIZERS[self.task.optimizer](
             module.parameters(), **self._options()
         )
-        return module, [bag.weight for bag in module.embedding_bags.values()]
+        return module
 
-    def step(self, prepared: Prepared) -> None:
+    def step(self, prepared: tuple[torchrec.KeyedJaggedTensor, Tensor]) -> None:
         """Run autograd to dense gradients, then the optimizer."""
         super().step(prepared)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 
     def _states(self) -> Iterable[Mapping[str, Any]]:
-        """Return the state of torch.optim."""
         return self.optimizer.state.values()
 
 
-def _process_group(device: torch.device) -> None:
-    """Create a process group of this process alone."""
-    if dist.is_initialized():
-        if dist.get_world_size() > 1:
-            raise Unsupported(
-                "TorchRec is measured in one process here; its tables would be spread over "
-                f"{dist.get_world_size()}, other contenders' are not (torchrec_fused has no group)"
-            )
-        return
-    alone(device)
+class ShardedBags(Bags):
+    """TorchRec as it is trained with: DistributedModelParallel, its optimizer in backward.
 
-
-def alone(device: torch.device) -> None:
-    """Make a process group of this process; it stays until the process ends."""
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    atexit.register(dist.destroy_process_group)
-
-
-class Spread(Collection):
-    """Trained through DistributedModelParallel, the optimizer in backward, on every rank alike."""
-
-    def __init__(self, task: Task) -> None:
-        self.pieces: list[Piece] = []
-        super().__init__(task)
-        fill_pieces(self.pieces)
+    Without a process group, it gets one of this process alone; its input and output distribution
+    then send nothing, but run.
+    """
 
     @abstractmethod
-    def _place(self, share: float, ranks: int) -> Callable[..., Any]:
+    def _rule(self, share: float, ranks: int) -> Callable[..., Any]:
         """Return TorchRec's sharding of a table; `share` in [0, 1) is its position."""
 
-    def _module(self) -> tuple[nn.Module, list[Tensor]]:
+    def _module(self) -> tuple[nn.Module, list[Block]]:
         check_dims(self.task)
+        device = self.task.device
         if not dist.is_initialized():
-            alone(self.task.device)
+            backend = "nccl" if device.type == "cuda" else "gloo"
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+            atexit.register(dist.destroy_process_group)
         _, ranks = world()
         collection = torchrec.EmbeddingBagCollection(
             tables=self._configs(), device=torch.device("meta")
@@ -259,24 +180,25 @@ class Spread(Collection):
         names = [config.name for config in self._configs()]
         plan = sharding_plan.construct_module_sharding_plan(
             collection,
-            {name: self._place(number / len(names), ranks) for number, name in enumerate(names)},
+            {name: self._rule(number / len(names), ranks) for number, name in enumerate(names)},
             world_size=ranks,
             local_size=ranks,
-            device_type=self.task.device.type,
+            device_type=device.type,
         )
         # DistributedModelParallel shards the modules below the one that it is given.
         module = DistributedModelParallel(
             nn.Sequential(collection),
-            device=self.task.device,
+            device=device,
             plan=ShardingPlan({"0": plan}),
             sharders=[EmbeddingBagCollectionSharder()],
         )
+        blocks = []
         for key, value in module.state_dict().items():
             table = names.index(key.split(".")[-2])
             for shard in value.local_shards():
                 row, column = shard.metadata.shard_offsets
-                self.pieces.append(Piece(table, row, column, shard.tensor))
-        return module, [piece.weights for piece in self.pieces]
+                blocks.append(Block(table, row, column, shard.tensor))
+        return module, blocks
 
     def _states(self) -> Iterable[Mapping[str, Any]]:
         """Return the state of all optimizers in backward."""
@@ -287,37 +209,42 @@ class Spread(Collection):
         """Return the bytes of all ranks."""
         return over_ranks(super().nbytes())
 
-    def observe(self, batch: Batch) -> State:
-        """Return the touched rows of all ranks."""
-        return touched_rows(batch, self.task, self.pieces)
 
-
-class TableWise(Spread):
+class TableWise(ShardedBags):
     """Whole tables, an equal share of neighbours on each rank.
 
     So its features keep their order, which otherwise goes by the rank of their table.
     """
 
-    def _place(self, share: float, ranks: int) -> Callable[..., Any]:
+    def _rule(self, share: float, ranks: int) -> Callable[..., Any]:
         return sharding_plan.table_wise(rank=int(share * ranks), compute_kernel=FUSED)
 
 
-class RowWise(Spread):
+class Sharded(TableWise):
+    """The same in one process only, beside contenders that are not sharded."""
+
+    def __init__(self, task: Task) -> None:
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            raise Unsupported(
+                "TorchRec is measured in one process here; its tables would be spread over "
+                f"{dist.get_world_size()}, other contenders' are not (torchrec_fused has no group)"
+            )
+        super().__init__(task)
+
+
+class RowWise(ShardedBags):
     """Rows of every table on every rank."""
 
-    def _place(self, share: float, ranks: int) -> Callable[..., Any]:
+    def _rule(self, share: float, ranks: int) -> Callable[..., Any]:
         return sharding_plan.row_wise(compute_kernel=FUSED)
 
 
-class ColumnWise(Spread):
+class ColumnWise(ShardedBags):
     """Columns of every table on every rank."""
 
-    def _place(self, share: float, ranks: int) -> Callable[..., Any]:
+    def _rule(self, share: float, ranks: int) -> Callable[..., Any]:
         return sharding_plan.column_wise(ranks=list(range(ranks)), compute_kernel=FUSED)
 
-
-# It warns whoever imports it of a function that TorchRec itself calls.
-logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
 
 FEATURE = "ids"
 INTERVAL = 10  # iterations from one eviction to the next
@@ -374,14 +301,13 @@ class ManagedCollisions(KeyTable):
 
     def find_slots(self, prepared: PreparedIds) -> Tensor:
         """Run the remap of evaluation."""
-        return self._told(self.module.remap(prepared))
+        remapped: PreparedIds = self.module.remap(prepared)
+        return remapped[FEATURE].values()
 
     def find_or_insert_slots(self, prepared: PreparedIds) -> Tensor:
         """Run the remap of training."""
         self.module.train()
-        return self._told(self.module(prepared))
-
-    def _told(self, remapped: PreparedIds) -> Tensor:
+        remapped: PreparedIds = self.module(prepared)
         return remapped[FEATURE].values()
 
     def nbytes(self) -> int:

@@ -24,24 +24,15 @@ from experiments.contenders.tables import OPTIMIZERS, BatchedTables
 from experiments.workloads.workload import Batch, TableShape
 
 
-def largest(shapes: tuple[TableShape, ...], count: int) -> list[int]:
-    """Return the positions of the `count` tables with the most rows, in table order."""
-    by_rows = sorted(range(len(shapes)), key=lambda i: -shapes[i].rows)
-    return sorted(by_rows[:count])
-
-
-def cores_for(dim: int) -> int:
-    """Return three cores, or as many as the number of columns can be split over."""
-    return 3 if dim >= 8 else 2
-
-
 class TTTables(Contender):
     """The output's columns are the plain tables' first, then each compressed table's."""
 
     def __init__(self, task: Task) -> None:
         super().__init__(task)
-        self.compressed = largest(task.shapes, task.tt_tables)
-        self.plain = [i for i in range(len(task.shapes)) if i not in self.compressed]
+        tables = range(len(task.shapes))
+        largest_first = sorted(tables, key=lambda i: -task.shapes[i].rows)
+        self.compressed = sorted(largest_first[: task.tt_tables])
+        self.plain = [i for i in tables if i not in self.compressed]
         self.modules = [
             emblib.TTEmbeddingBag(spec, OPTIMIZERS[task.optimizer](task.lr), device=task.device)
             for spec in tt_specs(task, [task.shapes[i] for i in self.compressed])
@@ -52,14 +43,11 @@ class TTTables(Contender):
     def _part(self, batch: Batch, chosen: Sequence[int]) -> Batch:
         """Return the part of a batch for some tables, feature-major."""
         features = [batch.feature(f) for f in chosen]
-        starts, base = [], 0
-        for indices, offsets in features:
-            starts.append(offsets[:-1] + base)
-            base += indices.numel()
+        lengths = torch.cat([offsets.diff() for _, offsets in features])
         columns = split_gradient(batch, self.task.shapes)
         return Batch(
-            torch.cat([i for i, _ in features]),
-            torch.cat([*starts, torch.tensor([base])]),
+            torch.cat([indices for indices, _ in features]),
+            torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]),
             torch.cat([columns[f] for f in chosen], dim=1),
         )
 
@@ -130,7 +118,7 @@ def tt_specs(task: Task, shapes: Sequence[TableShape]) -> list[emblib.TTSpec]:
 
 
 def _tt_spec(task: Task, shape: TableShape) -> emblib.TTSpec:
-    cores = len(task.dim_factors) or cores_for(shape.dim)
+    cores = len(task.dim_factors) or (3 if shape.dim >= 8 else 2)  # a factor of D per core
     factors = emblib.TTSpec(
         shape.rows, shape.dim, (1,) * (cores - 1), task.row_factors, task.dim_factors
     )
