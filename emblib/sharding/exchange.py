@@ -32,6 +32,9 @@ from emblib.sharding.awaitables import Awaitable
 from emblib.sharding.codecs import FP32, Codec
 from emblib.sharding.ranks import RankGroup
 
+# torch 2.13 deprecates the old name.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 
 class Content(enum.IntEnum):
     """The kind of data that a collective sends; headers carry it."""
@@ -191,7 +194,7 @@ def _check_headers(
     """
     header = torch.tensor([*kind, *nbytes, *received_nbytes], dtype=torch.int64)
     gathered = header.new_empty(ranks.size * len(header))
-    dist.all_gather_into_tensor(gathered, header, group=ranks.group)
+    _all_gather(gathered, header, group=ranks.group)
     headers = gathered.view(ranks.size, -1)
     kinds, sent, expected = headers.split([len(kind), ranks.size, ranks.size], dim=1)
     # [receiver, sender]

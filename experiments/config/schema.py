@@ -260,7 +260,7 @@ class DeviceConfig:
     kind: DeviceKind = DeviceKind.auto
     threads: int = 0
     memory_share: float = 0.6
-    ranks: int = 1  # processes under torchrun, each with its own batches
+    ranks: int = 1  # processes, each with its own batches
     strict: bool = False  # refuse to measure on a machine that is not fit for it
 
 

@@ -40,11 +40,14 @@ class Limits:
 
 
 class Died(Exception):
-    """A child ended without an answer, or was ended; `status` is 'oom', 'timeout' or 'error'."""
+    """A child failed, died or was ended; `status` is 'oom', 'timeout' or 'error'.
 
-    def __init__(self, status: str, reason: str) -> None:
+    `answered` tells an exception that the child itself reported from its death.
+    """
+
+    def __init__(self, status: str, reason: str, *, answered: bool = False) -> None:
         super().__init__(reason)
-        self.status, self.reason = status, reason
+        self.status, self.reason, self.answered = status, reason, answered
 
 
 @dataclass(frozen=True)
@@ -118,7 +121,8 @@ class Child:
             raise self._death() from None
         self._heard = True
         if isinstance(message, _Raised):
-            raise Died("oom" if message.out_of_memory else "error", message.text)
+            status = "oom" if message.out_of_memory else "error"
+            raise Died(status, message.text, answered=True)
         return message
 
     def _death(self) -> Died:

@@ -1,25 +1,19 @@
-"""Several ranks on one machine: N synchronised processes measure a cell, under torchrun.
+"""Several ranks on one machine: N synchronised processes measure a cell together.
 
-Every rank builds the contenders and has batches of its own; `experiments.run.ranks` keeps them
-together. Rank 0 returns the records, with every rank's seconds in them.
+Every rank builds the contenders and has batches of its own; `RankSync` keeps them together. Rank 0
+returns the records, with every rank's seconds in them.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import datetime
 import os
-import re
-import socket
-import subprocess
-import sys
-import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
-from multiprocessing import connection
 from multiprocessing.connection import Connection
-from pathlib import Path
+from types import TracebackType
 from typing import Any, Protocol
 
 import torch
@@ -29,13 +23,16 @@ from experiments import kinds
 from experiments.machine.telemetry import Telemetry
 from experiments.measure.outcome import Outcome
 from experiments.results.store import Record
-from experiments.run.process import is_out_of_memory, killed_with_parent, note
+from experiments.run.process import Child, Died, Limits, is_out_of_memory, note
 from experiments.run.session import Orders, RankSync
 from experiments.timing import memory
 from experiments.timing.clock import Clock, Phase, Reading, Work
 
 ARM, CLOCK = 1.0, 2.0  # whose a failure is: the contender's, or of all that was timed together
 SIBLINGS = ("busy",)  # telemetry's flags that other ranks raise by being there
+HOST = "127.0.0.1"
+TARGET = "experiments.run.ranks:serve"
+GRACE_SECONDS = 2.0  # for other ranks to fail after the first, so that the cause can be told
 
 
 class Peers(Protocol):
@@ -61,7 +58,7 @@ class Elsewhere(RuntimeError):
     """An arm failed on another rank, and so on this one."""
 
 
-class TorchrunSync(RankSync):
+class ProcessSync(RankSync):
     """The synchronisation of one of several processes that measure the same cell."""
 
     def __init__(self, peers: Peers) -> None:
@@ -132,7 +129,7 @@ def told(error: Exception) -> tuple[str, bool]:
 class RankClock(Clock):
     """A clock that starts every sample on all ranks together and reads the slowest of them."""
 
-    def __init__(self, clock: Clock, ranks: TorchrunSync) -> None:
+    def __init__(self, clock: Clock, ranks: ProcessSync) -> None:
         self.inner, self.ranks, self.mode = clock, ranks, clock.mode
         self.min_sample_seconds = clock.min_sample_seconds
         self.log: dict[str, list[tuple[float, ...]]] = {}  # key of the work -> seconds by rank
@@ -213,11 +210,6 @@ class SharedTelemetry:
         return [flag for flag in self.inner.flags() if flag not in SIBLINGS]
 
 
-LOOK_SECONDS = 0.5
-GOODBYE_SECONDS = 10.0  # for torchrun to say how its processes ended
-MODULE = "experiments.run.ranks"
-
-
 class TorchPeers:
     """Communication over gloo, on the host, so that it puts no work on a GPU."""
 
@@ -245,62 +237,45 @@ class TorchPeers:
 # A rank
 
 
-def main() -> None:
-    """Measure as one process of torchrun and send the records to the process that started it."""
-    killed_with_parent()
-    with connection.Client(sys.argv[1], "AF_UNIX") as pipe:
-        pipe.send(int(os.environ["RANK"]))
-        orders: Orders = pipe.recv()
-        try:
-            records = _measure(orders, pipe)
-        except Exception as error:
-            pipe.send(_Failed(*told(error)))
-            raise
-        pipe.send(records)
-        # Torchrun ends all when one ends badly, as torch can make it, and others may still send.
-        with contextlib.suppress(EOFError, OSError):
-            pipe.recv()
-
-
-@dataclasses.dataclass(frozen=True)
-class _Failed:
-    """A rank's error."""
-
-    text: str
-    out_of_memory: bool
-
-
-def _measure(orders: Orders, pipe: Connection) -> list[Record]:
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+def serve(pipe: Connection, orders: Orders, rank: int, port: int) -> None:
+    """Measure the cell as one rank; rank 0 sends the records, the others an empty list."""
     config, device = orders.session.config, orders.session.device
+    size = config.device.ranks
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
+    note("|starting")
+    cores = _restrict_to_cores(rank, size) if device.type == "cpu" else os.cpu_count() or 1
     if device.type == "cuda":
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        device = torch.device("cuda", rank)
         torch.cuda.set_device(device)
-    else:
-        _keep_to_own_cores(rank, size)
-    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    torch.set_num_threads(config.device.threads or max(1, cores // size))
     memory.keep_freed_blocks()
     patience = datetime.timedelta(seconds=config.timing.limit_seconds or 1e6)
-    dist.init_process_group("gloo", timeout=patience)
+    store = dist.TCPStore(HOST, port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=patience)
     try:
-        ranks = TorchrunSync(TorchPeers())
-        session = dataclasses.replace(orders.session, device=device, note=pipe.send, sync=ranks)
+        ranks = ProcessSync(TorchPeers())
+        session = dataclasses.replace(orders.session, device=device, note=note, sync=ranks)
         records = kinds.find(orders.cell.kind).measure(orders.cell, session, orders.seconds)
     finally:
         dist.destroy_process_group()
-    return [record | _by_rank(record, ranks) for record in records]
+    pipe.send([record | _by_rank(record, ranks) for record in records] if rank == 0 else [])
 
 
-def _keep_to_own_cores(rank: int, size: int) -> None:
-    """Restrict this rank to an equal share of neighbouring cores, if there is one per rank."""
-    if hasattr(os, "sched_setaffinity"):
-        cores = sorted(os.sched_getaffinity(0))
-        if len(cores) >= size:
-            own = cores[rank * len(cores) // size : (rank + 1) * len(cores) // size]
-            os.sched_setaffinity(0, own)
+def _restrict_to_cores(rank: int, size: int) -> int:
+    """Restrict this rank to an equal share of neighbouring cores, if there is one per rank.
+
+    Returns the number of cores of all ranks.
+    """
+    if not hasattr(os, "sched_setaffinity"):
+        return os.cpu_count() or 1
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) >= size:
+        share = cores[rank * len(cores) // size : (rank + 1) * len(cores) // size]
+        os.sched_setaffinity(0, share)
+    return len(cores)
 
 
-def _by_rank(record: Record, ranks: TorchrunSync) -> Record:
+def _by_rank(record: Record, ranks: ProcessSync) -> Record:
     """Return the seconds of every rank per sample; a sample's own value is the slowest rank's."""
     clock = ranks.clocks.get(record["mode"])
     calls = record.get("executions", {})
@@ -315,116 +290,67 @@ def _by_rank(record: Record, ranks: TorchrunSync) -> Record:
 # The process that starts them
 
 
-def lead(pipe: Connection, orders: Orders) -> None:
-    """Measure the cell on `device.ranks` ranks and send its records; a failure is raised."""
-    ranks = orders.session.config.device.ranks
-    note(f"|starting {ranks} ranks")
-    with tempfile.TemporaryDirectory() as folder, _listening(f"{folder}/ranks") as server:
-        output = Path(folder) / "output"
-        with output.open("wb") as stream:
-            agent = subprocess.Popen(
-                [*_torchrun(ranks), f"{folder}/ranks"],
-                env=_environment(orders),
-                stdout=stream,
-                stderr=stream,
-                preexec_fn=killed_with_parent,
-            )
+class RankProcesses:
+    """A child process per rank, used like one `Child`."""
+
+    def __init__(self, orders: Orders, limits: Limits) -> None:
+        size = orders.session.config.device.ranks
+        memory_bytes = limits.memory_bytes and limits.memory_bytes // size
+        limits = dataclasses.replace(limits, memory_bytes=memory_bytes)
+        # Here, so that the system chooses a free port, and the store outlives a rank that dies.
+        self._store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
+        self.children = [
+            Child(TARGET, (orders, rank, self._store.port), limits=limits) for rank in range(size)
+        ]
+        self.note = ""  # of the rank whose failure ended the cell
+
+    def receive(self, watch: Callable[[str], object] | None = None) -> list[Record]:
+        """Return the records of rank 0; `watch` gets its notes.
+
+        Raises:
+            Died: a rank died or failed. Ranks may be at different arms: `note` is that rank's.
+        """
+        failed: list[int] = []  # ranks in the order in which they failed
+        with ThreadPoolExecutor(len(self.children)) as pool:
+            answers = [
+                pool.submit(self._receive, rank, None if rank else watch, failed)
+                for rank in range(len(self.children))
+            ]
+            wait(answers, return_when="FIRST_EXCEPTION")
+            if failed:
+                # A lost connection may be noticed before the death that is its cause.
+                wait(answers, GRACE_SECONDS)
+                failed = list(failed)  # without those that are killed now
+                for child in self.children:
+                    child.kill()
+        if not failed:
+            return answers[0].result()
+        deaths = {rank: answers[rank].exception() for rank in failed}
+        died = [r for r, death in deaths.items() if isinstance(death, Died) and not death.answered]
+        rank = (died or failed)[0]
+        self.note = self.children[rank].note
+        death = deaths[rank]
+        status = death.status if isinstance(death, Died) else "error"
+        raise Died(status, f"rank {rank}: {death}") from death
+
+    def _receive(
+        self, rank: int, watch: Callable[[str], object] | None, failed: list[int]
+    ) -> list[Record]:
         try:
-            pipes = dict(_arrivals(server, agent, ranks, output))
-            for other in pipes.values():
-                other.send(orders)
-            pipe.send(_converse(pipes, agent, output))
-        finally:
-            agent.kill()
-            agent.wait()
+            records: list[Record] = self.children[rank].receive(watch)
+        except BaseException:
+            failed.append(rank)
+            raise
+        return records
 
+    def __enter__(self) -> RankProcesses:
+        return self
 
-def _torchrun(ranks: int) -> list[str]:
-    single = ["--standalone", f"--nproc-per-node={ranks}", "--max-restarts=0"]
-    return [sys.executable, "-m", "torch.distributed.run", *single, "-m", MODULE]
-
-
-def _environment(orders: Orders) -> dict[str, str]:
-    """Return the environment of torchrun: this process's modules, and each rank's threads."""
-    device = orders.session.config.device
-    path = os.pathsep.join(p for p in sys.path if p)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    threads = device.threads or max(1, (cores or 1) // device.ranks)
-    return os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": str(threads)}
-
-
-def _listening(address: str) -> socket.socket:
-    server = socket.socket(socket.AF_UNIX)
-    server.bind(address)
-    server.listen()
-    server.settimeout(LOOK_SECONDS)
-    return server
-
-
-def _arrivals(
-    server: socket.socket, agent: subprocess.Popen[bytes], ranks: int, output: Path
-) -> Iterator[tuple[int, Connection]]:
-    for _ in range(ranks):
-        while True:
-            try:
-                arrived = Connection(server.accept()[0].detach())
-                break
-            except TimeoutError:
-                if agent.poll() is not None:
-                    raise _death(None, agent, output) from None
-        yield int(arrived.recv()), arrived
-
-
-def _converse(
-    pipes: Mapping[int, Connection], agent: subprocess.Popen[bytes], output: Path
-) -> list[Record]:
-    """Pass notes on until every rank has sent its records; those of rank 0.
-
-    TorchrunSync need not be at the same arm: of one that fails it is its own last note that stands.
-    """
-    open_pipes = {other: rank for rank, other in pipes.items()}
-    doing = dict.fromkeys(pipes, "")
-    found: list[Record] = []
-    while open_pipes:
-        for other in connection.wait(list(open_pipes)):
-            assert isinstance(other, Connection)
-            rank = open_pipes[other]
-            try:
-                message = other.recv()
-            except (EOFError, OSError):
-                note(doing[rank])
-                raise _death(rank, agent, output) from None
-            if isinstance(message, _Failed):
-                note(doing[rank])
-                text = f"rank {rank}: {message.text}"
-                raise MemoryError(text) if message.out_of_memory else Elsewhere(text)
-            if isinstance(message, str):
-                doing[rank] = message
-                if rank == 0:
-                    note(message)
-                continue
-            found = message if rank == 0 else found
-            del open_pipes[other]
-    return found
-
-
-def _death(rank: int | None, agent: subprocess.Popen[bytes], output: Path) -> Exception:
-    """Return why a rank has ended, from what torchrun prints after cleaning up."""
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        agent.wait(GOODBYE_SECONDS)
-    said = output.read_text(errors="replace")
-    who = "torchrun" if rank is None else f"rank {rank}"
-    if re.search(r"Signal 9 \(SIGKILL\)|exitcode\s*: -9", said):
-        return MemoryError(f"{who} was killed from outside (SIGKILL), as by a lack of memory")
-    signals = re.findall(r"Signal \d+ \((\w+)\)", said)
-    if signals:
-        return Elsewhere(f"{who} crashed ({signals[0]})")
-    last = next((line for line in reversed(said.splitlines()) if line.strip()), "no output")
-    return Elsewhere(f"{who} ended without an answer: {last.strip()}")
-
-
-if __name__ == "__main__":
-    # What this process sends is unpickled by one whose own `__main__` is another module.
-    from experiments.run.ranks import main as main_of_the_module
-
-    main_of_the_module()
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for child in self.children:
+            child.__exit__(kind, error, trace)

@@ -18,9 +18,9 @@ from experiments.machine import bandwidth, environment, preflight
 from experiments.measure.outcome import Outcome, describe
 from experiments.results.identity import bench_version, context_of
 from experiments.results.store import Record
-from experiments.run import ranks
 from experiments.run.jobs import Job
 from experiments.run.process import Child, Died, Limits, note
+from experiments.run.ranks import RankProcesses
 from experiments.run.session import Orders, Session
 from experiments.timing import memory
 
@@ -32,8 +32,6 @@ TARGET = "experiments.run.worker:serve"
 def serve(pipe: Connection, orders: Orders) -> None:
     """Measure the cell in the child and send its records."""
     config = orders.session.config
-    if config.device.ranks > 1:
-        return ranks.lead(pipe, orders)
     if config.device.threads:
         torch.set_num_threads(config.device.threads)
     memory.keep_freed_blocks()
@@ -77,12 +75,14 @@ def measure_job(
     return [record | shared for record in every]
 
 
-def _child(orders: Orders) -> Child:
+def _child(orders: Orders) -> Child | RankProcesses:
     config = orders.session.config
     limit = None
     if orders.session.device.type == "cpu":
         limit = int(MEMORY_LIMIT * memory.available_bytes(orders.session.device))
     limits = Limits(config.timing.limit_seconds or math.inf, limit)
+    if config.device.ranks > 1:
+        return RankProcesses(orders, limits)
     return Child(TARGET, (orders,), limits=limits)
 
 

@@ -6,12 +6,10 @@ Most tests are threads that pretend to be ranks, with clocks that only pretend t
 from __future__ import annotations
 
 import os
-import runpy
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +24,8 @@ from experiments.measure.outcome import Outcome
 from experiments.paths import ROOT
 from experiments.results.store import read_records
 from experiments.run import ranks as ranks_module
-from experiments.run.ranks import Elsewhere, TorchrunSync
+from experiments.run.process import Died
+from experiments.run.ranks import Elsewhere, ProcessSync, RankProcesses
 from experiments.timing.clock import Clock, Phase, Reading, Work
 from experiments.timing.race import Measured, Race
 
@@ -64,14 +63,14 @@ class ThreadPeers:
         return found
 
 
-def on_every_rank(work: Callable[[TorchrunSync], Any]) -> list[Any]:
+def on_every_rank(work: Callable[[ProcessSync], Any]) -> list[Any]:
     """`work` in a thread for each rank; their results, or the first error."""
     meeting, results = Meeting(), [None] * RANKS
     errors: list[BaseException] = []
 
     def one(rank: int) -> None:
         try:
-            results[rank] = work(TorchrunSync(ThreadPeers(rank, meeting)))
+            results[rank] = work(ProcessSync(ThreadPeers(rank, meeting)))
         except BaseException as error:
             errors.append(error)
             meeting.door.abort()
@@ -113,7 +112,7 @@ class Scripted(Clock):
 
 
 def race(
-    ranks: TorchrunSync,
+    ranks: ProcessSync,
     broken: Mapping[str, Phase] | None = None,
     *,
     clock: Clock | None = None,
@@ -159,7 +158,7 @@ def test_every_ranks_seconds_are_kept_beside_the_sample() -> None:
 @pytest.mark.parametrize("call", [1, 3, 9])  # in the warm-up and in the race
 @pytest.mark.parametrize("where", [0, 2])
 def test_an_arm_that_fails_on_one_rank_has_failed_on_all(where: int, call: int) -> None:
-    def work(ranks: TorchrunSync) -> dict[str, Measured]:
+    def work(ranks: ProcessSync) -> dict[str, Measured]:
         calls = 0
 
         def step(number: int) -> None:
@@ -181,7 +180,7 @@ def test_an_arm_that_fails_on_one_rank_has_failed_on_all(where: int, call: int) 
 
 
 def test_a_lack_of_memory_stays_one_on_the_other_ranks() -> None:
-    def work(ranks: TorchrunSync) -> str:
+    def work(ranks: ProcessSync) -> str:
         def step(number: int) -> None:
             if ranks.rank == 1:
                 raise torch.OutOfMemoryError("tried to allocate")
@@ -198,7 +197,7 @@ def test_a_lack_of_memory_stays_one_on_the_other_ranks() -> None:
 def test_a_clock_that_fails_takes_all_arms_of_the_round_on_all_ranks() -> None:
     """As after a CUDA error, which shows later than in the call that made it."""
 
-    def work(ranks: TorchrunSync) -> dict[str, Measured]:
+    def work(ranks: ProcessSync) -> dict[str, Measured]:
         return race(ranks, clock=Scripted(ranks.rank, 30 if ranks.rank == 1 else None))[0]
 
     for results in on_every_rank(work):
@@ -220,7 +219,7 @@ def test_ranks_repeat_a_round_together() -> None:
 
 
 def test_counters_are_those_of_all_ranks() -> None:
-    def work(ranks: TorchrunSync) -> Mapping[str, int]:
+    def work(ranks: ProcessSync) -> Mapping[str, int]:
         assert ranks.total({}) == {}
         return ranks.total({"lookups": 100, "lookup_hits": 10 * ranks.rank})
 
@@ -228,7 +227,7 @@ def test_counters_are_those_of_all_ranks() -> None:
 
 
 def test_warm_up_ends_on_all_ranks_at_once_although_their_hit_rates_differ() -> None:
-    def work(ranks: TorchrunSync) -> int:
+    def work(ranks: ProcessSync) -> int:
         lookups = hits = 0
 
         def counters(name: str) -> Mapping[str, int]:
@@ -247,7 +246,7 @@ def test_warm_up_ends_on_all_ranks_at_once_although_their_hit_rates_differ() -> 
 
 
 def test_an_arm_that_could_not_be_built_on_one_rank_is_built_on_none() -> None:
-    def work(ranks: TorchrunSync) -> list[tuple[str, str]]:
+    def work(ranks: ProcessSync) -> list[tuple[str, str]]:
         outcomes = {key: Outcome(Arm(key)) for key in ("a", "b")}
         if ranks.rank == 1:
             outcomes["b"].fail(MemoryError("no room"))
@@ -271,7 +270,7 @@ def test_impossible_ranks_are_a_usage_error(words: list[str], error: str) -> Non
         configure.load([*words] if len(words) > 1 else ["+experiment=tt_vs_tbe", *words])
 
 
-# With torchrun and real processes
+# With processes
 
 CONTENDERS = '''"""Contenders that do something to rank 1."""
 
@@ -312,36 +311,67 @@ dies: {class: "harmful:Dies", label: dies}
 """
 
 
-def test_a_death_is_that_of_the_arm_the_dead_rank_was_at(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+class ScriptedChild:
+    """A child that answers or dies after some seconds."""
+
+    def __init__(self, note: str, seconds: float, end: Died | list[Any]) -> None:
+        self.note, self.seconds, self.end = note, seconds, end
+        self.killed = threading.Event()
+
+    def receive(self, watch: Callable[[str], object] | None) -> list[Any]:
+        if self.killed.wait(self.seconds):
+            raise Died("error", "the process crashed (SIGKILL)")
+        if isinstance(self.end, Died):
+            raise self.end
+        return self.end
+
+    def kill(self) -> None:
+        self.killed.set()
+
+
+def receive(*children: ScriptedChild) -> tuple[Any, str]:
+    """What `RankProcesses.receive` returns or raises, and its note."""
+    processes = object.__new__(RankProcesses)
+    processes.children, processes.note = list(children), ""  # type: ignore[arg-type]
+    try:
+        return processes.receive(), processes.note
+    except Died as death:
+        return (death.status, str(death)), processes.note
+
+
+LOST = Died("error", "RuntimeError: Connection closed by peer", answered=True)
+KILLED = Died("oom", "the process was killed from outside (SIGKILL)")
+
+
+@pytest.mark.parametrize("first", [0.0, 0.2])  # the lost connection is noticed before the death
+def test_a_death_is_that_of_the_arm_the_dead_rank_was_at(first: float) -> None:
     """Rank 0 may be at the next one already, or still at the one before."""
-    noted: list[str] = []
-    monkeypatch.setattr(ranks_module, "note", noted.append)
-    (tmp_path / "output").write_text("Signal 9 (SIGKILL) received")
-    (here, first), (there, second) = Pipe(), Pipe()
-    first.send("dies|checking")
-    first.send("tbe|building")
-    second.send("dies|checking")
-    second.close()
-    with subprocess.Popen(["true"]) as agent, pytest.raises(MemoryError, match="rank 1 was killed"):
-        ranks_module._converse({0: here, 1: there}, agent, tmp_path / "output")
-    assert noted == ["dies|checking", "tbe|building", "dies|checking"]
+    found = receive(
+        ScriptedChild("tbe|building", first, LOST), ScriptedChild("dies|checking", 0.1, KILLED)
+    )
+    assert found == (("oom", f"rank 1: {KILLED}"), "dies|checking")
 
 
-@pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
-def test_what_a_rank_sends_is_of_a_module_that_others_can_import(
+def test_the_rank_that_failed_first_is_named_and_the_others_are_ended(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of `__main__`, as which it is started, nobody else could unpickle it."""
-    called: list[str] = []
-    monkeypatch.setattr(ranks_module, "main", lambda: called.append("the module's"))
-    runpy.run_module("experiments.run.ranks", run_name="__main__")
-    assert called == ["the module's"]
+    monkeypatch.setattr(ranks_module, "GRACE_SECONDS", 0.1)
+    waiting = ScriptedChild("waits", 600.0, [])
+    failed = Died("error", "ValueError: a bad batch", answered=True)
+    found = receive(ScriptedChild("tbe", 0.05, LOST), ScriptedChild("fails", 0.0, failed), waiting)
+    assert found == (("error", "rank 1: ValueError: a bad batch"), "fails")
+    assert waiting.killed.is_set()
+
+
+def test_the_records_are_those_of_the_first_rank() -> None:
+    assert receive(ScriptedChild("", 0.1, ["record"]), ScriptedChild("", 0.0, [])) == (
+        ["record"],
+        "",
+    )
 
 
 @pytest.mark.slow
-def test_two_ranks_under_torchrun(tmp_path: Path) -> None:
+def test_two_ranks_of_a_run(tmp_path: Path) -> None:
     """A failure and a death on rank 1 are rows; the rest is measured on both ranks."""
     (tmp_path / "harmful.py").write_text(CONTENDERS)
     (tmp_path / "contenders.yaml").write_text(TABLE)
@@ -358,7 +388,7 @@ def test_two_ranks_under_torchrun(tmp_path: Path) -> None:
     (points,) = (tmp_path / "runs").glob("*/*/points.jsonl")
     by_arm = {r["arm"]: r for r in read_records(points.parent)}
     assert by_arm["dies"]["status"] == "oom"
-    assert "rank 1 was killed from outside" in by_arm["dies"]["reason"]
+    assert "rank 1: the process was killed from outside" in by_arm["dies"]["reason"]
     assert by_arm["fails_in_step"]["status"] == "error"
     assert "rank 1: ValueError: not on this rank" in by_arm["fails_in_step"]["reason"]
     good = by_arm["tbe"]
