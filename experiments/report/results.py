@@ -20,6 +20,7 @@ from experiments.report.tables import (
     ratio,
     seconds,
     size,
+    times,
 )
 from experiments.results.metrics import WEIGHT_BYTES
 
@@ -31,17 +32,16 @@ def section_table(run: Run, section: str) -> Table:
     """
     rows = run.of(section)
     roofs, sweep = Roofs.of(run.environment), section == SWEEP
-    forward = {
-        (r["cell"], r["arm"]): r["median_s"] for _, r in rows[rows["phase"] == "forward"].iterrows()
-    }
+    keys = ["cell", "arm"]
+    forward = rows[rows["phase"] == "forward"].set_index(keys)["median_s"].rename("forward_s")
     columns: dict[str, Column] = {}
     if sweep:
         columns["point"] = lambda r: where(run, r)
-    columns["contender"] = lambda r: str(r["label"])
+    columns["contender"] = "label"
     if rows["row_hit_rate"].notna().any():
         columns["lookups served"] = lambda r: percent(r["lookup_hit_rate"])
         columns["rows served"] = lambda r: percent(r["row_hit_rate"])
-    columns["forward"] = lambda r: seconds(forward.get((r["cell"], r["arm"])))
+    columns["forward"] = lambda r: seconds(r["forward_s"])
     columns["step"] = lambda r: seconds(r["median_s"])
     columns[f"step ÷ {run.baseline.label} [95\u00a0%]"] = lambda r: ratio(
         r, is_baseline=r["arm"] == run.baseline.key
@@ -70,8 +70,8 @@ def section_table(run: Run, section: str) -> Table:
     columns["scratch"] = lambda r: size(r["peak_bytes"])
     if (run.table["optimizer_state_bytes"].fillna(0) > 0).any():
         columns["optimizer state"] = lambda r: size(r["optimizer_state_bytes"])
-    steps = rows[rows["phase"] == "step"]
-    return Table.of((r for _, r in steps.iterrows()), columns, names=1 + sweep)
+    steps = rows[rows["phase"] == "step"].join(forward, on=keys)
+    return Table.of(steps, columns, names=1 + sweep)
 
 
 def environment_table(run: Run) -> Table:
@@ -115,21 +115,17 @@ def flatten(tree: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:
 
 def readme_table(run: Run) -> list[str]:
     """Return the headline's table as it stands in the README."""
-    lines = [
-        f"| contender | forward | step | step ÷ {run.baseline.label} | parameters | compression |",
-        "| --- | ---: | ---: | ---: | ---: | ---: |",
-    ]
     rows = run.table[run.table["cell"] == run.headline_cell()]
-    for _, pair in rows.groupby("arm", sort=False):
-        phases = {str(r["phase"]): r for _, r in pair.iterrows()}
-        step, forward = phases["step"], phases["forward"]
-        if step["status"] != "ok":
-            lines.append(f"| {step['label']} | {step['status']} | – | – | – | – |")
-            continue
-        lines.append(
-            f"| {step['label']} | {text.seconds(forward['median_s'])} "
-            f"| {text.seconds(step['median_s'])} "
-            f"| {'1' if step['arm'] == run.baseline.key else text.ratio(step)} "
-            f"| {text.size(step['weights_bytes'])} | {text.times(step['compression'])} |"
-        )
-    return lines
+    forward = rows[rows["phase"] == "forward"].set_index("arm")["median_s"].rename("forward_s")
+    columns: dict[str, Column] = {
+        "contender": "label",
+        "forward": lambda r: seconds(r["forward_s"]),
+        "step": lambda r: seconds(r["median_s"]),
+        f"step ÷ {run.baseline.label}": lambda r: ratio(
+            r, is_baseline=r["arm"] == run.baseline.key
+        ),
+        "parameters": lambda r: size(r["weights_bytes"]),
+        "compression": lambda r: times(r["compression"]),
+    }
+    steps = rows[rows["phase"] == "step"].join(forward, on="arm")
+    return Table.of(steps, columns, names=1).markdown().splitlines()
