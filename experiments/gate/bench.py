@@ -148,5 +148,5 @@ class Bench:
             counted = counting_pass(ready.step, pool, reset, counters)
             if counted.get("lookups"):
                 found["hit_rate"] = counted["lookup_hits"] / counted["lookups"]
-        peak = memory.peak_bytes(partial(ready.step, 0), self.device)
+        peak = memory.measure(partial(ready.step, 0), self.device).get("peak")
         return found if peak is None else found | {"peak_bytes": peak}

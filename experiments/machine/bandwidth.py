@@ -23,92 +23,14 @@ from torch import Tensor
 from experiments.machine.cpu import last_level_cache_bytes
 from experiments.timing.memory import available_bytes
 
-LINE = 64  # bytes
-WORDS = LINE // 8
-HUGE = Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size")
-MAPS = Path("/proc/self/smaps_rollup")
-
-
-class Lines:
-    """Memory of `nbytes` in pages of the requested size; line n begins with the number n."""
-
-    def __init__(self, nbytes: int, *, huge: bool) -> None:
-        self.count = max(1, nbytes // LINE)
-        before = huge_bytes()
-        page = page_bytes(huge=True)
-        room = (self.count * LINE // page + 2) * page
-        # Private: what is shared has huge pages by other rules.
-        self.memory = mmap.mmap(-1, room, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        advice = getattr(mmap, "MADV_HUGEPAGE" if huge else "MADV_NOHUGEPAGE", None)
-        if advice is not None:
-            self.memory.madvise(advice)
-        self.words = np.frombuffer(self.memory, np.int64)[: self.count * WORDS]
-        self.words[:] = 0
-        self.words[::WORDS] = np.arange(self.count)
-        self.huge_share = max(0.0, min(1.0, (huge_bytes() - before) / room))
-
-    def places(self, keys: Tensor) -> Tensor:
-        """Return the index of the word to read for each key."""
-        return keys.remainder(self.count) * WORDS
-
-    def read(self, places: Tensor) -> Tensor:
-        """Read a word of each line, on torch's threads."""
-        return torch.index_select(torch.from_numpy(self.words), 0, places)
-
-    def take(self, places: Tensor) -> Tensor:
-        """Read the same with NumPy, on one thread, where it is mostly faster."""
-        out = np.empty(places.numel(), np.int64)
-        return torch.from_numpy(np.take(self.words, places.numpy(), out=out, mode="clip"))
-
-
-def page_bytes(*, huge: bool) -> int:
-    """Return the size of a small page, or of a huge page where the system has them."""
-    try:
-        return int(HUGE.read_text()) if huge else mmap.PAGESIZE
-    except (OSError, ValueError):
-        return 2 << 20
-
-
-def huge_bytes() -> int:
-    """Return how much of this process's memory is in huge pages; 0 where unknown."""
-    try:
-        found = re.search(r"^AnonHugePages:\s+(\d+) kB", MAPS.read_text(), re.MULTILINE)
-    except OSError:
-        return 0
-    return int(found[1]) << 10 if found else 0
-
-
-def measure_random_lines(nbytes: int, seconds: float) -> dict[str, dict[str, float]]:
-    """Return million lines per second and the share of huge pages, by page size.
-
-    The better of two ways to read, the best of several calls.
-    """
-    found = {}
-    for huge in (False, True):
-        lines = Lines(nbytes, huge=huge)
-        count = max(1, min(1 << 20, lines.count // 8))
-        chance = torch.Generator().manual_seed(count)
-        best, deadline, calls = float("inf"), time.perf_counter() + seconds, 0
-        while calls < 4 or time.perf_counter() < deadline:
-            keys = torch.randint(2**62, (count,), generator=chance)
-            places = lines.places(keys)
-            work = lines.take if calls % 2 and torch.get_num_threads() == 1 else lines.read
-            start = time.perf_counter()
-            work(places)
-            best, calls = min(best, time.perf_counter() - start), calls + 1
-        found[str(page_bytes(huge=huge))] = {
-            "million_lines_s": round(count / best / 1e6, 3),
-            "huge_share": round(lines.huge_share, 3),
-        }
-    return found
-
-
 ROW_BYTES = (64, 128, 256, 512)
 BAG = 32
-BEYOND_CACHE = 8  # times the last-level cache: hits are then rare enough to be left out
-FEWEST = 3  # runs of each
+BEYOND_CACHE = 8  # times the last-level cache: hits are then rare enough to be ignored
+MIN_RUNS = 3  # of each
 SHARE = 0.1  # of the free memory may be used for the table
-SMALL_TABLE = 32 << 20  # where nobody has time
+SMALL_TABLE = 32 << 20  # of smoke runs
+LINE = 64  # bytes
+WORDS = LINE // 8
 
 
 def measure(device: torch.device, seconds: float = 1.5) -> dict[str, Any]:
@@ -129,8 +51,9 @@ def measure(device: torch.device, seconds: float = 1.5) -> dict[str, Any]:
         "table_bytes": size,
         "threads": torch.get_num_threads(),
     }
-    if device.type == "cuda":
-        found["launch_us"] = round(1e6 * launch_seconds(device), 3)
+    if device.type == "cuda":  # from a call on an idle GPU until its almost empty kernel has ended
+        one = torch.zeros(1, device=device)
+        found["launch_us"] = round(1e6 * best(lambda: one.add_(1.0), device, 0.01), 3)
     else:
         found["random_lines"] = measure_random_lines(size, 0.1 * seconds)
     return found
@@ -170,12 +93,6 @@ def gather_bandwidth(flat: torch.Tensor, row_bytes: int, seconds: float = 0.3) -
     return max(2 * count * row_bytes / moved, (1 + 1 / BAG) * count * row_bytes / summed)
 
 
-def launch_seconds(device: torch.device) -> float:
-    """Return the time from a call on an idle GPU until its almost empty kernel has ended."""
-    one = torch.zeros(1, device=device)
-    return best(lambda: one.add_(1.0), device, 0.01)
-
-
 def best(
     work: Callable[[], object],
     device: torch.device,
@@ -183,17 +100,91 @@ def best(
     now: Callable[[], float] = time.perf_counter,
 ) -> float:
     """Return the shortest time of at least three calls, of as many as fit into `seconds`."""
+
+    def synchronised() -> float:
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        return now()
+
     shortest, deadline, runs = float("inf"), now() + seconds, 0
-    while runs < FEWEST or now() < deadline:
-        _synchronise(device)
-        start = now()
+    while runs < MIN_RUNS or now() < deadline:
+        start = synchronised()
         work()
-        _synchronise(device)
-        shortest = min(shortest, now() - start)
+        shortest = min(shortest, synchronised() - start)
         runs += 1
     return shortest
 
 
-def _synchronise(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
+def measure_random_lines(nbytes: int, seconds: float) -> dict[str, dict[str, float]]:
+    """Return million lines per second and the share of huge pages, by page size.
+
+    The better of two ways to read, the best of several calls.
+    """
+    found = {}
+    for huge in (False, True):
+        lines = Lines(nbytes, huge=huge)
+        count = max(1, min(1 << 20, lines.count // 8))
+        generator = torch.Generator().manual_seed(count)
+        shortest, deadline, calls = float("inf"), time.perf_counter() + seconds, 0
+        while calls < 4 or time.perf_counter() < deadline:
+            places = lines.places(torch.randint(2**62, (count,), generator=generator))
+            read = lines.take if calls % 2 and torch.get_num_threads() == 1 else lines.read
+            start = time.perf_counter()
+            read(places)
+            shortest, calls = min(shortest, time.perf_counter() - start), calls + 1
+        found[str(page_bytes(huge=huge))] = {
+            "million_lines_s": round(count / shortest / 1e6, 3),
+            "huge_share": round(lines.huge_share, 3),
+        }
+    return found
+
+
+class Lines:
+    """Memory of `nbytes` in pages of the requested size; line n begins with the number n."""
+
+    def __init__(self, nbytes: int, *, huge: bool) -> None:
+        self.count = max(1, nbytes // LINE)
+        before, page = huge_bytes(), page_bytes(huge=True)
+        size = (self.count * LINE // page + 2) * page
+        # Private: shared memory gets huge pages by other rules.
+        self.memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        advice = getattr(mmap, "MADV_HUGEPAGE" if huge else "MADV_NOHUGEPAGE", None)
+        if advice is not None:
+            self.memory.madvise(advice)
+        self.words = np.frombuffer(self.memory, np.int64)[: self.count * WORDS]
+        self.words[:] = 0
+        self.words[::WORDS] = np.arange(self.count)
+        self.huge_share = max(0.0, min(1.0, (huge_bytes() - before) / size))
+
+    def places(self, keys: Tensor) -> Tensor:
+        """Return the index of the word to read for each key."""
+        return keys.remainder(self.count) * WORDS
+
+    def read(self, places: Tensor) -> Tensor:
+        """Read a word of each line, on torch's threads."""
+        return torch.index_select(torch.from_numpy(self.words), 0, places)
+
+    def take(self, places: Tensor) -> Tensor:
+        """Read the same with NumPy, on one thread, where it is mostly faster."""
+        out = np.empty(places.numel(), np.int64)
+        return torch.from_numpy(np.take(self.words, places.numpy(), out=out, mode="clip"))
+
+
+def page_bytes(*, huge: bool) -> int:
+    """Return the size of a small page, or of a huge page where the system has them."""
+    if not huge:
+        return mmap.PAGESIZE
+    try:
+        return int(Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size").read_text())
+    except (OSError, ValueError):
+        return 2 << 20
+
+
+def huge_bytes() -> int:
+    """Return how much of this process's memory is in huge pages; 0 where unknown."""
+    try:
+        text = Path("/proc/self/smaps_rollup").read_text()
+    except OSError:
+        return 0
+    found = re.search(r"^AnonHugePages:\s+(\d+) kB", text, re.MULTILINE)
+    return int(found[1]) << 10 if found else 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, cast
@@ -13,6 +13,15 @@ from typing import Any, cast
 from omegaconf import OmegaConf
 
 from experiments.paths import CONF
+
+FOLDER = CONF / "hardware"
+FIGURES = {
+    "bandwidth_gb_s": "memory bandwidth, GB/s",
+    "cache_mb": "last-level cache, MB",
+    "memory_gb": "memory, GB",
+    "tdp_w": "power, W",
+}
+UNKNOWN = "unknown"
 
 
 @dataclass(frozen=True)
@@ -38,16 +47,6 @@ class Roofs:
         return found
 
 
-FOLDER = CONF / "hardware"
-FIGURES = {
-    "bandwidth_gb_s": "memory bandwidth, GB/s",
-    "cache_mb": "last-level cache, MB",
-    "memory_gb": "memory, GB",
-    "tdp_w": "power, W",
-}
-UNKNOWN = "unknown"
-
-
 @dataclass(frozen=True)
 class Device:
     """One model of a GPU or CPU; figures without a source are absent."""
@@ -59,11 +58,6 @@ class Device:
     figures: Mapping[str, float]
     sources: Mapping[str, str]
     note: str = ""
-    _patterns: tuple[re.Pattern[str], ...] = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        compiled = tuple(re.compile(text, re.IGNORECASE) for text in self.names)
-        object.__setattr__(self, "_patterns", compiled)
 
     @property
     def bandwidth_gb_s(self) -> float | None:
@@ -78,7 +72,7 @@ class Device:
 
     def is_called(self, name: str) -> bool:
         """Return whether a driver's name means this device."""
-        return any(pattern.fullmatch(name.strip()) for pattern in self._patterns)
+        return any(re.fullmatch(text, name.strip(), re.IGNORECASE) for text in self.names)
 
 
 def read(path: Path) -> Device:
@@ -99,15 +93,9 @@ def read(path: Path) -> Device:
                 f"{path.name}: {key} must be {{value: .., source: URL}} or unknown, got {entry}"
             )
         figures[key], sources[key] = float(entry["value"]), str(entry["source"])
-    return Device(
-        path.stem,
-        raw["name"],
-        raw["kind"],
-        tuple(raw["names"]),
-        figures,
-        sources,
-        str(raw.get("note", "")).strip(),
-    )
+    note = str(raw.get("note", "")).strip()
+    names = tuple(raw["names"])
+    return Device(path.stem, raw["name"], raw["kind"], names, figures, sources, note)
 
 
 @cache

@@ -4,46 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
+import psutil
 import torch
 
 from experiments.config.schema import UsageError
-from experiments.machine.cpu import BUSY, Cpu, cores_of_others, own_seconds
+from experiments.machine.cpu import BUSY, Cpu, CpuTime, usable_cores
 from experiments.machine.flags import MINOR, explain, remedy
 from experiments.machine.telemetry import Nvml
 
 HOT = 75  # degrees Celsius of an idle GPU
-LOOK_SECONDS = 0.15  # at what other processes do
-
-
-@dataclass(frozen=True)
-class Preflight:
-    """The result of the check."""
-
-    flags: tuple[str, ...]
-    details: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def fit(self) -> bool:
-        """Return whether a strict run may start."""
-        return not any(flag not in MINOR for flag in self.flags)
-
-    def describe(self) -> dict[str, Any]:
-        """Return a dict for environment.json."""
-        return {"flags": list(self.flags), "fit": self.fit, **self.details}
-
-
-def demand(found: Mapping[str, Any]) -> None:
-    """Raise UsageError with remedies where a `describe()` reports an unfit machine."""
-    if not found["fit"]:
-        reasons = [f for f in found["flags"] if f not in MINOR]
-        told = "; ".join(f"{explain(f)} ({remedy(f)})" for f in reasons)
-        raise UsageError(
-            f"device.strict=true, and this machine is not fit to measure on: {told}. "
-            "Without device.strict=true these become flags of the results"
-        )
+LOOK_SECONDS = 0.15  # for which the load of other processes is watched
 
 
 def check(
@@ -53,56 +25,65 @@ def check(
     nvml: Nvml | None = None,
     threads: int | None = None,
     sleep: Callable[[float], object] = time.sleep,
-) -> Preflight:
-    """Check the CPU, and the GPU where it is the device."""
-    flags, details = _cpu(cpu or Cpu(), threads or torch.get_num_threads(), sleep)
+) -> dict[str, Any]:
+    """Return the machine's `flags`, whether it is `fit` for a strict run, and details."""
+    flags, details = cpu_flags(cpu or Cpu(), threads or torch.get_num_threads(), sleep)
     if device.type == "cuda":
-        nvml = nvml or Nvml.open(device)
-        of_gpu, settings = gpu_flags(nvml)
-        flags, details = flags + of_gpu, details | {"gpu": settings}
-    return Preflight(tuple(flags), details)
+        found, settings = gpu_flags(nvml or Nvml.open(device))
+        flags, details = flags + found, details | {"gpu": settings}
+    return {"flags": flags, "fit": not set(flags) - set(MINOR), **details}
 
 
-def _cpu(
+def demand(found: Mapping[str, Any]) -> None:
+    """Raise UsageError with remedies where `check` found the machine unfit."""
+    if not found["fit"]:
+        reasons = [f"{explain(f)} ({remedy(f)})" for f in found["flags"] if f not in MINOR]
+        raise UsageError(
+            "device.strict=true, and this machine is not fit to measure on: "
+            f"{'; '.join(reasons)}. Without device.strict=true these become flags of the results"
+        )
+
+
+def cpu_flags(
     cpu: Cpu, threads: int, sleep: Callable[[float], object]
 ) -> tuple[list[str], dict[str, Any]]:
-    before, own = cpu.ticks(), own_seconds()
+    """Return the flags of the CPU and what they follow from; details without unknown values."""
+    watched = CpuTime()
     sleep(LOOK_SECONDS)
-    others = cores_of_others(before, cpu.ticks(), own_seconds() - own)
-    cores, quota, governor = len(cpu.usable_cores()), cpu.quota(), cpu.governor()
-    found = {
+    _, others = watched.shares()
+    cores, quota, governor = len(usable_cores()), cpu.quota(), cpu.governor()
+    flags = {
         "busy": others is not None and others > BUSY,
         "governor": governor not in (None, "performance"),
-        "virtual": cpu.hypervisor(),
+        "virtual": cpu.virtual(),
         "quota": quota is not None and quota < threads,
         "threads": threads > cores,
     }
     details = {
-        "load": cpu.load(),
+        "load": round(psutil.getloadavg()[0], 2),
         "cores_of_others": None if others is None else round(others, 2),
         "cores": cores,
         "threads": threads,
         "governor": governor,
         "quota": quota,
     }
-    details = {key: value for key, value in details.items() if value is not None}
-    return [flag for flag, is_so in found.items() if is_so], details
+    known = {key: value for key, value in details.items() if value is not None}
+    return [flag for flag, is_so in flags.items() if is_so], known
 
 
 def gpu_flags(nvml: Nvml | None) -> tuple[list[str], dict[str, Any]]:
     """Return the flags and settings of a GPU."""
     if nvml is None:
         return ["nvml_absent"], {}
-    found = nvml.settings()
-    limit, default = found.get("power_limit_w"), found.get("power_limit_default_w")
-    others = nvml.processes() or {}
-    # In a container the driver's process numbers are not ours, so one process may be this one.
+    settings = nvml.settings()
+    limit, default = settings.get("power_limit_w"), settings.get("power_limit_default_w")
     flags = {
-        "other_processes": len(others) > 1,
-        "slowed": bool(found.get("reasons")),
-        "hot": found.get("temperature_c", 0) >= HOT,
+        # A container has other process numbers than the driver: one process may be this one.
+        "other_processes": len(nvml.processes() or {}) > 1,
+        "slowed": bool(settings.get("reasons")),
+        "hot": settings.get("temperature_c", 0) >= HOT,
         "power_limit": limit is not None and default is not None and limit < default,
-        "persistence_off": found.get("persistence") is False,
-        "mig": found.get("mig", False),
+        "persistence_off": settings.get("persistence") is False,
+        "mig": settings.get("mig", False),
     }
-    return [flag for flag, is_so in flags.items() if is_so], found
+    return [flag for flag, is_so in flags.items() if is_so], settings

@@ -192,12 +192,23 @@ class RankClock(Clock):
         return found
 
 
-class SharedTelemetry:
+class SharedTelemetry(Telemetry):
     """Telemetry of every rank; a round is repeated by all ranks or by none."""
 
     def __init__(self, telemetry: Telemetry, peers: Peers) -> None:
         self.inner, self.peers = telemetry, peers
-        self.start, self.stop, self.summary = telemetry.start, telemetry.stop, telemetry.summary
+
+    def start(self) -> None:
+        """Start watching this rank."""
+        self.inner.start()
+
+    def stop(self) -> None:
+        """Stop watching this rank."""
+        self.inner.stop()
+
+    def summary(self) -> dict[str, Any]:
+        """Return the observations of this rank."""
+        return self.inner.summary()
 
     def check(self) -> list[str]:
         """Return what slowed any of the ranks."""

@@ -115,6 +115,6 @@ def look(pipe: Connection, config: Config, device: torch.device, words: list[str
     if config.device.threads:
         torch.set_num_threads(config.device.threads)
     found = environment.describe(device, words)
-    found |= context_of(found) | {"preflight": preflight.check(device).describe()}
+    found |= context_of(found) | {"preflight": preflight.check(device)}
     ceilings = bandwidth.measure(device, 0.0 if config.timing.max_rows else BANDWIDTH_SECONDS)
     pipe.send(found | {"copy_gb_s": ceilings["copy_gb_s"], "bandwidth": ceilings})

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -16,7 +16,28 @@ from experiments.config.schema import Mode
 from experiments.machine.cpu import last_level_cache_bytes
 
 FLUSH = 2  # times the last-level cache are written to empty it
+CHUNK = 64  # samples between two synchronisations
+SPIN_SECONDS = 50e-6  # at first
+MAX_SPIN_SECONDS = 20e-3
+GIVE_UP = 4  # longer spins in a row that did not help: the work itself waits for the GPU
+CALIBRATION_CYCLES = 2_000_000
 Phase = Callable[[int], object]  # runs batch number n of the pool
+
+
+def clock_for(device: torch.device, mode: Mode = Mode.hot) -> Clock:
+    """Return the clock that is right for `device` in this mode.
+
+    hot: as the last sample left the caches; on a GPU launched behind a spin, so that the GPU never
+    waits for the host. cold: the same from empty caches. graph: a CUDA graph of every batch. wall:
+    from the call on an idle device until it is finished, launches included; on a CPU this is hot.
+    """
+    if device.type == "cuda":
+        return CudaClock(TorchGpu(device), mode)
+    if mode is Mode.graph:
+        raise UnsupportedMode(
+            "mode graph replays CUDA graphs, and the device is cpu; use hot, cold or wall there"
+        )
+    return ColdClock() if mode is Mode.cold else WallClock(mode)
 
 
 class UnsupportedMode(ValueError):
@@ -98,80 +119,32 @@ class ColdClock(Clock):
     ) -> None:
         self.flush_bytes = int(size * last_level_cache_bytes())
         self.now = now
-        self.flush = flush or self._make_flush()
-
-    def _make_flush(self) -> Callable[[], object]:
-        buffer = torch.zeros(self.flush_bytes // 4)
-        return lambda: buffer.add_(1.0)
+        self.flush = flush or partial(torch.zeros(self.flush_bytes // 4).add_, 1.0)
 
     def time(self, work: Callable[[], object]) -> float:
         """Return the seconds of wall time from empty caches."""
-        return self._sample(work).seconds
+        return self.read([Work(work)])[0].seconds
 
     def read(self, works: Iterable[Work]) -> list[Reading]:
         """Take samples whose cost includes emptying the caches."""
-        return [self._sample(work.call) for work in works]
-
-    def _sample(self, work: Callable[[], object]) -> Reading:
-        begun = self.now()
-        self.flush()
-        start = self.now()
-        work()
-        end = self.now()
-        return Reading((end - start) / 1e9, (end - start) / 1e9, (end - begun) / 1e9)
+        readings = []
+        for work in works:
+            call, begun = work.call, self.now()
+            self.flush()
+            start = self.now()
+            call()
+            end = self.now()
+            seconds = (end - start) / 1e9
+            readings.append(Reading(seconds, seconds, (end - begun) / 1e9))
+        return readings
 
     def describe(self) -> dict[str, object]:
         """Describe how much is written to empty the caches."""
         return {"mode": self.mode.value, "flush_bytes": self.flush_bytes}
 
 
-CHUNK = 64  # samples between two synchronisations
-SPIN_SECONDS = 50e-6  # at first
-MOST_SPIN_SECONDS = 20e-3
-GIVE_UP = 4  # longer spins in a row that did not help: the work itself waits for the GPU
-CALIBRATION_CYCLES = 2_000_000
-
-
-class Gpu(Protocol):
-    """What the clock needs of a device; tests use a fake one."""
-
-    flush_bytes: int
-
-    def now(self) -> float:
-        """Return the seconds on the host's clock."""
-        ...
-
-    def event(self) -> Any:
-        """Record an event behind all that was launched."""
-        ...
-
-    def reached(self, event: Any) -> bool:
-        """Return whether the GPU has reached the event."""
-        ...
-
-    def between(self, start: Any, end: Any) -> float:
-        """Return the seconds from one reached event to another."""
-        ...
-
-    def spin(self, cycles: int) -> None:
-        """Launch a kernel that does nothing for so many cycles."""
-        ...
-
-    def flush(self) -> None:
-        """Launch what empties the caches."""
-        ...
-
-    def synchronise(self) -> None:
-        """Wait until the GPU is idle."""
-        ...
-
-    def capture(self, work: Callable[[], object]) -> Callable[[], object]:
-        """Return a function that replays `work` as one CUDA graph."""
-        ...
-
-
 class TorchGpu:
-    """The current stream of a real `device`."""
+    """The current stream of a `device`, and the host's clock; tests replace it by a fake."""
 
     def __init__(self, device: torch.device, flush: float = FLUSH) -> None:
         self.device = device
@@ -238,7 +211,7 @@ class _Pending:
 class CudaClock(Clock):
     """A GPU clock: modes hot, cold and graph launch behind a spin; wall starts on an idle GPU."""
 
-    def __init__(self, gpu: Gpu, mode: Mode = Mode.hot, spin: float = SPIN_SECONDS) -> None:
+    def __init__(self, gpu: TorchGpu, mode: Mode = Mode.hot, spin: float = SPIN_SECONDS) -> None:
         self.gpu, self.mode, self.spin = gpu, mode, spin
         if mode is Mode.wall:
             self.min_sample_seconds = 0.0  # the second of two calls would not wait for its launch
@@ -298,7 +271,7 @@ class CudaClock(Clock):
             self.in_vain[key] = 0
             return
         self.in_vain[key] += 1
-        longer = min(MOST_SPIN_SECONDS, max(2 * ahead, 1.5 * wall))
+        longer = min(MAX_SPIN_SECONDS, max(2 * ahead, 1.5 * wall))
         self.ahead[key] = 0.0 if self.in_vain[key] >= GIVE_UP else longer
 
     def _collect(self, pending: list[_Pending], begun: float) -> list[Reading]:
@@ -343,19 +316,3 @@ class CudaClock(Clock):
         if self.mode is not Mode.wall:
             found["spin_us"] = {k: round(1e6 * s, 1) for k, s in sorted(self.ahead.items())}
         return found
-
-
-def clock_for(device: torch.device, mode: Mode = Mode.hot) -> Clock:
-    """Return the clock that is right for `device` in this mode.
-
-    hot: as the last sample left the caches; on a GPU launched behind a spin, so that the GPU never
-    waits for the host. cold: the same from empty caches. graph: a CUDA graph of every batch. wall:
-    from the call on an idle device until it is finished, launches included; on a CPU this is hot.
-    """
-    if device.type == "cuda":
-        return CudaClock(TorchGpu(device), mode)
-    if mode is Mode.graph:
-        raise UnsupportedMode(
-            "mode graph replays CUDA graphs, and the device is cpu; use hot, cold or wall there"
-        )
-    return ColdClock() if mode is Mode.cold else WallClock(mode)

@@ -5,16 +5,25 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import torch
 
+from experiments.machine.cpu import Cpu
 from experiments.machine.telemetry import Nvml
 
-_STATUS = Path("/proc/self/status")
 _M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD = -3, -1
 REUSED_BLOCK = 32 << 20  # glibc's upper limit for blocks that it keeps
+CGROUP_FILES = (  # a container's limit and use, of either version; "max" is no limit
+    ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory.current"),
+    (
+        "sys/fs/cgroup/memory/memory.limit_in_bytes",
+        "sys/fs/cgroup/memory/memory.usage_in_bytes",
+    ),
+)
 
 
 def keep_freed_blocks() -> bool:
@@ -32,16 +41,15 @@ def keep_freed_blocks() -> bool:
 
 
 def available_bytes(device: torch.device) -> int:
-    """Free memory on the device; on the CPU, the lower of the system's and the container's."""
+    """Return the free memory of the device; on the CPU, the lower of system and container."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    free = _kilobytes(Path("/proc/meminfo"), "MemAvailable")
-    limit = _cgroup("memory.max", "memory/memory.limit_in_bytes")
-    used = _cgroup("memory.current", "memory/memory.usage_in_bytes")
-    candidates = [free] if free else []
-    if limit is not None and used is not None:
-        candidates.append(max(0, limit - used))
-    return min(candidates, default=4 << 30)
+    free, cpu = int(psutil.virtual_memory().available), Cpu()
+    for limit_file, used_file in CGROUP_FILES:
+        limit, used = cpu.number(limit_file), cpu.number(used_file)
+        if limit is not None and used is not None:
+            free = min(free, max(0, limit - used))
+    return free
 
 
 def measure(work: Callable[[], object], device: torch.device) -> dict[str, int]:
@@ -56,13 +64,8 @@ def measure(work: Callable[[], object], device: torch.device) -> dict[str, int]:
     found: dict[str, int | None] = (
         _measure_cuda(work, device) if device.type == "cuda" else {"peak": _measure_cpu(work)}
     )
-    found["rss"] = _kilobytes(_STATUS, "VmHWM")
+    found["rss"] = _resident("VmHWM")
     return {key: value for key, value in found.items() if value is not None}
-
-
-def peak_bytes(work: Callable[[], object], device: torch.device) -> int | None:
-    """Most memory in use during `work` above what was before; None where it cannot be known."""
-    return measure(work, device).get("peak")
 
 
 def _measure_cuda(work: Callable[[], object], device: torch.device) -> dict[str, int | None]:
@@ -74,27 +77,20 @@ def _measure_cuda(work: Callable[[], object], device: torch.device) -> dict[str,
     torch.cuda.synchronize(device)
     allocated = torch.cuda.max_memory_allocated(device)
     after = torch.cuda.memory_stats(device).get("num_alloc_retries", 0)
+    nvml = Nvml.open(device)
+    try:
+        pinned = int(torch.cuda.host_memory_stats().get("allocated_bytes.peak", 0))
+    except (AttributeError, RuntimeError):
+        pinned = None  # this torch does not count it
     return {
         "peak": int(allocated - before),
         "allocated": int(allocated),
         "reserved": int(torch.cuda.max_memory_reserved(device)),
         "driver": max(0, int(free - torch.cuda.mem_get_info(device)[0])),
-        "process": _process_bytes(device),
-        "pinned": _pinned_bytes(),
+        "process": ((nvml and nvml.processes()) or {}).get(os.getpid()),
+        "pinned": pinned,
         "alloc_retries": int(after - retries),
     }
-
-
-def _process_bytes(device: torch.device) -> int | None:
-    nvml = Nvml.open(device)
-    return ((nvml and nvml.processes()) or {}).get(os.getpid())
-
-
-def _pinned_bytes() -> int | None:
-    try:
-        return int(torch.cuda.host_memory_stats().get("allocated_bytes.peak", 0))
-    except (AttributeError, RuntimeError):
-        return None  # this torch does not count it
 
 
 def resettable_peak() -> bool:
@@ -107,31 +103,17 @@ def resettable_peak() -> bool:
 
 
 def _measure_cpu(work: Callable[[], object]) -> int | None:
-    with contextlib.suppress(OSError, AttributeError):  # another C library has no such thing
+    with contextlib.suppress(OSError, AttributeError):  # another C library has no such function
         ctypes.CDLL(None).malloc_trim(0)  # else the call would reuse pages that already count
     if not resettable_peak():
         return None
-    before = _kilobytes(_STATUS, "VmRSS")
+    before = _resident("VmRSS")
     work()
-    peak = _kilobytes(_STATUS, "VmHWM")
+    peak = _resident("VmHWM")
     return None if before is None or peak is None else max(0, peak - before)
 
 
-def _kilobytes(path: Path, key: str) -> int | None:
-    try:
-        for line in path.read_text().splitlines():
-            if line.startswith(key + ":"):
-                return int(line.split()[1]) << 10
-    except (OSError, ValueError, IndexError):
-        pass
-    return None
-
-
-def _cgroup(*names: str) -> int | None:
-    for name in names:
-        try:
-            text = (Path("/sys/fs/cgroup") / name).read_text().strip()
-            return None if text == "max" else int(text)
-        except (OSError, ValueError):
-            continue
-    return None
+def _resident(key: str) -> int | None:
+    """Return VmRSS or VmHWM in bytes, from one file: psutil's count of resident memory lags."""
+    found = re.search(rf"^{key}:\s+(\d+) kB", Cpu().text("proc/self/status") or "", re.MULTILINE)
+    return int(found[1]) << 10 if found else None

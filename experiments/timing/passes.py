@@ -1,10 +1,9 @@
-"""Separate passes: counters of caches, and energy."""
+"""Passes that are not timed: the counters of caches, and the energy of a call."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -35,33 +34,10 @@ def energy(
     phase: Phase, pool: int, device: torch.device, seconds: float = ENERGY_SECONDS
 ) -> dict[str, Any]:
     """Return the joules of one call on this device; empty where no counter exists."""
-    if device.type == "cuda":
-        nvml = Nvml.open(device)
-        found = nvml and energy_pass(
-            phase, pool, nvml.joules, partial(torch.cuda.synchronize, device), seconds=seconds
-        )
-    else:
-        found = energy_pass(phase, pool, Cpu().joules, lambda: None, seconds=seconds)
-    return found.describe() if found else {}
-
-
-@dataclass(frozen=True)
-class Energy:
-    """Joules of one call, uncertain by `give` for the age of the two readings."""
-
-    joules: float
-    give: float
-    seconds: float
-    calls: int
-
-    def describe(self) -> dict[str, Any]:
-        """Return the entries of the record."""
-        return {
-            "joules_per_call": self.joules,
-            "give": self.give,
-            "window_s": round(self.seconds, 3),
-            "calls": self.calls,
-        }
+    if device.type != "cuda":
+        return energy_pass(phase, pool, Cpu().joules, lambda: None, seconds=seconds)
+    nvml, finish = Nvml.open(device), partial(torch.cuda.synchronize, device)
+    return energy_pass(phase, pool, nvml.joules, finish, seconds=seconds) if nvml else {}
 
 
 def energy_pass(
@@ -72,16 +48,17 @@ def energy_pass(
     *,
     seconds: float = ENERGY_SECONDS,
     now: Callable[[], float] = time.perf_counter,
-) -> Energy | None:
-    """Repeat passes over the pool for at least `seconds`; None where energy is not counted.
+) -> dict[str, Any]:
+    """Repeat passes over the pool for at least `seconds`; return the entries of the record.
 
-    `finish` waits for the device. Both readings may be as old as the counter is between two
-    renewals, so the result is uncertain by that much power.
+    `joules` is the energy counter, and `finish` waits for the device. Both readings may be as old
+    as the counter is between two renewals, so joules per call are uncertain by `give`, the share of
+    that much time in the window. Empty where energy is not counted.
     """
     finish()
     before, start, calls = joules(), now(), 0
     if before is None:
-        return None
+        return {}
     while now() - start < seconds:
         for number in range(pool):
             phase(number)
@@ -89,6 +66,11 @@ def energy_pass(
         calls += pool
     after, window = joules(), now() - start
     if after is None or after <= before or not calls:
-        return None
+        return {}
     each = (after - before) / calls
-    return Energy(each, each * RENEWAL_SECONDS / window, window, calls)
+    return {
+        "joules_per_call": each,
+        "give": each * RENEWAL_SECONDS / window,
+        "window_s": round(window, 3),
+        "calls": calls,
+    }

@@ -13,13 +13,211 @@ from functools import partial
 from typing import Any
 
 from experiments.config.schema import TimingConfig
-from experiments.machine.telemetry import NoTelemetry, Telemetry
+from experiments.machine.telemetry import Telemetry
 from experiments.timing import statistics
 from experiments.timing.clock import Clock, Phase, Reading, Work
 from experiments.timing.warmup import Warm, warm_up
 
 Samples = dict[str, list[tuple[int, float]]]  # phase -> (round, seconds), ...
 EXPOSED = 0.1  # a larger share of samples with launches inside is worth a flag
+MAX_EXECUTIONS = 64  # calls that share a sample
+RETRIES = 3  # of a round during which the machine was throttled
+BACK_OFF, BACK_OFF_GROWTH = 0.05, 2.5  # seconds before the first, and how much longer each is
+
+
+@dataclass
+class Race:
+    """The contenders of one cell in one process; `run` measures them side by side."""
+
+    arms: Mapping[str, Mapping[str, Phase]]
+    timing: TimingConfig
+    clock: Clock
+    seed: int = 0
+    warmed: Callable[[str], object] = lambda name: None  # called when a contender is warm
+    counters: Callable[[str], Mapping[str, int]] = lambda name: {}  # running totals of its cache
+    telemetry: Telemetry = field(default_factory=Telemetry)
+    note: Callable[[str], object] = lambda text: None  # called with "arm|doing" before each sample
+    sleep: Callable[[float], object] = time.sleep
+    spent: dict[str, float] = field(default_factory=dict)
+    throttled_rounds: list[int] = field(default_factory=list)
+    _ready: dict[str, dict[str, Phase]] = field(default_factory=dict)
+
+    def run(self) -> dict[str, Measured]:
+        """Warm up, then rounds until each contender has a reason to stop."""
+        results = {
+            name: Measured({phase: [] for phase in phases}) for name, phases in self.arms.items()
+        }
+        rng = random.Random(self.seed)
+        self._ready = {name: dict(phases) for name, phases in self.arms.items()}
+        with _no_garbage_collection():
+            for name in rng.sample(sorted(self.arms), len(self.arms)):
+                self._guard(results[name], partial(self._warm_up, name, results[name]))
+                self._guard(results[name], partial(self.warmed, name))
+            self.spent = dict.fromkeys(self.arms, 0.0)
+            self.telemetry.start()
+            try:
+                for number in range(self.timing.max_rounds):
+                    if not self._round(number, results, rng):
+                        break
+            finally:
+                self.telemetry.stop()
+        self._conclude(results)
+        return results
+
+    def _warm_up(self, name: str, result: Measured) -> None:
+        """Warm up this contender, for no longer than measuring it may take."""
+        timing, phases = self.timing, self._ready[name]
+        self.note(f"{name}|warming up")
+        for phase, run in phases.items():
+            phases[phase] = self.clock.adapt(run, timing.pool)
+        counters = partial(self.counters, name)
+        cap = min(timing.warmup_cap, timing.cell_seconds / len(self.arms))
+        # A cache that is not full yet would give another contender's times; those of a smoke run
+        # mean nothing.
+        if counters() and not timing.max_rows:
+            cap = max(cap, timing.cell_seconds)
+        warm = warm_up(phases, self.clock, timing, key=name, max_seconds=cap, counters=counters)
+        result.warm = warm
+        if timing.warmup and (not warm.passes or warm.filling):
+            result.flags.add("not_warm")
+        shortest = self.clock.min_sample_seconds  # calls that take less share a sample
+        for phase in phases:
+            seconds = warm.typical.get(phase, math.inf)
+            calls = math.ceil(shortest / seconds) if 0 < seconds < shortest else 1
+            result.executions[phase] = min(MAX_EXECUTIONS, calls)
+
+    def _round(self, number: int, results: dict[str, Measured], rng: random.Random) -> bool:
+        """Take two samples of every phase of every contender still running; False when none is.
+
+        The second time in reverse order, so that what drifts during a round meets all alike.
+        """
+        active = [name for name, r in results.items() if not r.stop_reason]
+        turns = [(name, phase) for name in active for phase in self.arms[name]]
+        rng.shuffle(turns)
+        order = [
+            Turn(name, phase, number, 2 * number + half)
+            for half, side in enumerate((turns, turns[::-1]))
+            for name, phase in side
+        ]
+        for turn, reading in self._undisturbed(number, order, results):
+            results[turn.arm].add(turn.phase, number, reading)
+        for name in active:
+            results[name].end_round()
+        self._stop(number + 1, results)
+        return any(not r.stop_reason for r in results.values())
+
+    def _undisturbed(
+        self, number: int, order: list[Turn], results: dict[str, Measured]
+    ) -> list[tuple[Turn, Reading]]:
+        """Take the samples of a round; repeat them a few times while the machine is throttled.
+
+        Where it stays throttled its samples count, marked; rounds after that are taken once only.
+        """
+        for attempt in range(RETRIES + 1):
+            taken = self._take(order, results)
+            if not self.telemetry.check():
+                return taken
+            if attempt == RETRIES or self.throttled_rounds:
+                break
+            for turn, reading in taken:
+                results[turn.arm].set_aside(turn.phase, number, reading)
+            self.sleep(BACK_OFF * BACK_OFF_GROWTH**attempt)
+        self.throttled_rounds.append(number)
+        return taken
+
+    def _take(self, order: list[Turn], results: dict[str, Measured]) -> list[tuple[Turn, Reading]]:
+        """Take one sample per turn of those contenders that have not failed."""
+        requested: list[Turn] = []
+        finished: set[int] = set()  # indices of requested turns that raised nothing
+
+        def call(turn: Turn, index: int) -> None:
+            self._guard(results[turn.arm], partial(self._execute, turn, results[turn.arm]))
+            if not results[turn.arm].error:
+                finished.add(index)
+
+        def works() -> Iterator[Work]:
+            for turn in order:
+                if not results[turn.arm].error:
+                    requested.append(turn)
+                    self.note(f"{turn.arm}|timing, round {turn.round + 1}")
+                    index = len(requested) - 1
+                    yield Work(partial(call, turn, index), f"{turn.arm}/{turn.phase}")
+
+        try:
+            readings = self.clock.read(works())
+        except Exception as error:  # a GPU that failed later than it was called: all are suspect
+            for name in {turn.arm for turn in order}:
+                results[name].error, results[name].stop_reason = error, "failed"
+            return []
+        taken = list(zip(requested, readings, strict=True))
+        for turn, reading in taken:
+            self.spent[turn.arm] += reading.cost
+        return [pair for index, pair in enumerate(taken) if index in finished]
+
+    def _execute(self, turn: Turn, result: Measured) -> None:
+        phases = self._ready[turn.arm]
+        # Phases look at different batches in a round, so that none finds its rows warm.
+        shift = list(phases).index(turn.phase) * self.timing.pool // len(phases)
+        run = phases[turn.phase]
+        for number in range(result.executions.get(turn.phase, 1)):
+            run((turn.batch + shift + number) % self.timing.pool)
+
+    def _stop(self, rounds: int, results: dict[str, Measured]) -> None:
+        """Give a reason to those that need not, or may not, go on."""
+        running = {n: r for n, r in results.items() if not r.stop_reason}
+        for name in self._over_budget(rounds, list(running)):
+            running.pop(name).stop_reason = "budget"
+        if rounds < self.timing.min_rounds:
+            return
+        target, least = self.timing.precision, self.timing.min_seconds
+        reasons = {
+            name: "precise" if r.precise(target, least) else "stabilised" if r.stabilised() else ""
+            for name, r in running.items()
+        }
+        if all(reasons.values()):
+            for name, reason in reasons.items():
+                running[name].stop_reason = reason
+
+    def _over_budget(self, rounds: int, running: list[str]) -> list[str]:
+        """Stop all contenders when the cell's time is used up; earlier, one that takes most of it.
+
+        A very slow contender may leave before min_rounds, but not before three.
+        """
+        budget, enough = self.timing.cell_seconds, rounds >= self.timing.min_rounds
+        if enough and sum(self.spent[name] for name in running) > budget:
+            return running
+        alone = budget / 2 if enough else (2 * budget if rounds >= 3 else math.inf)
+        return [name for name in running if self.spent[name] > alone]
+
+    def _conclude(self, results: Mapping[str, Measured]) -> None:
+        hardware: dict[str, Any] = self.telemetry.summary()
+        flags = self.telemetry.flags()
+        if self.throttled_rounds:
+            hardware["throttled_rounds"] = self.throttled_rounds
+            flags = [*flags, "throttled"]
+        for result in results.values():
+            result.stop_reason = result.stop_reason or "max_rounds"
+            result.conclude(flags, hardware, self.clock.describe())
+
+    @staticmethod
+    def _guard(result: Measured, work: Callable[[], object]) -> None:
+        """Remove a contender that raises from the race; the others go on."""
+        if result.error:
+            return
+        try:
+            work()
+        except Exception as error:
+            result.error, result.stop_reason = error, "failed"
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One sample to take."""
+
+    arm: str
+    phase: str
+    round: int
+    batch: int
 
 
 @dataclass
@@ -98,210 +296,6 @@ class Measured:
         if self.walls:
             found["wall_samples"] = self.walls
         return found
-
-
-__all__ = ["Measured", "Phase", "Race", "Turn"]
-
-MOST_EXECUTIONS = 64  # calls that share a sample
-RETRIES = 3  # of a round during which the machine was throttled
-BACK_OFF, BACK_OFF_GROWTH = 0.05, 2.5  # seconds before the first, and how much longer each is
-
-
-@dataclass(frozen=True)
-class Turn:
-    """One sample to take."""
-
-    arm: str
-    phase: str
-    round: int
-    batch: int
-
-
-@dataclass
-class Race:
-    """The contenders of one cell in one process; `run` measures them side by side."""
-
-    arms: Mapping[str, Mapping[str, Phase]]
-    timing: TimingConfig
-    clock: Clock
-    seed: int = 0
-    warmed: Callable[[str], object] = lambda name: None  # told each contender's end of warm-up
-    counters: Callable[[str], Mapping[str, int]] = lambda name: {}  # running totals of its cache
-    telemetry: Telemetry = field(default_factory=NoTelemetry)
-    note: Callable[[str], object] = lambda text: None  # told "arm|what it is at" before each sample
-    sleep: Callable[[float], object] = time.sleep
-    spent: dict[str, float] = field(default_factory=dict)
-    throttled_rounds: list[int] = field(default_factory=list)
-    _ready: dict[str, dict[str, Phase]] = field(default_factory=dict)
-
-    def run(self) -> dict[str, Measured]:
-        """Warm up, then rounds until each contender has a reason to stop."""
-        results = {
-            name: Measured({phase: [] for phase in phases}) for name, phases in self.arms.items()
-        }
-        rng = random.Random(self.seed)
-        self._ready = {name: dict(phases) for name, phases in self.arms.items()}
-        with _no_garbage_collection():
-            for name in rng.sample(sorted(self.arms), len(self.arms)):
-                self._guard(results[name], partial(self._warm_up, name, results[name]))
-                self._guard(results[name], partial(self.warmed, name))
-            self.spent = dict.fromkeys(self.arms, 0.0)
-            self.telemetry.start()
-            try:
-                for number in range(self.timing.max_rounds):
-                    if not self._round(number, results, rng):
-                        break
-            finally:
-                self.telemetry.stop()
-        self._conclude(results)
-        return results
-
-    def _warm_up(self, name: str, result: Measured) -> None:
-        """Warm up this contender, for no longer than measuring it may take."""
-        timing, phases = self.timing, self._ready[name]
-        self.note(f"{name}|warming up")
-        for phase, run in phases.items():
-            phases[phase] = self.clock.adapt(run, timing.pool)
-        counters = partial(self.counters, name)
-        most = min(timing.warmup_cap, timing.cell_seconds / len(self.arms))
-        # A cache that is not full yet would give another contender's times; those of a smoke run
-        # mean nothing.
-        if counters() and not timing.max_rows:
-            most = max(most, timing.cell_seconds)
-        result.warm = warm_up(phases, self.clock, timing, key=name, most=most, counters=counters)
-        if timing.warmup and (not result.warm.passes or result.warm.filling):
-            result.flags.add("not_warm")
-        result.executions = {
-            phase: self._executions(result.warm.typical.get(phase, math.inf)) for phase in phases
-        }
-
-    def _executions(self, seconds: float) -> int:
-        """Return how many calls make a sample long enough for the clock."""
-        if not 0 < seconds < self.clock.min_sample_seconds:
-            return 1
-        return min(MOST_EXECUTIONS, math.ceil(self.clock.min_sample_seconds / seconds))
-
-    def _round(self, number: int, results: dict[str, Measured], rng: random.Random) -> bool:
-        """Take two samples of every phase of every contender still running; False when none is.
-
-        The second time in reverse order, so that what drifts during a round meets all alike.
-        """
-        active = [name for name, r in results.items() if not r.stop_reason]
-        turns = [(name, phase) for name in active for phase in self.arms[name]]
-        rng.shuffle(turns)
-        order = [
-            Turn(name, phase, number, 2 * number + half)
-            for half, side in enumerate((turns, turns[::-1]))
-            for name, phase in side
-        ]
-        for turn, reading in self._undisturbed(number, order, results):
-            results[turn.arm].add(turn.phase, number, reading)
-        for name in active:
-            results[name].end_round()
-        self._stop(number + 1, results)
-        return any(not r.stop_reason for r in results.values())
-
-    def _undisturbed(
-        self, number: int, order: list[Turn], results: dict[str, Measured]
-    ) -> list[tuple[Turn, Reading]]:
-        """Take the samples of a round; repeat them a few times while the machine is throttled.
-
-        Where it stays throttled its samples count, marked; rounds after that are taken once only.
-        """
-        for attempt in range(RETRIES + 1):
-            taken = self._take(order, results)
-            if not self.telemetry.check():
-                return taken
-            if attempt == RETRIES or self.throttled_rounds:
-                break
-            for turn, reading in taken:
-                results[turn.arm].set_aside(turn.phase, number, reading)
-            self.sleep(BACK_OFF * BACK_OFF_GROWTH**attempt)
-        self.throttled_rounds.append(number)
-        return taken
-
-    def _take(self, order: list[Turn], results: dict[str, Measured]) -> list[tuple[Turn, Reading]]:
-        """Take one sample per turn of those contenders that have not failed."""
-        asked: list[Turn] = []
-        finished: set[int] = set()
-
-        def call(turn: Turn, index: int) -> None:
-            self._guard(results[turn.arm], partial(self._execute, turn, results[turn.arm]))
-            if not results[turn.arm].error:
-                finished.add(index)
-
-        def works() -> Iterator[Work]:
-            for turn in order:
-                if not results[turn.arm].error:
-                    asked.append(turn)
-                    self.note(f"{turn.arm}|timing, round {turn.round + 1}")
-                    yield Work(partial(call, turn, len(asked) - 1), f"{turn.arm}/{turn.phase}")
-
-        try:
-            readings = self.clock.read(works())
-        except Exception as error:  # a GPU that failed later than it was called: all are suspect
-            for name in {turn.arm for turn in order}:
-                results[name].error, results[name].stop_reason = error, "failed"
-            return []
-        for turn, reading in zip(asked, readings, strict=True):
-            self.spent[turn.arm] += reading.cost
-        pairs = zip(asked, readings, strict=True)
-        return [pair for index, pair in enumerate(pairs) if index in finished]
-
-    def _execute(self, turn: Turn, result: Measured) -> None:
-        phases = self._ready[turn.arm]
-        # Phases look at different batches in a round, so that none finds its rows warm.
-        shift = list(phases).index(turn.phase) * self.timing.pool // len(phases)
-        run = phases[turn.phase]
-        for number in range(result.executions.get(turn.phase, 1)):
-            run((turn.batch + shift + number) % self.timing.pool)
-
-    def _stop(self, rounds: int, results: dict[str, Measured]) -> None:
-        """Give a reason to those that need not, or may not, go on."""
-        running = {n: r for n, r in results.items() if not r.stop_reason}
-        for name in self._over_budget(rounds, list(running)):
-            running.pop(name).stop_reason = "budget"
-        if rounds < self.timing.min_rounds:
-            return
-        target, least = self.timing.precision, self.timing.min_seconds
-        reasons = {
-            name: "precise" if r.precise(target, least) else "stabilised" if r.stabilised() else ""
-            for name, r in running.items()
-        }
-        if all(reasons.values()):
-            for name, reason in reasons.items():
-                running[name].stop_reason = reason
-
-    def _over_budget(self, rounds: int, running: list[str]) -> list[str]:
-        """Stop all contenders when the cell's time is used up; earlier, one that takes most of it.
-
-        A very slow contender may leave before min_rounds, but not before three.
-        """
-        budget, enough = self.timing.cell_seconds, rounds >= self.timing.min_rounds
-        if enough and sum(self.spent[name] for name in running) > budget:
-            return running
-        alone = budget / 2 if enough else (2 * budget if rounds >= 3 else math.inf)
-        return [name for name in running if self.spent[name] > alone]
-
-    def _conclude(self, results: Mapping[str, Measured]) -> None:
-        hardware: dict[str, Any] = self.telemetry.summary()
-        flags = self.telemetry.flags()
-        if self.throttled_rounds:
-            hardware["throttled_rounds"] = self.throttled_rounds
-            flags = [*flags, "throttled"]
-        for result in results.values():
-            result.stop_reason = result.stop_reason or "max_rounds"
-            result.conclude(flags, hardware, self.clock.describe())
-
-    @staticmethod
-    def _guard(result: Measured, work: Callable[[], object]) -> None:
-        """Remove a contender that raises from the race; the others go on."""
-        if result.error:
-            return
-        try:
-            work()
-        except Exception as error:
-            result.error, result.stop_reason = error, "failed"
 
 
 @contextmanager

@@ -46,81 +46,60 @@ def warm_up(
     timing: TimingConfig,
     *,
     key: str = "",
-    most: float | None = None,
+    max_seconds: float | None = None,
     counters: Counters = dict,
 ) -> Warm:
     """Repeat passes over the pool: at least `warmup` and `warmup_seconds`, until two are alike.
 
-    At most `most` seconds (timing.warmup_cap unless given): a slow contender gets as many batches
-    as fit, but at least one, and is not called steady. Hit rates are looked at between passes.
+    At most `max_seconds` (timing.warmup_cap unless given): a slow contender gets as many batches
+    as fit, but at least one, and does not count as steady. Hit rates are read between passes.
     """
-    warm, most = Warm(), timing.warmup_cap if most is None else most
-    hits = _totals(counters)
+    warm, cap = Warm(), timing.warmup_cap if max_seconds is None else max_seconds
+    totals = dict(counters())
     while timing.warmup:
-        taken = _pass(phases, clock, timing.pool, key, most - warm.seconds)
-        warm.seconds += taken.cost
-        before, warm.typical = warm.typical, taken.medians()
-        if not taken.whole:
+        whole, seconds, medians = _pass(phases, clock, timing.pool, key, cap - warm.seconds)
+        warm.seconds += seconds
+        before, warm.typical = warm.typical, medians
+        if not whole:
             return warm
         warm.passes += 1
-        rate_before, last = warm.hit_rate, hits
-        hits = _totals(counters)
-        warm.hit_rate = _rate(last, hits)
-        warm.filling = _is_filling(rate_before, warm.hit_rate)
-        warm.steady = (
-            _alike(before, warm.typical)
-            and not warm.filling
-            and warm.passes >= timing.warmup
-            and warm.seconds >= timing.warmup_seconds
+        rate_before, totals_before, totals = warm.hit_rate, totals, dict(counters())
+        warm.hit_rate = _hit_rate(totals_before, totals)
+        warm.filling = warm.hit_rate is not None and (
+            rate_before is None or abs(warm.hit_rate - rate_before) >= STEADY_HIT_RATE
         )
-        if warm.steady or warm.seconds >= most:
+        alike = before.keys() == medians.keys() and all(
+            abs(medians[phase] - before[phase]) <= STEADY * before[phase] for phase in medians
+        )
+        enough = warm.passes >= timing.warmup and warm.seconds >= timing.warmup_seconds
+        warm.steady = alike and enough and not warm.filling
+        if warm.steady or warm.seconds >= cap:
             return warm
     return warm
 
 
-@dataclass
-class _Pass:
-    """Times of one pass over the pool."""
+def _pass(
+    phases: Mapping[str, Phase], clock: Clock, pool: int, key: str, max_seconds: float
+) -> tuple[bool, float, dict[str, float]]:
+    """Run every phase on every batch until the time is used up; the first batch in any case.
 
-    seconds: dict[str, list[float]]
-    cost: float = 0.0
-    whole: bool = True
-
-    def medians(self) -> dict[str, float]:
-        return {phase: statistics.summarise(s).median for phase, s in self.seconds.items() if s}
-
-
-def _pass(phases: Mapping[str, Phase], clock: Clock, pool: int, key: str, most: float) -> _Pass:
-    """Run every phase on every batch until the time is used up; the first batch in any case."""
-    taken = _Pass({phase: [] for phase in phases})
+    Return whether all batches were run, the cost, and each phase's median.
+    """
+    times: dict[str, list[float]] = {phase: [] for phase in phases}
+    cost, number = 0.0, 0
     for number in range(pool):
         works = [Work(partial(run, number), f"{key}/{phase}") for phase, run in phases.items()]
         for phase, reading in zip(phases, clock.read(works), strict=True):
-            taken.seconds[phase].append(reading.seconds)
-            taken.cost += reading.cost
-        if taken.cost > most and number + 1 < pool:
-            taken.whole = False
-            return taken
-    return taken
+            times[phase].append(reading.seconds)
+            cost += reading.cost
+        if cost > max_seconds:
+            break
+    medians = {phase: statistics.summarise(s).median for phase, s in times.items() if s}
+    return number + 1 >= pool, cost, medians
 
 
-def _alike(before: Mapping[str, float], now: Mapping[str, float]) -> bool:
-    return before.keys() == now.keys() and all(
-        abs(now[phase] - before[phase]) <= STEADY * before[phase] for phase in now
-    )
-
-
-def _is_filling(before: float | None, now: float | None) -> bool:
-    """Return whether a cache is still filling; without a cache nothing is."""
-    return now is not None and (before is None or abs(now - before) >= STEADY_HIT_RATE)
-
-
-def _totals(counters: Counters) -> tuple[int, int] | None:
-    found = counters()
-    return (found["lookups"], found["lookup_hits"]) if "lookup_hits" in found else None
-
-
-def _rate(last: tuple[int, int] | None, now: tuple[int, int] | None) -> float | None:
-    if last is None or now is None or now[0] == last[0]:
+def _hit_rate(before: Mapping[str, int], now: Mapping[str, int]) -> float | None:
+    if "lookup_hits" not in before or "lookup_hits" not in now:
         return None
-    return (now[1] - last[1]) / (now[0] - last[0])
+    lookups = now["lookups"] - before["lookups"]
+    return (now["lookup_hits"] - before["lookup_hits"]) / lookups if lookups else None

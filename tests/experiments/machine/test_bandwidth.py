@@ -70,7 +70,7 @@ def test_memory_of_a_call_on_the_cpu() -> None:
     if "peak" not in found:
         pytest.skip("this system does not let a process reset its high-water mark")
     assert 60 << 20 <= found["peak"] <= 96 << 20
-    assert (memory.peak_bytes(lambda: None, CPU) or 0) < 4 << 20
+    assert memory.measure(lambda: None, CPU)["peak"] < 4 << 20
 
 
 class FakeCuda(SimpleNamespace):
@@ -118,7 +118,7 @@ def test_memory_of_a_call_on_a_gpu_is_told_by_all_who_count(cuda: FakeCuda) -> N
         "pinned": 4096,
         "alloc_retries": 2,
     }
-    assert memory.peak_bytes(lambda: None, CUDA) == 0
+    assert memory.measure(lambda: None, CUDA)["peak"] == 0
 
 
 def test_what_nobody_counts_is_left_out(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,21 +146,18 @@ def test_energy_of_a_call_with_what_is_uncertain_about_it() -> None:
         phase, 4, lambda: next(joules), lambda: None, seconds=2.0, now=lambda: time[0]
     )
     assert log == [0, 1, 2, 3] * 2
-    assert found is not None
-    assert found.joules == 300.0 / 8
-    assert found.give == pytest.approx(found.joules * 0.1 / 2.0)
-    assert found.describe()["window_s"] == 2.0
+    assert found["joules_per_call"] == 300.0 / 8
+    assert found["give"] == pytest.approx(300.0 / 8 * 0.1 / 2.0)
+    assert (found["window_s"], found["calls"]) == (2.0, 8)
 
 
 @pytest.mark.parametrize("readings", [[None], [1000.0, 1000.0], [1000.0, None]])
 def test_no_energy_where_the_counter_stands_still(readings: list[float | None]) -> None:
     joules, time = iter(readings), iter(range(100))
-    assert (
-        passes.energy_pass(
-            lambda number: None, 1, lambda: next(joules), lambda: None, now=lambda: next(time)
-        )
-        is None
+    found = passes.energy_pass(
+        lambda number: None, 1, lambda: next(joules), lambda: None, now=lambda: next(time)
     )
+    assert found == {}
 
 
 def test_energy_of_a_processor_is_that_of_its_packages(tmp_path: Path) -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 
 from experiments.config.schema import UsageError
+from experiments.machine import cpu as cpu_module
 from experiments.machine import flags, preflight, telemetry
-from experiments.machine.cpu import Cpu, Ticks, cores_of_others, last_level_cache_bytes
+from experiments.machine.cpu import Cpu, CpuTime, last_level_cache_bytes, mean_mhz
 from experiments.machine.telemetry import Nvml, NvmlTelemetry, reasons
 from experiments.paths import ROOT
 from experiments.timing import race
@@ -105,7 +107,7 @@ def test_what_slowed_the_gpu_between_two_checks_is_told_once() -> None:
     gpu = opened(GetCurrentClocksEventReasons=[0x1, 0x40, 0x1, 0x1, 0x4, 0x1])
     watch = NvmlTelemetry(gpu, pause=lambda seconds: True)
     assert watch.check() == []
-    watch.look()  # the thread saw heat, which is over when the race asks
+    watch.sample()  # the thread saw heat, which is over when the race asks
     assert watch.check() == ["hw_thermal"]
     assert watch.check() == []
     assert watch.check() == ["sw_power_cap"]
@@ -116,15 +118,45 @@ def test_what_slowed_the_gpu_between_two_checks_is_told_once() -> None:
 def test_steady_clocks_are_no_flag() -> None:
     watch = NvmlTelemetry(opened(**{"GetClockInfo:1": [1980, 1965, 1980]}))
     for _ in range(3):
-        watch.look()
+        watch.sample()
     assert watch.flags() == []
 
 
+class FakeSystem:
+    """The system as psutil and os see it: seconds by state, and what this process used."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        states = ("user", "nice", "system", "irq", "softirq", "steal", "idle", "iowait")
+        self.spent = dict.fromkeys(states, 10.0)
+        self.own = 1.0
+        self.mhz = [2000.0, 3000.0]
+        answers = {
+            "cpu_times": lambda: SimpleNamespace(_asdict=self.spent.copy().copy),
+            "cpu_freq": lambda percpu: [SimpleNamespace(current=mhz) for mhz in self.mhz],
+            "getloadavg": lambda: (0.5, 0.4, 0.3),
+        }
+        for name, answer in answers.items():
+            monkeypatch.setattr(psutil, name, answer)
+        process = lambda: SimpleNamespace(user=self.own, system=0.0)  # noqa: E731
+        monkeypatch.setattr(cpu_module.os, "times", process)
+        monkeypatch.setattr(cpu_module.os, "cpu_count", lambda: 2)
+        for module in (cpu_module, preflight):
+            monkeypatch.setattr(module, "usable_cores", lambda: [0, 1])
+
+    def spend(self, **seconds: float) -> None:
+        for state, value in seconds.items():
+            self.spent[state] += value
+
+
 @pytest.fixture
-def cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cpu:
+def system(monkeypatch: pytest.MonkeyPatch) -> FakeSystem:
+    return FakeSystem(monkeypatch)
+
+
+@pytest.fixture
+def cpu(tmp_path: Path, system: FakeSystem) -> Cpu:
     """Two cores that share a cache, in a tree of files."""
     found = Cpu(tmp_path)
-    monkeypatch.setattr(Cpu, "usable_cores", lambda self: [0, 1])
     for core in (0, 1):
         put(found, f"sys/devices/system/cpu/cpu{core}/cpufreq/scaling_governor", "performance")
         put(found, f"sys/devices/system/cpu/cpu{core}/thermal_throttle/core_throttle_count", "3")
@@ -133,10 +165,7 @@ def cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cpu:
             put(found, f"{folder}/level", str(level))
             put(found, f"{folder}/size", size)
             put(found, f"{folder}/shared_cpu_list", str(shared))
-    info = "processor\t: {}\nflags\t\t: avx2{}\ncpu MHz\t\t: {}\n"
-    put(found, "proc/cpuinfo", info.format(0, "", 2000) + info.format(1, "", 3000))
-    put(found, "proc/loadavg", "0.50 0.40 0.30 2/345 6789")
-    put(found, "proc/stat", stat())
+    put(found, "proc/cpuinfo", "processor\t: 0\nmodel name\t: EPYC 9\nflags\t\t: fpu avx2\n")
     return found
 
 
@@ -146,24 +175,31 @@ def put(cpu: Cpu, path: str, text: str) -> None:
     file.write_text(text + "\n")
 
 
-def stat(busy: int = 0, idle: int = 0, stolen: int = 0) -> str:
-    """Ticks of /proc/stat: a hundred a second and core."""
-    return f"cpu  {1000 + busy} 0 0 {5000 + idle} 0 0 0 {stolen} 0 0\ncpu0 1 2 3"
-
-
 def test_the_cpu_as_the_kernel_shows_it(cpu: Cpu) -> None:
     assert cpu.last_level_cache() == 24 << 20  # shared: counted once
     assert cpu.governor() == "performance"
-    assert cpu.mhz() == 2500.0
     assert cpu.throttled() == 6
-    assert cpu.load() == 0.5
-    assert cpu.ticks() == Ticks(60.0, 10.0, 0.0)
-    assert not cpu.hypervisor()
+    assert cpu.info("model name") == "EPYC 9"
+    assert cpu.instructions() == {"fpu", "avx2"}
+    assert not cpu.virtual()
+    assert cpu.boost() is None
+    put(cpu, "sys/devices/system/cpu/cpufreq/boost", "1")
+    assert cpu.boost() is True
+    put(cpu, "sys/devices/system/cpu/intel_pstate/no_turbo", "1")
+    assert cpu.boost() is False
     assert cpu.quota() is None
     put(cpu, "sys/fs/cgroup/cpu.max", "150000 100000")
     assert cpu.quota() == 1.5
-    put(cpu, "sys/kernel/mm/transparent_hugepage/enabled", "always [madvise] never")
-    assert cpu.huge_pages() == "madvise"
+
+
+def test_the_frequency_is_that_of_the_usable_cores(
+    system: FakeSystem, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert mean_mhz() == 2500.0
+    monkeypatch.setattr(cpu_module, "usable_cores", lambda: [1])
+    assert mean_mhz() == 3000.0
+    system.mhz = []
+    assert mean_mhz() is None
 
 
 def test_two_last_level_caches_count_both(cpu: Cpu) -> None:
@@ -172,45 +208,48 @@ def test_two_last_level_caches_count_both(cpu: Cpu) -> None:
     assert cpu.last_level_cache() == 48 << 20
 
 
-def test_where_a_system_shows_nothing_nothing_is_known(tmp_path: Path) -> None:
+def test_where_a_system_shows_nothing_nothing_is_known(tmp_path: Path, system: FakeSystem) -> None:
     bare = Cpu(tmp_path)
-    assert (bare.last_level_cache(), bare.governor(), bare.mhz(), bare.ticks()) == (None,) * 4
-    assert (bare.throttled(), bare.load(), bare.huge_pages(), bare.quota()) == (None,) * 4
+    assert (bare.last_level_cache(), bare.governor(), bare.joules(), bare.boost()) == (None,) * 4
+    assert (bare.throttled(), bare.quota(), bare.info("flags")) == (None, None, "")
     assert last_level_cache_bytes() >= 1 << 18
-    watch = telemetry.CpuTelemetry(bare, now=lambda: 0.0)
+    system.mhz = []
+    watch = telemetry.CpuTelemetry(bare)
     watch.start()
     assert watch.check() == []
     watch.stop()
-    assert (watch.summary(), watch.flags()) == ({}, [])
+    assert (watch.summary(), watch.flags()) == ({"load": [0.5, 0.5, 0.5]}, [])
 
 
-def test_what_others_computed_is_what_was_not_ours() -> None:
-    before, after = Ticks(60.0, 10.0, 0.0), Ticks(100.0, 40.0, 0.0)
-    seconds = 40.0 / (torch.multiprocessing.cpu_count() or 1)
-    assert cores_of_others(before, after, own=10.0) == pytest.approx(20.0 / seconds)
-    assert cores_of_others(before, after, own=31.0) == 0.0
-    assert (
-        cores_of_others(before, Ticks(60.01, 10.01, 0.0), own=0.0) is None
-    )  # a tick is no measure
-    assert cores_of_others(None, after, own=0.0) is None
+def test_what_others_computed_is_what_was_not_ours(system: FakeSystem) -> None:
+    time = CpuTime()
+    system.spend(user=20.0, softirq=10.0, idle=8.0, iowait=2.0)  # 20 s on two cores
+    system.own += 10.0
+    assert time.shares() == (0.0, pytest.approx(1.0))
+    system.own += 21.0
+    assert time.shares() == (0.0, 0.0)
+    short = CpuTime()
+    assert short.shares() == (None, None)
+    system.spend(user=0.01)
+    assert short.shares() == (0.0, None)  # a tick is no measure
 
 
-def test_a_race_on_the_cpu_tells_of_stolen_and_shared_time(cpu: Cpu) -> None:
-    own = iter([1.0, 5.0])
-    watch = telemetry.CpuTelemetry(cpu, now=lambda: 0.0, own=lambda: next(own))
+def test_a_race_on_the_cpu_tells_of_stolen_and_shared_time(cpu: Cpu, system: FakeSystem) -> None:
+    watch = telemetry.CpuTelemetry(cpu)
     watch.start()
-    put(cpu, "proc/stat", stat(busy=2500, idle=1000, stolen=100))
+    system.spend(user=25.0, idle=10.0, steal=1.0)
+    system.own += 4.0
     watch.stop()
     found = watch.summary()
-    assert found["stolen"] == pytest.approx(100 / 3600, abs=1e-4)
-    assert found["cores_of_others"] > 0.25
+    assert found["stolen"] == pytest.approx(1 / 36, abs=1e-4)
+    assert found["cores_of_others"] == pytest.approx(21 / 18, abs=0.01)
     assert found["load"] == [0.5, 0.5, 0.5]
     assert found["cpu_mhz"] == [2500, 2500, 2500]
     assert watch.flags() == ["stolen_time", "busy"]
 
 
 def test_a_core_that_was_slowed_for_its_heat_is_told_once(cpu: Cpu) -> None:
-    watch = telemetry.CpuTelemetry(cpu, now=lambda: 0.0)
+    watch = telemetry.CpuTelemetry(cpu)
     watch.start()
     assert watch.check() == []
     put(cpu, "sys/devices/system/cpu/cpu1/thermal_throttle/core_throttle_count", "4")
@@ -222,38 +261,38 @@ def test_a_core_that_was_slowed_for_its_heat_is_told_once(cpu: Cpu) -> None:
 
 def test_a_fit_machine_has_no_flags(cpu: Cpu) -> None:
     found = preflight.check(CPU, cpu=cpu, threads=2, sleep=lambda seconds: None)
-    assert found.flags == ()
-    assert found.fit
-    assert found.describe()["governor"] == "performance"
+    assert found["flags"] == []
+    assert found["fit"]
+    assert found["governor"] == "performance"
 
 
-def test_what_is_wrong_with_a_cpu_becomes_flags(cpu: Cpu) -> None:
+def test_what_is_wrong_with_a_cpu_becomes_flags(cpu: Cpu, system: FakeSystem) -> None:
     put(cpu, "sys/devices/system/cpu/cpu0/cpufreq/scaling_governor", "powersave")
     put(cpu, "proc/cpuinfo", "processor : 0\nflags : avx2 hypervisor\n")
     put(cpu, "sys/fs/cgroup/cpu.max", "100000 100000")
 
     def work_of_others(seconds: float) -> None:
-        put(cpu, "proc/stat", stat(busy=3000, idle=1000))
+        system.spend(user=30.0, idle=10.0)
 
     found = preflight.check(CPU, cpu=cpu, threads=3, sleep=work_of_others)
-    assert set(found.flags) == {"busy", "governor", "virtual", "quota", "threads"}
-    assert not found.fit
+    assert set(found["flags"]) == {"busy", "governor", "virtual", "quota", "threads"}
+    assert not found["fit"]
     with pytest.raises(UsageError, match=r"not fit .* \(cpupower .*Without device.strict=true"):
-        preflight.demand(found.describe())
+        preflight.demand(found)
 
 
 def test_being_virtual_is_no_reason_to_refuse(cpu: Cpu) -> None:
     put(cpu, "proc/cpuinfo", "processor : 0\nflags : avx2 hypervisor\n")
     found = preflight.check(CPU, cpu=cpu, threads=2, sleep=lambda seconds: None)
-    assert (found.flags, found.fit) == (("virtual",), True)
-    preflight.demand(found.describe())
+    assert (found["flags"], found["fit"]) == (["virtual"], True)
+    preflight.demand(found)
 
 
 def test_what_is_wrong_with_a_gpu_becomes_flags(cpu: Cpu) -> None:
     def look(gpu: Nvml) -> set[str]:
         found = preflight.check(CUDA, cpu=cpu, nvml=gpu, threads=2, sleep=lambda seconds: None)
-        assert found.fit is (not found.flags)
-        return set(found.flags)
+        assert found["fit"] is (not found["flags"])
+        return set(found["flags"])
 
     assert look(opened()) == set()
     bad = {
@@ -271,15 +310,15 @@ def test_what_is_wrong_with_a_gpu_becomes_flags(cpu: Cpu) -> None:
 def test_a_gpu_that_nobody_can_watch_is_a_flag(cpu: Cpu, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Nvml, "open", lambda device=None, library=None: None)
     found = preflight.check(CUDA, cpu=cpu, threads=2, sleep=lambda seconds: None)
-    assert (found.flags, found.fit) == (("nvml_absent",), True)
-    assert isinstance(telemetry.telemetry_for(CUDA), telemetry.NoTelemetry)
+    assert (found["flags"], found["fit"]) == (["nvml_absent"], True)
+    assert type(telemetry.telemetry_for(CUDA)) is telemetry.Telemetry  # observes nothing
     assert isinstance(telemetry.telemetry_for(CPU), telemetry.CpuTelemetry)
 
 
 def test_every_flag_that_is_raised_is_explained() -> None:
     """Flags are strings in the modules that raise them."""
     raised = set()
-    for module in (preflight, telemetry, race, race, telemetry):
+    for module in (preflight, telemetry, race):
         text = Path(module.__file__ or "").read_text()
         raised |= {flag for flag in flags.EXPLAINED if f'"{flag}"' in text}
     assert raised == flags.EXPLAINED.keys()  # none is explained that nobody raises

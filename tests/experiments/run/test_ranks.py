@@ -19,7 +19,7 @@ import torch
 from experiments.config import configure
 from experiments.config.schema import Mode, TimingConfig
 from experiments.config.sweep import Arm
-from experiments.machine.telemetry import NoTelemetry, Telemetry
+from experiments.machine.telemetry import Telemetry
 from experiments.measure.outcome import Outcome
 from experiments.paths import ROOT
 from experiments.results.store import read_records
@@ -128,7 +128,7 @@ def race(
         ranks.clock(clock or Scripted(ranks.rank)),
         seed=1,
         counters=lambda name: ranks.total(counters(name)),
-        telemetry=ranks.telemetry(telemetry or NoTelemetry()),
+        telemetry=ranks.telemetry(telemetry or Telemetry()),
         sleep=lambda seconds: None,
     )
     return run.run(), run
@@ -205,7 +205,7 @@ def test_a_clock_that_fails_takes_all_arms_of_the_round_on_all_ranks() -> None:
 
 
 def test_ranks_repeat_a_round_together() -> None:
-    class Slowed(NoTelemetry):
+    class Slowed(Telemetry):
         def __init__(self, *, slow: bool) -> None:
             self.left = 2 if slow else 0
 

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from experiments import doctor
 from experiments.config.schema import Config, DeviceKind, Mode, UsageError
 from experiments.run.runner import device_of
 from experiments.timing import clock, clock_check
@@ -25,6 +26,7 @@ from experiments.timing.clock import (
     Work,
     clock_for,
 )
+from tests.experiments import command_line
 from tests.experiments.fake_gpu import FakeGpu
 
 CPU = torch.device("cpu")
@@ -301,7 +303,8 @@ def test_the_clock_check_times_a_gather_after_every_flush(
 ) -> None:
     monkeypatch.setattr(clock_check, "last_level_cache_bytes", lambda: 1 << 20)
     monkeypatch.setattr(clock, "last_level_cache_bytes", lambda: 1 << 20)
-    assert clock_check.main(["--device", "cpu", "--json"]) == 0
+    main = command_line(doctor)
+    assert main(["--clocks", "cpu", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert [line["setting"] for line in found] == [
         "hot",
@@ -309,7 +312,7 @@ def test_the_clock_check_times_a_gather_after_every_flush(
     ]
     assert {line["work"] for line in found} == {"gather of 0.125 MiB"}
     assert all(0 < line["low_us"] <= line["median_us"] <= line["high_us"] for line in found)
-    assert clock_check.main(["--device", "cpu"]) == 0
+    assert main(["--clocks", "cpu"]) == 0
     assert len(capsys.readouterr().out.splitlines()) == len(found)
 
 

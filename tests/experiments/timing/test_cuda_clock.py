@@ -80,4 +80,4 @@ def test_the_machine_is_described() -> None:
     every = [found["copy_gb_s"], *found["gather_gb_s"].values(), found["launch_us"]]
     assert all(math.isfinite(x) and x > 0 for x in every)
     assert environment.describe(CUDA, [])["gpu"]["name"] == torch.cuda.get_device_name(CUDA)
-    assert "gpu" in preflight.check(CUDA).details
+    assert "gpu" in preflight.check(CUDA)

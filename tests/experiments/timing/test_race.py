@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from experiments.config.schema import TimingConfig
-from experiments.machine.telemetry import NoTelemetry
+from experiments.machine.telemetry import Telemetry
 from experiments.timing.clock import Clock, Phase, Reading, Work
-from experiments.timing.race import BACK_OFF, MOST_EXECUTIONS, Race
+from experiments.timing.race import BACK_OFF, MAX_EXECUTIONS, Race
 
 
 class Script(Clock):
@@ -166,7 +166,7 @@ def test_short_calls_share_a_sample_and_see_different_batches() -> None:
 
 def test_the_shortest_calls_do_not_share_without_end() -> None:
     result = race(Script(), {"a": lambda: forever(1e-9)}, max_rounds=1, warmup_cap=1e-3).run()
-    assert result["a"].executions["step"] == MOST_EXECUTIONS
+    assert result["a"].executions["step"] == MAX_EXECUTIONS
 
 
 def test_a_slow_contender_is_not_called_warm() -> None:
@@ -178,7 +178,7 @@ def test_a_slow_contender_is_not_called_warm() -> None:
 
 
 @dataclass
-class Heat(NoTelemetry):
+class Heat(Telemetry):
     """Says after each round whether the machine was throttled during it."""
 
     answers: Iterator[bool]
