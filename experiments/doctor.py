@@ -187,7 +187,7 @@ def emblib_libraries() -> Iterator[Finding]:
         else:
             yield _compare_with_torch(torch.device("cuda"))
         return
-    built = any(Path(folder, "libemblib_cuda.so").exists() for folder in emblib.__path__)
+    built = Path(str(emblib.__file__)).with_name("libemblib_cuda.so").exists()
     state = "built, not loaded: torch sees no GPU" if built else "not built; torch sees no GPU"
     yield Finding("CUDA kernels", state)
 
