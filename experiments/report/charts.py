@@ -152,11 +152,20 @@ def curves(
         x.finish(axes.xaxis)
         y.finish(axes.yaxis)
         if names == "points":
-            _name_points(axes, lines)
+            points = [
+                (y, x, name, line.colour)
+                for line in lines
+                for x, y, name in zip(line.x, line.y, line.names, strict=True)
+            ]
+            # Towards the middle, on either side apart from each other.
+            middle = math.prod(math.sqrt(v) for v in axes.get_xlim())
+            _write_apart(axes, [p for p in points if p[1] < middle], 9, 0.06)
+            _write_apart(axes, [p for p in points if p[1] >= middle], -9, 0.06)
         elif names == "ends":
-            right = max((max(line.x) for line in lines if line.label), default=0.0)
-            ends = [(list(line.y)[-1], line.label, line.colour) for line in lines if line.label]
-            name_ends(axes, right, ends)
+            named = [line for line in lines if line.label]
+            right = max((max(line.x) for line in named), default=0.0)
+            ends = [(list(line.y)[-1], right, line.label, line.colour) for line in named]
+            _write_apart(axes, ends, 12, 0.075)
         elif names and axes.get_legend_handles_labels()[1]:
             place: Any = names
             axes.legend(fontsize=8, loc=place, ncols=columns)
@@ -222,46 +231,24 @@ def _marks(axes: Axes, marks: Sequence[Mark]) -> None:
             )
 
 
-def name_ends(axes: Axes, right: float, ends: Sequence[tuple[float, str, str]]) -> None:
-    """Write (height, name, colour) at the right ends of lines, apart from each other."""
+def _write_apart(
+    axes: Axes, entries: Sequence[tuple[float, float, str, str]], shift: float, gap: float
+) -> None:
+    """Write (y, x, words, colour) beside points, no two nearer than a share of the axis."""
     low, high = (math.log(v) for v in axes.get_ylim())
-    gap, placed = (high - low) * 0.075, -math.inf
-    for y, words, colour in sorted(ends):
-        placed = max(math.log(y), placed + gap)
+    height = -math.inf
+    for y, x, words, colour in sorted(entries):
+        height = max(math.log(y), height + gap * (high - low))
         axes.annotate(
             words,
-            (right, math.exp(placed)),
-            (12, 0),
+            (x, math.exp(height)),
+            (shift, 0),
             textcoords="offset points",
             color=colour,
+            ha="left" if shift > 0 else "right",
             va="center",
             fontsize=9,
             annotation_clip=False,
-        )
-
-
-def _name_points(axes: Axes, lines: Sequence[Curve]) -> None:
-    """Write names beside their points, towards the middle, apart from each other."""
-    middle = math.prod(math.sqrt(v) for v in axes.get_xlim())
-    low, high = (math.log(v) for v in axes.get_ylim())
-    placed = {True: -math.inf, False: -math.inf}
-    points = [
-        (y, x, name, line.colour)
-        for line in lines
-        for x, y, name in zip(line.x, line.y, line.names, strict=True)
-    ]
-    for y, x, name, colour in sorted(points):
-        left = x < middle
-        placed[left] = max(math.log(y), placed[left] + 0.06 * (high - low))
-        axes.annotate(
-            name,
-            (x, math.exp(placed[left])),
-            (9 if left else -9, 0),
-            textcoords="offset points",
-            color=colour,
-            ha="left" if left else "right",
-            va="center",
-            fontsize=9,
         )
 
 

@@ -25,7 +25,7 @@ from experiments.report.charts import (
 )
 from experiments.report.data import AXIS_NAMES, Run
 from experiments.report.style import WIDTH, Drawing, Figure, Panel, colour_of, marker_of
-from experiments.results.metrics import WEIGHT_BYTES, seconds
+from experiments.results.metrics import WEIGHT_BYTES, replicate_of, seconds
 from experiments.timing.statistics import summarise
 
 UNIT = "us per lookup"  # of published numbers that can stand on one axis with ours
@@ -59,27 +59,56 @@ def contender_curve(name: str, x: Any, y: Any, **options: Any) -> Curve:
     return Curve(x, y, colour_of(name), **options)
 
 
+def _headline(run: Run) -> pd.DataFrame:
+    """Return the results of the headline's cell."""
+    rows = run.table
+    return (
+        rows[(rows["cell"] == run.headline_cell()) & (rows["status"] == "ok")]
+        if len(rows)
+        else rows
+    )
+
+
 def cost_figures(run: Run) -> list[Figure]:
     """Return time against memory, and error against memory where an error is known."""
-    cell = run.headline_cell()
-    if cell is None or not len(run.table):
+    rows = _headline(run)
+    if not len(rows):
         return []
-    found = run.table[(run.table["cell"] == cell) & (run.table["status"] == "ok")]
-    if not len(found):
-        return []
+
+    def scatter(rows: pd.DataFrame, column: str, label: str, factor: float = 1.0) -> Drawing:
+        timed = column == "median_s"
+        lines = [
+            contender_curve(
+                str(name),
+                group["weights_bytes"] / 1e6,
+                factor * group[column],
+                width=1.2,
+                low=factor * group["q25_s"] if timed else None,
+                high=factor * group["q75_s"] if timed else None,
+                names=list(group["label"]),
+                offset=(0, 0),
+            )
+            for name, unsorted in rows.groupby("contender", sort=False)
+            for group in [unsorted.sort_values("weights_bytes")]
+        ]
+        across, up = Scale("parameters (MB)", log=10), Scale(label, log=10)
+        return curves(lines, across, up, names="points")
+
     panels = [
-        Panel(f"Time of {title}", _scatter(found[found["phase"] == phase], "median_s"))
+        Panel(
+            f"Time of {title}",
+            scatter(rows[rows["phase"] == phase], "median_s", "time per batch (ms)", 1e3),
+        )
         for phase, title in PHASES.items()
     ]
-    known = found[(found["phase"] == "step") & (found["error"].fillna(0) > 0)]
-    words = ""
+    known, words = rows[(rows["phase"] == "step") & (rows["error"].fillna(0) > 0)], ""
     if len(known):
-        panels.append(Panel("Error", _scatter(known, "error")))
+        panels.append(Panel("Error", scatter(known, "error", "relative error")))
         words = " Error: relative distance of the rows that are looked up from the plain tables'."
     return [
         Figure(
             "cost_and_memory",
-            f"Time{', error' * bool(len(known))} against memory on {run.title(run.headline)}",
+            f"Time{', error' * bool(words)} against memory on {run.title(run.headline)}",
             "Each mark is one contender: parameters on the horizontal axis, median time of one "
             f"batch on the vertical one, with quartiles. Left and down is better.{words}",
             run.sizes(run.headline),
@@ -88,35 +117,29 @@ def cost_figures(run: Run) -> list[Figure]:
     ]
 
 
-def _scatter(found: pd.DataFrame, column: str) -> Drawing:
-    time = column == "median_s"
-    lines = []
-    for name, own in found.groupby("contender", sort=False):
-        own = own.sort_values("weights_bytes")
-        lines.append(
-            contender_curve(
-                str(name),
-                own["weights_bytes"] / 1e6,
-                own[column] * (1e3 if time else 1.0),
-                width=1.2,
-                low=1e3 * own["q25_s"] if time else None,
-                high=1e3 * own["q75_s"] if time else None,
-                names=[str(label) for label in own["label"]],
-                offset=(0, 0),
-            )
-        )
-    height = Scale("time per batch (ms)" if time else "relative error", log=10)
-    return curves(lines, Scale("parameters (MB)", log=10), height, names="points")
-
-
 def modes(run: Run) -> list[Figure]:
     """Return the headline in every mode that was measured; empty where there is one mode."""
-    cell = run.headline_cell()
-    if cell is None or len(run.modes) < 2 or not len(run.table):
+    rows = _headline(run)
+    if len(run.modes) < 2 or not len(rows):
         return []
-    found = run.table[(run.table["cell"] == cell) & (run.table["status"] == "ok")]
-    if not len(found):
-        return []
+    panels, last = [], len(run.modes) - 1
+    across = Scale("", ticks=range(last + 1), names=run.modes, low=-0.5, high=last + 0.5)
+    for phase in PHASES:
+        groups = list(rows[rows["phase"] == phase].groupby("arm", sort=False))
+        lines = [
+            contender_curve(
+                group["contender"].iloc[0],
+                group["mode"].map(run.modes.index) + 0.6 * ((number + 0.5) / len(groups) - 0.5),
+                1e3 * group["median_s"],
+                line="",
+                low=1e3 * group["q25_s"],
+                high=1e3 * group["q75_s"],
+                label=group["label"].iloc[0],
+            )
+            for number, (_, group) in enumerate(groups)
+        ]
+        drawing = curves(lines, across, Scale("time per batch (ms)", log=10), names="ends")
+        panels.append(Panel(phase.capitalize(), drawing))
     return [
         Figure(
             "modes",
@@ -124,68 +147,46 @@ def modes(run: Run) -> list[Figure]:
             "The same work, measured in different ways (see 'How to read this'). A number of one "
             "mode is never divided by one of another. Bars are quartiles; lower is better.",
             run.sizes(run.headline),
-            [Panel(p.capitalize(), _by_mode(run, found[found["phase"] == p])) for p in PHASES],
+            panels,
         )
     ]
-
-
-def _by_mode(run: Run, found: pd.DataFrame) -> Drawing:
-    arms, lines = list(dict.fromkeys(found["arm"])), []
-    for place, arm in enumerate(arms):
-        own = found[found["arm"] == arm]
-        shift = 0.6 * ((place + 0.5) / len(arms) - 0.5)
-        lines.append(
-            contender_curve(
-                str(own["contender"].iloc[0]),
-                [run.modes.index(m) + shift for m in own["mode"]],
-                1e3 * own["median_s"],
-                line="",
-                low=1e3 * own["q25_s"],
-                high=1e3 * own["q75_s"],
-                label=str(own["label"].iloc[0]),
-            )
-        )
-    count = len(run.modes)
-    across = Scale("", ticks=range(count), names=run.modes, low=-0.5, high=count - 0.5)
-    return curves(lines, across, Scale("time per batch (ms)", log=10), names="ends")
 
 
 def published(run: Run) -> list[Figure]:
     """Return a figure of each case that has a published time per lookup."""
     found = []
     for section in run.sections():
-        case = run.config.cases.get(section)
-        numbers = [dict(p) for p in case.published] if case is not None else []
-        numbers = [p for p in numbers if str(p["unit"]).startswith(UNIT)]
-        own = run.of(section)
-        own = own[(own["phase"] == "step") & (own["status"] == "ok")] if len(own) else own
-        if len(own) and numbers:
-            found.append(_published(run, section, own, numbers))
+        case, steps = run.config.cases.get(section), run.of(section)
+        numbers = [p for p in case.published if p["unit"].startswith(UNIT)] if case else []
+        if not numbers or not len(steps):
+            continue
+        steps = steps[(steps["phase"] == "step") & (steps["status"] == "ok")]
+        bars = [
+            (row["label"], row["ns_per_lookup"] / 1e3, colour_of(row["contender"]), False)
+            for _, row in steps.sort_values("ns_per_lookup").iterrows()
+        ]
+        if not bars:
+            continue
+        for other in numbers:
+            name = f"{other['label']}\npublished, other machine"
+            bars.append((name, float(other["value"]), colour_of("published"), True))
+        lines = [
+            Row(name, value, colour, bar=True, hollow=theirs, words=f"{value:.3g}")
+            for name, value, colour, theirs in bars
+        ]
+        longest = max(line.value for line in lines)
+        scale = Scale("µs per lookup of a step (log scale)", log=10, reach=(longest, 1.6 * longest))
+        found.append(
+            Figure(
+                f"published_{section}",
+                text.capitalised(run.title(section)),
+                "Measured here (solid) and published elsewhere (hatched): another machine, so the "
+                "two kinds of bar are not divided by each other. Shorter is better.",
+                run.sizes(section),
+                [Panel("Time per lookup", rows(lines, scale), 1.2 * WIDTH)],
+            )
+        )
     return found
-
-
-def _published(run: Run, section: str, own: pd.DataFrame, numbers: list[dict[str, Any]]) -> Figure:
-    bars = [
-        (str(r["label"]), r["ns_per_lookup"] / 1e3, colour_of(str(r["contender"])), False)
-        for _, r in own.sort_values("ns_per_lookup").iterrows()
-    ]
-    for other in numbers:
-        name = f"{other['label']}\npublished, other machine"
-        bars.append((name, float(other["value"]), colour_of("published"), True))
-    lines = [
-        Row(name, value, colour, bar=True, hollow=theirs, words=f"{value:.3g}")
-        for name, value, colour, theirs in bars
-    ]
-    longest = max(value for _, value, _, _ in bars)
-    scale = Scale("µs per lookup of a step (log scale)", log=10, reach=(longest, 1.6 * longest))
-    return Figure(
-        f"published_{section}",
-        text.capitalised(run.title(section)),
-        "Measured here (solid) and published elsewhere (hatched): another machine, so the two "
-        "kinds of bar are not divided by each other. Shorter is better.",
-        run.sizes(section),
-        [Panel("Time per lookup", rows(lines, scale), 1.2 * WIDTH)],
-    )
 
 
 ASIDE = 0.055  # shift between contenders of one size, on a logarithmic axis
@@ -193,11 +194,10 @@ ASIDE = 0.055  # shift between contenders of one size, on a logarithmic axis
 
 def roofline_figures(run: Run) -> list[Figure]:
     """Return achieved bandwidth against the memory's: a dot per contender and cell, twice."""
-    found, roofs = run.table, Roofs.of(run.environment)
-    if not len(found) or not (math.isfinite(roofs.copy_gb_s) or roofs.gather_gb_s):
-        return []
-    found = found[(found["status"] == "ok") & found["useful_gb_s"].notna()]
-    if not len(found):
+    rows, roofs = run.table, Roofs.of(run.environment)
+    if len(rows):
+        rows = rows[(rows["status"] == "ok") & rows["useful_gb_s"].notna()]
+    if not len(rows) or not (math.isfinite(roofs.copy_gb_s) or roofs.gather_gb_s):
         return []
     known = "copy and random gather" if roofs.gather_gb_s else "copy"
     device = ceilings.of_environment(run.environment)
@@ -215,26 +215,24 @@ def roofline_figures(run: Run) -> list[Figure]:
             "better.",
             run.sizes(run.sections()[0]),
             [
-                Panel(p.capitalize(), _roofline(found[found["phase"] == p], roofs, theory))
+                Panel(p.capitalize(), _roofline(rows[rows["phase"] == p], roofs, theory))
                 for p in ("forward", "step")
             ],
         )
     ]
 
 
-def _roofline(own: pd.DataFrame, roofs: Roofs, theory: float | None) -> Drawing:
-    names = list(dict.fromkeys(str(n) for n in own["contender"]))
-    sizes = sorted({WEIGHT_BYTES * int(d) for d in own["D"]})
-    ends = (min(sizes) / 1.6, max(sizes) * 1.6)
-    lines = []
-    for place, name in enumerate(names):
-        shift = 2 ** (ASIDE * 2 * (place - (len(names) - 1) / 2))
-        part = own[own["contender"] == name]
-        x = WEIGHT_BYTES * part["D"] * shift
-        useful = contender_curve(name, x, part["useful_gb_s"], line="", size=5, hollow=True)
-        lines.append(dataclasses.replace(useful, label=""))
-        lines.append(contender_curve(name, x, part["distinct_gb_s"], line="", size=5))
-    gather = {s: v for s, v in dict(roofs.gather_gb_s).items() if ends[0] <= s <= ends[1]}
+def _roofline(rows: pd.DataFrame, roofs: Roofs, theory: float | None) -> Drawing:
+    rows = rows.assign(row_bytes=WEIGHT_BYTES * rows["D"])
+    sizes = sorted(int(size) for size in rows["row_bytes"].unique())
+    ends = (sizes[0] / 1.6, sizes[-1] * 1.6)
+    lines, groups = [], list(rows.groupby("contender", sort=False))
+    for number, (name, group) in enumerate(groups):
+        x = group["row_bytes"] * 2 ** (ASIDE * (2 * number - len(groups) + 1))
+        points = contender_curve(str(name), x, group["distinct_gb_s"], line="", size=5)
+        lines.append(dataclasses.replace(points, y=group["useful_gb_s"], hollow=True, label=""))
+        lines.append(points)
+    gather = {s: v for s, v in roofs.gather_gb_s if ends[0] <= s <= ends[1]}
     if gather:
         lines.append(Curve(list(gather), list(gather.values()), label="gather", line=DASHED))
     marks = []
@@ -243,7 +241,7 @@ def _roofline(own: pd.DataFrame, roofs: Roofs, theory: float | None) -> Drawing:
     if theory:
         marks.append(Mark(theory, line=":", words=f"theoretical {theory:,.4g} GB/s"))
     top = max((v for v in (roofs.copy_gb_s, theory, *gather.values()) if v and v > 0), default=1.0)
-    bottom = float(own[["distinct_gb_s", "useful_gb_s"]].min().min()) / 6  # room for the legend
+    bottom = float(rows[["distinct_gb_s", "useful_gb_s"]].min().min()) / 6  # room for the legend
     across = Scale("bytes per row (4·D)", log=2, ticks=sizes, low=ends[0], high=ends[1])
     up = Scale("GB/s", log=10, reach=(bottom, 1.6 * top))
     return curves(lines, across, up, names="lower right", columns=2, marks=marks)
@@ -278,21 +276,20 @@ def sample_figures(run: Run) -> list[Figure]:
 
 
 def _samples(records: list[dict[str, Any]], phase: str) -> Drawing:
-    names = {r["arm"]: r["label"] for r in records}
+    labels = {r["arm"]: _two_lines(r["label"]) for r in records}
     lines = []
-    for place, arm in enumerate(names):
-        own = sorted((r for r in records if r["arm"] == arm), key=lambda r: r.get("replicate", 0))
-        width = 0.86 / len(own)
-        for number, record in enumerate(own):
+    for number, arm in enumerate(labels):
+        processes = sorted((r for r in records if r["arm"] == arm), key=replicate_of)
+        width = 0.86 / len(processes)
+        for process, record in enumerate(processes):
             taken = [1e3 * s for s in seconds(record, phase)]
-            left, span = place - 0.43 + number * width, width * (1 - GAP)
+            left, span = number - 0.43 + process * width, width * (1 - GAP)
             x = [left + span * (i + 0.5) / len(taken) for i in range(len(taken))]
-            size = 3.2 if len(taken) * len(own) > FEW else 6
+            size = 3.2 if len(taken) * len(processes) > FEW else 6
             colour = colour_of(record["contender"])
             lines.append(Curve(x, taken, colour, marker=".", line="", size=size, opacity=0.65))
             lines.append(Curve([left, left + span], [summarise(taken).median] * 2, width=1.2))
-    labels = [_two_lines(label) for label in names.values()]
-    across = Scale("", ticks=range(len(names)), names=labels)
+    across = Scale("", ticks=range(len(labels)), names=list(labels.values()))
     return curves(lines, across, Scale("time (ms)", log=10))
 
 
@@ -307,124 +304,119 @@ def _two_lines(label: str) -> str:
 
 def sweep_figures(run: Run) -> list[Figure]:
     """Return throughput, ratio and memory along each swept axis."""
-    return [f for f in (_throughput(run), _ratio(run), _memory(run)) if f.panels]
-
-
-def _throughput(run: Run) -> Figure:
-    def draw(axis: str) -> Drawing:
-        found = run.along(axis)
-        found = found[found["phase"] == "step"]
-        lines = [
-            contender_curve(
-                name,
-                own["x"],
-                own["lookups_per_s"] / 1e6,
-                low=own["lookups"] / own["q75_s"] / 1e6,
-                high=own["lookups"] / own["q25_s"] / 1e6,
-                band=True,
-            )
-            for name, own in _by_contender(found, axis)
-        ]
-        lines += _flat(found, axis, "lookups_per_s", 1e-6)
-        return _along(lines, found, axis, "million lookups per second")
-
-    return _per_axis(
-        run,
-        "sweep_throughput",
-        "Throughput of a step, one axis at a time",
-        "Lookups per second through forward, backward and update: lookups of a batch ÷ median "
-        "time. The band spans the quartiles. Higher is better.",
-        draw,
-    )
-
-
-def _ratio(run: Run) -> Figure:
-    def draw(axis: str) -> Drawing:
-        found = run.along(axis)
-        found = found[(found["arm"] != run.baseline.key) & found["ratio"].notna()]
-        lines = []
-        for name, own in _by_contender(found, axis):
-            for phase, style in (("step", "-"), ("forward", SHORT)):
-                part = own[own["phase"] == phase]
-                part = part[part["rank"] > 0] if axis == "rank" else part
-                if len(part):
-                    bounds = {"low": part["ratio_lo"], "high": part["ratio_hi"]}
-                    label = f"{label_of(name)} {phase}"
-                    curve = {"label": label, "line": style, "width": 1.8, **bounds}
-                    lines.append(contender_curve(name, part["x"], part["ratio"], **curve))
-        label = f"time ÷ {run.baseline.label}"
-        return _along(lines, found, axis, label, marks=[Mark(1.0)])
-
-    return _per_axis(
-        run,
-        "sweep_ratio",
-        f"Time ÷ {run.baseline.label}, paired",
-        f"How many times the time of {run.baseline.label}, from the ratios within each round, with "
-        "the 95 % confidence interval. Solid: step. Dashed: forward. Below 1 the contender is "
-        "faster.",
-        draw,
-    )
-
-
-def _memory(run: Run) -> Figure:
-    def draw(axis: str, column: str) -> Drawing:
-        found = run.along(axis)
-        found = found[(found["phase"] == "step") & (found[column].fillna(0) > 0)]
-        lines = []
-        for name, own in _by_contender(found, axis):
-            style = DASHED if name == "torch" and column == "weights_bytes" else "-"
-            lines.append(contender_curve(name, own["x"], own[column] / 1e6, line=style))
-        lines += _flat(found, axis, column, 1e-6)
-        return _along(lines, found, axis, "MB")
-
-    panels, swept = [], run.swept_axes()
-    if "D" in swept:
-        panels.append(Panel("Parameters by dimension", draw("D", "weights_bytes")))
-    if "rank" in swept:
-        panels.append(Panel("Parameters by TT rank", draw("rank", "weights_bytes")))
-    if "B" in swept and run.table["peak_bytes"].notna().any():
-        panels.append(Panel("Scratch memory of a step by batch size", draw("B", "peak_bytes")))
-    return Figure(
-        "sweep_memory",
-        "Memory",
-        "Parameters, and the most that one step needs on top of them. Lower is better.",
-        run.sizes(SWEEP) if panels else "",
-        panels,
-    )
-
-
-def _per_axis(
-    run: Run, name: str, title: str, caption: str, draw: Callable[[str], Drawing]
-) -> Figure:
     axes = run.swept_axes()
-    panels = [Panel(text.capitalised(AXIS_NAMES[a]), draw(a)) for a in axes]
-    return Figure(name, title, caption, run.sizes(SWEEP) if panels else "", panels)
+    if not axes:
+        return []
+    sizes, baseline = run.sizes(SWEEP), run.baseline.label
+
+    def panels(draw: Callable[[Run, str], Drawing]) -> list[Panel]:
+        return [Panel(text.capitalised(AXIS_NAMES[axis]), draw(run, axis)) for axis in axes]
+
+    memory = [
+        (title, axis, column)
+        for title, axis, column in (
+            ("Parameters by dimension", "D", "weights_bytes"),
+            ("Parameters by TT rank", "rank", "weights_bytes"),
+            ("Scratch memory of a step by batch size", "B", "peak_bytes"),
+        )
+        if axis in axes and run.table[column].notna().any()
+    ]
+    return [
+        Figure(
+            "sweep_throughput",
+            "Throughput of a step, one axis at a time",
+            "Lookups per second through forward, backward and update: lookups of a batch ÷ median "
+            "time. The band spans the quartiles. Higher is better.",
+            sizes,
+            panels(_throughput),
+        ),
+        Figure(
+            "sweep_ratio",
+            f"Time ÷ {baseline}, paired",
+            f"How many times the time of {baseline}, from the ratios within each round, with "
+            "the 95 % confidence interval. Solid: step. Dashed: forward. Below 1 the contender is "
+            "faster.",
+            sizes,
+            panels(_ratio),
+        ),
+        Figure(
+            "sweep_memory",
+            "Memory",
+            "Parameters, and the most that one step needs on top of them. Lower is better.",
+            sizes,
+            [Panel(title, _memory(run, axis, column)) for title, axis, column in memory],
+        ),
+    ]
+
+
+def _throughput(run: Run, axis: str) -> Drawing:
+    rows = run.along(axis)
+    rows = rows[rows["phase"] == "step"]
+    lines = [
+        contender_curve(
+            name,
+            group["x"],
+            group["lookups_per_s"] / 1e6,
+            low=group["lookups"] / group["q75_s"] / 1e6,
+            high=group["lookups"] / group["q25_s"] / 1e6,
+            band=True,
+        )
+        for name, group in _by_contender(rows, axis)
+    ]
+    lines += _flat(rows, axis, "lookups_per_s")
+    return _along(lines, rows, axis, "million lookups per second")
+
+
+def _ratio(run: Run, axis: str) -> Drawing:
+    rows = run.along(axis)
+    rows = rows[(rows["arm"] != run.baseline.key) & rows["ratio"].notna()]
+    lines = []
+    for name, group in _by_contender(rows, axis):
+        for phase, style in (("step", "-"), ("forward", SHORT)):
+            part = group[group["phase"] == phase]
+            part = part[part["rank"] > 0] if axis == "rank" else part
+            if len(part):
+                bounds = {"low": part["ratio_lo"], "high": part["ratio_hi"]}
+                label = f"{label_of(name)} {phase}"
+                curve = {"label": label, "line": style, "width": 1.8, **bounds}
+                lines.append(contender_curve(name, part["x"], part["ratio"], **curve))
+    return _along(lines, rows, axis, f"time ÷ {run.baseline.label}", marks=[Mark(1.0)])
+
+
+def _memory(run: Run, axis: str, column: str) -> Drawing:
+    rows = run.along(axis)
+    rows = rows[(rows["phase"] == "step") & (rows[column].fillna(0) > 0)]
+    lines = []
+    for name, group in _by_contender(rows, axis):
+        style = DASHED if name == "torch" and column == "weights_bytes" else "-"
+        lines.append(contender_curve(name, group["x"], group[column] / 1e6, line=style))
+    return _along([*lines, *_flat(rows, axis, column)], rows, axis, "MB")
 
 
 def _along(
-    lines: Sequence[Curve], found: pd.DataFrame, axis: str, label: str, marks: Sequence[Mark] = ()
+    lines: Sequence[Curve], rows: pd.DataFrame, axis: str, label: str, marks: Sequence[Mark] = ()
 ) -> Drawing:
     """Return curves along a swept axis, named at their ends."""
-    values = sorted({float(v) for v in found["x"] if axis != "rank" or v > 0})
+    values = sorted({float(v) for v in rows["x"] if axis != "rank" or v > 0})
     across = Scale(AXIS_NAMES[axis], log=2 * (axis in LOG_AXES), ticks=values)
     return curves(lines, across, Scale(label, log=10), names="ends", marks=marks)
 
 
-def _by_contender(found: pd.DataFrame, axis: str) -> Iterable[tuple[str, pd.DataFrame]]:
+def _by_contender(rows: pd.DataFrame, axis: str) -> Iterable[tuple[str, pd.DataFrame]]:
     """Yield contenders sorted along the axis; along the rank, only those that have one."""
-    for name, own in found.groupby("contender", sort=False):
-        if axis != "rank" or (own["rank"] > 0).any():
-            yield str(name), own.sort_values("x")
+    for name, group in rows.groupby("contender", sort=False):
+        if axis != "rank" or (group["rank"] > 0).any():
+            yield str(name), group.sort_values("x")
 
 
-def _flat(found: pd.DataFrame, axis: str, column: str, factor: float) -> list[Curve]:
-    """Return contenders without a rank as level lines along the axis of ranks."""
+def _flat(rows: pd.DataFrame, axis: str, column: str) -> list[Curve]:
+    """Return contenders without a rank as level lines along the axis of ranks, in millions."""
     if axis != "rank":
         return []
-    ends = [float(found.loc[found["rank"] > 0, "rank"].min()), float(found["rank"].max())]
+    ends = [float(rows.loc[rows["rank"] > 0, "rank"].min()), float(rows["rank"].max())]
     return [
         contender_curve(
-            str(r["contender"]), ends, [r[column] * factor] * 2, marker="", line=DASHED, width=1.5
+            row["contender"], ends, [row[column] * 1e-6] * 2, marker="", line=DASHED, width=1.5
         )
-        for _, r in found[found["rank"] == 0].iterrows()
+        for _, row in rows[rows["rank"] == 0].iterrows()
     ]

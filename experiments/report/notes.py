@@ -76,25 +76,19 @@ def how_to_read(run: Run) -> list[str]:
     """Return the notes that apply to this run."""
     if not run.kind.side_by_side:
         return []
-    found = [HOW_TO_READ[0]]
-    found += [MODES[mode] for mode in run.modes if mode in MODES]
+    found = [HOW_TO_READ[0], *(MODES[mode] for mode in run.modes if mode in MODES)]
     several = max(run.passes().values(), default=0) > 1
     found += [PROCESSES, VERDICTS] if several else [ONE_PROCESS]
     found += HOW_TO_READ[1:]
-    if any(r["params"].get("distribution") in ("uniform", "zipf") for r in run.records):
-        found.append(SYNTHETIC)
-    if any(r["params"].get("distribution") == "production" for r in run.records):
-        found.append(PRODUCTION)
-    if any(r["params"].get("distribution") == "trace" for r in run.records):
-        found.append(REPLAYED)
-    return [*found, *_peers(run)]
-
-
-def _peers(run: Run) -> list[str]:
-    """Which versions of other people's packages the contenders are."""
-    used = {pair for r in run.records for pair in r.get("packages", {}).items()}
-    named = ", ".join(f"{package} {version}" for package, version in sorted(used))
-    return [f"Contenders from other packages are those of {named}."] if named else []
+    ids = {r["params"].get("distribution") for r in run.records}
+    found += [SYNTHETIC] if ids & {"uniform", "zipf"} else []
+    found += [PRODUCTION] if "production" in ids else []
+    found += [REPLAYED] if "trace" in ids else []
+    packages = sorted({pair for r in run.records for pair in r.get("packages", {}).items()})
+    if packages:
+        named = ", ".join(f"{package} {version}" for package, version in packages)
+        found.append(f"Contenders from other packages are those of {named}.")
+    return found
 
 
 def notices(run: Run) -> list[str]:
@@ -105,45 +99,40 @@ def notices(run: Run) -> list[str]:
             "Tables, batches and rounds are capped to see whether everything works (timing=smoke)."
         )
     else:
-        found += [*_scaled(run), *_noise(run)]
-    return [*found, *_unfinished(run), *_flags(run), *_folded(run)]
-
-
-def _scaled(run: Run) -> list[str]:
-    found = []
-    for section in run.sections():
-        rows = run.of(section)
-        scale = float(rows["rows_scale"].min()) if len(rows) else 1.0
-        if scale < 1:
+        found += _scaled(run)
+        if run.spread() > NOISY:
             found.append(
-                f"Memory: the tables of {run.title(section)} were scaled to "
-                f"{text.digits(100 * scale)} % of the rows to fit "
-                f"{100 * float(run.config.device.memory_share):.0f} % of the free memory."
+                f"Noisy run: half of the medians have quartiles more than {100 * run.spread():.0f} "
+                "% apart. Something else used the machine; believe the intervals, not the third "
+                "digit."
             )
+    found += _unfinished(run)
+    disturbed = [(explain(f), n) for f, n in flag_counts(run).items() if f not in MINOR]
+    if disturbed:
+        total = len(run.table) // len(PHASES)
+        words = "; ".join(f"{flag} ({n} of {total} rows)" for flag, n in disturbed)
+        found.append(f"While this was measured: {words}.")
+    folded = {r["section"]: r for r in run.records if r.get("pool_folded")}
+    for section, record in folded.items():
+        share = record["pool_folded"] / (record["lookups"] * record["pool_batches"])
+        found.append(
+            f"Trace: {100 * share:.3g} % of the lookups of {run.title(section)} are outside their "
+            "tables and were folded into them (ids modulo rows), so that rows collide."
+        )
     return found
 
 
-def _noise(run: Run) -> list[str]:
-    spread = run.spread()
-    if spread <= NOISY:
+def _scaled(run: Run) -> list[str]:
+    """Describe the sections whose tables did not fit into memory."""
+    if not len(run.table):
         return []
+    scales = run.table.groupby("section", sort=False)["rows_scale"].min()
     return [
-        f"Noisy run: half of the medians have quartiles more than {100 * spread:.0f} % apart. "
-        "Something else used the machine; believe the intervals, not the third digit."
-    ]
-
-
-def _folded(run: Run) -> list[str]:
-    """Lookups of a trace that its tables have no row for, and that were folded into them."""
-    found: dict[str, tuple[int, float]] = {}
-    for record in run.records:
-        if record.get("pool_folded"):
-            lookups = record["lookups"] * record["pool_batches"]
-            found[record["section"]] = (record["pool_folded"], lookups)
-    return [
-        f"Trace: {100 * folded / lookups:.3g} % of the lookups of {run.title(section)} are outside "
-        "their tables and were folded into them (ids modulo rows), so that rows collide."
-        for section, (folded, lookups) in found.items()
+        f"Memory: the tables of {run.title(str(section))} were scaled to "
+        f"{text.digits(100 * scale)} % of the rows to fit "
+        f"{100 * float(run.config.device.memory_share):.0f} % of the free memory."
+        for section, scale in scales.items()
+        if scale < 1
     ]
 
 
@@ -174,20 +163,9 @@ def _unfinished(run: Run) -> list[str]:
 
 
 def flag_counts(run: Run) -> dict[str, int]:
-    """Flag -> rows that carry it, the most frequent first."""
-    counts: Counter[str] = Counter()
-    if "flags" in run.table:
-        for flags in run.table[run.table["phase"] == "step"]["flags"]:
-            counts.update(f for f in str(flags).split("; ") if f and f != "nan")
+    """Return the number of rows by flag, the most frequent first."""
+    if "flags" not in run.table:
+        return {}
+    flags = run.table[run.table["phase"] == "step"]["flags"]
+    counts = Counter(flag for words in flags for flag in words.split("; ") if flag)
     return dict(counts.most_common())
-
-
-def _flags(run: Run) -> list[str]:
-    """Describe in one sentence what disturbed the measurement."""
-    total = len(run.table) // len(PHASES)
-    said = [
-        f"{explain(flag)} ({n} of {total} rows)"
-        for flag, n in flag_counts(run).items()
-        if flag not in MINOR
-    ]
-    return [f"While this was measured: {'; '.join(said)}."] if said else []

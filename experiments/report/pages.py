@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 
 from experiments.config.sweep import SWEEP
 from experiments.report import figures, notes, outcomes, results, text
@@ -16,12 +15,6 @@ CLOSING = (
     "In the folder of this page: points.jsonl (raw samples), results.csv, report.md, figures as "
     "PNG and SVG. To rebuild all but the samples: python -m experiments.report RUN."
 )
-
-
-def sentences(run: Run) -> list[str]:
-    """Return the answer of a run's report; for a smoke run, first a warning."""
-    found = run.kind.answer(run)
-    return [SMOKE, *found] if run.smoke else found
 
 
 def page(run: Run) -> Page:
@@ -52,7 +45,7 @@ def page(run: Run) -> Page:
     ]
     return Page(
         name=str(run.config.name),
-        answer=sentences(run),
+        answer=[SMOKE, *run.kind.answer(run)] if run.smoke else run.kind.answer(run),
         sections=sections,
         subtitle=figures.subtitle(run),
         question=str(run.info.get("question", "")),
@@ -105,27 +98,18 @@ def _case(run: Run, section: str) -> list[Section]:
         return []
     swept = section == SWEEP and not run.kind.swept_first
     title = "The sweep" if swept else text.capitalised(run.title(section))
-    return [Section(title, [_workload(run, section)], table=table, points=_published(run, section))]
-
-
-def _workload(run: Run, section: str) -> str:
-    record = next(r for r in run.records if r["section"] == section)
-    line = run.sizes(section)
-    known = next((r for r in run.records if r["section"] == section and r["unique_rows"]), None)
+    records = [r for r in run.records if r["section"] == section]
+    case, workload = run.config.cases.get(section), run.sizes(section)
+    known = next((r for r in records if r["unique_rows"]), None)
     if known is not None:
         distinct = text.percent(known["unique_rows"] / known["lookups"])
-        line += f"; {distinct} of a batch's lookups are distinct rows"
-    case = run.config.cases.get(section)
-    note = f" {case.note}" if case is not None and case.note else ""
-    if case is not None and case.tt.row_factors and record["rows_scale"] < 1:
-        note += " Scaled tables do not fit these row factors: emblib chose others."
-    return f"{line}.{note}"
-
-
-def _published(run: Run, section: str) -> Sequence[str]:
-    case = run.config.cases.get(section)
-    return [
+        workload += f"; {distinct} of a batch's lookups are distinct rows"
+    workload += f". {case.note}" if case is not None and case.note else "."
+    if case is not None and case.tt.row_factors and records[0]["rows_scale"] < 1:
+        workload += " Scaled tables do not fit these row factors: emblib chose others."
+    published = [
         f"Published, not measured here: {p.label} {p.value:g} {p.unit} ({p.source}). Another "
         "machine: compare the order of magnitude, not the ratio."
         for p in (case.published if case is not None else [])
     ]
+    return [Section(title, [workload], table=table, points=published)]

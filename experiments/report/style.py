@@ -7,12 +7,12 @@ import io
 import math
 import re
 import zlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from textwrap import wrap
-from typing import Any, cast
+from typing import Any
 
 import matplotlib as mpl
 import matplotlib.pyplot as plt
@@ -104,7 +104,6 @@ def variables() -> dict[str, str]:
 
 mpl.use("Agg")
 
-
 Drawing = Callable[[Axes], None]
 WIDTH, HEIGHT = 4.6, 3.5  # inches of a panel
 LINE = 0.17  # inches of a line below a sheet's title
@@ -134,37 +133,33 @@ class Figure:
     subtitle: str = ""  # machine and software; empty: the page's
 
 
-@contextmanager
-def theme() -> Iterator[None]:
-    """Matplotlib settings of the whole report."""
-    settings: dict[str, Any] = {
-        "font.size": 10,
-        "axes.titlesize": 11,
-        "axes.titleweight": "bold",
-        "axes.titlelocation": "left",
-        "axes.titley": 1.0,  # a fixed place: finding one takes a fifth of the time of a drawing
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.grid": True,
-        "axes.axisbelow": True,
-        "axes.edgecolor": INK,
-        "axes.labelcolor": INK,
-        "text.color": INK,
-        "xtick.color": INK,
-        "ytick.color": INK,
-        "grid.color": GRID,
-        "grid.linewidth": 0.7,
-        "hatch.color": INK,
-        "hatch.linewidth": 0.6,
-        "lines.linewidth": 2.0,
-        "lines.markersize": 6,
-        "legend.frameon": False,
-        "svg.fonttype": "path",
-        "svg.hashsalt": "emblib",  # equal data give equal files
-        "figure.dpi": 100,
-    }
-    with plt.rc_context(cast(Any, settings)):
-        yield
+SETTINGS: Any = {
+    "font.size": 10,
+    "axes.titlesize": 11,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.titley": 1.0,  # fixed: finding a height takes a fifth of the time of a drawing
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "axes.edgecolor": INK,
+    "axes.labelcolor": INK,
+    "text.color": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "grid.color": GRID,
+    "grid.linewidth": 0.7,
+    "hatch.color": INK,
+    "hatch.linewidth": 0.6,
+    "lines.linewidth": 2.0,
+    "lines.markersize": 6,
+    "legend.frameon": False,
+    "svg.fonttype": "path",
+    "svg.hashsalt": "emblib",  # equal data give equal files
+    "figure.dpi": 100,
+}
+theme = partial(plt.rc_context, SETTINGS)  # matplotlib settings of the whole report
 
 
 def draw(figure: Figure, subtitle: str, folder: Path) -> list[str]:
