@@ -134,10 +134,6 @@ class RankClock(Clock):
         self.min_sample_seconds = clock.min_sample_seconds
         self.log: dict[str, list[tuple[float, ...]]] = {}  # key of the work -> seconds by rank
 
-    def time(self, work: Any) -> float:
-        """Return the seconds of the slowest rank."""
-        return self._sample(Work(work)).seconds
-
     def read(self, works: Iterable[Work]) -> list[Reading]:
         """Take one sample at a time, even if the wrapped clock can take several."""
         return [self._sample(work) for work in works]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ MAX_SPIN_SECONDS = 20e-3
 GIVE_UP = 4  # longer spins in a row that did not help: the work itself waits for the GPU
 CALIBRATION_CYCLES = 2_000_000
 Phase = Callable[[int], object]  # runs batch number n of the pool
+Launched = tuple[Any, Any, float, bool]  # start and end events, seconds on the host, exposed
 
 
 def clock_for(device: torch.device, mode: Mode = Mode.hot) -> Clock:
@@ -37,7 +37,7 @@ def clock_for(device: torch.device, mode: Mode = Mode.hot) -> Clock:
         raise UnsupportedMode(
             "mode graph replays CUDA graphs, and the device is cpu; use hot, cold or wall there"
         )
-    return ColdClock() if mode is Mode.cold else WallClock(mode)
+    return ColdClock() if mode is Mode.cold else Clock(mode)
 
 
 class UnsupportedMode(ValueError):
@@ -62,15 +62,24 @@ class Reading:
     exposed: bool = False  # a GPU waited for the host, so launches are inside `seconds`
 
 
-class Clock(ABC):
-    """A clock for calls; tests use fake ones."""
+class Clock:
+    """A clock by time.perf_counter, for CPU work, which is finished when the call returns.
+
+    The caches are left as the previous sample left them, which is hot for tables that fit. Other
+    clocks override `time` or `read`.
+    """
 
     mode: Mode = Mode.hot
     min_sample_seconds: float = 50e-6  # calls that take less share a sample
 
-    @abstractmethod
+    def __init__(self, mode: Mode = Mode.hot) -> None:
+        self.mode = mode
+
     def time(self, work: Callable[[], object]) -> float:
         """Return the seconds that `work` took."""
+        start = time.perf_counter_ns()
+        work()
+        return (time.perf_counter_ns() - start) / 1e9
 
     def read(self, works: Iterable[Work]) -> list[Reading]:
         """Take all samples in this order, each requested as late as possible."""
@@ -84,22 +93,6 @@ class Clock(ABC):
     def describe(self) -> dict[str, object]:
         """Describe what the mode means on this device, for the record."""
         return {"mode": self.mode.value}
-
-
-class WallClock(Clock):
-    """A clock by time.perf_counter, for CPU work, which is finished when the call returns.
-
-    The caches are left as the previous sample left them, which is hot for tables that fit.
-    """
-
-    def __init__(self, mode: Mode = Mode.hot) -> None:
-        self.mode = mode
-
-    def time(self, work: Callable[[], object]) -> float:
-        """Return the seconds of wall time."""
-        start = time.perf_counter_ns()
-        work()
-        return (time.perf_counter_ns() - start) / 1e9
 
 
 class ColdClock(Clock):
@@ -121,10 +114,6 @@ class ColdClock(Clock):
         self.now = now
         self.flush = flush or partial(torch.zeros(self.flush_bytes // 4).add_, 1.0)
 
-    def time(self, work: Callable[[], object]) -> float:
-        """Return the seconds of wall time from empty caches."""
-        return self.read([Work(work)])[0].seconds
-
     def read(self, works: Iterable[Work]) -> list[Reading]:
         """Take samples whose cost includes emptying the caches."""
         readings = []
@@ -141,6 +130,108 @@ class ColdClock(Clock):
     def describe(self) -> dict[str, object]:
         """Describe how much is written to empty the caches."""
         return {"mode": self.mode.value, "flush_bytes": self.flush_bytes}
+
+
+class CudaClock(Clock):
+    """A GPU clock: modes hot, cold and graph launch behind a spin; wall starts on an idle GPU."""
+
+    def __init__(self, gpu: TorchGpu, mode: Mode = Mode.hot, spin: float = SPIN_SECONDS) -> None:
+        self.gpu, self.mode, self.spin = gpu, mode, spin
+        if mode is Mode.wall:
+            self.min_sample_seconds = 0.0  # the second of two calls would not wait for its launch
+        self.ahead: dict[str, float] = {}  # key -> seconds to spin
+        self.in_vain: Counter[str] = Counter()  # key -> longer spins in a row without effect
+        self._rate = 0.0
+
+    def read(self, works: Iterable[Work]) -> list[Reading]:
+        """Take samples in chunks: wait for the GPU once per 64 samples, in wall mode after each."""
+        if self.mode is Mode.wall:
+            return [self._read_alone(work) for work in works]
+        readings: list[Reading] = []
+        launched: list[Launched] = []
+        begun = self.gpu.now()
+        for work in works:
+            launched.append(self._launch(work))
+            if len(launched) == CHUNK:
+                readings += self._collect(launched, begun)
+                launched, begun = [], self.gpu.now()
+        return readings + self._collect(launched, begun)
+
+    def _read_alone(self, work: Work) -> Reading:
+        """Time from an idle GPU to an idle GPU by the host's clock."""
+        begun = self.gpu.now()
+        self.gpu.synchronise()
+        start = self.gpu.now()
+        work.call()
+        returned = self.gpu.now()
+        self.gpu.synchronise()
+        end = self.gpu.now()
+        return Reading(end - start, returned - start, end - begun)
+
+    def _launch(self, work: Work) -> Launched:
+        """Launch a sample behind a spin, and adapt the next spin to whether it was long enough."""
+        gpu, ahead = self.gpu, self.ahead.get(work.key, self.spin)
+        if self.mode is Mode.cold:
+            gpu.flush()
+        if ahead:
+            gpu.spin(int(ahead * self.cycles_per_second()))
+        start = gpu.event()
+        called = gpu.now()
+        work.call()
+        wall = gpu.now() - called
+        end = gpu.event()
+        exposed = gpu.reached(start)
+        if ahead and not exposed:
+            self.in_vain[work.key] = 0
+        elif ahead:  # a longer spin, or none for work that waits anyway
+            self.in_vain[work.key] += 1
+            longer = min(MAX_SPIN_SECONDS, max(2 * ahead, 1.5 * wall))
+            self.ahead[work.key] = 0.0 if self.in_vain[work.key] >= GIVE_UP else longer
+        return start, end, wall, exposed
+
+    def _collect(self, launched: list[Launched], begun: float) -> list[Reading]:
+        if not launched:
+            return []
+        self.gpu.synchronise()
+        seconds = [self.gpu.between(start, end) for start, end, _, _ in launched]
+        extra = max(0.0, self.gpu.now() - begun - sum(seconds)) / len(launched)
+        return [
+            Reading(s, wall, s + extra, exposed)
+            for s, (_, _, wall, exposed) in zip(seconds, launched, strict=True)
+        ]
+
+    def cycles_per_second(self) -> float:
+        """Return how fast the spinning kernel counts, measured once."""
+        if not self._rate:
+            self.gpu.spin(CALIBRATION_CYCLES)  # raises the clocks
+            start = self.gpu.event()
+            self.gpu.spin(CALIBRATION_CYCLES)
+            end = self.gpu.event()
+            self.gpu.synchronise()
+            self._rate = CALIBRATION_CYCLES / max(1e-9, self.gpu.between(start, end))
+        return self._rate
+
+    def adapt(self, phase: Phase, pool: int) -> Phase:
+        """Return one captured graph per batch in graph mode; the phase itself otherwise."""
+        if self.mode is not Mode.graph:
+            return phase
+        try:
+            graphs = [self.gpu.capture(partial(phase, number)) for number in range(pool)]
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            first = str(error).partition("\n")[0]
+            raise UnsupportedMode(f"cannot be captured as a CUDA graph: {first}") from error
+        return lambda number: graphs[number]()
+
+    def describe(self) -> dict[str, object]:
+        """Describe the flush and the spins that were long enough, in microseconds."""
+        found: dict[str, object] = {"mode": self.mode.value}
+        if self.mode is Mode.cold:
+            found["flush_bytes"] = self.gpu.flush_bytes
+        if self.mode is not Mode.wall:
+            found["spin_us"] = {k: round(1e6 * s, 1) for k, s in sorted(self.ahead.items())}
+        return found
 
 
 class TorchGpu:
@@ -196,123 +287,3 @@ class TorchGpu:
         with torch.cuda.graph(graph):
             work()
         return graph.replay
-
-
-@dataclass
-class _Pending:
-    """A sample that is launched and not yet read."""
-
-    start: Any
-    end: Any
-    wall: float
-    exposed: bool
-
-
-class CudaClock(Clock):
-    """A GPU clock: modes hot, cold and graph launch behind a spin; wall starts on an idle GPU."""
-
-    def __init__(self, gpu: TorchGpu, mode: Mode = Mode.hot, spin: float = SPIN_SECONDS) -> None:
-        self.gpu, self.mode, self.spin = gpu, mode, spin
-        if mode is Mode.wall:
-            self.min_sample_seconds = 0.0  # the second of two calls would not wait for its launch
-        self.ahead: dict[str, float] = {}  # key -> seconds to spin
-        self.in_vain: Counter[str] = Counter()  # key -> longer spins in a row without effect
-        self._rate = 0.0
-
-    def time(self, work: Callable[[], object]) -> float:
-        """Take one sample and wait for it."""
-        return self.read([Work(work)])[0].seconds
-
-    def read(self, works: Iterable[Work]) -> list[Reading]:
-        """Take samples in chunks: wait for the GPU once per 64 samples, in wall mode after each."""
-        readings: list[Reading] = []
-        pending: list[_Pending] = []
-        begun = self.gpu.now()
-        for work in works:
-            if self.mode is Mode.wall:
-                readings.append(self._alone(work))
-                continue
-            pending.append(self._launch(work))
-            if len(pending) == CHUNK:
-                readings += self._collect(pending, begun)
-                pending, begun = [], self.gpu.now()
-        return readings + self._collect(pending, begun)
-
-    def _alone(self, work: Work) -> Reading:
-        """Time from an idle GPU to an idle GPU by the host's clock."""
-        begun = self.gpu.now()
-        self.gpu.synchronise()
-        start = self.gpu.now()
-        work.call()
-        returned = self.gpu.now()
-        self.gpu.synchronise()
-        end = self.gpu.now()
-        return Reading(end - start, returned - start, end - begun)
-
-    def _launch(self, work: Work) -> _Pending:
-        gpu, ahead = self.gpu, self.ahead.get(work.key, self.spin)
-        if self.mode is Mode.cold:
-            gpu.flush()
-        if ahead:
-            gpu.spin(int(ahead * self.cycles_per_second()))
-        start = gpu.event()
-        called = gpu.now()
-        work.call()
-        wall = gpu.now() - called
-        end = gpu.event()
-        exposed = gpu.reached(start)
-        if ahead:
-            self._learn(work.key, ahead, wall, exposed=exposed)
-        return _Pending(start, end, wall, exposed)
-
-    def _learn(self, key: str, ahead: float, wall: float, *, exposed: bool) -> None:
-        """Make the spin longer after an exposed sample; drop it for work that waits anyway."""
-        if not exposed:
-            self.in_vain[key] = 0
-            return
-        self.in_vain[key] += 1
-        longer = min(MAX_SPIN_SECONDS, max(2 * ahead, 1.5 * wall))
-        self.ahead[key] = 0.0 if self.in_vain[key] >= GIVE_UP else longer
-
-    def _collect(self, pending: list[_Pending], begun: float) -> list[Reading]:
-        if not pending:
-            return []
-        self.gpu.synchronise()
-        seconds = [self.gpu.between(p.start, p.end) for p in pending]
-        extra = max(0.0, self.gpu.now() - begun - sum(seconds)) / len(pending)
-        return [
-            Reading(s, p.wall, s + extra, p.exposed) for s, p in zip(seconds, pending, strict=True)
-        ]
-
-    def cycles_per_second(self) -> float:
-        """Return how fast the spinning kernel counts, measured once."""
-        if not self._rate:
-            self.gpu.spin(CALIBRATION_CYCLES)  # raises the clocks
-            start = self.gpu.event()
-            self.gpu.spin(CALIBRATION_CYCLES)
-            end = self.gpu.event()
-            self.gpu.synchronise()
-            self._rate = CALIBRATION_CYCLES / max(1e-9, self.gpu.between(start, end))
-        return self._rate
-
-    def adapt(self, phase: Phase, pool: int) -> Phase:
-        """Return one captured graph per batch in graph mode; the phase itself otherwise."""
-        if self.mode is not Mode.graph:
-            return phase
-        try:
-            graphs = [self.gpu.capture(partial(phase, number)) for number in range(pool)]
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:
-            first = str(error).partition("\n")[0]
-            raise UnsupportedMode(f"cannot be captured as a CUDA graph: {first}") from error
-        return lambda number: graphs[number]()
-
-    def describe(self) -> dict[str, object]:
-        """Describe the flush and the spins that were long enough, in microseconds."""
-        found: dict[str, object] = {"mode": self.mode.value}
-        if self.mode is Mode.cold:
-            found["flush_bytes"] = self.gpu.flush_bytes
-        if self.mode is not Mode.wall:
-            found["spin_us"] = {k: round(1e6 * s, 1) for k, s in sorted(self.ahead.items())}
-        return found

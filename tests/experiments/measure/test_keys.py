@@ -288,7 +288,7 @@ class Lying(Plain):
         (Stale, "find: values differ"),
         (Overwriting, "find_or_insert: values differ"),
         (Keeping, "erase"),
-        (Lying, "gave way is still there"),
+        (Lying, "evicted is still there"),
     ],
 )
 def test_a_wrong_table_is_found_out(wrong: type[KeyTable], what: str) -> None:
