@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from experiments.timing.clock import Work
+
 
 @dataclass
 class FakeEvent:
@@ -65,3 +67,13 @@ class FakeGpu:
         seconds = self.idle_at - self.host
         self.launch, self.idle_at, self.host = launch, before, host
         return lambda: self.kernel(seconds)
+
+
+def kernels(gpu: FakeGpu, seconds: float, count: int = 1) -> Work:
+    """Work of `count` launches."""
+
+    def call() -> None:
+        for _ in range(count):
+            gpu.kernel(seconds / count)
+
+    return Work(call, "a")

@@ -7,6 +7,7 @@ import io
 import json
 import socket
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,11 +16,13 @@ from rich.console import Console
 from experiments.config.schema import Config, Optimizer, WorkloadConfig
 from experiments.config.sweep import Arm, Cell
 from experiments.machine import environment
+from experiments.machine.telemetry import Nvml
 from experiments.measure import timing
 from experiments.run.progress import Display
 from experiments.timing import memory
+from tests.experiments.fake_nvml import FakeNvml, healthy
 
-CPU = torch.device("cpu")
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 WORK = WorkloadConfig(T=1, E=1_000_000, D=25)  # 100 MB as float32
 
 
@@ -75,3 +78,19 @@ def test_explicit_factors_are_dropped_with_the_rows_they_were_made_for() -> None
     assert timing.task_of(whole, whole.arms[0], session).row_factors == (100, 100, 100)
     shrunk = dataclasses.replace(whole, rows_scale=0.1)
     assert timing.task_of(shrunk, whole.arms[0], session).row_factors == ()
+
+
+def test_what_nvml_knows_is_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = FakeNvml(healthy())
+    library.nvmlSystemGetDriverVersion = lambda: "580.65"  # type: ignore[attr-defined]
+    monkeypatch.setattr(Nvml, "open", lambda device=None: Nvml(library, 0))
+    h100 = SimpleNamespace(
+        name="H100", total_memory=80, multi_processor_count=132, major=9, minor=0, uuid="1"
+    )
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: h100)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: h100.name)
+    found = environment.describe(CUDA, [])["gpu"]
+    assert (found["driver"], found["sm_clock_mhz"]) == ("580.65", 1980)
+    assert found["power_limit_w"] == 700.0
+    monkeypatch.setattr(Nvml, "open", lambda device=None: None)
+    assert environment.describe(CUDA, [])["gpu"]["nvml"] == "unavailable"
