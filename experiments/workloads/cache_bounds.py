@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 import numpy as np
+import pandas as pd
 
 from experiments.workloads.distributions import Ids, Reals
 
@@ -52,11 +53,13 @@ class Trace:
 
     def following(self) -> Ids:
         """Return the next access to the same row, [accesses]; NEVER for the last one."""
-        order = np.argsort(self.rows, kind="stable")
-        same = self.rows[order[1:]] == self.rows[order[:-1]]
-        following = np.full(len(self.rows), NEVER)
-        following[order[:-1][same]] = order[1:][same]
-        return following
+        return shifted(self.rows, -1, NEVER)
+
+
+def shifted(rows: Ids, periods: int, fill: int) -> Ids:
+    """Return where each access's row was looked up `periods` of its accesses before, or `fill`."""
+    positions = pd.Series(np.arange(len(rows)))
+    return positions.groupby(rows).shift(periods, fill_value=fill).to_numpy()
 
 
 @dataclass(frozen=True)
@@ -82,10 +85,10 @@ def offline(trace: Trace, capacity: int) -> Hits:
     """
     following = trace.following()
     last = following == NEVER
-    due = np.where(last, NEVER, trace.batch[np.where(last, 0, following)])
-    weight = np.where(last, 0, trace.lookups[np.where(last, 0, following)])
+    due = np.where(last, 0, following)
     # Sooner first, then more lookups: one number to select by.
-    urgency = np.where(last, NEVER, due * (int(trace.lookups.max(initial=0)) + 1) - weight)
+    scale = int(trace.lookups.max(initial=0)) + 1
+    urgency = np.where(last, NEVER, trace.batch[due] * scale - trace.lookups[due])
     size = int(trace.rows.max(initial=0)) + 1
     held, value = np.zeros(size, bool), np.full(size, NEVER)
     warm = slice(0, int(trace.starts[trace.warm]))

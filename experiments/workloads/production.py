@@ -21,46 +21,30 @@ from experiments.workloads.distributions import Ids, Reals
 SOURCE = "dlrm_datasets, embedding_bag/2022/locality_stats.txt, fbgemm_t788_bs131072_0.pt"
 TABLES, SAMPLES = 788, 131_072
 LOOKUPS, DISTINCT = 1_405_163_864, 110_259_238
-# Bin b holds the rows with more than EDGES[b] and at most EDGES[b + 1] lookups; the last is open.
-EDGES: tuple[int, ...] = (0, *(2**k for k in range(16)))
-ROWS_SHARE: tuple[float, ...] = (
-    0.342,
-    0.144,
-    0.149,
-    0.138,
-    0.112,
-    0.068,
-    0.029,
-    0.010,
-    0.004,
-    0.002,
-    0.001,
-    0.001,
-    0.000,
-    0.000,
-    0.000,
-    0.000,
-    0.000,
+# Per bin: rows with more lookups than the first number, up to that of the next bin (the last one is
+# open); their share of all rows, and of the lookups.
+BINS: tuple[tuple[int, float, float], ...] = (
+    (0, 0.342, 0.027),
+    (1, 0.144, 0.023),
+    (2, 0.149, 0.040),
+    (4, 0.138, 0.068),
+    (8, 0.112, 0.105),
+    (16, 0.068, 0.120),
+    (32, 0.029, 0.099),
+    (64, 0.010, 0.070),
+    (128, 0.004, 0.059),
+    (256, 0.002, 0.054),
+    (512, 0.001, 0.040),
+    (1024, 0.001, 0.072),
+    (2048, 0.000, 0.064),
+    (4096, 0.000, 0.047),
+    (8192, 0.000, 0.021),
+    (16384, 0.000, 0.017),
+    (32768, 0.000, 0.076),
 )
-LOOKUPS_SHARE: tuple[float, ...] = (
-    0.027,
-    0.023,
-    0.040,
-    0.068,
-    0.105,
-    0.120,
-    0.099,
-    0.070,
-    0.059,
-    0.054,
-    0.040,
-    0.072,
-    0.064,
-    0.047,
-    0.021,
-    0.017,
-    0.076,
-)
+EDGES = tuple(edge for edge, _, _ in BINS)
+ROWS_SHARE = tuple(rows for _, rows, _ in BINS)
+LOOKUPS_SHARE = tuple(lookups for _, _, lookups in BINS)
 
 # Rates are expected lookups per published batch, half an octave apart. What the histograms leave
 # open is decided by the ends: rows rarer than one lookup in two batches count as never used, and

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -53,43 +53,29 @@ def batch_distances(trace: Trace) -> Ids:
 
 def _previous(rows: Ids) -> Ids:
     """Return the last access to the same row, -1 for the first."""
-    order = np.argsort(rows, kind="stable")
-    same = rows[order[1:]] == rows[order[:-1]]
-    found = np.full(len(rows), -1)
-    found[order[1:][same]] = order[:-1][same]
-    return found
+    return cache_bounds.shifted(rows, 1, -1)
 
 
 def _not_above_before(values: Ids) -> Ids:
     """Return for each i how many j < i have values[j] <= values[i].
 
-    All positions in ascending order of value are split by one bit of the position after another,
-    highest first, in place of a merge sort's merging. At each bit the positions of a block that
-    have it are after all that do not; those of the latter that come first in order are counted.
+    The counts of a merge sort: whenever two neighbouring blocks are merged, each value of the later
+    block counts the values of the earlier one that are sorted before it.
     """
     count = len(values)
+    ranks = np.empty(count, np.int64)
+    ranks[np.argsort(values, kind="stable")] = np.arange(count)
     found = np.zeros(count, np.int64)
-    order = np.argsort(values, kind="stable")
-    bits = max(count - 1, 0).bit_length()
-    starts = np.zeros(1, np.int64)  # of the blocks within `order`
-    for bit in range(bits - 1, -1, -1):
-        upper = (order >> bit) & 1
-        block = order >> (bit + 1)
-        before = np.cumsum(1 - upper) - (1 - upper)  # lower ones before this place, of all blocks
-        first = starts[block]
-        lower = before - before[first]
-        is_upper = upper == 1
-        found[order[is_upper]] += lower[is_upper]
-        # Stable partition of every block: its lower positions, then its upper ones.
-        total = np.append(before, before[-1] + 1 - upper[-1])
-        ends = np.append(starts[1:], count)
-        lowers = total[ends] - total[starts]
-        place = np.arange(count)
-        target = np.where(is_upper, first + lowers[block] + (place - first - lower), first + lower)
-        moved = np.empty_like(order)
-        moved[target] = order
-        order = moved
-        starts = np.minimum(np.arange(0, count, 1 << bit), count)
+    width = 1
+    while width < count:
+        padding = (0, -count % (2 * width))
+        pairs = np.pad(ranks, padding, constant_values=count).reshape(-1, 2 * width)
+        order = np.argsort(pairs, axis=1)
+        later = order >= width
+        counts = np.empty_like(pairs)
+        np.put_along_axis(counts, order, later * np.cumsum(~later, axis=1), axis=1)
+        found += counts.ravel()[:count]
+        width *= 2
     return found
 
 
@@ -203,9 +189,9 @@ class Lookups:
         """Return `ids` batch by batch."""
         return [self.ids[a:b] for a, b in zip(self.starts[:-1], self.starts[1:], strict=True)]
 
-    def trace(self, warm: int) -> cache_bounds.Trace:
+    def trace(self, warm: int) -> Trace:
         """Return the trace as caches see it; the first `warm` batches are not counted."""
-        return cache_bounds.Trace.of(self.slices(), warm)
+        return Trace.of(self.slices(), warm)
 
 
 def samples(lookups: Lookups) -> dict[str, list[int]]:
@@ -226,6 +212,7 @@ def table(lookups: Lookups, lengths: Ids, rows: int) -> Numbers:
     counts = np.sort(lookups.counts)[::-1]
     total = int(counts.sum())
     per_batch = samples(lookups)
+    ranks = np.searchsorted(np.cumsum(counts), np.array(SHARES) * total - 1e-9)
     return {
         "rows": rows or len(counts),
         "rows_known": bool(rows),
@@ -235,7 +222,10 @@ def table(lookups: Lookups, lengths: Ids, rows: int) -> Numbers:
         "bag_mean": float(lengths.mean()) if len(lengths) else 0.0,
         "bag_max": int(lengths.max(initial=0)),
         "bags_empty": float((lengths == 0).mean()) if len(lengths) else 0.0,
-        "rows_of": {f"{share:g}": _rows_of(counts, share) for share in SHARES},
+        "rows_of": {
+            f"{share:g}": int(min(rank + 1, len(counts)))
+            for share, rank in zip(SHARES, ranks, strict=True)
+        },
         "once": _share(int((counts == 1).sum()), len(counts)),
         "fit": fitted(lookups, rows or len(counts)),
     }
@@ -245,20 +235,11 @@ def fitted(lookups: Lookups, rows: int) -> Numbers | None:
     """Fit a zipf distribution that even batches rank and odd ones judge."""
     parts = lookups.slices()
     size = len(lookups.counts)
-    halves = []
-    for first in (0, 1):
-        own = parts[first::2]
-        ids = np.concatenate(own) if own else np.zeros(0, np.int64)
-        halves.append(np.bincount(ids, minlength=size))
-    found = fit(halves[0], halves[1], max(rows, size))
+    none = np.zeros(0, np.int64)
+    halves = [np.concatenate([none, *parts[first::2]]) for first in (0, 1)]
+    ranking, judged = (np.bincount(ids, minlength=size) for ids in halves)
+    found = fit(ranking, judged, max(rows, size))
     return None if found is None else dataclasses.asdict(found)
-
-
-def _rows_of(counts: Ids, share: float) -> int:
-    """Return the smallest number of rows with this share of the lookups; `counts` descend."""
-    if not len(counts):
-        return 0
-    return int(np.searchsorted(np.cumsum(counts), share * counts.sum() - 1e-9)) + 1
 
 
 def _share(part: float, whole: float) -> float:
@@ -311,49 +292,36 @@ def distances(lookups: Lookups) -> Numbers:
     }
 
 
-def least_recently_used(
-    trace: cache_bounds.Trace, distance: Ids, sizes: Sequence[int]
-) -> list[Numbers]:
-    """Return the hit rates of an LRU cache of each size, from `batch_distances`."""
-    counted = slice(int(trace.starts[trace.warm]), None)
-    near, weight = distance[counted], trace.lookups[counted]
-    there = near != NEVER
-    found = []
-    for size in sizes:
-        hit = there & (near < size)
-        rows, lookups = int(hit.sum()), int(weight[hit].sum())
-        found.append(_rates(size, lookups, rows, trace))
-    return found
-
-
-def _rates(size: int, lookups: int, rows: int, trace: cache_bounds.Trace) -> Numbers:
-    counted = slice(int(trace.starts[trace.warm]), None)
-    weight = trace.lookups[counted]
-    return {
-        "cache_rows": size,
-        "lookups": _share(lookups, int(weight.sum())),
-        "rows": _share(rows, len(weight)),
-    }
-
-
-def hit_rates(trace: cache_bounds.Trace, fractions: Sequence[float]) -> Numbers:
+def hit_rates(trace: Trace, fractions: Sequence[float]) -> Numbers:
     """Return what caches serve of the counted batches.
 
     LRU at any size, ideals at `fractions` of the distinct rows of the trace.
     """
+    counted = slice(int(trace.starts[trace.warm]), None)
+    distance, weight = batch_distances(trace)[counted], trace.lookups[counted]
+    total = int(weight.sum())
+
+    def rates(size: int, lookups: int, rows: int) -> Numbers:
+        return {
+            "cache_rows": size,
+            "lookups": _share(lookups, total),
+            "rows": _share(rows, len(weight)),
+        }
+
+    def least_recently_used(size: int) -> Numbers:
+        hit = (distance != NEVER) & (distance < size)
+        return rates(size, int(weight[hit].sum()), int(hit.sum()))
+
+    def ideal(serve: Callable[[Trace, int], cache_bounds.Hits], size: int) -> Numbers:
+        hits = serve(trace, size)
+        return rates(size, sum(hits.lookups), sum(hits.rows))
+
     distinct = len(np.unique(trace.rows))
     sizes = sorted({max(1, round(f * distinct)) for f in fractions})
-    distance = batch_distances(trace)
     every = sorted({*_spaced(distinct).tolist(), *sizes})
-    offline = [cache_bounds.offline(trace, size) for size in sizes]
-    static = [cache_bounds.static_top(trace, size) for size in sizes]
     return {
         "distinct": distinct,
-        "lru": least_recently_used(trace, distance, every),
-        "offline": [_summed(s, h, trace) for s, h in zip(sizes, offline, strict=True)],
-        "static_top": [_summed(s, h, trace) for s, h in zip(sizes, static, strict=True)],
+        "lru": [least_recently_used(size) for size in every],
+        "offline": [ideal(cache_bounds.offline, size) for size in sizes],
+        "static_top": [ideal(cache_bounds.static_top, size) for size in sizes],
     }
-
-
-def _summed(size: int, hits: cache_bounds.Hits, trace: cache_bounds.Trace) -> Numbers:
-    return _rates(size, sum(hits.lookups), sum(hits.rows), trace)

@@ -33,7 +33,7 @@ SUFFIXES = {
     ".tsv": Format.criteo,
     ".txt": Format.criteo,
 }
-TELL_LENGTH = 4096  # samples that say how long bags are on average
+LENGTH_SAMPLES = 4096  # of which the mean length of bags is computed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,17 +46,17 @@ class Ragged:
 
 
 def resolve(work: WorkloadConfig, *, sized: bool) -> WorkloadConfig:
-    """Add what a trace file says of its tables to the workload; others stay as they are.
+    """Complete the workload with the tables of its trace file; return others unchanged.
 
-    `sized`: tables will be made, so that how many rows they have must be known.
+    `sized`: tables will be made, so that their numbers of rows must be known.
 
     Raises:
-        TraceError: no such file, another one than `sha256` asks for, or sizes that nobody knows.
+        TraceError: no such file, another one than `sha256` asks for, or unknown sizes.
     """
     if work.distribution is not Distribution.trace:
         return work
     path = _path(work)
-    found = _checksum(path, _stamp(path))
+    found = _checksum(path, path.stat().st_size, path.stat().st_mtime_ns)
     if work.sha256 and work.sha256 != found:
         raise TraceError(
             f"{path.name} is another file: its sha256 is {found}, workload.sha256 asks for "
@@ -78,23 +78,19 @@ def resolve(work: WorkloadConfig, *, sized: bool) -> WorkloadConfig:
             "of N or more is then an error), or workload.E=N workload.ids=fold (rows are ids "
             "modulo N)"
         )
-    columns_named = [column.name for column in columns]
+    names = [column.name for column in columns]
+    first = next(_blocks(work, names, LENGTH_SAMPLES), None)
+    if first is None or not len(first[0].lengths):
+        raise TraceError(f"{path.name} has no samples")
     return dataclasses.replace(
         work,
         sha256=found,
-        columns=columns_named,
+        columns=names,
         sizes=sizes,
         T=len(columns),
         E=max(sizes),
-        L=_mean_length(work, columns_named),
+        L=max(1, round(float(np.mean([bags.lengths.mean() for bags in first])))),
     )
-
-
-def _mean_length(work: WorkloadConfig, names: Sequence[str]) -> int:
-    first = next(_blocks(work, names, TELL_LENGTH), None)
-    if first is None or not len(first[0].lengths):
-        raise TraceError(f"{Path(work.file).name} has no samples")
-    return max(1, round(float(np.mean([b.lengths.mean() for b in first]))))
 
 
 def batches(work: WorkloadConfig, sizes: Sequence[int], count: int) -> Iterator[list[Ragged]]:
@@ -106,54 +102,43 @@ def batches(work: WorkloadConfig, sizes: Sequence[int], count: int) -> Iterator[
         TraceError: an id outside its table, unless they are folded.
     """
     names = work.columns or [column.name for column in _chosen(work)]
-    blocks = _blocks(work, names, work.B)
-    for batch in itertools.islice(_exactly(blocks, work.B), count):
+    blocks = _exactly(_blocks(work, names, work.B), work.B)
+    for block in itertools.islice(blocks, count):
         yield [
             _rows(bags, size, name, work)
-            for bags, size, name in zip(batch, sizes, names, strict=True)
+            for bags, size, name in zip(block, sizes, names, strict=True)
         ]
 
 
 def _exactly(blocks: Iterator[list[Bags]], size: int) -> Iterator[list[Bags]]:
     """Cut blocks of any size into blocks of `size` samples; drop the rest."""
-    held: list[Bags] = []
+    rest: list[Bags] = []
     for block in blocks:
-        held = [_join(pair) for pair in zip(held, block, strict=True)] if held else block
-        while len(held[0].lengths) >= size:
-            cuts = [_cut(bags, size) for bags in held]
-            yield [first for first, _ in cuts]
-            held = [rest for _, rest in cuts]
-
-
-def _join(pair: tuple[Bags, Bags]) -> Bags:
-    if not len(pair[0].lengths):
-        return pair[1]
-    return Bags(*(np.concatenate(parts) for parts in zip(*pair, strict=True)))
-
-
-def _cut(bags: Bags, samples: int) -> tuple[Bags, Bags]:
-    at = int(bags.lengths[:samples].sum())
-    return (
-        Bags(bags.ids[:at], bags.lengths[:samples]),
-        Bags(bags.ids[at:], bags.lengths[samples:]),
-    )
+        if rest and len(rest[0].lengths):
+            pairs = zip(rest, block, strict=True)
+            block = [Bags(*map(np.concatenate, zip(*pair, strict=True))) for pair in pairs]
+        rest = block
+        while len(rest[0].lengths) >= size:
+            ends = [int(bags.lengths[:size].sum()) for bags in rest]
+            cuts = list(zip(rest, ends, strict=True))
+            yield [Bags(bags.ids[:end], bags.lengths[:size]) for bags, end in cuts]
+            rest = [Bags(bags.ids[end:], bags.lengths[size:]) for bags, end in cuts]
 
 
 def _rows(bags: Bags, size: int, name: str, work: WorkloadConfig) -> Ragged:
     ids: Integers = bags.ids
-    outside = 0
-    if size and len(ids):
-        outside = int(((ids < 0) | (ids >= size)).sum())
-        if outside and work.ids is Ids.exact:
-            bad = ids[(ids < 0) | (ids >= size)][0]
-            raise TraceError(
-                f"{Path(work.file).name}: table {name} has {size:,} rows and the trace looks up id "
-                f"{bad}; give workload.E=N with N beyond the largest id, or workload.ids=fold for "
-                "ids modulo the rows"
-            )
-        if outside:
-            ids = np.mod(ids, np.asarray(size, ids.dtype if ids.itemsize == 8 else np.int64))
-    return Ragged(ids.astype(np.int64), bags.lengths, outside)
+    if not size:
+        return Ragged(ids.astype(np.int64), bags.lengths)
+    outside = ids[(ids < 0) | (ids >= size)]
+    if len(outside) and work.ids is Ids.exact:
+        raise TraceError(
+            f"{Path(work.file).name}: table {name} has {size:,} rows and the trace looks up id "
+            f"{outside[0]}; give workload.E=N with N beyond the largest id, or workload.ids=fold "
+            "for ids modulo the rows"
+        )
+    if len(outside):
+        ids = np.mod(ids, np.asarray(size, ids.dtype if ids.itemsize == 8 else np.int64))
+    return Ragged(ids.astype(np.int64), bags.lengths, len(outside))
 
 
 def _path(work: WorkloadConfig) -> Path:
@@ -163,13 +148,8 @@ def _path(work: WorkloadConfig) -> Path:
     return path.resolve()
 
 
-def _stamp(path: Path) -> tuple[int, int]:
-    stat = path.stat()
-    return stat.st_size, stat.st_mtime_ns
-
-
 @cache
-def _checksum(path: Path, stamp: tuple[int, int]) -> str:
+def _checksum(path: Path, size: int, changed: int) -> str:
     return emblib.trace.sha256(path)
 
 
@@ -201,8 +181,8 @@ def _chosen(work: WorkloadConfig) -> list[Column]:
 
 def _open(work: WorkloadConfig) -> Reader:
     path = _path(work)
-    with readable(path):
-        return _reader(path, _format(path, work.format), _stamp(path))
+    kind = _format(path, work.format)
+    return _reader(path, kind, path.stat().st_size, path.stat().st_mtime_ns)
 
 
 def _blocks(work: WorkloadConfig, names: Sequence[str], size: int) -> Iterator[list[Bags]]:
@@ -211,7 +191,7 @@ def _blocks(work: WorkloadConfig, names: Sequence[str], size: int) -> Iterator[l
 
 
 @cache
-def _reader(path: Path, kind: Format, stamp: tuple[int, int]) -> Reader:
+def _reader(path: Path, kind: Format, size: int, changed: int) -> Reader:
     return READERS[kind](path)
 
 

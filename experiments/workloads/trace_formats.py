@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import csv
 import gzip
+import itertools
 import json
 import re
+import shutil
 import tempfile
 import zlib
 from abc import ABC, abstractmethod
@@ -57,32 +59,28 @@ def torch_load(path: Path) -> Any:
     if path.suffix != ".gz":
         return _mapped(path, path.name)
     with tempfile.NamedTemporaryFile(suffix=".pt") as whole, gzip.open(path) as packed:
-        while block := packed.read(1 << 22):
-            whole.write(block)
+        shutil.copyfileobj(packed, whole, 1 << 22)
         whole.flush()
         return _mapped(Path(whole.name), path.name)  # the mapping outlives the file's name
 
 
 def _mapped(path: Path, name: str) -> Any:
     try:
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except RuntimeError:  # written before torch's files were archives: those cannot be mapped
         try:
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        except RuntimeError:  # written before torch's files were archives: those cannot be mapped
             return torch.load(path, map_location="cpu", weights_only=True)
-        except Exception as error:
-            raise _no_tensors(name, error) from error
     except Exception as error:
-        raise _no_tensors(name, error) from error
-
-
-def _no_tensors(name: str, error: Exception) -> TraceError:
-    said = str(error).partition("\n")[0].partition(". ")[0]  # then torch advises to trust the file
-    return TraceError(f"{name} is not a file of torch.save with tensors ({said or 'it is empty'})")
+        reason = str(error).partition("\n")[0].partition(". ")[0]  # then torch gives unsafe advice
+        raise TraceError(
+            f"{name} is not a file of torch.save with tensors ({reason or 'it is empty'})"
+        ) from error
 
 
 Integers = NDArray[Any]  # of any width; hashed ids may need all 64 bits
 CRITEO_DENSE, CRITEO_TABLES = 13, 26
 SEPARATORS = re.compile(r"[\s,;|\[\]]+")
+HEXADECIMAL = re.compile(r"(0[xX])?[0-9a-fA-F]+")
 
 
 class Bags(NamedTuple):
@@ -114,13 +112,50 @@ class Reader(ABC):
     def blocks(self, names: Sequence[str], size: int) -> Iterator[list[Bags]]:
         """Yield lookups of the named tables, about `size` samples at a time."""
 
-    def places(self, names: Sequence[str]) -> list[int]:
+    def positions(self, names: Sequence[str]) -> list[int]:
         """Return the positions of the named tables among `columns()`."""
         every = [column.name for column in self.columns()]
         return [every.index(name) for name in names]
 
 
-class Dlrm(Reader):
+class MappedReader(Reader):
+    """A file of tensors that stay on disk until they are used."""
+
+    samples: list[int]  # per table
+
+    @abstractmethod
+    def _bags(self, table: int, start: int, end: int) -> Bags:
+        """Return the lookups of the samples from `start` to before `end`."""
+
+    def blocks(self, names: Sequence[str], size: int) -> Iterator[list[Bags]]:
+        """Yield slices up to the end of the shortest table."""
+        tables = self.positions(names)
+        samples = min(self.samples[t] for t in tables)
+        for start in range(0, samples, size):
+            yield [self._bags(t, start, min(start + size, samples)) for t in tables]
+
+
+class LineReader(Reader):
+    """A text file with a line per sample."""
+
+    @abstractmethod
+    def _samples(self, tables: Sequence[int]) -> Iterator[list[list[int]]]:
+        """Yield per line the ids of each table."""
+
+    def blocks(self, names: Sequence[str], size: int) -> Iterator[list[Bags]]:
+        """Yield blocks of lines."""
+        samples = self._samples(self.positions(names))
+        while block := list(itertools.islice(samples, size)):
+            yield [
+                Bags(
+                    _integers(list(itertools.chain.from_iterable(bags))),
+                    np.array([len(ids) for ids in bags], np.int64),
+                )
+                for bags in zip(*block, strict=True)
+            ]
+
+
+class Dlrm(MappedReader):
     """A tuple (indices, offsets, lengths) of torch.save, as dlrm_datasets has it; .gz as well.
 
     Feature-major: bag t*B + b is table t, sample b; `lengths` is [T, B].
@@ -140,11 +175,12 @@ class Dlrm(Reader):
             kinds = ", ".join(str(x.dtype) for x in tensors)
             raise TraceError(f"{path.name}: all three tensors must have integers, got {kinds}")
         self.indices, self.offsets, self.lengths = tensors
-        self.tables, self.samples = self.lengths.shape
-        if self.offsets.numel() != self.tables * self.samples + 1:
+        tables, samples = self.lengths.shape
+        self.samples = [samples] * tables
+        if self.offsets.numel() != tables * samples + 1:
             raise TraceError(
-                f"{path.name}: offsets must have T*B + 1 = {self.tables * self.samples + 1} "
-                f"entries (lengths is {self.tables} × {self.samples}), got {self.offsets.numel()}"
+                f"{path.name}: offsets must have T*B + 1 = {tables * samples + 1} entries (lengths "
+                f"is {tables} × {samples}), got {self.offsets.numel()}"
             )
         ends, lookups = (int(self.offsets[0]), int(self.offsets[-1])), self.indices.numel()
         if self.indices.dim() != 1 or ends != (0, lookups):
@@ -155,17 +191,10 @@ class Dlrm(Reader):
 
     def columns(self) -> list[Column]:
         """Return t0, t1, ...; their numbers of rows are not in the file."""
-        return [Column(f"t{t}") for t in range(self.tables)]
-
-    def blocks(self, names: Sequence[str], size: int) -> Iterator[list[Bags]]:
-        """Yield slices of the mapped tensors."""
-        places = self.places(names)
-        for start in range(0, self.samples, size):
-            end = min(start + size, self.samples)
-            yield [self._bags(t, start, end) for t in places]
+        return [Column(f"t{t}") for t in range(len(self.samples))]
 
     def _bags(self, table: int, start: int, end: int) -> Bags:
-        first = table * self.samples
+        first = table * self.samples[table]
         ends = self.offsets[first + start : first + end + 1].to(torch.int64)
         lengths, said = ends.diff(), self.lengths[table, start:end].to(torch.int64)
         if not torch.equal(lengths, said) or bool((lengths < 0).any()):
@@ -177,7 +206,7 @@ class Dlrm(Reader):
         return Bags(ids.numpy(), lengths.numpy())
 
 
-class Recorded(Reader):
+class Recorded(MappedReader):
     """A file of emblib.TraceRecorder."""
 
     def __init__(self, path: Path) -> None:
@@ -190,25 +219,18 @@ class Recorded(Reader):
             np.concatenate([[0], np.cumsum(lengths.numpy(), dtype=np.int64)])
             for lengths in self.trace.lengths
         ]
+        self.samples = [len(starts) - 1 for starts in self.starts]
 
     def columns(self) -> list[Column]:
         """Return the tables as the recorder named them, with their rows."""
         return [Column(f.name, f.rows) for f in self.trace.features]
 
-    def blocks(self, names: Sequence[str], size: int) -> Iterator[list[Bags]]:
-        """Yield slices up to the shortest feature's end."""
-        places = self.places(names)
-        samples = min(len(self.starts[f]) - 1 for f in places)
-        for start in range(0, samples, size):
-            end = min(start + size, samples)
-            yield [self._bags(f, start, end) for f in places]
-
-    def _bags(self, feature: int, start: int, end: int) -> Bags:
-        ends = self.starts[feature][start : end + 1]
-        return Bags(self.trace.ids[feature][ends[0] : ends[-1]].numpy(), np.diff(ends))
+    def _bags(self, table: int, start: int, end: int) -> Bags:
+        ends = self.starts[table][start : end + 1]
+        return Bags(self.trace.ids[table][ends[0] : ends[-1]].numpy(), np.diff(ends))
 
 
-class Criteo(Reader):
+class Criteo(LineReader):
     """Lines of label, 13 numbers and 26 categories in hexadecimal, separated by tabs; .gz as well.
 
     An empty category is an empty bag. A test set's lines have no label.
@@ -218,11 +240,8 @@ class Criteo(Reader):
         """Return C1 to C26, hashed ids of 32 bits."""
         return [Column(f"C{c}") for c in range(1, CRITEO_TABLES + 1)]
 
-    def blocks(self, names: Sequence[str], size: int) -> Iterator[list[Bags]]:
-        """Yield blocks of lines."""
-        places = self.places(names)
+    def _samples(self, tables: Sequence[int]) -> Iterator[list[list[int]]]:
         with text(self.path) as file:
-            block = _Block(len(places))
             for number, line in enumerate(file, 1):
                 fields = line.rstrip("\r\n").split("\t")
                 first = len(fields) - CRITEO_TABLES
@@ -231,19 +250,17 @@ class Criteo(Reader):
                         f"{self.path.name} line {number}: a line of Criteo's has 40 fields (39 "
                         f"without the label) separated by tabs, got {len(fields)}"
                     )
-                try:
-                    block.add([_hashed(fields[first + p]) for p in places])
-                except ValueError as error:
+                categories = [fields[first + t] for t in tables]
+                # int() also accepts signs, blanks and underscores.
+                if bad := [c for c in categories if c and not HEXADECIMAL.fullmatch(c)]:
                     raise TraceError(
-                        f"{self.path.name} line {number}: a category must be hexadecimal ({error})"
-                    ) from error
-                if block.samples == size:
-                    yield block.take()
-            if block.samples:
-                yield block.take()
+                        f"{self.path.name} line {number}: a category must be hexadecimal, got "
+                        f"{bad[0]!r}"
+                    )
+                yield [[int(c, 16)] if c else [] for c in categories]
 
 
-class Csv(Reader):
+class Csv(LineReader):
     """A line of names, then one line per sample.
 
     A column has an id, or ids separated by blanks, ';' or '|', or a list in brackets. An empty
@@ -265,11 +282,10 @@ class Csv(Reader):
             )
         return [Column(name.strip()) for name in names]
 
-    def blocks(self, names: Sequence[str], size: int) -> Iterator[list[Bags]]:
-        """Yield blocks of lines."""
-        places, width = self.places(names), len(self.columns())
+    def _samples(self, tables: Sequence[int]) -> Iterator[list[list[int]]]:
+        width = len(self.columns())
         with text(self.path) as file:
-            block, lines = _Block(len(places)), csv.reader(file)
+            lines = csv.reader(file)
             next(lines)
             for fields in lines:
                 if not fields:  # an empty line
@@ -281,107 +297,71 @@ class Csv(Reader):
                         f"{self.path.name} line {lines.line_num}: there are {width} columns, got "
                         f"{len(fields)} fields; lists with commas need quotes"
                     )
+                words = (SEPARATORS.split(fields[t]) for t in tables)
                 try:
-                    block.add([_ids(fields[p]) for p in places])
+                    bags = [[int(word) for word in bag if word] for bag in words]
                 except ValueError as error:
                     raise TraceError(
                         f"{self.path.name} line {lines.line_num}: ids must be integers ({error}); "
                         "name the columns that have them with workload.columns=[...]"
                     ) from error
-                if block.samples == size:
-                    yield block.take()
-            if block.samples:
-                yield block.take()
+                yield bags
 
 
 class Parquet(Reader):
     """A row per sample; integer columns have one id a sample, columns of integer lists a bag."""
 
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        try:
+            import pyarrow.parquet
+        except ImportError as error:
+            raise TraceError("parquet files need pyarrow: pip install pyarrow") from error
+        try:
+            self.schema = pyarrow.parquet.ParquetFile(path).schema_arrow
+        except (OSError, pyarrow.lib.ArrowInvalid) as error:
+            raise TraceError(f"{path.name} is not a parquet file ({error})") from error
+
     def columns(self) -> list[Column]:
         """Return the columns of integers and of lists of integers."""
-        types = _parquet_types()
-        schema = self._file().schema_arrow
-        found = [Column(f.name) for f in schema if _holds_ids(types, f.type)]
+        from pyarrow import types
+
+        lists = (types.is_list, types.is_large_list, types.is_fixed_size_list)
+        found = [
+            Column(field.name)
+            for field in self.schema
+            if types.is_integer(
+                field.type.value_type if any(test(field.type) for test in lists) else field.type
+            )
+        ]
         if not found:
-            had = ", ".join(f"{f.name}: {f.type}" for f in schema)
+            had = ", ".join(f"{f.name}: {f.type}" for f in self.schema)
             raise TraceError(
                 f"{self.path.name}: no column has integers or lists of integers; it has {had}"
             )
         return found
 
-    def _file(self) -> Any:
-        _parquet_types()
-        import pyarrow.parquet
-
-        try:
-            return pyarrow.parquet.ParquetFile(self.path)
-        except (OSError, pyarrow.lib.ArrowInvalid) as error:
-            raise TraceError(f"{self.path.name} is not a parquet file ({error})") from error
-
     def blocks(self, names: Sequence[str], size: int) -> Iterator[list[Bags]]:
-        """Yield row groups as pyarrow reads them."""
-        for batch in self._file().iter_batches(batch_size=size, columns=list(names)):
-            found = [_arrow_bags(batch.column(name)) for name in names]
-            for name, bags in zip(names, found, strict=True):
-                if bags.ids.dtype.kind not in "iu":
-                    raise TraceError(f"{self.path.name}: a list in column {name} misses an id")
-            yield found
-
-
-def _parquet_types() -> Any:
-    try:
+        """Yield row groups as pyarrow reads them; a missing value is an empty bag."""
+        import pyarrow.compute
+        import pyarrow.parquet
         import pyarrow.types
-    except ImportError as error:
-        raise TraceError("parquet files need pyarrow: pip install pyarrow") from error
-    return pyarrow.types
 
-
-def _holds_ids(types: Any, kind: Any) -> bool:
-    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
-        kind = kind.value_type
-    return bool(types.is_integer(kind))
-
-
-def _arrow_bags(column: Any) -> Bags:
-    """Convert an arrow column to bags; a missing value is an empty bag."""
-    types = _parquet_types()
-    if types.is_integer(column.type):
-        return Bags(
-            column.drop_null().to_numpy(zero_copy_only=False),
-            column.is_valid().to_numpy(zero_copy_only=False).astype(np.int64),
-        )
-    lengths = np.array([0 if n is None else n for n in _value_lengths(column)], np.int64)
-    return Bags(column.flatten().to_numpy(zero_copy_only=False), lengths)
-
-
-def _value_lengths(column: Any) -> list[int | None]:
-    import pyarrow.compute
-
-    return list(pyarrow.compute.list_value_length(column).to_pylist())
-
-
-class _Block:
-    """Samples that are collected one by one into a block."""
-
-    def __init__(self, tables: int) -> None:
-        self.ids: list[list[int]] = [[] for _ in range(tables)]
-        self.lengths: list[list[int]] = [[] for _ in range(tables)]
-        self.samples = 0
-
-    def add(self, sample: Sequence[Sequence[int]]) -> None:
-        for ids, lengths, bag in zip(self.ids, self.lengths, sample, strict=True):
-            ids.extend(bag)
-            lengths.append(len(bag))
-        self.samples += 1
-
-    def take(self) -> list[Bags]:
-        """Return the block's lookups and empty it."""
-        found = [
-            Bags(_integers(ids), np.array(lengths, np.int64))
-            for ids, lengths in zip(self.ids, self.lengths, strict=True)
-        ]
-        self.__init__(len(self.ids))  # type: ignore[misc]
-        return found
+        file = pyarrow.parquet.ParquetFile(self.path)
+        for batch in file.iter_batches(batch_size=size, columns=list(names)):
+            block = []
+            for name in names:
+                column = batch.column(name)
+                if pyarrow.types.is_integer(column.type):
+                    ids, lengths = column.drop_null(), column.is_valid()
+                else:
+                    ids = column.flatten()
+                    lengths = pyarrow.compute.list_value_length(column).fill_null(0)
+                if ids.null_count:
+                    raise TraceError(f"{self.path.name}: a list in column {name} misses an id")
+                counts = lengths.to_numpy(zero_copy_only=False).astype(np.int64)
+                block.append(Bags(ids.to_numpy(zero_copy_only=False), counts))
+            yield block
 
 
 def _integers(values: list[int]) -> Integers:
@@ -394,18 +374,6 @@ def _integers(values: list[int]) -> Integers:
         raise TraceError(
             f"ids must fit 64 bits, signed or not, got {min(values)} to {max(values)}"
         ) from None
-
-
-def _hashed(text: str) -> list[int]:
-    if not text:
-        return []
-    if not text.isalnum():  # int() takes signs, blanks and underscores
-        raise ValueError(repr(text))
-    return [int(text, 16)]
-
-
-def _ids(text: str) -> list[int]:
-    return [int(word) for word in SEPARATORS.split(text) if word]
 
 
 def _summary(content: Any) -> str:

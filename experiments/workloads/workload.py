@@ -17,36 +17,11 @@ from experiments.workloads import distributions, production, trace_files
 
 # Rows of the 26 categorical features of Criteo-Kaggle ("Display Advertising Challenge") as the
 # public DLRM preprocessing counts them; together 33,762,577.
-CRITEO_KAGGLE: tuple[int, ...] = (
-    1460,
-    583,
-    10131227,
-    2202608,
-    305,
-    24,
-    12517,
-    633,
-    3,
-    93145,
-    5683,
-    8351593,
-    3194,
-    27,
-    14992,
-    5461306,
-    10,
-    5652,
-    2173,
-    4,
-    7046547,
-    18,
-    15,
-    286181,
-    105,
-    142572,
-)
-
-
+_CRITEO_KAGGLE = """
+1460 583 10131227 2202608 305 24 12517 633 3 93145 5683 8351593 3194 27 14992 5461306 10 5652
+2173 4 7046547 18 15 286181 105 142572
+"""
+CRITEO_KAGGLE = tuple(int(rows) for rows in _CRITEO_KAGGLE.split())
 WAYS = 32  # rows of a set of emblib's cache
 
 
