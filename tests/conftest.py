@@ -29,24 +29,26 @@ def thread_counts() -> list[int]:
 # Files that take half a minute or more, and how long on two cores. Processes that share the tests
 # get whole files: the longest first among these, that none is alone with one at the end.
 LONG = {
-    "experiments/report/test_pages.py": 250,
-    "simt/test_variants.py": 130,
+    "experiments/report/test_pages.py": 200,
     "experiments/test_launch.py": 100,
     "sharding/test_restarts.py": 90,
-    "simt/test_compile.py": 70,
+    "simt/test_variants.py": 85,
     "experiments/run/test_runner.py": 65,
-    "fuzz/test_fuzz.py": 70,
     "sharding/test_failures.py": 60,
+    "experiments/measure/test_sharding.py": 60,
+    "simt/test_compile.py": 50,
     "sanitize/test_hash.py": 50,
+    "tables/test_disk.py": 50,
+    "fuzz/test_fuzz.py": 45,
     "experiments/report/test_pages_in_chromium.py": 45,
-    "experiments/run/test_ranks.py": 40,
     "test_house_rules.py": 40,
     "sharding/test_sharded_checkpoints.py": 40,
     "tables/test_disk_training.py": 35,
+    "tables/test_compile.py": 35,
     "experiments/bundle/test_verify.py": 35,
+    "test_native_library.py": 30,
     "experiments/contenders/test_new_contender.py": 30,
     "experiments/gate/test_revisions.py": 30,
-    "experiments/compare/test_published.py": 30,
 }
 
 

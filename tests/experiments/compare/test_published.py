@@ -121,11 +121,11 @@ def test_what_is_of_another_device_is_in_the_table_and_in_no_figure(
 
 def test_every_measured_figure_says_its_mode() -> None:
     for source in published.sources():
-        for figure in source.figures:
-            if figure.ours and figure.nature is Nature.measured:
-                assert figure.work["mode"] == "hot", figure.name
-                config = configure.load([f"+experiment={source.experiment}", "device=cuda"])
-                assert [mode.value for mode in config.timing.modes] == ["hot"]
+        measured = [f for f in source.figures if f.ours and f.nature is Nature.measured]
+        assert [f.name for f in measured if f.work["mode"] != "hot"] == []
+        if measured:
+            config = configure.load([f"+experiment={source.experiment}", "device=cuda"])
+            assert [mode.value for mode in config.timing.modes] == ["hot"]
 
 
 def test_what_follows_from_sizes_must_come_out_anywhere(run: Run) -> None:
