@@ -278,48 +278,37 @@ def rows(
 
     With `shared`, rows of one name share a line, and a legend tells them apart.
     """
-    names = list(dict.fromkeys(r.name for r in lines)) if shared else [r.name for r in lines]
+    names = [line.name for line in lines]
+    heights: Sequence[int] = range(len(names))
+    if shared:
+        names = list(dict.fromkeys(names))
+        heights = [names.index(line.name) for line in lines]
 
     def draw(axes: Axes) -> None:
         x.begin(axes.xaxis)
-        for place, line in enumerate(lines):
-            own = names.index(line.name) if shared else place
-            (_bar if line.bar else _dot)(axes, line, own)
+        for y, line in zip(heights, lines, strict=True):
+            (_bar if line.bar else _dot)(axes, line, y)
         _marks(axes, marks)
         x.finish(axes.xaxis)
         axes.set_yticks(range(len(names)), names, fontsize=8)
         axes.set_ylim(len(names) - 0.4, -0.6)
         axes.tick_params(axis="y", length=0)
         axes.grid(visible=False, axis="y")
-        for place, line in enumerate(lines):
-            if line.words and not line.bar:
-                axes.annotate(
-                    line.words,
-                    (1.0, place),
-                    (4, 0),
-                    xycoords=("axes fraction", "data"),
-                    textcoords="offset points",
-                    va="center",
-                    fontsize=8,
-                    annotation_clip=False,
-                )
         if shared:
             axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=9)
 
     return draw
 
 
-def _dot(axes: Axes, row: Row, place: int) -> None:
+def _dot(axes: Axes, row: Row, y: int) -> None:
     if math.isfinite(row.margin):
-        band = (place - 0.5, place + 0.5)
         edges = (1 / (1 + row.margin), 1 + row.margin)
-        axes.fill_betweenx(band, *edges, color=GRID, alpha=0.6, lw=0)
+        axes.fill_betweenx((y - 0.5, y + 0.5), *edges, color=GRID, alpha=0.6, lw=0)
     if math.isfinite(row.lo):
-        ends = [row.lo, row.hi]
-        axes.plot(ends, [place] * 2, color=row.colour, lw=2.2, solid_capstyle="butt")
+        axes.plot([row.lo, row.hi], [y, y], color=row.colour, lw=2.2, solid_capstyle="butt")
     axes.plot(
         row.value,
-        place,
+        y,
         row.marker,
         color=row.colour,
         mfc="none" if row.hollow else row.colour,
@@ -328,22 +317,30 @@ def _dot(axes: Axes, row: Row, place: int) -> None:
         label=row.label or None,
     )
     if len(row.dots) > 1:
-        heights = [place + 0.27] * len(row.dots)
-        axes.plot(row.dots, heights, ".", color=row.colour, ms=3.5, alpha=0.7)
-
-
-def _bar(axes: Axes, row: Row, place: int) -> None:
-    hatched: dict[str, Any] = {"color": "none", "edgecolor": row.colour, "hatch": "///"}
-    style = hatched if row.hollow else {"color": row.colour, "edgecolor": row.colour}
-    axes.barh(place, row.value, height=0.65, **style)
-    if math.isfinite(row.rest):
-        axes.barh(place, row.rest, left=row.value, height=0.65, **hatched)
-    if math.isfinite(row.lo):
-        axes.plot([row.lo, row.hi], [place, place], color=INK, lw=1.2)
+        axes.plot(row.dots, [y + 0.27] * len(row.dots), ".", color=row.colour, ms=3.5, alpha=0.7)
     if row.words:
         axes.annotate(
-            row.words, (row.value, place), (4, 0), textcoords="offset points", va="center"
+            row.words,
+            (1.0, y),
+            (4, 0),
+            xycoords=("axes fraction", "data"),
+            textcoords="offset points",
+            va="center",
+            fontsize=8,
+            annotation_clip=False,
         )
+
+
+def _bar(axes: Axes, row: Row, y: int) -> None:
+    hatched: dict[str, Any] = {"color": "none", "edgecolor": row.colour, "hatch": "///"}
+    style = hatched if row.hollow else {"color": row.colour, "edgecolor": row.colour}
+    axes.barh(y, row.value, height=0.65, **style)
+    if math.isfinite(row.rest):
+        axes.barh(y, row.rest, left=row.value, height=0.65, **hatched)
+    if math.isfinite(row.lo):
+        axes.plot([row.lo, row.hi], [y, y], color=INK, lw=1.2)
+    if row.words:
+        axes.annotate(row.words, (row.value, y), (4, 0), textcoords="offset points", va="center")
 
 
 MOST_ROWS = 44  # of a panel; beyond it the first and the last are shown

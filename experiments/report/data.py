@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections import Counter
 from collections.abc import Mapping
@@ -141,9 +142,10 @@ class Run:
     def spread(self) -> float:
         """Return the median distance between quartiles, relative to the median time."""
         if not len(self.table):
-            return 0.0
-        spreads = (self.table["q75_s"] - self.table["q25_s"]) / self.table["median_s"]
-        return float(spreads.median()) if spreads.notna().any() else 0.0
+            return math.nan
+        return float(
+            ((self.table["q75_s"] - self.table["q25_s"]) / self.table["median_s"]).median()
+        )
 
     def sections(self) -> list[str]:
         """Return the sections that have records, in the order they were measured."""
@@ -197,17 +199,13 @@ class Run:
         rows = self.of(SWEEP)
         if not len(rows):
             return rows.assign(x=[])
-        base = rows[rows["cell"] == rows["cell"].iloc[0]].iloc[0]
-        for other in AXES:
-            if other != axis:
-                rows = rows[rows[other] == base[other]]
-        if axis == "rank":
-            rows = rows[rows["status"] == "ok"]
-            return rows.assign(x=rows["rank"])
-        usual = {0, *(int(r) for r in self.config.tt.ranks)}
-        sizes = [0.0, *self.config.cache.fractions[:1]] if "cache" in self.config else [0.0]
-        usual_arm = rows["rank"].isin(usual) & rows["cache"].isin(sizes)
-        rows = rows[usual_arm & (rows["status"] == "ok")]
+        base = rows.iloc[0]
+        others = [other for other in AXES if other != axis]
+        rows = rows[(rows[others] == base[others]).all(axis=1) & (rows["status"] == "ok")]
+        if axis != "rank":  # of each contender one variant
+            ranks = {0, *(int(r) for r in self.config.tt.ranks)}
+            sizes = [0.0, *self.config.cache.fractions[:1]] if "cache" in self.config else [0.0]
+            rows = rows[rows["rank"].isin(ranks) & rows["cache"].isin(sizes)]
         return rows.assign(x=rows[axis])
 
 
