@@ -240,7 +240,7 @@ class RandomLines(KeyTable):
 
     def prepare(self, keys: Tensor, values: Tensor) -> Tensor:
         """Compute where to read, which is not measured."""
-        return self.lines.places(keys)
+        return self.lines.positions(keys)
 
     def find_slots(self, prepared: Tensor) -> Tensor:
         """Read the number of each line from the line."""

@@ -127,10 +127,10 @@ def measure_random_lines(nbytes: int, seconds: float) -> dict[str, dict[str, flo
         generator = torch.Generator().manual_seed(count)
         shortest, deadline, calls = float("inf"), time.perf_counter() + seconds, 0
         while calls < 4 or time.perf_counter() < deadline:
-            places = lines.places(torch.randint(2**62, (count,), generator=generator))
+            positions = lines.positions(torch.randint(2**62, (count,), generator=generator))
             read = lines.take if calls % 2 and torch.get_num_threads() == 1 else lines.read
             start = time.perf_counter()
-            read(places)
+            read(positions)
             shortest, calls = min(shortest, time.perf_counter() - start), calls + 1
         found[str(page_bytes(huge=huge))] = {
             "million_lines_s": round(count / shortest / 1e6, 3),
@@ -156,18 +156,18 @@ class Lines:
         self.words[::WORDS] = np.arange(self.count)
         self.huge_share = max(0.0, min(1.0, (huge_bytes() - before) / size))
 
-    def places(self, keys: Tensor) -> Tensor:
+    def positions(self, keys: Tensor) -> Tensor:
         """Return the index of the word to read for each key."""
         return keys.remainder(self.count) * WORDS
 
-    def read(self, places: Tensor) -> Tensor:
+    def read(self, positions: Tensor) -> Tensor:
         """Read a word of each line, on torch's threads."""
-        return torch.index_select(torch.from_numpy(self.words), 0, places)
+        return torch.index_select(torch.from_numpy(self.words), 0, positions)
 
-    def take(self, places: Tensor) -> Tensor:
+    def take(self, positions: Tensor) -> Tensor:
         """Read the same with NumPy, on one thread, where it is mostly faster."""
-        out = np.empty(places.numel(), np.int64)
-        return torch.from_numpy(np.take(self.words, places.numpy(), out=out, mode="clip"))
+        out = np.empty(positions.numel(), np.int64)
+        return torch.from_numpy(np.take(self.words, positions.numpy(), out=out, mode="clip"))
 
 
 def page_bytes(*, huge: bool) -> int:

@@ -38,35 +38,52 @@ class Race:
     telemetry: Telemetry = field(default_factory=Telemetry)
     note: Callable[[str], object] = lambda text: None  # called with "arm|doing" before each sample
     sleep: Callable[[float], object] = time.sleep
-    spent: dict[str, float] = field(default_factory=dict)
+    results: dict[str, Measured] = field(default_factory=dict)
+    spent: dict[str, float] = field(default_factory=dict)  # seconds by contender
     throttled_rounds: list[int] = field(default_factory=list)
-    _ready: dict[str, dict[str, Phase]] = field(default_factory=dict)
+    _ready: dict[str, dict[str, Phase]] = field(default_factory=dict)  # phases as the clock times
 
     def run(self) -> dict[str, Measured]:
         """Warm up, then rounds until each contender has a reason to stop."""
-        results = {
-            name: Measured({phase: [] for phase in phases}) for name, phases in self.arms.items()
-        }
+        for name, phases in self.arms.items():
+            self.results[name] = Measured({phase: [] for phase in phases})
+            self._ready[name] = dict(phases)
         rng = random.Random(self.seed)
-        self._ready = {name: dict(phases) for name, phases in self.arms.items()}
         with _no_garbage_collection():
             for name in rng.sample(sorted(self.arms), len(self.arms)):
-                self._guard(results[name], partial(self._warm_up, name, results[name]))
-                self._guard(results[name], partial(self.warmed, name))
+                self._guard(name, partial(self._warm_up, name))
+                self._guard(name, partial(self.warmed, name))
             self.spent = dict.fromkeys(self.arms, 0.0)
             self.telemetry.start()
             try:
                 for number in range(self.timing.max_rounds):
-                    if not self._round(number, results, rng):
+                    self._round(number, rng)
+                    if all(r.stop_reason for r in self.results.values()):
                         break
             finally:
                 self.telemetry.stop()
-        self._conclude(results)
-        return results
+        hardware, flags = self.telemetry.summary(), self.telemetry.flags()
+        if self.throttled_rounds:
+            hardware["throttled_rounds"] = self.throttled_rounds
+            flags = [*flags, "throttled"]
+        for result in self.results.values():
+            result.stop_reason = result.stop_reason or "max_rounds"
+            result.conclude(flags, hardware, self.clock.describe())
+        return self.results
 
-    def _warm_up(self, name: str, result: Measured) -> None:
+    def _guard(self, name: str, work: Callable[[], object]) -> None:
+        """Remove a contender that raises from the race; the others go on."""
+        result = self.results[name]
+        if result.error:
+            return
+        try:
+            work()
+        except Exception as error:
+            result.error, result.stop_reason = error, "failed"
+
+    def _warm_up(self, name: str) -> None:
         """Warm up this contender, for no longer than measuring it may take."""
-        timing, phases = self.timing, self._ready[name]
+        timing, phases, result = self.timing, self._ready[name], self.results[name]
         self.note(f"{name}|warming up")
         for phase, run in phases.items():
             phases[phase] = self.clock.adapt(run, timing.pool)
@@ -86,12 +103,12 @@ class Race:
             calls = math.ceil(shortest / seconds) if 0 < seconds < shortest else 1
             result.executions[phase] = min(MAX_EXECUTIONS, calls)
 
-    def _round(self, number: int, results: dict[str, Measured], rng: random.Random) -> bool:
-        """Take two samples of every phase of every contender still running; False when none is.
+    def _round(self, number: int, rng: random.Random) -> None:
+        """Take two samples of every phase of every contender still running.
 
         The second time in reverse order, so that what drifts during a round meets all alike.
         """
-        active = [name for name, r in results.items() if not r.stop_reason]
+        active = [name for name, r in self.results.items() if not r.stop_reason]
         turns = [(name, phase) for name in active for phase in self.arms[name]]
         rng.shuffle(turns)
         order = [
@@ -99,45 +116,42 @@ class Race:
             for half, side in enumerate((turns, turns[::-1]))
             for name, phase in side
         ]
-        for turn, reading in self._undisturbed(number, order, results):
-            results[turn.arm].add(turn.phase, number, reading)
+        for turn, reading in self._undisturbed(number, order):
+            self.results[turn.arm].add(turn.phase, number, reading)
         for name in active:
-            results[name].end_round()
-        self._stop(number + 1, results)
-        return any(not r.stop_reason for r in results.values())
+            self.results[name].end_round()
+        self._stop(number + 1)
 
-    def _undisturbed(
-        self, number: int, order: list[Turn], results: dict[str, Measured]
-    ) -> list[tuple[Turn, Reading]]:
+    def _undisturbed(self, number: int, order: list[Turn]) -> list[tuple[Turn, Reading]]:
         """Take the samples of a round; repeat them a few times while the machine is throttled.
 
         Where it stays throttled its samples count, marked; rounds after that are taken once only.
         """
         for attempt in range(RETRIES + 1):
-            taken = self._take(order, results)
+            taken = self._take(order)
             if not self.telemetry.check():
                 return taken
             if attempt == RETRIES or self.throttled_rounds:
                 break
             for turn, reading in taken:
-                results[turn.arm].set_aside(turn.phase, number, reading)
+                self.results[turn.arm].set_aside(turn.phase, number, reading)
             self.sleep(BACK_OFF * BACK_OFF_GROWTH**attempt)
         self.throttled_rounds.append(number)
         return taken
 
-    def _take(self, order: list[Turn], results: dict[str, Measured]) -> list[tuple[Turn, Reading]]:
+    def _take(self, order: list[Turn]) -> list[tuple[Turn, Reading]]:
         """Take one sample per turn of those contenders that have not failed."""
         requested: list[Turn] = []
         finished: set[int] = set()  # indices of requested turns that raised nothing
 
         def call(turn: Turn, index: int) -> None:
-            self._guard(results[turn.arm], partial(self._execute, turn, results[turn.arm]))
-            if not results[turn.arm].error:
+            self._guard(turn.arm, partial(self._execute, turn))
+            if not self.results[turn.arm].error:
                 finished.add(index)
 
         def works() -> Iterator[Work]:
             for turn in order:
-                if not results[turn.arm].error:
+                if not self.results[turn.arm].error:
                     requested.append(turn)
                     self.note(f"{turn.arm}|timing, round {turn.round + 1}")
                     index = len(requested) - 1
@@ -147,67 +161,44 @@ class Race:
             readings = self.clock.read(works())
         except Exception as error:  # a GPU that failed later than it was called: all are suspect
             for name in {turn.arm for turn in order}:
-                results[name].error, results[name].stop_reason = error, "failed"
+                self.results[name].error, self.results[name].stop_reason = error, "failed"
             return []
         taken = list(zip(requested, readings, strict=True))
         for turn, reading in taken:
             self.spent[turn.arm] += reading.cost
         return [pair for index, pair in enumerate(taken) if index in finished]
 
-    def _execute(self, turn: Turn, result: Measured) -> None:
+    def _execute(self, turn: Turn) -> None:
         phases = self._ready[turn.arm]
-        # Phases look at different batches in a round, so that none finds its rows warm.
+        # Phases use different batches in a round, so that none finds its rows warm.
         shift = list(phases).index(turn.phase) * self.timing.pool // len(phases)
         run = phases[turn.phase]
-        for number in range(result.executions.get(turn.phase, 1)):
+        for number in range(self.results[turn.arm].executions.get(turn.phase, 1)):
             run((turn.batch + shift + number) % self.timing.pool)
 
-    def _stop(self, rounds: int, results: dict[str, Measured]) -> None:
-        """Give a reason to those that need not, or may not, go on."""
-        running = {n: r for n, r in results.items() if not r.stop_reason}
-        for name in self._over_budget(rounds, list(running)):
-            running.pop(name).stop_reason = "budget"
-        if rounds < self.timing.min_rounds:
+    def _stop(self, rounds: int) -> None:
+        """Set the reason of the contenders that need not, or may not, go on.
+
+        All stop when the cell's time is used up; earlier, a contender that takes most of it. A very
+        slow contender may leave before min_rounds, but not before three.
+        """
+        timing, enough = self.timing, rounds >= self.timing.min_rounds
+        running = {name: r for name, r in self.results.items() if not r.stop_reason}
+        budget = timing.cell_seconds
+        alone = budget / 2 if enough else (2 * budget if rounds >= 3 else math.inf)
+        used_up = enough and sum(self.spent[name] for name in running) > budget
+        for name in list(running):
+            if used_up or self.spent[name] > alone:
+                running.pop(name).stop_reason = "budget"
+        if not enough:
             return
-        target, least = self.timing.precision, self.timing.min_seconds
-        reasons = {
-            name: "precise" if r.precise(target, least) else "stabilised" if r.stabilised() else ""
-            for name, r in running.items()
-        }
+        reasons = {}
+        for name, result in running.items():
+            precise = result.precise(timing.precision, timing.min_seconds)
+            reasons[name] = "precise" if precise else "stabilised" * result.stabilised()
         if all(reasons.values()):
             for name, reason in reasons.items():
                 running[name].stop_reason = reason
-
-    def _over_budget(self, rounds: int, running: list[str]) -> list[str]:
-        """Stop all contenders when the cell's time is used up; earlier, one that takes most of it.
-
-        A very slow contender may leave before min_rounds, but not before three.
-        """
-        budget, enough = self.timing.cell_seconds, rounds >= self.timing.min_rounds
-        if enough and sum(self.spent[name] for name in running) > budget:
-            return running
-        alone = budget / 2 if enough else (2 * budget if rounds >= 3 else math.inf)
-        return [name for name in running if self.spent[name] > alone]
-
-    def _conclude(self, results: Mapping[str, Measured]) -> None:
-        hardware: dict[str, Any] = self.telemetry.summary()
-        flags = self.telemetry.flags()
-        if self.throttled_rounds:
-            hardware["throttled_rounds"] = self.throttled_rounds
-            flags = [*flags, "throttled"]
-        for result in results.values():
-            result.stop_reason = result.stop_reason or "max_rounds"
-            result.conclude(flags, hardware, self.clock.describe())
-
-    @staticmethod
-    def _guard(result: Measured, work: Callable[[], object]) -> None:
-        """Remove a contender that raises from the race; the others go on."""
-        if result.error:
-            return
-        try:
-            work()
-        except Exception as error:
-            result.error, result.stop_reason = error, "failed"
 
 
 @dataclass(frozen=True)

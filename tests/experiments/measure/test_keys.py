@@ -303,9 +303,9 @@ def test_a_wrong_table_is_found_out(wrong: type[KeyTable], what: str) -> None:
 def test_lines_hold_their_numbers_in_pages_as_asked() -> None:
     for huge in (False, True):
         found = bandwidth.Lines(1 << 20, huge=huge)
-        places = found.places(torch.tensor([0, -1, 2**62, 7]))
+        positions = found.positions(torch.tensor([0, -1, 2**62, 7]))
         for read in (found.read, found.take):
-            assert torch.equal(read(places) * bandwidth.WORDS, places)
+            assert torch.equal(read(positions) * bandwidth.WORDS, positions)
         assert not huge or found.huge_share >= 0
     measured = bandwidth.measure_random_lines(1 << 20, 0.0)
     assert set(measured) == {str(bandwidth.page_bytes(huge=h)) for h in (False, True)}
