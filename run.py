@@ -1,4 +1,4 @@
-"""The harness: `python run.py +experiment=tt_vs_tbe`; `python run.py --help` says the rest."""
+"""The harness: `python run.py +experiment=tt_vs_tbe`; `python run.py --help` lists commands."""
 
 import sys
 

@@ -16,7 +16,7 @@ It sees emblib's public names only; emblib never imports it. Where what is:
     compare           the same for several machines, and for published figures
     bundle            results as an archive that can be verified
     launch            many runs at once, over Hydra's launchers
-    doctor, reference, gallery, micro    small programs: `python -m experiments.NAME --help`
+    listing, doctor, reference, gallery  small commands: `python run.py COMMAND --help`
 
 What it calls things. A *sample* is one timed execution of a *phase* (forward or step). An *arm* is
 a contender with its rank or its cache's size. A *round* takes every phase of every arm in random

@@ -14,7 +14,6 @@ import os
 import platform
 import re
 import shutil
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -453,9 +452,3 @@ def show(findings: Sequence[Finding]) -> None:
             f"[green]Ready to measure.[/] {notes} of {len(findings)} findings could be better."
         )
     console.print(verdict)
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(prog="python -m experiments.doctor")
-    add_arguments(parser)
-    sys.exit(run(parser.parse_args()))

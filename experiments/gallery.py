@@ -1,4 +1,4 @@
-"""Reports of many runs as one folder of pages: `python -m experiments.gallery FOLDER --out OUT`.
+"""Reports of many runs as one folder of pages.
 
 Every report is self-contained, so that any web server, or none, shows them. Prints the answers as
 Markdown.
@@ -117,9 +117,3 @@ def run(arguments: argparse.Namespace) -> int:
         return 2
     print(markdown(found))
     return 0
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(prog="python -m experiments.gallery")
-    add_arguments(parser)
-    sys.exit(run(parser.parse_args()))

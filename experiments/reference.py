@@ -1,19 +1,26 @@
-"""Committed reference results, and the README's table of them.
+"""Store runs as committed references, and update the pages that show them.
 
-`python -m experiments.reference keep RUN | write | check`.
+`keep` stores a finished run. `write` and `check` update or check the tables of README.md and
+reports/README.md. `add` measures the named experiments on this machine (by default those that have
+a reference), stores the finished runs, updates README.md and reports/published/README.md, and
+compares each run with the references of other machines; its arguments with `=` go to every run,
+e.g. timing=paper. Exit status: 0 done, 1 a run failed or a page is out of date, 2 wrong usage.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import shutil
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from experiments import front_page
 from experiments.config import configure
+from experiments.config.schema import UsageError
 from experiments.paths import REFERENCE, ROOT
 from experiments.report import text
 from experiments.report.data import Run
@@ -22,6 +29,48 @@ from experiments.results.store import POINTS, has_records, pack_records, runs_in
 START, END = "<!-- results:start -->", "<!-- results:end -->"
 QUESTIONS = ("<!-- experiments:start -->", "<!-- experiments:end -->")  # in reports/README.md
 KEPT = ("*.yaml", "*.json", "*.jsonl", "*.xz", "*.csv", "*.md", "*.png")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command line of `reference`."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    commands = parser.add_subparsers(dest="action", required=True)
+    commands.add_parser("keep", help="store a run as a reference").add_argument("run", type=Path)
+    commands.add_parser("write", help="update the tables of README.md")
+    commands.add_parser("check", help="check that README.md's tables are up to date")
+    adder = commands.add_parser("add", help="measure on this machine and store the runs")
+    adder.add_argument("words", nargs="*", metavar="EXPERIMENT|KEY=VALUE")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run `keep`, `write`, `check` or `add`."""
+    if arguments.action == "keep":
+        path = arguments.run
+        if not (path / "config.yaml").is_file() or not has_records(path):
+            raise UsageError(f"{path} is not a run: it has no config.yaml with a points.jsonl")
+        print(keep(path).relative_to(ROOT))
+        return 0
+    if arguments.action == "add":
+        return add(arguments.words)
+    return update(write=arguments.action == "write")
+
+
+def update(*, write: bool) -> int:
+    """Update the generated tables, or return 1 if one is out of date."""
+    status = 0
+    for name, updated in (
+        ("README.md", lambda page: front_page.rendered(rendered(page))),
+        ("reports/README.md", questions),
+    ):
+        path = ROOT / name
+        page = path.read_text()
+        expected = updated(page)
+        if write:
+            path.write_text(expected)
+        elif page != expected:
+            print(f"{name} is out of date: run `python run.py reference write`")
+            status = 1
+    return status
 
 
 def keep(run_directory: Path, folder: Path = REFERENCE) -> Path:
@@ -96,34 +145,54 @@ def questions(page: str) -> str:
     return "\n".join([f"{before}{start}", *lines, f"{end}{rest.split(end)[1]}"])
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Run `keep`, `write` or `check`; exit 1 if README.md differs from the references."""
-    parser = argparse.ArgumentParser(prog="python -m experiments.reference", description=__doc__)
-    commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("keep", help="make a run a reference").add_argument("run", type=Path)
-    commands.add_parser("write", help="put the tables into README.md")
-    commands.add_parser("check", help="are README.md's tables up to date?")
-    parsed = parser.parse_args(arguments)
-    if parsed.command == "keep":
-        if not (parsed.run / "config.yaml").is_file() or not has_records(parsed.run):
-            parser.error(f"{parsed.run} is not a run: it has no config.yaml with a points.jsonl")
-        print(keep(parsed.run).relative_to(ROOT))
-        return 0
-    status = 0
-    for name, update in (
-        ("README.md", lambda page: front_page.rendered(rendered(page))),
-        ("reports/README.md", questions),
-    ):
-        path = ROOT / name
-        page = path.read_text()
-        expected = update(page)
-        if parsed.command == "write":
-            path.write_text(expected)
-        elif page != expected:
-            print(f"{name} is out of date: run `python -m experiments.reference write`")
-            status = 1
-    return status
+def add(words: Sequence[str]) -> int:
+    """Measure experiments here, store and compare the runs; return the worst exit status."""
+    settings = [a for a in words if "=" in a and not a.startswith("+experiment=")]
+    names = experiments_to_run([a for a in words if a not in settings])
+    for name in names:
+        configure.load([f"+experiment={name}", *settings])
+    worst = 0
+    for name in names:
+        if _run_py(f"+experiment={name}", *settings):
+            print(f"{name}: did not finish well and is not kept", file=sys.stderr)
+            worst = 1
+            continue
+        try:
+            kept = keep(newest(name))
+        except ValueError as error:
+            print(f"{name}: {error}", file=sys.stderr)
+            worst = 1
+            continue
+        print(f"kept {os.path.relpath(kept, ROOT)}")
+        for other in runs_in(REFERENCE, f"*/{name}"):
+            if other != kept:
+                paths = [os.path.relpath(path, ROOT) for path in (other, kept)]
+                folder = f"reports/compare/{name}/{other.parent.name}-{kept.parent.name}"
+                _run_py("compare", *paths, "--out", folder)
+    for page in (["reference", "write"], ["compare", "--overview", "write"]):
+        if _run_py(*page):
+            print(f"{' '.join(page)} failed: its page is out of date", file=sys.stderr)
+            worst = 1
+    return worst
 
 
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+def experiments_to_run(names: Sequence[str]) -> list[str]:
+    """Return the named experiments, or those with a reference; raise UsageError."""
+    known = configure.groups()["experiment"]
+    named = [name.removeprefix("+experiment=") for name in names]
+    for name in named:
+        if name not in known:
+            raise UsageError(f"no experiment '{name}'. There is: {', '.join(known)}")
+    return named or sorted({path.name for path in runs_in(REFERENCE, "*/*")} & set(known))
+
+
+def newest(name: str) -> Path:
+    """Return the run of an experiment that was started last."""
+    runs = (ROOT / "reports" / "runs" / name).iterdir()
+    return max(runs, key=lambda path: path.stat().st_mtime)
+
+
+def _run_py(*words: str) -> int:
+    command = ["run.py", *words]
+    print("$ python " + " ".join(command), flush=True)
+    return subprocess.run([sys.executable, *command], cwd=ROOT).returncode

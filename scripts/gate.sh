@@ -45,7 +45,7 @@ python=$(find_python)
 mkdir -p "$perf"
 take_the_machine
 say "gate against $base (${sha:0:12})"
-"$python" -m experiments.doctor > "$perf/doctor.txt" 2>&1 || say "doctor found something: $perf/doctor.txt"
+"$python" run.py doctor > "$perf/doctor.txt" 2>&1 || say "doctor found something: $perf/doctor.txt"
 started=$perf/.started
 : > "$started"
 status=0

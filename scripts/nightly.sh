@@ -10,7 +10,7 @@ set -euo pipefail
 python=$(find_python)
 mkdir -p "$perf"
 take_the_machine
-"$python" -m experiments.doctor | tee "$perf/doctor.txt" || say "the doctor reported problems"
+"$python" run.py doctor | tee "$perf/doctor.txt" || say "the doctor reported problems"
 experiments=${EXPERIMENTS:-$("$python" - <<'PY'
 from experiments.config import configure
 names = set(configure.groups()["experiment"]) - {"gate", "gate_power"}

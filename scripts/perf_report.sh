@@ -5,6 +5,6 @@ set -euo pipefail
 . "$(dirname "$0")/lib.sh"
 folder=${1:-$perf}
 out=${2:-build/pages}
-text=$("$(find_python)" -m experiments.gallery "$folder" --out "$out")
+text=$("$(find_python)" run.py gallery "$folder" --out "$out")
 echo "$text"
 summarise <<< "$text"

@@ -21,6 +21,6 @@ if ((status)); then
   exit "$status"
 fi
 mapfile -t runs < <(find "$perf" -name run.json -printf '%h\n' | sort)
-"$python" -m experiments.bundle pack "${runs[@]}" --out "$perf/bundle.zip"
-"$python" -m experiments.bundle verify "$perf/bundle.zip"
+"$python" run.py bundle pack "${runs[@]}" --out "$perf/bundle.zip"
+"$python" run.py bundle verify "$perf/bundle.zip"
 say "everything works here: open build/pages/index.html"

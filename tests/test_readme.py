@@ -156,7 +156,7 @@ def test_the_index_links_to_every_page() -> None:
 
 def test_the_front_page_shows_the_committed_ratios() -> None:
     readme = (ROOT / "README.md").read_text()
-    assert front_page.rendered(readme) == readme, "update it: python -m experiments.reference write"
+    assert front_page.rendered(readme) == readme, "update it: python run.py reference write"
     with pytest.raises(ValueError, match="once each"):
         front_page.rendered("no markers")
 

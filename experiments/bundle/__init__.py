@@ -1,4 +1,4 @@
-"""Archives of results that others can check: `python -m experiments.bundle`.
+"""Archives of results that others can check: `python run.py bundle`.
 
 A bundle holds runs with their raw samples, the configuration tree, the source, the commands and
 checksums. `verify` rebuilds every number from the samples; `verify --rerun` measures again and

@@ -42,8 +42,8 @@ KICK = """\
 ```sh
 tar xzf source/{sha}.tar.gz && cd emblib-{sha}
 scripts/smoke_test.sh                        # builds, runs everything at smoke size, minutes
-python -m experiments.bundle verify BUNDLE.zip           # checksums; every number from its samples
-python -m experiments.bundle verify BUNDLE.zip --rerun   # measures again what is claimed
+python run.py bundle verify BUNDLE.zip           # checksums; every number from its samples
+python run.py bundle verify BUNDLE.zip --rerun   # measures again what is claimed
 ```
 """
 
@@ -189,7 +189,7 @@ def _rebuilt(directory: Path, target: Path) -> Run:
     except Exception as error:
         raise BundleError(
             f"{directory}: no report can be made of it ({type(error).__name__}: {error}); "
-            "`python -m experiments.report` on it shows where"
+            "`python run.py report` on it shows where"
         ) from error
 
 

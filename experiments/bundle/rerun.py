@@ -1,11 +1,7 @@
-"""Measure a bundle's runs again from their configurations, and compare their claims.
-
-`python -m experiments.bundle.rerun CONFIG FOLDER [PRESET]` measures one in its own process.
-"""
+"""Measure a bundle's runs again from their configurations, and compare their claims."""
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -72,10 +68,8 @@ def measure_again(
         return Again([], reason="it claims nothing that could be compared")
     if entry["cuda"] and configure.device_kind(old_kind(old)) != "cuda":
         return Again(_all(claims, "measured on a GPU, and there is none here"))
-    command = [sys.executable, "-m", "experiments.bundle.rerun", str(packed / "config.yaml")]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as run.py has it
-    done = subprocess.run([*command, str(folder), preset], cwd=ROOT, env=environment)
+    words = ["bundle", "measure", str(packed / "config.yaml"), str(folder), preset]
+    done = subprocess.run([sys.executable, "run.py", *words], cwd=ROOT)
     if done.returncode == 130:
         raise KeyboardInterrupt
     runs = sorted((folder / str(old.config.name)).glob("*/run.json"))
@@ -120,19 +114,10 @@ def different_work(old: Run, new: Run) -> set[str]:
     }
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Measure one configuration."""
-    path, folder, preset = Path(arguments[0]), Path(arguments[1]), "".join(arguments[2:])
-    try:
-        config = configuration(path, folder, preset)
-    except (BundleError, UsageError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+def measure(path: Path, folder: Path, preset: str) -> int:
+    """Measure one packed configuration; return the exit status of the run."""
+    config = configuration(path, folder, preset)
     from experiments.run import runner
 
     words = ["(from a bundle)", f"+experiment={config.name}"]
     return runner.run(config, question=f"does {config.name} repeat?", words=words)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     words = " ".join(os.path.relpath(path) for path in arguments.runs)
     try:
-        page = pages.write(arguments.runs, arguments.out, f"python -m experiments.compare {words}")
+        page = pages.write(arguments.runs, arguments.out, f"python run.py compare {words}")
     except machines.NotComparable as error:
         print(f"error: {error}", file=sys.stderr)
         usage = len(arguments.runs) < 2 or any(not path.is_dir() for path in arguments.runs)

@@ -21,7 +21,7 @@ from experiments.results.store import RunStore
 
 FOLDER = ROOT / "reports" / "compare"
 OVERVIEW = published.FOLDER / "README.md"
-COMMAND = "python -m experiments.compare --overview"
+COMMAND = "python run.py compare --overview"
 HOW_TO_READ = (
     "Runs are matched by the position of a cell in the experiment: a case by its name, a point of "
     "the sweep by how it differs from the base point. Where the work itself is equal, down to the "

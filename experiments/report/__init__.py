@@ -7,6 +7,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from experiments.paths import ROOT
 from experiments.report.data import Run
 from experiments.results.store import POINTS, RunStore, has_records
 
@@ -47,15 +48,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command line of `report`."""
     parser.description = (
         "Rebuild results.csv, the figures, report.md and index.html of runs from their raw "
-        "records; nothing is measured."
+        "records; nothing is measured. A JSON file of pytest-benchmark becomes a run first."
     )
-    parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="a run's directory")
+    parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="a run, or a JSON file")
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        default=ROOT / "reports" / "runs",
+        help="where the results of a JSON file are stored",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Rebuild every report that can be built; return 2 where an argument is no run."""
     status = 0
     for path in arguments.runs:
+        if path.suffix == ".json":
+            from experiments.kinds.micro import take
+
+            path = take(path, arguments.folder)
         if not (path / "config.yaml").is_file() or not has_records(path):
             print(
                 f"error: {path} is not a run: it has no config.yaml with a {POINTS} beside it. "

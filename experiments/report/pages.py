@@ -13,7 +13,7 @@ from experiments.report.style import Figure
 SMOKE = "Smoke run: its tables, batches and rounds are too small for its numbers to mean anything."
 CLOSING = (
     "In the folder of this page: points.jsonl (raw samples), results.csv, report.md, figures as "
-    "PNG and SVG. To rebuild all but the samples: python -m experiments.report RUN."
+    "PNG and SVG. To rebuild all but the samples: python run.py report RUN."
 )
 
 

@@ -136,7 +136,7 @@ def finish(
         summary = write_report(store.path)
     except (KeyboardInterrupt, OSError) as error:
         why = f"error: {error}" if isinstance(error, OSError) else "interrupted"
-        again = f"python -m experiments.report {page.parent}"
+        again = f"python run.py report {page.parent}"
         print(f"{why}; there is no report, '{again}' makes it of what was kept", file=sys.stderr)
         return 1 if isinstance(error, OSError) else 130
     print(f"\n{summary.answer}\n")

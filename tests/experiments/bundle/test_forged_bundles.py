@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
+from experiments import cli
 from experiments.bundle import archive
-from experiments.bundle.__main__ import main
 from experiments.bundle.archive import BundleError
 from experiments.results.store import read_records
 from tests.experiments import FIRST_SCHEMA
@@ -41,7 +41,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def bundle(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("bundle") / "x.zip"
-    assert main(["pack", str(run), "-o", str(path)]) == 0
+    assert cli.main(["bundle", "pack", str(run), "-o", str(path)]) == 0
     return path
 
 
@@ -100,7 +100,9 @@ def test_what_is_missing_added_or_told_otherwise_is_found(
     change: Forge,
     said: str,
 ) -> None:
-    assert main(["verify", str(changed(bundle, tmp_path / "forged.zip", change))]) == 3
+    assert (
+        cli.main(["bundle", "verify", str(changed(bundle, tmp_path / "forged.zip", change))]) == 3
+    )
     shown = capsys.readouterr()
     assert said in shown.out + shown.err
 
@@ -111,7 +113,7 @@ def test_a_run_outside_of_the_bundle_is_not_touched(
 ) -> None:
     place = str(run) if absolute else "../" * 30 + str(run).lstrip("/")
     forged = changed(bundle, tmp_path / "y.zip", told(lambda entry: entry.update(folder=place)))
-    assert main(["verify", str(forged)]) == 3
+    assert cli.main(["bundle", "verify", str(forged)]) == 3
     assert [p.name for p in run.parent.iterdir()] == [run.name]
 
 

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
+from experiments import cli
 from experiments.bundle import archive, rerun
-from experiments.bundle.__main__ import main
 from experiments.bundle.archive import BundleError
 from experiments.bundle.claims import Claim, Measure, Outcome, compare, holds
 from experiments.paths import ROOT
@@ -58,7 +58,7 @@ def write_points(folder: Path, records: list[Record]) -> None:
 @pytest.fixture(scope="module")
 def bundle(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("bundle") / "x.zip"
-    assert main(["pack", str(run), "-o", str(path)]) == 0
+    assert cli.main(["bundle", "pack", str(run), "-o", str(path)]) == 0
     return path
 
 
@@ -101,7 +101,7 @@ def test_a_bundle_has_what_a_stranger_needs(bundle: Path, run: Path) -> None:
 
 
 def test_the_same_runs_make_the_same_bytes(bundle: Path, run: Path, tmp_path: Path) -> None:
-    assert main(["pack", str(run), "-o", str(tmp_path / "y.zip")]) == 0
+    assert cli.main(["bundle", "pack", str(run), "-o", str(tmp_path / "y.zip")]) == 0
     assert (tmp_path / "y.zip").read_bytes() == bundle.read_bytes()
 
 
@@ -109,7 +109,7 @@ def test_compressed_samples_make_the_same_bundle(bundle: Path, run: Path, tmp_pa
     packed = tmp_path / run.name
     shutil.copytree(run, packed)
     pack_records(packed)
-    assert main(["pack", str(packed), "-o", str(tmp_path / "y.zip")]) == 0
+    assert cli.main(["bundle", "pack", str(packed), "-o", str(tmp_path / "y.zip")]) == 0
     assert (tmp_path / "y.zip").read_bytes() == bundle.read_bytes()
 
 
@@ -136,7 +136,7 @@ def test_the_enclosed_source_is_the_commit_that_ran(
     environment["git"] = {"sha": "0123456789ab", "dirty": True}
     (other / "environment.json").write_text(json.dumps(environment))
     capsys.readouterr()
-    assert main(["pack", str(other), "-o", str(tmp_path / "y.zip")]) == 0
+    assert cli.main(["bundle", "pack", str(other), "-o", str(tmp_path / "y.zip")]) == 0
     assert "commit 0123456789ab is not enclosed" in capsys.readouterr().out
     assert "is not enclosed" in archive.read(tmp_path / "y.zip")["REPRODUCE.md"].decode()
 
@@ -144,14 +144,14 @@ def test_the_enclosed_source_is_the_commit_that_ran(
 def test_two_runs_of_one_name_stay_apart(run: Path, tmp_path: Path) -> None:
     shutil.copytree(run, tmp_path / "elsewhere" / run.name)
     words = [str(run), str(tmp_path / "elsewhere" / run.name)]
-    assert main(["pack", *words, "-o", str(tmp_path / "y.zip")]) == 0
+    assert cli.main(["bundle", "pack", *words, "-o", str(tmp_path / "y.zip")]) == 0
     description = json.loads(archive.read(tmp_path / "y.zip")["bundle.json"])
     folder = f"runs/tt_vs_tbe/{run.name}"
     assert [r["folder"] for r in description["runs"]] == [folder, f"{folder}-2"]
 
 
 def test_what_is_no_run_is_not_packed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["pack", str(tmp_path), "-o", str(tmp_path / "y.zip")]) == 2
+    assert cli.main(["bundle", "pack", str(tmp_path), "-o", str(tmp_path / "y.zip")]) == 2
     assert "is not a run: it has no config.yaml" in capsys.readouterr().err
     assert not (tmp_path / "y.zip").exists()
 
@@ -162,7 +162,7 @@ def test_what_is_no_run_is_not_packed(tmp_path: Path, capsys: pytest.CaptureFixt
 def test_every_number_follows_from_the_samples(
     bundle: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["verify", str(bundle)]) == 0
+    assert cli.main(["bundle", "verify", str(bundle)]) == 0
     said = capsys.readouterr().out
     assert "numbers of 1 runs follow from samples" in said
     assert int(said.partition("checksums hold; ")[2].split()[0]) > 100
@@ -192,7 +192,7 @@ def test_a_forger_who_mends_the_sums_is_found(
         contents[name] = contents[name].replace(old, new)
 
     forged = changed(bundle, tmp_path / "forged.zip", forge)
-    assert main(["verify", str(forged)]) == 3
+    assert cli.main(["bundle", "verify", str(forged)]) == 3
     assert said in capsys.readouterr().out
 
 
@@ -201,7 +201,7 @@ def test_damage_is_found_before_anything_is_read(
 ) -> None:
     data = bundle.read_bytes()
     (tmp_path / "half.zip").write_bytes(data[: len(data) // 2])
-    assert main(["verify", str(tmp_path / "half.zip")]) == 3
+    assert cli.main(["bundle", "verify", str(tmp_path / "half.zip")]) == 3
     assert "is damaged, or no zip file" in capsys.readouterr().err
     with zipfile.ZipFile(bundle) as file:
         contents = {name: file.read(name) for name in file.namelist()}
@@ -215,7 +215,7 @@ def test_damage_is_found_before_anything_is_read(
         with zipfile.ZipFile(tmp_path / "y.zip", "w") as file:
             for key, value in wanted.items():
                 file.writestr(key, value)
-        assert main(["verify", str(tmp_path / "y.zip")]) == 3
+        assert cli.main(["bundle", "verify", str(tmp_path / "y.zip")]) == 3
         assert said in capsys.readouterr().err
 
 
@@ -250,14 +250,14 @@ def test_a_bundle_of_the_future_is_refused(bundle: Path, tmp_path: Path) -> None
             b'"bundle_version": 1', b'"bundle_version": 99'
         )
 
-    assert main(["verify", str(changed(bundle, tmp_path / "y.zip", age))]) == 3
+    assert cli.main(["bundle", "verify", str(changed(bundle, tmp_path / "y.zip", age))]) == 3
 
 
 def test_wrong_usage(bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["verify", str(tmp_path / "none.zip")]) == 2
-    assert main(["verify", str(bundle), "--rerun", "--only", "tt_vs_tb"]) == 2
+    assert cli.main(["bundle", "verify", str(tmp_path / "none.zip")]) == 2
+    assert cli.main(["bundle", "verify", str(bundle), "--rerun", "--only", "tt_vs_tb"]) == 2
     assert "the bundle has tt_vs_tbe" in capsys.readouterr().err
-    assert main(["verify", str(bundle), "--tolerance", "-1"]) == 2
+    assert cli.main(["bundle", "verify", str(bundle), "--tolerance", "-1"]) == 2
 
 
 # Claims
@@ -359,7 +359,7 @@ def test_claims_are_measured_again(
     said: str,
 ) -> None:
     commands = pretend(monkeypatch, run, change)
-    assert main(["verify", str(bundle), "--rerun", *words]) == status
+    assert cli.main(["bundle", "verify", str(bundle), "--rerun", *words]) == status
     assert said in capsys.readouterr().out
     assert len(commands) == 1
 
@@ -372,10 +372,10 @@ def test_results_of_a_gpu_wait_for_a_gpu(
     environment = copy / "environment.json"
     environment.write_text(json.dumps(json.loads(environment.read_text()) | {"gpu": {"name": "x"}}))
     packed = str(tmp_path / "y.zip")
-    assert main(["pack", str(copy), "--out", packed]) == 0
+    assert cli.main(["bundle", "pack", str(copy), "--out", packed]) == 0
     commands = pretend(monkeypatch, run, lambda r: r)
     monkeypatch.setattr(rerun.configure, "device_kind", lambda kind: "cpu")
-    assert (main(["verify", packed, "--rerun"]), commands) == (6, [])
+    assert (cli.main(["bundle", "verify", packed, "--rerun"]), commands) == (6, [])
 
 
 def test_the_packed_configuration_is_what_is_measured(run: Path, tmp_path: Path) -> None:
@@ -400,7 +400,7 @@ def test_the_packed_configuration_is_what_is_measured(run: Path, tmp_path: Path)
 def test_a_smoke_run_from_the_command_line_to_measured_again(tmp_path: Path) -> None:
     """Nothing pretended; bytes are all that a smoke run claims."""
     words = ["+experiment=tbe_vs_torch", "timing=smoke", "device=cpu", "report.figures=false"]
-    python = [sys.executable, "-m", "experiments.bundle"]
+    python = [sys.executable, "run.py", "bundle"]
     commands = (
         [sys.executable, "run.py", *words, f"report.folder={tmp_path}"],
         [*python, "pack", "RUN", "-o", str(tmp_path / "x.zip")],
@@ -428,11 +428,11 @@ def test_a_gate_is_packed_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture
     (run / "gate.md").write_text("a verdict")
     (run / "index.html").write_text("a page")
     bundle = tmp_path / "x.zip"
-    assert main(["pack", str(run), "-o", str(bundle)]) == 0
+    assert cli.main(["bundle", "pack", str(run), "-o", str(bundle)]) == 0
     assert "only its checksums are verified" in capsys.readouterr().out
     contents = archive.read(bundle)
     assert contents["runs/gate/1/gate.md"] == b"a verdict"
     assert contents["runs/gate/1/index.html"] == b"a page"
-    assert main(["verify", str(bundle)]) == 0
-    assert main(["verify", str(bundle), "--rerun"]) == 6
+    assert cli.main(["bundle", "verify", str(bundle)]) == 0
+    assert cli.main(["bundle", "verify", str(bundle), "--rerun"]) == 6
     assert "claims nothing that could be compared" in capsys.readouterr().out

@@ -18,7 +18,7 @@ import pandas as pd
 import pytest
 
 from experiments import compare
-from experiments.compare import add_machine, confounders, figures, machines, pages
+from experiments.compare import confounders, figures, machines, pages
 from experiments.compare.confounders import Weight
 from experiments.compare.machines import Comparison, NotComparable
 from experiments.compare.pages import machines_table, points_table
@@ -376,33 +376,3 @@ def test_a_device_without_sources_is_refused(text: str, message: str, tmp_path: 
 
 def test_the_hardware_table_is_nothing_to_choose() -> None:
     assert "hardware" not in configure.groups()
-
-
-def test_a_machine_is_added_by_one_command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    asked: list[list[str]] = []
-    kept = REFERENCE / "another-machine" / "tt_vs_tbe"
-    monkeypatch.setattr(add_machine, "newest", lambda name, runs: tmp_path)
-    monkeypatch.setattr("experiments.reference.keep", lambda run: kept)
-
-    def call(words: list[str]) -> int:
-        asked.append(words)
-        return int("+experiment=tbe_vs_torch" in words)
-
-    status = add_machine.add(["tt_vs_tbe", "tbe_vs_torch"], ["timing=quick"], call)
-    assert status == 1  # one of the two did not finish well
-    assert asked[0] == ["run.py", "+experiment=tt_vs_tbe", "timing=quick"]
-    assert asked[1][:2] == ["-m", "experiments.compare"]
-    assert asked[1][2].endswith("amd-epyc-2-threads/tt_vs_tbe")
-    assert asked[1][3].endswith("another-machine/tt_vs_tbe")
-    assert asked[-2:] == [
-        ["-m", "experiments.reference", "write"],
-        ["-m", "experiments.compare", "--overview", "write"],
-    ]
-    assert "tbe_vs_torch: did not finish well and is not kept" in capsys.readouterr().err
-    assert add_machine.main(["tt_vs_tb"]) == 2
-    assert "no experiment 'tt_vs_tb'" in capsys.readouterr().err
-    assert add_machine.main(["tt_vs_tbe", "timin=quick"]) == 2
-    assert "Did you mean" in capsys.readouterr().err
-    assert set(add_machine.experiments_to_run([])) >= {"tt_vs_tbe", "cache_hit_rate"}

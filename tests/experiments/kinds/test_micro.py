@@ -11,10 +11,10 @@ from typing import Any
 import pandas as pd
 import pytest
 
+from experiments import cli
 from experiments.config import configure
 from experiments.kinds import micro
 from experiments.kinds.micro import failures_of, frame, records_of
-from experiments.micro import main
 from experiments.report.data import Run
 from experiments.results.store import read_json, read_records
 
@@ -88,13 +88,13 @@ def test_failed_tests_are_rows() -> None:
 def test_somebody_elses_json_becomes_a_run(
     saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main([str(saved), "--folder", str(tmp_path / "runs")]) == 0
+    assert cli.main(["report", str(saved), "--folder", str(tmp_path / "runs")]) == 0
     said = capsys.readouterr().out
     assert (
         "looks up one row takes 50.0 µs (cpu), of which the operation itself takes 20.0 µs" in said
     )
     (folder,) = (tmp_path / "runs" / "micro").iterdir()
-    assert said.splitlines()[-1] == f"report: {folder / 'index.html'}"
+    assert said.splitlines()[-2] == f"report: {folder / 'index.html'}"
     assert len(read_records(folder)) == 3
     table = pd.read_csv(folder / "latency.csv")
     assert list(table["median_s"]) == pytest.approx([5e-5, 2e-5, 2e-3])
@@ -116,7 +116,7 @@ def test_other_files_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, said: str
 ) -> None:
     (tmp_path / "x.json").write_text(text)
-    assert main([str(tmp_path / "x.json"), "--folder", str(tmp_path / "runs")]) == 2
+    assert cli.main(["report", str(tmp_path / "x.json"), "--folder", str(tmp_path / "runs")]) == 2
     assert said in capsys.readouterr().err
     assert not (tmp_path / "runs").exists()
 

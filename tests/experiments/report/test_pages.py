@@ -14,7 +14,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from experiments import kinds, reference, report
+from experiments import cli, kinds, reference, report
 from experiments.config import configure
 from experiments.machine.flags import explain, remedy
 from experiments.paths import ROOT
@@ -263,7 +263,7 @@ def test_reference_results_render_into_a_readme(
 def test_the_readme_says_what_the_committed_references_say() -> None:
     if not (reference.ROOT / "README.md").exists():
         pytest.skip("an installed package has no README.md")
-    assert reference.main(["check"]) == 0
+    assert cli.main(["reference", "check"]) == 0
 
 
 SMALL = (

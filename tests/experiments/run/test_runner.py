@@ -298,7 +298,7 @@ def test_a_report_that_cannot_be_written_is_told_and_nothing_is_lost(
     got, path = run(tmp_path)
     assert got == status
     assert len(read_records(path)) == 2
-    assert f"python -m experiments.report {path}" in capsys.readouterr().err
+    assert f"python run.py report {path}" in capsys.readouterr().err
 
 
 def test_a_full_disk_ends_the_run_with_status_1(

@@ -1,4 +1,4 @@
-"""`python -m experiments.bundle pack RUN... --out X.zip | verify X.zip [--rerun]`."""
+"""Pack results into an archive that others can check, and verify such archives."""
 
 from __future__ import annotations
 
@@ -22,29 +22,11 @@ some claims could not be measured again; 6 none could; 130 interrupted.
 """
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Return the exit status."""
-    parsed = _parser().parse_args(arguments)
-    try:
-        return _pack(parsed) if parsed.command == "pack" else _verify(parsed)
-    except UsageError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except BundleError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2 if parsed.command == "pack" else 3
-    except KeyboardInterrupt:
-        return 130
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m experiments.bundle",
-        description="Results as an archive that somebody else can check.",
-        epilog=f"{STATUS}\n{RULE}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    commands = parser.add_subparsers(dest="command", required=True)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command line of `bundle`."""
+    parser.epilog = f"{STATUS}\n{RULE}"
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    commands = parser.add_subparsers(dest="action", required=True, metavar="{pack,verify}")
     packer = commands.add_parser("pack", help="put runs, configuration and source into one file")
     packer.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="directories of runs")
     packer.add_argument("-o", "--out", type=Path, required=True, metavar="X.zip")
@@ -58,7 +40,25 @@ def _parser() -> argparse.ArgumentParser:
         "--tolerance", type=float, default=TIME_TOLERANCE, help="of ratios of times"
     )
     checker.add_argument("--timing", default="", metavar="PRESET", help="instead of the run's own")
-    return parser
+    again = commands.add_parser("measure")  # of `verify --rerun`, in a process of its own
+    again.add_argument("config", type=Path)
+    again.add_argument("folder", type=Path)
+    again.add_argument("timing", nargs="?", default="")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Pack or verify a bundle; a damaged bundle is status 3."""
+    try:
+        if arguments.action == "pack":
+            return _pack(arguments)
+        if arguments.action == "verify":
+            return _verify(arguments)
+        from experiments.bundle.rerun import measure
+
+        return measure(arguments.config, arguments.folder, arguments.timing)
+    except BundleError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 3 if arguments.action == "verify" else 2
 
 
 def _pack(parsed: argparse.Namespace) -> int:
@@ -169,7 +169,3 @@ def _status(findings: Sequence[Finding]) -> int:
     if not outcomes[Outcome.holds]:
         return 6
     return 5 if outcomes[Outcome.unmeasured] else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

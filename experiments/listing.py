@@ -1,0 +1,221 @@
+"""List what there is: experiments, contenders, workloads, presets, hardware, committed results."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from experiments import kinds, launch
+from experiments.config import configure
+from experiments.config.schema import Config, UsageError
+from experiments.contenders import registry
+from experiments.paths import CONF, REFERENCE
+from experiments.results.store import read_json, runs_in
+from experiments.run import jobs
+
+UNKNOWN = "–"
+NEEDS_A_GPU = "needs a GPU"
+WIDTH = 110  # where it is not a terminal's
+UNBROKEN = 24  # characters that stay on one line
+
+
+@dataclass
+class Section:
+    """A table of the list."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: list[tuple[str, ...]] = field(default_factory=list)
+    note: str = ""
+
+
+def experiments() -> Section:
+    """List the experiments with their questions and costs at their default presets."""
+    section = Section(
+        "Experiments",
+        ("name and question", "kind", "cells", "at most"),
+        note="python run.py +experiment=NAME; dry_run=true shows the cells and what they need",
+    )
+    device = "cuda" if launch.list_gpus() else "cpu"  # auto would load torch to find out
+    for name in configure.groups()["experiment"]:
+        question = configure.question(name)
+        try:
+            config = configure.load([f"+experiment={name}", f"device={device}"])
+            kind, (cells, seconds) = config.kind, extent(config)
+        except UsageError as error:
+            kind, cells, seconds, question = "broken", UNKNOWN, UNKNOWN, str(error)
+        section.rows.append((f"{name}\n{question}", kind, cells, seconds))
+    return section
+
+
+def extent(config: Config) -> tuple[str, str]:
+    """Return the cells and time limit; unknown for an experiment that runs its own procedure."""
+    if kinds.find(config.kind).leads:
+        return UNKNOWN, UNKNOWN
+    cells = kinds.expand(config)
+    total = sum(jobs.replicates(cell, config) * jobs.seconds_of(cell, config) for cell in cells)
+    return str(len(cells)), _duration(min(total, config.timing.total_seconds or math.inf))
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
+def contenders() -> Section:
+    """List the contenders and whether they can run here."""
+    section = Section(
+        "Contenders",
+        ("name", "in reports", "one per", "here"),
+        note="contenders=[tbe,torch] chooses; CONTRIBUTING.md says how to add one",
+    )
+    variants = {"rank": "rank", "cache": "cache size", "": ""}
+    on_gpu = bool(launch.list_gpus())
+    for name, entry in registry.entries().items():
+        elsewhere = NEEDS_A_GPU * (entry.cuda_only and not on_gpu)
+        here = entry.missing() or elsewhere or "; ".join(entry.unknown_versions()) or "yes"
+        section.rows.append((name, entry.label, variants[entry.variants], here))
+    return section
+
+
+def workloads() -> Section:
+    """List the group `workload`."""
+    return _group("Workloads", "workload", "workload=NAME, and workload.B=512 for a part of one")
+
+
+def presets() -> Section:
+    """List the group `timing`."""
+    note = "timing=NAME, and timing.cell_seconds=5 for a part of one"
+    return _group("Timing presets", "timing", note)
+
+
+def _group(title: str, group: str, note: str) -> Section:
+    section = Section(title, ("name", "what it is"), note=note)
+    for name in configure.groups()[group]:
+        section.rows.append((name, summary(CONF / group / f"{name}.yaml")))
+    return section
+
+
+def summary(file: Path) -> str:
+    """Return the opening comment of a YAML file."""
+    lines: list[str] = []
+    for line in file.read_text().splitlines():
+        if line.startswith("# @package"):
+            continue
+        if not line.startswith("#"):
+            break
+        lines.append(line.lstrip("# ").strip())
+    return " ".join(lines)
+
+
+def hardware() -> Section:
+    """List the table of devices, with theoretical figures."""
+    from experiments.machine.ceilings import FIGURES, table
+
+    section = Section(
+        "Hardware",
+        ("name", *FIGURES.values()),
+        note="as their makers say, sources in conf/hardware; reports divide by the bandwidth",
+    )
+    for device in table():
+        figures = [device.figures.get(key) for key in FIGURES]
+        texts = [UNKNOWN if figure is None else f"{figure:,.4g}" for figure in figures]
+        section.rows.append((device.name, *texts))
+    return section
+
+
+def references(folder: Path = REFERENCE) -> Section:
+    """List the committed runs."""
+    section = Section(
+        "Committed results",
+        ("device", "experiment", "torch", "emblib", "measured"),
+        note="in reports/reference; python run.py reference keep RUN adds one",
+    )
+    for run in runs_in(folder, "*/*"):
+        found: dict[str, Any] = read_json(run, "environment.json")
+        sha = (found.get("git") or {}).get("sha") or UNKNOWN
+        when = str(found.get("time_utc", UNKNOWN))[:10]
+        device = str(found.get("device", run.parent.name))
+        section.rows.append((device, run.name, str(found.get("torch", UNKNOWN)), sha, when))
+    return section
+
+
+SECTIONS: dict[str, Callable[[], Section]] = {
+    "experiments": experiments,
+    "contenders": contenders,
+    "workloads": workloads,
+    "presets": presets,
+    "hardware": hardware,
+    "references": references,
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command line of `list`."""
+    parser.add_argument(
+        "sections",
+        nargs="*",
+        metavar="SECTION",
+        help=f"{', '.join(SECTIONS)}; all, if none is named",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the list; raise UsageError for an unknown section."""
+    for name in arguments.sections:
+        if name not in SECTIONS:
+            raise UsageError(f"no section '{name}'. There is: {', '.join(SECTIONS)}")
+    show(arguments.sections)
+    return 0
+
+
+def show(names: Sequence[str] = (), console: Console | None = None) -> None:
+    """Print the named sections, or all, each as soon as it is complete."""
+    if console is None:
+        console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
+    for number, name in enumerate(names or SECTIONS):
+        section = SECTIONS[name]()
+        if number:
+            console.print()
+        console.print(_heading(section))
+        console.print(_table(section) if section.rows else Text("  none yet", style="dim"))
+        if section.note:
+            console.print(Text(f"  {section.note}", style="dim"))
+
+
+def _heading(section: Section) -> Text:
+    return Text.assemble((section.title, "bold"), (f"  {len(section.rows)}", "dim"))
+
+
+def _table(section: Section) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 2, 0, 0), show_edge=False)
+    for number, title in enumerate(section.columns):
+        texts = [row[number] for row in section.rows]
+        figures = number > 0 and all(re.fullmatch(r"–|[\d,.]+( \w+)?", text) for text in texts)
+        table.add_column(
+            title,
+            justify="right" if figures else "left",
+            no_wrap=max(map(len, texts)) <= UNBROKEN,
+        )
+    for first, *others in section.rows:
+        name, _, below = first.partition("\n")
+        text = Text.assemble((name, "cyan"), (f"\n{below}" if below else "", "dim"))
+        table.add_row(text, *map(_cell, others))
+    return table
+
+
+def _cell(text: str) -> Text:
+    style = {"yes": "green", "broken": "red", UNKNOWN: "dim"}.get(text, "")
+    return Text(text, style="yellow" if text.startswith(("not installed", NEEDS_A_GPU)) else style)
