@@ -102,7 +102,7 @@ class Curve:
     low: Floats | None = None
     high: Floats | None = None
     band: bool = False  # the interval is a band and not bars
-    names: Sequence[str] = ()  # of the points; written beside them
+    names: Sequence[str] = ()  # of the points, written next to them
     offset: tuple[float, float] = (0, 7)  # of those names, in typographic points
     above: bool = False  # drawn over other curves
 
@@ -135,8 +135,8 @@ def curves(
         lines: The curves; those with a label are named.
         x: The horizontal scale.
         y: The vertical scale.
-        names: Where: a place of a legend, "ends" (at the right end of each curve), "points" (each
-            point by its own name) or "" (nowhere).
+        names: Where to write names: a location of a legend, "ends" (at the right end of each
+            curve), "points" (next to each named point) or "" (nowhere).
         columns: Columns of the legend.
         marks: Lines across the panel.
     """
@@ -167,8 +167,8 @@ def curves(
             ends = [(list(line.y)[-1], right, line.label, line.colour) for line in named]
             _write_apart(axes, ends, 12, 0.075)
         elif names and axes.get_legend_handles_labels()[1]:
-            place: Any = names
-            axes.legend(fontsize=8, loc=place, ncols=columns)
+            location: Any = names
+            axes.legend(fontsize=8, loc=location, ncols=columns)
 
     return draw
 
@@ -215,7 +215,7 @@ def _marks(axes: Axes, marks: Sequence[Mark]) -> None:
         draw = axes.axvline if mark.upright else axes.axhline
         draw(mark.at, color=mark.colour, ls=mark.line, lw=mark.width, label=mark.label or None)
         if mark.words:
-            at, place = (
+            at, coordinates = (
                 ((mark.at, 0), ("data", "axes fraction"))
                 if mark.upright
                 else ((0.01, mark.at), ("axes fraction", "data"))
@@ -224,7 +224,7 @@ def _marks(axes: Axes, marks: Sequence[Mark]) -> None:
                 mark.words,
                 at,
                 (3, 4),
-                xycoords=place,
+                xycoords=coordinates,
                 textcoords="offset points",
                 fontsize=8,
                 color=mark.colour,

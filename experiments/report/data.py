@@ -94,7 +94,7 @@ class Run:
         Modes never share a figure or a table. What has no mode stays with the first one.
         """
 
-        def part(table: pd.DataFrame) -> pd.DataFrame:
+        def in_mode(table: pd.DataFrame) -> pd.DataFrame:
             if "mode" in table:
                 return table[table["mode"] == mode]
             return table if mode == self.modes[0] else table[:0]
@@ -102,7 +102,7 @@ class Run:
         return dataclasses.replace(
             self,
             records=[r for r in self.records if mode_of(r) == mode],
-            frames={name: part(table) for name, table in self.frames.items()},
+            frames={name: in_mode(table) for name, table in self.frames.items()},
         )
 
     @property

@@ -65,8 +65,8 @@ class Section:
     def empty(self) -> bool:
         """Return whether there is nothing to show below the heading."""
         rows = self.table is not None and bool(self.table.rows)
-        own = (*self.words, *self.figures, *self.points, self.code)
-        return not rows and not any(own) and all(part.empty for part in self.parts)
+        content = (*self.words, *self.figures, *self.points, self.code)
+        return not rows and not any(content) and all(part.empty for part in self.parts)
 
 
 @dataclass(frozen=True)

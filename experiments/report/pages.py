@@ -60,10 +60,10 @@ def mode_sections(run: Run, mode: str) -> list[Section]:
 
     The first mode also has the figures of the whole run; further modes start folded.
     """
-    part, first = run.at(mode), mode == run.modes[0]
+    alone, first = run.at(mode), mode == run.modes[0]
     drawn: list[Figure] = []
     if run.config.report.figures:
-        subtitle = figures.subtitle(part)
+        subtitle = figures.subtitle(alone)
         drawn = [
             dataclasses.replace(
                 figure,
@@ -71,10 +71,10 @@ def mode_sections(run: Run, mode: str) -> list[Section]:
                 title=figure.title if first else f"{figure.title} · {mode}",
                 subtitle=subtitle,
             )
-            for figure in run.kind.figures(part)
+            for figure in run.kind.figures(alone)
         ]
         drawn += [*figures.modes(run), *outcomes.figures(run)] if first else []
-    cases = [section for name in part.sections() for section in _case(part, name)]
+    cases = [section for name in alone.sections() for section in _case(alone, name)]
     if first:
         return [
             Section("Results", figures=drawn[:1], parts=cases),

@@ -22,7 +22,7 @@ from matplotlib.figure import Figure as Canvas
 INK, GRID = "#1b1f24", "#d4d7db"
 SLOWER, FASTER = "#c2410f", "#1766b0"  # of a diverging scale; their opacity says how much
 
-# Okabe & Ito's palette first: told apart with any common colour blindness, and in print.
+# Okabe & Ito's palette first: its colours differ with any common colour blindness and in print.
 COLOURS = {
     "tbe": "#0072b2",
     "tt": "#d55e00",
@@ -86,7 +86,7 @@ def known(contender: str) -> str:
 
 
 def colour_of(contender: str) -> str:
-    """As '#rrggbb'."""
+    """Return a contender's colour as '#rrggbb'."""
     return COLOURS[known(contender)]
 
 
@@ -96,7 +96,7 @@ def marker_of(contender: str) -> str:
 
 
 def variables() -> dict[str, str]:
-    """Colour -> name of the page's variable that replaces it; page.css has both themes."""
+    """Return the page's CSS variable by colour; page.css defines both themes."""
     named = {"ink": INK, "grid": GRID, "slower": SLOWER, "faster": FASTER, **COLOURS}
     named |= {f"status_{name}": value for name, value in STATUS.items()}
     return {value: f"--{name.replace('_', '-')}" for name, value in named.items()}
@@ -106,8 +106,8 @@ mpl.use("Agg")
 
 Drawing = Callable[[Axes], None]
 WIDTH, HEIGHT = 4.6, 3.5  # inches of a panel
-LINE = 0.17  # inches of a line below a sheet's title
-LETTERS = 15  # of such a line that an inch has room for
+LINE = 0.17  # height in inches of a line below a sheet's title
+LETTERS = 15  # per inch of such a line
 
 
 @dataclass(frozen=True)
@@ -173,8 +173,8 @@ def draw(figure: Figure, subtitle: str, folder: Path) -> list[str]:
 
 
 def inline_svg(panel: Panel) -> str:
-    """One panel for the web page: transparent, its inks replaced by the page's own variables."""
-    with plt.rc_context({"svg.fonttype": "none"}):  # words that can be found, copied and read out
+    """Return a panel for the web page: transparent, its colours replaced by CSS variables."""
+    with plt.rc_context({"svg.fonttype": "none"}):  # text stays text
         canvas, axes = plt.subplots(figsize=(panel.width, panel.height), layout="constrained")
         panel.draw(axes)
         axes.set_title(panel.title)
@@ -186,7 +186,7 @@ def inline_svg(panel: Panel) -> str:
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     svg = re.sub(r' width="[\d.]+pt" height="[\d.]+pt"', "", svg, count=1)
     svg = re.sub(r' xmlns(:xlink)?="[^"]*"', "", svg).replace("xlink:href", "href")
-    svg = _own_names(svg)
+    svg = _unique_ids(svg)
     svg = re.sub(r"'DejaVu Sans'[^;\"]*", "inherit", svg)
     for shade, name in variables().items():
         svg = svg.replace(shade, f"var({name})")
@@ -194,8 +194,8 @@ def inline_svg(panel: Panel) -> str:
     return svg.replace("<svg", f'<svg role="img" aria-label="{label}"', 1)
 
 
-def _own_names(svg: str) -> str:
-    """Ids that no other drawing of the page has."""
+def _unique_ids(svg: str) -> str:
+    """Prefix the ids of a drawing, so that no other drawing of the page has them."""
     mark = hashlib.blake2b(svg.encode(), digest_size=4).hexdigest()
     svg = re.sub(r'\bid="([^"]+)"', rf'id="{mark}-\1"', svg)
     svg = re.sub(r'href="#([^"]+)"', rf'href="#{mark}-\1"', svg)
@@ -203,9 +203,9 @@ def _own_names(svg: str) -> str:
 
 
 def sheet(figure: Figure, subtitle: str) -> Canvas:
-    """All panels on one white sheet, for the PNG and SVG files; the caller closes it."""
+    """Draw all panels on one white sheet, for the PNG and SVG files; the caller closes it."""
     count = len(figure.panels)
-    columns = figure.columns or (count if count <= 3 else (2 if count in (2, 4) else 3))
+    columns = figure.columns or (2 if count == 4 else min(count, 3))
     rows = -(-count // columns)
     width = max(6.5, (max(p.width for p in figure.panels) - 0.4) * columns)
     words = [line for text in (figure.sizes, subtitle) for line in wrap(text, int(LETTERS * width))]
