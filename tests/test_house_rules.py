@@ -41,7 +41,6 @@ SMALL_FILES = {
     "emblib/compat/option_pages.py",
     # Loaded by name: a contender, and kinds of experiments.
     "experiments/contenders/cykhash.py",
-    "experiments/gate/rebuild.py",
     "experiments/kinds/gate.py",
 }
 

@@ -15,7 +15,7 @@ import torch
 
 from experiments.config.sweep import Cell
 from experiments.contenders.base import Contender, build
-from experiments.gate.points import Built, Point, Setup, Turn, with_optimizer
+from experiments.gate.points import Built, Point, Setup, Turn
 from experiments.measure.outcome import status_of, verify
 from experiments.measure.timing import VERIFY_BATCH, task_of
 from experiments.run.process import note
@@ -66,7 +66,7 @@ class Bench:
         return found
 
     def _build(self, point: Point) -> Ready:
-        config = with_optimizer(self.setup.config, point)
+        config = dataclasses.replace(self.setup.config, optimizer=point.optimizer)
         session = Session(config, self.device, "gate")
         work, scale, seed = point.cell.workload, point.cell.rows_scale, self.setup.seed
         shapes = table_shapes(work, scale=scale)

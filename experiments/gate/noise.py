@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import json
-import math
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,11 +15,11 @@ from experiments.gate import pages, setup
 from experiments.gate.pairs import Conductor, Trial
 from experiments.gate.rules import Request, Rules, Stage
 from experiments.paths import ROOT
-from experiments.report import text
-from experiments.report.charts import Row, forest
+from experiments.report import document, tables
+from experiments.report.charts import forest
 from experiments.report.document import Section
 from experiments.report.style import COLOURS, Figure
-from experiments.report.tables import Table, Value
+from experiments.report.tables import Table
 from experiments.results.store import RunStore, read_json, read_records
 from experiments.run.progress import Display
 from experiments.timing import statistics
@@ -72,20 +70,18 @@ def run(config: Config, *, question: str, words: Sequence[str]) -> int:
         "run.json",
         {"experiment": config.name, "question": question, "status": status, "seconds": seconds},
     )
-    answer, where = write(store.path)
-    print(f"\n{answer}\n\nnoise floor: {pages.folder_name(place)}\nreport: {where}")
+    print(f"\n{write(store.path)}\n\nnoise floor: {pages.shown_path(place)}")
+    print(f"report: {pages.shown_path(store.path / 'index.html')}")
     return 130 if status == "interrupted" else 5 if trial.failed else 0
 
 
-def write(path: Path) -> tuple[str, str]:
-    """Write all files that follow from the stored pairs; return (answer, path of the page)."""
+def write(path: Path) -> str:
+    """Write all files that follow from the stored pairs; return the answer."""
     config = OmegaConf.load(path / "config.yaml")
-    points: Mapping[str, Mapping[str, Any]] = json.loads((path / "noise.json").read_text())[
-        "points"
-    ]
+    points: Mapping[str, Mapping[str, Any]] = read_json(path, "noise.json")["points"]
     failed = {r["point"]: r for r in read_records(path) if r["status"] != "ok"}
-    pairs, least = int(config.timing.replicates), float(config.gate.min_effect)
-    margins = {n: statistics.margin(least, p["mad"], pairs) for n, p in points.items()}
+    pairs, min_effect = int(config.timing.replicates), float(config.gate.min_effect)
+    margins = {n: statistics.margin(min_effect, p["mad"], pairs) for n, p in points.items()}
     answer = sentence(points, margins, pairs)
     notices = []
     if config.timing.max_rows:
@@ -93,9 +89,13 @@ def write(path: Path) -> tuple[str, str]:
     if read_json(path, "run.json").get("status") != "finished":
         notices.append("This run was interrupted; it is not kept as the machine's noise floor.")
     notices += [f"{n}: {r['status']} ({r['reason']})" for n, r in failed.items()]
-    lines = [
-        _row(name, p["effects"], margins[name]) for name, p in points.items() if p["pairs"] > 1
-    ]
+    lines = []
+    for name, p in points.items():
+        if p["pairs"] > 1:
+            effect = statistics.combine(p["effects"])
+            hollow = effect.lo <= 1 <= effect.hi
+            margin, colour = margins[name], COLOURS["tbe"]
+            lines.append(pages.effect_row(name, p["effects"], margin, colour=colour, hollow=hollow))
     drawn = []
     if lines:
         caption = (
@@ -107,7 +107,8 @@ def write(path: Path) -> tuple[str, str]:
         drawn.append(Figure("funnel", title, caption, "", [panel]))
     sections = [Section("Noise by point", figures=drawn, table=table(points, margins))]
     report = pages.page_of(path, str(config.name), [answer], sections, notices=notices, how=HOW)
-    return answer, pages.write(path, report)
+    document.write(path, report)
+    return answer
 
 
 def sentence(
@@ -128,33 +129,14 @@ def sentence(
 
 def table(points: Mapping[str, Mapping[str, Any]], margins: Mapping[str, float]) -> Table:
     """Return one row per point."""
-    rows = []
-    for name, p in points.items():
-        effect = statistics.combine(p["effects"])
-        rows.append(
-            [
-                Value(name),
-                Value(str(p["pairs"]), p["pairs"]),
-                pages.ratio(effect.ratio, effect.lo, effect.hi),
-                pages.percent(p["mad"]),
-                pages.percent(p["p95"]),
-                pages.percent(margins[name]),
-            ]
-        )
-    heads = ["point", "pairs", "A ÷ A [95\u00a0%]", "MAD", "95 % of pairs within", "margin"]
-    return Table(heads, rows)
-
-
-def _row(name: str, effects: Sequence[float], margin: float) -> Row:
-    effect = statistics.combine(effects)
-    return Row(
-        name,
-        effect.ratio,
-        COLOURS["tbe"],
-        effect.lo,
-        effect.hi,
-        dots=[math.exp(x) for x in effects],
-        margin=margin,
-        hollow=effect.lo <= 1 <= effect.hi,
-        words=text.times(effect.ratio),
+    return Table.of(
+        points.items(),
+        {
+            "point": lambda x: x[0],
+            "pairs": lambda x: tables.count(x[1]["pairs"]),
+            "A ÷ A [95\u00a0%]": lambda x: pages.ratio(statistics.combine(x[1]["effects"])),
+            "MAD": lambda x: pages.percent(x[1]["mad"]),
+            "95 % of pairs within": lambda x: pages.percent(x[1]["p95"]),
+            "margin": lambda x: pages.percent(margins[x[0]]),
+        },
     )

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import math
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from experiments.gate.rules import Ruling
 from experiments.gate.verdicts import Findings, Line, as_json
-from experiments.paths import ROOT
-from experiments.report import document, text
+from experiments.report import document, tables, text
 from experiments.report.charts import Row, forest
 from experiments.report.document import Notice, Page, Section, Tile
 from experiments.report.style import COLOURS, FASTER, SLOWER, Figure
 from experiments.report.tables import Table, Value
 from experiments.results.store import RunStore, read_json
-from experiments.timing.statistics import Verdict
+from experiments.timing.statistics import Effect, Verdict, combine
 
 HOW = (
     "Two processes, one with each revision, take turns: base head head base, or the other way "
@@ -37,12 +36,6 @@ HOW = (
 )
 
 
-def write(path: Path, page: Page) -> str:
-    """Write index.html, report.md and the figures; return where, as a user would type it."""
-    place = document.write(path, page)
-    return str(place.relative_to(Path.cwd()) if place.is_relative_to(Path.cwd()) else place)
-
-
 def page_of(
     path: Path,
     name: str,
@@ -55,6 +48,7 @@ def page_of(
 ) -> Page:
     """Return the page of a run of the gate, with how to read it and how to repeat it."""
     environment = read_json(path, "environment.json")
+    machine = (environment.get("device"), f"torch {environment.get('torch')}")
     return Page(
         name=name,
         answer=answer,
@@ -69,37 +63,27 @@ def page_of(
                 web_only=True,
             ),
         ],
-        subtitle=subtitle(environment),
+        subtitle=" · ".join(str(x) for x in (*machine, text.commit(environment)) if x),
         tiles=tiles,
         notices=[Notice(words) for words in notices],
         closing="In the folder of this page: points.jsonl (raw samples), report.md, figures.",
     )
 
 
-def subtitle(environment: dict[str, Any]) -> str:
-    """Machine and software, in one line."""
-    torch, code = f"torch {environment.get('torch')}", text.commit(environment)
-    parts = [environment.get("device"), torch, code]
-    return " · ".join(str(p) for p in parts if p)
-
-
-def ratio(value: float, lo: float, hi: float) -> Value:
+def ratio(effect: Effect) -> Value:
     """Format '1.083 [1.061, 1.106]': three decimals, for effects of a few per cent."""
-    if text.missing(value):
-        return Value(text.NONE)
-    return Value(f"{value:.3f} [{lo:.3f}, {hi:.3f}]", value)
+    return Value.of(effect.ratio, lambda v: f"{v:.3f} [{effect.lo:.3f}, {effect.hi:.3f}]")
 
 
 def percent(value: float | None) -> Value:
     """Format '5.2 %'."""
-    if value is None or text.missing(value) or abs(value) == float("inf"):
-        return Value(text.NONE)
-    return Value(f"{100 * value:.3g} %", value)
+    finite = None if value is None or math.isinf(value) else value
+    return Value.of(finite, lambda v: f"{100 * v:.3g} %")
 
 
-def folder_name(path: Path) -> str:
-    """Return a path, relative to the repository where it is inside."""
-    return str(path.relative_to(ROOT) if path.is_relative_to(ROOT) else path)
+def shown_path(path: Path) -> str:
+    """Return a path as a user would type it: relative to the current folder where it is inside."""
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 
 
 MEANING = {
@@ -111,6 +95,7 @@ MEANING = {
     130: "interrupted",
 }
 SHADES = {"SLOWER": SLOWER, "FASTER": FASTER}
+TILE_STYLES = {"SLOWER": "bad", "FASTER": "good", "UNSURE": "open"}
 
 
 def write_outputs(
@@ -120,8 +105,8 @@ def write_outputs(
     status: int,
     *,
     summary: str | None = None,
-) -> tuple[str, str]:
-    """All of them, before anyone exits; (answer, place of the page). `summary` is added to."""
+) -> str:
+    """Write all files of a gate, append gate.md to the file `summary`, and return the answer."""
     store = RunStore(path)
     answer = sentence(found, facts)
     report = _page(path, found, facts, answer, status)
@@ -137,11 +122,11 @@ def write_outputs(
         },
     )
     store.write("junit.xml", junit(found, answer))
-    place = write(path, report)
+    document.write(path, report)
     if summary:
         with open(summary, "a") as out:
             out.write((path / "gate.md").read_text() + "\n")
-    return answer, place
+    return answer
 
 
 def sentence(found: Findings, facts: Mapping[str, Any]) -> str:
@@ -190,7 +175,7 @@ def describe(line: Line) -> str:
 
 
 def _pairs(ruling: Ruling) -> str:
-    return f"{len(ruling.first)}" + f"+{len(ruling.second)}" * bool(ruling.second)
+    return "+".join(str(len(pairs)) for pairs in (ruling.first, ruling.second) if pairs)
 
 
 def _page(path: Path, found: Findings, facts: Mapping[str, Any], answer: str, status: int) -> Page:
@@ -200,7 +185,7 @@ def _page(path: Path, found: Findings, facts: Mapping[str, Any], answer: str, st
         Tile(
             str(len(found.having(v.value))),
             v.value.lower(),
-            _kind(v) if found.having(v.value) else "",
+            TILE_STYLES.get(v.value, "") if found.having(v.value) else "",
         )
         for v in (Verdict.SLOWER, Verdict.UNSURE, Verdict.FASTER, Verdict.SAME)
     ]
@@ -214,54 +199,54 @@ def _page(path: Path, found: Findings, facts: Mapping[str, Any], answer: str, st
     return page_of(path, name, [answer], sections, tiles=tiles, notices=notices)
 
 
-def _kind(verdict: Verdict) -> str:
-    return {Verdict.SLOWER: "bad", Verdict.FASTER: "good", Verdict.UNSURE: "open"}.get(verdict, "")
-
-
 def table(lines: Sequence[Line]) -> Table:
     """Return one row per compared point."""
-    rows = []
-    for line in lines:
-        if line.ruling is None:
-            continue
-        effect = line.ruling.effect
-        rows.append(
-            [
-                Value(line.point),
-                Value(line.state + " (bytes or hits)" * (bool(line.grown))),
-                ratio(effect.ratio, effect.lo, effect.hi),
-                percent(line.ruling.margin),
-                percent(line.ruling.visible),
-                Value(text.seconds(line.base_s), line.base_s),
-                Value(text.seconds(line.head_s), line.head_s),
-                Value(_pairs(line.ruling)),
-                Value(line.words),
-            ]
-        )
-    heads = ["point", "verdict", "head ÷ base [95\u00a0%]", "margin", "visible from"]
-    return Table([*heads, "base", "head", "pairs", "what"], rows)
+    columns: dict[str, Callable[[tuple[Line, Ruling]], Value | str]] = {
+        "point": lambda x: x[0].point,
+        "verdict": lambda x: x[0].state + " (bytes or hits)" * bool(x[0].grown),
+        "head ÷ base [95\u00a0%]": lambda x: ratio(x[1].effect),
+        "margin": lambda x: percent(x[1].margin),
+        "visible from": lambda x: percent(x[1].visible),
+        "base": lambda x: tables.seconds(x[0].base_s),
+        "head": lambda x: tables.seconds(x[0].head_s),
+        "pairs": lambda x: _pairs(x[1]),
+        "what": lambda x: x[0].words,
+    }
+    return Table.of([(line, line.ruling) for line in lines if line.ruling], columns)
+
+
+def effect_row(
+    name: str, effects: Sequence[float], margin: float, *, colour: str, hollow: bool
+) -> Row:
+    """Return a line of a forest: the mean effect over pairs, its interval, the single pairs."""
+    effect = combine(effects)
+    return Row(
+        name,
+        effect.ratio,
+        colour,
+        effect.lo,
+        effect.hi,
+        dots=[math.exp(x) for x in effects],
+        margin=margin,
+        hollow=hollow,
+        words=text.times(effect.ratio),
+    )
 
 
 def _figures(lines: Sequence[Line]) -> list[Figure]:
     """Draw the funnel: every ratio, sorted, with its margin."""
-    drawn = []
-    for line in sorted(lines, key=lambda x: -(x.ruling.effect.ratio if x.ruling else 0)):
-        if line.ruling is None:
-            continue
-        effect, found = line.ruling.effect, line.ruling.second or line.ruling.first
-        drawn.append(
-            Row(
-                f"{line.point} · {line.state}",
-                effect.ratio,
-                SHADES.get(line.state, COLOURS["tbe"]),
-                effect.lo,
-                effect.hi,
-                dots=[math.exp(x) for x in found],
-                margin=line.ruling.margin,
-                hollow=line.state not in SHADES,
-                words=text.times(effect.ratio),
-            )
+    compared = [(line, line.ruling) for line in lines if line.ruling]
+    compared.sort(key=lambda x: -x[1].effect.ratio)
+    drawn = [
+        effect_row(
+            f"{line.point} · {line.state}",
+            ruling.second or ruling.first,
+            ruling.margin,
+            colour=SHADES.get(line.state, COLOURS["tbe"]),
+            hollow=line.state not in SHADES,
         )
+        for line, ruling in compared
+    ]
     if not drawn:
         return []
     caption = (

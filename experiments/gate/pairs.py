@@ -7,27 +7,26 @@ import math
 import os
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from experiments.config.schema import Config
-from experiments.gate import rules as judge
 from experiments.gate.points import Built, Point, Setup, Turn, Warm, Weigh
-from experiments.gate.rules import Evidence, Request, Rules, Stage
+from experiments.gate.rules import Evidence, Request, Rules, Stage, next_request
 from experiments.results.store import Record, RunStore
 from experiments.run.process import Child, Died, Limits
 from experiments.run.progress import Display
 from experiments.timing import statistics
 
 WORKER = "experiments.gate.worker:serve"
-FEWEST_SECONDS = 300e-6  # of a sample; calls that take less share one, as waking up costs 10e-6
-MOST_EXECUTIONS = 64
+MIN_SECONDS = 300e-6  # of a sample; calls that take less share one, as waking up costs 10e-6
+MAX_EXECUTIONS = 64
 PAIR_SEEDS = 1_000_003  # a prime between the seeds of two runs
 
 
@@ -76,14 +75,9 @@ class Taken:
         """Return the samples of one side."""
         return self.base if side is Side.base else self.head
 
-    def logs(self) -> list[float]:
-        """Return log(head / base) of each block, from the faster of two samples."""
-        pairs = zip(self.head, self.base, strict=True)
-        return [math.log(min(h) / min(b)) for h, b in pairs]
-
     @property
     def effect(self) -> float:
-        """Return the effect in this pair of processes."""
+        """Return the median over the blocks of log(head / base), of the faster of two samples."""
         head, base = (dict(enumerate(map(min, side))) for side in (self.head, self.base))
         return statistics.process_effect(head, base)
 
@@ -99,18 +93,6 @@ class Found:
         """Record a point that one side cannot run; it is not measured on the other either."""
         self.failed.setdefault(point, {})[side] = Built(status, reason)
         self.taken.pop(point, None)
-
-
-class Worker(Protocol):
-    """The interface of one side, as a pair uses it."""
-
-    def send(self, message: Any) -> None:
-        """Send a message of points.py."""
-        ...
-
-    def receive(self) -> Any:
-        """Receive the answer; raise Died."""
-        ...
 
 
 Hire = Callable[[Side, str], Any]  # a worker of this revision's folder, as a context
@@ -145,85 +127,70 @@ class Lost(Exception):
         self.side, self.point, self.death = side, point, death
 
 
-class Team:
-    """Both workers of a pair, which run one at a time."""
-
-    def __init__(self, workers: Mapping[Side, Worker]) -> None:
-        self.workers = workers
-
-    def ask(self, side: Side, message: Any, point: str = "") -> Any:
-        """Return a worker's answer; raise Lost with the point at which it died."""
-        worker = self.workers[side]
-        try:
-            worker.send(message)
-            return worker.receive()
-        except Died as death:
-            noted = str(getattr(worker, "note", "")).partition("|")[0]
-            raise Lost(side, point or noted, death) from None
-
-
 def _attempt(job: Job, revisions: Revisions, employ: Hire, found: Found) -> None:
     """Measure all points in one pair of processes, in random order."""
-    rng = random.Random(PAIR_SEEDS * job.config.seed + job.number)
-    order = rng.sample(list(Side), 2)  # who comes first gets the better memory
-    core = _a_core(job, rng)
+    seed = PAIR_SEEDS * job.config.seed + job.number
+    rng = random.Random(seed)
+    order = rng.sample(list(Side), 2)  # the process that starts first gets the better memory
+    core = None
+    if job.config.device.threads == 1 and job.device == "cpu" and hasattr(os, "sched_getaffinity"):
+        # The workers take turns, so one core serves both, and differences of cores cancel out.
+        core = rng.choice(sorted(os.sched_getaffinity(0)))
     with ExitStack() as stack:
-        team = Team({side: stack.enter_context(employ(side, revisions.of(side))) for side in order})
+        workers = {side: stack.enter_context(employ(side, revisions.of(side))) for side in order}
+
+        def ask(side: Side, message: Any, point: str = "") -> Any:
+            """Return a worker's answer; raise Lost with the point at which it died."""
+            try:
+                workers[side].send(message)
+                return workers[side].receive()
+            except Died as death:
+                raise Lost(side, point or workers[side].note.partition("|")[0], death) from None
+
         for side in order:
-            for name, built in team.ask(side, _setup(job, side, core)).items():
+            is_head = side is Side.head
+            setup = Setup(
+                job.points,
+                job.config,
+                job.device,
+                seed,
+                slow=job.slow if is_head else 1.0,
+                idle=1.0 if is_head else job.slow,
+                check=job.check,
+                core=core,
+            )
+            for name, built in ask(side, setup).items():
                 if built.status != "ok":
                     found.fail(name, side, built.status, built.reason)
         ready = [p.name for p in job.points if p.name not in found.failed]
         for name in rng.sample(ready, len(ready)):
-            found.taken[name] = _measure(job, name, team, rng)
-        for worker in team.workers.values():
+            found.taken[name] = _measure(job, name, ask, rng)
+        for worker in workers.values():
             worker.send(None)
 
 
-def _setup(job: Job, side: Side, core: int | None) -> Setup:
-    seed, is_head = PAIR_SEEDS * job.config.seed + job.number, side is Side.head
-    return Setup(
-        job.points,
-        job.config,
-        job.device,
-        seed,
-        slow=job.slow if is_head else 1.0,
-        idle=1.0 if is_head else job.slow,
-        check=job.check,
-        core=core,
-    )
-
-
-def _measure(job: Job, name: str, team: Team, rng: random.Random) -> Taken:
+def _measure(job: Job, name: str, ask: Callable[..., Any], rng: random.Random) -> Taken:
     """Measure the blocks of one point: base head head base, or the reverse, at random."""
     taken = Taken()
     for side in rng.sample(list(Side), 2):
-        taken.warm[side.value] = team.ask(side, Warm(name), name)
+        taken.warm[side.value] = ask(side, Warm(name), name)
     seconds = min(w["execution_s"] for w in taken.warm.values())
-    if 0 < seconds < FEWEST_SECONDS:
-        taken.executions = min(MOST_EXECUTIONS, math.ceil(FEWEST_SECONDS / seconds))
+    if 0 < seconds < MIN_SECONDS:
+        taken.executions = min(MAX_EXECUTIONS, math.ceil(MIN_SECONDS / seconds))
     pool = job.config.timing.pool
     for block in range(job.config.timing.min_rounds):
         outer, inner = rng.sample(list(Side), 2)
         pair = (2 * block % pool, (2 * block + 1) % pool)  # the same batches on both sides
         turn = partial(Turn, name, executions=taken.executions)
-        first = team.ask(outer, turn(pair[:1]), name)
-        middle = team.ask(inner, turn(pair), name)
-        last = team.ask(outer, turn(pair[1:]), name)
+        first = ask(outer, turn(pair[:1]), name)
+        middle = ask(inner, turn(pair), name)
+        last = ask(outer, turn(pair[1:]), name)
         taken.of(outer).append([*first, *last])
         taken.of(inner).append(list(middle))
     if job.check:
         for side in Side:
-            taken.weight[side.value] = team.ask(side, Weigh(name), name)
+            taken.weight[side.value] = ask(side, Weigh(name), name)
     return taken
-
-
-def _a_core(job: Job, rng: random.Random) -> int | None:
-    """Choose the core of both workers: they alternate, so they do not compete, and cores differ."""
-    alone = job.config.device.threads == 1 and job.device == "cpu"
-    if not alone or not hasattr(os, "sched_getaffinity"):
-        return None
-    return rng.choice(sorted(os.sched_getaffinity(0)))
 
 
 Measure = Callable[[Job, Revisions], Found]
@@ -271,7 +238,7 @@ class Conductor:
     def finish(self, trial: Trial) -> Trial:
         """Measure until the rules request no more."""
         names = [p.name for p in self.points if p.name in self.rules.margins]
-        while request := judge.next_request(names, trial.evidence, self.rules):
+        while request := next_request(names, trial.evidence, self.rules):
             self.step(trial, request)
         return trial
 
@@ -325,24 +292,19 @@ class Conductor:
                 lost = {"status": built.status, "reason": built.reason, "side": side.value}
                 records.append(shared | lost)
             if point.name in found.taken and point.name not in found.failed:
-                records.append(shared | {"status": "ok"} | measured(found.taken[point.name]))
+                taken = found.taken[point.name]
+                samples = {
+                    f"{side.value}_ns": [
+                        [round(1e9 * s) for s in block] for block in taken.of(side)
+                    ]
+                    for side in Side
+                }
+                records.append(
+                    shared
+                    | {"status": "ok", "effect": taken.effect, "executions": taken.executions}
+                    | {"warm": taken.warm, "weight": taken.weight, **samples}
+                )
         return records
-
-
-def measured(taken: Taken) -> dict[str, Any]:
-    """Build the record of a pair's samples at a point."""
-    return {
-        "effect": taken.effect,
-        "executions": taken.executions,
-        "warm": taken.warm,
-        "weight": taken.weight,
-        "base_ns": _nanoseconds(taken.base),
-        "head_ns": _nanoseconds(taken.head),
-    }
-
-
-def _nanoseconds(blocks: Sequence[Sequence[float]]) -> list[list[int]]:
-    return [[round(1e9 * s) for s in block] for block in blocks]
 
 
 def seconds_of(records: Sequence[Record], point: str, side: Side) -> list[float]:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from experiments.config.schema import PHASES, Config, Optimizer, UsageError
 from experiments.config.sweep import SWEEP, Arm, Cell
@@ -99,25 +97,3 @@ class Built:
 
     status: str = "ok"
     reason: str = ""
-
-
-def with_optimizer(config: Config, point: Point) -> Config:
-    """Return the configuration with the optimizer of a point."""
-    return dataclasses.replace(config, optimizer=point.optimizer)
-
-
-def describe(point: Point) -> dict[str, Any]:
-    """Return a dict for records and JSON."""
-    workload = dataclasses.asdict(point.cell.workload)
-    return {
-        "point": point.name,
-        "section": point.cell.section,
-        "cell": point.cell.key,
-        "contender": point.arm.contender,
-        "arm": point.arm.key,
-        "label": point.arm.label,
-        "phase": point.phase,
-        "optimizer": point.optimizer.value,
-        "params": {k: getattr(v, "value", v) for k, v in workload.items()},
-        "rows_scale": point.cell.rows_scale,
-    }

@@ -6,7 +6,6 @@ are as independent as the machine permits. An interrupted run can be resumed.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import statistics
 import time
@@ -15,21 +14,21 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 from matplotlib.axes import Axes
 from omegaconf import OmegaConf
 
 from experiments.config.schema import Config, UsageError
 from experiments.gate import pages, setup
-from experiments.gate import rules as judge
 from experiments.gate.pairs import Conductor, Trial
-from experiments.gate.rules import RULES, Rules
+from experiments.gate.rules import Rules, decide, next_request
+from experiments.report import document
 from experiments.report.document import Page, Section, Tile
-from experiments.report.style import COLOURS, GRID, INK, Drawing, Figure, Panel
+from experiments.report.style import COLOURS, GRID, INK, Figure, Panel
 from experiments.report.tables import Table, Value
 from experiments.results.store import Record, RunStore, read_json, read_records
 from experiments.run.progress import Display
-from experiments.timing import statistics as comparison
-from experiments.timing.statistics import Verdict
+from experiments.timing.statistics import Verdict, wilson
 
 
 def run(config: Config, *, question: str, words: Sequence[str]) -> int:
@@ -47,8 +46,8 @@ def run(config: Config, *, question: str, words: Sequence[str]) -> int:
         return setup.refuse(error)
     began = time.monotonic()
     wanted = schedule(config)
-    rules = kept_rules(store) or start.rules
-    store.write_json(RULES, dataclasses.asdict(rules))
+    rules = Rules.load(store.path) or start.rules
+    rules.save(store)
     with Display(len(wanted)) as display:
         display.say(setup.heading(start, f"{len(wanted)} trials of the gate"))
         if records:
@@ -64,7 +63,10 @@ def run(config: Config, *, question: str, words: Sequence[str]) -> int:
             pairs=1 + max((r["pair"] for r in records), default=-1),
         )
         status = _trials(conductor, replay(records))
-    return _finish(store, status, question, began)
+    info = {"question": question, "status": status, "seconds": round(time.monotonic() - began, 1)}
+    store.write_json("run.json", {"experiment": "gate_power", **info})
+    print(f"\n{write(store.path)}\n\nreport: {pages.shown_path(store.path / 'index.html')}")
+    return {"interrupted": 130, "incomplete": 5}.get(status, 0)
 
 
 def schedule(config: Config) -> list[float]:
@@ -76,24 +78,14 @@ def schedule(config: Config) -> list[float]:
     return [gate.inject if n in slowed else 1.0 for n in range(total)]
 
 
-def kept_rules(store: RunStore) -> Rules | None:
-    """Return the rules that a run began with, which apply until its end."""
-    kept = read_json(store.path, RULES)
-    return (
-        Rules(kept["pairs"], int(kept.get("max_pairs") or kept["most_pairs"]), kept["margins"])
-        if kept
-        else None
-    )
-
-
 def complete(path: Path) -> list[dict[str, Any]]:
     """Return the outcomes of the completed trials of a run directory."""
-    rules = kept_rules(RunStore(path))
+    rules = Rules.load(path)
     if rules is None:
         return []
     names = list(rules.margins)
     trials = replay(read_records(path)).values()
-    whole = [t for t in trials if judge.next_request(names, t.evidence, rules) is None]
+    whole = [t for t in trials if next_request(names, t.evidence, rules) is None]
     return [outcome(t, names, rules) for t in sorted(whole, key=lambda t: t.number)]
 
 
@@ -105,7 +97,7 @@ def _trials(conductor: Conductor, done: dict[int, Trial]) -> str:
         for number, slow in enumerate(schedule(conductor.config)):
             known = done.get(number)
             trial = known or Trial(number, slow)
-            was_done = known and judge.next_request(names, known.evidence, rules) is None
+            was_done = known and next_request(names, known.evidence, rules) is None
             conductor.finish(trial)
             if trial.failed:
                 failures += 1
@@ -139,7 +131,7 @@ def replay(records: Sequence[Record]) -> dict[int, Trial]:
 
 def outcome(trial: Trial, names: Sequence[str], rules: Rules) -> dict[str, Any]:
     """Return the decision of one gate."""
-    rulings = judge.rule(names, trial.evidence, rules)
+    rulings = decide(names, trial.evidence, rules)
     by_verdict: dict[str, list[str]] = defaultdict(list)
     for name, ruling in rulings.items():
         by_verdict[ruling.verdict.value].append(name)
@@ -197,33 +189,23 @@ def compute_rates(trials: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def rate(hits: int, trials: int) -> dict[str, Any]:
     """Return a rate with its 95 % interval."""
-    lo, hi = comparison.wilson(hits, trials)
+    lo, hi = wilson(hits, trials)
     share = hits / trials if trials else None
     return {"hits": hits, "of": trials, "rate": share, "lo": lo, "hi": hi}
-
-
-def _finish(store: RunStore, status: str, question: str, began: float) -> int:
-    pass
-
-    info = {"question": question, "status": status, "seconds": round(time.monotonic() - began, 1)}
-    answer, page = write(store.path, info)
-    print(f"\n{answer}\n")
-    print(f"report: {page}")
-    return {"interrupted": 130, "incomplete": 5}.get(status, 0)
 
 
 STILL, SLOWED = COLOURS["tbe"], COLOURS["tt"]
 
 
-def write(path: Path, info: Mapping[str, Any] | None = None) -> tuple[str, str]:
-    """Write all files that follow from the stored pairs; return (answer, path of the page)."""
-    store, trials = RunStore(path), complete(path)
-    kept = dict(info or read_json(path, "run.json"))
+def write(path: Path) -> str:
+    """Write all files that follow from the stored pairs; return the answer."""
+    store, trials, info = RunStore(path), complete(path), read_json(path, "run.json")
     rates = compute_rates(trials)
     store.write_json("power.json", {"rates": rates, "trials": trials})
-    store.write_json("run.json", {"experiment": "gate_power", **kept, "trials": len(trials)})
+    store.write_json("run.json", {"experiment": "gate_power", **info, "trials": len(trials)})
     answer = sentence(rates, trials)
-    return answer, pages.write(path, _page(path, answer, rates, trials, kept))
+    document.write(path, _page(path, answer, rates, trials, info))
+    return answer
 
 
 def sentence(rates: Mapping[str, Any], trials: Sequence[Mapping[str, Any]]) -> str:
@@ -258,7 +240,7 @@ def _page(
     info: Mapping[str, Any],
 ) -> Page:
     config = OmegaConf.load(path / "config.yaml")
-    rules = kept_rules(RunStore(path))
+    rules = Rules.load(path)
     assert rules is not None
     slow = max((t["slow"] for t in trials), default=1.0)
     more = [
@@ -301,58 +283,55 @@ def _tile(rate: Mapping[str, Any], what: str) -> Tile:
 
 def rate_table(rates: Mapping[str, Any]) -> Table:
     """Return one row per point."""
-    rows = [
-        [Value(name), *_cells(found["false_alarms"]), *_cells(found["caught"])]
-        for name, found in rates["points"].items()
-    ]
+
+    def bounds(rate: Mapping[str, Any]) -> str:
+        return f"{100 * rate['lo']:.3g} – {100 * rate['hi']:.3g} %"
+
+    rows = []
+    for name, found in rates["points"].items():
+        row = [Value(name)]
+        for rate in (found["false_alarms"], found["caught"]):
+            share = math.nan if rate["rate"] is None else rate["rate"]
+            row += [Value(f"{rate['hits']} of {rate['of']}", share), Value(bounds(rate))]
+        rows.append(row)
     heads = ["point", "false alarms", "[95\u00a0%]", "caught when slowed", "[95\u00a0%]"]
     return Table(heads, rows)
 
 
-def _cells(rate: Mapping[str, Any]) -> list[Value]:
-    bounds = f"{100 * rate['lo']:.3g} – {100 * rate['hi']:.3g} %"
-    known = math.nan if rate["rate"] is None else rate["rate"]
-    return [Value(f"{rate['hits']} of {rate['of']}", known), Value(bounds)]
-
-
 def figure(trials: Sequence[Mapping[str, Any]], margins: Mapping[str, float]) -> Figure:
     """Draw a strip per point: the effect that each trial's first set found."""
-    panel = Panel("First set of pairs", _strips(trials, margins), 8.0, 0.55 * len(margins) + 1.2)
+    names = list(margins)
+    points = [
+        {
+            "row": names.index(name),
+            "ratio": math.exp(statistics.fmean(effects["first"])),
+            "slow": trial["slow"],
+            "jitter": ((trial["trial"] * 0.618) % 1 - 0.5) * 0.28,
+        }
+        for trial in trials
+        for name, effects in trial["effects"].items()
+    ]
+    frame = pd.DataFrame(points, columns=["row", "ratio", "slow", "jitter"])
+
+    def strips(axes: Axes) -> None:
+        for row, margin in enumerate(margins.values()):
+            band = (row - 0.45, row + 0.45)
+            axes.fill_betweenx(band, 1 / (1 + margin), 1 + margin, color=GRID, lw=0)
+        for slow, dots in frame.groupby("slow"):
+            colour, shift = (STILL, -0.18) if slow == 1 else (SLOWED, 0.18)
+            heights = dots["row"] + shift + dots["jitter"]
+            axes.plot(dots["ratio"], heights, ".", color=colour, ms=4, alpha=0.75)
+            axes.axvline(float(str(slow)), color=INK, lw=0.9, ls="-" if slow == 1 else (0, (4, 3)))
+        axes.set_yticks(range(len(names)), names)
+        axes.set_ylim(len(names) - 0.4, -0.6)
+        axes.grid(visible=False, axis="y")
+        axes.set_xlabel("time of head ÷ time of base")
+
     return Figure(
         "trials",
         "What every trial measured",
         "A dot is the mean over the first set of pairs of one trial: blue without a change, orange "
         "slowed. Grey: within the margin. The tick is the truth.",
         f"{len(trials)} trials",
-        [panel],
+        [Panel("First set of pairs", strips, 8.0, 0.55 * len(names) + 1.2)],
     )
-
-
-def _strips(trials: Sequence[Mapping[str, Any]], margins: Mapping[str, float]) -> Drawing:
-    def draw(axes: Axes) -> None:
-        for place, (name, margin) in enumerate(margins.items()):
-            axes.fill_betweenx(
-                (place - 0.45, place + 0.45), 1 / (1 + margin), 1 + margin, color=GRID, lw=0
-            )
-            for trial in trials:
-                effects = trial["effects"].get(name, {}).get("first")
-                if effects:
-                    slowed = trial["slow"] > 1
-                    shift = 0.18 if slowed else -0.18
-                    jitter = ((trial["trial"] * 0.618) % 1 - 0.5) * 0.28
-                    axes.plot(
-                        math.exp(statistics.fmean(effects)),
-                        place + shift + jitter,
-                        ".",
-                        color=SLOWED if slowed else STILL,
-                        ms=4,
-                        alpha=0.75,
-                    )
-        for slow in {t["slow"] for t in trials}:
-            axes.axvline(slow, color=INK, lw=0.9, ls="-" if slow == 1 else (0, (4, 3)))
-        axes.set_yticks(range(len(margins)), list(margins))
-        axes.set_ylim(len(margins) - 0.4, -0.6)
-        axes.grid(visible=False, axis="y")
-        axes.set_xlabel("time of head ÷ time of base")
-
-    return draw

@@ -8,16 +8,18 @@ so longer measurement in the first set, or many points, do not make false alarms
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from pathlib import Path
 
+from experiments.results.store import RunStore, read_json
 from experiments.timing import statistics
 from experiments.timing.statistics import Effect, Verdict
 
 ALPHA = 0.05  # of a false alarm in the second set, over all points together
-RULES = "rules.json"  # where a run keeps those that it is judged by
 CHANGES = (Verdict.SLOWER, Verdict.FASTER)
 
 
@@ -30,11 +32,24 @@ class Stage(Enum):
 
 @dataclass(frozen=True)
 class Rules:
-    """The numbers of pairs, and the margins."""
+    """The numbers of pairs, and the margins; a run decides by those that it began with."""
 
     pairs: int
     max_pairs: int
     margins: Mapping[str, float]  # of each gated point
+
+    def save(self, store: RunStore) -> None:
+        """Write rules.json."""
+        store.write_json("rules.json", dataclasses.asdict(self))
+
+    @classmethod
+    def load(cls, path: Path) -> Rules | None:
+        """Return the rules that a run began with; None before they were written."""
+        saved = read_json(path, "rules.json")
+        if not saved:
+            return None
+        max_pairs = int(saved.get("max_pairs") or saved["most_pairs"])
+        return cls(saved["pairs"], max_pairs, saved["margins"])
 
 
 @dataclass(frozen=True)
@@ -94,7 +109,7 @@ def next_request(points: Sequence[str], evidence: Evidence, rules: Rules) -> Req
     return Request(Stage.second, tuple(doubted)) if doubted else None
 
 
-def rule(points: Sequence[str], evidence: Evidence, rules: Rules) -> dict[str, Ruling]:
+def decide(points: Sequence[str], evidence: Evidence, rules: Rules) -> dict[str, Ruling]:
     """Decide every point that both sides could run."""
     measured = [p for p in points if p not in evidence.lost and evidence.first.get(p)]
     screened = {p: _said(evidence.first[p], rules.margins[p]) for p in measured}

@@ -6,16 +6,20 @@ import dataclasses
 import os
 import time
 from collections.abc import Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
+
+from omegaconf import OmegaConf
 
 from experiments.config.schema import Config, UsageError
 from experiments.gate import pages, revisions, setup
 from experiments.gate.pairs import Conductor, Revisions, Side, Trial
+from experiments.gate.points import points_of
 from experiments.gate.revisions import BuildError
-from experiments.gate.rules import RULES
+from experiments.gate.rules import Rules
 from experiments.gate.setup import Start
 from experiments.gate.verdicts import Findings, findings
-from experiments.results.store import RunStore, read_records
+from experiments.results.store import RunStore, read_config, read_json, read_records
 from experiments.run.progress import Display
 
 
@@ -32,7 +36,7 @@ def run(config: Config, *, question: str, words: Sequence[str]) -> int:
         store = start.create()
     except UsageError as error:
         return setup.refuse(error)
-    store.write_json(RULES, dataclasses.asdict(start.rules))
+    start.rules.save(store)
     with Display(len(start.points)) as display:
         display.say(setup.heading(start, f"{config.gate.head} against {name}"))
         found, facts = _compare(start, store, display, name, alike=base_sha == head_sha)
@@ -48,14 +52,13 @@ def run(config: Config, *, question: str, words: Sequence[str]) -> int:
             "exit": status,
         },
     )
-    answer, place = pages.write_outputs(
-        store.path, found, facts, status, summary=os.environ.get("GITHUB_STEP_SUMMARY")
-    )
+    summary = os.environ.get("GITHUB_STEP_SUMMARY")
+    answer = pages.write_outputs(store.path, found, facts, status, summary=summary)
     for line in found.lines:
         print(pages.describe(line))
     print(f"\n{answer}\n")
     print(f"exit status {status}: {pages.MEANING[status]}" if status else "no objection")
-    print(f"report: {place}")
+    print(f"report: {pages.shown_path(store.path / 'index.html')}")
     return status
 
 
@@ -72,7 +75,10 @@ def _compare(
         facts["notices"].append("Base and head are the same revision: all that is found is noise.")
     trial, rules, stopped = Trial(slow=start.config.gate.inject), start.rules, False
     try:
-        folders = _build(start.config, start.device.type, display, name, facts)
+        base, head = revisions.checkout(name), revisions.checkout(start.config.gate.head)
+        facts |= {"base": base.words, "head": head.words}
+        revisions.prepare(base, head, start.device.type, display.say)
+        folders = Revisions(str(base.folder), str(head.folder))
         conductor = Conductor(
             start.config, start.device, start.points, rules, folders, store, display
         )
@@ -84,17 +90,6 @@ def _compare(
         stopped = True
     found = findings(start.points, trial, rules, read_records(store.path))
     return dataclasses.replace(found, interrupted=stopped), facts
-
-
-def _build(
-    config: Config, device: str, display: Display, name: str, facts: dict[str, Any]
-) -> Revisions:
-    """Build both revisions and return their folders."""
-    base = revisions.checkout(name)
-    head = revisions.checkout(config.gate.head)
-    facts |= {"base": base.words, "head": head.words}
-    revisions.prepare(base, head, device, display.say)
-    return Revisions(str(base.folder), str(head.folder))
 
 
 def _notices(start: Start) -> list[str]:
@@ -111,9 +106,25 @@ def _notices(start: Start) -> list[str]:
         found.append(
             f"gate.inject: head was slowed to {start.config.gate.inject:g} times its time."
         )
-    return found + [f"Machine: {flag}" for flag in _flags(start)]
-
-
-def _flags(start: Start) -> list[str]:
     preflight = start.environment.get("preflight") or {}
-    return [str(flag) for flag in preflight.get("flags", [])]
+    return found + [f"Machine: {flag}" for flag in preflight.get("flags", [])]
+
+
+DERIVED = ("status", "meaning", "answer", "points")  # of gate.json; the other entries are facts
+
+
+def rebuild(path: Path) -> str:
+    """Write everything that follows from the samples of a run again; return the answer."""
+    saved, records = read_json(path, "gate.json"), read_records(path)
+    rules = Rules.load(path)
+    if rules is None or not records:
+        return str(saved.get("answer", "This run ended before it could measure."))
+    stored = OmegaConf.merge(OmegaConf.structured(Config), read_config(path / "config.yaml"))
+    config = cast(Config, OmegaConf.to_object(stored))
+    trial = Trial()
+    for record in records:
+        trial.remember(record)
+    found = findings(points_of(config), trial, rules, records)
+    found = dataclasses.replace(found, interrupted=saved["status"] == 130)
+    facts = {k: v for k, v in saved.items() if k not in DERIVED}
+    return pages.write_outputs(path, found, facts, saved["status"])

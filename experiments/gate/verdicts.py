@@ -11,10 +11,9 @@ from typing import Any
 
 from experiments.gate.pairs import Side, Trial, seconds_of
 from experiments.gate.points import Built, Point
-from experiments.gate.rules import Rules, Ruling, rule
+from experiments.gate.rules import CHANGES, Rules, Ruling, decide
 from experiments.results.store import Record
-from experiments.timing import statistics as comparison
-from experiments.timing.statistics import Verdict
+from experiments.timing.statistics import LEAST_PROCESSES, Verdict
 
 PEAK_SHARE, PEAK_BYTES = 0.01, 16 << 20  # what peak memory may grow by: it is not exact
 HIT_RATE = 0.005
@@ -86,7 +85,7 @@ def findings(
 ) -> Findings:
     """Return the findings of a complete or interrupted trial, worst first, then by effect."""
     names = [p.name for p in points if p.name in rules.margins]
-    rulings = rule(names, trial.evidence, rules)
+    rulings = decide(names, trial.evidence, rules)
     lines = []
     for point in points:
         failed = trial.failed.get(point.name)
@@ -97,12 +96,12 @@ def findings(
             lines.append(Line(point.name, point.words, "NOISY", reason))
         elif point.name in rulings:
             lines.append(_judged(point, rulings[point.name], trial, records))
-    lines.sort(key=lambda x: (not x.regression, ORDER.index(x.state), -_size(x)))
-    return Findings(lines)
 
+    def severity(line: Line) -> tuple[bool, int, float]:
+        size = abs(math.log(line.ruling.effect.ratio)) if line.ruling else 0.0
+        return not line.regression, ORDER.index(line.state), -size
 
-def _size(line: Line) -> float:
-    return abs(math.log(line.ruling.effect.ratio)) if line.ruling else 0.0
+    return Findings(sorted(lines, key=severity))
 
 
 def _failed(point: Point, failed: Mapping[Side, Built]) -> Line:
@@ -122,18 +121,18 @@ def _failed(point: Point, failed: Mapping[Side, Built]) -> Line:
 def _judged(point: Point, ruling: Ruling, trial: Trial, records: Sequence[Record]) -> Line:
     weights = trial.weights.get(point.name, {})
     grown, shrunk = changes(weights.get("base", {}), weights.get("head", {}))
-    base, head = (_median(seconds_of(records, point.name, side)) for side in Side)
-    state, reason = ruling.verdict.value, ""
-    if ruling.verdict is Verdict.UNSURE:
-        reason = advice(ruling)
+    times = (seconds_of(records, point.name, side) for side in Side)
+    base, head = (statistics.median(t) if t else math.nan for t in times)
+    reason = advice(ruling) if ruling.verdict is Verdict.UNSURE else ""
+    state = ruling.verdict.value
     return Line(point.name, point.words, state, reason, ruling, base, head, grown, shrunk)
 
 
 def advice(ruling: Ruling) -> str:
     """Suggest what to do about an undecided point."""
-    if ruling.effect.processes < comparison.LEAST_PROCESSES:
+    if ruling.effect.processes < LEAST_PROCESSES:
         return "one pair of processes gives no verdict; raise timing.replicates"
-    if ruling.screened in (Verdict.SLOWER, Verdict.FASTER):
+    if ruling.screened in CHANGES:
         said = ruling.screened.value.lower()
         return f"looked {said} at first, and was not so a second time; give the command again"
     return "the noise is too large: close other programs, raise gate.max_pairs or timing.min_rounds"
@@ -157,22 +156,10 @@ def changes(base: Mapping[str, float], head: Mapping[str, float]) -> tuple[list[
     return worse, better
 
 
-def _median(values: Sequence[float]) -> float:
-    return statistics.median(values) if values else math.nan
-
-
 def as_json(line: Line) -> dict[str, Any]:
     """Return the content of gate.json; missing numbers are null."""
-    found: dict[str, Any] = {
-        "point": line.point,
-        "words": line.words,
-        "state": line.state,
-        "reason": line.reason,
-        "base_s": line.base_s,
-        "head_s": line.head_s,
-        "grown": list(line.grown),
-        "shrunk": list(line.shrunk),
-    }
+    found = dataclasses.asdict(line)
+    del found["ruling"]
     if line.ruling:
         ruling = line.ruling
         found |= dataclasses.asdict(ruling.effect)

@@ -14,7 +14,7 @@ class Gate(Kind):
     name = "gate"
     swept_kind = TIME
     leads = "experiments.gate.runner:run"
-    rebuilds = "experiments.gate.rebuild:write"
+    rebuilds = "experiments.gate.runner:rebuild"
 
 
 class Noise(Gate):
@@ -22,6 +22,7 @@ class Noise(Gate):
 
     name = "noise"
     leads = "experiments.gate.noise:run"
+    rebuilds = "experiments.gate.noise:write"
 
 
 class Power(Gate):
@@ -29,3 +30,4 @@ class Power(Gate):
 
     name = "power"
     leads = "experiments.gate.power:run"
+    rebuilds = "experiments.gate.power:write"

@@ -8,8 +8,16 @@ from collections.abc import Callable
 
 import pytest
 
-from experiments.gate import rules as judge
-from experiments.gate.rules import Evidence, Request, Rules, Ruling, Stage
+from experiments.gate.rules import (
+    ALPHA,
+    Evidence,
+    Request,
+    Rules,
+    Ruling,
+    Stage,
+    decide,
+    next_request,
+)
 from experiments.timing import statistics
 from experiments.timing.statistics import Verdict
 
@@ -18,20 +26,20 @@ RULES = Rules(5, 9, dict.fromkeys(NAMES, 0.05))
 Source = Callable[[str, Stage], float]
 
 
-def decide(source: Source, rules: Rules = RULES) -> tuple[dict[str, Ruling], list[Request]]:
+def procedure(source: Source, rules: Rules = RULES) -> tuple[dict[str, Ruling], list[Request]]:
     evidence, asked = Evidence(), []
     names = list(rules.margins)
-    while request := judge.next_request(names, evidence, rules):
+    while request := next_request(names, evidence, rules):
         asked.append(request)
         assert len(asked) < 100
         for point in request.points:
             evidence.add(request.stage, point, source(point, request.stage))
-    return judge.rule(names, evidence, rules), asked
+    return decide(names, evidence, rules), asked
 
 
 def test_quiet_points_need_five_pairs_and_no_second_set() -> None:
     rng = random.Random(1)
-    rulings, asked = decide(lambda *_: rng.gauss(0, 0.005))
+    rulings, asked = procedure(lambda *_: rng.gauss(0, 0.005))
     assert {r.verdict for r in rulings.values()} == {Verdict.SAME}
     assert [r.stage for r in asked] == [Stage.first] * 5
 
@@ -39,7 +47,7 @@ def test_quiet_points_need_five_pairs_and_no_second_set() -> None:
 def test_a_slowdown_is_measured_twice_and_nothing_else_is() -> None:
     rng = random.Random(2)
     slow = {"b": math.log(1.12)}
-    rulings, asked = decide(lambda p, _: slow.get(p, 0.0) + rng.gauss(0, 0.005))
+    rulings, asked = procedure(lambda p, _: slow.get(p, 0.0) + rng.gauss(0, 0.005))
     assert rulings["b"].verdict is Verdict.SLOWER
     assert rulings["b"].effect.ratio == pytest.approx(1.12, abs=0.02)
     assert [r for r in asked if r.stage is Stage.second] == [Request(Stage.second, ("b",))] * 5
@@ -49,7 +57,7 @@ def test_a_slowdown_is_measured_twice_and_nothing_else_is() -> None:
 def test_what_the_second_set_does_not_find_is_unsure() -> None:
     rng = random.Random(3)
     effect = {Stage.first: math.log(1.12), Stage.second: 0.0}
-    rulings, _ = decide(lambda p, s: (effect[s] if p == "c" else 0.0) + rng.gauss(0, 0.005))
+    rulings, _ = procedure(lambda p, s: (effect[s] if p == "c" else 0.0) + rng.gauss(0, 0.005))
     assert rulings["c"].verdict is Verdict.UNSURE
     assert rulings["c"].screened is Verdict.SLOWER
     # What is shown is what was not chosen for its size.
@@ -59,14 +67,14 @@ def test_what_the_second_set_does_not_find_is_unsure() -> None:
 def test_what_turns_round_is_not_confirmed() -> None:
     rng = random.Random(4)
     sign = {Stage.first: 1, Stage.second: -1}
-    rulings, _ = decide(lambda p, s: sign[s] * math.log(1.2) + rng.gauss(0, 0.005))
+    rulings, _ = procedure(lambda p, s: sign[s] * math.log(1.2) + rng.gauss(0, 0.005))
     assert {r.verdict for r in rulings.values()} == {Verdict.UNSURE}
 
 
 def test_unsure_points_alone_get_more_pairs() -> None:
     rng = random.Random(5)
     spread = {"a": 0.12}
-    rulings, asked = decide(lambda p, _: rng.gauss(0, spread.get(p, 0.003)))
+    rulings, asked = procedure(lambda p, _: rng.gauss(0, spread.get(p, 0.003)))
     assert rulings["a"].verdict is Verdict.UNSURE
     assert len(rulings["a"].first) == 9
     assert len(rulings["b"].first) == 5
@@ -74,29 +82,29 @@ def test_unsure_points_alone_get_more_pairs() -> None:
 
 
 def test_one_pair_ends_at_once_and_says_nothing() -> None:
-    rulings, asked = decide(lambda *_: 1.0, Rules(1, 9, dict.fromkeys(NAMES, 0.05)))
+    rulings, asked = procedure(lambda *_: 1.0, Rules(1, 9, dict.fromkeys(NAMES, 0.05)))
     assert len(asked) == 1
     assert {r.verdict for r in rulings.values()} == {Verdict.UNSURE}
 
 
 def test_points_that_were_lost_are_not_asked_for() -> None:
     evidence = Evidence(lost={"a"})
-    request = judge.next_request(NAMES, evidence, RULES)
+    request = next_request(NAMES, evidence, RULES)
     assert request == Request(Stage.first, ("b", "c"))
     evidence.lost = set(NAMES)
-    assert judge.next_request(NAMES, evidence, RULES) is None
-    assert judge.rule(NAMES, evidence, RULES) == {}
+    assert next_request(NAMES, evidence, RULES) is None
+    assert decide(NAMES, evidence, RULES) == {}
 
 
 def test_the_second_set_is_corrected_for_its_size() -> None:
     logs = [0.06, 0.15, 0.04, 0.12, 0.08]
     p = statistics.p_value(logs, 1)
-    many = [f"p{n}" for n in range(int(judge.ALPHA / p) + 2)]
+    many = [f"p{n}" for n in range(int(ALPHA / p) + 2)]
     for names, verdict in ((many[:1], Verdict.SLOWER), (many, Verdict.UNSURE)):
         evidence = Evidence(
             {n: [0.1, 0.11, 0.09, 0.1, 0.12] for n in names}, {n: logs for n in names}
         )
-        rulings = judge.rule(names, evidence, Rules(5, 9, dict.fromkeys(names, 0.05)))
+        rulings = decide(names, evidence, Rules(5, 9, dict.fromkeys(names, 0.05)))
         assert {r.verdict for r in rulings.values()} == {verdict}
         assert rulings[names[0]].p == pytest.approx(min(1, len(names) * p))
 
@@ -108,9 +116,11 @@ def test_rates_at_the_noise_of_a_shared_machine() -> None:
     rules = Rules(5, 9, dict.fromkeys(names, 0.05))
     alarms = caught = 0
     for _ in range(150):
-        rulings, _ = decide(lambda *_: rng.gauss(0, 0.026), rules)
+        rulings, _ = procedure(lambda *_: rng.gauss(0, 0.026), rules)
         alarms += any(r.verdict is Verdict.SLOWER for r in rulings.values())
-        rulings, _ = decide(lambda p, _: rng.gauss(math.log(1.1) if p == "p3" else 0, 0.026), rules)
+        rulings, _ = procedure(
+            lambda p, _: rng.gauss(math.log(1.1) if p == "p3" else 0, 0.026), rules
+        )
         caught += rulings["p3"].verdict is Verdict.SLOWER
     assert alarms <= 1
     assert caught >= 145

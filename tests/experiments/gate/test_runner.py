@@ -95,7 +95,7 @@ def test_turns_are_abba_on_the_same_batches(config: Config, points: list[Point])
     assert {b[0][0] for b in blocks} == set(Side)  # both orders happen
     taken = found.taken[points[0].name]
     assert taken.effect == pytest.approx(0.0953, abs=1e-3)
-    assert len(taken.logs()) == len(blocks)
+    assert len(taken.base) == len(taken.head) == len(blocks)
 
 
 def test_order_and_first_come_are_random(config: Config, points: list[Point]) -> None:
@@ -248,10 +248,10 @@ def test_files_of_a_gate(points: list[Point], config: Config, tmp_path: Path) ->
     summary = tmp_path / "summary.md"
     summary.write_text("before\n")
     facts = {"base": "main", "head": "WORKTREE", "experiment": "gate", "notices": ["a notice"]}
-    answer, place = pages.write_outputs(tmp_path, found, facts, 3, summary=str(summary))
+    answer = pages.write_outputs(tmp_path, found, facts, 3, summary=str(summary))
     assert "is worse at" in answer
     assert "1.221× [" in answer
-    assert Path(place).read_text().startswith("<!doctype html>")
+    assert (tmp_path / "index.html").read_text().startswith("<!doctype html>")
     text = (tmp_path / "gate.md").read_text()
     assert "SLOWER" in text
     assert "a notice" in text
