@@ -10,9 +10,9 @@ from torch import Tensor
 from experiments.contenders.keys import KeyTable, KeyTask, Unsupported
 
 Prepared = tuple[Tensor, Tensor]
-NOT_THERE = -1
-BYTES = 16.25  # of a place: key, value and two bits, in a table of a power of two of them
-MOST_LOAD = 0.77
+ABSENT = -1
+BYTES = 16.25  # of a slot: key, value and two bits, in a table of a power of two of them
+MAX_LOAD = 0.77
 
 
 class Cykhash(KeyTable):
@@ -37,7 +37,7 @@ class Cykhash(KeyTable):
     def find_slots(self, prepared: Prepared) -> Tensor:
         """Look up with cykhash's own loop over a buffer of keys."""
         out = np.empty(len(prepared[0]), np.int64)
-        Int64toInt64Map_to(self.map, prepared[0].numpy(), out, False, NOT_THERE)
+        Int64toInt64Map_to(self.map, prepared[0].numpy(), out, False, ABSENT)
         return torch.from_numpy(out)
 
     def size(self) -> int:
@@ -46,7 +46,7 @@ class Cykhash(KeyTable):
 
     def nbytes(self) -> int:
         """Compute the bytes from khash's layout, since the map does not report them."""
-        places = 4
-        while places * MOST_LOAD < max(1, len(self.map)):
-            places *= 2
-        return int(places * BYTES)
+        slots = 4
+        while slots * MAX_LOAD < max(1, len(self.map)):
+            slots *= 2
+        return int(slots * BYTES)

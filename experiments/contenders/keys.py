@@ -102,7 +102,7 @@ Prepared = tuple[Tensor, Tensor]
 
 
 class Scored(KeyTable):
-    """emblib.HashTable with all slots from the beginning."""
+    """emblib.HashTable with all slots from the beginning, also as a cache with LRU eviction."""
 
     operations = (
         "find",
@@ -174,17 +174,10 @@ class Growing(Scored):
         )
 
 
-class ScoredLRU(Scored):
-    """emblib.HashTable as a cache: of its two buckets, the least recently used key is evicted."""
-
-
-class ScoredLFU(ScoredLRU):
+class ScoredLFU(Scored):
     """emblib.HashTable as a cache: the least frequently used key is evicted."""
 
     eviction = emblib.Eviction.LFU
-
-
-PreparedQueries = tuple[Tensor, Tensor]
 
 
 class SortedKeys(KeyTable):
@@ -199,19 +192,19 @@ class SortedKeys(KeyTable):
         """Collect the keys until they are needed, since each merge would sort them all."""
         self.parts.append(keys.to(self.task.device))
 
-    def prepare(self, keys: Tensor, values: Tensor) -> PreparedQueries:
+    def prepare(self, keys: Tensor, values: Tensor) -> Prepared:
         """Merge the collected keys and lay out the call."""
         if self.parts:
             self.keys = torch.cat([self.keys, *self.parts]).unique()
             self.parts = []
-        prepared: PreparedQueries = super().prepare(keys, values)
+        prepared: Prepared = super().prepare(keys, values)
         return prepared
 
-    def find_slots(self, prepared: PreparedQueries) -> Tensor:
+    def find_slots(self, prepared: Prepared) -> Tensor:
         """Look up the distinct keys of the call, ascending, which is faster than all of them."""
         distinct, inverse = torch.unique(prepared[0], return_inverse=True)
-        place = torch.searchsorted(self.keys, distinct).clamp_(max=len(self.keys) - 1)
-        found = torch.where(self.keys[place] == distinct, place, -1)
+        slots = torch.searchsorted(self.keys, distinct).clamp_(max=len(self.keys) - 1)
+        found = torch.where(self.keys[slots] == distinct, slots, -1)
         return found[inverse]
 
     def nbytes(self) -> int:
@@ -233,7 +226,7 @@ class RandomLines(KeyTable):
         if task.device.type != "cpu":
             raise Unsupported("the ceiling of random lines is measured on the CPU")
         self.lines = Lines(ENTRY_BYTES * task.slots, huge=self.huge)
-        self.alone = torch.get_num_threads() == 1
+        self.single_thread = torch.get_num_threads() == 1
 
     def fill(self, keys: Tensor, values: Tensor) -> None:
         """Ignore the keys: no table is held."""
@@ -244,7 +237,7 @@ class RandomLines(KeyTable):
 
     def find_slots(self, prepared: Tensor) -> Tensor:
         """Read the number of each line from the line."""
-        return self.lines.take(prepared) if self.alone else self.lines.read(prepared)
+        return self.lines.take(prepared) if self.single_thread else self.lines.read(prepared)
 
     def nbytes(self) -> int:
         """Return the bytes of the lines."""

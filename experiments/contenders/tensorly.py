@@ -43,10 +43,12 @@ class FactorizedTables(TorchOptimized):
     def _lookup(self, prepared: Prepared) -> Tensor:
         outputs = []
         for module, (indices, offsets) in zip(self.modules, prepared[0], strict=True):
-            distinct, place = torch.unique(indices, return_inverse=True)
+            distinct, inverse = torch.unique(indices, return_inverse=True)
             rows = module(distinct.cpu())  # numpy takes the ids apart, so the host must have them
             outputs.append(
-                functional.embedding_bag(place, rows, offsets, mode="sum", include_last_offset=True)
+                functional.embedding_bag(
+                    inverse, rows, offsets, mode="sum", include_last_offset=True
+                )
             )
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 

@@ -29,17 +29,17 @@ class Trace:
     lookups: Ids
     starts: Ids  # [batches + 1]
     warm: int  # batches that are not counted
-    places: Ids | None = None  # where in its batch each row is looked up first; None: ascending
+    positions: Ids  # where in its batch each row is looked up first
 
     @classmethod
     def of(cls, batches: Sequence[Ids], warm: int) -> Trace:
         """Build from the ids of each batch, in any order and with repetitions."""
         sets = [np.unique(ids, return_index=True, return_counts=True) for ids in batches]
         starts = np.cumsum([0, *(len(rows) for rows, _, _ in sets)])
-        rows, places, lookups = (
+        rows, positions, lookups = (
             np.concatenate(parts).astype(np.int64) for parts in zip(*sets, strict=True)
         )
-        return cls(rows, lookups, starts, warm, places)
+        return cls(rows, lookups, starts, warm, positions)
 
     @property
     def batch(self) -> Ids:
@@ -79,9 +79,9 @@ def served(trace: Trace, hit: Reals | Ids) -> Hits:
 def offline(trace: Trace, capacity: int) -> Hits:
     """Return the hits of Belady's MIN: no cache of `capacity` rows serves more distinct rows.
 
-    After each batch stay, of the rows that were held and those of the batch, the ones looked up
-    again soonest. Which of the rows that are due in the same batch stay makes no difference to the
-    number of rows served; those with more lookups do, so that these are served as well.
+    After each batch, of the cached rows and those of the batch, the cache keeps the ones that are
+    looked up again soonest. Among rows due in the same batch, the choice makes no difference to the
+    number of rows served; those with more lookups are kept, so that more lookups are served.
     """
     following = trace.following()
     last = following == NEVER
@@ -90,21 +90,21 @@ def offline(trace: Trace, capacity: int) -> Hits:
     scale = int(trace.lookups.max(initial=0)) + 1
     urgency = np.where(last, NEVER, trace.batch[due] * scale - trace.lookups[due])
     size = int(trace.rows.max(initial=0)) + 1
-    held, value = np.zeros(size, bool), np.full(size, NEVER)
+    cached, value = np.zeros(size, bool), np.full(size, NEVER)
     warm = slice(0, int(trace.starts[trace.warm]))
     value[trace.rows[warm]] = urgency[warm]  # of several accesses the last stands
     content = _soonest(np.unique(trace.rows[warm]), value, capacity)
-    held[content] = True
+    cached[content] = True
     hit = np.zeros(len(trace.rows), np.int64)
     for accesses in trace.slices():
         rows = trace.rows[accesses]
-        there = held[rows]
+        there = cached[rows]
         hit[accesses] = there
         value[rows] = urgency[accesses]
         candidates = np.concatenate([content, rows[~there]])
-        held[content] = False
+        cached[content] = False
         content = _soonest(candidates, value, capacity)
-        held[content] = True
+        cached[content] = True
     return served(trace, hit)
 
 
@@ -129,10 +129,10 @@ def static_top(trace: Trace, capacity: int) -> Hits:
 def most_lookups(trace: Trace, capacity: int, rounds: int = 400) -> float:
     """Return an upper bound on the lookups that a cache of `capacity` rows can serve.
 
-    To serve a row in one batch it must be held since its last one. So a policy is a choice of such
-    intervals, at most `capacity` of them at any time, and the best one is a linear program. Its
-    dual has a price per batch and place; every choice of prices bounds the optimum from above, and
-    subgradient steps find good ones.
+    A row that a batch is served must have been cached since its previous lookup. So a policy is a
+    choice of such intervals, at most `capacity` of them at any time, and the best one is a linear
+    program. Its dual has a price per batch and slot; every choice of prices bounds the optimum from
+    above, and subgradient steps find good ones.
     """
     since, until, gain, many = _intervals(trace)
     batches = len(trace.starts) - 1 - trace.warm
@@ -155,7 +155,11 @@ def most_lookups(trace: Trace, capacity: int, rounds: int = 400) -> float:
 
 
 def _intervals(trace: Trace) -> tuple[Ids, Ids, Reals, Reals]:
-    """Return the gaps [since, until) to hold a row through, and the lookups that each brings."""
+    """Return the intervals [since, until) between two lookups of a row.
+
+    For each distinct one: since, until, the lookups that caching a row through it serves, and how
+    many rows have it.
+    """
     following = trace.following()
     first = np.flatnonzero(following != NEVER)
     second = following[first]
@@ -192,27 +196,23 @@ def run(trace: Trace, capacity: int, policy: Policy) -> Hits:
     Of a batch with more new rows than can be taken in, those that it looks up first are.
     """
     size = int(trace.rows.max(initial=0)) + 1
-    held = np.zeros(size, bool)
+    cached = np.zeros(size, bool)
     rank = np.zeros(size, np.int64)
     hit = np.zeros(len(trace.rows), np.int64)
     for batch, (start, end) in enumerate(zip(trace.starts, trace.starts[1:], strict=False)):
         rows, lookups = trace.rows[start:end], trace.lookups[start:end]
-        there = held[rows]
+        there = cached[rows]
         hit[start:end] = there
-        new = rows[~there]
-        if trace.places is not None:
-            new = new[np.argsort(trace.places[start:end][~there])]
-        content = np.flatnonzero(held)
-        used = np.zeros(size, bool)
-        used[rows] = True
-        victims = content[~used[content]]
+        new = rows[~there][np.argsort(trace.positions[start:end][~there])]
+        content = np.flatnonzero(cached)
+        candidates = np.setdiff1d(content, rows, assume_unique=True)
         over = len(content) + len(new) - capacity
         if over > 0:
-            gone = min(over, len(victims))
-            order = rank[victims] * size + victims
-            held[victims[np.argpartition(order, gone - 1)[:gone]] if gone else []] = False
-            new = new[: len(new) - (over - gone)]
-        held[new] = True
+            evicted = min(over, len(candidates))
+            order = np.argsort(rank[candidates] * size + candidates)
+            cached[candidates[order[:evicted]]] = False
+            new = new[: len(new) - (over - evicted)]
+        cached[new] = True
         if policy is Policy.exact_lru:
             rank[rows] = batch
         else:

@@ -51,7 +51,7 @@ LOOKUPS_SHARE = tuple(lookups for _, _, lookups in BINS)
 # none comes more than once in a sample. (Then about 1,400 rows, fewer than two a table, have the
 # 7.6 % of the lookups that go to rows with more than 32,768.)
 SLOWEST, CLASSES = 0.5, 37
-TOLD = 0.004  # a share of rows below this is one digit; the share of lookups says more there
+MIN_ROWS_SHARE = 0.004  # smaller shares have one digit; the shares of lookups are more precise
 FIT_ROUNDS = 4000
 
 
@@ -78,9 +78,9 @@ def rates() -> Rates:
     rate = SLOWEST * 2.0 ** (np.arange(CLASSES) / 2)
     bins = np.stack([bins_of(float(r)) for r in rate], axis=2)  # [rows or lookups, bins, classes]
     rows, lookups = bins[0], bins[1] / (LOOKUPS / DISTINCT)
-    told = np.array(ROWS_SHARE) >= TOLD
-    seen = np.concatenate([rows[told], lookups])
-    wanted = np.concatenate([np.array(ROWS_SHARE)[told], np.array(LOOKUPS_SHARE)])
+    precise = np.array(ROWS_SHARE) >= MIN_ROWS_SHARE
+    seen = np.concatenate([rows[precise], lookups])
+    wanted = np.concatenate([np.array(ROWS_SHARE)[precise], np.array(LOOKUPS_SHARE)])
     weight = np.full(CLASSES, 1e-3)
     for _ in range(FIT_ROUNDS):
         weight *= (wanted / (seen * weight).sum(1)) @ seen / seen.sum(0)

@@ -234,8 +234,12 @@ def test_frames_have_a_row_per_table_and_per_size() -> None:
 
 @pytest.fixture
 def run(smoke_runs: Mapping[str, Path], tmp_path: Path) -> Path:
-    """A copy of the smoke run, to be changed."""
-    return Path(shutil.copytree(smoke_runs["trace_analysis"], tmp_path / "run"))
+    """A copy of the smoke run, to be changed and reported without figures."""
+    copy = Path(shutil.copytree(smoke_runs["trace_analysis"], tmp_path / "run"))
+    config = OmegaConf.load(copy / "config.yaml")
+    config.report.figures = False
+    OmegaConf.save(config, copy / "config.yaml")
+    return copy
 
 
 def test_the_report_is_made_of_the_records(run: Path) -> None:
