@@ -203,7 +203,8 @@ def test_tables_of_keys_answer_what_was_put_in(name: str) -> None:
     entry = registry.find(name)
     if missing := entry.missing():
         pytest.skip(missing)
-    table = entry.load()(task())
+    # The hash differs per process: in fewer slots, a new key evicts another key now and then.
+    table = entry.load()(task(slots=1280))
     calls = Calls(WORK, KeysConfig(), 480, 3, inserts=True)
     assert fill(table, calls) == 480
     assert table.size() == 480
