@@ -6,7 +6,6 @@ as local or SLURM jobs (submitit). The multirun's folder records how each job en
 
 from __future__ import annotations
 
-import fcntl
 import importlib.util
 import itertools
 import json
@@ -20,12 +19,13 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import hydra
+from filelock import FileLock, Timeout
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
@@ -118,24 +118,21 @@ def hold(
         _give_back(held)
 
 
-def _take(slots: Sequence[Slot], count: int, folder: Path) -> dict[Slot, int]:
-    held: dict[Slot, int] = {}
-    for left, slot in zip(range(len(slots), 0, -1), slots, strict=True):
-        if len(held) == count or len(held) + left < count:
-            break
-        file = folder / f"{re.sub(r'[^A-Za-z0-9_.-]', '_', slot.name)}.lock"
-        descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            held[slot] = descriptor
-        except BlockingIOError:
-            os.close(descriptor)
+def _take(slots: Sequence[Slot], count: int, folder: Path) -> dict[Slot, FileLock]:
+    """Lock slots that are free, at most `count` of them."""
+    held: dict[Slot, FileLock] = {}
+    for slot in slots:
+        if len(held) < count:
+            lock = FileLock(folder / f"{re.sub(r'[^A-Za-z0-9_.-]', '_', slot.name)}.lock")
+            with suppress(Timeout):
+                lock.acquire(blocking=False)
+                held[slot] = lock
     return held
 
 
-def _give_back(held: dict[Slot, int]) -> None:
-    for descriptor in held.values():
-        os.close(descriptor)
+def _give_back(held: dict[Slot, FileLock]) -> None:
+    for lock in held.values():
+        lock.release()
 
 
 # Launcher -> the package that brings it.
@@ -199,10 +196,8 @@ def read(arguments: Sequence[str]) -> Plan:
         raise UsageError(
             "which experiments? e.g. python run.py -m +experiment=tt_vs_tbe,tbe_vs_torch"
         )
-    for word in of_hydra:
-        if word.startswith("hydra.sweep."):
-            key = word.partition("=")[0]
-            raise UsageError(f"{key} is fixed; report.folder moves the results")
+    if fixed := [word.partition("=")[0] for word in of_hydra if word.startswith("hydra.sweep.")]:
+        raise UsageError(f"{fixed[0]} is fixed; report.folder moves the results")
     jobs = tuple(_jobs(words))
     for job in jobs:
         configure.check_keys(job)

@@ -16,6 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import jinja2
 from omegaconf import OmegaConf
 
 from experiments.bundle import archive
@@ -26,77 +27,16 @@ from experiments.report import text, write_report
 from experiments.report.data import Run
 from experiments.results.store import POINTS, has_records, unpack_records
 
-LAYOUT = """\
-| place | what |
-| --- | --- |
-| `runs/<experiment>/<run>/` | configuration, environment, every raw sample (`points.jsonl`) |
-| the same | made of these: `results.csv`, `report.md`, `index.html`, figures |
-| `bundle.json` | the runs and each number they claim |
-| `conf/` | the configuration tree: experiments with their questions, presets, workloads |
-| `source/` | the commits that were measured |
-| `environment/packages.txt` | what was installed where the bundle was packed |
-| `SHA256SUMS` | of every other file: `sha256sum -c SHA256SUMS` |
-"""
-
-KICK = """\
-```sh
-tar xzf source/{sha}.tar.gz && cd emblib-{sha}
-scripts/smoke_test.sh                        # builds, runs everything at smoke size, minutes
-python run.py bundle verify BUNDLE.zip           # checksums; every number from its samples
-python run.py bundle verify BUNDLE.zip --rerun   # measures again what is claimed
-```
-"""
-
-
-def reproduce(description: Mapping[str, Any]) -> str:
-    """Render REPRODUCE.md from bundle.json."""
-    runs = description["runs"]
-    sha = next((str(r["code"]["sha"]) for r in runs if r["code"].get("sha")), "COMMIT")
-    lines = ["# How to check and reproduce these results", "", "## What is here", "", LAYOUT]
-    lines += [f"- {note}" for note in description["notes"]]
-    lines += ["", "## First: does it work at all?", ""]
-    lines += [
-        "Linux, Python 3.11 or later, a C++20 compiler; for the CUDA runs nvcc and an NVIDIA GPU. "
-        "Results of a CPU need no GPU. In the source tree (where it is older than the script, in "
-        "a newer checkout):",
-        "",
-        KICK.format(sha=sha),
-    ]
-    lines += ["## The runs", ""]
-    for run in runs:
-        lines += _run(run)
-    lines += ["## When does a claim hold?", "", RULE, ""]
-    lines += [
-        f"The tolerance is {100 * TIME_TOLERANCE:.0f} % unless `--tolerance` says otherwise. "
-        "Times in seconds are not compared: they belong to the machine. On other hardware ratios "
-        "may truly differ; `verify --rerun` names both machines beside its result.",
-        "",
-    ]
-    return "\n".join(lines)
-
-
-def _run(run: Mapping[str, Any]) -> list[str]:
-    took = text.seconds(float(run["seconds"])) if run.get("seconds") else "time not recorded"
-    code = run["code"]
-    commit = f"{code.get('sha') or 'no commit'}{' with changes' * bool(code.get('dirty'))}"
-    counts = {m: sum(c["measure"] == m.name for c in run["claims"]) for m in Measure}
-    claimed = ", ".join(f"{n} × {m.value}" for m, n in counts.items() if n) or "none"
-    smoke = ["A smoke run: it shows that everything works, and claims no times.", ""]
-    return [
-        f"### {run['experiment']}",
-        "",
-        run["question"] or "",
-        "",
-        f"- results: `{run['folder']}/report.md`",
-        f"- command: `{run['command']}`",
-        f"- on: {run['device']}, torch {run['torch']}, emblib {commit}; took {took}",
-        f"- claims: {claimed}",
-        "",
-        *(smoke if run["smoke"] else []),
-    ]
-
-
 VERSION = 1
+_templates = jinja2.Environment(
+    loader=jinja2.FileSystemLoader(Path(__file__).parent),
+    undefined=jinja2.StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+    keep_trailing_newline=True,
+)
+_templates.filters["seconds"] = text.seconds
+TEMPLATE = _templates.get_template("REPRODUCE.md.jinja")
 NEEDED = ("config.yaml", "environment.json")
 # Made of the samples again while packing; of the last two kinds other files have the content.
 DERIVED = ("*.png", "index.html", "report.md", "results.csv", "hit_rates.csv", ".*")
@@ -193,6 +133,22 @@ def _rebuilt(directory: Path, target: Path) -> Run:
         ) from error
 
 
+def reproduce(description: Mapping[str, Any]) -> str:
+    """Render REPRODUCE.md from bundle.json."""
+    runs = description["runs"]
+    claims = [
+        {m.value: sum(c["measure"] == m.name for c in run["claims"]) for m in Measure}
+        for run in runs
+    ]
+    return TEMPLATE.render(
+        runs=zip(runs, claims, strict=True),
+        notes=description["notes"],
+        sha=next((str(r["code"]["sha"]) for r in runs if r["code"].get("sha")), "COMMIT"),
+        rule=RULE,
+        tolerance=f"{100 * TIME_TOLERANCE:.0f} %",
+    )
+
+
 def describe(name: str, run: Run) -> dict[str, Any]:
     """Return a run's entry of bundle.json."""
     environment = run.environment
@@ -245,7 +201,8 @@ def harness() -> str:
     """Return a hash of the code that turns samples into numbers and text."""
     found = hashlib.sha256()
     folder = ROOT / "experiments"
-    for path in sorted(folder.rglob("*.py")):
+    sources = [p for suffix in ("py", "html", "md", "jinja") for p in folder.rglob(f"*.{suffix}")]
+    for path in sorted(sources):
         found.update(path.relative_to(folder).as_posix().encode() + b"\0" + path.read_bytes())
     return found.hexdigest()
 
