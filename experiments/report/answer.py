@@ -100,7 +100,8 @@ def where(run: Run, row: pd.Series) -> str:
 def tiles(run: Run) -> list[Tile]:
     """Return the numbers to remember."""
     first = run.at(run.modes[0])
-    subject = _pick(first, first.headline_cell() or "", run.subject.key)
+    cell = first.headline_cell()
+    subject = _pick(first, cell, run.subject.key) if cell else {}
     if not subject or subject["step"]["status"] != "ok":
         return []
     found = []
