@@ -55,12 +55,17 @@ from emblib.specs import (
     check_count,
 )
 from emblib.tables import base
-from emblib.tables.base import FeatureTables, SpecKind
+from emblib.tables.base import FusedTables, SpecKind, append_last_offset, check_bounds
 from emblib.tables.graph_break import graph_break
 from emblib.tables.locks import atomic
 
+_BOUNDS_MESSAGE = (
+    "emblib: {offsets} offsets out of bounds, which are clamped: they must begin with "
+    "0, not decrease and end with the number of indices (are they offsets, not lengths?)"
+)
 
-class DynamicEmbeddingBags(FeatureTables):
+
+class DynamicEmbeddingBags(FusedTables):
     """Look up F features in T dynamic tables and pool their rows into one `[B, sum D]` output.
 
     A training forward inserts every new key of the batch, evicting old keys when a table is full,
@@ -216,9 +221,11 @@ class DynamicEmbeddingBags(FeatureTables):
         self, ids: Tensor, offsets: Tensor, batch_sizes: Sequence[Sequence[int]] | None
     ) -> tuple[Keys, autograd.Lookup]:
         """Return the batch as keys by table, and as bags whose rows are not known yet."""
-        offsets = self._with_last_offset(ids, offsets)
+        if not self.include_last_offset:
+            offsets = append_last_offset(ids, offsets)
         bag_layout, columns = self._bag_layout(offsets, batch_sizes, ids.device)
-        offsets = self._check_bounds(self._valid_indices(ids), offsets, self.features, bag_layout)
+        valid = self._valid_indices(ids)
+        offsets = check_bounds(self, valid, offsets, self.features, bag_layout, _BOUNDS_MESSAGE)
         features = len(self.feature_tables)
         if batch_sizes is not None:
             starts = offsets[[0, *itertools.accumulate(sum(sizes) for sizes in batch_sizes)]]
@@ -243,12 +250,6 @@ class DynamicEmbeddingBags(FeatureTables):
         if zeros.numel() < count or zeros.device != ids.device:
             zeros = self._zeros = torch.zeros(2 * count, dtype=torch.int32, device=ids.device)
         return zeros[:count]
-
-    def _bounds_message(self, bad_indices: int, bad_offsets: int) -> str:
-        return (
-            f"emblib: {bad_offsets} offsets out of bounds, which are clamped: they must begin with "
-            "0, not decrease and end with the number of indices (are they offsets, not lengths?)"
-        )
 
     @graph_break  # an index is state, and its rows move
     @atomic

@@ -1,4 +1,4 @@
-"""Adam, LAMB, and the two with one second moment a row."""
+"""Adam and LAMB, and their variants with one second moment per row."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -26,9 +26,7 @@ class Adam(Optimizer):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_number("eps", self.eps)
-        pair = isinstance(self.betas, tuple) and len(self.betas) == 2
-        if not pair or not all(0.0 <= beta < 1.0 for beta in self.betas):
-            raise ValueError(f"betas must be a tuple of two numbers in [0, 1), got {self.betas}")
+        _check_betas(self.betas)
 
     def parameters(self) -> tuple[float, ...]:
         """Return `(beta1, beta2, eps)`."""
@@ -44,19 +42,28 @@ class PartialRowwiseAdam(Adam):
 
 
 @dataclass(frozen=True)
-class LAMB(Adam):
+class LAMB(Optimizer):
     """Adam with steps as long as the row is (You et al., 2020).
 
     `r = m / (sqrt(v) + eps) + rate * w; w -= lr * |w| / |r| * r`, with the rate of
     `weight_decay=Decoupled(rate)`; where a norm is zero the ratio is 1.
     """
 
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+
     functor: ClassVar[str] = "lamb"
+    kept: ClassVar[tuple[State, ...]] = _ELEMENTS
     decays: ClassVar[tuple[type, ...]] = (Decoupled,)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_number("eps", self.eps)
+        _check_betas(self.betas)
 
     def parameters(self) -> tuple[float, ...]:
         """Return `(beta1, beta2, eps, rate of the weight decay)`."""
-        return (*super().parameters(), self._rate())
+        return (*self.betas, self.eps, self._rate())
 
     def _decay_head(self) -> tuple[float, float]:
         return (0.0, 0.0)
@@ -68,3 +75,10 @@ class PartialRowwiseLAMB(LAMB):
 
     functor: ClassVar[str] = "partial_rowwise_lamb"
     kept: ClassVar[tuple[State, ...]] = _PARTIAL
+
+
+def _check_betas(betas: tuple[float, float]) -> None:
+    """Raise ValueError unless `betas` is a tuple of two numbers in [0, 1)."""
+    pair = isinstance(betas, tuple) and len(betas) == 2
+    if not pair or not all(0.0 <= beta < 1.0 for beta in betas):
+        raise ValueError(f"betas must be a tuple of two numbers in [0, 1), got {betas}")

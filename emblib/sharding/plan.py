@@ -8,6 +8,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import torch
+
 from emblib.sharding.sharding_types import (
     ParameterSharding,
     Rule,
@@ -179,14 +181,21 @@ def _to_json(sharding: ParameterSharding) -> dict[str, Any]:
     }
 
 
-def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {k: v.value if isinstance(v, Enum) else v for k, v in values.items()}
+def _plain(value: Any) -> Any:
+    """Return the fields of a storage as JSON has them."""
+    if isinstance(value, Mapping):
+        return {key: _plain(entry) for key, entry in value.items()}
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, torch.dtype | Path):
+        return str(value).removeprefix("torch.")
+    return value
 
 
 def _read(described: Mapping[str, Any]) -> ParameterSharding:
     storage: Any = None
     if described["kind"] is not None:
         values = {k: tuple(v) if isinstance(v, list) else v for k, v in described["kind"].items()}
-        storage = _alternatives()[str(values.pop("name"))](**values)
+        storage = _alternatives()[str(values.pop("name"))].from_plan(values)
     shards = tuple(Shard(rank, (r0, r1), (c0, c1)) for rank, r0, r1, c0, c1 in described["boxes"])
     return ParameterSharding(ShardingType(described["type"]), shards, storage)

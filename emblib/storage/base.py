@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -233,6 +233,11 @@ class Storage:
 
     def check_table(self, table: TableDescription) -> None:
         """Raise ValueError for a configuration that this storage cannot have."""
+
+    @classmethod
+    def from_plan(cls, values: Mapping[str, Any]) -> Self:
+        """Return the storage whose fields a sharding plan in JSON has, lists as tuples."""
+        return cls(**values)
 
     def spec(self, rows: int, dim: int, name: str) -> Any:
         """Return a table of this storage as the table modules take it."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -12,7 +12,15 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from emblib.optim import External, Gradient, Optimizer
-from emblib.specs import CacheConfig, CachePolicy, Placement, Pooling, Precision, TableSpec
+from emblib.specs import (
+    CacheConfig,
+    CachePolicy,
+    MultiPassPrefetch,
+    Placement,
+    Pooling,
+    Precision,
+    TableSpec,
+)
 from emblib.storage.base import (
     MemoryBytes,
     Rates,
@@ -56,6 +64,19 @@ class Dense(Storage):
                 f"cache is for the placements MANAGED_CACHING and DISK, got {self.placement}"
             )
 
+    @classmethod
+    def from_plan(cls, values: Mapping[str, Any]) -> Dense:
+        """Return the storage whose fields a plan in JSON has; its cache is a mapping, or None."""
+        cache = values.get("cache")
+        if cache is None:
+            return cls(**values)
+        dtype, passes = cache["dtype"], cache["passes"]
+        objects = {
+            "dtype": None if dtype is None else getattr(torch, dtype),
+            "passes": None if passes is None else MultiPassPrefetch(**passes),
+        }
+        return cls(**{**values, "cache": CacheConfig(**{**cache, **objects})})
+
     def spec(self, rows: int, dim: int, name: str) -> TableSpec:
         """Return a table of this storage as the table modules take it."""
         return TableSpec(rows, dim, name, self.placement)
@@ -95,8 +116,8 @@ class Dense(Storage):
 
     def views(self, kernel: Any) -> list[dict[str, Tensor]]:
         """Return `weight` and the optimizer states of each table; flushes and empties caches."""
-        kernel._settle()
-        views: list[dict[str, Tensor]] = kernel._views()
+        kernel.settle()
+        views: list[dict[str, Tensor]] = kernel.table_views()
         return views
 
     def reset(self, kernel: Any, seeds: Sequence[int]) -> None:
@@ -244,7 +265,7 @@ class DenseKernel(TableBatchedEmbeddingBags):
 
     def commit(self) -> None:
         """Make durable what was written to the views: a store on disk commits it."""
-        with self._writing():
+        with self.overwriting():
             pass
 
     def _trained_weights(self) -> Tensor:
@@ -327,7 +348,7 @@ class DenseHandle(TableHandle):
     def views(self) -> dict[str, Tensor]:
         """Return `weight` and optimizer states; flushes and empties the cache."""
         kernel: DenseKernel = self.kernel
-        kernel._settle()
+        kernel.settle()
         return kernel.view_of(self.index)
 
     def commit(self) -> None:
@@ -336,8 +357,8 @@ class DenseHandle(TableHandle):
 
     def adopt(self, other: DenseHandle) -> None:
         """Copy the rows, and take the parameter object."""
-        other.kernel._settle()
-        with self.kernel._writing():
+        other.kernel.settle()
+        with self.kernel.overwriting():
             rows = self.kernel.view_of(self.index)["weight"]
             rows.copy_(other.kernel.view_of(other.index)["weight"])
         other.weight.grad = None
@@ -356,6 +377,6 @@ class DenseHandle(TableHandle):
             return
         # The parameter stays the view that it is, whatever load_state_dict(assign=...) asks for.
         metadata = {k: v for k, v in metadata.items() if k != "assign_to_params_buffers"}
-        kernel._settle()
-        with kernel._writing():
+        kernel.settle()
+        with kernel.overwriting():
             super()._load_from_state_dict(state_dict, prefix, metadata, *rest)

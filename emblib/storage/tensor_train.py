@@ -353,7 +353,7 @@ class TTKernel(TTEmbeddingBag):
                 self.cores, self._storage.cores_of(self._part, values), strict=True
             ):
                 core.copy_(value)
-        for states in self._states():
+        for states in self._core_states():
             for state in states:
                 state.zero_()
         self._reset_common()

@@ -1,7 +1,7 @@
-"""Base classes of the tables: bounds checks, fused optimizers, features, state dicts.
+"""What the modules of tables share: `FusedTables`, their base, and functions of batches and states.
 
-`FeatureTables` is the base of modules of several tables that features read. Its base `FusedTable`
-has the optimizer and its hyperparameters; `CheckedBatches` checks indices and offsets.
+`FusedTables` has features, optimizer and hyperparameters of a module; `check_bounds` checks the
+indices and offsets of a batch.
 
 State dicts have entries per table, so that they fit any placement, device and grouping:
 `<table>.weight` `[R, D]`, `<table>.<state>` `[R, D]` or `[R]` for each state of the optimizer, and
@@ -12,7 +12,7 @@ State dicts have entries per table, so that they fit any placement, device and g
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -29,113 +29,66 @@ from emblib.optim import (
     Optimizer,
     check_learning_rate,
 )
-from emblib.specs import BoundsCheck, Pooling, Precision, brief, check_count, check_float_dtype
+from emblib.specs import BoundsCheck, Pooling, Precision, brief, check_count
 from emblib.tables import parameters
 from emblib.tables.locks import ModuleLock, atomic
 from emblib.tables.parameters import caller_level
 
 
-class CheckedBatches:
-    """Base of the modules that check the indices and offsets of a batch before its lookup."""
+class SpecKind(NamedTuple):
+    """The class of a module's table specs, an example, and a hint for other specs."""
 
-    features: Tensor
-    bounds_violations: Tensor
-    bounds_check: BoundsCheck
-    include_last_offset: bool = True
-    """Whether offsets end with the number of indices; `nn.EmbeddingBag` omits that entry."""
-
-    def _with_last_offset(self, indices: Tensor, offsets: Tensor) -> Tensor:
-        """Append the number of indices if the module takes offsets without it."""
-        if self.include_last_offset:
-            return offsets
-        return torch.cat([offsets, offsets.new_full((1,), indices.numel())])
-
-    def _check_bounds(
-        self,
-        indices: Tensor,
-        offsets: Tensor,
-        features: Tensor,
-        bag_layout: Tensor | None = None,
-    ) -> Tensor:
-        """Return offsets repaired according to `bounds_check`; on CUDA WARNING only counts.
-
-        Raises:
-            RuntimeError: another device; out of bounds in mode FATAL; in mode WARNING on the CPU,
-                offsets that would skip ids or a bag, in compiled graphs too.
-        """
-        if indices.device != self.features.device or offsets.device != self.features.device:
-            raise RuntimeError(
-                f"indices and offsets must be on the device of the table, {self.features.device}, "
-                f"got {indices.device} and {offsets.device}; move them with .to(device)"
-            )
-        if self.bounds_check is BoundsCheck.NONE:
-            return offsets
-        mode = self.bounds_check
-        repaired, violations = tbe.check_bounds(
-            indices, offsets, features, bag_layout, codes.BOUNDS_CHECK[mode.value]
-        )
-        if mode is not BoundsCheck.WARNING:
-            return repaired
-        if violations.is_cuda or torch.compiler.is_compiling():
-            self.bounds_violations.add_(violations)
-            return repaired
-        bad_indices, bad_offsets = violations.tolist()
-        if bad_indices or bad_offsets:
-            self.bounds_violations.add_(violations)
-            warnings.warn(
-                self._bounds_message(bad_indices, bad_offsets),
-                stacklevel=caller_level(),
-            )
-        return repaired
-
-    def _bounds_message(self, bad_indices: int, bad_offsets: int) -> str:
-        return (
-            f"emblib: {bad_indices} indices and {bad_offsets} offsets out of bounds; "
-            "such indices read row 0, such offsets are clamped (are they offsets, not lengths, "
-            "and in this order? bounds_check=BoundsCheck.FATAL raises instead)"
-        )
+    type: type
+    example: str
+    otherwise: str
 
 
-def warn_of_dtype(fn: Callable[[Tensor], Tensor], argument: str) -> None:
-    """Warn where a function of `nn.Module._apply` would change the dtype of a table."""
-    asked = fn(torch.empty(0, dtype=torch.float32)).dtype
-    if asked != torch.float32:
-        warnings.warn(
-            f"emblib: tables keep their dtypes, {asked} is ignored; choose them when making one: "
-            f"{argument}, in a collection data_type= of the configuration",
-            stacklevel=caller_level(),
-        )
+class FusedTables(nn.Module):
+    """Base of modules of T tables that F features read, with a fused optimizer.
 
-
-class FusedTable(CheckedBatches, nn.Module):
-    """Base of the tables with a fused optimizer, whose numbers are a tensor on the device.
+    The constructor checks the common arguments; the subclass then locates the tables, sets
+    `_layout` with `_feature_rows` and registers its memory.
 
     The weights of a fused table never have a `.grad`: backward applies the optimizer to them
     immediately. So neither `torch.optim` nor gradient clipping or accumulation affects them, and
     gradients scaled by a `GradScaler` are refused. `requires_grad_(False)`, of this module or a
     parent, freezes the tables: from the next forward on there is no update, and no step is counted;
-    `requires_grad_(True)` resumes training. `state_dict` includes the optimizer's numbers, and
-    loading one restores them.
+    `requires_grad_(True)` resumes training. `state_dict` includes the optimizer's numbers, a tensor
+    on the device, and loading one restores them.
 
     `grad_anchor` is a scalar that requires grad; it ties outputs to autograd while the weights,
     which backward mutates in place, stay out of it.
     """
 
+    weights: nn.Parameter
     features: Tensor
     grad_anchor: Tensor
     bounds_violations: Tensor
+    include_last_offset: bool
+    tables: tuple[Any, ...]
+    spec_kind: ClassVar[SpecKind]
     _layout: list[tuple[int, ...]]
     _frozen: bool = False
     """Whether `requires_grad_(False)` was called on the weights: nothing is updated."""
+    _untrained: frozenset[int] = frozenset()
+    """The frozen tables, if each table has its own parameter."""
 
     def __init__(
         self,
+        tables: Sequence[Any],
         optimizer: Optimizer | None,
         pooling: Pooling,
-        output_dtype: torch.dtype,
+        feature_tables: Sequence[int] | None,
+        precision: Precision | None,
         bounds_check: BoundsCheck,
     ) -> None:
         super().__init__()
+        precision = Precision() if precision is None else precision
+        if not isinstance(precision, Precision):
+            raise TypeError(
+                "precision must be a Precision, e.g. Precision(weights=torch.float16), got "
+                f"{precision!r}"
+            )
         self._lock = ModuleLock()  # for changes of more than the weights of the rows of a lookup
         self.optimizer = SGD(0.01) if optimizer is None else optimizer
         if not isinstance(self.optimizer, Optimizer):
@@ -146,8 +99,64 @@ class FusedTable(CheckedBatches, nn.Module):
             )
         self.pooling = Pooling(pooling)
         self.bounds_check = BoundsCheck(bounds_check)
-        check_float_dtype("output_dtype", output_dtype)
-        self.output_dtype = output_dtype
+        self.precision = precision
+        self.output_dtype = precision.output
+        self.tables = (tables,) if isinstance(tables, self.spec_kind.type) else tuple(tables)
+        self.feature_tables = (
+            tuple(range(len(self.tables))) if feature_tables is None else tuple(feature_tables)
+        )
+        self._check_tables()
+        self.table_names = table_names([spec.name for spec in self.tables])
+        self._dims = [self.tables[t].dim for t in self.feature_tables]
+        self.output_dim = sum(self._dims)
+        if self.pooling is Pooling.NONE:
+            self.output_dim = max(self._dims, default=0)
+
+    def _check_tables(self) -> None:
+        kind = self.spec_kind
+        for t, spec in enumerate(self.tables):
+            if not isinstance(spec, kind.type):
+                raise TypeError(
+                    f"tables[{t}] must be a {kind.type.__name__}, e.g. {kind.example}, got "
+                    f"{spec!r}; {kind.otherwise}"
+                )
+        check_features(self.tables, self.feature_tables, self.pooling)
+        dims = sorted({spec.dim for spec in self.tables})
+        sparse = isinstance(self.optimizer, External) and (
+            self.optimizer.gradient is Gradient.SPARSE
+        )
+        if len(dims) > 1 and sparse:
+            raise ValueError(
+                "a sparse gradient is [rows, dim], so optim.External() needs one dim for all "
+                f"tables, got {dims}; make one module per dim, or use "
+                "External(gradient=Gradient.DENSE)"
+            )
+
+    def _feature_rows(
+        self, feature: Callable[[int, int], tuple[int, ...]]
+    ) -> list[tuple[int, ...]]:
+        """Make `_layout` of `feature(table, column)`, a row of `features`, for every feature."""
+        column, rows = 0, []
+        for t, dim in zip(self.feature_tables, self._dims, strict=True):
+            rows.append(feature(t, column))
+            column += 0 if self.pooling is Pooling.NONE else dim
+        return rows
+
+    def _register_row_buffers(
+        self, weights: Tensor, states: Sequence[Tensor], *, persistent: bool = True
+    ) -> None:
+        """Register weights `[sum rows * dim]` as a parameter and states as buffers.
+
+        Only `optim.External` leaves a gradient on the weights, which then are `[rows, dim]` if all
+        tables have one dim.
+        """
+        fused = autograd.is_fused(self.optimizer)
+        dims = {spec.dim for spec in self.tables}
+        if not fused and len(dims) == 1:
+            weights = weights.view(-1, *dims)
+        self.weights = nn.Parameter(weights, requires_grad=not fused)
+        for state, tensor in zip(self.optimizer.states, states, strict=True):
+            self.register_buffer(f"state_{state.name}", tensor, persistent=persistent)
 
     def _register_common(self, device: torch.device) -> None:
         """Register the buffers of every table, the step and the learning rate among them.
@@ -165,29 +174,17 @@ class FusedTable(CheckedBatches, nn.Module):
         counts = torch.zeros(2, dtype=torch.int64, device=device)
         self.register_buffer("bounds_violations", counts, persistent=False)
 
-    def _reset_common(self) -> None:
-        self.hyperparams.copy_(self._initial_hyperparams())
-        self._restore()
-
-    def _initial_hyperparams(self) -> Tensor:
-        """Return the optimizer's numbers before the first step, on the CPU."""
-        return self.optimizer.hyperparams()
-
-    def _own_parameters(self) -> None:
-        """Mark the parameters that backward updates, to be notified when they are frozen."""
-        if autograd.is_fused(self.optimizer):
-            for parameter in self.parameters(recurse=True):
-                parameters.own(parameter, self, parameters.TableParameter)
-
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """Register a parameter; one that backward updates is marked as owned by this module."""
         super().register_parameter(name, param)
         if param is not None and autograd.is_fused(self.optimizer):
             parameters.own(param, self, parameters.TableParameter)
 
-    def set_trained(self, parameter: nn.Parameter, *, trained: bool) -> None:
-        """Train the tables of a parameter from the next forward on, or freeze them."""
-        self._frozen = not trained
+    def _own_parameters(self) -> None:
+        """Mark the parameters that backward updates, to be notified when they are frozen."""
+        if autograd.is_fused(self.optimizer):
+            for parameter in self.parameters(recurse=True):
+                parameters.own(parameter, self, parameters.TableParameter)
 
     def _check_in_place(self, parameter: Any) -> None:
         """Raise RuntimeError where a wrapper has replaced the memory of a parameter."""
@@ -199,40 +196,18 @@ class FusedTable(CheckedBatches, nn.Module):
                 "tables as ignored_params; write values with load_state_dict"
             )
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._own_parameters()
+    def _bag_layout(
+        self, offsets: Tensor, batch_sizes: Sequence[Sequence[int]] | None, device: torch.device
+    ) -> tuple[Tensor | None, int]:
+        """Return where each bag goes with unequal batch sizes, and the size of the output."""
+        if batch_sizes is None:
+            return None, self.output_dim
+        bags = max(offsets.numel() - 1, 0)
+        layout, elements = variable_batch(batch_sizes, self._dims, bags, device)
+        return layout, self.output_dim if self.pooling is Pooling.NONE else elements
 
-    def _restore(self) -> None:
-        """Recompute, on the current device, what follows from the construction alone."""
-        self._own_parameters()
-        device = self.hyperparams.device
-        layout = torch.tensor(self._layout, dtype=torch.int64).view(-1, len(FeatureColumn))
-        if (
-            self.features.device == device
-            and self.grad_anchor.requires_grad
-            and self.grad_anchor.is_leaf
-        ):
-            self.features.copy_(layout)  # a captured CUDA graph has its address
-            return
-        self.features = layout if device.type == "cpu" else layout.to(device)
-        self.grad_anchor = torch.zeros((), device=device, requires_grad=True)
-        self.bounds_violations = torch.zeros(2, dtype=torch.int64, device=device)
-
-    def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, *arguments: Any
-    ) -> None:
-        saved = state_dict.get(f"{prefix}features")
-        error_messages: list[str] = arguments[-1]
-        if saved is not None and saved.tolist() != [list(row) for row in self._layout]:
-            error_messages.append(
-                f"{prefix}features: the checkpoint is of other tables; its (weight_offset, "
-                f"row_base, rows, dim, column, ...) by feature are {saved.tolist()[:4]}, this "
-                f"module's are {self._layout[:4]}"
-            )
-            return
-        super()._load_from_state_dict(state_dict, prefix, *arguments)
-        self._restore()
+    def _states(self) -> list[Tensor]:
+        return [getattr(self, f"state_{state.name}") for state in self.optimizer.states]
 
     @property
     def hyperparams(self) -> Tensor:
@@ -240,6 +215,17 @@ class FusedTable(CheckedBatches, nn.Module):
         hyperparams = self._buffers["hyper"]
         assert hyperparams is not None
         return hyperparams
+
+    @property
+    def step(self) -> int:
+        """Return the number of updates so far (reads the device)."""
+        return int(self.hyperparams[Hyper.STEP])
+
+    @atomic
+    def set_step(self, step: int) -> None:
+        """Continue counting from `step` (>= 0), which bias corrections and row counters use."""
+        step = check_count("step", step, minimum=0)
+        self.hyperparams[Hyper.STEP].fill_(step)
 
     @property
     def learning_rate(self) -> float:
@@ -285,16 +271,57 @@ class FusedTable(CheckedBatches, nn.Module):
         for numbers in (slice(Hyper.STEP), slice(Hyper.STEP + 1, len(values))):
             self.hyperparams[numbers].copy_(values[numbers])
 
-    @property
-    def step(self) -> int:
-        """Return the number of updates so far (reads the device)."""
-        return int(self.hyperparams[Hyper.STEP])
+    def _initial_hyperparams(self) -> Tensor:
+        """Return the optimizer's numbers before the first step, on the CPU."""
+        hyper = self.optimizer.hyperparams()
+        if self.precision.stochastic_rounding is not None:
+            hyper[Hyper.SEED] = float(self.precision.stochastic_rounding.seed)
+        return hyper
 
-    @atomic
-    def set_step(self, step: int) -> None:
-        """Continue counting from `step` (>= 0), which bias corrections and row counters use."""
-        step = check_count("step", step, minimum=0)
-        self.hyperparams[Hyper.STEP].fill_(step)
+    def set_trained(self, parameter: nn.Parameter, *, trained: bool) -> None:
+        """Train the tables of a parameter from the next forward on, or freeze them."""
+        self._frozen = not trained
+
+    def set_table_trained(self, table: int, *, trained: bool) -> None:
+        """Train a table from the next forward on, or freeze it."""
+        others = self._untrained - {table}
+        self._untrained = others if trained else others | {table}
+        self._frozen = len(self._untrained) == len(self.tables)
+
+    def _reset_common(self) -> None:
+        self.hyperparams.copy_(self._initial_hyperparams())
+        self._restore()
+
+    def _restore(self) -> None:
+        """Recompute, on the current device, what follows from the construction alone."""
+        self._own_parameters()
+        device = self.hyperparams.device
+        layout = torch.tensor(self._layout, dtype=torch.int64).view(-1, len(FeatureColumn))
+        if (
+            self.features.device == device
+            and self.grad_anchor.requires_grad
+            and self.grad_anchor.is_leaf
+        ):
+            self.features.copy_(layout)  # a captured CUDA graph has its address
+            return
+        self.features = layout if device.type == "cpu" else layout.to(device)
+        self.grad_anchor = torch.zeros((), device=device, requires_grad=True)
+        self.bounds_violations = torch.zeros(2, dtype=torch.int64, device=device)
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *arguments: Any
+    ) -> None:
+        saved = state_dict.get(f"{prefix}features")
+        error_messages: list[str] = arguments[-1]
+        if saved is not None and saved.tolist() != [list(row) for row in self._layout]:
+            error_messages.append(
+                f"{prefix}features: the checkpoint is of other tables; its (weight_offset, "
+                f"row_base, rows, dim, column, ...) by feature are {saved.tolist()[:4]}, this "
+                f"module's are {self._layout[:4]}"
+            )
+            return
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
+        self._restore()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         warn_of_dtype(fn, "precision=Precision(weights=...)")
@@ -302,76 +329,112 @@ class FusedTable(CheckedBatches, nn.Module):
         self._restore()
         return self
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._own_parameters()
 
-Views = list[dict[str, Tensor]]
+    def _size_of(self, spec: Any) -> str:
+        """Describe a table for `extra_repr`."""
+        raise NotImplementedError
 
-
-def table_names(names: Sequence[str]) -> list[str]:
-    """Return the name of each table in a state dict: its own, or `table_<i>` without one.
-
-    Raises:
-        ValueError: two tables of one name.
-    """
-    result = [name or f"table_{t}" for t, name in enumerate(names)]
-    for name in result:
-        if result.count(name) > 1:
-            raise ValueError(f"tables of a module must differ in name, got {name!r} twice")
-    return result
-
-
-def entries(names: Sequence[str], views: Views) -> Iterator[tuple[str, Tensor]]:
-    """Yield key and tensor of all entries of the tables; `views` has `weight` and the states."""
-    for name, tensors in zip(names, views, strict=True):
-        for key, tensor in tensors.items():
-            yield f"{name}.{key}", tensor
+    def extra_repr(self) -> str:
+        """Describe tables, optimizer and options."""
+        sizes = ", ".join(
+            f"{name}: {self._size_of(spec)}"
+            for name, spec in zip(self.table_names[:4], self.tables, strict=False)
+        )
+        more = f", ... {len(self.tables)} tables" if len(self.tables) > 4 else ""
+        parts = [f"[{sizes}{more}]", brief(self.optimizer), f"pooling={self.pooling.value}"]
+        if self.precision != Precision():
+            parts.append(brief(self.precision))
+        return ", ".join(parts)
 
 
-def check_keys(targets: Mapping[str, Tensor], state_dict: Mapping[str, Any]) -> None:
-    """Raise RuntimeError where keys are missing or unexpected, before anything is written."""
-    missing = sorted(targets.keys() - state_dict.keys())
-    unexpected = sorted(state_dict.keys() - targets.keys())
-    if missing or unexpected:
-        raise RuntimeError(
-            f"the state dict must have the keys of this module: missing are {missing}, unexpected "
-            f"{unexpected}; strict=False loads what there is"
+def warn_of_dtype(fn: Callable[[Tensor], Tensor], argument: str) -> None:
+    """Warn where a function of `nn.Module._apply` would change the dtype of a table."""
+    asked = fn(torch.empty(0, dtype=torch.float32)).dtype
+    if asked != torch.float32:
+        warnings.warn(
+            f"emblib: tables keep their dtypes, {asked} is ignored; choose them when making one: "
+            f"{argument}, in a collection data_type= of the configuration",
+            stacklevel=caller_level(),
         )
 
 
-def sources(
-    targets: Mapping[str, Tensor],
-    state_dict: Mapping[str, Any],
-    prefix: str,
-    missing_keys: list[str],
-    unexpected_keys: list[str],
-    error_messages: list[str],
-) -> dict[str, Tensor]:
-    """Select the entries of a state dict that `targets` names, as `_load_from_state_dict` does.
+def check_features(tables: Sequence[Any], feature_tables: Sequence[int], pooling: Pooling) -> None:
+    """Raise ValueError for features of missing tables, or of different dims without pooling."""
+    for f, t in enumerate(feature_tables):
+        if not 0 <= t < len(tables):
+            raise ValueError(
+                f"feature_tables[{f}] must be in [0, {len(tables)}), the number of tables, got {t}"
+            )
+    dims = sorted({spec.dim for spec in tables})
+    if len(dims) > 1 and pooling is Pooling.NONE:
+        raise ValueError(
+            f"pooling NONE needs one dim for all tables, got {dims}; make one module per dim"
+        )
 
-    Missing keys, unexpected keys and errors are appended to the lists. Shapes are all compared
-    before anything is written: one wrong shape selects nothing, so a checkpoint of other tables
-    leaves the module as it was.
+
+class ChecksBounds(Protocol):
+    """A module whose batches `check_bounds` checks."""
+
+    features: Tensor
+    bounds_violations: Tensor
+    bounds_check: BoundsCheck
+
+
+def append_last_offset(indices: Tensor, offsets: Tensor) -> Tensor:
+    """Append the number of indices to offsets in the form of `nn.EmbeddingBag`, which omits it."""
+    return torch.cat([offsets, offsets.new_full((1,), indices.numel())])
+
+
+BOUNDS_MESSAGE = (
+    "emblib: {indices} indices and {offsets} offsets out of bounds; "
+    "such indices read row 0, such offsets are clamped (are they offsets, not lengths, "
+    "and in this order? bounds_check=BoundsCheck.FATAL raises instead)"
+)
+
+
+def check_bounds(
+    module: ChecksBounds,
+    indices: Tensor,
+    offsets: Tensor,
+    features: Tensor,
+    bag_layout: Tensor | None = None,
+    message: str = BOUNDS_MESSAGE,
+) -> Tensor:
+    """Return offsets repaired according to `bounds_check`; on CUDA WARNING only counts.
+
+    `message` is the text of the warning, a format of the numbers of bad `indices` and `offsets`.
+
+    Raises:
+        RuntimeError: another device; out of bounds in mode FATAL; in mode WARNING on the CPU,
+            offsets that would skip ids or a bag, in compiled graphs too.
     """
-    given = [key.removeprefix(prefix) for key in state_dict if key.startswith(prefix)]
-    found = {key: state_dict[prefix + key] for key in given if key in targets}
-    errors = [
-        f"{prefix}{key}: the checkpoint is of another table or optimizer; it has shape "
-        f"{tuple(value.shape)}, this module's is {tuple(targets[key].shape)}; without this key and "
-        "with strict=False the rest can be loaded"
-        for key, value in found.items()
-        if value.shape != targets[key].shape
-    ]
-    missing_keys.extend(prefix + key for key in targets if key not in found)
-    unexpected_keys.extend(prefix + key for key in sorted(given) if key not in targets)
-    error_messages.extend(errors)
-    return {} if errors else found
-
-
-def own(tensors: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors, copied where they share memory with their targets."""
-    return {
-        key: tensor.clone() if tensor.data_ptr() == targets[key].data_ptr() else tensor
-        for key, tensor in tensors.items()
-    }
+    device = module.features.device
+    if indices.device != device or offsets.device != device:
+        raise RuntimeError(
+            f"indices and offsets must be on the device of the table, {device}, "
+            f"got {indices.device} and {offsets.device}; move them with .to(device)"
+        )
+    mode = module.bounds_check
+    if mode is BoundsCheck.NONE:
+        return offsets
+    repaired, violations = tbe.check_bounds(
+        indices, offsets, features, bag_layout, codes.BOUNDS_CHECK[mode.value]
+    )
+    if mode is not BoundsCheck.WARNING:
+        return repaired
+    if violations.is_cuda or torch.compiler.is_compiling():
+        module.bounds_violations.add_(violations)
+        return repaired
+    bad_indices, bad_offsets = violations.tolist()
+    if bad_indices or bad_offsets:
+        module.bounds_violations.add_(violations)
+        warnings.warn(
+            message.format(indices=bad_indices, offsets=bad_offsets), stacklevel=caller_level()
+        )
+    return repaired
 
 
 class VariableBatch(NamedTuple):
@@ -440,153 +503,72 @@ def variable_batch(
     return VariableBatch(layout.to(device, non_blocking=True), output_numel)
 
 
-class SpecKind(NamedTuple):
-    """The class of a module's table specs, an example, and a hint for other specs."""
+def table_names(names: Sequence[str]) -> list[str]:
+    """Return the name of each table in a state dict: its own, or `table_<i>` without one.
 
-    type: type
-    example: str
-    otherwise: str
-
-
-def check_features(tables: Sequence[Any], feature_tables: Sequence[int], pooling: Pooling) -> None:
-    """Raise ValueError for features of missing tables, or of different dims without pooling."""
-    for f, t in enumerate(feature_tables):
-        if not 0 <= t < len(tables):
-            raise ValueError(
-                f"feature_tables[{f}] must be in [0, {len(tables)}), the number of tables, got {t}"
-            )
-    dims = sorted({spec.dim for spec in tables})
-    if len(dims) > 1 and pooling is Pooling.NONE:
-        raise ValueError(
-            f"pooling NONE needs one dim for all tables, got {dims}; make one module per dim"
-        )
-
-
-class FeatureTables(FusedTable):
-    """Base of modules of T tables that F features read, pooled into `[B, sum D]`.
-
-    The constructor checks the common arguments; the subclass then locates the tables and sets
-    `_layout` with `_feature_rows`.
+    Raises:
+        ValueError: two tables of one name.
     """
+    result = [name or f"table_{t}" for t, name in enumerate(names)]
+    for name in result:
+        if result.count(name) > 1:
+            raise ValueError(f"tables of a module must differ in name, got {name!r} twice")
+    return result
 
-    weights: nn.Parameter
-    tables: tuple[Any, ...]
-    spec_kind: ClassVar[SpecKind]
 
-    def __init__(
-        self,
-        tables: Sequence[Any],
-        optimizer: Optimizer | None,
-        pooling: Pooling,
-        feature_tables: Sequence[int] | None,
-        precision: Precision | None,
-        bounds_check: BoundsCheck,
-    ) -> None:
-        precision = Precision() if precision is None else precision
-        if not isinstance(precision, Precision):
-            raise TypeError(
-                "precision must be a Precision, e.g. Precision(weights=torch.float16), got "
-                f"{precision!r}"
-            )
-        super().__init__(optimizer, pooling, precision.output, bounds_check)
-        self.precision = precision
-        self.tables = (tables,) if isinstance(tables, self.spec_kind.type) else tuple(tables)
-        self.feature_tables = (
-            tuple(range(len(self.tables))) if feature_tables is None else tuple(feature_tables)
+Views = list[dict[str, Tensor]]
+
+
+def entries(names: Sequence[str], views: Views) -> Iterator[tuple[str, Tensor]]:
+    """Yield key and tensor of all entries of the tables; `views` has `weight` and the states."""
+    for name, tensors in zip(names, views, strict=True):
+        for key, tensor in tensors.items():
+            yield f"{name}.{key}", tensor
+
+
+def check_keys(targets: Mapping[str, Tensor], state_dict: Mapping[str, Any]) -> None:
+    """Raise RuntimeError where keys are missing or unexpected, before anything is written."""
+    missing = sorted(targets.keys() - state_dict.keys())
+    unexpected = sorted(state_dict.keys() - targets.keys())
+    if missing or unexpected:
+        raise RuntimeError(
+            f"the state dict must have the keys of this module: missing are {missing}, unexpected "
+            f"{unexpected}; strict=False loads what there is"
         )
-        self._check_tables()
-        self.table_names = table_names([spec.name for spec in self.tables])
-        self._dims = [self.tables[t].dim for t in self.feature_tables]
-        self.output_dim = sum(self._dims)
-        if self.pooling is Pooling.NONE:
-            self.output_dim = max(self._dims, default=0)
 
-    def _check_tables(self) -> None:
-        kind = self.spec_kind
-        for t, spec in enumerate(self.tables):
-            if not isinstance(spec, kind.type):
-                raise TypeError(
-                    f"tables[{t}] must be a {kind.type.__name__}, e.g. {kind.example}, got "
-                    f"{spec!r}; {kind.otherwise}"
-                )
-        check_features(self.tables, self.feature_tables, self.pooling)
-        dims = sorted({spec.dim for spec in self.tables})
-        sparse = isinstance(self.optimizer, External) and (
-            self.optimizer.gradient is Gradient.SPARSE
-        )
-        if len(dims) > 1 and sparse:
-            raise ValueError(
-                "a sparse gradient is [rows, dim], so optim.External() needs one dim for all "
-                f"tables, got {dims}; make one module per dim, or use "
-                "External(gradient=Gradient.DENSE)"
-            )
 
-    def _feature_rows(
-        self, feature: Callable[[int, int], tuple[int, ...]]
-    ) -> list[tuple[int, ...]]:
-        """Make `_layout` of `feature(table, column)`, a row of `features`, for every feature."""
-        column, rows = 0, []
-        for t, dim in zip(self.feature_tables, self._dims, strict=True):
-            rows.append(feature(t, column))
-            column += 0 if self.pooling is Pooling.NONE else dim
-        return rows
+def sources(
+    targets: Mapping[str, Tensor],
+    state_dict: Mapping[str, Any],
+    prefix: str,
+    missing_keys: list[str],
+    unexpected_keys: list[str],
+    error_messages: list[str],
+) -> dict[str, Tensor]:
+    """Select the entries of a state dict that `targets` names, as `_load_from_state_dict` does.
 
-    def _register_row_buffers(
-        self, weights: Tensor, states: Sequence[Tensor], *, persistent: bool = True
-    ) -> None:
-        """Register weights `[sum rows * dim]` as a parameter and states as buffers.
+    Missing keys, unexpected keys and errors are appended to the lists. Shapes are all compared
+    before anything is written: one wrong shape selects nothing, so a checkpoint of other tables
+    leaves the module as it was.
+    """
+    given = [key.removeprefix(prefix) for key in state_dict if key.startswith(prefix)]
+    found = {key: state_dict[prefix + key] for key in given if key in targets}
+    errors = [
+        f"{prefix}{key}: the checkpoint is of another table or optimizer; it has shape "
+        f"{tuple(value.shape)}, this module's is {tuple(targets[key].shape)}; without this key and "
+        "with strict=False the rest can be loaded"
+        for key, value in found.items()
+        if value.shape != targets[key].shape
+    ]
+    missing_keys.extend(prefix + key for key in targets if key not in found)
+    unexpected_keys.extend(prefix + key for key in sorted(given) if key not in targets)
+    error_messages.extend(errors)
+    return {} if errors else found
 
-        Only `optim.External` leaves a gradient on the weights, which then are `[rows, dim]` if all
-        tables have one dim.
-        """
-        fused = autograd.is_fused(self.optimizer)
-        dims = {spec.dim for spec in self.tables}
-        if not fused and len(dims) == 1:
-            weights = weights.view(-1, *dims)
-        self.weights = nn.Parameter(weights, requires_grad=not fused)
-        for state, tensor in zip(self.optimizer.states, states, strict=True):
-            self.register_buffer(f"state_{state.name}", tensor, persistent=persistent)
 
-    _untrained: frozenset[int] = frozenset()
-    """The frozen tables, if each table has its own parameter."""
-
-    def set_table_trained(self, table: int, *, trained: bool) -> None:
-        """Train a table from the next forward on, or freeze it."""
-        others = self._untrained - {table}
-        self._untrained = others if trained else others | {table}
-        self._frozen = len(self._untrained) == len(self.tables)
-
-    def _states(self) -> list[Tensor]:
-        return [getattr(self, f"state_{state.name}") for state in self.optimizer.states]
-
-    def _initial_hyperparams(self) -> Tensor:
-        hyper = super()._initial_hyperparams()
-        if self.precision.stochastic_rounding is not None:
-            hyper[Hyper.SEED] = float(self.precision.stochastic_rounding.seed)
-        return hyper
-
-    def _bag_layout(
-        self, offsets: Tensor, batch_sizes: Sequence[Sequence[int]] | None, device: torch.device
-    ) -> tuple[Tensor | None, int]:
-        """Return where each bag goes with unequal batch sizes, and the size of the output."""
-        if batch_sizes is None:
-            return None, self.output_dim
-        bags = max(offsets.numel() - 1, 0)
-        layout, elements = variable_batch(batch_sizes, self._dims, bags, device)
-        return layout, self.output_dim if self.pooling is Pooling.NONE else elements
-
-    def _size_of(self, spec: Any) -> str:
-        """Describe a table for `extra_repr`."""
-        raise NotImplementedError
-
-    def extra_repr(self) -> str:
-        """Describe tables, optimizer and options."""
-        sizes = ", ".join(
-            f"{name}: {self._size_of(spec)}"
-            for name, spec in zip(self.table_names[:4], self.tables, strict=False)
-        )
-        more = f", ... {len(self.tables)} tables" if len(self.tables) > 4 else ""
-        parts = [f"[{sizes}{more}]", brief(self.optimizer), f"pooling={self.pooling.value}"]
-        if self.precision != Precision():
-            parts.append(brief(self.precision))
-        return ", ".join(parts)
+def own(tensors: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors, copied where they share memory with their targets."""
+    return {
+        key: tensor.clone() if tensor.data_ptr() == targets[key].data_ptr() else tensor
+        for key, tensor in tensors.items()
+    }

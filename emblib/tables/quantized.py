@@ -11,7 +11,7 @@ from emblib.columns import FeatureColumn
 from emblib.ops import codes, quant
 from emblib.specs import BoundsCheck, Placement, Pooling, TableSpec, check_float_dtype
 from emblib.tables import base
-from emblib.tables.base import CheckedBatches, check_features, variable_batch, warn_of_dtype
+from emblib.tables.base import check_features, variable_batch, warn_of_dtype
 from emblib.tables.tbe import TableBatchedEmbeddingBags
 from emblib.tables.tt import TTEmbeddingBag
 
@@ -38,7 +38,7 @@ class _TableLocation(NamedTuple):
         return scales[self.first_row : self.first_row + self.rows]
 
 
-class QuantizedEmbeddingBags(CheckedBatches, nn.Module):
+class QuantizedEmbeddingBags(nn.Module):
     """Looks up F features in T quantised tables at once and pools them into `[B, sum D]`.
 
     A row is D numbers of `bits` bits with a float32 scale and offset, value = scale * number +
@@ -65,6 +65,8 @@ class QuantizedEmbeddingBags(CheckedBatches, nn.Module):
 
     values: Tensor
     scales: Tensor
+    features: Tensor
+    bounds_violations: Tensor
 
     def __init__(
         self,
@@ -284,13 +286,14 @@ class QuantizedEmbeddingBags(CheckedBatches, nn.Module):
                     "torch.no_grad(), or give per_sample_weights.detach()"
                 )
             per_sample_weights = per_sample_weights.detach()
-        offsets = self._with_last_offset(indices, offsets)
+        if not self.include_last_offset:
+            offsets = base.append_last_offset(indices, offsets)
         bag_layout, output_dim = None, self.output_dim
         if batch_sizes is not None:
             bags = max(offsets.numel() - 1, 0)
             bag_layout, elements = variable_batch(batch_sizes, self._dims, bags, indices.device)
             output_dim = output_dim if self.pooling is Pooling.NONE else elements
-        offsets = self._check_bounds(indices, offsets, self.features, bag_layout)
+        offsets = base.check_bounds(self, indices, offsets, self.features, bag_layout)
         return quant.quant_lookup(
             self.values,
             self.scales,

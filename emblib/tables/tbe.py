@@ -1,9 +1,11 @@
 """Table-batched embeddings: T dense tables in one kernel, the optimizer fused into backward.
 
-`TableBatchedEmbeddingBags` is the module; `TieredTables`, its base, adds memory tiers, the cache
-and state dicts. A forward checks bounds (`_batch`), brings missing rows into the cache if there is
-one (`Prefetcher.take`) and looks up (`_read`), through autograd if it trains.
+A forward of `TableBatchedEmbeddingBags` checks bounds (`_batch`), brings missing rows into the
+cache if there is one (`Prefetcher.take`) and looks up (`_read`), through autograd if it trains.
+`StatsReporter` is the interface of a receiver of its measurements.
 """
+
+from __future__ import annotations
 
 import contextlib
 import math
@@ -22,331 +24,14 @@ from emblib.ops import autograd
 from emblib.optim import External, Gradient, Optimizer
 from emblib.specs import BoundsCheck, CacheConfig, Placement, Pooling, Precision, TableSpec, brief
 from emblib.tables import base, optimizer_hooks
-from emblib.tables.base import FeatureTables, SpecKind
+from emblib.tables.base import FusedTables, SpecKind
 from emblib.tables.cache import BatchId, CacheStats, Prefetcher, RowCache
 from emblib.tables.graph_break import graph_break
 from emblib.tables.locks import atomic
 from emblib.tables.memory import Memory
 
 
-@runtime_checkable
-class StatsReporter(Protocol):
-    """Receives measurements of a table at the steps it selects.
-
-    The methods have the names and arguments of FBGEMM's `TBEStatsReporter`, so that one written for
-    FBGEMM fits.
-    """
-
-    def should_report(self, iteration_step: int) -> bool:
-        """Return whether to report this step; on other steps nothing is measured."""
-
-    def report_duration(
-        self,
-        iteration_step: int,
-        event_name: str,
-        duration_ms: float,
-        embedding_id: str = "",
-        tbe_id: str = "",
-    ) -> None:
-        """Report the duration of an event, in milliseconds."""
-
-    def report_data_amount(
-        self,
-        iteration_step: int,
-        event_name: str,
-        data_bytes: int,
-        embedding_id: str = "",
-        tbe_id: str = "",
-    ) -> None:
-        """Report an amount: bytes, or a count where the event's name says so."""
-
-
-class Reporting:
-    """A module's reporter, with its current step and its name in reports."""
-
-    def __init__(self, reporter: StatsReporter, tbe_id: str = "") -> None:
-        if not isinstance(reporter, StatsReporter):
-            raise TypeError(
-                "a statistics reporter must have should_report, report_duration and "
-                f"report_data_amount, got {reporter!r}"
-            )
-        self.reporter = reporter
-        self.tbe_id = tbe_id
-        self.step = 0
-
-    @property
-    def active(self) -> bool:
-        """Return whether this step is reported."""
-        return bool(self.reporter.should_report(self.step))
-
-    @contextmanager
-    def timed(self, event: str, device: torch.device) -> Iterator[None]:
-        """Time and report what runs inside; on CUDA this synchronises."""
-        if not self.active:
-            yield
-            return
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        start = time.perf_counter()
-        yield
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        elapsed = 1e3 * (time.perf_counter() - start)
-        self.reporter.report_duration(self.step, event, elapsed, tbe_id=self.tbe_id)
-
-    def amount(self, event: str, amount: int, table: str = "") -> None:
-        """Report an amount of the module or of one table."""
-        self.reporter.report_data_amount(
-            self.step, event, amount, embedding_id=table, tbe_id=self.tbe_id
-        )
-
-
-class TieredTables(FeatureTables):
-    """Base of modules whose tables are in several memory tiers, some behind a cache.
-
-    The subclass makes `_memory`, `_prefetcher` and `row_cache`, and implements `_batch`.
-    """
-
-    row_cache: RowCache | None
-    _memory: Memory
-    _prefetcher: Prefetcher | None
-    _reporting: Reporting | None
-    _forwards: int  # training forwards so far, for optimizers that count them
-
-    def _restore(self) -> None:
-        super()._restore()
-        self._forwards = 0 if self.hyperparams.is_meta else self.step
-
-    @atomic
-    def set_step(self, step: int) -> None:
-        """Continue counting from `step` (>= 0): what bias corrections and row counters see."""
-        super().set_step(step)
-        self._forwards = step
-
-    def _batch(
-        self, indices: Tensor, offsets: Tensor, batch_sizes: Sequence[Sequence[int]] | None
-    ) -> autograd.Lookup:
-        raise NotImplementedError
-
-    def _tiers(self) -> autograd.Tiers:
-        """Return all memory of the module as the ops take it."""
-        weights, states = self._memory.all_tiers(self.weights.detach(), self._states())
-        if self.row_cache is not None:
-            weights.append(self.row_cache.weights)
-            states.extend(self.row_cache.states)
-        return autograd.Tiers(weights, states, self.hyperparams, self.output_dtype)
-
-    def _views(self) -> list[dict[str, Tensor]]:
-        """Return per table `weight` and its optimizer states in their tier, without the cache."""
-        return self._memory.views(self.weights.detach(), self._states())
-
-    @contextlib.contextmanager
-    def _writing(self) -> Iterator[None]:
-        """Overwrite tables inside, bypassing the cache, which is emptied."""
-        with self._lock:
-            self._memory.wait_for_kernels(self.hyperparams.device)
-            with self._memory.writing_everything(self.hyperparams):
-                # Not before the disk tier is ready: a full disk must not drop cached updates.
-                if self._prefetcher is not None:
-                    self._prefetcher.reset()
-                yield
-
-    def prefetch(
-        self,
-        indices: Tensor,
-        offsets: Tensor,
-        *,
-        batch_sizes: Sequence[Sequence[int]] | None = None,
-    ) -> None:
-        """Bring the rows of a coming batch into the cache, on the current stream.
-
-        Any number of batches may be prefetched ahead; `forward` must then get the same tensors in
-        the same order. Rows of batches in flight, from prefetch to the end of backward, are not
-        evicted. `forward` itself fetches the rows of a batch that was not prefetched. Without a
-        cached table this does nothing.
-        """
-        if self._prefetcher is not None:
-            self._prefetch(self._prefetcher, BatchId(indices, offsets), batch_sizes)
-
-    @graph_break
-    def _prefetch(
-        self,
-        prefetcher: Prefetcher,
-        batch_id: BatchId,
-        batch_sizes: Sequence[Sequence[int]] | None,
-    ) -> None:
-        """Prefetch outside compiled graphs: batches in flight are tracked in Python."""
-        timed: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-        if self._reporting is not None:
-            timed = self._reporting.timed("tbe.prefetch_time", batch_id.indices.device)
-        with torch.no_grad(), timed:
-            prefetcher.prefetch(self._batch(*batch_id, batch_sizes), self._tiers(), batch_id)
-
-    def flush(self) -> None:
-        """Write cached rows and their optimizer state back to their tables.
-
-        DISK tables are committed: after a crash they are restored to their last flush, see
-        docs/placement.md.
-        """
-        if self._prefetcher is not None:
-            self._prefetcher.flush(self._tiers())
-
-    def reset_cache_states(self) -> None:
-        """Empty the cache without writing back: updates that it holds are dropped."""
-        if self._prefetcher is not None:
-            self._prefetcher.reset()
-
-    def cache_stats(self) -> CacheStats:
-        """Return requests, hits and misses since the last reset (reads the device).
-
-        Raises:
-            RuntimeError: no table of the module is cached.
-        """
-        if self.row_cache is None:
-            raise RuntimeError(
-                "no table of this module is cached; placements MANAGED_CACHING and DISK are"
-            )
-        with self._lock:
-            return self.row_cache.stats()
-
-    @atomic
-    def reset_cache_stats(self) -> None:
-        """Reset the counters of the cache to zero."""
-        if self.row_cache is not None:
-            self.row_cache.reset_stats()
-
-    def set_stats_reporter(self, reporter: StatsReporter | None, tbe_id: str = "") -> None:
-        """Report durations and amounts of this module to `reporter`, as `tbe_id`; None stops it.
-
-        Events: `tbe.forward_time` and `tbe.prefetch_time` in milliseconds, `tbe.lookups`,
-        `tbe.weights_bytes` and `tbe.optimizer_state_bytes`, and for cached tables
-        `tbe.cache.<counter>` of `CacheStats`, in total and per table.
-        """
-        self._reporting = None if reporter is None else Reporting(reporter, tbe_id)
-
-    def _report(self, indices: Tensor) -> None:
-        reporting = self._reporting
-        assert reporting is not None
-        if reporting.active:
-            reporting.amount("tbe.lookups", indices.numel())
-            for name, nbytes in self.nbytes().items():
-                reporting.amount(f"tbe.{name}_bytes", nbytes)
-            if self.row_cache is not None:
-                stats = self.cache_stats()
-                for event, value in stats.events():
-                    reporting.amount(f"tbe.cache.{event}", value)
-        reporting.step += 1
-
-    def table_weights(self) -> list[Tensor]:
-        """Return the tables as `[rows, dim]` views: writing to one writes to the module.
-
-        The cache is flushed and emptied first. Views of cached tables go stale with the next batch.
-        """
-        with self._lock:
-            self._settle()
-            self._memory.verify()
-            return [views["weight"] for views in self._views()]
-
-    def table_optimizer_states(self) -> list[dict[str, Tensor]]:
-        """Return per table its optimizer state by name, as views `[rows, dim]` or `[rows]`."""
-        with self._lock:
-            self._settle()
-            self._memory.verify()
-            views = self._views()
-        return [{k: v for k, v in tensors.items() if k != "weight"} for tensors in views]
-
-    @atomic
-    def _settle(self) -> None:
-        """Write the cache back to the tables and empty it, so that it cannot go stale."""
-        if self._prefetcher is not None:
-            self.flush()
-            self._prefetcher.reset()
-        self._memory.wait_for_kernels(self.hyperparams.device)
-
-    def _checkpoint(self) -> dict[str, Tensor]:
-        self._memory.wait_for_kernels(self.hyperparams.device)
-        return {**dict(base.entries(self.table_names, self._views())), "hyper": self.hyperparams}
-
-    @atomic
-    def _save_to_state_dict(
-        self, destination: dict[str, Any], prefix: str, keep_vars: bool
-    ) -> None:
-        self.flush()
-        self._memory.verify()
-        for key, tensor in self._checkpoint().items():
-            destination[prefix + key] = tensor
-
-    def load_state_dict(
-        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
-    ) -> Any:
-        """Load a state dict; with `strict`, keys are checked before anything is written."""
-        if strict:
-            base.check_keys(self._checkpoint(), state_dict)
-        return super().load_state_dict(state_dict, strict, assign)
-
-    @atomic
-    def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, *arguments: Any
-    ) -> None:
-        metadata, _, *lists = arguments
-        targets = self._checkpoint()
-        sources = base.sources(targets, state_dict, prefix, *lists)
-        if not sources:
-            return
-        if len(sources) < len(targets):
-            self._memory.verify()
-        if self._prefetcher is not None and len(sources) < len(targets):
-            # Entries missing from the checkpoint keep their values, those in the cache included.
-            sources = base.own(sources, targets)
-            self.flush()
-        if self.hyperparams.is_meta and metadata.get("assign_to_params_buffers"):
-            self.to_empty(device=next(iter(sources.values())).device)
-        with torch.no_grad(), self._writing():
-            for key, target in self._checkpoint().items():
-                if key in sources:
-                    target.copy_(sources[key])
-        self._restore()
-
-    @property
-    def _tables_by_name(self) -> SimpleNamespace:
-        """Return the tables and their states by their names in state dicts."""
-        with self._lock:
-            self._memory.verify()
-        views = zip(self.table_names, self._views(), strict=True)
-        return SimpleNamespace(**{name: SimpleNamespace(**tensors) for name, tensors in views})
-
-    def _fqn_modifiers(self) -> dict[str, str]:
-        """Map the first part of a key for `torch.distributed.checkpoint.state_dict`."""
-        return dict.fromkeys(self.table_names, "_tables_by_name")
-
-    @atomic
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        self._memory.check_device(fn(torch.empty(0)).device)
-        self._settle()
-        super()._apply(fn, recurse)
-        self._memory.follow(self.hyperparams.device)
-        return self
-
-    def nbytes(self) -> dict[str, int]:
-        """Return the bytes of `weights`, `optimizer_state`, and `cache` (rows, states and tags)."""
-        elsewhere = self._memory.nbytes()
-        states = sum(state.nbytes for state in self._states())
-        return {
-            "weights": self.weights.nbytes + elsewhere["weights"],
-            "optimizer_state": states + elsewhere["optimizer_state"],
-            "cache": 0 if self.row_cache is None else self.row_cache.nbytes(),
-        }
-
-
-class LookupArgs(NamedTuple):
-    """The optional arguments of `forward`."""
-
-    sample_weights: Tensor | None
-    feature_requires_grad: Tensor | None
-    unique: int | None
-
-
-class TableBatchedEmbeddingBags(TieredTables):
+class TableBatchedEmbeddingBags(FusedTables):
     """Looks up F features in T tables at once and pools them into one `[B, sum D]` output.
 
     Backward groups the lookups by row and applies `optimizer` to every distinct row of the batch,
@@ -390,6 +75,12 @@ class TableBatchedEmbeddingBags(TieredTables):
     spec_kind = SpecKind(
         TableSpec, "TableSpec(rows=1000, dim=64)", "for a TTSpec use TTEmbeddingBag"
     )
+    row_cache: RowCache | None
+    state_prev_iter: Tensor  # of GlobalDecay
+    _memory: Memory
+    _prefetcher: Prefetcher | None
+    _reporting: Reporting | None
+    _forwards: int  # training forwards so far, for optimizers that count them
 
     def __init__(
         self,
@@ -462,12 +153,12 @@ class TableBatchedEmbeddingBags(TieredTables):
         """
         opened = self._memory.take_opened()
         # Opening changes nothing on disk, so a process that ends now damages nothing.
-        writing = self._writing() if opened is None else contextlib.nullcontext()
+        writing = self.overwriting() if opened is None else contextlib.nullcontext()
         with torch.no_grad(), writing:
             self._reset_common()
             if opened is not None:
                 self.hyperparams[: len(opened)] = torch.tensor(opened, dtype=torch.float64)
-            for t, (spec, views) in enumerate(zip(self.tables, self._views(), strict=True)):
+            for t, (spec, views) in enumerate(zip(self.tables, self.table_views(), strict=True)):
                 if opened is not None and spec.placement is Placement.DISK:
                     continue
                 weight, *states = views.values()
@@ -525,9 +216,10 @@ class TableBatchedEmbeddingBags(TieredTables):
         self, indices: Tensor, offsets: Tensor, batch_sizes: Sequence[Sequence[int]] | None
     ) -> autograd.Lookup:
         """Return the batch as the kernels take it: repaired offsets and bag layout."""
-        offsets = self._with_last_offset(indices, offsets)
+        if not self.include_last_offset:
+            offsets = base.append_last_offset(indices, offsets)
         bag_layout, output_dim = self._bag_layout(offsets, batch_sizes, indices.device)
-        offsets = self._check_bounds(indices, offsets, self.features, bag_layout)
+        offsets = base.check_bounds(self, indices, offsets, self.features, bag_layout)
         return autograd.Lookup(
             self.features, indices, offsets, bag_layout, self.pooling, self.total_rows, output_dim
         )
@@ -586,6 +278,22 @@ class TableBatchedEmbeddingBags(TieredTables):
         """Return the parameter that gets the gradient of `optim.External`."""
         return self.weights
 
+    def _masked_features(self, requires_grad: Tensor) -> Tensor:
+        """Return `features` without rows where no gradient is wanted; these are skipped."""
+        if requires_grad.shape != (len(self.feature_tables),):
+            raise ValueError(
+                "feature_requires_grad must have one entry per feature = "
+                f"{len(self.feature_tables)}, got shape {tuple(requires_grad.shape)}"
+            )
+        masked = self.features.clone()
+        masked[:, FeatureColumn.ROWS] *= (requires_grad != 0).to(masked)
+        return masked
+
+    def _trained_features(self) -> Tensor:
+        """Return `features` without rows for frozen tables: their lookups are not grouped."""
+        trained = [float(t not in self._untrained) for t in self.feature_tables]
+        return self._masked_features(torch.tensor(trained, device=self.features.device))
+
     def _breaks_graphs(self) -> bool:
         """Return whether a lookup needs Python state: see `_look_up_eagerly`."""
         sparse = isinstance(self.optimizer, External) and (
@@ -614,25 +322,229 @@ class TableBatchedEmbeddingBags(TieredTables):
             )
         self._forwards += 1
         self._memory.verify()  # the hooks read whole tables
-        optimizer_hooks.before_forward(self.optimizer, self._forwards, tiers, self._views())
+        optimizer_hooks.before_forward(self.optimizer, self._forwards, tiers, self.table_views())
 
-    state_prev_iter: Tensor  # of GlobalDecay
+    def prefetch(
+        self,
+        indices: Tensor,
+        offsets: Tensor,
+        *,
+        batch_sizes: Sequence[Sequence[int]] | None = None,
+    ) -> None:
+        """Bring the rows of a coming batch into the cache, on the current stream.
 
-    def _trained_features(self) -> Tensor:
-        """Return `features` without rows for frozen tables: their lookups are not grouped."""
-        trained = [float(t not in self._untrained) for t in self.feature_tables]
-        return self._masked_features(torch.tensor(trained, device=self.features.device))
+        Any number of batches may be prefetched ahead; `forward` must then get the same tensors in
+        the same order. Rows of batches in flight, from prefetch to the end of backward, are not
+        evicted. `forward` itself fetches the rows of a batch that was not prefetched. Without a
+        cached table this does nothing.
+        """
+        if self._prefetcher is not None:
+            self._prefetch(self._prefetcher, BatchId(indices, offsets), batch_sizes)
 
-    def _masked_features(self, requires_grad: Tensor) -> Tensor:
-        """Return `features` without rows where no gradient is wanted; these are skipped."""
-        if requires_grad.shape != (len(self.feature_tables),):
-            raise ValueError(
-                "feature_requires_grad must have one entry per feature = "
-                f"{len(self.feature_tables)}, got shape {tuple(requires_grad.shape)}"
+    @graph_break
+    def _prefetch(
+        self,
+        prefetcher: Prefetcher,
+        batch_id: BatchId,
+        batch_sizes: Sequence[Sequence[int]] | None,
+    ) -> None:
+        """Prefetch outside compiled graphs: batches in flight are tracked in Python."""
+        timed: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if self._reporting is not None:
+            timed = self._reporting.timed("tbe.prefetch_time", batch_id.indices.device)
+        with torch.no_grad(), timed:
+            prefetcher.prefetch(self._batch(*batch_id, batch_sizes), self._tiers(), batch_id)
+
+    def flush(self) -> None:
+        """Write cached rows and their optimizer state back to their tables.
+
+        DISK tables are committed: after a crash they are restored to their last flush, see
+        docs/placement.md.
+        """
+        if self._prefetcher is not None:
+            self._prefetcher.flush(self._tiers())
+
+    def reset_cache_states(self) -> None:
+        """Empty the cache without writing back: updates that it holds are dropped."""
+        if self._prefetcher is not None:
+            self._prefetcher.reset()
+
+    def cache_stats(self) -> CacheStats:
+        """Return requests, hits and misses since the last reset (reads the device).
+
+        Raises:
+            RuntimeError: no table of the module is cached.
+        """
+        if self.row_cache is None:
+            raise RuntimeError(
+                "no table of this module is cached; placements MANAGED_CACHING and DISK are"
             )
-        masked = self.features.clone()
-        masked[:, FeatureColumn.ROWS] *= (requires_grad != 0).to(masked)
-        return masked
+        with self._lock:
+            return self.row_cache.stats()
+
+    @atomic
+    def reset_cache_stats(self) -> None:
+        """Reset the counters of the cache to zero."""
+        if self.row_cache is not None:
+            self.row_cache.reset_stats()
+
+    @atomic
+    def set_step(self, step: int) -> None:
+        """Continue counting from `step` (>= 0): what bias corrections and row counters see."""
+        super().set_step(step)
+        self._forwards = step
+
+    def table_weights(self) -> list[Tensor]:
+        """Return the tables as `[rows, dim]` views: writing to one writes to the module.
+
+        The cache is flushed and emptied first. Views of cached tables go stale with the next batch.
+        """
+        with self._lock:
+            self.settle()
+            self._memory.verify()
+            return [views["weight"] for views in self.table_views()]
+
+    def table_optimizer_states(self) -> list[dict[str, Tensor]]:
+        """Return per table its optimizer state by name, as views `[rows, dim]` or `[rows]`."""
+        with self._lock:
+            self.settle()
+            self._memory.verify()
+            views = self.table_views()
+        return [{k: v for k, v in tensors.items() if k != "weight"} for tensors in views]
+
+    def nbytes(self) -> dict[str, int]:
+        """Return the bytes of `weights`, `optimizer_state`, and `cache` (rows, states and tags)."""
+        elsewhere = self._memory.nbytes()
+        states = sum(state.nbytes for state in self._states())
+        return {
+            "weights": self.weights.nbytes + elsewhere["weights"],
+            "optimizer_state": states + elsewhere["optimizer_state"],
+            "cache": 0 if self.row_cache is None else self.row_cache.nbytes(),
+        }
+
+    def set_stats_reporter(self, reporter: StatsReporter | None, tbe_id: str = "") -> None:
+        """Report durations and amounts of this module to `reporter`, as `tbe_id`; None stops it.
+
+        Events: `tbe.forward_time` and `tbe.prefetch_time` in milliseconds, `tbe.lookups`,
+        `tbe.weights_bytes` and `tbe.optimizer_state_bytes`, and for cached tables
+        `tbe.cache.<counter>` of `CacheStats`, in total and per table.
+        """
+        self._reporting = None if reporter is None else Reporting(reporter, tbe_id)
+
+    def _report(self, indices: Tensor) -> None:
+        reporting = self._reporting
+        assert reporting is not None
+        if reporting.active:
+            reporting.amount("tbe.lookups", indices.numel())
+            for name, nbytes in self.nbytes().items():
+                reporting.amount(f"tbe.{name}_bytes", nbytes)
+            if self.row_cache is not None:
+                stats = self.cache_stats()
+                for event, value in stats.events():
+                    reporting.amount(f"tbe.cache.{event}", value)
+        reporting.step += 1
+
+    def _tiers(self) -> autograd.Tiers:
+        """Return all memory of the module as the ops take it."""
+        weights, states = self._memory.all_tiers(self.weights.detach(), self._states())
+        if self.row_cache is not None:
+            weights.append(self.row_cache.weights)
+            states.extend(self.row_cache.states)
+        return autograd.Tiers(weights, states, self.hyperparams, self.output_dtype)
+
+    def table_views(self) -> list[dict[str, Tensor]]:
+        """Return per table `weight` and its optimizer states in their tier, without the cache."""
+        return self._memory.views(self.weights.detach(), self._states())
+
+    @contextlib.contextmanager
+    def overwriting(self) -> Iterator[None]:
+        """Overwrite tables inside, bypassing the cache, which is emptied."""
+        with self._lock:
+            self._memory.wait_for_kernels(self.hyperparams.device)
+            with self._memory.writing_everything(self.hyperparams):
+                # Not before the disk tier is ready: a full disk must not drop cached updates.
+                if self._prefetcher is not None:
+                    self._prefetcher.reset()
+                yield
+
+    @atomic
+    def settle(self) -> None:
+        """Write the cache back to the tables and empty it, so that it cannot go stale."""
+        if self._prefetcher is not None:
+            self.flush()
+            self._prefetcher.reset()
+        self._memory.wait_for_kernels(self.hyperparams.device)
+
+    @atomic
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
+        self.flush()
+        self._memory.verify()
+        for key, tensor in self._checkpoint().items():
+            destination[prefix + key] = tensor
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Load a state dict; with `strict`, keys are checked before anything is written."""
+        if strict:
+            base.check_keys(self._checkpoint(), state_dict)
+        return super().load_state_dict(state_dict, strict, assign)
+
+    @atomic
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *arguments: Any
+    ) -> None:
+        metadata, _, *lists = arguments
+        targets = self._checkpoint()
+        sources = base.sources(targets, state_dict, prefix, *lists)
+        if not sources:
+            return
+        if len(sources) < len(targets):
+            self._memory.verify()
+        if self._prefetcher is not None and len(sources) < len(targets):
+            # Entries missing from the checkpoint keep their values, those in the cache included.
+            sources = base.own(sources, targets)
+            self.flush()
+        if self.hyperparams.is_meta and metadata.get("assign_to_params_buffers"):
+            self.to_empty(device=next(iter(sources.values())).device)
+        with torch.no_grad(), self.overwriting():
+            for key, target in self._checkpoint().items():
+                if key in sources:
+                    target.copy_(sources[key])
+        self._restore()
+
+    def _checkpoint(self) -> dict[str, Tensor]:
+        self._memory.wait_for_kernels(self.hyperparams.device)
+        return {
+            **dict(base.entries(self.table_names, self.table_views())),
+            "hyper": self.hyperparams,
+        }
+
+    def _restore(self) -> None:
+        super()._restore()
+        self._forwards = 0 if self.hyperparams.is_meta else self.step
+
+    @atomic
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        self._memory.check_device(fn(torch.empty(0)).device)
+        self.settle()
+        super()._apply(fn, recurse)
+        self._memory.follow(self.hyperparams.device)
+        return self
+
+    @property
+    def _tables_by_name(self) -> SimpleNamespace:
+        """Return the tables and their states by their names in state dicts."""
+        with self._lock:
+            self._memory.verify()
+        views = zip(self.table_names, self.table_views(), strict=True)
+        return SimpleNamespace(**{name: SimpleNamespace(**tensors) for name, tensors in views})
+
+    def _fqn_modifiers(self) -> dict[str, str]:
+        """Map the first part of a key for `torch.distributed.checkpoint.state_dict`."""
+        return dict.fromkeys(self.table_names, "_tables_by_name")
 
     def _size_of(self, spec: TableSpec) -> str:
         placement = "" if spec.placement is Placement.DEVICE else f" ({spec.placement.value})"
@@ -644,3 +556,83 @@ class TableBatchedEmbeddingBags(TieredTables):
         if self.row_cache is not None:
             parts.append(brief(self.cache))
         return ", ".join(parts)
+
+
+class LookupArgs(NamedTuple):
+    """The optional arguments of `forward`."""
+
+    sample_weights: Tensor | None
+    feature_requires_grad: Tensor | None
+    unique: int | None
+
+
+@runtime_checkable
+class StatsReporter(Protocol):
+    """Receives measurements of a table at the steps it selects.
+
+    The methods have the names and arguments of FBGEMM's `TBEStatsReporter`, so that one written for
+    FBGEMM fits.
+    """
+
+    def should_report(self, iteration_step: int) -> bool:
+        """Return whether to report this step; on other steps nothing is measured."""
+
+    def report_duration(
+        self,
+        iteration_step: int,
+        event_name: str,
+        duration_ms: float,
+        embedding_id: str = "",
+        tbe_id: str = "",
+    ) -> None:
+        """Report the duration of an event, in milliseconds."""
+
+    def report_data_amount(
+        self,
+        iteration_step: int,
+        event_name: str,
+        data_bytes: int,
+        embedding_id: str = "",
+        tbe_id: str = "",
+    ) -> None:
+        """Report an amount: bytes, or a count where the event's name says so."""
+
+
+class Reporting:
+    """A module's reporter, with its current step and its name in reports."""
+
+    def __init__(self, reporter: StatsReporter, tbe_id: str = "") -> None:
+        if not isinstance(reporter, StatsReporter):
+            raise TypeError(
+                "a statistics reporter must have should_report, report_duration and "
+                f"report_data_amount, got {reporter!r}"
+            )
+        self.reporter = reporter
+        self.tbe_id = tbe_id
+        self.step = 0
+
+    @property
+    def active(self) -> bool:
+        """Return whether this step is reported."""
+        return bool(self.reporter.should_report(self.step))
+
+    @contextmanager
+    def timed(self, event: str, device: torch.device) -> Iterator[None]:
+        """Time and report what runs inside; on CUDA this synchronises."""
+        if not self.active:
+            yield
+            return
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        start = time.perf_counter()
+        yield
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        elapsed = 1e3 * (time.perf_counter() - start)
+        self.reporter.report_duration(self.step, event, elapsed, tbe_id=self.tbe_id)
+
+    def amount(self, event: str, amount: int, table: str = "") -> None:
+        """Report an amount of the module or of one table."""
+        self.reporter.report_data_amount(
+            self.step, event, amount, embedding_id=table, tbe_id=self.tbe_id
+        )

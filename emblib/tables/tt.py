@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from emblib import ops
 from emblib.ops import autograd, tt
 from emblib.optim import Optimizer
-from emblib.specs import BoundsCheck, Pooling, TTSpec, brief
+from emblib.specs import BoundsCheck, Pooling, Precision, TTSpec, brief, check_float_dtype
 from emblib.tables import optimizer_hooks
-from emblib.tables.base import FusedTable
+from emblib.tables.base import FusedTables, SpecKind, append_last_offset, check_bounds
 from emblib.tt import layout_entry
 from emblib.tt.initializers import INITIALIZERS, CoreLayout
 from emblib.tt.shapes import check_ranks
@@ -34,7 +34,7 @@ def _copying(metadata: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in metadata.items() if key != _ASSIGN}
 
 
-class TTEmbeddingBag(FusedTable):
+class TTEmbeddingBag(FusedTables):
     """Looks up one tensor-train table and pools the rows into one `[B, D]` output.
 
     Every distinct row of the batch is computed once from 2 to 4 small cores. Backward forms the
@@ -62,6 +62,7 @@ class TTEmbeddingBag(FusedTable):
     """
 
     cores: Cores
+    spec_kind = SpecKind(TTSpec, "TTSpec(1000, 64, ranks=(8, 8))", "use TableBatchedEmbeddingBags")
 
     def __init__(
         self,
@@ -75,7 +76,9 @@ class TTEmbeddingBag(FusedTable):
         device: torch.device | str | None = None,
         include_last_offset: bool = True,
     ) -> None:
-        super().__init__(optimizer, pooling, output_dtype, bounds_check)
+        check_float_dtype("output_dtype", output_dtype)
+        precision = Precision(output=output_dtype)
+        super().__init__([spec], optimizer, pooling, None, precision, bounds_check)
         self.include_last_offset = include_last_offset
         if optimizer_hooks.is_periodic(self.optimizer) or optimizer_hooks.global_decay(
             self.optimizer
@@ -179,7 +182,7 @@ class TTEmbeddingBag(FusedTable):
         with torch.no_grad():
             for core, value in zip(self.cores, values, strict=True):
                 core.copy_(value)
-            for states in self._states():
+            for states in self._core_states():
                 for state in states:
                     state.zero_()
             self._reset_common()
@@ -198,8 +201,9 @@ class TTEmbeddingBag(FusedTable):
             RuntimeError: wrong dtype, device or number of offsets; out of bounds in mode FATAL.
         """
         self._check_frozen()
-        offsets = self._with_last_offset(indices, offsets)
-        offsets = self._check_bounds(indices, offsets, self.features[1:])
+        if not self.include_last_offset:
+            offsets = append_last_offset(indices, offsets)
+        offsets = check_bounds(self, indices, offsets, self.features[1:])
         batch = self._batch(indices, offsets, self.pooling, self.output_dtype)
         weighted = per_sample_weights is not None and per_sample_weights.requires_grad
         if not torch.is_grad_enabled() or (self._frozen and not weighted):
@@ -213,7 +217,7 @@ class TTEmbeddingBag(FusedTable):
         return tt.FusedTTLookup.apply(
             self.grad_anchor.detach() if self._frozen else self.grad_anchor,
             self._core_list(),
-            self._states(),
+            self._core_states(),
             self.hyperparams,
             autograd.UpdateRule.of(self.optimizer),
             batch,
@@ -239,7 +243,7 @@ class TTEmbeddingBag(FusedTable):
     def _core_list(self) -> list[Tensor]:
         return [core.detach() for core in self.cores]
 
-    def _states(self) -> list[list[Tensor]]:
+    def _core_states(self) -> list[list[Tensor]]:
         return [
             [getattr(self, f"state_{state.name}_{k}") for state in self.optimizer.states]
             for k in range(len(self.cores))
@@ -248,7 +252,7 @@ class TTEmbeddingBag(FusedTable):
     def core_optimizer_states(self) -> list[dict[str, Tensor]]:
         """Return per core its optimizer state by name: core-shaped, or one entry per row."""
         names = [state.name for state in self.optimizer.states]
-        return [dict(zip(names, states, strict=True)) for states in self._states()]
+        return [dict(zip(names, states, strict=True)) for states in self._core_states()]
 
     def to_dense(self) -> Tensor:
         """Return the table as a dense `[rows, D]` matrix."""
@@ -265,7 +269,9 @@ class TTEmbeddingBag(FusedTable):
         """Return the bytes of `weights` (all cores) and `optimizer_state`."""
         return {
             "weights": sum(core.nbytes for core in self.cores),
-            "optimizer_state": sum(state.nbytes for states in self._states() for state in states),
+            "optimizer_state": sum(
+                state.nbytes for states in self._core_states() for state in states
+            ),
         }
 
     @property

@@ -1,6 +1,7 @@
 """Wrong plans, ranks, wires and paths are told as what they are, before anything is sharded."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,11 +11,17 @@ from torch import nn
 from emblib import EmbeddingBagCollection, EmbeddingBagConfig, optim
 from emblib.sharding import (
     DistributedModelParallel,
+    ParameterSharding,
+    Shard,
     ShardingPlan,
+    ShardingType,
+    World,
     checkpoints,
     row_wise,
     table_wise,
 )
+from emblib.specs import CacheConfig, CachePolicy, MultiPassPrefetch, Placement, Verify
+from emblib.storage import Dense
 
 GOOD = {"bags": {"a": row_wise(), "b": table_wise(0)}}
 
@@ -58,6 +65,48 @@ def test_options(options: dict[str, Any], error: str) -> None:
 def test_files_that_are_no_plans(text: str) -> None:
     with pytest.raises(ValueError, match="a plan must be"):
         ShardingPlan.from_json(text)
+
+
+@pytest.mark.parametrize(
+    "cache",
+    [
+        CacheConfig(),
+        CacheConfig(
+            policy=CachePolicy.LFU,
+            sets=8,
+            dtype=torch.float16,
+            passes=MultiPassPrefetch(passes=3),
+            verify=Verify.OPEN,
+        ),
+    ],
+)
+def test_a_plan_with_a_cache_can_be_read_again(cache: CacheConfig) -> None:
+    storage = Dense(Placement.MANAGED_CACHING, cache)
+    sharding = ParameterSharding(
+        ShardingType.TABLE_WISE, (Shard(0, (0, 10), (0, 4)),), storage=storage
+    )
+    plan = ShardingPlan({"bags": {"a": sharding}}, World(1, 1))
+    assert ShardingPlan.from_json(plan.to_json()) == plan
+
+
+def test_the_directory_of_a_cache_is_a_string_in_a_plan() -> None:
+    storage = Dense(Placement.DISK, CacheConfig(directory=Path("tables")))
+    sharding = ParameterSharding(
+        ShardingType.TABLE_WISE, (Shard(0, (0, 10), (0, 4)),), storage=storage
+    )
+    plan = ShardingPlan({"bags": {"a": sharding}}, World(1, 1))
+    read: Any = ShardingPlan.from_json(plan.to_json())["bags"]["a"].storage
+    assert read == Dense(Placement.DISK, CacheConfig(directory="tables"))
+
+
+def test_a_plan_with_a_cache_of_an_unknown_dtype_is_no_plan() -> None:
+    storage = Dense(Placement.MANAGED_CACHING, CacheConfig(dtype=torch.float16))
+    sharding = ParameterSharding(
+        ShardingType.TABLE_WISE, (Shard(0, (0, 10), (0, 4)),), storage=storage
+    )
+    text = ShardingPlan({"bags": {"a": sharding}}, World(1, 1)).to_json()
+    with pytest.raises(ValueError, match="a plan must be what to_json made"):
+        ShardingPlan.from_json(text.replace('"float16"', '"float17"'))
 
 
 def test_paths_of_a_plan() -> None:

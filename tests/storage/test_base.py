@@ -69,7 +69,7 @@ class Modulo(storage.Storage):
         return ModuloHandle(self, kernel, index)
 
     def views(self, kernel: Any) -> list[dict[str, Tensor]]:
-        views: list[dict[str, Tensor]] = kernel._views()
+        views: list[dict[str, Tensor]] = kernel.table_views()
         return views
 
     def reset(self, kernel: Any, seeds: Sequence[int]) -> None:

@@ -53,8 +53,8 @@ def make(
         ),
     )
     start = torch.arange(ROWS, dtype=torch.float32)[:, None].expand(ROWS, DIM)
-    with torch.no_grad(), module._writing():
-        module._views()[0]["weight"].copy_(start)
+    with torch.no_grad(), module.overwriting():
+        module.table_views()[0]["weight"].copy_(start)
     return module
 
 

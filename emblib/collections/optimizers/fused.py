@@ -286,7 +286,7 @@ def _decay(make: Any, rate: float, mode: Any) -> Any:
             "optimizer with emblib.optim for others"
         )
     # FBGEMM has only decoupled decay for optimizers with moments.
-    moments = issubclass(make, optim.Adam)
+    moments = issubclass(make, optim.Adam | optim.LAMB)
     if (decoupled or moments) and not issubclass(make, _ONLY_L2):
         return optim.Decoupled(rate)
     assert adds
