@@ -19,6 +19,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 from experiments.config.schema import Config, UsageError
 from experiments.paths import ROOT
 
@@ -36,7 +38,7 @@ class BuildError(Exception):
 class Revision:
     """One state of the sources."""
 
-    name: str  # as it was asked for
+    name: str  # as the user wrote it
     sha: str  # of the commit; WORKTREE for the working tree
     folder: Path  # with emblib/ and csrc/
 
@@ -87,10 +89,9 @@ def base_name(config: Config, *, smoke: bool) -> str:
 
 
 def checkout(name: str, home: Path = HOME) -> Revision:
-    """Check out the sources of a revision into a folder of their own, once."""
+    """Check out the sources of a revision into its folder, unless an earlier call did."""
     sha = resolve(name)
-    mark = sha[:12] if sha != WORKTREE else f"worktree-{_digest(ROOT)}"
-    folder = home / mark
+    folder = home / (sha[:12] if sha != WORKTREE else f"worktree-{_digest(ROOT)}")
     if not (folder / ".complete").exists():
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
@@ -133,7 +134,7 @@ def installed() -> list[Path]:
     return list(found.values())
 
 
-Say = Callable[[str], object]  # told what takes long
+Say = Callable[[str], object]  # prints a message before a step that takes long
 
 
 def prepare(base: Revision, head: Revision, device: str, say: Say, home: Path = HOME) -> None:
@@ -163,17 +164,14 @@ def snapshot(name: str, device: str, say: Say) -> Revision:
 def _key(revision: Revision, cuda: str) -> str:
     """Return a key of everything that determines a build: sources, torch, compiler, settings."""
     settings = [cuda, *(os.environ.get(k, "") for k in ("TORCH_CUDA_ARCH_LIST", "CXX"))]
-    compiler = _first_line([os.environ.get("CXX", "c++"), "--version"])
+    try:
+        command = [os.environ.get("CXX", "c++"), "--version"]
+        compiler = subprocess.run(command, capture_output=True, text=True).stdout.partition("\n")[0]
+    except OSError:
+        compiler = ""
     torch = importlib.util.find_spec("torch")
     words = [_digest(revision.folder, "csrc/"), compiler, str(torch and torch.origin), *settings]
     return hashlib.blake2b("\0".join(words).encode(), digest_size=6).hexdigest()
-
-
-def _first_line(command: list[str]) -> str:
-    try:
-        return subprocess.run(command, capture_output=True, text=True).stdout.partition("\n")[0]
-    except OSError:
-        return ""
 
 
 def build(revision: Revision, home: Path, device: str, say: Say) -> list[Path]:
@@ -225,12 +223,7 @@ def build(revision: Revision, home: Path, device: str, say: Say) -> list[Path]:
 
 def _jobs() -> int:
     """Return the number of processors, or fewer where memory is short; nvcc may take 2.5 GB."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        free = next(int(x.split()[1]) for x in lines if x.startswith("MemAvailable"))
-    except (OSError, StopIteration, ValueError):
-        return 1
-    return max(1, min(os.cpu_count() or 1, int(free / 2.5e6)))
+    return max(1, min(os.cpu_count() or 1, int(psutil.virtual_memory().available / 2.5e9)))
 
 
 def _complaint(log: Path) -> str:

@@ -97,9 +97,9 @@ def _notices(start: Start) -> list[str]:
     if start.smoke:
         found.append("Smoke run: tiny tables, one pair of processes: no verdict is possible.")
     if start.floor is None:
-        least = 100 * start.config.gate.min_effect
+        margin = 100 * start.config.gate.min_effect
         found.append(
-            f"There is no noise floor of this machine, so margins are {least:g} % everywhere; "
+            f"There is no noise floor of this machine, so margins are {margin:g} % everywhere; "
             "python run.py +experiment=selftest_aa measures one."
         )
     if start.config.gate.inject > 1:

@@ -37,21 +37,10 @@ class Floor:
     points: Mapping[str, Mapping[str, Any]]
     measured: str  # when
 
-    def margin(self, point: str, least: float, pairs: int) -> float:
-        """Return a point's margin for an effect over `k` pairs; the minimum for an unknown one."""
-        known = self.points.get(point)
-        return statistics.margin(least, known["mad"], pairs) if known else least
-
-
-def summarise(effects: Sequence[float]) -> dict[str, Any]:
-    """Summarise the effects of pairs that compare a revision with itself."""
-    ordered = sorted(abs(x) for x in effects)
-    return {
-        "pairs": len(effects),
-        "mad": statistics.median_deviation(effects),
-        "p95": statistics.quantile(ordered, 0.95),
-        "effects": [round(x, 6) for x in effects],
-    }
+    def margin(self, point: str, min_effect: float, pairs: int) -> float:
+        """Return a point's margin for an effect over `pairs`; `min_effect` for an unknown point."""
+        noise = self.points.get(point)
+        return statistics.margin(min_effect, noise["mad"], pairs) if noise else min_effect
 
 
 def measures(config: Config) -> str:
@@ -101,7 +90,15 @@ def content(
         "measured": when,
         "key": key(environment),
         "measures": measures(config),
-        "points": {point: summarise(found) for point, found in effects.items()},
+        "points": {
+            point: {
+                "pairs": len(logs),
+                "mad": statistics.median_deviation(logs),
+                "p95": statistics.quantile(sorted(map(abs, logs)), 0.95),
+                "effects": [round(x, 6) for x in logs],
+            }
+            for point, logs in effects.items()
+        },
     }
 
 
@@ -119,7 +116,7 @@ def read(folder: Path, environment: Mapping[str, Any], config: Config) -> Floor 
 
 @dataclass(frozen=True)
 class Start:
-    """What a run knows before it measures."""
+    """The configuration, device, points, machine and noise floor of a run that begins."""
 
     config: Config
     device: torch.device
@@ -130,17 +127,12 @@ class Start:
     @property
     def rules(self) -> Rules:
         """Return the numbers of pairs, and the margins of points that can be gated."""
-        pairs = self.config.timing.replicates
-        margins = {p.name: self.margin(p) for p in self.points}
-        most = self.config.gate.max_margin
-        gated = {name: m for name, m in margins.items() if m <= most}
-        return Rules(pairs, max(pairs, self.config.gate.max_pairs), gated)
-
-    def margin(self, point: Point) -> float:
-        """Return the margin of this point."""
-        least = self.config.gate.min_effect
-        pairs = self.config.timing.replicates
-        return self.floor.margin(point.name, least, pairs) if self.floor else least
+        gate, pairs = self.config.gate, self.config.timing.replicates
+        margins = {p.name: gate.min_effect for p in self.points}
+        if self.floor:
+            margins = {n: self.floor.margin(n, gate.min_effect, pairs) for n in margins}
+        gated = {name: m for name, m in margins.items() if m <= gate.max_margin}
+        return Rules(pairs, max(pairs, gate.max_pairs), gated)
 
     @property
     def smoke(self) -> bool:
@@ -162,8 +154,8 @@ def start(config: Config, words: Sequence[str]) -> Start:
     if config.gate.inject > 1 and device.type != "cpu":
         raise UsageError("gate.inject keeps the host busy, which a GPU does not notice: device=cpu")
     environment = survey(config, device, words)
-    known = read(ROOT / config.gate.noise, environment, config)
-    return Start(config, device, points, environment, known)
+    floor = read(ROOT / config.gate.noise, environment, config)
+    return Start(config, device, points, environment, floor)
 
 
 def unfinished(start: Start) -> tuple[RunStore, list[Record]] | None:
@@ -212,8 +204,9 @@ def plan(config: Config, what: str) -> int:
 
 def pairs_of(config: Config) -> str:
     """Describe how many processes a gate takes."""
-    least, most = config.timing.replicates, max(config.timing.replicates, config.gate.max_pairs)
-    return f"{least} to {most} pairs of processes, and as many again to confirm what looks slower"
+    pairs, max_pairs = config.timing.replicates, config.gate.max_pairs
+    count = f"{pairs} to {max(pairs, max_pairs)} pairs of processes"
+    return f"{count}, and as many again to confirm what looks slower"
 
 
 def refuse(error: UsageError) -> int:
