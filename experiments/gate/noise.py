@@ -26,10 +26,10 @@ from experiments.timing import statistics
 
 SMOKE_PAIRS = 2
 HOW = (
-    "Both processes of a pair run the same code, so every effect but 1 is noise: of memory, "
-    "of the core, of what else the machine did.",
-    f"MAD is the median distance from no effect. The gate's margin at a point is "
-    f"{statistics.NOISE_FACTOR:g}·MAD/√pairs, but no less than gate.min_effect; a point that needs "
+    "Both processes of a pair run the same code, so every effect other than 1 is noise: of memory "
+    "layout, of the core, of other load on the machine.",
+    f"MAD is the median distance of log(A ÷ A) from 0. The gate's margin at a point is "
+    f"{statistics.NOISE_FACTOR:g}·MAD/√pairs, but at least gate.min_effect; a point that needs "
     "more than gate.max_margin is not gated.",
 )
 
@@ -85,9 +85,9 @@ def write(path: Path) -> str:
     answer = sentence(points, margins, pairs)
     notices = []
     if config.timing.max_rows:
-        notices.append("Smoke run: tiny tables, two pairs: nothing here means anything.")
+        notices.append("Smoke run: tiny tables and two pairs; the numbers have no meaning.")
     if read_json(path, "run.json").get("status") != "finished":
-        notices.append("This run was interrupted; it is not kept as the machine's noise floor.")
+        notices.append("This run was interrupted; it is not stored as the machine's noise floor.")
     notices += [f"{n}: {r['status']} ({r['reason']})" for n, r in failed.items()]
     lines = []
     for name, p in points.items():
@@ -103,7 +103,7 @@ def write(path: Path) -> str:
             "within the gate's margin. All of it is noise."
         )
         panel = forest("A against A", lines, "time of one ÷ time of the other")
-        title = "What one revision seems to differ from itself"
+        title = "Difference of a revision from itself"
         drawn.append(Figure("funnel", title, caption, "", [panel]))
     sections = [Section("Noise by point", figures=drawn, table=table(points, margins))]
     report = pages.page_of(path, str(config.name), [answer], sections, notices=notices, how=HOW)

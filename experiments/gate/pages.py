@@ -19,20 +19,20 @@ from experiments.results.store import RunStore, read_json
 from experiments.timing.statistics import Effect, Verdict, combine
 
 HOW = (
-    "Two processes, one with each revision, take turns: base head head base, or the other way "
-    "round, by coin. Each sample follows an execution that is not timed, because the other process "
-    "has just had the caches. Of the two samples of a block the faster counts; a pair of processes "
-    "says the median over its blocks of the logarithm of head ÷ base.",
-    "Both processes of a pair stay on one core, chosen at random, where they have one thread each; "
-    "which of the two starts first is random as well, and so is the order of the points.",
-    "Interval: 95 % Student-t over pairs of processes. SLOWER or FASTER: it leaves out 1 and the "
-    "effect is beyond the margin. SAME: all of it is within the margin. UNSURE: neither, even "
-    "after the most pairs that are allowed.",
-    "What looks slower or faster is measured again by as many new pairs, and counts only if they "
-    "say the same, at 5 % over all such points together (Holm). The effect shown is then that of "
-    "the second set: the first was chosen for its effect.",
-    "'visible from' is the smallest effect that would have been called: the margin and half the "
-    "interval.",
+    "Two processes, one per revision, alternate: base head head base, or head base base head, "
+    "chosen at random. An untimed execution precedes each sample, because the other process has "
+    "just used the caches. Of the two samples of a block the faster one counts; the effect of a "
+    "pair of processes is the median over its blocks of log(head ÷ base).",
+    "With one thread each, both processes of a pair stay on one core, chosen at random. The "
+    "process that starts first and the order of the points are random as well.",
+    "Interval: 95 % Student-t over pairs of processes. SLOWER or FASTER: the interval excludes 1 "
+    "and the effect is beyond the margin. SAME: the whole interval is within the margin. UNSURE: "
+    "neither, even after the largest number of pairs allowed.",
+    "A point that looks slower or faster is measured again with as many new pairs, and counts only "
+    "if these agree, at 5 % over all such points together (Holm). The effect shown is then that of "
+    "the second set, because the first was selected for its effect.",
+    "Smallest detectable: the smallest effect that would have been called, i.e. the margin plus "
+    "half the interval.",
 )
 
 
@@ -89,7 +89,7 @@ def shown_path(path: Path) -> str:
 MEANING = {
     0: "no slowdown was found",
     3: "a slowdown was found and confirmed",
-    4: "unsure of a point, and gate.strict asks to be sure",
+    4: "a point is unsure, which gate.strict does not accept",
     5: "a point failed in head",
     6: "nothing was comparable",
     130: "interrupted",
@@ -194,7 +194,7 @@ def _page(path: Path, found: Findings, facts: Mapping[str, Any], answer: str, st
     others += [f"unsure: {x.point} – {x.reason}" for x in found.having("UNSURE")]
     others += [f"{x.point}: {change}" for x in found.lines for change in (*x.grown, *x.shrunk)]
     if others:
-        sections.append(Section("Also to know", others))
+        sections.append(Section("Remarks", others))
     name = str(facts["experiment"])
     return page_of(path, name, [answer], sections, tiles=tiles, notices=notices)
 
@@ -206,7 +206,7 @@ def table(lines: Sequence[Line]) -> Table:
         "verdict": lambda x: x[0].state + " (bytes or hits)" * bool(x[0].grown),
         "head ÷ base [95\u00a0%]": lambda x: ratio(x[1].effect),
         "margin": lambda x: percent(x[1].margin),
-        "visible from": lambda x: percent(x[1].visible),
+        "smallest detectable": lambda x: percent(x[1].visible),
         "base": lambda x: tables.seconds(x[0].base_s),
         "head": lambda x: tables.seconds(x[0].head_s),
         "pairs": lambda x: _pairs(x[1]),

@@ -51,7 +51,7 @@ def run(config: Config, *, question: str, words: Sequence[str]) -> int:
     with Display(len(wanted)) as display:
         display.say(setup.heading(start, f"{len(wanted)} trials of the gate"))
         if records:
-            display.say(f"going on with {store.path.name}")
+            display.say(f"continuing {store.path.name}")
         conductor = Conductor(
             config,
             start.device,
@@ -107,10 +107,10 @@ def _trials(conductor: Conductor, done: dict[int, Trial]) -> str:
             else:
                 display.finish("" if was_done else line(outcome(trial, names, rules)))
     except KeyboardInterrupt:
-        display.say("interrupted: the same command goes on here")
+        display.say("interrupted: the same command continues here")
         return "interrupted"
     if failures:
-        display.say(f"{failures} trials failed; the same command does them again")
+        display.say(f"{failures} trials failed; the same command repeats them")
     return "incomplete" if failures else "finished"
 
 
@@ -211,7 +211,7 @@ def write(path: Path) -> str:
 def sentence(rates: Mapping[str, Any], trials: Sequence[Mapping[str, Any]]) -> str:
     """State both rates."""
     if not trials:
-        return "No trial came to its end."
+        return "No trial is complete."
     slow = max((t["slow"] for t in trials), default=1.0)
     parts = []
     if rates["false_alarms"]["of"]:
@@ -252,20 +252,20 @@ def _page(
     pairs = f"{rules.pairs} pairs of processes, up to {rules.max_pairs} where unsure"
     notices = []
     if config.timing.max_rows:
-        notices.append("Smoke run: tiny tables, one pair: nothing here means anything.")
+        notices.append("Smoke run: tiny tables and one pair; the numbers have no meaning.")
     if info.get("status") != "finished":
-        notices.append("This run is not complete; the same command goes on with it.")
+        notices.append("This run is not complete; the same command continues it.")
     tiles = [
         _tile(rates["false_alarms"], "of gates without a change raised an alarm"),
         _tile(rates["caught"], f"of points slowed by {100 * (slow - 1):.3g} % were caught"),
         Tile(str(len(trials)), "trials of the whole gate"),
     ]
     words = [
-        f"Every trial is a whole gate ({pairs}; then as many again to confirm) whose processes "
-        "no other trial uses. In slowed trials every point of head takes "
-        f"{slow:g} times its own time, by waiting inside of what is timed.",
-        "That all are slowed at once makes it no easier to be caught: each is judged on its own, "
-        "and the correction for many points is then at its strictest.",
+        f"Every trial is a whole gate ({pairs}; then as many again to confirm) with processes "
+        f"that no other trial uses. In slowed trials every point of head takes {slow:g} times as "
+        "long, by waiting inside the timed region.",
+        "Slowing all points at once does not make detection easier: each point is judged on its "
+        "own, and the correction for multiple comparisons is then at its strictest.",
     ]
     sections = [
         Section("Rates by point", words, table=rate_table(rates)),
@@ -331,7 +331,7 @@ def figure(trials: Sequence[Mapping[str, Any]], margins: Mapping[str, float]) ->
         "trials",
         "What every trial measured",
         "A dot is the mean over the first set of pairs of one trial: blue without a change, orange "
-        "slowed. Grey: within the margin. The tick is the truth.",
+        "slowed. Grey: within the margin. Vertical lines: the true effects.",
         f"{len(trials)} trials",
         [Panel("First set of pairs", strips, 8.0, 0.55 * len(names) + 1.2)],
     )

@@ -72,7 +72,7 @@ def _compare(
         "notices": _notices(start),
     }
     if alike:
-        facts["notices"].append("Base and head are the same revision: all that is found is noise.")
+        facts["notices"].append("Base and head are the same revision: every effect is noise.")
     trial, rules, stopped = Trial(slow=start.config.gate.inject), start.rules, False
     try:
         base, head = revisions.checkout(name), revisions.checkout(start.config.gate.head)

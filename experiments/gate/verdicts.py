@@ -92,7 +92,7 @@ def findings(
         if failed:
             lines.append(_failed(point, failed))
         elif point.name not in rules.margins:
-            reason = "its noise on this machine asks for a margin beyond gate.max_margin"
+            reason = "its noise on this machine requires a margin beyond gate.max_margin"
             lines.append(Line(point.name, point.words, "NOISY", reason))
         elif point.name in rulings:
             lines.append(_judged(point, rulings[point.name], trial, records))
@@ -110,12 +110,12 @@ def _failed(point: Point, failed: Mapping[Side, Built]) -> Line:
     built = head or base or Built("error", "no reason was given")
     reason = f"{built.status}: {built.reason}"
     if head is None:
-        return Line(point.name, point.words, "NEW", f"base cannot do it ({reason})")
+        return Line(point.name, point.words, "NEW", f"base cannot run it ({reason})")
     if head.status in BROKEN and base is not None:
         return Line(point.name, point.words, "FAILED", f"on both sides ({reason})")
     if base is None:
-        return Line(point.name, point.words, "MISSING", f"base can do it, head cannot ({reason})")
-    return Line(point.name, point.words, "NEW", f"neither side can do it here ({reason})")
+        return Line(point.name, point.words, "MISSING", f"base can run it, head cannot ({reason})")
+    return Line(point.name, point.words, "NEW", f"neither side can run it here ({reason})")
 
 
 def _judged(point: Point, ruling: Ruling, trial: Trial, records: Sequence[Record]) -> Line:
@@ -134,7 +134,7 @@ def advice(ruling: Ruling) -> str:
         return "one pair of processes gives no verdict; raise timing.replicates"
     if ruling.screened in CHANGES:
         said = ruling.screened.value.lower()
-        return f"looked {said} at first, and was not so a second time; give the command again"
+        return f"looked {said} at first, which new pairs did not confirm; run the gate again"
     return "the noise is too large: close other programs, raise gate.max_pairs or timing.min_rounds"
 
 
