@@ -61,7 +61,17 @@ LAYERS = (
     ("emblib.sharding",),
 )
 # What the library never imports: it depends on torch alone.
-OUTSIDE = {"experiments", "tests", "run", "hydra", "omegaconf", "numpy", "pandas", "matplotlib"}
+OUTSIDE = {
+    "experiments",
+    "tests",
+    "run",
+    "hydra",
+    "omegaconf",
+    "numpy",
+    "pandas",
+    "matplotlib",
+    "scipy",
+}
 PEERS = {"fbgemm_gpu", "torchrec", "tensorly", "tltorch", "torch_tensorrt", "dynamicemb"}
 PEERS_ALLOWED_IN = ("experiments/contenders/", "tests/bench/", "tests/compat/")
 DISTRIBUTED_ALLOWED_IN = (

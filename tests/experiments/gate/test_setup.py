@@ -1,4 +1,4 @@
-"""How runs of the gate's kinds begin: dry runs, and going on with what was not finished."""
+"""The start of a run of the gate's kinds: dry runs, and resuming an interrupted run."""
 
 from __future__ import annotations
 
