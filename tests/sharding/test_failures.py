@@ -32,8 +32,11 @@ def _train(ranks: RankGroup, steps: int = 10**9) -> None:
         collectives.reduce_scatter_base_pooled(rows, ranks).wait().sum().backward()
 
 
-def _told(ranks: RankGroup, act: str, seconds: float = 30.0) -> tuple[str, tuple[int, ...]]:
-    """What a rank hears when CULPRIT does `act` after three steps."""
+def _told(ranks: RankGroup, act: str, seconds: float = 12.0) -> tuple[str, tuple[int, ...]]:
+    """What a rank hears when CULPRIT does `act` after three steps.
+
+    Ranks that exchange with a survivor, which stays here, wait for the timeout of the collective.
+    """
     ranks = RankGroup(dist.new_group(list(range(ranks.size)), timedelta(seconds=seconds)))
     if ranks.rank == CULPRIT:
         with suppress(ValueError), detect_rank_failures(ranks, **QUICK):

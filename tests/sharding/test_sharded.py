@@ -168,7 +168,7 @@ def _cuts(length: int) -> st.SearchStrategy[list[tuple[int, int]]]:
     return edges.map(lambda e: list(pairwise(e)))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(data=st.data())
 def test_any_tiling(data: Any) -> None:
     size = data.draw(st.integers(1, 4))

@@ -34,13 +34,16 @@ def _ptxas_report_of(source: Path) -> str:
     folder.mkdir(parents=True, exist_ok=True)
     log = folder / f"ptxas-{source.stem}-{digest.hexdigest()[:16]}.log"
     if not log.exists():
-        # No kernel differs between these architectures before ptxas: one PTX serves both.
+        # No kernel differs between these architectures before ptxas: one PTX serves both. A fatbin
+        # is the device code alone: the host compiler does not run.
         codes = [f"-gencode=arch=compute_80,code={a}" for a in ARCHITECTURES]
         include = ["-I", str(ROOT / "csrc")]
         flags = ["-std=c++20", "-O3", "--expt-relaxed-constexpr", "-Xptxas=-v", *codes, *include]
-        output = folder / f"{source.stem}.o"
+        output = folder / f"{source.stem}.fatbin"
         done = subprocess.run(
-            [NVCC, *flags, "-c", str(source), "-o", str(output)], capture_output=True, text=True
+            [NVCC, *flags, "-fatbin", str(source), "-o", str(output)],
+            capture_output=True,
+            text=True,
         )
         assert done.returncode == 0, done.stderr
         for old in folder.glob(f"ptxas-{source.stem}-*.log"):

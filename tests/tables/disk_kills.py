@@ -246,7 +246,7 @@ def main() -> None:
     mode, directory, seed = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
     torch.set_num_threads(1)
     if mode == "random":
-        print(dict(at_random(directory, seed, rounds=60)))
+        print(dict(at_random(directory, seed, rounds=40)))
     else:
         print(dict(at_calls(directory, seed, recovery=mode == "recovery")))
 

@@ -63,7 +63,7 @@ SETTINGS = {
         cache=CacheConfig(load_factor=0.01),
         lookups=2000,
         flush_every=5,
-        rounds=15,
+        rounds=10,
     ),
     "small": Setting(
         sizes=((3000, 16), (500, 6), (1500, 16)),
@@ -76,7 +76,7 @@ SETTINGS = {
         cache=CacheConfig(CachePolicy.LFU, sets=3),
         lookups=300,
         flush_every=3,
-        rounds=45,
+        rounds=30,
     ),
 }
 
